@@ -1,0 +1,126 @@
+# Builds train_nsa and its tests with what the machine has:  make deps train_nsa && mpirun -np 2 ./train_nsa
+#
+#   make deps        installs what is missing (C++ compiler, MPI, oneDNN) through the system's package manager
+#   make train_nsa   the program           make test     all tests           make goldens   golden values anew (needs PyTorch)
+#   make clean
+#
+# Settings, each with a default; a changed setting rebuilds:
+#   NO_CUDA=1 NO_MPI=1 NO_DNNL=1 NO_OMP=1   leave something out although it is there
+#   MARCH=native                            the processor to build for; MARCH= for a portable binary
+#   GPU_COMPUTE_CAPABILITY=90               GPU architecture; default: the GPU that is found, else nvcc's own default
+#   WERROR=1                                warnings are errors          SAN=address,undefined   sanitizers
+
+CXX ?= g++
+NVCC ?= nvcc
+MARCH ?= native
+BUILD ?= build
+GOALS := train_nsa test_nsa test goldens info
+
+# What is there is found out by compiling and linking a probe, in a second make: so in `make deps train_nsa` the probes run after deps.
+ifndef CONFIGURED
+
+.DEFAULT_GOAL := train_nsa
+.PHONY: $(GOALS) deps clean
+$(GOALS): $(if $(filter deps,$(MAKECMDGOALS)),deps)
+	@$(MAKE) --no-print-directory CONFIGURED=1 $@
+deps:
+	@bash dev/deps.sh
+clean:
+	rm -rf $(BUILD) train_nsa test_nsa
+
+else
+
+links = $(shell echo '$(1)' > /dev/null; mkdir -p $(BUILD); printf '$(1)\nint main() { return 0; }\n' | $(CXX) -x c++ - $(2) -o $(BUILD)/probe 2>/dev/null && echo yes)
+mark = $(if $(1),✓,✗)
+
+FLAGS := -std=c++17 -O3 -fno-math-errno -fno-trapping-math -pthread -Wall -Wextra
+# -fno-math-errno and -fno-trapping-math let loops with sqrt and comparisons be vectorised; results do not change. Never -ffast-math.
+LIBS :=
+ifneq ($(MARCH),)
+  FLAGS += -march=$(MARCH)
+endif
+ifdef WERROR
+  FLAGS += -Werror
+endif
+ifdef SAN
+  FLAGS += -g -fno-omit-frame-pointer -fsanitize=$(SAN)
+  LIBS += -fsanitize=$(SAN)
+endif
+
+ifndef NO_OMP
+  HAVE_OMP := $(call links,#include <omp.h>,-fopenmp)
+endif
+ifeq ($(HAVE_OMP),yes)
+  FLAGS += -fopenmp
+  LIBS += -lgomp
+else
+  FLAGS += -Wno-unknown-pragmas
+endif
+
+ifndef NO_MPI
+  # The compiler wrappers of MPICH and Open MPI both print what they would run.
+  MPI_WORDS := $(shell mpicxx -show 2>/dev/null)
+  MPI_FLAGS := $(filter -I%,$(MPI_WORDS))
+  MPI_LIBS := $(filter -L% -l%,$(MPI_WORDS))
+  ifneq ($(MPI_WORDS),)
+    HAVE_MPI := $(call links,#include <mpi.h>,$(MPI_FLAGS) $(MPI_LIBS))
+  endif
+endif
+ifeq ($(HAVE_MPI),yes)
+  FLAGS += -DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(MPI_FLAGS)
+  LIBS += $(MPI_LIBS)
+endif
+
+ifndef NO_DNNL
+  HAVE_DNNL := $(call links,#include <oneapi/dnnl/dnnl.h>,-ldnnl)
+endif
+ifeq ($(HAVE_DNNL),yes)
+  FLAGS += -DUSE_DNNL
+  LIBS += -ldnnl
+endif
+
+ifndef NO_CUDA
+  HAVE_NVCC := $(shell command -v $(NVCC) >/dev/null 2>&1 && echo yes)
+endif
+comma := ,
+empty :=
+space := $(empty) $(empty)
+ifeq ($(HAVE_NVCC),yes)
+  ifdef GPU_COMPUTE_CAPABILITY
+    ARCH := -arch=sm_$(GPU_COMPUTE_CAPABILITY)
+  else ifneq ($(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep GPU),)
+    ARCH := -arch=native
+  endif
+  # The rest of the flags goes to the host compiler as it is. Diagnostic 1675: GCC's unroll pragma, which nvcc's front end passes on;
+  # parentheses: in the C++ that nvcc writes for the host compiler.
+  HOST_FLAGS := $(filter-out -std=% -O3 -D% -I%,$(FLAGS)) -Wno-parentheses
+  COMPILE = $(NVCC) -x cu -std=c++17 -O3 $(ARCH) -ccbin $(CXX) -diag-suppress 1675 $(filter -D% -I%,$(FLAGS)) -Xcompiler $(subst $(space),$(comma),$(strip $(HOST_FLAGS)))
+  LINK_LIBS = $(filter-out -fsanitize=%,$(LIBS)) $(if $(SAN),-Xcompiler -fsanitize=$(SAN))
+  COMPILER := nvcc $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p') over $(CXX), the engine is host code
+else
+  COMPILE = $(CXX) -x c++ $(FLAGS)
+  LINK_LIBS = -x none $(LIBS)
+  COMPILER := $(shell $(CXX) --version 2>/dev/null | head -1)
+endif
+
+# The line is kept in a file: when it changes, everything is built again.
+$(shell mkdir -p $(BUILD); echo '$(COMPILE) $(LINK_LIBS)' | cmp -s - $(BUILD)/command || echo '$(COMPILE) $(LINK_LIBS)' > $(BUILD)/command)
+
+.PHONY: info test goldens
+train_nsa test_nsa: %: %.cu $(BUILD)/command | info
+	$(COMPILE) -MMD -MP -MF $(BUILD)/$@.d -MT $@ $< -o $@ $(LINK_LIBS)
+-include $(BUILD)/train_nsa.d $(BUILD)/test_nsa.d
+
+info:
+	@echo "$(call mark,$(COMPILER)) compiler  $(or $(COMPILER),not found: make deps)"
+	@echo "$(call mark,$(filter yes,$(HAVE_OMP))) OpenMP    $(if $(HAVE_OMP),all cores,$(if $(NO_OMP),left out by NO_OMP,not found: one core))"
+	@echo "$(call mark,$(filter yes,$(HAVE_MPI))) MPI       $(if $(HAVE_MPI),$(filter -l%,$(MPI_LIBS)),$(if $(NO_MPI),left out by NO_MPI,mpicxx not found or does not link: one process only; make deps))"
+	@echo "$(call mark,$(filter yes,$(HAVE_DNNL))) oneDNN    $(if $(HAVE_DNNL),fp32 GEMMs,$(if $(NO_DNNL),left out by NO_DNNL,not found: our own GEMM; make deps))"
+	@echo "$(call mark,$(filter yes,$(HAVE_NVCC))) nvcc      $(if $(HAVE_NVCC),$(or $(ARCH),no GPU here: nvcc's default architecture),$(if $(NO_CUDA),left out by NO_CUDA,not found))"
+
+test: test_nsa train_nsa
+	./test_nsa
+goldens: train_nsa
+	bash dev/test/make_goldens.sh
+
+endif

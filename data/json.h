@@ -1,0 +1,341 @@
+// json.h: a strict JSON reader (RFC 8259) and string quoting, for vocabularies, model configs, safetensors headers and JSON lines.
+// Nothing beyond the standard is accepted: no comments, no trailing commas, no NaN, no duplicate keys, no invalid UTF-8.
+#pragma once
+#include <algorithm>
+#include <cstdlib>
+
+#include "util.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// UTF-8 (RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF).
+
+// The length in bytes (1 to 4) of the character that begins at s[0] and lies within n bytes, its code point in *code;
+// 0 when the bytes there are no valid UTF-8.
+inline int utf8_decode(const char* s, size_t n, uint32_t* code) {
+    const unsigned char* u = reinterpret_cast<const unsigned char*>(s);
+    if (n == 0) return 0;
+    if (u[0] < 0x80) {
+        *code = u[0];
+        return 1;
+    }
+    const auto continues = [&](size_t i) { return i < n && (u[i] & 0xC0) == 0x80; };
+    if (u[0] >= 0xC2 && u[0] <= 0xDF && continues(1)) {
+        *code = uint32_t(u[0] & 0x1F) << 6 | (u[1] & 0x3F);
+        return 2;
+    }
+    if (u[0] >= 0xE0 && u[0] <= 0xEF && continues(1) && continues(2)) {
+        *code = uint32_t(u[0] & 0x0F) << 12 | uint32_t(u[1] & 0x3F) << 6 | (u[2] & 0x3F);
+        return *code >= 0x800 && (*code < 0xD800 || *code > 0xDFFF) ? 3 : 0;
+    }
+    if (u[0] >= 0xF0 && u[0] <= 0xF4 && continues(1) && continues(2) && continues(3)) {
+        *code = uint32_t(u[0] & 0x07) << 18 | uint32_t(u[1] & 0x3F) << 12 | uint32_t(u[2] & 0x3F) << 6 | (u[3] & 0x3F);
+        return *code >= 0x10000 && *code <= 0x10FFFF ? 4 : 0;
+    }
+    return 0;
+}
+
+inline void utf8_append(std::string& out, uint32_t code) {
+    if (code < 0x80) {
+        out += char(code);
+    } else if (code < 0x800) {
+        out += char(0xC0 | code >> 6);
+        out += char(0x80 | (code & 0x3F));
+    } else if (code < 0x10000) {
+        out += char(0xE0 | code >> 12);
+        out += char(0x80 | (code >> 6 & 0x3F));
+        out += char(0x80 | (code & 0x3F));
+    } else {
+        out += char(0xF0 | code >> 18);
+        out += char(0x80 | (code >> 12 & 0x3F));
+        out += char(0x80 | (code >> 6 & 0x3F));
+        out += char(0x80 | (code & 0x3F));
+    }
+}
+
+// The bytes as a JSON string with its quotes. A byte that is no part of valid UTF-8 becomes U+FFFD, so the result is always valid JSON.
+inline std::string json_quote(const std::string& utf8) {
+    std::string out = "\"";
+    for (size_t i = 0; i < utf8.size();) {
+        uint32_t code;
+        const int length = utf8_decode(utf8.data() + i, utf8.size() - i, &code);
+        if (length == 0) out += "\xEF\xBF\xBD";
+        else if (code == '"') out += "\\\"";
+        else if (code == '\\') out += "\\\\";
+        else if (code == '\n') out += "\\n";
+        else if (code == '\r') out += "\\r";
+        else if (code == '\t') out += "\\t";
+        else if (code < 0x20) out += format_text("\\u%04x", code);
+        else out.append(utf8, i, size_t(length));
+        i += length ? size_t(length) : 1;
+    }
+    return out + "\"";
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// A parsed value. `where` in the accessors is the beginning of the error's sentence: the file, and what of it is being read.
+
+struct Json {
+    enum Kind { Null, Bool, Number, String, Array, Object };
+
+    Kind kind = Null;
+    bool is_true = false;            // of a Bool
+    bool is_integer = false;         // a Number written without fraction and exponent that fits an int64
+    double number_value = 0;         // of a Number
+    int64_t integer_value = 0;       // of a Number with is_integer
+    std::string text;                // of a String, UTF-8
+    std::vector<Json> items;         // of an Array; of an Object, the values in the order of the file
+    std::vector<std::string> keys;   // of an Object: keys[i] is the key of items[i]
+    uint64_t offset = 0;             // byte of the file where the value begins
+
+    static const char* name(Kind kind) {
+        static const char* const names[] = {"null", "true or false", "a number", "a string", "an array", "an object"};
+        return names[kind];
+    }
+
+    // The value of the key, or nullptr when there is none or this is no object. Time is linear in the number of keys.
+    const Json* find(const std::string& key) const {
+        for (size_t i = 0; i < keys.size(); i++)
+            if (keys[i] == key) return &items[i];
+        return nullptr;
+    }
+
+    const Json& get(const std::string& key, const std::string& where) const {
+        require(Object, where);
+        const Json* value = find(key);
+        if (!value) fail("%s: byte %llu: the object has no key %s", where.c_str(), (unsigned long long)offset, json_quote(key).c_str());
+        return *value;
+    }
+
+    // The value itself, of the kind that the name says.
+    int64_t integer(const std::string& where) const {
+        require(Number, where);
+        if (!is_integer)
+            fail("%s: byte %llu: found %.17g, expected a whole number of 64 bits", where.c_str(), (unsigned long long)offset, number_value);
+        return integer_value;
+    }
+    double number(const std::string& where) const { return require(Number, where).number_value; }
+    bool boolean(const std::string& where) const { return require(Bool, where).is_true; }
+    const std::string& string(const std::string& where) const { return require(String, where).text; }
+    const std::vector<Json>& array(const std::string& where) const { return require(Array, where).items; }
+
+    // The same of an object's key.
+    int64_t integer(const std::string& key, const std::string& where) const { return get(key, where).integer(where + ": " + key); }
+    double number(const std::string& key, const std::string& where) const { return get(key, where).number(where + ": " + key); }
+    bool boolean(const std::string& key, const std::string& where) const { return get(key, where).boolean(where + ": " + key); }
+    const std::string& string(const std::string& key, const std::string& where) const { return get(key, where).string(where + ": " + key); }
+    const std::vector<Json>& array(const std::string& key, const std::string& where) const { return get(key, where).array(where + ": " + key); }
+
+    const Json& require(Kind wanted, const std::string& where) const {
+        if (kind != wanted) fail("%s: byte %llu: found %s, expected %s", where.c_str(), (unsigned long long)offset, name(kind), name(wanted));
+        return *this;
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The parser: recursive descent, one function per rule of the grammar.
+
+struct JsonParser {
+    static constexpr int max_depth = 100;  // of arrays and objects in each other, so that a hostile file cannot exhaust the stack
+
+    const std::string& bytes;
+    const std::string& where;
+    const uint64_t first_byte;  // offset of bytes[0] in the file
+    size_t at = 0;
+
+    Json parse() {
+        Json value = parse_value(0);
+        skip_space();
+        if (at < bytes.size()) error("the end of the text");
+        return value;
+    }
+
+    [[noreturn]] void error(const char* expected) const {
+        std::string found = "the end of the text";
+        if (at < bytes.size()) {
+            const unsigned char c = static_cast<unsigned char>(bytes[at]);
+            found = c > 0x20 && c < 0x7F ? format_text("'%c'", c) : format_text("byte 0x%02x", c);
+        }
+        fail("%s: byte %llu: not valid JSON: found %s, expected %s", where.c_str(), (unsigned long long)(first_byte + at), found.c_str(), expected);
+    }
+
+    int peek() const { return at < bytes.size() ? static_cast<unsigned char>(bytes[at]) : -1; }
+
+    void skip_space() {
+        while (at < bytes.size() && (bytes[at] == ' ' || bytes[at] == '\t' || bytes[at] == '\n' || bytes[at] == '\r')) at++;
+    }
+
+    Json parse_value(int depth) {
+        skip_space();
+        Json value;
+        value.offset = first_byte + at;
+        const int c = peek();
+        if (c == '{' || c == '[') {
+            if (depth == max_depth)
+                fail("%s: byte %llu: JSON nested deeper than %d levels", where.c_str(), (unsigned long long)(first_byte + at), max_depth);
+            if (c == '{') parse_object(value, depth + 1);
+            else parse_array(value, depth + 1);
+        } else if (c == '"') {
+            value.kind = Json::String;
+            value.text = parse_string();
+        } else if (c == '-' || (c >= '0' && c <= '9')) {
+            parse_number(value);
+        } else if (bytes.compare(at, 4, "null") == 0) {
+            at += 4;
+        } else if (bytes.compare(at, 4, "true") == 0) {
+            value.kind = Json::Bool, value.is_true = true, at += 4;
+        } else if (bytes.compare(at, 5, "false") == 0) {
+            value.kind = Json::Bool, at += 5;
+        } else {
+            error("a value");
+        }
+        return value;
+    }
+
+    void parse_array(Json& value, int depth) {
+        value.kind = Json::Array;
+        at++;
+        skip_space();
+        if (peek() == ']') {
+            at++;
+            return;
+        }
+        while (true) {
+            value.items.push_back(parse_value(depth));
+            skip_space();
+            if (peek() != ',' && peek() != ']') error("',' or ']'");
+            if (bytes[at++] == ']') return;
+        }
+    }
+
+    void parse_object(Json& value, int depth) {
+        value.kind = Json::Object;
+        at++;
+        skip_space();
+        if (peek() == '}') {
+            at++;
+            return;
+        }
+        while (true) {
+            skip_space();
+            if (peek() != '"') error("a key in double quotes");
+            value.keys.push_back(parse_string());
+            skip_space();
+            if (peek() != ':') error("':'");
+            at++;
+            value.items.push_back(parse_value(depth));
+            skip_space();
+            if (peek() != ',' && peek() != '}') error("',' or '}'");
+            if (bytes[at++] == '}') break;
+        }
+        std::vector<const std::string*> sorted;
+        for (const std::string& key : value.keys) sorted.push_back(&key);
+        std::sort(sorted.begin(), sorted.end(), [](const std::string* a, const std::string* b) { return *a < *b; });
+        for (size_t i = 1; i < sorted.size(); i++)
+            if (*sorted[i] == *sorted[i - 1])
+                fail("%s: byte %llu: the object has the key %s twice", where.c_str(), (unsigned long long)value.offset, json_quote(*sorted[i]).c_str());
+    }
+
+    std::string parse_string() {
+        std::string out;
+        at++;
+        while (true) {
+            const size_t run = at;  // plain characters are copied in runs
+            while (at < bytes.size()) {
+                const unsigned char c = static_cast<unsigned char>(bytes[at]);
+                if (c == '"' || c == '\\' || c < 0x20) break;
+                uint32_t code;
+                const int length = c < 0x80 ? 1 : utf8_decode(bytes.data() + at, bytes.size() - at, &code);
+                if (length == 0) error("valid UTF-8");
+                at += size_t(length);
+            }
+            out.append(bytes, run, at - run);
+            if (peek() == '"') {
+                at++;
+                return out;
+            }
+            if (peek() != '\\') error(at < bytes.size() ? "an escape such as \\n in place of a control character" : "'\"'");
+            at++;
+            parse_escape(out);
+        }
+    }
+
+    void parse_escape(std::string& out) {
+        switch (peek()) {
+            case '"': out += '"'; break;
+            case '\\': out += '\\'; break;
+            case '/': out += '/'; break;
+            case 'b': out += '\b'; break;
+            case 'f': out += '\f'; break;
+            case 'n': out += '\n'; break;
+            case 'r': out += '\r'; break;
+            case 't': out += '\t'; break;
+            case 'u': {
+                const size_t escape = at++ - 1;  // the backslash
+                uint32_t code = parse_hex4();
+                if (code >= 0xD800 && code <= 0xDBFF && bytes.compare(at, 2, "\\u") == 0) {  // the first half of a surrogate pair
+                    at += 2;
+                    const uint32_t low = parse_hex4();
+                    code = low >= 0xDC00 && low <= 0xDFFF ? 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00) : 0xD800;
+                }
+                if (code >= 0xD800 && code <= 0xDFFF)
+                    fail("%s: byte %llu: not valid JSON: an escape that is only half of a surrogate pair", where.c_str(), (unsigned long long)(first_byte + escape));
+                utf8_append(out, code);
+                return;
+            }
+            default: error("one of \" \\ / b f n r t u after a backslash");
+        }
+        at++;
+    }
+
+    uint32_t parse_hex4() {
+        uint32_t code = 0;
+        for (int i = 0; i < 4; i++, at++) {
+            const int c = peek();
+            if (c >= '0' && c <= '9') code = code * 16 + uint32_t(c - '0');
+            else if (c >= 'a' && c <= 'f') code = code * 16 + uint32_t(c - 'a' + 10);
+            else if (c >= 'A' && c <= 'F') code = code * 16 + uint32_t(c - 'A' + 10);
+            else error("four hexadecimal digits");
+        }
+        return code;
+    }
+
+    void parse_digits() {
+        if (!(peek() >= '0' && peek() <= '9')) error("a digit");
+        while (peek() >= '0' && peek() <= '9') at++;
+    }
+
+    void parse_number(Json& value) {
+        const size_t begin = at;
+        bool whole = true;
+        if (peek() == '-') at++;
+        if (peek() == '0') {
+            at++;
+            if (peek() >= '0' && peek() <= '9') error("no digit after a leading zero");
+        } else {
+            parse_digits();
+        }
+        if (peek() == '.') {
+            at++, whole = false;
+            parse_digits();
+        }
+        if (peek() == 'e' || peek() == 'E') {
+            at++, whole = false;
+            if (peek() == '+' || peek() == '-') at++;
+            parse_digits();
+        }
+        const std::string digits = bytes.substr(begin, at - begin);
+        value.kind = Json::Number;
+        value.number_value = std::strtod(digits.c_str(), nullptr);
+        if (std::isinf(value.number_value))
+            fail("%s: byte %llu: the number is beyond a double's range", where.c_str(), (unsigned long long)value.offset);
+        errno = 0;
+        value.integer_value = whole ? std::strtoll(digits.c_str(), nullptr, 10) : 0;
+        value.is_integer = whole && errno == 0;
+        if (!value.is_integer) value.integer_value = 0;
+    }
+};
+
+// The one value that `text` holds. An error names `where` (the file, perhaps the line) and the byte, counted from `first_byte` on.
+inline Json parse_json(const std::string& text, const std::string& where, uint64_t first_byte = 0) {
+    return JsonParser{text, where, first_byte}.parse();
+}

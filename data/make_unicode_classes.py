@@ -1,0 +1,65 @@
+#!/usr/bin/env python3
+"""Writes unicode_classes.h: the letters, numbers and white space of Unicode, which GPT-2's pre-tokeniser tells apart.
+
+    python3 data/make_unicode_classes.py > data/unicode_classes.h
+
+The Unicode version is that of the unicodedata module: Python's own, or the one of the package unicodedata2 where it is installed
+(unicodedata2==16.0.0 made the file that is kept here). Unicode 16.0 is what tiktoken 0.14 uses: the two agree on every code point.
+"""
+
+try:
+    import unicodedata2 as unicodedata
+except ImportError:
+    import unicodedata
+
+
+def is_letter(code):
+    return unicodedata.category(chr(code)).startswith("L")
+
+
+def is_number(code):
+    return unicodedata.category(chr(code)).startswith("N")
+
+
+def is_white_space(code):
+    # The property White_Space, which is not str.isspace(): the separators, tab to carriage return, and next line.
+    return unicodedata.category(chr(code)) in ("Zs", "Zl", "Zp") or 0x09 <= code <= 0x0D or code == 0x85
+
+
+def ranges(member):
+    """The maximal runs [first, last] of code points that `member` accepts."""
+    found = []
+    for code in range(0x110000):
+        if member(code):
+            if found and found[-1][1] == code - 1:
+                found[-1][1] = code
+            else:
+                found.append([code, code])
+    return found
+
+
+def table(name, member):
+    print(f"\ninline constexpr UnicodeRange {name}[] = {{")
+    line = "   "
+    for first, last in ranges(member):
+        item = f" {{0x{first:X}, 0x{last:X}}},"
+        if len(line) + len(item) > 140:
+            print(line)
+            line = "   "
+        line += item
+    print(line)
+    print("};")
+
+
+print(f"""\
+// unicode_classes.h: the letters (general category L), numbers (N) and white space (property White_Space) of Unicode {unicodedata.unidata_version}.
+// Written by make_unicode_classes.py from the Unicode character database; do not edit.
+#pragma once
+#include <cstdint>
+
+struct UnicodeRange {{
+    uint32_t first, last;  // both belong to the range; ranges are sorted and do not touch
+}};""")
+table("unicode_letters", is_letter)
+table("unicode_numbers", is_number)
+table("unicode_white_space", is_white_space)

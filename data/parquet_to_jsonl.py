@@ -1,0 +1,54 @@
+#!/usr/bin/env python3
+"""parquet_to_jsonl.py IN.parquet OUT.jsonl: writes the column `text` as one {"text": ...} per line.
+
+Goes through the file batch by batch, so memory does not grow with it. OUT.jsonl gets its name only when it is whole.
+"""
+import json
+import os
+import sys
+
+
+def fail(text):
+    sys.exit("parquet_to_jsonl.py: " + text)
+
+
+def main():
+    if len(sys.argv) != 3:
+        print("usage: parquet_to_jsonl.py IN.parquet OUT.jsonl", file=sys.stderr)
+        sys.exit(2)
+    source, target = sys.argv[1:]
+    if os.path.lexists(target):  # a rename would put the text in the place of whatever this is, a device too
+        fail(f"{target} exists already: remove it or choose another name")
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        fail(f"pyarrow is not installed: run {os.path.basename(sys.executable)} -m pip install pyarrow")
+
+    unfinished = target + ".tmp"
+    rows = 0
+    try:
+        parquet = pyarrow.parquet.ParquetFile(source)
+        if "text" not in parquet.schema_arrow.names:
+            fail(f"{source} has no column 'text', only: {', '.join(parquet.schema_arrow.names)}")
+        with open(unfinished, "w", encoding="utf-8", newline="\n") as out:
+            for batch in parquet.iter_batches(batch_size=1000, columns=["text"]):
+                for text in batch.column(0).to_pylist():
+                    if not isinstance(text, str):
+                        fail(f"{source}: row {rows} has no text but {text!r}")
+                    out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+                    rows += 1
+            out.flush()
+            os.fsync(out.fileno())
+        if rows != parquet.metadata.num_rows:
+            fail(f"{source}: {rows} rows came, its footer counts {parquet.metadata.num_rows}: fetch it again")
+        os.rename(unfinished, target)
+    except (OSError, pyarrow.ArrowException) as error:
+        fail(f"{source} -> {target}: {' '.join(str(error).split())}")
+    finally:
+        if os.path.exists(unfinished):
+            os.remove(unfinished)
+    print(f"{target}: {rows} documents")
+
+
+main()

@@ -1,0 +1,175 @@
+// util.h: what every other file leans on. Errors that end in one line, the counter-based random numbers, files and globs.
+#pragma once
+#include <cerrno>
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <glob.h>
+#include <sys/stat.h>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Errors. Whatever a user can cause is thrown as one Error, whose text is one line: what, where (file, offset, option),
+// what was expected, what to do. main() prints it and exits with its status: 2 for wrong usage, 1 for everything else.
+
+struct Error : std::runtime_error {
+    int status;
+    Error(int status, const std::string& text) : std::runtime_error(text), status(status) {}
+};
+
+__attribute__((format(printf, 1, 0))) inline std::string format_list(const char* format, va_list args) {
+    va_list again;
+    va_copy(again, args);
+    std::string text(static_cast<size_t>(std::vsnprintf(nullptr, 0, format, args)), '\0');
+    std::vsnprintf(&text[0], text.size() + 1, format, again);
+    va_end(again);
+    return text;
+}
+
+__attribute__((format(printf, 1, 2))) inline std::string format_text(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    std::string text = format_list(format, args);
+    va_end(args);
+    return text;
+}
+
+// Bad data, a failing call, a lost file: exit status 1.
+[[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    std::string text = format_list(format, args);
+    va_end(args);
+    throw Error(1, text);
+}
+
+// A wrong option or a contradiction between options: exit status 2.
+[[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail_usage(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    std::string text = format_list(format, args);
+    va_end(args);
+    throw Error(2, text);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Random numbers by counter: element i of stream s under a seed is a pure function of (seed, s, i), so weights, data order,
+// samples and rounding do not depend on the number of ranks or threads, and there is no state to save.
+// Philox 4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the generator of cuRAND too.
+
+#ifdef __CUDACC__
+#define HOST_DEVICE __host__ __device__
+#else
+#define HOST_DEVICE
+#endif
+
+struct Philox {
+    uint32_t word[4];
+};
+
+HOST_DEVICE inline Philox philox4x32(uint64_t counter, uint64_t stream, uint64_t seed) {
+    uint32_t c0 = uint32_t(counter), c1 = uint32_t(counter >> 32), c2 = uint32_t(stream), c3 = uint32_t(stream >> 32);
+    uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        const uint64_t p0 = uint64_t(0xD2511F53u) * c0, p1 = uint64_t(0xCD9E8D57u) * c2;
+        c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
+        c1 = uint32_t(p1);
+        c2 = uint32_t(p0 >> 32) ^ c3 ^ k1;
+        c3 = uint32_t(p0);
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return {{c0, c1, c2, c3}};
+}
+
+// One stream number per use, so that no two uses ever share a random number. Stream = use + 2^32 * index (of the tensor, epoch ...).
+enum RandomUse : uint64_t { RANDOM_INIT = 1, RANDOM_SHUFFLE = 2, RANDOM_SAMPLE = 3, RANDOM_SYNTHETIC = 4, RANDOM_ROUNDING = 5, RANDOM_TEST = 6 };
+HOST_DEVICE inline uint64_t random_stream(RandomUse use, uint64_t index = 0) { return use + (index << 32); }
+
+// 64 random bits.
+HOST_DEVICE inline uint64_t random_bits(uint64_t seed, uint64_t stream, uint64_t counter) {
+    const Philox p = philox4x32(counter, stream, seed);
+    return p.word[0] | uint64_t(p.word[1]) << 32;
+}
+
+// Uniform in [0, 1), 53 bits.
+HOST_DEVICE inline double random_uniform(uint64_t seed, uint64_t stream, uint64_t counter) {
+    return double(random_bits(seed, stream, counter) >> 11) * 0x1p-53;
+}
+
+// Uniform integer in [0, n), by the high half of a 64 x 64 bit product; the bias is below n / 2^64.
+inline uint64_t random_below(uint64_t n, uint64_t seed, uint64_t stream, uint64_t counter) {
+    return uint64_t((unsigned __int128)random_bits(seed, stream, counter) * n >> 64);
+}
+
+// Standard normal by Box-Muller. The logarithm and the cosine are written out in fused multiply-adds, which IEEE 754 defines to the
+// last bit, because libm's differ between machines: the same seed must give the same weights everywhere.
+inline double random_normal(uint64_t seed, uint64_t stream, uint64_t counter) {
+    const Philox p = philox4x32(counter, stream, seed);
+    const double u = double(((uint64_t(p.word[1]) << 32 | p.word[0]) >> 11) + 1) * 0x1p-53;  // (0, 1]
+    int exponent;
+    double m = std::frexp(u, &exponent);  // u = m * 2^exponent, m in [0.5, 1)
+    if (m < 0.70710678118654752) m *= 2, exponent--;
+    const double s = (m - 1) / (m + 1), s2 = s * s;  // ln m = 2 artanh(s), |s| < 0.172
+    double series = 0;
+    for (int k = 21; k >= 1; k -= 2) series = std::fma(series, s2, 1.0 / k);
+    const double log_u = std::fma(double(exponent), 0.69314718055994531, 2 * s * series);
+    // The angle is a quarter turn times (quadrant + f), f in [-0.5, 0.5): Taylor series of cosine and sine on f alone.
+    const uint64_t turn = (uint64_t(p.word[3]) << 32 | p.word[2]) >> 11;
+    const int quadrant = int(turn >> 51);
+    const double f = std::fma(double(turn & ((1ull << 51) - 1)), 0x1p-51, -0.5) * 1.5707963267948966, f2 = f * f;
+    double cosine = 1, sine = 1;
+    for (int k = 18; k >= 2; k -= 2) cosine = std::fma(cosine, -f2 / (k * (k - 1)), 1.0), sine = std::fma(sine, -f2 / (k * (k + 1)), 1.0);
+    sine *= f;
+    const double projection = quadrant == 0 ? cosine : quadrant == 1 ? -sine : quadrant == 2 ? -cosine : sine;
+    return std::sqrt(-2 * log_u) * projection;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Files.
+
+inline bool file_exists(const std::string& path) {
+    struct stat s;
+    return stat(path.c_str(), &s) == 0;
+}
+
+inline uint64_t file_size(const std::string& path) {
+    struct stat s;
+    if (stat(path.c_str(), &s) != 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
+    if (S_ISDIR(s.st_mode)) fail("%s is a folder, a file was expected", path.c_str());
+    return uint64_t(s.st_size);
+}
+
+// The whole file. Meant for what fits in memory: vocabularies, configs, prompts.
+inline std::string read_file(const std::string& path) {
+    std::string bytes(file_size(path), '\0');
+    std::ifstream in(path, std::ios::binary);
+    if (!in) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
+    if (!in.read(&bytes[0], std::streamsize(bytes.size()))) fail("cannot read %zu bytes of %s: %s", bytes.size(), path.c_str(), std::strerror(errno));
+    return bytes;
+}
+
+// The files that match a shell pattern, sorted by name. An empty answer is the caller's error to word.
+inline std::vector<std::string> glob_files(const std::string& pattern) {
+    glob_t found;
+    std::vector<std::string> paths;
+    if (glob(pattern.c_str(), 0, nullptr, &found) == 0)
+        for (size_t i = 0; i < found.gl_pathc; i++) paths.push_back(found.gl_pathv[i]);
+    globfree(&found);
+    return paths;
+}
+
+// mkdir -p
+inline void make_folders(const std::string& path) {
+    for (size_t slash = path.find('/', 1);; slash = path.find('/', slash + 1)) {
+        const std::string part = path.substr(0, slash);
+        if (!part.empty() && mkdir(part.c_str(), 0777) != 0 && errno != EEXIST) fail("cannot make folder %s: %s", part.c_str(), std::strerror(errno));
+        if (slash == std::string::npos) return;
+    }
+}

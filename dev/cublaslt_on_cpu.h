@@ -1,0 +1,273 @@
+// cublaslt_on_cpu.h: stands in for the part of cuBLASLt that the trainer uses: d = alpha op(a) op(b) + beta c, column-major, fp32 or bf16
+// matrices, fp32 arithmetic, strided batches, and the epilogues DEFAULT, BIAS and BGRADB. What cuBLASLt refuses by a status, this refuses
+// by the same status; a matrix that leaves its array ends the process with the matrix named. Not modelled: speed, TF32 rounding, other
+// orders of summation.
+#pragma once
+#include "cuda_on_cpu.h"
+
+enum cublasStatus_t {
+    CUBLAS_STATUS_SUCCESS = 0,
+    CUBLAS_STATUS_NOT_INITIALIZED = 1,
+    CUBLAS_STATUS_INVALID_VALUE = 7,
+    CUBLAS_STATUS_NOT_SUPPORTED = 15
+};
+enum cublasOperation_t { CUBLAS_OP_N = 0, CUBLAS_OP_T = 1 };
+enum cublasComputeType_t { CUBLAS_COMPUTE_32F = 68, CUBLAS_COMPUTE_32F_FAST_TF32 = 77 };
+enum cudaDataType_t { CUDA_R_32F = 0, CUDA_R_16BF = 14 };
+using cudaDataType = cudaDataType_t;
+enum cublasLtMatmulDescAttributes_t {
+    CUBLASLT_MATMUL_DESC_TRANSA = 3,
+    CUBLASLT_MATMUL_DESC_TRANSB = 4,
+    CUBLASLT_MATMUL_DESC_EPILOGUE = 7,
+    CUBLASLT_MATMUL_DESC_BIAS_POINTER = 8,
+    CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE = 26
+};
+enum cublasLtEpilogue_t {
+    CUBLASLT_EPILOGUE_DEFAULT = 1,
+    CUBLASLT_EPILOGUE_BIAS = 4,     // d += bias, one element per row of d
+    CUBLASLT_EPILOGUE_BGRADB = 512  // bias = the sum of op(b) over k, one element per column of d
+};
+enum cublasLtMatrixLayoutAttribute_t { CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT = 5, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET = 6 };
+enum cublasLtMatmulPreferenceAttributes_t { CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES = 1 };
+
+namespace emu {
+struct BlasHandle {};
+struct MatmulDescription {
+    cublasOperation_t transpose_a = CUBLAS_OP_N, transpose_b = CUBLAS_OP_N;
+    cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+    void* bias = nullptr;
+    int bias_type = -1;  // -1: the type of d
+};
+struct MatrixLayout {
+    cudaDataType_t type;
+    uint64_t rows, columns;
+    int64_t leading;  // elements from one column to the next
+    int batches = 1;
+    int64_t batch_stride = 0;
+    size_t element() const { return type == CUDA_R_32F ? 4 : 2; }
+    size_t bytes() const { return (uint64_t(batches - 1) * uint64_t(batch_stride) + (columns - 1) * uint64_t(leading) + rows) * element(); }
+};
+struct MatmulPreference {
+    uint64_t workspace_bytes = 0;
+};
+template <class T>
+inline cublasStatus_t set_attribute(T& attribute, const void* value, size_t bytes) {
+    if (!value || bytes != sizeof attribute) return CUBLAS_STATUS_INVALID_VALUE;
+    memcpy(&attribute, value, bytes);
+    return CUBLAS_STATUS_SUCCESS;
+}
+}  // namespace emu
+using cublasLtHandle_t = emu::BlasHandle*;
+using cublasLtMatmulDesc_t = emu::MatmulDescription*;
+using cublasLtMatrixLayout_t = emu::MatrixLayout*;
+using cublasLtMatmulPreference_t = emu::MatmulPreference*;
+struct cublasLtMatmulAlgo_t {
+    size_t workspace_bytes;
+};
+struct cublasLtMatmulHeuristicResult_t {
+    cublasLtMatmulAlgo_t algo;
+    size_t workspaceSize;
+    cublasStatus_t state;
+};
+
+inline const char* cublasLtGetStatusString(cublasStatus_t s) {
+    return s == CUBLAS_STATUS_SUCCESS         ? "success"
+           : s == CUBLAS_STATUS_INVALID_VALUE ? "invalid value"
+           : s == CUBLAS_STATUS_NOT_SUPPORTED ? "not supported"
+                                              : "not initialized";
+}
+inline cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) { return *handle = new emu::BlasHandle, CUBLAS_STATUS_SUCCESS; }
+inline cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle) { return delete handle, CUBLAS_STATUS_SUCCESS; }
+inline cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* d, cublasComputeType_t, cudaDataType_t scale_type) {
+    if (scale_type != CUDA_R_32F) return CUBLAS_STATUS_NOT_SUPPORTED;
+    return *d = new emu::MatmulDescription, CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) { return delete d, CUBLAS_STATUS_SUCCESS; }
+inline cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t which, const void* value,
+                                                     size_t bytes) {
+    switch (which) {
+        case CUBLASLT_MATMUL_DESC_TRANSA: return emu::set_attribute(d->transpose_a, value, bytes);
+        case CUBLASLT_MATMUL_DESC_TRANSB: return emu::set_attribute(d->transpose_b, value, bytes);
+        case CUBLASLT_MATMUL_DESC_EPILOGUE: return emu::set_attribute(d->epilogue, value, bytes);
+        case CUBLASLT_MATMUL_DESC_BIAS_POINTER: return emu::set_attribute(d->bias, value, bytes);
+        case CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE: return emu::set_attribute(d->bias_type, value, bytes);
+    }
+    return CUBLAS_STATUS_INVALID_VALUE;
+}
+inline cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* layout, cudaDataType_t type, uint64_t rows, uint64_t columns,
+                                                 int64_t leading) {
+    return *layout = new emu::MatrixLayout{type, rows, columns, leading}, CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) { return delete layout, CUBLAS_STATUS_SUCCESS; }
+inline cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t which,
+                                                       const void* value, size_t bytes) {
+    if (which == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT) return emu::set_attribute(layout->batches, value, bytes);
+    return emu::set_attribute(layout->batch_stride, value, bytes);
+}
+inline cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* p) {
+    return *p = new emu::MatmulPreference, CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t p) { return delete p, CUBLAS_STATUS_SUCCESS; }
+inline cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p, cublasLtMatmulPreferenceAttributes_t,
+                                                           const void* value, size_t bytes) {
+    return emu::set_attribute(p->workspace_bytes, value, bytes);
+}
+
+namespace emu {
+// What can be said without the matrices: dimensions, leading dimensions, batches and types that fit together.
+inline cublasStatus_t check_shapes(const MatmulDescription& d, const MatrixLayout& a, const MatrixLayout& b, const MatrixLayout& c,
+                                   const MatrixLayout& out) {
+    const bool ta = d.transpose_a == CUBLAS_OP_T, tb = d.transpose_b == CUBLAS_OP_T;
+    const uint64_t m = ta ? a.columns : a.rows, k = ta ? a.rows : a.columns, n = tb ? b.rows : b.columns, k_of_b = tb ? b.columns : b.rows;
+    if (!m || !n || !k || k != k_of_b || out.rows != m || out.columns != n || c.rows != m || c.columns != n) return CUBLAS_STATUS_INVALID_VALUE;
+    for (const MatrixLayout* l : {&a, &b, &c, &out}) {
+        if (l->leading < int64_t(l->rows) || l->batches < 1 || l->batches != out.batches || l->batch_stride < 0)
+            return CUBLAS_STATUS_INVALID_VALUE;
+        if (l->type != CUDA_R_32F && l->type != CUDA_R_16BF) return CUBLAS_STATUS_NOT_SUPPORTED;
+    }
+    if (out.batches > 1 && uint64_t(out.batch_stride) < (n - 1) * uint64_t(out.leading) + m)
+        return CUBLAS_STATUS_INVALID_VALUE;  // results would overlap
+    if (a.type != b.type || c.type != out.type || (a.type == CUDA_R_32F && out.type != CUDA_R_32F)) return CUBLAS_STATUS_NOT_SUPPORTED;
+    const bool known =
+        d.epilogue == CUBLASLT_EPILOGUE_DEFAULT || d.epilogue == CUBLASLT_EPILOGUE_BIAS || d.epilogue == CUBLASLT_EPILOGUE_BGRADB;
+    if (!known || (d.bias_type != -1 && d.bias_type != out.type)) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (d.epilogue != CUBLASLT_EPILOGUE_DEFAULT && out.batches > 1) return CUBLAS_STATUS_NOT_SUPPORTED;
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+EMU_ENGINE inline float get_element(const char* p, cudaDataType_t type, size_t i) {
+    return type == CUDA_R_32F ? ((const float*)p)[i] : float(((const __nv_bfloat16*)p)[i]);
+}
+EMU_ENGINE inline void put_element(char* p, cudaDataType_t type, size_t i, float value) {
+    if (type == CUDA_R_32F) ((float*)p)[i] = value;
+    else ((__nv_bfloat16*)p)[i] = __nv_bfloat16(value);
+}
+
+// One matrix of a batch as fp32, packed[k * width + i] = op(matrix)(i, k), i padded with zeros to `width`.
+// by_rows: an element's row is its i, its column its k; else the other way round.
+EMU_ENGINE inline std::vector<float> pack(const char* p, const MatrixLayout& l, bool by_rows, size_t width) {
+    const size_t depth = by_rows ? l.columns : l.rows;
+    std::vector<float> packed(depth * width);
+    float* out = packed.data();
+    for (size_t column = 0; column < l.columns; column++) {
+        EMU_ACCESS(p + column * size_t(l.leading) * l.element(), l.rows * l.element(), READ);
+        for (size_t row = 0; row < l.rows; row++)
+            out[by_rows ? column * width + row : row * width + column] = get_element(p, l.type, column * size_t(l.leading) + row);
+    }
+    return packed;
+}
+// sums[j][i] = sum over k of a[k][i] b[k][j], for 16 i and 4 j: as much as fits the vector registers.
+EMU_ENGINE inline void multiply_tile(const float* a, size_t a_width, const float* b, size_t b_width, size_t depth, float (&sums)[4][16]) {
+    typedef float Vector __attribute__((vector_size(16)));
+    Vector s[4][4] = {};
+    for (size_t k = 0; k < depth; k++) {
+        Vector x[4];
+        memcpy(x, a + k * a_width, sizeof x);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++)
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) s[j][i] += x[i] * b[k * b_width + size_t(j)];
+    }
+    memcpy(sums, s, sizeof sums);
+}
+
+struct Matmul {
+    MatmulDescription description;
+    float alpha, beta;
+    const char *a, *b, *c;
+    char* out;
+    MatrixLayout a_layout, b_layout, c_layout, out_layout;
+
+    EMU_ENGINE void run() const {
+        const OpenRange open;
+        for (int batch = 0; batch < out_layout.batches; batch++) run_batch(size_t(batch));
+        check_guards();
+    }
+    EMU_ENGINE void run_batch(size_t batch) const {
+        auto of_batch = [batch](const char* p, const MatrixLayout& l) { return p + batch * size_t(l.batch_stride) * l.element(); };
+        const size_t m = out_layout.rows, n = out_layout.columns, m_padded = (m + 15) / 16 * 16, n_padded = (n + 3) / 4 * 4;
+        const std::vector<float> pa = pack(of_batch(a, a_layout), a_layout, description.transpose_a == CUBLAS_OP_N, m_padded);
+        const std::vector<float> pb = pack(of_batch(b, b_layout), b_layout, description.transpose_b == CUBLAS_OP_T, n_padded);
+        const size_t depth = pa.size() / m_padded;
+        const char* addend = of_batch(c, c_layout);
+        char* result = (char*)of_batch(out, out_layout);
+        const cudaDataType_t type = out_layout.type;
+        if (description.epilogue == CUBLASLT_EPILOGUE_BIAS) EMU_ACCESS(description.bias, m * out_layout.element(), READ);
+        for (size_t j = 0; j < n && beta != 0; j++)
+            EMU_ACCESS(addend + j * size_t(c_layout.leading) * c_layout.element(), m * c_layout.element(), READ);
+        for (size_t j0 = 0; j0 < n; j0 += 4)
+            for (size_t i0 = 0; i0 < m; i0 += 16) {
+                float sums[4][16];
+                multiply_tile(pa.data() + i0, m_padded, pb.data() + j0, n_padded, depth, sums);
+                for (size_t j = j0; j < j0 + 4 && j < n; j++)
+                    for (size_t i = i0; i < i0 + 16 && i < m; i++) {
+                        float v = alpha * sums[j - j0][i - i0];
+                        if (beta != 0) v += beta * get_element(addend, type, j * size_t(c_layout.leading) + i);
+                        if (description.epilogue == CUBLASLT_EPILOGUE_BIAS) v += get_element((const char*)description.bias, type, i);
+                        put_element(result, type, j * size_t(out_layout.leading) + i, v);
+                    }
+            }
+        for (size_t j = 0; j < n; j++)
+            EMU_ACCESS(result + j * size_t(out_layout.leading) * out_layout.element(), m * out_layout.element(), WRITE);
+        if (description.epilogue != CUBLASLT_EPILOGUE_BGRADB) return;
+        EMU_ACCESS(description.bias, n * out_layout.element(), WRITE);
+        for (size_t j = 0; j < n; j++) {
+            float sum = 0;
+            for (size_t k = 0; k < depth; k++) sum += pb[k * n_padded + j];
+            put_element((char*)description.bias, type, j, sum);
+        }
+    }
+};
+}  // namespace emu
+
+// One answer, or NOT_SUPPORTED with none, as from cuBLASLt. It asks for all of the workspace that the preference allows, so that a caller
+// who then brings less is found.
+inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t d, cublasLtMatrixLayout_t a,
+                                                     cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t out,
+                                                     cublasLtMatmulPreference_t preference, int wanted,
+                                                     cublasLtMatmulHeuristicResult_t* results, int* found) {
+    if (!handle || !d || !a || !b || !c || !out || !preference || wanted < 1 || !results || !found) return CUBLAS_STATUS_INVALID_VALUE;
+    *found = 0;
+    const cublasStatus_t s = emu::check_shapes(*d, *a, *b, *c, *out);
+    if (s != CUBLAS_STATUS_SUCCESS) return s;
+    results[0] = {{preference->workspace_bytes}, preference->workspace_bytes, CUBLAS_STATUS_SUCCESS};
+    *found = 1;
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t d, const void* alpha, const void* a,
+                                     cublasLtMatrixLayout_t a_layout, const void* b, cublasLtMatrixLayout_t b_layout, const void* beta,
+                                     const void* c, cublasLtMatrixLayout_t c_layout, void* out, cublasLtMatrixLayout_t out_layout,
+                                     const cublasLtMatmulAlgo_t* algo, void* workspace, size_t workspace_bytes, cudaStream_t stream) {
+    if (!handle || !d || !alpha || !a || !a_layout || !b || !b_layout || !beta || !c || !c_layout || !out || !out_layout)
+        return CUBLAS_STATUS_INVALID_VALUE;
+    const cublasStatus_t s = emu::check_shapes(*d, *a_layout, *b_layout, *c_layout, *out_layout);
+    if (s != CUBLAS_STATUS_SUCCESS) return s;
+    if (algo && workspace_bytes < algo->workspace_bytes) return CUBLAS_STATUS_INVALID_VALUE;
+    if (uintptr_t(workspace) % 256) return CUBLAS_STATUS_INVALID_VALUE;
+    emu::check_device_array("cublasLtMatmul, workspace", workspace, workspace_bytes);
+
+    const emu::Matmul matmul = {*d, *(const float*)alpha, *(const float*)beta, (const char*)a, (const char*)b, (const char*)c, (char*)out,
+                                *a_layout, *b_layout, *c_layout, *out_layout};
+    auto check = [](const char* what, const void* p, const emu::MatrixLayout& l) {
+        emu::check_device_array(what, p, l.bytes());
+        return uintptr_t(p) % 16 == 0;  // what the fast kernels of cuBLASLt need
+    };
+    bool aligned = check("cublasLtMatmul, matrix a", a, *a_layout) & check("cublasLtMatmul, matrix b", b, *b_layout) &
+                   check("cublasLtMatmul, matrix d", out, *out_layout);
+    if (matmul.beta != 0) aligned &= check("cublasLtMatmul, matrix c", c, *c_layout);
+    if (!aligned) return CUBLAS_STATUS_INVALID_VALUE;
+    if (d->epilogue != CUBLASLT_EPILOGUE_DEFAULT) {
+        const uint64_t n = d->epilogue == CUBLASLT_EPILOGUE_BIAS ? out_layout->rows : out_layout->columns;
+        if (!d->bias) return CUBLAS_STATUS_INVALID_VALUE;
+        emu::check_device_array("cublasLtMatmul, bias", d->bias, n * out_layout->element());
+    }
+    auto overlaps = [&](const void* p, const emu::MatrixLayout& l) {
+        return (char*)p < (char*)out + out_layout->bytes() && (char*)out < (char*)p + l.bytes();
+    };
+    if (overlaps(a, *a_layout) || overlaps(b, *b_layout)) emu::stop("cublasLtMatmul: matrix d overlaps matrix a or b");
+    if (matmul.beta != 0 && overlaps(c, *c_layout) && (c != out || c_layout->leading != out_layout->leading))
+        emu::stop("cublasLtMatmul: matrix d overlaps matrix c, but is not the same");
+    emu::enqueue(stream, [=] { matmul.run(); });
+    return CUBLAS_STATUS_SUCCESS;
+}

@@ -1,0 +1,623 @@
+// cuda_on_cpu.h: runs CUDA kernels on the CPU, for tests on machines without a GPU. A plain g++ (C++17, Linux, x86-64 or arm64) includes it
+// where nvcc includes cuda_runtime.h and cuda_bf16.h; no CUDA toolkit is needed. Kernels are compiled as ordinary functions. Three files:
+//   cuda_on_cpu_engine.h   memory, the fibers that are a block's threads, launches, streams
+//   cuda_on_cpu_check.h    the CHECK build's judge of every access
+//   cuda_on_cpu.h          the language, warp functions, bf16, tensor cores, asynchronous copies, the runtime API
+//
+// What every build finds
+//   - barriers that only some threads reach, wrong masks, shuffles from lanes that take no part, deadlock: the process ends with the
+//     kernel, block, thread and the source lines where the threads wait
+//   - by the results: the order of threads, blocks and streams is drawn from a seed (emu::seed), and some threads run as far ahead of the
+//     others as the barriers let them, which shows most missing barriers; shared and device memory start as NaN, and so does the destination
+//     of cp.async from the issue of the copy until its thread has waited for it; emu::unwritten counts the outputs that no kernel wrote;
+//     with emu::machine.run_late, streams run as late as the program's events and waits allow
+//   - writes past the end of an array (when the block or kernel ends), host pointers given to kernels, host code that touches device memory
+// What the CHECK build adds (compile with -g -O1 -fsanitize=thread, link without it): every race, every access outside of an array and
+// every read of what nothing wrote, at once, with kernel, block, thread and source line.
+//
+// Stricter than the hardware, on purpose: masks name exactly the lanes that take part; no return before a barrier; one barrier or warp
+// function per source line (places are told apart by line); SHARED instead of __shared__; (float)x for a bf16 x; pointers to device memory
+// only, of which those inside a struct argument are not looked at.
+// Not modelled: warps in lockstep, memory orders weaker than the host's, speed, registers, bank conflicts, one block waiting for another
+// (hangs). Results agree with a GPU's within tolerances, not bit for bit: expf is more exact than __expf, and a sum in mma has another order.
+#pragma once
+#include "cuda_on_cpu_engine.h"
+#include "cuda_on_cpu_check.h"
+
+#include <cmath>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The language.
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
+// As a static array it would be neither fresh nor poisoned for each block, so it is refused.
+#define __shared__ static_assert(false, "write SHARED(type, name, [n]) instead of __shared__ type name[n]");
+
+// clang-format off
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) int2 { int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+// clang-format on
+
+// SHARED(float, sums, [32]); is __shared__ float sums[32];
+#define SHARED(T, name, dimensions) \
+    auto& name = *(T(*) dimensions)emu::shared_array([] { static char key; return &key; }(), sizeof(T dimensions), #name)
+
+// Hands out the launch's dynamic shared bytes in order, each piece aligned to 128 bytes. One per kernel.
+struct DynamicShared {
+    size_t used = 0;
+    template <class T>
+    EMU_ENGINE T* take(size_t n) {
+        const size_t at = used, bytes = n * sizeof(T);
+        used += (bytes + 127) / 128 * 128;
+        if (at + bytes > emu::machine.dynamic_bytes)
+            emu::stop("DynamicShared hands out %zu bytes, the launch gave %zu", at + bytes, emu::machine.dynamic_bytes);
+        return (T*)emu::shared_array((const void*)(at + 1), bytes, "DynamicShared");
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Barriers and warp functions. Each takes the place of its call as a last argument that no one writes.
+
+#define EMU_SITE emu::Site site = emu::Site::here()
+
+namespace emu {
+EMU_ENGINE inline int lane() { return machine.current % 32; }
+
+EMU_ENGINE inline void sync_lanes(unsigned lanes, void**) {  // what __syncwarp does: only the CHECK build's clock notices
+    const int warp = machine.current / 32;
+    const unsigned short number = ++machine.clock.warp_syncs[warp];
+    for (unsigned rest = lanes; rest; rest &= rest - 1) {
+        const int thread = warp * 32 + __builtin_ctz(rest);
+        machine.clock.last_sync[thread] = number, machine.clock.last_sync_mask[thread] = lanes;
+    }
+}
+
+struct Shuffle {
+    uint64_t in, out;
+    int source;
+    EMU_ENGINE static void run(unsigned lanes, void** arguments) {
+        for (unsigned rest = lanes; rest; rest &= rest - 1) {
+            const int l = __builtin_ctz(rest);
+            Shuffle& mine = *(Shuffle*)arguments[l];
+            if (!(lanes >> mine.source & 1)) {
+                const Site site = machine.threads[machine.current / 32 * 32 + l].site;
+                stop("lane %d shuffles from lane %d, which takes no part (mask %08x), at %s:%d", l, mine.source, lanes, site.file, site.line);
+            }
+            mine.out = ((Shuffle*)arguments[mine.source])->in;
+        }
+    }
+};
+template <class T>
+EMU_ENGINE inline T shuffle(unsigned mask, T value, int source, const char* what, Site site) {
+    static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
+    Shuffle s = {0, 0, source};
+    memcpy(&s.in, &value, sizeof value);
+    warp_function(mask, Shuffle::run, &s, what, site);
+    memcpy(&value, &s.out, sizeof value);
+    return value;
+}
+
+struct Vote {
+    bool in;
+    unsigned ballot;
+    EMU_ENGINE static void run(unsigned lanes, void** arguments) {
+        unsigned ballot = 0;
+        for (unsigned rest = lanes; rest; rest &= rest - 1) {
+            const int l = __builtin_ctz(rest);
+            ballot |= unsigned(((Vote*)arguments[l])->in) << l;
+        }
+        for (unsigned rest = lanes; rest; rest &= rest - 1) ((Vote*)arguments[__builtin_ctz(rest)])->ballot = ballot;
+    }
+};
+EMU_ENGINE inline unsigned vote(unsigned mask, bool predicate, const char* what, Site site) {
+    Vote v = {predicate, 0};
+    warp_function(mask, Vote::run, &v, what, site);
+    return v.ballot;
+}
+
+struct Add {
+    template <class T> EMU_ENGINE static T of(T a, T b) { return a + b; }
+};
+struct Min {
+    template <class T> EMU_ENGINE static T of(T a, T b) { return a < b ? a : b; }
+};
+struct Max {
+    template <class T> EMU_ENGINE static T of(T a, T b) { return a > b ? a : b; }
+};
+struct And {
+    template <class T> EMU_ENGINE static T of(T a, T b) { return a & b; }
+};
+struct Or {
+    template <class T> EMU_ENGINE static T of(T a, T b) { return a | b; }
+};
+template <class T, class Operation>
+struct Reduce {
+    T value;
+    EMU_ENGINE static void run(unsigned lanes, void** arguments) {
+        T total = ((Reduce*)arguments[__builtin_ctz(lanes)])->value;
+        for (unsigned rest = lanes & (lanes - 1); rest; rest &= rest - 1)
+            total = Operation::of(total, ((Reduce*)arguments[__builtin_ctz(rest)])->value);
+        for (unsigned rest = lanes; rest; rest &= rest - 1) ((Reduce*)arguments[__builtin_ctz(rest)])->value = total;
+    }
+};
+template <class Operation, class T>
+EMU_ENGINE inline T reduce(unsigned mask, T value, const char* what, Site site) {
+    static_assert(std::is_same_v<T, int> || std::is_same_v<T, unsigned>, "redux.sync is for 32-bit integers");
+    Reduce<T, Operation> r = {value};
+    warp_function(mask, Reduce<T, Operation>::run, &r, what, site);
+    return r.value;
+}
+}  // namespace emu
+
+inline void __syncthreads(EMU_SITE) { emu::barrier("__syncthreads", site); }
+inline void __syncwarp(unsigned mask = ~0u, EMU_SITE) { emu::warp_function(mask, emu::sync_lanes, nullptr, "__syncwarp", site); }
+inline void __threadfence() { emu::machine.clock.block_fenced = true; }
+
+template <class T>
+EMU_ENGINE inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, EMU_SITE) {
+    return emu::shuffle(mask, value, (emu::lane() & ~(width - 1)) + (source & (width - 1)), "__shfl_sync", site);
+}
+template <class T>
+EMU_ENGINE inline T __shfl_xor_sync(unsigned mask, T value, int flip, int width = 32, EMU_SITE) {
+    const int lane = emu::lane(), source = lane ^ flip;
+    return emu::shuffle(mask, value, source < (lane & ~(width - 1)) + width ? source : lane, "__shfl_xor_sync", site);
+}
+template <class T>
+EMU_ENGINE inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, EMU_SITE) {
+    const int lane = emu::lane(), source = lane + int(delta);
+    return emu::shuffle(mask, value, (lane & (width - 1)) + int(delta) < width ? source : lane, "__shfl_down_sync", site);
+}
+template <class T>
+EMU_ENGINE inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, EMU_SITE) {
+    const int lane = emu::lane(), source = lane - int(delta);
+    return emu::shuffle(mask, value, (lane & (width - 1)) >= int(delta) ? source : lane, "__shfl_up_sync", site);
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate, EMU_SITE) { return emu::vote(mask, predicate, "__ballot_sync", site); }
+inline int __any_sync(unsigned mask, int predicate, EMU_SITE) { return emu::vote(mask, predicate, "__any_sync", site) != 0; }
+inline int __all_sync(unsigned mask, int predicate, EMU_SITE) { return emu::vote(mask, predicate, "__all_sync", site) == mask; }
+template <class T> inline T __reduce_add_sync(unsigned mask, T value, EMU_SITE) {
+    return emu::reduce<emu::Add>(mask, value, "__reduce_add_sync", site);
+}
+template <class T> inline T __reduce_min_sync(unsigned mask, T value, EMU_SITE) {
+    return emu::reduce<emu::Min>(mask, value, "__reduce_min_sync", site);
+}
+template <class T> inline T __reduce_max_sync(unsigned mask, T value, EMU_SITE) {
+    return emu::reduce<emu::Max>(mask, value, "__reduce_max_sync", site);
+}
+inline unsigned __reduce_and_sync(unsigned mask, unsigned value, EMU_SITE) {
+    return emu::reduce<emu::And>(mask, value, "__reduce_and_sync", site);
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value, EMU_SITE) {
+    return emu::reduce<emu::Or>(mask, value, "__reduce_or_sync", site);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// bfloat16. The conversion to float is explicit, unlike CUDA's: there a * b of two bf16 is rounded to bf16 and double * bf16 is ambiguous,
+// so an implicit one here would accept kernels that mean something else, or nothing, under nvcc.
+
+struct __nv_bfloat16 {
+    unsigned short bits;
+    __nv_bfloat16() = default;
+    explicit __nv_bfloat16(float f) {  // to nearest, ties to even; any NaN becomes CUDA's
+        unsigned u;
+        memcpy(&u, &f, 4);
+        bits = (u & 0x7fffffff) > 0x7f800000 ? 0x7fff : (unsigned short)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+    }
+    explicit operator float() const {
+        const unsigned u = unsigned(bits) << 16;
+        float f;
+        memcpy(&f, &u, 4);
+        return f;
+    }
+};
+struct alignas(4) __nv_bfloat162 {
+    __nv_bfloat16 x, y;
+};
+inline float __bfloat162float(__nv_bfloat16 b) { return float(b); }
+inline __nv_bfloat16 __float2bfloat16(float f) { return __nv_bfloat16(f); }
+inline __nv_bfloat16 __float2bfloat16_rn(float f) { return __nv_bfloat16(f); }
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+    __nv_bfloat162 pair;
+    pair.x = __nv_bfloat16(x), pair.y = __nv_bfloat16(y);
+    return pair;
+}
+inline float2 __bfloat1622float2(__nv_bfloat162 pair) { return {float(pair.x), float(pair.y)}; }
+inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 b) { return b.bits; }
+inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short u) {
+    __nv_bfloat16 b;
+    b.bits = u;
+    return b;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Loads and stores with a caching hint, atomics, arithmetic.
+
+template <class T> inline T __ldg(const T* p) { return *p; }
+template <class T> inline T __ldcs(const T* p) { return *p; }
+template <class T> inline T __ldcg(const T* p) { return *p; }
+template <class T> inline void __stcs(T* p, T value) { *p = value; }
+template <class T> inline void __stcg(T* p, T value) { *p = value; }
+
+namespace emu {
+template <class T> struct Same { using type = T; };
+template <class T> using same = typename Same<T>::type;  // a parameter of this type takes no part in deduction
+
+template <class T, class Update>
+EMU_ENGINE EMU_NOINLINE inline T atomic_update(T* p, Update update) {
+    static_assert(sizeof(T) >= 4 && sizeof(T) <= 8);
+    EMU_ACCESS(p, sizeof(T), ATOMIC);
+    T before;
+    memcpy(&before, p, sizeof before);
+    const T after = update(before);
+    memcpy(p, &after, sizeof after);
+    return before;
+}
+}  // namespace emu
+template <class T> inline T atomicAdd(T* p, emu::same<T> v) { return emu::atomic_update(p, [v](T before) { return T(before + v); }); }
+template <class T> inline T atomicMax(T* p, emu::same<T> v) { return emu::atomic_update(p, [v](T before) { return before > v ? before : v; }); }
+template <class T> inline T atomicOr(T* p, emu::same<T> v) { return emu::atomic_update(p, [v](T before) { return T(before | v); }); }
+
+// Macros, because the C library's headers declare these names or may come to.
+#define __expf(x) expf(x)
+#define __logf(x) logf(x)
+#define __fdividef(a, b) ((a) / (b))
+#define rsqrtf(x) (1.0f / sqrtf(x))
+template <class To, class From>
+inline To emu_bits_as(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+inline unsigned __float_as_uint(float f) { return emu_bits_as<unsigned>(f); }
+inline int __float_as_int(float f) { return emu_bits_as<int>(f); }
+inline float __uint_as_float(unsigned u) { return emu_bits_as<float>(u); }
+inline float __int_as_float(int i) { return emu_bits_as<float>(i); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+template <class T> inline T min(T a, emu::same<T> b) { return a < b ? a : b; }
+template <class T> inline T max(T a, emu::same<T> b) { return a > b ? a : b; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tensor cores and asynchronous copies: what cuda_common.cuh wraps PTX for, under the same names.
+
+namespace emu {
+// The PTX manual's fragments of m16n8k16 for 16-bit types: in lane 4 g + t, register r of a holds row g + 8 (r % 2), columns 2 t + 8 (r /
+// 2) and the next; of b rows 2 t + 8 r and the next, column g; elements r and r + 1 of c and d (r = 0, 2) are row g + 4 r, columns 2 t and
+// 2 t + 1.
+struct Mma {
+    float* d;
+    const unsigned *a, *b;
+    const float* c;
+    EMU_ENGINE static void unpack(unsigned pair, float& low, float& high) {
+        const unsigned bits[2] = {pair << 16, pair & 0xffff0000};
+        memcpy(&low, &bits[0], 4), memcpy(&high, &bits[1], 4);
+    }
+    EMU_ENGINE static void run(unsigned lanes, void** arguments) {
+        if (lanes != ~0u) stop("mma.sync needs all 32 lanes, has %08x", lanes);
+        typedef float Vector __attribute__((vector_size(16)));
+        float a[16][16];
+        alignas(16) float b[16][8];
+        for (int l = 0; l < 32; l++) {
+            const Mma& m = *(Mma*)arguments[l];
+            const int g = l / 4, t = l % 4;
+            for (int r = 0; r < 4; r++) {
+                float* pair = &a[g + r % 2 * 8][t * 2 + r / 2 * 8];
+                unpack(m.a[r], pair[0], pair[1]);
+            }
+            for (int r = 0; r < 2; r++) unpack(m.b[r], b[t * 2 + r * 8][g], b[t * 2 + r * 8 + 1][g]);
+        }
+        for (int row = 0; row < 16; row++) {  // eight columns, two in each of four lanes
+            const int r = row / 8 * 2, first = row % 8 * 4;
+            float c[8];
+            for (int t = 0; t < 4; t++) memcpy(c + t * 2, ((Mma*)arguments[first + t])->c + r, 8);
+            Vector low, high;
+            memcpy(&low, c, 16), memcpy(&high, c + 4, 16);
+            for (int k = 0; k < 16; k++) {
+                Vector x, y;
+                memcpy(&x, b[k], 16), memcpy(&y, b[k] + 4, 16);
+                low += a[row][k] * x, high += a[row][k] * y;
+            }
+            memcpy(c, &low, 16), memcpy(c + 4, &high, 16);
+            for (int t = 0; t < 4; t++) memcpy(((Mma*)arguments[first + t])->d + r, c + t * 2, 8);
+        }
+    }
+};
+
+// Lane l gives row l % 8 of 8 x 8 matrix l / 8 and receives, of each matrix, row l / 4, columns 2 (l % 4) and the next; transposed: of
+// column l / 4.
+template <int MATRICES, bool TRANSPOSED>
+struct LoadMatrix {
+    alignas(16) unsigned short row[8];
+    unsigned out[MATRICES];
+    EMU_ENGINE static unsigned element(void** rows, int i, int j) { return ((LoadMatrix*)rows[i])->row[j]; }
+    EMU_ENGINE static void run(unsigned lanes, void** arguments) {
+        if (lanes != ~0u) stop("ldmatrix needs all 32 lanes, has %08x", lanes);
+        for (int l = 0; l < 32; l++) {
+            const int i = l / 4, j = l % 4 * 2;
+            for (int m = 0; m < MATRICES; m++) {
+                void** rows = arguments + m * 8;
+                const unsigned low = TRANSPOSED ? element(rows, j, i) : element(rows, i, j),
+                               high = TRANSPOSED ? element(rows, j + 1, i) : element(rows, i, j + 1);
+                ((LoadMatrix*)arguments[l])->out[m] = low | high << 16;
+            }
+        }
+    }
+};
+EMU_ENGINE inline void check_shared(const void* p, const char* what, Site site) {
+    if (uintptr_t(p) % 16) stop("%s: the shared address is not a multiple of 16, at %s:%d", what, site.file, site.line);
+    if (!is_shared(p, 16)) stop("%s: the address is not in shared memory, at %s:%d", what, site.file, site.line);
+}
+// Each lane reads the row it names before the lanes meet: a row that another lane wrote needs a __syncwarp() or __syncthreads() first, as the
+// memory model says, and without one shows as NaN.
+template <int MATRICES, bool TRANSPOSED>
+EMU_ENGINE EMU_NOINLINE inline void load_matrix(unsigned (&r)[MATRICES], const void* row, Site site) {
+    LoadMatrix<MATRICES, TRANSPOSED> m;
+    if (lane() < MATRICES * 8) {
+        check_shared(row, "ldmatrix", site);
+        EMU_ACCESS(row, 16, READ);
+        memcpy(m.row, row, 16);
+    }
+    warp_function(~0u, LoadMatrix<MATRICES, TRANSPOSED>::run, &m, "ldmatrix", site);
+    memcpy(r, m.out, sizeof m.out);
+}
+}  // namespace emu
+
+// d = a b + c; a 16 x 16 and b 16 x 8 in bf16, c and d 16 x 8 in fp32.
+EMU_ENGINE inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4], EMU_SITE) {
+    emu::Mma m = {d, a, b, c};
+    emu::warp_function(~0u, emu::Mma::run, &m, "mma_m16n8k16", site);
+}
+inline void ldmatrix_x4(unsigned (&r)[4], const void* row, EMU_SITE) { emu::load_matrix<4, false>(r, row, site); }
+inline void ldmatrix_x4_trans(unsigned (&r)[4], const void* row, EMU_SITE) { emu::load_matrix<4, true>(r, row, site); }
+inline void ldmatrix_x2(unsigned (&r)[2], const void* row, EMU_SITE) { emu::load_matrix<2, false>(r, row, site); }
+inline void ldmatrix_x2_trans(unsigned (&r)[2], const void* row, EMU_SITE) { emu::load_matrix<2, true>(r, row, site); }
+
+// 16 bytes from device to shared memory; where !valid, 16 zeros, and src is not read.
+EMU_ENGINE EMU_NOINLINE inline void cp_async_16(void* dst, const void* src, bool valid = true, EMU_SITE) {
+    emu::Thread& t = emu::machine.threads[emu::machine.current];
+    emu::check_shared(dst, "cp.async", site);
+    if (uintptr_t(src) % 16) emu::stop("cp.async: the source address is not a multiple of 16, at %s:%d", site.file, site.line);
+    if (t.copies.size() == emu::MAX_COPIES) emu::stop("more than %d cp.async of one thread under way", emu::MAX_COPIES);
+    EMU_ACCESS(dst, 16, WRITE);
+    emu::set_known(dst, 16, emu::UNWRITTEN);
+    emu::poison(dst, 16, emu::SHARED_POISON);  // the data may arrive at any time from now on
+    t.copies.push_back({dst, src, !valid, t.group});
+}
+EMU_ENGINE inline void cp_async_commit() { emu::machine.threads[emu::machine.current].group++; }
+// Waits until at most the latest GROUPS groups of this thread are under way.
+template <int GROUPS>
+EMU_ENGINE EMU_NOINLINE inline void cp_async_wait() {
+    emu::Thread& t = emu::machine.threads[emu::machine.current];
+    size_t arrived = 0;
+    for (; arrived < t.copies.size() && t.copies[arrived].group < t.group - GROUPS; arrived++) {
+        const emu::Copy& c = t.copies[arrived];
+        EMU_ACCESS(c.src, c.zeros ? 0 : 16, READ);
+        EMU_ACCESS(c.dst, 16, WRITE);
+        if (c.zeros) memset(c.dst, 0, 16);
+        else memcpy(c.dst, c.src, 16);
+    }
+    t.copies.erase(t.copies.begin(), t.copies.begin() + long(arrived));
+}
+
+// 2^x with about 2 units in the last place on a GPU.
+inline float exp2_approx(float x) { return exp2f(x); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The runtime API. A call that could not mean anything on a GPU ends the process like a kernel's fault; what a program must be able to
+// handle (out of memory, not ready) is returned.
+
+enum cudaError_t {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorInsufficientDriver = 35,
+    cudaErrorNoDevice = 100,
+    cudaErrorInvalidDevice = 101,
+    cudaErrorNoKernelImageForDevice = 209,
+    cudaErrorNotReady = 600,
+    cudaErrorIllegalAddress = 700,
+    cudaErrorLaunchOutOfResources = 701,
+    cudaErrorMisalignedAddress = 716,
+    cudaErrorLaunchFailure = 719
+};
+enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice, cudaMemcpyDefault };
+enum { cudaStreamDefault = 0, cudaStreamNonBlocking = 1, cudaEventDefault = 0, cudaEventDisableTiming = 2, cudaHostAllocDefault = 0 };
+
+using cudaStream_t = emu::Stream*;
+struct cudaDeviceProp {
+    char name[256] = "cuda_on_cpu";
+    size_t totalGlobalMem = emu::machine.device_bytes, sharedMemPerBlockOptin = emu::MAX_SHARED;
+    int major = 9, minor = 0, multiProcessorCount = 4, maxThreadsPerMultiProcessor = 2048, warpSize = 32, l2CacheSize = 1 << 20;
+};
+
+namespace emu {
+inline cudaError_t last_error = cudaSuccess;
+inline cudaError_t error(cudaError_t e) { return last_error = e; }
+}  // namespace emu
+inline const char* cudaGetErrorName(cudaError_t e) {
+    return e == cudaSuccess                 ? "cudaSuccess"
+           : e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation"
+           : e == cudaErrorNotReady         ? "cudaErrorNotReady"
+                                            : "cudaError";
+}
+inline const char* cudaGetErrorString(cudaError_t e) {
+    return e == cudaSuccess                 ? "no error"
+           : e == cudaErrorMemoryAllocation ? "out of memory"
+           : e == cudaErrorNotReady         ? "device not ready"
+                                            : "an error of cuda_on_cpu";
+}
+inline cudaError_t cudaPeekAtLastError() { return emu::last_error; }
+inline cudaError_t cudaGetLastError() {
+    const cudaError_t e = emu::last_error;
+    emu::last_error = cudaSuccess;
+    return e;
+}
+
+// ---- devices: emu::machine.device_count of them, which share everything
+inline cudaError_t cudaGetDeviceCount(int* n) { return *n = emu::machine.device_count, cudaSuccess; }
+inline cudaError_t cudaSetDevice(int device) {
+    return device >= 0 && device < emu::machine.device_count ? cudaSuccess : emu::error(cudaErrorInvalidDevice);
+}
+inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) { return *p = cudaDeviceProp(), cudaSuccess; }
+inline cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+    *total = emu::machine.device_bytes, *free = *total - emu::machine.live_bytes;
+    return cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() { return emu::run_all_streams(), cudaSuccess; }
+
+// ---- memory
+template <class T>
+inline cudaError_t cudaMalloc(T** p, size_t bytes) {
+    *p = (T*)emu::device_alloc(bytes);
+    return *p ? cudaSuccess : emu::error(cudaErrorMemoryAllocation);
+}
+inline cudaError_t cudaFree(void* p) {
+    if (!p) return cudaSuccess;
+    emu::run_all_streams();
+    emu::device_free(p);
+    return cudaSuccess;
+}
+template <class T>
+inline cudaError_t cudaHostAlloc(T** p, size_t bytes, unsigned) {
+    *p = (T*)malloc(bytes);
+    if (!*p) return emu::error(cudaErrorMemoryAllocation);
+    emu::poison(*p, bytes, emu::DEVICE_POISON);
+    return cudaSuccess;
+}
+template <class T>
+inline cudaError_t cudaMallocHost(T** p, size_t bytes) { return cudaHostAlloc(p, bytes, cudaHostAllocDefault); }
+inline cudaError_t cudaFreeHost(void* p) {
+    if (p && emu::is_device(p)) emu::stop("cudaFreeHost of device memory");
+    emu::run_all_streams();
+    free(p);
+    return cudaSuccess;
+}
+
+namespace emu {
+EMU_ENGINE inline void copy_now(void* dst, const void* src, size_t bytes) {
+    const OpenRange open;
+    EMU_ACCESS(src, bytes, READ);
+    EMU_ACCESS(dst, bytes, WRITE);
+    memcpy(dst, src, bytes);
+}
+EMU_ENGINE inline void set_now(void* p, int value, size_t bytes) {
+    const OpenRange open;
+    EMU_ACCESS(p, bytes, WRITE);
+    memset(p, value, bytes);
+}
+}  // namespace emu
+inline cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream = nullptr) {
+    const bool to = emu::is_device(dst), from = emu::is_device(src);
+    const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+    const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+    if (bytes && kind != cudaMemcpyDefault && (to != to_device || from != from_device))
+        emu::stop("cudaMemcpy: the addresses do not match the direction (to %s, from %s)", to ? "device" : "host", from ? "device" : "host");
+    if (to) emu::check_device_array("cudaMemcpy, destination", dst, bytes);
+    if (from) emu::check_device_array("cudaMemcpy, source", src, bytes);
+    emu::enqueue(stream, [=] { emu::copy_now(dst, src, bytes); });
+    return cudaSuccess;
+}
+inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream = nullptr) {
+    emu::check_device_array("cudaMemset", p, bytes);
+    emu::enqueue(stream, [=] { emu::set_now(p, value, bytes); });
+    return cudaSuccess;
+}
+inline cudaError_t cudaMemset(void* p, int value, size_t bytes) { return cudaMemsetAsync(p, value, bytes); }
+
+// ---- streams and events
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+    emu::machine.streams.push_back(*stream = new emu::Stream);
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, cudaStreamDefault); }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    emu::Stream* s = emu::stream_or_default(stream);
+    emu::run_until(s, s->sent);
+    return cudaSuccess;
+}
+// Asking makes one piece of progress, so that a program that polls comes to an end.
+inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    emu::Stream* s = emu::stream_or_default(stream);
+    if (s->done == s->sent) return cudaSuccess;
+    emu::run_until(s, s->done + 1);
+    return cudaErrorNotReady;
+}
+inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    cudaStreamSynchronize(stream);
+    auto& all = emu::machine.streams;
+    for (size_t i = 1; i < all.size(); i++)
+        if (all[i] == stream) {
+            all.erase(all.begin() + long(i));  // the stream itself stays, since events may still name it
+            return cudaSuccess;
+        }
+    emu::stop("cudaStreamDestroy of a stream that is not there");
+}
+// Waits for the default stream alone, as CUDA does for streams made with cudaStreamNonBlocking.
+inline cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind) {
+    cudaMemcpyAsync(dst, src, bytes, kind);
+    return cudaStreamSynchronize(nullptr);
+}
+
+namespace emu {
+struct Event {
+    Stream* stream = nullptr;  // nullptr: not yet recorded
+    long upto = 0;             // pieces of its work
+    double milliseconds = 0;   // when the record ran
+    bool destroyed = false;    // kept for ever, since queued work may still name it
+};
+inline Event* live_event(Event* e, const char* what) {
+    if (e->destroyed) stop("%s of an event that is destroyed", what);
+    return e;
+}
+}  // namespace emu
+using cudaEvent_t = emu::Event*;
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return *event = new emu::Event, cudaSuccess; }
+inline cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) { return emu::live_event(event, "cudaEventDestroy")->destroyed = true, cudaSuccess; }
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr) {
+    emu::live_event(event, "cudaEventRecord")->stream = emu::stream_or_default(stream);
+    event->upto = event->stream->sent + 1;
+    emu::enqueue(stream, [event] {
+        timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        event->milliseconds = double(now.tv_sec) * 1e3 + double(now.tv_nsec) * 1e-6;
+    });
+    return cudaSuccess;
+}
+inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    if (emu::live_event(event, "cudaEventSynchronize")->stream) emu::run_until(event->stream, event->upto);
+    return cudaSuccess;
+}
+inline cudaError_t cudaEventQuery(cudaEvent_t event) {
+    if (!emu::live_event(event, "cudaEventQuery")->stream || event->stream->done >= event->upto) return cudaSuccess;
+    emu::run_until(event->stream, event->stream->done + 1);
+    return cudaErrorNotReady;
+}
+inline cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
+    *milliseconds = float(end->milliseconds - start->milliseconds);
+    return cudaSuccess;
+}
+// The event as it is recorded now: a later record does not count, and one that was never recorded is no wait at all, as in CUDA.
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = 0) {
+    emu::Stream* from = emu::live_event(event, "cudaStreamWaitEvent")->stream;
+    const long upto = event->upto;
+    if (from) emu::enqueue(stream, [=] { emu::run_until(from, upto); });
+    return cudaSuccess;
+}

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Installs what is missing for building train_nsa: a C++ compiler, an MPI (MPICH, whose mpirun also works as root) and oneDNN.
+# Says what it does; does nothing when nothing is missing. Debian, Ubuntu and their kin; elsewhere it says what to install.
+set -euo pipefail
+
+probe() { printf '%s\nint main() { return 0; }\n' "$1" | g++ -x c++ - "${@:2}" -o /dev/null 2>/dev/null; }
+
+missing=()
+command -v g++ >/dev/null || missing+=(g++)
+command -v mpicxx >/dev/null && command -v mpirun >/dev/null || missing+=(mpich libmpich-dev)
+{ command -v g++ >/dev/null && probe '#include <oneapi/dnnl/dnnl.h>' -ldnnl; } || missing+=(libdnnl-dev)
+
+if [ ${#missing[@]} -eq 0 ]; then
+    echo "deps: nothing is missing (g++, mpicxx, oneDNN are there)"
+    exit 0
+fi
+if ! command -v apt-get >/dev/null; then
+    echo "deps: this system has no apt-get; install by hand what these Debian packages hold: ${missing[*]}" >&2
+    exit 1
+fi
+sudo=()
+if [ "$(id -u)" != 0 ]; then
+    command -v sudo >/dev/null || { echo "deps: missing: ${missing[*]}; not root and no sudo; as root: apt-get install ${missing[*]}" >&2; exit 1; }
+    sudo=(sudo)
+fi
+echo "deps: installing ${missing[*]} with apt-get"
+"${sudo[@]}" apt-get update -qq
+"${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+echo "deps: installed ${missing[*]}"

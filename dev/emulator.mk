@@ -1,0 +1,36 @@
+# emulator.mk: builds and runs the tests of dev/cuda_on_cpu.h, in the plain and in the CHECK build.
+#   make -f dev/emulator.mk test_emulator        from the top folder; or include this file there and depend on test_emulator
+# CXX: a g++ for C++17. BUILD: where objects and programs go. RACE_PROGRAMS: how many random programs the race detector is tried on.
+CXX ?= g++
+BUILD ?= build
+RACE_PROGRAMS ?= 1000
+
+EMULATOR_HEADERS = $(wildcard dev/*.h dev/*.cuh dev/test/emulator*.h dev/test/emulator*.cuh) dev/test/harness.h data/util.h
+EMULATOR_FLAGS = -std=c++17 -g -Wall -Wextra -fstack-clash-protection
+# The CHECK build: compiled for the thread sanitizer but linked without it, since dev/cuda_on_cpu_check.h has the functions that the compiler calls.
+EMULATOR_CHECK = -O1 -fsanitize=thread,undefined -fno-sanitize-recover=undefined
+EMULATOR_PLAIN_PROGRAMS = $(addprefix $(BUILD)/,emulator_tests planted_faults)
+EMULATOR_CHECK_PROGRAMS = $(addprefix $(BUILD)/,emulator_tests_check planted_faults_check race_fuzz_check)
+
+.PHONY: test_emulator test_emulator_mpi
+test_emulator: $(EMULATOR_PLAIN_PROGRAMS) $(EMULATOR_CHECK_PROGRAMS)
+	timeout 120 $(BUILD)/emulator_tests
+	timeout 120 $(BUILD)/emulator_tests_check
+	timeout 120 $(BUILD)/planted_faults 4
+	timeout 120 $(BUILD)/planted_faults_check 2
+	timeout 600 $(BUILD)/race_fuzz_check $(RACE_PROGRAMS)
+
+# Wants MPI's compiler.
+test_emulator_mpi: $(BUILD)/emulator_tests_mpi
+	timeout 120 mpirun -n 2 $(BUILD)/emulator_tests_mpi --only nccl
+
+$(EMULATOR_PLAIN_PROGRAMS): $(BUILD)/%: dev/test/%.cpp $(EMULATOR_HEADERS)
+	@mkdir -p $(BUILD)
+	$(CXX) $(EMULATOR_FLAGS) -O2 $< -o $@
+$(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/%.cpp $(EMULATOR_HEADERS)
+	@mkdir -p $(BUILD)
+	$(CXX) $(EMULATOR_FLAGS) $(EMULATOR_CHECK) -c $< -o $@.o
+	$(CXX) $@.o -fsanitize=undefined -o $@
+$(BUILD)/emulator_tests_mpi: dev/test/emulator_tests.cpp $(EMULATOR_HEADERS)
+	@mkdir -p $(BUILD)
+	mpicxx $(EMULATOR_FLAGS) -O2 -DEMU_MPI $< -o $@

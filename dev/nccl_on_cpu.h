@@ -1,0 +1,160 @@
+// nccl_on_cpu.h: stands in for the part of NCCL that the trainer uses. One rank in one process or, with -DEMU_MPI, the ranks of MPI_COMM_WORLD.
+// Sums are made in fp32 and rounded once, where NCCL rounds bf16 at every hop. Like kernels, collectives run when their stream does, so that
+// with machine.run_late a reduction that was not ordered after the gradients reduces what was there before.
+#pragma once
+#include "cuda_on_cpu.h"
+#ifdef EMU_MPI
+#include <mpi.h>
+#endif
+
+enum ncclResult_t {
+    ncclSuccess = 0,
+    ncclUnhandledCudaError = 1,
+    ncclSystemError = 2,
+    ncclInternalError = 3,
+    ncclInvalidArgument = 4,
+    ncclInvalidUsage = 5,
+    ncclRemoteError = 6,
+    ncclInProgress = 7
+};
+enum ncclDataType_t { ncclUint8 = 1, ncclInt32 = 2, ncclFloat = 7, ncclBfloat16 = 9 };
+enum ncclRedOp_t { ncclSum = 0, ncclMax = 2, ncclAvg = 4 };
+struct ncclUniqueId {
+    char internal[128];
+};
+namespace emu {
+struct Communicator {
+    int ranks, rank;
+    ncclResult_t asynchronous_error = ncclSuccess;  // for tests to set: what ncclCommGetAsyncError then reports
+};
+}  // namespace emu
+using ncclComm_t = emu::Communicator*;
+
+inline const char* ncclGetErrorString(ncclResult_t r) {
+    static const char* const texts[] = {"no error",         "unhandled cuda error", "unhandled system error", "internal error",
+                                        "invalid argument", "invalid usage",        "remote process exited or there was a network error",
+                                        "in progress"};
+    return texts[r];
+}
+inline const char* ncclGetLastError(ncclComm_t) { return "nccl_on_cpu"; }
+inline ncclResult_t ncclGetUniqueId(ncclUniqueId* id) { return *id = {}, ncclSuccess; }
+inline ncclResult_t ncclCommInitRank(ncclComm_t* c, int ranks, ncclUniqueId, int rank) {
+    int world_size = 1, world_rank = 0;
+#ifdef EMU_MPI
+    MPI_Comm_size(MPI_COMM_WORLD, &world_size);
+    MPI_Comm_rank(MPI_COMM_WORLD, &world_rank);
+#endif
+    if (ranks != world_size || rank != world_rank) return ncclInvalidArgument;
+    return *c = new emu::Communicator{ranks, rank}, ncclSuccess;
+}
+inline ncclResult_t ncclCommDestroy(ncclComm_t c) { return delete c, ncclSuccess; }
+inline ncclResult_t ncclCommAbort(ncclComm_t c) { return delete c, ncclSuccess; }
+inline ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* error) { return *error = c->asynchronous_error, ncclSuccess; }
+inline ncclResult_t ncclCommCount(ncclComm_t c, int* ranks) { return *ranks = c->ranks, ncclSuccess; }
+inline ncclResult_t ncclCommUserRank(ncclComm_t c, int* rank) { return *rank = c->rank, ncclSuccess; }
+inline ncclResult_t ncclGroupStart() { return ncclSuccess; }
+inline ncclResult_t ncclGroupEnd() { return ncclSuccess; }
+
+namespace emu {
+constexpr size_t MPI_MOST = size_t(1) << 30;  // elements in one call; MPI counts with an int
+
+constexpr size_t nccl_bytes(ncclDataType_t type) { return type == ncclUint8 ? 1 : type == ncclBfloat16 ? 2 : 4; }
+
+// Elements as the type that sums are made in, and back.
+EMU_ENGINE inline float widen(__nv_bfloat16 x) { return float(x); }
+EMU_ENGINE inline float widen(float x) { return x; }
+EMU_ENGINE inline int32_t widen(int32_t x) { return x; }
+EMU_ENGINE inline void narrow(__nv_bfloat16& x, float sum) { x = __nv_bfloat16(sum); }
+EMU_ENGINE inline void narrow(float& x, float sum) { x = sum; }
+EMU_ENGINE inline void narrow(int32_t& x, int32_t sum) { x = sum; }
+
+// out[i] = in[first + i] reduced over the ranks, for i < n, of `total` elements; every rank may keep another part.
+template <class T>
+EMU_ENGINE inline void reduce_over_ranks(const T* in, T* out, size_t total, size_t first, size_t n, ncclRedOp_t operation, int ranks) {
+    using Wide = decltype(widen(T()));
+    std::vector<Wide> sums(total);
+    for (size_t i = 0; i < total; i++) sums[i] = widen(in[i]);
+#ifdef EMU_MPI
+    const MPI_Datatype type = std::is_same_v<Wide, float> ? MPI_FLOAT : MPI_INT32_T;
+    for (size_t at = 0; at < total; at += MPI_MOST)
+        MPI_Allreduce(MPI_IN_PLACE, sums.data() + at, int(total - at < MPI_MOST ? total - at : MPI_MOST), type,
+                      operation == ncclMax ? MPI_MAX : MPI_SUM, MPI_COMM_WORLD);
+#endif
+    for (size_t i = 0; i < n; i++) narrow(out[i], operation == ncclAvg ? sums[first + i] / Wide(ranks) : sums[first + i]);
+}
+
+EMU_ENGINE inline void reduce_now(const void* in, void* out, size_t total, size_t first, size_t n, ncclDataType_t type,
+                                  ncclRedOp_t operation, int ranks) {
+    const OpenRange open;
+    EMU_ACCESS(in, total * nccl_bytes(type), READ);
+    EMU_ACCESS(out, n * nccl_bytes(type), WRITE);
+    if (type == ncclFloat) reduce_over_ranks((const float*)in, (float*)out, total, first, n, operation, ranks);
+    else if (type == ncclInt32) reduce_over_ranks((const int32_t*)in, (int32_t*)out, total, first, n, operation, ranks);
+    else reduce_over_ranks((const __nv_bfloat16*)in, (__nv_bfloat16*)out, total, first, n, operation, ranks);
+}
+// What rank `root` has at p, everywhere at p.
+inline void spread([[maybe_unused]] char* p, [[maybe_unused]] size_t bytes, [[maybe_unused]] int root) {
+#ifdef EMU_MPI
+    for (size_t at = 0; at < bytes; at += MPI_MOST)
+        MPI_Bcast(p + at, int(bytes - at < MPI_MOST ? bytes - at : MPI_MOST), MPI_BYTE, root, MPI_COMM_WORLD);
+#endif
+}
+EMU_ENGINE inline void gather_now(const void* in, void* out, size_t bytes, int ranks, int rank) {
+    const OpenRange open;
+    EMU_ACCESS(in, bytes, READ);
+    EMU_ACCESS(out, bytes * size_t(ranks), WRITE);
+    memmove((char*)out + size_t(rank) * bytes, in, bytes);
+    for (int r = 0; r < ranks; r++) spread((char*)out + size_t(r) * bytes, bytes, r);
+}
+EMU_ENGINE inline void broadcast_now(const void* in, void* out, size_t bytes, int root, int rank) {
+    const OpenRange open;
+    if (rank == root) {
+        EMU_ACCESS(in, bytes, READ);
+        memmove(out, in, bytes);
+    }
+    EMU_ACCESS(out, bytes, WRITE);
+    spread((char*)out, bytes, root);
+}
+
+// Both buffers lie in device memory. They may overlap in place only: where same_in is same_out.
+inline void check_buffers(const char* what, const void* in, size_t in_bytes, const void* out, size_t out_bytes, const void* same_in,
+                          const void* same_out) {
+    check_device_array(what, in, in_bytes);
+    check_device_array(what, out, out_bytes);
+    const bool overlap = (char*)in < (char*)out + out_bytes && (char*)out < (char*)in + in_bytes;
+    if (overlap && same_in != same_out) stop("%s: the buffers overlap, but not in place", what);
+}
+}  // namespace emu
+
+inline ncclResult_t ncclAllReduce(const void* in, void* out, size_t n, ncclDataType_t type, ncclRedOp_t operation, ncclComm_t c,
+                                  cudaStream_t stream) {
+    if (!c || type == ncclUint8) return ncclInvalidArgument;
+    emu::check_buffers("ncclAllReduce", in, n * emu::nccl_bytes(type), out, n * emu::nccl_bytes(type), in, out);
+    emu::enqueue(stream, [=, ranks = c->ranks] { emu::reduce_now(in, out, n, 0, n, type, operation, ranks); });
+    return ncclSuccess;
+}
+// Rank r receives elements [r n, (r + 1) n) of the sum.
+inline ncclResult_t ncclReduceScatter(const void* in, void* out, size_t n, ncclDataType_t type, ncclRedOp_t operation, ncclComm_t c,
+                                      cudaStream_t stream) {
+    if (!c || type == ncclUint8) return ncclInvalidArgument;
+    const size_t bytes = n * emu::nccl_bytes(type), ranks = size_t(c->ranks), rank = size_t(c->rank);
+    emu::check_buffers("ncclReduceScatter", in, bytes * ranks, out, bytes, (const char*)in + rank * bytes, out);
+    emu::enqueue(stream, [=] { emu::reduce_now(in, out, n * ranks, rank * n, n, type, operation, int(ranks)); });
+    return ncclSuccess;
+}
+// Rank r's n elements become elements [r n, (r + 1) n) everywhere.
+inline ncclResult_t ncclAllGather(const void* in, void* out, size_t n, ncclDataType_t type, ncclComm_t c, cudaStream_t stream) {
+    if (!c) return ncclInvalidArgument;
+    const size_t bytes = n * emu::nccl_bytes(type);
+    emu::check_buffers("ncclAllGather", in, bytes, out, bytes * size_t(c->ranks), in, (const char*)out + size_t(c->rank) * bytes);
+    emu::enqueue(stream, [=, ranks = c->ranks, rank = c->rank] { emu::gather_now(in, out, bytes, ranks, rank); });
+    return ncclSuccess;
+}
+inline ncclResult_t ncclBroadcast(const void* in, void* out, size_t n, ncclDataType_t type, int root, ncclComm_t c, cudaStream_t stream) {
+    if (!c || root < 0 || root >= c->ranks) return ncclInvalidArgument;
+    const size_t bytes = n * emu::nccl_bytes(type);
+    if (c->rank == root) emu::check_buffers("ncclBroadcast", in, bytes, out, bytes, in, out);
+    else emu::check_device_array("ncclBroadcast", out, bytes);
+    emu::enqueue(stream, [=, rank = c->rank] { emu::broadcast_now(in, out, bytes, root, rank); });
+    return ncclSuccess;
+}

@@ -1,0 +1,1001 @@
+#!/usr/bin/env python3
+"""reference.py: the model of MODEL.md in PyTorch, float64, written to be read. The trainer is checked against it.
+
+    python3 dev/reference.py compare STATE          a dump of `train_nsa --dump-state` against this file: logits, loss, gradients, selection
+    python3 dev/reference.py golden STATE GOLDEN    a small file of expected results, by which test_nsa checks itself without Python
+    python3 dev/reference.py selftest               this file against plain loops over tokens, and the checks against planted errors
+
+Needs PyTorch and NumPy (pip install torch numpy); nothing else of the project needs Python.
+"Eq. (n)" is equation n of "Native Sparse Attention", arXiv 2502.11089; steps 1 to 9 are those of MODEL.md. Symbols there, names here:
+l = cmp_block, d = cmp_stride, l' = slc_block, n = slc_count, w = window, F = phi_hidden, M = mlp_hidden, h = heads per KV group.
+"""
+import argparse
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+class Failure(Exception):
+    """What a user can cause. The text is one line: what, where, what was found, what was expected, what to do."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------------
+# Configuration and parameters.
+
+@dataclasses.dataclass
+class Config:
+    layers: int
+    dim: int
+    heads: int
+    kv_groups: int
+    head_dim: int
+    cmp_block: int
+    cmp_stride: int
+    slc_block: int
+    slc_count: int
+    window: int
+    phi_hidden: int
+    mlp_hidden: int
+    attention: str  # "nsa", or "full": dense causal attention
+    vocab_size: int
+    rope_base: float
+    norm_eps: float
+
+
+def read_config(text, path):
+    """config.json's text -> Config. Keys that do not describe the model (seq_len, tokenizer) are not needed here."""
+    try:
+        values = json.loads(text)
+        c = Config(**{field.name: field.type(values[field.name]) for field in dataclasses.fields(Config)})
+    except (ValueError, TypeError, KeyError) as e:
+        raise Failure(f"{path}: metadata key 'config' is not a complete config.json: {type(e).__name__} {e}")
+    rules = {
+        "attention is nsa or full": c.attention in ("nsa", "full"),
+        "sizes are positive": min(v for v in dataclasses.astuple(c) if not isinstance(v, str)) > 0,
+        "heads is a multiple of kv_groups": c.heads % max(c.kv_groups, 1) == 0,
+        "head_dim is even": c.head_dim % 2 == 0,
+        "cmp_stride divides cmp_block and slc_block": c.cmp_block % max(c.cmp_stride, 1) == 0 and c.slc_block % max(c.cmp_stride, 1) == 0,
+        "slc_count is at least the 3 forced blocks": c.attention == "full" or c.slc_count >= 3,
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise Failure(f"{path}: metadata key 'config': expected that {rule}, found {c}")
+    return c
+
+
+def parameter_shapes(c):
+    """{name: shape} of every parameter, in MODEL.md's order. Linear weights are [out, in]."""
+    C, HD, GD, D = c.dim, c.heads * c.head_dim, c.kv_groups * c.head_dim, c.head_dim
+    shapes = {"embed_tokens.weight": (c.vocab_size, C)}
+    for i in range(c.layers):
+        layer = {"attn_norm.weight": (C,), "mlp_norm.weight": (C,), "attn.q_proj.weight": (HD, C)}
+        for branch in ("cmp", "slc", "win") if c.attention == "nsa" else ("win",):
+            layer |= {f"attn.k_{branch}_proj.weight": (GD, C), f"attn.v_{branch}_proj.weight": (GD, C)}
+        if c.attention == "nsa":
+            layer["attn.gate_proj.weight"] = (3 * c.heads, C)
+            for phi in ("phi_k", "phi_v"):
+                layer |= {f"attn.{phi}.fc1.weight": (c.phi_hidden, c.cmp_block * D), f"attn.{phi}.fc1.bias": (c.phi_hidden,),
+                          f"attn.{phi}.fc2.weight": (D, c.phi_hidden)}
+        layer |= {"attn.o_proj.weight": (C, HD), "mlp.fc1.weight": (c.mlp_hidden, C), "mlp.fc2.weight": (C, c.mlp_hidden)}
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes | {"norm.weight": (C,)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------------
+# The model. One sequence at a time: tokens [T] in, logits [T, V] out.
+
+class Selection(NamedTuple):
+    """What steps 5 and 6 found out, for one layer."""
+    chosen: torch.Tensor      # [T, G, blocks] bool, what these importances say, whether or not the branch used it
+    importance: torch.Tensor  # [T, G, blocks], p_slc
+    score_norm: torch.Tensor  # [T, G], max over heads of |q|, times max over blocks of |Kc|, / sqrt(D): scales the rounding of a score
+
+
+def rmsnorm(x, gain, eps):
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * gain
+
+
+def rope(x, position, base):
+    """x [N, ..., D] turned by its position [N]: element i and element i + D/2 are a pair, at the angle position * base^(-2i/D)."""
+    half = x.shape[-1] // 2
+    angle = position.double()[:, None] * base ** (-torch.arange(half, dtype=torch.float64) / half)  # [N, D/2]
+    angle = angle.view(len(x), *[1] * (x.dim() - 2), half)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def attend(q, k, v, visible):
+    """Eq. (2). q [T, G, h, D], k and v [S, G, D], visible [T, G or 1, S] -> outputs [T, G, h, D] and weights [T, G, h, S].
+    A query that sees no key gets weights 0 and output 0."""
+    visible = visible.unsqueeze(2)
+    scores = torch.einsum("tghd,sgd->tghs", q, k) / math.sqrt(q.shape[-1])
+    lowest = torch.finfo(scores.dtype).min  # finite, so that a row without keys has no NaN on its way to being zeroed
+    p = torch.softmax(scores.masked_fill(~visible, lowest), dim=-1) * visible
+    return torch.einsum("tghs,sgd->tghd", p, v), p
+
+
+def compress(x, fc1, bias, fc2, c):
+    """phi of Eq. (7). x [T, G, D] -> [NC, G, D]: the mean of each block's l rows, plus the learnable MLP on the rows laid end to end."""
+    T = len(x)
+    blocks = 0 if T < c.cmp_block else (T - c.cmp_block) // c.cmp_stride + 1
+    row = torch.arange(blocks)[:, None] * c.cmp_stride + torch.arange(c.cmp_block)  # block i is rows i*d ... i*d + l-1
+    X = x[row].transpose(1, 2)  # [NC, G, l, D]
+    return X.mean(2) + F.silu(X.flatten(2) @ fc1.T + bias) @ fc2.T
+
+
+def shared_tokens(compressed, selection, c):
+    """[compressed, selection]: the tokens that block [i*d, i*d + l) and block [j*l', (j+1)*l') share, divided by d."""
+    start_i, start_j = torch.arange(compressed)[:, None] * c.cmp_stride, torch.arange(selection) * c.slc_block
+    end = torch.minimum(start_i + c.cmp_block, start_j + c.slc_block)
+    return (end - torch.maximum(start_i, start_j)).clamp(min=0) / c.cmp_stride
+
+
+def select(importance, c):
+    """Eq. (11). importance [T, G, blocks] -> bool: the forced blocks {0, b-1, b}, and the best others until they are n."""
+    T, _, blocks = importance.shape
+    j, b = torch.arange(blocks), torch.arange(T)[:, None, None] // c.slc_block  # query t lies in block b
+    forced = (j == 0) | (j == b - 1) | (j == b)
+    rank_by = importance.masked_fill(forced, math.inf).masked_fill(j > b, -math.inf)
+    best = rank_by.argsort(dim=-1, descending=True, stable=True)[..., :c.slc_count]  # stable: equal scores go to the lower index
+    return torch.zeros_like(importance, dtype=torch.bool).scatter(-1, best, True) & (j <= b)
+
+
+def attention(x, w, c, given=None):
+    """x [T, C], w the layer's attn.* parameters -> [T, C] and the layer's Selection (None with full attention).
+    given [T, G, blocks] replaces the selection that the branch uses."""
+    T, G, D, h = len(x), c.kv_groups, c.head_dim, c.heads // c.kv_groups
+    t = torch.arange(T)
+    past = t[:, None] - t  # [T, T]: how far key s lies behind query t
+
+    # 1, 2. Project and rotate. Head a of group g is head g*h + a.
+    def keys_or_values(name):
+        return (x @ w[f"attn.{name}_proj.weight"].T).view(T, G, D)
+
+    q = rope((x @ w["attn.q_proj.weight"].T).view(T, G, h, D), t, c.rope_base)
+    k_win, v_win = rope(keys_or_values("k_win"), t, c.rope_base), keys_or_values("v_win")
+    if c.attention == "full":
+        full, _ = attend(q, k_win, v_win, (past >= 0)[:, None])
+        return full.reshape(T, -1) @ w["attn.o_proj.weight"].T, None
+    k_slc, v_slc = rope(keys_or_values("k_slc"), t, c.rope_base), keys_or_values("v_slc")
+
+    # 3. Compress the unrotated keys, then turn each by its block's first position. Eq. (7)
+    phi_k, phi_v = ([w[f"attn.{phi}.{name}"] for name in ("fc1.weight", "fc1.bias", "fc2.weight")] for phi in ("phi_k", "phi_v"))
+    k_cmp, v_cmp = compress(keys_or_values("k_cmp"), *phi_k, c), compress(keys_or_values("v_cmp"), *phi_v, c)
+    start = torch.arange(len(k_cmp)) * c.cmp_stride
+    k_cmp = rope(k_cmp, start, c.rope_base)
+
+    # 4. The compressed branch sees the blocks that end at or before the query. Eq. (8) is its softmax.
+    cmp, p_cmp = attend(q, k_cmp, v_cmp, (start + c.cmp_block - 1 <= t[:, None])[:, None])
+
+    # 5, 6. Importance, Eq. (9), summed over the heads of a group, Eq. (10), so that the group reads one set of blocks. No gradient.
+    # Eq. (9) adds p_cmp[j*l'/d - m - n], which with indices from 0 would be the blocks before block j; meant are those that overlap it.
+    with torch.no_grad():
+        blocks = -(-T // c.slc_block)
+        importance = p_cmp.sum(2) @ shared_tokens(len(k_cmp), blocks, c).to(x.dtype)
+        largest_key = k_cmp.norm(dim=-1).amax(0) if len(k_cmp) else torch.zeros(G, dtype=x.dtype)
+        found = Selection(select(importance, c), importance, q.norm(dim=-1).amax(-1) * largest_key / math.sqrt(D))
+        chosen = found.chosen if given is None else given
+
+    # 7. The selected branch, Eq. (12): the tokens of the chosen blocks that are not ahead of the query.
+    slc, _ = attend(q, k_slc, v_slc, chosen[:, :, t // c.slc_block] & (past >= 0)[:, None])
+
+    # 8. The window branch: the query's own key and the w - 1 before it.
+    win, _ = attend(q, k_win, v_win, ((past >= 0) & (past < c.window))[:, None])
+
+    # 9. Gate, per head and branch. Eq. (5)
+    gate = torch.sigmoid(x @ w["attn.gate_proj.weight"].T).view(T, G, h, 3, 1)
+    out = gate[..., 0, :] * cmp + gate[..., 1, :] * slc + gate[..., 2, :] * win
+    return out.reshape(T, -1) @ w["attn.o_proj.weight"].T, found
+
+
+def layer_forward(x, w, c, given):
+    attended, found = attention(rmsnorm(x, w["attn_norm.weight"], c.norm_eps), w, c, given)
+    x = x + attended
+    hidden = F.silu(rmsnorm(x, w["mlp_norm.weight"], c.norm_eps) @ w["mlp.fc1.weight"].T)
+    return x + hidden @ w["mlp.fc2.weight"].T, found
+
+
+def forward(tokens, params, c, given=None):
+    """tokens [T] -> logits [T, V] and one Selection per layer. given: per layer, the selection to use instead of the own one."""
+    x, found = params["embed_tokens.weight"][tokens], []
+    for i in range(c.layers):
+        prefix = f"layers.{i}."
+        w = {name[len(prefix):]: p for name, p in params.items() if name.startswith(prefix)}
+        # The backward pass computes the layer again: the T x T weights of one layer at a time are enough memory.
+        x, selection = checkpoint(layer_forward, x, w, c, given[i] if given else None, use_reentrant=False)
+        found.append(selection)
+    return rmsnorm(x, params["norm.weight"], c.norm_eps) @ params["embed_tokens.weight"].T, found
+
+
+class Results(NamedTuple):
+    logits: torch.Tensor  # [B, T, V]
+    loss: torch.Tensor    # [1], mean cross-entropy over the B*T targets
+    grads: dict           # {name: gradient of the loss}
+    selection: list       # per layer a Selection with a leading dimension B; empty with full attention
+
+
+def run(c, params, inputs, targets, given=None):
+    """Logits, loss, gradients and selection of a batch, inputs and targets [B, T]; given: per layer [B, T, G, blocks], see forward()."""
+    params = {name: p.detach().requires_grad_() for name, p in params.items()}
+    B, T = inputs.shape
+    loss, logits, found = 0, [], []
+    for row in range(B):
+        row_logits, row_found = forward(inputs[row], params, c, [layer[row] for layer in given] if given else None)
+        row_loss = F.cross_entropy(row_logits, targets[row], reduction="sum") / (B * T)
+        row_loss.backward()
+        loss = loss + row_loss.detach()
+        logits.append(row_logits.detach())
+        found.append(row_found)
+    selection = [Selection(*map(torch.stack, zip(*rows))) for rows in zip(*found)] if c.attention == "nsa" else []
+    # A parameter that nothing used (the compressor when T < l) has gradient zero.
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
+    return Results(torch.stack(logits), loss.reshape(1), grads, selection)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------
+# safetensors: a little-endian 64-bit length, a JSON header of that length, the tensors' bytes.
+
+DTYPES = {"F64": "<f8", "F32": "<f4", "I32": "<i4", "U8": "u1"}
+
+
+def read_safetensors(path):
+    """-> {name: array}, metadata."""
+    try:
+        data = np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as e:
+        raise Failure(f"cannot read {path}: {e}")
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    if len(data) < 8 or length > len(data) - 8:
+        raise Failure(f"{path}: byte 0: header length {length}, but the file has {len(data)} bytes: not safetensors, or cut off")
+    body, tensors = data[8 + length:], {}
+    try:
+        header = json.loads(data[8:8 + length].tobytes())
+        metadata = dict(header.pop("__metadata__", {}))
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            if not 0 <= begin <= end <= len(body):
+                raise Failure(f"{path}: tensor {name} is bytes {begin} to {end} of {len(body)}: the file is cut off; make it again")
+            tensors[name] = body[begin:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise Failure(f"{path}: bytes 8 to {8 + length}: not a safetensors header of F64, F32, I32, U8 tensors: {type(e).__name__} {e}")
+    return tensors, metadata
+
+
+def write_safetensors(path, tensors, metadata):
+    header, offset = {"__metadata__": metadata}, 0
+    names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+    tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    for name, array in tensors.items():
+        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        offset += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data starts aligned
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in tensors.values():
+            file.write(array.tobytes())
+
+
+class State(NamedTuple):
+    """A dump of the trainer: parameters and batch for run(), and what the trainer made of them."""
+    config: Config
+    metadata: dict
+    params: dict            # {name: float64 tensor}
+    inputs: torch.Tensor    # [B, T] int64
+    targets: torch.Tensor
+    tensors: dict           # the file's arrays: logits, loss, grad.<name>, layers.i.selection
+
+
+def read_state(path):
+    tensors, metadata = read_safetensors(path)
+    c = read_config(metadata.get("config", "{}"), path)
+    inputs = tensors.get("inputs")
+    if inputs is None or inputs.ndim != 2 or inputs.size == 0:
+        raise Failure(f"{path}: no tensor 'inputs' of shape [B, T]: not a dump of train_nsa --dump-state")
+    (B, T), shapes = inputs.shape, parameter_shapes(c)
+    expected = {"inputs": ("I32", (B, T)), "targets": ("I32", (B, T)), "logits": ("F32", (B, T, c.vocab_size)), "loss": ("F32", (1,))}
+    for name, shape in shapes.items():
+        expected |= {name: ("F32", shape), "grad." + name: ("F32", shape)}
+    if c.attention == "nsa":
+        expected |= {f"layers.{i}.selection": ("U8", (B, c.kv_groups, T, -(-T // c.slc_block))) for i in range(c.layers)}
+    for name, (dtype, shape) in expected.items():
+        found = tensors.get(name)
+        if found is None or found.dtype != DTYPES[dtype] or found.shape != shape:
+            described = "absent" if found is None else f"{found.dtype} {list(found.shape)}"
+            raise Failure(f"{path}: tensor {name} is {described}, expected {dtype} {list(shape)} from the file's own config")
+    for name in tensors.keys() - expected.keys():
+        raise Failure(f"{path}: tensor {name} is not in the model that the file's config describes")
+    for name in ("inputs", "targets"):
+        if tensors[name].min() < 0 or tensors[name].max() >= c.vocab_size:
+            raise Failure(f"{path}: tensor {name} holds a token outside 0 to {c.vocab_size - 1}")
+    params = {name: torch.from_numpy(tensors[name].astype(np.float64)) for name in shapes}
+    return State(c, metadata, params, *(torch.from_numpy(tensors[name].astype(np.int64)) for name in ("inputs", "targets")), tensors)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------
+# How far the trainer may be from float64. u is the unit roundoff of what it stores; sums are in float32 in either precision.
+# Rounding errors are independent enough to add like a random walk (Higham and Mary, SIAM J. Sci. Comput. 41, 2019): a sum of K terms
+# errs by sqrt(K) * 2^-24 of its size, and `operations` of those in a row by sqrt(operations) of that. 4 standard deviations are allowed.
+
+UNIT_ROUNDOFF = {"fp32": 2.0 ** -24, "bf16": 2.0 ** -9}
+LAYER_OPERATIONS = 15  # norm, projection, rope, compression, score, softmax, mix, gate, o_proj, add; norm, fc1, silu, fc2, add
+SCORE_OPERATIONS = 5   # the first five of those
+
+
+def rounding(operations, terms, precision):
+    return 4 * math.sqrt(operations) * (UNIT_ROUNDOFF[precision] + math.sqrt(terms) * 2.0 ** -24)
+
+
+def longest_sum(c, B, T):
+    """Terms of the longest of the sums: projections, MLP, compressor, attention rows, weight gradients over the batch."""
+    return max(c.dim, c.mlp_hidden, c.heads * c.head_dim, c.cmp_block * c.head_dim, B * T)
+
+
+def default_rtol(c, B, T, precision):
+    """Limit of |error| / max|tensor| of a logit or a gradient: all layers forward and backward, and the head."""
+    return rounding(2 * (LAYER_OPERATIONS * c.layers + 4), longest_sum(c, B, T), precision)
+
+
+def score_rounding(layer, c, B, T, precision):
+    """Relative error of q and of Kc in a layer."""
+    return rounding(LAYER_OPERATIONS * layer + SCORE_OPERATIONS, longest_sum(c, B, T), precision)
+
+
+def tie_limit(first, second, score_norm, r):
+    """The gap between two importances that rounding can close. A score q.Kc/sqrt(D) whose q and Kc both have relative error r errs by
+    2r * |q| |Kc| / sqrt(D), and its exponential and softmax by r more. If no score of a row errs by more than e, a weight p = exp(s) / sum
+    changes by a factor within exp(+-2e): the importances, sums of weights, by at most 2e times themselves. Below float32's smallest
+    normal number (weights flushed to zero) nothing is promised."""
+    e = r * (1 + 2 * score_norm)
+    return 2 * e * (first + second) + 2.0 ** -126
+
+
+# ----------------------------------------------------------------------------------------------------------------------------
+# compare
+
+def to_tgb(selection):
+    """[B, G, T, blocks] of a file <-> [B, T, G, blocks] of run()."""
+    return torch.from_numpy(np.array(selection)).transpose(1, 2)
+
+
+def check_selection(layer, found, dumped, c, precision, failures):
+    """One layer's dumped selection [B, T, G, blocks] against the importances. Prints one line, appends to failures."""
+    B, T, G, blocks = dumped.shape
+    name = f"layers.{layer}.selection"
+    j, b = torch.arange(blocks), torch.arange(T)[:, None, None] // c.slc_block
+    must, may = ((j == 0) | (j == b - 1) | (j == b)) & (j <= b), j <= b
+
+    def first(rows):
+        row, t, g = rows.nonzero()[0].tolist()
+        return f"sequence {row}, token {t}, group {g}"
+
+    for wrong, what in (((dumped > 1).any(-1), "a value other than 0 and 1"),
+                        ((dumped.bool() & ~may).any(-1), "a block ahead of the query's"),
+                        ((~dumped.bool() & must).any(-1), "a forced block missing"),
+                        (dumped.sum(-1, dtype=torch.int64) != (b.squeeze(-1) + 1).clamp(max=c.slc_count), "a wrong number of blocks")):
+        if wrong.any():
+            failures.append(f"{name}: {what} in {int(wrong.sum())} rows, the first at {first(wrong)}")
+            return
+    dumped = dumped.bool()
+    differs = (dumped != found.chosen).any(-1)
+    # The best block that the dump left out, and the worst one that it took instead.
+    left_out = found.importance.masked_fill(dumped | ~found.chosen, -math.inf).amax(-1)
+    taken = found.importance.masked_fill(found.chosen | ~dumped, math.inf).amin(-1)
+    limit = tie_limit(left_out, taken, found.score_norm, score_rounding(layer, c, B, T, precision))
+    wrong = differs & ~(left_out - taken <= limit)
+    rows, choices = int(differs.sum()), B * G * max(0, T - c.slc_count * c.slc_block)
+    worst = ((left_out - taken) / limit)[differs].max().item() if rows else 0.0
+    print(f"{name}: {rows} of {choices} rows that had a choice differ, {rows - int(wrong.sum())} of them near ties"
+          + (f"; the largest gap is {worst:.2g} of what rounding can close" if rows else ""))
+    if wrong.any():
+        at = tuple(wrong.nonzero()[0].tolist())
+        failures.append(f"{name}: {int(wrong.sum())} rows chose a block that is not among the best, the first at {first(wrong)}: "
+                        f"importance {taken[at]:.6g} instead of {left_out[at]:.6g}, a tie would be within {limit[at]:.2g}")
+
+
+def compare(path, use_selection="from-state", precision="fp32", rtol=None):
+    """Prints the tables; returns the failures, one line each, the worst first."""
+    state = read_state(path)
+    c, (B, T) = state.config, state.inputs.shape
+    rtol = default_rtol(c, B, T, precision) if rtol is None else rtol
+    dumped = [to_tgb(state.tensors[f"layers.{i}.selection"]) for i in range(c.layers)] if c.attention == "nsa" else []
+    given = [layer.bool() for layer in dumped] if dumped and use_selection == "from-state" else None
+    results = run(c, state.params, state.inputs, state.targets, given)
+
+    failures, beyond = [], []
+    for i, found in enumerate(results.selection):
+        check_selection(i, found, dumped[i], c, precision, failures)
+
+    rows = {"logits": results.logits, "loss": results.loss} | {"grad." + name: grad for name, grad in results.grads.items()}
+    # A gradient that is zero but for rounding (the keys of softmax rows with one key) is measured against the others.
+    floor = 1e-3 * max(grad.abs().max().item() for grad in results.grads.values())
+    print(f"{'tensor':48} {'max |reference|':>16} {'max error':>11} {'/ max':>10} {'1 - cosine':>11}     limit {rtol:.2g} of max")
+    for name, expected in rows.items():
+        found = torch.from_numpy(np.array(state.tensors[name])).double()
+        largest, error = expected.abs().max().item(), (found - expected).abs().max().item()
+        scale = max(largest, floor) if name.startswith("grad.") else largest
+        relative = error / scale if scale else 0.0 if error == 0 else math.inf
+        # Errors of rtol in every element turn a tensor by less than rtol; a tensor of nothing but rounding has no direction.
+        norms = (found.norm() * expected.norm()).item()
+        off = 1 - (found * expected).sum().item() / norms if norms else 0.0
+        bad = not relative <= rtol or (largest > rtol * scale and not off <= rtol)
+        print(f"{name:48} {largest:16.6e} {error:11.2e} {relative:10.2e} {off:11.1e}{'   BEYOND' if bad else ''}")
+        if bad:
+            beyond.append((-relative if relative == relative else -math.inf,
+                           f"{name}: error {relative:.3g} of the tensor's largest value, 1 - cosine {off:.3g}; limit {rtol:.3g}"))
+    return failures + [text for _, text in sorted(beyond)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------------
+# golden
+
+GOLDEN_ROWS, GOLDEN_SAMPLES = 4, 64
+
+
+def selection_margin(layer, found, c):
+    """The smallest gap between the worst block that was chosen without being forced and the best one that was rejected; and the smallest
+    ratio of such a gap to what float32 rounding can close. Both are infinite where no row had a choice."""
+    B, T, _, blocks = found.chosen.shape
+    j, b = torch.arange(blocks), torch.arange(T)[:, None, None] // c.slc_block
+    free = (j > 0) & (j < b - 1)
+    worst_chosen = found.importance.masked_fill(~(found.chosen & free), math.inf).amin(-1)
+    best_rejected = found.importance.masked_fill(found.chosen | ~free, -math.inf).amax(-1)
+    limit = tie_limit(worst_chosen, best_rejected, found.score_norm, score_rounding(layer, c, B, T, "fp32"))
+    chose = torch.isfinite(worst_chosen) & torch.isfinite(best_rejected)
+    gap = worst_chosen - best_rejected
+    return (min(values[chose].tolist(), default=math.inf) for values in (gap, gap / limit))
+
+
+def golden(state_path, golden_path):
+    """Prints a line per layer of selection and the file's size."""
+    state = read_state(state_path)
+    c, (B, T) = state.config, state.inputs.shape
+    results = run(c, state.params, state.inputs, state.targets)
+    rows = sorted({(2 * k + 1) * B * T // (2 * GOLDEN_ROWS) for k in range(GOLDEN_ROWS)})
+    out = {"inputs": state.tensors["inputs"], "targets": state.tensors["targets"], "loss": results.loss.numpy(),
+           "logits_rows": np.array(rows, np.int32), "logits": results.logits.flatten(0, 1)[rows].numpy()}
+    for name, param in state.params.items():
+        grad = results.grads[name].flatten().numpy()
+        index = np.arange(grad.size)
+        sign = np.where(index * 2654435761 % 2 ** 32 >> 16 & 1, 1.0, -1.0)
+        samples = min(GOLDEN_SAMPLES, grad.size)
+        out |= {f"grad_norm.{name}": np.array([np.linalg.norm(grad)]), f"grad_sign_dot.{name}": np.array([sign @ grad]),
+                f"grad_sample.{name}": grad[np.arange(samples) * grad.size // samples],
+                f"param_sum.{name}": np.cumsum(param.flatten().numpy())[-1:]}  # cumsum adds in index order, sum does not
+    for i, found in enumerate(results.selection):
+        margin, safety = selection_margin(i, found, c)
+        out |= {f"layers.{i}.selection": found.chosen.transpose(1, 2).numpy().astype(np.uint8),
+                f"layers.{i}.selection_margin": np.array([margin]), f"layers.{i}.selection_safety": np.array([safety])}
+        # The limit is for sums taken one term after the other; float32 PyTorch stays near a hundredth of it.
+        advice = "" if safety > 0.1 else ": a float32 engine may choose otherwise; take another --seed for a sharper test"
+        print(f"layers.{i}.selection: smallest margin {margin:.3g}, {safety:.3g} of what float32 rounding can close{advice}")
+    metadata = {key: state.metadata[key] for key in ("config", "options") if key in state.metadata}
+    if "options" in metadata:  # where the dump was written says nothing about the parameters
+        metadata["options"] = re.sub(r" --dump-state[ =]\S+", "", metadata["options"])
+    write_safetensors(golden_path, out, metadata)
+    print(f"{golden_path}: {os.path.getsize(golden_path)} bytes, loss {results.loss.item():.9f}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------------
+# selftest. The model once more, from MODEL.md's text, as loops over tokens and lists of numbers; it shares no code with the above.
+
+def naive_forward(c, weights, tokens):
+    """weights: {name: nested lists} -> logits [T][V], selected[layer][t][g], a set of blocks."""
+    D, h, T, selected = c.head_dim, c.heads // c.kv_groups, len(tokens), []
+
+    def dot(a, b):
+        return sum(x * y for x, y in zip(a, b))
+
+    def linear(name, v):
+        return [dot(row, v) for row in weights[name]]
+
+    def add(a, b):
+        return [x + y for x, y in zip(a, b)]
+
+    def silu(v):
+        return [x / (1 + math.exp(-x)) for x in v]
+
+    def norm(name, v):
+        scale = 1 / math.sqrt(dot(v, v) / len(v) + c.norm_eps)
+        return [x * scale * g for x, g in zip(v, weights[name])]
+
+    def rotated(v, position):
+        out = [0.0] * D
+        for i in range(D // 2):
+            angle = position * c.rope_base ** (-2 * i / D)
+            out[i] = v[i] * math.cos(angle) - v[i + D // 2] * math.sin(angle)
+            out[i + D // 2] = v[i] * math.sin(angle) + v[i + D // 2] * math.cos(angle)
+        return out
+
+    def softmax_mix(query, keys, values):
+        if not keys:
+            return [0.0] * D, []
+        scores = [dot(query, key) / math.sqrt(D) for key in keys]
+        weight = [math.exp(s - max(scores)) for s in scores]
+        p = [x / sum(weight) for x in weight]
+        return [sum(a * v[e] for a, v in zip(p, values)) for e in range(D)], p
+
+    def phi(prefix, rows):
+        flat = [value for row in rows for value in row]
+        hidden = silu(add(linear(prefix + ".fc1.weight", flat), weights[prefix + ".fc1.bias"]))
+        mean = [sum(row[e] for row in rows) / c.cmp_block for e in range(D)]
+        return add(mean, linear(prefix + ".fc2.weight", hidden))
+
+    x = [list(weights["embed_tokens.weight"][token]) for token in tokens]
+    for layer in range(c.layers):
+        at = f"layers.{layer}.attn."
+        y = [norm(f"layers.{layer}.attn_norm.weight", row) for row in x]
+
+        def projected(name):
+            """[t][head or group]"""
+            flat = [linear(at + name + ".weight", row) for row in y]
+            return [[row[start:start + D] for start in range(0, len(row), D)] for row in flat]
+
+        q, kw, vw = projected("q_proj"), projected("k_win_proj"), projected("v_win_proj")
+        if c.attention == "nsa":
+            kc, vc, ks, vs = projected("k_cmp_proj"), projected("v_cmp_proj"), projected("k_slc_proj"), projected("v_slc_proj")
+            z = [linear(at + "gate_proj.weight", row) for row in y]
+        mixed, sets = [[None] * c.heads for _ in range(T)], [[None] * c.kv_groups for _ in range(T)]
+        for g in range(c.kv_groups):
+            if c.attention == "nsa":
+                starts = [i for i in range(0, T, c.cmp_stride) if i + c.cmp_block <= T]
+                compressed_keys = [rotated(phi(at + "phi_k", [kc[s][g] for s in range(i, i + c.cmp_block)]), i) for i in starts]
+                compressed_values = [phi(at + "phi_v", [vc[s][g] for s in range(i, i + c.cmp_block)]) for i in starts]
+            for t in range(T):
+                queries = [rotated(q[t][g * h + a], t) for a in range(h)]
+                if c.attention == "full":
+                    keys = [rotated(kw[s][g], s) for s in range(t + 1)]
+                    for a in range(h):
+                        mixed[t][g * h + a] = softmax_mix(queries[a], keys, [vw[s][g] for s in range(t + 1)])[0]
+                    continue
+                visible = [i for i in range(len(starts)) if starts[i] + c.cmp_block - 1 <= t]
+                seen = [compressed_keys[i] for i in visible], [compressed_values[i] for i in visible]
+                compressed = [softmax_mix(query, *seen) for query in queries]
+                b = t // c.slc_block
+                if b + 1 <= c.slc_count:
+                    chosen = set(range(b + 1))
+                else:
+                    importance = {}
+                    for j in range(b + 1):
+                        block = set(range(j * c.slc_block, (j + 1) * c.slc_block))
+                        importance[j] = sum(p[i] * len(block & set(range(starts[i], starts[i] + c.cmp_block))) / c.cmp_stride
+                                            for _, p in compressed for i in visible)
+                    others = sorted(set(range(b + 1)) - {0, b - 1, b}, key=lambda j: (-importance[j], j))
+                    chosen = {0, b - 1, b} | set(others[:c.slc_count - 3])
+                sets[t][g] = chosen
+                read = [s for s in range(t + 1) if s // c.slc_block in chosen]
+                near = [s for s in range(t + 1) if t - c.window < s <= t]
+                for a in range(h):
+                    branches = (compressed[a][0],
+                                softmax_mix(queries[a], [rotated(ks[s][g], s) for s in read], [vs[s][g] for s in read])[0],
+                                softmax_mix(queries[a], [rotated(kw[s][g], s) for s in near], [vw[s][g] for s in near])[0])
+                    head = g * h + a
+                    mixed[t][head] = [sum(branches[k][e] / (1 + math.exp(-z[t][3 * head + k])) for k in range(3)) for e in range(D)]
+        selected.append(sets)
+        for t in range(T):
+            x[t] = add(x[t], linear(at + "o_proj.weight", [value for head in mixed[t] for value in head]))
+            hidden = silu(linear(f"layers.{layer}.mlp.fc1.weight", norm(f"layers.{layer}.mlp_norm.weight", x[t])))
+            x[t] = add(x[t], linear(f"layers.{layer}.mlp.fc2.weight", hidden))
+    return [linear("embed_tokens.weight", norm("norm.weight", row)) for row in x], selected
+
+
+def naive_loss(c, weights, tokens, targets):
+    logits, _ = naive_forward(c, weights, tokens)
+    log_sums = [max(row) + math.log(sum(math.exp(v - max(row)) for v in row)) for row in logits]
+    return sum(log_sum - row[target] for log_sum, row, target in zip(log_sums, logits, targets)) / len(tokens)
+
+
+def tiny(**changes):
+    """A configuration that takes milliseconds; h = 3, and from token 16 on the selection has a choice."""
+    base = dict(layers=2, dim=10, heads=6, kv_groups=2, head_dim=4, cmp_block=4, cmp_stride=2, slc_block=4, slc_count=4, window=6,
+                phi_hidden=5, mlp_hidden=14, attention="nsa", vocab_size=17, rope_base=10000.0, norm_eps=1e-6)
+    return Config(**(base | changes))
+
+
+def random_params(c, seed):
+    """Large enough that the softmax rows are far from uniform; rounded to float32, the format of the dumps."""
+    random = torch.Generator().manual_seed(seed)
+    params = {}
+    for name, shape in parameter_shapes(c).items():
+        normal = torch.randn(shape, generator=random, dtype=torch.float64)
+        if "norm" in name:
+            normal = 1 + 0.3 * normal
+        elif len(shape) == 2 and name != "embed_tokens.weight":
+            normal = normal * 1.5 / math.sqrt(shape[1])
+        params[name] = normal.float().double()
+    return params
+
+
+def random_batch(c, B, T, seed):
+    tokens = torch.randint(c.vocab_size, (B, T + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def largest_difference(found, expected):
+    return (found - torch.tensor(expected, dtype=torch.float64)).abs().max().item()
+
+
+def expect(condition, text):
+    if not condition:
+        raise Failure(text)
+
+
+def check_against_loops(c, T, edit=None):
+    """Logits, loss and selection equal those of the plain loops; edit(params) may prepare a special case."""
+    params = random_params(c, T)
+    if edit:
+        edit(params)
+    inputs, targets = random_batch(c, 1, T, T)
+    results = run(c, params, inputs, targets)
+    lists = {name: p.tolist() for name, p in params.items()}
+    logits, selected = naive_forward(c, lists, inputs[0].tolist())
+    difference = largest_difference(results.logits[0], logits)
+    expect(difference < 1e-10, f"logits differ by {difference:.3g}")
+    difference = abs(results.loss.item() - naive_loss(c, lists, inputs[0].tolist(), targets[0].tolist()))
+    expect(difference < 1e-12, f"losses differ by {difference:.3g}")
+    free = 0
+    for i, layer in enumerate(results.selection):
+        for t in range(T):
+            for g in range(c.kv_groups):
+                found, expected = set(layer.chosen[0, t, g].nonzero().flatten().tolist()), selected[i][t][g]
+                expect(found == expected, f"layer {i} token {t} group {g} selects {sorted(found)}, the loops {sorted(expected)}")
+                free += len(expected) < t // c.slc_block + 1
+    return f"logits and loss equal, {free} rows of selection with a choice"
+
+
+def check_ties():
+    """Uniform attention over equal blocks: every importance of a row is the same number, and the lowest indices win."""
+    c = tiny(cmp_block=2, cmp_stride=2, slc_block=2, slc_count=5, layers=1)
+
+    def uniform(params):
+        for name in ("k_cmp_proj", "phi_k.fc2"):
+            params[f"layers.0.attn.{name}.weight"].zero_()
+
+    said = check_against_loops(c, 31, uniform)
+    for scores, t, expected in (({5: 1, 7: 1}, 30, [0, 5, 7, 14, 15]), ({7: 1}, 30, [0, 1, 7, 14, 15]), ({}, 30, [0, 1, 2, 14, 15]),
+                                ({5: 1, 12: 9}, 20, [0, 1, 5, 9, 10])):  # token 20 lies in block 10: 12 is no candidate
+        importance = torch.zeros(31, 1, 16, dtype=torch.float64)
+        for j, score in scores.items():
+            importance[..., j] = score
+        found = select(importance, c)[t, 0].nonzero().flatten().tolist()
+        expect(found == expected, f"token {t} with scores {scores} selects {found}, expected {expected}")
+    return said
+
+
+def check_importance_weights():
+    """For 32/16/64 block j weighs the compressed blocks 4j-1 ... 4j+3 with 1, 2, 2, 2, 1."""
+    weights = shared_tokens(20, 5, tiny(cmp_block=32, cmp_stride=16, slc_block=64))
+    for j in range(5):
+        found = {i: weights[i, j].item() for i in range(20) if weights[i, j] != 0}
+        expected = {4 * j + offset: weight for offset, weight in zip(range(-1, 4), (1, 2, 2, 2, 1)) if 4 * j + offset >= 0}
+        expect(found == expected, f"selection block {j}: {found}, expected {expected}")
+    return "1, 2, 2, 2, 1"
+
+
+def check_gradients():
+    """The loops' loss moves along a random direction, per tensor, as autograd says; by central differences."""
+    c = tiny(layers=1)
+    T, step, worst = 23, 3e-6, 0.0
+    params = random_params(c, 5)
+    inputs, targets = random_batch(c, 1, T, 5)
+    grads = run(c, params, inputs, targets).grads
+    lists, tokens = {name: p.tolist() for name, p in params.items()}, (inputs[0].tolist(), targets[0].tolist())
+    random = torch.Generator().manual_seed(6)
+    for name, p in params.items():
+        direction = torch.randn(p.shape, generator=random, dtype=torch.float64)
+        plus, minus = (naive_loss(c, lists | {name: (p + sign * step * direction).tolist()}, *tokens) for sign in (1, -1))
+        expected, found = (plus - minus) / (2 * step), (grads[name] * direction).sum().item()
+        # Central differences err by a sixth of the third derivative (here up to some thousands) times step^2, and by 1e-15 / step.
+        worst = max(worst, abs(found - expected))
+        expect(abs(found - expected) < 1e-7, f"{name}: slope {found:.9g}, the loops' {expected:.9g}")
+        expect(grads[name].abs().max() > 0, f"{name}: the gradient is zero")
+    return f"{len(params)} tensors, largest difference {worst:.1e}"
+
+
+def check_causality():
+    """Changing token j changes nothing before j, bit for bit, and does change position j."""
+    c, T = tiny(), 45
+    params = random_params(c, 3)
+    inputs, targets = random_batch(c, 1, T, 3)
+    before = run(c, params, inputs, targets)
+    for j in range(T):
+        changed = inputs.clone()
+        changed[0, j] = (changed[0, j] + 1) % c.vocab_size
+        after = run(c, params, changed, targets)
+        expect(torch.equal(after.logits[0, :j], before.logits[0, :j]), f"token {j} changes logits before it")
+        expect(not torch.equal(after.logits[0, j], before.logits[0, j]), f"token {j} does not change its own logits")
+        for i in range(c.layers):
+            for what, a, b in zip(("selection", "importance"), after.selection[i], before.selection[i]):
+                expect(torch.equal(a[0, :j], b[0, :j]), f"token {j} changes layer {i}'s {what} before it")
+    return f"{T} perturbations"
+
+
+def check_rope():
+    """A score depends on the distance alone, and it does depend on it."""
+    random = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(1, 16, generator=random, dtype=torch.float64) for _ in range(2))
+
+    def score(i, j):
+        return (rope(q, torch.tensor([i]), 10000.0) * rope(k, torch.tensor([j]), 10000.0)).sum().item()
+
+    for i, j in ((5, 2), (70, 0), (9, 9)):
+        expect(abs(score(i, j) - score(i + 1000, j + 1000)) < 1e-10, f"the score at positions {i}, {j} changes when both move by 1000")
+        expect(abs(score(i, j) - score(i + 1, j)) > 1e-3, f"the score at positions {i}, {j} does not change when one moves")
+    turned = rope(torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64), torch.tensor([1]), 10000.0)
+    difference = largest_difference(turned, [[math.cos(1), 0, math.sin(1), 0]])
+    expect(difference < 1e-15, f"element 0 is not turned towards element D/2: {turned.tolist()}")
+    return "ok"
+
+
+def check_limiting_cases():
+    """full = PyTorch's own causal attention, and so is each branch alone: window with w >= T, selection with T <= n*l', l = d = 1."""
+    random = torch.Generator().manual_seed(2)
+    T, G, h, D = 19, 2, 3, 4
+    c = tiny(layers=1, attention="full")
+    w = {name[len("layers.0."):]: p for name, p in random_params(c, 8).items() if name.startswith("layers.0.")}
+    x = torch.randn(T, c.dim, generator=random, dtype=torch.float64)
+    t = torch.arange(T)
+    q, k, v = ((x @ w[f"attn.{name}_proj.weight"].T).view(T, -1, D) for name in ("q", "k_win", "v_win"))
+    q, k = rope(q, t, c.rope_base), rope(k, t, c.rope_base)
+    per_head = [y.transpose(0, 1) for y in (q, k.repeat_interleave(h, 1), v.repeat_interleave(h, 1))]
+    dense = F.scaled_dot_product_attention(*per_head, is_causal=True).transpose(0, 1).reshape(T, -1) @ w["attn.o_proj.weight"].T
+    expect((attention(x, w, c)[0] - dense).abs().max() < 1e-13, "attention full differs from scaled_dot_product_attention")
+    # Gate rows of +-40 on a constant input element open one branch and close the others.
+    x[:, 0] = 1
+    dense = attention(x, w, c)[0]
+    for branch, name in enumerate(("cmp", "slc", "win")):
+        c = tiny(layers=1, cmp_block=1, cmp_stride=1, slc_block=5, window=T)
+        gate = torch.zeros(c.heads, 3, c.dim, dtype=torch.float64)
+        gate[..., 0] = -40
+        gate[:, branch, 0] = 40
+        special = {n[len("layers.0."):]: p for n, p in random_params(c, 9).items() if n.startswith("layers.0.")} | w
+        special |= {"attn.gate_proj.weight": gate.flatten(0, 1), f"attn.k_{name}_proj.weight": w["attn.k_win_proj.weight"],
+                    f"attn.v_{name}_proj.weight": w["attn.v_win_proj.weight"]}
+        special |= {f"attn.{phi}.fc2.weight": torch.zeros(D, c.phi_hidden, dtype=torch.float64) for phi in ("phi_k", "phi_v")}
+        expect((attention(x, special, c)[0] - dense).abs().max() < 1e-13, f"the {name} branch differs from dense attention")
+    return "ok"
+
+
+def write_state(path, c, params, inputs, targets, results):
+    """A dump as the trainer writes it, of this file's own results."""
+    tensors = {name: p.numpy() for name, p in params.items()} | {"grad." + name: g.numpy() for name, g in results.grads.items()}
+    tensors |= {"logits": results.logits.numpy(), "loss": results.loss.numpy()}
+    tensors = {name: array.astype(np.float32) for name, array in tensors.items()}
+    tensors |= {"inputs": inputs.numpy().astype(np.int32), "targets": targets.numpy().astype(np.int32)}
+    for i, layer in enumerate(results.selection):
+        tensors[f"layers.{i}.selection"] = layer.chosen.transpose(1, 2).numpy().astype(np.uint8)
+    options = f"./train_nsa --seed 1 --dump-state {path} --steps 1"
+    write_safetensors(path, tensors, {"config": json.dumps(dataclasses.asdict(c)), "options": options})
+
+
+def quietly(action, *arguments, **options):
+    """The action's value or, if it fails, the text of its Failure; without its output."""
+    stdout, sys.stdout = sys.stdout, open(os.devnull, "w")
+    try:
+        return action(*arguments, **options)
+    except Failure as e:
+        return str(e)
+    finally:
+        sys.stdout.close()
+        sys.stdout = stdout
+
+
+def check_compare():
+    """compare accepts true dumps and a swap at a near tie, and refuses each planted error by the tensor's name."""
+    c = tiny(slc_count=4)
+    params = random_params(c, 11)
+    inputs, targets = random_batch(c, 2, 39, 11)
+    results = run(c, params, inputs, targets)
+    planted = 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "state.safetensors")
+        write_state(path, c, params, inputs, targets, results)
+        for use in ("from-state", "own"):
+            failures = quietly(compare, path, use)
+            expect(failures == [], f"a true dump is refused: {failures}")
+        tensors, metadata = read_safetensors(path)
+        tensors = {name: np.array(array) for name, array in tensors.items()}
+
+        def refused(name, plant, words):
+            nonlocal planted
+            planted += 1
+            wrong = {key: array.copy() for key, array in tensors.items()}
+            wrong[name] = plant(wrong[name])
+            write_safetensors(path, {key: array for key, array in wrong.items() if array is not None}, metadata)
+            failures = quietly(compare, path)
+            text = failures if isinstance(failures, str) else (failures or ["nothing"])[0]
+            expect(name in text and words in text, f"planted error in {name}: expected '{words}', reported {text}")
+
+        def one_element(array):
+            array.flat[array.size // 3] += 1e-3 * np.abs(array).max()
+            return array
+
+        def swap(t, best):
+            """Sequence 1, group 0, token t: the free block gives way to the best or to the worst of those left out."""
+            def plant(selection):
+                scores, chosen = results.selection[1].importance[1, t, 0], results.selection[1].chosen[1, t, 0]
+                b = t // c.slc_block
+                free, left_out = ([j for j in range(1, b - 1) if chosen[j] == wanted] for wanted in (True, False))
+                selection[1, 0, t, free[0]] = 0
+                selection[1, 0, t, sorted(left_out, key=lambda j: scores[j])[-1 if best else 0]] = 1
+                return selection
+            return plant
+
+        def assign(where, value):
+            def plant(array):
+                array[where] = value
+                return array
+            return plant
+
+        for name in tensors:
+            if name.startswith("grad.") or name in ("logits", "loss"):
+                refused(name, one_element, "error")
+        refused("logits", assign((0, 0, 0), math.nan), "error nan")
+        refused("grad.norm.weight", lambda array: array * np.float32(1.001), "error")
+        refused("layers.1.selection", swap(38, best=False), "not among the best")
+        refused("layers.1.selection", assign((1, 0, 20, 0), 0), "a forced block missing")
+        refused("layers.1.selection", assign((1, 0, 20, 9), 1), "a block ahead")
+        refused("layers.1.selection", assign((1, 0, 38), 1), "a wrong number of blocks")
+        refused("layers.1.selection", assign((0, 0, 0, 0), 2), "a value other than 0 and 1")
+        refused("norm.weight", lambda array: None, "absent")
+        refused("loss", lambda array: array.astype(np.float64), "expected F32")
+        refused("inputs", assign((0, 0), c.vocab_size), "a token outside")
+
+        # The same swap is accepted where the two blocks tie: here all scores of layer 1 are nearly equal, and rounding decides.
+        for name in ("k_cmp_proj", "phi_k.fc2"):
+            params[f"layers.1.attn.{name}.weight"] *= 1e-9
+        results = run(c, params, inputs, targets)
+        given = [layer.chosen.clone() for layer in results.selection]
+        write_state(path, c, params, inputs, targets, results)
+        wrong = {name: np.array(array) for name, array in read_safetensors(path)[0].items()}
+        swap(38, best=True)(wrong["layers.1.selection"])
+        given[1] = to_tgb(wrong["layers.1.selection"]).bool()
+        swapped = run(c, params, inputs, targets, given)
+        swapped = swapped._replace(selection=[layer._replace(chosen=chosen) for layer, chosen in zip(swapped.selection, given)])
+        write_state(path, c, params, inputs, targets, swapped)
+        failures = quietly(compare, path)
+        expect(failures == [], f"a swap at a tie is refused: {failures}")
+        expect(quietly(compare, path, "own") != [], "a swap at a tie changes nothing, the check before it proves nothing")
+    return f"true dumps and a tie accepted, {planted} planted errors refused"
+
+
+def check_golden():
+    """The golden file holds what its names say."""
+    c = tiny()
+    params = random_params(c, 12)
+    inputs, targets = random_batch(c, 2, 39, 12)
+    results = run(c, params, inputs, targets)
+    with tempfile.TemporaryDirectory() as folder:
+        state, path = os.path.join(folder, "state.safetensors"), os.path.join(folder, "golden.safetensors")
+        write_state(state, c, params, inputs, targets, results)
+        quietly(golden, state, path)
+        tensors, metadata = read_safetensors(path)
+        tensors = {name: array.tolist() for name, array in tensors.items()}
+    expect(read_config(metadata["config"], "golden") == c, "config is not the dump's")
+    expect(metadata["options"] == "./train_nsa --seed 1 --steps 1", f"options: {metadata['options']}")
+    for name, grad in results.grads.items():
+        flat, values = grad.flatten().tolist(), params[name].flatten().tolist()
+        signed = sum(g if (i * 2654435761) % 2 ** 32 & 1 << 16 else -g for i, g in enumerate(flat))
+        count = min(64, len(flat))
+        expect(abs(tensors["grad_sign_dot." + name][0] - signed) < 1e-12, f"grad_sign_dot.{name}")
+        expect(abs(tensors["grad_norm." + name][0] - math.sqrt(sum(g * g for g in flat))) < 1e-12, f"grad_norm.{name}")
+        expect(tensors["grad_sample." + name] == [flat[k * len(flat) // count] for k in range(count)], f"grad_sample.{name}")
+        in_order = 0.0
+        for value in values:
+            in_order += value
+        expect(tensors["param_sum." + name] == [in_order], f"param_sum.{name}")
+    flat = results.logits.flatten(0, 1)
+    expect(tensors["logits"] == [flat[row].tolist() for row in tensors["logits_rows"]], "logits")
+    for i, layer in enumerate(results.selection):
+        expect(tensors[f"layers.{i}.selection"] == layer.chosen.transpose(1, 2).int().tolist(), f"layers.{i}.selection")
+        margin = math.inf
+        for row in range(2):
+            for t in range(c.slc_count * c.slc_block, 39):
+                for g in range(c.kv_groups):
+                    others = sorted((layer.importance[row, t, g, j].item() for j in range(1, t // c.slc_block - 1)), reverse=True)
+                    margin = min(margin, others[c.slc_count - 4] - others[c.slc_count - 3])
+        expect(tensors[f"layers.{i}.selection_margin"] == [margin], f"layers.{i}.selection_margin")
+    return f"{len(tensors)} tensors"
+
+
+def check_bad_files():
+    """Every kind of broken file ends in one line that says what is wrong."""
+    header = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    cases = {"empty": (b"", "cannot read"), "short": (b"\1\0", "header length"), "hostile length": (b"\xff" * 8 + header, "header length"),
+             "cut off": (len(header).to_bytes(8, "little") + header + b"\0" * 7, "cut off"),
+             "not JSON": ((4).to_bytes(8, "little") + b"{{{{", "not a safetensors header"),
+             "wrong shape": (len(header).to_bytes(8, "little") + header.replace(b"[2]", b"[3]") + b"\0" * 8, "not a safetensors header"),
+             "no config": (len(header).to_bytes(8, "little") + header + b"\0" * 8, "config")}
+    with tempfile.TemporaryDirectory() as folder:
+        for case, (data, words) in cases.items():
+            path = os.path.join(folder, "bad")
+            with open(path, "wb") as file:
+                file.write(data)
+            text = str(quietly(read_state, path))
+            expect(words in text and path in text and "\n" not in text, f"{case}: expected one line with '{words}', found {text!r}")
+    return f"{len(cases)} files refused"
+
+
+SELFTESTS = {
+    "loops: h = 3, l/d/l' = 4/2/4": lambda: check_against_loops(tiny(), 39),
+    "loops: h = 1, l = d = 1": lambda: check_against_loops(tiny(heads=2, cmp_block=1, cmp_stride=1, slc_block=3), 29),
+    "loops: h = 3, l = d = 1": lambda: check_against_loops(tiny(cmp_block=1, cmp_stride=1, slc_block=2, window=4), 23),
+    "loops: one group of 6 heads": lambda: check_against_loops(tiny(kv_groups=1, slc_count=5), 33),
+    "loops: l > l'": lambda: check_against_loops(tiny(cmp_block=6, cmp_stride=2, slc_block=2, slc_count=6), 27),
+    "loops: 32/16/64": lambda: check_against_loops(tiny(layers=1, dim=6, heads=2, kv_groups=1, head_dim=2, phi_hidden=2, mlp_hidden=4,
+                                                        cmp_block=32, cmp_stride=16, slc_block=64, window=40), 395),
+    "loops: n = 3, forced blocks only": lambda: check_against_loops(tiny(slc_count=3), 30),
+    "loops: T = 1": lambda: check_against_loops(tiny(), 1),
+    "loops: T < l": lambda: check_against_loops(tiny(cmp_block=32, cmp_stride=2), 31),
+    "loops: T = l": lambda: check_against_loops(tiny(cmp_block=8, cmp_stride=4), 8),
+    "loops: full attention": lambda: check_against_loops(tiny(attention="full"), 25),
+    "ties go to the lower index": check_ties,
+    "importance weights of 32/16/64": check_importance_weights,
+    "gradients by finite differences": check_gradients,
+    "causality by perturbation": check_causality,
+    "rope": check_rope,
+    "limits: dense attention": check_limiting_cases,
+    "compare refuses planted errors": check_compare,
+    "golden file": check_golden,
+    "broken files": check_bad_files,
+}
+
+
+def selftest():
+    """Prints a line per test; returns the number of failures."""
+    failed = 0
+    torch.set_num_threads(1)  # threads gain nothing on tensors this small, and lose much on a busy machine
+    for name, test in SELFTESTS.items():
+        try:
+            print(f"ok   {name:36} {test()}", flush=True)
+        except Failure as e:
+            failed += 1
+            print(f"FAIL {name:36} {e}", flush=True)
+    print(f"{len(SELFTESTS) - failed} passed, {failed} failed")
+    return failed
+
+
+def main():
+    parser = argparse.ArgumentParser(description="The model of MODEL.md in PyTorch, float64: what the trainer is checked against.")
+    modes = parser.add_subparsers(dest="mode", required=True)
+    mode = modes.add_parser("compare", help="compare a dump of train_nsa --dump-state with this file; exit status 1 beyond the limits")
+    mode.add_argument("state", metavar="STATE", help="the dump, a safetensors file")
+    mode.add_argument("--selection", choices=("from-state", "own"), default="from-state",
+                      help="whose choice of blocks the reference uses; from-state (the default) keeps gradients comparable at near ties")
+    mode.add_argument("--precision", choices=tuple(UNIT_ROUNDOFF), default="fp32",
+                      help="what the trainer stored activations in (default fp32); the limits follow from it")
+    mode.add_argument("--rtol", type=float, help="limit of max |error| / max |tensor| (default: derived from precision, depth and sizes)")
+    mode = modes.add_parser("golden", help="write a small file of expected results for test_nsa")
+    mode.add_argument("state", metavar="STATE", help="a dump, whose parameters and batch are used")
+    mode.add_argument("golden", metavar="GOLDEN", help="the file to write")
+    modes.add_parser("selftest", help="check this file; exit status 1 on failure")
+    arguments = parser.parse_args()
+    try:
+        if arguments.mode == "selftest":
+            return 1 if selftest() else 0
+        if arguments.mode == "golden":
+            golden(arguments.state, arguments.golden)
+            return 0
+        failures = compare(arguments.state, arguments.selection, arguments.precision, arguments.rtol)
+        if failures:
+            raise Failure(failures[0] + (f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""))
+        print("ok: everything within the limits")
+        return 0
+    except (Failure, OSError) as e:
+        print(f"reference.py: {e}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

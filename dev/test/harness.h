@@ -1,0 +1,156 @@
+// harness.h: TEST, the checks, and the runner. A check that fails prints file, line, what was found and what was expected,
+// marks the test failed and goes on; REQUIRE ends the test. A test that throws has failed.
+#pragma once
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <chrono>
+#include <string>
+#include <vector>
+#include <unistd.h>
+
+#include "../../data/util.h"
+
+struct TestCase {
+    const char* name;
+    void (*run)();
+};
+struct TestRun {
+    std::vector<TestCase> cases;
+    int failed_checks = 0;                // in the running test
+    long checks = 0;                      // in the running test
+    std::vector<std::string> skipped;     // what was skipped, and why
+};
+inline TestRun& tests() {
+    static TestRun run;
+    return run;
+}
+struct RegisterTest {
+    RegisterTest(const char* name, void (*run)()) { tests().cases.push_back({name, run}); }
+};
+#define TEST(name)                                     \
+    static void test_##name();                         \
+    static RegisterTest register_##name(#name, test_##name); \
+    static void test_##name()
+
+struct TestAbort {};
+
+__attribute__((format(printf, 3, 4))) inline void check_failed(const char* file, int line, const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    const std::string text = format_list(format, args);
+    va_end(args);
+    if (tests().failed_checks++ < 10) std::printf("    %s:%d: %s\n", file, line, text.c_str());
+}
+
+#define CHECK(condition)                                                                     \
+    do {                                                                                     \
+        tests().checks++;                                                                    \
+        if (!(condition)) check_failed(__FILE__, __LINE__, "expected %s", #condition);       \
+    } while (0)
+
+#define REQUIRE(condition)                                                                   \
+    do {                                                                                     \
+        tests().checks++;                                                                    \
+        if (!(condition)) {                                                                  \
+            check_failed(__FILE__, __LINE__, "expected %s; the rest of the test needs it", #condition); \
+            throw TestAbort();                                                               \
+        }                                                                                    \
+    } while (0)
+
+#define CHECK_EQUAL(found, expected)                                                         \
+    do {                                                                                     \
+        tests().checks++;                                                                    \
+        const auto found_ = (found);                                                         \
+        const decltype(found_) expected_ = (expected);                                       \
+        if (!(found_ == expected_)) check_failed(__FILE__, __LINE__, "%s is %s, expected %s", #found, show(found_).c_str(), show(expected_).c_str()); \
+    } while (0)
+
+// |found - expected| <= limit; a NaN on either side fails. Say at the call where the limit comes from.
+#define CHECK_NEAR(found, expected, limit)                                                   \
+    do {                                                                                     \
+        tests().checks++;                                                                    \
+        const double found_ = double(found), expected_ = double(expected), limit_ = double(limit); \
+        if (!(std::fabs(found_ - expected_) <= limit_))                                      \
+            check_failed(__FILE__, __LINE__, "%s is %.9g, expected %.9g, off by %.3g, limit %.3g", #found, found_, expected_, std::fabs(found_ - expected_), limit_); \
+    } while (0)
+
+// The statement throws an Error of this status whose text is one line and holds the given words.
+#define CHECK_FAILS(status_expected, words, ...)                                             \
+    do {                                                                                     \
+        tests().checks++;                                                                    \
+        try {                                                                                \
+            __VA_ARGS__;                                                                     \
+            check_failed(__FILE__, __LINE__, "%s: no error, expected one with '%s'", #__VA_ARGS__, words); \
+        } catch (const Error& e) {                                                           \
+            if (e.status != (status_expected) || !std::strstr(e.what(), words) || std::strchr(e.what(), '\n')) \
+                check_failed(__FILE__, __LINE__, "%s: status %d, '%s'; expected status %d, one line with '%s'", #__VA_ARGS__, e.status, e.what(), status_expected, words); \
+        }                                                                                    \
+    } while (0)
+
+inline std::string show(const std::string& s) { return "'" + s + "'"; }
+inline std::string show(const char* s) { return s; }
+template <class T>
+std::string show(T x) {
+    return std::is_floating_point<T>::value ? format_text("%.17g", double(x)) : std::to_string(x);
+}
+
+inline void skip(const std::string& what) { tests().skipped.push_back(what); }
+
+// A fresh folder that is removed when the test ends.
+struct TempFolder {
+    std::string path;
+    TempFolder() {
+        const char* base = std::getenv("TMPDIR");
+        std::string pattern = std::string(base ? base : "/tmp") + "/test_nsa_XXXXXX";
+        if (!mkdtemp(&pattern[0])) fail("cannot make a temporary folder %s: %s", pattern.c_str(), std::strerror(errno));
+        path = pattern;
+    }
+    ~TempFolder() {
+        if (std::system(("rm -rf '" + path + "'").c_str()) != 0) std::printf("    could not remove %s\n", path.c_str());
+    }
+    std::string file(const std::string& name) const { return path + "/" + name; }
+};
+
+inline void write_file(const std::string& path, const std::string& bytes) {
+    std::ofstream out(path, std::ios::binary);
+    out.write(bytes.data(), std::streamsize(bytes.size()));
+    if (!out.flush()) fail("cannot write %s", path.c_str());
+}
+
+inline int run_tests(int argc, char** argv) {
+    const char* only = nullptr;
+    for (int i = 1; i < argc; i++) {
+        if (!std::strcmp(argv[i], "--only") && i + 1 < argc) only = argv[++i];
+        else if (!std::strcmp(argv[i], "--list")) {
+            for (const TestCase& t : tests().cases) std::printf("%s\n", t.name);
+            return 0;
+        } else {
+            std::fprintf(stderr, "test_nsa: unknown option %s; usage: test_nsa [--list] [--only SUBSTRING]\n", argv[i]);
+            return 2;
+        }
+    }
+    int passed = 0, failed = 0;
+    for (const TestCase& t : tests().cases) {
+        if (only && !std::strstr(t.name, only)) continue;
+        tests().failed_checks = 0, tests().checks = 0;
+        const size_t skipped_before = tests().skipped.size();
+        const auto start = std::chrono::steady_clock::now();
+        try {
+            t.run();
+        } catch (const TestAbort&) {
+        } catch (const std::exception& e) {
+            check_failed(t.name, 0, "unexpected error: %s", e.what());
+        }
+        if (tests().checks == 0 && tests().skipped.size() == skipped_before) check_failed(t.name, 0, "the test checked nothing");
+        const bool ok = tests().failed_checks == 0;
+        (ok ? passed : failed)++;
+        std::printf("%s %-60s %7ld checks %7.2f s\n", ok ? "ok  " : "FAIL", t.name, tests().checks,
+                    std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+        std::fflush(stdout);
+    }
+    for (const std::string& s : tests().skipped) std::printf("skipped: %s\n", s.c_str());
+    std::printf("%d passed, %d failed\n", passed, failed);
+    return failed ? 1 : 0;
+}

@@ -1,0 +1,907 @@
+// nsa_cpu.h: struct Cpu, every operation of the model as plain C++. This is the executable specification: the kernels of
+// nsa_kernels.cuh are compared with it. Cpu<float> trains; Cpu<double> is the same source for finite differences.
+//
+// The file reads in this order:  shapes  ->  the micro-kernel and GEMM  ->  row operations (embedding, norm, SiLU, classifier,
+// AdamW)  ->  heads and RoPE  ->  compression  ->  the three attention branches  ->  block selection.
+//
+// Conventions. Row-major. Outputs come first, gradients start with d. "=" or "+=" in a comment says whether an output is overwritten or
+// accumulated. Results do not depend on the number of threads: every sum runs in an order fixed by the shapes alone (the
+// one exception is oneDNN's GEMM, which may split a long sum over its threads).
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+inline void omp_set_num_threads(int) {}
+#endif
+#ifdef USE_DNNL
+#include <oneapi/dnnl/dnnl.h>
+#endif
+
+#include "data/util.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Shapes. Symbols are those of the paper (arXiv 2502.11089).
+
+enum Branch { CMP = 0, SLC = 1, WIN = 2 };           // compressed, selected, sliding window: the order of gate_proj's rows
+enum HeadSlot { K_CMP, V_CMP, K_SLC, V_SLC, K_WIN, V_WIN };  // the order of the six key/value projections
+
+constexpr double ROPE_BASE = 10000;
+constexpr double NORM_EPS = 1e-6;
+
+struct NsaShape {
+    int B = 1;                  // sequences
+    int T = 0;                  // tokens that the key and value buffers hold per sequence
+    int first = 0, queries = 0; // this call computes positions first .. first+queries-1: (0, T) in training, (t, 1) in decoding
+    int H = 0, G = 0, D = 0;    // query heads, key/value groups, head dimension
+    int l = 0, d = 0;           // compression block and stride
+    int slc_block = 0;          // l': tokens of a selection block
+    int slc_count = 0;          // n: selected blocks per query and group
+    int window = 0;             // w: keys a query sees in the window branch, its own included
+    int F = 0;                  // hidden width of the compressor phi
+    bool full = false;          // --attention full: the window branch alone, over all tokens, gate fixed to 1
+
+    int heads_per_group() const { return H / G; }
+    // Compressed blocks that lie wholly in the first `tokens` tokens; so blocks(t + 1) are visible to query t.
+    int cmp_blocks(int tokens) const { return tokens < l ? 0 : (tokens - l) / d + 1; }
+    int cmp_capacity() const { return full ? 0 : cmp_blocks(T); }
+    int slc_blocks() const { return (T + slc_block - 1) / slc_block; }
+    int selection_words() const { return (slc_blocks() + 31) / 32; }  // a selection is a bitmask: block j is bit j%32 of word j/32
+    // Columns of the fused input projection: q, the six keys and values (two in full attention), gate logits; gate rows padded to 8.
+    int gate_columns() const { return full ? 0 : (3 * H + 7) / 8 * 8; }
+    int projected() const { return H * D + (full ? 2 : 6) * G * D + gate_columns(); }
+    bool has(Branch branch) const { return !full || branch == WIN; }
+    double scale() const { return 1 / std::sqrt(double(D)); }
+
+    size_t query_rows() const { return size_t(B) * H * queries; }      // rows of q, of the branch outputs; elements of an LSE
+    size_t key_rows() const { return size_t(B) * G * T; }              // rows of a key or value buffer
+    size_t cmp_rows() const { return size_t(B) * G * cmp_capacity(); } // rows of compressed keys or values
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The micro-kernel, C[R rows][NV vectors] (+)= A[R][depth] B[depth][NV vectors], with C in registers. GCC's vector extension, so the
+// same lines are AVX-512, AVX2, NEON or SSE. A is read at a + row*a_row + k*a_depth: transposed operands cost nothing.
+
+#ifdef __AVX512F__
+constexpr int VECTOR_BYTES = 64, MICRO_VECTORS = 4;  // 6 x 4 accumulators + 4 + 1 of 32 registers
+#elif defined(__AVX__)
+constexpr int VECTOR_BYTES = 32, MICRO_VECTORS = 2;  // 6 x 2 + 2 + 1 of 16
+#else
+constexpr int VECTOR_BYTES = 16, MICRO_VECTORS = 2;
+#endif
+constexpr int MICRO_ROWS = 6;
+
+template <class real>
+struct VectorOf {
+    static constexpr int lanes = VECTOR_BYTES / sizeof(real);
+    typedef real type __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
+};
+
+template <int R, int NV, class real>
+inline void micro_kernel(int depth, const real* __restrict a, size_t a_row, size_t a_depth, const real* __restrict b, size_t ldb,
+                         real* __restrict c, size_t ldc, bool accumulate) {
+    using vector = typename VectorOf<real>::type;
+    constexpr int lanes = VectorOf<real>::lanes;
+    vector sum[R][NV];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < NV; v++) sum[r][v] = accumulate ? *(const vector*)(c + r * ldc + v * lanes) : vector{};
+    for (int k = 0; k < depth; k++) {
+        vector row[NV];
+#pragma GCC unroll 16
+        for (int v = 0; v < NV; v++) row[v] = *(const vector*)(b + k * ldb + v * lanes);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const real x = a[r * a_row + k * a_depth];
+#pragma GCC unroll 16
+            for (int v = 0; v < NV; v++) sum[r][v] += x * row[v];
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < NV; v++) *(vector*)(c + r * ldc + v * lanes) = sum[r][v];
+}
+
+// R rows, any width: full register blocks, then single vectors, then single columns.
+template <int R, class real>
+inline void tile_rows(int width, int depth, const real* a, size_t a_row, size_t a_depth, const real* b, size_t ldb, real* c, size_t ldc, bool accumulate) {
+    constexpr int lanes = VectorOf<real>::lanes;
+    int x = 0;
+    for (; x + MICRO_VECTORS * lanes <= width; x += MICRO_VECTORS * lanes)
+        micro_kernel<R, MICRO_VECTORS>(depth, a, a_row, a_depth, b + x, ldb, c + x, ldc, accumulate);
+    for (; x + lanes <= width; x += lanes) micro_kernel<R, 1>(depth, a, a_row, a_depth, b + x, ldb, c + x, ldc, accumulate);
+    for (; x < width; x++)
+        for (int r = 0; r < R; r++) {
+            real sum = accumulate ? c[r * ldc + x] : real(0);
+            for (int k = 0; k < depth; k++) sum += a[r * a_row + k * a_depth] * b[k * ldb + x];
+            c[r * ldc + x] = sum;
+        }
+}
+
+// C[rows][width] (+)= A[rows][depth] B[depth][width] for operands that fit in the cache; one thread.
+template <class real>
+inline void tile_matmul(int rows, int width, int depth, const real* a, size_t a_row, size_t a_depth, const real* b, size_t ldb, real* c, size_t ldc, bool accumulate) {
+    int r = 0;
+    for (; r + MICRO_ROWS <= rows; r += MICRO_ROWS)
+        tile_rows<MICRO_ROWS>(width, depth, a + r * a_row, a_row, a_depth, b, ldb, c + r * ldc, ldc, accumulate);
+    a += r * a_row, c += r * ldc;
+    switch (rows - r) {
+        case 5: tile_rows<5>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
+        case 4: tile_rows<4>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
+        case 3: tile_rows<3>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
+        case 2: tile_rows<2>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
+        case 1: tile_rows<1>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
+        default: break;
+    }
+}
+
+// C[M,N] = op(A)[M,K] op(B)[K,N] (accumulate: +=), op the transpose where asked. Our own blocked GEMM: panels of A and B are copied
+// so that the micro-kernel reads memory in order (Goto & van de Geijn, "Anatomy of high-performance matrix multiplication", 2008).
+template <class real>
+void gemm_blocked(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
+    constexpr int panel = MICRO_VECTORS * VectorOf<real>::lanes;            // columns of a B panel
+    constexpr int KC = 256, NC = 2048 / panel * panel, MC = 16 * MICRO_ROWS;  // A block 96 KiB (L2), B block 2 MiB, in fp32
+    static_assert(NC % panel == 0, "a block of B is whole panels");
+    if (K == 0 && !accumulate)
+        for (int m = 0; m < M; m++) std::fill_n(C + m * ldc, N, real(0));
+    const size_t a_row = transpose_a ? 1 : lda, a_depth = transpose_a ? lda : 1;
+    const size_t b_depth = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
+    std::vector<real> b_block(size_t(KC) * NC);
+#pragma omp parallel if (size_t(M) * N * K > 100000)
+    {
+        std::vector<real> a_block(size_t(MC) * KC);
+        for (int n0 = 0; n0 < N; n0 += NC)
+            for (int k0 = 0; k0 < K; k0 += KC) {
+                const int nc = std::min(NC, N - n0), kc = std::min(KC, K - k0);
+#pragma omp for schedule(static)
+                for (int j = 0; j < nc; j += panel)
+                    for (int k = 0; k < kc; k++)
+                        for (int x = 0; x < std::min(panel, nc - j); x++)
+                            b_block[size_t(j) * kc + k * panel + x] = B[(k0 + k) * b_depth + (n0 + j + x) * b_column];
+#pragma omp for schedule(dynamic, 1)
+                for (int m0 = 0; m0 < M; m0 += MC) {
+                    const int mc = std::min(MC, M - m0);
+                    for (int i = 0; i < mc; i += MICRO_ROWS)
+                        for (int k = 0; k < kc; k++)
+                            for (int y = 0; y < std::min(MICRO_ROWS, mc - i); y++)
+                                a_block[size_t(i) * kc + k * MICRO_ROWS + y] = A[(m0 + i + y) * a_row + (k0 + k) * a_depth];
+                    for (int j = 0; j < nc; j += panel)
+                        for (int i = 0; i < mc; i += MICRO_ROWS)
+                            tile_matmul<real>(std::min(MICRO_ROWS, mc - i), std::min(panel, nc - j), kc, &a_block[size_t(i) * kc], 1, MICRO_ROWS,
+                                              &b_block[size_t(j) * kc], panel, C + (m0 + i) * ldc + n0 + j, ldc, accumulate || k0 > 0);
+                }
+            }
+    }
+}
+
+// The one seam to a library: fp32 goes to oneDNN where the build found it, everything else to our own loop above.
+template <class real>
+inline void gemm(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
+    gemm_blocked(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+}
+#ifdef USE_DNNL
+template <>
+inline void gemm<float>(bool transpose_a, bool transpose_b, int M, int N, int K, const float* A, size_t lda, const float* B, size_t ldb, bool accumulate, float* C, size_t ldc) {
+    const dnnl_status_t status = dnnl_sgemm(transpose_a ? 'T' : 'N', transpose_b ? 'T' : 'N', M, N, K, 1.0f, A, dnnl_dim_t(lda), B, dnnl_dim_t(ldb),
+                                            accumulate ? 1.0f : 0.0f, C, dnnl_dim_t(ldc));
+    if (status != dnnl_success) fail("dnnl_sgemm of %d x %d x %d failed with status %d", M, N, K, int(status));
+}
+#endif
+inline const char* gemm_name() {
+#ifdef USE_DNNL
+    return "oneDNN";
+#else
+    return "own blocked GEMM";
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The exponential, written so that compilers vectorise it without -ffast-math. e^x = 2^n e^r with |r| <= ln(2)/2, and e^r by its Taylor
+// polynomial of degree 7 (truncation 1e-9), n*ln(2) in two parts (Cody & Waite). Relative error below 2 ulp
+// on [-87, 88], checked in test_nsa.cu against libm over that whole range. Below -87 the result is 0.
+inline float exponential(float x) {
+    const float clamped = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const float n = (clamped * 1.44269504f + magic) - magic;
+    const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const int32_t bits = (int32_t(n) + 127) << 23;  // 2^n
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    return x < -87.0f ? 0.0f : p * power;
+}
+inline double exponential(double x) { return std::exp(x); }
+
+template <class real>
+inline real sigmoid(real x) { return 1 / (1 + exponential(-x)); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+// Rows of keys or queries that one attention tile handles.
+constexpr int TILE_KEYS = 64, TILE_QUERIES = 16;
+
+struct HyperAdamW {
+    double lr, beta1, beta2, eps, decay;  // decay already 0 for tensors without it
+    int64_t step;                         // 1-based, for the bias corrections
+    double grad_scale;                    // clipping: the gradient is multiplied by it
+    uint64_t seed;                        // of stochastic rounding, where param is narrower than its master: stream (RANDOM_ROUNDING, step),
+    size_t offset;                        // counter offset + i, the place in the flat array of all parameters
+};
+
+template <class real_>
+struct Cpu {
+    using real = real_;    // parameters and activations
+    using Stat = real_;    // statistics (rstd, LSE, gates, losses) and the gradient of q: fp32 on an engine whose real is narrower
+    using Grad = real_;    // gradients of parameters
+    using Master = real_;  // what the optimiser updates: here the parameters themselves, elsewhere an fp32 copy of them
+    static constexpr bool has_master = false;
+    static constexpr const char* name = sizeof(real) == 4 ? "cpu fp32" : "cpu fp64";
+    bool poison = false;  // tests: fresh memory holds NaN, so that a read before the first write shows
+
+    // ----- memory. `count` elements, 64-byte aligned; fatal when there is none.
+    template <class T>
+    T* allocate(size_t count) {
+        const size_t bytes = (count * sizeof(T) + 63) / 64 * 64 + 64;
+        void* p = std::aligned_alloc(64, bytes);
+        if (!p) fail("out of memory: %.1f MiB were asked for; choose a smaller --batch or --seq-len", double(bytes) / (1 << 20));
+        if (poison) std::memset(p, 0xFF, bytes);
+        return static_cast<T*>(p);
+    }
+    template <class T>
+    void release(T* p) { std::free(p); }
+    template <class T>
+    void zero(T* p, size_t count) {
+#pragma omp parallel for schedule(static)
+        for (size_t i = 0; i < count; i++) p[i] = T(0);
+    }
+    // Between the engine's numbers and fp32 on the host; copy: bytes as they are.
+    void to_host(float* out, const real* in, size_t count) { std::copy_n(in, count, out); }
+    void from_host(real* out, const float* in, size_t count) { std::copy_n(in, count, out); }
+    template <class T>
+    void copy(T* out, const T* in, size_t count) { std::memcpy(out, in, count * sizeof(T)); }
+
+    // ----- embedding.  x = embed[token].  tokens [N], embed [V, C], x [N, C]
+    void embedding_forward(real* x, const int32_t* tokens, const real* embed, int N, int C) {
+#pragma omp parallel for schedule(static)
+        for (int n = 0; n < N; n++) std::memcpy(x + size_t(n) * C, embed + size_t(tokens[n]) * C, sizeof(real) * C);
+    }
+    // dembed [V, C] += rows of dx [N, C]. Threads share out columns, so that each sum runs in token order.
+    void embedding_backward(Grad* dembed, const real* dx, const int32_t* tokens, int N, int C) {
+#pragma omp parallel for schedule(static)
+        for (int c0 = 0; c0 < C; c0 += 64)
+            for (int n = 0; n < N; n++)
+                for (int c = c0; c < std::min(C, c0 + 64); c++) dembed[size_t(tokens[n]) * C + c] += dx[size_t(n) * C + c];
+    }
+
+    // ----- RMSNorm.  out = x * rstd * weight,  rstd = 1/sqrt(mean(x^2) + eps).  x, out [N, C], rstd [N], weight [C]
+    void rmsnorm_forward(real* out, Stat* rstd, const real* x, const real* weight, int N, int C) {
+#pragma omp parallel for schedule(static)
+        for (int n = 0; n < N; n++) {
+            const real* row = x + size_t(n) * C;
+            real sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int c = 0; c < C; c++) sum += row[c] * row[c];
+            const real s = 1 / std::sqrt(sum / C + real(NORM_EPS));
+            for (int c = 0; c < C; c++) out[size_t(n) * C + c] = row[c] * s * weight[c];
+            rstd[n] = s;
+        }
+    }
+    // dx += rstd * (g - x * rstd^2 * mean(g * x)) with g = dout * weight;  dweight += sum over rows of dout * x * rstd
+    void rmsnorm_backward(real* dx, Grad* dweight, const real* dout, const real* x, const Stat* rstd, const real* weight, int N, int C) {
+#pragma omp parallel for schedule(static)
+        for (int n = 0; n < N; n++) {
+            const real *row = x + size_t(n) * C, *drow = dout + size_t(n) * C;
+            real dot = 0;
+#pragma omp simd reduction(+ : dot)
+            for (int c = 0; c < C; c++) dot += drow[c] * weight[c] * row[c];
+            const real s = rstd[n], correction = dot * s * s / C;
+            for (int c = 0; c < C; c++) dx[size_t(n) * C + c] += s * (drow[c] * weight[c] - row[c] * correction);
+        }
+#pragma omp parallel for schedule(static)
+        for (int c0 = 0; c0 < C; c0 += 64)  // columns are shared out, so that each sum runs in row order
+            for (int n = 0; n < N; n++)
+                for (int c = c0; c < std::min(C, c0 + 64); c++) dweight[c] += dout[size_t(n) * C + c] * x[size_t(n) * C + c] * rstd[n];
+    }
+
+    // ----- linear layers, weight [OC, C].
+    // out [N, OC] = inp [N, C] weight^T  (+ residual [N, OC], where given)
+    void matmul_forward(real* out, const real* inp, const real* weight, const real* residual, int N, int C, int OC) {
+        if (residual) copy(out, residual, size_t(N) * OC);
+        gemm(false, true, N, OC, C, inp, C, weight, C, residual != nullptr, out, OC);
+    }
+    // dinp [N, C] = dout [N, OC] weight
+    void matmul_backward_input(real* dinp, const real* dout, const real* weight, int N, int C, int OC) {
+        gemm(false, false, N, C, OC, dout, OC, weight, C, false, dinp, C);
+    }
+    // dweight [OC, C] += dout^T inp
+    void matmul_backward_weight(Grad* dweight, const real* dout, const real* inp, int N, int C, int OC) {
+        gemm(true, false, OC, C, N, dout, OC, inp, C, true, dweight, C);
+    }
+
+    // ----- SiLU.  out = x * sigmoid(x), elementwise
+    void silu_forward(real* out, const real* x, size_t count) {
+#pragma omp parallel for simd schedule(static)
+        for (size_t i = 0; i < count; i++) out[i] = x[i] * sigmoid(x[i]);
+    }
+    // dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x); dx may be dout
+    void silu_backward(real* dx, const real* dout, const real* x, size_t count) {
+#pragma omp parallel for simd schedule(static)
+        for (size_t i = 0; i < count; i++) {
+            const real s = sigmoid(x[i]);
+            dx[i] = dout[i] * s * (1 + x[i] * (1 - s));
+        }
+    }
+
+    // ----- classifier.  losses [N] = cross-entropy of logits [N, Vp] against targets [N], columns V..Vp-1 left out.
+    // With want_gradient, logits become dlogits = (softmax - onehot) * dloss in place, 0 in the padded columns.
+    void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V, int Vp) {
+#pragma omp parallel for schedule(static)
+        for (int n = 0; n < N; n++) {
+            real* row = logits + size_t(n) * Vp;
+            real largest = row[0], sum = 0;
+#pragma omp simd reduction(max : largest)
+            for (int v = 0; v < V; v++) largest = row[v] > largest ? row[v] : largest;
+#pragma omp simd reduction(+ : sum)
+            for (int v = 0; v < V; v++) sum += exponential(row[v] - largest);
+            losses[n] = std::log(sum) + largest - row[targets[n]];
+            if (!want_gradient) continue;
+            const real factor = real(dloss) / sum;
+#pragma omp simd
+            for (int v = 0; v < V; v++) row[v] = exponential(row[v] - largest) * factor;
+            row[targets[n]] -= real(dloss);
+            for (int v = V; v < Vp; v++) row[v] = 0;
+        }
+    }
+
+    // ----- optimiser.
+    // Sum of squares in fp64, in chunks of fixed size.
+    double sum_of_squares(const Grad* x, size_t count) {
+        const size_t chunk = 16384, chunks = (count + chunk - 1) / chunk;
+        std::vector<double> partial(chunks);
+#pragma omp parallel for schedule(static)
+        for (size_t i = 0; i < chunks; i++) {
+            double sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (size_t j = i * chunk; j < std::min(count, (i + 1) * chunk); j++) sum += double(x[j]) * x[j];
+            partial[i] = sum;
+        }
+        double sum = 0;
+        for (double p : partial) sum += p;
+        return sum;
+    }
+    // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. All arrays [count]. An engine with a master copy updates
+    // that, and rounds it to param; here master is unused.
+    void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
+        (void)master;
+        const real beta1 = real(h.beta1), beta2 = real(h.beta2), eps = real(h.eps), scale = real(h.grad_scale);
+        const real step_size = real(h.lr / (1 - std::pow(h.beta1, double(h.step)))), keep = real(1 - h.lr * h.decay);
+        const real v_correction = real(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step))));
+#pragma omp parallel for simd schedule(static)
+        for (size_t i = 0; i < count; i++) {
+            const real g = grad[i] * scale;
+            m[i] = beta1 * m[i] + (1 - beta1) * g;
+            v[i] = beta2 * v[i] + (1 - beta2) * g * g;
+            param[i] = param[i] * keep - step_size * m[i] / (std::sqrt(v[i]) * v_correction + eps);
+        }
+    }
+
+    // ----- heads.
+    // One row of `projected` [B*queries, P] is  q | k_cmp v_cmp k_slc v_slc k_win v_win | gate logits (3*head + branch) | padding.
+    struct Heads {
+        real* q;       // [B, H, queries, D], rotated
+        real* kv[6];   // [B, G, T, D] each, by HeadSlot; k_slc and k_win rotated, k_cmp not (its compressed blocks are)
+        Stat* gate;    // [3, B, H, queries], after the sigmoid
+    };
+    struct HeadGradients {
+        Stat* q;       // [B, H, T, D]
+        real* kv[6];   // [B, G, T, D]
+        Stat* gate;    // [3, B, H, T], of the logit
+    };
+
+    // Rotation of one head by RoPE (Su et al. 2021), halves convention: element i is paired with i + D/2, the angle is
+    // position * base^(-2i/D). direction -1 turns back: the rotation's transpose, its gradient. out may be in.
+    void rotate(real* out, const real* in, int position, int D, int direction) const {
+        const real *c = &rope_cos[size_t(position) * (D / 2)], *s = &rope_sin[size_t(position) * (D / 2)];
+        for (int i = 0; i < D / 2; i++) {
+            const real a = in[i], b = in[i + D / 2], sine = direction * s[i];
+            out[i] = a * c[i] - b * sine;
+            out[i + D / 2] = a * sine + b * c[i];
+        }
+    }
+
+    // heads = projected, split, rotated and gated
+    void split_heads_forward(Heads out, const real* projected, const NsaShape& s) {
+        prepare_rope(s.T, s.D);
+        const int P = s.projected(), D = s.D;
+#pragma omp parallel for collapse(2) schedule(static)
+        for (int b = 0; b < s.B; b++)
+            for (int j = 0; j < s.queries; j++) {
+                const int t = s.first + j;
+                const real* in = projected + (size_t(b) * s.queries + j) * P;
+                for (int head = 0; head < s.H; head++, in += D) rotate(out.q + ((size_t(b) * s.H + head) * s.queries + j) * D, in, t, D, +1);
+                for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++)
+                    for (int g = 0; g < s.G; g++, in += D) {
+                        real* row = out.kv[slot] + ((size_t(b) * s.G + g) * s.T + t) * D;
+                        if (slot == K_SLC || slot == K_WIN) rotate(row, in, t, D, +1);
+                        else std::memcpy(row, in, sizeof(real) * D);
+                    }
+                if (s.full) continue;
+                for (int head = 0; head < s.H; head++)
+                    for (int branch = 0; branch < 3; branch++)
+                        out.gate[branch * s.query_rows() + (size_t(b) * s.H + head) * s.queries + j] = sigmoid(in[3 * head + branch]);
+            }
+    }
+    // dprojected = gradients of the heads, turned back and merged; the padding gets 0. Training shapes (first = 0, queries = T).
+    void split_heads_backward(real* dprojected, HeadGradients d, const NsaShape& s) {
+        prepare_rope(s.T, s.D);
+        const int P = s.projected(), D = s.D;
+#pragma omp parallel for collapse(2) schedule(static)
+        for (int b = 0; b < s.B; b++)
+            for (int t = 0; t < s.T; t++) {
+                real *row = dprojected + (size_t(b) * s.T + t) * P, *out = row;
+                for (int head = 0; head < s.H; head++, out += D) rotate(out, d.q + ((size_t(b) * s.H + head) * s.T + t) * D, t, D, -1);
+                for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++)
+                    for (int g = 0; g < s.G; g++, out += D) {
+                        const real* in = d.kv[slot] + ((size_t(b) * s.G + g) * s.T + t) * D;
+                        if (slot == K_SLC || slot == K_WIN) rotate(out, in, t, D, -1);
+                        else std::memcpy(out, in, sizeof(real) * D);
+                    }
+                if (s.full) continue;
+                for (int head = 0; head < s.H; head++)
+                    for (int branch = 0; branch < 3; branch++)
+                        out[3 * head + branch] = d.gate[branch * s.query_rows() + (size_t(b) * s.H + head) * s.T + t];
+                for (int i = 3 * s.H; i < s.gate_columns(); i++) out[i] = 0;
+            }
+    }
+
+    // ----- compression, paper eq. 7, with phi(X_i) = mean over the l rows + fc2 silu(fc1 X_i + bias).
+    template <class T>
+    struct PhiOf {
+        T *fc1, *bias, *fc2;  // [F, l*D], [F], [D, F]
+    };
+    using Phi = PhiOf<real>;
+    using PhiGradients = PhiOf<Grad>;
+    // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), rotated at position i*d where asked; hidden [B, G, NC, F] before the SiLU.
+    // Computes the blocks that end inside this call's positions. fc1's product over a block is the sum of its products over
+    // the block's l/d chunks of d tokens, so overlapping blocks are plain matrices with a row stride of d*D: nothing is copied.
+    void compress_forward(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
+        prepare_rope(s.T, s.D);
+        const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin, NC = s.cmp_capacity();
+        if (count <= 0) return;
+        real* activated = scratch[0].get(size_t(count) * F);
+        for (int bg = 0; bg < s.B * s.G; bg++) {
+            const real* tokens = k + (size_t(bg) * s.T + size_t(begin) * s.d) * D;
+            real *h = hidden + (size_t(bg) * NC + begin) * F, *o = out + (size_t(bg) * NC + begin) * D;
+            for (int chunk = 0; chunk < s.l / s.d; chunk++)
+                gemm(false, true, count, F, s.d * D, tokens + size_t(chunk) * s.d * D, size_t(s.d) * D, phi.fc1 + size_t(chunk) * s.d * D, size_t(s.l) * D, chunk > 0, h, F);
+#pragma omp parallel for schedule(static)
+            for (int i = 0; i < count; i++) {
+                for (int f = 0; f < F; f++) {
+                    h[size_t(i) * F + f] += phi.bias[f];
+                    activated[size_t(i) * F + f] = h[size_t(i) * F + f] * sigmoid(h[size_t(i) * F + f]);
+                }
+                for (int x = 0; x < D; x++) {
+                    real sum = 0;
+                    for (int row = 0; row < s.l; row++) sum += tokens[(size_t(i) * s.d + row) * D + x];
+                    o[size_t(i) * D + x] = sum / s.l;
+                }
+            }
+            gemm(false, true, count, D, F, activated, F, phi.fc2, F, true, o, D);
+            if (rotated)
+                for (int i = 0; i < count; i++) rotate(o + size_t(i) * D, o + size_t(i) * D, (begin + i) * s.d, D, +1);
+        }
+    }
+    // dk [B, G, T, D] =, dphi +=, from dout [B, G, NC, D] (turned back in place). Training shapes.
+    void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
+        const int D = s.D, F = s.F, NC = s.cmp_capacity();
+        zero(dk, s.key_rows() * D);
+        if (NC == 0) return;
+        real *activated = scratch[0].get(size_t(NC) * F), *dhidden = scratch[1].get(size_t(NC) * F);
+        for (int bg = 0; bg < s.B * s.G; bg++) {
+            const real *tokens = k + size_t(bg) * s.T * D, *h = hidden + size_t(bg) * NC * F;
+            real *dtokens = dk + size_t(bg) * s.T * D, *o = dout + size_t(bg) * NC * D;
+            if (rotated)
+                for (int i = 0; i < NC; i++) rotate(o + size_t(i) * D, o + size_t(i) * D, i * s.d, D, -1);
+            silu_forward(activated, h, size_t(NC) * F);
+            gemm(true, false, D, F, NC, o, D, activated, F, true, dphi.fc2, F);        // dfc2 += dout^T act
+            gemm(false, false, NC, F, D, o, D, phi.fc2, F, false, dhidden, F);         // dact = dout fc2
+            silu_backward(dhidden, dhidden, h, size_t(NC) * F);
+            for (int i = 0; i < NC; i++) {
+                for (int f = 0; f < F; f++) dphi.bias[f] += dhidden[size_t(i) * F + f];
+                for (int row = 0; row < s.l; row++)
+                    for (int x = 0; x < D; x++) dtokens[(size_t(i) * s.d + row) * D + x] += o[size_t(i) * D + x] / s.l;
+            }
+            for (int chunk = 0; chunk < s.l / s.d; chunk++) {
+                const size_t at = size_t(chunk) * s.d * D;
+                gemm(true, false, F, s.d * D, NC, dhidden, F, tokens + at, size_t(s.d) * D, true, dphi.fc1 + at, size_t(s.l) * D);
+                gemm(false, false, NC, s.d * D, F, dhidden, F, phi.fc1 + at, size_t(s.l) * D, true, dtokens + at, size_t(s.d) * D);
+            }
+        }
+    }
+
+    // ----- attention. One source for the three branches: they differ only in the keys that a query sees.
+    //   CMP  compressed blocks that end at or before t              keys are blocks, [B, G, NC, D]
+    //   SLC  tokens s <= t in the blocks selected for (t, group)    keys [B, G, T, D]
+    //   WIN  tokens s in (t-w, t]                                   keys [B, G, T, D]
+    // Work is cut into tiles of keys; all query heads of a group share them, so the rows of a tile are (head, token) pairs.
+
+    static int tile_keys(Branch branch, const NsaShape& s) { return branch == SLC ? s.slc_block : TILE_KEYS; }
+    static int key_count(Branch branch, const NsaShape& s) { return branch == CMP ? s.cmp_blocks(s.first + s.queries) : s.first + s.queries; }
+    static int key_stride(Branch branch, const NsaShape& s) { return branch == CMP ? s.cmp_capacity() : s.T; }
+    // In the selected branch every token has keys of its own, so a tile is one token; in the others neighbours share theirs.
+    static int tile_queries(Branch branch) { return branch == SLC ? 1 : TILE_QUERIES; }
+
+    struct KeyRange { int begin, end; };
+    // The keys of one tile that query t sees (the selection itself is checked by the caller), relative to the tile's first.
+    static KeyRange visible_keys(Branch branch, int t, int tile, const NsaShape& s) {
+        const int width = tile_keys(branch, s), start = tile * width;
+        const int oldest = branch == WIN && !s.full ? t - s.window + 1 : 0, newest = branch == CMP ? s.cmp_blocks(t + 1) - 1 : t;
+        const int begin = std::clamp(oldest - start, 0, width);
+        return {begin, std::clamp(newest + 1 - start, begin, width)};
+    }
+    // The tiles of keys that a tile of queries t0 .. t1-1 may see, first to last. selected: the bitmask of t0 in the selected branch.
+    static std::vector<int> key_tiles(Branch branch, int t0, int t1, const uint32_t* selected, const NsaShape& s) {
+        std::vector<int> tiles;
+        if (branch == SLC) {
+            for (int block = 0; block * s.slc_block <= t0; block++)
+                if (selected[block / 32] >> (block % 32) & 1) tiles.push_back(block);
+            return tiles;
+        }
+        const int end = branch == CMP ? s.cmp_blocks(t1) : t1;
+        const int begin = branch == WIN && !s.full ? std::max(0, t0 - s.window + 1) : 0;
+        for (int tile = begin / TILE_KEYS; tile * TILE_KEYS < end; tile++) tiles.push_back(tile);
+        return tiles;
+    }
+    // The queries that see a tile of keys, in order. selection: the bitmasks of one (sequence, group), [queries, words].
+    static std::vector<int> query_list(Branch branch, int tile, const uint32_t* selection, const NsaShape& s) {
+        const int start = tile * tile_keys(branch, s);
+        int begin = start, end = s.first + s.queries;
+        if (branch == CMP) begin = start * s.d + s.l - 1;
+        if (branch == WIN && !s.full) end = std::min(end, start + TILE_KEYS - 1 + s.window);
+        std::vector<int> list;
+        for (int t = std::max(begin, s.first); t < end; t++)
+            if (branch != SLC || (selection[size_t(t - s.first) * s.selection_words() + tile / 32] >> (tile % 32) & 1)) list.push_back(t);
+        return list;
+    }
+
+    // Every tile of x [B, G, stride, D], transposed to [D, width] and padded with zeros to whole vectors, so that scores of a row with all
+    // keys of a tile are vector operations: [B*G, tiles, D, padded].
+    struct Transposed {
+        int tiles, padded, D;
+        const real* data;
+        const real* tile(size_t bg, int i) const { return data + (bg * tiles + i) * D * padded; }
+    };
+    Transposed transpose_tiles(int slot, Branch branch, const real* x, const NsaShape& s) {
+        const int width = tile_keys(branch, s), keys = key_count(branch, s), lanes = VectorOf<real>::lanes;
+        Transposed t{(keys + width - 1) / width, (width + lanes - 1) / lanes * lanes, s.D, nullptr};
+        real* data = scratch[slot].get(size_t(s.B) * s.G * t.tiles * s.D * t.padded);
+        t.data = data;
+#pragma omp parallel for collapse(2) schedule(static)
+        for (int bg = 0; bg < s.B * s.G; bg++)
+            for (int tile = 0; tile < t.tiles; tile++) {
+                real* out = data + (size_t(bg) * t.tiles + tile) * s.D * t.padded;
+                for (int key = 0; key < t.padded; key++) {
+                    const bool exists = key < width && tile * width + key < keys;
+                    const real* in = x + (size_t(bg) * key_stride(branch, s) + size_t(tile) * width + key) * s.D;
+                    for (int i = 0; i < s.D; i++) out[i * t.padded + key] = exists ? in[i] : real(0);
+                }
+            }
+        return t;
+    }
+
+    // The rows (head of the group, token) of a tile: row i*tokens + j is head i, token j. Copies them from q [B, H, queries, D], scaled.
+    static void load_queries(real* rows, const real* q, int b, int g, const int* tokens, int count, const NsaShape& s) {
+        const real scale = real(s.scale());
+        for (int i = 0; i < s.heads_per_group(); i++)
+            for (int j = 0; j < count; j++) {
+                const real* in = q + query_row(b, g, i, tokens[j], s) * s.D;
+                for (int x = 0; x < s.D; x++) *rows++ = in[x] * scale;
+            }
+    }
+    // The same rows of a gradient laid out as [B*queries, H*D].
+    static void load_dout(real* rows, const real* dout, int b, int g, const int* tokens, int count, const NsaShape& s) {
+        for (int i = 0; i < s.heads_per_group(); i++)
+            for (int j = 0; j < count; j++, rows += s.D)
+                std::memcpy(rows, dout + ((size_t(b) * s.queries + tokens[j] - s.first) * s.H + g * s.heads_per_group() + i) * s.D, sizeof(real) * s.D);
+    }
+    static size_t query_row(int b, int g, int head_of_group, int t, const NsaShape& s) {
+        return (size_t(b) * s.H + g * s.heads_per_group() + head_of_group) * s.queries + (t - s.first);
+    }
+    static const uint32_t* selection_of(const uint32_t* selection, int bg, int t, const NsaShape& s) {
+        return selection ? selection + (size_t(bg) * s.queries + (t - s.first)) * s.selection_words() : nullptr;
+    }
+
+    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries] the natural logarithm of the softmax's
+    // denominator. A query without a key: out 0, lse +infinity. Softmax is accumulated tile by tile (Milakov & Gimelshein 2018).
+    void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection, const NsaShape& s) {
+        const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), step = tile_queries(branch);
+        const real infinity = std::numeric_limits<real>::infinity();
+        const Transposed kt = transpose_tiles(0, branch, k, s);
+#pragma omp parallel
+        {
+            std::vector<real> rows(size_t(h) * step * D), scores(size_t(h) * step * kt.padded), sums(size_t(h) * step * D), largest(h * step), total(h * step);
+            std::vector<int> tokens(step);
+#pragma omp for collapse(2) schedule(dynamic, 1)
+            for (int bg = 0; bg < s.B * s.G; bg++)
+                for (int t0 = s.first; t0 < s.first + s.queries; t0 += step) {
+                    const int b = bg / s.G, g = bg % s.G, count = std::min(step, s.first + s.queries - t0), n_rows = h * count;
+                    for (int j = 0; j < count; j++) tokens[j] = t0 + j;
+                    load_queries(rows.data(), q, b, g, tokens.data(), count, s);
+                    std::fill(sums.begin(), sums.end(), real(0));
+                    std::fill(largest.begin(), largest.end(), -infinity);
+                    std::fill(total.begin(), total.end(), real(0));
+                    for (int tile : key_tiles(branch, t0, t0 + count, selection_of(selection, bg, t0, s), s)) {
+                        tile_matmul<real>(n_rows, kt.padded, D, rows.data(), D, 1, kt.tile(bg, tile), kt.padded, scores.data(), kt.padded, false);
+                        for (int r = 0; r < n_rows; r++) {
+                            real *p = &scores[size_t(r) * kt.padded], *o = &sums[size_t(r) * D];
+                            const KeyRange range = visible_keys(branch, t0 + r % count, tile, s);
+                            real m = largest[r];
+                            for (int key = range.begin; key < range.end; key++) m = p[key] > m ? p[key] : m;
+                            if (m > largest[r]) {  // scale what was summed under the old maximum; at first there is nothing, and e^-inf = 0
+                                const real rescale = exponential(largest[r] - m);
+                                total[r] *= rescale;
+                                for (int x = 0; x < D; x++) o[x] *= rescale;
+                                largest[r] = m;
+                            }
+                            total[r] += softmax_row(p, range, kt.padded, m);
+                        }
+                        const int keys = std::min(width, key_count(branch, s) - tile * width);
+                        tile_matmul<real>(n_rows, D, keys, scores.data(), kt.padded, 1, v + (size_t(bg) * key_stride(branch, s) + size_t(tile) * width) * D, D, sums.data(), D, true);
+                    }
+                    for (int r = 0; r < n_rows; r++) {
+                        const size_t row = query_row(b, g, r / count, t0 + r % count, s);
+                        const real inverse = total[r] > 0 ? 1 / total[r] : real(0);
+                        for (int x = 0; x < D; x++) out[row * D + x] = sums[size_t(r) * D + x] * inverse;
+                        lse[row] = total[r] > 0 ? largest[r] + std::log(total[r]) : infinity;
+                    }
+                }
+        }
+    }
+
+    // p[key] = e^(p[key] - shift) inside the range, 0 outside; returns the sum.
+    static real softmax_row(real* p, KeyRange range, int padded, real shift) {
+        real sum = 0;
+        for (int key = 0; key < range.begin; key++) p[key] = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int key = range.begin; key < range.end; key++) {
+            p[key] = exponential(p[key] - shift);
+            sum += p[key];
+        }
+        for (int key = range.end; key < padded; key++) p[key] = 0;
+        return sum;
+    }
+
+    // out [B*queries, H*D] = sum over branches of gate * branch output.  o [3, B, H, queries, D], gate [3, B, H, queries]; paper eq. 5
+    void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
+        const size_t rows = s.query_rows();
+#pragma omp parallel for collapse(2) schedule(static)
+        for (int b = 0; b < s.B; b++)
+            for (int j = 0; j < s.queries; j++)
+                for (int head = 0; head < s.H; head++) {
+                    const size_t row = (size_t(b) * s.H + head) * s.queries + j;
+                    real* to = out + ((size_t(b) * s.queries + j) * s.H + head) * s.D;
+                    for (int x = 0; x < s.D; x++) {
+                        real sum = 0;
+                        for (int branch = 0; branch < 3; branch++)
+                            if (s.has(Branch(branch))) sum += (s.full ? real(1) : gate[branch * rows + row]) * o[(branch * rows + row) * s.D + x];
+                        to[x] = sum;
+                    }
+                }
+    }
+    // What the backward of every branch starts from, per branch and query row, with g = gate and r = dout . o:
+    //   row_dot = r     lse_gated = lse - ln(g), so that e^(score - lse_gated) = g * P     dgate_logit = r * g * (1 - g)
+    // So the gate needs no buffers of its own, and the row term of softmax's backward is the gate's gradient.
+    void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o, const Stat* gate, const Stat* lse, const NsaShape& s) {
+        const size_t rows = s.query_rows();
+#pragma omp parallel for collapse(2) schedule(static)
+        for (int b = 0; b < s.B; b++)
+            for (int head = 0; head < s.H; head++)
+                for (int j = 0; j < s.queries; j++)
+                    for (int branch = 0; branch < 3; branch++) {
+                        if (!s.has(Branch(branch))) continue;
+                        const size_t row = branch * rows + (size_t(b) * s.H + head) * s.queries + j;
+                        const real *d = dout + ((size_t(b) * s.queries + j) * s.H + head) * s.D, *from = o + row * s.D, g = s.full ? real(1) : gate[row];
+                        real r = 0;
+#pragma omp simd reduction(+ : r)
+                        for (int x = 0; x < s.D; x++) r += d[x] * from[x];
+                        row_dot[row] = r;
+                        lse_gated[row] = lse[row] - std::log(g);
+                        if (!s.full) dgate_logit[row] = r * g * (1 - g);
+                    }
+    }
+
+    // Gradients of one branch.  P' = e^(S - lse_gated),  dS = P' o (dout v^T - row_dot):
+    //   dq [B, H, queries, D] += dS k / sqrt(D)       dk [keys] = dS^T q / sqrt(D)       dv [keys] = P'^T dout
+    // dout [B*queries, H*D]; row_dot, lse_gated [B, H, queries] of this branch. Two passes, one over tiles of queries and one over
+    // tiles of keys: each output has one owner, so there are no atomics and the order of every sum is fixed. Training shapes.
+    void attention_backward(Branch branch, Stat* dq, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v,
+                            const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
+        const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s);
+        const Transposed kt = transpose_tiles(0, branch, k, s), vt = transpose_tiles(1, branch, v, s);
+#pragma omp parallel
+        {
+            const int most = h * TILE_QUERIES;
+            std::vector<real> rows(size_t(most) * D), drows(size_t(most) * D), p(size_t(most) * kt.padded), ds(size_t(most) * kt.padded), sums(size_t(most) * D);
+            std::vector<int> tokens(TILE_QUERIES);
+            // P' and dS of the loaded rows (the given tokens of group g) with one tile of keys.
+            auto recompute = [&](int bg, int tile, const int* token, int count) {
+                const int b = bg / s.G, g = bg % s.G, n_rows = h * count;
+                tile_matmul<real>(n_rows, kt.padded, D, rows.data(), D, 1, kt.tile(bg, tile), kt.padded, p.data(), kt.padded, false);
+                tile_matmul<real>(n_rows, kt.padded, D, drows.data(), D, 1, vt.tile(bg, tile), kt.padded, ds.data(), kt.padded, false);
+                for (int r = 0; r < n_rows; r++) {
+                    const int t = token[r % count];
+                    const size_t row = query_row(b, g, r / count, t, s);
+                    real *pr = &p[size_t(r) * kt.padded], *dsr = &ds[size_t(r) * kt.padded];
+                    softmax_row(pr, visible_keys(branch, t, tile, s), kt.padded, lse_gated[row]);
+                    for (int key = 0; key < kt.padded; key++) dsr[key] = pr[key] * (dsr[key] - row_dot[row]);
+                }
+            };
+            const int step = tile_queries(branch);
+#pragma omp for collapse(2) schedule(dynamic, 1)
+            for (int bg = 0; bg < s.B * s.G; bg++)
+                for (int t0 = s.first; t0 < s.first + s.queries; t0 += step) {
+                    const int b = bg / s.G, g = bg % s.G, count = std::min(step, s.first + s.queries - t0);
+                    for (int j = 0; j < count; j++) tokens[j] = t0 + j;
+                    load_queries(rows.data(), q, b, g, tokens.data(), count, s);
+                    load_dout(drows.data(), dout, b, g, tokens.data(), count, s);
+                    std::fill(sums.begin(), sums.end(), real(0));
+                    for (int tile : key_tiles(branch, t0, t0 + count, selection_of(selection, bg, t0, s), s)) {
+                        recompute(bg, tile, tokens.data(), count);
+                        tile_matmul<real>(h * count, D, std::min(width, keys - tile * width), ds.data(), kt.padded, 1,
+                                          k + (size_t(bg) * key_stride(branch, s) + size_t(tile) * width) * D, D, sums.data(), D, true);
+                    }
+                    for (int r = 0; r < h * count; r++) {
+                        real* to = dq + query_row(b, g, r / count, tokens[r % count], s) * D;
+                        for (int x = 0; x < D; x++) to[x] += sums[size_t(r) * D + x] * real(s.scale());
+                    }
+                }
+#pragma omp for collapse(2) schedule(dynamic, 1)
+            for (int bg = 0; bg < s.B * s.G; bg++)
+                for (int tile = 0; tile < kt.tiles; tile++) {
+                    const int b = bg / s.G, g = bg % s.G, n_keys = std::min(width, keys - tile * width);
+                    const size_t at = (size_t(bg) * key_stride(branch, s) + size_t(tile) * width) * D;
+                    std::fill_n(dk + at, size_t(n_keys) * D, real(0));
+                    std::fill_n(dv + at, size_t(n_keys) * D, real(0));
+                    const std::vector<int> list = query_list(branch, tile, selection_of(selection, bg, s.first, s), s);
+                    for (size_t i = 0; i < list.size(); i += TILE_QUERIES) {
+                        const int count = int(std::min<size_t>(TILE_QUERIES, list.size() - i)), n_rows = h * count;
+                        load_queries(rows.data(), q, b, g, &list[i], count, s);
+                        load_dout(drows.data(), dout, b, g, &list[i], count, s);
+                        recompute(bg, tile, &list[i], count);
+                        tile_matmul<real>(n_keys, D, n_rows, p.data(), 1, kt.padded, drows.data(), D, dv + at, D, true);   // dv += P'^T dout
+                        tile_matmul<real>(n_keys, D, n_rows, ds.data(), 1, kt.padded, rows.data(), D, dk + at, D, true);   // dk += dS^T q / sqrt(D)
+                    }
+                }
+        }
+    }
+
+    // ----- block selection, paper eq. 8 to 12; no gradient.
+    // selection [B, G, queries, words]: query t, in block b = t / l', may choose among blocks 0..b. If b + 1 <= n it takes all; otherwise
+    // blocks 0, b-1 and b and the n-3 others of the highest importance, equal ones going to the lower index.
+    // Importance of block j: over the group's heads and compressed blocks i, softmax weight p * (tokens shared by i and j) / d, where
+    // p = e^(score - lse) are the weights of the compressed branch, whose lse [B, H, queries] is known by now.
+    // chosen_importance, where given: [B, G, queries] share of the importance that fell on selected blocks, 1 where all were taken.
+    void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse, const NsaShape& s) {
+        const int D = s.D, h = s.heads_per_group(), words = s.selection_words(), NC = s.cmp_blocks(s.first + s.queries);
+        const Transposed kt = transpose_tiles(0, CMP, kc, s);
+#pragma omp parallel
+        {
+            std::vector<real> rows(size_t(h) * TILE_QUERIES * D), scores(size_t(h) * TILE_QUERIES * kt.padded), weight(size_t(TILE_QUERIES) * (NC + 1)), importance(s.slc_blocks());
+            std::vector<int> tokens(TILE_QUERIES);
+#pragma omp for collapse(2) schedule(dynamic, 1)
+            for (int bg = 0; bg < s.B * s.G; bg++)
+                for (int t0 = s.first; t0 < s.first + s.queries; t0 += TILE_QUERIES) {
+                    const int b = bg / s.G, g = bg % s.G, count = std::min(TILE_QUERIES, s.first + s.queries - t0);
+                    for (int j = 0; j < count; j++) tokens[j] = t0 + j;
+                    const bool must_choose = (t0 + count - 1) / s.slc_block + 1 > s.slc_count;
+                    if (must_choose) {  // weight[j][i] = sum over the group's heads of p[head, t0 + j, i]
+                        load_queries(rows.data(), q, b, g, tokens.data(), count, s);
+                        std::fill(weight.begin(), weight.end(), real(0));
+                        for (int tile : key_tiles(CMP, t0, t0 + count, nullptr, s)) {
+                            tile_matmul<real>(h * count, kt.padded, D, rows.data(), D, 1, kt.tile(bg, tile), kt.padded, scores.data(), kt.padded, false);
+                            for (int r = 0; r < h * count; r++) {
+                                const KeyRange range = visible_keys(CMP, t0 + r % count, tile, s);
+                                softmax_row(&scores[size_t(r) * kt.padded], range, kt.padded, lse[query_row(b, g, r / count, t0 + r % count, s)]);
+                                for (int key = range.begin; key < range.end; key++) weight[size_t(r % count) * (NC + 1) + tile * TILE_KEYS + key] += scores[size_t(r) * kt.padded + key];
+                            }
+                        }
+                    }
+                    for (int j = 0; j < count; j++) {
+                        const int t = t0 + j, last = t / s.slc_block;
+                        const size_t row = size_t(bg) * s.queries + (t - s.first);
+                        uint32_t* mask = selection + row * words;
+                        std::fill_n(mask, words, 0u);
+                        if (chosen_importance) chosen_importance[row] = 1;
+                        if (last + 1 <= s.slc_count) {
+                            for (int block = 0; block <= last; block++) mask[block / 32] |= 1u << (block % 32);
+                            continue;
+                        }
+                        fold_importance(importance.data(), &weight[size_t(j) * (NC + 1)], t, s);
+                        const real share = choose_best(mask, importance.data(), last, s.slc_count);
+                        if (chosen_importance) chosen_importance[row] = share;
+                    }
+                }
+        }
+    }
+    // importance[j], j = 0..t/l', from the weights of the compressed blocks visible to t; paper eq. 9 for any l, d, l'.
+    static void fold_importance(real* importance, const real* weight, int t, const NsaShape& s) {
+        const int visible = s.cmp_blocks(t + 1);
+        for (int j = 0; j <= t / s.slc_block; j++) {
+            const int begin = j * s.slc_block, end = begin + s.slc_block;
+            real sum = 0;
+            for (int i = std::max(0, (begin - s.l) / s.d); i < visible && i * s.d < end; i++) {
+                const int shared = std::min(end, i * s.d + s.l) - std::max(begin, i * s.d);
+                if (shared > 0) sum += weight[i] * shared / s.d;
+            }
+            importance[j] = sum;
+        }
+    }
+    // Sets the bits of blocks 0, last-1, last and of the count-3 best others. Returns the chosen blocks' share of all importance.
+    static real choose_best(uint32_t* mask, const real* importance, int last, int count) {
+        auto take = [&](int block) { mask[block / 32] |= 1u << (block % 32); };
+        auto taken = [&](int block) { return mask[block / 32] >> (block % 32) & 1; };
+        take(0), take(last - 1), take(last);
+        for (int round = 3; round < count; round++) {
+            int best = -1;
+            for (int block = 0; block <= last; block++)
+                if (!taken(block) && (best < 0 || importance[block] > importance[best])) best = block;
+            take(best);
+        }
+        real chosen = 0, all = 0;
+        for (int block = 0; block <= last; block++) all += importance[block], chosen += taken(block) ? importance[block] : real(0);
+        return all > 0 ? chosen / all : real(1);
+    }
+
+    ~Cpu() {
+        for (Scratch& x : scratch) std::free(x.data);
+    }
+
+  private:
+    // Temporary memory that only grows; a slot's content is valid until its next get().
+    struct Scratch {
+        real* data = nullptr;
+        size_t capacity = 0;
+        real* get(size_t count) {
+            if (count > capacity) {
+                std::free(data);
+                data = static_cast<real*>(std::aligned_alloc(64, (count * sizeof(real) + 127) / 64 * 64));
+                if (!data) fail("out of memory: %.1f MiB of scratch were asked for", double(count * sizeof(real)) / (1 << 20));
+                capacity = count;
+            }
+            return data;
+        }
+    };
+    Scratch scratch[2];
+
+    std::vector<real> rope_cos, rope_sin;  // [positions, D/2]
+    int rope_positions = 0, rope_dim = 0;
+    void prepare_rope(int positions, int D) {
+        if (positions <= rope_positions && D == rope_dim) return;
+        rope_positions = positions, rope_dim = D;
+        rope_cos.resize(size_t(positions) * (D / 2));
+        rope_sin.resize(size_t(positions) * (D / 2));
+#pragma omp parallel for schedule(static)
+        for (int t = 0; t < positions; t++)
+            for (int i = 0; i < D / 2; i++) {
+                const double angle = t * std::pow(ROPE_BASE, -2.0 * i / D);
+                rope_cos[size_t(t) * (D / 2) + i] = real(std::cos(angle));
+                rope_sin[size_t(t) * (D / 2) + i] = real(std::sin(angle));
+            }
+    }
+};

@@ -1,0 +1,1554 @@
+// train_nsa.cu: trains a language model with Native Sparse Attention (arXiv 2502.11089), from options to a sample it wrote.
+//
+// Read it from top to bottom: options -> model (tensors, forward, backward, update) -> sampling -> checkpoints -> evaluation ->
+// the training loop -> the other verbs -> main. The mathematics of each operation lies in an engine: nsa_cpu.h on CPUs. Ranks are in ddp.cuh,
+// token shards in dataloader.h, text in tokenizer.h.
+#include <array>
+#include <chrono>
+#include <functional>
+#include <limits>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <dirent.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include "data/json.h"
+#include "data/safetensors.h"
+#include "data/synthetic.h"
+#include "data/tokenize.h"
+#include "data/util.h"
+#include "dataloader.h"
+#include "ddp.cuh"
+#include "nsa_cpu.h"
+#include "tokenizer.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Options. One table: parsing, validation, --help, the config echo and the run's manifest all come from it.
+
+struct Config {
+    std::string verb = "train";
+    // the model; 0 and "" mean: as the preset has it
+    std::string model, attention, tokenizer, init;
+    int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0, slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0;
+    int64_t vocab_size = 0;  // follows from the tokenizer
+    // data
+    std::string data, val_data, vocab_dir;
+    // the optimiser
+    int64_t batch = 0, seq_len = 0, total_batch = 0, steps = 0, warmup = 0, seed = 0;
+    double lr = 0, lr_final = 0, weight_decay = 0, beta1 = 0, beta2 = 0, adam_eps = 0, grad_clip = 0;
+    std::string schedule;
+    // the run
+    int64_t eval_every = 0, eval_batches = 0, sample_every = 0, sample_tokens = 0, save_every = 0, threads = 0;
+    std::string out, device, dump_state;
+    bool resume = false, help = false;
+    // sampling and evaluation
+    std::string from, prompt;
+    double temperature = 0, top_p = 0;
+    int64_t top_k = 0, tokens = 0;
+    // tokenize
+    std::vector<std::string> in;
+    double val_fraction = 0;
+    int64_t shard_tokens = 0;
+    std::string split_documents;
+};
+
+enum Verb : unsigned { TRAIN = 1, TOKENIZE = 2, SAMPLE = 4, EVAL = 8, CHECK_VERB = 16, EVERY_VERB = 31 };
+
+struct Option {
+    const char* name;
+    unsigned verbs;
+    const char* standard;  // the default as text; "preset" and "auto" are worked out later
+    double low, high;      // of a number
+    const char* choices;   // of a word: "a|b|c"; null = free text
+    const char* help;
+    int64_t Config::*integer = nullptr;
+    double Config::*real = nullptr;
+    std::string Config::*text = nullptr;
+    bool Config::*flag = nullptr;
+    std::vector<std::string> Config::*list = nullptr;
+
+    Option(const char* n, unsigned v, int64_t Config::*f, const char* d, double lo, double hi, const char* h) : name(n), verbs(v), standard(d), low(lo), high(hi), choices(nullptr), help(h), integer(f) {}
+    Option(const char* n, unsigned v, double Config::*f, const char* d, double lo, double hi, const char* h) : name(n), verbs(v), standard(d), low(lo), high(hi), choices(nullptr), help(h), real(f) {}
+    Option(const char* n, unsigned v, std::string Config::*f, const char* d, const char* c, const char* h) : name(n), verbs(v), standard(d), low(0), high(0), choices(c), help(h), text(f) {}
+    Option(const char* n, unsigned v, bool Config::*f, const char* h) : name(n), verbs(v), standard("off"), low(0), high(1), choices(nullptr), help(h), flag(f) {}
+    Option(const char* n, unsigned v, std::vector<std::string> Config::*f, const char* h) : name(n), verbs(v), standard(""), low(0), high(0), choices(nullptr), help(h), list(f) {}
+};
+
+static const std::vector<Option>& option_table() {
+    constexpr double K = 1e3, M = 1e6, T = 1e12;
+    static const std::vector<Option> table = {
+        // the model; the letters are MODEL's and the paper's
+        {"model", TRAIN, &Config::model, "tiny", "tiny|125m", "preset for the options whose default is 'preset'"},
+        {"attention", TRAIN, &Config::attention, "nsa", "nsa|full", "full: dense causal attention, the baseline"},
+        {"layers", TRAIN, &Config::layers, "preset", 1, K, "transformer layers"},
+        {"dim", TRAIN, &Config::dim, "preset", 1, 64 * K, "width of the residual stream, C"},
+        {"heads", TRAIN, &Config::heads, "preset", 1, K, "query heads, H"},
+        {"kv-groups", TRAIN, &Config::kv_groups, "preset", 1, K, "groups of heads that share keys and values, G; divides --heads"},
+        {"head-dim", TRAIN, &Config::head_dim, "preset", 2, 512, "dimension of a head, D; even"},
+        {"cmp-block", TRAIN, &Config::cmp_block, "preset", 1, 4096, "tokens of a compressed block, l"},
+        {"cmp-stride", TRAIN, &Config::cmp_stride, "preset", 1, 4096, "tokens between compressed blocks, d; divides --cmp-block and --slc-block"},
+        {"slc-block", TRAIN, &Config::slc_block, "preset", 1, 4096, "tokens of a selection block, l'"},
+        {"slc-count", TRAIN, &Config::slc_count, "preset", 3, 4096, "selected blocks per query and group, n; the first, the last two are always among them"},
+        {"window", TRAIN, &Config::window, "preset", 1, M, "keys of the sliding window, w; the query's own included"},
+        {"phi-hidden", TRAIN, &Config::phi_hidden, "preset", 1, 64 * K, "hidden width of the block compressor, F"},
+        {"mlp-hidden", TRAIN, &Config::mlp_hidden, "preset", 1, 256 * K, "hidden width of the MLP"},
+        {"init", TRAIN, &Config::init, "standard", "standard|random", "random: every tensor drawn, so that no path is silent; for comparisons"},
+        // data
+        {"data", TRAIN, &Config::data, "synthetic", nullptr, "training shards, a glob in quotes; or synthetic: the built-in corpus"},
+        {"val-data", TRAIN | EVAL, &Config::val_data, "", nullptr, "validation shards, a glob in quotes"},
+        {"tokenizer", TRAIN | TOKENIZE, &Config::tokenizer, "preset", "bytes|gpt2", "vocabulary: 256 bytes, or GPT-2's 50257 tokens"},
+        {"vocab-dir", EVERY_VERB, &Config::vocab_dir, "", nullptr, "folder with vocab.bpe + encoder.json, a .tiktoken file or gpt2_tokenizer.bin"},
+        // the optimiser
+        {"batch", TRAIN | EVAL, &Config::batch, "auto", 1, 64 * K, "sequences per rank and micro-step"},
+        {"seq-len", TRAIN, &Config::seq_len, "preset", 1, M, "tokens per sequence, T"},
+        {"total-batch", TRAIN, &Config::total_batch, "preset", 1, T, "tokens per optimiser step, over all ranks and micro-steps"},
+        {"steps", TRAIN, &Config::steps, "preset", 0, T, "optimiser steps"},
+        {"lr", TRAIN, &Config::lr, "preset", 0, 10, "highest learning rate"},
+        {"warmup", TRAIN, &Config::warmup, "preset", 0, T, "steps of linear warm-up"},
+        {"schedule", TRAIN, &Config::schedule, "cosine", "cosine|linear|constant|wsd", "after warm-up; wsd: constant, then linear over the last fifth"},
+        {"lr-final", TRAIN, &Config::lr_final, "0.1", 0, 1, "the schedule ends at this fraction of --lr"},
+        {"weight-decay", TRAIN, &Config::weight_decay, "0.1", 0, 10, "of matrices; norms and biases have none"},
+        {"beta1", TRAIN, &Config::beta1, "0.9", 0, 0.9999999, "AdamW"},
+        {"beta2", TRAIN, &Config::beta2, "0.95", 0, 0.9999999, "AdamW"},
+        {"adam-eps", TRAIN, &Config::adam_eps, "1e-8", 0, 1, "AdamW"},
+        {"grad-clip", TRAIN, &Config::grad_clip, "1.0", 0, T, "largest global L2 norm of the gradient; 0: no clipping"},
+        // the run
+        {"seed", TRAIN | SAMPLE, &Config::seed, "1337", 0, 9e15, "of weights, data order and samples"},
+        {"eval-every", TRAIN, &Config::eval_every, "preset", 0, T, "steps between validations; 0: only at the end"},
+        {"eval-batches", TRAIN | EVAL, &Config::eval_batches, "8", 1, T, "validation tokens, in units of --total-batch (eval: of --batch sequences)"},
+        {"sample-every", TRAIN, &Config::sample_every, "0", 0, T, "steps between samples; 0: only at the end"},
+        {"sample-tokens", TRAIN, &Config::sample_tokens, "256", 0, M, "tokens of such a sample; 0: none"},
+        {"prompt", TRAIN | SAMPLE, &Config::prompt, "", nullptr, "text to continue; none: a new document"},
+        {"save-every", TRAIN, &Config::save_every, "preset", 0, T, "steps between checkpoints; 0: only at the end"},
+        {"out", TRAIN | TOKENIZE, &Config::out, "auto", nullptr, "folder of the run; of tokenize: prefix of the shards"},
+        {"resume", TRAIN, &Config::resume, "continue from the newest checkpoint under --out"},
+        {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB, &Config::device, "auto", "auto|cpu|cuda", "auto: a GPU if there is one"},
+        {"threads", EVERY_VERB, &Config::threads, "auto", 1, 4096, "CPU threads of this rank; auto: its share of the machine's cores"},
+        {"dump-state", TRAIN, &Config::dump_state, "", nullptr, "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and end"},
+        // the other verbs
+        {"from", SAMPLE | EVAL, &Config::from, "", nullptr, "folder of a run or of one checkpoint"},
+        {"tokens", SAMPLE, &Config::tokens, "256", 0, M, "tokens to write"},
+        {"temperature", TRAIN | SAMPLE, &Config::temperature, "0.8", 0, 100, "0: always the likeliest token"},
+        {"top-k", TRAIN | SAMPLE, &Config::top_k, "0", 0, M, "choose among the k likeliest tokens; 0: all"},
+        {"top-p", TRAIN | SAMPLE, &Config::top_p, "1", 0, 1, "choose among the likeliest tokens of this total probability"},
+        {"in", TOKENIZE, &Config::in, "text files: .txt (one document each) or .jsonl ({\"text\": ...} a line)"},
+        {"val-fraction", TOKENIZE, &Config::val_fraction, "0.01", 0, 0.9, "share of the tokens that goes to the validation shards"},
+        {"shard-tokens", TOKENIZE, &Config::shard_tokens, "100000000", 1, 2e9, "tokens per shard"},
+        {"split-documents", TOKENIZE, &Config::split_documents, "", nullptr, "text that separates documents inside a .txt"},
+        {"help", EVERY_VERB, &Config::help, "this text"},
+    };
+    return table;
+}
+
+struct Preset {
+    const char* name;
+    int64_t layers, dim, heads, kv_groups, head_dim, cmp_block, cmp_stride, slc_block, slc_count, window, phi_hidden, mlp_hidden;
+    const char* tokenizer;
+    int64_t batch, seq_len, total_batch, steps, warmup, eval_every, save_every;
+    double lr;
+};
+// tiny learns the synthetic corpus in a minute on two cores; 125m is the model of the paper's kind, of GPT-2 small's size.
+static const Preset PRESETS[] = {
+    // name   L   C    H   G  D   l   d   l'  n   w    F    M     tokenizer  B   T     total   steps  warmup eval save  lr
+    {"tiny",  2,  128, 4,  2, 32, 16, 8,  16, 6,  64,  32,  512,  "bytes",   8,  512,  4096,   200,   20,    50,  0,    2e-3},
+    {"125m",  12, 768, 12, 2, 64, 32, 16, 64, 16, 512, 128, 3072, "gpt2",    16, 2048, 524288, 19000, 700,   250, 1000, 6e-4},
+};
+
+struct VerbName {
+    const char* name;
+    Verb verb;
+    const char* help;
+};
+static const VerbName VERBS[] = {
+    {"train", TRAIN, "train a model (this is the verb when none is given)"},
+    {"tokenize", TOKENIZE, "turn text into token shards: --in FILE... --out PREFIX"},
+    {"sample", SAMPLE, "continue a prompt: --from RUN_DIR --prompt TEXT"},
+    {"eval", EVAL, "loss, perplexity and bits per byte: --from RUN_DIR --val-data GLOB"},
+    {"check", CHECK_VERB, "what this build and machine have, and a gradient self-test"},
+};
+
+static std::string value_text(const Config& c, const Option& o) {
+    if (o.integer) return std::to_string(c.*o.integer);
+    if (o.real) return format_text("%.15g", c.*o.real);
+    if (o.text) return c.*o.text;
+    if (o.flag) return c.*o.flag ? "on" : "off";
+    std::string all;
+    for (const std::string& s : c.*o.list) all += (all.empty() ? "" : " ") + s;
+    return all;
+}
+
+static std::string range_text(const Option& o) {
+    if (o.integer || o.real) return format_text("%s %.7g..%.7g", o.integer ? "integer" : "number", o.low, o.high);
+    if (o.choices) return o.choices;
+    return o.flag ? "flag" : o.list ? "text..." : "text";
+}
+
+static void print_help(Verb verb) {
+    std::printf("usage: ./train_nsa [VERB] [--option VALUE | --option=VALUE]...\n\nverbs:\n");
+    for (const VerbName& v : VERBS) std::printf("  %-10s %s\n", v.name, v.help);
+    std::printf("\noptions of %s:\n", std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return v.verb == verb; })->name);
+    for (const Option& o : option_table())
+        if (o.verbs & verb) std::printf("  --%-16s %-28s default %-10s %s\n", o.name, range_text(o).c_str(), *o.standard ? o.standard : "none", o.help);
+    std::printf("\npresets:\n");
+    for (const Preset& p : PRESETS)
+        std::printf("  --model %s = --layers %lld --dim %lld --heads %lld --kv-groups %lld --head-dim %lld --cmp-block %lld --cmp-stride %lld --slc-block %lld --slc-count %lld --window %lld "
+                    "--phi-hidden %lld --mlp-hidden %lld --tokenizer %s --batch %lld --seq-len %lld --total-batch %lld --steps %lld --warmup %lld --eval-every %lld --save-every %lld --lr %g\n",
+                    p.name, (long long)p.layers, (long long)p.dim, (long long)p.heads, (long long)p.kv_groups, (long long)p.head_dim, (long long)p.cmp_block, (long long)p.cmp_stride,
+                    (long long)p.slc_block, (long long)p.slc_count, (long long)p.window, (long long)p.phi_hidden, (long long)p.mlp_hidden, p.tokenizer, (long long)p.batch, (long long)p.seq_len,
+                    (long long)p.total_batch, (long long)p.steps, (long long)p.warmup, (long long)p.eval_every, (long long)p.save_every, p.lr);
+}
+
+static bool is_choice(const std::string& word, const std::string& choices) { return ("|" + choices + "|").find("|" + word + "|") != std::string::npos && word.find('|') == std::string::npos; }
+
+static void set_option(Config& c, const Option& o, const std::string& value) {
+    if (o.flag) {
+        if (!is_choice(value, "on|off")) fail_usage("--%s is '%s'; it is a flag: give it without a value", o.name, value.c_str());
+        c.*o.flag = value == "on";
+    } else if (o.list) {
+        (c.*o.list).push_back(value);
+    } else if (o.text) {
+        if (o.choices && !is_choice(value, o.choices)) fail_usage("--%s is '%s'; expected one of %s", o.name, value.c_str(), o.choices);
+        c.*o.text = value;
+    } else {
+        char* end = nullptr;
+        const double number = std::strtod(value.c_str(), &end);
+        const bool whole = number == std::floor(number);
+        if (value.empty() || *end || std::isspace((unsigned char)value[0]) || !(number >= o.low && number <= o.high) || (o.integer && !whole))
+            fail_usage("--%s is '%s'; expected %s %.15g..%.15g", o.name, value.c_str(), o.integer ? "an integer in" : "a number in", o.low, o.high);
+        if (o.integer) c.*o.integer = int64_t(number);
+        else c.*o.real = number;
+    }
+}
+
+// The option nearest to a mistyped word, by edit distance.
+static std::string nearest_option(const std::string& word, Verb verb) {
+    std::string best;
+    size_t least = 4;
+    for (const Option& o : option_table()) {
+        if (!(o.verbs & verb)) continue;
+        const std::string name = o.name;
+        std::vector<size_t> row(name.size() + 1);
+        for (size_t j = 0; j <= name.size(); j++) row[j] = j;
+        for (size_t i = 1; i <= word.size(); i++) {
+            size_t diagonal = row[0]++;
+            for (size_t j = 1; j <= name.size(); j++) {
+                const size_t above = row[j];
+                row[j] = std::min({row[j] + 1, row[j - 1] + 1, diagonal + (word[i - 1] != name[j - 1])});
+                diagonal = above;
+            }
+        }
+        if (row.back() < least) least = row.back(), best = name;
+    }
+    return best;
+}
+
+// What was asked for: the command line over the table's defaults. Names of the options given are left in `given`.
+static Config parse_options(int argc, const char* const* argv, std::set<std::string>& given) {
+    Config c;
+    int at = 1;
+    Verb verb = TRAIN;
+    if (argc > 1 && argv[1][0] != '-') {
+        c.verb = argv[at++];
+        const auto found = std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return c.verb == v.name; });
+        if (found == std::end(VERBS)) fail_usage("'%s' is no verb; expected train, tokenize, sample, eval or check (--help)", c.verb.c_str());
+        verb = found->verb;
+    }
+    for (const Option& o : option_table())
+        if (*o.standard && (o.choices ? is_choice(o.standard, o.choices) : std::strcmp(o.standard, "preset") && std::strcmp(o.standard, "auto"))) set_option(c, o, o.standard);
+    while (at < argc) {
+        std::string word = argv[at++], value;
+        if (word == "-h") word = "--help";
+        if (word.compare(0, 2, "--") != 0) fail_usage("'%s' is no option; options begin with -- (--help lists them)", word.c_str());
+        const size_t equals = word.find('=');
+        const std::string name = word.substr(2, equals == std::string::npos ? equals : equals - 2);
+        const auto& table = option_table();
+        const auto o = std::find_if(table.begin(), table.end(), [&](const Option& x) { return name == x.name; });
+        if (o == table.end()) {
+            const std::string near = nearest_option(name, verb);
+            fail_usage("--%s is no option%s%s%s (--help lists them)", name.c_str(), near.empty() ? "" : "; did you mean --", near.c_str(), near.empty() ? "" : "?");
+        }
+        if (!(o->verbs & verb)) fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name.c_str(), c.verb.c_str(), c.verb.c_str());
+        if (!given.insert(name).second) fail_usage("--%s is given twice", name.c_str());
+        if (o->flag && equals == std::string::npos) {
+            set_option(c, *o, "on");
+            continue;
+        }
+        if (equals != std::string::npos) {
+            set_option(c, *o, word.substr(equals + 1));
+            continue;
+        }
+        if (at == argc || !std::strncmp(argv[at], "--", 2)) fail_usage("--%s needs a value: %s", name.c_str(), range_text(*o).c_str());
+        set_option(c, *o, argv[at++]);
+        while (o->list && at < argc && std::strncmp(argv[at], "--", 2)) set_option(c, *o, argv[at++]);
+    }
+    return c;
+}
+
+static const Preset& preset_of(const Config& c) {
+    return *std::find_if(std::begin(PRESETS), std::end(PRESETS), [&](const Preset& p) { return c.model == p.name; });
+}
+
+// What the preset decides, where the command line was silent.
+static void apply_preset(Config& c, const std::set<std::string>& given) {
+    const Preset& p = preset_of(c);
+    auto set = [&](const char* name, auto& field, auto value) {
+        if (!given.count(name)) field = value;
+    };
+    set("layers", c.layers, p.layers), set("dim", c.dim, p.dim), set("heads", c.heads, p.heads), set("kv-groups", c.kv_groups, p.kv_groups), set("head-dim", c.head_dim, p.head_dim);
+    set("cmp-block", c.cmp_block, p.cmp_block), set("cmp-stride", c.cmp_stride, p.cmp_stride), set("slc-block", c.slc_block, p.slc_block), set("slc-count", c.slc_count, p.slc_count);
+    set("window", c.window, p.window), set("phi-hidden", c.phi_hidden, p.phi_hidden), set("mlp-hidden", c.mlp_hidden, p.mlp_hidden), set("tokenizer", c.tokenizer, p.tokenizer);
+    set("seq-len", c.seq_len, p.seq_len), set("steps", c.steps, p.steps), set("warmup", c.warmup, p.warmup), set("lr", c.lr, p.lr);
+    set("eval-every", c.eval_every, p.eval_every), set("save-every", c.save_every, p.save_every);
+    set("out", c.out, "runs/" + c.model);
+    c.vocab_size = c.tokenizer == "gpt2" ? 50257 : 256;
+}
+
+// Contradictions between options of the model. `where` names the source: the command line or a config.json.
+static void validate_model(const Config& c, const char* where) {
+    if (c.heads % c.kv_groups) fail_usage("%s: --heads %lld is not divisible by --kv-groups %lld", where, (long long)c.heads, (long long)c.kv_groups);
+    if (c.head_dim % 2) fail_usage("%s: --head-dim %lld is odd; rotary embedding pairs its elements", where, (long long)c.head_dim);
+    if (c.cmp_block % c.cmp_stride) fail_usage("%s: --cmp-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.cmp_block, (long long)c.cmp_stride);
+    if (c.slc_block % c.cmp_stride) fail_usage("%s: --slc-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.slc_block, (long long)c.cmp_stride);
+    if (c.slc_count < 3) fail_usage("%s: --slc-count %lld; at least 3 blocks are always selected", where, (long long)c.slc_count);
+}
+
+// Batch sizes: what was not given follows from the preset, the device and the number of ranks; what was given must fit together.
+static void resolve_batch(Config& c, const std::set<std::string>& given, const World& world) {
+    const Preset& p = preset_of(c);
+    const bool fits_cpu = c.model == "tiny";  // half a million tokens a step are hours on a CPU: there one sequence per rank, unless told otherwise
+    const int64_t most = fits_cpu ? p.batch : 1;
+    const int64_t sequences = given.count("total-batch") ? c.total_batch / c.seq_len
+                              : given.count("batch")     ? std::max<int64_t>(c.batch * world.size, fits_cpu ? p.total_batch / c.seq_len / (c.batch * world.size) * (c.batch * world.size) : 0)
+                              : fits_cpu                 ? std::max<int64_t>(p.total_batch / c.seq_len / world.size, 1) * world.size
+                                                         : world.size;
+    if (given.count("total-batch") && c.total_batch % c.seq_len)
+        fail_usage("--total-batch %lld is not a multiple of --seq-len %lld", (long long)c.total_batch, (long long)c.seq_len);
+    c.total_batch = sequences * c.seq_len;
+    if (sequences % world.size)
+        fail_usage("--total-batch %lld is %lld sequences of --seq-len %lld, not divisible by %d ranks", (long long)c.total_batch, (long long)sequences, (long long)c.seq_len, world.size);
+    if (!given.count("batch"))
+        for (c.batch = std::min(most, sequences / world.size); sequences / world.size % c.batch; c.batch--) {}
+    if (sequences / world.size % c.batch)
+        fail_usage("--total-batch %lld is %lld sequences for each of %d ranks, not divisible by --batch %lld", (long long)c.total_batch, (long long)(sequences / world.size), world.size,
+                   (long long)c.batch);
+}
+
+// The options that make the model: its config.json.
+static const char* const MODEL_OPTIONS[] = {"layers", "dim", "heads", "kv-groups", "head-dim", "cmp-block", "cmp-stride", "slc-block", "slc-count", "window", "phi-hidden", "mlp-hidden", "seq-len"};
+static std::string underscored(std::string name) {
+    std::replace(name.begin(), name.end(), '-', '_');
+    return name;
+}
+static const Option& option_named(const std::string& name) {
+    return *std::find_if(option_table().begin(), option_table().end(), [&](const Option& o) { return name == o.name; });
+}
+
+static std::string config_json(const Config& c) {
+    std::string text = "{\"architecture\": \"nsa\"";
+    for (const char* name : MODEL_OPTIONS) text += ", \"" + underscored(name) + "\": " + value_text(c, option_named(name));
+    return text + ", \"attention\": \"" + c.attention + "\", \"tokenizer\": \"" + c.tokenizer + "\", \"vocab_size\": " + std::to_string(c.vocab_size) +
+           format_text(", \"rope_base\": %g, \"norm_eps\": %g}\n", ROPE_BASE, NORM_EPS);
+}
+
+// Reads a config.json into c, every field checked as the same option on the command line would be.
+static void read_config_json(Config& c, const std::string& path) {
+    const Json root = parse_json(read_file(path), path);
+    try {
+        for (const char* name : MODEL_OPTIONS) set_option(c, option_named(name), std::to_string(root.integer(underscored(name), path)));
+        set_option(c, option_named("attention"), root.string("attention", path));
+        set_option(c, option_named("tokenizer"), root.string("tokenizer", path));
+        validate_model(c, path.c_str());
+    } catch (const Error& e) {
+        fail("%s: %s", path.c_str(), e.what());
+    }
+    c.vocab_size = c.tokenizer == "gpt2" ? 50257 : 256;
+    if (root.integer("vocab_size", path) != c.vocab_size) fail("%s: vocab_size is %lld, tokenizer %s has %lld", path.c_str(), (long long)root.integer("vocab_size", path), c.tokenizer.c_str(), (long long)c.vocab_size);
+    if (root.number("rope_base", path) != ROPE_BASE || root.number("norm_eps", path) != NORM_EPS) fail("%s: rope_base or norm_eps differ from this program's %g and %g", path.c_str(), ROPE_BASE, NORM_EPS);
+}
+
+static NsaShape shape_of(const Config& c, int64_t B, int64_t T) {
+    NsaShape s;
+    s.B = int(B), s.T = int(T), s.first = 0, s.queries = int(T);
+    s.H = int(c.heads), s.G = int(c.kv_groups), s.D = int(c.head_dim);
+    s.l = int(c.cmp_block), s.d = int(c.cmp_stride), s.slc_block = int(c.slc_block), s.slc_count = int(c.slc_count), s.window = int(c.window), s.F = int(c.phi_hidden);
+    s.full = c.attention == "full";
+    return s;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The model's tensors. One list: struct fields, names on disk, shapes, initialisation, weight decay, checkpoints all come from it.
+//   TENSOR(field, name on disk, rows, columns (0: a vector), rows in memory, initialisation, decay, when, joined)
+// "joined" tensors follow the one before without a gap: q, the keys and values and the gate are one matrix for the input GEMM.
+
+enum Init { INIT_ONE, INIT_ZERO, INIT_WEIGHT, INIT_RESIDUAL, INIT_PHI };
+enum { ALWAYS, NSA_ONLY };
+
+#define LAYER_TENSORS(TENSOR)                                                                             \
+    TENSOR(attn_norm,  "attn_norm.weight",       C,     0,     C,     INIT_ONE,      false, ALWAYS,   false) \
+    TENSOR(q_proj,     "attn.q_proj.weight",     H * D, C,     H * D, INIT_WEIGHT,   true,  ALWAYS,   false) \
+    TENSOR(k_cmp_proj, "attn.k_cmp_proj.weight", G * D, C,     G * D, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
+    TENSOR(v_cmp_proj, "attn.v_cmp_proj.weight", G * D, C,     G * D, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
+    TENSOR(k_slc_proj, "attn.k_slc_proj.weight", G * D, C,     G * D, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
+    TENSOR(v_slc_proj, "attn.v_slc_proj.weight", G * D, C,     G * D, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
+    TENSOR(k_win_proj, "attn.k_win_proj.weight", G * D, C,     G * D, INIT_WEIGHT,   true,  ALWAYS,   true)  \
+    TENSOR(v_win_proj, "attn.v_win_proj.weight", G * D, C,     G * D, INIT_WEIGHT,   true,  ALWAYS,   true)  \
+    TENSOR(gate_proj,  "attn.gate_proj.weight",  3 * H, C,     gates, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
+    TENSOR(phi_k_fc1,  "attn.phi_k.fc1.weight",  F,     l * D, F,     INIT_PHI,      true,  NSA_ONLY, false) \
+    TENSOR(phi_k_bias, "attn.phi_k.fc1.bias",    F,     0,     F,     INIT_ZERO,     false, NSA_ONLY, false) \
+    TENSOR(phi_k_fc2,  "attn.phi_k.fc2.weight",  D,     F,     D,     INIT_ZERO,     true,  NSA_ONLY, false) \
+    TENSOR(phi_v_fc1,  "attn.phi_v.fc1.weight",  F,     l * D, F,     INIT_PHI,      true,  NSA_ONLY, false) \
+    TENSOR(phi_v_bias, "attn.phi_v.fc1.bias",    F,     0,     F,     INIT_ZERO,     false, NSA_ONLY, false) \
+    TENSOR(phi_v_fc2,  "attn.phi_v.fc2.weight",  D,     F,     D,     INIT_ZERO,     true,  NSA_ONLY, false) \
+    TENSOR(o_proj,     "attn.o_proj.weight",     C,     H * D, C,     INIT_RESIDUAL, true,  ALWAYS,   false) \
+    TENSOR(mlp_norm,   "mlp_norm.weight",        C,     0,     C,     INIT_ONE,      false, ALWAYS,   false) \
+    TENSOR(mlp_fc1,    "mlp.fc1.weight",         M,     C,     M,     INIT_WEIGHT,   true,  ALWAYS,   false) \
+    TENSOR(mlp_fc2,    "mlp.fc2.weight",         C,     M,     C,     INIT_RESIDUAL, true,  ALWAYS,   false)
+
+struct TensorSpec {
+    std::string name;
+    int64_t rows, columns;  // columns 0: a vector
+    Init init;
+    bool decay;
+    size_t offset;          // in elements, into each flat array (parameters, gradients, moments)
+    size_t size, padded;    // elements on disk; in memory, where rows of zeros follow
+
+    std::vector<int64_t> shape() const { return columns ? std::vector<int64_t>{rows, columns} : std::vector<int64_t>{rows}; }
+};
+
+template <class T>
+struct LayerWeights {
+#define FIELD(field, ...) T* field = nullptr;
+    LAYER_TENSORS(FIELD)
+#undef FIELD
+};
+template <class T>
+struct Weights {
+    T* embed = nullptr;                  // (Vp, C), tied to the head
+    std::vector<LayerWeights<T>> layer;  // (L)
+    T* norm = nullptr;                   // (C)
+};
+
+struct TensorTable {
+    std::vector<TensorSpec> specs;
+    size_t total = 0;         // elements of a flat array, padding included
+    int64_t parameters = 0;   // without padding
+    int64_t padded_vocab = 0;
+
+    explicit TensorTable(const Config& c) {
+        const int64_t C = c.dim, H = c.heads, G = c.kv_groups, D = c.head_dim, l = c.cmp_block, F = c.phi_hidden, M = c.mlp_hidden, gates = (3 * H + 7) / 8 * 8;
+        const bool nsa = c.attention == "nsa";
+        padded_vocab = (c.vocab_size + 127) / 128 * 128;
+        add("embed_tokens.weight", c.vocab_size, C, padded_vocab, INIT_WEIGHT, true, false);
+        for (int64_t i = 0; i < c.layers; i++) {
+            const std::string prefix = "layers." + std::to_string(i) + ".";
+#define ADD(field, name, rows, columns, memory_rows, init, decay, when, joined) \
+    if (nsa || when == ALWAYS) add(prefix + name, rows, columns, memory_rows, init, decay, joined);
+            LAYER_TENSORS(ADD)
+#undef ADD
+        }
+        add("norm.weight", C, 0, C, INIT_ONE, false, false);
+    }
+
+    // Pointers to every tensor inside a flat array, in the order of the list.
+    template <class T>
+    Weights<T> point_into(T* flat, const Config& c) const {
+        Weights<T> w;
+        size_t i = 0;
+        const bool nsa = c.attention == "nsa";
+        w.embed = flat + specs[i++].offset;
+        for (int64_t layer = 0; layer < c.layers; layer++) {
+            LayerWeights<T> y;
+#define POINT(field, name, rows, columns, memory_rows, init, decay, when, joined) \
+    if (nsa || when == ALWAYS) y.field = flat + specs[i++].offset;
+            LAYER_TENSORS(POINT)
+#undef POINT
+            w.layer.push_back(y);
+        }
+        w.norm = flat + specs[i].offset;
+        return w;
+    }
+
+  private:
+    void add(const std::string& name, int64_t rows, int64_t columns, int64_t memory_rows, Init init, bool decay, bool joined) {
+        const size_t width = size_t(columns ? columns : 1), offset = joined ? total : (total + 63) / 64 * 64;
+        specs.push_back({name, rows, columns, init, decay, offset, size_t(rows) * width, size_t(memory_rows) * width});
+        total = offset + specs.back().padded;
+        parameters += rows * int64_t(width);
+    }
+};
+
+// Element i of the tensor with this index in the list. --init random draws every tensor, so that no path is silent in a comparison.
+static float initial_value(const TensorSpec& t, size_t index, size_t i, const Config& c) {
+    const double normal = t.init == INIT_ONE && c.init != "random" ? 0 : random_normal(uint64_t(c.seed), random_stream(RANDOM_INIT, index), i);
+    const bool random = c.init == "random";
+    switch (t.init) {
+        case INIT_ONE: return float(1 + (random ? 0.1 * normal : 0));
+        case INIT_ZERO: return float(random ? normal * (t.columns ? 1 / std::sqrt(double(t.columns)) : 0.1) : 0);
+        case INIT_WEIGHT: return float(normal * (random && t.columns ? 1 / std::sqrt(double(t.columns)) : 0.02));
+        case INIT_RESIDUAL: return float(normal * (random ? 1 / std::sqrt(double(t.columns)) : 0.02 / std::sqrt(2.0 * double(c.layers))));
+        case INIT_PHI: return float(normal / std::sqrt(double(t.columns)));
+    }
+    return 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The model on an engine: parameters, gradients, moments; activations; forward, backward, update. Written once for every engine.
+
+template <class Dev>
+struct Model {
+    using real = typename Dev::real;
+    Dev& dev;
+    Config config;
+    TensorTable table;
+    // Flat arrays of table.total elements. In inference only params; master is params itself on an engine without a master copy.
+    real* params = nullptr;
+    typename Dev::Master* master = nullptr;
+    typename Dev::Grad* grads = nullptr;
+    typename Dev::Stat *m = nullptr, *v = nullptr;
+    Weights<real> w;
+    Weights<typename Dev::Grad> dw;
+
+    Model(Dev& device, const Config& c, bool training) : dev(device), config(c), table(c) {
+        auto allocate_zeros = [&](auto*& p) {
+            p = dev.template allocate<std::remove_reference_t<decltype(*p)>>(table.total);
+            dev.zero(p, table.total);
+        };
+        allocate_zeros(params);
+        w = table.point_into(params, c);
+        if (!training) return;
+        if constexpr (Dev::has_master) allocate_zeros(master);
+        else master = params;
+        allocate_zeros(grads), allocate_zeros(m), allocate_zeros(v);
+        dw = table.point_into(grads, c);
+    }
+    ~Model() {
+        if constexpr (Dev::has_master) dev.release(master);
+        dev.release(params), dev.release(grads), dev.release(m), dev.release(v);
+    }
+    Model(const Model&) = delete;
+    Model& operator=(const Model&) = delete;
+
+    // Bytes per element of the flat arrays in training.
+    static constexpr size_t element_bytes = sizeof(real) + (Dev::has_master ? sizeof(typename Dev::Master) : 0) + sizeof(typename Dev::Grad) + 2 * sizeof(typename Dev::Stat);
+
+    void set_parameter(const TensorSpec& t, const float* values) {
+        dev.from_host(params + t.offset, values, t.size);
+        if constexpr (Dev::has_master)
+            if (master) dev.from_host(master + t.offset, values, t.size);
+    }
+    void initialise() {
+        for (size_t index = 0; index < table.specs.size(); index++) {
+            const TensorSpec& t = table.specs[index];
+            std::vector<float> values(t.size);
+#pragma omp parallel for schedule(static)
+            for (size_t i = 0; i < t.size; i++) values[i] = initial_value(t, index, i, config);
+            set_parameter(t, values.data());
+        }
+    }
+};
+
+// What the forward pass leaves for the backward pass, and the backward's own temporaries. In inference the layers share everything
+// but their keys and values, which are then the caches of step-by-step decoding.
+template <class Dev>
+struct Activations {
+    using real = typename Dev::real;
+    using Stat = typename Dev::Stat;
+    struct Layer {                          // shapes in training; N = B*T
+        real* x;                            // (N, C) the residual stream that enters the layer
+        real* attn_normed; Stat* attn_rstd; // (N, C) (N)
+        real* q;                            // (B, H, T, D)
+        real* kv;                           // (6, B, G, T, D) by HeadSlot; full attention: only k_win, v_win
+        Stat* gate;                         // (3, B, H, T)
+        real* compressed;                   // (2, B, G, NC, D) compressed keys, values
+        real* phi_hidden;                   // (2, B, G, NC, F)
+        real* o; Stat* lse;                 // (3, B, H, T, D) (3, B, H, T) by Branch
+        uint32_t* selection;                // (B, G, T, words)
+        Stat* chosen_importance;            // (B, G, T) where statistics are collected
+        real* attn;                         // (N, H*D) gated sum of the branches
+        real* x_mid;                        // (N, C) the residual stream between attention and MLP
+        real* mlp_normed; Stat* mlp_rstd;   // (N, C) (N)
+        real *fc1, *act;                    // (N, M) (N, M)
+    };
+    Dev& dev;
+    NsaShape shape;
+    int64_t C, M, V, Vp;
+    std::vector<Layer> layer;
+    int32_t *tokens, *targets;              // (N)
+    real *x_out, *normed;                   // (N, C) (N, C) the last residual stream, its norm
+    Stat* rstd;                             // (N)
+    real* projected;                        // (N, P) the input projection of the running layer, or its gradient
+    real* logits;                           // (rows, Vp) of a chunk of rows: no N x V array anywhere
+    int64_t logit_rows;
+    Stat* losses;                           // (N)
+    // backward
+    real *dx, *dnormed, *dattn, *dmlp;      // (N, C) (N, C) (N, H*D) (N, M)
+    Stat *dq, *dgate;                       // as above, one layer's
+    real *dkv, *dcompressed;
+    Stat *row_dot, *lse_gated;              // (3, B, H, T)
+    bool collect_statistics = false;
+    size_t bytes = 0;
+    std::vector<std::pair<std::string, size_t>> memory;  // name, bytes
+
+    Activations(Dev& device, const Config& c, int64_t B, int64_t T, bool training) : dev(device), shape(shape_of(c, B, T)), C(c.dim), M(c.mlp_hidden), V(c.vocab_size) {
+        Vp = TensorTable(c).padded_vocab;
+        const NsaShape& s = shape;
+        const size_t N = size_t(B) * T, D = size_t(s.D), kv_slots = s.full ? 2 : 6, branches = 3;
+        logit_rows = std::min<int64_t>(int64_t(N), std::max<int64_t>(1, (int64_t(16) << 20) / Vp));  // 64 MiB of fp32
+        take(tokens, "tokens", N), take(targets, "targets", N), take(losses, "losses", N);
+        layer.resize(size_t(c.layers));
+        for (size_t i = 0; i < layer.size(); i++) {
+            Layer &y = layer[i], &shared = layer[0];
+            auto per_layer = [&](auto*& p, auto*& first, const char* name, size_t count) {
+                if (training || i == 0) take(p, name, count);
+                else p = first;
+            };
+            if (training || i < 2) take(y.x, "x", N * C);
+            else y.x = layer[i - 2].x;  // a layer reads one and writes the other
+            take(y.kv, "keys and values", kv_slots * s.key_rows() * D);
+            take(y.compressed, "compressed keys and values", 2 * s.cmp_rows() * D);
+            per_layer(y.attn_normed, shared.attn_normed, "attn_normed", N * C), per_layer(y.attn_rstd, shared.attn_rstd, "attn_rstd", N);
+            per_layer(y.q, shared.q, "q", N * s.H * D), per_layer(y.gate, shared.gate, "gate", branches * N * s.H);
+            per_layer(y.phi_hidden, shared.phi_hidden, "phi_hidden", 2 * s.cmp_rows() * s.F);
+            per_layer(y.o, shared.o, "branch outputs", branches * N * s.H * D), per_layer(y.lse, shared.lse, "lse", branches * N * s.H);
+            per_layer(y.selection, shared.selection, "selection", s.full ? 0 : size_t(B) * s.G * T * s.selection_words());
+            per_layer(y.chosen_importance, shared.chosen_importance, "chosen_importance", s.full ? 0 : size_t(B) * s.G * T);
+            per_layer(y.attn, shared.attn, "attn", N * s.H * D), per_layer(y.x_mid, shared.x_mid, "x_mid", N * C);
+            per_layer(y.mlp_normed, shared.mlp_normed, "mlp_normed", N * C), per_layer(y.mlp_rstd, shared.mlp_rstd, "mlp_rstd", N);
+            per_layer(y.fc1, shared.fc1, "fc1", N * M), per_layer(y.act, shared.act, "act", N * M);
+        }
+        take(x_out, "x_out", N * C), take(normed, "normed", N * C), take(rstd, "rstd", N);
+        take(projected, "projected", N * s.projected()), take(logits, "logits", size_t(logit_rows) * Vp);
+        dx = dnormed = dattn = dmlp = dkv = dcompressed = nullptr, dq = dgate = row_dot = lse_gated = nullptr;
+        if (!training) return;
+        take(dx, "dx", N * C), take(dnormed, "dnormed", N * C), take(dattn, "dattn", N * s.H * D), take(dmlp, "dmlp", N * M);
+        take(dq, "dq", N * s.H * D), take(dkv, "dkv", kv_slots * s.key_rows() * D), take(dgate, "dgate", branches * N * s.H);
+        take(dcompressed, "dcompressed", 2 * s.cmp_rows() * D), take(row_dot, "row_dot", branches * N * s.H), take(lse_gated, "lse_gated", branches * N * s.H);
+    }
+    ~Activations() {
+        for (const auto& release : releases) release();
+    }
+    Activations(const Activations&) = delete;
+    Activations& operator=(const Activations&) = delete;
+
+    real* slot(real* kv, int head_slot) const { return kv + (head_slot - (shape.full ? K_WIN : K_CMP)) * shape.key_rows() * shape.D; }
+    typename Dev::Heads heads(const Layer& y) const {
+        typename Dev::Heads h{y.q, {}, y.gate};
+        for (int i = shape.full ? K_WIN : K_CMP; i <= V_WIN; i++) h.kv[i] = slot(y.kv, i);
+        return h;
+    }
+    typename Dev::HeadGradients head_gradients() const {
+        typename Dev::HeadGradients h{dq, {}, dgate};
+        for (int i = shape.full ? K_WIN : K_CMP; i <= V_WIN; i++) h.kv[i] = slot(dkv, i);
+        return h;
+    }
+
+  private:
+    std::vector<std::function<void()>> releases;
+    template <class T>
+    void take(T*& p, const char* name, size_t count) {
+        p = dev.template allocate<T>(count);
+        T* owned = p;
+        releases.push_back([this, owned] { dev.release(owned); });
+        bytes += count * sizeof(T);
+        memory.emplace_back(name, count * sizeof(T));
+    }
+};
+
+// Forward through all layers for positions first .. first+queries-1 of B sequences, whose tokens [B, queries] are on the host. Training and
+// evaluation take all T at once; decoding takes a prompt, then one position at a time, and finds the earlier keys and values in place.
+// Leaves the normed residual stream of those positions in a.normed.
+template <class Dev>
+void forward(const Model<Dev>& model, Activations<Dev>& a, const int32_t* tokens, int first, int queries) {
+    Dev& dev = model.dev;
+    NsaShape s = a.shape;
+    s.first = first, s.queries = queries;
+    const int N = s.B * queries, C = int(a.C), M = int(a.M), HD = s.H * s.D;
+    const size_t rows = s.query_rows(), kv = s.cmp_rows() * s.D, hidden = s.cmp_rows() * s.F;
+    dev.copy(a.tokens, tokens, size_t(N));
+    dev.embedding_forward(a.layer[0].x, a.tokens, model.w.embed, N, C);
+    for (size_t i = 0; i < a.layer.size(); i++) {
+        auto& y = a.layer[i];
+        const auto& w = model.w.layer[i];
+        typename Dev::real* x_next = i + 1 < a.layer.size() ? a.layer[i + 1].x : a.x_out;
+        const auto h = a.heads(y);
+
+        dev.rmsnorm_forward(y.attn_normed, y.attn_rstd, y.x, w.attn_norm, N, C);
+        dev.matmul_forward(a.projected, y.attn_normed, w.q_proj, nullptr, N, C, s.projected());
+        dev.split_heads_forward(h, a.projected, s);
+        if (!s.full) {
+            dev.compress_forward(y.compressed, y.phi_hidden, h.kv[K_CMP], {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2}, true, s);
+            dev.compress_forward(y.compressed + kv, y.phi_hidden + hidden, h.kv[V_CMP], {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false, s);
+            dev.attention_forward(CMP, y.o, y.lse, y.q, y.compressed, y.compressed + kv, nullptr, s);
+            dev.select_blocks(y.selection, a.collect_statistics ? y.chosen_importance : nullptr, y.q, y.compressed, y.lse, s);
+            dev.attention_forward(SLC, y.o + SLC * rows * s.D, y.lse + SLC * rows, y.q, h.kv[K_SLC], h.kv[V_SLC], y.selection, s);
+        }
+        dev.attention_forward(WIN, y.o + WIN * rows * s.D, y.lse + WIN * rows, y.q, h.kv[K_WIN], h.kv[V_WIN], nullptr, s);
+        dev.combine_forward(y.attn, y.o, y.gate, s);
+        dev.matmul_forward(y.x_mid, y.attn, w.o_proj, y.x, N, HD, C);  // x += o_proj(attention)
+
+        dev.rmsnorm_forward(y.mlp_normed, y.mlp_rstd, y.x_mid, w.mlp_norm, N, C);
+        dev.matmul_forward(y.fc1, y.mlp_normed, w.mlp_fc1, nullptr, N, C, M);
+        dev.silu_forward(y.act, y.fc1, size_t(N) * M);
+        dev.matmul_forward(x_next, y.act, w.mlp_fc2, y.x_mid, N, M, C);  // x += fc2(silu(fc1))
+    }
+    dev.rmsnorm_forward(a.normed, a.rstd, a.x_out, model.w.norm, N, C);
+}
+
+// Cross-entropy of the tied head after a forward pass over all T, in chunks of rows, so that the logits never exist as a whole. Returns the sum
+// of the N losses. With want_gradient, every loss counts dloss in the gradient: a.dnormed = and dembed +=. logits_out, where given: [N, V].
+template <class Dev>
+double classify(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, double dloss, bool want_gradient, std::vector<float>* logits_out = nullptr) {
+    Dev& dev = model.dev;
+    const int64_t N = int64_t(a.shape.B) * a.shape.T, C = a.C;
+    dev.copy(a.targets, targets, size_t(N));
+    if (logits_out) logits_out->resize(size_t(N * a.V));
+    for (int64_t row = 0; row < N; row += a.logit_rows) {
+        const int rows = int(std::min(a.logit_rows, N - row));
+        dev.matmul_forward(a.logits, a.normed + row * C, model.w.embed, nullptr, rows, int(C), int(a.Vp));
+        if (logits_out)
+            for (int r = 0; r < rows; r++) dev.to_host(logits_out->data() + (row + r) * a.V, a.logits + r * a.Vp, size_t(a.V));
+        dev.classifier(a.losses + row, a.logits, a.targets + row, dloss, want_gradient, rows, int(a.V), int(a.Vp));
+        if (!want_gradient) continue;
+        dev.matmul_backward_input(a.dnormed + row * C, a.logits, model.w.embed, rows, int(C), int(a.Vp));
+        dev.matmul_backward_weight(model.dw.embed, a.logits, a.normed + row * C, rows, int(C), int(a.Vp));
+    }
+    std::vector<typename Dev::Stat> losses(static_cast<size_t>(N));
+    dev.copy(losses.data(), a.losses, losses.size());
+    double sum = 0;
+    for (double loss : losses) sum += loss;
+    return sum;
+}
+
+// Adds the gradient of everything below the head to the model's gradients, from a.dnormed. Each step names the forward line it differentiates.
+template <class Dev>
+void backward(Model<Dev>& model, Activations<Dev>& a) {
+    using real = typename Dev::real;
+    Dev& dev = model.dev;
+    const NsaShape& s = a.shape;
+    const int N = s.B * s.T, C = int(a.C), M = int(a.M), HD = s.H * s.D, P = s.projected();
+    const size_t rows = s.query_rows(), kv = s.cmp_rows() * s.D, hidden = s.cmp_rows() * s.F;
+    const auto d = a.head_gradients();
+    dev.zero(a.dx, size_t(N) * C);
+    // normed = rmsnorm(x_out)
+    dev.rmsnorm_backward(a.dx, model.dw.norm, a.dnormed, a.x_out, a.rstd, model.w.norm, N, C);
+    for (size_t i = a.layer.size(); i-- > 0;) {
+        auto& y = a.layer[i];
+        const auto& w = model.w.layer[i];
+        const auto& dw = model.dw.layer[i];
+        const auto h = a.heads(y);
+
+        // x_next = x_mid + fc2(act); a.dx is the gradient of x_next and, along the residual, of x_mid
+        dev.matmul_backward_weight(dw.mlp_fc2, a.dx, y.act, N, M, C);
+        dev.matmul_backward_input(a.dmlp, a.dx, w.mlp_fc2, N, M, C);
+        // act = silu(fc1)
+        dev.silu_backward(a.dmlp, a.dmlp, y.fc1, size_t(N) * M);
+        // fc1 = mlp_normed mlp_fc1^T
+        dev.matmul_backward_weight(dw.mlp_fc1, a.dmlp, y.mlp_normed, N, C, M);
+        dev.matmul_backward_input(a.dnormed, a.dmlp, w.mlp_fc1, N, C, M);
+        // mlp_normed = rmsnorm(x_mid)
+        dev.rmsnorm_backward(a.dx, dw.mlp_norm, a.dnormed, y.x_mid, y.mlp_rstd, w.mlp_norm, N, C);
+
+        // x_mid = x + o_proj(attn)
+        dev.matmul_backward_weight(dw.o_proj, a.dx, y.attn, N, HD, C);
+        dev.matmul_backward_input(a.dattn, a.dx, w.o_proj, N, HD, C);
+        // attn = sum of gate * branch; the branches
+        dev.attention_backward_rows(a.row_dot, a.lse_gated, a.dgate, a.dattn, y.o, y.gate, y.lse, s);
+        dev.zero(a.dq, size_t(N) * HD);
+        auto branch_backward = [&](Branch branch, real* dk, real* dv, const real* k, const real* v) {
+            dev.attention_backward(branch, a.dq, dk, dv, a.dattn, y.q, k, v, a.row_dot + branch * rows, a.lse_gated + branch * rows, y.selection, s);
+        };
+        branch_backward(WIN, d.kv[K_WIN], d.kv[V_WIN], h.kv[K_WIN], h.kv[V_WIN]);
+        if (!s.full) {
+            branch_backward(SLC, d.kv[K_SLC], d.kv[V_SLC], h.kv[K_SLC], h.kv[V_SLC]);
+            branch_backward(CMP, a.dcompressed, a.dcompressed + kv, y.compressed, y.compressed + kv);
+            // compressed = phi(blocks of k_cmp), phi(blocks of v_cmp)
+            dev.compress_backward(d.kv[K_CMP], {dw.phi_k_fc1, dw.phi_k_bias, dw.phi_k_fc2}, a.dcompressed, y.phi_hidden, h.kv[K_CMP], {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2}, true, s);
+            dev.compress_backward(d.kv[V_CMP], {dw.phi_v_fc1, dw.phi_v_bias, dw.phi_v_fc2}, a.dcompressed + kv, y.phi_hidden + hidden, h.kv[V_CMP], {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false, s);
+        }
+        // heads = split(attn_normed [q; k; v; gate]^T)
+        dev.split_heads_backward(a.projected, d, s);
+        dev.matmul_backward_weight(dw.q_proj, a.projected, y.attn_normed, N, C, P);
+        dev.matmul_backward_input(a.dnormed, a.projected, w.q_proj, N, C, P);
+        // attn_normed = rmsnorm(x)
+        dev.rmsnorm_backward(a.dx, dw.attn_norm, a.dnormed, y.x, y.attn_rstd, w.attn_norm, N, C);
+    }
+    // x = embed[token]
+    dev.embedding_backward(model.dw.embed, a.dx, a.tokens, N, C);
+}
+
+// Learning rate of a step, 1-based: linear warm-up, then the schedule down to lr * lr_final at the last step.
+static double learning_rate(const Config& c, int64_t step) {
+    if (step <= c.warmup) return c.lr * double(step) / double(c.warmup);
+    const double progress = c.steps > c.warmup ? std::min(1.0, double(step - c.warmup) / double(c.steps - c.warmup)) : 1.0;
+    double fraction = 1;  // of the way from lr_final up to 1
+    if (c.schedule == "cosine") fraction = 0.5 * (1 + std::cos(M_PI * progress));
+    if (c.schedule == "linear") fraction = 1 - progress;
+    if (c.schedule == "wsd") fraction = std::min(1.0, (1 - progress) / 0.2);
+    return c.lr * (c.lr_final + (1 - c.lr_final) * fraction);
+}
+
+// One AdamW step on the summed gradients. Returns the gradient's global L2 norm before clipping.
+template <class Dev>
+double update(Model<Dev>& model, int64_t step, double lr) {
+    const Config& c = model.config;
+    const double norm = std::sqrt(model.dev.sum_of_squares(model.grads, model.table.total));
+    const double clip = c.grad_clip > 0 && norm > c.grad_clip ? c.grad_clip / norm : 1.0;
+    if (!std::isfinite(norm)) return norm;  // the caller stops; the weights stay as they were
+    for (const TensorSpec& t : model.table.specs)
+        model.dev.adamw(model.params + t.offset, model.master + t.offset, model.m + t.offset, model.v + t.offset, model.grads + t.offset, t.padded,
+                        {lr, c.beta1, c.beta2, c.adam_eps, t.decay ? c.weight_decay : 0.0, step, clip, uint64_t(c.seed), t.offset});
+    return norm;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Sampling.
+
+// The next token from its logits [V]: temperature, then the top_k likeliest, then the likeliest of total probability top_p.
+static int32_t choose_token(const std::vector<float>& logits, double temperature, int64_t top_k, double top_p, double uniform) {
+    std::vector<int32_t> order(logits.size());
+    for (size_t i = 0; i < order.size(); i++) order[i] = int32_t(i);
+    const size_t keep = top_k > 0 ? std::min<size_t>(size_t(top_k), order.size()) : order.size();
+    const auto likelier = [&](int32_t a, int32_t b) { return logits[size_t(a)] != logits[size_t(b)] ? logits[size_t(a)] > logits[size_t(b)] : a < b; };
+    if (temperature == 0) return *std::min_element(order.begin(), order.end(), likelier);
+    if (keep < order.size() || top_p < 1) std::sort(order.begin(), order.end(), likelier);
+    order.resize(keep);
+    std::vector<double> weight(keep);
+    double total = 0, largest = logits[size_t(*std::min_element(order.begin(), order.end(), likelier))];
+    for (size_t i = 0; i < keep; i++) total += weight[i] = std::exp((logits[size_t(order[i])] - largest) / temperature);
+    if (top_p < 1) {  // the shortest prefix that holds top_p of the mass, at least one token
+        double sum = 0;
+        size_t n = 0;
+        while (n < keep && (n == 0 || sum < top_p * total)) sum += weight[n++];
+        order.resize(n), total = sum;
+    }
+    double left = uniform * total;
+    for (size_t i = 0; i < order.size(); i++)
+        if ((left -= weight[i]) < 0) return order[i];
+    return order.back();
+}
+
+// Continues a prompt of at least one token by `count` tokens; each new token is handed to `emit`. The prompt is one forward pass, each
+// further token one pass over a single position with the caches. The random numbers depend on seed and position alone.
+template <class Dev>
+void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t count, const Config& c, const std::function<void(int32_t)>& emit) {
+    Dev& dev = model.dev;
+    Activations<Dev> a(dev, model.config, 1, int64_t(prompt.size()) + count, false);
+    std::vector<int32_t> next = prompt;
+    std::vector<float> logits(static_cast<size_t>(a.V));
+    int position = 0;
+    for (int64_t i = 0; i < count; i++) {
+        forward(model, a, next.data(), position, int(next.size()));
+        position += int(next.size());
+        dev.matmul_forward(a.logits, a.normed + (next.size() - 1) * size_t(a.C), model.w.embed, nullptr, 1, int(a.C), int(a.Vp));
+        dev.to_host(logits.data(), a.logits, logits.size());
+        next = {choose_token(logits, c.temperature, c.top_k, c.top_p, random_uniform(uint64_t(c.seed), random_stream(RANDOM_SAMPLE), uint64_t(position)))};
+        emit(next[0]);
+    }
+}
+
+// The vocabulary of a model, where its files are known: bytes need none, GPT-2's come from --vocab-dir.
+static std::unique_ptr<Tokenizer> load_tokenizer(const Config& c) {
+    if (c.tokenizer == "bytes") return std::make_unique<Tokenizer>(Tokenizer::bytes());
+    if (c.vocab_dir.empty()) return nullptr;
+    return std::make_unique<Tokenizer>(Tokenizer::gpt2(c.vocab_dir));
+}
+
+// A sample as text on stdout, as it is written: the prompt (a new document if there is none), then the model's words.
+template <class Dev>
+void print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c, int64_t count) {
+    std::vector<uint16_t> ids = {tokenizer.end_of_text};
+    Encoder(tokenizer).append(c.prompt.data(), c.prompt.size(), ids);
+    std::fputs(c.prompt.c_str(), stdout);
+    generate(model, std::vector<int32_t>(ids.begin(), ids.end()), count, c, [&](int32_t token) {
+        const std::string text = token == tokenizer.end_of_text ? "\n" : tokenizer.decode({uint16_t(token)});
+        std::fwrite(text.data(), 1, text.size(), stdout);
+        std::fflush(stdout);
+    });
+    std::printf("\n");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Checkpoints: RUN/step_00001000/ with model.safetensors, config.json, optimizer.safetensors, state.json. Written into a temporary folder that is
+// renamed when everything is on disk, so a folder of that name is always whole.
+
+struct TrainState {
+    int64_t step = 0;  // finished optimiser steps
+    LoaderState loader{};
+    double best_val_loss = std::numeric_limits<double>::infinity();
+};
+
+// A flat array of the model as float views in the form on disk (padding left out); `buffers` keeps converted copies alive.
+template <class Dev, class T>
+std::vector<TensorView> views_of(const Model<Dev>& model, const T* flat, const std::string& prefix, std::vector<std::vector<float>>& buffers) {
+    std::vector<TensorView> views;
+    for (const TensorSpec& t : model.table.specs) {
+        buffers.emplace_back(t.size);
+        model.dev.to_host(buffers.back().data(), flat + t.offset, t.size);
+        views.push_back(tensor_view(prefix + t.name, t.shape(), buffers.back().data()));
+    }
+    return views;
+}
+
+template <class Dev>
+void read_parameters(Model<Dev>& model, const SafeTensors& file) {
+    for (const TensorSpec& t : model.table.specs) model.set_parameter(t, static_cast<const float*>(file.get(t.name, "F32", t.shape()).data));
+}
+template <class Dev, class T>
+void read_moments(Model<Dev>& model, T* flat, const std::string& prefix, const SafeTensors& file) {
+    for (const TensorSpec& t : model.table.specs) model.dev.from_host(flat + t.offset, static_cast<const float*>(file.get(prefix + t.name, "F32", t.shape()).data), t.size);
+}
+
+static std::string manifest_json(const Config& c) {
+    std::string text = "{\"program\": \"train_nsa\"";
+    for (const Option& o : option_table())
+        if ((o.verbs & TRAIN) && !o.flag) text += ",\n \"" + underscored(o.name) + "\": " + (o.integer || o.real ? value_text(c, o) : json_quote(value_text(c, o)));
+    return text + "}\n";
+}
+
+template <class Dev>
+std::string save_checkpoint(const Model<Dev>& model, const Config& c, const TrainState& state) {
+    const std::string folder = format_text("%s/step_%08lld", c.out.c_str(), (long long)state.step), writing = folder + ".writing";
+    if (file_exists(folder)) return folder;  // the same step of the same run: nothing new
+    make_folders(writing);
+    {
+        std::vector<std::vector<float>> buffers;
+        write_safetensors(writing + "/model.safetensors", {{"format", "pt"}}, views_of(model, model.master, "", buffers));
+    }
+    {
+        std::vector<std::vector<float>> buffers;
+        std::vector<TensorView> moments = views_of(model, model.m, "m.", buffers);
+        for (const TensorView& t : views_of(model, model.v, "v.", buffers)) moments.push_back(t);
+        write_safetensors(writing + "/optimizer.safetensors", {}, moments);
+    }
+    write_text_file(writing + "/config.json", config_json(c));
+    // Seeds can exceed what a JSON number holds exactly in some readers, so the loader's integers are strings.
+    std::string text = format_text("{\"step\": %lld", (long long)state.step);
+    text += format_text(",\n \"loader\": [\"%llu\", \"%llu\", \"%llu\", \"%llu\"]", (unsigned long long)state.loader.seed, (unsigned long long)state.loader.seq_len,
+                        (unsigned long long)state.loader.corpus_tokens, (unsigned long long)state.loader.next_sample);
+    if (std::isfinite(state.best_val_loss)) text += format_text(",\n \"best_val_loss\": %.17g", state.best_val_loss);
+    write_text_file(writing + "/state.json", text + ",\n \"options\": " + manifest_json(c) + "}\n");
+    sync_folder(writing);
+    if (std::rename(writing.c_str(), folder.c_str()) != 0) fail("cannot rename %s to %s: %s", writing.c_str(), folder.c_str(), std::strerror(errno));
+    sync_folder(c.out);
+    return folder;
+}
+
+// The newest checkpoint of a run's folder; a checkpoint's own folder is taken as it is; "" where there is none.
+static std::string newest_checkpoint(const std::string& folder) {
+    if (file_exists(folder + "/model.safetensors")) return folder;
+    std::string newest;
+    for (const std::string& path : glob_files(folder + "/step_????????"))
+        if (file_exists(path + "/model.safetensors")) newest = path;  // sorted by name, so by step
+    return newest;
+}
+
+template <class Dev>
+TrainState load_checkpoint(Model<Dev>& model, const std::string& folder) {
+    const std::string path = folder + "/state.json";
+    const Json root = parse_json(read_file(path), path);
+    TrainState state;
+    state.step = root.integer("step", path);
+    const std::vector<Json>& loader = root.array("loader", path);
+    uint64_t* fields[] = {&state.loader.seed, &state.loader.seq_len, &state.loader.corpus_tokens, &state.loader.next_sample};
+    if (loader.size() != 4 || state.step < 0) fail("%s: a step >= 0 and four loader integers were expected", path.c_str());
+    for (size_t i = 0; i < 4; i++) {
+        const std::string& text = loader[i].string(path + ": loader");
+        char* end = nullptr;
+        errno = 0;
+        *fields[i] = std::strtoull(text.c_str(), &end, 10);
+        if (text.empty() || text[0] < '0' || text[0] > '9' || *end || errno) fail("%s: loader[%zu] is '%s', expected an integer", path.c_str(), i, text.c_str());
+    }
+    if (root.find("best_val_loss")) state.best_val_loss = root.number("best_val_loss", path);
+    read_parameters(model, SafeTensors(folder + "/model.safetensors"));
+    const SafeTensors moments(folder + "/optimizer.safetensors");
+    read_moments(model, model.m, "m.", moments);
+    read_moments(model, model.v, "v.", moments);
+    return state;
+}
+
+// The options of a trained model, from a checkpoint, over the ones given (which say where the vocabulary lies, what to sample ...).
+static std::string read_trained_config(Config& c) {
+    if (c.from.empty()) fail_usage("--from is missing: the folder of a run, such as runs/tiny");
+    const std::string folder = newest_checkpoint(c.from);
+    if (folder.empty()) fail("--from %s holds no checkpoint: no step_*/model.safetensors in it", c.from.c_str());
+    read_config_json(c, folder + "/config.json");
+    if (c.vocab_dir.empty() && file_exists(folder + "/state.json")) {  // where training found it
+        const std::string path = folder + "/state.json";
+        const Json root = parse_json(read_file(path), path);
+        c.vocab_dir = root.get("options", path).string("vocab_dir", path);
+    }
+    return folder;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --dump-state: everything another program needs to compare itself with this one.
+
+template <class Dev>
+void dump_state(Model<Dev>& model, const Activations<Dev>& a, const std::vector<int32_t>& inputs, const std::vector<int32_t>& targets, const std::vector<float>& logits, double loss,
+                const std::string& command) {
+    const NsaShape& s = a.shape;
+    std::vector<std::vector<float>> buffers;
+    std::vector<TensorView> tensors = views_of(model, model.master, "", buffers);
+    for (const TensorView& t : views_of(model, model.grads, "grad.", buffers)) tensors.push_back(t);
+    const std::vector<int64_t> batch = {s.B, s.T};
+    tensors.push_back({"inputs", "I32", batch, inputs.data(), inputs.size() * 4});
+    tensors.push_back({"targets", "I32", batch, targets.data(), targets.size() * 4});
+    tensors.push_back(tensor_view("logits", {s.B, s.T, a.V}, logits.data()));
+    const float loss_value = float(loss);
+    tensors.push_back(tensor_view("loss", {1}, &loss_value));
+    std::vector<std::vector<uint8_t>> selections;
+    selections.reserve(a.layer.size());
+    for (size_t i = 0; !s.full && i < a.layer.size(); i++) {  // a byte per block
+        const size_t rows = size_t(s.B) * s.G * s.T, words = size_t(s.selection_words()), blocks = size_t(s.slc_blocks());
+        std::vector<uint32_t> masks(rows * words);
+        model.dev.copy(masks.data(), a.layer[i].selection, masks.size());
+        selections.emplace_back(rows * blocks);
+        for (size_t r = 0; r < rows; r++)
+            for (size_t j = 0; j < blocks; j++) selections.back()[r * blocks + j] = masks[r * words + j / 32] >> (j % 32) & 1;
+        tensors.push_back({format_text("layers.%zu.selection", i), "U8", {s.B, s.G, s.T, int64_t(blocks)}, selections.back().data(), rows * blocks});
+    }
+    write_safetensors(model.config.dump_state, {{"config", config_json(model.config)}, {"options", command}}, tensors);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Evaluation.
+
+struct EvalResult {
+    double loss = 0;           // mean over the tokens
+    double answer_loss = 0;    // mean over the answers of the synthetic corpus
+    uint64_t tokens = 0, answers = 0;
+    uint64_t bytes = 0;        // of the text that the targets stand for; 0 where unknown
+};
+
+// Mean loss over the first `batches` micro-batches of every rank, always the same samples in the same order.
+template <class Dev>
+EvalResult evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, int64_t batches, const World& world, const Tokenizer* tokenizer) {
+    const int B = a.shape.B, T = a.shape.T;
+    std::vector<int32_t> inputs(size_t(B) * T), targets(size_t(B) * T);
+    std::vector<uint8_t> answer(size_t(B) * T);
+    std::vector<typename Dev::Stat> losses(size_t(B) * T);
+    LoaderState start = loader.state();
+    start.next_sample = 0;
+    loader.restore(start);
+    double loss = 0, answer_loss = 0, tokens = 0, answers = 0, bytes = 0;
+    for (int64_t i = 0; i < batches; i++) {
+        loader.next_batch(inputs.data(), targets.data(), B, answer.data());
+        forward(model, a, inputs.data(), 0, T);
+        loss += classify(model, a, targets.data(), 0, false);
+        model.dev.copy(losses.data(), a.losses, losses.size());
+        for (size_t j = 0; j < losses.size(); j++) {
+            if (answer[j]) answer_loss += losses[j], answers++;
+            if (tokenizer) bytes += double(tokenizer->token_bytes(uint16_t(targets[j])));
+        }
+        tokens += double(losses.size());
+    }
+    EvalResult r;
+    r.tokens = uint64_t(world.sum(tokens)), r.answers = uint64_t(world.sum(answers)), r.bytes = uint64_t(world.sum(bytes));
+    r.loss = world.sum(loss) / double(r.tokens);
+    r.answer_loss = r.answers ? world.sum(answer_loss) / double(r.answers) : 0 * world.sum(answer_loss);
+    return r;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The training run.
+
+static double seconds_now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+static double peak_memory_mib() {
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return double(usage.ru_maxrss) / 1024;
+}
+
+static double available_memory_mib() {
+    std::ifstream in("/proc/meminfo");
+    std::string key;
+    double kib;
+    for (std::string rest; in >> key >> kib && std::getline(in, rest);)
+        if (key == "MemAvailable:") return kib / 1024;
+    return std::numeric_limits<double>::infinity();
+}
+
+// main.log in the form that plotting notebooks read ("s:<step> tel:<val loss>", "s:<step> trl:<train loss> lr:<lr> norm:<norm>"), and the same as JSON lines.
+struct RunLog {
+    FILE *text = nullptr, *json = nullptr;
+    RunLog(const std::string& folder, bool append) {
+        for (auto [file, name] : {std::make_pair(&text, "/main.log"), std::make_pair(&json, "/log.jsonl")}) {
+            *file = std::fopen((folder + name).c_str(), append ? "a" : "w");
+            if (!*file) fail("cannot open %s%s: %s", folder.c_str(), name, std::strerror(errno));
+        }
+    }
+    RunLog(const RunLog&) = delete;
+    RunLog& operator=(const RunLog&) = delete;
+    ~RunLog() { std::fclose(text), std::fclose(json); }
+    void line(FILE* file, const std::string& s) {
+        if (std::fprintf(file, "%s\n", s.c_str()) < 0 || std::fflush(file) != 0) fail("cannot write the run's log: %s", std::strerror(errno));
+    }
+};
+
+// Per layer: mean gate and share of each branch, the gates' entropy, selected blocks and how much of the importance fell on them; JSON.
+template <class Dev>
+std::string layer_statistics(const Activations<Dev>& a) {
+    const NsaShape& s = a.shape;
+    if (s.full) return "";
+    std::string text = ",\"layers\":[";
+    const size_t rows = s.query_rows();
+    std::vector<float> gate(3 * rows), chosen(size_t(s.B) * s.G * s.T);
+    std::vector<uint32_t> masks(size_t(s.B) * s.G * s.T * s.selection_words());
+    for (size_t i = 0; i < a.layer.size(); i++) {
+        a.dev.to_host(gate.data(), a.layer[i].gate, gate.size());
+        a.dev.copy(masks.data(), a.layer[i].selection, masks.size());
+        double mean[3] = {}, entropy = 0, importance = 0;
+        for (size_t r = 0; r < rows; r++) {
+            const double sum = gate[r] + gate[rows + r] + gate[2 * rows + r];
+            for (int b = 0; b < 3; b++) {
+                const double share = gate[b * rows + r] / sum;
+                mean[b] += gate[b * rows + r] / double(rows);
+                if (share > 0) entropy -= share * std::log(share) / double(rows);
+            }
+        }
+        const size_t words = size_t(s.selection_words()), queries = masks.size() / words;
+        uint64_t selected = 0, most = 0;
+        for (size_t q = 0; q < queries; q++) {
+            uint64_t count = 0;
+            for (size_t j = 0; j < words; j++) count += uint64_t(__builtin_popcount(masks[q * words + j]));
+            selected += count, most = std::max(most, count);
+        }
+        a.dev.to_host(chosen.data(), a.layer[i].chosen_importance, chosen.size());
+        for (float share : chosen) importance += share / double(chosen.size());
+        const double all = mean[0] + mean[1] + mean[2];
+        text += format_text("%s{\"gate\":[%.4f,%.4f,%.4f],\"gate_share\":[%.4f,%.4f,%.4f],\"gate_entropy\":%.4f,\"blocks_mean\":%.2f,\"blocks_max\":%llu,\"importance_selected\":%.4f}", i ? "," : "", mean[0],
+                            mean[1], mean[2], mean[0] / all, mean[1] / all, mean[2] / all, entropy, double(selected) / double(queries), (unsigned long long)most, importance);
+    }
+    return text + "]";
+}
+
+struct TrainData {
+    std::unique_ptr<DataLoader> train, val;
+    std::string described;
+};
+
+static std::vector<std::string> require_files(const char* option, const std::string& pattern) {
+    const std::vector<std::string> files = glob_files(pattern);
+    if (files.empty()) fail("--%s %s matches no file; make shards with: ./train_nsa tokenize --in FILE.txt --out PREFIX", option, pattern.c_str());
+    return files;
+}
+
+static LoaderOptions loader_options(const Config& c, const World& world, const char* name, bool shuffle) {
+    LoaderOptions o;
+    o.name = name, o.seq_len = int(c.seq_len), o.vocab_size = int(c.vocab_size), o.seed = uint64_t(c.seed), o.shuffle = shuffle, o.rank = world.rank, o.world_size = world.size;
+    return o;
+}
+
+static TokenSource synthetic_source(const Config& c, uint64_t tokens, uint64_t first_document) {
+    SyntheticCorpus corpus = synthetic_corpus(uint64_t(c.seed), tokens, first_document);
+    return memory_source("the synthetic corpus", std::move(corpus.tokens), std::move(corpus.is_answer), 0);
+}
+
+constexpr uint64_t SYNTHETIC_TOKENS = 1 << 22;  // 1024 steps of the tiny preset; the same whatever --steps is, so that a run can be prolonged
+
+static TrainData open_data(const Config& c, const World& world) {
+    TrainData data;
+    if (c.data == "synthetic") {
+        data.train = std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_source(c, SYNTHETIC_TOKENS, 0)}, loader_options(c, world, "--data", true));
+        if (c.val_data.empty()) {
+            const uint64_t val = uint64_t(c.eval_batches * c.total_batch) + uint64_t(c.seq_len) + 1;
+            data.val = std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_source(c, val, SYNTHETIC_FIRST_VALIDATION_DOCUMENT)}, loader_options(c, world, "--val-data", false));
+        }
+    } else {
+        const std::vector<std::string> files = require_files("data", c.data);
+        if (!c.val_data.empty()) check_disjoint(files, require_files("val-data", c.val_data));
+        data.train = std::make_unique<DataLoader>(open_shards(files), loader_options(c, world, "--data", true));
+    }
+    if (!c.val_data.empty()) data.val = std::make_unique<DataLoader>(open_shards(require_files("val-data", c.val_data)), loader_options(c, world, "--val-data", false));
+    data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
+    return data;
+}
+
+// A folder for the run. An earlier run's is never written over: without --resume it is moved aside.
+static void prepare_run_folder(const Config& c, bool resuming) {
+    if (!resuming && (file_exists(c.out + "/main.log") || !newest_checkpoint(c.out).empty())) {
+        int n = 1;
+        while (file_exists(c.out + "." + std::to_string(n))) n++;
+        const std::string aside = c.out + "." + std::to_string(n);
+        if (std::rename(c.out.c_str(), aside.c_str()) != 0) fail("cannot move the earlier run %s to %s: %s", c.out.c_str(), aside.c_str(), std::strerror(errno));
+        std::printf("out:    %s (the earlier run there was moved to %s; --resume would continue it)\n", c.out.c_str(), aside.c_str());
+    } else {
+        std::printf("out:    %s%s\n", c.out.c_str(), resuming ? ", resumed" : "");
+    }
+    make_folders(c.out);
+    write_text_file(c.out + "/run.json", manifest_json(c));
+}
+
+static void require_same_model(const Config& c, const std::string& checkpoint) {
+    const std::string path = checkpoint + "/config.json";
+    const Json saved = parse_json(read_file(path), path), asked = parse_json(config_json(c), "this run's options");
+    for (size_t i = 0; i < asked.keys.size(); i++) {
+        const Json& now = asked.items[i];
+        const Json& then = saved.get(asked.keys[i], path);
+        const bool same = now.kind == Json::String ? then.string(path) == now.text : then.number(path) == now.number_value;
+        if (!same)
+            fail("cannot resume from %s: %s is %s there and %s in this run; give the same model options", path.c_str(), asked.keys[i].c_str(),
+                 then.kind == Json::String ? then.text.c_str() : format_text("%g", then.number_value).c_str(), now.kind == Json::String ? now.text.c_str() : format_text("%g", now.number_value).c_str());
+    }
+}
+
+// One optimiser step's gradients: accumulation over micro-steps, the sum over ranks. Returns the mean loss of the global batch.
+template <class Dev>
+double accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const World& world) {
+    const Config& c = model.config;
+    const int B = a.shape.B, T = a.shape.T;
+    const int64_t micro_steps = c.total_batch / (c.seq_len * B * world.size);
+    std::vector<int32_t> inputs(size_t(B) * T), targets(size_t(B) * T);
+    model.dev.zero(model.grads, model.table.total);
+    double loss = 0;
+    for (int64_t i = 0; i < micro_steps; i++) {
+        loader.next_batch(inputs.data(), targets.data(), B);
+        a.collect_statistics = i + 1 == micro_steps && world.rank == 0;
+        forward(model, a, inputs.data(), 0, T);
+        loss += classify(model, a, targets.data(), 1 / double(c.total_batch), true);  // so that the sum over everything is the mean
+        backward(model, a);
+    }
+    a.collect_statistics = false;
+    world.sum(model.grads, model.table.total);
+    return world.sum(loss) / double(c.total_batch);
+}
+
+template <class Dev>
+void dump_first_batch(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const std::string& command) {
+    const Config& c = model.config;
+    std::vector<int32_t> inputs(size_t(c.total_batch)), targets(size_t(c.total_batch));
+    std::vector<float> logits;
+    loader.next_batch(inputs.data(), targets.data(), a.shape.B);
+    forward(model, a, inputs.data(), 0, a.shape.T);
+    const double loss = classify(model, a, targets.data(), 1 / double(c.total_batch), true, &logits) / double(c.total_batch);
+    backward(model, a);
+    dump_state(model, a, inputs, targets, logits, loss, command);
+    std::printf("state:  loss %.6f, written to %s; compare it with: python3 dev/reference.py compare %s\n", loss, c.dump_state.c_str(), c.dump_state.c_str());
+}
+
+static std::string duration_text(double seconds) {
+    const long s = long(seconds + 0.5);
+    return s < 3600 ? format_text("%ld:%02ld", s / 60, s % 60) : format_text("%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
+}
+
+// What a reader wants to know before the first step, one line each: device, model, data, batch, memory.
+template <class Dev>
+void print_run(const Config& c, const TensorTable& table, const TrainData& data, const World& world, int threads, bool data_given) {
+    std::printf("device: CPU, %s, %d thread%s per rank, %d rank%s on %s, GEMM: %s; --device %s and this build holds no CUDA engine\n", Dev::name, threads, threads == 1 ? "" : "s", world.size,
+                world.size == 1 ? "" : "s", world.host.c_str(), gemm_name(), c.device.c_str());
+    std::printf("model:  %s, %lld parameters (%lld layers, width %lld, %s attention), %s\n", c.model.c_str(), (long long)table.parameters, (long long)c.layers, (long long)c.dim, c.attention.c_str(),
+                c.init == "random" ? "every tensor random" : "standard initialisation");
+    std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n", c.data == "synthetic" ? "the built-in synthetic corpus" : c.data.c_str(), data_given ? "" : ", because no --data was given",
+                data.train->describe().c_str(), c.tokenizer.c_str(), (long long)c.vocab_size);
+    if (c.data == "synthetic" && c.tokenizer == "gpt2") std::printf("        its bytes are taken as the token ids 0..255: good for timing, not for learning GPT-2's tokens\n");
+    if (!data.val) std::printf("        no validation: --val-data was not given\n");
+    else std::printf("valid.: %s\n", data.val->describe().c_str());
+    std::printf("batch:  %lld tokens a step = %lld sequences of %lld x %d ranks x %lld micro-steps; %lld steps, %s schedule\n", (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len, world.size,
+                (long long)(c.total_batch / (c.batch * c.seq_len * world.size)), (long long)c.steps, c.schedule.c_str());
+}
+
+template <class Dev>
+struct Run {
+    Dev dev;
+    Config config;
+    World& world;
+    TrainData data;
+    std::unique_ptr<Tokenizer> tokenizer;
+    Model<Dev> model;
+    std::unique_ptr<Activations<Dev>> activations;
+    std::unique_ptr<RunLog> log;  // rank 0
+    TrainState state;
+
+    Run(const Config& c, World& w) : config(c), world(w), data(open_data(c, w)), tokenizer(load_tokenizer(c)), model(dev, c, true) {}
+
+    void validate() {
+        if (!data.val) return;
+        // The same validation tokens whatever the ranks and micro-batch, as far as there are so many.
+        const int64_t per_micro_step = config.batch * world.size, wanted = config.eval_batches * config.total_batch / config.seq_len;
+        const int64_t batches = std::min<int64_t>(wanted, int64_t(data.val->samples_per_epoch())) / per_micro_step;
+        if (batches == 0) fail("--val-data: %llu samples of --seq-len %lld are fewer than one micro-batch of %lld on %d ranks", (unsigned long long)data.val->samples_per_epoch(), (long long)config.seq_len, (long long)config.batch, world.size);
+        const EvalResult r = evaluate(model, *activations, *data.val, batches, world, tokenizer.get());
+        state.best_val_loss = std::min(state.best_val_loss, r.loss);
+        if (world.rank != 0) return;
+        std::string line = format_text("step %04lld | val loss %.4f", (long long)state.step, r.loss), fields = format_text("{\"step\":%lld,\"val_loss\":%.6f,\"val_tokens\":%llu", (long long)state.step, r.loss, (unsigned long long)r.tokens);
+        if (r.bytes) line += format_text(" | bits/byte %.4f", r.loss * double(r.tokens) / std::log(2.0) / double(r.bytes)), fields += format_text(",\"bits_per_byte\":%.6f", r.loss * double(r.tokens) / std::log(2.0) / double(r.bytes));
+        if (r.answers) line += format_text(" | recall loss %.4f (chance %.4f)", r.answer_loss, std::log(10.0)), fields += format_text(",\"recall_loss\":%.6f", r.answer_loss);
+        std::printf("%s\n", line.c_str());
+        log->line(log->text, format_text("s:%lld tel:%.6f", (long long)state.step, r.loss));
+        log->line(log->json, fields + "}");
+    }
+
+    void sample() {
+        if (world.rank != 0 || config.sample_tokens == 0) return;
+        if (!tokenizer) {
+            std::printf("no sample: --vocab-dir is needed to turn gpt2 tokens into text\n");
+            return;
+        }
+        std::printf("--- sample at step %lld, %lld tokens ---\n", (long long)state.step, (long long)config.sample_tokens);
+        print_sample(model, *tokenizer, config, config.sample_tokens);
+        std::printf("---\n");
+    }
+
+    void save() {
+        state.loader = data.train->state();
+        if (world.rank == 0) std::printf("saved %s\n", save_checkpoint(model, config, state).c_str());
+    }
+
+    void step(double& tokens_per_second, double started, int64_t first_step) {
+        const double begin = seconds_now();
+        const double loss = accumulate_gradients(model, *activations, *data.train, world);
+        const double lr = learning_rate(config, state.step + 1);
+        const double norm = update(model, state.step + 1, lr);
+        if (!std::isfinite(loss) || !std::isfinite(norm))
+            fail("step %lld: loss %g, gradient norm %g: not finite; the weights are those of step %lld, its last checkpoint lies under %s; lower --lr or look at the data", (long long)(state.step + 1),
+                 loss, norm, (long long)state.step, config.out.c_str());
+        state.step++;
+        const double now = seconds_now(), seconds = now - begin;
+        tokens_per_second = double(config.total_batch) / seconds;
+        if (world.rank != 0) return;
+        const double left = (now - started) / double(state.step - first_step) * double(config.steps - state.step);
+        std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s\n", (long long)state.step, loss, lr, tokens_per_second, norm, seconds * 1e3, duration_text(left).c_str());
+        std::fflush(stdout);
+        log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)state.step, loss, lr, norm));
+        log->line(log->json, format_text("{\"step\":%lld,\"time\":%.3f,\"loss\":%.6f,\"lr\":%.6e,\"grad_norm\":%.6f,\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%lld,\"epoch\":%.4f,\"peak_memory_mib\":%.1f",
+                                         (long long)state.step, double(std::time(nullptr)), loss, lr, norm, seconds * 1e3, tokens_per_second, (long long)(state.step * config.total_batch),
+                                         double(data.train->state().next_sample) / double(data.train->samples_per_epoch()), peak_memory_mib()) + layer_statistics(*activations) + "}");
+    }
+
+    void train(const std::string& command, const std::set<std::string>& given, int threads) {
+        const Config& c = config;
+        const std::string checkpoint = c.resume ? newest_checkpoint(c.out) : "";
+        if (world.rank == 0) print_run<Dev>(c, model.table, data, world, threads, given.count("data"));
+        if (!checkpoint.empty()) require_same_model(c, checkpoint);
+        const double params_mib = double(model.table.total * Model<Dev>::element_bytes) / (1 << 20);
+        activations = std::make_unique<Activations<Dev>>(dev, c, c.batch, c.seq_len, true);
+        const double activations_mib = double(activations->bytes) / (1 << 20), available = available_memory_mib();
+        if (world.rank == 0) std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", params_mib, activations_mib);
+        if ((params_mib + activations_mib) * world.local_size > available)
+            fail("%.0f MiB per rank are needed, %.0f MiB are available for %d ranks: choose a smaller --batch (now %lld) or --seq-len (now %lld)", params_mib + activations_mib, available, world.local_size,
+                 (long long)c.batch, (long long)c.seq_len);
+        if (checkpoint.empty()) {
+            model.initialise();
+        } else {
+            state = load_checkpoint(model, checkpoint);
+            data.train->restore(state.loader);
+        }
+        if (!c.dump_state.empty()) return dump_first_batch(model, *activations, *data.train, command);
+        if (world.rank == 0) {
+            prepare_run_folder(c, !checkpoint.empty());
+            log = std::make_unique<RunLog>(c.out, !checkpoint.empty());
+            if (!checkpoint.empty()) std::printf("resume: %s, step %lld\n", checkpoint.c_str(), (long long)state.step);
+            else if (c.resume) std::printf("resume: nothing to resume under %s, this run starts at step 0\n", c.out.c_str());
+        }
+        const double started = seconds_now();
+        const int64_t first_step = state.step;
+        std::vector<double> speed;
+        if (first_step == 0) validate();
+        while (state.step < c.steps) {
+            double tokens_per_second = 0;
+            step(tokens_per_second, started, first_step);
+            speed.push_back(tokens_per_second);
+            const bool last = state.step == c.steps;
+            if (last || (c.eval_every && state.step % c.eval_every == 0)) validate();
+            if (last || (c.save_every && state.step % c.save_every == 0)) save();
+            if (last || (c.sample_every && state.step % c.sample_every == 0)) sample();
+        }
+        if (world.rank != 0) return;
+        std::sort(speed.begin(), speed.end());
+        std::printf("done:   %lld steps in %s, median %.0f tokens/s, peak memory %.0f MiB%s\n", (long long)state.step, duration_text(seconds_now() - started).c_str(), speed.empty() ? 0.0 : speed[speed.size() / 2],
+                    peak_memory_mib(), world.size > 1 ? " on rank 0" : "");
+        std::printf("next:   ./train_nsa sample --from %s --prompt \"...\"\n", c.out.c_str());
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The verbs.
+
+// Threads of this rank; the device is named in errors and at the start of a run.
+static int choose_device(const Config& c, const World& world) {
+    if (c.device == "cuda") fail_usage("--device cuda: this build holds no CUDA engine; use --device cpu or auto");
+    const int threads = c.threads ? int(c.threads) : std::max(1, usable_processors() / world.local_size);
+    omp_set_num_threads(threads);
+    return threads;
+}
+
+static void run_train(Config& c, const std::set<std::string>& given, World& world, const std::string& command) {
+    apply_preset(c, given);
+    validate_model(c, "options");
+    resolve_batch(c, given, world);
+    const int threads = choose_device(c, world);
+    if (!c.dump_state.empty() && (world.size > 1 || c.batch * c.seq_len != c.total_batch))
+        fail_usage("--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld", (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
+    Run<Cpu<float>> run(c, world);
+    run.train(command, given, threads);
+}
+
+static void run_tokenize(const Config& c) {
+    if (c.in.empty()) fail_usage("tokenize: --in is missing: one or more .txt or .jsonl files");
+    if (c.out.empty()) fail_usage("tokenize: --out is missing: the prefix of the shards, such as data/my");
+    TokenizeOptions o;
+    o.in = c.in, o.out = c.out, o.tokenizer = c.tokenizer.empty() ? "gpt2" : c.tokenizer, o.vocab_dir = c.vocab_dir, o.val_fraction = c.val_fraction, o.shard_tokens = uint64_t(c.shard_tokens);
+    o.split_documents = c.split_documents, o.threads = c.threads ? int(c.threads) : usable_processors();
+    tokenize_files(o);
+}
+
+static void run_sample(Config c, World& world) {
+    const std::string folder = read_trained_config(c);
+    choose_device(c, world);
+    const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(c);
+    if (!tokenizer) fail_usage("sample: --vocab-dir is missing: this model writes gpt2 tokens");
+    Cpu<float> dev;
+    Model<Cpu<float>> model(dev, c, false);
+    read_parameters(model, SafeTensors(folder + "/model.safetensors"));
+    print_sample(model, *tokenizer, c, c.tokens);
+}
+
+static void run_eval(Config c, const std::set<std::string>& given, World& world) {
+    const std::string folder = read_trained_config(c);
+    choose_device(c, world);
+    if (c.val_data.empty()) fail_usage("eval: --val-data is missing: a glob of validation shards, in quotes");
+    if (!given.count("batch")) c.batch = 1;
+    const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(c);
+    DataLoader loader(open_shards(require_files("val-data", c.val_data)), loader_options(c, world, "--val-data", false));
+    Cpu<float> dev;
+    Model<Cpu<float>> model(dev, c, false);
+    read_parameters(model, SafeTensors(folder + "/model.safetensors"));
+    Activations<Cpu<float>> a(dev, c, c.batch, c.seq_len, false);
+    const int64_t all = int64_t(loader.samples_per_epoch()) / (c.batch * world.size), batches = given.count("eval-batches") ? std::min(all, c.eval_batches) : all;
+    if (batches == 0) fail("--val-data: %llu samples of %lld tokens are fewer than --batch %lld on %d ranks", (unsigned long long)loader.samples_per_epoch(), (long long)c.seq_len, (long long)c.batch, world.size);
+    const EvalResult r = evaluate(model, a, loader, batches, world, tokenizer.get());
+    if (world.rank != 0) return;
+    std::printf("%s on %llu tokens (%llu of %llu samples of %lld): loss %.4f, perplexity %.3f", folder.c_str(), (unsigned long long)r.tokens, (unsigned long long)(r.tokens / uint64_t(c.seq_len)),
+                (unsigned long long)loader.samples_per_epoch(), (long long)c.seq_len, r.loss, std::exp(r.loss));
+    if (r.bytes) std::printf(", bits per byte %.4f\n", r.loss * double(r.tokens) / std::log(2.0) / double(r.bytes));
+    else std::printf("; bits per byte are unknown without --vocab-dir\n");
+}
+
+// A small model in fp64: per tensor a random direction, central differences of the loss against the backward pass. Returns the worst
+// difference relative to the gradient's root mean square. A step of 1e-5 leaves rounding of about 1e-8 and less truncation.
+static double gradient_self_test() {
+    const char* arguments[] = {"train_nsa", "--init", "random", "--layers", "2", "--dim", "24", "--heads", "4", "--head-dim", "6", "--seq-len", "70", "--phi-hidden", "5",
+                               "--mlp-hidden", "40", "--slc-count", "4", "--slc-block", "8", "--cmp-block", "8", "--cmp-stride", "4", "--window", "9"};
+    std::set<std::string> given;
+    Config c = parse_options(int(std::size(arguments)), arguments, given);
+    apply_preset(c, given);
+    Cpu<double> dev;
+    Model<Cpu<double>> model(dev, c, true);
+    Activations<Cpu<double>> a(dev, c, 2, c.seq_len, true);
+    model.initialise();
+    std::vector<int32_t> inputs(size_t(2 * c.seq_len)), targets(inputs.size());
+    for (size_t i = 0; i < inputs.size(); i++) {
+        inputs[i] = int32_t(random_below(256, 1, random_stream(RANDOM_TEST), i));
+        targets[i] = int32_t(random_below(256, 2, random_stream(RANDOM_TEST), i));
+    }
+    auto loss = [&](bool gradient) {
+        forward(model, a, inputs.data(), 0, int(c.seq_len));
+        return classify(model, a, targets.data(), 1.0, gradient);
+    };
+    loss(true);
+    backward(model, a);
+    const double step = 1e-5;
+    double worst = 0;
+    for (size_t index = 0; index < model.table.specs.size(); index++) {
+        const TensorSpec& t = model.table.specs[index];
+        const std::vector<double> saved(model.params + t.offset, model.params + t.offset + t.size);
+        std::vector<double> direction(t.size);
+        double slope = 0, square = 0, value[2];
+        for (size_t i = 0; i < t.size; i++) {
+            const double g = model.grads[t.offset + i];
+            direction[i] = random_normal(3, random_stream(RANDOM_TEST, index), i);
+            slope += direction[i] * g, square += g * g;
+        }
+        for (int side = 0; side < 2; side++) {
+            for (size_t i = 0; i < t.size; i++) model.params[t.offset + i] = saved[i] + (side ? -step : step) * direction[i];
+            value[side] = loss(false);
+        }
+        std::copy(saved.begin(), saved.end(), model.params + t.offset);
+        worst = std::max(worst, std::fabs((value[0] - value[1]) / (2 * step) - slope) / std::sqrt(square));
+    }
+    return worst;
+}
+
+static int run_check(const Config& c, World& world) {
+    const int threads = choose_device(c, world);
+    const auto yes = [](bool there) { return there ? "\u2713" : "\u2717"; };
+#if defined(__CUDACC__)
+    const std::string compiler = format_text("nvcc %d.%d over g++ %s", __CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__, __VERSION__);
+#elif defined(__clang__)
+    const std::string compiler = __VERSION__;
+#else
+    const std::string compiler = std::string("g++ ") + __VERSION__;
+#endif
+    std::printf("%s compiler     %s, vectors of %d bytes\n", yes(true), compiler.c_str(), VECTOR_BYTES);
+    std::printf("%s CPU engine   %d of %d usable processors, %s\n", yes(true), threads, usable_processors(), gemm_name());
+    std::printf("%s CUDA engine  not in this build\n", yes(false));
+    std::printf("%s MPI          %s\n", yes(mpi_name()), mpi_name() ? mpi_name() : "not in this build: one process only; make deps && make train_nsa");
+    std::printf("%s NCCL         not in this build: gradients are summed by MPI\n", yes(false));
+#ifdef USE_DNNL
+    const dnnl_version_t* v = dnnl_version();
+    std::printf("%s oneDNN       %d.%d.%d\n", yes(true), v->major, v->minor, v->patch);
+#else
+    std::printf("%s oneDNN       not in this build: the GEMMs are our own\n", yes(false));
+#endif
+    std::printf("  memory       %.0f MiB available\n", available_memory_mib());
+    bool good = true;
+    const std::vector<std::string> shards = glob_files("data/*_train_*.bin");
+    std::printf("%s data         %s\n", yes(!shards.empty()), shards.empty() ? "no data/*_train_*.bin: the built-in synthetic corpus is used" : format_text("%zu training shards in data/, the first %s", shards.size(), shards[0].c_str()).c_str());
+    try {
+        if (!shards.empty()) open_shards(shards);
+        if (c.vocab_dir.empty()) std::printf("%s vocabulary   bytes; GPT-2's is looked for in --vocab-dir, which was not given\n", yes(true));
+        else std::printf("%s vocabulary   %s\n", yes(true), Tokenizer::gpt2(c.vocab_dir).describe().c_str());
+    } catch (const Error& e) {
+        good = false;
+        std::printf("%s %s\n", yes(false), e.what());
+    }
+    const double limit = 1e-6, worst = gradient_self_test();
+    good = good && worst < limit;
+    std::printf("%s gradients    worst error of the fp64 self-test %.1e, limit %.0e\n", yes(worst < limit), worst, limit);
+    return good ? 0 : 1;
+}
+
+[[maybe_unused]] static int run_verb(int argc, char** argv, World& world) {
+    std::set<std::string> given;
+    Config c = parse_options(argc, argv, given);
+    std::string command;
+    for (int i = 0; i < argc; i++) command += (i ? " " : "") + std::string(argv[i]);
+    if (c.help) return print_help(std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return c.verb == v.name; })->verb), 0;
+    if (world.size > 1 && c.verb != "train" && c.verb != "eval") fail_usage("'%s' runs in one process: start it without mpirun", c.verb.c_str());
+    if (c.verb == "train") return run_train(c, given, world, command), 0;
+    if (c.verb == "tokenize") return run_tokenize(c), 0;
+    if (c.verb == "sample") return run_sample(c, world), 0;
+    if (c.verb == "eval") return run_eval(c, given, world), 0;
+    return run_check(c, world);
+}
+
+#ifndef NSA_WITHOUT_MAIN  // test_nsa.cu includes this file
+// An error is one line on stderr; under mpirun it names the rank and ends the other ranks too.
+static int print_error(const World* world, int status, const char* text) {
+    std::fflush(stdout);
+    if (world && world->size > 1) std::fprintf(stderr, "train_nsa: rank %d on %s: error: %s\n", world->rank, world->host.c_str(), text);
+    else std::fprintf(stderr, "train_nsa: error: %s\n", text);
+    if (world) world->abort(status);
+    return status;
+}
+
+int main(int argc, char** argv) {
+    let_waiting_threads_sleep(argv);
+    std::unique_ptr<World> world;
+    try {
+        world = std::make_unique<World>();
+        const int status = run_verb(argc, argv, *world);
+        world->finish();
+        return status;
+    } catch (const Error& e) {
+        return print_error(world.get(), e.status, e.what());
+    } catch (const std::exception& e) {
+        return print_error(world.get(), 1, e.what());
+    }
+}
+#endif
