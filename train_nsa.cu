@@ -154,7 +154,7 @@ struct Preset {
 // tiny learns the synthetic corpus in a minute on two cores; 125m is the model of the paper's kind, of GPT-2 small's size.
 static const Preset PRESETS[] = {
     // name   L   C    H   G  D   l   d   l'  n   w    F    M     tokenizer  B   T     total   steps  warmup eval save  lr
-    {"tiny",  2,  128, 4,  2, 32, 16, 8,  16, 6,  64,  32,  512,  "bytes",   8,  512,  4096,   200,   20,    50,  0,    2e-3},
+    {"tiny",  2,  128, 4,  2, 32, 16, 8,  16, 6,  64,  32,  512,  "bytes",   8,  512,  4096,   300,   20,    100, 0,    2e-3},
     {"125m",  12, 768, 12, 2, 64, 32, 16, 64, 16, 512, 128, 3072, "gpt2",    16, 2048, 524288, 19000, 700,   250, 1000, 6e-4},
 };
 
@@ -319,22 +319,23 @@ static void validate_model(const Config& c, const char* where) {
 // Batch sizes: what was not given follows from the preset, the device and the number of ranks; what was given must fit together.
 static void resolve_batch(Config& c, const std::set<std::string>& given, const World& world) {
     const Preset& p = preset_of(c);
-    const bool fits_cpu = c.model == "tiny";  // half a million tokens a step are hours on a CPU: there one sequence per rank, unless told otherwise
-    const int64_t most = fits_cpu ? p.batch : 1;
-    const int64_t sequences = given.count("total-batch") ? c.total_batch / c.seq_len
-                              : given.count("batch")     ? std::max<int64_t>(c.batch * world.size, fits_cpu ? p.total_batch / c.seq_len / (c.batch * world.size) * (c.batch * world.size) : 0)
-                              : fits_cpu                 ? std::max<int64_t>(p.total_batch / c.seq_len / world.size, 1) * world.size
-                                                         : world.size;
-    if (given.count("total-batch") && c.total_batch % c.seq_len)
-        fail_usage("--total-batch %lld is not a multiple of --seq-len %lld", (long long)c.total_batch, (long long)c.seq_len);
+    const bool small = c.model == "tiny";  // half a million tokens a step are hours on a CPU: there one sequence per rank, unless told otherwise
+    int64_t sequences = small ? p.total_batch / c.seq_len : 1;
+    if (given.count("total-batch")) {
+        sequences = c.total_batch / c.seq_len;
+        if (c.total_batch % c.seq_len) fail_usage("--total-batch %lld is not a multiple of --seq-len %lld", (long long)c.total_batch, (long long)c.seq_len);
+    } else {
+        const int64_t unit = world.size * (given.count("batch") ? c.batch : 1);
+        sequences = std::max<int64_t>(sequences / unit, 1) * unit;
+    }
     c.total_batch = sequences * c.seq_len;
+    const int64_t per_rank = sequences / world.size;
     if (sequences % world.size)
         fail_usage("--total-batch %lld is %lld sequences of --seq-len %lld, not divisible by %d ranks", (long long)c.total_batch, (long long)sequences, (long long)c.seq_len, world.size);
     if (!given.count("batch"))
-        for (c.batch = std::min(most, sequences / world.size); sequences / world.size % c.batch; c.batch--) {}
-    if (sequences / world.size % c.batch)
-        fail_usage("--total-batch %lld is %lld sequences for each of %d ranks, not divisible by --batch %lld", (long long)c.total_batch, (long long)(sequences / world.size), world.size,
-                   (long long)c.batch);
+        for (c.batch = std::min(small ? p.batch : 1, per_rank); per_rank % c.batch; c.batch--) {}
+    if (per_rank % c.batch)
+        fail_usage("--total-batch %lld is %lld sequences for each of %d ranks, not divisible by --batch %lld", (long long)c.total_batch, (long long)per_rank, world.size, (long long)c.batch);
 }
 
 // The options that make the model: its config.json.
@@ -1219,8 +1220,11 @@ double accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& 
 }
 
 template <class Dev>
-void dump_first_batch(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const std::string& command) {
+void dump_first_batch(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const std::set<std::string>& given) {
     const Config& c = model.config;
+    std::string command = "./train_nsa";  // the same parameters and batch again, from the options alone
+    for (const Option& o : option_table())
+        if (given.count(o.name) && std::strcmp(o.name, "dump-state")) command += " --" + std::string(o.name) + " " + value_text(c, o);
     std::vector<int32_t> inputs(size_t(c.total_batch)), targets(size_t(c.total_batch));
     std::vector<float> logits;
     loader.next_batch(inputs.data(), targets.data(), a.shape.B);
@@ -1320,25 +1324,25 @@ struct Run {
                                          double(data.train->state().next_sample) / double(data.train->samples_per_epoch()), peak_memory_mib()) + layer_statistics(*activations) + "}");
     }
 
-    void train(const std::string& command, const std::set<std::string>& given, int threads) {
+    void train(const std::set<std::string>& given, int threads) {
         const Config& c = config;
         const std::string checkpoint = c.resume ? newest_checkpoint(c.out) : "";
         if (world.rank == 0) print_run<Dev>(c, model.table, data, world, threads, given.count("data"));
         if (!checkpoint.empty()) require_same_model(c, checkpoint);
-        const double params_mib = double(model.table.total * Model<Dev>::element_bytes) / (1 << 20);
+        const double params_mib = double(model.table.total * Model<Dev>::element_bytes) / (1 << 20), available = available_memory_mib();
         activations = std::make_unique<Activations<Dev>>(dev, c, c.batch, c.seq_len, true);
-        const double activations_mib = double(activations->bytes) / (1 << 20), available = available_memory_mib();
+        const double activations_mib = double(activations->bytes) / (1 << 20);
         if (world.rank == 0) std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", params_mib, activations_mib);
-        if ((params_mib + activations_mib) * world.local_size > available)
-            fail("%.0f MiB per rank are needed, %.0f MiB are available for %d ranks: choose a smaller --batch (now %lld) or --seq-len (now %lld)", params_mib + activations_mib, available, world.local_size,
-                 (long long)c.batch, (long long)c.seq_len);
+        if (activations_mib * world.local_size > available)  // the parameters are already there
+            fail("%.0f MiB of activations per rank are needed, %.0f MiB are left for the %d ranks of this machine: choose a smaller --batch (now %lld) or --seq-len (now %lld)", activations_mib, available,
+                 world.local_size, (long long)c.batch, (long long)c.seq_len);
         if (checkpoint.empty()) {
             model.initialise();
         } else {
             state = load_checkpoint(model, checkpoint);
             data.train->restore(state.loader);
         }
-        if (!c.dump_state.empty()) return dump_first_batch(model, *activations, *data.train, command);
+        if (!c.dump_state.empty()) return dump_first_batch(model, *activations, *data.train, given);
         if (world.rank == 0) {
             prepare_run_folder(c, !checkpoint.empty());
             log = std::make_unique<RunLog>(c.out, !checkpoint.empty());
@@ -1377,7 +1381,7 @@ static int choose_device(const Config& c, const World& world) {
     return threads;
 }
 
-static void run_train(Config& c, const std::set<std::string>& given, World& world, const std::string& command) {
+static void run_train(Config& c, const std::set<std::string>& given, World& world) {
     apply_preset(c, given);
     validate_model(c, "options");
     resolve_batch(c, given, world);
@@ -1385,7 +1389,7 @@ static void run_train(Config& c, const std::set<std::string>& given, World& worl
     if (!c.dump_state.empty() && (world.size > 1 || c.batch * c.seq_len != c.total_batch))
         fail_usage("--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld", (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
     Run<Cpu<float>> run(c, world);
-    run.train(command, given, threads);
+    run.train(given, threads);
 }
 
 static void run_tokenize(const Config& c) {
@@ -1516,11 +1520,9 @@ static int run_check(const Config& c, World& world) {
 [[maybe_unused]] static int run_verb(int argc, char** argv, World& world) {
     std::set<std::string> given;
     Config c = parse_options(argc, argv, given);
-    std::string command;
-    for (int i = 0; i < argc; i++) command += (i ? " " : "") + std::string(argv[i]);
     if (c.help) return print_help(std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return c.verb == v.name; })->verb), 0;
     if (world.size > 1 && c.verb != "train" && c.verb != "eval") fail_usage("'%s' runs in one process: start it without mpirun", c.verb.c_str());
-    if (c.verb == "train") return run_train(c, given, world, command), 0;
+    if (c.verb == "train") return run_train(c, given, world), 0;
     if (c.verb == "tokenize") return run_tokenize(c), 0;
     if (c.verb == "sample") return run_sample(c, world), 0;
     if (c.verb == "eval") return run_eval(c, given, world), 0;

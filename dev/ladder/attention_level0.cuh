@@ -247,6 +247,7 @@ __global__ void __launch_bounds__(32) select_kernel(uint32_t* selection, float* 
                 const int other_block = __shfl_xor_sync(ALL, best_block, flip);
                 if (other > best || (other == best && other_block < best_block)) best = other, best_block = other_block;
             }
+            __syncwarp();  // all have looked
             if (lane == 0 && best_block <= last) take(best_block), chosen += best;  // NaN importances are never the best
             __syncwarp();
         }

@@ -14,11 +14,11 @@ fail() {
 # A few hundred thousand parameters or less each, so that test_nsa repeats a step in well under a second.
 declare -A configs=(
     # h = 3; blocks in the paper's proportions; T > w, no multiple of any block; from token 64 on the selection has a choice
-    [nsa]="--seed 1 --batch 2 --seq-len 200 --total-batch 400 --attention nsa --layers 2 --dim 96 --heads 6 --kv-groups 2 --head-dim 16
+    [nsa]="--seed 2 --batch 2 --seq-len 200 --total-batch 400 --attention nsa --layers 2 --dim 96 --heads 6 --kv-groups 2 --head-dim 16
            --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 24 --phi-hidden 24 --mlp-hidden 384"
     # the paper's own blocks 32/16/64, one group of 6 heads; from token 256 on the selection has a choice
-    [nsa_paper]="--seed 2 --batch 1 --seq-len 520 --total-batch 520 --attention nsa --layers 2 --dim 64 --heads 6 --kv-groups 1 --head-dim 16
-           --cmp-block 32 --cmp-stride 16 --slc-block 64 --slc-count 4 --window 128 --phi-hidden 16 --mlp-hidden 256"
+    [nsa_paper]="--seed 2 --batch 1 --seq-len 520 --total-batch 520 --attention nsa --layers 2 --dim 64 --heads 6 --kv-groups 1
+           --head-dim 16 --cmp-block 32 --cmp-stride 16 --slc-block 64 --slc-count 4 --window 128 --phi-hidden 16 --mlp-hidden 256"
     # every head its own group; compression blocks side by side
     [nsa_h1]="--seed 3 --batch 2 --seq-len 150 --total-batch 300 --attention nsa --layers 2 --dim 64 --heads 4 --kv-groups 4 --head-dim 16
            --cmp-block 8 --cmp-stride 8 --slc-block 16 --slc-count 5 --window 24 --phi-hidden 16 --mlp-hidden 256"

@@ -4,7 +4,6 @@
 // Error limits come with the oracles' Numbers, which derive them from the number format and the lengths of the sums; finite differences
 // state theirs in check_gradient. No limit is written by hand here unless its derivation stands beside it.
 #pragma once
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -650,12 +649,12 @@ struct AttentionInputs {
     }
 };
 
-// Forward, backward and combination of all branches for one selection (nullptr: the engine's own, checked too).
 template <class real>
 void check_selection(const uint32_t* found, const real* share, const real* q, const real* kc, const real* lse, const NsaShape& s);
 
+// Forward of each branch, selection, combination; in training shapes the backward too, as one chain from the same inputs as the oracle's.
 template <class real>
-void check_attention(const NsaShape& s, double score_scale = 1, double extreme_gates = false) {
+void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gates = false) {
     using Num = oracle::Number<real>;
     const ShapeReport report{s, Cpu<real>::name};
     Random random(90);

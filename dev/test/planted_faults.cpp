@@ -294,7 +294,7 @@ static const Planted faults[] = {
     {"cp.async waits for too few groups", matmul<WAITS_FOR_TOO_FEW>, "matmul_tiles", WRONG, UNWRITTEN},
     {"a cp.async group is not committed", matmul<NO_COMMIT>, "matmul_tiles", WRONG, UNWRITTEN},
     {"no barrier after the cp.async wait", matmul<NO_BARRIER_AFTER_WAIT>, "matmul_tiles", WRONG, RACE_OR_UNWRITTEN},
-    {"no barrier before a buffer is filled again", matmul<NO_BARRIER_BEFORE_REFILL>, "matmul_tiles", WRONG, RACE},
+    {"no barrier before a buffer is filled again", matmul<NO_BARRIER_BEFORE_REFILL>, "matmul_tiles", WRONG, RACE_OR_UNWRITTEN},
     {"a transposed fragment", matmul<TRANSPOSED_FRAGMENT>, "matmul_tiles", WRONG, WRONG},
     {"no zeros past the end", matmul<NO_ZERO_FILL>, "matmul_tiles", WRONG, UNWRITTEN},
     {"a barrier that half the threads reach", [] { one_block<barrier_for_half>("barrier_for_half", 64, 64, one); }, "barrier_for_half",

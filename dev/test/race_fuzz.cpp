@@ -68,25 +68,29 @@ static bool has_race(const Program& p) {
     return false;
 }
 
-// Steps are mostly of one kind, and often sparse, so that about as many programs are free of races as not.
+// Steps are mostly of one kind, often sparse, and in some programs blocks or warps keep apart, so that many programs have no race.
 static Program draw_program(uint64_t number) {
     uint64_t draws = 0;
     auto below = [&](uint64_t n) { return random_below(n, number, random_stream(RANDOM_TEST), draws++); };
+    enum { ANY_WORD, WORD_OF_BLOCK, WORD_OF_WARP };
     Program p = {};
     p.shared = below(2), p.blocks = p.shared ? 1 : 1 + int(below(MAX_BLOCKS));
-    const uint64_t density = 1 + below(40), writes = below(3), own_words = below(2);
+    const uint64_t density = 1 + below(40), writes = below(3), words = below(3);
+    if (words == WORD_OF_WARP) p.blocks = 1;
     for (int s = 0; s < STEPS; s++) {
-        p.sync[s] = below(3) ? BLOCK_SYNC : Sync(below(3));
-        const uint64_t kind = below(4), owner = below(THREADS);
+        if (words == WORD_OF_WARP) p.sync[s] = below(6) ? WARP_SYNC : NO_SYNC;
+        else p.sync[s] = below(3) ? BLOCK_SYNC : Sync(below(3));
+        const uint64_t kind = below(4), owner = words == WORD_OF_WARP ? below(32) : below(THREADS);
         for (int b = 0; b < p.blocks; b++)
             for (int t = 0; t < THREADS; t++) {
                 if (below(40) >= density) continue;
-                p.word[s][b][t] = (unsigned char)(own_words && p.blocks > 1 ? b : int(below(WORDS)));  // blocks that keep apart race less
+                const int word = words == WORD_OF_BLOCK ? b : words == WORD_OF_WARP ? t / 32 : int(below(WORDS));
+                const bool owns = uint64_t(words == WORD_OF_WARP ? t % 32 : t) == owner;
                 Action action = below(10) < writes ? WRITE : READ;
                 if (kind == 0) action = READ;
                 if (kind == 1) action = UPDATE;
-                if (kind == 2) action = uint64_t(t) == owner ? WRITE : NOTHING;
-                p.action[s][b][t] = action;
+                if (kind == 2) action = owns ? WRITE : NOTHING;
+                p.word[s][b][t] = (unsigned char)word, p.action[s][b][t] = action;
             }
     }
     return p;

@@ -1,0 +1,989 @@
+// nsa_kernels.cuh: struct Cuda, every operation of the model on an NVIDIA GPU: the same members and signatures as struct Cpu of nsa_cpu.h, which
+// is their specification. Matrix products are cuBLASLt's, attention is in dev/attention_kernels.cuh, everything else is here.
+//
+// The file reads in this order:  loads, stores and sums  ->  kernels of the row operations (embedding, norm, SiLU, classifier, optimiser)  ->  of heads
+// and RoPE  ->  of compression  ->  struct Cuda, which launches them.
+//
+// Precision. Parameters and activations are bf16, or fp32 when compiled with -DPRECISION_FP32. Everything is computed in fp32; statistics, the gradients
+// of parameters, the optimiser's moments and its master copy of the parameters are fp32 in memory too.
+// No atomics: each output has one owner and the order of every sum is fixed by the shapes alone, so the same input gives the same bits.
+#pragma once
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#ifndef PRECISION_FP32
+#include "dev/attention_kernels.cuh"
+#endif
+#include "dev/cuda_common.cuh"
+#include "dev/ladder/attention_level0.cuh"
+#include "nsa_cpu.h"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 && !defined(PRECISION_FP32)
+#error "the bf16 kernels need compute capability 8.0 (A100, RTX 30) or later; for older GPUs build with PRECISION=FP32"
+#endif
+
+#ifdef PRECISION_FP32
+using cuda_real = float;
+#else
+using cuda_real = __nv_bfloat16;
+#endif
+
+namespace kernels {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Loads and stores. Kernels are written for W elements at a time: 16 bytes of cuda_real where rows and pointers allow it, else 1. In registers
+// the elements are always fp32.
+
+constexpr int WIDE = 16 / int(sizeof(cuda_real));
+
+template <int W>
+__device__ inline void load(float (&x)[W], const float* p) {
+    if constexpr (W == 1) {
+        x[0] = *p;
+    } else {
+        for (int i = 0; i < W; i += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(p + i);
+            x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+        }
+    }
+}
+template <int W>
+__device__ inline void store(float* p, const float (&x)[W]) {
+    if constexpr (W == 1) {
+        *p = x[0];
+    } else {
+        for (int i = 0; i < W; i += 4) *reinterpret_cast<float4*>(p + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+    }
+}
+#ifndef PRECISION_FP32
+template <int W>
+__device__ inline void load(float (&x)[W], const __nv_bfloat16* p) {
+    if constexpr (W == 1) {
+        x[0] = float(*p);
+    } else {
+        const uint4 eight = *reinterpret_cast<const uint4*>(p);
+        const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+        for (int i = 0; i < 4; i++) x[2 * i] = __uint_as_float(pairs[i] << 16), x[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+    }
+}
+template <int W>
+__device__ inline void store(__nv_bfloat16* p, const float (&x)[W]) {
+    if constexpr (W == 1) {
+        *p = __float2bfloat16_rn(x[0]);
+    } else {
+        unsigned pairs[4];
+        for (int i = 0; i < 4; i++) {
+            const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+            memcpy(&pairs[i], &pair, 4);
+        }
+        *reinterpret_cast<uint4*>(p) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+}
+#endif
+
+// The index of this thread among all of the launch.
+__device__ inline size_t thread_index() { return size_t(blockIdx.x) * blockDim.x + threadIdx.x; }
+
+// The sum over groups of `lanes` neighbouring lanes (a power of two), in each of them.
+template <int lanes = 32, class T>
+__device__ inline T lane_sum(T x) {
+    for (int flip = lanes / 2; flip > 0; flip /= 2) x += __shfl_xor_sync(0xffffffffu, x, flip);
+    return x;
+}
+
+__device__ inline float sigmoid(float x) { return 1 / (1 + expf(-x)); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Does this binary hold code for this GPU?
+__global__ void probe_kernel() {}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Embedding.
+
+// x [N, C] = embed[token]; one thread per W elements
+template <int W>
+__global__ void embedding_forward_kernel(cuda_real* x, const int32_t* tokens, const cuda_real* embed, int N, int C) {
+    const size_t i = thread_index() * W;
+    if (i >= size_t(N) * C) return;
+    float values[W];
+    load(values, embed + size_t(tokens[i / C]) * C + i % C);
+    store(x + i, values);
+}
+
+// The gradient is a sum over the positions that hold a token, so the positions are first sorted by token, equal ones in their order. The place of a position
+// is the number of positions that come before it: N^2 comparisons of integers in shared memory (10^9 at N = 32768, what a GPU does in about
+// a tenth of a millisecond), with no counters, no atomics and no passes. sorted [N]
+__global__ void __launch_bounds__(256) sort_positions_kernel(int32_t* sorted, const int32_t* tokens, int N) {
+    SHARED(int32_t, tile, [256]);
+    const int n = int(thread_index()), token = n < N ? tokens[n] : 0;
+    int place = 0;
+    for (int start = 0; start < N; start += 256) {
+        __syncthreads();  // the last tile is no longer read
+        if (start + int(threadIdx.x) < N) tile[threadIdx.x] = tokens[start + threadIdx.x];
+        __syncthreads();
+        const int count = min(256, N - start);
+        for (int i = 0; i < count; i++) place += tile[i] < token || (tile[i] == token && start + i < n);
+    }
+    if (n < N) sorted[place] = n;
+}
+// dembed [V, C] += rows of dx [N, C]. Block column blockIdx.y, place blockIdx.x; the first place of a token's run walks the run.
+template <int W>
+__global__ void __launch_bounds__(128) embedding_backward_kernel(float* dembed, const cuda_real* dx, const int32_t* tokens, const int32_t* sorted, int N, int C) {
+    const int place = blockIdx.x, token = tokens[sorted[place]], c = int(blockIdx.y * blockDim.x + threadIdx.x) * W;
+    if (c >= C || (place > 0 && tokens[sorted[place - 1]] == token)) return;
+    float sum[W];
+    load(sum, dembed + size_t(token) * C + c);
+    for (int i = place; i < N; i++) {
+        const int n = sorted[i];
+        if (tokens[n] != token) break;
+        float row[W];
+        load(row, dx + size_t(n) * C + c);
+        for (int k = 0; k < W; k++) sum[k] += row[k];
+    }
+    store(dembed + size_t(token) * C + c, sum);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// RMSNorm, one warp per row of C.
+
+constexpr int NORM_ROWS = 8;  // per block
+
+template <int W>
+__global__ void __launch_bounds__(NORM_ROWS * 32) rmsnorm_forward_kernel(cuda_real* out, float* rstd, const cuda_real* x, const cuda_real* weight, int N, int C) {
+    const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (n >= N) return;  // a whole warp
+    x += size_t(n) * C, out += size_t(n) * C;
+    float squares = 0, a[W], g[W];
+    for (int c = lane * W; c < C; c += 32 * W) {
+        load(a, x + c);
+        for (int k = 0; k < W; k++) squares += a[k] * a[k];
+    }
+    const float s = 1 / sqrtf(lane_sum(squares) / C + float(NORM_EPS));
+    for (int c = lane * W; c < C; c += 32 * W) {
+        load(a, x + c), load(g, weight + c);
+        for (int k = 0; k < W; k++) a[k] *= s * g[k];
+        store(out + c, a);
+    }
+    if (lane == 0) rstd[n] = s;
+}
+
+// dx += rstd * (g - x * rstd^2 * mean(g * x)),  g = dout * weight
+template <int W>
+__global__ void __launch_bounds__(NORM_ROWS * 32) rmsnorm_backward_kernel(cuda_real* dx, const cuda_real* dout, const cuda_real* x, const float* rstd, const cuda_real* weight, int N, int C) {
+    const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (n >= N) return;
+    x += size_t(n) * C, dx += size_t(n) * C, dout += size_t(n) * C;
+    float dot = 0, a[W], d[W], g[W], sum[W];
+    for (int c = lane * W; c < C; c += 32 * W) {
+        load(a, x + c), load(d, dout + c), load(g, weight + c);
+        for (int k = 0; k < W; k++) dot += d[k] * g[k] * a[k];
+    }
+    const float s = rstd[n], correction = lane_sum(dot) * s * s / C;
+    for (int c = lane * W; c < C; c += 32 * W) {
+        load(a, x + c), load(d, dout + c), load(g, weight + c), load(sum, dx + c);
+        for (int k = 0; k < W; k++) sum[k] += s * (d[k] * g[k] - a[k] * correction);
+        store(dx + c, sum);
+    }
+}
+
+// Sums over the rows of a matrix [N, C], in two stages: parts of `part_rows` rows, then the parts. What is summed says Term.
+struct RowsOf {  // the matrix itself
+    const cuda_real* x;
+    template <int W>
+    __device__ void load_terms(float (&term)[W], int n, int c, int C) const { load(term, x + size_t(n) * C + c); }
+};
+struct NormWeightGradient {  // dout * x * rstd
+    const cuda_real *dout, *x;
+    const float* rstd;
+    template <int W>
+    __device__ void load_terms(float (&term)[W], int n, int c, int C) const {
+        float a[W];
+        load(term, dout + size_t(n) * C + c), load(a, x + size_t(n) * C + c);
+        for (int k = 0; k < W; k++) term[k] *= a[k] * rstd[n];
+    }
+};
+// partial [parts, C], part blockIdx.y
+template <int W, class Term>
+__global__ void __launch_bounds__(128) column_parts_kernel(float* partial, Term terms, int N, int C, int part_rows) {
+    const int c = int(thread_index()) * W, begin = blockIdx.y * part_rows, end = min(N, begin + part_rows);
+    if (c >= C) return;
+    float sum[W] = {}, term[W];
+    for (int n = begin; n < end; n++) {
+        terms.load_terms(term, n, c, C);
+        for (int k = 0; k < W; k++) sum[k] += term[k];
+    }
+    store(partial + size_t(blockIdx.y) * C + c, sum);
+}
+// out [columns] += sum over parts of partial [parts, columns]; a block takes 32 columns, each of its 8 warps every eighth part
+__global__ void __launch_bounds__(256) column_totals_kernel(float* out, const float* partial, int parts, int columns) {
+    SHARED(float, sums, [8][32]);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = int(blockIdx.x) * 32 + lane;
+    float sum = 0;
+    for (int part = warp; part < parts && c < columns; part += 8) sum += partial[size_t(part) * columns + c];
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || c >= columns) return;
+    for (int i = 1; i < 8; i++) sum += sums[i][lane];
+    out[c] += sum;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// SiLU.
+
+template <int W>
+__global__ void silu_forward_kernel(cuda_real* out, const cuda_real* x, size_t count) {
+    const size_t i = thread_index() * W;
+    if (i >= count) return;
+    float a[W];
+    load(a, x + i);
+    for (int k = 0; k < W; k++) a[k] *= sigmoid(a[k]);
+    store(out + i, a);
+}
+// dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x); dx may be dout
+template <int W>
+__global__ void silu_backward_kernel(cuda_real* dx, const cuda_real* dout, const cuda_real* x, size_t count) {
+    const size_t i = thread_index() * W;
+    if (i >= count) return;
+    float a[W], d[W];
+    load(a, x + i), load(d, dout + i);
+    for (int k = 0; k < W; k++) {
+        const float s = sigmoid(a[k]);
+        d[k] *= s * (1 + a[k] * (1 - s));
+    }
+    store(dx + i, d);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Classifier, one block per row of logits: one pass reads the row and keeps the running maximum and the sum of exponentials under it, a second one writes
+// the gradient over it.
+
+struct Softmax {
+    float largest, sum;  // of e^(x - largest)
+    __device__ void add(float other_largest, float other_sum) {
+        const float m = fmaxf(largest, other_largest);
+        if (m == -INFINITY) return;  // nothing yet on either side
+        sum = sum * expf(largest - m) + other_sum * expf(other_largest - m), largest = m;
+    }
+};
+
+constexpr int CLASSIFIER_THREADS = 512;
+
+template <int W>
+__global__ void __launch_bounds__(CLASSIFIER_THREADS) classifier_kernel(float* losses, cuda_real* logits, const int32_t* targets, float dloss, bool want_gradient, int V, int Vp) {
+    SHARED(Softmax, of_warps, [CLASSIFIER_THREADS / 32]);
+    SHARED(float, target_logit, [1]);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, target = targets[blockIdx.x];
+    cuda_real* row = logits + size_t(blockIdx.x) * Vp;
+    Softmax softmax = {-INFINITY, 0};
+    float x[W];
+    for (int v0 = threadIdx.x * W; v0 < V; v0 += CLASSIFIER_THREADS * W) {
+        load(x, row + v0);
+        float largest = -INFINITY, sum = 0;
+        for (int k = 0; k < W; k++)
+            if (v0 + k < V) largest = fmaxf(largest, x[k]);  // the padded columns may hold anything
+        for (int k = 0; k < W; k++)
+            if (v0 + k < V) sum += expf(x[k] - largest);
+        softmax.add(largest, sum);
+    }
+    for (int flip = 16; flip > 0; flip /= 2) {
+        const float largest = __shfl_xor_sync(0xffffffffu, softmax.largest, flip);
+        const float sum = __shfl_xor_sync(0xffffffffu, softmax.sum, flip);
+        softmax.add(largest, sum);
+    }
+    if (lane == 0) of_warps[warp] = softmax;
+    if (threadIdx.x == 0) target_logit[0] = float(row[target]);  // before anyone writes the row
+    __syncthreads();
+    softmax = of_warps[0];
+    for (int i = 1; i < CLASSIFIER_THREADS / 32; i++) softmax.add(of_warps[i].largest, of_warps[i].sum);
+    if (threadIdx.x == 0) losses[blockIdx.x] = logf(softmax.sum) + softmax.largest - target_logit[0];
+    if (!want_gradient) return;
+    const float factor = dloss / softmax.sum;
+    for (int v0 = threadIdx.x * W; v0 < Vp; v0 += CLASSIFIER_THREADS * W) {
+        load(x, row + v0);
+        for (int k = 0; k < W; k++) x[k] = v0 + k < V ? expf(x[k] - softmax.largest) * factor - (v0 + k == target ? dloss : 0) : 0;
+        store(row + v0, x);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Optimiser.
+
+constexpr int SQUARES_BLOCKS = 1024, SQUARES_THREADS = 256;
+
+// partial[blockIdx.x] = sum of the squares of every SQUARES_BLOCKS-th piece of x, in fp64
+template <int W>
+__global__ void __launch_bounds__(SQUARES_THREADS) squares_parts_kernel(double* partial, const float* x, size_t count) {
+    SHARED(double, sums, [SQUARES_THREADS / 32]);
+    double sum = 0;
+    for (size_t i = thread_index() * W; i < count; i += size_t(gridDim.x) * blockDim.x * W) {
+        float a[W];
+        load(a, x + i);
+        for (int k = 0; k < W; k++) sum += double(a[k]) * a[k];
+    }
+    sum = lane_sum(sum);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int i = 1; i < SQUARES_THREADS / 32; i++) sum += sums[i];
+    partial[blockIdx.x] = sum;
+}
+
+struct AdamWConstants {
+    float beta1, beta2, eps, grad_scale, step_size, keep, v_correction;
+    uint64_t seed, stream, counter;
+};
+// The fp32 value rounded to bf16, upwards in magnitude with the probability that keeps the mean: 16 random bits are added to the 16 that go.
+__device__ inline __nv_bfloat16 round_stochastically(float x, uint32_t random) {
+    const uint32_t bits = __float_as_uint(x), finite = (bits & 0x7f800000u) != 0x7f800000u;
+    return __ushort_as_bfloat16((unsigned short)((bits + (finite ? random & 0xffffu : 0)) >> 16));
+}
+__global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad, size_t count, AdamWConstants h) {
+    const size_t i = thread_index();
+    if (i >= count) return;
+    const float g = grad[i] * h.grad_scale;
+    const float m_new = h.beta1 * m[i] + (1 - h.beta1) * g, v_new = h.beta2 * v[i] + (1 - h.beta2) * g * g;
+    const float updated = master[i] * h.keep - h.step_size * m_new / (sqrtf(v_new) * h.v_correction + h.eps);
+    m[i] = m_new, v[i] = v_new, master[i] = updated;
+#ifdef PRECISION_FP32
+    param[i] = updated;
+#else
+    param[i] = round_stochastically(updated, philox4x32(h.counter + i, h.stream, h.seed).word[0]);
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Heads and RoPE. One row of `projected` [B*queries, P] is  q | k_cmp v_cmp k_slc v_slc k_win v_win | gate logits | padding.
+
+// cosine and sine [positions, D/2]
+struct Rope {
+    const float *cosine, *sine;
+    // Turns W pairs of a head, elements i.. of its lower and upper half, by their angles at a position; direction -1 turns back.
+    template <int W>
+    __device__ void rotate(float (&low)[W], float (&high)[W], int position, int i, int D, int direction) const {
+        float c[W], s[W];
+        load(c, cosine + size_t(position) * (D / 2) + i), load(s, sine + size_t(position) * (D / 2) + i);
+        for (int k = 0; k < W; k++) {
+            const float a = low[k], b = high[k], turn = direction * s[k];
+            low[k] = a * c[k] - b * turn, high[k] = a * turn + b * c[k];
+        }
+    }
+};
+
+// Of one token's row: head `unit` is a query head, or a group's key or value (slot, group); after them come the gates.
+struct HeadPlace {
+    bool query, rotated;
+    int slot;        // HeadSlot of a key or value
+    size_t row;      // of q, or of the slot's buffer
+    __device__ HeadPlace(int unit, size_t b, int j, const NsaShape& s) {
+        query = unit < s.H, slot = query ? 0 : (unit - s.H) / s.G + (s.full ? K_WIN : K_CMP);
+        rotated = query || slot == K_SLC || slot == K_WIN;
+        row = query ? (b * s.H + unit) * s.queries + j : (b * s.G + (unit - s.H) % s.G) * s.T + s.first + j;
+    }
+};
+struct HeadPointers {
+    cuda_real *q, *kv[6];
+    float* gate;
+};
+// One block per token; a thread takes W pairs of elements of a head at a time.
+template <int W>
+__global__ void __launch_bounds__(128) split_heads_forward_kernel(HeadPointers out, const cuda_real* projected, Rope rope, NsaShape s, int P, int units) {
+    const int pieces = s.D / 2 / W, j = blockIdx.x % s.queries, t = s.first + j;
+    const size_t b = blockIdx.x / s.queries, rows = size_t(s.B) * s.H * s.queries;
+    const cuda_real* in = projected + size_t(blockIdx.x) * P;
+    for (int piece = threadIdx.x; piece < units * pieces; piece += blockDim.x) {
+        const int unit = piece / pieces, i = piece % pieces * W;
+        const HeadPlace place(unit, b, j, s);
+        float low[W], high[W];
+        load(low, in + unit * s.D + i), load(high, in + unit * s.D + s.D / 2 + i);
+        if (place.rotated) rope.rotate(low, high, t, i, s.D, +1);
+        cuda_real* to = (place.query ? out.q : out.kv[place.slot]) + place.row * s.D;
+        store(to + i, low), store(to + s.D / 2 + i, high);
+    }
+    if (s.full) return;
+    for (int i = threadIdx.x; i < 3 * s.H; i += blockDim.x)  // 3*head + branch
+        out.gate[i % 3 * rows + (b * s.H + i / 3) * s.queries + j] = sigmoid(float(in[units * s.D + i]));
+}
+struct HeadGradientPointers {
+    const float* q;
+    const cuda_real* kv[6];
+    const float* gate;
+};
+template <int W>
+__global__ void __launch_bounds__(128) split_heads_backward_kernel(cuda_real* dprojected, HeadGradientPointers d, Rope rope, NsaShape s, int P, int units) {
+    const int pieces = s.D / 2 / W, t = blockIdx.x % s.T;
+    const size_t b = blockIdx.x / s.T, rows = size_t(s.B) * s.H * s.T;
+    cuda_real* out = dprojected + size_t(blockIdx.x) * P;
+    for (int piece = threadIdx.x; piece < units * pieces; piece += blockDim.x) {
+        const int unit = piece / pieces, i = piece % pieces * W;
+        const HeadPlace place(unit, b, t, s);
+        float low[W], high[W];
+        if (place.query) load(low, d.q + place.row * s.D + i), load(high, d.q + place.row * s.D + s.D / 2 + i);
+        else load(low, d.kv[place.slot] + place.row * s.D + i), load(high, d.kv[place.slot] + place.row * s.D + s.D / 2 + i);
+        if (place.rotated) rope.rotate(low, high, t, i, s.D, -1);
+        store(out + unit * s.D + i, low), store(out + unit * s.D + s.D / 2 + i, high);
+    }
+    for (int i = threadIdx.x; i < P - units * s.D; i += blockDim.x)  // gates, then padding; neither in full attention
+        out[units * s.D + i] = cuda_real(i < 3 * s.H ? d.gate[i % 3 * rows + (b * s.H + i / 3) * s.T + t] : 0.0f);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Compression. Scratch matrices are packed: row bg*count + i is block begin + i of (sequence, group) bg.
+
+// hidden [B, G, NC, F] = sum + bias, activated = silu(hidden); sum, activated [B*G*count, F]. One thread per element.
+__global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated, const float* sum, const cuda_real* bias, int rows, int count, int begin, int NC, int F) {
+    const size_t i = thread_index();
+    if (i >= size_t(rows) * F) return;
+    const size_t row = i / F, at = (row / count * NC + begin + row % count) * F + i % F;
+    hidden[at] = cuda_real(sum[i] + float(bias[i % F]));
+    const float h = float(hidden[at]);
+    activated[i] = cuda_real(h * sigmoid(h));
+}
+// out [B, G, NC, D] = mean of the block's l tokens + sum, rotated at the position of the block's first token where asked. sum [B*G*count, D]; one thread per pair.
+__global__ void compress_output_kernel(cuda_real* out, const float* sum, const cuda_real* k, Rope rope, bool rotated, int rows, int count, int begin, int NC, NsaShape s) {
+    const int pairs = s.D / 2;
+    const size_t index = thread_index();
+    if (index >= size_t(rows) * pairs) return;
+    const size_t row = index / pairs, bg = row / count;
+    const int x = int(index % pairs), block = begin + int(row % count);
+    const cuda_real* tokens = k + (bg * s.T + size_t(block) * s.d) * s.D;
+    float low[1] = {0}, high[1] = {0};
+    for (int i = 0; i < s.l; i++) low[0] += float(tokens[size_t(i) * s.D + x]), high[0] += float(tokens[size_t(i) * s.D + pairs + x]);
+    low[0] = low[0] / s.l + sum[row * s.D + x], high[0] = high[0] / s.l + sum[row * s.D + pairs + x];
+    if (rotated) rope.rotate(low, high, block * s.d, x, s.D, +1);
+    cuda_real* to = out + (bg * NC + block) * s.D;
+    to[x] = cuda_real(low[0]), to[pairs + x] = cuda_real(high[0]);
+}
+// dout [B, G, NC, D] turned back in place
+__global__ void compress_turn_back_kernel(cuda_real* dout, Rope rope, int rows, int NC, int d, int D) {
+    const int pairs = D / 2;
+    const size_t index = thread_index();
+    if (index >= size_t(rows) * pairs) return;
+    const size_t row = index / pairs;
+    const int x = int(index % pairs);
+    float low[1] = {float(dout[row * D + x])}, high[1] = {float(dout[row * D + pairs + x])};
+    rope.rotate(low, high, int(row % NC) * d, x, D, -1);
+    dout[row * D + x] = cuda_real(low[0]), dout[row * D + pairs + x] = cuda_real(high[0]);
+}
+// dhidden = dactivated * silu'(hidden)
+__global__ void compress_dhidden_kernel(cuda_real* dhidden, const float* dactivated, const cuda_real* hidden, size_t count) {
+    const size_t i = thread_index();
+    if (i >= count) return;
+    const float h = float(hidden[i]), s = sigmoid(h);
+    dhidden[i] = cuda_real(dactivated[i] * s * (1 + h * (1 - s)));
+}
+// dfc1[f, first + x] += sum over (sequence, group) of partial [B*G, F, width]: one chunk's columns of fc1 [F, all]
+__global__ void compress_dfc1_kernel(float* dfc1, const float* partial, int groups, int F, int width, int first, int all) {
+    const size_t i = thread_index(), size = size_t(F) * width;
+    if (i >= size) return;
+    float sum = 0;
+    for (int bg = 0; bg < groups; bg++) sum += partial[bg * size + i];
+    dfc1[i / width * all + first + i % width] += sum;
+}
+// dk [B, G, T, D] = sum (what came through fc1) + the share of a token in the means of the blocks that hold it
+__global__ void compress_dk_kernel(cuda_real* dk, const float* sum, const cuda_real* dout, size_t count, int NC, NsaShape s) {
+    const size_t index = thread_index();
+    if (index >= count) return;
+    const int x = int(index % s.D), t = int(index / s.D % s.T);
+    const size_t bg = index / s.D / s.T;
+    float mean = 0;
+    for (int i = max(0, (t - s.l) / s.d); i < NC && i * s.d <= t; i++)
+        if (t < i * s.d + s.l) mean += float(dout[(bg * NC + i) * s.D + x]);
+    dk[index] = cuda_real(sum[index] + mean / s.l);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The sum of the branches, and what their backward starts from. A row of D elements is shared by 8 lanes.
+
+constexpr int ROW_LANES = 8;
+
+// out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5
+template <int W>
+__global__ void __launch_bounds__(256) combine_forward_kernel(cuda_real* out, const cuda_real* o, const float* gate, size_t rows, NsaShape s) {
+    const size_t row = thread_index() / ROW_LANES;
+    if (row >= rows) return;
+    const size_t j = row % s.queries, head = row / s.queries % s.H, b = row / s.queries / s.H;
+    cuda_real* to = out + ((b * s.queries + j) * s.H + head) * s.D;
+    for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
+        float sum[W] = {}, term[W];
+        for (int branch = s.full ? WIN : CMP; branch <= WIN; branch++) {
+            const float g = s.full ? 1 : gate[branch * rows + row];
+            load(term, o + (branch * rows + row) * s.D + x);
+            for (int k = 0; k < W; k++) sum[k] += g * term[k];
+        }
+        store(to + x, sum);
+    }
+}
+// row_dot = dout . o     lse_gated = lse - ln(gate)     dgate_logit = row_dot * gate * (1 - gate), per branch
+template <int W>
+__global__ void __launch_bounds__(256) attention_backward_rows_kernel(float* row_dot, float* lse_gated, float* dgate_logit, const cuda_real* dout, const cuda_real* o, const float* gate,
+                                                                      const float* lse, size_t rows, NsaShape s) {
+    const size_t index = thread_index() / ROW_LANES, row = index < rows ? index : rows - 1;  // every lane takes part in the sums
+    const size_t j = row % s.queries, head = row / s.queries % s.H, b = row / s.queries / s.H;
+    const cuda_real* d = dout + ((b * s.queries + j) * s.H + head) * s.D;
+    for (int branch = s.full ? WIN : CMP; branch <= WIN; branch++) {
+        const size_t at = branch * rows + row;
+        float dot = 0, a[W], c[W];
+        for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
+            load(a, d + x), load(c, o + at * s.D + x);
+            for (int k = 0; k < W; k++) dot += a[k] * c[k];
+        }
+        dot = lane_sum<ROW_LANES>(dot);
+        if (threadIdx.x % ROW_LANES != 0 || index >= rows) continue;
+        const float g = s.full ? 1 : gate[at];
+        row_dot[at] = dot;
+        lse_gated[at] = lse[at] - logf(g);
+        if (!s.full) dgate_logit[at] = dot * g * (1 - g);
+    }
+}
+
+inline unsigned blocks(size_t count, size_t per_block) { return unsigned((count + per_block - 1) / per_block); }
+
+}  // namespace kernels
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+struct Cuda {
+    using real = cuda_real;
+    using Stat = float;
+    using Grad = float;
+    using Master = float;
+    static constexpr bool has_master = true;
+    static constexpr const char* name = std::is_same<real, float>::value ? "cuda fp32" : "cuda bf16";
+    static constexpr int WIDE = kernels::WIDE;
+    static constexpr size_t WORKSPACE = size_t(32) << 20;  // what NVIDIA advises for cuBLASLt on sm_90
+
+    int device;
+    cudaDeviceProp properties;
+    cudaStream_t stream = nullptr;
+    bool poison = false;                          // tests: fresh memory holds NaN, so that a read before the first write shows
+    bool level0 = std::is_same<real, float>::value;  // attention by the scalar kernels of dev/ladder; fp32 has no others
+
+    explicit Cuda(int device_index = 0, size_t workspace = WORKSPACE) : device(device_index), workspace_bytes(workspace) {
+        CUDA_CHECK(cudaSetDevice(device));
+        CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+        if (!std::is_same<real, float>::value && properties.major < 8)
+            fail("GPU %d, %s, has compute capability %d.%d; bf16 needs 8.0 or later: build again with PRECISION=FP32 GPU_COMPUTE_CAPABILITY=%d%d, or use --device cpu", device, properties.name,
+                 properties.major, properties.minor, properties.major, properties.minor);
+        CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+        try {
+            launch<kernels::probe_kernel>(1, 32, 0, stream);
+        } catch (const Error& e) {
+            fail("this program was not built for GPU %d, %s, of compute capability %d.%d: build it again with make GPU_COMPUTE_CAPABILITY=%d%d (%s)", device, properties.name, properties.major,
+                 properties.minor, properties.major, properties.minor, e.what());
+        }
+        CUDA_CHECK(cudaStreamSynchronize(stream));
+        CUBLAS_CHECK(cublasLtCreate(&cublas));
+        CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
+        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes, sizeof workspace_bytes));
+#ifdef __CUDACC__  // what gemm() checks; unasked, cuBLASLt takes 256 for granted
+        const uint32_t alignment = 16;
+        for (const auto which : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+                                 CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+            CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, which, &alignment, sizeof alignment));
+#endif
+        cublas_workspace = allocate<char>(workspace_bytes);
+        result = allocate<double>(kernels::SQUARES_BLOCKS);
+    }
+    Cuda(const Cuda&) = delete;
+    Cuda& operator=(const Cuda&) = delete;
+    ~Cuda() {  // errors are of no use here
+        cudaStreamSynchronize(stream);
+        for (auto& [shape, matmul] : matmuls) matmul.destroy();
+        for (Scratch& s : scratches) release(s.data);
+        release(cublas_workspace), release(result), release(rope_table);
+        cublasLtMatmulPreferenceDestroy(preference);
+        cublasLtDestroy(cublas);
+        cudaStreamDestroy(stream);
+    }
+
+    // ----- memory. `count` elements, aligned to 256 bytes (cudaMalloc's promise); fatal when there is none.
+    template <class T>
+    T* allocate(size_t count) {
+        const size_t bytes = std::max<size_t>(count, 1) * sizeof(T);
+        T* p = nullptr;
+        const cudaError_t error = cudaMalloc(&p, bytes);
+        if (error == cudaErrorMemoryAllocation) {
+            cudaGetLastError();  // it is told here, not by the next launch
+            size_t free = 0, total = 0;
+            CUDA_CHECK(cudaMemGetInfo(&free, &total));
+            fail("out of GPU memory: %.1f MiB were asked for, %.1f of %.1f MiB are free on GPU %d; choose a smaller --batch or --seq-len; nvidia-smi shows who else uses the GPU",
+                 double(bytes) / (1 << 20), double(free) / (1 << 20), double(total) / (1 << 20), device);
+        }
+        CUDA_CHECK(error);
+        if (poison) CUDA_CHECK(cudaMemsetAsync(p, 0xFF, bytes, stream));
+        return p;
+    }
+    template <class T>
+    void release(T* p) { cudaFree(p); }
+    template <class T>
+    void zero(T* p, size_t count) { if (count) CUDA_CHECK(cudaMemsetAsync(p, 0, count * sizeof(T), stream)); }
+    // Bytes as they are, between host and device in any direction; done when it returns, since the host may read or reuse its side.
+    template <class T>
+    void copy(T* out, const T* in, size_t count) {
+        if (count) CUDA_CHECK(cudaMemcpyAsync(out, in, count * sizeof(T), cudaMemcpyDefault, stream));
+        CUDA_CHECK(cudaStreamSynchronize(stream));
+    }
+    // Between the engine's numbers, real or fp32, and fp32 on the host.
+    template <class T>
+    void to_host(float* out, const T* in, size_t count) {
+        if constexpr (std::is_same<T, float>::value) {
+            copy(out, in, count);
+        } else {
+            std::vector<T> values(count);
+            copy(values.data(), in, count);
+            for (size_t i = 0; i < count; i++) out[i] = float(values[i]);
+        }
+    }
+    template <class T>
+    void from_host(T* out, const float* in, size_t count) {
+        if constexpr (std::is_same<T, float>::value) {
+            copy(out, in, count);
+        } else {
+            std::vector<T> values(count);
+            for (size_t i = 0; i < count; i++) values[i] = T(in[i]);
+            copy(out, values.data(), count);
+        }
+    }
+
+    // ----- embedding.  x = embed[token].  tokens [N], embed [V, C], x [N, C]
+    void embedding_forward(real* x, const int32_t* tokens, const real* embed, int N, int C) {
+        with_width(is_wide(C, x, embed), [&](auto W) {
+            launch<kernels::embedding_forward_kernel<W()>>(kernels::blocks(size_t(N) * C, 256 * W()), 256, 0, stream, x, tokens, embed, N, C);
+        });
+    }
+    // dembed [V, C] += rows of dx [N, C]
+    void embedding_backward(Grad* dembed, const real* dx, const int32_t* tokens, int N, int C) {
+        int32_t* sorted = scratch<int32_t>(0, size_t(N));
+        launch<kernels::sort_positions_kernel>(kernels::blocks(size_t(N), 256), 256, 0, stream, sorted, tokens, N);
+        with_width(is_wide(C, dembed, dx), [&](auto W) {
+            launch<kernels::embedding_backward_kernel<W()>>(dim3(unsigned(N), kernels::blocks(size_t(C), 128 * W())), 128, 0, stream, dembed, dx, tokens, (const int32_t*)sorted, N, C);
+        });
+    }
+
+    // ----- RMSNorm.  out = x * rstd * weight,  rstd = 1/sqrt(mean(x^2) + eps).  x, out [N, C], rstd [N], weight [C]
+    void rmsnorm_forward(real* out, Stat* rstd, const real* x, const real* weight, int N, int C) {
+        with_width(is_wide(C, out, x, weight), [&](auto W) {
+            launch<kernels::rmsnorm_forward_kernel<W()>>(kernels::blocks(size_t(N), kernels::NORM_ROWS), kernels::NORM_ROWS * 32, 0, stream, out, rstd, x, weight, N, C);
+        });
+    }
+    // dx += rstd * (g - x * rstd^2 * mean(g * x)) with g = dout * weight;  dweight += sum over rows of dout * x * rstd
+    void rmsnorm_backward(real* dx, Grad* dweight, const real* dout, const real* x, const Stat* rstd, const real* weight, int N, int C) {
+        with_width(is_wide(C, dx, dout, x, weight), [&](auto W) {
+            launch<kernels::rmsnorm_backward_kernel<W()>>(kernels::blocks(size_t(N), kernels::NORM_ROWS), kernels::NORM_ROWS * 32, 0, stream, dx, dout, x, rstd, weight, N, C);
+        });
+        add_column_sums(dweight, kernels::NormWeightGradient{dout, x, rstd}, is_wide(C, dout, x), N, C);
+    }
+
+    // ----- linear layers, weight [OC, C].
+    // out [N, OC] = inp [N, C] weight^T  (+ residual [N, OC], where given)
+    void matmul_forward(real* out, const real* inp, const real* weight, const real* residual, int N, int C, int OC) {
+        gemm(false, true, N, OC, C, inp, C, weight, C, residual, out, OC);
+    }
+    // dinp [N, C] = dout [N, OC] weight
+    void matmul_backward_input(real* dinp, const real* dout, const real* weight, int N, int C, int OC) {
+        gemm(false, false, N, C, OC, dout, OC, weight, C, (const real*)nullptr, dinp, C);
+    }
+    // dweight [OC, C] += dout^T inp
+    void matmul_backward_weight(Grad* dweight, const real* dout, const real* inp, int N, int C, int OC) {
+        gemm(true, false, OC, C, N, dout, OC, inp, C, (const Grad*)dweight, dweight, C);
+    }
+
+    // ----- SiLU.  out = x * sigmoid(x), elementwise
+    void silu_forward(real* out, const real* x, size_t count) {
+        if (count == 0) return;
+        with_width(is_wide(count, out, x), [&](auto W) { launch<kernels::silu_forward_kernel<W()>>(kernels::blocks(count, 256 * W()), 256, 0, stream, out, x, count); });
+    }
+    // dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x); dx may be dout
+    void silu_backward(real* dx, const real* dout, const real* x, size_t count) {
+        if (count == 0) return;
+        with_width(is_wide(count, dx, dout, x), [&](auto W) { launch<kernels::silu_backward_kernel<W()>>(kernels::blocks(count, 256 * W()), 256, 0, stream, dx, dout, x, count); });
+    }
+
+    // ----- classifier.  losses [N] = cross-entropy of logits [N, Vp] against targets [N], columns V..Vp-1 left out.
+    // With want_gradient, logits become dlogits = (softmax - onehot) * dloss in place, 0 in the padded columns.
+    void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V, int Vp) {
+        with_width(is_wide(Vp, logits), [&](auto W) {
+            launch<kernels::classifier_kernel<W()>>(unsigned(N), kernels::CLASSIFIER_THREADS, 0, stream, losses, logits, targets, float(dloss), want_gradient, V, Vp);
+        });
+    }
+
+    // ----- optimiser.
+    // Sum of squares in fp64: a fixed number of parts on the GPU, their sum in order here.
+    double sum_of_squares(const Grad* x, size_t count) {
+        with_width(count % 4 == 0 && is_wide(4, x), [&](auto W) {
+            launch<kernels::squares_parts_kernel<W() == 1 ? 1 : 4>>(kernels::SQUARES_BLOCKS, kernels::SQUARES_THREADS, 0, stream, result, x, count);
+        });
+        std::vector<double> parts(kernels::SQUARES_BLOCKS);
+        copy(parts.data(), (const double*)result, parts.size());
+        double sum = 0;
+        for (double part : parts) sum += part;
+        return sum;
+    }
+    // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. All arrays [count]. master is updated and rounded to param:
+    // in bf16 stochastically, by the random stream (RANDOM_ROUNDING, step) at h.offset + i, since the nearest bf16 would lose most updates.
+    void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
+        if (count == 0) return;
+        const kernels::AdamWConstants constants = {float(h.beta1), float(h.beta2), float(h.eps), float(h.grad_scale), float(h.lr / (1 - std::pow(h.beta1, double(h.step)))),
+                                                   float(1 - h.lr * h.decay), float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))), h.seed,
+                                                   random_stream(RANDOM_ROUNDING, uint64_t(h.step)), h.offset};
+        launch<kernels::adamw_kernel>(kernels::blocks(count, 256), 256, 0, stream, param, master, m, v, grad, count, constants);
+    }
+
+    // ----- heads.
+    struct Heads {
+        real* q;       // [B, H, queries, D], rotated
+        real* kv[6];   // [B, G, T, D] each, by HeadSlot; k_slc and k_win rotated, k_cmp not (its compressed blocks are)
+        Stat* gate;    // [3, B, H, queries], after the sigmoid
+    };
+    struct HeadGradients {
+        Stat* q;       // [B, H, T, D]
+        real* kv[6];   // [B, G, T, D]
+        Stat* gate;    // [3, B, H, T], of the logit
+    };
+    // heads = projected, split, rotated and gated
+    void split_heads_forward(Heads out, const real* projected, const NsaShape& s) {
+        const kernels::Rope rope = prepare_rope(s.T, s.D);
+        kernels::HeadPointers pointers = {out.q, {}, out.gate};
+        bool wide = is_wide(s.D / 2, projected, out.q) && is_wide(s.projected());
+        for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++) pointers.kv[slot] = out.kv[slot], wide = wide && is_wide(s.D / 2, out.kv[slot]);
+        with_width(wide, [&](auto W) {
+            launch<kernels::split_heads_forward_kernel<W()>>(unsigned(s.B) * unsigned(s.queries), 128, 0, stream, pointers, projected, rope, s, s.projected(), head_units(s));
+        });
+    }
+    // dprojected = gradients of the heads, turned back and merged; the padding gets 0. Training shapes (first = 0, queries = T).
+    void split_heads_backward(real* dprojected, HeadGradients d, const NsaShape& s) {
+        const kernels::Rope rope = prepare_rope(s.T, s.D);
+        kernels::HeadGradientPointers pointers = {d.q, {}, d.gate};
+        bool wide = is_wide(s.D / 2, dprojected, d.q) && is_wide(s.projected());
+        for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++) pointers.kv[slot] = d.kv[slot], wide = wide && is_wide(s.D / 2, d.kv[slot]);
+        with_width(wide, [&](auto W) {
+            launch<kernels::split_heads_backward_kernel<W()>>(unsigned(s.B) * unsigned(s.T), 128, 0, stream, dprojected, pointers, rope, s, s.projected(), head_units(s));
+        });
+    }
+
+    // ----- compression, paper eq. 7, with phi(X_i) = mean over the l rows + fc2 silu(fc1 X_i + bias).
+    template <class T>
+    struct PhiOf {
+        T *fc1, *bias, *fc2;  // [F, l*D], [F], [D, F]
+    };
+    using Phi = PhiOf<real>;
+    using PhiGradients = PhiOf<Grad>;
+    // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), rotated at position i*d where asked; hidden [B, G, NC, F] before the SiLU.
+    // Computes the blocks that end inside this call's positions. fc1's product over a block is the sum of its products over the block's l/d chunks of d
+    // tokens: overlapping blocks are matrices with a row stride of d*D, one product per chunk over all sequences and groups, and nothing is copied.
+    void compress_forward(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
+        const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin, NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * count;
+        if (count <= 0) return;
+        const kernels::Rope rope = prepare_rope(s.T, D);
+        const size_t chunk_size = size_t(s.d) * D;
+        float *hidden_sum = scratch<float>(0, size_t(rows) * F), *out_sum = scratch<float>(1, size_t(rows) * D);
+        real* activated = scratch<real>(2, size_t(rows) * F);
+        for (int chunk = 0; chunk < s.l / s.d; chunk++)
+            gemm(false, true, count, F, int(chunk_size), k + size_t(begin + chunk) * chunk_size, chunk_size, phi.fc1 + chunk * chunk_size, size_t(s.l) * D, chunk ? hidden_sum : nullptr, hidden_sum,
+                 size_t(F), {groups, size_t(s.T) * D, 0, size_t(count) * F});
+        launch<kernels::compress_activate_kernel>(kernels::blocks(size_t(rows) * F, 256), 256, 0, stream, hidden, activated, (const float*)hidden_sum, (const real*)phi.bias, rows, count, begin, NC, F);
+        gemm(false, true, rows, D, F, activated, size_t(F), phi.fc2, size_t(F), (const float*)nullptr, out_sum, size_t(D));
+        launch<kernels::compress_output_kernel>(kernels::blocks(size_t(rows) * D / 2, 128), 128, 0, stream, out, (const float*)out_sum, k, rope, rotated, rows, count, begin, NC, s);
+    }
+    // dk [B, G, T, D] =, dphi +=, from dout [B, G, NC, D] (turned back in place). Training shapes.
+    void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
+        const int D = s.D, F = s.F, NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * NC;
+        if (NC == 0) return zero(dk, s.key_rows() * D);
+        const kernels::Rope rope = prepare_rope(s.T, D);
+        const size_t chunk_size = size_t(s.d) * D, width = size_t(s.l) * D, tokens = size_t(s.T) * D, size = size_t(rows) * F;
+        real *activated = scratch<real>(0, size), *dhidden = scratch<real>(1, size);
+        float *sums = scratch<float>(2, std::max({size, size_t(groups) * F * chunk_size, groups * tokens}));  // one after the other
+        if (rotated) launch<kernels::compress_turn_back_kernel>(kernels::blocks(size_t(rows) * D / 2, 256), 256, 0, stream, dout, rope, rows, NC, s.d, D);
+        silu_forward(activated, hidden, size);
+        gemm(true, false, D, F, rows, dout, size_t(D), activated, size_t(F), (const float*)dphi.fc2, dphi.fc2, size_t(F));          // dfc2 += dout^T act
+        gemm(false, false, rows, F, D, dout, size_t(D), phi.fc2, size_t(F), (const float*)nullptr, sums, size_t(F));                // dact = dout fc2
+        launch<kernels::compress_dhidden_kernel>(kernels::blocks(size, 256), 256, 0, stream, dhidden, (const float*)sums, hidden, size);
+        add_column_sums(dphi.bias, kernels::RowsOf{dhidden}, is_wide(F, dhidden), rows, F);
+        for (int chunk = 0; chunk < s.l / s.d; chunk++) {  // dfc1 += dhidden^T chunk: a product per (sequence, group), then their sum
+            gemm(true, false, F, int(chunk_size), NC, dhidden, size_t(F), k + chunk * chunk_size, chunk_size, (const float*)nullptr, sums, chunk_size,
+                 {groups, size_t(NC) * F, tokens, F * chunk_size});
+            launch<kernels::compress_dfc1_kernel>(kernels::blocks(F * chunk_size, 256), 256, 0, stream, dphi.fc1, (const float*)sums, groups, F, int(chunk_size), int(chunk * chunk_size), int(width));
+        }
+        zero(sums, groups * tokens);
+        for (int chunk = 0; chunk < s.l / s.d; chunk++)  // dchunk += dhidden fc1
+            gemm(false, false, NC, int(chunk_size), F, dhidden, size_t(F), phi.fc1 + chunk * chunk_size, width, (const float*)sums + chunk * chunk_size, sums + chunk * chunk_size, chunk_size,
+                 {groups, size_t(NC) * F, 0, tokens});
+        launch<kernels::compress_dk_kernel>(kernels::blocks(groups * tokens, 256), 256, 0, stream, dk, (const float*)sums, (const real*)dout, groups * tokens, NC, s);
+    }
+
+    // ----- attention: the kernels of dev/attention_kernels.cuh, or the scalar ones of dev/ladder.
+    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries]
+    void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection, const NsaShape& s) {
+#ifndef PRECISION_FP32
+        if (!level0) return ::attention_forward(branch, out, lse, q, k, v, selection, s, stream);
+#endif
+        attention_level0_forward(branch, out, lse, q, k, v, selection, s, stream);
+    }
+    // dq [B, H, queries, D] +=, dk, dv [keys] =
+    void attention_backward(Branch branch, Stat* dq, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
+                            const uint32_t* selection, const NsaShape& s) {
+#ifndef PRECISION_FP32
+        if (!level0) return ::attention_backward(branch, dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, stream);
+#endif
+        attention_level0_backward(branch, dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, stream);
+    }
+    // selection [B, G, queries, words]; chosen_importance, where given, [B, G, queries]
+    void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse, const NsaShape& s) {
+#ifndef PRECISION_FP32
+        if (!level0) return ::select_blocks(selection, chosen_importance, q, kc, lse, s, stream);
+#endif
+        attention_level0_select(selection, chosen_importance, q, kc, lse, s, stream);
+    }
+    // out [B*queries, H*D] = sum over branches of gate * branch output.  o [3, B, H, queries, D], gate [3, B, H, queries]; paper eq. 5
+    void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
+        const size_t rows = s.query_rows();
+        with_width(is_wide(s.D, out, o), [&](auto W) { launch<kernels::combine_forward_kernel<W()>>(kernels::blocks(rows * kernels::ROW_LANES, 256), 256, 0, stream, out, o, gate, rows, s); });
+    }
+    // row_dot = dout . o, lse_gated = lse - ln(gate), dgate_logit = row_dot * gate * (1 - gate), all [3, B, H, queries]
+    void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o, const Stat* gate, const Stat* lse, const NsaShape& s) {
+        const size_t rows = s.query_rows();
+        with_width(is_wide(s.D, dout, o), [&](auto W) {
+            launch<kernels::attention_backward_rows_kernel<W()>>(kernels::blocks(rows * kernels::ROW_LANES, 256), 256, 0, stream, row_dot, lse_gated, dgate_logit, dout, o, gate, lse, rows, s);
+        });
+    }
+
+  private:
+    cublasLtHandle_t cublas = nullptr;
+    cublasLtMatmulPreference_t preference = nullptr;
+    uint64_t workspace_bytes;
+    char* cublas_workspace = nullptr;
+    double* result = nullptr;  // of sum_of_squares, in parts
+
+    // Rows of `width` elements that begin at these arrays can be read 16 bytes at a time.
+    template <class... T>
+    static bool is_wide(size_t width, const T*... arrays) { return width % WIDE == 0 && ((reinterpret_cast<size_t>(arrays) % 16 == 0) && ...); }
+    // launch_with(W), W a constant: the kernel for whole 16 bytes, or the one for single elements.
+    template <class F>
+    static void with_width(bool wide, F launch_with) {
+        if (wide) launch_with(std::integral_constant<int, WIDE>());
+        else launch_with(std::integral_constant<int, 1>());
+    }
+    static int head_units(const NsaShape& s) { return s.H + (s.full ? 2 : 6) * s.G; }
+
+    // Temporary memory that only grows; a slot's content is valid until its next use.
+    struct Scratch {
+        char* data = nullptr;
+        size_t bytes = 0;
+    };
+    Scratch scratches[4];
+    template <class T>
+    T* scratch(int slot, size_t count) {
+        Scratch& s = scratches[slot];
+        if (count * sizeof(T) > s.bytes) {
+            CUDA_CHECK(cudaStreamSynchronize(stream));
+            release(s.data), s = Scratch();
+            s.data = allocate<char>(count * sizeof(T)), s.bytes = count * sizeof(T);
+        }
+        return reinterpret_cast<T*>(s.data);
+    }
+
+    // out [C] += the sums over the N rows of what Term gives
+    template <class Term>
+    void add_column_sums(float* out, const Term& term, bool wide, int N, int C) {
+        const int part_rows = std::max(16, (N + 511) / 512), parts = (N + part_rows - 1) / part_rows;
+        float* partial = scratch<float>(3, size_t(parts) * C);
+        with_width(wide, [&](auto W) {
+            launch<kernels::column_parts_kernel<W(), Term>>(dim3(kernels::blocks(size_t(C), 128 * W()), unsigned(parts)), 128, 0, stream, partial, term, N, C, part_rows);
+        });
+        launch<kernels::column_totals_kernel>(kernels::blocks(size_t(C), 32), 256, 0, stream, out, (const float*)partial, parts, C);
+    }
+
+    // RoPE's table on the GPU: cosines [positions, D/2], then sines, from angles in fp64.
+    float* rope_table = nullptr;
+    int rope_positions = 0, rope_dim = 0;
+    kernels::Rope prepare_rope(int positions, int D) {
+        const size_t half = size_t(D) / 2;
+        if (positions > rope_positions || D != rope_dim) {
+            std::vector<float> table(2 * positions * half);
+            for (size_t t = 0; t < size_t(positions); t++)
+                for (size_t i = 0; i < half; i++) {
+                    const double angle = double(t) * std::pow(ROPE_BASE, -2.0 * double(i) / D);
+                    table[t * half + i] = float(std::cos(angle)), table[(positions + t) * half + i] = float(std::sin(angle));
+                }
+            CUDA_CHECK(cudaStreamSynchronize(stream));
+            release(rope_table);
+            rope_table = allocate<float>(table.size());
+            copy(rope_table, (const float*)table.data(), table.size());
+            rope_positions = positions, rope_dim = D;
+        }
+        return {rope_table, rope_table + rope_positions * half};
+    }
+
+    // ----- the one seam to cuBLASLt.
+    struct Batch {
+        int count = 1;
+        size_t a = 0, b = 0, c = 0;  // elements from one matrix to the next
+    };
+    // A matrix product as cuBLASLt describes it, and the algorithm it chose; made once per shape.
+    struct Matmul {
+        cublasLtMatmulDesc_t description;
+        cublasLtMatrixLayout_t a, b, c;
+        cublasLtMatmulAlgo_t algorithm;
+        void destroy() {
+            cublasLtMatmulDescDestroy(description);
+            for (cublasLtMatrixLayout_t layout : {a, b, c}) cublasLtMatrixLayoutDestroy(layout);
+        }
+    };
+    std::map<std::array<int64_t, 13>, Matmul> matmuls;
+
+    template <class T>
+    static constexpr cudaDataType_t type_of() { return std::is_same<T, float>::value ? CUDA_R_32F : CUDA_R_16BF; }
+
+    static cublasLtMatrixLayout_t layout(cudaDataType_t type, bool transposed, int rows, int columns, size_t leading, int batches, size_t stride) {
+        cublasLtMatrixLayout_t layout;
+        CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, uint64_t(transposed ? columns : rows), uint64_t(transposed ? rows : columns), int64_t(leading)));
+        const int64_t offset = int64_t(stride);
+        const int32_t count = batches;
+        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
+        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &offset, sizeof offset));
+        return layout;
+    }
+
+    // C[M,N] = op(A)[M,K] op(B)[K,N] (+ addend[M,N], where given, which may be C), row-major as everywhere. cuBLASLt is column-major, where the same memory
+    // is the transposed matrix: it is asked for C^T = op(B)^T op(A)^T.
+    template <class Out>
+    void gemm(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb, const Out* addend, Out* C, size_t ldc, Batch batch = {}) {
+        const size_t row_bytes[] = {lda * sizeof(real), ldb * sizeof(real), ldc * sizeof(Out), batch.a * sizeof(real), batch.b * sizeof(real), batch.c * sizeof(Out)};
+        const void* const pointers[] = {A, B, C, addend};
+        for (const size_t bytes : row_bytes)
+            if (bytes % 16) fail_narrow(bytes);
+        for (const void* p : pointers)
+            if (reinterpret_cast<size_t>(p) % 16) fail_narrow(reinterpret_cast<size_t>(p) % 16);
+        const std::array<int64_t, 13> shape = {transpose_a, transpose_b, M, N, K, int64_t(lda), int64_t(ldb), int64_t(ldc), batch.count, int64_t(batch.a), int64_t(batch.b), int64_t(batch.c),
+                                               type_of<Out>() == CUDA_R_32F};
+        auto found = matmuls.find(shape);
+        if (found == matmuls.end()) {
+            Matmul m;
+            CUBLAS_CHECK(cublasLtMatmulDescCreate(&m.description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+            const cublasOperation_t first = transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, second = transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+            CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(m.description, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
+            CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(m.description, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
+            m.a = layout(type_of<real>(), transpose_b, N, K, ldb, batch.count, batch.b);
+            m.b = layout(type_of<real>(), transpose_a, K, M, lda, batch.count, batch.a);
+            m.c = layout(type_of<Out>(), false, N, M, ldc, batch.count, batch.c);
+            cublasLtMatmulHeuristicResult_t best;
+            int count = 0;
+            CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(cublas, m.description, m.a, m.b, m.c, m.c, preference, 1, &best, &count));
+            if (count == 0) fail("cuBLASLt knows no way to multiply %d x %d x %d (%d at a time) on %s; please report the GPU and this line", M, N, K, batch.count, properties.name);
+            m.algorithm = best.algo;
+            found = matmuls.emplace(shape, m).first;
+        }
+        const Matmul& m = found->second;
+        const float alpha = 1, beta = addend ? 1 : 0;
+        CUBLAS_CHECK(cublasLtMatmul(cublas, m.description, &alpha, B, m.a, A, m.b, &beta, addend ? addend : C, m.c, C, m.c, &m.algorithm, cublas_workspace, workspace_bytes, stream));
+    }
+    [[noreturn]] static void fail_narrow(size_t bytes) {
+        fail_usage("a row of a matrix begins %zu bytes after a multiple of 16, which tensor cores cannot read: on a GPU --dim, --head-dim, --mlp-hidden and --phi-hidden have to be multiples of %d; "
+                   "or use --device cpu", bytes % 16, WIDE);
+    }
+};
