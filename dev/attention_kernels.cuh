@@ -282,7 +282,7 @@ __device__ inline int end_of_key_tiles(const QueryTile& tile, const AttentionSha
 template <Branch branch, int D>
 __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
     attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection, AttentionShape s) {
-    constexpr int M = row_pieces<D>();
+    constexpr int M = row_pieces<D>(), KEYS = 32;  // keys at a time, as many as there are registers for
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16 * M, rows = blockDim.x / 32 * 16 * M;
     const QueryTile tile = query_tile(s);
     const int end_tile = end_of_key_tiles<branch>(tile, s);
@@ -293,6 +293,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
     uint32_t* used = nullptr;
 
     copy_queries<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, rows, tile.tokens, s);
+    cp_async_commit();
     if (branch == SLC) {
         used = shared.take<uint32_t>(tile_words(s.key_stride));
         selection += size_t(tile.bg) * s.queries * s.words;
@@ -340,41 +341,44 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
         if (!__any_sync(~0u, some)) continue;
         const bool masked = !__all_sync(~0u, all);
 
-        float p[M][KEY_TILE / 8][4];
-        multiply_rows<D, M, KEY_TILE / 16>(p, q_tile, first_row, k_tiles + buffer * KEY_TILE * D, 0);
-        if (masked) {
+#pragma unroll 1
+        for (int first = 0; first < KEY_TILE; first += KEYS) {
+            float p[M][KEYS / 8][4];
+            multiply_rows<D, M, KEYS / 16>(p, q_tile, first_row, k_tiles + buffer * KEY_TILE * D, first);
+            if (masked) {
+#pragma unroll
+                for (int m = 0; m < M; m++)
+#pragma unroll
+                    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++)
+                            if (!sees<branch>(visible[m][e / 2], first + n * 8, first + n * 8 + lane % 4 * 2 + e % 2, s)) p[m][n][e] = -INFINITY;
+            }
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int n = 0; n < KEY_TILE / 8; n++)
+                for (int i = 0; i < 2; i++) {
+                    float most = -INFINITY;
 #pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        if (!sees<branch>(visible[m][e / 2], n * 8, n * 8 + lane % 4 * 2 + e % 2, s)) p[m][n][e] = -INFINITY;
+                    for (int n = 0; n < KEYS / 8; n++) most = fmaxf(most, fmaxf(p[m][n][2 * i], p[m][n][2 * i + 1]));
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+                    // Starting from -FLT_MAX the maximum is always finite: no infinity is ever subtracted from another.
+                    const float shift = fmaxf(largest[m][i], most * (s.scale * LOG2_E)), rescale = exp2_approx(largest[m][i] - shift);
+                    largest[m][i] = shift;
+                    total[m][i] *= rescale;
+#pragma unroll
+                    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                        for (int e = 2 * i; e < 2 * i + 2; e++) {
+                            p[m][n][e] = exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, -shift));
+                            total[m][i] += p[m][n][e];
+                        }
+#pragma unroll
+                    for (int x = 0; x < D / 8; x++) sums[m][x][2 * i] *= rescale, sums[m][x][2 * i + 1] *= rescale;
+                }
+            multiply_add<D, M, KEYS / 16>(sums, p, v_tiles + buffer * KEY_TILE * D, first);
         }
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                float most = -INFINITY;
-#pragma unroll
-                for (int n = 0; n < KEY_TILE / 8; n++) most = fmaxf(most, fmaxf(p[m][n][2 * i], p[m][n][2 * i + 1]));
-                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-                // Starting from -FLT_MAX the maximum is always finite: no infinity is ever subtracted from another.
-                const float shift = fmaxf(largest[m][i], most * (s.scale * LOG2_E)), rescale = exp2_approx(largest[m][i] - shift);
-                largest[m][i] = shift;
-                total[m][i] *= rescale;
-#pragma unroll
-                for (int n = 0; n < KEY_TILE / 8; n++)
-#pragma unroll
-                    for (int e = 2 * i; e < 2 * i + 2; e++) {
-                        p[m][n][e] = exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, -shift));
-                        total[m][i] += p[m][n][e];
-                    }
-#pragma unroll
-                for (int x = 0; x < D / 8; x++) sums[m][x][2 * i] *= rescale, sums[m][x][2 * i + 1] *= rescale;
-            }
-        multiply_add<D, M, KEY_TILE / 16>(sums, p, v_tiles + buffer * KEY_TILE * D, 0);
     }
     cp_async_wait<0>();  // q, where there was no tile of keys
 #pragma unroll
@@ -403,7 +407,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
 template <Branch branch, int D>
 __global__ void __launch_bounds__(MOST_WARPS * 32, 2) attention_dq_kernel(float* dq, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
                                                                           const float* lse_gated, const uint32_t* selection, AttentionShape s) {
-    constexpr int M = row_pieces<D>(), KEYS = 32;
+    constexpr int M = row_pieces<D>(), KEYS = 16;
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16 * M, rows = blockDim.x / 32 * 16 * M;
     const QueryTile tile = query_tile(s);
     const int end_tile = end_of_key_tiles<branch>(tile, s);
@@ -417,6 +421,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2) attention_dq_kernel(float*
     copy_queries<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, rows, tile.tokens, s);
     const size_t H = size_t(s.G) * s.heads, dout_at = ((size_t(tile.bg / s.G) * s.queries + tile.j0) * H + size_t(tile.bg % s.G) * s.heads) * D;
     copy_queries<D>(dout_tile, dout + dout_at, D, H * D, rows, tile.tokens, s);
+    cp_async_commit();
     if (branch == SLC) {
         used = shared.take<uint32_t>(tile_words(s.key_stride));
         selection += size_t(tile.bg) * s.queries * s.words;
@@ -508,7 +513,7 @@ HOST_DEVICE constexpr int sub_blocks(Branch branch) { return branch == SLC ? KEY
 template <Branch branch, int D>
 __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3) attention_dkdv_kernel(bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
                                                                                       const float* lse_gated, const uint32_t* selection, AttentionShape s) {
-    constexpr int TOKENS = D > 64 ? 16 : 32;  // at a time
+    constexpr int TOKENS = 16;  // at a time
     constexpr int SUB_BLOCKS = sub_blocks(branch);
     const int lane = threadIdx.x % 32, warp_key = threadIdx.x / 32 * 16;
     const int tile = int(blockIdx.x) / s.batch_groups, bg = int(blockIdx.x) % s.batch_groups, first_key = tile * KEY_TILE;  // early keys are seen by more queries

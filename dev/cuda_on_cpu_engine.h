@@ -1,8 +1,7 @@
-// cuda_on_cpu_engine.h: the machine behind cuda_on_cpu.h. From top to bottom: state, reports, memory, the threads of a block, launches,
-// streams.
+// cuda_on_cpu_engine.h: the machine behind cuda_on_cpu.h. Top to bottom: state, reports, memory, the threads of a block, launches, streams.
 //
 // Execution model. One operating system thread runs the blocks of a grid one after another. Each CUDA thread of a block is a fiber: a stack
-// of its own and a hand-written switch of about 5 ns, which swapcontext (two system calls) or real threads miss by factors of 50 and 1000.
+// of its own and a hand-written switch of 5 to 10 ns, where swapcontext makes two system calls and real threads take microseconds.
 // Fibers switch only inside barriers and warp functions, so a run is a pure function of the seed, and threadIdx and blockIdx can be
 // ordinary globals: `break kernels.cuh:25 if threadIdx.x == 64 && blockIdx.x == 3` works in gdb.
 #pragma once
@@ -49,8 +48,8 @@ struct dim3 {
 inline uint3 threadIdx, blockIdx;
 inline dim3 blockDim, gridDim;
 
-// Saves the callee-saved registers on the running stack and its pointer in *save, then goes on with the stack `load`, which an earlier call
-// left.
+// Saves the callee-saved registers on the running stack and its pointer in *save, then goes on with the stack that an earlier call saved as
+// `load`.
 extern "C" void emu_switch(void** save, void* load);
 #if defined(__x86_64__)
 asm(R"(
@@ -195,10 +194,10 @@ struct Stream {
 // that two accesses of one block can race only within one number.
 struct Clock {
     unsigned interval = 2, launch_start = 2, block_start = 2;
-    unsigned short warp_syncs[MAX_WARPS];    // how many __syncwarp() each warp has been through
-    unsigned short last_sync[MAX_THREADS];   // each thread's last __syncwarp(): its number in the warp
-    unsigned last_sync_mask[MAX_THREADS];    // and its lanes
-    bool block_fenced, earlier_fenced;       // this block, an earlier one of this launch, has called __threadfence()
+    unsigned short warp_syncs[MAX_WARPS];   // how many __syncwarp() each warp has been through
+    unsigned short last_sync[MAX_THREADS];  // each thread's last __syncwarp(): its number in the warp
+    unsigned last_sync_mask[MAX_THREADS];   // and its lanes
+    bool block_fenced, earlier_fenced;      // this block, an earlier one of this launch, has called __threadfence()
 };
 
 struct Counters {
@@ -220,7 +219,7 @@ struct Machine {
     // The running block.
     Thread* threads = nullptr;  // MAX_THREADS and, last, the host
     int thread_count = 0, current = HOST, at_barrier = 0, returned = 0;
-    uint64_t ready[MAX_THREADS / 64];                          // bit r: the thread of rank r can run; the lowest rank goes first
+    uint64_t ready[MAX_THREADS / 64];  // bit r: the thread of rank r can run; the lowest rank goes first
     short rank[MAX_THREADS], at_rank[MAX_THREADS];
     unsigned warp_live[MAX_WARPS], warp_waiting[MAX_WARPS];  // lanes that have not returned; lanes inside a warp function
     SharedArray shared[MAX_SHARED_ARRAYS];
@@ -237,7 +236,8 @@ struct Machine {
     bool run_late = false;
     Stream default_stream;
     std::vector<Stream*> streams = {&default_stream};
-    int device_count = 1;
+
+    int device_count = 1;  // that the runtime API shows; they share everything
 };
 inline Machine machine;
 
@@ -647,7 +647,7 @@ inline void make_fibers() {
         char* stack = (char*)reserve_addresses(guard + STACK_BYTES, PROT_READ | PROT_WRITE);
         if (mprotect(stack, guard, PROT_NONE)) stop("no memory for the stacks of %d threads", machine.thread_count);
         t.copies.reserve(MAX_COPIES);
-        // Stacks at equal offsets would share few cache sets: staggered by 64 bytes, a switch costs 5.3 instead of 7.5 ns.
+        // Staggered by 64 bytes: stacks at equal offsets would share few cache sets, and every switch would miss.
         uint64_t* top = (uint64_t*)(stack + guard + STACK_BYTES - i % 64 * 64);
 #if defined(__x86_64__)
         *--top = 0;  // the alignment that a call would leave

@@ -51,7 +51,8 @@ TEST(op_oracle_knows_closed_forms) {  // the oracles themselves, where the answe
 }
 
 TEST(op_shapes) {
-    for (const NsaShape base : {NsaShape{1, 0, 0, 0, 12, 2, 64, 32, 16, 64}, NsaShape{1, 0, 0, 0, 3, 1, 2, 1, 1, 1}, NsaShape{2, 0, 0, 0, 6, 3, 16, 8, 4, 48}})
+    for (const NsaShape base :
+         {NsaShape{1, 0, 0, 0, 12, 2, 64, 32, 16, 64}, NsaShape{1, 0, 0, 0, 3, 1, 2, 1, 1, 1}, NsaShape{2, 0, 0, 0, 6, 3, 16, 8, 4, 48}})
         for (int T : {1, 7, 8, 31, 32, 33, 47, 48, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049}) {
             NsaShape s = base;
             s.T = T;
@@ -115,7 +116,8 @@ TEST(op_exponential) {
     CHECK(worst < 2);
     CHECK_EQUAL(exponential(0.0f), 1.0f);
     CHECK_EQUAL(exponential(-0.0f), 1.0f);
-    for (float x : {std::nextafter(-87.0f, -100.0f), -87.5f, -88.0f, -104.0f, -1e4f, -3e38f, -std::numeric_limits<float>::infinity()}) CHECK_EQUAL(exponential(x), 0.0f);
+    for (float x : {std::nextafter(-87.0f, -100.0f), -87.5f, -88.0f, -104.0f, -1e4f, -3e38f, -std::numeric_limits<float>::infinity()})
+        CHECK_EQUAL(exponential(x), 0.0f);
     for (float x : {88.5f, 1e4f, 3e38f, std::numeric_limits<float>::infinity()}) CHECK_EQUAL(exponential(x), exponential(88.0f));
     CHECK(std::isnan(exponential(std::numeric_limits<float>::quiet_NaN())));
     CHECK_EQUAL(sigmoid(0.0f), 0.5f);
@@ -161,7 +163,8 @@ void check_gemm(GemmFunction<real> gemm_function, int M, int N, int K) {
             for (int n = 0; n < N; n++) {
                 double value = 0, magnitude = 0;  // Sum's rule written out: K products and one addition, gamma(K + 1) * sum of |terms|
                 for (int k = 0; k < K; k++) {
-                    const double term = double(A[ta ? size_t(k) * lda + m : size_t(m) * lda + k]) * double(B[tb ? size_t(n) * ldb + k : size_t(k) * ldb + n]);
+                    const double term = double(A[ta ? size_t(k) * lda + m : size_t(m) * lda + k]) *
+                                        double(B[tb ? size_t(n) * ldb + k : size_t(k) * ldb + n]);
                     value += term, magnitude += std::fabs(term);
                 }
                 if (accumulate) value += double(before[size_t(m) * ldc + n]), magnitude += std::fabs(double(before[size_t(m) * ldc + n]));
@@ -172,7 +175,8 @@ void check_gemm(GemmFunction<real> gemm_function, int M, int N, int K) {
         }
         const int failed = tests().failed_checks;
         CHECK_ARRAY(found, expected, M, N);
-        if (tests().failed_checks > failed) std::printf("    in the product M %d N %d K %d, transposed A %d B %d, accumulate %d\n", M, N, K, ta, tb, accumulate);
+        if (tests().failed_checks > failed)
+            std::printf("    in the product M %d N %d K %d, transposed A %d B %d, accumulate %d\n", M, N, K, ta, tb, accumulate);
     }
 }
 template <class real>
@@ -180,7 +184,9 @@ void check_gemm_shapes(GemmFunction<real> gemm_function) {
     // Every boundary of the blocking in each dimension: register block 6 (rows) and vectors (columns), panels, MC 96, KC 256, NC 2048.
     const int edges[] = {1, 5, 6, 7, 15, 16, 17, 31, 63, 64, 65, 95, 96, 97, 255, 256, 257};
     for (int x : edges) check_gemm(gemm_function, x, 7, 9), check_gemm(gemm_function, 7, x, 9), check_gemm(gemm_function, 7, 9, x);
-    for (int x : {2047, 2048, 2049}) check_gemm(gemm_function, x, 5, 3), check_gemm(gemm_function, 5, x, 3), check_gemm(gemm_function, 5, 3, x), check_gemm(gemm_function, 7, x, 257);
+    for (int x : {2047, 2048, 2049})
+        check_gemm(gemm_function, x, 5, 3), check_gemm(gemm_function, 5, x, 3), check_gemm(gemm_function, 5, 3, x),
+            check_gemm(gemm_function, 7, x, 257);
     for (int K : {0, 1, 257}) check_gemm(gemm_function, 13, 67, K);
     check_gemm(gemm_function, 97, 129, 65);
     check_gemm(gemm_function, 200, 65, 300);
@@ -253,7 +259,8 @@ void check_matmul(int N, int C, int OC) {
     using Num = oracle::Number<real>;
     Random random(30);
     Cpu<real> cpu;
-    Buffer<real> inp(size_t(N) * C, "inp"), weight(size_t(OC) * C, "weight"), residual(size_t(N) * OC, "residual"), out(residual.size(), "out");
+    Buffer<real> inp(size_t(N) * C, "inp"), weight(size_t(OC) * C, "weight"), residual(size_t(N) * OC, "residual"),
+        out(residual.size(), "out");
     Buffer<real> dinp(inp.size(), "dinp"), dweight(weight.size(), "dweight"), dout(out.size(), "dout");
     inp.fill(random), weight.fill(random), residual.fill(random), dout.fill(random), dweight.fill(random);
     for (bool with_residual : {false, true}) {
@@ -344,7 +351,8 @@ void check_classifier(int N, int V, int Vp, double scale) {
 }
 TEST(op_classifier) {
     for (double scale : {1.0, 1e3}) {  // logits of +-1e3 stay finite
-        check_classifier<float>(9, 256, 256, scale), check_classifier<float>(7, 1000, 1024, scale), check_classifier<float>(3, 5, 128, scale);
+        check_classifier<float>(9, 256, 256, scale), check_classifier<float>(7, 1000, 1024, scale),
+            check_classifier<float>(3, 5, 128, scale);
         check_classifier<double>(9, 256, 256, scale), check_classifier<double>(7, 1000, 1024, scale);
     }
     check_classifier<float>(2, 50257, 50304, 2);
@@ -392,22 +400,22 @@ inline NsaShape nsa_shape(int B, int T, int G, int h, int D, int l, int d, int s
 }
 inline const std::vector<NsaShape>& nsa_shapes() {
     static const std::vector<NsaShape> shapes = {
-        nsa_shape(2, 1, 2, 3, 2, 1, 1, 1, 3, 1),        // one token
+        nsa_shape(2, 1, 2, 3, 2, 1, 1, 1, 3, 1),  // one token
         nsa_shape(2, 1, 1, 1, 64, 32, 16, 64, 16, 512),
         nsa_shape(1, 31, 1, 1, 16, 32, 16, 64, 16, 512),  // no compressed block at all
         nsa_shape(2, 32, 1, 6, 16, 32, 16, 64, 16, 2),    // exactly one, for the last query
         nsa_shape(1, 33, 2, 12, 2, 32, 16, 16, 3, 1),
         nsa_shape(2, 33, 1, 3, 64, 8, 4, 16, 3, 63),
         nsa_shape(1, 63, 1, 1, 16, 8, 4, 16, 3, 63),
-        nsa_shape(2, 64, 2, 3, 2, 1, 1, 1, 16, 64),       // l = d = l' = 1: blocks are tokens
+        nsa_shape(2, 64, 2, 3, 2, 1, 1, 1, 16, 64),  // l = d = l' = 1: blocks are tokens
         nsa_shape(1, 64, 1, 6, 64, 8, 4, 16, 4, 65),
         nsa_shape(1, 65, 1, 12, 16, 8, 4, 8, 4, 64),
-        nsa_shape(2, 65, 2, 1, 16, 32, 16, 48, 3, 65),    // l' = 48
-        nsa_shape(1, 130, 1, 3, 64, 32, 16, 16, 4, 64),   // l > l'
+        nsa_shape(2, 65, 2, 1, 16, 32, 16, 48, 3, 65),   // l' = 48
+        nsa_shape(1, 130, 1, 3, 64, 32, 16, 16, 4, 64),  // l > l'
         nsa_shape(2, 130, 2, 6, 16, 8, 4, 16, 5, 63),
         nsa_shape(1, 130, 1, 12, 2, 1, 1, 48, 3, 65),
-        nsa_shape(1, 130, 1, 1, 2, 4, 4, 12, 3, 300),     // l = d, w > T
-        nsa_shape(1, 130, 2, 2, 16, 16, 4, 20, 3, 7),     // l = 4 d
+        nsa_shape(1, 130, 1, 1, 2, 4, 4, 12, 3, 300),  // l = d, w > T
+        nsa_shape(1, 130, 2, 2, 16, 16, 4, 20, 3, 7),  // l = 4 d
         nsa_shape(1, 1023, 1, 3, 2, 32, 16, 64, 4, 512),
         nsa_shape(1, 1025, 2, 1, 2, 32, 16, 64, 16, 65),  // the 17th block: the first query that must choose
         nsa_shape(1, 1025, 1, 6, 2, 8, 4, 16, 16, 64),    // 65 selection blocks: three words
@@ -421,8 +429,8 @@ struct ShapeReport {
     int failed = tests().failed_checks;
     ~ShapeReport() {
         if (tests().failed_checks > failed && tests().failed_checks <= 10)
-            std::printf("    with %s, B %d T %d first %d queries %d H %d G %d D %d l %d d %d l' %d n %d w %d full %d\n", engine, s.B, s.T, s.first, s.queries, s.H, s.G, s.D, s.l,
-                        s.d, s.slc_block, s.slc_count, s.window, int(s.full));
+            std::printf("    with %s, B %d T %d first %d queries %d H %d G %d D %d l %d d %d l' %d n %d w %d full %d\n", engine, s.B, s.T,
+                        s.first, s.queries, s.H, s.G, s.D, s.l, s.d, s.slc_block, s.slc_count, s.window, int(s.full));
     }
 };
 
@@ -433,7 +441,8 @@ template <class real>
 struct HeadBuffers {
     Buffer<real> q, gate;
     std::vector<Buffer<real>> kv;
-    explicit HeadBuffers(const NsaShape& s) : q(size_t(s.B) * s.H * s.queries * s.D, "q"), gate(s.full ? 0 : size_t(3) * s.B * s.H * s.queries, "gate") {
+    explicit HeadBuffers(const NsaShape& s)
+        : q(size_t(s.B) * s.H * s.queries * s.D, "q"), gate(s.full ? 0 : size_t(3) * s.B * s.H * s.queries, "gate") {
         for (int slot = 0; slot < 6; slot++) kv.emplace_back(s.full && slot < K_WIN ? 0 : size_t(s.B) * s.G * s.T * s.D, "kv");
     }
     typename Cpu<real>::Heads heads() { return {q, {kv[0], kv[1], kv[2], kv[3], kv[4], kv[5]}, gate}; }
@@ -463,9 +472,11 @@ void check_split_heads(NsaShape s, Cpu<real>& cpu) {
             int column = s.H * D;
             for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++)
                 for (int g = 0; g < s.G; g++, column += D) {
-                    const oracle::Numbers<real> plain = oracle::numbers(row + column, size_t(D)), turned = oracle::rope(row + column, s.first + j, D, +1);
+                    const oracle::Numbers<real> plain = oracle::numbers(row + column, size_t(D)),
+                                                turned = oracle::rope(row + column, s.first + j, D, +1);
                     const bool rotated = slot == K_SLC || slot == K_WIN;
-                    std::copy_n(rotated ? turned.begin() : plain.begin(), D, &kv[size_t(slot)][((size_t(b) * s.G + g) * s.T + s.first + j) * D]);
+                    std::copy_n(rotated ? turned.begin() : plain.begin(), D,
+                                &kv[size_t(slot)][((size_t(b) * s.G + g) * s.T + s.first + j) * D]);
                 }
             if (s.full) continue;
             for (int head = 0; head < s.H; head++)
@@ -503,7 +514,8 @@ void check_split_heads(NsaShape s, Cpu<real>& cpu) {
             for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++)
                 for (int g = 0; g < s.G; g++) {
                     const real* in = d.kv[size_t(slot)] + ((size_t(b) * s.G + g) * s.T + t) * D;
-                    const oracle::Numbers<real> row = slot == K_SLC || slot == K_WIN ? oracle::rope(in, t, D, -1) : oracle::numbers(in, size_t(D));
+                    const oracle::Numbers<real> row =
+                        slot == K_SLC || slot == K_WIN ? oracle::rope(in, t, D, -1) : oracle::numbers(in, size_t(D));
                     expected.insert(expected.end(), row.begin(), row.end());
                 }
             if (s.full) continue;
@@ -517,7 +529,8 @@ void check_split_heads(NsaShape s, Cpu<real>& cpu) {
 template <class real>
 void check_split_heads_shapes() {
     Cpu<real> cpu;  // one engine for all: its RoPE table has to follow D and T
-    for (NsaShape s : {nsa_shape(2, 33, 2, 3, 16, 8, 4, 16, 3, 9), nsa_shape(2, 70, 1, 1, 64, 8, 4, 16, 3, 9), nsa_shape(1, 1025, 1, 2, 2, 8, 4, 16, 3, 9), nsa_shape(1, 5, 2, 4, 16, 8, 4, 16, 3, 9)})
+    for (NsaShape s : {nsa_shape(2, 33, 2, 3, 16, 8, 4, 16, 3, 9), nsa_shape(2, 70, 1, 1, 64, 8, 4, 16, 3, 9),
+                       nsa_shape(1, 1025, 1, 2, 2, 8, 4, 16, 3, 9), nsa_shape(1, 5, 2, 4, 16, 8, 4, 16, 3, 9)})
         for (bool full : {false, true}) {
             s.full = full;
             check_split_heads(s, cpu);
@@ -530,8 +543,8 @@ void check_split_heads_shapes() {
 }
 TEST(op_split_heads) { check_split_heads_shapes<float>(), check_split_heads_shapes<double>(); }
 
-// q(t) . k(u) of the same projected rows, once at positions 0.. and once at first..: equal but for rounding. Element i of q and k carries an error of e(q),
-// e(k) from the rotation (the oracle's); a dot product of D terms then differs by at most twice sum of |q| e(k) + |k| e(q).
+// q(t) . k(u) of the same projected rows, once at positions 0.. and once at first..: equal but for rounding. Each element of q and k carries the
+// rotation's error e; a dot product of D terms then differs by at most twice the sum of |q| e(k) + |k| e(q).
 TEST(op_rope_scores_depend_on_distance_alone) {
     NsaShape here = nsa_shape(1, 40, 1, 1, 64, 8, 4, 16, 3, 9), there = here;
     there.first = 777, there.T = there.first + there.queries;
@@ -547,12 +560,14 @@ TEST(op_rope_scores_depend_on_distance_alone) {
         for (int t = 0; t < here.queries; t++)
             for (int u = 0; u < here.queries; u++) {
                 double one = 0, other = 0, limit = 0;
-                const float *q1 = a.q + t * 64, *q2 = b.q + t * 64, *k1 = a.kv[size_t(slot)] + u * 64, *k2 = b.kv[size_t(slot)] + (u + there.first) * 64;
+                const float *q1 = a.q + t * 64, *q2 = b.q + t * 64, *k1 = a.kv[size_t(slot)] + u * 64,
+                            *k2 = b.kv[size_t(slot)] + (u + there.first) * 64;
                 for (int x = 0; x < 64; x++) {
                     one += double(q1[x]) * k1[x], other += double(q2[x]) * k2[x];
                     // An element is a c - b s: tables and products rounded to u each, and the difference: 3u (|a| + |b|) at most.
                     const int pair = (x + 32) % 64;
-                    const double reach_q = std::hypot(q1[x], q1[pair]), reach_k = std::hypot(k1[x], k1[pair]);  // lengths of the pairs, which rotation keeps
+                    // |a| + |b| <= sqrt(2) * the length of the pair, which the rotation keeps.
+                    const double reach_q = std::hypot(q1[x], q1[pair]), reach_k = std::hypot(k1[x], k1[pair]);
                     limit += 2 * 2 * 3 * std::sqrt(2.0) * oracle::Number<float>::u * reach_q * reach_k;
                 }
                 CHECK_NEAR(one, other, limit);
@@ -567,7 +582,8 @@ TEST(op_rope_scores_depend_on_distance_alone) {
 template <class real>
 struct PhiBuffers {
     Buffer<real> fc1, bias, fc2;
-    explicit PhiBuffers(const NsaShape& s) : fc1(size_t(s.F) * s.l * s.D, "fc1"), bias(size_t(s.F), "bias"), fc2(size_t(s.D) * s.F, "fc2") {}
+    explicit PhiBuffers(const NsaShape& s)
+        : fc1(size_t(s.F) * s.l * s.D, "fc1"), bias(size_t(s.F), "bias"), fc2(size_t(s.D) * s.F, "fc2") {}
     void fill(Random& random) { fc1.fill(random, 0.3), bias.fill(random), fc2.fill(random); }
     void zero() { fc1.zero(), bias.zero(), fc2.zero(); }
     typename Cpu<real>::Phi phi() { return {fc1, bias, fc2}; }
@@ -582,7 +598,8 @@ void check_compress(const NsaShape& s, bool rotated) {
     Cpu<real> cpu;
     const int NC = oracle::blocks(s.T, s);
     const size_t rows = size_t(s.B) * s.G * NC;
-    Buffer<real> k(size_t(s.B) * s.G * s.T * s.D, "k"), out(rows * s.D, "out"), hidden(rows * s.F, "hidden"), dout(out.size(), "dout"), dk(k.size(), "dk");
+    Buffer<real> k(size_t(s.B) * s.G * s.T * s.D, "k"), out(rows * s.D, "out"), hidden(rows * s.F, "hidden"), dout(out.size(), "dout"),
+        dk(k.size(), "dk");
     PhiBuffers<real> phi(s), dphi(s);
     k.fill(random), phi.fill(random), dout.fill(random), dphi.fill(random);
     cpu.compress_forward(out, hidden, k, phi.phi(), rotated, s);
@@ -638,7 +655,9 @@ struct AttentionInputs {
     Buffer<real> q, gate, dout;
     std::vector<Buffer<real>> k, v;  // by branch
     AttentionInputs(const NsaShape& s, Random& random, double score_scale = 1)
-        : q(size_t(s.B) * s.H * s.queries * s.D, "q"), gate(size_t(3) * s.B * s.H * s.queries, "gate"), dout(size_t(s.B) * s.queries * s.H * s.D, "dout") {
+        : q(size_t(s.B) * s.H * s.queries * s.D, "q"),
+          gate(size_t(3) * s.B * s.H * s.queries, "gate"),
+          dout(size_t(s.B) * s.queries * s.H * s.D, "dout") {
         q.fill(random, score_scale), dout.fill(random);
         for (size_t i = 0; i < gate.size(); i++) gate[i] = real(1 / (1 + std::exp(-2 * random.normal())));
         for (Branch branch : {CMP, SLC, WIN}) {
@@ -666,11 +685,11 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
     const std::vector<Branch> branches = s.full ? std::vector<Branch>{WIN} : std::vector<Branch>{CMP, SLC, WIN};
     Buffer<real> o(3 * values, "o"), lse(3 * rows, "lse"), out(in.dout.size(), "out");
     Buffer<uint32_t> selection(s.full ? 0 : size_t(s.B) * s.G * s.queries * oracle::selection_words(s), "selection");
-    const oracle::Numbers<real> q = oracle::numbers(in.q.data(), in.q.size());
+    const oracle::Numbers<real> q = oracle::numbers(in.q);
     std::vector<oracle::Numbers<real>> k, v;
     for (int branch = 0; branch < 3; branch++) {
-        k.push_back(oracle::numbers(in.k[size_t(branch)].data(), in.k[size_t(branch)].size()));
-        v.push_back(oracle::numbers(in.v[size_t(branch)].data(), in.v[size_t(branch)].size()));
+        k.push_back(oracle::numbers(in.k[size_t(branch)]));
+        v.push_back(oracle::numbers(in.v[size_t(branch)]));
     }
     std::vector<oracle::Sum<real>> combined(out.size());
     for (Branch branch : branches) {
@@ -691,7 +710,8 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
                 for (int j = 0; j < s.queries; j++) {
                     const size_t row = (size_t(b) * s.H + head) * s.queries + j;
                     const Num gate = s.full ? Num(1) : Num(in.gate[branch * rows + row]);
-                    for (int x = 0; x < s.D; x++) combined[((size_t(b) * s.queries + j) * s.H + head) * s.D + x].add(gate * expected.out[row * s.D + x]);
+                    for (int x = 0; x < s.D; x++)
+                        combined[((size_t(b) * s.queries + j) * s.H + head) * s.D + x].add(gate * expected.out[row * s.D + x]);
                 }
     }
     cpu.combine_forward(out, o, s.full ? nullptr : in.gate.data(), s);
@@ -706,9 +726,10 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
     oracle::Numbers<real> expected_dz;
     for (Branch branch : branches) {
         Buffer<real> dk(in.k[branch].size(), "dk"), dv(in.v[branch].size(), "dv");
-        cpu.attention_backward(branch, dq, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows, lse_gated + branch * rows, selection, s);
-        const oracle::AttentionGradients<real> d =
-            oracle::attention_backward(branch, q, k[branch], v[branch], s.full ? nullptr : in.gate + branch * rows, in.dout.data(), selection.data(), s);
+        cpu.attention_backward(branch, dq, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows,
+                               lse_gated + branch * rows, selection, s);
+        const oracle::AttentionGradients<real> d = oracle::attention_backward(
+            branch, q, k[branch], v[branch], s.full ? nullptr : in.gate + branch * rows, in.dout.data(), selection.data(), s);
         CHECK_ARRAY(dk, oracle::numbers(d.dk), s.B, s.G, oracle::key_rows(branch, s), s.D);
         CHECK_ARRAY(dv, oracle::numbers(d.dv), s.B, s.G, oracle::key_rows(branch, s), s.D);
         for (size_t i = 0; i < values; i++) dq_sums[i].add(d.dq[i]);
@@ -736,7 +757,8 @@ void check_selection(const uint32_t* found, const real* share, const real* q, co
                     if (share) CHECK_EQUAL(share[at], real(1));
                     continue;
                 }
-                const oracle::Numbers<real> importance = oracle::importance(q + row * s.D, lse + row, size_t(s.queries), kc + (size_t(b) * s.G + g) * NC * s.D, t, s);
+                const oracle::Numbers<real> importance =
+                    oracle::importance(q + row * s.D, lse + row, size_t(s.queries), kc + (size_t(b) * s.G + g) * NC * s.D, t, s);
                 oracle::Sum<real> taken, all;
                 double least = 1e300, most = -1e300;  // the least important block taken (at most), the most important left (at least)
                 for (int block = 0; block <= last; block++) {
@@ -761,7 +783,8 @@ TEST(op_attention_fp64) {
         if (s.T <= 130) check_attention<double>(s);
 }
 TEST(op_attention_full) {
-    for (NsaShape s : {nsa_shape(2, 1, 1, 2, 16, 8, 4, 16, 3, 1), nsa_shape(1, 65, 2, 3, 16, 8, 4, 16, 3, 2), nsa_shape(1, 200, 1, 2, 2, 8, 4, 16, 3, 2)}) {
+    for (NsaShape s : {nsa_shape(2, 1, 1, 2, 16, 8, 4, 16, 3, 1), nsa_shape(1, 65, 2, 3, 16, 8, 4, 16, 3, 2),
+                       nsa_shape(1, 200, 1, 2, 2, 8, 4, 16, 3, 2)}) {
         s.full = true;  // over all tokens, whatever the window
         check_attention<float>(s), check_attention<double>(s);
     }
@@ -796,17 +819,22 @@ TEST(op_attention_reads_nothing_behind_its_positions) {
                         }
             in.k.push_back(std::move(short_k)), in.v.push_back(std::move(short_v));
         }
-        Buffer<uint32_t> selection(size_t(s.B) * s.G * queries * s.selection_words(), "selection"), short_selection(size_t(s.B) * s.G * queries * prefix.selection_words());
+        Buffer<uint32_t> selection(size_t(s.B) * s.G * queries * s.selection_words(), "selection"),
+            short_selection(size_t(s.B) * s.G * queries * prefix.selection_words());
         for (Branch branch : {CMP, SLC, WIN}) {
             Buffer<float> out(in.q.size(), "out"), lse(s.query_rows(), "lse"), short_out(out.size()), short_lse(lse.size());
             cpu.attention_forward(branch, out, lse, in.q, in.k[branch], in.v[branch], selection, s);
-            cpu.attention_forward(branch, short_out, short_lse, in.q, in.k[size_t(branch) + 3], in.v[size_t(branch) + 3], short_selection, prefix);
-            if (branch == CMP) cpu.select_blocks(selection, nullptr, in.q, in.k[CMP], lse, s), cpu.select_blocks(short_selection, nullptr, in.q, in.k[3], short_lse, prefix);
+            cpu.attention_forward(branch, short_out, short_lse, in.q, in.k[size_t(branch) + 3], in.v[size_t(branch) + 3], short_selection,
+                                  prefix);
+            if (branch == CMP)
+                cpu.select_blocks(selection, nullptr, in.q, in.k[CMP], lse, s),
+                    cpu.select_blocks(short_selection, nullptr, in.q, in.k[3], short_lse, prefix);
             CHECK_SAME_BITS(out.data(), short_out.data(), out.size());
             CHECK_SAME_BITS(lse.data(), short_lse.data(), lse.size());
         }
         for (int row = 0; row < s.B * s.G * queries; row++)
-            CHECK(blocks_of(selection + row * s.selection_words(), s.selection_words()) == blocks_of(short_selection + row * prefix.selection_words(), prefix.selection_words()));
+            CHECK(blocks_of(selection + row * s.selection_words(), s.selection_words()) ==
+                  blocks_of(short_selection + row * prefix.selection_words(), prefix.selection_words()));
     }
 }
 
@@ -814,7 +842,8 @@ TEST(op_attention_reads_nothing_behind_its_positions) {
 
 // Dense causal attention, no branch, no mask: every token up to its own.
 template <class real>
-oracle::Attended<real> dense_causal(const oracle::Numbers<real>& q, const oracle::Numbers<real>& k, const oracle::Numbers<real>& v, int tile, const NsaShape& s) {
+oracle::Attended<real> dense_causal(const oracle::Numbers<real>& q, const oracle::Numbers<real>& k, const oracle::Numbers<real>& v,
+                                    int tile, const NsaShape& s) {
     oracle::Attended<real> all;
     for (int b = 0; b < s.B; b++)
         for (int head = 0; head < s.H; head++)
@@ -822,7 +851,8 @@ oracle::Attended<real> dense_causal(const oracle::Numbers<real>& q, const oracle
                 std::vector<int> keys;
                 for (int u = 0; u <= t; u++) keys.push_back(u);
                 const size_t at = (size_t(b) * s.G + head / (s.H / s.G)) * s.T * s.D;
-                const oracle::AttendedRow<real> row = oracle::attend(&q[((size_t(b) * s.H + head) * s.T + t) * s.D], &k[at], &v[at], keys, tile, s.D);
+                const oracle::AttendedRow<real> row =
+                    oracle::attend(&q[((size_t(b) * s.H + head) * s.T + t) * s.D], &k[at], &v[at], keys, tile, s.D);
                 all.out.insert(all.out.end(), row.out.begin(), row.out.end());
                 all.lse.push_back(row.lse);
             }
@@ -835,18 +865,18 @@ void check_dense_equivalences() {
     // slc: T = n l', the last length at which a query may take all its blocks. win: w = T. cmp: l = d = 1, fc2 = 0.
     NsaShape s = nsa_shape(2, 96, 2, 3, 16, 1, 1, 16, 6, 96);
     AttentionInputs<real> in(s, random);
-    const oracle::Numbers<real> q = oracle::numbers(in.q.data(), in.q.size()), v = oracle::numbers(in.v[WIN].data(), in.v[WIN].size());
+    const oracle::Numbers<real> q = oracle::numbers(in.q), v = oracle::numbers(in.v[WIN]);
     Buffer<real> out(in.q.size(), "out"), lse(s.query_rows(), "lse");
     Buffer<uint32_t> selection(size_t(s.B) * s.G * s.T * s.selection_words(), "selection");
 
     cpu.attention_forward(CMP, out, lse, in.q, in.k[CMP], in.v[CMP], nullptr, s);
     cpu.select_blocks(selection, nullptr, in.q, in.k[CMP], lse, s);
-    const oracle::Attended<real> dense_slc = dense_causal(q, oracle::numbers(in.k[SLC].data(), in.k[SLC].size()), oracle::numbers(in.v[SLC].data(), in.v[SLC].size()), 16, s);
+    const oracle::Attended<real> dense_slc = dense_causal(q, oracle::numbers(in.k[SLC]), oracle::numbers(in.v[SLC]), 16, s);
     cpu.attention_forward(SLC, out, lse, in.q, in.k[SLC], in.v[SLC], selection, s);
     CHECK_ARRAY(out, dense_slc.out, s.B, s.H, s.T, s.D);
     CHECK_ARRAY(lse, dense_slc.lse, s.B, s.H, s.T);
 
-    const oracle::Attended<real> dense_win = dense_causal(q, oracle::numbers(in.k[WIN].data(), in.k[WIN].size()), v, 64, s);
+    const oracle::Attended<real> dense_win = dense_causal(q, oracle::numbers(in.k[WIN]), v, 64, s);
     for (int window : {96, 97, 1000}) {
         s.window = window;
         out.poison(), lse.poison();
@@ -888,8 +918,9 @@ TEST(op_window_attention_does_not_see_absolute_positions) {
     Buffer<float> out_a(a.q.size(), "out"), out_b(a.q.size(), "out"), lse_a(here.query_rows(), "lse"), lse_b(here.query_rows(), "lse");
     cpu.attention_forward(WIN, out_a, lse_a, a.q, a.kv[K_WIN], a.kv[V_WIN], nullptr, here);
     cpu.attention_forward(WIN, out_b, lse_b, b.q, b.kv[K_WIN], b.kv[V_WIN], nullptr, there);
-    auto turned = [](const Buffer<float>& x, int D) {  // x with the error that a rotation leaves in it: 3u (|a| + |b|) <= 3 sqrt(2) u |pair|
-        oracle::Numbers<float> n = oracle::numbers(x.data(), x.size());
+    // x with twice the error that a rotation leaves in it: 3u (|a| + |b|) <= 3 sqrt(2) u |pair|
+    auto turned = [](const Buffer<float>& x, int D) {
+        oracle::Numbers<float> n = oracle::numbers(x);
         for (size_t i = 0; i < n.size(); i++) {
             const size_t pair = i / D * D + (i % D + D / 2) % D;
             n[i].error = 2 * 3 * std::sqrt(2.0) * oracle::Number<float>::u * std::hypot(n[i].value, n[pair].value);
@@ -897,7 +928,7 @@ TEST(op_window_attention_does_not_see_absolute_positions) {
         return n;
     };
     const oracle::Attended<float> expected =
-        oracle::attention(WIN, turned(a.q, 16), turned(a.kv[K_WIN], 16), oracle::numbers(a.kv[V_WIN].data(), a.kv[V_WIN].size()), nullptr, here);
+        oracle::attention(WIN, turned(a.q, 16), turned(a.kv[K_WIN], 16), oracle::numbers(a.kv[V_WIN]), nullptr, here);
     for (int head = 0; head < here.H; head++)
         for (int t = here.window; t < here.T; t++)  // all of (t-w, t] is inside
             for (int x = 0; x < here.D; x++) {
@@ -980,7 +1011,8 @@ void check_ties_of_classes(int heads, int first, int queries) {
     cpu.select_blocks(selection, nullptr, in.q, in.k[CMP], lse, s);
     for (int t = first; t < first + queries; t++) {
         std::vector<double> importance;
-        for (int block = 0; block <= t / 4; block++) importance.push_back(4 * block + 3 <= t ? rank[block % 3] : -2);  // the last one is seen only at its end
+        for (int block = 0; block <= t / 4; block++)
+            importance.push_back(4 * block + 3 <= t ? rank[block % 3] : -2);  // seen from its end on
         CHECK(blocks_of(selection + size_t(t - first) * s.selection_words(), s.selection_words()) == oracle::select(importance, 8));
     }
 }
@@ -992,7 +1024,8 @@ TEST(op_ties_go_to_the_lower_block) {
     }
 }
 
-// Masks of the test's own: blocks that no query selects get gradient 0, to the bit; a query whose mask is empty gives out 0, lse +infinity; any mask is obeyed.
+// Masks of the test's own: any mask is obeyed; blocks that no query selects get gradient 0, to the bit; a query whose mask is empty gives out 0
+// and lse +infinity.
 template <class real>
 void check_given_selection() {
     const NsaShape s = nsa_shape(1, 100, 2, 3, 16, 8, 4, 16, 3, 9);
@@ -1005,11 +1038,13 @@ void check_given_selection() {
     for (int g = 0; g < s.G; g++)
         for (int t = 0; t < T; t++)
             for (int block = 0; block <= t / 16; block++)  // group 0 never takes block 2, group 1 never block 0 and 3
-                if (t != empty && random.below(2) && (g == 0 ? block != 2 : block != 0 && block != 3)) selection[(g * T + t) * words] |= 1u << block;
-    const oracle::Numbers<real> q = oracle::numbers(in.q.data(), in.q.size()), k = oracle::numbers(in.k[SLC].data(), in.k[SLC].size()), v = oracle::numbers(in.v[SLC].data(), in.v[SLC].size());
+                if (t != empty && random.below(2) && (g == 0 ? block != 2 : block != 0 && block != 3))
+                    selection[(g * T + t) * words] |= 1u << block;
+    const oracle::Numbers<real> q = oracle::numbers(in.q), k = oracle::numbers(in.k[SLC]), v = oracle::numbers(in.v[SLC]);
     const size_t rows = s.query_rows();
     // The other branches' outputs are 0 and their lse too: only the selected branch counts here.
-    Buffer<real> out(rows * s.D, "out"), lse(rows, "lse"), o(3 * rows * s.D), lses(3 * rows), row_dot(3 * rows), lse_gated(3 * rows), dz(3 * rows);
+    Buffer<real> out(rows * s.D, "out"), lse(rows, "lse"), o(3 * rows * s.D), lses(3 * rows), row_dot(3 * rows), lse_gated(3 * rows),
+        dz(3 * rows);
     cpu.attention_forward(SLC, out, lse, in.q, in.k[SLC], in.v[SLC], selection, s);
     const oracle::Attended<real> expected = oracle::attention(SLC, q, k, v, selection.data(), s);
     CHECK_ARRAY(out, expected.out, s.B, s.H, T, s.D);
@@ -1024,8 +1059,10 @@ void check_given_selection() {
     cpu.attention_backward_rows(row_dot, lse_gated, dz, in.dout, o, in.gate, lses, s);
     Buffer<real> dq(out.size(), "dq"), dk(in.k[SLC].size(), "dk"), dv(dk.size(), "dv");
     dq.zero();
-    cpu.attention_backward(SLC, dq, dk, dv, in.dout, in.q, in.k[SLC], in.v[SLC], row_dot + SLC * rows, lse_gated + SLC * rows, selection, s);
-    const oracle::AttentionGradients<real> d = oracle::attention_backward(SLC, q, k, v, in.gate + SLC * rows, in.dout.data(), selection.data(), s);
+    cpu.attention_backward(SLC, dq, dk, dv, in.dout, in.q, in.k[SLC], in.v[SLC], row_dot + SLC * rows, lse_gated + SLC * rows, selection,
+                           s);
+    const oracle::AttentionGradients<real> d =
+        oracle::attention_backward(SLC, q, k, v, in.gate + SLC * rows, in.dout.data(), selection.data(), s);
     CHECK_ARRAY(dq, oracle::numbers(d.dq), s.B, s.H, T, s.D);
     CHECK_ARRAY(dk, oracle::numbers(d.dk), s.B, s.G, T, s.D);
     CHECK_ARRAY(dv, oracle::numbers(d.dv), s.B, s.G, T, s.D);
@@ -1075,7 +1112,8 @@ TEST(op_gradient_rmsnorm) {
     const int N = 4, C = 9;
     Random random(210);
     Cpu<double> cpu;
-    Buffer<double> x(N * C, "x"), weight(C, "weight"), out(N * C, "out"), rstd(N, "rstd"), dout(N * C, "dout"), dx(N * C, "dx"), dweight(C, "dweight");
+    Buffer<double> x(N * C, "x"), weight(C, "weight"), out(N * C, "out"), rstd(N, "rstd"), dout(N * C, "dout"), dx(N * C, "dx"),
+        dweight(C, "dweight");
     x.fill(random), weight.fill(random), dout.fill(random), dx.zero(), dweight.zero();
     auto loss = [&] { return cpu.rmsnorm_forward(out, rstd, x, weight, N, C), weigh(out.data(), dout, out.size()); };
     loss();
@@ -1088,7 +1126,8 @@ TEST(op_gradient_matmul) {
     const int N = 6, C = 7, OC = 9;
     Random random(220);
     Cpu<double> cpu;
-    Buffer<double> inp(N * C, "inp"), weight(OC * C, "weight"), residual(N * OC, "residual"), out(N * OC, "out"), dout(N * OC, "dout"), dinp(N * C, "dinp"), dweight(OC * C, "dweight");
+    Buffer<double> inp(N * C, "inp"), weight(OC * C, "weight"), residual(N * OC, "residual"), out(N * OC, "out"), dout(N * OC, "dout"),
+        dinp(N * C, "dinp"), dweight(OC * C, "dweight");
     inp.fill(random), weight.fill(random), residual.fill(random), dout.fill(random), dweight.zero();
     auto loss = [&] { return cpu.matmul_forward(out, inp, weight, residual, N, C, OC), weigh(out.data(), dout, out.size()); };
     cpu.matmul_backward_input(dinp, dout, weight, N, C, OC);
@@ -1119,7 +1158,8 @@ TEST(op_gradient_classifier) {
     std::copy_n(logits.data(), logits.size(), dlogits.data());
     cpu.classifier(losses, dlogits, targets, 0.25, true, N, V, Vp);
     const std::vector<double> weight(N, 0.25);
-    CHECK_GRADIENT(logits, dlogits, [&] { return cpu.classifier(losses, logits, targets, 0.25, false, N, V, Vp), weigh(losses.data(), weight.data(), N); });
+    CHECK_GRADIENT(logits, dlogits,
+                   [&] { return cpu.classifier(losses, logits, targets, 0.25, false, N, V, Vp), weigh(losses.data(), weight.data(), N); });
 }
 
 TEST(op_gradient_split_heads) {
@@ -1144,19 +1184,22 @@ TEST(op_gradient_split_heads) {
         HeadBuffers<double> d(s);
         std::copy_n(weight.q.data(), d.q.size(), d.q.data());
         for (size_t slot = 0; slot < 6; slot++) std::copy_n(weight.kv[slot].data(), d.kv[slot].size(), d.kv[slot].data());
-        for (size_t i = 0; i < d.gate.size(); i++) d.gate[i] = weight.gate[i] * out.gate[i] * (1 - out.gate[i]);  // heads carry the logit's gradient
+        for (size_t i = 0; i < d.gate.size(); i++)
+            d.gate[i] = weight.gate[i] * out.gate[i] * (1 - out.gate[i]);  // heads carry the logit's gradient
         cpu.split_heads_backward(dprojected, d.gradients(), s);
         CHECK_GRADIENT(projected, dprojected, loss);
     }
 }
 
 TEST(op_gradient_compress) {
-    for (const NsaShape& s : {nsa_shape(2, 23, 2, 1, 4, 8, 4, 8, 3, 3), nsa_shape(1, 9, 1, 1, 6, 4, 1, 4, 3, 3), nsa_shape(1, 6, 1, 1, 2, 1, 1, 1, 3, 3), nsa_shape(1, 3, 1, 1, 2, 4, 2, 4, 3, 3)})
+    for (const NsaShape& s : {nsa_shape(2, 23, 2, 1, 4, 8, 4, 8, 3, 3), nsa_shape(1, 9, 1, 1, 6, 4, 1, 4, 3, 3),
+                              nsa_shape(1, 6, 1, 1, 2, 1, 1, 1, 3, 3), nsa_shape(1, 3, 1, 1, 2, 4, 2, 4, 3, 3)})
         for (bool rotated : {false, true}) {
             const size_t rows = size_t(s.B) * s.G * oracle::blocks(s.T, s);
             Random random(260);
             Cpu<double> cpu;
-            Buffer<double> k(size_t(s.B) * s.G * s.T * s.D, "k"), out(rows * s.D, "out"), hidden(rows * s.F, "hidden"), weight(out.size(), "weight"), dout(out.size(), "dout"), dk(k.size(), "dk");
+            Buffer<double> k(size_t(s.B) * s.G * s.T * s.D, "k"), out(rows * s.D, "out"), hidden(rows * s.F, "hidden"),
+                weight(out.size(), "weight"), dout(out.size(), "dout"), dk(k.size(), "dk");
             PhiBuffers<double> phi(s), dphi(s);
             k.fill(random), phi.fill(random), weight.fill(random), dphi.zero();
             auto loss = [&] { return cpu.compress_forward(out, hidden, k, phi.phi(), rotated, s), weigh(out.data(), weight, out.size()); };
@@ -1172,14 +1215,16 @@ TEST(op_gradient_compress) {
 
 // attention_forward of the three branches and combine_forward, with the gates behind a sigmoid; the selection stays what it was.
 TEST(op_gradient_attention) {
-    for (NsaShape s : {nsa_shape(2, 21, 2, 2, 4, 4, 2, 4, 3, 5), nsa_shape(1, 70, 1, 3, 2, 8, 4, 8, 4, 66), nsa_shape(1, 3, 1, 1, 2, 4, 2, 4, 3, 1), nsa_shape(1, 19, 1, 2, 6, 1, 1, 3, 3, 4)})
+    for (NsaShape s : {nsa_shape(2, 21, 2, 2, 4, 4, 2, 4, 3, 5), nsa_shape(1, 70, 1, 3, 2, 8, 4, 8, 4, 66),
+                       nsa_shape(1, 3, 1, 1, 2, 4, 2, 4, 3, 1), nsa_shape(1, 19, 1, 2, 6, 1, 1, 3, 3, 4)})
         for (bool full : {false, true}) {
             s.full = full;
             Random random(270);
             Cpu<double> cpu;
             AttentionInputs<double> in(s, random);
             const size_t rows = s.query_rows(), values = rows * s.D;
-            Buffer<double> z(full ? 0 : 3 * rows, "z"), o(3 * values, "o"), lse(3 * rows, "lse"), out(values, "out"), dz(z.size(), "dz"), dq(values, "dq");
+            Buffer<double> z(full ? 0 : 3 * rows, "z"), o(3 * values, "o"), lse(3 * rows, "lse"), out(values, "out"), dz(z.size(), "dz"),
+                dq(values, "dq");
             Buffer<double> row_dot(3 * rows, "row_dot"), lse_gated(3 * rows, "lse_gated");
             Buffer<uint32_t> selection(full ? 0 : size_t(s.B) * s.G * s.T * s.selection_words(), "selection");
             z.fill(random);
@@ -1190,7 +1235,8 @@ TEST(op_gradient_attention) {
             }
             auto loss = [&] {
                 for (size_t i = 0; i < z.size(); i++) in.gate[i] = 1 / (1 + std::exp(-z[i]));
-                for (Branch branch : branches) cpu.attention_forward(branch, o + branch * values, lse + branch * rows, in.q, in.k[branch], in.v[branch], selection, s);
+                for (Branch branch : branches)
+                    cpu.attention_forward(branch, o + branch * values, lse + branch * rows, in.q, in.k[branch], in.v[branch], selection, s);
                 cpu.combine_forward(out, o, full ? nullptr : in.gate.data(), s);
                 return weigh(out.data(), in.dout, out.size());
             };
@@ -1199,7 +1245,8 @@ TEST(op_gradient_attention) {
             cpu.attention_backward_rows(row_dot, lse_gated, dz, in.dout, o, full ? nullptr : in.gate.data(), lse, s);
             for (Branch branch : branches) {
                 Buffer<double> dk(in.k[branch].size(), "dk"), dv(in.v[branch].size(), "dv");
-                cpu.attention_backward(branch, dq, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows, lse_gated + branch * rows, selection, s);
+                cpu.attention_backward(branch, dq, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows,
+                                       lse_gated + branch * rows, selection, s);
                 if (dk.size() == 0) continue;  // T < l
                 CHECK_GRADIENT(in.k[branch], dk, loss);
                 CHECK_GRADIENT(in.v[branch], dv, loss);
@@ -1220,7 +1267,11 @@ struct LayerActivations {  // of one call: positions first .. first + queries - 
     Buffer<real> q, gate, o, lse, out;
     Buffer<uint32_t> selection;
     explicit LayerActivations(const NsaShape& s)
-        : q(s.query_rows() * s.D, "q"), gate(3 * s.query_rows(), "gate"), o(3 * s.query_rows() * s.D, "o"), lse(3 * s.query_rows(), "lse"), out(s.query_rows() * s.D, "out"),
+        : q(s.query_rows() * s.D, "q"),
+          gate(3 * s.query_rows(), "gate"),
+          o(3 * s.query_rows() * s.D, "o"),
+          lse(3 * s.query_rows(), "lse"),
+          out(s.query_rows() * s.D, "out"),
           selection(size_t(s.B) * s.G * s.queries * s.selection_words(), "selection") {}
 };
 template <class real>
@@ -1228,11 +1279,17 @@ struct Layer {
     NsaShape s;
     Cpu<real> cpu;
     PhiBuffers<real> phi_k, phi_v;
-    std::vector<Buffer<real>> kv;                // caches [B, G, T, D]
-    Buffer<real> kc, vc, hidden_k, hidden_v;     // caches [B, G, NC, ..]
+    std::vector<Buffer<real>> kv;             // caches [B, G, T, D]
+    Buffer<real> kc, vc, hidden_k, hidden_v;  // caches [B, G, NC, ..]
 
     Layer(const NsaShape& s, Random& random)
-        : s(s), phi_k(s), phi_v(s), kc(s.cmp_rows() * s.D, "kc"), vc(s.cmp_rows() * s.D, "vc"), hidden_k(s.cmp_rows() * s.F, "hidden_k"), hidden_v(s.cmp_rows() * s.F, "hidden_v") {
+        : s(s),
+          phi_k(s),
+          phi_v(s),
+          kc(s.cmp_rows() * s.D, "kc"),
+          vc(s.cmp_rows() * s.D, "vc"),
+          hidden_k(s.cmp_rows() * s.F, "hidden_k"),
+          hidden_v(s.cmp_rows() * s.F, "hidden_v") {
         for (int slot = 0; slot < 6; slot++) kv.emplace_back(s.key_rows() * s.D, "kv");
         phi_k.fill(random), phi_v.fill(random);
     }
@@ -1258,15 +1315,18 @@ struct Layer {
         return a;
     }
     // After a forward of all positions.
-    void backward(Buffer<real>& dprojected, PhiBuffers<real>& dphi_k, PhiBuffers<real>& dphi_v, const real* dout, LayerActivations<real>& a) {
+    void backward(Buffer<real>& dprojected, PhiBuffers<real>& dphi_k, PhiBuffers<real>& dphi_v, const real* dout,
+                  LayerActivations<real>& a) {
         const size_t rows = s.query_rows();
         Buffer<real> row_dot(3 * rows, "row_dot"), lse_gated(3 * rows, "lse_gated"), dkc(kc.size(), "dkc"), dvc(vc.size(), "dvc");
         HeadBuffers<real> d(s);
         d.q.zero(), dphi_k.zero(), dphi_v.zero();
         cpu.attention_backward_rows(row_dot, lse_gated, d.gate, dout, a.o, a.gate, a.lse, s);
         cpu.attention_backward(CMP, d.q, dkc, dvc, dout, a.q, kc, vc, row_dot, lse_gated, nullptr, s);
-        cpu.attention_backward(SLC, d.q, d.kv[K_SLC], d.kv[V_SLC], dout, a.q, kv[K_SLC], kv[V_SLC], row_dot + rows, lse_gated + rows, a.selection, s);
-        cpu.attention_backward(WIN, d.q, d.kv[K_WIN], d.kv[V_WIN], dout, a.q, kv[K_WIN], kv[V_WIN], row_dot + 2 * rows, lse_gated + 2 * rows, nullptr, s);
+        cpu.attention_backward(SLC, d.q, d.kv[K_SLC], d.kv[V_SLC], dout, a.q, kv[K_SLC], kv[V_SLC], row_dot + rows, lse_gated + rows,
+                               a.selection, s);
+        cpu.attention_backward(WIN, d.q, d.kv[K_WIN], d.kv[V_WIN], dout, a.q, kv[K_WIN], kv[V_WIN], row_dot + 2 * rows,
+                               lse_gated + 2 * rows, nullptr, s);
         cpu.compress_backward(d.kv[K_CMP], dphi_k.phi(), dkc, hidden_k, kv[K_CMP], phi_k.phi(), true, s);
         cpu.compress_backward(d.kv[V_CMP], dphi_v.phi(), dvc, hidden_v, kv[V_CMP], phi_v.phi(), false, s);
         cpu.split_heads_backward(dprojected, d.gradients(), s);
@@ -1277,7 +1337,8 @@ TEST(op_gradient_of_a_whole_layer) {
     const NsaShape s = nsa_shape(2, 26, 2, 2, 4, 4, 2, 4, 3, 5);
     Random random(300);
     Layer<double> layer(s, random);
-    Buffer<double> projected(size_t(s.B) * s.T * s.projected(), "projected"), dprojected(projected.size(), "dprojected"), dout(s.query_rows() * s.D, "dout");
+    Buffer<double> projected(size_t(s.B) * s.T * s.projected(), "projected"), dprojected(projected.size(), "dprojected"),
+        dout(s.query_rows() * s.D, "dout");
     projected.fill(random), dout.fill(random);
     PhiBuffers<double> dphi_k(s), dphi_v(s);
     LayerActivations<double> a = layer.forward(projected, 0, s.T);
@@ -1299,7 +1360,8 @@ TEST(op_layer_with_large_logits_stays_finite) {
     const NsaShape s = nsa_shape(1, 100, 2, 3, 16, 8, 4, 16, 4, 20);
     Random random(310);
     Layer<float> layer(s, random);
-    Buffer<float> projected(size_t(s.T) * s.projected(), "projected"), dprojected(projected.size(), "dprojected"), dout(s.query_rows() * s.D, "dout");
+    Buffer<float> projected(size_t(s.T) * s.projected(), "projected"), dprojected(projected.size(), "dprojected"),
+        dout(s.query_rows() * s.D, "dout");
     projected.fill(random, 40), dout.fill(random);  // scores of 40 * 40 * sqrt(16) / 4, beyond +-1e3
     for (int t = 0; t < s.T; t++)                   // gate logits of +-1e3
         for (int i = 0; i < 3 * s.H; i++) projected[t * s.projected() + s.projected() - s.gate_columns() + i] *= 25;
@@ -1321,7 +1383,8 @@ TEST(op_layer_with_large_logits_stays_finite) {
 // Causality, bit for bit: whatever stands at positions >= j, everything before j stays the same.
 
 TEST(op_causality_bit_for_bit) {
-    for (const NsaShape& s : {nsa_shape(1, 150, 2, 3, 16, 8, 4, 16, 4, 20), nsa_shape(2, 201, 1, 2, 2, 32, 16, 16, 5, 70), nsa_shape(1, 131, 1, 1, 64, 1, 1, 1, 16, 1)}) {
+    for (const NsaShape& s : {nsa_shape(1, 150, 2, 3, 16, 8, 4, 16, 4, 20), nsa_shape(2, 201, 1, 2, 2, 32, 16, 16, 5, 70),
+                              nsa_shape(1, 131, 1, 1, 64, 1, 1, 1, 16, 1)}) {
         const ShapeReport report{s, "cpu fp32"};
         Random random(400);
         Layer<float> layer(s, random);
@@ -1338,8 +1401,10 @@ TEST(op_causality_bit_for_bit) {
             const LayerActivations<float> after = layer.forward(projected, 0, s.T);
             bool changed = false;
             for (int b = 0; b < s.B; b++) {
-                CHECK_SAME_BITS(before.out + size_t(b) * s.T * s.H * s.D, after.out + size_t(b) * s.T * s.H * s.D, size_t(j) * s.H * s.D, j, s.H, s.D);
-                changed |= std::memcmp(before.out + (size_t(b) * s.T + j) * s.H * s.D, after.out + (size_t(b) * s.T + j) * s.H * s.D, 4 * size_t(s.D)) != 0;
+                CHECK_SAME_BITS(before.out + size_t(b) * s.T * s.H * s.D, after.out + size_t(b) * s.T * s.H * s.D, size_t(j) * s.H * s.D, j,
+                                s.H, s.D);
+                changed |= std::memcmp(before.out + (size_t(b) * s.T + j) * s.H * s.D, after.out + (size_t(b) * s.T + j) * s.H * s.D,
+                                       4 * size_t(s.D)) != 0;
                 for (int branch = 0; branch < 3; branch++)
                     for (int head = 0; head < s.H; head++) {
                         const size_t row = ((size_t(branch) * s.B + b) * s.H + head) * s.T;
@@ -1347,7 +1412,8 @@ TEST(op_causality_bit_for_bit) {
                         CHECK_SAME_BITS(before.lse + row, after.lse + row, size_t(j));
                     }
                 for (int g = 0; g < s.G; g++) {
-                    const size_t masks = (size_t(b) * s.G + g) * s.T * s.selection_words(), rows = (size_t(b) * s.G + g) * s.cmp_capacity() * s.D;
+                    const size_t masks = (size_t(b) * s.G + g) * s.T * s.selection_words(),
+                                 rows = (size_t(b) * s.G + g) * s.cmp_capacity() * s.D;
                     CHECK_SAME_BITS(before.selection + masks, after.selection + masks, size_t(j) * s.selection_words());
                     CHECK_SAME_BITS(kc + rows, layer.kc + rows, size_t(oracle::blocks(j, s)) * s.D);
                     CHECK_SAME_BITS(vc + rows, layer.vc + rows, size_t(oracle::blocks(j, s)) * s.D);
@@ -1359,8 +1425,8 @@ TEST(op_causality_bit_for_bit) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Decoding: the operations on a few positions at a time, with caches, equal the prefill of all. Each side is within the oracle's limit of the truth, so
-// they are within twice that of each other. Caches hold NaN behind the present; each chunk starts from the prefill's values before it.
+// Decoding: the operations on a few positions at a time, with caches, equal the prefill of all. Each side is within the oracle's limit of the
+// truth, so they are within twice that of each other. Caches hold NaN behind the present; each chunk starts from the prefill's values before it.
 
 template <class real>
 void check_decoding(const NsaShape& s, const std::vector<int>& chunks) {
@@ -1389,8 +1455,8 @@ void check_decoding(const NsaShape& s, const std::vector<int>& chunks) {
     const Buffer<real>* values[] = {&whole.vc, &whole.kv[V_SLC], &whole.kv[V_WIN]};
     std::vector<oracle::Numbers<real>> out, lse;
     for (Branch branch : {CMP, SLC, WIN}) {
-        const oracle::Attended<real> expected = oracle::attention(branch, oracle::numbers(all.q.data(), all.q.size()), oracle::numbers(keys[branch]->data(), keys[branch]->size()),
-                                                                  oracle::numbers(values[branch]->data(), values[branch]->size()), all.selection.data(), s);
+        const oracle::Attended<real> expected = oracle::attention(branch, oracle::numbers(all.q), oracle::numbers(*keys[branch]),
+                                                                  oracle::numbers(*values[branch]), all.selection.data(), s);
         out.push_back(twice(all.o + branch * all.q.size(), expected.out));
         lse.push_back(twice(all.lse + branch * s.query_rows(), expected.lse));
     }
@@ -1399,17 +1465,22 @@ void check_decoding(const NsaShape& s, const std::vector<int>& chunks) {
         const int queries = std::min(chunks[chunk++ % chunks.size()], T - first), seen = oracle::blocks(first + queries, s);
         const NsaShape p = parts.part(first, queries);
         Buffer<real> rows(size_t(s.B) * queries * P, "projected");
-        for (int b = 0; b < s.B; b++) std::copy_n(projected + (size_t(b) * T + first) * P, size_t(queries) * P, rows + size_t(b) * queries * P);
+        for (int b = 0; b < s.B; b++)
+            std::copy_n(projected + (size_t(b) * T + first) * P, size_t(queries) * P, rows + size_t(b) * queries * P);
         LayerActivations<real> a(p);
-        parts.cpu.split_heads_forward({a.q, {parts.kv[0], parts.kv[1], parts.kv[2], parts.kv[3], parts.kv[4], parts.kv[5]}, a.gate}, rows, p);
+        parts.cpu.split_heads_forward({a.q, {parts.kv[0], parts.kv[1], parts.kv[2], parts.kv[3], parts.kv[4], parts.kv[5]}, a.gate}, rows,
+                                      p);
         parts.cpu.compress_forward(parts.kc, parts.hidden_k, parts.kv[K_CMP], parts.phi_k.phi(), true, p);
         parts.cpu.compress_forward(parts.vc, parts.hidden_v, parts.kv[V_CMP], parts.phi_v.phi(), false, p);
         for (int bg = 0; bg < s.B * s.G; bg++) {
             for (size_t slot = 0; slot < 6; slot++)  // the same arithmetic on each element: the same bits
-                CHECK_SAME_BITS(parts.kv[slot] + size_t(bg) * T * D, whole.kv[slot] + size_t(bg) * T * D, size_t(first + queries) * D, T, D);
+                CHECK_SAME_BITS(parts.kv[slot] + size_t(bg) * T * D, whole.kv[slot] + size_t(bg) * T * D, size_t(first + queries) * D, T,
+                                D);
             const size_t at = size_t(bg) * NC * D, count = size_t(seen) * D;
-            check_array(__FILE__, __LINE__, "kc", parts.kc + at, count, oracle::Numbers<real>(kc.begin() + ptrdiff_t(at), kc.begin() + ptrdiff_t(at + count)), {seen, D});
-            check_array(__FILE__, __LINE__, "vc", parts.vc + at, count, oracle::Numbers<real>(vc.begin() + ptrdiff_t(at), vc.begin() + ptrdiff_t(at + count)), {seen, D});
+            check_array(__FILE__, __LINE__, "kc", parts.kc + at, count,
+                        oracle::Numbers<real>(kc.begin() + ptrdiff_t(at), kc.begin() + ptrdiff_t(at + count)), {seen, D});
+            check_array(__FILE__, __LINE__, "vc", parts.vc + at, count,
+                        oracle::Numbers<real>(vc.begin() + ptrdiff_t(at), vc.begin() + ptrdiff_t(at + count)), {seen, D});
             for (size_t i = count; i < size_t(NC) * D; i++) CHECK(std::isnan(parts.kc[at + i]) && std::isnan(parts.vc[at + i]));
             std::copy_n(whole.kc + at, count, parts.kc + at);  // equal inputs for what follows
             std::copy_n(whole.vc + at, count, parts.vc + at);
@@ -1417,13 +1488,16 @@ void check_decoding(const NsaShape& s, const std::vector<int>& chunks) {
         const size_t n = p.query_rows();
         for (Branch branch : {CMP, SLC, WIN}) {
             const bool cmp = branch == CMP, slc = branch == SLC;
-            parts.cpu.attention_forward(branch, a.o + branch * n * D, a.lse + branch * n, a.q, cmp ? parts.kc : parts.kv[slc ? K_SLC : K_WIN],
-                                        cmp ? parts.vc : parts.kv[slc ? V_SLC : V_WIN], a.selection, p);
+            parts.cpu.attention_forward(branch, a.o + branch * n * D, a.lse + branch * n, a.q,
+                                        cmp ? parts.kc : parts.kv[slc ? K_SLC : K_WIN], cmp ? parts.vc : parts.kv[slc ? V_SLC : V_WIN],
+                                        a.selection, p);
             if (!cmp) continue;
             // kc as the oracle sees it: all of the prefill's, of which only what each query sees counts.
             parts.cpu.select_blocks(a.selection, nullptr, a.q, parts.kc, a.lse, p);
             check_selection<real>(a.selection, nullptr, a.q, whole.kc, a.lse, p);
-            for (int bg = 0; bg < s.B * s.G; bg++) std::copy_n(all.selection + (size_t(bg) * T + first) * words, size_t(queries) * words, a.selection + size_t(bg) * queries * words);
+            for (int bg = 0; bg < s.B * s.G; bg++)
+                std::copy_n(all.selection + (size_t(bg) * T + first) * words, size_t(queries) * words,
+                            a.selection + size_t(bg) * queries * words);
         }
         parts.cpu.combine_forward(a.out, a.o, a.gate, p);
         for (int branch = 0; branch < 3; branch++)
@@ -1433,7 +1507,8 @@ void check_decoding(const NsaShape& s, const std::vector<int>& chunks) {
                 check_array(__FILE__, __LINE__, "lse", a.lse + branch * n + here, size_t(queries),
                             oracle::Numbers<real>(&lse[size_t(branch)][there], &lse[size_t(branch)][there] + queries), {queries});
                 check_array(__FILE__, __LINE__, "out", a.o + (branch * n + here) * D, size_t(queries) * D,
-                            oracle::Numbers<real>(&out[size_t(branch)][there * D], &out[size_t(branch)][there * D] + queries * D), {queries, D});
+                            oracle::Numbers<real>(&out[size_t(branch)][there * D], &out[size_t(branch)][there * D] + queries * D),
+                            {queries, D});
             }
         for (int b = 0; b < s.B; b++)
             for (int j = 0; j < queries; j++)
@@ -1443,7 +1518,8 @@ void check_decoding(const NsaShape& s, const std::vector<int>& chunks) {
                         const size_t row = (size_t(b) * s.H + i / D) * T + first + j;
                         sum = sum + Num(all.gate[branch * s.query_rows() + row]) * out[size_t(branch)][row * D + i % D];
                     }
-                    CHECK_NEAR(a.out[(size_t(b) * queries + j) * s.H * D + i], all.out[(size_t(b) * T + first + j) * s.H * D + i], 2 * sum.error);
+                    CHECK_NEAR(a.out[(size_t(b) * queries + j) * s.H * D + i], all.out[(size_t(b) * T + first + j) * s.H * D + i],
+                               2 * sum.error);
                 }
         first += queries;
     }
@@ -1476,7 +1552,8 @@ std::vector<std::vector<real>> run_every_operation() {
     Buffer<int32_t> tokens(N);
     for (int n = 0; n < N; n++) tokens[n] = random.below(V);
     Buffer<real> embed(V * C), x(N * C), weight(C), out(N * C), rstd(N), dout(N * C), dx(N * C), dweight(C), dembed(V * C), logits(N * Vp);
-    embed.fill(random), weight.fill(random), dout.fill(random), dx.fill(random), dweight.fill(random), dembed.fill(random), logits.fill(random);
+    embed.fill(random), weight.fill(random), dout.fill(random), dx.fill(random), dweight.fill(random), dembed.fill(random),
+        logits.fill(random);
     cpu.embedding_forward(x, tokens, embed, N, C), keep(x);
     cpu.embedding_backward(dembed, dout, tokens, N, C), keep(dembed);
     cpu.rmsnorm_forward(out, rstd, x, weight, N, C), keep(out), keep(rstd);
@@ -1538,7 +1615,8 @@ std::vector<std::vector<real>> run_every_operation() {
             dq.zero();
             for (Branch branch : {CMP, SLC, WIN}) {
                 Buffer<real> dk(in.k[branch].size()), dv(dk.size());
-                cpu.attention_backward(branch, dq, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows, lse_gated + branch * rows, selection, s);
+                cpu.attention_backward(branch, dq, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows,
+                                       lse_gated + branch * rows, selection, s);
                 keep(dk), keep(dv);
             }
             keep(o), keep(lse), keep(combined), keep(row_dot), keep(lse_gated), keep(dz), keep(dq);

@@ -82,13 +82,12 @@ class Buffer {
     const unsigned char* front() const { return bytes.data() + start - GUARD; }
     const unsigned char* back() const { return bytes.data() + start + elements * sizeof(T); }
 };
-template <class T>
-constexpr uint32_t Buffer<T>::PATTERN;
 
 // The index of element `at` in an array of these dimensions, as "[1, 0, 17]"; without dimensions the plain index.
 inline std::string index_text(size_t at, const std::vector<int>& dimensions) {
     std::string text;
-    for (size_t i = dimensions.size(); i-- > 1;) text = ", " + std::to_string(at % size_t(dimensions[i])) + text, at /= size_t(dimensions[i]);
+    for (size_t i = dimensions.size(); i-- > 1;)
+        text = ", " + std::to_string(at % size_t(dimensions[i])) + text, at /= size_t(dimensions[i]);
     return "[" + std::to_string(at) + text + "]";
 }
 
@@ -160,6 +159,10 @@ Numbers<real> numbers(const real* x, size_t count) {
     return Numbers<real>(x, x + count);
 }
 template <class real>
+Numbers<real> numbers(const Buffer<real>& x) {
+    return numbers(x.data(), x.size());
+}
+template <class real>
 Numbers<real> numbers(const std::vector<Sum<real>>& sums) {
     return Numbers<real>(sums.begin(), sums.end());
 }
@@ -205,7 +208,8 @@ Numbers<real> rmsnorm_dx(const real* dout, const real* x, Number<real> rstd, con
     for (int k = 0; k < C; k++) dot.add(Number<real>(dout[k]) * Number<real>(weight[k]) * Number<real>(x[k]));
     Numbers<real> dx;
     for (int c = 0; c < C; c++)
-        dx.push_back(rstd * Number<real>(dout[c]) * Number<real>(weight[c]) - Number<real>(x[c]) * rstd * rstd * rstd * Number<real>(dot) / Number<real>(C));
+        dx.push_back(rstd * Number<real>(dout[c]) * Number<real>(weight[c]) -
+                     Number<real>(x[c]) * rstd * rstd * rstd * Number<real>(dot) / Number<real>(C));
     return dx;
 }
 
@@ -236,7 +240,8 @@ struct Adam {
     Number<real> param, m, v;
 };
 template <class real>
-Adam<real> adamw(real param, real m, real v, real grad, double lr, double beta1, double beta2, double eps, double decay, int step, double grad_scale) {
+Adam<real> adamw(real param, real m, real v, real grad, double lr, double beta1, double beta2, double eps, double decay, int step,
+                 double grad_scale) {
     auto rounded = [](double x) { return Number<real>(x, std::fabs(x) * Number<real>::u); };
     const Number<real> one(1), g = Number<real>(grad) * rounded(grad_scale);
     Adam<real> after;
@@ -320,7 +325,8 @@ struct CompressGradients {
     std::vector<Sum<real>> dk, dfc1, dbias, dfc2;
 };
 template <class real>
-void compress_backward(CompressGradients<real>& d, const real* dout, const real* hidden, const real* k, PhiWeights<real> phi, bool rotated, const NsaShape& s) {
+void compress_backward(CompressGradients<real>& d, const real* dout, const real* hidden, const real* k, PhiWeights<real> phi, bool rotated,
+                       const NsaShape& s) {
     using N = Number<real>;
     const int NC = blocks(s.T, s), width = s.l * s.D;
     d.dk.resize(size_t(s.B) * s.G * s.T * s.D);
@@ -373,7 +379,8 @@ struct AttendedRow {
     Number<real> lse = std::numeric_limits<double>::infinity();
 };
 template <class real>
-AttendedRow<real> attend(const Number<real>* q, const Number<real>* k, const Number<real>* v, const std::vector<int>& keys, int tile, int D) {
+AttendedRow<real> attend(const Number<real>* q, const Number<real>* k, const Number<real>* v, const std::vector<int>& keys, int tile,
+                         int D) {
     using N = Number<real>;
     AttendedRow<real> row;
     row.out.resize(size_t(D));
@@ -413,7 +420,8 @@ struct Attended {
     Numbers<real> out, lse;  // [B, H, queries, D], [B, H, queries]
 };
 template <class real>
-Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<real>& k, const Numbers<real>& v, const uint32_t* selection, const NsaShape& s) {
+Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<real>& k, const Numbers<real>& v, const uint32_t* selection,
+                         const NsaShape& s) {
     Attended<real> all;
     for (int b = 0; b < s.B; b++)
         for (int head = 0; head < s.H; head++)
@@ -421,8 +429,9 @@ Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<re
                 const int g = head / (s.H / s.G);
                 const size_t keys_at = (size_t(b) * s.G + g) * key_rows(branch, s) * s.D;
                 const uint32_t* mask = selection ? selection + ((size_t(b) * s.G + g) * s.queries + j) * selection_words(s) : nullptr;
-                const AttendedRow<real> row = attend(&q[((size_t(b) * s.H + head) * s.queries + j) * s.D], k.data() + keys_at, v.data() + keys_at,
-                                                     visible(branch, s.first + j, mask, s), smallest_tile(branch, s), s.D);
+                const AttendedRow<real> row =
+                    attend(&q[((size_t(b) * s.H + head) * s.queries + j) * s.D], k.data() + keys_at, v.data() + keys_at,
+                           visible(branch, s.first + j, mask, s), smallest_tile(branch, s), s.D);
                 all.out.insert(all.out.end(), row.out.begin(), row.out.end());
                 all.lse.push_back(row.lse);
             }
@@ -437,8 +446,8 @@ struct AttentionGradients {
     Numbers<real> dz;
 };
 template <class real>
-AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& q, const Numbers<real>& k, const Numbers<real>& v, const real* gate,
-                                            const real* dout, const uint32_t* selection, const NsaShape& s) {
+AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& q, const Numbers<real>& k, const Numbers<real>& v,
+                                            const real* gate, const real* dout, const uint32_t* selection, const NsaShape& s) {
     using N = Number<real>;
     AttentionGradients<real> d;
     d.dq.resize(q.size()), d.dk.resize(k.size()), d.dv.resize(v.size());
@@ -450,7 +459,8 @@ AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& 
                 const size_t keys_at = (size_t(b) * s.G + g) * key_rows(branch, s) * s.D, row_at = (size_t(b) * s.H + head) * s.queries + j;
                 const uint32_t* mask = selection ? selection + ((size_t(b) * s.G + g) * s.queries + j) * selection_words(s) : nullptr;
                 const std::vector<int> keys = visible(branch, s.first + j, mask, s);
-                const AttendedRow<real> row = attend(&q[row_at * s.D], k.data() + keys_at, v.data() + keys_at, keys, smallest_tile(branch, s), s.D);
+                const AttendedRow<real> row =
+                    attend(&q[row_at * s.D], k.data() + keys_at, v.data() + keys_at, keys, smallest_tile(branch, s), s.D);
                 const real* dO = dout + ((size_t(b) * s.queries + j) * s.H + head) * s.D;
                 Sum<real> r;
                 for (int x = 0; x < s.D; x++) r.add(N(dO[x]) * row.out[size_t(x)]);
@@ -527,7 +537,8 @@ inline std::vector<int> blocks_of(const uint32_t* mask, int words) {
 // Comparisons. One check each; a failure prints the element that exceeds its limit most.
 
 template <class real>
-void check_array(const char* file, int line, const char* what, const real* found, size_t count, const oracle::Numbers<real>& expected, const std::vector<int>& dimensions) {
+void check_array(const char* file, int line, const char* what, const real* found, size_t count, const oracle::Numbers<real>& expected,
+                 const std::vector<int>& dimensions) {
     tests().checks++;
     if (count != expected.size()) return check_failed(file, line, "%s has %zu elements, the oracle %zu", what, count, expected.size());
     size_t worst = 0;
@@ -539,18 +550,22 @@ void check_array(const char* file, int line, const char* what, const real* found
         if (ratio != ratio) break;  // NaN: nothing is worse
     }
     if (!(worst_ratio <= 1))
-        check_failed(file, line, "%s%s is %.9g, expected %.9g, off by %.3g, limit %.3g", what, index_text(worst, dimensions).c_str(), double(found[worst]),
-                     expected[worst].value, std::fabs(double(found[worst]) - expected[worst].value), expected[worst].error);
+        check_failed(file, line, "%s%s is %.9g, expected %.9g, off by %.3g, limit %.3g", what, index_text(worst, dimensions).c_str(),
+                     double(found[worst]), expected[worst].value, std::fabs(double(found[worst]) - expected[worst].value),
+                     expected[worst].error);
 }
 // found: a Buffer; expected: Numbers, whose errors are the limits; then, optionally, the dimensions, for a readable index.
-#define CHECK_ARRAY(found, expected, ...) check_array(__FILE__, __LINE__, #found, (found).data(), (found).size(), expected, std::vector<int>{__VA_ARGS__})
+#define CHECK_ARRAY(found, expected, ...) \
+    check_array(__FILE__, __LINE__, #found, (found).data(), (found).size(), expected, std::vector<int>{__VA_ARGS__})
 
 template <class T>
-void check_same_bits(const char* file, int line, const char* what, const T* a, const T* b, size_t count, const std::vector<int>& dimensions) {
+void check_same_bits(const char* file, int line, const char* what, const T* a, const T* b, size_t count,
+                     const std::vector<int>& dimensions) {
     tests().checks++;
     for (size_t i = 0; i < count; i++)
         if (std::memcmp(a + i, b + i, sizeof(T)))
-            return check_failed(file, line, "%s%s differs: %.9g and %.9g, the same bits were expected", what, index_text(i, dimensions).c_str(), double(a[i]), double(b[i]));
+            return check_failed(file, line, "%s%s differs: %.9g and %.9g, the same bits were expected", what,
+                                index_text(i, dimensions).c_str(), double(a[i]), double(b[i]));
 }
 #define CHECK_SAME_BITS(a, b, count, ...) check_same_bits(__FILE__, __LINE__, #a, a, b, count, std::vector<int>{__VA_ARGS__})
 
@@ -589,8 +604,8 @@ struct ThreadCount {
 };
 
 template <class LossOf>
-void check_gradient(const char* file, int line, const char* what, double* x, const double* gradient, size_t count, const LossOf& loss, double h = 1e-3,
-                    double precision = 0x1p-53) {
+void check_gradient(const char* file, int line, const char* what, double* x, const double* gradient, size_t count, const LossOf& loss,
+                    double h = 1e-3, double precision = 0x1p-53) {
     const ThreadCount one(1);
     Random random(uint64_t(1000 + line));
     const std::vector<double> at(x, x + count);
@@ -621,7 +636,8 @@ void check_gradient(const char* file, int line, const char* what, double* x, con
         tests().checks++;
         if (!(std::fabs(found - expected) <= limit))
             check_failed(file, line, "gradient of %s %s: %.12g, finite differences %.12g, off by %.3g, limit %.3g", what,
-                         probe < 3 ? "along a random direction" : ("at " + index_text(size_t(coordinate), {})).c_str(), found, expected, std::fabs(found - expected), limit);
+                         probe < 3 ? "along a random direction" : ("at " + index_text(size_t(coordinate), {})).c_str(), found, expected,
+                         std::fabs(found - expected), limit);
     }
 }
 // x, gradient: Buffers of the same size

@@ -172,8 +172,9 @@ inline std::string refusal_fault(const Result& r, int status, const Words& expec
 #define REQUIRE_GOOD(result)                                                                                        \
     do {                                                                                                            \
         tests().checks++;                                                                                           \
-        if ((result).status != 0 || !(result).err.empty()) {                                                        \
-            check_failed(__FILE__, __LINE__, "status %d, stderr '%s'", (result).status, (result).err.c_str());      \
+        const program::Result& result_ = (result);                                                                  \
+        if (result_.status != 0 || !result_.err.empty()) {                                                          \
+            check_failed(__FILE__, __LINE__, "status %d, stderr '%s'", result_.status, result_.err.c_str());        \
             throw TestAbort();                                                                                      \
         }                                                                                                           \
     } while (0)
@@ -823,8 +824,11 @@ TEST(run_resumed_equals_uninterrupted) {
         REQUIRE_GOOD(run_to("12", parts, "on"));
         for (const char* file : {"model.safetensors", "optimizer.safetensors", "config.json"})
             CHECK(read_file(whole + "/step_00000012/" + file) == read_file(parts + "/step_00000012/" + file));
-        CHECK_EQUAL(parse_json(read_file(whole + "/step_00000012/state.json"), "").array("loader", "")[3].text, std::string("24"));
-        CHECK_EQUAL(parse_json(read_file(parts + "/step_00000012/state.json"), "").array("loader", "")[3].text, std::string("24"));
+        const Json state_whole = parse_json(read_file(whole + "/step_00000012/state.json"), "whole"), state_parts = parse_json(read_file(parts + "/step_00000012/state.json"), "parts");
+        for (const Json* state : {&state_whole, &state_parts}) CHECK_EQUAL(state->array("loader", "state.json")[3].text, std::string("24"));  // 12 steps of 2 samples
+        // The best loss of all validations; stopping at step 5 and 9 added two.
+        const std::vector<double> validated = logged(parts, "val_loss");
+        CHECK_NEAR(state_parts.number("best_val_loss", ""), *std::min_element(validated.begin(), validated.end()), 1e-6);
         for (const char* field : {"loss", "lr", "grad_norm", "tokens", "epoch"}) {
             const std::vector<double> a = logged(whole, field), b = logged(parts, field);
             CHECK_EQUAL(a.size(), 12u);

@@ -1,0 +1,356 @@
+// attention_kernel_tests.h: dev/attention_kernels.cuh against struct Cpu in fp64, which is fed the same bf16 numbers. Runs on a GPU, or under g++ in
+// dev/cuda_on_cpu.h, there with several orders of threads and blocks.
+//
+// Error limits are derived. With u = 2^-8, the largest relative error of rounding to bf16, and e = 2^-23, that of one step in fp32 (tensor cores may
+// truncate): a score in the exponent is off by at most
+//     delta = e ((D + 8) S + 2 |lse| + 16 + tiles),   S = the largest sum over D of |q k| / sqrt(D)
+// (D sums, the scaling, the shift, 2 ulp of the exponential, one rescaling a tile), and every weight by the factor e^delta. Sums of n terms add
+// n e times the sum of their magnitudes. Where a weight or dS enters a tensor core it is rounded to bf16, and so is each bf16 output.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "../../nsa_cpu.h"
+#include "../attention_kernels.cuh"
+#include "harness.h"
+
+namespace attention_tests {
+
+constexpr double U16 = 0x1p-8, E32 = 0x1p-23;
+
+#ifdef EMU_CHECK
+constexpr int SEEDS = 1, LONGEST = 200;  // every access is judged: one order of threads says as much as many
+#else
+constexpr int SEEDS = 3, LONGEST = 1 << 30;
+#endif
+
+inline float bf16_value(double x) { return float(__float2bfloat16(float(x))); }
+
+// A device array. Fresh memory of the emulator is poisoned; on a GPU it is filled with NaN here.
+template <class T>
+struct OnDevice {
+    T* data = nullptr;
+    size_t count;
+    explicit OnDevice(size_t count) : count(count) {
+        CUDA_CHECK(cudaMalloc(&data, (count + 1) * sizeof(T)));
+#ifdef __CUDACC__
+        CUDA_CHECK(cudaMemset(data, 0xFF, (count + 1) * sizeof(T)));
+#endif
+    }
+    template <class From>
+    explicit OnDevice(const std::vector<From>& values) : OnDevice(values.size()) {
+        std::vector<T> converted(values.size());
+        for (size_t i = 0; i < values.size(); i++) converted[i] = T(float(values[i]));
+        CUDA_CHECK(cudaMemcpy(data, converted.data(), count * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    OnDevice(const OnDevice&) = delete;
+    ~OnDevice() { cudaFree(data); }
+    std::vector<T> raw() const {
+        std::vector<T> values(count);
+        CUDA_CHECK(cudaDeviceSynchronize());
+        CUDA_CHECK(cudaMemcpy(values.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost));
+        return values;
+    }
+    std::vector<double> download() const {
+        std::vector<double> values;
+        for (const T& x : raw()) values.push_back(double(float(x)));
+        return values;
+    }
+};
+template <>
+template <class From>
+inline OnDevice<uint32_t>::OnDevice(const std::vector<From>& values) : OnDevice(values.size()) {
+    CUDA_CHECK(cudaMemcpy(data, values.data(), count * sizeof(uint32_t), cudaMemcpyHostToDevice));
+}
+
+template <class T>
+void check_same_bits(const char* what, const std::vector<T>& a, const std::vector<T>& b) {
+    tests().checks++;
+    if (std::memcmp(a.data(), b.data(), a.size() * sizeof(T))) check_failed(__FILE__, __LINE__, "%s: two runs with the same input differ", what);
+}
+// |found - expected| <= limit everywhere; the worst share of its limit goes into *worst.
+inline void check_within(const char* what, const NsaShape& s, const std::vector<double>& found, const std::vector<double>& expected, const std::vector<double>& limit, double* worst) {
+    tests().checks++;
+    size_t at = found.size();
+    double most = 0;
+    for (size_t i = 0; i < found.size(); i++) {
+        if (found[i] == expected[i]) continue;  // infinities too
+        const double share = std::fabs(found[i] - expected[i]) / limit[i];
+        if (!(share <= most)) most = share, at = i;
+        if (std::isnan(share)) break;
+    }
+    if (!(most <= 1))
+        check_failed(__FILE__, __LINE__, "%s[%zu] is %.9g, expected %.9g, off by %.3g, limit %.3g (T %d, first %d, queries %d, H %d, G %d, D %d, l %d, d %d, l' %d, w %d)", what, at, found[at],
+                     expected[at], std::fabs(found[at] - expected[at]), limit[at], s.T, s.first, s.queries, s.H, s.G, s.D, s.l, s.d, s.slc_block, s.window);
+    *worst = std::max(*worst, most);
+}
+
+inline NsaShape shape(int T, int heads, int G = 1, int D = 64, int B = 1) {
+    NsaShape s;
+    s.B = B, s.T = T, s.first = 0, s.queries = T, s.H = heads * G, s.G = G, s.D = D;
+    s.l = 32, s.d = 16, s.slc_block = 64, s.slc_count = 4, s.window = 100, s.F = 8;
+    return s;
+}
+
+// Inputs of one branch, already rounded to bf16. Keys behind the last query are NaN: nobody may read them.
+struct Inputs {
+    NsaShape s;
+    Branch branch;
+    std::vector<double> q, k, v, dout, dq;      // dq: what is added to
+    std::vector<uint32_t> selection;
+    uint64_t counter = 0;
+    uint64_t seed;
+
+    double normal() { return random_normal(seed, random_stream(RANDOM_TEST, 77), counter++); }
+    std::vector<double> normals(size_t n, double scale) {
+        std::vector<double> x(n);
+        for (double& e : x) e = bf16_value(scale * normal());
+        return x;
+    }
+    int keys() const { return Cpu<double>::key_count(branch, s); }
+    int stride() const { return Cpu<double>::key_stride(branch, s); }
+    size_t rows() const { return s.query_rows(); }
+
+    Inputs(const NsaShape& s, Branch branch, double scale, uint64_t seed) : s(s), branch(branch), seed(seed) {
+        const size_t D = size_t(s.D), key_rows = size_t(s.B) * s.G * size_t(stride());
+        q = normals(rows() * D, scale), k = normals(key_rows * D, scale), v = normals(key_rows * D, 1), dout = normals(rows() * D, 1), dq = normals(rows() * D, 1);
+        for (size_t i = 0; i < key_rows * D; i++)
+            if (int(i / D) % stride() >= keys()) k[i] = v[i] = std::nan("");
+        if (branch != SLC) return;
+        // Random sets, of any size: all, none, with and without the query's own block.
+        selection.assign(size_t(s.B) * s.G * s.queries * s.selection_words(), 0);
+        for (size_t row = 0; row < size_t(s.B) * s.G * s.queries; row++) {
+            const int t = s.first + int(row % size_t(s.queries));
+            const double density = int(row % 7) == 0 ? 1.1 : int(row % 11) == 0 ? -1 : 0.4;
+            for (int block = 0; block <= t / s.slc_block; block++)
+                if (random_uniform(seed, random_stream(RANDOM_TEST, 78), counter++) < density) selection[row * s.selection_words() + block / 32] |= 1u << block % 32;
+        }
+    }
+    bool visible(size_t bg, int t, int key) const {
+        const int width = Cpu<double>::tile_keys(branch, s), tile = key / width;
+        const auto range = Cpu<double>::visible_keys(branch, t, tile, s);
+        if (key % width < range.begin || key % width >= range.end) return false;
+        return branch != SLC || (Cpu<double>::selection_of(selection.data(), int(bg), t, s)[tile / 32] >> tile % 32 & 1);
+    }
+    int tiles() const { return keys() / 64 + 1; }
+};
+
+// Calls visit(bg, head, t, row of [B, H, queries]) for every query row.
+template <class Visit>
+void for_rows(const NsaShape& s, Visit visit) {
+    for (int b = 0; b < s.B; b++)
+        for (int head = 0; head < s.H; head++)
+            for (int j = 0; j < s.queries; j++)
+                visit(size_t(b) * s.G + head / s.heads_per_group(), head, s.first + j, (size_t(b) * s.H + head) * s.queries + j);
+}
+inline double dot(const double* a, const double* b, int n, bool magnitudes = false) {
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += magnitudes ? std::fabs(a[i] * b[i]) : a[i] * b[i];
+    return sum;
+}
+// delta of each query row
+inline std::vector<double> exponent_errors(const Inputs& in, const std::vector<double>& lse) {
+    std::vector<double> delta(in.rows());
+    for_rows(in.s, [&](size_t bg, int, int t, size_t row) {
+        double most = 0;
+        for (int key = 0; key < in.keys(); key++)
+            if (in.visible(bg, t, key)) most = std::max(most, dot(&in.q[row * in.s.D], &in.k[(bg * in.stride() + key) * in.s.D], in.s.D, true) * in.s.scale());
+        delta[row] = E32 * ((in.s.D + 8) * most + 2 * (std::isinf(lse[row]) ? 0 : std::fabs(lse[row])) + 16 + in.tiles());
+    });
+    return delta;
+}
+
+struct Worst {
+    double out = 0, lse = 0, dq = 0, dk = 0, dv = 0;
+    void print(const char* what) const {
+        std::printf("    %s: worst error as a share of its limit: out %.2f, lse %.2f, dq %.2f, dk %.2f, dv %.2f\n", what, out, lse, dq, dk, dv);
+    }
+};
+
+inline void check_attention(const NsaShape& s, Branch branch, Worst* worst, double scale = 1, bool backward = true) {
+    const Inputs in(s, branch, scale, uint64_t(s.T) * 1000 + s.H);
+    const size_t D = size_t(s.D), rows = in.rows(), key_rows = size_t(s.B) * s.G * size_t(in.stride());
+    Cpu<double> cpu;
+
+    // Forward, and once more with |v| for the limits.
+    std::vector<double> out(rows * D), lse(rows), magnitude(rows * D), ignored(rows), absolute_v(in.v);
+    for (double& x : absolute_v) x = std::fabs(x);
+    cpu.attention_forward(branch, out.data(), lse.data(), in.q.data(), in.k.data(), in.v.data(), in.selection.data(), s);
+    cpu.attention_forward(branch, magnitude.data(), ignored.data(), in.q.data(), in.k.data(), absolute_v.data(), in.selection.data(), s);
+    const std::vector<double> delta = exponent_errors(in, lse);
+    std::vector<double> out_limit(rows * D), lse_limit(rows);
+    for (size_t row = 0; row < rows; row++) {
+        lse_limit[row] = std::expm1(delta[row]) + E32 * in.keys();
+        for (size_t x = row * D; x < (row + 1) * D; x++)
+            out_limit[x] = (1 + U16) * (U16 + 2 * std::expm1(delta[row]) + 2 * E32 * in.keys()) * magnitude[x] + U16 * std::fabs(out[x]) + 1e-37;
+    }
+    // Backward: the limits by plain loops.
+    std::vector<float> row_dot(rows), lse_gated(rows);
+    std::vector<double> dq(in.dq), dk(key_rows * D, 0.0), dv(key_rows * D, 0.0), dq_limit(rows * D, 1e-37), dk_limit(key_rows * D, 1e-37), dv_limit(key_rows * D, 1e-37);
+    if (backward) {
+        for_rows(s, [&](size_t bg, int head, int t, size_t row) {
+            const double* dout = &in.dout[((bg / s.G * s.queries + t - s.first) * s.H + head) * D];
+            const double gate = 0.05 + 0.9 * random_uniform(3, random_stream(RANDOM_TEST, 79), row);
+            row_dot[row] = float(dot(dout, &out[row * D], s.D));
+            lse_gated[row] = float(lse[row] - std::log(gate));
+        });
+        const std::vector<double> row_dots(row_dot.begin(), row_dot.end()), lses(lse_gated.begin(), lse_gated.end());
+        cpu.attention_backward(branch, dq.data(), dk.data(), dv.data(), in.dout.data(), in.q.data(), in.k.data(), in.v.data(), row_dots.data(), lses.data(), in.selection.data(), s);
+        const double sums = E32 * std::max(in.keys(), s.queries * s.heads_per_group());
+        for_rows(s, [&](size_t bg, int head, int t, size_t row) {
+            const double *q = &in.q[row * D], *dout = &in.dout[((bg / s.G * s.queries + t - s.first) * s.H + head) * D];
+            for (int key = 0; key < in.keys(); key++) {
+                if (!in.visible(bg, t, key)) continue;
+                const size_t at = (bg * in.stride() + key) * D;
+                const double p = std::exp(dot(q, &in.k[at], s.D) * s.scale() - lses[row]), weight_error = std::expm1(delta[row]);
+                const double ds = p * (dot(dout, &in.v[at], s.D) - row_dots[row]);
+                // dS: weight, product with v (D sums), subtraction, product, then bf16
+                const double ds_error = (1 + U16) * (std::fabs(ds) * (U16 + weight_error + sums + 2 * E32) + p * (1 + weight_error) * E32 * ((s.D + 1) * dot(dout, &in.v[at], s.D, true) + std::fabs(row_dots[row])));
+                const double p_error = (1 + U16) * p * (U16 + weight_error + sums);
+                for (size_t x = 0; x < D; x++) {
+                    dq_limit[row * D + x] += ds_error * std::fabs(in.k[at + x]) * s.scale();
+                    dk_limit[at + x] += ds_error * std::fabs(q[x]) * s.scale();
+                    dv_limit[at + x] += p_error * std::fabs(dout[x]);
+                }
+            }
+        });
+        for (size_t i = 0; i < rows * D; i++) dq_limit[i] += E32 * (std::fabs(dq[i]) + std::fabs(in.dq[i]) + std::fabs(dq[i] - in.dq[i]));
+        for (size_t i = 0; i < key_rows * D; i++) dk_limit[i] += (U16 + 2 * E32) * std::fabs(dk[i]), dv_limit[i] += (U16 + 2 * E32) * std::fabs(dv[i]);
+    }
+
+    OnDevice<bf16> q(in.q), k(in.k), v(in.v), dout(in.dout);
+    OnDevice<uint32_t> selection(in.selection);
+    OnDevice<float> device_dot(row_dot), device_lse(lse_gated);
+    std::vector<bf16> first_out, first_dk, first_dv;
+    std::vector<float> first_lse, first_dq;
+    for (int seed = 0; seed < SEEDS; seed++) {
+#ifndef __CUDACC__
+        emu::seed(uint64_t(seed));
+#endif
+        OnDevice<bf16> found_out(rows * D), found_dk(key_rows * D), found_dv(key_rows * D);
+        OnDevice<float> found_lse(rows), found_dq(in.dq);
+        attention_forward(branch, found_out.data, found_lse.data, q.data, k.data, v.data, selection.data, s, nullptr);
+        if (backward)
+            attention_backward(branch, found_dq.data, found_dk.data, found_dv.data, dout.data, q.data, k.data, v.data, device_dot.data, device_lse.data, selection.data, s, nullptr);
+        if (seed == 0) {
+#ifndef __CUDACC__
+            CHECK_EQUAL(emu::unwritten(found_out.data, rows * D), 0L);
+            CHECK_EQUAL(emu::unwritten(found_lse.data, rows), 0L);
+#endif
+            check_within("out", s, found_out.download(), out, out_limit, &worst->out);
+            check_within("lse", s, found_lse.download(), lse, lse_limit, &worst->lse);
+            first_out = found_out.raw(), first_lse = found_lse.raw();
+            if (!backward) continue;
+#ifndef __CUDACC__
+            CHECK_EQUAL(emu::unwritten(found_dk.data, key_rows * D) + emu::unwritten(found_dv.data, key_rows * D), 0L);
+#endif
+            check_within("dq", s, found_dq.download(), dq, dq_limit, &worst->dq);
+            check_within("dk", s, found_dk.download(), dk, dk_limit, &worst->dk);
+            check_within("dv", s, found_dv.download(), dv, dv_limit, &worst->dv);
+            first_dq = found_dq.raw(), first_dk = found_dk.raw(), first_dv = found_dv.raw();
+        } else {
+            check_same_bits("out", found_out.raw(), first_out), check_same_bits("lse", found_lse.raw(), first_lse);
+            if (!backward) continue;
+            check_same_bits("dq", found_dq.raw(), first_dq), check_same_bits("dk", found_dk.raw(), first_dk), check_same_bits("dv", found_dv.raw(), first_dv);
+        }
+    }
+#ifndef __CUDACC__
+    emu::seed(0);
+#endif
+}
+
+}  // namespace attention_tests
+
+TEST(attention_kernels_heads) {
+    using namespace attention_tests;
+    Worst worst;
+    for (const int heads : {1, 2, 3, 5, 6, 12, 16})
+        for (const Branch branch : {CMP, SLC, WIN}) {
+            NsaShape s = shape(heads == 6 ? 200 : 150, heads, heads < 6 ? 2 : 1, 64, heads == 3 ? 2 : 1);
+            s.l = 4, s.d = 1;
+            check_attention(s, branch, &worst);
+        }
+    worst.print("heads");
+}
+TEST(attention_kernels_lengths) {
+    using namespace attention_tests;
+    Worst worst;
+    for (const int T : {1, 31, 32, 33, 63, 64, 65, 130, 200, 257}) {
+        if (T > LONGEST) continue;
+        for (const Branch branch : {CMP, SLC, WIN}) check_attention(shape(T, 3), branch, &worst);
+    }
+    worst.print("lengths");
+}
+TEST(attention_kernels_compression) {
+    using namespace attention_tests;
+    Worst worst;
+    const int cases[][3] = {{1, 1, 257}, {2, 1, 200}, {4, 2, 300}, {8, 4, 129}, {12, 4, 66}, {32, 32, 200}};  // l, d, T: up to five tiles of compressed keys
+    for (const auto& c : cases) {
+        NsaShape s = shape(c[2], 6);
+        s.l = c[0], s.d = c[1];
+        if (s.T <= LONGEST) check_attention(s, CMP, &worst);
+    }
+    worst.print("compression");
+}
+TEST(attention_kernels_windows) {
+    using namespace attention_tests;
+    Worst worst;
+    for (const int window : {1, 37, 64, 129, 500}) {
+        NsaShape s = shape(200, 6);
+        s.window = window;
+        check_attention(s, WIN, &worst);
+    }
+    NsaShape s = shape(200, 2);
+    s.full = true, s.window = 1;
+    check_attention(s, WIN, &worst);
+    worst.print("windows");
+}
+TEST(attention_kernels_selection_blocks) {
+    using namespace attention_tests;
+    Worst worst;
+    for (const int block : {16, 32, 64, 128, 192}) {
+        NsaShape s = shape(block > 64 ? 300 : 200, 6);
+        s.slc_block = block;
+        if (s.T > LONGEST) s.T = s.queries = LONGEST;
+        check_attention(s, SLC, &worst);
+    }
+    if (LONGEST > 2200) {  // more than 32 blocks, and more than 32 tiles: bitmasks of two words; one query tile and its last key tiles
+        NsaShape s = shape(2200, 1);
+        s.first = 2150, s.queries = 50;
+        check_attention(s, SLC, &worst, 1, false);
+    }
+    worst.print("selection blocks");
+}
+TEST(attention_kernels_head_dimensions) {
+    using namespace attention_tests;
+    Worst worst;
+    for (const int D : {16, 32, 128})
+        for (const Branch branch : {CMP, SLC, WIN}) {
+            NsaShape s = shape(150, 3, 1, D);
+            s.l = 4, s.d = 1;
+            check_attention(s, branch, &worst);
+        }
+    worst.print("head dimensions");
+}
+TEST(attention_kernels_decoding) {
+    using namespace attention_tests;
+    Worst worst;
+    const int steps[][2] = {{0, 1}, {30, 1}, {31, 1}, {63, 1}, {64, 1}, {150, 1}, {199, 1}, {60, 10}, {100, 70}, {0, 40}};
+    for (const auto& step : steps)
+        for (const Branch branch : {CMP, SLC, WIN}) {
+            NsaShape s = shape(200, 6, 2, 64, 2);
+            s.first = step[0], s.queries = step[1];
+            check_attention(s, branch, &worst, 1, false);
+        }
+    worst.print("decoding");
+}
+TEST(attention_kernels_large_logits) {
+    using namespace attention_tests;
+    Worst worst;
+    for (const Branch branch : {CMP, SLC, WIN}) {
+        NsaShape s = shape(150, 3);
+        s.l = 4, s.d = 1;
+        check_attention(s, branch, &worst, 18);  // scores of standard deviation 18^2, the largest about +-1500
+    }
+    worst.print("large logits");
+}
