@@ -118,8 +118,10 @@ info:
 	@echo "$(call mark,$(filter yes,$(HAVE_DNNL))) oneDNN    $(if $(HAVE_DNNL),fp32 GEMMs,$(if $(NO_DNNL),left out by NO_DNNL,not found: our own GEMM; make deps))"
 	@echo "$(call mark,$(filter yes,$(HAVE_NVCC))) nvcc      $(if $(HAVE_NVCC),$(or $(ARCH),no GPU here: nvcc's default architecture),$(if $(NO_CUDA),left out by NO_CUDA,not found))"
 
-test: test_nsa train_nsa
-	./test_nsa
+# Kernels run without a GPU in dev/cuda_on_cpu.h, which is compiled by the host compiler whether or not nvcc is there.
+include dev/emulator.mk
+test: test_nsa train_nsa $(EMULATOR_PROGRAMS)
+	@dev/run_tests.sh ./test_nsa $(EMULATOR_TESTS)
 goldens: train_nsa
 	bash dev/test/make_goldens.sh
 

@@ -191,6 +191,7 @@ inline void gemm(bool transpose_a, bool transpose_b, int M, int N, int K, const 
 #ifdef USE_DNNL
 template <>
 inline void gemm<float>(bool transpose_a, bool transpose_b, int M, int N, int K, const float* A, size_t lda, const float* B, size_t ldb, bool accumulate, float* C, size_t ldc) {
+    if (K == 0) return gemm_blocked(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);  // oneDNN leaves C as it was
     const dnnl_status_t status = dnnl_sgemm(transpose_a ? 'T' : 'N', transpose_b ? 'T' : 'N', M, N, K, 1.0f, A, dnnl_dim_t(lda), B, dnnl_dim_t(ldb),
                                             accumulate ? 1.0f : 0.0f, C, dnnl_dim_t(ldc));
     if (status != dnnl_success) fail("dnnl_sgemm of %d x %d x %d failed with status %d", M, N, K, int(status));

@@ -337,10 +337,17 @@ struct AdamWConstants {
     float beta1, beta2, eps, grad_scale, step_size, keep, v_correction;
     uint64_t seed, stream, counter;
 };
-// The fp32 value rounded to bf16, upwards in magnitude with the probability that keeps the mean: 16 random bits are added to the 16 that go.
-__device__ inline __nv_bfloat16 round_stochastically(float x, uint32_t random) {
-    const uint32_t bits = __float_as_uint(x), finite = (bits & 0x7f800000u) != 0x7f800000u;
+// The parameter that belongs to its fp32 master. In bf16 it is rounded upwards in magnitude with the probability that keeps the mean: 16 random bits are added
+// to the 16 that go.
+__device__ inline cuda_real parameter(float master, uint64_t seed, uint64_t stream, uint64_t counter) {
+#ifdef PRECISION_FP32
+    (void)seed, (void)stream, (void)counter;
+    return master;
+#else
+    const uint32_t bits = __float_as_uint(master), random = philox4x32(counter, stream, seed).word[0];
+    const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
     return __ushort_as_bfloat16((unsigned short)((bits + (finite ? random & 0xffffu : 0)) >> 16));
+#endif
 }
 __global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad, size_t count, AdamWConstants h) {
     const size_t i = thread_index();
@@ -349,11 +356,11 @@ __global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v
     const float m_new = h.beta1 * m[i] + (1 - h.beta1) * g, v_new = h.beta2 * v[i] + (1 - h.beta2) * g * g;
     const float updated = master[i] * h.keep - h.step_size * m_new / (sqrtf(v_new) * h.v_correction + h.eps);
     m[i] = m_new, v[i] = v_new, master[i] = updated;
-#ifdef PRECISION_FP32
-    param[i] = updated;
-#else
-    param[i] = round_stochastically(updated, philox4x32(h.counter + i, h.stream, h.seed).word[0]);
-#endif
+    param[i] = parameter(updated, h.seed, h.stream, h.counter + i);
+}
+__global__ void round_master_kernel(cuda_real* param, const float* master, size_t count, uint64_t seed, uint64_t stream, uint64_t counter) {
+    const size_t i = thread_index();
+    if (i < count) param[i] = parameter(master[i], seed, stream, counter + i);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -732,6 +739,11 @@ struct Cuda {
                                                    float(1 - h.lr * h.decay), float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))), h.seed,
                                                    random_stream(RANDOM_ROUNDING, uint64_t(h.step)), h.offset};
         launch<kernels::adamw_kernel>(kernels::blocks(count, 256), 256, 0, stream, param, master, m, v, grad, count, constants);
+    }
+    // The parameters as adamw left them after this step, from the master copy alone: so that a resumed run goes on with the same bits. Arguments as in HyperAdamW.
+    void round_master(real* param, const Master* master, size_t count, uint64_t seed, int64_t step, size_t offset) {
+        if (count == 0) return;
+        launch<kernels::round_master_kernel>(kernels::blocks(count, 256), 256, 0, stream, param, master, count, seed, random_stream(RANDOM_ROUNDING, uint64_t(step)), offset);
     }
 
     // ----- heads.

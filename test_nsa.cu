@@ -5,6 +5,7 @@
 #include "dev/test/util_tests.h"
 #include "dev/test/tokenizer_tests.h"
 #include "dev/test/data_tests.h"
+#include "dev/test/op_tests.h"
 #include "dev/test/model_tests.h"
 
 int main(int argc, char** argv) {

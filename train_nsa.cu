@@ -38,7 +38,7 @@ struct Config {
     // data
     std::string data, val_data, vocab_dir;
     // the optimiser
-    int64_t batch = 0, seq_len = 0, total_batch = 0, steps = 0, warmup = 0, seed = 0;
+    int64_t batch = 0, seq_len = 0, total_batch = 0, recompute = 0, steps = 0, warmup = 0, seed = 0;
     double lr = 0, lr_final = 0, weight_decay = 0, beta1 = 0, beta2 = 0, adam_eps = 0, grad_clip = 0;
     std::string schedule;
     // the run
@@ -106,6 +106,7 @@ static const std::vector<Option>& option_table() {
         {"batch", TRAIN | EVAL, &Config::batch, "auto", 1, 64 * K, "sequences per rank and micro-step"},
         {"seq-len", TRAIN, &Config::seq_len, "preset", 1, M, "tokens per sequence, T"},
         {"total-batch", TRAIN, &Config::total_batch, "preset", 1, T, "tokens per optimiser step, over all ranks and micro-steps"},
+        {"recompute", TRAIN, &Config::recompute, "0", 0, 2, "activations kept: 0 all, 1 not the cheap elementwise ones, 2 only each layer's input; same results, less memory"},
         {"steps", TRAIN, &Config::steps, "preset", 0, T, "optimiser steps"},
         {"lr", TRAIN, &Config::lr, "preset", 0, 10, "highest learning rate"},
         {"warmup", TRAIN, &Config::warmup, "preset", 0, T, "steps of linear warm-up"},
@@ -552,8 +553,12 @@ struct Model {
     }
 };
 
-// What the forward pass leaves for the backward pass, and the backward's own temporaries. In inference the layers share everything
-// but their keys and values, which are then the caches of step-by-step decoding.
+// What the forward pass leaves for the backward pass, and the backward's own temporaries: one allocation. In inference the layers share everything
+// but their keys and values, which are then the caches of step-by-step decoding. In training, --recompute says what is kept per layer:
+//   0  everything   1  not what is cheap to compute again: norms' outputs, SiLU, gated sum   2  the layer's input only (and small statistics)
+// What is not kept has one buffer for all layers, and the backward pass computes it again, to the same bits.
+enum Mode { INFERENCE, TRAINING };
+
 template <class Dev>
 struct Activations {
     using real = typename Dev::real;
@@ -577,6 +582,7 @@ struct Activations {
     Dev& dev;
     NsaShape shape;
     int64_t C, M, V, Vp;
+    int recompute;                          // 0, 1, 2; 0 in inference
     std::vector<Layer> layer;
     int32_t *tokens, *targets;              // (N)
     real *x_out, *normed;                   // (N, C) (N, C) the last residual stream, its norm
@@ -591,49 +597,25 @@ struct Activations {
     real *dkv, *dcompressed;
     Stat *row_dot, *lse_gated;              // (3, B, H, T)
     bool collect_statistics = false;
-    size_t bytes = 0;
-    std::vector<std::pair<std::string, size_t>> memory;  // name, bytes
 
-    Activations(Dev& device, const Config& c, int64_t B, int64_t T, bool training) : dev(device), shape(shape_of(c, B, T)), C(c.dim), M(c.mlp_hidden), V(c.vocab_size) {
-        Vp = TensorTable(c).padded_vocab;
-        const NsaShape& s = shape;
-        const size_t N = size_t(B) * T, D = size_t(s.D), kv_slots = s.full ? 2 : 6, branches = 3;
-        logit_rows = std::min<int64_t>(int64_t(N), std::max<int64_t>(1, (int64_t(16) << 20) / Vp));  // 64 MiB of fp32
-        take(tokens, "tokens", N), take(targets, "targets", N), take(losses, "losses", N);
-        layer.resize(size_t(c.layers));
-        for (size_t i = 0; i < layer.size(); i++) {
-            Layer &y = layer[i], &shared = layer[0];
-            auto per_layer = [&](auto*& p, auto*& first, const char* name, size_t count) {
-                if (training || i == 0) take(p, name, count);
-                else p = first;
-            };
-            if (training || i < 2) take(y.x, "x", N * C);
-            else y.x = layer[i - 2].x;  // a layer reads one and writes the other
-            take(y.kv, "keys and values", kv_slots * s.key_rows() * D);
-            take(y.compressed, "compressed keys and values", 2 * s.cmp_rows() * D);
-            per_layer(y.attn_normed, shared.attn_normed, "attn_normed", N * C), per_layer(y.attn_rstd, shared.attn_rstd, "attn_rstd", N);
-            per_layer(y.q, shared.q, "q", N * s.H * D), per_layer(y.gate, shared.gate, "gate", branches * N * s.H);
-            per_layer(y.phi_hidden, shared.phi_hidden, "phi_hidden", 2 * s.cmp_rows() * s.F);
-            per_layer(y.o, shared.o, "branch outputs", branches * N * s.H * D), per_layer(y.lse, shared.lse, "lse", branches * N * s.H);
-            per_layer(y.selection, shared.selection, "selection", s.full ? 0 : size_t(B) * s.G * T * s.selection_words());
-            per_layer(y.chosen_importance, shared.chosen_importance, "chosen_importance", s.full ? 0 : size_t(B) * s.G * T);
-            per_layer(y.attn, shared.attn, "attn", N * s.H * D), per_layer(y.x_mid, shared.x_mid, "x_mid", N * C);
-            per_layer(y.mlp_normed, shared.mlp_normed, "mlp_normed", N * C), per_layer(y.mlp_rstd, shared.mlp_rstd, "mlp_rstd", N);
-            per_layer(y.fc1, shared.fc1, "fc1", N * M), per_layer(y.act, shared.act, "act", N * M);
-        }
-        take(x_out, "x_out", N * C), take(normed, "normed", N * C), take(rstd, "rstd", N);
-        take(projected, "projected", N * s.projected()), take(logits, "logits", size_t(logit_rows) * Vp);
-        dx = dnormed = dattn = dmlp = dkv = dcompressed = nullptr, dq = dgate = row_dot = lse_gated = nullptr;
-        if (!training) return;
-        take(dx, "dx", N * C), take(dnormed, "dnormed", N * C), take(dattn, "dattn", N * s.H * D), take(dmlp, "dmlp", N * M);
-        take(dq, "dq", N * s.H * D), take(dkv, "dkv", kv_slots * s.key_rows() * D), take(dgate, "dgate", branches * N * s.H);
-        take(dcompressed, "dcompressed", 2 * s.cmp_rows() * D), take(row_dot, "row_dot", branches * N * s.H), take(lse_gated, "lse_gated", branches * N * s.H);
+    struct Entry {
+        std::string name;
+        size_t count, bytes;                // buffers of this name, their bytes together
+    };
+    std::vector<Entry> memory;              // the table of the allocation
+    size_t bytes = 0;
+
+    Activations(Dev& device, const Config& c, int64_t B, int64_t T, Mode mode) : Activations(device, c, B, T, mode, true) {
+        base = dev.template allocate<char>(bytes);
+        memory.clear(), bytes = 0;
+        place(mode);
     }
-    ~Activations() {
-        for (const auto& release : releases) release();
-    }
+    ~Activations() { dev.release(base); }
     Activations(const Activations&) = delete;
     Activations& operator=(const Activations&) = delete;
+
+    // The bytes of such an object, without allocating it.
+    static size_t bytes_needed(Dev& dev, const Config& c, int64_t B, int64_t T, Mode mode) { return Activations(dev, c, B, T, mode, true).bytes; }
 
     real* slot(real* kv, int head_slot) const { return kv + (head_slot - (shape.full ? K_WIN : K_CMP)) * shape.key_rows() * shape.D; }
     typename Dev::Heads heads(const Layer& y) const {
@@ -648,16 +630,97 @@ struct Activations {
     }
 
   private:
-    std::vector<std::function<void()>> releases;
+    char* base = nullptr;  // null while only sizes are wanted
+
+    Activations(Dev& device, const Config& c, int64_t B, int64_t T, Mode mode, bool)
+        : dev(device), shape(shape_of(c, B, T)), C(c.dim), M(c.mlp_hidden), V(c.vocab_size), Vp(TensorTable(c).padded_vocab), recompute(mode == TRAINING ? int(c.recompute) : 0) {
+        logit_rows = std::min<int64_t>(B * T, std::max<int64_t>(1, (int64_t(16) << 20) / Vp));  // 64 MiB of fp32
+        layer.resize(size_t(c.layers));
+        place(mode);
+    }
+
+    void place(Mode mode) {
+        const NsaShape& s = shape;
+        const size_t N = size_t(s.B) * s.T, D = size_t(s.D), kv_slots = s.full ? 2 : 6, gates = 3 * N * s.H, selections = s.full ? 0 : size_t(s.B) * s.G * s.T;
+        const bool training = mode == TRAINING;
+        take(tokens, "tokens (N)", N), take(targets, "targets (N)", N), take(losses, "losses (N)", N);
+        for (size_t i = 0; i < layer.size(); i++) {
+            Layer &y = layer[i], &first = layer[0];
+            // One buffer per layer where `kept`, else the first layer's serves all.
+            auto per_layer = [&](bool kept, auto*& p, auto*& shared, const char* name, size_t count) {
+                if (kept || i == 0) take(p, name, count);
+                else p = shared;
+            };
+            const bool costly = training && recompute < 2, cheap = training && recompute < 1;
+            if (training || i < 2) take(y.x, "x (N, C)", N * C);
+            else y.x = layer[i - 2].x;  // in inference a layer reads one and writes the other
+            per_layer(costly || !training, y.kv, first.kv, "keys and values (6, B, G, T, D)", kv_slots * s.key_rows() * D);
+            per_layer(costly || !training, y.compressed, first.compressed, "compressed keys and values (2, B, G, NC, D)", 2 * s.cmp_rows() * D);
+            per_layer(training, y.gate, first.gate, "gate (3, B, H, T)", gates);
+            per_layer(training, y.selection, first.selection, "selection (B, G, T, words)", selections * s.selection_words());
+            per_layer(training, y.chosen_importance, first.chosen_importance, "chosen importance (B, G, T)", selections);
+            per_layer(costly, y.attn_rstd, first.attn_rstd, "attn_rstd (N)", N);
+            per_layer(costly, y.q, first.q, "q (B, H, T, D)", N * s.H * D);
+            per_layer(costly, y.phi_hidden, first.phi_hidden, "phi_hidden (2, B, G, NC, F)", 2 * s.cmp_rows() * s.F);
+            per_layer(costly, y.o, first.o, "branch outputs (3, B, H, T, D)", gates * D);
+            per_layer(costly, y.lse, first.lse, "lse (3, B, H, T)", gates);
+            per_layer(costly, y.x_mid, first.x_mid, "x_mid (N, C)", N * C);
+            per_layer(costly, y.mlp_rstd, first.mlp_rstd, "mlp_rstd (N)", N);
+            per_layer(costly, y.fc1, first.fc1, "fc1 (N, M)", N * M);
+            per_layer(cheap, y.attn_normed, first.attn_normed, "attn_normed (N, C)", N * C);
+            per_layer(cheap, y.attn, first.attn, "attn (N, H*D)", N * s.H * D);
+            per_layer(cheap, y.mlp_normed, first.mlp_normed, "mlp_normed (N, C)", N * C);
+            per_layer(cheap, y.act, first.act, "act (N, M)", N * M);
+        }
+        take(x_out, "x_out (N, C)", N * C), take(normed, "normed (N, C)", N * C), take(rstd, "rstd (N)", N);
+        take(projected, "projected (N, P)", N * s.projected()), take(logits, "logits (rows, Vp)", size_t(logit_rows) * Vp);
+        if (!training) return;
+        take(dx, "dx (N, C)", N * C), take(dnormed, "dnormed (N, C)", N * C), take(dattn, "dattn (N, H*D)", N * s.H * D), take(dmlp, "dmlp (N, M)", N * M);
+        take(dq, "dq (B, H, T, D)", N * s.H * D), take(dkv, "dkv (6, B, G, T, D)", kv_slots * s.key_rows() * D), take(dgate, "dgate (3, B, H, T)", gates);
+        take(dcompressed, "dcompressed (2, B, G, NC, D)", 2 * s.cmp_rows() * D), take(row_dot, "row_dot (3, B, H, T)", gates), take(lse_gated, "lse_gated (3, B, H, T)", gates);
+    }
+
     template <class T>
     void take(T*& p, const char* name, size_t count) {
-        p = dev.template allocate<T>(count);
-        T* owned = p;
-        releases.push_back([this, owned] { dev.release(owned); });
-        bytes += count * sizeof(T);
-        memory.emplace_back(name, count * sizeof(T));
+        p = base ? reinterpret_cast<T*>(base + bytes) : nullptr;
+        const size_t size = (count * sizeof(T) + 255) / 256 * 256;
+        bytes += size;
+        for (Entry& e : memory)
+            if (e.name == name) return void((e.count++, e.bytes += size));
+        memory.push_back({name, 1, size});
     }
 };
+
+// One layer for positions s.first .. s.first + s.queries - 1: from y.x to x_next.
+template <class Dev>
+void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const NsaShape& s) {
+    Dev& dev = model.dev;
+    auto& y = a.layer[i];
+    const auto& w = model.w.layer[i];
+    const int N = s.B * s.queries, C = int(a.C), M = int(a.M), HD = s.H * s.D;
+    const size_t rows = s.query_rows(), kv = s.cmp_rows() * s.D, hidden = s.cmp_rows() * s.F;
+    typename Dev::real* x_next = i + 1 < a.layer.size() ? a.layer[i + 1].x : a.x_out;
+    const auto h = a.heads(y);
+
+    dev.rmsnorm_forward(y.attn_normed, y.attn_rstd, y.x, w.attn_norm, N, C);
+    dev.matmul_forward(a.projected, y.attn_normed, w.q_proj, nullptr, N, C, s.projected());
+    dev.split_heads_forward(h, a.projected, s);
+    if (!s.full) {
+        dev.compress_forward(y.compressed, y.phi_hidden, h.kv[K_CMP], {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2}, true, s);
+        dev.compress_forward(y.compressed + kv, y.phi_hidden + hidden, h.kv[V_CMP], {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false, s);
+        dev.attention_forward(CMP, y.o, y.lse, y.q, y.compressed, y.compressed + kv, nullptr, s);
+        dev.select_blocks(y.selection, a.collect_statistics ? y.chosen_importance : nullptr, y.q, y.compressed, y.lse, s);
+        dev.attention_forward(SLC, y.o + SLC * rows * s.D, y.lse + SLC * rows, y.q, h.kv[K_SLC], h.kv[V_SLC], y.selection, s);
+    }
+    dev.attention_forward(WIN, y.o + WIN * rows * s.D, y.lse + WIN * rows, y.q, h.kv[K_WIN], h.kv[V_WIN], nullptr, s);
+    dev.combine_forward(y.attn, y.o, y.gate, s);
+    dev.matmul_forward(y.x_mid, y.attn, w.o_proj, y.x, N, HD, C);  // x += o_proj(attention)
+
+    dev.rmsnorm_forward(y.mlp_normed, y.mlp_rstd, y.x_mid, w.mlp_norm, N, C);
+    dev.matmul_forward(y.fc1, y.mlp_normed, w.mlp_fc1, nullptr, N, C, M);
+    dev.silu_forward(y.act, y.fc1, size_t(N) * M);
+    dev.matmul_forward(x_next, y.act, w.mlp_fc2, y.x_mid, N, M, C);  // x += fc2(silu(fc1))
+}
 
 // Forward through all layers for positions first .. first+queries-1 of B sequences, whose tokens [B, queries] are on the host. Training and
 // evaluation take all T at once; decoding takes a prompt, then one position at a time, and finds the earlier keys and values in place.
@@ -667,35 +730,10 @@ void forward(const Model<Dev>& model, Activations<Dev>& a, const int32_t* tokens
     Dev& dev = model.dev;
     NsaShape s = a.shape;
     s.first = first, s.queries = queries;
-    const int N = s.B * queries, C = int(a.C), M = int(a.M), HD = s.H * s.D;
-    const size_t rows = s.query_rows(), kv = s.cmp_rows() * s.D, hidden = s.cmp_rows() * s.F;
+    const int N = s.B * queries, C = int(a.C);
     dev.copy(a.tokens, tokens, size_t(N));
     dev.embedding_forward(a.layer[0].x, a.tokens, model.w.embed, N, C);
-    for (size_t i = 0; i < a.layer.size(); i++) {
-        auto& y = a.layer[i];
-        const auto& w = model.w.layer[i];
-        typename Dev::real* x_next = i + 1 < a.layer.size() ? a.layer[i + 1].x : a.x_out;
-        const auto h = a.heads(y);
-
-        dev.rmsnorm_forward(y.attn_normed, y.attn_rstd, y.x, w.attn_norm, N, C);
-        dev.matmul_forward(a.projected, y.attn_normed, w.q_proj, nullptr, N, C, s.projected());
-        dev.split_heads_forward(h, a.projected, s);
-        if (!s.full) {
-            dev.compress_forward(y.compressed, y.phi_hidden, h.kv[K_CMP], {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2}, true, s);
-            dev.compress_forward(y.compressed + kv, y.phi_hidden + hidden, h.kv[V_CMP], {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false, s);
-            dev.attention_forward(CMP, y.o, y.lse, y.q, y.compressed, y.compressed + kv, nullptr, s);
-            dev.select_blocks(y.selection, a.collect_statistics ? y.chosen_importance : nullptr, y.q, y.compressed, y.lse, s);
-            dev.attention_forward(SLC, y.o + SLC * rows * s.D, y.lse + SLC * rows, y.q, h.kv[K_SLC], h.kv[V_SLC], y.selection, s);
-        }
-        dev.attention_forward(WIN, y.o + WIN * rows * s.D, y.lse + WIN * rows, y.q, h.kv[K_WIN], h.kv[V_WIN], nullptr, s);
-        dev.combine_forward(y.attn, y.o, y.gate, s);
-        dev.matmul_forward(y.x_mid, y.attn, w.o_proj, y.x, N, HD, C);  // x += o_proj(attention)
-
-        dev.rmsnorm_forward(y.mlp_normed, y.mlp_rstd, y.x_mid, w.mlp_norm, N, C);
-        dev.matmul_forward(y.fc1, y.mlp_normed, w.mlp_fc1, nullptr, N, C, M);
-        dev.silu_forward(y.act, y.fc1, size_t(N) * M);
-        dev.matmul_forward(x_next, y.act, w.mlp_fc2, y.x_mid, N, M, C);  // x += fc2(silu(fc1))
-    }
+    for (size_t i = 0; i < a.layer.size(); i++) forward_layer(model, a, i, s);
     dev.rmsnorm_forward(a.normed, a.rstd, a.x_out, model.w.norm, N, C);
 }
 
@@ -741,6 +779,15 @@ void backward(Model<Dev>& model, Activations<Dev>& a) {
         const auto& w = model.w.layer[i];
         const auto& dw = model.dw.layer[i];
         const auto h = a.heads(y);
+
+        // What was not kept; at level 2 all of it, with the forward pass's own lines.
+        if (a.recompute == 2) forward_layer(model, a, i, s);
+        if (a.recompute == 1) {
+            dev.rmsnorm_forward(y.attn_normed, y.attn_rstd, y.x, w.attn_norm, N, C);
+            dev.combine_forward(y.attn, y.o, y.gate, s);
+            dev.rmsnorm_forward(y.mlp_normed, y.mlp_rstd, y.x_mid, w.mlp_norm, N, C);
+            dev.silu_forward(y.act, y.fc1, size_t(N) * M);
+        }
 
         // x_next = x_mid + fc2(act); a.dx is the gradient of x_next and, along the residual, of x_mid
         dev.matmul_backward_weight(dw.mlp_fc2, a.dx, y.act, N, M, C);
@@ -837,7 +884,7 @@ static int32_t choose_token(const std::vector<float>& logits, double temperature
 template <class Dev>
 void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t count, const Config& c, const std::function<void(int32_t)>& emit) {
     Dev& dev = model.dev;
-    Activations<Dev> a(dev, model.config, 1, int64_t(prompt.size()) + count, false);
+    Activations<Dev> a(dev, model.config, 1, int64_t(prompt.size()) + count, INFERENCE);
     std::vector<int32_t> next = prompt;
     std::vector<float> logits(static_cast<size_t>(a.V));
     int position = 0;
@@ -1256,6 +1303,19 @@ void print_run(const Config& c, const TensorTable& table, const TrainData& data,
                 (long long)(c.total_batch / (c.batch * c.seq_len * world.size)), (long long)c.steps, c.schedule.c_str());
 }
 
+// The activations' table: name, shape, buffers, MiB; what is below 4 % of the whole is summed up in one line.
+template <class Dev>
+void print_memory(const Activations<Dev>& a) {
+    auto entries = a.memory;
+    std::sort(entries.begin(), entries.end(), [](const auto& x, const auto& y) { return x.bytes > y.bytes; });
+    size_t rest = 0;
+    for (const auto& e : entries) {
+        if (e.bytes * 25 < a.bytes) rest += e.bytes;
+        else std::printf("        %8.1f MiB  %3zu x %s\n", double(e.bytes) / (1 << 20), e.count, e.name.c_str());
+    }
+    std::printf("        %8.1f MiB  the rest\n", double(rest) / (1 << 20));
+}
+
 template <class Dev>
 struct Run {
     Dev dev;
@@ -1330,12 +1390,16 @@ struct Run {
         if (world.rank == 0) print_run<Dev>(c, model.table, data, world, threads, given.count("data"));
         if (!checkpoint.empty()) require_same_model(c, checkpoint);
         const double params_mib = double(model.table.total * Model<Dev>::element_bytes) / (1 << 20), available = available_memory_mib();
-        activations = std::make_unique<Activations<Dev>>(dev, c, c.batch, c.seq_len, true);
-        const double activations_mib = double(activations->bytes) / (1 << 20);
+        const double activations_mib = double(Activations<Dev>::bytes_needed(dev, c, c.batch, c.seq_len, TRAINING)) / (1 << 20);
         if (world.rank == 0) std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", params_mib, activations_mib);
-        if (activations_mib * world.local_size > available)  // the parameters are already there
-            fail("%.0f MiB of activations per rank are needed, %.0f MiB are left for the %d ranks of this machine: choose a smaller --batch (now %lld) or --seq-len (now %lld)", activations_mib, available,
-                 world.local_size, (long long)c.batch, (long long)c.seq_len);
+        if (activations_mib * world.local_size > available) {  // the parameters are already there
+            int64_t fits = c.batch;
+            while (fits > 0 && double(Activations<Dev>::bytes_needed(dev, c, fits, c.seq_len, TRAINING)) / (1 << 20) * world.local_size > available) fits--;
+            fail("%.0f MiB of activations per rank are needed, %.0f MiB are left for the %d ranks of this machine: choose --batch %lld (now %lld), a smaller --seq-len (now %lld) or --recompute %lld", activations_mib,
+                 available, world.local_size, (long long)std::max<int64_t>(fits, 1), (long long)c.batch, (long long)c.seq_len, (long long)std::min<int64_t>(c.recompute + 1, 2));
+        }
+        activations = std::make_unique<Activations<Dev>>(dev, c, c.batch, c.seq_len, TRAINING);
+        if (world.rank == 0) print_memory(*activations);
         if (checkpoint.empty()) {
             model.initialise();
         } else {
@@ -1422,7 +1486,7 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
     Cpu<float> dev;
     Model<Cpu<float>> model(dev, c, false);
     read_parameters(model, SafeTensors(folder + "/model.safetensors"));
-    Activations<Cpu<float>> a(dev, c, c.batch, c.seq_len, false);
+    Activations<Cpu<float>> a(dev, c, c.batch, c.seq_len, INFERENCE);
     const int64_t all = int64_t(loader.samples_per_epoch()) / (c.batch * world.size), batches = given.count("eval-batches") ? std::min(all, c.eval_batches) : all;
     if (batches == 0) fail("--val-data: %llu samples of %lld tokens are fewer than --batch %lld on %d ranks", (unsigned long long)loader.samples_per_epoch(), (long long)c.seq_len, (long long)c.batch, world.size);
     const EvalResult r = evaluate(model, a, loader, batches, world, tokenizer.get());
@@ -1443,7 +1507,7 @@ static double gradient_self_test() {
     apply_preset(c, given);
     Cpu<double> dev;
     Model<Cpu<double>> model(dev, c, true);
-    Activations<Cpu<double>> a(dev, c, 2, c.seq_len, true);
+    Activations<Cpu<double>> a(dev, c, 2, c.seq_len, TRAINING);
     model.initialise();
     std::vector<int32_t> inputs(size_t(2 * c.seq_len)), targets(inputs.size());
     for (size_t i = 0; i < inputs.size(); i++) {

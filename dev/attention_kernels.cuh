@@ -78,19 +78,19 @@ __device__ inline void copy_queries(bf16* tile, const bf16* in, size_t head_stri
 template <int D>
 __device__ inline void load_a(unsigned (&a)[4], const bf16* tile, int row, int column) {
     const int lane = threadIdx.x % 32;
-    ldmatrix_x4(a, tile + chunk_at<D>(row + lane % 16, column / 8 + lane / 16));
+    ldmatrix_x4(a, tile + row * D + (chunk_at<D>(lane % 16, lane / 16) ^ column));
 }
 // Two b (16 x 8 each) with b[k][n] = tile[n0 + n][k0 + k], n of 16
 template <int D>
 __device__ inline void load_b_transposed(unsigned (&b)[4], const bf16* tile, int n0, int k0) {
     const int lane = threadIdx.x % 32;
-    ldmatrix_x4(b, tile + chunk_at<D>(n0 + lane % 8 + lane / 16 * 8, k0 / 8 + lane / 8 % 2));
+    ldmatrix_x4(b, tile + n0 * D + (chunk_at<D>(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ k0));
 }
 // Two b (16 x 8 each) with b[k][n] = tile[k0 + k][n0 + n], n of 16
 template <int D>
 __device__ inline void load_b(unsigned (&b)[4], const bf16* tile, int k0, int n0) {
     const int lane = threadIdx.x % 32;
-    ldmatrix_x4_trans(b, tile + chunk_at<D>(k0 + lane % 16, n0 / 8 + lane / 16));
+    ldmatrix_x4_trans(b, tile + k0 * D + (chunk_at<D>(lane % 16, lane / 16) ^ n0));
 }
 // c0, c1 += a b
 __device__ inline void multiply_pair(float (&c0)[4], float (&c1)[4], const unsigned (&a)[4], const unsigned (&b)[4]) {
@@ -224,27 +224,29 @@ __device__ inline void find_used_token_tiles(uint32_t* used, const uint32_t* sel
     }
 }
 
-// The keys of one tile that one query sees: begin .. end-1, and of these in the selected branch the ones in blocks whose bit is set.
+// Which keys one query sees of those from `start` on: begin .. end-1, and of these in the selected branch the ones in blocks whose bit is set.
 struct Visible {
     int begin, end;
     unsigned blocks;
 };
-// end: the query's end_of_keys, 0 for a row that is no query. selected: the bitmasks of the group's queries.
+// end: the query's end_of_keys, 0 for a row that is no query. blocks: its chosen_blocks in the tile.
 template <Branch branch>
-__device__ inline Visible visible_keys(int end, int tile, const uint32_t* selected, const AttentionShape& s) {
-    Visible v = {branch == WIN ? end - s.window - tile * KEY_TILE : 0, end - tile * KEY_TILE, 1};
-    if (branch == SLC && v.end > 0) v.blocks = chosen_blocks(selected + size_t(end - 1 - s.first) * s.words, tile, s);
-    if (v.blocks == 0) v.end = 0;
-    return v;
+__device__ inline Visible visible_keys(int start, int end, unsigned blocks, const AttentionShape& s) {
+    return {branch == WIN ? end - s.window - start : 0, blocks ? end - start : 0, blocks};
+}
+// selected: the bitmasks of the group's queries.
+template <Branch branch>
+__device__ inline unsigned chosen_blocks_of_row(int end, int tile, const uint32_t* selected, const AttentionShape& s) {
+    return branch == SLC && end > 0 ? chosen_blocks(selected + size_t(end - 1 - s.first) * s.words, tile, s) : 1;
 }
 template <Branch branch>
-__device__ inline bool sees_all(const Visible& v, const AttentionShape& s) {
+__device__ inline bool sees_whole_tile(const Visible& v, const AttentionShape& s) {
     return v.end >= KEY_TILE && v.begin <= 0 && (branch != SLC || v.blocks == (1u << blocks_per_tile(s)) - 1);
 }
-__device__ inline bool sees_some(const Visible& v) { return v.end > 0 && v.begin < KEY_TILE && v.begin < v.end; }
-// eight: the first of the eight keys among which `key` is; they lie in one selection block
+__device__ inline bool sees_some_of_tile(const Visible& v) { return v.end > 0 && v.begin < KEY_TILE && v.begin < v.end; }
+// Whether it sees the key-th key from `start` on. eight: the place in the tile of the first of the eight keys around it, which lie in one selection block.
 template <Branch branch>
-__device__ inline bool sees(const Visible& v, int eight, int key, const AttentionShape& s) {
+__device__ inline bool sees(const Visible& v, int key, int eight, const AttentionShape& s) {
     return key < v.end && (branch != WIN || key >= v.begin) && (branch != SLC || (v.blocks >> (eight >> s.slc_shift) & 1));
 }
 
@@ -261,9 +263,24 @@ __device__ inline long long query_row(const QueryTile& tile, int row, const Atte
     const int head = row / s.tile_tokens, token = row % s.tile_tokens;
     return head < s.heads && token < tile.tokens ? ((long long)tile.bg * s.heads + head) * s.queries + tile.j0 + token : -1;
 }
-template <Branch branch>
-__device__ inline int end_of_row(const QueryTile& tile, int row, const AttentionShape& s) {
-    return query_row(tile, row, s) < 0 ? 0 : end_of_keys<branch>(s.first + tile.j0 + row % s.tile_tokens, s);
+// What a lane knows of its rows, the m-th 16-row piece's row lane / 4 (i = 0) and that + 8 (i = 1): a byte for each in one register.
+__device__ inline int row_byte(unsigned bytes, int m, int i) { return int(bytes >> (m * 16 + i * 8) & 255); }
+// The rows' end_of_keys, as differences from that of the tile's first token, which are below 64; NO_QUERY for rows that are no query.
+constexpr unsigned NO_QUERY = 255;
+template <Branch branch, int M>
+__device__ inline unsigned ends_of_rows(const QueryTile& tile, int first_row, const AttentionShape& s) {
+    unsigned bytes = 0;
+    for (int m = 0; m < M; m++)
+        for (int i = 0; i < 2; i++) {
+            const int row = first_row + m * 16 + i * 8 + threadIdx.x % 32 / 4, t0 = s.first + tile.j0;
+            const int difference = end_of_keys<branch>(t0 + row % s.tile_tokens, s) - end_of_keys<branch>(t0, s);
+            bytes |= (query_row(tile, row, s) < 0 ? NO_QUERY : unsigned(difference)) << (m * 16 + i * 8);
+        }
+    return bytes;
+}
+__device__ inline int end_of_row(int first_end, unsigned ends, int m, int i) {
+    const int difference = row_byte(ends, m, i);
+    return difference == NO_QUERY ? 0 : first_end + difference;
 }
 // The tiles of keys that some query of the tile may see: begin .. end-1.
 template <Branch branch>
@@ -329,17 +346,18 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
         __syncthreads();  // this buffer has arrived, and all warps are done with the other
         if (key_tile < end_tile) copy_keys(buffer ^ 1, key_tile);
 
-        Visible visible[M][2];
-        bool all = true, some = false;
+        unsigned blocks[M][2];
+        bool whole = true, some = false;
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                visible[m][i] = visible_keys<branch>(end[m][i], this_tile, selection, s);
-                all = all && sees_all<branch>(visible[m][i], s), some = some || sees_some(visible[m][i]);
+                blocks[m][i] = chosen_blocks_of_row<branch>(end[m][i], this_tile, selection, s);
+                const Visible visible = visible_keys<branch>(this_tile * KEY_TILE, end[m][i], blocks[m][i], s);
+                whole = whole && sees_whole_tile<branch>(visible, s), some = some || sees_some_of_tile(visible);
             }
         if (!__any_sync(~0u, some)) continue;
-        const bool masked = !__all_sync(~0u, all);
+        const bool masked = !__all_sync(~0u, whole);
 
 #pragma unroll 1
         for (int first = 0; first < KEY_TILE; first += KEYS) {
@@ -349,10 +367,14 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
 #pragma unroll
                 for (int m = 0; m < M; m++)
 #pragma unroll
-                    for (int n = 0; n < KEYS / 8; n++)
+                    for (int i = 0; i < 2; i++) {
+                        const Visible visible = visible_keys<branch>(this_tile * KEY_TILE + first, end[m][i], blocks[m][i], s);
 #pragma unroll
-                        for (int e = 0; e < 4; e++)
-                            if (!sees<branch>(visible[m][e / 2], first + n * 8, first + n * 8 + lane % 4 * 2 + e % 2, s)) p[m][n][e] = -INFINITY;
+                        for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                            for (int e = 0; e < 2; e++)
+                                if (!sees<branch>(visible, n * 8 + lane % 4 * 2 + e, first + n * 8, s)) p[m][n][2 * i + e] = -INFINITY;
+                    }
             }
 #pragma unroll
             for (int m = 0; m < M; m++)
@@ -461,17 +483,18 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2) attention_dq_kernel(float*
         __syncthreads();  // this buffer has arrived, and all warps are done with the other
         if (key_tile < end_tile) copy_keys(buffer ^ 1, key_tile);
 
-        Visible visible[M][2];
-        bool all = true, some = false;
+        unsigned blocks[M][2];
+        bool whole = true, some = false;
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                visible[m][i] = visible_keys<branch>(end[m][i], this_tile, selection, s);
-                all = all && sees_all<branch>(visible[m][i], s), some = some || sees_some(visible[m][i]);
+                blocks[m][i] = chosen_blocks_of_row<branch>(end[m][i], this_tile, selection, s);
+                const Visible visible = visible_keys<branch>(this_tile * KEY_TILE, end[m][i], blocks[m][i], s);
+                whole = whole && sees_whole_tile<branch>(visible, s), some = some || sees_some_of_tile(visible);
             }
         if (!__any_sync(~0u, some)) continue;
-        const bool masked = !__all_sync(~0u, all);
+        const bool masked = !__all_sync(~0u, whole);
 #pragma unroll 1
         for (int first = 0; first < KEY_TILE; first += KEYS) {
             float p[M][KEYS / 8][4], ds[M][KEYS / 8][4];
@@ -480,13 +503,17 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2) attention_dq_kernel(float*
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int n = 0; n < KEYS / 8; n++)
+                for (int i = 0; i < 2; i++) {
+                    const Visible visible = visible_keys<branch>(this_tile * KEY_TILE + first, end[m][i], blocks[m][i], s);
 #pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const bool seen = !masked || sees<branch>(visible[m][e / 2], first + n * 8, first + n * 8 + lane % 4 * 2 + e % 2, s);
-                        const float weight = seen ? exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, -shift[m][e / 2])) : 0;
-                        ds[m][n][e] = weight * (ds[m][n][e] - dot[m][e / 2]);
-                    }
+                    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                        for (int e = 0; e < 2; e++) {
+                            const bool seen = !masked || sees<branch>(visible, n * 8 + lane % 4 * 2 + e, first + n * 8, s);
+                            const float weight = seen ? exp2_approx(fmaf(p[m][n][2 * i + e], s.scale * LOG2_E, -shift[m][i])) : 0;
+                            ds[m][n][2 * i + e] = weight * (ds[m][n][2 * i + e] - dot[m][i]);
+                        }
+                }
             multiply_add<D, M, KEYS / 16>(sums, ds, k_tiles + buffer * KEY_TILE * D, first);
         }
     }

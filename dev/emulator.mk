@@ -12,13 +12,13 @@ EMULATOR_CHECK = -O1 -fsanitize=thread,undefined -fno-sanitize-recover=undefined
 EMULATOR_PLAIN_PROGRAMS = $(addprefix $(BUILD)/,emulator_tests planted_faults)
 EMULATOR_CHECK_PROGRAMS = $(addprefix $(BUILD)/,emulator_tests_check planted_faults_check race_fuzz_check)
 
+EMULATOR_PROGRAMS = $(EMULATOR_PLAIN_PROGRAMS) $(EMULATOR_CHECK_PROGRAMS)
+# Programs with their arguments, each one word of dev/run_tests.sh.
+EMULATOR_TESTS = $(BUILD)/emulator_tests $(BUILD)/emulator_tests_check '$(BUILD)/planted_faults 4' '$(BUILD)/planted_faults_check 2' '$(BUILD)/race_fuzz_check $(RACE_PROGRAMS)'
+
 .PHONY: test_emulator test_emulator_mpi
-test_emulator: $(EMULATOR_PLAIN_PROGRAMS) $(EMULATOR_CHECK_PROGRAMS)
-	timeout 120 $(BUILD)/emulator_tests
-	timeout 120 $(BUILD)/emulator_tests_check
-	timeout 120 $(BUILD)/planted_faults 4
-	timeout 120 $(BUILD)/planted_faults_check 2
-	timeout 600 $(BUILD)/race_fuzz_check $(RACE_PROGRAMS)
+test_emulator: $(EMULATOR_PROGRAMS)
+	@dev/run_tests.sh $(EMULATOR_TESTS)
 
 # Wants MPI's compiler.
 test_emulator_mpi: $(BUILD)/emulator_tests_mpi

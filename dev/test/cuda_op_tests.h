@@ -354,6 +354,9 @@ TEST(cuda_adamw) {
             dev.adamw(halves, b, bm, bv, g, cut, h);
             dev.adamw(halves + cut, b + cut, bm + cut, bv + cut, g + cut, count - cut, rest);
             CHECK_SAME_BITS(halves.host().data(), param.host().data(), count);
+            DeviceReal restored(dev, count);
+            dev.round_master(restored, a, count, h.seed, h.step, h.offset);
+            CHECK_SAME_BITS(restored.host().data(), param.host().data(), count);
             return std::vector<HostArray>{param.host(), a.host(), am.host(), av.host()};
         });
         CudaNumbers expected, expected_m, expected_v;

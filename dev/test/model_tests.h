@@ -35,7 +35,7 @@ struct TestModel {
     Activations<Dev> a;
     std::vector<int32_t> inputs, targets;  // (B, T) random
 
-    TestModel(const std::string& options, int B, uint64_t seed = 1, bool poison = false) : dev(), config(config_of(options)), model(poisoned(poison), config, true), a(dev, config, B, config.seq_len, true) {
+    TestModel(const std::string& options, int B, uint64_t seed = 1, bool poison = false) : dev(), config(config_of(options)), model(poisoned(poison), config, true), a(dev, config, B, config.seq_len, TRAINING) {
         model.initialise();
         for (int64_t i = 0; i < B * config.seq_len; i++) {
             inputs.push_back(int32_t(random_below(256, seed, random_stream(RANDOM_TEST, 1), uint64_t(i))));
@@ -243,7 +243,7 @@ TEST(decoding_equals_prefill) {
         const size_t C = size_t(t.a.C);
         const std::vector<double> expected(t.a.normed, t.a.normed + T * C);
         for (int piece : {1, 7, 64}) {
-            Activations<Cpu<double>> caches(t.dev, t.config, 1, T, false);
+            Activations<Cpu<double>> caches(t.dev, t.config, 1, T, INFERENCE);
             double worst = 0;
             for (int at = 0; at < T; at += piece) {
                 const int count = std::min(piece, T - at);
@@ -262,11 +262,25 @@ TEST(poisoned_memory_changes_no_bit) {
     CHECK(std::memcmp(clean.model.grads, poisoned.model.grads, clean.model.table.total * sizeof(float)) == 0);
 }
 
+TEST(recomputing_changes_no_bit_and_saves_memory) {
+    for (const char* kind : {"nsa", "full"}) {
+        const std::string options = std::string(SMALL) + "--init random --attention " + kind + " --recompute ";
+        TestModel<Cpu<float>> keep(options + "0", 2, 1, true), cheap(options + "1", 2, 1, true), all(options + "2", 2, 1, true);
+        const double loss = keep.loss_and_gradients();
+        for (TestModel<Cpu<float>>* t : {&cheap, &all}) {
+            CHECK_EQUAL(t->loss_and_gradients(), loss);
+            CHECK(std::memcmp(keep.model.grads, t->model.grads, keep.model.table.total * sizeof(float)) == 0);
+        }
+        CHECK(cheap.a.bytes < keep.a.bytes);
+        CHECK(all.a.bytes < cheap.a.bytes);
+    }
+}
+
 TEST(memory_is_linear_in_sequence_length) {
     Cpu<float> dev;
     const Config c = config_of("--model tiny");
     // Selection masks have a word per 32 blocks of every token: 1/32 bit per token and block, the one term above linear; a byte in ten thousand here.
-    const Activations<Cpu<float>> once(dev, c, 1, 4096, true), twice(dev, c, 1, 8192, true);
+    const Activations<Cpu<float>> once(dev, c, 1, 4096, TRAINING), twice(dev, c, 1, 8192, TRAINING);
     CHECK(double(twice.bytes) < 2.05 * double(once.bytes));
 }
 

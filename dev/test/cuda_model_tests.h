@@ -1,0 +1,234 @@
+// cuda_model_tests.h: the whole model of train_nsa.cu on struct Cuda against the same model on Cpu<float>: loss, every gradient, optimiser steps, checkpoints,
+// decoding. By g++ in the emulator, by nvcc on a GPU; in bf16, or in fp32 with -DPRECISION_FP32.
+//
+// Both have the same weights (numbers that bf16 holds exactly) and the same selected blocks: the CPU takes over the GPU's choice, since near-equal scores may
+// be ordered differently after a rounding, and then the two are different functions.
+//
+// Error limits, of the relative error ||found - expected|| / ||expected|| of a tensor. An array stored in bf16 carries independent relative errors of at
+// most u = 2^-8 per element. Between a token and a gradient lie at most R = 2 * (11 + 13 L) + 2 stored arrays: of a layer x, attn_normed, projected, heads,
+// compressed (activated, output), branch, attn, x_mid, mlp_normed, fc1, act, and as many gradients; and the ends. Independent errors add up to sqrt(R) u.
+// In fp32 the same arrays are rounded by 2^-24, and each is a sum of up to K = 300 terms: sqrt(R K) 2^-24.
+#pragma once
+#ifndef NSA_WITHOUT_MAIN
+#define NSA_WITHOUT_MAIN
+#include "../../train_nsa.cu"
+#endif
+#include "../../nsa_kernels.cuh"
+#include "harness.h"
+
+constexpr bool MODEL_FP32 = std::is_same<Cuda::real, float>::value;
+inline double model_limit(int64_t layers) {
+    const double stored_arrays = 2.0 * (11 + 13 * double(layers)) + 2;
+    return MODEL_FP32 ? std::sqrt(stored_arrays * 300) * 0x1p-24 : std::sqrt(stored_arrays) * 0x1p-8;
+}
+
+inline Config cuda_config(const char* more = "") {
+    // T is no multiple of any block and larger than the window, most queries must choose, h = 3.
+    const std::string options = std::string("train_nsa --init random --layers 2 --dim 32 --heads 6 --kv-groups 2 --head-dim 16 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 "
+                                            "--window 24 --phi-hidden 16 --mlp-hidden 64 --seq-len 150 ") + more;
+    std::vector<std::string> words;
+    std::vector<const char*> argv;
+    std::istringstream in(options);
+    for (std::string word; in >> word;) words.push_back(word);
+    for (const std::string& word : words) argv.push_back(word.c_str());
+    std::set<std::string> given;
+    Config c = parse_options(int(argv.size()), argv.data(), given);
+    apply_preset(c, given);
+    validate_model(c, "test");
+    return c;
+}
+
+// The CPU engine with the selections of another run in place of its own, in the order of the layers.
+struct GuidedCpu : Cpu<float> {
+    std::vector<std::vector<uint32_t>> selections;
+    size_t next = 0;
+    void select_blocks(uint32_t* selection, float*, const float*, const float*, const float*, const NsaShape&) {
+        const std::vector<uint32_t>& taken = selections[next++ % selections.size()];
+        std::copy(taken.begin(), taken.end(), selection);
+    }
+};
+
+template <class Dev>
+struct ModelRun {
+    Model<Dev> model;
+    Activations<Dev> a;
+    std::vector<int32_t> inputs, targets;
+    ModelRun(Dev& dev, const Config& c, int B) : model(dev, c, true), a(dev, c, B, c.seq_len, TRAINING) {
+        for (uint64_t i = 0; i < uint64_t(B * c.seq_len); i++) {
+            inputs.push_back(int32_t(random_below(256, 1, random_stream(RANDOM_TEST, 1), i)));
+            targets.push_back(int32_t(random_below(256, 1, random_stream(RANDOM_TEST, 2), i)));
+        }
+    }
+    double step_loss(bool gradients) {  // the mean
+        if (gradients) model.dev.zero(model.grads, model.table.total);
+        forward(model, a, inputs.data(), 0, a.shape.T);
+        const double sum = classify(model, a, targets.data(), 1 / double(inputs.size()), gradients);
+        if (gradients) backward(model, a);
+        return sum / double(inputs.size());
+    }
+    template <class T>
+    std::vector<float> host(const T* flat) {
+        std::vector<float> values(model.table.total);
+        model.dev.to_host(values.data(), flat, values.size());
+        return values;
+    }
+};
+
+// A model whose master copy is what its parameters hold, so that an engine without a master can have the same weights.
+inline void initialise_exactly(Model<Cuda>& model) {
+    model.initialise();
+    for (const TensorSpec& t : model.table.specs) {
+        std::vector<float> values(t.size);
+        model.dev.to_host(values.data(), model.params + t.offset, t.size);
+        model.set_parameter(t, values.data());
+    }
+}
+inline void take_weights(Model<GuidedCpu>& to, const std::vector<float>& flat) { std::copy(flat.begin(), flat.end(), to.params); }
+inline void take_selections(GuidedCpu& to, ModelRun<Cuda>& from) {
+    to.selections.clear(), to.next = 0;
+    for (const auto& layer : from.a.layer) {
+        const NsaShape& s = from.a.shape;
+        to.selections.emplace_back(s.full ? 0 : size_t(s.B) * s.G * s.T * s.selection_words());
+        from.model.dev.copy(to.selections.back().data(), (const uint32_t*)layer.selection, to.selections.back().size());
+    }
+}
+
+inline void check_relative_error(const char* what, const float* found, const float* expected, size_t count, double limit) {
+    double difference = 0, size = 0;
+    for (size_t i = 0; i < count; i++) difference += std::pow(double(found[i]) - expected[i], 2), size += std::pow(double(expected[i]), 2);
+    tests().checks++;
+    const double error = std::sqrt(difference / size);
+    if (!(error <= limit) || !(size > 0)) check_failed(what, 0, "relative error %.3g, limit %.3g; norm %.3g", error, limit, std::sqrt(size));
+    if (std::getenv("TEST_SHOW_ERRORS")) std::printf("    %-40s %.2e of %.2e\n", what, error, limit);
+}
+
+inline void check_cuda_model(const Config& c, bool level0) {
+    const int B = 2;
+    Cuda dev(0, size_t(1) << 20);
+    dev.level0 = level0 || MODEL_FP32;
+    GuidedCpu cpu;
+    ModelRun<Cuda> gpu(dev, c, B);
+    ModelRun<GuidedCpu> reference(cpu, c, B);
+    initialise_exactly(gpu.model);
+    take_weights(reference.model, gpu.host(gpu.model.params));
+    const double loss = gpu.step_loss(true);
+    take_selections(cpu, gpu);
+    const double expected = reference.step_loss(true), limit = model_limit(c.layers);
+    CHECK_NEAR(loss, expected, limit * expected);
+    const std::vector<float> grads = gpu.host(gpu.model.grads), expected_grads = reference.host(reference.model.grads);
+    for (const TensorSpec& t : gpu.model.table.specs) check_relative_error(t.name.c_str(), &grads[t.offset], &expected_grads[t.offset], t.size, limit);
+
+    // The same again, with other orders of threads, blocks and streams.
+#ifndef __CUDACC__
+    emu::seed(1);
+#endif
+    CHECK_EQUAL(gpu.step_loss(true), loss);
+    const std::vector<float> again = gpu.host(gpu.model.grads);
+#ifndef __CUDACC__
+    emu::seed(0);
+#endif
+    tests().checks++;
+    if (std::memcmp(again.data(), grads.data(), grads.size() * sizeof(float))) check_failed(__FILE__, __LINE__, "two runs gave different gradients");
+}
+TEST(cuda_model_level0) { check_cuda_model(cuda_config(), true); }
+TEST(cuda_model_full_attention) { check_cuda_model(cuda_config("--attention full"), true); }
+TEST(cuda_model_tensor_cores) {
+    if (MODEL_FP32) return skip("cuda_model_tensor_cores: fp32 has the scalar kernels only");
+    check_cuda_model(cuda_config(), false);
+    check_cuda_model(cuda_config("--attention full"), false);
+}
+
+// Three optimiser steps on one batch. AdamW divides the gradient by its size, so where a gradient is smaller than its error the two engines may step in
+// opposite directions; what has to agree is the gradient's norm and the loss that the weights reach, whose error is first order in that of the weights.
+TEST(cuda_model_three_steps) {
+    const Config c = cuda_config();
+    Cuda dev(0, size_t(1) << 20);
+    GuidedCpu cpu;
+    ModelRun<Cuda> gpu(dev, c, 2);
+    ModelRun<GuidedCpu> reference(cpu, c, 2);
+    initialise_exactly(gpu.model);
+    take_weights(reference.model, gpu.host(gpu.model.params));
+    const double lr = 1e-2, limit = model_limit(c.layers);
+    double first = 0, loss = 0;
+    for (int step = 1; step <= 3; step++) {
+        loss = gpu.step_loss(true);
+        take_selections(cpu, gpu);
+        const double expected = reference.step_loss(true);
+        CHECK_NEAR(loss, expected, 2 * limit * expected);  // of the forward pass, and of the weights
+        const double norm = update(gpu.model, step, lr), expected_norm = update(reference.model, step, lr);
+        CHECK_NEAR(norm, expected_norm, 2 * limit * expected_norm);
+        if (step == 1) first = loss;
+    }
+    CHECK(loss < 0.9 * first);
+    // The parameters are the master's, each rounded to a neighbour: the spacing of bf16 is at most 2^-7 of the value, that of fp32 nothing.
+    const std::vector<float> master = gpu.host(gpu.model.master), params = gpu.host(gpu.model.params);
+    int narrower = 0;
+    for (size_t i = 0; i < master.size(); i++) {
+        CHECK_NEAR(params[i], master[i], (MODEL_FP32 ? 0 : 0x1p-7) * std::fabs(master[i]) + (MODEL_FP32 ? 0 : 0x1p-133));
+        narrower += params[i] != master[i];
+    }
+    CHECK(MODEL_FP32 ? narrower == 0 : narrower > int(master.size()) / 2);
+}
+
+TEST(cuda_model_checkpoint_holds_the_master) {
+    TempFolder folder;
+    Config c = cuda_config();
+    c.out = folder.path;
+    Cuda dev(0, size_t(1) << 20);
+    ModelRun<Cuda> run(dev, c, 1);
+    run.model.initialise();
+    std::vector<std::vector<float>> buffers;
+    const std::vector<TensorView> views = views_of(run.model, run.model.master, "", buffers);
+    REQUIRE(views.size() == run.model.table.specs.size());
+    for (size_t index = 0; index < views.size(); index++) {  // as it was drawn, not as bf16 has it
+        const TensorSpec& t = run.model.table.specs[index];
+        for (size_t i = 0; i < t.size; i += 37) CHECK_EQUAL(buffers[index][i], initial_value(t, index, i, c));
+    }
+    run.step_loss(true);
+    update(run.model, 1, 1e-3);
+    TrainState state;
+    state.step = 1;
+    const std::string saved = save_checkpoint(run.model, c, state);
+    ModelRun<Cuda> other(dev, c, 1);
+    CHECK_EQUAL(load_checkpoint(other.model, saved).step, int64_t(1));
+    for (auto field : {&Model<Cuda>::master, &Model<Cuda>::m, &Model<Cuda>::v}) {
+        const std::vector<float> one = run.host(run.model.*field), two = other.host(other.model.*field);
+        CHECK(std::memcmp(one.data(), two.data(), one.size() * sizeof(float)) == 0);
+    }
+    // And the parameters follow from it.
+    for (const TensorSpec& t : other.model.table.specs) dev.round_master(other.model.params + t.offset, other.model.master + t.offset, t.padded, uint64_t(c.seed), 1, t.offset);
+    const std::vector<float> one = run.host(run.model.params), two = other.host(other.model.params);
+    CHECK(std::memcmp(one.data(), two.data(), one.size() * sizeof(float)) == 0);
+}
+
+// Position by position with the caches, against all at once. The scalar kernels sum in the same order either way, and so does the emulator's matrix product:
+// then the bits are the same. A GPU's matrix products may differ by shape, hence the limit there.
+inline void check_cuda_decoding(const Config& c, bool level0) {
+    Cuda dev(0, size_t(1) << 20);
+    dev.level0 = level0 || MODEL_FP32;
+    const int T = 100, C = int(c.dim);
+    Model<Cuda> model(dev, c, false);
+    model.initialise();
+    std::vector<int32_t> tokens;
+    for (uint64_t i = 0; i < uint64_t(T); i++) tokens.push_back(int32_t(random_below(256, 5, random_stream(RANDOM_TEST, 3), i)));
+    Activations<Cuda> whole(dev, c, 1, T, INFERENCE), steps(dev, c, 1, T, INFERENCE);
+    std::vector<float> expected(size_t(T) * C), found(expected.size());
+    forward(model, whole, tokens.data(), 0, T);
+    dev.to_host(expected.data(), whole.normed, expected.size());
+    for (int first = 0, count; first < T; first += count) {
+        count = first == 0 ? 37 : first == 37 ? 30 : 1;  // a prompt, a longer piece, then one at a time
+        forward(model, steps, tokens.data() + first, first, count);
+        dev.to_host(found.data() + size_t(first) * C, steps.normed, size_t(count) * C);
+    }
+#ifdef __CUDACC__
+    check_relative_error("decoding", found.data(), expected.data(), found.size(), model_limit(c.layers));
+#else
+    if (dev.level0) CHECK(std::memcmp(found.data(), expected.data(), found.size() * sizeof(float)) == 0);
+    else check_relative_error("decoding", found.data(), expected.data(), found.size(), model_limit(c.layers));
+#endif
+}
+TEST(cuda_model_decoding_is_prefill) {
+    check_cuda_decoding(cuda_config(), true);
+    check_cuda_decoding(cuda_config("--attention full"), true);
+    if (!MODEL_FP32) check_cuda_decoding(cuda_config(), false);
+}
