@@ -252,7 +252,7 @@ struct Cpu {
     using Grad = real_;    // gradients of parameters
     using Master = real_;  // what the optimiser updates: here the parameters themselves, elsewhere an fp32 copy of them
     static constexpr bool has_master = false;
-    static constexpr const char* name = sizeof(real) == 4 ? "cpu fp32" : "cpu fp64";
+    static constexpr bool on_host = true;  // its memory is the host's
     bool poison = false;  // tests: fresh memory holds NaN, so that a read before the first write shows
 
     // ----- memory. `count` elements, 64-byte aligned; fatal when there is none.
@@ -266,6 +266,15 @@ struct Cpu {
     }
     template <class T>
     void release(T* p) { std::free(p); }
+    // What the machine could still give, from /proc/meminfo; without it there is no limit to go by.
+    size_t available_bytes() const {
+        std::ifstream in("/proc/meminfo");
+        std::string key, rest;
+        for (size_t kib; in >> key >> kib && std::getline(in, rest);)
+            if (key == "MemAvailable:") return kib * 1024;
+        return std::numeric_limits<size_t>::max();
+    }
+    std::string describe() const { return format_text("CPU, %s, GEMM: %s", sizeof(real) == 4 ? "fp32" : "fp64", sizeof(real) == 4 ? gemm_name() : "own blocked GEMM"); }
     template <class T>
     void zero(T* p, size_t count) {
 #pragma omp parallel for schedule(static)

@@ -24,6 +24,10 @@
 #include "dataloader.h"
 #include "ddp.cuh"
 #include "nsa_cpu.h"
+#ifdef __CUDACC__
+#include "nsa_kernels.cuh"
+#define HAVE_CUDA
+#endif
 #include "tokenizer.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -317,11 +321,33 @@ static void validate_model(const Config& c, const char* where) {
     if (c.slc_count < 3) fail_usage("%s: --slc-count %lld; at least 3 blocks are always selected", where, (long long)c.slc_count);
 }
 
+// Which engine, with which threads, and why; printed at the start of a run.
+struct Device {
+    bool gpu = false;
+    int threads = 1;
+    std::string reason;
+};
+static Device choose_device(const Config& c, const World& world) {
+    Device d;
+    d.threads = c.threads ? int(c.threads) : std::max(1, usable_processors() / world.local_size);
+    omp_set_num_threads(d.threads);
+    int gpus = 0;
+    std::string none = "this build holds no CUDA engine";
+#ifdef HAVE_CUDA
+    const cudaError_t error = cudaGetDeviceCount(&gpus);
+    if (error != cudaSuccess) gpus = 0, none = std::string("CUDA finds no GPU: ") + cudaGetErrorString(error);
+#endif
+    if (c.device == "cuda" && gpus == 0) fail_usage("--device cuda: %s; use --device cpu or auto", none.c_str());
+    d.gpu = c.device != "cpu" && gpus > 0;
+    d.reason = c.device != "auto" ? "--device " + c.device : d.gpu ? "there is a GPU" : none;
+    return d;
+}
+
 // Batch sizes: what was not given follows from the preset, the device and the number of ranks; what was given must fit together.
-static void resolve_batch(Config& c, const std::set<std::string>& given, const World& world) {
+static void resolve_batch(Config& c, const std::set<std::string>& given, const World& world, bool gpu) {
     const Preset& p = preset_of(c);
-    const bool small = c.model == "tiny";  // half a million tokens a step are hours on a CPU: there one sequence per rank, unless told otherwise
-    int64_t sequences = small ? p.total_batch / c.seq_len : 1;
+    const bool as_preset = gpu || c.model == "tiny";  // half a million tokens a step are hours on a CPU: there one sequence per rank, unless told otherwise
+    int64_t sequences = as_preset ? p.total_batch / c.seq_len : 1;
     if (given.count("total-batch")) {
         sequences = c.total_batch / c.seq_len;
         if (c.total_batch % c.seq_len) fail_usage("--total-batch %lld is not a multiple of --seq-len %lld", (long long)c.total_batch, (long long)c.seq_len);
@@ -334,7 +360,7 @@ static void resolve_batch(Config& c, const std::set<std::string>& given, const W
     if (sequences % world.size)
         fail_usage("--total-batch %lld is %lld sequences of --seq-len %lld, not divisible by %d ranks", (long long)c.total_batch, (long long)sequences, (long long)c.seq_len, world.size);
     if (!given.count("batch"))
-        for (c.batch = std::min(small ? p.batch : 1, per_rank); per_rank % c.batch; c.batch--) {}
+        for (c.batch = std::min(as_preset ? p.batch : 1, per_rank); per_rank % c.batch; c.batch--) {}
     if (per_rank % c.batch)
         fail_usage("--total-batch %lld is %lld sequences for each of %d ranks, not divisible by --batch %lld", (long long)c.total_batch, (long long)per_rank, world.size, (long long)c.batch);
 }
@@ -1012,6 +1038,9 @@ TrainState load_checkpoint(Model<Dev>& model, const std::string& folder) {
     }
     if (root.find("best_val_loss")) state.best_val_loss = root.number("best_val_loss", path);
     read_parameters(model, SafeTensors(folder + "/model.safetensors"));
+    if constexpr (Dev::has_master)  // the file holds the master copy; the parameters are rounded from it as the last update did
+        for (const TensorSpec& t : model.table.specs)
+            if (state.step > 0) model.dev.round_master(model.params + t.offset, model.master + t.offset, t.padded, uint64_t(model.config.seed), state.step, t.offset);
     const SafeTensors moments(folder + "/optimizer.safetensors");
     read_moments(model, model.m, "m.", moments);
     read_moments(model, model.v, "v.", moments);
@@ -1097,7 +1126,8 @@ EvalResult evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, 
     EvalResult r;
     r.tokens = uint64_t(world.sum(tokens)), r.answers = uint64_t(world.sum(answers)), r.bytes = uint64_t(world.sum(bytes));
     r.loss = world.sum(loss) / double(r.tokens);
-    r.answer_loss = r.answers ? world.sum(answer_loss) / double(r.answers) : 0 * world.sum(answer_loss);
+    const double answer_total = world.sum(answer_loss);
+    if (r.answers) r.answer_loss = answer_total / double(r.answers);
     return r;
 }
 
@@ -1110,15 +1140,6 @@ static double peak_memory_mib() {
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
     return double(usage.ru_maxrss) / 1024;
-}
-
-static double available_memory_mib() {
-    std::ifstream in("/proc/meminfo");
-    std::string key;
-    double kib;
-    for (std::string rest; in >> key >> kib && std::getline(in, rest);)
-        if (key == "MemAvailable:") return kib / 1024;
-    return std::numeric_limits<double>::infinity();
 }
 
 // main.log in the form that plotting notebooks read ("s:<step> tel:<val loss>", "s:<step> trl:<train loss> lr:<lr> norm:<norm>"), and the same as JSON lines.
@@ -1245,6 +1266,23 @@ static void require_same_model(const Config& c, const std::string& checkpoint) {
     }
 }
 
+// The gradients summed over ranks; those of a GPU go through the host's memory in pieces.
+template <class Dev>
+void sum_gradients(Model<Dev>& model, const World& world) {
+    if (world.size == 1) return;
+    if constexpr (Dev::on_host) {
+        world.sum(model.grads, model.table.total);
+    } else {
+        std::vector<float> piece(std::min<size_t>(model.table.total, 6'250'000));
+        for (size_t at = 0; at < model.table.total; at += piece.size()) {
+            const size_t count = std::min(piece.size(), model.table.total - at);
+            model.dev.to_host(piece.data(), model.grads + at, count);
+            world.sum(piece.data(), count);
+            model.dev.from_host(model.grads + at, piece.data(), count);
+        }
+    }
+}
+
 // One optimiser step's gradients: accumulation over micro-steps, the sum over ranks. Returns the mean loss of the global batch.
 template <class Dev>
 double accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const World& world) {
@@ -1262,7 +1300,7 @@ double accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& 
         backward(model, a);
     }
     a.collect_statistics = false;
-    world.sum(model.grads, model.table.total);
+    sum_gradients(model, world);
     return world.sum(loss) / double(c.total_batch);
 }
 
@@ -1289,9 +1327,10 @@ static std::string duration_text(double seconds) {
 
 // What a reader wants to know before the first step, one line each: device, model, data, batch, memory.
 template <class Dev>
-void print_run(const Config& c, const TensorTable& table, const TrainData& data, const World& world, int threads, bool data_given) {
-    std::printf("device: CPU, %s, %d thread%s per rank, %d rank%s on %s, GEMM: %s; --device %s and this build holds no CUDA engine\n", Dev::name, threads, threads == 1 ? "" : "s", world.size,
-                world.size == 1 ? "" : "s", world.host.c_str(), gemm_name(), c.device.c_str());
+void print_run(const Dev& dev, const Config& c, const TensorTable& table, const TrainData& data, const World& world, const Device& device, bool data_given) {
+    std::printf("device: %s, because %s; %d rank%s on %s, %d CPU thread%s each\n", dev.describe().c_str(), device.reason.c_str(), world.size, world.size == 1 ? "" : "s", world.host.c_str(), device.threads,
+                device.threads == 1 ? "" : "s");
+    if (!Dev::on_host && world.size > 1) std::printf("        gradients are summed by MPI through the host's memory\n");
     std::printf("model:  %s, %lld parameters (%lld layers, width %lld, %s attention), %s\n", c.model.c_str(), (long long)table.parameters, (long long)c.layers, (long long)c.dim, c.attention.c_str(),
                 c.init == "random" ? "every tensor random" : "standard initialisation");
     std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n", c.data == "synthetic" ? "the built-in synthetic corpus" : c.data.c_str(), data_given ? "" : ", because no --data was given",
@@ -1318,7 +1357,7 @@ void print_memory(const Activations<Dev>& a) {
 
 template <class Dev>
 struct Run {
-    Dev dev;
+    Dev& dev;
     Config config;
     World& world;
     TrainData data;
@@ -1328,7 +1367,7 @@ struct Run {
     std::unique_ptr<RunLog> log;  // rank 0
     TrainState state;
 
-    Run(const Config& c, World& w) : config(c), world(w), data(open_data(c, w)), tokenizer(load_tokenizer(c)), model(dev, c, true) {}
+    Run(Dev& device, const Config& c, World& w) : dev(device), config(c), world(w), data(open_data(c, w)), tokenizer(load_tokenizer(c)), model(dev, c, true) {}
 
     void validate() {
         if (!data.val) return;
@@ -1384,19 +1423,20 @@ struct Run {
                                          double(data.train->state().next_sample) / double(data.train->samples_per_epoch()), peak_memory_mib()) + layer_statistics(*activations) + "}");
     }
 
-    void train(const std::set<std::string>& given, int threads) {
+    void train(const std::set<std::string>& given, const Device& device) {
         const Config& c = config;
         const std::string checkpoint = c.resume ? newest_checkpoint(c.out) : "";
-        if (world.rank == 0) print_run<Dev>(c, model.table, data, world, threads, given.count("data"));
+        if (world.rank == 0) print_run(dev, c, model.table, data, world, device, given.count("data"));
         if (!checkpoint.empty()) require_same_model(c, checkpoint);
-        const double params_mib = double(model.table.total * Model<Dev>::element_bytes) / (1 << 20), available = available_memory_mib();
+        const double params_mib = double(model.table.total * Model<Dev>::element_bytes) / (1 << 20), available = double(dev.available_bytes()) / (1 << 20);
         const double activations_mib = double(Activations<Dev>::bytes_needed(dev, c, c.batch, c.seq_len, TRAINING)) / (1 << 20);
         if (world.rank == 0) std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", params_mib, activations_mib);
-        if (activations_mib * world.local_size > available) {  // the parameters are already there
+        const int sharers = Dev::on_host ? world.local_size : 1;  // ranks that share this memory
+        if (activations_mib * sharers > available) {  // the parameters are already there
             int64_t fits = c.batch;
-            while (fits > 0 && double(Activations<Dev>::bytes_needed(dev, c, fits, c.seq_len, TRAINING)) / (1 << 20) * world.local_size > available) fits--;
-            fail("%.0f MiB of activations per rank are needed, %.0f MiB are left for the %d ranks of this machine: choose --batch %lld (now %lld), a smaller --seq-len (now %lld) or --recompute %lld", activations_mib,
-                 available, world.local_size, (long long)std::max<int64_t>(fits, 1), (long long)c.batch, (long long)c.seq_len, (long long)std::min<int64_t>(c.recompute + 1, 2));
+            while (fits > 0 && double(Activations<Dev>::bytes_needed(dev, c, fits, c.seq_len, TRAINING)) / (1 << 20) * sharers > available) fits--;
+            fail("%.0f MiB of activations per rank are needed, %.0f MiB are left for %d ranks: choose --batch %lld (now %lld), a smaller --seq-len (now %lld) or --recompute %lld", activations_mib,
+                 available, sharers, (long long)std::max<int64_t>(fits, 1), (long long)c.batch, (long long)c.seq_len, (long long)std::min<int64_t>(c.recompute + 1, 2));
         }
         activations = std::make_unique<Activations<Dev>>(dev, c, c.batch, c.seq_len, TRAINING);
         if (world.rank == 0) print_memory(*activations);
@@ -1437,23 +1477,28 @@ struct Run {
 // ---------------------------------------------------------------------------------------------------------------------
 // The verbs.
 
-// Threads of this rank; the device is named in errors and at the start of a run.
-static int choose_device(const Config& c, const World& world) {
-    if (c.device == "cuda") fail_usage("--device cuda: this build holds no CUDA engine; use --device cpu or auto");
-    const int threads = c.threads ? int(c.threads) : std::max(1, usable_processors() / world.local_size);
-    omp_set_num_threads(threads);
-    return threads;
+// The engine for the options and this machine.
+template <class Use>
+void with_engine(const Device& device, const World& world, Use use) {
+#ifdef HAVE_CUDA
+    if (device.gpu) {
+        Cuda dev(world.local_rank);
+        return use(dev);
+    }
+#endif
+    (void)device, (void)world;
+    Cpu<float> dev;
+    use(dev);
 }
 
 static void run_train(Config& c, const std::set<std::string>& given, World& world) {
     apply_preset(c, given);
     validate_model(c, "options");
-    resolve_batch(c, given, world);
-    const int threads = choose_device(c, world);
+    const Device device = choose_device(c, world);
+    resolve_batch(c, given, world, device.gpu);
     if (!c.dump_state.empty() && (world.size > 1 || c.batch * c.seq_len != c.total_batch))
         fail_usage("--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld", (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
-    Run<Cpu<float>> run(c, world);
-    run.train(given, threads);
+    with_engine(device, world, [&](auto& dev) { Run<std::decay_t<decltype(dev)>>(dev, c, world).train(given, device); });
 }
 
 static void run_tokenize(const Config& c) {
@@ -1467,29 +1512,30 @@ static void run_tokenize(const Config& c) {
 
 static void run_sample(Config c, World& world) {
     const std::string folder = read_trained_config(c);
-    choose_device(c, world);
     const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(c);
     if (!tokenizer) fail_usage("sample: --vocab-dir is missing: this model writes gpt2 tokens");
-    Cpu<float> dev;
-    Model<Cpu<float>> model(dev, c, false);
-    read_parameters(model, SafeTensors(folder + "/model.safetensors"));
-    print_sample(model, *tokenizer, c, c.tokens);
+    with_engine(choose_device(c, world), world, [&](auto& dev) {
+        Model model(dev, c, false);
+        read_parameters(model, SafeTensors(folder + "/model.safetensors"));
+        print_sample(model, *tokenizer, c, c.tokens);
+    });
 }
 
 static void run_eval(Config c, const std::set<std::string>& given, World& world) {
     const std::string folder = read_trained_config(c);
-    choose_device(c, world);
     if (c.val_data.empty()) fail_usage("eval: --val-data is missing: a glob of validation shards, in quotes");
     if (!given.count("batch")) c.batch = 1;
     const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(c);
     DataLoader loader(open_shards(require_files("val-data", c.val_data)), loader_options(c, world, "--val-data", false));
-    Cpu<float> dev;
-    Model<Cpu<float>> model(dev, c, false);
-    read_parameters(model, SafeTensors(folder + "/model.safetensors"));
-    Activations<Cpu<float>> a(dev, c, c.batch, c.seq_len, INFERENCE);
     const int64_t all = int64_t(loader.samples_per_epoch()) / (c.batch * world.size), batches = given.count("eval-batches") ? std::min(all, c.eval_batches) : all;
     if (batches == 0) fail("--val-data: %llu samples of %lld tokens are fewer than --batch %lld on %d ranks", (unsigned long long)loader.samples_per_epoch(), (long long)c.seq_len, (long long)c.batch, world.size);
-    const EvalResult r = evaluate(model, a, loader, batches, world, tokenizer.get());
+    EvalResult r;
+    with_engine(choose_device(c, world), world, [&](auto& dev) {
+        Model model(dev, c, false);
+        read_parameters(model, SafeTensors(folder + "/model.safetensors"));
+        Activations<std::decay_t<decltype(dev)>> a(dev, c, c.batch, c.seq_len, INFERENCE);
+        r = evaluate(model, a, loader, batches, world, tokenizer.get());
+    });
     if (world.rank != 0) return;
     std::printf("%s on %llu tokens (%llu of %llu samples of %lld): loss %.4f, perplexity %.3f", folder.c_str(), (unsigned long long)r.tokens, (unsigned long long)(r.tokens / uint64_t(c.seq_len)),
                 (unsigned long long)loader.samples_per_epoch(), (long long)c.seq_len, r.loss, std::exp(r.loss));
@@ -1543,7 +1589,7 @@ static double gradient_self_test() {
 }
 
 static int run_check(const Config& c, World& world) {
-    const int threads = choose_device(c, world);
+    const Device device = choose_device(c, world);
     const auto yes = [](bool there) { return there ? "\u2713" : "\u2717"; };
 #if defined(__CUDACC__)
     const std::string compiler = format_text("nvcc %d.%d over g++ %s", __CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__, __VERSION__);
@@ -1553,8 +1599,13 @@ static int run_check(const Config& c, World& world) {
     const std::string compiler = std::string("g++ ") + __VERSION__;
 #endif
     std::printf("%s compiler     %s, vectors of %d bytes\n", yes(true), compiler.c_str(), VECTOR_BYTES);
-    std::printf("%s CPU engine   %d of %d usable processors, %s\n", yes(true), threads, usable_processors(), gemm_name());
+    std::printf("%s CPU engine   %d of %d usable processors, %s\n", yes(true), device.threads, usable_processors(), gemm_name());
+#ifdef HAVE_CUDA
+    if (device.gpu) std::printf("%s CUDA engine  %s\n", yes(true), Cuda(world.local_rank).describe().c_str());
+    else std::printf("%s CUDA engine  in this build, not used: %s\n", yes(false), device.reason.c_str());
+#else
     std::printf("%s CUDA engine  not in this build\n", yes(false));
+#endif
     std::printf("%s MPI          %s\n", yes(mpi_name()), mpi_name() ? mpi_name() : "not in this build: one process only; make deps && make train_nsa");
     std::printf("%s NCCL         not in this build: gradients are summed by MPI\n", yes(false));
 #ifdef USE_DNNL
@@ -1563,7 +1614,7 @@ static int run_check(const Config& c, World& world) {
 #else
     std::printf("%s oneDNN       not in this build: the GEMMs are our own\n", yes(false));
 #endif
-    std::printf("  memory       %.0f MiB available\n", available_memory_mib());
+    std::printf("  memory       %.0f MiB available\n", double(Cpu<float>().available_bytes()) / (1 << 20));
     bool good = true;
     const std::vector<std::string> shards = glob_files("data/*_train_*.bin");
     std::printf("%s data         %s\n", yes(!shards.empty()), shards.empty() ? "no data/*_train_*.bin: the built-in synthetic corpus is used" : format_text("%zu training shards in data/, the first %s", shards.size(), shards[0].c_str()).c_str());

@@ -328,12 +328,13 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
     if (key_tile < end_tile) copy_keys(0, key_tile);
 
     // This lane's rows: first_row + m * 16 + i * 8 + lane / 4.
-    int end[M][2];
+    const int first_end = end_of_keys<branch>(s.first + tile.j0, s);
+    const unsigned ends = ends_of_rows<branch, M>(tile, first_row, s);
     float sums[M][D / 8][4], largest[M][2], total[M][2];  // largest: of the scores in base 2; total: of this lane's columns
 #pragma unroll
     for (int m = 0; m < M; m++) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) end[m][i] = end_of_row<branch>(tile, first_row + m * 16 + i * 8 + lane / 4, s), largest[m][i] = -FLT_MAX, total[m][i] = 0;
+        for (int i = 0; i < 2; i++) largest[m][i] = -FLT_MAX, total[m][i] = 0;
 #pragma unroll
         for (int x = 0; x < D / 8; x++)
 #pragma unroll
@@ -346,14 +347,16 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
         __syncthreads();  // this buffer has arrived, and all warps are done with the other
         if (key_tile < end_tile) copy_keys(buffer ^ 1, key_tile);
 
-        unsigned blocks[M][2];
+        unsigned blocks = 0;  // of the rows
         bool whole = true, some = false;
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                blocks[m][i] = chosen_blocks_of_row<branch>(end[m][i], this_tile, selection, s);
-                const Visible visible = visible_keys<branch>(this_tile * KEY_TILE, end[m][i], blocks[m][i], s);
+                const int end = end_of_row(first_end, ends, m, i);
+                const unsigned chosen = chosen_blocks_of_row<branch>(end, this_tile, selection, s);
+                const Visible visible = visible_keys<branch>(this_tile * KEY_TILE, end, chosen, s);
+                blocks |= chosen << (m * 16 + i * 8);
                 whole = whole && sees_whole_tile<branch>(visible, s), some = some || sees_some_of_tile(visible);
             }
         if (!__any_sync(~0u, some)) continue;
@@ -368,7 +371,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
                 for (int m = 0; m < M; m++)
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
-                        const Visible visible = visible_keys<branch>(this_tile * KEY_TILE + first, end[m][i], blocks[m][i], s);
+                        const Visible visible = visible_keys<branch>(this_tile * KEY_TILE + first, end_of_row(first_end, ends, m, i), row_byte(blocks, m, i), s);
 #pragma unroll
                         for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
@@ -460,15 +463,14 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2) attention_dq_kernel(float*
     int key_tile = next_tile<branch>(used, first_key_tile<branch>(tile, s), end_tile);
     if (key_tile < end_tile) copy_keys(0, key_tile);
 
-    int end[M][2];
+    const int first_end = end_of_keys<branch>(s.first + tile.j0, s);
+    const unsigned ends = ends_of_rows<branch, M>(tile, first_row, s);
     float sums[M][D / 8][4], shift[M][2], dot[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int tile_row = first_row + m * 16 + i * 8 + lane / 4;
-            const long long row = query_row(tile, tile_row, s);
-            end[m][i] = end_of_row<branch>(tile, tile_row, s);
+            const long long row = query_row(tile, first_row + m * 16 + i * 8 + lane / 4, s);
             shift[m][i] = row < 0 ? INFINITY : lse_gated[row] * LOG2_E, dot[m][i] = row < 0 ? 0 : row_dot[row];
         }
 #pragma unroll
@@ -483,14 +485,16 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2) attention_dq_kernel(float*
         __syncthreads();  // this buffer has arrived, and all warps are done with the other
         if (key_tile < end_tile) copy_keys(buffer ^ 1, key_tile);
 
-        unsigned blocks[M][2];
+        unsigned blocks = 0;  // of the rows
         bool whole = true, some = false;
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                blocks[m][i] = chosen_blocks_of_row<branch>(end[m][i], this_tile, selection, s);
-                const Visible visible = visible_keys<branch>(this_tile * KEY_TILE, end[m][i], blocks[m][i], s);
+                const int end = end_of_row(first_end, ends, m, i);
+                const unsigned chosen = chosen_blocks_of_row<branch>(end, this_tile, selection, s);
+                const Visible visible = visible_keys<branch>(this_tile * KEY_TILE, end, chosen, s);
+                blocks |= chosen << (m * 16 + i * 8);
                 whole = whole && sees_whole_tile<branch>(visible, s), some = some || sees_some_of_tile(visible);
             }
         if (!__any_sync(~0u, some)) continue;
@@ -504,7 +508,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2) attention_dq_kernel(float*
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    const Visible visible = visible_keys<branch>(this_tile * KEY_TILE + first, end[m][i], blocks[m][i], s);
+                    const Visible visible = visible_keys<branch>(this_tile * KEY_TILE + first, end_of_row(first_end, ends, m, i), row_byte(blocks, m, i), s);
 #pragma unroll
                     for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
@@ -550,12 +554,14 @@ __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3) attention_dkdv_k
     // Per token: lse_gated in base 2, +infinity where the query does not exist or did not choose the selection block; and row_dot.
     float* shifts = shared.take<float>(2 * SUB_BLOCKS * KEY_TILE);
     float* dots = shared.take<float>(2 * KEY_TILE);
+    // The keys pass through the second buffers into registers, as A fragments; with D = 128 there are too few registers for v, which stays.
+    constexpr bool KEEP_V = D > 64;
+    bf16* k_tile = q_tiles + KEY_TILE * D;
+    bf16* v_tile = KEEP_V ? shared.take<bf16>(KEY_TILE * D) : dout_tiles + KEY_TILE * D;
     uint32_t* used = nullptr;
-
-    // The keys pass through the second buffers into registers, as A fragments.
     const size_t group = (size_t(bg) * s.key_stride + first_key) * D;
-    copy_tile<D>(q_tiles + KEY_TILE * D, k + group, D, KEY_TILE, s.keys - first_key);
-    copy_tile<D>(dout_tiles + KEY_TILE * D, v + group, D, KEY_TILE, s.keys - first_key);
+    copy_tile<D>(k_tile, k + group, D, KEY_TILE, s.keys - first_key);
+    copy_tile<D>(v_tile, v + group, D, KEY_TILE, s.keys - first_key);
     cp_async_commit();
     if (branch == SLC) {
         used = shared.take<uint32_t>(tile_words(s.queries));
@@ -567,8 +573,8 @@ __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3) attention_dkdv_k
     unsigned k_rows[D / 16][4], v_rows[D / 16][4];
 #pragma unroll
     for (int x = 0; x < D; x += 16) {
-        load_a<D>(k_rows[x / 16], q_tiles + KEY_TILE * D, warp_key, x);
-        load_a<D>(v_rows[x / 16], dout_tiles + KEY_TILE * D, warp_key, x);
+        load_a<D>(k_rows[x / 16], k_tile, warp_key, x);
+        if (!KEEP_V) load_a<D>(v_rows[x / 16], v_tile, warp_key, x);
     }
 
     const size_t H = size_t(s.G) * s.heads;
@@ -643,7 +649,8 @@ __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3) attention_dkdv_k
             for (int first = 0; first < KEY_TILE; first += TOKENS) {
                 float p[1][TOKENS / 8][4], ds[1][TOKENS / 8][4];
                 multiply_rows<D, TOKENS / 16>(p, k_rows, q_tile, first);
-                multiply_rows<D, TOKENS / 16>(ds, v_rows, dout_tile, first);
+                if constexpr (KEEP_V) multiply_rows<D, 1, TOKENS / 16>(ds, v_tile, warp_key, dout_tile, first);
+                else multiply_rows<D, TOKENS / 16>(ds, v_rows, dout_tile, first);
 #pragma unroll
                 for (int n = 0; n < TOKENS / 8; n++)
 #pragma unroll
@@ -868,7 +875,7 @@ inline void launch_attention_backward(float* dq, bf16* dk, bf16* dv, const bf16*
 
     const unsigned key_tiles = unsigned((a.keys + KEY_TILE - 1) / KEY_TILE);
     const size_t statistics = 2 * KEY_TILE * sizeof(float);
-    const size_t dkdv_bytes = shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
+    const size_t dkdv_bytes = shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, D > 64 ? tiles / 2 : 0, branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
     launch<attention_dkdv_kernel<branch, D>>(key_tiles * unsigned(a.batch_groups), unsigned(DKDV_THREADS), dkdv_bytes, stream, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, a);
 }
 

@@ -530,7 +530,8 @@ template <class real>
 void check_split_heads_shapes() {
     Cpu<real> cpu;  // one engine for all: its RoPE table has to follow D and T
     for (NsaShape s : {nsa_shape(2, 33, 2, 3, 16, 8, 4, 16, 3, 9), nsa_shape(2, 70, 1, 1, 64, 8, 4, 16, 3, 9),
-                       nsa_shape(1, 1025, 1, 2, 2, 8, 4, 16, 3, 9), nsa_shape(1, 5, 2, 4, 16, 8, 4, 16, 3, 9)})
+                       nsa_shape(1, 40, 1, 1, 16, 8, 4, 16, 3, 9), nsa_shape(1, 1025, 1, 2, 2, 8, 4, 16, 3, 9),
+                       nsa_shape(1, 5, 2, 4, 16, 8, 4, 16, 3, 9)})
         for (bool full : {false, true}) {
             s.full = full;
             check_split_heads(s, cpu);
