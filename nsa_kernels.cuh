@@ -8,6 +8,10 @@
 // of parameters, the optimiser's moments and its master copy of the parameters are fp32 in memory too.
 // No atomics: each output has one owner and the order of every sum is fixed by the shapes alone, so the same input gives the same bits.
 #pragma once
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 && !defined(PRECISION_FP32)
+#error "the bf16 kernels need compute capability 8.0 (A100, RTX 30) or later; for older GPUs build with PRECISION=FP32"
+#endif
+
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -22,10 +26,6 @@
 #include "dev/cuda_common.cuh"
 #include "dev/ladder/attention_level0.cuh"
 #include "nsa_cpu.h"
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 && !defined(PRECISION_FP32)
-#error "the bf16 kernels need compute capability 8.0 (A100, RTX 30) or later; for older GPUs build with PRECISION=FP32"
-#endif
 
 #ifdef PRECISION_FP32
 using cuda_real = float;
@@ -116,8 +116,8 @@ __global__ void embedding_forward_kernel(cuda_real* x, const int32_t* tokens, co
 }
 
 // The gradient is a sum over the positions that hold a token, so the positions are first sorted by token, equal ones in their order. The place of a position
-// is the number of positions that come before it: N^2 comparisons of integers in shared memory (10^9 at N = 32768, what a GPU does in about
-// a tenth of a millisecond), with no counters, no atomics and no passes. sorted [N]
+// is the number of positions that come before it: N^2 comparisons of integers in shared memory, 10^9 at N = 32768, an estimated 0.2 ms of an H200 and
+// once per micro-step; with no counters, no atomics, no passes over digits and no choice of the order. sorted [N]
 __global__ void __launch_bounds__(256) sort_positions_kernel(int32_t* sorted, const int32_t* tokens, int N) {
     SHARED(int32_t, tile, [256]);
     const int n = int(thread_index()), token = n < N ? tokens[n] : 0;
@@ -392,10 +392,16 @@ struct HeadPlace {
         row = query ? (b * s.H + unit) * s.queries + j : (b * s.G + (unit - s.H) % s.G) * s.T + s.first + j;
     }
 };
-struct HeadPointers {
-    cuda_real *q, *kv[6];
-    float* gate;
+// Each pointer has a name, and is chosen by comparisons: an array indexed at run time would be copied to local memory by every thread.
+template <class Q, class KV, class Gate>
+struct HeadArrays {
+    Q* q;
+    KV *k_cmp, *v_cmp, *k_slc, *v_slc, *k_win, *v_win;
+    Gate* gate;
+    __device__ KV* kv(int slot) const { return slot == K_CMP ? k_cmp : slot == V_CMP ? v_cmp : slot == K_SLC ? k_slc : slot == V_SLC ? v_slc : slot == K_WIN ? k_win : v_win; }
 };
+using HeadPointers = HeadArrays<cuda_real, cuda_real, float>;
+using HeadGradientPointers = HeadArrays<const float, const cuda_real, const float>;
 // One block per token; a thread takes W pairs of elements of a head at a time.
 template <int W>
 __global__ void __launch_bounds__(128) split_heads_forward_kernel(HeadPointers out, const cuda_real* projected, Rope rope, NsaShape s, int P, int units) {
@@ -408,18 +414,13 @@ __global__ void __launch_bounds__(128) split_heads_forward_kernel(HeadPointers o
         float low[W], high[W];
         load(low, in + unit * s.D + i), load(high, in + unit * s.D + s.D / 2 + i);
         if (place.rotated) rope.rotate(low, high, t, i, s.D, +1);
-        cuda_real* to = (place.query ? out.q : out.kv[place.slot]) + place.row * s.D;
+        cuda_real* to = (place.query ? out.q : out.kv(place.slot)) + place.row * s.D;
         store(to + i, low), store(to + s.D / 2 + i, high);
     }
     if (s.full) return;
     for (int i = threadIdx.x; i < 3 * s.H; i += blockDim.x)  // 3*head + branch
         out.gate[i % 3 * rows + (b * s.H + i / 3) * s.queries + j] = sigmoid(float(in[units * s.D + i]));
 }
-struct HeadGradientPointers {
-    const float* q;
-    const cuda_real* kv[6];
-    const float* gate;
-};
 template <int W>
 __global__ void __launch_bounds__(128) split_heads_backward_kernel(cuda_real* dprojected, HeadGradientPointers d, Rope rope, NsaShape s, int P, int units) {
     const int pieces = s.D / 2 / W, t = blockIdx.x % s.T;
@@ -430,7 +431,7 @@ __global__ void __launch_bounds__(128) split_heads_backward_kernel(cuda_real* dp
         const HeadPlace place(unit, b, t, s);
         float low[W], high[W];
         if (place.query) load(low, d.q + place.row * s.D + i), load(high, d.q + place.row * s.D + s.D / 2 + i);
-        else load(low, d.kv[place.slot] + place.row * s.D + i), load(high, d.kv[place.slot] + place.row * s.D + s.D / 2 + i);
+        else load(low, d.kv(place.slot) + place.row * s.D + i), load(high, d.kv(place.slot) + place.row * s.D + s.D / 2 + i);
         if (place.rotated) rope.rotate(low, high, t, i, s.D, -1);
         store(out + unit * s.D + i, low), store(out + unit * s.D + s.D / 2 + i, high);
     }
@@ -560,7 +561,7 @@ struct Cuda {
     using Grad = float;
     using Master = float;
     static constexpr bool has_master = true;
-    static constexpr const char* name = std::is_same<real, float>::value ? "cuda fp32" : "cuda bf16";
+    static constexpr bool on_host = false;
     static constexpr int WIDE = kernels::WIDE;
     static constexpr size_t WORKSPACE = size_t(32) << 20;  // what NVIDIA advises for cuBLASLt on sm_90
 
@@ -587,8 +588,9 @@ struct Cuda {
         CUBLAS_CHECK(cublasLtCreate(&cublas));
         CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
         CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes, sizeof workspace_bytes));
-#ifdef __CUDACC__  // what gemm() checks; unasked, cuBLASLt takes 256 for granted
-        const uint32_t alignment = 16;
+#ifdef __CUDACC__  // 16 is what gemm() checks; unasked, cuBLASLt takes 256 for granted. Where it splits a long sum, the parts stay in fp32.
+        const uint32_t alignment = 16, reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction, sizeof reduction));
         for (const auto which : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
                                  CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
             CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, which, &alignment, sizeof alignment));
@@ -627,6 +629,15 @@ struct Cuda {
     }
     template <class T>
     void release(T* p) { cudaFree(p); }
+    size_t available_bytes() const {
+        size_t free = 0, total = 0;
+        CUDA_CHECK(cudaMemGetInfo(&free, &total));
+        return free;
+    }
+    std::string describe() const {
+        return format_text("GPU %d, %s, compute capability %d.%d, %d multiprocessors, %.1f GiB, %s, attention %s", device, properties.name, properties.major, properties.minor,
+                           properties.multiProcessorCount, double(properties.totalGlobalMem) / (1 << 30), std::is_same<real, float>::value ? "fp32" : "bf16", level0 ? "scalar" : "on tensor cores");
+    }
     template <class T>
     void zero(T* p, size_t count) { if (count) CUDA_CHECK(cudaMemsetAsync(p, 0, count * sizeof(T), stream)); }
     // Bytes as they are, between host and device in any direction; done when it returns, since the host may read or reuse its side.
@@ -760,9 +771,9 @@ struct Cuda {
     // heads = projected, split, rotated and gated
     void split_heads_forward(Heads out, const real* projected, const NsaShape& s) {
         const kernels::Rope rope = prepare_rope(s.T, s.D);
-        kernels::HeadPointers pointers = {out.q, {}, out.gate};
+        const kernels::HeadPointers pointers = {out.q, out.kv[K_CMP], out.kv[V_CMP], out.kv[K_SLC], out.kv[V_SLC], out.kv[K_WIN], out.kv[V_WIN], out.gate};
         bool wide = is_wide(s.D / 2, projected, out.q) && is_wide(s.projected());
-        for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++) pointers.kv[slot] = out.kv[slot], wide = wide && is_wide(s.D / 2, out.kv[slot]);
+        for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++) wide = wide && is_wide(s.D / 2, out.kv[slot]);
         with_width(wide, [&](auto W) {
             launch<kernels::split_heads_forward_kernel<W()>>(unsigned(s.B) * unsigned(s.queries), 128, 0, stream, pointers, projected, rope, s, s.projected(), head_units(s));
         });
@@ -770,9 +781,9 @@ struct Cuda {
     // dprojected = gradients of the heads, turned back and merged; the padding gets 0. Training shapes (first = 0, queries = T).
     void split_heads_backward(real* dprojected, HeadGradients d, const NsaShape& s) {
         const kernels::Rope rope = prepare_rope(s.T, s.D);
-        kernels::HeadGradientPointers pointers = {d.q, {}, d.gate};
+        const kernels::HeadGradientPointers pointers = {d.q, d.kv[K_CMP], d.kv[V_CMP], d.kv[K_SLC], d.kv[V_SLC], d.kv[K_WIN], d.kv[V_WIN], d.gate};
         bool wide = is_wide(s.D / 2, dprojected, d.q) && is_wide(s.projected());
-        for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++) pointers.kv[slot] = d.kv[slot], wide = wide && is_wide(s.D / 2, d.kv[slot]);
+        for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++) wide = wide && is_wide(s.D / 2, d.kv[slot]);
         with_width(wide, [&](auto W) {
             launch<kernels::split_heads_backward_kernel<W()>>(unsigned(s.B) * unsigned(s.T), 128, 0, stream, dprojected, pointers, rope, s, s.projected(), head_units(s));
         });
@@ -914,13 +925,14 @@ struct Cuda {
     float* rope_table = nullptr;
     int rope_positions = 0, rope_dim = 0;
     kernels::Rope prepare_rope(int positions, int D) {
-        const size_t half = size_t(D) / 2;
+        const size_t half = size_t(D) / 2, angles = size_t(positions) * half;
         if (positions > rope_positions || D != rope_dim) {
-            std::vector<float> table(2 * positions * half);
-            for (size_t t = 0; t < size_t(positions); t++)
-                for (size_t i = 0; i < half; i++) {
-                    const double angle = double(t) * std::pow(ROPE_BASE, -2.0 * double(i) / D);
-                    table[t * half + i] = float(std::cos(angle)), table[(positions + t) * half + i] = float(std::sin(angle));
+            std::vector<float> table;
+            table.reserve(2 * angles);
+            for (const bool sine : {false, true})
+                for (size_t i = 0; i < angles; i++) {
+                    const double angle = double(i / half) * std::pow(ROPE_BASE, -2.0 * double(i % half) / D);
+                    table.push_back(float(sine ? std::sin(angle) : std::cos(angle)));
                 }
             CUDA_CHECK(cudaStreamSynchronize(stream));
             release(rope_table);

@@ -178,12 +178,12 @@ __device__ inline int end_of_keys(int t, const AttentionShape& s) {
 template <Branch branch>
 __device__ inline int first_query(int key, const AttentionShape& s) { return branch == CMP ? key * s.d + s.l - 1 : key; }
 
-// Bit i: whether the token, whose bitmask is `selected`, chose the i-th of the selection blocks that a tile of keys holds. A block of 64 or more
-// tokens is the only one in each of its tiles.
+// Bit i: whether a token chose the i-th of the selection blocks that a tile of keys holds; a block of 64 or more tokens is the only one in each of
+// its tiles. selected: the bitmasks of a tile of tokens (at most 64, so 32 bits are enough for the index).
 __device__ inline int blocks_per_tile(const AttentionShape& s) { return KEY_TILE >> s.slc_shift; }
-__device__ inline unsigned chosen_blocks(const uint32_t* selected, int tile, const AttentionShape& s) {
+__device__ inline unsigned chosen_blocks(const uint32_t* selected, int token, int tile, const AttentionShape& s) {
     const int block = s.slc_block < KEY_TILE ? tile * blocks_per_tile(s) : tile / (s.slc_block / KEY_TILE);
-    return selected[block / 32] >> block % 32 & ((1u << blocks_per_tile(s)) - 1);
+    return selected[token * s.words + block / 32] >> block % 32 & ((1u << blocks_per_tile(s)) - 1);
 }
 
 // Words of a bitmask over the 64-row tiles of so many rows.
@@ -198,57 +198,43 @@ __device__ inline int next_tile(const uint32_t* used, int tile, int end) {
     }
     return tile;
 }
-// used = bitmask over tiles of keys: whether one of `tokens` tokens, whose bitmasks begin at `selected`, chose a block in it. The block's threads
+// used = bitmask over tiles of keys: whether one of the tile's `tokens` tokens, with bitmasks `selected`, chose a block in it. The block's threads
 // share the work; a barrier must follow.
 __device__ inline void find_used_key_tiles(uint32_t* used, const uint32_t* selected, int tokens, int tiles, const AttentionShape& s) {
     const int lane = threadIdx.x % 32;
     for (int word = threadIdx.x / 32; word * 32 < tiles; word += blockDim.x / 32) {
         const int tile = word * 32 + lane;
         unsigned chosen = 0;
-        for (int j = 0; j < tokens && tile < tiles; j++) chosen |= chosen_blocks(selected + size_t(j) * s.words, tile, s);
+        for (int j = 0; j < tokens && tile < tiles; j++) chosen |= chosen_blocks(selected, j, tile, s);
         const unsigned bits = __ballot_sync(~0u, chosen != 0);
         if (lane == 0) used[word] = bits;
     }
 }
-// used = bitmask over tiles of tokens: whether one of the tile's tokens chose a block in tile `key_tile` of keys. A barrier must follow.
+// used = bitmask over tiles of tokens: whether one of the tile's tokens chose a block in tile `key_tile` of keys. selected: the
+// bitmasks of all tokens. A barrier must follow.
 __device__ inline void find_used_token_tiles(uint32_t* used, const uint32_t* selected, int key_tile, const AttentionShape& s) {
     const int lane = threadIdx.x % 32, tiles = (s.queries + KEY_TILE - 1) / KEY_TILE;
     for (int word = threadIdx.x / 32; word * 32 < tiles; word += blockDim.x / 32) {
         unsigned bits = 0;
         for (int tile = word * 32; tile < min(word * 32 + 32, tiles); tile++) {
             unsigned chosen = 0;
-            for (int j = tile * KEY_TILE + lane; j < min((tile + 1) * KEY_TILE, s.queries); j += 32) chosen |= chosen_blocks(selected + size_t(j) * s.words, key_tile, s);
+            for (int j = lane; j < min(KEY_TILE, s.queries - tile * KEY_TILE); j += 32) chosen |= chosen_blocks(selected + size_t(tile) * KEY_TILE * s.words, j, key_tile, s);
             if (__any_sync(~0u, chosen != 0)) bits |= 1u << tile % 32;
         }
         if (lane == 0) used[word] = bits;
     }
 }
 
-// Which keys one query sees of those from `start` on: begin .. end-1, and of these in the selected branch the ones in blocks whose bit is set.
+// Which keys a query sees, counted from some key of a tile: begin .. end-1.
 struct Visible {
     int begin, end;
-    unsigned blocks;
 };
-// end: the query's end_of_keys, 0 for a row that is no query. blocks: its chosen_blocks in the tile.
+// end: the query's end_of_keys, counted likewise. chosen: whether the query chose the selection block that the keys belong to.
 template <Branch branch>
-__device__ inline Visible visible_keys(int start, int end, unsigned blocks, const AttentionShape& s) {
-    return {branch == WIN ? end - s.window - start : 0, blocks ? end - start : 0, blocks};
-}
-// selected: the bitmasks of the group's queries.
-template <Branch branch>
-__device__ inline unsigned chosen_blocks_of_row(int end, int tile, const uint32_t* selected, const AttentionShape& s) {
-    return branch == SLC && end > 0 ? chosen_blocks(selected + size_t(end - 1 - s.first) * s.words, tile, s) : 1;
-}
-template <Branch branch>
-__device__ inline bool sees_whole_tile(const Visible& v, const AttentionShape& s) {
-    return v.end >= KEY_TILE && v.begin <= 0 && (branch != SLC || v.blocks == (1u << blocks_per_tile(s)) - 1);
-}
-__device__ inline bool sees_some_of_tile(const Visible& v) { return v.end > 0 && v.begin < KEY_TILE && v.begin < v.end; }
-// Whether it sees the key-th key from `start` on. eight: the place in the tile of the first of the eight keys around it, which lie in one selection block.
-template <Branch branch>
-__device__ inline bool sees(const Visible& v, int key, int eight, const AttentionShape& s) {
-    return key < v.end && (branch != WIN || key >= v.begin) && (branch != SLC || (v.blocks >> (eight >> s.slc_shift) & 1));
-}
+__device__ inline Visible visible_keys(int end, bool chosen, const AttentionShape& s) { return {branch == WIN ? end - s.window : 0, branch != SLC || chosen ? end : 0}; }
+__device__ inline bool sees_all(const Visible& v, int keys) { return v.begin <= 0 && v.end >= keys; }
+__device__ inline bool sees_some(const Visible& v, int keys) { return v.begin < keys && v.end > 0 && v.begin < v.end; }
+__device__ inline bool sees(const Visible& v, int key) { return v.begin <= key && v.end > key; }
 
 // The tile of queries of this block. Later tiles have more keys and start first.
 struct QueryTile {
@@ -266,7 +252,7 @@ __device__ inline long long query_row(const QueryTile& tile, int row, const Atte
 // What a lane knows of its rows, the m-th 16-row piece's row lane / 4 (i = 0) and that + 8 (i = 1): a byte for each in one register.
 __device__ inline int row_byte(unsigned bytes, int m, int i) { return int(bytes >> (m * 16 + i * 8) & 255); }
 // The rows' end_of_keys, as differences from that of the tile's first token, which are below 64; NO_QUERY for rows that are no query.
-constexpr unsigned NO_QUERY = 255;
+constexpr int NO_QUERY = 255;
 template <Branch branch, int M>
 __device__ inline unsigned ends_of_rows(const QueryTile& tile, int first_row, const AttentionShape& s) {
     unsigned bytes = 0;
@@ -274,13 +260,35 @@ __device__ inline unsigned ends_of_rows(const QueryTile& tile, int first_row, co
         for (int i = 0; i < 2; i++) {
             const int row = first_row + m * 16 + i * 8 + threadIdx.x % 32 / 4, t0 = s.first + tile.j0;
             const int difference = end_of_keys<branch>(t0 + row % s.tile_tokens, s) - end_of_keys<branch>(t0, s);
-            bytes |= (query_row(tile, row, s) < 0 ? NO_QUERY : unsigned(difference)) << (m * 16 + i * 8);
+            bytes |= unsigned(query_row(tile, row, s) < 0 ? NO_QUERY : difference) << (m * 16 + i * 8);
         }
     return bytes;
 }
 __device__ inline int end_of_row(int first_end, unsigned ends, int m, int i) {
     const int difference = row_byte(ends, m, i);
     return difference == NO_QUERY ? 0 : first_end + difference;
+}
+// What a lane's rows see of a tile of keys: whether all of them see all, whether one sees some; and the rows' chosen_blocks, a byte each.
+struct TileView {
+    bool all, some;
+    unsigned blocks;
+};
+// selected: the bitmasks of the tile of queries. first_end, ends: see ends_of_rows.
+template <Branch branch, int M>
+__device__ inline TileView look_at_tile(int key_tile, int first_end, unsigned ends, const uint32_t* selected, const AttentionShape& s) {
+    TileView view = {true, false, 0};
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int token = row_byte(ends, m, i);  // in the selected branch, where the end is the token's own place + 1
+            const unsigned chosen = branch == SLC && token != NO_QUERY ? chosen_blocks(selected, token, key_tile, s) : 0;
+            const Visible visible = visible_keys<branch>(end_of_row(first_end - key_tile * KEY_TILE, ends, m, i), chosen, s);
+            view.all = view.all && sees_all(visible, KEY_TILE) && (branch != SLC || chosen == (1u << blocks_per_tile(s)) - 1);
+            view.some = view.some || sees_some(visible, KEY_TILE);
+            view.blocks |= chosen << (m * 16 + i * 8);
+        }
+    return view;
 }
 // The tiles of keys that some query of the tile may see: begin .. end-1.
 template <Branch branch>
@@ -304,17 +312,17 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
     const QueryTile tile = query_tile(s);
     const int end_tile = end_of_key_tiles<branch>(tile, s);
     DynamicShared shared;
-    bf16* q_tile = shared.take<bf16>(rows * D);
     bf16* k_tiles = shared.take<bf16>(2 * KEY_TILE * D);
     bf16* v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+    bf16* q_tile = shared.take<bf16>(most_rows<D>() * D);
     uint32_t* used = nullptr;
 
     copy_queries<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, rows, tile.tokens, s);
     cp_async_commit();
     if (branch == SLC) {
         used = shared.take<uint32_t>(tile_words(s.key_stride));
-        selection += size_t(tile.bg) * s.queries * s.words;
-        find_used_key_tiles(used, selection + size_t(tile.j0) * s.words, tile.tokens, end_tile, s);
+        selection += (size_t(tile.bg) * s.queries + tile.j0) * s.words;
+        find_used_key_tiles(used, selection, tile.tokens, end_tile, s);
         __syncthreads();
     }
     const size_t group = size_t(tile.bg) * s.key_stride * D;
@@ -347,20 +355,9 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
         __syncthreads();  // this buffer has arrived, and all warps are done with the other
         if (key_tile < end_tile) copy_keys(buffer ^ 1, key_tile);
 
-        unsigned blocks = 0;  // of the rows
-        bool whole = true, some = false;
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int end = end_of_row(first_end, ends, m, i);
-                const unsigned chosen = chosen_blocks_of_row<branch>(end, this_tile, selection, s);
-                const Visible visible = visible_keys<branch>(this_tile * KEY_TILE, end, chosen, s);
-                blocks |= chosen << (m * 16 + i * 8);
-                whole = whole && sees_whole_tile<branch>(visible, s), some = some || sees_some_of_tile(visible);
-            }
-        if (!__any_sync(~0u, some)) continue;
-        const bool masked = !__all_sync(~0u, whole);
+        const TileView view = look_at_tile<branch, M>(this_tile, first_end, ends, selection, s);
+        if (!__any_sync(~0u, view.some)) continue;
+        const bool masked = !__all_sync(~0u, view.all);
 
 #pragma unroll 1
         for (int first = 0; first < KEY_TILE; first += KEYS) {
@@ -368,16 +365,19 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
             multiply_rows<D, M, KEYS / 16>(p, q_tile, first_row, k_tiles + buffer * KEY_TILE * D, first);
             if (masked) {
 #pragma unroll
-                for (int m = 0; m < M; m++)
+                for (int part = 0; part < KEYS; part += 16)  // keys of one selection block
 #pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        const Visible visible = visible_keys<branch>(this_tile * KEY_TILE + first, end_of_row(first_end, ends, m, i), row_byte(blocks, m, i), s);
+                    for (int m = 0; m < M; m++)
 #pragma unroll
-                        for (int n = 0; n < KEYS / 8; n++)
+                        for (int i = 0; i < 2; i++) {
+                            const int end = end_of_row(first_end - this_tile * KEY_TILE - first - part, ends, m, i);
+                            const Visible visible = visible_keys<branch>(end, row_byte(view.blocks, m, i) >> ((first + part) >> s.slc_shift) & 1, s);
 #pragma unroll
-                            for (int e = 0; e < 2; e++)
-                                if (!sees<branch>(visible, n * 8 + lane % 4 * 2 + e, first + n * 8, s)) p[m][n][2 * i + e] = -INFINITY;
-                    }
+                            for (int n = 0; n < 2; n++)
+#pragma unroll
+                                for (int e = 0; e < 2; e++)
+                                    if (!sees(visible, n * 8 + lane % 4 * 2 + e)) p[m][part / 8 + n][2 * i + e] = -INFINITY;
+                        }
             }
 #pragma unroll
             for (int m = 0; m < M; m++)
@@ -437,10 +437,10 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2) attention_dq_kernel(float*
     const QueryTile tile = query_tile(s);
     const int end_tile = end_of_key_tiles<branch>(tile, s);
     DynamicShared shared;
-    bf16* q_tile = shared.take<bf16>(rows * D);
-    bf16* dout_tile = shared.take<bf16>(rows * D);
     bf16* k_tiles = shared.take<bf16>(2 * KEY_TILE * D);
     bf16* v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+    bf16* q_tile = shared.take<bf16>(most_rows<D>() * D);
+    bf16* dout_tile = shared.take<bf16>(most_rows<D>() * D);
     uint32_t* used = nullptr;
 
     copy_queries<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, rows, tile.tokens, s);
@@ -449,8 +449,8 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2) attention_dq_kernel(float*
     cp_async_commit();
     if (branch == SLC) {
         used = shared.take<uint32_t>(tile_words(s.key_stride));
-        selection += size_t(tile.bg) * s.queries * s.words;
-        find_used_key_tiles(used, selection + size_t(tile.j0) * s.words, tile.tokens, end_tile, s);
+        selection += (size_t(tile.bg) * s.queries + tile.j0) * s.words;
+        find_used_key_tiles(used, selection, tile.tokens, end_tile, s);
         __syncthreads();
     }
     const size_t group = size_t(tile.bg) * s.key_stride * D;
@@ -485,20 +485,9 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2) attention_dq_kernel(float*
         __syncthreads();  // this buffer has arrived, and all warps are done with the other
         if (key_tile < end_tile) copy_keys(buffer ^ 1, key_tile);
 
-        unsigned blocks = 0;  // of the rows
-        bool whole = true, some = false;
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int end = end_of_row(first_end, ends, m, i);
-                const unsigned chosen = chosen_blocks_of_row<branch>(end, this_tile, selection, s);
-                const Visible visible = visible_keys<branch>(this_tile * KEY_TILE, end, chosen, s);
-                blocks |= chosen << (m * 16 + i * 8);
-                whole = whole && sees_whole_tile<branch>(visible, s), some = some || sees_some_of_tile(visible);
-            }
-        if (!__any_sync(~0u, some)) continue;
-        const bool masked = !__all_sync(~0u, whole);
+        const TileView view = look_at_tile<branch, M>(this_tile, first_end, ends, selection, s);
+        if (!__any_sync(~0u, view.some)) continue;
+        const bool masked = !__all_sync(~0u, view.all);
 #pragma unroll 1
         for (int first = 0; first < KEY_TILE; first += KEYS) {
             float p[M][KEYS / 8][4], ds[M][KEYS / 8][4];
@@ -508,12 +497,13 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2) attention_dq_kernel(float*
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    const Visible visible = visible_keys<branch>(this_tile * KEY_TILE + first, end_of_row(first_end, ends, m, i), row_byte(blocks, m, i), s);
+                    const int end = end_of_row(first_end - this_tile * KEY_TILE - first, ends, m, i);
+                    const Visible visible = visible_keys<branch>(end, row_byte(view.blocks, m, i) >> (first >> s.slc_shift) & 1, s);  // 16 keys: of one selection block
 #pragma unroll
                     for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
                         for (int e = 0; e < 2; e++) {
-                            const bool seen = !masked || sees<branch>(visible, n * 8 + lane % 4 * 2 + e, first + n * 8, s);
+                            const bool seen = !masked || sees(visible, n * 8 + lane % 4 * 2 + e);
                             const float weight = seen ? exp2_approx(fmaf(p[m][n][2 * i + e], s.scale * LOG2_E, -shift[m][i])) : 0;
                             ds[m][n][2 * i + e] = weight * (ds[m][n][2 * i + e] - dot[m][i]);
                         }
@@ -594,7 +584,7 @@ __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3) attention_dkdv_k
         const int j = token_tile * KEY_TILE + column;
         const size_t row = (size_t(bg) * s.heads + head) * s.queries + j;
         statistic = j >= s.queries ? (has_shift ? INFINITY : 0) : has_shift ? lse_gated[row] * LOG2_E : row_dot[row];
-        if (branch == SLC && has_shift && j < s.queries) chosen = chosen_blocks(selection + size_t(j) * s.words, tile, s);
+        if (branch == SLC && has_shift && j < s.queries) chosen = chosen_blocks(selection + size_t(token_tile) * KEY_TILE * s.words, column, tile, s);
     };
     auto store_statistic = [&](int buffer) {
         if (!has_shift) dots[buffer * KEY_TILE + column] = statistic;
@@ -729,8 +719,8 @@ __global__ void __launch_bounds__(SCORE_THREADS) select_blocks_kernel(uint32_t* 
     const QueryTile tile = query_tile(s);
     const int last_block = (s.first + tile.j0 + tile.tokens - 1) / s.slc_block;
     DynamicShared shared;
-    bf16* q_tile = shared.take<bf16>(rows * D);
     bf16* k_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+    bf16* q_tile = shared.take<bf16>(rows * D);
     float* shifts = shared.take<float>(rows);                                 // lse in base 2
     float* weights = shared.take<float>(SCORE_TOKENS * WEIGHT_STRIDE);        // [token][compressed block of the tile], summed over heads
     float* importances = shared.take<float>(SCORE_TOKENS * stride);           // [token][selection block]
@@ -859,8 +849,8 @@ template <Branch branch, int D>
 inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
     const AttentionShape a = attention_shape<D>(branch, s, 0);
     const int threads = query_tile_threads<D>(a);
-    const size_t rows = size_t(threads) / 2 * row_pieces<D>(), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
-    const size_t bytes = shared_bytes({rows * D * sizeof(bf16), key_tiles, key_tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
+    const size_t query_tile = most_rows<D>() * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
+    const size_t bytes = shared_bytes({query_tile, key_tiles, key_tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
     launch<attention_forward_kernel<branch, D>>(unsigned(a.tiles * a.batch_groups), unsigned(threads), bytes, stream, out, lse, q, k, v, selection, a);
 }
 template <Branch branch, int D>
@@ -869,7 +859,7 @@ inline void launch_attention_backward(float* dq, bf16* dk, bf16* dv, const bf16*
     const AttentionShape a = attention_shape<D>(branch, s, 0);
     if (a.keys == 0) return;  // nothing to add to dq, no element of dk and dv
     const int threads = query_tile_threads<D>(a);
-    const size_t query_tile = size_t(threads) / 2 * row_pieces<D>() * D * sizeof(bf16), tiles = 2 * KEY_TILE * D * sizeof(bf16);
+    const size_t query_tile = most_rows<D>() * D * sizeof(bf16), tiles = 2 * KEY_TILE * D * sizeof(bf16);
     const size_t dq_bytes = shared_bytes({query_tile, query_tile, tiles, tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
     launch<attention_dq_kernel<branch, D>>(unsigned(a.tiles * a.batch_groups), unsigned(threads), dq_bytes, stream, dq, dout, q, k, v, row_dot, lse_gated, selection, a);
 

@@ -266,7 +266,7 @@ TEST(attention_kernels_heads) {
     Worst worst;
     for (const int heads : {1, 2, 3, 5, 6, 12, 16})
         for (const Branch branch : {CMP, SLC, WIN}) {
-            NsaShape s = shape(heads == 6 ? 200 : 150, heads, heads < 6 ? 2 : 1, 64, heads == 3 ? 2 : 1);
+            NsaShape s = shape(heads == 6 ? 200 : 140, heads, heads < 5 ? 2 : 1, 64, heads == 1 ? 2 : 1);
             s.l = 4, s.d = 1;
             check_attention(s, branch, &worst);
         }
@@ -353,4 +353,157 @@ TEST(attention_kernels_large_logits) {
         check_attention(s, branch, &worst, 18);  // scores of standard deviation 18^2, the largest about +-1500
     }
     worst.print("large logits");
+}
+
+// ---- selection
+
+namespace attention_tests {
+
+struct SelectionRun {
+    std::vector<uint32_t> selection;
+    std::vector<float> share;
+};
+inline SelectionRun run_selection(const Inputs& in, const std::vector<float>& lse) {
+    const NsaShape& s = in.s;
+    OnDevice<bf16> q(in.q), kc(in.k);
+    OnDevice<float> device_lse(lse), share(size_t(s.B) * s.G * s.queries);
+    OnDevice<uint32_t> selection(size_t(s.B) * s.G * s.queries * s.selection_words()), alone(selection.count);
+    select_blocks(selection.data, share.data, q.data, kc.data, device_lse.data, s, nullptr);
+    select_blocks(alone.data, nullptr, q.data, kc.data, device_lse.data, s, nullptr);
+#ifndef __CUDACC__
+    CHECK_EQUAL(emu::unwritten(selection.data, selection.count) + emu::unwritten(share.data, share.count), 0L);
+#endif
+    check_same_bits("selection with and without shares", selection.raw(), alone.raw());
+    return {selection.raw(), share.raw()};
+}
+
+// The kernel's set is Cpu's, but for blocks whose importances differ by less than the rounding: an importance is a sum of positive weights, so its
+// relative error is at most e^delta - 1 + e (heads + compressed blocks in it).
+inline void check_selection(const NsaShape& s, double scale, long* tokens, long* other_choices) {
+    const Inputs in(s, CMP, scale, 5);
+    Cpu<double> cpu;
+    const size_t rows = in.rows(), words = size_t(s.selection_words());
+    std::vector<double> out(rows * s.D), lse(rows), share(size_t(s.B) * s.G * s.queries);
+    std::vector<uint32_t> expected(share.size() * words);
+    cpu.attention_forward(CMP, out.data(), lse.data(), in.q.data(), in.k.data(), in.v.data(), nullptr, s);
+    const std::vector<float> rounded(lse.begin(), lse.end());
+    const std::vector<double> shift(rounded.begin(), rounded.end()), delta = exponent_errors(in, lse);
+    cpu.select_blocks(expected.data(), share.data(), in.q.data(), in.k.data(), shift.data(), s);
+    const SelectionRun found = run_selection(in, rounded);
+#ifndef __CUDACC__
+    for (int seed = 1; seed < SEEDS; seed++) {
+        emu::seed(uint64_t(seed));
+        const SelectionRun again = run_selection(in, rounded);
+        check_same_bits("selection", again.selection, found.selection), check_same_bits("share", again.share, found.share);
+    }
+    emu::seed(0);
+#endif
+
+    const int h = s.heads_per_group();
+    std::vector<double> weight(size_t(in.keys()) + 1), importance(s.slc_blocks());
+    for (int bg = 0; bg < s.B * s.G; bg++)
+        for (int j = 0; j < s.queries; j++) {
+            const int t = s.first + j, last = t / s.slc_block;
+            const size_t row = size_t(bg) * s.queries + j;
+            (*tokens)++;
+            double relative = 0;
+            std::fill(weight.begin(), weight.end(), 0.0);
+            for (int head = 0; head < h; head++) {
+                const size_t at = (size_t(bg) * h + head) * s.queries + j;
+                relative = std::max(relative, std::expm1(delta[at]) + E32 * (h + (s.slc_block + s.l) / s.d + 2));
+                for (int i = 0; i < s.cmp_blocks(t + 1); i++)
+                    weight[i] += std::exp(dot(&in.q[at * s.D], &in.k[(size_t(bg) * in.stride() + i) * s.D], s.D) * s.scale() - shift[at]);
+            }
+            Cpu<double>::fold_importance(importance.data(), weight.data(), t, s);
+            bool same = true;
+            int count = 0;
+            auto bit = [&](const std::vector<uint32_t>& mask, int block) { return mask[row * words + block / 32] >> block % 32 & 1; };
+            for (int block = 0; block < int(words) * 32; block++) {
+                count += bit(found.selection, block);
+                if (bit(found.selection, block) == bit(expected, block)) continue;
+                same = false;
+                CHECK(block <= last);
+                for (int other = 0; other <= last; other++)
+                    if (bit(found.selection, other) != bit(expected, other) && bit(found.selection, other) != bit(found.selection, block)) {
+                        tests().checks++;
+                        const double gap = std::fabs(importance[block] - importance[other]), limit = relative * (importance[block] + importance[other]) + 1e-36;
+                        if (!(gap <= limit))
+                            check_failed(__FILE__, __LINE__, "token %d: blocks %d and %d differ by %.3g in importance, limit %.3g, but the wrong one is selected", t, block, other, gap, limit);
+                    }
+            }
+            CHECK_EQUAL(count, std::min(std::max(s.slc_count, last ? std::min(3, last + 1) : 1), last + 1));
+            if (last > s.slc_count) CHECK(bit(found.selection, 0) && bit(found.selection, last) && bit(found.selection, last - 1));
+            // chosen / all: both sums of the same importances
+            if (same) CHECK_NEAR(found.share[row], share[row], 2 * relative + E32 * (last + 3));
+            else (*other_choices)++;
+        }
+}
+
+}  // namespace attention_tests
+
+TEST(attention_kernels_select_blocks) {
+    using namespace attention_tests;
+    long tokens = 0, other = 0;
+    const int cases[][9] = {
+        // l, d, l', n, T, first, heads, G, D
+        {32, 16, 64, 4, 500, 0, 6, 1, 64}, {8, 4, 16, 5, 300, 0, 3, 2, 64}, {4, 2, 16, 6, 300, 0, 1, 2, 64},  // up to three tiles of compressed keys
+        {1, 1, 16, 4, 200, 0, 6, 1, 64},   {16, 8, 32, 4, 200, 0, 12, 1, 64}, {64, 16, 32, 3, 200, 0, 2, 2, 64}, {12, 4, 20, 5, 190, 0, 2, 1, 64},
+        {8, 4, 16, 1, 100, 0, 1, 1, 64},   {8, 4, 16, 2, 100, 0, 1, 1, 64}, {32, 16, 64, 64, 31, 0, 1, 1, 64}, {8, 4, 16, 5, 130, 0, 16, 1, 32}, {8, 4, 16, 5, 130, 0, 3, 1, 16},
+        {8, 4, 16, 5, 130, 0, 3, 1, 128},
+        {32, 16, 64, 16, 4096, 4070, 6, 1, 64},      // decoding: 64 blocks
+        {32, 16, 64, 16, 2048, 1023, 6, 2, 64},      // from tokens that take all to tokens that choose
+        {8, 4, 16, 64, 1200, 1190, 3, 1, 64},        // n = 64, 75 blocks, three words
+        {32, 16, 16, 20, 16384, 16380, 6, 1, 64},    // 1024 blocks, 16 tiles of compressed keys
+        {32, 16, 64, 4, 300, 299, 6, 2, 64},
+    };
+    for (const auto& c : cases) {
+        NsaShape s = shape(c[4], c[6], c[7], c[8], c[8] == 16 ? 2 : 1);
+        s.l = c[0], s.d = c[1], s.slc_block = c[2], s.slc_count = c[3], s.first = c[5], s.queries = std::min(c[4] - c[5], c[4] == 2048 ? 20 : c[4]);
+        if (s.queries > LONGEST) s.T = s.queries = LONGEST;
+        check_selection(s, 1, &tokens, &other);
+    }
+    std::printf("    select_blocks: %ld of %ld rows chose another block of equal importance within rounding\n", other, tokens);
+    NsaShape s = shape(200, 3);
+    s.l = 8, s.d = 4, s.slc_block = 16, tokens = other = 0;
+    check_selection(s, 18, &tokens, &other);  // scores about +-1500: most importances are 0 in fp32
+    std::printf("    select_blocks, large logits: %ld of %ld\n", other, tokens);
+}
+TEST(attention_kernels_ties_go_to_the_lower_block) {
+    using namespace attention_tests;
+    NsaShape s = shape(300, 3, 2);
+    s.l = 8, s.d = 4, s.slc_block = 16, s.slc_count = 6;
+    Inputs in(s, CMP, 1, 9);
+    for (size_t i = 0; i < in.k.size(); i++) in.k[i] = in.k[i % 64];  // all compressed keys alike
+    std::vector<double> out(in.rows() * s.D), lse(in.rows());
+    Cpu<double> cpu;
+    cpu.attention_forward(CMP, out.data(), lse.data(), in.q.data(), in.k.data(), in.v.data(), nullptr, s);
+    const SelectionRun found = run_selection(in, std::vector<float>(lse.begin(), lse.end()));
+    for (int row = 0; row < s.G * s.T; row++) {
+        const int last = row % s.T / s.slc_block;
+        uint32_t expected = 0;
+        if (last + 1 <= s.slc_count) expected = (1u << (last + 1)) - 1;
+        else expected = 1u | 1u << last | 1u << (last - 1) | 0xEu;  // and blocks 1, 2, 3, which equal all the others
+        CHECK_EQUAL(found.selection[size_t(row)], expected);
+    }
+}
+TEST(attention_kernels_refuse) {
+    using namespace attention_tests;
+    const bf16* none = nullptr;
+    auto forward = [&](Branch branch, const NsaShape& s) { attention_forward(branch, (bf16*)nullptr, nullptr, none, none, none, nullptr, s, nullptr); };
+    NsaShape s = shape(64, 3);
+    s.D = 48;
+    CHECK_FAILS(2, "head dimension of 48", forward(WIN, s));
+    CHECK_FAILS(2, "head dimension of 48", select_blocks(nullptr, nullptr, none, none, nullptr, s, nullptr));
+    s = shape(64, 3), s.slc_block = 24;
+    CHECK_FAILS(2, "selection blocks of 24 tokens", forward(SLC, s));
+    s.slc_block = 96;
+    CHECK_FAILS(2, "selection blocks of 96 tokens", forward(SLC, s));
+    s = shape(64, 3), s.H = 7, s.G = 2;
+    CHECK_FAILS(2, "7 query heads in 2 groups", forward(CMP, s));
+    s = shape(64, 97);
+    CHECK_FAILS(2, "97 query heads in 1 groups", forward(CMP, s));
+    s = shape(1 << 20, 1), s.first = (1 << 20) - 1, s.queries = 1, s.slc_block = 16;
+    CHECK_FAILS(2, "shared memory", select_blocks(nullptr, nullptr, none, none, nullptr, s, nullptr));
+    s = shape(0, 3), s.queries = 0;
+    forward(WIN, s);  // nothing to do
 }

@@ -422,6 +422,10 @@ inline const std::vector<NsaShape>& nsa_shapes() {
     };
     return shapes;
 }
+template <class real>
+const char* engine_name() {
+    return sizeof(real) == 4 ? "cpu fp32" : "cpu fp64";
+}
 // A failing check prints only what differs; this adds where.
 struct ShapeReport {
     const NsaShape& s;
@@ -453,7 +457,7 @@ struct HeadBuffers {
 template <class real>
 void check_split_heads(NsaShape s, Cpu<real>& cpu) {
     using Num = oracle::Number<real>;
-    const ShapeReport report{s, Cpu<real>::name};
+    const ShapeReport report{s, engine_name<real>()};
     Random random(70);
     const int P = s.projected(), D = s.D;
     Buffer<real> projected(size_t(s.B) * s.queries * P, "projected");
@@ -594,7 +598,7 @@ struct PhiBuffers {
 template <class real>
 void check_compress(const NsaShape& s, bool rotated) {
     using Num = oracle::Number<real>;
-    const ShapeReport report{s, Cpu<real>::name};
+    const ShapeReport report{s, engine_name<real>()};
     Random random(80);
     Cpu<real> cpu;
     const int NC = oracle::blocks(s.T, s);
@@ -676,7 +680,7 @@ void check_selection(const uint32_t* found, const real* share, const real* q, co
 template <class real>
 void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gates = false) {
     using Num = oracle::Number<real>;
-    const ShapeReport report{s, Cpu<real>::name};
+    const ShapeReport report{s, engine_name<real>()};
     Random random(90);
     Cpu<real> cpu;
     AttentionInputs<real> in(s, random, score_scale);
@@ -1432,7 +1436,7 @@ TEST(op_causality_bit_for_bit) {
 template <class real>
 void check_decoding(const NsaShape& s, const std::vector<int>& chunks) {
     using Num = oracle::Number<real>;
-    const ShapeReport report{s, Cpu<real>::name};
+    const ShapeReport report{s, engine_name<real>()};
     const ThreadCount one(1);
     Random random(500);
     Layer<real> whole(s, random), parts(s, random);
@@ -1633,7 +1637,7 @@ void check_threads() {
         const std::vector<std::vector<real>> together = run_every_operation<real>();
         CHECK_EQUAL(together.size(), alone.size());
         for (size_t i = 0; i < alone.size(); i++) {
-            const std::string what = format_text("result %zu of run_every_operation, %s, %d threads", i, Cpu<real>::name, count);
+            const std::string what = format_text("result %zu of run_every_operation, %s, %d threads", i, engine_name<real>(), count);
             check_same_bits(__FILE__, __LINE__, what.c_str(), alone[i].data(), together[i].data(), alone[i].size(), {});
         }
     }
