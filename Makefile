@@ -7,13 +7,15 @@
 # Settings, each with a default; a changed setting rebuilds:
 #   NO_CUDA=1 NO_MPI=1 NO_DNNL=1 NO_OMP=1   leave something out although it is there
 #   MARCH=native                            the processor to build for; MARCH= for a portable binary
-#   GPU_COMPUTE_CAPABILITY=90               GPU architecture; default: the GPU that is found, else nvcc's own default
+#   GPU_COMPUTE_CAPABILITY=90               GPU architecture; default: the GPU that is found, else sm_80, sm_90 and PTX
+#   PRECISION=BF16|FP32                     of the CUDA engine; FP32 for diagnosis and for GPUs below sm_80
 #   WERROR=1                                warnings are errors          SAN=address,undefined   sanitizers
 
 CXX ?= g++
 NVCC ?= nvcc
 MARCH ?= native
 BUILD ?= build
+PRECISION ?= BF16
 GOALS := train_nsa test_nsa test goldens info
 
 # What is there is found out by compiling and linking a probe, in a second make: so in `make deps train_nsa` the probes run after deps.
@@ -88,15 +90,26 @@ space := $(empty) $(empty)
 ifeq ($(HAVE_NVCC),yes)
   ifdef GPU_COMPUTE_CAPABILITY
     ARCH := -arch=sm_$(GPU_COMPUTE_CAPABILITY)
+    ARCH_NAME := sm_$(GPU_COMPUTE_CAPABILITY), as GPU_COMPUTE_CAPABILITY says
   else ifneq ($(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep GPU),)
     ARCH := -arch=native
+    ARCH_NAME := for the GPU found here
+  else
+    ARCH := -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=[sm_90,compute_90]
+    ARCH_NAME := no GPU here: sm_80, sm_90, and PTX for later ones
   endif
+  ifeq ($(PRECISION),FP32)
+    FLAGS += -DPRECISION_FP32
+  else ifneq ($(PRECISION),BF16)
+    $(error PRECISION=$(PRECISION): expected BF16 or FP32)
+  endif
+  LIBS += -lcublasLt
   # The rest of the flags goes to the host compiler as it is. Diagnostic 1675: GCC's unroll pragma, which nvcc's front end passes on;
   # parentheses: in the C++ that nvcc writes for the host compiler.
   HOST_FLAGS := $(filter-out -std=% -O3 -D% -I%,$(FLAGS)) -Wno-parentheses
-  COMPILE = $(NVCC) -x cu -std=c++17 -O3 $(ARCH) -ccbin $(CXX) -diag-suppress 1675 $(filter -D% -I%,$(FLAGS)) -Xcompiler $(subst $(space),$(comma),$(strip $(HOST_FLAGS)))
+  COMPILE = $(NVCC) -x cu -std=c++17 -O3 $(ARCH) -ccbin $(CXX) -diag-suppress 1675 $(if $(WERROR),-Werror all-warnings) $(filter -D% -I%,$(FLAGS)) -Xcompiler $(subst $(space),$(comma),$(strip $(HOST_FLAGS)))
   LINK_LIBS = $(filter-out -fsanitize=%,$(LIBS)) $(if $(SAN),-Xcompiler -fsanitize=$(SAN))
-  COMPILER := nvcc $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p') over $(CXX), the engine is host code
+  COMPILER := nvcc $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p') over $(CXX)
 else
   COMPILE = $(CXX) -x c++ $(FLAGS)
   LINK_LIBS = -x none $(LIBS)
@@ -116,7 +129,7 @@ info:
 	@echo "$(call mark,$(filter yes,$(HAVE_OMP))) OpenMP    $(if $(HAVE_OMP),all cores,$(if $(NO_OMP),left out by NO_OMP,not found: one core))"
 	@echo "$(call mark,$(filter yes,$(HAVE_MPI))) MPI       $(if $(HAVE_MPI),$(filter -l%,$(MPI_LIBS)),$(if $(NO_MPI),left out by NO_MPI,mpicxx not found or does not link: one process only; make deps))"
 	@echo "$(call mark,$(filter yes,$(HAVE_DNNL))) oneDNN    $(if $(HAVE_DNNL),fp32 GEMMs,$(if $(NO_DNNL),left out by NO_DNNL,not found: our own GEMM; make deps))"
-	@echo "$(call mark,$(filter yes,$(HAVE_NVCC))) nvcc      $(if $(HAVE_NVCC),$(or $(ARCH),no GPU here: nvcc's default architecture),$(if $(NO_CUDA),left out by NO_CUDA,not found))"
+	@echo "$(call mark,$(filter yes,$(HAVE_NVCC))) nvcc      $(if $(HAVE_NVCC),$(ARCH_NAME); PRECISION=$(PRECISION),$(if $(NO_CUDA),left out by NO_CUDA,not found))"
 
 # Kernels run without a GPU in dev/cuda_on_cpu.h, which is compiled by the host compiler whether or not nvcc is there.
 include dev/emulator.mk

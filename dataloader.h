@@ -281,7 +281,7 @@ inline uint64_t shuffled_position(uint64_t position, uint64_t n, uint64_t seed, 
 struct LoaderState {
     uint64_t seed;           // of the shuffle
     uint64_t seq_len;        // T: samples are cut by it
-    uint64_t corpus_tokens;  // tells another corpus from the same one
+    uint64_t corpus;         // fingerprint of the corpus, see DataLoader::fingerprint
     uint64_t next_sample;    // global number of the next sample: the same on every rank, and independent of the number of ranks
 };
 
@@ -351,19 +351,30 @@ class DataLoader {
         pending = std::async(std::launch::async, [this, from = next_sample, B] { return read_batch(from, B); });
     }
 
-    LoaderState state() const { return {seed, T(), total_tokens, next_sample}; }
+    LoaderState state() const { return {seed, T(), fingerprint(), next_sample}; }
 
     // Continues where state() was taken, on any number of ranks. The order is the saved one: its seed replaces this loader's.
     void restore(const LoaderState& saved) {
         if (saved.seq_len != T())
             fail("cannot continue on %s: the checkpoint cut samples with --seq-len %llu, this run with %d: use the same", options.name.c_str(),
                  (unsigned long long)saved.seq_len, options.seq_len);
-        if (saved.corpus_tokens != total_tokens)
-            fail("cannot continue on %s: the checkpoint was made on %llu tokens, these shards hold %llu: use the same shards",
-                 options.name.c_str(), (unsigned long long)saved.corpus_tokens, (unsigned long long)total_tokens);
+        if (saved.corpus != fingerprint())
+            fail("cannot continue on %s: the checkpoint was made on another corpus (fingerprint %016llx, of these tokens %016llx): use the same shards, or for the synthetic corpus the same --seed", options.name.c_str(),
+                 (unsigned long long)saved.corpus, (unsigned long long)fingerprint());
         pending = {};  // waits for the thread
         seed = saved.seed;
         next_sample = saved.next_sample;
+    }
+
+    // Tells another corpus from the same one without reading it all: a hash over the number of tokens in every shard and 64 tokens spaced evenly in each.
+    uint64_t fingerprint() const {
+        uint64_t hash = 0;
+        const auto mix = [&](uint64_t x) { hash = random_bits(hash, x, 0); };
+        for (const TokenSource& source : sources) {
+            mix(source.count);
+            for (uint64_t i = 0; i < 64 && source.count > 0; i++) mix(source.tokens[(source.count - 1) / 63 * i + (source.count - 1) % 63 * i / 63]);
+        }
+        return hash;
     }
 
     uint64_t samples_per_epoch() const { return samples; }

@@ -210,7 +210,7 @@ inline const char* gemm_name() {
 // polynomial of degree 7 (truncation 7e-9), n*ln(2) in two parts (Cody & Waite). Relative error below 2 ulp
 // on [-87, 88], checked in test_nsa.cu against libm over that whole range. Below -87 the result is 0.
 inline float exponential(float x) {
-    const float clamped = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    const float clamped = x > -87.0f ? (x < 88.0f ? x : 88.0f) : -87.0f;  // NaN: -87, so that 2^n below is defined
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     const float n = (clamped * 1.44269504f + magic) - magic;
     const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -225,7 +225,7 @@ inline float exponential(float x) {
     const int32_t bits = (int32_t(n) + 127) << 23;  // 2^n
     float power;
     std::memcpy(&power, &bits, sizeof power);
-    return x < -87.0f ? 0.0f : p * power;
+    return x < -87.0f ? 0.0f : x == x ? p * power : x;
 }
 inline double exponential(double x) { return std::exp(x); }
 

@@ -8,6 +8,7 @@
 #include "dev/test/data_tests.h"
 #include "dev/test/op_tests.h"
 #include "dev/test/model_tests.h"
+#include "dev/test/run_tests.h"
 #include "dev/bench/perf.h"
 
 int main(int argc, char** argv) {

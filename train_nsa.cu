@@ -109,7 +109,7 @@ static const std::vector<Option>& option_table() {
         // the optimiser
         {"batch", TRAIN | EVAL, &Config::batch, "auto", 1, 64 * K, "sequences per rank and micro-step"},
         {"seq-len", TRAIN, &Config::seq_len, "preset", 1, M, "tokens per sequence, T"},
-        {"total-batch", TRAIN, &Config::total_batch, "preset", 1, T, "tokens per optimiser step, over all ranks and micro-steps"},
+        {"total-batch", TRAIN, &Config::total_batch, "preset", 1, 1e10, "tokens per optimiser step, over all ranks and micro-steps"},
         {"recompute", TRAIN, &Config::recompute, "0", 0, 2, "activations kept: 0 all, 1 not the cheap elementwise ones, 2 only each layer's input; same results, less memory"},
         {"steps", TRAIN, &Config::steps, "preset", 0, T, "optimiser steps"},
         {"lr", TRAIN, &Config::lr, "preset", 0, 10, "highest learning rate"},
@@ -124,7 +124,7 @@ static const std::vector<Option>& option_table() {
         // the run
         {"seed", TRAIN | SAMPLE, &Config::seed, "1337", 0, 9e15, "of weights, data order and samples"},
         {"eval-every", TRAIN, &Config::eval_every, "preset", 0, T, "steps between validations; 0: only at the end"},
-        {"eval-batches", TRAIN | EVAL, &Config::eval_batches, "8", 1, T, "validation tokens, in units of --total-batch (eval: of --batch sequences)"},
+        {"eval-batches", TRAIN | EVAL, &Config::eval_batches, "8", 1, M, "validation tokens, in units of --total-batch; in eval of --batch sequences, where all is the default"},
         {"sample-every", TRAIN, &Config::sample_every, "0", 0, T, "steps between samples; 0: only at the end"},
         {"sample-tokens", TRAIN, &Config::sample_tokens, "256", 0, M, "tokens of such a sample; 0: none"},
         {"prompt", TRAIN | SAMPLE, &Config::prompt, "", nullptr, "text to continue; none: a new document"},
@@ -132,7 +132,7 @@ static const std::vector<Option>& option_table() {
         {"out", TRAIN | TOKENIZE, &Config::out, "auto", nullptr, "folder of the run; of tokenize: prefix of the shards"},
         {"resume", TRAIN, &Config::resume, "continue from the newest checkpoint under --out"},
         {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB, &Config::device, "auto", "auto|cpu|cuda", "auto: a GPU if there is one"},
-        {"threads", EVERY_VERB, &Config::threads, "auto", 1, 4096, "CPU threads of this rank; auto: its share of the machine's cores"},
+        {"threads", EVERY_VERB, &Config::threads, "auto", 1, 1024, "CPU threads of this rank; auto: its share of the machine's cores"},
         {"dump-state", TRAIN, &Config::dump_state, "", nullptr, "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and end"},
         // the other verbs
         {"from", SAMPLE | EVAL, &Config::from, "", nullptr, "folder of a run or of one checkpoint"},
@@ -309,6 +309,8 @@ static void apply_preset(Config& c, const std::set<std::string>& given) {
     set("seq-len", c.seq_len, p.seq_len), set("steps", c.steps, p.steps), set("warmup", c.warmup, p.warmup), set("lr", c.lr, p.lr);
     set("eval-every", c.eval_every, p.eval_every), set("save-every", c.save_every, p.save_every);
     set("out", c.out, "runs/" + c.model);
+    while (c.out.size() > 1 && c.out.back() == '/') c.out.pop_back();
+    if (c.out.empty()) fail_usage("--out is empty; expected a folder for the run");
     c.vocab_size = c.tokenizer == "gpt2" ? 50257 : 256;
 }
 
@@ -385,11 +387,12 @@ static std::string config_json(const Config& c) {
 // Reads a config.json into c, every field checked as the same option on the command line would be.
 static void read_config_json(Config& c, const std::string& path) {
     const Json root = parse_json(read_file(path), path);
+    if (root.string("architecture", path) != "nsa") fail("%s: architecture is '%s', expected 'nsa'", path.c_str(), root.string("architecture", path).c_str());
     try {
         for (const char* name : MODEL_OPTIONS) set_option(c, option_named(name), std::to_string(root.integer(underscored(name), path)));
         set_option(c, option_named("attention"), root.string("attention", path));
         set_option(c, option_named("tokenizer"), root.string("tokenizer", path));
-        validate_model(c, path.c_str());
+        validate_model(c, "contradiction");
     } catch (const Error& e) {
         fail("%s: %s", path.c_str(), e.what());
     }
@@ -900,9 +903,10 @@ static int32_t choose_token(const std::vector<float>& logits, double temperature
         order.resize(n), total = sum;
     }
     double left = uniform * total;
-    for (size_t i = 0; i < order.size(); i++)
-        if ((left -= weight[i]) < 0) return order[i];
-    return order.back();
+    size_t chosen = 0;  // the last token of non-zero weight, if rounding leaves anything over
+    for (size_t i = 0; i < order.size() && left >= 0; i++)
+        if (weight[i] > 0) chosen = i, left -= weight[i];
+    return order[chosen];
 }
 
 // Continues a prompt of at least one token by `count` tokens; each new token is handed to `emit`. The prompt is one forward pass, each
@@ -1002,7 +1006,7 @@ std::string save_checkpoint(const Model<Dev>& model, const Config& c, const Trai
     // Seeds can exceed what a JSON number holds exactly in some readers, so the loader's integers are strings.
     std::string text = format_text("{\"step\": %lld", (long long)state.step);
     text += format_text(",\n \"loader\": [\"%llu\", \"%llu\", \"%llu\", \"%llu\"]", (unsigned long long)state.loader.seed, (unsigned long long)state.loader.seq_len,
-                        (unsigned long long)state.loader.corpus_tokens, (unsigned long long)state.loader.next_sample);
+                        (unsigned long long)state.loader.corpus, (unsigned long long)state.loader.next_sample);
     if (std::isfinite(state.best_val_loss)) text += format_text(",\n \"best_val_loss\": %.17g", state.best_val_loss);
     write_text_file(writing + "/state.json", text + ",\n \"options\": " + manifest_json(c) + "}\n");
     sync_folder(writing);
@@ -1015,7 +1019,7 @@ std::string save_checkpoint(const Model<Dev>& model, const Config& c, const Trai
 static std::string newest_checkpoint(const std::string& folder) {
     if (file_exists(folder + "/model.safetensors")) return folder;
     std::string newest;
-    for (const std::string& path : glob_files(folder + "/step_????????"))
+    for (const std::string& path : glob_files(glob_literal(folder) + "/step_????????"))
         if (file_exists(path + "/model.safetensors")) newest = path;  // sorted by name, so by step
     return newest;
 }
@@ -1027,7 +1031,7 @@ TrainState load_checkpoint(Model<Dev>& model, const std::string& folder) {
     TrainState state;
     state.step = root.integer("step", path);
     const std::vector<Json>& loader = root.array("loader", path);
-    uint64_t* fields[] = {&state.loader.seed, &state.loader.seq_len, &state.loader.corpus_tokens, &state.loader.next_sample};
+    uint64_t* fields[] = {&state.loader.seed, &state.loader.seq_len, &state.loader.corpus, &state.loader.next_sample};
     if (loader.size() != 4 || state.step < 0) fail("%s: a step >= 0 and four loader integers were expected", path.c_str());
     for (size_t i = 0; i < 4; i++) {
         const std::string& text = loader[i].string(path + ": loader");
@@ -1145,8 +1149,16 @@ static double peak_memory_mib() {
 // main.log in the form that plotting notebooks read ("s:<step> tel:<val loss>", "s:<step> trl:<train loss> lr:<lr> norm:<norm>"), and the same as JSON lines.
 struct RunLog {
     FILE *text = nullptr, *json = nullptr;
-    RunLog(const std::string& folder, bool append) {
-        for (auto [file, name] : {std::make_pair(&text, "/main.log"), std::make_pair(&json, "/log.jsonl")}) {
+    // A resumed run goes on behind its checkpoint's step: what an interrupted run logged after it is dropped, as those steps come again.
+    RunLog(const std::string& folder, bool append, int64_t last_step) {
+        for (auto [file, name, step] : {std::make_tuple(&text, "/main.log", "s:"), std::make_tuple(&json, "/log.jsonl", "{\"step\":")}) {
+            if (append && file_exists(folder + name)) {
+                std::istringstream in(read_file(folder + name));
+                std::string kept;
+                for (std::string line; std::getline(in, line);)
+                    if (line.compare(0, std::strlen(step), step) == 0 && std::atoll(line.c_str() + std::strlen(step)) <= last_step) kept += line + "\n";
+                write_text_file(folder + name, kept);
+            }
             *file = std::fopen((folder + name).c_str(), append ? "a" : "w");
             if (!*file) fail("cannot open %s%s: %s", folder.c_str(), name, std::strerror(errno));
         }
@@ -1225,7 +1237,7 @@ static TrainData open_data(const Config& c, const World& world) {
     if (c.data == "synthetic") {
         data.train = std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_source(c, SYNTHETIC_TOKENS, 0)}, loader_options(c, world, "--data", true));
         if (c.val_data.empty()) {
-            const uint64_t val = uint64_t(c.eval_batches * c.total_batch) + uint64_t(c.seq_len) + 1;
+            const uint64_t val = std::min(SYNTHETIC_TOKENS, uint64_t(c.eval_batches) * uint64_t(c.total_batch)) + uint64_t(c.seq_len) + 1;
             data.val = std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_source(c, val, SYNTHETIC_FIRST_VALIDATION_DOCUMENT)}, loader_options(c, world, "--val-data", false));
         }
     } else {
@@ -1342,9 +1354,24 @@ void print_run(const Dev& dev, const Config& c, const TensorTable& table, const 
                 (long long)(c.total_batch / (c.batch * c.seq_len * world.size)), (long long)c.steps, c.schedule.c_str());
 }
 
+// Before anything is allocated: does it fit? If not, what would.
+template <class Dev>
+void require_memory(Dev& dev, const Config& c, const World& world) {
+    const int sharers = Dev::on_host ? world.local_size : 1;  // ranks that share this memory
+    const double available = double(dev.available_bytes()) / sharers / (1 << 20), fixed = double(TensorTable(c).total) * Model<Dev>::element_bytes / (1 << 20);
+    auto needed = [&](int64_t batch) { return fixed + double(Activations<Dev>::bytes_needed(dev, c, batch, c.seq_len, TRAINING)) / (1 << 20); };
+    if (needed(c.batch) <= available) return;
+    int64_t fits = c.batch;
+    while (fits > 1 && needed(fits) > available) fits /= 2;
+    fail("--batch %lld and --seq-len %lld need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and moments; %.0f MiB are available: choose %s or --recompute %lld", (long long)c.batch,
+         (long long)c.seq_len, needed(c.batch), fixed, available, fits < c.batch && needed(fits) <= available ? format_text("--batch %lld", (long long)fits).c_str() : "a smaller --seq-len or model",
+         (long long)std::min<int64_t>(c.recompute + 1, 2));
+}
+
 // The activations' table: name, shape, buffers, MiB; what is below 4 % of the whole is summed up in one line.
 template <class Dev>
-void print_memory(const Activations<Dev>& a) {
+void print_memory(const Model<Dev>& model, const Activations<Dev>& a) {
+    std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", double(model.table.total * Model<Dev>::element_bytes) / (1 << 20), double(a.bytes) / (1 << 20));
     auto entries = a.memory;
     std::sort(entries.begin(), entries.end(), [](const auto& x, const auto& y) { return x.bytes > y.bytes; });
     size_t rest = 0;
@@ -1428,18 +1455,8 @@ struct Run {
         const std::string checkpoint = c.resume ? newest_checkpoint(c.out) : "";
         if (world.rank == 0) print_run(dev, c, model.table, data, world, device, given.count("data"));
         if (!checkpoint.empty()) require_same_model(c, checkpoint);
-        const double params_mib = double(model.table.total * Model<Dev>::element_bytes) / (1 << 20), available = double(dev.available_bytes()) / (1 << 20);
-        const double activations_mib = double(Activations<Dev>::bytes_needed(dev, c, c.batch, c.seq_len, TRAINING)) / (1 << 20);
-        if (world.rank == 0) std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", params_mib, activations_mib);
-        const int sharers = Dev::on_host ? world.local_size : 1;  // ranks that share this memory
-        if (activations_mib * sharers > available) {  // the parameters are already there
-            int64_t fits = c.batch;
-            while (fits > 0 && double(Activations<Dev>::bytes_needed(dev, c, fits, c.seq_len, TRAINING)) / (1 << 20) * sharers > available) fits--;
-            fail("%.0f MiB of activations per rank are needed, %.0f MiB are left for %d ranks: choose --batch %lld (now %lld), a smaller --seq-len (now %lld) or --recompute %lld", activations_mib,
-                 available, sharers, (long long)std::max<int64_t>(fits, 1), (long long)c.batch, (long long)c.seq_len, (long long)std::min<int64_t>(c.recompute + 1, 2));
-        }
         activations = std::make_unique<Activations<Dev>>(dev, c, c.batch, c.seq_len, TRAINING);
-        if (world.rank == 0) print_memory(*activations);
+        if (world.rank == 0) print_memory(model, *activations);
         if (checkpoint.empty()) {
             model.initialise();
         } else {
@@ -1449,7 +1466,7 @@ struct Run {
         if (!c.dump_state.empty()) return dump_first_batch(model, *activations, *data.train, given);
         if (world.rank == 0) {
             prepare_run_folder(c, !checkpoint.empty());
-            log = std::make_unique<RunLog>(c.out, !checkpoint.empty());
+            log = std::make_unique<RunLog>(c.out, !checkpoint.empty(), state.step);
             if (!checkpoint.empty()) std::printf("resume: %s, step %lld\n", checkpoint.c_str(), (long long)state.step);
             else if (c.resume) std::printf("resume: nothing to resume under %s, this run starts at step 0\n", c.out.c_str());
         }
@@ -1498,7 +1515,10 @@ static void run_train(Config& c, const std::set<std::string>& given, World& worl
     resolve_batch(c, given, world, device.gpu);
     if (!c.dump_state.empty() && (world.size > 1 || c.batch * c.seq_len != c.total_batch))
         fail_usage("--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld", (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
-    with_engine(device, world, [&](auto& dev) { Run<std::decay_t<decltype(dev)>>(dev, c, world).train(given, device); });
+    with_engine(device, world, [&](auto& dev) {
+        require_memory(dev, c, world);
+        Run<std::decay_t<decltype(dev)>>(dev, c, world).train(given, device);
+    });
 }
 
 static void run_tokenize(const Config& c) {

@@ -395,7 +395,7 @@ inline void tokenize_files(const TokenizeOptions& options) {
             else read_text(path, separator, options.block_bytes, use);
         }
         while (!pool.empty()) take();
-        progress.show(total_bytes, true);
+        if (!spool.documents.empty()) progress.show(total_bytes, true);
         seconds = progress.seconds();
     }
     const size_t documents = spool.documents.size();

@@ -65,7 +65,8 @@ __device__ inline void copy_tile(bf16* tile, const bf16* in, size_t stride, int 
 }
 // The rows of a tile of queries, from heads and tokens that are head_stride and token_stride elements apart; the first `tokens` of the tile exist.
 template <int D>
-__device__ inline void copy_queries(bf16* tile, const bf16* in, size_t head_stride, size_t token_stride, int rows, int tokens, const AttentionShape& s) {
+__device__ inline void copy_queries(bf16* tile, const bf16* in, size_t head_stride, size_t token_stride, int rows, int tokens,
+                                    const AttentionShape& s) {
     for (int i = threadIdx.x; i < rows * (D / 8); i += blockDim.x) {
         const int row = i / (D / 8), chunk = i % (D / 8), head = row / s.tile_tokens, token = row % s.tile_tokens;
         const bool valid = head < s.heads && token < tokens;
@@ -188,7 +189,8 @@ __device__ inline unsigned chosen_blocks(const uint32_t* selected, int token, in
 
 // Words of a bitmask over the 64-row tiles of so many rows.
 HOST_DEVICE inline int tile_words(int rows) { return (rows + KEY_TILE * 32 - 1) / (KEY_TILE * 32); }
-// The first of the tiles tile .. end-1 that counts, or one not below end: in the selected branch those whose bit is set in the bitmask `used`, else all.
+// The first of the tiles tile .. end-1 that counts, or one not below end. In the selected branch those count whose bit is set in the bitmask `used`,
+// else all.
 template <Branch branch>
 __device__ inline int next_tile(const uint32_t* used, int tile, int end) {
     while (branch == SLC && tile < end) {
@@ -218,7 +220,8 @@ __device__ inline void find_used_token_tiles(uint32_t* used, const uint32_t* sel
         unsigned bits = 0;
         for (int tile = word * 32; tile < min(word * 32 + 32, tiles); tile++) {
             unsigned chosen = 0;
-            for (int j = lane; j < min(KEY_TILE, s.queries - tile * KEY_TILE); j += 32) chosen |= chosen_blocks(selected + size_t(tile) * KEY_TILE * s.words, j, key_tile, s);
+            for (int j = lane; j < min(KEY_TILE, s.queries - tile * KEY_TILE); j += 32)
+                chosen |= chosen_blocks(selected + size_t(tile) * KEY_TILE * s.words, j, key_tile, s);
             if (__any_sync(~0u, chosen != 0)) bits |= 1u << tile % 32;
         }
         if (lane == 0) used[word] = bits;
@@ -231,7 +234,9 @@ struct Visible {
 };
 // end: the query's end_of_keys, counted likewise. chosen: whether the query chose the selection block that the keys belong to.
 template <Branch branch>
-__device__ inline Visible visible_keys(int end, bool chosen, const AttentionShape& s) { return {branch == WIN ? end - s.window : 0, branch != SLC || chosen ? end : 0}; }
+__device__ inline Visible visible_keys(int end, bool chosen, const AttentionShape& s) {
+    return {branch == WIN ? end - s.window : 0, branch != SLC || chosen ? end : 0};
+}
 __device__ inline bool sees_all(const Visible& v, int keys) { return v.begin <= 0 && v.end >= keys; }
 __device__ inline bool sees_some(const Visible& v, int keys) { return v.begin < keys && v.end > 0 && v.begin < v.end; }
 __device__ inline bool sees(const Visible& v, int key) { return v.begin <= key && v.end > key; }
@@ -371,7 +376,8 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
 #pragma unroll
                         for (int i = 0; i < 2; i++) {
                             const int end = end_of_row(first_end - this_tile * KEY_TILE - first - part, ends, m, i);
-                            const Visible visible = visible_keys<branch>(end, row_byte(view.blocks, m, i) >> ((first + part) >> s.slc_shift) & 1, s);
+                            const bool chosen = row_byte(view.blocks, m, i) >> ((first + part) >> s.slc_shift) & 1;
+                            const Visible visible = visible_keys<branch>(end, chosen, s);
 #pragma unroll
                             for (int n = 0; n < 2; n++)
 #pragma unroll
@@ -428,11 +434,12 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
 // Backward, with P' = e^(q k^T / sqrt(D) - lse_gated) and dS = P' o (dout v^T - row_dot). Twice the products q k^T and dout v^T, once with
 // the queries and once with the keys at rest, so that each gradient has one owner.
 
-// dq [B, H, queries, D] += dS k / sqrt(D).  The forward's structure; 32 keys at a time, for want of registers.
+// dq [B, H, queries, D] += dS k / sqrt(D).  The forward's structure with dout in place of the online softmax.
 template <Branch branch, int D>
-__global__ void __launch_bounds__(MOST_WARPS * 32, 2) attention_dq_kernel(float* dq, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
-                                                                          const float* lse_gated, const uint32_t* selection, AttentionShape s) {
-    constexpr int M = row_pieces<D>(), KEYS = 16;
+__global__ void __launch_bounds__(MOST_WARPS * 32, 2)
+    attention_dq_kernel(float* dq, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
+                        const uint32_t* selection, AttentionShape s) {
+    constexpr int M = row_pieces<D>(), KEYS = 16;  // keys at a time, as many as there are registers for
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16 * M, rows = blockDim.x / 32 * 16 * M;
     const QueryTile tile = query_tile(s);
     const int end_tile = end_of_key_tiles<branch>(tile, s);
@@ -498,7 +505,8 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2) attention_dq_kernel(float*
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const int end = end_of_row(first_end - this_tile * KEY_TILE - first, ends, m, i);
-                    const Visible visible = visible_keys<branch>(end, row_byte(view.blocks, m, i) >> (first >> s.slc_shift) & 1, s);  // 16 keys: of one selection block
+                    const bool chosen = row_byte(view.blocks, m, i) >> (first >> s.slc_shift) & 1;  // the keys are of one selection block
+                    const Visible visible = visible_keys<branch>(end, chosen, s);
 #pragma unroll
                     for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
@@ -527,25 +535,29 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2) attention_dq_kernel(float*
         }
 }
 
-// dk [keys] = dS^T q / sqrt(D), dv [keys] = P'^T dout.  One block per tile of keys, which stay in registers, 16 in each of 4 warps; the tokens go by in
-// tiles of 64, once for each head. S^T = k q^T and v dout^T come out as what the next products need.
-constexpr int DKDV_THREADS = KEY_TILE / 16 * 32;
+// dk [keys] = dS^T q / sqrt(D), dv [keys] = P'^T dout.  One block per tile of keys, which stay in registers, 16 in each of 4 warps; the tokens go by
+// in tiles of 64, once for each head. S^T = k q^T and v dout^T come out as what the next products need.
+constexpr unsigned DKDV_THREADS = KEY_TILE / 16 * 32;
 HOST_DEVICE constexpr int sub_blocks(Branch branch) { return branch == SLC ? KEY_TILE / 16 : 1; }  // selection blocks of a tile, at most
+template <int D>
+HOST_DEVICE constexpr bool keeps_v() { return D > 64; }  // in shared memory, for want of registers
 template <Branch branch, int D>
-__global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3) attention_dkdv_kernel(bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
-                                                                                      const float* lse_gated, const uint32_t* selection, AttentionShape s) {
-    constexpr int TOKENS = 16;  // at a time
+__global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3)
+    attention_dkdv_kernel(bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
+                          const float* lse_gated, const uint32_t* selection, AttentionShape s) {
+    constexpr int TOKENS = 16;  // tokens at a time, as many as there are registers for
     constexpr int SUB_BLOCKS = sub_blocks(branch);
     const int lane = threadIdx.x % 32, warp_key = threadIdx.x / 32 * 16;
-    const int tile = int(blockIdx.x) / s.batch_groups, bg = int(blockIdx.x) % s.batch_groups, first_key = tile * KEY_TILE;  // early keys are seen by more queries
+    // Early keys are seen by more queries and start first.
+    const int tile = int(blockIdx.x) / s.batch_groups, bg = int(blockIdx.x) % s.batch_groups, first_key = tile * KEY_TILE;
     DynamicShared shared;
     bf16* q_tiles = shared.take<bf16>(2 * KEY_TILE * D);
     bf16* dout_tiles = shared.take<bf16>(2 * KEY_TILE * D);
     // Per token: lse_gated in base 2, +infinity where the query does not exist or did not choose the selection block; and row_dot.
     float* shifts = shared.take<float>(2 * SUB_BLOCKS * KEY_TILE);
     float* dots = shared.take<float>(2 * KEY_TILE);
-    // The keys pass through the second buffers into registers, as A fragments; with D = 128 there are too few registers for v, which stays.
-    constexpr bool KEEP_V = D > 64;
+    // The keys pass through the second buffers into registers, as A fragments.
+    constexpr bool KEEP_V = keeps_v<D>();
     bf16* k_tile = q_tiles + KEY_TILE * D;
     bf16* v_tile = KEEP_V ? shared.take<bf16>(KEY_TILE * D) : dout_tiles + KEY_TILE * D;
     uint32_t* used = nullptr;
@@ -584,12 +596,14 @@ __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3) attention_dkdv_k
         const int j = token_tile * KEY_TILE + column;
         const size_t row = (size_t(bg) * s.heads + head) * s.queries + j;
         statistic = j >= s.queries ? (has_shift ? INFINITY : 0) : has_shift ? lse_gated[row] * LOG2_E : row_dot[row];
-        if (branch == SLC && has_shift && j < s.queries) chosen = chosen_blocks(selection + size_t(token_tile) * KEY_TILE * s.words, column, tile, s);
+        if (branch == SLC && has_shift && j < s.queries)
+            chosen = chosen_blocks(selection + size_t(token_tile) * KEY_TILE * s.words, column, tile, s);
     };
     auto store_statistic = [&](int buffer) {
         if (!has_shift) dots[buffer * KEY_TILE + column] = statistic;
         else
-            for (int sub = 0; sub < SUB_BLOCKS; sub++) shifts[(buffer * SUB_BLOCKS + sub) * KEY_TILE + column] = chosen >> sub & 1 ? statistic : INFINITY;
+            for (int sub = 0; sub < SUB_BLOCKS; sub++)
+                shifts[(buffer * SUB_BLOCKS + sub) * KEY_TILE + column] = chosen >> sub & 1 ? statistic : INFINITY;
     };
     const int sub_block = branch == SLC ? warp_key >> s.slc_shift : 0;
 
@@ -663,7 +677,8 @@ __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3) attention_dkdv_k
         const size_t at = (size_t(bg) * s.key_stride + key) * D + lane % 4 * 2;
 #pragma unroll
         for (int x = 0; x < D / 8; x++) {
-            *reinterpret_cast<__nv_bfloat162*>(dk + at + x * 8) = __floats2bfloat162_rn(dk_sums[0][x][2 * i] * s.scale, dk_sums[0][x][2 * i + 1] * s.scale);
+            *reinterpret_cast<__nv_bfloat162*>(dk + at + x * 8) =
+                __floats2bfloat162_rn(dk_sums[0][x][2 * i] * s.scale, dk_sums[0][x][2 * i + 1] * s.scale);
             *reinterpret_cast<__nv_bfloat162*>(dv + at + x * 8) = __floats2bfloat162_rn(dv_sums[0][x][2 * i], dv_sums[0][x][2 * i + 1]);
         }
     }
@@ -673,7 +688,7 @@ __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3) attention_dkdv_k
 // Selection, paper eq. 8 to 12. One block per 16 tokens. The weights of the compressed branch are computed again from its lse, added over the
 // group's heads in registers and folded into importances in shared memory, one tile of 64 compressed blocks at a time.
 
-constexpr int SCORE_THREADS = KEY_TILE / 16 * 32;
+constexpr unsigned SCORE_THREADS = KEY_TILE / 16 * 32;
 constexpr int WEIGHT_STRIDE = KEY_TILE + 1;  // odd, as the next, so that the same place of several tokens lies in different banks
 HOST_DEVICE inline int importance_stride(const AttentionShape& s) { return ((s.first + s.queries - 1) / s.slc_block + 1) | 1; }
 constexpr float TAKEN = -1;  // in place of the importance of a chosen block, which is never negative
@@ -683,8 +698,8 @@ __device__ inline float sum_of_warp(float x) {
     return x;
 }
 
-// Marks blocks 0, last-1, last and the slc_count-3 best others of importance[0 .. last] as TAKEN, by one warp; equal ones: the lowest index. Returns their
-// share of all importance. Lane i alone reads and writes elements i, i + 32, ...
+// Marks blocks 0, last-1, last and the slc_count-3 best others of importance[0 .. last] as TAKEN, by one warp; equal ones: the lowest index.
+// Returns their share of all importance. Lane i alone reads and writes elements i, i + 32, ...
 __device__ inline float choose_best(float* importance, int last, int slc_count) {
     const int lane = threadIdx.x % 32;
     float all = 0, chosen = 0;
@@ -714,7 +729,8 @@ __device__ inline float choose_best(float* importance, int last, int slc_count) 
 
 // selection [B, G, queries, words]; chosen_importance [B, G, queries], where given
 template <int D>
-__global__ void __launch_bounds__(SCORE_THREADS) select_blocks_kernel(uint32_t* selection, float* chosen_importance, const bf16* q, const bf16* kc, const float* lse, AttentionShape s) {
+__global__ void __launch_bounds__(SCORE_THREADS)
+    select_blocks_kernel(uint32_t* selection, float* chosen_importance, const bf16* q, const bf16* kc, const float* lse, AttentionShape s) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, stride = importance_stride(s), rows = s.heads * SCORE_TOKENS;
     const QueryTile tile = query_tile(s);
     const int last_block = (s.first + tile.j0 + tile.tokens - 1) / s.slc_block;
@@ -728,16 +744,17 @@ __global__ void __launch_bounds__(SCORE_THREADS) select_blocks_kernel(uint32_t* 
     if (last_block + 1 > s.slc_count) {
         const int end_tile = end_of_key_tiles<CMP>(tile, s);
         auto copy_keys = [&](int buffer, int key_tile) {
-            copy_tile<D>(k_tiles + buffer * KEY_TILE * D, kc + (size_t(tile.bg) * s.key_stride + size_t(key_tile) * KEY_TILE) * D, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
+            const bf16* from = kc + (size_t(tile.bg) * s.key_stride + size_t(key_tile) * KEY_TILE) * D;
+            copy_tile<D>(k_tiles + buffer * KEY_TILE * D, from, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
             cp_async_commit();
         };
         copy_queries<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, rows, tile.tokens, s);
         copy_keys(0, 0);
-        for (int row = threadIdx.x; row < rows; row += SCORE_THREADS) {
+        for (int row = threadIdx.x; row < rows; row += int(SCORE_THREADS)) {
             const long long at = query_row(tile, row, s);
             shifts[row] = at < 0 ? INFINITY : lse[at] * LOG2_E;
         }
-        for (int i = threadIdx.x; i < SCORE_TOKENS * stride; i += SCORE_THREADS) importances[i] = 0;
+        for (int i = threadIdx.x; i < SCORE_TOKENS * stride; i += int(SCORE_THREADS)) importances[i] = 0;
 
         for (int key_tile = 0; key_tile < end_tile; key_tile++) {
             const bf16* k_tile = k_tiles + key_tile % 2 * KEY_TILE * D;
@@ -768,9 +785,11 @@ __global__ void __launch_bounds__(SCORE_THREADS) select_blocks_kernel(uint32_t* 
             __syncthreads();
             // Each (token, selection block) has one thread, which adds in the order of the compressed blocks.
             const int begin = key_tile * KEY_TILE, end = min(begin + KEY_TILE, s.keys);  // compressed blocks of this tile
-            const int first_block = begin * s.d / s.slc_block, blocks = min(((end - 1) * s.d + s.l - 1) / s.slc_block, last_block) + 1 - first_block;
-            for (int item = threadIdx.x; item < blocks * SCORE_TOKENS; item += SCORE_THREADS) {
-                const int token = item % SCORE_TOKENS, block = first_block + item / SCORE_TOKENS, block_begin = block * s.slc_block, block_end = block_begin + s.slc_block;
+            const int first_block = begin * s.d / s.slc_block;
+            const int blocks = min(((end - 1) * s.d + s.l - 1) / s.slc_block, last_block) + 1 - first_block;
+            for (int item = threadIdx.x; item < blocks * SCORE_TOKENS; item += int(SCORE_THREADS)) {
+                const int token = item % SCORE_TOKENS, block = first_block + item / SCORE_TOKENS;
+                const int block_begin = block * s.slc_block, block_end = block_begin + s.slc_block;
                 float sum = importances[token * stride + block];
                 for (int i = max(begin, (block_begin - s.l) / s.d); i < end && i * s.d < block_end; i++) {
                     const int in_both = min(block_end, i * s.d + s.l) - max(block_begin, i * s.d);  // tokens; eq. 9 for any l, d, l'
@@ -782,7 +801,7 @@ __global__ void __launch_bounds__(SCORE_THREADS) select_blocks_kernel(uint32_t* 
         cp_async_wait<0>();
         __syncthreads();
     }
-    for (int token = warp; token < tile.tokens; token += SCORE_THREADS / 32) {
+    for (int token = warp; token < tile.tokens; token += int(SCORE_THREADS) / 32) {
         const int last = (s.first + tile.j0 + token) / s.slc_block;
         const size_t row = size_t(tile.bg) * s.queries + tile.j0 + token;
         const bool takes_all = last + 1 <= s.slc_count;
@@ -819,7 +838,7 @@ inline void check_attention_shape(Branch branch, const NsaShape& s) {
     if (s.heads_per_group() * s.G != s.H || s.heads_per_group() > most_rows<128>())
         fail_usage("%d query heads in %d groups: the CUDA attention wants 1 to %d query heads for each group", s.H, s.G, most_rows<128>());
     if (branch == SLC && s.slc_block != 16 && s.slc_block != 32 && (s.slc_block < KEY_TILE || s.slc_block % KEY_TILE))
-        fail_usage("selection blocks of %d tokens: the CUDA attention has 16, 32 and multiples of %d; choose one of them, or the CPU", s.slc_block, KEY_TILE);
+        fail_usage("selection blocks of %d tokens: the CUDA attention has 16, 32 and multiples of 64; choose one of them, or the CPU", s.slc_block);
 }
 // Calls f(std::integral_constant<int, D>()) for the head dimension D.
 template <class F>
@@ -834,9 +853,9 @@ inline void with_head_dimension(int D, F f) {
 }
 // Threads of a block that owns a tile of queries: as many warps as its rows fill.
 template <int D>
-inline int query_tile_threads(const AttentionShape& a) {
+inline unsigned query_tile_threads(const AttentionShape& a) {
     constexpr int warp_rows = 16 * row_pieces<D>();
-    return (a.heads * a.tile_tokens + warp_rows - 1) / warp_rows * 32;
+    return unsigned((a.heads * a.tile_tokens + warp_rows - 1) / warp_rows * 32);
 }
 // Bytes that DynamicShared hands out for the pieces.
 inline size_t shared_bytes(std::initializer_list<size_t> pieces) {
@@ -846,32 +865,36 @@ inline size_t shared_bytes(std::initializer_list<size_t> pieces) {
 }
 
 template <Branch branch, int D>
-inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
+inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection, const NsaShape& s,
+                                     cudaStream_t stream) {
     const AttentionShape a = attention_shape<D>(branch, s, 0);
-    const int threads = query_tile_threads<D>(a);
+    const unsigned blocks = unsigned(a.tiles * a.batch_groups), threads = query_tile_threads<D>(a);
     const size_t query_tile = most_rows<D>() * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
     const size_t bytes = shared_bytes({query_tile, key_tiles, key_tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
-    launch<attention_forward_kernel<branch, D>>(unsigned(a.tiles * a.batch_groups), unsigned(threads), bytes, stream, out, lse, q, k, v, selection, a);
+    launch<attention_forward_kernel<branch, D>>(blocks, threads, bytes, stream, out, lse, q, k, v, selection, a);
 }
 template <Branch branch, int D>
-inline void launch_attention_backward(float* dq, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
-                                      const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
+inline void launch_attention_backward(float* dq, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
+                                      const float* row_dot, const float* lse_gated, const uint32_t* selection, const NsaShape& s,
+                                      cudaStream_t stream) {
     const AttentionShape a = attention_shape<D>(branch, s, 0);
     if (a.keys == 0) return;  // nothing to add to dq, no element of dk and dv
-    const int threads = query_tile_threads<D>(a);
-    const size_t query_tile = most_rows<D>() * D * sizeof(bf16), tiles = 2 * KEY_TILE * D * sizeof(bf16);
+    const size_t query_tile = most_rows<D>() * D * sizeof(bf16), tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
+    const unsigned query_blocks = unsigned(a.tiles * a.batch_groups), threads = query_tile_threads<D>(a);
     const size_t dq_bytes = shared_bytes({query_tile, query_tile, tiles, tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
-    launch<attention_dq_kernel<branch, D>>(unsigned(a.tiles * a.batch_groups), unsigned(threads), dq_bytes, stream, dq, dout, q, k, v, row_dot, lse_gated, selection, a);
+    launch<attention_dq_kernel<branch, D>>(query_blocks, threads, dq_bytes, stream, dq, dout, q, k, v, row_dot, lse_gated, selection, a);
 
-    const unsigned key_tiles = unsigned((a.keys + KEY_TILE - 1) / KEY_TILE);
-    const size_t statistics = 2 * KEY_TILE * sizeof(float);
-    const size_t dkdv_bytes = shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, D > 64 ? tiles / 2 : 0, branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
-    launch<attention_dkdv_kernel<branch, D>>(key_tiles * unsigned(a.batch_groups), unsigned(DKDV_THREADS), dkdv_bytes, stream, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, a);
+    const unsigned key_blocks = unsigned((a.keys + KEY_TILE - 1) / KEY_TILE * a.batch_groups);
+    const size_t dkdv_bytes = shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, keeps_v<D>() ? tiles / 2 : 0,
+                                            branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
+    launch<attention_dkdv_kernel<branch, D>>(key_blocks, DKDV_THREADS, dkdv_bytes, stream, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, a);
 }
 
-// out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] its natural logarithm; a query without a key: 0, +infinity.
-// q [B, H, queries, D], keys and values [B, G, T, D] (compressed: [B, G, NC, D]), selection [B, G, queries, words].
-inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
+// out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] the natural logarithm of the softmax's denominator;
+// a query without a key: 0, +infinity. q [B, H, queries, D], keys and values [B, G, T, D] (compressed: [B, G, NC, D]), selection
+// [B, G, queries, words]. Selection blocks: 16, 32 or a multiple of 64 tokens. Query heads per group: up to 96, no padding but the last row tile's.
+inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection,
+                              const NsaShape& s, cudaStream_t stream) {
     check_attention_shape(branch, s);
     if (s.query_rows() == 0) return;
     with_head_dimension(s.D, [&](auto dimension) {
@@ -884,8 +907,8 @@ inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* 
     });
 }
 // dq [B, H, queries, D] += , dk and dv [keys] = , from dout [B*queries, H*D], row_dot and lse_gated [B, H, queries]; shapes and formulas as in Cpu.
-inline void attention_backward(Branch branch, float* dq, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
-                               const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
+inline void attention_backward(Branch branch, float* dq, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
+                               const float* row_dot, const float* lse_gated, const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
     check_attention_shape(branch, s);
     if (s.query_rows() == 0) return;
     with_head_dimension(s.D, [&](auto dimension) {
@@ -899,18 +922,21 @@ inline void attention_backward(Branch branch, float* dq, bf16* dk, bf16* dv, con
 }
 // selection [B, G, queries, words] = the blocks that each query and group attends to, by q [B, H, queries, D], kc [B, G, NC, D] and the compressed
 // branch's lse [B, H, queries]; chosen_importance [B, G, queries], where given: their share of all importance. The rule is Cpu's.
-inline void select_blocks(uint32_t* selection, float* chosen_importance, const bf16* q, const bf16* kc, const float* lse, const NsaShape& s, cudaStream_t stream) {
+inline void select_blocks(uint32_t* selection, float* chosen_importance, const bf16* q, const bf16* kc, const float* lse, const NsaShape& s,
+                          cudaStream_t stream) {
     check_attention_shape(CMP, s);
     if (s.query_rows() == 0) return;
     with_head_dimension(s.D, [&](auto dimension) {
         constexpr int D = decltype(dimension)::value;
         const AttentionShape a = attention_shape<D>(CMP, s, SCORE_TOKENS);
-        const size_t rows = size_t(a.heads) * SCORE_TOKENS;
-        const size_t bytes = shared_bytes({rows * D * sizeof(bf16), 2 * KEY_TILE * D * sizeof(bf16), rows * sizeof(float), SCORE_TOKENS * WEIGHT_STRIDE * sizeof(float),
-                                           SCORE_TOKENS * size_t(importance_stride(a)) * sizeof(float)});
+        const size_t rows = size_t(a.heads) * SCORE_TOKENS, weights = SCORE_TOKENS * WEIGHT_STRIDE;
+        const size_t importances = SCORE_TOKENS * size_t(importance_stride(a));
+        const size_t bytes = shared_bytes({2 * KEY_TILE * D * sizeof(bf16), rows * D * sizeof(bf16), rows * sizeof(float), weights * sizeof(float),
+                                           importances * sizeof(float)});
         if (bytes > MOST_SHARED)
-            fail_usage("%d tokens in selection blocks of %d: scoring would take %zu bytes of a multiprocessor's shared memory, of %zu; choose larger selection blocks or a shorter sequence",
+            fail_usage("%d tokens in selection blocks of %d: choosing takes %zu bytes of shared memory, a GPU has %zu; choose larger blocks or fewer tokens",
                        s.first + s.queries, s.slc_block, bytes, MOST_SHARED);
-        launch<select_blocks_kernel<D>>(unsigned(a.tiles * a.batch_groups), unsigned(SCORE_THREADS), bytes, stream, selection, chosen_importance, q, kc, lse, a);
+        const unsigned blocks = unsigned(a.tiles * a.batch_groups);
+        launch<select_blocks_kernel<D>>(blocks, SCORE_THREADS, bytes, stream, selection, chosen_importance, q, kc, lse, a);
     });
 }

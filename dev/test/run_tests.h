@@ -503,7 +503,9 @@ TEST(run_sizes_beyond_any_machine_are_refused_by_name) {
     write_file(folder.file("train.bin"), shard(random_tokens(1000, 1)));
     Start start;
     start.seconds = 20;
-#if !defined(__SANITIZE_ADDRESS__)  // which reserves terabytes of addresses for itself
+#if defined(__SANITIZE_ADDRESS__)  // which reserves terabytes of addresses for itself
+    start.environment = {"ASAN_OPTIONS=allocator_may_return_null=1:detect_leaks=0"};
+#else
     start.address_space = uint64_t(8) << 30;
 #endif
     const Result validation = train({{"eval-batches", "1000000000000"}, {"out", folder.file("run")}}, start);
@@ -926,8 +928,8 @@ TEST(run_resume_with_another_model_or_data_is_refused) {
     }
     CHECK_REFUSED(resume({{"heads", "4"}, {"kv-groups", "2"}}), 1, "resume");
     CHECK_REFUSED(resume({{"seq-len", "32"}}), 1, "seq_len", "64", "32");
-    CHECK_REFUSED(resume({{"data", longer}}), 1, "--data", "961", "1280");
-    CHECK_REFUSED(resume({{"data", "synthetic"}}), 1, "--data", "961");
+    CHECK_REFUSED(resume({{"data", longer}}), 1, "--data", "another corpus");
+    CHECK_REFUSED(resume({{"data", "synthetic"}}), 1, "--data", "another corpus");
     // As many tokens, but others: the run would go on silently with data that it was not made on.
     CHECK_REFUSED(resume({{"data", other}}), 1, "--data");
     CHECK(!file_exists(out + "/step_00000003") && !file_exists(out + ".1"));
@@ -1297,9 +1299,9 @@ TEST(run_config_and_manifest_hold_every_field) {
         CHECK_EQUAL(run->integer("total_batch", ""), int64_t(128));
     }
     CHECK_EQUAL(state.integer("step", ""), int64_t(1));
-    const char* const loader[] = {"9000000000000000", "64", "4194304", "2"};
+    const char* const loader[] = {"9000000000000000", "64", "", "2"};  // the third is the corpus's fingerprint
     REQUIRE(state.array("loader", "").size() == 4);
-    for (size_t i = 0; i < 4; i++) CHECK_EQUAL(state.array("loader", "")[i].text, std::string(loader[i]));
+    for (size_t i : {0, 1, 3}) CHECK_EQUAL(state.array("loader", "")[i].text, std::string(loader[i]));
     CHECK_EQUAL(state.number("best_val_loss", ""), state.number("best_val_loss", ""));
 }
 
