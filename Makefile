@@ -134,7 +134,7 @@ info:
 # Kernels run without a GPU in dev/cuda_on_cpu.h, which is compiled by the host compiler whether or not nvcc is there.
 include dev/emulator.mk
 test: test_nsa train_nsa $(EMULATOR_PROGRAMS)
-	@dev/run_tests.sh ./test_nsa $(EMULATOR_TESTS)
+	@dev/run_tests.sh ./test_nsa $(EMULATOR_TESTS) $(if $(HAVE_NVCC),dev/kernel_report.sh)
 goldens: train_nsa
 	bash dev/test/make_goldens.sh
 

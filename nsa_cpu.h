@@ -20,6 +20,7 @@
 #include <omp.h>
 #else
 inline void omp_set_num_threads(int) {}
+inline int omp_get_max_threads() { return 1; }
 #endif
 #ifdef USE_DNNL
 #include <oneapi/dnnl/dnnl.h>

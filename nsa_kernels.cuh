@@ -733,9 +733,7 @@ struct Cuda {
     // ----- optimiser.
     // Sum of squares in fp64: a fixed number of parts on the GPU, their sum in order here.
     double sum_of_squares(const Grad* x, size_t count) {
-        with_width(count % 4 == 0 && is_wide(4, x), [&](auto W) {
-            launch<kernels::squares_parts_kernel<W() == 1 ? 1 : 4>>(kernels::SQUARES_BLOCKS, kernels::SQUARES_THREADS, 0, stream, result, x, count);
-        });
+        with_width(is_wide(count, x), [&](auto W) { launch<kernels::squares_parts_kernel<W()>>(kernels::SQUARES_BLOCKS, kernels::SQUARES_THREADS, 0, stream, result, x, count); });
         std::vector<double> parts(kernels::SQUARES_BLOCKS);
         copy(parts.data(), (const double*)result, parts.size());
         double sum = 0;
@@ -893,7 +891,7 @@ struct Cuda {
     }
     static int head_units(const NsaShape& s) { return s.H + (s.full ? 2 : 6) * s.G; }
 
-    // Temporary memory that only grows; a slot's content is valid until its next use.
+    // Temporary memory that only grows; a slot's content is valid until its next use. Slot 3 is add_column_sums' own, the others belong to whoever is running.
     struct Scratch {
         char* data = nullptr;
         size_t bytes = 0;

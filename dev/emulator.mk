@@ -1,20 +1,22 @@
-# emulator.mk: builds and runs the tests of dev/cuda_on_cpu.h, in the plain and in the CHECK build.
+# emulator.mk: builds and runs the tests that execute CUDA kernels on the CPU, in the plain and in the CHECK build of dev/cuda_on_cpu.h: of the emulator
+# itself, and of the CUDA engine (cuda_tests: every kernel, every operation, whole training steps).
 #   make -f dev/emulator.mk test_emulator        from the top folder; or include this file there and depend on test_emulator
 # CXX: a g++ for C++17. BUILD: where objects and programs go. RACE_PROGRAMS: how many random programs the race detector is tried on.
 CXX ?= g++
 BUILD ?= build
 RACE_PROGRAMS ?= 1000
 
-EMULATOR_HEADERS = $(wildcard dev/*.h dev/*.cuh dev/test/emulator*.h dev/test/emulator*.cuh) dev/test/harness.h data/util.h
-EMULATOR_FLAGS = -std=c++17 -g -Wall -Wextra -fstack-clash-protection
+EMULATOR_HEADERS = $(wildcard *.cu *.cuh *.h data/*.h dev/*.h dev/*.cuh dev/ladder/*.cuh dev/test/*.h dev/test/*.cuh)
+EMULATOR_FLAGS = -std=c++17 -g -Wall -Wextra -Wno-unknown-pragmas -fstack-clash-protection $(if $(WERROR),-Werror)
 # The CHECK build: compiled for the thread sanitizer but linked without it, since dev/cuda_on_cpu_check.h has the functions that the compiler calls.
 EMULATOR_CHECK = -O1 -fsanitize=thread,undefined -fno-sanitize-recover=undefined
-EMULATOR_PLAIN_PROGRAMS = $(addprefix $(BUILD)/,emulator_tests planted_faults)
-EMULATOR_CHECK_PROGRAMS = $(addprefix $(BUILD)/,emulator_tests_check planted_faults_check race_fuzz_check)
+EMULATOR_PLAIN_PROGRAMS = $(addprefix $(BUILD)/,emulator_tests planted_faults cuda_tests)
+EMULATOR_CHECK_PROGRAMS = $(addprefix $(BUILD)/,emulator_tests_check planted_faults_check race_fuzz_check cuda_tests_check)
 
 EMULATOR_PROGRAMS = $(EMULATOR_PLAIN_PROGRAMS) $(EMULATOR_CHECK_PROGRAMS)
 # Programs with their arguments, each one word of dev/run_tests.sh.
-EMULATOR_TESTS = $(BUILD)/emulator_tests $(BUILD)/emulator_tests_check '$(BUILD)/planted_faults 4' '$(BUILD)/planted_faults_check 2' '$(BUILD)/race_fuzz_check $(RACE_PROGRAMS)'
+EMULATOR_TESTS = $(BUILD)/emulator_tests $(BUILD)/emulator_tests_check '$(BUILD)/planted_faults 4' '$(BUILD)/planted_faults_check 2' '$(BUILD)/race_fuzz_check $(RACE_PROGRAMS)' \
+    $(BUILD)/cuda_tests $(BUILD)/cuda_tests_check
 
 .PHONY: test_emulator test_emulator_mpi
 test_emulator: $(EMULATOR_PROGRAMS)
@@ -26,11 +28,11 @@ test_emulator_mpi: $(BUILD)/emulator_tests_mpi
 
 $(EMULATOR_PLAIN_PROGRAMS): $(BUILD)/%: dev/test/%.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(BUILD)
-	$(CXX) $(EMULATOR_FLAGS) -O2 $< -o $@
+	$(CXX) $(EMULATOR_FLAGS) -O2 -pthread $< -o $@
 $(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/%.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(BUILD)
 	$(CXX) $(EMULATOR_FLAGS) $(EMULATOR_CHECK) -c $< -o $@.o
-	$(CXX) $@.o -fsanitize=undefined -o $@
+	$(CXX) $@.o -fsanitize=undefined -pthread -o $@
 $(BUILD)/emulator_tests_mpi: dev/test/emulator_tests.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(BUILD)
 	mpicxx $(EMULATOR_FLAGS) -O2 -DEMU_MPI $< -o $@

@@ -18,7 +18,7 @@ for arch in sm_80 sm_90; do
     fi
     # ptxas tells of each kernel in three lines: its name, its spills, its registers and shared memory.
     c++filt <"$log" | awk -v arch=$arch '
-        /Compiling entry function/ { name = $0; sub(/.*function ./, "", name); sub(/. for .sm.*/, "", name); sub(/\(.*/, "", name); sub(/^void /, "", name) }
+        /Compiling entry function/ { name = $0; sub(/.*function ./, "", name); sub(/. for .sm.*/, "", name); gsub(/\(Branch\)|\(int\)|\(bool\)/, "", name); sub(/\(.*/, "", name); sub(/^void /, "", name) }
         /bytes stack frame/ { spills = $5 + $9 }
         /Used [0-9]+ registers/ { registers = $0; sub(/.*Used /, "", registers); sub(/ registers.*/, "", registers)
                                   shared = $0; if (!sub(/.* ([0-9]+ bytes smem).*/, "&", shared) || !match(shared, /[0-9]+ bytes smem/)) shared = "0"; else shared = substr(shared, RSTART, RLENGTH) + 0

@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include <omp.h>
 
 #include "../../nsa_cpu.h"
 #include "harness.h"

@@ -13,7 +13,6 @@
 #include <limits>
 #include <vector>
 
-#include <omp.h>
 
 #include "../../nsa_cpu.h"
 #include "harness.h"

@@ -1,0 +1,9 @@
+// cuda_tests.cpp: the CUDA engine's kernels executed on the CPU by dev/cuda_on_cpu.h and compared with struct Cpu. Compiled by g++, plain and as
+// the CHECK build, which reports races, reads of memory that nothing wrote and accesses outside any array; see dev/emulator.mk.
+#include "harness.h"
+
+#include "cuda_op_tests.h"
+#include "attention_kernel_tests.h"
+#include "cuda_model_tests.h"
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }
