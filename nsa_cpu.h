@@ -241,9 +241,11 @@ constexpr int TILE_KEYS = 64, TILE_QUERIES = 16;
 struct HyperAdamW {
     double lr, beta1, beta2, eps, decay;  // decay already 0 for tensors without it
     int64_t step;                         // 1-based, for the bias corrections
-    double grad_scale;                    // clipping: the gradient is multiplied by it
+    double grad_scale;                    // the gradient is multiplied by it
     uint64_t seed;                        // of stochastic rounding, where param is narrower than its master: stream (RANDOM_ROUNDING, step),
     size_t offset;                        // counter offset + i, the place in the flat array of all parameters
+    const double* squares = nullptr;      // sum of the squares of the whole gradient, in the engine's memory. Where given: the gradient is clipped to the
+    double grad_clip = 0;                 // L2 norm grad_clip (0: not), and nothing is updated if the norm is not finite
 };
 
 template <class real_>
@@ -280,6 +282,14 @@ struct Cpu {
     void zero(T* p, size_t count) {
 #pragma omp parallel for schedule(static)
         for (size_t i = 0; i < count; i++) p[i] = T(0);
+    }
+    // Tokens to the engine, and numbers back to be received later, in order: where the engine is another device, neither waits for it.
+    void upload(int32_t* out, const int32_t* in, size_t count) { std::memcpy(out, in, count * sizeof(int32_t)); }
+    void send(const double* numbers, size_t count) { sent.push_back({numbers, numbers + count}); }
+    std::vector<double> receive() {
+        const std::vector<double> oldest = sent.front();
+        sent.erase(sent.begin());
+        return oldest;
     }
     // Between the engine's numbers and fp32 on the host; copy: bytes as they are.
     void to_host(float* out, const real* in, size_t count) { std::copy_n(in, count, out); }
@@ -381,7 +391,14 @@ struct Cpu {
     }
 
     // ----- optimiser.
+    // total += sum of x [count], in order
+    void add_sum(double* total, const Stat* x, size_t count) {
+        double sum = 0;
+        for (size_t i = 0; i < count; i++) sum += x[i];
+        *total += sum;
+    }
     // Sum of squares in fp64, in chunks of fixed size.
+    void sum_of_squares(double* total, const Grad* x, size_t count) { *total = sum_of_squares(x, count); }
     double sum_of_squares(const Grad* x, size_t count) {
         const size_t chunk = 16384, chunks = (count + chunk - 1) / chunk;
         std::vector<double> partial(chunks);
@@ -400,7 +417,13 @@ struct Cpu {
     // that, and rounds it to param; here master is unused.
     void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
         (void)master;
-        const real beta1 = real(h.beta1), beta2 = real(h.beta2), eps = real(h.eps), scale = real(h.grad_scale);
+        double clip = 1;
+        if (h.squares) {
+            const double norm = std::sqrt(*h.squares);
+            if (!std::isfinite(norm)) return;
+            if (h.grad_clip > 0 && norm > h.grad_clip) clip = h.grad_clip / norm;
+        }
+        const real beta1 = real(h.beta1), beta2 = real(h.beta2), eps = real(h.eps), scale = real(h.grad_scale * clip);
         const real step_size = real(h.lr / (1 - std::pow(h.beta1, double(h.step)))), keep = real(1 - h.lr * h.decay);
         const real v_correction = real(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step))));
 #pragma omp parallel for simd schedule(static)
@@ -899,6 +922,7 @@ struct Cpu {
         }
     };
     Scratch scratch[2];
+    std::vector<std::vector<double>> sent;
 
     std::vector<real> rope_cos, rope_sin;  // [positions, D/2]
     int rope_positions = 0, rope_dim = 0;

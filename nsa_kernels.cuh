@@ -315,15 +315,15 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS) classifier_kernel(float* l
 
 constexpr int SQUARES_BLOCKS = 1024, SQUARES_THREADS = 256;
 
-// partial[blockIdx.x] = sum of the squares of every SQUARES_BLOCKS-th piece of x, in fp64
-template <int W>
-__global__ void __launch_bounds__(SQUARES_THREADS) squares_parts_kernel(double* partial, const float* x, size_t count) {
+// partial[blockIdx.x] = sum of x, or of its squares, over every SQUARES_BLOCKS-th piece, in fp64
+template <int W, bool SQUARES>
+__global__ void __launch_bounds__(SQUARES_THREADS) sum_parts_kernel(double* partial, const float* x, size_t count) {
     SHARED(double, sums, [SQUARES_THREADS / 32]);
     double sum = 0;
     for (size_t i = thread_index() * W; i < count; i += size_t(gridDim.x) * blockDim.x * W) {
         float a[W];
         load(a, x + i);
-        for (int k = 0; k < W; k++) sum += double(a[k]) * a[k];
+        for (int k = 0; k < W; k++) sum += SQUARES ? double(a[k]) * a[k] : a[k];
     }
     sum = lane_sum(sum);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
@@ -333,9 +333,19 @@ __global__ void __launch_bounds__(SQUARES_THREADS) squares_parts_kernel(double* 
     partial[blockIdx.x] = sum;
 }
 
+// total = (add: +=) the parts in order, by one thread
+__global__ void sum_total_kernel(double* total, const double* partial, int parts, bool add) {
+    if (threadIdx.x > 0) return;
+    double sum = 0;
+    for (int i = 0; i < parts; i++) sum += partial[i];
+    *total = add ? *total + sum : sum;
+}
+
 struct AdamWConstants {
     float beta1, beta2, eps, grad_scale, step_size, keep, v_correction;
     uint64_t seed, stream, counter;
+    const double* squares;  // of the whole gradient, or null; see HyperAdamW
+    double grad_clip;
 };
 // The parameter that belongs to its fp32 master. In bf16 it is rounded upwards in magnitude with the probability that keeps the mean: 16 random bits are added
 // to the 16 that go.
@@ -352,7 +362,13 @@ __device__ inline cuda_real parameter(float master, uint64_t seed, uint64_t stre
 __global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad, size_t count, AdamWConstants h) {
     const size_t i = thread_index();
     if (i >= count) return;
-    const float g = grad[i] * h.grad_scale;
+    float scale = h.grad_scale;
+    if (h.squares) {
+        const double norm = sqrt(*h.squares);
+        if (!(norm < INFINITY)) return;
+        if (h.grad_clip > 0 && norm > h.grad_clip) scale *= float(h.grad_clip / norm);
+    }
+    const float g = grad[i] * scale;
     const float m_new = h.beta1 * m[i] + (1 - h.beta1) * g, v_new = h.beta2 * v[i] + (1 - h.beta2) * g * g;
     const float updated = master[i] * h.keep - h.step_size * m_new / (sqrtf(v_new) * h.v_correction + h.eps);
     m[i] = m_new, v[i] = v_new, master[i] = updated;
@@ -596,7 +612,7 @@ struct Cuda {
             CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, which, &alignment, sizeof alignment));
 #endif
         cublas_workspace = allocate<char>(workspace_bytes);
-        result = allocate<double>(kernels::SQUARES_BLOCKS);
+        result = allocate<double>(kernels::SQUARES_BLOCKS + 1);
     }
     Cuda(const Cuda&) = delete;
     Cuda& operator=(const Cuda&) = delete;
@@ -604,6 +620,8 @@ struct Cuda {
         cudaStreamSynchronize(stream);
         for (auto& [shape, matmul] : matmuls) matmul.destroy();
         for (Scratch& s : scratches) release(s.data);
+        for (Pinned& slot : uploads) slot.destroy();
+        for (Pinned& slot : downloads) slot.destroy();
         release(cublas_workspace), release(result), release(rope_table);
         cublasLtMatmulPreferenceDestroy(preference);
         cublasLtDestroy(cublas);
@@ -645,6 +663,27 @@ struct Cuda {
     void copy(T* out, const T* in, size_t count) {
         if (count) CUDA_CHECK(cudaMemcpyAsync(out, in, count * sizeof(T), cudaMemcpyDefault, stream));
         CUDA_CHECK(cudaStreamSynchronize(stream));
+    }
+    // Tokens to the GPU without waiting for it; the caller may reuse its memory at once. Runs ahead of the GPU by two micro-steps at most.
+    void upload(int32_t* out, const int32_t* in, size_t count) {
+        Pinned& slot = uploads[uploaded++ % 4];
+        std::memcpy(slot.prepare(count * sizeof(int32_t)), in, count * sizeof(int32_t));
+        CUDA_CHECK(cudaMemcpyAsync(out, slot.data, count * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
+        CUDA_CHECK(cudaEventRecord(slot.passed, stream));
+    }
+    // Numbers to the host, to be received later, in order; two may be under way.
+    void send(const double* numbers, size_t count) {
+        if (sent - received == 2) fail("Cuda::send: two results are waiting to be received already");
+        Pinned& slot = downloads[sent++ % 2];
+        slot.prepare(count * sizeof(double)), slot.count = count;
+        CUDA_CHECK(cudaMemcpyAsync(slot.data, numbers, count * sizeof(double), cudaMemcpyDeviceToHost, stream));
+        CUDA_CHECK(cudaEventRecord(slot.passed, stream));
+    }
+    std::vector<double> receive() {
+        Pinned& slot = downloads[received++ % 2];
+        CUDA_CHECK(cudaEventSynchronize(slot.passed));
+        const double* numbers = static_cast<const double*>(slot.data);
+        return {numbers, numbers + slot.count};
     }
     // Between the engine's numbers, real or fp32, and fp32 on the host.
     template <class T>
@@ -731,22 +770,23 @@ struct Cuda {
     }
 
     // ----- optimiser.
-    // Sum of squares in fp64: a fixed number of parts on the GPU, their sum in order here.
+    // total (on the GPU) = sum of squares in fp64, in a fixed number of parts. The other form waits for it.
+    void sum_of_squares(double* total, const Grad* x, size_t count) { sum<true>(total, x, count, false); }
     double sum_of_squares(const Grad* x, size_t count) {
-        with_width(is_wide(count, x), [&](auto W) { launch<kernels::squares_parts_kernel<W()>>(kernels::SQUARES_BLOCKS, kernels::SQUARES_THREADS, 0, stream, result, x, count); });
-        std::vector<double> parts(kernels::SQUARES_BLOCKS);
-        copy(parts.data(), (const double*)result, parts.size());
-        double sum = 0;
-        for (double part : parts) sum += part;
-        return sum;
+        sum_of_squares(result + kernels::SQUARES_BLOCKS, x, count);
+        double total;
+        copy(&total, (const double*)result + kernels::SQUARES_BLOCKS, 1);
+        return total;
     }
+    // total (on the GPU) += sum of x
+    void add_sum(double* total, const Stat* x, size_t count) { sum<false>(total, x, count, true); }
     // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. All arrays [count]. master is updated and rounded to param:
     // in bf16 stochastically, by the random stream (RANDOM_ROUNDING, step) at h.offset + i, since the nearest bf16 would lose most updates.
     void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
         if (count == 0) return;
         const kernels::AdamWConstants constants = {float(h.beta1), float(h.beta2), float(h.eps), float(h.grad_scale), float(h.lr / (1 - std::pow(h.beta1, double(h.step)))),
                                                    float(1 - h.lr * h.decay), float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))), h.seed,
-                                                   random_stream(RANDOM_ROUNDING, uint64_t(h.step)), h.offset};
+                                                   random_stream(RANDOM_ROUNDING, uint64_t(h.step)), h.offset, h.squares, h.grad_clip};
         launch<kernels::adamw_kernel>(kernels::blocks(count, 256), 256, 0, stream, param, master, m, v, grad, count, constants);
     }
     // The parameters as adamw left them after this step, from the master copy alone: so that a resumed run goes on with the same bits. Arguments as in HyperAdamW.
@@ -878,7 +918,37 @@ struct Cuda {
     cublasLtMatmulPreference_t preference = nullptr;
     uint64_t workspace_bytes;
     char* cublas_workspace = nullptr;
-    double* result = nullptr;  // of sum_of_squares, in parts
+    double* result = nullptr;  // parts of a sum, and a total
+
+    template <bool SQUARES>
+    void sum(double* total, const float* x, size_t count, bool add) {
+        with_width(is_wide(count, x), [&](auto W) { launch<kernels::sum_parts_kernel<W(), SQUARES>>(kernels::SQUARES_BLOCKS, kernels::SQUARES_THREADS, 0, stream, result, x, count); });
+        launch<kernels::sum_total_kernel>(1, 32, 0, stream, total, (const double*)result, kernels::SQUARES_BLOCKS, add);
+    }
+
+    // Pinned host memory on its way to or from the GPU; `passed` is reached when the copy is done.
+    struct Pinned {
+        void* data = nullptr;
+        size_t bytes = 0, count = 0;
+        cudaEvent_t passed = nullptr;
+
+        void* prepare(size_t needed) {  // waits until the last copy of this slot is done
+            if (passed) CUDA_CHECK(cudaEventSynchronize(passed));
+            else CUDA_CHECK(cudaEventCreateWithFlags(&passed, cudaEventDisableTiming));
+            if (needed > bytes) {
+                if (data) CUDA_CHECK(cudaFreeHost(data));
+                CUDA_CHECK(cudaMallocHost(&data, needed));
+                bytes = needed;
+            }
+            return data;
+        }
+        void destroy() {
+            if (passed) cudaEventDestroy(passed);
+            if (data) cudaFreeHost(data);
+        }
+    };
+    Pinned uploads[4], downloads[2];  // two micro-steps of tokens and targets; two steps' results
+    size_t uploaded = 0, sent = 0, received = 0;
 
     // Rows of `width` elements that begin at these arrays can be read 16 bytes at a time.
     template <class... T>

@@ -46,7 +46,7 @@ struct Config {
     double lr = 0, lr_final = 0, weight_decay = 0, beta1 = 0, beta2 = 0, adam_eps = 0, grad_clip = 0;
     std::string schedule;
     // the run
-    int64_t eval_every = 0, eval_batches = 0, sample_every = 0, sample_tokens = 0, save_every = 0, threads = 0;
+    int64_t eval_every = 0, eval_batches = 0, stats_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0, threads = 0;
     std::string out, device, dump_state;
     bool resume = false, help = false;
     // sampling and evaluation
@@ -125,6 +125,7 @@ static const std::vector<Option>& option_table() {
         {"seed", TRAIN | SAMPLE, &Config::seed, "1337", 0, 9e15, "of weights, data order and samples"},
         {"eval-every", TRAIN, &Config::eval_every, "preset", 0, T, "steps between validations; 0: only at the end"},
         {"eval-batches", TRAIN | EVAL, &Config::eval_batches, "8", 1, M, "validation tokens, in units of --total-batch; in eval of --batch sequences, where all is the default"},
+        {"stats-every", TRAIN, &Config::stats_every, "auto", 0, T, "steps between gate and selection statistics in log.jsonl; auto: 1 on a CPU, 50 on a GPU, which has to be waited for; 0: none"},
         {"sample-every", TRAIN, &Config::sample_every, "0", 0, T, "steps between samples; 0: only at the end"},
         {"sample-tokens", TRAIN, &Config::sample_tokens, "256", 0, M, "tokens of such a sample; 0: none"},
         {"prompt", TRAIN | SAMPLE, &Config::prompt, "", nullptr, "text to continue; none: a new document"},
@@ -540,6 +541,7 @@ struct Model {
     typename Dev::Master* master = nullptr;
     typename Dev::Grad* grads = nullptr;
     typename Dev::Stat *m = nullptr, *v = nullptr;
+    double* results = nullptr;  // [2] of the running step: sum of its losses, sum of squares of its gradient
     Weights<real> w;
     Weights<typename Dev::Grad> dw;
 
@@ -554,11 +556,13 @@ struct Model {
         if constexpr (Dev::has_master) allocate_zeros(master);
         else master = params;
         allocate_zeros(grads), allocate_zeros(m), allocate_zeros(v);
+        results = dev.template allocate<double>(2);
+        dev.zero(results, 2);
         dw = table.point_into(grads, c);
     }
     ~Model() {
         if constexpr (Dev::has_master) dev.release(master);
-        dev.release(params), dev.release(grads), dev.release(m), dev.release(v);
+        dev.release(params), dev.release(grads), dev.release(m), dev.release(v), dev.release(results);
     }
     Model(const Model&) = delete;
     Model& operator=(const Model&) = delete;
@@ -760,19 +764,19 @@ void forward(const Model<Dev>& model, Activations<Dev>& a, const int32_t* tokens
     NsaShape s = a.shape;
     s.first = first, s.queries = queries;
     const int N = s.B * queries, C = int(a.C);
-    dev.copy(a.tokens, tokens, size_t(N));
+    dev.upload(a.tokens, tokens, size_t(N));
     dev.embedding_forward(a.layer[0].x, a.tokens, model.w.embed, N, C);
     for (size_t i = 0; i < a.layer.size(); i++) forward_layer(model, a, i, s);
     dev.rmsnorm_forward(a.normed, a.rstd, a.x_out, model.w.norm, N, C);
 }
 
-// Cross-entropy of the tied head after a forward pass over all T, in chunks of rows, so that the logits never exist as a whole. Returns the sum
-// of the N losses. With want_gradient, every loss counts dloss in the gradient: a.dnormed = and dembed +=. logits_out, where given: [N, V].
+// Cross-entropy of the tied head after a forward pass over all T, in chunks of rows, so that the logits never exist as a whole:
+// a.losses [N]. With want_gradient, every loss counts dloss in the gradient: a.dnormed = and dembed +=. logits_out, where given: [N, V].
 template <class Dev>
-double classify(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, double dloss, bool want_gradient, std::vector<float>* logits_out = nullptr) {
+void classify_rows(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, double dloss, bool want_gradient, std::vector<float>* logits_out = nullptr) {
     Dev& dev = model.dev;
     const int64_t N = int64_t(a.shape.B) * a.shape.T, C = a.C;
-    dev.copy(a.targets, targets, size_t(N));
+    dev.upload(a.targets, targets, size_t(N));
     if (logits_out) logits_out->resize(size_t(N * a.V));
     for (int64_t row = 0; row < N; row += a.logit_rows) {
         const int rows = int(std::min(a.logit_rows, N - row));
@@ -784,8 +788,13 @@ double classify(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, 
         dev.matmul_backward_input(a.dnormed + row * C, a.logits, model.w.embed, rows, int(C), int(a.Vp));
         dev.matmul_backward_weight(model.dw.embed, a.logits, a.normed + row * C, rows, int(C), int(a.Vp));
     }
-    std::vector<typename Dev::Stat> losses(static_cast<size_t>(N));
-    dev.copy(losses.data(), a.losses, losses.size());
+}
+// The same, and waits for the sum of the N losses.
+template <class Dev>
+double classify(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, double dloss, bool want_gradient, std::vector<float>* logits_out = nullptr) {
+    classify_rows(model, a, targets, dloss, want_gradient, logits_out);
+    std::vector<typename Dev::Stat> losses(size_t(a.shape.B) * a.shape.T);
+    model.dev.copy(losses.data(), a.losses, losses.size());
     double sum = 0;
     for (double loss : losses) sum += loss;
     return sum;
@@ -868,17 +877,17 @@ static double learning_rate(const Config& c, int64_t step) {
     return c.lr * (c.lr_final + (1 - c.lr_final) * fraction);
 }
 
-// One AdamW step on the summed gradients. Returns the gradient's global L2 norm before clipping.
+// One AdamW step on the summed gradients, clipped to the global L2 norm. The norm goes to model.results[1] and is not waited for; if it is not finite, the
+// weights stay as they are.
 template <class Dev>
-double update(Model<Dev>& model, int64_t step, double lr) {
+void update(Model<Dev>& model, int64_t step, double lr) {
     const Config& c = model.config;
-    const double norm = std::sqrt(model.dev.sum_of_squares(model.grads, model.table.total));
-    const double clip = c.grad_clip > 0 && norm > c.grad_clip ? c.grad_clip / norm : 1.0;
-    if (!std::isfinite(norm)) return norm;  // the caller stops; the weights stay as they were
-    for (const TensorSpec& t : model.table.specs)
-        model.dev.adamw(model.params + t.offset, model.master + t.offset, model.m + t.offset, model.v + t.offset, model.grads + t.offset, t.padded,
-                        {lr, c.beta1, c.beta2, c.adam_eps, t.decay ? c.weight_decay : 0.0, step, clip, uint64_t(c.seed), t.offset});
-    return norm;
+    model.dev.sum_of_squares(model.results + 1, model.grads, model.table.total);
+    for (const TensorSpec& t : model.table.specs) {
+        HyperAdamW h{lr, c.beta1, c.beta2, c.adam_eps, t.decay ? c.weight_decay : 0.0, step, 1.0, uint64_t(c.seed), t.offset};
+        h.squares = model.results + 1, h.grad_clip = c.grad_clip;
+        model.dev.adamw(model.params + t.offset, model.master + t.offset, model.m + t.offset, model.v + t.offset, model.grads + t.offset, t.padded, h);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1295,25 +1304,25 @@ void sum_gradients(Model<Dev>& model, const World& world) {
     }
 }
 
-// One optimiser step's gradients: accumulation over micro-steps, the sum over ranks. Returns the mean loss of the global batch.
+// One optimiser step's gradients: accumulation over micro-steps, the sum over ranks. This rank's losses are summed up in model.results[0].
 template <class Dev>
-double accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const World& world) {
+void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const World& world, bool collect_statistics) {
     const Config& c = model.config;
     const int B = a.shape.B, T = a.shape.T;
     const int64_t micro_steps = c.total_batch / (c.seq_len * B * world.size);
     std::vector<int32_t> inputs(size_t(B) * T), targets(size_t(B) * T);
     model.dev.zero(model.grads, model.table.total);
-    double loss = 0;
+    model.dev.zero(model.results, 2);
     for (int64_t i = 0; i < micro_steps; i++) {
         loader.next_batch(inputs.data(), targets.data(), B);
-        a.collect_statistics = i + 1 == micro_steps && world.rank == 0;
+        a.collect_statistics = collect_statistics && i + 1 == micro_steps;
         forward(model, a, inputs.data(), 0, T);
-        loss += classify(model, a, targets.data(), 1 / double(c.total_batch), true);  // so that the sum over everything is the mean
+        classify_rows(model, a, targets.data(), 1 / double(c.total_batch), true);  // so that the sum over everything is the mean
+        model.dev.add_sum(model.results, a.losses, size_t(B) * T);
         backward(model, a);
     }
     a.collect_statistics = false;
     sum_gradients(model, world);
-    return world.sum(loss) / double(c.total_batch);
 }
 
 template <class Dev>
@@ -1429,25 +1438,48 @@ struct Run {
         if (world.rank == 0) std::printf("saved %s\n", save_checkpoint(model, config, state).c_str());
     }
 
-    void step(double& tokens_per_second, double started, int64_t first_step) {
-        const double begin = seconds_now();
-        const double loss = accumulate_gradients(model, *activations, *data.train, world);
+    // Steps that were given to the engine and not yet reported. On a GPU the host runs one step ahead: it reports a step while the next one computes, and
+    // nothing waits for the GPU in between, except where the statistics are read.
+    struct Pending {
+        int64_t step;
+        double lr;
+        std::string statistics;
+        LoaderState loader;
+    };
+    std::vector<Pending> pending;
+    std::vector<double> speed;          // tokens/s of every reported step
+    double started = 0, last_report = 0;
+    int64_t first_step = 0;
+
+    void launch_step() {
+        const bool statistics = world.rank == 0 && config.stats_every && (state.step + 1) % config.stats_every == 0;
         const double lr = learning_rate(config, state.step + 1);
-        const double norm = update(model, state.step + 1, lr);
-        if (!std::isfinite(loss) || !std::isfinite(norm))
-            fail("step %lld: loss %g, gradient norm %g: not finite; the weights are those of step %lld, its last checkpoint lies under %s; lower --lr or look at the data", (long long)(state.step + 1),
-                 loss, norm, (long long)state.step, config.out.c_str());
+        accumulate_gradients(model, *activations, *data.train, world, statistics);
+        update(model, state.step + 1, lr);
+        dev.send(model.results, 2);
         state.step++;
-        const double now = seconds_now(), seconds = now - begin;
-        tokens_per_second = double(config.total_batch) / seconds;
+        pending.push_back({state.step, lr, statistics ? layer_statistics(*activations) : "", data.train->state()});
+    }
+
+    void report_step() {
+        const Pending p = pending.front();
+        pending.erase(pending.begin());
+        const std::vector<double> results = dev.receive();
+        const double loss = world.sum(results[0]) / double(config.total_batch), norm = std::sqrt(results[1]);
+        if (!std::isfinite(loss) || !std::isfinite(norm))
+            fail("step %lld: loss %g, gradient norm %g: not finite; that step changed no weight; the last checkpoint lies under %s; lower --lr or look at the data", (long long)p.step, loss, norm,
+                 config.out.c_str());
+        const double now = seconds_now(), seconds = now - last_report;
+        last_report = now;
+        speed.push_back(double(config.total_batch) / seconds);
         if (world.rank != 0) return;
-        const double left = (now - started) / double(state.step - first_step) * double(config.steps - state.step);
-        std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s\n", (long long)state.step, loss, lr, tokens_per_second, norm, seconds * 1e3, duration_text(left).c_str());
+        const double left = (now - started) / double(p.step - first_step) * double(config.steps - p.step);
+        std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s\n", (long long)p.step, loss, p.lr, speed.back(), norm, seconds * 1e3, duration_text(left).c_str());
         std::fflush(stdout);
-        log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)state.step, loss, lr, norm));
+        log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)p.step, loss, p.lr, norm));
         log->line(log->json, format_text("{\"step\":%lld,\"time\":%.3f,\"loss\":%.6f,\"lr\":%.6e,\"grad_norm\":%.6f,\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%lld,\"epoch\":%.4f,\"peak_memory_mib\":%.1f",
-                                         (long long)state.step, double(std::time(nullptr)), loss, lr, norm, seconds * 1e3, tokens_per_second, (long long)(state.step * config.total_batch),
-                                         double(data.train->state().next_sample) / double(data.train->samples_per_epoch()), peak_memory_mib()) + layer_statistics(*activations) + "}");
+                                         (long long)p.step, double(std::time(nullptr)), loss, p.lr, norm, seconds * 1e3, speed.back(), (long long)(p.step * config.total_batch),
+                                         double(p.loader.next_sample) / double(data.train->samples_per_epoch()), peak_memory_mib()) + p.statistics + "}");
     }
 
     void train(const std::set<std::string>& given, const Device& device) {
@@ -1470,22 +1502,24 @@ struct Run {
             if (!checkpoint.empty()) std::printf("resume: %s, step %lld\n", checkpoint.c_str(), (long long)state.step);
             else if (c.resume) std::printf("resume: nothing to resume under %s, this run starts at step 0\n", c.out.c_str());
         }
-        const double started = seconds_now();
-        const int64_t first_step = state.step;
-        std::vector<double> speed;
+        first_step = state.step;
+        const double begun = seconds_now();
         if (first_step == 0) validate();
+        started = last_report = seconds_now();
         while (state.step < c.steps) {
-            double tokens_per_second = 0;
-            step(tokens_per_second, started, first_step);
-            speed.push_back(tokens_per_second);
+            launch_step();
             const bool last = state.step == c.steps;
-            if (last || (c.eval_every && state.step % c.eval_every == 0)) validate();
-            if (last || (c.save_every && state.step % c.save_every == 0)) save();
-            if (last || (c.sample_every && state.step % c.sample_every == 0)) sample();
+            auto due = [&](int64_t every) { return last || (every && state.step % every == 0); };
+            const bool stop_here = due(c.eval_every) || due(c.save_every) || due(c.sample_every);
+            while (pending.size() > (Dev::on_host || stop_here ? 0u : 1u)) report_step();
+            if (due(c.eval_every)) validate();
+            if (due(c.save_every)) save();
+            if (due(c.sample_every)) sample();
+            if (stop_here) last_report = seconds_now();  // what was done between the steps is not theirs
         }
         if (world.rank != 0) return;
         std::sort(speed.begin(), speed.end());
-        std::printf("done:   %lld steps in %s, median %.0f tokens/s, peak memory %.0f MiB%s\n", (long long)state.step, duration_text(seconds_now() - started).c_str(), speed.empty() ? 0.0 : speed[speed.size() / 2],
+        std::printf("done:   %lld steps in %s, median %.0f tokens/s, peak memory %.0f MiB%s\n", (long long)state.step, duration_text(seconds_now() - begun).c_str(), speed.empty() ? 0.0 : speed[speed.size() / 2],
                     peak_memory_mib(), world.size > 1 ? " on rank 0" : "");
         std::printf("next:   ./train_nsa sample --from %s --prompt \"...\"\n", c.out.c_str());
     }
@@ -1513,6 +1547,7 @@ static void run_train(Config& c, const std::set<std::string>& given, World& worl
     validate_model(c, "options");
     const Device device = choose_device(c, world);
     resolve_batch(c, given, world, device.gpu);
+    if (!given.count("stats-every")) c.stats_every = device.gpu ? 50 : 1;
     if (!c.dump_state.empty() && (world.size > 1 || c.batch * c.seq_len != c.total_batch))
         fail_usage("--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld", (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
     with_engine(device, world, [&](auto& dev) {

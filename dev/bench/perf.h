@@ -88,8 +88,8 @@ struct Timed : Dev {
     void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V, int Vp) {
         clock("classifier", 8.0 * N * V, R((want_gradient ? 3.0 : 1.0) * N * Vp), [&] { Dev::classifier(losses, logits, targets, dloss, want_gradient, N, V, Vp); });
     }
-    double sum_of_squares(const Grad* x, size_t count) {
-        return clock("sum_of_squares", 2.0 * double(count), double(count * sizeof(Grad)), [&] { return Dev::sum_of_squares(x, count); });
+    void sum_of_squares(double* total, const Grad* x, size_t count) {
+        clock("sum_of_squares", 2.0 * double(count), double(count * sizeof(Grad)), [&] { Dev::sum_of_squares(total, x, count); });
     }
     void adamw(real* param, typename Dev::Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
         const double bytes = double(count) * ((Dev::has_master ? 2.0 * sizeof(typename Dev::Master) + sizeof(real) : 2.0 * sizeof(real)) + 4 * sizeof(Stat) + sizeof(Grad));

@@ -14,7 +14,7 @@
 
 namespace level0 {
 
-constexpr int WARPS = 4;  // of a block
+constexpr int WARPS = 4;  // of a block; the bounds ask for one block per multiprocessor, else ptxas saves registers until it spills
 constexpr unsigned ALL = 0xffffffffu;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ __device__ inline void load_row(float* shared, const real* row, float scale, int
 // ---------------------------------------------------------------------------------------------------------------------
 // out = softmax(q k^T / sqrt(D)) v and its LSE, one warp per query row; softmax is accumulated over 32 keys at a time (Milakov & Gimelshein 2018).
 template <class real>
-__global__ void __launch_bounds__(WARPS * 32) forward_kernel(Branch branch, real* out, float* lse, const real* q, const real* k, const real* v, const uint32_t* selection,
+__global__ void __launch_bounds__(WARPS * 32, 1) forward_kernel(Branch branch, real* out, float* lse, const real* q, const real* k, const real* v, const uint32_t* selection,
                                                              NsaShape s, float scale, size_t rows) {
     DynamicShared shared;
     const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(WARPS * 32) forward_kernel(Branch branch, real
 
 // dq += dS k / sqrt(D), one warp per query row.  P' = e^(score - lse_gated),  dS = P' o (dout v^T - row_dot)
 template <class real>
-__global__ void __launch_bounds__(WARPS * 32) backward_queries_kernel(Branch branch, float* dq, const real* dout, const real* q, const real* k, const real* v, const float* row_dot,
+__global__ void __launch_bounds__(WARPS * 32, 1) backward_queries_kernel(Branch branch, float* dq, const real* dout, const real* q, const real* k, const real* v, const float* row_dot,
                                                                       const float* lse_gated, const uint32_t* selection, NsaShape s, float scale, size_t rows) {
     DynamicShared shared;
     const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(WARPS * 32) backward_queries_kernel(Branch bra
 
 // dk = dS^T q / sqrt(D), dv = P'^T dout, one warp per key, which walks the heads of its group and the queries that see it, 32 at a time.
 template <class real>
-__global__ void __launch_bounds__(WARPS * 32) backward_keys_kernel(Branch branch, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v, const float* row_dot,
+__global__ void __launch_bounds__(WARPS * 32, 1) backward_keys_kernel(Branch branch, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v, const float* row_dot,
                                                                    const float* lse_gated, const uint32_t* selection, NsaShape s, float scale, size_t rows) {
     DynamicShared shared;
     const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32, h = s.H / s.G;

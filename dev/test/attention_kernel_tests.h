@@ -130,11 +130,11 @@ struct Inputs {
         for (size_t i = 0; i < key_rows * D; i++)
             if (int(i / D) % stride() >= keys()) k[i] = v[i] = std::nan("");
         if (branch != SLC) return;
-        // Random sets, of any size: all, none, with and without the query's own block.
+        // Random sets, with and without the query's own block; at the usual density some rows choose all and some none.
         selection.assign(size_t(s.B) * s.G * s.queries * s.selection_words(), 0);
         for (size_t row = 0; row < size_t(s.B) * s.G * s.queries; row++) {
             const int t = s.first + int(row % size_t(s.queries));
-            const double chance = density < 0.1 ? density : row % 7 == 0 ? 1.1 : row % 11 == 0 ? -1 : density;
+            const double chance = density != 0.4 ? density : row % 7 == 0 ? 1.1 : row % 11 == 0 ? -1 : density;
             for (int block = 0; block <= t / s.slc_block; block++)
                 if (random_uniform(seed, random_stream(RANDOM_TEST, 78), counter++) < chance)
                     selection[row * s.selection_words() + block / 32] |= 1u << block % 32;
@@ -332,6 +332,7 @@ TEST(attention_kernels_selection_blocks) {
         check_attention(s, SLC, &worst);
         s.T = s.queries = 150;
         check_attention(s, SLC, &worst, 1, true, 0.03);  // most tiles are skipped
+        if (block < 64) check_attention(s, SLC, &worst, 1, true, 0.9);  // all rows choose something of a tile, not all choose all
     }
     for (const double density : {0.4, 0.03}) {  // more than 32 blocks and tiles: bitmasks of several words
         NsaShape s = shape(2200, 1);
