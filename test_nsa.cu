@@ -1,6 +1,8 @@
 // test_nsa.cu: the one test harness. Every test is a TEST(name) in dev/test/; this file finds, runs and counts them.
 //   ./test_nsa [--list] [--only SUBSTRING]      the last line is "N passed, N failed", the exit status 1 if any failed
 //   ./test_nsa --perf [options of train]        times every operation of a training step against the machine's ceilings
+//   ./test_nsa --ladder [options of train]      times the attention kernels from the plainest to the trainer's; needs a GPU
+// Built by nvcc, the tests of the CUDA engine are here too and run on the GPU, if there is one; without nvcc see dev/test/cuda_tests.cpp.
 #include "dev/test/harness.h"
 
 #include "dev/test/util_tests.h"
@@ -9,12 +11,49 @@
 #include "dev/test/op_tests.h"
 #include "dev/test/model_tests.h"
 #include "dev/test/run_tests.h"
+#ifdef HAVE_CUDA
+#include "dev/test/cuda_op_tests.h"
+#include "dev/test/attention_kernel_tests.h"
+#include "dev/test/cuda_model_tests.h"
+#include "dev/test/ladder_tests.h"
+#endif
 #include "dev/bench/perf.h"
+
+static int ladder(int argc, char** argv) {
+    std::set<std::string> given;
+    Config c = parse_options(argc, argv, given);
+    if (!given.count("model")) c.model = "125m";
+    apply_preset(c, given);
+    validate_model(c, "options");
+    if (!given.count("batch")) c.batch = preset_of(c).batch;
+    World world;
+    if (!choose_device(c, world).gpu) fail("--ladder: there is no GPU to time the kernels on (or the build holds no CUDA engine)");
+#ifdef HAVE_CUDA
+    Cuda dev(0);
+    return run_ladder(dev, shape_of(c, c.batch, c.seq_len));
+#else
+    return 1;
+#endif
+}
+
+// Without a GPU the tests of the CUDA engine have nothing to run on.
+static void leave_out_device_tests() {
+#ifdef HAVE_CUDA
+    int gpus = 0;
+    if (cudaGetDeviceCount(&gpus) == cudaSuccess && gpus > 0) return;
+    std::vector<TestCase>& cases = tests().cases;
+    const auto on_device = [](const TestCase& t) { return !std::strncmp(t.name, "cuda_", 5) || !std::strncmp(t.name, "attention_kernels_", 18) || !std::strncmp(t.name, "ladder_", 7); };
+    cases.erase(std::remove_if(cases.begin(), cases.end(), on_device), cases.end());
+    skip("the tests of the CUDA engine on the device: there is no GPU here (make test runs them in emulation)");
+#endif
+}
 
 int main(int argc, char** argv) {
     let_waiting_threads_sleep(argv);
+    leave_out_device_tests();
     try {
         if (argc > 1 && !std::strcmp(argv[1], "--perf")) return run_perf(argc - 1, argv + 1);
+        if (argc > 1 && !std::strcmp(argv[1], "--ladder")) return ladder(argc - 1, argv + 1);
     } catch (const Error& e) {
         std::fprintf(stderr, "test_nsa: error: %s\n", e.what());
         return e.status;

@@ -1,6 +1,6 @@
 // attention_level0.cuh: the first rung of the ladder. The three attention branches and block selection as a GPU can run them with the fewest
 // ideas: one warp per query row (or per key, or per choice), fp32 arithmetic, no tensor cores, no atomics. Any D, l, d, l', heads per group; fp32 or bf16.
-// It is the path of PRECISION=FP32, and what the faster kernels of attention_kernels.cuh are compared with.
+// It is the path of PRECISION=FP32, and what the faster kernels of nsa_kernels.cuh are compared with.
 //
 // What a warp does: its 32 lanes take 32 keys, one dot product each; then they take the columns of the output, and walk the 32 weights
 // that now lie in shared memory. Everything is read from device memory again by every row, which is why the next rungs are faster.

@@ -1,4 +1,4 @@
-// attention_kernel_tests.h: dev/attention_kernels.cuh against struct Cpu in fp64, which is fed the same bf16 numbers. Runs on a GPU, or under g++ in
+// attention_kernel_tests.h: the attention of nsa_kernels.cuh against struct Cpu in fp64, which is fed the same bf16 numbers. Runs on a GPU, or under g++ in
 // dev/cuda_on_cpu.h, there with several orders of threads and blocks.
 //
 // Error limits are derived. With u = 2^-8, the largest relative error of rounding to bf16, and e = 2^-23, that of one step in fp32 (tensor cores may
@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "../../nsa_cpu.h"
-#include "../attention_kernels.cuh"
+#include "../../nsa_kernels.cuh"
 #include "harness.h"
 
 namespace attention_tests {

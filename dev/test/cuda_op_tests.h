@@ -377,6 +377,40 @@ TEST(cuda_adamw) {
         }
     }
 }
+// The squared norm in the device's memory says how to clip: as if the gradient had been scaled beforehand, and not at all below the limit; a norm that is
+// not finite leaves everything as it was. The factor is rounded to fp32 once here and once there: equal bits where it is a power of two.
+TEST(cuda_adamw_clips_by_the_norm_on_the_device) {
+    Cuda dev(0, size_t(1) << 20);
+    const size_t count = 1000;
+    HostArray value(count), grad(count);
+    for (size_t i = 0; i < count; i++) value[i] = float(random_normal(5, random_stream(RANDOM_TEST, 1), i)), grad[i] = float(random_normal(5, random_stream(RANDOM_TEST, 2), i));
+    auto after = [&](double squares, double grad_clip, double grad_scale, bool by_norm) {
+        Cuda::real* param = dev.allocate<Cuda::real>(count);
+        float *master = dev.allocate<float>(count), *m = dev.allocate<float>(count), *v = dev.allocate<float>(count), *g = dev.allocate<float>(count);
+        double* norm = dev.allocate<double>(1);
+        dev.from_host(master, value.data(), count), dev.from_host(g, grad.data(), count), dev.zero(m, count), dev.zero(v, count), dev.zero(param, count);
+        dev.copy(norm, (const double*)&squares, 1);
+        HyperAdamW h{1e-2, 0.9, 0.95, 1e-8, 0.1, 3, grad_scale, 7, 0};
+        if (by_norm) h.squares = norm, h.grad_clip = grad_clip;
+        dev.adamw(param, master, m, v, g, count, h);
+        HostArray all(3 * count);
+        dev.to_host(&all[0], master, count), dev.to_host(&all[count], m, count), dev.to_host(&all[2 * count], v, count);
+        dev.release(param), dev.release(master), dev.release(m), dev.release(v), dev.release(g), dev.release(norm);
+        return all;
+    };
+    CHECK(after(16, 1, 1, true) == after(0, 0, 0.25, false));    // norm 4, clipped to 1
+    CHECK(after(16, 8, 1, true) == after(0, 0, 1, false));       // below the limit
+    CHECK(after(16, 0, 1, true) == after(0, 0, 1, false));       // 0: no clipping
+    CHECK(after(16, 1, 1, true) != after(16, 8, 1, true));
+    for (const double bad : {std::numeric_limits<double>::infinity(), std::nan("")}) {
+        const HostArray same = after(bad, 1, 1, true);
+        for (size_t i = 0; i < count; i++) {
+            CHECK_EQUAL(same[i], value[i]);
+            CHECK_EQUAL(same[count + i], 0.0f);
+        }
+    }
+}
+
 TEST(cuda_stochastic_rounding_keeps_the_mean) {
     if (CUDA_FP32) return skip("cuda_stochastic_rounding_keeps_the_mean: nothing is rounded in fp32");
     Cuda dev(0, TEST_WORKSPACE);
