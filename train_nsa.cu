@@ -968,14 +968,18 @@ struct TrainState {
     double best_val_loss = std::numeric_limits<double>::infinity();
 };
 
-// A flat array of the model as float views in the form on disk (padding left out); `buffers` keeps converted copies alive.
+// A flat array of the model as float views in the form on disk (padding left out). What is no fp32 in the host's memory is copied; `buffers` keeps the copies.
 template <class Dev, class T>
 std::vector<TensorView> views_of(const Model<Dev>& model, const T* flat, const std::string& prefix, std::vector<std::vector<float>>& buffers) {
     std::vector<TensorView> views;
     for (const TensorSpec& t : model.table.specs) {
-        buffers.emplace_back(t.size);
-        model.dev.to_host(buffers.back().data(), flat + t.offset, t.size);
-        views.push_back(tensor_view(prefix + t.name, t.shape(), buffers.back().data()));
+        if constexpr (Dev::on_host && std::is_same<T, float>::value) {
+            views.push_back(tensor_view(prefix + t.name, t.shape(), flat + t.offset));
+        } else {
+            buffers.emplace_back(t.size);
+            model.dev.to_host(buffers.back().data(), flat + t.offset, t.size);
+            views.push_back(tensor_view(prefix + t.name, t.shape(), buffers.back().data()));
+        }
     }
     return views;
 }
