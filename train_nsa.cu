@@ -1118,9 +1118,10 @@ struct EvalResult {
     uint64_t bytes = 0;        // of the text that the targets stand for; 0 where unknown
 };
 
-// Mean loss over the first `batches` micro-batches of every rank, always the same samples in the same order.
+// Mean loss over the first `samples` samples, dealt to the ranks: always the same ones, whatever the ranks and the micro-batch. The last micro-batch may reach
+// beyond them; those rows are not counted.
 template <class Dev>
-EvalResult evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, int64_t batches, const World& world, const Tokenizer* tokenizer) {
+EvalResult evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, int64_t samples, const World& world, const Tokenizer* tokenizer) {
     const int B = a.shape.B, T = a.shape.T;
     std::vector<int32_t> inputs(size_t(B) * T), targets(size_t(B) * T);
     std::vector<uint8_t> answer(size_t(B) * T);
@@ -1129,16 +1130,17 @@ EvalResult evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, 
     start.next_sample = 0;
     loader.restore(start);
     double loss = 0, answer_loss = 0, tokens = 0, answers = 0, bytes = 0;
-    for (int64_t i = 0; i < batches; i++) {
+    for (int64_t first = 0; first < samples; first += int64_t(B) * world.size) {
         loader.next_batch(inputs.data(), targets.data(), B, answer.data());
         forward(model, a, inputs.data(), 0, T);
-        loss += classify(model, a, targets.data(), 0, false);
+        classify_rows(model, a, targets.data(), 0, false);
         model.dev.copy(losses.data(), a.losses, losses.size());
-        for (size_t j = 0; j < losses.size(); j++) {
-            if (answer[j]) answer_loss += losses[j], answers++;
-            if (tokenizer) bytes += double(tokenizer->token_bytes(uint16_t(targets[j])));
-        }
-        tokens += double(losses.size());
+        for (int64_t b = 0; b < B && first + world.rank + b * world.size < samples; b++)
+            for (size_t j = size_t(b) * T; j < size_t(b + 1) * T; j++) {
+                loss += losses[j], tokens++;
+                if (answer[j]) answer_loss += losses[j], answers++;
+                if (tokenizer) bytes += double(tokenizer->token_bytes(uint16_t(targets[j])));
+            }
     }
     EvalResult r;
     r.tokens = uint64_t(world.sum(tokens)), r.answers = uint64_t(world.sum(answers)), r.bytes = uint64_t(world.sum(bytes));
@@ -1411,11 +1413,8 @@ struct Run {
 
     void validate() {
         if (!data.val) return;
-        // The same validation tokens whatever the ranks and micro-batch, as far as there are so many.
-        const int64_t per_micro_step = config.batch * world.size, wanted = config.eval_batches * config.total_batch / config.seq_len;
-        const int64_t batches = std::min<int64_t>(wanted, int64_t(data.val->samples_per_epoch())) / per_micro_step;
-        if (batches == 0) fail("--val-data: %llu samples of --seq-len %lld are fewer than one micro-batch of %lld on %d ranks", (unsigned long long)data.val->samples_per_epoch(), (long long)config.seq_len, (long long)config.batch, world.size);
-        const EvalResult r = evaluate(model, *activations, *data.val, batches, world, tokenizer.get());
+        const int64_t samples = std::min<int64_t>(config.eval_batches * (config.total_batch / config.seq_len), int64_t(data.val->samples_per_epoch()));
+        const EvalResult r = evaluate(model, *activations, *data.val, samples, world, tokenizer.get());
         state.best_val_loss = std::min(state.best_val_loss, r.loss);
         if (world.rank != 0) return;
         std::string line = format_text("step %04lld | val loss %.4f", (long long)state.step, r.loss), fields = format_text("{\"step\":%lld,\"val_loss\":%.6f,\"val_tokens\":%llu", (long long)state.step, r.loss, (unsigned long long)r.tokens);
@@ -1586,14 +1585,14 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
     if (!given.count("batch")) c.batch = 1;
     const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(c);
     DataLoader loader(open_shards(require_files("val-data", c.val_data)), loader_options(c, world, "--val-data", false));
-    const int64_t all = int64_t(loader.samples_per_epoch()) / (c.batch * world.size), batches = given.count("eval-batches") ? std::min(all, c.eval_batches) : all;
-    if (batches == 0) fail("--val-data: %llu samples of %lld tokens are fewer than --batch %lld on %d ranks", (unsigned long long)loader.samples_per_epoch(), (long long)c.seq_len, (long long)c.batch, world.size);
+    const int64_t all = int64_t(loader.samples_per_epoch()), samples = given.count("eval-batches") ? std::min(all, c.eval_batches * c.batch) : all;
+    c.batch = std::min(c.batch, (samples + world.size - 1) / world.size);
     EvalResult r;
     with_engine(choose_device(c, world), world, [&](auto& dev) {
         Model model(dev, c, false);
         read_parameters(model, SafeTensors(folder + "/model.safetensors"));
         Activations<std::decay_t<decltype(dev)>> a(dev, c, c.batch, c.seq_len, INFERENCE);
-        r = evaluate(model, a, loader, batches, world, tokenizer.get());
+        r = evaluate(model, a, loader, samples, world, tokenizer.get());
     });
     if (world.rank != 0) return;
     std::printf("%s on %llu tokens (%llu of %llu samples of %lld): loss %.4f, perplexity %.3f", folder.c_str(), (unsigned long long)r.tokens, (unsigned long long)(r.tokens / uint64_t(c.seq_len)),
