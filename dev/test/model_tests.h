@@ -73,7 +73,7 @@ static void check_model_gradients(const std::string& options) {
     for (const TensorSpec& spec : t.model.table.specs)
         for (int trial = 0; trial < 3; trial++) {
             size_t i = size_t(random_below(spec.size, 7, random_stream(RANDOM_TEST, 3), spec.offset + trial));
-            if (spec.name == "embed_tokens.weight") i = size_t(t.inputs[size_t(trial) * 31]) * t.config.dim + i % t.config.dim;  // a row that occurs
+            if (spec.name == "embed_tokens.weight") i = size_t(t.inputs[size_t(trial) * 31 % t.inputs.size()]) * t.config.dim + i % t.config.dim;  // a row that occurs
             double* p = t.model.params + spec.offset + i;
             const double saved = *p;
             *p = saved + step;
