@@ -1225,14 +1225,7 @@ std::string layer_statistics(const Activations<Dev>& a) {
 
 struct TrainData {
     std::unique_ptr<DataLoader> train, val;
-    std::string described;
 };
-
-static std::vector<std::string> require_files(const char* option, const std::string& pattern) {
-    const std::vector<std::string> files = glob_files(pattern);
-    if (files.empty()) fail("--%s %s matches no file; make shards with: ./train_nsa tokenize --in FILE.txt --out PREFIX", option, pattern.c_str());
-    return files;
-}
 
 static LoaderOptions loader_options(const Config& c, const World& world, const char* name, bool shuffle) {
     LoaderOptions o;
@@ -1256,11 +1249,11 @@ static TrainData open_data(const Config& c, const World& world) {
             data.val = std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_source(c, val, SYNTHETIC_FIRST_VALIDATION_DOCUMENT)}, loader_options(c, world, "--val-data", false));
         }
     } else {
-        const std::vector<std::string> files = require_files("data", c.data);
-        if (!c.val_data.empty()) check_disjoint(files, require_files("val-data", c.val_data));
+        const std::vector<std::string> files = shard_files(c.data, "--data");
+        if (!c.val_data.empty()) check_disjoint(files, shard_files(c.val_data, "--val-data"));
         data.train = std::make_unique<DataLoader>(open_shards(files), loader_options(c, world, "--data", true));
     }
-    if (!c.val_data.empty()) data.val = std::make_unique<DataLoader>(open_shards(require_files("val-data", c.val_data)), loader_options(c, world, "--val-data", false));
+    if (!c.val_data.empty()) data.val = std::make_unique<DataLoader>(open_shards(shard_files(c.val_data, "--val-data")), loader_options(c, world, "--val-data", false));
     data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
     return data;
 }
@@ -1584,7 +1577,7 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
     if (c.val_data.empty()) fail_usage("eval: --val-data is missing: a glob of validation shards, in quotes");
     if (!given.count("batch")) c.batch = 1;
     const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(c);
-    DataLoader loader(open_shards(require_files("val-data", c.val_data)), loader_options(c, world, "--val-data", false));
+    DataLoader loader(open_shards(shard_files(c.val_data, "--val-data")), loader_options(c, world, "--val-data", false));
     const int64_t all = int64_t(loader.samples_per_epoch()), samples = given.count("eval-batches") ? std::min(all, c.eval_batches * c.batch) : all;
     c.batch = std::min(c.batch, (samples + world.size - 1) / world.size);
     EvalResult r;
