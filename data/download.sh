@@ -5,13 +5,13 @@
 # shellcheck disable=SC2034  # used by the scripts that source this
 hub=${HF_ENDPOINT:-https://huggingface.co} # a mirror of the hub can stand in
 
-die() {
-    echo "${0##*/}: $*" >&2
+die() { # a server's words may be among the message's: one line, no control characters
+    echo "${0##*/}: ${*//[[:cntrl:]]/?}" >&2
     exit 1
 }
 
 usage_error() {
-    echo "${0##*/}: $*; see ${0##*/} --help" >&2
+    echo "${0##*/}: ${*//[[:cntrl:]]/?}; see ${0##*/} --help" >&2
     exit 2
 }
 

@@ -52,7 +52,7 @@ check_shard() { # FILE
     local magic version tokens
     read -r magic version tokens < <(od -An -td4 -N12 "$1") || true
     [[ ${magic:-} == 20240520 && ${version:-} == 1 ]] || die "$1 is not a token shard: remove it and run again"
-    (($(bytes_of "$1") == 1024 + 2 * tokens)) || die "$1 is damaged, its size does not fit its $tokens tokens: remove it and run again"
+    ((tokens > 0 && $(bytes_of "$1") == 1024 + 2 * tokens)) || die "$1 is damaged, its size does not fit its $tokens tokens: remove it and run again"
 }
 
 need_command curl "install it with your system's package manager"

@@ -7,32 +7,7 @@
 #include "util.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// UTF-8 (RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF).
-
-// The length in bytes (1 to 4) of the character that begins at s[0] and lies within n bytes, its code point in *code;
-// 0 when the bytes there are no valid UTF-8.
-inline int utf8_decode(const char* s, size_t n, uint32_t* code) {
-    const unsigned char* u = reinterpret_cast<const unsigned char*>(s);
-    if (n == 0) return 0;
-    if (u[0] < 0x80) {
-        *code = u[0];
-        return 1;
-    }
-    const auto continues = [&](size_t i) { return i < n && (u[i] & 0xC0) == 0x80; };
-    if (u[0] >= 0xC2 && u[0] <= 0xDF && continues(1)) {
-        *code = uint32_t(u[0] & 0x1F) << 6 | (u[1] & 0x3F);
-        return 2;
-    }
-    if (u[0] >= 0xE0 && u[0] <= 0xEF && continues(1) && continues(2)) {
-        *code = uint32_t(u[0] & 0x0F) << 12 | uint32_t(u[1] & 0x3F) << 6 | (u[2] & 0x3F);
-        return *code >= 0x800 && (*code < 0xD800 || *code > 0xDFFF) ? 3 : 0;
-    }
-    if (u[0] >= 0xF0 && u[0] <= 0xF4 && continues(1) && continues(2) && continues(3)) {
-        *code = uint32_t(u[0] & 0x07) << 18 | uint32_t(u[1] & 0x3F) << 12 | uint32_t(u[2] & 0x3F) << 6 | (u[3] & 0x3F);
-        return *code >= 0x10000 && *code <= 0x10FFFF ? 4 : 0;
-    }
-    return 0;
-}
+// UTF-8. What reads it, utf8_decode, is in util.h.
 
 inline void utf8_append(std::string& out, uint32_t code) {
     if (code < 0x80) {
@@ -136,11 +111,12 @@ struct Json {
 
 struct JsonParser {
     static constexpr int max_depth = 100;  // of arrays and objects in each other, so that a hostile file cannot exhaust the stack
+    static constexpr size_t max_values = 1 << 20;  // in one text, so that "[0,0,0 ..." cannot fill the memory: a value takes 50 times its two bytes
 
     const std::string& bytes;
     const std::string& where;
     const uint64_t first_byte;  // offset of bytes[0] in the file
-    size_t at = 0;
+    size_t at = 0, values = 0;
 
     Json parse() {
         Json value = parse_value(0);
@@ -168,6 +144,7 @@ struct JsonParser {
         skip_space();
         Json value;
         value.offset = first_byte + at;
+        if (++values > max_values) fail("%s: byte %llu: JSON of more than %zu values", where.c_str(), (unsigned long long)value.offset, max_values);
         const int c = peek();
         if (c == '{' || c == '[') {
             if (depth == max_depth)

@@ -9,7 +9,8 @@ import sys
 
 
 def fail(text):
-    sys.exit("parquet_to_jsonl.py: " + text)
+    # One line of bounded length that leaves the terminal as it was, whatever stands in the file.
+    sys.exit("parquet_to_jsonl.py: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:2000]))
 
 
 def main():
@@ -35,7 +36,7 @@ def main():
             for batch in parquet.iter_batches(batch_size=1000, columns=["text"]):
                 for text in batch.column(0).to_pylist():
                     if not isinstance(text, str):
-                        fail(f"{source}: row {rows} has no text but {text!r}")
+                        fail(f"{source}: row {rows} has no text but {repr(text)[:80]}")
                     out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
                     rows += 1
             out.flush()
@@ -43,8 +44,8 @@ def main():
         if rows != parquet.metadata.num_rows:
             fail(f"{source}: {rows} rows came, its footer counts {parquet.metadata.num_rows}: fetch it again")
         os.rename(unfinished, target)
-    except (OSError, pyarrow.ArrowException) as error:
-        fail(f"{source} -> {target}: {' '.join(str(error).split())}")
+    except Exception as error:  # damaged data ends in Arrow's, but also in decoding, memory and other errors
+        fail(f"{source} -> {target}: after {rows} rows: {type(error).__name__}: {' '.join(str(error).split())}")
     finally:
         if os.path.exists(unfinished):
             os.remove(unfinished)

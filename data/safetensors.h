@@ -2,12 +2,17 @@
 // the header {"name": {"dtype", "shape", "data_offsets": [begin, end]}, ..., "__metadata__": {string: string}}, then the data.
 #pragma once
 #include <algorithm>
+#include <atomic>
+#include <deque>
 #include <map>
 #include <memory>
 
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
+#ifdef __SSE4_2__
+#include <nmmintrin.h>
+#endif
 
 #include "json.h"
 #include "util.h"
@@ -39,6 +44,66 @@ inline int safetensors_dtype_bytes(const std::string& dtype) {
     return found == bytes.end() ? 0 : found->second;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Files that are on the disk when they are reported written, and the checksum by which a later reader knows them.
+
+// CRC-32C (Castagnoli: polynomial 0x1EDC6F41, reflected), of `bytes` bytes that follow those whose checksum is `crc`; 0 to begin with.
+// By the processor's own instruction where the build has it, else by eight tables, one per byte of a word.
+inline uint32_t crc32c_by_table(uint32_t crc, const void* data, size_t bytes) {
+    struct Tables {
+        uint32_t of[8][256];  // of[k][b]: byte b with k zero bytes behind it
+        Tables() {
+            for (uint32_t b = 0; b < 256; b++) {
+                uint32_t r = b;
+                for (int bit = 0; bit < 8; bit++) r = r >> 1 ^ (r & 1 ? 0x82F63B78u : 0);
+                of[0][b] = r;
+            }
+            for (int k = 1; k < 8; k++)
+                for (uint32_t b = 0; b < 256; b++) of[k][b] = of[k - 1][b] >> 8 ^ of[0][of[k - 1][b] & 255];
+        }
+    };
+    static const Tables table;
+    const unsigned char* p = static_cast<const unsigned char*>(data);
+    crc = ~crc;
+    for (; bytes >= 8; p += 8, bytes -= 8) {
+        uint64_t word;
+        std::memcpy(&word, p, 8);
+        word ^= crc;
+        crc = 0;
+        for (int k = 0; k < 8; k++) crc ^= table.of[7 - k][word >> 8 * k & 255];
+    }
+    for (; bytes > 0; p++, bytes--) crc = crc >> 8 ^ table.of[0][(crc ^ *p) & 255];
+    return ~crc;
+}
+
+inline uint32_t crc32c(uint32_t crc, const void* data, size_t bytes) {
+#ifdef __SSE4_2__
+    const unsigned char* p = static_cast<const unsigned char*>(data);
+    uint64_t state = static_cast<uint32_t>(~crc);
+    for (; bytes >= 8; p += 8, bytes -= 8) {
+        uint64_t word;
+        std::memcpy(&word, p, 8);
+        state = _mm_crc32_u64(state, word);
+    }
+    for (; bytes > 0; p++, bytes--) state = _mm_crc32_u8(uint32_t(state), *p);
+    return ~uint32_t(state);
+#else
+    return crc32c_by_table(crc, data, bytes);
+#endif
+}
+
+// A file as it was written: what a manifest says of it.
+struct FileRecord {
+    std::string name;  // without its folder
+    uint64_t size = 0;
+    uint32_t crc32c = 0;
+};
+
+inline std::string folder_of(const std::string& path) {
+    const size_t slash = path.rfind('/');
+    return slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);
+}
+
 // Writes `bytes` of data in full or fails with one line.
 inline void write_all(int fd, const void* data, uint64_t bytes, const std::string& path) {
     for (const char* p = static_cast<const char*>(data); bytes > 0;) {
@@ -51,39 +116,73 @@ inline void write_all(int fd, const void* data, uint64_t bytes, const std::strin
 
 // Makes renames and new files inside a folder durable.
 inline void sync_folder(const std::string& path) {
-    const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY);
-    if (fd < 0 || fsync(fd) != 0) fail("cannot sync folder %s: %s", path.c_str(), std::strerror(errno));
+    const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0) fail("cannot open folder %s to sync it: %s", path.c_str(), std::strerror(errno));
+    const int error = fsync(fd) == 0 ? 0 : errno;
     ::close(fd);
+    // EINVAL: a file system that cannot sync folders at all; its renames are as durable as it makes them.
+    if (error && error != EINVAL) fail("cannot sync folder %s: %s", path.c_str(), std::strerror(error));
 }
 
-// Writes a file in full, synced to disk. Not atomic by itself: a checkpoint is written into a temporary folder, which is renamed.
-struct FileWriter {
-    std::string path;
-    int fd;
-    explicit FileWriter(const std::string& file) : path(file), fd(::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0666)) {
+inline std::atomic<uint64_t> bytes_written_to_files{0};  // by all FileWriters: whoever waits for one sees that it gets on
+
+// Writes a file in full, synced to disk when close() returns its record. Not atomic by itself: a checkpoint is written into a folder of
+// another name, which is renamed when it is whole; for a single file there is replace_text_file.
+class FileWriter {
+  public:
+    explicit FileWriter(const std::string& file) : path(file), fd(::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) {
         if (fd < 0) fail("cannot create %s: %s", path.c_str(), std::strerror(errno));
+        record.name = path.substr(path.rfind('/') + 1);
     }
     FileWriter(const FileWriter&) = delete;
     FileWriter& operator=(const FileWriter&) = delete;
     ~FileWriter() {
         if (fd >= 0) ::close(fd);
     }
-    void write(const void* data, uint64_t bytes) { write_all(fd, data, bytes, path); }
-    void close() {
+    void write(const void* data, uint64_t bytes) {
+        const uint64_t piece = 1 << 20;  // stays in the processor's cache between the checksum and the copy
+        for (const char* p = static_cast<const char*>(data); bytes > 0;) {
+            const uint64_t n = std::min(bytes, piece);
+            record.crc32c = crc32c(record.crc32c, p, size_t(n));
+            write_all(fd, p, n, path);
+            record.size += n, p += n, bytes -= n;
+            bytes_written_to_files.fetch_add(n, std::memory_order_relaxed);
+        }
+    }
+    // A failed fsync is final: the kernel may have dropped the pages, so that a second one would report a success that is none.
+    FileRecord close() {
         if (fsync(fd) != 0) fail("cannot sync %s: %s", path.c_str(), std::strerror(errno));
         const int closing = fd;
         fd = -1;
         if (::close(closing) != 0) fail("cannot close %s: %s", path.c_str(), std::strerror(errno));
+        return record;
     }
+
+  private:
+    std::string path;
+    int fd;
+    FileRecord record;
 };
 
-inline void write_text_file(const std::string& path, const std::string& text) {
+inline FileRecord write_text_file(const std::string& path, const std::string& text) {
     FileWriter out(path);
     out.write(text.data(), text.size());
-    out.close();
+    return out.close();
 }
 
-inline void write_safetensors(const std::string& path, const std::vector<std::pair<std::string, std::string>>& metadata, const std::vector<TensorView>& tensors) {
+inline void rename_path(const std::string& from, const std::string& to) {
+    if (std::rename(from.c_str(), to.c_str()) != 0) fail("cannot rename %s to %s: %s", from.c_str(), to.c_str(), std::strerror(errno));
+}
+
+// After a crash at any moment the file holds either all of the old text or all of the new one.
+inline void replace_text_file(const std::string& path, const std::string& text) {
+    const std::string writing = path + ".writing";
+    write_text_file(writing, text);
+    rename_path(writing, path);
+    sync_folder(folder_of(path));
+}
+
+inline FileRecord write_safetensors(const std::string& path, const std::vector<std::pair<std::string, std::string>>& metadata, const std::vector<TensorView>& tensors) {
     std::string header = "{";
     if (!metadata.empty()) {
         header += "\"__metadata__\":{";
@@ -104,7 +203,7 @@ inline void write_safetensors(const std::string& path, const std::vector<std::pa
     out.write(&length, 8);
     out.write(header.data(), header.size());
     for (const TensorView& t : tensors) out.write(t.data, t.bytes);
-    out.close();
+    return out.close();
 }
 
 // A file mapped into memory; views stay valid as long as the object. Everything in the header is checked against the file's size.
@@ -147,6 +246,7 @@ class SafeTensors {
 
   private:
     std::shared_ptr<const char> map;
+    std::deque<std::vector<char>> aligned;  // copies of tensors that lie at odd places of the file
 
     static std::string shape_text(const std::vector<int64_t>& shape) {
         std::string text;
@@ -155,7 +255,7 @@ class SafeTensors {
     }
 
     void read_header(const std::string& header, const char* data, uint64_t data_bytes) {
-        const Json root = parse_json(header, path);
+        const Json root = parse_json(header, path, 8);
         if (root.kind != Json::Object) fail("%s: byte 8: the header is no JSON object", path.c_str());
         std::vector<std::pair<uint64_t, uint64_t>> spans;
         for (size_t i = 0; i < root.keys.size(); i++) {
@@ -197,5 +297,12 @@ class SafeTensors {
             at = span.second;
         }
         if (at != data_bytes) fail("%s: tensors end at byte %llu of the data, the file has %llu", path.c_str(), (unsigned long long)at, (unsigned long long)data_bytes);
+        // Old writers did not align: such a tensor cannot be read in place. Only now, as the copies are known not to overlap and so are no larger than the file.
+        for (TensorView& t : tensors)
+            if ((8 + header.size() + uint64_t(static_cast<const char*>(t.data) - data)) % uint64_t(safetensors_dtype_bytes(t.dtype)) != 0) {
+                const char* const begin = static_cast<const char*>(t.data);
+                aligned.emplace_back(begin, begin + t.bytes);
+                t.data = aligned.back().data();
+            }
     }
 };

@@ -1,4 +1,4 @@
-// util.h: what every other file leans on. Errors that end in one line, the counter-based random numbers, files and globs.
+// util.h: what every other file leans on. UTF-8, errors that end in one line, the counter-based random numbers, files and globs.
 #pragma once
 #include <cerrno>
 #include <cmath>
@@ -15,12 +15,70 @@
 #include <sys/stat.h>
 
 // ---------------------------------------------------------------------------------------------------------------------
+// UTF-8 (RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF), and what may stand in a message.
+
+// The length in bytes (1 to 4) of the character that begins at s[0] and lies within n bytes, its code point in *code;
+// 0 when the bytes there are no valid UTF-8.
+inline int utf8_decode(const char* s, size_t n, uint32_t* code) {
+    const unsigned char* u = reinterpret_cast<const unsigned char*>(s);
+    if (n == 0) return 0;
+    if (u[0] < 0x80) {
+        *code = u[0];
+        return 1;
+    }
+    const auto continues = [&](size_t i) { return i < n && (u[i] & 0xC0) == 0x80; };
+    if (u[0] >= 0xC2 && u[0] <= 0xDF && continues(1)) {
+        *code = uint32_t(u[0] & 0x1F) << 6 | (u[1] & 0x3F);
+        return 2;
+    }
+    if (u[0] >= 0xE0 && u[0] <= 0xEF && continues(1) && continues(2)) {
+        *code = uint32_t(u[0] & 0x0F) << 12 | uint32_t(u[1] & 0x3F) << 6 | (u[2] & 0x3F);
+        return *code >= 0x800 && (*code < 0xD800 || *code > 0xDFFF) ? 3 : 0;
+    }
+    if (u[0] >= 0xF0 && u[0] <= 0xF4 && continues(1) && continues(2) && continues(3)) {
+        *code = uint32_t(u[0] & 0x07) << 18 | uint32_t(u[1] & 0x3F) << 12 | uint32_t(u[2] & 0x3F) << 6 | (u[3] & 0x3F);
+        return *code >= 0x10000 && *code <= 0x10FFFF ? 4 : 0;
+    }
+    return 0;
+}
+
+// The text as it may stand in a message: one line that leaves the terminal as it was, whatever a file, an option or a variable put into it. The bytes of
+// control characters, of Unicode's line ends and direction marks, and those that are no valid UTF-8 are shown as \xNN; a long text loses its middle.
+inline std::string printable(const std::string& text) {
+    constexpr size_t limit = 2000, tail = 500;
+    size_t gap_begin = text.size(), gap_end = text.size();
+    if (text.size() > limit) {
+        const auto in_character = [&](size_t i) { return (text[i] & 0xC0) == 0x80; };  // but not at its beginning
+        gap_begin = limit - tail, gap_end = text.size() - tail;
+        for (int back = 0; back < 3 && in_character(gap_end); back++) gap_end--;
+    }
+    std::string out;
+    for (size_t i = 0; i < text.size();) {
+        if (i >= gap_begin && i < gap_end) {
+            out += " ... ";
+            i = gap_end;
+        }
+        uint32_t code = 0;
+        const int length = utf8_decode(text.data() + i, text.size() - i, &code);
+        const bool hidden = code < 0x20 || (code >= 0x7F && code < 0xA0) || code == 0xFEFF || (code >= 0x200B && code <= 0x200F) || (code >= 0x2028 && code <= 0x202E) ||
+                            (code >= 0x2060 && code <= 0x206F);
+        const size_t end = i + size_t(length ? length : 1);
+        for (; i < end; i++) {
+            const unsigned char byte = static_cast<unsigned char>(text[i]);
+            if (length == 0 || hidden) out += "\\x", out += "0123456789abcdef"[byte >> 4], out += "0123456789abcdef"[byte & 15];
+            else out += text[i];
+        }
+    }
+    return out;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Errors. Whatever a user can cause is thrown as one Error, whose text is one line: what, where (file, offset, option),
 // what was expected, what to do. main() prints it and exits with its status: 2 for wrong usage, 1 for everything else.
 
 struct Error : std::runtime_error {
     int status;
-    Error(int status, const std::string& text) : std::runtime_error(text), status(status) {}
+    Error(int status, const std::string& text) : std::runtime_error(printable(text)), status(status) {}
 };
 
 __attribute__((format(printf, 1, 0))) inline std::string format_list(const char* format, va_list args) {

@@ -1,0 +1,487 @@
+// crash_test.cpp: trains a small run, breaks it again and again, resumes it, and compares what it comes to with a run that nobody broke: every
+// file of the last checkpoint byte for byte, the state in its manifest (with it the loader's, so the order of the data), and main.log line for line.
+//     crash_test [--kills N] [--faults N] [--rot N] [--seed N] [--program ./train_nsa] [--shim build/faults.so] [--mpirun 'mpirun -np 2'] [-- OPTION...]
+// The short form, without options, is a part of make test. --kills 300 is the long form: that many with one rank, a third as many with two, and
+// more of the rest. OPTIONs go to the program, such as --recompute 2. The last line is "N passed, N failed"; what failed leaves its folder behind.
+//
+//     kill     SIGKILL at a random moment, of all ranks or of one; then --resume
+//     fault    faults.c between the program and the disk: writes that fail, and power cuts
+//     rot      a kill, and damage done to the newest checkpoint before --resume
+//
+// A round is one run from its beginning to its end with several of these on the way. What is demanded on the way:
+// - a checkpoint that was reported saved is resumed from, or a newer one, unless the disk lied (torn, lost_rename) or the checkpoint was damaged;
+// - a damaged one is named and never resumed from; without lies or damage from outside there is none, whatever the moment of a crash;
+// - when a write fails and the program lives, it says so and trains on to the last step.
+#include <map>
+#include <regex>
+
+#include <poll.h>
+#include <signal.h>
+#include <sys/wait.h>
+
+#include "../../data/checkpoint.h"
+
+extern char** environ;
+
+struct Settings {
+    int64_t kills = 8, faults = 0, rot = 3, seed = 1;  // faults: rounds of each kind; 0: one in the short form
+    std::string program = "./train_nsa", shim = "build/faults.so", mpirun = "mpirun -np 2";
+    std::vector<std::string> more;
+};
+
+struct Ended {
+    int status = 0;  // of exit, or 128 + signal
+    bool killed = false, late = false;
+    double seconds = 0;
+    std::string out, err;
+};
+
+static double now() {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+}
+
+static std::vector<std::string> lines_of(const std::string& text, const std::string& beginning = "") {
+    std::vector<std::string> lines;
+    for (size_t at = 0; at < text.size();) {
+        const size_t end = std::min(text.find('\n', at), text.size());
+        if (text.compare(at, beginning.size(), beginning) == 0) lines.push_back(text.substr(at, end - at));
+        at = end + 1;
+    }
+    return lines;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Starting and killing.
+
+// The processes of this run, mpirun's and all ranks', known by a variable of their environment: mpirun puts them into groups of their own.
+static std::vector<pid_t> processes_with(const std::string& variable, const std::string& command) {
+    std::vector<pid_t> found;
+    for (const std::string& name : folder_entries("/proc")) {
+        const pid_t pid = pid_t(std::atoi(name.c_str()));
+        if (pid <= 0) continue;
+        std::ifstream environment_file("/proc/" + name + "/environ"), command_file("/proc/" + name + "/comm");
+        const std::string environment((std::istreambuf_iterator<char>(environment_file)), std::istreambuf_iterator<char>());
+        std::string comm;
+        std::getline(command_file, comm);
+        if (('\0' + environment).find('\0' + variable + '\0') != std::string::npos && (command.empty() || comm == command)) found.push_back(pid);
+    }
+    return found;
+}
+
+class CrashTest {
+  public:
+    CrashTest(const Settings& s, const std::string& scratch_folder) : settings(s), scratch(scratch_folder) {}
+
+    int passed = 0, failed = 0;
+    std::map<std::string, int64_t> events;
+
+    uint64_t draw(uint64_t below) { return random_below(below, uint64_t(settings.seed), random_stream(RANDOM_TEST), drawn++); }
+    int64_t between(int64_t low, int64_t high) { return low + int64_t(draw(uint64_t(high - low + 1))); }
+
+    // Runs the program in `folder` with --out run. kill_after: seconds; < 0: never. One rank of several is killed alone every second time.
+    Ended run(const std::string& folder, int ranks, bool resume, double kill_after, std::vector<std::string> fault = {}) {
+        if (!fault.empty()) fault.push_back("FAULT_FOLDER=" + folder + "/run");
+        const std::string mark = format_text("CRASH_TEST_RUN=%d.%lld", int(getpid()), (long long)++runs);
+        std::vector<std::string> words, environment = {mark, "CUDA_VISIBLE_DEVICES="};
+        for (char** e = environ; *e; e++)
+            if (std::strncmp(*e, "PMI_", 4) != 0 && std::strncmp(*e, "OMPI_", 5) != 0) environment.push_back(*e);
+        if (ranks > 1) words = words_of(settings.mpirun);
+        else words = {"/usr/bin/env"};
+        std::vector<std::string> command = {settings.program, "--out", "run"};
+        command.insert(command.end(), options.begin(), options.end());
+        command.insert(command.end(), settings.more.begin(), settings.more.end());
+        if (resume) command.push_back("--resume");
+        // The shim goes to the program alone, not to mpirun; with two ranks to the second.
+        if (ranks > 1 && !fault.empty()) {
+            words = words_of(std::regex_replace(settings.mpirun, std::regex("2"), "1"));
+            words.insert(words.end(), command.begin(), command.end());
+            words.insert(words.end(), {":", "-np", "1", "env"});
+        }
+        words.insert(words.end(), fault.begin(), fault.end());
+        words.insert(words.end(), command.begin(), command.end());
+        std::vector<char*> argv, envp;
+        for (const std::string& w : words) argv.push_back(const_cast<char*>(w.c_str()));
+        for (const std::string& v : environment) envp.push_back(const_cast<char*>(v.c_str()));
+        argv.push_back(nullptr), envp.push_back(nullptr);
+        int out[2], err[2];
+        if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) fail("cannot make a pipe: %s", std::strerror(errno));
+        const double begin = now();
+        const pid_t child = fork();
+        if (child < 0) fail("cannot fork: %s", std::strerror(errno));
+        if (child == 0) {
+            const int null = ::open("/dev/null", O_RDONLY);
+            if (chdir(folder.c_str()) == 0 && dup2(null, 0) >= 0 && dup2(out[1], 1) >= 0 && dup2(err[1], 2) >= 0) execvpe(argv[0], argv.data(), envp.data());
+            _exit(127);
+        }
+        close(out[1]), close(err[1]);
+        Ended ended;
+        struct pollfd streams[2] = {{out[0], POLLIN, 0}, {err[0], POLLIN, 0}};
+        while (streams[0].fd >= 0 || streams[1].fd >= 0) {
+            const double limit = kill_after >= 0 && !ended.killed ? kill_after : 120, left = begin + limit - now();
+            struct timespec wait = {0, 0};
+            if (left > 0) wait.tv_sec = time_t(left), wait.tv_nsec = long(1e9 * (left - double(wait.tv_sec)));
+            ppoll(streams, 2, &wait, nullptr);
+            for (int i = 0; i < 2; i++) {
+                if (streams[i].fd < 0 || !streams[i].revents) continue;
+                char bytes[4096];
+                const ssize_t n = ::read(streams[i].fd, bytes, sizeof bytes);
+                if (n > 0) (i ? ended.err : ended.out).append(bytes, size_t(n));
+                else if (n == 0 || errno != EINTR) close(streams[i].fd), streams[i].fd = -1;
+            }
+            if (now() < begin + limit) continue;
+            ended.late = ended.killed || kill_after < 0;
+            kill_run(child, mark, ranks, ended.late || draw(2));
+            ended.killed = true;
+            if (ended.late) break;
+        }
+        for (struct pollfd& s : streams)
+            if (s.fd >= 0) close(s.fd);
+        int status;
+        while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+        }
+        // Two writers at once is nothing a run has to bear: the last rank must be gone before the next start.
+        while (ranks > 1 && !processes_with(mark, "").empty()) usleep(1000);
+        ended.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+        ended.seconds = now() - begin;
+        return ended;
+    }
+
+    // The run that nobody breaks.
+    void make_reference(int ranks) {
+        Reference& r = references[ranks];
+        r.folder = new_folder(format_text("reference_%d", ranks));
+        Ended e = run(r.folder, ranks, false, -1);
+        if (e.status != 0) fail("the run that nobody breaks ended with status %d: %s%s", e.status, e.out.c_str(), e.err.c_str());
+        r.seconds = e.seconds;
+        r.manifest = verify_checkpoint(checkpoint_folder(r.folder + "/run", last_step));
+        r.log = lines_of(read_file(r.folder + "/run/main.log"), "s:");
+        std::printf("reference with %d rank%s: %zu lines of main.log, %zu files in the last checkpoint, %.2f s\n", ranks, ranks > 1 ? "s" : "", r.log.size(), r.manifest.files.size(), r.seconds);
+        const Ended counted = run(new_folder(format_text("count_%d", ranks)), ranks, false, -1, fault_environment("count", 0, 0));
+        std::smatch m;
+        const std::string text = file_exists(fault_log) ? read_file(fault_log) : "";
+        if (counted.status != 0 || !std::regex_search(text, m, std::regex("writes (\\d+) fsyncs (\\d+) file_fsyncs (\\d+) renames (\\d+) bytes (\\d+)")))
+            fail("%s counted nothing in a run of status %d: '%s' %s", settings.shim.c_str(), counted.status, text.c_str(), counted.err.c_str());
+        for (size_t i = 0; i < 5; i++) r.count[i] = std::stoll(m[i + 1]);
+        std::printf("        %lld writes of %lld bytes, %lld fsyncs, %lld renames\n", (long long)r.count[0], (long long)r.count[4], (long long)r.count[1], (long long)r.count[3]);
+        if (r.count[1] == 0) fail("the program made no checkpoint");
+        std::fflush(stdout);
+    }
+
+    // Rounds until that many kills have struck a run that was alive.
+    void kill_rounds(int ranks, int64_t kills) {
+        const std::string name = format_text("kill, %d rank%s", ranks, ranks > 1 ? "s" : "");
+        for (int64_t done = 0; done < kills;)
+            round(name, [&](const std::string& folder) {
+                for (bool over = false; !over;) {
+                    const bool strike = done < kills;
+                    const Ended e = go_on(folder, ranks, strike ? draw(1000) * 1e-3 * 0.7 * references[ranks].seconds : -1);
+                    over = e.status == 0;
+                    if (!e.killed) {
+                        demand(over, "without a kill it ended with status %d: %s", e.status, e.err.c_str());
+                        return finish(folder, ranks);
+                    }
+                    if (!over) done++, events[name]++;
+                }
+                finish(folder, ranks);
+            });
+    }
+
+    void fault_round(int ranks, const std::string& kind) {
+        round(kind + (ranks > 1 ? format_text(", rank %d of %d", ranks - 1, ranks) : ""), [&](const std::string& folder) {
+            const Reference& r = references[ranks];
+            const bool crashes = kind == "power_cut" || kind == "torn" || kind == "lost_rename";
+            const int faults = crashes ? int(between(1, 3)) : 1;
+            for (int i = 0; i < faults; i++) {
+                const int64_t all = r.count[0] + r.count[1] + r.count[3];
+                int64_t at = 1, count = 1;
+                if (kind == "enospc") at = between(0, r.count[4] - 1), count = between(1, 30);
+                if (kind == "eio_write") at = between(1, r.count[0]), count = between(1, 3);
+                if (kind == "eio_fsync") at = between(1, r.count[1]), count = between(1, 3);
+                if (kind == "eio_rename") at = between(1, r.count[3]), count = between(1, 3);
+                if (kind == "power_cut") at = between(1, all);
+                if (kind == "torn") at = between(1, r.count[2] / 2), count = between(1, 200);
+                if (kind == "lost_rename") at = between(1, r.count[3] / 2), count = between(1, 200);
+                disk_lies = disk_lies || kind == "torn" || kind == "lost_rename";
+                history += format_text(" %s:%lld:%lld", kind.c_str(), (long long)at, (long long)count);
+                const Ended e = go_on(folder, ranks, -1, fault_environment(kind, at, count));
+                const std::string events_text = file_exists(fault_log) ? read_file(fault_log) : "";
+                for (const std::string& line : lines_of(events_text)) events[line.substr(0, line.find(' '))]++;
+                const bool struck = !lines_of(events_text, kind).empty();
+                if (events_text.find("power_cut ") != std::string::npos) {
+                    demand(e.status == 128 + SIGKILL, "after the power cut it ended with status %d: %s", e.status, e.err.c_str());
+                    continue;
+                }
+                if (crashes) {  // it ended before
+                    demand(e.status == 0, "it ended with status %d: %s", e.status, e.err.c_str());
+                    break;
+                }
+                const std::vector<std::string> log = lines_of(read_file(folder + "/run/main.log"), format_text("s:%lld trl:", (long long)last_step));
+                demand(!log.empty(), "a failing disk ended it before the last step, status %d: %s", e.status, e.err.c_str());
+                const std::string reason = std::strerror(kind == "enospc" ? ENOSPC : EIO);
+                if (struck && kind != "short") demand((e.out + e.err).find(reason) != std::string::npos, "it never said '%s': %s", reason.c_str(), e.err.c_str());
+                if (kind == "short") demand(e.status == 0 && e.err.empty(), "short writes gave status %d: %s", e.status, e.err.c_str());
+            }
+            const Ended e = go_on(folder, ranks, -1);  // of a run that is complete: nothing to do but to clean up
+            demand(e.status == 0, "resumed without faults it ended with status %d: %s", e.status, e.err.c_str());
+            finish(folder, ranks);
+        });
+    }
+
+    void rot_round(int ranks) {
+        round("rot", [&](const std::string& folder) {
+            for (int i = 0; i < 3; i++) {
+                Ended e = go_on(folder, ranks, (0.3 + draw(1000) * 1e-3 * 0.6) * references[ranks].seconds);
+                if (e.status == 0 || checkpoint_steps(folder + "/run").empty()) continue;
+                const std::string newest = newest_intact_checkpoint(folder + "/run", [](const std::string&) {}), how = damage(newest);
+                events["rot: " + how.substr(0, how.find(' '))]++;
+                history += " " + newest.substr(newest.rfind('/') + 1) + ": " + how;
+                saved = 0, rotten = true;
+                damaged = newest.substr(newest.rfind('/') + 1);
+            }
+            const Ended e = go_on(folder, ranks, -1);
+            demand(e.status == 0, "it ended with status %d: %s", e.status, e.err.c_str());
+            finish(folder, ranks);
+        });
+    }
+
+    const std::vector<std::string> options = {"--model", "tiny", "--device", "cpu", "--threads", "1", "--layers", "1", "--dim", "16", "--heads", "2", "--kv-groups", "1", "--head-dim", "8",
+        "--cmp-block", "8", "--cmp-stride", "4", "--slc-block", "8", "--slc-count", "4", "--window", "16", "--phi-hidden", "8", "--mlp-hidden", "32", "--seq-len", "32", "--batch", "1",
+        "--total-batch", "128", "--warmup", "5", "--lr", "0.01", "--eval-batches", "2", "--eval-every", "10", "--sample-every", "20", "--sample-tokens", "4", "--save-every", "3", "--steps", "60"};
+    const int64_t last_step = 60;
+
+  private:
+    struct Reference {
+        std::string folder;
+        double seconds = 0;
+        Manifest manifest;
+        std::vector<std::string> log;
+        int64_t count[5] = {};  // writes, fsyncs, file fsyncs, renames, bytes
+    };
+    struct Demand : std::runtime_error {
+        using std::runtime_error::runtime_error;
+    };
+
+    const Settings& settings;
+    const std::string scratch, fault_log = scratch + "/events";
+    std::map<int, Reference> references;
+    uint64_t drawn = 0;
+    int64_t runs = 0, folders = 0;
+    // of the running round
+    int64_t saved = 0;      // the last step that was reported saved
+    bool disk_lies = false, rotten = false;
+    std::string damaged;    // name of the checkpoint that was damaged since the last start, or ""
+    std::string history;
+
+    static std::vector<std::string> words_of(const std::string& text) {
+        std::vector<std::string> words;
+        for (size_t at = 0; (at = text.find_first_not_of(' ', at)) != std::string::npos;) {
+            const size_t end = std::min(text.find(' ', at), text.size());
+            words.push_back(text.substr(at, end - at));
+            at = end;
+        }
+        return words;
+    }
+
+    __attribute__((format(printf, 3, 4))) void demand(bool good, const char* format, ...) {
+        if (good) return;
+        va_list args;
+        va_start(args, format);
+        const std::string text = format_list(format, args);
+        va_end(args);
+        throw Demand(text);
+    }
+
+    std::string new_folder(const std::string& name) {
+        const std::string folder = scratch + "/" + name;
+        make_folders(folder);
+        return folder;
+    }
+
+    // The words before the command that put the shim in between.
+    std::vector<std::string> fault_environment(const std::string& kind, int64_t at, int64_t count) {
+        remove_tree(fault_log);
+        std::vector<std::string> words = {"FAULT_LOG=" + fault_log, format_text("FAULT=%s:%lld:%lld", kind.c_str(), (long long)at, (long long)count),
+                                          format_text("FAULT_SEED=%lld", (long long)draw(1u << 30)), "LD_PRELOAD=" + settings.shim};
+        const char* asan = std::getenv("ASAN_OPTIONS");
+        words.push_back(std::string("ASAN_OPTIONS=") + (asan ? asan : "") + ":verify_asan_link_order=0");
+        return words;
+    }
+
+    void kill_run(pid_t child, const std::string& mark, int ranks, bool everything) {
+        if (ranks == 1) {
+            kill(child, SIGKILL);
+            return;
+        }
+        const std::string program = settings.program.substr(settings.program.rfind('/') + 1);
+        const std::vector<pid_t> all = processes_with(mark, ""), of_ranks = processes_with(mark, program.substr(0, 15));
+        if (!everything && !of_ranks.empty()) {
+            kill(of_ranks[size_t(draw(of_ranks.size()))], SIGKILL);
+            return;
+        }
+        for (pid_t pid : all) kill(pid, SIGKILL);
+    }
+
+    // One more start of the round's run, with what is demanded of every resume.
+    Ended go_on(const std::string& folder, int ranks, double kill_after, const std::vector<std::string>& fault = {}) {
+        const Ended e = run(folder, ranks, true, kill_after, fault);
+        history += format_text(" [%.2f s, status %d]", e.seconds, e.status);
+        demand(!e.late, "it did not end; stdout: %s stderr: %s", e.out.c_str(), e.err.c_str());
+        std::smatch m;
+        int64_t resumed = -1;
+        for (const std::string& line : lines_of(e.out, "resume:")) resumed = std::regex_search(line, m, std::regex("step_([0-9]{8,})")) ? std::stoll(m[1]) : 0;
+        if (resumed >= 0) {  // it came so far as to say so
+            events[resumed ? "resumes" : "starts with nothing to resume"]++;
+            history += format_text(" from %lld", (long long)resumed);
+            if (!disk_lies) demand(resumed >= saved, "step %lld was reported saved and it resumed from %lld", (long long)saved, (long long)resumed);
+            if (!damaged.empty()) {
+                demand(resumed != step_of_name(damaged), "it resumed from the damaged %s", damaged.c_str());
+                demand(std::regex_search(e.out + e.err, std::regex(damaged + " is damaged")), "it did not say that %s is damaged: %s", damaged.c_str(), e.err.c_str());
+                damaged.clear();
+            }
+            saved = resumed;
+        }
+        if ((e.out + e.err).find(" is damaged") != std::string::npos) {
+            events["fallbacks to an older checkpoint"]++;
+            demand(disk_lies || rotten, "a damaged checkpoint had the name of a whole one: %s", e.err.c_str());
+        }
+        for (const std::string& line : lines_of(e.out.substr(0, e.out.rfind('\n') + 1), "saved "))
+            if (std::regex_search(line, m, std::regex("step_([0-9]{8,})"))) saved = std::max<int64_t>(saved, std::stoll(m[1]));
+        if (e.killed && e.status != 0) return e;
+        const std::string run_folder = folder + "/run";
+        if (e.status == 1 && !checkpoint_steps(run_folder).empty() && newest_intact_checkpoint(run_folder, [](const std::string&) {}).empty()) {
+            // Nothing intact is left: it may refuse, if it says why; what the user then does is done here.
+            demand(disk_lies || rotten, "no checkpoint is intact: %s", e.err.c_str());
+            demand(e.err.find(" is damaged") != std::string::npos, "it refused without saying that a checkpoint is damaged: %s", e.err.c_str());
+            events["refusals, all checkpoints damaged"]++;
+            for (int64_t step : checkpoint_steps(run_folder)) remove_tree(checkpoint_folder(run_folder, step));
+            saved = 0, damaged.clear();
+            return go_on(folder, ranks, kill_after);
+        }
+        demand(e.status == 0 || e.status == 1 || e.status == 128 + SIGKILL, "status %d: %s", e.status, e.err.c_str());
+        return e;
+    }
+
+    void finish(const std::string& folder, int ranks) {
+        const Reference& r = references[ranks];
+        const std::string run_folder = folder + "/run", last = checkpoint_folder(run_folder, last_step), wanted = checkpoint_folder(r.folder + "/run", last_step);
+        const Manifest m = verify_checkpoint(last);
+        demand(m.files.size() == r.manifest.files.size(), "the last checkpoint has %zu files, expected %zu", m.files.size(), r.manifest.files.size());
+        for (const FileRecord& file : r.manifest.files) demand(read_file(last + "/" + file.name) == read_file(wanted + "/" + file.name), "%s differs", file.name.c_str());
+        demand(m.state_text == r.manifest.state_text, "the state in the manifest differs: %s, expected %s", m.state_text.c_str(), r.manifest.state_text.c_str());
+        const std::vector<std::string> log = lines_of(read_file(run_folder + "/main.log"), "s:");
+        for (size_t i = 0; i < std::max(log.size(), r.log.size()); i++) {
+            const std::string found = i < log.size() ? log[i] : "its end", expected = i < r.log.size() ? r.log[i] : "its end";
+            demand(found == expected, "main.log, line %zu: found %s, expected %s", i + 1, found.c_str(), expected.c_str());
+        }
+        for (const std::string& name : folder_entries(run_folder))
+            demand(step_of_name(name, ".writing") < 0 && step_of_name(name, ".removing") < 0, "%s was left behind", name.c_str());
+    }
+
+    void round(const std::string& name, const std::function<void(const std::string&)>& body) {
+        const std::string folder = new_folder(format_text("round_%04lld", (long long)++folders));
+        saved = 0, disk_lies = rotten = false, damaged.clear(), history.clear();
+        try {
+            body(folder);
+            passed++;
+            remove_tree(folder);
+        } catch (const std::exception& e) {
+            failed++;
+            std::printf("FAIL %s, in %s:%s: %s\n", name.c_str(), folder.c_str(), history.c_str(), e.what());
+        }
+        std::fflush(stdout);
+    }
+
+    // Damages one file of the checkpoint; returns how, the kind first.
+    std::string damage(const std::string& folder) {
+        std::vector<std::string> names;
+        for (const FileRecord& file : read_manifest(folder).files)
+            if (file.size > 0) names.push_back(file.name);
+        names.push_back("manifest.json");
+        const std::string name = names[size_t(draw(names.size()))], path = folder + "/" + name;
+        std::string bytes = read_file(path);
+        switch (draw(5)) {
+            case 0: {
+                const size_t at = size_t(draw(bytes.size()));
+                bytes[at] = char(bytes[at] ^ 1 << draw(8));
+                write_text_file(path, bytes);
+                return format_text("bit of %s flipped at byte %zu", name.c_str(), at);
+            }
+            case 1:
+                write_text_file(path, bytes.substr(0, size_t(draw(bytes.size()))));
+                return "end of " + name + " lost";
+            case 2:
+                write_text_file(path, bytes + "x");
+                return "byte after " + name + " added";
+            case 3:
+                remove_tree(path);
+                return "file " + name + " removed";
+            default:
+                for (size_t i = size_t(draw(bytes.size())); i < bytes.size(); i++) bytes[i] = 0;
+                if (bytes == read_file(path)) bytes += "x";
+                write_text_file(path, bytes);
+                return "zeros in the end of " + name;
+        }
+    }
+};
+
+static Settings settings_of(int argc, char** argv) {
+    Settings s;
+    for (int i = 1; i < argc; i++) {
+        const std::string word = argv[i];
+        if (word == "--") {
+            s.more.assign(argv + i + 1, argv + argc);
+            break;
+        }
+        const std::map<std::string, int64_t*> numbers = {{"--kills", &s.kills}, {"--faults", &s.faults}, {"--rot", &s.rot}, {"--seed", &s.seed}};
+        const std::map<std::string, std::string*> texts = {{"--program", &s.program}, {"--shim", &s.shim}, {"--mpirun", &s.mpirun}};
+        if (i + 1 == argc || (!numbers.count(word) && !texts.count(word)))
+            fail_usage("unknown option or missing value: %s; usage: crash_test [--kills N] [--faults N] [--rot N] [--seed N] [--program FILE] [--shim FILE] [--mpirun COMMAND] [-- OPTION...]", argv[i]);
+        if (numbers.count(word)) *numbers.at(word) = std::atoll(argv[++i]);
+        else *texts.at(word) = argv[++i];
+    }
+    for (std::string* file : {&s.program, &s.shim}) {
+        char* absolute = realpath(file->c_str(), nullptr);
+        if (!absolute) fail_usage("cannot find %s: make %s", file->c_str(), file->c_str());
+        *file = absolute;
+        std::free(absolute);
+    }
+    return s;
+}
+
+int main(int argc, char** argv) {
+    try {
+        const Settings settings = settings_of(argc, argv);
+        const bool long_form = settings.kills >= 100;
+        const char* base = std::getenv("TMPDIR");
+        std::string scratch = std::string(base ? base : "/tmp") + "/crash_test_XXXXXX";
+        if (!mkdtemp(&scratch[0])) fail("cannot make a temporary folder %s: %s", scratch.c_str(), std::strerror(errno));
+        char* absolute = realpath(scratch.c_str(), nullptr);  // the shim sees paths without links
+        if (absolute) scratch = absolute;
+        std::free(absolute);
+        CrashTest test(settings, scratch);
+        const double begin = now();
+        const int64_t faults = settings.faults ? settings.faults : long_form ? 10 : 1, rot = long_form ? 5 * settings.rot : settings.rot;
+        const char* const kinds[] = {"short", "enospc", "eio_write", "eio_fsync", "eio_rename", "power_cut", "torn", "lost_rename"};
+        test.make_reference(1);
+        test.kill_rounds(1, settings.kills);
+        for (const char* kind : kinds)
+            for (int64_t i = 0; i < faults; i++) test.fault_round(1, kind);
+        for (int64_t i = 0; i < rot; i++) test.rot_round(1);
+        if (long_form) {
+            test.make_reference(2);
+            test.kill_rounds(2, settings.kills / 3);
+            for (const char* kind : {"short", "enospc", "eio_write", "eio_fsync"})  // of rank 1, which hands its records to rank 0
+                for (int64_t i = 0; i < faults / 2; i++) test.fault_round(2, kind);
+        }
+        for (const auto& event : test.events) std::printf("%8lld  %s\n", (long long)event.second, event.first.c_str());
+        std::printf("%.0f s\n", now() - begin);
+        if (test.failed == 0) remove_tree(scratch);
+        std::printf("%d passed, %d failed\n", test.passed, test.failed);
+        return test.failed ? 1 : 0;
+    } catch (const Error& e) {
+        std::fprintf(stderr, "crash_test: error: %s\n", e.what());
+        return e.status;
+    }
+}

@@ -1,0 +1,43 @@
+// config.cpp: the input as a checkpoint's config.json. What is accepted is in the options' ranges, and is written again and reads the same.
+#define NSA_WITHOUT_MAIN
+#include "../../train_nsa.cu"
+#include "fuzz.h"
+
+static const MemoryFile file, again;
+
+static Config preset(const std::vector<const char*>& words) {
+    std::vector<const char*> argv = {"train_nsa"};
+    argv.insert(argv.end(), words.begin(), words.end());
+    std::set<std::string> given;
+    Config c = parse_options(int(argv.size()), argv.data(), given);
+    apply_preset(c, given);
+    return c;
+}
+
+std::vector<std::string> seeds() {
+    const std::string tiny = config_json(preset({})), large = config_json(preset({"--model", "125m", "--attention", "full"}));
+    std::string other = tiny;
+    other.replace(other.find("128"), 3, "1e2");
+    return {tiny, large, other, "{\"architecture\": \"nsa\"}", "{}"};
+}
+
+void fuzz_one(const std::string& input) {
+    Config c;
+    {
+        const std::string& path = file.fill(input);
+        option_table();
+        MemoryLimit limit(input.size(), 64 << 10, 400);
+        if (!accepts([&] { read_config_json(c, path); })) return;
+    }
+    for (const char* name : MODEL_OPTIONS) {
+        const Option& o = option_named(name);
+        EXPECT(double(c.*o.integer) >= o.low && double(c.*o.integer) <= o.high);
+    }
+    EXPECT(c.attention == "nsa" || c.attention == "full");
+    Config second;
+    EXPECT(accepts([&] { read_config_json(second, again.fill(config_json(c))); }));
+    EXPECT(config_json(second) == config_json(c));
+    if (c.layers > 20) return;  // the table's time and memory go with the layers
+    const TensorTable table(c);
+    EXPECT(table.parameters > 0 && table.total >= size_t(table.parameters));
+}

@@ -1,0 +1,153 @@
+// fuzz.h: what the fuzz targets share. A target hands libFuzzer's bytes to one reader. That the reader refuses them with an Error is a fine outcome;
+// a finding is everything else: a crash, a report of AddressSanitizer or UBSan, a leak, more than a second, an Error that is not one printable line
+// of bounded length, another exception, memory out of proportion to the input, or accepted bytes that do not read the same when written again.
+// dev/fuzz/Makefile builds and runs the targets.
+#pragma once
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <fcntl.h>
+#include <sanitizer/allocator_interface.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "../../data/util.h"
+
+// The inputs a target starts from: small valid files, from the project's own writers where there are any.
+std::vector<std::string> seeds();
+// One execution.
+void fuzz_one(const std::string& input);
+
+// A finding: libFuzzer saves the input.
+[[noreturn]] __attribute__((format(printf, 1, 2))) inline void finding(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    std::fprintf(stderr, "finding: %s\n", format_list(format, args).c_str());
+    va_end(args);
+    std::abort();
+}
+#define EXPECT(condition)                                                                           \
+    do {                                                                                            \
+        if (!(condition)) finding("%s:%d: expected %s", __FILE__, __LINE__, #condition);            \
+    } while (0)
+
+// Judged byte by byte, not with the functions under test: printable ASCII and whole characters beyond U+009F.
+inline void check_message(const std::string& text) {
+    if (text.empty() || text.size() > 8100) finding("a message of %zu bytes", text.size());
+    for (size_t i = 0; i < text.size(); i++) {
+        const unsigned char c = static_cast<unsigned char>(text[i]);
+        if (c < 0x20 || c == 0x7F) finding("byte 0x%02x in the message '%s'", c, text.c_str());
+        if (c < 0x80) continue;
+        const int more = c >= 0xF0 ? 3 : c >= 0xE0 ? 2 : 1;
+        if (c < 0xC2 || c > 0xF4) finding("stray byte 0x%02x in the message '%s'", c, text.c_str());
+        for (int k = 1; k <= more; k++)
+            if (i + size_t(k) >= text.size() || (static_cast<unsigned char>(text[i + size_t(k)]) & 0xC0) != 0x80) finding("half a character in the message '%s'", text.c_str());
+        if (c == 0xC2 && static_cast<unsigned char>(text[i + 1]) < 0xA0) finding("a C1 control character in the message '%s'", text.c_str());
+        i += size_t(more);
+    }
+}
+
+// The message with which `read` refuses, or nothing where it accepts.
+inline std::string refusal(const std::function<void()>& read) {
+    try {
+        read();
+    } catch (const Error& e) {
+        EXPECT(e.status == 1 || e.status == 2);
+        check_message(e.what());
+        return e.what();
+    }
+    return "";
+}
+inline bool accepts(const std::function<void()>& read) { return refusal(read).empty(); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Memory: what the allocator hands out while a MemoryLimit lives must stay below fixed + times * the input's size, summed over what is live at once.
+// So a length that a header claims cannot make a reader allocate it.
+
+struct Allocations {
+    int64_t live = 0, peak = 0;
+};
+inline Allocations& allocations() {
+    static thread_local Allocations a;
+    return a;
+}
+struct MemoryLimit {
+    const int64_t before = allocations().live, limit;
+    MemoryLimit(size_t input, size_t fixed, size_t times) : limit(int64_t(fixed + times * input)) { allocations().peak = before; }
+    ~MemoryLimit() {
+        if (allocations().peak - before > limit) finding("%lld bytes allocated at once, limit %lld", (long long)(allocations().peak - before), (long long)limit);
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Readers open paths: files without a disk.
+
+// A file in memory whose path is that of its descriptor.
+struct MemoryFile {
+    const int fd = memfd_create("fuzz", 0);
+    const std::string path = "/proc/self/fd/" + std::to_string(fd);
+    MemoryFile() {
+        if (fd < 0) finding("memfd_create: %s", std::strerror(errno));
+    }
+    const std::string& fill(const std::string& bytes) const {
+        if (ftruncate(fd, 0) != 0 || pwrite(fd, bytes.data(), bytes.size(), 0) != ssize_t(bytes.size())) finding("cannot fill a file in memory: %s", std::strerror(errno));
+        return path;
+    }
+};
+
+// A folder under /dev/shm, for readers of several files; removed at the end of the process.
+struct MemoryFolder {
+    std::string path = "/dev/shm/nsa_fuzz_XXXXXX";
+    std::set<std::string> files;
+    MemoryFolder() {
+        if (!mkdtemp(&path[0])) finding("cannot make %s: %s", path.c_str(), std::strerror(errno));
+    }
+    ~MemoryFolder() {
+        for (const std::string& file : files) unlink(file.c_str());
+        rmdir(path.c_str());
+    }
+    void fill(const std::string& name, const std::string& bytes) {
+        const std::string file = path + "/" + name;
+        files.insert(file);
+        const int fd = open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+        if (fd < 0 || write(fd, bytes.data(), bytes.size()) != ssize_t(bytes.size())) finding("cannot fill %s: %s", file.c_str(), std::strerror(errno));
+        close(fd);
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+static void count_allocation(const volatile void*, size_t bytes) {
+    Allocations& a = allocations();
+    a.live += int64_t(bytes);
+    a.peak = std::max(a.peak, a.live);
+}
+static void count_release(const volatile void* p) {
+    if (p) allocations().live -= int64_t(__sanitizer_get_allocated_size(p));
+}
+
+// With FUZZ_SEEDS=FOLDER in the environment the program writes its seeds there and ends.
+extern "C" int LLVMFuzzerInitialize(int*, char***) {
+    if (const char* folder = std::getenv("FUZZ_SEEDS")) {
+        make_folders(folder);
+        int number = 0;
+        for (const std::string& seed : seeds()) {
+            std::ofstream out(format_text("%s/seed_%03d", folder, number++), std::ios::binary);
+            out.write(seed.data(), std::streamsize(seed.size()));
+        }
+        std::exit(0);
+    }
+    if (!__sanitizer_install_malloc_and_free_hooks(count_allocation, count_release)) finding("the sanitizer takes no allocation hooks");
+    return 0;
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+    fuzz_one(std::string(reinterpret_cast<const char*>(data), size));
+    return 0;
+}
