@@ -2,10 +2,10 @@
 #
 #   make deps        installs what is missing (C++ compiler, MPI, oneDNN) through the system's package manager
 #   make train_nsa   the program           make test     all tests           make goldens   golden values anew (needs PyTorch)
-#   make clean
+#   make clean       make crash_test       the tester that kills runs, see dev/crash_test/crash_test.cpp
 #
 # Settings, each with a default; a changed setting rebuilds:
-#   NO_CUDA=1 NO_MPI=1 NO_DNNL=1 NO_OMP=1   leave something out although it is there
+#   NO_CUDA=1 NO_NCCL=1 NO_MPI=1 NO_DNNL=1 NO_OMP=1   leave something out although it is there
 #   MARCH=native                            the processor to build for; MARCH= for a portable binary
 #   GPU_COMPUTE_CAPABILITY=90               GPU architecture; default: the GPU that is found, else sm_80, sm_90 and PTX
 #   PRECISION=BF16|FP32                     of the CUDA engine; FP32 for diagnosis and for GPUs below sm_80
@@ -16,7 +16,7 @@ NVCC ?= nvcc
 MARCH ?= native
 BUILD ?= build
 PRECISION ?= BF16
-GOALS := train_nsa test_nsa test goldens info
+GOALS := train_nsa test_nsa test goldens info crash_test
 
 # What is there is found out by compiling and linking a probe, in a second make: so in `make deps train_nsa` the probes run after deps.
 ifndef CONFIGURED
@@ -35,7 +35,8 @@ else
 links = $(shell echo '$(1)' > /dev/null; mkdir -p $(BUILD); printf '$(1)\nint main() { return 0; }\n' | $(CXX) -x c++ - $(2) -o $(BUILD)/probe 2>/dev/null && echo yes)
 mark = $(if $(1),✓,✗)
 
-FLAGS := -std=c++17 -O3 -fno-math-errno -fno-trapping-math -pthread -Wall -Wextra
+FLAGS := -std=c++17 -O3 -fno-math-errno -fno-trapping-math -pthread -rdynamic -Wall -Wextra
+# -rdynamic: the watchdog's stack has names.
 # -fno-math-errno and -fno-trapping-math let loops with sqrt and comparisons be vectorised; results do not change. Never -ffast-math.
 LIBS :=
 ifneq ($(MARCH),)
@@ -104,6 +105,14 @@ ifeq ($(HAVE_NVCC),yes)
     $(error PRECISION=$(PRECISION): expected BF16 or FP32)
   endif
   LIBS += -lcublasLt
+  ifndef NO_NCCL
+    NCCL_PLACE := -I$(dir $(shell command -v $(NVCC)))../include -L$(dir $(shell command -v $(NVCC)))../lib64
+    HAVE_NCCL := $(call links,#include <nccl.h>,$(NCCL_PLACE) -lnccl)
+  endif
+  ifeq ($(HAVE_NCCL),yes)
+    FLAGS += -DUSE_NCCL
+    LIBS += -lnccl
+  endif
   # The rest of the flags goes to the host compiler as it is. Diagnostic 1675: GCC's unroll pragma, which nvcc's front end passes on;
   # parentheses: in the C++ that nvcc writes for the host compiler.
   HOST_FLAGS := $(filter-out -std=% -O3 -D% -I%,$(FLAGS)) -Wno-parentheses
@@ -129,12 +138,14 @@ info:
 	@echo "$(call mark,$(filter yes,$(HAVE_OMP))) OpenMP    $(if $(HAVE_OMP),all cores,$(if $(NO_OMP),left out by NO_OMP,not found: one core))"
 	@echo "$(call mark,$(filter yes,$(HAVE_MPI))) MPI       $(if $(HAVE_MPI),$(filter -l%,$(MPI_LIBS)),$(if $(NO_MPI),left out by NO_MPI,mpicxx not found or does not link: one process only; make deps))"
 	@echo "$(call mark,$(filter yes,$(HAVE_DNNL))) oneDNN    $(if $(HAVE_DNNL),fp32 GEMMs,$(if $(NO_DNNL),left out by NO_DNNL,not found: our own GEMM; make deps))"
+	@echo "$(call mark,$(filter yes,$(HAVE_NCCL))) NCCL      $(if $(HAVE_NCCL),gradients of several GPUs,$(if $(NO_NCCL),left out by NO_NCCL,$(if $(HAVE_NVCC),not found beside nvcc or in the system: gradients of several GPUs go through the host's memory,only with nvcc)))"
 	@echo "$(call mark,$(filter yes,$(HAVE_NVCC))) nvcc      $(if $(HAVE_NVCC),$(ARCH_NAME); PRECISION=$(PRECISION),$(if $(NO_CUDA),left out by NO_CUDA,not found))"
 
 # Kernels run without a GPU in dev/cuda_on_cpu.h, which is compiled by the host compiler whether or not nvcc is there.
 include dev/emulator.mk
-test: test_nsa train_nsa $(EMULATOR_PROGRAMS)
-	@dev/run_tests.sh ./test_nsa $(EMULATOR_TESTS) $(if $(HAVE_NVCC),dev/kernel_report.sh)
+include dev/crash_test/crash_test.mk
+test: test_nsa train_nsa $(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS)
+	@dev/run_tests.sh ./test_nsa $(CRASH_TESTS) $(EMULATOR_TESTS) $(if $(HAVE_NVCC),dev/kernel_report.sh)
 goldens: train_nsa
 	bash dev/test/make_goldens.sh
 

@@ -11,6 +11,9 @@
 #include "dev/test/op_tests.h"
 #include "dev/test/model_tests.h"
 #include "dev/test/run_tests.h"
+#include "dev/test/fault_tests.h"
+#include "dev/test/ddp_tests.h"
+#include "dev/test/checkpoint_tests.h"
 #ifdef HAVE_CUDA
 #include "dev/test/cuda_op_tests.h"
 #include "dev/test/attention_kernel_tests.h"

@@ -5,8 +5,11 @@
 // token shards in dataloader.h, text in tokenizer.h.
 #include <array>
 #include <chrono>
+#include <csignal>
 #include <functional>
 #include <limits>
+#include <map>
+#include <numeric>
 #include <set>
 #include <sstream>
 #include <string>
@@ -16,18 +19,20 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include "data/checkpoint.h"
 #include "data/json.h"
 #include "data/safetensors.h"
 #include "data/synthetic.h"
 #include "data/tokenize.h"
 #include "data/util.h"
+#include "data/watchdog.h"
 #include "dataloader.h"
-#include "ddp.cuh"
 #include "nsa_cpu.h"
 #ifdef __CUDACC__
 #include "nsa_kernels.cuh"
 #define HAVE_CUDA
 #endif
+#include "ddp.cuh"  // after the engines, whose gradients it sums
 #include "tokenizer.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -43,10 +48,15 @@ struct Config {
     std::string data, val_data, vocab_dir;
     // the optimiser
     int64_t batch = 0, seq_len = 0, total_batch = 0, recompute = 0, steps = 0, warmup = 0, seed = 0;
+    int64_t zero = 0, max_bad_steps = 0;
+    double bucket_mb = 0, skip_outliers = 0;
+    std::string grad_reduce;
+    bool deterministic = false;
     double lr = 0, lr_final = 0, weight_decay = 0, beta1 = 0, beta2 = 0, adam_eps = 0, grad_clip = 0;
     std::string schedule;
     // the run
-    int64_t eval_every = 0, eval_batches = 0, stats_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0, threads = 0;
+    int64_t eval_every = 0, eval_batches = 0, stats_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0, keep = 0, keep_every = 0, threads = 0;
+    double stall_timeout = 0;
     std::string out, device, dump_state;
     bool resume = false, help = false;
     // sampling and evaluation
@@ -121,6 +131,13 @@ static const std::vector<Option>& option_table() {
         {"beta2", TRAIN, &Config::beta2, "0.95", 0, 0.9999999, "AdamW"},
         {"adam-eps", TRAIN, &Config::adam_eps, "1e-8", 0, 1, "AdamW"},
         {"grad-clip", TRAIN, &Config::grad_clip, "1.0", 0, T, "largest global L2 norm of the gradient; 0: no clipping"},
+        {"max-bad-steps", TRAIN, &Config::max_bad_steps, "3", 1, M, "the run ends after this many steps in a row whose loss or gradient is not finite; such a step changes no weight"},
+        {"skip-outliers", TRAIN, &Config::skip_outliers, "0", 0, M, "no update where the loss or the gradient's norm lies more than this many standard deviations above the last 128 steps; 0: never"},
+        // ranks
+        {"bucket-mb", TRAIN, &Config::bucket_mb, "25", 0.001, 4096, "megabytes of fp32 gradients that are reduced at a time, while the backward pass goes on"},
+        {"grad-reduce", TRAIN, &Config::grad_reduce, "fp32", "fp32|bf16", "format in which gradients travel between ranks"},
+        {"zero", TRAIN, &Config::zero, "0", 0, 1, "1: optimiser state (moments, fp32 master weights) is shared out over the ranks"},
+        {"deterministic", TRAIN, &Config::deterministic, "the same bits for any number of ranks (a power of two) and any accumulation: one sample at a time, sums in a fixed tree; slower"},
         // the run
         {"seed", TRAIN | SAMPLE, &Config::seed, "1337", 0, 9e15, "of weights, data order and samples"},
         {"eval-every", TRAIN, &Config::eval_every, "preset", 0, T, "steps between validations; 0: only at the end"},
@@ -130,6 +147,9 @@ static const std::vector<Option>& option_table() {
         {"sample-tokens", TRAIN, &Config::sample_tokens, "256", 0, M, "tokens of such a sample; 0: none"},
         {"prompt", TRAIN | SAMPLE, &Config::prompt, "", nullptr, "text to continue; none: a new document"},
         {"save-every", TRAIN, &Config::save_every, "preset", 0, T, "steps between checkpoints; 0: only at the end"},
+        {"keep", TRAIN, &Config::keep, "0", 0, M, "newest checkpoints to keep; 0: all"},
+        {"keep-every", TRAIN, &Config::keep_every, "0", 0, T, "checkpoints of steps divisible by this are kept for ever; 0: none"},
+        {"stall-timeout", TRAIN, &Config::stall_timeout, "180", 0, M, "seconds without any progress on a rank after which the run ends; 0: wait for ever"},
         {"out", TRAIN | TOKENIZE, &Config::out, "auto", nullptr, "folder of the run; of tokenize: prefix of the shards"},
         {"resume", TRAIN, &Config::resume, "continue from the newest checkpoint under --out"},
         {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB, &Config::device, "auto", "auto|cpu|cuda", "auto: a GPU if there is one"},
@@ -330,9 +350,21 @@ struct Device {
     int threads = 1;
     std::string reason;
 };
+// A rank's share of its machine's processors. Where the launcher has bound ranks to processors of their own, all of those.
+static int threads_of_rank(const World& world) {
+    if (world.size == 1) return usable_processors();
+    const std::vector<std::string> places = world.gather(world.host + " " + processor_list());
+    int sharers = 0, neighbours = 0;
+    for (const std::string& place : places) {
+        sharers += place == places[size_t(world.rank)];
+        neighbours += place.substr(0, place.find(' ')) == world.host;
+    }
+    return std::max(1, usable_processors() / (sharers == neighbours ? world.local_size : sharers));
+}
+
 static Device choose_device(const Config& c, const World& world) {
     Device d;
-    d.threads = c.threads ? int(c.threads) : std::max(1, usable_processors() / world.local_size);
+    d.threads = c.threads ? int(c.threads) : threads_of_rank(world);
     omp_set_num_threads(d.threads);
     int gpus = 0;
     std::string none = "this build holds no CUDA engine";
@@ -360,9 +392,10 @@ static void resolve_batch(Config& c, const std::set<std::string>& given, const W
     }
     c.total_batch = sequences * c.seq_len;
     const int64_t per_rank = sequences / world.size;
+    if (c.deterministic) c.batch = 1;  // one sample at a time
     if (sequences % world.size)
         fail_usage("--total-batch %lld is %lld sequences of --seq-len %lld, not divisible by %d ranks", (long long)c.total_batch, (long long)sequences, (long long)c.seq_len, world.size);
-    if (!given.count("batch"))
+    if (!given.count("batch") && !c.deterministic)
         for (c.batch = std::min(as_preset ? p.batch : 1, per_rank); per_rank % c.batch; c.batch--) {}
     if (per_rank % c.batch)
         fail_usage("--total-batch %lld is %lld sequences for each of %d ranks, not divisible by --batch %lld", (long long)c.total_batch, (long long)per_rank, world.size, (long long)c.batch);
@@ -533,47 +566,89 @@ static float initial_value(const TensorSpec& t, size_t index, size_t i, const Co
 template <class Dev>
 struct Model {
     using real = typename Dev::real;
+    using Grad = typename Dev::Grad;
     Dev& dev;
     Config config;
     TensorTable table;
-    // Flat arrays of table.total elements. In inference only params; master is params itself on an engine without a master copy.
+    Partition partition;         // of the flat arrays into buckets and, over the ranks, parts
+    int rank;
+    bool sharded;                // --zero 1 on several ranks
+    std::vector<Piece> owned;    // what this rank updates: everything, or its parts
+    // Flat arrays of partition.elements elements: the table's tensors, one more (guard), and padding. In inference only params.
     real* params = nullptr;
+    Grad* grads = nullptr;
+    // Flat arrays of state_elements(), by Piece::local. On an engine without a master copy master is params, by Piece::begin.
     typename Dev::Master* master = nullptr;
-    typename Dev::Grad* grads = nullptr;
     typename Dev::Stat *m = nullptr, *v = nullptr;
-    double* results = nullptr;  // [2] of the running step: sum of its losses, sum of squares of its gradient
+    double* results = nullptr;   // of the running step: sum of its losses, sum of squares of its gradient; --deterministic: then every sample's loss
+    size_t result_count = 2;
+    double* squares[2] = {};     // the gradient's sums of squares, by chunk; of the running step at step % 2, of the one before at the other
+    std::vector<Grad*> partial;  // --deterministic: gradients of subtrees, see sum_in_tree
     Weights<real> w;
-    Weights<typename Dev::Grad> dw;
+    Weights<Grad> dw;
+    Watchdog* watchdog = nullptr;
+    int64_t step = 0;            // the running one, for the watchdog
 
-    Model(Dev& device, const Config& c, bool training) : dev(device), config(c), table(c) {
-        auto allocate_zeros = [&](auto*& p) {
-            p = dev.template allocate<std::remove_reference_t<decltype(*p)>>(table.total);
-            dev.zero(p, table.total);
+    Model(Dev& device, const Config& c, bool training, int rank_ = 0, int ranks = 1)
+        : dev(device), config(c), table(c), partition(table.total, ranks, c.bucket_mb), rank(rank_), sharded(c.zero == 1 && ranks > 1) {
+        auto allocate_zeros = [&](auto*& p, size_t count) {
+            p = dev.template allocate<std::remove_reference_t<decltype(*p)>>(count);
+            dev.zero(p, count);
         };
-        allocate_zeros(params);
+        allocate_zeros(params, partition.elements);
         w = table.point_into(params, c);
         if (!training) return;
-        if constexpr (Dev::has_master) allocate_zeros(master);
+        owned = sharded ? partition.parts(rank) : std::vector<Piece>{{0, partition.elements, 0}};
+        if constexpr (Dev::has_master) allocate_zeros(master, state_elements());
         else master = params;
-        allocate_zeros(grads), allocate_zeros(m), allocate_zeros(v);
-        results = dev.template allocate<double>(2);
-        dev.zero(results, 2);
+        allocate_zeros(grads, partition.elements), allocate_zeros(m, state_elements()), allocate_zeros(v, state_elements());
+        if (c.deterministic) result_count += size_t(samples_per_rank());
+        allocate_zeros(results, result_count);
+        for (double*& s : squares) allocate_zeros(s, chunks());
+        partial.resize(size_t(tree_levels(c, ranks)));
+        for (Grad*& p : partial) allocate_zeros(p, partition.elements);
         dw = table.point_into(grads, c);
     }
     ~Model() {
         if constexpr (Dev::has_master) dev.release(master);
-        dev.release(params), dev.release(grads), dev.release(m), dev.release(v), dev.release(results);
+        for (Grad* p : partial) dev.release(p);
+        dev.release(params), dev.release(grads), dev.release(m), dev.release(v), dev.release(results), dev.release(squares[0]), dev.release(squares[1]);
     }
     Model(const Model&) = delete;
     Model& operator=(const Model&) = delete;
 
-    // Bytes per element of the flat arrays in training.
-    static constexpr size_t element_bytes = sizeof(real) + (Dev::has_master ? sizeof(typename Dev::Master) : 0) + sizeof(typename Dev::Grad) + 2 * sizeof(typename Dev::Stat);
+    size_t state_elements() const { return sharded ? partition.shard() : partition.elements; }
+    size_t chunks() const { return partition.elements / CHUNK; }
+    int64_t samples_per_rank() const { return std::max<int64_t>(1, config.total_batch / std::max<int64_t>(1, config.seq_len) / partition.ranks); }
+    typename Dev::Master* master_at(const Piece& p, size_t i) const { return Dev::has_master ? master + p.local + (i - p.begin) : master + i; }
+    void progress(const char* phase) const {
+        if (watchdog) watchdog->progress(step, phase);
+    }
+
+    // Gradient buffers that --deterministic needs beside the first.
+    static int64_t tree_levels(const Config& c, int ranks) {
+        int64_t levels = 0;
+        if (c.deterministic)
+            while ((int64_t(1) << levels) < c.total_batch / c.seq_len / ranks) levels++;
+        return levels;
+    }
+    // Bytes of the flat arrays in training.
+    static double flat_bytes(const Config& c, int ranks) {
+        const Partition p(TensorTable(c).total, ranks, c.bucket_mb);
+        const double state = double(Dev::has_master ? sizeof(typename Dev::Master) : 0) + 2 * sizeof(typename Dev::Stat);
+        return double(p.elements) * (double(sizeof(real)) + sizeof(Grad) * double(1 + tree_levels(c, ranks)) + state / (c.zero == 1 ? ranks : 1));
+    }
+
+    // What a tensor and a piece have in common, [first, last) in the flat arrays.
+    static std::pair<size_t, size_t> overlap(const TensorSpec& t, size_t size, const Piece& p) { return {std::max(t.offset, p.begin), std::min(t.offset + size, p.begin + p.count)}; }
 
     void set_parameter(const TensorSpec& t, const float* values) {
         dev.from_host(params + t.offset, values, t.size);
         if constexpr (Dev::has_master)
-            if (master) dev.from_host(master + t.offset, values, t.size);
+            for (const Piece& p : owned) {
+                const auto [first, last] = overlap(t, t.size, p);
+                if (first < last) dev.from_host(master_at(p, first), values + (first - t.offset), last - first);
+            }
     }
     void initialise() {
         for (size_t index = 0; index < table.specs.size(); index++) {
@@ -735,6 +810,7 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     typename Dev::real* x_next = i + 1 < a.layer.size() ? a.layer[i + 1].x : a.x_out;
     const auto h = a.heads(y);
 
+    model.progress("forward");
     dev.rmsnorm_forward(y.attn_normed, y.attn_rstd, y.x, w.attn_norm, N, C);
     dev.matmul_forward(a.projected, y.attn_normed, w.q_proj, nullptr, N, C, s.projected());
     dev.split_heads_forward(h, a.projected, s);
@@ -780,6 +856,7 @@ void classify_rows(Model<Dev>& model, Activations<Dev>& a, const int32_t* target
     if (logits_out) logits_out->resize(size_t(N * a.V));
     for (int64_t row = 0; row < N; row += a.logit_rows) {
         const int rows = int(std::min(a.logit_rows, N - row));
+        model.progress("classifier");
         dev.matmul_forward(a.logits, a.normed + row * C, model.w.embed, nullptr, rows, int(C), int(a.Vp));
         if (logits_out)
             for (int r = 0; r < rows; r++) dev.to_host(logits_out->data() + (row + r) * a.V, a.logits + r * a.Vp, size_t(a.V));
@@ -801,8 +878,9 @@ double classify(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, 
 }
 
 // Adds the gradient of everything below the head to the model's gradients, from a.dnormed. Each step names the forward line it differentiates.
+// ready(offset), where given, is told that the gradients from that place of the flat array on are final.
 template <class Dev>
-void backward(Model<Dev>& model, Activations<Dev>& a) {
+void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(size_t)>& ready = nullptr) {
     using real = typename Dev::real;
     Dev& dev = model.dev;
     const NsaShape& s = a.shape;
@@ -813,6 +891,7 @@ void backward(Model<Dev>& model, Activations<Dev>& a) {
     // normed = rmsnorm(x_out)
     dev.rmsnorm_backward(a.dx, model.dw.norm, a.dnormed, a.x_out, a.rstd, model.w.norm, N, C);
     for (size_t i = a.layer.size(); i-- > 0;) {
+        model.progress("backward");
         auto& y = a.layer[i];
         const auto& w = model.w.layer[i];
         const auto& dw = model.dw.layer[i];
@@ -861,6 +940,7 @@ void backward(Model<Dev>& model, Activations<Dev>& a) {
         dev.matmul_backward_input(a.dnormed, a.projected, w.q_proj, N, C, P);
         // attn_normed = rmsnorm(x)
         dev.rmsnorm_backward(a.dx, dw.attn_norm, a.dnormed, y.x, y.attn_rstd, w.attn_norm, N, C);
+        if (ready) ready(size_t(dw.attn_norm - model.dw.embed));  // the layer's first tensor; behind it lie only later layers
     }
     // x = embed[token]
     dev.embedding_backward(model.dw.embed, a.dx, a.tokens, N, C);
@@ -877,17 +957,37 @@ static double learning_rate(const Config& c, int64_t step) {
     return c.lr * (c.lr_final + (1 - c.lr_final) * fraction);
 }
 
-// One AdamW step on the summed gradients, clipped to the global L2 norm. The norm goes to model.results[1] and is not waited for; if it is not finite, the
-// weights stay as they are.
+// The squared global L2 norm of the summed gradients to model.results[1], NaN where a rank's loss is not finite; it is not waited for.
+// Its bits depend on the gradients alone, not on who owns which part of them.
 template <class Dev>
-void update(Model<Dev>& model, int64_t step, double lr) {
+void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = nullptr) {
+    double* squares = model.squares[step % 2];
+    if (model.sharded) model.dev.zero(squares, model.chunks());
+    for (const Piece& p : model.owned) chunk_squares(model.dev, squares, model.grads, model.table.total, p.begin, p.count);
+    if (model.sharded) reducer->complete(squares, model.chunks());
+    total_squares(model.dev, model.results + 1, squares, model.chunks(), model.grads + model.table.total);
+}
+
+// One AdamW step on the summed gradients, clipped to the global L2 norm of gradient_norm(). If that is not finite, the weights stay as they are.
+template <class Dev>
+void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = nullptr) {
     const Config& c = model.config;
-    model.dev.sum_of_squares(model.results + 1, model.grads, model.table.total);
-    for (const TensorSpec& t : model.table.specs) {
-        HyperAdamW h{lr, c.beta1, c.beta2, c.adam_eps, t.decay ? c.weight_decay : 0.0, step, 1.0, uint64_t(c.seed), t.offset};
-        h.squares = model.results + 1, h.grad_clip = c.grad_clip;
-        model.dev.adamw(model.params + t.offset, model.master + t.offset, model.m + t.offset, model.v + t.offset, model.grads + t.offset, t.padded, h);
-    }
+    for (const Piece& p : model.owned)
+        for (const TensorSpec& t : model.table.specs) {
+            const auto [first, last] = model.overlap(t, t.padded, p);
+            if (first >= last) continue;
+            HyperAdamW h{lr, c.beta1, c.beta2, c.adam_eps, t.decay ? c.weight_decay : 0.0, step, 1.0, uint64_t(c.seed), first};
+            h.squares = model.results + 1, h.grad_clip = c.grad_clip;
+            const size_t local = p.local + (first - p.begin);
+            model.dev.adamw(model.params + first, model.master_at(p, first), model.m + local, model.v + local, model.grads + first, last - first, h);
+        }
+    if (model.sharded) reducer->gather(model.params);
+}
+
+template <class Dev>
+void update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = nullptr) {
+    gradient_norm(model, step, reducer);
+    apply_update(model, step, lr, reducer);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -959,121 +1059,262 @@ void print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Checkpoints: RUN/step_00001000/ with model.safetensors, config.json, optimizer.safetensors, state.json. Written into a temporary folder that is
-// renamed when everything is on disk, so a folder of that name is always whole.
+// Checkpoints: RUN/step_00001000/ with model.safetensors, config.json, one optimizer_<rank>-of-<ranks>.safetensors per rank, and manifest.json, which holds the
+// checksums and what a resume needs beside the tensors. How such a folder comes to be whole is in data/checkpoint.h. Any number of ranks can resume it.
 
-struct TrainState {
-    int64_t step = 0;  // finished optimiser steps
-    LoaderState loader{};
-    double best_val_loss = std::numeric_limits<double>::infinity();
+// One line about something that went wrong and is survived.
+static void complain(const std::string& text) {
+    std::fflush(stdout);
+    std::fprintf(stderr, "train_nsa: warning: %s\n", text.c_str());
+}
+
+// All ranks fail with the first one's error, or none does. Also a barrier.
+static void fail_together(const World& world, const std::string& error) {
+    if (world.size == 1 && !error.empty()) fail("%s", error.c_str());
+    if (world.size == 1) return;
+    const std::vector<std::string> errors = world.gather(error);
+    for (size_t r = 0; r < errors.size(); r++)
+        if (!errors[r].empty()) fail("rank %zu: %s", r, errors[r].c_str());
+}
+
+// The records of all ranks' files. If one of them could not write its own, `error` there, all fail with its text.
+static std::vector<FileRecord> gather_records(const World& world, const std::vector<FileRecord>& mine, const std::string& error) {
+    fail_together(world, error);
+    std::string text;
+    for (const FileRecord& r : mine) text += format_text("%s %llu %u\n", r.name.c_str(), (unsigned long long)r.size, r.crc32c);
+    std::string all;
+    for (const std::string& t : world.gather(text)) all += t;
+    std::vector<FileRecord> records;
+    std::istringstream in(all);
+    for (FileRecord r; in >> r.name >> r.size >> r.crc32c;) records.push_back(r);
+    return records;
+}
+
+// The last 128 values of something that should move slowly, for z-scores as llm.c has them: how many standard deviations a value lies above their mean.
+struct OutlierWindow {
+    static constexpr size_t SIZE = 128;
+    std::vector<double> values;  // the oldest first
+
+    // NaN until the window is full. The value itself is the window's last.
+    double z_score(double value) {
+        values.push_back(value);
+        if (values.size() <= SIZE) return std::numeric_limits<double>::quiet_NaN();
+        values.erase(values.begin());
+        double mean = 0, variance = 0;
+        for (double v : values) mean += v / double(SIZE);
+        for (double v : values) variance += (v - mean) * (v - mean) / double(SIZE);
+        return variance > 0 ? (value - mean) / std::sqrt(variance) : 0;
+    }
 };
 
-// A flat array of the model as float views in the form on disk (padding left out). What is no fp32 in the host's memory is copied; `buffers` keeps the copies.
+struct TrainState {
+    int64_t step = 0;         // finished optimiser steps
+    int64_t last_update = 0;  // the last of them that changed the weights
+    int64_t bad_steps = 0;    // not finite, in a row, up to now
+    LoaderState loader{};
+    double best_val_loss = std::numeric_limits<double>::infinity();
+    OutlierWindow losses, norms;
+};
+
+// `count` numbers of the engine as fp32 in the host's memory: in place where they are that already and no copy is asked for; else `buffers` keeps them.
 template <class Dev, class T>
-std::vector<TensorView> views_of(const Model<Dev>& model, const T* flat, const std::string& prefix, std::vector<std::vector<float>>& buffers) {
+const float* host_floats(Dev& dev, const T* p, size_t count, bool copy, std::vector<std::vector<float>>& buffers) {
+    if constexpr (Dev::on_host && std::is_same<T, float>::value)
+        if (!copy) return p;
+    buffers.emplace_back(count);
+    dev.to_host(buffers.back().data(), p, count);
+    return buffers.back().data();
+}
+
+// A whole flat array as views in the form on disk (padding left out).
+template <class Dev, class T>
+std::vector<TensorView> views_of(const Model<Dev>& model, const T* flat, const std::string& prefix, std::vector<std::vector<float>>& buffers, bool copy = false) {
+    std::vector<TensorView> views;
+    for (const TensorSpec& t : model.table.specs) views.push_back(tensor_view(prefix + t.name, t.shape(), host_floats(model.dev, flat + t.offset, t.size, copy, buffers)));
+    return views;
+}
+
+// The fp32 weights. Sharded master copies are put together over the ranks: all of them call this.
+template <class Dev>
+std::vector<TensorView> views_of_weights(const Model<Dev>& model, const World& world, std::vector<std::vector<float>>& buffers, bool copy) {
+    if (!model.sharded || !Dev::has_master) return views_of(model, model.master, "", buffers, copy);
     std::vector<TensorView> views;
     for (const TensorSpec& t : model.table.specs) {
-        if constexpr (Dev::on_host && std::is_same<T, float>::value) {
-            views.push_back(tensor_view(prefix + t.name, t.shape(), flat + t.offset));
-        } else {
-            buffers.emplace_back(t.size);
-            model.dev.to_host(buffers.back().data(), flat + t.offset, t.size);
-            views.push_back(tensor_view(prefix + t.name, t.shape(), buffers.back().data()));
+        std::vector<float> whole(t.size);
+        for (const Piece& p : model.owned) {
+            const auto [first, last] = model.overlap(t, t.size, p);
+            if (first < last) model.dev.to_host(whole.data() + (first - t.offset), model.master_at(p, first), last - first);
         }
+        world.sum(whole.data(), whole.size());  // the others have zeros here
+        if (world.rank != 0) continue;
+        buffers.push_back(std::move(whole));
+        views.push_back(tensor_view(t.name, t.shape(), buffers.back().data()));
     }
     return views;
+}
+
+// This rank's share of m or v, sharded or not: "m.<tensor>[<first>:<last>]" are those elements of the tensor.
+template <class Dev>
+void add_moments(std::vector<TensorView>& views, const Model<Dev>& model, const typename Dev::Stat* flat, const char* name, std::vector<std::vector<float>>& buffers, bool copy) {
+    for (const Piece& p : model.partition.parts(model.rank))
+        for (const TensorSpec& t : model.table.specs) {
+            const auto [first, last] = model.overlap(t, t.size, p);
+            if (first >= last) continue;
+            const size_t at = model.sharded ? p.local + (first - p.begin) : first;
+            views.push_back(tensor_view(format_text("%s.%s[%zu:%zu]", name, t.name.c_str(), first - t.offset, last - t.offset), {int64_t(last - first)}, host_floats(model.dev, flat + at, last - first, copy, buffers)));
+        }
+}
+
+// What one rank writes of a checkpoint: with `copy` as it is now, whatever becomes of the model; without, the model must stay as it is while it is written.
+struct Snapshot {
+    std::vector<std::vector<float>> buffers;
+    std::vector<TensorView> weights;  // on rank 0
+    std::vector<TensorView> moments;  // this rank's share
+};
+
+template <class Dev>
+Snapshot take_snapshot(const Model<Dev>& model, const World& world, bool copy) {
+    Snapshot s;
+    s.weights = views_of_weights(model, world, s.buffers, copy && world.rank == 0);
+    if (world.rank != 0) s.weights.clear();
+    add_moments(s.moments, model, model.m, "m", s.buffers, copy);
+    add_moments(s.moments, model, model.v, "v", s.buffers, copy);
+    return s;
+}
+
+static std::vector<FileRecord> write_snapshot(const Snapshot& s, const Config& c, const std::string& folder, int rank, int ranks) {
+    std::vector<FileRecord> records;
+    records.push_back(write_safetensors(folder + format_text("/optimizer_%05d-of-%05d.safetensors", rank, ranks), {}, s.moments));
+    if (rank != 0) return records;
+    records.push_back(write_safetensors(folder + "/model.safetensors", {{"format", "pt"}}, s.weights));
+    records.push_back(write_text_file(folder + "/config.json", config_json(c)));
+    return records;
+}
+
+static std::string manifest_json(const Config& c) {
+    std::string text = "{\"program\": \"train_nsa\"";
+    for (const Option& o : option_table())
+        if ((o.verbs & TRAIN) && std::strcmp(o.name, "help") && std::strcmp(o.name, "resume"))
+            text += ",\n \"" + underscored(o.name) + "\": " + (o.integer || o.real ? value_text(c, o) : json_quote(value_text(c, o)));
+    return text + "}\n";
+}
+
+static std::string numbers_json(const std::vector<double>& values) {
+    std::string text = "[";
+    for (double v : values) text += format_text("%s%.17g", text.size() > 1 ? ", " : "", v);
+    return text + "]";
+}
+
+// The manifest's state. Seeds can exceed what a JSON number holds exactly in some readers, so the loader's integers are strings.
+static std::string state_json(const TrainState& s, const Config& c, int ranks) {
+    std::string text = format_text("{\"last_update\": %lld, \"bad_steps\": %lld, \"ranks\": %d", (long long)s.last_update, (long long)s.bad_steps, ranks);
+    text += format_text(",\n \"loader\": [\"%llu\", \"%llu\", \"%llu\", \"%llu\"]", (unsigned long long)s.loader.seed, (unsigned long long)s.loader.seq_len, (unsigned long long)s.loader.corpus,
+                        (unsigned long long)s.loader.next_sample);
+    if (std::isfinite(s.best_val_loss)) text += format_text(",\n \"best_val_loss\": %.17g", s.best_val_loss);
+    text += ",\n \"losses\": " + numbers_json(s.losses.values) + ",\n \"norms\": " + numbers_json(s.norms.values);
+    return text + ",\n \"options\": " + manifest_json(c) + "}";
+}
+
+static TrainState read_state(const Manifest& manifest) {
+    const std::string& path = manifest.path;
+    TrainState state;
+    state.step = manifest.step;
+    state.last_update = manifest.state.integer("last_update", path), state.bad_steps = manifest.state.integer("bad_steps", path);
+    const std::vector<Json>& loader = manifest.state.array("loader", path);
+    uint64_t* fields[] = {&state.loader.seed, &state.loader.seq_len, &state.loader.corpus, &state.loader.next_sample};
+    if (loader.size() != 4) fail("%s: loader has %zu integers, expected 4", path.c_str(), loader.size());
+    for (size_t i = 0; i < 4; i++) {
+        const std::string& text = loader[i].string(path + ": loader");
+        char* end = nullptr;
+        errno = 0;
+        *fields[i] = std::strtoull(text.c_str(), &end, 10);
+        if (text.empty() || text[0] < '0' || text[0] > '9' || *end || errno) fail("%s: loader[%zu] is %s, expected an integer", path.c_str(), i, json_quote(text).c_str());
+    }
+    if (manifest.state.find("best_val_loss")) state.best_val_loss = manifest.state.number("best_val_loss", path);
+    for (auto [window, name] : {std::make_pair(&state.losses, "losses"), std::make_pair(&state.norms, "norms")}) {
+        for (const Json& value : manifest.state.array(name, path)) window->values.push_back(value.number(path + ": " + name));
+        if (window->values.size() > OutlierWindow::SIZE) fail("%s: %s has %zu values, expected at most %zu", path.c_str(), name, window->values.size(), OutlierWindow::SIZE);
+    }
+    return state;
 }
 
 template <class Dev>
 void read_parameters(Model<Dev>& model, const SafeTensors& file) {
     for (const TensorSpec& t : model.table.specs) model.set_parameter(t, static_cast<const float*>(file.get(t.name, "F32", t.shape()).data));
 }
-template <class Dev, class T>
-void read_moments(Model<Dev>& model, T* flat, const std::string& prefix, const SafeTensors& file) {
-    for (const TensorSpec& t : model.table.specs) model.dev.from_host(flat + t.offset, static_cast<const float*>(file.get(prefix + t.name, "F32", t.shape()).data), t.size);
-}
 
-static std::string manifest_json(const Config& c) {
-    std::string text = "{\"program\": \"train_nsa\"";
-    for (const Option& o : option_table())
-        if ((o.verbs & TRAIN) && !o.flag) text += ",\n \"" + underscored(o.name) + "\": " + (o.integer || o.real ? value_text(c, o) : json_quote(value_text(c, o)));
-    return text + "}\n";
-}
-
+// Takes what this rank owns of m and v out of every rank's file, whatever their number was.
 template <class Dev>
-std::string save_checkpoint(const Model<Dev>& model, const Config& c, const TrainState& state) {
-    const std::string folder = format_text("%s/step_%08lld", c.out.c_str(), (long long)state.step), writing = folder + ".writing";
-    if (file_exists(folder)) return folder;  // the same step of the same run: nothing new
-    make_folders(writing);
-    {
-        std::vector<std::vector<float>> buffers;
-        write_safetensors(writing + "/model.safetensors", {{"format", "pt"}}, views_of(model, model.master, "", buffers));
+void read_moments(Model<Dev>& model, const Manifest& manifest, const std::string& folder) {
+    std::map<std::string, const TensorSpec*> specs;
+    size_t expected = 0, found = 0;
+    for (const TensorSpec& t : model.table.specs) specs[t.name] = &t, expected += 2 * t.size;
+    for (const FileRecord& record : manifest.files) {
+        if (record.name.compare(0, 10, "optimizer_") != 0) continue;
+        const SafeTensors file(folder + "/" + record.name);
+        for (const TensorView& view : file.tensors) {
+            size_t first = 0, last = 0;
+            const size_t bracket = view.name.find('[');
+            int length = 0;
+            if (bracket == std::string::npos || std::sscanf(view.name.c_str() + bracket, "[%zu:%zu]%n", &first, &last, &length) != 2 || view.name.size() != bracket + size_t(length) || view.dtype != "F32")
+                fail("%s: tensor %s: expected F32 and a name like m.norm.weight[0:128]", file.path.c_str(), json_quote(view.name).c_str());
+            const auto spec = specs.find(view.name.substr(2, bracket - 2));
+            const bool is_m = view.name.compare(0, 2, "m.") == 0;
+            if ((!is_m && view.name.compare(0, 2, "v.") != 0) || spec == specs.end()) fail("%s: tensor %s belongs to no tensor of this model", file.path.c_str(), json_quote(view.name).c_str());
+            const TensorSpec& t = *spec->second;
+            if (first >= last || last > t.size || view.elements() != int64_t(last - first)) fail("%s: tensor %s has %lld elements, the whole one %zu", file.path.c_str(), view.name.c_str(), (long long)view.elements(), t.size);
+            found += last - first;
+            for (const Piece& p : model.owned) {
+                const size_t from = std::max(t.offset + first, p.begin), to = std::min(t.offset + last, p.begin + p.count);
+                if (from < to) model.dev.from_host((is_m ? model.m : model.v) + p.local + (from - p.begin), static_cast<const float*>(view.data) + (from - t.offset - first), to - from);
+            }
+        }
     }
-    {
-        std::vector<std::vector<float>> buffers;
-        std::vector<TensorView> moments = views_of(model, model.m, "m.", buffers);
-        for (const TensorView& t : views_of(model, model.v, "v.", buffers)) moments.push_back(t);
-        write_safetensors(writing + "/optimizer.safetensors", {}, moments);
-    }
-    write_text_file(writing + "/config.json", config_json(c));
-    // Seeds can exceed what a JSON number holds exactly in some readers, so the loader's integers are strings.
-    std::string text = format_text("{\"step\": %lld", (long long)state.step);
-    text += format_text(",\n \"loader\": [\"%llu\", \"%llu\", \"%llu\", \"%llu\"]", (unsigned long long)state.loader.seed, (unsigned long long)state.loader.seq_len,
-                        (unsigned long long)state.loader.corpus, (unsigned long long)state.loader.next_sample);
-    if (std::isfinite(state.best_val_loss)) text += format_text(",\n \"best_val_loss\": %.17g", state.best_val_loss);
-    write_text_file(writing + "/state.json", text + ",\n \"options\": " + manifest_json(c) + "}\n");
-    sync_folder(writing);
-    if (std::rename(writing.c_str(), folder.c_str()) != 0) fail("cannot rename %s to %s: %s", writing.c_str(), folder.c_str(), std::strerror(errno));
-    sync_folder(c.out);
-    return folder;
+    if (found != expected) fail("%s: the optimiser's files hold %zu of %zu moments: one of them is missing or of another model", manifest.path.c_str(), found, expected);
 }
 
-// The newest checkpoint of a run's folder; a checkpoint's own folder is taken as it is; "" where there is none.
-static std::string newest_checkpoint(const std::string& folder) {
-    if (file_exists(folder + "/model.safetensors")) return folder;
-    std::string newest;
-    for (const std::string& path : glob_files(glob_literal(folder) + "/step_????????"))
-        if (file_exists(path + "/model.safetensors")) newest = path;  // sorted by name, so by step
+// The newest checkpoint of a run's folder that is whole; what is wrong with newer ones is told. "" where there is none; but if all there are are damaged, that is an error.
+static std::string newest_checkpoint(const std::string& run) {
+    std::vector<std::string> damages;
+    const std::string newest = newest_intact_checkpoint(run, [&](const std::string& text) { damages.push_back(text); });
+    if (newest.empty() && !damages.empty()) fail("%s", damages[0].c_str());
+    for (const std::string& text : damages) complain(text);
     return newest;
 }
 
 template <class Dev>
 TrainState load_checkpoint(Model<Dev>& model, const std::string& folder) {
-    const std::string path = folder + "/state.json";
-    const Json root = parse_json(read_file(path), path);
-    TrainState state;
-    state.step = root.integer("step", path);
-    const std::vector<Json>& loader = root.array("loader", path);
-    uint64_t* fields[] = {&state.loader.seed, &state.loader.seq_len, &state.loader.corpus, &state.loader.next_sample};
-    if (loader.size() != 4 || state.step < 0) fail("%s: a step >= 0 and four loader integers were expected", path.c_str());
-    for (size_t i = 0; i < 4; i++) {
-        const std::string& text = loader[i].string(path + ": loader");
-        char* end = nullptr;
-        errno = 0;
-        *fields[i] = std::strtoull(text.c_str(), &end, 10);
-        if (text.empty() || text[0] < '0' || text[0] > '9' || *end || errno) fail("%s: loader[%zu] is '%s', expected an integer", path.c_str(), i, text.c_str());
+    const Manifest manifest = read_manifest(folder);
+    const TrainState state = read_state(manifest);
+    const SafeTensors weights(folder + "/model.safetensors");
+    read_parameters(model, weights);
+    if constexpr (Dev::has_master) {  // the file holds the master copy; the parameters are rounded from it as the last update did
+        size_t largest = 0;
+        for (const TensorSpec& t : model.table.specs) largest = std::max(largest, t.padded);
+        typename Dev::Master* whole = model.dev.template allocate<typename Dev::Master>(largest);
+        for (const TensorSpec& t : model.table.specs) {
+            if (state.last_update == 0) break;
+            model.dev.zero(whole, t.padded);
+            model.dev.from_host(whole, static_cast<const float*>(weights.get(t.name, "F32", t.shape()).data), t.size);
+            model.dev.round_master(model.params + t.offset, whole, t.padded, uint64_t(model.config.seed), state.last_update, t.offset);
+        }
+        model.dev.release(whole);
     }
-    if (root.find("best_val_loss")) state.best_val_loss = root.number("best_val_loss", path);
-    read_parameters(model, SafeTensors(folder + "/model.safetensors"));
-    if constexpr (Dev::has_master)  // the file holds the master copy; the parameters are rounded from it as the last update did
-        for (const TensorSpec& t : model.table.specs)
-            if (state.step > 0) model.dev.round_master(model.params + t.offset, model.master + t.offset, t.padded, uint64_t(model.config.seed), state.step, t.offset);
-    const SafeTensors moments(folder + "/optimizer.safetensors");
-    read_moments(model, model.m, "m.", moments);
-    read_moments(model, model.v, "v.", moments);
+    read_moments(model, manifest, folder);
     return state;
 }
 
 // The options of a trained model, from a checkpoint, over the ones given (which say where the vocabulary lies, what to sample ...).
 static std::string read_trained_config(Config& c) {
     if (c.from.empty()) fail_usage("--from is missing: the folder of a run, such as runs/tiny");
-    const std::string folder = newest_checkpoint(c.from);
-    if (folder.empty()) fail("--from %s holds no checkpoint: no step_*/model.safetensors in it", c.from.c_str());
+    const bool is_checkpoint = file_exists(c.from + "/model.safetensors");
+    if (is_checkpoint && file_exists(c.from + "/manifest.json")) verify_checkpoint(c.from);
+    const std::string folder = is_checkpoint ? c.from : newest_checkpoint(c.from);
+    if (folder.empty()) fail("--from %s holds no checkpoint: no step_*/manifest.json in it", c.from.c_str());
     read_config_json(c, folder + "/config.json");
-    if (c.vocab_dir.empty() && file_exists(folder + "/state.json")) {  // where training found it
-        const std::string path = folder + "/state.json";
-        const Json root = parse_json(read_file(path), path);
-        c.vocab_dir = root.get("options", path).string("vocab_dir", path);
+    if (c.vocab_dir.empty() && file_exists(folder + "/manifest.json")) {  // where training found it
+        const Manifest manifest = read_manifest(folder);
+        c.vocab_dir = manifest.state.get("options", manifest.path).string("vocab_dir", manifest.path);
     }
     return folder;
 }
@@ -1118,8 +1359,8 @@ struct EvalResult {
     uint64_t bytes = 0;        // of the text that the targets stand for; 0 where unknown
 };
 
-// Mean loss over the first `samples` samples, dealt to the ranks: always the same ones, whatever the ranks and the micro-batch. The last micro-batch may reach
-// beyond them; those rows are not counted.
+// Mean loss over the first `samples` samples, dealt to the ranks: always the same ones, added in their order, whatever the ranks and the micro-batch. The last
+// micro-batch may reach beyond them; those rows are not counted.
 template <class Dev>
 EvalResult evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, int64_t samples, const World& world, const Tokenizer* tokenizer) {
     const int B = a.shape.B, T = a.shape.T;
@@ -1129,24 +1370,30 @@ EvalResult evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, 
     LoaderState start = loader.state();
     start.next_sample = 0;
     loader.restore(start);
-    double loss = 0, answer_loss = 0, tokens = 0, answers = 0, bytes = 0;
+    enum { LOSS, ANSWER_LOSS, TOKENS, ANSWERS, BYTES, COUNT };
+    std::vector<double> of_sample(size_t(samples) * COUNT);
     for (int64_t first = 0; first < samples; first += int64_t(B) * world.size) {
         loader.next_batch(inputs.data(), targets.data(), B, answer.data());
         forward(model, a, inputs.data(), 0, T);
         classify_rows(model, a, targets.data(), 0, false);
         model.dev.copy(losses.data(), a.losses, losses.size());
-        for (int64_t b = 0; b < B && first + world.rank + b * world.size < samples; b++)
+        for (int64_t b = 0; b < B && first + world.rank + b * world.size < samples; b++) {
+            double* sums = &of_sample[size_t(first + world.rank + b * world.size) * COUNT];
             for (size_t j = size_t(b) * T; j < size_t(b + 1) * T; j++) {
-                loss += losses[j], tokens++;
-                if (answer[j]) answer_loss += losses[j], answers++;
-                if (tokenizer) bytes += double(tokenizer->token_bytes(uint16_t(targets[j])));
+                sums[LOSS] += losses[j], sums[TOKENS]++;
+                if (answer[j]) sums[ANSWER_LOSS] += losses[j], sums[ANSWERS]++;
+                if (tokenizer) sums[BYTES] += double(tokenizer->token_bytes(uint16_t(targets[j])));
             }
+        }
     }
+    model.progress("waiting for the other ranks");
+    world.sum(of_sample.data(), of_sample.size());
+    double total[COUNT] = {};
+    for (size_t i = 0; i < of_sample.size(); i++) total[i % COUNT] += of_sample[i];
     EvalResult r;
-    r.tokens = uint64_t(world.sum(tokens)), r.answers = uint64_t(world.sum(answers)), r.bytes = uint64_t(world.sum(bytes));
-    r.loss = world.sum(loss) / double(r.tokens);
-    const double answer_total = world.sum(answer_loss);
-    if (r.answers) r.answer_loss = answer_total / double(r.answers);
+    r.tokens = uint64_t(total[TOKENS]), r.answers = uint64_t(total[ANSWERS]), r.bytes = uint64_t(total[BYTES]);
+    r.loss = total[LOSS] / total[TOKENS];
+    if (r.answers) r.answer_loss = total[ANSWER_LOSS] / total[ANSWERS];
     return r;
 }
 
@@ -1170,9 +1417,9 @@ struct RunLog {
             if (append && file_exists(folder + name)) {
                 std::istringstream in(read_file(folder + name));
                 std::string kept;
-                for (std::string line; std::getline(in, line);)
+                for (std::string line; std::getline(in, line) && !in.eof();)  // a last line without its end was torn by a crash
                     if (line.compare(0, std::strlen(step), step) == 0 && std::atoll(line.c_str() + std::strlen(step)) <= last_step) kept += line + "\n";
-                write_text_file(folder + name, kept);
+                replace_text_file(folder + name, kept);
             }
             *file = std::fopen((folder + name).c_str(), append ? "a" : "w");
             if (!*file) fail("cannot open %s%s: %s", folder.c_str(), name, std::strerror(errno));
@@ -1181,9 +1428,21 @@ struct RunLog {
     RunLog(const RunLog&) = delete;
     RunLog& operator=(const RunLog&) = delete;
     ~RunLog() { std::fclose(text), std::fclose(json); }
+    // A full disk costs lines, not the run.
     void line(FILE* file, const std::string& s) {
-        if (std::fprintf(file, "%s\n", s.c_str()) < 0 || std::fflush(file) != 0) fail("cannot write the run's log: %s", std::strerror(errno));
+        if (std::fprintf(file, "%s\n", s.c_str()) >= 0 && std::fflush(file) == 0) return;
+        if (!warned) complain(format_text("cannot write the run's log: %s; lines are missing there from now on, stdout has them", std::strerror(errno)));
+        warned = true;
+        std::clearerr(file);
     }
+    // Before a checkpoint is committed: nobody will write the lines up to its step again.
+    void sync() {
+        for (FILE* file : {text, json})
+            if (fsync(fileno(file)) != 0) fail("cannot sync the run's log: %s", std::strerror(errno));
+    }
+
+  private:
+    bool warned = false;
 };
 
 // Per layer: mean gate and share of each branch, the gates' entropy, selected blocks and how much of the importance fell on them; JSON.
@@ -1260,7 +1519,7 @@ static TrainData open_data(const Config& c, const World& world) {
 
 // A folder for the run. An earlier run's is never written over: without --resume it is moved aside.
 static void prepare_run_folder(const Config& c, bool resuming) {
-    if (!resuming && (file_exists(c.out + "/main.log") || !newest_checkpoint(c.out).empty())) {
+    if (!resuming && (file_exists(c.out + "/main.log") || !checkpoint_steps(c.out).empty())) {
         int n = 1;
         while (file_exists(c.out + "." + std::to_string(n))) n++;
         const std::string aside = c.out + "." + std::to_string(n);
@@ -1270,7 +1529,8 @@ static void prepare_run_folder(const Config& c, bool resuming) {
         std::printf("out:    %s%s\n", c.out.c_str(), resuming ? ", resumed" : "");
     }
     make_folders(c.out);
-    write_text_file(c.out + "/run.json", manifest_json(c));
+    clean_leftovers(c.out, complain);
+    replace_text_file(c.out + "/run.json", manifest_json(c));
 }
 
 static void require_same_model(const Config& c, const std::string& checkpoint) {
@@ -1286,42 +1546,67 @@ static void require_same_model(const Config& c, const std::string& checkpoint) {
     }
 }
 
-// The gradients summed over ranks; those of a GPU go through the host's memory in pieces.
+// One sample after the other, forward and backward, and their gradients added in a tree that depends on nothing but the number of samples: those of
+// first, first + stride, ... (`count` of them) are the sum of every second one's, plus the sum of the others'. With a power of two of ranks the samples of a rank
+// are such a set, and Reducer adds the ranks' sums as the tree goes on: the same bits for any of these numbers of ranks.
+// The result is in the buffer of this level: 0 is model.grads.
 template <class Dev>
-void sum_gradients(Model<Dev>& model, const World& world) {
-    if (world.size == 1) return;
-    if constexpr (Dev::on_host) {
-        world.sum(model.grads, model.table.total);
-    } else {
-        std::vector<float> piece(std::min<size_t>(model.table.total, 6'250'000));
-        for (size_t at = 0; at < model.table.total; at += piece.size()) {
-            const size_t count = std::min(piece.size(), model.table.total - at);
-            model.dev.to_host(piece.data(), model.grads + at, count);
-            world.sum(piece.data(), count);
-            model.dev.from_host(model.grads + at, piece.data(), count);
-        }
+void sum_in_tree(Model<Dev>& model, Activations<Dev>& a, const std::vector<int32_t>& inputs, const std::vector<int32_t>& targets, size_t first, size_t stride, size_t count, size_t level = 0) {
+    auto* sum = level ? model.partial[level - 1] : model.grads;
+    if (count == 1) {
+        const size_t at = first * size_t(a.shape.T), tokens = size_t(a.shape.T);
+        model.dw = model.table.point_into(sum, model.config);
+        model.dev.zero(sum, model.partition.elements);
+        forward(model, a, inputs.data() + at, 0, a.shape.T);
+        classify_rows(model, a, targets.data() + at, 1 / double(model.config.total_batch), true);
+        model.dev.add_sum(model.results, a.losses, tokens);
+        model.dev.add_sum(model.results + 2 + first, a.losses, tokens);
+        backward(model, a);
+        model.dw = model.table.point_into(model.grads, model.config);
+        return;
     }
+    sum_in_tree(model, a, inputs, targets, first, 2 * stride, (count + 1) / 2, level);
+    sum_in_tree(model, a, inputs, targets, first + stride, 2 * stride, count / 2, level + 1);
+    add_arrays(model.dev, sum, model.partial[level], model.partition.elements);
 }
 
-// One optimiser step's gradients: accumulation over micro-steps, the sum over ranks. This rank's losses are summed up in model.results[0].
+// One optimiser step's gradients: accumulation over micro-steps, the sum over ranks, which begins while the last micro-step's backward pass still runs.
+// This rank's losses are summed up in model.results. `tokens`, where given, keeps the step's inputs [samples, T].
 template <class Dev>
-void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const World& world, bool collect_statistics) {
+void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const World& world, bool collect_statistics, Reducer<Dev>* reducer = nullptr, std::vector<int32_t>* tokens = nullptr) {
     const Config& c = model.config;
     const int B = a.shape.B, T = a.shape.T;
     const int64_t micro_steps = c.total_batch / (c.seq_len * B * world.size);
-    std::vector<int32_t> inputs(size_t(B) * T), targets(size_t(B) * T);
-    model.dev.zero(model.grads, model.table.total);
-    model.dev.zero(model.results, 2);
-    for (int64_t i = 0; i < micro_steps; i++) {
-        loader.next_batch(inputs.data(), targets.data(), B);
-        a.collect_statistics = collect_statistics && i + 1 == micro_steps;
-        forward(model, a, inputs.data(), 0, T);
-        classify_rows(model, a, targets.data(), 1 / double(c.total_batch), true);  // so that the sum over everything is the mean
-        model.dev.add_sum(model.results, a.losses, size_t(B) * T);
-        backward(model, a);
+    const size_t micro_tokens = size_t(B) * T;
+    std::vector<int32_t> inputs(size_t(micro_steps) * micro_tokens), targets(inputs.size());
+    model.dev.zero(model.results, model.result_count);
+    auto read = [&](int64_t i) { loader.next_batch(inputs.data() + size_t(i) * micro_tokens, targets.data() + size_t(i) * micro_tokens, B); };
+    if (c.deterministic) {
+        for (int64_t i = 0; i < micro_steps; i++) read(i);
+        a.collect_statistics = collect_statistics;
+        sum_in_tree(model, a, inputs, targets, 0, 1, size_t(micro_steps));
+        set_guard(model.dev, model.grads + model.table.total, model.results);
+    } else {
+        model.dev.zero(model.grads, model.partition.elements);
+        for (int64_t i = 0; i < micro_steps; i++) {
+            const bool last = i + 1 == micro_steps;
+            const size_t at = size_t(i) * micro_tokens;
+            read(i);
+            a.collect_statistics = collect_statistics && last;
+            forward(model, a, inputs.data() + at, 0, T);
+            classify_rows(model, a, targets.data() + at, 1 / double(c.total_batch), true);  // so that the sum over everything is the mean
+            model.dev.add_sum(model.results, a.losses, micro_tokens);
+            if (last) set_guard(model.dev, model.grads + model.table.total, model.results);
+            if (last && reducer) backward(model, a, [&](size_t offset) { reducer->ready(offset); });
+            else backward(model, a);
+        }
     }
     a.collect_statistics = false;
-    sum_gradients(model, world);
+    if (tokens) *tokens = std::move(inputs);
+    if (!reducer) return;
+    model.progress("waiting for the other ranks");
+    reducer->finish();
+    model.progress("update");
 }
 
 template <class Dev>
@@ -1348,9 +1633,14 @@ static std::string duration_text(double seconds) {
 // What a reader wants to know before the first step, one line each: device, model, data, batch, memory.
 template <class Dev>
 void print_run(const Dev& dev, const Config& c, const TensorTable& table, const TrainData& data, const World& world, const Device& device, bool data_given) {
-    std::printf("device: %s, because %s; %d rank%s on %s, %d CPU thread%s each\n", dev.describe().c_str(), device.reason.c_str(), world.size, world.size == 1 ? "" : "s", world.host.c_str(), device.threads,
-                device.threads == 1 ? "" : "s");
-    if (!Dev::on_host && world.size > 1) std::printf("        gradients are summed by MPI through the host's memory\n");
+    std::printf("device: %s, because %s; %d rank%s (%s), %d on %s, %d CPU thread%s each\n", dev.describe().c_str(), device.reason.c_str(), world.size, world.size == 1 ? "" : "s", world.launcher.c_str(),
+                world.local_size, world.host.c_str(), device.threads, device.threads == 1 ? "" : "s");
+    if (world.size > 1) {
+        const Partition p(table.total, world.size, c.bucket_mb);
+        std::printf("ranks:  gradients travel by %s in %s, %s%s\n", Reducer<Dev>::describe(world).c_str(), c.grad_reduce.c_str(),
+                    c.deterministic ? "in a fixed tree after the backward pass" : format_text("%zu bucket%s of %.1f MB during the backward pass", p.buckets(), p.buckets() == 1 ? "" : "s", double(p.bucket) * 4e-6).c_str(),
+                    c.zero ? "; optimiser state is shared out over the ranks" : "");
+    }
     std::printf("model:  %s, %lld parameters (%lld layers, width %lld, %s attention), %s\n", c.model.c_str(), (long long)table.parameters, (long long)c.layers, (long long)c.dim, c.attention.c_str(),
                 c.init == "random" ? "every tensor random" : "standard initialisation");
     std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n", c.data == "synthetic" ? "the built-in synthetic corpus" : c.data.c_str(), data_given ? "" : ", because no --data was given",
@@ -1366,7 +1656,7 @@ void print_run(const Dev& dev, const Config& c, const TensorTable& table, const 
 template <class Dev>
 void require_memory(Dev& dev, const Config& c, const World& world) {
     const int sharers = Dev::on_host ? world.local_size : 1;  // ranks that share this memory
-    const double available = double(dev.available_bytes()) / sharers / (1 << 20), fixed = double(TensorTable(c).total) * Model<Dev>::element_bytes / (1 << 20);
+    const double available = double(dev.available_bytes()) / sharers / (1 << 20), fixed = Model<Dev>::flat_bytes(c, world.size) / (1 << 20);
     auto needed = [&](int64_t batch) { return fixed + double(Activations<Dev>::bytes_needed(dev, c, batch, c.seq_len, TRAINING)) / (1 << 20); };
     if (needed(c.batch) <= available) return;
     int64_t fits = c.batch;
@@ -1379,7 +1669,7 @@ void require_memory(Dev& dev, const Config& c, const World& world) {
 // The activations' table: name, shape, buffers, MiB; what is below 4 % of the whole is summed up in one line.
 template <class Dev>
 void print_memory(const Model<Dev>& model, const Activations<Dev>& a) {
-    std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", double(model.table.total * Model<Dev>::element_bytes) / (1 << 20), double(a.bytes) / (1 << 20));
+    std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", Model<Dev>::flat_bytes(model.config, model.partition.ranks) / (1 << 20), double(a.bytes) / (1 << 20));
     auto entries = a.memory;
     std::sort(entries.begin(), entries.end(), [](const auto& x, const auto& y) { return x.bytes > y.bytes; });
     size_t rest = 0;
@@ -1390,6 +1680,38 @@ void print_memory(const Model<Dev>& model, const Activations<Dev>& a) {
     std::printf("        %8.1f MiB  the rest\n", double(rest) / (1 << 20));
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// How a run is asked to stop: by a signal or by a file named halt in its folder. It finishes the step, writes a checkpoint, and says with its exit status what
+// a scheduler needs to know: 75 (try again) after SIGTERM and SIGUSR1, 130 after SIGINT, 0 after a halt file. A second signal ends the program at once.
+
+static volatile std::sig_atomic_t stop_signal = 0;
+
+extern "C" inline void on_stop_signal(int signal) {
+    if (stop_signal) _exit(128 + signal);
+    stop_signal = signal;
+}
+static void listen_for_stop_signals() {
+    struct sigaction action = {};
+    action.sa_handler = on_stop_signal;
+    action.sa_flags = SA_RESTART;
+    for (int signal : {SIGTERM, SIGINT, SIGUSR1}) sigaction(signal, &action, nullptr);
+}
+
+// All ranks must run the same program with the same options on the same data; the first line that differs is told. Lines are "name: value".
+static void require_same_on_all_ranks(const World& world, const std::string& lines) {
+    if (world.size == 1) return;
+    const std::vector<std::string> all = world.gather(lines);
+    for (int r = 1; r < world.size; r++) {
+        std::istringstream first(all[0]), other(all[size_t(r)]);
+        std::string expected, found;
+        while (std::getline(first, expected) && std::getline(other, found))
+            if (expected != found) {
+                if (world.rank == 0) fail("rank %d differs from rank 0: %s, on rank 0 %s; start all ranks with the same program, options and data", r, found.c_str(), expected.c_str());
+                world.barrier();  // rank 0 ends all
+            }
+    }
+}
+
 template <class Dev>
 struct Run {
     Dev& dev;
@@ -1398,14 +1720,17 @@ struct Run {
     TrainData data;
     std::unique_ptr<Tokenizer> tokenizer;
     Model<Dev> model;
+    std::unique_ptr<Reducer<Dev>> reducer;  // of several ranks
     std::unique_ptr<Activations<Dev>> activations;
-    std::unique_ptr<RunLog> log;  // rank 0
+    std::unique_ptr<Watchdog> watchdog;
+    std::unique_ptr<RunLog> log;            // rank 0
     TrainState state;
 
-    Run(Dev& device, const Config& c, World& w) : dev(device), config(c), world(w), data(open_data(c, w)), tokenizer(load_tokenizer(c)), model(dev, c, true) {}
+    Run(Dev& device, const Config& c, World& w) : dev(device), config(c), world(w), data(open_data(c, w)), tokenizer(load_tokenizer(c)), model(dev, c, true, w.rank, w.size) {}
 
     void validate() {
         if (!data.val) return;
+        model.progress("evaluation");
         const int64_t samples = std::min<int64_t>(config.eval_batches * (config.total_batch / config.seq_len), int64_t(data.val->samples_per_epoch()));
         const EvalResult r = evaluate(model, *activations, *data.val, samples, world, tokenizer.get());
         state.best_val_loss = std::min(state.best_val_loss, r.loss);
@@ -1429,107 +1754,402 @@ struct Run {
         std::printf("---\n");
     }
 
-    void save() {
-        state.loader = data.train->state();
-        if (world.rank == 0) std::printf("saved %s\n", save_checkpoint(model, config, state).c_str());
+    // ----- checkpoints. In the middle of a run they are written in the background from a copy, and training goes on: WRITING, every rank its files; when all
+    // have said so (Told::WRITTEN), rank 0 makes the folder a checkpoint: COMMITTING. Whatever fails is told, and the run goes on from the last good one.
+    enum SavePhase { IDLE, WRITING, COMMITTING };
+    SavePhase save_phase = IDLE;
+    TrainState saving;                 // the state that is being written
+    std::vector<FileRecord> written;   // this rank's files
+    std::string last_saved;            // folder of the last good checkpoint; rank 0
+    std::vector<std::string> save_complaints;
+    bool saves_in_background = true;
+    BackgroundTask writer;             // its jobs use what stands above
+
+    void report_save(const std::string& error) {
+        if (world.rank == 0) {
+            for (const std::string& text : save_complaints) complain(text);
+            save_complaints.clear();
+            if (error.empty()) {
+                last_saved = checkpoint_folder(config.out, saving.step);
+                std::printf("saved %s\n", last_saved.c_str());
+            } else {
+                complain(format_text("checkpoint of step %lld failed: %s; training goes on, the last good one is %s", (long long)saving.step, error.c_str(), last_saved.empty() ? "none" : last_saved.c_str()));
+            }
+        }
+        save_phase = IDLE;
     }
 
-    // Steps that were given to the engine and not yet reported. On a GPU the host runs one step ahead: it reports a step while the next one computes, and
-    // nothing waits for the GPU in between, except where the statistics are read.
-    struct Pending {
-        int64_t step;
-        double lr;
+    // copy: training goes on while the files are written. Without, finish_save() has to come next.
+    void start_save(bool copy) {
+        finish_save();
+        model.progress("checkpoint");
+        std::string error;
+        try {
+            if (world.rank == 0) begin_checkpoint(config.out, state.step);
+        } catch (const Error& e) {
+            error = e.what();
+        }
+        saving = state;
+        try {
+            fail_together(world, error);  // also makes the others wait until the folder is there
+        } catch (const Error& e) {
+            return report_save(e.what());
+        }
+        auto snapshot = std::make_shared<Snapshot>(take_snapshot(model, world, copy));
+        save_phase = WRITING;
+        writer.start([this, snapshot] { written = write_snapshot(*snapshot, config, checkpoint_writing(config.out, saving.step), world.rank, world.size); });
+    }
+
+    // A slow disk is no stall as long as bytes arrive.
+    void await_writer() {
+        for (uint64_t seen = 0; writer.running(); usleep(1000)) {
+            const uint64_t bytes = bytes_written_to_files.load(std::memory_order_relaxed);
+            if (bytes != seen) model.progress("checkpoint");
+            seen = bytes;
+        }
+        writer.wait();
+    }
+
+    // Every rank's files are written, or could not be.
+    void commit_save() {
+        await_writer();
+        std::vector<FileRecord> records;
+        try {
+            records = gather_records(world, written, writer.error());
+        } catch (const Error& e) {
+            if (world.rank == 0) abandon_checkpoint(config.out, saving.step, complain);
+            return report_save(e.what());
+        }
+        save_phase = COMMITTING;
+        if (world.rank != 0) return report_save("");
+        writer.start([this, records] {
+            try {
+                log->sync();
+            } catch (const Error& e) {
+                save_complaints.push_back(e.what());
+            }
+            commit_checkpoint(config.out, saving.step, records, state_json(saving, config, world.size));
+            remove_old_checkpoints(config.out, config.keep, config.keep_every, [this](const std::string& text) { save_complaints.push_back(text); });
+        });
+    }
+
+    // Called once a step with what the ranks have told each other.
+    void continue_save(bool written_everywhere) {
+        if (save_phase == WRITING && written_everywhere) commit_save();
+        else if (save_phase == COMMITTING && !writer.running()) end_commit();
+    }
+    void end_commit() {
+        await_writer();
+        if (!writer.error().empty()) abandon_checkpoint(config.out, saving.step, complain);
+        report_save(writer.error());
+    }
+    void finish_save() {
+        if (save_phase == WRITING) commit_save();
+        if (save_phase == COMMITTING) end_commit();
+    }
+
+    // At the end, or where there is no memory for a copy. Returns false if it failed; rank 0 knows.
+    bool save_now() {
+        if (saving.step != state.step || save_phase == IDLE) start_save(false);
+        finish_save();
+        return world.rank != 0 || last_saved == checkpoint_folder(config.out, state.step);
+    }
+
+    // ----- steps. On a GPU the host runs one step ahead: it reports a step while the next one computes, and nothing waits for the GPU in between, except where the
+    // statistics are read or --skip-outliers has to decide.
+    struct Step {
+        int64_t step = 0;
+        double lr = 0;
         std::string statistics;
-        LoaderState loader;
+        LoaderState loader{};
+        std::vector<int32_t> tokens;  // [samples of this rank, T]
+        // known after exchange()
+        bool exchanged = false, skipped = false;
+        double own_loss = 0, loss = 0, norm = 0, loss_z = 0, norm_z = 0;
+        bool is_bad() const { return !std::isfinite(loss) || !std::isfinite(norm); }
     };
-    std::vector<Pending> pending;
+    std::vector<Step> pending;          // given to the engine and not yet reported
     std::vector<double> speed;          // tokens/s of every reported step
     double started = 0, last_report = 0;
     int64_t first_step = 0;
 
+    // What the ranks tell each other once a step: sums over them.
+    struct Told {
+        enum { LOSS, TERMINATE, INTERRUPT, HALT, WRITTEN, COUNT };
+    };
+    enum Stop { GO_ON, HALTED, TERMINATED, INTERRUPTED };
+    Stop stop = GO_ON;
+
+    // The step's results, when the engine has them, and the sum over ranks.
+    void exchange(Step& s) {
+        model.progress(Dev::on_host ? "update" : "waiting for the GPU");
+        await_reduction();
+        const std::vector<double> results = dev.receive();
+        const size_t own = model.result_count - 2;
+        std::vector<double> told(Told::COUNT + own * size_t(world.size));
+        told[Told::LOSS] = s.own_loss = results[0];
+        told[Told::TERMINATE] = stop_signal == SIGTERM || stop_signal == SIGUSR1;
+        told[Told::INTERRUPT] = stop_signal == SIGINT;
+        told[Told::HALT] = world.rank == 0 && file_exists(config.out + "/halt");
+        told[Told::WRITTEN] = save_phase == WRITING && !writer.running();
+        for (size_t i = 0; i < own; i++) told[Told::COUNT + i * size_t(world.size) + size_t(world.rank)] = results[2 + i];
+        model.progress("waiting for the other ranks");
+        world.sum(told.data(), told.size());
+        model.progress("report");
+        s.exchanged = true;
+        s.loss = told[Told::LOSS] / double(config.total_batch);
+        if (own) s.loss = std::accumulate(told.begin() + Told::COUNT, told.end(), 0.0) / double(config.total_batch);  // --deterministic: in the order of the samples
+        s.norm = std::sqrt(results[1]);
+        if (!s.is_bad()) s.loss_z = state.losses.z_score(s.loss), s.norm_z = state.norms.z_score(s.norm);
+        if (stop == GO_ON) stop = told[Told::INTERRUPT] > 0 ? INTERRUPTED : told[Told::TERMINATE] > 0 ? TERMINATED : told[Told::HALT] > 0 ? HALTED : GO_ON;
+        continue_save(told[Told::WRITTEN] == world.size);
+    }
+
+    // On a GPU, reductions that fail do not end by themselves: until the results are there, NCCL is asked for errors.
+    void await_reduction() {
+        if constexpr (!Dev::on_host)
+            while (reducer && !reducer->arrived()) {
+                const std::string error = reducer->error();
+                if (!error.empty()) fail("step %lld: gradients could not be summed over the ranks: %s", (long long)model.step, error.c_str());
+                usleep(50);
+            }
+    }
+
     void launch_step() {
-        const bool statistics = world.rank == 0 && config.stats_every && (state.step + 1) % config.stats_every == 0;
-        const double lr = learning_rate(config, state.step + 1);
-        accumulate_gradients(model, *activations, *data.train, world, statistics);
-        update(model, state.step + 1, lr);
-        dev.send(model.results, 2);
-        state.step++;
-        pending.push_back({state.step, lr, statistics ? layer_statistics(*activations) : "", data.train->state()});
+        Step s;
+        s.step = model.step = state.step + 1;
+        s.lr = learning_rate(config, s.step);
+        const bool statistics = world.rank == 0 && config.stats_every && s.step % config.stats_every == 0;
+        accumulate_gradients(model, *activations, *data.train, world, statistics, reducer.get(), &s.tokens);
+        gradient_norm(model, s.step, reducer.get());
+        dev.send(model.results, model.result_count);
+        if constexpr (!Dev::on_host)
+            if (reducer) reducer->mark();
+        if (config.skip_outliers > 0) {
+            exchange(s);
+            s.skipped = s.loss_z > config.skip_outliers || s.norm_z > config.skip_outliers;  // NaN while the window fills: no
+        }
+        if (!s.skipped) apply_update(model, s.step, s.lr, reducer.get());
+        if (statistics) s.statistics = layer_statistics(*activations);
+        s.loader = data.train->state();
+        state.step = s.step, state.loader = s.loader;
+        pending.push_back(std::move(s));
     }
 
     void report_step() {
-        const Pending p = pending.front();
+        Step s = std::move(pending.front());
         pending.erase(pending.begin());
-        const std::vector<double> results = dev.receive();
-        const double loss = world.sum(results[0]) / double(config.total_batch), norm = std::sqrt(results[1]);
-        if (!std::isfinite(loss) || !std::isfinite(norm))
-            fail("step %lld: loss %g, gradient norm %g: not finite; that step changed no weight; the last checkpoint lies under %s; lower --lr or look at the data", (long long)p.step, loss, norm,
-                 config.out.c_str());
+        if (!s.exchanged) exchange(s);
         const double now = seconds_now(), seconds = now - last_report;
         last_report = now;
         speed.push_back(double(config.total_batch) / seconds);
-        if (world.rank != 0) return;
-        const double left = (now - started) / double(p.step - first_step) * double(config.steps - p.step);
-        std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s\n", (long long)p.step, loss, p.lr, speed.back(), norm, seconds * 1e3, duration_text(left).c_str());
-        std::fflush(stdout);
-        log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)p.step, loss, p.lr, norm));
-        log->line(log->json, format_text("{\"step\":%lld,\"time\":%.3f,\"loss\":%.6f,\"lr\":%.6e,\"grad_norm\":%.6f,\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%lld,\"epoch\":%.4f,\"peak_memory_mib\":%.1f",
-                                         (long long)p.step, double(std::time(nullptr)), loss, p.lr, norm, seconds * 1e3, speed.back(), (long long)(p.step * config.total_batch),
-                                         double(p.loader.next_sample) / double(data.train->samples_per_epoch()), peak_memory_mib()) + p.statistics + "}");
+        watchdog->step_done(s.step, seconds, s.loss);
+        if (world.rank == 0) print_step(s, seconds);
+        if (s.is_bad()) return count_bad_step(s);
+        state.bad_steps = 0;
+        if (!s.skipped) state.last_update = s.step;
     }
 
-    void train(const std::set<std::string>& given, const Device& device) {
+    void print_step(const Step& s, double seconds) {
+        const double left = (last_report - started) / double(s.step - first_step) * double(config.steps - s.step);
+        std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s%s\n", (long long)s.step, s.loss, s.lr, speed.back(), s.norm, seconds * 1e3, duration_text(left).c_str(),
+                    s.skipped ? format_text(" | no update: loss %.1f, norm %.1f standard deviations above the last %zu steps", s.loss_z, s.norm_z, OutlierWindow::SIZE).c_str() : "");
+        std::fflush(stdout);
+        log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
+        const auto number = [](const char* format, double x) { return std::isfinite(x) ? format_text(format, x) : std::string("null"); };  // JSON has no NaN
+        log->line(log->json, format_text("{\"step\":%lld,\"time\":%.3f,\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s,\"loss_z\":%s,\"norm_z\":%s,\"skipped\":%s,\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%lld,\"epoch\":%.4f,\"peak_memory_mib\":%.1f",
+                                         (long long)s.step, double(std::time(nullptr)), number("%.6f", s.loss).c_str(), s.lr, number("%.6f", s.norm).c_str(), number("%.3f", s.loss_z).c_str(), number("%.3f", s.norm_z).c_str(),
+                                         s.skipped || s.is_bad() ? "true" : "false", seconds * 1e3, speed.back(), (long long)(s.step * config.total_batch),
+                                         double(s.loader.next_sample) / double(data.train->samples_per_epoch()), peak_memory_mib()) + s.statistics + "}");
+    }
+
+    // Loss or gradient is not finite: the update changed nothing. What led there goes to a file of each rank; too many in a row end the run.
+    void count_bad_step(const Step& s) {
+        state.bad_steps++;
+        const std::string file = format_text("%s/bad_step_%08lld_rank%d.json", config.out.c_str(), (long long)s.step, world.rank), tensor = first_bad_tensor(s.step);
+        std::string text = format_text("{\"step\": %lld, \"rank\": %d, \"loss\": \"%g\", \"loss_of_this_rank\": \"%g\", \"grad_norm\": \"%g\", \"first_nonfinite_gradient\": %s, \"tokens\": [", (long long)s.step,
+                                       world.rank, s.loss, s.own_loss, s.norm, json_quote(tensor).c_str());
+        for (size_t i = 0; i < s.tokens.size(); i++) text += (i % size_t(config.seq_len) ? "," : i ? "],\n [" : "\n [") + std::to_string(s.tokens[i]);
+        std::string error;
+        try {
+            write_text_file(file, text + "]]}\n");
+        } catch (const Error& e) {
+            complain(e.what());
+        }
+        std::string culprits;
+        if (world.size > 1) {
+            const std::vector<std::string> finite = world.gather(std::isfinite(s.own_loss) ? "yes" : "");
+            for (size_t r = 0; r < finite.size(); r++)
+                if (finite[r].empty()) culprits += (culprits.empty() ? ", from rank " : ", ") + std::to_string(r);
+        }
+        const std::string what = format_text("step %lld: loss %g, gradient norm %g%s: not finite; first tensor: %s; the step changed no weight, its batch is in %s", (long long)s.step, s.loss, s.norm, culprits.c_str(),
+                                             tensor.c_str(), file.c_str());
+        if (state.bad_steps < config.max_bad_steps) {
+            if (world.rank == 0) complain(what);
+            return;
+        }
+        finish_save();
+        if (world.rank != 0) world.barrier();  // rank 0 ends all
+        fail("%s; that was bad step %lld in a row (--max-bad-steps); the last good checkpoint is %s; lower --lr or look at the data", what.c_str(), (long long)state.bad_steps, last_saved.empty() ? "none" : last_saved.c_str());
+    }
+
+    // The first tensor of the model, in the order of its table, whose gradient is not finite, as far as chunks of 4096 elements tell tensors apart.
+    std::string first_bad_tensor(int64_t step) {
+        std::vector<double> squares(model.chunks());
+        dev.copy(squares.data(), static_cast<const double*>(model.squares[step % 2]), squares.size());
+        for (size_t i = 0; i < squares.size(); i++) {
+            if (std::isfinite(squares[i])) continue;
+            std::string names;
+            for (const TensorSpec& t : model.table.specs)
+                if (t.offset < (i + 1) * CHUNK && t.offset + t.size > i * CHUNK) names += (names.empty() ? "gradient of " : " or ") + t.name;
+            return names;
+        }
+        return "none, only the loss";
+    }
+
+    // ----- the run
+
+    // Rank 0 chooses, so that all take the same one. Also checks what must agree between ranks before anything is written.
+    std::string choose_checkpoint() {
+        std::string lines = "program: " + binary_digest() + "\n", chosen, error;
+        std::istringstream options(manifest_json(config));
+        for (std::string line; std::getline(options, line);)
+            if (line.find("\"threads\"") == std::string::npos) lines += "option " + line + "\n";
+        lines += format_text("training data: %016llx\n", (unsigned long long)data.train->state().corpus);
+        if (data.val) lines += format_text("validation data: %016llx\n", (unsigned long long)data.val->state().corpus);
+        require_same_on_all_ranks(world, lines);
+        try {
+            if (world.rank == 0 && config.resume) chosen = newest_checkpoint(config.out);
+        } catch (const Error& e) {
+            error = e.what();
+        }
+        fail_together(world, error);
+        return world.size > 1 ? world.gather(chosen)[0] : chosen;
+    }
+
+    // What differs from the run that wrote the checkpoint, as far as it may.
+    void print_changed_options(const std::string& checkpoint) {
+        const Manifest manifest = read_manifest(checkpoint);
+        const Json& then = manifest.state.get("options", manifest.path);
+        for (const Option& o : option_table()) {
+            const Json* old = then.find(underscored(o.name));
+            if (!old || !(o.verbs & TRAIN) || !std::strcmp(o.name, "out") || !std::strcmp(o.name, "threads")) continue;
+            const bool same = old->kind == Json::String ? old->text == value_text(config, o) : o.integer ? old->integer_value == config.*o.integer : o.real ? old->number_value == config.*o.real : true;
+            if (!same) std::printf("resume: --%s is %s, was %s\n", o.name, value_text(config, o).c_str(), old->kind == Json::String ? old->text.c_str() : format_text("%.15g", old->number_value).c_str());
+        }
+    }
+
+    // Returns the program's exit status.
+    int train(const std::set<std::string>& given, const Device& device) {
         const Config& c = config;
-        const std::string checkpoint = c.resume ? newest_checkpoint(c.out) : "";
+        WatchdogOptions watch;
+        watch.stall_timeout = c.stall_timeout;
+        const std::string checkpoint = choose_checkpoint();
         if (world.rank == 0) print_run(dev, c, model.table, data, world, device, given.count("data"));
         if (!checkpoint.empty()) require_same_model(c, checkpoint);
+        if (world.rank == 0 && c.dump_state.empty()) prepare_run_folder(c, !checkpoint.empty());
+        world.barrier();
+        if (c.dump_state.empty()) watch.heartbeat_file = format_text("%s/heartbeat_rank%d.jsonl", c.out.c_str(), world.rank);
+        watchdog = std::make_unique<Watchdog>(world, watch);
+        model.watchdog = watchdog.get();
+        model.progress("start");
+        if (world.size > 1) reducer = std::make_unique<Reducer<Dev>>(dev, world, model.partition, model.grads, ReduceOptions{int(c.zero), c.grad_reduce == "bf16", c.deterministic});
         activations = std::make_unique<Activations<Dev>>(dev, c, c.batch, c.seq_len, TRAINING);
         if (world.rank == 0) print_memory(model, *activations);
+        decide_how_to_save();
         if (checkpoint.empty()) {
             model.initialise();
         } else {
             state = load_checkpoint(model, checkpoint);
+            last_saved = checkpoint;
             data.train->restore(state.loader);
         }
-        if (!c.dump_state.empty()) return dump_first_batch(model, *activations, *data.train, given);
+        if (!c.dump_state.empty()) return dump_first_batch(model, *activations, *data.train, given), 0;
         if (world.rank == 0) {
-            prepare_run_folder(c, !checkpoint.empty());
             log = std::make_unique<RunLog>(c.out, !checkpoint.empty(), state.step);
-            if (!checkpoint.empty()) std::printf("resume: %s, step %lld\n", checkpoint.c_str(), (long long)state.step);
+            if (!checkpoint.empty()) std::printf("resume: %s, step %lld\n", checkpoint.c_str(), (long long)state.step), print_changed_options(checkpoint);
             else if (c.resume) std::printf("resume: nothing to resume under %s, this run starts at step 0\n", c.out.c_str());
+            std::fflush(stdout);
         }
         first_step = state.step;
         const double begun = seconds_now();
         if (first_step == 0) validate();
         started = last_report = seconds_now();
-        while (state.step < c.steps) {
+        bool saved = true;
+        while (state.step < c.steps && stop == GO_ON) {
             launch_step();
             const bool last = state.step == c.steps;
             auto due = [&](int64_t every) { return last || (every && state.step % every == 0); };
             const bool stop_here = due(c.eval_every) || due(c.save_every) || due(c.sample_every);
-            while (pending.size() > (Dev::on_host || stop_here ? 0u : 1u)) report_step();
+            while (pending.size() > (Dev::on_host || stop_here || stop != GO_ON ? 0u : 1u)) report_step();
             if (due(c.eval_every)) validate();
-            if (due(c.save_every)) save();
+            if (last || stop != GO_ON) continue;
+            if (due(c.save_every)) saves_in_background ? start_save(true) : void(save_now());
             if (due(c.sample_every)) sample();
             if (stop_here) last_report = seconds_now();  // what was done between the steps is not theirs
         }
-        if (world.rank != 0) return;
-        std::sort(speed.begin(), speed.end());
-        std::printf("done:   %lld steps in %s, median %.0f tokens/s, peak memory %.0f MiB%s\n", (long long)state.step, duration_text(seconds_now() - begun).c_str(), speed.empty() ? 0.0 : speed[speed.size() / 2],
-                    peak_memory_mib(), world.size > 1 ? " on rank 0" : "");
-        std::printf("next:   ./train_nsa sample --from %s --prompt \"...\"\n", c.out.c_str());
+        while (!pending.empty()) report_step();
+        if (state.step > first_step) saved = save_now();
+        if (stop == GO_ON && state.step > first_step) sample();
+        return finish(begun, saved);
+    }
+
+    void decide_how_to_save() {
+        const double copy = double(model.table.total) * (8.0 / world.size + (world.rank == 0 ? 4 : 0)), available = double(Cpu<float>().available_bytes()) / world.local_size;
+        std::vector<double> short_of = {copy > 0.8 * available ? 1.0 : 0.0};
+        world.sum(short_of.data(), 1);
+        saves_in_background = short_of[0] == 0;
+        if (world.rank == 0 && config.save_every && !saves_in_background)
+            std::printf("        checkpoints hold up the training: there is no memory for a copy of %.0f MiB to write in the background\n", copy / (1 << 20));
+    }
+
+    int finish(double begun, bool saved) {
+        watchdog->progress(state.step, "end");
+        if (world.rank == 0) {
+            if (stop == HALTED && std::remove((config.out + "/halt").c_str()) != 0) complain(format_text("cannot remove %s/halt: %s; the next run will stop at once", config.out.c_str(), std::strerror(errno)));
+            std::sort(speed.begin(), speed.end());
+            std::printf("done:   %lld steps in %s, median %.0f tokens/s, peak memory %.0f MiB%s\n", (long long)state.step, duration_text(seconds_now() - begun).c_str(), speed.empty() ? 0.0 : speed[speed.size() / 2],
+                        peak_memory_mib(), world.size > 1 ? " on rank 0" : "");
+            if (reducer && !speed.empty())
+                std::printf("ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n", reducer->times.total * 1e3 / double(speed.size()), reducer->times.exposed * 1e3 / double(speed.size()));
+            if (!saved) fail("the last checkpoint could not be written: what was learnt since %s is lost; make room and run again with --resume", last_saved.empty() ? "the start" : last_saved.c_str());
+            if (stop == GO_ON) std::printf("next:   ./train_nsa sample --from %s --prompt \"...\"\n", config.out.c_str());
+            else std::printf("stopped by %s after step %lld of %lld; the same command with --resume goes on\n", stop == HALTED ? "the halt file" : stop == INTERRUPTED ? "SIGINT" : "SIGTERM or SIGUSR1", (long long)state.step, (long long)config.steps);
+        }
+        return stop == INTERRUPTED ? 130 : stop == TERMINATED ? 75 : 0;
     }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The verbs.
 
+#ifdef HAVE_CUDA
+// The GPU of a rank among those it sees: its own if the launcher has given it one, else the one of its number on this machine.
+static int gpu_of_rank(const World& world) {
+    int gpus = 0;
+    CUDA_CHECK(cudaGetDeviceCount(&gpus));
+    if (gpus == 1) return 0;
+    if (world.local_rank >= gpus) fail_usage("rank %d is number %d on %s, which shows it %d GPUs: start one rank per GPU", world.rank, world.local_rank, world.host.c_str(), gpus);
+    return world.local_rank;
+}
+// NCCL wants a GPU of its own for every rank, and hangs or fails late where two share one.
+static void require_own_gpu(const World& world, int device) {
+    if (world.size == 1) return;
+    char bus[32] = "";
+    CUDA_CHECK(cudaDeviceGetPCIBusId(bus, sizeof bus, device));
+    const std::vector<std::string> all = world.gather(world.host + " " + bus);
+    for (int r = 0; r < world.rank; r++)
+        if (all[size_t(r)] == all[size_t(world.rank)]) fail_usage("ranks %d and %d use the same GPU, %s: start one rank per GPU", r, world.rank, all[size_t(r)].c_str());
+}
+#endif
+
 // The engine for the options and this machine.
 template <class Use>
 void with_engine(const Device& device, const World& world, Use use) {
 #ifdef HAVE_CUDA
     if (device.gpu) {
-        Cuda dev(world.local_rank);
+        Cuda dev(gpu_of_rank(world));
+        require_own_gpu(world, dev.device);
         return use(dev);
     }
 #endif
@@ -1538,7 +2158,7 @@ void with_engine(const Device& device, const World& world, Use use) {
     use(dev);
 }
 
-static void run_train(Config& c, const std::set<std::string>& given, World& world) {
+static int run_train(Config& c, const std::set<std::string>& given, World& world) {
     apply_preset(c, given);
     validate_model(c, "options");
     const Device device = choose_device(c, world);
@@ -1546,10 +2166,14 @@ static void run_train(Config& c, const std::set<std::string>& given, World& worl
     if (!given.count("stats-every")) c.stats_every = device.gpu ? 50 : 1;
     if (!c.dump_state.empty() && (world.size > 1 || c.batch * c.seq_len != c.total_batch))
         fail_usage("--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld", (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
+    if (c.deterministic && (world.size & (world.size - 1))) fail_usage("--deterministic on %d ranks: its tree needs a power of two of them", world.size);
+    listen_for_stop_signals();
+    int status = 0;
     with_engine(device, world, [&](auto& dev) {
         require_memory(dev, c, world);
-        Run<std::decay_t<decltype(dev)>>(dev, c, world).train(given, device);
+        status = Run<std::decay_t<decltype(dev)>>(dev, c, world).train(given, device);
     });
+    return status;
 }
 
 static void run_tokenize(const Config& c) {
@@ -1652,13 +2276,19 @@ static int run_check(const Config& c, World& world) {
     std::printf("%s compiler     %s, vectors of %d bytes\n", yes(true), compiler.c_str(), VECTOR_BYTES);
     std::printf("%s CPU engine   %d of %d usable processors, %s\n", yes(true), device.threads, usable_processors(), gemm_name());
 #ifdef HAVE_CUDA
-    if (device.gpu) std::printf("%s CUDA engine  %s\n", yes(true), Cuda(world.local_rank).describe().c_str());
+    if (device.gpu) std::printf("%s CUDA engine  %s\n", yes(true), Cuda(gpu_of_rank(world)).describe().c_str());
     else std::printf("%s CUDA engine  in this build, not used: %s\n", yes(false), device.reason.c_str());
 #else
     std::printf("%s CUDA engine  not in this build\n", yes(false));
 #endif
     std::printf("%s MPI          %s\n", yes(mpi_name()), mpi_name() ? mpi_name() : "not in this build: one process only; make deps && make train_nsa");
-    std::printf("%s NCCL         not in this build: gradients are summed by MPI\n", yes(false));
+#ifdef USE_NCCL
+    int nccl = 0;
+    NCCL_CHECK(ncclGetVersion(&nccl));
+    std::printf("%s NCCL         %d.%d.%d\n", yes(true), nccl / 10000, nccl / 100 % 100, nccl % 100);
+#else
+    std::printf("%s NCCL         not in this build%s\n", yes(false), device.gpu ? ": gradients of several GPUs go through the host's memory" : "");
+#endif
 #ifdef USE_DNNL
     const dnnl_version_t* v = dnnl_version();
     std::printf("%s oneDNN       %d.%d.%d\n", yes(true), v->major, v->minor, v->patch);
@@ -1688,7 +2318,7 @@ static int run_check(const Config& c, World& world) {
     Config c = parse_options(argc, argv, given);
     if (c.help) return print_help(std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return c.verb == v.name; })->verb), 0;
     if (world.size > 1 && c.verb != "train" && c.verb != "eval") fail_usage("'%s' runs in one process: start it without mpirun", c.verb.c_str());
-    if (c.verb == "train") return run_train(c, given, world), 0;
+    if (c.verb == "train") return run_train(c, given, world);
     if (c.verb == "tokenize") return run_tokenize(c), 0;
     if (c.verb == "sample") return run_sample(c, world), 0;
     if (c.verb == "eval") return run_eval(c, given, world), 0;

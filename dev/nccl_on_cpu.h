@@ -17,12 +17,23 @@ enum ncclResult_t {
     ncclRemoteError = 6,
     ncclInProgress = 7
 };
-enum ncclDataType_t { ncclUint8 = 1, ncclInt32 = 2, ncclFloat = 7, ncclBfloat16 = 9 };
+enum ncclDataType_t { ncclUint8 = 1, ncclInt32 = 2, ncclFloat = 7, ncclDouble = 8, ncclBfloat16 = 9 };
 enum ncclRedOp_t { ncclSum = 0, ncclMax = 2, ncclAvg = 4 };
 struct ncclUniqueId {
     char internal[128];
 };
 namespace emu {
+// Other ranks without other processes, for tests of the order of streams: a test sets what they give to each collective, which it has computed beforehand.
+// A collective takes it when it runs: late, when something waits for it (machine.run_late), or eagerly, when it is queued, as soon as what it waits for itself has run.
+struct Peers {
+    int ranks = 2, rank = 0;
+    bool eager = false;
+    std::function<void(const void* in, float* sums, size_t total)> add;     // adds their elements to the sums, of which in holds this rank's as they travel
+    std::function<void(double* sums, size_t total)> add_doubles;
+    std::function<void(char* out, size_t bytes)> gather;                    // fills their blocks of an all-gather, `bytes` each
+};
+inline Peers* peers = nullptr;
+
 struct Communicator {
     int ranks, rank;
     ncclResult_t asynchronous_error = ncclSuccess;  // for tests to set: what ncclCommGetAsyncError then reports
@@ -39,7 +50,7 @@ inline const char* ncclGetErrorString(ncclResult_t r) {
 inline const char* ncclGetLastError(ncclComm_t) { return "nccl_on_cpu"; }
 inline ncclResult_t ncclGetUniqueId(ncclUniqueId* id) { return *id = {}, ncclSuccess; }
 inline ncclResult_t ncclCommInitRank(ncclComm_t* c, int ranks, ncclUniqueId, int rank) {
-    int world_size = 1, world_rank = 0;
+    int world_size = emu::peers ? emu::peers->ranks : 1, world_rank = emu::peers ? emu::peers->rank : 0;
 #ifdef EMU_MPI
     MPI_Comm_size(MPI_COMM_WORLD, &world_size);
     MPI_Comm_rank(MPI_COMM_WORLD, &world_rank);
@@ -58,14 +69,16 @@ inline ncclResult_t ncclGroupEnd() { return ncclSuccess; }
 namespace emu {
 constexpr size_t MPI_MOST = size_t(1) << 30;  // elements in one call; MPI counts with an int
 
-constexpr size_t nccl_bytes(ncclDataType_t type) { return type == ncclUint8 ? 1 : type == ncclBfloat16 ? 2 : 4; }
+constexpr size_t nccl_bytes(ncclDataType_t type) { return type == ncclUint8 ? 1 : type == ncclBfloat16 ? 2 : type == ncclDouble ? 8 : 4; }
 
 // Elements as the type that sums are made in, and back.
 EMU_ENGINE inline float widen(__nv_bfloat16 x) { return float(x); }
 EMU_ENGINE inline float widen(float x) { return x; }
+EMU_ENGINE inline double widen(double x) { return x; }
 EMU_ENGINE inline int32_t widen(int32_t x) { return x; }
 EMU_ENGINE inline void narrow(__nv_bfloat16& x, float sum) { x = __nv_bfloat16(sum); }
 EMU_ENGINE inline void narrow(float& x, float sum) { x = sum; }
+EMU_ENGINE inline void narrow(double& x, double sum) { x = sum; }
 EMU_ENGINE inline void narrow(int32_t& x, int32_t sum) { x = sum; }
 
 // out[i] = in[first + i] reduced over the ranks, for i < n, of `total` elements; every rank may keep another part.
@@ -75,11 +88,16 @@ EMU_ENGINE inline void reduce_over_ranks(const T* in, T* out, size_t total, size
     std::vector<Wide> sums(total);
     for (size_t i = 0; i < total; i++) sums[i] = widen(in[i]);
 #ifdef EMU_MPI
-    const MPI_Datatype type = std::is_same_v<Wide, float> ? MPI_FLOAT : MPI_INT32_T;
+    const MPI_Datatype type = std::is_same_v<Wide, float> ? MPI_FLOAT : std::is_same_v<Wide, double> ? MPI_DOUBLE : MPI_INT32_T;
     for (size_t at = 0; at < total; at += MPI_MOST)
         MPI_Allreduce(MPI_IN_PLACE, sums.data() + at, int(total - at < MPI_MOST ? total - at : MPI_MOST), type,
                       operation == ncclMax ? MPI_MAX : MPI_SUM, MPI_COMM_WORLD);
 #endif
+    if constexpr (std::is_same_v<Wide, float>) {
+        if (peers) peers->add(in, sums.data(), total);
+    } else if constexpr (std::is_same_v<Wide, double>) {
+        if (peers) peers->add_doubles(sums.data(), total);
+    }
     for (size_t i = 0; i < n; i++) narrow(out[i], operation == ncclAvg ? sums[first + i] / Wide(ranks) : sums[first + i]);
 }
 
@@ -89,6 +107,7 @@ EMU_ENGINE inline void reduce_now(const void* in, void* out, size_t total, size_
     EMU_ACCESS(in, total * nccl_bytes(type), READ);
     EMU_ACCESS(out, n * nccl_bytes(type), WRITE);
     if (type == ncclFloat) reduce_over_ranks((const float*)in, (float*)out, total, first, n, operation, ranks);
+    else if (type == ncclDouble) reduce_over_ranks((const double*)in, (double*)out, total, first, n, operation, ranks);
     else if (type == ncclInt32) reduce_over_ranks((const int32_t*)in, (int32_t*)out, total, first, n, operation, ranks);
     else reduce_over_ranks((const __nv_bfloat16*)in, (__nv_bfloat16*)out, total, first, n, operation, ranks);
 }
@@ -105,6 +124,7 @@ EMU_ENGINE inline void gather_now(const void* in, void* out, size_t bytes, int r
     EMU_ACCESS(out, bytes * size_t(ranks), WRITE);
     memmove((char*)out + size_t(rank) * bytes, in, bytes);
     for (int r = 0; r < ranks; r++) spread((char*)out + size_t(r) * bytes, bytes, r);
+    if (peers) peers->gather((char*)out, bytes);
 }
 EMU_ENGINE inline void broadcast_now(const void* in, void* out, size_t bytes, int root, int rank) {
     const OpenRange open;
@@ -114,6 +134,12 @@ EMU_ENGINE inline void broadcast_now(const void* in, void* out, size_t bytes, in
     }
     EMU_ACCESS(out, bytes, WRITE);
     spread((char*)out, bytes, root);
+}
+
+// Every collective goes onto its stream this way.
+inline void enqueue_collective(cudaStream_t stream, std::function<void()> work) {
+    enqueue(stream, std::move(work));
+    if (peers && peers->eager) run_until(stream_or_default(stream), stream_or_default(stream)->sent);
 }
 
 // Both buffers lie in device memory. They may overlap in place only: where same_in is same_out.
@@ -130,7 +156,7 @@ inline ncclResult_t ncclAllReduce(const void* in, void* out, size_t n, ncclDataT
                                   cudaStream_t stream) {
     if (!c || type == ncclUint8) return ncclInvalidArgument;
     emu::check_buffers("ncclAllReduce", in, n * emu::nccl_bytes(type), out, n * emu::nccl_bytes(type), in, out);
-    emu::enqueue(stream, [=, ranks = c->ranks] { emu::reduce_now(in, out, n, 0, n, type, operation, ranks); });
+    emu::enqueue_collective(stream, [=, ranks = c->ranks] { emu::reduce_now(in, out, n, 0, n, type, operation, ranks); });
     return ncclSuccess;
 }
 // Rank r receives elements [r n, (r + 1) n) of the sum.
@@ -139,7 +165,7 @@ inline ncclResult_t ncclReduceScatter(const void* in, void* out, size_t n, ncclD
     if (!c || type == ncclUint8) return ncclInvalidArgument;
     const size_t bytes = n * emu::nccl_bytes(type), ranks = size_t(c->ranks), rank = size_t(c->rank);
     emu::check_buffers("ncclReduceScatter", in, bytes * ranks, out, bytes, (const char*)in + rank * bytes, out);
-    emu::enqueue(stream, [=] { emu::reduce_now(in, out, n * ranks, rank * n, n, type, operation, int(ranks)); });
+    emu::enqueue_collective(stream, [=] { emu::reduce_now(in, out, n * ranks, rank * n, n, type, operation, int(ranks)); });
     return ncclSuccess;
 }
 // Rank r's n elements become elements [r n, (r + 1) n) everywhere.
@@ -147,7 +173,7 @@ inline ncclResult_t ncclAllGather(const void* in, void* out, size_t n, ncclDataT
     if (!c) return ncclInvalidArgument;
     const size_t bytes = n * emu::nccl_bytes(type);
     emu::check_buffers("ncclAllGather", in, bytes, out, bytes * size_t(c->ranks), in, (const char*)out + size_t(c->rank) * bytes);
-    emu::enqueue(stream, [=, ranks = c->ranks, rank = c->rank] { emu::gather_now(in, out, bytes, ranks, rank); });
+    emu::enqueue_collective(stream, [=, ranks = c->ranks, rank = c->rank] { emu::gather_now(in, out, bytes, ranks, rank); });
     return ncclSuccess;
 }
 inline ncclResult_t ncclBroadcast(const void* in, void* out, size_t n, ncclDataType_t type, int root, ncclComm_t c, cudaStream_t stream) {
@@ -155,6 +181,6 @@ inline ncclResult_t ncclBroadcast(const void* in, void* out, size_t n, ncclDataT
     const size_t bytes = n * emu::nccl_bytes(type);
     if (c->rank == root) emu::check_buffers("ncclBroadcast", in, bytes, out, bytes, in, out);
     else emu::check_device_array("ncclBroadcast", out, bytes);
-    emu::enqueue(stream, [=, rank = c->rank] { emu::broadcast_now(in, out, bytes, root, rank); });
+    emu::enqueue_collective(stream, [=, rank = c->rank] { emu::broadcast_now(in, out, bytes, root, rank); });
     return ncclSuccess;
 }

@@ -249,7 +249,8 @@ TEST(cuda_model_checkpoint_holds_the_master) {
     update(run.model, 1, 1e-3);
     TrainState state;
     state.step = 1;
-    const std::string saved = save_checkpoint(run.model, c, state);
+    state.last_update = 1;
+    const std::string writing = begin_checkpoint(c.out, 1), saved = commit_checkpoint(c.out, 1, write_snapshot(take_snapshot(run.model, World(), false), c, writing, 0, 1), state_json(state, c, 1));
     ModelRun<Cuda> other(dev, c, 1);
     CHECK_EQUAL(load_checkpoint(other.model, saved).step, int64_t(1));
     for (auto field : {&Model<Cuda>::master, &Model<Cuda>::m, &Model<Cuda>::v}) {

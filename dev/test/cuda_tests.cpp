@@ -5,6 +5,7 @@
 #include "cuda_op_tests.h"
 #include "attention_kernel_tests.h"
 #include "cuda_model_tests.h"
+#include "cuda_ddp_tests.h"
 #include "ladder_tests.h"
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }

@@ -1,0 +1,504 @@
+// fault_tests.h: what several ranks, interrupted runs and bad numbers must come to, through the built ./train_nsa: the same curve however a batch is divided,
+// the same bits where they are promised, checkpoints that any number of ranks resumes, and an end within seconds, with one line that says why, when a rank dies,
+// stalls, differs or meets bad data.
+#pragma once
+#include <thread>
+
+#include "run_tests.h"
+
+namespace program {
+
+// Four layers, so that several small buckets exist and are ready one after the other.
+inline Options ranks_options(const Options& more) {
+    Options options = {{"layers", "4"}, {"total-batch", "512"}, {"batch", "1"}, {"slc-count", "8"}, {"lr", "0.001"}, {"steps", "8"}, {"eval-every", "4"}, {"eval-batches", "2"}, {"bucket-mb", "0.04"}, {"threads", "1"}};
+    for (const auto& [name, value] : more) options[name] = value;
+    return options;
+}
+
+// `ranks` processes without an MPI launcher, found by each other over RANK, WORLD_SIZE and a port of this test; their results by rank.
+inline std::vector<Result> train_over_tcp(int ranks, const std::vector<Words>& arguments, double seconds = 60) {
+    static int port = 20000 + int(getpid() % 20000);
+    port++;
+    std::vector<Result> results(static_cast<size_t>(ranks));
+    std::vector<std::thread> threads;
+    for (int r = 0; r < ranks; r++)
+        threads.emplace_back([&, r] {
+            Start start;
+            start.environment = {format_text("RANK=%d", r), format_text("WORLD_SIZE=%d", ranks), "MASTER_ADDR=127.0.0.1", format_text("MASTER_PORT=%d", port)};
+            start.seconds = seconds;
+            results[size_t(r)] = run(arguments[size_t(r) % arguments.size()], start);
+        });
+    for (std::thread& t : threads) t.join();
+    return results;
+}
+
+inline std::string losses_of(const std::string& run_folder) { return read_file(run_folder + "/main.log"); }
+
+// A program under mpirun that this test can disturb while it runs.
+struct Running {
+    pid_t launcher = 0;
+    std::string out_file, err_file;
+    double begun = seconds_now();
+
+    Running(const Words& words, const TempFolder& folder) : out_file(folder.file("running.out")), err_file(folder.file("running.err")) {
+        std::filesystem::remove(out_file), std::filesystem::remove(err_file);
+        Start start;
+        const std::vector<std::string> environment = child_environment(start);
+        std::vector<char*> argv, envp;
+        for (const std::string& word : words) argv.push_back(const_cast<char*>(word.c_str()));
+        for (const std::string& variable : environment) envp.push_back(const_cast<char*>(variable.c_str()));
+        argv.push_back(nullptr), envp.push_back(nullptr);
+        launcher = fork();
+        if (launcher == 0) {
+            setpgid(0, 0);
+            const int null = open("/dev/null", O_RDONLY), out = open(out_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600), err = open(err_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+            dup2(null, 0), dup2(out, 1), dup2(err, 2);
+            execve(argv[0], argv.data(), envp.data());
+            _exit(127);
+        }
+        setpgid(launcher, launcher);
+    }
+    ~Running() { kill(-launcher, SIGKILL); }
+
+    // Until stdout holds the words.
+    bool reaches(const std::string& words, double seconds = 30) {
+        for (const double end = seconds_now() + seconds; seconds_now() < end; usleep(10000))
+            if (file_exists(out_file) && read_file(out_file).find(words) != std::string::npos) return true;
+        return false;
+    }
+    // The process of this rank, by the file it keeps open.
+    pid_t process_of(const std::string& heartbeat) const {
+        for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+            const std::string name = entry.path().filename();
+            if (name.find_first_not_of("0123456789") != std::string::npos) continue;
+            std::error_code error;
+            for (const auto& fd : std::filesystem::directory_iterator(entry.path() / "fd", error))
+                if (std::filesystem::read_symlink(fd.path(), error) == heartbeat) return pid_t(std::stol(name));
+        }
+        fail("no process keeps %s open", heartbeat.c_str());
+    }
+    Result end(double seconds) {
+        Result result;
+        int status = 0;
+        const double limit = seconds_now() + seconds;
+        pid_t ended = 0;
+        while ((ended = waitpid(launcher, &status, WNOHANG)) == 0 && seconds_now() < limit) usleep(10000);
+        if (ended == 0) kill(-launcher, SIGKILL), waitpid(launcher, &status, 0);
+        result.status = ended == 0 ? 1000 : WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+        result.out = read_file(out_file), result.err = read_file(err_file), result.seconds = seconds_now() - begun;
+        return result;
+    }
+};
+
+}  // namespace program
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Exactness.
+
+// --deterministic: the same weights and the same log, to the last bit, for 1, 2 and 4 ranks over MPI and TCP, any accumulation, --zero, any bucket size.
+TEST(ranks_deterministic_gives_the_same_bits) {
+    using namespace program;
+    TempFolder folder;
+    const std::string mpirun = find_mpirun("deterministic runs on 2 and 4 ranks over MPI");
+    const auto with = [&](const std::string& out, const Options& more = {}) {
+        Options options = ranks_options({{"deterministic", "on"}, {"out", folder.file(out)}, {"save-every", "4"}});
+        for (const auto& [name, value] : more) options[name] = value;
+        return options;
+    };
+    REQUIRE_GOOD(train(with("one")));
+    std::vector<std::string> others;
+    if (!mpirun.empty()) {
+        CHECK_EQUAL(train_on_ranks(mpirun, 2, with("two")).status, 0);
+        CHECK_EQUAL(train_on_ranks(mpirun, 4, with("four_zero", {{"zero", "1"}, {"bucket-mb", "1"}})).status, 0);
+        others = {"two", "four_zero"};
+    }
+    for (const Result& r : train_over_tcp(4, {small_words(with("tcp", {{"zero", "1"}}))})) REQUIRE_GOOD(r);
+    others.push_back("tcp");
+    const std::string model = read_file(folder.file("one/step_00000008/model.safetensors")), early = read_file(folder.file("one/step_00000004/model.safetensors"));
+    CHECK(model != early);
+    for (const std::string& other : others) {
+        CHECK(read_file(folder.file(other + "/step_00000008/model.safetensors")) == model);
+        CHECK(read_file(folder.file(other + "/step_00000004/model.safetensors")) == early);
+        CHECK_EQUAL(losses_of(folder.file(other)), losses_of(folder.file("one")));
+    }
+    const Result three = train_over_tcp(3, {small_words(with("three", {{"total-batch", "384"}}))})[0];
+    CHECK(three.status == 2 && three.err.find("--deterministic on 3 ranks") != std::string::npos && three.err.find("power of two") != std::string::npos);
+}
+
+// Without it the curve is the same to rounding: buckets, bf16 on the way, sharded state, MPI and TCP.
+// The limit is that of run_ranks_and_accumulation_give_one_loss_curve for this model: N = 512 terms, P = 4 x 3.6 k + 4 k parameters. With bf16 each of the
+// gradients is rounded to 2^-9 of itself on each of log2(4) + 1 additions: steps * lr * |e|_1 <= 8 * 1e-3 * 3 * 2^-9 * sqrt(P) |g|, |g| <= 1.5.
+TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
+    using namespace program;
+    TempFolder folder;
+    const std::string mpirun = find_mpirun("2 and 4 ranks");
+    const double P = 19000, limit = 8 * 1e-3 * std::sqrt(P) * std::ldexp(512.0, -24) * 1.5 + 2e-6, bf16_limit = 8 * 1e-3 * 3 * std::ldexp(1.0, -9) * std::sqrt(P) * 1.5;
+    REQUIRE_GOOD(train(ranks_options({{"out", folder.file("one")}, {"batch", "8"}})));
+    const std::vector<double> expected = logged(folder.file("one"), "loss"), expected_val = logged(folder.file("one"), "val_loss"), norm = logged(folder.file("one"), "grad_norm");
+    REQUIRE(expected.size() == 8 && expected_val.size() == 3);
+    struct {
+        const char* name;
+        int ranks;  // negative: over TCP
+        Options more;
+        double limit;
+    } const cases[] = {{"two", 2, {}, limit},
+                       {"two_accumulated", 2, {{"batch", "2"}}, limit},
+                       {"four", 4, {{"batch", "2"}}, limit},
+                       {"four_one_bucket", 4, {{"bucket-mb", "25"}}, limit},
+                       {"zero", 4, {{"zero", "1"}}, limit},
+                       {"bf16", 4, {{"grad-reduce", "bf16"}}, bf16_limit},
+                       {"bf16_zero", 2, {{"grad-reduce", "bf16"}, {"zero", "1"}}, bf16_limit},
+                       {"tcp", -4, {}, limit},
+                       {"tcp_zero", -3, {{"zero", "1"}, {"total-batch", "576"}}, 1e9}};  // three ranks cannot share the batch of the others: the run itself is the test
+    for (const auto& c : cases) {
+        Options options = ranks_options({{"out", folder.file(c.name)}});
+        for (const auto& [name, value] : c.more) options[name] = value;
+        if (c.ranks > 0 && mpirun.empty()) continue;
+        if (c.ranks > 0) {
+            const Result r = train_on_ranks(mpirun, c.ranks, options);
+            CHECK_EQUAL(r.status, 0);
+            CHECK(r.out.find("gradients travel by MPI") != std::string::npos && r.out.find("ms exposed") != std::string::npos);
+        } else {
+            for (const Result& r : train_over_tcp(-c.ranks, {small_words(options)})) REQUIRE_GOOD(r);
+        }
+        const std::vector<double> loss = logged(folder.file(c.name), "loss"), val = logged(folder.file(c.name), "val_loss");
+        REQUIRE(loss.size() == 8 && val.size() == 3);
+        if (c.limit > 1) continue;
+        for (size_t i = 0; i < 8; i++) CHECK_NEAR(loss[i], expected[i], c.limit);
+        for (size_t i = 0; i < 3; i++) CHECK_NEAR(val[i], expected_val[i], c.limit);
+        CHECK(logged(folder.file(c.name), "epoch") == logged(folder.file("one"), "epoch"));
+    }
+    if (mpirun.empty()) return;
+    // Sharded state is the same numbers as state everywhere: with the same ranks and buckets, the same bits (2 ranks: a + b has one order).
+    REQUIRE(train_on_ranks(mpirun, 2, ranks_options({{"out", folder.file("two_zero")}, {"zero", "1"}})).status == 0);
+    CHECK_EQUAL(losses_of(folder.file("two_zero")), losses_of(folder.file("two")));
+    CHECK(read_file(folder.file("two_zero/step_00000008/model.safetensors")) == read_file(folder.file("two/step_00000008/model.safetensors")));
+    // What travels as bf16 is not what travels as fp32.
+    CHECK(losses_of(folder.file("bf16")) != losses_of(folder.file("four")));
+}
+
+// A checkpoint of N ranks at any --zero is continued by M ranks at any other: the run that was never interrupted, bit for bit.
+TEST(ranks_resume_on_another_number_of_ranks) {
+    using namespace program;
+    TempFolder folder;
+    const std::string mpirun = find_mpirun("resuming on another number of ranks");
+    if (mpirun.empty()) return;
+    const auto with = [&](const std::string& out, const char* steps, const Options& more) {
+        Options options = ranks_options({{"deterministic", "on"}, {"schedule", "constant"}, {"out", folder.file(out)}, {"steps", steps}});
+        for (const auto& [name, value] : more) options[name] = value;
+        return options;
+    };
+    REQUIRE_GOOD(train(with("whole", "8", {})));
+    const std::string model = read_file(folder.file("whole/step_00000008/model.safetensors"));
+    std::string parts = "parts";
+    CHECK_EQUAL(train_on_ranks(mpirun, 4, with(parts, "2", {{"zero", "1"}})).status, 0);
+    CHECK(file_exists(folder.file("parts/step_00000002/optimizer_00003-of-00004.safetensors")));
+    CHECK_EQUAL(train_on_ranks(mpirun, 2, with(parts, "4", {{"zero", "0"}, {"resume", "on"}, {"bucket-mb", "0.1"}})).status, 0);
+    REQUIRE_GOOD(train(with(parts, "6", {{"resume", "on"}, {"recompute", "2"}})));
+    const Result last = train_on_ranks(mpirun, 4, with(parts, "8", {{"zero", "1"}, {"resume", "on"}, {"bucket-mb", "25"}}));
+    CHECK_EQUAL(last.status, 0);
+    CHECK(last.out.find("resume: --zero is 1, was 0") != std::string::npos && last.out.find("resume: --recompute is 0, was 2") != std::string::npos);
+    CHECK(read_file(folder.file("parts/step_00000008/model.safetensors")) == model);
+    CHECK(logged(folder.file("parts"), "loss") == logged(folder.file("whole"), "loss"));
+    CHECK(logged(folder.file("parts"), "epoch") == logged(folder.file("whole"), "epoch"));
+    // The moments of the shards, put together, are the moments of one rank.
+    const auto together = [&](const std::string& checkpoint) {
+        std::map<std::string, std::vector<float>> moments;
+        for (const FileRecord& file : read_manifest(checkpoint).files) {
+            if (file.name.find("optimizer") != 0) continue;
+            const SafeTensors pieces(checkpoint + "/" + file.name);
+            for (const TensorView& t : pieces.tensors) {
+                size_t first = 0, end = 0;
+                const size_t bracket = t.name.find('[');
+                REQUIRE(std::sscanf(t.name.c_str() + bracket, "[%zu:%zu]", &first, &end) == 2 && t.bytes == (end - first) * 4);
+                std::vector<float>& whole = moments[t.name.substr(0, bracket)];
+                if (whole.size() < end) whole.resize(end, std::numeric_limits<float>::quiet_NaN());
+                std::memcpy(&whole[first], t.data, t.bytes);
+            }
+        }
+        return moments;
+    };
+    const auto one = together(folder.file("whole/step_00000008")), four = together(folder.file("parts/step_00000008"));
+    const SafeTensors weights(folder.file("whole/step_00000008/model.safetensors"));
+    CHECK_EQUAL(one.size(), 2 * weights.tensors.size());
+    CHECK(one == four);  // and no NaN, which is equal to nothing
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Failures of ranks.
+
+TEST(ranks_that_differ_are_found_at_the_start) {
+    using namespace program;
+    TempFolder folder;
+    const auto words = [&](const Options& more) { return small_words(ranks_options(more)); };
+    const std::string out = folder.file("run");
+    const auto found = [&](const std::vector<Result>& results, const char* what) {
+        std::string err;
+        for (const Result& r : results) {
+            CHECK(r.status != 0 && r.status != 1000 && r.seconds < 20);
+            err += r.err;
+        }
+        CHECK(err.find("rank 1 differs from rank 0") != std::string::npos && err.find(what) != std::string::npos);
+        CHECK_EQUAL(lines_of(err).size(), 1u);
+    };
+    found(train_over_tcp(2, {words({{"out", out}}), words({{"out", out}, {"lr", "0.002"}})}), "\"lr\": 0.002");
+    write_file(folder.file("a.bin"), shard(random_tokens(64 * 40 + 1, 1)));
+    write_file(folder.file("b.bin"), shard(random_tokens(64 * 40 + 1, 2)));
+    std::filesystem::create_directories(folder.file("1")), std::filesystem::create_directories(folder.file("2"));
+    found(train_over_tcp(2, {words({{"out", out}, {"data", folder.file("a.bin")}}), words({{"out", out}, {"data", folder.file("b.bin")}})}), "data");
+    CHECK(!file_exists(out + "/main.log"));
+    // The same name and another file: on rank 1's host, say.
+    const std::string mpirun = find_mpirun("ranks with different options under mpirun");
+    if (mpirun.empty()) return;
+    const Result r = execute(joined(joined(joined({mpirun, "-np", "1", path()}, words({{"out", out}})), {":", "-np", "1", path()}), words({{"out", out}, {"seed", "5"}})));
+    CHECK(r.status != 0 && r.status != 1000 && r.err.find("rank 1 differs from rank 0") != std::string::npos && r.err.find("\"seed\": 5") != std::string::npos);
+    CHECK(!file_exists(out + "/main.log"));
+}
+
+// kill -9 in the middle of training; SIGSTOP, which no process can report itself: named, and all end.
+TEST(ranks_that_die_or_stall_end_the_run) {
+    using namespace program;
+    const std::string mpirun = find_mpirun("ranks that die or stall");
+    if (mpirun.empty()) return;
+    for (const int signal : {SIGKILL, SIGSTOP}) {
+        TempFolder folder;
+        const std::string out = folder.file("run");
+        Running program(joined({mpirun, "-np", "2", path()}, small_words(ranks_options({{"out", out}, {"steps", "1000000"}, {"eval-every", "0"}, {"stall-timeout", "3"}}))), folder);
+        REQUIRE(program.reaches("step 0060 | loss"));  // some seconds: ranks tell each other their step once a second
+        const pid_t victim = program.process_of(out + "/heartbeat_rank1.jsonl");
+        kill(victim, signal);
+        const Result r = program.end(20);
+        kill(victim, SIGKILL);
+        CHECK(r.status != 0 && r.status != 1000);
+        if (signal == SIGSTOP) CHECK(r.err.find("rank 1 on ") != std::string::npos && r.err.find("is late") != std::string::npos && r.err.find("step ") != std::string::npos);
+        if (signal == SIGKILL) CHECK(r.err.find("rank 1 on ") != std::string::npos || r.out.find("KILLED") != std::string::npos || r.err.find("KILLED") != std::string::npos);
+    }
+}
+
+TEST(ranks_with_a_damaged_shard_are_named) {
+    using namespace program;
+    TempFolder folder;
+    // As in run_error_on_one_rank_ends_all, over TCP: the token in the middle of the sample that goes to rank 1 first.
+    std::vector<uint16_t> tokens = random_tokens(64 * 40 + 1, 1);
+    tokens[shuffled_position(1, 40, 1337, 0) * 64 + 32] = 300;
+    write_file(folder.file("train.bin"), shard(tokens));
+    const std::vector<Result> results = train_over_tcp(2, {small_words(ranks_options({{"data", folder.file("train.bin")}, {"total-batch", "128"}, {"out", folder.file("run")}}))});
+    for (const Result& r : results) CHECK_EQUAL(r.status, 1);
+    CHECK(results[1].err.find("rank 1 on ") != std::string::npos && results[1].err.find("token 300") != std::string::npos);
+    CHECK_EQUAL(lines_of(results[0].err + results[1].err).size(), 1u);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Being asked to stop.
+
+TEST(stop_by_signal_and_by_halt_file) {
+    using namespace program;
+    TempFolder folder;
+    const Options endless = {{"steps", "100000"}, {"eval-every", "0"}, {"schedule", "constant"}, {"threads", "1"}};
+    struct {
+        int signal;
+        int status;
+    } const cases[] = {{SIGTERM, 75}, {SIGUSR1, 75}, {SIGINT, 130}, {0, 0}};
+    for (const auto& c : cases) {
+        const std::string out = folder.file("run" + std::to_string(c.signal));
+        Options options = endless;
+        options["out"] = out;
+        Running program(joined({path()}, small_words(options)), folder);
+        REQUIRE(program.reaches("step 0003 | loss"));
+        if (c.signal) kill(program.launcher, c.signal);
+        else write_file(out + "/halt", "");
+        const Result r = program.end(20);
+        CHECK_EQUAL(r.status, c.status);
+        CHECK(r.err.empty() && r.out.find("--resume goes on") != std::string::npos && !file_exists(out + "/halt"));
+        const std::string checkpoint = newest_checkpoint(out);
+        REQUIRE(!checkpoint.empty());
+        const int64_t step = read_manifest(checkpoint).step;
+        CHECK(step >= 3 && logged(out, "loss").size() == size_t(step));
+        if (c.signal != SIGTERM) continue;
+        // Resumed, it is the run that nobody stopped.
+        options["steps"] = std::to_string(step + 2), options["resume"] = "on";
+        REQUIRE_GOOD(train(options));
+        options["resume"] = "off", options["out"] = folder.file("whole");
+        REQUIRE_GOOD(train(options));
+        CHECK_EQUAL(lines_of(losses_of(folder.file("whole"))).back(), lines_of(losses_of(out)).back());
+        const std::string last = format_text("/step_%08lld/model.safetensors", (long long)step + 2);
+        CHECK(read_file(folder.file("whole") + last) == read_file(out + last));
+    }
+}
+
+TEST(stop_of_one_rank_stops_all) {
+    using namespace program;
+    const std::string mpirun = find_mpirun("a signal to one of 2 ranks");
+    if (mpirun.empty()) return;
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    Running program(joined({mpirun, "-np", "2", path()}, small_words(ranks_options({{"out", out}, {"steps", "100000"}, {"eval-every", "0"}}))), folder);
+    REQUIRE(program.reaches("step 0003 | loss"));
+    kill(program.process_of(out + "/heartbeat_rank1.jsonl"), SIGTERM);
+    const Result r = program.end(20);
+    CHECK_EQUAL(r.status, 75);
+    CHECK(!newest_checkpoint(out).empty());
+}
+
+// The first signal waits for a step that never ends (stdout is full); the second does not.
+TEST(stop_second_signal_leaves_at_once) {
+    using namespace program;
+    TempFolder folder;
+    Options options = small({{"steps", "1"}, {"total-batch", "2097152"}, {"batch", "1"}, {"threads", "1"}, {"eval-every", "0"}, {"eval-batches", "1"}, {"out", folder.file("run")}, {"seq-len", "2048"}});
+    Running program(joined({path()}, words_of(options)), folder);  // a thousand micro-steps
+    REQUIRE(program.reaches("out: "));
+    usleep(1500000);
+    kill(program.launcher, SIGTERM);
+    usleep(300000);
+    kill(program.launcher, SIGTERM);
+    const Result r = program.end(5);
+    CHECK_EQUAL(r.status, 128 + SIGTERM);
+    CHECK(newest_checkpoint(folder.file("run")).empty());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Checkpoints of a run that goes on.
+
+TEST(checkpoints_fall_back_to_the_newest_intact) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    const Options options = {{"out", out}, {"steps", "9"}, {"save-every", "3"}, {"schedule", "constant"}};
+    REQUIRE_GOOD(train(options));
+    const std::string log = losses_of(out), model = read_file(out + "/step_00000009/model.safetensors");
+    std::string damaged = model;
+    damaged[damaged.size() / 2] ^= 1;
+    write_file(out + "/step_00000009/model.safetensors", damaged);
+    std::filesystem::remove(out + "/step_00000006/manifest.json");
+    Options again = options;
+    again["resume"] = "on";
+    const Result r = train(again);
+    CHECK_EQUAL(r.status, 0);
+    CHECK(r.err.find("step_00000009 is damaged: ") != std::string::npos && r.err.find("checksum") != std::string::npos && r.err.find("step_00000006 is damaged: ") != std::string::npos);
+    CHECK(r.out.find("step_00000003, step 3\n") != std::string::npos);
+    CHECK_EQUAL(losses_of(out), log);
+    CHECK(read_file(out + "/step_00000009/model.safetensors") == model);
+    // None is intact: that is no reason to begin again over it.
+    for (const char* step : {"3", "6", "9"}) std::filesystem::remove(out + "/step_0000000" + step + "/config.json");
+    CHECK_REFUSED(train(again), 1, "step_00000009", "config.json");
+    CHECK(read_file(out + "/step_00000009/model.safetensors") == model);
+}
+
+TEST(checkpoints_kept_and_removed) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    REQUIRE_GOOD(train({{"out", out}, {"steps", "11"}, {"save-every", "1"}, {"keep", "2"}, {"keep-every", "4"}}));
+    std::vector<std::string> names;
+    for (const std::string& path : glob_files(out + "/step_*")) names.push_back(path.substr(out.size() + 6));
+    CHECK((names == std::vector<std::string>{"00000004", "00000008", "00000010", "00000011"}));
+}
+
+// A disk that is full for a while: the checkpoints of that time fail, training goes on, and the log says so. Here a file stands where the checkpoint's folder is
+// to be, which stops root too.
+TEST(checkpoints_that_fail_do_not_stop_the_run) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    REQUIRE_GOOD(train({{"out", out}, {"steps", "1"}, {"schedule", "constant"}}));
+    Start full;  // the weights fit, the moments, twice as large, do not
+    full.largest_file = file_size(out + "/step_00000001/model.safetensors") + 4096;
+    const Result r = train({{"out", out}, {"steps", "4"}, {"save-every", "1"}, {"resume", "on"}, {"schedule", "constant"}}, full);
+    CHECK_EQUAL(r.status, 1);  // because the last one failed too
+    for (const char* words : {"checkpoint of step 2 failed", "checkpoint of step 3 failed", "checkpoint of step 4 failed", "File too large", "training goes on", "step_00000001"}) CHECK(r.err.find(words) != std::string::npos);
+    CHECK_EQUAL(logged(out, "loss").size(), 4u);
+    CHECK_EQUAL(glob_files(out + "/step_*").size(), 1u);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Bad numbers.
+
+// A learning rate that makes the weights infinite in a few steps.
+TEST(bad_numbers_end_the_run_with_the_batch_on_disk) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    const Result r = train({{"out", out}, {"steps", "2"}, {"save-every", "1"}, {"init", "random"}});
+    REQUIRE_GOOD(r);
+    // One weight is infinite: every step from there on is bad, whoever computes it.
+    const std::string model = out + "/step_00000002/model.safetensors";
+    std::string bytes = read_file(model);
+    const float infinity = std::numeric_limits<float>::infinity();
+    std::memcpy(&bytes[bytes.size() - 4], &infinity, 4);
+    write_file(model, bytes);
+    seal(out + "/step_00000002");
+    const Result bad = train({{"out", out}, {"steps", "9"}, {"resume", "on"}, {"init", "random"}, {"max-bad-steps", "2"}, {"batch", "1"}});
+    CHECK_EQUAL(bad.status, 1);
+    CHECK_EQUAL(lines_of(bad.err).size(), 2u);
+    for (const char* words : {"step 3: ", "step 4: ", "first tensor: gradient of ", "2 in a row", "step_00000002"}) CHECK(bad.err.find(words) != std::string::npos);
+    const std::string file = out + "/bad_step_00000003_rank0.json";
+    REQUIRE(file_exists(file));
+    const Json dump = parse_json(read_file(file), file);
+    CHECK_EQUAL(dump.integer("step", file), int64_t(3));
+    // The batch is that of the step: two samples of 64 tokens, numbers 4 and 5 of the shuffled corpus.
+    const std::vector<Json>& rows = dump.array("tokens", file);
+    REQUIRE(rows.size() == 2);
+    Config c = parse_and_preset({"--seq-len", "64"});
+    World world;
+    DataLoader loader({synthetic_source(c, SYNTHETIC_TOKENS, 0)}, loader_options(c, world, "--data", true));
+    std::vector<int32_t> inputs(6 * 64), targets(6 * 64);
+    loader.next_batch(inputs.data(), targets.data(), 6);
+    for (size_t i = 0; i < 2; i++) {
+        CHECK_EQUAL(rows[i].items.size(), 64u);
+        for (size_t t = 0; t < 64 && t < rows[i].items.size(); t++) CHECK_EQUAL(rows[i].items[t].integer_value, int64_t(inputs[(4 + i) * 64 + t]));
+    }
+}
+
+// z-scores against their definition: the window is the last 128 values, the judged one included; NaN before it is full.
+TEST(bad_numbers_outlier_window) {
+    OutlierWindow window;
+    std::vector<double> values;
+    for (int i = 0; i < 300; i++) {
+        const double value = i == 250 ? 9.0 : random_uniform(1, random_stream(RANDOM_TEST, 9), uint64_t(i));
+        values.push_back(value);
+        const double z = window.z_score(value);
+        if (i < 128) {
+            CHECK(std::isnan(z));
+            continue;
+        }
+        double sum = 0, squares = 0;
+        for (size_t j = values.size() - 128; j < values.size(); j++) sum += values[j], squares += values[j] * values[j];
+        const double mean = sum / 128, deviation = std::sqrt(squares / 128 - mean * mean);
+        CHECK_NEAR(z, (value - mean) / deviation, 1e-9);
+        CHECK_EQUAL(z > 5, i == 250);
+    }
+}
+
+// One sample of the corpus is foreign to all the others: with --skip-outliers its step changes no weight, before and after a resume alike.
+TEST(bad_numbers_outliers_are_skipped) {
+    using namespace program;
+    TempFolder folder;
+    // 200 steps of one sample each: a corpus of two alternating tokens, and in one sample random ones.
+    std::vector<uint16_t> tokens(64 * 200 + 1);
+    for (size_t i = 0; i < tokens.size(); i++) tokens[i] = uint16_t(i % 2 ? 7 : 8);
+    const size_t foreign = 160;  // the step, from 0
+    for (size_t i = 0; i < 64; i++) tokens[shuffled_position(foreign, 200, 1337, 0) * 64 + i] = uint16_t(random_below(200, 5, random_stream(RANDOM_TEST), i) + 20);
+    write_file(folder.file("train.bin"), shard(tokens));
+    const Options options = {{"data", folder.file("train.bin")}, {"batch", "1"}, {"total-batch", "64"}, {"steps", "170"}, {"schedule", "constant"}, {"eval-every", "0"}, {"skip-outliers", "6"}, {"stats-every", "0"}, {"lr", "0.003"}};
+    const auto with = [&](Options more) {
+        more.insert(options.begin(), options.end());
+        return more;
+    };
+    const Result whole = train(with({{"out", folder.file("whole")}}));
+    REQUIRE_GOOD(whole);
+    size_t skipped = 0;
+    for (const std::string& line : lines_of(whole.out))
+        if (line.find("no update: ") != std::string::npos) {
+            skipped++;
+            CHECK(line.find("step 0161 |") == 0);
+        }
+    CHECK_EQUAL(skipped, 1u);
+    // Interrupted in front of it: the windows travel with the checkpoint.
+    REQUIRE_GOOD(train(with({{"out", folder.file("parts")}, {"steps", "155"}})));
+    REQUIRE_GOOD(train(with({{"out", folder.file("parts")}, {"resume", "on"}})));
+    CHECK_EQUAL(losses_of(folder.file("parts")), losses_of(folder.file("whole")));
+    CHECK(read_file(folder.file("parts/step_00000170/model.safetensors")) == read_file(folder.file("whole/step_00000170/model.safetensors")));
+    // And without the option the step does change them.
+    REQUIRE_GOOD(train(with({{"out", folder.file("taken")}, {"skip-outliers", "0"}})));
+    CHECK(read_file(folder.file("taken/step_00000170/model.safetensors")) != read_file(folder.file("whole/step_00000170/model.safetensors")));
+}
