@@ -1,19 +1,25 @@
 // nsa_cpu.h: struct Cpu, every operation of the model as plain C++. This is the executable specification: the kernels of
 // nsa_kernels.cuh are compared with it. Cpu<float> trains; Cpu<double> is the same source for finite differences.
 //
-// The file reads in this order:  shapes  ->  the micro-kernel and GEMM  ->  row operations (embedding, norm, SiLU, classifier,
+// The file reads in this order:  shapes  ->  bf16, the micro-kernels and GEMM  ->  row operations (embedding, norm, SiLU, classifier,
 // AdamW)  ->  heads and RoPE  ->  compression  ->  the three attention branches  ->  block selection.
 //
 // Conventions. Row-major. Outputs come first, gradients start with d. "=" or "+=" in a comment says whether an output is overwritten or
-// accumulated. Results do not depend on the number of threads: every sum runs in an order fixed by the shapes alone (the
-// one exception is oneDNN's GEMM, which may split a long sum over its threads).
+// accumulated. Results do not depend on the number of threads: every sum runs in an order fixed by the shapes alone.
 #pragma once
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <type_traits>
 #include <vector>
 
 #ifdef _OPENMP
@@ -21,9 +27,17 @@
 #else
 inline void omp_set_num_threads(int) {}
 inline int omp_get_max_threads() { return 1; }
+inline int omp_get_thread_num() { return 0; }
+#endif
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 #ifdef USE_DNNL
-#include <oneapi/dnnl/dnnl.h>
+#include <oneapi/dnnl/dnnl.hpp>
 #endif
 
 #include "data/util.h"
@@ -67,8 +81,29 @@ struct NsaShape {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
+// bf16: the upper half of a float, rounded to nearest, ties to even. With --cpu-dtype bf16 the inputs of matrix products are rounded to it;
+// their sums, and everything else, stay fp32. Products take bf16 in pairs of neighbours along the summed dimension.
+
+using Bf16 = uint16_t;
+inline Bf16 to_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return Bf16(x == x ? rounded : bits >> 16 | 0x40);  // a NaN stays one
+}
+
+struct Bf16Pair { Bf16 first, second; };
+
+// What this build's processor has for them: the dot product of vectors (AVX512_BF16), and tiles (AMX_BF16) besides.
+#ifdef __AVX512BF16__
+constexpr bool HAVE_BF16 = true;
+#else
+constexpr bool HAVE_BF16 = false;
+#endif
+// ---------------------------------------------------------------------------------------------------------------------
 // The micro-kernel, C[R rows][NV vectors] (+)= A[R][depth] B[depth][NV vectors], with C in registers. GCC's vector extension, so the
 // same lines are AVX-512, AVX2, NEON or SSE. A is read at a + row*a_row + k*a_depth: transposed operands cost nothing.
+// Element is real, or Bf16Pair: then depth counts pairs.
 
 #ifdef __AVX512F__
 constexpr int VECTOR_BYTES = 64, MICRO_VECTORS = 4;  // 6 x 4 accumulators + 4 + 1 of 32 registers
@@ -84,10 +119,23 @@ struct VectorOf {
     static constexpr int lanes = VECTOR_BYTES / sizeof(real);
     typedef real type __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
 };
+using FloatVector = VectorOf<float>::type;
 
-template <int R, int NV, class real>
-inline void micro_kernel(int depth, const real* __restrict a, size_t a_row, size_t a_depth, const real* __restrict b, size_t ldb,
+// sum + x * row
+template <class vector, class real>
+inline void multiply_add(vector& sum, real x, const vector& row) { sum += x * row; }
+#ifdef __AVX512BF16__
+inline void multiply_add(FloatVector& sum, Bf16Pair x, const FloatVector& row) {
+    int32_t both;
+    std::memcpy(&both, &x, 4);
+    sum = (FloatVector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(both), (__m512bh)row);
+}
+#endif
+
+template <int R, int NV, class Element, class real>
+inline void micro_kernel(int depth, const Element* __restrict a, size_t a_row, size_t a_depth, const Element* __restrict b, size_t ldb,
                          real* __restrict c, size_t ldc, bool accumulate) {
+    static_assert(sizeof(Element) == sizeof(real), "a vector of elements goes with a vector of sums");
     using vector = typename VectorOf<real>::type;
     constexpr int lanes = VectorOf<real>::lanes;
     vector sum[R][NV];
@@ -101,9 +149,9 @@ inline void micro_kernel(int depth, const real* __restrict a, size_t a_row, size
         for (int v = 0; v < NV; v++) row[v] = *(const vector*)(b + k * ldb + v * lanes);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            const real x = a[r * a_row + k * a_depth];
+            const Element x = a[r * a_row + k * a_depth];
 #pragma GCC unroll 16
-            for (int v = 0; v < NV; v++) sum[r][v] += x * row[v];
+            for (int v = 0; v < NV; v++) multiply_add(sum[r][v], x, row[v]);
         }
     }
 #pragma GCC unroll 16
@@ -112,15 +160,18 @@ inline void micro_kernel(int depth, const real* __restrict a, size_t a_row, size
         for (int v = 0; v < NV; v++) *(vector*)(c + r * ldc + v * lanes) = sum[r][v];
 }
 
-// R rows, any width: full register blocks, then single vectors, then single columns.
+// R rows, any width: full register blocks, then what is left in vectors, then single columns.
 template <int R, class real>
 inline void tile_rows(int width, int depth, const real* a, size_t a_row, size_t a_depth, const real* b, size_t ldb, real* c, size_t ldc, bool accumulate) {
     constexpr int lanes = VectorOf<real>::lanes;
     int x = 0;
     for (; x + MICRO_VECTORS * lanes <= width; x += MICRO_VECTORS * lanes)
         micro_kernel<R, MICRO_VECTORS>(depth, a, a_row, a_depth, b + x, ldb, c + x, ldc, accumulate);
-    for (; x + lanes <= width; x += lanes) micro_kernel<R, 1>(depth, a, a_row, a_depth, b + x, ldb, c + x, ldc, accumulate);
-    for (; x < width; x++)
+    const int vectors = (width - x) / lanes;  // below MICRO_VECTORS, which is at most 4
+    if (vectors == 3) micro_kernel<R, 3>(depth, a, a_row, a_depth, b + x, ldb, c + x, ldc, accumulate);
+    if (vectors == 2) micro_kernel<R, 2>(depth, a, a_row, a_depth, b + x, ldb, c + x, ldc, accumulate);
+    if (vectors == 1) micro_kernel<R, 1>(depth, a, a_row, a_depth, b + x, ldb, c + x, ldc, accumulate);
+    for (x += vectors * lanes; x < width; x++)
         for (int r = 0; r < R; r++) {
             real sum = accumulate ? c[r * ldc + x] : real(0);
             for (int k = 0; k < depth; k++) sum += a[r * a_row + k * a_depth] * b[k * ldb + x];
@@ -145,59 +196,294 @@ inline void tile_matmul(int rows, int width, int depth, const real* a, size_t a_
     }
 }
 
-// C[M,N] = op(A)[M,K] op(B)[K,N] (accumulate: +=), op the transpose where asked. Our own blocked GEMM: panels of A and B are copied
-// so that the micro-kernel reads memory in order (Goto & van de Geijn, "Anatomy of high-performance matrix multiplication", 2008).
-template <class real>
-void gemm_blocked(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
-    constexpr int panel = MICRO_VECTORS * VectorOf<real>::lanes;            // columns of a B panel
-    constexpr int KC = 256, NC = 2048 / panel * panel, MC = 16 * MICRO_ROWS;  // A block 96 KiB (L2), B block 2 MiB, in fp32
-    static_assert(NC % panel == 0, "a block of B is whole panels");
-    if (K == 0 && !accumulate)
-        for (int m = 0; m < M; m++) std::fill_n(C + m * ldc, N, real(0));
-    const size_t a_row = transpose_a ? 1 : lda, a_depth = transpose_a ? lda : 1;
-    const size_t b_depth = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
-    std::vector<real> b_block(size_t(KC) * NC);
-#pragma omp parallel if (size_t(M) * N * K > 100000)
-    {
-        std::vector<real> a_block(size_t(MC) * KC);
-        for (int n0 = 0; n0 < N; n0 += NC)
-            for (int k0 = 0; k0 < K; k0 += KC) {
-                const int nc = std::min(NC, N - n0), kc = std::min(KC, K - k0);
-#pragma omp for schedule(static)
-                for (int j = 0; j < nc; j += panel)
-                    for (int k = 0; k < kc; k++)
-                        for (int x = 0; x < std::min(panel, nc - j); x++)
-                            b_block[size_t(j) * kc + k * panel + x] = B[(k0 + k) * b_depth + (n0 + j + x) * b_column];
-#pragma omp for schedule(dynamic, 1)
-                for (int m0 = 0; m0 < M; m0 += MC) {
-                    const int mc = std::min(MC, M - m0);
-                    for (int i = 0; i < mc; i += MICRO_ROWS)
-                        for (int k = 0; k < kc; k++)
-                            for (int y = 0; y < std::min(MICRO_ROWS, mc - i); y++)
-                                a_block[size_t(i) * kc + k * MICRO_ROWS + y] = A[(m0 + i + y) * a_row + (k0 + k) * a_depth];
-                    for (int j = 0; j < nc; j += panel)
-                        for (int i = 0; i < mc; i += MICRO_ROWS)
-                            tile_matmul<real>(std::min(MICRO_ROWS, mc - i), std::min(panel, nc - j), kc, &a_block[size_t(i) * kc], 1, MICRO_ROWS,
-                                              &b_block[size_t(j) * kc], panel, C + (m0 + i) * ldc + n0 + j, ldc, accumulate || k0 > 0);
-                }
-            }
-    }
-}
+// ---------------------------------------------------------------------------------------------------------------------
+// AMX: eight registers of 16 rows by 64 bytes, and an instruction that multiplies two of them. Used by the blocked GEMM in bf16.
 
-// The one seam to a library: fp32 goes to oneDNN where the build found it, everything else to our own loop above.
-template <class real>
-inline void gemm(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
-    gemm_blocked(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+#if defined(__AMX_BF16__) && defined(__linux__)
+constexpr bool HAVE_AMX = true;
+// Linux lets a process use the tiles once it has asked.
+inline bool amx_granted() {
+    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return granted;
 }
-#ifdef USE_DNNL
-template <>
-inline void gemm<float>(bool transpose_a, bool transpose_b, int M, int N, int K, const float* A, size_t lda, const float* B, size_t ldb, bool accumulate, float* C, size_t ldc) {
-    if (K == 0) return gemm_blocked(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);  // oneDNN leaves C as it was
-    const dnnl_status_t status = dnnl_sgemm(transpose_a ? 'T' : 'N', transpose_b ? 'T' : 'N', M, N, K, 1.0f, A, dnnl_dim_t(lda), B, dnnl_dim_t(ldb),
-                                            accumulate ? 1.0f : 0.0f, C, dnnl_dim_t(ldc));
-    if (status != dnnl_success) fail("dnnl_sgemm of %d x %d x %d failed with status %d", M, N, K, int(status));
+// All eight registers at full size, for this thread, while the object lives; nothing where they were not granted.
+struct AmxTiles {
+    AmxTiles() {
+        if (!amx_granted()) return;
+        struct alignas(64) {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        } config;
+        _tile_loadconfig(&config);
+    }
+    ~AmxTiles() {
+        if (amx_granted()) _tile_release();
+    }
+};
+// C[32][32] (+)= A[32][depth] B[depth][32]; depth in pairs, a multiple of 16.
+inline void amx_kernel(int depth, const Bf16Pair* a, size_t a_row, const Bf16Pair* b, size_t ldb, float* c, size_t ldc, bool accumulate) {
+    float* const c1 = c + 16 * ldc;
+    const size_t a_bytes = a_row * sizeof *a, b_bytes = ldb * sizeof *b, c_bytes = ldc * sizeof *c;
+    if (accumulate) {
+        _tile_loadd(0, c, c_bytes);
+        _tile_loadd(1, c + 16, c_bytes);
+        _tile_loadd(2, c1, c_bytes);
+        _tile_loadd(3, c1 + 16, c_bytes);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int k = 0; k < depth; k += 16) {
+        _tile_loadd(4, a + k, a_bytes);
+        _tile_loadd(5, a + 16 * a_row + k, a_bytes);
+        _tile_loadd(6, b + k * ldb, b_bytes);
+        _tile_loadd(7, b + k * ldb + 16, b_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, c, c_bytes);
+    _tile_stored(1, c + 16, c_bytes);
+    _tile_stored(2, c1, c_bytes);
+    _tile_stored(3, c1 + 16, c_bytes);
 }
+#else
+constexpr bool HAVE_AMX = false;
+inline bool amx_granted() { return false; }
+struct AmxTiles {};
+inline void amx_kernel(int, const Bf16Pair*, size_t, const Bf16Pair*, size_t, float*, size_t, bool) {}
 #endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// GEMM: C[M,N] = op(A)[M,K] op(B)[K,N] (accumulate: +=), op the transpose where asked.
+
+// Memory that only grows; its content is valid until the next get().
+template <class T>
+class Workspace {
+  public:
+    Workspace() = default;
+    Workspace(const Workspace&) = delete;
+    Workspace& operator=(const Workspace&) = delete;
+    ~Workspace() { std::free(data); }
+    T* get(size_t count) {
+        if (count > capacity) {
+            std::free(data);
+            data = static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 127) / 64 * 64));
+            if (!data) fail("out of memory: %.1f MiB of scratch were asked for", double(count * sizeof(T)) / (1 << 20));
+            capacity = count;
+        }
+        return data;
+    }
+
+  private:
+    T* data = nullptr;
+    size_t capacity = 0;
+};
+
+// The one seam to a library: products of fp32, and of fp32 rounded to bf16, go to oneDNN where the build found it, everything else to our own
+// loop. Either way C is cut into blocks by its shape alone and each block is computed by one thread: the same bits on any number of threads.
+template <class real>
+class Gemm {
+  public:
+    bool bf16 = false;         // round A and B to bf16
+    bool allow_tiles = true;   // tests: AMX where there is one
+
+    void operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
+        if constexpr (sizeof(real) == 4) {
+#ifdef USE_DNNL
+            if (K > 0) return library(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+#endif
+            if (bf16) return blocked<Bf16Pair>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+        }
+        blocked<real>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+    }
+
+    // Our own: panels of A and B are copied so that the micro-kernel reads memory in order (Goto & van de Geijn, "Anatomy of high-performance
+    // matrix multiplication", 2008). Element: real, or Bf16Pair, to which the copies round; depth, KC and k then count pairs.
+    template <class Element>
+    void blocked(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
+        constexpr bool paired = std::is_same<Element, Bf16Pair>::value;
+        constexpr int KC = 256, NC = 1024, MC = 96;  // in fp32 a block of A takes 102 KiB, one of B 1 MiB
+        constexpr int a_stride = KC + 16;            // not a power of two: the rows would share cache sets
+        const bool tiles = paired && allow_tiles && amx_granted();
+        const int step = tiles ? 32 : MICRO_ROWS;    // rows that one call of the kernel computes
+        static_assert(MC % 32 == 0 && MC % MICRO_ROWS == 0 && NC % PANEL == 0, "blocks are whole calls of the kernels");
+        const int depth = paired ? (K + 1) / 2 : K;
+        if (K == 0 && !accumulate)
+            for (int m = 0; m < M; m++) std::fill_n(C + m * ldc, N, real(0));
+        const size_t a_row = transpose_a ? 1 : lda, a_depth = transpose_a ? lda : 1;
+        const size_t b_depth = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
+        Element* const b_block = reinterpret_cast<Element*>(b_memory.get(size_t(KC) * NC));
+        Element* const a_blocks = reinterpret_cast<Element*>(a_memory.get(size_t(omp_get_max_threads()) * MC * a_stride));
+#pragma omp parallel if (size_t(M) * N * K > 100000)
+        {
+            const std::conditional_t<paired, AmxTiles, int> registers{};
+            (void)registers;
+            Element* const a_block = a_blocks + size_t(omp_get_thread_num()) * MC * a_stride;
+            for (int n0 = 0; n0 < N; n0 += NC)
+                for (int k0 = 0; k0 < depth; k0 += KC) {
+                    const int nc = std::min(NC, N - n0), kc = std::min(KC, depth - k0), kc_padded = tiles ? (kc + 15) / 16 * 16 : kc;
+#pragma omp for schedule(static)
+                    for (int j = 0; j < nc; j += PANEL) {
+                        Element* out = b_block + size_t(j) * kc_padded;
+                        const int width = std::min(PANEL, nc - j);
+                        if (width < PANEL || kc < kc_padded) std::fill_n(out, size_t(kc_padded) * PANEL, Element{});
+                        copy(transpose_b, kc, width, [&](int k, int x) { out[k * PANEL + x] = element<Element>(B + (n0 + j + x) * b_column, b_depth, k0 + k, K); });
+                    }
+#pragma omp for schedule(dynamic, 1)
+                    for (int m0 = 0; m0 < M; m0 += MC) {
+                        const int mc = std::min(MC, M - m0);
+                        if (mc < MC || kc < kc_padded) std::fill_n(a_block, size_t(MC) * a_stride, Element{});
+                        copy(!transpose_a, kc, mc, [&](int k, int y) { a_block[y * a_stride + k] = element<Element>(A + (m0 + y) * a_row, a_depth, k0 + k, K); });
+                        for (int j = 0; j < nc; j += PANEL)
+                            for (int i = 0; i < mc; i += step)
+                                multiply_panels(tiles, kc_padded, a_block + i * a_stride, a_stride, b_block + size_t(j) * kc_padded, std::min(step, mc - i), std::min(PANEL, nc - j),
+                                                C + (m0 + i) * ldc + n0 + j, ldc, accumulate || k0 > 0);
+                    }
+                }
+        }
+    }
+
+  private:
+    static constexpr int PANEL = MICRO_VECTORS * VectorOf<real>::lanes;  // columns of a panel of B
+    Workspace<real> a_memory, b_memory;
+
+    // Element k of a row of A or a column of B that starts at p.
+    template <class Element>
+    static Element element(const real* p, size_t stride, int k, int K) {
+        if constexpr (std::is_same<Element, real>::value) return p[k * stride];
+        else return {to_bf16(p[2 * k * stride]), 2 * k + 1 < K ? to_bf16(p[(2 * k + 1) * stride]) : Bf16(0)};
+    }
+    // put(k, x) for all of a block, in an order that keeps to the cache lines of what is read.
+    template <class Put>
+    static void copy(bool along_depth, int depth, int width, Put put) {
+        for (int k0 = 0; k0 < depth; k0 += 16) {
+            const int k1 = std::min(depth, k0 + 16);
+            if (along_depth)
+                for (int x = 0; x < width; x++)
+                    for (int k = k0; k < k1; k++) put(k, x);
+            else
+                for (int k = k0; k < k1; k++)
+                    for (int x = 0; x < width; x++) put(k, x);
+        }
+    }
+    // C [rows][width] (+)= a panel of A times a panel of B, both padded with zeros. At the edges of C through a buffer.
+    template <class Element>
+    static void multiply_panels(bool tiles, int depth, const Element* a, size_t a_row, const Element* b, int rows, int width, real* c, size_t ldc, bool accumulate) {
+        constexpr int most_rows = 32;
+        const bool whole = rows == (tiles ? 32 : MICRO_ROWS) && width == PANEL;
+        alignas(64) real edge[most_rows * PANEL];
+        real* const to = whole ? c : edge;
+        const size_t ldto = whole ? ldc : PANEL;
+        if (!whole && accumulate)
+            for (int y = 0; y < rows; y++) std::copy_n(c + y * ldc, width, edge + y * PANEL);
+        if constexpr (std::is_same<Element, real>::value) {
+            micro_kernel<MICRO_ROWS, MICRO_VECTORS>(depth, a, a_row, 1, b, PANEL, to, ldto, accumulate);
+        } else if constexpr (HAVE_BF16) {
+            if (!tiles) micro_kernel<MICRO_ROWS, MICRO_VECTORS>(depth, a, a_row, 1, b, PANEL, to, ldto, accumulate);
+            else
+                for (int x = 0; x < PANEL; x += 32) amx_kernel(depth, a, a_row, b + x, PANEL, to + x, ldto, accumulate);
+        }
+        if (!whole)
+            for (int y = 0; y < rows; y++) std::copy_n(edge + y * PANEL, width, c + y * ldc);
+    }
+
+#ifdef USE_DNNL
+    using Shape = std::array<size_t, 9>;  // transpose_a, transpose_b, rows, columns, K, lda, ldb, ldc, accumulate; bf16 has a cache of its own
+    // oneDNN's product of one shape. Made and used by one thread, inside a parallel region: it does not start threads of its own.
+    struct LibraryProduct {
+        dnnl::memory::desc a, b, c;
+        dnnl::matmul product;
+    };
+    struct LibraryThread {
+        std::map<Shape, LibraryProduct> products[2];  // fp32, bf16
+        std::unique_ptr<dnnl::stream> stream;
+    };
+    dnnl::engine library_engine{dnnl::engine::kind::cpu, 0};
+    std::vector<LibraryThread> library_threads;
+    Workspace<Bf16> a_rounded, b_rounded;
+
+    // Blocks of at most 512 x 512, smaller where there would be few; about equal, in multiples of 16.
+    static int block_size(int n, int most) {
+        const int blocks = (n + most - 1) / most;
+        return ((n + blocks - 1) / blocks + 15) / 16 * 16;
+    }
+    void library(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
+        const void *a = A, *b = B;
+        size_t element_bytes = sizeof(real);
+        if (bf16) {
+            a = round(a_rounded, A, lda, transpose_a ? K : M, transpose_a ? M : K), lda = transpose_a ? M : K;
+            b = round(b_rounded, B, ldb, transpose_b ? N : K, transpose_b ? K : N), ldb = transpose_b ? K : N;
+            element_bytes = sizeof(Bf16);
+        }
+        int most = 512;
+        while (most > 64 && ((M + most - 1) / most) * ((N + most - 1) / most) < 4) most /= 2;
+        const int rows = block_size(M, most), columns = block_size(N, most), across = (N + columns - 1) / columns, blocks = (M + rows - 1) / rows * across;
+        if (int(library_threads.size()) < omp_get_max_threads()) library_threads.resize(size_t(omp_get_max_threads()));
+        std::string error;
+#pragma omp parallel for schedule(dynamic, 1)
+        for (int i = 0; i < blocks; i++) {
+            const size_t m0 = size_t(i / across) * rows, n0 = size_t(i % across) * columns;
+            try {
+                multiply_block(library_threads[size_t(omp_get_thread_num())],
+                               {transpose_a, transpose_b, std::min<size_t>(rows, M - m0), std::min<size_t>(columns, N - n0), size_t(K), lda, ldb, ldc, accumulate},
+                               (const char*)a + (transpose_a ? m0 : m0 * lda) * element_bytes, (const char*)b + (transpose_b ? n0 * ldb : n0) * element_bytes, C + m0 * ldc + n0);
+            } catch (const std::exception& e) {
+#pragma omp critical
+                error = e.what();
+            }
+        }
+        if (!error.empty()) fail("oneDNN's product of %d x %d x %d failed: %s", M, N, K, error.c_str());
+    }
+    void multiply_block(LibraryThread& thread, const Shape& shape, const char* a, const char* b, real* c) {
+        std::map<Shape, LibraryProduct>& products = thread.products[bf16];
+        auto found = products.find(shape);
+        if (found == products.end()) {
+            using Desc = dnnl::memory::desc;
+            using Type = dnnl::memory::data_type;
+            const int threads = omp_get_max_threads();
+            omp_set_num_threads(1);  // oneDNN plans for this number
+            const auto [ta, tb, rows, columns, K, lda, ldb, ldc, accumulate] = shape;
+            const Type type = bf16 ? Type::bf16 : Type::f32;
+            const auto dims = [](size_t x, size_t y) { return dnnl::memory::dims{dnnl_dim_t(x), dnnl_dim_t(y)}; };
+            LibraryProduct p{Desc(dims(rows, K), type, ta ? dims(1, lda) : dims(lda, 1)), Desc(dims(K, columns), type, tb ? dims(1, ldb) : dims(ldb, 1)), Desc(dims(rows, columns), Type::f32, dims(ldc, 1)), {}};
+            dnnl::primitive_attr attributes;
+            dnnl::post_ops sum;
+            sum.append_sum(1.0f);
+            if (accumulate) attributes.set_post_ops(sum);
+#if DNNL_VERSION_MAJOR >= 3
+            p.product = dnnl::matmul(dnnl::matmul::primitive_desc(library_engine, p.a, p.b, p.c, attributes));
+#else
+            p.product = dnnl::matmul(dnnl::matmul::primitive_desc(dnnl::matmul::desc(p.a, p.b, p.c), attributes, library_engine));
+#endif
+            omp_set_num_threads(threads);
+            if (!thread.stream) thread.stream = std::make_unique<dnnl::stream>(library_engine);
+            if (products.size() >= 256) products.clear();  // decoding makes a shape per length
+            found = products.emplace(shape, std::move(p)).first;
+        }
+        LibraryProduct& p = found->second;
+        p.product.execute(*thread.stream, {{DNNL_ARG_SRC, dnnl::memory(p.a, library_engine, const_cast<char*>(a))},
+                                           {DNNL_ARG_WEIGHTS, dnnl::memory(p.b, library_engine, const_cast<char*>(b))},
+                                           {DNNL_ARG_DST, dnnl::memory(p.c, library_engine, c)}});
+        thread.stream->wait();
+    }
+    // x [rows, columns], rounded, without gaps between the rows.
+    static const Bf16* round(Workspace<Bf16>& memory, const real* x, size_t ldx, int rows, int columns) {
+        Bf16* const out = memory.get(size_t(rows) * columns);
+#pragma omp parallel for schedule(static)
+        for (int r = 0; r < rows; r++)
+#pragma omp simd
+            for (int i = 0; i < columns; i++) out[size_t(r) * columns + i] = to_bf16(x[r * ldx + i]);
+        return out;
+    }
+#endif
+};
+// What computes the products of Cpu<float>.
 inline const char* gemm_name() {
 #ifdef USE_DNNL
     return "oneDNN";
@@ -211,9 +497,8 @@ inline const char* gemm_name() {
 // polynomial of degree 7 (truncation 7e-9), n*ln(2) in two parts (Cody & Waite). Relative error below 2 ulp
 // on [-87, 88], checked in test_nsa.cu against libm over that whole range. Below -87 the result is 0.
 inline float exponential(float x) {
-    const float clamped = x > -87.0f ? (x < 88.0f ? x : 88.0f) : -87.0f;  // NaN: -87, so that 2^n below is defined
-    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const float n = (clamped * 1.44269504f + magic) - magic;
+    const float magic = 12582912.0f + 127;  // 1.5 * 2^23: adding it rounds to an integer, here n + 127, and leaves that in the lowest bits
+    const float clamped = x > 88.0f ? 88.0f : x, shifted = clamped * 1.44269504f + magic, n = shifted - magic;
     const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
     float p = 1.0f / 5040;
     p = p * r + 1.0f / 720;
@@ -223,10 +508,12 @@ inline float exponential(float x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    const int32_t bits = (int32_t(n) + 127) << 23;  // 2^n
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    bits <<= 23;  // 2^n
     float power;
     std::memcpy(&power, &bits, sizeof power);
-    return x < -87.0f ? 0.0f : x == x ? p * power : x;
+    return x < -87.0f ? 0.0f : p * power;  // of a NaN, p is one
 }
 inline double exponential(double x) { return std::exp(x); }
 
@@ -235,8 +522,9 @@ inline real sigmoid(real x) { return 1 / (1 + exponential(-x)); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Rows of keys or queries that one attention tile handles.
-constexpr int TILE_KEYS = 64, TILE_QUERIES = 16;
+// What one step of the attention works on: the keys of a tile, and about this many rows (query, head of the group). With D = 64 the operands of a
+// step of the backward pass take 200 KiB, within the L2 cache.
+constexpr int TILE_KEYS = 64, TILE_ROWS = 96;
 
 struct HyperAdamW {
     double lr, beta1, beta2, eps, decay;  // decay already 0 for tensors without it
@@ -256,6 +544,7 @@ struct Cpu {
     using Master = real_;  // what the optimiser updates: here the parameters themselves, elsewhere an fp32 copy of them
     static constexpr bool has_master = false;
     static constexpr bool on_host = true;  // its memory is the host's
+    Gemm<real> gemm;  // every matrix product but attention's; gemm.bf16 is --cpu-dtype
     bool poison = false;  // tests: fresh memory holds NaN, so that a read before the first write shows
 
     // ----- memory. `count` elements, 64-byte aligned; fatal when there is none.
@@ -277,7 +566,9 @@ struct Cpu {
             if (key == "MemAvailable:") return kib * 1024;
         return std::numeric_limits<size_t>::max();
     }
-    std::string describe() const { return format_text("CPU, %s, GEMM: %s", sizeof(real) == 4 ? "fp32" : "fp64", sizeof(real) == 4 ? gemm_name() : "own blocked GEMM"); }
+    std::string describe() const {
+        return format_text("CPU, %s%s, GEMM: %s", sizeof(real) == 4 ? "fp32" : "fp64", gemm.bf16 ? " with the inputs of GEMMs rounded to bf16" : "", sizeof(real) == 4 ? gemm_name() : "own blocked GEMM");
+    }
     template <class T>
     void zero(T* p, size_t count) {
 #pragma omp parallel for schedule(static)
@@ -325,19 +616,28 @@ struct Cpu {
     }
     // dx += rstd * (g - x * rstd^2 * mean(g * x)) with g = dout * weight;  dweight += sum over rows of dout * x * rstd
     void rmsnorm_backward(real* dx, Grad* dweight, const real* dout, const real* x, const Stat* rstd, const real* weight, int N, int C) {
+        constexpr int ROWS = 64;  // their part of dweight is summed first, so that every row is read once
+        const int parts = (N + ROWS - 1) / ROWS;
+        real* const partial = scratch[0].get(size_t(parts) * C);
 #pragma omp parallel for schedule(static)
-        for (int n = 0; n < N; n++) {
-            const real *row = x + size_t(n) * C, *drow = dout + size_t(n) * C;
-            real dot = 0;
+        for (int part = 0; part < parts; part++) {
+            real* const sums = partial + size_t(part) * C;
+            std::fill_n(sums, C, real(0));
+            for (int n = part * ROWS; n < std::min(N, (part + 1) * ROWS); n++) {
+                const real *row = x + size_t(n) * C, *drow = dout + size_t(n) * C;
+                real *to = dx + size_t(n) * C, dot = 0;
 #pragma omp simd reduction(+ : dot)
-            for (int c = 0; c < C; c++) dot += drow[c] * weight[c] * row[c];
-            const real s = rstd[n], correction = dot * s * s / C;
-            for (int c = 0; c < C; c++) dx[size_t(n) * C + c] += s * (drow[c] * weight[c] - row[c] * correction);
+                for (int c = 0; c < C; c++) dot += drow[c] * weight[c] * row[c];
+                const real s = rstd[n], correction = dot * s * s / C;
+#pragma omp simd
+                for (int c = 0; c < C; c++) {
+                    to[c] += s * (drow[c] * weight[c] - row[c] * correction);
+                    sums[c] += drow[c] * row[c] * s;
+                }
+            }
         }
-#pragma omp parallel for schedule(static)
-        for (int c0 = 0; c0 < C; c0 += 64)  // columns are shared out, so that each sum runs in row order
-            for (int n = 0; n < N; n++)
-                for (int c = c0; c < std::min(C, c0 + 64); c++) dweight[c] += dout[size_t(n) * C + c] * x[size_t(n) * C + c] * rstd[n];
+        for (int part = 0; part < parts; part++)
+            for (int c = 0; c < C; c++) dweight[c] += partial[size_t(part) * C + c];
     }
 
     // ----- linear layers, weight [OC, C].
@@ -578,8 +878,7 @@ struct Cpu {
     static int tile_keys(Branch branch, const NsaShape& s) { return branch == SLC ? s.slc_block : TILE_KEYS; }
     static int key_count(Branch branch, const NsaShape& s) { return branch == CMP ? s.cmp_blocks(s.first + s.queries) : s.first + s.queries; }
     static int key_stride(Branch branch, const NsaShape& s) { return branch == CMP ? s.cmp_capacity() : s.T; }
-    // In the selected branch every token has keys of its own, so a tile is one token; in the others neighbours share theirs.
-    static int tile_queries(Branch branch) { return branch == SLC ? 1 : TILE_QUERIES; }
+    static int tile_queries(const NsaShape& s) { return std::max(1, TILE_ROWS / s.heads_per_group()); }
 
     struct KeyRange { int begin, end; };
     // The keys of one tile that query t sees (the selection itself is checked by the caller), relative to the tile's first.
@@ -589,18 +888,21 @@ struct Cpu {
         const int begin = std::clamp(oldest - start, 0, width);
         return {begin, std::clamp(newest + 1 - start, begin, width)};
     }
-    // The tiles of keys that a tile of queries t0 .. t1-1 may see, first to last. selected: the bitmask of t0 in the selected branch.
-    static std::vector<int> key_tiles(Branch branch, int t0, int t1, const uint32_t* selected, const NsaShape& s) {
-        std::vector<int> tiles;
-        if (branch == SLC) {
-            for (int block = 0; block * s.slc_block <= t0; block++)
-                if (selected[block / 32] >> (block % 32) & 1) tiles.push_back(block);
-            return tiles;
-        }
-        const int end = branch == CMP ? s.cmp_blocks(t1) : t1;
-        const int begin = branch == WIN && !s.full ? std::max(0, t0 - s.window + 1) : 0;
-        for (int tile = begin / TILE_KEYS; tile * TILE_KEYS < end; tile++) tiles.push_back(tile);
-        return tiles;
+    // Does query t see keys of the tile? selected: its bitmask, in the selected branch.
+    static bool sees(Branch branch, int t, int tile, const uint32_t* selected, const NsaShape& s) {
+        if (branch == SLC && !(selected[tile / 32] >> (tile % 32) & 1)) return false;
+        const KeyRange range = visible_keys(branch, t, tile, s);
+        return range.begin < range.end;
+    }
+    // The tiles of keys that any of the queries t0 .. t1-1 may see: first and one past the last.
+    static KeyRange tile_range(Branch branch, int t0, int t1, const NsaShape& s) {
+        const int width = tile_keys(branch, s), end = branch == CMP ? s.cmp_blocks(t1) : t1;
+        return {(branch == WIN && !s.full ? std::max(0, t0 - s.window + 1) : 0) / width, (end + width - 1) / width};
+    }
+    // The columns of a tile that any of the given queries sees, widened to whole vectors.
+    static KeyRange columns_of(Branch branch, const int* tokens, int count, int tile, const NsaShape& s) {
+        constexpr int lanes = VectorOf<real>::lanes;
+        return {visible_keys(branch, tokens[0], tile, s).begin / lanes * lanes, (visible_keys(branch, tokens[count - 1], tile, s).end + lanes - 1) / lanes * lanes};
     }
     // The queries that see a tile of keys, in order. selection: the bitmasks of one (sequence, group), [queries, words].
     static std::vector<int> query_list(Branch branch, int tile, const uint32_t* selection, const NsaShape& s) {
@@ -639,20 +941,19 @@ struct Cpu {
         return t;
     }
 
-    // The rows (head of the group, token) of a tile: row i*tokens + j is head i, token j. Copies them from q [B, H, queries, D], scaled.
+    // The rows of some tokens: row j*h + i is token j, head i of the group. Copies them from q [B, H, queries, D], scaled.
     static void load_queries(real* rows, const real* q, int b, int g, const int* tokens, int count, const NsaShape& s) {
         const real scale = real(s.scale());
-        for (int i = 0; i < s.heads_per_group(); i++)
-            for (int j = 0; j < count; j++) {
+        for (int j = 0; j < count; j++)
+            for (int i = 0; i < s.heads_per_group(); i++, rows += s.D) {
                 const real* in = q + query_row(b, g, i, tokens[j], s) * s.D;
-                for (int x = 0; x < s.D; x++) *rows++ = in[x] * scale;
+                for (int x = 0; x < s.D; x++) rows[x] = in[x] * scale;
             }
     }
     // The same rows of a gradient laid out as [B*queries, H*D].
     static void load_dout(real* rows, const real* dout, int b, int g, const int* tokens, int count, const NsaShape& s) {
-        for (int i = 0; i < s.heads_per_group(); i++)
-            for (int j = 0; j < count; j++, rows += s.D)
-                std::memcpy(rows, dout + ((size_t(b) * s.queries + tokens[j] - s.first) * s.H + g * s.heads_per_group() + i) * s.D, sizeof(real) * s.D);
+        const size_t width = size_t(s.heads_per_group()) * s.D;
+        for (int j = 0; j < count; j++) std::memcpy(rows + j * width, dout + (size_t(b) * s.queries + tokens[j] - s.first) * s.H * s.D + g * width, sizeof(real) * width);
     }
     static size_t query_row(int b, int g, int head_of_group, int t, const NsaShape& s) {
         return (size_t(b) * s.H + g * s.heads_per_group() + head_of_group) * s.queries + (t - s.first);
@@ -663,8 +964,9 @@ struct Cpu {
 
     // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries] the natural logarithm of the softmax's
     // denominator. A query without a key: out 0, lse +infinity. Softmax is accumulated tile by tile (Milakov & Gimelshein 2018).
+    // Work is shared out by tiles of queries; of those, each run of neighbours that see a tile of keys is one pair of products.
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection, const NsaShape& s) {
-        const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), step = tile_queries(branch);
+        const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s), step = tile_queries(s);
         const real infinity = std::numeric_limits<real>::infinity();
         const Transposed kt = transpose_tiles(0, branch, k, s);
 #pragma omp parallel
@@ -674,32 +976,27 @@ struct Cpu {
 #pragma omp for collapse(2) schedule(dynamic, 1)
             for (int bg = 0; bg < s.B * s.G; bg++)
                 for (int t0 = s.first; t0 < s.first + s.queries; t0 += step) {
-                    const int b = bg / s.G, g = bg % s.G, count = std::min(step, s.first + s.queries - t0), n_rows = h * count;
+                    const int b = bg / s.G, g = bg % s.G, count = std::min(step, s.first + s.queries - t0);
                     for (int j = 0; j < count; j++) tokens[j] = t0 + j;
                     load_queries(rows.data(), q, b, g, tokens.data(), count, s);
                     std::fill(sums.begin(), sums.end(), real(0));
                     std::fill(largest.begin(), largest.end(), -infinity);
                     std::fill(total.begin(), total.end(), real(0));
-                    for (int tile : key_tiles(branch, t0, t0 + count, selection_of(selection, bg, t0, s), s)) {
-                        tile_matmul<real>(n_rows, kt.padded, D, rows.data(), D, 1, kt.tile(bg, tile), kt.padded, scores.data(), kt.padded, false);
-                        for (int r = 0; r < n_rows; r++) {
-                            real *p = &scores[size_t(r) * kt.padded], *o = &sums[size_t(r) * D];
-                            const KeyRange range = visible_keys(branch, t0 + r % count, tile, s);
-                            real m = largest[r];
-                            for (int key = range.begin; key < range.end; key++) m = p[key] > m ? p[key] : m;
-                            if (m > largest[r]) {  // scale what was summed under the old maximum; at first there is nothing, and e^-inf = 0
-                                const real rescale = exponential(largest[r] - m);
-                                total[r] *= rescale;
-                                for (int x = 0; x < D; x++) o[x] *= rescale;
-                                largest[r] = m;
-                            }
-                            total[r] += softmax_row(p, range, kt.padded, m);
+                    auto visible = [&](int j, int tile) { return j < count && sees(branch, t0 + j, tile, selection_of(selection, bg, t0 + j, s), s); };
+                    const KeyRange tiles = tile_range(branch, t0, t0 + count, s);
+                    for (int tile = tiles.begin; tile < tiles.end; tile++)
+                        for (int j = 0, end; j < count; j = end) {
+                            for (end = j; visible(end, tile);) end++;
+                            if (end == j && ++end) continue;
+                            const KeyRange columns = columns_of(branch, &tokens[j], end - j, tile, s);
+                            const size_t key = size_t(bg) * key_stride(branch, s) + size_t(tile) * width + columns.begin;
+                            tile_matmul<real>(h * (end - j), columns.end - columns.begin, D, &rows[size_t(j) * h * D], D, 1, kt.tile(bg, tile) + columns.begin, kt.padded, scores.data(), kt.padded, false);
+                            for (int r = j * h; r < end * h; r++)
+                                softmax_step(&scores[size_t(r - j * h) * kt.padded], columns, visible_keys(branch, t0 + r / h, tile, s), largest[r], total[r], &sums[size_t(r) * D], D);
+                            tile_matmul<real>(h * (end - j), D, std::min(columns.end, keys - tile * width) - columns.begin, scores.data(), kt.padded, 1, v + key * D, D, &sums[size_t(j) * h * D], D, true);
                         }
-                        const int keys = std::min(width, key_count(branch, s) - tile * width);
-                        tile_matmul<real>(n_rows, D, keys, scores.data(), kt.padded, 1, v + (size_t(bg) * key_stride(branch, s) + size_t(tile) * width) * D, D, sums.data(), D, true);
-                    }
-                    for (int r = 0; r < n_rows; r++) {
-                        const size_t row = query_row(b, g, r / count, t0 + r % count, s);
+                    for (int r = 0; r < h * count; r++) {
+                        const size_t row = query_row(b, g, r % h, t0 + r / h, s);
                         const real inverse = total[r] > 0 ? 1 / total[r] : real(0);
                         for (int x = 0; x < D; x++) out[row * D + x] = sums[size_t(r) * D + x] * inverse;
                         lse[row] = total[r] > 0 ? largest[r] + std::log(total[r]) : infinity;
@@ -707,18 +1004,31 @@ struct Cpu {
                 }
         }
     }
-
-    // p[key] = e^(p[key] - shift) inside the range, 0 outside; returns the sum.
-    static real softmax_row(real* p, KeyRange range, int padded, real shift) {
-        real sum = 0;
-        for (int key = 0; key < range.begin; key++) p[key] = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int key = range.begin; key < range.end; key++) {
-            p[key] = exponential(p[key] - shift);
-            sum += p[key];
+    // One tile's part of the softmax of a row: p, the scores of `columns`, becomes e^(p - largest) in the visible range and 0 outside, with the largest
+    // score so far; total gets their sum, and what was summed under the old maximum is rescaled.
+    static void softmax_step(real* p, KeyRange columns, KeyRange visible, real& largest, real& total, real* sums, int D) {
+        const int n = columns.end - columns.begin;
+        hide(p, n, visible.begin - columns.begin, visible.end - columns.begin);
+        real m = largest, sum = 0;
+#pragma omp simd reduction(max : m)
+        for (int i = 0; i < n; i++) m = p[i] > m ? p[i] : m;
+        if (m > largest) {  // at first there is nothing, and e^-inf = 0
+            const real rescale = exponential(largest - m);
+            total *= rescale;
+            for (int x = 0; x < D; x++) sums[x] *= rescale;
+            largest = m;
         }
-        for (int key = range.end; key < padded; key++) p[key] = 0;
-        return sum;
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < n; i++) {
+            p[i] = exponential(p[i] - m);
+            sum += p[i];
+        }
+        total += sum;
+    }
+    // Scores outside [begin, end) become -infinity, whose exponential is 0.
+    static void hide(real* p, int n, int begin, int end) {
+        for (int i = 0; i < begin; i++) p[i] = -std::numeric_limits<real>::infinity();
+        for (int i = end; i < n; i++) p[i] = -std::numeric_limits<real>::infinity();
     }
 
     // out [B*queries, H*D] = sum over branches of gate * branch output.  o [3, B, H, queries, D], gate [3, B, H, queries]; paper eq. 5
@@ -762,66 +1072,75 @@ struct Cpu {
 
     // Gradients of one branch.  P' = e^(S - lse_gated),  dS = P' o (dout v^T - row_dot):
     //   dq [B, H, queries, D] += dS k / sqrt(D)       dk [keys] = dS^T q / sqrt(D)       dv [keys] = P'^T dout
-    // dout [B*queries, H*D]; row_dot, lse_gated [B, H, queries] of this branch. Two passes, one over tiles of queries and one over
-    // tiles of keys: each output has one owner, so there are no atomics and the order of every sum is fixed. Training shapes.
+    // dout [B*queries, H*D]; row_dot, lse_gated [B, H, queries] of this branch. Training shapes.
+    // Work is shared out by tiles of keys, each of which has one owner for its dk and dv. Several of them add to a row of dq: in the order of
+    // the tiles, so that the sum has one order. A tile follows its predecessor from query to query; progress[tile] says how far it is.
     void attention_backward(Branch branch, Stat* dq, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v,
                             const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
-        const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s);
+        const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s), most = tile_queries(s);
         const Transposed kt = transpose_tiles(0, branch, k, s), vt = transpose_tiles(1, branch, v, s);
+        std::vector<std::atomic<int>> progress(size_t(s.B) * s.G * kt.tiles);  // queries below it are done
+        real* const sums = scratch[2].get(s.query_rows() * D);                 // [B, G, T, h, D], dq before the scaling
+        zero(sums, s.query_rows() * D);
 #pragma omp parallel
         {
-            const int most = h * TILE_QUERIES;
-            std::vector<real> rows(size_t(most) * D), drows(size_t(most) * D), p(size_t(most) * kt.padded), ds(size_t(most) * kt.padded), sums(size_t(most) * D);
-            std::vector<int> tokens(TILE_QUERIES);
-            // P' and dS of the loaded rows (the given tokens of group g) with one tile of keys.
-            auto recompute = [&](int bg, int tile, const int* token, int count) {
-                const int b = bg / s.G, g = bg % s.G, n_rows = h * count;
-                tile_matmul<real>(n_rows, kt.padded, D, rows.data(), D, 1, kt.tile(bg, tile), kt.padded, p.data(), kt.padded, false);
-                tile_matmul<real>(n_rows, kt.padded, D, drows.data(), D, 1, vt.tile(bg, tile), kt.padded, ds.data(), kt.padded, false);
-                for (int r = 0; r < n_rows; r++) {
-                    const int t = token[r % count];
-                    const size_t row = query_row(b, g, r / count, t, s);
-                    real *pr = &p[size_t(r) * kt.padded], *dsr = &ds[size_t(r) * kt.padded];
-                    softmax_row(pr, visible_keys(branch, t, tile, s), kt.padded, lse_gated[row]);
-                    for (int key = 0; key < kt.padded; key++) dsr[key] = pr[key] * (dsr[key] - row_dot[row]);
-                }
-            };
-            const int step = tile_queries(branch);
-#pragma omp for collapse(2) schedule(dynamic, 1)
-            for (int bg = 0; bg < s.B * s.G; bg++)
-                for (int t0 = s.first; t0 < s.first + s.queries; t0 += step) {
-                    const int b = bg / s.G, g = bg % s.G, count = std::min(step, s.first + s.queries - t0);
-                    for (int j = 0; j < count; j++) tokens[j] = t0 + j;
-                    load_queries(rows.data(), q, b, g, tokens.data(), count, s);
-                    load_dout(drows.data(), dout, b, g, tokens.data(), count, s);
-                    std::fill(sums.begin(), sums.end(), real(0));
-                    for (int tile : key_tiles(branch, t0, t0 + count, selection_of(selection, bg, t0, s), s)) {
-                        recompute(bg, tile, tokens.data(), count);
-                        tile_matmul<real>(h * count, D, std::min(width, keys - tile * width), ds.data(), kt.padded, 1,
-                                          k + (size_t(bg) * key_stride(branch, s) + size_t(tile) * width) * D, D, sums.data(), D, true);
-                    }
-                    for (int r = 0; r < h * count; r++) {
-                        real* to = dq + query_row(b, g, r / count, tokens[r % count], s) * D;
-                        for (int x = 0; x < D; x++) to[x] += sums[size_t(r) * D + x] * real(s.scale());
-                    }
-                }
-#pragma omp for collapse(2) schedule(dynamic, 1)
-            for (int bg = 0; bg < s.B * s.G; bg++)
-                for (int tile = 0; tile < kt.tiles; tile++) {
+            const size_t row_count = size_t(h) * most;
+            std::vector<real> rows(row_count * D), drows(row_count * D), p(row_count * kt.padded), ds(row_count * kt.padded);
+#pragma omp for collapse(2) schedule(monotonic : dynamic, 1)
+            for (int tile = 0; tile < kt.tiles; tile++)
+                for (int bg = 0; bg < s.B * s.G; bg++) {
                     const int b = bg / s.G, g = bg % s.G, n_keys = std::min(width, keys - tile * width);
                     const size_t at = (size_t(bg) * key_stride(branch, s) + size_t(tile) * width) * D;
                     std::fill_n(dk + at, size_t(n_keys) * D, real(0));
                     std::fill_n(dv + at, size_t(n_keys) * D, real(0));
+                    std::atomic<int>& done = progress[size_t(bg) * kt.tiles + tile];
+                    auto follow = [&](int t) {  // waits until the tile before this one is past query t
+                        while (tile > 0 && progress[size_t(bg) * kt.tiles + tile - 1].load(std::memory_order_acquire) <= t) std::this_thread::yield();
+                    };
                     const std::vector<int> list = query_list(branch, tile, selection_of(selection, bg, s.first, s), s);
-                    for (size_t i = 0; i < list.size(); i += TILE_QUERIES) {
-                        const int count = int(std::min<size_t>(TILE_QUERIES, list.size() - i)), n_rows = h * count;
-                        load_queries(rows.data(), q, b, g, &list[i], count, s);
-                        load_dout(drows.data(), dout, b, g, &list[i], count, s);
-                        recompute(bg, tile, &list[i], count);
-                        tile_matmul<real>(n_keys, D, n_rows, p.data(), 1, kt.padded, drows.data(), D, dv + at, D, true);   // dv += P'^T dout
-                        tile_matmul<real>(n_keys, D, n_rows, ds.data(), 1, kt.padded, rows.data(), D, dk + at, D, true);   // dk += dS^T q / sqrt(D)
+                    for (size_t i = 0; i < list.size(); i += most) {
+                        const int* const tokens = &list[i];
+                        const int count = int(std::min<size_t>(most, list.size() - i)), n_rows = h * count;
+                        const KeyRange columns = columns_of(branch, tokens, count, tile, s);
+                        const int n = columns.end - columns.begin, n_existing = std::min(columns.end, n_keys) - columns.begin;
+                        const size_t first = size_t(columns.begin) * D;
+                        load_queries(rows.data(), q, b, g, tokens, count, s);
+                        load_dout(drows.data(), dout, b, g, tokens, count, s);
+                        tile_matmul<real>(n_rows, n, D, rows.data(), D, 1, kt.tile(bg, tile) + columns.begin, kt.padded, p.data(), kt.padded, false);    // S
+                        tile_matmul<real>(n_rows, n, D, drows.data(), D, 1, vt.tile(bg, tile) + columns.begin, kt.padded, ds.data(), kt.padded, false);  // dout v^T
+                        for (int r = 0; r < n_rows; r++) {
+                            const size_t row = query_row(b, g, r % h, tokens[r / h], s);
+                            const KeyRange visible = visible_keys(branch, tokens[r / h], tile, s);
+                            real *pr = &p[size_t(r) * kt.padded], *dsr = &ds[size_t(r) * kt.padded];
+                            const real shift = lse_gated[row], dot = row_dot[row];
+                            hide(pr, n, visible.begin - columns.begin, visible.end - columns.begin);
+#pragma omp simd
+                            for (int x = 0; x < n; x++) {
+                                pr[x] = exponential(pr[x] - shift);
+                                dsr[x] = pr[x] * (dsr[x] - dot);
+                            }
+                        }
+                        tile_matmul<real>(n_existing, D, n_rows, p.data(), 1, kt.padded, drows.data(), D, dv + at + first, D, true);  // dv += P'^T dout
+                        tile_matmul<real>(n_existing, D, n_rows, ds.data(), 1, kt.padded, rows.data(), D, dk + at + first, D, true);  // dk += dS^T q / sqrt(D)
+                        follow(tokens[count - 1]);
+                        for (int j = 0, end; j < count; j = end) {  // sums += dS k, runs of neighbouring queries together
+                            for (end = j + 1; end < count && tokens[end] == tokens[end - 1] + 1;) end++;
+                            tile_matmul<real>((end - j) * h, D, n_existing, &ds[size_t(j) * h * kt.padded], kt.padded, 1, k + at + first, D,
+                                              sums + (size_t(bg) * s.T + tokens[j]) * h * D, D, true);
+                        }
+                        done.store(tokens[count - 1] + 1, std::memory_order_release);
                     }
+                    follow(s.T - 1);
+                    done.store(s.T, std::memory_order_release);
                 }
+#pragma omp for collapse(2) schedule(static)
+            for (int bg = 0; bg < s.B * s.G; bg++)
+                for (int t = 0; t < s.T; t++)
+                    for (int head = 0; head < h; head++) {
+                        const real* from = sums + ((size_t(bg) * s.T + t) * h + head) * D;
+                        real* to = dq + query_row(bg / s.G, bg % s.G, head, t, s) * D;
+                        for (int x = 0; x < D; x++) to[x] += from[x] * real(s.scale());
+                    }
         }
     }
 
@@ -832,27 +1151,32 @@ struct Cpu {
     // p = e^(score - lse) are the weights of the compressed branch, whose lse [B, H, queries] is known by now.
     // chosen_importance, where given: [B, G, queries] share of the importance that fell on selected blocks, 1 where all were taken.
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse, const NsaShape& s) {
-        const int D = s.D, h = s.heads_per_group(), words = s.selection_words(), NC = s.cmp_blocks(s.first + s.queries);
+        const int D = s.D, h = s.heads_per_group(), words = s.selection_words(), step = tile_queries(s);
         const Transposed kt = transpose_tiles(0, CMP, kc, s);
+        const size_t stride = size_t(kt.tiles) * TILE_KEYS;  // compressed blocks, in whole tiles
 #pragma omp parallel
         {
-            std::vector<real> rows(size_t(h) * TILE_QUERIES * D), scores(size_t(h) * TILE_QUERIES * kt.padded), weight(size_t(TILE_QUERIES) * (NC + 1)), importance(s.slc_blocks());
-            std::vector<int> tokens(TILE_QUERIES);
+            std::vector<real> rows(size_t(h) * step * D), scores(size_t(h) * step * kt.padded), weight(step * stride), importance(s.slc_blocks());
+            std::vector<int> tokens(step);
 #pragma omp for collapse(2) schedule(dynamic, 1)
             for (int bg = 0; bg < s.B * s.G; bg++)
-                for (int t0 = s.first; t0 < s.first + s.queries; t0 += TILE_QUERIES) {
-                    const int b = bg / s.G, g = bg % s.G, count = std::min(TILE_QUERIES, s.first + s.queries - t0);
+                for (int t0 = s.first; t0 < s.first + s.queries; t0 += step) {
+                    const int b = bg / s.G, g = bg % s.G, count = std::min(step, s.first + s.queries - t0);
                     for (int j = 0; j < count; j++) tokens[j] = t0 + j;
                     const bool must_choose = (t0 + count - 1) / s.slc_block + 1 > s.slc_count;
                     if (must_choose) {  // weight[j][i] = sum over the group's heads of p[head, t0 + j, i]
                         load_queries(rows.data(), q, b, g, tokens.data(), count, s);
                         std::fill(weight.begin(), weight.end(), real(0));
-                        for (int tile : key_tiles(CMP, t0, t0 + count, nullptr, s)) {
-                            tile_matmul<real>(h * count, kt.padded, D, rows.data(), D, 1, kt.tile(bg, tile), kt.padded, scores.data(), kt.padded, false);
+                        const KeyRange tiles = tile_range(CMP, t0, t0 + count, s);
+                        for (int tile = tiles.begin; tile < tiles.end; tile++) {
+                            const KeyRange columns = columns_of(CMP, tokens.data(), count, tile, s);
+                            tile_matmul<real>(h * count, columns.end, D, rows.data(), D, 1, kt.tile(bg, tile), kt.padded, scores.data(), kt.padded, false);
                             for (int r = 0; r < h * count; r++) {
-                                const KeyRange range = visible_keys(CMP, t0 + r % count, tile, s);
-                                softmax_row(&scores[size_t(r) * kt.padded], range, kt.padded, lse[query_row(b, g, r / count, t0 + r % count, s)]);
-                                for (int key = range.begin; key < range.end; key++) weight[size_t(r % count) * (NC + 1) + tile * TILE_KEYS + key] += scores[size_t(r) * kt.padded + key];
+                                real *p = &scores[size_t(r) * kt.padded], *sum = &weight[r / h * stride + size_t(tile) * TILE_KEYS];
+                                const real shift = lse[query_row(b, g, r % h, t0 + r / h, s)];
+                                hide(p, columns.end, 0, visible_keys(CMP, t0 + r / h, tile, s).end);
+#pragma omp simd
+                                for (int key = 0; key < columns.end; key++) sum[key] += exponential(p[key] - shift);
                             }
                         }
                     }
@@ -866,7 +1190,7 @@ struct Cpu {
                             for (int block = 0; block <= last; block++) mask[block / 32] |= 1u << (block % 32);
                             continue;
                         }
-                        fold_importance(importance.data(), &weight[size_t(j) * (NC + 1)], t, s);
+                        fold_importance(importance.data(), &weight[j * stride], t, s);
                         const real share = choose_best(mask, importance.data(), last, s.slc_count);
                         if (chosen_importance) chosen_importance[row] = share;
                     }
@@ -902,26 +1226,8 @@ struct Cpu {
         return all > 0 ? chosen / all : real(1);
     }
 
-    ~Cpu() {
-        for (Scratch& x : scratch) std::free(x.data);
-    }
-
   private:
-    // Temporary memory that only grows; a slot's content is valid until its next get().
-    struct Scratch {
-        real* data = nullptr;
-        size_t capacity = 0;
-        real* get(size_t count) {
-            if (count > capacity) {
-                std::free(data);
-                data = static_cast<real*>(std::aligned_alloc(64, (count * sizeof(real) + 127) / 64 * 64));
-                if (!data) fail("out of memory: %.1f MiB of scratch were asked for", double(count * sizeof(real)) / (1 << 20));
-                capacity = count;
-            }
-            return data;
-        }
-    };
-    Scratch scratch[2];
+    Workspace<real> scratch[3];
     std::vector<std::vector<double>> sent;
 
     std::vector<real> rope_cos, rope_sin;  // [positions, D/2]

@@ -14,7 +14,9 @@
 #endif
 
 #include <array>
+#include <cassert>
 #include <cfloat>
+#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
@@ -31,13 +33,31 @@
 // Attention of the three branches and the selection of blocks, on tensor cores, in bf16 with fp32 sums.
 //
 // The operations are those of struct Cpu (nsa_cpu.h), which is the specification. Reads in this order:
-//   shape  ->  tiles in shared memory and their products  ->  which keys a query sees  ->  forward  ->  backward  ->  selection  ->  host side.
+//   shape  ->  tiles in shared memory and their products  ->  which keys a query sees  ->  forward  ->  backward  ->  the selected branch by gathered
+//   rows, for long sequences  ->  selection  ->  host side.
 //
 // A tile of queries has as its rows all query heads of one group for a few consecutive tokens, head by head: row r is head r / tile_tokens, token
 // r % tile_tokens. All of them share the tile's keys, so any number of heads per group fills the tensor cores. A tile of keys has 64 rows.
 // Softmax is in base 2 inside: 2^(c q.k - lse), c = log2(e) / sqrt(D); the lse in memory is the natural one.
 // There are no atomics: every output has one owner and every sum one order, so the same input gives the same bits.
 // =====================================================================================================================
+// The selected branch has two sets of kernels: masked tiles, where a tile of tokens visits every block that one of them chose, and gathered rows, where
+// each block is visited by the rows that chose it. AUTO takes what costs less for the selection at hand, see measure_selections_kernel.
+enum class SelectedKernel { AUTO, TILES, GATHER };
+// What AUTO chose, and why; on the GPU. Where kernels are given it, those that it leaves out return at once.
+struct SelectedChoice {
+    int gather;           // 1: gathered rows, 0: masked tiles
+    float tile_tokens;    // of the tiles that were looked at
+    float tile_blocks;    // tiles of 64 keys that a tile of tokens visits, on average
+    float cost;           // of gathered rows, as a share of that of masked tiles
+};
+
+// In words, for the log.
+inline std::string describe(const SelectedChoice& c, const NsaShape& s) {
+    return format_text("selected branch by %s: %.0f tokens visit %.1f of %d tiles of keys together; gathering their rows is counted as %.2f of the bytes of masked tiles", c.gather ? "gathered rows" : "masked tiles",
+                       double(c.tile_tokens), double(c.tile_blocks), (s.first + s.queries + 64 - 1) / 64, double(c.cost));
+}
+
 #ifndef PRECISION_FP32
 
 using bf16 = __nv_bfloat16;
@@ -68,6 +88,7 @@ struct AttentionShape {
     int slc_block, slc_count, words;
     int slc_shift;                 // selection block of a key within a tile: key >> slc_shift, 0 where a block fills the tile
     float scale;                   // 1 / sqrt(D)
+    int parts, part_tokens;        // dK and dV: the queries are cut into so many parts of so many tokens, whose sums are added at the end
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -336,8 +357,9 @@ __device__ inline int end_of_key_tiles(const QueryTile& tile, const AttentionSha
 // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries]; without a key 0 and +infinity.
 template <Branch branch, int D>
 __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
-    attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection, AttentionShape s) {
+    attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
     constexpr int M = row_pieces<D>(), KEYS = 32;  // keys at a time, as many as there are registers for
+    if (branch == SLC && choice && choice->gather) return;
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16 * M, rows = blockDim.x / 32 * 16 * M;
     const QueryTile tile = query_tile(s);
     const int end_tile = end_of_key_tiles<branch>(tile, s);
@@ -463,8 +485,9 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
 template <Branch branch, int D>
 __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
     attention_dq_kernel(float* dq, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
-                        const uint32_t* selection, AttentionShape s) {
+                        const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
     constexpr int M = row_pieces<D>(), KEYS = 16;  // keys at a time, as many as there are registers for
+    if (branch == SLC && choice && choice->gather) return;
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16 * M, rows = blockDim.x / 32 * 16 * M;
     const QueryTile tile = query_tile(s);
     const int end_tile = end_of_key_tiles<branch>(tile, s);
@@ -566,15 +589,90 @@ constexpr unsigned DKDV_THREADS = KEY_TILE / 16 * 32;
 HOST_DEVICE constexpr int sub_blocks(Branch branch) { return branch == SLC ? KEY_TILE / 16 : 1; }  // selection blocks of a tile, at most
 template <int D>
 HOST_DEVICE constexpr bool keeps_v() { return D > 64; }  // in shared memory, for want of registers
+
+// The sums of a warp's 16 keys, and the keys themselves as A fragments (v: or in shared memory).
+template <int D>
+struct WarpKeys {
+    unsigned k_rows[D / 16][4], v_rows[D / 16][4];
+    const bf16* v_tile;
+    float dk[1][D / 8][4], dv[1][D / 8][4];
+    // A barrier must lie between the arrival of the tiles and this.
+    __device__ void load(const bf16* k_tile, const bf16* v, int warp_key) {
+        v_tile = v;
+#pragma unroll
+        for (int x = 0; x < D; x += 16) {
+            load_a<D>(k_rows[x / 16], k_tile, warp_key, x);
+            if (!keeps_v<D>()) load_a<D>(v_rows[x / 16], v_tile, warp_key, x);
+        }
+#pragma unroll
+        for (int x = 0; x < D / 8; x++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) dk[0][x][e] = 0, dv[0][x][e] = 0;
+    }
+    // dv += P'^T dout and dk += dS^T q over the 64 rows of a tile of tokens, with each row's shift (lse_gated in base 2) and row_dot.
+    // seen(i, row): whether the row's query sees the key warp_key + i * 8 + lane / 4; only asked where `masked`.
+    template <class Seen>
+    __device__ void add_tokens(const bf16* q_tile, const bf16* dout_tile, const float* shift, const float* dot, bool masked, Seen seen, int warp_key,
+                               const AttentionShape& s) {
+        constexpr int TOKENS = 16;  // at a time, as many as there are registers for
+        const int lane = threadIdx.x % 32;
+#pragma unroll 1
+        for (int first = 0; first < KEY_TILE; first += TOKENS) {
+            float p[1][TOKENS / 8][4], ds[1][TOKENS / 8][4];
+            multiply_rows<D, TOKENS / 16>(p, k_rows, q_tile, first);
+            if constexpr (keeps_v<D>()) multiply_rows<D, 1, TOKENS / 16>(ds, v_tile, warp_key, dout_tile, first);
+            else multiply_rows<D, TOKENS / 16>(ds, v_rows, dout_tile, first);
+#pragma unroll
+            for (int n = 0; n < TOKENS / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int row = first + n * 8 + lane % 4 * 2 + e % 2;
+                    p[0][n][e] = !masked || seen(e / 2, row) ? exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, -shift[row])) : 0;
+                    ds[0][n][e] = p[0][n][e] * (ds[0][n][e] - dot[row]);
+                }
+            multiply_add<D, 1, TOKENS / 16>(dv, p, dout_tile, first);
+            multiply_add<D, 1, TOKENS / 16>(dk, ds, q_tile, first);
+        }
+    }
+    // The sums go to rows first_key.. of dk and dv [B, G, key_stride, D], or, where given, as they are to partial [2, KEY_TILE, D].
+    __device__ void store(bf16* dk_out, bf16* dv_out, float* partial, int bg, int first_key, int warp_key, const AttentionShape& s) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int key = warp_key + i * 8 + lane / 4, column = lane % 4 * 2;
+            if (first_key + key >= s.keys) continue;
+            const size_t at = (size_t(bg) * s.key_stride + first_key + key) * D + column;
+#pragma unroll
+            for (int x = 0; x < D / 8; x++) {
+                const float2 dk_pair = make_float2(dk[0][x][2 * i] * s.scale, dk[0][x][2 * i + 1] * s.scale);
+                const float2 dv_pair = make_float2(dv[0][x][2 * i], dv[0][x][2 * i + 1]);
+                if (partial) {
+                    *reinterpret_cast<float2*>(partial + key * D + column + x * 8) = dk_pair;
+                    *reinterpret_cast<float2*>(partial + (KEY_TILE + key) * D + column + x * 8) = dv_pair;
+                } else {
+                    *reinterpret_cast<__nv_bfloat162*>(dk_out + at + x * 8) = __floats2bfloat162_rn(dk_pair.x, dk_pair.y);
+                    *reinterpret_cast<__nv_bfloat162*>(dv_out + at + x * 8) = __floats2bfloat162_rn(dv_pair.x, dv_pair.y);
+                }
+            }
+        }
+    }
+};
+// In the compressed branch the queries are cut into parts: the keys are few, so their tiles alone would not fill a GPU, and the first are seen by almost
+// all queries. The first part that sees a key of the tile:
+__device__ inline int first_part(int key_tile, const AttentionShape& s) { return max(first_query<CMP>(key_tile * KEY_TILE, s) - s.first, 0) / s.part_tokens; }
+
+// partial [B*G, tiles of keys, parts, 2, KEY_TILE, D], where there is more than one part
 template <Branch branch, int D>
 __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3)
-    attention_dkdv_kernel(bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
-                          const float* lse_gated, const uint32_t* selection, AttentionShape s) {
-    constexpr int TOKENS = 16;  // tokens at a time, as many as there are registers for
+    attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
+                          const float* lse_gated, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
     constexpr int SUB_BLOCKS = sub_blocks(branch);
-    const int lane = threadIdx.x % 32, warp_key = threadIdx.x / 32 * 16;
+    if (branch == SLC && choice && choice->gather) return;
+    const int warp_key = threadIdx.x / 32 * 16, lane = threadIdx.x % 32;
     // Early keys are seen by more queries and start first.
-    const int tile = int(blockIdx.x) / s.batch_groups, bg = int(blockIdx.x) % s.batch_groups, first_key = tile * KEY_TILE;
+    const int parts = branch == CMP ? s.parts : 1, part = branch == CMP ? int(blockIdx.x) / s.batch_groups % parts : 0;
+    const int tile = int(blockIdx.x) / s.batch_groups / parts, bg = int(blockIdx.x) % s.batch_groups, first_key = tile * KEY_TILE;
+    if (branch == CMP && part < first_part(tile, s)) return;
     DynamicShared shared;
     bf16* q_tiles = shared.take<bf16>(2 * KEY_TILE * D);
     bf16* dout_tiles = shared.take<bf16>(2 * KEY_TILE * D);
@@ -582,9 +680,8 @@ __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3)
     float* shifts = shared.take<float>(2 * SUB_BLOCKS * KEY_TILE);
     float* dots = shared.take<float>(2 * KEY_TILE);
     // The keys pass through the second buffers into registers, as A fragments.
-    constexpr bool KEEP_V = keeps_v<D>();
     bf16* k_tile = q_tiles + KEY_TILE * D;
-    bf16* v_tile = KEEP_V ? shared.take<bf16>(KEY_TILE * D) : dout_tiles + KEY_TILE * D;
+    bf16* v_tile = keeps_v<D>() ? shared.take<bf16>(KEY_TILE * D) : dout_tiles + KEY_TILE * D;
     uint32_t* used = nullptr;
     const size_t group = (size_t(bg) * s.key_stride + first_key) * D;
     copy_tile<D>(k_tile, k + group, D, KEY_TILE, s.keys - first_key);
@@ -597,12 +694,8 @@ __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3)
     }
     cp_async_wait<0>();
     __syncthreads();
-    unsigned k_rows[D / 16][4], v_rows[D / 16][4];
-#pragma unroll
-    for (int x = 0; x < D; x += 16) {
-        load_a<D>(k_rows[x / 16], k_tile, warp_key, x);
-        if (!KEEP_V) load_a<D>(v_rows[x / 16], v_tile, warp_key, x);
-    }
+    WarpKeys<D> keys;
+    keys.load(k_tile, v_tile, warp_key);
 
     const size_t H = size_t(s.G) * s.heads;
     auto copy_tokens = [&](int buffer, int token_tile, int head) {
@@ -633,8 +726,8 @@ __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3)
     const int sub_block = branch == SLC ? warp_key >> s.slc_shift : 0;
 
     // Tokens that may see a key of the tile; then, for each of this lane's keys warp_key + i * 8 + lane / 4, those that see it. Counted from s.first.
-    const int first_token = first_query<branch>(first_key, s) - s.first;
-    const int end_token = branch == WIN ? min(s.queries, first_key + KEY_TILE - 1 + s.window - s.first) : s.queries;
+    const int first_token = max(first_query<branch>(first_key, s) - s.first, branch == CMP ? part * s.part_tokens : 0);
+    const int end_token = min(s.queries, branch == WIN ? first_key + KEY_TILE - 1 + s.window - s.first : branch == CMP ? (part + 1) * s.part_tokens : s.queries);
     const int end_tile = (end_token + KEY_TILE - 1) / KEY_TILE;
     int begin[2], end[2];
 #pragma unroll
@@ -643,12 +736,6 @@ __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3)
         begin[i] = first_query<branch>(key, s) - s.first;
         end[i] = branch == WIN ? min(s.queries, key + s.window - s.first) : s.queries;
     }
-    float dk_sums[1][D / 8][4], dv_sums[1][D / 8][4];
-#pragma unroll
-    for (int x = 0; x < D / 8; x++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) dk_sums[0][x][e] = 0, dv_sums[0][x][e] = 0;
-
     int token_tile = next_tile<branch>(used, max(first_token, 0) / KEY_TILE, end_tile), head = 0;
     if (token_tile < end_tile) {
         copy_tokens(0, token_tile, head);
@@ -674,39 +761,606 @@ __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3)
             const bool masked = !__all_sync(~0u, all);
             const bf16 *q_tile = q_tiles + buffer * KEY_TILE * D, *dout_tile = dout_tiles + buffer * KEY_TILE * D;
             const float *shift = shifts + (buffer * SUB_BLOCKS + sub_block) * KEY_TILE, *dot = dots + buffer * KEY_TILE;
-#pragma unroll 1
-            for (int first = 0; first < KEY_TILE; first += TOKENS) {
-                float p[1][TOKENS / 8][4], ds[1][TOKENS / 8][4];
-                multiply_rows<D, TOKENS / 16>(p, k_rows, q_tile, first);
-                if constexpr (KEEP_V) multiply_rows<D, 1, TOKENS / 16>(ds, v_tile, warp_key, dout_tile, first);
-                else multiply_rows<D, TOKENS / 16>(ds, v_rows, dout_tile, first);
-#pragma unroll
-                for (int n = 0; n < TOKENS / 8; n++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const int token = first + n * 8 + lane % 4 * 2 + e % 2;
-                        const bool seen = !masked || (begin[e / 2] <= j0 + token && end[e / 2] > j0 + token);
-                        p[0][n][e] = seen ? exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, -shift[token])) : 0;
-                        ds[0][n][e] = p[0][n][e] * (ds[0][n][e] - dot[token]);
-                    }
-                multiply_add<D, 1, TOKENS / 16>(dv_sums, p, dout_tile, first);
-                multiply_add<D, 1, TOKENS / 16>(dk_sums, ds, q_tile, first);
-            }
+            const auto seen = [&](int i, int row) { return begin[i] <= j0 + row && end[i] > j0 + row; };
+            keys.add_tokens(q_tile, dout_tile, shift, dot, masked, seen, warp_key, s);
         }
         if (token_tile < end_tile) store_statistic(buffer ^ 1);  // only now, so that nobody waits for the load
     }
+    if (branch == CMP && parts > 1) partial += ((size_t(bg) * ((s.keys + KEY_TILE - 1) / KEY_TILE) + tile) * parts + part) * 2 * KEY_TILE * D;
+    keys.store(dk, dv, branch == CMP && parts > 1 ? partial : nullptr, bg, first_key, warp_key, s);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The selected branch by gathered rows, for long sequences, where the tokens of a tile choose many blocks together and each of them few. Nothing is
+// sorted: a selection is turned from "which blocks did this token choose" to "which tokens chose this block" by a 32 x 32 transposition of bits, and
+// the set bits, from the lowest on, are the list of tokens.
+//
+// A unit is what can be told apart in such a list: a selection block, or the several that share a tile of keys.
+
+constexpr int GATHER_TOKENS = 32;    // of a tile of queries at most: one bit each
+constexpr int GATHER_CHUNK = 2048;   // tokens of a tile of keys that one thread block handles; longer lists are split
+// Rows of a tile of queries: what fits twice into the shared memory of an sm_90 multiprocessor (D = 128: once, as on sm_80).
+template <int D>
+HOST_DEVICE constexpr int gather_rows(bool backward) { return (backward ? 96 : 192) / (D > 64 ? 2 : 1); }
+
+HOST_DEVICE inline int tiles_per_unit(const AttentionShape& s) { return s.slc_block > KEY_TILE ? s.slc_block / KEY_TILE : 1; }
+HOST_DEVICE inline int units(int keys, const AttentionShape& s) { return (keys + KEY_TILE * tiles_per_unit(s) - 1) / (KEY_TILE * tiles_per_unit(s)); }
+HOST_DEVICE inline int units_per_word(const AttentionShape& s) { return 32 * s.slc_block / (KEY_TILE < s.slc_block ? s.slc_block : KEY_TILE); }
+
+// Each lane gives one word of a token's selection; lane i gets the bitmask of the lanes whose token chose a block of the word's i-th unit.
+__device__ inline uint32_t transpose_choices(uint32_t word, const AttentionShape& s) {
+    const int blocks = 32 / units_per_word(s);
+    uint32_t tokens = 0;
+    for (int unit = 0; unit < units_per_word(s); unit++) {
+        const unsigned those = __ballot_sync(~0u, (word >> (unit * blocks) & ((1u << blocks) - 1)) != 0);
+        if (int(threadIdx.x % 32) == unit) tokens = those;
+    }
+    return tokens;
+}
+// The place of the n-th set bit of bits, the lowest being the 0th; there have to be so many.
+__device__ inline int nth_bit(unsigned bits, int n) {
+    int place = 0;
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) {
+        const int below = __popc(bits & ((1u << half) - 1));
+        if (n >= below) n -= below, bits >>= half, place += half;
+    }
+    return place;
+}
+
+// choosers [units] = which of the tile's tokens chose the unit; used = bitmask over tiles of keys: whether one did. selected: the bitmasks of the
+// tile's tokens. By all threads of the block; a barrier must follow.
+__device__ inline void find_choosers(uint32_t* choosers, uint32_t* used, const uint32_t* selected, int tokens, int key_tiles, const AttentionShape& s) {
+    const int lane = threadIdx.x % 32, per_word = units_per_word(s), count = units(key_tiles * KEY_TILE, s);
+    for (int word = threadIdx.x / 32; word * per_word < count; word += blockDim.x / 32) {
+        const uint32_t mine = transpose_choices(lane < tokens ? selected[lane * s.words + word] : 0, s);
+        if (lane < per_word && word * per_word + lane < count) choosers[word * per_word + lane] = mine;
+    }
+    __syncthreads();
+    for (int word = threadIdx.x / 32; word * 32 < key_tiles; word += blockDim.x / 32) {
+        const int tile = word * 32 + lane;
+        const unsigned bits = __ballot_sync(~0u, tile < key_tiles && choosers[tile / tiles_per_unit(s)] != 0);
+        if (lane == 0) used[word] = bits;
+    }
+}
+
+// Sixteen rows of a tile of queries whose tokens chose the tile of keys: number `first` .. of all such rows, in the order of tokens, then heads.
+// Row token * heads + head of the tile. Fewer than sixteen are left: the last is repeated, but its results go nowhere.
+struct GatheredRows {
+    int source;              // the row whose part of the A fragments this lane loads
+    int row[2], token[2];    // this lane's rows of the products, lane / 4 and that + 8; row -1: a repeated one
+};
+__device__ inline GatheredRows gather(uint32_t choosers, int first, int items, const AttentionShape& s) {
+    const int lane = threadIdx.x % 32, item = min(first + lane % 16, items - 1), token = nth_bit(choosers, item / s.heads);
+    const int source = token * s.heads + item % s.heads, place = first + lane % 16 < items ? source << 8 | token : -1;
+    GatheredRows rows;
+    rows.source = source;
+    const int low = __shfl_sync(~0u, place, lane / 4);
+    const int high = __shfl_sync(~0u, place, lane / 4 + 8);
+    rows.row[0] = low >> 8, rows.token[0] = low & 255, rows.row[1] = high >> 8, rows.token[1] = high & 255;
+    return rows;
+}
+// a = the A fragments of the gathered rows of a tile: ldmatrix takes an address from each lane, so that scattered rows cost what a run of rows does.
+template <int D>
+__device__ inline void load_gathered(unsigned (&a)[D / 16][4], const bf16* tile, const GatheredRows& rows) {
+    const int at = chunk_at<D>(rows.source, threadIdx.x % 32 / 16);
+#pragma unroll
+    for (int x = 0; x < D; x += 16) ldmatrix_x4(a[x / 16], tile + (at ^ x));
+}
+// tile [tokens * heads, D] = the queries of a tile, token by token, from heads and tokens that are head_stride and token_stride elements apart.
+template <int D>
+__device__ inline void copy_queries_by_token(bf16* tile, const bf16* in, size_t head_stride, size_t token_stride, int tokens, const AttentionShape& s) {
+    for (int i = threadIdx.x; i < tokens * s.heads * (D / 8); i += blockDim.x) {
+        const int row = i / (D / 8), chunk = i % (D / 8);
+        cp_async_16(tile + chunk_at<D>(row, chunk), in + row % s.heads * head_stride + row / s.heads * token_stride + chunk * 8, true);
+    }
+}
+// Sums in shared memory, [rows, D] in fp32. A product leaves in lane 4 g + t of row g the columns 8 x + 2 t and + 1; those of x = 2 i and 2 i + 1 lie
+// together, 16 bytes, at place 4 i + t of the row, in odd rows at the place with bit 2 flipped, so that neighbouring rows use different banks.
+template <int D>
+__device__ inline float4* sums_at(float* sums, int row, int i) {
+    const int place = (i * 4 + threadIdx.x % 4) ^ (D > 16 ? (row & 1) << 2 : 0);
+    return reinterpret_cast<float4*>(sums + row * D) + place;
+}
+// The same for any thread: pair i, t of a row.
+template <int D>
+__device__ inline float4 sums_of(const float* sums, int row, int i, int t) {
+    return reinterpret_cast<const float4*>(sums + row * D)[(i * 4 + t) ^ (D > 16 ? (row & 1) << 2 : 0)];
+}
+// c += p b over the 64 keys of a tile for the gathered rows, whose sums lie in shared memory and are first multiplied by `rescale`.
+template <int D>
+__device__ inline void add_to_sums(float* sums, const GatheredRows& rows, const float (&rescale)[2], const float (&p)[1][KEY_TILE / 8][4], const bf16* b_tile) {
+    float c[1][D / 8][4];
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int x = 0; x < D / 8; x += 2) {
+            const float4 four = rows.row[i] < 0 ? make_float4(0, 0, 0, 0) : *sums_at<D>(sums, rows.row[i], x / 2);
+            c[0][x][2 * i] = four.x * rescale[i], c[0][x][2 * i + 1] = four.y * rescale[i];
+            c[0][x + 1][2 * i] = four.z * rescale[i], c[0][x + 1][2 * i + 1] = four.w * rescale[i];
+        }
+    multiply_add<D, 1, KEY_TILE / 16>(c, p, b_tile, 0);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int x = 0; x < D / 8; x += 2)
+            if (rows.row[i] >= 0) *sums_at<D>(sums, rows.row[i], x / 2) = make_float4(c[0][x][2 * i], c[0][x][2 * i + 1], c[0][x + 1][2 * i], c[0][x + 1][2 * i + 1]);
+}
+// Which keys of a tile the gathered rows see: the first `end`, where the key's selection block is in `blocks`.
+struct GatheredView {
+    bool masked;
+    int end[2];
+    unsigned blocks[2];
+    __device__ bool sees(int i, int key, const AttentionShape& s) const { return key < end[i] && (blocks[i] >> (key >> s.slc_shift) & 1); }
+};
+__device__ inline GatheredView look_at_gathered(int key_tile, const GatheredRows& rows, const uint32_t* selected, const QueryTile& tile, const AttentionShape& s) {
+    GatheredView view;
+    const bool shared_tile = blocks_per_tile(s) > 1;
+    view.masked = shared_tile || key_tile * KEY_TILE + KEY_TILE - 1 > s.first + tile.j0;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int key = first_key + warp_key + i * 8 + lane / 4;
-        if (key >= s.keys) continue;
-        const size_t at = (size_t(bg) * s.key_stride + key) * D + lane % 4 * 2;
+        view.end[i] = s.first + tile.j0 + rows.token[i] + 1 - key_tile * KEY_TILE;
+        view.blocks[i] = shared_tile && rows.row[i] >= 0 ? chosen_blocks(selected, rows.token[i], key_tile, s) : 1;
+    }
+    return view;
+}
+// Bytes of shared memory for what both kernels below need besides their rows.
+template <int D>
+HOST_DEVICE constexpr size_t gather_key_bytes() { return 4 * KEY_TILE * D * sizeof(bf16); }
+
+// As attention_forward_kernel<SLC>. A block owns a tile of tokens; its queries and sums lie in shared memory, row token * heads + head. For each tile of
+// keys that some token chose, the warps take turns at 16 of the rows that see it.
+template <int D>
+__global__ void __launch_bounds__(MOST_WARPS * 32, D > 64 ? 1 : 2)
+    gather_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+    if (choice && !choice->gather) return;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const QueryTile tile = query_tile(s);
+    const int rows = tile.tokens * s.heads, end_tile = end_of_key_tiles<SLC>(tile, s);
+    DynamicShared shared;
+    bf16* k_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+    bf16* v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+    bf16* q_tile = shared.take<bf16>(s.tile_tokens * s.heads * D);
+    float* sums = shared.take<float>(s.tile_tokens * s.heads * D);
+    float2* softmax = shared.take<float2>(s.tile_tokens * s.heads);  // largest score in base 2, sum of the exponentials
+    uint32_t* choosers = shared.take<uint32_t>(units(s.key_stride, s));
+    uint32_t* used = shared.take<uint32_t>(tile_words(s.key_stride));
+
+    copy_queries_by_token<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, tile.tokens, s);
+    cp_async_commit();
+    selection += (size_t(tile.bg) * s.queries + tile.j0) * s.words;
+    find_choosers(choosers, used, selection, tile.tokens, end_tile, s);
+    for (int i = threadIdx.x; i < rows * D; i += blockDim.x) sums[i] = 0;
+    for (int i = threadIdx.x; i < rows; i += blockDim.x) softmax[i] = make_float2(-FLT_MAX, 0);
+    __syncthreads();
+
+    const size_t group = size_t(tile.bg) * s.key_stride * D;
+    auto copy_keys = [&](int buffer, int key_tile) {
+        const size_t at = group + size_t(key_tile) * KEY_TILE * D;
+        copy_tile<D>(k_tiles + buffer * KEY_TILE * D, k + at, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
+        copy_tile<D>(v_tiles + buffer * KEY_TILE * D, v + at, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
+        cp_async_commit();
+    };
+    int key_tile = next_tile<SLC>(used, 0, end_tile);
+    if (key_tile < end_tile) copy_keys(0, key_tile);
+    for (int buffer = 0; key_tile < end_tile; buffer ^= 1) {
+        const int this_tile = key_tile;
+        key_tile = next_tile<SLC>(used, key_tile + 1, end_tile);
+        cp_async_wait<0>();
+        __syncthreads();  // this buffer has arrived, all warps are done with the other and with the rows of the last tile
+        if (key_tile < end_tile) copy_keys(buffer ^ 1, key_tile);
+
+        const uint32_t tokens = choosers[this_tile / tiles_per_unit(s)];
+        const int items = __popc(tokens) * s.heads;
+        for (int first = warp * 16; first < items; first += warps * 16) {
+            const GatheredRows r = gather(tokens, first, items, s);
+            float p[1][KEY_TILE / 8][4], rescale[2];
+            {
+                unsigned q_rows[D / 16][4];
+                load_gathered<D>(q_rows, q_tile, r);
+                multiply_rows<D, KEY_TILE / 16>(p, q_rows, k_tiles + buffer * KEY_TILE * D, 0);
+            }
+            const GatheredView view = look_at_gathered(this_tile, r, selection, tile, s);
+            if (view.masked) {
 #pragma unroll
-        for (int x = 0; x < D / 8; x++) {
-            *reinterpret_cast<__nv_bfloat162*>(dk + at + x * 8) =
-                __floats2bfloat162_rn(dk_sums[0][x][2 * i] * s.scale, dk_sums[0][x][2 * i + 1] * s.scale);
-            *reinterpret_cast<__nv_bfloat162*>(dv + at + x * 8) = __floats2bfloat162_rn(dv_sums[0][x][2 * i], dv_sums[0][x][2 * i + 1]);
+                for (int n = 0; n < KEY_TILE / 8; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        if (!view.sees(e / 2, n * 8 + lane % 4 * 2 + e % 2, s)) p[0][n][e] = -INFINITY;
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                // The first of the four lanes that share a row keeps its statistics.
+                const bool keeper = lane % 4 == 0 && r.row[i] >= 0;
+                const float2 before = keeper ? softmax[r.row[i]] : make_float2(-FLT_MAX, 0);
+                const float largest = __shfl_sync(~0u, before.x, lane & ~3);
+                float most = -INFINITY;
+#pragma unroll
+                for (int n = 0; n < KEY_TILE / 8; n++) most = fmaxf(most, fmaxf(p[0][n][2 * i], p[0][n][2 * i + 1]));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+                const float shift = fmaxf(largest, most * (s.scale * LOG2_E));  // finite, as in attention_forward_kernel
+                rescale[i] = exp2_approx(largest - shift);
+                float total = before.y * rescale[i];
+#pragma unroll
+                for (int n = 0; n < KEY_TILE / 8; n++)
+#pragma unroll
+                    for (int e = 2 * i; e < 2 * i + 2; e++) {
+                        p[0][n][e] = exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, -shift));
+                        total += p[0][n][e];
+                    }
+                total += __shfl_xor_sync(~0u, total, 1);
+                total += __shfl_xor_sync(~0u, total, 2);
+                if (keeper) softmax[r.row[i]] = make_float2(shift, total);
+            }
+            add_to_sums<D>(sums, r, rescale, p, v_tiles + buffer * KEY_TILE * D);
         }
     }
+    cp_async_wait<0>();  // q, where there was no tile of keys
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows * (D / 4); i += blockDim.x) {
+        const int row = i / (D / 4), pair = i % (D / 4) / 4, t = i % 4;
+        const float2 statistics = softmax[row];
+        const float inverse = statistics.y > 0 ? 1 / statistics.y : 0;
+        const float4 four = sums_of<D>(sums, row, pair, t);
+        const size_t to = (size_t(tile.bg) * s.heads + row % s.heads) * s.queries + tile.j0 + row / s.heads;
+        __nv_bfloat162* const columns = reinterpret_cast<__nv_bfloat162*>(out + to * D + pair * 16 + t * 2);
+        columns[0] = __floats2bfloat162_rn(four.x * inverse, four.y * inverse);
+        columns[4] = __floats2bfloat162_rn(four.z * inverse, four.w * inverse);
+        if (i % (D / 4) == 0) lse[to] = statistics.y > 0 ? statistics.x / LOG2_E + logf(statistics.y) : INFINITY;
+    }
+}
+
+// As attention_dq_kernel<SLC>; the structure of gather_forward_kernel.
+template <int D>
+__global__ void __launch_bounds__(MOST_WARPS * 32, D > 64 ? 1 : 2)
+    gather_dq_kernel(float* dq, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
+                     const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+    if (choice && !choice->gather) return;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const QueryTile tile = query_tile(s);
+    const int rows = tile.tokens * s.heads, end_tile = end_of_key_tiles<SLC>(tile, s);
+    DynamicShared shared;
+    bf16* k_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+    bf16* v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+    bf16* q_tile = shared.take<bf16>(s.tile_tokens * s.heads * D);
+    bf16* dout_tile = shared.take<bf16>(s.tile_tokens * s.heads * D);
+    float* sums = shared.take<float>(s.tile_tokens * s.heads * D);
+    float2* statistics = shared.take<float2>(s.tile_tokens * s.heads);  // lse_gated in base 2, row_dot
+    uint32_t* choosers = shared.take<uint32_t>(units(s.key_stride, s));
+    uint32_t* used = shared.take<uint32_t>(tile_words(s.key_stride));
+
+    const size_t H = size_t(s.G) * s.heads, dout_at = ((size_t(tile.bg / s.G) * s.queries + tile.j0) * H + size_t(tile.bg % s.G) * s.heads) * D;
+    copy_queries_by_token<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, tile.tokens, s);
+    copy_queries_by_token<D>(dout_tile, dout + dout_at, D, H * D, tile.tokens, s);
+    cp_async_commit();
+    auto place_of = [&](int row) { return (size_t(tile.bg) * s.heads + row % s.heads) * s.queries + tile.j0 + row / s.heads; };  // in [B, H, queries]
+    selection += (size_t(tile.bg) * s.queries + tile.j0) * s.words;
+    find_choosers(choosers, used, selection, tile.tokens, end_tile, s);
+    for (int i = threadIdx.x; i < rows * D; i += blockDim.x) sums[i] = 0;
+    for (int i = threadIdx.x; i < rows; i += blockDim.x) statistics[i] = make_float2(lse_gated[place_of(i)] * LOG2_E, row_dot[place_of(i)]);
+    __syncthreads();
+
+    const size_t group = size_t(tile.bg) * s.key_stride * D;
+    auto copy_keys = [&](int buffer, int key_tile) {
+        const size_t at = group + size_t(key_tile) * KEY_TILE * D;
+        copy_tile<D>(k_tiles + buffer * KEY_TILE * D, k + at, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
+        copy_tile<D>(v_tiles + buffer * KEY_TILE * D, v + at, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
+        cp_async_commit();
+    };
+    int key_tile = next_tile<SLC>(used, 0, end_tile);
+    if (key_tile < end_tile) copy_keys(0, key_tile);
+    for (int buffer = 0; key_tile < end_tile; buffer ^= 1) {
+        const int this_tile = key_tile;
+        key_tile = next_tile<SLC>(used, key_tile + 1, end_tile);
+        cp_async_wait<0>();
+        __syncthreads();  // this buffer has arrived, all warps are done with the other and with the rows of the last tile
+        if (key_tile < end_tile) copy_keys(buffer ^ 1, key_tile);
+
+        const uint32_t tokens = choosers[this_tile / tiles_per_unit(s)];
+        const int items = __popc(tokens) * s.heads;
+        for (int first = warp * 16; first < items; first += warps * 16) {
+            const GatheredRows r = gather(tokens, first, items, s);
+            float p[1][KEY_TILE / 8][4], ds[1][KEY_TILE / 8][4];
+            {
+                unsigned a[D / 16][4];
+                load_gathered<D>(a, q_tile, r);
+                multiply_rows<D, KEY_TILE / 16>(p, a, k_tiles + buffer * KEY_TILE * D, 0);
+                load_gathered<D>(a, dout_tile, r);
+                multiply_rows<D, KEY_TILE / 16>(ds, a, v_tiles + buffer * KEY_TILE * D, 0);
+            }
+            const GatheredView view = look_at_gathered(this_tile, r, selection, tile, s);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float2 of_row = r.row[i] < 0 ? make_float2(INFINITY, 0) : statistics[r.row[i]];
+#pragma unroll
+                for (int n = 0; n < KEY_TILE / 8; n++)
+#pragma unroll
+                    for (int e = 2 * i; e < 2 * i + 2; e++) {
+                        const bool seen = !view.masked || view.sees(i, n * 8 + lane % 4 * 2 + e % 2, s);
+                        const float weight = seen ? exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, -of_row.x)) : 0;
+                        ds[0][n][e] = weight * (ds[0][n][e] - of_row.y);
+                    }
+            }
+            const float keep[2] = {1, 1};
+            add_to_sums<D>(sums, r, keep, ds, k_tiles + buffer * KEY_TILE * D);
+        }
+    }
+    cp_async_wait<0>();  // q and dout, where there was no tile of keys
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows * (D / 4); i += blockDim.x) {
+        const int row = i / (D / 4), pair = i % (D / 4) / 4, t = i % 4;
+        const float4 four = sums_of<D>(sums, row, pair, t);
+        float2* const columns = reinterpret_cast<float2*>(dq + place_of(row) * D + pair * 16 + t * 2);
+        const float2 low = columns[0], high = columns[4];
+        columns[0] = make_float2(low.x + four.x * s.scale, low.y + four.y * s.scale);
+        columns[4] = make_float2(high.x + four.z * s.scale, high.y + four.w * s.scale);
+    }
+}
+
+// Where dK and dV by gathered rows keep what they need; all arrays are in the workspace of attention_backward.
+struct GatherPlan {
+    uint32_t* choosers;  // [B*G, units, token_words]: which tokens chose the unit
+    int* counts;         // [B*G, units]: how many
+    int* extra;          // [B*G, tiles + 1]: chunks beyond their first that the tiles of keys before this one have
+    float* partial;      // [B*G, 2 * most_extra, 2, KEY_TILE, D]: sums of the chunks of lists that are split
+    int tiles, units, token_words;
+    int most_extra;      // extra chunks of one (sequence, group) at most
+    // Where the sums of a tile's chunk lie. A tile with e > 0 extra chunks has e + 1 places of the 2 e that are its own.
+    __device__ size_t slot(int bg, int tile, int chunk) const { return size_t(bg) * 2 * most_extra + 2 * extra[size_t(bg) * (tiles + 1) + tile] + chunk; }
+    __device__ int chunks(int bg, int tile) const {
+        const int* e = extra + size_t(bg) * (tiles + 1) + tile;
+        return e[1] - e[0] + 1;
+    }
+};
+
+// choosers [B*G, units, token_words]; a warp transposes one word of 32 tokens' selections
+__global__ void __launch_bounds__(128) transpose_selection_kernel(GatherPlan plan, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+    if (choice && !choice->gather) return;
+    const int lane = threadIdx.x % 32, token_word = int(blockIdx.x) % plan.token_words, bg = int(blockIdx.x) / plan.token_words;
+    const int j = token_word * 32 + lane, per_word = units_per_word(s);
+    for (int word = threadIdx.x / 32; word * per_word < plan.units; word += 4) {
+        const uint32_t mine = transpose_choices(j < s.queries ? selection[(size_t(bg) * s.queries + j) * s.words + word] : 0, s);
+        const int unit = word * per_word + lane;
+        if (lane < per_word && unit < plan.units) plan.choosers[(size_t(bg) * plan.units + unit) * plan.token_words + token_word] = mine;
+    }
+}
+// counts [B*G, units]; one warp each
+__global__ void __launch_bounds__(128) count_choosers_kernel(GatherPlan plan, int all_units, const SelectedChoice* choice) {
+    if (choice && !choice->gather) return;
+    const int unit = int(blockIdx.x) * 4 + int(threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (unit >= all_units) return;  // a whole warp
+    int count = 0;
+    for (int word = lane; word < plan.token_words; word += 32) count += __popc(plan.choosers[size_t(unit) * plan.token_words + word]);
+    for (int flip = 16; flip > 0; flip /= 2) count += __shfl_xor_sync(~0u, count, flip);
+    if (lane == 0) plan.counts[unit] = count;
+}
+// extra [B*G, tiles + 1]; one warp for each (sequence, group)
+__global__ void __launch_bounds__(32) plan_chunks_kernel(GatherPlan plan, const SelectedChoice* choice, AttentionShape s) {
+    if (choice && !choice->gather) return;
+    const int lane = threadIdx.x, bg = blockIdx.x;
+    int* extra = plan.extra + size_t(bg) * (plan.tiles + 1);
+    int before = 0;
+    for (int first = 0; first < plan.tiles; first += 32) {
+        const int tile = first + lane, count = tile < plan.tiles ? plan.counts[size_t(bg) * plan.units + tile / tiles_per_unit(s)] : 0;
+        const int own = count ? (count - 1) / GATHER_CHUNK : 0;
+        int sum = own;  // of the lanes up to this one
+        for (int delta = 1; delta < 32; delta *= 2) {
+            const int other = __shfl_up_sync(~0u, sum, unsigned(delta));
+            if (lane >= delta) sum += other;
+        }
+        if (tile < plan.tiles) extra[tile] = before + sum - own;
+        before += __shfl_sync(~0u, sum, 31);
+    }
+    assert(before <= plan.most_extra);  // else some query has chosen more blocks than the host was told
+    if (lane == 0) extra[plan.tiles] = before;
+}
+
+// list = the places of the set bits of row [words], number first .. first + GATHER_CHUNK - 1 of them in ascending order, then -1 up to a multiple of 64.
+// Returns how many there are. By all threads of the block; counts: a number for each warp. Begins and ends with a barrier.
+__device__ inline int list_tokens(int* list, int* counts, const uint32_t* row, int words, int first) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    int before = 0;  // set bits in the words of earlier rounds
+    for (int first_word = 0; first_word < words && before < first + GATHER_CHUNK; first_word += int(blockDim.x)) {
+        const int word = first_word + int(threadIdx.x);
+        uint32_t bits = word < words ? row[word] : 0;
+        int number = __popc(bits);  // becomes the number of set bits up to and with this lane's word
+        for (int delta = 1; delta < 32; delta *= 2) {
+            const int other = __shfl_up_sync(~0u, number, unsigned(delta));
+            if (lane >= delta) number += other;
+        }
+        __syncthreads();  // the counts of the round before have been read
+        if (lane == 31) counts[warp] = number;
+        __syncthreads();
+        number += before - __popc(bits);
+        for (int w = 0; w < warps; w++) {
+            if (w < warp) number += counts[w];
+            before += counts[w];
+        }
+        for (; bits; bits &= bits - 1, number++)
+            if (number >= first && number < first + GATHER_CHUNK) list[number - first] = word * 32 + __ffs(int(bits)) - 1;
+    }
+    const int found = max(0, min(before - first, GATHER_CHUNK));
+    for (int i = found + int(threadIdx.x); i < (found + KEY_TILE - 1) / KEY_TILE * KEY_TILE; i += int(blockDim.x)) list[i] = -1;
+    __syncthreads();
+    return found;
+}
+
+// As attention_dkdv_kernel<SLC>, but the tiles of 64 tokens are gathered: they hold only tokens that chose a block of the tile of keys. A list of more
+// than GATHER_CHUNK tokens (block 0 is chosen by all) is split into chunks, whose sums go to plan.partial. The first most_extra * B*G blocks take the chunks
+// beyond the first.
+template <int D>
+__global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3)
+    gather_dkdv_kernel(bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
+                       const uint32_t* selection, GatherPlan plan, const SelectedChoice* choice, AttentionShape s) {
+    if (choice && !choice->gather) return;
+    constexpr int SUB_BLOCKS = sub_blocks(SLC);
+    const int lane = threadIdx.x % 32, warp_key = threadIdx.x / 32 * 16, bg = int(blockIdx.x) % s.batch_groups, item = int(blockIdx.x) / s.batch_groups;
+    const int* extra = plan.extra + size_t(bg) * (plan.tiles + 1);
+    int tile = item - plan.most_extra, chunk = 0;
+    if (tile < 0) {  // the item-th extra chunk belongs to the last tile with extra[tile] <= item
+        if (item >= extra[plan.tiles]) return;
+        int low = 0, high = plan.tiles;
+        while (high - low > 1) {
+            const int middle = (low + high) / 2;
+            if (extra[middle] <= item) low = middle;
+            else high = middle;
+        }
+        tile = low, chunk = item - extra[low] + 1;
+    }
+    const int first_key = tile * KEY_TILE;
+    DynamicShared shared;
+    bf16* q_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+    bf16* dout_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+    float* shifts = shared.take<float>(2 * SUB_BLOCKS * KEY_TILE);  // these two as in attention_dkdv_kernel
+    float* dots = shared.take<float>(2 * KEY_TILE);
+    int* counts = shared.take<int>(DKDV_THREADS / 32);
+    int* list = shared.take<int>(GATHER_CHUNK);
+    bf16* k_tile = q_tiles + KEY_TILE * D;
+    bf16* v_tile = keeps_v<D>() ? shared.take<bf16>(KEY_TILE * D) : dout_tiles + KEY_TILE * D;
+    const size_t group = (size_t(bg) * s.key_stride + first_key) * D;
+    copy_tile<D>(k_tile, k + group, D, KEY_TILE, s.keys - first_key);
+    copy_tile<D>(v_tile, v + group, D, KEY_TILE, s.keys - first_key);
+    cp_async_commit();
+    const uint32_t* choosers = plan.choosers + (size_t(bg) * plan.units + tile / tiles_per_unit(s)) * plan.token_words;
+    const int tokens = list_tokens(list, counts, choosers, plan.token_words, chunk * GATHER_CHUNK);
+    cp_async_wait<0>();
+    __syncthreads();
+    WarpKeys<D> keys;
+    keys.load(k_tile, v_tile, warp_key);
+
+    const size_t H = size_t(s.G) * s.heads;
+    auto copy_tokens = [&](int buffer, int first, int head) {
+        const bf16* q_head = q + (size_t(bg) * s.heads + head) * s.queries * D;
+        const bf16* dout_head = dout + (size_t(bg / s.G) * s.queries * H + size_t(bg % s.G) * s.heads + head) * D;
+        for (int i = threadIdx.x; i < KEY_TILE * (D / 8); i += int(DKDV_THREADS)) {
+            const int row = i / (D / 8), chunk = i % (D / 8), j = max(list[first + row], 0), at = buffer * KEY_TILE * D + chunk_at<D>(row, chunk);
+            cp_async_16(q_tiles + at, q_head + size_t(j) * D + chunk * 8, first + row < tokens);
+            cp_async_16(dout_tiles + at, dout_head + j * H * D + chunk * 8, first + row < tokens);
+        }
+        cp_async_commit();
+    };
+    // Half of the threads each: one token's lse and chosen blocks, one token's row_dot.
+    const bool has_shift = threadIdx.x < KEY_TILE;
+    const int column = threadIdx.x % KEY_TILE;
+    float statistic = 0;
+    unsigned chosen = ~0u;
+    auto load_statistic = [&](int first, int head) {
+        const int j = list[first + column];
+        const size_t row = (size_t(bg) * s.heads + head) * s.queries + j;
+        statistic = j < 0 ? (has_shift ? INFINITY : 0) : has_shift ? lse_gated[row] * LOG2_E : row_dot[row];
+        if (has_shift && j >= 0 && s.slc_block < KEY_TILE) chosen = chosen_blocks(selection + (size_t(bg) * s.queries + j) * s.words, 0, tile, s);
+    };
+    auto store_statistic = [&](int buffer) {
+        if (!has_shift) dots[buffer * KEY_TILE + column] = statistic;
+        else
+            for (int sub = 0; sub < blocks_per_tile(s); sub++) shifts[(buffer * SUB_BLOCKS + sub) * KEY_TILE + column] = chosen >> sub & 1 ? statistic : INFINITY;
+    };
+    const int sub_block = warp_key >> s.slc_shift;
+
+    int first = 0, head = 0;  // of the list
+    if (first < tokens) {
+        copy_tokens(0, first, head);
+        load_statistic(first, head);
+        store_statistic(0);
+    }
+    for (int buffer = 0; first < tokens; buffer ^= 1) {
+        const int this_first = first;
+        if (++head == s.heads) head = 0, first += KEY_TILE;
+        cp_async_wait<0>();
+        __syncthreads();  // this buffer has arrived, and all warps are done with the other
+        if (first < tokens) {
+            copy_tokens(buffer ^ 1, first, head);
+            load_statistic(first, head);
+        }
+        const bool masked = s.first + list[this_first] < first_key + KEY_TILE - 1;  // the first token of the tile is the earliest
+        const auto seen = [&](int i, int row) { return s.first + list[this_first + row] >= first_key + warp_key + i * 8 + lane / 4; };
+        keys.add_tokens(q_tiles + buffer * KEY_TILE * D, dout_tiles + buffer * KEY_TILE * D, shifts + (buffer * SUB_BLOCKS + sub_block) * KEY_TILE, dots + buffer * KEY_TILE,
+                        masked, seen, warp_key, s);
+        if (first < tokens) store_statistic(buffer ^ 1);
+    }
+    float* partial = plan.chunks(bg, tile) > 1 ? plan.partial + plan.slot(bg, tile, chunk) * 2 * KEY_TILE * D : nullptr;
+    keys.store(dk, dv, partial, bg, first_key, warp_key, s);
+}
+
+// dk, dv [B, G, key_stride, D] = the sums of the chunks or parts in their order; one block per tile of keys and (sequence, group)
+template <int D>
+__device__ inline void add_partial_sums(bf16* out, const float* first, size_t stride, int count, int bg, int tile, const AttentionShape& s) {
+    const int keys = min(KEY_TILE, s.keys - tile * KEY_TILE);
+    for (int i = threadIdx.x * 2; i < keys * D; i += int(blockDim.x) * 2) {
+        float2 sum = make_float2(0, 0);
+        for (int part = 0; part < count; part++) {
+            const float2 term = *reinterpret_cast<const float2*>(first + part * stride + i);
+            sum.x += term.x, sum.y += term.y;
+        }
+        *reinterpret_cast<__nv_bfloat162*>(out + (size_t(bg) * s.key_stride + size_t(tile) * KEY_TILE) * D + i) = __floats2bfloat162_rn(sum.x, sum.y);
+    }
+}
+template <int D>
+__global__ void __launch_bounds__(256) add_parts_kernel(bf16* dk, bf16* dv, const float* partial, AttentionShape s) {
+    const int tile = int(blockIdx.x) / s.batch_groups, bg = int(blockIdx.x) % s.batch_groups, first = first_part(tile, s);
+    const size_t tiles = size_t((s.keys + KEY_TILE - 1) / KEY_TILE), size = 2 * KEY_TILE * D;
+    partial += ((bg * tiles + tile) * s.parts + first) * size;
+    add_partial_sums<D>(dk, partial, size, s.parts - first, bg, tile, s);
+    add_partial_sums<D>(dv, partial + KEY_TILE * D, size, s.parts - first, bg, tile, s);
+}
+template <int D>
+__global__ void __launch_bounds__(256) add_chunks_kernel(bf16* dk, bf16* dv, GatherPlan plan, const SelectedChoice* choice, AttentionShape s) {
+    if (choice && !choice->gather) return;
+    const int tile = int(blockIdx.x) / s.batch_groups, bg = int(blockIdx.x) % s.batch_groups, chunks = plan.chunks(bg, tile);
+    const size_t size = 2 * KEY_TILE * D;
+    if (chunks == 1) return;
+    const float* partial = plan.partial + plan.slot(bg, tile, 0) * size;
+    add_partial_sums<D>(dk, partial, size, chunks, bg, tile, s);
+    add_partial_sums<D>(dv, partial + KEY_TILE * D, size, chunks, bg, tile, s);
+}
+
+// ---- AUTO. Both ways cost mostly the bytes that pass between shared memory and registers, for 16 rows and 64 keys, forward and dQ together, in units of D:
+//   masked tiles     forward: K and V 256 for `row_pieces` 16-row pieces at once, Q twice 64; dQ: K, V, K 384 likewise, Q and dout four times 256
+//   gathered rows    forward: Q 32, K and V 256, sums in and out 128;                         dQ: Q and dout 64, K, V, K 384, sums 128
+// Both have the same products and exponentials for 16 rows; dK and dV by gathered rows never cost more. Counted, not measured: a GPU may say otherwise.
+template <int D>
+HOST_DEVICE constexpr float gathered_piece_cost() { return (416.0f + 576.0f) / (640.0f / row_pieces<D>() + 64.0f + 256.0f); }
+
+// counts [B*G * tiles, 2]: of a tile of tokens, the tiles of keys that it visits, and the pieces of 16 gathered rows in them; one warp each
+__global__ void __launch_bounds__(128) measure_selections_kernel(int* counts, const uint32_t* selection, AttentionShape s) {
+    const int item = int(blockIdx.x) * 4 + int(threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (item >= s.tiles * s.batch_groups) return;  // a whole warp
+    const int j0 = item % s.tiles * s.tile_tokens, tokens = min(s.tile_tokens, s.queries - j0), per_word = units_per_word(s);
+    const uint32_t* selected = selection + (size_t(item / s.tiles) * s.queries + j0) * s.words;
+    int visited = 0, pieces = 0;
+    for (int word = 0; word < s.words; word++) {
+        const int choosers = __popc(transpose_choices(lane < tokens ? selected[lane * s.words + word] : 0, s));
+        const int unit = word * per_word + lane, key_tiles = min(tiles_per_unit(s), (s.keys + KEY_TILE - 1) / KEY_TILE - unit * tiles_per_unit(s));
+        if (lane < per_word && choosers) visited += key_tiles, pieces += key_tiles * ((choosers * s.heads + 15) / 16);
+    }
+    for (int flip = 16; flip > 0; flip /= 2) {
+        visited += __shfl_xor_sync(~0u, visited, flip);
+        pieces += __shfl_xor_sync(~0u, pieces, flip);
+    }
+    if (lane == 0) counts[2 * item] = visited, counts[2 * item + 1] = pieces;
+}
+// choice = what costs less by the counts of measure_selections_kernel; one block
+__global__ void __launch_bounds__(256) choose_selected_kernel(SelectedChoice* choice, const int* counts, float piece_cost, AttentionShape s) {
+    SHARED(double, sums, [3][8]);
+    double visited = 0, pieces = 0, masked = 0;  // whole numbers, exact in any order
+    for (int item = threadIdx.x; item < s.tiles * s.batch_groups; item += int(blockDim.x)) {
+        const int tokens = min(s.tile_tokens, s.queries - item % s.tiles * s.tile_tokens);
+        visited += counts[2 * item], pieces += counts[2 * item + 1];
+        masked += double(counts[2 * item]) * ((tokens * s.heads + 15) / 16);
+    }
+    for (int flip = 16; flip > 0; flip /= 2) {
+        visited += __shfl_xor_sync(~0u, visited, flip);
+        pieces += __shfl_xor_sync(~0u, pieces, flip);
+        masked += __shfl_xor_sync(~0u, masked, flip);
+    }
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) sums[0][warp] = visited, sums[1][warp] = pieces, sums[2][warp] = masked;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int i = 1; i < 8; i++) visited += sums[0][i], pieces += sums[1][i], masked += sums[2][i];
+    const float cost = masked > 0 ? float(piece_cost * pieces / masked) : 1;
+    *choice = {cost < 1, float(s.tile_tokens), float(visited / (double(s.tiles) * s.batch_groups)), cost};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -723,8 +1377,23 @@ __device__ inline float sum_of_warp(float x) {
     return x;
 }
 
+// A block and its importance as an integer, in the same order since importances are not negative; -1: none.
+struct Best {
+    int bits, block;
+    __device__ void compare(const float* importance, int other) {  // others come in ascending order; equal ones: the lower stays
+        const int other_bits = importance[other] < 0 ? -1 : __float_as_int(importance[other]);
+        if (other_bits > bits) bits = other_bits, block = other;
+    }
+};
+// The best of all lanes, equal ones: the lowest block.
+__device__ inline Best best_of_warp(const Best& mine) {
+    Best best;
+    best.bits = __reduce_max_sync(~0u, mine.bits);
+    best.block = __reduce_min_sync(~0u, mine.bits == best.bits ? mine.block : INT_MAX);
+    return best;
+}
 // Marks blocks 0, last-1, last and the slc_count-3 best others of importance[0 .. last] as TAKEN, by one warp; equal ones: the lowest index.
-// Returns their share of all importance. Lane i alone reads and writes elements i, i + 32, ...
+// Returns their share of all importance. Lane i knows the best of elements i, i + 32, ...; when that is taken, all lanes together look for the next best.
 __device__ inline float choose_best(float* importance, int last, int slc_count) {
     const int lane = threadIdx.x % 32;
     float all = 0, chosen = 0;
@@ -737,15 +1406,18 @@ __device__ inline float choose_best(float* importance, int last, int slc_count) 
     take(0);
     take(last - 1);
     take(last);
+    Best mine = {-1, INT_MAX};
+    for (int block = lane; block <= last; block += 32) mine.compare(importance, block);
     for (int round = 3; round < slc_count; round++) {
-        int best = last + 1;  // none
-        for (int block = lane; block <= last; block += 32)
-            if (importance[block] >= 0 && (best > last || importance[block] > importance[best])) best = block;
-        // The order of the bits of non-negative floats is their own.
-        const int bits = best <= last ? __float_as_int(importance[best]) : -1;
-        const int largest = __reduce_max_sync(~0u, bits);
-        const int winner = __reduce_min_sync(~0u, bits == largest ? best : last + 1);
-        if (winner <= last) take(winner);
+        const Best best = best_of_warp(mine);
+        if (best.bits < 0) break;
+        take(best.block);
+        __syncwarp();
+        Best next = {-1, INT_MAX};
+        for (int block = best.block % 32 + lane * 32; block <= last; block += 32 * 32) next.compare(importance, block);
+        next = best_of_warp(next);
+        if (best.block % 32 == lane) mine = next;
+        __syncwarp();  // all have read before the next is taken
     }
     all = sum_of_warp(all);
     chosen = sum_of_warp(chosen);
@@ -857,6 +1529,11 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
     a.slc_block = s.slc_block, a.slc_count = s.slc_count, a.words = s.full ? 0 : s.selection_words();
     while (a.slc_shift < 6 && (1 << a.slc_shift) < s.slc_block) a.slc_shift++;
     a.scale = float(s.scale());
+    a.parts = 1, a.part_tokens = s.queries;
+    if (branch == CMP) {  // few tiles of keys, each seen by most queries: one part for 512 tokens or more, 16 at most
+        a.part_tokens = std::max(512, (s.queries / 16 + KEY_TILE - 1) / KEY_TILE * KEY_TILE);
+        a.parts = (s.queries + a.part_tokens - 1) / a.part_tokens;
+    }
     return a;
 }
 inline void check_attention_shape(Branch branch, const NsaShape& s) {
@@ -889,59 +1566,187 @@ inline size_t shared_bytes(std::initializer_list<size_t> pieces) {
     return sum;
 }
 
+// What the functions below need besides their arrays: attention_workspace_bytes() of scratch memory on the GPU, and a place for AUTO's choice.
+struct AttentionWorkspace {
+    void* data = nullptr;
+    SelectedChoice* choice = nullptr;
+};
+// Hands out pieces of the workspace, or from null their sizes.
+struct WorkspacePieces {
+    char* base;
+    size_t used = 0;
+    template <class T>
+    T* take(size_t count) {
+        T* piece = base ? reinterpret_cast<T*>(base + used) : nullptr;
+        used += (count * sizeof(T) + 255) / 256 * 256;
+        return piece;
+    }
+};
+template <int D>
+inline AttentionShape gather_shape(const NsaShape& s, bool backward) {
+    return attention_shape<D>(SLC, s, std::min({GATHER_TOKENS, gather_rows<D>(backward) / s.heads_per_group(), s.queries}));
+}
+// A query has chosen at most max(slc_count, 3) blocks, which bounds the extra chunks.
+template <int D>
+inline GatherPlan gather_plan(WorkspacePieces& pieces, const NsaShape& s) {
+    const AttentionShape a = gather_shape<D>(s, true);
+    GatherPlan plan = {};
+    plan.tiles = (a.keys + KEY_TILE - 1) / KEY_TILE, plan.units = units(a.keys, a), plan.token_words = (s.queries + 31) / 32;
+    plan.most_extra = int(size_t(s.queries) * size_t(std::max(s.slc_count, 3)) * size_t(tiles_per_unit(a)) / GATHER_CHUNK);
+    plan.most_extra = int(std::min(size_t(plan.most_extra), size_t(plan.tiles) * size_t(s.queries / GATHER_CHUNK)));
+    const size_t groups = size_t(a.batch_groups);
+    plan.choosers = pieces.take<uint32_t>(groups * size_t(plan.units) * size_t(plan.token_words));
+    plan.counts = pieces.take<int>(groups * size_t(plan.units));
+    plan.extra = pieces.take<int>(groups * size_t(plan.tiles + 1));
+    plan.partial = pieces.take<float>(groups * 2 * size_t(plan.most_extra) * 2 * KEY_TILE * D);
+    return plan;
+}
+template <int D>
+inline int* selection_counts(WorkspacePieces& pieces, const NsaShape& s) { return pieces.take<int>(2 * size_t(gather_shape<D>(s, false).tiles) * size_t(s.B) * size_t(s.G)); }
+template <int D>
+inline float* cmp_partial_sums(WorkspacePieces& pieces, const NsaShape& s) {
+    const AttentionShape a = attention_shape<D>(CMP, s, 0);
+    return pieces.take<float>(a.parts == 1 ? 0 : size_t(a.batch_groups) * size_t((a.keys + KEY_TILE - 1) / KEY_TILE) * size_t(a.parts) * 2 * KEY_TILE * D);
+}
+
+// Which kernels a call of the selected branch may use: AUTO stays where both are worth a look, and then the selection itself decides, on the GPU. Masked tiles
+// visit every block at worst, so gathering cannot pay where there are at most twice as many as a query takes.
+template <int D>
+inline SelectedKernel resolve_selected(SelectedKernel asked, const NsaShape& s) {
+    const bool possible = s.heads_per_group() <= gather_rows<D>(true);
+    if (asked == SelectedKernel::GATHER && !possible)
+        fail_usage("%d query heads in a group of head dimension %d: gathered rows have room for %d; choose masked tiles", s.heads_per_group(), D, gather_rows<D>(true));
+    if (asked != SelectedKernel::AUTO) return asked;
+    const int blocks = (s.first + s.queries + s.slc_block - 1) / s.slc_block;
+    return possible && s.queries >= GATHER_TOKENS && blocks > 2 * s.slc_count ? SelectedKernel::AUTO : SelectedKernel::TILES;
+}
+// Bytes of scratch memory that forward or backward of a branch need.
+inline size_t attention_workspace_bytes(Branch branch, const NsaShape& s, SelectedKernel asked, bool backward) {
+    WorkspacePieces pieces{nullptr};
+    with_head_dimension(s.D, [&](auto dimension) {
+        constexpr int D = decltype(dimension)::value;
+        if (branch == CMP && backward) cmp_partial_sums<D>(pieces, s);
+        if (branch != SLC || s.query_rows() == 0) return;
+        const SelectedKernel kernel = resolve_selected<D>(asked, s);
+        if (kernel == SelectedKernel::AUTO) selection_counts<D>(pieces, s);
+        if (kernel != SelectedKernel::TILES && backward) gather_plan<D>(pieces, s);
+    });
+    return pieces.used;
+}
+// Where AUTO is open, has the GPU choose, and returns where the choice will lie; else null.
+template <int D>
+inline const SelectedChoice* choose_selected(SelectedKernel kernel, WorkspacePieces& pieces, SelectedChoice* choice, const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
+    if (kernel != SelectedKernel::AUTO) return nullptr;
+    const AttentionShape a = gather_shape<D>(s, false);
+    int* counts = selection_counts<D>(pieces, s);
+    launch<measure_selections_kernel>(unsigned(a.tiles * a.batch_groups + 3) / 4, 128, 0, stream, counts, selection, a);
+    launch<choose_selected_kernel>(1, 256, 0, stream, choice, (const int*)counts, gathered_piece_cost<D>(), a);
+    return choice;
+}
+template <int D>
+inline size_t gather_shared_bytes(const AttentionShape& a, bool backward) {
+    const size_t rows = size_t(a.tile_tokens) * size_t(a.heads), row_tile = rows * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
+    return shared_bytes({key_tiles, key_tiles, row_tile, backward ? row_tile : 0, rows * D * sizeof(float), rows * sizeof(float2), size_t(units(a.key_stride, a)) * sizeof(uint32_t),
+                         size_t(tile_words(a.key_stride)) * sizeof(uint32_t)});
+}
+inline unsigned gather_threads(const AttentionShape& a) { return unsigned(std::min(MOST_WARPS, (a.tile_tokens * a.heads + 15) / 16) * 32); }
+
 template <Branch branch, int D>
 inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection, const NsaShape& s,
-                                     cudaStream_t stream) {
+                                     SelectedKernel asked, AttentionWorkspace workspace, cudaStream_t stream) {
     const AttentionShape a = attention_shape<D>(branch, s, 0);
+    const SelectedChoice* choice = nullptr;
+    if constexpr (branch == SLC) {
+        const SelectedKernel kernel = resolve_selected<D>(asked, s);
+        WorkspacePieces pieces{static_cast<char*>(workspace.data)};
+        choice = choose_selected<D>(kernel, pieces, workspace.choice, selection, s, stream);
+        if (kernel != SelectedKernel::TILES) {
+            const AttentionShape g = gather_shape<D>(s, false);
+            launch<gather_forward_kernel<D>>(unsigned(g.tiles * g.batch_groups), gather_threads(g), gather_shared_bytes<D>(g, false), stream, out, lse, q, k, v, selection, choice, g);
+        }
+        if (kernel == SelectedKernel::GATHER) return;
+    }
     const unsigned blocks = unsigned(a.tiles * a.batch_groups), threads = query_tile_threads<D>(a);
     const size_t query_tile = most_rows<D>() * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
     const size_t bytes = shared_bytes({query_tile, key_tiles, key_tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
-    launch<attention_forward_kernel<branch, D>>(blocks, threads, bytes, stream, out, lse, q, k, v, selection, a);
+    launch<attention_forward_kernel<branch, D>>(blocks, threads, bytes, stream, out, lse, q, k, v, selection, choice, a);
+}
+template <int D>
+inline void launch_gather_backward(float* dq, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
+                                   const float* lse_gated, const uint32_t* selection, const NsaShape& s, const SelectedChoice* choice, WorkspacePieces& pieces,
+                                   cudaStream_t stream) {
+    const AttentionShape a = gather_shape<D>(s, true);
+    const GatherPlan plan = gather_plan<D>(pieces, s);
+    launch<gather_dq_kernel<D>>(unsigned(a.tiles * a.batch_groups), gather_threads(a), gather_shared_bytes<D>(a, true), stream, dq, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
+
+    const int all_units = plan.units * a.batch_groups;
+    launch<transpose_selection_kernel>(unsigned(plan.token_words * a.batch_groups), 128, 0, stream, plan, selection, choice, a);
+    launch<count_choosers_kernel>(unsigned(all_units + 3) / 4, 128, 0, stream, plan, all_units, choice);
+    launch<plan_chunks_kernel>(unsigned(a.batch_groups), 32, 0, stream, plan, choice, a);
+    const size_t tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
+    const size_t bytes = shared_bytes({tiles, tiles, statistics * sub_blocks(SLC), statistics, DKDV_THREADS / 32 * sizeof(int), GATHER_CHUNK * sizeof(int), keeps_v<D>() ? tiles / 2 : 0});
+    launch<gather_dkdv_kernel<D>>(unsigned((plan.most_extra + plan.tiles) * a.batch_groups), DKDV_THREADS, bytes, stream, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, plan, choice, a);
+    if (plan.most_extra) launch<add_chunks_kernel<D>>(unsigned(plan.tiles * a.batch_groups), 256, 0, stream, dk, dv, plan, choice, a);
 }
 template <Branch branch, int D>
 inline void launch_attention_backward(float* dq, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
                                       const float* row_dot, const float* lse_gated, const uint32_t* selection, const NsaShape& s,
-                                      cudaStream_t stream) {
+                                      SelectedKernel asked, AttentionWorkspace workspace, cudaStream_t stream) {
     const AttentionShape a = attention_shape<D>(branch, s, 0);
+    const SelectedChoice* choice = nullptr;
     if (a.keys == 0) return;  // nothing to add to dq, no element of dk and dv
+    WorkspacePieces pieces{static_cast<char*>(workspace.data)};
+    float* partial = nullptr;
+    if constexpr (branch == CMP) partial = cmp_partial_sums<D>(pieces, s);
+    if constexpr (branch == SLC) {
+        const SelectedKernel kernel = resolve_selected<D>(asked, s);
+        choice = choose_selected<D>(kernel, pieces, workspace.choice, selection, s, stream);
+        if (kernel != SelectedKernel::TILES) launch_gather_backward<D>(dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, choice, pieces, stream);
+        if (kernel == SelectedKernel::GATHER) return;
+    }
     const size_t query_tile = most_rows<D>() * D * sizeof(bf16), tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
     const unsigned query_blocks = unsigned(a.tiles * a.batch_groups), threads = query_tile_threads<D>(a);
     const size_t dq_bytes = shared_bytes({query_tile, query_tile, tiles, tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
-    launch<attention_dq_kernel<branch, D>>(query_blocks, threads, dq_bytes, stream, dq, dout, q, k, v, row_dot, lse_gated, selection, a);
+    launch<attention_dq_kernel<branch, D>>(query_blocks, threads, dq_bytes, stream, dq, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
 
-    const unsigned key_blocks = unsigned((a.keys + KEY_TILE - 1) / KEY_TILE * a.batch_groups);
+    const unsigned key_tiles = unsigned((a.keys + KEY_TILE - 1) / KEY_TILE * a.batch_groups);
     const size_t dkdv_bytes = shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, keeps_v<D>() ? tiles / 2 : 0,
                                             branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
-    launch<attention_dkdv_kernel<branch, D>>(key_blocks, DKDV_THREADS, dkdv_bytes, stream, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, a);
+    launch<attention_dkdv_kernel<branch, D>>(key_tiles * unsigned(a.parts), DKDV_THREADS, dkdv_bytes, stream, dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
+    if constexpr (branch == CMP)
+        if (a.parts > 1) launch<add_parts_kernel<D>>(key_tiles, 256, 0, stream, dk, dv, (const float*)partial, a);
 }
 
 // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] the natural logarithm of the softmax's denominator;
 // a query without a key: 0, +infinity. q [B, H, queries, D], keys and values [B, G, T, D] (compressed: [B, G, NC, D]), selection
 // [B, G, queries, words]. Selection blocks: 16, 32 or a multiple of 64 tokens. Query heads per group: up to 96, no padding but the last row tile's.
+// In the selected branch `kernel` says how; the workspace's choice has to exist where it is AUTO.
 inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection,
-                              const NsaShape& s, cudaStream_t stream) {
+                              const NsaShape& s, SelectedKernel kernel, AttentionWorkspace workspace, cudaStream_t stream) {
     check_attention_shape(branch, s);
     if (s.query_rows() == 0) return;
     with_head_dimension(s.D, [&](auto dimension) {
         constexpr int D = decltype(dimension)::value;
         switch (branch) {
-            case CMP: return launch_attention_forward<CMP, D>(out, lse, q, k, v, selection, s, stream);
-            case SLC: return launch_attention_forward<SLC, D>(out, lse, q, k, v, selection, s, stream);
-            case WIN: return launch_attention_forward<WIN, D>(out, lse, q, k, v, selection, s, stream);
+            case CMP: return launch_attention_forward<CMP, D>(out, lse, q, k, v, selection, s, kernel, workspace, stream);
+            case SLC: return launch_attention_forward<SLC, D>(out, lse, q, k, v, selection, s, kernel, workspace, stream);
+            case WIN: return launch_attention_forward<WIN, D>(out, lse, q, k, v, selection, s, kernel, workspace, stream);
         }
     });
 }
-// dq [B, H, queries, D] += , dk and dv [keys] = , from dout [B*queries, H*D], row_dot and lse_gated [B, H, queries]; shapes and formulas as in Cpu.
+// dq [B, H, queries, D] += , dk and dv [keys] = , from dout [B*queries, H*D], row_dot and lse_gated [B, H, queries]; shapes and formulas as in Cpu. A query
+// has chosen at most max(slc_count, 3) blocks.
 inline void attention_backward(Branch branch, float* dq, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
-                               const float* row_dot, const float* lse_gated, const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
+                               const float* row_dot, const float* lse_gated, const uint32_t* selection, const NsaShape& s, SelectedKernel kernel,
+                               AttentionWorkspace workspace, cudaStream_t stream) {
     check_attention_shape(branch, s);
     if (s.query_rows() == 0) return;
     with_head_dimension(s.D, [&](auto dimension) {
         constexpr int D = decltype(dimension)::value;
         switch (branch) {
-            case CMP: return launch_attention_backward<CMP, D>(dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, stream);
-            case SLC: return launch_attention_backward<SLC, D>(dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, stream);
-            case WIN: return launch_attention_backward<WIN, D>(dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, stream);
+            case CMP: return launch_attention_backward<CMP, D>(dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel, workspace, stream);
+            case SLC: return launch_attention_backward<SLC, D>(dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel, workspace, stream);
+            case WIN: return launch_attention_backward<WIN, D>(dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel, workspace, stream);
         }
     });
 }
@@ -1531,6 +2336,7 @@ struct Cuda {
     cudaStream_t stream = nullptr;
     bool poison = false;                          // tests: fresh memory holds NaN, so that a read before the first write shows
     bool level0 = std::is_same<real, float>::value;  // attention by the scalar kernels of dev/ladder; fp32 has no others
+    SelectedKernel selected_kernel = SelectedKernel::AUTO;
 
     explicit Cuda(int device_index = 0, size_t workspace = WORKSPACE) : device(device_index), workspace_bytes(workspace) {
         CUDA_CHECK(cudaSetDevice(device));
@@ -1558,6 +2364,8 @@ struct Cuda {
 #endif
         cublas_workspace = allocate<char>(workspace_bytes);
         result = allocate<double>(kernels::SQUARES_BLOCKS + 1);
+        selected_choice = allocate<SelectedChoice>(1);
+        zero(selected_choice, 1);
     }
     Cuda(const Cuda&) = delete;
     Cuda& operator=(const Cuda&) = delete;
@@ -1567,7 +2375,7 @@ struct Cuda {
         for (Scratch& s : scratches) release(s.data);
         for (Pinned& slot : uploads) slot.destroy();
         for (Pinned& slot : downloads) slot.destroy();
-        release(cublas_workspace), release(result), release(rope_table);
+        release(cublas_workspace), release(result), release(selected_choice), release(rope_table);
         cublasLtMatmulPreferenceDestroy(preference);
         cublasLtDestroy(cublas);
         cudaStreamDestroy(stream);
@@ -1826,7 +2634,7 @@ struct Cuda {
     // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries]
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection, const NsaShape& s) {
 #ifndef PRECISION_FP32
-        if (!level0) return ::attention_forward(branch, out, lse, q, k, v, selection, s, stream);
+        if (!level0) return ::attention_forward(branch, out, lse, q, k, v, selection, s, selected_kernel, attention_workspace(branch, s, false), stream);
 #endif
         attention_level0_forward(branch, out, lse, q, k, v, selection, s, stream);
     }
@@ -1834,9 +2642,27 @@ struct Cuda {
     void attention_backward(Branch branch, Stat* dq, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
                             const uint32_t* selection, const NsaShape& s) {
 #ifndef PRECISION_FP32
-        if (!level0) return ::attention_backward(branch, dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, stream);
+        if (!level0)
+            return ::attention_backward(branch, dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, selected_kernel, attention_workspace(branch, s, true), stream);
 #endif
         attention_level0_backward(branch, dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, stream);
+    }
+    // How the selected branch is computed for this shape, in words; AUTO: as the last forward or backward pass found it. Waits for the GPU.
+    std::string describe_selected(const NsaShape& s) {
+        if (s.full) return "no selected branch";
+        if (level0) return "selected branch by scalar kernels";
+        SelectedKernel kernel = selected_kernel;
+#ifndef PRECISION_FP32
+        with_head_dimension(s.D, [&](auto dimension) { kernel = resolve_selected<decltype(dimension)::value>(selected_kernel, s); });
+#endif
+        if (kernel == SelectedKernel::AUTO) {
+            SelectedChoice choice;
+            copy(&choice, (const SelectedChoice*)selected_choice, 1);
+            if (choice.tile_tokens > 0) return ::describe(choice, s);
+            return "selected branch by masked tiles or gathered rows, as the selection will show";
+        }
+        return format_text("selected branch by %s, %s", kernel == SelectedKernel::TILES ? "masked tiles" : "gathered rows",
+                           selected_kernel == kernel ? "as asked" : "since gathering rows cannot pay in sequences so short, or has no room for so many heads");
     }
     // selection [B, G, queries, words]; chosen_importance, where given, [B, G, queries]
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse, const NsaShape& s) {
@@ -1864,6 +2690,13 @@ struct Cuda {
     uint64_t workspace_bytes;
     char* cublas_workspace = nullptr;
     double* result = nullptr;  // parts of a sum, and a total
+    SelectedChoice* selected_choice = nullptr;
+#ifndef PRECISION_FP32
+    AttentionWorkspace attention_workspace(Branch branch, const NsaShape& s, bool backward) {
+        const size_t bytes = attention_workspace_bytes(branch, s, selected_kernel, backward);
+        return {bytes ? scratch<char>(0, bytes) : nullptr, selected_choice};
+    }
+#endif
 
     template <bool SQUARES>
     void sum(double* total, const float* x, size_t count, bool add) {

@@ -1,6 +1,7 @@
-// perf.h: test_nsa --perf [options of train]: where a training step's time goes, operation by operation. One real step of the chosen model runs on
-// the chosen engine with a clock around every operation; arithmetic and memory traffic are counted from the shapes, so rates can be put beside the machine's.
-// The clock waits for the device before and after each operation: the sum is a little more than a step of `train`, whose figure is tokens/s.
+// perf.h: test_nsa --perf [options of train]: where a training step's time goes, operation by operation. Real steps of the chosen model run on the
+// chosen engine with a clock around every operation, and the step of median length is printed; arithmetic and memory traffic are counted from the shapes, so
+// rates can be put beside the machine's. On a GPU the clock is two events of the stream around each operation, for which nobody waits; every layer has
+// memory of its own, so that an operation finds its inputs no warmer in the caches than in training.
 #pragma once
 #include <map>
 #include <string>
@@ -10,12 +11,14 @@
 #include "../../train_nsa.cu"
 #endif
 
+// CUDA_CHECK: struct Cuda is there, for a GPU or in emulation.
 struct OperationTime {
     double seconds = 0, flops = 0, bytes = 0;
     int64_t calls = 0;
 };
 
-// Key/query pairs that a branch's mask allows, over all heads: 4*D FLOPs each in the forward pass. Counted, not estimated; selected blocks
+// Key/query pairs that a branch's mask allows, over all heads: 4*D FLOPs each in the forward pass (two products), 8*D in the backward pass (dV,
+// dP, dQ, dK; computing the scores a second time is not counted). Counted, not estimated; selected blocks
 // are taken as full (a query that may choose has n of them, the last one cut by causality).
 inline double attention_pairs(Branch branch, const NsaShape& s) {
     double pairs = 0;
@@ -27,6 +30,29 @@ inline double attention_pairs(Branch branch, const NsaShape& s) {
     return pairs * s.B * s.H;
 }
 
+// What attention has to do at least, from the shapes: arithmetic, and bytes of each array once, with elements of `real` and statistics of 4 bytes.
+struct Work {
+    double flops = 0, bytes = 0;
+};
+inline double branch_keys(Branch branch, const NsaShape& s) { return double(branch == CMP ? s.cmp_rows() : s.key_rows()) * s.D; }
+inline double selection_bytes(const NsaShape& s) { return 4.0 * s.B * s.G * s.queries * s.selection_words(); }
+// q, keys and values, out, lse, the selection
+inline Work attention_forward_work(Branch branch, const NsaShape& s, double real) {
+    const double q = double(s.query_rows()) * s.D;
+    return {4 * attention_pairs(branch, s) * s.D, real * (2 * q + 2 * branch_keys(branch, s)) + 4 * double(s.query_rows()) + (branch == SLC ? selection_bytes(s) : 0)};
+}
+// q, dout, dq read and written, keys and values and their gradients, lse and row_dot, the selection
+inline Work attention_backward_work(Branch branch, const NsaShape& s, double real) {
+    const double q = double(s.query_rows()) * s.D;
+    return {8 * attention_pairs(branch, s) * s.D, real * (2 * q + 4 * branch_keys(branch, s)) + 4 * (2 * q + 2 * double(s.query_rows())) + (branch == SLC ? selection_bytes(s) : 0)};
+}
+// Scores of the queries that have to choose. q, the compressed keys, lse, the selection
+inline Work select_blocks_work(const NsaShape& s, double real) {
+    NsaShape choosing = s;
+    choosing.first = std::min(std::max(s.first, s.slc_count * s.slc_block), s.first + s.queries), choosing.queries = s.first + s.queries - choosing.first;
+    return {2 * attention_pairs(CMP, choosing) * s.D, real * (double(s.query_rows()) * s.D + branch_keys(CMP, s)) + 4 * double(s.query_rows()) + selection_bytes(s)};
+}
+
 // The engine Dev with a clock around every operation.
 template <class Dev>
 struct Timed : Dev {
@@ -36,25 +62,65 @@ struct Timed : Dev {
     using Dev::Dev;
     std::map<std::string, OperationTime> times;
 
+#ifdef CUDA_CHECK
+    struct Marks {
+        cudaEvent_t begin, end;
+    };
+    std::vector<Marks> marks;  // the first `pending.size()` are on their way
+    ~Timed() {
+        for (Marks& m : marks) cudaEventDestroy(m.begin), cudaEventDestroy(m.end);
+    }
+#endif
+    struct Pending {
+        std::string name;
+        double flops, bytes;
+    };
+    std::vector<Pending> pending;
+
     void wait() {
+#ifdef CUDA_CHECK
         if constexpr (!Dev::on_host) CUDA_CHECK(cudaStreamSynchronize(Dev::stream));
+#endif
+    }
+    void add(const std::string& name, double flops, double bytes, double seconds) {
+        OperationTime& o = times[name];
+        o.seconds += seconds, o.flops += flops, o.bytes += bytes, o.calls++;
+    }
+    // Waits for what is under way and adds its times.
+    void collect() {
+        wait();
+#ifdef CUDA_CHECK
+        for (size_t i = 0; i < pending.size(); i++) {
+            float ms = 0;
+            CUDA_CHECK(cudaEventElapsedTime(&ms, marks[i].begin, marks[i].end));
+            add(pending[i].name, pending[i].flops, pending[i].bytes, 1e-3 * double(ms));
+        }
+#endif
+        pending.clear();
     }
     template <class F>
-    auto clock(const std::string& name, double flops, double bytes, F operation) {
-        wait();
-        const double begin = seconds_now();
-        struct Stop {
-            Timed& t;
-            const std::string& name;
-            double begin, flops, bytes;
-            ~Stop() noexcept(false) {
-                t.wait();
-                OperationTime& o = t.times[name];
-                o.seconds += seconds_now() - begin, o.flops += flops, o.bytes += bytes, o.calls++;
+    void clock(const std::string& name, double flops, double bytes, F operation) {
+        if constexpr (Dev::on_host) {
+            const double begin = seconds_now();
+            operation();
+            add(name, flops, bytes, seconds_now() - begin);
+        } else {
+#ifdef CUDA_CHECK
+            if (pending.size() == marks.size()) {
+                marks.push_back({});
+                CUDA_CHECK(cudaEventCreate(&marks.back().begin));
+                CUDA_CHECK(cudaEventCreate(&marks.back().end));
             }
-        } stop{*this, name, begin, flops, bytes};
-        return operation();
+            const Marks m = marks[pending.size()];
+            pending.push_back({name, flops, bytes});
+            CUDA_CHECK(cudaEventRecord(m.begin, Dev::stream));
+            operation();
+            CUDA_CHECK(cudaEventRecord(m.end, Dev::stream));
+#endif
+        }
     }
+    template <class F>
+    void clock(const std::string& name, const Work& work, F operation) { clock(name, work.flops, work.bytes, operation); }
     static double R(double n) { return n * sizeof(real); }
     static double S(double n) { return n * sizeof(Stat); }
 
@@ -110,18 +176,16 @@ struct Timed : Dev {
               [&] { Dev::compress_backward(dk, dphi, dout, hidden, k, phi, rotated, s); });
     }
     static const char* branch_name(Branch b) { return b == CMP ? "compressed" : b == SLC ? "selected" : "window"; }
-    static double key_elements(Branch b, const NsaShape& s) { return double(b == CMP ? s.cmp_rows() : s.key_rows()) * s.D; }
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection, const NsaShape& s) {
-        clock(std::string("attention_forward, ") + branch_name(branch), 4.0 * attention_pairs(branch, s) * s.D, R(2.0 * double(s.query_rows()) * s.D + 2 * key_elements(branch, s)),
-              [&] { Dev::attention_forward(branch, out, lse, q, k, v, selection, s); });
+        clock(std::string("attention_forward, ") + branch_name(branch), attention_forward_work(branch, s, sizeof(real)), [&] { Dev::attention_forward(branch, out, lse, q, k, v, selection, s); });
     }
     void attention_backward(Branch branch, Stat* dq, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
                             const uint32_t* selection, const NsaShape& s) {
-        clock(std::string("attention_backward, ") + branch_name(branch), 10.0 * attention_pairs(branch, s) * s.D, R(2.0 * double(s.query_rows()) * s.D + 4 * key_elements(branch, s)) + S(2.0 * double(s.query_rows()) * s.D),
+        clock(std::string("attention_backward, ") + branch_name(branch), attention_backward_work(branch, s, sizeof(real)),
               [&] { Dev::attention_backward(branch, dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s); });
     }
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse, const NsaShape& s) {
-        clock("select_blocks", 2.0 * attention_pairs(CMP, s) * s.D, R(double(s.query_rows()) * s.D + double(s.cmp_rows()) * s.D), [&] { Dev::select_blocks(selection, chosen_importance, q, kc, lse, s); });
+        clock("select_blocks", select_blocks_work(s, sizeof(real)), [&] { Dev::select_blocks(selection, chosen_importance, q, kc, lse, s); });
     }
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
         clock("combine_forward", 6.0 * double(s.query_rows()) * s.D, R(4.0 * double(s.query_rows()) * s.D), [&] { Dev::combine_forward(out, o, gate, s); });
@@ -131,68 +195,89 @@ struct Timed : Dev {
     }
 };
 
-// The machine's ceilings, measured in the same run: a large product, and a copy of memory (read and written bytes).
+// The machine's ceilings, measured in the same run: a large product (cuBLASLt, or the CPU's GEMM), and a copy of memory (read and written bytes).
+struct Ceilings {
+    double flops_per_second, bytes_per_second;
+    void print(std::FILE* out) const { std::fprintf(out, "ceilings measured in this run: product of matrices %.3f TFLOP/s, copy %.1f GB/s\n", flops_per_second * 1e-12, bytes_per_second * 1e-9); }
+};
+// size: rows and columns of the matrices; 0: large enough for the engine
 template <class Dev>
-void measure_ceilings(Timed<Dev>& dev, double& flops_per_second, double& bytes_per_second) {
+Ceilings measure_ceilings(Timed<Dev>& dev, int size = 0) {
     using real = typename Dev::real;
-    const int n = Dev::on_host ? 1536 : 8192;
+    const int n = size ? size : Dev::on_host ? 1536 : 8192;
     const size_t count = size_t(n) * n;
     real *a = dev.template allocate<real>(count), *b = dev.template allocate<real>(count), *c = dev.template allocate<real>(count);
-    dev.zero(a, count), dev.zero(b, count), dev.zero(c, count);
-    auto best = [&](auto operation) {
-        double least = 1e9;
-        for (int i = 0; i < 7; i++) {
-            dev.wait();
-            const double begin = seconds_now();
-            operation();
-            dev.wait();
-            least = std::min(least, seconds_now() - begin);
-        }
-        return least;
-    };
-    flops_per_second = 2.0 * n * double(n) * n / best([&] { dev.Dev::matmul_forward(c, a, b, nullptr, n, n, n); });
-    bytes_per_second = 2.0 * double(count) * sizeof(real) / best([&] { dev.Dev::copy(c, a, count); });
+    std::vector<float> values(count);  // not zeros, with which a GPU draws less power and runs faster
+    for (size_t i = 0; i < count; i++) values[i] = float(int(i * 2654435761u >> 8 & 255)) / 128 - 1;
+    dev.from_host(a, values.data(), count), dev.from_host(b, values.data(), count);
+    for (int i = 0; i < 7; i++) {
+        dev.clock("product", 0, 0, [&] { dev.Dev::matmul_forward(c, a, b, nullptr, n, n, n); });
+        dev.clock("copy", 0, 0, [&] {
+#ifdef CUDA_CHECK
+            if constexpr (!Dev::on_host) return CUDA_CHECK(cudaMemcpyAsync(c, a, count * sizeof(real), cudaMemcpyDeviceToDevice, dev.stream));
+#endif
+            dev.Dev::copy(c, a, count);
+        });
+        if (i == 1) dev.collect(), dev.times.clear();  // warm by now
+    }
+    dev.collect();
+    const Ceilings found = {2.0 * n * double(n) * n * 5 / dev.times["product"].seconds, 2.0 * double(count) * sizeof(real) * 5 / dev.times["copy"].seconds};
+    dev.times.clear();
     dev.release(a), dev.release(b), dev.release(c);
+    return found;
 }
 
+// timed_steps after one or two to warm up; ceiling_size: see measure_ceilings; the report goes to `out`
 template <class Dev>
-int perf_on(Timed<Dev>& dev, const Config& c) {
-    double flops_ceiling, bytes_ceiling;
-    measure_ceilings(dev, flops_ceiling, bytes_ceiling);
+int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_size = 0, std::FILE* out = stdout) {
+    const Ceilings ceilings = measure_ceilings(dev, ceiling_size);
     Model<Timed<Dev>> model(dev, c, true);
     Activations<Timed<Dev>> a(dev, c, c.batch, c.seq_len, TRAINING);
     model.initialise();
     std::vector<int32_t> tokens(size_t(c.batch * c.seq_len));
     for (size_t i = 0; i < tokens.size(); i++) tokens[i] = int32_t(random_below(uint64_t(c.vocab_size), 1, random_stream(RANDOM_TEST), i));
-    double seconds = 0;
-    for (int step = 1; step <= 3; step++) {  // two to warm up
+    struct Step {
+        double seconds;
+        std::map<std::string, OperationTime> times;
+    };
+    std::vector<Step> steps;
+    const int warm = Dev::on_host ? 1 : 2;
+    for (int step = 1; step <= warm + timed_steps; step++) {
         dev.times.clear();
-        dev.zero(model.grads, model.table.total);
         dev.wait();
         const double begin = seconds_now();
+        dev.zero(model.grads, model.table.total);
         forward(model, a, tokens.data(), 0, int(c.seq_len));
         classify(model, a, tokens.data(), 1 / double(tokens.size()), true);
         backward(model, a);
         update(model, step, 1e-4);
         dev.wait();
-        seconds = seconds_now() - begin;
+        const double seconds = seconds_now() - begin;
+        dev.collect();
+        if (step > warm) steps.push_back({seconds, dev.times});  // the first ones to warm up
     }
-    std::printf("one training step of %s, %lld sequences of %lld tokens, recompute %lld, on %s\n", c.model.c_str(), (long long)c.batch, (long long)c.seq_len, (long long)c.recompute, dev.describe().c_str());
-    std::printf("ceilings measured in this run: product of matrices %.3f TFLOP/s, copy %.1f GB/s\n\n", flops_ceiling * 1e-12, bytes_ceiling * 1e-9);
-    std::printf("%-34s %6s %12s %7s %10s %8s %9s %8s\n", "operation", "calls", "us", "step", "TFLOP/s", "of peak", "GB/s", "of peak");
-    std::vector<std::pair<std::string, OperationTime>> rows(dev.times.begin(), dev.times.end());
+    std::sort(steps.begin(), steps.end(), [](const Step& x, const Step& y) { return x.seconds < y.seconds; });
+    const double seconds = steps[steps.size() / 2].seconds;
+    const std::map<std::string, OperationTime>& times = steps[steps.size() / 2].times;
+    std::fprintf(out, "one training step of %s, %lld sequences of %lld tokens, recompute %lld, on %s\n", c.model.c_str(), (long long)c.batch, (long long)c.seq_len, (long long)c.recompute, dev.describe().c_str());
+    ceilings.print(out);
+#ifdef CUDA_CHECK
+    if constexpr (!Dev::on_host) std::fprintf(out, "%s\n", dev.describe_selected(a.shape).c_str());
+#endif
+    std::fprintf(out, "\n%-34s %6s %12s %7s %10s %8s %9s %8s\n", "operation", "calls", "us", "step", "TFLOP/s", "of peak", "GB/s", "of peak");
+    std::vector<std::pair<std::string, OperationTime>> rows(times.begin(), times.end());
     std::sort(rows.begin(), rows.end(), [](const auto& x, const auto& y) { return x.second.seconds > y.second.seconds; });
     OperationTime all;
     auto print = [&](const std::string& name, const OperationTime& o) {
-        std::printf("%-34s %6lld %12.0f %6.1f%% %10.3f %7.1f%% %9.1f %7.1f%%\n", name.c_str(), (long long)o.calls, o.seconds * 1e6, 100 * o.seconds / seconds, o.flops / o.seconds * 1e-12,
-                    100 * o.flops / o.seconds / flops_ceiling, o.bytes / o.seconds * 1e-9, 100 * o.bytes / o.seconds / bytes_ceiling);
+        std::fprintf(out, "%-34s %6lld %12.0f %6.1f%% %10.3f %7.1f%% %9.1f %7.1f%%\n", name.c_str(), (long long)o.calls, o.seconds * 1e6, 100 * o.seconds / seconds, o.flops / o.seconds * 1e-12,
+                    100 * o.flops / o.seconds / ceilings.flops_per_second, o.bytes / o.seconds * 1e-9, 100 * o.bytes / o.seconds / ceilings.bytes_per_second);
     };
     for (const auto& [name, o] : rows) {
         print(name, o);
         all.seconds += o.seconds, all.flops += o.flops, all.bytes += o.bytes, all.calls += o.calls;
     }
     print("all operations", all);
-    std::printf("the step %.0f us: %.1f tokens/s with a clock around every operation\n", seconds * 1e6, double(tokens.size()) / seconds);
+    std::fprintf(out, "the step %.0f us, the median of %zu: %.1f tokens/s with a clock around every operation\n", seconds * 1e6, steps.size(), double(tokens.size()) / seconds);
     return 0;
 }
 
@@ -211,5 +296,5 @@ inline int run_perf(int argc, const char* const* argv) {
     }
 #endif
     Timed<Cpu<float>> dev;
-    return perf_on<Cpu<float>>(dev, c);
+    return perf_on<Cpu<float>>(dev, c, 3);
 }

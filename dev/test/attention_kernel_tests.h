@@ -14,6 +14,8 @@
 #include "../../nsa_kernels.cuh"
 #include "harness.h"
 
+#ifndef PRECISION_FP32  // which has the scalar kernels only
+
 namespace attention_tests {
 
 constexpr double U16 = 0x1p-8, E32 = 0x1p-23;
@@ -181,8 +183,17 @@ struct Worst {
     }
 };
 
-inline void check_attention(const NsaShape& s, Branch branch, Worst* worst, double scale = 1, bool backward = true, double density = 0.4) {
-    const Inputs in(s, branch, scale, uint64_t(s.T) * 1000 + s.H, density);
+// Scratch memory for the kernels; what AUTO chose.
+struct AttentionScratch {
+    OnDevice<char> data;
+    OnDevice<SelectedChoice> choice;
+    AttentionScratch(Branch branch, const NsaShape& s, SelectedKernel kernel, bool backward) : data(attention_workspace_bytes(branch, s, kernel, backward)), choice(1) {}
+    operator AttentionWorkspace() const { return {data.data, choice.data}; }
+};
+
+inline void check_attention(const Inputs& in, Worst* worst, bool backward = true, SelectedKernel kernel = SelectedKernel::TILES) {
+    const NsaShape& s = in.s;
+    const Branch branch = in.branch;
     const size_t D = size_t(s.D), rows = in.rows(), key_rows = size_t(s.B) * s.G * size_t(in.stride());
     Cpu<double> cpu;
 
@@ -245,10 +256,10 @@ inline void check_attention(const NsaShape& s, Branch branch, Worst* worst, doub
         draw_order(run, s);
         OnDevice<bf16> found_out(rows * D), found_dk(key_rows * D), found_dv(key_rows * D);
         OnDevice<float> found_lse(rows), found_dq(in.dq);
-        attention_forward(branch, found_out.data, found_lse.data, q.data, k.data, v.data, selection.data, s, nullptr);
+        attention_forward(branch, found_out.data, found_lse.data, q.data, k.data, v.data, selection.data, s, kernel, AttentionScratch(branch, s, kernel, false), nullptr);
         if (backward)
             attention_backward(branch, found_dq.data, found_dk.data, found_dv.data, dout.data, q.data, k.data, v.data, device_dot.data, device_lse.data,
-                               selection.data, s, nullptr);
+                               selection.data, s, kernel, AttentionScratch(branch, s, kernel, true), nullptr);
         if (run == 0) {
 #ifndef __CUDACC__
             CHECK_EQUAL(emu::unwritten(found_out.data, rows * D), 0L);
@@ -273,6 +284,9 @@ inline void check_attention(const NsaShape& s, Branch branch, Worst* worst, doub
         }
     }
     draw_order(0, s);
+}
+inline void check_attention(const NsaShape& s, Branch branch, Worst* worst, double scale = 1, bool backward = true, double density = 0.4) {
+    check_attention(Inputs(s, branch, scale, uint64_t(s.T) * 1000 + s.H, density), worst, backward);
 }
 
 }  // namespace attention_tests
@@ -511,7 +525,7 @@ TEST(attention_kernels_ties_go_to_the_lower_block) {
 TEST(attention_kernels_refuse) {
     using namespace attention_tests;
     const bf16* none = nullptr;
-    auto forward = [&](Branch branch, const NsaShape& s) { attention_forward(branch, (bf16*)nullptr, nullptr, none, none, none, nullptr, s, nullptr); };
+    auto forward = [&](Branch branch, const NsaShape& s) { attention_forward(branch, (bf16*)nullptr, nullptr, none, none, none, nullptr, s, SelectedKernel::AUTO, {}, nullptr); };
     NsaShape s = shape(64, 3);
     s.D = 48;
     CHECK_FAILS(2, "head dimension of 48", forward(WIN, s));
@@ -529,3 +543,4 @@ TEST(attention_kernels_refuse) {
     s = shape(0, 3), s.queries = 0;
     forward(WIN, s);  // nothing to do
 }
+#endif

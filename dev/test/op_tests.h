@@ -127,14 +127,14 @@ TEST(op_exponential) {
 // ---------------------------------------------------------------------------------------------------------------------
 // GEMM.
 
-template <class real>
-using GemmFunction = void (*)(bool, bool, int, int, int, const real*, size_t, const real*, size_t, bool, real*, size_t);
-
 // One product, in all transpositions, with and without accumulation. Leading dimensions exceed the widths; what lies between the rows is NaN
 // in A and B, so that reading it shows, and must keep its bits in C.
-template <class real>
-void check_gemm(GemmFunction<real> gemm_function, int M, int N, int K) {
+// bf16: the function rounds its inputs. The expected sum is that of the rounded ones; their products are exact in fp32 (8 bits times 8 bits), so the
+// same limit holds for the sum.
+template <class real, class GemmFunction>
+void check_gemm(GemmFunction gemm_function, int M, int N, int K, bool bf16 = false) {
     using Num = oracle::Number<real>;
+    const auto input = [bf16](real x) { return bf16 ? oracle::rounded_to_bf16(double(x)) : double(x); };
     static const std::vector<double> pool = [] {  // random numbers cost more than the products
         std::vector<double> pool(65521);
         Random random(5);
@@ -155,15 +155,15 @@ void check_gemm(GemmFunction<real> gemm_function, int M, int N, int K) {
         if (accumulate)
             for (int i = 0; i < M; i++) fill(C + size_t(i) * ldc, N);
         std::memcpy(before.data(), C.data(), C.size() * sizeof(real));
-        gemm_function(ta, tb, M, N, K, A, size_t(lda), B, size_t(ldb), accumulate, C, size_t(ldc));
+        gemm_function(ta, tb, M, N, K, A.data(), size_t(lda), B.data(), size_t(ldb), accumulate, C.data(), size_t(ldc));
         oracle::Numbers<real> expected;
         Buffer<real> found(size_t(M) * N, "product");
         for (int m = 0; m < M; m++) {
             for (int n = 0; n < N; n++) {
                 double value = 0, magnitude = 0;  // Sum's rule written out: K products and one addition, gamma(K + 1) * sum of |terms|
                 for (int k = 0; k < K; k++) {
-                    const double term = double(A[ta ? size_t(k) * lda + m : size_t(m) * lda + k]) *
-                                        double(B[tb ? size_t(n) * ldb + k : size_t(k) * ldb + n]);
+                    const double term = input(A[ta ? size_t(k) * lda + m : size_t(m) * lda + k]) *
+                                        input(B[tb ? size_t(n) * ldb + k : size_t(k) * ldb + n]);
                     value += term, magnitude += std::fabs(term);
                 }
                 if (accumulate) value += double(before[size_t(m) * ldc + n]), magnitude += std::fabs(double(before[size_t(m) * ldc + n]));
@@ -178,21 +178,60 @@ void check_gemm(GemmFunction<real> gemm_function, int M, int N, int K) {
             std::printf("    in the product M %d N %d K %d, transposed A %d B %d, accumulate %d\n", M, N, K, ta, tb, accumulate);
     }
 }
-template <class real>
-void check_gemm_shapes(GemmFunction<real> gemm_function) {
-    // Every boundary of the blocking in each dimension: register block 6 (rows) and vectors (columns), panels, MC 96, KC 256, NC 2048.
-    const int edges[] = {1, 5, 6, 7, 15, 16, 17, 31, 63, 64, 65, 95, 96, 97, 255, 256, 257};
-    for (int x : edges) check_gemm(gemm_function, x, 7, 9), check_gemm(gemm_function, 7, x, 9), check_gemm(gemm_function, 7, 9, x);
-    for (int x : {2047, 2048, 2049})
-        check_gemm(gemm_function, x, 5, 3), check_gemm(gemm_function, 5, x, 3), check_gemm(gemm_function, 5, 3, x),
-            check_gemm(gemm_function, 7, x, 257);
-    for (int K : {0, 1, 257}) check_gemm(gemm_function, 13, 67, K);
-    check_gemm(gemm_function, 97, 129, 65);
-    check_gemm(gemm_function, 200, 65, 300);
-    check_gemm(gemm_function, 1, 1, 1);
+template <class real, class GemmFunction>
+void check_gemm_shapes(GemmFunction gemm_function, bool bf16 = false) {
+    // Every boundary of the blocking in each dimension: register blocks (6 rows, or 32 with AMX; vectors of columns), panels, MC 96, KC 256 (512
+    // in pairs of bf16), NC 1024, oneDNN's blocks of 64 to 512.
+    const auto check = [&](int M, int N, int K) { check_gemm<real>(gemm_function, M, N, K, bf16); };
+    const int edges[] = {1, 2, 5, 6, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 255, 256, 257, 511, 512, 513};
+    for (int x : edges) check(x, 7, 9), check(7, x, 9), check(7, 9, x);
+    for (int x : {1023, 1024, 1025}) check(x, 5, 3), check(5, x, 3), check(5, 3, x), check(7, x, 257);
+    for (int K : {0, 1, 257}) check(13, 67, K);
+    check(97, 129, 65);
+    check(200, 65, 300);
+    check(1, 1, 1);
 }
-TEST(op_gemm_blocked) { check_gemm_shapes<float>(gemm_blocked<float>), check_gemm_shapes<double>(gemm_blocked<double>); }
-TEST(op_gemm) { check_gemm_shapes<float>(gemm<float>), check_gemm_shapes<double>(gemm<double>); }
+TEST(op_gemm_blocked) {
+    Gemm<float> gemm;
+    Gemm<double> gemm_fp64;
+    check_gemm_shapes<float>([&](auto... x) { gemm.blocked<float>(x...); }), check_gemm_shapes<double>([&](auto... x) { gemm_fp64.blocked<double>(x...); });
+}
+TEST(op_gemm) {
+    Gemm<float> gemm;
+    Gemm<double> gemm_fp64;
+    check_gemm_shapes<float>([&](auto... x) { gemm(x...); }), check_gemm_shapes<double>([&](auto... x) { gemm_fp64(x...); });
+}
+TEST(op_gemm_bf16) {
+    if (!HAVE_BF16) return skip("op_gemm_bf16: this build's processor has no AVX512_BF16");
+    Gemm<float> gemm;
+    gemm.bf16 = true;
+    check_gemm_shapes<float>([&](auto... x) { gemm(x...); }, true);                       // oneDNN, where the build has it
+    check_gemm_shapes<float>([&](auto... x) { gemm.blocked<Bf16Pair>(x...); }, true);
+    if (!amx_granted()) skip("op_gemm_bf16 with AMX: not in this build or not granted");
+    gemm.allow_tiles = false;
+    check_gemm_shapes<float>([&](auto... x) { gemm.blocked<Bf16Pair>(x...); }, true);
+}
+TEST(op_to_bf16) {  // round to nearest, ties to even, over every float of a few binades, and the special ones
+    for (uint32_t high : {0x0000u, 0x0001u, 0x3F80u, 0x3F81u, 0x7F7Fu, 0x8000u, 0xBF80u, 0xBFFFu})
+        for (uint32_t low = 0; low <= 0xFFFF; low += high == 0x3F81 ? 1 : 257) {
+            const uint32_t bits = high << 16 | low;
+            float x;
+            std::memcpy(&x, &bits, 4);
+            const uint32_t expected = high + (low > 0x8000 || (low == 0x8000 && (high & 1)));
+            CHECK_EQUAL(uint32_t(to_bf16(x)), expected);
+            const uint32_t widened = expected << 16;
+            float rounded;
+            std::memcpy(&rounded, &widened, 4);
+            if (expected != 0x7F80) CHECK_EQUAL(oracle::rounded_to_bf16(double(x)), double(rounded));  // 0x7F80: it has become infinite
+        }
+    CHECK_EQUAL(uint32_t(to_bf16(std::numeric_limits<float>::infinity())), 0x7F80u);
+    CHECK_EQUAL(uint32_t(to_bf16(-std::numeric_limits<float>::infinity())), 0xFF80u);
+    for (uint32_t bits : {0x7F800001u, 0x7FFFFFFFu, 0xFFFFFFFFu, 0x7FC00000u}) {
+        float nan;
+        std::memcpy(&nan, &bits, 4);
+        CHECK((to_bf16(nan) & 0x7F80) == 0x7F80 && (to_bf16(nan) & 0x7F) != 0);
+    }
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Row operations against their oracles.
@@ -1539,7 +1578,7 @@ TEST(op_decoding_equals_prefill) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The number of threads changes no bit, in any operation but oneDNN's GEMM (in fp32, where the build has it: those are left out).
+// The number of threads changes no bit, in any operation.
 
 template <class real>
 std::vector<std::vector<real>> run_every_operation() {
@@ -1547,11 +1586,6 @@ std::vector<std::vector<real>> run_every_operation() {
     Cpu<real> cpu;
     std::vector<std::vector<real>> results;
     auto keep = [&](const Buffer<real>& x) { results.emplace_back(x.data(), x.data() + x.size()); };
-#ifdef USE_DNNL
-    const bool own_gemm = sizeof(real) == 8;
-#else
-    const bool own_gemm = true;
-#endif
     const int N = 203, C = 131, V = 60, Vp = 64;
     Buffer<int32_t> tokens(N);
     for (int n = 0; n < N; n++) tokens[n] = random.below(V);
@@ -1577,61 +1611,41 @@ std::vector<std::vector<real>> run_every_operation() {
 
     Buffer<real> product(N * V), a(N * 300), b(V * 300);
     a.fill(random), b.fill(random);
-    gemm_blocked<real>(false, true, N, V, 300, a, 300, b, 300, false, product, V), keep(product);
-    if (own_gemm) {
-        Buffer<real> dinp(a.size()), dw(b.size());
+    Gemm<real> gemm;
+    gemm.template blocked<real>(false, true, N, V, 300, a, 300, b, 300, false, product, V), keep(product);
+    Buffer<real> dinp(a.size()), dw(b.size());
+    for (bool bf16 : {false, true}) {
+        if (bf16 && (!HAVE_BF16 || sizeof(real) == 8)) continue;
+        cpu.gemm.bf16 = gemm.bf16 = bf16;
+        if constexpr (sizeof(real) == 4 && HAVE_BF16) gemm.template blocked<Bf16Pair>(false, true, N, V, 300, a, 300, b, 300, false, product, V), keep(product);
         dw.fill(random);
         cpu.matmul_forward(product, a, b, nullptr, N, 300, V), keep(product);
         cpu.matmul_backward_input(dinp, product, b, N, 300, V), keep(dinp);
         cpu.matmul_backward_weight(dw, product, a, N, 300, V), keep(dw);
+        Buffer<real> large(size_t(N) * 1100), weight_of_large(size_t(1100) * 300);  // blocks of every size
+        weight_of_large.fill(random);
+        cpu.matmul_forward(large, a, weight_of_large, nullptr, N, 300, 1100), keep(large);
     }
 
-    for (NsaShape s : {nsa_shape(2, 133, 2, 3, 16, 8, 4, 16, 4, 70), nsa_shape(1, 133, 1, 3, 6, 8, 4, 12, 3, 300)})
-        if (own_gemm) {
-            Layer<real> layer(s, random);
-            Buffer<real> projected(size_t(s.B) * s.T * s.projected()), dprojected(projected.size()), layer_dout(s.query_rows() * s.D);
-            projected.fill(random), layer_dout.fill(random);
-            PhiBuffers<real> dphi_k(s), dphi_v(s);
-            LayerActivations<real> act = layer.forward(projected, 0, s.T);
-            layer.backward(dprojected, dphi_k, dphi_v, layer_dout, act);
-            keep(act.q), keep(act.gate), keep(act.o), keep(act.lse), keep(act.out), keep(layer.kc), keep(layer.vc), keep(dprojected);
-            for (const Buffer<real>& cache : layer.kv) keep(cache);
-            for (PhiBuffers<real>* d : {&dphi_k, &dphi_v}) keep(d->fc1), keep(d->bias), keep(d->fc2);
-            results.emplace_back(act.selection.data(), act.selection.data() + act.selection.size());
-        } else {  // the same without the compressor's GEMM
-            AttentionInputs<real> in(s, random);
-            HeadBuffers<real> heads(s);
-            Buffer<real> projected(size_t(s.B) * s.T * s.projected()), dprojected(projected.size());
-            projected.fill(random);
-            cpu.split_heads_forward(heads.heads(), projected, s), keep(heads.q), keep(heads.gate);
-            for (const Buffer<real>& cache : heads.kv) keep(cache);
-            cpu.split_heads_backward(dprojected, heads.gradients(), s), keep(dprojected);
-            const size_t rows = s.query_rows(), values = rows * s.D;
-            Buffer<real> o(3 * values), lse(3 * rows), combined(values), row_dot(3 * rows), lse_gated(3 * rows), dz(3 * rows), dq(values);
-            Buffer<uint32_t> selection(size_t(s.B) * s.G * s.T * s.selection_words());
-            for (Branch branch : {CMP, SLC, WIN}) {
-                cpu.attention_forward(branch, o + branch * values, lse + branch * rows, in.q, in.k[branch], in.v[branch], selection, s);
-                if (branch == CMP) cpu.select_blocks(selection, nullptr, in.q, in.k[CMP], lse, s);
-            }
-            results.emplace_back(selection.data(), selection.data() + selection.size());
-            cpu.combine_forward(combined, o, in.gate, s);
-            cpu.attention_backward_rows(row_dot, lse_gated, dz, in.dout, o, in.gate, lse, s);
-            dq.zero();
-            for (Branch branch : {CMP, SLC, WIN}) {
-                Buffer<real> dk(in.k[branch].size()), dv(dk.size());
-                cpu.attention_backward(branch, dq, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows,
-                                       lse_gated + branch * rows, selection, s);
-                keep(dk), keep(dv);
-            }
-            keep(o), keep(lse), keep(combined), keep(row_dot), keep(lse_gated), keep(dz), keep(dq);
-        }
+    for (NsaShape s : {nsa_shape(2, 133, 2, 3, 16, 8, 4, 16, 4, 70), nsa_shape(1, 133, 1, 3, 6, 8, 4, 12, 3, 300)}) {
+        Layer<real> layer(s, random);
+        Buffer<real> projected(size_t(s.B) * s.T * s.projected()), dprojected(projected.size()), layer_dout(s.query_rows() * s.D);
+        projected.fill(random), layer_dout.fill(random);
+        PhiBuffers<real> dphi_k(s), dphi_v(s);
+        LayerActivations<real> act = layer.forward(projected, 0, s.T);
+        layer.backward(dprojected, dphi_k, dphi_v, layer_dout, act);
+        keep(act.q), keep(act.gate), keep(act.o), keep(act.lse), keep(act.out), keep(layer.kc), keep(layer.vc), keep(dprojected);
+        for (const Buffer<real>& cache : layer.kv) keep(cache);
+        for (PhiBuffers<real>* d : {&dphi_k, &dphi_v}) keep(d->fc1), keep(d->bias), keep(d->fc2);
+        results.emplace_back(act.selection.data(), act.selection.data() + act.selection.size());
+    }
     return results;
 }
 template <class real>
 void check_threads() {
     const ThreadCount one(1);
     const std::vector<std::vector<real>> alone = run_every_operation<real>();
-    for (int count : {3, 4}) {
+    for (int count : {2, 3, 4}) {
         const ThreadCount several(count);
         const std::vector<std::vector<real>> together = run_every_operation<real>();
         CHECK_EQUAL(together.size(), alone.size());

@@ -92,6 +92,13 @@ inline std::string index_text(size_t at, const std::vector<int>& dimensions) {
 
 namespace oracle {
 
+// The nearest number of 8 significant bits, ties to even; below 2^-126 the spacing stays 2^-133.
+inline double rounded_to_bf16(double x) {
+    if (x == 0) return x;
+    const double spacing = std::ldexp(1.0, std::max(std::ilogb(x), -126) - 7);
+    return std::nearbyint(x / spacing) * spacing;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Number: value and error limit. Rules for one rounded operation with unit roundoff u (2^-24 in fp32, 2^-53 in fp64; plus 2^-53, because the oracle
 // itself is rounded in fp64):

@@ -1,0 +1,285 @@
+// bench_cpu.cpp: how fast the CPU engine is, against what this machine's GEMM reaches in the same run. dev/bench/cpu.sh builds and runs it.
+//   bench_cpu conditions                        processor, compiler, library, load
+//   bench_cpu gemm                              oneDNN and our own loop in fp32 and bf16 at the shapes of a 125m step
+//   bench_cpu attention                         the three branches, forward and backward, T = 2k .. 32k
+//   bench_cpu step [options of train]           whole training steps, and the share of each kind of operation
+//   bench_cpu rate NAME STEPS [options of train] whole training steps, one line "rate NAME tokens/s" each
+//   bench_cpu tokenize FILE VOCAB_DIR           the encoder on one thread, "rate tokenize-ours MB/s"
+// Medians of repeated measurements; what is compared alternates. The last line of a mode says how much of the machine others used meanwhile.
+#define NSA_WITHOUT_MAIN
+#include "../../train_nsa.cu"
+#include "perf.h"
+
+// The processor time that other processes took from this machine since the object was made, as a share of all its cores.
+struct LoadOfOthers {
+    double begun = seconds_now(), busy = busy_seconds(), own = own_seconds();
+
+    static double busy_seconds() {
+        std::ifstream in("/proc/stat");
+        std::string cpu;
+        double value, sum = 0;
+        in >> cpu;
+        for (int i = 0; i < 8 && in >> value; i++)
+            if (i != 3 && i != 4) sum += value;  // idle, waiting for disks
+        return sum / double(sysconf(_SC_CLK_TCK));
+    }
+    static double own_seconds() {
+        rusage r;
+        getrusage(RUSAGE_SELF, &r);
+        return double(r.ru_utime.tv_sec + r.ru_stime.tv_sec) + 1e-6 * double(r.ru_utime.tv_usec + r.ru_stime.tv_usec);
+    }
+    std::string text() const {
+        const double share = std::max(0.0, busy_seconds() - busy - (own_seconds() - own)) / (seconds_now() - begun) / double(sysconf(_SC_NPROCESSORS_ONLN));
+        return format_text("# load of others meanwhile: %.0f %%", 100 * share);
+    }
+};
+
+static double median(std::vector<double> x) {
+    std::sort(x.begin(), x.end());
+    return x.empty() ? 0 : x[x.size() / 2];
+}
+template <class F>
+static double seconds_of(F operation) {
+    const double begin = seconds_now();
+    operation();
+    return seconds_now() - begin;
+}
+// The medians of several operations, which take turns.
+static std::vector<double> alternate(int repetitions, const std::vector<std::function<void()>>& operations) {
+    std::vector<std::vector<double>> seconds(operations.size());
+    for (int i = -1; i < repetitions; i++)  // the first round warms up
+        for (size_t k = 0; k < operations.size(); k++) {
+            const double s = seconds_of(operations[k]);
+            if (i >= 0) seconds[k].push_back(s);
+        }
+    std::vector<double> medians;
+    for (const auto& s : seconds) medians.push_back(median(s));
+    return medians;
+}
+
+static std::vector<float> random_floats(size_t count) {
+    std::vector<float> x(count);
+#pragma omp parallel for schedule(static)
+    for (size_t i = 0; i < count; i++) x[i] = float(random_normal(1, random_stream(RANDOM_TEST), i));
+    return x;
+}
+
+static void print_conditions() {
+    std::ifstream in("/proc/cpuinfo");
+    std::string line, processor = "unknown processor";
+    while (std::getline(in, line))
+        if (line.compare(0, 10, "model name") == 0) processor = line.substr(line.find(':') + 2);
+    double load[3] = {};
+    if (getloadavg(load, 3) != 3) load[0] = -1;
+    std::printf("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s, AMX: %s\n", processor.c_str(), usable_processors(), VECTOR_BYTES, HAVE_BF16 ? "yes" : "no", amx_granted() ? "yes" : "no");
+#ifdef USE_DNNL
+    const dnnl_version_t* v = dnnl_version();
+    std::printf("# built by g++ %s, with oneDNN %d.%d.%d, %d threads\n", __VERSION__, v->major, v->minor, v->patch, omp_get_max_threads());
+#else
+    std::printf("# built by g++ %s, without oneDNN, %d threads\n", __VERSION__, omp_get_max_threads());
+#endif
+    std::printf("# load averages now: %.2f %.2f %.2f\n", load[0], load[1], load[2]);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+static void bench_gemm() {
+    struct Product { const char* name; bool ta, tb; int M, N, K; bool accumulate; };
+    const int T = 2048, C = 768, P = 1576, M = 3072, rows = 1024, Vp = 50304;  // of 125m, at B = 1; the head in chunks of rows
+    const Product products[] = {
+        {"projection, forward", false, true, T, P, C, false}, {"projection, inputs", false, false, T, C, P, false}, {"projection, weights", true, false, P, C, T, true},
+        {"o_proj, forward", false, true, T, C, C, true},      {"fc1, forward", false, true, T, M, C, false},        {"fc1, inputs", false, false, T, C, M, false},
+        {"fc1, weights", true, false, M, C, T, true},         {"fc2, forward", false, true, T, C, M, true},         {"fc2, inputs", false, false, T, M, C, false},
+        {"fc2, weights", true, false, C, M, T, true},         {"head, forward", false, true, rows, Vp, C, false},   {"head, inputs", false, false, rows, C, Vp, false},
+        {"head, weights", true, false, Vp, C, rows, true},
+    };
+    const std::vector<float> A = random_floats(size_t(rows) * Vp), B = random_floats(size_t(rows) * Vp);
+    std::vector<float> out(A.size());
+    Gemm<float> gemm;
+    std::printf("GFLOP/s             oneDNN fp32  own fp32   own/oneDNN | oneDNN bf16  own bf16   own/oneDNN   (bf16 with the rounding of the inputs)\n");
+    double flops = 0, seconds[4] = {};
+    for (const Product& p : products) {
+        const size_t lda = p.ta ? p.M : p.K, ldb = p.tb ? p.K : p.N;
+        auto call = [&](bool bf16, bool own) {
+            gemm.bf16 = bf16;
+            if (!own) gemm(p.ta, p.tb, p.M, p.N, p.K, A.data(), lda, B.data(), ldb, p.accumulate, out.data(), p.N);
+            else if (!bf16) gemm.blocked<float>(p.ta, p.tb, p.M, p.N, p.K, A.data(), lda, B.data(), ldb, p.accumulate, out.data(), p.N);
+            else if constexpr (HAVE_BF16) gemm.blocked<Bf16Pair>(p.ta, p.tb, p.M, p.N, p.K, A.data(), lda, B.data(), ldb, p.accumulate, out.data(), p.N);
+        };
+        std::vector<std::function<void()>> contenders = {[&] { call(false, false); }, [&] { call(false, true); }};
+        if (HAVE_BF16) contenders.push_back([&] { call(true, false); }), contenders.push_back([&] { call(true, true); });
+        const std::vector<double> s = alternate(p.N == Vp || p.M == Vp || p.K == Vp ? 3 : 7, contenders);
+        const double f = 2.0 * p.M * p.N * p.K * (p.N == Vp || p.M == Vp || p.K == Vp ? 2 : 12);
+        flops += f;
+        for (size_t i = 0; i < s.size(); i++) seconds[i] += s[i] * (p.N == Vp || p.M == Vp || p.K == Vp ? 2 : 12);
+        auto rate = [&](size_t i) { return i < s.size() ? 2e-9 * p.M * p.N * p.K / s[i] : 0; };
+        std::printf("%-20s %10.0f %9.0f %12.2f | %10.0f %9.0f %12.2f\n", p.name, rate(0), rate(1), rate(1) / rate(0), rate(2), rate(3), HAVE_BF16 ? rate(3) / rate(2) : 0);
+        std::fflush(stdout);
+    }
+    auto rate = [&](int i) { return seconds[i] > 0 ? flops / seconds[i] * 1e-9 : 0; };
+    std::printf("%-20s %10.0f %9.0f %12.2f | %10.0f %9.0f %12.2f\n", "all of a step", rate(0), rate(1), rate(1) / rate(0), rate(2), rate(3), HAVE_BF16 ? rate(3) / rate(2) : 0);
+#ifndef USE_DNNL
+    std::printf("# this build has no oneDNN: its columns are our own loop too\n");
+#endif
+}
+
+// A product of a step, for ratios.
+struct GemmRate {
+    static constexpr int M = 2048, N = 3072, K = 768;
+    std::vector<float> a = random_floats(size_t(M) * K), b = random_floats(size_t(N) * K), c = std::vector<float>(size_t(M) * N);
+    Gemm<float> gemm;
+    void run() { gemm(false, true, M, N, K, a.data(), K, b.data(), K, false, c.data(), N); }
+    static double rate(double seconds) { return 2.0 * M * N * K / seconds; }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+static void bench_attention(const Config& c) {
+    std::printf("useful FLOPs: 4 D a key and query head forward, 8 D backward; ns per key: time of a query over all heads, divided by its keys\n");
+    std::printf("%-6s %-11s %10s | %14s %12s %11s | %14s %12s %11s\n", "T", "branch", "keys/query", "fwd GFLOP/s", "of sgemm", "ns per key", "bwd GFLOP/s", "of sgemm", "ns per key");
+    GemmRate reference;
+    Cpu<float> cpu;
+    for (const int T : {2048, 4096, 8192, 16384, 32768}) {
+        const NsaShape s = shape_of(c, 1, T);
+        const size_t rows = s.query_rows(), keys = s.key_rows() * s.D;
+        const std::vector<float> q = random_floats(rows * s.D), k = random_floats(keys), v = random_floats(keys), dout = random_floats(rows * s.D);
+        std::vector<float> out(rows * s.D), lse(rows), dot(rows, 0.1f), dq(rows * s.D), dk(keys), dv(keys);
+        std::vector<uint32_t> selection(size_t(s.B) * s.G * s.T * s.selection_words());
+        cpu.attention_forward(CMP, out.data(), lse.data(), q.data(), k.data(), v.data(), nullptr, s);
+        cpu.select_blocks(selection.data(), nullptr, q.data(), k.data(), lse.data(), s);
+        for (const Branch branch : {CMP, SLC, WIN}) {
+            const std::vector<double> seconds = alternate(T <= 8192 ? 5 : 2, {[&] { reference.run(); },
+                                                                              [&] { cpu.attention_forward(branch, out.data(), lse.data(), q.data(), k.data(), v.data(), selection.data(), s); },
+                                                                              [&] { cpu.attention_backward(branch, dq.data(), dk.data(), dv.data(), dout.data(), q.data(), k.data(), v.data(), dot.data(), lse.data(), selection.data(), s); }});
+            const double pairs = attention_pairs(branch, s), sgemm = GemmRate::rate(seconds[0]);
+            std::printf("%-6d %-11s %10.1f |", T, Timed<Cpu<float>>::branch_name(branch), pairs / double(rows));
+            for (const int backward : {0, 1}) {
+                const double rate = (backward ? 8 : 4) * pairs * s.D / seconds[1 + backward];
+                std::printf(" %14.1f %11.0f%% %11.2f %s", rate * 1e-9, 100 * rate / sgemm, seconds[1 + backward] * 1e9 / pairs * s.H, backward ? "\n" : "|");
+            }
+            std::fflush(stdout);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Training steps on random tokens; the engine counts what each operation takes.
+struct StepBench {
+    Timed<Cpu<float>> dev;
+    Config config;
+    std::unique_ptr<Model<Timed<Cpu<float>>>> model;
+    std::unique_ptr<Activations<Timed<Cpu<float>>>> activations;
+    std::vector<int32_t> tokens;
+    int64_t steps = 0;
+
+    StepBench(const Config& c, bool bf16) : config(c), tokens(size_t(c.batch * c.seq_len)) {
+        dev.gemm.bf16 = bf16;
+        model = std::make_unique<Model<Timed<Cpu<float>>>>(dev, c, true);
+        activations = std::make_unique<Activations<Timed<Cpu<float>>>>(dev, c, c.batch, c.seq_len, TRAINING);
+        model->initialise();
+        for (size_t i = 0; i < tokens.size(); i++) tokens[i] = int32_t(random_below(uint64_t(c.vocab_size), 1, random_stream(RANDOM_TEST), i));
+    }
+    void step() {
+        dev.zero(model->grads, model->table.total);
+        forward(*model, *activations, tokens.data(), 0, int(config.seq_len));
+        classify(*model, *activations, tokens.data(), 1 / double(tokens.size()), true);
+        backward(*model, *activations);
+        update(*model, ++steps, 1e-4);
+    }
+};
+
+static std::string kind_of(const std::string& operation) {
+    if (operation.compare(0, 7, "matmul_") == 0) return "GEMM";
+    if (operation.compare(0, 18, "attention_forward,") == 0 || operation.compare(0, 19, "attention_backward,") == 0) return "attention";
+    if (operation.compare(0, 9, "compress_") == 0 || operation == "select_blocks") return "compression and selection";
+    return "everything else";
+}
+
+static void bench_step(const Config& c, bool bf16, int steps) {
+    StepBench bench(c, bf16);
+    GemmRate reference;
+    reference.gemm.bf16 = bf16;
+    bench.step(), reference.run();
+    bench.dev.times.clear();
+    std::vector<double> seconds, gemm_seconds;
+    for (int i = 0; i < steps; i++) {
+        for (int k = 0; k < 5; k++) gemm_seconds.push_back(seconds_of([&] { reference.run(); }));
+        seconds.push_back(seconds_of([&] { bench.step(); }));
+    }
+    std::map<std::string, OperationTime> kinds;
+    OperationTime all;
+    for (const auto& [name, t] : bench.dev.times)
+        for (OperationTime* to : {&kinds[kind_of(name)], &all}) to->seconds += t.seconds, to->flops += t.flops, to->bytes += t.bytes;
+    double whole = 0, flops = 0;
+    for (double s : seconds) whole += s;
+    for (const char* kind : {"GEMM", "attention", "compression and selection"}) flops += kinds[kind].flops;
+    const double gemm = GemmRate::rate(median(gemm_seconds)), tokens_per_second = double(bench.tokens.size()) / median(seconds);
+    std::printf("%s, B %lld, T %lld, %s: median %.1f tokens/s of %d steps; GEMM alone %.0f GFLOP/s, the step %.0f useful GFLOP/s, %.2f of it; peak memory %.0f MiB\n", c.model.c_str(), (long long)c.batch, (long long)c.seq_len,
+                bf16 ? "bf16" : "fp32", tokens_per_second, steps, gemm * 1e-9, flops / whole * 1e-9, flops / whole / gemm, peak_memory_mib());
+    for (const auto& [kind, t] : kinds)
+        std::printf("    %-26s %5.1f %% of the step, %6.0f GFLOP/s (%3.0f %% of GEMM), %5.1f GB/s\n", kind.c_str(), 100 * t.seconds / whole, t.flops / t.seconds * 1e-9, 100 * t.flops / t.seconds / gemm, t.bytes / t.seconds * 1e-9);
+    std::vector<std::pair<std::string, OperationTime>> rows(bench.dev.times.begin(), bench.dev.times.end());
+    std::sort(rows.begin(), rows.end(), [](const auto& x, const auto& y) { return x.second.seconds > y.second.seconds; });
+    for (const auto& [name, t] : rows) std::printf("        %-34s %5.1f %%\n", name.c_str(), 100 * t.seconds / whole);
+}
+
+static void bench_rate(const Config& c, bool bf16, const std::string& name, int steps) {
+    StepBench bench(c, bf16);
+    for (int i = 0; i <= steps; i++) {
+        const double s = seconds_of([&] { bench.step(); });
+        std::printf(i > 0 ? "rate %s %.1f\n" : "# %s: %.1f tokens/s in the first step\n", name.c_str(), double(bench.tokens.size()) / s);
+    }
+}
+
+static void bench_tokenize(const std::string& file, const std::string& vocab_dir) {
+    const Tokenizer tokenizer = Tokenizer::gpt2(vocab_dir);
+    std::ifstream in(file, std::ios::binary);
+    const std::string text((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
+    if (text.empty()) fail("%s is empty or cannot be read", file.c_str());
+    size_t tokens = 0;
+    std::vector<double> seconds;
+    for (int i = 0; i < 6; i++) {
+        const double s = seconds_of([&] { tokens = tokenizer.encode(text).size(); });
+        if (i > 0) seconds.push_back(s), std::printf("rate tokenize-ours %.1f\n", double(text.size()) * 1e-6 / s);
+    }
+    std::printf("# %.1f MB, %zu tokens, one thread\n", double(text.size()) * 1e-6, tokens);
+}
+
+static int run(int argc, char** argv) {
+    const std::string mode = argc > 1 ? argv[1] : "";
+    const int own = mode == "rate" ? 4 : 2;
+    if (mode != "conditions" && mode != "gemm" && mode != "attention" && mode != "step" && mode != "rate" && mode != "tokenize") fail_usage("bench_cpu: mode '%s'; expected conditions, gemm, attention, step, rate or tokenize", mode.c_str());
+    const LoadOfOthers load;
+    if (mode == "tokenize") {
+        if (argc != 4) fail_usage("bench_cpu tokenize FILE VOCAB_DIR");
+        bench_tokenize(argv[2], argv[3]);
+    } else {
+        if (mode == "rate" && argc < 4) fail_usage("bench_cpu rate NAME STEPS [options of train]");
+        std::vector<const char*> options = {"train_nsa"};
+        for (int i = own; i < argc; i++) options.push_back(argv[i]);
+        std::set<std::string> given;
+        Config c = parse_options(int(options.size()), options.data(), given);
+        if (!given.count("model")) c.model = "125m";
+        apply_preset(c, given);
+        validate_model(c, "options");
+        c.device = "cpu";
+        if (!given.count("batch")) c.batch = 1;
+        World world;
+        const Device device = choose_device(c, world);
+        if (mode == "conditions") print_conditions();
+        if (mode == "gemm") bench_gemm();
+        if (mode == "attention") bench_attention(c);
+        if (mode == "step") bench_step(c, device.cpu_bf16, 3);
+        if (mode == "rate") bench_rate(c, device.cpu_bf16, argv[2], std::atoi(argv[3]));
+    }
+    if (mode != "conditions") std::printf("%s\n", load.text().c_str());
+    return 0;
+}
+
+int main(int argc, char** argv) {
+    let_waiting_threads_sleep(argv);
+    try {
+        return run(argc, argv);
+    } catch (const Error& e) {
+        std::fprintf(stderr, "bench_cpu: error: %s\n", e.what());
+        return e.status;
+    }
+}

@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# Times the CPU engine, and beside it whatever of its competitors is installed, on this machine: make bench, or
+#   dev/bench/cpu.sh build/bench_cpu [--python PYTHON] [--rounds N] [--ranks ./train_nsa] [--text FILE --vocab-dir DIR] [--llmc FOLDER]
+#   --python    an interpreter that imports torch (default: python3, if it does); without one PyTorch is left out
+#   --rounds    how often the contenders take turns (default 2); a turn is one step to warm up and two that count
+#   --ranks     the program; then two ranks of one thread take turns with one rank of two threads under mpirun
+#   --text, --vocab-dir   an English text and GPT-2's vocabulary, for the tokenizer; beside it tiktoken, if PYTHON has it
+#   --llmc      a checkout of llm.c in which its CPU trainer and its starter files are ready (./train_gpt2, gpt2_124M.bin)
+# A timing counts on a quiet machine only: the load of others is printed with each part. Nothing is fetched from the network.
+set -euo pipefail
+bench=${1:?usage: dev/bench/cpu.sh build/bench_cpu [options]}
+shift
+here=$(cd "$(dirname "$0")" && pwd)
+python=python3 rounds=2 ranks='' text='' vocab='' llmc=''
+while [ $# -gt 0 ]; do
+    case $1 in
+        --python) python=$2 ;;
+        --rounds) rounds=$2 ;;
+        --ranks) ranks=$(realpath "$2") ;;
+        --text) text=$2 ;;
+        --vocab-dir) vocab=$2 ;;
+        --llmc) llmc=$2 ;;
+        *) echo "cpu.sh: unknown option $1" >&2; exit 2 ;;
+    esac
+    shift 2
+done
+rates=$(mktemp)
+trap 'rm -f "$rates"' EXIT
+contend() { "$@" | tee -a "$rates"; }  # keeps its lines "rate NAME VALUE"
+median() { awk -v name="$1" '$1 == "rate" && $2 == name { print $3 }' "$rates" | sort -n | awk '{ x[NR] = $1 } END { if (NR) print x[int((NR + 1) / 2)] }'; }
+
+date -u '+# %Y-%m-%d %H:%M UTC'
+"$bench" conditions
+echo; echo "== GEMM"
+"$bench" gemm
+echo; echo "== attention of one layer of 125m"
+"$bench" attention
+for dtype in fp32 bf16; do
+    echo; echo "== one training step of 125m, T 2048, B 1, --cpu-dtype $dtype"
+    "$bench" step --cpu-dtype $dtype
+done
+
+echo; echo "== tokens/s of whole training steps, T 2048, B 1; the contenders take turns"
+has_torch=$("$python" -c 'import torch' 2>/dev/null && echo yes || true)
+[ -n "$has_torch" ] || echo "# $python has no torch: PyTorch is left out (--python PYTHON)"
+for round in $(seq "$rounds"); do
+    echo "# round $round"
+    for dtype in fp32 bf16; do
+        contend "$bench" rate ours-$dtype 2 --cpu-dtype $dtype
+        [ -z "$has_torch" ] || for model in nsa gpt2; do contend "$python" "$here/${model}_torch.py" --dtype $dtype; done
+    done
+    if [ -n "$llmc" ]; then
+        (cd "$llmc" && OMP_NUM_THREADS=$(nproc) timeout 60 ./train_gpt2 || true) | awk 'match($0, /took [0-9.]+ ms/) { print "rate llm.c-fp32", 256000 / substr($0, RSTART + 5, RLENGTH - 8) }' |
+            contend awk 'NR > 1 && NR <= 6'  # its batch is 4 x 64 tokens
+    fi
+done
+echo; echo "== medians"
+for dtype in fp32 bf16; do
+    ours=$(median ours-$dtype)
+    echo "ours, $dtype: $ours tokens/s"
+    for other in torch-nsa torch-dense llm.c; do
+        theirs=$(median $other-$dtype)
+        [ -z "$theirs" ] || awk -v a="$ours" -v b="$theirs" -v name="$other-$dtype" 'BEGIN { printf "    %-18s %8.1f tokens/s; ours is %.2f times that\n", name, b, a / b }'
+    done
+done
+
+if [ -n "$ranks" ]; then
+    echo; echo "== 125m's width with 6 layers and bytes, T 1024, 4 sequences a step: ranks x threads"
+    run=$(mktemp -d)
+    trap 'rm -rf "$rates" "$run"' EXIT
+    job="--model 125m --layers 6 --tokenizer bytes --seq-len 1024 --batch 1 --total-batch 4096 --steps 5 --eval-batches 1 --sample-tokens 0 --device cpu --out $run/job"
+    for round in $(seq "$rounds"); do
+        for layout in "1 2" "2 1"; do
+            read -r processes threads <<<"$layout"
+            mpirun -np "$processes" "$ranks" $job --threads "$threads" | sed -nE "s/^done:.* median ([0-9]+) tokens.*/rate ranks-${processes}x$threads \\1/p" | contend cat
+        done
+    done
+    awk -v two="$(median ranks-2x1)" -v one="$(median ranks-1x2)" 'BEGIN { printf "2 ranks x 1 thread: %.2f of 1 rank x 2 threads\n", two / one }'
+fi
+
+if [ -n "$text" ] && [ -n "$vocab" ]; then
+    echo; echo "== tokenizer, GPT-2's vocabulary, one thread"
+    contend "$bench" tokenize "$text" "$vocab"
+    contend "$python" "$here/tiktoken_rate.py" "$text" "$vocab" || echo "# $python cannot run it"
+    echo "ours: $(median tokenize-ours) MB/s; tiktoken: $(median tokenize-tiktoken) MB/s"
+fi

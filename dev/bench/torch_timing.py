@@ -1,0 +1,54 @@
+# torch_timing.py: whole training steps of a PyTorch model on the CPU, timed for dev/bench/cpu.sh: forward, backward, clipping, AdamW.
+# Prints one line per step, "rate NAME tokens/s", and a line of conditions.
+import argparse
+import contextlib
+import os
+import resource
+import time
+
+import torch
+
+
+def arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps, after one to warm up")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    return parser.parse_args()
+
+
+def busy_seconds():
+    """Processor time of the whole machine since it started, all cores together."""
+    fields = [int(x) for x in open("/proc/stat").readline().split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds():
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def time_steps(name, model, vocab, args):
+    torch.set_num_threads(args.threads)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16) if args.dtype == "bf16" else contextlib.nullcontext()
+    begun, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
+    for step in range(args.steps + 1):
+        tokens = torch.randint(vocab, (args.batch, args.seq_len + 1))
+        start = time.perf_counter()
+        with autocast:
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        if step > 0:
+            print(f"rate {name}-{args.dtype} {args.batch * args.seq_len / (time.perf_counter() - start):.1f}", flush=True)
+    cores = len(os.sched_getaffinity(0))
+    others = max(0.0, busy_seconds() - busy - (own_seconds() - own)) / (time.perf_counter() - begun) / cores
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"# {name}, {args.dtype}: PyTorch {torch.__version__}, {parameters / 1e6:.1f}M parameters, loss {loss.item():.3f}, {args.threads} threads, "
+          f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB, load of others {100 * others:.0f} %", flush=True)

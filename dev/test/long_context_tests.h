@@ -1,0 +1,338 @@
+// long_context_tests.h: what long sequences need: the selected branch by gathered rows, lists that are split, AUTO's choice, the compressed branch in parts,
+// and whether 64k tokens fit. Against Cpu in fp64 within the derived limits of attention_kernel_tests.h, against masked tiles, and bit by bit
+// against themselves; on a GPU, or in emulation, there with several orders of threads and blocks.
+#pragma once
+#include "attention_kernel_tests.h"
+
+#ifndef PRECISION_FP32  // which has the scalar kernels only
+
+namespace long_context_tests {
+
+using namespace attention_tests;
+
+// A query may choose every block here, so slc_count says so: it bounds the workspace.
+inline Inputs gather_inputs(NsaShape s, double density = 0.4, double scale = 1) {
+    s.slc_count = s.slc_blocks();
+    return Inputs(s, SLC, scale, uint64_t(s.T) * 1000 + s.H, density);
+}
+inline void check_gather(const NsaShape& s, Worst* worst, double density = 0.4, bool backward = true, double scale = 1) {
+    check_attention(gather_inputs(s, density, scale), worst, backward, SelectedKernel::GATHER);
+}
+// Every query has the blocks `always`, its own, and one at random.
+inline std::vector<uint32_t> popular_selection(const NsaShape& s, const std::vector<int>& always) {
+    std::vector<uint32_t> selection(size_t(s.B) * s.G * s.queries * s.selection_words());
+    for (size_t row = 0; row < size_t(s.B) * s.G * s.queries; row++) {
+        const int own = (s.first + int(row % size_t(s.queries))) / s.slc_block;
+        auto take = [&](int block) {
+            if (block <= own) selection[row * s.selection_words() + block / 32] |= 1u << block % 32;
+        };
+        take(own), take(int(random_below(uint64_t(own) + 1, 11, random_stream(RANDOM_TEST, 80), row)));
+        for (int block : always) take(block);
+    }
+    return selection;
+}
+
+// What the selected branch gives, forward and backward, on the host.
+struct Results {
+    std::vector<bf16> out, dk, dv;
+    std::vector<float> lse, dq;
+    SelectedChoice choice;
+};
+inline Results run_selected(const Inputs& in, SelectedKernel kernel) {
+    const NsaShape& s = in.s;
+    const size_t D = size_t(s.D), rows = in.rows(), key_rows = s.key_rows();
+    OnDevice<bf16> q(in.q), k(in.k), v(in.v), dout(in.dout), out(rows * D), dk(key_rows * D), dv(key_rows * D);
+    OnDevice<uint32_t> selection(in.selection);
+    OnDevice<float> lse(rows), dq(in.dq), row_dot(std::vector<double>(rows, 0.25));
+    const AttentionScratch forward(SLC, s, kernel, false), backward(SLC, s, kernel, true);
+    attention_forward(SLC, out.data, lse.data, q.data, k.data, v.data, selection.data, s, kernel, forward, nullptr);
+    attention_backward(SLC, dq.data, dk.data, dv.data, dout.data, q.data, k.data, v.data, row_dot.data, lse.data, selection.data, s, kernel, backward, nullptr);
+    return {out.raw(), dk.raw(), dv.raw(), lse.raw(), dq.raw(), kernel == SelectedKernel::AUTO ? backward.choice.raw()[0] : SelectedChoice()};
+}
+template <class T>
+double relative_difference(const std::vector<T>& a, const std::vector<T>& b) {
+    double difference = 0, square = 0;
+    for (size_t i = 0; i < a.size(); i++) {
+        if (float(a[i]) == float(b[i])) continue;  // infinities too
+        difference += std::pow(double(float(a[i])) - double(float(b[i])), 2);
+    }
+    for (const T& x : b) square += std::isinf(float(x)) ? 0 : std::pow(double(float(x)), 2);
+    return std::sqrt(difference / square);
+}
+inline void check_same(const Results& a, const Results& b) {
+    check_same_bits("out", a.out, b.out), check_same_bits("lse", a.lse, b.lse), check_same_bits("dq", a.dq, b.dq);
+    check_same_bits("dk", a.dk, b.dk), check_same_bits("dv", a.dv, b.dv);
+}
+// Both round the same weights to bf16 once and store bf16 once: each is off by 2^-8 of its terms' root mean square at most in each, as in ladder_tests.h.
+inline void check_close(const Results& a, const Results& b) {
+    CHECK_NEAR(relative_difference(a.out, b.out), 0, 4 * U16);
+    CHECK_NEAR(relative_difference(a.lse, b.lse), 0, 1e-5);
+    CHECK_NEAR(relative_difference(a.dq, b.dq), 0, 4 * U16);
+    CHECK_NEAR(relative_difference(a.dk, b.dk), 0, 4 * U16);
+    CHECK_NEAR(relative_difference(a.dv, b.dv), 0, 4 * U16);
+}
+
+}  // namespace long_context_tests
+
+TEST(attention_kernels_gather_heads) {
+    using namespace long_context_tests;
+    Worst worst;
+    for (const int heads : {1, 3, 5, 6, 12, 16}) check_gather(shape(heads == 3 ? 200 : 130, heads, heads < 3 ? 2 : 1, 64, heads == 1 ? 2 : 1), &worst);
+    check_gather(shape(70, 96, 1, 16), &worst);  // one token fills a tile of queries of the backward pass
+    worst.print("gathered rows, heads");
+}
+TEST(attention_kernels_gather_lengths) {
+    using namespace long_context_tests;
+    Worst worst;
+    for (const int T : {1, 15, 31, 32, 33, 64, 65, 130, 200, 257})
+        if (T <= LONGEST) check_gather(shape(T, 6, T == 65 ? 2 : 1, 64, T == 65 ? 2 : 1), &worst);
+    worst.print("gathered rows, lengths");
+}
+TEST(attention_kernels_gather_selection_blocks) {
+    using namespace long_context_tests;
+    Worst worst;
+    for (const int block : {16, 32, 64, 128, 192}) {
+        NsaShape s = shape(std::min(LONGEST, block > 64 ? 270 : 200), 3);
+        s.slc_block = block;
+        check_gather(s, &worst);
+        s.T = s.queries = 150;
+        check_gather(s, &worst, 0.03);  // most tokens choose nothing
+        if (block < 64) check_gather(s, &worst, 0.9);
+    }
+    worst.print("gathered rows, selection blocks");
+}
+TEST(attention_kernels_gather_head_dimensions) {
+    using namespace long_context_tests;
+    Worst worst;
+    for (const int D : {16, 32, 128}) check_gather(shape(150, 3, 1, D), &worst);
+    check_gather(shape(80, 12, 1, 128), &worst);
+    worst.print("gathered rows, head dimensions");
+}
+TEST(attention_kernels_gather_large_logits) {
+    using namespace long_context_tests;
+    Worst worst;
+    check_gather(shape(150, 3), &worst, 0.4, true, 18);
+    worst.print("gathered rows, large logits");
+}
+// A tile of tokens, or all, that chose nothing.
+TEST(attention_kernels_gather_empty_selections) {
+    using namespace long_context_tests;
+    Worst worst;
+    NsaShape s = shape(150, 3);
+    Inputs in = gather_inputs(s);
+    for (int j = 30; j < 100; j++) in.selection[size_t(j) * s.selection_words()] = 0;
+    check_attention(in, &worst, true, SelectedKernel::GATHER);
+    std::fill(in.selection.begin(), in.selection.end(), 0);
+    check_attention(in, &worst, true, SelectedKernel::GATHER);
+    const Results r = run_selected(in, SelectedKernel::GATHER);
+    for (size_t i = 0; i < r.out.size(); i++) CHECK_EQUAL(float(r.out[i]), 0.0f);
+    for (size_t i = 0; i < r.lse.size(); i++) CHECK(std::isinf(r.lse[i]) && r.lse[i] > 0);
+    for (size_t i = 0; i < r.dq.size(); i++) CHECK_EQUAL(r.dq[i], float(in.dq[i]));
+    for (size_t i = 0; i < r.dk.size(); i++) CHECK(float(r.dk[i]) == 0 && float(r.dv[i]) == 0);
+}
+TEST(attention_kernels_gather_in_parts) {
+    using namespace long_context_tests;
+    Worst worst;
+    const int steps[][2] = {{0, 40}, {60, 10}, {100, 70}, {199, 1}, {130, 70}};
+    for (const auto& step : steps) {
+        NsaShape s = shape(200, 6, 2, 64, 2);
+        s.first = step[0], s.queries = step[1];
+        check_gather(s, &worst, 0.4, false);
+    }
+    worst.print("gathered rows, in parts");
+}
+// 1024 selection blocks, as 64k tokens have: chosen by the kernel, attended to by gathered rows. The first tiles of tokens, and the last.
+TEST(attention_kernels_gather_1024_blocks) {
+    using namespace long_context_tests;
+    Worst worst;
+    for (const int first : {0, 16384 - 40}) {
+        NsaShape s = shape(16384, 3, 1, 16);
+        s.slc_block = 16, s.l = 8, s.d = 4, s.slc_count = 16, s.first = first, s.queries = 40;
+        const Inputs scores(s, CMP, 1, 21);
+        std::vector<double> out(scores.rows() * s.D), lse(scores.rows());
+        Cpu<double>().attention_forward(CMP, out.data(), lse.data(), scores.q.data(), scores.k.data(), scores.v.data(), nullptr, s);
+        Inputs in(s, SLC, 1, 22);
+        in.selection = run_selection(scores, std::vector<float>(lse.begin(), lse.end())).selection;
+        check_attention(in, &worst, false, SelectedKernel::GATHER);
+    }
+    worst.print("gathered rows, 1024 blocks");
+}
+// Lists longer than GATHER_CHUNK: blocks 0 and 3 are chosen by everyone, so two tiles of keys (or a block's three) are split.
+TEST(attention_kernels_gather_splits_long_lists) {
+    using namespace long_context_tests;
+    Worst worst;
+    for (const int block : {64, 192}) {
+#ifdef EMU_CHECK
+        NsaShape s = shape(GATHER_CHUNK + 100, 1, 1, 16);
+        if (block == 192) continue;
+#else
+        NsaShape s = shape(block == 64 ? 2 * GATHER_CHUNK + 100 : GATHER_CHUNK + 150, 1, block == 64 ? 1 : 2, 16);
+#endif
+        s.slc_block = block;
+        Inputs in(s, SLC, 1, 23);
+        in.s.slc_count = 4;
+        in.selection = popular_selection(s, {0, 3});
+        check_attention(in, &worst, true, SelectedKernel::GATHER);
+    }
+    worst.print("gathered rows, split lists");
+}
+// The bitmasks the other way round, their counts and the chunks, for more blocks than any other test has, against plain loops.
+TEST(attention_kernels_gather_plan) {
+    using namespace long_context_tests;
+    for (const int block : {16, 64, 128}) {
+        NsaShape s = shape(block == 16 ? 3 * GATHER_CHUNK + 1 : 4 * GATHER_CHUNK + 1, 1, 2, 16);  // block 0: a chunk of one token
+        s.slc_block = block, s.slc_count = 4;
+        const std::vector<uint32_t> host = popular_selection(s, {0, 5});
+        OnDevice<uint32_t> selection(host);
+        WorkspacePieces sizes{nullptr};
+        gather_plan<16>(sizes, s);
+        OnDevice<char> memory(sizes.used);
+        WorkspacePieces pieces{memory.data};
+        const GatherPlan plan = gather_plan<16>(pieces, s);
+        const AttentionShape a = gather_shape<16>(s, true);
+        const SelectedChoice* always = nullptr;
+        launch<transpose_selection_kernel>(unsigned(plan.token_words * s.G), 128, 0, nullptr, plan, (const uint32_t*)selection.data, always, a);
+        launch<count_choosers_kernel>(unsigned(plan.units * s.G + 3) / 4, 128, 0, nullptr, plan, plan.units * s.G, always);
+        launch<plan_chunks_kernel>(unsigned(s.G), 32, 0, nullptr, plan, always, a);
+        CUDA_CHECK(cudaDeviceSynchronize());
+        std::vector<uint32_t> choosers(size_t(s.G) * plan.units * plan.token_words);
+        std::vector<int> counts(size_t(s.G) * plan.units), extra(size_t(s.G) * (plan.tiles + 1));
+        CUDA_CHECK(cudaMemcpy(choosers.data(), plan.choosers, choosers.size() * 4, cudaMemcpyDeviceToHost));
+        CUDA_CHECK(cudaMemcpy(counts.data(), plan.counts, counts.size() * 4, cudaMemcpyDeviceToHost));
+        CUDA_CHECK(cudaMemcpy(extra.data(), plan.extra, extra.size() * 4, cudaMemcpyDeviceToHost));
+        const int width = std::max(block, KEY_TILE);
+        CHECK_EQUAL(plan.units, (s.T + width - 1) / width);
+        int largest = 0;
+        for (int g = 0; g < s.G; g++) {
+            int before = 0;
+            for (int unit = 0; unit < plan.units; unit++) {
+                int count = 0, wrong = 0;
+                for (int t = 0; t < s.T; t++) {
+                    bool chose = false;
+                    for (int b = unit * width / block; b < std::min((unit + 1) * width / block, s.slc_blocks()); b++)
+                        chose = chose || (host[(size_t(g) * s.T + t) * s.selection_words() + b / 32] >> b % 32 & 1);
+                    const size_t word = (size_t(g) * plan.units + unit) * plan.token_words + t / 32;
+                    wrong += chose != bool(choosers[word] >> t % 32 & 1);
+                    count += chose;
+                }
+                CHECK_EQUAL(wrong, 0);
+                CHECK_EQUAL(counts[size_t(g) * plan.units + unit], count);
+                for (int tile = unit * width / KEY_TILE; tile < std::min((unit + 1) * width / KEY_TILE, plan.tiles); tile++) {
+                    CHECK_EQUAL(extra[size_t(g) * (plan.tiles + 1) + tile], before);
+                    before += count ? (count + GATHER_CHUNK - 1) / GATHER_CHUNK - 1 : 0;
+                }
+                largest = std::max(largest, count);
+            }
+            CHECK_EQUAL(extra[size_t(g) * (plan.tiles + 1) + plan.tiles], before);
+            CHECK(before <= plan.most_extra);
+        }
+        CHECK(largest > 2 * GATHER_CHUNK);
+    }
+}
+// The two sets of kernels on a selection that the trainer's own kernel made.
+TEST(attention_kernels_gather_is_masked_tiles) {
+    using namespace long_context_tests;
+#ifdef EMU_CHECK
+    const int T = 200;
+#else
+    const int T = 450;
+#endif
+    for (const int heads : {1, 6}) {
+        NsaShape s = shape(T, heads, heads == 1 ? 2 : 1, 32, heads == 1 ? 2 : 1);
+        s.l = 16, s.d = 8, s.slc_block = 32, s.slc_count = 5;
+        const Inputs scores(s, CMP, 1, 31);
+        std::vector<float> out(scores.rows() * s.D), lse(scores.rows());
+        const std::vector<float> q(scores.q.begin(), scores.q.end()), k(scores.k.begin(), scores.k.end()), v(scores.v.begin(), scores.v.end());
+        Cpu<float>().attention_forward(CMP, out.data(), lse.data(), q.data(), k.data(), v.data(), nullptr, s);
+        Inputs in(s, SLC, 1, 32);
+        in.selection = run_selection(scores, lse).selection;
+        check_close(run_selected(in, SelectedKernel::GATHER), run_selected(in, SelectedKernel::TILES));
+    }
+}
+// Whatever later tokens hold and choose, the rows before them keep their bits.
+TEST(attention_kernels_gather_is_causal) {
+    using namespace long_context_tests;
+    const NsaShape s = shape(170, 3);
+    const Inputs in = gather_inputs(s);
+    const Results before = run_selected(in, SelectedKernel::GATHER);
+    for (const int from : {1, 64, 70, 97, 169}) {
+        Inputs changed = in;
+        for_rows(s, [&](size_t, int, int t, size_t row) {
+            for (int x = 0; x < s.D && t >= from; x++) changed.q[row * s.D + x] = bf16_value(3 - changed.q[row * s.D + x]);
+        });
+        for (size_t i = size_t(from) * s.D; i < in.k.size(); i++) changed.k[i] = bf16_value(1 - in.k[i]), changed.v[i] = bf16_value(2 * in.v[i] + 1);
+        for (size_t word = size_t(from) * s.selection_words(); word < in.selection.size(); word++) changed.selection[word] ^= 1;
+        const Results after = run_selected(changed, SelectedKernel::GATHER);
+        long different = 0;
+        for_rows(s, [&](size_t, int, int t, size_t row) {
+            if (t < from && (std::memcmp(&before.out[row * s.D], &after.out[row * s.D], s.D * sizeof(bf16)) || std::memcmp(&before.lse[row], &after.lse[row], 4))) different++;
+        });
+        CHECK_EQUAL(different, 0L);
+        CHECK(relative_difference(after.out, before.out) > 0.01);
+    }
+}
+// AUTO counts as plain loops do, takes what costs less, and then gives the bits of what it took.
+TEST(attention_kernels_gather_automatic_choice) {
+    using namespace long_context_tests;
+    for (const int block : {16, 64, 128})
+        for (const bool together : {false, true}) {
+            NsaShape s = shape(block == 128 ? 1030 : 520, 3, 1, 16);
+            s.slc_block = block, s.slc_count = 3;
+            Inputs in(s, SLC, 1, 41);
+            for (int t = 0; t < s.T; t++) {  // three blocks each: the same for all of a tile of tokens, or each its own
+                uint32_t* words = &in.selection[size_t(t) * s.selection_words()];
+                std::fill_n(words, s.selection_words(), 0u);
+                const int own = t / 32 * 32 / block;  // the block of the tile's first token
+                for (int i = 0; i < 3; i++) {
+                    const int b = together ? std::max(0, own - i) : int(random_below(uint64_t(own) + 1, 5, random_stream(RANDOM_TEST, 81), uint64_t(t) * 3 + i));
+                    words[b / 32] |= 1u << b % 32;
+                }
+            }
+            const Results found = run_selected(in, SelectedKernel::AUTO);
+            double visited = 0, pieces = 0, masked = 0;
+            const int key_tiles = (s.T + 63) / 64, token_tiles = (s.T + 31) / 32;
+            for (int tile = 0; tile < token_tiles; tile++)
+                for (int key_tile = 0; key_tile < key_tiles; key_tile++) {
+                    int tokens = 0, all = 0;
+                    for (int t = tile * 32; t < std::min(s.T, tile * 32 + 32); t++) {
+                        bool chose = false;
+                        for (int key = key_tile * 64; key < std::min(s.T, key_tile * 64 + 64); key += 16)
+                            chose = chose || (in.selection[size_t(t) * s.selection_words() + key / block / 32] >> (key / block % 32) & 1);
+                        tokens += chose, all++;
+                    }
+                    if (tokens) visited++, pieces += (tokens * 3 + 15) / 16, masked += (all * 3 + 15) / 16;
+                }
+            CHECK_NEAR(found.choice.tile_blocks, visited / token_tiles, 1e-4 * visited / token_tiles);
+            CHECK_NEAR(found.choice.cost, double(gathered_piece_cost<16>()) * pieces / masked, 1e-5);
+            CHECK_EQUAL(found.choice.gather, int(found.choice.cost < 1));
+            CHECK_EQUAL(found.choice.gather, int(!together));
+            check_same(found, run_selected(in, together ? SelectedKernel::TILES : SelectedKernel::GATHER));
+            CHECK(describe(found.choice, s).find(together ? "by masked tiles" : "by gathered rows") != std::string::npos);
+        }
+    NsaShape s = shape(512, 3);
+    CHECK(resolve_selected<64>(SelectedKernel::AUTO, s) == SelectedKernel::TILES);  // 8 blocks, of which a query takes 4
+    s.T = s.queries = 513;
+    CHECK(resolve_selected<64>(SelectedKernel::AUTO, s) == SelectedKernel::AUTO);
+    s.first = 512, s.queries = 1;
+    CHECK(resolve_selected<64>(SelectedKernel::AUTO, s) == SelectedKernel::TILES);
+    s = shape(4096, 49, 1, 128);
+    CHECK(resolve_selected<128>(SelectedKernel::AUTO, s) == SelectedKernel::TILES);
+    CHECK_FAILS(2, "gathered rows have room for 48", resolve_selected<128>(SelectedKernel::GATHER, s));
+}
+// The compressed branch's queries in parts of 512 and more; the second shape has keys that only the last parts see.
+TEST(attention_kernels_compressed_in_parts) {
+    using namespace long_context_tests;
+    Worst worst;
+    for (const int d : {16, 8}) {
+        NsaShape s = shape(d == 16 ? 1100 : 1300, 1, d == 16 ? 2 : 1, 16);
+        s.l = 2 * d, s.d = d;
+#ifdef EMU_CHECK
+        if (d == 8) continue;
+        s.T = s.queries = 600;
+#endif
+        CHECK(attention_shape<16>(CMP, s, 0).parts > 1);
+        check_attention(s, CMP, &worst);
+    }
+    worst.print("compressed branch in parts");
+}
+#endif
