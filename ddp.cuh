@@ -636,6 +636,7 @@ struct World {
     std::string launcher;                // "one process", "mpirun", "RANK/WORLD_SIZE", "Slurm"
     Transport transport = Transport::NONE;
     std::vector<std::string> hosts;      // of every rank
+    std::string device;                  // what this rank computes on, for messages; "" until it is known
 
     // Returns when all ranks are there. start_timeout: seconds that they may take.
     explicit World(double start_timeout = 300) {

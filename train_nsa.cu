@@ -2145,15 +2145,17 @@ static void require_own_gpu(const World& world, int device) {
 
 // The engine for the options and this machine.
 template <class Use>
-void with_engine(const Device& device, const World& world, Use use) {
+void with_engine(const Device& device, World& world, Use use) {
 #ifdef HAVE_CUDA
     if (device.gpu) {
+        world.device = format_text("GPU %d", gpu_of_rank(world));
         Cuda dev(gpu_of_rank(world));
         require_own_gpu(world, dev.device);
         return use(dev);
     }
 #endif
-    (void)device, (void)world;
+    (void)device;
+    world.device = "CPU";
     Cpu<float> dev;
     use(dev);
 }
@@ -2329,7 +2331,7 @@ static int run_check(const Config& c, World& world) {
 // An error is one line on stderr; under mpirun it names the rank and ends the other ranks too.
 static int print_error(const World* world, int status, const char* text) {
     std::fflush(stdout);
-    if (world && world->size > 1) std::fprintf(stderr, "train_nsa: rank %d on %s: error: %s\n", world->rank, world->host.c_str(), text);
+    if (world && world->size > 1) std::fprintf(stderr, "train_nsa: rank %d on %s%s%s: error: %s\n", world->rank, world->host.c_str(), world->device.empty() ? "" : ", ", world->device.c_str(), text);
     else std::fprintf(stderr, "train_nsa: error: %s\n", text);
     if (world) world->abort(status);
     return status;

@@ -231,6 +231,47 @@ TEST(cuda_model_twenty_steps_of_training) {
     CHECK(losses.back() < losses.front() - 1);
 }
 
+// Four steps, and two, a checkpoint, another model that takes it, and two more: the same bits, at every recompute level, with accumulation.
+TEST(cuda_model_resumed_equals_uninterrupted) {
+    for (const int level : {0, 1, 2}) {
+        TempFolder folder;
+        Config c = cuda_config("--batch 1 --recompute 0");
+        c.out = folder.path, c.recompute = level, c.layers = 1, c.seq_len = 32, c.total_batch = 64, c.init = "standard";
+        const World world;
+        Cuda dev(0, size_t(1) << 20);
+        const auto steps = [&](Model<Cuda>& model, DataLoader& loader, int64_t first, int64_t last) {
+            Activations<Cuda> a(dev, c, 1, c.seq_len, TRAINING);
+            for (int64_t step = first; step <= last; step++) {
+                accumulate_gradients(model, a, loader, world, false);
+                update(model, step, 1e-2);
+            }
+        };
+        const auto loader = [&] { return std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_source(c, 60000, 0)}, loader_options(c, world, "--data", true)); };
+        Model<Cuda> whole(dev, c, true), first(dev, c, true), second(dev, c, true);
+        whole.initialise(), first.initialise();
+        const auto whole_data = loader(), first_data = loader(), second_data = loader();
+        steps(whole, *whole_data, 1, 4);
+        steps(first, *first_data, 1, 2);
+        TrainState state;
+        state.step = state.last_update = 2, state.loader = first_data->state();
+        const std::string writing = begin_checkpoint(c.out, 2);
+        const std::string folder_of_2 = commit_checkpoint(c.out, 2, write_snapshot(take_snapshot(first, world, level > 0), c, writing, 0, 1), state_json(state, c, 1));
+        const TrainState loaded = load_checkpoint(second, folder_of_2);
+        CHECK_EQUAL(loaded.step, int64_t(2));
+        second_data->restore(loaded.loader);
+        steps(second, *second_data, 3, 4);
+        const size_t n = whole.table.total;
+        const auto same = [&](const auto* one, const auto* two) {
+            std::vector<std::decay_t<decltype(*one)>> a(n), b(n);
+            dev.copy(a.data(), one, n), dev.copy(b.data(), two, n);
+            return std::memcmp(a.data(), b.data(), n * sizeof(a[0])) == 0;
+        };
+        CHECK(same((const Cuda::real*)whole.params, (const Cuda::real*)second.params) && same((const float*)whole.master, (const float*)second.master));
+        CHECK(same((const float*)whole.m, (const float*)second.m) && same((const float*)whole.v, (const float*)second.v));
+        CHECK(!same((const float*)whole.m, (const float*)first.m));
+    }
+}
+
 TEST(cuda_model_checkpoint_holds_the_master) {
     TempFolder folder;
     Config c = cuda_config();

@@ -317,6 +317,13 @@ TEST(attention_kernels_gather_automatic_choice) {
     CHECK(resolve_selected<64>(SelectedKernel::AUTO, s) == SelectedKernel::TILES);
     s = shape(4096, 49, 1, 128);
     CHECK(resolve_selected<128>(SelectedKernel::AUTO, s) == SelectedKernel::TILES);
+    CHECK(gather_possible<64>(shape(65536, 6)));
+    s = shape(65536, 6);  // where a block has 99 KB of shared memory, tiles are smaller
+    const AttentionShape wide = gather_shape<64>(s, false), narrow = gather_shape<64>(s, false, 99 * 1024);
+    CHECK_EQUAL(wide.tile_tokens, 32);
+    CHECK(narrow.tile_tokens >= 16 && narrow.tile_tokens < 32 && gather_shared_bytes<64>(narrow, false) <= 99 * 1024);
+    CHECK_EQUAL(narrow.tiles, (65536 + narrow.tile_tokens - 1) / narrow.tile_tokens);
+    s = shape(4096, 49, 1, 128);
     CHECK_FAILS(2, "gathered rows have room for 48", resolve_selected<128>(SelectedKernel::GATHER, s));
 }
 // The compressed branch's queries in parts of 512 and more; the second shape has keys that only the last parts see.
