@@ -181,7 +181,8 @@ inline void tile_rows(int width, int depth, const real* a, size_t a_row, size_t 
 
 // C[rows][width] (+)= A[rows][depth] B[depth][width] for operands that fit in the cache; one thread.
 template <class real>
-inline void tile_matmul(int rows, int width, int depth, const real* a, size_t a_row, size_t a_depth, const real* b, size_t ldb, real* c, size_t ldc, bool accumulate) {
+inline void tile_matmul(int rows, int width, int depth, const real* a, size_t a_row, size_t a_depth, const real* b, size_t ldb,
+                        real* c, size_t ldc, bool accumulate) {
     int r = 0;
     for (; r + MICRO_ROWS <= rows; r += MICRO_ROWS)
         tile_rows<MICRO_ROWS>(width, depth, a + r * a_row, a_row, a_depth, b, ldb, c + r * ldc, ldc, accumulate);
@@ -293,7 +294,8 @@ class Gemm {
     bool bf16 = false;         // round A and B to bf16
     bool allow_tiles = true;   // tests: AMX where there is one
 
-    void operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
+    void operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb,
+                    bool accumulate, real* C, size_t ldc) {
         if constexpr (sizeof(real) == 4) {
 #ifdef USE_DNNL
             if (K > 0) return library(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
@@ -306,7 +308,8 @@ class Gemm {
     // Our own: panels of A and B are copied so that the micro-kernel reads memory in order (Goto & van de Geijn, "Anatomy of high-performance
     // matrix multiplication", 2008). Element: real, or Bf16Pair, to which the copies round; depth, KC and k then count pairs.
     template <class Element>
-    void blocked(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
+    void blocked(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb,
+                 bool accumulate, real* C, size_t ldc) {
         constexpr bool paired = std::is_same<Element, Bf16Pair>::value;
         constexpr int KC = 256, NC = 1024, MC = 96;  // in fp32 a block of A takes 102 KiB, one of B 1 MiB
         constexpr int a_stride = KC + 16;            // not a power of two: the rows would share cache sets
@@ -333,17 +336,19 @@ class Gemm {
                         Element* out = b_block + size_t(j) * kc_padded;
                         const int width = std::min(PANEL, nc - j);
                         if (width < PANEL || kc < kc_padded) std::fill_n(out, size_t(kc_padded) * PANEL, Element{});
-                        copy(transpose_b, kc, width, [&](int k, int x) { out[k * PANEL + x] = element<Element>(B + (n0 + j + x) * b_column, b_depth, k0 + k, K); });
+                        copy(transpose_b, kc, width,
+                             [&](int k, int x) { out[k * PANEL + x] = element<Element>(B + (n0 + j + x) * b_column, b_depth, k0 + k, K); });
                     }
 #pragma omp for schedule(dynamic, 1)
                     for (int m0 = 0; m0 < M; m0 += MC) {
                         const int mc = std::min(MC, M - m0);
                         if (mc < MC || kc < kc_padded) std::fill_n(a_block, size_t(MC) * a_stride, Element{});
-                        copy(!transpose_a, kc, mc, [&](int k, int y) { a_block[y * a_stride + k] = element<Element>(A + (m0 + y) * a_row, a_depth, k0 + k, K); });
+                        copy(!transpose_a, kc, mc,
+                             [&](int k, int y) { a_block[y * a_stride + k] = element<Element>(A + (m0 + y) * a_row, a_depth, k0 + k, K); });
                         for (int j = 0; j < nc; j += PANEL)
                             for (int i = 0; i < mc; i += step)
-                                multiply_panels(tiles, kc_padded, a_block + i * a_stride, a_stride, b_block + size_t(j) * kc_padded, std::min(step, mc - i), std::min(PANEL, nc - j),
-                                                C + (m0 + i) * ldc + n0 + j, ldc, accumulate || k0 > 0);
+                                multiply_panels(tiles, kc_padded, a_block + i * a_stride, a_stride, b_block + size_t(j) * kc_padded,
+                                                std::min(step, mc - i), std::min(PANEL, nc - j), C + (m0 + i) * ldc + n0 + j, ldc, accumulate || k0 > 0);
                     }
                 }
         }
@@ -413,7 +418,8 @@ class Gemm {
         const int blocks = (n + most - 1) / most;
         return ((n + blocks - 1) / blocks + 15) / 16 * 16;
     }
-    void library(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
+    void library(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb,
+                 bool accumulate, real* C, size_t ldc) {
         const void *a = A, *b = B;
         size_t element_bytes = sizeof(real);
         if (bf16) {
@@ -432,7 +438,8 @@ class Gemm {
             try {
                 multiply_block(library_threads[size_t(omp_get_thread_num())],
                                {transpose_a, transpose_b, std::min<size_t>(rows, M - m0), std::min<size_t>(columns, N - n0), size_t(K), lda, ldb, ldc, accumulate},
-                               (const char*)a + (transpose_a ? m0 : m0 * lda) * element_bytes, (const char*)b + (transpose_b ? n0 * ldb : n0) * element_bytes, C + m0 * ldc + n0);
+                               (const char*)a + (transpose_a ? m0 : m0 * lda) * element_bytes,
+                               (const char*)b + (transpose_b ? n0 * ldb : n0) * element_bytes, C + m0 * ldc + n0);
             } catch (const std::exception& e) {
 #pragma omp critical
                 error = e.what();
@@ -451,7 +458,9 @@ class Gemm {
             const auto [ta, tb, rows, columns, K, lda, ldb, ldc, accumulate] = shape;
             const Type type = bf16 ? Type::bf16 : Type::f32;
             const auto dims = [](size_t x, size_t y) { return dnnl::memory::dims{dnnl_dim_t(x), dnnl_dim_t(y)}; };
-            LibraryProduct p{Desc(dims(rows, K), type, ta ? dims(1, lda) : dims(lda, 1)), Desc(dims(K, columns), type, tb ? dims(1, ldb) : dims(ldb, 1)), Desc(dims(rows, columns), Type::f32, dims(ldc, 1)), {}};
+            LibraryProduct p{Desc(dims(rows, K), type, ta ? dims(1, lda) : dims(lda, 1)),
+                             Desc(dims(K, columns), type, tb ? dims(1, ldb) : dims(ldb, 1)),
+                             Desc(dims(rows, columns), Type::f32, dims(ldc, 1)), {}};
             dnnl::primitive_attr attributes;
             dnnl::post_ops sum;
             sum.append_sum(1.0f);
@@ -567,7 +576,9 @@ struct Cpu {
         return std::numeric_limits<size_t>::max();
     }
     std::string describe() const {
-        return format_text("CPU, %s%s, GEMM: %s", sizeof(real) == 4 ? "fp32" : "fp64", gemm.bf16 ? " with the inputs of GEMMs rounded to bf16" : "", sizeof(real) == 4 ? gemm_name() : "own blocked GEMM");
+        const bool fp32 = sizeof(real) == 4;
+        return format_text("CPU, %s%s, GEMM: %s", fp32 ? "fp32" : "fp64", gemm.bf16 ? " with the inputs of GEMMs rounded to bf16" : "",
+                           fp32 ? gemm_name() : "own blocked GEMM");
     }
     template <class T>
     void zero(T* p, size_t count) {
@@ -953,7 +964,8 @@ struct Cpu {
     // The same rows of a gradient laid out as [B*queries, H*D].
     static void load_dout(real* rows, const real* dout, int b, int g, const int* tokens, int count, const NsaShape& s) {
         const size_t width = size_t(s.heads_per_group()) * s.D;
-        for (int j = 0; j < count; j++) std::memcpy(rows + j * width, dout + (size_t(b) * s.queries + tokens[j] - s.first) * s.H * s.D + g * width, sizeof(real) * width);
+        for (int j = 0; j < count; j++)
+            std::memcpy(rows + j * width, dout + (size_t(b) * s.queries + tokens[j] - s.first) * s.H * s.D + g * width, sizeof(real) * width);
     }
     static size_t query_row(int b, int g, int head_of_group, int t, const NsaShape& s) {
         return (size_t(b) * s.H + g * s.heads_per_group() + head_of_group) * s.queries + (t - s.first);
@@ -990,10 +1002,13 @@ struct Cpu {
                             if (end == j && ++end) continue;
                             const KeyRange columns = columns_of(branch, &tokens[j], end - j, tile, s);
                             const size_t key = size_t(bg) * key_stride(branch, s) + size_t(tile) * width + columns.begin;
-                            tile_matmul<real>(h * (end - j), columns.end - columns.begin, D, &rows[size_t(j) * h * D], D, 1, kt.tile(bg, tile) + columns.begin, kt.padded, scores.data(), kt.padded, false);
+                            const int n_rows = h * (end - j), n_existing = std::min(columns.end, keys - tile * width) - columns.begin;
+                            tile_matmul<real>(n_rows, columns.end - columns.begin, D, &rows[size_t(j) * h * D], D, 1, kt.tile(bg, tile) + columns.begin, kt.padded,
+                                              scores.data(), kt.padded, false);
                             for (int r = j * h; r < end * h; r++)
-                                softmax_step(&scores[size_t(r - j * h) * kt.padded], columns, visible_keys(branch, t0 + r / h, tile, s), largest[r], total[r], &sums[size_t(r) * D], D);
-                            tile_matmul<real>(h * (end - j), D, std::min(columns.end, keys - tile * width) - columns.begin, scores.data(), kt.padded, 1, v + key * D, D, &sums[size_t(j) * h * D], D, true);
+                                softmax_step(&scores[size_t(r - j * h) * kt.padded], columns, visible_keys(branch, t0 + r / h, tile, s), largest[r], total[r],
+                                             &sums[size_t(r) * D], D);
+                            tile_matmul<real>(n_rows, D, n_existing, scores.data(), kt.padded, 1, v + key * D, D, &sums[size_t(j) * h * D], D, true);
                         }
                     for (int r = 0; r < h * count; r++) {
                         const size_t row = query_row(b, g, r % h, t0 + r / h, s);

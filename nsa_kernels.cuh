@@ -69,7 +69,6 @@ constexpr int KEY_TILE = 64;          // keys of a tile; of the token tile in dK
 constexpr int MOST_WARPS = 6;         // of a block that owns a tile of queries
 constexpr int MOST_TILE_TOKENS = 64;  // more would make the union of a tile's selections too large
 constexpr int SCORE_TOKENS = 16;      // tokens of a tile of the selection
-constexpr size_t MOST_SHARED = 227 * 1024;  // bytes of shared memory that a block can have, on the GPU that has most
 constexpr float LOG2_E = 1.4426950408889634f;
 
 // 16-row pieces of a query tile in one warp: two share each piece of K and V that is loaded, while registers suffice.
@@ -1583,8 +1582,34 @@ struct WorkspacePieces {
     }
 };
 template <int D>
-inline AttentionShape gather_shape(const NsaShape& s, bool backward) {
-    return attention_shape<D>(SLC, s, std::min({GATHER_TOKENS, gather_rows<D>(backward) / s.heads_per_group(), s.queries}));
+inline size_t gather_shared_bytes(const AttentionShape& a, bool backward) {
+    const size_t rows = size_t(a.tile_tokens) * size_t(a.heads), row_tile = rows * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
+    return shared_bytes({key_tiles, key_tiles, row_tile, backward ? row_tile : 0, rows * D * sizeof(float), rows * sizeof(float2), size_t(units(a.key_stride, a)) * sizeof(uint32_t),
+                         size_t(tile_words(a.key_stride)) * sizeof(uint32_t)});
+}
+// Bytes of shared memory that a block can have on this GPU: 227 KB on sm_90, 163 on sm_80, 99 on most others.
+inline size_t most_shared_of_device() {
+    static const size_t bytes = [] {
+        int device;
+        cudaDeviceProp properties;
+        CUDA_CHECK(cudaGetDevice(&device));
+        CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+        return size_t(properties.sharedMemPerBlockOptin);
+    }();
+    return bytes;
+}
+// As many tokens in a tile as fit. How many there are changes no bit: every row is computed by itself, its keys in their order.
+template <int D>
+inline AttentionShape gather_shape(const NsaShape& s, bool backward, size_t most_shared = most_shared_of_device()) {
+    int tokens = std::max(1, std::min({GATHER_TOKENS, gather_rows<D>(backward) / s.heads_per_group(), s.queries}));
+    AttentionShape a = attention_shape<D>(SLC, s, tokens);
+    while (tokens > 1 && gather_shared_bytes<D>(a, backward) > most_shared) a = attention_shape<D>(SLC, s, --tokens);
+    return a;
+}
+template <int D>
+inline bool gather_possible(const NsaShape& s) {
+    return s.heads_per_group() <= gather_rows<D>(true) && gather_shared_bytes<D>(gather_shape<D>(s, true), true) <= most_shared_of_device() &&
+           gather_shared_bytes<D>(gather_shape<D>(s, false), false) <= most_shared_of_device();
 }
 // A query has chosen at most max(slc_count, 3) blocks, which bounds the extra chunks.
 template <int D>
@@ -1613,9 +1638,10 @@ inline float* cmp_partial_sums(WorkspacePieces& pieces, const NsaShape& s) {
 // visit every block at worst, so gathering cannot pay where there are at most twice as many as a query takes.
 template <int D>
 inline SelectedKernel resolve_selected(SelectedKernel asked, const NsaShape& s) {
-    const bool possible = s.heads_per_group() <= gather_rows<D>(true);
+    const bool possible = gather_possible<D>(s);
     if (asked == SelectedKernel::GATHER && !possible)
-        fail_usage("%d query heads in a group of head dimension %d: gathered rows have room for %d; choose masked tiles", s.heads_per_group(), D, gather_rows<D>(true));
+        fail_usage("%d query heads in a group, of dimension %d: gathered rows have room for %d, and need less shared memory than the %zu bytes of this GPU; choose masked tiles", s.heads_per_group(), D,
+                   gather_rows<D>(true), most_shared_of_device());
     if (asked != SelectedKernel::AUTO) return asked;
     const int blocks = (s.first + s.queries + s.slc_block - 1) / s.slc_block;
     return possible && s.queries >= GATHER_TOKENS && blocks > 2 * s.slc_count ? SelectedKernel::AUTO : SelectedKernel::TILES;
@@ -1642,12 +1668,6 @@ inline const SelectedChoice* choose_selected(SelectedKernel kernel, WorkspacePie
     launch<measure_selections_kernel>(unsigned(a.tiles * a.batch_groups + 3) / 4, 128, 0, stream, counts, selection, a);
     launch<choose_selected_kernel>(1, 256, 0, stream, choice, (const int*)counts, gathered_piece_cost<D>(), a);
     return choice;
-}
-template <int D>
-inline size_t gather_shared_bytes(const AttentionShape& a, bool backward) {
-    const size_t rows = size_t(a.tile_tokens) * size_t(a.heads), row_tile = rows * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
-    return shared_bytes({key_tiles, key_tiles, row_tile, backward ? row_tile : 0, rows * D * sizeof(float), rows * sizeof(float2), size_t(units(a.key_stride, a)) * sizeof(uint32_t),
-                         size_t(tile_words(a.key_stride)) * sizeof(uint32_t)});
 }
 inline unsigned gather_threads(const AttentionShape& a) { return unsigned(std::min(MOST_WARPS, (a.tile_tokens * a.heads + 15) / 16) * 32); }
 
@@ -1763,9 +1783,9 @@ inline void select_blocks(uint32_t* selection, float* chosen_importance, const b
         const size_t importances = SCORE_TOKENS * size_t(importance_stride(a));
         const size_t bytes = shared_bytes({2 * KEY_TILE * D * sizeof(bf16), rows * D * sizeof(bf16), rows * sizeof(float), weights * sizeof(float),
                                            importances * sizeof(float)});
-        if (bytes > MOST_SHARED)
-            fail_usage("%d tokens in selection blocks of %d: choosing takes %zu bytes of shared memory, a GPU has %zu; choose larger blocks or fewer tokens",
-                       s.first + s.queries, s.slc_block, bytes, MOST_SHARED);
+        if (bytes > most_shared_of_device())
+            fail_usage("%d tokens in selection blocks of %d: choosing takes %zu bytes of shared memory, this GPU has %zu; choose larger blocks or fewer tokens",
+                       s.first + s.queries, s.slc_block, bytes, most_shared_of_device());
         const unsigned blocks = unsigned(a.tiles * a.batch_groups);
         launch<select_blocks_kernel<D>>(blocks, SCORE_THREADS, bytes, stream, selection, chosen_importance, q, kc, lse, a);
     });

@@ -57,7 +57,7 @@ struct Config {
     // the run
     int64_t eval_every = 0, eval_batches = 0, stats_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0, keep = 0, keep_every = 0, threads = 0;
     double stall_timeout = 0;
-    std::string out, device, dump_state;
+    std::string out, device, cpu_dtype, selected_kernels, dump_state;
     bool resume = false, help = false;
     // sampling and evaluation
     std::string from, prompt;
@@ -153,6 +153,8 @@ static const std::vector<Option>& option_table() {
         {"out", TRAIN | TOKENIZE, &Config::out, "auto", nullptr, "folder of the run; of tokenize: prefix of the shards"},
         {"resume", TRAIN, &Config::resume, "continue from the newest checkpoint under --out"},
         {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB, &Config::device, "auto", "auto|cpu|cuda", "auto: a GPU if there is one"},
+        {"cpu-dtype", TRAIN | SAMPLE | EVAL, &Config::cpu_dtype, "fp32", "fp32|bf16", "of the CPU engine; bf16: the inputs of its GEMMs are rounded to bf16, the sums stay fp32; needs AVX512_BF16"},
+        {"selected-kernels", TRAIN, &Config::selected_kernels, "auto", "auto|tiles|gather", "of a GPU's selected branch; auto: by sequence length and by how many blocks neighbouring tokens choose together"},
         {"threads", EVERY_VERB, &Config::threads, "auto", 1, 1024, "CPU threads of this rank; auto: its share of the machine's cores"},
         {"dump-state", TRAIN, &Config::dump_state, "", nullptr, "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and end"},
         // the other verbs
@@ -347,6 +349,7 @@ static void validate_model(const Config& c, const char* where) {
 // Which engine, with which threads, and why; printed at the start of a run.
 struct Device {
     bool gpu = false;
+    bool cpu_bf16 = false;  // the CPU engine rounds the inputs of its GEMMs to bf16
     int threads = 1;
     std::string reason;
 };
@@ -375,6 +378,10 @@ static Device choose_device(const Config& c, const World& world) {
     if (c.device == "cuda" && gpus == 0) fail_usage("--device cuda: %s; use --device cpu or auto", none.c_str());
     d.gpu = c.device != "cpu" && gpus > 0;
     d.reason = c.device != "auto" ? "--device " + c.device : d.gpu ? "there is a GPU" : none;
+    if (c.cpu_dtype == "bf16" && d.gpu) fail_usage("--cpu-dtype bf16 is for the CPU engine and this run is on a GPU; leave it out or add --device cpu");
+    if (c.selected_kernels != "auto" && !d.gpu) fail_usage("--selected-kernels %s is for GPUs and this run is on the CPU (%s); leave it out", c.selected_kernels.c_str(), none.c_str());
+    d.cpu_bf16 = c.cpu_dtype == "bf16" && HAVE_BF16;
+    if (c.cpu_dtype == "bf16" && !HAVE_BF16) d.reason += "; fp32, because --cpu-dtype bf16 needs AVX512_BF16, which the processor of this build does not have";
     return d;
 }
 
@@ -742,7 +749,7 @@ struct Activations {
 
     Activations(Dev& device, const Config& c, int64_t B, int64_t T, Mode mode, bool)
         : dev(device), shape(shape_of(c, B, T)), C(c.dim), M(c.mlp_hidden), V(c.vocab_size), Vp(TensorTable(c).padded_vocab), recompute(mode == TRAINING ? int(c.recompute) : 0) {
-        logit_rows = std::min<int64_t>(B * T, std::max<int64_t>(1, (int64_t(16) << 20) / Vp));  // 64 MiB of fp32
+        logit_rows = std::min<int64_t>(B * T, std::max<int64_t>(1, (int64_t(52) << 20) / Vp));  // 208 MiB of fp32: few chunks, as each reads the whole head and its gradient
         layer.resize(size_t(c.layers));
         place(mode);
     }
@@ -2056,6 +2063,7 @@ struct Run {
         if (world.size > 1) reducer = std::make_unique<Reducer<Dev>>(dev, world, model.partition, model.grads, ReduceOptions{int(c.zero), c.grad_reduce == "bf16", c.deterministic});
         activations = std::make_unique<Activations<Dev>>(dev, c, c.batch, c.seq_len, TRAINING);
         if (world.rank == 0) print_memory(model, *activations);
+        print_selected_kernels();
         decide_how_to_save();
         if (checkpoint.empty()) {
             model.initialise();
@@ -2094,6 +2102,12 @@ struct Run {
         return finish(begun, saved);
     }
 
+    // Which kernels a GPU takes for the selected branch; at the end, what the selections of the last step made of it.
+    void print_selected_kernels() {
+        if constexpr (!Dev::on_host)
+            if (world.rank == 0) std::printf("        %s\n", dev.describe_selected(activations->shape).c_str());
+    }
+
     void decide_how_to_save() {
         const double copy = double(model.table.total) * (8.0 / world.size + (world.rank == 0 ? 4 : 0)), available = double(Cpu<float>().available_bytes()) / world.local_size;
         std::vector<double> short_of = {copy > 0.8 * available ? 1.0 : 0.0};
@@ -2112,6 +2126,7 @@ struct Run {
                         peak_memory_mib(), world.size > 1 ? " on rank 0" : "");
             if (reducer && !speed.empty())
                 std::printf("ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n", reducer->times.total * 1e3 / double(speed.size()), reducer->times.exposed * 1e3 / double(speed.size()));
+            print_selected_kernels();
             if (!saved) fail("the last checkpoint could not be written: what was learnt since %s is lost; make room and run again with --resume", last_saved.empty() ? "the start" : last_saved.c_str());
             if (stop == GO_ON) std::printf("next:   ./train_nsa sample --from %s --prompt \"...\"\n", config.out.c_str());
             else std::printf("stopped by %s after step %lld of %lld; the same command with --resume goes on\n", stop == HALTED ? "the halt file" : stop == INTERRUPTED ? "SIGINT" : "SIGTERM or SIGUSR1", (long long)state.step, (long long)config.steps);
@@ -2157,6 +2172,7 @@ void with_engine(const Device& device, World& world, Use use) {
     (void)device;
     world.device = "CPU";
     Cpu<float> dev;
+    dev.gemm.bf16 = device.cpu_bf16;
     use(dev);
 }
 
@@ -2172,6 +2188,10 @@ static int run_train(Config& c, const std::set<std::string>& given, World& world
     listen_for_stop_signals();
     int status = 0;
     with_engine(device, world, [&](auto& dev) {
+#ifdef HAVE_CUDA
+        if constexpr (std::is_same<std::decay_t<decltype(dev)>, Cuda>::value)
+            dev.selected_kernel = c.selected_kernels == "tiles" ? SelectedKernel::TILES : c.selected_kernels == "gather" ? SelectedKernel::GATHER : SelectedKernel::AUTO;
+#endif
         require_memory(dev, c, world);
         status = Run<std::decay_t<decltype(dev)>>(dev, c, world).train(given, device);
     });

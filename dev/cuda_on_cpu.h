@@ -472,6 +472,7 @@ inline cudaError_t cudaGetLastError() {
 
 // ---- devices: emu::machine.device_count of them, which share everything
 inline cudaError_t cudaGetDeviceCount(int* n) { return *n = emu::machine.device_count, cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaSetDevice(int device) {
     return device >= 0 && device < emu::machine.device_count ? cudaSuccess : emu::error(cudaErrorInvalidDevice);
 }

@@ -3,7 +3,7 @@
 #     dev/kernel_report.sh [SOURCE]        default train_nsa.cu, which instantiates every kernel the trainer launches
 # Closes with "N passed, N failed".
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 2
 source=${1:-train_nsa.cu}
 command -v "${NVCC:-nvcc}" >/dev/null || { echo "skipped: kernel_report.sh, as nvcc is not there"; echo "0 passed, 0 failed"; exit 0; }
 log=$(mktemp)

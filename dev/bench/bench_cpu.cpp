@@ -71,7 +71,8 @@ static void print_conditions() {
         if (line.compare(0, 10, "model name") == 0) processor = line.substr(line.find(':') + 2);
     double load[3] = {};
     if (getloadavg(load, 3) != 3) load[0] = -1;
-    std::printf("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s, AMX: %s\n", processor.c_str(), usable_processors(), VECTOR_BYTES, HAVE_BF16 ? "yes" : "no", amx_granted() ? "yes" : "no");
+    std::printf("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s, AMX: %s\n", processor.c_str(), usable_processors(), VECTOR_BYTES,
+                HAVE_BF16 ? "yes" : "no", amx_granted() ? "yes" : "no");
 #ifdef USE_DNNL
     const dnnl_version_t* v = dnnl_version();
     std::printf("# built by g++ %s, with oneDNN %d.%d.%d, %d threads\n", __VERSION__, v->major, v->minor, v->patch, omp_get_max_threads());
@@ -96,9 +97,15 @@ static void bench_gemm() {
     std::vector<float> out(A.size());
     Gemm<float> gemm;
     std::printf("GFLOP/s             oneDNN fp32  own fp32   own/oneDNN | oneDNN bf16  own bf16   own/oneDNN   (bf16 with the rounding of the inputs)\n");
+    auto print_row = [](const char* name, double library, double own, double library_bf16, double own_bf16) {
+        std::printf("%-20s %10.0f %9.0f %12.2f | %10.0f %9.0f %12.2f\n", name, library, own, own / library, library_bf16, own_bf16, HAVE_BF16 ? own_bf16 / library_bf16 : 0);
+        std::fflush(stdout);
+    };
     double flops = 0, seconds[4] = {};
     for (const Product& p : products) {
         const size_t lda = p.ta ? p.M : p.K, ldb = p.tb ? p.K : p.N;
+        const bool head = p.M == Vp || p.N == Vp || p.K == Vp;
+        const int calls = head ? 2 : 12;  // in a step
         auto call = [&](bool bf16, bool own) {
             gemm.bf16 = bf16;
             if (!own) gemm(p.ta, p.tb, p.M, p.N, p.K, A.data(), lda, B.data(), ldb, p.accumulate, out.data(), p.N);
@@ -107,16 +114,14 @@ static void bench_gemm() {
         };
         std::vector<std::function<void()>> contenders = {[&] { call(false, false); }, [&] { call(false, true); }};
         if (HAVE_BF16) contenders.push_back([&] { call(true, false); }), contenders.push_back([&] { call(true, true); });
-        const std::vector<double> s = alternate(p.N == Vp || p.M == Vp || p.K == Vp ? 3 : 7, contenders);
-        const double f = 2.0 * p.M * p.N * p.K * (p.N == Vp || p.M == Vp || p.K == Vp ? 2 : 12);
-        flops += f;
-        for (size_t i = 0; i < s.size(); i++) seconds[i] += s[i] * (p.N == Vp || p.M == Vp || p.K == Vp ? 2 : 12);
+        const std::vector<double> s = alternate(head ? 3 : 7, contenders);
+        flops += 2.0 * p.M * p.N * p.K * calls;
+        for (size_t i = 0; i < s.size(); i++) seconds[i] += s[i] * calls;
         auto rate = [&](size_t i) { return i < s.size() ? 2e-9 * p.M * p.N * p.K / s[i] : 0; };
-        std::printf("%-20s %10.0f %9.0f %12.2f | %10.0f %9.0f %12.2f\n", p.name, rate(0), rate(1), rate(1) / rate(0), rate(2), rate(3), HAVE_BF16 ? rate(3) / rate(2) : 0);
-        std::fflush(stdout);
+        print_row(p.name, rate(0), rate(1), rate(2), rate(3));
     }
     auto rate = [&](int i) { return seconds[i] > 0 ? flops / seconds[i] * 1e-9 : 0; };
-    std::printf("%-20s %10.0f %9.0f %12.2f | %10.0f %9.0f %12.2f\n", "all of a step", rate(0), rate(1), rate(1) / rate(0), rate(2), rate(3), HAVE_BF16 ? rate(3) / rate(2) : 0);
+    print_row("all of a step", rate(0), rate(1), rate(2), rate(3));
 #ifndef USE_DNNL
     std::printf("# this build has no oneDNN: its columns are our own loop too\n");
 #endif
@@ -146,9 +151,11 @@ static void bench_attention(const Config& c) {
         cpu.attention_forward(CMP, out.data(), lse.data(), q.data(), k.data(), v.data(), nullptr, s);
         cpu.select_blocks(selection.data(), nullptr, q.data(), k.data(), lse.data(), s);
         for (const Branch branch : {CMP, SLC, WIN}) {
-            const std::vector<double> seconds = alternate(T <= 8192 ? 5 : 2, {[&] { reference.run(); },
-                                                                              [&] { cpu.attention_forward(branch, out.data(), lse.data(), q.data(), k.data(), v.data(), selection.data(), s); },
-                                                                              [&] { cpu.attention_backward(branch, dq.data(), dk.data(), dv.data(), dout.data(), q.data(), k.data(), v.data(), dot.data(), lse.data(), selection.data(), s); }});
+            auto forward_pass = [&] { cpu.attention_forward(branch, out.data(), lse.data(), q.data(), k.data(), v.data(), selection.data(), s); };
+            auto backward_pass = [&] {
+                cpu.attention_backward(branch, dq.data(), dk.data(), dv.data(), dout.data(), q.data(), k.data(), v.data(), dot.data(), lse.data(), selection.data(), s);
+            };
+            const std::vector<double> seconds = alternate(T <= 8192 ? 5 : 2, {[&] { reference.run(); }, forward_pass, backward_pass});
             const double pairs = attention_pairs(branch, s), sgemm = GemmRate::rate(seconds[0]);
             std::printf("%-6d %-11s %10.1f |", T, Timed<Cpu<float>>::branch_name(branch), pairs / double(rows));
             for (const int backward : {0, 1}) {
@@ -212,10 +219,11 @@ static void bench_step(const Config& c, bool bf16, int steps) {
     for (double s : seconds) whole += s;
     for (const char* kind : {"GEMM", "attention", "compression and selection"}) flops += kinds[kind].flops;
     const double gemm = GemmRate::rate(median(gemm_seconds)), tokens_per_second = double(bench.tokens.size()) / median(seconds);
-    std::printf("%s, B %lld, T %lld, %s: median %.1f tokens/s of %d steps; GEMM alone %.0f GFLOP/s, the step %.0f useful GFLOP/s, %.2f of it; peak memory %.0f MiB\n", c.model.c_str(), (long long)c.batch, (long long)c.seq_len,
-                bf16 ? "bf16" : "fp32", tokens_per_second, steps, gemm * 1e-9, flops / whole * 1e-9, flops / whole / gemm, peak_memory_mib());
+    std::printf("%s, B %lld, T %lld, %s: median %.1f tokens/s of %d steps; GEMM alone %.0f GFLOP/s, the step %.0f useful GFLOP/s, %.2f of it; peak memory %.0f MiB\n",
+                c.model.c_str(), (long long)c.batch, (long long)c.seq_len, bf16 ? "bf16" : "fp32", tokens_per_second, steps, gemm * 1e-9, flops / whole * 1e-9, flops / whole / gemm, peak_memory_mib());
     for (const auto& [kind, t] : kinds)
-        std::printf("    %-26s %5.1f %% of the step, %6.0f GFLOP/s (%3.0f %% of GEMM), %5.1f GB/s\n", kind.c_str(), 100 * t.seconds / whole, t.flops / t.seconds * 1e-9, 100 * t.flops / t.seconds / gemm, t.bytes / t.seconds * 1e-9);
+        std::printf("    %-26s %5.1f %% of the step, %6.0f GFLOP/s (%3.0f %% of GEMM), %5.1f GB/s\n", kind.c_str(), 100 * t.seconds / whole, t.flops / t.seconds * 1e-9,
+                    100 * t.flops / t.seconds / gemm, t.bytes / t.seconds * 1e-9);
     std::vector<std::pair<std::string, OperationTime>> rows(bench.dev.times.begin(), bench.dev.times.end());
     std::sort(rows.begin(), rows.end(), [](const auto& x, const auto& y) { return x.second.seconds > y.second.seconds; });
     for (const auto& [name, t] : rows) std::printf("        %-34s %5.1f %%\n", name.c_str(), 100 * t.seconds / whole);
@@ -246,7 +254,8 @@ static void bench_tokenize(const std::string& file, const std::string& vocab_dir
 static int run(int argc, char** argv) {
     const std::string mode = argc > 1 ? argv[1] : "";
     const int own = mode == "rate" ? 4 : 2;
-    if (mode != "conditions" && mode != "gemm" && mode != "attention" && mode != "step" && mode != "rate" && mode != "tokenize") fail_usage("bench_cpu: mode '%s'; expected conditions, gemm, attention, step, rate or tokenize", mode.c_str());
+    if (!is_choice(mode, "conditions|gemm|attention|step|rate|tokenize"))
+        fail_usage("bench_cpu: mode '%s'; expected conditions, gemm, attention, step, rate or tokenize", mode.c_str());
     const LoadOfOthers load;
     if (mode == "tokenize") {
         if (argc != 4) fail_usage("bench_cpu tokenize FILE VOCAB_DIR");

@@ -3,6 +3,7 @@
 //   level 0   dev/ladder/attention_level0.cuh: one warp per query (or key), scalar fp32. The lesson: what is computed, in the fewest lines.
 //   level 2   nsa_kernels.cuh: tiles of 64 keys shared by all heads of a group, products on tensor cores (mma.sync), tiles copied while the one before is used
 //             (cp.async), probabilities that never leave registers; backward with keys stationary. These are the very functions of struct Cuda.
+//   level 3   the selected branch for long sequences: a block of keys is visited only by the rows that chose it, gathered by ldmatrix's addresses per lane.
 //
 // What a rung buys is printed as measured; on a machine without a GPU there is nothing to measure, and the two are only compared (test_nsa does that in emulation).
 #pragma once
@@ -11,8 +12,9 @@
 struct Rung {
     const char* name;
     bool level0;
+    SelectedKernel selected;
 };
-constexpr Rung RUNGS[] = {{"level 0, scalar", true}, {"level 2, tensor cores", false}};
+constexpr Rung RUNGS[] = {{"level 0, scalar", true, SelectedKernel::TILES}, {"level 2, tensor cores", false, SelectedKernel::TILES}, {"level 3, gathered rows", false, SelectedKernel::GATHER}};
 
 // The forward and backward of one branch on a rung, on inputs drawn from a seed. `use` gets what was computed: out, dq, dk, dv on the host.
 struct LadderRun {
@@ -57,12 +59,12 @@ struct LadderRun {
         dev.release(q), dev.release(k), dev.release(v), dev.release(dout), dev.release(out), dev.release(dk), dev.release(dv);
         dev.release(lse), dev.release(row_dot), dev.release(dq), dev.release(selection);
     }
-    void forward(bool level0) {
-        dev.level0 = level0;
+    void forward(const Rung& rung) {
+        dev.level0 = rung.level0, dev.selected_kernel = rung.selected;
         dev.attention_forward(branch, out, lse, q, k, v, selection, s);
     }
-    void backward(bool level0) {
-        dev.level0 = level0;
+    void backward(const Rung& rung) {
+        dev.level0 = rung.level0, dev.selected_kernel = rung.selected;
         dev.zero(dq, s.query_rows() * s.D);
         dev.attention_backward(branch, dq, dk, dv, dout, q, k, v, row_dot, lse, selection, s);
     }
@@ -96,7 +98,8 @@ inline int run_ladder(Cuda& dev, const NsaShape& s) {
     for (const Branch branch : {CMP, SLC, WIN}) {
         LadderRun run(dev, s, branch);
         for (const Rung& rung : RUNGS) {
-            const double forward = median_us([&] { run.forward(rung.level0); }), backward = median_us([&] { run.backward(rung.level0); });
+            if (rung.selected == SelectedKernel::GATHER && branch != SLC) continue;  // the same as level 2
+            const double forward = median_us([&] { run.forward(rung); }), backward = median_us([&] { run.backward(rung); });
             std::printf("%-12s %-24s %14.1f %14.1f\n", branch == CMP ? "compressed" : branch == SLC ? "selected" : "window", rung.name, forward, backward);
         }
     }

@@ -33,7 +33,8 @@ static void check_step_bits(const std::string& options) {
     if (!HAVE_BF16) skip("training steps in bf16 on several threads: this build's processor has no AVX512_BF16");
 }
 static const char* const MEDIUM =
-    "--init random --layers 2 --dim 192 --heads 6 --kv-groups 2 --head-dim 32 --cmp-block 16 --cmp-stride 8 --slc-block 32 --slc-count 5 --window 70 --phi-hidden 20 --mlp-hidden 600 --seq-len 300 ";
+    "--init random --layers 2 --dim 192 --heads 6 --kv-groups 2 --head-dim 32 --cmp-block 16 --cmp-stride 8 --slc-block 32 --slc-count 5 --window 70 "
+    "--phi-hidden 20 --mlp-hidden 600 --seq-len 300 ";
 TEST(cpu_steps_have_the_same_bits_on_any_number_of_threads) {
     check_step_bits(MEDIUM);
     check_step_bits(std::string(MEDIUM) + "--attention full --seq-len 130 ");
@@ -59,7 +60,8 @@ TEST(cpu_bf16_rounds_products_and_nothing_else) {
             difference += std::pow(double(exact.model.grads[i]) - double(rounded.model.grads[i]), 2);
         }
         tests().checks++;
-        if (!(difference <= 0.027 * 0.027 * square)) check_failed(__FILE__, __LINE__, "%s: the gradient in bf16 is off by %.3g of its norm, limit 0.027", spec.name.c_str(), std::sqrt(difference / square));
+        if (!(difference <= 0.027 * 0.027 * square))
+            check_failed(__FILE__, __LINE__, "%s: the gradient in bf16 is off by %.3g of its norm, limit 0.027", spec.name.c_str(), std::sqrt(difference / square));
     }
     // Parameters and moments are not rounded: an update that bf16 could not hold must arrive.
     const float before = rounded.model.params[0];

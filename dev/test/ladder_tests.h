@@ -15,8 +15,8 @@ TEST(ladder_rungs_agree) {
         LadderRun run(dev, s, branch);
         std::vector<std::vector<float>> results;
         for (const Rung& rung : RUNGS) {
-            run.forward(rung.level0);
-            run.backward(rung.level0);
+            run.forward(rung);
+            run.backward(rung);
             results.push_back(run.results());
         }
         const size_t rows = s.query_rows() * s.D, columns = run.keys * s.D;

@@ -326,6 +326,29 @@ TEST(attention_kernels_gather_automatic_choice) {
     s = shape(4096, 49, 1, 128);
     CHECK_FAILS(2, "gathered rows have room for 48", resolve_selected<128>(SelectedKernel::GATHER, s));
 }
+// struct Cuda says how it computes the selected branch, and why.
+TEST(attention_kernels_gather_is_described) {
+    using namespace long_context_tests;
+    NsaShape s = shape(600, 1, 1, 16);
+    s.slc_count = 3;
+    const Inputs in(s, SLC, 1, 51, 0.2);
+    Cuda dev(0, size_t(1) << 20);
+    auto says = [&](const char* text) { return dev.describe_selected(s).find(text) != std::string::npos; };
+    CHECK(says("as the selection will show"));
+    const OnDevice<bf16> q(in.q), k(in.k), v(in.v), out(in.rows() * s.D);
+    const OnDevice<uint32_t> selection(in.selection);
+    const OnDevice<float> lse(in.rows());
+    dev.attention_forward(SLC, out.data, lse.data, q.data, k.data, v.data, selection.data, s);
+    CHECK(says("32 tokens visit") && says("of 10 tiles of keys"));
+    dev.selected_kernel = SelectedKernel::TILES;
+    CHECK(says("masked tiles, as asked"));
+    dev.selected_kernel = SelectedKernel::GATHER;
+    CHECK(says("gathered rows, as asked"));
+    dev.selected_kernel = SelectedKernel::AUTO, s.slc_count = 5;
+    CHECK(says("masked tiles, since gathering rows cannot pay"));
+    dev.level0 = true;
+    CHECK(says("scalar"));
+}
 // The compressed branch's queries in parts of 512 and more; the second shape has keys that only the last parts see.
 TEST(attention_kernels_compressed_in_parts) {
     using namespace long_context_tests;

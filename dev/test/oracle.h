@@ -94,7 +94,7 @@ namespace oracle {
 
 // The nearest number of 8 significant bits, ties to even; below 2^-126 the spacing stays 2^-133.
 inline double rounded_to_bf16(double x) {
-    if (x == 0) return x;
+    if (x == 0 || x != x) return x;
     const double spacing = std::ldexp(1.0, std::max(std::ilogb(x), -126) - 7);
     return std::nearbyint(x / spacing) * spacing;
 }

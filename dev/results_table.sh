@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# README's GPU table from a report of dev/gpu_check.sh: its head line, and the lines "result: what | figure | unit | conditions" wherever they stand.
+#     dev/results_table.sh REPORT.md              prints the table
+#     dev/results_table.sh REPORT.md README.md    puts it between README's lines <!-- gpu table --> and <!-- end of gpu table -->
+# A part that failed or was stopped gives no figures: its section is left out, and said so.
+set -euo pipefail
+die() { echo "results_table.sh: $1" >&2; exit 2; }
+[ $# -eq 1 ] || [ $# -eq 2 ] || die "usage: dev/results_table.sh REPORT.md [README.md]"
+[ -f "$1" ] || die "$1: there is no such file; dev/gpu_check.sh writes it under dev/results"
+
+table=$(awk '
+    NR == 1 { sub(/^# /, ""); title = $0 }
+    /^driver / && !machine { machine = $0 }
+    /^## / { section = substr($0, 4); good = 0 }
+    /: exit status [0-9]/ { commit = match($0, /commit [^;]*/) ? substr($0, RSTART, RLENGTH) : "unknown commit"; good = /: exit status 0 /; if (!good) bad = bad (bad ? ", " : "") section }
+    /^result: / && good {
+        split(substr($0, 9), field, / *[|] */)
+        rows = rows "| " field[1] " | " field[2] " | " field[3] " | " field[4] "; " commit " |\n"
+    }
+    END {
+        printf "%s. %s.\n\n", title, machine
+        if (rows) printf "| what | figure | unit | conditions |\n|---|---|---|---|\n%s", rows
+        else print "not measured"
+        if (bad) printf "\nWithout figures, since they failed: %s.\n", bad
+    }' "$1")
+if [ $# -eq 1 ]; then
+    echo "$table"
+    exit 0
+fi
+[ "$(grep -c -e '^<!-- gpu table -->$' -e '^<!-- end of gpu table -->$' "$2")" = 2 ] || die "$2: there are no lines <!-- gpu table --> and <!-- end of gpu table --> to put the table between"
+new=$(mktemp)
+trap 'rm -f "$new"' EXIT
+TABLE=$table awk '
+    /^<!-- end of gpu table -->$/ { inside = 0 }
+    !inside
+    /^<!-- gpu table -->$/ { inside = 1; print ENVIRON["TABLE"] }' "$2" >"$new"
+cat "$new" >"$2"
