@@ -2,6 +2,7 @@
 #
 #   make deps        installs what is missing (C++ compiler, MPI, oneDNN) through the system's package manager
 #   make train_nsa   the program           make test     all tests           make goldens   golden values anew (needs PyTorch)
+#   make bench       times the CPU engine beside PyTorch and others that are installed, see dev/bench/cpu.sh
 #   make clean       make crash_test       the tester that kills runs, see dev/crash_test/crash_test.cpp
 #
 # Settings, each with a default; a changed setting rebuilds:
@@ -16,7 +17,7 @@ NVCC ?= nvcc
 MARCH ?= native
 BUILD ?= build
 PRECISION ?= BF16
-GOALS := train_nsa test_nsa test goldens info crash_test
+GOALS := train_nsa test_nsa test goldens info crash_test bench
 
 # What is there is found out by compiling and linking a probe, in a second make: so in `make deps train_nsa` the probes run after deps.
 ifndef CONFIGURED
@@ -41,6 +42,10 @@ FLAGS := -std=c++17 -O3 -fno-math-errno -fno-trapping-math -pthread -rdynamic -W
 LIBS :=
 ifneq ($(MARCH),)
   FLAGS += -march=$(MARCH)
+endif
+# GCC takes 256-bit vectors on processors with AVX-512 unless told.
+ifneq ($(shell $(CXX) $(if $(MARCH),-march=$(MARCH)) -mprefer-vector-width=512 -x c++ -fsyntax-only /dev/null 2>/dev/null && echo yes),)
+  FLAGS += -mprefer-vector-width=512
 endif
 ifdef WERROR
   FLAGS += -Werror
@@ -137,7 +142,7 @@ info:
 	@echo "$(call mark,$(COMPILER)) compiler  $(or $(COMPILER),not found: make deps)"
 	@echo "$(call mark,$(filter yes,$(HAVE_OMP))) OpenMP    $(if $(HAVE_OMP),all cores,$(if $(NO_OMP),left out by NO_OMP,not found: one core))"
 	@echo "$(call mark,$(filter yes,$(HAVE_MPI))) MPI       $(if $(HAVE_MPI),$(filter -l%,$(MPI_LIBS)),$(if $(NO_MPI),left out by NO_MPI,mpicxx not found or does not link: one process only; make deps))"
-	@echo "$(call mark,$(filter yes,$(HAVE_DNNL))) oneDNN    $(if $(HAVE_DNNL),fp32 GEMMs,$(if $(NO_DNNL),left out by NO_DNNL,not found: our own GEMM; make deps))"
+	@echo "$(call mark,$(filter yes,$(HAVE_DNNL))) oneDNN    $(if $(HAVE_DNNL),GEMMs$(comma) fp32 and bf16,$(if $(NO_DNNL),left out by NO_DNNL,not found: our own GEMM; make deps))"
 	@echo "$(call mark,$(filter yes,$(HAVE_NCCL))) NCCL      $(if $(HAVE_NCCL),gradients of several GPUs,$(if $(NO_NCCL),left out by NO_NCCL,$(if $(HAVE_NVCC),not found beside nvcc or in the system: gradients of several GPUs go through the host's memory,only with nvcc)))"
 	@echo "$(call mark,$(filter yes,$(HAVE_NVCC))) nvcc      $(if $(HAVE_NVCC),$(ARCH_NAME); PRECISION=$(PRECISION),$(if $(NO_CUDA),left out by NO_CUDA,not found))"
 
@@ -148,5 +153,13 @@ test: test_nsa train_nsa $(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS)
 	@dev/run_tests.sh ./test_nsa $(CRASH_TESTS) $(EMULATOR_TESTS) $(if $(HAVE_NVCC),dev/kernel_report.sh)
 goldens: train_nsa
 	bash dev/test/make_goldens.sh
+
+# BENCH: what dev/bench/cpu.sh is told, such as --python VENV/bin/python3
+.PHONY: bench
+bench: $(BUILD)/bench_cpu train_nsa
+	dev/bench/cpu.sh $(BUILD)/bench_cpu --ranks ./train_nsa $(BENCH)
+$(BUILD)/bench_cpu: dev/bench/bench_cpu.cpp $(BUILD)/command
+	$(CXX) -x c++ $(FLAGS) -MMD -MP -MF $@.d -MT $@ $< -o $@ -x none $(filter-out -lcublasLt -lnccl,$(LIBS))
+-include $(BUILD)/bench_cpu.d
 
 endif

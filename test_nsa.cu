@@ -1,6 +1,7 @@
 // test_nsa.cu: the one test harness. Every test is a TEST(name) in dev/test/; this file finds, runs and counts them.
 //   ./test_nsa [--list] [--only SUBSTRING]      the last line is "N passed, N failed", the exit status 1 if any failed
 //   ./test_nsa --perf [options of train]        times every operation of a training step against the machine's ceilings
+//   ./test_nsa --perf-attention [options]       times attention alone, every branch, at several sequence lengths; needs a GPU
 //   ./test_nsa --ladder [options of train]      times the attention kernels from the plainest to the trainer's; needs a GPU
 // Built by nvcc, the tests of the CUDA engine are here too and run on the GPU, if there is one; without nvcc see dev/test/cuda_tests.cpp.
 #include "dev/test/harness.h"
@@ -14,13 +15,20 @@
 #include "dev/test/fault_tests.h"
 #include "dev/test/ddp_tests.h"
 #include "dev/test/checkpoint_tests.h"
+#include "dev/test/fuzz_tests.h"
+#include "dev/test/cpu_speed_tests.h"
 #ifdef HAVE_CUDA
 #include "dev/test/cuda_op_tests.h"
 #include "dev/test/attention_kernel_tests.h"
+#include "dev/test/long_context_tests.h"
 #include "dev/test/cuda_model_tests.h"
+#include "dev/test/bench_tests.h"
 #include "dev/test/ladder_tests.h"
 #endif
 #include "dev/bench/perf.h"
+#ifdef HAVE_CUDA
+#include "dev/bench/attention.h"
+#endif
 
 static int ladder(int argc, char** argv) {
     std::set<std::string> given;
@@ -56,6 +64,9 @@ int main(int argc, char** argv) {
     leave_out_device_tests();
     try {
         if (argc > 1 && !std::strcmp(argv[1], "--perf")) return run_perf(argc - 1, argv + 1);
+#ifdef HAVE_CUDA
+        if (argc > 1 && !std::strcmp(argv[1], "--perf-attention")) return run_attention_bench(argc - 1, argv + 1);
+#endif
         if (argc > 1 && !std::strcmp(argv[1], "--ladder")) return ladder(argc - 1, argv + 1);
     } catch (const Error& e) {
         std::fprintf(stderr, "test_nsa: error: %s\n", e.what());

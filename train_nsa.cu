@@ -2304,7 +2304,7 @@ static int run_check(const Config& c, World& world) {
     std::printf("%s CUDA engine  not in this build\n", yes(false));
 #endif
     std::printf("%s MPI          %s\n", yes(mpi_name()), mpi_name() ? mpi_name() : "not in this build: one process only; make deps && make train_nsa");
-#ifdef USE_NCCL
+#if defined(USE_NCCL) && defined(HAVE_CUDA)
     int nccl = 0;
     NCCL_CHECK(ncclGetVersion(&nccl));
     std::printf("%s NCCL         %d.%d.%d\n", yes(true), nccl / 10000, nccl / 100 % 100, nccl % 100);

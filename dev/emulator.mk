@@ -6,7 +6,7 @@ CXX ?= g++
 BUILD ?= build
 RACE_PROGRAMS ?= 1000
 
-EMULATOR_HEADERS = $(wildcard *.cu *.cuh *.h data/*.h dev/*.h dev/*.cuh dev/ladder/*.cuh dev/test/*.h dev/test/*.cuh)
+EMULATOR_HEADERS = $(wildcard *.cu *.cuh *.h data/*.h dev/*.h dev/*.cuh dev/ladder/*.cuh dev/bench/*.h dev/test/*.h dev/test/*.cuh)
 EMULATOR_FLAGS = -std=c++17 -g -Wall -Wextra -Wno-unknown-pragmas -fstack-clash-protection $(if $(WERROR),-Werror)
 # The CHECK build: compiled for the thread sanitizer but linked without it, since dev/cuda_on_cpu_check.h has the functions that the compiler calls.
 EMULATOR_CHECK = -O1 -fsanitize=thread,undefined -fno-sanitize-recover=undefined

@@ -10,6 +10,7 @@
 #       train       125m for 50 steps; the time to its first step; the same 5 steps twice, bit for bit
 #       batches     tokens/s as the micro-batch grows
 #       long        125m at T = 65536
+#       ranks       two GPUs over NCCL against one, bit for bit with --deterministic, and what the reductions cost (skipped where there is one GPU)
 #       torch       PyTorch's attention and a compiled dense model of the same size, side by side with ours (skipped where there is no PyTorch with CUDA)
 # OUT=FOLDER puts the report elsewhere, PYTHON=python3 names the Python with PyTorch. Exit status 1 if any part failed or was stopped; the report says which.
 # Figures to be quoted stand in the report as lines "result: what | figure | unit | conditions"; dev/results_table.sh makes README's table from them.
@@ -18,7 +19,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
-readonly PARTS="build tests sanitizer perf attention train batches long torch"
+readonly PARTS="build tests sanitizer perf attention train batches long ranks torch"
 readonly LIMIT=580  # seconds of one part
 die() { echo "gpu_check.sh: $1" >&2; exit 2; }
 for part in "$@"; do
@@ -145,6 +146,24 @@ part_long() {
     done
     train "NSA, T=65536, --recompute 1" --batch 1 --seq-len 65536 --total-batch 65536 --recompute 1 --steps 10 && train "NSA, T=65536, --recompute 2" --batch 1 --seq-len 65536 --total-batch 65536 --recompute 2 --steps 10
 }
+part_ranks() {
+    if [ "$(nvidia-smi -L | grep -c GPU)" -lt 2 ] || ! command -v mpirun >/dev/null; then
+        echo "skipped: it needs two GPUs and mpirun"
+        return 0
+    fi
+    local job="--device cuda --steps 20 --eval-batches 1 --sample-tokens 0 --deterministic" zero
+    # shellcheck disable=SC2086  # a list of words
+    ./train_nsa $job --out "$WORK/one" || return 1
+    for zero in 0 1; do
+        # shellcheck disable=SC2086
+        mpirun -np 2 ./train_nsa $job --zero $zero --bucket-mb 0.5 --out "$WORK/two$zero" || return 1
+        if cmp "$WORK/one/step_00000020/model.safetensors" "$WORK/two$zero/step_00000020/model.safetensors"; then echo "1 and 2 GPUs, --zero $zero: the same bits"
+        else echo "1 and 2 GPUs, --zero $zero: DIFFERENT"; return 1; fi
+    done
+    for zero in 0 1; do
+        mpirun -np 2 ./train_nsa --model 125m --device cuda --eval-every 0 --eval-batches 1 --sample-tokens 0 --save-every 0 --batch 16 --total-batch 131072 --steps 25 --zero $zero --out "$WORK/pair$zero" || return 1
+    done
+}
 part_torch() {
     if ! "${PYTHON:-python3}" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
         echo "skipped: ${PYTHON:-python3} has no PyTorch that sees a GPU"
@@ -155,7 +174,7 @@ part_torch() {
         train "NSA, T=2048, beside PyTorch" --batch 16 --total-batch 32768 --steps 25 && train "full attention, T=2048, beside PyTorch" --batch 16 --total-batch 32768 --steps 25 --attention full
 }
 export WORK=$work
-export -f train part_sanitizer part_perf part_attention part_train part_batches part_long part_torch
+export -f train part_sanitizer part_perf part_attention part_train part_batches part_long part_ranks part_torch
 
 for part in "$@"; do
     case $part in

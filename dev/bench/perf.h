@@ -296,5 +296,6 @@ inline int run_perf(int argc, const char* const* argv) {
     }
 #endif
     Timed<Cpu<float>> dev;
+    dev.gemm.bf16 = device.cpu_bf16;
     return perf_on<Cpu<float>>(dev, c, 3);
 }

@@ -4,8 +4,10 @@
 
 #include "cuda_op_tests.h"
 #include "attention_kernel_tests.h"
+#include "long_context_tests.h"
 #include "cuda_model_tests.h"
 #include "cuda_ddp_tests.h"
+#include "bench_tests.h"
 #include "ladder_tests.h"
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }

@@ -296,6 +296,7 @@ void check_rmsnorm(int N, int C) {
 }
 TEST(op_rmsnorm) {
     for (int C : {1, 2, 63, 64, 65, 768}) check_rmsnorm<float>(18, C), check_rmsnorm<double>(18, C);
+    check_rmsnorm<float>(64, 33), check_rmsnorm<float>(200, 33), check_rmsnorm<double>(129, 20);  // dweight is summed in parts of 64 rows
 }
 
 template <class real>
