@@ -36,7 +36,7 @@ else
 links = $(shell echo '$(1)' > /dev/null; mkdir -p $(BUILD); printf '$(1)\nint main() { return 0; }\n' | $(CXX) -x c++ - $(2) -o $(BUILD)/probe 2>/dev/null && echo yes)
 mark = $(if $(1),✓,✗)
 
-FLAGS := -std=c++17 -O3 -fno-math-errno -fno-trapping-math -pthread -rdynamic -Wall -Wextra
+FLAGS := -std=c++17 $(if $(SAN),-O1,-O3) -fno-math-errno -fno-trapping-math -pthread -rdynamic -Wall -Wextra
 # -rdynamic: the watchdog's stack has names.
 # -fno-math-errno and -fno-trapping-math let loops with sqrt and comparisons be vectorised; results do not change. Never -ffast-math.
 LIBS :=
@@ -120,7 +120,7 @@ ifeq ($(HAVE_NVCC),yes)
   endif
   # The rest of the flags goes to the host compiler as it is. Diagnostic 1675: GCC's unroll pragma, which nvcc's front end passes on;
   # parentheses: in the C++ that nvcc writes for the host compiler.
-  HOST_FLAGS := $(filter-out -std=% -O3 -D% -I%,$(FLAGS)) -Wno-parentheses
+  HOST_FLAGS := $(filter-out -std=% -O1 -O3 -D% -I%,$(FLAGS)) -Wno-parentheses
   COMPILE = $(NVCC) -x cu -std=c++17 -O3 $(ARCH) -ccbin $(CXX) -diag-suppress 1675 $(if $(WERROR),-Werror all-warnings) $(filter -D% -I%,$(FLAGS)) -Xcompiler $(subst $(space),$(comma),$(strip $(HOST_FLAGS)))
   LINK_LIBS = $(filter-out -fsanitize=%,$(LIBS)) $(if $(SAN),-Xcompiler -fsanitize=$(SAN))
   COMPILER := nvcc $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p') over $(CXX)

@@ -128,6 +128,7 @@ inline std::vector<std::string> expand_host_list(const std::string& list) {
             bad(i, "no ']' without a '['");
         } else if (list[i] != '[') {
             for (std::string& prefix : prefixes) prefix += list[i];
+            if (prefixes[0].size() > 255) bad(i, "a host name of at most 255 characters");
         } else {
             std::vector<std::string> numbers;
             do {
@@ -141,10 +142,10 @@ inline std::vector<std::string> expand_host_list(const std::string& list) {
                 const std::string high = i < list.size() && list[i] == '-' ? read_number(++i) : low;
                 const long first = std::atol(low.c_str()), last = std::atol(high.c_str());
                 if (last < first || size_t(last - first) >= most) bad(i, "a range that goes upwards");
+                if ((numbers.size() + size_t(last - first) + 1) * prefixes.size() > most) bad(i, "fewer hosts");
                 for (long n = first; n <= last; n++) numbers.push_back(format_text("%0*ld", int(low.size()), n));
             } while (i < list.size() && list[i] == ',');
             if (i >= list.size() || list[i] != ']') bad(i, "',', '-' or ']'");
-            if (numbers.size() * prefixes.size() > most) bad(i, "fewer hosts");
             std::vector<std::string> longer;
             for (const std::string& prefix : prefixes)
                 for (const std::string& number : numbers) longer.push_back(prefix + number);

@@ -719,6 +719,7 @@ struct Activations {
     };
     std::vector<Entry> memory;              // the table of the allocation
     size_t bytes = 0;
+    double wanted = 0;                      // the same before anything is allocated; options can ask for more than size_t holds
 
     Activations(Dev& device, const Config& c, int64_t B, int64_t T, Mode mode) : Activations(device, c, B, T, mode, true) {
         base = dev.template allocate<char>(bytes);
@@ -730,7 +731,7 @@ struct Activations {
     Activations& operator=(const Activations&) = delete;
 
     // The bytes of such an object, without allocating it.
-    static size_t bytes_needed(Dev& dev, const Config& c, int64_t B, int64_t T, Mode mode) { return Activations(dev, c, B, T, mode, true).bytes; }
+    static double bytes_needed(Dev& dev, const Config& c, int64_t B, int64_t T, Mode mode) { return Activations(dev, c, B, T, mode, true).wanted; }
 
     real* slot(real* kv, int head_slot) const { return kv + (head_slot - (shape.full ? K_WIN : K_CMP)) * shape.key_rows() * shape.D; }
     typename Dev::Heads heads(const Layer& y) const {
@@ -799,7 +800,7 @@ struct Activations {
     void take(T*& p, const char* name, size_t count) {
         p = base ? reinterpret_cast<T*>(base + bytes) : nullptr;
         const size_t size = (count * sizeof(T) + 255) / 256 * 256;
-        bytes += size;
+        bytes += size, wanted += double(count) * sizeof(T);
         for (Entry& e : memory)
             if (e.name == name) return void((e.count++, e.bytes += size));
         memory.push_back({name, 1, size});
@@ -971,7 +972,7 @@ void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = null
     double* squares = model.squares[step % 2];
     if (model.sharded) model.dev.zero(squares, model.chunks());
     for (const Piece& p : model.owned) chunk_squares(model.dev, squares, model.grads, model.table.total, p.begin, p.count);
-    if (model.sharded) reducer->complete(squares, model.chunks());
+    if (model.sharded && reducer) reducer->complete(squares, model.chunks());
     total_squares(model.dev, model.results + 1, squares, model.chunks(), model.grads + model.table.total);
 }
 
@@ -988,7 +989,7 @@ void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* redu
             const size_t local = p.local + (first - p.begin);
             model.dev.adamw(model.params + first, model.master_at(p, first), model.m + local, model.v + local, model.grads + first, last - first, h);
         }
-    if (model.sharded) reducer->gather(model.params);
+    if (model.sharded && reducer) reducer->gather(model.params);
 }
 
 template <class Dev>
@@ -1072,7 +1073,7 @@ void print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c
 // One line about something that went wrong and is survived.
 static void complain(const std::string& text) {
     std::fflush(stdout);
-    std::fprintf(stderr, "train_nsa: warning: %s\n", text.c_str());
+    std::fprintf(stderr, "train_nsa: warning: %s\n", printable(text).c_str());
 }
 
 // All ranks fail with the first one's error, or none does. Also a barrier.
@@ -1243,6 +1244,11 @@ static TrainState read_state(const Manifest& manifest) {
         if (window->values.size() > OutlierWindow::SIZE) fail("%s: %s has %zu values, expected at most %zu", path.c_str(), name, window->values.size(), OutlierWindow::SIZE);
     }
     return state;
+}
+
+// Every tensor of the model is there with its shape: to be known before memory is allocated for what a config.json says.
+static void require_tensors(const TensorTable& table, const SafeTensors& file) {
+    for (const TensorSpec& t : table.specs) file.get(t.name, "F32", t.shape());
 }
 
 template <class Dev>
@@ -2211,9 +2217,11 @@ static void run_sample(Config c, World& world) {
     const std::string folder = read_trained_config(c);
     const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(c);
     if (!tokenizer) fail_usage("sample: --vocab-dir is missing: this model writes gpt2 tokens");
+    const SafeTensors weights(folder + "/model.safetensors");
+    require_tensors(TensorTable(c), weights);
     with_engine(choose_device(c, world), world, [&](auto& dev) {
         Model model(dev, c, false);
-        read_parameters(model, SafeTensors(folder + "/model.safetensors"));
+        read_parameters(model, weights);
         print_sample(model, *tokenizer, c, c.tokens);
     });
 }
@@ -2226,10 +2234,12 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
     DataLoader loader(open_shards(shard_files(c.val_data, "--val-data")), loader_options(c, world, "--val-data", false));
     const int64_t all = int64_t(loader.samples_per_epoch()), samples = given.count("eval-batches") ? std::min(all, c.eval_batches * c.batch) : all;
     c.batch = std::min(c.batch, (samples + world.size - 1) / world.size);
+    const SafeTensors weights(folder + "/model.safetensors");
+    require_tensors(TensorTable(c), weights);
     EvalResult r;
     with_engine(choose_device(c, world), world, [&](auto& dev) {
         Model model(dev, c, false);
-        read_parameters(model, SafeTensors(folder + "/model.safetensors"));
+        read_parameters(model, weights);
         Activations<std::decay_t<decltype(dev)>> a(dev, c, c.batch, c.seq_len, INFERENCE);
         r = evaluate(model, a, loader, samples, world, tokenizer.get());
     });

@@ -516,7 +516,7 @@ EMU_ENGINE inline void copy_now(void* dst, const void* src, size_t bytes) {
     const OpenRange open;
     EMU_ACCESS(src, bytes, READ);
     EMU_ACCESS(dst, bytes, WRITE);
-    memcpy(dst, src, bytes);
+    if (bytes) memcpy(dst, src, bytes);
 }
 EMU_ENGINE inline void set_now(void* p, int value, size_t bytes) {
     const OpenRange open;

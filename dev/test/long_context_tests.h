@@ -41,9 +41,9 @@ struct Results {
 inline Results run_selected(const Inputs& in, SelectedKernel kernel) {
     const NsaShape& s = in.s;
     const size_t D = size_t(s.D), rows = in.rows(), key_rows = s.key_rows();
-    OnDevice<bf16> q(in.q), k(in.k), v(in.v), dout(in.dout), out(rows * D), dk(key_rows * D), dv(key_rows * D);
-    OnDevice<uint32_t> selection(in.selection);
-    OnDevice<float> lse(rows), dq(in.dq), row_dot(std::vector<double>(rows, 0.25));
+    DeviceArray<bf16> q(in.q), k(in.k), v(in.v), dout(in.dout), out(rows * D), dk(key_rows * D), dv(key_rows * D);
+    DeviceArray<uint32_t> selection(in.selection);
+    DeviceArray<float> lse(rows), dq(in.dq), row_dot(std::vector<double>(rows, 0.25));
     const AttentionScratch forward(SLC, s, kernel, false), backward(SLC, s, kernel, true);
     attention_forward(SLC, out.data, lse.data, q.data, k.data, v.data, selection.data, s, kernel, forward, nullptr);
     attention_backward(SLC, dq.data, dk.data, dv.data, dout.data, q.data, k.data, v.data, row_dot.data, lse.data, selection.data, s, kernel, backward, nullptr);
@@ -183,10 +183,10 @@ TEST(attention_kernels_gather_plan) {
         NsaShape s = shape(block == 16 ? 3 * GATHER_CHUNK + 1 : 4 * GATHER_CHUNK + 1, 1, 2, 16);  // block 0: a chunk of one token
         s.slc_block = block, s.slc_count = 4;
         const std::vector<uint32_t> host = popular_selection(s, {0, 5});
-        OnDevice<uint32_t> selection(host);
+        DeviceArray<uint32_t> selection(host);
         WorkspacePieces sizes{nullptr};
         gather_plan<16>(sizes, s);
-        OnDevice<char> memory(sizes.used);
+        DeviceArray<char> memory(sizes.used);
         WorkspacePieces pieces{memory.data};
         const GatherPlan plan = gather_plan<16>(pieces, s);
         const AttentionShape a = gather_shape<16>(s, true);
@@ -335,9 +335,9 @@ TEST(attention_kernels_gather_is_described) {
     Cuda dev(0, size_t(1) << 20);
     auto says = [&](const char* text) { return dev.describe_selected(s).find(text) != std::string::npos; };
     CHECK(says("as the selection will show"));
-    const OnDevice<bf16> q(in.q), k(in.k), v(in.v), out(in.rows() * s.D);
-    const OnDevice<uint32_t> selection(in.selection);
-    const OnDevice<float> lse(in.rows());
+    const DeviceArray<bf16> q(in.q), k(in.k), v(in.v), out(in.rows() * s.D);
+    const DeviceArray<uint32_t> selection(in.selection);
+    const DeviceArray<float> lse(in.rows());
     dev.attention_forward(SLC, out.data, lse.data, q.data, k.data, v.data, selection.data, s);
     CHECK(says("32 tokens visit") && says("of 10 tiles of keys"));
     dev.selected_kernel = SelectedKernel::TILES;

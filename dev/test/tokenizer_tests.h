@@ -536,7 +536,7 @@ TEST(bpe_of_long_runs_is_not_quadratic) {
     CHECK_EQUAL(tokenizer.encode(std::string((1 << 20) + 63, 'a')).size(), size_t((1 << 14) + 6));
     CHECK_EQUAL(tokenizer.encode(std::string(1 << 20, ' ')).size(), size_t(1 << 20));
     CHECK_EQUAL(tokenizer.encode(std::string(1 << 20, '\xFF')).size(), size_t(1 << 20));
-    CHECK(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < 8);  // about 0.5 s; a quadratic one takes hours
+    CHECK(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < 120);  // about 0.5 s, twenty times that under sanitizers; a quadratic one takes hours
 }
 
 TEST(vocabulary_formats_agree) {
