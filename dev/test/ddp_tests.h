@@ -626,7 +626,7 @@ TEST(ddp_a_stopped_rank_ends_all) {
 }
 
 // Linked by name, for the stack.
-__attribute__((noinline)) inline void stand_still_in_the_test(int seconds) {
+__attribute__((noinline, noclone)) inline void stand_still_in_the_test(int seconds) {
     for (int i = 0; i < seconds * 100; i++) usleep(10000);
 }
 

@@ -581,7 +581,7 @@ TEST(emulator_nccl_collectives) {
     MPI_Comm_size(MPI_COMM_WORLD, &ranks);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
 #endif
-    ncclComm_t communicator;
+    ncclComm_t communicator = nullptr;
     ncclUniqueId id;
     NCCL_CHECK(ncclGetUniqueId(&id));
     CHECK_FAILS(1, "invalid argument", NCCL_CHECK(ncclCommInitRank(&communicator, ranks + 1, id, rank)));

@@ -223,7 +223,7 @@ static void streams(bool with_event) {  // one stream makes the numbers, the oth
 }
 static void reduction(bool with_event) {  // a gradient is made on one stream and reduced on another
     emu::machine.run_late = true;
-    ncclComm_t communicator;
+    ncclComm_t communicator = nullptr;
     ncclCommInitRank(&communicator, 1, ncclUniqueId(), 0);
     DeviceArray<float> gradient(std::vector<float>(64, 0.0f)), reduced(64);
     cudaStream_t compute, reduce;
