@@ -113,7 +113,7 @@ inline int read_count(const char* name, int lowest, int highest, int otherwise) 
 // The hosts of a Slurm node list: "gpu[01-03,7],login,rack[1-2]n[1-2]" -> gpu01 gpu02 gpu03 gpu7 login rack1n1 rack1n2 rack2n1 rack2n2.
 // Numbers keep the width of a range's first one.
 inline std::vector<std::string> expand_host_list(const std::string& list) {
-    const size_t most = 65536;
+    const size_t most = 4096;  // as many ranks as there may be, see read_launch
     std::vector<std::string> hosts, prefixes = {""};  // prefixes: the beginnings of the names of the item that is being read
     const auto bad = [&](size_t at, const char* expected) {
         fail_usage("the Slurm node list '%s' cannot be read at character %zu: expected %s; set MASTER_ADDR to the first node's name",
