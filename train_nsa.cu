@@ -2361,6 +2361,10 @@ static int run_check(const Config& c, World& world) {
 // An error is one line on stderr; under mpirun it names the rank and ends the other ranks too.
 static int print_error(const World* world, int status, const char* text) {
     std::fflush(stdout);
+    if (world && world->rank > 0) {  // an error that all ranks have is told by the first, which ends the others meanwhile
+        usleep(unsigned(std::min(world->rank, 10)) * 100000);
+        while (world->channel().ended_by_another()) pause();
+    }
     if (world && world->size > 1) std::fprintf(stderr, "train_nsa: rank %d on %s%s%s: error: %s\n", world->rank, world->host.c_str(), world->device.empty() ? "" : ", ", world->device.c_str(), text);
     else std::fprintf(stderr, "train_nsa: error: %s\n", text);
     if (world) world->abort(status);

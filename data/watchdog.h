@@ -113,6 +113,8 @@ class ControlChannel {
         start_thread();
     }
     bool running() const { return thread.joinable(); }
+    // Another rank has failed and printed why; this process is about to end.
+    bool ended_by_another() const { return others_error.load(); }
     int ranks() const { return int(hosts.size()); }
 
     // The main thread, a few nanoseconds each. phase: a string that lives as long as the program; "waiting..." says that this rank waits
@@ -225,6 +227,7 @@ class ControlChannel {
     std::atomic<double> stall_timeout{0};
     std::atomic<int> request{NONE}, failure_status{1};
     std::atomic<bool> done{false};  // the other way: the request is fulfilled
+    std::atomic<bool> others_error{false};
 
     // The thread's view of the main thread.
     uint64_t seen_ticks = 0, seen_moves = 0;
@@ -426,6 +429,7 @@ class ControlChannel {
 
     // Another rank has failed and printed why. Rank 0 passes it on.
     [[noreturn]] void end_quietly(int status, int from) {
+        others_error.store(true);
         last_resort();
         if (rank == 0) tell_all(status, from);
         for (Link& link : links) link.shut();
