@@ -392,7 +392,7 @@ inline void make_prompt(int fd) {
 inline bool wait_until(int fd, short events, double deadline) {
     while (true) {
         pollfd polled = {fd, events, 0};
-        const int left = int(std::max(0.0, deadline - steady_seconds()) * 1000);
+        const int left = int(std::max(0.0, deadline - seconds_now()) * 1000);
         const int n = poll(&polled, 1, left);
         if (n > 0) return true;
         if (n == 0) return false;
@@ -415,7 +415,7 @@ inline Socket try_connect(const std::string& address, int port, double patience,
         int error = connect(s.fd, a->ai_addr, a->ai_addrlen) == 0 ? 0 : errno;
         if (error == EINPROGRESS) {
             socklen_t length = sizeof error;
-            if (!wait_until(s.fd, POLLOUT, steady_seconds() + patience)) error = ETIMEDOUT;
+            if (!wait_until(s.fd, POLLOUT, seconds_now() + patience)) error = ETIMEDOUT;
             else getsockopt(s.fd, SOL_SOCKET, SO_ERROR, &error, &length);
         }
         if (error == 0) connected = std::move(s);
@@ -469,7 +469,7 @@ struct Gate {
 
     // Returns when all wanted have come.
     void open(const Socket& listener, double seconds) {
-        const double deadline = steady_seconds() + seconds;
+        const double deadline = seconds_now() + seconds;
         while (!wanted.empty()) {
             std::vector<pollfd> polled = {{listener.fd, POLLIN, 0}};
             for (const Caller& c : callers) polled.push_back({c.socket.fd, POLLIN, 0});
@@ -481,14 +481,14 @@ struct Gate {
                     give_up(format_text("rank %d on %s is gone before the run began; see its output", c.first.second,
                         c.second.second.host));
             for (size_t k = callers.size(); k-- > 0;)
-                if (polled[1 + k].revents || steady_seconds() > callers[k].deadline) listen_to(k);
+                if (polled[1 + k].revents || seconds_now() > callers[k].deadline) listen_to(k);
             if (polled[0].revents) {
                 sockaddr_storage from{};
                 socklen_t length = sizeof from;
                 Socket s(accept4(listener.fd, reinterpret_cast<sockaddr*>(&from), &length, SOCK_CLOEXEC | SOCK_NONBLOCK));
-                if (s.fd >= 0) callers.push_back({std::move(s), numeric_address(from, length), {}, 0, steady_seconds() + 10});
+                if (s.fd >= 0) callers.push_back({std::move(s), numeric_address(from, length), {}, 0, seconds_now() + 10});
             }
-            if (steady_seconds() > deadline && !wanted.empty()) give_up(missing(seconds));
+            if (seconds_now() > deadline && !wanted.empty()) give_up(missing(seconds));
         }
         callers.clear();
     }
@@ -512,7 +512,7 @@ struct Gate {
 
     [[noreturn]] void give_up(const std::string& why) {
         const Answer a = make_answer(why);
-        for (const auto& c : come) send_all(c.second.first.fd, &a, sizeof a, steady_seconds() + 1);
+        for (const auto& c : come) send_all(c.second.first.fd, &a, sizeof a, seconds_now() + 1);
         fail("%s", why.c_str());
     }
     std::string missing(double seconds) const {
@@ -529,7 +529,7 @@ struct Gate {
     void listen_to(size_t k) {
         Caller& c = callers[k];
         const ssize_t n = recv(c.socket.fd, reinterpret_cast<char*>(&c.hello) + c.received, sizeof c.hello - c.received, 0);
-        if (n < 0 && (errno == EAGAIN || errno == EINTR) && steady_seconds() <= c.deadline) return;
+        if (n < 0 && (errno == EAGAIN || errno == EINTR) && seconds_now() <= c.deadline) return;
         if (n > 0) c.received += size_t(n);
         const size_t seen = std::min(c.received, sizeof MAGIC);
         std::string refusal;
@@ -540,11 +540,11 @@ struct Gate {
         if (refusal.empty()) {
             const std::pair<uint32_t, int> who = {c.hello.kind, c.hello.rank};
             const Answer a = make_answer("");
-            if (!send_all(c.socket.fd, &a, sizeof a, steady_seconds() + 10).empty()) refusal = "it closed the connection before it was answered";
+            if (!send_all(c.socket.fd, &a, sizeof a, seconds_now() + 10).empty()) refusal = "it closed the connection before it was answered";
             else wanted.erase(who), come[who] = {std::move(c.socket), c.hello};
         } else {
             const Answer a = make_answer(refusal);
-            send_all(c.socket.fd, &a, sizeof a, steady_seconds() + 1);
+            send_all(c.socket.fd, &a, sizeof a, seconds_now() + 1);
         }
         if (!refusal.empty()) {
             last_refusal = "a process at " + c.address + ", because " + refusal;
@@ -587,8 +587,8 @@ inline Reply call_once(const std::string& address, int port, const Hello& hello,
     if (s.fd < 0) return Reply::NONE;
     make_prompt(s.fd);
     Answer a{};
-    why = send_all(s.fd, &hello, sizeof hello, steady_seconds() + patience);
-    if (why.empty()) why = receive_all(s.fd, &a, sizeof a, steady_seconds() + patience);
+    why = send_all(s.fd, &hello, sizeof hello, seconds_now() + patience);
+    if (why.empty()) why = receive_all(s.fd, &a, sizeof a, seconds_now() + patience);
     if (a.magic[0] && std::memcmp(a.magic, MAGIC, sizeof MAGIC) != 0) return Reply::STRANGER;
     if (!why.empty()) return Reply::NONE;
     if (!a.welcome) return why.assign(a.text, strnlen(a.text, sizeof a.text)), Reply::REFUSED;
@@ -598,7 +598,7 @@ inline Reply call_once(const std::string& address, int port, const Hello& hello,
 
 // Calls a rank that listens, or will: until it answers or the time is over. A refusal is final.
 inline Socket call(const std::string& address, int port, const Hello& hello, int callee, double seconds) {
-    const double deadline = steady_seconds() + seconds;
+    const double deadline = seconds_now() + seconds;
     for (double pause = 0.05;; pause = std::min(1.0, pause * 1.5)) {
         Socket s;
         std::string why;
@@ -608,7 +608,7 @@ inline Socket call(const std::string& address, int port, const Hello& hello, int
             fail("rank %d on %s: what answers at %s:%d is not rank %d of this program; set another MASTER_PORT on all ranks", hello.rank,
                 hello.host, address.c_str(), port, callee);
         if (reply == Reply::REFUSED) fail("rank %d at %s:%d refused this process: %s", callee, address.c_str(), port, why.c_str());
-        if (steady_seconds() > deadline)
+        if (seconds_now() > deadline)
             fail("rank %d on %s waited %.0f s for rank %d at %s:%d: %s; is rank %d started, is the address (MASTER_ADDR, MASTER_PORT) "
                 "its own, and does a firewall let it through?", hello.rank,
                  hello.host, seconds, callee, address.c_str(), port, why.c_str(), callee);
@@ -809,12 +809,12 @@ struct World {
             for (int i = 0; i < place.addresses; i++) addresses.push_back(place.address[i]);
             const Hello hello = make_hello(CONTROL, rank, size, host, "", place.token, 0);
             std::string why;
-            for (const double deadline = steady_seconds() + start_timeout; sockets[0] < 0; usleep(100000)) {
+            for (const double deadline = seconds_now() + start_timeout; sockets[0] < 0; usleep(100000)) {
                 for (size_t i = 0; i < addresses.size() && sockets[0] < 0; i++) {
                     Socket s;
                     if (call_once(addresses[i], place.port, hello, 5, s, why) == Reply::WELCOME) sockets[0] = s.release();
                 }
-                if (sockets[0] < 0 && steady_seconds() > deadline)
+                if (sockets[0] < 0 && seconds_now() > deadline)
                     fail("the watchdog of rank %d on %s cannot reach rank 0 on %s, port %d, at any of its addresses (%s): %s; a firewall "
                         "between the hosts must let it through", rank, host.c_str(),
                          hosts[0].c_str(), place.port, addresses.back().c_str(), why.c_str());
@@ -857,7 +857,7 @@ struct World {
         uint64_t token;
         int port = 0;
         const Socket listener = listen_on(rank == 0 ? launch.port : 0, loopback, port);
-        const double list_deadline = steady_seconds() + start_timeout + 30;
+        const double list_deadline = seconds_now() + start_timeout + 30;
         if (rank == 0) {
             token = random_token();
             Gate gate(0, place, size, 0, launch.run);
@@ -1071,10 +1071,6 @@ inline const char* mpi_name() {
 // Who reduces and who updates what. The flat array of all gradients is cut into buckets of equal size, and every bucket into as many equal parts as there are
 // ranks. With --zero 1 a rank keeps optimiser state for its parts alone ("owned"), one after the other without gaps (rank r's shard).
 
-// Elements that the gradient's norm sums up at a time: parts are whole chunks, and the chunks are added in their order, so the norm has the same bits whoever
-// computed which chunk.
-constexpr size_t CHUNK = 4096;
-
 struct Piece {
     size_t begin, count;  // in the flat array
     size_t local;         // where its optimiser state lies in this rank's arrays
@@ -1104,32 +1100,7 @@ struct Partition {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The arithmetic around a reduction, on the host. The same for a GPU further down.
-
-// squares[i] = sum of the squares of chunk i of x [total], for the chunks that begin in [begin, begin + count).
-template <class Dev>
-void chunk_squares_host(double* squares, const typename Dev::Grad* x, size_t total, size_t begin, size_t count) {
-#pragma omp parallel for schedule(static)
-    for (size_t chunk = begin / CHUNK; chunk < (begin + count) / CHUNK; chunk++) {
-        double sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (size_t i = chunk * CHUNK; i < std::min(total, (chunk + 1) * CHUNK); i++) sum += double(x[i]) * double(x[i]);
-        squares[chunk] = sum;
-    }
-}
-
-inline uint16_t to_bf16_bits(float x) {  // to nearest even; NaN stays NaN
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    if ((bits & 0x7FFFFFFF) > 0x7F800000) return uint16_t(bits >> 16 | 0x40);
-    return uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-inline float from_bf16_bits(uint16_t x) {
-    const uint32_t bits = uint32_t(x) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
+// Reducers.
 
 struct ReduceOptions {
     int zero = 0;                // 1: a rank needs the sums of its own parts only
@@ -1141,12 +1112,6 @@ struct ReduceOptions {
 struct ReduceTimes {
     double total = 0, exposed = 0;
 };
-
-inline double reduce_clock() {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
-}
 
 // x: one block of `bytes` per rank, of which this rank's is filled; afterwards all are.
 inline void all_gather(const World& world, void* x, size_t bytes) {
@@ -1209,7 +1174,7 @@ class HostReducer {
 
     // Every gradient is final: waits until the sums are there, everywhere or, with --zero 1, in this rank's parts.
     void finish() {
-        const double start = reduce_clock();
+        const double start = seconds_now();
         if (options.deterministic) {
             add_in_tree();
         } else {
@@ -1217,8 +1182,8 @@ class HostReducer {
             wait();
         }
         next = partition.buckets();
-        times.exposed += reduce_clock() - start;
-        times.total += (options.deterministic ? reduce_clock() - start : under_way());
+        times.exposed += seconds_now() - start;
+        times.total += (options.deterministic ? seconds_now() - start : under_way());
     }
 
     // Arrays of which every rank filled other elements and left zeros elsewhere.
@@ -1227,9 +1192,9 @@ class HostReducer {
     // --zero 1, after the update: every rank gets the others' parts of the parameters.
     template <class T>
     void gather(T* params) {
-        const double start = reduce_clock();
+        const double start = seconds_now();
         for (size_t b = 0; b < partition.buckets(); b++) all_gather(world, params + partition.begin(b), partition.size(b) / size_t(partition.ranks) * sizeof(T));
-        times.exposed += reduce_clock() - start, times.total += reduce_clock() - start;
+        times.exposed += seconds_now() - start, times.total += seconds_now() - start;
     }
 
     static std::string describe(const World& world) { return world.transport == Transport::MPI ? "MPI" : "TCP"; }
@@ -1254,7 +1219,7 @@ class HostReducer {
     double under_way() const { return first_launch > 0 ? std::max(0.0, last_end - first_launch) : 0; }
 
     void launch(size_t b) {
-        if (next + 1 == partition.buckets()) first_launch = reduce_clock();
+        if (next + 1 == partition.buckets()) first_launch = seconds_now();
         if (world.transport == Transport::TCP) {
             std::lock_guard<std::mutex> lock(mutex);
             queue.push_back(b);
@@ -1266,7 +1231,7 @@ class HostReducer {
         const size_t count = partition.size(b), share = count / size_t(partition.ranks), place = partition.part(b, world.rank).local;
         if (options.bf16) {
             uint16_t* y = narrow.data() + partition.begin(b);
-            for (size_t i = 0; i < count; i++) y[i] = to_bf16_bits(x[i]);
+            for (size_t i = 0; i < count; i++) y[i] = to_bf16(x[i]);
             if (options.zero) MPI_Ireduce_scatter_block(y, narrow_received.data() + place, int(share), MPI_UINT16_T, sum_bf16, MPI_COMM_WORLD, &requests[b]);
             else MPI_Iallreduce(MPI_IN_PLACE, y, int(count), MPI_UINT16_T, sum_bf16, MPI_COMM_WORLD, &requests[b]);
         } else if (options.zero) {
@@ -1282,7 +1247,7 @@ class HostReducer {
         if (world.transport != Transport::MPI || next == partition.buckets()) return;
         int all;
         MPI_Testall(int(requests.size()), requests.data(), &all, MPI_STATUSES_IGNORE);
-        if (all) last_end = reduce_clock();
+        if (all) last_end = seconds_now();
 #endif
     }
 
@@ -1291,19 +1256,19 @@ class HostReducer {
             std::unique_lock<std::mutex> lock(mutex);
             changed.wait(lock, [&] { return queue.empty() || failure; });
             if (failure) std::rethrow_exception(failure);
-            last_end = reduce_clock();
+            last_end = seconds_now();
         }
 #ifdef USE_MPI
         if (world.transport != Transport::MPI) return;
         MPI_Waitall(int(requests.size()), requests.data(), MPI_STATUSES_IGNORE);
-        last_end = reduce_clock();
+        last_end = seconds_now();
         for (size_t b = 0; b < partition.buckets(); b++) {
             const Piece part = partition.part(b, world.rank);
             if (options.zero && options.bf16)
-                for (size_t i = 0; i < part.count; i++) grads[part.begin + i] = from_bf16_bits(narrow_received[part.local + i]);
+                for (size_t i = 0; i < part.count; i++) grads[part.begin + i] = from_bf16(narrow_received[part.local + i]);
             else if (options.zero) std::copy_n(received.data() + part.local, part.count, grads + part.begin);
             else if (options.bf16)
-                for (size_t i = partition.begin(b); i < partition.begin(b) + partition.size(b); i++) grads[i] = from_bf16_bits(narrow[i]);
+                for (size_t i = partition.begin(b); i < partition.begin(b) + partition.size(b); i++) grads[i] = from_bf16(narrow[i]);
         }
 #endif
     }
@@ -1349,93 +1314,21 @@ class HostReducer {
     static void add_bf16(void* in, void* inout, int* count, MPI_Datatype*) {
         const uint16_t* x = static_cast<const uint16_t*>(in);
         uint16_t* y = static_cast<uint16_t*>(inout);
-        for (int i = 0; i < *count; i++) y[i] = to_bf16_bits(from_bf16_bits(x[i]) + from_bf16_bits(y[i]));
+        for (int i = 0; i < *count; i++) y[i] = to_bf16(from_bf16(x[i]) + from_bf16(y[i]));
     }
 #endif
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// What a model needs of its engine around the reduction; here for the host, below for a GPU.
-
-template <class real>
-void chunk_squares(Cpu<real>&, double* squares, const real* x, size_t total, size_t begin, size_t count) {
-    chunk_squares_host<Cpu<real>>(squares, x, total, begin, count);
-}
-// *sum = squares[0] + squares[1] + ... in this order, but NaN if *guard is not finite.
-template <class real>
-void total_squares(Cpu<real>&, double* sum, const double* squares, size_t chunks, const real* guard) {
-    *sum = 0;
-    for (size_t i = 0; i < chunks; i++) *sum += squares[i];
-    if (!std::isfinite(*guard)) *sum = std::numeric_limits<double>::quiet_NaN();
-}
-// *guard = *loss
-template <class real>
-void set_guard(Cpu<real>&, real* guard, const double* loss) {
-    *guard = real(*loss);
-}
-// x += y
-template <class real>
-void add_arrays(Cpu<real>&, real* x, const real* y, size_t count) {
-#pragma omp parallel for simd schedule(static)
-    for (size_t i = 0; i < count; i++) x[i] += y[i];
-}
-
 #ifdef CUDA_CHECK
 namespace kernels {
 
-constexpr int CHUNK_THREADS = 256;
-
-// One block per chunk.
-__global__ void __launch_bounds__(CHUNK_THREADS) chunk_squares_kernel(double* squares, const float* x, size_t total, size_t first_chunk) {
-    SHARED(double, sums, [CHUNK_THREADS / 32]);
-    const size_t chunk = first_chunk + blockIdx.x;
-    double sum = 0;
-    for (size_t i = chunk * CHUNK + threadIdx.x; i < total && i < (chunk + 1) * CHUNK; i += CHUNK_THREADS) sum += double(x[i]) * double(x[i]);
-    sum = lane_sum(sum);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    for (int i = 1; i < CHUNK_THREADS / 32; i++) sum += sums[i];
-    squares[chunk] = sum;
-}
-// One block: a fixed order too, if not the host's.
-__global__ void __launch_bounds__(CHUNK_THREADS) total_squares_kernel(double* total, const double* squares, size_t chunks, const float* guard) {
-    SHARED(double, sums, [CHUNK_THREADS / 32]);
-    double sum = 0;
-    for (size_t i = threadIdx.x; i < chunks; i += CHUNK_THREADS) sum += squares[i];
-    sum = lane_sum(sum);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    for (int i = 1; i < CHUNK_THREADS / 32; i++) sum += sums[i];
-    *total = sum + 0.0 * double(*guard);  // 0 * infinity and 0 * NaN are NaN
-}
-__global__ void set_guard_kernel(float* guard, const double* loss) {
-    if (threadIdx.x == 0) *guard = float(*loss);
-}
-__global__ void add_arrays_kernel(float* x, const float* y, size_t count) {
-    for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) x[i] += y[i];
-}
 __global__ void narrow_kernel(__nv_bfloat16* y, const float* x, size_t count) {
     for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) y[i] = __nv_bfloat16(x[i]);
 }
 __global__ void widen_kernel(float* y, const __nv_bfloat16* x, size_t count) {
     for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) y[i] = float(x[i]);
 }
-inline unsigned grid_of(size_t count) { return unsigned(std::min<size_t>(1024, (count + 255) / 256)); }
-
 }  // namespace kernels
-
-inline void chunk_squares(Cuda& dev, double* squares, const float* x, size_t total, size_t begin, size_t count) {
-    if (count) launch<kernels::chunk_squares_kernel>(unsigned(count / CHUNK), kernels::CHUNK_THREADS, 0, dev.stream, squares, x, total, begin / CHUNK);
-}
-inline void total_squares(Cuda& dev, double* sum, const double* squares, size_t chunks, const float* guard) {
-    launch<kernels::total_squares_kernel>(1, kernels::CHUNK_THREADS, 0, dev.stream, sum, squares, chunks, guard);
-}
-inline void set_guard(Cuda& dev, float* guard, const double* loss) { launch<kernels::set_guard_kernel>(1, 32, 0, dev.stream, guard, loss); }
-inline void add_arrays(Cuda& dev, float* x, const float* y, size_t count) {
-    if (count) launch<kernels::add_arrays_kernel>(kernels::grid_of(count), 256, 0, dev.stream, x, y, count);
-}
 
 #if defined(USE_NCCL) || !defined(__CUDACC__)
 // Sums gradients over GPUs with NCCL, one rank a GPU, on a stream of its own: as in HostReducer, buckets travel while the backward pass of earlier layers

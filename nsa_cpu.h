@@ -92,6 +92,13 @@ inline Bf16 to_bf16(float x) {
     return Bf16(x == x ? rounded : bits >> 16 | 0x40);  // a NaN stays one
 }
 
+inline float from_bf16(Bf16 x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
 struct Bf16Pair { Bf16 first, second; };
 
 // What this build's processor has for them: the dot product of vectors (AVX512_BF16), and tiles (AMX_BF16) besides.
@@ -535,6 +542,10 @@ inline real sigmoid(real x) { return 1 / (1 + exponential(-x)); }
 // step of the backward pass take 200 KiB, within the L2 cache.
 constexpr int TILE_KEYS = 64, TILE_ROWS = 96;
 
+// Elements that the gradient's norm sums up at a time. The parts of the flat array that ranks own are whole chunks, and the chunks are added in their order, so the
+// norm has the same bits whoever computed which chunk.
+constexpr size_t CHUNK = 4096;
+
 struct HyperAdamW {
     double lr, beta1, beta2, eps, decay;  // decay already 0 for tensors without it
     int64_t step;                         // 1-based, for the bias corrections
@@ -708,21 +719,28 @@ struct Cpu {
         for (size_t i = 0; i < count; i++) sum += x[i];
         *total += sum;
     }
-    // Sum of squares in fp64, in chunks of fixed size.
-    void sum_of_squares(double* total, const Grad* x, size_t count) { *total = sum_of_squares(x, count); }
-    double sum_of_squares(const Grad* x, size_t count) {
-        const size_t chunk = 16384, chunks = (count + chunk - 1) / chunk;
-        std::vector<double> partial(chunks);
+    // squares[i] = sum of the squares of chunk i of x [total], in fp64, for the chunks that begin in [begin, begin + count).
+    void chunk_squares(double* squares, const Grad* x, size_t total, size_t begin, size_t count) {
 #pragma omp parallel for schedule(static)
-        for (size_t i = 0; i < chunks; i++) {
+        for (size_t chunk = begin / CHUNK; chunk < (begin + count) / CHUNK; chunk++) {
             double sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (size_t j = i * chunk; j < std::min(count, (i + 1) * chunk); j++) sum += double(x[j]) * x[j];
-            partial[i] = sum;
+            for (size_t i = chunk * CHUNK; i < std::min(total, (chunk + 1) * CHUNK); i++) sum += double(x[i]) * double(x[i]);
+            squares[chunk] = sum;
         }
-        double sum = 0;
-        for (double p : partial) sum += p;
-        return sum;
+    }
+    // *sum = squares[0] + squares[1] + ... in this order, but NaN if *guard is not finite.
+    void total_squares(double* sum, const double* squares, size_t chunks, const Grad* guard) {
+        *sum = 0;
+        for (size_t i = 0; i < chunks; i++) *sum += squares[i];
+        if (!std::isfinite(*guard)) *sum = std::numeric_limits<double>::quiet_NaN();
+    }
+    // *guard = *loss
+    void set_guard(Grad* guard, const double* loss) { *guard = Grad(*loss); }
+    // x += y
+    void add(Grad* x, const Grad* y, size_t count) {
+#pragma omp parallel for simd schedule(static)
+        for (size_t i = 0; i < count; i++) x[i] += y[i];
     }
     // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. All arrays [count]. An engine with a master copy updates
     // that, and rounds it to param; here master is unused.

@@ -108,6 +108,14 @@ __device__ inline void copy_tile(bf16* tile, const bf16* in, size_t stride, int 
         cp_async_16(tile + chunk_at<D>(row, chunk), row < valid ? in + row * stride + chunk * 8 : in, row < valid);
     }
 }
+// A tile of keys, and of values, on their way into one of two buffers: a group of copies of its own. group: where the keys of (sequence, group) begin.
+template <int D>
+__device__ inline void copy_keys_and_values(bf16* k_tiles, bf16* v_tiles, int buffer, const bf16* k, const bf16* v, size_t group, int key_tile, const AttentionShape& s) {
+    const size_t at = group + size_t(key_tile) * KEY_TILE * D;
+    copy_tile<D>(k_tiles + buffer * KEY_TILE * D, k + at, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
+    copy_tile<D>(v_tiles + buffer * KEY_TILE * D, v + at, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
+    cp_async_commit();
+}
 // The rows of a tile of queries, from heads and tokens that are head_stride and token_stride elements apart; the first `tokens` of the tile exist.
 template <int D>
 __device__ inline void copy_queries(bf16* tile, const bf16* in, size_t head_stride, size_t token_stride, int rows, int tokens,
@@ -377,12 +385,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
         __syncthreads();
     }
     const size_t group = size_t(tile.bg) * s.key_stride * D;
-    auto copy_keys = [&](int buffer, int key_tile) {
-        const size_t at = group + size_t(key_tile) * KEY_TILE * D;
-        copy_tile<D>(k_tiles + buffer * KEY_TILE * D, k + at, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
-        copy_tile<D>(v_tiles + buffer * KEY_TILE * D, v + at, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
-        cp_async_commit();
-    };
+    auto copy_keys = [&](int buffer, int key_tile) { copy_keys_and_values<D>(k_tiles, v_tiles, buffer, k, v, group, key_tile, s); };
     int key_tile = next_tile<branch>(used, first_key_tile<branch>(tile, s), end_tile);
     if (key_tile < end_tile) copy_keys(0, key_tile);
 
@@ -508,12 +511,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
         __syncthreads();
     }
     const size_t group = size_t(tile.bg) * s.key_stride * D;
-    auto copy_keys = [&](int buffer, int key_tile) {
-        const size_t at = group + size_t(key_tile) * KEY_TILE * D;
-        copy_tile<D>(k_tiles + buffer * KEY_TILE * D, k + at, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
-        copy_tile<D>(v_tiles + buffer * KEY_TILE * D, v + at, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
-        cp_async_commit();
-    };
+    auto copy_keys = [&](int buffer, int key_tile) { copy_keys_and_values<D>(k_tiles, v_tiles, buffer, k, v, group, key_tile, s); };
     int key_tile = next_tile<branch>(used, first_key_tile<branch>(tile, s), end_tile);
     if (key_tile < end_tile) copy_keys(0, key_tile);
 
@@ -934,12 +932,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, D > 64 ? 1 : 2)
     __syncthreads();
 
     const size_t group = size_t(tile.bg) * s.key_stride * D;
-    auto copy_keys = [&](int buffer, int key_tile) {
-        const size_t at = group + size_t(key_tile) * KEY_TILE * D;
-        copy_tile<D>(k_tiles + buffer * KEY_TILE * D, k + at, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
-        copy_tile<D>(v_tiles + buffer * KEY_TILE * D, v + at, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
-        cp_async_commit();
-    };
+    auto copy_keys = [&](int buffer, int key_tile) { copy_keys_and_values<D>(k_tiles, v_tiles, buffer, k, v, group, key_tile, s); };
     int key_tile = next_tile<SLC>(used, 0, end_tile);
     if (key_tile < end_tile) copy_keys(0, key_tile);
     for (int buffer = 0; key_tile < end_tile; buffer ^= 1) {
@@ -1041,12 +1034,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, D > 64 ? 1 : 2)
     __syncthreads();
 
     const size_t group = size_t(tile.bg) * s.key_stride * D;
-    auto copy_keys = [&](int buffer, int key_tile) {
-        const size_t at = group + size_t(key_tile) * KEY_TILE * D;
-        copy_tile<D>(k_tiles + buffer * KEY_TILE * D, k + at, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
-        copy_tile<D>(v_tiles + buffer * KEY_TILE * D, v + at, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
-        cp_async_commit();
-    };
+    auto copy_keys = [&](int buffer, int key_tile) { copy_keys_and_values<D>(k_tiles, v_tiles, buffer, k, v, group, key_tile, s); };
     int key_tile = next_tile<SLC>(used, 0, end_tile);
     if (key_tile < end_tile) copy_keys(0, key_tile);
     for (int buffer = 0; key_tile < end_tile; buffer ^= 1) {
@@ -2083,33 +2071,68 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS) classifier_kernel(float* l
 // ---------------------------------------------------------------------------------------------------------------------
 // Optimiser.
 
-constexpr int SQUARES_BLOCKS = 1024, SQUARES_THREADS = 256;
+constexpr int PARTS = 1024, PARTS_THREADS = 256;
 
-// partial[blockIdx.x] = sum of x, or of its squares, over every SQUARES_BLOCKS-th piece, in fp64
-template <int W, bool SQUARES>
-__global__ void __launch_bounds__(SQUARES_THREADS) sum_parts_kernel(double* partial, const float* x, size_t count) {
-    SHARED(double, sums, [SQUARES_THREADS / 32]);
+// partial[blockIdx.x] = sum of x over every PARTS-th piece, in fp64
+template <int W>
+__global__ void __launch_bounds__(PARTS_THREADS) sum_parts_kernel(double* partial, const float* x, size_t count) {
+    SHARED(double, sums, [PARTS_THREADS / 32]);
     double sum = 0;
     for (size_t i = thread_index() * W; i < count; i += size_t(gridDim.x) * blockDim.x * W) {
         float a[W];
         load(a, x + i);
-        for (int k = 0; k < W; k++) sum += SQUARES ? double(a[k]) * a[k] : a[k];
+        for (int k = 0; k < W; k++) sum += a[k];
     }
     sum = lane_sum(sum);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
     __syncthreads();
     if (threadIdx.x > 0) return;
-    for (int i = 1; i < SQUARES_THREADS / 32; i++) sum += sums[i];
+    for (int i = 1; i < PARTS_THREADS / 32; i++) sum += sums[i];
     partial[blockIdx.x] = sum;
 }
 
-// total = (add: +=) the parts in order, by one thread
-__global__ void sum_total_kernel(double* total, const double* partial, int parts, bool add) {
+// total += the parts in order, by one thread
+__global__ void sum_total_kernel(double* total, const double* partial, int parts) {
     if (threadIdx.x > 0) return;
     double sum = 0;
     for (int i = 0; i < parts; i++) sum += partial[i];
-    *total = add ? *total + sum : sum;
+    *total += sum;
 }
+
+constexpr int CHUNK_THREADS = 256;
+
+// One block per chunk.
+__global__ void __launch_bounds__(CHUNK_THREADS) chunk_squares_kernel(double* squares, const float* x, size_t total, size_t first_chunk) {
+    SHARED(double, sums, [CHUNK_THREADS / 32]);
+    const size_t chunk = first_chunk + blockIdx.x;
+    double sum = 0;
+    for (size_t i = chunk * CHUNK + threadIdx.x; i < total && i < (chunk + 1) * CHUNK; i += CHUNK_THREADS) sum += double(x[i]) * double(x[i]);
+    sum = lane_sum(sum);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int i = 1; i < CHUNK_THREADS / 32; i++) sum += sums[i];
+    squares[chunk] = sum;
+}
+// One block: a fixed order too, if not the host's.
+__global__ void __launch_bounds__(CHUNK_THREADS) total_squares_kernel(double* total, const double* squares, size_t chunks, const float* guard) {
+    SHARED(double, sums, [CHUNK_THREADS / 32]);
+    double sum = 0;
+    for (size_t i = threadIdx.x; i < chunks; i += CHUNK_THREADS) sum += squares[i];
+    sum = lane_sum(sum);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int i = 1; i < CHUNK_THREADS / 32; i++) sum += sums[i];
+    *total = sum + 0.0 * double(*guard);  // 0 * infinity and 0 * NaN are NaN
+}
+__global__ void set_guard_kernel(float* guard, const double* loss) {
+    if (threadIdx.x == 0) *guard = float(*loss);
+}
+__global__ void add_arrays_kernel(float* x, const float* y, size_t count) {
+    for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) x[i] += y[i];
+}
+inline unsigned grid_of(size_t count) { return unsigned(std::min<size_t>(1024, (count + 255) / 256)); }
 
 struct AdamWConstants {
     float beta1, beta2, eps, grad_scale, step_size, keep, v_correction;
@@ -2383,7 +2406,7 @@ struct Cuda {
             CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, which, &alignment, sizeof alignment));
 #endif
         cublas_workspace = allocate<char>(workspace_bytes);
-        result = allocate<double>(kernels::SQUARES_BLOCKS + 1);
+        result = allocate<double>(kernels::PARTS);
         selected_choice = allocate<SelectedChoice>(1);
         zero(selected_choice, 1);
     }
@@ -2543,16 +2566,25 @@ struct Cuda {
     }
 
     // ----- optimiser.
-    // total (on the GPU) = sum of squares in fp64, in a fixed number of parts. The other form waits for it.
-    void sum_of_squares(double* total, const Grad* x, size_t count) { sum<true>(total, x, count, false); }
-    double sum_of_squares(const Grad* x, size_t count) {
-        sum_of_squares(result + kernels::SQUARES_BLOCKS, x, count);
-        double total;
-        copy(&total, (const double*)result + kernels::SQUARES_BLOCKS, 1);
-        return total;
-    }
     // total (on the GPU) += sum of x
-    void add_sum(double* total, const Stat* x, size_t count) { sum<false>(total, x, count, true); }
+    void add_sum(double* total, const Stat* x, size_t count) {
+        with_width(is_wide(count, x), [&](auto W) { launch<kernels::sum_parts_kernel<W()>>(kernels::PARTS, kernels::PARTS_THREADS, 0, stream, result, x, count); });
+        launch<kernels::sum_total_kernel>(1, 32, 0, stream, total, (const double*)result, kernels::PARTS);
+    }
+    // squares[i] = sum of the squares of chunk i of x [total], in fp64, for the chunks that begin in [begin, begin + count).
+    void chunk_squares(double* squares, const Grad* x, size_t total, size_t begin, size_t count) {
+        if (count) launch<kernels::chunk_squares_kernel>(unsigned(count / CHUNK), kernels::CHUNK_THREADS, 0, stream, squares, x, total, begin / CHUNK);
+    }
+    // *sum = the chunks' sums in a fixed order, but NaN if *guard is not finite.
+    void total_squares(double* sum, const double* squares, size_t chunks, const Grad* guard) {
+        launch<kernels::total_squares_kernel>(1, kernels::CHUNK_THREADS, 0, stream, sum, squares, chunks, guard);
+    }
+    // *guard = *loss
+    void set_guard(Grad* guard, const double* loss) { launch<kernels::set_guard_kernel>(1, 32, 0, stream, guard, loss); }
+    // x += y
+    void add(Grad* x, const Grad* y, size_t count) {
+        if (count) launch<kernels::add_arrays_kernel>(kernels::grid_of(count), 256, 0, stream, x, y, count);
+    }
     // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. All arrays [count]. master is updated and rounded to param:
     // in bf16 stochastically, by the random stream (RANDOM_ROUNDING, step) at h.offset + i, since the nearest bf16 would lose most updates.
     void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
@@ -2717,12 +2749,6 @@ struct Cuda {
         return {bytes ? scratch<char>(0, bytes) : nullptr, selected_choice};
     }
 #endif
-
-    template <bool SQUARES>
-    void sum(double* total, const float* x, size_t count, bool add) {
-        with_width(is_wide(count, x), [&](auto W) { launch<kernels::sum_parts_kernel<W(), SQUARES>>(kernels::SQUARES_BLOCKS, kernels::SQUARES_THREADS, 0, stream, result, x, count); });
-        launch<kernels::sum_total_kernel>(1, 32, 0, stream, total, (const double*)result, kernels::SQUARES_BLOCKS, add);
-    }
 
     // Pinned host memory on its way to or from the GPU; `passed` is reached when the copy is done.
     struct Pinned {

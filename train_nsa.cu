@@ -971,9 +971,9 @@ template <class Dev>
 void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = nullptr) {
     double* squares = model.squares[step % 2];
     if (model.sharded) model.dev.zero(squares, model.chunks());
-    for (const Piece& p : model.owned) chunk_squares(model.dev, squares, model.grads, model.table.total, p.begin, p.count);
+    for (const Piece& p : model.owned) model.dev.chunk_squares(squares, model.grads, model.table.total, p.begin, p.count);
     if (model.sharded && reducer) reducer->complete(squares, model.chunks());
-    total_squares(model.dev, model.results + 1, squares, model.chunks(), model.grads + model.table.total);
+    model.dev.total_squares(model.results + 1, squares, model.chunks(), model.grads + model.table.total);
 }
 
 // One AdamW step on the summed gradients, clipped to the global L2 norm of gradient_norm(). If that is not finite, the weights stay as they are.
@@ -1413,8 +1413,6 @@ EvalResult evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, 
 // ---------------------------------------------------------------------------------------------------------------------
 // The training run.
 
-static double seconds_now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
 static double peak_memory_mib() {
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
@@ -1580,7 +1578,7 @@ void sum_in_tree(Model<Dev>& model, Activations<Dev>& a, const std::vector<int32
     }
     sum_in_tree(model, a, inputs, targets, first, 2 * stride, (count + 1) / 2, level);
     sum_in_tree(model, a, inputs, targets, first + stride, 2 * stride, count / 2, level + 1);
-    add_arrays(model.dev, sum, model.partial[level], model.partition.elements);
+    model.dev.add(sum, model.partial[level], model.partition.elements);
 }
 
 // One optimiser step's gradients: accumulation over micro-steps, the sum over ranks, which begins while the last micro-step's backward pass still runs.
@@ -1598,7 +1596,7 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
         for (int64_t i = 0; i < micro_steps; i++) read(i);
         a.collect_statistics = collect_statistics;
         sum_in_tree(model, a, inputs, targets, 0, 1, size_t(micro_steps));
-        set_guard(model.dev, model.grads + model.table.total, model.results);
+        model.dev.set_guard(model.grads + model.table.total, model.results);
     } else {
         model.dev.zero(model.grads, model.partition.elements);
         for (int64_t i = 0; i < micro_steps; i++) {
@@ -1609,7 +1607,7 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
             forward(model, a, inputs.data() + at, 0, T);
             classify_rows(model, a, targets.data() + at, 1 / double(c.total_batch), true);  // so that the sum over everything is the mean
             model.dev.add_sum(model.results, a.losses, micro_tokens);
-            if (last) set_guard(model.dev, model.grads + model.table.total, model.results);
+            if (last) model.dev.set_guard(model.grads + model.table.total, model.results);
             if (last && reducer) backward(model, a, [&](size_t offset) { reducer->ready(offset); });
             else backward(model, a);
         }
@@ -1712,7 +1710,6 @@ static void listen_for_stop_signals() {
 
 // All ranks must run the same program with the same options on the same data; the first line that differs is told. Lines are "name: value".
 static void require_same_on_all_ranks(const World& world, const std::string& lines) {
-    if (world.size == 1) return;
     const std::vector<std::string> all = world.gather(lines);
     for (int r = 1; r < world.size; r++) {
         std::istringstream first(all[0]), other(all[size_t(r)]);
@@ -2024,13 +2021,16 @@ struct Run {
 
     // Rank 0 chooses, so that all take the same one. Also checks what must agree between ranks before anything is written.
     std::string choose_checkpoint() {
-        std::string lines = "program: " + binary_digest() + "\n", chosen, error;
-        std::istringstream options(manifest_json(config));
-        for (std::string line; std::getline(options, line);)
-            if (line.find("\"threads\"") == std::string::npos) lines += "option " + line + "\n";
-        lines += format_text("training data: %016llx\n", (unsigned long long)data.train->state().corpus);
-        if (data.val) lines += format_text("validation data: %016llx\n", (unsigned long long)data.val->state().corpus);
-        require_same_on_all_ranks(world, lines);
+        std::string chosen, error;
+        if (world.size > 1) {
+            std::string lines = "program: " + binary_digest() + "\n";
+            std::istringstream options(manifest_json(config));
+            for (std::string line; std::getline(options, line);)
+                if (line.find("\"threads\"") == std::string::npos) lines += "option " + line + "\n";
+            lines += format_text("training data: %016llx\n", (unsigned long long)data.train->state().corpus);
+            if (data.val) lines += format_text("validation data: %016llx\n", (unsigned long long)data.val->state().corpus);
+            require_same_on_all_ranks(world, lines);
+        }
         try {
             if (world.rank == 0 && config.resume) chosen = newest_checkpoint(config.out);
         } catch (const Error& e) {

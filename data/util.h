@@ -1,6 +1,7 @@
 // util.h: what every other file leans on. UTF-8, errors that end in one line, the counter-based random numbers, files and globs.
 #pragma once
 #include <cerrno>
+#include <chrono>
 #include <cmath>
 #include <cstdarg>
 #include <cstdint>
@@ -115,6 +116,9 @@ __attribute__((format(printf, 1, 2))) inline std::string format_text(const char*
     va_end(args);
     throw Error(2, text);
 }
+
+// Seconds of a clock that only goes forward.
+inline double seconds_now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Random numbers by counter: element i of stream s under a seed is a pure function of (seed, s, i), so weights, data order,

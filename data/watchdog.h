@@ -33,8 +33,6 @@
 
 #include "util.h"
 
-inline double steady_seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
 // ---------------------------------------------------------------------------------------------------------------------
 // The stack of the main thread, taken from another thread: a signal makes the main thread write its return addresses into an array, the
 // watchdog thread turns them into names. Functions have names where the program is linked with -rdynamic, else addresses for addr2line.
@@ -201,7 +199,7 @@ class ControlChannel {
         int rank, socket;
         std::string received, unsent;
         Message last{};
-        double last_heard = steady_seconds();
+        double last_heard = seconds_now();
         bool left = false;
         Link(int r, int s) : rank(r), socket(s) { fcntl(s, F_SETFL, fcntl(s, F_GETFL) | O_NONBLOCK), last.step = -1; }
         void shut() {
@@ -231,12 +229,12 @@ class ControlChannel {
 
     // The thread's view of the main thread.
     uint64_t seen_ticks = 0, seen_moves = 0;
-    double last_progress = steady_seconds();
+    double last_progress = seconds_now();
 
     void start_thread() {
         wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
         if (wake < 0) fail("cannot make an eventfd for the watchdog: %s", std::strerror(errno));
-        request.store(NONE), done.store(false), last_progress = steady_seconds();
+        request.store(NONE), done.store(false), last_progress = seconds_now();
         sigset_t all, before;  // signals are for the main thread
         sigfillset(&all);
         pthread_sigmask(SIG_BLOCK, &all, &before);
@@ -266,7 +264,7 @@ class ControlChannel {
     }
 
     void run() {
-        double last_look = steady_seconds(), next_message = 0;
+        double last_look = seconds_now(), next_message = 0;
         bool said_goodbye = false;
         while (true) {
             receive(said_goodbye);
@@ -277,7 +275,7 @@ class ControlChannel {
                 done.store(true);
                 return;
             }
-            const double now = steady_seconds();
+            const double now = seconds_now();
             forgive_own_absence(now, last_look);
             last_look = now;
             look_at_main_thread(now);
@@ -352,7 +350,7 @@ class ControlChannel {
         const bool closed = n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
         for (Message m; link.received.size() >= sizeof m; link.received.erase(0, sizeof m)) {
             std::memcpy(&m, link.received.data(), sizeof m);
-            link.last_heard = steady_seconds();
+            link.last_heard = seconds_now();
             if (m.kind == FAILED) end_quietly(m.status, link.rank);
             if (m.kind == LEAVING) link.left = true;
             if (m.kind == ALIVE) link.last = m, link.last.phase[sizeof m.phase - 1] = '\0';
@@ -370,7 +368,7 @@ class ControlChannel {
         if (said_goodbye) {
             report_loss_of_rank_0(" is gone (its connection closed) after the last step, before all ranks had said that they were done");
         } else {
-            const Message own = own_state(steady_seconds());
+            const Message own = own_state(seconds_now());
             report_loss_of_rank_0(" is gone (its connection closed); this rank was " + where(own.step, own.phase));
         }
     }
@@ -445,10 +443,10 @@ class ControlChannel {
             send_to(link, message(FAILED, status));
             shutdown(link.socket, SHUT_WR);
         }
-        const double limit = steady_seconds() + 1;
+        const double limit = seconds_now() + 1;
         for (Link& link : links) {
             if (link.rank == except) continue;
-            while (link.socket >= 0 && steady_seconds() < limit) {
+            while (link.socket >= 0 && seconds_now() < limit) {
                 pollfd polled = {link.socket, POLLIN, 0};
                 char bytes[4096];
                 if (poll(&polled, 1, 50) <= 0) continue;

@@ -154,8 +154,8 @@ struct Timed : Dev {
     void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V, int Vp) {
         clock("classifier", 8.0 * N * V, R((want_gradient ? 3.0 : 1.0) * N * Vp), [&] { Dev::classifier(losses, logits, targets, dloss, want_gradient, N, V, Vp); });
     }
-    void sum_of_squares(double* total, const Grad* x, size_t count) {
-        clock("sum_of_squares", 2.0 * double(count), double(count * sizeof(Grad)), [&] { Dev::sum_of_squares(total, x, count); });
+    void chunk_squares(double* squares, const Grad* x, size_t total, size_t begin, size_t count) {
+        clock("chunk_squares", 2.0 * double(count), double(count * sizeof(Grad)), [&] { Dev::chunk_squares(squares, x, total, begin, count); });
     }
     void adamw(real* param, typename Dev::Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
         const double bytes = double(count) * ((Dev::has_master ? 2.0 * sizeof(typename Dev::Master) + sizeof(real) : 2.0 * sizeof(real)) + 4 * sizeof(Stat) + sizeof(Grad));

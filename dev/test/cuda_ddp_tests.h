@@ -30,7 +30,7 @@ struct TwoRanks {
         o.rank = rank;
         return o;
     }
-    static float rounded(float x) { return from_bf16_bits(to_bf16_bits(x)); }
+    static float rounded(float x) { return from_bf16(to_bf16(x)); }
 
     // By a model that is given both ranks' batches, and sums on the host.
     void compute_expected() {

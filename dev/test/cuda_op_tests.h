@@ -324,7 +324,13 @@ TEST(cuda_sum_of_squares) {
         double first = 0;
         in_every_order([&] {
             DeviceFloat on_device(dev, x);
-            const double found = dev.sum_of_squares(on_device, count);
+            const size_t chunks = (count + CHUNK - 1) / CHUNK;
+            OnDevice<double> squares(dev, chunks), total(dev, 1);
+            const DeviceFloat guard(dev, HostArray{1});
+            dev.chunk_squares(squares, on_device, count, 0, chunks * CHUNK);
+            dev.total_squares(total, squares, chunks, guard);
+            double found;
+            dev.copy(&found, (const double*)total, 1);
             CHECK_NEAR(found, sum.value, oracle::Number<double>(sum).error);
             if (first == 0) first = found;
             CHECK_EQUAL(found, first);

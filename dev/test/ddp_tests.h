@@ -112,16 +112,16 @@ struct Processes {
 
     // Waits for all processes but those in `except`, which are killed then. Returns the seconds it took.
     double wait(double limit = 20, const std::set<size_t>& except = {}) {
-        const double start = steady_seconds();
+        const double start = seconds_now();
         ended.resize(pids.size());
         for (size_t i = 0; i < pids.size(); i++) {
             int status = 0;
             if (ended[i].status >= 0 || except.count(i)) continue;
-            while (waitpid(pids[i], &status, WNOHANG) == 0 && steady_seconds() - start < limit) usleep(2000);
-            if (steady_seconds() - start >= limit) kill(pids[i], SIGKILL), waitpid(pids[i], &status, 0), ended[i].status = 1000;
+            while (waitpid(pids[i], &status, WNOHANG) == 0 && seconds_now() - start < limit) usleep(2000);
+            if (seconds_now() - start >= limit) kill(pids[i], SIGKILL), waitpid(pids[i], &status, 0), ended[i].status = 1000;
             else ended[i].status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
         }
-        const double seconds = steady_seconds() - start;
+        const double seconds = seconds_now() - start;
         for (const size_t i : except) {
             int status = 0;
             kill(pids[i], SIGKILL), waitpid(pids[i], &status, 0);
@@ -397,8 +397,8 @@ TEST(ddp_strangers_are_refused) {
     const auto refusal_of = [&](const Hello& hello) {
         Socket s = connect_raw();
         Answer a{};
-        CHECK_EQUAL(send_all(s.fd, &hello, sizeof hello, steady_seconds() + 5), std::string());
-        CHECK_EQUAL(receive_all(s.fd, &a, sizeof a, steady_seconds() + 5), std::string());
+        CHECK_EQUAL(send_all(s.fd, &hello, sizeof hello, seconds_now() + 5), std::string());
+        CHECK_EQUAL(receive_all(s.fd, &a, sizeof a, seconds_now() + 5), std::string());
         CHECK(!std::memcmp(a.magic, MAGIC, sizeof MAGIC) && !a.welcome);
         return std::string(a.text);
     };
@@ -408,10 +408,10 @@ TEST(ddp_strangers_are_refused) {
     };
     {  // a browser, one that says nothing, one that stops in the middle, one that says nothing and stays
         Socket browser = connect_raw();
-        CHECK_EQUAL(send_all(browser.fd, "GET / HTTP/1.1\r\n\r\n", 18, steady_seconds() + 5), std::string());
+        CHECK_EQUAL(send_all(browser.fd, "GET / HTTP/1.1\r\n\r\n", 18, seconds_now() + 5), std::string());
         connect_raw();
         Socket half = connect_raw();
-        CHECK_EQUAL(send_all(half.fd, MAGIC, sizeof MAGIC, steady_seconds() + 5), std::string());
+        CHECK_EQUAL(send_all(half.fd, MAGIC, sizeof MAGIC, seconds_now() + 5), std::string());
     }
     const Socket silent = connect_raw();
     const Hello good = make_hello(DATA, 1, 2, "elsewhere", "", 0, 1);
@@ -469,9 +469,9 @@ TEST(ddp_rendezvous_errors) {
         processes.start_rank(0, 2, other_port, nothing, 2);
         usleep(500000);
         processes.start_rank(1, 3, port, nothing, 2);
-        REQUIRE(rendezvous::wait_until(other.fd, POLLIN, steady_seconds() + 5));
+        REQUIRE(rendezvous::wait_until(other.fd, POLLIN, seconds_now() + 5));
         const rendezvous::Socket caller(accept4(other.fd, nullptr, nullptr, SOCK_NONBLOCK));
-        CHECK_EQUAL(rendezvous::send_all(caller.fd, "SSH-2.0-Server\r\n", 16, steady_seconds() + 5), std::string());
+        CHECK_EQUAL(rendezvous::send_all(caller.fd, "SSH-2.0-Server\r\n", 16, seconds_now() + 5), std::string());
         shutdown(caller.fd, SHUT_WR);
         processes.wait();
         line(processes.ended[2], {format_text("rank 0 at 127.0.0.1:%d", nobody), "Connection refused", "waited 1 s"});
