@@ -43,10 +43,10 @@ LIBS :=
 ifneq ($(MARCH),)
   FLAGS += -march=$(MARCH)
 endif
-# GCC takes 256-bit vectors on processors with AVX-512 unless told.
-ifneq ($(shell $(CXX) $(if $(MARCH),-march=$(MARCH)) -mprefer-vector-width=512 -x c++ -fsyntax-only /dev/null 2>/dev/null && echo yes),)
-  FLAGS += -mprefer-vector-width=512
-endif
+# Where the compiler knows them. GCC takes 256-bit vectors on processors with AVX-512 unless told; and the micro-kernel, which it compiles a second time for
+# operands without gaps between the elements of a column, then keeps its sums in memory: half the speed in bf16.
+accepted = $(shell $(CXX) $(if $(MARCH),-march=$(MARCH)) -Werror $(1) -x c++ -fsyntax-only /dev/null 2>/dev/null && echo $(1))
+FLAGS += $(call accepted,-mprefer-vector-width=512) $(call accepted,-fno-version-loops-for-strides)
 ifdef WERROR
   FLAGS += -Werror
 endif

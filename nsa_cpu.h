@@ -128,14 +128,15 @@ struct VectorOf {
 };
 using FloatVector = VectorOf<float>::type;
 
-// sum + x * row
-template <class vector, class real>
-inline void multiply_add(vector& sum, real x, const vector& row) { sum += x * row; }
+// sum + x * y, of vectors or of single numbers. By value: of a sum passed by reference GCC keeps a copy in memory, up to date in every iteration.
+template <class T, class Element>
+inline T multiply_add(T sum, Element x, T y) { return sum + x * y; }
+inline float multiply_add(float sum, Bf16Pair x, Bf16Pair y) { return sum + from_bf16(x.first) * from_bf16(y.first) + from_bf16(x.second) * from_bf16(y.second); }
 #ifdef __AVX512BF16__
-inline void multiply_add(FloatVector& sum, Bf16Pair x, const FloatVector& row) {
+inline FloatVector multiply_add(FloatVector sum, Bf16Pair x, FloatVector y) {
     int32_t both;
     std::memcpy(&both, &x, 4);
-    sum = (FloatVector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(both), (__m512bh)row);
+    return (FloatVector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(both), (__m512bh)y);
 }
 #endif
 
@@ -158,7 +159,7 @@ inline void micro_kernel(int depth, const Element* __restrict a, size_t a_row, s
         for (int r = 0; r < R; r++) {
             const Element x = a[r * a_row + k * a_depth];
 #pragma GCC unroll 16
-            for (int v = 0; v < NV; v++) multiply_add(sum[r][v], x, row[v]);
+            for (int v = 0; v < NV; v++) sum[r][v] = multiply_add(sum[r][v], x, row[v]);
         }
     }
 #pragma GCC unroll 16
@@ -168,8 +169,8 @@ inline void micro_kernel(int depth, const Element* __restrict a, size_t a_row, s
 }
 
 // R rows, any width: full register blocks, then what is left in vectors, then single columns.
-template <int R, class real>
-inline void tile_rows(int width, int depth, const real* a, size_t a_row, size_t a_depth, const real* b, size_t ldb, real* c, size_t ldc, bool accumulate) {
+template <int R, class Element, class real>
+inline void tile_rows(int width, int depth, const Element* a, size_t a_row, size_t a_depth, const Element* b, size_t ldb, real* c, size_t ldc, bool accumulate) {
     constexpr int lanes = VectorOf<real>::lanes;
     int x = 0;
     for (; x + MICRO_VECTORS * lanes <= width; x += MICRO_VECTORS * lanes)
@@ -181,14 +182,14 @@ inline void tile_rows(int width, int depth, const real* a, size_t a_row, size_t 
     for (x += vectors * lanes; x < width; x++)
         for (int r = 0; r < R; r++) {
             real sum = accumulate ? c[r * ldc + x] : real(0);
-            for (int k = 0; k < depth; k++) sum += a[r * a_row + k * a_depth] * b[k * ldb + x];
+            for (int k = 0; k < depth; k++) sum = multiply_add(sum, a[r * a_row + k * a_depth], b[k * ldb + x]);
             c[r * ldc + x] = sum;
         }
 }
 
 // C[rows][width] (+)= A[rows][depth] B[depth][width] for operands that fit in the cache; one thread.
-template <class real>
-inline void tile_matmul(int rows, int width, int depth, const real* a, size_t a_row, size_t a_depth, const real* b, size_t ldb,
+template <class Element, class real>
+inline void tile_matmul(int rows, int width, int depth, const Element* a, size_t a_row, size_t a_depth, const Element* b, size_t ldb,
                         real* c, size_t ldc, bool accumulate) {
     int r = 0;
     for (; r + MICRO_ROWS <= rows; r += MICRO_ROWS)
@@ -201,6 +202,51 @@ inline void tile_matmul(int rows, int width, int depth, const real* a, size_t a_
         case 2: tile_rows<2>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
         case 1: tile_rows<1>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
         default: break;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Operands of small products, in the Element that the micro-kernel is to take: real, or Bf16Pair, which rounds. As pairs are neighbours along the summed dimension,
+// a matrix is laid out by what will be summed over: its columns, [rows][columns / PER], or its rows, [rows / PER][columns], with PER numbers an element.
+template <class Element>
+constexpr int PER = std::is_same<Element, Bf16Pair>::value ? 2 : 1;
+
+// pairs[i] = (x[i], y[i])
+inline void round_two_rows(Bf16Pair* pairs, const float* x, const float* y, int count) {
+    int i = 0;
+#ifdef __AVX512BF16__
+    alignas(64) static constexpr uint16_t INTERLEAVE[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i order = _mm512_load_si512(INTERLEAVE);
+    for (; i + 16 <= count; i += 16)
+        _mm512_storeu_si512(pairs + i, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(y + i), _mm512_loadu_ps(x + i))));
+#endif
+    for (; i < count; i++) pairs[i] = {to_bf16(x[i]), to_bf16(y[i])};
+}
+// pairs[i] = (x[2 i], x[2 i + 1])
+inline void round_row(Bf16Pair* pairs, const float* x, int count) {
+    int i = 0;
+#ifdef __AVX512BF16__
+    for (; i + 16 <= count; i += 16) _mm512_storeu_si512(pairs + i, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 2 * i + 16), _mm512_loadu_ps(x + 2 * i)));
+#endif
+    for (; i < count; i++) pairs[i] = {to_bf16(x[2 * i]), to_bf16(x[2 * i + 1])};
+}
+// x [rows][columns], rows ld apart, for a product that sums over its columns. Reals stay where they are; pairs are made in `room`, rows ld / 2 apart. Even ld, columns.
+template <class Element, class real>
+inline const Element* sum_over_columns(Element* room, const real* x, size_t ld, int rows, int columns) {
+    if constexpr (PER<Element> == 1) return x;
+    else {
+        for (int r = 0; r < rows; r++) round_row(room + r * ld / 2, x + r * ld, columns / 2);
+        return room;
+    }
+}
+// The same for a product that sums over its rows: pairs are ld apart. Where the number of rows is odd, the last one's partner is 0.
+template <class Element, class real>
+inline const Element* sum_over_rows(Element* room, const real* x, size_t ld, int rows, int columns) {
+    if constexpr (PER<Element> == 1) return x;
+    else {
+        for (int r = 0; r + 1 < rows; r += 2) round_two_rows(room + r / 2 * ld, x + r * ld, x + (r + 1) * ld, columns);
+        for (int i = 0; rows % 2 && i < columns; i++) room[rows / 2 * ld + i] = {to_bf16(x[(rows - 1) * ld + i]), 0};
+        return room;
     }
 }
 
@@ -945,29 +991,63 @@ struct Cpu {
         return list;
     }
 
-    // Every tile of x [B, G, stride, D], transposed to [D, width] and padded with zeros to whole vectors, so that scores of a row with all
-    // keys of a tile are vector operations: [B*G, tiles, D, padded].
-    struct Transposed {
-        int tiles, padded, D;
-        const real* data;
-        const real* tile(size_t bg, int i) const { return data + (bg * tiles + i) * D * padded; }
+    // The tiles of keys or of values as operands. A tile has `padded` keys, a multiple of the vector's lanes; those that do not exist are 0.
+    template <class Element>
+    struct Tiles {
+        const Element* data;
+        size_t group_stride, tile_stride;
+        int count, padded;
+        const Element* operator()(size_t bg, int tile) const { return data + bg * group_stride + tile * tile_stride; }
     };
-    Transposed transpose_tiles(int slot, Branch branch, const real* x, const NsaShape& s) {
-        const int width = tile_keys(branch, s), keys = key_count(branch, s), lanes = VectorOf<real>::lanes;
-        Transposed t{(keys + width - 1) / width, (width + lanes - 1) / lanes * lanes, s.D, nullptr};
-        real* data = scratch[slot].get(size_t(s.B) * s.G * t.tiles * s.D * t.padded);
-        t.data = data;
-#pragma omp parallel for collapse(2) schedule(static)
-        for (int bg = 0; bg < s.B * s.G; bg++)
-            for (int tile = 0; tile < t.tiles; tile++) {
-                real* out = data + (size_t(bg) * t.tiles + tile) * s.D * t.padded;
-                for (int key = 0; key < t.padded; key++) {
-                    const bool exists = key < width && tile * width + key < keys;
-                    const real* in = x + (size_t(bg) * key_stride(branch, s) + size_t(tile) * width + key) * s.D;
-                    for (int i = 0; i < s.D; i++) out[i * t.padded + key] = exists ? in[i] : real(0);
+    // pack(operand, tile [padded][D], room for a tile) for every tile of x [B, G, stride, D].
+    template <class Element, class Pack>
+    Tiles<Element> pack_tiles(int slot, Branch branch, const real* x, const NsaShape& s, Pack pack) {
+        static_assert(sizeof(Element) == sizeof(real), "they share scratch memory");
+        const int width = tile_keys(branch, s), padded = padded_keys(branch, s), keys = key_count(branch, s), count = (keys + width - 1) / width;
+        const size_t size = size_t(padded / PER<Element>) * s.D;
+        Element* const data = reinterpret_cast<Element*>(scratch[slot].get(size * count * s.B * s.G));
+#pragma omp parallel
+        {
+            std::vector<real> rows(size_t(padded) * s.D);
+            std::vector<Element> room(rows.size());
+#pragma omp for collapse(2) schedule(static)
+            for (int bg = 0; bg < s.B * s.G; bg++)
+                for (int tile = 0; tile < count; tile++) {
+                    const size_t first = size_t(tile) * width, existing = std::min<size_t>(width, keys - first);
+                    std::copy_n(x + (size_t(bg) * key_stride(branch, s) + first) * s.D, existing * s.D, rows.begin());
+                    std::fill(rows.begin() + existing * s.D, rows.end(), real(0));
+                    pack(data + (size_t(bg) * count + tile) * size, rows.data(), room.data());
                 }
-            }
-        return t;
+        }
+        return {data, size * count, size, count, padded};
+    }
+    // For products that sum over D: tiles of [D / PER][padded], so that the scores of a row with all keys of a tile are vector operations.
+    template <class Element>
+    Tiles<Element> transposed_tiles(int slot, Branch branch, const real* x, const NsaShape& s) {
+        const int padded = padded_keys(branch, s), D = s.D, depth = D / PER<Element>;
+        return pack_tiles<Element>(slot, branch, x, s, [=](Element* out, const real* rows, Element* room) {
+            const Element* const in = sum_over_columns(room, rows, D, padded, D);
+            for (int key = 0; key < padded; key++)
+                for (int i = 0; i < depth; i++) out[i * padded + key] = in[key * depth + i];
+        });
+    }
+    // For products that sum over keys: tiles of [padded / PER][D]. Reals are read where they are.
+    template <class Element>
+    Tiles<Element> upright_tiles(int slot, Branch branch, const real* x, const NsaShape& s) {
+        const int padded = padded_keys(branch, s), D = s.D;
+        if constexpr (PER<Element> == 1) return {x, size_t(key_stride(branch, s)) * D, size_t(tile_keys(branch, s)) * D, 0, 0};
+        else return pack_tiles<Element>(slot, branch, x, s, [=](Element* out, const real* rows, Element*) { sum_over_rows(out, rows, D, padded, D); });
+    }
+    static int padded_keys(Branch branch, const NsaShape& s) {
+        constexpr int lanes = VectorOf<real>::lanes;
+        return (tile_keys(branch, s) + lanes - 1) / lanes * lanes;
+    }
+    // f(Element()), with what products take: reals, or pairs of bf16.
+    template <class F>
+    void with_element(F f) {
+        if constexpr (HAVE_BF16 && sizeof(real) == sizeof(float))
+            if (gemm.bf16) return f(Bf16Pair());
+        f(real());
     }
 
     // The rows of some tokens: row j*h + i is token j, head i of the group. Copies them from q [B, H, queries, D], scaled.
@@ -985,6 +1065,9 @@ struct Cpu {
         for (int j = 0; j < count; j++)
             std::memcpy(rows + j * width, dout + (size_t(b) * s.queries + tokens[j] - s.first) * s.H * s.D + g * width, sizeof(real) * width);
     }
+    static void prefetch(const real* x, size_t count) {
+        for (size_t i = 0; i < count; i += 64 / sizeof(real)) __builtin_prefetch(x + i);
+    }
     static size_t query_row(int b, int g, int head_of_group, int t, const NsaShape& s) {
         return (size_t(b) * s.H + g * s.heads_per_group() + head_of_group) * s.queries + (t - s.first);
     }
@@ -996,12 +1079,18 @@ struct Cpu {
     // denominator. A query without a key: out 0, lse +infinity. Softmax is accumulated tile by tile (Milakov & Gimelshein 2018).
     // Work is shared out by tiles of queries; of those, each run of neighbours that see a tile of keys is one pair of products.
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection, const NsaShape& s) {
+        with_element([&](auto element) { attention_forward_in<decltype(element)>(branch, out, lse, q, k, v, selection, s); });
+    }
+    template <class Element>
+    void attention_forward_in(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection, const NsaShape& s) {
         const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s), step = tile_queries(s);
+        constexpr int per = PER<Element>;
         const real infinity = std::numeric_limits<real>::infinity();
-        const Transposed kt = transpose_tiles(0, branch, k, s);
+        const Tiles<Element> kt = transposed_tiles<Element>(0, branch, k, s), vs = upright_tiles<Element>(1, branch, v, s);
 #pragma omp parallel
         {
             std::vector<real> rows(size_t(h) * step * D), scores(size_t(h) * step * kt.padded), sums(size_t(h) * step * D), largest(h * step), total(h * step);
+            std::vector<Element> q_room(rows.size()), p_room(scores.size());
             std::vector<int> tokens(step);
 #pragma omp for collapse(2) schedule(dynamic, 1)
             for (int bg = 0; bg < s.B * s.G; bg++)
@@ -1009,6 +1098,7 @@ struct Cpu {
                     const int b = bg / s.G, g = bg % s.G, count = std::min(step, s.first + s.queries - t0);
                     for (int j = 0; j < count; j++) tokens[j] = t0 + j;
                     load_queries(rows.data(), q, b, g, tokens.data(), count, s);
+                    const Element* const q_rows = sum_over_columns(q_room.data(), rows.data(), D, h * count, D);
                     std::fill(sums.begin(), sums.end(), real(0));
                     std::fill(largest.begin(), largest.end(), -infinity);
                     std::fill(total.begin(), total.end(), real(0));
@@ -1019,14 +1109,13 @@ struct Cpu {
                             for (end = j; visible(end, tile);) end++;
                             if (end == j && ++end) continue;
                             const KeyRange columns = columns_of(branch, &tokens[j], end - j, tile, s);
-                            const size_t key = size_t(bg) * key_stride(branch, s) + size_t(tile) * width + columns.begin;
-                            const int n_rows = h * (end - j), n_existing = std::min(columns.end, keys - tile * width) - columns.begin;
-                            tile_matmul<real>(n_rows, columns.end - columns.begin, D, &rows[size_t(j) * h * D], D, 1, kt.tile(bg, tile) + columns.begin, kt.padded,
-                                              scores.data(), kt.padded, false);
+                            const int n_rows = h * (end - j), n = columns.end - columns.begin, n_existing = std::min(columns.end, keys - tile * width) - columns.begin;
+                            tile_matmul(n_rows, n, D / per, q_rows + size_t(j) * h * D / per, D / per, 1, kt(bg, tile) + columns.begin, kt.padded, scores.data(), kt.padded, false);
                             for (int r = j * h; r < end * h; r++)
                                 softmax_step(&scores[size_t(r - j * h) * kt.padded], columns, visible_keys(branch, t0 + r / h, tile, s), largest[r], total[r],
                                              &sums[size_t(r) * D], D);
-                            tile_matmul<real>(n_rows, D, n_existing, scores.data(), kt.padded, 1, v + key * D, D, &sums[size_t(j) * h * D], D, true);
+                            const Element* const p = sum_over_columns(p_room.data(), scores.data(), kt.padded, n_rows, n);
+                            tile_matmul(n_rows, D, (n_existing + per - 1) / per, p, kt.padded / per, 1, vs(bg, tile) + size_t(columns.begin) / per * D, D, &sums[size_t(j) * h * D], D, true);
                         }
                     for (int r = 0; r < h * count; r++) {
                         const size_t row = query_row(b, g, r % h, t0 + r / h, s);
@@ -1110,25 +1199,32 @@ struct Cpu {
     // the tiles, so that the sum has one order. A tile follows its predecessor from query to query; progress[tile] says how far it is.
     void attention_backward(Branch branch, Stat* dq, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v,
                             const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
+        with_element([&](auto element) { attention_backward_in<decltype(element)>(branch, dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s); });
+    }
+    template <class Element>
+    void attention_backward_in(Branch branch, Stat* dq, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v,
+                               const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
         const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s), most = tile_queries(s);
-        const Transposed kt = transpose_tiles(0, branch, k, s), vt = transpose_tiles(1, branch, v, s);
-        std::vector<std::atomic<int>> progress(size_t(s.B) * s.G * kt.tiles);  // queries below it are done
-        real* const sums = scratch[2].get(s.query_rows() * D);                 // [B, G, T, h, D], dq before the scaling
+        constexpr int per = PER<Element>;
+        const Tiles<Element> kt = transposed_tiles<Element>(0, branch, k, s), vt = transposed_tiles<Element>(1, branch, v, s), ks = upright_tiles<Element>(2, branch, k, s);
+        std::vector<std::atomic<int>> progress(size_t(s.B) * s.G * kt.count);  // queries below it are done
+        real* const sums = scratch[3].get(s.query_rows() * D);                 // [B, G, T, h, D], dq before the scaling
         zero(sums, s.query_rows() * D);
 #pragma omp parallel
         {
             const size_t row_count = size_t(h) * most;
             std::vector<real> rows(row_count * D), drows(row_count * D), p(row_count * kt.padded), ds(row_count * kt.padded);
+            std::vector<Element> room((row_count + 1) * std::max(D, kt.padded)), second_room(room.size());
 #pragma omp for collapse(2) schedule(monotonic : dynamic, 1)
-            for (int tile = 0; tile < kt.tiles; tile++)
+            for (int tile = 0; tile < kt.count; tile++)
                 for (int bg = 0; bg < s.B * s.G; bg++) {
                     const int b = bg / s.G, g = bg % s.G, n_keys = std::min(width, keys - tile * width);
                     const size_t at = (size_t(bg) * key_stride(branch, s) + size_t(tile) * width) * D;
                     std::fill_n(dk + at, size_t(n_keys) * D, real(0));
                     std::fill_n(dv + at, size_t(n_keys) * D, real(0));
-                    std::atomic<int>& done = progress[size_t(bg) * kt.tiles + tile];
+                    std::atomic<int>& done = progress[size_t(bg) * kt.count + tile];
                     auto follow = [&](int t) {  // waits until the tile before this one is past query t
-                        while (tile > 0 && progress[size_t(bg) * kt.tiles + tile - 1].load(std::memory_order_acquire) <= t) std::this_thread::yield();
+                        while (tile > 0 && progress[size_t(bg) * kt.count + tile - 1].load(std::memory_order_acquire) <= t) std::this_thread::yield();
                     };
                     const std::vector<int> list = query_list(branch, tile, selection_of(selection, bg, s.first, s), s);
                     for (size_t i = 0; i < list.size(); i += most) {
@@ -1139,8 +1235,17 @@ struct Cpu {
                         const size_t first = size_t(columns.begin) * D;
                         load_queries(rows.data(), q, b, g, tokens, count, s);
                         load_dout(drows.data(), dout, b, g, tokens, count, s);
-                        tile_matmul<real>(n_rows, n, D, rows.data(), D, 1, kt.tile(bg, tile) + columns.begin, kt.padded, p.data(), kt.padded, false);    // S
-                        tile_matmul<real>(n_rows, n, D, drows.data(), D, 1, vt.tile(bg, tile) + columns.begin, kt.padded, ds.data(), kt.padded, false);  // dout v^T
+                        const size_t ahead = std::min<size_t>(list.size() - i - count, most);
+                        for (size_t j = 0; j < ahead; j++) {  // what the next step reads, into the cache
+                            const int t = tokens[count + j];
+                            for (int head = 0; head < h; head++) prefetch(q + query_row(b, g, head, t, s) * D, D);
+                            prefetch(dout + (size_t(b) * s.queries + t - s.first) * s.H * D + size_t(g) * h * D, h * D);
+                            prefetch(sums + (size_t(bg) * s.T + t) * h * D, h * D);
+                        }
+                        tile_matmul(n_rows, n, D / per, sum_over_columns(room.data(), rows.data(), D, n_rows, D), D / per, 1, kt(bg, tile) + columns.begin, kt.padded,
+                                    p.data(), kt.padded, false);   // S
+                        tile_matmul(n_rows, n, D / per, sum_over_columns(room.data(), drows.data(), D, n_rows, D), D / per, 1, vt(bg, tile) + columns.begin, kt.padded,
+                                    ds.data(), kt.padded, false);  // dout v^T
                         for (int r = 0; r < n_rows; r++) {
                             const size_t row = query_row(b, g, r % h, tokens[r / h], s);
                             const KeyRange visible = visible_keys(branch, tokens[r / h], tile, s);
@@ -1153,13 +1258,17 @@ struct Cpu {
                                 dsr[x] = pr[x] * (dsr[x] - dot);
                             }
                         }
-                        tile_matmul<real>(n_existing, D, n_rows, p.data(), 1, kt.padded, drows.data(), D, dv + at + first, D, true);  // dv += P'^T dout
-                        tile_matmul<real>(n_existing, D, n_rows, ds.data(), 1, kt.padded, rows.data(), D, dk + at + first, D, true);  // dk += dS^T q / sqrt(D)
+                        // dv += P'^T dout, dk += dS^T q / sqrt(D)
+                        tile_matmul(n_existing, D, (n_rows + per - 1) / per, sum_over_rows(room.data(), p.data(), kt.padded, n_rows, n), 1, kt.padded,
+                                    sum_over_rows(second_room.data(), drows.data(), D, n_rows, D), D, dv + at + first, D, true);
+                        tile_matmul(n_existing, D, (n_rows + per - 1) / per, sum_over_rows(room.data(), ds.data(), kt.padded, n_rows, n), 1, kt.padded,
+                                    sum_over_rows(second_room.data(), rows.data(), D, n_rows, D), D, dk + at + first, D, true);
+                        const Element* const ds_rows = sum_over_columns(room.data(), ds.data(), kt.padded, n_rows, n);
                         follow(tokens[count - 1]);
                         for (int j = 0, end; j < count; j = end) {  // sums += dS k, runs of neighbouring queries together
                             for (end = j + 1; end < count && tokens[end] == tokens[end - 1] + 1;) end++;
-                            tile_matmul<real>((end - j) * h, D, n_existing, &ds[size_t(j) * h * kt.padded], kt.padded, 1, k + at + first, D,
-                                              sums + (size_t(bg) * s.T + tokens[j]) * h * D, D, true);
+                            tile_matmul((end - j) * h, D, (n_existing + per - 1) / per, ds_rows + size_t(j) * h * kt.padded / per, kt.padded / per, 1, ks(bg, tile) + first / per, D,
+                                        sums + (size_t(bg) * s.T + tokens[j]) * h * D, D, true);
                         }
                         done.store(tokens[count - 1] + 1, std::memory_order_release);
                     }
@@ -1184,12 +1293,18 @@ struct Cpu {
     // p = e^(score - lse) are the weights of the compressed branch, whose lse [B, H, queries] is known by now.
     // chosen_importance, where given: [B, G, queries] share of the importance that fell on selected blocks, 1 where all were taken.
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse, const NsaShape& s) {
+        with_element([&](auto element) { select_blocks_in<decltype(element)>(selection, chosen_importance, q, kc, lse, s); });
+    }
+    template <class Element>
+    void select_blocks_in(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse, const NsaShape& s) {
         const int D = s.D, h = s.heads_per_group(), words = s.selection_words(), step = tile_queries(s);
-        const Transposed kt = transpose_tiles(0, CMP, kc, s);
-        const size_t stride = size_t(kt.tiles) * TILE_KEYS;  // compressed blocks, in whole tiles
+        constexpr int per = PER<Element>;
+        const Tiles<Element> kt = transposed_tiles<Element>(0, CMP, kc, s);
+        const size_t stride = size_t(kt.count) * TILE_KEYS;  // compressed blocks, in whole tiles
 #pragma omp parallel
         {
             std::vector<real> rows(size_t(h) * step * D), scores(size_t(h) * step * kt.padded), weight(step * stride), importance(s.slc_blocks());
+            std::vector<Element> room(rows.size());
             std::vector<int> tokens(step);
 #pragma omp for collapse(2) schedule(dynamic, 1)
             for (int bg = 0; bg < s.B * s.G; bg++)
@@ -1199,11 +1314,12 @@ struct Cpu {
                     const bool must_choose = (t0 + count - 1) / s.slc_block + 1 > s.slc_count;
                     if (must_choose) {  // weight[j][i] = sum over the group's heads of p[head, t0 + j, i]
                         load_queries(rows.data(), q, b, g, tokens.data(), count, s);
+                        const Element* const q_rows = sum_over_columns(room.data(), rows.data(), D, h * count, D);
                         std::fill(weight.begin(), weight.end(), real(0));
                         const KeyRange tiles = tile_range(CMP, t0, t0 + count, s);
                         for (int tile = tiles.begin; tile < tiles.end; tile++) {
                             const KeyRange columns = columns_of(CMP, tokens.data(), count, tile, s);
-                            tile_matmul<real>(h * count, columns.end, D, rows.data(), D, 1, kt.tile(bg, tile), kt.padded, scores.data(), kt.padded, false);
+                            tile_matmul(h * count, columns.end, D / per, q_rows, D / per, 1, kt(bg, tile), kt.padded, scores.data(), kt.padded, false);
                             for (int r = 0; r < h * count; r++) {
                                 real *p = &scores[size_t(r) * kt.padded], *sum = &weight[r / h * stride + size_t(tile) * TILE_KEYS];
                                 const real shift = lse[query_row(b, g, r % h, t0 + r / h, s)];
@@ -1260,7 +1376,7 @@ struct Cpu {
     }
 
   private:
-    Workspace<real> scratch[3];
+    Workspace<real> scratch[4];
     std::vector<std::vector<double>> sent;
 
     std::vector<real> rope_cos, rope_sin;  // [positions, D/2]

@@ -153,7 +153,7 @@ static const std::vector<Option>& option_table() {
         {"out", TRAIN | TOKENIZE, &Config::out, "auto", nullptr, "folder of the run; of tokenize: prefix of the shards"},
         {"resume", TRAIN, &Config::resume, "continue from the newest checkpoint under --out"},
         {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB, &Config::device, "auto", "auto|cpu|cuda", "auto: a GPU if there is one"},
-        {"cpu-dtype", TRAIN | SAMPLE | EVAL, &Config::cpu_dtype, "fp32", "fp32|bf16", "of the CPU engine; bf16: the inputs of its GEMMs are rounded to bf16, the sums stay fp32; needs AVX512_BF16"},
+        {"cpu-dtype", TRAIN | SAMPLE | EVAL, &Config::cpu_dtype, "fp32", "fp32|bf16", "of the CPU engine; bf16: the inputs of its matrix products are rounded to bf16, the sums stay fp32; needs AVX512_BF16"},
         {"selected-kernels", TRAIN, &Config::selected_kernels, "auto", "auto|tiles|gather", "of a GPU's selected branch; auto: by sequence length and by how many blocks neighbouring tokens choose together"},
         {"threads", EVERY_VERB, &Config::threads, "auto", 1, 1024, "CPU threads of this rank; auto: its share of the machine's cores"},
         {"dump-state", TRAIN, &Config::dump_state, "", nullptr, "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and end"},
@@ -349,7 +349,7 @@ static void validate_model(const Config& c, const char* where) {
 // Which engine, with which threads, and why; printed at the start of a run.
 struct Device {
     bool gpu = false;
-    bool cpu_bf16 = false;  // the CPU engine rounds the inputs of its GEMMs to bf16
+    bool cpu_bf16 = false;  // the CPU engine rounds the inputs of its matrix products to bf16
     int threads = 1;
     std::string reason;
 };

@@ -137,11 +137,12 @@ struct GemmRate {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-static void bench_attention(const Config& c) {
+static void bench_attention(const Config& c, bool bf16) {
     std::printf("useful FLOPs: 4 D a key and query head forward, 8 D backward; ns per key: time of a query over all heads, divided by its keys\n");
-    std::printf("%-6s %-11s %10s | %14s %12s %11s | %14s %12s %11s\n", "T", "branch", "keys/query", "fwd GFLOP/s", "of sgemm", "ns per key", "bwd GFLOP/s", "of sgemm", "ns per key");
+    std::printf("%-6s %-11s %10s | %14s %12s %11s | %14s %12s %11s\n", "T", "branch", "keys/query", "fwd GFLOP/s", "of GEMM", "ns per key", "bwd GFLOP/s", "of GEMM", "ns per key");
     GemmRate reference;
     Cpu<float> cpu;
+    cpu.gemm.bf16 = reference.gemm.bf16 = bf16;
     for (const int T : {2048, 4096, 8192, 16384, 32768}) {
         const NsaShape s = shape_of(c, 1, T);
         const size_t rows = s.query_rows(), keys = s.key_rows() * s.D;
@@ -156,11 +157,11 @@ static void bench_attention(const Config& c) {
                 cpu.attention_backward(branch, dq.data(), dk.data(), dv.data(), dout.data(), q.data(), k.data(), v.data(), dot.data(), lse.data(), selection.data(), s);
             };
             const std::vector<double> seconds = alternate(T <= 8192 ? 5 : 2, {[&] { reference.run(); }, forward_pass, backward_pass});
-            const double pairs = attention_pairs(branch, s), sgemm = GemmRate::rate(seconds[0]);
+            const double pairs = attention_pairs(branch, s), gemm = GemmRate::rate(seconds[0]);
             std::printf("%-6d %-11s %10.1f |", T, Timed<Cpu<float>>::branch_name(branch), pairs / double(rows));
             for (const int backward : {0, 1}) {
                 const double rate = (backward ? 8 : 4) * pairs * s.D / seconds[1 + backward];
-                std::printf(" %14.1f %11.0f%% %11.2f %s", rate * 1e-9, 100 * rate / sgemm, seconds[1 + backward] * 1e9 / pairs * s.H, backward ? "\n" : "|");
+                std::printf(" %14.1f %11.0f%% %11.2f %s", rate * 1e-9, 100 * rate / gemm, seconds[1 + backward] * 1e9 / pairs * s.H, backward ? "\n" : "|");
             }
             std::fflush(stdout);
         }
@@ -275,7 +276,7 @@ static int run(int argc, char** argv) {
         const Device device = choose_device(c, world);
         if (mode == "conditions") print_conditions();
         if (mode == "gemm") bench_gemm();
-        if (mode == "attention") bench_attention(c);
+        if (mode == "attention") bench_attention(c, device.cpu_bf16);
         if (mode == "step") bench_step(c, device.cpu_bf16, 3);
         if (mode == "rate") bench_rate(c, device.cpu_bf16, argv[2], std::atoi(argv[3]));
     }

@@ -50,7 +50,7 @@ for round in $(seq "$rounds"); do
         [ -z "$has_torch" ] || for model in nsa gpt2; do contend "$python" "$here/${model}_torch.py" --dtype $dtype; done
     done
     if [ -n "$llmc" ]; then
-        (cd "$llmc" && OMP_NUM_THREADS=$(nproc) timeout 60 ./train_gpt2 || true) | awk 'match($0, /took [0-9.]+ ms/) { print "rate llm.c-fp32", 256000 / substr($0, RSTART + 5, RLENGTH - 8) }' |
+        (cd "$llmc" && OMP_NUM_THREADS=$(nproc) timeout 120 stdbuf -oL ./train_gpt2 || true) | awk 'match($0, /took [0-9.]+ ms/) { print "rate llm.c-fp32", 256000 / substr($0, RSTART + 5, RLENGTH - 8) }' |
             contend awk 'NR > 1 && NR <= 6'  # its batch is 4 x 64 tokens
     fi
 done

@@ -238,6 +238,30 @@ TEST(op_to_bf16) {  // round to nearest, ties to even, over every float of a few
         CHECK((to_bf16(nan) & 0x7F80) == 0x7F80 && (to_bf16(nan) & 0x7F) != 0);
     }
 }
+TEST(op_operands_in_pairs) {  // of a product that sums over the columns of a matrix, or over its rows
+    Random random(6);
+    for (int rows : {1, 2, 5, 6})
+        for (int columns : {2, 14, 16, 32, 34, 64, 66, 130})
+            for (int gap : {0, 6}) {
+                const size_t ld = size_t(columns + gap);
+                Buffer<float> x(rows * ld, "matrix");
+                for (int r = 0; r < rows; r++) fill_normal(x + r * ld, size_t(columns), random);
+                CHECK(sum_over_columns<float>(nullptr, x.data(), ld, rows, columns) == x.data());
+                CHECK(sum_over_rows<float>(nullptr, x.data(), ld, rows, columns) == x.data());
+                Buffer<Bf16Pair> by_columns(size_t(rows) * ld / 2, "pairs of columns"), by_rows(size_t(rows + 1) / 2 * ld, "pairs of rows");
+                CHECK(sum_over_columns(by_columns.data(), x.data(), ld, rows, columns) == by_columns.data());
+                CHECK(sum_over_rows(by_rows.data(), x.data(), ld, rows, columns) == by_rows.data());
+                for (int r = 0; r < rows + rows % 2; r++)
+                    for (int c = 0; c < columns; c++) {
+                        const double expected = r < rows ? oracle::rounded_to_bf16(double(x[r * ld + c])) : 0;
+                        const Bf16Pair in_rows = by_rows[r / 2 * ld + c];
+                        CHECK_EQUAL(double(from_bf16(r % 2 ? in_rows.second : in_rows.first)), expected);
+                        if (r == rows) continue;
+                        const Bf16Pair in_columns = by_columns[r * (ld / 2) + c / 2];
+                        CHECK_EQUAL(double(from_bf16(c % 2 ? in_columns.second : in_columns.first)), expected);
+                    }
+            }
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Row operations against their oracles.
@@ -730,15 +754,16 @@ struct AttentionInputs {
 };
 
 template <class real>
-void check_selection(const uint32_t* found, const real* share, const real* q, const real* kc, const real* lse, const NsaShape& s);
+void check_selection(const uint32_t* found, const real* share, const real* q, const real* kc, const real* lse, const NsaShape& s, bool bf16 = false);
 
 // Forward of each branch, selection, combination; in training shapes the backward too, as one chain from the same inputs as the oracle's.
 template <class real>
-void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gates = false) {
+void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gates = false, bool bf16 = false) {
     using Num = oracle::Number<real>;
     const ShapeReport report{s, engine_name<real>()};
     Random random(90);
     Cpu<real> cpu;
+    cpu.gemm.bf16 = bf16;
     AttentionInputs<real> in(s, random, score_scale);
     if (extreme_gates)  // sigmoid(-87), and a gate that rounds to 1
         for (size_t i = 0; i < in.gate.size(); i += 3) in.gate[i] = i % 2 ? real(1) : real(std::exp(-87.0));
@@ -759,9 +784,9 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
         if (branch == CMP) {
             Buffer<real> share(size_t(s.B) * s.G * s.queries, "chosen_importance");
             cpu.select_blocks(selection, share, in.q, in.k[CMP], branch_lse, s);
-            check_selection<real>(selection, share, in.q, in.k[CMP], branch_lse, s);
+            check_selection<real>(selection, share, in.q, in.k[CMP], branch_lse, s, bf16);
         }
-        const oracle::Attended<real> expected = oracle::attention(branch, q, k[branch], v[branch], selection.data(), s);
+        const oracle::Attended<real> expected = oracle::attention(branch, q, k[branch], v[branch], selection.data(), s, bf16);
         CHECK_ARRAY(branch_out, expected.out, s.B, s.H, s.queries, s.D);
         CHECK_ARRAY(branch_lse, expected.lse, s.B, s.H, s.queries);
         std::copy_n(branch_out.data(), values, o + branch * values);
@@ -790,7 +815,7 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
         cpu.attention_backward(branch, dq, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows,
                                lse_gated + branch * rows, selection, s);
         const oracle::AttentionGradients<real> d = oracle::attention_backward(
-            branch, q, k[branch], v[branch], s.full ? nullptr : in.gate + branch * rows, in.dout.data(), selection.data(), s);
+            branch, q, k[branch], v[branch], s.full ? nullptr : in.gate + branch * rows, in.dout.data(), selection.data(), s, bf16);
         CHECK_ARRAY(dk, oracle::numbers(d.dk), s.B, s.G, oracle::key_rows(branch, s), s.D);
         CHECK_ARRAY(dv, oracle::numbers(d.dv), s.B, s.G, oracle::key_rows(branch, s), s.D);
         for (size_t i = 0; i < values; i++) dq_sums[i].add(d.dq[i]);
@@ -803,7 +828,7 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
 // Whether masks are what the rule gives: forced blocks, count, no block of the future, and no block left out that is more important than one taken
 // by more than the rounding of both. share: what select_blocks says about the share of the importance that fell on the taken.
 template <class real>
-void check_selection(const uint32_t* found, const real* share, const real* q, const real* kc, const real* lse, const NsaShape& s) {
+void check_selection(const uint32_t* found, const real* share, const real* q, const real* kc, const real* lse, const NsaShape& s, bool bf16) {
     const int words = oracle::selection_words(s), h = s.H / s.G, NC = oracle::blocks(s.T, s);
     for (int b = 0; b < s.B; b++)
         for (int g = 0; g < s.G; g++)
@@ -819,7 +844,7 @@ void check_selection(const uint32_t* found, const real* share, const real* q, co
                     continue;
                 }
                 const oracle::Numbers<real> importance =
-                    oracle::importance(q + row * s.D, lse + row, size_t(s.queries), kc + (size_t(b) * s.G + g) * NC * s.D, t, s);
+                    oracle::importance(q + row * s.D, lse + row, size_t(s.queries), kc + (size_t(b) * s.G + g) * NC * s.D, t, s, bf16);
                 oracle::Sum<real> taken, all;
                 double least = 1e300, most = -1e300;  // the least important block taken (at most), the most important left (at least)
                 for (int block = 0; block <= last; block++) {
@@ -843,11 +868,16 @@ TEST(op_attention_fp64) {
     for (const NsaShape& s : nsa_shapes())
         if (s.T <= 130) check_attention<double>(s);
 }
+TEST(op_attention_bf16) {
+    if (!HAVE_BF16) return skip("attention in bf16: this build's processor has no AVX512_BF16");
+    for (const NsaShape& s : nsa_shapes()) check_attention<float>(s, 1, false, true);
+}
 TEST(op_attention_full) {
     for (NsaShape s : {nsa_shape(2, 1, 1, 2, 16, 8, 4, 16, 3, 1), nsa_shape(1, 65, 2, 3, 16, 8, 4, 16, 3, 2),
                        nsa_shape(1, 200, 1, 2, 2, 8, 4, 16, 3, 2)}) {
         s.full = true;  // over all tokens, whatever the window
         check_attention<float>(s), check_attention<double>(s);
+        if (HAVE_BF16) check_attention<float>(s, 1, false, true);
     }
 }
 TEST(op_attention_large_logits_stay_finite) {

@@ -377,6 +377,15 @@ inline std::vector<int> visible(Branch branch, int t, const uint32_t* mask, cons
     return keys;
 }
 
+// What a product takes in an engine that rounds the inputs of products to bf16 (8 significant bits: by at most 2^-8 of the value): exactly known numbers are
+// rounded here as there, others may be rounded either way. In other engines the number itself.
+template <class real>
+Number<real> product_input(Number<real> x, bool bf16) {
+    if (!bf16) return x;
+    if (x.error == 0) return rounded_to_bf16(x.value);
+    return {x.value, x.error + 0x1p-8 * (std::fabs(x.value) + x.error)};
+}
+
 // softmax(q . k / sqrt(D)) v over the given rows of k and v. No key: out 0, lse +infinity.
 // The engine's softmax runs over tiles of keys and may rescale what it has summed at each: one product with one exponential, 5u.
 template <class real>
@@ -386,7 +395,7 @@ struct AttendedRow {
 };
 template <class real>
 AttendedRow<real> attend(const Number<real>* q, const Number<real>* k, const Number<real>* v, const std::vector<int>& keys, int tile,
-                         int D) {
+                         int D, bool bf16 = false) {
     using N = Number<real>;
     AttendedRow<real> row;
     row.out.resize(size_t(D));
@@ -394,10 +403,10 @@ AttendedRow<real> attend(const Number<real>* q, const Number<real>* k, const Num
     const N scale(1 / std::sqrt(double(D)), Number<real>::u / std::sqrt(double(D)));
     double largest = -std::numeric_limits<double>::infinity();
     Numbers<real> scaled;
-    for (int x = 0; x < D; x++) scaled.push_back(q[x] * scale);
+    for (int x = 0; x < D; x++) scaled.push_back(product_input(q[x] * scale, bf16));
     for (int key : keys) {
         Sum<real> dot;
-        for (int x = 0; x < D; x++) dot.add(scaled[size_t(x)] * k[size_t(key) * D + x]);
+        for (int x = 0; x < D; x++) dot.add(scaled[size_t(x)] * product_input(k[size_t(key) * D + x], bf16));
         row.score.push_back(dot);
         largest = std::max(largest, dot.value);
     }
@@ -408,7 +417,7 @@ AttendedRow<real> attend(const Number<real>* q, const Number<real>* k, const Num
         N p = exp(row.score[i] - N(largest));
         p.error += p.value * rescaling;
         total.add(p);
-        for (int x = 0; x < D; x++) sums[size_t(x)].add(p * v[size_t(keys[i]) * D + x]);
+        for (int x = 0; x < D; x++) sums[size_t(x)].add(product_input(p, bf16) * product_input(v[size_t(keys[i]) * D + x], bf16));
     }
     for (int x = 0; x < D; x++) row.out[size_t(x)] = N(sums[size_t(x)]) / N(total);
     row.lse = log(N(total)) + N(largest);
@@ -427,7 +436,7 @@ struct Attended {
 };
 template <class real>
 Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<real>& k, const Numbers<real>& v, const uint32_t* selection,
-                         const NsaShape& s) {
+                         const NsaShape& s, bool bf16 = false) {
     Attended<real> all;
     for (int b = 0; b < s.B; b++)
         for (int head = 0; head < s.H; head++)
@@ -437,7 +446,7 @@ Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<re
                 const uint32_t* mask = selection ? selection + ((size_t(b) * s.G + g) * s.queries + j) * selection_words(s) : nullptr;
                 const AttendedRow<real> row =
                     attend(&q[((size_t(b) * s.H + head) * s.queries + j) * s.D], k.data() + keys_at, v.data() + keys_at,
-                           visible(branch, s.first + j, mask, s), smallest_tile(branch, s), s.D);
+                           visible(branch, s.first + j, mask, s), smallest_tile(branch, s), s.D, bf16);
                 all.out.insert(all.out.end(), row.out.begin(), row.out.end());
                 all.lse.push_back(row.lse);
             }
@@ -453,7 +462,7 @@ struct AttentionGradients {
 };
 template <class real>
 AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& q, const Numbers<real>& k, const Numbers<real>& v,
-                                            const real* gate, const real* dout, const uint32_t* selection, const NsaShape& s) {
+                                            const real* gate, const real* dout, const uint32_t* selection, const NsaShape& s, bool bf16 = false) {
     using N = Number<real>;
     AttentionGradients<real> d;
     d.dq.resize(q.size()), d.dk.resize(k.size()), d.dv.resize(v.size());
@@ -466,7 +475,7 @@ AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& 
                 const uint32_t* mask = selection ? selection + ((size_t(b) * s.G + g) * s.queries + j) * selection_words(s) : nullptr;
                 const std::vector<int> keys = visible(branch, s.first + j, mask, s);
                 const AttendedRow<real> row =
-                    attend(&q[row_at * s.D], k.data() + keys_at, v.data() + keys_at, keys, smallest_tile(branch, s), s.D);
+                    attend(&q[row_at * s.D], k.data() + keys_at, v.data() + keys_at, keys, smallest_tile(branch, s), s.D, bf16);
                 const real* dO = dout + ((size_t(b) * s.queries + j) * s.H + head) * s.D;
                 Sum<real> r;
                 for (int x = 0; x < s.D; x++) r.add(N(dO[x]) * row.out[size_t(x)]);
@@ -478,12 +487,12 @@ AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& 
                     const size_t key_at = keys_at + size_t(keys[i]) * s.D;
                     const N p = exp(row.score[i] - lse_gated);
                     Sum<real> dp;
-                    for (int x = 0; x < s.D; x++) dp.add(N(dO[x]) * v[key_at + x]);
+                    for (int x = 0; x < s.D; x++) dp.add(product_input(N(dO[x]), bf16) * product_input(v[key_at + x], bf16));
                     const N ds = p * (N(dp) - N(r));
                     for (int x = 0; x < s.D; x++) {
-                        d.dq[row_at * s.D + x].add(ds * k[key_at + x] * scale);
-                        d.dk[key_at + x].add(ds * q[row_at * s.D + x] * scale);
-                        d.dv[key_at + x].add(p * N(dO[x]));
+                        d.dq[row_at * s.D + x].add(product_input(ds, bf16) * product_input(k[key_at + x], bf16) * scale);
+                        d.dk[key_at + x].add(product_input(ds, bf16) * product_input(q[row_at * s.D + x] * scale, bf16));
+                        d.dv[key_at + x].add(product_input(p, bf16) * product_input(N(dO[x]), bf16));
                     }
                 }
             }
@@ -496,14 +505,14 @@ AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& 
 // p_slc[t, block] = sum over the group's heads a, over compressed blocks i, of p[a, t, i] * (tokens that block i and the block share) / d, for blocks
 // 0 .. t/l'. q, lse: the rows of the group's heads at t, one after the other by `stride` tokens; kc: this (sequence, group)'s.
 template <class real>
-Numbers<real> importance(const real* q, const real* lse, size_t stride, const real* kc, int t, const NsaShape& s) {
+Numbers<real> importance(const real* q, const real* lse, size_t stride, const real* kc, int t, const NsaShape& s, bool bf16 = false) {
     using N = Number<real>;
     const N scale(1 / std::sqrt(double(s.D)), N::u / std::sqrt(double(s.D)));
     std::vector<Sum<real>> sums(size_t(t / s.slc_block + 1));
     for (int head = 0; head < s.H / s.G; head++)
         for (int i = 0; i * s.d + s.l - 1 <= t; i++) {
             Sum<real> dot;
-            for (int x = 0; x < s.D; x++) dot.add(N(q[head * stride * s.D + x]) * scale * N(kc[size_t(i) * s.D + x]));
+            for (int x = 0; x < s.D; x++) dot.add(product_input(N(q[head * stride * s.D + x]) * scale, bf16) * product_input(N(kc[size_t(i) * s.D + x]), bf16));
             const N p = exp(N(dot) - N(lse[head * stride]));
             std::vector<int> shared(sums.size());
             for (int token = i * s.d; token < i * s.d + s.l; token++) shared[size_t(token / s.slc_block)]++;
