@@ -33,6 +33,9 @@ clean:
 
 else
 
+comma := ,
+empty :=
+space := $(empty) $(empty)
 links = $(shell echo '$(1)' > /dev/null; mkdir -p $(BUILD); printf '$(1)\nint main() { return 0; }\n' | $(CXX) -x c++ - $(2) -o $(BUILD)/probe 2>/dev/null && echo yes)
 mark = $(if $(1),✓,✗)
 
@@ -51,8 +54,11 @@ ifdef WERROR
   FLAGS += -Werror
 endif
 ifdef SAN
-  FLAGS += -g -fno-omit-frame-pointer -fsanitize=$(SAN)
-  LIBS += -fsanitize=$(SAN)
+  # One flag for each: nvcc takes the commas of a list as its own. The first report ends the program, so that no test passes over it.
+  SAN_FLAGS := $(addprefix -fsanitize=,$(subst $(comma),$(space),$(SAN))) -fno-sanitize-recover=all
+  # GCC's maybe-uninitialized counts what the sanitizers add to <regex>.
+  FLAGS += -g -fno-omit-frame-pointer -Wno-maybe-uninitialized $(SAN_FLAGS)
+  LIBS += $(SAN_FLAGS)
 endif
 
 ifndef NO_OMP
@@ -90,9 +96,6 @@ endif
 ifndef NO_CUDA
   HAVE_NVCC := $(shell command -v $(NVCC) >/dev/null 2>&1 && echo yes)
 endif
-comma := ,
-empty :=
-space := $(empty) $(empty)
 ifeq ($(HAVE_NVCC),yes)
   ifdef GPU_COMPUTE_CAPABILITY
     ARCH := -arch=sm_$(GPU_COMPUTE_CAPABILITY)
@@ -120,9 +123,9 @@ ifeq ($(HAVE_NVCC),yes)
   endif
   # The rest of the flags goes to the host compiler as it is. Diagnostic 1675: GCC's unroll pragma, which nvcc's front end passes on;
   # parentheses: in the C++ that nvcc writes for the host compiler.
-  HOST_FLAGS := $(filter-out -std=% -O1 -O3 -D% -I%,$(FLAGS)) -Wno-parentheses
-  COMPILE = $(NVCC) -x cu -std=c++17 -O3 $(ARCH) -ccbin $(CXX) -diag-suppress 1675 $(if $(WERROR),-Werror all-warnings) $(filter -D% -I%,$(FLAGS)) -Xcompiler $(subst $(space),$(comma),$(strip $(HOST_FLAGS)))
-  LINK_LIBS = $(filter-out -fsanitize=%,$(LIBS)) $(if $(SAN),-Xcompiler -fsanitize=$(SAN))
+  HOST_FLAGS := $(filter-out -std=% -O% -D% -I%,$(FLAGS)) -Wno-parentheses
+  COMPILE = $(NVCC) -x cu $(filter -std=% -O%,$(FLAGS)) $(ARCH) -ccbin $(CXX) -diag-suppress 1675 $(if $(WERROR),-Werror all-warnings) $(filter -D% -I%,$(FLAGS)) -Xcompiler $(subst $(space),$(comma),$(strip $(HOST_FLAGS)))
+  LINK_LIBS = $(filter-out $(SAN_FLAGS),$(LIBS)) $(addprefix -Xcompiler ,$(SAN_FLAGS))
   COMPILER := nvcc $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p') over $(CXX)
 else
   COMPILE = $(CXX) -x c++ $(FLAGS)
@@ -149,6 +152,7 @@ info:
 # Kernels run without a GPU in dev/cuda_on_cpu.h, which is compiled by the host compiler whether or not nvcc is there.
 include dev/emulator.mk
 include dev/crash_test/crash_test.mk
+$(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS): $(BUILD)/command
 test: test_nsa train_nsa $(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS)
 	@dev/run_tests.sh ./test_nsa $(CRASH_TESTS) $(EMULATOR_TESTS) $(if $(HAVE_NVCC),dev/kernel_report.sh)
 goldens: train_nsa

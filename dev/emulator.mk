@@ -28,7 +28,7 @@ test_emulator_mpi: $(BUILD)/emulator_tests_mpi
 
 $(EMULATOR_PLAIN_PROGRAMS): $(BUILD)/%: dev/test/%.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(BUILD)
-	$(CXX) $(EMULATOR_FLAGS) -O2 -pthread $< -o $@
+	$(CXX) $(EMULATOR_FLAGS) -O2 -pthread $(SAN_FLAGS) $< -o $@
 $(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/%.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(BUILD)
 	$(CXX) $(EMULATOR_FLAGS) $(EMULATOR_CHECK) -c $< -o $@.o

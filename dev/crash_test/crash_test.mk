@@ -7,7 +7,7 @@ CRASH_TESTS = '$(BUILD)/crash_test --shim $(BUILD)/faults.so'
 crash_test: train_nsa $(CRASH_PROGRAMS)
 $(BUILD)/crash_test: dev/crash_test/crash_test.cpp data/checkpoint.h data/safetensors.h data/json.h data/util.h
 	@mkdir -p $(BUILD)
-	$(CXX) -std=c++17 -O1 -Wall -Wextra $(if $(WERROR),-Werror) -pthread $< -o $@
+	$(CXX) -std=c++17 -O1 -Wall -Wextra $(if $(WERROR),-Werror) -pthread $(SAN_FLAGS) $< -o $@
 $(BUILD)/faults.so: dev/crash_test/faults.c
 	@mkdir -p $(BUILD)
 	$(CC) -shared -fPIC -O1 -Wall -Wextra $(if $(WERROR),-Werror) -pthread $< -o $@ -ldl

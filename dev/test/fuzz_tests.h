@@ -121,8 +121,7 @@ TEST(safetensors_at_odd_places_are_read_once) {
 TEST(hostile_lengths_allocate_nothing) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
     skip("hostile_lengths_allocate_nothing: the sanitizer's shadow memory does not fit under a limit of the address space; dev/fuzz counts allocations instead");
-    return;
-#endif
+#else
     using fuzz_tests::with_little_memory;
     CHECK_EQUAL(with_little_memory([] { std::string big(size_t(1) << 30, 'x'); }), 2);  // the limit works
     TempFolder folder;
@@ -150,6 +149,7 @@ TEST(hostile_lengths_allocate_nothing) {
     CHECK_EQUAL(with_little_memory([&] { Tokenizer::gpt2(folder.path); }), 0);
     write_file(folder.file("manifest.json"), manifest_text(7, {{"model.safetensors", uint64_t(INT64_MAX), 0}}, "{}"));
     CHECK_EQUAL(with_little_memory([&] { verify_checkpoint(folder.path); }), 0);
+#endif
 }
 
 TEST(names_in_a_manifest_stay_in_its_folder) {
