@@ -656,6 +656,11 @@ struct Cpu {
     template <class T>
     void copy(T* out, const T* in, size_t count) { std::memcpy(out, in, count * sizeof(T)); }
 
+    // Work that repeats, which a GPU can record and replay (see Cuda::run); here it runs.
+    struct Sequence {};
+    template <class Work>
+    void run(Sequence&, Work work) { work(); }
+
     // ----- embedding.  x = embed[token].  tokens [N], embed [V, C], x [N, C]
     void embedding_forward(real* x, const int32_t* tokens, const real* embed, int N, int C) {
 #pragma omp parallel for schedule(static)
@@ -790,6 +795,7 @@ struct Cpu {
     }
     // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. All arrays [count]. An engine with a master copy updates
     // that, and rounds it to param; here master is unused.
+    void set_step(const HyperAdamW&) {}  // of an update that may be replayed
     void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
         (void)master;
         double clip = 1;

@@ -2135,10 +2135,17 @@ __global__ void add_arrays_kernel(float* x, const float* y, size_t count) {
 inline unsigned grid_of(size_t count) { return unsigned(std::min<size_t>(1024, (count + 255) / 256)); }
 
 struct AdamWConstants {
-    float beta1, beta2, eps, grad_scale, step_size, keep, v_correction;
-    uint64_t seed, stream, counter;
+    float beta1, beta2, eps, grad_scale;
+    double decay;
+    uint64_t seed, counter;
     const double* squares;  // of the whole gradient, or null; see HyperAdamW
     double grad_clip;
+};
+// What changes from step to step, in device memory: so the launches of an update are the same every time.
+struct AdamWStep {
+    double lr;
+    float step_size, v_correction;
+    uint64_t stream;  // random, of the rounding
 };
 // The parameter that belongs to its fp32 master. In bf16 it is rounded upwards in magnitude with the probability that keeps the mean: 16 random bits are added
 // to the 16 that go.
@@ -2152,7 +2159,7 @@ __device__ inline cuda_real parameter(float master, uint64_t seed, uint64_t stre
     return __ushort_as_bfloat16((unsigned short)((bits + (finite ? random & 0xffffu : 0)) >> 16));
 #endif
 }
-__global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad, size_t count, AdamWConstants h) {
+__global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad, size_t count, AdamWConstants h, const AdamWStep* step) {
     const size_t i = thread_index();
     if (i >= count) return;
     float scale = h.grad_scale;
@@ -2163,9 +2170,9 @@ __global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v
     }
     const float g = grad[i] * scale;
     const float m_new = h.beta1 * m[i] + (1 - h.beta1) * g, v_new = h.beta2 * v[i] + (1 - h.beta2) * g * g;
-    const float updated = master[i] * h.keep - h.step_size * m_new / (sqrtf(v_new) * h.v_correction + h.eps);
+    const float updated = master[i] * float(1 - step->lr * h.decay) - step->step_size * m_new / (sqrtf(v_new) * step->v_correction + h.eps);
     m[i] = m_new, v[i] = v_new, master[i] = updated;
-    param[i] = parameter(updated, h.seed, h.stream, h.counter + i);
+    param[i] = parameter(updated, h.seed, step->stream, h.counter + i);
 }
 __global__ void round_master_kernel(cuda_real* param, const float* master, size_t count, uint64_t seed, uint64_t stream, uint64_t counter) {
     const size_t i = thread_index();
@@ -2380,6 +2387,7 @@ struct Cuda {
     bool poison = false;                          // tests: fresh memory holds NaN, so that a read before the first write shows
     bool level0 = std::is_same<real, float>::value;  // attention by the scalar kernels of dev/ladder; fp32 has no others
     SelectedKernel selected_kernel = SelectedKernel::AUTO;
+    bool use_graphs = false;                      // --cuda-graph, see run()
 
     explicit Cuda(int device_index = 0, size_t workspace = WORKSPACE) : device(device_index), workspace_bytes(workspace) {
         CUDA_CHECK(cudaSetDevice(device));
@@ -2409,6 +2417,7 @@ struct Cuda {
         result = allocate<double>(kernels::PARTS);
         selected_choice = allocate<SelectedChoice>(1);
         zero(selected_choice, 1);
+        adamw_step = allocate<kernels::AdamWStep>(1);
     }
     Cuda(const Cuda&) = delete;
     Cuda& operator=(const Cuda&) = delete;
@@ -2418,7 +2427,8 @@ struct Cuda {
         for (Scratch& s : scratches) release(s.data);
         for (Pinned& slot : uploads) slot.destroy();
         for (Pinned& slot : downloads) slot.destroy();
-        release(cublas_workspace), release(result), release(selected_choice), release(rope_table);
+        for (Pinned& slot : step_uploads) slot.destroy();
+        release(cublas_workspace), release(result), release(selected_choice), release(adamw_step), release(rope_table);
         cublasLtMatmulPreferenceDestroy(preference);
         cublasLtDestroy(cublas);
         cudaStreamDestroy(stream);
@@ -2461,14 +2471,10 @@ struct Cuda {
         CUDA_CHECK(cudaStreamSynchronize(stream));
     }
     // Tokens to the GPU without waiting for it; the caller may reuse its memory at once. Runs ahead of the GPU by two micro-steps at most.
-    void upload(int32_t* out, const int32_t* in, size_t count) {
-        Pinned& slot = uploads[uploaded++ % 4];
-        std::memcpy(slot.prepare(count * sizeof(int32_t)), in, count * sizeof(int32_t));
-        CUDA_CHECK(cudaMemcpyAsync(out, slot.data, count * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
-        CUDA_CHECK(cudaEventRecord(slot.passed, stream));
-    }
+    void upload(int32_t* out, const int32_t* in, size_t count) { upload_through(uploads[uploaded++ % 4], out, in, count * sizeof(int32_t)); }
     // Numbers to the host, to be received later, in order; two may be under way.
     void send(const double* numbers, size_t count) {
+        refuse_in_recording("Cuda::send");
         if (sent - received == 2) fail("Cuda::send: two results are waiting to be received already");
         Pinned& slot = downloads[sent++ % 2];
         slot.prepare(count * sizeof(double)), slot.count = count;
@@ -2501,6 +2507,35 @@ struct Cuda {
             for (size_t i = 0; i < count; i++) values[i] = T(in[i]);
             copy(out, values.data(), count);
         }
+    }
+
+    // ----- work that repeats. A sequence of launches that is the same every time, down to the arguments. With use_graphs, run() launches it as it is the first time,
+    // when scratch memory grows, tables are made and algorithms are chosen; the second time it is recorded as a CUDA graph; from then on one call gives all of it to the
+    // GPU. What differs from time to time has to lie in the GPU's memory, and to be sent there before. A sequence dies before the memory that it works on.
+    struct Sequence {
+        cudaGraphExec_t graph = nullptr;
+        int64_t memory = -1;  // the engine's memory_version when it was last launched as it is
+
+        Sequence() = default;
+        Sequence(const Sequence&) = delete;
+        Sequence& operator=(const Sequence&) = delete;
+        ~Sequence() { forget(); }
+        void forget() {
+            if (graph) cudaGraphExecDestroy(graph);
+            graph = nullptr;
+        }
+    };
+    template <class Work>
+    void run(Sequence& s, Work work) {
+        if (!use_graphs) return work();
+        if (s.memory != memory_version) {  // never launched, or memory that a graph would name has been replaced since
+            s.forget();
+            work();
+            s.memory = memory_version;
+            return;
+        }
+        if (!s.graph) record(s, work);
+        CUDA_CHECK(cudaGraphLaunch(s.graph, stream));
     }
 
     // ----- embedding.  x = embed[token].  tokens [N], embed [V, C], x [N, C]
@@ -2589,10 +2624,17 @@ struct Cuda {
     // in bf16 stochastically, by the random stream (RANDOM_ROUNDING, step) at h.offset + i, since the nearest bf16 would lose most updates.
     void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
         if (count == 0) return;
-        const kernels::AdamWConstants constants = {float(h.beta1), float(h.beta2), float(h.eps), float(h.grad_scale), float(h.lr / (1 - std::pow(h.beta1, double(h.step)))),
-                                                   float(1 - h.lr * h.decay), float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))), h.seed,
-                                                   random_stream(RANDOM_ROUNDING, uint64_t(h.step)), h.offset, h.squares, h.grad_clip};
-        launch<kernels::adamw_kernel>(kernels::blocks(count, 256), 256, 0, stream, param, master, m, v, grad, count, constants);
+        set_step(h);
+        const kernels::AdamWConstants constants = {float(h.beta1), float(h.beta2), float(h.eps), float(h.grad_scale), h.decay, h.seed, h.offset, h.squares, h.grad_clip};
+        launch<kernels::adamw_kernel>(kernels::blocks(count, 256), 256, 0, stream, param, master, m, v, grad, count, constants, (const kernels::AdamWStep*)adamw_step);
+    }
+    // Sends what adamw() needs of this step (h.lr, h.step) to the GPU, unless it is there. To be called before an update that may be replayed.
+    void set_step(const HyperAdamW& h) {
+        const kernels::AdamWStep now = {h.lr, float(h.lr / (1 - std::pow(h.beta1, double(h.step)))), float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))),
+                                        random_stream(RANDOM_ROUNDING, uint64_t(h.step))};
+        if (now.lr == sent_step.lr && now.step_size == sent_step.step_size && now.v_correction == sent_step.v_correction && now.stream == sent_step.stream) return;
+        upload_through(step_uploads[steps_sent++ % 2], adamw_step, &now, sizeof now);
+        sent_step = now;
     }
     // The parameters as adamw left them after this step, from the master copy alone: so that a resumed run goes on with the same bits. Arguments as in HyperAdamW.
     void round_master(real* param, const Master* master, size_t count, uint64_t seed, int64_t step, size_t offset) {
@@ -2771,8 +2813,47 @@ struct Cuda {
             if (data) cudaFreeHost(data);
         }
     };
-    Pinned uploads[4], downloads[2];  // two micro-steps of tokens and targets; two steps' results
-    size_t uploaded = 0, sent = 0, received = 0;
+    Pinned uploads[4], step_uploads[2], downloads[2];  // two micro-steps of tokens and targets; two steps' numbers, and results
+    size_t uploaded = 0, steps_sent = 0, sent = 0, received = 0;
+    void upload_through(Pinned& slot, void* out, const void* in, size_t bytes) {
+        refuse_in_recording("an upload");
+        std::memcpy(slot.prepare(bytes), in, bytes);
+        CUDA_CHECK(cudaMemcpyAsync(out, slot.data, bytes, cudaMemcpyHostToDevice, stream));
+        CUDA_CHECK(cudaEventRecord(slot.passed, stream));
+    }
+    kernels::AdamWStep* adamw_step = nullptr;  // on the GPU
+    kernels::AdamWStep sent_step = {-1, 0, 0, 0};  // what was sent there last; no learning rate is negative
+
+    // Recording. Within it nothing runs; CUDA itself refuses what allocates or waits, which would not happen again at the replay. What would repeat an old slot of pinned
+    // memory is refused here.
+    bool recording = false;
+    int64_t memory_version = 0;  // counts the replacements of memory whose address launches hold: scratch memory, RoPE's table
+    void refuse_in_recording(const char* what) const {
+        if (recording) fail("%s is no part of a sequence that repeats: every replay would copy the same numbers again", what);
+    }
+    template <class Work>
+    void record(Sequence& s, Work work) {
+        cudaGraph_t graph = nullptr;
+        std::string error;
+        CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));  // other threads, such as NCCL's, go on
+        recording = true;
+        try {
+            work();
+        } catch (const Error& e) {
+            error = e.what();
+        }
+        recording = false;
+        const cudaError_t ended = cudaStreamEndCapture(stream, &graph);
+        if (error.empty() && ended != cudaSuccess) error = format_text("%s, %s", cudaGetErrorName(ended), cudaGetErrorString(ended));
+        if (!error.empty()) {
+            cudaGetLastError();  // it is told here, not by the next launch
+            if (graph) cudaGraphDestroy(graph);
+            fail("a part of the training step cannot be recorded as a CUDA graph: leave --cuda-graph out, and please report this line: %s", error.c_str());
+        }
+        const cudaError_t made = cudaGraphInstantiate(&s.graph, graph, 0);
+        cudaGraphDestroy(graph);
+        CUDA_CHECK(made);
+    }
 
     // Rows of `width` elements that begin at these arrays can be read 16 bytes at a time.
     template <class... T>
@@ -2796,6 +2877,7 @@ struct Cuda {
         Scratch& s = scratches[slot];
         if (count * sizeof(T) > s.bytes) {
             CUDA_CHECK(cudaStreamSynchronize(stream));
+            memory_version++;
             release(s.data), s = Scratch();
             s.data = allocate<char>(count * sizeof(T)), s.bytes = count * sizeof(T);
         }
@@ -2827,6 +2909,7 @@ struct Cuda {
                     table.push_back(float(sine ? std::sin(angle) : std::cos(angle)));
                 }
             CUDA_CHECK(cudaStreamSynchronize(stream));
+            memory_version++;
             release(rope_table);
             rope_table = allocate<float>(table.size());
             copy(rope_table, (const float*)table.data(), table.size());

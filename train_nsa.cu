@@ -13,6 +13,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <dirent.h>
@@ -55,7 +56,7 @@ struct Config {
     double lr = 0, lr_final = 0, weight_decay = 0, beta1 = 0, beta2 = 0, adam_eps = 0, grad_clip = 0;
     std::string schedule;
     // the run
-    int64_t eval_every = 0, eval_batches = 0, stats_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0, keep = 0, keep_every = 0, threads = 0;
+    int64_t eval_every = 0, eval_batches = 0, stats_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0, keep = 0, keep_every = 0, cuda_graph = 0, threads = 0;
     double stall_timeout = 0;
     std::string out, device, cpu_dtype, selected_kernels, dump_state;
     bool resume = false, help = false;
@@ -155,6 +156,7 @@ static const std::vector<Option>& option_table() {
         {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB, &Config::device, "auto", "auto|cpu|cuda", "auto: a GPU if there is one"},
         {"cpu-dtype", TRAIN | SAMPLE | EVAL, &Config::cpu_dtype, "fp32", "fp32|bf16", "of the CPU engine; bf16: the inputs of its matrix products are rounded to bf16, the sums stay fp32; needs AVX512_BF16"},
         {"selected-kernels", TRAIN, &Config::selected_kernels, "auto", "auto|tiles|gather", "of a GPU's selected branch; auto: by sequence length and by how many blocks neighbouring tokens choose together"},
+        {"cuda-graph", TRAIN, &Config::cuda_graph, "0", 0, 1, "1: a GPU's training step is recorded as CUDA graphs and replayed by a few calls instead of a launch per kernel; same results; whether it pays is not measured"},
         {"threads", EVERY_VERB, &Config::threads, "auto", 1, 1024, "CPU threads of this rank; auto: its share of the machine's cores"},
         {"dump-state", TRAIN, &Config::dump_state, "", nullptr, "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and end"},
         // the other verbs
@@ -380,6 +382,7 @@ static Device choose_device(const Config& c, const World& world) {
     d.reason = c.device != "auto" ? "--device " + c.device : d.gpu ? "there is a GPU" : none;
     if (c.cpu_dtype == "bf16" && d.gpu) fail_usage("--cpu-dtype bf16 is for the CPU engine and this run is on a GPU; leave it out or add --device cpu");
     if (c.selected_kernels != "auto" && !d.gpu) fail_usage("--selected-kernels %s is for GPUs and this run is on the CPU (%s); leave it out", c.selected_kernels.c_str(), none.c_str());
+    if (c.cuda_graph && !d.gpu) fail_usage("--cuda-graph %lld is for GPUs and this run is on the CPU (%s); leave it out", (long long)c.cuda_graph, none.c_str());
     d.cpu_bf16 = c.cpu_dtype == "bf16" && HAVE_BF16;
     if (c.cpu_dtype == "bf16" && !HAVE_BF16) d.reason += "; fp32, because --cpu-dtype bf16 needs AVX512_BF16, which the processor of this build does not have";
     return d;
@@ -593,6 +596,7 @@ struct Model {
     std::vector<Grad*> partial;  // --deterministic: gradients of subtrees, see sum_in_tree
     Weights<real> w;
     Weights<Grad> dw;
+    typename Dev::Sequence update_sequence;
     Watchdog* watchdog = nullptr;
     int64_t step = 0;            // the running one, for the watchdog
 
@@ -712,6 +716,13 @@ struct Activations {
     real *dkv, *dcompressed;
     Stat *row_dot, *lse_gated;              // (3, B, H, T)
     bool collect_statistics = false;
+    // The kinds of micro-steps (see micro_step()) that were made with these activations. Each is a sequence of launches that does not change.
+    struct MicroStep {
+        const void* grads;
+        bool last, with_backward, statistics;
+        bool operator<(const MicroStep& o) const { return std::tie(grads, last, with_backward, statistics) < std::tie(o.grads, o.last, o.with_backward, o.statistics); }
+    };
+    std::map<MicroStep, typename Dev::Sequence> micro_steps;
 
     struct Entry {
         std::string name;
@@ -839,28 +850,32 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     dev.matmul_forward(x_next, y.act, w.mlp_fc2, y.x_mid, N, M, C);  // x += fc2(silu(fc1))
 }
 
-// Forward through all layers for positions first .. first+queries-1 of B sequences, whose tokens [B, queries] are on the host. Training and
+// Forward through all layers for positions first .. first+queries-1 of B sequences, whose tokens [B, queries] are in a.tokens. Training and
 // evaluation take all T at once; decoding takes a prompt, then one position at a time, and finds the earlier keys and values in place.
 // Leaves the normed residual stream of those positions in a.normed.
 template <class Dev>
-void forward(const Model<Dev>& model, Activations<Dev>& a, const int32_t* tokens, int first, int queries) {
+void forward(const Model<Dev>& model, Activations<Dev>& a, int first, int queries) {
     Dev& dev = model.dev;
     NsaShape s = a.shape;
     s.first = first, s.queries = queries;
     const int N = s.B * queries, C = int(a.C);
-    dev.upload(a.tokens, tokens, size_t(N));
     dev.embedding_forward(a.layer[0].x, a.tokens, model.w.embed, N, C);
     for (size_t i = 0; i < a.layer.size(); i++) forward_layer(model, a, i, s);
     dev.rmsnorm_forward(a.normed, a.rstd, a.x_out, model.w.norm, N, C);
 }
+// The same for tokens on the host.
+template <class Dev>
+void forward(const Model<Dev>& model, Activations<Dev>& a, const int32_t* tokens, int first, int queries) {
+    model.dev.upload(a.tokens, tokens, size_t(a.shape.B) * size_t(queries));
+    forward(model, a, first, queries);
+}
 
-// Cross-entropy of the tied head after a forward pass over all T, in chunks of rows, so that the logits never exist as a whole:
+// Cross-entropy of the tied head after a forward pass over all T, whose targets are in a.targets, in chunks of rows, so that the logits never exist as a whole:
 // a.losses [N]. With want_gradient, every loss counts dloss in the gradient: a.dnormed = and dembed +=. logits_out, where given: [N, V].
 template <class Dev>
-void classify_rows(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, double dloss, bool want_gradient, std::vector<float>* logits_out = nullptr) {
+void classify_rows(Model<Dev>& model, Activations<Dev>& a, double dloss, bool want_gradient, std::vector<float>* logits_out = nullptr) {
     Dev& dev = model.dev;
     const int64_t N = int64_t(a.shape.B) * a.shape.T, C = a.C;
-    dev.upload(a.targets, targets, size_t(N));
     if (logits_out) logits_out->resize(size_t(N * a.V));
     for (int64_t row = 0; row < N; row += a.logit_rows) {
         const int rows = int(std::min(a.logit_rows, N - row));
@@ -874,10 +889,11 @@ void classify_rows(Model<Dev>& model, Activations<Dev>& a, const int32_t* target
         dev.matmul_backward_weight(model.dw.embed, a.logits, a.normed + row * C, rows, int(C), int(a.Vp));
     }
 }
-// The same, and waits for the sum of the N losses.
+// The same for targets on the host, and waits for the sum of the N losses.
 template <class Dev>
 double classify(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, double dloss, bool want_gradient, std::vector<float>* logits_out = nullptr) {
-    classify_rows(model, a, targets, dloss, want_gradient, logits_out);
+    model.dev.upload(a.targets, targets, size_t(a.shape.B) * size_t(a.shape.T));
+    classify_rows(model, a, dloss, want_gradient, logits_out);
     std::vector<typename Dev::Stat> losses(size_t(a.shape.B) * a.shape.T);
     model.dev.copy(losses.data(), a.losses, losses.size());
     double sum = 0;
@@ -980,15 +996,19 @@ void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = null
 template <class Dev>
 void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = nullptr) {
     const Config& c = model.config;
-    for (const Piece& p : model.owned)
-        for (const TensorSpec& t : model.table.specs) {
-            const auto [first, last] = model.overlap(t, t.padded, p);
-            if (first >= last) continue;
-            HyperAdamW h{lr, c.beta1, c.beta2, c.adam_eps, t.decay ? c.weight_decay : 0.0, step, 1.0, uint64_t(c.seed), first};
-            h.squares = model.results + 1, h.grad_clip = c.grad_clip;
-            const size_t local = p.local + (first - p.begin);
-            model.dev.adamw(model.params + first, model.master_at(p, first), model.m + local, model.v + local, model.grads + first, last - first, h);
-        }
+    HyperAdamW h{lr, c.beta1, c.beta2, c.adam_eps, 0.0, step, 1.0, uint64_t(c.seed), 0};
+    h.squares = model.results + 1, h.grad_clip = c.grad_clip;
+    model.dev.set_step(h);
+    model.dev.run(model.update_sequence, [&] {
+        for (const Piece& p : model.owned)
+            for (const TensorSpec& t : model.table.specs) {
+                const auto [first, last] = model.overlap(t, t.padded, p);
+                if (first >= last) continue;
+                h.decay = t.decay ? c.weight_decay : 0.0, h.offset = first;
+                const size_t local = p.local + (first - p.begin);
+                model.dev.adamw(model.params + first, model.master_at(p, first), model.m + local, model.v + local, model.grads + first, last - first, h);
+            }
+    });
     if (model.sharded && reducer) reducer->gather(model.params);
 }
 
@@ -1388,7 +1408,8 @@ EvalResult evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, 
     for (int64_t first = 0; first < samples; first += int64_t(B) * world.size) {
         loader.next_batch(inputs.data(), targets.data(), B, answer.data());
         forward(model, a, inputs.data(), 0, T);
-        classify_rows(model, a, targets.data(), 0, false);
+        model.dev.upload(a.targets, targets.data(), targets.size());
+        classify_rows(model, a, 0, false);
         model.dev.copy(losses.data(), a.losses, losses.size());
         for (int64_t b = 0; b < B && first + world.rank + b * world.size < samples; b++) {
             double* sums = &of_sample[size_t(first + world.rank + b * world.size) * COUNT];
@@ -1557,6 +1578,23 @@ static void require_same_model(const Config& c, const std::string& checkpoint) {
     }
 }
 
+// One micro-step: adds its losses to model.results and its gradients to model.dw. Only tokens and targets [B, T] differ from one to the next; they go to the engine
+// beforehand, so that the rest can be replayed. with_backward: false leaves the backward pass to the caller. last: of its step, whose losses are then complete.
+template <class Dev>
+void micro_step(Model<Dev>& model, Activations<Dev>& a, const int32_t* inputs, const int32_t* targets, bool last, bool with_backward) {
+    Dev& dev = model.dev;
+    const size_t tokens = size_t(a.shape.B) * size_t(a.shape.T);
+    dev.upload(a.tokens, inputs, tokens), dev.upload(a.targets, targets, tokens);
+    model.progress("forward");
+    dev.run(a.micro_steps[{model.dw.embed, last, with_backward, a.collect_statistics}], [&] {
+        forward(model, a, 0, a.shape.T);
+        classify_rows(model, a, 1 / double(model.config.total_batch), true);  // so that the sum over everything is the mean
+        dev.add_sum(model.results, a.losses, tokens);
+        if (last) dev.set_guard(model.grads + model.table.total, model.results);
+        if (with_backward) backward(model, a);
+    });
+}
+
 // One sample after the other, forward and backward, and their gradients added in a tree that depends on nothing but the number of samples: those of
 // first, first + stride, ... (`count` of them) are the sum of every second one's, plus the sum of the others'. With a power of two of ranks the samples of a rank
 // are such a set, and Reducer adds the ranks' sums as the tree goes on: the same bits for any of these numbers of ranks.
@@ -1568,11 +1606,8 @@ void sum_in_tree(Model<Dev>& model, Activations<Dev>& a, const std::vector<int32
         const size_t at = first * size_t(a.shape.T), tokens = size_t(a.shape.T);
         model.dw = model.table.point_into(sum, model.config);
         model.dev.zero(sum, model.partition.elements);
-        forward(model, a, inputs.data() + at, 0, a.shape.T);
-        classify_rows(model, a, targets.data() + at, 1 / double(model.config.total_batch), true);
-        model.dev.add_sum(model.results, a.losses, tokens);
+        micro_step(model, a, inputs.data() + at, targets.data() + at, false, true);
         model.dev.add_sum(model.results + 2 + first, a.losses, tokens);
-        backward(model, a);
         model.dw = model.table.point_into(model.grads, model.config);
         return;
     }
@@ -1604,12 +1639,8 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
             const size_t at = size_t(i) * micro_tokens;
             read(i);
             a.collect_statistics = collect_statistics && last;
-            forward(model, a, inputs.data() + at, 0, T);
-            classify_rows(model, a, targets.data() + at, 1 / double(c.total_batch), true);  // so that the sum over everything is the mean
-            model.dev.add_sum(model.results, a.losses, micro_tokens);
-            if (last) model.dev.set_guard(model.grads + model.table.total, model.results);
+            micro_step(model, a, inputs.data() + at, targets.data() + at, last, !(last && reducer));
             if (last && reducer) backward(model, a, [&](size_t offset) { reducer->ready(offset); });
-            else backward(model, a);
         }
     }
     a.collect_statistics = false;
@@ -1661,6 +1692,9 @@ void print_run(const Dev& dev, const Config& c, const TensorTable& table, const 
     else std::printf("valid.: %s\n", data.val->describe().c_str());
     std::printf("batch:  %lld tokens a step = %lld sequences of %lld x %d ranks x %lld micro-steps; %lld steps, %s schedule\n", (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len, world.size,
                 (long long)(c.total_batch / (c.batch * c.seq_len * world.size)), (long long)c.steps, c.schedule.c_str());
+    if (c.cuda_graph)
+        std::printf("graphs: what a step launches is recorded as CUDA graphs when it comes for the second time, and replayed from then on%s\n",
+                    world.size > 1 && !c.deterministic ? "; but not the last micro-step's backward pass, during which gradients travel" : "");
 }
 
 // Before anything is allocated: does it fit? If not, what would.
@@ -2195,8 +2229,10 @@ static int run_train(Config& c, const std::set<std::string>& given, World& world
     int status = 0;
     with_engine(device, world, [&](auto& dev) {
 #ifdef HAVE_CUDA
-        if constexpr (std::is_same<std::decay_t<decltype(dev)>, Cuda>::value)
+        if constexpr (std::is_same<std::decay_t<decltype(dev)>, Cuda>::value) {
             dev.selected_kernel = c.selected_kernels == "tiles" ? SelectedKernel::TILES : c.selected_kernels == "gather" ? SelectedKernel::GATHER : SelectedKernel::AUTO;
+            dev.use_graphs = c.cuda_graph;
+        }
 #endif
         require_memory(dev, c, world);
         status = Run<std::decay_t<decltype(dev)>>(dev, c, world).train(given, device);

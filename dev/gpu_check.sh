@@ -7,7 +7,7 @@
 #       sanitizer   compute-sanitizer's memcheck, racecheck and initcheck on one small training step
 #       perf        every operation of a training step against the ceilings of this GPU, at 16 x 2048, with full attention, and at 1 x 32768
 #       attention   attention alone, every branch and both sets of selected kernels, T from 2048 to 65536 at 65536 tokens
-#       train       125m for 50 steps; the time to its first step; the same 5 steps twice, bit for bit
+#       train       125m for 50 steps; the time to its first step; the same 5 steps twice, bit for bit; one sequence a step, without and with --cuda-graph 1
 #       batches     tokens/s as the micro-batch grows
 #       long        125m at T = 65536
 #       ranks       two GPUs over NCCL against one, bit for bit with --deterministic, and what the reductions cost (skipped where there is one GPU)
@@ -134,6 +134,9 @@ part_train() {
         train "first" --batch 16 --total-batch 32768 --steps 5 && train "second" --batch 16 --total-batch 32768 --steps 5 || return 1
     if cmp "$WORK/first/main.log" "$WORK/second/main.log"; then echo "the same 5 steps twice: the same losses and norms, digit for digit"
     else echo "the same 5 steps twice: DIFFERENT"; return 1; fi
+    train "NSA, T=2048, one sequence a step" --batch 1 --total-batch 2048 --steps 50 && train "NSA, T=2048, one sequence a step, CUDA graphs" --batch 1 --total-batch 2048 --steps 50 --cuda-graph 1 || return 1
+    if cmp "$WORK/NSA, T=2048, one sequence a step/main.log" "$WORK/NSA, T=2048, one sequence a step, CUDA graphs/main.log"; then echo "with and without CUDA graphs: the same losses and norms, digit for digit"
+    else echo "with and without CUDA graphs: DIFFERENT"; return 1; fi
 }
 part_batches() {
     local batch

@@ -64,7 +64,8 @@ struct TwoRanks {
     }
 
     // The training loop's order of calls, results received a step later; true if every number is the expected one.
-    bool run(bool eager) {
+    bool run(bool eager, bool graphs) {
+        dev.use_graphs = graphs;
         Model<Cuda> model(dev, c, true, 0, 2);
         Activations<Cuda> a(dev, c, 1, c.seq_len, TRAINING);
         model.initialise();
@@ -118,6 +119,7 @@ struct TwoRanks {
         dev.copy(params.data(), static_cast<const Cuda::real*>(model.params), p.elements);
         emu::machine.run_late = false;
         emu::peers = nullptr;
+        dev.use_graphs = false;
         // Behind the tensors lie the guard element and padding, which nobody reads.
         same = same && std::memcmp(params.data(), expected.back().params.data(), model.table.total * sizeof(Cuda::real)) == 0;
         for (auto [field, whole] : {std::make_pair(model.m, &m), std::make_pair(model.v, &v), std::make_pair(model.master, &master)}) {
@@ -135,9 +137,10 @@ TEST(cuda_ddp_streams_wait_for_each_other) {
         TwoRanks ranks(options);
         CHECK(Partition(TensorTable(ranks.c).total, 2, ranks.c.bucket_mb).buckets() >= 3);
         ranks.compute_expected();
-        for (const bool eager : {false, true}) {
+        for (const auto& [eager, graphs] : {std::pair(false, false), std::pair(true, false), std::pair(false, true), std::pair(true, true)}) {
             tests().checks++;
-            if (!ranks.run(eager)) check_failed(__FILE__, __LINE__, "%s, collectives as %s as they may run: other numbers than the sum of both ranks", options, eager ? "early" : "late");
+            if (!ranks.run(eager, graphs))
+                check_failed(__FILE__, __LINE__, "%s, collectives as %s as they may run%s: other numbers than the sum of both ranks", options, eager ? "early" : "late", graphs ? ", with graphs" : "");
         }
     }
 }

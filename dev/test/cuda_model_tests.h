@@ -334,3 +334,198 @@ TEST(cuda_model_decoding_is_prefill) {
     check_cuda_decoding(cuda_config("--attention full"), true);
     if (!MODEL_FP32) check_cuda_decoding(cuda_config(), false);
 }
+
+// ---- CUDA graphs. The oracle is the same training without them, which the tests above compare with Cpu: every bit has to be the same.
+
+// What training leaves behind, and how often a graph was launched (counted in emulation only).
+struct TrainedBits {
+    std::vector<double> results;  // of every step: sum of its losses, squared norm
+    std::vector<double> validations;
+    std::vector<int32_t> sample;
+    std::vector<Cuda::real> params;
+    std::vector<float> master, m, v, grads;  // grads: of the last step, and the guard
+    std::string statistics;       // of the last step
+    long graphs = 0;
+};
+template <class T>
+inline bool same_bits(const std::vector<T>& a, const std::vector<T>& b) { return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0; }
+
+// Ten steps as the training loop makes them, with what may happen between them: a learning rate that changes, statistics in every second step, a validation after step 4, a
+// sample longer than T after step 5 (which makes a longer table for RoPE), a step whose loss is not finite (8), a step without an update (9). If interrupted, after step 6 a
+// checkpoint goes on in another model with other activations.
+inline TrainedBits train_ten_steps(const Config& c, bool graphs, bool interrupted, SelectedKernel kernel) {
+    TempFolder folder;
+    Config config = c;
+    config.out = folder.path;
+    const World world;
+    Cuda dev(0, size_t(1) << 20);
+    dev.use_graphs = graphs, dev.selected_kernel = kernel;
+    auto model = std::make_unique<Model<Cuda>>(dev, config, true);
+    auto a = std::make_unique<Activations<Cuda>>(dev, config, config.batch, config.seq_len, TRAINING);
+    model->initialise();
+    DataLoader data({synthetic_source(config, 60000, 0)}, loader_options(config, world, "--data", true)), validation({synthetic_source(config, 60000, 9000)}, loader_options(config, world, "--val-data", false));
+    TrainedBits bits;
+#ifndef __CUDACC__
+    emu::machine.run_late = true;
+    const long before = emu::machine.count.graphs;
+#endif
+    size_t received = 0;
+    auto receive = [&](size_t steps) {
+        for (; received < steps; received++) {
+            const std::vector<double> results = dev.receive();
+            bits.results.insert(bits.results.end(), results.begin(), results.end());
+        }
+    };
+    for (int step = 1; step <= 10; step++) {
+        const size_t norm = size_t(model->w.norm - model->params);
+        const Cuda::real bad = Cuda::real(std::numeric_limits<float>::quiet_NaN());
+        Cuda::real good;
+        if (step == 8) dev.copy(&good, (const Cuda::real*)model->params + norm, 1), dev.copy(model->params + norm, &bad, 1);
+        accumulate_gradients(*model, *a, data, world, step % 2 == 0);
+        gradient_norm(*model, step);
+        dev.send(model->results, model->result_count);
+        if (step != 9) apply_update(*model, step, learning_rate(config, step));
+        if (step == 8) dev.copy(model->params + norm, (const Cuda::real*)&good, 1);
+        receive(size_t(step - 1));
+        if (step == 4) bits.validations.push_back(evaluate(*model, *a, validation, 3, world, nullptr).loss);
+        if (step == 5) generate(*model, {1, 2, 3}, config.seq_len, config, [&](int32_t token) { bits.sample.push_back(token); });
+        if (step != 6 || !interrupted) continue;
+        receive(6);
+        TrainState state;
+        state.step = state.last_update = 6, state.loader = data.state();
+        const std::string saved = commit_checkpoint(config.out, 6, write_snapshot(take_snapshot(*model, world, true), config, begin_checkpoint(config.out, 6), 0, 1), state_json(state, config, 1));
+        a.reset();
+        model = std::make_unique<Model<Cuda>>(dev, config, true);
+        a = std::make_unique<Activations<Cuda>>(dev, config, config.batch, config.seq_len, TRAINING);
+        data.restore(load_checkpoint(*model, saved).loader);
+    }
+    receive(10);
+    const size_t n = model->table.total;
+    bits.params.resize(n), bits.master.resize(n), bits.m.resize(n), bits.v.resize(n);
+    dev.copy(bits.params.data(), (const Cuda::real*)model->params, n), dev.copy(bits.master.data(), (const float*)model->master, n);
+    dev.copy(bits.m.data(), (const float*)model->m, n), dev.copy(bits.v.data(), (const float*)model->v, n);
+    bits.grads.resize(n + 1);
+    dev.copy(bits.grads.data(), (const float*)model->grads, n + 1);
+    bits.statistics = layer_statistics(*a);
+#ifndef __CUDACC__
+    emu::machine.run_late = false;
+    bits.graphs = emu::machine.count.graphs - before;
+#endif
+    return bits;
+}
+
+TEST(cuda_graph_training_gives_the_same_bits) {
+    struct Case {
+        const char* options;
+        int64_t batch, micro_steps;
+        SelectedKernel kernel;
+        long graphs;  // launches of 10 steps, see below
+    };
+    // Every kind of micro-step and the update run once as they are, and again after step 5, whose sample replaced RoPE's table; everything else is a replay.
+    // Two kinds of one micro-step, with statistics and without: 5 runs each, 2 of them as they are; the update: 9 runs, 2. Accumulation adds a third kind: 10 runs, 2.
+    for (const Case& k : {Case{"--recompute 0", 2, 1, SelectedKernel::AUTO, 3 + 3 + 7}, Case{"--recompute 1", 1, 2, SelectedKernel::AUTO, 3 + 3 + 7 + 8},
+                          Case{"--recompute 2 --deterministic", 1, 2, SelectedKernel::GATHER, 2 * (3 + 3) + 7}, Case{"--attention full", 1, 1, SelectedKernel::AUTO, 3 + 3 + 7}}) {
+        Config c = cuda_config(k.options);
+        c.layers = 1, c.seq_len = 40, c.batch = k.batch, c.total_batch = k.batch * k.micro_steps * c.seq_len, c.init = "standard", c.steps = 10, c.warmup = 3, c.lr = 1e-2;
+        const TrainedBits plain = train_ten_steps(c, false, false, k.kernel);
+        CHECK_EQUAL(plain.graphs, 0L);
+        CHECK(std::isfinite(plain.results.front()) && std::isnan(plain.results[7 * plain.results.size() / 10]));  // the bad step is one
+        for (const bool interrupted : {false, true}) {
+            if (interrupted && k.micro_steps == 1) continue;
+            const TrainedBits found = train_ten_steps(c, true, interrupted, k.kernel);
+            tests().checks++;
+            if (!same_bits(found.results, plain.results) || !same_bits(found.validations, plain.validations) || !same_bits(found.sample, plain.sample))
+                check_failed(__FILE__, __LINE__, "%s, %s: other losses, norms, validation or sample than without graphs", k.options, interrupted ? "interrupted" : "in one go");
+            tests().checks++;
+            if (!same_bits(found.params, plain.params) || !same_bits(found.master, plain.master) || !same_bits(found.m, plain.m) || !same_bits(found.v, plain.v) ||
+                !same_bits(found.grads, plain.grads) || found.statistics != plain.statistics)
+                check_failed(__FILE__, __LINE__, "%s, %s: other parameters, moments, gradients or statistics than without graphs", k.options, interrupted ? "interrupted" : "in one go");
+#ifndef __CUDACC__
+            if (interrupted) CHECK(found.graphs > 0 && found.graphs < k.graphs);
+            else CHECK_EQUAL(found.graphs, k.graphs);
+#endif
+        }
+    }
+}
+
+#ifndef __CUDACC__
+// Once recorded, a step of one micro-batch is 14 pieces of work, however many layers there are: two memsets, three copies to the GPU and one from it with an event each,
+// the norm's two kernels and two graphs.
+TEST(cuda_graph_makes_a_step_a_few_calls) {
+    for (const int layers : {1, 2}) {
+        Config c = cuda_config();
+        c.layers = layers, c.seq_len = 32, c.batch = 1, c.total_batch = 32, c.init = "standard";
+        const World world;
+        Cuda dev(0, size_t(1) << 20);
+        dev.use_graphs = true;
+        Model<Cuda> model(dev, c, true);
+        Activations<Cuda> a(dev, c, 1, c.seq_len, TRAINING);
+        model.initialise();
+        DataLoader data({synthetic_source(c, 60000, 0)}, loader_options(c, world, "--data", true));
+        long sent[3];
+        for (int step = 1; step <= 3; step++) {
+            const long before = emu::machine.count.sent;
+            accumulate_gradients(model, a, data, world, false);
+            gradient_norm(model, step);
+            dev.send(model.results, model.result_count);
+            apply_update(model, step, 1e-3);
+            dev.receive();
+            sent[step - 1] = emu::machine.count.sent - before;
+        }
+        CHECK(sent[0] > 80 * layers);
+        CHECK_EQUAL(sent[1], 14L);  // recorded, and replayed at once
+        CHECK_EQUAL(sent[2], 14L);
+    }
+}
+#endif
+
+// Replays read what is in memory when they run. When scratch memory grows in between, or RoPE's table, the graph that names the old is not used again.
+TEST(cuda_graph_is_made_anew_when_memory_is_replaced) {
+    Cuda dev(0, size_t(1) << 20);
+    dev.use_graphs = true;
+    const int N = 6, V = 8, C = 8, large = 500;
+    int32_t* tokens = dev.allocate<int32_t>(large);
+    Cuda::real* dx = dev.allocate<Cuda::real>(size_t(large) * C);
+    float* dembed = dev.allocate<float>(size_t(V) * C);
+    const std::vector<float> ones(size_t(large) * C, 1.0f);
+    dev.from_host(dx, ones.data(), ones.size());
+    Cuda::Sequence sequence;
+    for (int run = 1; run <= 8; run++) {
+        const std::vector<int32_t> token(large, run % V);
+        dev.upload(tokens, token.data(), token.size());
+        dev.zero(dembed, size_t(V) * C);
+        if (run == 5) dev.embedding_backward(dembed, dx, tokens, large, C), dev.zero(dembed, size_t(V) * C);  // needs more scratch memory
+        dev.run(sequence, [&] { dev.embedding_backward(dembed, dx, tokens, N, C); });
+        CHECK_EQUAL(sequence.graph != nullptr, run != 1 && run != 5);  // as they are: the first, and the one after the growth
+        std::vector<float> found(size_t(V) * C);
+        dev.to_host(found.data(), dembed, found.size());
+        for (int v = 0; v < V; v++) CHECK_EQUAL(found[size_t(v * C)], v == run % V ? float(N) : 0.0f);
+    }
+    dev.release(tokens), dev.release(dx), dev.release(dembed);
+}
+
+// What cannot be recorded is told, and the engine goes on.
+TEST(cuda_graph_refuses_what_cannot_be_repeated) {
+    Cuda dev(0, size_t(1) << 20);
+    dev.use_graphs = true;
+    int32_t tokens[4] = {1, 2, 3, 4}, found[4] = {};
+    int32_t* device_tokens = dev.allocate<int32_t>(4);
+    double* sum = dev.allocate<double>(1);
+    float *x = dev.allocate<float>(4), *never = nullptr;
+    dev.zero(x, 4), dev.zero(sum, 1);
+    dev.upload(device_tokens, tokens, 4);
+    auto second_run = [&](auto work) {
+        Cuda::Sequence sequence;
+        dev.run(sequence, work);
+        dev.run(sequence, work);
+    };
+    CHECK_FAILS(1, "cannot be recorded as a CUDA graph: leave --cuda-graph out", second_run([&] { dev.release(never), never = dev.allocate<float>(4); }));
+    CHECK_FAILS(1, "cudaErrorStreamCaptureUnsupported", second_run([&] { dev.copy(found, (const int32_t*)device_tokens, 4); }));
+    CHECK_FAILS(1, "an upload is no part of a sequence that repeats", second_run([&] { dev.upload(device_tokens, tokens, 4); }));
+    CHECK_FAILS(1, "Cuda::send is no part of a sequence that repeats", second_run([&] { dev.send(sum, 1), dev.receive(); }));
+    int64_t step = 0;  // another step at every run, without set_step() before
+    CHECK_FAILS(1, "an upload is no part", second_run([&] { dev.adamw(reinterpret_cast<Cuda::real*>(x), x, x, x, x, 1, HyperAdamW{1e-3, 0.9, 0.95, 1e-8, 0.1, ++step, 1, 7, 0}); }));
+    dev.copy(found, (const int32_t*)device_tokens, 4);
+    CHECK(std::memcmp(found, tokens, sizeof found) == 0);
+    dev.release(device_tokens), dev.release(sum), dev.release(x), dev.release(never);
+}

@@ -267,7 +267,156 @@ TEST(emulator_host_api) {
     CUDA_CHECK(cudaFreeHost(pinned));
 }
 
+// ---- graphs
+
+struct Recording {
+    cudaStream_t stream;
+    cudaGraphExec_t exec = nullptr;
+    Recording() { CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)); }
+    ~Recording() {
+        if (exec) cudaGraphExecDestroy(exec);
+        cudaStreamDestroy(stream);
+    }
+    template <class Work>
+    void record(Work work) {
+        cudaGraph_t graph;
+        CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        work();
+        CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+        CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
+        CUDA_CHECK(cudaGraphDestroy(graph));
+    }
+};
+
+// A capture runs nothing. A replay has the arguments of the capture, and what lies in memory when it runs.
+TEST(emulator_graphs_replay_what_was_captured) {
+    for_seeds([] {
+        float *from, *to;
+        CUDA_CHECK(cudaMallocHost(&from, 64 * sizeof(float)));
+        CUDA_CHECK(cudaMallocHost(&to, 64 * sizeof(float)));
+        DeviceArray<float> x(std::vector<float>(64, 7.0f)), y(std::vector<float>(64, 100.0f)), z(std::vector<float>(64, 9.0f));
+        for (int i = 0; i < 64; i++) from[i] = 1, to[i] = -1;
+        Recording r;
+        float amount = 10;
+        r.record([&] {  // x = from + 10, to = x, y += 3, z = 0
+            CUDA_CHECK(cudaMemcpyAsync(x.device, from, 256, cudaMemcpyHostToDevice, r.stream));
+            launch<add_to>(1, 64, 0, r.stream, x.device, amount);
+            CUDA_CHECK(cudaMemcpyAsync(to, x.device, 256, cudaMemcpyDeviceToHost, r.stream));
+            launch<add_to>(1, 64, 0, r.stream, y.device, 3.0f);
+            CUDA_CHECK(cudaMemsetAsync(z.device, 0, 256, r.stream));
+        });
+        amount = 20;
+        CUDA_CHECK(cudaStreamSynchronize(r.stream));
+        x.download(), y.download(), z.download();
+        for (size_t i = 0; i < 64; i++) CHECK(to[i] == -1 && x.host[i] == 7 && y.host[i] == 100 && z.host[i] == 9);
+        for (int replay = 1; replay <= 3; replay++) {
+            for (int i = 0; i < 64; i++) from[i] = float(i * replay);
+            CUDA_CHECK(cudaGraphLaunch(r.exec, r.stream));
+            CUDA_CHECK(cudaStreamSynchronize(r.stream));
+            x.download(), y.download(), z.download();
+            for (size_t i = 0; i < 64; i++) {
+                CHECK_EQUAL(to[i], float(int(i) * replay + 10));
+                CHECK_EQUAL(x.host[i], to[i]);
+                CHECK_EQUAL(y.host[i], 100.0f + 3 * float(replay));
+                CHECK_EQUAL(z.host[i], 0.0f);
+            }
+        }
+        CUDA_CHECK(cudaFreeHost(from));
+        CUDA_CHECK(cudaFreeHost(to));
+    });
+}
+
+// What waits for a stream that captures, or allocates, is refused and spoils the capture: no graph comes out of it. The next capture is a new one.
+TEST(emulator_capture_refuses_what_waits_or_allocates) {
+    Recording r;
+    DeviceArray<float> x(std::vector<float>(64, 1.0f));
+    cudaGraph_t graph;
+    float* p = nullptr;
+    const std::function<cudaError_t()> refused[] = {[&] { return cudaStreamSynchronize(r.stream); }, [&] { return cudaStreamQuery(r.stream); }, [&] { return cudaMalloc(&p, 256); },
+#ifndef __CUDACC__  // here the emulator may be stricter than CUDA
+                                                    [&] { return cudaDeviceSynchronize(); }, [&] { return cudaMemcpy(x.host.data(), x.device, 256, cudaMemcpyDeviceToHost); },
+                                                    [&] { return cudaMemset(x.device, 0, 256); }, [&] { return cudaFree(x.device); }, [&] { return cudaMallocHost(&p, 256); }
+#endif
+    };
+    for (const auto& call : refused) {
+        CUDA_CHECK(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
+        launch<add_to>(1, 64, 0, r.stream, x.device, 1.0f);
+        CHECK_EQUAL(int(call()), int(cudaErrorStreamCaptureUnsupported));
+        CHECK_EQUAL(int(cudaStreamEndCapture(r.stream, &graph)), int(cudaErrorStreamCaptureInvalidated));
+        CHECK(graph == nullptr);
+        cudaGetLastError();
+    }
+    CHECK(p == nullptr);
 #ifndef __CUDACC__
+    CHECK(cudaStreamBeginCapture(nullptr, cudaStreamCaptureModeThreadLocal) == cudaErrorStreamCaptureUnsupported);
+    CHECK(cudaStreamEndCapture(r.stream, &graph) == cudaErrorIllegalState);
+    CUDA_CHECK(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeGlobal));
+    CHECK(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeGlobal) == cudaErrorIllegalState);
+    CUDA_CHECK(cudaStreamEndCapture(r.stream, &graph));
+    CUDA_CHECK(cudaGraphDestroy(graph));
+    cudaGetLastError();
+#endif
+
+    // Relaxed, memory may be had; other streams go on meanwhile; waiting for this one stays refused.
+    DeviceArray<float> other(64);
+    CUDA_CHECK(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeRelaxed));
+    CUDA_CHECK(cudaMalloc(&p, 256));
+    launch<add_to>(1, 64, 0, r.stream, x.device, 1.0f);
+    cudaStream_t second;
+    CUDA_CHECK(cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking));
+    launch<set_to>(1, 64, 0, second, other.device, 4.0f);
+    CUDA_CHECK(cudaStreamSynchronize(second));
+    CUDA_CHECK(cudaStreamEndCapture(r.stream, &graph));
+    CUDA_CHECK(cudaGraphInstantiate(&r.exec, graph, 0));
+    CUDA_CHECK(cudaGraphDestroy(graph));
+    x.download();
+    CHECK_EQUAL(x.host[5], 1.0f);  // of the refused captures nothing ran, of this one nothing yet
+    CUDA_CHECK(cudaGraphLaunch(r.exec, r.stream));
+    CUDA_CHECK(cudaStreamSynchronize(r.stream));
+    CHECK_EQUAL(x.download()[5], 2.0f);
+    CHECK_EQUAL(other.download()[5], 4.0f);
+    CUDA_CHECK(cudaStreamDestroy(second));
+    CUDA_CHECK(cudaFree(p));
+}
+
+#ifndef __CUDACC__
+// With late streams a replay is one more piece of late work; its graph may be destroyed meanwhile. cuBLASLt's and NCCL's calls are captured like kernels.
+TEST(emulator_graphs_of_libraries_and_late_streams) {
+    emu::machine.run_late = true;
+    const int n = 16;
+    DeviceArray<float> a(std::vector<float>(n * n, 0.0f)), b(emulator_noises<float>(n * n)), product(n * n), sum(n * n);
+    cublasLtHandle_t handle;
+    cublasLtMatmulDesc_t description;
+    cublasLtMatrixLayout_t layout;
+    CUBLAS_CHECK(cublasLtCreate(&handle));
+    CUBLAS_CHECK(cublasLtMatmulDescCreate(&description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, CUDA_R_32F, n, n, n));
+    ncclComm_t communicator = nullptr;
+    NCCL_CHECK(ncclCommInitRank(&communicator, 1, ncclUniqueId(), 0));
+    {
+        Recording r;
+        r.record([&] {
+            const float alpha = 1, beta = 0;  // gone at the replay
+            CUBLAS_CHECK(cublasLtMatmul(handle, description, &alpha, a.device, layout, b.device, layout, &beta, product.device, layout, product.device, layout, nullptr, nullptr, 0, r.stream));
+            NCCL_CHECK(ncclAllReduce(product.device, sum.device, n * n, ncclFloat, ncclSum, communicator, r.stream));
+        });
+        CUDA_CHECK(cudaDeviceSynchronize());
+        CHECK_EQUAL(emu::unwritten(sum.device, n * n), long(n * n));
+        std::vector<float> twice(n * n, 0.0f);
+        for (int i = 0; i < n; i++) twice[size_t(i * n + i)] = 2;  // the matrix that doubles
+        CUDA_CHECK(cudaMemcpyAsync(a.device, twice.data(), twice.size() * sizeof(float), cudaMemcpyHostToDevice, r.stream));
+        CUDA_CHECK(cudaGraphLaunch(r.exec, r.stream));
+        CHECK_EQUAL(emu::unwritten(sum.device, n * n), long(n * n));
+        CUDA_CHECK(cudaGraphExecDestroy(r.exec));
+        r.exec = nullptr;
+        CUDA_CHECK(cudaStreamSynchronize(r.stream));
+    }
+    sum.download();
+    for (size_t i = 0; i < sum.host.size(); i++) CHECK_EQUAL(sum.host[i], 2 * b.host[i]);
+    ncclCommDestroy(communicator), cublasLtMatrixLayoutDestroy(layout), cublasLtMatmulDescDestroy(description), cublasLtDestroy(handle);
+    emu::machine.run_late = false;
+}
+
 __global__ void take_tickets(int* tickets, int* next) { tickets[threadIdx.x] = atomicAdd(next, 1); }
 TEST(emulator_seed_draws_the_order_of_threads) {
     for (uint64_t seed = 0; seed < 6; seed++) {
