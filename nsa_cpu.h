@@ -364,6 +364,7 @@ class Gemm {
     void blocked(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb,
                  bool accumulate, real* C, size_t ldc) {
         constexpr bool paired = std::is_same<Element, Bf16Pair>::value;
+        constexpr size_t per = PER<Element>;
         constexpr int KC = 256, NC = 1024, MC = 96;  // in fp32 a block of A takes 102 KiB, one of B 1 MiB
         constexpr int a_stride = KC + 16;            // not a power of two: the rows would share cache sets
         const bool tiles = paired && allow_tiles && amx_granted();
@@ -381,6 +382,7 @@ class Gemm {
             const std::conditional_t<paired, AmxTiles, int> registers{};
             (void)registers;
             Element* const a_block = a_blocks + size_t(omp_get_thread_num()) * MC * a_stride;
+            std::vector<Element> room(size_t(KC + 16) * (std::max(PANEL, MC) + 16));
             for (int n0 = 0; n0 < N; n0 += NC)
                 for (int k0 = 0; k0 < depth; k0 += KC) {
                     const int nc = std::min(NC, N - n0), kc = std::min(KC, depth - k0), kc_padded = tiles ? (kc + 15) / 16 * 16 : kc;
@@ -389,15 +391,13 @@ class Gemm {
                         Element* out = b_block + size_t(j) * kc_padded;
                         const int width = std::min(PANEL, nc - j);
                         if (width < PANEL || kc < kc_padded) std::fill_n(out, size_t(kc_padded) * PANEL, Element{});
-                        copy(transpose_b, kc, width,
-                             [&](int k, int x) { out[k * PANEL + x] = element<Element>(B + (n0 + j + x) * b_column, b_depth, k0 + k, K); });
+                        pack(out, PANEL, 1, B + (n0 + j) * b_column + per * k0 * b_depth, b_depth, b_column, kc, width, K - per * k0, room.data());
                     }
 #pragma omp for schedule(dynamic, 1)
                     for (int m0 = 0; m0 < M; m0 += MC) {
                         const int mc = std::min(MC, M - m0);
                         if (mc < MC || kc < kc_padded) std::fill_n(a_block, size_t(MC) * a_stride, Element{});
-                        copy(!transpose_a, kc, mc,
-                             [&](int k, int y) { a_block[y * a_stride + k] = element<Element>(A + (m0 + y) * a_row, a_depth, k0 + k, K); });
+                        pack(a_block, 1, a_stride, A + m0 * a_row + per * k0 * a_depth, a_depth, a_row, kc, mc, K - per * k0, room.data());
                         for (int j = 0; j < nc; j += PANEL)
                             for (int i = 0; i < mc; i += step)
                                 multiply_panels(tiles, kc_padded, a_block + i * a_stride, a_stride, b_block + size_t(j) * kc_padded,
@@ -411,24 +411,31 @@ class Gemm {
     static constexpr int PANEL = MICRO_VECTORS * VectorOf<real>::lanes;  // columns of a panel of B
     Workspace<real> a_memory, b_memory;
 
-    // Element k of a row of A or a column of B that starts at p.
+    // A block of A or B, [depth][width] elements, as the micro-kernel reads it: element k of x at out[k * out_k + x * out_x]. In memory numbers of an x are in_k
+    // apart, those of a k in_x; one of these is 1. Lines of neighbours are read whole, as they lie; where out has the other order they are transposed in the
+    // cache, in `room`. left: how many numbers of K there are from here on; where a pair has only one, the other is 0.
     template <class Element>
-    static Element element(const real* p, size_t stride, int k, int K) {
-        if constexpr (std::is_same<Element, real>::value) return p[k * stride];
-        else return {to_bf16(p[2 * k * stride]), 2 * k + 1 < K ? to_bf16(p[(2 * k + 1) * stride]) : Bf16(0)};
-    }
-    // put(k, x) for all of a block, in an order that keeps to the cache lines of what is read.
-    template <class Put>
-    static void copy(bool along_depth, int depth, int width, Put put) {
-        for (int k0 = 0; k0 < depth; k0 += 16) {
-            const int k1 = std::min(depth, k0 + 16);
-            if (along_depth)
-                for (int x = 0; x < width; x++)
-                    for (int k = k0; k < k1; k++) put(k, x);
+    static void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_t in_k, size_t in_x, int depth, int width, size_t left, Element* room) {
+        constexpr int per = PER<Element>;
+        const bool along_k = in_k == 1;
+        const int lines = along_k ? width : depth, length = along_k ? depth : width;
+        const size_t out_line = along_k ? out_x : out_k, out_step = along_k ? out_k : out_x, room_line = size_t(length) + 16;
+        for (int i = 0; i < lines; i++) {
+            Element* const line = out_step == 1 ? out + i * out_line : room + i * room_line;
+            const real* const x = in + i * (along_k ? in_x : per * in_k);
+            if constexpr (per == 1) std::copy_n(x, length, line);
+            else if (along_k) {
+                const int whole = int(std::min<size_t>(length, left / 2));
+                round_row(line, x, whole);
+                if (whole < length) line[whole] = {to_bf16(x[2 * whole]), 0};
+            } else if (size_t(2 * i + 1) < left) round_two_rows(line, x, x + in_k, length);
             else
-                for (int k = k0; k < k1; k++)
-                    for (int x = 0; x < width; x++) put(k, x);
+                for (int j = 0; j < length; j++) line[j] = {to_bf16(x[j]), 0};
         }
+        if (out_step != 1)
+            for (int j0 = 0; j0 < length; j0 += 16)
+                for (int i = 0; i < lines; i++)
+                    for (int j = j0; j < std::min(length, j0 + 16); j++) out[i * out_line + j * out_step] = room[i * room_line + j];
     }
     // C [rows][width] (+)= a panel of A times a panel of B, both padded with zeros. At the edges of C through a buffer.
     template <class Element>
@@ -1089,7 +1096,8 @@ struct Cpu {
     }
     template <class Element>
     void attention_forward_in(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection, const NsaShape& s) {
-        const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s), step = tile_queries(s);
+        const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s);
+        const int step = (branch == SLC ? 4 : 1) * tile_queries(s);  // a tile that few of them chose is fetched less often
         constexpr int per = PER<Element>;
         const real infinity = std::numeric_limits<real>::infinity();
         const Tiles<Element> kt = transposed_tiles<Element>(0, branch, k, s), vs = upright_tiles<Element>(1, branch, v, s);

@@ -151,20 +151,26 @@ static void bench_attention(const Config& c, bool bf16) {
         std::vector<uint32_t> selection(size_t(s.B) * s.G * s.T * s.selection_words());
         cpu.attention_forward(CMP, out.data(), lse.data(), q.data(), k.data(), v.data(), nullptr, s);
         cpu.select_blocks(selection.data(), nullptr, q.data(), k.data(), lse.data(), s);
+        auto print = [&](const char* name, double pairs, double gemm, const double seconds[2]) {
+            std::printf("%-6d %-11s %10.1f |", T, name, pairs / double(rows));
+            for (const int backward : {0, 1}) {
+                const double rate = (backward ? 8 : 4) * pairs * s.D / seconds[backward];
+                std::printf(" %14.1f %11.0f%% %11.2f %s", rate * 1e-9, 100 * rate / gemm, seconds[backward] * 1e9 / pairs * s.H, backward ? "\n" : "|");
+            }
+            std::fflush(stdout);
+        };
+        double all_pairs = 0, all_gemm = 0, all_seconds[2] = {0, 0};
         for (const Branch branch : {CMP, SLC, WIN}) {
             auto forward_pass = [&] { cpu.attention_forward(branch, out.data(), lse.data(), q.data(), k.data(), v.data(), selection.data(), s); };
             auto backward_pass = [&] {
                 cpu.attention_backward(branch, dq.data(), dk.data(), dv.data(), dout.data(), q.data(), k.data(), v.data(), dot.data(), lse.data(), selection.data(), s);
             };
-            const std::vector<double> seconds = alternate(T <= 8192 ? 5 : 2, {[&] { reference.run(); }, forward_pass, backward_pass});
+            const std::vector<double> seconds = alternate(T <= 8192 ? 5 : 3, {[&] { reference.run(); }, forward_pass, backward_pass});
             const double pairs = attention_pairs(branch, s), gemm = GemmRate::rate(seconds[0]);
-            std::printf("%-6d %-11s %10.1f |", T, Timed<Cpu<float>>::branch_name(branch), pairs / double(rows));
-            for (const int backward : {0, 1}) {
-                const double rate = (backward ? 8 : 4) * pairs * s.D / seconds[1 + backward];
-                std::printf(" %14.1f %11.0f%% %11.2f %s", rate * 1e-9, 100 * rate / gemm, seconds[1 + backward] * 1e9 / pairs * s.H, backward ? "\n" : "|");
-            }
-            std::fflush(stdout);
+            print(Timed<Cpu<float>>::branch_name(branch), pairs, gemm, &seconds[1]);
+            all_pairs += pairs, all_gemm += gemm / 3, all_seconds[0] += seconds[1], all_seconds[1] += seconds[2];
         }
+        print("all three", all_pairs, all_gemm, all_seconds);
     }
 }
 
@@ -232,9 +238,11 @@ static void bench_step(const Config& c, bool bf16, int steps) {
 
 static void bench_rate(const Config& c, bool bf16, const std::string& name, int steps) {
     StepBench bench(c, bf16);
-    for (int i = 0; i <= steps; i++) {
+    constexpr int warm_up = 2;
+    for (int i = 0; i < warm_up + steps; i++) {
         const double s = seconds_of([&] { bench.step(); });
-        std::printf(i > 0 ? "rate %s %.1f\n" : "# %s: %.1f tokens/s in the first step\n", name.c_str(), double(bench.tokens.size()) / s);
+        std::printf(i < warm_up ? "# %s: %.1f tokens/s to warm up\n" : "rate %s %.1f\n", name.c_str(), double(bench.tokens.size()) / s);
+        std::fflush(stdout);
     }
 }
 

@@ -2,7 +2,7 @@
 # Times the CPU engine, and beside it whatever of its competitors is installed, on this machine: make bench, or
 #   dev/bench/cpu.sh build/bench_cpu [--python PYTHON] [--rounds N] [--ranks ./train_nsa] [--text FILE --vocab-dir DIR] [--llmc FOLDER]
 #   --python    an interpreter that imports torch (default: python3, if it does); without one PyTorch is left out
-#   --rounds    how often the contenders take turns (default 2); a turn is one step to warm up and two that count
+#   --rounds    how often the contenders take turns (default 2); a turn is two steps to warm up and three that count
 #   --ranks     the program; then two ranks of one thread take turns with one rank of two threads under mpirun
 #   --text, --vocab-dir   an English text and GPT-2's vocabulary, for the tokenizer; beside it tiktoken, if PYTHON has it
 #   --llmc      a checkout of llm.c in which its CPU trainer and its starter files are ready (./train_gpt2, gpt2_124M.bin)
@@ -27,7 +27,7 @@ done
 rates=$(mktemp)
 trap 'rm -f "$rates"' EXIT
 contend() { "$@" | tee -a "$rates"; }  # keeps its lines "rate NAME VALUE"
-median() { awk -v name="$1" '$1 == "rate" && $2 == name { print $3 }' "$rates" | sort -n | awk '{ x[NR] = $1 } END { if (NR) print x[int((NR + 1) / 2)] }'; }
+median() { awk -v name="$1" '$1 == "rate" && $2 == name { print $3 }' "$rates" | sort -n | awk '{ x[NR] = $1 } END { if (NR) print (x[int((NR + 1) / 2)] + x[int(NR / 2) + 1]) / 2 }'; }
 
 date -u '+# %Y-%m-%d %H:%M UTC'
 "$bench" conditions
@@ -46,7 +46,7 @@ has_torch=$("$python" -c 'import torch' 2>/dev/null && echo yes || true)
 for round in $(seq "$rounds"); do
     echo "# round $round"
     for dtype in fp32 bf16; do
-        contend "$bench" rate ours-$dtype 2 --cpu-dtype $dtype
+        contend "$bench" rate ours-$dtype 3 --cpu-dtype $dtype
         [ -z "$has_torch" ] || for model in nsa gpt2; do contend "$python" "$here/${model}_torch.py" --dtype $dtype; done
     done
     if [ -n "$llmc" ]; then

@@ -14,7 +14,7 @@ def arguments():
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps, after one to warm up")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps, after two to warm up")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     return parser.parse_args()
@@ -36,7 +36,7 @@ def time_steps(name, model, vocab, args):
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     autocast = torch.autocast("cpu", dtype=torch.bfloat16) if args.dtype == "bf16" else contextlib.nullcontext()
     begun, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
-    for step in range(args.steps + 1):
+    for step in range(2 + args.steps):
         tokens = torch.randint(vocab, (args.batch, args.seq_len + 1))
         start = time.perf_counter()
         with autocast:
@@ -45,7 +45,7 @@ def time_steps(name, model, vocab, args):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-        if step > 0:
+        if step >= 2:
             print(f"rate {name}-{args.dtype} {args.batch * args.seq_len / (time.perf_counter() - start):.1f}", flush=True)
     cores = len(os.sched_getaffinity(0))
     others = max(0.0, busy_seconds() - busy - (own_seconds() - own)) / (time.perf_counter() - begun) / cores
