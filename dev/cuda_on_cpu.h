@@ -18,8 +18,9 @@
 // Stricter than the hardware, on purpose: masks name exactly the lanes that take part; no return before a barrier; one barrier or warp
 // function per source line (places are told apart by line); SHARED instead of __shared__; (float)x for a bf16 x; pointers to device memory
 // only, of which those inside a struct argument are not looked at.
-// Not modelled: graphs of more than one stream, warps in lockstep, memory orders weaker than the host's, speed, registers, bank conflicts, one block waiting for another
-// (hangs). Results agree with a GPU's within tolerances, not bit for bit: expf is more exact than __expf, and a sum in mma has another order.
+// Not modelled: graphs of more than one stream, warps in lockstep, memory orders weaker than the host's, speed, registers, bank conflicts, one block
+// waiting for another (hangs). Results agree with a GPU's within tolerances, not bit for bit: expf is more exact than __expf, and a sum in mma has another
+// order.
 #pragma once
 #include "cuda_on_cpu_engine.h"
 #include "cuda_on_cpu_check.h"

@@ -129,14 +129,17 @@ part_perf() {
         ./test_nsa --perf --model 125m --device cuda --batch 1 --seq-len 32768 --recompute 1
 }
 part_attention() { ./test_nsa --perf-attention --batch 1 --seq-len 65536; }
+# same_digits WHAT RUN RUN: did both runs log the same losses and norms?
+same_digits() {
+    if cmp "$WORK/$2/main.log" "$WORK/$3/main.log"; then echo "$1: the same losses and norms, digit for digit"
+    else echo "$1: DIFFERENT"; return 1; fi
+}
 part_train() {
+    local one="NSA, T=2048, one sequence a step"
     train "NSA, T=2048" --batch 16 --total-batch 65536 --steps 50 && train "full attention, T=2048" --batch 16 --total-batch 65536 --steps 50 --attention full &&
-        train "first" --batch 16 --total-batch 32768 --steps 5 && train "second" --batch 16 --total-batch 32768 --steps 5 || return 1
-    if cmp "$WORK/first/main.log" "$WORK/second/main.log"; then echo "the same 5 steps twice: the same losses and norms, digit for digit"
-    else echo "the same 5 steps twice: DIFFERENT"; return 1; fi
-    train "NSA, T=2048, one sequence a step" --batch 1 --total-batch 2048 --steps 50 && train "NSA, T=2048, one sequence a step, CUDA graphs" --batch 1 --total-batch 2048 --steps 50 --cuda-graph 1 || return 1
-    if cmp "$WORK/NSA, T=2048, one sequence a step/main.log" "$WORK/NSA, T=2048, one sequence a step, CUDA graphs/main.log"; then echo "with and without CUDA graphs: the same losses and norms, digit for digit"
-    else echo "with and without CUDA graphs: DIFFERENT"; return 1; fi
+        train "first" --batch 16 --total-batch 32768 --steps 5 && train "second" --batch 16 --total-batch 32768 --steps 5 && same_digits "the same 5 steps twice" first second &&
+        train "$one" --batch 1 --total-batch 2048 --steps 50 && train "$one, CUDA graphs" --batch 1 --total-batch 2048 --steps 50 --cuda-graph 1 &&
+        same_digits "with and without CUDA graphs" "$one" "$one, CUDA graphs"
 }
 part_batches() {
     local batch
