@@ -47,7 +47,10 @@ for round in $(seq "$rounds"); do
     echo "# round $round"
     for dtype in fp32 bf16; do
         contend "$bench" rate ours-$dtype 3 --cpu-dtype $dtype
-        [ -z "$has_torch" ] || for model in nsa gpt2; do contend "$python" "$here/${model}_torch.py" --dtype $dtype; done
+        [ -z "$has_torch" ] || for model in nsa gpt2; do
+            contend "$python" "$here/${model}_torch.py" --dtype $dtype
+            contend "$python" "$here/${model}_torch.py" --dtype $dtype --compile || echo "# torch.compile cannot run it here"
+        done
     done
     if [ -n "$llmc" ]; then
         (cd "$llmc" && OMP_NUM_THREADS=$(nproc) timeout 120 stdbuf -oL ./train_gpt2 || true) | awk 'match($0, /took [0-9.]+ ms/) { print "rate llm.c-fp32", 256000 / substr($0, RSTART + 5, RLENGTH - 8) }' |
@@ -58,9 +61,9 @@ echo; echo "== medians"
 for dtype in fp32 bf16; do
     ours=$(median ours-$dtype)
     echo "ours, $dtype: $ours tokens/s"
-    for other in torch-nsa torch-dense llm.c; do
+    for other in torch-nsa torch-nsa-compiled torch-dense torch-dense-compiled llm.c; do
         theirs=$(median $other-$dtype)
-        [ -z "$theirs" ] || awk -v a="$ours" -v b="$theirs" -v name="$other-$dtype" 'BEGIN { printf "    %-18s %8.1f tokens/s; ours is %.2f times that\n", name, b, a / b }'
+        [ -z "$theirs" ] || awk -v a="$ours" -v b="$theirs" -v name="$other-$dtype" 'BEGIN { printf "    %-26s %8.1f tokens/s; ours is %.2f times that\n", name, b, a / b }'
     done
 done
 

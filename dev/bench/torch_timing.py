@@ -15,6 +15,7 @@ def arguments():
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast")
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after two to warm up")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model; that happens while it warms up")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     return parser.parse_args()
@@ -35,8 +36,12 @@ def time_steps(name, model, vocab, args):
     torch.set_num_threads(args.threads)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     autocast = torch.autocast("cpu", dtype=torch.bfloat16) if args.dtype == "bf16" else contextlib.nullcontext()
-    begun, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
+    name += f"{'-compiled' if args.compile else ''}-{args.dtype}"
+    if args.compile:
+        model = torch.compile(model)
     for step in range(2 + args.steps):
+        if step == 2:
+            begun, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
         tokens = torch.randint(vocab, (args.batch, args.seq_len + 1))
         start = time.perf_counter()
         with autocast:
@@ -46,9 +51,9 @@ def time_steps(name, model, vocab, args):
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         if step >= 2:
-            print(f"rate {name}-{args.dtype} {args.batch * args.seq_len / (time.perf_counter() - start):.1f}", flush=True)
+            print(f"rate {name} {args.batch * args.seq_len / (time.perf_counter() - start):.1f}", flush=True)
     cores = len(os.sched_getaffinity(0))
     others = max(0.0, busy_seconds() - busy - (own_seconds() - own)) / (time.perf_counter() - begun) / cores
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"# {name}, {args.dtype}: PyTorch {torch.__version__}, {parameters / 1e6:.1f}M parameters, loss {loss.item():.3f}, {args.threads} threads, "
+    print(f"# {name}: PyTorch {torch.__version__}, {parameters / 1e6:.1f}M parameters, loss {loss.item():.3f}, {args.threads} threads, "
           f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB, load of others {100 * others:.0f} %", flush=True)
