@@ -12,6 +12,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
@@ -701,22 +702,29 @@ struct World {
         }
     }
 
-    // Fails on all ranks if a text (a value or a digest) is not the same everywhere. Expected is what most ranks have; one line names the
-    // first rank that differs. The hint says what to do.
-    void require_same(const std::string& what, const std::string& mine, const std::string& hint) const {
+    // Fails on all ranks if a text is not the same everywhere. One line tells the first of the text's lines that differs: the first rank that has another one than
+    // most ranks, and both. The hint says what to do.
+    void require_same(const std::string& text, const std::string& hint) const {
         if (size == 1) return;
-        const std::vector<std::string> all = gather(mine);
-        std::map<std::string, int> ranks_with;
-        for (const std::string& text : all) ranks_with[text]++;
-        if (ranks_with.size() == 1) return;
-        std::string expected = all[0];
-        for (const std::string& text : all)
-            if (ranks_with[text] > ranks_with[expected]) expected = text;
-        const size_t odd = size_t(std::find_if(all.begin(), all.end(), [&](const std::string& text) { return text != expected; }) - all.begin());
-        if (rank != 0) control->wait_for_verdict();  // rank 0 says it for all
-        fail("%s differs between ranks: rank %zu on %s has '%s', expected '%s' as on %d of %d ranks; %s", what.c_str(), odd,
-            hosts[odd].c_str(), all[odd].c_str(), expected.c_str(), ranks_with[expected],
-             size, hint.c_str());
+        std::vector<std::istringstream> texts;
+        for (const std::string& t : gather(text)) texts.emplace_back(t);
+        for (bool more = true; more;) {
+            more = false;
+            std::vector<std::string> lines(size_t(size), "(nothing)");
+            std::map<std::string, int> ranks_with;
+            for (size_t r = 0; r < lines.size(); r++) {
+                std::string line;
+                if (std::getline(texts[r], line)) lines[r] = line, more = true;
+                ranks_with[lines[r]]++;
+            }
+            if (ranks_with.size() == 1) continue;
+            std::string expected = lines[0];
+            for (const std::string& line : lines)
+                if (ranks_with[line] > ranks_with[expected]) expected = line;
+            const size_t odd = size_t(std::find_if(lines.begin(), lines.end(), [&](const std::string& line) { return line != expected; }) - lines.begin());
+            if (rank != 0) control->wait_for_verdict();  // rank 0 says it for all
+            fail("rank %zu on %s has '%s', expected '%s' as on %d of %d ranks; %s", odd, hosts[odd].c_str(), lines[odd].c_str(), expected.c_str(), ranks_with[expected], size, hint.c_str());
+        }
     }
 
     // Every rank has finished its work: returns when all have.

@@ -1742,20 +1742,6 @@ static void listen_for_stop_signals() {
     for (int signal : {SIGTERM, SIGINT, SIGUSR1}) sigaction(signal, &action, nullptr);
 }
 
-// All ranks must run the same program with the same options on the same data; the first line that differs is told. Lines are "name: value".
-static void require_same_on_all_ranks(const World& world, const std::string& lines) {
-    const std::vector<std::string> all = world.gather(lines);
-    for (int r = 1; r < world.size; r++) {
-        std::istringstream first(all[0]), other(all[size_t(r)]);
-        std::string expected, found;
-        while (std::getline(first, expected) && std::getline(other, found))
-            if (expected != found) {
-                if (world.rank == 0) fail("rank %d differs from rank 0: %s, on rank 0 %s; start all ranks with the same program, options and data", r, found.c_str(), expected.c_str());
-                world.barrier();  // rank 0 ends all
-            }
-    }
-}
-
 template <class Dev>
 struct Run {
     Dev& dev;
@@ -2063,7 +2049,7 @@ struct Run {
                 if (line.find("\"threads\"") == std::string::npos) lines += "option " + line + "\n";
             lines += format_text("training data: %016llx\n", (unsigned long long)data.train->state().corpus);
             if (data.val) lines += format_text("validation data: %016llx\n", (unsigned long long)data.val->state().corpus);
-            require_same_on_all_ranks(world, lines);
+            world.require_same(lines, "start all ranks with the same program, options and data");
         }
         try {
             if (world.rank == 0 && config.resume) chosen = newest_checkpoint(config.out);
