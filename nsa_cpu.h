@@ -230,24 +230,43 @@ inline void round_row(Bf16Pair* pairs, const float* x, int count) {
 #endif
     for (; i < count; i++) pairs[i] = {to_bf16(x[2 * i]), to_bf16(x[2 * i + 1])};
 }
-// x [rows][columns], rows ld apart, for a product that sums over its columns. Reals stay where they are; pairs are made in `room`, rows ld / 2 apart. Even ld, columns.
+// A matrix [depth][width] of elements as the micro-kernel is to read it: element k of x goes to out[k * out_k + x * out_x]. In memory numbers of an x are in_k apart,
+// those of a k in_x; one of these is 1. Lines of neighbours are read whole, as they lie; where out has the other order they are transposed in the cache, in `room`
+// (16 elements more a line). numbers: how many of an x there are from here on; where a pair has only one, the other is 0.
 template <class Element, class real>
-inline const Element* sum_over_columns(Element* room, const real* x, size_t ld, int rows, int columns) {
-    if constexpr (PER<Element> == 1) return x;
-    else {
-        for (int r = 0; r < rows; r++) round_row(room + r * ld / 2, x + r * ld, columns / 2);
-        return room;
+inline void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_t in_k, size_t in_x, int depth, int width, size_t numbers, Element* room = nullptr) {
+    constexpr int per = PER<Element>;
+    const bool along_k = in_k == 1;
+    const int lines = along_k ? width : depth, length = along_k ? depth : width;
+    const size_t out_line = along_k ? out_x : out_k, out_step = along_k ? out_k : out_x, room_line = size_t(length) + 16;
+    for (int i = 0; i < lines; i++) {
+        Element* const line = out_step == 1 ? out + i * out_line : room + i * room_line;
+        const real* const x = in + i * (along_k ? in_x : per * in_k);
+        if constexpr (per == 1) std::copy_n(x, length, line);
+        else if (along_k) {
+            const int whole = int(std::min<size_t>(length, numbers / 2));
+            round_row(line, x, whole);
+            if (whole < length) line[whole] = {to_bf16(x[2 * whole]), 0};
+        } else if (size_t(2 * i + 1) < numbers) round_two_rows(line, x, x + in_k, length);
+        else
+            for (int j = 0; j < length; j++) line[j] = {to_bf16(x[j]), 0};
     }
+    if (out_step != 1)
+        for (int j0 = 0; j0 < length; j0 += 16)
+            for (int i = 0; i < lines; i++)
+                for (int j = j0; j < std::min(length, j0 + 16); j++) out[i * out_line + j * out_step] = room[i * room_line + j];
 }
-// The same for a product that sums over its rows: pairs are ld apart. Where the number of rows is odd, the last one's partner is 0.
+// x [rows][columns], rows ld apart, for a product that sums over its columns. Reals stay where they are; pairs are made in `out`, rows ld / 2 apart. Even ld, columns.
 template <class Element, class real>
-inline const Element* sum_over_rows(Element* room, const real* x, size_t ld, int rows, int columns) {
+inline const Element* sum_over_columns(Element* out, const real* x, size_t ld, int rows, int columns) {
     if constexpr (PER<Element> == 1) return x;
-    else {
-        for (int r = 0; r + 1 < rows; r += 2) round_two_rows(room + r / 2 * ld, x + r * ld, x + (r + 1) * ld, columns);
-        for (int i = 0; rows % 2 && i < columns; i++) room[rows / 2 * ld + i] = {to_bf16(x[(rows - 1) * ld + i]), 0};
-        return room;
-    }
+    else return pack(out, 1, ld / 2, x, 1, ld, columns / 2, rows, columns), out;
+}
+// The same for a product that sums over its rows: rows of pairs are ld apart.
+template <class Element, class real>
+inline const Element* sum_over_rows(Element* out, const real* x, size_t ld, int rows, int columns) {
+    if constexpr (PER<Element> == 1) return x;
+    else return pack(out, ld, 1, x, ld, 1, (rows + 1) / 2, columns, rows), out;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -411,32 +430,6 @@ class Gemm {
     static constexpr int PANEL = MICRO_VECTORS * VectorOf<real>::lanes;  // columns of a panel of B
     Workspace<real> a_memory, b_memory;
 
-    // A block of A or B, [depth][width] elements, as the micro-kernel reads it: element k of x at out[k * out_k + x * out_x]. In memory numbers of an x are in_k
-    // apart, those of a k in_x; one of these is 1. Lines of neighbours are read whole, as they lie; where out has the other order they are transposed in the
-    // cache, in `room`. left: how many numbers of K there are from here on; where a pair has only one, the other is 0.
-    template <class Element>
-    static void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_t in_k, size_t in_x, int depth, int width, size_t left, Element* room) {
-        constexpr int per = PER<Element>;
-        const bool along_k = in_k == 1;
-        const int lines = along_k ? width : depth, length = along_k ? depth : width;
-        const size_t out_line = along_k ? out_x : out_k, out_step = along_k ? out_k : out_x, room_line = size_t(length) + 16;
-        for (int i = 0; i < lines; i++) {
-            Element* const line = out_step == 1 ? out + i * out_line : room + i * room_line;
-            const real* const x = in + i * (along_k ? in_x : per * in_k);
-            if constexpr (per == 1) std::copy_n(x, length, line);
-            else if (along_k) {
-                const int whole = int(std::min<size_t>(length, left / 2));
-                round_row(line, x, whole);
-                if (whole < length) line[whole] = {to_bf16(x[2 * whole]), 0};
-            } else if (size_t(2 * i + 1) < left) round_two_rows(line, x, x + in_k, length);
-            else
-                for (int j = 0; j < length; j++) line[j] = {to_bf16(x[j]), 0};
-        }
-        if (out_step != 1)
-            for (int j0 = 0; j0 < length; j0 += 16)
-                for (int i = 0; i < lines; i++)
-                    for (int j = j0; j < std::min(length, j0 + 16); j++) out[i * out_line + j * out_step] = room[i * room_line + j];
-    }
     // C [rows][width] (+)= a panel of A times a panel of B, both padded with zeros. At the edges of C through a buffer.
     template <class Element>
     static void multiply_panels(bool tiles, int depth, const Element* a, size_t a_row, const Element* b, int rows, int width, real* c, size_t ldc, bool accumulate) {
@@ -1012,44 +1005,33 @@ struct Cpu {
         int count, padded;
         const Element* operator()(size_t bg, int tile) const { return data + bg * group_stride + tile * tile_stride; }
     };
-    // pack(operand, tile [padded][D], room for a tile) for every tile of x [B, G, stride, D].
-    template <class Element, class Pack>
-    Tiles<Element> pack_tiles(int slot, Branch branch, const real* x, const NsaShape& s, Pack pack) {
+    // Those of x [B, G, stride, D]. For products that sum over D: [D / PER][padded], so that the scores of a row with all keys of a tile are vector operations; for
+    // products that sum over keys: [padded / PER][D], where reals are read as they are.
+    enum SumOver { OVER_D, OVER_KEYS };
+    template <class Element>
+    Tiles<Element> operand_tiles(int slot, Branch branch, const real* x, const NsaShape& s, SumOver sum_over) {
         static_assert(sizeof(Element) == sizeof(real), "they share scratch memory");
-        const int width = tile_keys(branch, s), padded = padded_keys(branch, s), keys = key_count(branch, s), count = (keys + width - 1) / width;
-        const size_t size = size_t(padded / PER<Element>) * s.D;
+        constexpr int per = PER<Element>;
+        const int D = s.D, width = tile_keys(branch, s), padded = padded_keys(branch, s), keys = key_count(branch, s), count = (keys + width - 1) / width;
+        const size_t group_stride = size_t(key_stride(branch, s)) * D, size = size_t(padded / per) * D;
+        if constexpr (per == 1)
+            if (sum_over == OVER_KEYS) return {x, group_stride, size_t(width) * D, count, padded};
         Element* const data = reinterpret_cast<Element*>(scratch[slot].get(size * count * s.B * s.G));
 #pragma omp parallel
         {
-            std::vector<real> rows(size_t(padded) * s.D);
-            std::vector<Element> room(rows.size());
+            std::vector<Element> room(size_t(padded) * (D + 16));
 #pragma omp for collapse(2) schedule(static)
             for (int bg = 0; bg < s.B * s.G; bg++)
                 for (int tile = 0; tile < count; tile++) {
-                    const size_t first = size_t(tile) * width, existing = std::min<size_t>(width, keys - first);
-                    std::copy_n(x + (size_t(bg) * key_stride(branch, s) + first) * s.D, existing * s.D, rows.begin());
-                    std::fill(rows.begin() + existing * s.D, rows.end(), real(0));
-                    pack(data + (size_t(bg) * count + tile) * size, rows.data(), room.data());
+                    const int existing = std::min(width, keys - tile * width);
+                    const real* const in = x + bg * group_stride + size_t(tile) * width * D;
+                    Element* const out = data + (size_t(bg) * count + tile) * size;
+                    if (existing < padded) std::fill_n(out, size, Element{});
+                    if (sum_over == OVER_D) pack(out, padded, 1, in, 1, D, D / per, existing, D, room.data());
+                    else pack(out, D, 1, in, D, 1, (existing + per - 1) / per, D, existing);
                 }
         }
         return {data, size * count, size, count, padded};
-    }
-    // For products that sum over D: tiles of [D / PER][padded], so that the scores of a row with all keys of a tile are vector operations.
-    template <class Element>
-    Tiles<Element> transposed_tiles(int slot, Branch branch, const real* x, const NsaShape& s) {
-        const int padded = padded_keys(branch, s), D = s.D, depth = D / PER<Element>;
-        return pack_tiles<Element>(slot, branch, x, s, [=](Element* out, const real* rows, Element* room) {
-            const Element* const in = sum_over_columns(room, rows, D, padded, D);
-            for (int key = 0; key < padded; key++)
-                for (int i = 0; i < depth; i++) out[i * padded + key] = in[key * depth + i];
-        });
-    }
-    // For products that sum over keys: tiles of [padded / PER][D]. Reals are read where they are.
-    template <class Element>
-    Tiles<Element> upright_tiles(int slot, Branch branch, const real* x, const NsaShape& s) {
-        const int padded = padded_keys(branch, s), D = s.D;
-        if constexpr (PER<Element> == 1) return {x, size_t(key_stride(branch, s)) * D, size_t(tile_keys(branch, s)) * D, 0, 0};
-        else return pack_tiles<Element>(slot, branch, x, s, [=](Element* out, const real* rows, Element*) { sum_over_rows(out, rows, D, padded, D); });
     }
     static int padded_keys(Branch branch, const NsaShape& s) {
         constexpr int lanes = VectorOf<real>::lanes;
@@ -1100,7 +1082,7 @@ struct Cpu {
         const int step = (branch == SLC ? 4 : 1) * tile_queries(s);  // a tile that few of them chose is fetched less often
         constexpr int per = PER<Element>;
         const real infinity = std::numeric_limits<real>::infinity();
-        const Tiles<Element> kt = transposed_tiles<Element>(0, branch, k, s), vs = upright_tiles<Element>(1, branch, v, s);
+        const Tiles<Element> kt = operand_tiles<Element>(0, branch, k, s, OVER_D), vs = operand_tiles<Element>(1, branch, v, s, OVER_KEYS);
 #pragma omp parallel
         {
             std::vector<real> rows(size_t(h) * step * D), scores(size_t(h) * step * kt.padded), sums(size_t(h) * step * D), largest(h * step), total(h * step);
@@ -1220,7 +1202,7 @@ struct Cpu {
                                const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
         const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s), most = tile_queries(s);
         constexpr int per = PER<Element>;
-        const Tiles<Element> kt = transposed_tiles<Element>(0, branch, k, s), vt = transposed_tiles<Element>(1, branch, v, s), ks = upright_tiles<Element>(2, branch, k, s);
+        const Tiles<Element> kt = operand_tiles<Element>(0, branch, k, s, OVER_D), vt = operand_tiles<Element>(1, branch, v, s, OVER_D), ks = operand_tiles<Element>(2, branch, k, s, OVER_KEYS);
         std::vector<std::atomic<int>> progress(size_t(s.B) * s.G * kt.count);  // queries below it are done
         real* const sums = scratch[3].get(s.query_rows() * D);                 // [B, G, T, h, D], dq before the scaling
         zero(sums, s.query_rows() * D);
@@ -1313,7 +1295,7 @@ struct Cpu {
     void select_blocks_in(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse, const NsaShape& s) {
         const int D = s.D, h = s.heads_per_group(), words = s.selection_words(), step = tile_queries(s);
         constexpr int per = PER<Element>;
-        const Tiles<Element> kt = transposed_tiles<Element>(0, CMP, kc, s);
+        const Tiles<Element> kt = operand_tiles<Element>(0, CMP, kc, s, OVER_D);
         const size_t stride = size_t(kt.count) * TILE_KEYS;  // compressed blocks, in whole tiles
 #pragma omp parallel
         {
