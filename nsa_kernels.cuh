@@ -70,6 +70,7 @@ constexpr int MOST_WARPS = 6;         // of a block that owns a tile of queries
 constexpr int MOST_TILE_TOKENS = 64;  // more would make the union of a tile's selections too large
 constexpr int SCORE_TOKENS = 16;      // tokens of a tile of the selection
 constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float MOST_GROWTH = 8;      // of a score in base 2 over the shift that is subtracted from it, see attention_forward_kernel
 
 // 16-row pieces of a query tile in one warp: two share each piece of K and V that is loaded, while registers suffice.
 template <int D>
@@ -86,6 +87,7 @@ struct AttentionShape {
     int l, d, window;              // compression block and stride; keys of the window
     int slc_block, slc_count, words;
     int slc_shift;                 // selection block of a key within a tile: key >> slc_shift, 0 where a block fills the tile
+    int slc_tiles;                 // tiles of keys of a selection block, at least 1
     float scale;                   // 1 / sqrt(D)
     int parts, part_tokens;        // dK and dV: the queries are cut into so many parts of so many tokens, whose sums are added at the end
 };
@@ -100,20 +102,34 @@ __device__ inline int chunk_at(int row, int chunk) {
     return (row * chunks + (chunk ^ row / rows_per_line % swizzled)) * 8;
 }
 
-// tile [rows, D] = rows 0 .. valid-1 of in, which are `stride` elements apart; zeros below. Asynchronous.
-template <int D>
-__device__ inline void copy_tile(bf16* tile, const bf16* in, size_t stride, int rows, int valid) {
-    for (int i = threadIdx.x; i < rows * (D / 8); i += blockDim.x) {
-        const int row = i / (D / 8), chunk = i % (D / 8);
-        cp_async_16(tile + chunk_at<D>(row, chunk), row < valid ? in + row * stride + chunk * 8 : in, row < valid);
+// tile [KEY_TILE, D] = rows 0 .. valid-1 of in, which are `stride` elements apart; zeros below. Asynchronous. THREADS: of the block, where the compiler may
+// know it: then all of a thread's rows lie at fixed distances in the tile.
+template <int D, int THREADS = 0>
+__device__ inline void copy_tile(bf16* tile, const bf16* in, size_t stride, int valid) {
+    const int step = (THREADS ? THREADS : int(blockDim.x)) / (D / 8), first = threadIdx.x / (D / 8), chunk = threadIdx.x % (D / 8);
+    if (valid >= KEY_TILE) {
+        static_assert(THREADS / (D / 8) % 8 == 0, "the chunks of a row change places by row % 8");
+        bf16* const first_chunk = tile + chunk_at<D>(first, chunk);
+        in += first * stride + chunk * 8;
+#pragma unroll
+        for (int done = 0; done < KEY_TILE; done += step, in += step * stride)
+            if (THREADS || done + first < KEY_TILE) cp_async_16(THREADS ? first_chunk + done * D : tile + chunk_at<D>(done + first, chunk), in);
+    } else {
+#pragma unroll 1
+        for (int row = first; row < KEY_TILE; row += step) cp_async_16(tile + chunk_at<D>(row, chunk), row < valid ? in + row * stride + chunk * 8 : in, row < valid);
     }
 }
 // A tile of keys, and of values, on their way into one of two buffers: a group of copies of its own. group: where the keys of (sequence, group) begin.
 template <int D>
 __device__ inline void copy_keys_and_values(bf16* k_tiles, bf16* v_tiles, int buffer, const bf16* k, const bf16* v, size_t group, int key_tile, const AttentionShape& s) {
-    const size_t at = group + size_t(key_tile) * KEY_TILE * D;
-    copy_tile<D>(k_tiles + buffer * KEY_TILE * D, k + at, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
-    copy_tile<D>(v_tiles + buffer * KEY_TILE * D, v + at, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
+    const int valid = s.keys - key_tile * KEY_TILE, chunk = threadIdx.x % (D / 8);
+    const size_t from = group + size_t(key_tile) * KEY_TILE * D;
+    for (int row = threadIdx.x / (D / 8); row < KEY_TILE; row += blockDim.x / (D / 8)) {
+        const int to = buffer * KEY_TILE * D + chunk_at<D>(row, chunk);
+        const size_t at = from + (row < valid ? row * D + chunk * 8 : 0);
+        cp_async_16(k_tiles + to, k + at, row < valid);
+        cp_async_16(v_tiles + to, v + at, row < valid);
+    }
     cp_async_commit();
 }
 // The rows of a tile of queries, from heads and tokens that are head_stride and token_stride elements apart; the first `tokens` of the tile exist.
@@ -159,15 +175,9 @@ __device__ inline unsigned pack_bf16(float low, float high) {
     return bits;
 }
 
-// c (M*16 x N*16) = A B^T; A: rows a_row.. of its tile, B: rows b_row.. of its tile, both over all D columns.
+// c (M*16 x N*16) += A B^T; A: rows a_row.. of its tile, B: rows b_row.. of its tile, both over all D columns.
 template <int D, int M, int N>
 __device__ inline void multiply_rows(float (&c)[M][2 * N][4], const bf16* a_tile, int a_row, const bf16* b_tile, int b_row) {
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < 2 * N; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) c[m][n][e] = 0;
 #pragma unroll
     for (int k = 0; k < D; k += 16) {
         unsigned a[M][4];
@@ -182,20 +192,17 @@ __device__ inline void multiply_rows(float (&c)[M][2 * N][4], const bf16* a_tile
         }
     }
 }
-// c (16 x N*16) = A B^T; A (16 x D) in registers, B: rows b_row.. of its tile.
-template <int D, int N>
-__device__ inline void multiply_rows(float (&c)[1][2 * N][4], const unsigned (&a)[D / 16][4], const bf16* b_tile, int b_row) {
-#pragma unroll
-    for (int n = 0; n < 2 * N; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) c[0][n][e] = 0;
+// The same; A (M*16 x D) in registers.
+template <int D, int M, int N>
+__device__ inline void multiply_rows(float (&c)[M][2 * N][4], const unsigned (&a)[M][D / 16][4], const bf16* b_tile, int b_row) {
 #pragma unroll
     for (int k = 0; k < D; k += 16)
 #pragma unroll
         for (int n = 0; n < N; n++) {
             unsigned b[4];
             load_b_transposed<D>(b, b_tile, b_row + n * 16, k);
-            multiply_pair(c[0][2 * n], c[0][2 * n + 1], a[k / 16], b);
+#pragma unroll
+            for (int m = 0; m < M; m++) multiply_pair(c[m][2 * n], c[m][2 * n + 1], a[m][k / 16], b);
         }
 }
 // c (M*16 x D) += P B; P (M*16 x K*16) as a product left it, rounded to bf16; B: rows b_row.. of its tile.
@@ -231,13 +238,23 @@ __device__ inline int end_of_keys(int t, const AttentionShape& s) {
 // No query before this position sees the key.
 template <Branch branch>
 __device__ inline int first_query(int key, const AttentionShape& s) { return branch == CMP ? key * s.d + s.l - 1 : key; }
+// Whether the query at position t sees the key, where it chose the key's selection block.
+template <Branch branch>
+__device__ inline bool query_sees(int t, int key, const AttentionShape& s) { return first_query<branch>(key, s) <= t && (branch != WIN || t < key + s.window); }
 
 // Bit i: whether a token chose the i-th of the selection blocks that a tile of keys holds; a block of 64 or more tokens is the only one in each of
 // its tiles. selected: the bitmasks of a tile of tokens (at most 64, so 32 bits are enough for the index).
 __device__ inline int blocks_per_tile(const AttentionShape& s) { return KEY_TILE >> s.slc_shift; }
-__device__ inline unsigned chosen_blocks(const uint32_t* selected, int token, int tile, const AttentionShape& s) {
-    const int block = s.slc_block < KEY_TILE ? tile * blocks_per_tile(s) : tile / (s.slc_block / KEY_TILE);
-    return selected[token * s.words + block / 32] >> block % 32 & ((1u << blocks_per_tile(s)) - 1);
+struct TileBlocks {
+    int word, bit;  // where the bits of the tile's blocks lie in a bitmask
+    unsigned all;   // a bit for each of them
+};
+__device__ inline TileBlocks tile_blocks(int tile, const AttentionShape& s) {
+    const int block = s.slc_tiles > 1 ? tile / s.slc_tiles : tile * blocks_per_tile(s);
+    return {block / 32, block % 32, (1u << blocks_per_tile(s)) - 1};
+}
+__device__ inline unsigned chosen_blocks(const uint32_t* selected, int token, const TileBlocks& blocks, const AttentionShape& s) {
+    return selected[token * s.words + blocks.word] >> blocks.bit & blocks.all;
 }
 
 // Words of a bitmask over the 64-row tiles of so many rows.
@@ -259,8 +276,9 @@ __device__ inline void find_used_key_tiles(uint32_t* used, const uint32_t* selec
     const int lane = threadIdx.x % 32;
     for (int word = threadIdx.x / 32; word * 32 < tiles; word += blockDim.x / 32) {
         const int tile = word * 32 + lane;
+        const TileBlocks blocks = tile_blocks(tile, s);
         unsigned chosen = 0;
-        for (int j = 0; j < tokens && tile < tiles; j++) chosen |= chosen_blocks(selected, j, tile, s);
+        for (int j = 0; j < tokens && tile < tiles; j++) chosen |= chosen_blocks(selected, j, blocks, s);
         const unsigned bits = __ballot_sync(~0u, chosen != 0);
         if (lane == 0) used[word] = bits;
     }
@@ -269,12 +287,13 @@ __device__ inline void find_used_key_tiles(uint32_t* used, const uint32_t* selec
 // bitmasks of all tokens. A barrier must follow.
 __device__ inline void find_used_token_tiles(uint32_t* used, const uint32_t* selected, int key_tile, const AttentionShape& s) {
     const int lane = threadIdx.x % 32, tiles = (s.queries + KEY_TILE - 1) / KEY_TILE;
+    const TileBlocks blocks = tile_blocks(key_tile, s);
     for (int word = threadIdx.x / 32; word * 32 < tiles; word += blockDim.x / 32) {
         unsigned bits = 0;
         for (int tile = word * 32; tile < min(word * 32 + 32, tiles); tile++) {
             unsigned chosen = 0;
             for (int j = lane; j < min(KEY_TILE, s.queries - tile * KEY_TILE); j += 32)
-                chosen |= chosen_blocks(selected + size_t(tile) * KEY_TILE * s.words, j, key_tile, s);
+                chosen |= chosen_blocks(selected + size_t(tile) * KEY_TILE * s.words, j, blocks, s);
             if (__any_sync(~0u, chosen != 0)) bits |= 1u << tile % 32;
         }
         if (lane == 0) used[word] = bits;
@@ -326,27 +345,55 @@ __device__ inline int end_of_row(int first_end, unsigned ends, int m, int i) {
     const int difference = row_byte(ends, m, i);
     return difference == NO_QUERY ? 0 : first_end + difference;
 }
-// What a lane's rows see of a tile of keys: whether all of them see all, whether one sees some; and the rows' chosen_blocks, a byte each.
+// What the rows of a warp see of a tile of keys. In the selected branch most tiles are seen by some rows whole and by the others not at all; those others are
+// `hidden` as rows, which costs nothing per key.
 struct TileView {
-    bool all, some;
-    unsigned blocks;
+    int first_end;       // of the tile of queries, counted from the tile's first key; with `ends`, see ends_of_rows
+    bool some, masked;   // of the whole warp: whether a row sees a key; whether a row that is not hidden sees only a part
+    unsigned blocks;     // this lane's rows' chosen_blocks, a byte each
+    template <Branch branch>
+    __device__ bool hidden(int m, int i) const { return branch == SLC && row_byte(blocks, m, i) == 0; }
 };
-// selected: the bitmasks of the tile of queries. first_end, ends: see ends_of_rows.
+// selected: the bitmasks of the tile of queries.
 template <Branch branch, int M>
 __device__ inline TileView look_at_tile(int key_tile, int first_end, unsigned ends, const uint32_t* selected, const AttentionShape& s) {
-    TileView view = {true, false, 0};
+    TileView view = {first_end - key_tile * KEY_TILE, false, false, 0};
+    const TileBlocks blocks = branch == SLC ? tile_blocks(key_tile, s) : TileBlocks{0, 0, 0};
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int token = row_byte(ends, m, i);  // in the selected branch, where the end is the token's own place + 1
-            const unsigned chosen = branch == SLC && token != NO_QUERY ? chosen_blocks(selected, token, key_tile, s) : 0;
-            const Visible visible = visible_keys<branch>(end_of_row(first_end - key_tile * KEY_TILE, ends, m, i), chosen, s);
-            view.all = view.all && sees_all(visible, KEY_TILE) && (branch != SLC || chosen == (1u << blocks_per_tile(s)) - 1);
-            view.some = view.some || sees_some(visible, KEY_TILE);
+            const bool query = token != NO_QUERY;
+            const unsigned chosen = branch == SLC && query ? chosen_blocks(selected, token, blocks, s) : 0;
             view.blocks |= chosen << (m * 16 + i * 8);
+            const Visible visible = visible_keys<branch>(end_of_row(view.first_end, ends, m, i), chosen, s);
+            const bool all = sees_all(visible, KEY_TILE) && (branch != SLC || chosen == blocks.all);
+            view.some = view.some || sees_some(visible, KEY_TILE);
+            view.masked = view.masked || (query && !all && !view.hidden<branch>(m, i));
         }
+    view.some = __any_sync(~0u, view.some);
+    view.masked = __any_sync(~0u, view.masked);
     return view;
+}
+// The scores p of keys first .. first + 8 N - 1 of a tile become -infinity where the row does not see the key; the exponential makes that 0.
+template <Branch branch, int M, int N>
+__device__ inline void hide_keys(float (&p)[M][N][4], const TileView& view, int first, unsigned ends, const AttentionShape& s) {
+#pragma unroll
+    for (int part = 0; part < N; part += 2)  // 16 keys, which are of one selection block
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int key = first + part * 8;
+                const bool chosen = row_byte(view.blocks, m, i) >> (key >> s.slc_shift) & 1;
+                const Visible visible = visible_keys<branch>(end_of_row(view.first_end - key, ends, m, i), chosen, s);
+#pragma unroll
+                for (int n = 0; n < 2; n++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++)
+                        if (!sees(visible, n * 8 + threadIdx.x % 4 * 2 + e)) p[m][part + n][2 * i + e] = -INFINITY;
+            }
 }
 // The tiles of keys that some query of the tile may see: begin .. end-1.
 template <Branch branch>
@@ -392,11 +439,11 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
     // This lane's rows: first_row + m * 16 + i * 8 + lane / 4.
     const int first_end = end_of_keys<branch>(s.first + tile.j0, s);
     const unsigned ends = ends_of_rows<branch, M>(tile, first_row, s);
-    float sums[M][D / 8][4], largest[M][2], total[M][2];  // largest: of the scores in base 2; total: of this lane's columns
+    float sums[M][D / 8][4], shift[M][2], total[M][2];  // shift: subtracted from the scores in base 2; total: of this lane's columns
 #pragma unroll
     for (int m = 0; m < M; m++) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) largest[m][i] = -FLT_MAX, total[m][i] = 0;
+        for (int i = 0; i < 2; i++) shift[m][i] = -FLT_MAX, total[m][i] = 0;
 #pragma unroll
         for (int x = 0; x < D / 8; x++)
 #pragma unroll
@@ -410,30 +457,19 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
         if (key_tile < end_tile) copy_keys(buffer ^ 1, key_tile);
 
         const TileView view = look_at_tile<branch, M>(this_tile, first_end, ends, selection, s);
-        if (!__any_sync(~0u, view.some)) continue;
-        const bool masked = !__all_sync(~0u, view.all);
+        if (!view.some) continue;
 
 #pragma unroll 1
         for (int first = 0; first < KEY_TILE; first += KEYS) {
-            float p[M][KEYS / 8][4];
+            float p[M][KEYS / 8][4] = {};
             multiply_rows<D, M, KEYS / 16>(p, q_tile, first_row, k_tiles + buffer * KEY_TILE * D, first);
-            if (masked) {
-#pragma unroll
-                for (int part = 0; part < KEYS; part += 16)  // keys of one selection block
-#pragma unroll
-                    for (int m = 0; m < M; m++)
-#pragma unroll
-                        for (int i = 0; i < 2; i++) {
-                            const int end = end_of_row(first_end - this_tile * KEY_TILE - first - part, ends, m, i);
-                            const bool chosen = row_byte(view.blocks, m, i) >> ((first + part) >> s.slc_shift) & 1;
-                            const Visible visible = visible_keys<branch>(end, chosen, s);
-#pragma unroll
-                            for (int n = 0; n < 2; n++)
-#pragma unroll
-                                for (int e = 0; e < 2; e++)
-                                    if (!sees(visible, n * 8 + lane % 4 * 2 + e)) p[m][part / 8 + n][2 * i + e] = -INFINITY;
-                        }
-            }
+            if (view.masked) hide_keys<branch>(p, view, first, ends, s);
+
+            // A row's shift follows its largest score only where that has grown by more than 2^8: the quotient at the end is the same, exponentials up to 2^8 and
+            // their sums are far from fp32's limits, and in most steps no sum has to be rescaled. Starting from -FLT_MAX a shift is always finite: no infinity is
+            // ever subtracted from another.
+            float next[M][2];
+            bool grown = false;
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
@@ -443,19 +479,34 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
                     for (int n = 0; n < KEYS / 8; n++) most = fmaxf(most, fmaxf(p[m][n][2 * i], p[m][n][2 * i + 1]));
                     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
                     most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-                    // Starting from -FLT_MAX the maximum is always finite: no infinity is ever subtracted from another.
-                    const float shift = fmaxf(largest[m][i], most * (s.scale * LOG2_E)), rescale = exp2_approx(largest[m][i] - shift);
-                    largest[m][i] = shift;
-                    total[m][i] *= rescale;
+                    most *= s.scale * LOG2_E;
+                    next[m][i] = most > shift[m][i] + MOST_GROWTH && !view.hidden<branch>(m, i) ? most : shift[m][i];
+                    grown = grown || next[m][i] != shift[m][i];
+                }
+            if (__any_sync(~0u, grown)) {
+#pragma unroll
+                for (int m = 0; m < M; m++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const float rescale = exp2_approx(shift[m][i] - next[m][i]);  // 1 where the shift stays
+                        shift[m][i] = next[m][i];
+                        total[m][i] *= rescale;
+#pragma unroll
+                        for (int x = 0; x < D / 8; x++) sums[m][x][2 * i] *= rescale, sums[m][x][2 * i + 1] *= rescale;
+                    }
+            }
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const float minus_shift = view.hidden<branch>(m, i) ? -INFINITY : -shift[m][i];
 #pragma unroll
                     for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
                         for (int e = 2 * i; e < 2 * i + 2; e++) {
-                            p[m][n][e] = exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, -shift));
+                            p[m][n][e] = exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, minus_shift));
                             total[m][i] += p[m][n][e];
                         }
-#pragma unroll
-                    for (int x = 0; x < D / 8; x++) sums[m][x][2 * i] *= rescale, sums[m][x][2 * i + 1] *= rescale;
                 }
             multiply_add<D, M, KEYS / 16>(sums, p, v_tiles + buffer * KEY_TILE * D, first);
         }
@@ -475,7 +526,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
             for (int x = 0; x < D / 8; x++)
                 *reinterpret_cast<__nv_bfloat162*>(out + size_t(row) * D + x * 8 + lane % 4 * 2) =
                     __floats2bfloat162_rn(sums[m][x][2 * i] * inverse, sums[m][x][2 * i + 1] * inverse);
-            if (lane % 4 == 0) lse[row] = sum > 0 ? largest[m][i] / LOG2_E + logf(sum) : INFINITY;
+            if (lane % 4 == 0) lse[row] = sum > 0 ? shift[m][i] / LOG2_E + logf(sum) : INFINITY;
         }
 }
 
@@ -517,13 +568,13 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
 
     const int first_end = end_of_keys<branch>(s.first + tile.j0, s);
     const unsigned ends = ends_of_rows<branch, M>(tile, first_row, s);
-    float sums[M][D / 8][4], shift[M][2], dot[M][2];
+    float sums[M][D / 8][4], minus_shift[M][2], dot[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const long long row = query_row(tile, first_row + m * 16 + i * 8 + lane / 4, s);
-            shift[m][i] = row < 0 ? INFINITY : lse_gated[row] * LOG2_E, dot[m][i] = row < 0 ? 0 : row_dot[row];
+            minus_shift[m][i] = row < 0 ? -INFINITY : -lse_gated[row] * LOG2_E, dot[m][i] = row < 0 ? 0 : row_dot[row];
         }
 #pragma unroll
         for (int x = 0; x < D / 8; x++)
@@ -538,28 +589,22 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
         if (key_tile < end_tile) copy_keys(buffer ^ 1, key_tile);
 
         const TileView view = look_at_tile<branch, M>(this_tile, first_end, ends, selection, s);
-        if (!__any_sync(~0u, view.some)) continue;
-        const bool masked = !__all_sync(~0u, view.all);
+        if (!view.some) continue;
 #pragma unroll 1
         for (int first = 0; first < KEY_TILE; first += KEYS) {
-            float p[M][KEYS / 8][4], ds[M][KEYS / 8][4];
+            float p[M][KEYS / 8][4] = {}, ds[M][KEYS / 8][4] = {};
             multiply_rows<D, M, KEYS / 16>(p, q_tile, first_row, k_tiles + buffer * KEY_TILE * D, first);
             multiply_rows<D, M, KEYS / 16>(ds, dout_tile, first_row, v_tiles + buffer * KEY_TILE * D, first);
+            if (view.masked) hide_keys<branch>(p, view, first, ends, s);
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    const int end = end_of_row(first_end - this_tile * KEY_TILE - first, ends, m, i);
-                    const bool chosen = row_byte(view.blocks, m, i) >> (first >> s.slc_shift) & 1;  // the keys are of one selection block
-                    const Visible visible = visible_keys<branch>(end, chosen, s);
+                    const float minus_lse = view.hidden<branch>(m, i) ? -INFINITY : minus_shift[m][i];
 #pragma unroll
                     for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
-                        for (int e = 0; e < 2; e++) {
-                            const bool seen = !masked || sees(visible, n * 8 + lane % 4 * 2 + e);
-                            const float weight = seen ? exp2_approx(fmaf(p[m][n][2 * i + e], s.scale * LOG2_E, -shift[m][i])) : 0;
-                            ds[m][n][2 * i + e] = weight * (ds[m][n][2 * i + e] - dot[m][i]);
-                        }
+                        for (int e = 2 * i; e < 2 * i + 2; e++) ds[m][n][e] = exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, minus_lse)) * (ds[m][n][e] - dot[m][i]);
                 }
             multiply_add<D, M, KEYS / 16>(sums, ds, k_tiles + buffer * KEY_TILE * D, first);
         }
@@ -580,69 +625,110 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
         }
 }
 
-// dk [keys] = dS^T q / sqrt(D), dv [keys] = P'^T dout.  One block per tile of keys, which stay in registers, 16 in each of 4 warps; the tokens go by
-// in tiles of 64, once for each head. S^T = k q^T and v dout^T come out as what the next products need.
-constexpr unsigned DKDV_THREADS = KEY_TILE / 16 * 32;
+// dk [keys] = dS^T q / sqrt(D), dv [keys] = P'^T dout.  One block per tile of keys, which stay in registers, 32 in each of 2 warps (D = 128: 16 in each of 4);
+// the tokens go by in tiles of 64, once for each head. S^T = k q^T and v dout^T come out as what the next products need.
+template <int D>
+HOST_DEVICE constexpr int key_pieces() { return D > 64 ? 1 : 2; }  // of 16 keys in a warp: two share each piece of q and dout that is loaded
+template <int D>
+HOST_DEVICE constexpr int dkdv_threads() { return KEY_TILE / 16 / key_pieces<D>() * 32; }
 HOST_DEVICE constexpr int sub_blocks(Branch branch) { return branch == SLC ? KEY_TILE / 16 : 1; }  // selection blocks of a tile, at most
 template <int D>
-HOST_DEVICE constexpr bool keeps_v() { return D > 64; }  // in shared memory, for want of registers
+HOST_DEVICE constexpr bool keeps_v() { return D > 32; }  // in shared memory, for want of registers
 
-// The sums of a warp's 16 keys, and the keys themselves as A fragments (v: or in shared memory).
-template <int D>
+// What a row of a tile of tokens (one head) brings along, in shared memory, for each of the two buffers. A token that does not exist, or did not choose the selection
+// block, has a shift that makes its weights 0.
+struct RowStatistics {
+    float* minus_shift;  // [2, selection blocks of a tile of keys, KEY_TILE]: -lse_gated in base 2, or -infinity
+    float* dot;          // [2, KEY_TILE]: row_dot
+};
+
+// The sums of a warp's keys, and the keys themselves as A fragments (v: or in shared memory).
+template <Branch branch, int D>
 struct WarpKeys {
-    unsigned k_rows[D / 16][4], v_rows[D / 16][4];
+    static constexpr int M = key_pieces<D>();
+    int first_key;  // of the tile
+    unsigned k_rows[M][D / 16][4], v_rows[M][D / 16][4];
     const bf16* v_tile;
-    float dk[1][D / 8][4], dv[1][D / 8][4];
+    float dk[M][D / 8][4], dv[M][D / 8][4];
+    // The warp's first key, counted from the tile's; this lane's keys are lane / 4 behind it, and i * 8 and m * 16 further.
+    __device__ int warp_key() const { return threadIdx.x / 32 * 16 * M; }
+    __device__ int lane_key() const { return warp_key() + threadIdx.x % 32 / 4; }
     // A barrier must lie between the arrival of the tiles and this.
-    __device__ void load(const bf16* k_tile, const bf16* v, int warp_key) {
-        v_tile = v;
+    __device__ void load(const bf16* k_tile, const bf16* v, int first) {
+        first_key = first, v_tile = v;
 #pragma unroll
-        for (int x = 0; x < D; x += 16) {
-            load_a<D>(k_rows[x / 16], k_tile, warp_key, x);
-            if (!keeps_v<D>()) load_a<D>(v_rows[x / 16], v_tile, warp_key, x);
-        }
+        for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int x = 0; x < D / 8; x++)
+            for (int x = 0; x < D; x += 16) {
+                load_a<D>(k_rows[m][x / 16], k_tile, warp_key() + m * 16, x);
+                if (!keeps_v<D>()) load_a<D>(v_rows[m][x / 16], v_tile, warp_key() + m * 16, x);
+            }
 #pragma unroll
-            for (int e = 0; e < 4; e++) dk[0][x][e] = 0, dv[0][x][e] = 0;
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int x = 0; x < D / 8; x++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) dk[m][x][e] = 0, dv[m][x][e] = 0;
     }
-    // dv += P'^T dout and dk += dS^T q over the 64 rows of a tile of tokens, with each row's shift (lse_gated in base 2) and row_dot.
-    // seen(i, row): whether the row's query sees the key warp_key + i * 8 + lane / 4; only asked where `masked`.
-    template <class Seen>
-    __device__ void add_tokens(const bf16* q_tile, const bf16* dout_tile, const float* shift, const float* dot, bool masked, Seen seen, int warp_key,
-                               const AttentionShape& s) {
+    // dv += P'^T dout and dk += dS^T q over the 64 rows of a tile of tokens. token(row): the position of the row's token; only asked where `masked`: else all
+    // tokens see all keys of the warp whose selection block they chose.
+    template <class Token>
+    __device__ void add_tokens(const bf16* q_tile, const bf16* dout_tile, const RowStatistics& rows, int buffer, bool masked, Token token, const AttentionShape& s) {
         constexpr int TOKENS = 16;  // at a time, as many as there are registers for
-        const int lane = threadIdx.x % 32;
+        const int column = threadIdx.x % 4 * 2;
+        const float* dot = rows.dot + buffer * KEY_TILE + column;
+        const float* minus_shift = rows.minus_shift + buffer * sub_blocks(branch) * KEY_TILE + column;
 #pragma unroll 1
         for (int first = 0; first < KEY_TILE; first += TOKENS) {
-            float p[1][TOKENS / 8][4], ds[1][TOKENS / 8][4];
-            multiply_rows<D, TOKENS / 16>(p, k_rows, q_tile, first);
-            if constexpr (keeps_v<D>()) multiply_rows<D, 1, TOKENS / 16>(ds, v_tile, warp_key, dout_tile, first);
-            else multiply_rows<D, TOKENS / 16>(ds, v_rows, dout_tile, first);
+            float p[M][TOKENS / 8][4] = {}, ds[M][TOKENS / 8][4] = {};
+            multiply_rows<D, M, TOKENS / 16>(p, k_rows, q_tile, first);
+            if constexpr (keeps_v<D>()) multiply_rows<D, M, TOKENS / 16>(ds, v_tile, warp_key(), dout_tile, first);
+            else multiply_rows<D, M, TOKENS / 16>(ds, v_rows, dout_tile, first);
+            if (masked) {
 #pragma unroll
-            for (int n = 0; n < TOKENS / 8; n++)
+                for (int n = 0; n < TOKENS / 8; n++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int row = first + n * 8 + lane % 4 * 2 + e % 2;
-                    p[0][n][e] = !masked || seen(e / 2, row) ? exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, -shift[row])) : 0;
-                    ds[0][n][e] = p[0][n][e] * (ds[0][n][e] - dot[row]);
+                    for (int odd = 0; odd < 2; odd++) {
+                        const int age = token(first + n * 8 + column + odd) - first_query<branch>(first_key + lane_key(), s);
+#pragma unroll
+                        for (int m = 0; m < M; m++)
+#pragma unroll
+                            for (int i = 0; i < 2; i++) {  // query_sees(), for a key further on
+                                const int key = m * 16 + i * 8;
+                                if (age < (branch == CMP ? key * s.d : key) || (branch == WIN && age >= key + s.window)) p[m][n][2 * i + odd] = -INFINITY;
+                            }
+                    }
+            }
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                const int sub_block = branch == SLC ? (warp_key() + m * 16) >> s.slc_shift : 0;
+#pragma unroll
+                for (int n = 0; n < TOKENS / 8; n++) {
+                    const float2 minus_lse = *reinterpret_cast<const float2*>(minus_shift + sub_block * KEY_TILE + first + n * 8);
+                    const float2 of_dot = *reinterpret_cast<const float2*>(dot + first + n * 8);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        p[m][n][e] = exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, e % 2 ? minus_lse.y : minus_lse.x));
+                        ds[m][n][e] = p[m][n][e] * (ds[m][n][e] - (e % 2 ? of_dot.y : of_dot.x));
+                    }
                 }
-            multiply_add<D, 1, TOKENS / 16>(dv, p, dout_tile, first);
-            multiply_add<D, 1, TOKENS / 16>(dk, ds, q_tile, first);
+            }
+            multiply_add<D, M, TOKENS / 16>(dv, p, dout_tile, first);
+            multiply_add<D, M, TOKENS / 16>(dk, ds, q_tile, first);
         }
     }
     // The sums go to rows first_key.. of dk and dv [B, G, key_stride, D], or, where given, as they are to partial [2, KEY_TILE, D].
-    __device__ void store(bf16* dk_out, bf16* dv_out, float* partial, int bg, int first_key, int warp_key, const AttentionShape& s) const {
-        const int lane = threadIdx.x % 32;
+    __device__ void store(bf16* dk_out, bf16* dv_out, float* partial, int bg, const AttentionShape& s) const {
+        const int column = threadIdx.x % 4 * 2;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int key = warp_key + i * 8 + lane / 4, column = lane % 4 * 2;
+        for (int row = 0; row < 2 * M; row++) {
+            const int m = row / 2, i = row % 2, key = lane_key() + row * 8;
             if (first_key + key >= s.keys) continue;
-            const size_t at = (size_t(bg) * s.key_stride + first_key + key) * D + column;
+            const size_t at = size_t(bg * s.key_stride + first_key + key) * D + column;
 #pragma unroll
             for (int x = 0; x < D / 8; x++) {
-                const float2 dk_pair = make_float2(dk[0][x][2 * i] * s.scale, dk[0][x][2 * i + 1] * s.scale);
-                const float2 dv_pair = make_float2(dv[0][x][2 * i], dv[0][x][2 * i + 1]);
+                const float2 dk_pair = make_float2(dk[m][x][2 * i] * s.scale, dk[m][x][2 * i + 1] * s.scale);
+                const float2 dv_pair = make_float2(dv[m][x][2 * i], dv[m][x][2 * i + 1]);
                 if (partial) {
                     *reinterpret_cast<float2*>(partial + key * D + column + x * 8) = dk_pair;
                     *reinterpret_cast<float2*>(partial + (KEY_TILE + key) * D + column + x * 8) = dv_pair;
@@ -660,12 +746,11 @@ __device__ inline int first_part(int key_tile, const AttentionShape& s) { return
 
 // partial [B*G, tiles of keys, parts, 2, KEY_TILE, D], where there is more than one part
 template <Branch branch, int D>
-__global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3)
+__global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
                           const float* lse_gated, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
-    constexpr int SUB_BLOCKS = sub_blocks(branch);
+    constexpr int THREADS = dkdv_threads<D>(), SUB_BLOCKS = sub_blocks(branch);
     if (branch == SLC && choice && choice->gather) return;
-    const int warp_key = threadIdx.x / 32 * 16, lane = threadIdx.x % 32;
     // Early keys are seen by more queries and start first.
     const int parts = branch == CMP ? s.parts : 1, part = branch == CMP ? int(blockIdx.x) / s.batch_groups % parts : 0;
     const int tile = int(blockIdx.x) / s.batch_groups / parts, bg = int(blockIdx.x) % s.batch_groups, first_key = tile * KEY_TILE;
@@ -673,16 +758,14 @@ __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3)
     DynamicShared shared;
     bf16* q_tiles = shared.take<bf16>(2 * KEY_TILE * D);
     bf16* dout_tiles = shared.take<bf16>(2 * KEY_TILE * D);
-    // Per token: lse_gated in base 2, +infinity where the query does not exist or did not choose the selection block; and row_dot.
-    float* shifts = shared.take<float>(2 * SUB_BLOCKS * KEY_TILE);
-    float* dots = shared.take<float>(2 * KEY_TILE);
+    const RowStatistics rows = {shared.take<float>(2 * SUB_BLOCKS * KEY_TILE), shared.take<float>(2 * KEY_TILE)};
     // The keys pass through the second buffers into registers, as A fragments.
     bf16* k_tile = q_tiles + KEY_TILE * D;
     bf16* v_tile = keeps_v<D>() ? shared.take<bf16>(KEY_TILE * D) : dout_tiles + KEY_TILE * D;
     uint32_t* used = nullptr;
-    const size_t group = (size_t(bg) * s.key_stride + first_key) * D;
-    copy_tile<D>(k_tile, k + group, D, KEY_TILE, s.keys - first_key);
-    copy_tile<D>(v_tile, v + group, D, KEY_TILE, s.keys - first_key);
+    const size_t group = size_t(bg * s.key_stride + first_key) * D;
+    copy_tile<D, THREADS>(k_tile, k + group, D, s.keys - first_key);
+    copy_tile<D, THREADS>(v_tile, v + group, D, s.keys - first_key);
     cp_async_commit();
     if (branch == SLC) {
         used = shared.take<uint32_t>(tile_words(s.queries));
@@ -691,80 +774,63 @@ __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3)
     }
     cp_async_wait<0>();
     __syncthreads();
-    WarpKeys<D> keys;
-    keys.load(k_tile, v_tile, warp_key);
+    WarpKeys<branch, D> keys;
+    keys.load(k_tile, v_tile, first_key);
 
-    const size_t H = size_t(s.G) * s.heads;
+    const int H = s.G * s.heads, q_row = bg * s.heads * s.queries, dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;  // there are fewer than 2^31 rows
     auto copy_tokens = [&](int buffer, int token_tile, int head) {
         const int j = token_tile * KEY_TILE;
-        copy_tile<D>(q_tiles + buffer * KEY_TILE * D, q + ((size_t(bg) * s.heads + head) * s.queries + j) * D, D, KEY_TILE, s.queries - j);
-        const size_t at = ((size_t(bg / s.G) * s.queries + j) * H + size_t(bg % s.G) * s.heads + head) * D;
-        copy_tile<D>(dout_tiles + buffer * KEY_TILE * D, dout + at, H * D, KEY_TILE, s.queries - j);
+        copy_tile<D, THREADS>(q_tiles + buffer * KEY_TILE * D, q + size_t(q_row + head * s.queries + j) * D, D, s.queries - j);
+        copy_tile<D, THREADS>(dout_tiles + buffer * KEY_TILE * D, dout + size_t(dout_row + j * H + head) * D, size_t(H) * D, s.queries - j);
         cp_async_commit();
     };
-    // Half of the threads each: one token's lse and chosen blocks, one token's row_dot.
-    const bool has_shift = threadIdx.x < KEY_TILE;
-    const int column = threadIdx.x % KEY_TILE;
-    float statistic = 0;
+    // A thread for each row of the tile of tokens.
+    const bool has_row = threadIdx.x < KEY_TILE;
+    float minus_shift = 0, dot = 0;
     unsigned chosen = ~0u;
-    auto load_statistic = [&](int token_tile, int head) {
-        const int j = token_tile * KEY_TILE + column;
-        const size_t row = (size_t(bg) * s.heads + head) * s.queries + j;
-        statistic = j >= s.queries ? (has_shift ? INFINITY : 0) : has_shift ? lse_gated[row] * LOG2_E : row_dot[row];
-        if (branch == SLC && has_shift && j < s.queries)
-            chosen = chosen_blocks(selection + size_t(token_tile) * KEY_TILE * s.words, column, tile, s);
+    auto load_statistics = [&](int token_tile, int head) {
+        const int j = token_tile * KEY_TILE + int(threadIdx.x);
+        const bool query = has_row && j < s.queries;
+        const int row = q_row + head * s.queries + j;
+        minus_shift = query ? -lse_gated[row] * LOG2_E : -INFINITY, dot = query ? row_dot[row] : 0;
+        if (branch == SLC && query) chosen = chosen_blocks(selection + size_t(token_tile) * KEY_TILE * s.words, threadIdx.x, tile_blocks(tile, s), s);
     };
-    auto store_statistic = [&](int buffer) {
-        if (!has_shift) dots[buffer * KEY_TILE + column] = statistic;
-        else
-            for (int sub = 0; sub < SUB_BLOCKS; sub++)
-                shifts[(buffer * SUB_BLOCKS + sub) * KEY_TILE + column] = chosen >> sub & 1 ? statistic : INFINITY;
+    auto store_statistics = [&](int buffer) {
+        if (!has_row) return;
+        rows.dot[buffer * KEY_TILE + threadIdx.x] = dot;
+        for (int sub = 0; sub < (branch == SLC ? blocks_per_tile(s) : 1); sub++)
+            rows.minus_shift[(buffer * SUB_BLOCKS + sub) * KEY_TILE + threadIdx.x] = chosen >> sub & 1 ? minus_shift : -INFINITY;
     };
-    const int sub_block = branch == SLC ? warp_key >> s.slc_shift : 0;
 
-    // Tokens that may see a key of the tile; then, for each of this lane's keys warp_key + i * 8 + lane / 4, those that see it. Counted from s.first.
+    // Tokens that may see a key of the tile, counted from s.first.
     const int first_token = max(first_query<branch>(first_key, s) - s.first, branch == CMP ? part * s.part_tokens : 0);
     const int end_token = min(s.queries, branch == WIN ? first_key + KEY_TILE - 1 + s.window - s.first : branch == CMP ? (part + 1) * s.part_tokens : s.queries);
     const int end_tile = (end_token + KEY_TILE - 1) / KEY_TILE;
-    int begin[2], end[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int key = first_key + warp_key + i * 8 + lane / 4;
-        begin[i] = first_query<branch>(key, s) - s.first;
-        end[i] = branch == WIN ? min(s.queries, key + s.window - s.first) : s.queries;
-    }
+    // The warp's first and last key say what it sees of a tile of tokens.
+    const int low_key = first_key + keys.warp_key(), high_key = low_key + 16 * key_pieces<D>() - 1;
     int token_tile = next_tile<branch>(used, max(first_token, 0) / KEY_TILE, end_tile), head = 0;
     if (token_tile < end_tile) {
         copy_tokens(0, token_tile, head);
-        load_statistic(token_tile, head);
-        store_statistic(0);
+        load_statistics(token_tile, head);
+        store_statistics(0);
     }
     for (int buffer = 0; token_tile < end_tile; buffer ^= 1) {
-        const int j0 = token_tile * KEY_TILE;
+        const int t0 = s.first + token_tile * KEY_TILE;
         if (++head == s.heads) head = 0, token_tile = next_tile<branch>(used, token_tile + 1, end_tile);
         cp_async_wait<0>();
         __syncthreads();  // this buffer has arrived, and all warps are done with the other
         if (token_tile < end_tile) {
             copy_tokens(buffer ^ 1, token_tile, head);
-            load_statistic(token_tile, head);
+            load_statistics(token_tile, head);
         }
-        bool all = true, some = false;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            all = all && begin[i] <= j0 && end[i] >= j0 + KEY_TILE;
-            some = some || (begin[i] < j0 + KEY_TILE && end[i] > j0);
-        }
-        if (__any_sync(~0u, some)) {
-            const bool masked = !__all_sync(~0u, all);
-            const bf16 *q_tile = q_tiles + buffer * KEY_TILE * D, *dout_tile = dout_tiles + buffer * KEY_TILE * D;
-            const float *shift = shifts + (buffer * SUB_BLOCKS + sub_block) * KEY_TILE, *dot = dots + buffer * KEY_TILE;
-            const auto seen = [&](int i, int row) { return begin[i] <= j0 + row && end[i] > j0 + row; };
-            keys.add_tokens(q_tile, dout_tile, shift, dot, masked, seen, warp_key, s);
-        }
-        if (token_tile < end_tile) store_statistic(buffer ^ 1);  // only now, so that nobody waits for the load
+        const bool some = first_query<branch>(low_key, s) < t0 + KEY_TILE && (branch != WIN || t0 < high_key + s.window);
+        const bool masked = !query_sees<branch>(t0, high_key, s) || !query_sees<branch>(t0 + KEY_TILE - 1, low_key, s);
+        if (some)
+            keys.add_tokens(q_tiles + buffer * KEY_TILE * D, dout_tiles + buffer * KEY_TILE * D, rows, buffer, masked, [&](int row) { return t0 + row; }, s);
+        if (token_tile < end_tile) store_statistics(buffer ^ 1);  // only now, so that nobody waits for the load
     }
     if (branch == CMP && parts > 1) partial += ((size_t(bg) * ((s.keys + KEY_TILE - 1) / KEY_TILE) + tile) * parts + part) * 2 * KEY_TILE * D;
-    keys.store(dk, dv, branch == CMP && parts > 1 ? partial : nullptr, bg, first_key, warp_key, s);
+    keys.store(dk, dv, branch == CMP && parts > 1 ? partial : nullptr, bg, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -780,8 +846,9 @@ constexpr int GATHER_CHUNK = 2048;   // tokens of a tile of keys that one thread
 template <int D>
 HOST_DEVICE constexpr int gather_rows(bool backward) { return (backward ? 96 : 192) / (D > 64 ? 2 : 1); }
 
-HOST_DEVICE inline int tiles_per_unit(const AttentionShape& s) { return s.slc_block > KEY_TILE ? s.slc_block / KEY_TILE : 1; }
-HOST_DEVICE inline int units(int keys, const AttentionShape& s) { return (keys + KEY_TILE * tiles_per_unit(s) - 1) / (KEY_TILE * tiles_per_unit(s)); }
+// The unit of a tile of keys.
+HOST_DEVICE inline int unit_of_tile(int tile, const AttentionShape& s) { return s.slc_tiles > 1 ? tile / s.slc_tiles : tile; }
+HOST_DEVICE inline int units(int keys, const AttentionShape& s) { return (keys + KEY_TILE * s.slc_tiles - 1) / (KEY_TILE * s.slc_tiles); }
 HOST_DEVICE inline int units_per_word(const AttentionShape& s) { return 32 * s.slc_block / (KEY_TILE < s.slc_block ? s.slc_block : KEY_TILE); }
 
 // Each lane gives one word of a token's selection; lane i gets the bitmask of the lanes whose token chose a block of the word's i-th unit.
@@ -816,7 +883,7 @@ __device__ inline void find_choosers(uint32_t* choosers, uint32_t* used, const u
     __syncthreads();
     for (int word = threadIdx.x / 32; word * 32 < key_tiles; word += blockDim.x / 32) {
         const int tile = word * 32 + lane;
-        const unsigned bits = __ballot_sync(~0u, tile < key_tiles && choosers[tile / tiles_per_unit(s)] != 0);
+        const unsigned bits = __ballot_sync(~0u, tile < key_tiles && choosers[unit_of_tile(tile, s)] != 0);
         if (lane == 0) used[word] = bits;
     }
 }
@@ -888,7 +955,19 @@ struct GatheredView {
     bool masked;
     int end[2];
     unsigned blocks[2];
-    __device__ bool sees(int i, int key, const AttentionShape& s) const { return key < end[i] && (blocks[i] >> (key >> s.slc_shift) & 1); }
+    // The scores of keys that a row does not see become -infinity; the exponential makes that 0.
+    __device__ void hide_keys(float (&p)[1][KEY_TILE / 8][4], const AttentionShape& s) const {
+        if (!masked) return;
+#pragma unroll
+        for (int n = 0; n < KEY_TILE / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const bool chosen = blocks[i] >> (n * 8 >> s.slc_shift) & 1;
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+                    if (!chosen || n * 8 + int(threadIdx.x) % 4 * 2 + e >= end[i]) p[0][n][2 * i + e] = -INFINITY;
+            }
+    }
 };
 __device__ inline GatheredView look_at_gathered(int key_tile, const GatheredRows& rows, const uint32_t* selected, const QueryTile& tile, const AttentionShape& s) {
     GatheredView view;
@@ -897,7 +976,7 @@ __device__ inline GatheredView look_at_gathered(int key_tile, const GatheredRows
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         view.end[i] = s.first + tile.j0 + rows.token[i] + 1 - key_tile * KEY_TILE;
-        view.blocks[i] = shared_tile && rows.row[i] >= 0 ? chosen_blocks(selected, rows.token[i], key_tile, s) : 1;
+        view.blocks[i] = shared_tile && rows.row[i] >= 0 ? chosen_blocks(selected, rows.token[i], tile_blocks(key_tile, s), s) : 1;
     }
     return view;
 }
@@ -942,24 +1021,17 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, D > 64 ? 1 : 2)
         __syncthreads();  // this buffer has arrived, all warps are done with the other and with the rows of the last tile
         if (key_tile < end_tile) copy_keys(buffer ^ 1, key_tile);
 
-        const uint32_t tokens = choosers[this_tile / tiles_per_unit(s)];
+        const uint32_t tokens = choosers[unit_of_tile(this_tile, s)];
         const int items = __popc(tokens) * s.heads;
         for (int first = warp * 16; first < items; first += warps * 16) {
             const GatheredRows r = gather(tokens, first, items, s);
-            float p[1][KEY_TILE / 8][4], rescale[2];
+            float p[1][KEY_TILE / 8][4] = {}, rescale[2];
             {
-                unsigned q_rows[D / 16][4];
-                load_gathered<D>(q_rows, q_tile, r);
-                multiply_rows<D, KEY_TILE / 16>(p, q_rows, k_tiles + buffer * KEY_TILE * D, 0);
+                unsigned q_rows[1][D / 16][4];
+                load_gathered<D>(q_rows[0], q_tile, r);
+                multiply_rows<D, 1, KEY_TILE / 16>(p, q_rows, k_tiles + buffer * KEY_TILE * D, 0);
             }
-            const GatheredView view = look_at_gathered(this_tile, r, selection, tile, s);
-            if (view.masked) {
-#pragma unroll
-                for (int n = 0; n < KEY_TILE / 8; n++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        if (!view.sees(e / 2, n * 8 + lane % 4 * 2 + e % 2, s)) p[0][n][e] = -INFINITY;
-            }
+            look_at_gathered(this_tile, r, selection, tile, s).hide_keys(p, s);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 // The first of the four lanes that share a row keeps its statistics.
@@ -1009,7 +1081,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, D > 64 ? 1 : 2)
     gather_dq_kernel(float* dq, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
                      const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const QueryTile tile = query_tile(s);
     const int rows = tile.tokens * s.heads, end_tile = end_of_key_tiles<SLC>(tile, s);
     DynamicShared shared;
@@ -1018,7 +1090,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, D > 64 ? 1 : 2)
     bf16* q_tile = shared.take<bf16>(s.tile_tokens * s.heads * D);
     bf16* dout_tile = shared.take<bf16>(s.tile_tokens * s.heads * D);
     float* sums = shared.take<float>(s.tile_tokens * s.heads * D);
-    float2* statistics = shared.take<float2>(s.tile_tokens * s.heads);  // lse_gated in base 2, row_dot
+    float2* statistics = shared.take<float2>(s.tile_tokens * s.heads);  // -lse_gated in base 2, row_dot
     uint32_t* choosers = shared.take<uint32_t>(units(s.key_stride, s));
     uint32_t* used = shared.take<uint32_t>(tile_words(s.key_stride));
 
@@ -1030,7 +1102,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, D > 64 ? 1 : 2)
     selection += (size_t(tile.bg) * s.queries + tile.j0) * s.words;
     find_choosers(choosers, used, selection, tile.tokens, end_tile, s);
     for (int i = threadIdx.x; i < rows * D; i += blockDim.x) sums[i] = 0;
-    for (int i = threadIdx.x; i < rows; i += blockDim.x) statistics[i] = make_float2(lse_gated[place_of(i)] * LOG2_E, row_dot[place_of(i)]);
+    for (int i = threadIdx.x; i < rows; i += blockDim.x) statistics[i] = make_float2(-lse_gated[place_of(i)] * LOG2_E, row_dot[place_of(i)]);
     __syncthreads();
 
     const size_t group = size_t(tile.bg) * s.key_stride * D;
@@ -1044,31 +1116,26 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, D > 64 ? 1 : 2)
         __syncthreads();  // this buffer has arrived, all warps are done with the other and with the rows of the last tile
         if (key_tile < end_tile) copy_keys(buffer ^ 1, key_tile);
 
-        const uint32_t tokens = choosers[this_tile / tiles_per_unit(s)];
+        const uint32_t tokens = choosers[unit_of_tile(this_tile, s)];
         const int items = __popc(tokens) * s.heads;
         for (int first = warp * 16; first < items; first += warps * 16) {
             const GatheredRows r = gather(tokens, first, items, s);
-            float p[1][KEY_TILE / 8][4], ds[1][KEY_TILE / 8][4];
+            float2 of_row[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) of_row[i] = r.row[i] < 0 ? make_float2(-INFINITY, 0) : statistics[r.row[i]];
+            float p[1][KEY_TILE / 8][4] = {}, ds[1][KEY_TILE / 8][4] = {};
             {
-                unsigned a[D / 16][4];
-                load_gathered<D>(a, q_tile, r);
-                multiply_rows<D, KEY_TILE / 16>(p, a, k_tiles + buffer * KEY_TILE * D, 0);
-                load_gathered<D>(a, dout_tile, r);
-                multiply_rows<D, KEY_TILE / 16>(ds, a, v_tiles + buffer * KEY_TILE * D, 0);
+                unsigned a[1][D / 16][4];
+                load_gathered<D>(a[0], q_tile, r);
+                multiply_rows<D, 1, KEY_TILE / 16>(p, a, k_tiles + buffer * KEY_TILE * D, 0);
+                load_gathered<D>(a[0], dout_tile, r);
+                multiply_rows<D, 1, KEY_TILE / 16>(ds, a, v_tiles + buffer * KEY_TILE * D, 0);
             }
-            const GatheredView view = look_at_gathered(this_tile, r, selection, tile, s);
+            look_at_gathered(this_tile, r, selection, tile, s).hide_keys(p, s);
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float2 of_row = r.row[i] < 0 ? make_float2(INFINITY, 0) : statistics[r.row[i]];
+            for (int n = 0; n < KEY_TILE / 8; n++)
 #pragma unroll
-                for (int n = 0; n < KEY_TILE / 8; n++)
-#pragma unroll
-                    for (int e = 2 * i; e < 2 * i + 2; e++) {
-                        const bool seen = !view.masked || view.sees(i, n * 8 + lane % 4 * 2 + e % 2, s);
-                        const float weight = seen ? exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, -of_row.x)) : 0;
-                        ds[0][n][e] = weight * (ds[0][n][e] - of_row.y);
-                    }
-            }
+                for (int e = 0; e < 4; e++) ds[0][n][e] = exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, of_row[e / 2].x)) * (ds[0][n][e] - of_row[e / 2].y);
             const float keep[2] = {1, 1};
             add_to_sums<D>(sums, r, keep, ds, k_tiles + buffer * KEY_TILE * D);
         }
@@ -1129,7 +1196,7 @@ __global__ void __launch_bounds__(32) plan_chunks_kernel(GatherPlan plan, const 
     int* extra = plan.extra + size_t(bg) * (plan.tiles + 1);
     int before = 0;
     for (int first = 0; first < plan.tiles; first += 32) {
-        const int tile = first + lane, count = tile < plan.tiles ? plan.counts[size_t(bg) * plan.units + tile / tiles_per_unit(s)] : 0;
+        const int tile = first + lane, count = tile < plan.tiles ? plan.counts[size_t(bg) * plan.units + unit_of_tile(tile, s)] : 0;
         const int own = count ? (count - 1) / GATHER_CHUNK : 0;
         int sum = own;  // of the lanes up to this one
         for (int delta = 1; delta < 32; delta *= 2) {
@@ -1177,14 +1244,14 @@ __device__ inline int list_tokens(int* list, int* counts, const uint32_t* row, i
 // than GATHER_CHUNK tokens (block 0 is chosen by all) is split into chunks, whose sums go to plan.partial. The first most_extra * B*G blocks take the chunks
 // beyond the first.
 template <int D>
-__global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3)
+__global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     gather_dkdv_kernel(bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
                        const uint32_t* selection, GatherPlan plan, const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
-    constexpr int SUB_BLOCKS = sub_blocks(SLC);
-    const int lane = threadIdx.x % 32, warp_key = threadIdx.x / 32 * 16, bg = int(blockIdx.x) % s.batch_groups, item = int(blockIdx.x) / s.batch_groups;
+    constexpr int THREADS = dkdv_threads<D>(), SUB_BLOCKS = sub_blocks(SLC);
+    const int bg = int(blockIdx.x) % s.batch_groups, item = int(blockIdx.x) / s.batch_groups;
     const int* extra = plan.extra + size_t(bg) * (plan.tiles + 1);
-    int tile = item - plan.most_extra, chunk = 0;
+    int tile = item - plan.most_extra;
     if (tile < 0) {  // the item-th extra chunk belongs to the last tile with extra[tile] <= item
         if (item >= extra[plan.tiles]) return;
         int low = 0, high = plan.tiles;
@@ -1193,63 +1260,63 @@ __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3)
             if (extra[middle] <= item) low = middle;
             else high = middle;
         }
-        tile = low, chunk = item - extra[low] + 1;
+        tile = low;
     }
+    auto chunk = [&] { return item < plan.most_extra ? item - extra[tile] + 1 : 0; };  // asked twice, as no register is free to keep it
     const int first_key = tile * KEY_TILE;
     DynamicShared shared;
     bf16* q_tiles = shared.take<bf16>(2 * KEY_TILE * D);
     bf16* dout_tiles = shared.take<bf16>(2 * KEY_TILE * D);
-    float* shifts = shared.take<float>(2 * SUB_BLOCKS * KEY_TILE);  // these two as in attention_dkdv_kernel
-    float* dots = shared.take<float>(2 * KEY_TILE);
-    int* counts = shared.take<int>(DKDV_THREADS / 32);
+    const RowStatistics rows = {shared.take<float>(2 * SUB_BLOCKS * KEY_TILE), shared.take<float>(2 * KEY_TILE)};
+    int* counts = shared.take<int>(THREADS / 32);
     int* list = shared.take<int>(GATHER_CHUNK);
     bf16* k_tile = q_tiles + KEY_TILE * D;
     bf16* v_tile = keeps_v<D>() ? shared.take<bf16>(KEY_TILE * D) : dout_tiles + KEY_TILE * D;
-    const size_t group = (size_t(bg) * s.key_stride + first_key) * D;
-    copy_tile<D>(k_tile, k + group, D, KEY_TILE, s.keys - first_key);
-    copy_tile<D>(v_tile, v + group, D, KEY_TILE, s.keys - first_key);
+    const size_t group = size_t(bg * s.key_stride + first_key) * D;
+    copy_tile<D, THREADS>(k_tile, k + group, D, s.keys - first_key);
+    copy_tile<D, THREADS>(v_tile, v + group, D, s.keys - first_key);
     cp_async_commit();
-    const uint32_t* choosers = plan.choosers + (size_t(bg) * plan.units + tile / tiles_per_unit(s)) * plan.token_words;
-    const int tokens = list_tokens(list, counts, choosers, plan.token_words, chunk * GATHER_CHUNK);
+    const uint32_t* choosers = plan.choosers + size_t(bg * plan.units + tile / s.slc_tiles) * plan.token_words;
+    const int tokens = list_tokens(list, counts, choosers, plan.token_words, chunk() * GATHER_CHUNK);
     cp_async_wait<0>();
     __syncthreads();
-    WarpKeys<D> keys;
-    keys.load(k_tile, v_tile, warp_key);
+    WarpKeys<SLC, D> keys;
+    keys.load(k_tile, v_tile, first_key);
 
-    const size_t H = size_t(s.G) * s.heads;
+    const int H = s.G * s.heads, q_row = bg * s.heads * s.queries, dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;  // there are fewer than 2^31 rows
     auto copy_tokens = [&](int buffer, int first, int head) {
-        const bf16* q_head = q + (size_t(bg) * s.heads + head) * s.queries * D;
-        const bf16* dout_head = dout + (size_t(bg / s.G) * s.queries * H + size_t(bg % s.G) * s.heads + head) * D;
-        for (int i = threadIdx.x; i < KEY_TILE * (D / 8); i += int(DKDV_THREADS)) {
-            const int row = i / (D / 8), chunk = i % (D / 8), j = max(list[first + row], 0), at = buffer * KEY_TILE * D + chunk_at<D>(row, chunk);
-            cp_async_16(q_tiles + at, q_head + size_t(j) * D + chunk * 8, first + row < tokens);
-            cp_async_16(dout_tiles + at, dout_head + j * H * D + chunk * 8, first + row < tokens);
+        const bf16 *q_head = q + size_t(q_row + head * s.queries) * D, *dout_head = dout + size_t(dout_row + head) * D;
+        const int chunk = threadIdx.x % (D / 8), first_row = threadIdx.x / (D / 8);
+#pragma unroll
+        for (int done = 0; done < KEY_TILE; done += THREADS / (D / 8)) {
+            const int j = list[first + done + first_row], at = buffer * KEY_TILE * D + chunk_at<D>(first_row, chunk) + done * D;  // as copy_tile
+            cp_async_16(q_tiles + at, q_head + size_t(max(j, 0)) * D + chunk * 8, j >= 0);
+            cp_async_16(dout_tiles + at, dout_head + size_t(max(j, 0)) * H * D + chunk * 8, j >= 0);
         }
         cp_async_commit();
     };
-    // Half of the threads each: one token's lse and chosen blocks, one token's row_dot.
-    const bool has_shift = threadIdx.x < KEY_TILE;
-    const int column = threadIdx.x % KEY_TILE;
-    float statistic = 0;
+    // A thread for each row, as in attention_dkdv_kernel.
+    const bool has_row = threadIdx.x < KEY_TILE;
+    float minus_shift = 0, dot = 0;
     unsigned chosen = ~0u;
-    auto load_statistic = [&](int first, int head) {
-        const int j = list[first + column];
-        const size_t row = (size_t(bg) * s.heads + head) * s.queries + j;
-        statistic = j < 0 ? (has_shift ? INFINITY : 0) : has_shift ? lse_gated[row] * LOG2_E : row_dot[row];
-        if (has_shift && j >= 0 && s.slc_block < KEY_TILE) chosen = chosen_blocks(selection + (size_t(bg) * s.queries + j) * s.words, 0, tile, s);
+    auto load_statistics = [&](int first, int head) {
+        const int j = has_row ? list[first + int(threadIdx.x)] : -1;
+        const int row = q_row + head * s.queries + j;
+        minus_shift = j < 0 ? -INFINITY : -lse_gated[row] * LOG2_E, dot = j < 0 ? 0 : row_dot[row];
+        if (j >= 0 && s.slc_block < KEY_TILE) chosen = chosen_blocks(selection + size_t(bg * s.queries + j) * s.words, 0, tile_blocks(tile, s), s);
     };
-    auto store_statistic = [&](int buffer) {
-        if (!has_shift) dots[buffer * KEY_TILE + column] = statistic;
-        else
-            for (int sub = 0; sub < blocks_per_tile(s); sub++) shifts[(buffer * SUB_BLOCKS + sub) * KEY_TILE + column] = chosen >> sub & 1 ? statistic : INFINITY;
+    auto store_statistics = [&](int buffer) {
+        if (!has_row) return;
+        rows.dot[buffer * KEY_TILE + threadIdx.x] = dot;
+        for (int sub = 0; sub < blocks_per_tile(s); sub++)
+            rows.minus_shift[(buffer * SUB_BLOCKS + sub) * KEY_TILE + threadIdx.x] = chosen >> sub & 1 ? minus_shift : -INFINITY;
     };
-    const int sub_block = warp_key >> s.slc_shift;
 
     int first = 0, head = 0;  // of the list
     if (first < tokens) {
         copy_tokens(0, first, head);
-        load_statistic(first, head);
-        store_statistic(0);
+        load_statistics(first, head);
+        store_statistics(0);
     }
     for (int buffer = 0; first < tokens; buffer ^= 1) {
         const int this_first = first;
@@ -1258,16 +1325,14 @@ __global__ void __launch_bounds__(DKDV_THREADS, D > 64 ? 2 : 3)
         __syncthreads();  // this buffer has arrived, and all warps are done with the other
         if (first < tokens) {
             copy_tokens(buffer ^ 1, first, head);
-            load_statistic(first, head);
+            load_statistics(first, head);
         }
         const bool masked = s.first + list[this_first] < first_key + KEY_TILE - 1;  // the first token of the tile is the earliest
-        const auto seen = [&](int i, int row) { return s.first + list[this_first + row] >= first_key + warp_key + i * 8 + lane / 4; };
-        keys.add_tokens(q_tiles + buffer * KEY_TILE * D, dout_tiles + buffer * KEY_TILE * D, shifts + (buffer * SUB_BLOCKS + sub_block) * KEY_TILE, dots + buffer * KEY_TILE,
-                        masked, seen, warp_key, s);
-        if (first < tokens) store_statistic(buffer ^ 1);
+        keys.add_tokens(q_tiles + buffer * KEY_TILE * D, dout_tiles + buffer * KEY_TILE * D, rows, buffer, masked, [&](int row) { return s.first + list[this_first + row]; }, s);
+        if (first < tokens) store_statistics(buffer ^ 1);
     }
-    float* partial = plan.chunks(bg, tile) > 1 ? plan.partial + plan.slot(bg, tile, chunk) * 2 * KEY_TILE * D : nullptr;
-    keys.store(dk, dv, partial, bg, first_key, warp_key, s);
+    float* partial = plan.chunks(bg, tile) > 1 ? plan.partial + plan.slot(bg, tile, chunk()) * 2 * KEY_TILE * D : nullptr;
+    keys.store(dk, dv, partial, bg, s);
 }
 
 // dk, dv [B, G, key_stride, D] = the sums of the chunks or parts in their order; one block per tile of keys and (sequence, group)
@@ -1318,7 +1383,7 @@ __global__ void __launch_bounds__(128) measure_selections_kernel(int* counts, co
     int visited = 0, pieces = 0;
     for (int word = 0; word < s.words; word++) {
         const int choosers = __popc(transpose_choices(lane < tokens ? selected[lane * s.words + word] : 0, s));
-        const int unit = word * per_word + lane, key_tiles = min(tiles_per_unit(s), (s.keys + KEY_TILE - 1) / KEY_TILE - unit * tiles_per_unit(s));
+        const int unit = word * per_word + lane, key_tiles = min(s.slc_tiles, (s.keys + KEY_TILE - 1) / KEY_TILE - unit * s.slc_tiles);
         if (lane < per_word && choosers) visited += key_tiles, pieces += key_tiles * ((choosers * s.heads + 15) / 16);
     }
     for (int flip = 16; flip > 0; flip /= 2) {
@@ -1357,6 +1422,7 @@ __global__ void __launch_bounds__(256) choose_selected_kernel(SelectedChoice* ch
 constexpr unsigned SCORE_THREADS = KEY_TILE / 16 * 32;
 constexpr int WEIGHT_STRIDE = KEY_TILE + 1;  // odd, as the next, so that the same place of several tokens lies in different banks
 HOST_DEVICE inline int importance_stride(const AttentionShape& s) { return ((s.first + s.queries - 1) / s.slc_block + 1) | 1; }
+HOST_DEVICE inline int overlaps(const AttentionShape& s) { return s.slc_block / s.d + (s.l + s.d - 1) / s.d - 1; }  // compressed blocks that share tokens with a selection block
 constexpr float TAKEN = -1;  // in place of the importance of a chosen block, which is never negative
 
 __device__ inline float sum_of_warp(float x) {
@@ -1421,23 +1487,37 @@ __global__ void __launch_bounds__(SCORE_THREADS)
     DynamicShared shared;
     bf16* k_tiles = shared.take<bf16>(2 * KEY_TILE * D);
     bf16* q_tile = shared.take<bf16>(rows * D);
-    float* shifts = shared.take<float>(rows);                                 // lse in base 2
+    float* minus_shifts = shared.take<float>(rows);                           // -lse in base 2
     float* weights = shared.take<float>(SCORE_TOKENS * WEIGHT_STRIDE);        // [token][compressed block of the tile], summed over heads
     float* importances = shared.take<float>(SCORE_TOKENS * stride);           // [token][selection block]
+    // Eq. 9: a compressed block counts for a selection block by the tokens they share, over d. Which ones share some, and how many, is the same for every selection
+    // block, counted from the first: compressed blocks first_overlap .. first_overlap + overlap_count - 1 from where the selection block begins.
+    const int first_overlap = 1 - (s.l + s.d - 1) / s.d, overlap_count = overlaps(s);
+    float* overlap = shared.take<float>(overlap_count);
 
     if (last_block + 1 > s.slc_count) {
         const int end_tile = end_of_key_tiles<CMP>(tile, s);
         auto copy_keys = [&](int buffer, int key_tile) {
             const bf16* from = kc + (size_t(tile.bg) * s.key_stride + size_t(key_tile) * KEY_TILE) * D;
-            copy_tile<D>(k_tiles + buffer * KEY_TILE * D, from, D, KEY_TILE, s.keys - key_tile * KEY_TILE);
+            copy_tile<D>(k_tiles + buffer * KEY_TILE * D, from, D, s.keys - key_tile * KEY_TILE);
             cp_async_commit();
         };
         copy_queries<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, rows, tile.tokens, s);
         copy_keys(0, 0);
         for (int row = threadIdx.x; row < rows; row += int(SCORE_THREADS)) {
             const long long at = query_row(tile, row, s);
-            shifts[row] = at < 0 ? INFINITY : lse[at] * LOG2_E;
+            minus_shifts[row] = at < 0 ? -INFINITY : -lse[at] * LOG2_E;
         }
+        for (int i = threadIdx.x; i < overlap_count; i += int(SCORE_THREADS)) {
+            const int begin = (first_overlap + i) * s.d;
+            overlap[i] = float(min(s.slc_block, begin + s.l) - max(0, begin)) / s.d;
+        }
+        // Compressed blocks are the rows of the product, tokens its columns: this lane has blocks lane / 4 and lane / 4 + 8 of the warp's 16, and tokens column,
+        // column + 1, + 8 and + 9.
+        const int column = lane % 4 * 2, first_end = end_of_keys<CMP>(s.first + tile.j0, s);
+        int ends[SCORE_TOKENS / 8][2];  // of the tokens, counted from this lane's first block in the tile
+        for (int n = 0; n < SCORE_TOKENS / 8; n++)
+            for (int odd = 0; odd < 2; odd++) ends[n][odd] = end_of_keys<CMP>(s.first + tile.j0 + n * 8 + column + odd, s) - warp * 16 - lane / 4;
         for (int i = threadIdx.x; i < SCORE_TOKENS * stride; i += int(SCORE_THREADS)) importances[i] = 0;
 
         for (int key_tile = 0; key_tile < end_tile; key_tile++) {
@@ -1445,40 +1525,43 @@ __global__ void __launch_bounds__(SCORE_THREADS)
             cp_async_wait<0>();
             __syncthreads();  // this tile has arrived, the last one is folded
             if (key_tile + 1 < end_tile) copy_keys((key_tile + 1) % 2, key_tile + 1);
-            // Compressed blocks are the rows of the product, tokens its columns: this lane has blocks lane / 4 and lane / 4 + 8 of the warp's 16.
-            unsigned k_rows[D / 16][4];
+            unsigned k_rows[1][D / 16][4];
 #pragma unroll
-            for (int x = 0; x < D; x += 16) load_a<D>(k_rows[x / 16], k_tile, warp * 16, x);
+            for (int x = 0; x < D; x += 16) load_a<D>(k_rows[0][x / 16], k_tile, warp * 16, x);
+            const bool masked = first_end < (key_tile + 1) * KEY_TILE;
             float sums[SCORE_TOKENS / 8][4] = {};
+#pragma unroll 2
             for (int head = 0; head < s.heads; head++) {
-                float p[1][SCORE_TOKENS / 8][4];
-                multiply_rows<D, SCORE_TOKENS / 16>(p, k_rows, q_tile, head * SCORE_TOKENS);
+                float p[1][SCORE_TOKENS / 8][4] = {};
+                multiply_rows<D, 1, SCORE_TOKENS / 16>(p, k_rows, q_tile, head * SCORE_TOKENS);
+                if (masked) {
 #pragma unroll
-                for (int n = 0; n < SCORE_TOKENS / 8; n++)
+                    for (int n = 0; n < SCORE_TOKENS / 8; n++)
 #pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const int token = n * 8 + lane % 4 * 2 + e % 2, key = key_tile * KEY_TILE + warp * 16 + e / 2 * 8 + lane / 4;
-                        const bool visible = key < end_of_keys<CMP>(s.first + tile.j0 + token, s);
-                        sums[n][e] += visible ? exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, -shifts[head * SCORE_TOKENS + token])) : 0;
-                    }
+                        for (int e = 0; e < 4; e++)
+                            if (ends[n][e % 2] <= key_tile * KEY_TILE + e / 2 * 8) p[0][n][e] = -INFINITY;
+                }
+#pragma unroll
+                for (int n = 0; n < SCORE_TOKENS / 8; n++) {
+                    const float2 minus_lse = *reinterpret_cast<const float2*>(minus_shifts + head * SCORE_TOKENS + n * 8 + column);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) sums[n][e] += exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, e % 2 ? minus_lse.y : minus_lse.x));
+                }
             }
 #pragma unroll
             for (int n = 0; n < SCORE_TOKENS / 8; n++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) weights[(n * 8 + lane % 4 * 2 + e % 2) * WEIGHT_STRIDE + warp * 16 + e / 2 * 8 + lane / 4] = sums[n][e];
+                for (int e = 0; e < 4; e++) weights[(n * 8 + column + e % 2) * WEIGHT_STRIDE + warp * 16 + e / 2 * 8 + lane / 4] = sums[n][e];
             __syncthreads();
             // Each (token, selection block) has one thread, which adds in the order of the compressed blocks.
             const int begin = key_tile * KEY_TILE, end = min(begin + KEY_TILE, s.keys);  // compressed blocks of this tile
             const int first_block = begin * s.d / s.slc_block;
             const int blocks = min(((end - 1) * s.d + s.l - 1) / s.slc_block, last_block) + 1 - first_block;
             for (int item = threadIdx.x; item < blocks * SCORE_TOKENS; item += int(SCORE_THREADS)) {
-                const int token = item % SCORE_TOKENS, block = first_block + item / SCORE_TOKENS;
-                const int block_begin = block * s.slc_block, block_end = block_begin + s.slc_block;
+                const int token = item % SCORE_TOKENS, block = first_block + item / SCORE_TOKENS, first = block * (s.slc_block / s.d) + first_overlap - begin;
+                const float* weight = weights + token * WEIGHT_STRIDE + first;
                 float sum = importances[token * stride + block];
-                for (int i = max(begin, (block_begin - s.l) / s.d); i < end && i * s.d < block_end; i++) {
-                    const int in_both = min(block_end, i * s.d + s.l) - max(block_begin, i * s.d);  // tokens; eq. 9 for any l, d, l'
-                    if (in_both > 0) sum += weights[token * WEIGHT_STRIDE + i - begin] * in_both / s.d;
-                }
+                for (int i = max(0, -first); i < min(overlap_count, end - begin - first); i++) sum += weight[i] * overlap[i];
                 importances[token * stride + block] = sum;
             }
         }
@@ -1514,6 +1597,7 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
     a.tiles = (s.queries + a.tile_tokens - 1) / a.tile_tokens;
     a.l = s.l, a.d = s.d, a.window = s.full ? s.T : s.window;
     a.slc_block = s.slc_block, a.slc_count = s.slc_count, a.words = s.full ? 0 : s.selection_words();
+    a.slc_tiles = std::max(1, s.slc_block / KEY_TILE);
     while (a.slc_shift < 6 && (1 << a.slc_shift) < s.slc_block) a.slc_shift++;
     a.scale = float(s.scale());
     a.parts = 1, a.part_tokens = s.queries;
@@ -1528,6 +1612,8 @@ inline void check_attention_shape(Branch branch, const NsaShape& s) {
         fail_usage("%d query heads in %d groups: the CUDA attention wants 1 to %d query heads for each group", s.H, s.G, most_rows<128>());
     if (branch == SLC && s.slc_block != 16 && s.slc_block != 32 && (s.slc_block < KEY_TILE || s.slc_block % KEY_TILE))
         fail_usage("selection blocks of %d tokens: the CUDA attention has 16, 32 and multiples of 64; choose one of them, or the CPU", s.slc_block);
+    if (branch != WIN && s.slc_block % s.d)
+        fail_usage("selection blocks of %d tokens and compression blocks every %d: the CUDA attention wants a multiple; choose one, or the CPU", s.slc_block, s.d);
 }
 // Calls f(std::integral_constant<int, D>()) for the head dimension D.
 template <class F>
@@ -1605,7 +1691,7 @@ inline GatherPlan gather_plan(WorkspacePieces& pieces, const NsaShape& s) {
     const AttentionShape a = gather_shape<D>(s, true);
     GatherPlan plan = {};
     plan.tiles = (a.keys + KEY_TILE - 1) / KEY_TILE, plan.units = units(a.keys, a), plan.token_words = (s.queries + 31) / 32;
-    plan.most_extra = int(size_t(s.queries) * size_t(std::max(s.slc_count, 3)) * size_t(tiles_per_unit(a)) / GATHER_CHUNK);
+    plan.most_extra = int(size_t(s.queries) * size_t(std::max(s.slc_count, 3)) * size_t(a.slc_tiles) / GATHER_CHUNK);
     plan.most_extra = int(std::min(size_t(plan.most_extra), size_t(plan.tiles) * size_t(s.queries / GATHER_CHUNK)));
     const size_t groups = size_t(a.batch_groups);
     plan.choosers = pieces.take<uint32_t>(groups * size_t(plan.units) * size_t(plan.token_words));
@@ -1692,8 +1778,8 @@ inline void launch_gather_backward(float* dq, bf16* dk, bf16* dv, const bf16* do
     launch<count_choosers_kernel>(unsigned(all_units + 3) / 4, 128, 0, stream, plan, all_units, choice);
     launch<plan_chunks_kernel>(unsigned(a.batch_groups), 32, 0, stream, plan, choice, a);
     const size_t tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
-    const size_t bytes = shared_bytes({tiles, tiles, statistics * sub_blocks(SLC), statistics, DKDV_THREADS / 32 * sizeof(int), GATHER_CHUNK * sizeof(int), keeps_v<D>() ? tiles / 2 : 0});
-    launch<gather_dkdv_kernel<D>>(unsigned((plan.most_extra + plan.tiles) * a.batch_groups), DKDV_THREADS, bytes, stream, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, plan, choice, a);
+    const size_t bytes = shared_bytes({tiles, tiles, statistics * sub_blocks(SLC), statistics, dkdv_threads<D>() / 32 * sizeof(int), GATHER_CHUNK * sizeof(int), keeps_v<D>() ? tiles / 2 : 0});
+    launch<gather_dkdv_kernel<D>>(unsigned((plan.most_extra + plan.tiles) * a.batch_groups), unsigned(dkdv_threads<D>()), bytes, stream, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, plan, choice, a);
     if (plan.most_extra) launch<add_chunks_kernel<D>>(unsigned(plan.tiles * a.batch_groups), 256, 0, stream, dk, dv, plan, choice, a);
 }
 template <Branch branch, int D>
@@ -1720,7 +1806,7 @@ inline void launch_attention_backward(float* dq, bf16* dk, bf16* dv, const bf16*
     const unsigned key_tiles = unsigned((a.keys + KEY_TILE - 1) / KEY_TILE * a.batch_groups);
     const size_t dkdv_bytes = shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, keeps_v<D>() ? tiles / 2 : 0,
                                             branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
-    launch<attention_dkdv_kernel<branch, D>>(key_tiles * unsigned(a.parts), DKDV_THREADS, dkdv_bytes, stream, dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
+    launch<attention_dkdv_kernel<branch, D>>(key_tiles * unsigned(a.parts), unsigned(dkdv_threads<D>()), dkdv_bytes, stream, dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
     if constexpr (branch == CMP)
         if (a.parts > 1) launch<add_parts_kernel<D>>(key_tiles, 256, 0, stream, dk, dv, (const float*)partial, a);
 }
@@ -1770,7 +1856,7 @@ inline void select_blocks(uint32_t* selection, float* chosen_importance, const b
         const size_t rows = size_t(a.heads) * SCORE_TOKENS, weights = SCORE_TOKENS * WEIGHT_STRIDE;
         const size_t importances = SCORE_TOKENS * size_t(importance_stride(a));
         const size_t bytes = shared_bytes({2 * KEY_TILE * D * sizeof(bf16), rows * D * sizeof(bf16), rows * sizeof(float), weights * sizeof(float),
-                                           importances * sizeof(float)});
+                                           importances * sizeof(float), size_t(overlaps(a)) * sizeof(float)});
         if (bytes > most_shared_of_device())
             fail_usage("%d tokens in selection blocks of %d: choosing takes %zu bytes of shared memory, this GPU has %zu; choose larger blocks or fewer tokens",
                        s.first + s.queries, s.slc_block, bytes, most_shared_of_device());
