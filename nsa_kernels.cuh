@@ -66,17 +66,18 @@ using bf16 = __nv_bfloat16;
 // Shape.
 
 constexpr int KEY_TILE = 64;          // keys of a tile; of the token tile in dK and dV
-constexpr int MOST_WARPS = 6;         // of a block that owns a tile of queries
+constexpr int QUERY_ROWS = 128;        // of a tile of queries, at most
 constexpr int MOST_TILE_TOKENS = 64;  // more would make the union of a tile's selections too large
 constexpr int SCORE_TOKENS = 16;      // tokens of a tile of the selection
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float MOST_GROWTH = 8;      // of a score in base 2 over the shift that is subtracted from it, see attention_forward_kernel
 
-// 16-row pieces of a query tile in one warp: two share each piece of K and V that is loaded, while registers suffice.
+// 16-row pieces of a query tile in one warp: two share each piece of K and V that is loaded, while registers suffice. Queries (and dout) stay in registers; eight
+// warps of 255 registers fill a multiprocessor: two blocks, or one at D = 128.
 template <int D>
 HOST_DEVICE constexpr int row_pieces() { return D > 64 ? 1 : 2; }
 template <int D>
-HOST_DEVICE constexpr int most_rows() { return MOST_WARPS * 16 * row_pieces<D>(); }
+HOST_DEVICE constexpr int tile_threads() { return QUERY_ROWS / 16 / row_pieces<D>() * 32; }
 
 // What kernels need to know of NsaShape. Index bg = b * G + g counts the groups of all sequences.
 struct AttentionShape {
@@ -175,6 +176,14 @@ __device__ inline unsigned pack_bf16(float low, float high) {
     return bits;
 }
 
+// The A fragments of rows row.. of a tile, all D columns.
+template <int D, int M>
+__device__ inline void load_rows(unsigned (&a)[M][D / 16][4], const bf16* tile, int row) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int x = 0; x < D; x += 16) load_a<D>(a[m][x / 16], tile, row + m * 16, x);
+}
 // c (M*16 x N*16) += A B^T; A: rows a_row.. of its tile, B: rows b_row.. of its tile, both over all D columns.
 template <int D, int M, int N>
 __device__ inline void multiply_rows(float (&c)[M][2 * N][4], const bf16* a_tile, int a_row, const bf16* b_tile, int b_row) {
@@ -410,9 +419,9 @@ __device__ inline int end_of_key_tiles(const QueryTile& tile, const AttentionSha
 
 // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries]; without a key 0 and +infinity.
 template <Branch branch, int D>
-__global__ void __launch_bounds__(MOST_WARPS * 32, 2)
+__global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
     attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
-    constexpr int M = row_pieces<D>(), KEYS = 32;  // keys at a time, as many as there are registers for
+    constexpr int M = row_pieces<D>(), KEYS = 64;  // keys at a time
     if (branch == SLC && choice && choice->gather) return;
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16 * M, rows = blockDim.x / 32 * 16 * M;
     const QueryTile tile = query_tile(s);
@@ -420,7 +429,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
     DynamicShared shared;
     bf16* k_tiles = shared.take<bf16>(2 * KEY_TILE * D);
     bf16* v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
-    bf16* q_tile = shared.take<bf16>(most_rows<D>() * D);
+    bf16* q_tile = shared.take<bf16>(QUERY_ROWS * D);
     uint32_t* used = nullptr;
 
     copy_queries<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, rows, tile.tokens, s);
@@ -429,8 +438,11 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
         used = shared.take<uint32_t>(tile_words(s.key_stride));
         selection += (size_t(tile.bg) * s.queries + tile.j0) * s.words;
         find_used_key_tiles(used, selection, tile.tokens, end_tile, s);
-        __syncthreads();
     }
+    cp_async_wait<0>();
+    __syncthreads();
+    unsigned q_rows[M][D / 16][4];
+    load_rows<D>(q_rows, q_tile, first_row);
     const size_t group = size_t(tile.bg) * s.key_stride * D;
     auto copy_keys = [&](int buffer, int key_tile) { copy_keys_and_values<D>(k_tiles, v_tiles, buffer, k, v, group, key_tile, s); };
     int key_tile = next_tile<branch>(used, first_key_tile<branch>(tile, s), end_tile);
@@ -462,7 +474,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
 #pragma unroll 1
         for (int first = 0; first < KEY_TILE; first += KEYS) {
             float p[M][KEYS / 8][4] = {};
-            multiply_rows<D, M, KEYS / 16>(p, q_tile, first_row, k_tiles + buffer * KEY_TILE * D, first);
+            multiply_rows<D, M, KEYS / 16>(p, q_rows, k_tiles + buffer * KEY_TILE * D, first);
             if (view.masked) hide_keys<branch>(p, view, first, ends, s);
 
             // A row's shift follows its largest score only where that has grown by more than 2^8: the quotient at the end is the same, exponentials up to 2^8 and
@@ -511,7 +523,6 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
             multiply_add<D, M, KEYS / 16>(sums, p, v_tiles + buffer * KEY_TILE * D, first);
         }
     }
-    cp_async_wait<0>();  // q, where there was no tile of keys
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -536,7 +547,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
 
 // dq [B, H, queries, D] += dS k / sqrt(D).  The forward's structure with dout in place of the online softmax.
 template <Branch branch, int D>
-__global__ void __launch_bounds__(MOST_WARPS * 32, 2)
+__global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
     attention_dq_kernel(float* dq, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
                         const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
     constexpr int M = row_pieces<D>(), KEYS = 16;  // keys at a time, as many as there are registers for
@@ -547,8 +558,8 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
     DynamicShared shared;
     bf16* k_tiles = shared.take<bf16>(2 * KEY_TILE * D);
     bf16* v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
-    bf16* q_tile = shared.take<bf16>(most_rows<D>() * D);
-    bf16* dout_tile = shared.take<bf16>(most_rows<D>() * D);
+    bf16* q_tile = shared.take<bf16>(QUERY_ROWS * D);
+    bf16* dout_tile = shared.take<bf16>(QUERY_ROWS * D);
     uint32_t* used = nullptr;
 
     copy_queries<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, rows, tile.tokens, s);
@@ -559,8 +570,12 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
         used = shared.take<uint32_t>(tile_words(s.key_stride));
         selection += (size_t(tile.bg) * s.queries + tile.j0) * s.words;
         find_used_key_tiles(used, selection, tile.tokens, end_tile, s);
-        __syncthreads();
     }
+    cp_async_wait<0>();
+    __syncthreads();
+    unsigned q_rows[M][D / 16][4], dout_rows[M][D / 16][4];
+    load_rows<D>(q_rows, q_tile, first_row);
+    load_rows<D>(dout_rows, dout_tile, first_row);
     const size_t group = size_t(tile.bg) * s.key_stride * D;
     auto copy_keys = [&](int buffer, int key_tile) { copy_keys_and_values<D>(k_tiles, v_tiles, buffer, k, v, group, key_tile, s); };
     int key_tile = next_tile<branch>(used, first_key_tile<branch>(tile, s), end_tile);
@@ -593,8 +608,8 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
 #pragma unroll 1
         for (int first = 0; first < KEY_TILE; first += KEYS) {
             float p[M][KEYS / 8][4] = {}, ds[M][KEYS / 8][4] = {};
-            multiply_rows<D, M, KEYS / 16>(p, q_tile, first_row, k_tiles + buffer * KEY_TILE * D, first);
-            multiply_rows<D, M, KEYS / 16>(ds, dout_tile, first_row, v_tiles + buffer * KEY_TILE * D, first);
+            multiply_rows<D, M, KEYS / 16>(p, q_rows, k_tiles + buffer * KEY_TILE * D, first);
+            multiply_rows<D, M, KEYS / 16>(ds, dout_rows, v_tiles + buffer * KEY_TILE * D, first);
             if (view.masked) hide_keys<branch>(p, view, first, ends, s);
 #pragma unroll
             for (int m = 0; m < M; m++)
@@ -609,7 +624,6 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 2)
             multiply_add<D, M, KEYS / 16>(sums, ds, k_tiles + buffer * KEY_TILE * D, first);
         }
     }
-    cp_async_wait<0>();  // q and dout, where there was no tile of keys
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -840,6 +854,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
 //
 // A unit is what can be told apart in such a list: a selection block, or the several that share a tile of keys.
 
+constexpr int GATHER_WARPS = 6;      // of a block that owns a tile of queries
 constexpr int GATHER_TOKENS = 32;    // of a tile of queries at most: one bit each
 constexpr int GATHER_CHUNK = 2048;   // tokens of a tile of keys that one thread block handles; longer lists are split
 // Rows of a tile of queries: what fits twice into the shared memory of an sm_90 multiprocessor (D = 128: once, as on sm_80).
@@ -987,7 +1002,7 @@ HOST_DEVICE constexpr size_t gather_key_bytes() { return 4 * KEY_TILE * D * size
 // As attention_forward_kernel<SLC>. A block owns a tile of tokens; its queries and sums lie in shared memory, row token * heads + head. For each tile of
 // keys that some token chose, the warps take turns at 16 of the rows that see it.
 template <int D>
-__global__ void __launch_bounds__(MOST_WARPS * 32, D > 64 ? 1 : 2)
+__global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
     gather_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -1077,7 +1092,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, D > 64 ? 1 : 2)
 
 // As attention_dq_kernel<SLC>; the structure of gather_forward_kernel.
 template <int D>
-__global__ void __launch_bounds__(MOST_WARPS * 32, D > 64 ? 1 : 2)
+__global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
     gather_dq_kernel(float* dq, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
                      const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
@@ -1367,12 +1382,16 @@ __global__ void __launch_bounds__(256) add_chunks_kernel(bf16* dk, bf16* dv, Gat
     add_partial_sums<D>(dv, partial + KEY_TILE * D, size, chunks, bg, tile, s);
 }
 
-// ---- AUTO. Both ways cost mostly the bytes that pass between shared memory and registers, for 16 rows and 64 keys, forward and dQ together, in units of D:
-//   masked tiles     forward: K and V 256 for `row_pieces` 16-row pieces at once, Q twice 64; dQ: K, V, K 384 likewise, Q and dout four times 256
-//   gathered rows    forward: Q 32, K and V 256, sums in and out 128;                         dQ: Q and dout 64, K, V, K 384, sums 128
-// Both have the same products and exponentials for 16 rows; dK and dV by gathered rows never cost more. Counted, not measured: a GPU may say otherwise.
+// ---- AUTO. The cost of 16 rows and 64 keys, forward and dQ together, in cycles of one multiprocessor: what passes between shared memory and registers at 128 bytes a cycle, or
+// the products at 1.6 cycles per mma_m16n8k16 (sm_90 reaches about 62 % of its peak this way), whichever is more. Bytes in units of D:
+//   masked tiles     forward: K and V 256 for `row_pieces` 16-row pieces at once; dQ: K, V, K 384 likewise
+//   gathered rows    forward: Q 32, K and V 256, sums in and out 128;             dQ: Q and dout 64, K, V, K 384, sums 128
+// dK and dV by gathered rows never cost more. Counted, not measured: a GPU may say otherwise.
 template <int D>
-HOST_DEVICE constexpr float gathered_piece_cost() { return (416.0f + 576.0f) / (640.0f / row_pieces<D>() + 64.0f + 256.0f); }
+HOST_DEVICE constexpr float gathered_piece_cost() {
+    const float products = 1.6f * 2.5f * D, masked = 640.0f * D / 128 / row_pieces<D>(), gathered = (416.0f + 576.0f) * D / 128;  // 2.5 D mma
+    return (gathered > products ? gathered : products) / (masked > products ? masked : products);
+}
 
 // counts [B*G * tiles, 2]: of a tile of tokens, the tiles of keys that it visits, and the pieces of 16 gathered rows in them; one warp each
 __global__ void __launch_bounds__(128) measure_selections_kernel(int* counts, const uint32_t* selection, AttentionShape s) {
@@ -1593,7 +1612,7 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
     a.batch_groups = s.B * s.G, a.G = s.G, a.heads = s.heads_per_group(), a.first = s.first, a.queries = s.queries;
     a.keys = branch == CMP ? s.cmp_blocks(s.first + s.queries) : s.first + s.queries;
     a.key_stride = branch == CMP ? s.cmp_capacity() : s.T;
-    a.tile_tokens = tile_tokens ? tile_tokens : std::min({MOST_TILE_TOKENS, most_rows<D>() / a.heads, s.queries});
+    a.tile_tokens = tile_tokens ? tile_tokens : std::min({MOST_TILE_TOKENS, QUERY_ROWS / a.heads, s.queries});
     a.tiles = (s.queries + a.tile_tokens - 1) / a.tile_tokens;
     a.l = s.l, a.d = s.d, a.window = s.full ? s.T : s.window;
     a.slc_block = s.slc_block, a.slc_count = s.slc_count, a.words = s.full ? 0 : s.selection_words();
@@ -1608,8 +1627,8 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
     return a;
 }
 inline void check_attention_shape(Branch branch, const NsaShape& s) {
-    if (s.heads_per_group() * s.G != s.H || s.heads_per_group() > most_rows<128>())
-        fail_usage("%d query heads in %d groups: the CUDA attention wants 1 to %d query heads for each group", s.H, s.G, most_rows<128>());
+    if (s.heads_per_group() * s.G != s.H || s.heads_per_group() > QUERY_ROWS)
+        fail_usage("%d query heads in %d groups: the CUDA attention wants 1 to %d query heads for each group", s.H, s.G, QUERY_ROWS);
     if (branch == SLC && s.slc_block != 16 && s.slc_block != 32 && (s.slc_block < KEY_TILE || s.slc_block % KEY_TILE))
         fail_usage("selection blocks of %d tokens: the CUDA attention has 16, 32 and multiples of 64; choose one of them, or the CPU", s.slc_block);
     if (branch != WIN && s.slc_block % s.d)
@@ -1743,7 +1762,7 @@ inline const SelectedChoice* choose_selected(SelectedKernel kernel, WorkspacePie
     launch<choose_selected_kernel>(1, 256, 0, stream, choice, (const int*)counts, gathered_piece_cost<D>(), a);
     return choice;
 }
-inline unsigned gather_threads(const AttentionShape& a) { return unsigned(std::min(MOST_WARPS, (a.tile_tokens * a.heads + 15) / 16) * 32); }
+inline unsigned gather_threads(const AttentionShape& a) { return unsigned(std::min(GATHER_WARPS, (a.tile_tokens * a.heads + 15) / 16) * 32); }
 
 template <Branch branch, int D>
 inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection, const NsaShape& s,
@@ -1761,7 +1780,7 @@ inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const
         if (kernel == SelectedKernel::GATHER) return;
     }
     const unsigned blocks = unsigned(a.tiles * a.batch_groups), threads = query_tile_threads<D>(a);
-    const size_t query_tile = most_rows<D>() * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
+    const size_t query_tile = QUERY_ROWS * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
     const size_t bytes = shared_bytes({query_tile, key_tiles, key_tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
     launch<attention_forward_kernel<branch, D>>(blocks, threads, bytes, stream, out, lse, q, k, v, selection, choice, a);
 }
@@ -1798,7 +1817,7 @@ inline void launch_attention_backward(float* dq, bf16* dk, bf16* dv, const bf16*
         if (kernel != SelectedKernel::TILES) launch_gather_backward<D>(dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, choice, pieces, stream);
         if (kernel == SelectedKernel::GATHER) return;
     }
-    const size_t query_tile = most_rows<D>() * D * sizeof(bf16), tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
+    const size_t query_tile = QUERY_ROWS * D * sizeof(bf16), tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
     const unsigned query_blocks = unsigned(a.tiles * a.batch_groups), threads = query_tile_threads<D>(a);
     const size_t dq_bytes = shared_bytes({query_tile, query_tile, tiles, tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
     launch<attention_dq_kernel<branch, D>>(query_blocks, threads, dq_bytes, stream, dq, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
@@ -1813,7 +1832,7 @@ inline void launch_attention_backward(float* dq, bf16* dk, bf16* dv, const bf16*
 
 // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] the natural logarithm of the softmax's denominator;
 // a query without a key: 0, +infinity. q [B, H, queries, D], keys and values [B, G, T, D] (compressed: [B, G, NC, D]), selection
-// [B, G, queries, words]. Selection blocks: 16, 32 or a multiple of 64 tokens. Query heads per group: up to 96, no padding but the last row tile's.
+// [B, G, queries, words]. Selection blocks: 16, 32 or a multiple of 64 tokens. Query heads per group: up to 128, no padding but the last row tile's.
 // In the selected branch `kernel` says how; the workspace's choice has to exist where it is AUTO.
 inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection,
                               const NsaShape& s, SelectedKernel kernel, AttentionWorkspace workspace, cudaStream_t stream) {

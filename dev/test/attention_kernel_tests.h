@@ -294,9 +294,9 @@ inline void check_attention(const NsaShape& s, Branch branch, Worst* worst, doub
 TEST(attention_kernels_heads) {
     using namespace attention_tests;
     Worst worst;
-    for (const int heads : {1, 3, 5, 6, 12, 16})
+    for (const int heads : {1, 3, 5, 6, 12, 16, 128})  // 128: one token fills a tile of queries
         for (const Branch branch : {CMP, SLC, WIN}) {
-            NsaShape s = shape(heads == 3 ? 200 : 130, heads, heads < 3 ? 2 : 1, 64, heads == 1 ? 2 : 1);
+            NsaShape s = shape(heads == 3 ? 200 : heads == 128 ? 66 : 130, heads, heads < 3 ? 2 : 1, 64, heads == 1 ? 2 : 1);
             s.l = 4, s.d = 1;
             check_attention(s, branch, &worst);
         }
@@ -536,8 +536,8 @@ TEST(attention_kernels_refuse) {
     CHECK_FAILS(2, "selection blocks of 96 tokens", forward(SLC, s));
     s = shape(64, 3), s.H = 7, s.G = 2;
     CHECK_FAILS(2, "7 query heads in 2 groups", forward(CMP, s));
-    s = shape(64, 97);
-    CHECK_FAILS(2, "97 query heads in 1 groups", forward(CMP, s));
+    s = shape(64, 129);
+    CHECK_FAILS(2, "129 query heads in 1 groups", forward(CMP, s));
     s = shape(1 << 20, 1), s.first = (1 << 20) - 1, s.queries = 1, s.slc_block = 16;
     CHECK_FAILS(2, "shared memory", select_blocks(nullptr, nullptr, none, none, nullptr, s, nullptr));
     s = shape(0, 3), s.queries = 0;

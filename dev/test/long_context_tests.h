@@ -276,7 +276,7 @@ TEST(attention_kernels_gather_automatic_choice) {
     using namespace long_context_tests;
     for (const int block : {16, 64, 128})
         for (const bool together : {false, true}) {
-            NsaShape s = shape(block == 128 ? 1030 : 520, 3, 1, 16);
+            NsaShape s = shape(block == 128 ? 2060 : 1030, 3, 1, 16);
             s.slc_block = block, s.slc_count = 3;
             Inputs in(s, SLC, 1, 41);
             for (int t = 0; t < s.T; t++) {  // three blocks each: the same for all of a tile of tokens, or each its own
