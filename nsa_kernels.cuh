@@ -2001,12 +2001,17 @@ __global__ void __launch_bounds__(128) embedding_backward_kernel(float* dembed, 
     if (c >= C || (place > 0 && tokens[sorted[place - 1]] == token)) return;
     float sum[W];
     load(sum, dembed + size_t(token) * C + c);
-    for (int i = place; i < N; i++) {
-        const int n = sorted[i];
-        if (tokens[n] != token) break;
-        float row[W];
-        load(row, dx + size_t(n) * C + c);
-        for (int k = 0; k < W; k++) sum[k] += row[k];
+    // A frequent token's run is long, and a row's address takes two loads one after the other: those of 8 rows are under way at once.
+    constexpr int AHEAD = 8;
+    for (int i = place, last = token; i < N && last == token; i += AHEAD) {
+        float rows[AHEAD][W] = {};
+        for (int u = 0; u < AHEAD; u++) {
+            const int n = sorted[min(i + u, N - 1)];
+            last = i + u < N ? tokens[n] : -1;
+            if (last == token) load(rows[u], dx + size_t(n) * C + c);
+        }
+        for (int u = 0; u < AHEAD; u++)
+            for (int k = 0; k < W; k++) sum[k] += rows[u][k];  // 0 behind the run's end
     }
     store(dembed + size_t(token) * C + c, sum);
 }
@@ -2265,17 +2270,20 @@ __device__ inline cuda_real parameter(float master, uint64_t seed, uint64_t stre
 #endif
 }
 __global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad, size_t count, AdamWConstants h, const AdamWStep* step) {
-    const size_t i = thread_index();
-    if (i >= count) return;
-    float scale = h.grad_scale;
-    if (h.squares) {
-        const double norm = sqrt(*h.squares);
-        if (!(norm < INFINITY)) return;
-        if (h.grad_clip > 0 && norm > h.grad_clip) scale *= float(h.grad_clip / norm);
+    // What multiplies the gradient (NaN: no update) and the parameter comes from fp64, which many GPUs compute at 1/64 of the rate: once a block.
+    SHARED(float, factors, [2]);
+    if (threadIdx.x == 0) {
+        const double norm = h.squares ? sqrt(*h.squares) : 0;
+        factors[0] = !(norm < INFINITY) ? NAN : h.grad_clip > 0 && norm > h.grad_clip ? h.grad_scale * float(h.grad_clip / norm) : h.grad_scale;
+        factors[1] = float(1 - step->lr * h.decay);
     }
+    __syncthreads();
+    const size_t i = thread_index();
+    const float scale = factors[0], keep = factors[1];
+    if (i >= count || scale != scale) return;
     const float g = grad[i] * scale;
     const float m_new = h.beta1 * m[i] + (1 - h.beta1) * g, v_new = h.beta2 * v[i] + (1 - h.beta2) * g * g;
-    const float updated = master[i] * float(1 - step->lr * h.decay) - step->step_size * m_new / (sqrtf(v_new) * step->v_correction + h.eps);
+    const float updated = master[i] * keep - step->step_size * m_new / (sqrtf(v_new) * step->v_correction + h.eps);
     m[i] = m_new, v[i] = v_new, master[i] = updated;
     param[i] = parameter(updated, h.seed, step->stream, h.counter + i);
 }
@@ -2429,14 +2437,23 @@ __global__ void compress_dk_kernel(cuda_real* dk, const float* sum, const cuda_r
 // The sum of the branches, and what their backward starts from. A row of D elements is shared by 8 lanes.
 
 constexpr int ROW_LANES = 8;
+__device__ inline size_t row_index() { return size_t(blockIdx.x) * (blockDim.x / ROW_LANES) + threadIdx.x / ROW_LANES; }
+// Where row (b, head, j) of [B, H, queries] lies in [B, queries, H]. There are fewer than 2^32 rows: divisions of 64 bits are long.
+struct RowPlace {
+    size_t by_token;
+    __device__ RowPlace(unsigned row, const NsaShape& s) {
+        const unsigned queries = unsigned(s.queries), H = unsigned(s.H), j = row % queries, head = row / queries % H, b = row / queries / H;
+        by_token = (size_t(b) * queries + j) * H + head;
+    }
+};
 
 // out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5
 template <int W>
 __global__ void __launch_bounds__(256) combine_forward_kernel(cuda_real* out, const cuda_real* o, const float* gate, size_t rows, NsaShape s) {
-    const size_t row = thread_index() / ROW_LANES;
+    const size_t row = row_index();
     if (row >= rows) return;
-    const size_t j = row % s.queries, head = row / s.queries % s.H, b = row / s.queries / s.H;
-    cuda_real* to = out + ((b * s.queries + j) * s.H + head) * s.D;
+    const RowPlace place(unsigned(row), s);
+    cuda_real* to = out + place.by_token * s.D;
     for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
         float sum[W] = {}, term[W];
         for (int branch = s.full ? WIN : CMP; branch <= WIN; branch++) {
@@ -2451,9 +2468,8 @@ __global__ void __launch_bounds__(256) combine_forward_kernel(cuda_real* out, co
 template <int W>
 __global__ void __launch_bounds__(256) attention_backward_rows_kernel(float* row_dot, float* lse_gated, float* dgate_logit, const cuda_real* dout, const cuda_real* o, const float* gate,
                                                                       const float* lse, size_t rows, NsaShape s) {
-    const size_t index = thread_index() / ROW_LANES, row = index < rows ? index : rows - 1;  // every lane takes part in the sums
-    const size_t j = row % s.queries, head = row / s.queries % s.H, b = row / s.queries / s.H;
-    const cuda_real* d = dout + ((b * s.queries + j) * s.H + head) * s.D;
+    const size_t index = row_index(), row = index < rows ? index : rows - 1;  // every lane takes part in the sums
+    const cuda_real* d = dout + RowPlace(unsigned(row), s).by_token * s.D;
     for (int branch = s.full ? WIN : CMP; branch <= WIN; branch++) {
         const size_t at = branch * rows + row;
         float dot = 0, a[W], c[W];
