@@ -79,9 +79,18 @@ HOST_DEVICE constexpr int row_pieces() { return D > 64 ? 1 : 2; }
 template <int D>
 HOST_DEVICE constexpr int tile_threads() { return QUERY_ROWS / 16 / row_pieces<D>() * 32; }
 
+// A number of the shape to divide by, without the 20 instructions of an integer division: i / n = i * ceil(2^31 / n) >> 31 for all i with i * (n - 1) < 2^31.
+struct Divisor {
+    unsigned reciprocal = 0;
+    Divisor() = default;
+    explicit Divisor(int n) : reciprocal(((1u << 31) + unsigned(n) - 1) / unsigned(n)) {}
+    HOST_DEVICE int of(int i) const { return int(uint64_t(unsigned(i)) * reciprocal >> 31); }
+};
+
 // What kernels need to know of NsaShape. Index bg = b * G + g counts the groups of all sequences.
 struct AttentionShape {
     int batch_groups, G, heads;    // B * G; groups; query heads of a group
+    Divisor by_heads, by_slc_tiles;
     int first, queries;            // positions first .. first + queries - 1
     int keys, key_stride;          // keys that the last query may see; rows of the key arrays per group
     int tile_tokens, tiles;        // tokens of a tile, number of tiles: of queries, in dK and dV of keys
@@ -259,7 +268,7 @@ struct TileBlocks {
     unsigned all;   // a bit for each of them
 };
 __device__ inline TileBlocks tile_blocks(int tile, const AttentionShape& s) {
-    const int block = s.slc_tiles > 1 ? tile / s.slc_tiles : tile * blocks_per_tile(s);
+    const int block = s.by_slc_tiles.of(tile) * blocks_per_tile(s);  // one of the two is 1
     return {block / 32, block % 32, (1u << blocks_per_tile(s)) - 1};
 }
 __device__ inline unsigned chosen_blocks(const uint32_t* selected, int token, const TileBlocks& blocks, const AttentionShape& s) {
@@ -862,7 +871,7 @@ template <int D>
 HOST_DEVICE constexpr int gather_rows(bool backward) { return (backward ? 96 : 192) / (D > 64 ? 2 : 1); }
 
 // The unit of a tile of keys.
-HOST_DEVICE inline int unit_of_tile(int tile, const AttentionShape& s) { return s.slc_tiles > 1 ? tile / s.slc_tiles : tile; }
+HOST_DEVICE inline int unit_of_tile(int tile, const AttentionShape& s) { return s.by_slc_tiles.of(tile); }
 HOST_DEVICE inline int units(int keys, const AttentionShape& s) { return (keys + KEY_TILE * s.slc_tiles - 1) / (KEY_TILE * s.slc_tiles); }
 HOST_DEVICE inline int units_per_word(const AttentionShape& s) { return 32 * s.slc_block / (KEY_TILE < s.slc_block ? s.slc_block : KEY_TILE); }
 
@@ -910,8 +919,8 @@ struct GatheredRows {
     int row[2], token[2];    // this lane's rows of the products, lane / 4 and that + 8; row -1: a repeated one
 };
 __device__ inline GatheredRows gather(uint32_t choosers, int first, int items, const AttentionShape& s) {
-    const int lane = threadIdx.x % 32, item = min(first + lane % 16, items - 1), token = nth_bit(choosers, item / s.heads);
-    const int source = token * s.heads + item % s.heads, place = first + lane % 16 < items ? source << 8 | token : -1;
+    const int lane = threadIdx.x % 32, item = min(first + lane % 16, items - 1), number = s.by_heads.of(item), token = nth_bit(choosers, number);
+    const int source = token * s.heads + item - number * s.heads, place = first + lane % 16 < items ? source << 8 | token : -1;
     GatheredRows rows;
     rows.source = source;
     const int low = __shfl_sync(~0u, place, lane / 4);
@@ -984,14 +993,14 @@ struct GatheredView {
             }
     }
 };
-__device__ inline GatheredView look_at_gathered(int key_tile, const GatheredRows& rows, const uint32_t* selected, const QueryTile& tile, const AttentionShape& s) {
+__device__ inline GatheredView look_at_gathered(int key_tile, const TileBlocks& blocks, const GatheredRows& rows, const uint32_t* selected, const QueryTile& tile, const AttentionShape& s) {
     GatheredView view;
     const bool shared_tile = blocks_per_tile(s) > 1;
     view.masked = shared_tile || key_tile * KEY_TILE + KEY_TILE - 1 > s.first + tile.j0;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         view.end[i] = s.first + tile.j0 + rows.token[i] + 1 - key_tile * KEY_TILE;
-        view.blocks[i] = shared_tile && rows.row[i] >= 0 ? chosen_blocks(selected, rows.token[i], tile_blocks(key_tile, s), s) : 1;
+        view.blocks[i] = shared_tile && rows.row[i] >= 0 ? chosen_blocks(selected, rows.token[i], blocks, s) : 1;
     }
     return view;
 }
@@ -1037,6 +1046,7 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
         if (key_tile < end_tile) copy_keys(buffer ^ 1, key_tile);
 
         const uint32_t tokens = choosers[unit_of_tile(this_tile, s)];
+        const TileBlocks blocks = tile_blocks(this_tile, s);
         const int items = __popc(tokens) * s.heads;
         for (int first = warp * 16; first < items; first += warps * 16) {
             const GatheredRows r = gather(tokens, first, items, s);
@@ -1046,7 +1056,7 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
                 load_gathered<D>(q_rows[0], q_tile, r);
                 multiply_rows<D, 1, KEY_TILE / 16>(p, q_rows, k_tiles + buffer * KEY_TILE * D, 0);
             }
-            look_at_gathered(this_tile, r, selection, tile, s).hide_keys(p, s);
+            look_at_gathered(this_tile, blocks, r, selection, tile, s).hide_keys(p, s);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 // The first of the four lanes that share a row keeps its statistics.
@@ -1132,6 +1142,7 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
         if (key_tile < end_tile) copy_keys(buffer ^ 1, key_tile);
 
         const uint32_t tokens = choosers[unit_of_tile(this_tile, s)];
+        const TileBlocks blocks = tile_blocks(this_tile, s);
         const int items = __popc(tokens) * s.heads;
         for (int first = warp * 16; first < items; first += warps * 16) {
             const GatheredRows r = gather(tokens, first, items, s);
@@ -1146,7 +1157,7 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
                 load_gathered<D>(a[0], dout_tile, r);
                 multiply_rows<D, 1, KEY_TILE / 16>(ds, a, v_tiles + buffer * KEY_TILE * D, 0);
             }
-            look_at_gathered(this_tile, r, selection, tile, s).hide_keys(p, s);
+            look_at_gathered(this_tile, blocks, r, selection, tile, s).hide_keys(p, s);
 #pragma unroll
             for (int n = 0; n < KEY_TILE / 8; n++)
 #pragma unroll
@@ -1277,7 +1288,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
         }
         tile = low;
     }
-    auto chunk = [&] { return item < plan.most_extra ? item - extra[tile] + 1 : 0; };  // asked twice, as no register is free to keep it
+    auto chunk_of = [&](int of_tile) { return item < plan.most_extra ? item - extra[of_tile] + 1 : 0; };
     const int first_key = tile * KEY_TILE;
     DynamicShared shared;
     bf16* q_tiles = shared.take<bf16>(2 * KEY_TILE * D);
@@ -1291,8 +1302,8 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     copy_tile<D, THREADS>(k_tile, k + group, D, s.keys - first_key);
     copy_tile<D, THREADS>(v_tile, v + group, D, s.keys - first_key);
     cp_async_commit();
-    const uint32_t* choosers = plan.choosers + size_t(bg * plan.units + tile / s.slc_tiles) * plan.token_words;
-    const int tokens = list_tokens(list, counts, choosers, plan.token_words, chunk() * GATHER_CHUNK);
+    const uint32_t* choosers = plan.choosers + size_t(bg * plan.units + tile / s.slc_tiles) * plan.token_words;  // by Divisor it would spill
+    const int tokens = list_tokens(list, counts, choosers, plan.token_words, chunk_of(tile) * GATHER_CHUNK);
     cp_async_wait<0>();
     __syncthreads();
     WarpKeys<SLC, D> keys;
@@ -1346,7 +1357,8 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
         keys.add_tokens(q_tiles + buffer * KEY_TILE * D, dout_tiles + buffer * KEY_TILE * D, rows, buffer, masked, [&](int row) { return s.first + list[this_first + row]; }, s);
         if (first < tokens) store_statistics(buffer ^ 1);
     }
-    float* partial = plan.chunks(bg, tile) > 1 ? plan.partial + plan.slot(bg, tile, chunk()) * 2 * KEY_TILE * D : nullptr;
+    const int same_tile = int(unsigned(keys.first_key) / KEY_TILE);  // found anew, since no register is free to keep what was computed from it
+    float* partial = plan.chunks(bg, same_tile) > 1 ? plan.partial + plan.slot(bg, same_tile, chunk_of(same_tile)) * 2 * KEY_TILE * D : nullptr;
     keys.store(dk, dv, partial, bg, s);
 }
 
@@ -1609,14 +1621,14 @@ __global__ void __launch_bounds__(SCORE_THREADS)
 template <int D>
 inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile_tokens) {
     AttentionShape a = {};
-    a.batch_groups = s.B * s.G, a.G = s.G, a.heads = s.heads_per_group(), a.first = s.first, a.queries = s.queries;
+    a.batch_groups = s.B * s.G, a.G = s.G, a.heads = s.heads_per_group(), a.by_heads = Divisor(a.heads), a.first = s.first, a.queries = s.queries;
     a.keys = branch == CMP ? s.cmp_blocks(s.first + s.queries) : s.first + s.queries;
     a.key_stride = branch == CMP ? s.cmp_capacity() : s.T;
     a.tile_tokens = tile_tokens ? tile_tokens : std::min({MOST_TILE_TOKENS, QUERY_ROWS / a.heads, s.queries});
     a.tiles = (s.queries + a.tile_tokens - 1) / a.tile_tokens;
     a.l = s.l, a.d = s.d, a.window = s.full ? s.T : s.window;
     a.slc_block = s.slc_block, a.slc_count = s.slc_count, a.words = s.full ? 0 : s.selection_words();
-    a.slc_tiles = std::max(1, s.slc_block / KEY_TILE);
+    a.slc_tiles = std::max(1, s.slc_block / KEY_TILE), a.by_slc_tiles = Divisor(a.slc_tiles);
     while (a.slc_shift < 6 && (1 << a.slc_shift) < s.slc_block) a.slc_shift++;
     a.scale = float(s.scale());
     a.parts = 1, a.part_tokens = s.queries;

@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# What the inner loops of the tensor-core kernels are made of on sm_80 and sm_90, read from the machine code: instructions for each mma (m16n8k16), ldmatrix, exponentials,
+# branches. Counted as they stand: blocks that most passes jump over, such as masks, are in. An integer division (some 20 instructions) or a register in memory fails.
+#     dev/loop_report.sh [SOURCE]        default train_nsa.cu
+# Needs nvcc, and cuobjdump, which comes with it (another place: CUOBJDUMP=). Closes with "N passed, N failed".
+#
+# To read the figures: a multiprocessor has four schedulers, each issues one instruction a cycle. An mma takes a scheduler's tensor core 8 cycles on sm_80 and about 6.5 on
+# sm_90 (4 through wgmma, which is not used here), an exponential (MUFU) 8, and an ldmatrix.x4 all four of them 4 cycles of shared memory. So a loop is near the tensor
+# cores' limit where there are at most 6 instructions for each mma, and fewer than 2 ldmatrix for 5 of them.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 2
+source=${1:-train_nsa.cu} nvcc=${NVCC:-nvcc} cuobjdump=${CUOBJDUMP:-cuobjdump}
+for tool in "$nvcc" "$cuobjdump"; do
+    command -v "$tool" >/dev/null || { echo "skipped: loop_report.sh, as $tool is not there"; echo "0 passed, 0 failed"; exit 0; }
+done
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failed=0 passed=0
+for arch in sm_80 sm_90; do
+    if ! "$nvcc" -x cu -std=c++17 -O3 -arch=$arch -diag-suppress 1675 -Xcompiler -w -DNSA_WITHOUT_MAIN -cubin -o "$work/cubin" "$source" >"$work/log" 2>&1; then
+        cat "$work/log"
+        echo "$source does not compile for $arch"
+        failed=$((failed + 1))
+        continue
+    fi
+    "$cuobjdump" -sass "$work/cubin" | c++filt | awk -v arch=$arch '
+        # A loop: from the target of a branch backwards to the branch. Of those that share an mma the shortest counts: the others surround it, or come back from rare
+        # code behind it.
+        function report(   b, i, first, count, j, start, end, shorter) {
+            for (b = 1; b <= branches; b++) {
+                first = place[target[b]]
+                if (!mma(first, from[b])) continue
+                shorter = 0
+                for (j = 1; j <= branches; j++) {
+                    start = place[target[j]] > first ? place[target[j]] : first
+                    end = from[j] < from[b] ? from[j] : from[b]
+                    if (from[j] - place[target[j]] < from[b] - first && mma(start, end)) shorter = 1
+                }
+                if (shorter) continue
+                split("", count)
+                for (i = first; i <= from[b]; i++) count[kind[i]]++
+                bad = (count["divide"] ? " INTEGER DIVISION" : "") (count["local"] ? " LOCAL MEMORY" : "")
+                printf "%s %s %-44s %4d instructions for %3d mma: %4.1f each; ldmatrix %2d, exponentials %2d, branches %d%s\n", bad ? "FAIL" : "ok  ", arch, name,
+                    from[b] - first + 1, count["HMMA"], (from[b] - first + 1) / count["HMMA"], count["LDSM"], count["exp"], count["BRA"], bad
+            }
+        }
+        function mma(first, last,   i, n) { for (i = first; i <= last; i++) n += kind[i] == "HMMA"; return n }
+        /Function : / {
+            report()
+            name = $0; sub(/.*Function : (void )?/, "", name); gsub(/\(Branch\)|\(int\)|\(bool\)/, "", name); sub(/\(.*/, "", name)
+            sub(/<0, /, "<CMP, ", name); sub(/<1, /, "<SLC, ", name); sub(/<2, /, "<WIN, ", name)
+            lines = branches = 0; split("", place); split("", kind)
+        }
+        match($0, /\/\*[0-9a-f]+\*\/ +[@A-Z]/) {
+            at = $1; gsub(/[\/*]/, "", at); sub(/^0+/, "", at)
+            line = $0; sub(/^[^@A-Z]*/, "", line); sub(/ *;.*/, "", line); sub(/^@!?U?P[T0-9]+ /, "", line)
+            place[at] = ++lines; op = line; sub(/[ .].*/, "", op)
+            kind[lines] = line ~ /^I2F.*RP/ ? "divide" : line ~ /^MUFU.EX2/ ? "exp" : op ~ /^(LDL|STL)$/ ? "local" : op
+            if (op == "BRA" && match(line, /0x[0-9a-f]+/)) {
+                to = substr(line, RSTART + 2, RLENGTH - 2); sub(/^0+/, "", to)
+                if (to in place && to != at) { target[++branches] = to; from[branches] = lines }
+            }
+        }
+        END { report() }' >"$work/table"
+    sort -u "$work/table"
+    passed=$((passed + $(grep -c '^ok' "$work/table"))) failed=$((failed + $(grep -c '^FAIL' "$work/table")))
+done
+[ $((passed + failed)) -gt 0 ] || { echo "no loop with mma was found: does $cuobjdump print another form of machine code?"; failed=1; }
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]
