@@ -16,6 +16,7 @@
 #include "dev/test/ddp_tests.h"
 #include "dev/test/checkpoint_tests.h"
 #include "dev/test/fuzz_tests.h"
+#include "dev/test/script_tests.h"
 #include "dev/test/cpu_speed_tests.h"
 #ifdef HAVE_CUDA
 #include "dev/test/cuda_op_tests.h"

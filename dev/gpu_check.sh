@@ -3,7 +3,7 @@
 # installed, and writes one report, dev/results/<gpu>-<date>.md. Every part runs alone and is stopped after ten minutes; a part's section of today's report is replaced.
 #     dev/gpu_check.sh [PART]...        all of them without arguments, in this order:
 #       build       train_nsa and test_nsa for this GPU
-#       tests       every test of test_nsa, the kernels on the device among them
+#       tests       the tests of test_nsa that run on the device: operations, kernels, whole training steps (make test has the others)
 #       sanitizer   compute-sanitizer's memcheck, racecheck and initcheck on one small training step
 #       perf        every operation of a training step against the ceilings of this GPU, at 16 x 2048, with full attention, and at 1 x 32768
 #       attention   attention alone, every branch and both sets of selected kernels, T from 2048 to 65536 at 65536 tokens
@@ -12,7 +12,7 @@
 #       long        125m at T = 65536
 #       ranks       two GPUs over NCCL against one, bit for bit with --deterministic, and what the reductions cost (skipped where there is one GPU)
 #       torch       PyTorch's attention and a compiled dense model of the same size, side by side with ours (skipped where there is no PyTorch with CUDA)
-# OUT=FOLDER puts the report elsewhere, PYTHON=python3 names the Python with PyTorch. Exit status 1 if any part failed or was stopped; the report says which.
+# OUT=FOLDER puts the report elsewhere, PYTHON=python3 names the Python with PyTorch, COMMIT=... the commit, where the sources are no git checkout. Exit status 1 if any part failed or was stopped; the report says which.
 # Figures to be quoted stand in the report as lines "result: what | figure | unit | conditions"; dev/results_table.sh makes README's table from them.
 # DRY_RUN=1 prints the commands of the parts and runs none.
 # shellcheck disable=SC2317  # the parts are called by a bash of their own
@@ -42,7 +42,9 @@ folder=${OUT:-dev/results}
 mkdir -p "$folder"
 report=$folder/$(echo "$gpu" | tr ' /' '__')-$(date +%Y-%m-%d).md
 failed=0
-commit="commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)$(git diff --quiet HEAD 2>/dev/null || echo ' with changes')"
+if [ -n "${COMMIT:-}" ]; then commit="commit $COMMIT"
+elif commit=$(git rev-parse --short HEAD 2>/dev/null); then commit="commit $commit$(git diff --quiet HEAD || echo ' with changes')"
+else commit="unknown commit"; fi
 
 head_of_report() {
     echo "# $gpu, $(date +%Y-%m-%d)"
@@ -56,7 +58,7 @@ head_of_report() {
 clock_range() { awk -F', *' 'NR == 1 { a = b = $1; t = $2; p = $3 } { if ($1 < a) a = $1; if ($1 > b) b = $1; if ($2 > t) t = $2; if ($3 > p) p = $3 }
     END { if (NR) printf "SM clock %d to %d MHz, at most %d C and %d W, seen every 2 s", a, b, t, p }' "$1"; }
 
-# section NAME COMMAND...: the command's output (its last 150 lines), status, seconds and clocks become the report's section of that name.
+# section NAME COMMAND...: the command's output (its last 150 lines, and all results), status, seconds and clocks become the report's section of that name.
 section() {
     local name=$1 begin=$SECONDS status watcher
     shift
@@ -78,6 +80,7 @@ section() {
         echo "\`$*\`: exit status $status$([ $status -eq 124 ] && echo " (stopped after $LIMIT s)") after $((SECONDS - begin)) s; $commit; $(clock_range "$work/clocks")"
         echo
         echo '```'
+        head -n -150 "$work/log" | grep '^result: '
         tail -n 150 "$work/log"
         echo '```'
         echo
@@ -114,6 +117,11 @@ train() {
     line=$(sed -n 's/^step 0*\([0-9]*\) .* toks\/s \([0-9]*\) .*/\1 \2/p' "$WORK/$name.out" | awk '$1 > 5 { print $2 }' | sort -n | awk '{ x[NR] = $1 } END { if (NR) print x[int((NR + 1) / 2)] }')
     [ -n "$line" ] || return 0
     echo "result: $name | $line | tokens/s | median of the steps after the 5th; $*"
+}
+part_tests() {
+    local group status=0
+    for group in cuda_ attention_kernels_ ladder_; do ./test_nsa --only $group || status=1; done
+    return $status
 }
 part_sanitizer() {
     local tool
@@ -167,7 +175,7 @@ part_ranks() {
         else echo "1 and 2 GPUs, --zero $zero: DIFFERENT"; return 1; fi
     done
     for zero in 0 1; do
-        mpirun -np 2 ./train_nsa --model 125m --device cuda --eval-every 0 --eval-batches 1 --sample-tokens 0 --save-every 0 --batch 16 --total-batch 131072 --steps 25 --zero $zero --out "$WORK/pair$zero" || return 1
+        mpirun -np 2 ./train_nsa --model 125m --device cuda --eval-every 0 --eval-batches 1 --sample-tokens 0 --save-every 0 --batch 16 --total-batch 131072 --steps 25 --zero "$zero" --out "$WORK/pair$zero" || return 1
     done
 }
 part_torch() {
@@ -180,12 +188,12 @@ part_torch() {
         train "NSA, T=2048, beside PyTorch" --batch 16 --total-batch 32768 --steps 25 && train "full attention, T=2048, beside PyTorch" --batch 16 --total-batch 32768 --steps 25 --attention full
 }
 export WORK=$work
-export -f train part_sanitizer part_perf part_attention part_train part_batches part_long part_ranks part_torch
+export -f train same_digits part_tests part_sanitizer part_perf part_attention part_train part_batches part_long part_ranks part_torch
 
 for part in "$@"; do
     case $part in
         build) section build make train_nsa test_nsa ;;
-        tests) section "tests on the device" ./test_nsa ;;
+        tests) section "tests on the device" bash -c part_tests ;;
         *) section "$part" bash -c "part_$part" ;;
     esac
 done

@@ -12,7 +12,7 @@ table=$(awk '
     NR == 1 { sub(/^# /, ""); title = $0 }
     /^driver / && !machine { machine = $0 }
     /^## / { section = substr($0, 4); good = 0 }
-    /: exit status [0-9]/ { commit = match($0, /commit [^;]*/) ? substr($0, RSTART, RLENGTH) : "unknown commit"; good = /: exit status 0 /; if (!good) bad = bad (bad ? ", " : "") section }
+    /: exit status [0-9]/ { commit = match($0, /(unknown )?commit[^;]*/) ? substr($0, RSTART, RLENGTH) : "unknown commit"; good = /: exit status 0 /; if (!good) bad = bad (bad ? ", " : "") section }
     /^result: / && good {
         split(substr($0, 9), field, / *[|] */)
         rows = rows "| " field[1] " | " field[2] " | " field[3] " | " field[4] "; " commit " |\n"

@@ -1,0 +1,119 @@
+// script_tests.h: dev/gpu_check.sh and dev/results_table.sh on a machine without a GPU. What they call are stand-ins, small scripts that answer as the real programs
+// do; what is tested is everything between: that each part runs to its end, what it finds, the report, and the table made of it.
+#pragma once
+#include "run_tests.h"
+
+namespace script_tests {
+
+// A folder with the two scripts, a README, and the stand-ins.
+struct Machine {
+    TempFolder folder;
+
+    void script(const std::string& name, const std::string& text) {
+        write_file(folder.file(name), "#!/bin/bash\n" + text);
+        std::filesystem::permissions(folder.file(name), std::filesystem::perms::owner_all);
+    }
+    Machine() {
+        for (const char* sub : {"dev", "bin"}) std::filesystem::create_directory(folder.file(sub));
+        for (const char* name : {"dev/gpu_check.sh", "dev/results_table.sh", "README.md"}) std::filesystem::copy_file(name, folder.file(name));
+        script("bin/nvidia-smi", R"sh(case "$*" in
+            -L) echo "GPU 0: NVIDIA X/1 80GB (UUID: GPU-0)" ;;
+            *clocks.sm,*) while :; do echo "1980, 45, 300.12"; sleep 2; done ;;
+            *=name*) echo "NVIDIA X/1 80GB" ;;
+            *=driver_version*) echo 580.1 ;;
+            *=clocks.max.sm*) echo "1980 MHz" ;;
+            *=power.limit*) echo "700.00 W" ;;
+            *=memory.total*) echo "81559 MiB" ;;
+            *) exit 9 ;; esac
+        )sh");
+        script("bin/nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.1'\n");
+        script("bin/make", "echo built: \"$@\"\n");
+        script("bin/compute-sanitizer", "while [ \"$1\" != ./train_nsa ]; do shift; done; exec \"$@\"\n");
+        script("bin/python", "case $1 in -c) ;; *) echo \"result: $1 | 2.5 | ms | $*\" ;; esac\n");
+        script("test_nsa", "echo \"result: test_nsa $* | 12 | us | counted\"; echo '3 passed, 0 failed'\n");
+        trainer("5.5");
+    }
+    // Steps with tokens/s 1001, 1002, ...; the loss may be an expression of the shell.
+    void trainer(const std::string& loss) {
+        script("train_nsa", R"sh(graph=0
+            while [ $# -gt 0 ]; do case $1 in --out) out=$2; shift ;; --steps) steps=$2; shift ;; --cuda-graph) graph=$2; shift ;; esac; shift; done
+            mkdir -p "$out"
+            for ((i = 1; i <= steps; i++)); do
+                printf 'step %04d | loss 5.5 | lr 1.00e-04 | toks/s %d | grad_norm 4.87 | 238 ms | eta 4:32\n' $i $((1000 + i))
+                echo "s:$i trl:)sh" + loss + R"sh( lr:1e-4 norm:4.87" >>"$out/main.log"
+            done
+            sleep 0.2
+        )sh");
+    }
+    program::Result run(program::Words words) {
+        program::Start start;
+        start.environment = {"PATH=" + folder.file("bin") + ":" + std::getenv("PATH"), "PYTHON=" + folder.file("bin/python"), "COMMIT=abc1234", "OUT=" + folder.file("results")};
+        words[0] = folder.file(words[0]), words.insert(words.begin(), "/bin/bash");
+        return program::execute(words, start);
+    }
+    std::string report() {
+        std::string all;
+        for (const auto& entry : std::filesystem::directory_iterator(folder.file("results"))) all += entry.path().string();
+        return all;
+    }
+};
+
+inline size_t count(const std::string& text, const std::string& what) {
+    size_t times = 0;
+    for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) times++;
+    return times;
+}
+
+}  // namespace script_tests
+
+TEST(run_gpu_check_with_stand_ins) {
+    using namespace script_tests;
+    Machine machine;
+    const program::Result all = machine.run({"dev/gpu_check.sh"});
+    CHECK_EQUAL(all.status, 0);
+    const std::string file = machine.report(), text = read_file(file);
+    CHECK(file.find("NVIDIA_X_1_80GB-") != std::string::npos);
+    CHECK(text.find("driver 580.1, CUDA 13.0, SM clock at most 1980 MHz, power limit 700.00 W, 81559 MiB") != std::string::npos);
+    for (const char* part : {"build", "tests on the device", "sanitizer", "perf", "attention", "train", "batches", "long", "ranks", "torch"}) CHECK_EQUAL(count(text, std::string("\n## ") + part + "\n"), size_t(1));
+    CHECK_EQUAL(count(text, ": exit status 0 after "), size_t(10));
+    CHECK_EQUAL(count(text, "commit abc1234; SM clock 1980 to 1980 MHz, at most 45 C and 300 W"), size_t(10));
+    CHECK(text.find("the same 5 steps twice: the same losses and norms, digit for digit") != std::string::npos);
+    CHECK(text.find("with and without CUDA graphs: the same losses and norms, digit for digit") != std::string::npos);
+    CHECK(text.find("command not found") == std::string::npos);
+    CHECK(text.find("result: test_nsa --only attention_kernels_ | 12 | us |") != std::string::npos);
+    // Of 50 steps the median of 6 .. 50 is the 28th; of 15 that of 6 .. 15 the 10th.
+    CHECK(text.find("result: NSA, T=2048 | 1028 | tokens/s |") != std::string::npos);
+    CHECK(text.find("result: NSA, T=2048, micro-batch 32 | 1010 | tokens/s |") != std::string::npos);
+
+    const program::Result table = machine.run({"dev/results_table.sh", file, machine.folder.file("README.md")});
+    CHECK_EQUAL(table.status, 0);
+    const std::string readme = read_file(machine.folder.file("README.md"));
+    CHECK(readme.find("| NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th; --batch 16 --total-batch 65536 --steps 50; commit abc1234 |") != std::string::npos);
+    CHECK_EQUAL(count(readme, "commit abc1234 |\n"), count(text, "\nresult: "));
+    CHECK(readme.find("they failed") == std::string::npos);
+}
+// A part alone, which finds that two runs differ, or whose program fails, is a failure, takes the place of the part's earlier section, and gives no figures.
+TEST(run_gpu_check_tells_what_failed) {
+    using namespace script_tests;
+    Machine machine;
+    CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "train", "perf"}).status, 0);
+    machine.trainer("$RANDOM$RANDOM");
+    CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "train"}).status, 1);
+    std::string text = read_file(machine.report());
+    CHECK(text.find("the same 5 steps twice: DIFFERENT") != std::string::npos);
+    CHECK_EQUAL(count(text, "\n## train\n"), size_t(1));
+    program::Result table = machine.run({"dev/results_table.sh", machine.report()});
+    CHECK(table.out.find("| test_nsa --perf --model 125m --device cuda | 12 | us |") != std::string::npos);
+    CHECK(table.out.find("NSA, T=2048") == std::string::npos && table.out.find("Without figures, since they failed: train.") != std::string::npos);
+    machine.script("train_nsa", "echo 'no memory' >&2; exit 1\n");
+    CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "batches"}).status, 1);
+    text = read_file(machine.report());
+    CHECK(text.find("no memory\ntraining ended with status 1") != std::string::npos);
+    const program::Result unknown = machine.run({"dev/gpu_check.sh", "trian"});
+    CHECK_EQUAL(unknown.status, 2);
+    CHECK(unknown.err.find("unknown part 'trian'") != std::string::npos);
+    machine.script("bin/nvidia-smi", "exit 9\n");
+    const program::Result bare = machine.run({"dev/gpu_check.sh"});
+    CHECK_EQUAL(bare.status, 2);
+    CHECK(bare.err.find("nvidia-smi shows no GPU on this machine") != std::string::npos);
+}
