@@ -632,6 +632,7 @@ struct Cpu {
             if (key == "MemAvailable:") return kib * 1024;
         return std::numeric_limits<size_t>::max();
     }
+    double peak_flops() const { return 0; }  // not known
     std::string describe() const {
         const bool fp32 = sizeof(real) == 4;
         return format_text("CPU, %s%s, GEMM: %s", fp32 ? "fp32" : "fp64", gemm.bf16 ? " with the inputs of GEMMs rounded to bf16" : "",

@@ -2595,6 +2595,17 @@ struct Cuda {
         return format_text("GPU %d, %s, compute capability %d.%d, %d multiprocessors, %.1f GiB, %s, attention %s", device, properties.name, properties.major, properties.minor,
                            properties.multiProcessorCount, double(properties.totalGlobalMem) / (1 << 30), std::is_same<real, float>::value ? "fp32" : "bf16", level0 ? "scalar" : "on tensor cores");
     }
+    // FLOP/s of the tensor cores at best, dense bf16 with fp32 sums, by NVIDIA's data sheets; 0: not known here.
+    double peak_flops() const {
+        static constexpr struct {
+            const char* name;
+            double teraflops;
+        } PEAKS[] = {{"H100 PCIe", 756}, {"H100", 989.4}, {"H200", 989.4}, {"H800", 989.4}, {"GH200", 989.4}, {"B200", 2250}, {"A100", 312}, {"A800", 312}, {"L40S", 362}, {"RTX 4090", 165.2}, {"RTX 3090", 71}};
+        if (!std::is_same<real, float>::value)
+            for (const auto& peak : PEAKS)
+                if (std::strstr(properties.name, peak.name)) return peak.teraflops * 1e12;
+        return 0;
+    }
     template <class T>
     void zero(T* p, size_t count) { if (count) CUDA_CHECK(cudaMemsetAsync(p, 0, count * sizeof(T), stream)); }
     // Bytes as they are, between host and device in any direction; done when it returns, since the host may read or reuse its side.

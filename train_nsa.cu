@@ -556,6 +556,31 @@ struct TensorTable {
     }
 };
 
+// Key/query pairs that a branch's mask allows, over all heads: 4*D FLOPs each in the forward pass (two products), 8*D in the backward pass (dV, dP, dQ, dK; computing the
+// scores a second time is not counted). Counted, not estimated; selected blocks are taken as full (a query that may choose has n of them, the last one cut by causality).
+inline double attention_pairs(Branch branch, const NsaShape& s) {
+    double pairs = 0;
+    for (int t = s.first; t < s.first + s.queries; t++) {
+        if (branch == CMP) pairs += s.cmp_blocks(t + 1);
+        else if (branch == WIN) pairs += s.full ? t + 1 : std::min(t + 1, s.window);
+        else pairs += std::min(t / s.slc_block, s.slc_count - 1) * s.slc_block + t % s.slc_block + 1;
+    }
+    return pairs * s.B * s.H;
+}
+// FLOPs that the model needs for one token in training, as its share of the peak (MFU; PaLM, arXiv 2204.02311, appendix B) counts them: 6 for each weight of a matrix and row
+// that it multiplies, 12 D for each pair of query and key. Not what is computed twice, nor scores, norms or the update.
+inline double model_flops_per_token(const Config& c) {
+    const NsaShape s = shape_of(c, 1, c.seq_len);
+    double flops = 0;
+    for (const TensorSpec& t : TensorTable(c).specs) {  // phi multiplies compressed blocks, everything else tokens; of the embedding that is the head
+        const double rows = t.name.find(".phi_") == std::string::npos ? double(s.T) : double(s.cmp_rows());
+        if (t.columns) flops += 6 * rows * double(t.size);
+    }
+    for (const Branch branch : {CMP, SLC, WIN})
+        if (s.has(branch)) flops += 12.0 * s.D * attention_pairs(branch, s) * double(c.layers);
+    return flops / s.T;
+}
+
 // Element i of the tensor with this index in the list. --init random draws every tensor, so that no path is silent in a comparison.
 static float initial_value(const TensorSpec& t, size_t index, size_t i, const Config& c) {
     const double normal = t.init == INIT_ONE && c.init != "random" ? 0 : random_normal(uint64_t(c.seed), random_stream(RANDOM_INIT, index), i);
@@ -2128,6 +2153,13 @@ struct Run {
         return finish(begun, saved);
     }
 
+    // What the speed is in terms of the model's own arithmetic, and which share of what the processors of all ranks could do at best.
+    void print_flops(double tokens_per_second) {
+        const double per_token = model_flops_per_token(config), rate = per_token * tokens_per_second / world.size, peak = dev.peak_flops();
+        std::printf("        %.1f MFLOP a token by the model's own count: %.*f TFLOP/s%s%s\n", per_token * 1e-6, rate < 1e13 ? 3 : 1, rate * 1e-12, world.size > 1 ? " on each rank" : "",
+                    peak > 0 ? format_text(", MFU %.1f %% of %.1f TFLOP/s", 100 * rate / peak, peak * 1e-12).c_str() : "");
+    }
+
     // Which kernels a GPU takes for the selected branch; at the end, what the selections of the last step made of it.
     void print_selected_kernels() {
         if constexpr (!Dev::on_host)
@@ -2150,6 +2182,7 @@ struct Run {
             std::sort(speed.begin(), speed.end());
             std::printf("done:   %lld steps in %s, median %.0f tokens/s, peak memory %.0f MiB%s\n", (long long)state.step, duration_text(seconds_now() - begun).c_str(), speed.empty() ? 0.0 : speed[speed.size() / 2],
                         peak_memory_mib(), world.size > 1 ? " on rank 0" : "");
+            if (!speed.empty()) print_flops(speed[speed.size() / 2]);
             if (reducer && !speed.empty())
                 std::printf("ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n", reducer->times.total * 1e3 / double(speed.size()), reducer->times.exposed * 1e3 / double(speed.size()));
             print_selected_kernels();

@@ -116,12 +116,12 @@ train() {
     [ -z "$first" ] || echo "seconds from the start to the first step: $first"
     line=$(sed -n 's/^step 0*\([0-9]*\) .* toks\/s \([0-9]*\) .*/\1 \2/p' "$WORK/$name.out" | awk '$1 > 5 { print $2 }' | sort -n | awk '{ x[NR] = $1 } END { if (NR) print x[int((NR + 1) / 2)] }')
     [ -n "$line" ] || return 0
-    echo "result: $name | $line | tokens/s | median of the steps after the 5th; $*"
+    echo "result: $name | $line | tokens/s | median of the steps after the 5th$(sed -n 's/.*\(, MFU [0-9.]* % of [0-9.]* TFLOP.s\).*/\1/p' "$WORK/$name.out"); $*"
 }
 part_tests() {
     local group status=0
-    for group in cuda_ attention_kernels_ ladder_; do ./test_nsa --only $group || status=1; done
-    return $status
+    for group in cuda_ attention_kernels_ ladder_; do ./test_nsa --only "$group" || status=1; done
+    return "$status"
 }
 part_sanitizer() {
     local tool
@@ -183,9 +183,11 @@ part_torch() {
         echo "skipped: ${PYTHON:-python3} has no PyTorch that sees a GPU"
         return 0
     fi
-    # In one run, one after the other, so that clocks and temperature are the same for all.
-    "${PYTHON:-python3}" dev/bench/torch_attention.py --tokens 65536 --lengths 2048,8192,65536 && "${PYTHON:-python3}" dev/bench/torch_step.py --batch 16 --seq-len 2048 &&
-        train "NSA, T=2048, beside PyTorch" --batch 16 --total-batch 32768 --steps 25 && train "full attention, T=2048, beside PyTorch" --batch 16 --total-batch 32768 --steps 25 --attention full
+    # In one run, one after the other, so that clocks and temperature are the same for all. PyTorch's MFU is of the same peak as ours.
+    local ours="NSA, T=2048, beside PyTorch" peak
+    train "$ours" --batch 16 --total-batch 32768 --steps 25 && train "full attention, T=2048, beside PyTorch" --batch 16 --total-batch 32768 --steps 25 --attention full || return 1
+    peak=$(sed -n 's/.*MFU [0-9.]* % of \([0-9.]*\) TFLOP.*/\1/p' "$WORK/$ours.out")
+    "${PYTHON:-python3}" dev/bench/torch_step.py --batch 16 --seq-len 2048 --peak-tflops "${peak:-0}" && "${PYTHON:-python3}" dev/bench/torch_attention.py --tokens 65536 --lengths 2048,8192,65536
 }
 export WORK=$work
 export -f train same_digits part_tests part_sanitizer part_perf part_attention part_train part_batches part_long part_ranks part_torch

@@ -17,19 +17,6 @@ struct OperationTime {
     int64_t calls = 0;
 };
 
-// Key/query pairs that a branch's mask allows, over all heads: 4*D FLOPs each in the forward pass (two products), 8*D in the backward pass (dV,
-// dP, dQ, dK; computing the scores a second time is not counted). Counted, not estimated; selected blocks
-// are taken as full (a query that may choose has n of them, the last one cut by causality).
-inline double attention_pairs(Branch branch, const NsaShape& s) {
-    double pairs = 0;
-    for (int t = s.first; t < s.first + s.queries; t++) {
-        if (branch == CMP) pairs += s.cmp_blocks(t + 1);
-        else if (branch == WIN) pairs += s.full ? t + 1 : std::min(t + 1, s.window);
-        else pairs += std::min(t / s.slc_block, s.slc_count - 1) * s.slc_block + t % s.slc_block + 1;
-    }
-    return pairs * s.B * s.H;
-}
-
 // What attention has to do at least, from the shapes: arithmetic, and bytes of each array once, with elements of `real` and statistics of 4 bytes.
 struct Work {
     double flops = 0, bytes = 0;

@@ -50,7 +50,7 @@ class Dense(nn.Module):
         for block in self.blocks:
             x = block(x, cosine, sine)
         logits = self.norm(x) @ self.embed.weight.t()
-        return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.view(-1))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.reshape(-1))
 
 
 def main():

@@ -389,6 +389,31 @@ TEST(the_125m_model_has_the_tensors_of_the_specification) {
     CHECK_EQUAL(table.parameters, count);
 }
 
+// The FLOPs of a token, by hand: the products of one sequence, one by one.
+TEST(model_flops_are_those_of_its_products) {
+    for (const char* options : {"--model tiny --seq-len 150", "--model tiny --seq-len 150 --attention full", "--model 125m --seq-len 2048", "--model 125m --seq-len 2048 --attention full"}) {
+        const Config c = config_of(options);
+        const bool nsa = c.attention == "nsa";
+        const double T = double(c.seq_len), C = double(c.dim), H = double(c.heads), G = double(c.kv_groups), D = double(c.head_dim), F = double(c.phi_hidden), l = double(c.cmp_block);
+        double weights = C * (H * D + (nsa ? 6 : 2) * G * D + (nsa ? 3 * H : 0) + H * D + 2 * double(c.mlp_hidden)) * double(c.layers) + C * double(c.vocab_size);  // of one token
+        double pairs = 0, blocks = 0;  // of one head; compressed blocks of one group
+        for (int t = 0; t < c.seq_len; t++) {
+            if (!nsa) pairs += t + 1;
+            else
+                for (int key = 0; key <= t; key++) {
+                    const int own = t / int(c.slc_block), first = std::max(0, own + 1 - int(c.slc_count));  // any n blocks with its own: the last n, here
+                    pairs += key > t - c.window;
+                    pairs += key / int(c.slc_block) >= first;
+                    pairs += key * c.cmp_stride + c.cmp_block - 1 <= t;
+                    blocks += t == c.seq_len - 1 && key * c.cmp_stride + c.cmp_block - 1 <= t;
+                }
+        }
+        const double phi = nsa ? 2 * G * blocks * (l * D * F + F * D) * double(c.layers) : 0;
+        const double expected = 6 * weights + (6 * phi + 12 * D * H * pairs * double(c.layers)) / T;
+        CHECK_NEAR(model_flops_per_token(c), expected, 1e-12 * expected);
+    }
+}
+
 TEST(initial_weights_have_their_scales) {
     const Config c = config_of("--model tiny --layers 4");
     const TensorTable table(c);

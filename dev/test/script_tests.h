@@ -43,6 +43,7 @@ struct Machine {
                 echo "s:$i trl:)sh" + loss + R"sh( lr:1e-4 norm:4.87" >>"$out/main.log"
             done
             sleep 0.2
+            echo "        852.1 MFLOP a token by the model's own count: 323.8 TFLOP/s, MFU 32.7 % of 989.4 TFLOP/s"
         )sh");
     }
     program::Result run(program::Words words) {
@@ -82,13 +83,14 @@ TEST(run_gpu_check_with_stand_ins) {
     CHECK(text.find("command not found") == std::string::npos);
     CHECK(text.find("result: test_nsa --only attention_kernels_ | 12 | us |") != std::string::npos);
     // Of 50 steps the median of 6 .. 50 is the 28th; of 15 that of 6 .. 15 the 10th.
-    CHECK(text.find("result: NSA, T=2048 | 1028 | tokens/s |") != std::string::npos);
+    CHECK(text.find("result: NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th, MFU 32.7 % of 989.4 TFLOP/s; ") != std::string::npos);
+    CHECK(text.find("dev/bench/torch_step.py --batch 16 --seq-len 2048 --peak-tflops 989.4") != std::string::npos);
     CHECK(text.find("result: NSA, T=2048, micro-batch 32 | 1010 | tokens/s |") != std::string::npos);
 
     const program::Result table = machine.run({"dev/results_table.sh", file, machine.folder.file("README.md")});
     CHECK_EQUAL(table.status, 0);
     const std::string readme = read_file(machine.folder.file("README.md"));
-    CHECK(readme.find("| NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th; --batch 16 --total-batch 65536 --steps 50; commit abc1234 |") != std::string::npos);
+    CHECK(readme.find("| NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th, MFU 32.7 % of 989.4 TFLOP/s; --batch 16 --total-batch 65536 --steps 50; commit abc1234 |") != std::string::npos);
     CHECK_EQUAL(count(readme, "commit abc1234 |\n"), count(text, "\nresult: "));
     CHECK(readme.find("they failed") == std::string::npos);
 }
