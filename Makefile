@@ -155,7 +155,7 @@ include dev/emulator.mk
 include dev/crash_test/crash_test.mk
 $(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS): $(BUILD)/command
 test: test_nsa train_nsa $(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS)
-	@dev/run_tests.sh ./test_nsa $(CRASH_TESTS) $(EMULATOR_TESTS) $(if $(HAVE_NVCC),dev/kernel_report.sh)
+	@dev/run_tests.sh ./test_nsa $(CRASH_TESTS) $(EMULATOR_TESTS) $(if $(HAVE_NVCC),dev/kernel_report.sh dev/loop_report.sh)
 goldens: train_nsa
 	bash dev/test/make_goldens.sh
 
