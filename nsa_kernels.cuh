@@ -1632,8 +1632,8 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
     while (a.slc_shift < 6 && (1 << a.slc_shift) < s.slc_block) a.slc_shift++;
     a.scale = float(s.scale());
     a.parts = 1, a.part_tokens = s.queries;
-    if (branch == CMP) {  // few tiles of keys, each seen by most queries: one part for 512 tokens or more, 16 at most
-        a.part_tokens = std::max(512, (s.queries / 16 + KEY_TILE - 1) / KEY_TILE * KEY_TILE);
+    if (branch == CMP) {  // few tiles of keys, each seen by most queries: parts of 256 tokens or more, 32 at most, 16 where there are many tiles
+        a.part_tokens = std::max(256, (s.queries / (s.queries > 32768 ? 16 : 32) + KEY_TILE - 1) / KEY_TILE * KEY_TILE);
         a.parts = (s.queries + a.part_tokens - 1) / a.part_tokens;
     }
     return a;

@@ -276,6 +276,31 @@ TEST(recomputing_changes_no_bit_and_saves_memory) {
     }
 }
 
+// The head in chunks of 7 rows, the last one shorter, is the head at once: sums of fp64 in another order. And the chunks of real sizes are few, even and fit.
+TEST(logits_in_chunks_are_logits_at_once) {
+    const std::string options = std::string(SMALL) + "--init random";
+    TestModel<Cpu<double>> whole(options, 2), chunked(options, 2);
+    CHECK_EQUAL(whole.a.logit_rows, int64_t(whole.tokens()));
+    chunked.a.logit_rows = 7;
+    CHECK(whole.tokens() % 7 != 0);
+    std::vector<float> logits, other;
+    CHECK_NEAR(chunked.loss_and_gradients(&other), whole.loss_and_gradients(&logits), 1e-13);
+    CHECK(logits == other);
+    double largest = 0, difference = 0;
+    for (size_t i = 0; i < whole.model.table.total; i++) {
+        largest = std::max(largest, std::abs(whole.model.grads[i]));
+        difference = std::max(difference, std::abs(whole.model.grads[i] - chunked.model.grads[i]));
+    }
+    CHECK(difference <= 1e-13 * largest);
+    Cpu<float> dev;
+    const Activations<Cpu<float>> a(dev, config_of("--model tiny"), 1, 64, INFERENCE);
+    for (const int64_t N : {int64_t(1), int64_t(100), int64_t(204800), int64_t(204801), int64_t(1000000)}) {  // 52 M logits are 212992 rows of 256
+        const int64_t rows = a.rows_of_chunk(N), chunks = (N + rows - 1) / rows;
+        CHECK(rows >= 1 && rows <= N && (rows == N || rows % 128 == 0) && rows <= 212992 + 127);
+        CHECK(chunks == (N + 212991) / 212992 && N - rows * (chunks - 1) > rows - 128 * chunks);
+    }
+}
+
 TEST(memory_is_linear_in_sequence_length) {
     Cpu<float> dev;
     const Config c = config_of("--model tiny");
