@@ -447,15 +447,17 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
         used = shared.take<uint32_t>(tile_words(s.key_stride));
         selection += (size_t(tile.bg) * s.queries + tile.j0) * s.words;
         find_used_key_tiles(used, selection, tile.tokens, end_tile, s);
+        __syncthreads();
     }
-    cp_async_wait<0>();
-    __syncthreads();
-    unsigned q_rows[M][D / 16][4];
-    load_rows<D>(q_rows, q_tile, first_row);
     const size_t group = size_t(tile.bg) * s.key_stride * D;
     auto copy_keys = [&](int buffer, int key_tile) { copy_keys_and_values<D>(k_tiles, v_tiles, buffer, k, v, group, key_tile, s); };
     int key_tile = next_tile<branch>(used, first_key_tile<branch>(tile, s), end_tile);
-    if (key_tile < end_tile) copy_keys(0, key_tile);
+    if (key_tile >= end_tile) cp_async_commit();  // an empty group
+    else copy_keys(0, key_tile);
+    cp_async_wait<1>();
+    __syncthreads();  // the queries have arrived
+    unsigned q_rows[M][D / 16][4];
+    load_rows<D>(q_rows, q_tile, first_row);
 
     // This lane's rows: first_row + m * 16 + i * 8 + lane / 4.
     const int first_end = end_of_keys<branch>(s.first + tile.j0, s);
@@ -579,16 +581,18 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
         used = shared.take<uint32_t>(tile_words(s.key_stride));
         selection += (size_t(tile.bg) * s.queries + tile.j0) * s.words;
         find_used_key_tiles(used, selection, tile.tokens, end_tile, s);
+        __syncthreads();
     }
-    cp_async_wait<0>();
-    __syncthreads();
-    unsigned q_rows[M][D / 16][4], dout_rows[M][D / 16][4];
-    load_rows<D>(q_rows, q_tile, first_row);
-    load_rows<D>(dout_rows, dout_tile, first_row);
     const size_t group = size_t(tile.bg) * s.key_stride * D;
     auto copy_keys = [&](int buffer, int key_tile) { copy_keys_and_values<D>(k_tiles, v_tiles, buffer, k, v, group, key_tile, s); };
     int key_tile = next_tile<branch>(used, first_key_tile<branch>(tile, s), end_tile);
-    if (key_tile < end_tile) copy_keys(0, key_tile);
+    if (key_tile >= end_tile) cp_async_commit();  // an empty group
+    else copy_keys(0, key_tile);
+    cp_async_wait<1>();
+    __syncthreads();  // the queries have arrived
+    unsigned q_rows[M][D / 16][4], dout_rows[M][D / 16][4];
+    load_rows<D>(q_rows, q_tile, first_row);
+    load_rows<D>(dout_rows, dout_tile, first_row);
 
     const int first_end = end_of_keys<branch>(s.first + tile.j0, s);
     const unsigned ends = ends_of_rows<branch, M>(tile, first_row, s);
@@ -1703,6 +1707,11 @@ inline size_t most_shared_of_device() {
     }();
     return bytes;
 }
+// Head dimensions of 128 do not fit everywhere.
+inline void check_shared_bytes(size_t bytes, int D, size_t most_shared = most_shared_of_device()) {
+    if (bytes > most_shared)
+        fail_usage("a head dimension of %d: attention takes %zu bytes of shared memory for a block, this GPU has %zu; choose --head-dim 64, or PRECISION=FP32", D, bytes, most_shared);
+}
 // As many tokens in a tile as fit. How many there are changes no bit: every row is computed by itself, its keys in their order.
 template <int D>
 inline AttentionShape gather_shape(const NsaShape& s, bool backward, size_t most_shared = most_shared_of_device()) {
@@ -1794,6 +1803,7 @@ inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const
     const unsigned blocks = unsigned(a.tiles * a.batch_groups), threads = query_tile_threads<D>(a);
     const size_t query_tile = QUERY_ROWS * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
     const size_t bytes = shared_bytes({query_tile, key_tiles, key_tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
+    check_shared_bytes(bytes, D);
     launch<attention_forward_kernel<branch, D>>(blocks, threads, bytes, stream, out, lse, q, k, v, selection, choice, a);
 }
 template <int D>
@@ -1832,6 +1842,7 @@ inline void launch_attention_backward(float* dq, bf16* dk, bf16* dv, const bf16*
     const size_t query_tile = QUERY_ROWS * D * sizeof(bf16), tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
     const unsigned query_blocks = unsigned(a.tiles * a.batch_groups), threads = query_tile_threads<D>(a);
     const size_t dq_bytes = shared_bytes({query_tile, query_tile, tiles, tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
+    check_shared_bytes(dq_bytes, D);
     launch<attention_dq_kernel<branch, D>>(query_blocks, threads, dq_bytes, stream, dq, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
 
     const unsigned key_tiles = unsigned((a.keys + KEY_TILE - 1) / KEY_TILE * a.batch_groups);

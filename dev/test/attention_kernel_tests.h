@@ -538,6 +538,8 @@ TEST(attention_kernels_refuse) {
     CHECK_FAILS(2, "7 query heads in 2 groups", forward(CMP, s));
     s = shape(64, 129);
     CHECK_FAILS(2, "129 query heads in 1 groups", forward(CMP, s));
+    check_shared_bytes(131072, 128, 131072);
+    CHECK_FAILS(2, "a head dimension of 128: attention takes 131072 bytes of shared memory for a block, this GPU has 101376", check_shared_bytes(131072, 128, 101376));
     s = shape(1 << 20, 1), s.first = (1 << 20) - 1, s.queries = 1, s.slc_block = 16;
     CHECK_FAILS(2, "shared memory", select_blocks(nullptr, nullptr, none, none, nullptr, s, nullptr));
     s = shape(0, 3), s.queries = 0;
