@@ -112,18 +112,18 @@ __device__ inline int chunk_at(int row, int chunk) {
     return (row * chunks + (chunk ^ row / rows_per_line % swizzled)) * 8;
 }
 
-// tile [KEY_TILE, D] = rows 0 .. valid-1 of in, which are `stride` elements apart; zeros below. Asynchronous. THREADS: of the block, where the compiler may
-// know it: then all of a thread's rows lie at fixed distances in the tile.
-template <int D, int THREADS = 0>
+// tile [KEY_TILE, D] = rows 0 .. valid-1 of in, which are `stride` elements apart; zeros below. Asynchronous. The compiler knows the block's THREADS, so a thread's rows
+// lie at fixed distances in the tile.
+template <int D, int THREADS>
 __device__ inline void copy_tile(bf16* tile, const bf16* in, size_t stride, int valid) {
-    const int step = (THREADS ? THREADS : int(blockDim.x)) / (D / 8), first = threadIdx.x / (D / 8), chunk = threadIdx.x % (D / 8);
+    constexpr int step = THREADS / (D / 8);
+    static_assert(step % 8 == 0 && KEY_TILE % step == 0, "the chunks of a row change places by row % 8");
+    const int first = threadIdx.x / (D / 8), chunk = threadIdx.x % (D / 8);
     if (valid >= KEY_TILE) {
-        static_assert(THREADS / (D / 8) % 8 == 0, "the chunks of a row change places by row % 8");
         bf16* const first_chunk = tile + chunk_at<D>(first, chunk);
         in += first * stride + chunk * 8;
 #pragma unroll
-        for (int done = 0; done < KEY_TILE; done += step, in += step * stride)
-            if (THREADS || done + first < KEY_TILE) cp_async_16(THREADS ? first_chunk + done * D : tile + chunk_at<D>(done + first, chunk), in);
+        for (int done = 0; done < KEY_TILE; done += step, in += step * stride) cp_async_16(first_chunk + done * D, in);
     } else {
 #pragma unroll 1
         for (int row = first; row < KEY_TILE; row += step) cp_async_16(tile + chunk_at<D>(row, chunk), row < valid ? in + row * stride + chunk * 8 : in, row < valid);
@@ -430,7 +430,7 @@ __device__ inline int end_of_key_tiles(const QueryTile& tile, const AttentionSha
 template <Branch branch, int D>
 __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
     attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
-    constexpr int M = row_pieces<D>(), KEYS = 64;  // keys at a time
+    constexpr int M = row_pieces<D>();
     if (branch == SLC && choice && choice->gather) return;
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16 * M, rows = blockDim.x / 32 * 16 * M;
     const QueryTile tile = query_tile(s);
@@ -482,57 +482,54 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
         const TileView view = look_at_tile<branch, M>(this_tile, first_end, ends, selection, s);
         if (!view.some) continue;
 
-#pragma unroll 1
-        for (int first = 0; first < KEY_TILE; first += KEYS) {
-            float p[M][KEYS / 8][4] = {};
-            multiply_rows<D, M, KEYS / 16>(p, q_rows, k_tiles + buffer * KEY_TILE * D, first);
-            if (view.masked) hide_keys<branch>(p, view, first, ends, s);
+        float p[M][KEY_TILE / 8][4] = {};
+        multiply_rows<D, M, KEY_TILE / 16>(p, q_rows, k_tiles + buffer * KEY_TILE * D, 0);
+        if (view.masked) hide_keys<branch>(p, view, 0, ends, s);
 
-            // A row's shift follows its largest score only where that has grown by more than 2^8: the quotient at the end is the same, exponentials up to 2^8 and
-            // their sums are far from fp32's limits, and in most steps no sum has to be rescaled. Starting from -FLT_MAX a shift is always finite: no infinity is
-            // ever subtracted from another.
-            float next[M][2];
-            bool grown = false;
+        // A row's shift follows its largest score only where that has grown by more than 2^8: the quotient at the end is the same, exponentials up to 2^8 and
+        // their sums are far from fp32's limits, and in most steps no sum has to be rescaled. Starting from -FLT_MAX a shift is always finite: no infinity is
+        // ever subtracted from another.
+        float next[M][2];
+        bool grown = false;
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float most = -INFINITY;
+#pragma unroll
+                for (int n = 0; n < KEY_TILE / 8; n++) most = fmaxf(most, fmaxf(p[m][n][2 * i], p[m][n][2 * i + 1]));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+                most *= s.scale * LOG2_E;
+                next[m][i] = most > shift[m][i] + MOST_GROWTH && !view.hidden<branch>(m, i) ? most : shift[m][i];
+                grown = grown || next[m][i] != shift[m][i];
+            }
+        if (__any_sync(~0u, grown)) {
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    float most = -INFINITY;
+                    const float rescale = exp2_approx(shift[m][i] - next[m][i]);  // 1 where the shift stays
+                    shift[m][i] = next[m][i];
+                    total[m][i] *= rescale;
 #pragma unroll
-                    for (int n = 0; n < KEYS / 8; n++) most = fmaxf(most, fmaxf(p[m][n][2 * i], p[m][n][2 * i + 1]));
-                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-                    most *= s.scale * LOG2_E;
-                    next[m][i] = most > shift[m][i] + MOST_GROWTH && !view.hidden<branch>(m, i) ? most : shift[m][i];
-                    grown = grown || next[m][i] != shift[m][i];
+                    for (int x = 0; x < D / 8; x++) sums[m][x][2 * i] *= rescale, sums[m][x][2 * i + 1] *= rescale;
                 }
-            if (__any_sync(~0u, grown)) {
+        }
 #pragma unroll
-                for (int m = 0; m < M; m++)
+        for (int m = 0; m < M; m++)
 #pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        const float rescale = exp2_approx(shift[m][i] - next[m][i]);  // 1 where the shift stays
-                        shift[m][i] = next[m][i];
-                        total[m][i] *= rescale;
+            for (int i = 0; i < 2; i++) {
+                const float minus_shift = view.hidden<branch>(m, i) ? -INFINITY : -shift[m][i];
 #pragma unroll
-                        for (int x = 0; x < D / 8; x++) sums[m][x][2 * i] *= rescale, sums[m][x][2 * i + 1] *= rescale;
+                for (int n = 0; n < KEY_TILE / 8; n++)
+#pragma unroll
+                    for (int e = 2 * i; e < 2 * i + 2; e++) {
+                        p[m][n][e] = exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, minus_shift));
+                        total[m][i] += p[m][n][e];
                     }
             }
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const float minus_shift = view.hidden<branch>(m, i) ? -INFINITY : -shift[m][i];
-#pragma unroll
-                    for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-                        for (int e = 2 * i; e < 2 * i + 2; e++) {
-                            p[m][n][e] = exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, minus_shift));
-                            total[m][i] += p[m][n][e];
-                        }
-                }
-            multiply_add<D, M, KEYS / 16>(sums, p, v_tiles + buffer * KEY_TILE * D, first);
-        }
+        multiply_add<D, M, KEY_TILE / 16>(sums, p, v_tiles + buffer * KEY_TILE * D, 0);
     }
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -1534,7 +1531,7 @@ __global__ void __launch_bounds__(SCORE_THREADS)
         const int end_tile = end_of_key_tiles<CMP>(tile, s);
         auto copy_keys = [&](int buffer, int key_tile) {
             const bf16* from = kc + (size_t(tile.bg) * s.key_stride + size_t(key_tile) * KEY_TILE) * D;
-            copy_tile<D>(k_tiles + buffer * KEY_TILE * D, from, D, s.keys - key_tile * KEY_TILE);
+            copy_tile<D, int(SCORE_THREADS)>(k_tiles + buffer * KEY_TILE * D, from, D, s.keys - key_tile * KEY_TILE);
             cp_async_commit();
         };
         copy_queries<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, rows, tile.tokens, s);
