@@ -39,7 +39,7 @@ space := $(empty) $(empty)
 links = $(shell echo '$(1)' > /dev/null; mkdir -p $(BUILD); printf '$(1)\nint main() { return 0; }\n' | $(CXX) -x c++ - $(2) -o $(BUILD)/probe 2>/dev/null && echo yes)
 mark = $(if $(1),✓,✗)
 
-FLAGS := -std=c++17 $(if $(SAN),-O1,-O3) -fno-math-errno -fno-trapping-math -pthread -rdynamic -Wall -Wextra
+FLAGS := -std=c++17 -DBUILD_FOLDER=$(BUILD) $(if $(SAN),-O1,-O3) -fno-math-errno -fno-trapping-math -pthread -rdynamic -Wall -Wextra
 # -rdynamic: the watchdog's stack has names.
 # -fno-math-errno and -fno-trapping-math let loops with sqrt and comparisons be vectorised; results do not change. Never -ffast-math.
 LIBS :=
@@ -113,7 +113,9 @@ ifeq ($(HAVE_NVCC),yes)
   else ifneq ($(PRECISION),BF16)
     $(error PRECISION=$(PRECISION): expected BF16 or FP32)
   endif
-  LIBS += -lcublasLt
+  # Where the toolkit lies is written into the program: not every installation tells the system's loader.
+  CUDA_LIBRARIES := $(realpath $(dir $(realpath $(shell command -v $(NVCC))))../lib64)
+  LIBS += -lcublasLt $(if $(CUDA_LIBRARIES),-Xlinker -rpath -Xlinker $(CUDA_LIBRARIES))
   ifndef NO_NCCL
     NCCL_PLACE := -I$(dir $(shell command -v $(NVCC)))../include -L$(dir $(shell command -v $(NVCC)))../lib64
     HAVE_NCCL := $(call links,#include <nccl.h>,$(NCCL_PLACE) -lnccl)
@@ -154,7 +156,7 @@ info:
 include dev/emulator.mk
 include dev/crash_test/crash_test.mk
 $(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS): $(BUILD)/command
-test: test_nsa train_nsa $(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS)
+test: test_nsa train_nsa $(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS) $(if $(filter yes,$(HAVE_MPI)),$(BUILD)/train_nsa_emulated)
 	@dev/run_tests.sh ./test_nsa $(CRASH_TESTS) $(EMULATOR_TESTS) $(if $(HAVE_NVCC),dev/kernel_report.sh dev/loop_report.sh)
 goldens: train_nsa
 	bash dev/test/make_goldens.sh

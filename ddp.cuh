@@ -1414,7 +1414,7 @@ class NcclReducer {
     void mark() { CUDA_CHECK(cudaEventRecord(marks[marked++ % 2], dev.stream)); }
     bool arrived() {
         const cudaError_t state = cudaEventQuery(marks[seen % 2]);
-        if (state == cudaErrorNotReady) return false;
+        if (state == cudaErrorNotReady) return cudaGetLastError(), false;  // no error that the next launch should find
         CUDA_CHECK(state);
         seen++;
         return true;
@@ -1460,7 +1460,7 @@ class NcclReducer {
         if (!c.used) return;
         c.used = false;
         float under_way = 0, exposed = 0;  // milliseconds
-        if (cudaEventQuery(c.last) != cudaSuccess || cudaEventElapsedTime(&under_way, c.first, c.last) != cudaSuccess || cudaEventElapsedTime(&exposed, c.backward, c.last) != cudaSuccess) return;
+        if (cudaEventQuery(c.last) != cudaSuccess || cudaEventElapsedTime(&under_way, c.first, c.last) != cudaSuccess || cudaEventElapsedTime(&exposed, c.backward, c.last) != cudaSuccess) return void(cudaGetLastError());
         times.total += under_way * 1e-3, times.exposed += std::max(0.0f, exposed) * 1e-3;
     }
     void launch_bucket(size_t b) {

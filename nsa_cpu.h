@@ -788,7 +788,8 @@ struct Cpu {
         if (!std::isfinite(*guard)) *sum = std::numeric_limits<double>::quiet_NaN();
     }
     // *guard = *loss
-    void set_guard(Grad* guard, const double* loss) { *guard = Grad(*loss); }
+    template <class T>
+    void set_guard(T* guard, const double* loss) { *guard = T(*loss); }
     // x += y
     void add(Grad* x, const Grad* y, size_t count) {
 #pragma omp parallel for simd schedule(static)

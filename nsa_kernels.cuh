@@ -2222,11 +2222,12 @@ __global__ void __launch_bounds__(PARTS_THREADS) sum_parts_kernel(double* partia
 }
 
 // total += the parts in order, by one thread
+// One warp.
 __global__ void sum_total_kernel(double* total, const double* partial, int parts) {
-    if (threadIdx.x > 0) return;
     double sum = 0;
-    for (int i = 0; i < parts; i++) sum += partial[i];
-    *total += sum;
+    for (int i = threadIdx.x; i < parts; i += 32) sum += partial[i];
+    sum = lane_sum(sum);
+    if (threadIdx.x == 0) *total += sum;
 }
 
 constexpr int CHUNK_THREADS = 256;
@@ -2256,8 +2257,9 @@ __global__ void __launch_bounds__(CHUNK_THREADS) total_squares_kernel(double* to
     for (int i = 1; i < CHUNK_THREADS / 32; i++) sum += sums[i];
     *total = sum + 0.0 * double(*guard);  // 0 * infinity and 0 * NaN are NaN
 }
-__global__ void set_guard_kernel(float* guard, const double* loss) {
-    if (threadIdx.x == 0) *guard = float(*loss);
+template <class T>
+__global__ void set_guard_kernel(T* guard, const double* loss) {
+    if (threadIdx.x == 0) *guard = T(*loss);
 }
 __global__ void add_arrays_kernel(float* x, const float* y, size_t count) {
     for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) x[i] += y[i];
@@ -2529,6 +2531,7 @@ struct Cuda {
     bool level0 = std::is_same<real, float>::value;  // attention by the scalar kernels of dev/ladder; fp32 has no others
     SelectedKernel selected_kernel = SelectedKernel::AUTO;
     bool use_graphs = false;                      // --cuda-graph, see run()
+    size_t live_bytes = 0, peak_bytes = 0;        // of the GPU's memory, now and at most, without what the driver and cuBLASLt take for themselves
 
     explicit Cuda(int device_index = 0, size_t workspace = WORKSPACE) : device(device_index), workspace_bytes(workspace) {
         CUDA_CHECK(cudaSetDevice(device));
@@ -2589,11 +2592,16 @@ struct Cuda {
                  double(bytes) / (1 << 20), double(free) / (1 << 20), double(total) / (1 << 20), device);
         }
         CUDA_CHECK(error);
+        live_bytes += allocated[p] = bytes, peak_bytes = std::max(peak_bytes, live_bytes);
         if (poison) CUDA_CHECK(cudaMemsetAsync(p, 0xFF, bytes, stream));
         return p;
     }
     template <class T>
-    void release(T* p) { cudaFree(p); }
+    void release(T* p) {
+        const auto found = allocated.find(p);
+        if (found != allocated.end()) live_bytes -= found->second, allocated.erase(found);
+        if (cudaFree(p) != cudaSuccess) cudaGetLastError();  // of no use here, and no fault of the next launch
+    }
     size_t available_bytes() const {
         size_t free = 0, total = 0;
         CUDA_CHECK(cudaMemGetInfo(&free, &total));
@@ -2608,7 +2616,7 @@ struct Cuda {
         static constexpr struct {
             const char* name;
             double teraflops;
-        } PEAKS[] = {{"H100 PCIe", 756}, {"H100", 989.4}, {"H200", 989.4}, {"H800", 989.4}, {"GH200", 989.4}, {"B200", 2250}, {"A100", 312}, {"A800", 312}, {"L40S", 362}, {"RTX 4090", 165.2}, {"RTX 3090", 71}};
+        } PEAKS[] = {{"H100 PCIe", 756}, {"H100 NVL", 835.5}, {"H200 NVL", 835.5}, {"H100", 989.4}, {"H200", 989.4}, {"H800", 989.4}, {"B200", 2250}, {"A100", 312}, {"A800", 312}, {"L40S", 362}, {"RTX 4090", 165.2}, {"RTX 3090", 71}};
         if (!std::is_same<real, float>::value)
             for (const auto& peak : PEAKS)
                 if (std::strstr(properties.name, peak.name)) return peak.teraflops * 1e12;
@@ -2767,7 +2775,8 @@ struct Cuda {
         launch<kernels::total_squares_kernel>(1, kernels::CHUNK_THREADS, 0, stream, sum, squares, chunks, guard);
     }
     // *guard = *loss
-    void set_guard(Grad* guard, const double* loss) { launch<kernels::set_guard_kernel>(1, 32, 0, stream, guard, loss); }
+    template <class T>
+    void set_guard(T* guard, const double* loss) { launch<kernels::set_guard_kernel<T>>(1, 32, 0, stream, guard, loss); }
     // x += y
     void add(Grad* x, const Grad* y, size_t count) {
         if (count) launch<kernels::add_arrays_kernel>(kernels::grid_of(count), 256, 0, stream, x, y, count);
@@ -2931,6 +2940,7 @@ struct Cuda {
     }
 
   private:
+    std::map<const void*, size_t> allocated;  // bytes by address
     cublasLtHandle_t cublas = nullptr;
     cublasLtMatmulPreference_t preference = nullptr;
     uint64_t workspace_bytes;

@@ -29,7 +29,7 @@
 #include "data/watchdog.h"
 #include "dataloader.h"
 #include "nsa_cpu.h"
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(EMULATED_GPUS)  // the latter: kernels run on the CPU, see dev/emulator.mk
 #include "nsa_kernels.cuh"
 #define HAVE_CUDA
 #endif
@@ -617,7 +617,7 @@ struct Model {
     typename Dev::Stat *m = nullptr, *v = nullptr;
     double* results = nullptr;   // of the running step: sum of its losses, sum of squares of its gradient; --deterministic: then every sample's loss
     size_t result_count = 2;
-    double* squares[2] = {};     // the gradient's sums of squares, by chunk; of the running step at step % 2, of the one before at the other
+    double* squares[2] = {};     // the gradient's sums of squares, by chunk, and a guard behind them; of the running step at step % 2, of the one before at the other
     std::vector<Grad*> partial;  // --deterministic: gradients of subtrees, see sum_in_tree
     Weights<real> w;
     Weights<Grad> dw;
@@ -640,7 +640,7 @@ struct Model {
         allocate_zeros(grads, partition.elements), allocate_zeros(m, state_elements()), allocate_zeros(v, state_elements());
         if (c.deterministic) result_count += size_t(samples_per_rank());
         allocate_zeros(results, result_count);
-        for (double*& s : squares) allocate_zeros(s, chunks());
+        for (double*& s : squares) allocate_zeros(s, chunks() + 1);
         partial.resize(size_t(tree_levels(c, ranks)));
         for (Grad*& p : partial) allocate_zeros(p, partition.elements);
         dw = table.point_into(grads, c);
@@ -1017,11 +1017,17 @@ static double learning_rate(const Config& c, int64_t step) {
 // Its bits depend on the gradients alone, not on who owns which part of them.
 template <class Dev>
 void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = nullptr) {
+    using Grad = typename Dev::Grad;
     double* squares = model.squares[step % 2];
+    Grad* guard = model.grads + model.table.total;
     if (model.sharded) model.dev.zero(squares, model.chunks());
     for (const Piece& p : model.owned) model.dev.chunk_squares(squares, model.grads, model.table.total, p.begin, p.count);
-    if (model.sharded && reducer) reducer->complete(squares, model.chunks());
-    model.dev.total_squares(model.results + 1, squares, model.chunks(), model.grads + model.table.total);
+    if (model.sharded && reducer) {  // of the summed gradients a rank has its parts alone, and one of all has the guard: each rank's loss travels with the squares
+        model.dev.set_guard(squares + model.chunks(), model.results);
+        reducer->complete(squares, model.chunks() + 1);
+        model.dev.set_guard(guard, squares + model.chunks());
+    }
+    model.dev.total_squares(model.results + 1, squares, model.chunks(), guard);
 }
 
 // One AdamW step on the summed gradients, clipped to the global L2 norm of gradient_norm(). If that is not finite, the weights stay as they are.
@@ -1470,6 +1476,12 @@ static double peak_memory_mib() {
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
     return double(usage.ru_maxrss) / 1024;
+}
+// The same of the engine's own memory; 0 where that is the host's.
+template <class Dev>
+double peak_device_mib([[maybe_unused]] const Dev& dev) {
+    if constexpr (Dev::on_host) return 0;
+    else return double(dev.peak_bytes) / (1 << 20);
 }
 
 // main.log in the form that plotting notebooks read ("s:<step> tel:<val loss>", "s:<step> trl:<train loss> lr:<lr> norm:<norm>"), and the same as JSON lines.
@@ -2022,7 +2034,7 @@ struct Run {
         log->line(log->json, format_text("{\"step\":%lld,\"time\":%.3f,\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s,\"loss_z\":%s,\"norm_z\":%s,\"skipped\":%s,\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%lld,\"epoch\":%.4f,\"peak_memory_mib\":%.1f",
                                          (long long)s.step, double(std::time(nullptr)), number("%.6f", s.loss).c_str(), s.lr, number("%.6f", s.norm).c_str(), number("%.3f", s.loss_z).c_str(), number("%.3f", s.norm_z).c_str(),
                                          s.skipped || s.is_bad() ? "true" : "false", seconds * 1e3, speed.back(), (long long)(s.step * config.total_batch),
-                                         double(s.loader.next_sample) / double(data.train->samples_per_epoch()), peak_memory_mib()) + s.statistics + "}");
+                                         double(s.loader.next_sample) / double(data.train->samples_per_epoch()), peak_memory_mib()) + (Dev::on_host ? "" : format_text(",\"peak_gpu_memory_mib\":%.1f", peak_device_mib(dev))) + s.statistics + "}");
     }
 
     // Loss or gradient is not finite: the update changed nothing. What led there goes to a file of each rank; too many in a row end the run.
@@ -2187,8 +2199,8 @@ struct Run {
         if (world.rank == 0) {
             if (stop == HALTED && std::remove((config.out + "/halt").c_str()) != 0) complain(format_text("cannot remove %s/halt: %s; the next run will stop at once", config.out.c_str(), std::strerror(errno)));
             std::sort(speed.begin(), speed.end());
-            std::printf("done:   %lld steps in %s, median %.0f tokens/s, peak memory %.0f MiB%s\n", (long long)state.step, duration_text(seconds_now() - begun).c_str(), speed.empty() ? 0.0 : speed[speed.size() / 2],
-                        peak_memory_mib(), world.size > 1 ? " on rank 0" : "");
+            std::printf("done:   %lld steps in %s, median %.0f tokens/s, peak memory %s%.0f MiB%s\n", (long long)state.step, duration_text(seconds_now() - begun).c_str(), speed.empty() ? 0.0 : speed[speed.size() / 2],
+                        Dev::on_host ? "" : format_text("%.0f MiB on the GPU, of the host ", peak_device_mib(dev)).c_str(), peak_memory_mib(), world.size > 1 ? " on rank 0" : "");
             if (!speed.empty()) print_flops(speed[speed.size() / 2]);
             if (reducer && !speed.empty())
                 std::printf("ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n", reducer->times.total * 1e3 / double(speed.size()), reducer->times.exposed * 1e3 / double(speed.size()));
@@ -2223,6 +2235,31 @@ static void require_own_gpu(const World& world, int device) {
         if (all[size_t(r)] == all[size_t(world.rank)]) fail_usage("ranks %d and %d use the same GPU, %s: start one rank per GPU", r, world.rank, all[size_t(r)].c_str());
 }
 #endif
+
+// An error is one line on stderr; under mpirun it names the rank and ends the other ranks too.
+static int print_error(const World* world, int status, const char* text) {
+    std::fflush(stdout);
+    if (world && world->rank > 0) {  // an error that all ranks have is told by the first, which ends the others meanwhile
+        usleep(unsigned(std::min(world->rank, 10)) * 100000);
+        while (world->channel().ended_by_another()) pause();
+    }
+    if (world && world->size > 1) std::fprintf(stderr, "train_nsa: rank %d on %s%s%s: error: %s\n", world->rank, world->host.c_str(), world->device.empty() ? "" : ", ", world->device.c_str(), text);
+    else std::fprintf(stderr, "train_nsa: error: %s\n", text);
+    if (world) world->abort(status);
+    return status;
+}
+// The status of work(), or of its error, which ends the program here. Of several ranks none may take down alone what they share, as it would on the way to main():
+// ncclCommDestroy waits for the other ranks, cudaFree for a reduction that they do not join, and they wait for this rank.
+template <class Work>
+int telling_errors(const World* world, Work work) {
+    try {
+        return work();
+    } catch (const Error& e) {
+        return print_error(world, e.status, e.what());
+    } catch (const std::exception& e) {
+        return print_error(world, 1, e.what());
+    }
+}
 
 // The engine for the options and this machine.
 template <class Use>
@@ -2261,7 +2298,9 @@ static int run_train(Config& c, const std::set<std::string>& given, World& world
         }
 #endif
         require_memory(dev, c, world);
-        status = Run<std::decay_t<decltype(dev)>>(dev, c, world).train(given, device);
+        Run<std::decay_t<decltype(dev)>> run(dev, c, world);
+        const auto train = [&] { return run.train(given, device); };
+        status = world.size > 1 ? telling_errors(&world, train) : train();
     });
     return status;
 }
@@ -2420,31 +2459,15 @@ static int run_check(const Config& c, World& world) {
 }
 
 #ifndef NSA_WITHOUT_MAIN  // test_nsa.cu includes this file
-// An error is one line on stderr; under mpirun it names the rank and ends the other ranks too.
-static int print_error(const World* world, int status, const char* text) {
-    std::fflush(stdout);
-    if (world && world->rank > 0) {  // an error that all ranks have is told by the first, which ends the others meanwhile
-        usleep(unsigned(std::min(world->rank, 10)) * 100000);
-        while (world->channel().ended_by_another()) pause();
-    }
-    if (world && world->size > 1) std::fprintf(stderr, "train_nsa: rank %d on %s%s%s: error: %s\n", world->rank, world->host.c_str(), world->device.empty() ? "" : ", ", world->device.c_str(), text);
-    else std::fprintf(stderr, "train_nsa: error: %s\n", text);
-    if (world) world->abort(status);
-    return status;
-}
-
 int main(int argc, char** argv) {
     let_waiting_threads_sleep(argv);
     std::unique_ptr<World> world;
-    try {
-        world = std::make_unique<World>();
+    const int status = telling_errors(nullptr, [&] { return world = std::make_unique<World>(), 0; });
+    if (status) return status;
+    return telling_errors(world.get(), [&] {
         const int status = run_verb(argc, argv, *world);
         world->finish();
         return status;
-    } catch (const Error& e) {
-        return print_error(world.get(), e.status, e.what());
-    } catch (const std::exception& e) {
-        return print_error(world.get(), 1, e.what());
-    }
+    });
 }
 #endif

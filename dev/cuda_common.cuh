@@ -21,6 +21,9 @@
 #ifdef USE_NCCL
 #include <nccl.h>
 #endif
+#if CUDART_VERSION < 12000
+#error "CUDA 12 or later is needed: put its nvcc on PATH, or build with make NO_CUDA=1"
+#endif
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -499,6 +499,7 @@ inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess;
 inline cudaError_t cudaSetDevice(int device) {
     return device >= 0 && device < emu::machine.device_count ? cudaSuccess : emu::error(cudaErrorInvalidDevice);
 }
+inline cudaError_t cudaDeviceGetPCIBusId(char* bus, int length, int device) { return snprintf(bus, size_t(length), "0000:%02x:00.0", device), cudaSuccess; }
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) { return *p = cudaDeviceProp(), cudaSuccess; }
 inline cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
     *total = emu::machine.device_bytes, *free = *total - emu::machine.live_bytes;

@@ -249,7 +249,10 @@ struct Machine {
     Stream default_stream;
     std::vector<Stream*> streams = {&default_stream};
 
-    int device_count = 1;  // that the runtime API shows; they share everything
+#ifndef EMULATED_GPUS
+#define EMULATED_GPUS 1
+#endif
+    int device_count = EMULATED_GPUS;  // that the runtime API shows; they share everything
 };
 inline Machine machine;
 

@@ -1,6 +1,7 @@
 # emulator.mk: builds and runs the tests that execute CUDA kernels on the CPU, in the plain and in the CHECK build of dev/cuda_on_cpu.h: of the emulator
 # itself, and of the CUDA engine (cuda_tests: every kernel, every operation, whole training steps).
 #   make -f dev/emulator.mk test_emulator        from the top folder; or include this file there and depend on test_emulator
+#   make -f dev/emulator.mk build/train_nsa_emulated && mpirun -np 2 build/train_nsa_emulated --device cuda ...    the whole program, NCCL's part played over MPI
 # CXX: a g++ for C++17. BUILD: where objects and programs go. RACE_PROGRAMS: how many random programs the race detector is tried on.
 CXX ?= g++
 BUILD ?= build
@@ -33,6 +34,10 @@ $(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/%.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(BUILD)
 	$(CXX) $(EMULATOR_FLAGS) $(EMULATOR_CHECK) -c $< -o $@.o
 	$(CXX) $@.o -fsanitize=undefined -pthread -o $@
+# The whole program on up to four emulated GPUs, one for each rank; wants MPI's compiler. -x none: what the wrapper adds behind are libraries.
+$(BUILD)/train_nsa_emulated: train_nsa.cu $(EMULATOR_HEADERS)
+	@mkdir -p $(BUILD)
+	mpicxx $(EMULATOR_FLAGS) -O2 -pthread -rdynamic -DEMULATED_GPUS=4 -DEMU_MPI -DUSE_MPI -DUSE_NCCL -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX -x c++ $< -x none -o $@
 $(BUILD)/emulator_tests_mpi: dev/test/emulator_tests.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(BUILD)
 	mpicxx $(EMULATOR_FLAGS) -O2 -DEMU_MPI $< -o $@

@@ -48,6 +48,7 @@ inline const char* ncclGetErrorString(ncclResult_t r) {
     return texts[r];
 }
 inline const char* ncclGetLastError(ncclComm_t) { return "nccl_on_cpu"; }
+inline ncclResult_t ncclGetVersion(int* version) { return *version = 22809, ncclSuccess; }
 inline ncclResult_t ncclGetUniqueId(ncclUniqueId* id) { return *id = {}, ncclSuccess; }
 inline ncclResult_t ncclCommInitRank(ncclComm_t* c, int ranks, ncclUniqueId, int rank) {
     int world_size = emu::peers ? emu::peers->ranks : 1, world_rank = emu::peers ? emu::peers->rank : 0;
@@ -58,7 +59,12 @@ inline ncclResult_t ncclCommInitRank(ncclComm_t* c, int ranks, ncclUniqueId, int
     if (ranks != world_size || rank != world_rank) return ncclInvalidArgument;
     return *c = new emu::Communicator{ranks, rank}, ncclSuccess;
 }
-inline ncclResult_t ncclCommDestroy(ncclComm_t c) { return delete c, ncclSuccess; }
+inline ncclResult_t ncclCommDestroy(ncclComm_t c) {  // collective, as NCCL's is within a machine: it waits for all ranks
+#ifdef EMU_MPI
+    MPI_Barrier(MPI_COMM_WORLD);
+#endif
+    return delete c, ncclSuccess;
+}
 inline ncclResult_t ncclCommAbort(ncclComm_t c) { return delete c, ncclSuccess; }
 inline ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* error) { return *error = c->asynchronous_error, ncclSuccess; }
 inline ncclResult_t ncclCommCount(ncclComm_t c, int* ranks) { return *ranks = c->ranks, ncclSuccess; }

@@ -16,7 +16,7 @@ struct TwoRanks {
         std::vector<float> peer_grads;      // flat, the guard element included
         std::vector<double> squares;        // of the summed gradients, by chunk
         std::vector<Cuda::real> params;     // after the update
-        double norm_squared = 0, loss = 0;
+        double norm_squared = 0, loss = 0, peer_loss = 0;
     };
     std::vector<Expected> expected;
     std::vector<float> m, v, master;        // at the end
@@ -47,6 +47,7 @@ struct TwoRanks {
             e.peer_grads.resize(n), e.squares.resize(model.chunks()), e.params.resize(n);
             accumulate_gradients(model, a, second, world, false);
             dev.copy(e.peer_grads.data(), static_cast<const float*>(model.grads), n);
+            dev.copy(&e.peer_loss, static_cast<const double*>(model.results), 1);
             accumulate_gradients(model, a, first, world, false);
             dev.copy(own.data(), static_cast<const float*>(model.grads), n);
             for (size_t i = 0; i < n; i++) sum[i] = c.grad_reduce == "bf16" ? rounded(rounded(own[i]) + rounded(e.peer_grads[i])) : own[i] + e.peer_grads[i];
@@ -63,8 +64,8 @@ struct TwoRanks {
         dev.copy(m.data(), static_cast<const float*>(model.m), n), dev.copy(v.data(), static_cast<const float*>(model.v), n), dev.copy(master.data(), static_cast<const float*>(model.master), n);
     }
 
-    // The training loop's order of calls, results received a step later; true if every number is the expected one.
-    bool run(bool eager, bool graphs) {
+    // The training loop's order of calls, results received a step later; true if every number is the expected one. norm_squared: as the last step found it.
+    bool run(bool eager, bool graphs, int steps = STEPS, double* norm_squared = nullptr) {
         dev.use_graphs = graphs;
         Model<Cuda> model(dev, c, true, 0, 2);
         Activations<Cuda> a(dev, c, 1, c.seq_len, TRAINING);
@@ -81,8 +82,9 @@ struct TwoRanks {
             if (!narrow && in != model.grads + p.begin(b)) std::printf("    bucket %zu is not where it was expected\n", b);
             for (size_t i = 0; i < total; i++) sums[i] += narrow ? rounded(e.peer_grads[p.begin(b) + i]) : e.peer_grads[p.begin(b) + i];
         };
-        peers.add_doubles = [&](double* sums, size_t) {
+        peers.add_doubles = [&](double* sums, size_t total) {
             const Expected& e = expected[squares_calls++];
+            if (total > model.chunks()) sums[model.chunks()] += e.peer_loss;
             for (const Piece& piece : p.parts(1))
                 for (size_t chunk = piece.begin / CHUNK; chunk < (piece.begin + piece.count) / CHUNK; chunk++) sums[chunk] += e.squares[chunk];
         };
@@ -102,8 +104,9 @@ struct TwoRanks {
                 const std::vector<double> results = dev.receive();
                 const Expected& e = expected[size_t(step - 1)];
                 same = same && results[0] == e.loss && results[1] == e.norm_squared;
+                if (norm_squared) *norm_squared = results[1];
             };
-            for (int step = 1; step <= STEPS; step++) {
+            for (int step = 1; step <= steps; step++) {
                 accumulate_gradients(model, a, loader, world, false, &reducer);
                 gradient_norm(model, step, &reducer);
                 dev.send(model.results, model.result_count);
@@ -111,7 +114,7 @@ struct TwoRanks {
                 apply_update(model, step, 1e-2, &reducer);
                 if (step > 1) receive(step - 1);
             }
-            receive(STEPS);
+            receive(steps);
             same = same && reducer.error().empty();
             if (eager && !c.deterministic) same = same && reducer.times.total >= reducer.times.exposed && reducer.times.total > 0;
         }
@@ -143,5 +146,18 @@ TEST(cuda_ddp_streams_wait_for_each_other) {
                 check_failed(__FILE__, __LINE__, "%s, collectives as %s as they may run%s: other numbers than the sum of both ranks", options, eager ? "early" : "late", graphs ? ", with graphs" : "");
         }
     }
+}
+// A loss that is not finite keeps every rank from its update, whichever rank has it and although all gradients are finite: with the optimiser's state shared out too,
+// where this rank never sees the other's guard among the gradients.
+TEST(cuda_ddp_bad_loss_of_another_rank) {
+    for (const char* options : {"--bucket-mb 0.04", "--bucket-mb 0.04 --zero 1", "--bucket-mb 0.04 --grad-reduce bf16 --zero 1", "--bucket-mb 0.04 --deterministic --zero 1"})
+        for (const double loss : {std::numeric_limits<double>::infinity(), 5.5}) {
+            TwoRanks ranks(options);
+            ranks.compute_expected();
+            ranks.expected[0].peer_loss = loss, ranks.expected[0].peer_grads[TensorTable(ranks.c).total] = float(loss);
+            double norm_squared = 0;
+            ranks.run(false, false, 1, &norm_squared);
+            CHECK_EQUAL(std::isnan(norm_squared), std::isinf(loss));
+        }
 }
 #endif

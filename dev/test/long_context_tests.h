@@ -338,6 +338,7 @@ TEST(attention_kernels_gather_is_described) {
     const DeviceArray<bf16> q(in.q), k(in.k), v(in.v), out(in.rows() * s.D);
     const DeviceArray<uint32_t> selection(in.selection);
     const DeviceArray<float> lse(in.rows());
+    CUDA_CHECK(cudaDeviceSynchronize());  // the arrays came on another stream
     dev.attention_forward(SLC, out.data, lse.data, q.data, k.data, v.data, selection.data, s);
     CHECK(says("32 tokens visit") && says("of 10 tiles of keys"));
     dev.selected_kernel = SelectedKernel::TILES;

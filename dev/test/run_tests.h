@@ -1132,11 +1132,15 @@ inline std::string find_mpirun(const char* what) {
     return skip(format_text("%s: no mpirun on this machine", what)), "";
 }
 
-inline program::Result train_on_ranks(const std::string& mpirun, int ranks, const program::Options& more) {
-    program::Start start;  // Open MPI refuses root and more ranks than cores unless told; MPICH does not look at these
+// Open MPI refuses root and more ranks than cores unless told; MPICH does not look at these.
+inline program::Start ranks_start() {
+    program::Start start;
     start.environment = {"OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", "OMPI_MCA_rmaps_base_oversubscribe=1",
                          "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"};
-    return program::execute(program::joined({mpirun, "-np", std::to_string(ranks), program::path()}, program::small_words(more)), start);
+    return start;
+}
+inline program::Result train_on_ranks(const std::string& mpirun, int ranks, const program::Options& more) {
+    return program::execute(program::joined({mpirun, "-np", std::to_string(ranks), program::path()}, program::small_words(more)), ranks_start());
 }
 
 // The same global batch, divided over ranks or micro-steps, is the same run but for the order of fp32 sums.

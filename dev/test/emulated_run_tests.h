@@ -1,0 +1,106 @@
+// emulated_run_tests.h: the whole program on several GPUs, where there is none: BUILD/train_nsa_emulated (dev/emulator.mk) has the CUDA engine run by dev/cuda_on_cpu.h
+// and NCCL by dev/nccl_on_cpu.h over MPI, one emulated GPU a rank. Its ncclCommDestroy waits for all ranks, as the real one does, so a rank that leaves alone hangs.
+#pragma once
+#include "run_tests.h"
+
+namespace emulated_runs {
+using namespace program;
+
+#define TEXT_OF(word) #word
+#define TEXT_OF_VALUE(macro) TEXT_OF(macro)
+#ifndef BUILD_FOLDER
+#define BUILD_FOLDER build
+#endif
+
+// {program's path}, or {mpirun, its arguments, the path}; empty with a note where it is not built or there is no MPI.
+inline Words program_on(int gpus, const char* what) {
+    static const std::string path = std::filesystem::absolute(TEXT_OF_VALUE(BUILD_FOLDER) "/train_nsa_emulated").string();
+    const std::string mpirun = find_mpirun(what);
+    if (mpirun.empty()) return {};
+    if (!file_exists(path)) return skip(format_text("%s: %s is not built; make test builds it", what, path.c_str())), Words();
+    return gpus == 1 ? Words{path} : Words{mpirun, "-np", std::to_string(gpus), path};
+}
+// The smallest model that the tensor-core kernels take; a step of four samples.
+inline Result train_on(const Words& program, const Options& more) {
+    Options options = small({{"dim", "32"}, {"head-dim", "16"}, {"slc-block", "16"}, {"total-batch", "256"}, {"batch", "1"}, {"eval-batches", "1"}, {"bucket-mb", "0.02"}, {"device", "cuda"}});
+    for (const auto& [name, value] : more) options[name] = value;
+    return execute(joined(program, words_of(options)), ranks_start());
+}
+
+}  // namespace emulated_runs
+
+// --deterministic: the same losses and weights, bit for bit, on 1, 2 and 4 GPUs, with the optimiser's state shared out or not, with CUDA graphs or not; and after a
+// resume on another number of GPUs.
+TEST(emulated_gpus_give_the_same_bits) {
+    using namespace emulated_runs;
+    const char* what = "the whole program on emulated GPUs";
+    const Words one = program_on(1, what), two = program_on(2, what), four = program_on(4, what);
+    if (one.empty()) return;
+    TempFolder folder;
+    const auto with = [&](const char* out, const Options& more) {
+        Options options = {{"deterministic", "on"}, {"steps", "4"}, {"save-every", "2"}, {"schedule", "constant"}, {"out", folder.file(out)}};
+        for (const auto& [name, value] : more) options[name] = value;
+        return options;
+    };
+    const Result first = train_on(one, with("one", {}));
+    REQUIRE_GOOD(first);
+    CHECK(first.out.find("device: GPU 0, cuda_on_cpu") != std::string::npos);
+    const struct {
+        const Words& program;
+        const char* out;
+        Options more;
+    } others[] = {{two, "two", {}}, {two, "two_zero", {{"zero", "1"}, {"cuda-graph", "1"}}}, {four, "four", {{"zero", "1"}}}, {two, "resumed", {{"steps", "2"}, {"zero", "1"}}}};
+    for (const auto& other : others) {
+        const Result r = train_on(other.program, with(other.out, other.more));
+        CHECK_EQUAL(r.status, 0);
+        CHECK(r.out.find("gradients travel by NCCL") != std::string::npos);
+    }
+    CHECK_EQUAL(train_on(four, with("resumed", {{"resume", "on"}})).status, 0);
+    CHECK_EQUAL(logged(folder.file("one"), "loss").size(), 4u);
+    for (const auto& other : others) {
+        for (const char* field : {"loss", "grad_norm"}) CHECK(logged(folder.file(other.out), field) == logged(folder.file("one"), field));
+        CHECK(read_file(folder.file(std::string(other.out) + "/step_00000004/model.safetensors")) == read_file(folder.file("one/step_00000004/model.safetensors")));
+    }
+}
+
+// Buckets that travel during the backward pass: the first step's loss is the same, whoever computes which samples, and the norm but for the roundings of sums of four
+// samples in fp32, each at most 2^-24 of the norms of what is added, or of --grad-reduce bf16, 2^-9 for each of two addends and their sum.
+TEST(emulated_gpus_sum_gradients) {
+    using namespace emulated_runs;
+    const char* what = "gradients of emulated GPUs";
+    const Words one = program_on(1, what), two = program_on(2, what);
+    if (one.empty()) return;
+    TempFolder folder;
+    REQUIRE_GOOD(train_on(one, {{"steps", "1"}, {"out", folder.file("one")}}));
+    const std::vector<double> loss = logged(folder.file("one"), "loss"), norm = logged(folder.file("one"), "grad_norm");
+    REQUIRE(loss.size() == 1 && norm.size() == 1);
+    const struct {
+        const char *out, *reduce, *zero;
+        double roundings;
+    } cases[] = {{"fp32", "fp32", "0", 8 * std::ldexp(1, -24)}, {"zero", "fp32", "1", 8 * std::ldexp(1, -24)}, {"bf16", "bf16", "0", 4 * std::ldexp(1, -9)}, {"bf16_zero", "bf16", "1", 4 * std::ldexp(1, -9)}};
+    for (const auto& c : cases) {
+        const Result r = train_on(two, {{"steps", "1"}, {"grad-reduce", c.reduce}, {"zero", c.zero}, {"out", folder.file(c.out)}});
+        CHECK_EQUAL(r.status, 0);
+        const std::vector<double> loss2 = logged(folder.file(c.out), "loss"), norm2 = logged(folder.file(c.out), "grad_norm");
+        REQUIRE(loss2.size() == 1 && norm2.size() == 1);
+        CHECK_NEAR(loss2[0], loss[0], 1e-6);  // the log's last digit
+        CHECK_NEAR(norm2[0], norm[0], 2 * norm[0] * c.roundings + 1e-6);
+    }
+}
+
+// An error of one rank is told, and ends all, at once. Rank 0 alone gives up after bad steps while the others wait for it; a bad token is met by rank 1 alone.
+TEST(emulated_gpus_error_on_one_rank_ends_all) {
+    using namespace emulated_runs;
+    const Words two = program_on(2, "an error on one of two emulated GPUs");
+    if (two.empty()) return;
+    TempFolder folder;
+    const Result bad = train_on(two, {{"lr", "10"}, {"grad-clip", "0"}, {"adam-eps", "0"}, {"weight-decay", "10"}, {"steps", "12"}, {"max-bad-steps", "2"}, {"out", folder.file("bad")}});
+    CHECK(bad.status != 0 && bad.status != 1000);
+    for (const char* words : {"train_nsa: rank 0 on ", "GPU 0: error: step ", "2 in a row (--max-bad-steps)"}) CHECK(bad.err.find(words) != std::string::npos);
+    std::vector<uint16_t> tokens = random_tokens(64 * 40 + 1, 1);
+    tokens[shuffled_position(1, 40, 1337, 0) * 64 + 32] = 300;  // number 1 of the shuffle goes to rank 1 in the first step
+    write_file(folder.file("train.bin"), shard(tokens));
+    const Result token = train_on(two, {{"data", folder.file("train.bin")}, {"total-batch", "128"}, {"steps", "20"}, {"out", folder.file("token")}});
+    CHECK(token.status != 0 && token.status != 1000);
+    for (const char* words : {"train_nsa: rank 1 on ", "GPU 1: error: ", "token 300"}) CHECK(token.err.find(words) != std::string::npos);
+}
