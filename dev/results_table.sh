@@ -2,7 +2,7 @@
 # README's GPU table from a report of dev/gpu_check.sh: its head line, and the lines "result: what | figure | unit | conditions" wherever they stand.
 #     dev/results_table.sh REPORT.md              prints the table
 #     dev/results_table.sh REPORT.md README.md    puts it between README's lines <!-- gpu table --> and <!-- end of gpu table -->
-# A part that failed or was stopped gives no figures: its section is left out, and said so.
+# Figures of a part that failed or was stopped elsewhere are marked. Several reports may be joined into one file.
 set -euo pipefail
 die() { echo "results_table.sh: $1" >&2; exit 2; }
 [ $# -eq 1 ] || [ $# -eq 2 ] || die "usage: dev/results_table.sh REPORT.md [README.md]"
@@ -11,17 +11,17 @@ die() { echo "results_table.sh: $1" >&2; exit 2; }
 table=$(awk '
     NR == 1 { sub(/^# /, ""); title = $0 }
     /^driver / && !machine { machine = $0 }
-    /^## / { section = substr($0, 4); good = 0 }
+    /^## / { section = substr($0, 4); commit = "" }
     /: exit status [0-9]/ { commit = match($0, /(unknown )?commit[^;]*/) ? substr($0, RSTART, RLENGTH) : "unknown commit"; good = /: exit status 0 /; if (!good) bad = bad (bad ? ", " : "") section }
-    /^result: / && good {
+    /^result: / && commit {
         split(substr($0, 9), field, / *[|] */)
-        rows = rows "| " field[1] " | " field[2] " | " field[3] " | " field[4] "; " commit " |\n"
+        rows = rows "| " field[1] " | " field[2] " | " field[3] " | " field[4] "; " commit (good ? "" : "; **its part failed elsewhere**") " |\n"
     }
     END {
         printf "%s. %s.\n\n", title, machine
         if (rows) printf "| what | figure | unit | conditions |\n|---|---|---|---|\n%s", rows
         else print "not measured"
-        if (bad) printf "\nWithout figures, since they failed: %s.\n", bad
+        if (bad) printf "\nParts that failed: %s.\n", bad
     }' "$1")
 if [ $# -eq 1 ]; then
     echo "$table"
