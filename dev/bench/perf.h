@@ -39,6 +39,38 @@ inline Work select_blocks_work(const NsaShape& s, double real) {
     choosing.first = std::min(std::max(s.first, s.slc_count * s.slc_block), s.first + s.queries), choosing.queries = s.first + s.queries - choosing.first;
     return {2 * attention_pairs(CMP, choosing) * s.D, real * (double(s.query_rows()) * s.D + branch_keys(CMP, s)) + 4 * double(s.query_rows()) + selection_bytes(s)};
 }
+// projected; q, the heads of keys and values, the gates. Each rotated pair (q, k_slc, k_win) takes six operations.
+inline Work split_heads_forward_work(const NsaShape& s, double real) {
+    const double tokens = double(s.B) * s.queries, heads = double(s.H + (s.full ? 2 : 6) * s.G) * s.D;
+    return {3 * tokens * (s.H + (s.full ? 1 : 2) * s.G) * s.D, tokens * (real * (s.projected() + heads) + (s.full ? 0 : 4.0 * 3 * s.H))};
+}
+// The same backwards, with dq in fp32.
+inline Work split_heads_backward_work(const NsaShape& s, double real) {
+    Work work = split_heads_forward_work(s, real);
+    work.bytes += (4 - real) * double(s.B) * s.queries * s.H * s.D;
+    return work;
+}
+// phi, for keys or for values: fc1 and fc2 for each compressed block. Keys, compressed blocks, the hidden layer; fc1, bias, fc2
+inline double phi_weights(const NsaShape& s) { return double(s.F) * s.l * s.D + s.F + double(s.D) * s.F; }
+inline Work compress_forward_work(const NsaShape& s, double real) {
+    const double rows = double(s.cmp_rows());
+    return {2 * rows * s.F * (double(s.l) * s.D + s.D), real * (double(s.key_rows()) * s.D + rows * (s.D + s.F) + phi_weights(s))};
+}
+// Two products for each of the forward's. The forward's arrays, dk, and the weights' fp32 gradients read and written
+inline Work compress_backward_work(const NsaShape& s, double real) {
+    const Work forward = compress_forward_work(s, real);
+    return {2 * forward.flops, forward.bytes + real * double(s.key_rows()) * s.D + 2 * 4 * phi_weights(s)};
+}
+// The branches' outputs, their sum; the gates
+inline Work combine_forward_work(const NsaShape& s, double real) {
+    const double rows = double(s.query_rows()), branches = s.full ? 1 : 3;
+    return {2 * branches * rows * s.D, real * (branches + 1) * rows * s.D + (s.full ? 0 : 4 * branches * rows)};
+}
+// dout, the branches' outputs; lse, row_dot, lse_gated, and with gates those and their gradients
+inline Work attention_backward_rows_work(const NsaShape& s, double real) {
+    const double rows = double(s.query_rows()), branches = s.full ? 1 : 3;
+    return {2 * branches * rows * s.D, real * (branches + 1) * rows * s.D + 4 * branches * rows * (s.full ? 3 : 5)};
+}
 
 // The engine Dev with a clock around every operation.
 template <class Dev>
@@ -139,7 +171,7 @@ struct Timed : Dev {
         clock("silu_backward", 8.0 * double(count), R(3.0 * double(count)), [&] { Dev::silu_backward(dx, dout, x, count); });
     }
     void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V, int Vp) {
-        clock("classifier", 8.0 * N * V, R((want_gradient ? 3.0 : 1.0) * N * Vp), [&] { Dev::classifier(losses, logits, targets, dloss, want_gradient, N, V, Vp); });
+        clock("classifier", 8.0 * N * V, R((want_gradient ? 2.0 : 1.0) * N * Vp), [&] { Dev::classifier(losses, logits, targets, dloss, want_gradient, N, V, Vp); });
     }
     void chunk_squares(double* squares, const Grad* x, size_t total, size_t begin, size_t count) {
         clock("chunk_squares", 2.0 * double(count), double(count * sizeof(Grad)), [&] { Dev::chunk_squares(squares, x, total, begin, count); });
@@ -149,36 +181,35 @@ struct Timed : Dev {
         clock("adamw", 15.0 * double(count), bytes, [&] { Dev::adamw(param, master, m, v, grad, count, h); });
     }
     void split_heads_forward(typename Dev::Heads out, const real* projected, const NsaShape& s) {
-        clock("split_heads_forward", 0, R(2.0 * s.B * s.queries * s.projected()), [&] { Dev::split_heads_forward(out, projected, s); });
+        clock("split_heads_forward", split_heads_forward_work(s, sizeof(real)), [&] { Dev::split_heads_forward(out, projected, s); });
     }
     void split_heads_backward(real* dprojected, typename Dev::HeadGradients d, const NsaShape& s) {
-        clock("split_heads_backward", 0, R(2.0 * s.B * s.queries * s.projected()), [&] { Dev::split_heads_backward(dprojected, d, s); });
+        clock("split_heads_backward", split_heads_backward_work(s, sizeof(real)), [&] { Dev::split_heads_backward(dprojected, d, s); });
     }
     void compress_forward(real* out, real* hidden, const real* k, const typename Dev::Phi& phi, bool rotated, const NsaShape& s) {
-        clock("compress_forward", 2.0 * double(s.cmp_rows()) * s.F * (1.0 * s.l * s.D + s.D), R(double(s.key_rows()) * s.D + double(s.cmp_rows()) * (s.D + s.F)),
-              [&] { Dev::compress_forward(out, hidden, k, phi, rotated, s); });
+        clock("compress_forward", compress_forward_work(s, sizeof(real)), [&] { Dev::compress_forward(out, hidden, k, phi, rotated, s); });
     }
     void compress_backward(real* dk, const typename Dev::PhiGradients& dphi, real* dout, const real* hidden, const real* k, const typename Dev::Phi& phi, bool rotated, const NsaShape& s) {
-        clock("compress_backward", 4.0 * double(s.cmp_rows()) * s.F * (1.0 * s.l * s.D + s.D), R(2.0 * double(s.key_rows()) * s.D + 2.0 * double(s.cmp_rows()) * (s.D + s.F)),
-              [&] { Dev::compress_backward(dk, dphi, dout, hidden, k, phi, rotated, s); });
+        clock("compress_backward", compress_backward_work(s, sizeof(real)), [&] { Dev::compress_backward(dk, dphi, dout, hidden, k, phi, rotated, s); });
     }
     static const char* branch_name(Branch b) { return b == CMP ? "compressed" : b == SLC ? "selected" : "window"; }
+    static std::string branch_name(Branch b, const NsaShape& s) { return s.full ? "full attention" : branch_name(b); }
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection, const NsaShape& s) {
-        clock(std::string("attention_forward, ") + branch_name(branch), attention_forward_work(branch, s, sizeof(real)), [&] { Dev::attention_forward(branch, out, lse, q, k, v, selection, s); });
+        clock("attention_forward, " + branch_name(branch, s), attention_forward_work(branch, s, sizeof(real)), [&] { Dev::attention_forward(branch, out, lse, q, k, v, selection, s); });
     }
     void attention_backward(Branch branch, Stat* dq, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
                             const uint32_t* selection, const NsaShape& s) {
-        clock(std::string("attention_backward, ") + branch_name(branch), attention_backward_work(branch, s, sizeof(real)),
+        clock("attention_backward, " + branch_name(branch, s), attention_backward_work(branch, s, sizeof(real)),
               [&] { Dev::attention_backward(branch, dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s); });
     }
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse, const NsaShape& s) {
         clock("select_blocks", select_blocks_work(s, sizeof(real)), [&] { Dev::select_blocks(selection, chosen_importance, q, kc, lse, s); });
     }
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
-        clock("combine_forward", 6.0 * double(s.query_rows()) * s.D, R(4.0 * double(s.query_rows()) * s.D), [&] { Dev::combine_forward(out, o, gate, s); });
+        clock("combine_forward", combine_forward_work(s, sizeof(real)), [&] { Dev::combine_forward(out, o, gate, s); });
     }
     void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o, const Stat* gate, const Stat* lse, const NsaShape& s) {
-        clock("attention_backward_rows", 6.0 * double(s.query_rows()) * s.D, R(4.0 * double(s.query_rows()) * s.D), [&] { Dev::attention_backward_rows(row_dot, lse_gated, dgate_logit, dout, o, gate, lse, s); });
+        clock("attention_backward_rows", attention_backward_rows_work(s, sizeof(real)), [&] { Dev::attention_backward_rows(row_dot, lse_gated, dgate_logit, dout, o, gate, lse, s); });
     }
 };
 

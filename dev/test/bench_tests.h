@@ -62,6 +62,41 @@ TEST(cuda_bench_counts) {
             if (!full) CHECK_EQUAL(select_blocks_work(s, 2).flops, 2.0 * s.D * counted_pairs(CMP, s, true));
         }
 }
+// The operations beside attention: array by array, and their arithmetic in loops.
+TEST(cuda_bench_counts_beside_attention) {
+    using namespace bench_tests;
+    for (const bool full : {false, true})
+        for (const int T : {6, 8, 65, 150}) {
+            const NsaShape s = bench_shape(T, full);
+            const double real = 2, N = s.B * T, wide = N * s.H * s.D * real, narrow = N * s.G * s.D * real, statistic = N * s.H * 4.0;
+            // Heads. In: a row of the projection. Out: q, keys and values of one branch or of three, three gates a head. Rotated: q and every key but the compressed branch's.
+            const int branches = full ? 1 : 3;
+            double rotations = 0;
+            for (int token = 0; token < s.B * T; token++)
+                for (int head = 0; head < s.H + (full ? 1 : 2) * s.G; head++)
+                    for (int pair = 0; pair < s.D / 2; pair++) rotations++;
+            const double heads = wide + 2 * branches * narrow + (full ? 0 : 3 * statistic), row = N * s.projected() * real;
+            CHECK_EQUAL(split_heads_forward_work(s, real).flops, 6 * rotations);
+            CHECK_EQUAL(split_heads_forward_work(s, real).bytes, row + heads);
+            CHECK_EQUAL(split_heads_backward_work(s, real).flops, 6 * rotations);
+            CHECK_EQUAL(split_heads_backward_work(s, real).bytes, row + heads + wide);  // dq has twice the bytes
+            // Gated sum: a product and an addition a branch and element. Backwards the dot products.
+            CHECK_EQUAL(combine_forward_work(s, real).flops, 2.0 * branches * N * s.H * s.D);
+            CHECK_EQUAL(combine_forward_work(s, real).bytes, branches * wide + wide + (full ? 0 : 3 * statistic));
+            CHECK_EQUAL(attention_backward_rows_work(s, real).flops, 2.0 * branches * N * s.H * s.D);
+            CHECK_EQUAL(attention_backward_rows_work(s, real).bytes, branches * wide + wide + (full ? 3 : 15) * statistic);
+            if (full) continue;
+            // phi: for each block that fits, F sums of l D products, and D sums of F.
+            double products = 0, blocks = 0;
+            for (int sequence = 0; sequence < s.B * s.G; sequence++)
+                for (int begin = 0; begin + s.l <= T; begin += s.d) blocks++, products += s.F * (s.l * s.D) + s.D * s.F;
+            const double weights = s.F * s.l * s.D + s.F + s.D * s.F;
+            CHECK_EQUAL(compress_forward_work(s, real).flops, 2 * products);
+            CHECK_EQUAL(compress_forward_work(s, real).bytes, narrow + real * (blocks * s.D + blocks * s.F + weights));
+            CHECK_EQUAL(compress_backward_work(s, real).flops, 2 * 2 * products);
+            CHECK_EQUAL(compress_backward_work(s, real).bytes, 2 * narrow + real * (blocks * s.D + blocks * s.F + weights) + 2 * 4 * weights);
+        }
+}
 TEST(cuda_bench_selections) {
     using namespace bench_tests;
     const NsaShape s = bench_shape(300);
@@ -129,6 +164,19 @@ TEST(cuda_bench_step_runs) {
     const double N = 64, C = double(c.dim), P = shape_of(c, 1, 64).projected(), HD = double(c.heads * c.head_dim), M = double(c.mlp_hidden), Vp = double(TensorTable(c).padded_vocab);
     CHECK_EQUAL(times.at("matmul_forward").flops, 2 * N * (double(c.layers) * (C * P + HD * C + 2 * C * M) + C * Vp));
     CHECK_EQUAL(times.at("attention_forward, window").calls, c.layers);
+    CHECK_EQUAL(times.at("split_heads_forward").bytes, c.layers * split_heads_forward_work(shape_of(c, 1, 64), sizeof(Cuda::real)).bytes);
+    CHECK_EQUAL(times.at("compress_backward").flops, 2 * c.layers * compress_backward_work(shape_of(c, 1, 64), sizeof(Cuda::real)).flops);  // keys and values
+    CHECK_EQUAL(times.at("classifier").bytes, 2 * N * Vp * sizeof(Cuda::real));  // logits read, gradients written
+}
+// Full attention has names of its own.
+TEST(cuda_bench_full_step_runs) {
+    Config c = cuda_config("--attention full --recompute 1");
+    c.seq_len = 64, c.batch = 1;
+    Timed<Cuda> dev(0, size_t(1) << 20);
+    const bench_tests::Report report;
+    CHECK_EQUAL(perf_on<Cuda>(dev, c, 1, 64, report.file), 0);
+    for (const char* name : {"attention_forward, full attention", "attention_backward, full attention"}) CHECK(dev.times.count(name) == 1);
+    for (const auto& [name, time] : dev.times) CHECK(name.find("window") == std::string::npos);
 }
 #ifndef PRECISION_FP32
 // 64k tokens on one GPU of 80 GB (80 GiB less what driver and context take: 79 GiB are counted on): the preset 125m at B = 1 with --recompute 1 or 2, with
