@@ -15,7 +15,12 @@
 struct OperationTime {
     double seconds = 0, flops = 0, bytes = 0;
     int64_t calls = 0;
+    std::vector<double> each;  // seconds of every call
 };
+inline double median_of(std::vector<double> x) {
+    std::sort(x.begin(), x.end());
+    return x[x.size() / 2];
+}
 
 // What attention has to do at least, from the shapes: arithmetic, and bytes of each array once, with elements of `real` and statistics of 4 bytes.
 struct Work {
@@ -103,7 +108,7 @@ struct Timed : Dev {
     }
     void add(const std::string& name, double flops, double bytes, double seconds) {
         OperationTime& o = times[name];
-        o.seconds += seconds, o.flops += flops, o.bytes += bytes, o.calls++;
+        o.seconds += seconds, o.flops += flops, o.bytes += bytes, o.calls++, o.each.push_back(seconds);
     }
     // Waits for what is under way and adds its times.
     void collect() {
@@ -213,89 +218,147 @@ struct Timed : Dev {
     }
 };
 
-// The machine's ceilings, measured in the same run: a large product (cuBLASLt, or the CPU's GEMM), and a copy of memory (read and written bytes).
+// The machine's ceilings, measured in the same run: a large product (cuBLASLt, or the CPU's GEMM), and a copy of memory (read and written bytes). Medians.
 struct Ceilings {
     double flops_per_second, bytes_per_second;
-    void print(std::FILE* out) const { std::fprintf(out, "ceilings measured in this run: product of matrices %.3f TFLOP/s, copy %.1f GB/s\n", flops_per_second * 1e-12, bytes_per_second * 1e-9); }
+    int size, repetitions;  // rows and columns of the matrices; products, and copies, that were timed
+    size_t copied_bytes;    // of a copy, which reads and writes them
+    // Seconds that the work takes at least.
+    double floor(double flops, double bytes) const { return std::max(flops / flops_per_second, bytes / bytes_per_second); }
+    void print(std::FILE* out, const char* when) const {
+        std::fprintf(out, "ceilings measured in this run, at its %s: product of matrices %.6g TFLOP/s (%d x %d x %d), copy %.6g GB/s (%.0f MiB), medians of %d\n", when, flops_per_second * 1e-12, size, size, size,
+                     bytes_per_second * 1e-9, double(copied_bytes) / (1 << 20), repetitions);
+    }
 };
-// size: rows and columns of the matrices; 0: large enough for the engine
+// size: rows and columns of the matrices, which are what is copied then; 0: large enough for the engine, and on a GPU a tenth of a second to warm up
 template <class Dev>
 Ceilings measure_ceilings(Timed<Dev>& dev, int size = 0) {
     using real = typename Dev::real;
-    const int n = size ? size : Dev::on_host ? 1536 : 8192;
-    const size_t count = size_t(n) * n;
+    const int n = size ? size : Dev::on_host ? 1536 : 8192, repetitions = Dev::on_host ? 7 : 31;
+    const size_t count = size_t(n) * n, copied = size ? count : (size_t(Dev::on_host ? 128 : 1024) << 20) / sizeof(real);
+    std::map<std::string, OperationTime> earlier;  // what the caller has timed
+    earlier.swap(dev.times);
+    auto copy = [&](real* out, const real* in, size_t elements) {
+#ifdef CUDA_CHECK
+        if constexpr (!Dev::on_host) return CUDA_CHECK(cudaMemcpyAsync(out, in, elements * sizeof(real), cudaMemcpyDeviceToDevice, dev.stream));
+#endif
+        dev.Dev::copy(out, in, elements);
+    };
     real *a = dev.template allocate<real>(count), *b = dev.template allocate<real>(count), *c = dev.template allocate<real>(count);
+    real *from = dev.template allocate<real>(copied), *to = dev.template allocate<real>(copied);
     std::vector<float> values(count);  // not zeros, with which a GPU draws less power and runs faster
     for (size_t i = 0; i < count; i++) values[i] = float(int(i * 2654435761u >> 8 & 255)) / 128 - 1;
     dev.from_host(a, values.data(), count), dev.from_host(b, values.data(), count);
-    for (int i = 0; i < 7; i++) {
-        dev.clock("product", 0, 0, [&] { dev.Dev::matmul_forward(c, a, b, nullptr, n, n, n); });
-        dev.clock("copy", 0, 0, [&] {
-#ifdef CUDA_CHECK
-            if constexpr (!Dev::on_host) return CUDA_CHECK(cudaMemcpyAsync(c, a, count * sizeof(real), cudaMemcpyDeviceToDevice, dev.stream));
-#endif
-            dev.Dev::copy(c, a, count);
-        });
-        if (i == 1) dev.collect(), dev.times.clear();  // warm by now
-    }
+    for (size_t at = 0; at < copied; at += count) copy(from + at, a, std::min(count, copied - at));
+    const double begin = seconds_now();
+    do {
+        for (int i = 0; i < 4; i++) dev.Dev::matmul_forward(c, a, b, nullptr, n, n, n), copy(to, from, copied);
+        dev.wait();
+    } while (!size && !Dev::on_host && seconds_now() - begin < 0.1);
+    for (int i = 0; i < repetitions; i++) dev.clock("product", 0, 0, [&] { dev.Dev::matmul_forward(c, a, b, nullptr, n, n, n); });
+    for (int i = 0; i < repetitions; i++) dev.clock("copy", 0, 0, [&] { copy(to, from, copied); });
     dev.collect();
-    const Ceilings found = {2.0 * n * double(n) * n * 5 / dev.times["product"].seconds, 2.0 * double(count) * sizeof(real) * 5 / dev.times["copy"].seconds};
-    dev.times.clear();
-    dev.release(a), dev.release(b), dev.release(c);
+    const Ceilings found = {2.0 * n * double(n) * n / median_of(dev.times["product"].each), 2.0 * double(copied * sizeof(real)) / median_of(dev.times["copy"].each), n, repetitions, copied * sizeof(real)};
+    earlier.swap(dev.times);
+    dev.release(a), dev.release(b), dev.release(c), dev.release(from), dev.release(to);
     return found;
 }
+// The last lines of a report: the ceilings once more, and both for the table of results. name: of the run, since a report holds several.
+template <class Dev>
+void print_last_ceilings(Timed<Dev>& dev, const std::string& name, const Ceilings& first, int ceiling_size, std::FILE* out) {
+    const Ceilings last = measure_ceilings(dev, ceiling_size);
+    last.print(out, "end");
+    std::fprintf(out, "rates, floors and shares of peak above are relative to the ceilings at the beginning; at the end they are %+.1f and %+.1f %% of those\n",
+                 100 * (last.flops_per_second / first.flops_per_second - 1), 100 * (last.bytes_per_second / first.bytes_per_second - 1));
+    std::fprintf(out, "result: %s: ceiling of matrix products | %.4g | TFLOP/s | %d x %d x %d, median of %d; %.4g at the end\n", name.c_str(), first.flops_per_second * 1e-12, first.size, first.size, first.size,
+                 first.repetitions, last.flops_per_second * 1e-12);
+    std::fprintf(out, "result: %s: ceiling of copies | %.4g | GB/s | %.0f MiB read and written, median of %d; %.4g at the end\n", name.c_str(), first.bytes_per_second * 1e-9,
+                 double(first.copied_bytes) / (1 << 20), first.repetitions, last.bytes_per_second * 1e-9);
+    std::fflush(out);
+}
+
+// Steps as training makes them, on the same tokens each time.
+template <class Dev>
+struct PerfStep {
+    Model<Timed<Dev>>& model;
+    Activations<Timed<Dev>>& a;
+    std::vector<int32_t> tokens;
+    int64_t steps = 0;
+    double done = 0;  // seconds of the last step
+
+    PerfStep(Model<Timed<Dev>>& m, Activations<Timed<Dev>>& activations) : model(m), a(activations), tokens(size_t(a.shape.B) * size_t(a.shape.T)) {
+        for (size_t i = 0; i < tokens.size(); i++) tokens[i] = int32_t(random_below(uint64_t(model.config.vocab_size), 1, random_stream(RANDOM_TEST), i));
+        model.config.total_batch = int64_t(tokens.size());
+    }
+    void run() {
+        Timed<Dev>& dev = model.dev;
+        dev.wait();
+        const double begin = seconds_now();
+        dev.zero(model.results, model.result_count);
+        dev.zero(model.grads, model.partition.elements);
+        micro_step(model, a, tokens.data(), tokens.data(), true, true);
+        update(model, ++steps, 1e-4);
+        dev.wait();
+        done = seconds_now() - begin;
+    }
+};
 
 // timed_steps after one or two to warm up; ceiling_size: see measure_ceilings; the report goes to `out`
 template <class Dev>
 int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_size = 0, std::FILE* out = stdout) {
+    const std::string name = format_text("perf, %s, %lld x %lld%s", c.attention == "full" ? "full attention" : "NSA", (long long)c.batch, (long long)c.seq_len,
+                                         c.recompute ? format_text(", recompute %lld", (long long)c.recompute).c_str() : "");
     const Ceilings ceilings = measure_ceilings(dev, ceiling_size);
-    Model<Timed<Dev>> model(dev, c, true);
-    Activations<Timed<Dev>> a(dev, c, c.batch, c.seq_len, TRAINING);
-    model.initialise();
-    std::vector<int32_t> tokens(size_t(c.batch * c.seq_len));
-    for (size_t i = 0; i < tokens.size(); i++) tokens[i] = int32_t(random_below(uint64_t(c.vocab_size), 1, random_stream(RANDOM_TEST), i));
-    struct Step {
-        double seconds;
-        std::map<std::string, OperationTime> times;
-    };
-    std::vector<Step> steps;
-    const int warm = Dev::on_host ? 1 : 2;
-    for (int step = 1; step <= warm + timed_steps; step++) {
-        dev.times.clear();
-        dev.wait();
-        const double begin = seconds_now();
-        dev.zero(model.grads, model.table.total);
-        forward(model, a, tokens.data(), 0, int(c.seq_len));
-        classify(model, a, tokens.data(), 1 / double(tokens.size()), true);
-        backward(model, a);
-        update(model, step, 1e-4);
-        dev.wait();
-        const double seconds = seconds_now() - begin;
-        dev.collect();
-        if (step > warm) steps.push_back({seconds, dev.times});  // the first ones to warm up
-    }
-    std::sort(steps.begin(), steps.end(), [](const Step& x, const Step& y) { return x.seconds < y.seconds; });
-    const double seconds = steps[steps.size() / 2].seconds;
-    const std::map<std::string, OperationTime>& times = steps[steps.size() / 2].times;
-    std::fprintf(out, "one training step of %s, %lld sequences of %lld tokens, recompute %lld, on %s\n", c.model.c_str(), (long long)c.batch, (long long)c.seq_len, (long long)c.recompute, dev.describe().c_str());
-    ceilings.print(out);
+    {
+        Model<Timed<Dev>> model(dev, c, true);
+        Activations<Timed<Dev>> a(dev, c, c.batch, c.seq_len, TRAINING);
+        model.initialise();
+        PerfStep<Dev> step(model, a);
+        struct Timing {
+            double seconds;
+            std::map<std::string, OperationTime> times;
+        };
+        std::vector<Timing> timings;
+        const int warm = Dev::on_host ? 1 : 2;
+        for (int i = 0; i < warm + timed_steps; i++) {
+            dev.times.clear();
+            step.run();
+            dev.collect();
+            if (i >= warm) timings.push_back({step.done, dev.times});
+        }
+        std::sort(timings.begin(), timings.end(), [](const Timing& x, const Timing& y) { return x.seconds < y.seconds; });
+        const double seconds = timings[timings.size() / 2].seconds, tokens = double(step.tokens.size());
+        const std::map<std::string, OperationTime>& times = timings[timings.size() / 2].times;
+        std::fprintf(out, "one training step of %s, %s attention, %lld sequences of %lld tokens, recompute %lld, on %s\n", c.model.c_str(), c.attention.c_str(), (long long)c.batch, (long long)c.seq_len,
+                     (long long)c.recompute, dev.describe().c_str());
+        ceilings.print(out, "beginning");
 #ifdef CUDA_CHECK
-    if constexpr (!Dev::on_host) std::fprintf(out, "%s\n", dev.describe_selected(a.shape).c_str());
+        if constexpr (!Dev::on_host) std::fprintf(out, "%s\n", dev.describe_selected(a.shape).c_str());
 #endif
-    std::fprintf(out, "\n%-34s %6s %12s %7s %10s %8s %9s %8s\n", "operation", "calls", "us", "step", "TFLOP/s", "of peak", "GB/s", "of peak");
-    std::vector<std::pair<std::string, OperationTime>> rows(times.begin(), times.end());
-    std::sort(rows.begin(), rows.end(), [](const auto& x, const auto& y) { return x.second.seconds > y.second.seconds; });
-    OperationTime all;
-    auto print = [&](const std::string& name, const OperationTime& o) {
-        std::fprintf(out, "%-34s %6lld %12.0f %6.1f%% %10.3f %7.1f%% %9.1f %7.1f%%\n", name.c_str(), (long long)o.calls, o.seconds * 1e6, 100 * o.seconds / seconds, o.flops / o.seconds * 1e-12,
-                    100 * o.flops / o.seconds / ceilings.flops_per_second, o.bytes / o.seconds * 1e-9, 100 * o.bytes / o.seconds / ceilings.bytes_per_second);
-    };
-    for (const auto& [name, o] : rows) {
-        print(name, o);
-        all.seconds += o.seconds, all.flops += o.flops, all.bytes += o.bytes, all.calls += o.calls;
+        std::fprintf(out, "floor: the longer of FLOPs at the first ceiling and bytes at the second; of all operations: the sum of the floors\n");
+        std::fprintf(out, "\n%-34s %6s %12s %12s %7s %11s %11s %10s %8s %9s %8s\n", "operation", "calls", "us", "floor us", "step", "GFLOP", "MB", "TFLOP/s", "of peak", "GB/s", "of peak");
+        std::vector<std::pair<std::string, OperationTime>> rows(times.begin(), times.end());
+        std::sort(rows.begin(), rows.end(), [](const auto& x, const auto& y) { return x.second.seconds > y.second.seconds; });
+        OperationTime all;
+        double all_floors = 0;
+        auto print = [&](const std::string& operation, const OperationTime& o, double floor) {
+            std::fprintf(out, "%-34s %6lld %12.1f %12.1f %6.1f%% %11.6g %11.6g %10.3f %7.1f%% %9.1f %7.1f%%\n", operation.c_str(), (long long)o.calls, o.seconds * 1e6, floor * 1e6, 100 * o.seconds / seconds,
+                         o.flops * 1e-9, o.bytes * 1e-6, o.flops / o.seconds * 1e-12, 100 * o.flops / o.seconds / ceilings.flops_per_second, o.bytes / o.seconds * 1e-9,
+                         100 * o.bytes / o.seconds / ceilings.bytes_per_second);
+        };
+        for (const auto& [operation, o] : rows) {
+            const double floor = ceilings.floor(o.flops, o.bytes);
+            print(operation, o, floor);
+            all.seconds += o.seconds, all.flops += o.flops, all.bytes += o.bytes, all.calls += o.calls, all_floors += floor;
+        }
+        print("all operations", all, all_floors);
+        std::fprintf(out, "the step %.0f us, the median of %zu: %.1f tokens/s with a clock around every operation\n", seconds * 1e6, timings.size(), tokens / seconds);
+        std::fprintf(out, "result: %s: all operations | %.1f | us | %.1f %% of a step of %.1f us with a clock around every operation; floor %.1f us; %s\n", name.c_str(), all.seconds * 1e6,
+                     100 * all.seconds / seconds, seconds * 1e6, all_floors * 1e6, c.model.c_str());
+        std::fflush(out);
+        std::fprintf(out, "result: %s: step | %.1f | tokens/s | %.1f us with a clock around every operation, median of %zu; %s\n", name.c_str(), tokens / seconds, seconds * 1e6, timings.size(), c.model.c_str());
     }
-    print("all operations", all);
-    std::fprintf(out, "the step %.0f us, the median of %zu: %.1f tokens/s with a clock around every operation\n", seconds * 1e6, steps.size(), double(tokens.size()) / seconds);
+    print_last_ceilings(dev, name, ceilings, ceiling_size, out);
     return 0;
 }
 
@@ -310,6 +373,7 @@ inline int run_perf(int argc, const char* const* argv) {
 #ifdef HAVE_CUDA
     if (device.gpu) {
         Timed<Cuda> dev(0);
+        dev.selected_kernel = c.selected_kernels == "tiles" ? SelectedKernel::TILES : c.selected_kernels == "gather" ? SelectedKernel::GATHER : SelectedKernel::AUTO;
         return perf_on<Cuda>(dev, c);
     }
 #endif

@@ -37,6 +37,113 @@ struct Report {
     }
 };
 
+inline std::vector<std::string> lines_of(const std::string& text) {
+    std::istringstream in(text);
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(in, line);) lines.push_back(line);
+    return lines;
+}
+// The result lines by their first field; each has four, a number as the second, and a name of its own.
+struct Result {
+    double figure;
+    std::string unit, conditions;
+};
+inline std::map<std::string, Result> results_of(const std::string& text) {
+    std::map<std::string, Result> results;
+    for (const std::string& line : lines_of(text)) {
+        if (line.compare(0, 8, "result: ")) continue;
+        std::vector<std::string> fields;
+        for (size_t at = 8; at <= line.size();) {
+            const size_t end = std::min(line.find(" | ", at), line.size());
+            fields.push_back(line.substr(at, end - at));
+            at = end + 3;
+        }
+        CHECK_EQUAL(fields.size(), size_t(4));
+        if (fields.size() != 4) continue;
+        char* end = nullptr;
+        const double figure = std::strtod(fields[1].c_str(), &end);
+        CHECK(end != fields[1].c_str() && *end == 0 && figure > 0 && !fields[0].empty() && !fields[2].empty() && !fields[3].empty());
+        CHECK(results.count(fields[0]) == 0);
+        results[fields[0]] = {figure, fields[2], fields[3]};
+    }
+    return results;
+}
+// The two ceilings of a report's first line of them, in FLOP/s and bytes/s.
+inline std::array<double, 2> printed_ceilings(const std::string& text) {
+    std::array<double, 2> found = {0, 0};
+    for (const std::string& line : lines_of(text))
+        if (std::sscanf(line.c_str(), "ceilings measured in this run, at its beginning: product of matrices %lf TFLOP/s (64 x 64 x 64), copy %lf GB/s", &found[0], &found[1]) == 2) break;
+    return {found[0] * 1e12, found[1] * 1e9};
+}
+// The rows of a table whose lines end in `columns` numbers: what stands before them, and the numbers (a % is dropped). The first row follows the line that begins a table.
+struct PrintedRow {
+    std::string name;
+    std::vector<double> numbers;
+};
+inline std::vector<PrintedRow> printed_rows(const std::string& text, const char* last_title, size_t columns) {
+    std::vector<PrintedRow> rows;
+    bool inside = false;
+    for (const std::string& line : lines_of(text)) {
+        const std::string title = last_title;
+        if (line.size() > title.size() && line.compare(line.size() - title.size(), title.size(), title) == 0) {
+            inside = true;
+            continue;
+        }
+        std::istringstream in(line);
+        std::vector<std::string> words;
+        for (std::string word; in >> word;) words.push_back(word);
+        PrintedRow row;
+        for (size_t i = 0; i < words.size(); i++) {
+            char* end = nullptr;
+            const double number = std::strtod(words[i].c_str(), &end);
+            if (i + columns < words.size()) row.name += (i ? " " : "") + words[i];
+            else if (*end == 0 || (*end == '%' && end[1] == 0)) row.numbers.push_back(number);
+        }
+        inside = inside && words.size() > columns && row.numbers.size() == columns;
+        if (inside) rows.push_back(row);
+    }
+    return rows;
+}
+// A row's floor is the longer of its two quotients, as far as the printed digits tell: six of each number, and 0.1 us.
+inline void check_floor(double floor_us, double gflop, double megabytes, const std::array<double, 2>& ceilings) {
+    const double expected = 1e6 * std::max(gflop * 1e9 / ceilings[0], megabytes * 1e6 / ceilings[1]);
+    CHECK_NEAR(floor_us, expected, 0.051 + 2e-5 * expected);
+}
+// The table and the results of --perf; times: of any of its steps, which all count the same.
+inline void check_perf_report(const std::string& text, const std::string& name, const std::map<std::string, OperationTime>& times) {
+    const std::array<double, 2> ceilings = printed_ceilings(text);
+    REQUIRE(ceilings[0] > 0 && ceilings[1] > 0);
+    const std::vector<PrintedRow> rows = printed_rows(text, "of peak", 10);
+    REQUIRE(rows.size() == times.size() + 1);
+    double floors = 0, us = 0, gflop = 0, megabytes = 0;
+    for (const PrintedRow& row : rows) {  // calls, us, floor, share of the step, GFLOP, MB, rates
+        if (row.name == "all operations") {
+            CHECK(&row == &rows.back());
+            CHECK_NEAR(row.numbers[1], us, 0.05 * double(rows.size()));
+            CHECK_NEAR(row.numbers[2], floors, 0.05 * double(rows.size()));
+            CHECK_NEAR(row.numbers[4], gflop, 1e-5 * gflop);
+            CHECK_NEAR(row.numbers[5], megabytes, 1e-5 * megabytes);
+            continue;
+        }
+        REQUIRE(times.count(row.name) == 1);
+        const OperationTime& o = times.at(row.name);
+        CHECK_EQUAL(row.numbers[0], double(o.calls));
+        CHECK_EQUAL(o.each.size(), size_t(o.calls));
+        CHECK_NEAR(row.numbers[4], o.flops * 1e-9, 1e-5 * row.numbers[4]);
+        CHECK_NEAR(row.numbers[5], o.bytes * 1e-6, 1e-5 * row.numbers[5]);
+        check_floor(row.numbers[2], row.numbers[4], row.numbers[5], ceilings);
+        us += row.numbers[1], floors += row.numbers[2], gflop += row.numbers[4], megabytes += row.numbers[5];
+    }
+    const std::map<std::string, Result> results = results_of(text);
+    CHECK_EQUAL(results.size(), size_t(4));
+    for (const auto& [what, unit] : {std::pair("all operations", "us"), std::pair("step", "tokens/s"), std::pair("ceiling of matrix products", "TFLOP/s"), std::pair("ceiling of copies", "GB/s")}) {
+        const auto found = results.find(name + ": " + what);
+        REQUIRE(found != results.end());
+        CHECK_EQUAL(found->second.unit, std::string(unit));
+    }
+    CHECK_NEAR(results.at(name + ": all operations").figure, rows.back().numbers[1], 0);
+}
+
 }  // namespace bench_tests
 
 TEST(cuda_bench_counts) {
@@ -127,25 +234,120 @@ TEST(cuda_bench_attention_runs) {
     Timed<Cuda> dev(0, size_t(1) << 20);
     const bench_tests::Report report;
     const std::vector<AttentionRow> rows = run_attention(dev, c, 64, sets, sets, 64, report.file);
-    REQUIRE(rows.size() == size_t(lengths * 12));
+    constexpr size_t ROWS = 18;
+    REQUIRE(rows.size() == size_t(lengths) * ROWS);
+    const std::string text = report.text();
+    const std::array<double, 2> ceilings = bench_tests::printed_ceilings(text);
+    REQUIRE(ceilings[0] > 0 && ceilings[1] > 0);
+    const std::vector<bench_tests::PrintedRow> printed = bench_tests::printed_rows(text, "of peak", 8);
+    REQUIRE(printed.size() == size_t(lengths) * (2 * ROWS - 1));  // of the choice there is one pass
+    const std::map<std::string, bench_tests::Result> results = bench_tests::results_of(text);
+    CHECK_EQUAL(results.size(), size_t(2 + 4 * lengths));
+    for (const char* which : {"matrix products", "copies"}) CHECK(results.count(format_text("attention, %d tokens: ceiling of %s", 64 * lengths, which)) == 1);
+    const std::set<std::string> of_both = {"compressed", "scores and choice", "window", "gated sum, row terms", "phi of keys and values", "split and rotated heads"},
+                                of_full = {"full: attention", "full: merged heads, row terms", "full: split and rotated heads"};
+    size_t line = 0;
     for (size_t length = 0; length < size_t(lengths); length++) {
-        Work total[2];
-        for (size_t i = length * 12; i < (length + 1) * 12; i++) {
-            CHECK_EQUAL(rows[i].T, length ? 128 : 64);
-            CHECK_EQUAL(rows[i].B, length ? 1 : lengths);
+        const int T = length ? 128 : 64, B = length ? 1 : lengths;
+        const NsaShape s = shape_of(c, B, T);
+        NsaShape full = s;
+        full.full = true;
+        std::map<std::string, AttentionRow> totals, found;
+        std::map<std::string, double> floors[2];
+        for (size_t i = length * ROWS; i < (length + 1) * ROWS; i++) {
+            CHECK_EQUAL(rows[i].T, T);
+            CHECK_EQUAL(rows[i].B, B);
             CHECK(rows[i].us[0] > 0 && (rows[i].us[1] > 0 || rows[i].name == "scores and choice"));
             const std::string& name = rows[i].name;
-            if (name == "compressed" || name == "scores and choice" || name == "selected, shared, auto" || name == "window" || name == "gated sum, row terms")
-                for (int pass = 0; pass < 2; pass++) total[pass].flops += rows[i].work[pass].flops, total[pass].bytes += rows[i].work[pass].bytes;
+            CHECK(found.count(name) == 0);
+            found[name] = rows[i];
+            std::vector<const char*> wholes;
+            if (of_both.count(name)) wholes = {WHOLE_SHARED, WHOLE_SCATTERED};
+            if (name == "selected, shared, auto") wholes = {WHOLE_SHARED};
+            if (name == "selected, scattered, auto") wholes = {WHOLE_SCATTERED};
+            if (of_full.count(name)) wholes = {WHOLE_FULL};
+            for (int pass = 0; pass < 2; pass++) {
+                for (const char* whole : wholes) {
+                    AttentionRow& total = totals[whole];
+                    total.work[pass].flops += rows[i].work[pass].flops, total.work[pass].bytes += rows[i].work[pass].bytes, total.us[pass] += rows[i].us[pass];
+                }
+                if (rows[i].us[pass] <= 0) continue;
+                // T, B and the operation with its pass; us, floor, GFLOP, MB, rates
+                const bench_tests::PrintedRow& p = printed[line++];
+                CHECK_EQUAL(p.name, format_text("%d %d %s %s", T, B, name.c_str(), pass ? "backward" : "forward"));
+                CHECK_NEAR(p.numbers[0], rows[i].us[pass], 0.051);
+                CHECK_NEAR(p.numbers[2], rows[i].work[pass].flops * 1e-9, 1e-5 * p.numbers[2]);
+                CHECK_NEAR(p.numbers[3], rows[i].work[pass].bytes * 1e-6, 1e-5 * p.numbers[3]);
+                for (const char* whole : wholes) floors[pass][whole] += p.numbers[1];
+                if (name == WHOLE_SHARED || name == WHOLE_SCATTERED || name == WHOLE_FULL) CHECK_NEAR(p.numbers[1], floors[pass][name], 0.05 * 9);  // of at most eight rows' and its own rounding
+                else bench_tests::check_floor(p.numbers[1], p.numbers[2], p.numbers[3], ceilings);
+            }
         }
-        for (int pass = 0; pass < 2; pass++) {
-            CHECK_EQUAL(rows[length * 12 + 11].work[pass].flops, total[pass].flops);
-            CHECK_EQUAL(rows[length * 12 + 11].work[pass].bytes, total[pass].bytes);
-        }
+        for (const auto& [name, total] : totals)
+            for (int pass = 0; pass < 2; pass++) {
+                REQUIRE(found.count(name) == 1);
+                CHECK_EQUAL(found[name].work[pass].flops, total.work[pass].flops);
+                CHECK_EQUAL(found[name].work[pass].bytes, total.work[pass].bytes);
+                CHECK_NEAR(found[name].us[pass], total.us[pass], 1e-9 * total.us[pass]);
+                const bool dense = name == WHOLE_FULL;
+                if (name == WHOLE_SCATTERED) continue;  // in the conditions of the other
+                const auto result = results.find(format_text("attention, %s, %d x %d: %s", dense ? "full" : "NSA", B, T, pass ? "backward" : "forward"));
+                REQUIRE(result != results.end());
+                CHECK_NEAR(result->second.figure, total.us[pass], 0.051);
+                CHECK_EQUAL(result->second.unit, std::string("us"));
+                const std::string& conditions = result->second.conditions;
+                CHECK(conditions.find(format_text("%d x %d, 6 heads in 2 groups of dimension 16", B, T)) == 0 && conditions.find(" us at the measured ceilings") != std::string::npos);
+                if (!dense) CHECK(conditions.find(format_text(", %.2f of full attention; selection scattered: ", total.us[pass] / found[WHOLE_FULL].us[pass])) != std::string::npos);
+            }
+        CHECK_EQUAL(found["phi of keys and values"].work[1].flops, 2 * compress_backward_work(s, sizeof(Cuda::real)).flops);
+        CHECK_EQUAL(found["full: split and rotated heads"].work[0].bytes, split_heads_forward_work(full, sizeof(Cuda::real)).bytes);
+        CHECK_EQUAL(found["full: attention"].work[0].flops, 4.0 * s.D * B * s.H * T * (T + 1) / 2);
     }
-    const std::string text = report.text();
-    for (const char* part : {"ceilings measured in this run", "T 64, scattered: selected branch by", "selected, shared, gathered", "NSA / full attention"}) CHECK(text.find(part) != std::string::npos);
+    CHECK_EQUAL(line, printed.size());
+    for (const char* part : {"ceilings measured in this run, at its end", "T 64, scattered: selected branch by", "selected, shared, gathered", "NSA / full attention, shared", "NSA / full attention, scattered",
+                             "relative to the ceilings at the beginning"})
+        CHECK(text.find(part) != std::string::npos);
     CHECK(text.find("nan") == std::string::npos && text.find("inf ") == std::string::npos);
+}
+// What was counted by hand for a length stands in that length's results, for as many sequences as there are.
+TEST(cuda_bench_counted_floors) {
+    const Ceilings ceilings = {790e12, 4.8e12, 0, 0, 0};
+    for (const int T : {2048, 4096, 8192}) {
+        NsaShape s = bench_tests::bench_shape(T);
+        s.B = 65536 / T;
+        std::vector<AttentionRow> rows;
+        for (const char* name : {WHOLE_SHARED, WHOLE_SCATTERED, WHOLE_FULL}) {
+            AttentionRow row{T, s.B, name, {}};
+            row.us[0] = row.us[1] = name == WHOLE_FULL ? 400 : 300;
+            rows.push_back(row);
+        }
+        const bench_tests::Report report;
+        print_attention_rows(rows, s, ceilings, report.file);
+        const std::map<std::string, bench_tests::Result> results = bench_tests::results_of(report.text());
+        CHECK_EQUAL(results.size(), size_t(4));
+        auto counted = [&](const char* what) {  // 0: none
+            const auto result = results.find(format_text("attention, %s", what));
+            REQUIRE(result != results.end());
+            const size_t at = result->second.conditions.find(" us at the measured ceilings, ");
+            return at == std::string::npos ? 0 : std::atoi(result->second.conditions.c_str() + at + 30);
+        };
+        CHECK(results.begin()->second.conditions.find("0.75 of full attention; selection scattered: 300.0 us, 0.75") != std::string::npos);
+        if (T == 2048) CHECK(counted("NSA, 32 x 2048: forward") == 466 && counted("NSA, 32 x 2048: backward") == 930 && counted("full, 32 x 2048: forward") == 262 && counted("full, 32 x 2048: backward") == 652);
+        if (T == 4096) CHECK(counted("NSA, 16 x 4096: forward") == 0 && counted("full, 16 x 4096: backward") == 0);
+        if (T == 8192) CHECK(counted("NSA, 8 x 8192: backward") == 1168 && counted("full, 8 x 8192: forward") == 1040);
+    }
+}
+// The median of single calls, of sizes that are known; and what the caller had timed is left alone.
+TEST(cuda_bench_ceilings) {
+    Timed<Cuda> dev(0, size_t(1) << 20);
+    dev.add("earlier", 1, 2, 3);
+    const Ceilings found = measure_ceilings(dev, 64);
+    CHECK(found.flops_per_second > 0 && found.bytes_per_second > 0 && found.size == 64 && found.repetitions >= 30);
+    CHECK_EQUAL(found.copied_bytes, size_t(64) * 64 * sizeof(Cuda::real));
+    CHECK(dev.times.size() == 1 && dev.times.count("earlier") == 1 && dev.times["earlier"].calls == 1);
+    CHECK_EQUAL(found.floor(2 * found.flops_per_second, found.bytes_per_second), 2.0);
+    CHECK_EQUAL(found.floor(found.flops_per_second, 3 * found.bytes_per_second), 3.0);
+    CHECK_EQUAL(median_of({5, 1, 9}), 5.0);
 }
 // The clock around a whole training step: every operation is timed, and the sum of the products' arithmetic is that of the layers.
 TEST(cuda_bench_step_runs) {
@@ -154,7 +356,10 @@ TEST(cuda_bench_step_runs) {
     Timed<Cuda> dev(0, size_t(1) << 20);
     const bench_tests::Report report;
     CHECK_EQUAL(perf_on<Cuda>(dev, c, 2, 64, report.file), 0);
-    CHECK(report.text().find("\nall operations ") != std::string::npos && report.text().find("the median of 2") != std::string::npos);
+    const std::string text = report.text();
+    for (const char* part : {"one training step of tiny, nsa attention", "the median of 2", "ceilings measured in this run, at its end", "relative to the ceilings at the beginning"})
+        CHECK(text.find(part) != std::string::npos);
+    bench_tests::check_perf_report(text, "perf, NSA, 1 x 64", dev.times);
     const auto& times = dev.times;
     for (const char* name : {"embedding_forward", "rmsnorm_backward", "matmul_forward", "attention_forward, compressed", "attention_forward, selected", "attention_forward, window",
                              "attention_backward, selected", "select_blocks", "compress_backward", "classifier", "adamw"}) {
@@ -168,7 +373,7 @@ TEST(cuda_bench_step_runs) {
     CHECK_EQUAL(times.at("compress_backward").flops, 2 * c.layers * compress_backward_work(shape_of(c, 1, 64), sizeof(Cuda::real)).flops);  // keys and values
     CHECK_EQUAL(times.at("classifier").bytes, 2 * N * Vp * sizeof(Cuda::real));  // logits read, gradients written
 }
-// Full attention has names of its own.
+// Full attention has names of its own, and so has a step that computes again what was not kept.
 TEST(cuda_bench_full_step_runs) {
     Config c = cuda_config("--attention full --recompute 1");
     c.seq_len = 64, c.batch = 1;
@@ -177,6 +382,15 @@ TEST(cuda_bench_full_step_runs) {
     CHECK_EQUAL(perf_on<Cuda>(dev, c, 1, 64, report.file), 0);
     for (const char* name : {"attention_forward, full attention", "attention_backward, full attention"}) CHECK(dev.times.count(name) == 1);
     for (const auto& [name, time] : dev.times) CHECK(name.find("window") == std::string::npos);
+    bench_tests::check_perf_report(report.text(), "perf, full attention, 1 x 64, recompute 1", dev.times);
+}
+TEST(cuda_bench_cpu_step_runs) {
+    Config c = cuda_config();
+    c.seq_len = 64, c.batch = 1;
+    Timed<Cpu<float>> dev;
+    const bench_tests::Report report;
+    CHECK_EQUAL(perf_on<Cpu<float>>(dev, c, 1, 64, report.file), 0);
+    bench_tests::check_perf_report(report.text(), "perf, NSA, 1 x 64", dev.times);
 }
 #ifndef PRECISION_FP32
 // 64k tokens on one GPU of 80 GB (80 GiB less what driver and context take: 79 GiB are counted on): the preset 125m at B = 1 with --recompute 1 or 2, with
