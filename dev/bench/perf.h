@@ -2,9 +2,15 @@
 // chosen engine with a clock around every operation, and the step of median length is printed; arithmetic and memory traffic are counted from the shapes, so
 // rates can be put beside the machine's. On a GPU the clock is two events of the stream around each operation, for which nobody waits; every layer has
 // memory of its own, so that an operation finds its inputs no warmer in the caches than in training.
+// Then, on a GPU, the same steps without clocks: how far the host runs ahead of the GPU, and what --cuda-graph 1 makes of it. One of them is marked for a profiler:
+//   ncu --profile-from-start off --metrics gpu__time_duration.sum ./test_nsa --perf ...
+// gives the time of every kernel of one step; their sum, beside the time of the step without clocks, shows what is lost between kernels.
 #pragma once
 #include <map>
 #include <string>
+#ifdef __CUDACC__
+#include <cuda_profiler_api.h>
+#endif
 
 #ifndef NSA_WITHOUT_MAIN
 #define NSA_WITHOUT_MAIN
@@ -85,6 +91,7 @@ struct Timed : Dev {
     using Grad = typename Dev::Grad;
     using Dev::Dev;
     std::map<std::string, OperationTime> times;
+    bool clocks = true;  // false: the engine alone
 
 #ifdef CUDA_CHECK
     struct Marks {
@@ -124,6 +131,7 @@ struct Timed : Dev {
     }
     template <class F>
     void clock(const std::string& name, double flops, double bytes, F operation) {
+        if (!clocks) return operation();
         if constexpr (Dev::on_host) {
             const double begin = seconds_now();
             operation();
@@ -284,7 +292,7 @@ struct PerfStep {
     Activations<Timed<Dev>>& a;
     std::vector<int32_t> tokens;
     int64_t steps = 0;
-    double done = 0;  // seconds of the last step
+    double launched = 0, done = 0;  // seconds since its beginning after which the host had launched the last step, and after which the engine was done with it
 
     PerfStep(Model<Timed<Dev>>& m, Activations<Timed<Dev>>& activations) : model(m), a(activations), tokens(size_t(a.shape.B) * size_t(a.shape.T)) {
         for (size_t i = 0; i < tokens.size(); i++) tokens[i] = int32_t(random_below(uint64_t(model.config.vocab_size), 1, random_stream(RANDOM_TEST), i));
@@ -298,10 +306,54 @@ struct PerfStep {
         dev.zero(model.grads, model.partition.elements);
         micro_step(model, a, tokens.data(), tokens.data(), true, true);
         update(model, ++steps, 1e-4);
+        launched = seconds_now() - begin;
         dev.wait();
         done = seconds_now() - begin;
     }
+    // Medians of `count` steps, after two to warm up: with graphs one is launched as it is, and one recorded.
+    struct Medians {
+        double launched, done;
+    };
+    Medians medians(int count) {
+        std::vector<double> launches, whole;
+        for (int i = 0; i < 2 + count; i++) {
+            run();
+            if (i >= 2) launches.push_back(launched), whole.push_back(done);
+        }
+        return {median_of(launches), median_of(whole)};
+    }
 };
+
+// A step without clocks, beside one of clocked_seconds, and by graphs. A GPU takes about a thousand launches ahead of what it does; behind those the host waits, so a long
+// step's launches seem to take longer than they would.
+template <class Dev>
+void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& name, double clocked_seconds, std::FILE* out) {
+    constexpr int COUNT = 7;
+    const double tokens = double(step.tokens.size());
+    dev.clocks = false;
+    const auto plain = step.medians(COUNT);
+    std::fprintf(out, "a step without clocks: the host had launched the step after %.1f us, the GPU was done after %.1f us, medians of %d: %.1f tokens/s\n", plain.launched * 1e6, plain.done * 1e6, COUNT, tokens / plain.done);
+    std::fprintf(out, "result: %s: step | %.0f | tokens/s | %.1f us without clocks, median of %d; launched by the host within %.1f us; %.1f us with a clock around every operation\n", name.c_str(), tokens / plain.done,
+                 plain.done * 1e6, COUNT, plain.launched * 1e6, clocked_seconds * 1e6);
+    std::fflush(out);
+#ifdef __CUDACC__
+    if (cudaProfilerStart() != cudaSuccess) cudaGetLastError();  // it is the next launch's otherwise
+    step.run();
+    if (cudaProfilerStop() != cudaSuccess) cudaGetLastError();
+#endif
+    dev.use_graphs = true;
+    try {
+        const auto graphs = step.medians(COUNT);
+        std::fprintf(out, "a step with --cuda-graph 1: the host had launched the step after %.1f us, the GPU was done after %.1f us, medians of %d: %.1f tokens/s\n", graphs.launched * 1e6, graphs.done * 1e6, COUNT,
+                     tokens / graphs.done);
+        std::fprintf(out, "result: %s: step with --cuda-graph 1 | %.0f | tokens/s | %.1f us, median of %d; launched by the host within %.1f us; without graphs %.1f us\n", name.c_str(), tokens / graphs.done,
+                     graphs.done * 1e6, COUNT, graphs.launched * 1e6, plain.done * 1e6);
+    } catch (const Error& e) {  // what was measured without them stands
+        std::fprintf(out, "a step with --cuda-graph 1: not measured: %s\n", e.what());
+    }
+    dev.use_graphs = false, dev.clocks = true;
+    std::fflush(out);
+}
 
 // timed_steps after one or two to warm up; ceiling_size: see measure_ceilings; the report goes to `out`
 template <class Dev>
@@ -356,7 +408,8 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
         std::fprintf(out, "result: %s: all operations | %.1f | us | %.1f %% of a step of %.1f us with a clock around every operation; floor %.1f us; %s\n", name.c_str(), all.seconds * 1e6,
                      100 * all.seconds / seconds, seconds * 1e6, all_floors * 1e6, c.model.c_str());
         std::fflush(out);
-        std::fprintf(out, "result: %s: step | %.1f | tokens/s | %.1f us with a clock around every operation, median of %zu; %s\n", name.c_str(), tokens / seconds, seconds * 1e6, timings.size(), c.model.c_str());
+        if constexpr (!Dev::on_host) perf_plain_steps(dev, step, name, seconds, out);
+        else std::fprintf(out, "result: %s: step | %.1f | tokens/s | %.1f us with a clock around every operation, median of %zu; %s\n", name.c_str(), tokens / seconds, seconds * 1e6, timings.size(), c.model.c_str());
     }
     print_last_ceilings(dev, name, ceilings, ceiling_size, out);
     return 0;

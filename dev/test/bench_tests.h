@@ -110,7 +110,7 @@ inline void check_floor(double floor_us, double gflop, double megabytes, const s
     CHECK_NEAR(floor_us, expected, 0.051 + 2e-5 * expected);
 }
 // The table and the results of --perf; times: of any of its steps, which all count the same.
-inline void check_perf_report(const std::string& text, const std::string& name, const std::map<std::string, OperationTime>& times) {
+inline void check_perf_report(const std::string& text, const std::string& name, const std::map<std::string, OperationTime>& times, bool gpu = true) {
     const std::array<double, 2> ceilings = printed_ceilings(text);
     REQUIRE(ceilings[0] > 0 && ceilings[1] > 0);
     const std::vector<PrintedRow> rows = printed_rows(text, "of peak", 10);
@@ -135,11 +135,12 @@ inline void check_perf_report(const std::string& text, const std::string& name, 
         us += row.numbers[1], floors += row.numbers[2], gflop += row.numbers[4], megabytes += row.numbers[5];
     }
     const std::map<std::string, Result> results = results_of(text);
-    CHECK_EQUAL(results.size(), size_t(4));
-    for (const auto& [what, unit] : {std::pair("all operations", "us"), std::pair("step", "tokens/s"), std::pair("ceiling of matrix products", "TFLOP/s"), std::pair("ceiling of copies", "GB/s")}) {
+    CHECK_EQUAL(results.size(), size_t(gpu ? 5 : 4));
+    for (const auto& [what, unit] : {std::pair("all operations", "us"), std::pair("step", "tokens/s"), std::pair("ceiling of matrix products", "TFLOP/s"), std::pair("ceiling of copies", "GB/s"),
+                                     std::pair("step with --cuda-graph 1", "tokens/s")}) {
         const auto found = results.find(name + ": " + what);
-        REQUIRE(found != results.end());
-        CHECK_EQUAL(found->second.unit, std::string(unit));
+        CHECK((found != results.end()) == (gpu || std::strcmp(what, "step with --cuda-graph 1") != 0));
+        if (found != results.end()) CHECK_EQUAL(found->second.unit, std::string(unit));
     }
     CHECK_NEAR(results.at(name + ": all operations").figure, rows.back().numbers[1], 0);
 }
@@ -355,9 +356,17 @@ TEST(cuda_bench_step_runs) {
     c.seq_len = 64, c.batch = 1;
     Timed<Cuda> dev(0, size_t(1) << 20);
     const bench_tests::Report report;
+#ifndef __CUDACC__
+    const long graphs = emu::machine.count.graphs;
+#endif
     CHECK_EQUAL(perf_on<Cuda>(dev, c, 2, 64, report.file), 0);
+#ifndef __CUDACC__
+    CHECK_EQUAL(emu::machine.count.graphs - graphs, 2L * 8);  // of nine steps by graphs the first is launched as it is; the gradient's is one, the update's another
+#endif
+    CHECK(dev.clocks && !dev.use_graphs);
     const std::string text = report.text();
-    for (const char* part : {"one training step of tiny, nsa attention", "the median of 2", "ceilings measured in this run, at its end", "relative to the ceilings at the beginning"})
+    for (const char* part : {"one training step of tiny, nsa attention", "the median of 2", "a step without clocks: the host had launched the step after ", "a step with --cuda-graph 1: the host had launched the step after ",
+                             "ceilings measured in this run, at its end", "relative to the ceilings at the beginning"})
         CHECK(text.find(part) != std::string::npos);
     bench_tests::check_perf_report(text, "perf, NSA, 1 x 64", dev.times);
     const auto& times = dev.times;
@@ -384,13 +393,15 @@ TEST(cuda_bench_full_step_runs) {
     for (const auto& [name, time] : dev.times) CHECK(name.find("window") == std::string::npos);
     bench_tests::check_perf_report(report.text(), "perf, full attention, 1 x 64, recompute 1", dev.times);
 }
+// The CPU's steps have a clock around every operation, and no others.
 TEST(cuda_bench_cpu_step_runs) {
     Config c = cuda_config();
     c.seq_len = 64, c.batch = 1;
     Timed<Cpu<float>> dev;
     const bench_tests::Report report;
     CHECK_EQUAL(perf_on<Cpu<float>>(dev, c, 1, 64, report.file), 0);
-    bench_tests::check_perf_report(report.text(), "perf, NSA, 1 x 64", dev.times);
+    CHECK(report.text().find("without clocks") == std::string::npos);
+    bench_tests::check_perf_report(report.text(), "perf, NSA, 1 x 64", dev.times, false);
 }
 #ifndef PRECISION_FP32
 // 64k tokens on one GPU of 80 GB (80 GiB less what driver and context take: 79 GiB are counted on): the preset 125m at B = 1 with --recompute 1 or 2, with
