@@ -1,14 +1,23 @@
 #!/usr/bin/env python3
 """PyTorch's scaled_dot_product_attention, causal, forward and backward, with its flash and its cuDNN backend, in bf16: the dense baseline that stands beside
 test_nsa --perf-attention. The same shapes (12 heads of 64, a constant number of tokens), the same method: medians of CUDA-event timings after warm-up, three sets of
-inputs in turn. FLOPs are counted as there: 4 D for each pair of query and key forward, 8 D backward. Keys and values have as many heads as queries, as in GPT-2.
+inputs in turn. FLOPs are counted as there: 4 D for each pair of query and key forward, 8 D backward. Once with as many heads of keys and values as our groups
+(2, enable_gqa: the same shape as ours), once with as many as of queries (12, as in GPT-2). What a backend cannot do is said and left out; the exit status is 0 if for each
+length at least one backend ran, forward and backward, else 1.
 """
 import argparse
 import statistics
+import sys
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+
+BACKENDS = (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION))
+
+
+def first_line(error):
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def median_us(operation, sets, repetitions):
@@ -25,47 +34,85 @@ def median_us(operation, sets, repetitions):
     return statistics.median(1e3 * begin.elapsed_time(end) for begin, end in marks)
 
 
+def make_sets(B, T, kv_heads, args):
+    """Three times q, dout [B, heads, T, D] and k, v [B, kv_heads, T, D]."""
+    sets = []
+    for seed in range(3):
+        generator = torch.Generator(device="cuda").manual_seed(seed)
+        x = {name: torch.randn(B, heads, T, args.head_dim, device="cuda", dtype=torch.bfloat16, generator=generator)
+             for name, heads in (("q", args.heads), ("k", kv_heads), ("v", kv_heads), ("dout", args.heads))}
+        for name in "qkv":
+            x[name].requires_grad_()
+        sets.append(x)
+    return sets
+
+
+def time_backend(backend, sets, grouped, repetitions):
+    """Microseconds forward and backward."""
+
+    def forward(x):
+        x["out"] = scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True, enable_gqa=grouped)
+
+    def backward(x):
+        torch.autograd.grad(x["out"], (x["q"], x["k"], x["v"]), x["dout"], retain_graph=True)
+
+    try:
+        with sdpa_kernel(backend):
+            return median_us(forward, sets, repetitions), median_us(backward, sets, repetitions)
+    finally:
+        for x in sets:
+            x.pop("out", None)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=65536, help="sequences times their length")
     parser.add_argument("--lengths", default="2048,4096,8192,16384,32768,65536")
     parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--kv-heads", type=int, default=2, help="of the first of the two rows; the second has as many as queries")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=15)
     args = parser.parse_args()
     print(f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {torch.cuda.get_device_name()}")
-    print(f"{'T':>7} {'B':>4} {'backend':<10} {'pass':<9} {'us':>11} {'TFLOP/s':>9}")
+    print(f"{'T':>7} {'B':>4} {'heads':>6} {'K/V':>4} {'backend':<8} {'forward us':>11} {'TFLOP/s':>9} {'backward us':>11} {'TFLOP/s':>9}", flush=True)
+    missing = []
     for T in (int(word) for word in args.lengths.split(",")):
         B = args.tokens // T
-        sets = []
-        for seed in range(3):
-            generator = torch.Generator(device="cuda").manual_seed(seed)
-            q, k, v, dout = (torch.randn(B, args.heads, T, args.head_dim, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(4))
-            for x in (q, k, v):
-                x.requires_grad_()
-            sets.append({"q": q, "k": k, "v": v, "dout": dout})
         pairs = B * args.heads * T * (T + 1) / 2
-        for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
-
-            def forward(x):
-                x["out"] = scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True)
-
-            def backward(x):
-                torch.autograd.grad(x["out"], (x["q"], x["k"], x["v"]), x["dout"], retain_graph=True)
-
+        ran = False
+        for kv_heads in dict.fromkeys((args.kv_heads, args.heads)):  # one row if they are the same
+            shape = f"{T:7d} {B:4d} {args.heads:6d} {kv_heads:4d}"
+            times = {}
             try:
-                with sdpa_kernel(backend):
-                    for direction, operation, flops in (("forward", forward, 4), ("backward", backward, 8)):
-                        us = median_us(operation, sets, args.repetitions)
-                        print(f"{T:7d} {B:4d} {name:<10} {direction:<9} {us:11.1f} {flops * args.head_dim * pairs / us * 1e-6:9.2f}")
-                        print(f"result: PyTorch {name} attention {direction}, T={T} | {us:.1f} | us | {B} sequences, {args.heads} heads of {args.head_dim}, bf16, causal", flush=True)
-            except RuntimeError as error:  # a backend that this PyTorch or GPU lacks
-                print(f"{T:7d} {B:4d} {name:<10} not available: {str(error).splitlines()[0]}", flush=True)
-            for x in sets:
-                x.pop("out", None)
-        del sets
-        torch.cuda.empty_cache()
+                sets = make_sets(B, T, kv_heads, args)
+            except Exception as error:  # no memory for the inputs
+                print(f"{shape} {'all':<8} not timed: {first_line(error)}", flush=True)
+                torch.cuda.empty_cache()
+                continue
+            for name, backend in BACKENDS:
+                try:
+                    times[name] = time_backend(backend, sets, kv_heads != args.heads, args.repetitions)
+                except Exception as error:  # a backend that this PyTorch, GPU or shape lacks, or no memory for what it needs: the others go on
+                    print(f"{shape} {name:<8} not available: {first_line(error)}", flush=True)
+                    continue
+                rates = [flops * args.head_dim * pairs / us * 1e-6 for flops, us in zip((4, 8), times[name])]
+                print(f"{shape} {name:<8} {times[name][0]:11.1f} {rates[0]:9.2f} {times[name][1]:11.1f} {rates[1]:9.2f}", flush=True)
+            del sets
+            torch.cuda.empty_cache()
+            ran = ran or bool(times)
+            for index, direction in enumerate(("forward", "backward")):
+                if not times:
+                    continue
+                fastest = min(times, key=lambda name: times[name][index])
+                others = "".join(f"; {name} {us[index]:.1f} us" for name, us in times.items() if name != fastest)
+                print(f"result: PyTorch attention, {args.heads} heads, {kv_heads} of keys and values, {B} x {T}: {direction} | {times[fastest][index]:.1f} | us | {fastest}, the fastest backend{others}; "
+                      f"dimension {args.head_dim}, bf16, causal, median of {args.repetitions}", flush=True)
+        if not ran:
+            missing.append(T)
+    if missing:
+        print(f"no backend ran for T = {', '.join(map(str, missing))}")
+    return 1 if missing else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
