@@ -1,17 +1,50 @@
 #!/usr/bin/env python3
 """The whole training step of a dense model of 124M parameters in PyTorch with torch.compile: what --attention full, and NSA, are compared with. GPT-2's sizes in this
-project's architecture (RMSNorm, RoPE, SiLU, no biases, tied head), bf16 autocast, fused AdamW, clipping by the norm: the usual fast recipe.
+project's architecture (RMSNorm, RoPE, SiLU, no biases, tied head), bf16 autocast, fused AdamW, clipping by the norm: the usual fast recipe. Keys and values have as many
+heads as queries (12, as in GPT-2), where ours have 2 groups. Attention by PyTorch's flash and by its cuDNN backend, one after the other; the faster one is the result.
 tokens/s is the median over steps after warm-up, with one synchronisation a step. MFU counts this model's own FLOPs: 6 for each matrix parameter and token, and 12 D
 for each pair of query and key (4 forward, 8 backward).
+All of it ends within --limit seconds: the second backend is left out where its compilation would not fit, and cut off where it takes longer than the first.
 """
 import argparse
+import contextlib
 import math
+import os
+import signal
 import statistics
+import sys
 import time
 
-import torch
-from torch import nn
-from torch.nn import functional as F
+BEGIN = time.perf_counter()
+# Which attention a graph holds is no part of this cache's key: the second backend could be given the first one's graph.
+os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def say(text):
+    print(f"[{time.perf_counter() - BEGIN:6.1f} s] {text}", flush=True)
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    """TimeoutError after so many seconds, and again every two, in case that somebody catches it."""
+
+    def stop(*_):
+        raise TimeoutError("stopped at the time limit")
+
+    earlier = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01), 2)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
 
 
 class Block(nn.Module):
@@ -53,6 +86,49 @@ class Dense(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.reshape(-1))
 
 
+def attention_operations(step):
+    """The operations of attention that a step calls: to see that they are those of the backend that was asked for."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+        torch.cuda.synchronize()
+    return sorted({event.key for event in profile.key_averages() if "scaled_dot_product" in event.key and "backward" not in event.key})
+
+
+def time_backend(name, model, optimizer, rotation, args):
+    """Seconds of each timed step, and the last loss. The graphs of the other backend are forgotten first."""
+    torch.compiler.reset()
+    compiled = torch.compile(model)
+    loss = None
+
+    def step():
+        nonlocal loss
+        tokens = torch.randint(args.vocabulary, (args.batch, args.seq_len + 1), device="cuda")
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = compiled(tokens[:, :-1], tokens[:, 1:], *rotation)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    seconds = []
+    with sdpa_kernel(BACKENDS[name]):
+        for i in range(args.warmup + args.steps):
+            seconds.append(step())
+            if i == 0:
+                say(f"{name}: compiled, and the first step made, in {seconds[0]:.1f} s")
+            elif i + 1 >= args.warmup and (i + 1 - args.warmup) % 5 == 0:
+                say(f"{name}: step {i + 1} of {args.warmup + args.steps}, {1e3 * seconds[-1]:.1f} ms")
+        try:
+            say(f"{name}: attention by {', '.join(attention_operations(step)) or 'operations that the profiler did not show'}")
+        except Exception as error:  # a profiler that does not run here, or the time limit: the times are there
+            say(f"{name}: attention by operations that could not be listed: {error}")
+    return seconds[args.warmup:], loss.item()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=16)
@@ -64,37 +140,49 @@ def main():
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warmup", type=int, default=8, help="steps that are not timed, the compilation among them")
     parser.add_argument("--peak-tflops", type=float, default=0, help="of this GPU in dense bf16; 0: MFU n/a")
+    parser.add_argument("--backends", default="flash,cudnn", help="of attention, in the order in which they are timed")
+    parser.add_argument("--limit", type=float, default=180, help="seconds from the start after which nothing more is timed")
     args = parser.parse_args()
+    say(f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}")
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     model = Dense(args.vocabulary, args.layers, args.width, args.heads).cuda()
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     D, T = args.width // args.heads, args.seq_len
     angle = torch.arange(T, device="cuda").float()[:, None] * 10000.0 ** (-torch.arange(0, D, 2, device="cuda").float() / D)
-    cosine, sine = angle.cos(), angle.sin()
+    rotation = angle.cos(), angle.sin()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    compiled = torch.compile(model)
-    seconds = []
-    for step in range(args.warmup + args.steps):
-        tokens = torch.randint(args.vocabulary, (args.batch, T + 1), device="cuda")
-        torch.cuda.synchronize()
+    rates, loss, longest = {}, math.nan, 0.0
+    for name in args.backends.split(","):
         begin = time.perf_counter()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = compiled(tokens[:, :-1], tokens[:, 1:], cosine, sine)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        if step >= args.warmup:
-            seconds.append(time.perf_counter() - begin)
-    rate = args.batch * T / statistics.median(seconds)
+        left = args.limit - (begin - BEGIN)
+        if rates and left < 0.7 * longest:  # compiling again is faster, as most kernels are the same
+            say(f"{name}: not timed, since {left:.0f} s are left and the backend before took {longest:.0f} s")
+            continue
+        try:
+            with time_limit(left):
+                seconds, loss = time_backend(name, model, optimizer, rotation, args)
+        except Exception as error:  # a backend that this PyTorch or GPU lacks, memory, the time limit: the other one's figure stands
+            say(f"{name}: not timed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            optimizer.zero_grad(set_to_none=True)
+            continue
+        longest = max(longest, time.perf_counter() - begin)
+        rates[name] = args.batch * T / statistics.median(seconds)
+        say(f"{name}: {rates[name]:.0f} tokens/s, {1e3 * statistics.median(seconds):.1f} ms a step, the median of {args.steps}")
+    if not rates:
+        print("no backend of attention ran: no figure")
+        return 1
+    fastest = max(rates, key=rates.get)
+    rate = rates[fastest]
     flops = 6 * matrices + 12 * D * args.heads * args.layers * (T + 1) / 2  # of a token
     mfu = f"{100 * rate * flops / (args.peak_tflops * 1e12):.1f} %" if args.peak_tflops else "n/a (--peak-tflops)"
-    print(f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}: dense, {sum(p.numel() for p in model.parameters())} parameters, {args.batch} x {T}, loss {loss.item():.3f}")
-    print(f"{1e3 * statistics.median(seconds):.1f} ms a step, {flops * 1e-6:.1f} MFLOP a token, MFU {mfu}, peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
-    print(f"result: PyTorch dense, torch.compile, T={T} | {rate:.0f} | tokens/s | {args.batch} sequences, median of {args.steps} steps, MFU {mfu}")
+    print(f"dense, {sum(p.numel() for p in model.parameters())} parameters, {args.heads} heads of keys and values, {args.batch} x {T}, loss {loss:.3f}, {flops * 1e-6:.1f} MFLOP a token, MFU {mfu}, "
+          f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+    others = "".join(f" ({name}: {other:.0f})" for name, other in rates.items() if name != fastest)
+    print(f"result: PyTorch dense, torch.compile, T={T} | {rate:.0f} | tokens/s | {args.batch} sequences, attention by {fastest}, the fastest backend that ran{others}, {args.heads} heads of keys and "
+          f"values (ours: 2 groups), median of {args.steps} steps, MFU {mfu}", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
