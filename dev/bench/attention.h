@@ -55,8 +55,8 @@ struct AttentionSet {
         };
         projected = filled(size_t(s.B) * s.T * size_t(s.projected()), 1, 1), dout = filled(rows * D, 3, 1);
         phi = filled(2 * phi_size(), 5, 1 / std::sqrt(double(s.l) * s.D));
-        for (auto [p, count] : {std::pair(&q, rows * D), std::pair(&kv, 6 * keys * D), std::pair(&compressed, 2 * blocks * D), std::pair(&hidden, 2 * blocks * F), std::pair(&o, 3 * rows * D),
-                                std::pair(&combined, rows * D), std::pair(&dkv, 6 * keys * D), std::pair(&dcompressed, 2 * blocks * D)})
+        for (auto [p, count] : {std::pair(&q, rows * D), std::pair(&kv, 6 * keys * D), std::pair(&compressed, 2 * blocks * D), std::pair(&hidden, 2 * blocks * F),
+                                std::pair(&o, 3 * rows * D), std::pair(&combined, rows * D), std::pair(&dkv, 6 * keys * D), std::pair(&dcompressed, 2 * blocks * D)})
             *p = dev.allocate<real>(count);
         for (float** p : {&lse, &lse_gated, &row_dot, &gate, &dgate}) *p = dev.allocate<float>(3 * rows);
         dq = dev.allocate<float>(rows * D), dphi = dev.allocate<float>(2 * phi_size());
@@ -166,7 +166,9 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
         auto dk = [&](AttentionSet& x) { return b == CMP ? x.dcompressed : x.dkey(b == SLC ? K_SLC : K_WIN); };
         const size_t v = b == CMP ? kc : s.key_rows() * D;
         row.us[0] = time([&](AttentionSet& x) { dev.Cuda::attention_forward(b, x.o + b * n * D, x.lse + b * n, x.q, k(x), k(x) + v, selected(x), shape); });
-        row.us[1] = time([&](AttentionSet& x) { dev.Cuda::attention_backward(b, x.dq, dk(x), dk(x) + v, x.dout, x.q, k(x), k(x) + v, x.row_dot + b * n, x.lse + b * n, selected(x), shape); });
+        row.us[1] = time([&](AttentionSet& x) {
+            dev.Cuda::attention_backward(b, x.dq, dk(x), dk(x) + v, x.dout, x.q, k(x), k(x) + v, x.row_dot + b * n, x.lse + b * n, selected(x), shape);
+        });
     };
     auto sum = [&](const std::string& name, const NsaShape& shape, int whole) {
         AttentionRow& row = add(name, combine_forward_work(shape, real), attention_backward_rows_work(shape, real), whole);
@@ -224,8 +226,9 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
         for (int pass = 0; pass < 2; pass++) {
             if (row.us[pass] <= 0) continue;
             const double seconds = row.us[pass] * 1e-6, flops = row.work[pass].flops / seconds, bytes = row.work[pass].bytes / seconds;
-            std::fprintf(out, "%7d %4d %-32s %-9s %11.1f %11.1f %11.6g %11.6g %9.2f %6.1f%% %9.1f %6.1f%%\n", row.T, row.B, row.name.c_str(), pass ? "backward" : "forward", row.us[pass], row.floor[pass],
-                         row.work[pass].flops * 1e-9, row.work[pass].bytes * 1e-6, flops * 1e-12, 100 * flops / ceilings.flops_per_second, bytes * 1e-9, 100 * bytes / ceilings.bytes_per_second);
+            std::fprintf(out, "%7d %4d %-32s %-9s %11.1f %11.1f %11.6g %11.6g %9.2f %6.1f%% %9.1f %6.1f%%\n", row.T, row.B, row.name.c_str(), pass ? "backward" : "forward",
+                         row.us[pass], row.floor[pass], row.work[pass].flops * 1e-9, row.work[pass].bytes * 1e-6, flops * 1e-12, 100 * flops / ceilings.flops_per_second,
+                         bytes * 1e-9, 100 * bytes / ceilings.bytes_per_second);
         }
     auto named = [&](const char* name) -> const AttentionRow& { return *std::find_if(rows.begin(), rows.end(), [&](const AttentionRow& row) { return row.name == name; }); };
     const AttentionRow &full = named(WHOLE_FULL), &scattered = named(WHOLE_SCATTERED), &shared = named(WHOLE_SHARED);
@@ -236,16 +239,18 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
         if (f.T == s.T) counted = &f;
     const double scale = counted ? double(s.B) / counted->sequences : 0;
     if (counted)
-        std::fprintf(out, "        floor on an H200, counted for 12 heads of 64: NSA %.0f forward, %.0f backward; full attention %.0f, %.0f\n", counted->forward * scale, counted->backward * scale,
-                     counted->dense_forward * scale, counted->dense_backward * scale);
+        std::fprintf(out, "        floor on an H200, counted for 12 heads of 64: NSA %.0f forward, %.0f backward; full attention %.0f, %.0f\n", counted->forward * scale,
+                     counted->backward * scale, counted->dense_forward * scale, counted->dense_backward * scale);
     const std::string shape = format_text("%d x %d, %d heads in %d groups of dimension %d", s.B, s.T, s.H, s.G, s.D);
     for (const bool dense : {false, true})
         for (const int pass : {0, 1}) {
             const AttentionRow& row = dense ? full : shared;
             const double floor = !counted ? 0 : dense ? (pass ? counted->dense_backward : counted->dense_forward) : (pass ? counted->backward : counted->forward);
-            const std::string ratio = dense ? "" : format_text(", %.2f of full attention; selection scattered: %.1f us, %.2f", row.us[pass] / full.us[pass], scattered.us[pass], scattered.us[pass] / full.us[pass]);
-            std::fprintf(out, "result: attention, %s, %d x %d: %s | %.1f | us | %s%s; floor %.1f us at the measured ceilings%s\n", dense ? "full" : "NSA", s.B, s.T, pass ? "backward" : "forward", row.us[pass],
-                         shape.c_str(), ratio.c_str(), row.floor[pass], counted ? format_text(", %.0f us counted for an H200", floor * scale).c_str() : "");
+            const std::string ratio = dense ? "" : format_text(", %.2f of full attention; selection scattered: %.1f us, %.2f", row.us[pass] / full.us[pass],
+                                                                 scattered.us[pass], scattered.us[pass] / full.us[pass]);
+            std::fprintf(out, "result: attention, %s, %d x %d: %s | %.1f | us | %s%s; floor %.1f us at the measured ceilings%s\n", dense ? "full" : "NSA", s.B, s.T,
+                         pass ? "backward" : "forward", row.us[pass], shape.c_str(), ratio.c_str(), row.floor[pass],
+                         counted ? format_text(", %.0f us counted for an H200", floor * scale).c_str() : "");
         }
     std::fflush(out);
 }
@@ -253,8 +258,8 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
 // Lengths first_length, twice that, ... c.seq_len, of c.batch * c.seq_len tokens each; the report goes to `out`.
 inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c, int first_length, int set_count, int repetitions, int ceiling_size, std::FILE* out) {
     const Ceilings ceilings = measure_ceilings(dev, ceiling_size);
-    std::fprintf(out, "attention of one layer, %lld tokens in all, %lld heads in %lld groups of dimension %lld, on %s\n", (long long)(c.batch * c.seq_len), (long long)c.heads, (long long)c.kv_groups, (long long)c.head_dim,
-                dev.describe().c_str());
+    std::fprintf(out, "attention of one layer, %lld tokens in all, %lld heads in %lld groups of dimension %lld, on %s\n", (long long)(c.batch * c.seq_len), (long long)c.heads,
+                (long long)c.kv_groups, (long long)c.head_dim, dev.describe().c_str());
     ceilings.print(out, "beginning");
     std::fprintf(out, "floor: the longer of FLOPs at the first ceiling and bytes at the second; of a whole: the sum of its rows' floors\n");
     std::vector<AttentionRow> all;

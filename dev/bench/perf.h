@@ -234,8 +234,8 @@ struct Ceilings {
     // Seconds that the work takes at least.
     double floor(double flops, double bytes) const { return std::max(flops / flops_per_second, bytes / bytes_per_second); }
     void print(std::FILE* out, const char* when) const {
-        std::fprintf(out, "ceilings measured in this run, at its %s: product of matrices %.6g TFLOP/s (%d x %d x %d), copy %.6g GB/s (%.0f MiB), medians of %d\n", when, flops_per_second * 1e-12, size, size, size,
-                     bytes_per_second * 1e-9, double(copied_bytes) / (1 << 20), repetitions);
+        std::fprintf(out, "ceilings measured in this run, at its %s: product of matrices %.6g TFLOP/s (%d x %d x %d), copy %.6g GB/s (%.0f MiB), medians of %d\n", when,
+                     flops_per_second * 1e-12, size, size, size, bytes_per_second * 1e-9, double(copied_bytes) / (1 << 20), repetitions);
     }
 };
 // size: rows and columns of the matrices, which are what is copied then; 0: large enough for the engine, and on a GPU a tenth of a second to warm up
@@ -266,7 +266,8 @@ Ceilings measure_ceilings(Timed<Dev>& dev, int size = 0) {
     for (int i = 0; i < repetitions; i++) dev.clock("product", 0, 0, [&] { dev.Dev::matmul_forward(c, a, b, nullptr, n, n, n); });
     for (int i = 0; i < repetitions; i++) dev.clock("copy", 0, 0, [&] { copy(to, from, copied); });
     dev.collect();
-    const Ceilings found = {2.0 * n * double(n) * n / median_of(dev.times["product"].each), 2.0 * double(copied * sizeof(real)) / median_of(dev.times["copy"].each), n, repetitions, copied * sizeof(real)};
+    const Ceilings found = {2.0 * n * double(n) * n / median_of(dev.times["product"].each), 2.0 * double(copied * sizeof(real)) / median_of(dev.times["copy"].each), n, repetitions,
+                            copied * sizeof(real)};
     earlier.swap(dev.times);
     dev.release(a), dev.release(b), dev.release(c), dev.release(from), dev.release(to);
     return found;
@@ -278,8 +279,8 @@ void print_last_ceilings(Timed<Dev>& dev, const std::string& name, const Ceiling
     last.print(out, "end");
     std::fprintf(out, "rates, floors and shares of peak above are relative to the ceilings at the beginning; at the end they are %+.1f and %+.1f %% of those\n",
                  100 * (last.flops_per_second / first.flops_per_second - 1), 100 * (last.bytes_per_second / first.bytes_per_second - 1));
-    std::fprintf(out, "result: %s: ceiling of matrix products | %.4g | TFLOP/s | %d x %d x %d, median of %d; %.4g at the end\n", name.c_str(), first.flops_per_second * 1e-12, first.size, first.size, first.size,
-                 first.repetitions, last.flops_per_second * 1e-12);
+    std::fprintf(out, "result: %s: ceiling of matrix products | %.4g | TFLOP/s | %d x %d x %d, median of %d; %.4g at the end\n", name.c_str(), first.flops_per_second * 1e-12,
+                 first.size, first.size, first.size, first.repetitions, last.flops_per_second * 1e-12);
     std::fprintf(out, "result: %s: ceiling of copies | %.4g | GB/s | %.0f MiB read and written, median of %d; %.4g at the end\n", name.c_str(), first.bytes_per_second * 1e-9,
                  double(first.copied_bytes) / (1 << 20), first.repetitions, last.bytes_per_second * 1e-9);
     std::fflush(out);
@@ -332,9 +333,11 @@ void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& n
     const double tokens = double(step.tokens.size());
     dev.clocks = false;
     const auto plain = step.medians(COUNT);
-    std::fprintf(out, "a step without clocks: the host had launched the step after %.1f us, the GPU was done after %.1f us, medians of %d: %.1f tokens/s\n", plain.launched * 1e6, plain.done * 1e6, COUNT, tokens / plain.done);
-    std::fprintf(out, "result: %s: step | %.0f | tokens/s | %.1f us without clocks, median of %d; launched by the host within %.1f us; %.1f us with a clock around every operation\n", name.c_str(), tokens / plain.done,
-                 plain.done * 1e6, COUNT, plain.launched * 1e6, clocked_seconds * 1e6);
+    std::fprintf(out, "a step without clocks: the host had launched the step after %.1f us, the GPU was done after %.1f us, medians of %d: %.1f tokens/s\n", plain.launched * 1e6,
+                 plain.done * 1e6, COUNT, tokens / plain.done);
+    std::fprintf(out,
+                 "result: %s: step | %.0f | tokens/s | %.1f us without clocks, median of %d; launched by the host within %.1f us; %.1f us with a clock around every operation\n",
+                 name.c_str(), tokens / plain.done, plain.done * 1e6, COUNT, plain.launched * 1e6, clocked_seconds * 1e6);
     std::fflush(out);
 #ifdef __CUDACC__
     if (cudaProfilerStart() != cudaSuccess) cudaGetLastError();  // it is the next launch's otherwise
@@ -344,10 +347,10 @@ void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& n
     dev.use_graphs = true;
     try {
         const auto graphs = step.medians(COUNT);
-        std::fprintf(out, "a step with --cuda-graph 1: the host had launched the step after %.1f us, the GPU was done after %.1f us, medians of %d: %.1f tokens/s\n", graphs.launched * 1e6, graphs.done * 1e6, COUNT,
-                     tokens / graphs.done);
-        std::fprintf(out, "result: %s: step with --cuda-graph 1 | %.0f | tokens/s | %.1f us, median of %d; launched by the host within %.1f us; without graphs %.1f us\n", name.c_str(), tokens / graphs.done,
-                     graphs.done * 1e6, COUNT, graphs.launched * 1e6, plain.done * 1e6);
+        std::fprintf(out, "a step with --cuda-graph 1: the host had launched the step after %.1f us, the GPU was done after %.1f us, medians of %d: %.1f tokens/s\n",
+                     graphs.launched * 1e6, graphs.done * 1e6, COUNT, tokens / graphs.done);
+        std::fprintf(out, "result: %s: step with --cuda-graph 1 | %.0f | tokens/s | %.1f us, median of %d; launched by the host within %.1f us; without graphs %.1f us\n",
+                     name.c_str(), tokens / graphs.done, graphs.done * 1e6, COUNT, graphs.launched * 1e6, plain.done * 1e6);
     } catch (const Error& e) {  // what was measured without them stands
         std::fprintf(out, "a step with --cuda-graph 1: not measured: %s\n", e.what());
     }
@@ -381,8 +384,8 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
         std::sort(timings.begin(), timings.end(), [](const Timing& x, const Timing& y) { return x.seconds < y.seconds; });
         const double seconds = timings[timings.size() / 2].seconds, tokens = double(step.tokens.size());
         const std::map<std::string, OperationTime>& times = timings[timings.size() / 2].times;
-        std::fprintf(out, "one training step of %s, %s attention, %lld sequences of %lld tokens, recompute %lld, on %s\n", c.model.c_str(), c.attention.c_str(), (long long)c.batch, (long long)c.seq_len,
-                     (long long)c.recompute, dev.describe().c_str());
+        std::fprintf(out, "one training step of %s, %s attention, %lld sequences of %lld tokens, recompute %lld, on %s\n", c.model.c_str(), c.attention.c_str(), (long long)c.batch,
+                     (long long)c.seq_len, (long long)c.recompute, dev.describe().c_str());
         ceilings.print(out, "beginning");
 #ifdef CUDA_CHECK
         if constexpr (!Dev::on_host) std::fprintf(out, "%s\n", dev.describe_selected(a.shape).c_str());
@@ -394,9 +397,9 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
         OperationTime all;
         double all_floors = 0;
         auto print = [&](const std::string& operation, const OperationTime& o, double floor) {
-            std::fprintf(out, "%-34s %6lld %12.1f %12.1f %6.1f%% %11.6g %11.6g %10.3f %7.1f%% %9.1f %7.1f%%\n", operation.c_str(), (long long)o.calls, o.seconds * 1e6, floor * 1e6, 100 * o.seconds / seconds,
-                         o.flops * 1e-9, o.bytes * 1e-6, o.flops / o.seconds * 1e-12, 100 * o.flops / o.seconds / ceilings.flops_per_second, o.bytes / o.seconds * 1e-9,
-                         100 * o.bytes / o.seconds / ceilings.bytes_per_second);
+            std::fprintf(out, "%-34s %6lld %12.1f %12.1f %6.1f%% %11.6g %11.6g %10.3f %7.1f%% %9.1f %7.1f%%\n", operation.c_str(), (long long)o.calls, o.seconds * 1e6, floor * 1e6,
+                         100 * o.seconds / seconds, o.flops * 1e-9, o.bytes * 1e-6, o.flops / o.seconds * 1e-12, 100 * o.flops / o.seconds / ceilings.flops_per_second,
+                         o.bytes / o.seconds * 1e-9, 100 * o.bytes / o.seconds / ceilings.bytes_per_second);
         };
         for (const auto& [operation, o] : rows) {
             const double floor = ceilings.floor(o.flops, o.bytes);
@@ -409,7 +412,9 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
                      100 * all.seconds / seconds, seconds * 1e6, all_floors * 1e6, c.model.c_str());
         std::fflush(out);
         if constexpr (!Dev::on_host) perf_plain_steps(dev, step, name, seconds, out);
-        else std::fprintf(out, "result: %s: step | %.1f | tokens/s | %.1f us with a clock around every operation, median of %zu; %s\n", name.c_str(), tokens / seconds, seconds * 1e6, timings.size(), c.model.c_str());
+        else
+            std::fprintf(out, "result: %s: step | %.1f | tokens/s | %.1f us with a clock around every operation, median of %zu; %s\n", name.c_str(), tokens / seconds,
+                         seconds * 1e6, timings.size(), c.model.c_str());
     }
     print_last_ceilings(dev, name, ceilings, ceiling_size, out);
     return 0;

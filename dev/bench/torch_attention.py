@@ -105,8 +105,8 @@ def main():
                     continue
                 fastest = min(times, key=lambda name: times[name][index])
                 others = "".join(f"; {name} {us[index]:.1f} us" for name, us in times.items() if name != fastest)
-                print(f"result: PyTorch attention, {args.heads} heads, {kv_heads} of keys and values, {B} x {T}: {direction} | {times[fastest][index]:.1f} | us | {fastest}, the fastest backend{others}; "
-                      f"dimension {args.head_dim}, bf16, causal, median of {args.repetitions}", flush=True)
+                print(f"result: PyTorch attention, {args.heads} heads, {kv_heads} of keys and values, {B} x {T}: {direction} | {times[fastest][index]:.1f} | us | "
+                      f"{fastest}, the fastest backend{others}; dimension {args.head_dim}, bf16, causal, median of {args.repetitions}", flush=True)
         if not ran:
             missing.append(T)
     if missing:

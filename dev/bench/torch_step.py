@@ -176,11 +176,11 @@ def main():
     rate = rates[fastest]
     flops = 6 * matrices + 12 * D * args.heads * args.layers * (T + 1) / 2  # of a token
     mfu = f"{100 * rate * flops / (args.peak_tflops * 1e12):.1f} %" if args.peak_tflops else "n/a (--peak-tflops)"
-    print(f"dense, {sum(p.numel() for p in model.parameters())} parameters, {args.heads} heads of keys and values, {args.batch} x {T}, loss {loss:.3f}, {flops * 1e-6:.1f} MFLOP a token, MFU {mfu}, "
-          f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+    print(f"dense, {sum(p.numel() for p in model.parameters())} parameters, {args.heads} heads of keys and values, {args.batch} x {T}, loss {loss:.3f}, "
+          f"{flops * 1e-6:.1f} MFLOP a token, MFU {mfu}, peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
     others = "".join(f" ({name}: {other:.0f})" for name, other in rates.items() if name != fastest)
-    print(f"result: PyTorch dense, torch.compile, T={T} | {rate:.0f} | tokens/s | {args.batch} sequences, attention by {fastest}, the fastest backend that ran{others}, {args.heads} heads of keys and "
-          f"values (ours: 2 groups), median of {args.steps} steps, MFU {mfu}", flush=True)
+    print(f"result: PyTorch dense, torch.compile, T={T} | {rate:.0f} | tokens/s | {args.batch} sequences, attention by {fastest}, the fastest backend that ran{others}, "
+          f"{args.heads} heads of keys and values (ours: 2 groups), median of {args.steps} steps, MFU {mfu}", flush=True)
     return 0
 
 

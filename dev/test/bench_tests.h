@@ -136,8 +136,8 @@ inline void check_perf_report(const std::string& text, const std::string& name, 
     }
     const std::map<std::string, Result> results = results_of(text);
     CHECK_EQUAL(results.size(), size_t(gpu ? 5 : 4));
-    for (const auto& [what, unit] : {std::pair("all operations", "us"), std::pair("step", "tokens/s"), std::pair("ceiling of matrix products", "TFLOP/s"), std::pair("ceiling of copies", "GB/s"),
-                                     std::pair("step with --cuda-graph 1", "tokens/s")}) {
+    for (const auto& [what, unit] : {std::pair("all operations", "us"), std::pair("step", "tokens/s"), std::pair("ceiling of matrix products", "TFLOP/s"),
+                                     std::pair("ceiling of copies", "GB/s"), std::pair("step with --cuda-graph 1", "tokens/s")}) {
         const auto found = results.find(name + ": " + what);
         CHECK((found != results.end()) == (gpu || std::strcmp(what, "step with --cuda-graph 1") != 0));
         if (found != results.end()) CHECK_EQUAL(found->second.unit, std::string(unit));
@@ -280,7 +280,8 @@ TEST(cuda_bench_attention_runs) {
                 CHECK_NEAR(p.numbers[2], rows[i].work[pass].flops * 1e-9, 1e-5 * p.numbers[2]);
                 CHECK_NEAR(p.numbers[3], rows[i].work[pass].bytes * 1e-6, 1e-5 * p.numbers[3]);
                 for (const char* whole : wholes) floors[pass][whole] += p.numbers[1];
-                if (name == WHOLE_SHARED || name == WHOLE_SCATTERED || name == WHOLE_FULL) CHECK_NEAR(p.numbers[1], floors[pass][name], 0.05 * 9);  // of at most eight rows' and its own rounding
+                if (name == WHOLE_SHARED || name == WHOLE_SCATTERED || name == WHOLE_FULL)
+                    CHECK_NEAR(p.numbers[1], floors[pass][name], 0.05 * 9);  // of at most eight rows' and its own rounding
                 else bench_tests::check_floor(p.numbers[1], p.numbers[2], p.numbers[3], ceilings);
             }
         }
@@ -305,8 +306,8 @@ TEST(cuda_bench_attention_runs) {
         CHECK_EQUAL(found["full: attention"].work[0].flops, 4.0 * s.D * B * s.H * T * (T + 1) / 2);
     }
     CHECK_EQUAL(line, printed.size());
-    for (const char* part : {"ceilings measured in this run, at its end", "T 64, scattered: selected branch by", "selected, shared, gathered", "NSA / full attention, shared", "NSA / full attention, scattered",
-                             "relative to the ceilings at the beginning"})
+    for (const char* part : {"ceilings measured in this run, at its end", "T 64, scattered: selected branch by", "selected, shared, gathered", "NSA / full attention, shared",
+                             "NSA / full attention, scattered", "relative to the ceilings at the beginning"})
         CHECK(text.find(part) != std::string::npos);
     CHECK(text.find("nan") == std::string::npos && text.find("inf ") == std::string::npos);
 }
@@ -333,7 +334,9 @@ TEST(cuda_bench_counted_floors) {
             return at == std::string::npos ? 0 : std::atoi(result->second.conditions.c_str() + at + 30);
         };
         CHECK(results.begin()->second.conditions.find("0.75 of full attention; selection scattered: 300.0 us, 0.75") != std::string::npos);
-        if (T == 2048) CHECK(counted("NSA, 32 x 2048: forward") == 466 && counted("NSA, 32 x 2048: backward") == 930 && counted("full, 32 x 2048: forward") == 262 && counted("full, 32 x 2048: backward") == 652);
+        if (T == 2048)
+            CHECK(counted("NSA, 32 x 2048: forward") == 466 && counted("NSA, 32 x 2048: backward") == 930 && counted("full, 32 x 2048: forward") == 262 &&
+                  counted("full, 32 x 2048: backward") == 652);
         if (T == 4096) CHECK(counted("NSA, 16 x 4096: forward") == 0 && counted("full, 16 x 4096: backward") == 0);
         if (T == 8192) CHECK(counted("NSA, 8 x 8192: backward") == 1168 && counted("full, 8 x 8192: forward") == 1040);
     }
@@ -365,8 +368,9 @@ TEST(cuda_bench_step_runs) {
 #endif
     CHECK(dev.clocks && !dev.use_graphs);
     const std::string text = report.text();
-    for (const char* part : {"one training step of tiny, nsa attention", "the median of 2", "a step without clocks: the host had launched the step after ", "a step with --cuda-graph 1: the host had launched the step after ",
-                             "ceilings measured in this run, at its end", "relative to the ceilings at the beginning"})
+    for (const char* part :
+         {"one training step of tiny, nsa attention", "the median of 2", "a step without clocks: the host had launched the step after ",
+          "a step with --cuda-graph 1: the host had launched the step after ", "ceilings measured in this run, at its end", "relative to the ceilings at the beginning"})
         CHECK(text.find(part) != std::string::npos);
     bench_tests::check_perf_report(text, "perf, NSA, 1 x 64", dev.times);
     const auto& times = dev.times;
