@@ -64,7 +64,7 @@ head_of_report() {
 conditions() { sort -n "$1" | awk -F', *' '{ clock[NR] = $1; if ($2 > t) t = $2; if ($3 > p) p = $3; if ($4 > m) m = $4 }
     END { if (NR) printf "median SM clock %d MHz, at most %d C, %d W and %d MiB, seen every 2 s", clock[int((NR + 1) / 2)], t, p, m }'; }
 
-# section NAME COMMAND...: the command's output (its first 20 lines, all results and the last 150 lines), status, seconds and clocks become the report's section of that
+# section NAME COMMAND...: the command's output (its first 20 lines, all results and the last 300 lines, or all of it), status, seconds and clocks become the report's section of that
 # name. A command that takes too long is killed, with all that it started.
 section() {
     local name=$1 begin=$SECONDS status watcher seconds=$LIMIT
@@ -94,12 +94,12 @@ section() {
         echo "\`$*\`: exit status $status$([ "$status" -eq 137 ] && echo " (stopped after $seconds s)") after $((SECONDS - begin)) s; $commit; $(conditions "$work/clocks")"
         echo
         echo '```'
-        if [ "$(wc -l <"$work/log")" -le 170 ]; then cat "$work/log"
+        if [ "$(wc -l <"$work/log")" -le 400 ]; then cat "$work/log"
         else
             head -n 20 "$work/log"
             echo "..."
-            head -n -150 "$work/log" | tail -n +21 | grep '^result: '
-            tail -n 150 "$work/log"
+            head -n -300 "$work/log" | tail -n +21 | grep '^result: '
+            tail -n 300 "$work/log"
         fi
         echo '```'
         echo

@@ -89,13 +89,19 @@ TEST(run_gpu_check_with_stand_ins) {
     CHECK(text.find("command not found") == std::string::npos);
     CHECK(text.find("result: kernels of a step, 16 x 2048 | 10 | us | 2 launches, by ncu; the step without it 10 us, so 1.0 % of it lie between kernels") != std::string::npos);
     // The report holds the parts' whole output or its beginning, results and end; the log beside it all of it.
-    CHECK(text.find("-- NSA, T=2048: --batch 16") != std::string::npos && text.find("\n...\n") != std::string::npos);
+    CHECK(text.find("-- NSA, T=2048: --batch 16") != std::string::npos && text.find("\nstep 0001 | ") != std::string::npos);
     CHECK_EQUAL(count(read_file(file.substr(0, file.size() - 3) + ".log"), "\nstep 0050 | "), size_t(5));
     CHECK(text.find("result: test_nsa --only attention_kernels_ | 12 | us |") != std::string::npos);
     // Of 50 steps the median of 6 .. 50 is the 28th; of 15 that of 6 .. 15 the 10th.
     CHECK(text.find("result: NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th, MFU 32.7 % of 989.4 TFLOP/s, 14321 MiB of GPU memory, first step after ") != std::string::npos);
     CHECK(text.find("dev/bench/torch_step.py --batch 16 --seq-len 2048 --peak-tflops 989.4") != std::string::npos);
     CHECK(text.find("result: NSA, T=2048, micro-batch 32 | 1010 | tokens/s |") != std::string::npos);
+
+    machine.script("test_nsa", "for ((i = 1; i <= 500; i++)); do echo line $i; [ $i != 100 ] || echo 'result: a | 1 | us | b'; done\n");
+    machine.run({"dev/gpu_check.sh", "attention"});
+    const std::string longer = read_file(file);
+    CHECK(longer.find("\nline 20\n...\nresult: a | 1 | us | b\nline 201\n") != std::string::npos && longer.find("\nline 500\n") != std::string::npos);
+    write_file(file, text);
 
     const program::Result table = machine.run({"dev/results_table.sh", file, machine.folder.file("README.md")});
     CHECK_EQUAL(table.status, 0);
