@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <deque>
 #include <exception>
+#include <filesystem>
 #include <map>
 #include <mutex>
 #include <set>
@@ -58,7 +59,10 @@ inline std::string processor_list() {
 inline void let_waiting_threads_sleep(char** argv) {
 #ifdef _OPENMP
     if (std::getenv("OMP_WAIT_POLICY") || std::getenv("GOMP_SPINCOUNT")) return;
-    if (setenv("OMP_WAIT_POLICY", "passive", 1) == 0) execv("/proc/self/exe", argv);
+    if (setenv("OMP_WAIT_POLICY", "passive", 1) != 0) return;
+    std::error_code error;
+    execv(std::filesystem::read_symlink("/proc/self/exe", error).c_str(), argv);  // by its own name, which top and pkill then know it by
+    execv("/proc/self/exe", argv);                                                // the file has been moved away meanwhile
 #else
     (void)argv;
 #endif

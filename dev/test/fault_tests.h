@@ -267,6 +267,9 @@ TEST(ranks_that_die_or_stall_end_the_run) {
         Running program(joined({mpirun, "-np", "2", path()}, small_words(ranks_options({{"out", out}, {"steps", "1000000"}, {"eval-every", "0"}, {"stall-timeout", "3"}}))), folder);
         REQUIRE(program.reaches("step 0060 | loss"));  // some seconds: ranks tell each other their step once a second
         const pid_t victim = program.process_of(out + "/heartbeat_rank1.jsonl");
+        std::string name;  // that pkill and top know
+        std::getline(std::ifstream(format_text("/proc/%d/comm", int(victim))), name);
+        CHECK_EQUAL(name, std::string("train_nsa"));
         kill(victim, signal);
         const Result r = program.end(20);
         kill(victim, SIGKILL);
