@@ -1191,16 +1191,16 @@ struct Cpu {
     }
 
     // Gradients of one branch.  P' = e^(S - lse_gated),  dS = P' o (dout v^T - row_dot):
-    //   dq [B, H, queries, D] += dS k / sqrt(D)       dk [keys] = dS^T q / sqrt(D)       dv [keys] = P'^T dout
+    //   dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`       dk [keys] = dS^T q / sqrt(D)       dv [keys] = P'^T dout
     // dout [B*queries, H*D]; row_dot, lse_gated [B, H, queries] of this branch. Training shapes.
     // Work is shared out by tiles of keys, each of which has one owner for its dk and dv. Several of them add to a row of dq: in the order of
     // the tiles, so that the sum has one order. A tile follows its predecessor from query to query; progress[tile] says how far it is.
-    void attention_backward(Branch branch, Stat* dq, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v,
+    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v,
                             const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
-        with_element([&](auto element) { attention_backward_in<decltype(element)>(branch, dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s); });
+        with_element([&](auto element) { attention_backward_in<decltype(element)>(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s); });
     }
     template <class Element>
-    void attention_backward_in(Branch branch, Stat* dq, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v,
+    void attention_backward_in(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v,
                                const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
         const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s), most = tile_queries(s);
         constexpr int per = PER<Element>;
@@ -1279,7 +1279,7 @@ struct Cpu {
                     for (int head = 0; head < h; head++) {
                         const real* from = sums + ((size_t(bg) * s.T + t) * h + head) * D;
                         real* to = dq + query_row(bg / s.G, bg % s.G, head, t, s) * D;
-                        for (int x = 0; x < D; x++) to[x] += from[x] * real(s.scale());
+                        for (int x = 0; x < D; x++) to[x] = (add ? to[x] : real(0)) + from[x] * real(s.scale());
                     }
         }
     }

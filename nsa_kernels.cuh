@@ -553,10 +553,10 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
 // Backward, with P' = e^(q k^T / sqrt(D) - lse_gated) and dS = P' o (dout v^T - row_dot). Twice the products q k^T and dout v^T, once with
 // the queries and once with the keys at rest, so that each gradient has one owner.
 
-// dq [B, H, queries, D] += dS k / sqrt(D).  The forward's structure with dout in place of the online softmax.
+// dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`.  The forward's structure with dout in place of the online softmax.
 template <Branch branch, int D>
 __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
-    attention_dq_kernel(float* dq, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
+    attention_dq_kernel(float* dq, bool add, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
                         const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
     constexpr int M = row_pieces<D>(), KEYS = 16;  // keys at a time, as many as there are registers for
     if (branch == SLC && choice && choice->gather) return;
@@ -643,7 +643,7 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
 #pragma unroll
             for (int x = 0; x < D / 8; x++) {
                 float2* to = reinterpret_cast<float2*>(dq + size_t(row) * D + x * 8 + lane % 4 * 2);
-                const float2 before = *to;
+                const float2 before = add ? *to : make_float2(0, 0);
                 *to = make_float2(before.x + sums[m][x][2 * i] * s.scale, before.y + sums[m][x][2 * i + 1] * s.scale);
             }
         }
@@ -1104,7 +1104,7 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
 // As attention_dq_kernel<SLC>; the structure of gather_forward_kernel.
 template <int D>
 __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
-    gather_dq_kernel(float* dq, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
+    gather_dq_kernel(float* dq, bool add, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
                      const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
     const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -1173,7 +1173,7 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
         const int row = i / (D / 4), pair = i % (D / 4) / 4, t = i % 4;
         const float4 four = sums_of<D>(sums, row, pair, t);
         float2* const columns = reinterpret_cast<float2*>(dq + place_of(row) * D + pair * 16 + t * 2);
-        const float2 low = columns[0], high = columns[4];
+        const float2 low = add ? columns[0] : make_float2(0, 0), high = add ? columns[4] : make_float2(0, 0);
         columns[0] = make_float2(low.x + four.x * s.scale, low.y + four.y * s.scale);
         columns[4] = make_float2(high.x + four.z * s.scale, high.y + four.w * s.scale);
     }
@@ -1804,12 +1804,12 @@ inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const
     launch<attention_forward_kernel<branch, D>>(blocks, threads, bytes, stream, out, lse, q, k, v, selection, choice, a);
 }
 template <int D>
-inline void launch_gather_backward(float* dq, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
+inline void launch_gather_backward(float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
                                    const float* lse_gated, const uint32_t* selection, const NsaShape& s, const SelectedChoice* choice, WorkspacePieces& pieces,
                                    cudaStream_t stream) {
     const AttentionShape a = gather_shape<D>(s, true);
     const GatherPlan plan = gather_plan<D>(pieces, s);
-    launch<gather_dq_kernel<D>>(unsigned(a.tiles * a.batch_groups), gather_threads(a), gather_shared_bytes<D>(a, true), stream, dq, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
+    launch<gather_dq_kernel<D>>(unsigned(a.tiles * a.batch_groups), gather_threads(a), gather_shared_bytes<D>(a, true), stream, dq, add, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
 
     const int all_units = plan.units * a.batch_groups;
     launch<transpose_selection_kernel>(unsigned(plan.token_words * a.batch_groups), 128, 0, stream, plan, selection, choice, a);
@@ -1821,26 +1821,29 @@ inline void launch_gather_backward(float* dq, bf16* dk, bf16* dv, const bf16* do
     if (plan.most_extra) launch<add_chunks_kernel<D>>(unsigned(plan.tiles * a.batch_groups), 256, 0, stream, dk, dv, plan, choice, a);
 }
 template <Branch branch, int D>
-inline void launch_attention_backward(float* dq, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
+inline void launch_attention_backward(float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
                                       const float* row_dot, const float* lse_gated, const uint32_t* selection, const NsaShape& s,
                                       SelectedKernel asked, AttentionWorkspace workspace, cudaStream_t stream) {
     const AttentionShape a = attention_shape<D>(branch, s, 0);
     const SelectedChoice* choice = nullptr;
-    if (a.keys == 0) return;  // nothing to add to dq, no element of dk and dv
+    if (a.keys == 0) {  // no element of dk and dv
+        if (!add) CUDA_CHECK(cudaMemsetAsync(dq, 0, s.query_rows() * D * sizeof(float), stream));
+        return;
+    }
     WorkspacePieces pieces{static_cast<char*>(workspace.data)};
     float* partial = nullptr;
     if constexpr (branch == CMP) partial = cmp_partial_sums<D>(pieces, s);
     if constexpr (branch == SLC) {
         const SelectedKernel kernel = resolve_selected<D>(asked, s);
         choice = choose_selected<D>(kernel, pieces, workspace.choice, selection, s, stream);
-        if (kernel != SelectedKernel::TILES) launch_gather_backward<D>(dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, choice, pieces, stream);
+        if (kernel != SelectedKernel::TILES) launch_gather_backward<D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, choice, pieces, stream);
         if (kernel == SelectedKernel::GATHER) return;
     }
     const size_t query_tile = QUERY_ROWS * D * sizeof(bf16), tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
     const unsigned query_blocks = unsigned(a.tiles * a.batch_groups), threads = query_tile_threads<D>(a);
     const size_t dq_bytes = shared_bytes({query_tile, query_tile, tiles, tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
     check_shared_bytes(dq_bytes, D);
-    launch<attention_dq_kernel<branch, D>>(query_blocks, threads, dq_bytes, stream, dq, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
+    launch<attention_dq_kernel<branch, D>>(query_blocks, threads, dq_bytes, stream, dq, add, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
 
     const unsigned key_tiles = unsigned((a.keys + KEY_TILE - 1) / KEY_TILE * a.batch_groups);
     const size_t dkdv_bytes = shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, keeps_v<D>() ? tiles / 2 : 0,
@@ -1867,9 +1870,9 @@ inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* 
         }
     });
 }
-// dq [B, H, queries, D] += , dk and dv [keys] = , from dout [B*queries, H*D], row_dot and lse_gated [B, H, queries]; shapes and formulas as in Cpu. A query
+// dq [B, H, queries, D] = , or += with `add`, dk and dv [keys] = , from dout [B*queries, H*D], row_dot and lse_gated [B, H, queries]; shapes and formulas as in Cpu. A query
 // has chosen at most max(slc_count, 3) blocks.
-inline void attention_backward(Branch branch, float* dq, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
+inline void attention_backward(Branch branch, float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
                                const float* row_dot, const float* lse_gated, const uint32_t* selection, const NsaShape& s, SelectedKernel kernel,
                                AttentionWorkspace workspace, cudaStream_t stream) {
     check_attention_shape(branch, s);
@@ -1877,9 +1880,9 @@ inline void attention_backward(Branch branch, float* dq, bf16* dk, bf16* dv, con
     with_head_dimension(s.D, [&](auto dimension) {
         constexpr int D = decltype(dimension)::value;
         switch (branch) {
-            case CMP: return launch_attention_backward<CMP, D>(dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel, workspace, stream);
-            case SLC: return launch_attention_backward<SLC, D>(dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel, workspace, stream);
-            case WIN: return launch_attention_backward<WIN, D>(dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel, workspace, stream);
+            case CMP: return launch_attention_backward<CMP, D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel, workspace, stream);
+            case SLC: return launch_attention_backward<SLC, D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel, workspace, stream);
+            case WIN: return launch_attention_backward<WIN, D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel, workspace, stream);
         }
     });
 }
@@ -2893,14 +2896,14 @@ struct Cuda {
 #endif
         attention_level0_forward(branch, out, lse, q, k, v, selection, s, stream);
     }
-    // dq [B, H, queries, D] +=, dk, dv [keys] =
-    void attention_backward(Branch branch, Stat* dq, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
+    // dq [B, H, queries, D] =, or += with `add`, dk, dv [keys] =
+    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
                             const uint32_t* selection, const NsaShape& s) {
 #ifndef PRECISION_FP32
         if (!level0)
-            return ::attention_backward(branch, dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, selected_kernel, attention_workspace(branch, s, true), stream);
+            return ::attention_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, selected_kernel, attention_workspace(branch, s, true), stream);
 #endif
-        attention_level0_backward(branch, dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, stream);
+        attention_level0_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, stream);
     }
     // How the selected branch is computed for this shape, in words; AUTO: as the last forward or backward pass found it. Waits for the GPU.
     std::string describe_selected(const NsaShape& s) {

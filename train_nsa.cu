@@ -978,10 +978,10 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
         dev.matmul_backward_input(a.dattn, a.dx, w.o_proj, N, HD, C);
         // attn = sum of gate * branch; the branches
         dev.attention_backward_rows(a.row_dot, a.lse_gated, a.dgate, a.dattn, y.o, y.gate, y.lse, s);
-        dev.zero(a.dq, size_t(N) * HD);
         auto branch_backward = [&](Branch branch, real* dk, real* dv, const real* k, const real* v) {
-            dev.attention_backward(branch, a.dq, dk, dv, a.dattn, y.q, k, v, a.row_dot + branch * rows, a.lse_gated + branch * rows, y.selection, s);
+            dev.attention_backward(branch, a.dq, branch != WIN, dk, dv, a.dattn, y.q, k, v, a.row_dot + branch * rows, a.lse_gated + branch * rows, y.selection, s);
         };
+        // The window's comes first: every query has keys there, and what it writes to dq the others add to.
         branch_backward(WIN, d.kv[K_WIN], d.kv[V_WIN], h.kv[K_WIN], h.kv[V_WIN]);
         if (!s.full) {
             branch_backward(SLC, d.kv[K_SLC], d.kv[V_SLC], h.kv[K_SLC], h.kv[V_SLC]);

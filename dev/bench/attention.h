@@ -167,7 +167,7 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
         const size_t v = b == CMP ? kc : s.key_rows() * D;
         row.us[0] = time([&](AttentionSet& x) { dev.Cuda::attention_forward(b, x.o + b * n * D, x.lse + b * n, x.q, k(x), k(x) + v, selected(x), shape); });
         row.us[1] = time([&](AttentionSet& x) {
-            dev.Cuda::attention_backward(b, x.dq, dk(x), dk(x) + v, x.dout, x.q, k(x), k(x) + v, x.row_dot + b * n, x.lse + b * n, selected(x), shape);
+            dev.Cuda::attention_backward(b, x.dq, b != WIN, dk(x), dk(x) + v, x.dout, x.q, k(x), k(x) + v, x.row_dot + b * n, x.lse + b * n, selected(x), shape);
         });
     };
     auto sum = [&](const std::string& name, const NsaShape& shape, int whole) {

@@ -163,7 +163,7 @@ static void bench_attention(const Config& c, bool bf16) {
         for (const Branch branch : {CMP, SLC, WIN}) {
             auto forward_pass = [&] { cpu.attention_forward(branch, out.data(), lse.data(), q.data(), k.data(), v.data(), selection.data(), s); };
             auto backward_pass = [&] {
-                cpu.attention_backward(branch, dq.data(), dk.data(), dv.data(), dout.data(), q.data(), k.data(), v.data(), dot.data(), lse.data(), selection.data(), s);
+                cpu.attention_backward(branch, dq.data(), branch != WIN, dk.data(), dv.data(), dout.data(), q.data(), k.data(), v.data(), dot.data(), lse.data(), selection.data(), s);
             };
             const std::vector<double> seconds = alternate(T <= 8192 ? 5 : 3, {[&] { reference.run(); }, forward_pass, backward_pass});
             const double pairs = attention_pairs(branch, s), gemm = GemmRate::rate(seconds[0]);

@@ -39,10 +39,10 @@ inline Work attention_forward_work(Branch branch, const NsaShape& s, double real
     const double q = double(s.query_rows()) * s.D;
     return {4 * attention_pairs(branch, s) * s.D, real * (2 * q + 2 * branch_keys(branch, s)) + 4 * double(s.query_rows()) + (branch == SLC ? selection_bytes(s) : 0)};
 }
-// q, dout, dq read and written, keys and values and their gradients, lse and row_dot, the selection
+// q, dout, dq written, and read by the branches that add to the window's, keys and values and their gradients, lse and row_dot, the selection
 inline Work attention_backward_work(Branch branch, const NsaShape& s, double real) {
     const double q = double(s.query_rows()) * s.D;
-    return {8 * attention_pairs(branch, s) * s.D, real * (2 * q + 4 * branch_keys(branch, s)) + 4 * (2 * q + 2 * double(s.query_rows())) + (branch == SLC ? selection_bytes(s) : 0)};
+    return {8 * attention_pairs(branch, s) * s.D, real * (2 * q + 4 * branch_keys(branch, s)) + 4 * ((branch == WIN ? 1 : 2) * q + 2 * double(s.query_rows())) + (branch == SLC ? selection_bytes(s) : 0)};
 }
 // Scores of the queries that have to choose. q, the compressed keys, lse, the selection
 inline Work select_blocks_work(const NsaShape& s, double real) {
@@ -210,10 +210,10 @@ struct Timed : Dev {
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection, const NsaShape& s) {
         clock("attention_forward, " + branch_name(branch, s), attention_forward_work(branch, s, sizeof(real)), [&] { Dev::attention_forward(branch, out, lse, q, k, v, selection, s); });
     }
-    void attention_backward(Branch branch, Stat* dq, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
+    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
                             const uint32_t* selection, const NsaShape& s) {
         clock("attention_backward, " + branch_name(branch, s), attention_backward_work(branch, s, sizeof(real)),
-              [&] { Dev::attention_backward(branch, dq, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s); });
+              [&] { Dev::attention_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s); });
     }
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse, const NsaShape& s) {
         clock("select_blocks", select_blocks_work(s, sizeof(real)), [&] { Dev::select_blocks(selection, chosen_importance, q, kc, lse, s); });

@@ -112,9 +112,9 @@ __global__ void __launch_bounds__(WARPS * 32, 1) forward_kernel(Branch branch, r
     if (lane == 0) lse[row] = total > 0 ? largest + logf(total) : INFINITY;
 }
 
-// dq += dS k / sqrt(D), one warp per query row.  P' = e^(score - lse_gated),  dS = P' o (dout v^T - row_dot)
+// dq = dS k / sqrt(D), or += with `add`, one warp per query row.  P' = e^(score - lse_gated),  dS = P' o (dout v^T - row_dot)
 template <class real>
-__global__ void __launch_bounds__(WARPS * 32, 1) backward_queries_kernel(Branch branch, float* dq, const real* dout, const real* q, const real* k, const real* v, const float* row_dot,
+__global__ void __launch_bounds__(WARPS * 32, 1) backward_queries_kernel(Branch branch, float* dq, bool add, const real* dout, const real* q, const real* k, const real* v, const float* row_dot,
                                                                       const float* lse_gated, const uint32_t* selection, NsaShape s, float scale, size_t rows) {
     DynamicShared shared;
     const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) backward_queries_kernel(Branch 
             __syncwarp();
         }
     }
-    for (int x = lane; x < D; x += 32) dq[row * D + x] += sums[x] * scale;
+    for (int x = lane; x < D; x += 32) dq[row * D + x] = (add ? dq[row * D + x] : 0) + sums[x] * scale;
 }
 
 // dk = dS^T q / sqrt(D), dv = P'^T dout, one warp per key, which walks the heads of its group and the queries that see it, 32 at a time.
@@ -274,11 +274,11 @@ void attention_level0_forward(Branch branch, real* out, float* lse, const real* 
 
 // Training shapes (first = 0, queries = T).
 template <class real>
-void attention_level0_backward(Branch branch, float* dq, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v, const float* row_dot, const float* lse_gated,
+void attention_level0_backward(Branch branch, float* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v, const float* row_dot, const float* lse_gated,
                                const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
     const size_t rows = s.query_rows(), keys = branch == CMP ? s.cmp_rows() : s.key_rows();
     const float scale = float(s.scale());
-    launch<level0::backward_queries_kernel<real>>(level0::blocks_of_warps(rows), level0::WARPS * 32, level0::WARPS * (3 * s.D + 32) * sizeof(float), stream, branch, dq, dout, q, k, v,
+    launch<level0::backward_queries_kernel<real>>(level0::blocks_of_warps(rows), level0::WARPS * 32, level0::WARPS * (3 * s.D + 32) * sizeof(float), stream, branch, dq, add, dout, q, k, v,
                                                   row_dot, lse_gated, selection, s, scale, rows);
     if (keys == 0) return;
     launch<level0::backward_keys_kernel<real>>(level0::blocks_of_warps(keys), level0::WARPS * 32, level0::WARPS * (4 * s.D + 64) * sizeof(float), stream, branch, dk, dv, dout, q, k, v,

@@ -65,8 +65,7 @@ struct LadderRun {
     }
     void backward(const Rung& rung) {
         dev.level0 = rung.level0, dev.selected_kernel = rung.selected;
-        dev.zero(dq, s.query_rows() * s.D);
-        dev.attention_backward(branch, dq, dk, dv, dout, q, k, v, row_dot, lse, selection, s);
+        dev.attention_backward(branch, dq, false, dk, dv, dout, q, k, v, row_dot, lse, selection, s);
     }
     std::vector<float> results() {  // out, dq, dk, dv one after another
         const size_t rows = s.query_rows() * s.D, columns = keys * s.D;

@@ -221,7 +221,7 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
             lse_gated[row] = float(lse[row] - std::log(gate));
         });
         const std::vector<double> row_dots(row_dot.begin(), row_dot.end()), lses(lse_gated.begin(), lse_gated.end());
-        cpu.attention_backward(branch, dq.data(), dk.data(), dv.data(), in.dout.data(), in.q.data(), in.k.data(), in.v.data(), row_dots.data(), lses.data(),
+        cpu.attention_backward(branch, dq.data(), true, dk.data(), dv.data(), in.dout.data(), in.q.data(), in.k.data(), in.v.data(), row_dots.data(), lses.data(),
                                in.selection.data(), s);
         const double sums = E32 * std::max(in.keys(), s.queries * s.heads_per_group());
         for_rows(s, [&](size_t bg, int head, int t, size_t row) {
@@ -258,7 +258,7 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
         DeviceArray<float> found_lse(rows), found_dq(in.dq);
         attention_forward(branch, found_out.data, found_lse.data, q.data, k.data, v.data, selection.data, s, kernel, AttentionScratch(branch, s, kernel, false), nullptr);
         if (backward)
-            attention_backward(branch, found_dq.data, found_dk.data, found_dv.data, dout.data, q.data, k.data, v.data, device_dot.data, device_lse.data,
+            attention_backward(branch, found_dq.data, true, found_dk.data, found_dv.data, dout.data, q.data, k.data, v.data, device_dot.data, device_lse.data,
                                selection.data, s, kernel, AttentionScratch(branch, s, kernel, true), nullptr);
         if (run == 0) {
 #ifndef __CUDACC__
@@ -275,6 +275,13 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
             check_within("dq", s, found_dq.download(), dq, dq_limit, &worst->dq);
             check_within("dk", s, found_dk.download(), dk, dk_limit, &worst->dk);
             check_within("dv", s, found_dv.download(), dv, dv_limit, &worst->dv);
+            // Written instead of added to: what was there is not read.
+            DeviceArray<float> only_dq(rows * D);
+            attention_backward(branch, only_dq.data, false, found_dk.data, found_dv.data, dout.data, q.data, k.data, v.data, device_dot.data, device_lse.data,
+                               selection.data, s, kernel, AttentionScratch(branch, s, kernel, true), nullptr);
+            std::vector<double> without(dq);
+            for (size_t i = 0; i < rows * D; i++) without[i] -= in.dq[i];
+            check_within("dq, written", s, only_dq.download(), without, dq_limit, &worst->dq);
             first_dq = found_dq.raw(), first_dk = found_dk.raw(), first_dv = found_dv.raw();
         } else {
             check_same_bits("out", found_out.raw(), first_out), check_same_bits("lse", found_lse.raw(), first_lse);

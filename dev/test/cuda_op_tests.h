@@ -829,14 +829,17 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
         const HostArray row_dot(from_rows[0].begin() + long(i * rows), from_rows[0].begin() + long((i + 1) * rows)), lse_gated(from_rows[1].begin() + long(i * rows), from_rows[1].begin() + long((i + 1) * rows));
         const auto gradients = in_every_order([&] {
             DeviceReal q_on_device(dev, q), keys(dev, k[branch]), v_on_device(dev, v[branch]), d(dev, dout), dk(dev, k[branch].size()), dv(dev, v[branch].size());
-            DeviceFloat dq_on_device(dev, dq), dots(dev, row_dot), gated(dev, lse_gated);
+            DeviceFloat dq_on_device(dev, dq), only_dq(dev, values), dots(dev, row_dot), gated(dev, lse_gated);
             OnDevice<uint32_t> selection(dev, masks_count);
             dev.copy(selection.data, (const uint32_t*)masks.data(), masks_count);
-            dev.attention_backward(branch, dq_on_device, dk, dv, d, q_on_device, keys, v_on_device, dots, gated, selection, s);
+            dev.attention_backward(branch, dq_on_device, true, dk, dv, d, q_on_device, keys, v_on_device, dots, gated, selection, s);
+            dev.attention_backward(branch, only_dq, false, dk, dv, d, q_on_device, keys, v_on_device, dots, gated, selection, s);
+            CHECK_EQUAL(only_dq.unwritten(), 0L);
             CHECK_EQUAL((dk.count ? dk.unwritten() : 0) + (dv.count ? dv.unwritten() : 0), 0L);
-            return std::vector<HostArray>{dq_on_device.host(), dk.host(), dv.host()};
+            return std::vector<HostArray>{dq_on_device.host(), dk.host(), dv.host(), only_dq.host()};
         });
         oracle::AttentionGradients<float> expected = level0_gradients(branch, q, k[branch], v[branch], dout, row_dot, lse_gated, masks.data(), s);
+        CHECK_ARRAY(gradients[3], oracle::numbers(expected.dq), s.B, s.H, s.T, s.D);
         for (size_t x = 0; x < values; x++) expected.dq[x].add(CudaNumber(dq[x]));
         CHECK_ARRAY(gradients[0], oracle::numbers(expected.dq), s.B, s.H, s.T, s.D);
         CHECK_ARRAY(gradients[1], stored(oracle::numbers(expected.dk)), s.B, s.G, oracle::key_rows(branch, s), s.D);

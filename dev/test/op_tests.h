@@ -812,12 +812,15 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
     oracle::Numbers<real> expected_dz;
     for (Branch branch : branches) {
         Buffer<real> dk(in.k[branch].size(), "dk"), dv(in.v[branch].size(), "dv");
-        cpu.attention_backward(branch, dq, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows,
+        Buffer<real> only_dq(values, "dq, written");
+        cpu.attention_backward(branch, only_dq, false, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows, lse_gated + branch * rows, selection, s);
+        cpu.attention_backward(branch, dq, true, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows,
                                lse_gated + branch * rows, selection, s);
         const oracle::AttentionGradients<real> d = oracle::attention_backward(
             branch, q, k[branch], v[branch], s.full ? nullptr : in.gate + branch * rows, in.dout.data(), selection.data(), s, bf16);
         CHECK_ARRAY(dk, oracle::numbers(d.dk), s.B, s.G, oracle::key_rows(branch, s), s.D);
         CHECK_ARRAY(dv, oracle::numbers(d.dv), s.B, s.G, oracle::key_rows(branch, s), s.D);
+        CHECK_ARRAY(only_dq, oracle::numbers(d.dq), s.B, s.H, s.queries, s.D);
         for (size_t i = 0; i < values; i++) dq_sums[i].add(d.dq[i]);
         expected_dz.insert(expected_dz.end(), d.dz.begin(), d.dz.end());
     }
@@ -1149,8 +1152,7 @@ void check_given_selection() {
     std::copy_n(lse.data(), rows, lses + SLC * rows);
     cpu.attention_backward_rows(row_dot, lse_gated, dz, in.dout, o, in.gate, lses, s);
     Buffer<real> dq(out.size(), "dq"), dk(in.k[SLC].size(), "dk"), dv(dk.size(), "dv");
-    dq.zero();
-    cpu.attention_backward(SLC, dq, dk, dv, in.dout, in.q, in.k[SLC], in.v[SLC], row_dot + SLC * rows, lse_gated + SLC * rows, selection,
+    cpu.attention_backward(SLC, dq, false, dk, dv, in.dout, in.q, in.k[SLC], in.v[SLC], row_dot + SLC * rows, lse_gated + SLC * rows, selection,
                            s);
     const oracle::AttentionGradients<real> d =
         oracle::attention_backward(SLC, q, k, v, in.gate + SLC * rows, in.dout.data(), selection.data(), s);
@@ -1336,7 +1338,7 @@ TEST(op_gradient_attention) {
             cpu.attention_backward_rows(row_dot, lse_gated, dz, in.dout, o, full ? nullptr : in.gate.data(), lse, s);
             for (Branch branch : branches) {
                 Buffer<double> dk(in.k[branch].size(), "dk"), dv(in.v[branch].size(), "dv");
-                cpu.attention_backward(branch, dq, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows,
+                cpu.attention_backward(branch, dq, true, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows,
                                        lse_gated + branch * rows, selection, s);
                 if (dk.size() == 0) continue;  // T < l
                 CHECK_GRADIENT(in.k[branch], dk, loss);
@@ -1413,10 +1415,10 @@ struct Layer {
         HeadBuffers<real> d(s);
         d.q.zero(), dphi_k.zero(), dphi_v.zero();
         cpu.attention_backward_rows(row_dot, lse_gated, d.gate, dout, a.o, a.gate, a.lse, s);
-        cpu.attention_backward(CMP, d.q, dkc, dvc, dout, a.q, kc, vc, row_dot, lse_gated, nullptr, s);
-        cpu.attention_backward(SLC, d.q, d.kv[K_SLC], d.kv[V_SLC], dout, a.q, kv[K_SLC], kv[V_SLC], row_dot + rows, lse_gated + rows,
+        cpu.attention_backward(CMP, d.q, true, dkc, dvc, dout, a.q, kc, vc, row_dot, lse_gated, nullptr, s);
+        cpu.attention_backward(SLC, d.q, true, d.kv[K_SLC], d.kv[V_SLC], dout, a.q, kv[K_SLC], kv[V_SLC], row_dot + rows, lse_gated + rows,
                                a.selection, s);
-        cpu.attention_backward(WIN, d.q, d.kv[K_WIN], d.kv[V_WIN], dout, a.q, kv[K_WIN], kv[V_WIN], row_dot + 2 * rows,
+        cpu.attention_backward(WIN, d.q, true, d.kv[K_WIN], d.kv[V_WIN], dout, a.q, kv[K_WIN], kv[V_WIN], row_dot + 2 * rows,
                                lse_gated + 2 * rows, nullptr, s);
         cpu.compress_backward(d.kv[K_CMP], dphi_k.phi(), dkc, hidden_k, kv[K_CMP], phi_k.phi(), true, s);
         cpu.compress_backward(d.kv[V_CMP], dphi_v.phi(), dvc, hidden_v, kv[V_CMP], phi_v.phi(), false, s);
