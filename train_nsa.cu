@@ -17,6 +17,7 @@
 #include <vector>
 
 #include <dirent.h>
+#include <fcntl.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -2459,7 +2460,14 @@ static int run_check(const Config& c, World& world) {
 }
 
 #ifndef NSA_WITHOUT_MAIN  // test_nsa.cu includes this file
+// Where stdin, stdout or stderr is closed (2>&- in a script), the next file that is opened would get its number, and what is printed would go into that file.
+static void open_closed_streams() {
+    for (int fd; (fd = open("/dev/null", O_RDWR)) >= 0;)
+        if (fd > 2) return void(close(fd));
+}
+
 int main(int argc, char** argv) {
+    open_closed_streams();
     let_waiting_threads_sleep(argv);
     std::unique_ptr<World> world;
     const int status = telling_errors(nullptr, [&] { return world = std::make_unique<World>(), 0; });
