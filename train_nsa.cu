@@ -2474,6 +2474,11 @@ int main(int argc, char** argv) {
     if (status) return status;
     return telling_errors(world.get(), [&] {
         const int status = run_verb(argc, argv, *world);
+        if (std::fflush(stdout) != 0 || std::ferror(stdout)) {  // a disk is full, say; a run has its log beside its checkpoints, what other verbs print is all there is of it
+            const bool trains = argc < 2 || argv[1][0] == '-' || !std::strcmp(argv[1], "train");
+            if (!trains && status == 0) fail("not all of the output could be written to stdout: make room where it goes, and run again");
+            complain("not all of the output could be written to stdout; the run's log is whole");
+        }
         world->finish();
         return status;
     });
