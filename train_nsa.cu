@@ -18,6 +18,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -1594,6 +1595,17 @@ static TrainData open_data(const Config& c, const World& world) {
     return data;
 }
 
+// Of two runs in one folder the second would move the first's log away, and each would write over the other's checkpoints. The kernel's lock on the folder itself
+// leaves no file behind and ends with the process, however that ends.
+static void lock_run_folder(const std::string& folder) {
+    static int lock = -1;
+    if (lock >= 0) close(lock);  // a process works on one run
+    lock = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (lock < 0) fail("cannot open folder %s: %s", folder.c_str(), std::strerror(errno));
+    if (flock(lock, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)  // other errors: a file system without locks
+        fail("--out %s: another run is at work there; wait until it has ended, or give this one a folder of its own", folder.c_str());
+}
+
 // A folder for the run. An earlier run's is never written over: without --resume it is moved aside.
 static void prepare_run_folder(const Config& c, bool resuming) {
     if (!resuming && (file_exists(c.out + "/main.log") || !checkpoint_steps(c.out).empty())) {
@@ -1606,6 +1618,7 @@ static void prepare_run_folder(const Config& c, bool resuming) {
         std::printf("out:    %s%s\n", c.out.c_str(), resuming ? ", resumed" : "");
     }
     make_folders(c.out);
+    lock_run_folder(c.out);
     clean_leftovers(c.out, complain);
     replace_text_file(c.out + "/run.json", manifest_json(c));
 }
@@ -2097,6 +2110,7 @@ struct Run {
             world.require_same(lines, "start all ranks with the same program, options and data");
         }
         try {
+            if (world.rank == 0 && config.dump_state.empty() && file_exists(config.out)) lock_run_folder(config.out);
             if (world.rank == 0 && config.resume) chosen = newest_checkpoint(config.out);
         } catch (const Error& e) {
             error = e.what();
