@@ -2138,7 +2138,10 @@ struct Run {
         watch.stall_timeout = c.stall_timeout;
         const std::string checkpoint = choose_checkpoint();
         if (world.rank == 0) print_run(dev, c, model.table, data, world, device, given.count("data"));
-        if (!checkpoint.empty()) require_same_model(c, checkpoint);
+        if (!checkpoint.empty()) {  // whatever a resume can be refused for, before anything is written
+            require_same_model(c, checkpoint);
+            data.train->restore(read_state(read_manifest(checkpoint)).loader);
+        }
         if (world.rank == 0 && c.dump_state.empty()) prepare_run_folder(c, !checkpoint.empty());
         world.barrier();
         if (c.dump_state.empty()) watch.heartbeat_file = format_text("%s/heartbeat_rank%d.jsonl", c.out.c_str(), world.rank);
@@ -2155,7 +2158,6 @@ struct Run {
         } else {
             state = load_checkpoint(model, checkpoint);
             last_saved = checkpoint;
-            data.train->restore(state.loader);
         }
         if (!c.dump_state.empty()) return dump_first_batch(model, *activations, *data.train, given), 0;
         if (world.rank == 0) {
