@@ -2223,8 +2223,9 @@ struct Run {
                 std::printf("ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n", reducer->times.total * 1e3 / double(speed.size()), reducer->times.exposed * 1e3 / double(speed.size()));
             print_selected_kernels();
             if (!saved) fail("the last checkpoint could not be written: what was learnt since %s is lost; make room and run again with --resume", last_saved.empty() ? "the start" : last_saved.c_str());
-            if (stop == GO_ON) std::printf("next:   ./train_nsa sample --from %s --prompt \"...\"\n", config.out.c_str());
-            else std::printf("stopped by %s after step %lld of %lld; the same command with --resume goes on\n", stop == HALTED ? "the halt file" : stop == INTERRUPTED ? "SIGINT" : "SIGTERM or SIGUSR1", (long long)state.step, (long long)config.steps);
+            if (stop == GO_ON && state.step == first_step) std::printf("no step was to be done: --steps is %lld%s\n", (long long)config.steps, first_step ? format_text(", and step %lld is reached already", (long long)first_step).c_str() : "");
+            if (stop == GO_ON && !last_saved.empty()) std::printf("next:   ./train_nsa sample --from %s --prompt \"...\"\n", config.out.c_str());
+            if (stop != GO_ON) std::printf("stopped by %s after step %lld of %lld; the same command with --resume goes on\n", stop == HALTED ? "the halt file" : stop == INTERRUPTED ? "SIGINT" : "SIGTERM or SIGUSR1", (long long)state.step, (long long)config.steps);
         }
         return stop == INTERRUPTED ? 130 : stop == TERMINATED ? 75 : 0;
     }
