@@ -1785,19 +1785,21 @@ void print_memory(const Model<Dev>& model, const Activations<Dev>& a) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // How a run is asked to stop: by a signal or by a file named halt in its folder. It finishes the step, writes a checkpoint, and says with its exit status what
-// a scheduler needs to know: 75 (try again) after SIGTERM and SIGUSR1, 130 after SIGINT, 0 after a halt file. A second signal ends the program at once.
+// a scheduler needs to know: 75 (try again) after SIGTERM, SIGUSR1 and SIGPIPE, 130 after SIGINT, 0 after a halt file. A second signal ends the program at once.
 
 static volatile std::sig_atomic_t stop_signal = 0;
 
 extern "C" inline void on_stop_signal(int signal) {
+    if (stop_signal && signal == SIGPIPE) return;  // it comes with every line that is printed
     if (stop_signal) _exit(128 + signal);
     stop_signal = signal;
 }
-static void listen_for_stop_signals() {
+static void listen_for_stop_signals(const World& world) {
     struct sigaction action = {};
     action.sa_handler = on_stop_signal;
     action.sa_flags = SA_RESTART;
     for (int signal : {SIGTERM, SIGINT, SIGUSR1}) sigaction(signal, &action, nullptr);
+    if (world.size == 1) sigaction(SIGPIPE, &action, nullptr);  // who read the output is gone (| head, | less); of several ranks the launcher has the pipe
 }
 
 template <class Dev>
@@ -1976,7 +1978,7 @@ struct Run {
         const size_t own = model.result_count - 2;
         std::vector<double> told(Told::COUNT + own * size_t(world.size));
         told[Told::LOSS] = s.own_loss = results[0];
-        told[Told::TERMINATE] = stop_signal == SIGTERM || stop_signal == SIGUSR1;
+        told[Told::TERMINATE] = stop_signal == SIGTERM || stop_signal == SIGUSR1 || stop_signal == SIGPIPE;
         told[Told::INTERRUPT] = stop_signal == SIGINT;
         told[Told::HALT] = world.rank == 0 && file_exists(config.out + "/halt");
         told[Told::WRITTEN] = save_phase == WRITING && !writer.running();
@@ -2306,7 +2308,7 @@ static int run_train(Config& c, const std::set<std::string>& given, World& world
     if (!c.dump_state.empty() && (world.size > 1 || c.batch * c.seq_len != c.total_batch))
         fail_usage("--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld", (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
     if (c.deterministic && (world.size & (world.size - 1))) fail_usage("--deterministic on %d ranks: its tree needs a power of two of them", world.size);
-    listen_for_stop_signals();
+    listen_for_stop_signals(world);
     int status = 0;
     with_engine(device, world, [&](auto& dev) {
 #ifdef HAVE_CUDA
