@@ -6,6 +6,7 @@
 // many ranks share it, and the loader's whole state is four integers.
 #pragma once
 #include <algorithm>
+#include <csignal>
 #include <future>
 #include <memory>
 #include <string>
@@ -176,6 +177,32 @@ inline std::string name_foreign_format(const std::string& head) {
            "; if it is a header-less .bin of nanoGPT, put 256 int32 {20240520, 1, number of tokens, 0, 0 ...} before its tokens, or " + tokenize;
 }
 
+// Shards in memory, for the message about one that is cut off, or whose disk fails, while it is read: the kernel then sends SIGBUS instead of an error.
+struct MappedShard {
+    const char* begin;
+    uint64_t bytes;
+    std::string message;
+};
+inline std::vector<MappedShard>& mapped_shards() {
+    static auto* const shards = new std::vector<MappedShard>;  // never freed: the handler may come at any time
+    return *shards;
+}
+inline void on_lost_page(int, siginfo_t* info, void*) {
+    const char* const at = static_cast<const char*>(info->si_addr);
+    for (const MappedShard& shard : mapped_shards())
+        if (at >= shard.begin && at < shard.begin + shard.bytes) {
+            if (write(2, shard.message.data(), shard.message.size()) < 0) _exit(1);
+            _exit(1);
+        }
+    signal(SIGBUS, SIG_DFL);  // something else: it comes again, and ends the program
+}
+inline void listen_for_lost_pages() {
+    struct sigaction action = {};
+    action.sa_sigaction = on_lost_page;
+    action.sa_flags = SA_SIGINFO;
+    sigaction(SIGBUS, &action, nullptr);
+}
+
 // Opens one shard. Header and size must agree to the byte; nothing is read or mapped before they do.
 inline TokenSource open_shard(const std::string& path) {
     const uint64_t bytes = file_size(path);
@@ -211,7 +238,13 @@ inline TokenSource open_shard(const std::string& path) {
     const void* map = mmap(nullptr, size_t(bytes), PROT_READ, MAP_SHARED, fd, 0);
     if (map == MAP_FAILED) fail("cannot map %s (%llu bytes) into memory: %s", p, (unsigned long long)bytes, std::strerror(errno));
     TokenSource source;
-    source.owner = std::shared_ptr<const void>(map, [bytes](const void* m) { munmap(const_cast<void*>(m), size_t(bytes)); });
+    mapped_shards().push_back({static_cast<const char*>(map), bytes,
+                               "train_nsa: error: " + printable(path) + " was cut off, or its disk failed, while it was read: put it back and run again with --resume\n"});
+    source.owner = std::shared_ptr<const void>(map, [bytes](const void* m) {
+        auto& shards = mapped_shards();
+        shards.erase(std::find_if(shards.begin(), shards.end(), [m](const MappedShard& shard) { return shard.begin == m; }));
+        munmap(const_cast<void*>(m), size_t(bytes));
+    });
     source.name = path;
     source.tokens = reinterpret_cast<const uint16_t*>(static_cast<const char*>(map) + SHARD_HEADER_BYTES);
     source.count = uint64_t(header[2]);

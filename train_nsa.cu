@@ -2309,6 +2309,7 @@ static int run_train(Config& c, const std::set<std::string>& given, World& world
         fail_usage("--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld", (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
     if (c.deterministic && (world.size & (world.size - 1))) fail_usage("--deterministic on %d ranks: its tree needs a power of two of them", world.size);
     listen_for_stop_signals(world);
+    listen_for_lost_pages();
     int status = 0;
     with_engine(device, world, [&](auto& dev) {
 #ifdef HAVE_CUDA
@@ -2353,6 +2354,7 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
     if (!given.count("batch")) c.batch = 1;
     const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(c);
     DataLoader loader(open_shards(shard_files(c.val_data, "--val-data")), loader_options(c, world, "--val-data", false));
+    listen_for_lost_pages();
     const int64_t all = int64_t(loader.samples_per_epoch()), samples = given.count("eval-batches") ? std::min(all, c.eval_batches * c.batch) : all;
     c.batch = std::min(c.batch, (samples + world.size - 1) / world.size);
     const SafeTensors weights(folder + "/model.safetensors");
