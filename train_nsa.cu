@@ -1118,8 +1118,11 @@ void print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c
     std::vector<uint16_t> ids = {tokenizer.end_of_text};
     Encoder(tokenizer).append(c.prompt.data(), c.prompt.size(), ids);
     std::fputs(c.prompt.c_str(), stdout);
+    const bool on_terminal = isatty(1);
     generate(model, std::vector<int32_t>(ids.begin(), ids.end()), count, c, [&](int32_t token) {
-        const std::string text = token == tokenizer.end_of_text ? "\n" : tokenizer.decode({uint16_t(token)});
+        std::string text = token == tokenizer.end_of_text ? "\n" : tokenizer.decode({uint16_t(token)});
+        for (char& x : text)  // a model of bytes that has hardly learnt writes escape sequences too
+            if (on_terminal && ((uint8_t(x) < ' ' && x != '\n' && x != '\t') || x == 127)) x = '?';
         std::fwrite(text.data(), 1, text.size(), stdout);
         std::fflush(stdout);
     });
