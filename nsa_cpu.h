@@ -1010,8 +1010,12 @@ struct Cpu {
     // Those of x [B, G, stride, D]. For products that sum over D: [D / PER][padded], so that the scores of a row with all keys of a tile are vector operations; for
     // products that sum over keys: [padded / PER][D], where reals are read as they are.
     enum SumOver { OVER_D, OVER_KEYS };
-    template <class Element>
-    Tiles<Element> operand_tiles(int slot, Branch branch, const real* x, const NsaShape& s, SumOver sum_over) {
+    // needed(bg, tile): whether anybody will read that one.
+    struct EveryTile {
+        bool operator()(int, int) const { return true; }
+    };
+    template <class Element, class Needed = EveryTile>
+    Tiles<Element> operand_tiles(int slot, Branch branch, const real* x, const NsaShape& s, SumOver sum_over, Needed needed = {}) {
         static_assert(sizeof(Element) == sizeof(real), "they share scratch memory");
         constexpr int per = PER<Element>;
         const int D = s.D, width = tile_keys(branch, s), padded = padded_keys(branch, s), keys = key_count(branch, s), count = (keys + width - 1) / width;
@@ -1025,6 +1029,7 @@ struct Cpu {
 #pragma omp for collapse(2) schedule(static)
             for (int bg = 0; bg < s.B * s.G; bg++)
                 for (int tile = 0; tile < count; tile++) {
+                    if (!needed(bg, tile)) continue;
                     const int existing = std::min(width, keys - tile * width);
                     const real* const in = x + bg * group_stride + size_t(tile) * width * D;
                     Element* const out = data + (size_t(bg) * count + tile) * size;
@@ -1084,7 +1089,9 @@ struct Cpu {
         const int step = (branch == SLC ? 4 : 1) * tile_queries(s);  // a tile that few of them chose is fetched less often
         constexpr int per = PER<Element>;
         const real infinity = std::numeric_limits<real>::infinity();
-        const Tiles<Element> kt = operand_tiles<Element>(0, branch, k, s, OVER_D), vs = operand_tiles<Element>(1, branch, v, s, OVER_KEYS);
+        // Decoding has one query, which sees a few of the tiles; the many queries of a sequence see them all.
+        const auto needed = [&](int bg, int tile) { return s.queries > 1 || sees(branch, s.first, tile, selection_of(selection, bg, s.first, s), s); };
+        const Tiles<Element> kt = operand_tiles<Element>(0, branch, k, s, OVER_D, needed), vs = operand_tiles<Element>(1, branch, v, s, OVER_KEYS, needed);
 #pragma omp parallel
         {
             std::vector<real> rows(size_t(h) * step * D), scores(size_t(h) * step * kt.padded), sums(size_t(h) * step * D), largest(h * step), total(h * step);
