@@ -1728,6 +1728,14 @@ void dump_first_batch(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader
     std::printf("state:  loss %.6f, written to %s; compare it with: python3 dev/reference.py compare %s\n", loss, c.dump_state.c_str(), c.dump_state.c_str());
 }
 
+// A path as it can be pasted into a shell.
+static std::string shell_word(const std::string& path) {
+    if (path.find_first_not_of("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-+=.,:/@%") == std::string::npos) return path;
+    std::string word = "'";
+    for (char c : path) word += c == '\'' ? "'\\''" : std::string(1, c);
+    return word + "'";
+}
+
 static std::string duration_text(double seconds) {
     const long s = long(seconds + 0.5);
     return s < 3600 ? format_text("%ld:%02ld", s / 60, s % 60) : format_text("%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
@@ -2229,7 +2237,7 @@ struct Run {
             print_selected_kernels();
             if (!saved) fail("the last checkpoint could not be written: what was learnt since %s is lost; make room and run again with --resume", last_saved.empty() ? "the start" : last_saved.c_str());
             if (stop == GO_ON && state.step == first_step) std::printf("no step was to be done: --steps is %lld%s\n", (long long)config.steps, first_step ? format_text(", and step %lld is reached already", (long long)first_step).c_str() : "");
-            if (stop == GO_ON && !last_saved.empty()) std::printf("next:   ./train_nsa sample --from %s --prompt \"...\"\n", config.out.c_str());
+            if (stop == GO_ON && !last_saved.empty()) std::printf("next:   ./train_nsa sample --from %s%s --prompt \"...\"\n", shell_word(config.out).c_str(), tokenizer ? "" : " --vocab-dir DIR");
             if (stop != GO_ON) std::printf("stopped by %s after step %lld of %lld; the same command with --resume goes on\n", stop == HALTED ? "the halt file" : stop == INTERRUPTED ? "SIGINT" : "SIGTERM or SIGUSR1", (long long)state.step, (long long)config.steps);
         }
         return stop == INTERRUPTED ? 130 : stop == TERMINATED ? 75 : 0;
