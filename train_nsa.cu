@@ -117,7 +117,7 @@ static const std::vector<Option>& option_table() {
         // data
         {"data", TRAIN, &Config::data, "synthetic", nullptr, "training shards, a glob in quotes; or synthetic: the built-in corpus"},
         {"val-data", TRAIN | EVAL, &Config::val_data, "", nullptr, "validation shards, a glob in quotes"},
-        {"tokenizer", TRAIN | TOKENIZE, &Config::tokenizer, "preset", "bytes|gpt2", "vocabulary: 256 bytes, or GPT-2's 50257 tokens"},
+        {"tokenizer", TRAIN | TOKENIZE, &Config::tokenizer, "preset", "bytes|gpt2", "vocabulary: 256 bytes, or GPT-2's 50257 tokens; tokenize without it: gpt2"},
         {"vocab-dir", EVERY_VERB, &Config::vocab_dir, "", nullptr, "folder with vocab.bpe + encoder.json, a .tiktoken file or gpt2_tokenizer.bin"},
         // the optimiser
         {"batch", TRAIN | EVAL, &Config::batch, "auto", 1, 64 * K, "sequences per rank and micro-step"},
@@ -153,7 +153,7 @@ static const std::vector<Option>& option_table() {
         {"keep", TRAIN, &Config::keep, "0", 0, M, "newest checkpoints to keep; 0: all"},
         {"keep-every", TRAIN, &Config::keep_every, "0", 0, T, "checkpoints of steps divisible by this are kept for ever; 0: none"},
         {"stall-timeout", TRAIN, &Config::stall_timeout, "180", 0, M, "seconds without any progress on a rank after which the run ends; 0: wait for ever"},
-        {"out", TRAIN | TOKENIZE, &Config::out, "auto", nullptr, "folder of the run; of tokenize: prefix of the shards"},
+        {"out", TRAIN | TOKENIZE, &Config::out, "auto", nullptr, "folder of the run; of tokenize: prefix of the shards, which has to be given"},
         {"resume", TRAIN, &Config::resume, "continue from the newest checkpoint under --out"},
         {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB, &Config::device, "auto", "auto|cpu|cuda", "auto: a GPU if there is one"},
         {"cpu-dtype", TRAIN | SAMPLE | EVAL, &Config::cpu_dtype, "fp32", "fp32|bf16", "of the CPU engine; bf16: the inputs of its matrix products are rounded to bf16, the sums stay fp32; needs AVX512_BF16"},

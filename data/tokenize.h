@@ -189,9 +189,18 @@ struct TextFile {
     std::ifstream in;
     std::string rest;
     bool at_end = false;
+    size_t mark_bytes = 0;  // of a byte order mark, which is no text and is passed over
 
     explicit TextFile(const std::string& path) : path(path), in(path, std::ios::binary) {
         if (!in) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
+        char mark[3] = {};
+        in.read(mark, 3);
+        const std::string begin(mark, size_t(std::max<std::streamsize>(in.gcount(), 0)));
+        if (begin.compare(0, 2, "\xFF\xFE") == 0 || begin.compare(0, 2, "\xFE\xFF") == 0)
+            fail("%s: it begins with a byte order mark of UTF-16, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW", path.c_str());
+        mark_bytes = begin == "\xEF\xBB\xBF" ? 3 : 0;
+        rest = begin.substr(mark_bytes);
+        in.clear();  // of the end of a file of two bytes, which read_more() will find
     }
 
     // Reads on. At least as much as is left over, so that searching a long line again and again stays linear in its length.
@@ -241,7 +250,7 @@ inline void read_text(const std::string& path, const std::string& separator, siz
 
 inline void read_jsonl(const std::string& path, size_t block_bytes, const UseBlock& use) {
     TextFile file(path);
-    uint64_t line = 1, byte = 0;
+    uint64_t line = 1, byte = file.mark_bytes;
     while (!file.at_end || !file.rest.empty()) {
         file.read_more(block_bytes);
         const size_t newline = file.rest.rfind('\n'), end = file.at_end ? file.rest.size() : newline == std::string::npos ? 0 : newline + 1;

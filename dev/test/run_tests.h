@@ -673,6 +673,8 @@ TEST(run_bad_input_of_tokenize_is_named) {
     CHECK_REFUSED(tokenize("a.jsonl", "{\"text\": \"one\"}\n{\"text\": 2}\n"), 1, "a.jsonl", "line 2");
     CHECK_REFUSED(tokenize("a.jsonl", "{\"text\": \"one\"}\n\n{\"txt\": \"three\"}\n"), 1, "a.jsonl", "line 3", "text");
     CHECK_REFUSED(tokenize("a.jsonl", "{\"text\": \"one\""), 1, "a.jsonl", "line 1", "byte 14");
+    CHECK_REFUSED(tokenize("a.txt", std::string("\xFF\xFEw\0", 4)), 1, "a.txt", "UTF-16", "iconv");
+    CHECK_REFUSED(tokenize("a.jsonl", std::string("\xFE\xFF\0{", 4)), 1, "a.jsonl", "UTF-16", "iconv");
     CHECK_REFUSED(tokenize("b.txt", "words", {"--split-documents", "\\q"}), 2, "--split-documents");
     CHECK_REFUSED(run({"tokenize", "--tokenizer", "bytes", "--in", folder.file("none.txt"), "--out", out}), 1, "none.txt");
     CHECK_REFUSED(run({"tokenize", "--in", folder.file("b.txt"), "--out", out, "--vocab-dir", folder.file("none")}), 1,

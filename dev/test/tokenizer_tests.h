@@ -792,6 +792,33 @@ TEST(tokenize_reads_json_lines) {
     }
 }
 
+// The byte order mark of UTF-8, which Windows' editors write, is no text; counted it is, where a line is said to be wrong.
+TEST(tokenize_passes_over_a_byte_order_mark) {
+    TokenizeFixture f;
+    f.input("a.txt", "\xEF\xBB\xBFone");
+    for (const char* text : {"\xEF\xBB\xBF{\"text\": \"two\"}", "\xEF\xBB"}) {
+        write_file(f.folder.file("b.jsonl"), text);
+        f.options.in = {f.folder.file("a.txt"), f.folder.file("b.jsonl")};
+        if (std::strlen(text) > 3) {
+            tokenize_files(f.options);
+            CHECK_EQUAL(f.train() + f.val(), std::string("|one|two"));
+        } else {
+            f.options.out = f.folder.file("y");
+            CHECK_FAILS(1, "byte 0: not valid JSON: found byte 0xef", tokenize_files(f.options));
+        }
+    }
+    write_file(f.folder.file("b.jsonl"), "\xEF\xBB\xBF{\"text\": \"two\"}\n[]\n");
+    CHECK_FAILS(1, "line 2: byte 19: found an array", tokenize_files(f.options));
+    // A pipe cannot go back to its beginning.
+    const std::string pipe = f.folder.file("pipe.txt");
+    CHECK_EQUAL(mkfifo(pipe.c_str(), 0600), 0);
+    std::thread writer([&] { write_file(pipe, "three"); });
+    f.options.in = {f.folder.file("a.txt"), pipe}, f.options.out = f.folder.file("z");
+    tokenize_files(f.options);
+    writer.join();
+    CHECK_EQUAL(f.train() + f.val(), std::string("|one|three"));
+}
+
 TEST(tokenize_bad_json_line_is_named) {
     TokenizeFixture f;
     std::string good;
