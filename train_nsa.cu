@@ -369,9 +369,19 @@ static int threads_of_rank(const World& world) {
     return std::max(1, usable_processors() / (sharers == neighbours ? world.local_size : sharers));
 }
 
+// Ranks on GPUs and on CPUs cannot sum gradients together, and do different things from here on.
+static void require_same_kind_of_device(const Device& d, const World& world) {
+    if (world.size == 1) return;
+    const std::string mine = (d.gpu ? "GPU, because " : "CPU, because ") + d.reason;
+    const std::vector<std::string> all = world.gather(mine);
+    if (std::any_of(all.begin(), all.end(), [&](const std::string& device) { return device.compare(0, 3, all[0], 0, 3) != 0; }))
+        world.require_same("device: " + mine, "all ranks compute on GPUs or all on CPUs: make every rank see a GPU, or start all with --device cpu");
+}
+
 static Device choose_device(const Config& c, const World& world) {
     Device d;
-    d.threads = c.threads ? int(c.threads) : threads_of_rank(world);
+    const int share = threads_of_rank(world);  // all ranks ask, whoever has --threads
+    d.threads = c.threads ? int(c.threads) : share;
     omp_set_num_threads(d.threads);
     int gpus = 0;
     std::string none = "this build holds no CUDA engine";
@@ -387,6 +397,7 @@ static Device choose_device(const Config& c, const World& world) {
     if (c.cuda_graph && !d.gpu) fail_usage("--cuda-graph %lld is for GPUs and this run is on the CPU (%s); leave it out", (long long)c.cuda_graph, none.c_str());
     d.cpu_bf16 = c.cpu_dtype == "bf16" && HAVE_BF16;
     if (c.cpu_dtype == "bf16" && !HAVE_BF16) d.reason += "; fp32, because --cpu-dtype bf16 needs AVX512_BF16, which the processor of this build does not have";
+    require_same_kind_of_device(d, world);
     return d;
 }
 
