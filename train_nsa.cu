@@ -1364,7 +1364,8 @@ void read_moments(Model<Dev>& model, const Manifest& manifest, const std::string
 static std::string newest_checkpoint(const std::string& run) {
     std::vector<std::string> damages;
     const std::string newest = newest_intact_checkpoint(run, [&](const std::string& text) { damages.push_back(text); });
-    if (newest.empty() && !damages.empty()) fail("%s", damages[0].c_str());
+    if (newest.empty() && !damages.empty())  // of the first complaint without "; taking the one before"
+        fail("no checkpoint under %s is intact; %s; without --resume the run starts anew and this folder is moved aside", run.c_str(), damages[0].substr(0, damages[0].rfind("; ")).c_str());
     for (const std::string& text : damages) complain(text);
     return newest;
 }
