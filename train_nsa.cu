@@ -2310,6 +2310,7 @@ void with_engine(const Device& device, World& world, Use use) {
 #ifdef HAVE_CUDA
     if (device.gpu) {
         world.device = format_text("GPU %d", gpu_of_rank(world));
+        world.channel().computes_on(world.device.c_str());
         Cuda dev(gpu_of_rank(world));
         require_own_gpu(world, dev.device);
         return use(dev);
@@ -2317,6 +2318,7 @@ void with_engine(const Device& device, World& world, Use use) {
 #endif
     (void)device;
     world.device = "CPU";
+    world.channel().computes_on(world.device.c_str());
     Cpu<float> dev;
     dev.gemm.bf16 = device.cpu_bf16;
     use(dev);
@@ -2325,6 +2327,7 @@ void with_engine(const Device& device, World& world, Use use) {
 static int run_train(Config& c, const std::set<std::string>& given, World& world) {
     apply_preset(c, given);
     validate_model(c, "options");
+    if (world.size > 1) world.channel().watch(c.stall_timeout);  // from the start on a rank that falls silent is told; standing still is judged when the phases begin
     const Device device = choose_device(c, world);
     resolve_batch(c, given, world, device.gpu);
     if (!given.count("stats-every")) c.stats_every = device.gpu ? 50 : 1;

@@ -125,6 +125,8 @@ class ControlChannel {
     void tick() { ticks.store(ticks.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed); }
     // Any thread: bytes have moved between ranks. Progress for a rank that waits, but not for one that should compute meanwhile.
     void bytes_moved() { moves.fetch_add(1, std::memory_order_relaxed); }
+    // What this rank computes on, such as "GPU 1", for messages: a string that lives as long as the program.
+    void computes_on(const char* what) { device.store(what); }
     const char* current_phase() const { return phase.load(std::memory_order_relaxed); }
     // Around a blocking collective: whatever the phase is called, this rank waits for others. In another thread than the main one it says nothing.
     struct Waiting {
@@ -147,6 +149,12 @@ class ControlChannel {
         stall_timeout.store(seconds);
     }
     void unwatch() { stall_timeout.store(0); }
+    // The run is over. Several ranks stay watched until all have said goodbye: what they share (NCCL, MPI) is taken down together, and one that stands still holds up all.
+    void unwatch_alone() {
+        if (ranks() == 1) return unwatch();
+        phase.store("waiting for all ranks to end", std::memory_order_relaxed);
+        tick();
+    }
 
     // All ranks have called finish: returns when they have, or this process is ended because one failed meanwhile.
     void finish() {
@@ -194,6 +202,7 @@ class ControlChannel {
         int32_t idle_ms;  // ALIVE: how long it has made no progress
         int32_t waiting;  // ALIVE: it waits for others
         char phase[40];
+        char device[16];  // ALIVE: what it computes on, "" until that is known
     };
     struct Link {
         int rank, socket;
@@ -220,7 +229,7 @@ class ControlChannel {
     // Written by the main thread (moves: by whichever speaks with other ranks), read by the channel's.
     std::atomic<uint64_t> ticks{0}, moves{0};
     std::atomic<int64_t> step{-1};
-    std::atomic<const char*> phase{nullptr};
+    std::atomic<const char*> phase{nullptr}, device{""};
     std::atomic<bool> in_collective{false};
     std::atomic<double> stall_timeout{0};
     std::atomic<int> request{NONE}, failure_status{1};
@@ -246,7 +255,12 @@ class ControlChannel {
         eventfd_write(wake, 1);
     }
 
-    std::string name_of(int r) const { return format_text("rank %d on %s", r, hosts[size_t(r)].c_str()); }
+    std::string name_of(int r) const {
+        std::string on = r == rank ? device.load() : "";
+        for (const Link& link : links)
+            if (link.rank == r) on = link.last.device;
+        return format_text("rank %d on %s%s%s", r, hosts[size_t(r)].c_str(), on.empty() ? "" : ", ", on.c_str());
+    }
     static std::string where(int64_t at_step, const char* at_phase) {
         return at_step < 0 ? "before the first step" : format_text("at step %lld in '%s'", (long long)at_step, at_phase);
     }
@@ -258,6 +272,7 @@ class ControlChannel {
         m.kind = ALIVE, m.step = step.load(std::memory_order_relaxed);
         const char* p = phase.load(std::memory_order_relaxed);
         std::snprintf(m.phase, sizeof m.phase, "%s", p ? p : "start");
+        std::snprintf(m.device, sizeof m.device, "%s", device.load());
         m.waiting = in_collective.load(std::memory_order_relaxed) || !std::strncmp(m.phase, "waiting", 7);
         m.idle_ms = int32_t(std::min(2e9, (now - last_progress) * 1000));
         return m;
@@ -353,7 +368,7 @@ class ControlChannel {
             link.last_heard = seconds_now();
             if (m.kind == FAILED) end_quietly(m.status, link.rank);
             if (m.kind == LEAVING) link.left = true;
-            if (m.kind == ALIVE) link.last = m, link.last.phase[sizeof m.phase - 1] = '\0';
+            if (m.kind == ALIVE) link.last = m, link.last.phase[sizeof m.phase - 1] = link.last.device[sizeof m.device - 1] = '\0';
         }
         if (!closed) return;
         link.shut();
@@ -495,7 +510,7 @@ class Watchdog {
         if (started_alone) channel.start_alone(host);
     }
     ~Watchdog() {
-        channel.unwatch();
+        channel.unwatch_alone();
         if (started_alone) channel.stop();
         if (heartbeat >= 0) close(heartbeat);
     }
