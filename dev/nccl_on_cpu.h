@@ -53,6 +53,9 @@ inline ncclResult_t ncclGetUniqueId(ncclUniqueId* id) { return *id = {}, ncclSuc
 inline ncclResult_t ncclCommInitRank(ncclComm_t* c, int ranks, ncclUniqueId, int rank) {
     int world_size = emu::peers ? emu::peers->ranks : 1, world_rank = emu::peers ? emu::peers->rank : 0;
 #ifdef EMU_MPI
+    int begun = 0;
+    MPI_Initialized(&begun);
+    if (!begun) return ncclInvalidUsage;  // the ranks were not started by mpirun
     MPI_Comm_size(MPI_COMM_WORLD, &world_size);
     MPI_Comm_rank(MPI_COMM_WORLD, &world_rank);
 #endif
