@@ -21,11 +21,12 @@ inline Words program_on(int gpus, const char* what) {
     return gpus == 1 ? Words{path} : Words{mpirun, "-np", std::to_string(gpus), path};
 }
 // The smallest model that the tensor-core kernels take; a step of four samples.
-inline Result train_on(const Words& program, const Options& more) {
+inline Options options_of(const Options& more) {
     Options options = small({{"dim", "32"}, {"head-dim", "16"}, {"slc-block", "16"}, {"total-batch", "256"}, {"batch", "1"}, {"eval-batches", "1"}, {"bucket-mb", "0.02"}, {"device", "cuda"}});
     for (const auto& [name, value] : more) options[name] = value;
-    return execute(joined(program, words_of(options)), ranks_start());
+    return options;
 }
+inline Result train_on(const Words& program, const Options& more) { return execute(joined(program, words_of(options_of(more))), ranks_start()); }
 
 }  // namespace emulated_runs
 
@@ -86,6 +87,27 @@ TEST(emulated_gpus_sum_gradients) {
         CHECK_NEAR(loss2[0], loss[0], 1e-6);  // the log's last digit
         CHECK_NEAR(norm2[0], norm[0], 2 * norm[0] * c.roundings + 1e-6);
     }
+}
+
+// Each rank has its own --threads; GPUs and CPUs do not mix, which is said as it is.
+TEST(emulated_gpus_with_unlike_ranks) {
+    using namespace emulated_runs;
+    const Words two = program_on(2, "two unlike ranks");
+    if (two.empty()) return;
+    TempFolder folder;
+    const auto unlike = [&](const Options& first, const Options& second) {
+        Words words = {two[0]};
+        for (const Options* more : {&first, &second}) {
+            if (more == &second) words.push_back(":");
+            words = joined(words, {"-np", "1", two[3]}), words = joined(words, words_of(options_of(*more)));
+        }
+        return execute(words, ranks_start());
+    };
+    const std::string out = folder.file("run");
+    CHECK_EQUAL(unlike({{"steps", "1"}, {"out", out}}, {{"steps", "1"}, {"out", out}, {"threads", "2"}}).status, 0);
+    const Result mixed = unlike({{"out", folder.file("mixed")}}, {{"out", folder.file("mixed")}, {"device", "cpu"}});
+    CHECK(mixed.status != 0 && mixed.status != 1000);
+    for (const char* words : {"device: CPU, because --device cpu", "all ranks compute on GPUs or all on CPUs", "--device cpu"}) CHECK(mixed.err.find(words) != std::string::npos);
 }
 
 // An error of one rank is told, and ends all, at once. Rank 0 alone gives up after bad steps while the others wait for it; a bad token is met by rank 1 alone.

@@ -384,7 +384,9 @@ TEST(checkpoints_fall_back_to_the_newest_intact) {
     CHECK(read_file(out + "/step_00000009/model.safetensors") == model);
     // None is intact: that is no reason to begin again over it.
     for (const char* step : {"3", "6", "9"}) std::filesystem::remove(out + "/step_0000000" + step + "/config.json");
-    CHECK_REFUSED(train(again), 1, "step_00000009", "config.json");
+    const Result none = train(again);
+    CHECK_REFUSED(none, 1, "no checkpoint under " + out + " is intact", "step_00000009", "config.json", "without --resume");
+    CHECK(none.err.find("taking the one before") == std::string::npos);
     CHECK(read_file(out + "/step_00000009/model.safetensors") == model);
 }
 

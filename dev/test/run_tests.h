@@ -971,12 +971,14 @@ TEST(run_resume_with_another_model_or_data_is_refused) {
         std::replace(field.begin(), field.end(), '-', '_');
         CHECK_REFUSED(resume({{name, value}}), 1, "resume", out, field, value);
     }
+    const std::string manifest = read_file(out + "/run.json");
     CHECK_REFUSED(resume({{"heads", "4"}, {"kv-groups", "2"}}), 1, "resume");
     CHECK_REFUSED(resume({{"seq-len", "32"}}), 1, "seq_len", "64", "32");
     CHECK_REFUSED(resume({{"data", longer}}), 1, "--data", "another corpus");
     CHECK_REFUSED(resume({{"data", "synthetic"}}), 1, "--data", "another corpus");
     // As many tokens, but others: the run would go on silently with data that it was not made on.
     CHECK_REFUSED(resume({{"data", other}}), 1, "--data");
+    CHECK_EQUAL(read_file(out + "/run.json"), manifest);  // what is refused leaves everything as it was
     CHECK(!file_exists(out + "/step_00000003") && !file_exists(out + ".1"));
     REQUIRE_GOOD(resume({}));
 }
@@ -1120,6 +1122,88 @@ TEST(run_full_disk_leaves_no_half_checkpoint) {
     REQUIRE_GOOD(train({{"out", folder.file("whole")}, {"steps", "2"}, {"resume", "on"}}));
     for (const char* file : {"model.safetensors", OPTIMIZER})
         CHECK(read_file(folder.file("whole/step_00000002/") + file) == read_file(out + "/step_00000002/" + file));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Streams, and neighbours in the folder.
+
+namespace program {
+// The program with small_words(more) behind `verb`, under a shell that does what `redirection` says, such as ">&-".
+inline Result in_shell(const Words& words, const std::string& redirection) { return execute(joined({"/bin/bash", "-c", "set -o pipefail; \"$0\" \"$@\" " + redirection, path()}, words)); }
+}  // namespace program
+
+// What is printed does not go into the first file that is opened, where stdout, stderr or stdin is closed.
+TEST(run_with_closed_streams) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    CHECK_EQUAL(in_shell(small_words({{"out", out}, {"steps", "3"}}), ">&-").status, 0);
+    const std::vector<std::string> beats = lines_of(read_file(out + "/heartbeat_rank0.jsonl"));
+    CHECK_EQUAL(beats.size(), 3u);
+    for (const std::string& line : beats) CHECK_EQUAL(parse_json(line, "heartbeat").string("phase", "heartbeat").empty(), false);
+    write_file(folder.file("a.txt"), std::string(100000, 'a'));
+    for (const char* redirection : {"", "2>&-"}) {
+        const std::string prefix = folder.file(*redirection ? "closed" : "open");
+        CHECK_EQUAL(in_shell({"tokenize", "--tokenizer", "bytes", "--in", folder.file("a.txt"), "--out", prefix}, redirection).status, 0);
+    }
+    for (const char* shard : {"_train_000001.bin", "_val_000000.bin"}) CHECK(read_file(folder.file(std::string("closed") + shard)) == read_file(folder.file(std::string("open") + shard)));
+}
+// Output that does not arrive: all there is of a sample is lost, which is an error; of a run it is its log's copy.
+TEST(run_output_that_is_lost_is_an_error) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    const Result lost = in_shell(small_words({{"out", out}}), ">/dev/full");
+    CHECK_EQUAL(lost.status, 0);
+    CHECK(lost.err.find("warning: not all of the output could be written to stdout") != std::string::npos);
+    CHECK_EQUAL(logged(out, "loss").size(), 2u);
+    CHECK_REFUSED(in_shell({"sample", "--from", out, "--tokens", "5"}, ">/dev/full"), 1, "stdout", "make room");
+    CHECK_EQUAL(in_shell({"sample", "--from", out, "--tokens", "5"}, ">/dev/null").status, 0);
+    // The reader is gone after a line: a checkpoint is written, as after SIGTERM.
+    const Result piped = in_shell(small_words({{"out", folder.file("piped")}, {"steps", "1000000"}, {"eval-every", "0"}}), "| head -n 1");
+    CHECK_EQUAL(piped.status, 75);
+    CHECK_EQUAL(lines_of(piped.out).size(), 1u);
+    CHECK_EQUAL(glob_files(folder.file("piped") + "/step_*").size(), 1u);
+}
+TEST(run_has_its_folder_to_itself) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    REQUIRE_GOOD(train({{"out", out}}));
+    const int other = open(out.c_str(), O_RDONLY | O_DIRECTORY);  // as another run does
+    CHECK_EQUAL(flock(other, LOCK_EX | LOCK_NB), 0);
+    for (const char* resume : {"-", "on"}) CHECK_REFUSED(train({{"out", out}, {"resume", resume}, {"steps", "3"}}), 1, "--out", out, "another run");
+    CHECK(!file_exists(out + ".1"));
+    close(other);
+    REQUIRE_GOOD(train({{"out", out}, {"resume", "on"}, {"steps", "3"}}));
+    REQUIRE_GOOD(train({{"out", out}}));  // and moves the earlier one aside
+    CHECK(file_exists(out + ".1/main.log"));
+}
+TEST(run_closing_lines_can_be_followed) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("a run of mine");
+    const Result first = train({{"out", out}});
+    REQUIRE_GOOD(first);
+    CHECK(first.out.find("next:   ./train_nsa sample --from '" + out + "' --prompt") != std::string::npos);
+    const Result again = train({{"out", out}, {"resume", "on"}});
+    CHECK(again.out.find("no step was to be done: --steps is 2, and step 2 is reached already") != std::string::npos);
+    const Result none = train({{"out", folder.file("none")}, {"steps", "0"}});
+    CHECK(none.out.find("no step was to be done: --steps is 0\n") != std::string::npos && none.out.find("next:") == std::string::npos);
+}
+// A shard that is cut off while it is read: the kernel sends SIGBUS, and the program says which.
+TEST(run_shard_cut_off_while_it_is_read) {
+    using namespace program;
+    TempFolder folder;
+    const std::string file = folder.file("train.bin");
+    write_file(file, shard(random_tokens(64 * 4000 + 1, 1)));
+    std::thread cut([&] {
+        for (int i = 0; i < 3000 && (!file_exists(folder.file("run/main.log")) || read_file(folder.file("run/main.log")).find("s:3 ") == std::string::npos); i++) usleep(10000);
+        std::filesystem::resize_file(file, 1024);
+    });
+    const Result r = train({{"data", file}, {"out", folder.file("run")}, {"steps", "1000000"}, {"eval-every", "0"}});
+    cut.join();
+    CHECK_REFUSED(r, 1, file, "was cut off", "--resume");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
