@@ -37,7 +37,7 @@ $(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/%.cpp $(EMULATOR_HEADERS)
 # The whole program on up to four emulated GPUs, one for each rank; wants MPI's compiler. -x none: what the wrapper adds behind are libraries.
 $(BUILD)/train_nsa_emulated: train_nsa.cu $(EMULATOR_HEADERS)
 	@mkdir -p $(BUILD)
-	mpicxx $(EMULATOR_FLAGS) -O2 -pthread -rdynamic -DEMULATED_GPUS=4 -DEMU_MPI -DUSE_MPI -DUSE_NCCL -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX -x c++ $< -x none -o $@
+	mpicxx $(EMULATOR_FLAGS) -O2 -pthread -rdynamic -DEMULATED_GPUS=4 -DEMU_MPI -DUSE_MPI -DUSE_NCCL -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(SAN_FLAGS) -x c++ $< -x none -o $@
 $(BUILD)/emulator_tests_mpi: dev/test/emulator_tests.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(BUILD)
 	mpicxx $(EMULATOR_FLAGS) -O2 -DEMU_MPI $< -o $@
