@@ -401,7 +401,9 @@ class ControlChannel {
         const double limit = stall_timeout.load();
         const Message own = own_state(now);
         const bool started = phase.load(std::memory_order_relaxed) != nullptr;
-        if (started && (!own.waiting || ranks() == 1) && now - last_progress > limit)
+        // A rank that stands still since another is stopped shall not take the blame: not while it hears nothing of one, and rank 0, who hears of all, comes first.
+        const bool silence = std::any_of(links.begin(), links.end(), [&](const Link& link) { return !link.left && now - link.last_heard > 1; });
+        if (started && (!own.waiting || ranks() == 1) && !silence && now - last_progress > limit + (rank > 0 ? 0.5 : 0))
             report_and_end(name_of(rank) + format_text(" has made no progress for %.1f s ", now - last_progress) + where(own.step, own.phase) +
                                format_text(" (--stall-timeout %g); the stack of its main thread:", limit),
                            true);
