@@ -282,7 +282,7 @@ class TokenSpool {
 
     void write(const TokenBlock& block) {
         for (const size_t at : block.documents) documents.push_back(tokens + at);
-        if (std::fwrite(block.tokens.data(), sizeof(uint16_t), block.tokens.size(), file) != block.tokens.size())
+        if (!block.tokens.empty() && std::fwrite(block.tokens.data(), sizeof(uint16_t), block.tokens.size(), file) != block.tokens.size())
             fail("cannot write %s: %s (all tokens go there before the shards, 2 bytes each)", path.c_str(), std::strerror(errno));
         tokens += block.tokens.size();
     }
