@@ -149,6 +149,8 @@ train() {
     echo "result: $name | $rate | tokens/s | median of the steps after the 5th$(sed -n 's/.*\(, MFU [0-9.]* % of [0-9.]* TFLOP.s\).*/\1/p' "$WORK/$name.out")$(
         sed -n 's/.*peak memory \([0-9]* MiB\) on the GPU.*/, \1 of GPU memory/p' "$WORK/$name.out"), first step after $(cat "$WORK/$name.first") s; $*"
 }
+# One make for both programs, which looks for what the machine has once. Should nvcc not get on with what the host compiler knows of this processor, a plainer one will do.
+part_build() { make -j2 CONFIGURED=1 train_nsa test_nsa || { echo "-- again, for a plainer processor"; make -j2 CONFIGURED=1 MARCH=x86-64-v3 train_nsa test_nsa; }; }
 # Every group in a process of its own; one test's fault spoils the GPU for the rest of its process, so what failed or never ran is run again alone.
 part_tests() {
     local group name status=0
@@ -278,10 +280,9 @@ part_torch() {
     return "$status"
 }
 export WORK=$work
-export -f run train same_digits sanitize part_tests part_sanitizer part_perf part_gaps part_attention part_train part_batches part_long part_ranks part_torch
+export -f run train same_digits sanitize part_build part_tests part_sanitizer part_perf part_gaps part_attention part_train part_batches part_long part_ranks part_torch
 
-# One make for both, which looks for what the machine has once.
-build() { section build make -j2 CONFIGURED=1 train_nsa test_nsa; }
+build() { section build bash -c part_build; }
 built=""
 for part in "$@"; do
     if [ "$part" = build ]; then build && built=1; continue; fi

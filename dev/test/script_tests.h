@@ -158,4 +158,7 @@ TEST(run_gpu_check_stops_what_takes_too_long) {
     std::filesystem::remove(machine.folder.file("test_nsa"));
     machine.run({"dev/gpu_check.sh", "perf"});
     CHECK(read_file(machine.report()).find("built: -j2 CONFIGURED=1 train_nsa test_nsa") != std::string::npos);
+    machine.script("bin/make", "case $* in *MARCH=*) echo \"built: $*\" ;; *) echo 'unknown intrinsic'; exit 1 ;; esac\n");
+    CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "build"}).status, 0);
+    CHECK(read_file(machine.report()).find("unknown intrinsic\n-- again, for a plainer processor\nbuilt: -j2 CONFIGURED=1 MARCH=x86-64-v3 train_nsa test_nsa\n") != std::string::npos);
 }
