@@ -1097,6 +1097,13 @@ static int32_t choose_token(const std::vector<float>& logits, double temperature
     return order[chosen];
 }
 
+// While it lives a CPU decodes on as many threads as pay for one token: one for each 32 M weights. A loop over a single position is over before more have woken up.
+struct DecodingThreads {
+    const int before = omp_get_max_threads();
+    explicit DecodingThreads(size_t weights) { omp_set_num_threads(int(std::max<size_t>(1, std::min(size_t(before), weights >> 25)))); }
+    ~DecodingThreads() { omp_set_num_threads(before); }
+};
+
 // Continues a prompt of at least one token by `count` tokens; each new token is handed to `emit`. The prompt is one forward pass, each
 // further token one pass over a single position with the caches. The random numbers depend on seed and position alone.
 template <class Dev>
@@ -1106,7 +1113,9 @@ void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t cou
     std::vector<int32_t> next = prompt;
     std::vector<float> logits(static_cast<size_t>(a.V));
     int position = 0;
+    std::unique_ptr<DecodingThreads> threads;
     for (int64_t i = 0; i < count; i++) {
+        if (i == 1) threads = std::make_unique<DecodingThreads>(model.table.total);  // behind the prompt
         forward(model, a, next.data(), position, int(next.size()));
         position += int(next.size());
         dev.matmul_forward(a.logits, a.normed + (next.size() - 1) * size_t(a.C), model.w.embed, nullptr, 1, int(a.C), int(a.Vp));
