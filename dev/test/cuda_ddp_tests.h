@@ -33,7 +33,7 @@ struct TwoRanks {
     static float rounded(float x) { return from_bf16(to_bf16(x)); }
 
     // By a model that is given both ranks' batches, and sums on the host.
-    void compute_expected() {
+    void compute_expected(int steps = STEPS) {
         Config plain = c;
         plain.zero = 0;
         Model<Cuda> model(dev, plain, true, 0, 2);
@@ -42,7 +42,7 @@ struct TwoRanks {
         DataLoader first({synthetic_source(c, 60000, 0)}, of_rank(0)), second({synthetic_source(c, 60000, 0)}, of_rank(1));
         const size_t n = model.partition.elements;
         std::vector<float> own(n), sum(n);
-        for (int step = 1; step <= STEPS; step++) {
+        for (int step = 1; step <= steps; step++) {
             Expected e;
             e.peer_grads.resize(n), e.squares.resize(model.chunks()), e.params.resize(n);
             accumulate_gradients(model, a, second, world, false);
@@ -150,14 +150,15 @@ TEST(cuda_ddp_streams_wait_for_each_other) {
 // A loss that is not finite keeps every rank from its update, whichever rank has it and although all gradients are finite: with the optimiser's state shared out too,
 // where this rank never sees the other's guard among the gradients.
 TEST(cuda_ddp_bad_loss_of_another_rank) {
-    for (const char* options : {"--bucket-mb 0.04", "--bucket-mb 0.04 --zero 1", "--bucket-mb 0.04 --grad-reduce bf16 --zero 1", "--bucket-mb 0.04 --deterministic --zero 1"})
-        for (const double loss : {std::numeric_limits<double>::infinity(), 5.5}) {
-            TwoRanks ranks(options);
-            ranks.compute_expected();
+    for (const char* options : {"--bucket-mb 0.04", "--bucket-mb 0.04 --zero 1", "--bucket-mb 0.04 --deterministic --zero 1"}) {
+        TwoRanks ranks(options);
+        ranks.compute_expected(1);
+        for (const double loss : {5.5, double(INFINITY)}) {
             ranks.expected[0].peer_loss = loss, ranks.expected[0].peer_grads[TensorTable(ranks.c).total] = float(loss);
             double norm_squared = 0;
             ranks.run(false, false, 1, &norm_squared);
             CHECK_EQUAL(std::isnan(norm_squared), std::isinf(loss));
         }
+    }
 }
 #endif
