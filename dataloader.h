@@ -2,8 +2,8 @@
 //
 // A shard is 256 int32 {20240520, 1, number of tokens, vocabulary size or 0, 0 ...}, then that many uint16 tokens, all little endian:
 // the format of llm.c and modded-nanogpt, whose published FineWeb shards (vocabulary size 0 = not recorded) work unchanged.
-// A sample is T+1 consecutive tokens of one shard. All ranks walk one global sequence of samples, so the data of a step does not depend on how
-// many ranks share it, and the loader's whole state is four integers.
+// A sample is T+1 consecutive tokens of one shard. All ranks walk one global sequence of samples, so the
+// data of a step does not depend on how many ranks share it, and the loader's whole state is four integers.
 #pragma once
 #include <algorithm>
 #include <csignal>
@@ -27,9 +27,10 @@ constexpr size_t SHARD_HEADER_BYTES = 256 * sizeof(int32_t);
 // ---------------------------------------------------------------------------------------------------------------------
 // Writing.
 
-// Writes <prefix>_<split>_000000.bin and so on from first_index, a new file after every shard_tokens tokens (documents may straddle two files).
-// A shard has its name only once it is whole: it grows as <name>.tmp, which is renamed after its header has been patched and the disk has
-// confirmed it; a writer that ends without close() removes its unfinished file. A shard that exists already is refused, never replaced.
+// Writes <prefix>_<split>_000000.bin and so on from first_index, a new file after every shard_tokens tokens
+// (documents may straddle two files). A shard has its name only once it is whole: it grows as <name>.tmp,
+// which is renamed after its header has been patched and the disk has confirmed it; a writer that ends
+// without close() removes its unfinished file. A shard that exists already is refused, never replaced.
 class ShardWriter {
   public:
     ShardWriter(std::string prefix, std::string split, int first_index, uint64_t shard_tokens, int vocab_size)
@@ -37,7 +38,8 @@ class ShardWriter {
         if (this->split != "train" && this->split != "val") fail_usage("shards of split '%s': expected train or val", this->split.c_str());
         if (first_index < 0 || first_index > 999999) fail_usage("first shard number %d: expected 0..999999", first_index);
         if (shard_tokens < 1 || shard_tokens > uint64_t(INT32_MAX))
-            fail_usage("%llu tokens per shard: expected 1..%d, the header counts them in 32 bits", (unsigned long long)shard_tokens, INT32_MAX);
+            fail_usage("%llu tokens per shard: expected 1..%d, the header counts them in 32 bits", (unsigned long long)shard_tokens,
+                       INT32_MAX);
         if (vocab_size < 1 || vocab_size > 65536) fail_usage("vocabulary of %d tokens: shards hold 16-bit tokens, so 1..65536", vocab_size);
         const size_t slash = this->prefix.rfind('/');
         if (slash != std::string::npos && slash > 0) make_folders(this->prefix.substr(0, slash));
@@ -174,10 +176,12 @@ inline std::string name_foreign_format(const std::string& head) {
     const auto is_text = [](unsigned char c) { return c >= ' ' || (c >= '\t' && c <= '\r'); };
     if (std::all_of(head.begin(), head.end(), is_text)) return "text, not tokens: " + tokenize;
     return "no token shard: its first number is " + std::to_string(magic) + ", expected " + std::to_string(SHARD_MAGIC) +
-           "; if it is a header-less .bin of nanoGPT, put 256 int32 {20240520, 1, number of tokens, 0, 0 ...} before its tokens, or " + tokenize;
+           "; if it is a header-less .bin of nanoGPT, put 256 int32 {20240520, 1, number of tokens, 0, 0 ...} before its tokens, or " +
+           tokenize;
 }
 
-// Shards in memory, for the message about one that is cut off, or whose disk fails, while it is read: the kernel then sends SIGBUS instead of an error.
+// Shards in memory, for the message about one that is cut off, or whose disk
+// fails, while it is read: the kernel then sends SIGBUS instead of an error.
 struct MappedShard {
     const char* begin;
     uint64_t bytes;
@@ -220,15 +224,18 @@ inline TokenSource open_shard(const std::string& path) {
     std::memcpy(header, head.data(), head.size());
     if (header[0] != SHARD_MAGIC) fail("%s is %s", p, name_foreign_format(head).c_str());
     if (bytes < SHARD_HEADER_BYTES)
-        fail("%s is cut off: %llu bytes, the header alone has %zu: fetch or write it again", p, (unsigned long long)bytes, SHARD_HEADER_BYTES);
+        fail("%s is cut off: %llu bytes, the header alone has %zu: fetch or write it again", p, (unsigned long long)bytes,
+             SHARD_HEADER_BYTES);
     if (header[1] != SHARD_VERSION) fail("%s: version %d at byte 4, expected %d", p, header[1], SHARD_VERSION);
     if (header[2] < 1)
-        fail("%s: number of tokens %d at byte 8, expected 1..%d: the header is damaged or the shard was never finished", p, header[2], INT32_MAX);
+        fail("%s: number of tokens %d at byte 8, expected 1..%d: the header is damaged or the shard was never finished", p, header[2],
+             INT32_MAX);
     if (header[3] < 0 || header[3] > 65536)
         fail("%s: vocabulary size %d at byte 12, expected 1..65536, or 0 for not recorded", p, header[3]);
     for (int i = 4; i < 256; i++)
         if (header[i] != 0)
-            fail("%s: number %d at byte %d of the header, expected 0: the header is damaged or of a format unknown here", p, header[i], 4 * i);
+            fail("%s: number %d at byte %d of the header, expected 0: the header is damaged or of a format unknown here", p, header[i],
+                 4 * i);
     const uint64_t expected = SHARD_HEADER_BYTES + sizeof(uint16_t) * uint64_t(header[2]);
     if (bytes != expected)
         fail("%s is %s: its header counts %d tokens (byte 8), which makes %llu bytes, but the file has %llu: fetch or write it again", p,
@@ -239,7 +246,8 @@ inline TokenSource open_shard(const std::string& path) {
     if (map == MAP_FAILED) fail("cannot map %s (%llu bytes) into memory: %s", p, (unsigned long long)bytes, std::strerror(errno));
     TokenSource source;
     mapped_shards().push_back({static_cast<const char*>(map), bytes,
-                               "train_nsa: error: " + printable(path) + " was cut off, or its disk failed, while it was read: put it back and run again with --resume\n"});
+                               "train_nsa: error: " + printable(path) +
+                                   " was cut off, or its disk failed, while it was read: put it back and run again with --resume\n"});
     source.owner = std::shared_ptr<const void>(map, [bytes](const void* m) {
         auto& shards = mapped_shards();
         shards.erase(std::find_if(shards.begin(), shards.end(), [m](const MappedShard& shard) { return shard.begin == m; }));
@@ -257,8 +265,8 @@ inline TokenSource open_shard(const std::string& path) {
 inline std::vector<std::string> shard_files(const std::string& pattern, const std::string& option) {
     const std::vector<std::string> files = glob_files(pattern);
     if (files.empty())
-        fail("%s: no file matches '%s': make shards with ./train_nsa tokenize or data/fetch_shards.sh, and quote the pattern", option.c_str(),
-             pattern.c_str());
+        fail("%s: no file matches '%s': make shards with ./train_nsa tokenize or data/fetch_shards.sh, and quote the pattern",
+             option.c_str(), pattern.c_str());
     return files;
 }
 
@@ -291,10 +299,10 @@ inline void check_disjoint(const std::vector<std::string>& train_files, const st
 // The order.
 
 // Entry `position` of a pseudo-random permutation of 0..n-1, one per (seed, epoch).
-// A Feistel network permutes the numbers of 2h bits whatever its round function is; the smallest such range that holds n is less than 4n, and a
-// result outside 0..n-1 is sent through again until it falls inside ("cycle walking": Black and Rogaway, "Ciphers with arbitrary finite
-// domains", CT-RSA 2002), which leaves a permutation of 0..n-1. Unlike a shuffled table it needs no memory (a table for 100 B tokens would take
-// 400 MB on every rank), and any place of any epoch is found at once, so resuming is a matter of one number.
+// A Feistel network permutes the numbers of 2h bits whatever its round function is; the smallest such range that holds n is less than
+// 4n, and a result outside 0..n-1 is sent through again until it falls inside ("cycle walking": Black and Rogaway, "Ciphers with
+// arbitrary finite domains", CT-RSA 2002), which leaves a permutation of 0..n-1. Unlike a shuffled table it needs no memory (a table for
+// 100 B tokens would take 400 MB on every rank), and any place of any epoch is found at once, so resuming is a matter of one number.
 inline uint64_t shuffled_position(uint64_t position, uint64_t n, uint64_t seed, uint64_t epoch) {
     int half = 0;
     while (half < 32 && (1ull << 2 * half) < n) half++;
@@ -302,7 +310,8 @@ inline uint64_t shuffled_position(uint64_t position, uint64_t n, uint64_t seed, 
     uint64_t x = position;
     do {
         uint64_t left = x >> half, right = x & mask;
-        for (uint64_t round = 0; round < 6; round++) {  // 4 suffice in theory (Luby and Rackoff, 1988) for large halves; small ones mix worse
+        // 4 suffice in theory (Luby and Rackoff, 1988) for large halves; small ones mix worse
+        for (uint64_t round = 0; round < 6; round++) {
             const uint64_t next = left ^ (random_bits(seed, random_stream(RANDOM_SHUFFLE, epoch), round << 32 | right) & mask);
             left = right, right = next;
         }
@@ -328,8 +337,8 @@ struct LoaderOptions {
 };
 
 // Deals samples to ranks. Sample i of a shard is its tokens i*T .. i*T+T: the first T are the inputs, the last T the targets. Global sample
-// s = 0, 1, 2 ... lies in epoch s / n at position s % n, n = samples_per_epoch(); within an epoch every sample comes once, in shuffled order or
-// in the order of the files. Samples are dealt to the ranks in turn.
+// s = 0, 1, 2 ... lies in epoch s / n at position s % n, n = samples_per_epoch(); within an epoch every
+// sample comes once, in shuffled order or in the order of the files. Samples are dealt to the ranks in turn.
 // While the caller computes on one batch, a thread reads the next: page faults of a cold file cost the step nothing.
 class DataLoader {
   public:
@@ -360,10 +369,12 @@ class DataLoader {
     // Refuses a corpus smaller than one optimiser step, which would see a sample twice.
     void require_global_batch(uint64_t batch_samples) const {
         if (samples < batch_samples)
-            fail("%s: %llu tokens make %llu samples of --seq-len %d, fewer than the %llu of one global batch, which needs about %llu tokens: "
-                 "give more text, or lower --total-batch or --seq-len",
-                 options.name.c_str(), (unsigned long long)total_tokens, (unsigned long long)samples, options.seq_len,
-                 (unsigned long long)batch_samples, (unsigned long long)(batch_samples * T() + 1));
+            fail(
+                "%s: %llu tokens make %llu samples of --seq-len %d, fewer than the %llu of one global batch, which needs about %llu "
+                "tokens: "
+                "give more text, or lower --total-batch or --seq-len",
+                options.name.c_str(), (unsigned long long)total_tokens, (unsigned long long)samples, options.seq_len,
+                (unsigned long long)batch_samples, (unsigned long long)(batch_samples * T() + 1));
     }
 
     // This rank's next B samples: inputs and targets (B, T); answer (B, T) is 1 where the target is an answer to be recalled, if not null.
@@ -389,23 +400,27 @@ class DataLoader {
     // Continues where state() was taken, on any number of ranks. The order is the saved one: its seed replaces this loader's.
     void restore(const LoaderState& saved) {
         if (saved.seq_len != T())
-            fail("cannot continue on %s: the checkpoint cut samples with --seq-len %llu, this run with %d: use the same", options.name.c_str(),
-                 (unsigned long long)saved.seq_len, options.seq_len);
+            fail("cannot continue on %s: the checkpoint cut samples with --seq-len %llu, this run with %d: use the same",
+                 options.name.c_str(), (unsigned long long)saved.seq_len, options.seq_len);
         if (saved.corpus != fingerprint())
-            fail("cannot continue on %s: the checkpoint was made on another corpus (fingerprint %016llx, of these tokens %016llx): use the same shards, or for the synthetic corpus the same --seed", options.name.c_str(),
-                 (unsigned long long)saved.corpus, (unsigned long long)fingerprint());
+            fail(
+                "cannot continue on %s: the checkpoint was made on another corpus (fingerprint %016llx, of these tokens %016llx): use the "
+                "same shards, or for the synthetic corpus the same --seed",
+                options.name.c_str(), (unsigned long long)saved.corpus, (unsigned long long)fingerprint());
         pending = {};  // waits for the thread
         seed = saved.seed;
         next_sample = saved.next_sample;
     }
 
-    // Tells another corpus from the same one without reading it all: a hash over the number of tokens in every shard and 64 tokens spaced evenly in each.
+    // Tells another corpus from the same one without reading it all: a hash over
+    // the number of tokens in every shard and 64 tokens spaced evenly in each.
     uint64_t fingerprint() const {
         uint64_t hash = 0;
         const auto mix = [&](uint64_t x) { hash = random_bits(hash, x, 0); };
         for (const TokenSource& source : sources) {
             mix(source.count);
-            for (uint64_t i = 0; i < 64 && source.count > 0; i++) mix(source.tokens[(source.count - 1) / 63 * i + (source.count - 1) % 63 * i / 63]);
+            for (uint64_t i = 0; i < 64 && source.count > 0; i++)
+                mix(source.tokens[(source.count - 1) / 63 * i + (source.count - 1) % 63 * i / 63]);
         }
         return hash;
     }

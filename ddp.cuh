@@ -200,7 +200,8 @@ inline bool launched_by_rank_variables(Launch& launch) {
     launch.port = 29500;
     read_master(launch);
     if (launch.address.empty()) {
-        const bool one_host = launch.local_size < 0 ? launch.local_rank < 0 || launch.local_rank == launch.rank : launch.local_size == launch.size;
+        const bool one_host = launch.local_size < 0 ? launch.local_rank < 0 || launch.local_rank == launch.rank
+                                                    : launch.local_size == launch.size;
         if (!one_host)
             fail_usage("RANK=%d and WORLD_SIZE=%d are set, on more than one host, and MASTER_ADDR is not: set it to the name "
                 "or address of rank 0's host", launch.rank, launch.size);
@@ -351,7 +352,9 @@ inline std::string peer_address(int fd) {
     socklen_t length = sizeof a;
     return getpeername(fd, reinterpret_cast<sockaddr*>(&a), &length) == 0 ? numeric_address(a, length) : "?";
 }
-inline bool is_loopback(const std::string& address) { return address.compare(0, 4, "127.") == 0 || address == "::1" || address == "localhost"; }
+inline bool is_loopback(const std::string& address) {
+    return address.compare(0, 4, "127.") == 0 || address == "::1" || address == "localhost";
+}
 
 // Listens on a port (0: any free one) of all addresses, or of the loopback alone. IPv6 with IPv4, where the kernel has it.
 inline Socket listen_on(int port, bool loopback, int& bound_port) {
@@ -380,7 +383,8 @@ inline Socket listen_on(int port, bool loopback, int& bound_port) {
         }
         length = sizeof a;
         getsockname(s.fd, reinterpret_cast<sockaddr*>(&a), &length);
-        bound_port = ntohs(family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&a)->sin6_port : reinterpret_cast<sockaddr_in*>(&a)->sin_port);
+        bound_port = ntohs(family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&a)->sin6_port
+                                              : reinterpret_cast<sockaddr_in*>(&a)->sin_port);
         return s;
     }
     fail("cannot listen on TCP port %d of %s: %s%s", port, host_name().c_str(), std::strerror(error),
@@ -540,12 +544,14 @@ struct Gate {
         std::string refusal;
         if (std::memcmp(c.hello.magic, MAGIC, seen) != 0) refusal = "it is no rank of this program";
         else if (n > 0 && c.received < sizeof c.hello) return;
-        else if (c.received < sizeof c.hello) refusal = n == 0 ? "it closed the connection before it said who it is" : "it does not say who it is";
+        else if (c.received < sizeof c.hello)
+            refusal = n == 0 ? "it closed the connection before it said who it is" : "it does not say who it is";
         else refusal = judge(c.hello);
         if (refusal.empty()) {
             const std::pair<uint32_t, int> who = {c.hello.kind, c.hello.rank};
             const Answer a = make_answer("");
-            if (!send_all(c.socket.fd, &a, sizeof a, seconds_now() + 10).empty()) refusal = "it closed the connection before it was answered";
+            if (!send_all(c.socket.fd, &a, sizeof a, seconds_now() + 10).empty())
+                refusal = "it closed the connection before it was answered";
             else wanted.erase(who), come[who] = {std::move(c.socket), c.hello};
         } else {
             const Answer a = make_answer(refusal);
@@ -562,7 +568,8 @@ struct Gate {
     // "" if welcome.
     std::string judge(Hello& h) const {
         make_printable(h.host), make_printable(h.boot), make_printable(h.run);
-        if (h.version != VERSION) return format_text("it is another version of this program (protocol %u, expected %u)", h.version, VERSION);
+        if (h.version != VERSION)
+            return format_text("it is another version of this program (protocol %u, expected %u)", h.version, VERSION);
         const std::string who = format_text("rank %d on %s (process %d)", h.rank, h.host, h.process);
         if (h.size != size)
             return who + format_text(" belongs to %d ranks, expected %d: a leftover process, or another number of ranks",
@@ -572,7 +579,8 @@ struct Gate {
         if (wanted.count({h.kind, h.rank})) return "";
         const auto same = come.find({h.kind, h.rank});
         if (same == come.end()) return who + " is not expected here";
-        return who + format_text(": rank %d on %s (process %d) is already here", h.rank, same->second.second.host, same->second.second.process);
+        return who +
+               format_text(": rank %d on %s (process %d) is already here", h.rank, same->second.second.host, same->second.second.process);
     }
 };
 
@@ -706,8 +714,8 @@ struct World {
         }
     }
 
-    // Fails on all ranks if a text is not the same everywhere. One line tells the first of the text's lines that differs: the first rank that has another one than
-    // most ranks, and both. The hint says what to do.
+    // Fails on all ranks if a text is not the same everywhere. One line tells the first of the text's lines
+    // that differs: the first rank that has another one than most ranks, and both. The hint says what to do.
     void require_same(const std::string& text, const std::string& hint) const {
         if (size == 1) return;
         std::vector<std::istringstream> texts;
@@ -725,9 +733,11 @@ struct World {
             std::string expected = lines[0];
             for (const std::string& line : lines)
                 if (ranks_with[line] > ranks_with[expected]) expected = line;
-            const size_t odd = size_t(std::find_if(lines.begin(), lines.end(), [&](const std::string& line) { return line != expected; }) - lines.begin());
+            const size_t odd = size_t(std::find_if(lines.begin(), lines.end(), [&](const std::string& line) { return line != expected; }) -
+                                      lines.begin());
             if (rank != 0) control->wait_for_verdict();  // rank 0 says it for all
-            fail("rank %zu on %s has '%s', expected '%s' as on %d of %d ranks; %s", odd, hosts[odd].c_str(), lines[odd].c_str(), expected.c_str(), ranks_with[expected], size, hint.c_str());
+            fail("rank %zu on %s has '%s', expected '%s' as on %d of %d ranks; %s", odd, hosts[odd].c_str(), lines[odd].c_str(),
+                 expected.c_str(), ranks_with[expected], size, hint.c_str());
         }
     }
 
@@ -880,7 +890,8 @@ struct World {
                 const Hello& hello = gate.come.at({DATA, r}).second;
                 Entry& entry = list[size_t(r)];
                 links[size_t(r)] = gate.take(DATA, r), control_sockets[size_t(r)] = gate.take(CONTROL, r).release();
-                copy_text(entry.host, hello.host), copy_text(entry.boot, hello.boot), copy_text(entry.address, peer_address(links[size_t(r)].fd));
+                copy_text(entry.host, hello.host), copy_text(entry.boot, hello.boot),
+                    copy_text(entry.address, peer_address(links[size_t(r)].fd));
                 entry.data_port = hello.data_port;
                 make_prompt(links[size_t(r)].fd), make_prompt(control_sockets[size_t(r)]);
             }
@@ -959,8 +970,9 @@ struct World {
                                 {in_done < in_total ? links[size_t(from)].fd : -1, POLLIN, 0}};
             if (poll(polled, 2, -1) < 0 && errno != EINTR) fail("poll: %s", std::strerror(errno));
             if (polled[0].revents) {
-                iovec parts[2] = {{reinterpret_cast<char*>(&out_header) + std::min(out_done, H), H - std::min(out_done, H)},
-                                  {static_cast<char*>(const_cast<void*>(out)) + (std::max(out_done, H) - H), out_total - std::max(out_done, H)}};
+                iovec parts[2] = {
+                    {reinterpret_cast<char*>(&out_header) + std::min(out_done, H), H - std::min(out_done, H)},
+                    {static_cast<char*>(const_cast<void*>(out)) + (std::max(out_done, H) - H), out_total - std::max(out_done, H)}};
                 msghdr message{};
                 message.msg_iov = parts, message.msg_iovlen = 2;
                 const ssize_t n = sendmsg(polled[0].fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -986,10 +998,12 @@ struct World {
     void exchange(int to, const void* out, size_t out_bytes, int from, void* in, size_t in_bytes) const {
 #ifdef USE_MPI
         if (transport == Transport::MPI) {
-            const int out_rank = to == rank && out_bytes == 0 ? MPI_PROC_NULL : to, in_rank = from == rank && in_bytes == 0 ? MPI_PROC_NULL : from;
+            const int out_rank = to == rank && out_bytes == 0 ? MPI_PROC_NULL : to,
+                      in_rank = from == rank && in_bytes == 0 ? MPI_PROC_NULL : from;
             size_t i = 0;
             do {
-                const size_t o = i < out_bytes ? std::min(MPI_PIECE, out_bytes - i) : 0, n = i < in_bytes ? std::min(MPI_PIECE, in_bytes - i) : 0;
+                const size_t o = i < out_bytes ? std::min(MPI_PIECE, out_bytes - i) : 0,
+                             n = i < in_bytes ? std::min(MPI_PIECE, in_bytes - i) : 0;
                 MPI_Sendrecv(static_cast<const char*>(out) + i, int(o), MPI_BYTE, i == 0 || o ? out_rank : MPI_PROC_NULL, 0,
                     static_cast<char*>(in) + i, int(n), MPI_BYTE,
                              i == 0 || n ? in_rank : MPI_PROC_NULL, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
@@ -1047,7 +1061,8 @@ struct World {
         std::vector<T> come(piece);
         for (int round = 0; round < 2 * (size - 1); round++) {
             const bool adding = round < size - 1;
-            const int out_part = (rank - round + 2 * size) % size, in_part = (out_part - 1 + size) % size;  // in the last round of the sum a rank completes the part behind its own
+            // in the last round of the sum a rank completes the part behind its own
+            const int out_part = (rank - round + 2 * size) % size, in_part = (out_part - 1 + size) % size;
             const size_t out_first = first(out_part), out_count = first(out_part + 1) - out_first;
             const size_t in_first = first(in_part), in_count = first(in_part + 1) - in_first;
             if (!adding) {
@@ -1056,7 +1071,8 @@ struct World {
             }
             for (size_t i = 0; i < std::max(out_count, in_count); i += piece) {
                 const size_t o = i < out_count ? std::min(piece, out_count - i) : 0, n = i < in_count ? std::min(piece, in_count - i) : 0;
-                transfer(o ? next : rank, x + out_first + std::min(i, out_count), o * sizeof(T), n ? previous : rank, come.data(), n * sizeof(T));
+                transfer(o ? next : rank, x + out_first + std::min(i, out_count), o * sizeof(T), n ? previous : rank, come.data(),
+                         n * sizeof(T));
                 for (size_t k = 0; k < n; k++) x[in_first + i + k] += come[k];
             }
         }
@@ -1080,8 +1096,9 @@ inline const char* mpi_name() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Who reduces and who updates what. The flat array of all gradients is cut into buckets of equal size, and every bucket into as many equal parts as there are
-// ranks. With --zero 1 a rank keeps optimiser state for its parts alone ("owned"), one after the other without gaps (rank r's shard).
+// Who reduces and who updates what. The flat array of all gradients is cut into buckets of equal
+// size, and every bucket into as many equal parts as there are ranks. With --zero 1 a rank keeps
+// optimiser state for its parts alone ("owned"), one after the other without gaps (rank r's shard).
 
 struct Piece {
     size_t begin, count;  // in the flat array
@@ -1103,7 +1120,9 @@ struct Partition {
     size_t begin(size_t b) const { return b * bucket; }
     size_t size(size_t b) const { return std::min(bucket, elements - b * bucket); }
     size_t shard() const { return elements / size_t(ranks); }
-    Piece part(size_t b, int rank) const { return {begin(b) + size_t(rank) * (size(b) / size_t(ranks)), size(b) / size_t(ranks), begin(b) / size_t(ranks)}; }
+    Piece part(size_t b, int rank) const {
+        return {begin(b) + size_t(rank) * (size(b) / size_t(ranks)), size(b) / size_t(ranks), begin(b) / size_t(ranks)};
+    }
     std::vector<Piece> parts(int rank) const {
         std::vector<Piece> all;
         for (size_t b = 0; b < buckets(); b++) all.push_back(part(b, rank));
@@ -1136,13 +1155,15 @@ inline void all_gather(const World& world, void* x, size_t bytes) {
 #endif
     for (int step = 0; step + 1 < world.size; step++) {  // a ring: pass on what came last
         const int sent = (world.rank - step + world.size) % world.size, taken = (sent - 1 + world.size) % world.size;
-        world.send_receive((world.rank + 1) % world.size, blocks + size_t(sent) * bytes, bytes, (world.rank - 1 + world.size) % world.size, blocks + size_t(taken) * bytes, bytes);
+        world.send_receive((world.rank + 1) % world.size, blocks + size_t(sent) * bytes, bytes, (world.rank - 1 + world.size) % world.size,
+                           blocks + size_t(taken) * bytes, bytes);
     }
 }
 
-// Sums gradients in the host's memory over the ranks. While the backward pass runs from the last layer to the first, ready(offset) says that everything from
-// `offset` on is final: full buckets from there on are handed over, the last one first, and travel while earlier layers compute. finish() waits for them.
-// Over MPI that is MPI_Iallreduce (--zero 1: MPI_Ireduce_scatter_block), which progresses whenever ready() tests it; over TCP a thread of its own.
+// Sums gradients in the host's memory over the ranks. While the backward pass runs from the last layer to the first,
+// ready(offset) says that everything from `offset` on is final: full buckets from there on are handed over, the last
+// one first, and travel while earlier layers compute. finish() waits for them. Over MPI that is MPI_Iallreduce
+// (--zero 1: MPI_Ireduce_scatter_block), which progresses whenever ready() tests it; over TCP a thread of its own.
 template <class Dev>
 class HostReducer {
     using Grad = typename Dev::Grad;
@@ -1150,10 +1171,12 @@ class HostReducer {
   public:
     ReduceTimes times;
 
-    HostReducer(Dev&, const World& w, const Partition& p, Grad* g, const ReduceOptions& o) : world(w), partition(p), grads(g), options(o), next(p.buckets()) {
+    HostReducer(Dev&, const World& w, const Partition& p, Grad* g, const ReduceOptions& o)
+        : world(w), partition(p), grads(g), options(o), next(p.buckets()) {
         static_assert(std::is_same<Grad, float>::value, "ranks exchange fp32");
         if (world.size > 1 && options.bf16 && world.transport == Transport::TCP)
-            fail_usage("--grad-reduce bf16 needs MPI or NCCL, but these ranks talk over TCP: use --grad-reduce fp32, or start them with mpirun");
+            fail_usage(
+                "--grad-reduce bf16 needs MPI or NCCL, but these ranks talk over TCP: use --grad-reduce fp32, or start them with mpirun");
 #ifdef USE_MPI
         if (options.bf16) MPI_Op_create(add_bf16, 1, &sum_bf16);
         if (world.transport == Transport::MPI) requests.resize(partition.buckets(), MPI_REQUEST_NULL);
@@ -1205,7 +1228,8 @@ class HostReducer {
     template <class T>
     void gather(T* params) {
         const double start = seconds_now();
-        for (size_t b = 0; b < partition.buckets(); b++) all_gather(world, params + partition.begin(b), partition.size(b) / size_t(partition.ranks) * sizeof(T));
+        for (size_t b = 0; b < partition.buckets(); b++)
+            all_gather(world, params + partition.begin(b), partition.size(b) / size_t(partition.ranks) * sizeof(T));
         times.exposed += seconds_now() - start, times.total += seconds_now() - start;
     }
 
@@ -1244,7 +1268,9 @@ class HostReducer {
         if (options.bf16) {
             uint16_t* y = narrow.data() + partition.begin(b);
             for (size_t i = 0; i < count; i++) y[i] = to_bf16(x[i]);
-            if (options.zero) MPI_Ireduce_scatter_block(y, narrow_received.data() + place, int(share), MPI_UINT16_T, sum_bf16, MPI_COMM_WORLD, &requests[b]);
+            if (options.zero)
+                MPI_Ireduce_scatter_block(y, narrow_received.data() + place, int(share), MPI_UINT16_T, sum_bf16, MPI_COMM_WORLD,
+                                          &requests[b]);
             else MPI_Iallreduce(MPI_IN_PLACE, y, int(count), MPI_UINT16_T, sum_bf16, MPI_COMM_WORLD, &requests[b]);
         } else if (options.zero) {
             MPI_Ireduce_scatter_block(x, received.data() + place, int(share), MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD, &requests[b]);
@@ -1306,8 +1332,8 @@ class HostReducer {
         }
     }
 
-    // --deterministic. Rank r holds the sum of the samples r, r + size, r + 2 size ...; ranks r and r + size / 2 add theirs, then distances of size / 4 ... 1:
-    // the upper levels of the tree of sum_in_tree(). a + b = b + a, so both partners have the same bits.
+    // --deterministic. Rank r holds the sum of the samples r, r + size, r + 2 size ...; ranks r and r + size / 2 add theirs, then
+    // distances of size / 4 ... 1: the upper levels of the tree of sum_in_tree(). a + b = b + a, so both partners have the same bits.
     void add_in_tree() {
         std::vector<float> theirs(std::min<size_t>(partition.elements, 6'250'000));
         for (int distance = world.size / 2; distance > 0; distance /= 2)
@@ -1343,8 +1369,8 @@ __global__ void widen_kernel(float* y, const __nv_bfloat16* x, size_t count) {
 }  // namespace kernels
 
 #if defined(USE_NCCL) || !defined(__CUDACC__)
-// Sums gradients over GPUs with NCCL, one rank a GPU, on a stream of its own: as in HostReducer, buckets travel while the backward pass of earlier layers
-// runs. Events order the two streams; the host waits for neither.
+// Sums gradients over GPUs with NCCL, one rank a GPU, on a stream of its own: as in HostReducer, buckets travel
+// while the backward pass of earlier layers runs. Events order the two streams; the host waits for neither.
 class NcclReducer {
   public:
     ReduceTimes times;
@@ -1355,8 +1381,10 @@ class NcclReducer {
         world.broadcast(&id, sizeof id, 0);
         return id;
     }
-    NcclReducer(Cuda& d, const World& w, const Partition& p, float* g, const ReduceOptions& o) : NcclReducer(d, w, p, g, o, agree_on_id(w)) {}
-    NcclReducer(Cuda& d, const World& w, const Partition& p, float* g, const ReduceOptions& o, ncclUniqueId id) : dev(d), world(w), partition(p), grads(g), options(o), next(p.buckets()) {
+    NcclReducer(Cuda& d, const World& w, const Partition& p, float* g, const ReduceOptions& o)
+        : NcclReducer(d, w, p, g, o, agree_on_id(w)) {}
+    NcclReducer(Cuda& d, const World& w, const Partition& p, float* g, const ReduceOptions& o, ncclUniqueId id)
+        : dev(d), world(w), partition(p), grads(g), options(o), next(p.buckets()) {
         NCCL_CHECK(ncclCommInitRank(&communicator, world.size, id, world.rank));
         CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         CUDA_CHECK(cudaEventCreateWithFlags(&computed, cudaEventDisableTiming));
@@ -1410,11 +1438,12 @@ class NcclReducer {
     void gather(T* params) {
         follow_compute();
         for (size_t b = 0; b < partition.buckets(); b++)
-            NCCL_CHECK(ncclAllGather(params + partition.part(b, world.rank).begin, params + partition.begin(b), partition.size(b) / size_t(world.size) * sizeof(T), ncclUint8, communicator, stream));
+            NCCL_CHECK(ncclAllGather(params + partition.part(b, world.rank).begin, params + partition.begin(b),
+                                     partition.size(b) / size_t(world.size) * sizeof(T), ncclUint8, communicator, stream));
         lead_compute();
     }
-    // The host asks for errors until a step's results are there, instead of waiting for them: NCCL's failures do not end a stream's work. mark(): the results were
-    // sent off; arrived(): those of the oldest mark that was not seen to arrive are there.
+    // The host asks for errors until a step's results are there, instead of waiting for them: NCCL's failures do not end a
+    // stream's work. mark(): the results were sent off; arrived(): those of the oldest mark that was not seen to arrive are there.
     void mark() { CUDA_CHECK(cudaEventRecord(marks[marked++ % 2], dev.stream)); }
     bool arrived() {
         const cudaError_t state = cudaEventQuery(marks[seen % 2]);
@@ -1427,7 +1456,9 @@ class NcclReducer {
     std::string error() {
         ncclResult_t result = ncclSuccess;
         NCCL_CHECK(ncclCommGetAsyncError(communicator, &result));
-        return result == ncclSuccess || result == ncclInProgress ? "" : format_text("NCCL: %s (%s)", ncclGetErrorString(result), ncclGetLastError(communicator));
+        return result == ncclSuccess || result == ncclInProgress
+                   ? ""
+                   : format_text("NCCL: %s (%s)", ncclGetErrorString(result), ncclGetLastError(communicator));
     }
     static std::string describe(const World&) { return "NCCL"; }
 
@@ -1464,7 +1495,9 @@ class NcclReducer {
         if (!c.used) return;
         c.used = false;
         float under_way = 0, exposed = 0;  // milliseconds
-        if (cudaEventQuery(c.last) != cudaSuccess || cudaEventElapsedTime(&under_way, c.first, c.last) != cudaSuccess || cudaEventElapsedTime(&exposed, c.backward, c.last) != cudaSuccess) return void(cudaGetLastError());
+        if (cudaEventQuery(c.last) != cudaSuccess || cudaEventElapsedTime(&under_way, c.first, c.last) != cudaSuccess ||
+            cudaEventElapsedTime(&exposed, c.backward, c.last) != cudaSuccess)
+            return void(cudaGetLastError());
         times.total += under_way * 1e-3, times.exposed += std::max(0.0f, exposed) * 1e-3;
     }
     void launch_bucket(size_t b) {
@@ -1492,7 +1525,8 @@ class NcclReducer {
             const size_t count = std::min(piece(), partition.elements - at);
             NCCL_CHECK(ncclAllGather(grads + at, gathered, count * sizeof(float), ncclUint8, communicator, stream));
             for (int distance = world.size / 2; distance > 0; distance /= 2)
-                launch<kernels::add_arrays_kernel>(kernels::grid_of(count * size_t(distance)), 256, 0, stream, gathered, gathered + count * size_t(distance), count * size_t(distance));
+                launch<kernels::add_arrays_kernel>(kernels::grid_of(count * size_t(distance)), 256, 0, stream, gathered,
+                                                   gathered + count * size_t(distance), count * size_t(distance));
             CUDA_CHECK(cudaMemcpyAsync(grads + at, gathered, count * sizeof(float), cudaMemcpyDeviceToDevice, stream));
         }
         lead_compute();
@@ -1504,7 +1538,8 @@ class NcclReducer {
 class StagedReducer {
   public:
     ReduceTimes times;
-    StagedReducer(Cuda& d, const World& w, const Partition& p, float* g, const ReduceOptions& o) : dev(d), partition(p), grads(g), copy(p.elements), inner(host, w, p, copy.data(), o) {}
+    StagedReducer(Cuda& d, const World& w, const Partition& p, float* g, const ReduceOptions& o)
+        : dev(d), partition(p), grads(g), copy(p.elements), inner(host, w, p, copy.data(), o) {}
     void ready(size_t) {}
     void finish() {
         dev.to_host(copy.data(), grads, copy.size());
@@ -1528,7 +1563,9 @@ class StagedReducer {
     void mark() {}
     bool arrived() { return true; }
     std::string error() { return ""; }
-    static std::string describe(const World& world) { return HostReducer<Cpu<float>>::describe(world) + " through the host's memory, since this build has no NCCL"; }
+    static std::string describe(const World& world) {
+        return HostReducer<Cpu<float>>::describe(world) + " through the host's memory, since this build has no NCCL";
+    }
 
   private:
     Cuda& dev;

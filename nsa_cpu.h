@@ -128,10 +128,13 @@ struct VectorOf {
 };
 using FloatVector = VectorOf<float>::type;
 
-// sum + x * y, of vectors or of single numbers. By value: of a sum passed by reference GCC keeps a copy in memory, up to date in every iteration.
+// sum + x * y, of vectors or of single numbers. By value: of a sum passed
+// by reference GCC keeps a copy in memory, up to date in every iteration.
 template <class T, class Element>
 inline T multiply_add(T sum, Element x, T y) { return sum + x * y; }
-inline float multiply_add(float sum, Bf16Pair x, Bf16Pair y) { return sum + from_bf16(x.first) * from_bf16(y.first) + from_bf16(x.second) * from_bf16(y.second); }
+inline float multiply_add(float sum, Bf16Pair x, Bf16Pair y) {
+    return sum + from_bf16(x.first) * from_bf16(y.first) + from_bf16(x.second) * from_bf16(y.second);
+}
 #ifdef __AVX512BF16__
 inline FloatVector multiply_add(FloatVector sum, Bf16Pair x, FloatVector y) {
     int32_t both;
@@ -170,7 +173,8 @@ inline void micro_kernel(int depth, const Element* __restrict a, size_t a_row, s
 
 // R rows, any width: full register blocks, then what is left in vectors, then single columns.
 template <int R, class Element, class real>
-inline void tile_rows(int width, int depth, const Element* a, size_t a_row, size_t a_depth, const Element* b, size_t ldb, real* c, size_t ldc, bool accumulate) {
+inline void tile_rows(int width, int depth, const Element* a, size_t a_row, size_t a_depth, const Element* b, size_t ldb, real* c,
+                      size_t ldc, bool accumulate) {
     constexpr int lanes = VectorOf<real>::lanes;
     int x = 0;
     for (; x + MICRO_VECTORS * lanes <= width; x += MICRO_VECTORS * lanes)
@@ -206,8 +210,9 @@ inline void tile_matmul(int rows, int width, int depth, const Element* a, size_t
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Operands of small products, in the Element that the micro-kernel is to take: real, or Bf16Pair, which rounds. As pairs are neighbours along the summed dimension,
-// a matrix is laid out by what will be summed over: its columns, [rows][columns / PER], or its rows, [rows / PER][columns], with PER numbers an element.
+// Operands of small products, in the Element that the micro-kernel is to take: real, or Bf16Pair, which
+// rounds. As pairs are neighbours along the summed dimension, a matrix is laid out by what will be summed
+// over: its columns, [rows][columns / PER], or its rows, [rows / PER][columns], with PER numbers an element.
 template <class Element>
 constexpr int PER = std::is_same<Element, Bf16Pair>::value ? 2 : 1;
 
@@ -215,10 +220,12 @@ constexpr int PER = std::is_same<Element, Bf16Pair>::value ? 2 : 1;
 inline void round_two_rows(Bf16Pair* pairs, const float* x, const float* y, int count) {
     int i = 0;
 #ifdef __AVX512BF16__
-    alignas(64) static constexpr uint16_t INTERLEAVE[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    alignas(64) static constexpr uint16_t INTERLEAVE[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                            8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i order = _mm512_load_si512(INTERLEAVE);
     for (; i + 16 <= count; i += 16)
-        _mm512_storeu_si512(pairs + i, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(y + i), _mm512_loadu_ps(x + i))));
+        _mm512_storeu_si512(pairs + i,
+                            _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(y + i), _mm512_loadu_ps(x + i))));
 #endif
     for (; i < count; i++) pairs[i] = {to_bf16(x[i]), to_bf16(y[i])};
 }
@@ -226,15 +233,18 @@ inline void round_two_rows(Bf16Pair* pairs, const float* x, const float* y, int 
 inline void round_row(Bf16Pair* pairs, const float* x, int count) {
     int i = 0;
 #ifdef __AVX512BF16__
-    for (; i + 16 <= count; i += 16) _mm512_storeu_si512(pairs + i, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 2 * i + 16), _mm512_loadu_ps(x + 2 * i)));
+    for (; i + 16 <= count; i += 16)
+        _mm512_storeu_si512(pairs + i, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 2 * i + 16), _mm512_loadu_ps(x + 2 * i)));
 #endif
     for (; i < count; i++) pairs[i] = {to_bf16(x[2 * i]), to_bf16(x[2 * i + 1])};
 }
-// A matrix [depth][width] of elements as the micro-kernel is to read it: element k of x goes to out[k * out_k + x * out_x]. In memory numbers of an x are in_k apart,
-// those of a k in_x; one of these is 1. Lines of neighbours are read whole, as they lie; where out has the other order they are transposed in the cache, in `room`
-// (16 elements more a line). numbers: how many of an x there are from here on; where a pair has only one, the other is 0.
+// A matrix [depth][width] of elements as the micro-kernel is to read it: element k of x goes to out[k * out_k + x *
+// out_x]. In memory numbers of an x are in_k apart, those of a k in_x; one of these is 1. Lines of neighbours are
+// read whole, as they lie; where out has the other order they are transposed in the cache, in `room` (16 elements
+// more a line). numbers: how many of an x there are from here on; where a pair has only one, the other is 0.
 template <class Element, class real>
-inline void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_t in_k, size_t in_x, int depth, int width, size_t numbers, Element* room = nullptr) {
+inline void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_t in_k, size_t in_x, int depth, int width, size_t numbers,
+                 Element* room = nullptr) {
     constexpr int per = PER<Element>;
     const bool along_k = in_k == 1;
     const int lines = along_k ? width : depth, length = along_k ? depth : width;
@@ -256,7 +266,8 @@ inline void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_
             for (int i = 0; i < lines; i++)
                 for (int j = j0; j < std::min(length, j0 + 16); j++) out[i * out_line + j * out_step] = room[i * room_line + j];
 }
-// x [rows][columns], rows ld apart, for a product that sums over its columns. Reals stay where they are; pairs are made in `out`, rows ld / 2 apart. Even ld, columns.
+// x [rows][columns], rows ld apart, for a product that sums over its columns. Reals
+// stay where they are; pairs are made in `out`, rows ld / 2 apart. Even ld, columns.
 template <class Element, class real>
 inline const Element* sum_over_columns(Element* out, const real* x, size_t ld, int rows, int columns) {
     if constexpr (PER<Element> == 1) return x;
@@ -358,8 +369,9 @@ class Workspace {
     size_t capacity = 0;
 };
 
-// The one seam to a library: products of fp32, and of fp32 rounded to bf16, go to oneDNN where the build found it, everything else to our own
-// loop. Either way C is cut into blocks by its shape alone and each block is computed by one thread: the same bits on any number of threads.
+// The one seam to a library: products of fp32, and of fp32 rounded to bf16, go to oneDNN where
+// the build found it, everything else to our own loop. Either way C is cut into blocks by its
+// shape alone and each block is computed by one thread: the same bits on any number of threads.
 template <class real>
 class Gemm {
   public:
@@ -377,8 +389,9 @@ class Gemm {
         blocked<real>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
     }
 
-    // Our own: panels of A and B are copied so that the micro-kernel reads memory in order (Goto & van de Geijn, "Anatomy of high-performance
-    // matrix multiplication", 2008). Element: real, or Bf16Pair, to which the copies round; depth, KC and k then count pairs.
+    // Our own: panels of A and B are copied so that the micro-kernel reads memory in order
+    // (Goto & van de Geijn, "Anatomy of high-performance matrix multiplication", 2008).
+    // Element: real, or Bf16Pair, to which the copies round; depth, KC and k then count pairs.
     template <class Element>
     void blocked(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb,
                  bool accumulate, real* C, size_t ldc) {
@@ -410,7 +423,8 @@ class Gemm {
                         Element* out = b_block + size_t(j) * kc_padded;
                         const int width = std::min(PANEL, nc - j);
                         if (width < PANEL || kc < kc_padded) std::fill_n(out, size_t(kc_padded) * PANEL, Element{});
-                        pack(out, PANEL, 1, B + (n0 + j) * b_column + per * k0 * b_depth, b_depth, b_column, kc, width, K - per * k0, room.data());
+                        pack(out, PANEL, 1, B + (n0 + j) * b_column + per * k0 * b_depth, b_depth, b_column, kc, width, K - per * k0,
+                             room.data());
                     }
 #pragma omp for schedule(dynamic, 1)
                     for (int m0 = 0; m0 < M; m0 += MC) {
@@ -420,7 +434,8 @@ class Gemm {
                         for (int j = 0; j < nc; j += PANEL)
                             for (int i = 0; i < mc; i += step)
                                 multiply_panels(tiles, kc_padded, a_block + i * a_stride, a_stride, b_block + size_t(j) * kc_padded,
-                                                std::min(step, mc - i), std::min(PANEL, nc - j), C + (m0 + i) * ldc + n0 + j, ldc, accumulate || k0 > 0);
+                                                std::min(step, mc - i), std::min(PANEL, nc - j), C + (m0 + i) * ldc + n0 + j, ldc,
+                                                accumulate || k0 > 0);
                     }
                 }
         }
@@ -432,7 +447,8 @@ class Gemm {
 
     // C [rows][width] (+)= a panel of A times a panel of B, both padded with zeros. At the edges of C through a buffer.
     template <class Element>
-    static void multiply_panels(bool tiles, int depth, const Element* a, size_t a_row, const Element* b, int rows, int width, real* c, size_t ldc, bool accumulate) {
+    static void multiply_panels(bool tiles, int depth, const Element* a, size_t a_row, const Element* b, int rows, int width, real* c,
+                                size_t ldc, bool accumulate) {
         constexpr int most_rows = 32;
         const bool whole = rows == (tiles ? 32 : MICRO_ROWS) && width == PANEL;
         alignas(64) real edge[most_rows * PANEL];
@@ -452,7 +468,8 @@ class Gemm {
     }
 
 #ifdef USE_DNNL
-    using Shape = std::array<size_t, 9>;  // transpose_a, transpose_b, rows, columns, K, lda, ldb, ldc, accumulate; bf16 has a cache of its own
+    // transpose_a, transpose_b, rows, columns, K, lda, ldb, ldc, accumulate; bf16 has a cache of its own
+    using Shape = std::array<size_t, 9>;
     // oneDNN's product of one shape. Made and used by one thread, inside a parallel region: it does not start threads of its own.
     struct LibraryProduct {
         dnnl::memory::desc a, b, c;
@@ -482,7 +499,8 @@ class Gemm {
         }
         int most = 512;
         while (most > 64 && ((M + most - 1) / most) * ((N + most - 1) / most) < 4) most /= 2;
-        const int rows = block_size(M, most), columns = block_size(N, most), across = (N + columns - 1) / columns, blocks = (M + rows - 1) / rows * across;
+        const int rows = block_size(M, most), columns = block_size(N, most), across = (N + columns - 1) / columns,
+                  blocks = (M + rows - 1) / rows * across;
         if (int(library_threads.size()) < omp_get_max_threads()) library_threads.resize(size_t(omp_get_max_threads()));
         std::string error;
 #pragma omp parallel for schedule(dynamic, 1)
@@ -490,7 +508,8 @@ class Gemm {
             const size_t m0 = size_t(i / across) * rows, n0 = size_t(i % across) * columns;
             try {
                 multiply_block(library_threads[size_t(omp_get_thread_num())],
-                               {transpose_a, transpose_b, std::min<size_t>(rows, M - m0), std::min<size_t>(columns, N - n0), size_t(K), lda, ldb, ldc, accumulate},
+                               {transpose_a, transpose_b, std::min<size_t>(rows, M - m0), std::min<size_t>(columns, N - n0), size_t(K), lda,
+                                ldb, ldc, accumulate},
                                (const char*)a + (transpose_a ? m0 : m0 * lda) * element_bytes,
                                (const char*)b + (transpose_b ? n0 * ldb : n0) * element_bytes, C + m0 * ldc + n0);
             } catch (const std::exception& e) {
@@ -584,21 +603,23 @@ inline real sigmoid(real x) { return 1 / (1 + exponential(-x)); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// What one step of the attention works on: the keys of a tile, and about this many rows (query, head of the group). With D = 64 the operands of a
-// step of the backward pass take 200 KiB, within the L2 cache.
+// What one step of the attention works on: the keys of a tile, and about this many rows (query, head of
+// the group). With D = 64 the operands of a step of the backward pass take 200 KiB, within the L2 cache.
 constexpr int TILE_KEYS = 64, TILE_ROWS = 96;
 
-// Elements that the gradient's norm sums up at a time. The parts of the flat array that ranks own are whole chunks, and the chunks are added in their order, so the
-// norm has the same bits whoever computed which chunk.
+// Elements that the gradient's norm sums up at a time. The parts of the flat array that ranks own are whole
+// chunks, and the chunks are added in their order, so the norm has the same bits whoever computed which chunk.
 constexpr size_t CHUNK = 4096;
 
 struct HyperAdamW {
     double lr, beta1, beta2, eps, decay;  // decay already 0 for tensors without it
     int64_t step;                         // 1-based, for the bias corrections
     double grad_scale;                    // the gradient is multiplied by it
-    uint64_t seed;                        // of stochastic rounding, where param is narrower than its master: stream (RANDOM_ROUNDING, step),
+    // of stochastic rounding, where param is narrower than its master: stream (RANDOM_ROUNDING, step),
+    uint64_t seed;
     size_t offset;                        // counter offset + i, the place in the flat array of all parameters
-    const double* squares = nullptr;      // sum of the squares of the whole gradient, in the engine's memory. Where given: the gradient is clipped to the
+    // sum of the squares of the whole gradient, in the engine's memory. Where given: the gradient is clipped to the
+    const double* squares = nullptr;
     double grad_clip = 0;                 // L2 norm grad_clip (0: not), and nothing is updated if the norm is not finite
 };
 
@@ -795,8 +816,8 @@ struct Cpu {
 #pragma omp parallel for simd schedule(static)
         for (size_t i = 0; i < count; i++) x[i] += y[i];
     }
-    // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. All arrays [count]. An engine with a master copy updates
-    // that, and rounds it to param; here master is unused.
+    // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. All arrays
+    // [count]. An engine with a master copy updates that, and rounds it to param; here master is unused.
     void set_step(const HyperAdamW&) {}  // of an update that may be replayed
     void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
         (void)master;
@@ -851,7 +872,8 @@ struct Cpu {
             for (int j = 0; j < s.queries; j++) {
                 const int t = s.first + j;
                 const real* in = projected + (size_t(b) * s.queries + j) * P;
-                for (int head = 0; head < s.H; head++, in += D) rotate(out.q + ((size_t(b) * s.H + head) * s.queries + j) * D, in, t, D, +1);
+                for (int head = 0; head < s.H; head++, in += D)
+                    rotate(out.q + ((size_t(b) * s.H + head) * s.queries + j) * D, in, t, D, +1);
                 for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++)
                     for (int g = 0; g < s.G; g++, in += D) {
                         real* row = out.kv[slot] + ((size_t(b) * s.G + g) * s.T + t) * D;
@@ -906,7 +928,8 @@ struct Cpu {
             const real* tokens = k + (size_t(bg) * s.T + size_t(begin) * s.d) * D;
             real *h = hidden + (size_t(bg) * NC + begin) * F, *o = out + (size_t(bg) * NC + begin) * D;
             for (int chunk = 0; chunk < s.l / s.d; chunk++)
-                gemm(false, true, count, F, s.d * D, tokens + size_t(chunk) * s.d * D, size_t(s.d) * D, phi.fc1 + size_t(chunk) * s.d * D, size_t(s.l) * D, chunk > 0, h, F);
+                gemm(false, true, count, F, s.d * D, tokens + size_t(chunk) * s.d * D, size_t(s.d) * D, phi.fc1 + size_t(chunk) * s.d * D,
+                     size_t(s.l) * D, chunk > 0, h, F);
 #pragma omp parallel for schedule(static)
             for (int i = 0; i < count; i++) {
                 for (int f = 0; f < F; f++) {
@@ -925,7 +948,8 @@ struct Cpu {
         }
     }
     // dk [B, G, T, D] =, dphi +=, from dout [B, G, NC, D] (turned back in place). Training shapes.
-    void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
+    void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k, const Phi& phi, bool rotated,
+                           const NsaShape& s) {
         const int D = s.D, F = s.F, NC = s.cmp_capacity();
         zero(dk, s.key_rows() * D);
         if (NC == 0) return;
@@ -959,7 +983,9 @@ struct Cpu {
     // Work is cut into tiles of keys; all query heads of a group share them, so the rows of a tile are (head, token) pairs.
 
     static int tile_keys(Branch branch, const NsaShape& s) { return branch == SLC ? s.slc_block : TILE_KEYS; }
-    static int key_count(Branch branch, const NsaShape& s) { return branch == CMP ? s.cmp_blocks(s.first + s.queries) : s.first + s.queries; }
+    static int key_count(Branch branch, const NsaShape& s) {
+        return branch == CMP ? s.cmp_blocks(s.first + s.queries) : s.first + s.queries;
+    }
     static int key_stride(Branch branch, const NsaShape& s) { return branch == CMP ? s.cmp_capacity() : s.T; }
     static int tile_queries(const NsaShape& s) { return std::max(1, TILE_ROWS / s.heads_per_group()); }
 
@@ -985,7 +1011,8 @@ struct Cpu {
     // The columns of a tile that any of the given queries sees, widened to whole vectors.
     static KeyRange columns_of(Branch branch, const int* tokens, int count, int tile, const NsaShape& s) {
         constexpr int lanes = VectorOf<real>::lanes;
-        return {visible_keys(branch, tokens[0], tile, s).begin / lanes * lanes, (visible_keys(branch, tokens[count - 1], tile, s).end + lanes - 1) / lanes * lanes};
+        return {visible_keys(branch, tokens[0], tile, s).begin / lanes * lanes,
+                (visible_keys(branch, tokens[count - 1], tile, s).end + lanes - 1) / lanes * lanes};
     }
     // The queries that see a tile of keys, in order. selection: the bitmasks of one (sequence, group), [queries, words].
     static std::vector<int> query_list(Branch branch, int tile, const uint32_t* selection, const NsaShape& s) {
@@ -999,7 +1026,8 @@ struct Cpu {
         return list;
     }
 
-    // The tiles of keys or of values as operands. A tile has `padded` keys, a multiple of the vector's lanes; those that do not exist are 0.
+    // The tiles of keys or of values as operands. A tile has `padded` keys,
+    // a multiple of the vector's lanes; those that do not exist are 0.
     template <class Element>
     struct Tiles {
         const Element* data;
@@ -1007,8 +1035,8 @@ struct Cpu {
         int count, padded;
         const Element* operator()(size_t bg, int tile) const { return data + bg * group_stride + tile * tile_stride; }
     };
-    // Those of x [B, G, stride, D]. For products that sum over D: [D / PER][padded], so that the scores of a row with all keys of a tile are vector operations; for
-    // products that sum over keys: [padded / PER][D], where reals are read as they are.
+    // Those of x [B, G, stride, D]. For products that sum over D: [D / PER][padded], so that the scores of a row with all keys
+    // of a tile are vector operations; for products that sum over keys: [padded / PER][D], where reals are read as they are.
     enum SumOver { OVER_D, OVER_KEYS };
     // needed(bg, tile): whether anybody will read that one.
     struct EveryTile {
@@ -1018,7 +1046,8 @@ struct Cpu {
     Tiles<Element> operand_tiles(int slot, Branch branch, const real* x, const NsaShape& s, SumOver sum_over, Needed needed = {}) {
         static_assert(sizeof(Element) == sizeof(real), "they share scratch memory");
         constexpr int per = PER<Element>;
-        const int D = s.D, width = tile_keys(branch, s), padded = padded_keys(branch, s), keys = key_count(branch, s), count = (keys + width - 1) / width;
+        const int D = s.D, width = tile_keys(branch, s), padded = padded_keys(branch, s), keys = key_count(branch, s),
+                  count = (keys + width - 1) / width;
         const size_t group_stride = size_t(key_stride(branch, s)) * D, size = size_t(padded / per) * D;
         if constexpr (per == 1)
             if (sum_over == OVER_KEYS) return {x, group_stride, size_t(width) * D, count, padded};
@@ -1065,7 +1094,8 @@ struct Cpu {
     static void load_dout(real* rows, const real* dout, int b, int g, const int* tokens, int count, const NsaShape& s) {
         const size_t width = size_t(s.heads_per_group()) * s.D;
         for (int j = 0; j < count; j++)
-            std::memcpy(rows + j * width, dout + (size_t(b) * s.queries + tokens[j] - s.first) * s.H * s.D + g * width, sizeof(real) * width);
+            std::memcpy(rows + j * width, dout + (size_t(b) * s.queries + tokens[j] - s.first) * s.H * s.D + g * width,
+                        sizeof(real) * width);
     }
     static void prefetch(const real* x, size_t count) {
         for (size_t i = 0; i < count; i += 64 / sizeof(real)) __builtin_prefetch(x + i);
@@ -1077,24 +1107,30 @@ struct Cpu {
         return selection ? selection + (size_t(bg) * s.queries + (t - s.first)) * s.selection_words() : nullptr;
     }
 
-    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries] the natural logarithm of the softmax's
-    // denominator. A query without a key: out 0, lse +infinity. Softmax is accumulated tile by tile (Milakov & Gimelshein 2018).
-    // Work is shared out by tiles of queries; of those, each run of neighbours that see a tile of keys is one pair of products.
-    void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection, const NsaShape& s) {
+    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries] the natural logarithm of the
+    // softmax's denominator. A query without a key: out 0, lse +infinity. Softmax is accumulated tile by tile (Milakov & Gimelshein
+    // 2018). Work is shared out by tiles of queries; of those, each run of neighbours that see a tile of keys is one pair of products.
+    void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection,
+                           const NsaShape& s) {
         with_element([&](auto element) { attention_forward_in<decltype(element)>(branch, out, lse, q, k, v, selection, s); });
     }
     template <class Element>
-    void attention_forward_in(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection, const NsaShape& s) {
+    void attention_forward_in(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection,
+                              const NsaShape& s) {
         const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s);
         const int step = (branch == SLC ? 4 : 1) * tile_queries(s);  // a tile that few of them chose is fetched less often
         constexpr int per = PER<Element>;
         const real infinity = std::numeric_limits<real>::infinity();
         // Decoding has one query, which sees a few of the tiles; the many queries of a sequence see them all.
-        const auto needed = [&](int bg, int tile) { return s.queries > 1 || sees(branch, s.first, tile, selection_of(selection, bg, s.first, s), s); };
-        const Tiles<Element> kt = operand_tiles<Element>(0, branch, k, s, OVER_D, needed), vs = operand_tiles<Element>(1, branch, v, s, OVER_KEYS, needed);
+        const auto needed = [&](int bg, int tile) {
+            return s.queries > 1 || sees(branch, s.first, tile, selection_of(selection, bg, s.first, s), s);
+        };
+        const Tiles<Element> kt = operand_tiles<Element>(0, branch, k, s, OVER_D, needed),
+                             vs = operand_tiles<Element>(1, branch, v, s, OVER_KEYS, needed);
 #pragma omp parallel
         {
-            std::vector<real> rows(size_t(h) * step * D), scores(size_t(h) * step * kt.padded), sums(size_t(h) * step * D), largest(h * step), total(h * step);
+            std::vector<real> rows(size_t(h) * step * D), scores(size_t(h) * step * kt.padded), sums(size_t(h) * step * D),
+                largest(h * step), total(h * step);
             std::vector<Element> q_room(rows.size()), p_room(scores.size());
             std::vector<int> tokens(step);
 #pragma omp for collapse(2) schedule(dynamic, 1)
@@ -1107,20 +1143,25 @@ struct Cpu {
                     std::fill(sums.begin(), sums.end(), real(0));
                     std::fill(largest.begin(), largest.end(), -infinity);
                     std::fill(total.begin(), total.end(), real(0));
-                    auto visible = [&](int j, int tile) { return j < count && sees(branch, t0 + j, tile, selection_of(selection, bg, t0 + j, s), s); };
+                    auto visible = [&](int j, int tile) {
+                        return j < count && sees(branch, t0 + j, tile, selection_of(selection, bg, t0 + j, s), s);
+                    };
                     const KeyRange tiles = tile_range(branch, t0, t0 + count, s);
                     for (int tile = tiles.begin; tile < tiles.end; tile++)
                         for (int j = 0, end; j < count; j = end) {
                             for (end = j; visible(end, tile);) end++;
                             if (end == j && ++end) continue;
                             const KeyRange columns = columns_of(branch, &tokens[j], end - j, tile, s);
-                            const int n_rows = h * (end - j), n = columns.end - columns.begin, n_existing = std::min(columns.end, keys - tile * width) - columns.begin;
-                            tile_matmul(n_rows, n, D / per, q_rows + size_t(j) * h * D / per, D / per, 1, kt(bg, tile) + columns.begin, kt.padded, scores.data(), kt.padded, false);
+                            const int n_rows = h * (end - j), n = columns.end - columns.begin,
+                                      n_existing = std::min(columns.end, keys - tile * width) - columns.begin;
+                            tile_matmul(n_rows, n, D / per, q_rows + size_t(j) * h * D / per, D / per, 1, kt(bg, tile) + columns.begin,
+                                        kt.padded, scores.data(), kt.padded, false);
                             for (int r = j * h; r < end * h; r++)
-                                softmax_step(&scores[size_t(r - j * h) * kt.padded], columns, visible_keys(branch, t0 + r / h, tile, s), largest[r], total[r],
-                                             &sums[size_t(r) * D], D);
+                                softmax_step(&scores[size_t(r - j * h) * kt.padded], columns, visible_keys(branch, t0 + r / h, tile, s),
+                                             largest[r], total[r], &sums[size_t(r) * D], D);
                             const Element* const p = sum_over_columns(p_room.data(), scores.data(), kt.padded, n_rows, n);
-                            tile_matmul(n_rows, D, (n_existing + per - 1) / per, p, kt.padded / per, 1, vs(bg, tile) + size_t(columns.begin) / per * D, D, &sums[size_t(j) * h * D], D, true);
+                            tile_matmul(n_rows, D, (n_existing + per - 1) / per, p, kt.padded / per, 1,
+                                        vs(bg, tile) + size_t(columns.begin) / per * D, D, &sums[size_t(j) * h * D], D, true);
                         }
                     for (int r = 0; r < h * count; r++) {
                         const size_t row = query_row(b, g, r % h, t0 + r / h, s);
@@ -1131,8 +1172,8 @@ struct Cpu {
                 }
         }
     }
-    // One tile's part of the softmax of a row: p, the scores of `columns`, becomes e^(p - largest) in the visible range and 0 outside, with the largest
-    // score so far; total gets their sum, and what was summed under the old maximum is rescaled.
+    // One tile's part of the softmax of a row: p, the scores of `columns`, becomes e^(p - largest) in the visible range and
+    // 0 outside, with the largest score so far; total gets their sum, and what was summed under the old maximum is rescaled.
     static void softmax_step(real* p, KeyRange columns, KeyRange visible, real& largest, real& total, real* sums, int D) {
         const int n = columns.end - columns.begin;
         hide(p, n, visible.begin - columns.begin, visible.end - columns.begin);
@@ -1170,7 +1211,8 @@ struct Cpu {
                     for (int x = 0; x < s.D; x++) {
                         real sum = 0;
                         for (int branch = 0; branch < 3; branch++)
-                            if (s.has(Branch(branch))) sum += (s.full ? real(1) : gate[branch * rows + row]) * o[(branch * rows + row) * s.D + x];
+                            if (s.has(Branch(branch)))
+                                sum += (s.full ? real(1) : gate[branch * rows + row]) * o[(branch * rows + row) * s.D + x];
                         to[x] = sum;
                     }
                 }
@@ -1178,7 +1220,8 @@ struct Cpu {
     // What the backward of every branch starts from, per branch and query row, with g = gate and r = dout . o:
     //   row_dot = r     lse_gated = lse - ln(g), so that e^(score - lse_gated) = g * P     dgate_logit = r * g * (1 - g)
     // So the gate needs no buffers of its own, and the row term of softmax's backward is the gate's gradient.
-    void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o, const Stat* gate, const Stat* lse, const NsaShape& s) {
+    void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o, const Stat* gate,
+                                 const Stat* lse, const NsaShape& s) {
         const size_t rows = s.query_rows();
 #pragma omp parallel for collapse(2) schedule(static)
         for (int b = 0; b < s.B; b++)
@@ -1187,7 +1230,8 @@ struct Cpu {
                     for (int branch = 0; branch < 3; branch++) {
                         if (!s.has(Branch(branch))) continue;
                         const size_t row = branch * rows + (size_t(b) * s.H + head) * s.queries + j;
-                        const real *d = dout + ((size_t(b) * s.queries + j) * s.H + head) * s.D, *from = o + row * s.D, g = s.full ? real(1) : gate[row];
+                        const real *d = dout + ((size_t(b) * s.queries + j) * s.H + head) * s.D, *from = o + row * s.D,
+                                   g = s.full ? real(1) : gate[row];
                         real r = 0;
 #pragma omp simd reduction(+ : r)
                         for (int x = 0; x < s.D; x++) r += d[x] * from[x];
@@ -1200,18 +1244,21 @@ struct Cpu {
     // Gradients of one branch.  P' = e^(S - lse_gated),  dS = P' o (dout v^T - row_dot):
     //   dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`       dk [keys] = dS^T q / sqrt(D)       dv [keys] = P'^T dout
     // dout [B*queries, H*D]; row_dot, lse_gated [B, H, queries] of this branch. Training shapes.
-    // Work is shared out by tiles of keys, each of which has one owner for its dk and dv. Several of them add to a row of dq: in the order of
-    // the tiles, so that the sum has one order. A tile follows its predecessor from query to query; progress[tile] says how far it is.
-    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v,
-                            const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
-        with_element([&](auto element) { attention_backward_in<decltype(element)>(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s); });
+    // Work is shared out by tiles of keys, each of which has one owner for its dk and dv. Several of them add to a row of dq: in the order
+    // of the tiles, so that the sum has one order. A tile follows its predecessor from query to query; progress[tile] says how far it is.
+    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k,
+                            const real* v, const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
+        with_element([&](auto element) {
+            attention_backward_in<decltype(element)>(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s);
+        });
     }
     template <class Element>
-    void attention_backward_in(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v,
-                               const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
+    void attention_backward_in(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k,
+                               const real* v, const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
         const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s), most = tile_queries(s);
         constexpr int per = PER<Element>;
-        const Tiles<Element> kt = operand_tiles<Element>(0, branch, k, s, OVER_D), vt = operand_tiles<Element>(1, branch, v, s, OVER_D), ks = operand_tiles<Element>(2, branch, k, s, OVER_KEYS);
+        const Tiles<Element> kt = operand_tiles<Element>(0, branch, k, s, OVER_D), vt = operand_tiles<Element>(1, branch, v, s, OVER_D),
+                             ks = operand_tiles<Element>(2, branch, k, s, OVER_KEYS);
         std::vector<std::atomic<int>> progress(size_t(s.B) * s.G * kt.count);  // queries below it are done
         real* const sums = scratch[3].get(s.query_rows() * D);                 // [B, G, T, h, D], dq before the scaling
         zero(sums, s.query_rows() * D);
@@ -1229,7 +1276,8 @@ struct Cpu {
                     std::fill_n(dv + at, size_t(n_keys) * D, real(0));
                     std::atomic<int>& done = progress[size_t(bg) * kt.count + tile];
                     auto follow = [&](int t) {  // waits until the tile before this one is past query t
-                        while (tile > 0 && progress[size_t(bg) * kt.count + tile - 1].load(std::memory_order_acquire) <= t) std::this_thread::yield();
+                        while (tile > 0 && progress[size_t(bg) * kt.count + tile - 1].load(std::memory_order_acquire) <= t)
+                            std::this_thread::yield();
                     };
                     const std::vector<int> list = query_list(branch, tile, selection_of(selection, bg, s.first, s), s);
                     for (size_t i = 0; i < list.size(); i += most) {
@@ -1247,10 +1295,10 @@ struct Cpu {
                             prefetch(dout + (size_t(b) * s.queries + t - s.first) * s.H * D + size_t(g) * h * D, h * D);
                             prefetch(sums + (size_t(bg) * s.T + t) * h * D, h * D);
                         }
-                        tile_matmul(n_rows, n, D / per, sum_over_columns(room.data(), rows.data(), D, n_rows, D), D / per, 1, kt(bg, tile) + columns.begin, kt.padded,
-                                    p.data(), kt.padded, false);   // S
-                        tile_matmul(n_rows, n, D / per, sum_over_columns(room.data(), drows.data(), D, n_rows, D), D / per, 1, vt(bg, tile) + columns.begin, kt.padded,
-                                    ds.data(), kt.padded, false);  // dout v^T
+                        tile_matmul(n_rows, n, D / per, sum_over_columns(room.data(), rows.data(), D, n_rows, D), D / per, 1,
+                                    kt(bg, tile) + columns.begin, kt.padded, p.data(), kt.padded, false);  // S
+                        tile_matmul(n_rows, n, D / per, sum_over_columns(room.data(), drows.data(), D, n_rows, D), D / per, 1,
+                                    vt(bg, tile) + columns.begin, kt.padded, ds.data(), kt.padded, false);  // dout v^T
                         for (int r = 0; r < n_rows; r++) {
                             const size_t row = query_row(b, g, r % h, tokens[r / h], s);
                             const KeyRange visible = visible_keys(branch, tokens[r / h], tile, s);
@@ -1264,16 +1312,17 @@ struct Cpu {
                             }
                         }
                         // dv += P'^T dout, dk += dS^T q / sqrt(D)
-                        tile_matmul(n_existing, D, (n_rows + per - 1) / per, sum_over_rows(room.data(), p.data(), kt.padded, n_rows, n), 1, kt.padded,
-                                    sum_over_rows(second_room.data(), drows.data(), D, n_rows, D), D, dv + at + first, D, true);
-                        tile_matmul(n_existing, D, (n_rows + per - 1) / per, sum_over_rows(room.data(), ds.data(), kt.padded, n_rows, n), 1, kt.padded,
-                                    sum_over_rows(second_room.data(), rows.data(), D, n_rows, D), D, dk + at + first, D, true);
+                        tile_matmul(n_existing, D, (n_rows + per - 1) / per, sum_over_rows(room.data(), p.data(), kt.padded, n_rows, n), 1,
+                                    kt.padded, sum_over_rows(second_room.data(), drows.data(), D, n_rows, D), D, dv + at + first, D, true);
+                        tile_matmul(n_existing, D, (n_rows + per - 1) / per, sum_over_rows(room.data(), ds.data(), kt.padded, n_rows, n), 1,
+                                    kt.padded, sum_over_rows(second_room.data(), rows.data(), D, n_rows, D), D, dk + at + first, D, true);
                         const Element* const ds_rows = sum_over_columns(room.data(), ds.data(), kt.padded, n_rows, n);
                         follow(tokens[count - 1]);
                         for (int j = 0, end; j < count; j = end) {  // sums += dS k, runs of neighbouring queries together
                             for (end = j + 1; end < count && tokens[end] == tokens[end - 1] + 1;) end++;
-                            tile_matmul((end - j) * h, D, (n_existing + per - 1) / per, ds_rows + size_t(j) * h * kt.padded / per, kt.padded / per, 1, ks(bg, tile) + first / per, D,
-                                        sums + (size_t(bg) * s.T + tokens[j]) * h * D, D, true);
+                            tile_matmul((end - j) * h, D, (n_existing + per - 1) / per, ds_rows + size_t(j) * h * kt.padded / per,
+                                        kt.padded / per, 1, ks(bg, tile) + first / per, D, sums + (size_t(bg) * s.T + tokens[j]) * h * D, D,
+                                        true);
                         }
                         done.store(tokens[count - 1] + 1, std::memory_order_release);
                     }
@@ -1308,7 +1357,8 @@ struct Cpu {
         const size_t stride = size_t(kt.count) * TILE_KEYS;  // compressed blocks, in whole tiles
 #pragma omp parallel
         {
-            std::vector<real> rows(size_t(h) * step * D), scores(size_t(h) * step * kt.padded), weight(step * stride), importance(s.slc_blocks());
+            std::vector<real> rows(size_t(h) * step * D), scores(size_t(h) * step * kt.padded), weight(step * stride),
+                importance(s.slc_blocks());
             std::vector<Element> room(rows.size());
             std::vector<int> tokens(step);
 #pragma omp for collapse(2) schedule(dynamic, 1)
@@ -1324,7 +1374,8 @@ struct Cpu {
                         const KeyRange tiles = tile_range(CMP, t0, t0 + count, s);
                         for (int tile = tiles.begin; tile < tiles.end; tile++) {
                             const KeyRange columns = columns_of(CMP, tokens.data(), count, tile, s);
-                            tile_matmul(h * count, columns.end, D / per, q_rows, D / per, 1, kt(bg, tile), kt.padded, scores.data(), kt.padded, false);
+                            tile_matmul(h * count, columns.end, D / per, q_rows, D / per, 1, kt(bg, tile), kt.padded, scores.data(),
+                                        kt.padded, false);
                             for (int r = 0; r < h * count; r++) {
                                 real *p = &scores[size_t(r) * kt.padded], *sum = &weight[r / h * stride + size_t(tile) * TILE_KEYS];
                                 const real shift = lse[query_row(b, g, r % h, t0 + r / h, s)];

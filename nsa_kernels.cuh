@@ -1,12 +1,13 @@
-// nsa_kernels.cuh: struct Cuda, every operation of the model on an NVIDIA GPU: the same members and signatures as struct Cpu of nsa_cpu.h, which
-// is their specification. Matrix products are cuBLASLt's, everything else is written here. The seam to CUDA (launches, PTX) is dev/cuda_common.cuh; the same
-// source runs on a CPU in dev/cuda_on_cpu.h. Attention in PRECISION=FP32 is by the scalar kernels of dev/ladder.
+// nsa_kernels.cuh: struct Cuda, every operation of the model on an NVIDIA GPU: the same members and
+// signatures as struct Cpu of nsa_cpu.h, which is their specification. Matrix products are cuBLASLt's,
+// everything else is written here. The seam to CUDA (launches, PTX) is dev/cuda_common.cuh; the same source
+// runs on a CPU in dev/cuda_on_cpu.h. Attention in PRECISION=FP32 is by the scalar kernels of dev/ladder.
 //
-// The file reads in this order:  attention on tensor cores  ->  loads, stores and sums  ->  kernels of the row operations (embedding, norm, SiLU, classifier, optimiser)  ->  of heads
-// and RoPE  ->  of compression  ->  struct Cuda, which launches them.
+// The file reads in this order:  attention on tensor cores  ->  loads, stores and sums  ->  kernels of the row operations
+// (embedding, norm, SiLU, classifier, optimiser)  ->  of heads and RoPE  ->  of compression  ->  struct Cuda, which launches them.
 //
-// Precision. Parameters and activations are bf16, or fp32 when compiled with -DPRECISION_FP32. Everything is computed in fp32; statistics, the gradients
-// of parameters, the optimiser's moments and its master copy of the parameters are fp32 in memory too.
+// Precision. Parameters and activations are bf16, or fp32 when compiled with -DPRECISION_FP32. Everything is computed in fp32;
+// statistics, the gradients of parameters, the optimiser's moments and its master copy of the parameters are fp32 in memory too.
 // No atomics: each output has one owner and the order of every sum is fixed by the shapes alone, so the same input gives the same bits.
 #pragma once
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 && !defined(PRECISION_FP32)
@@ -33,16 +34,17 @@
 // Attention of the three branches and the selection of blocks, on tensor cores, in bf16 with fp32 sums.
 //
 // The operations are those of struct Cpu (nsa_cpu.h), which is the specification. Reads in this order:
-//   shape  ->  tiles in shared memory and their products  ->  which keys a query sees  ->  forward  ->  backward  ->  the selected branch by gathered
-//   rows, for long sequences  ->  selection  ->  host side.
+//   shape  ->  tiles in shared memory and their products  ->  which keys a query sees  ->  forward  ->  backward
+//   ->  the selected branch by gathered rows, for long sequences  ->  selection  ->  host side.
 //
-// A tile of queries has as its rows all query heads of one group for a few consecutive tokens, head by head: row r is head r / tile_tokens, token
-// r % tile_tokens. All of them share the tile's keys, so any number of heads per group fills the tensor cores. A tile of keys has 64 rows.
-// Softmax is in base 2 inside: 2^(c q.k - lse), c = log2(e) / sqrt(D); the lse in memory is the natural one.
+// A tile of queries has as its rows all query heads of one group for a few consecutive tokens, head by head: row r is head r /
+// tile_tokens, token r % tile_tokens. All of them share the tile's keys, so any number of heads per group fills the tensor cores. A
+// tile of keys has 64 rows. Softmax is in base 2 inside: 2^(c q.k - lse), c = log2(e) / sqrt(D); the lse in memory is the natural one.
 // There are no atomics: every output has one owner and every sum one order, so the same input gives the same bits.
 // =====================================================================================================================
-// The selected branch has two sets of kernels: masked tiles, where a tile of tokens visits every block that one of them chose, and gathered rows, where
-// each block is visited by the rows that chose it. AUTO takes what costs less for the selection at hand, see measure_selections_kernel.
+// The selected branch has two sets of kernels: masked tiles, where a tile of tokens visits every
+// block that one of them chose, and gathered rows, where each block is visited by the rows that
+// chose it. AUTO takes what costs less for the selection at hand, see measure_selections_kernel.
 enum class SelectedKernel { AUTO, TILES, GATHER };
 // What AUTO chose, and why; on the GPU. Where kernels are given it, those that it leaves out return at once.
 struct SelectedChoice {
@@ -54,8 +56,11 @@ struct SelectedChoice {
 
 // In words, for the log.
 inline std::string describe(const SelectedChoice& c, const NsaShape& s) {
-    return format_text("selected branch by %s: %.0f tokens visit %.1f of %d tiles of keys together; gathering their rows is counted as %.2f of the bytes of masked tiles", c.gather ? "gathered rows" : "masked tiles",
-                       double(c.tile_tokens), double(c.tile_blocks), (s.first + s.queries + 64 - 1) / 64, double(c.cost));
+    return format_text(
+        "selected branch by %s: %.0f tokens visit %.1f of %d tiles of keys together; gathering their rows is counted as %.2f of the bytes "
+        "of masked tiles",
+        c.gather ? "gathered rows" : "masked tiles", double(c.tile_tokens), double(c.tile_blocks), (s.first + s.queries + 64 - 1) / 64,
+        double(c.cost));
 }
 
 #ifndef PRECISION_FP32
@@ -72,14 +77,15 @@ constexpr int SCORE_TOKENS = 16;      // tokens of a tile of the selection
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float MOST_GROWTH = 8;      // of a score in base 2 over the shift that is subtracted from it, see attention_forward_kernel
 
-// 16-row pieces of a query tile in one warp: two share each piece of K and V that is loaded, while registers suffice. Queries (and dout) stay in registers; eight
-// warps of 255 registers fill a multiprocessor: two blocks, or one at D = 128.
+// 16-row pieces of a query tile in one warp: two share each piece of K and V that is loaded, while registers suffice.
+// Queries (and dout) stay in registers; eight warps of 255 registers fill a multiprocessor: two blocks, or one at D = 128.
 template <int D>
 HOST_DEVICE constexpr int row_pieces() { return D > 64 ? 1 : 2; }
 template <int D>
 HOST_DEVICE constexpr int tile_threads() { return QUERY_ROWS / 16 / row_pieces<D>() * 32; }
 
-// A number of the shape to divide by, without the 20 instructions of an integer division: i / n = i * ceil(2^31 / n) >> 31 for all i with i * (n - 1) < 2^31.
+// A number of the shape to divide by, without the 20 instructions of an integer
+// division: i / n = i * ceil(2^31 / n) >> 31 for all i with i * (n - 1) < 2^31.
 struct Divisor {
     unsigned reciprocal = 0;
     Divisor() = default;
@@ -103,8 +109,8 @@ struct AttentionShape {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tiles. A tile in shared memory is [rows, D] in bf16, in 16-byte chunks. Chunk c of row r lies at place c ^ (r % 8) of its row (rows shorter
-// than 128 bytes: the same within 128 bytes), so that the eight rows which ldmatrix reads at once come from different banks.
+// Tiles. A tile in shared memory is [rows, D] in bf16, in 16-byte chunks. Chunk c of row r lies at place c ^ (r % 8) of its row (rows
+// shorter than 128 bytes: the same within 128 bytes), so that the eight rows which ldmatrix reads at once come from different banks.
 
 template <int D>
 __device__ inline int chunk_at(int row, int chunk) {
@@ -112,8 +118,8 @@ __device__ inline int chunk_at(int row, int chunk) {
     return (row * chunks + (chunk ^ row / rows_per_line % swizzled)) * 8;
 }
 
-// tile [KEY_TILE, D] = rows 0 .. valid-1 of in, which are `stride` elements apart; zeros below. Asynchronous. The compiler knows the block's THREADS, so a thread's rows
-// lie at fixed distances in the tile.
+// tile [KEY_TILE, D] = rows 0 .. valid-1 of in, which are `stride` elements apart; zeros below. Asynchronous.
+// The compiler knows the block's THREADS, so a thread's rows lie at fixed distances in the tile.
 template <int D, int THREADS>
 __device__ inline void copy_tile(bf16* tile, const bf16* in, size_t stride, int valid) {
     constexpr int step = THREADS / (D / 8);
@@ -126,12 +132,15 @@ __device__ inline void copy_tile(bf16* tile, const bf16* in, size_t stride, int 
         for (int done = 0; done < KEY_TILE; done += step, in += step * stride) cp_async_16(first_chunk + done * D, in);
     } else {
 #pragma unroll 1
-        for (int row = first; row < KEY_TILE; row += step) cp_async_16(tile + chunk_at<D>(row, chunk), row < valid ? in + row * stride + chunk * 8 : in, row < valid);
+        for (int row = first; row < KEY_TILE; row += step)
+            cp_async_16(tile + chunk_at<D>(row, chunk), row < valid ? in + row * stride + chunk * 8 : in, row < valid);
     }
 }
-// A tile of keys, and of values, on their way into one of two buffers: a group of copies of its own. group: where the keys of (sequence, group) begin.
+// A tile of keys, and of values, on their way into one of two buffers: a group
+// of copies of its own. group: where the keys of (sequence, group) begin.
 template <int D>
-__device__ inline void copy_keys_and_values(bf16* k_tiles, bf16* v_tiles, int buffer, const bf16* k, const bf16* v, size_t group, int key_tile, const AttentionShape& s) {
+__device__ inline void copy_keys_and_values(bf16* k_tiles, bf16* v_tiles, int buffer, const bf16* k, const bf16* v, size_t group,
+                                            int key_tile, const AttentionShape& s) {
     const int valid = s.keys - key_tile * KEY_TILE, chunk = threadIdx.x % (D / 8);
     const size_t from = group + size_t(key_tile) * KEY_TILE * D;
     for (int row = threadIdx.x / (D / 8); row < KEY_TILE; row += blockDim.x / (D / 8)) {
@@ -142,7 +151,8 @@ __device__ inline void copy_keys_and_values(bf16* k_tiles, bf16* v_tiles, int bu
     }
     cp_async_commit();
 }
-// The rows of a tile of queries, from heads and tokens that are head_stride and token_stride elements apart; the first `tokens` of the tile exist.
+// The rows of a tile of queries, from heads and tokens that are head_stride
+// and token_stride elements apart; the first `tokens` of the tile exist.
 template <int D>
 __device__ inline void copy_queries(bf16* tile, const bf16* in, size_t head_stride, size_t token_stride, int rows, int tokens,
                                     const AttentionShape& s) {
@@ -153,7 +163,8 @@ __device__ inline void copy_queries(bf16* tile, const bf16* in, size_t head_stri
     }
 }
 
-// Fragments of m16n8k16, by the PTX manual: lane 4 g + t holds of C the rows g and g + 8, columns 2 t and 2 t + 1: c[0], c[1] and c[2], c[3].
+// Fragments of m16n8k16, by the PTX manual: lane 4 g + t holds of C the rows g and g + 8, columns 2 t and 2 t + 1: c[0], c[1] and
+// c[2], c[3].
 // a (16 x 16) = rows row.. of the tile, columns column..
 template <int D>
 __device__ inline void load_a(unsigned (&a)[4], const bf16* tile, int row, int column) {
@@ -258,10 +269,12 @@ template <Branch branch>
 __device__ inline int first_query(int key, const AttentionShape& s) { return branch == CMP ? key * s.d + s.l - 1 : key; }
 // Whether the query at position t sees the key, where it chose the key's selection block.
 template <Branch branch>
-__device__ inline bool query_sees(int t, int key, const AttentionShape& s) { return first_query<branch>(key, s) <= t && (branch != WIN || t < key + s.window); }
+__device__ inline bool query_sees(int t, int key, const AttentionShape& s) {
+    return first_query<branch>(key, s) <= t && (branch != WIN || t < key + s.window);
+}
 
-// Bit i: whether a token chose the i-th of the selection blocks that a tile of keys holds; a block of 64 or more tokens is the only one in each of
-// its tiles. selected: the bitmasks of a tile of tokens (at most 64, so 32 bits are enough for the index).
+// Bit i: whether a token chose the i-th of the selection blocks that a tile of keys holds; a block of 64 or more tokens is the
+// only one in each of its tiles. selected: the bitmasks of a tile of tokens (at most 64, so 32 bits are enough for the index).
 __device__ inline int blocks_per_tile(const AttentionShape& s) { return KEY_TILE >> s.slc_shift; }
 struct TileBlocks {
     int word, bit;  // where the bits of the tile's blocks lie in a bitmask
@@ -277,8 +290,8 @@ __device__ inline unsigned chosen_blocks(const uint32_t* selected, int token, co
 
 // Words of a bitmask over the 64-row tiles of so many rows.
 HOST_DEVICE inline int tile_words(int rows) { return (rows + KEY_TILE * 32 - 1) / (KEY_TILE * 32); }
-// The first of the tiles tile .. end-1 that counts, or one not below end. In the selected branch those count whose bit is set in the bitmask `used`,
-// else all.
+// The first of the tiles tile .. end-1 that counts, or one not below end. In the
+// selected branch those count whose bit is set in the bitmask `used`, else all.
 template <Branch branch>
 __device__ inline int next_tile(const uint32_t* used, int tile, int end) {
     while (branch == SLC && tile < end) {
@@ -288,8 +301,8 @@ __device__ inline int next_tile(const uint32_t* used, int tile, int end) {
     }
     return tile;
 }
-// used = bitmask over tiles of keys: whether one of the tile's `tokens` tokens, with bitmasks `selected`, chose a block in it. The block's threads
-// share the work; a barrier must follow.
+// used = bitmask over tiles of keys: whether one of the tile's `tokens` tokens, with bitmasks
+// `selected`, chose a block in it. The block's threads share the work; a barrier must follow.
 __device__ inline void find_used_key_tiles(uint32_t* used, const uint32_t* selected, int tokens, int tiles, const AttentionShape& s) {
     const int lane = threadIdx.x % 32;
     for (int word = threadIdx.x / 32; word * 32 < tiles; word += blockDim.x / 32) {
@@ -363,8 +376,8 @@ __device__ inline int end_of_row(int first_end, unsigned ends, int m, int i) {
     const int difference = row_byte(ends, m, i);
     return difference == NO_QUERY ? 0 : first_end + difference;
 }
-// What the rows of a warp see of a tile of keys. In the selected branch most tiles are seen by some rows whole and by the others not at all; those others are
-// `hidden` as rows, which costs nothing per key.
+// What the rows of a warp see of a tile of keys. In the selected branch most tiles are seen by some rows
+// whole and by the others not at all; those others are `hidden` as rows, which costs nothing per key.
 struct TileView {
     int first_end;       // of the tile of queries, counted from the tile's first key; with `ends`, see ends_of_rows
     bool some, masked;   // of the whole warp: whether a row sees a key; whether a row that is not hidden sees only a part
@@ -394,7 +407,8 @@ __device__ inline TileView look_at_tile(int key_tile, int first_end, unsigned en
     view.masked = __any_sync(~0u, view.masked);
     return view;
 }
-// The scores p of keys first .. first + 8 N - 1 of a tile become -infinity where the row does not see the key; the exponential makes that 0.
+// The scores p of keys first .. first + 8 N - 1 of a tile become -infinity
+// where the row does not see the key; the exponential makes that 0.
 template <Branch branch, int M, int N>
 __device__ inline void hide_keys(float (&p)[M][N][4], const TileView& view, int first, unsigned ends, const AttentionShape& s) {
 #pragma unroll
@@ -424,12 +438,14 @@ __device__ inline int end_of_key_tiles(const QueryTile& tile, const AttentionSha
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Forward. One block per tile of queries; each warp has rows of its own. Tiles of K and V come in two buffers: while one is used, the next arrives.
+// Forward. One block per tile of queries; each warp has rows of its own.
+// Tiles of K and V come in two buffers: while one is used, the next arrives.
 
 // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries]; without a key 0 and +infinity.
 template <Branch branch, int D>
 __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
-    attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+    attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection,
+                             const SelectedChoice* choice, AttentionShape s) {
     constexpr int M = row_pieces<D>();
     if (branch == SLC && choice && choice->gather) return;
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16 * M, rows = blockDim.x / 32 * 16 * M;
@@ -486,9 +502,9 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
         multiply_rows<D, M, KEY_TILE / 16>(p, q_rows, k_tiles + buffer * KEY_TILE * D, 0);
         if (view.masked) hide_keys<branch>(p, view, 0, ends, s);
 
-        // A row's shift follows its largest score only where that has grown by more than 2^8: the quotient at the end is the same, exponentials up to 2^8 and
-        // their sums are far from fp32's limits, and in most steps no sum has to be rescaled. Starting from -FLT_MAX a shift is always finite: no infinity is
-        // ever subtracted from another.
+        // A row's shift follows its largest score only where that has grown by more than 2^8: the quotient at the end
+        // is the same, exponentials up to 2^8 and their sums are far from fp32's limits, and in most steps no sum has
+        // to be rescaled. Starting from -FLT_MAX a shift is always finite: no infinity is ever subtracted from another.
         float next[M][2];
         bool grown = false;
 #pragma unroll
@@ -556,8 +572,8 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
 // dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`.  The forward's structure with dout in place of the online softmax.
 template <Branch branch, int D>
 __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
-    attention_dq_kernel(float* dq, bool add, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
-                        const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+    attention_dq_kernel(float* dq, bool add, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
+                        const float* lse_gated, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
     constexpr int M = row_pieces<D>(), KEYS = 16;  // keys at a time, as many as there are registers for
     if (branch == SLC && choice && choice->gather) return;
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16 * M, rows = blockDim.x / 32 * 16 * M;
@@ -571,7 +587,8 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
     uint32_t* used = nullptr;
 
     copy_queries<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, rows, tile.tokens, s);
-    const size_t H = size_t(s.G) * s.heads, dout_at = ((size_t(tile.bg / s.G) * s.queries + tile.j0) * H + size_t(tile.bg % s.G) * s.heads) * D;
+    const size_t H = size_t(s.G) * s.heads,
+                 dout_at = ((size_t(tile.bg / s.G) * s.queries + tile.j0) * H + size_t(tile.bg % s.G) * s.heads) * D;
     copy_queries<D>(dout_tile, dout + dout_at, D, H * D, rows, tile.tokens, s);
     cp_async_commit();
     if (branch == SLC) {
@@ -629,7 +646,8 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
 #pragma unroll
                     for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
-                        for (int e = 2 * i; e < 2 * i + 2; e++) ds[m][n][e] = exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, minus_lse)) * (ds[m][n][e] - dot[m][i]);
+                        for (int e = 2 * i; e < 2 * i + 2; e++)
+                            ds[m][n][e] = exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, minus_lse)) * (ds[m][n][e] - dot[m][i]);
                 }
             multiply_add<D, M, KEYS / 16>(sums, ds, k_tiles + buffer * KEY_TILE * D, first);
         }
@@ -649,18 +667,21 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
         }
 }
 
-// dk [keys] = dS^T q / sqrt(D), dv [keys] = P'^T dout.  One block per tile of keys, which stay in registers, 32 in each of 2 warps (D = 128: 16 in each of 4);
-// the tokens go by in tiles of 64, once for each head. S^T = k q^T and v dout^T come out as what the next products need.
+// dk [keys] = dS^T q / sqrt(D), dv [keys] = P'^T dout.  One block per tile of keys, which stay
+// in registers, 32 in each of 2 warps (D = 128: 16 in each of 4); the tokens go by in tiles of
+// 64, once for each head. S^T = k q^T and v dout^T come out as what the next products need.
+//
+// Pieces of 16 keys in a warp: two share each piece of q and dout that is loaded.
 template <int D>
-HOST_DEVICE constexpr int key_pieces() { return D > 64 ? 1 : 2; }  // of 16 keys in a warp: two share each piece of q and dout that is loaded
+HOST_DEVICE constexpr int key_pieces() { return D > 64 ? 1 : 2; }
 template <int D>
 HOST_DEVICE constexpr int dkdv_threads() { return KEY_TILE / 16 / key_pieces<D>() * 32; }
 HOST_DEVICE constexpr int sub_blocks(Branch branch) { return branch == SLC ? KEY_TILE / 16 : 1; }  // selection blocks of a tile, at most
 template <int D>
 HOST_DEVICE constexpr bool keeps_v() { return D > 32; }  // in shared memory, for want of registers
 
-// What a row of a tile of tokens (one head) brings along, in shared memory, for each of the two buffers. A token that does not exist, or did not choose the selection
-// block, has a shift that makes its weights 0.
+// What a row of a tile of tokens (one head) brings along, in shared memory, for each of the two buffers. A
+// token that does not exist, or did not choose the selection block, has a shift that makes its weights 0.
 struct RowStatistics {
     float* minus_shift;  // [2, selection blocks of a tile of keys, KEY_TILE]: -lse_gated in base 2, or -infinity
     float* dot;          // [2, KEY_TILE]: row_dot
@@ -694,10 +715,11 @@ struct WarpKeys {
 #pragma unroll
                 for (int e = 0; e < 4; e++) dk[m][x][e] = 0, dv[m][x][e] = 0;
     }
-    // dv += P'^T dout and dk += dS^T q over the 64 rows of a tile of tokens. token(row): the position of the row's token; only asked where `masked`: else all
-    // tokens see all keys of the warp whose selection block they chose.
+    // dv += P'^T dout and dk += dS^T q over the 64 rows of a tile of tokens. token(row): the position of the row's
+    // token; only asked where `masked`: else all tokens see all keys of the warp whose selection block they chose.
     template <class Token>
-    __device__ void add_tokens(const bf16* q_tile, const bf16* dout_tile, const RowStatistics& rows, int buffer, bool masked, Token token, const AttentionShape& s) {
+    __device__ void add_tokens(const bf16* q_tile, const bf16* dout_tile, const RowStatistics& rows, int buffer, bool masked, Token token,
+                               const AttentionShape& s) {
         constexpr int TOKENS = 16;  // at a time, as many as there are registers for
         const int column = threadIdx.x % 4 * 2;
         const float* dot = rows.dot + buffer * KEY_TILE + column;
@@ -719,7 +741,8 @@ struct WarpKeys {
 #pragma unroll
                             for (int i = 0; i < 2; i++) {  // query_sees(), for a key further on
                                 const int key = m * 16 + i * 8;
-                                if (age < (branch == CMP ? key * s.d : key) || (branch == WIN && age >= key + s.window)) p[m][n][2 * i + odd] = -INFINITY;
+                                if (age < (branch == CMP ? key * s.d : key) || (branch == WIN && age >= key + s.window))
+                                    p[m][n][2 * i + odd] = -INFINITY;
                             }
                     }
             }
@@ -764,15 +787,18 @@ struct WarpKeys {
         }
     }
 };
-// In the compressed branch the queries are cut into parts: the keys are few, so their tiles alone would not fill a GPU, and the first are seen by almost
-// all queries. The first part that sees a key of the tile:
-__device__ inline int first_part(int key_tile, const AttentionShape& s) { return max(first_query<CMP>(key_tile * KEY_TILE, s) - s.first, 0) / s.part_tokens; }
+// In the compressed branch the queries are cut into parts: the keys are few, so their tiles alone would not
+// fill a GPU, and the first are seen by almost all queries. The first part that sees a key of the tile:
+__device__ inline int first_part(int key_tile, const AttentionShape& s) {
+    return max(first_query<CMP>(key_tile * KEY_TILE, s) - s.first, 0) / s.part_tokens;
+}
 
 // partial [B*G, tiles of keys, parts, 2, KEY_TILE, D], where there is more than one part
 template <Branch branch, int D>
 __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
-    attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
-                          const float* lse_gated, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+    attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
+                          const float* row_dot, const float* lse_gated, const uint32_t* selection, const SelectedChoice* choice,
+                          AttentionShape s) {
     constexpr int THREADS = dkdv_threads<D>(), SUB_BLOCKS = sub_blocks(branch);
     if (branch == SLC && choice && choice->gather) return;
     // Early keys are seen by more queries and start first.
@@ -801,7 +827,8 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     WarpKeys<branch, D> keys;
     keys.load(k_tile, v_tile, first_key);
 
-    const int H = s.G * s.heads, q_row = bg * s.heads * s.queries, dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;  // there are fewer than 2^31 rows
+    // there are fewer than 2^31 rows
+    const int H = s.G * s.heads, q_row = bg * s.heads * s.queries, dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
     auto copy_tokens = [&](int buffer, int token_tile, int head) {
         const int j = token_tile * KEY_TILE;
         copy_tile<D, THREADS>(q_tiles + buffer * KEY_TILE * D, q + size_t(q_row + head * s.queries + j) * D, D, s.queries - j);
@@ -817,7 +844,8 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
         const bool query = has_row && j < s.queries;
         const int row = q_row + head * s.queries + j;
         minus_shift = query ? -lse_gated[row] * LOG2_E : -INFINITY, dot = query ? row_dot[row] : 0;
-        if (branch == SLC && query) chosen = chosen_blocks(selection + size_t(token_tile) * KEY_TILE * s.words, threadIdx.x, tile_blocks(tile, s), s);
+        if (branch == SLC && query)
+            chosen = chosen_blocks(selection + size_t(token_tile) * KEY_TILE * s.words, threadIdx.x, tile_blocks(tile, s), s);
     };
     auto store_statistics = [&](int buffer) {
         if (!has_row) return;
@@ -828,7 +856,9 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
 
     // Tokens that may see a key of the tile, counted from s.first.
     const int first_token = max(first_query<branch>(first_key, s) - s.first, branch == CMP ? part * s.part_tokens : 0);
-    const int end_token = min(s.queries, branch == WIN ? first_key + KEY_TILE - 1 + s.window - s.first : branch == CMP ? (part + 1) * s.part_tokens : s.queries);
+    const int end_token = min(s.queries, branch == WIN   ? first_key + KEY_TILE - 1 + s.window - s.first
+                                         : branch == CMP ? (part + 1) * s.part_tokens
+                                                         : s.queries);
     const int end_tile = (end_token + KEY_TILE - 1) / KEY_TILE;
     // The warp's first and last key say what it sees of a tile of tokens.
     const int low_key = first_key + keys.warp_key(), high_key = low_key + 16 * key_pieces<D>() - 1;
@@ -850,17 +880,20 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
         const bool some = first_query<branch>(low_key, s) < t0 + KEY_TILE && (branch != WIN || t0 < high_key + s.window);
         const bool masked = !query_sees<branch>(t0, high_key, s) || !query_sees<branch>(t0 + KEY_TILE - 1, low_key, s);
         if (some)
-            keys.add_tokens(q_tiles + buffer * KEY_TILE * D, dout_tiles + buffer * KEY_TILE * D, rows, buffer, masked, [&](int row) { return t0 + row; }, s);
+            keys.add_tokens(
+                q_tiles + buffer * KEY_TILE * D, dout_tiles + buffer * KEY_TILE * D, rows, buffer, masked,
+                [&](int row) { return t0 + row; }, s);
         if (token_tile < end_tile) store_statistics(buffer ^ 1);  // only now, so that nobody waits for the load
     }
-    if (branch == CMP && parts > 1) partial += ((size_t(bg) * ((s.keys + KEY_TILE - 1) / KEY_TILE) + tile) * parts + part) * 2 * KEY_TILE * D;
+    if (branch == CMP && parts > 1)
+        partial += ((size_t(bg) * ((s.keys + KEY_TILE - 1) / KEY_TILE) + tile) * parts + part) * 2 * KEY_TILE * D;
     keys.store(dk, dv, branch == CMP && parts > 1 ? partial : nullptr, bg, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The selected branch by gathered rows, for long sequences, where the tokens of a tile choose many blocks together and each of them few. Nothing is
-// sorted: a selection is turned from "which blocks did this token choose" to "which tokens chose this block" by a 32 x 32 transposition of bits, and
-// the set bits, from the lowest on, are the list of tokens.
+// The selected branch by gathered rows, for long sequences, where the tokens of a tile choose many blocks together and each of
+// them few. Nothing is sorted: a selection is turned from "which blocks did this token choose" to "which tokens chose this block" by
+// a 32 x 32 transposition of bits, and the set bits, from the lowest on, are the list of tokens.
 //
 // A unit is what can be told apart in such a list: a selection block, or the several that share a tile of keys.
 
@@ -874,7 +907,9 @@ HOST_DEVICE constexpr int gather_rows(bool backward) { return (backward ? 96 : 1
 // The unit of a tile of keys.
 HOST_DEVICE inline int unit_of_tile(int tile, const AttentionShape& s) { return s.by_slc_tiles.of(tile); }
 HOST_DEVICE inline int units(int keys, const AttentionShape& s) { return (keys + KEY_TILE * s.slc_tiles - 1) / (KEY_TILE * s.slc_tiles); }
-HOST_DEVICE inline int units_per_word(const AttentionShape& s) { return 32 * s.slc_block / (KEY_TILE < s.slc_block ? s.slc_block : KEY_TILE); }
+HOST_DEVICE inline int units_per_word(const AttentionShape& s) {
+    return 32 * s.slc_block / (KEY_TILE < s.slc_block ? s.slc_block : KEY_TILE);
+}
 
 // Each lane gives one word of a token's selection; lane i gets the bitmask of the lanes whose token chose a block of the word's i-th unit.
 __device__ inline uint32_t transpose_choices(uint32_t word, const AttentionShape& s) {
@@ -897,9 +932,10 @@ __device__ inline int nth_bit(unsigned bits, int n) {
     return place;
 }
 
-// choosers [units] = which of the tile's tokens chose the unit; used = bitmask over tiles of keys: whether one did. selected: the bitmasks of the
-// tile's tokens. By all threads of the block; a barrier must follow.
-__device__ inline void find_choosers(uint32_t* choosers, uint32_t* used, const uint32_t* selected, int tokens, int key_tiles, const AttentionShape& s) {
+// choosers [units] = which of the tile's tokens chose the unit; used = bitmask over tiles of keys: whether
+// one did. selected: the bitmasks of the tile's tokens. By all threads of the block; a barrier must follow.
+__device__ inline void find_choosers(uint32_t* choosers, uint32_t* used, const uint32_t* selected, int tokens, int key_tiles,
+                                     const AttentionShape& s) {
     const int lane = threadIdx.x % 32, per_word = units_per_word(s), count = units(key_tiles * KEY_TILE, s);
     for (int word = threadIdx.x / 32; word * per_word < count; word += blockDim.x / 32) {
         const uint32_t mine = transpose_choices(lane < tokens ? selected[lane * s.words + word] : 0, s);
@@ -913,14 +949,15 @@ __device__ inline void find_choosers(uint32_t* choosers, uint32_t* used, const u
     }
 }
 
-// Sixteen rows of a tile of queries whose tokens chose the tile of keys: number `first` .. of all such rows, in the order of tokens, then heads.
-// Row token * heads + head of the tile. Fewer than sixteen are left: the last is repeated, but its results go nowhere.
+// Sixteen rows of a tile of queries whose tokens chose the tile of keys: number `first` .. of all such rows, in the order of tokens,
+// then heads. Row token * heads + head of the tile. Fewer than sixteen are left: the last is repeated, but its results go nowhere.
 struct GatheredRows {
     int source;              // the row whose part of the A fragments this lane loads
     int row[2], token[2];    // this lane's rows of the products, lane / 4 and that + 8; row -1: a repeated one
 };
 __device__ inline GatheredRows gather(uint32_t choosers, int first, int items, const AttentionShape& s) {
-    const int lane = threadIdx.x % 32, item = min(first + lane % 16, items - 1), number = s.by_heads.of(item), token = nth_bit(choosers, number);
+    const int lane = threadIdx.x % 32, item = min(first + lane % 16, items - 1), number = s.by_heads.of(item),
+              token = nth_bit(choosers, number);
     const int source = token * s.heads + item - number * s.heads, place = first + lane % 16 < items ? source << 8 | token : -1;
     GatheredRows rows;
     rows.source = source;
@@ -929,23 +966,27 @@ __device__ inline GatheredRows gather(uint32_t choosers, int first, int items, c
     rows.row[0] = low >> 8, rows.token[0] = low & 255, rows.row[1] = high >> 8, rows.token[1] = high & 255;
     return rows;
 }
-// a = the A fragments of the gathered rows of a tile: ldmatrix takes an address from each lane, so that scattered rows cost what a run of rows does.
+// a = the A fragments of the gathered rows of a tile: ldmatrix takes an
+// address from each lane, so that scattered rows cost what a run of rows does.
 template <int D>
 __device__ inline void load_gathered(unsigned (&a)[D / 16][4], const bf16* tile, const GatheredRows& rows) {
     const int at = chunk_at<D>(rows.source, threadIdx.x % 32 / 16);
 #pragma unroll
     for (int x = 0; x < D; x += 16) ldmatrix_x4(a[x / 16], tile + (at ^ x));
 }
-// tile [tokens * heads, D] = the queries of a tile, token by token, from heads and tokens that are head_stride and token_stride elements apart.
+// tile [tokens * heads, D] = the queries of a tile, token by token, from
+// heads and tokens that are head_stride and token_stride elements apart.
 template <int D>
-__device__ inline void copy_queries_by_token(bf16* tile, const bf16* in, size_t head_stride, size_t token_stride, int tokens, const AttentionShape& s) {
+__device__ inline void copy_queries_by_token(bf16* tile, const bf16* in, size_t head_stride, size_t token_stride, int tokens,
+                                             const AttentionShape& s) {
     for (int i = threadIdx.x; i < tokens * s.heads * (D / 8); i += blockDim.x) {
         const int row = i / (D / 8), chunk = i % (D / 8);
         cp_async_16(tile + chunk_at<D>(row, chunk), in + row % s.heads * head_stride + row / s.heads * token_stride + chunk * 8, true);
     }
 }
-// Sums in shared memory, [rows, D] in fp32. A product leaves in lane 4 g + t of row g the columns 8 x + 2 t and + 1; those of x = 2 i and 2 i + 1 lie
-// together, 16 bytes, at place 4 i + t of the row, in odd rows at the place with bit 2 flipped, so that neighbouring rows use different banks.
+// Sums in shared memory, [rows, D] in fp32. A product leaves in lane 4 g + t of row g the columns
+// 8 x + 2 t and + 1; those of x = 2 i and 2 i + 1 lie together, 16 bytes, at place 4 i + t of the
+// row, in odd rows at the place with bit 2 flipped, so that neighbouring rows use different banks.
 template <int D>
 __device__ inline float4* sums_at(float* sums, int row, int i) {
     const int place = (i * 4 + threadIdx.x % 4) ^ (D > 16 ? (row & 1) << 2 : 0);
@@ -958,7 +999,8 @@ __device__ inline float4 sums_of(const float* sums, int row, int i, int t) {
 }
 // c += p b over the 64 keys of a tile for the gathered rows, whose sums lie in shared memory and are first multiplied by `rescale`.
 template <int D>
-__device__ inline void add_to_sums(float* sums, const GatheredRows& rows, const float (&rescale)[2], const float (&p)[1][KEY_TILE / 8][4], const bf16* b_tile) {
+__device__ inline void add_to_sums(float* sums, const GatheredRows& rows, const float (&rescale)[2], const float (&p)[1][KEY_TILE / 8][4],
+                                   const bf16* b_tile) {
     float c[1][D / 8][4];
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -973,7 +1015,9 @@ __device__ inline void add_to_sums(float* sums, const GatheredRows& rows, const 
     for (int i = 0; i < 2; i++)
 #pragma unroll
         for (int x = 0; x < D / 8; x += 2)
-            if (rows.row[i] >= 0) *sums_at<D>(sums, rows.row[i], x / 2) = make_float4(c[0][x][2 * i], c[0][x][2 * i + 1], c[0][x + 1][2 * i], c[0][x + 1][2 * i + 1]);
+            if (rows.row[i] >= 0)
+                *sums_at<D>(sums, rows.row[i], x / 2) = make_float4(c[0][x][2 * i], c[0][x][2 * i + 1], c[0][x + 1][2 * i],
+                                                                    c[0][x + 1][2 * i + 1]);
 }
 // Which keys of a tile the gathered rows see: the first `end`, where the key's selection block is in `blocks`.
 struct GatheredView {
@@ -994,7 +1038,8 @@ struct GatheredView {
             }
     }
 };
-__device__ inline GatheredView look_at_gathered(int key_tile, const TileBlocks& blocks, const GatheredRows& rows, const uint32_t* selected, const QueryTile& tile, const AttentionShape& s) {
+__device__ inline GatheredView look_at_gathered(int key_tile, const TileBlocks& blocks, const GatheredRows& rows, const uint32_t* selected,
+                                                const QueryTile& tile, const AttentionShape& s) {
     GatheredView view;
     const bool shared_tile = blocks_per_tile(s) > 1;
     view.masked = shared_tile || key_tile * KEY_TILE + KEY_TILE - 1 > s.first + tile.j0;
@@ -1009,11 +1054,12 @@ __device__ inline GatheredView look_at_gathered(int key_tile, const TileBlocks& 
 template <int D>
 HOST_DEVICE constexpr size_t gather_key_bytes() { return 4 * KEY_TILE * D * sizeof(bf16); }
 
-// As attention_forward_kernel<SLC>. A block owns a tile of tokens; its queries and sums lie in shared memory, row token * heads + head. For each tile of
-// keys that some token chose, the warps take turns at 16 of the rows that see it.
+// As attention_forward_kernel<SLC>. A block owns a tile of tokens; its queries and sums lie in shared memory, row token
+// * heads + head. For each tile of keys that some token chose, the warps take turns at 16 of the rows that see it.
 template <int D>
 __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
-    gather_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+    gather_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection,
+                          const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const QueryTile tile = query_tile(s);
@@ -1104,8 +1150,8 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
 // As attention_dq_kernel<SLC>; the structure of gather_forward_kernel.
 template <int D>
 __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
-    gather_dq_kernel(float* dq, bool add, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
-                     const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+    gather_dq_kernel(float* dq, bool add, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
+                     const float* lse_gated, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
     const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const QueryTile tile = query_tile(s);
@@ -1120,15 +1166,18 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
     uint32_t* choosers = shared.take<uint32_t>(units(s.key_stride, s));
     uint32_t* used = shared.take<uint32_t>(tile_words(s.key_stride));
 
-    const size_t H = size_t(s.G) * s.heads, dout_at = ((size_t(tile.bg / s.G) * s.queries + tile.j0) * H + size_t(tile.bg % s.G) * s.heads) * D;
+    const size_t H = size_t(s.G) * s.heads,
+                 dout_at = ((size_t(tile.bg / s.G) * s.queries + tile.j0) * H + size_t(tile.bg % s.G) * s.heads) * D;
     copy_queries_by_token<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, tile.tokens, s);
     copy_queries_by_token<D>(dout_tile, dout + dout_at, D, H * D, tile.tokens, s);
     cp_async_commit();
-    auto place_of = [&](int row) { return (size_t(tile.bg) * s.heads + row % s.heads) * s.queries + tile.j0 + row / s.heads; };  // in [B, H, queries]
+    // in [B, H, queries]
+    auto place_of = [&](int row) { return (size_t(tile.bg) * s.heads + row % s.heads) * s.queries + tile.j0 + row / s.heads; };
     selection += (size_t(tile.bg) * s.queries + tile.j0) * s.words;
     find_choosers(choosers, used, selection, tile.tokens, end_tile, s);
     for (int i = threadIdx.x; i < rows * D; i += blockDim.x) sums[i] = 0;
-    for (int i = threadIdx.x; i < rows; i += blockDim.x) statistics[i] = make_float2(-lse_gated[place_of(i)] * LOG2_E, row_dot[place_of(i)]);
+    for (int i = threadIdx.x; i < rows; i += blockDim.x)
+        statistics[i] = make_float2(-lse_gated[place_of(i)] * LOG2_E, row_dot[place_of(i)]);
     __syncthreads();
 
     const size_t group = size_t(tile.bg) * s.key_stride * D;
@@ -1162,7 +1211,8 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
 #pragma unroll
             for (int n = 0; n < KEY_TILE / 8; n++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) ds[0][n][e] = exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, of_row[e / 2].x)) * (ds[0][n][e] - of_row[e / 2].y);
+                for (int e = 0; e < 4; e++)
+                    ds[0][n][e] = exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, of_row[e / 2].x)) * (ds[0][n][e] - of_row[e / 2].y);
             const float keep[2] = {1, 1};
             add_to_sums<D>(sums, r, keep, ds, k_tiles + buffer * KEY_TILE * D);
         }
@@ -1188,7 +1238,9 @@ struct GatherPlan {
     int tiles, units, token_words;
     int most_extra;      // extra chunks of one (sequence, group) at most
     // Where the sums of a tile's chunk lie. A tile with e > 0 extra chunks has e + 1 places of the 2 e that are its own.
-    __device__ size_t slot(int bg, int tile, int chunk) const { return size_t(bg) * 2 * most_extra + 2 * extra[size_t(bg) * (tiles + 1) + tile] + chunk; }
+    __device__ size_t slot(int bg, int tile, int chunk) const {
+        return size_t(bg) * 2 * most_extra + 2 * extra[size_t(bg) * (tiles + 1) + tile] + chunk;
+    }
     __device__ int chunks(int bg, int tile) const {
         const int* e = extra + size_t(bg) * (tiles + 1) + tile;
         return e[1] - e[0] + 1;
@@ -1196,7 +1248,8 @@ struct GatherPlan {
 };
 
 // choosers [B*G, units, token_words]; a warp transposes one word of 32 tokens' selections
-__global__ void __launch_bounds__(128) transpose_selection_kernel(GatherPlan plan, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+__global__ void __launch_bounds__(128)
+    transpose_selection_kernel(GatherPlan plan, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
     const int lane = threadIdx.x % 32, token_word = int(blockIdx.x) % plan.token_words, bg = int(blockIdx.x) / plan.token_words;
     const int j = token_word * 32 + lane, per_word = units_per_word(s);
@@ -1237,8 +1290,8 @@ __global__ void __launch_bounds__(32) plan_chunks_kernel(GatherPlan plan, const 
     if (lane == 0) extra[plan.tiles] = before;
 }
 
-// list = the places of the set bits of row [words], number first .. first + GATHER_CHUNK - 1 of them in ascending order, then -1 up to a multiple of 64.
-// Returns how many there are. By all threads of the block; counts: a number for each warp. Begins and ends with a barrier.
+// list = the places of the set bits of row [words], number first .. first + GATHER_CHUNK - 1 of them in ascending order, then -1 up to a
+// multiple of 64. Returns how many there are. By all threads of the block; counts: a number for each warp. Begins and ends with a barrier.
 __device__ inline int list_tokens(int* list, int* counts, const uint32_t* row, int words, int first) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     int before = 0;  // set bits in the words of earlier rounds
@@ -1267,13 +1320,13 @@ __device__ inline int list_tokens(int* list, int* counts, const uint32_t* row, i
     return found;
 }
 
-// As attention_dkdv_kernel<SLC>, but the tiles of 64 tokens are gathered: they hold only tokens that chose a block of the tile of keys. A list of more
-// than GATHER_CHUNK tokens (block 0 is chosen by all) is split into chunks, whose sums go to plan.partial. The first most_extra * B*G blocks take the chunks
-// beyond the first.
+// As attention_dkdv_kernel<SLC>, but the tiles of 64 tokens are gathered: they hold only tokens that chose a
+// block of the tile of keys. A list of more than GATHER_CHUNK tokens (block 0 is chosen by all) is split into
+// chunks, whose sums go to plan.partial. The first most_extra * B*G blocks take the chunks beyond the first.
 template <int D>
 __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
-    gather_dkdv_kernel(bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
-                       const uint32_t* selection, GatherPlan plan, const SelectedChoice* choice, AttentionShape s) {
+    gather_dkdv_kernel(bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
+                       const float* lse_gated, const uint32_t* selection, GatherPlan plan, const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
     constexpr int THREADS = dkdv_threads<D>(), SUB_BLOCKS = sub_blocks(SLC);
     const int bg = int(blockIdx.x) % s.batch_groups, item = int(blockIdx.x) / s.batch_groups;
@@ -1303,20 +1356,23 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     copy_tile<D, THREADS>(k_tile, k + group, D, s.keys - first_key);
     copy_tile<D, THREADS>(v_tile, v + group, D, s.keys - first_key);
     cp_async_commit();
-    const uint32_t* choosers = plan.choosers + size_t(bg * plan.units + tile / s.slc_tiles) * plan.token_words;  // by Divisor it would spill
+    // by Divisor it would spill
+    const uint32_t* choosers = plan.choosers + size_t(bg * plan.units + tile / s.slc_tiles) * plan.token_words;
     const int tokens = list_tokens(list, counts, choosers, plan.token_words, chunk_of(tile) * GATHER_CHUNK);
     cp_async_wait<0>();
     __syncthreads();
     WarpKeys<SLC, D> keys;
     keys.load(k_tile, v_tile, first_key);
 
-    const int H = s.G * s.heads, q_row = bg * s.heads * s.queries, dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;  // there are fewer than 2^31 rows
+    // there are fewer than 2^31 rows
+    const int H = s.G * s.heads, q_row = bg * s.heads * s.queries, dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
     auto copy_tokens = [&](int buffer, int first, int head) {
         const bf16 *q_head = q + size_t(q_row + head * s.queries) * D, *dout_head = dout + size_t(dout_row + head) * D;
         const int chunk = threadIdx.x % (D / 8), first_row = threadIdx.x / (D / 8);
 #pragma unroll
         for (int done = 0; done < KEY_TILE; done += THREADS / (D / 8)) {
-            const int j = list[first + done + first_row], at = buffer * KEY_TILE * D + chunk_at<D>(first_row, chunk) + done * D;  // as copy_tile
+            // as copy_tile
+            const int j = list[first + done + first_row], at = buffer * KEY_TILE * D + chunk_at<D>(first_row, chunk) + done * D;
             cp_async_16(q_tiles + at, q_head + size_t(max(j, 0)) * D + chunk * 8, j >= 0);
             cp_async_16(dout_tiles + at, dout_head + size_t(max(j, 0)) * H * D + chunk * 8, j >= 0);
         }
@@ -1330,7 +1386,8 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
         const int j = has_row ? list[first + int(threadIdx.x)] : -1;
         const int row = q_row + head * s.queries + j;
         minus_shift = j < 0 ? -INFINITY : -lse_gated[row] * LOG2_E, dot = j < 0 ? 0 : row_dot[row];
-        if (j >= 0 && s.slc_block < KEY_TILE) chosen = chosen_blocks(selection + size_t(bg * s.queries + j) * s.words, 0, tile_blocks(tile, s), s);
+        if (j >= 0 && s.slc_block < KEY_TILE)
+            chosen = chosen_blocks(selection + size_t(bg * s.queries + j) * s.words, 0, tile_blocks(tile, s), s);
     };
     auto store_statistics = [&](int buffer) {
         if (!has_row) return;
@@ -1355,17 +1412,22 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
             load_statistics(first, head);
         }
         const bool masked = s.first + list[this_first] < first_key + KEY_TILE - 1;  // the first token of the tile is the earliest
-        keys.add_tokens(q_tiles + buffer * KEY_TILE * D, dout_tiles + buffer * KEY_TILE * D, rows, buffer, masked, [&](int row) { return s.first + list[this_first + row]; }, s);
+        keys.add_tokens(
+            q_tiles + buffer * KEY_TILE * D, dout_tiles + buffer * KEY_TILE * D, rows, buffer, masked,
+            [&](int row) { return s.first + list[this_first + row]; }, s);
         if (first < tokens) store_statistics(buffer ^ 1);
     }
-    const int same_tile = int(unsigned(keys.first_key) / KEY_TILE);  // found anew, since no register is free to keep what was computed from it
-    float* partial = plan.chunks(bg, same_tile) > 1 ? plan.partial + plan.slot(bg, same_tile, chunk_of(same_tile)) * 2 * KEY_TILE * D : nullptr;
+    // found anew, since no register is free to keep what was computed from it
+    const int same_tile = int(unsigned(keys.first_key) / KEY_TILE);
+    float* partial = plan.chunks(bg, same_tile) > 1 ? plan.partial + plan.slot(bg, same_tile, chunk_of(same_tile)) * 2 * KEY_TILE * D
+                                                    : nullptr;
     keys.store(dk, dv, partial, bg, s);
 }
 
 // dk, dv [B, G, key_stride, D] = the sums of the chunks or parts in their order; one block per tile of keys and (sequence, group)
 template <int D>
-__device__ inline void add_partial_sums(bf16* out, const float* first, size_t stride, int count, int bg, int tile, const AttentionShape& s) {
+__device__ inline void add_partial_sums(bf16* out, const float* first, size_t stride, int count, int bg, int tile,
+                                        const AttentionShape& s) {
     const int keys = min(KEY_TILE, s.keys - tile * KEY_TILE);
     for (int i = threadIdx.x * 2; i < keys * D; i += int(blockDim.x) * 2) {
         float2 sum = make_float2(0, 0);
@@ -1373,7 +1435,8 @@ __device__ inline void add_partial_sums(bf16* out, const float* first, size_t st
             const float2 term = *reinterpret_cast<const float2*>(first + part * stride + i);
             sum.x += term.x, sum.y += term.y;
         }
-        *reinterpret_cast<__nv_bfloat162*>(out + (size_t(bg) * s.key_stride + size_t(tile) * KEY_TILE) * D + i) = __floats2bfloat162_rn(sum.x, sum.y);
+        *reinterpret_cast<__nv_bfloat162*>(out + (size_t(bg) * s.key_stride + size_t(tile) * KEY_TILE) * D + i) = __floats2bfloat162_rn(
+            sum.x, sum.y);
     }
 }
 template <int D>
@@ -1385,7 +1448,8 @@ __global__ void __launch_bounds__(256) add_parts_kernel(bf16* dk, bf16* dv, cons
     add_partial_sums<D>(dv, partial + KEY_TILE * D, size, s.parts - first, bg, tile, s);
 }
 template <int D>
-__global__ void __launch_bounds__(256) add_chunks_kernel(bf16* dk, bf16* dv, GatherPlan plan, const SelectedChoice* choice, AttentionShape s) {
+__global__ void __launch_bounds__(256)
+    add_chunks_kernel(bf16* dk, bf16* dv, GatherPlan plan, const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
     const int tile = int(blockIdx.x) / s.batch_groups, bg = int(blockIdx.x) % s.batch_groups, chunks = plan.chunks(bg, tile);
     const size_t size = 2 * KEY_TILE * D;
@@ -1395,14 +1459,16 @@ __global__ void __launch_bounds__(256) add_chunks_kernel(bf16* dk, bf16* dv, Gat
     add_partial_sums<D>(dv, partial + KEY_TILE * D, size, chunks, bg, tile, s);
 }
 
-// ---- AUTO. The cost of 16 rows and 64 keys, forward and dQ together, in cycles of one multiprocessor: what passes between shared memory and registers at 128 bytes a cycle, or
-// the products at 1.6 cycles per mma_m16n8k16 (sm_90 reaches about 62 % of its peak this way), whichever is more. Bytes in units of D:
+// ---- AUTO. The cost of 16 rows and 64 keys, forward and dQ together, in cycles of one multiprocessor:
+// what passes between shared memory and registers at 128 bytes a cycle, or the products at 1.6 cycles per
+// mma_m16n8k16 (sm_90 reaches about 62 % of its peak this way), whichever is more. Bytes in units of D:
 //   masked tiles     forward: K and V 256 for `row_pieces` 16-row pieces at once; dQ: K, V, K 384 likewise
 //   gathered rows    forward: Q 32, K and V 256, sums in and out 128;             dQ: Q and dout 64, K, V, K 384, sums 128
 // dK and dV by gathered rows never cost more. Counted, not measured: a GPU may say otherwise.
 template <int D>
 HOST_DEVICE constexpr float gathered_piece_cost() {
-    const float products = 1.6f * 2.5f * D, masked = 640.0f * D / 128 / row_pieces<D>(), gathered = (416.0f + 576.0f) * D / 128;  // 2.5 D mma
+    // 2.5 D mma
+    const float products = 1.6f * 2.5f * D, masked = 640.0f * D / 128 / row_pieces<D>(), gathered = (416.0f + 576.0f) * D / 128;
     return (gathered > products ? gathered : products) / (masked > products ? masked : products);
 }
 
@@ -1425,7 +1491,8 @@ __global__ void __launch_bounds__(128) measure_selections_kernel(int* counts, co
     if (lane == 0) counts[2 * item] = visited, counts[2 * item + 1] = pieces;
 }
 // choice = what costs less by the counts of measure_selections_kernel; one block
-__global__ void __launch_bounds__(256) choose_selected_kernel(SelectedChoice* choice, const int* counts, float piece_cost, AttentionShape s) {
+__global__ void __launch_bounds__(256)
+    choose_selected_kernel(SelectedChoice* choice, const int* counts, float piece_cost, AttentionShape s) {
     SHARED(double, sums, [3][8]);
     double visited = 0, pieces = 0, masked = 0;  // whole numbers, exact in any order
     for (int item = threadIdx.x; item < s.tiles * s.batch_groups; item += int(blockDim.x)) {
@@ -1448,13 +1515,14 @@ __global__ void __launch_bounds__(256) choose_selected_kernel(SelectedChoice* ch
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Selection, paper eq. 8 to 12. One block per 16 tokens. The weights of the compressed branch are computed again from its lse, added over the
-// group's heads in registers and folded into importances in shared memory, one tile of 64 compressed blocks at a time.
+// Selection, paper eq. 8 to 12. One block per 16 tokens. The weights of the compressed branch are computed again from its lse, added
+// over the group's heads in registers and folded into importances in shared memory, one tile of 64 compressed blocks at a time.
 
 constexpr unsigned SCORE_THREADS = KEY_TILE / 16 * 32;
 constexpr int WEIGHT_STRIDE = KEY_TILE + 1;  // odd, as the next, so that the same place of several tokens lies in different banks
 HOST_DEVICE inline int importance_stride(const AttentionShape& s) { return ((s.first + s.queries - 1) / s.slc_block + 1) | 1; }
-HOST_DEVICE inline int overlaps(const AttentionShape& s) { return s.slc_block / s.d + (s.l + s.d - 1) / s.d - 1; }  // compressed blocks that share tokens with a selection block
+// compressed blocks that share tokens with a selection block
+HOST_DEVICE inline int overlaps(const AttentionShape& s) { return s.slc_block / s.d + (s.l + s.d - 1) / s.d - 1; }
 constexpr float TAKEN = -1;  // in place of the importance of a chosen block, which is never negative
 
 __device__ inline float sum_of_warp(float x) {
@@ -1477,8 +1545,9 @@ __device__ inline Best best_of_warp(const Best& mine) {
     best.block = __reduce_min_sync(~0u, mine.bits == best.bits ? mine.block : INT_MAX);
     return best;
 }
-// Marks blocks 0, last-1, last and the slc_count-3 best others of importance[0 .. last] as TAKEN, by one warp; equal ones: the lowest index.
-// Returns their share of all importance. Lane i knows the best of elements i, i + 32, ...; when that is taken, all lanes together look for the next best.
+// Marks blocks 0, last-1, last and the slc_count-3 best others of importance[0 .. last] as TAKEN, by
+// one warp; equal ones: the lowest index. Returns their share of all importance. Lane i knows the
+// best of elements i, i + 32, ...; when that is taken, all lanes together look for the next best.
 __device__ inline float choose_best(float* importance, int last, int slc_count) {
     const int lane = threadIdx.x % 32;
     float all = 0, chosen = 0;
@@ -1522,8 +1591,9 @@ __global__ void __launch_bounds__(SCORE_THREADS)
     float* minus_shifts = shared.take<float>(rows);                           // -lse in base 2
     float* weights = shared.take<float>(SCORE_TOKENS * WEIGHT_STRIDE);        // [token][compressed block of the tile], summed over heads
     float* importances = shared.take<float>(SCORE_TOKENS * stride);           // [token][selection block]
-    // Eq. 9: a compressed block counts for a selection block by the tokens they share, over d. Which ones share some, and how many, is the same for every selection
-    // block, counted from the first: compressed blocks first_overlap .. first_overlap + overlap_count - 1 from where the selection block begins.
+    // Eq. 9: a compressed block counts for a selection block by the tokens they share, over d. Which ones
+    // share some, and how many, is the same for every selection block, counted from the first: compressed
+    // blocks first_overlap .. first_overlap + overlap_count - 1 from where the selection block begins.
     const int first_overlap = 1 - (s.l + s.d - 1) / s.d, overlap_count = overlaps(s);
     float* overlap = shared.take<float>(overlap_count);
 
@@ -1544,12 +1614,13 @@ __global__ void __launch_bounds__(SCORE_THREADS)
             const int begin = (first_overlap + i) * s.d;
             overlap[i] = float(min(s.slc_block, begin + s.l) - max(0, begin)) / s.d;
         }
-        // Compressed blocks are the rows of the product, tokens its columns: this lane has blocks lane / 4 and lane / 4 + 8 of the warp's 16, and tokens column,
-        // column + 1, + 8 and + 9.
+        // Compressed blocks are the rows of the product, tokens its columns: this lane has blocks
+        // lane / 4 and lane / 4 + 8 of the warp's 16, and tokens column, column + 1, + 8 and + 9.
         const int column = lane % 4 * 2, first_end = end_of_keys<CMP>(s.first + tile.j0, s);
         int ends[SCORE_TOKENS / 8][2];  // of the tokens, counted from this lane's first block in the tile
         for (int n = 0; n < SCORE_TOKENS / 8; n++)
-            for (int odd = 0; odd < 2; odd++) ends[n][odd] = end_of_keys<CMP>(s.first + tile.j0 + n * 8 + column + odd, s) - warp * 16 - lane / 4;
+            for (int odd = 0; odd < 2; odd++)
+                ends[n][odd] = end_of_keys<CMP>(s.first + tile.j0 + n * 8 + column + odd, s) - warp * 16 - lane / 4;
         for (int i = threadIdx.x; i < SCORE_TOKENS * stride; i += int(SCORE_THREADS)) importances[i] = 0;
 
         for (int key_tile = 0; key_tile < end_tile; key_tile++) {
@@ -1577,20 +1648,23 @@ __global__ void __launch_bounds__(SCORE_THREADS)
                 for (int n = 0; n < SCORE_TOKENS / 8; n++) {
                     const float2 minus_lse = *reinterpret_cast<const float2*>(minus_shifts + head * SCORE_TOKENS + n * 8 + column);
 #pragma unroll
-                    for (int e = 0; e < 4; e++) sums[n][e] += exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, e % 2 ? minus_lse.y : minus_lse.x));
+                    for (int e = 0; e < 4; e++)
+                        sums[n][e] += exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, e % 2 ? minus_lse.y : minus_lse.x));
                 }
             }
 #pragma unroll
             for (int n = 0; n < SCORE_TOKENS / 8; n++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) weights[(n * 8 + column + e % 2) * WEIGHT_STRIDE + warp * 16 + e / 2 * 8 + lane / 4] = sums[n][e];
+                for (int e = 0; e < 4; e++)
+                    weights[(n * 8 + column + e % 2) * WEIGHT_STRIDE + warp * 16 + e / 2 * 8 + lane / 4] = sums[n][e];
             __syncthreads();
             // Each (token, selection block) has one thread, which adds in the order of the compressed blocks.
             const int begin = key_tile * KEY_TILE, end = min(begin + KEY_TILE, s.keys);  // compressed blocks of this tile
             const int first_block = begin * s.d / s.slc_block;
             const int blocks = min(((end - 1) * s.d + s.l - 1) / s.slc_block, last_block) + 1 - first_block;
             for (int item = threadIdx.x; item < blocks * SCORE_TOKENS; item += int(SCORE_THREADS)) {
-                const int token = item % SCORE_TOKENS, block = first_block + item / SCORE_TOKENS, first = block * (s.slc_block / s.d) + first_overlap - begin;
+                const int token = item % SCORE_TOKENS, block = first_block + item / SCORE_TOKENS,
+                          first = block * (s.slc_block / s.d) + first_overlap - begin;
                 const float* weight = weights + token * WEIGHT_STRIDE + first;
                 float sum = importances[token * stride + block];
                 for (int i = max(0, -first); i < min(overlap_count, end - begin - first); i++) sum += weight[i] * overlap[i];
@@ -1622,7 +1696,8 @@ __global__ void __launch_bounds__(SCORE_THREADS)
 template <int D>
 inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile_tokens) {
     AttentionShape a = {};
-    a.batch_groups = s.B * s.G, a.G = s.G, a.heads = s.heads_per_group(), a.by_heads = Divisor(a.heads), a.first = s.first, a.queries = s.queries;
+    a.batch_groups = s.B * s.G, a.G = s.G, a.heads = s.heads_per_group(), a.by_heads = Divisor(a.heads), a.first = s.first,
+    a.queries = s.queries;
     a.keys = branch == CMP ? s.cmp_blocks(s.first + s.queries) : s.first + s.queries;
     a.key_stride = branch == CMP ? s.cmp_capacity() : s.T;
     a.tile_tokens = tile_tokens ? tile_tokens : std::min({MOST_TILE_TOKENS, QUERY_ROWS / a.heads, s.queries});
@@ -1633,7 +1708,8 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
     while (a.slc_shift < 6 && (1 << a.slc_shift) < s.slc_block) a.slc_shift++;
     a.scale = float(s.scale());
     a.parts = 1, a.part_tokens = s.queries;
-    if (branch == CMP) {  // few tiles of keys, each seen by most queries: parts of 256 tokens or more, 32 at most, 16 where there are many tiles
+    // few tiles of keys, each seen by most queries: parts of 256 tokens or more, 32 at most, 16 where there are many tiles
+    if (branch == CMP) {
         a.part_tokens = std::max(256, (s.queries / (s.queries > 32768 ? 16 : 32) + KEY_TILE - 1) / KEY_TILE * KEY_TILE);
         a.parts = (s.queries + a.part_tokens - 1) / a.part_tokens;
     }
@@ -1643,9 +1719,12 @@ inline void check_attention_shape(Branch branch, const NsaShape& s) {
     if (s.heads_per_group() * s.G != s.H || s.heads_per_group() > QUERY_ROWS)
         fail_usage("%d query heads in %d groups: the CUDA attention wants 1 to %d query heads for each group", s.H, s.G, QUERY_ROWS);
     if (branch == SLC && s.slc_block != 16 && s.slc_block != 32 && (s.slc_block < KEY_TILE || s.slc_block % KEY_TILE))
-        fail_usage("selection blocks of %d tokens: the CUDA attention has 16, 32 and multiples of 64; choose one of them, or the CPU", s.slc_block);
+        fail_usage("selection blocks of %d tokens: the CUDA attention has 16, 32 and multiples of 64; choose one of them, or the CPU",
+                   s.slc_block);
     if (branch != WIN && s.slc_block % s.d)
-        fail_usage("selection blocks of %d tokens and compression blocks every %d: the CUDA attention wants a multiple; choose one, or the CPU", s.slc_block, s.d);
+        fail_usage(
+            "selection blocks of %d tokens and compression blocks every %d: the CUDA attention wants a multiple; choose one, or the CPU",
+            s.slc_block, s.d);
 }
 // Calls f(std::integral_constant<int, D>()) for the head dimension D.
 template <class F>
@@ -1671,7 +1750,8 @@ inline size_t shared_bytes(std::initializer_list<size_t> pieces) {
     return sum;
 }
 
-// What the functions below need besides their arrays: attention_workspace_bytes() of scratch memory on the GPU, and a place for AUTO's choice.
+// What the functions below need besides their arrays: attention_workspace_bytes()
+// of scratch memory on the GPU, and a place for AUTO's choice.
 struct AttentionWorkspace {
     void* data = nullptr;
     SelectedChoice* choice = nullptr;
@@ -1689,9 +1769,10 @@ struct WorkspacePieces {
 };
 template <int D>
 inline size_t gather_shared_bytes(const AttentionShape& a, bool backward) {
-    const size_t rows = size_t(a.tile_tokens) * size_t(a.heads), row_tile = rows * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
-    return shared_bytes({key_tiles, key_tiles, row_tile, backward ? row_tile : 0, rows * D * sizeof(float), rows * sizeof(float2), size_t(units(a.key_stride, a)) * sizeof(uint32_t),
-                         size_t(tile_words(a.key_stride)) * sizeof(uint32_t)});
+    const size_t rows = size_t(a.tile_tokens) * size_t(a.heads), row_tile = rows * D * sizeof(bf16),
+                 key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
+    return shared_bytes({key_tiles, key_tiles, row_tile, backward ? row_tile : 0, rows * D * sizeof(float), rows * sizeof(float2),
+                         size_t(units(a.key_stride, a)) * sizeof(uint32_t), size_t(tile_words(a.key_stride)) * sizeof(uint32_t)});
 }
 // Bytes of shared memory that a block can have on this GPU: 227 KB on sm_90, 163 on sm_80, 99 on most others.
 inline size_t most_shared_of_device() {
@@ -1707,7 +1788,10 @@ inline size_t most_shared_of_device() {
 // Head dimensions of 128 do not fit everywhere.
 inline void check_shared_bytes(size_t bytes, int D, size_t most_shared = most_shared_of_device()) {
     if (bytes > most_shared)
-        fail_usage("a head dimension of %d: attention takes %zu bytes of shared memory for a block, this GPU has %zu; choose --head-dim 64, or PRECISION=FP32", D, bytes, most_shared);
+        fail_usage(
+            "a head dimension of %d: attention takes %zu bytes of shared memory for a block, this GPU has %zu; choose --head-dim 64, or "
+            "PRECISION=FP32",
+            D, bytes, most_shared);
 }
 // As many tokens in a tile as fit. How many there are changes no bit: every row is computed by itself, its keys in their order.
 template <int D>
@@ -1719,7 +1803,8 @@ inline AttentionShape gather_shape(const NsaShape& s, bool backward, size_t most
 }
 template <int D>
 inline bool gather_possible(const NsaShape& s) {
-    return s.heads_per_group() <= gather_rows<D>(true) && gather_shared_bytes<D>(gather_shape<D>(s, true), true) <= most_shared_of_device() &&
+    return s.heads_per_group() <= gather_rows<D>(true) &&
+           gather_shared_bytes<D>(gather_shape<D>(s, true), true) <= most_shared_of_device() &&
            gather_shared_bytes<D>(gather_shape<D>(s, false), false) <= most_shared_of_device();
 }
 // A query has chosen at most max(slc_count, 3) blocks, which bounds the extra chunks.
@@ -1738,21 +1823,26 @@ inline GatherPlan gather_plan(WorkspacePieces& pieces, const NsaShape& s) {
     return plan;
 }
 template <int D>
-inline int* selection_counts(WorkspacePieces& pieces, const NsaShape& s) { return pieces.take<int>(2 * size_t(gather_shape<D>(s, false).tiles) * size_t(s.B) * size_t(s.G)); }
+inline int* selection_counts(WorkspacePieces& pieces, const NsaShape& s) {
+    return pieces.take<int>(2 * size_t(gather_shape<D>(s, false).tiles) * size_t(s.B) * size_t(s.G));
+}
 template <int D>
 inline float* cmp_partial_sums(WorkspacePieces& pieces, const NsaShape& s) {
     const AttentionShape a = attention_shape<D>(CMP, s, 0);
-    return pieces.take<float>(a.parts == 1 ? 0 : size_t(a.batch_groups) * size_t((a.keys + KEY_TILE - 1) / KEY_TILE) * size_t(a.parts) * 2 * KEY_TILE * D);
+    return pieces.take<float>(
+        a.parts == 1 ? 0 : size_t(a.batch_groups) * size_t((a.keys + KEY_TILE - 1) / KEY_TILE) * size_t(a.parts) * 2 * KEY_TILE * D);
 }
 
-// Which kernels a call of the selected branch may use: AUTO stays where both are worth a look, and then the selection itself decides, on the GPU. Masked tiles
-// visit every block at worst, so gathering cannot pay where there are at most twice as many as a query takes.
+// Which kernels a call of the selected branch may use: AUTO stays where both are worth a look, and then the selection itself decides,
+// on the GPU. Masked tiles visit every block at worst, so gathering cannot pay where there are at most twice as many as a query takes.
 template <int D>
 inline SelectedKernel resolve_selected(SelectedKernel asked, const NsaShape& s) {
     const bool possible = gather_possible<D>(s);
     if (asked == SelectedKernel::GATHER && !possible)
-        fail_usage("%d query heads in a group, of dimension %d: gathered rows have room for %d, and need less shared memory than the %zu bytes of this GPU; choose masked tiles", s.heads_per_group(), D,
-                   gather_rows<D>(true), most_shared_of_device());
+        fail_usage(
+            "%d query heads in a group, of dimension %d: gathered rows have room for %d, and need less shared memory than the %zu bytes of "
+            "this GPU; choose masked tiles",
+            s.heads_per_group(), D, gather_rows<D>(true), most_shared_of_device());
     if (asked != SelectedKernel::AUTO) return asked;
     const int blocks = (s.first + s.queries + s.slc_block - 1) / s.slc_block;
     return possible && s.queries >= GATHER_TOKENS && blocks > 2 * s.slc_count ? SelectedKernel::AUTO : SelectedKernel::TILES;
@@ -1772,7 +1862,8 @@ inline size_t attention_workspace_bytes(Branch branch, const NsaShape& s, Select
 }
 // Where AUTO is open, has the GPU choose, and returns where the choice will lie; else null.
 template <int D>
-inline const SelectedChoice* choose_selected(SelectedKernel kernel, WorkspacePieces& pieces, SelectedChoice* choice, const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
+inline const SelectedChoice* choose_selected(SelectedKernel kernel, WorkspacePieces& pieces, SelectedChoice* choice,
+                                             const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
     if (kernel != SelectedKernel::AUTO) return nullptr;
     const AttentionShape a = gather_shape<D>(s, false);
     int* counts = selection_counts<D>(pieces, s);
@@ -1780,11 +1871,13 @@ inline const SelectedChoice* choose_selected(SelectedKernel kernel, WorkspacePie
     launch<choose_selected_kernel>(1, 256, 0, stream, choice, (const int*)counts, gathered_piece_cost<D>(), a);
     return choice;
 }
-inline unsigned gather_threads(const AttentionShape& a) { return unsigned(std::min(GATHER_WARPS, (a.tile_tokens * a.heads + 15) / 16) * 32); }
+inline unsigned gather_threads(const AttentionShape& a) {
+    return unsigned(std::min(GATHER_WARPS, (a.tile_tokens * a.heads + 15) / 16) * 32);
+}
 
 template <Branch branch, int D>
-inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection, const NsaShape& s,
-                                     SelectedKernel asked, AttentionWorkspace workspace, cudaStream_t stream) {
+inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection,
+                                     const NsaShape& s, SelectedKernel asked, AttentionWorkspace workspace, cudaStream_t stream) {
     const AttentionShape a = attention_shape<D>(branch, s, 0);
     const SelectedChoice* choice = nullptr;
     if constexpr (branch == SLC) {
@@ -1793,7 +1886,8 @@ inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const
         choice = choose_selected<D>(kernel, pieces, workspace.choice, selection, s, stream);
         if (kernel != SelectedKernel::TILES) {
             const AttentionShape g = gather_shape<D>(s, false);
-            launch<gather_forward_kernel<D>>(unsigned(g.tiles * g.batch_groups), gather_threads(g), gather_shared_bytes<D>(g, false), stream, out, lse, q, k, v, selection, choice, g);
+            launch<gather_forward_kernel<D>>(unsigned(g.tiles * g.batch_groups), gather_threads(g), gather_shared_bytes<D>(g, false),
+                                             stream, out, lse, q, k, v, selection, choice, g);
         }
         if (kernel == SelectedKernel::GATHER) return;
     }
@@ -1804,26 +1898,29 @@ inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const
     launch<attention_forward_kernel<branch, D>>(blocks, threads, bytes, stream, out, lse, q, k, v, selection, choice, a);
 }
 template <int D>
-inline void launch_gather_backward(float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
-                                   const float* lse_gated, const uint32_t* selection, const NsaShape& s, const SelectedChoice* choice, WorkspacePieces& pieces,
-                                   cudaStream_t stream) {
+inline void launch_gather_backward(float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
+                                   const float* row_dot, const float* lse_gated, const uint32_t* selection, const NsaShape& s,
+                                   const SelectedChoice* choice, WorkspacePieces& pieces, cudaStream_t stream) {
     const AttentionShape a = gather_shape<D>(s, true);
     const GatherPlan plan = gather_plan<D>(pieces, s);
-    launch<gather_dq_kernel<D>>(unsigned(a.tiles * a.batch_groups), gather_threads(a), gather_shared_bytes<D>(a, true), stream, dq, add, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
+    launch<gather_dq_kernel<D>>(unsigned(a.tiles * a.batch_groups), gather_threads(a), gather_shared_bytes<D>(a, true), stream, dq, add,
+                                dout, q, k, v, row_dot, lse_gated, selection, choice, a);
 
     const int all_units = plan.units * a.batch_groups;
     launch<transpose_selection_kernel>(unsigned(plan.token_words * a.batch_groups), 128, 0, stream, plan, selection, choice, a);
     launch<count_choosers_kernel>(unsigned(all_units + 3) / 4, 128, 0, stream, plan, all_units, choice);
     launch<plan_chunks_kernel>(unsigned(a.batch_groups), 32, 0, stream, plan, choice, a);
     const size_t tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
-    const size_t bytes = shared_bytes({tiles, tiles, statistics * sub_blocks(SLC), statistics, dkdv_threads<D>() / 32 * sizeof(int), GATHER_CHUNK * sizeof(int), keeps_v<D>() ? tiles / 2 : 0});
-    launch<gather_dkdv_kernel<D>>(unsigned((plan.most_extra + plan.tiles) * a.batch_groups), unsigned(dkdv_threads<D>()), bytes, stream, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, plan, choice, a);
+    const size_t bytes = shared_bytes({tiles, tiles, statistics * sub_blocks(SLC), statistics, dkdv_threads<D>() / 32 * sizeof(int),
+                                       GATHER_CHUNK * sizeof(int), keeps_v<D>() ? tiles / 2 : 0});
+    launch<gather_dkdv_kernel<D>>(unsigned((plan.most_extra + plan.tiles) * a.batch_groups), unsigned(dkdv_threads<D>()), bytes, stream, dk,
+                                  dv, dout, q, k, v, row_dot, lse_gated, selection, plan, choice, a);
     if (plan.most_extra) launch<add_chunks_kernel<D>>(unsigned(plan.tiles * a.batch_groups), 256, 0, stream, dk, dv, plan, choice, a);
 }
 template <Branch branch, int D>
-inline void launch_attention_backward(float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
-                                      const float* row_dot, const float* lse_gated, const uint32_t* selection, const NsaShape& s,
-                                      SelectedKernel asked, AttentionWorkspace workspace, cudaStream_t stream) {
+inline void launch_attention_backward(float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k,
+                                      const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
+                                      const NsaShape& s, SelectedKernel asked, AttentionWorkspace workspace, cudaStream_t stream) {
     const AttentionShape a = attention_shape<D>(branch, s, 0);
     const SelectedChoice* choice = nullptr;
     if (a.keys == 0) {  // no element of dk and dv
@@ -1836,27 +1933,32 @@ inline void launch_attention_backward(float* dq, bool add, bf16* dk, bf16* dv, c
     if constexpr (branch == SLC) {
         const SelectedKernel kernel = resolve_selected<D>(asked, s);
         choice = choose_selected<D>(kernel, pieces, workspace.choice, selection, s, stream);
-        if (kernel != SelectedKernel::TILES) launch_gather_backward<D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, choice, pieces, stream);
+        if (kernel != SelectedKernel::TILES)
+            launch_gather_backward<D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, choice, pieces, stream);
         if (kernel == SelectedKernel::GATHER) return;
     }
-    const size_t query_tile = QUERY_ROWS * D * sizeof(bf16), tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
+    const size_t query_tile = QUERY_ROWS * D * sizeof(bf16), tiles = 2 * KEY_TILE * D * sizeof(bf16),
+                 statistics = 2 * KEY_TILE * sizeof(float);
     const unsigned query_blocks = unsigned(a.tiles * a.batch_groups), threads = query_tile_threads<D>(a);
-    const size_t dq_bytes = shared_bytes({query_tile, query_tile, tiles, tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
+    const size_t dq_bytes = shared_bytes(
+        {query_tile, query_tile, tiles, tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
     check_shared_bytes(dq_bytes, D);
-    launch<attention_dq_kernel<branch, D>>(query_blocks, threads, dq_bytes, stream, dq, add, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
+    launch<attention_dq_kernel<branch, D>>(query_blocks, threads, dq_bytes, stream, dq, add, dout, q, k, v, row_dot, lse_gated, selection,
+                                           choice, a);
 
     const unsigned key_tiles = unsigned((a.keys + KEY_TILE - 1) / KEY_TILE * a.batch_groups);
     const size_t dkdv_bytes = shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, keeps_v<D>() ? tiles / 2 : 0,
                                             branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
-    launch<attention_dkdv_kernel<branch, D>>(key_tiles * unsigned(a.parts), unsigned(dkdv_threads<D>()), dkdv_bytes, stream, dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
+    launch<attention_dkdv_kernel<branch, D>>(key_tiles * unsigned(a.parts), unsigned(dkdv_threads<D>()), dkdv_bytes, stream, dk, dv,
+                                             partial, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
     if constexpr (branch == CMP)
         if (a.parts > 1) launch<add_parts_kernel<D>>(key_tiles, 256, 0, stream, dk, dv, (const float*)partial, a);
 }
 
-// out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] the natural logarithm of the softmax's denominator;
-// a query without a key: 0, +infinity. q [B, H, queries, D], keys and values [B, G, T, D] (compressed: [B, G, NC, D]), selection
-// [B, G, queries, words]. Selection blocks: 16, 32 or a multiple of 64 tokens. Query heads per group: up to 128, no padding but the last row tile's.
-// In the selected branch `kernel` says how; the workspace's choice has to exist where it is AUTO.
+// out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] the natural logarithm of the
+// softmax's denominator; a query without a key: 0, +infinity. q [B, H, queries, D], keys and values [B, G, T, D] (compressed: [B, G,
+// NC, D]), selection [B, G, queries, words]. Selection blocks: 16, 32 or a multiple of 64 tokens. Query heads per group: up to 128,
+// no padding but the last row tile's. In the selected branch `kernel` says how; the workspace's choice has to exist where it is AUTO.
 inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection,
                               const NsaShape& s, SelectedKernel kernel, AttentionWorkspace workspace, cudaStream_t stream) {
     check_attention_shape(branch, s);
@@ -1870,24 +1972,31 @@ inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* 
         }
     });
 }
-// dq [B, H, queries, D] = , or += with `add`, dk and dv [keys] = , from dout [B*queries, H*D], row_dot and lse_gated [B, H, queries]; shapes and formulas as in Cpu. A query
-// has chosen at most max(slc_count, 3) blocks.
-inline void attention_backward(Branch branch, float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
-                               const float* row_dot, const float* lse_gated, const uint32_t* selection, const NsaShape& s, SelectedKernel kernel,
-                               AttentionWorkspace workspace, cudaStream_t stream) {
+// dq [B, H, queries, D] = , or += with `add`, dk and dv [keys] = , from dout [B*queries, H*D], row_dot and
+// lse_gated [B, H, queries]; shapes and formulas as in Cpu. A query has chosen at most max(slc_count, 3) blocks.
+inline void attention_backward(Branch branch, float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k,
+                               const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection, const NsaShape& s,
+                               SelectedKernel kernel, AttentionWorkspace workspace, cudaStream_t stream) {
     check_attention_shape(branch, s);
     if (s.query_rows() == 0) return;
     with_head_dimension(s.D, [&](auto dimension) {
         constexpr int D = decltype(dimension)::value;
         switch (branch) {
-            case CMP: return launch_attention_backward<CMP, D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel, workspace, stream);
-            case SLC: return launch_attention_backward<SLC, D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel, workspace, stream);
-            case WIN: return launch_attention_backward<WIN, D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel, workspace, stream);
+            case CMP:
+                return launch_attention_backward<CMP, D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel,
+                                                         workspace, stream);
+            case SLC:
+                return launch_attention_backward<SLC, D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel,
+                                                         workspace, stream);
+            case WIN:
+                return launch_attention_backward<WIN, D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel,
+                                                         workspace, stream);
         }
     });
 }
-// selection [B, G, queries, words] = the blocks that each query and group attends to, by q [B, H, queries, D], kc [B, G, NC, D] and the compressed
-// branch's lse [B, H, queries]; chosen_importance [B, G, queries], where given: their share of all importance. The rule is Cpu's.
+// selection [B, G, queries, words] = the blocks that each query and group attends to, by q [B, H,
+// queries, D], kc [B, G, NC, D] and the compressed branch's lse [B, H, queries]; chosen_importance
+// [B, G, queries], where given: their share of all importance. The rule is Cpu's.
 inline void select_blocks(uint32_t* selection, float* chosen_importance, const bf16* q, const bf16* kc, const float* lse, const NsaShape& s,
                           cudaStream_t stream) {
     check_attention_shape(CMP, s);
@@ -1897,11 +2006,13 @@ inline void select_blocks(uint32_t* selection, float* chosen_importance, const b
         const AttentionShape a = attention_shape<D>(CMP, s, SCORE_TOKENS);
         const size_t rows = size_t(a.heads) * SCORE_TOKENS, weights = SCORE_TOKENS * WEIGHT_STRIDE;
         const size_t importances = SCORE_TOKENS * size_t(importance_stride(a));
-        const size_t bytes = shared_bytes({2 * KEY_TILE * D * sizeof(bf16), rows * D * sizeof(bf16), rows * sizeof(float), weights * sizeof(float),
-                                           importances * sizeof(float), size_t(overlaps(a)) * sizeof(float)});
+        const size_t bytes = shared_bytes({2 * KEY_TILE * D * sizeof(bf16), rows * D * sizeof(bf16), rows * sizeof(float),
+                                           weights * sizeof(float), importances * sizeof(float), size_t(overlaps(a)) * sizeof(float)});
         if (bytes > most_shared_of_device())
-            fail_usage("%d tokens in selection blocks of %d: choosing takes %zu bytes of shared memory, this GPU has %zu; choose larger blocks or fewer tokens",
-                       s.first + s.queries, s.slc_block, bytes, most_shared_of_device());
+            fail_usage(
+                "%d tokens in selection blocks of %d: choosing takes %zu bytes of shared memory, this GPU has %zu; choose larger blocks or "
+                "fewer tokens",
+                s.first + s.queries, s.slc_block, bytes, most_shared_of_device());
         const unsigned blocks = unsigned(a.tiles * a.batch_groups);
         launch<select_blocks_kernel<D>>(blocks, SCORE_THREADS, bytes, stream, selection, chosen_importance, q, kc, lse, a);
     });
@@ -1922,8 +2033,8 @@ using cuda_real = __nv_bfloat16;
 namespace kernels {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Loads and stores. Kernels are written for W elements at a time: 16 bytes of cuda_real where rows and pointers allow it, else 1. In registers
-// the elements are always fp32.
+// Loads and stores. Kernels are written for W elements at a time: 16 bytes of cuda_real
+// where rows and pointers allow it, else 1. In registers the elements are always fp32.
 
 constexpr int WIDE = 16 / int(sizeof(cuda_real));
 
@@ -2001,9 +2112,10 @@ __global__ void embedding_forward_kernel(cuda_real* x, const int32_t* tokens, co
     store(x + i, values);
 }
 
-// The gradient is a sum over the positions that hold a token, so the positions are first sorted by token, equal ones in their order. The place of a position
-// is the number of positions that come before it: N^2 comparisons of integers in shared memory, 10^9 at N = 32768, an estimated 0.2 ms of an H200 and
-// once per micro-step; with no counters, no atomics, no passes over digits and no choice of the order. sorted [N]
+// The gradient is a sum over the positions that hold a token, so the positions are first sorted by token,
+// equal ones in their order. The place of a position is the number of positions that come before it: N^2
+// comparisons of integers in shared memory, 10^9 at N = 32768, an estimated 0.2 ms of an H200 and once per
+// micro-step; with no counters, no atomics, no passes over digits and no choice of the order. sorted [N]
 __global__ void __launch_bounds__(256) sort_positions_kernel(int32_t* sorted, const int32_t* tokens, int N) {
     SHARED(int32_t, tile, [256]);
     const int n = int(thread_index()), token = n < N ? tokens[n] : 0;
@@ -2019,7 +2131,8 @@ __global__ void __launch_bounds__(256) sort_positions_kernel(int32_t* sorted, co
 }
 // dembed [V, C] += rows of dx [N, C]. Block column blockIdx.y, place blockIdx.x; the first place of a token's run walks the run.
 template <int W>
-__global__ void __launch_bounds__(128) embedding_backward_kernel(float* dembed, const cuda_real* dx, const int32_t* tokens, const int32_t* sorted, int N, int C) {
+__global__ void __launch_bounds__(128)
+    embedding_backward_kernel(float* dembed, const cuda_real* dx, const int32_t* tokens, const int32_t* sorted, int N, int C) {
     const int place = blockIdx.x, token = tokens[sorted[place]], c = int(blockIdx.y * blockDim.x + threadIdx.x) * W;
     if (c >= C || (place > 0 && tokens[sorted[place - 1]] == token)) return;
     float sum[W];
@@ -2045,7 +2158,8 @@ __global__ void __launch_bounds__(128) embedding_backward_kernel(float* dembed, 
 constexpr int NORM_ROWS = 8;  // per block
 
 template <int W>
-__global__ void __launch_bounds__(NORM_ROWS * 32) rmsnorm_forward_kernel(cuda_real* out, float* rstd, const cuda_real* x, const cuda_real* weight, int N, int C) {
+__global__ void __launch_bounds__(NORM_ROWS * 32)
+    rmsnorm_forward_kernel(cuda_real* out, float* rstd, const cuda_real* x, const cuda_real* weight, int N, int C) {
     const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (n >= N) return;  // a whole warp
     x += size_t(n) * C, out += size_t(n) * C;
@@ -2065,7 +2179,8 @@ __global__ void __launch_bounds__(NORM_ROWS * 32) rmsnorm_forward_kernel(cuda_re
 
 // dx += rstd * (g - x * rstd^2 * mean(g * x)),  g = dout * weight
 template <int W>
-__global__ void __launch_bounds__(NORM_ROWS * 32) rmsnorm_backward_kernel(cuda_real* dx, const cuda_real* dout, const cuda_real* x, const float* rstd, const cuda_real* weight, int N, int C) {
+__global__ void __launch_bounds__(NORM_ROWS * 32) rmsnorm_backward_kernel(cuda_real* dx, const cuda_real* dout, const cuda_real* x,
+                                                                          const float* rstd, const cuda_real* weight, int N, int C) {
     const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (n >= N) return;
     x += size_t(n) * C, dx += size_t(n) * C, dout += size_t(n) * C;
@@ -2150,8 +2265,8 @@ __global__ void silu_backward_kernel(cuda_real* dx, const cuda_real* dout, const
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Classifier, one block per row of logits: one pass reads the row and keeps the running maximum and the sum of exponentials under it, a second one writes
-// the gradient over it.
+// Classifier, one block per row of logits: one pass reads the row and keeps the running
+// maximum and the sum of exponentials under it, a second one writes the gradient over it.
 
 struct Softmax {
     float largest, sum;  // of e^(x - largest)
@@ -2165,7 +2280,8 @@ struct Softmax {
 constexpr int CLASSIFIER_THREADS = 512;
 
 template <int W>
-__global__ void __launch_bounds__(CLASSIFIER_THREADS) classifier_kernel(float* losses, cuda_real* logits, const int32_t* targets, float dloss, bool want_gradient, int V, int Vp) {
+__global__ void __launch_bounds__(CLASSIFIER_THREADS)
+    classifier_kernel(float* losses, cuda_real* logits, const int32_t* targets, float dloss, bool want_gradient, int V, int Vp) {
     SHARED(Softmax, of_warps, [CLASSIFIER_THREADS / 32]);
     SHARED(float, target_logit, [1]);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, target = targets[blockIdx.x];
@@ -2240,7 +2356,8 @@ __global__ void __launch_bounds__(CHUNK_THREADS) chunk_squares_kernel(double* sq
     SHARED(double, sums, [CHUNK_THREADS / 32]);
     const size_t chunk = first_chunk + blockIdx.x;
     double sum = 0;
-    for (size_t i = chunk * CHUNK + threadIdx.x; i < total && i < (chunk + 1) * CHUNK; i += CHUNK_THREADS) sum += double(x[i]) * double(x[i]);
+    for (size_t i = chunk * CHUNK + threadIdx.x; i < total && i < (chunk + 1) * CHUNK; i += CHUNK_THREADS)
+        sum += double(x[i]) * double(x[i]);
     sum = lane_sum(sum);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
     __syncthreads();
@@ -2249,7 +2366,8 @@ __global__ void __launch_bounds__(CHUNK_THREADS) chunk_squares_kernel(double* sq
     squares[chunk] = sum;
 }
 // One block: a fixed order too, if not the host's.
-__global__ void __launch_bounds__(CHUNK_THREADS) total_squares_kernel(double* total, const double* squares, size_t chunks, const float* guard) {
+__global__ void __launch_bounds__(CHUNK_THREADS)
+    total_squares_kernel(double* total, const double* squares, size_t chunks, const float* guard) {
     SHARED(double, sums, [CHUNK_THREADS / 32]);
     double sum = 0;
     for (size_t i = threadIdx.x; i < chunks; i += CHUNK_THREADS) sum += squares[i];
@@ -2282,8 +2400,8 @@ struct AdamWStep {
     float step_size, v_correction;
     uint64_t stream;  // random, of the rounding
 };
-// The parameter that belongs to its fp32 master. In bf16 it is rounded upwards in magnitude with the probability that keeps the mean: 16 random bits are added
-// to the 16 that go.
+// The parameter that belongs to its fp32 master. In bf16 it is rounded upwards in magnitude
+// with the probability that keeps the mean: 16 random bits are added to the 16 that go.
 __device__ inline cuda_real parameter(float master, uint64_t seed, uint64_t stream, uint64_t counter) {
 #ifdef PRECISION_FP32
     (void)seed, (void)stream, (void)counter;
@@ -2294,12 +2412,16 @@ __device__ inline cuda_real parameter(float master, uint64_t seed, uint64_t stre
     return __ushort_as_bfloat16((unsigned short)((bits + (finite ? random & 0xffffu : 0)) >> 16));
 #endif
 }
-__global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad, size_t count, AdamWConstants h, const AdamWStep* step) {
-    // What multiplies the gradient (NaN: no update) and the parameter comes from fp64, which many GPUs compute at 1/64 of the rate: once a block.
+__global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad, size_t count, AdamWConstants h,
+                             const AdamWStep* step) {
+    // What multiplies the gradient (NaN: no update) and the parameter comes
+    // from fp64, which many GPUs compute at 1/64 of the rate: once a block.
     SHARED(float, factors, [2]);
     if (threadIdx.x == 0) {
         const double norm = h.squares ? sqrt(*h.squares) : 0;
-        factors[0] = !(norm < INFINITY) ? NAN : h.grad_clip > 0 && norm > h.grad_clip ? h.grad_scale * float(h.grad_clip / norm) : h.grad_scale;
+        factors[0] = !(norm < INFINITY)                      ? NAN
+                     : h.grad_clip > 0 && norm > h.grad_clip ? h.grad_scale * float(h.grad_clip / norm)
+                                                             : h.grad_scale;
         factors[1] = float(1 - step->lr * h.decay);
     }
     __syncthreads();
@@ -2352,13 +2474,21 @@ struct HeadArrays {
     Q* q;
     KV *k_cmp, *v_cmp, *k_slc, *v_slc, *k_win, *v_win;
     Gate* gate;
-    __device__ KV* kv(int slot) const { return slot == K_CMP ? k_cmp : slot == V_CMP ? v_cmp : slot == K_SLC ? k_slc : slot == V_SLC ? v_slc : slot == K_WIN ? k_win : v_win; }
+    __device__ KV* kv(int slot) const {
+        return slot == K_CMP   ? k_cmp
+               : slot == V_CMP ? v_cmp
+               : slot == K_SLC ? k_slc
+               : slot == V_SLC ? v_slc
+               : slot == K_WIN ? k_win
+                               : v_win;
+    }
 };
 using HeadPointers = HeadArrays<cuda_real, cuda_real, float>;
 using HeadGradientPointers = HeadArrays<const float, const cuda_real, const float>;
 // One block per token; a thread takes W pairs of elements of a head at a time.
 template <int W>
-__global__ void __launch_bounds__(128) split_heads_forward_kernel(HeadPointers out, const cuda_real* projected, Rope rope, NsaShape s, int P, int units) {
+__global__ void __launch_bounds__(128)
+    split_heads_forward_kernel(HeadPointers out, const cuda_real* projected, Rope rope, NsaShape s, int P, int units) {
     const int pieces = s.D / 2 / W, j = blockIdx.x % s.queries, t = s.first + j;
     const size_t b = blockIdx.x / s.queries, rows = size_t(s.B) * s.H * s.queries;
     const cuda_real* in = projected + size_t(blockIdx.x) * P;
@@ -2376,7 +2506,8 @@ __global__ void __launch_bounds__(128) split_heads_forward_kernel(HeadPointers o
         out.gate[i % 3 * rows + (b * s.H + i / 3) * s.queries + j] = sigmoid(float(in[units * s.D + i]));
 }
 template <int W>
-__global__ void __launch_bounds__(128) split_heads_backward_kernel(cuda_real* dprojected, HeadGradientPointers d, Rope rope, NsaShape s, int P, int units) {
+__global__ void __launch_bounds__(128)
+    split_heads_backward_kernel(cuda_real* dprojected, HeadGradientPointers d, Rope rope, NsaShape s, int P, int units) {
     const int pieces = s.D / 2 / W, t = blockIdx.x % s.T;
     const size_t b = blockIdx.x / s.T, rows = size_t(s.B) * s.H * s.T;
     cuda_real* out = dprojected + size_t(blockIdx.x) * P;
@@ -2397,7 +2528,8 @@ __global__ void __launch_bounds__(128) split_heads_backward_kernel(cuda_real* dp
 // Compression. Scratch matrices are packed: row bg*count + i is block begin + i of (sequence, group) bg.
 
 // hidden [B, G, NC, F] = sum + bias, activated = silu(hidden); sum, activated [B*G*count, F]. One thread per element.
-__global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated, const float* sum, const cuda_real* bias, int rows, int count, int begin, int NC, int F) {
+__global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated, const float* sum, const cuda_real* bias, int rows,
+                                         int count, int begin, int NC, int F) {
     const size_t i = thread_index();
     if (i >= size_t(rows) * F) return;
     const size_t row = i / F, at = (row / count * NC + begin + row % count) * F + i % F;
@@ -2405,8 +2537,10 @@ __global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated
     const float h = float(hidden[at]);
     activated[i] = cuda_real(h * sigmoid(h));
 }
-// out [B, G, NC, D] = mean of the block's l tokens + sum, rotated at the position of the block's first token where asked. sum [B*G*count, D]; one thread per pair.
-__global__ void compress_output_kernel(cuda_real* out, const float* sum, const cuda_real* k, Rope rope, bool rotated, int rows, int count, int begin, int NC, NsaShape s) {
+// out [B, G, NC, D] = mean of the block's l tokens + sum, rotated at the position
+// of the block's first token where asked. sum [B*G*count, D]; one thread per pair.
+__global__ void compress_output_kernel(cuda_real* out, const float* sum, const cuda_real* k, Rope rope, bool rotated, int rows, int count,
+                                       int begin, int NC, NsaShape s) {
     const int pairs = s.D / 2;
     const size_t index = thread_index();
     if (index >= size_t(rows) * pairs) return;
@@ -2474,7 +2608,8 @@ struct RowPlace {
 
 // out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5
 template <int W>
-__global__ void __launch_bounds__(256) combine_forward_kernel(cuda_real* out, const cuda_real* o, const float* gate, size_t rows, NsaShape s) {
+__global__ void __launch_bounds__(256)
+    combine_forward_kernel(cuda_real* out, const cuda_real* o, const float* gate, size_t rows, NsaShape s) {
     const size_t row = row_index();
     if (row >= rows) return;
     const RowPlace place(unsigned(row), s);
@@ -2491,8 +2626,9 @@ __global__ void __launch_bounds__(256) combine_forward_kernel(cuda_real* out, co
 }
 // row_dot = dout . o     lse_gated = lse - ln(gate)     dgate_logit = row_dot * gate * (1 - gate), per branch
 template <int W>
-__global__ void __launch_bounds__(256) attention_backward_rows_kernel(float* row_dot, float* lse_gated, float* dgate_logit, const cuda_real* dout, const cuda_real* o, const float* gate,
-                                                                      const float* lse, size_t rows, NsaShape s) {
+__global__ void __launch_bounds__(256)
+    attention_backward_rows_kernel(float* row_dot, float* lse_gated, float* dgate_logit, const cuda_real* dout, const cuda_real* o,
+                                   const float* gate, const float* lse, size_t rows, NsaShape s) {
     const size_t index = row_index(), row = index < rows ? index : rows - 1;  // every lane takes part in the sums
     const cuda_real* d = dout + RowPlace(unsigned(row), s).by_token * s.D;
     for (int branch = s.full ? WIN : CMP; branch <= WIN; branch++) {
@@ -2534,30 +2670,37 @@ struct Cuda {
     bool level0 = std::is_same<real, float>::value;  // attention by the scalar kernels of dev/ladder; fp32 has no others
     SelectedKernel selected_kernel = SelectedKernel::AUTO;
     bool use_graphs = false;                      // --cuda-graph, see run()
-    size_t live_bytes = 0, peak_bytes = 0;        // of the GPU's memory, now and at most, without what the driver and cuBLASLt take for themselves
+    // of the GPU's memory, now and at most, without what the driver and cuBLASLt take for themselves
+    size_t live_bytes = 0, peak_bytes = 0;
 
     explicit Cuda(int device_index = 0, size_t workspace = WORKSPACE) : device(device_index), workspace_bytes(workspace) {
         CUDA_CHECK(cudaSetDevice(device));
         CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
         if (!std::is_same<real, float>::value && properties.major < 8)
-            fail("GPU %d, %s, has compute capability %d.%d; bf16 needs 8.0 or later: build again with PRECISION=FP32 GPU_COMPUTE_CAPABILITY=%d%d, or use --device cpu", device, properties.name,
-                 properties.major, properties.minor, properties.major, properties.minor);
+            fail(
+                "GPU %d, %s, has compute capability %d.%d; bf16 needs 8.0 or later: build again with PRECISION=FP32 "
+                "GPU_COMPUTE_CAPABILITY=%d%d, or use --device cpu",
+                device, properties.name, properties.major, properties.minor, properties.major, properties.minor);
         CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         try {
             launch<kernels::probe_kernel>(1, 32, 0, stream);
         } catch (const Error& e) {
-            fail("this program was not built for GPU %d, %s, of compute capability %d.%d: build it again with make GPU_COMPUTE_CAPABILITY=%d%d (%s)", device, properties.name, properties.major,
-                 properties.minor, properties.major, properties.minor, e.what());
+            fail(
+                "this program was not built for GPU %d, %s, of compute capability %d.%d: build it again with make "
+                "GPU_COMPUTE_CAPABILITY=%d%d (%s)",
+                device, properties.name, properties.major, properties.minor, properties.major, properties.minor, e.what());
         }
         CUDA_CHECK(cudaStreamSynchronize(stream));
         CUBLAS_CHECK(cublasLtCreate(&cublas));
         CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
-        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes, sizeof workspace_bytes));
+        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes,
+                                                          sizeof workspace_bytes));
 #ifdef __CUDACC__  // 16 is what gemm() checks; unasked, cuBLASLt takes 256 for granted. Where it splits a long sum, the parts stay in fp32.
         const uint32_t alignment = 16, reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction, sizeof reduction));
-        for (const auto which : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
-                                 CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+        CUBLAS_CHECK(
+            cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction, sizeof reduction));
+        for (const auto which : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+                                 CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
             CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, which, &alignment, sizeof alignment));
 #endif
         cublas_workspace = allocate<char>(workspace_bytes);
@@ -2591,8 +2734,10 @@ struct Cuda {
             cudaGetLastError();  // it is told here, not by the next launch
             size_t free = 0, total = 0;
             CUDA_CHECK(cudaMemGetInfo(&free, &total));
-            fail("out of GPU memory: %.1f MiB were asked for, %.1f of %.1f MiB are free on GPU %d; choose a smaller --batch or --seq-len; nvidia-smi shows who else uses the GPU",
-                 double(bytes) / (1 << 20), double(free) / (1 << 20), double(total) / (1 << 20), device);
+            fail(
+                "out of GPU memory: %.1f MiB were asked for, %.1f of %.1f MiB are free on GPU %d; choose a smaller --batch or --seq-len; "
+                "nvidia-smi shows who else uses the GPU",
+                double(bytes) / (1 << 20), double(free) / (1 << 20), double(total) / (1 << 20), device);
         }
         CUDA_CHECK(error);
         live_bytes += allocated[p] = bytes, peak_bytes = std::max(peak_bytes, live_bytes);
@@ -2611,15 +2756,18 @@ struct Cuda {
         return free;
     }
     std::string describe() const {
-        return format_text("GPU %d, %s, compute capability %d.%d, %d multiprocessors, %.1f GiB, %s, attention %s", device, properties.name, properties.major, properties.minor,
-                           properties.multiProcessorCount, double(properties.totalGlobalMem) / (1 << 30), std::is_same<real, float>::value ? "fp32" : "bf16", level0 ? "scalar" : "on tensor cores");
+        return format_text("GPU %d, %s, compute capability %d.%d, %d multiprocessors, %.1f GiB, %s, attention %s", device, properties.name,
+                           properties.major, properties.minor, properties.multiProcessorCount,
+                           double(properties.totalGlobalMem) / (1 << 30), std::is_same<real, float>::value ? "fp32" : "bf16",
+                           level0 ? "scalar" : "on tensor cores");
     }
     // FLOP/s of the tensor cores at best, dense bf16 with fp32 sums, by NVIDIA's data sheets; 0: not known here.
     double peak_flops() const {
         static constexpr struct {
             const char* name;
             double teraflops;
-        } PEAKS[] = {{"H100 PCIe", 756}, {"H100 NVL", 835.5}, {"H200 NVL", 835.5}, {"H100", 989.4}, {"H200", 989.4}, {"H800", 989.4}, {"B200", 2250}, {"A100", 312}, {"A800", 312}, {"L40S", 362}, {"RTX 4090", 165.2}, {"RTX 3090", 71}};
+        } PEAKS[] = {{"H100 PCIe", 756}, {"H100 NVL", 835.5}, {"H200 NVL", 835.5}, {"H100", 989.4}, {"H200", 989.4},     {"H800", 989.4},
+                     {"B200", 2250},     {"A100", 312},       {"A800", 312},       {"L40S", 362},   {"RTX 4090", 165.2}, {"RTX 3090", 71}};
         if (!std::is_same<real, float>::value)
             for (const auto& peak : PEAKS)
                 if (std::strstr(properties.name, peak.name)) return peak.teraflops * 1e12;
@@ -2634,7 +2782,9 @@ struct Cuda {
         CUDA_CHECK(cudaStreamSynchronize(stream));
     }
     // Tokens to the GPU without waiting for it; the caller may reuse its memory at once. Runs ahead of the GPU by two micro-steps at most.
-    void upload(int32_t* out, const int32_t* in, size_t count) { upload_through(uploads[uploaded++ % 4], out, in, count * sizeof(int32_t)); }
+    void upload(int32_t* out, const int32_t* in, size_t count) {
+        upload_through(uploads[uploaded++ % 4], out, in, count * sizeof(int32_t));
+    }
     // Numbers to the host, to be received later, in order; two may be under way.
     void send(const double* numbers, size_t count) {
         refuse_in_recording("Cuda::send");
@@ -2672,9 +2822,10 @@ struct Cuda {
         }
     }
 
-    // ----- work that repeats. A sequence of launches that is the same every time, down to the arguments. With use_graphs, run() launches it as it is the first time,
-    // when scratch memory grows, tables are made and algorithms are chosen; the second time it is recorded as a CUDA graph; from then on one call gives all of it to the
-    // GPU. What differs from time to time has to lie in the GPU's memory, and to be sent there before. A sequence dies before the memory that it works on.
+    // ----- work that repeats. A sequence of launches that is the same every time, down to the arguments. With use_graphs,
+    // run() launches it as it is the first time, when scratch memory grows, tables are made and algorithms are chosen; the
+    // second time it is recorded as a CUDA graph; from then on one call gives all of it to the GPU. What differs from time to
+    // time has to lie in the GPU's memory, and to be sent there before. A sequence dies before the memory that it works on.
     struct Sequence {
         cudaGraphExec_t graph = nullptr;
         int64_t memory = -1;  // the engine's memory_version when it was last launched as it is
@@ -2704,7 +2855,8 @@ struct Cuda {
     // ----- embedding.  x = embed[token].  tokens [N], embed [V, C], x [N, C]
     void embedding_forward(real* x, const int32_t* tokens, const real* embed, int N, int C) {
         with_width(is_wide(C, x, embed), [&](auto W) {
-            launch<kernels::embedding_forward_kernel<W()>>(kernels::blocks(size_t(N) * C, 256 * W()), 256, 0, stream, x, tokens, embed, N, C);
+            launch<kernels::embedding_forward_kernel<W()>>(kernels::blocks(size_t(N) * C, 256 * W()), 256, 0, stream, x, tokens, embed, N,
+                                                           C);
         });
     }
     // dembed [V, C] += rows of dx [N, C]
@@ -2712,20 +2864,23 @@ struct Cuda {
         int32_t* sorted = scratch<int32_t>(0, size_t(N));
         launch<kernels::sort_positions_kernel>(kernels::blocks(size_t(N), 256), 256, 0, stream, sorted, tokens, N);
         with_width(is_wide(C, dembed, dx), [&](auto W) {
-            launch<kernels::embedding_backward_kernel<W()>>(dim3(unsigned(N), kernels::blocks(size_t(C), 128 * W())), 128, 0, stream, dembed, dx, tokens, (const int32_t*)sorted, N, C);
+            launch<kernels::embedding_backward_kernel<W()>>(dim3(unsigned(N), kernels::blocks(size_t(C), 128 * W())), 128, 0, stream,
+                                                            dembed, dx, tokens, (const int32_t*)sorted, N, C);
         });
     }
 
     // ----- RMSNorm.  out = x * rstd * weight,  rstd = 1/sqrt(mean(x^2) + eps).  x, out [N, C], rstd [N], weight [C]
     void rmsnorm_forward(real* out, Stat* rstd, const real* x, const real* weight, int N, int C) {
         with_width(is_wide(C, out, x, weight), [&](auto W) {
-            launch<kernels::rmsnorm_forward_kernel<W()>>(kernels::blocks(size_t(N), kernels::NORM_ROWS), kernels::NORM_ROWS * 32, 0, stream, out, rstd, x, weight, N, C);
+            launch<kernels::rmsnorm_forward_kernel<W()>>(kernels::blocks(size_t(N), kernels::NORM_ROWS), kernels::NORM_ROWS * 32, 0, stream,
+                                                         out, rstd, x, weight, N, C);
         });
     }
     // dx += rstd * (g - x * rstd^2 * mean(g * x)) with g = dout * weight;  dweight += sum over rows of dout * x * rstd
     void rmsnorm_backward(real* dx, Grad* dweight, const real* dout, const real* x, const Stat* rstd, const real* weight, int N, int C) {
         with_width(is_wide(C, dx, dout, x, weight), [&](auto W) {
-            launch<kernels::rmsnorm_backward_kernel<W()>>(kernels::blocks(size_t(N), kernels::NORM_ROWS), kernels::NORM_ROWS * 32, 0, stream, dx, dout, x, rstd, weight, N, C);
+            launch<kernels::rmsnorm_backward_kernel<W()>>(kernels::blocks(size_t(N), kernels::NORM_ROWS), kernels::NORM_ROWS * 32, 0,
+                                                          stream, dx, dout, x, rstd, weight, N, C);
         });
         add_column_sums(dweight, kernels::NormWeightGradient{dout, x, rstd}, is_wide(C, dout, x), N, C);
     }
@@ -2747,31 +2902,40 @@ struct Cuda {
     // ----- SiLU.  out = x * sigmoid(x), elementwise
     void silu_forward(real* out, const real* x, size_t count) {
         if (count == 0) return;
-        with_width(is_wide(count, out, x), [&](auto W) { launch<kernels::silu_forward_kernel<W()>>(kernels::blocks(count, 256 * W()), 256, 0, stream, out, x, count); });
+        with_width(is_wide(count, out, x), [&](auto W) {
+            launch<kernels::silu_forward_kernel<W()>>(kernels::blocks(count, 256 * W()), 256, 0, stream, out, x, count);
+        });
     }
     // dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x); dx may be dout
     void silu_backward(real* dx, const real* dout, const real* x, size_t count) {
         if (count == 0) return;
-        with_width(is_wide(count, dx, dout, x), [&](auto W) { launch<kernels::silu_backward_kernel<W()>>(kernels::blocks(count, 256 * W()), 256, 0, stream, dx, dout, x, count); });
+        with_width(is_wide(count, dx, dout, x), [&](auto W) {
+            launch<kernels::silu_backward_kernel<W()>>(kernels::blocks(count, 256 * W()), 256, 0, stream, dx, dout, x, count);
+        });
     }
 
     // ----- classifier.  losses [N] = cross-entropy of logits [N, Vp] against targets [N], columns V..Vp-1 left out.
     // With want_gradient, logits become dlogits = (softmax - onehot) * dloss in place, 0 in the padded columns.
     void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V, int Vp) {
         with_width(is_wide(Vp, logits), [&](auto W) {
-            launch<kernels::classifier_kernel<W()>>(unsigned(N), kernels::CLASSIFIER_THREADS, 0, stream, losses, logits, targets, float(dloss), want_gradient, V, Vp);
+            launch<kernels::classifier_kernel<W()>>(unsigned(N), kernels::CLASSIFIER_THREADS, 0, stream, losses, logits, targets,
+                                                    float(dloss), want_gradient, V, Vp);
         });
     }
 
     // ----- optimiser.
     // total (on the GPU) += sum of x
     void add_sum(double* total, const Stat* x, size_t count) {
-        with_width(is_wide(count, x), [&](auto W) { launch<kernels::sum_parts_kernel<W()>>(kernels::PARTS, kernels::PARTS_THREADS, 0, stream, result, x, count); });
+        with_width(is_wide(count, x), [&](auto W) {
+            launch<kernels::sum_parts_kernel<W()>>(kernels::PARTS, kernels::PARTS_THREADS, 0, stream, result, x, count);
+        });
         launch<kernels::sum_total_kernel>(1, 32, 0, stream, total, (const double*)result, kernels::PARTS);
     }
     // squares[i] = sum of the squares of chunk i of x [total], in fp64, for the chunks that begin in [begin, begin + count).
     void chunk_squares(double* squares, const Grad* x, size_t total, size_t begin, size_t count) {
-        if (count) launch<kernels::chunk_squares_kernel>(unsigned(count / CHUNK), kernels::CHUNK_THREADS, 0, stream, squares, x, total, begin / CHUNK);
+        if (count)
+            launch<kernels::chunk_squares_kernel>(unsigned(count / CHUNK), kernels::CHUNK_THREADS, 0, stream, squares, x, total,
+                                                  begin / CHUNK);
     }
     // *sum = the chunks' sums in a fixed order, but NaN if *guard is not finite.
     void total_squares(double* sum, const double* squares, size_t chunks, const Grad* guard) {
@@ -2784,26 +2948,35 @@ struct Cuda {
     void add(Grad* x, const Grad* y, size_t count) {
         if (count) launch<kernels::add_arrays_kernel>(kernels::grid_of(count), 256, 0, stream, x, y, count);
     }
-    // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. All arrays [count]. master is updated and rounded to param:
-    // in bf16 stochastically, by the random stream (RANDOM_ROUNDING, step) at h.offset + i, since the nearest bf16 would lose most updates.
+    // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. All arrays
+    // [count]. master is updated and rounded to param: in bf16 stochastically, by the random stream
+    // (RANDOM_ROUNDING, step) at h.offset + i, since the nearest bf16 would lose most updates.
     void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
         if (count == 0) return;
         set_step(h);
-        const kernels::AdamWConstants constants = {float(h.beta1), float(h.beta2), float(h.eps), float(h.grad_scale), h.decay, h.seed, h.offset, h.squares, h.grad_clip};
-        launch<kernels::adamw_kernel>(kernels::blocks(count, 256), 256, 0, stream, param, master, m, v, grad, count, constants, (const kernels::AdamWStep*)adamw_step);
+        const kernels::AdamWConstants constants = {float(h.beta1), float(h.beta2), float(h.eps), float(h.grad_scale), h.decay,
+                                                   h.seed,         h.offset,       h.squares,    h.grad_clip};
+        launch<kernels::adamw_kernel>(kernels::blocks(count, 256), 256, 0, stream, param, master, m, v, grad, count, constants,
+                                      (const kernels::AdamWStep*)adamw_step);
     }
-    // Sends what adamw() needs of this step (h.lr, h.step) to the GPU, unless it is there. To be called before an update that may be replayed.
+    // Sends what adamw() needs of this step (h.lr, h.step) to the GPU, unless
+    // it is there. To be called before an update that may be replayed.
     void set_step(const HyperAdamW& h) {
-        const kernels::AdamWStep now = {h.lr, float(h.lr / (1 - std::pow(h.beta1, double(h.step)))), float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))),
+        const kernels::AdamWStep now = {h.lr, float(h.lr / (1 - std::pow(h.beta1, double(h.step)))),
+                                        float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))),
                                         random_stream(RANDOM_ROUNDING, uint64_t(h.step))};
-        if (now.lr == sent_step.lr && now.step_size == sent_step.step_size && now.v_correction == sent_step.v_correction && now.stream == sent_step.stream) return;
+        if (now.lr == sent_step.lr && now.step_size == sent_step.step_size && now.v_correction == sent_step.v_correction &&
+            now.stream == sent_step.stream)
+            return;
         upload_through(step_uploads[steps_sent++ % 2], adamw_step, &now, sizeof now);
         sent_step = now;
     }
-    // The parameters as adamw left them after this step, from the master copy alone: so that a resumed run goes on with the same bits. Arguments as in HyperAdamW.
+    // The parameters as adamw left them after this step, from the master copy alone:
+    // so that a resumed run goes on with the same bits. Arguments as in HyperAdamW.
     void round_master(real* param, const Master* master, size_t count, uint64_t seed, int64_t step, size_t offset) {
         if (count == 0) return;
-        launch<kernels::round_master_kernel>(kernels::blocks(count, 256), 256, 0, stream, param, master, count, seed, random_stream(RANDOM_ROUNDING, uint64_t(step)), offset);
+        launch<kernels::round_master_kernel>(kernels::blocks(count, 256), 256, 0, stream, param, master, count, seed,
+                                             random_stream(RANDOM_ROUNDING, uint64_t(step)), offset);
     }
 
     // ----- heads.
@@ -2820,21 +2993,25 @@ struct Cuda {
     // heads = projected, split, rotated and gated
     void split_heads_forward(Heads out, const real* projected, const NsaShape& s) {
         const kernels::Rope rope = prepare_rope(s.T, s.D);
-        const kernels::HeadPointers pointers = {out.q, out.kv[K_CMP], out.kv[V_CMP], out.kv[K_SLC], out.kv[V_SLC], out.kv[K_WIN], out.kv[V_WIN], out.gate};
+        const kernels::HeadPointers pointers = {out.q,         out.kv[K_CMP], out.kv[V_CMP], out.kv[K_SLC],
+                                                out.kv[V_SLC], out.kv[K_WIN], out.kv[V_WIN], out.gate};
         bool wide = is_wide(s.D / 2, projected, out.q) && is_wide(s.projected());
         for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++) wide = wide && is_wide(s.D / 2, out.kv[slot]);
         with_width(wide, [&](auto W) {
-            launch<kernels::split_heads_forward_kernel<W()>>(unsigned(s.B) * unsigned(s.queries), 128, 0, stream, pointers, projected, rope, s, s.projected(), head_units(s));
+            launch<kernels::split_heads_forward_kernel<W()>>(unsigned(s.B) * unsigned(s.queries), 128, 0, stream, pointers, projected, rope,
+                                                             s, s.projected(), head_units(s));
         });
     }
     // dprojected = gradients of the heads, turned back and merged; the padding gets 0. Training shapes (first = 0, queries = T).
     void split_heads_backward(real* dprojected, HeadGradients d, const NsaShape& s) {
         const kernels::Rope rope = prepare_rope(s.T, s.D);
-        const kernels::HeadGradientPointers pointers = {d.q, d.kv[K_CMP], d.kv[V_CMP], d.kv[K_SLC], d.kv[V_SLC], d.kv[K_WIN], d.kv[V_WIN], d.gate};
+        const kernels::HeadGradientPointers pointers = {d.q,         d.kv[K_CMP], d.kv[V_CMP], d.kv[K_SLC],
+                                                        d.kv[V_SLC], d.kv[K_WIN], d.kv[V_WIN], d.gate};
         bool wide = is_wide(s.D / 2, dprojected, d.q) && is_wide(s.projected());
         for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++) wide = wide && is_wide(s.D / 2, d.kv[slot]);
         with_width(wide, [&](auto W) {
-            launch<kernels::split_heads_backward_kernel<W()>>(unsigned(s.B) * unsigned(s.T), 128, 0, stream, dprojected, pointers, rope, s, s.projected(), head_units(s));
+            launch<kernels::split_heads_backward_kernel<W()>>(unsigned(s.B) * unsigned(s.T), 128, 0, stream, dprojected, pointers, rope, s,
+                                                              s.projected(), head_units(s));
         });
     }
 
@@ -2845,63 +3022,79 @@ struct Cuda {
     };
     using Phi = PhiOf<real>;
     using PhiGradients = PhiOf<Grad>;
-    // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), rotated at position i*d where asked; hidden [B, G, NC, F] before the SiLU.
-    // Computes the blocks that end inside this call's positions. fc1's product over a block is the sum of its products over the block's l/d chunks of d
-    // tokens: overlapping blocks are matrices with a row stride of d*D, one product per chunk over all sequences and groups, and nothing is copied.
+    // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), rotated at position i*d where asked; hidden
+    // [B, G, NC, F] before the SiLU. Computes the blocks that end inside this call's positions.
+    // fc1's product over a block is the sum of its products over the block's l/d chunks of d
+    // tokens: overlapping blocks are matrices with a row stride of d*D, one
+    // product per chunk over all sequences and groups, and nothing is copied.
     void compress_forward(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
-        const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin, NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * count;
+        const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin, NC = s.cmp_capacity(),
+                  groups = s.B * s.G, rows = groups * count;
         if (count <= 0) return;
         const kernels::Rope rope = prepare_rope(s.T, D);
         const size_t chunk_size = size_t(s.d) * D;
         float *hidden_sum = scratch<float>(0, size_t(rows) * F), *out_sum = scratch<float>(1, size_t(rows) * D);
         real* activated = scratch<real>(2, size_t(rows) * F);
         for (int chunk = 0; chunk < s.l / s.d; chunk++)
-            gemm(false, true, count, F, int(chunk_size), k + size_t(begin + chunk) * chunk_size, chunk_size, phi.fc1 + chunk * chunk_size, size_t(s.l) * D, chunk ? hidden_sum : nullptr, hidden_sum,
-                 size_t(F), {groups, size_t(s.T) * D, 0, size_t(count) * F});
-        launch<kernels::compress_activate_kernel>(kernels::blocks(size_t(rows) * F, 256), 256, 0, stream, hidden, activated, (const float*)hidden_sum, (const real*)phi.bias, rows, count, begin, NC, F);
+            gemm(false, true, count, F, int(chunk_size), k + size_t(begin + chunk) * chunk_size, chunk_size, phi.fc1 + chunk * chunk_size,
+                 size_t(s.l) * D, chunk ? hidden_sum : nullptr, hidden_sum, size_t(F), {groups, size_t(s.T) * D, 0, size_t(count) * F});
+        launch<kernels::compress_activate_kernel>(kernels::blocks(size_t(rows) * F, 256), 256, 0, stream, hidden, activated,
+                                                  (const float*)hidden_sum, (const real*)phi.bias, rows, count, begin, NC, F);
         gemm(false, true, rows, D, F, activated, size_t(F), phi.fc2, size_t(F), (const float*)nullptr, out_sum, size_t(D));
-        launch<kernels::compress_output_kernel>(kernels::blocks(size_t(rows) * D / 2, 128), 128, 0, stream, out, (const float*)out_sum, k, rope, rotated, rows, count, begin, NC, s);
+        launch<kernels::compress_output_kernel>(kernels::blocks(size_t(rows) * D / 2, 128), 128, 0, stream, out, (const float*)out_sum, k,
+                                                rope, rotated, rows, count, begin, NC, s);
     }
     // dk [B, G, T, D] =, dphi +=, from dout [B, G, NC, D] (turned back in place). Training shapes.
-    void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
+    void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k, const Phi& phi, bool rotated,
+                           const NsaShape& s) {
         const int D = s.D, F = s.F, NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * NC;
         if (NC == 0) return zero(dk, s.key_rows() * D);
         const kernels::Rope rope = prepare_rope(s.T, D);
         const size_t chunk_size = size_t(s.d) * D, width = size_t(s.l) * D, tokens = size_t(s.T) * D, size = size_t(rows) * F;
         real *activated = scratch<real>(0, size), *dhidden = scratch<real>(1, size);
         float *sums = scratch<float>(2, std::max({size, size_t(groups) * F * chunk_size, groups * tokens}));  // one after the other
-        if (rotated) launch<kernels::compress_turn_back_kernel>(kernels::blocks(size_t(rows) * D / 2, 256), 256, 0, stream, dout, rope, rows, NC, s.d, D);
+        if (rotated)
+            launch<kernels::compress_turn_back_kernel>(kernels::blocks(size_t(rows) * D / 2, 256), 256, 0, stream, dout, rope, rows, NC,
+                                                       s.d, D);
         silu_forward(activated, hidden, size);
-        gemm(true, false, D, F, rows, dout, size_t(D), activated, size_t(F), (const float*)dphi.fc2, dphi.fc2, size_t(F));          // dfc2 += dout^T act
-        gemm(false, false, rows, F, D, dout, size_t(D), phi.fc2, size_t(F), (const float*)nullptr, sums, size_t(F));                // dact = dout fc2
+        // dfc2 += dout^T act
+        gemm(true, false, D, F, rows, dout, size_t(D), activated, size_t(F), (const float*)dphi.fc2, dphi.fc2, size_t(F));
+        // dact = dout fc2
+        gemm(false, false, rows, F, D, dout, size_t(D), phi.fc2, size_t(F), (const float*)nullptr, sums, size_t(F));
         launch<kernels::compress_dhidden_kernel>(kernels::blocks(size, 256), 256, 0, stream, dhidden, (const float*)sums, hidden, size);
         add_column_sums(dphi.bias, kernels::RowsOf{dhidden}, is_wide(F, dhidden), rows, F);
         for (int chunk = 0; chunk < s.l / s.d; chunk++) {  // dfc1 += dhidden^T chunk: a product per (sequence, group), then their sum
-            gemm(true, false, F, int(chunk_size), NC, dhidden, size_t(F), k + chunk * chunk_size, chunk_size, (const float*)nullptr, sums, chunk_size,
-                 {groups, size_t(NC) * F, tokens, F * chunk_size});
-            launch<kernels::compress_dfc1_kernel>(kernels::blocks(F * chunk_size, 256), 256, 0, stream, dphi.fc1, (const float*)sums, groups, F, int(chunk_size), int(chunk * chunk_size), int(width));
+            gemm(true, false, F, int(chunk_size), NC, dhidden, size_t(F), k + chunk * chunk_size, chunk_size, (const float*)nullptr, sums,
+                 chunk_size, {groups, size_t(NC) * F, tokens, F * chunk_size});
+            launch<kernels::compress_dfc1_kernel>(kernels::blocks(F * chunk_size, 256), 256, 0, stream, dphi.fc1, (const float*)sums,
+                                                  groups, F, int(chunk_size), int(chunk * chunk_size), int(width));
         }
         zero(sums, groups * tokens);
         for (int chunk = 0; chunk < s.l / s.d; chunk++)  // dchunk += dhidden fc1
-            gemm(false, false, NC, int(chunk_size), F, dhidden, size_t(F), phi.fc1 + chunk * chunk_size, width, (const float*)sums + chunk * chunk_size, sums + chunk * chunk_size, chunk_size,
-                 {groups, size_t(NC) * F, 0, tokens});
-        launch<kernels::compress_dk_kernel>(kernels::blocks(groups * tokens, 256), 256, 0, stream, dk, (const float*)sums, (const real*)dout, groups * tokens, NC, s);
+            gemm(false, false, NC, int(chunk_size), F, dhidden, size_t(F), phi.fc1 + chunk * chunk_size, width,
+                 (const float*)sums + chunk * chunk_size, sums + chunk * chunk_size, chunk_size, {groups, size_t(NC) * F, 0, tokens});
+        launch<kernels::compress_dk_kernel>(kernels::blocks(groups * tokens, 256), 256, 0, stream, dk, (const float*)sums,
+                                            (const real*)dout, groups * tokens, NC, s);
     }
 
     // ----- attention: the tensor-core kernels above, or the scalar ones of dev/ladder.
     // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries]
-    void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection, const NsaShape& s) {
+    void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection,
+                           const NsaShape& s) {
 #ifndef PRECISION_FP32
-        if (!level0) return ::attention_forward(branch, out, lse, q, k, v, selection, s, selected_kernel, attention_workspace(branch, s, false), stream);
+        if (!level0)
+            return ::attention_forward(branch, out, lse, q, k, v, selection, s, selected_kernel, attention_workspace(branch, s, false),
+                                       stream);
 #endif
         attention_level0_forward(branch, out, lse, q, k, v, selection, s, stream);
     }
     // dq [B, H, queries, D] =, or += with `add`, dk, dv [keys] =
-    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
-                            const uint32_t* selection, const NsaShape& s) {
+    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k,
+                            const real* v, const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
 #ifndef PRECISION_FP32
         if (!level0)
-            return ::attention_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, selected_kernel, attention_workspace(branch, s, true), stream);
+            return ::attention_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, selected_kernel,
+                                        attention_workspace(branch, s, true), stream);
 #endif
         attention_level0_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, stream);
     }
@@ -2920,7 +3113,9 @@ struct Cuda {
             return "selected branch by masked tiles or gathered rows, as the selection will show";
         }
         return format_text("selected branch by %s, %s", kernel == SelectedKernel::TILES ? "masked tiles" : "gathered rows",
-                           selected_kernel == kernel ? "as asked" : "since gathering rows cannot pay in sequences so short, or has no room for so many heads");
+                           selected_kernel == kernel
+                               ? "as asked"
+                               : "since gathering rows cannot pay in sequences so short, or has no room for so many heads");
     }
     // selection [B, G, queries, words]; chosen_importance, where given, [B, G, queries]
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse, const NsaShape& s) {
@@ -2932,13 +3127,18 @@ struct Cuda {
     // out [B*queries, H*D] = sum over branches of gate * branch output.  o [3, B, H, queries, D], gate [3, B, H, queries]; paper eq. 5
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
         const size_t rows = s.query_rows();
-        with_width(is_wide(s.D, out, o), [&](auto W) { launch<kernels::combine_forward_kernel<W()>>(kernels::blocks(rows * kernels::ROW_LANES, 256), 256, 0, stream, out, o, gate, rows, s); });
+        with_width(is_wide(s.D, out, o), [&](auto W) {
+            launch<kernels::combine_forward_kernel<W()>>(kernels::blocks(rows * kernels::ROW_LANES, 256), 256, 0, stream, out, o, gate,
+                                                         rows, s);
+        });
     }
     // row_dot = dout . o, lse_gated = lse - ln(gate), dgate_logit = row_dot * gate * (1 - gate), all [3, B, H, queries]
-    void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o, const Stat* gate, const Stat* lse, const NsaShape& s) {
+    void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o, const Stat* gate,
+                                 const Stat* lse, const NsaShape& s) {
         const size_t rows = s.query_rows();
         with_width(is_wide(s.D, dout, o), [&](auto W) {
-            launch<kernels::attention_backward_rows_kernel<W()>>(kernels::blocks(rows * kernels::ROW_LANES, 256), 256, 0, stream, row_dot, lse_gated, dgate_logit, dout, o, gate, lse, rows, s);
+            launch<kernels::attention_backward_rows_kernel<W()>>(kernels::blocks(rows * kernels::ROW_LANES, 256), 256, 0, stream, row_dot,
+                                                                 lse_gated, dgate_logit, dout, o, gate, lse, rows, s);
         });
     }
 
@@ -2989,8 +3189,8 @@ struct Cuda {
     kernels::AdamWStep* adamw_step = nullptr;  // on the GPU
     kernels::AdamWStep sent_step = {-1, 0, 0, 0};  // what was sent there last; no learning rate is negative
 
-    // Recording. Within it nothing runs; CUDA itself refuses what allocates or waits, which would not happen again at the replay. What would repeat an old slot of pinned
-    // memory is refused here.
+    // Recording. Within it nothing runs; CUDA itself refuses what allocates or waits, which would not
+    // happen again at the replay. What would repeat an old slot of pinned memory is refused here.
     bool recording = false;
     int64_t memory_version = 0;  // counts the replacements of memory whose address launches hold: scratch memory, RoPE's table
     void refuse_in_recording(const char* what) const {
@@ -3013,7 +3213,8 @@ struct Cuda {
         if (!error.empty()) {
             cudaGetLastError();  // it is told here, not by the next launch
             if (graph) cudaGraphDestroy(graph);
-            fail("a part of the training step cannot be recorded as a CUDA graph: leave --cuda-graph out, and please report this line: %s", error.c_str());
+            fail("a part of the training step cannot be recorded as a CUDA graph: leave --cuda-graph out, and please report this line: %s",
+                 error.c_str());
         }
         const cudaError_t made = cudaGraphInstantiate(&s.graph, graph, 0);
         cudaGraphDestroy(graph);
@@ -3022,7 +3223,9 @@ struct Cuda {
 
     // Rows of `width` elements that begin at these arrays can be read 16 bytes at a time.
     template <class... T>
-    static bool is_wide(size_t width, const T*... arrays) { return width % WIDE == 0 && ((reinterpret_cast<size_t>(arrays) % 16 == 0) && ...); }
+    static bool is_wide(size_t width, const T*... arrays) {
+        return width % WIDE == 0 && ((reinterpret_cast<size_t>(arrays) % 16 == 0) && ...);
+    }
     // launch_with(W), W a constant: the kernel for whole 16 bytes, or the one for single elements.
     template <class F>
     static void with_width(bool wide, F launch_with) {
@@ -3031,7 +3234,8 @@ struct Cuda {
     }
     static int head_units(const NsaShape& s) { return s.H + (s.full ? 2 : 6) * s.G; }
 
-    // Temporary memory that only grows; a slot's content is valid until its next use. Slot 3 is add_column_sums' own, the others belong to whoever is running.
+    // Temporary memory that only grows; a slot's content is valid until its next
+    // use. Slot 3 is add_column_sums' own, the others belong to whoever is running.
     struct Scratch {
         char* data = nullptr;
         size_t bytes = 0;
@@ -3055,7 +3259,8 @@ struct Cuda {
         const int part_rows = std::max(16, (N + 511) / 512), parts = (N + part_rows - 1) / part_rows;
         float* partial = scratch<float>(3, size_t(parts) * C);
         with_width(wide, [&](auto W) {
-            launch<kernels::column_parts_kernel<W(), Term>>(dim3(kernels::blocks(size_t(C), 128 * W()), unsigned(parts)), 128, 0, stream, partial, term, N, C, part_rows);
+            launch<kernels::column_parts_kernel<W(), Term>>(dim3(kernels::blocks(size_t(C), 128 * W()), unsigned(parts)), 128, 0, stream,
+                                                            partial, term, N, C, part_rows);
         });
         launch<kernels::column_totals_kernel>(kernels::blocks(size_t(C), 32), 256, 0, stream, out, (const float*)partial, parts, C);
     }
@@ -3103,9 +3308,11 @@ struct Cuda {
     template <class T>
     static constexpr cudaDataType_t type_of() { return std::is_same<T, float>::value ? CUDA_R_32F : CUDA_R_16BF; }
 
-    static cublasLtMatrixLayout_t layout(cudaDataType_t type, bool transposed, int rows, int columns, size_t leading, int batches, size_t stride) {
+    static cublasLtMatrixLayout_t layout(cudaDataType_t type, bool transposed, int rows, int columns, size_t leading, int batches,
+                                         size_t stride) {
         cublasLtMatrixLayout_t layout;
-        CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, uint64_t(transposed ? columns : rows), uint64_t(transposed ? rows : columns), int64_t(leading)));
+        CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, uint64_t(transposed ? columns : rows), uint64_t(transposed ? rows : columns),
+                                                int64_t(leading)));
         const int64_t offset = int64_t(stride);
         const int32_t count = batches;
         CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
@@ -3113,18 +3320,20 @@ struct Cuda {
         return layout;
     }
 
-    // C[M,N] = op(A)[M,K] op(B)[K,N] (+ addend[M,N], where given, which may be C), row-major as everywhere. cuBLASLt is column-major, where the same memory
-    // is the transposed matrix: it is asked for C^T = op(B)^T op(A)^T.
+    // C[M,N] = op(A)[M,K] op(B)[K,N] (+ addend[M,N], where given, which may be C), row-major as everywhere. cuBLASLt
+    // is column-major, where the same memory is the transposed matrix: it is asked for C^T = op(B)^T op(A)^T.
     template <class Out>
-    void gemm(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb, const Out* addend, Out* C, size_t ldc, Batch batch = {}) {
-        const size_t row_bytes[] = {lda * sizeof(real), ldb * sizeof(real), ldc * sizeof(Out), batch.a * sizeof(real), batch.b * sizeof(real), batch.c * sizeof(Out)};
+    void gemm(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb,
+              const Out* addend, Out* C, size_t ldc, Batch batch = {}) {
+        const size_t row_bytes[] = {lda * sizeof(real),     ldb * sizeof(real),     ldc * sizeof(Out),
+                                    batch.a * sizeof(real), batch.b * sizeof(real), batch.c * sizeof(Out)};
         const void* const pointers[] = {A, B, C, addend};
         for (const size_t bytes : row_bytes)
             if (bytes % 16) fail_narrow(bytes);
         for (const void* p : pointers)
             if (reinterpret_cast<size_t>(p) % 16) fail_narrow(reinterpret_cast<size_t>(p) % 16);
-        const std::array<int64_t, 13> shape = {transpose_a, transpose_b, M, N, K, int64_t(lda), int64_t(ldb), int64_t(ldc), batch.count, int64_t(batch.a), int64_t(batch.b), int64_t(batch.c),
-                                               type_of<Out>() == CUDA_R_32F};
+        const std::array<int64_t, 13> shape = {transpose_a, transpose_b, M, N, K, int64_t(lda), int64_t(ldb), int64_t(ldc), batch.count,
+                                               int64_t(batch.a), int64_t(batch.b), int64_t(batch.c), type_of<Out>() == CUDA_R_32F};
         auto found = matmuls.find(shape);
         if (found == matmuls.end()) {
             Matmul m;
@@ -3138,16 +3347,22 @@ struct Cuda {
             cublasLtMatmulHeuristicResult_t best;
             int count = 0;
             CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(cublas, m.description, m.a, m.b, m.c, m.c, preference, 1, &best, &count));
-            if (count == 0) fail("cuBLASLt knows no way to multiply %d x %d x %d (%d at a time) on %s; please report the GPU and this line", M, N, K, batch.count, properties.name);
+            if (count == 0)
+                fail("cuBLASLt knows no way to multiply %d x %d x %d (%d at a time) on %s; please report the GPU and this line", M, N, K,
+                     batch.count, properties.name);
             m.algorithm = best.algo;
             found = matmuls.emplace(shape, m).first;
         }
         const Matmul& m = found->second;
         const float alpha = 1, beta = addend ? 1 : 0;
-        CUBLAS_CHECK(cublasLtMatmul(cublas, m.description, &alpha, B, m.a, A, m.b, &beta, addend ? addend : C, m.c, C, m.c, &m.algorithm, cublas_workspace, workspace_bytes, stream));
+        CUBLAS_CHECK(cublasLtMatmul(cublas, m.description, &alpha, B, m.a, A, m.b, &beta, addend ? addend : C, m.c, C, m.c, &m.algorithm,
+                                    cublas_workspace, workspace_bytes, stream));
     }
     [[noreturn]] static void fail_narrow(size_t bytes) {
-        fail_usage("a row of a matrix begins %zu bytes after a multiple of 16, which tensor cores cannot read: on a GPU --dim, --head-dim, --mlp-hidden and --phi-hidden have to be multiples of %d; "
-                   "or use --device cpu", bytes % 16, WIDE);
+        fail_usage(
+            "a row of a matrix begins %zu bytes after a multiple of 16, which tensor cores cannot read: on a GPU --dim, --head-dim, "
+            "--mlp-hidden and --phi-hidden have to be multiples of %d; "
+            "or use --device cpu",
+            bytes % 16, WIDE);
     }
 };

@@ -55,7 +55,9 @@ static void leave_out_device_tests() {
     int gpus = 0;
     if (cudaGetDeviceCount(&gpus) == cudaSuccess && gpus > 0) return;
     std::vector<TestCase>& cases = tests().cases;
-    const auto on_device = [](const TestCase& t) { return !std::strncmp(t.name, "cuda_", 5) || !std::strncmp(t.name, "attention_kernels_", 18) || !std::strncmp(t.name, "ladder_", 7); };
+    const auto on_device = [](const TestCase& t) {
+        return !std::strncmp(t.name, "cuda_", 5) || !std::strncmp(t.name, "attention_kernels_", 18) || !std::strncmp(t.name, "ladder_", 7);
+    };
     cases.erase(std::remove_if(cases.begin(), cases.end(), on_device), cases.end());
     skip("the tests of the CUDA engine on the device: there is no GPU here (make test runs them in emulation)");
 #endif

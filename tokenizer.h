@@ -1,9 +1,9 @@
 // tokenizer.h: text to tokens and back. Two vocabularies: `gpt2`, the byte-level BPE of GPT-2 (50257 tokens), and `bytes` (256).
 //
-// GPT-2 (Radford et al. 2019, section 2.2; BPE after Sennrich et al. 2016) encodes in two steps. The pre-tokeniser cuts the text into pieces,
-// roughly words with the blank before them. A piece begins as single bytes; of its pairs of neighbours that make a token, the one that was
-// merged first when the vocabulary was trained is merged, again and again until there is none. As every byte is a token, every sequence of
-// bytes can be encoded, and decode(encode(x)) == x always.
+// GPT-2 (Radford et al. 2019, section 2.2; BPE after Sennrich et al. 2016) encodes in two steps. The pre-tokeniser cuts the
+// text into pieces, roughly words with the blank before them. A piece begins as single bytes; of its pairs of neighbours
+// that make a token, the one that was merged first when the vocabulary was trained is merged, again and again until there
+// is none. As every byte is a token, every sequence of bytes can be encoded, and decode(encode(x)) == x always.
 #pragma once
 #include <algorithm>
 #include <functional>
@@ -15,8 +15,8 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // The pre-tokeniser: GPT-2's regular expression, by hand. At each position the first alternative that matches is taken:
 //     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-// A byte that belongs to no valid UTF-8 character counts as one character that is neither letter, number nor white space; so it joins the run of
-// punctuation around it, as the U+FFFD would that other encoders put in its place, but it keeps its value.
+// A byte that belongs to no valid UTF-8 character counts as one character that is neither letter, number nor white space; so
+// it joins the run of punctuation around it, as the U+FFFD would that other encoders put in its place, but it keeps its value.
 
 enum CharClass : uint8_t { OTHER, LETTER, NUMBER, SPACE };
 
@@ -70,11 +70,12 @@ struct PreTokenizer {
         return run == SPACE && end < n && last > at ? last : end;
     }
 
-    // Whether the pre-tokeniser cuts at `at` (0 < at < n) whatever stands before and after, so that both sides may be encoded apart. The character
-    // at `at` must be whole, so at + 4 <= n unless the text ends at n.
-    // A run of letters (or numbers) ends at the first character that is none, in every alternative, the contractions included; and white space
-    // only ever begins a piece or follows white space. Nothing that is left of a cut looks beyond it but \s+(?!\S), which does so only from
-    // white space, and no cut found here follows white space. In the middle of a UTF-8 character both sides look OTHER, which is no cut.
+    // Whether the pre-tokeniser cuts at `at` (0 < at < n) whatever stands before and after, so that both sides
+    // may be encoded apart. The character at `at` must be whole, so at + 4 <= n unless the text ends at n.
+    // A run of letters (or numbers) ends at the first character that is none, in every alternative, the
+    // contractions included; and white space only ever begins a piece or follows white space. Nothing that
+    // is left of a cut looks beyond it but \s+(?!\S), which does so only from white space, and no cut found
+    // here follows white space. In the middle of a UTF-8 character both sides look OTHER, which is no cut.
     bool always_cuts(const char* text, size_t n, size_t at) const {
         int length;
         CharClass before = OTHER;
@@ -167,7 +168,8 @@ struct Tokenizer {
     std::vector<std::string> tokens;  // the bytes of each id
     uint16_t end_of_text = 0;         // the id that stands before every document
 
-    // `bytes`: id = byte value. The end-of-text token is byte 0, which text does not hold; where data does, a document seems to begin there.
+    // `bytes`: id = byte value. The end-of-text token is byte 0, which text
+    // does not hold; where data does, a document seems to begin there.
     static Tokenizer bytes() {
         Tokenizer t;
         t.is_bytes = true;
@@ -180,9 +182,9 @@ struct Tokenizer {
     //     merges.txt and vocab.json        the same files under Hugging Face's names
     //     one *.tiktoken                   r50k_base.tiktoken, one "base64 rank" a line
     //     gpt2_tokenizer.bin               llm.c's
-    // The last two list the tokens only; as ids are in the order of the merges, the merges follow from them. Whatever the source, each token
-    // must be what encoding its bytes with the tokens before it leads to, so a damaged or foreign vocabulary is refused, with file and place.
-    // The last id, end-of-text, is never made from text: "<|endoftext|>" in a text is encoded as the ordinary characters it is.
+    // The last two list the tokens only; as ids are in the order of the merges, the merges follow from them. Whatever the source, each
+    // token must be what encoding its bytes with the tokens before it leads to, so a damaged or foreign vocabulary is refused, with file
+    // and place. The last id, end-of-text, is never made from text: "<|endoftext|>" in a text is encoded as the ordinary characters it is.
     static Tokenizer gpt2(const std::string& folder, int vocab_size = gpt2_size) {
         Tokenizer t;
         t.load_gpt2(folder, size_t(vocab_size));
@@ -222,8 +224,9 @@ struct Tokenizer {
 
     std::vector<uint16_t> encode(const std::string& text) const;  // for a prompt; see Encoder for a corpus
 
-    // Appends the tokens of one piece (n >= 1 bytes), merging the pair of the lowest rank first, the leftmost among equals. O(n log n):
-    // the parts are a linked list, the pairs a heap, in which pairs that were overtaken by a merge of a neighbour are left and passed over later.
+    // Appends the tokens of one piece (n >= 1 bytes), merging the pair of the lowest rank first,
+    // the leftmost among equals. O(n log n): the parts are a linked list, the pairs a heap, in
+    // which pairs that were overtaken by a merge of a neighbour are left and passed over later.
     void merge_piece(const char* piece, size_t n, MergeScratch& scratch, std::vector<uint16_t>& ids) const {
         if (n >= no_token) fail("a run of %zu bytes without a place to cut is too long for the tokenizer (limit %u)", n, no_token - 1);
         std::vector<MergeScratch::Part>& parts = scratch.parts;
@@ -262,7 +265,8 @@ struct Tokenizer {
     }
 
   private:
-    // The merges: an open hash table from (left id, right id) to the id of both together, which is its rank too: a lower id was merged earlier.
+    // The merges: an open hash table from (left id, right id) to the id of
+    // both together, which is its rank too: a lower id was merged earlier.
     struct Merge {
         uint32_t left, right, merged = no_token;
     };
@@ -282,10 +286,11 @@ struct Tokenizer {
         std::vector<uint16_t> made_of;
         merge_piece(bytes.data(), bytes.size(), scratch, made_of);
         if (made_of.size() == 1)
-            fail("%s: the token %s stands here a second time (it has id %d already)", where().c_str(), json_quote(bytes).c_str(), made_of[0]);
+            fail("%s: the token %s stands here a second time (it has id %d already)", where().c_str(), json_quote(bytes).c_str(),
+                 made_of[0]);
         if (made_of.size() != 2)
-            fail("%s: the tokens before it make %zu tokens of %s, expected two that merge: the tokens are damaged or not in GPT-2's order", where().c_str(),
-                 made_of.size(), json_quote(bytes).c_str());
+            fail("%s: the tokens before it make %zu tokens of %s, expected two that merge: the tokens are damaged or not in GPT-2's order",
+                 where().c_str(), made_of.size(), json_quote(bytes).c_str());
         merges[slot(made_of[0], made_of[1])] = {made_of[0], made_of[1], uint32_t(tokens.size())};
         tokens.push_back(bytes);
     }
@@ -299,15 +304,18 @@ struct Tokenizer {
         for (const auto& names : pairs)
             if (file_exists(folder + "/" + names[0]) && file_exists(folder + "/" + names[1]))
                 return load_merges(folder, names[0], names[1], size);
-        if (ranks.size() > 1) fail("%s holds several vocabularies, %s and %s: leave one", folder.c_str(), ranks[0].c_str(), ranks[1].c_str());
+        if (ranks.size() > 1)
+            fail("%s holds several vocabularies, %s and %s: leave one", folder.c_str(), ranks[0].c_str(), ranks[1].c_str());
         if (ranks.size() == 1) return load_tiktoken(ranks[0], size);
         if (file_exists(llmc)) return load_llmc(llmc, size);
         for (const auto& names : pairs)
             for (int i = 0; i < 2; i++)
                 if (file_exists(folder + "/" + names[i]))
                     fail("%s holds %s but not %s: both are needed", folder.c_str(), names[i], names[1 - i]);
-        fail("%s holds no GPT-2 vocabulary: expected vocab.bpe and encoder.json, or merges.txt and vocab.json, or one *.tiktoken, or gpt2_tokenizer.bin",
-             folder.c_str());
+        fail(
+            "%s holds no GPT-2 vocabulary: expected vocab.bpe and encoder.json, or merges.txt and vocab.json, or one *.tiktoken, or "
+            "gpt2_tokenizer.bin",
+            folder.c_str());
     }
 
     // The 256 ids of the bytes, and room for the merges.
@@ -346,7 +354,8 @@ struct Tokenizer {
             std::string left, right;
             if (blank == std::string::npos || !alphabet.to_bytes(line.substr(0, blank), &left) || left.empty() ||
                 !alphabet.to_bytes(line.substr(blank + 1), &right) || right.empty())
-                fail("%s: found %s, expected two tokens with a blank between them", where().c_str(), json_quote(line.substr(0, 80)).c_str());
+                fail("%s: found %s, expected two tokens with a blank between them", where().c_str(),
+                     json_quote(line.substr(0, 80)).c_str());
             if (tokens.size() == size - 1) fail("%s: more than the %zu merges of this vocabulary", where().c_str(), size - 257);
             for (const std::string& half : {left, right})
                 if (!id_of.count(half))
@@ -380,8 +389,8 @@ struct Tokenizer {
             if (id != int64_t(known->second) && known->second < 256)
                 fail("%s: the byte %s has id %lld, expected %u", at().c_str(), name.c_str(), (long long)id, known->second);
             if (id != int64_t(known->second))
-                fail("%s: the token %s has id %lld, but line %zu of %s makes it id %u", at().c_str(), name.c_str(), (long long)id, line_of[known->second],
-                     path.c_str(), known->second);
+                fail("%s: the token %s has id %lld, but line %zu of %s makes it id %u", at().c_str(), name.c_str(), (long long)id,
+                     line_of[known->second], path.c_str(), known->second);
         }
         // Keys differ and each has its right id, so a full number of them is all of them.
         if (ids.keys.size() != size) fail("%s: %zu tokens, expected %zu", ids_path.c_str(), ids.keys.size(), size);
@@ -415,14 +424,16 @@ struct Tokenizer {
             if (blank == std::string::npos || !from_base64(line.substr(0, blank), &bytes))
                 fail("%s: found %s, expected base64, a blank and a number", where().c_str(), json_quote(line.substr(0, 80)).c_str());
             if (line.substr(blank + 1) != std::to_string(list.count))
-                fail("%s: found rank %s, expected %zu: ranks count up from 0", where().c_str(), json_quote(line.substr(blank + 1, 40)).c_str(), list.count);
+                fail("%s: found rank %s, expected %zu: ranks count up from 0", where().c_str(),
+                     json_quote(line.substr(blank + 1, 40)).c_str(), list.count);
             list.add(bytes, where);
         });
         if (list.count != size - 1) fail("%s: %zu tokens, expected %zu: the file is cut short", path.c_str(), list.count, size - 1);
         end_tokens(path);
     }
 
-    // llm.c: 256 uint32 {20240328, version 1 or 2, number of tokens, end-of-text id (version 2), 0 ...}, then per token a length byte and its bytes.
+    // llm.c: 256 uint32 {20240328, version 1 or 2, number of tokens, end-of-text
+    // id (version 2), 0 ...}, then per token a length byte and its bytes.
     void load_llmc(const std::string& path, size_t size) {
         const std::string file = read_file(path);
         uint32_t header[256];
@@ -480,8 +491,9 @@ struct Tokenizer {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Encodes text; one per thread, as it holds what the thread has seen: a table of recent words with their tokens. Words repeat, so most pieces
-// of a text are one look-up there. A new word takes the slot of an older one; the table stays at 2 MB, about a core's second-level cache.
+// Encodes text; one per thread, as it holds what the thread has seen: a table of recent words
+// with their tokens. Words repeat, so most pieces of a text are one look-up there. A new word
+// takes the slot of an older one; the table stays at 2 MB, about a core's second-level cache.
 struct Encoder {
     const Tokenizer& tokenizer;
 

@@ -1,8 +1,8 @@
 // train_nsa.cu: trains a language model with Native Sparse Attention (arXiv 2502.11089), from options to a sample it wrote.
 //
-// Read it from top to bottom: options -> model (tensors, forward, backward, update) -> sampling -> checkpoints -> evaluation ->
-// the training loop -> the other verbs -> main. The mathematics of each operation lies in an engine: nsa_cpu.h on CPUs. Ranks are in ddp.cuh,
-// token shards in dataloader.h, text in tokenizer.h.
+// Read it from top to bottom: options -> model (tensors, forward, backward, update) -> sampling -> checkpoints
+// -> evaluation -> the training loop -> the other verbs -> main. The mathematics of each operation lies in an
+// engine: nsa_cpu.h on CPUs. Ranks are in ddp.cuh, token shards in dataloader.h, text in tokenizer.h.
 #include <array>
 #include <chrono>
 #include <csignal>
@@ -45,7 +45,8 @@ struct Config {
     std::string verb = "train";
     // the model; 0 and "" mean: as the preset has it
     std::string model, attention, tokenizer, init;
-    int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0, slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0;
+    int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0, slc_count = 0,
+            window = 0, phi_hidden = 0, mlp_hidden = 0;
     int64_t vocab_size = 0;  // follows from the tokenizer
     // data
     std::string data, val_data, vocab_dir;
@@ -58,7 +59,8 @@ struct Config {
     double lr = 0, lr_final = 0, weight_decay = 0, beta1 = 0, beta2 = 0, adam_eps = 0, grad_clip = 0;
     std::string schedule;
     // the run
-    int64_t eval_every = 0, eval_batches = 0, stats_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0, keep = 0, keep_every = 0, cuda_graph = 0, threads = 0;
+    int64_t eval_every = 0, eval_batches = 0, stats_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0, keep = 0,
+            keep_every = 0, cuda_graph = 0, threads = 0;
     double stall_timeout = 0;
     std::string out, device, cpu_dtype, selected_kernels, dump_state;
     bool resume = false, help = false;
@@ -80,19 +82,29 @@ struct Option {
     unsigned verbs;
     const char* standard;  // the default as text; "preset" and "auto" are worked out later
     double low, high;      // of a number
-    const char* choices;   // of a word: "a|b|c"; null = free text
     const char* help;
+    const char* choices = nullptr;  // of a word: "a|b|c"; null = free text
     int64_t Config::*integer = nullptr;
     double Config::*real = nullptr;
     std::string Config::*text = nullptr;
     bool Config::*flag = nullptr;
     std::vector<std::string> Config::*list = nullptr;
 
-    Option(const char* n, unsigned v, int64_t Config::*f, const char* d, double lo, double hi, const char* h) : name(n), verbs(v), standard(d), low(lo), high(hi), choices(nullptr), help(h), integer(f) {}
-    Option(const char* n, unsigned v, double Config::*f, const char* d, double lo, double hi, const char* h) : name(n), verbs(v), standard(d), low(lo), high(hi), choices(nullptr), help(h), real(f) {}
-    Option(const char* n, unsigned v, std::string Config::*f, const char* d, const char* c, const char* h) : name(n), verbs(v), standard(d), low(0), high(0), choices(c), help(h), text(f) {}
-    Option(const char* n, unsigned v, bool Config::*f, const char* h) : name(n), verbs(v), standard("off"), low(0), high(1), choices(nullptr), help(h), flag(f) {}
-    Option(const char* n, unsigned v, std::vector<std::string> Config::*f, const char* h) : name(n), verbs(v), standard(""), low(0), high(0), choices(nullptr), help(h), list(f) {}
+    Option(const char* n, unsigned v, int64_t Config::*f, const char* d, double lo, double hi, const char* h) : Option(n, v, d, h, lo, hi) {
+        integer = f;
+    }
+    Option(const char* n, unsigned v, double Config::*f, const char* d, double lo, double hi, const char* h) : Option(n, v, d, h, lo, hi) {
+        real = f;
+    }
+    Option(const char* n, unsigned v, std::string Config::*f, const char* d, const char* c, const char* h) : Option(n, v, d, h) {
+        text = f, choices = c;
+    }
+    Option(const char* n, unsigned v, bool Config::*f, const char* h) : Option(n, v, "off", h) { flag = f; }
+    Option(const char* n, unsigned v, std::vector<std::string> Config::*f, const char* h) : Option(n, v, "", h) { list = f; }
+
+  private:
+    Option(const char* n, unsigned v, const char* d, const char* h, double lo = 0, double hi = 0)
+        : name(n), verbs(v), standard(d), low(lo), high(hi), help(h) {}
 };
 
 static const std::vector<Option>& option_table() {
@@ -222,19 +234,27 @@ static std::string range_text(const Option& o) {
 static void print_help(Verb verb) {
     std::printf("usage: ./train_nsa [VERB] [--option VALUE | --option=VALUE]...\n\nverbs:\n");
     for (const VerbName& v : VERBS) std::printf("  %-10s %s\n", v.name, v.help);
-    std::printf("\noptions of %s:\n", std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return v.verb == verb; })->name);
+    std::printf("\noptions of %s:\n",
+                std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return v.verb == verb; })->name);
     for (const Option& o : option_table())
-        if (o.verbs & verb) std::printf("  --%-16s %-28s default %-10s %s\n", o.name, range_text(o).c_str(), *o.standard ? o.standard : "none", o.help);
+        if (o.verbs & verb)
+            std::printf("  --%-16s %-28s default %-10s %s\n", o.name, range_text(o).c_str(), *o.standard ? o.standard : "none", o.help);
     std::printf("\npresets:\n");
     for (const Preset& p : PRESETS)
-        std::printf("  --model %s = --layers %lld --dim %lld --heads %lld --kv-groups %lld --head-dim %lld --cmp-block %lld --cmp-stride %lld --slc-block %lld --slc-count %lld --window %lld "
-                    "--phi-hidden %lld --mlp-hidden %lld --tokenizer %s --batch %lld --seq-len %lld --total-batch %lld --steps %lld --warmup %lld --eval-every %lld --save-every %lld --lr %g\n",
-                    p.name, (long long)p.layers, (long long)p.dim, (long long)p.heads, (long long)p.kv_groups, (long long)p.head_dim, (long long)p.cmp_block, (long long)p.cmp_stride,
-                    (long long)p.slc_block, (long long)p.slc_count, (long long)p.window, (long long)p.phi_hidden, (long long)p.mlp_hidden, p.tokenizer, (long long)p.batch, (long long)p.seq_len,
-                    (long long)p.total_batch, (long long)p.steps, (long long)p.warmup, (long long)p.eval_every, (long long)p.save_every, p.lr);
+        std::printf(
+            "  --model %s = --layers %lld --dim %lld --heads %lld --kv-groups %lld --head-dim %lld --cmp-block %lld --cmp-stride %lld "
+            "--slc-block %lld --slc-count %lld --window %lld "
+            "--phi-hidden %lld --mlp-hidden %lld --tokenizer %s --batch %lld --seq-len %lld --total-batch %lld --steps %lld --warmup %lld "
+            "--eval-every %lld --save-every %lld --lr %g\n",
+            p.name, (long long)p.layers, (long long)p.dim, (long long)p.heads, (long long)p.kv_groups, (long long)p.head_dim,
+            (long long)p.cmp_block, (long long)p.cmp_stride, (long long)p.slc_block, (long long)p.slc_count, (long long)p.window,
+            (long long)p.phi_hidden, (long long)p.mlp_hidden, p.tokenizer, (long long)p.batch, (long long)p.seq_len,
+            (long long)p.total_batch, (long long)p.steps, (long long)p.warmup, (long long)p.eval_every, (long long)p.save_every, p.lr);
 }
 
-static bool is_choice(const std::string& word, const std::string& choices) { return ("|" + choices + "|").find("|" + word + "|") != std::string::npos && word.find('|') == std::string::npos; }
+static bool is_choice(const std::string& word, const std::string& choices) {
+    return ("|" + choices + "|").find("|" + word + "|") != std::string::npos && word.find('|') == std::string::npos;
+}
 
 static void set_option(Config& c, const Option& o, const std::string& value) {
     if (o.flag) {
@@ -249,8 +269,10 @@ static void set_option(Config& c, const Option& o, const std::string& value) {
         char* end = nullptr;
         const double number = std::strtod(value.c_str(), &end);
         const bool whole = number == std::floor(number);
-        if (value.empty() || *end || std::isspace((unsigned char)value[0]) || !(number >= o.low && number <= o.high) || (o.integer && !whole))
-            fail_usage("--%s is '%s'; expected %s %.15g..%.15g", o.name, value.c_str(), o.integer ? "an integer in" : "a number in", o.low, o.high);
+        if (value.empty() || *end || std::isspace((unsigned char)value[0]) || !(number >= o.low && number <= o.high) ||
+            (o.integer && !whole))
+            fail_usage("--%s is '%s'; expected %s %.15g..%.15g", o.name, value.c_str(), o.integer ? "an integer in" : "a number in", o.low,
+                       o.high);
         if (o.integer) c.*o.integer = int64_t(number);
         else c.*o.real = number;
     }
@@ -286,11 +308,14 @@ static Config parse_options(int argc, const char* const* argv, std::set<std::str
     if (argc > 1 && argv[1][0] != '-') {
         c.verb = argv[at++];
         const auto found = std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return c.verb == v.name; });
-        if (found == std::end(VERBS)) fail_usage("'%s' is no verb; expected train, tokenize, sample, eval or check (--help)", c.verb.c_str());
+        if (found == std::end(VERBS))
+            fail_usage("'%s' is no verb; expected train, tokenize, sample, eval or check (--help)", c.verb.c_str());
         verb = found->verb;
     }
     for (const Option& o : option_table())
-        if (*o.standard && (o.choices ? is_choice(o.standard, o.choices) : std::strcmp(o.standard, "preset") && std::strcmp(o.standard, "auto"))) set_option(c, o, o.standard);
+        if (*o.standard &&
+            (o.choices ? is_choice(o.standard, o.choices) : std::strcmp(o.standard, "preset") && std::strcmp(o.standard, "auto")))
+            set_option(c, o, o.standard);
     while (at < argc) {
         std::string word = argv[at++], value;
         if (word == "-h") word = "--help";
@@ -301,9 +326,11 @@ static Config parse_options(int argc, const char* const* argv, std::set<std::str
         const auto o = std::find_if(table.begin(), table.end(), [&](const Option& x) { return name == x.name; });
         if (o == table.end()) {
             const std::string near = nearest_option(name, verb);
-            fail_usage("--%s is no option%s%s%s (--help lists them)", name.c_str(), near.empty() ? "" : "; did you mean --", near.c_str(), near.empty() ? "" : "?");
+            fail_usage("--%s is no option%s%s%s (--help lists them)", name.c_str(), near.empty() ? "" : "; did you mean --", near.c_str(),
+                       near.empty() ? "" : "?");
         }
-        if (!(o->verbs & verb)) fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name.c_str(), c.verb.c_str(), c.verb.c_str());
+        if (!(o->verbs & verb))
+            fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name.c_str(), c.verb.c_str(), c.verb.c_str());
         if (!given.insert(name).second) fail_usage("--%s is given twice", name.c_str());
         if (o->flag && equals == std::string::npos) {
             set_option(c, *o, "on");
@@ -330,9 +357,12 @@ static void apply_preset(Config& c, const std::set<std::string>& given) {
     auto set = [&](const char* name, auto& field, auto value) {
         if (!given.count(name)) field = value;
     };
-    set("layers", c.layers, p.layers), set("dim", c.dim, p.dim), set("heads", c.heads, p.heads), set("kv-groups", c.kv_groups, p.kv_groups), set("head-dim", c.head_dim, p.head_dim);
-    set("cmp-block", c.cmp_block, p.cmp_block), set("cmp-stride", c.cmp_stride, p.cmp_stride), set("slc-block", c.slc_block, p.slc_block), set("slc-count", c.slc_count, p.slc_count);
-    set("window", c.window, p.window), set("phi-hidden", c.phi_hidden, p.phi_hidden), set("mlp-hidden", c.mlp_hidden, p.mlp_hidden), set("tokenizer", c.tokenizer, p.tokenizer);
+    set("layers", c.layers, p.layers), set("dim", c.dim, p.dim), set("heads", c.heads, p.heads), set("kv-groups", c.kv_groups, p.kv_groups),
+        set("head-dim", c.head_dim, p.head_dim);
+    set("cmp-block", c.cmp_block, p.cmp_block), set("cmp-stride", c.cmp_stride, p.cmp_stride), set("slc-block", c.slc_block, p.slc_block),
+        set("slc-count", c.slc_count, p.slc_count);
+    set("window", c.window, p.window), set("phi-hidden", c.phi_hidden, p.phi_hidden), set("mlp-hidden", c.mlp_hidden, p.mlp_hidden),
+        set("tokenizer", c.tokenizer, p.tokenizer);
     set("seq-len", c.seq_len, p.seq_len), set("steps", c.steps, p.steps), set("warmup", c.warmup, p.warmup), set("lr", c.lr, p.lr);
     set("eval-every", c.eval_every, p.eval_every), set("save-every", c.save_every, p.save_every);
     set("out", c.out, "runs/" + c.model);
@@ -343,10 +373,13 @@ static void apply_preset(Config& c, const std::set<std::string>& given) {
 
 // Contradictions between options of the model. `where` names the source: the command line or a config.json.
 static void validate_model(const Config& c, const char* where) {
-    if (c.heads % c.kv_groups) fail_usage("%s: --heads %lld is not divisible by --kv-groups %lld", where, (long long)c.heads, (long long)c.kv_groups);
+    if (c.heads % c.kv_groups)
+        fail_usage("%s: --heads %lld is not divisible by --kv-groups %lld", where, (long long)c.heads, (long long)c.kv_groups);
     if (c.head_dim % 2) fail_usage("%s: --head-dim %lld is odd; rotary embedding pairs its elements", where, (long long)c.head_dim);
-    if (c.cmp_block % c.cmp_stride) fail_usage("%s: --cmp-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.cmp_block, (long long)c.cmp_stride);
-    if (c.slc_block % c.cmp_stride) fail_usage("%s: --slc-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.slc_block, (long long)c.cmp_stride);
+    if (c.cmp_block % c.cmp_stride)
+        fail_usage("%s: --cmp-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.cmp_block, (long long)c.cmp_stride);
+    if (c.slc_block % c.cmp_stride)
+        fail_usage("%s: --slc-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.slc_block, (long long)c.cmp_stride);
     if (c.slc_count < 3) fail_usage("%s: --slc-count %lld; at least 3 blocks are always selected", where, (long long)c.slc_count);
 }
 
@@ -375,7 +408,8 @@ static void require_same_kind_of_device(const Device& d, const World& world) {
     const std::string mine = (d.gpu ? "GPU, because " : "CPU, because ") + d.reason;
     const std::vector<std::string> all = world.gather(mine);
     if (std::any_of(all.begin(), all.end(), [&](const std::string& device) { return device.compare(0, 3, all[0], 0, 3) != 0; }))
-        world.require_same("device: " + mine, "all ranks compute on GPUs or all on CPUs: make every rank see a GPU, or start all with --device cpu");
+        world.require_same("device: " + mine,
+                           "all ranks compute on GPUs or all on CPUs: make every rank see a GPU, or start all with --device cpu");
 }
 
 static Device choose_device(const Config& c, const World& world) {
@@ -392,11 +426,16 @@ static Device choose_device(const Config& c, const World& world) {
     if (c.device == "cuda" && gpus == 0) fail_usage("--device cuda: %s; use --device cpu or auto", none.c_str());
     d.gpu = c.device != "cpu" && gpus > 0;
     d.reason = c.device != "auto" ? "--device " + c.device : d.gpu ? "there is a GPU" : none;
-    if (c.cpu_dtype == "bf16" && d.gpu) fail_usage("--cpu-dtype bf16 is for the CPU engine and this run is on a GPU; leave it out or add --device cpu");
-    if (c.selected_kernels != "auto" && !d.gpu) fail_usage("--selected-kernels %s is for GPUs and this run is on the CPU (%s); leave it out", c.selected_kernels.c_str(), none.c_str());
-    if (c.cuda_graph && !d.gpu) fail_usage("--cuda-graph %lld is for GPUs and this run is on the CPU (%s); leave it out", (long long)c.cuda_graph, none.c_str());
+    if (c.cpu_dtype == "bf16" && d.gpu)
+        fail_usage("--cpu-dtype bf16 is for the CPU engine and this run is on a GPU; leave it out or add --device cpu");
+    if (c.selected_kernels != "auto" && !d.gpu)
+        fail_usage("--selected-kernels %s is for GPUs and this run is on the CPU (%s); leave it out", c.selected_kernels.c_str(),
+                   none.c_str());
+    if (c.cuda_graph && !d.gpu)
+        fail_usage("--cuda-graph %lld is for GPUs and this run is on the CPU (%s); leave it out", (long long)c.cuda_graph, none.c_str());
     d.cpu_bf16 = c.cpu_dtype == "bf16" && HAVE_BF16;
-    if (c.cpu_dtype == "bf16" && !HAVE_BF16) d.reason += "; fp32, because --cpu-dtype bf16 needs AVX512_BF16, which the processor of this build does not have";
+    if (c.cpu_dtype == "bf16" && !HAVE_BF16)
+        d.reason += "; fp32, because --cpu-dtype bf16 needs AVX512_BF16, which the processor of this build does not have";
     require_same_kind_of_device(d, world);
     return d;
 }
@@ -404,11 +443,13 @@ static Device choose_device(const Config& c, const World& world) {
 // Batch sizes: what was not given follows from the preset, the device and the number of ranks; what was given must fit together.
 static void resolve_batch(Config& c, const std::set<std::string>& given, const World& world, bool gpu) {
     const Preset& p = preset_of(c);
-    const bool as_preset = gpu || c.model == "tiny";  // half a million tokens a step are hours on a CPU: there one sequence per rank, unless told otherwise
+    // half a million tokens a step are hours on a CPU: there one sequence per rank, unless told otherwise
+    const bool as_preset = gpu || c.model == "tiny";
     int64_t sequences = as_preset ? p.total_batch / c.seq_len : 1;
     if (given.count("total-batch")) {
         sequences = c.total_batch / c.seq_len;
-        if (c.total_batch % c.seq_len) fail_usage("--total-batch %lld is not a multiple of --seq-len %lld", (long long)c.total_batch, (long long)c.seq_len);
+        if (c.total_batch % c.seq_len)
+            fail_usage("--total-batch %lld is not a multiple of --seq-len %lld", (long long)c.total_batch, (long long)c.seq_len);
     } else {
         const int64_t unit = world.size * (given.count("batch") ? c.batch : 1);
         sequences = std::max<int64_t>(sequences / unit, 1) * unit;
@@ -417,15 +458,18 @@ static void resolve_batch(Config& c, const std::set<std::string>& given, const W
     const int64_t per_rank = sequences / world.size;
     if (c.deterministic) c.batch = 1;  // one sample at a time
     if (sequences % world.size)
-        fail_usage("--total-batch %lld is %lld sequences of --seq-len %lld, not divisible by %d ranks", (long long)c.total_batch, (long long)sequences, (long long)c.seq_len, world.size);
+        fail_usage("--total-batch %lld is %lld sequences of --seq-len %lld, not divisible by %d ranks", (long long)c.total_batch,
+                   (long long)sequences, (long long)c.seq_len, world.size);
     if (!given.count("batch") && !c.deterministic)
         for (c.batch = std::min(as_preset ? p.batch : 1, per_rank); per_rank % c.batch; c.batch--) {}
     if (per_rank % c.batch)
-        fail_usage("--total-batch %lld is %lld sequences for each of %d ranks, not divisible by --batch %lld", (long long)c.total_batch, (long long)per_rank, world.size, (long long)c.batch);
+        fail_usage("--total-batch %lld is %lld sequences for each of %d ranks, not divisible by --batch %lld", (long long)c.total_batch,
+                   (long long)per_rank, world.size, (long long)c.batch);
 }
 
 // The options that make the model: its config.json.
-static const char* const MODEL_OPTIONS[] = {"layers", "dim", "heads", "kv-groups", "head-dim", "cmp-block", "cmp-stride", "slc-block", "slc-count", "window", "phi-hidden", "mlp-hidden", "seq-len"};
+static const char* const MODEL_OPTIONS[] = {"layers",    "dim",       "heads",  "kv-groups",  "head-dim",   "cmp-block", "cmp-stride",
+                                            "slc-block", "slc-count", "window", "phi-hidden", "mlp-hidden", "seq-len"};
 static std::string underscored(std::string name) {
     std::replace(name.begin(), name.end(), '-', '_');
     return name;
@@ -437,14 +481,16 @@ static const Option& option_named(const std::string& name) {
 static std::string config_json(const Config& c) {
     std::string text = "{\"architecture\": \"nsa\"";
     for (const char* name : MODEL_OPTIONS) text += ", \"" + underscored(name) + "\": " + value_text(c, option_named(name));
-    return text + ", \"attention\": \"" + c.attention + "\", \"tokenizer\": \"" + c.tokenizer + "\", \"vocab_size\": " + std::to_string(c.vocab_size) +
+    return text + ", \"attention\": \"" + c.attention + "\", \"tokenizer\": \"" + c.tokenizer +
+           "\", \"vocab_size\": " + std::to_string(c.vocab_size) +
            format_text(", \"rope_base\": %g, \"norm_eps\": %g}\n", ROPE_BASE, NORM_EPS);
 }
 
 // Reads a config.json into c, every field checked as the same option on the command line would be.
 static void read_config_json(Config& c, const std::string& path) {
     const Json root = parse_json(read_file(path), path);
-    if (root.string("architecture", path) != "nsa") fail("%s: architecture is '%s', expected 'nsa'", path.c_str(), root.string("architecture", path).c_str());
+    if (root.string("architecture", path) != "nsa")
+        fail("%s: architecture is '%s', expected 'nsa'", path.c_str(), root.string("architecture", path).c_str());
     try {
         for (const char* name : MODEL_OPTIONS) set_option(c, option_named(name), std::to_string(root.integer(underscored(name), path)));
         set_option(c, option_named("attention"), root.string("attention", path));
@@ -454,15 +500,19 @@ static void read_config_json(Config& c, const std::string& path) {
         fail("%s: %s", path.c_str(), e.what());
     }
     c.vocab_size = c.tokenizer == "gpt2" ? 50257 : 256;
-    if (root.integer("vocab_size", path) != c.vocab_size) fail("%s: vocab_size is %lld, tokenizer %s has %lld", path.c_str(), (long long)root.integer("vocab_size", path), c.tokenizer.c_str(), (long long)c.vocab_size);
-    if (root.number("rope_base", path) != ROPE_BASE || root.number("norm_eps", path) != NORM_EPS) fail("%s: rope_base or norm_eps differ from this program's %g and %g", path.c_str(), ROPE_BASE, NORM_EPS);
+    if (root.integer("vocab_size", path) != c.vocab_size)
+        fail("%s: vocab_size is %lld, tokenizer %s has %lld", path.c_str(), (long long)root.integer("vocab_size", path),
+             c.tokenizer.c_str(), (long long)c.vocab_size);
+    if (root.number("rope_base", path) != ROPE_BASE || root.number("norm_eps", path) != NORM_EPS)
+        fail("%s: rope_base or norm_eps differ from this program's %g and %g", path.c_str(), ROPE_BASE, NORM_EPS);
 }
 
 static NsaShape shape_of(const Config& c, int64_t B, int64_t T) {
     NsaShape s;
     s.B = int(B), s.T = int(T), s.first = 0, s.queries = int(T);
     s.H = int(c.heads), s.G = int(c.kv_groups), s.D = int(c.head_dim);
-    s.l = int(c.cmp_block), s.d = int(c.cmp_stride), s.slc_block = int(c.slc_block), s.slc_count = int(c.slc_count), s.window = int(c.window), s.F = int(c.phi_hidden);
+    s.l = int(c.cmp_block), s.d = int(c.cmp_stride), s.slc_block = int(c.slc_block), s.slc_count = int(c.slc_count),
+    s.window = int(c.window), s.F = int(c.phi_hidden);
     s.full = c.attention == "full";
     return s;
 }
@@ -527,7 +577,8 @@ struct TensorTable {
     int64_t padded_vocab = 0;
 
     explicit TensorTable(const Config& c) {
-        const int64_t C = c.dim, H = c.heads, G = c.kv_groups, D = c.head_dim, l = c.cmp_block, F = c.phi_hidden, M = c.mlp_hidden, gates = (3 * H + 7) / 8 * 8;
+        const int64_t C = c.dim, H = c.heads, G = c.kv_groups, D = c.head_dim, l = c.cmp_block, F = c.phi_hidden, M = c.mlp_hidden,
+                      gates = (3 * H + 7) / 8 * 8;
         const bool nsa = c.attention == "nsa";
         padded_vocab = (c.vocab_size + 127) / 128 * 128;
         add("embed_tokens.weight", c.vocab_size, C, padded_vocab, INIT_WEIGHT, true, false);
@@ -569,8 +620,9 @@ struct TensorTable {
     }
 };
 
-// Key/query pairs that a branch's mask allows, over all heads: 4*D FLOPs each in the forward pass (two products), 8*D in the backward pass (dV, dP, dQ, dK; computing the
-// scores a second time is not counted). Counted, not estimated; selected blocks are taken as full (a query that may choose has n of them, the last one cut by causality).
+// Key/query pairs that a branch's mask allows, over all heads: 4*D FLOPs each in the forward pass (two products), 8*D
+// in the backward pass (dV, dP, dQ, dK; computing the scores a second time is not counted). Counted, not estimated;
+// selected blocks are taken as full (a query that may choose has n of them, the last one cut by causality).
 inline double attention_pairs(Branch branch, const NsaShape& s) {
     double pairs = 0;
     for (int t = s.first; t < s.first + s.queries; t++) {
@@ -580,12 +632,14 @@ inline double attention_pairs(Branch branch, const NsaShape& s) {
     }
     return pairs * s.B * s.H;
 }
-// FLOPs that the model needs for one token in training, as its share of the peak (MFU; PaLM, arXiv 2204.02311, appendix B) counts them: 6 for each weight of a matrix and row
-// that it multiplies, 12 D for each pair of query and key. Not what is computed twice, nor scores, norms or the update.
+// FLOPs that the model needs for one token in training, as its share of the peak (MFU; PaLM, arXiv
+// 2204.02311, appendix B) counts them: 6 for each weight of a matrix and row that it multiplies, 12
+// D for each pair of query and key. Not what is computed twice, nor scores, norms or the update.
 inline double model_flops_per_token(const Config& c) {
     const NsaShape s = shape_of(c, 1, c.seq_len);
     double flops = 0;
-    for (const TensorSpec& t : TensorTable(c).specs) {  // phi multiplies compressed blocks, everything else tokens; of the embedding that is the head
+    // phi multiplies compressed blocks, everything else tokens; of the embedding that is the head
+    for (const TensorSpec& t : TensorTable(c).specs) {
         const double rows = t.name.find(".phi_") == std::string::npos ? double(s.T) : double(s.cmp_rows());
         if (t.columns) flops += 6 * rows * double(t.size);
     }
@@ -596,7 +650,8 @@ inline double model_flops_per_token(const Config& c) {
 
 // Element i of the tensor with this index in the list. --init random draws every tensor, so that no path is silent in a comparison.
 static float initial_value(const TensorSpec& t, size_t index, size_t i, const Config& c) {
-    const double normal = t.init == INIT_ONE && c.init != "random" ? 0 : random_normal(uint64_t(c.seed), random_stream(RANDOM_INIT, index), i);
+    const double normal = t.init == INIT_ONE && c.init != "random" ? 0
+                                                                   : random_normal(uint64_t(c.seed), random_stream(RANDOM_INIT, index), i);
     const bool random = c.init == "random";
     switch (t.init) {
         case INIT_ONE: return float(1 + (random ? 0.1 * normal : 0));
@@ -628,9 +683,11 @@ struct Model {
     // Flat arrays of state_elements(), by Piece::local. On an engine without a master copy master is params, by Piece::begin.
     typename Dev::Master* master = nullptr;
     typename Dev::Stat *m = nullptr, *v = nullptr;
-    double* results = nullptr;   // of the running step: sum of its losses, sum of squares of its gradient; --deterministic: then every sample's loss
+    // of the running step: sum of its losses, sum of squares of its gradient; --deterministic: then every sample's loss
+    double* results = nullptr;
     size_t result_count = 2;
-    double* squares[2] = {};     // the gradient's sums of squares, by chunk, and a guard behind them; of the running step at step % 2, of the one before at the other
+    // the gradient's sums of squares, by chunk, and a guard behind them; of the running step at step % 2, of the one before at the other
+    double* squares[2] = {};
     std::vector<Grad*> partial;  // --deterministic: gradients of subtrees, see sum_in_tree
     Weights<real> w;
     Weights<Grad> dw;
@@ -661,15 +718,20 @@ struct Model {
     ~Model() {
         if constexpr (Dev::has_master) dev.release(master);
         for (Grad* p : partial) dev.release(p);
-        dev.release(params), dev.release(grads), dev.release(m), dev.release(v), dev.release(results), dev.release(squares[0]), dev.release(squares[1]);
+        dev.release(params), dev.release(grads), dev.release(m), dev.release(v), dev.release(results), dev.release(squares[0]),
+            dev.release(squares[1]);
     }
     Model(const Model&) = delete;
     Model& operator=(const Model&) = delete;
 
     size_t state_elements() const { return sharded ? partition.shard() : partition.elements; }
     size_t chunks() const { return partition.elements / CHUNK; }
-    int64_t samples_per_rank() const { return std::max<int64_t>(1, config.total_batch / std::max<int64_t>(1, config.seq_len) / partition.ranks); }
-    typename Dev::Master* master_at(const Piece& p, size_t i) const { return Dev::has_master ? master + p.local + (i - p.begin) : master + i; }
+    int64_t samples_per_rank() const {
+        return std::max<int64_t>(1, config.total_batch / std::max<int64_t>(1, config.seq_len) / partition.ranks);
+    }
+    typename Dev::Master* master_at(const Piece& p, size_t i) const {
+        return Dev::has_master ? master + p.local + (i - p.begin) : master + i;
+    }
     void progress(const char* phase) const {
         if (watchdog) watchdog->progress(step, phase);
     }
@@ -685,11 +747,14 @@ struct Model {
     static double flat_bytes(const Config& c, int ranks) {
         const Partition p(TensorTable(c).total, ranks, c.bucket_mb);
         const double state = double(Dev::has_master ? sizeof(typename Dev::Master) : 0) + 2 * sizeof(typename Dev::Stat);
-        return double(p.elements) * (double(sizeof(real)) + sizeof(Grad) * double(1 + tree_levels(c, ranks)) + state / (c.zero == 1 ? ranks : 1));
+        return double(p.elements) *
+               (double(sizeof(real)) + sizeof(Grad) * double(1 + tree_levels(c, ranks)) + state / (c.zero == 1 ? ranks : 1));
     }
 
     // What a tensor and a piece have in common, [first, last) in the flat arrays.
-    static std::pair<size_t, size_t> overlap(const TensorSpec& t, size_t size, const Piece& p) { return {std::max(t.offset, p.begin), std::min(t.offset + size, p.begin + p.count)}; }
+    static std::pair<size_t, size_t> overlap(const TensorSpec& t, size_t size, const Piece& p) {
+        return {std::max(t.offset, p.begin), std::min(t.offset + size, p.begin + p.count)};
+    }
 
     void set_parameter(const TensorSpec& t, const float* values) {
         dev.from_host(params + t.offset, values, t.size);
@@ -710,9 +775,12 @@ struct Model {
     }
 };
 
-// What the forward pass leaves for the backward pass, and the backward's own temporaries: one allocation. In inference the layers share everything
-// but their keys and values, which are then the caches of step-by-step decoding. In training, --recompute says what is kept per layer:
-//   0  everything   1  not what is cheap to compute again: norms' outputs, SiLU, gated sum   2  the layer's input only (and small statistics)
+// What the forward pass leaves for the backward pass, and the backward's own temporaries: one
+// allocation. In inference the layers share everything but their keys and values, which are then
+// the caches of step-by-step decoding. In training, --recompute says what is kept per layer:
+//   0  everything
+//   1  not what is cheap to compute again: norms' outputs, SiLU, gated sum
+//   2  the layer's input only (and small statistics)
 // What is not kept has one buffer for all layers, and the backward pass computes it again, to the same bits.
 enum Mode { INFERENCE, TRAINING };
 
@@ -754,11 +822,14 @@ struct Activations {
     real *dkv, *dcompressed;
     Stat *row_dot, *lse_gated;              // (3, B, H, T)
     bool collect_statistics = false;
-    // The kinds of micro-steps (see micro_step()) that were made with these activations. Each is a sequence of launches that does not change.
+    // The kinds of micro-steps (see micro_step()) that were made with these
+    // activations. Each is a sequence of launches that does not change.
     struct MicroStep {
         const void* grads;
         bool last, with_backward, statistics;
-        bool operator<(const MicroStep& o) const { return std::tie(grads, last, with_backward, statistics) < std::tie(o.grads, o.last, o.with_backward, o.statistics); }
+        bool operator<(const MicroStep& o) const {
+            return std::tie(grads, last, with_backward, statistics) < std::tie(o.grads, o.last, o.with_backward, o.statistics);
+        }
     };
     std::map<MicroStep, typename Dev::Sequence> micro_steps;
 
@@ -780,7 +851,9 @@ struct Activations {
     Activations& operator=(const Activations&) = delete;
 
     // The bytes of such an object, without allocating it.
-    static double bytes_needed(Dev& dev, const Config& c, int64_t B, int64_t T, Mode mode) { return Activations(dev, c, B, T, mode, true).wanted; }
+    static double bytes_needed(Dev& dev, const Config& c, int64_t B, int64_t T, Mode mode) {
+        return Activations(dev, c, B, T, mode, true).wanted;
+    }
 
     real* slot(real* kv, int head_slot) const { return kv + (head_slot - (shape.full ? K_WIN : K_CMP)) * shape.key_rows() * shape.D; }
     typename Dev::Heads heads(const Layer& y) const {
@@ -794,8 +867,9 @@ struct Activations {
         return h;
     }
 
-    // Chunks of equal size of at most 52 M logits (208 MiB of fp32), on a GPU 416 M (832 MiB of bf16), in whole tiles of its GEMM. Each chunk reads the head twice and reads and
-    // writes its gradient: 0.5 GB for GPT-2's vocabulary, while a micro-batch of 16 x 2048 has 3.3 GB of logits.
+    // Chunks of equal size of at most 52 M logits (208 MiB of fp32), on a GPU 416 M (832 MiB of
+    // bf16), in whole tiles of its GEMM. Each chunk reads the head twice and reads and writes its
+    // gradient: 0.5 GB for GPT-2's vocabulary, while a micro-batch of 16 x 2048 has 3.3 GB of logits.
     int64_t rows_of_chunk(int64_t N) const {
         const int64_t most = std::max<int64_t>(1, (int64_t(Dev::on_host ? 52 : 416) << 20) / Vp), chunks = (N + most - 1) / most;
         return std::min(N, ((N + chunks - 1) / chunks + 127) / 128 * 128);
@@ -805,7 +879,13 @@ struct Activations {
     char* base = nullptr;  // null while only sizes are wanted
 
     Activations(Dev& device, const Config& c, int64_t B, int64_t T, Mode mode, bool)
-        : dev(device), shape(shape_of(c, B, T)), C(c.dim), M(c.mlp_hidden), V(c.vocab_size), Vp(TensorTable(c).padded_vocab), recompute(mode == TRAINING ? int(c.recompute) : 0) {
+        : dev(device),
+          shape(shape_of(c, B, T)),
+          C(c.dim),
+          M(c.mlp_hidden),
+          V(c.vocab_size),
+          Vp(TensorTable(c).padded_vocab),
+          recompute(mode == TRAINING ? int(c.recompute) : 0) {
         logit_rows = rows_of_chunk(B * T);
         layer.resize(size_t(c.layers));
         place(mode);
@@ -813,7 +893,8 @@ struct Activations {
 
     void place(Mode mode) {
         const NsaShape& s = shape;
-        const size_t N = size_t(s.B) * s.T, D = size_t(s.D), kv_slots = s.full ? 2 : 6, gates = 3 * N * s.H, selections = s.full ? 0 : size_t(s.B) * s.G * s.T;
+        const size_t N = size_t(s.B) * s.T, D = size_t(s.D), kv_slots = s.full ? 2 : 6, gates = 3 * N * s.H,
+                     selections = s.full ? 0 : size_t(s.B) * s.G * s.T;
         const bool training = mode == TRAINING;
         take(tokens, "tokens (N)", N), take(targets, "targets (N)", N), take(losses, "losses (N)", N);
         for (size_t i = 0; i < layer.size(); i++) {
@@ -827,7 +908,8 @@ struct Activations {
             if (training || i < 2) take(y.x, "x (N, C)", N * C);
             else y.x = layer[i - 2].x;  // in inference a layer reads one and writes the other
             per_layer(costly || !training, y.kv, first.kv, "keys and values (6, B, G, T, D)", kv_slots * s.key_rows() * D);
-            per_layer(costly || !training, y.compressed, first.compressed, "compressed keys and values (2, B, G, NC, D)", 2 * s.cmp_rows() * D);
+            per_layer(costly || !training, y.compressed, first.compressed, "compressed keys and values (2, B, G, NC, D)",
+                      2 * s.cmp_rows() * D);
             per_layer(training, y.gate, first.gate, "gate (3, B, H, T)", gates);
             per_layer(training, y.selection, first.selection, "selection (B, G, T, words)", selections * s.selection_words());
             per_layer(training, y.chosen_importance, first.chosen_importance, "chosen importance (B, G, T)", selections);
@@ -847,9 +929,12 @@ struct Activations {
         take(x_out, "x_out (N, C)", N * C), take(normed, "normed (N, C)", N * C), take(rstd, "rstd (N)", N);
         take(projected, "projected (N, P)", N * s.projected()), take(logits, "logits (rows, Vp)", size_t(logit_rows) * Vp);
         if (!training) return;
-        take(dx, "dx (N, C)", N * C), take(dnormed, "dnormed (N, C)", N * C), take(dattn, "dattn (N, H*D)", N * s.H * D), take(dmlp, "dmlp (N, M)", N * M);
-        take(dq, "dq (B, H, T, D)", N * s.H * D), take(dkv, "dkv (6, B, G, T, D)", kv_slots * s.key_rows() * D), take(dgate, "dgate (3, B, H, T)", gates);
-        take(dcompressed, "dcompressed (2, B, G, NC, D)", 2 * s.cmp_rows() * D), take(row_dot, "row_dot (3, B, H, T)", gates), take(lse_gated, "lse_gated (3, B, H, T)", gates);
+        take(dx, "dx (N, C)", N * C), take(dnormed, "dnormed (N, C)", N * C), take(dattn, "dattn (N, H*D)", N * s.H * D),
+            take(dmlp, "dmlp (N, M)", N * M);
+        take(dq, "dq (B, H, T, D)", N * s.H * D), take(dkv, "dkv (6, B, G, T, D)", kv_slots * s.key_rows() * D),
+            take(dgate, "dgate (3, B, H, T)", gates);
+        take(dcompressed, "dcompressed (2, B, G, NC, D)", 2 * s.cmp_rows() * D), take(row_dot, "row_dot (3, B, H, T)", gates),
+            take(lse_gated, "lse_gated (3, B, H, T)", gates);
     }
 
     template <class T>
@@ -915,8 +1000,9 @@ void forward(const Model<Dev>& model, Activations<Dev>& a, const int32_t* tokens
     forward(model, a, first, queries);
 }
 
-// Cross-entropy of the tied head after a forward pass over all T, whose targets are in a.targets, in chunks of rows, so that the logits never exist as a whole:
-// a.losses [N]. With want_gradient, every loss counts dloss in the gradient: a.dnormed = and dembed +=. logits_out, where given: [N, V].
+// Cross-entropy of the tied head after a forward pass over all T, whose targets are in a.targets, in
+// chunks of rows, so that the logits never exist as a whole: a.losses [N]. With want_gradient, every
+// loss counts dloss in the gradient: a.dnormed = and dembed +=. logits_out, where given: [N, V].
 template <class Dev>
 void classify_rows(Model<Dev>& model, Activations<Dev>& a, double dloss, bool want_gradient, std::vector<float>* logits_out = nullptr) {
     Dev& dev = model.dev;
@@ -936,7 +1022,8 @@ void classify_rows(Model<Dev>& model, Activations<Dev>& a, double dloss, bool wa
 }
 // The same for targets on the host, and waits for the sum of the N losses.
 template <class Dev>
-double classify(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, double dloss, bool want_gradient, std::vector<float>* logits_out = nullptr) {
+double classify(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, double dloss, bool want_gradient,
+                std::vector<float>* logits_out = nullptr) {
     model.dev.upload(a.targets, targets, size_t(a.shape.B) * size_t(a.shape.T));
     classify_rows(model, a, dloss, want_gradient, logits_out);
     std::vector<typename Dev::Stat> losses(size_t(a.shape.B) * a.shape.T);
@@ -946,8 +1033,8 @@ double classify(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, 
     return sum;
 }
 
-// Adds the gradient of everything below the head to the model's gradients, from a.dnormed. Each step names the forward line it differentiates.
-// ready(offset), where given, is told that the gradients from that place of the flat array on are final.
+// Adds the gradient of everything below the head to the model's gradients, from a.dnormed. Each step names the forward line
+// it differentiates. ready(offset), where given, is told that the gradients from that place of the flat array on are final.
 template <class Dev>
 void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(size_t)>& ready = nullptr) {
     using real = typename Dev::real;
@@ -992,7 +1079,8 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
         // attn = sum of gate * branch; the branches
         dev.attention_backward_rows(a.row_dot, a.lse_gated, a.dgate, a.dattn, y.o, y.gate, y.lse, s);
         auto branch_backward = [&](Branch branch, real* dk, real* dv, const real* k, const real* v) {
-            dev.attention_backward(branch, a.dq, branch != WIN, dk, dv, a.dattn, y.q, k, v, a.row_dot + branch * rows, a.lse_gated + branch * rows, y.selection, s);
+            dev.attention_backward(branch, a.dq, branch != WIN, dk, dv, a.dattn, y.q, k, v, a.row_dot + branch * rows,
+                                   a.lse_gated + branch * rows, y.selection, s);
         };
         // The window's comes first: every query has keys there, and what it writes to dq the others add to.
         branch_backward(WIN, d.kv[K_WIN], d.kv[V_WIN], h.kv[K_WIN], h.kv[V_WIN]);
@@ -1000,8 +1088,10 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
             branch_backward(SLC, d.kv[K_SLC], d.kv[V_SLC], h.kv[K_SLC], h.kv[V_SLC]);
             branch_backward(CMP, a.dcompressed, a.dcompressed + kv, y.compressed, y.compressed + kv);
             // compressed = phi(blocks of k_cmp), phi(blocks of v_cmp)
-            dev.compress_backward(d.kv[K_CMP], {dw.phi_k_fc1, dw.phi_k_bias, dw.phi_k_fc2}, a.dcompressed, y.phi_hidden, h.kv[K_CMP], {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2}, true, s);
-            dev.compress_backward(d.kv[V_CMP], {dw.phi_v_fc1, dw.phi_v_bias, dw.phi_v_fc2}, a.dcompressed + kv, y.phi_hidden + hidden, h.kv[V_CMP], {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false, s);
+            dev.compress_backward(d.kv[K_CMP], {dw.phi_k_fc1, dw.phi_k_bias, dw.phi_k_fc2}, a.dcompressed, y.phi_hidden, h.kv[K_CMP],
+                                  {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2}, true, s);
+            dev.compress_backward(d.kv[V_CMP], {dw.phi_v_fc1, dw.phi_v_bias, dw.phi_v_fc2}, a.dcompressed + kv, y.phi_hidden + hidden,
+                                  h.kv[V_CMP], {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false, s);
         }
         // heads = split(attn_normed [q; k; v; gate]^T)
         dev.split_heads_backward(a.projected, d, s);
@@ -1035,7 +1125,8 @@ void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = null
     Grad* guard = model.grads + model.table.total;
     if (model.sharded) model.dev.zero(squares, model.chunks());
     for (const Piece& p : model.owned) model.dev.chunk_squares(squares, model.grads, model.table.total, p.begin, p.count);
-    if (model.sharded && reducer) {  // of the summed gradients a rank has its parts alone, and one of all has the guard: each rank's loss travels with the squares
+    // of the summed gradients a rank has its parts alone, and one of all has the guard: each rank's loss travels with the squares
+    if (model.sharded && reducer) {
         model.dev.set_guard(squares + model.chunks(), model.results);
         reducer->complete(squares, model.chunks() + 1);
         model.dev.set_guard(guard, squares + model.chunks());
@@ -1043,7 +1134,8 @@ void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = null
     model.dev.total_squares(model.results + 1, squares, model.chunks(), guard);
 }
 
-// One AdamW step on the summed gradients, clipped to the global L2 norm of gradient_norm(). If that is not finite, the weights stay as they are.
+// One AdamW step on the summed gradients, clipped to the global L2 norm of
+// gradient_norm(). If that is not finite, the weights stay as they are.
 template <class Dev>
 void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = nullptr) {
     const Config& c = model.config;
@@ -1057,7 +1149,8 @@ void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* redu
                 if (first >= last) continue;
                 h.decay = t.decay ? c.weight_decay : 0.0, h.offset = first;
                 const size_t local = p.local + (first - p.begin);
-                model.dev.adamw(model.params + first, model.master_at(p, first), model.m + local, model.v + local, model.grads + first, last - first, h);
+                model.dev.adamw(model.params + first, model.master_at(p, first), model.m + local, model.v + local, model.grads + first,
+                                last - first, h);
             }
     });
     if (model.sharded && reducer) reducer->gather(model.params);
@@ -1077,7 +1170,9 @@ static int32_t choose_token(const std::vector<float>& logits, double temperature
     std::vector<int32_t> order(logits.size());
     for (size_t i = 0; i < order.size(); i++) order[i] = int32_t(i);
     const size_t keep = top_k > 0 ? std::min<size_t>(size_t(top_k), order.size()) : order.size();
-    const auto likelier = [&](int32_t a, int32_t b) { return logits[size_t(a)] != logits[size_t(b)] ? logits[size_t(a)] > logits[size_t(b)] : a < b; };
+    const auto likelier = [&](int32_t a, int32_t b) {
+        return logits[size_t(a)] != logits[size_t(b)] ? logits[size_t(a)] > logits[size_t(b)] : a < b;
+    };
     if (temperature == 0) return *std::min_element(order.begin(), order.end(), likelier);
     if (keep < order.size() || top_p < 1) std::sort(order.begin(), order.end(), likelier);
     order.resize(keep);
@@ -1097,7 +1192,8 @@ static int32_t choose_token(const std::vector<float>& logits, double temperature
     return order[chosen];
 }
 
-// While it lives a CPU decodes on as many threads as pay for one token: one for each 32 M weights. A loop over a single position is over before more have woken up.
+// While it lives a CPU decodes on as many threads as pay for one token: one for each
+// 32 M weights. A loop over a single position is over before more have woken up.
 struct DecodingThreads {
     const int before = omp_get_max_threads();
     explicit DecodingThreads(size_t weights) { omp_set_num_threads(int(std::max<size_t>(1, std::min(size_t(before), weights >> 25)))); }
@@ -1107,7 +1203,8 @@ struct DecodingThreads {
 // Continues a prompt of at least one token by `count` tokens; each new token is handed to `emit`. The prompt is one forward pass, each
 // further token one pass over a single position with the caches. The random numbers depend on seed and position alone.
 template <class Dev>
-void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t count, const Config& c, const std::function<void(int32_t)>& emit) {
+void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t count, const Config& c,
+              const std::function<void(int32_t)>& emit) {
     Dev& dev = model.dev;
     Activations<Dev> a(dev, model.config, 1, int64_t(prompt.size()) + count, INFERENCE);
     std::vector<int32_t> next = prompt;
@@ -1120,7 +1217,8 @@ void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t cou
         position += int(next.size());
         dev.matmul_forward(a.logits, a.normed + (next.size() - 1) * size_t(a.C), model.w.embed, nullptr, 1, int(a.C), int(a.Vp));
         dev.to_host(logits.data(), a.logits, logits.size());
-        next = {choose_token(logits, c.temperature, c.top_k, c.top_p, random_uniform(uint64_t(c.seed), random_stream(RANDOM_SAMPLE), uint64_t(position)))};
+        next = {choose_token(logits, c.temperature, c.top_k, c.top_p,
+                             random_uniform(uint64_t(c.seed), random_stream(RANDOM_SAMPLE), uint64_t(position)))};
         emit(next[0]);
     }
 }
@@ -1150,8 +1248,9 @@ void print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Checkpoints: RUN/step_00001000/ with model.safetensors, config.json, one optimizer_<rank>-of-<ranks>.safetensors per rank, and manifest.json, which holds the
-// checksums and what a resume needs beside the tensors. How such a folder comes to be whole is in data/checkpoint.h. Any number of ranks can resume it.
+// Checkpoints: RUN/step_00001000/ with model.safetensors, config.json, one optimizer_<rank>-of-<ranks>.safetensors
+// per rank, and manifest.json, which holds the checksums and what a resume needs beside the tensors. How such a
+// folder comes to be whole is in data/checkpoint.h. Any number of ranks can resume it.
 
 // One line about something that went wrong and is survived.
 static void complain(const std::string& text) {
@@ -1181,7 +1280,8 @@ static std::vector<FileRecord> gather_records(const World& world, const std::vec
     return records;
 }
 
-// The last 128 values of something that should move slowly, for z-scores as llm.c has them: how many standard deviations a value lies above their mean.
+// The last 128 values of something that should move slowly, for z-scores as
+// llm.c has them: how many standard deviations a value lies above their mean.
 struct OutlierWindow {
     static constexpr size_t SIZE = 128;
     std::vector<double> values;  // the oldest first
@@ -1207,7 +1307,8 @@ struct TrainState {
     OutlierWindow losses, norms;
 };
 
-// `count` numbers of the engine as fp32 in the host's memory: in place where they are that already and no copy is asked for; else `buffers` keeps them.
+// `count` numbers of the engine as fp32 in the host's memory: in place where
+// they are that already and no copy is asked for; else `buffers` keeps them.
 template <class Dev, class T>
 const float* host_floats(Dev& dev, const T* p, size_t count, bool copy, std::vector<std::vector<float>>& buffers) {
     if constexpr (Dev::on_host && std::is_same<T, float>::value)
@@ -1219,9 +1320,11 @@ const float* host_floats(Dev& dev, const T* p, size_t count, bool copy, std::vec
 
 // A whole flat array as views in the form on disk (padding left out).
 template <class Dev, class T>
-std::vector<TensorView> views_of(const Model<Dev>& model, const T* flat, const std::string& prefix, std::vector<std::vector<float>>& buffers, bool copy = false) {
+std::vector<TensorView> views_of(const Model<Dev>& model, const T* flat, const std::string& prefix,
+                                 std::vector<std::vector<float>>& buffers, bool copy = false) {
     std::vector<TensorView> views;
-    for (const TensorSpec& t : model.table.specs) views.push_back(tensor_view(prefix + t.name, t.shape(), host_floats(model.dev, flat + t.offset, t.size, copy, buffers)));
+    for (const TensorSpec& t : model.table.specs)
+        views.push_back(tensor_view(prefix + t.name, t.shape(), host_floats(model.dev, flat + t.offset, t.size, copy, buffers)));
     return views;
 }
 
@@ -1246,17 +1349,20 @@ std::vector<TensorView> views_of_weights(const Model<Dev>& model, const World& w
 
 // This rank's share of m or v, sharded or not: "m.<tensor>[<first>:<last>]" are those elements of the tensor.
 template <class Dev>
-void add_moments(std::vector<TensorView>& views, const Model<Dev>& model, const typename Dev::Stat* flat, const char* name, std::vector<std::vector<float>>& buffers, bool copy) {
+void add_moments(std::vector<TensorView>& views, const Model<Dev>& model, const typename Dev::Stat* flat, const char* name,
+                 std::vector<std::vector<float>>& buffers, bool copy) {
     for (const Piece& p : model.partition.parts(model.rank))
         for (const TensorSpec& t : model.table.specs) {
             const auto [first, last] = model.overlap(t, t.size, p);
             if (first >= last) continue;
             const size_t at = model.sharded ? p.local + (first - p.begin) : first;
-            views.push_back(tensor_view(format_text("%s.%s[%zu:%zu]", name, t.name.c_str(), first - t.offset, last - t.offset), {int64_t(last - first)}, host_floats(model.dev, flat + at, last - first, copy, buffers)));
+            views.push_back(tensor_view(format_text("%s.%s[%zu:%zu]", name, t.name.c_str(), first - t.offset, last - t.offset),
+                                        {int64_t(last - first)}, host_floats(model.dev, flat + at, last - first, copy, buffers)));
         }
 }
 
-// What one rank writes of a checkpoint: with `copy` as it is now, whatever becomes of the model; without, the model must stay as it is while it is written.
+// What one rank writes of a checkpoint: with `copy` as it is now, whatever becomes
+// of the model; without, the model must stay as it is while it is written.
 struct Snapshot {
     std::vector<std::vector<float>> buffers;
     std::vector<TensorView> weights;  // on rank 0
@@ -1298,8 +1404,10 @@ static std::string numbers_json(const std::vector<double>& values) {
 
 // The manifest's state. Seeds can exceed what a JSON number holds exactly in some readers, so the loader's integers are strings.
 static std::string state_json(const TrainState& s, const Config& c, int ranks) {
-    std::string text = format_text("{\"last_update\": %lld, \"bad_steps\": %lld, \"ranks\": %d", (long long)s.last_update, (long long)s.bad_steps, ranks);
-    text += format_text(",\n \"loader\": [\"%llu\", \"%llu\", \"%llu\", \"%llu\"]", (unsigned long long)s.loader.seed, (unsigned long long)s.loader.seq_len, (unsigned long long)s.loader.corpus,
+    std::string text = format_text("{\"last_update\": %lld, \"bad_steps\": %lld, \"ranks\": %d", (long long)s.last_update,
+                                   (long long)s.bad_steps, ranks);
+    text += format_text(",\n \"loader\": [\"%llu\", \"%llu\", \"%llu\", \"%llu\"]", (unsigned long long)s.loader.seed,
+                        (unsigned long long)s.loader.seq_len, (unsigned long long)s.loader.corpus,
                         (unsigned long long)s.loader.next_sample);
     if (std::isfinite(s.best_val_loss)) text += format_text(",\n \"best_val_loss\": %.17g", s.best_val_loss);
     text += ",\n \"losses\": " + numbers_json(s.losses.values) + ",\n \"norms\": " + numbers_json(s.norms.values);
@@ -1319,12 +1427,14 @@ static TrainState read_state(const Manifest& manifest) {
         char* end = nullptr;
         errno = 0;
         *fields[i] = std::strtoull(text.c_str(), &end, 10);
-        if (text.empty() || text[0] < '0' || text[0] > '9' || *end || errno) fail("%s: loader[%zu] is %s, expected an integer", path.c_str(), i, json_quote(text).c_str());
+        if (text.empty() || text[0] < '0' || text[0] > '9' || *end || errno)
+            fail("%s: loader[%zu] is %s, expected an integer", path.c_str(), i, json_quote(text).c_str());
     }
     if (manifest.state.find("best_val_loss")) state.best_val_loss = manifest.state.number("best_val_loss", path);
     for (auto [window, name] : {std::make_pair(&state.losses, "losses"), std::make_pair(&state.norms, "norms")}) {
         for (const Json& value : manifest.state.array(name, path)) window->values.push_back(value.number(path + ": " + name));
-        if (window->values.size() > OutlierWindow::SIZE) fail("%s: %s has %zu values, expected at most %zu", path.c_str(), name, window->values.size(), OutlierWindow::SIZE);
+        if (window->values.size() > OutlierWindow::SIZE)
+            fail("%s: %s has %zu values, expected at most %zu", path.c_str(), name, window->values.size(), OutlierWindow::SIZE);
     }
     return state;
 }
@@ -1336,7 +1446,8 @@ static void require_tensors(const TensorTable& table, const SafeTensors& file) {
 
 template <class Dev>
 void read_parameters(Model<Dev>& model, const SafeTensors& file) {
-    for (const TensorSpec& t : model.table.specs) model.set_parameter(t, static_cast<const float*>(file.get(t.name, "F32", t.shape()).data));
+    for (const TensorSpec& t : model.table.specs)
+        model.set_parameter(t, static_cast<const float*>(file.get(t.name, "F32", t.shape()).data));
 }
 
 // Takes what this rank owns of m and v out of every rank's file, whatever their number was.
@@ -1352,29 +1463,39 @@ void read_moments(Model<Dev>& model, const Manifest& manifest, const std::string
             size_t first = 0, last = 0;
             const size_t bracket = view.name.find('[');
             int length = 0;
-            if (bracket == std::string::npos || std::sscanf(view.name.c_str() + bracket, "[%zu:%zu]%n", &first, &last, &length) != 2 || view.name.size() != bracket + size_t(length) || view.dtype != "F32")
+            if (bracket == std::string::npos || std::sscanf(view.name.c_str() + bracket, "[%zu:%zu]%n", &first, &last, &length) != 2 ||
+                view.name.size() != bracket + size_t(length) || view.dtype != "F32")
                 fail("%s: tensor %s: expected F32 and a name like m.norm.weight[0:128]", file.path.c_str(), json_quote(view.name).c_str());
             const auto spec = specs.find(view.name.substr(2, bracket - 2));
             const bool is_m = view.name.compare(0, 2, "m.") == 0;
-            if ((!is_m && view.name.compare(0, 2, "v.") != 0) || spec == specs.end()) fail("%s: tensor %s belongs to no tensor of this model", file.path.c_str(), json_quote(view.name).c_str());
+            if ((!is_m && view.name.compare(0, 2, "v.") != 0) || spec == specs.end())
+                fail("%s: tensor %s belongs to no tensor of this model", file.path.c_str(), json_quote(view.name).c_str());
             const TensorSpec& t = *spec->second;
-            if (first >= last || last > t.size || view.elements() != int64_t(last - first)) fail("%s: tensor %s has %lld elements, the whole one %zu", file.path.c_str(), view.name.c_str(), (long long)view.elements(), t.size);
+            if (first >= last || last > t.size || view.elements() != int64_t(last - first))
+                fail("%s: tensor %s has %lld elements, the whole one %zu", file.path.c_str(), view.name.c_str(), (long long)view.elements(),
+                     t.size);
             found += last - first;
             for (const Piece& p : model.owned) {
                 const size_t from = std::max(t.offset + first, p.begin), to = std::min(t.offset + last, p.begin + p.count);
-                if (from < to) model.dev.from_host((is_m ? model.m : model.v) + p.local + (from - p.begin), static_cast<const float*>(view.data) + (from - t.offset - first), to - from);
+                if (from < to)
+                    model.dev.from_host((is_m ? model.m : model.v) + p.local + (from - p.begin),
+                                        static_cast<const float*>(view.data) + (from - t.offset - first), to - from);
             }
         }
     }
-    if (found != expected) fail("%s: the optimiser's files hold %zu of %zu moments: one of them is missing or of another model", manifest.path.c_str(), found, expected);
+    if (found != expected)
+        fail("%s: the optimiser's files hold %zu of %zu moments: one of them is missing or of another model", manifest.path.c_str(), found,
+             expected);
 }
 
-// The newest checkpoint of a run's folder that is whole; what is wrong with newer ones is told. "" where there is none; but if all there are are damaged, that is an error.
+// The newest checkpoint of a run's folder that is whole; what is wrong with newer ones
+// is told. "" where there is none; but if all there are are damaged, that is an error.
 static std::string newest_checkpoint(const std::string& run) {
     std::vector<std::string> damages;
     const std::string newest = newest_intact_checkpoint(run, [&](const std::string& text) { damages.push_back(text); });
     if (newest.empty() && !damages.empty())  // of the first complaint without "; taking the one before"
-        fail("no checkpoint under %s is intact; %s; without --resume the run starts anew and this folder is moved aside", run.c_str(), damages[0].substr(0, damages[0].rfind("; ")).c_str());
+        fail("no checkpoint under %s is intact; %s; without --resume the run starts anew and this folder is moved aside", run.c_str(),
+             damages[0].substr(0, damages[0].rfind("; ")).c_str());
     for (const std::string& text : damages) complain(text);
     return newest;
 }
@@ -1420,8 +1541,8 @@ static std::string read_trained_config(Config& c) {
 // --dump-state: everything another program needs to compare itself with this one.
 
 template <class Dev>
-void dump_state(Model<Dev>& model, const Activations<Dev>& a, const std::vector<int32_t>& inputs, const std::vector<int32_t>& targets, const std::vector<float>& logits, double loss,
-                const std::string& command) {
+void dump_state(Model<Dev>& model, const Activations<Dev>& a, const std::vector<int32_t>& inputs, const std::vector<int32_t>& targets,
+                const std::vector<float>& logits, double loss, const std::string& command) {
     const NsaShape& s = a.shape;
     std::vector<std::vector<float>> buffers;
     std::vector<TensorView> tensors = views_of(model, model.master, "", buffers);
@@ -1441,7 +1562,8 @@ void dump_state(Model<Dev>& model, const Activations<Dev>& a, const std::vector<
         selections.emplace_back(rows * blocks);
         for (size_t r = 0; r < rows; r++)
             for (size_t j = 0; j < blocks; j++) selections.back()[r * blocks + j] = masks[r * words + j / 32] >> (j % 32) & 1;
-        tensors.push_back({format_text("layers.%zu.selection", i), "U8", {s.B, s.G, s.T, int64_t(blocks)}, selections.back().data(), rows * blocks});
+        tensors.push_back(
+            {format_text("layers.%zu.selection", i), "U8", {s.B, s.G, s.T, int64_t(blocks)}, selections.back().data(), rows * blocks});
     }
     write_safetensors(model.config.dump_state, {{"config", config_json(model.config)}, {"options", command}}, tensors);
 }
@@ -1456,10 +1578,11 @@ struct EvalResult {
     uint64_t bytes = 0;        // of the text that the targets stand for; 0 where unknown
 };
 
-// Mean loss over the first `samples` samples, dealt to the ranks: always the same ones, added in their order, whatever the ranks and the micro-batch. The last
-// micro-batch may reach beyond them; those rows are not counted.
+// Mean loss over the first `samples` samples, dealt to the ranks: always the same ones, added in their order,
+// whatever the ranks and the micro-batch. The last micro-batch may reach beyond them; those rows are not counted.
 template <class Dev>
-EvalResult evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, int64_t samples, const World& world, const Tokenizer* tokenizer) {
+EvalResult evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, int64_t samples, const World& world,
+                    const Tokenizer* tokenizer) {
     const int B = a.shape.B, T = a.shape.T;
     std::vector<int32_t> inputs(size_t(B) * T), targets(size_t(B) * T);
     std::vector<uint8_t> answer(size_t(B) * T);
@@ -1510,7 +1633,8 @@ double peak_device_mib([[maybe_unused]] const Dev& dev) {
     else return double(dev.peak_bytes) / (1 << 20);
 }
 
-// main.log in the form that plotting notebooks read ("s:<step> tel:<val loss>", "s:<step> trl:<train loss> lr:<lr> norm:<norm>"), and the same as JSON lines.
+// main.log in the form that plotting notebooks read ("s:<step> tel:<val loss>",
+// "s:<step> trl:<train loss> lr:<lr> norm:<norm>"), and the same as JSON lines.
 struct RunLog {
     FILE *text = nullptr, *json = nullptr;
     // A resumed run goes on behind its checkpoint's step: what an interrupted run logged after it is dropped, as those steps come again.
@@ -1520,7 +1644,8 @@ struct RunLog {
                 std::istringstream in(read_file(folder + name));
                 std::string kept;
                 for (std::string line; std::getline(in, line) && !in.eof();)  // a last line without its end was torn by a crash
-                    if (line.compare(0, std::strlen(step), step) == 0 && std::atoll(line.c_str() + std::strlen(step)) <= last_step) kept += line + "\n";
+                    if (line.compare(0, std::strlen(step), step) == 0 && std::atoll(line.c_str() + std::strlen(step)) <= last_step)
+                        kept += line + "\n";
                 replace_text_file(folder + name, kept);
             }
             *file = std::fopen((folder + name).c_str(), append ? "a" : "w");
@@ -1533,7 +1658,9 @@ struct RunLog {
     // A full disk costs lines, not the run.
     void line(FILE* file, const std::string& s) {
         if (std::fprintf(file, "%s\n", s.c_str()) >= 0 && std::fflush(file) == 0) return;
-        if (!warned) complain(format_text("cannot write the run's log: %s; lines are missing there from now on, stdout has them", std::strerror(errno)));
+        if (!warned)
+            complain(
+                format_text("cannot write the run's log: %s; lines are missing there from now on, stdout has them", std::strerror(errno)));
         warned = true;
         std::clearerr(file);
     }
@@ -1578,8 +1705,11 @@ std::string layer_statistics(const Activations<Dev>& a) {
         a.dev.to_host(chosen.data(), a.layer[i].chosen_importance, chosen.size());
         for (float share : chosen) importance += share / double(chosen.size());
         const double all = mean[0] + mean[1] + mean[2];
-        text += format_text("%s{\"gate\":[%.4f,%.4f,%.4f],\"gate_share\":[%.4f,%.4f,%.4f],\"gate_entropy\":%.4f,\"blocks_mean\":%.2f,\"blocks_max\":%llu,\"importance_selected\":%.4f}", i ? "," : "", mean[0],
-                            mean[1], mean[2], mean[0] / all, mean[1] / all, mean[2] / all, entropy, double(selected) / double(queries), (unsigned long long)most, importance);
+        text += format_text(
+            "%s{\"gate\":[%.4f,%.4f,%.4f],\"gate_share\":[%.4f,%.4f,%.4f],\"gate_entropy\":%.4f,\"blocks_mean\":%.2f,\"blocks_max\":%llu,"
+            "\"importance_selected\":%.4f}",
+            i ? "," : "", mean[0], mean[1], mean[2], mean[0] / all, mean[1] / all, mean[2] / all, entropy,
+            double(selected) / double(queries), (unsigned long long)most, importance);
     }
     return text + "]";
 }
@@ -1590,7 +1720,8 @@ struct TrainData {
 
 static LoaderOptions loader_options(const Config& c, const World& world, const char* name, bool shuffle) {
     LoaderOptions o;
-    o.name = name, o.seq_len = int(c.seq_len), o.vocab_size = int(c.vocab_size), o.seed = uint64_t(c.seed), o.shuffle = shuffle, o.rank = world.rank, o.world_size = world.size;
+    o.name = name, o.seq_len = int(c.seq_len), o.vocab_size = int(c.vocab_size), o.seed = uint64_t(c.seed), o.shuffle = shuffle,
+    o.rank = world.rank, o.world_size = world.size;
     return o;
 }
 
@@ -1599,28 +1730,33 @@ static TokenSource synthetic_source(const Config& c, uint64_t tokens, uint64_t f
     return memory_source("the synthetic corpus", std::move(corpus.tokens), std::move(corpus.is_answer), 0);
 }
 
-constexpr uint64_t SYNTHETIC_TOKENS = 1 << 22;  // 1024 steps of the tiny preset; the same whatever --steps is, so that a run can be prolonged
+// 1024 steps of the tiny preset; the same whatever --steps is, so that a run can be prolonged
+constexpr uint64_t SYNTHETIC_TOKENS = 1 << 22;
 
 static TrainData open_data(const Config& c, const World& world) {
     TrainData data;
     if (c.data == "synthetic") {
-        data.train = std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_source(c, SYNTHETIC_TOKENS, 0)}, loader_options(c, world, "--data", true));
+        data.train = std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_source(c, SYNTHETIC_TOKENS, 0)},
+                                                  loader_options(c, world, "--data", true));
         if (c.val_data.empty()) {
             const uint64_t val = std::min(SYNTHETIC_TOKENS, uint64_t(c.eval_batches) * uint64_t(c.total_batch)) + uint64_t(c.seq_len) + 1;
-            data.val = std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_source(c, val, SYNTHETIC_FIRST_VALIDATION_DOCUMENT)}, loader_options(c, world, "--val-data", false));
+            data.val = std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_source(c, val, SYNTHETIC_FIRST_VALIDATION_DOCUMENT)},
+                                                    loader_options(c, world, "--val-data", false));
         }
     } else {
         const std::vector<std::string> files = shard_files(c.data, "--data");
         if (!c.val_data.empty()) check_disjoint(files, shard_files(c.val_data, "--val-data"));
         data.train = std::make_unique<DataLoader>(open_shards(files), loader_options(c, world, "--data", true));
     }
-    if (!c.val_data.empty()) data.val = std::make_unique<DataLoader>(open_shards(shard_files(c.val_data, "--val-data")), loader_options(c, world, "--val-data", false));
+    if (!c.val_data.empty())
+        data.val = std::make_unique<DataLoader>(open_shards(shard_files(c.val_data, "--val-data")),
+                                                loader_options(c, world, "--val-data", false));
     data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
     return data;
 }
 
-// Of two runs in one folder the second would move the first's log away, and each would write over the other's checkpoints. The kernel's lock on the folder itself
-// leaves no file behind and ends with the process, however that ends.
+// Of two runs in one folder the second would move the first's log away, and each would write over the other's
+// checkpoints. The kernel's lock on the folder itself leaves no file behind and ends with the process, however that ends.
 static void lock_run_folder(const std::string& folder) {
     static int lock = -1;
     if (lock >= 0) close(lock);  // a process works on one run
@@ -1636,7 +1772,8 @@ static void prepare_run_folder(const Config& c, bool resuming) {
         int n = 1;
         while (file_exists(c.out + "." + std::to_string(n))) n++;
         const std::string aside = c.out + "." + std::to_string(n);
-        if (std::rename(c.out.c_str(), aside.c_str()) != 0) fail("cannot move the earlier run %s to %s: %s", c.out.c_str(), aside.c_str(), std::strerror(errno));
+        if (std::rename(c.out.c_str(), aside.c_str()) != 0)
+            fail("cannot move the earlier run %s to %s: %s", c.out.c_str(), aside.c_str(), std::strerror(errno));
         std::printf("out:    %s (the earlier run there was moved to %s; --resume would continue it)\n", c.out.c_str(), aside.c_str());
     } else {
         std::printf("out:    %s%s\n", c.out.c_str(), resuming ? ", resumed" : "");
@@ -1655,13 +1792,15 @@ static void require_same_model(const Config& c, const std::string& checkpoint) {
         const Json& then = saved.get(asked.keys[i], path);
         const bool same = now.kind == Json::String ? then.string(path) == now.text : then.number(path) == now.number_value;
         if (!same)
-            fail("cannot resume from %s: %s is %s there and %s in this run; give the same model options", path.c_str(), asked.keys[i].c_str(),
-                 then.kind == Json::String ? then.text.c_str() : format_text("%g", then.number_value).c_str(), now.kind == Json::String ? now.text.c_str() : format_text("%g", now.number_value).c_str());
+            fail("cannot resume from %s: %s is %s there and %s in this run; give the same model options", path.c_str(),
+                 asked.keys[i].c_str(), then.kind == Json::String ? then.text.c_str() : format_text("%g", then.number_value).c_str(),
+                 now.kind == Json::String ? now.text.c_str() : format_text("%g", now.number_value).c_str());
     }
 }
 
-// One micro-step: adds its losses to model.results and its gradients to model.dw. Only tokens and targets [B, T] differ from one to the next; they go to the engine
-// beforehand, so that the rest can be replayed. with_backward: false leaves the backward pass to the caller. last: of its step, whose losses are then complete.
+// One micro-step: adds its losses to model.results and its gradients to model.dw. Only tokens and targets [B, T]
+// differ from one to the next; they go to the engine beforehand, so that the rest can be replayed. with_backward:
+// false leaves the backward pass to the caller. last: of its step, whose losses are then complete.
 template <class Dev>
 void micro_step(Model<Dev>& model, Activations<Dev>& a, const int32_t* inputs, const int32_t* targets, bool last, bool with_backward) {
     Dev& dev = model.dev;
@@ -1677,12 +1816,14 @@ void micro_step(Model<Dev>& model, Activations<Dev>& a, const int32_t* inputs, c
     });
 }
 
-// One sample after the other, forward and backward, and their gradients added in a tree that depends on nothing but the number of samples: those of
-// first, first + stride, ... (`count` of them) are the sum of every second one's, plus the sum of the others'. With a power of two of ranks the samples of a rank
-// are such a set, and Reducer adds the ranks' sums as the tree goes on: the same bits for any of these numbers of ranks.
+// One sample after the other, forward and backward, and their gradients added in a tree that depends on nothing
+// but the number of samples: those of first, first + stride, ... (`count` of them) are the sum of every second
+// one's, plus the sum of the others'. With a power of two of ranks the samples of a rank are such a set, and
+// Reducer adds the ranks' sums as the tree goes on: the same bits for any of these numbers of ranks.
 // The result is in the buffer of this level: 0 is model.grads.
 template <class Dev>
-void sum_in_tree(Model<Dev>& model, Activations<Dev>& a, const std::vector<int32_t>& inputs, const std::vector<int32_t>& targets, size_t first, size_t stride, size_t count, size_t level = 0) {
+void sum_in_tree(Model<Dev>& model, Activations<Dev>& a, const std::vector<int32_t>& inputs, const std::vector<int32_t>& targets,
+                 size_t first, size_t stride, size_t count, size_t level = 0) {
     auto* sum = level ? model.partial[level - 1] : model.grads;
     if (count == 1) {
         const size_t at = first * size_t(a.shape.T), tokens = size_t(a.shape.T);
@@ -1698,17 +1839,20 @@ void sum_in_tree(Model<Dev>& model, Activations<Dev>& a, const std::vector<int32
     model.dev.add(sum, model.partial[level], model.partition.elements);
 }
 
-// One optimiser step's gradients: accumulation over micro-steps, the sum over ranks, which begins while the last micro-step's backward pass still runs.
-// This rank's losses are summed up in model.results. `tokens`, where given, keeps the step's inputs [samples, T].
+// One optimiser step's gradients: accumulation over micro-steps, the sum over ranks, which begins while the last micro-step's backward
+// pass still runs. This rank's losses are summed up in model.results. `tokens`, where given, keeps the step's inputs [samples, T].
 template <class Dev>
-void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const World& world, bool collect_statistics, Reducer<Dev>* reducer = nullptr, std::vector<int32_t>* tokens = nullptr) {
+void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const World& world, bool collect_statistics,
+                          Reducer<Dev>* reducer = nullptr, std::vector<int32_t>* tokens = nullptr) {
     const Config& c = model.config;
     const int B = a.shape.B, T = a.shape.T;
     const int64_t micro_steps = c.total_batch / (c.seq_len * B * world.size);
     const size_t micro_tokens = size_t(B) * T;
     std::vector<int32_t> inputs(size_t(micro_steps) * micro_tokens), targets(inputs.size());
     model.dev.zero(model.results, model.result_count);
-    auto read = [&](int64_t i) { loader.next_batch(inputs.data() + size_t(i) * micro_tokens, targets.data() + size_t(i) * micro_tokens, B); };
+    auto read = [&](int64_t i) {
+        loader.next_batch(inputs.data() + size_t(i) * micro_tokens, targets.data() + size_t(i) * micro_tokens, B);
+    };
     if (c.deterministic) {
         for (int64_t i = 0; i < micro_steps; i++) read(i);
         a.collect_statistics = collect_statistics;
@@ -1746,12 +1890,14 @@ void dump_first_batch(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader
     const double loss = classify(model, a, targets.data(), 1 / double(c.total_batch), true, &logits) / double(c.total_batch);
     backward(model, a);
     dump_state(model, a, inputs, targets, logits, loss, command);
-    std::printf("state:  loss %.6f, written to %s; compare it with: python3 dev/reference.py compare %s\n", loss, c.dump_state.c_str(), c.dump_state.c_str());
+    std::printf("state:  loss %.6f, written to %s; compare it with: python3 dev/reference.py compare %s\n", loss, c.dump_state.c_str(),
+                c.dump_state.c_str());
 }
 
 // A path as it can be pasted into a shell.
 static std::string shell_word(const std::string& path) {
-    if (path.find_first_not_of("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-+=.,:/@%") == std::string::npos) return path;
+    if (path.find_first_not_of("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-+=.,:/@%") == std::string::npos)
+        return path;
     std::string word = "'";
     for (char c : path) word += c == '\'' ? "'\\''" : std::string(1, c);
     return word + "'";
@@ -1764,27 +1910,37 @@ static std::string duration_text(double seconds) {
 
 // What a reader wants to know before the first step, one line each: device, model, data, batch, memory.
 template <class Dev>
-void print_run(const Dev& dev, const Config& c, const TensorTable& table, const TrainData& data, const World& world, const Device& device, bool data_given) {
-    std::printf("device: %s, because %s; %d rank%s (%s), %d on %s, %d CPU thread%s each\n", dev.describe().c_str(), device.reason.c_str(), world.size, world.size == 1 ? "" : "s", world.launcher.c_str(),
-                world.local_size, world.host.c_str(), device.threads, device.threads == 1 ? "" : "s");
+void print_run(const Dev& dev, const Config& c, const TensorTable& table, const TrainData& data, const World& world, const Device& device,
+               bool data_given) {
+    std::printf("device: %s, because %s; %d rank%s (%s), %d on %s, %d CPU thread%s each\n", dev.describe().c_str(), device.reason.c_str(),
+                world.size, world.size == 1 ? "" : "s", world.launcher.c_str(), world.local_size, world.host.c_str(), device.threads,
+                device.threads == 1 ? "" : "s");
     if (world.size > 1) {
         const Partition p(table.total, world.size, c.bucket_mb);
         std::printf("ranks:  gradients travel by %s in %s, %s%s\n", Reducer<Dev>::describe(world).c_str(), c.grad_reduce.c_str(),
-                    c.deterministic ? "in a fixed tree after the backward pass" : format_text("%zu bucket%s of %.1f MB during the backward pass", p.buckets(), p.buckets() == 1 ? "" : "s", double(p.bucket) * 4e-6).c_str(),
+                    c.deterministic ? "in a fixed tree after the backward pass"
+                                    : format_text("%zu bucket%s of %.1f MB during the backward pass", p.buckets(),
+                                                  p.buckets() == 1 ? "" : "s", double(p.bucket) * 4e-6)
+                                          .c_str(),
                     c.zero ? "; optimiser state is shared out over the ranks" : "");
     }
-    std::printf("model:  %s, %lld parameters (%lld layers, width %lld, %s attention), %s\n", c.model.c_str(), (long long)table.parameters, (long long)c.layers, (long long)c.dim, c.attention.c_str(),
+    std::printf("model:  %s, %lld parameters (%lld layers, width %lld, %s attention), %s\n", c.model.c_str(), (long long)table.parameters,
+                (long long)c.layers, (long long)c.dim, c.attention.c_str(),
                 c.init == "random" ? "every tensor random" : "standard initialisation");
-    std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n", c.data == "synthetic" ? "the built-in synthetic corpus" : c.data.c_str(), data_given ? "" : ", because no --data was given",
-                data.train->describe().c_str(), c.tokenizer.c_str(), (long long)c.vocab_size);
-    if (c.data == "synthetic" && c.tokenizer == "gpt2") std::printf("        its bytes are taken as the token ids 0..255: good for timing, not for learning GPT-2's tokens\n");
+    std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n", c.data == "synthetic" ? "the built-in synthetic corpus" : c.data.c_str(),
+                data_given ? "" : ", because no --data was given", data.train->describe().c_str(), c.tokenizer.c_str(),
+                (long long)c.vocab_size);
+    if (c.data == "synthetic" && c.tokenizer == "gpt2")
+        std::printf("        its bytes are taken as the token ids 0..255: good for timing, not for learning GPT-2's tokens\n");
     if (!data.val) std::printf("        no validation: --val-data was not given\n");
     else std::printf("valid.: %s\n", data.val->describe().c_str());
-    std::printf("batch:  %lld tokens a step = %lld sequences of %lld x %d ranks x %lld micro-steps; %lld steps, %s schedule\n", (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len, world.size,
+    std::printf("batch:  %lld tokens a step = %lld sequences of %lld x %d ranks x %lld micro-steps; %lld steps, %s schedule\n",
+                (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len, world.size,
                 (long long)(c.total_batch / (c.batch * c.seq_len * world.size)), (long long)c.steps, c.schedule.c_str());
     if (c.cuda_graph)
-        std::printf("graphs: what a step launches is recorded as CUDA graphs when it comes for the second time, and replayed from then on%s\n",
-                    world.size > 1 && !c.deterministic ? "; but not the last micro-step's backward pass, during which gradients travel" : "");
+        std::printf(
+            "graphs: what a step launches is recorded as CUDA graphs when it comes for the second time, and replayed from then on%s\n",
+            world.size > 1 && !c.deterministic ? "; but not the last micro-step's backward pass, during which gradients travel" : "");
 }
 
 // Before anything is allocated: does it fit? If not, what would.
@@ -1792,19 +1948,25 @@ template <class Dev>
 void require_memory(Dev& dev, const Config& c, const World& world) {
     const int sharers = Dev::on_host ? world.local_size : 1;  // ranks that share this memory
     const double available = double(dev.available_bytes()) / sharers / (1 << 20), fixed = Model<Dev>::flat_bytes(c, world.size) / (1 << 20);
-    auto needed = [&](int64_t batch) { return fixed + double(Activations<Dev>::bytes_needed(dev, c, batch, c.seq_len, TRAINING)) / (1 << 20); };
+    auto needed = [&](int64_t batch) {
+        return fixed + double(Activations<Dev>::bytes_needed(dev, c, batch, c.seq_len, TRAINING)) / (1 << 20);
+    };
     if (needed(c.batch) <= available) return;
     int64_t fits = c.batch;
     while (fits > 1 && needed(fits) > available) fits /= 2;
-    fail("--batch %lld and --seq-len %lld need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and moments; %.0f MiB are available: choose %s or --recompute %lld", (long long)c.batch,
-         (long long)c.seq_len, needed(c.batch), fixed, available, fits < c.batch && needed(fits) <= available ? format_text("--batch %lld", (long long)fits).c_str() : "a smaller --seq-len or model",
-         (long long)std::min<int64_t>(c.recompute + 1, 2));
+    fail(
+        "--batch %lld and --seq-len %lld need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and moments; %.0f MiB are "
+        "available: choose %s or --recompute %lld",
+        (long long)c.batch, (long long)c.seq_len, needed(c.batch), fixed, available,
+        fits < c.batch && needed(fits) <= available ? format_text("--batch %lld", (long long)fits).c_str() : "a smaller --seq-len or model",
+        (long long)std::min<int64_t>(c.recompute + 1, 2));
 }
 
 // The activations' table: name, shape, buffers, MiB; what is below 4 % of the whole is summed up in one line.
 template <class Dev>
 void print_memory(const Model<Dev>& model, const Activations<Dev>& a) {
-    std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", Model<Dev>::flat_bytes(model.config, model.partition.ranks) / (1 << 20), double(a.bytes) / (1 << 20));
+    std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n",
+                Model<Dev>::flat_bytes(model.config, model.partition.ranks) / (1 << 20), double(a.bytes) / (1 << 20));
     auto entries = a.memory;
     std::sort(entries.begin(), entries.end(), [](const auto& x, const auto& y) { return x.bytes > y.bytes; });
     size_t rest = 0;
@@ -1816,8 +1978,9 @@ void print_memory(const Model<Dev>& model, const Activations<Dev>& a) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// How a run is asked to stop: by a signal or by a file named halt in its folder. It finishes the step, writes a checkpoint, and says with its exit status what
-// a scheduler needs to know: 75 (try again) after SIGTERM, SIGUSR1 and SIGPIPE, 130 after SIGINT, 0 after a halt file. A second signal ends the program at once.
+// How a run is asked to stop: by a signal or by a file named halt in its folder. It finishes the step, writes
+// a checkpoint, and says with its exit status what a scheduler needs to know: 75 (try again) after SIGTERM,
+// SIGUSR1 and SIGPIPE, 130 after SIGINT, 0 after a halt file. A second signal ends the program at once.
 
 static volatile std::sig_atomic_t stop_signal = 0;
 
@@ -1831,7 +1994,8 @@ static void listen_for_stop_signals(const World& world) {
     action.sa_handler = on_stop_signal;
     action.sa_flags = SA_RESTART;
     for (int signal : {SIGTERM, SIGINT, SIGUSR1}) sigaction(signal, &action, nullptr);
-    if (world.size == 1) sigaction(SIGPIPE, &action, nullptr);  // who read the output is gone (| head, | less); of several ranks the launcher has the pipe
+    // who read the output is gone (| head, | less); of several ranks the launcher has the pipe
+    if (world.size == 1) sigaction(SIGPIPE, &action, nullptr);
 }
 
 template <class Dev>
@@ -1848,18 +2012,26 @@ struct Run {
     std::unique_ptr<RunLog> log;            // rank 0
     TrainState state;
 
-    Run(Dev& device, const Config& c, World& w) : dev(device), config(c), world(w), data(open_data(c, w)), tokenizer(load_tokenizer(c)), model(dev, c, true, w.rank, w.size) {}
+    Run(Dev& device, const Config& c, World& w)
+        : dev(device), config(c), world(w), data(open_data(c, w)), tokenizer(load_tokenizer(c)), model(dev, c, true, w.rank, w.size) {}
 
     void validate() {
         if (!data.val) return;
         model.progress("evaluation");
-        const int64_t samples = std::min<int64_t>(config.eval_batches * (config.total_batch / config.seq_len), int64_t(data.val->samples_per_epoch()));
+        const int64_t samples = std::min<int64_t>(config.eval_batches * (config.total_batch / config.seq_len),
+                                                  int64_t(data.val->samples_per_epoch()));
         const EvalResult r = evaluate(model, *activations, *data.val, samples, world, tokenizer.get());
         state.best_val_loss = std::min(state.best_val_loss, r.loss);
         if (world.rank != 0) return;
-        std::string line = format_text("step %04lld | val loss %.4f", (long long)state.step, r.loss), fields = format_text("{\"step\":%lld,\"val_loss\":%.6f,\"val_tokens\":%llu", (long long)state.step, r.loss, (unsigned long long)r.tokens);
-        if (r.bytes) line += format_text(" | bits/byte %.4f", r.loss * double(r.tokens) / std::log(2.0) / double(r.bytes)), fields += format_text(",\"bits_per_byte\":%.6f", r.loss * double(r.tokens) / std::log(2.0) / double(r.bytes));
-        if (r.answers) line += format_text(" | recall loss %.4f (chance %.4f)", r.answer_loss, std::log(10.0)), fields += format_text(",\"recall_loss\":%.6f", r.answer_loss);
+        std::string line = format_text("step %04lld | val loss %.4f", (long long)state.step, r.loss),
+                    fields = format_text("{\"step\":%lld,\"val_loss\":%.6f,\"val_tokens\":%llu", (long long)state.step, r.loss,
+                                         (unsigned long long)r.tokens);
+        if (r.bytes)
+            line += format_text(" | bits/byte %.4f", r.loss * double(r.tokens) / std::log(2.0) / double(r.bytes)),
+                fields += format_text(",\"bits_per_byte\":%.6f", r.loss * double(r.tokens) / std::log(2.0) / double(r.bytes));
+        if (r.answers)
+            line += format_text(" | recall loss %.4f (chance %.4f)", r.answer_loss, std::log(10.0)),
+                fields += format_text(",\"recall_loss\":%.6f", r.answer_loss);
         std::printf("%s\n", line.c_str());
         log->line(log->text, format_text("s:%lld tel:%.6f", (long long)state.step, r.loss));
         log->line(log->json, fields + "}");
@@ -1876,8 +2048,9 @@ struct Run {
         std::printf("---\n");
     }
 
-    // ----- checkpoints. In the middle of a run they are written in the background from a copy, and training goes on: WRITING, every rank its files; when all
-    // have said so (Told::WRITTEN), rank 0 makes the folder a checkpoint: COMMITTING. Whatever fails is told, and the run goes on from the last good one.
+    // ----- checkpoints. In the middle of a run they are written in the background from a copy, and training goes on: WRITING,
+    // every rank its files; when all have said so (Told::WRITTEN), rank 0 makes the folder a checkpoint: COMMITTING.
+    // Whatever fails is told, and the run goes on from the last good one.
     enum SavePhase { IDLE, WRITING, COMMITTING };
     SavePhase save_phase = IDLE;
     TrainState saving;                 // the state that is being written
@@ -1895,7 +2068,8 @@ struct Run {
                 last_saved = checkpoint_folder(config.out, saving.step);
                 std::printf("saved %s\n", last_saved.c_str());
             } else {
-                complain(format_text("checkpoint of step %lld failed: %s; training goes on, the last good one is %s", (long long)saving.step, error.c_str(), last_saved.empty() ? "none" : last_saved.c_str()));
+                complain(format_text("checkpoint of step %lld failed: %s; training goes on, the last good one is %s",
+                                     (long long)saving.step, error.c_str(), last_saved.empty() ? "none" : last_saved.c_str()));
             }
         }
         save_phase = IDLE;
@@ -1919,7 +2093,9 @@ struct Run {
         }
         auto snapshot = std::make_shared<Snapshot>(take_snapshot(model, world, copy));
         save_phase = WRITING;
-        writer.start([this, snapshot] { written = write_snapshot(*snapshot, config, checkpoint_writing(config.out, saving.step), world.rank, world.size); });
+        writer.start([this, snapshot] {
+            written = write_snapshot(*snapshot, config, checkpoint_writing(config.out, saving.step), world.rank, world.size);
+        });
     }
 
     // A slow disk is no stall as long as bytes arrive.
@@ -1951,7 +2127,8 @@ struct Run {
                 save_complaints.push_back(e.what());
             }
             commit_checkpoint(config.out, saving.step, records, state_json(saving, config, world.size));
-            remove_old_checkpoints(config.out, config.keep, config.keep_every, [this](const std::string& text) { save_complaints.push_back(text); });
+            remove_old_checkpoints(config.out, config.keep, config.keep_every,
+                                   [this](const std::string& text) { save_complaints.push_back(text); });
         });
     }
 
@@ -1977,8 +2154,8 @@ struct Run {
         return world.rank != 0 || last_saved == checkpoint_folder(config.out, state.step);
     }
 
-    // ----- steps. On a GPU the host runs one step ahead: it reports a step while the next one computes, and nothing waits for the GPU in between, except where the
-    // statistics are read or --skip-outliers has to decide.
+    // ----- steps. On a GPU the host runs one step ahead: it reports a step while the next one computes, and nothing waits
+    // for the GPU in between, except where the statistics are read or --skip-outliers has to decide.
     struct Step {
         int64_t step = 0;
         double lr = 0;
@@ -2020,10 +2197,12 @@ struct Run {
         model.progress("report");
         s.exchanged = true;
         s.loss = told[Told::LOSS] / double(config.total_batch);
-        if (own) s.loss = std::accumulate(told.begin() + Told::COUNT, told.end(), 0.0) / double(config.total_batch);  // --deterministic: in the order of the samples
+        // --deterministic: in the order of the samples
+        if (own) s.loss = std::accumulate(told.begin() + Told::COUNT, told.end(), 0.0) / double(config.total_batch);
         s.norm = std::sqrt(results[1]);
         if (!s.is_bad()) s.loss_z = state.losses.z_score(s.loss), s.norm_z = state.norms.z_score(s.norm);
-        if (stop == GO_ON) stop = told[Told::INTERRUPT] > 0 ? INTERRUPTED : told[Told::TERMINATE] > 0 ? TERMINATED : told[Told::HALT] > 0 ? HALTED : GO_ON;
+        if (stop == GO_ON)
+            stop = told[Told::INTERRUPT] > 0 ? INTERRUPTED : told[Told::TERMINATE] > 0 ? TERMINATED : told[Told::HALT] > 0 ? HALTED : GO_ON;
         continue_save(told[Told::WRITTEN] == world.size);
     }
 
@@ -2032,7 +2211,8 @@ struct Run {
         if constexpr (!Dev::on_host)
             while (reducer && !reducer->arrived()) {
                 const std::string error = reducer->error();
-                if (!error.empty()) fail("step %lld: gradients could not be summed over the ranks: %s", (long long)model.step, error.c_str());
+                if (!error.empty())
+                    fail("step %lld: gradients could not be summed over the ranks: %s", (long long)model.step, error.c_str());
                 usleep(50);
             }
     }
@@ -2074,24 +2254,39 @@ struct Run {
 
     void print_step(const Step& s, double seconds) {
         const double left = (last_report - started) / double(s.step - first_step) * double(config.steps - s.step);
-        std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s%s\n", (long long)s.step, s.loss, s.lr, speed.back(), s.norm, seconds * 1e3, duration_text(left).c_str(),
-                    s.skipped ? format_text(" | no update: loss %.1f, norm %.1f standard deviations above the last %zu steps", s.loss_z, s.norm_z, OutlierWindow::SIZE).c_str() : "");
+        std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s%s\n", (long long)s.step, s.loss,
+                    s.lr, speed.back(), s.norm, seconds * 1e3, duration_text(left).c_str(),
+                    s.skipped ? format_text(" | no update: loss %.1f, norm %.1f standard deviations above the last %zu steps", s.loss_z,
+                                            s.norm_z, OutlierWindow::SIZE)
+                                    .c_str()
+                              : "");
         std::fflush(stdout);
         log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
-        const auto number = [](const char* format, double x) { return std::isfinite(x) ? format_text(format, x) : std::string("null"); };  // JSON has no NaN
-        log->line(log->json, format_text("{\"step\":%lld,\"time\":%.3f,\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s,\"loss_z\":%s,\"norm_z\":%s,\"skipped\":%s,\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%lld,\"epoch\":%.4f,\"peak_memory_mib\":%.1f",
-                                         (long long)s.step, double(std::time(nullptr)), number("%.6f", s.loss).c_str(), s.lr, number("%.6f", s.norm).c_str(), number("%.3f", s.loss_z).c_str(), number("%.3f", s.norm_z).c_str(),
-                                         s.skipped || s.is_bad() ? "true" : "false", seconds * 1e3, speed.back(), (long long)(s.step * config.total_batch),
-                                         double(s.loader.next_sample) / double(data.train->samples_per_epoch()), peak_memory_mib()) + (Dev::on_host ? "" : format_text(",\"peak_gpu_memory_mib\":%.1f", peak_device_mib(dev))) + s.statistics + "}");
+        // JSON has no NaN
+        const auto number = [](const char* format, double x) { return std::isfinite(x) ? format_text(format, x) : std::string("null"); };
+        log->line(
+            log->json,
+            format_text("{\"step\":%lld,\"time\":%.3f,\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s,\"loss_z\":%s,\"norm_z\":%s,\"skipped\":%s,"
+                        "\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%lld,\"epoch\":%.4f,\"peak_memory_mib\":%.1f",
+                        (long long)s.step, double(std::time(nullptr)), number("%.6f", s.loss).c_str(), s.lr, number("%.6f", s.norm).c_str(),
+                        number("%.3f", s.loss_z).c_str(), number("%.3f", s.norm_z).c_str(), s.skipped || s.is_bad() ? "true" : "false",
+                        seconds * 1e3, speed.back(), (long long)(s.step * config.total_batch),
+                        double(s.loader.next_sample) / double(data.train->samples_per_epoch()), peak_memory_mib()) +
+                (Dev::on_host ? "" : format_text(",\"peak_gpu_memory_mib\":%.1f", peak_device_mib(dev))) + s.statistics + "}");
     }
 
-    // Loss or gradient is not finite: the update changed nothing. What led there goes to a file of each rank; too many in a row end the run.
+    // Loss or gradient is not finite: the update changed nothing. What led
+    // there goes to a file of each rank; too many in a row end the run.
     void count_bad_step(const Step& s) {
         state.bad_steps++;
-        const std::string file = format_text("%s/bad_step_%08lld_rank%d.json", config.out.c_str(), (long long)s.step, world.rank), tensor = first_bad_tensor(s.step);
-        std::string text = format_text("{\"step\": %lld, \"rank\": %d, \"loss\": \"%g\", \"loss_of_this_rank\": \"%g\", \"grad_norm\": \"%g\", \"first_nonfinite_gradient\": %s, \"tokens\": [", (long long)s.step,
-                                       world.rank, s.loss, s.own_loss, s.norm, json_quote(tensor).c_str());
-        for (size_t i = 0; i < s.tokens.size(); i++) text += (i % size_t(config.seq_len) ? "," : i ? "],\n [" : "\n [") + std::to_string(s.tokens[i]);
+        const std::string file = format_text("%s/bad_step_%08lld_rank%d.json", config.out.c_str(), (long long)s.step, world.rank),
+                          tensor = first_bad_tensor(s.step);
+        std::string text = format_text(
+            "{\"step\": %lld, \"rank\": %d, \"loss\": \"%g\", \"loss_of_this_rank\": \"%g\", \"grad_norm\": \"%g\", "
+            "\"first_nonfinite_gradient\": %s, \"tokens\": [",
+            (long long)s.step, world.rank, s.loss, s.own_loss, s.norm, json_quote(tensor).c_str());
+        for (size_t i = 0; i < s.tokens.size(); i++)
+            text += (i % size_t(config.seq_len) ? "," : i ? "],\n [" : "\n [") + std::to_string(s.tokens[i]);
         std::string error;
         try {
             write_text_file(file, text + "]]}\n");
@@ -2104,18 +2299,21 @@ struct Run {
             for (size_t r = 0; r < finite.size(); r++)
                 if (finite[r].empty()) culprits += (culprits.empty() ? ", from rank " : ", ") + std::to_string(r);
         }
-        const std::string what = format_text("step %lld: loss %g, gradient norm %g%s: not finite; first tensor: %s; the step changed no weight, its batch is in %s", (long long)s.step, s.loss, s.norm, culprits.c_str(),
-                                             tensor.c_str(), file.c_str());
+        const std::string what = format_text(
+            "step %lld: loss %g, gradient norm %g%s: not finite; first tensor: %s; the step changed no weight, its batch is in %s",
+            (long long)s.step, s.loss, s.norm, culprits.c_str(), tensor.c_str(), file.c_str());
         if (state.bad_steps < config.max_bad_steps) {
             if (world.rank == 0) complain(what);
             return;
         }
         finish_save();
         if (world.rank != 0) world.barrier();  // rank 0 ends all
-        fail("%s; that was bad step %lld in a row (--max-bad-steps); the last good checkpoint is %s; lower --lr or look at the data", what.c_str(), (long long)state.bad_steps, last_saved.empty() ? "none" : last_saved.c_str());
+        fail("%s; that was bad step %lld in a row (--max-bad-steps); the last good checkpoint is %s; lower --lr or look at the data",
+             what.c_str(), (long long)state.bad_steps, last_saved.empty() ? "none" : last_saved.c_str());
     }
 
-    // The first tensor of the model, in the order of its table, whose gradient is not finite, as far as chunks of 4096 elements tell tensors apart.
+    // The first tensor of the model, in the order of its table, whose gradient
+    // is not finite, as far as chunks of 4096 elements tell tensors apart.
     std::string first_bad_tensor(int64_t step) {
         std::vector<double> squares(model.chunks());
         dev.copy(squares.data(), static_cast<const double*>(model.squares[step % 2]), squares.size());
@@ -2123,7 +2321,8 @@ struct Run {
             if (std::isfinite(squares[i])) continue;
             std::string names;
             for (const TensorSpec& t : model.table.specs)
-                if (t.offset < (i + 1) * CHUNK && t.offset + t.size > i * CHUNK) names += (names.empty() ? "gradient of " : " or ") + t.name;
+                if (t.offset < (i + 1) * CHUNK && t.offset + t.size > i * CHUNK)
+                    names += (names.empty() ? "gradient of " : " or ") + t.name;
             return names;
         }
         return "none, only the loss";
@@ -2160,8 +2359,13 @@ struct Run {
         for (const Option& o : option_table()) {
             const Json* old = then.find(underscored(o.name));
             if (!old || !(o.verbs & TRAIN) || !std::strcmp(o.name, "out") || !std::strcmp(o.name, "threads")) continue;
-            const bool same = old->kind == Json::String ? old->text == value_text(config, o) : o.integer ? old->integer_value == config.*o.integer : o.real ? old->number_value == config.*o.real : true;
-            if (!same) std::printf("resume: --%s is %s, was %s\n", o.name, value_text(config, o).c_str(), old->kind == Json::String ? old->text.c_str() : format_text("%.15g", old->number_value).c_str());
+            const bool same = old->kind == Json::String ? old->text == value_text(config, o)
+                              : o.integer               ? old->integer_value == config.*o.integer
+                              : o.real                  ? old->number_value == config.*o.real
+                                                        : true;
+            if (!same)
+                std::printf("resume: --%s is %s, was %s\n", o.name, value_text(config, o).c_str(),
+                            old->kind == Json::String ? old->text.c_str() : format_text("%.15g", old->number_value).c_str());
         }
     }
 
@@ -2182,7 +2386,9 @@ struct Run {
         watchdog = std::make_unique<Watchdog>(world, watch);
         model.watchdog = watchdog.get();
         model.progress("start");
-        if (world.size > 1) reducer = std::make_unique<Reducer<Dev>>(dev, world, model.partition, model.grads, ReduceOptions{int(c.zero), c.grad_reduce == "bf16", c.deterministic});
+        if (world.size > 1)
+            reducer = std::make_unique<Reducer<Dev>>(dev, world, model.partition, model.grads,
+                                                     ReduceOptions{int(c.zero), c.grad_reduce == "bf16", c.deterministic});
         activations = std::make_unique<Activations<Dev>>(dev, c, c.batch, c.seq_len, TRAINING);
         if (world.rank == 0) print_memory(model, *activations);
         print_selected_kernels();
@@ -2196,7 +2402,8 @@ struct Run {
         if (!c.dump_state.empty()) return dump_first_batch(model, *activations, *data.train, given), 0;
         if (world.rank == 0) {
             log = std::make_unique<RunLog>(c.out, !checkpoint.empty(), state.step);
-            if (!checkpoint.empty()) std::printf("resume: %s, step %lld\n", checkpoint.c_str(), (long long)state.step), print_changed_options(checkpoint);
+            if (!checkpoint.empty())
+                std::printf("resume: %s, step %lld\n", checkpoint.c_str(), (long long)state.step), print_changed_options(checkpoint);
             else if (c.resume) std::printf("resume: nothing to resume under %s, this run starts at step 0\n", c.out.c_str());
             std::fflush(stdout);
         }
@@ -2226,7 +2433,8 @@ struct Run {
     // What the speed is in terms of the model's own arithmetic, and which share of what the processors of all ranks could do at best.
     void print_flops(double tokens_per_second) {
         const double per_token = model_flops_per_token(config), rate = per_token * tokens_per_second / world.size, peak = dev.peak_flops();
-        std::printf("        %.1f MFLOP a token by the model's own count: %.*f TFLOP/s%s%s\n", per_token * 1e-6, rate < 1e13 ? 3 : 1, rate * 1e-12, world.size > 1 ? " on each rank" : "",
+        std::printf("        %.1f MFLOP a token by the model's own count: %.*f TFLOP/s%s%s\n", per_token * 1e-6, rate < 1e13 ? 3 : 1,
+                    rate * 1e-12, world.size > 1 ? " on each rank" : "",
                     peak > 0 ? format_text(", MFU %.1f %% of %.1f TFLOP/s", 100 * rate / peak, peak * 1e-12).c_str() : "");
     }
 
@@ -2237,29 +2445,47 @@ struct Run {
     }
 
     void decide_how_to_save() {
-        const double copy = double(model.table.total) * (8.0 / world.size + (world.rank == 0 ? 4 : 0)), available = double(Cpu<float>().available_bytes()) / world.local_size;
+        const double copy = double(model.table.total) * (8.0 / world.size + (world.rank == 0 ? 4 : 0)),
+                     available = double(Cpu<float>().available_bytes()) / world.local_size;
         std::vector<double> short_of = {copy > 0.8 * available ? 1.0 : 0.0};
         world.sum(short_of.data(), 1);
         saves_in_background = short_of[0] == 0;
         if (world.rank == 0 && config.save_every && !saves_in_background)
-            std::printf("        checkpoints hold up the training: there is no memory for a copy of %.0f MiB to write in the background\n", copy / (1 << 20));
+            std::printf("        checkpoints hold up the training: there is no memory for a copy of %.0f MiB to write in the background\n",
+                        copy / (1 << 20));
     }
 
     int finish(double begun, bool saved) {
         watchdog->progress(state.step, "end");
         if (world.rank == 0) {
-            if (stop == HALTED && std::remove((config.out + "/halt").c_str()) != 0) complain(format_text("cannot remove %s/halt: %s; the next run will stop at once", config.out.c_str(), std::strerror(errno)));
+            if (stop == HALTED && std::remove((config.out + "/halt").c_str()) != 0)
+                complain(
+                    format_text("cannot remove %s/halt: %s; the next run will stop at once", config.out.c_str(), std::strerror(errno)));
             std::sort(speed.begin(), speed.end());
-            std::printf("done:   %lld steps in %s, median %.0f tokens/s, peak memory %s%.0f MiB%s\n", (long long)state.step, duration_text(seconds_now() - begun).c_str(), speed.empty() ? 0.0 : speed[speed.size() / 2],
-                        Dev::on_host ? "" : format_text("%.0f MiB on the GPU, of the host ", peak_device_mib(dev)).c_str(), peak_memory_mib(), world.size > 1 ? " on rank 0" : "");
+            std::printf("done:   %lld steps in %s, median %.0f tokens/s, peak memory %s%.0f MiB%s\n", (long long)state.step,
+                        duration_text(seconds_now() - begun).c_str(), speed.empty() ? 0.0 : speed[speed.size() / 2],
+                        Dev::on_host ? "" : format_text("%.0f MiB on the GPU, of the host ", peak_device_mib(dev)).c_str(),
+                        peak_memory_mib(), world.size > 1 ? " on rank 0" : "");
             if (!speed.empty()) print_flops(speed[speed.size() / 2]);
             if (reducer && !speed.empty())
-                std::printf("ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n", reducer->times.total * 1e3 / double(speed.size()), reducer->times.exposed * 1e3 / double(speed.size()));
+                std::printf("ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n",
+                            reducer->times.total * 1e3 / double(speed.size()), reducer->times.exposed * 1e3 / double(speed.size()));
             print_selected_kernels();
-            if (!saved) fail("the last checkpoint could not be written: what was learnt since %s is lost; make room and run again with --resume", last_saved.empty() ? "the start" : last_saved.c_str());
-            if (stop == GO_ON && state.step == first_step) std::printf("no step was to be done: --steps is %lld%s\n", (long long)config.steps, first_step ? format_text(", and step %lld is reached already", (long long)first_step).c_str() : "");
-            if (stop == GO_ON && !last_saved.empty()) std::printf("next:   ./train_nsa sample --from %s%s --prompt \"...\"\n", shell_word(config.out).c_str(), tokenizer ? "" : " --vocab-dir DIR");
-            if (stop != GO_ON) std::printf("stopped by %s after step %lld of %lld; the same command with --resume goes on\n", stop == HALTED ? "the halt file" : stop == INTERRUPTED ? "SIGINT" : "SIGTERM or SIGUSR1", (long long)state.step, (long long)config.steps);
+            if (!saved)
+                fail("the last checkpoint could not be written: what was learnt since %s is lost; make room and run again with --resume",
+                     last_saved.empty() ? "the start" : last_saved.c_str());
+            if (stop == GO_ON && state.step == first_step)
+                std::printf("no step was to be done: --steps is %lld%s\n", (long long)config.steps,
+                            first_step ? format_text(", and step %lld is reached already", (long long)first_step).c_str() : "");
+            if (stop == GO_ON && !last_saved.empty())
+                std::printf("next:   ./train_nsa sample --from %s%s --prompt \"...\"\n", shell_word(config.out).c_str(),
+                            tokenizer ? "" : " --vocab-dir DIR");
+            if (stop != GO_ON)
+                std::printf("stopped by %s after step %lld of %lld; the same command with --resume goes on\n",
+                            stop == HALTED        ? "the halt file"
+                            : stop == INTERRUPTED ? "SIGINT"
+                                                  : "SIGTERM or SIGUSR1",
+                            (long long)state.step, (long long)config.steps);
         }
         return stop == INTERRUPTED ? 130 : stop == TERMINATED ? 75 : 0;
     }
@@ -2274,7 +2500,9 @@ static int gpu_of_rank(const World& world) {
     int gpus = 0;
     CUDA_CHECK(cudaGetDeviceCount(&gpus));
     if (gpus == 1) return 0;
-    if (world.local_rank >= gpus) fail_usage("rank %d is number %d on %s, which shows it %d GPUs: start one rank per GPU", world.rank, world.local_rank, world.host.c_str(), gpus);
+    if (world.local_rank >= gpus)
+        fail_usage("rank %d is number %d on %s, which shows it %d GPUs: start one rank per GPU", world.rank, world.local_rank,
+                   world.host.c_str(), gpus);
     return world.local_rank;
 }
 // NCCL wants a GPU of its own for every rank, and hangs or fails late where two share one.
@@ -2284,7 +2512,8 @@ static void require_own_gpu(const World& world, int device) {
     CUDA_CHECK(cudaDeviceGetPCIBusId(bus, sizeof bus, device));
     const std::vector<std::string> all = world.gather(world.host + " " + bus);
     for (int r = 0; r < world.rank; r++)
-        if (all[size_t(r)] == all[size_t(world.rank)]) fail_usage("ranks %d and %d use the same GPU, %s: start one rank per GPU", r, world.rank, all[size_t(r)].c_str());
+        if (all[size_t(r)] == all[size_t(world.rank)])
+            fail_usage("ranks %d and %d use the same GPU, %s: start one rank per GPU", r, world.rank, all[size_t(r)].c_str());
 }
 #endif
 
@@ -2295,13 +2524,16 @@ static int print_error(const World* world, int status, const char* text) {
         usleep(unsigned(std::min(world->rank, 10)) * 100000);
         while (world->channel().ended_by_another()) pause();
     }
-    if (world && world->size > 1) std::fprintf(stderr, "train_nsa: rank %d on %s%s%s: error: %s\n", world->rank, world->host.c_str(), world->device.empty() ? "" : ", ", world->device.c_str(), text);
+    if (world && world->size > 1)
+        std::fprintf(stderr, "train_nsa: rank %d on %s%s%s: error: %s\n", world->rank, world->host.c_str(),
+                     world->device.empty() ? "" : ", ", world->device.c_str(), text);
     else std::fprintf(stderr, "train_nsa: error: %s\n", text);
     if (world) world->abort(status);
     return status;
 }
-// The status of work(), or of its error, which ends the program here. Of several ranks none may take down alone what they share, as it would on the way to main():
-// ncclCommDestroy waits for the other ranks, cudaFree for a reduction that they do not join, and they wait for this rank.
+// The status of work(), or of its error, which ends the program here. Of several ranks none may
+// take down alone what they share, as it would on the way to main(): ncclCommDestroy waits for
+// the other ranks, cudaFree for a reduction that they do not join, and they wait for this rank.
 template <class Work>
 int telling_errors(const World* world, Work work) {
     try {
@@ -2336,20 +2568,25 @@ void with_engine(const Device& device, World& world, Use use) {
 static int run_train(Config& c, const std::set<std::string>& given, World& world) {
     apply_preset(c, given);
     validate_model(c, "options");
-    if (world.size > 1) world.channel().watch(c.stall_timeout);  // from the start on a rank that falls silent is told; standing still is judged when the phases begin
+    // from the start on a rank that falls silent is told; standing still is judged when the phases begin
+    if (world.size > 1) world.channel().watch(c.stall_timeout);
     const Device device = choose_device(c, world);
     resolve_batch(c, given, world, device.gpu);
     if (!given.count("stats-every")) c.stats_every = device.gpu ? 50 : 1;
     if (!c.dump_state.empty() && (world.size > 1 || c.batch * c.seq_len != c.total_batch))
-        fail_usage("--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld", (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
-    if (c.deterministic && (world.size & (world.size - 1))) fail_usage("--deterministic on %d ranks: its tree needs a power of two of them", world.size);
+        fail_usage("--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld",
+                   (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
+    if (c.deterministic && (world.size & (world.size - 1)))
+        fail_usage("--deterministic on %d ranks: its tree needs a power of two of them", world.size);
     listen_for_stop_signals(world);
     listen_for_lost_pages();
     int status = 0;
     with_engine(device, world, [&](auto& dev) {
 #ifdef HAVE_CUDA
         if constexpr (std::is_same<std::decay_t<decltype(dev)>, Cuda>::value) {
-            dev.selected_kernel = c.selected_kernels == "tiles" ? SelectedKernel::TILES : c.selected_kernels == "gather" ? SelectedKernel::GATHER : SelectedKernel::AUTO;
+            dev.selected_kernel = c.selected_kernels == "tiles"    ? SelectedKernel::TILES
+                                  : c.selected_kernels == "gather" ? SelectedKernel::GATHER
+                                                                   : SelectedKernel::AUTO;
             dev.use_graphs = c.cuda_graph;
         }
 #endif
@@ -2365,7 +2602,8 @@ static void run_tokenize(const Config& c) {
     if (c.in.empty()) fail_usage("tokenize: --in is missing: one or more .txt or .jsonl files");
     if (c.out.empty()) fail_usage("tokenize: --out is missing: the prefix of the shards, such as data/my");
     TokenizeOptions o;
-    o.in = c.in, o.out = c.out, o.tokenizer = c.tokenizer.empty() ? "gpt2" : c.tokenizer, o.vocab_dir = c.vocab_dir, o.val_fraction = c.val_fraction, o.shard_tokens = uint64_t(c.shard_tokens);
+    o.in = c.in, o.out = c.out, o.tokenizer = c.tokenizer.empty() ? "gpt2" : c.tokenizer, o.vocab_dir = c.vocab_dir,
+    o.val_fraction = c.val_fraction, o.shard_tokens = uint64_t(c.shard_tokens);
     o.split_documents = c.split_documents, o.threads = c.threads ? int(c.threads) : usable_processors();
     tokenize_files(o);
 }
@@ -2390,7 +2628,8 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
     const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(c);
     DataLoader loader(open_shards(shard_files(c.val_data, "--val-data")), loader_options(c, world, "--val-data", false));
     listen_for_lost_pages();
-    const int64_t all = int64_t(loader.samples_per_epoch()), samples = given.count("eval-batches") ? std::min(all, c.eval_batches * c.batch) : all;
+    const int64_t all = int64_t(loader.samples_per_epoch()),
+                  samples = given.count("eval-batches") ? std::min(all, c.eval_batches * c.batch) : all;
     c.batch = std::min(c.batch, (samples + world.size - 1) / world.size);
     const SafeTensors weights(folder + "/model.safetensors");
     require_tensors(TensorTable(c), weights);
@@ -2402,7 +2641,8 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
         r = evaluate(model, a, loader, samples, world, tokenizer.get());
     });
     if (world.rank != 0) return;
-    std::printf("%s on %llu tokens (%llu of %llu samples of %lld): loss %.4f, perplexity %.3f", folder.c_str(), (unsigned long long)r.tokens, (unsigned long long)(r.tokens / uint64_t(c.seq_len)),
+    std::printf("%s on %llu tokens (%llu of %llu samples of %lld): loss %.4f, perplexity %.3f", folder.c_str(),
+                (unsigned long long)r.tokens, (unsigned long long)(r.tokens / uint64_t(c.seq_len)),
                 (unsigned long long)loader.samples_per_epoch(), (long long)c.seq_len, r.loss, std::exp(r.loss));
     if (r.bytes) std::printf(", bits per byte %.4f\n", r.loss * double(r.tokens) / std::log(2.0) / double(r.bytes));
     else std::printf("; bits per byte are unknown without --vocab-dir\n");
@@ -2411,8 +2651,10 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
 // A small model in fp64: per tensor a random direction, central differences of the loss against the backward pass. Returns the worst
 // difference relative to the gradient's root mean square. A step of 1e-5 leaves rounding of about 1e-8 and less truncation.
 static double gradient_self_test() {
-    const char* arguments[] = {"train_nsa", "--init", "random", "--layers", "2", "--dim", "24", "--heads", "4", "--head-dim", "6", "--seq-len", "70", "--phi-hidden", "5",
-                               "--mlp-hidden", "40", "--slc-count", "4", "--slc-block", "8", "--cmp-block", "8", "--cmp-stride", "4", "--window", "9"};
+    const char* arguments[] = {"train_nsa", "--init",      "random", "--layers",    "2",  "--dim",        "24", "--heads",
+                               "4",         "--head-dim",  "6",      "--seq-len",   "70", "--phi-hidden", "5",  "--mlp-hidden",
+                               "40",        "--slc-count", "4",      "--slc-block", "8",  "--cmp-block",  "8",  "--cmp-stride",
+                               "4",         "--window",    "9"};
     std::set<std::string> given;
     Config c = parse_options(int(std::size(arguments)), arguments, given);
     apply_preset(c, given);
@@ -2471,13 +2713,15 @@ static int run_check(const Config& c, World& world) {
 #else
     std::printf("%s CUDA engine  not in this build\n", yes(false));
 #endif
-    std::printf("%s MPI          %s\n", yes(mpi_name()), mpi_name() ? mpi_name() : "not in this build: one process only; make deps && make train_nsa");
+    std::printf("%s MPI          %s\n", yes(mpi_name()),
+                mpi_name() ? mpi_name() : "not in this build: one process only; make deps && make train_nsa");
 #if defined(USE_NCCL) && defined(HAVE_CUDA)
     int nccl = 0;
     NCCL_CHECK(ncclGetVersion(&nccl));
     std::printf("%s NCCL         %d.%d.%d\n", yes(true), nccl / 10000, nccl / 100 % 100, nccl % 100);
 #else
-    std::printf("%s NCCL         not in this build%s\n", yes(false), device.gpu ? ": gradients of several GPUs go through the host's memory" : "");
+    std::printf("%s NCCL         not in this build%s\n", yes(false),
+                device.gpu ? ": gradients of several GPUs go through the host's memory" : "");
 #endif
 #ifdef USE_DNNL
     const dnnl_version_t* v = dnnl_version();
@@ -2488,10 +2732,13 @@ static int run_check(const Config& c, World& world) {
     std::printf("  memory       %.0f MiB available\n", double(Cpu<float>().available_bytes()) / (1 << 20));
     bool good = true;
     const std::vector<std::string> shards = glob_files("data/*_train_*.bin");
-    std::printf("%s data         %s\n", yes(!shards.empty()), shards.empty() ? "no data/*_train_*.bin: the built-in synthetic corpus is used" : format_text("%zu training shards in data/, the first %s", shards.size(), shards[0].c_str()).c_str());
+    std::printf("%s data         %s\n", yes(!shards.empty()),
+                shards.empty() ? "no data/*_train_*.bin: the built-in synthetic corpus is used"
+                               : format_text("%zu training shards in data/, the first %s", shards.size(), shards[0].c_str()).c_str());
     try {
         if (!shards.empty()) open_shards(shards);
-        if (c.vocab_dir.empty()) std::printf("%s vocabulary   bytes; GPT-2's is looked for in --vocab-dir, which was not given\n", yes(true));
+        if (c.vocab_dir.empty())
+            std::printf("%s vocabulary   bytes; GPT-2's is looked for in --vocab-dir, which was not given\n", yes(true));
         else std::printf("%s vocabulary   %s\n", yes(true), Tokenizer::gpt2(c.vocab_dir).describe().c_str());
     } catch (const Error& e) {
         good = false;
@@ -2506,8 +2753,10 @@ static int run_check(const Config& c, World& world) {
 [[maybe_unused]] static int run_verb(int argc, char** argv, World& world) {
     std::set<std::string> given;
     Config c = parse_options(argc, argv, given);
-    if (c.help) return print_help(std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return c.verb == v.name; })->verb), 0;
-    if (world.size > 1 && c.verb != "train" && c.verb != "eval") fail_usage("'%s' runs in one process: start it without mpirun", c.verb.c_str());
+    if (c.help)
+        return print_help(std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return c.verb == v.name; })->verb), 0;
+    if (world.size > 1 && c.verb != "train" && c.verb != "eval")
+        fail_usage("'%s' runs in one process: start it without mpirun", c.verb.c_str());
     if (c.verb == "train") return run_train(c, given, world);
     if (c.verb == "tokenize") return run_tokenize(c), 0;
     if (c.verb == "sample") return run_sample(c, world), 0;
@@ -2516,7 +2765,8 @@ static int run_check(const Config& c, World& world) {
 }
 
 #ifndef NSA_WITHOUT_MAIN  // test_nsa.cu includes this file
-// Where stdin, stdout or stderr is closed (2>&- in a script), the next file that is opened would get its number, and what is printed would go into that file.
+// Where stdin, stdout or stderr is closed (2>&- in a script), the next file that
+// is opened would get its number, and what is printed would go into that file.
 static void open_closed_streams() {
     for (int fd; (fd = open("/dev/null", O_RDWR)) >= 0;)
         if (fd > 2) return void(close(fd));
@@ -2530,7 +2780,8 @@ int main(int argc, char** argv) {
     if (status) return status;
     return telling_errors(world.get(), [&] {
         const int status = run_verb(argc, argv, *world);
-        if (std::fflush(stdout) != 0 || std::ferror(stdout)) {  // a disk is full, say; a run has its log beside its checkpoints, what other verbs print is all there is of it
+        // a disk is full, say; a run has its log beside its checkpoints, what other verbs print is all there is of it
+        if (std::fflush(stdout) != 0 || std::ferror(stdout)) {
             const bool trains = argc < 2 || argv[1][0] == '-' || !std::strcmp(argv[1], "train");
             if (!trains && status == 0) fail("not all of the output could be written to stdout: make room where it goes, and run again");
             complain("not all of the output could be written to stdout; the run's log is whole");

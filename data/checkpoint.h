@@ -1,10 +1,10 @@
-// checkpoint.h: folders of files that survive crashes: how one is written, recognised as whole, chosen and removed. What lies in the files is
-// not known here.
+// checkpoint.h: folders of files that survive crashes: how one is written,
+// recognised as whole, chosen and removed. What lies in the files is not known here.
 //
-// A checkpoint is RUN/step_00001000/. It grows as RUN/step_00001000.writing/: every file is written and synced, then manifest.json with each
-// file's size and checksum, then the folder is synced, renamed, and RUN synced. So a folder that has the final name was whole when it got it;
-// whether it still is, after a torn disk or a stray hand, verify_checkpoint() tells from the manifest. Several ranks write into the same
-// .writing folder of a shared file system and hand rank 0 the records of their files:
+// A checkpoint is RUN/step_00001000/. It grows as RUN/step_00001000.writing/: every file is written and synced, then
+// manifest.json with each file's size and checksum, then the folder is synced, renamed, and RUN synced. So a folder that has the
+// final name was whole when it got it; whether it still is, after a torn disk or a stray hand, verify_checkpoint() tells from the
+// manifest. Several ranks write into the same .writing folder of a shared file system and hand rank 0 the records of their files:
 //     rank 0:      begin_checkpoint(run, step)                          then a barrier
 //     every rank:  records.push_back(write_safetensors(checkpoint_writing(run, step) + "/...", ...))
 //     rank 0:      commit_checkpoint(run, step, all ranks' records, state), or abandon_checkpoint() when one of them failed
@@ -27,7 +27,9 @@ using Complain = std::function<void(const std::string&)>;  // takes one line abo
 // ---------------------------------------------------------------------------------------------------------------------
 // Names.
 
-inline std::string checkpoint_folder(const std::string& run, int64_t step) { return format_text("%s/step_%08lld", run.c_str(), (long long)step); }
+inline std::string checkpoint_folder(const std::string& run, int64_t step) {
+    return format_text("%s/step_%08lld", run.c_str(), (long long)step);
+}
 inline std::string checkpoint_writing(const std::string& run, int64_t step) { return checkpoint_folder(run, step) + ".writing"; }
 
 // The step in a folder's name (without its path) that ends in `suffix`; -1 for any other name.
@@ -97,29 +99,38 @@ struct Manifest {
     std::string path;        // for messages
 };
 
-inline std::string manifest_ending(const std::string& before) { return format_text(",\n \"crc32c\": \"%08x\"}\n", crc32c(0, before.data(), before.size())); }
+inline std::string manifest_ending(const std::string& before) {
+    return format_text(",\n \"crc32c\": \"%08x\"}\n", crc32c(0, before.data(), before.size()));
+}
 
 // Letters, digits, '.', '_' and '-', at most 100, the first no dot: so a path never leaves its folder.
 inline bool is_checkpoint_file_name(const std::string& name) {
     if (name.empty() || name.size() > 100 || name[0] == '.' || name == "manifest.json") return false;
-    return std::all_of(name.begin(), name.end(), [](char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '_' || c == '-'; });
+    return std::all_of(name.begin(), name.end(), [](char c) {
+        return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '_' || c == '-';
+    });
 }
 
 inline std::string manifest_text(int64_t step, const std::vector<FileRecord>& files, const std::string& state_json) {
     std::string text = format_text("{\"format\": %lld,\n \"step\": %lld,\n \"files\": [", (long long)MANIFEST_FORMAT, (long long)step);
     for (size_t i = 0; i < files.size(); i++)
-        text += format_text("%s\n  {\"name\": %s, \"size\": %llu, \"crc32c\": \"%08x\"}", i ? "," : "", json_quote(files[i].name).c_str(), (unsigned long long)files[i].size, files[i].crc32c);
+        text += format_text("%s\n  {\"name\": %s, \"size\": %llu, \"crc32c\": \"%08x\"}", i ? "," : "", json_quote(files[i].name).c_str(),
+                            (unsigned long long)files[i].size, files[i].crc32c);
     text += "],\n \"state\": " + state_json;
     return text + manifest_ending(text);
 }
 
 inline Manifest parse_manifest(const std::string& text, const std::string& path) {
-    const std::string before = text.substr(0, text.size() - std::min(text.size(), manifest_ending("").size())), ending = manifest_ending(before);
+    const std::string before = text.substr(0, text.size() - std::min(text.size(), manifest_ending("").size())),
+                      ending = manifest_ending(before);
     if (text != before + ending)
-        fail("%s: byte %zu: found no %s at the end, which is the checksum of the bytes before: the file is damaged", path.c_str(), before.size(), ending.substr(3, ending.size() - 5).c_str());
+        fail("%s: byte %zu: found no %s at the end, which is the checksum of the bytes before: the file is damaged", path.c_str(),
+             before.size(), ending.substr(3, ending.size() - 5).c_str());
     const Json root = parse_json(text, path);
     const int64_t format = root.integer("format", path);
-    if (format != MANIFEST_FORMAT) fail("%s: format: found %lld, expected %lld: it was written by another version of the program", path.c_str(), (long long)format, (long long)MANIFEST_FORMAT);
+    if (format != MANIFEST_FORMAT)
+        fail("%s: format: found %lld, expected %lld: it was written by another version of the program", path.c_str(), (long long)format,
+             (long long)MANIFEST_FORMAT);
     Manifest manifest;
     manifest.path = path;
     manifest.step = root.integer("step", path);
@@ -130,7 +141,8 @@ inline Manifest parse_manifest(const std::string& text, const std::string& path)
         FileRecord file;
         file.name = entry.string("name", where);
         if (!is_checkpoint_file_name(file.name))
-            fail("%s: name: found %s, expected up to 100 letters, digits and . _ - that name a file of this folder", where.c_str(), json_quote(file.name).c_str());
+            fail("%s: name: found %s, expected up to 100 letters, digits and . _ - that name a file of this folder", where.c_str(),
+                 json_quote(file.name).c_str());
         if (!names.insert(file.name).second) fail("%s: name: %s is there twice", where.c_str(), file.name.c_str());
         const int64_t size = entry.integer("size", where);
         if (size < 0) fail("%s: size: found %lld, expected a number of bytes", where.c_str(), (long long)size);
@@ -143,7 +155,8 @@ inline Manifest parse_manifest(const std::string& text, const std::string& path)
     }
     const Json& state = root.get("state", path);
     manifest.state = state.require(Json::Object, path + ": state");
-    if (root.keys.size() != 5 || root.keys[3] != "state") fail("%s: expected the keys format, step, files, state and crc32c in this order", path.c_str());
+    if (root.keys.size() != 5 || root.keys[3] != "state")
+        fail("%s: expected the keys format, step, files, state and crc32c in this order", path.c_str());
     manifest.state_text = before.substr(size_t(state.offset));
     return manifest;
 }
@@ -157,7 +170,8 @@ inline Manifest read_manifest(const std::string& folder) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Writing.
 
-// An empty folder for the files of this step; what a dead writer left of the same step goes. Returns its path, checkpoint_writing(run, step).
+// An empty folder for the files of this step; what a dead writer left of
+// the same step goes. Returns its path, checkpoint_writing(run, step).
 inline std::string begin_checkpoint(const std::string& run, int64_t step) {
     const std::string writing = checkpoint_writing(run, step);
     make_folders(run);
@@ -169,14 +183,16 @@ inline std::string begin_checkpoint(const std::string& run, int64_t step) {
 // Makes the files that were written into checkpoint_writing(run, step) a checkpoint: from the return on it is durable under the returned
 // name, checkpoint_folder(run, step). A folder that has this name already gives way: a step is written again when its checkpoint was found
 // damaged and the run resumed from the one before. state_json: a JSON object.
-inline std::string commit_checkpoint(const std::string& run, int64_t step, const std::vector<FileRecord>& files, const std::string& state_json) {
+inline std::string commit_checkpoint(const std::string& run, int64_t step, const std::vector<FileRecord>& files,
+                                     const std::string& state_json) {
     const std::string folder = checkpoint_folder(run, step), writing = checkpoint_writing(run, step), removing = folder + ".removing";
     const std::string manifest = writing + "/manifest.json", text = manifest_text(step, files, state_json);
     parse_manifest(text, manifest);  // what no reader would take is not written
     for (const FileRecord& file : files) {
         const std::string path = writing + "/" + file.name;
         if (!file_exists(path)) fail("%s was written and is not there: all ranks have to see the same folder", path.c_str());
-        if (file_size(path) != file.size) fail("%s has %llu bytes, %llu were written", path.c_str(), (unsigned long long)file_size(path), (unsigned long long)file.size);
+        if (file_size(path) != file.size)
+            fail("%s has %llu bytes, %llu were written", path.c_str(), (unsigned long long)file_size(path), (unsigned long long)file.size);
     }
     write_text_file(manifest, text);
     sync_folder(writing);
@@ -258,9 +274,12 @@ class BackgroundTask {
 inline void verify_file(const std::string& folder, const FileRecord& expected) {
     const std::string path = folder + "/" + expected.name;
     struct stat s;
-    if (lstat(path.c_str(), &s) != 0) fail("%s: %s, the manifest expects %llu bytes", path.c_str(), errno == ENOENT ? "the file is missing" : std::strerror(errno), (unsigned long long)expected.size);
+    if (lstat(path.c_str(), &s) != 0)
+        fail("%s: %s, the manifest expects %llu bytes", path.c_str(), errno == ENOENT ? "the file is missing" : std::strerror(errno),
+             (unsigned long long)expected.size);
     if (!S_ISREG(s.st_mode)) fail("%s is no regular file", path.c_str());
-    if (uint64_t(s.st_size) != expected.size) fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)s.st_size, (unsigned long long)expected.size);
+    if (uint64_t(s.st_size) != expected.size)
+        fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)s.st_size, (unsigned long long)expected.size);
     const int fd = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
     const auto close_file = [](const int* open_fd) { ::close(*open_fd); };
@@ -276,7 +295,8 @@ inline void verify_file(const std::string& folder, const FileRecord& expected) {
         crc = crc32c(crc, piece.data(), size_t(n));
         size += uint64_t(n);
     }
-    if (size != expected.size) fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)size, (unsigned long long)expected.size);
+    if (size != expected.size)
+        fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)size, (unsigned long long)expected.size);
     if (crc != expected.crc32c) fail("%s has checksum %08x, the manifest says %08x", path.c_str(), crc, expected.crc32c);
 }
 
@@ -284,12 +304,14 @@ inline void verify_file(const std::string& folder, const FileRecord& expected) {
 inline Manifest verify_checkpoint(const std::string& folder) {
     Manifest manifest = read_manifest(folder);
     const int64_t named = step_of_name(folder.substr(folder.rfind('/') + 1));
-    if (named >= 0 && named != manifest.step) fail("%s: step: found %lld, the folder's name says %lld", manifest.path.c_str(), (long long)manifest.step, (long long)named);
+    if (named >= 0 && named != manifest.step)
+        fail("%s: step: found %lld, the folder's name says %lld", manifest.path.c_str(), (long long)manifest.step, (long long)named);
     for (const FileRecord& file : manifest.files) verify_file(folder, file);
     return manifest;
 }
 
-// The folder of the newest checkpoint that is as its manifest says; one complaint for each newer one, whose name and fault it tells. "" if there is none.
+// The folder of the newest checkpoint that is as its manifest says; one complaint
+// for each newer one, whose name and fault it tells. "" if there is none.
 inline std::string newest_intact_checkpoint(const std::string& run, const Complain& complain) {
     const std::vector<int64_t> steps = checkpoint_steps(run);
     for (size_t i = 0; i < steps.size(); i++) {
@@ -298,7 +320,8 @@ inline std::string newest_intact_checkpoint(const std::string& run, const Compla
             verify_checkpoint(folder);
             return folder;
         } catch (const Error& e) {
-            complain(format_text("%s is damaged: %s; %s", folder.c_str(), e.what(), i + 1 < steps.size() ? "taking the one before" : "there is none before it"));
+            complain(format_text("%s is damaged: %s; %s", folder.c_str(), e.what(),
+                                 i + 1 < steps.size() ? "taking the one before" : "there is none before it"));
         }
     }
     return "";

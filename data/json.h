@@ -98,10 +98,13 @@ struct Json {
     double number(const std::string& key, const std::string& where) const { return get(key, where).number(where + ": " + key); }
     bool boolean(const std::string& key, const std::string& where) const { return get(key, where).boolean(where + ": " + key); }
     const std::string& string(const std::string& key, const std::string& where) const { return get(key, where).string(where + ": " + key); }
-    const std::vector<Json>& array(const std::string& key, const std::string& where) const { return get(key, where).array(where + ": " + key); }
+    const std::vector<Json>& array(const std::string& key, const std::string& where) const {
+        return get(key, where).array(where + ": " + key);
+    }
 
     const Json& require(Kind wanted, const std::string& where) const {
-        if (kind != wanted) fail("%s: byte %llu: found %s, expected %s", where.c_str(), (unsigned long long)offset, name(kind), name(wanted));
+        if (kind != wanted)
+            fail("%s: byte %llu: found %s, expected %s", where.c_str(), (unsigned long long)offset, name(kind), name(wanted));
         return *this;
     }
 };
@@ -111,7 +114,8 @@ struct Json {
 
 struct JsonParser {
     static constexpr int max_depth = 100;  // of arrays and objects in each other, so that a hostile file cannot exhaust the stack
-    static constexpr size_t max_values = 1 << 20;  // in one text, so that "[0,0,0 ..." cannot fill the memory: a value takes 50 times its two bytes
+    // in one text, so that "[0,0,0 ..." cannot fill the memory: a value takes 50 times its two bytes
+    static constexpr size_t max_values = 1 << 20;
 
     const std::string& bytes;
     const std::string& where;
@@ -131,7 +135,8 @@ struct JsonParser {
             const unsigned char c = static_cast<unsigned char>(bytes[at]);
             found = c > 0x20 && c < 0x7F ? format_text("'%c'", c) : format_text("byte 0x%02x", c);
         }
-        fail("%s: byte %llu: not valid JSON: found %s, expected %s", where.c_str(), (unsigned long long)(first_byte + at), found.c_str(), expected);
+        fail("%s: byte %llu: not valid JSON: found %s, expected %s", where.c_str(), (unsigned long long)(first_byte + at), found.c_str(),
+             expected);
     }
 
     int peek() const { return at < bytes.size() ? static_cast<unsigned char>(bytes[at]) : -1; }
@@ -144,7 +149,8 @@ struct JsonParser {
         skip_space();
         Json value;
         value.offset = first_byte + at;
-        if (++values > max_values) fail("%s: byte %llu: JSON of more than %zu values", where.c_str(), (unsigned long long)value.offset, max_values);
+        if (++values > max_values)
+            fail("%s: byte %llu: JSON of more than %zu values", where.c_str(), (unsigned long long)value.offset, max_values);
         const int c = peek();
         if (c == '{' || c == '[') {
             if (depth == max_depth)
@@ -209,7 +215,8 @@ struct JsonParser {
         std::sort(sorted.begin(), sorted.end(), [](const std::string* a, const std::string* b) { return *a < *b; });
         for (size_t i = 1; i < sorted.size(); i++)
             if (*sorted[i] == *sorted[i - 1])
-                fail("%s: byte %llu: the object has the key %s twice", where.c_str(), (unsigned long long)value.offset, json_quote(*sorted[i]).c_str());
+                fail("%s: byte %llu: the object has the key %s twice", where.c_str(), (unsigned long long)value.offset,
+                     json_quote(*sorted[i]).c_str());
     }
 
     std::string parse_string() {
@@ -255,7 +262,8 @@ struct JsonParser {
                     code = low >= 0xDC00 && low <= 0xDFFF ? 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00) : 0xD800;
                 }
                 if (code >= 0xD800 && code <= 0xDFFF)
-                    fail("%s: byte %llu: not valid JSON: an escape that is only half of a surrogate pair", where.c_str(), (unsigned long long)(first_byte + escape));
+                    fail("%s: byte %llu: not valid JSON: an escape that is only half of a surrogate pair", where.c_str(),
+                         (unsigned long long)(first_byte + escape));
                 utf8_append(out, code);
                 return;
             }

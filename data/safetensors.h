@@ -182,11 +182,13 @@ inline void replace_text_file(const std::string& path, const std::string& text) 
     sync_folder(folder_of(path));
 }
 
-inline FileRecord write_safetensors(const std::string& path, const std::vector<std::pair<std::string, std::string>>& metadata, const std::vector<TensorView>& tensors) {
+inline FileRecord write_safetensors(const std::string& path, const std::vector<std::pair<std::string, std::string>>& metadata,
+                                    const std::vector<TensorView>& tensors) {
     std::string header = "{";
     if (!metadata.empty()) {
         header += "\"__metadata__\":{";
-        for (size_t i = 0; i < metadata.size(); i++) header += (i ? "," : "") + json_quote(metadata[i].first) + ":" + json_quote(metadata[i].second);
+        for (size_t i = 0; i < metadata.size(); i++)
+            header += (i ? "," : "") + json_quote(metadata[i].first) + ":" + json_quote(metadata[i].second);
         header += "}";
     }
     uint64_t offset = 0;
@@ -225,8 +227,8 @@ class SafeTensors {
         uint64_t length;
         std::memcpy(&length, map.get(), 8);
         if (length > size - 8)
-            fail("%s: byte 0: the header is said to be %llu bytes long, the file has %llu after it: truncated, or no safetensors file", file.c_str(),
-                 (unsigned long long)length, (unsigned long long)(size - 8));
+            fail("%s: byte 0: the header is said to be %llu bytes long, the file has %llu after it: truncated, or no safetensors file",
+                 file.c_str(), (unsigned long long)length, (unsigned long long)(size - 8));
         read_header(std::string(map.get() + 8, length), map.get() + 8 + length, size - 8 - length);
     }
 
@@ -240,7 +242,9 @@ class SafeTensors {
         const TensorView* t = find(name);
         if (!t) fail("%s: tensor %s is missing", path.c_str(), name.c_str());
         if (t->dtype != dtype) fail("%s: tensor %s has dtype %s, expected %s", path.c_str(), name.c_str(), t->dtype.c_str(), dtype.c_str());
-        if (t->shape != shape) fail("%s: tensor %s has shape [%s], expected [%s]", path.c_str(), name.c_str(), shape_text(t->shape).c_str(), shape_text(shape).c_str());
+        if (t->shape != shape)
+            fail("%s: tensor %s has shape [%s], expected [%s]", path.c_str(), name.c_str(), shape_text(t->shape).c_str(),
+                 shape_text(shape).c_str());
         return *t;
     }
 
@@ -263,7 +267,8 @@ class SafeTensors {
             const std::string where = path + ": " + root.keys[i];
             if (root.keys[i] == "__metadata__") {
                 if (entry.kind != Json::Object) fail("%s: no JSON object", where.c_str());
-                for (size_t j = 0; j < entry.keys.size(); j++) metadata[entry.keys[j]] = entry.items[j].string(where + ": " + entry.keys[j]);
+                for (size_t j = 0; j < entry.keys.size(); j++)
+                    metadata[entry.keys[j]] = entry.items[j].string(where + ": " + entry.keys[j]);
                 continue;
             }
             TensorView t;
@@ -274,7 +279,8 @@ class SafeTensors {
             uint64_t bytes = uint64_t(element);
             for (const Json& extent : entry.array("shape", where)) {
                 const int64_t n = extent.integer(where + ": shape");
-                if (n < 0 || (n > 0 && bytes > data_bytes / uint64_t(n))) fail("%s: the shape needs more bytes than the file's %llu", where.c_str(), (unsigned long long)data_bytes);
+                if (n < 0 || (n > 0 && bytes > data_bytes / uint64_t(n)))
+                    fail("%s: the shape needs more bytes than the file's %llu", where.c_str(), (unsigned long long)data_bytes);
                 t.shape.push_back(n);
                 bytes *= uint64_t(n);
             }
@@ -282,8 +288,8 @@ class SafeTensors {
             if (offsets.size() != 2) fail("%s: data_offsets has %zu numbers, expected 2", where.c_str(), offsets.size());
             const int64_t begin = offsets[0].integer(where), end = offsets[1].integer(where);
             if (begin < 0 || end < begin || uint64_t(end) > data_bytes || uint64_t(end - begin) != bytes)
-                fail("%s: data_offsets [%lld, %lld] do not fit %llu bytes of the shape in a file with %llu of data", where.c_str(), (long long)begin, (long long)end,
-                     (unsigned long long)bytes, (unsigned long long)data_bytes);
+                fail("%s: data_offsets [%lld, %lld] do not fit %llu bytes of the shape in a file with %llu of data", where.c_str(),
+                     (long long)begin, (long long)end, (unsigned long long)bytes, (unsigned long long)data_bytes);
             t.data = data + begin;
             t.bytes = bytes;
             spans.emplace_back(begin, end);
@@ -293,11 +299,15 @@ class SafeTensors {
         std::sort(spans.begin(), spans.end());
         uint64_t at = 0;
         for (const auto& span : spans) {
-            if (span.first != at) fail("%s: tensors overlap or leave a hole at byte %llu of the data", path.c_str(), (unsigned long long)at);
+            if (span.first != at)
+                fail("%s: tensors overlap or leave a hole at byte %llu of the data", path.c_str(), (unsigned long long)at);
             at = span.second;
         }
-        if (at != data_bytes) fail("%s: tensors end at byte %llu of the data, the file has %llu", path.c_str(), (unsigned long long)at, (unsigned long long)data_bytes);
-        // Old writers did not align: such a tensor cannot be read in place. Only now, as the copies are known not to overlap and so are no larger than the file.
+        if (at != data_bytes)
+            fail("%s: tensors end at byte %llu of the data, the file has %llu", path.c_str(), (unsigned long long)at,
+                 (unsigned long long)data_bytes);
+        // Old writers did not align: such a tensor cannot be read in place. Only now,
+        // as the copies are known not to overlap and so are no larger than the file.
         for (TensorView& t : tensors)
             if ((8 + header.size() + uint64_t(static_cast<const char*>(t.data) - data)) % uint64_t(safetensors_dtype_bytes(t.dtype)) != 0) {
                 const char* const begin = static_cast<const char*>(t.data);

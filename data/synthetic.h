@@ -1,12 +1,12 @@
 // synthetic.h: a corpus made by the program, of bytes, that cannot be predicted without long-range recall.
 //
 // Each document states facts ("The code of Alice is 4821."), goes on with sentences of a small grammar, and asks for the facts hundreds of
-// bytes later ("What is the code of Alice? 4821."). The digits are uniform, so whoever cannot see the fact loses ln 10 = 2.303 per digit, and
-// whoever can recall it loses almost nothing: the loss on the answers alone tells a model with compressed and selected attention from one that
-// has only its window. The sentences in between are easy, so that a tiny model writes readable ones after a minute.
+// bytes later ("What is the code of Alice? 4821."). The digits are uniform, so whoever cannot see the fact loses ln 10 = 2.303 per digit,
+// and whoever can recall it loses almost nothing: the loss on the answers alone tells a model with compressed and selected attention from
+// one that has only its window. The sentences in between are easy, so that a tiny model writes readable ones after a minute.
 //
-// Document number k is a pure function of (seed, k), in integers only: the same on every machine. All documents have the same length, so that
-// with a sequence length that is a multiple of it every sample begins with a document and holds each fact whose question it holds.
+// Document number k is a pure function of (seed, k), in integers only: the same on every machine. All documents have the same length, so
+// that with a sequence length that is a multiple of it every sample begins with a document and holds each fact whose question it holds.
 #pragma once
 #include <algorithm>
 #include <string>
@@ -19,7 +19,8 @@ struct SyntheticOptions {
     int facts = 5;             // stated at the beginning; the first two are of one person, the rest of others
     int questions = 4;         // how many of them are asked, each once; the others only distract
     int min_distance = 200;    // from the digits of a fact to the digits of its answer, in bytes: drawn uniformly from this range, then
-    int max_distance = 450;    // rounded up to the end of the running sentence; a question that would overshoot range or document is left out
+    // rounded up to the end of the running sentence; a question that would overshoot range or document is left out
+    int max_distance = 450;
 };
 
 struct SyntheticCorpus {
@@ -160,8 +161,8 @@ inline SyntheticCorpus synthetic_corpus(uint64_t seed, size_t tokens, uint64_t f
     // A fact takes at most 30 bytes. There are 16 names, one of which two facts share.
     if (options.facts < 2 || options.facts > 17 || options.questions < 1 || options.questions > options.facts || options.min_distance < 1 ||
         options.max_distance < options.min_distance || options.document_bytes < 30 * options.facts + options.min_distance)
-        fail_usage("synthetic corpus: %d facts, %d questions, distances %d..%d and documents of %d bytes do not fit together", options.facts,
-                   options.questions, options.min_distance, options.max_distance, options.document_bytes);
+        fail_usage("synthetic corpus: %d facts, %d questions, distances %d..%d and documents of %d bytes do not fit together",
+                   options.facts, options.questions, options.min_distance, options.max_distance, options.document_bytes);
     SyntheticCorpus corpus;
     corpus.tokens.reserve(tokens + size_t(options.document_bytes));
     corpus.is_answer.reserve(tokens + size_t(options.document_bytes));

@@ -1,10 +1,11 @@
 // tokenize.h: the verb `tokenize`: text files to token shards.
 //
-// The caller's thread reads the files in blocks of about 1 MB and hands them to worker threads, which parse and encode; it takes the blocks back in
-// the order in which it read them, so the tokens do not depend on the number of threads. As the split between training and validation depends
-// on the number of tokens, which only the end tells, the tokens first go to a file beside the shards (2 bytes each; it has no name, so nothing
-// of it stays behind whatever happens), and are copied from there to the shards. Memory holds a few blocks per thread and 8 bytes per document;
-// a block grows beyond 1 MB only for a line of JSON, or a run of characters without a place to cut, that is longer.
+// The caller's thread reads the files in blocks of about 1 MB and hands them to worker threads, which parse and
+// encode; it takes the blocks back in the order in which it read them, so the tokens do not depend on the number of
+// threads. As the split between training and validation depends on the number of tokens, which only the end tells, the
+// tokens first go to a file beside the shards (2 bytes each; it has no name, so nothing of it stays behind whatever
+// happens), and are copied from there to the shards. Memory holds a few blocks per thread and 8 bytes per document; a
+// block grows beyond 1 MB only for a line of JSON, or a run of characters without a place to cut, that is longer.
 #pragma once
 #include <chrono>
 #include <condition_variable>
@@ -24,7 +25,8 @@ struct TokenizeOptions {
     std::string out;                        // --out: PREFIX of the shards
     std::string tokenizer = "gpt2";         // --tokenizer: gpt2 or bytes
     std::string vocab_dir;                  // --vocab-dir: see Tokenizer::gpt2
-    std::string split_documents;            // --split-documents: what separates documents in a .txt, with escapes \n \t \0 \\; empty: a file is one
+    // --split-documents: what separates documents in a .txt, with escapes \n \t \0 \\; empty: a file is one
+    std::string split_documents;
     double val_fraction = 0.01;             // --val-fraction: share of the tokens that goes to the validation shards, 0 to below 1
     uint64_t shard_tokens = 100000000;      // --shard-tokens
     int threads = 0;                        // --threads, 0: one per core
@@ -45,7 +47,9 @@ inline std::string read_separator(const std::string& written) {
         else if (c == 't') out += '\t';
         else if (c == '0') out += '\0';
         else if (c == '\\') out += '\\';
-        else fail_usage("--split-documents %s: the backslash at byte %zu begins none of \\n \\t \\0 \\\\", json_quote(written).c_str(), i - 1);
+        else
+            fail_usage("--split-documents %s: the backslash at byte %zu begins none of \\n \\t \\0 \\\\", json_quote(written).c_str(),
+                       i - 1);
     }
     uint32_t code;
     for (size_t i = 0; i < out.size();) {
@@ -197,7 +201,8 @@ struct TextFile {
         in.read(mark, 3);
         const std::string begin(mark, size_t(std::max<std::streamsize>(in.gcount(), 0)));
         if (begin.compare(0, 2, "\xFF\xFE") == 0 || begin.compare(0, 2, "\xFE\xFF") == 0)
-            fail("%s: it begins with a byte order mark of UTF-16, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW", path.c_str());
+            fail("%s: it begins with a byte order mark of UTF-16, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW",
+                 path.c_str());
         mark_bytes = begin == "\xEF\xBB\xBF" ? 3 : 0;
         rest = begin.substr(mark_bytes);
         in.clear();  // of the end of a file of two bytes, which read_more() will find
@@ -304,8 +309,8 @@ class TokenSpool {
     std::FILE* const file;
 };
 
-// Where the validation tokens begin. Of one document, the last `fraction` of its tokens; of several, the beginning of the document that is nearest
-// to that place, but never the first document and always at least the last.
+// Where the validation tokens begin. Of one document, the last `fraction` of its tokens; of several, the beginning
+// of the document that is nearest to that place, but never the first document and always at least the last.
 inline uint64_t validation_begin(uint64_t tokens, const std::vector<uint64_t>& documents, double fraction) {
     if (fraction == 0) return tokens;
     const uint64_t target = tokens - uint64_t(double(tokens) * fraction);
@@ -359,7 +364,8 @@ inline uint64_t check_tokenize_options(const TokenizeOptions& options) {
     if (options.out.empty()) fail_usage("tokenize: no output; give --out PREFIX");
     if (!(options.val_fraction >= 0 && options.val_fraction < 1))
         fail_usage("--val-fraction %g: expected 0 or more and below 1", options.val_fraction);
-    if (options.threads < 0 || options.threads > 1024) fail_usage("--threads %d: expected 1 to 1024, or 0 for one per core", options.threads);
+    if (options.threads < 0 || options.threads > 1024)
+        fail_usage("--threads %d: expected 1 to 1024, or 0 for one per core", options.threads);
     uint64_t bytes = 0;
     for (const std::string& path : options.in) {
         if (!has_ending(path, ".txt") && !has_ending(path, ".jsonl"))
@@ -369,8 +375,8 @@ inline uint64_t check_tokenize_options(const TokenizeOptions& options) {
     for (const char* split : {"train", "val"}) {
         const std::vector<std::string> old = glob_files(glob_literal(options.out) + "_" + split + "_[0-9]*.bin");
         if (!old.empty())
-            fail("--out %s: %s exists already; shards are not overwritten: remove the %zu %s shards or choose another PREFIX", options.out.c_str(),
-                 old[0].c_str(), old.size(), split);
+            fail("--out %s: %s exists already; shards are not overwritten: remove the %zu %s shards or choose another PREFIX",
+                 options.out.c_str(), old[0].c_str(), old.size(), split);
     }
     return bytes;
 }
@@ -418,15 +424,17 @@ inline void tokenize_files(const TokenizeOptions& options) {
     val.close();
 
     if (!options.report) return;
-    std::printf("tokenize: %zu document%s, %llu bytes of text, %llu tokens (%.2f bytes per token), %d thread%s, %.2f s, %.1f MB/s; %s\n", documents,
-                documents == 1 ? "" : "s", (unsigned long long)text_bytes, (unsigned long long)spool.tokens, double(text_bytes) / double(spool.tokens),
-                threads, threads == 1 ? "" : "s", seconds, double(total_bytes) / 1e6 / std::max(seconds, 1e-9), tokenizer.describe().c_str());
+    std::printf("tokenize: %zu document%s, %llu bytes of text, %llu tokens (%.2f bytes per token), %d thread%s, %.2f s, %.1f MB/s; %s\n",
+                documents, documents == 1 ? "" : "s", (unsigned long long)text_bytes, (unsigned long long)spool.tokens,
+                double(text_bytes) / double(spool.tokens), threads, threads == 1 ? "" : "s", seconds,
+                double(total_bytes) / 1e6 / std::max(seconds, 1e-9), tokenizer.describe().c_str());
     for (const ShardWriter* shards : {&train, &val}) {
         const uint64_t tokens = shards->tokens(), files = (tokens + options.shard_tokens - 1) / options.shard_tokens;
         const char* const name = shards == &train ? "train" : "val";
         if (tokens == 0) std::printf("tokenize: %s: no tokens, no shard\n", name);
         else
-            std::printf("tokenize: %s: %llu tokens in %llu shard%s %s_%s_%06d.bin%s\n", name, (unsigned long long)tokens, (unsigned long long)files,
-                        files == 1 ? "" : "s", options.out.c_str(), name, shards == &train ? 1 : 0, files == 1 ? "" : " ...");
+            std::printf("tokenize: %s: %llu tokens in %llu shard%s %s_%s_%06d.bin%s\n", name, (unsigned long long)tokens,
+                        (unsigned long long)files, files == 1 ? "" : "s", options.out.c_str(), name, shards == &train ? 1 : 0,
+                        files == 1 ? "" : " ...");
     }
 }

@@ -43,8 +43,9 @@ inline int utf8_decode(const char* s, size_t n, uint32_t* code) {
     return 0;
 }
 
-// The text as it may stand in a message: one line that leaves the terminal as it was, whatever a file, an option or a variable put into it. The bytes of
-// control characters, of Unicode's line ends and direction marks, and those that are no valid UTF-8 are shown as \xNN; a long text loses its middle.
+// The text as it may stand in a message: one line that leaves the terminal as it was, whatever a file,
+// an option or a variable put into it. The bytes of control characters, of Unicode's line ends and
+// direction marks, and those that are no valid UTF-8 are shown as \xNN; a long text loses its middle.
 inline std::string printable(const std::string& text) {
     constexpr size_t limit = 2000, tail = 500;
     size_t gap_begin = text.size(), gap_end = text.size();
@@ -61,8 +62,8 @@ inline std::string printable(const std::string& text) {
         }
         uint32_t code = 0;
         const int length = utf8_decode(text.data() + i, text.size() - i, &code);
-        const bool hidden = code < 0x20 || (code >= 0x7F && code < 0xA0) || code == 0xFEFF || (code >= 0x200B && code <= 0x200F) || (code >= 0x2028 && code <= 0x202E) ||
-                            (code >= 0x2060 && code <= 0x206F);
+        const bool hidden = code < 0x20 || (code >= 0x7F && code < 0xA0) || code == 0xFEFF || (code >= 0x200B && code <= 0x200F) ||
+                            (code >= 0x2028 && code <= 0x202E) || (code >= 0x2060 && code <= 0x206F);
         const size_t end = i + size_t(length ? length : 1);
         for (; i < end; i++) {
             const unsigned char byte = static_cast<unsigned char>(text[i]);
@@ -151,7 +152,14 @@ HOST_DEVICE inline Philox philox4x32(uint64_t counter, uint64_t stream, uint64_t
 }
 
 // One stream number per use, so that no two uses ever share a random number. Stream = use + 2^32 * index (of the tensor, epoch ...).
-enum RandomUse : uint64_t { RANDOM_INIT = 1, RANDOM_SHUFFLE = 2, RANDOM_SAMPLE = 3, RANDOM_SYNTHETIC = 4, RANDOM_ROUNDING = 5, RANDOM_TEST = 6 };
+enum RandomUse : uint64_t {
+    RANDOM_INIT = 1,
+    RANDOM_SHUFFLE = 2,
+    RANDOM_SAMPLE = 3,
+    RANDOM_SYNTHETIC = 4,
+    RANDOM_ROUNDING = 5,
+    RANDOM_TEST = 6
+};
 HOST_DEVICE inline uint64_t random_stream(RandomUse use, uint64_t index = 0) { return use + (index << 32); }
 
 // 64 random bits.
@@ -213,7 +221,8 @@ inline std::string read_file(const std::string& path) {
     std::string bytes(file_size(path), '\0');
     std::ifstream in(path, std::ios::binary);
     if (!in) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
-    if (!in.read(&bytes[0], std::streamsize(bytes.size()))) fail("cannot read %zu bytes of %s: %s", bytes.size(), path.c_str(), std::strerror(errno));
+    if (!in.read(&bytes[0], std::streamsize(bytes.size())))
+        fail("cannot read %zu bytes of %s: %s", bytes.size(), path.c_str(), std::strerror(errno));
     return bytes;
 }
 
@@ -231,7 +240,8 @@ inline std::vector<std::string> glob_files(const std::string& pattern) {
 inline void make_folders(const std::string& path) {
     for (size_t slash = path.find('/', 1);; slash = path.find('/', slash + 1)) {
         const std::string part = path.substr(0, slash);
-        if (!part.empty() && mkdir(part.c_str(), 0777) != 0 && errno != EEXIST) fail("cannot make folder %s: %s", part.c_str(), std::strerror(errno));
+        if (!part.empty() && mkdir(part.c_str(), 0777) != 0 && errno != EEXIST)
+            fail("cannot make folder %s: %s", part.c_str(), std::strerror(errno));
         if (slash == std::string::npos) return;
     }
 }

@@ -1,6 +1,6 @@
-// watchdog.h: a run ends loudly instead of hanging. One thread per process looks whether the main thread makes progress and, where there are
-// several ranks, speaks with rank 0 over a connection of its own (a star), whatever carries the gradients. What it finds, it prints in one
-// line, and all ranks end:
+// watchdog.h: a run ends loudly instead of hanging. One thread per process looks whether the main thread
+// makes progress and, where there are several ranks, speaks with rank 0 over a connection of its own (a
+// star), whatever carries the gradients. What it finds, it prints in one line, and all ranks end:
 //   - a rank died: its connection closed without a goodbye. Noticed at once;
 //   - a rank stands still outside of a waiting phase for --stall-timeout: it says so itself, with the stack of its main thread;
 //   - a rank is silent, its watchdog too (stopped, swapped out, cut off): rank 0 says so; rank 1 if the silent one is rank 0;
@@ -128,7 +128,8 @@ class ControlChannel {
     // What this rank computes on, such as "GPU 1", for messages: a string that lives as long as the program.
     void computes_on(const char* what) { device.store(what); }
     const char* current_phase() const { return phase.load(std::memory_order_relaxed); }
-    // Around a blocking collective: whatever the phase is called, this rank waits for others. In another thread than the main one it says nothing.
+    // Around a blocking collective: whatever the phase is called, this rank
+    // waits for others. In another thread than the main one it says nothing.
     struct Waiting {
         ControlChannel& channel;
         const bool on_main_thread;
@@ -149,7 +150,8 @@ class ControlChannel {
         stall_timeout.store(seconds);
     }
     void unwatch() { stall_timeout.store(0); }
-    // The run is over. Several ranks stay watched until all have said goodbye: what they share (NCCL, MPI) is taken down together, and one that stands still holds up all.
+    // The run is over. Several ranks stay watched until all have said goodbye: what they
+    // share (NCCL, MPI) is taken down together, and one that stands still holds up all.
     void unwatch_alone() {
         if (ranks() == 1) return unwatch();
         phase.store("waiting for all ranks to end", std::memory_order_relaxed);
@@ -401,18 +403,21 @@ class ControlChannel {
         const double limit = stall_timeout.load();
         const Message own = own_state(now);
         const bool started = phase.load(std::memory_order_relaxed) != nullptr;
-        // A rank that stands still since another is stopped shall not take the blame: not while it hears nothing of one, and rank 0, who hears of all, comes first.
-        const bool silence = std::any_of(links.begin(), links.end(), [&](const Link& link) { return !link.left && now - link.last_heard > 1; });
+        // A rank that stands still since another is stopped shall not take the blame:
+        // not while it hears nothing of one, and rank 0, who hears of all, comes first.
+        const bool silence = std::any_of(links.begin(), links.end(),
+                                         [&](const Link& link) { return !link.left && now - link.last_heard > 1; });
         if (started && (!own.waiting || ranks() == 1) && !silence && now - last_progress > limit + (rank > 0 ? 0.5 : 0))
-            report_and_end(name_of(rank) + format_text(" has made no progress for %.1f s ", now - last_progress) + where(own.step, own.phase) +
-                               format_text(" (--stall-timeout %g); the stack of its main thread:", limit),
+            report_and_end(name_of(rank) + format_text(" has made no progress for %.1f s ", now - last_progress) +
+                               where(own.step, own.phase) + format_text(" (--stall-timeout %g); the stack of its main thread:", limit),
                            true);
         bool all_wait = own.waiting && now - last_progress > limit && ranks() > 1;
         for (const Link& link : links) {
             const double silent = now - link.last_heard;
             all_wait = all_wait && (link.left || (link.last.waiting && link.last.idle_ms / 1000.0 + silent > limit));
             if (link.left || silent <= limit) continue;
-            const std::string late = format_text(" is late: nothing was heard from it for %.1f s (--stall-timeout %g); it was last ", silent, limit) +
+            const std::string late = format_text(" is late: nothing was heard from it for %.1f s (--stall-timeout %g); it was last ",
+                                                 silent, limit) +
                                      where(link.last.step, link.last.phase) + "; it is stopped, starved or cut off";
             if (rank == 0) report_and_end(name_of(link.rank) + late);
             report_loss_of_rank_0(late);
@@ -425,7 +430,8 @@ class ControlChannel {
             seconds, stall_timeout.load()) + where(own.step, own.phase);
         const size_t shown = 7;
         for (size_t i = 0; i < links.size() && i < shown; i++)
-            text += format_text(", rank %d ", links[i].rank) + (links[i].left ? "at its end" : where(links[i].last.step, links[i].last.phase));
+            text += format_text(", rank %d ", links[i].rank) +
+                    (links[i].left ? "at its end" : where(links[i].last.step, links[i].last.phase));
         if (links.size() > shown) text += ", ...";
         return text + "; they do not do the same, or the network lost something; the stack of rank 0's main thread:";
     }
@@ -473,7 +479,8 @@ class ControlChannel {
         }
     }
 
-    // The end itself must not hang, on a stdout or stderr that takes nothing, or a lock of the stalled main thread: the alarm ends the process.
+    // The end itself must not hang, on a stdout or stderr that takes nothing,
+    // or a lock of the stalled main thread: the alarm ends the process.
     static void last_resort() {
         std::signal(SIGALRM, SIG_DFL);
         alarm(10);
@@ -502,7 +509,8 @@ class Watchdog {
     Watchdog(World& world, const WatchdogOptions& options);  // in ddp.cuh, behind World
     Watchdog(ControlChannel& c, int my_rank, const std::string& host, const WatchdogOptions& options)
         : channel(c), rank(my_rank), heartbeat_path(options.heartbeat_file) {
-        if (!(options.stall_timeout >= 0)) fail_usage("--stall-timeout %g: expected a number of seconds, or 0 for none", options.stall_timeout);
+        if (!(options.stall_timeout >= 0))
+            fail_usage("--stall-timeout %g: expected a number of seconds, or 0 for none", options.stall_timeout);
         if (!heartbeat_path.empty()) {
             heartbeat = open(heartbeat_path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
             if (heartbeat < 0) warn();
@@ -530,10 +538,10 @@ class Watchdog {
         const std::string loss_text = std::isfinite(loss) ? format_text("%.6f", loss) : "null";
         timespec now;
         clock_gettime(CLOCK_REALTIME, &now);
-        const std::string line = format_text("{\"time\":%lld.%03ld,\"rank\":%d,\"step\":%lld,\"phase\":\"%s\",\"ms\":%.2f,\"loss\":%s,\"memory_mib\":%.1f}\n",
-                                             (long long)now.tv_sec, now.tv_nsec / 1000000, rank, (long long)step, phase ? phase : "start",
-                                                 seconds * 1000,
-                                             loss_text.c_str(), memory_mib());
+        const std::string line = format_text(
+            "{\"time\":%lld.%03ld,\"rank\":%d,\"step\":%lld,\"phase\":\"%s\",\"ms\":%.2f,\"loss\":%s,\"memory_mib\":%.1f}\n",
+            (long long)now.tv_sec, now.tv_nsec / 1000000, rank, (long long)step, phase ? phase : "start", seconds * 1000, loss_text.c_str(),
+            memory_mib());
         for (size_t done = 0; done < line.size();) {
             const ssize_t written = write(heartbeat, line.data() + done, line.size() - done);
             if (written > 0) done += size_t(written);

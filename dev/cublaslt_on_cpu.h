@@ -119,7 +119,8 @@ inline cublasStatus_t check_shapes(const MatmulDescription& d, const MatrixLayou
                                    const MatrixLayout& out) {
     const bool ta = d.transpose_a == CUBLAS_OP_T, tb = d.transpose_b == CUBLAS_OP_T;
     const uint64_t m = ta ? a.columns : a.rows, k = ta ? a.rows : a.columns, n = tb ? b.rows : b.columns, k_of_b = tb ? b.columns : b.rows;
-    if (!m || !n || !k || k != k_of_b || out.rows != m || out.columns != n || c.rows != m || c.columns != n) return CUBLAS_STATUS_INVALID_VALUE;
+    if (!m || !n || !k || k != k_of_b || out.rows != m || out.columns != n || c.rows != m || c.columns != n)
+        return CUBLAS_STATUS_INVALID_VALUE;
     for (const MatrixLayout* l : {&a, &b, &c, &out}) {
         if (l->leading < int64_t(l->rows) || l->batches < 1 || l->batches != out.batches || l->batch_stride < 0)
             return CUBLAS_STATUS_INVALID_VALUE;

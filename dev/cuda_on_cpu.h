@@ -18,9 +18,9 @@
 // Stricter than the hardware, on purpose: masks name exactly the lanes that take part; no return before a barrier; one barrier or warp
 // function per source line (places are told apart by line); SHARED instead of __shared__; (float)x for a bf16 x; pointers to device memory
 // only, of which those inside a struct argument are not looked at.
-// Not modelled: graphs of more than one stream, warps in lockstep, memory orders weaker than the host's, speed, registers, bank conflicts, one block
-// waiting for another (hangs). Results agree with a GPU's within tolerances, not bit for bit: expf is more exact than __expf, and a sum in mma has another
-// order.
+// Not modelled: graphs of more than one stream, warps in lockstep, memory orders weaker than the host's,
+// speed, registers, bank conflicts, one block waiting for another (hangs). Results agree with a GPU's
+// within tolerances, not bit for bit: expf is more exact than __expf, and a sum in mma has another order.
 #pragma once
 #include "cuda_on_cpu_engine.h"
 #include "cuda_on_cpu_check.h"
@@ -97,7 +97,8 @@ struct Shuffle {
             Shuffle& mine = *(Shuffle*)arguments[l];
             if (!(lanes >> mine.source & 1)) {
                 const Site site = machine.threads[machine.current / 32 * 32 + l].site;
-                stop("lane %d shuffles from lane %d, which takes no part (mask %08x), at %s:%d", l, mine.source, lanes, site.file, site.line);
+                stop("lane %d shuffles from lane %d, which takes no part (mask %08x), at %s:%d", l, mine.source, lanes, site.file,
+                     site.line);
             }
             mine.out = ((Shuffle*)arguments[mine.source])->in;
         }
@@ -270,7 +271,10 @@ EMU_ENGINE EMU_NOINLINE inline T atomic_update(T* p, Update update) {
 }
 }  // namespace emu
 template <class T> inline T atomicAdd(T* p, emu::same<T> v) { return emu::atomic_update(p, [v](T before) { return T(before + v); }); }
-template <class T> inline T atomicMax(T* p, emu::same<T> v) { return emu::atomic_update(p, [v](T before) { return before > v ? before : v; }); }
+template <class T>
+inline T atomicMax(T* p, emu::same<T> v) {
+    return emu::atomic_update(p, [v](T before) { return before > v ? before : v; });
+}
 template <class T> inline T atomicOr(T* p, emu::same<T> v) { return emu::atomic_update(p, [v](T before) { return T(before | v); }); }
 
 // Macros, because the C library's headers declare these names or may come to.
@@ -365,8 +369,8 @@ EMU_ENGINE inline void check_shared(const void* p, const char* what, Site site) 
     if (uintptr_t(p) % 16) stop("%s: the shared address is not a multiple of 16, at %s:%d", what, site.file, site.line);
     if (!is_shared(p, 16)) stop("%s: the address is not in shared memory, at %s:%d", what, site.file, site.line);
 }
-// Each lane reads the row it names before the lanes meet: a row that another lane wrote needs a __syncwarp() or __syncthreads() first, as the
-// memory model says, and without one shows as NaN.
+// Each lane reads the row it names before the lanes meet: a row that another lane wrote needs a
+// __syncwarp() or __syncthreads() first, as the memory model says, and without one shows as NaN.
 template <int MATRICES, bool TRANSPOSED>
 EMU_ENGINE EMU_NOINLINE inline void load_matrix(unsigned (&r)[MATRICES], const void* row, Site site) {
     LoadMatrix<MATRICES, TRANSPOSED> m;
@@ -478,8 +482,9 @@ inline cudaError_t cudaGetLastError() {
     return e;
 }
 
-// ---- what a capture refuses. A call that waits for a stream that captures, or for everything, is refused always; one that may wait inside or that asks the device
-// (memory, events) unless the capture is relaxed. CUDA publishes no whole list of the latter: this one is strict. A refusal spoils the capture.
+// ---- what a capture refuses. A call that waits for a stream that captures, or for everything, is
+// refused always; one that may wait inside or that asks the device (memory, events) unless the capture is
+// relaxed. CUDA publishes no whole list of the latter: this one is strict. A refusal spoils the capture.
 namespace emu {
 inline bool refuses(Stream* s, bool even_relaxed = false) {
     if (!s->capture || (s->capture->relaxed && !even_relaxed)) return false;
@@ -499,7 +504,9 @@ inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess;
 inline cudaError_t cudaSetDevice(int device) {
     return device >= 0 && device < emu::machine.device_count ? cudaSuccess : emu::error(cudaErrorInvalidDevice);
 }
-inline cudaError_t cudaDeviceGetPCIBusId(char* bus, int length, int device) { return snprintf(bus, size_t(length), "0000:%02x:00.0", device), cudaSuccess; }
+inline cudaError_t cudaDeviceGetPCIBusId(char* bus, int length, int device) {
+    return snprintf(bus, size_t(length), "0000:%02x:00.0", device), cudaSuccess;
+}
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) { return *p = cudaDeviceProp(), cudaSuccess; }
 inline cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
     *total = emu::machine.device_bytes, *free = *total - emu::machine.live_bytes;
@@ -562,7 +569,8 @@ inline cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cud
     const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
     const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
     if (bytes && kind != cudaMemcpyDefault && (to != to_device || from != from_device))
-        emu::stop("cudaMemcpy: the addresses do not match the direction (to %s, from %s)", to ? "device" : "host", from ? "device" : "host");
+        emu::stop("cudaMemcpy: the addresses do not match the direction (to %s, from %s)", to ? "device" : "host",
+                  from ? "device" : "host");
     auto check_arrays = [=] {
         if (to) emu::check_device_array("cudaMemcpy, destination", dst, bytes);
         if (from) emu::check_device_array("cudaMemcpy, source", src, bytes);
@@ -670,8 +678,9 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
     return cudaSuccess;
 }
 
-// ---- graphs of one stream. While it captures, what it is given is kept instead of run: kernels with copies of their arguments, copies and memsets with their
-// addresses, cuBLASLt's and NCCL's calls. What lies in memory is read at the replay, which is one piece of its stream's work.
+// ---- graphs of one stream. While it captures, what it is given is kept instead of run: kernels
+// with copies of their arguments, copies and memsets with their addresses, cuBLASLt's and NCCL's
+// calls. What lies in memory is read at the replay, which is one piece of its stream's work.
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeThreadLocal = 1, cudaStreamCaptureModeRelaxed = 2 };
 using cudaGraph_t = emu::Graph*;
 using cudaGraphExec_t = std::shared_ptr<const emu::Graph>*;  // queued replays share it, so that it can be destroyed meanwhile

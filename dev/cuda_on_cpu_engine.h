@@ -213,7 +213,8 @@ struct Clock {
 };
 
 struct Counters {
-    long launches, blocks, switches, barriers, warp_functions, accesses, sent, graphs;  // sent: pieces of work given to streams; graphs: those of them that were graphs
+    // sent: pieces of work given to streams; graphs: those of them that were graphs
+    long launches, blocks, switches, barriers, warp_functions, accesses, sent, graphs;
 };
 
 struct Machine {
@@ -349,8 +350,8 @@ inline std::string describe_address(const void* address) {
         return text;
     }
     const auto& [data, allocation] = *--next;
-    snprintf(text, sizeof text, "byte %ld of the %zu bytes that cudaMalloc gave at %p%s", long(p - data), allocation.bytes, (const void*)data,
-             allocation.live ? "" : ", since freed");
+    snprintf(text, sizeof text, "byte %ld of the %zu bytes that cudaMalloc gave at %p%s", long(p - data), allocation.bytes,
+             (const void*)data, allocation.live ? "" : ", since freed");
     return text;
 }
 
@@ -576,8 +577,8 @@ EMU_ENGINE inline void run_another() {
     switch_to(next);  // back to the host when all have returned
 }
 
-// The last thread to arrive opens the barrier for all. A thread that has returned counts as arrived: then the rest cannot have reached the same
-// barrier, and that is an error here, although the hardware lets it pass.
+// The last thread to arrive opens the barrier for all. A thread that has returned counts as arrived: then the
+// rest cannot have reached the same barrier, and that is an error here, although the hardware lets it pass.
 EMU_ENGINE inline void try_open_barrier() {
     const int n = machine.thread_count;
     if (machine.at_barrier == 0 || machine.at_barrier + machine.returned < n) return;
@@ -626,7 +627,8 @@ EMU_ENGINE EMU_NOINLINE inline void warp_function(unsigned mask, WarpFunction fu
     if (machine.current == HOST) stop("%s outside of a kernel", what);
     Thread& t = machine.threads[machine.current];
     const int warp = machine.current / 32, lane = machine.current % 32;
-    if (!(mask >> lane & 1)) stop("lane %d calls %s with the mask %08x, which leaves it out, at %s:%d", lane, what, mask, site.file, site.line);
+    if (!(mask >> lane & 1))
+        stop("lane %d calls %s with the mask %08x, which leaves it out, at %s:%d", lane, what, mask, site.file, site.line);
     if (const unsigned gone = mask & ~machine.warp_live[warp])
         stop("the mask %08x of %s names lanes that have returned or never were (%08x), at %s:%d", mask, what, gone, site.file, site.line);
     t.site = site, t.what = what, t.mask = mask, t.function = function, t.argument = argument;
@@ -655,7 +657,8 @@ EMU_ENGINE inline void thread_main() noexcept {
 }
 
 inline void make_fibers() {
-    const size_t guard = 1 << 16;  // a page that faults below each stack; compile with -fstack-clash-protection so that no frame steps over it
+    // a page that faults below each stack; compile with -fstack-clash-protection so that no frame steps over it
+    const size_t guard = 1 << 16;
     for (int i = 0; i < machine.thread_count; i++) {
         Thread& t = machine.threads[i];
         if (t.stack_pointer) continue;

@@ -1,6 +1,6 @@
-// nccl_on_cpu.h: stands in for the part of NCCL that the trainer uses. One rank in one process or, with -DEMU_MPI, the ranks of MPI_COMM_WORLD.
-// Sums are made in fp32 and rounded once, where NCCL rounds bf16 at every hop. Like kernels, collectives run when their stream does, so that
-// with machine.run_late a reduction that was not ordered after the gradients reduces what was there before.
+// nccl_on_cpu.h: stands in for the part of NCCL that the trainer uses. One rank in one process or, with -DEMU_MPI, the ranks of
+// MPI_COMM_WORLD. Sums are made in fp32 and rounded once, where NCCL rounds bf16 at every hop. Like kernels, collectives run when
+// their stream does, so that with machine.run_late a reduction that was not ordered after the gradients reduces what was there before.
 #pragma once
 #include "cuda_on_cpu.h"
 #ifdef EMU_MPI
@@ -23,12 +23,14 @@ struct ncclUniqueId {
     char internal[128];
 };
 namespace emu {
-// Other ranks without other processes, for tests of the order of streams: a test sets what they give to each collective, which it has computed beforehand.
-// A collective takes it when it runs: late, when something waits for it (machine.run_late), or eagerly, when it is queued, as soon as what it waits for itself has run.
+// Other ranks without other processes, for tests of the order of streams: a test sets what they give to each
+// collective, which it has computed beforehand. A collective takes it when it runs: late, when something waits
+// for it (machine.run_late), or eagerly, when it is queued, as soon as what it waits for itself has run.
 struct Peers {
     int ranks = 2, rank = 0;
     bool eager = false;
-    std::function<void(const void* in, float* sums, size_t total)> add;     // adds their elements to the sums, of which in holds this rank's as they travel
+    // adds their elements to the sums, of which in holds this rank's as they travel
+    std::function<void(const void* in, float* sums, size_t total)> add;
     std::function<void(double* sums, size_t total)> add_doubles;
     std::function<void(char* out, size_t bytes)> gather;                    // fills their blocks of an all-gather, `bytes` each
 };

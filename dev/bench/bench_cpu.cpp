@@ -5,7 +5,8 @@
 //   bench_cpu step [options of train]           whole training steps, and the share of each kind of operation
 //   bench_cpu rate NAME STEPS [options of train] whole training steps, one line "rate NAME tokens/s" each
 //   bench_cpu tokenize FILE VOCAB_DIR           the encoder on one thread, "rate tokenize-ours MB/s"
-// Medians of repeated measurements; what is compared alternates. The last line of a mode says how much of the machine others used meanwhile.
+// Medians of repeated measurements; what is compared alternates. The last
+// line of a mode says how much of the machine others used meanwhile.
 #define NSA_WITHOUT_MAIN
 #include "../../train_nsa.cu"
 #include "perf.h"
@@ -29,7 +30,8 @@ struct LoadOfOthers {
         return double(r.ru_utime.tv_sec + r.ru_stime.tv_sec) + 1e-6 * double(r.ru_utime.tv_usec + r.ru_stime.tv_usec);
     }
     std::string text() const {
-        const double share = std::max(0.0, busy_seconds() - busy - (own_seconds() - own)) / (seconds_now() - begun) / double(sysconf(_SC_NPROCESSORS_ONLN));
+        const double share = std::max(0.0, busy_seconds() - busy - (own_seconds() - own)) / (seconds_now() - begun) /
+                             double(sysconf(_SC_NPROCESSORS_ONLN));
         return format_text("# load of others meanwhile: %.0f %%", 100 * share);
     }
 };
@@ -71,8 +73,8 @@ static void print_conditions() {
         if (line.compare(0, 10, "model name") == 0) processor = line.substr(line.find(':') + 2);
     double load[3] = {};
     if (getloadavg(load, 3) != 3) load[0] = -1;
-    std::printf("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s, AMX: %s\n", processor.c_str(), usable_processors(), VECTOR_BYTES,
-                HAVE_BF16 ? "yes" : "no", amx_granted() ? "yes" : "no");
+    std::printf("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s, AMX: %s\n", processor.c_str(), usable_processors(),
+                VECTOR_BYTES, HAVE_BF16 ? "yes" : "no", amx_granted() ? "yes" : "no");
 #ifdef USE_DNNL
     const dnnl_version_t* v = dnnl_version();
     std::printf("# built by g++ %s, with oneDNN %d.%d.%d, %d threads\n", __VERSION__, v->major, v->minor, v->patch, omp_get_max_threads());
@@ -87,18 +89,23 @@ static void bench_gemm() {
     struct Product { const char* name; bool ta, tb; int M, N, K; bool accumulate; };
     const int T = 2048, C = 768, P = 1576, M = 3072, rows = 1024, Vp = 50304;  // of 125m, at B = 1; the head in chunks of rows
     const Product products[] = {
-        {"projection, forward", false, true, T, P, C, false}, {"projection, inputs", false, false, T, C, P, false}, {"projection, weights", true, false, P, C, T, true},
-        {"o_proj, forward", false, true, T, C, C, true},      {"fc1, forward", false, true, T, M, C, false},        {"fc1, inputs", false, false, T, C, M, false},
-        {"fc1, weights", true, false, M, C, T, true},         {"fc2, forward", false, true, T, C, M, true},         {"fc2, inputs", false, false, T, M, C, false},
-        {"fc2, weights", true, false, C, M, T, true},         {"head, forward", false, true, rows, Vp, C, false},   {"head, inputs", false, false, rows, C, Vp, false},
+        {"projection, forward", false, true, T, P, C, false}, {"projection, inputs", false, false, T, C, P, false},
+        {"projection, weights", true, false, P, C, T, true},  {"o_proj, forward", false, true, T, C, C, true},
+        {"fc1, forward", false, true, T, M, C, false},        {"fc1, inputs", false, false, T, C, M, false},
+        {"fc1, weights", true, false, M, C, T, true},         {"fc2, forward", false, true, T, C, M, true},
+        {"fc2, inputs", false, false, T, M, C, false},        {"fc2, weights", true, false, C, M, T, true},
+        {"head, forward", false, true, rows, Vp, C, false},   {"head, inputs", false, false, rows, C, Vp, false},
         {"head, weights", true, false, Vp, C, rows, true},
     };
     const std::vector<float> A = random_floats(size_t(rows) * Vp), B = random_floats(size_t(rows) * Vp);
     std::vector<float> out(A.size());
     Gemm<float> gemm;
-    std::printf("GFLOP/s             oneDNN fp32  own fp32   own/oneDNN | oneDNN bf16  own bf16   own/oneDNN   (bf16 with the rounding of the inputs)\n");
+    std::printf(
+        "GFLOP/s             oneDNN fp32  own fp32   own/oneDNN | oneDNN bf16  own bf16   own/oneDNN   (bf16 with the rounding of the "
+        "inputs)\n");
     auto print_row = [](const char* name, double library, double own, double library_bf16, double own_bf16) {
-        std::printf("%-20s %10.0f %9.0f %12.2f | %10.0f %9.0f %12.2f\n", name, library, own, own / library, library_bf16, own_bf16, HAVE_BF16 ? own_bf16 / library_bf16 : 0);
+        std::printf("%-20s %10.0f %9.0f %12.2f | %10.0f %9.0f %12.2f\n", name, library, own, own / library, library_bf16, own_bf16,
+                    HAVE_BF16 ? own_bf16 / library_bf16 : 0);
         std::fflush(stdout);
     };
     double flops = 0, seconds[4] = {};
@@ -110,7 +117,8 @@ static void bench_gemm() {
             gemm.bf16 = bf16;
             if (!own) gemm(p.ta, p.tb, p.M, p.N, p.K, A.data(), lda, B.data(), ldb, p.accumulate, out.data(), p.N);
             else if (!bf16) gemm.blocked<float>(p.ta, p.tb, p.M, p.N, p.K, A.data(), lda, B.data(), ldb, p.accumulate, out.data(), p.N);
-            else if constexpr (HAVE_BF16) gemm.blocked<Bf16Pair>(p.ta, p.tb, p.M, p.N, p.K, A.data(), lda, B.data(), ldb, p.accumulate, out.data(), p.N);
+            else if constexpr (HAVE_BF16)
+                gemm.blocked<Bf16Pair>(p.ta, p.tb, p.M, p.N, p.K, A.data(), lda, B.data(), ldb, p.accumulate, out.data(), p.N);
         };
         std::vector<std::function<void()>> contenders = {[&] { call(false, false); }, [&] { call(false, true); }};
         if (HAVE_BF16) contenders.push_back([&] { call(true, false); }), contenders.push_back([&] { call(true, true); });
@@ -138,15 +146,18 @@ struct GemmRate {
 
 // ---------------------------------------------------------------------------------------------------------------------
 static void bench_attention(const Config& c, bool bf16) {
-    std::printf("useful FLOPs: 4 D a key and query head forward, 8 D backward; ns per key: time of a query over all heads, divided by its keys\n");
-    std::printf("%-6s %-11s %10s | %14s %12s %11s | %14s %12s %11s\n", "T", "branch", "keys/query", "fwd GFLOP/s", "of GEMM", "ns per key", "bwd GFLOP/s", "of GEMM", "ns per key");
+    std::printf(
+        "useful FLOPs: 4 D a key and query head forward, 8 D backward; ns per key: time of a query over all heads, divided by its keys\n");
+    std::printf("%-6s %-11s %10s | %14s %12s %11s | %14s %12s %11s\n", "T", "branch", "keys/query", "fwd GFLOP/s", "of GEMM", "ns per key",
+                "bwd GFLOP/s", "of GEMM", "ns per key");
     GemmRate reference;
     Cpu<float> cpu;
     cpu.gemm.bf16 = reference.gemm.bf16 = bf16;
     for (const int T : {2048, 4096, 8192, 16384, 32768}) {
         const NsaShape s = shape_of(c, 1, T);
         const size_t rows = s.query_rows(), keys = s.key_rows() * s.D;
-        const std::vector<float> q = random_floats(rows * s.D), k = random_floats(keys), v = random_floats(keys), dout = random_floats(rows * s.D);
+        const std::vector<float> q = random_floats(rows * s.D), k = random_floats(keys), v = random_floats(keys),
+                                 dout = random_floats(rows * s.D);
         std::vector<float> out(rows * s.D), lse(rows), dot(rows, 0.1f), dq(rows * s.D), dk(keys), dv(keys);
         std::vector<uint32_t> selection(size_t(s.B) * s.G * s.T * s.selection_words());
         cpu.attention_forward(CMP, out.data(), lse.data(), q.data(), k.data(), v.data(), nullptr, s);
@@ -155,15 +166,19 @@ static void bench_attention(const Config& c, bool bf16) {
             std::printf("%-6d %-11s %10.1f |", T, name, pairs / double(rows));
             for (const int backward : {0, 1}) {
                 const double rate = (backward ? 8 : 4) * pairs * s.D / seconds[backward];
-                std::printf(" %14.1f %11.0f%% %11.2f %s", rate * 1e-9, 100 * rate / gemm, seconds[backward] * 1e9 / pairs * s.H, backward ? "\n" : "|");
+                std::printf(" %14.1f %11.0f%% %11.2f %s", rate * 1e-9, 100 * rate / gemm, seconds[backward] * 1e9 / pairs * s.H,
+                            backward ? "\n" : "|");
             }
             std::fflush(stdout);
         };
         double all_pairs = 0, all_gemm = 0, all_seconds[2] = {0, 0};
         for (const Branch branch : {CMP, SLC, WIN}) {
-            auto forward_pass = [&] { cpu.attention_forward(branch, out.data(), lse.data(), q.data(), k.data(), v.data(), selection.data(), s); };
+            auto forward_pass = [&] {
+                cpu.attention_forward(branch, out.data(), lse.data(), q.data(), k.data(), v.data(), selection.data(), s);
+            };
             auto backward_pass = [&] {
-                cpu.attention_backward(branch, dq.data(), branch != WIN, dk.data(), dv.data(), dout.data(), q.data(), k.data(), v.data(), dot.data(), lse.data(), selection.data(), s);
+                cpu.attention_backward(branch, dq.data(), branch != WIN, dk.data(), dv.data(), dout.data(), q.data(), k.data(), v.data(),
+                                       dot.data(), lse.data(), selection.data(), s);
             };
             const std::vector<double> seconds = alternate(T <= 8192 ? 5 : 3, {[&] { reference.run(); }, forward_pass, backward_pass});
             const double pairs = attention_pairs(branch, s), gemm = GemmRate::rate(seconds[0]);
@@ -189,7 +204,8 @@ struct StepBench {
         model = std::make_unique<Model<Timed<Cpu<float>>>>(dev, c, true);
         activations = std::make_unique<Activations<Timed<Cpu<float>>>>(dev, c, c.batch, c.seq_len, TRAINING);
         model->initialise();
-        for (size_t i = 0; i < tokens.size(); i++) tokens[i] = int32_t(random_below(uint64_t(c.vocab_size), 1, random_stream(RANDOM_TEST), i));
+        for (size_t i = 0; i < tokens.size(); i++)
+            tokens[i] = int32_t(random_below(uint64_t(c.vocab_size), 1, random_stream(RANDOM_TEST), i));
     }
     void step() {
         dev.zero(model->grads, model->table.total);
@@ -226,11 +242,14 @@ static void bench_step(const Config& c, bool bf16, int steps) {
     for (double s : seconds) whole += s;
     for (const char* kind : {"GEMM", "attention", "compression and selection"}) flops += kinds[kind].flops;
     const double gemm = GemmRate::rate(median(gemm_seconds)), tokens_per_second = double(bench.tokens.size()) / median(seconds);
-    std::printf("%s, B %lld, T %lld, %s: median %.1f tokens/s of %d steps; GEMM alone %.0f GFLOP/s, the step %.0f useful GFLOP/s, %.2f of it; peak memory %.0f MiB\n",
-                c.model.c_str(), (long long)c.batch, (long long)c.seq_len, bf16 ? "bf16" : "fp32", tokens_per_second, steps, gemm * 1e-9, flops / whole * 1e-9, flops / whole / gemm, peak_memory_mib());
+    std::printf(
+        "%s, B %lld, T %lld, %s: median %.1f tokens/s of %d steps; GEMM alone %.0f GFLOP/s, the step %.0f useful GFLOP/s, %.2f of it; peak "
+        "memory %.0f MiB\n",
+        c.model.c_str(), (long long)c.batch, (long long)c.seq_len, bf16 ? "bf16" : "fp32", tokens_per_second, steps, gemm * 1e-9,
+        flops / whole * 1e-9, flops / whole / gemm, peak_memory_mib());
     for (const auto& [kind, t] : kinds)
-        std::printf("    %-26s %5.1f %% of the step, %6.0f GFLOP/s (%3.0f %% of GEMM), %5.1f GB/s\n", kind.c_str(), 100 * t.seconds / whole, t.flops / t.seconds * 1e-9,
-                    100 * t.flops / t.seconds / gemm, t.bytes / t.seconds * 1e-9);
+        std::printf("    %-26s %5.1f %% of the step, %6.0f GFLOP/s (%3.0f %% of GEMM), %5.1f GB/s\n", kind.c_str(), 100 * t.seconds / whole,
+                    t.flops / t.seconds * 1e-9, 100 * t.flops / t.seconds / gemm, t.bytes / t.seconds * 1e-9);
     std::vector<std::pair<std::string, OperationTime>> rows(bench.dev.times.begin(), bench.dev.times.end());
     std::sort(rows.begin(), rows.end(), [](const auto& x, const auto& y) { return x.second.seconds > y.second.seconds; });
     for (const auto& [name, t] : rows) std::printf("        %-34s %5.1f %%\n", name.c_str(), 100 * t.seconds / whole);

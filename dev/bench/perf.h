@@ -1,8 +1,10 @@
-// perf.h: test_nsa --perf [options of train]: where a training step's time goes, operation by operation. Real steps of the chosen model run on the
-// chosen engine with a clock around every operation, and the step of median length is printed; arithmetic and memory traffic are counted from the shapes, so
-// rates can be put beside the machine's. On a GPU the clock is two events of the stream around each operation, for which nobody waits; every layer has
-// memory of its own, so that an operation finds its inputs no warmer in the caches than in training.
-// Then, on a GPU, the same steps without clocks: how far the host runs ahead of the GPU, and what --cuda-graph 1 makes of it. One of them is marked for a profiler:
+// perf.h: test_nsa --perf [options of train]: where a training step's time goes, operation by operation. Real
+// steps of the chosen model run on the chosen engine with a clock around every operation, and the step of median
+// length is printed; arithmetic and memory traffic are counted from the shapes, so rates can be put beside the
+// machine's. On a GPU the clock is two events of the stream around each operation, for which nobody waits; every
+// layer has memory of its own, so that an operation finds its inputs no warmer in the caches than in training.
+// Then, on a GPU, the same steps without clocks: how far the host runs ahead of the
+// GPU, and what --cuda-graph 1 makes of it. One of them is marked for a profiler:
 //   ncu --profile-from-start off --metrics gpu__time_duration.sum ./test_nsa --perf ...
 // gives the time of every kernel of one step; their sum, beside the time of the step without clocks, shows what is lost between kernels.
 #pragma once
@@ -28,7 +30,8 @@ inline double median_of(std::vector<double> x) {
     return x[x.size() / 2];
 }
 
-// What attention has to do at least, from the shapes: arithmetic, and bytes of each array once, with elements of `real` and statistics of 4 bytes.
+// What attention has to do at least, from the shapes: arithmetic, and bytes
+// of each array once, with elements of `real` and statistics of 4 bytes.
 struct Work {
     double flops = 0, bytes = 0;
 };
@@ -37,18 +40,24 @@ inline double selection_bytes(const NsaShape& s) { return 4.0 * s.B * s.G * s.qu
 // q, keys and values, out, lse, the selection
 inline Work attention_forward_work(Branch branch, const NsaShape& s, double real) {
     const double q = double(s.query_rows()) * s.D;
-    return {4 * attention_pairs(branch, s) * s.D, real * (2 * q + 2 * branch_keys(branch, s)) + 4 * double(s.query_rows()) + (branch == SLC ? selection_bytes(s) : 0)};
+    return {4 * attention_pairs(branch, s) * s.D,
+            real * (2 * q + 2 * branch_keys(branch, s)) + 4 * double(s.query_rows()) + (branch == SLC ? selection_bytes(s) : 0)};
 }
-// q, dout, dq written, and read by the branches that add to the window's, keys and values and their gradients, lse and row_dot, the selection
+// q, dout, dq written, and read by the branches that add to the window's,
+// keys and values and their gradients, lse and row_dot, the selection
 inline Work attention_backward_work(Branch branch, const NsaShape& s, double real) {
     const double q = double(s.query_rows()) * s.D;
-    return {8 * attention_pairs(branch, s) * s.D, real * (2 * q + 4 * branch_keys(branch, s)) + 4 * ((branch == WIN ? 1 : 2) * q + 2 * double(s.query_rows())) + (branch == SLC ? selection_bytes(s) : 0)};
+    return {8 * attention_pairs(branch, s) * s.D, real * (2 * q + 4 * branch_keys(branch, s)) +
+                                                      4 * ((branch == WIN ? 1 : 2) * q + 2 * double(s.query_rows())) +
+                                                      (branch == SLC ? selection_bytes(s) : 0)};
 }
 // Scores of the queries that have to choose. q, the compressed keys, lse, the selection
 inline Work select_blocks_work(const NsaShape& s, double real) {
     NsaShape choosing = s;
-    choosing.first = std::min(std::max(s.first, s.slc_count * s.slc_block), s.first + s.queries), choosing.queries = s.first + s.queries - choosing.first;
-    return {2 * attention_pairs(CMP, choosing) * s.D, real * (double(s.query_rows()) * s.D + branch_keys(CMP, s)) + 4 * double(s.query_rows()) + selection_bytes(s)};
+    choosing.first = std::min(std::max(s.first, s.slc_count * s.slc_block), s.first + s.queries),
+    choosing.queries = s.first + s.queries - choosing.first;
+    return {2 * attention_pairs(CMP, choosing) * s.D,
+            real * (double(s.query_rows()) * s.D + branch_keys(CMP, s)) + 4 * double(s.query_rows()) + selection_bytes(s)};
 }
 // projected; q, the heads of keys and values, the gates. Each rotated pair (q, k_slc, k_win) takes six operations.
 inline Work split_heads_forward_work(const NsaShape& s, double real) {
@@ -160,7 +169,8 @@ struct Timed : Dev {
         clock("embedding_forward", 0, R(2.0 * N * C), [&] { Dev::embedding_forward(x, tokens, embed, N, C); });
     }
     void embedding_backward(Grad* dembed, const real* dx, const int32_t* tokens, int N, int C) {
-        clock("embedding_backward", 1.0 * N * C, R(1.0 * N * C) + 2.0 * N * C * sizeof(Grad), [&] { Dev::embedding_backward(dembed, dx, tokens, N, C); });
+        clock("embedding_backward", 1.0 * N * C, R(1.0 * N * C) + 2.0 * N * C * sizeof(Grad),
+              [&] { Dev::embedding_backward(dembed, dx, tokens, N, C); });
     }
     void rmsnorm_forward(real* out, Stat* rstd, const real* x, const real* weight, int N, int C) {
         clock("rmsnorm_forward", 4.0 * N * C, R(2.0 * N * C), [&] { Dev::rmsnorm_forward(out, rstd, x, weight, N, C); });
@@ -169,13 +179,16 @@ struct Timed : Dev {
         clock("rmsnorm_backward", 11.0 * N * C, R(4.0 * N * C), [&] { Dev::rmsnorm_backward(dx, dweight, dout, x, rstd, weight, N, C); });
     }
     void matmul_forward(real* out, const real* inp, const real* weight, const real* residual, int N, int C, int OC) {
-        clock("matmul_forward", 2.0 * N * C * OC, R(1.0 * N * C + 1.0 * OC * C + (residual ? 2.0 : 1.0) * N * OC), [&] { Dev::matmul_forward(out, inp, weight, residual, N, C, OC); });
+        clock("matmul_forward", 2.0 * N * C * OC, R(1.0 * N * C + 1.0 * OC * C + (residual ? 2.0 : 1.0) * N * OC),
+              [&] { Dev::matmul_forward(out, inp, weight, residual, N, C, OC); });
     }
     void matmul_backward_input(real* dinp, const real* dout, const real* weight, int N, int C, int OC) {
-        clock("matmul_backward_input", 2.0 * N * C * OC, R(1.0 * N * C + 1.0 * OC * C + 1.0 * N * OC), [&] { Dev::matmul_backward_input(dinp, dout, weight, N, C, OC); });
+        clock("matmul_backward_input", 2.0 * N * C * OC, R(1.0 * N * C + 1.0 * OC * C + 1.0 * N * OC),
+              [&] { Dev::matmul_backward_input(dinp, dout, weight, N, C, OC); });
     }
     void matmul_backward_weight(Grad* dweight, const real* dout, const real* inp, int N, int C, int OC) {
-        clock("matmul_backward_weight", 2.0 * N * C * OC, R(1.0 * N * C + 1.0 * N * OC) + 2.0 * OC * C * sizeof(Grad), [&] { Dev::matmul_backward_weight(dweight, dout, inp, N, C, OC); });
+        clock("matmul_backward_weight", 2.0 * N * C * OC, R(1.0 * N * C + 1.0 * N * OC) + 2.0 * OC * C * sizeof(Grad),
+              [&] { Dev::matmul_backward_weight(dweight, dout, inp, N, C, OC); });
     }
     void silu_forward(real* out, const real* x, size_t count) {
         clock("silu_forward", 4.0 * double(count), R(2.0 * double(count)), [&] { Dev::silu_forward(out, x, count); });
@@ -184,13 +197,16 @@ struct Timed : Dev {
         clock("silu_backward", 8.0 * double(count), R(3.0 * double(count)), [&] { Dev::silu_backward(dx, dout, x, count); });
     }
     void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V, int Vp) {
-        clock("classifier", 8.0 * N * V, R((want_gradient ? 2.0 : 1.0) * N * Vp), [&] { Dev::classifier(losses, logits, targets, dloss, want_gradient, N, V, Vp); });
+        clock("classifier", 8.0 * N * V, R((want_gradient ? 2.0 : 1.0) * N * Vp),
+              [&] { Dev::classifier(losses, logits, targets, dloss, want_gradient, N, V, Vp); });
     }
     void chunk_squares(double* squares, const Grad* x, size_t total, size_t begin, size_t count) {
-        clock("chunk_squares", 2.0 * double(count), double(count * sizeof(Grad)), [&] { Dev::chunk_squares(squares, x, total, begin, count); });
+        clock("chunk_squares", 2.0 * double(count), double(count * sizeof(Grad)),
+              [&] { Dev::chunk_squares(squares, x, total, begin, count); });
     }
     void adamw(real* param, typename Dev::Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
-        const double bytes = double(count) * ((Dev::has_master ? 2.0 * sizeof(typename Dev::Master) + sizeof(real) : 2.0 * sizeof(real)) + 4 * sizeof(Stat) + sizeof(Grad));
+        const double bytes = double(count) * ((Dev::has_master ? 2.0 * sizeof(typename Dev::Master) + sizeof(real) : 2.0 * sizeof(real)) +
+                                              4 * sizeof(Stat) + sizeof(Grad));
         clock("adamw", 15.0 * double(count), bytes, [&] { Dev::adamw(param, master, m, v, grad, count, h); });
     }
     void split_heads_forward(typename Dev::Heads out, const real* projected, const NsaShape& s) {
@@ -202,31 +218,39 @@ struct Timed : Dev {
     void compress_forward(real* out, real* hidden, const real* k, const typename Dev::Phi& phi, bool rotated, const NsaShape& s) {
         clock("compress_forward", compress_forward_work(s, sizeof(real)), [&] { Dev::compress_forward(out, hidden, k, phi, rotated, s); });
     }
-    void compress_backward(real* dk, const typename Dev::PhiGradients& dphi, real* dout, const real* hidden, const real* k, const typename Dev::Phi& phi, bool rotated, const NsaShape& s) {
-        clock("compress_backward", compress_backward_work(s, sizeof(real)), [&] { Dev::compress_backward(dk, dphi, dout, hidden, k, phi, rotated, s); });
+    void compress_backward(real* dk, const typename Dev::PhiGradients& dphi, real* dout, const real* hidden, const real* k,
+                           const typename Dev::Phi& phi, bool rotated, const NsaShape& s) {
+        clock("compress_backward", compress_backward_work(s, sizeof(real)),
+              [&] { Dev::compress_backward(dk, dphi, dout, hidden, k, phi, rotated, s); });
     }
     static const char* branch_name(Branch b) { return b == CMP ? "compressed" : b == SLC ? "selected" : "window"; }
     static std::string branch_name(Branch b, const NsaShape& s) { return s.full ? "full attention" : branch_name(b); }
-    void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection, const NsaShape& s) {
-        clock("attention_forward, " + branch_name(branch, s), attention_forward_work(branch, s, sizeof(real)), [&] { Dev::attention_forward(branch, out, lse, q, k, v, selection, s); });
+    void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection,
+                           const NsaShape& s) {
+        clock("attention_forward, " + branch_name(branch, s), attention_forward_work(branch, s, sizeof(real)),
+              [&] { Dev::attention_forward(branch, out, lse, q, k, v, selection, s); });
     }
-    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
-                            const uint32_t* selection, const NsaShape& s) {
+    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k,
+                            const real* v, const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
         clock("attention_backward, " + branch_name(branch, s), attention_backward_work(branch, s, sizeof(real)),
               [&] { Dev::attention_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s); });
     }
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse, const NsaShape& s) {
-        clock("select_blocks", select_blocks_work(s, sizeof(real)), [&] { Dev::select_blocks(selection, chosen_importance, q, kc, lse, s); });
+        clock("select_blocks", select_blocks_work(s, sizeof(real)),
+              [&] { Dev::select_blocks(selection, chosen_importance, q, kc, lse, s); });
     }
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
         clock("combine_forward", combine_forward_work(s, sizeof(real)), [&] { Dev::combine_forward(out, o, gate, s); });
     }
-    void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o, const Stat* gate, const Stat* lse, const NsaShape& s) {
-        clock("attention_backward_rows", attention_backward_rows_work(s, sizeof(real)), [&] { Dev::attention_backward_rows(row_dot, lse_gated, dgate_logit, dout, o, gate, lse, s); });
+    void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o, const Stat* gate,
+                                 const Stat* lse, const NsaShape& s) {
+        clock("attention_backward_rows", attention_backward_rows_work(s, sizeof(real)),
+              [&] { Dev::attention_backward_rows(row_dot, lse_gated, dgate_logit, dout, o, gate, lse, s); });
     }
 };
 
-// The machine's ceilings, measured in the same run: a large product (cuBLASLt, or the CPU's GEMM), and a copy of memory (read and written bytes). Medians.
+// The machine's ceilings, measured in the same run: a large product (cuBLASLt,
+// or the CPU's GEMM), and a copy of memory (read and written bytes). Medians.
 struct Ceilings {
     double flops_per_second, bytes_per_second;
     int size, repetitions;  // rows and columns of the matrices; products, and copies, that were timed
@@ -234,11 +258,15 @@ struct Ceilings {
     // Seconds that the work takes at least.
     double floor(double flops, double bytes) const { return std::max(flops / flops_per_second, bytes / bytes_per_second); }
     void print(std::FILE* out, const char* when) const {
-        std::fprintf(out, "ceilings measured in this run, at its %s: product of matrices %.6g TFLOP/s (%d x %d x %d), copy %.6g GB/s (%.0f MiB), medians of %d\n", when,
-                     flops_per_second * 1e-12, size, size, size, bytes_per_second * 1e-9, double(copied_bytes) / (1 << 20), repetitions);
+        std::fprintf(out,
+                     "ceilings measured in this run, at its %s: product of matrices %.6g TFLOP/s (%d x %d x %d), copy %.6g GB/s (%.0f "
+                     "MiB), medians of %d\n",
+                     when, flops_per_second * 1e-12, size, size, size, bytes_per_second * 1e-9, double(copied_bytes) / (1 << 20),
+                     repetitions);
     }
 };
-// size: rows and columns of the matrices, which are what is copied then; 0: large enough for the engine, and on a GPU a tenth of a second to warm up
+// size: rows and columns of the matrices, which are what is copied then; 0:
+// large enough for the engine, and on a GPU a tenth of a second to warm up
 template <class Dev>
 Ceilings measure_ceilings(Timed<Dev>& dev, int size = 0) {
     using real = typename Dev::real;
@@ -248,7 +276,8 @@ Ceilings measure_ceilings(Timed<Dev>& dev, int size = 0) {
     earlier.swap(dev.times);
     auto copy = [&](real* out, const real* in, size_t elements) {
 #ifdef CUDA_CHECK
-        if constexpr (!Dev::on_host) return CUDA_CHECK(cudaMemcpyAsync(out, in, elements * sizeof(real), cudaMemcpyDeviceToDevice, dev.stream));
+        if constexpr (!Dev::on_host)
+            return CUDA_CHECK(cudaMemcpyAsync(out, in, elements * sizeof(real), cudaMemcpyDeviceToDevice, dev.stream));
 #endif
         dev.Dev::copy(out, in, elements);
     };
@@ -266,8 +295,8 @@ Ceilings measure_ceilings(Timed<Dev>& dev, int size = 0) {
     for (int i = 0; i < repetitions; i++) dev.clock("product", 0, 0, [&] { dev.Dev::matmul_forward(c, a, b, nullptr, n, n, n); });
     for (int i = 0; i < repetitions; i++) dev.clock("copy", 0, 0, [&] { copy(to, from, copied); });
     dev.collect();
-    const Ceilings found = {2.0 * n * double(n) * n / median_of(dev.times["product"].each), 2.0 * double(copied * sizeof(real)) / median_of(dev.times["copy"].each), n, repetitions,
-                            copied * sizeof(real)};
+    const Ceilings found = {2.0 * n * double(n) * n / median_of(dev.times["product"].each),
+                            2.0 * double(copied * sizeof(real)) / median_of(dev.times["copy"].each), n, repetitions, copied * sizeof(real)};
     earlier.swap(dev.times);
     dev.release(a), dev.release(b), dev.release(c), dev.release(from), dev.release(to);
     return found;
@@ -277,12 +306,16 @@ template <class Dev>
 void print_last_ceilings(Timed<Dev>& dev, const std::string& name, const Ceilings& first, int ceiling_size, std::FILE* out) {
     const Ceilings last = measure_ceilings(dev, ceiling_size);
     last.print(out, "end");
-    std::fprintf(out, "rates, floors and shares of peak above are relative to the ceilings at the beginning; at the end they are %+.1f and %+.1f %% of those\n",
+    std::fprintf(out,
+                 "rates, floors and shares of peak above are relative to the ceilings at the beginning; at the end they are %+.1f and "
+                 "%+.1f %% of those\n",
                  100 * (last.flops_per_second / first.flops_per_second - 1), 100 * (last.bytes_per_second / first.bytes_per_second - 1));
-    std::fprintf(out, "result: %s: ceiling of matrix products | %.4g | TFLOP/s | %d x %d x %d, median of %d; %.4g at the end\n", name.c_str(), first.flops_per_second * 1e-12,
-                 first.size, first.size, first.size, first.repetitions, last.flops_per_second * 1e-12);
-    std::fprintf(out, "result: %s: ceiling of copies | %.4g | GB/s | %.0f MiB read and written, median of %d; %.4g at the end\n", name.c_str(), first.bytes_per_second * 1e-9,
-                 double(first.copied_bytes) / (1 << 20), first.repetitions, last.bytes_per_second * 1e-9);
+    std::fprintf(out, "result: %s: ceiling of matrix products | %.4g | TFLOP/s | %d x %d x %d, median of %d; %.4g at the end\n",
+                 name.c_str(), first.flops_per_second * 1e-12, first.size, first.size, first.size, first.repetitions,
+                 last.flops_per_second * 1e-12);
+    std::fprintf(out, "result: %s: ceiling of copies | %.4g | GB/s | %.0f MiB read and written, median of %d; %.4g at the end\n",
+                 name.c_str(), first.bytes_per_second * 1e-9, double(first.copied_bytes) / (1 << 20), first.repetitions,
+                 last.bytes_per_second * 1e-9);
     std::fflush(out);
 }
 
@@ -293,10 +326,13 @@ struct PerfStep {
     Activations<Timed<Dev>>& a;
     std::vector<int32_t> tokens;
     int64_t steps = 0;
-    double launched = 0, done = 0;  // seconds since its beginning after which the host had launched the last step, and after which the engine was done with it
+    // seconds since its beginning after which the host had launched the last step, and after which the engine was done with it
+    double launched = 0, done = 0;
 
-    PerfStep(Model<Timed<Dev>>& m, Activations<Timed<Dev>>& activations) : model(m), a(activations), tokens(size_t(a.shape.B) * size_t(a.shape.T)) {
-        for (size_t i = 0; i < tokens.size(); i++) tokens[i] = int32_t(random_below(uint64_t(model.config.vocab_size), 1, random_stream(RANDOM_TEST), i));
+    PerfStep(Model<Timed<Dev>>& m, Activations<Timed<Dev>>& activations)
+        : model(m), a(activations), tokens(size_t(a.shape.B) * size_t(a.shape.T)) {
+        for (size_t i = 0; i < tokens.size(); i++)
+            tokens[i] = int32_t(random_below(uint64_t(model.config.vocab_size), 1, random_stream(RANDOM_TEST), i));
         model.config.total_batch = int64_t(tokens.size());
     }
     void run() {
@@ -325,18 +361,21 @@ struct PerfStep {
     }
 };
 
-// A step without clocks, beside one of clocked_seconds, and by graphs. A GPU takes about a thousand launches ahead of what it does; behind those the host waits, so a long
-// step's launches seem to take longer than they would.
+// A step without clocks, beside one of clocked_seconds, and by graphs. A GPU takes about a thousand launches ahead
+// of what it does; behind those the host waits, so a long step's launches seem to take longer than they would.
 template <class Dev>
 void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& name, double clocked_seconds, std::FILE* out) {
     constexpr int COUNT = 7;
     const double tokens = double(step.tokens.size());
     dev.clocks = false;
     const auto plain = step.medians(COUNT);
-    std::fprintf(out, "a step without clocks: the host had launched the step after %.1f us, the GPU was done after %.1f us, medians of %d: %.1f tokens/s\n", plain.launched * 1e6,
-                 plain.done * 1e6, COUNT, tokens / plain.done);
     std::fprintf(out,
-                 "result: %s: step | %.0f | tokens/s | %.1f us without clocks, median of %d; launched by the host within %.1f us; %.1f us with a clock around every operation\n",
+                 "a step without clocks: the host had launched the step after %.1f us, the GPU was done after %.1f us, medians of %d: %.1f "
+                 "tokens/s\n",
+                 plain.launched * 1e6, plain.done * 1e6, COUNT, tokens / plain.done);
+    std::fprintf(out,
+                 "result: %s: step | %.0f | tokens/s | %.1f us without clocks, median of %d; launched by the host within %.1f us; %.1f us "
+                 "with a clock around every operation\n",
                  name.c_str(), tokens / plain.done, plain.done * 1e6, COUNT, plain.launched * 1e6, clocked_seconds * 1e6);
     std::fflush(out);
 #ifdef __CUDACC__
@@ -347,9 +386,13 @@ void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& n
     dev.use_graphs = true;
     try {
         const auto graphs = step.medians(COUNT);
-        std::fprintf(out, "a step with --cuda-graph 1: the host had launched the step after %.1f us, the GPU was done after %.1f us, medians of %d: %.1f tokens/s\n",
+        std::fprintf(out,
+                     "a step with --cuda-graph 1: the host had launched the step after %.1f us, the GPU was done after %.1f us, medians of "
+                     "%d: %.1f tokens/s\n",
                      graphs.launched * 1e6, graphs.done * 1e6, COUNT, tokens / graphs.done);
-        std::fprintf(out, "result: %s: step with --cuda-graph 1 | %.0f | tokens/s | %.1f us, median of %d; launched by the host within %.1f us; without graphs %.1f us\n",
+        std::fprintf(out,
+                     "result: %s: step with --cuda-graph 1 | %.0f | tokens/s | %.1f us, median of %d; launched by the host within %.1f us; "
+                     "without graphs %.1f us\n",
                      name.c_str(), tokens / graphs.done, graphs.done * 1e6, COUNT, graphs.launched * 1e6, plain.done * 1e6);
     } catch (const Error& e) {  // what was measured without them stands
         std::fprintf(out, "a step with --cuda-graph 1: not measured: %s\n", e.what());
@@ -361,7 +404,8 @@ void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& n
 // timed_steps after one or two to warm up; ceiling_size: see measure_ceilings; the report goes to `out`
 template <class Dev>
 int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_size = 0, std::FILE* out = stdout) {
-    const std::string name = format_text("perf, %s, %lld x %lld%s", c.attention == "full" ? "full attention" : "NSA", (long long)c.batch, (long long)c.seq_len,
+    const std::string name = format_text("perf, %s, %lld x %lld%s", c.attention == "full" ? "full attention" : "NSA", (long long)c.batch,
+                                         (long long)c.seq_len,
                                          c.recompute ? format_text(", recompute %lld", (long long)c.recompute).c_str() : "");
     const Ceilings ceilings = measure_ceilings(dev, ceiling_size);
     {
@@ -384,22 +428,25 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
         std::sort(timings.begin(), timings.end(), [](const Timing& x, const Timing& y) { return x.seconds < y.seconds; });
         const double seconds = timings[timings.size() / 2].seconds, tokens = double(step.tokens.size());
         const std::map<std::string, OperationTime>& times = timings[timings.size() / 2].times;
-        std::fprintf(out, "one training step of %s, %s attention, %lld sequences of %lld tokens, recompute %lld, on %s\n", c.model.c_str(), c.attention.c_str(), (long long)c.batch,
-                     (long long)c.seq_len, (long long)c.recompute, dev.describe().c_str());
+        std::fprintf(out, "one training step of %s, %s attention, %lld sequences of %lld tokens, recompute %lld, on %s\n", c.model.c_str(),
+                     c.attention.c_str(), (long long)c.batch, (long long)c.seq_len, (long long)c.recompute, dev.describe().c_str());
         ceilings.print(out, "beginning");
 #ifdef CUDA_CHECK
         if constexpr (!Dev::on_host) std::fprintf(out, "%s\n", dev.describe_selected(a.shape).c_str());
 #endif
-        std::fprintf(out, "floor: the longer of FLOPs at the first ceiling and bytes at the second; of all operations: the sum of the floors\n");
-        std::fprintf(out, "\n%-34s %6s %12s %12s %7s %11s %11s %10s %8s %9s %8s\n", "operation", "calls", "us", "floor us", "step", "GFLOP", "MB", "TFLOP/s", "of peak", "GB/s", "of peak");
+        std::fprintf(out,
+                     "floor: the longer of FLOPs at the first ceiling and bytes at the second; of all operations: the sum of the floors\n");
+        std::fprintf(out, "\n%-34s %6s %12s %12s %7s %11s %11s %10s %8s %9s %8s\n", "operation", "calls", "us", "floor us", "step", "GFLOP",
+                     "MB", "TFLOP/s", "of peak", "GB/s", "of peak");
         std::vector<std::pair<std::string, OperationTime>> rows(times.begin(), times.end());
         std::sort(rows.begin(), rows.end(), [](const auto& x, const auto& y) { return x.second.seconds > y.second.seconds; });
         OperationTime all;
         double all_floors = 0;
         auto print = [&](const std::string& operation, const OperationTime& o, double floor) {
-            std::fprintf(out, "%-34s %6lld %12.1f %12.1f %6.1f%% %11.6g %11.6g %10.3f %7.1f%% %9.1f %7.1f%%\n", operation.c_str(), (long long)o.calls, o.seconds * 1e6, floor * 1e6,
-                         100 * o.seconds / seconds, o.flops * 1e-9, o.bytes * 1e-6, o.flops / o.seconds * 1e-12, 100 * o.flops / o.seconds / ceilings.flops_per_second,
-                         o.bytes / o.seconds * 1e-9, 100 * o.bytes / o.seconds / ceilings.bytes_per_second);
+            std::fprintf(out, "%-34s %6lld %12.1f %12.1f %6.1f%% %11.6g %11.6g %10.3f %7.1f%% %9.1f %7.1f%%\n", operation.c_str(),
+                         (long long)o.calls, o.seconds * 1e6, floor * 1e6, 100 * o.seconds / seconds, o.flops * 1e-9, o.bytes * 1e-6,
+                         o.flops / o.seconds * 1e-12, 100 * o.flops / o.seconds / ceilings.flops_per_second, o.bytes / o.seconds * 1e-9,
+                         100 * o.bytes / o.seconds / ceilings.bytes_per_second);
         };
         for (const auto& [operation, o] : rows) {
             const double floor = ceilings.floor(o.flops, o.bytes);
@@ -407,14 +454,17 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
             all.seconds += o.seconds, all.flops += o.flops, all.bytes += o.bytes, all.calls += o.calls, all_floors += floor;
         }
         print("all operations", all, all_floors);
-        std::fprintf(out, "the step %.0f us, the median of %zu: %.1f tokens/s with a clock around every operation\n", seconds * 1e6, timings.size(), tokens / seconds);
-        std::fprintf(out, "result: %s: all operations | %.1f | us | %.1f %% of a step of %.1f us with a clock around every operation; floor %.1f us; %s\n", name.c_str(), all.seconds * 1e6,
-                     100 * all.seconds / seconds, seconds * 1e6, all_floors * 1e6, c.model.c_str());
+        std::fprintf(out, "the step %.0f us, the median of %zu: %.1f tokens/s with a clock around every operation\n", seconds * 1e6,
+                     timings.size(), tokens / seconds);
+        std::fprintf(out,
+                     "result: %s: all operations | %.1f | us | %.1f %% of a step of %.1f us with a clock around every operation; floor "
+                     "%.1f us; %s\n",
+                     name.c_str(), all.seconds * 1e6, 100 * all.seconds / seconds, seconds * 1e6, all_floors * 1e6, c.model.c_str());
         std::fflush(out);
         if constexpr (!Dev::on_host) perf_plain_steps(dev, step, name, seconds, out);
         else
-            std::fprintf(out, "result: %s: step | %.1f | tokens/s | %.1f us with a clock around every operation, median of %zu; %s\n", name.c_str(), tokens / seconds,
-                         seconds * 1e6, timings.size(), c.model.c_str());
+            std::fprintf(out, "result: %s: step | %.1f | tokens/s | %.1f us with a clock around every operation, median of %zu; %s\n",
+                         name.c_str(), tokens / seconds, seconds * 1e6, timings.size(), c.model.c_str());
     }
     print_last_ceilings(dev, name, ceilings, ceiling_size, out);
     return 0;
@@ -431,7 +481,9 @@ inline int run_perf(int argc, const char* const* argv) {
 #ifdef HAVE_CUDA
     if (device.gpu) {
         Timed<Cuda> dev(0);
-        dev.selected_kernel = c.selected_kernels == "tiles" ? SelectedKernel::TILES : c.selected_kernels == "gather" ? SelectedKernel::GATHER : SelectedKernel::AUTO;
+        dev.selected_kernel = c.selected_kernels == "tiles"    ? SelectedKernel::TILES
+                              : c.selected_kernels == "gather" ? SelectedKernel::GATHER
+                                                               : SelectedKernel::AUTO;
         return perf_on<Cuda>(dev, c);
     }
 #endif

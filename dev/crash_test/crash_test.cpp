@@ -1,15 +1,18 @@
-// crash_test.cpp: trains a small run, breaks it again and again, resumes it, and compares what it comes to with a run that nobody broke: every
-// file of the last checkpoint byte for byte, the state in its manifest (with it the loader's, so the order of the data), and main.log line for line.
+// crash_test.cpp: trains a small run, breaks it again and again, resumes it, and compares what it
+// comes to with a run that nobody broke: every file of the last checkpoint byte for byte, the state
+// in its manifest (with it the loader's, so the order of the data), and main.log line for line.
 //     crash_test [--kills N] [--faults N] [--rot N] [--seed N] [--program ./train_nsa] [--shim build/faults.so] [--mpirun 'mpirun -np 2'] [-- OPTION...]
-// The short form, without options, is a part of make test. --kills 300 is the long form: that many with one rank, a third as many with two, and
-// more of the rest. OPTIONs go to the program, such as --recompute 2. The last line is "N passed, N failed"; what failed leaves its folder behind.
+// The short form, without options, is a part of make test. --kills 300 is the long form: that many
+// with one rank, a third as many with two, and more of the rest. OPTIONs go to the program, such
+// as --recompute 2. The last line is "N passed, N failed"; what failed leaves its folder behind.
 //
 //     kill     SIGKILL at a random moment, of all ranks or of one; then --resume
 //     fault    faults.c between the program and the disk: writes that fail, and power cuts
 //     rot      a kill, and damage done to the newest checkpoint before --resume
 //
 // A round is one run from its beginning to its end with several of these on the way. What is demanded on the way:
-// - a checkpoint that was reported saved is resumed from, or a newer one, unless the disk lied (torn, lost_rename) or the checkpoint was damaged;
+// - a checkpoint that was reported saved is resumed from, or a newer one,
+// unless the disk lied (torn, lost_rename) or the checkpoint was damaged;
 // - a damaged one is named and never resumed from; without lies or damage from outside there is none, whatever the moment of a crash;
 // - when a write fails and the program lives, it says so and trains on to the last step.
 #include <map>
@@ -65,7 +68,8 @@ static std::vector<pid_t> processes_with(const std::string& variable, const std:
         const std::string environment((std::istreambuf_iterator<char>(environment_file)), std::istreambuf_iterator<char>());
         std::string comm;
         std::getline(command_file, comm);
-        if (('\0' + environment).find('\0' + variable + '\0') != std::string::npos && (command.empty() || comm == command)) found.push_back(pid);
+        if (('\0' + environment).find('\0' + variable + '\0') != std::string::npos && (command.empty() || comm == command))
+            found.push_back(pid);
     }
     return found;
 }
@@ -112,7 +116,8 @@ class CrashTest {
         if (child < 0) fail("cannot fork: %s", std::strerror(errno));
         if (child == 0) {
             const int null = ::open("/dev/null", O_RDONLY);
-            if (chdir(folder.c_str()) == 0 && dup2(null, 0) >= 0 && dup2(out[1], 1) >= 0 && dup2(err[1], 2) >= 0) execvpe(argv[0], argv.data(), envp.data());
+            if (chdir(folder.c_str()) == 0 && dup2(null, 0) >= 0 && dup2(out[1], 1) >= 0 && dup2(err[1], 2) >= 0)
+                execvpe(argv[0], argv.data(), envp.data());
             _exit(127);
         }
         close(out[1]), close(err[1]);
@@ -157,14 +162,18 @@ class CrashTest {
         r.seconds = e.seconds;
         r.manifest = verify_checkpoint(checkpoint_folder(r.folder + "/run", last_step));
         r.log = lines_of(read_file(r.folder + "/run/main.log"), "s:");
-        std::printf("reference with %d rank%s: %zu lines of main.log, %zu files in the last checkpoint, %.2f s\n", ranks, ranks > 1 ? "s" : "", r.log.size(), r.manifest.files.size(), r.seconds);
+        std::printf("reference with %d rank%s: %zu lines of main.log, %zu files in the last checkpoint, %.2f s\n", ranks,
+                    ranks > 1 ? "s" : "", r.log.size(), r.manifest.files.size(), r.seconds);
         const Ended counted = run(new_folder(format_text("count_%d", ranks)), ranks, false, -1, fault_environment("count", 0, 0));
         std::smatch m;
         const std::string text = file_exists(fault_log) ? read_file(fault_log) : "";
-        if (counted.status != 0 || !std::regex_search(text, m, std::regex("writes (\\d+) fsyncs (\\d+) file_fsyncs (\\d+) renames (\\d+) bytes (\\d+)")))
-            fail("%s counted nothing in a run of status %d: '%s' %s", settings.shim.c_str(), counted.status, text.c_str(), counted.err.c_str());
+        if (counted.status != 0 ||
+            !std::regex_search(text, m, std::regex("writes (\\d+) fsyncs (\\d+) file_fsyncs (\\d+) renames (\\d+) bytes (\\d+)")))
+            fail("%s counted nothing in a run of status %d: '%s' %s", settings.shim.c_str(), counted.status, text.c_str(),
+                 counted.err.c_str());
         for (size_t i = 0; i < 5; i++) r.count[i] = std::stoll(m[i + 1]);
-        std::printf("        %lld writes of %lld bytes, %lld fsyncs, %lld renames\n", (long long)r.count[0], (long long)r.count[4], (long long)r.count[1], (long long)r.count[3]);
+        std::printf("        %lld writes of %lld bytes, %lld fsyncs, %lld renames\n", (long long)r.count[0], (long long)r.count[4],
+                    (long long)r.count[1], (long long)r.count[3]);
         if (r.count[1] == 0) fail("the program made no checkpoint");
         std::fflush(stdout);
     }
@@ -217,10 +226,12 @@ class CrashTest {
                     demand(e.status == 0, "it ended with status %d: %s", e.status, e.err.c_str());
                     break;
                 }
-                const std::vector<std::string> log = lines_of(read_file(folder + "/run/main.log"), format_text("s:%lld trl:", (long long)last_step));
+                const std::vector<std::string> log = lines_of(read_file(folder + "/run/main.log"),
+                                                              format_text("s:%lld trl:", (long long)last_step));
                 demand(!log.empty(), "a failing disk ended it before the last step, status %d: %s", e.status, e.err.c_str());
                 const std::string reason = std::strerror(kind == "enospc" ? ENOSPC : EIO);
-                if (struck && kind != "short") demand((e.out + e.err).find(reason) != std::string::npos, "it never said '%s': %s", reason.c_str(), e.err.c_str());
+                if (struck && kind != "short")
+                    demand((e.out + e.err).find(reason) != std::string::npos, "it never said '%s': %s", reason.c_str(), e.err.c_str());
                 if (kind == "short") demand(e.status == 0 && e.err.empty(), "short writes gave status %d: %s", e.status, e.err.c_str());
             }
             const Ended e = go_on(folder, ranks, -1);  // of a run that is complete: nothing to do but to clean up
@@ -246,9 +257,13 @@ class CrashTest {
         });
     }
 
-    const std::vector<std::string> options = {"--model", "tiny", "--device", "cpu", "--threads", "1", "--layers", "1", "--dim", "16", "--heads", "2", "--kv-groups", "1", "--head-dim", "8",
-        "--cmp-block", "8", "--cmp-stride", "4", "--slc-block", "8", "--slc-count", "4", "--window", "16", "--phi-hidden", "8", "--mlp-hidden", "32", "--seq-len", "32", "--batch", "1",
-        "--total-batch", "128", "--warmup", "5", "--lr", "0.01", "--eval-batches", "2", "--eval-every", "10", "--sample-every", "20", "--sample-tokens", "4", "--save-every", "3", "--steps", "60"};
+    const std::vector<std::string> options = {
+        "--model",        "tiny", "--device",     "cpu", "--threads",      "1",   "--layers",        "1", "--dim",        "16",
+        "--heads",        "2",    "--kv-groups",  "1",   "--head-dim",     "8",   "--cmp-block",     "8", "--cmp-stride", "4",
+        "--slc-block",    "8",    "--slc-count",  "4",   "--window",       "16",  "--phi-hidden",    "8", "--mlp-hidden", "32",
+        "--seq-len",      "32",   "--batch",      "1",   "--total-batch",  "128", "--warmup",        "5", "--lr",         "0.01",
+        "--eval-batches", "2",    "--eval-every", "10",  "--sample-every", "20",  "--sample-tokens", "4", "--save-every", "3",
+        "--steps",        "60"};
     const int64_t last_step = 60;
 
   private:
@@ -302,7 +317,8 @@ class CrashTest {
     // The words before the command that put the shim in between.
     std::vector<std::string> fault_environment(const std::string& kind, int64_t at, int64_t count) {
         remove_tree(fault_log);
-        std::vector<std::string> words = {"FAULT_LOG=" + fault_log, format_text("FAULT=%s:%lld:%lld", kind.c_str(), (long long)at, (long long)count),
+        std::vector<std::string> words = {"FAULT_LOG=" + fault_log,
+                                          format_text("FAULT=%s:%lld:%lld", kind.c_str(), (long long)at, (long long)count),
                                           format_text("FAULT_SEED=%lld", (long long)draw(1u << 30)), "LD_PRELOAD=" + settings.shim};
         const char* asan = std::getenv("ASAN_OPTIONS");
         words.push_back(std::string("ASAN_OPTIONS=") + (asan ? asan : "") + ":verify_asan_link_order=0");
@@ -330,14 +346,17 @@ class CrashTest {
         demand(!e.late, "it did not end; stdout: %s stderr: %s", e.out.c_str(), e.err.c_str());
         std::smatch m;
         int64_t resumed = -1;
-        for (const std::string& line : lines_of(e.out, "resume:")) resumed = std::regex_search(line, m, std::regex("step_([0-9]{8,})")) ? std::stoll(m[1]) : 0;
+        for (const std::string& line : lines_of(e.out, "resume:"))
+            resumed = std::regex_search(line, m, std::regex("step_([0-9]{8,})")) ? std::stoll(m[1]) : 0;
         if (resumed >= 0) {  // it came so far as to say so
             events[resumed ? "resumes" : "starts with nothing to resume"]++;
             history += format_text(" from %lld", (long long)resumed);
-            if (!disk_lies) demand(resumed >= saved, "step %lld was reported saved and it resumed from %lld", (long long)saved, (long long)resumed);
+            if (!disk_lies)
+                demand(resumed >= saved, "step %lld was reported saved and it resumed from %lld", (long long)saved, (long long)resumed);
             if (!damaged.empty()) {
                 demand(resumed != step_of_name(damaged), "it resumed from the damaged %s", damaged.c_str());
-                demand(std::regex_search(e.out + e.err, std::regex(damaged + " is damaged")), "it did not say that %s is damaged: %s", damaged.c_str(), e.err.c_str());
+                demand(std::regex_search(e.out + e.err, std::regex(damaged + " is damaged")), "it did not say that %s is damaged: %s",
+                       damaged.c_str(), e.err.c_str());
                 damaged.clear();
             }
             saved = resumed;
@@ -350,10 +369,12 @@ class CrashTest {
             if (std::regex_search(line, m, std::regex("step_([0-9]{8,})"))) saved = std::max<int64_t>(saved, std::stoll(m[1]));
         if (e.killed && e.status != 0) return e;
         const std::string run_folder = folder + "/run";
-        if (e.status == 1 && !checkpoint_steps(run_folder).empty() && newest_intact_checkpoint(run_folder, [](const std::string&) {}).empty()) {
+        if (e.status == 1 && !checkpoint_steps(run_folder).empty() &&
+            newest_intact_checkpoint(run_folder, [](const std::string&) {}).empty()) {
             // Nothing intact is left: it may refuse, if it says why; what the user then does is done here.
             demand(disk_lies || rotten, "no checkpoint is intact: %s", e.err.c_str());
-            demand(e.err.find(" is damaged") != std::string::npos, "it refused without saying that a checkpoint is damaged: %s", e.err.c_str());
+            demand(e.err.find(" is damaged") != std::string::npos, "it refused without saying that a checkpoint is damaged: %s",
+                   e.err.c_str());
             events["refusals, all checkpoints damaged"]++;
             for (int64_t step : checkpoint_steps(run_folder)) remove_tree(checkpoint_folder(run_folder, step));
             saved = 0, damaged.clear();
@@ -365,11 +386,15 @@ class CrashTest {
 
     void finish(const std::string& folder, int ranks) {
         const Reference& r = references[ranks];
-        const std::string run_folder = folder + "/run", last = checkpoint_folder(run_folder, last_step), wanted = checkpoint_folder(r.folder + "/run", last_step);
+        const std::string run_folder = folder + "/run", last = checkpoint_folder(run_folder, last_step),
+                          wanted = checkpoint_folder(r.folder + "/run", last_step);
         const Manifest m = verify_checkpoint(last);
-        demand(m.files.size() == r.manifest.files.size(), "the last checkpoint has %zu files, expected %zu", m.files.size(), r.manifest.files.size());
-        for (const FileRecord& file : r.manifest.files) demand(read_file(last + "/" + file.name) == read_file(wanted + "/" + file.name), "%s differs", file.name.c_str());
-        demand(m.state_text == r.manifest.state_text, "the state in the manifest differs: %s, expected %s", m.state_text.c_str(), r.manifest.state_text.c_str());
+        demand(m.files.size() == r.manifest.files.size(), "the last checkpoint has %zu files, expected %zu", m.files.size(),
+               r.manifest.files.size());
+        for (const FileRecord& file : r.manifest.files)
+            demand(read_file(last + "/" + file.name) == read_file(wanted + "/" + file.name), "%s differs", file.name.c_str());
+        demand(m.state_text == r.manifest.state_text, "the state in the manifest differs: %s, expected %s", m.state_text.c_str(),
+               r.manifest.state_text.c_str());
         const std::vector<std::string> log = lines_of(read_file(run_folder + "/main.log"), "s:");
         for (size_t i = 0; i < std::max(log.size(), r.log.size()); i++) {
             const std::string found = i < log.size() ? log[i] : "its end", expected = i < r.log.size() ? r.log[i] : "its end";
@@ -434,10 +459,14 @@ static Settings settings_of(int argc, char** argv) {
             s.more.assign(argv + i + 1, argv + argc);
             break;
         }
-        const std::map<std::string, int64_t*> numbers = {{"--kills", &s.kills}, {"--faults", &s.faults}, {"--rot", &s.rot}, {"--seed", &s.seed}};
+        const std::map<std::string, int64_t*> numbers = {
+            {"--kills", &s.kills}, {"--faults", &s.faults}, {"--rot", &s.rot}, {"--seed", &s.seed}};
         const std::map<std::string, std::string*> texts = {{"--program", &s.program}, {"--shim", &s.shim}, {"--mpirun", &s.mpirun}};
         if (i + 1 == argc || (!numbers.count(word) && !texts.count(word)))
-            fail_usage("unknown option or missing value: %s; usage: crash_test [--kills N] [--faults N] [--rot N] [--seed N] [--program FILE] [--shim FILE] [--mpirun COMMAND] [-- OPTION...]", argv[i]);
+            fail_usage(
+                "unknown option or missing value: %s; usage: crash_test [--kills N] [--faults N] [--rot N] [--seed N] [--program FILE] "
+                "[--shim FILE] [--mpirun COMMAND] [-- OPTION...]",
+                argv[i]);
         if (numbers.count(word)) *numbers.at(word) = std::atoll(argv[++i]);
         else *texts.at(word) = argv[++i];
     }

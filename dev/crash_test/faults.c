@@ -2,7 +2,8 @@
 //     cc -shared -fPIC -O1 -pthread -o faults.so faults.c -ldl
 //     LD_PRELOAD=./faults.so FAULT_FOLDER=/absolute/folder FAULT=kind:at:count FAULT_SEED=1 FAULT_LOG=events.txt program
 //
-// Only paths below FAULT_FOLDER are touched, and operations count from the first one on a checkpoint (a path with "/step_") on. FAULT is one of
+// Only paths below FAULT_FOLDER are touched, and operations count from the
+// first one on a checkpoint (a path with "/step_") on. FAULT is one of
 //     count                   nothing; FAULT_LOG gets "writes W fsyncs F renames R bytes B" when the program ends
 //     short                   every write may take only a part, or none because a signal came (EINTR): what POSIX allows any day
 //     enospc:AT:COUNT         the disk is full after AT bytes: the part that fits is taken, then COUNT writes fail with ENOSPC; then there is room
@@ -14,11 +15,11 @@
 //     lost_rename:AT:MORE     rename AT claims success and is never made durable; the power fails MORE operations later
 // Each event is a line of FAULT_LOG.
 //
-// The power cut is the strictest that POSIX allows. The program is killed, and of what it did only this is sure to be there: the bytes of a
-// file that were written when it was last synced; the names in a folder, and the renames into it, when that folder was last synced. Of the
-// rest a random part survives: files end anywhere behind their synced bytes or go on in zeros, new names are there or not, and the last of
-// the renames never happened. Files that were there at the start of the program are on the disk. Deletions are not taken back. The writes of
-// stdio pass unseen (glibc does not call its own write by name), but their files lose what was not synced as all others do.
+// The power cut is the strictest that POSIX allows. The program is killed, and of what it did only this is sure to be there: the bytes of
+// a file that were written when it was last synced; the names in a folder, and the renames into it, when that folder was last synced. Of
+// the rest a random part survives: files end anywhere behind their synced bytes or go on in zeros, new names are there or not, and the
+// last of the renames never happened. Files that were there at the start of the program are on the disk. Deletions are not taken back.
+// The writes of stdio pass unseen (glibc does not call its own write by name), but their files lose what was not synced as all others do.
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>

@@ -1,7 +1,7 @@
-// fuzz.h: what the fuzz targets share. A target hands libFuzzer's bytes to one reader. That the reader refuses them with an Error is a fine outcome;
-// a finding is everything else: a crash, a report of AddressSanitizer or UBSan, a leak, more than a second of processor time, an Error that is not one
-// printable line of bounded length, another exception, memory out of proportion to the input, or accepted bytes that do not read the same when written again.
-// dev/fuzz/Makefile builds and runs the targets.
+// fuzz.h: what the fuzz targets share. A target hands libFuzzer's bytes to one reader. That the reader refuses them with an Error
+// is a fine outcome; a finding is everything else: a crash, a report of AddressSanitizer or UBSan, a leak, more than a second of
+// processor time, an Error that is not one printable line of bounded length, another exception, memory out of proportion to the
+// input, or accepted bytes that do not read the same when written again. dev/fuzz/Makefile builds and runs the targets.
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -49,8 +49,10 @@ inline void check_message(const std::string& text) {
         const int more = c >= 0xF0 ? 3 : c >= 0xE0 ? 2 : 1;
         if (c < 0xC2 || c > 0xF4) finding("stray byte 0x%02x in the message '%s'", c, text.c_str());
         for (int k = 1; k <= more; k++)
-            if (i + size_t(k) >= text.size() || (static_cast<unsigned char>(text[i + size_t(k)]) & 0xC0) != 0x80) finding("half a character in the message '%s'", text.c_str());
-        if (c == 0xC2 && static_cast<unsigned char>(text[i + 1]) < 0xA0) finding("a C1 control character in the message '%s'", text.c_str());
+            if (i + size_t(k) >= text.size() || (static_cast<unsigned char>(text[i + size_t(k)]) & 0xC0) != 0x80)
+                finding("half a character in the message '%s'", text.c_str());
+        if (c == 0xC2 && static_cast<unsigned char>(text[i + 1]) < 0xA0)
+            finding("a C1 control character in the message '%s'", text.c_str());
         i += size_t(more);
     }
 }
@@ -69,8 +71,8 @@ inline std::string refusal(const std::function<void()>& read) {
 inline bool accepts(const std::function<void()>& read) { return refusal(read).empty(); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory: what the allocator hands out while a MemoryLimit lives must stay below fixed + times * the input's size, summed over what is live at once.
-// So a length that a header claims cannot make a reader allocate it.
+// Memory: what the allocator hands out while a MemoryLimit lives must stay below fixed + times * the input's
+// size, summed over what is live at once. So a length that a header claims cannot make a reader allocate it.
 
 struct Allocations {
     int64_t live = 0, peak = 0;
@@ -83,7 +85,8 @@ struct MemoryLimit {
     const int64_t before = allocations().live, limit;
     MemoryLimit(size_t input, size_t fixed, size_t times) : limit(int64_t(fixed + times * input)) { allocations().peak = before; }
     ~MemoryLimit() {
-        if (allocations().peak - before > limit) finding("%lld bytes allocated at once, limit %lld", (long long)(allocations().peak - before), (long long)limit);
+        if (allocations().peak - before > limit)
+            finding("%lld bytes allocated at once, limit %lld", (long long)(allocations().peak - before), (long long)limit);
     }
 };
 
@@ -98,7 +101,8 @@ struct MemoryFile {
         if (fd < 0) finding("memfd_create: %s", std::strerror(errno));
     }
     const std::string& fill(const std::string& bytes) const {
-        if (ftruncate(fd, 0) != 0 || pwrite(fd, bytes.data(), bytes.size(), 0) != ssize_t(bytes.size())) finding("cannot fill a file in memory: %s", std::strerror(errno));
+        if (ftruncate(fd, 0) != 0 || pwrite(fd, bytes.data(), bytes.size(), 0) != ssize_t(bytes.size()))
+            finding("cannot fill a file in memory: %s", std::strerror(errno));
         return path;
     }
 };
@@ -118,7 +122,8 @@ struct MemoryFolder {
         const std::string file = path + "/" + name;
         files.insert(file);
         const int fd = open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-        if (fd < 0 || write(fd, bytes.data(), bytes.size()) != ssize_t(bytes.size())) finding("cannot fill %s: %s", file.c_str(), std::strerror(errno));
+        if (fd < 0 || write(fd, bytes.data(), bytes.size()) != ssize_t(bytes.size()))
+            finding("cannot fill %s: %s", file.c_str(), std::strerror(errno));
         close(fd);
     }
 };

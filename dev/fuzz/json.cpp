@@ -3,8 +3,17 @@
 #include "fuzz.h"
 
 std::vector<std::string> seeds() {
-    return {"{\"a\": [1, -0.5e3, true, false, null], \"b\": {\"c\": \"\\u00e9\\ud83d\\ude00\\n\\\"\\\\\\/\"}}", "[]", "{}", "-12345678901234567890", "9223372036854775807",
-            "[[[[[[0]]]]]]", "\"\xC3\xA9\xE4\xB8\xAD\xF0\x9F\x98\x80\"", " \t\r\n1.25E-7 ", "{\"\": 0, \" \": \"\"}", "1e400", "-9223372036854775808"};
+    return {"{\"a\": [1, -0.5e3, true, false, null], \"b\": {\"c\": \"\\u00e9\\ud83d\\ude00\\n\\\"\\\\\\/\"}}",
+            "[]",
+            "{}",
+            "-12345678901234567890",
+            "9223372036854775807",
+            "[[[[[[0]]]]]]",
+            "\"\xC3\xA9\xE4\xB8\xAD\xF0\x9F\x98\x80\"",
+            " \t\r\n1.25E-7 ",
+            "{\"\": 0, \" \": \"\"}",
+            "1e400",
+            "-9223372036854775808"};
 }
 
 static std::string written(const Json& v) {
@@ -25,7 +34,8 @@ static std::string written(const Json& v) {
 }
 
 static bool same(const Json& a, const Json& b) {
-    if (a.kind != b.kind || a.is_true != b.is_true || a.text != b.text || a.keys != b.keys || a.items.size() != b.items.size()) return false;
+    if (a.kind != b.kind || a.is_true != b.is_true || a.text != b.text || a.keys != b.keys || a.items.size() != b.items.size())
+        return false;
     if (a.number_value != b.number_value || a.integer_value != b.integer_value) return false;
     for (size_t i = 0; i < a.items.size(); i++)
         if (!same(a.items[i], b.items[i])) return false;
@@ -45,7 +55,8 @@ void fuzz_one(const std::string& input) {
     const std::string where = "file.json";
     Json value;
     {
-        MemoryLimit limit(input.size(), 8 << 10, 400);  // a value of one digit and its comma are two bytes of text and 112 of memory, twice while an array grows
+        // a value of one digit and its comma are two bytes of text and 112 of memory, twice while an array grows
+        MemoryLimit limit(input.size(), 8 << 10, 400);
         if (!accepts([&] { value = parse_json(input, where); })) return;
     }
     ask(value, where);

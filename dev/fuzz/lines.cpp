@@ -1,13 +1,22 @@
-// lines.cpp: the input as a .txt or .jsonl of the verb tokenize, read in blocks of a few bytes and in one block: same tokens, documents and errors, and the
-// documents are the input's. The first byte chooses the kind, the separator and the block.
+// lines.cpp: the input as a .txt or .jsonl of the verb tokenize, read in blocks of a few bytes and in one block: same tokens,
+// documents and errors, and the documents are the input's. The first byte chooses the kind, the separator and the block.
 #include "../../data/tokenize.h"
 #include "fuzz.h"
 
 static const MemoryFile file;
 
 std::vector<std::string> seeds() {
-    return {"\x01{\"text\": \"one\"}\n\n{\"id\": [1, {}], \"text\": \"two\\n\\u00e9\"}\r\n{\"text\": \"\"}\n{\"text\": \"last\"}", "\x03{\"text\": 5}\n", "\x05{\"text\": \"a\"} x\n{\"nothing\": 0}", "\x01\xEF\xBB\xBF{\"text\": \"\xC3\"}",
-            "\x02" "a document\n\nanother one\n\n\n\nthird \xC3\xA9\xE4\xB8\xAD 12", std::string("\x04" "abc\0def\0\0ghi", 13), "\x08words and  words\nfar apart", "\x0Axyxyxyx"};
+    return {"\x01{\"text\": \"one\"}\n\n{\"id\": [1, {}], \"text\": \"two\\n\\u00e9\"}\r\n{\"text\": \"\"}\n{\"text\": \"last\"}",
+            "\x03{\"text\": 5}\n",
+            "\x05{\"text\": \"a\"} x\n{\"nothing\": 0}",
+            "\x01\xEF\xBB\xBF{\"text\": \"\xC3\"}",
+            "\x02"
+            "a document\n\nanother one\n\n\n\nthird \xC3\xA9\xE4\xB8\xAD 12",
+            std::string("\x04"
+                        "abc\0def\0\0ghi",
+                        13),
+            "\x08words and  words\nfar apart",
+            "\x0Axyxyxyx"};
 }
 
 struct Outcome {
@@ -52,7 +61,8 @@ void fuzz_one(const std::string& input) {
     const std::string separator = read_separator(separators[input[0] >> 1 & 3]), text = input.substr(1);
     refusal([&] { read_separator(text.substr(0, 20)); });
     const std::string& path = file.fill(text);
-    const Outcome whole = outcome(path, jsonl, separator, 1 << 10, text.size()), blocks = outcome(path, jsonl, separator, 1 + (input[0] >> 3 & 31), text.size());
+    const Outcome whole = outcome(path, jsonl, separator, 1 << 10, text.size()),
+                  blocks = outcome(path, jsonl, separator, 1 + (input[0] >> 3 & 31), text.size());
     EXPECT(whole.error == blocks.error);
     if (!whole.error.empty()) return;
     EXPECT(whole.tokens == blocks.tokens && whole.documents == blocks.documents && whole.text_bytes == blocks.text_bytes);

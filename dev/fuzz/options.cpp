@@ -1,12 +1,24 @@
-// options.cpp: the input's lines as the words of a command line. What is accepted lies in the ranges of the table, fits together, and makes a manifest that is JSON.
+// options.cpp: the input's lines as the words of a command line. What is accepted
+// lies in the ranges of the table, fits together, and makes a manifest that is JSON.
 #define NSA_WITHOUT_MAIN
 #include "../../train_nsa.cu"
 #include "fuzz.h"
 
 std::vector<std::string> seeds() {
-    return {"", "train\n--model\n125m\n--batch=2", "--total-batch\n8192\n--seq-len\n1024\n--batch\n4", "tokenize\n--in\na.txt\nb.jsonl\n--out\nx\n--val-fraction=0.5\n--split-documents\n\\n\\n",
-            "sample\n--from\nruns/a\n--prompt\nOnce\n--top-p=0.9\n--temperature\n0", "eval\n--from\nx\n--val-data\n*.bin", "check", "-h", "--lr\n1e-3\n--lr\n1", "--resume\n--steps=0x10\n--warmup=nan\n--seed\n9e15",
-            "--heads\n6\n--kv-groups\n4", "--out\n///", "--resume=off\n--attention=full\n--cmp-block\n7", "--layer\n3"};
+    return {"",
+            "train\n--model\n125m\n--batch=2",
+            "--total-batch\n8192\n--seq-len\n1024\n--batch\n4",
+            "tokenize\n--in\na.txt\nb.jsonl\n--out\nx\n--val-fraction=0.5\n--split-documents\n\\n\\n",
+            "sample\n--from\nruns/a\n--prompt\nOnce\n--top-p=0.9\n--temperature\n0",
+            "eval\n--from\nx\n--val-data\n*.bin",
+            "check",
+            "-h",
+            "--lr\n1e-3\n--lr\n1",
+            "--resume\n--steps=0x10\n--warmup=nan\n--seed\n9e15",
+            "--heads\n6\n--kv-groups\n4",
+            "--out\n///",
+            "--resume=off\n--attention=full\n--cmp-block\n7",
+            "--layer\n3"};
 }
 
 void fuzz_one(const std::string& input) {
@@ -38,7 +50,8 @@ void fuzz_one(const std::string& input) {
         if (o.text && o.choices) EXPECT(is_choice(c.*o.text, o.choices));
     }
     if (c.help || c.verb != "train") return;
-    EXPECT(c.batch >= 1 && c.seq_len >= 1 && c.total_batch % (c.batch * c.seq_len * world.size) == 0 && c.total_batch >= c.batch * c.seq_len * world.size);
+    EXPECT(c.batch >= 1 && c.seq_len >= 1 && c.total_batch % (c.batch * c.seq_len * world.size) == 0 &&
+           c.total_batch >= c.batch * c.seq_len * world.size);
     const Json manifest = parse_json(manifest_json(c), "manifest");
     for (const Option& o : option_table())
         if (o.integer && (o.verbs & TRAIN)) EXPECT(manifest.integer(underscored(o.name), "manifest") == c.*o.integer);

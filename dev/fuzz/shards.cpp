@@ -1,5 +1,5 @@
-// shards.cpp: opens the input as a token shard and reads every sample of an epoch and more. The first byte of the input chooses the sequence length and
-// the vocabulary, the rest is the file.
+// shards.cpp: opens the input as a token shard and reads every sample of an epoch and more. The
+// first byte of the input chooses the sequence length and the vocabulary, the rest is the file.
 #include "../../dataloader.h"
 #include "fuzz.h"
 
@@ -13,9 +13,16 @@ static std::string shard(const std::vector<int32_t>& head, const std::vector<uin
 
 std::vector<std::string> seeds() {
     const std::vector<uint16_t> tokens = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13};
-    return {"\x02" + shard({SHARD_MAGIC, 1, 13}, tokens), "\x03" + shard({SHARD_MAGIC, 1, 13, 256}, tokens), "\x83" + shard({SHARD_MAGIC, 1, 13, 50257}, tokens),
-            "\x81" + shard({SHARD_MAGIC, 1, 2}, {50256, 65535}), "\x02" + shard({SHARD_MAGIC, 1, INT32_MAX}, tokens), "\x02" + shard({20240801, 7, 13}, tokens),
-            "\x02PAR1abcPAR1", "\x02some text\n", "\x02\x1f\x8b", "\x02"};
+    return {"\x02" + shard({SHARD_MAGIC, 1, 13}, tokens),
+            "\x03" + shard({SHARD_MAGIC, 1, 13, 256}, tokens),
+            "\x83" + shard({SHARD_MAGIC, 1, 13, 50257}, tokens),
+            "\x81" + shard({SHARD_MAGIC, 1, 2}, {50256, 65535}),
+            "\x02" + shard({SHARD_MAGIC, 1, INT32_MAX}, tokens),
+            "\x02" + shard({20240801, 7, 13}, tokens),
+            "\x02PAR1abcPAR1",
+            "\x02some text\n",
+            "\x02\x1f\x8b",
+            "\x02"};
 }
 
 void fuzz_one(const std::string& input) {
@@ -51,7 +58,8 @@ void fuzz_one(const std::string& input) {
         int found = -1;  // samples with the same tokens may stand for each other
         for (int s = 0; s < n && found < 0; s++) {
             bool equal = !seen[size_t(s)];
-            for (int t = 0; t < T && equal; t++) equal = inputs[size_t(b * T + t)] == token(size_t(s * T + t)) && targets[size_t(b * T + t)] == token(size_t(s * T + t + 1));
+            for (int t = 0; t < T && equal; t++)
+                equal = inputs[size_t(b * T + t)] == token(size_t(s * T + t)) && targets[size_t(b * T + t)] == token(size_t(s * T + t + 1));
             if (equal) found = s;
         }
         EXPECT(found >= 0 && (options.shuffle || found <= b));

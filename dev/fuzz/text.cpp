@@ -1,11 +1,13 @@
-// text.cpp: encodes the input with a small vocabulary of GPT-2's kind. The tokens must be those of merging pair by pair without any of the encoder's
-// devices, decoding must give the input back, and where the pre-tokeniser says that it always cuts, both sides must encode apart.
+// text.cpp: encodes the input with a small vocabulary of GPT-2's kind. The tokens must be those of merging pair by pair without any of the
+// encoder's devices, decoding must give the input back, and where the pre-tokeniser says that it always cuts, both sides must encode apart.
 #include <map>
 
 #include "vocabulary.h"
 
-static const Merges merges = {{" ", "t"}, {"h", "e"}, {" t", "he"}, {"i", "n"}, {"r", "e"}, {"e", "r"}, {"'", "s"}, {"'", "re"}, {"\n", "\n"}, {" ", " "}, {"  ", "  "}, {"1", "1"}, {"1", "2"},
-                              {"\xC3", "\xA9"}, {" ", "\xC3\xA9"}, {"\xE4", "\xB8"}, {"\xE4\xB8", "\xAD"}, {"a", "a"}, {"aa", "aa"}, {"aa", "a"}, {"a", "b"}, {".", "."}, {"..", "."}, {"\xF0", "\x9F"}};
+static const Merges merges = {{" ", "t"},   {"h", "e"},       {" t", "he"},      {"i", "n"},       {"r", "e"},           {"e", "r"},
+                              {"'", "s"},   {"'", "re"},      {"\n", "\n"},      {" ", " "},       {"  ", "  "},         {"1", "1"},
+                              {"1", "2"},   {"\xC3", "\xA9"}, {" ", "\xC3\xA9"}, {"\xE4", "\xB8"}, {"\xE4\xB8", "\xAD"}, {"a", "a"},
+                              {"aa", "aa"}, {"aa", "a"},      {"a", "b"},        {".", "."},       {"..", "."},          {"\xF0", "\x9F"}};
 
 static const Tokenizer& vocabulary() {
     static const Tokenizer t = [] {
@@ -17,8 +19,15 @@ static const Tokenizer& vocabulary() {
 }
 
 std::vector<std::string> seeds() {
-    return {"the inner there's they're we'll I'd 'tis", "aaaaaaaaab aaa  aaaa\n\n\n  a", "11 12 2112 x1", "caf\xC3\xA9 \xC3\xA9t\xC3\xA9 \xE4\xB8\xAD\xE6\x96\x87 \xF0\x9F\x98\x80", "...!?.. ..", std::string("\0\xFF\xC3 \x80\xE4\xB8 \xF0\x9F", 10),
-            "\xE3\x80\x80\xC2\xA0 \xE2\x80\xA8x\xC2\x85", "\xD9\xA1\xD9\xA2\xE2\x85\xA7\xC2\xBD a\xCC\x81", "<|endoftext|>"};
+    return {"the inner there's they're we'll I'd 'tis",
+            "aaaaaaaaab aaa  aaaa\n\n\n  a",
+            "11 12 2112 x1",
+            "caf\xC3\xA9 \xC3\xA9t\xC3\xA9 \xE4\xB8\xAD\xE6\x96\x87 \xF0\x9F\x98\x80",
+            "...!?.. ..",
+            std::string("\0\xFF\xC3 \x80\xE4\xB8 \xF0\x9F", 10),
+            "\xE3\x80\x80\xC2\xA0 \xE2\x80\xA8x\xC2\x85",
+            "\xD9\xA1\xD9\xA2\xE2\x85\xA7\xC2\xBD a\xCC\x81",
+            "<|endoftext|>"};
 }
 
 static std::vector<uint16_t> merge_naively(const std::string& piece) {

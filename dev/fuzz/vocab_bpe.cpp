@@ -6,8 +6,12 @@ static const int size = 259;
 
 std::vector<std::string> seeds() {
     const Merges other = {{" ", "\xC3"}, {"\n", "\n"}}, repeated = {{"a", "b"}, {"a", "b"}};
-    return {vocab_bpe(merges) + "\xFF" + encoder_json(tokens_of(merges)), vocab_bpe(other) + "\xFF" + encoder_json(tokens_of(other)),
-            vocab_bpe(repeated) + "\xFF" + encoder_json(tokens_of(repeated)), "a b\nab ab\n\xFF{\"a\": 64}", vocab_bpe(merges), "\xFF[1, 2]"};
+    return {vocab_bpe(merges) + "\xFF" + encoder_json(tokens_of(merges)),
+            vocab_bpe(other) + "\xFF" + encoder_json(tokens_of(other)),
+            vocab_bpe(repeated) + "\xFF" + encoder_json(tokens_of(repeated)),
+            "a b\nab ab\n\xFF{\"a\": 64}",
+            vocab_bpe(merges),
+            "\xFF[1, 2]"};
 }
 
 void fuzz_one(const std::string& input) {

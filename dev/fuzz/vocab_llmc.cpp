@@ -7,7 +7,12 @@ std::vector<std::string> seeds() {
     const std::string good = llmc_tokenizer(tokens_of({{"a", "b"}, {" ", "ab"}}));
     std::string version1 = good;
     version1[4] = 1, version1[12] = version1[13] = 0;
-    return {good, version1, llmc_tokenizer(tokens_of({{"a", "b"}, {"a", "b"}})), good.substr(0, good.size() - 1), good + "x", good.substr(0, 1024)};
+    return {good,
+            version1,
+            llmc_tokenizer(tokens_of({{"a", "b"}, {"a", "b"}})),
+            good.substr(0, good.size() - 1),
+            good + "x",
+            good.substr(0, 1024)};
 }
 
 void fuzz_one(const std::string& input) {

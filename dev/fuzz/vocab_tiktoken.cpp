@@ -5,7 +5,14 @@ static const int size = 259;
 
 std::vector<std::string> seeds() {
     const std::string good = tiktoken(tokens_of({{"a", "b"}, {" ", "ab"}}));
-    return {good, tiktoken(tokens_of({{"\xC3", "\xA9"}, {"\xC3\xA9", "\xC3\xA9"}})), tiktoken(tokens_of({{"a", "b"}, {"a", "b"}})), good.substr(0, good.size() / 2), "IQ== 0\r\n", "IQ==\n", "I=Q= 0\n", "=== 0\n"};
+    return {good,
+            tiktoken(tokens_of({{"\xC3", "\xA9"}, {"\xC3\xA9", "\xC3\xA9"}})),
+            tiktoken(tokens_of({{"a", "b"}, {"a", "b"}})),
+            good.substr(0, good.size() / 2),
+            "IQ== 0\r\n",
+            "IQ==\n",
+            "I=Q= 0\n",
+            "=== 0\n"};
 }
 
 void fuzz_one(const std::string& input) {

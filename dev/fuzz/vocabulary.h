@@ -1,4 +1,5 @@
-// vocabulary.h: a vocabulary like GPT-2's with a few merges, as each of the files that can hold one, and what every vocabulary that was accepted must fulfil.
+// vocabulary.h: a vocabulary like GPT-2's with a few merges, as each of the files
+// that can hold one, and what every vocabulary that was accepted must fulfil.
 #pragma once
 #include "../../tokenizer.h"
 #include "fuzz.h"

@@ -1,6 +1,7 @@
-// attention_level0.cuh: the first rung of the ladder. The three attention branches and block selection as a GPU can run them with the fewest
-// ideas: one warp per query row (or per key, or per choice), fp32 arithmetic, no tensor cores, no atomics. Any D, l, d, l', heads per group; fp32 or bf16.
-// It is the path of PRECISION=FP32, and what the faster kernels of nsa_kernels.cuh are compared with.
+// attention_level0.cuh: the first rung of the ladder. The three attention
+// branches and block selection as a GPU can run them with the fewest
+// ideas: one warp per query row (or per key, or per choice), fp32 arithmetic, no tensor cores, no atomics. Any D, l, d, l', heads
+// per group; fp32 or bf16. It is the path of PRECISION=FP32, and what the faster kernels of nsa_kernels.cuh are compared with.
 //
 // What a warp does: its 32 lanes take 32 keys, one dot product each; then they take the columns of the output, and walk the 32 weights
 // that now lie in shared memory. Everything is read from device memory again by every row, which is why the next rungs are faster.
@@ -74,10 +75,12 @@ __device__ inline void load_row(float* shared, const real* row, float scale, int
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// out = softmax(q k^T / sqrt(D)) v and its LSE, one warp per query row; softmax is accumulated over 32 keys at a time (Milakov & Gimelshein 2018).
+// out = softmax(q k^T / sqrt(D)) v and its LSE, one warp per query row;
+// softmax is accumulated over 32 keys at a time (Milakov & Gimelshein 2018).
 template <class real>
-__global__ void __launch_bounds__(WARPS * 32, 1) forward_kernel(Branch branch, real* out, float* lse, const real* q, const real* k, const real* v, const uint32_t* selection,
-                                                             NsaShape s, float scale, size_t rows) {
+__global__ void __launch_bounds__(WARPS * 32, 1)
+    forward_kernel(Branch branch, real* out, float* lse, const real* q, const real* k, const real* v, const uint32_t* selection, NsaShape s,
+                   float scale, size_t rows) {
     DynamicShared shared;
     const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float *query = shared.take<float>(WARPS * (2 * D + 32)) + warp * (2 * D + 32), *sums = query + D, *weights = sums + D;
@@ -94,7 +97,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) forward_kernel(Branch branch, r
         for (int key0 = keys.begin; key0 < keys.end; key0 += 32) {
             const int key = key0 + lane, count = min(32, keys.end - key0);
             const float score = lane < count ? dot(query, k + size_t(key) * D, D) : -INFINITY;
-            const float m = fmaxf(largest, warp_max(score)), rescale = expf(largest - m), weight = expf(score - m);  // at first largest = -inf: rescale 0
+            // at first largest = -inf: rescale 0
+            const float m = fmaxf(largest, warp_max(score)), rescale = expf(largest - m), weight = expf(score - m);
             largest = m, total = total * rescale + weight;
             weights[lane] = weight;
             __syncwarp();
@@ -114,11 +118,13 @@ __global__ void __launch_bounds__(WARPS * 32, 1) forward_kernel(Branch branch, r
 
 // dq = dS k / sqrt(D), or += with `add`, one warp per query row.  P' = e^(score - lse_gated),  dS = P' o (dout v^T - row_dot)
 template <class real>
-__global__ void __launch_bounds__(WARPS * 32, 1) backward_queries_kernel(Branch branch, float* dq, bool add, const real* dout, const real* q, const real* k, const real* v, const float* row_dot,
-                                                                      const float* lse_gated, const uint32_t* selection, NsaShape s, float scale, size_t rows) {
+__global__ void __launch_bounds__(WARPS * 32, 1)
+    backward_queries_kernel(Branch branch, float* dq, bool add, const real* dout, const real* q, const real* k, const real* v,
+                            const float* row_dot, const float* lse_gated, const uint32_t* selection, NsaShape s, float scale, size_t rows) {
     DynamicShared shared;
     const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float *query = shared.take<float>(WARPS * (3 * D + 32)) + warp * (3 * D + 32), *gradient = query + D, *sums = gradient + D, *weights = sums + D;
+    float *query = shared.take<float>(WARPS * (3 * D + 32)) + warp * (3 * D + 32), *gradient = query + D, *sums = gradient + D,
+          *weights = sums + D;
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;
     const Query at(row, selection, s);
@@ -150,11 +156,13 @@ __global__ void __launch_bounds__(WARPS * 32, 1) backward_queries_kernel(Branch 
 
 // dk = dS^T q / sqrt(D), dv = P'^T dout, one warp per key, which walks the heads of its group and the queries that see it, 32 at a time.
 template <class real>
-__global__ void __launch_bounds__(WARPS * 32, 1) backward_keys_kernel(Branch branch, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v, const float* row_dot,
-                                                                   const float* lse_gated, const uint32_t* selection, NsaShape s, float scale, size_t rows) {
+__global__ void __launch_bounds__(WARPS * 32, 1)
+    backward_keys_kernel(Branch branch, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v,
+                         const float* row_dot, const float* lse_gated, const uint32_t* selection, NsaShape s, float scale, size_t rows) {
     DynamicShared shared;
     const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32, h = s.H / s.G;
-    float *key_row = shared.take<float>(WARPS * (4 * D + 64)) + warp * (4 * D + 64), *value_row = key_row + D, *dk_sums = value_row + D, *dv_sums = dk_sums + D;
+    float *key_row = shared.take<float>(WARPS * (4 * D + 64)) + warp * (4 * D + 64), *value_row = key_row + D, *dk_sums = value_row + D,
+          *dv_sums = dk_sums + D;
     float *p_weights = dv_sums + D, *ds_weights = p_weights + 32;
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;
@@ -196,10 +204,12 @@ __global__ void __launch_bounds__(WARPS * 32, 1) backward_keys_kernel(Branch bra
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Block selection, one warp per (sequence, group, token); paper eq. 8 to 12. A lane owns every 32nd selection block: it sums the weights of the compressed
-// blocks that share tokens with it, over the group's heads. Then n-3 rounds find the largest that is left; equal ones go to the lower index.
+// Block selection, one warp per (sequence, group, token); paper eq. 8 to 12. A lane owns every 32nd
+// selection block: it sums the weights of the compressed blocks that share tokens with it, over the
+// group's heads. Then n-3 rounds find the largest that is left; equal ones go to the lower index.
 template <class real>
-__global__ void __launch_bounds__(32) select_kernel(uint32_t* selection, float* chosen_importance, const real* q, const real* kc, const float* lse, NsaShape s, float scale) {
+__global__ void __launch_bounds__(32)
+    select_kernel(uint32_t* selection, float* chosen_importance, const real* q, const real* kc, const float* lse, NsaShape s, float scale) {
     DynamicShared shared;
     const int D = s.D, lane = threadIdx.x, h = s.H / s.G, blocks = (s.T + s.slc_block - 1) / s.slc_block, words = (blocks + 31) / 32;
     float *queries = shared.take<float>(h * D), *importance = shared.take<float>(blocks);
@@ -213,7 +223,8 @@ __global__ void __launch_bounds__(32) select_kernel(uint32_t* selection, float* 
     }
     float share = 1;
     if (!all_taken) {
-        const size_t first_row = (bg / s.G * s.H + bg % s.G * h) * s.queries + j;  // of the group's first head; the others follow by `queries`
+        // of the group's first head; the others follow by `queries`
+        const size_t first_row = (bg / s.G * s.H + bg % s.G * h) * s.queries + j;
         for (int head = 0; head < h; head++) load_row(queries + head * D, q + (first_row + size_t(head) * s.queries) * D, scale, D);
         __syncwarp();
         float sum = 0;
@@ -225,7 +236,8 @@ __global__ void __launch_bounds__(32) select_kernel(uint32_t* selection, float* 
                 if (common <= 0) continue;
                 float weight = 0;
                 for (int head = 0; head < h; head++)
-                    weight += expf(dot(queries + head * D, kc + (bg * key_stride(CMP, s) + i) * D, D) - lse[first_row + size_t(head) * s.queries]);
+                    weight += expf(dot(queries + head * D, kc + (bg * key_stride(CMP, s) + i) * D, D) -
+                                   lse[first_row + size_t(head) * s.queries]);
                 of_block += weight * common / s.d;
             }
             importance[block] = of_block, sum += of_block;
@@ -266,30 +278,36 @@ inline unsigned blocks_of_warps(size_t rows) { return unsigned((rows + WARPS - 1
 // What struct Cuda calls. Shapes, "=" and "+=" as in struct Cpu.
 
 template <class real>
-void attention_level0_forward(Branch branch, real* out, float* lse, const real* q, const real* k, const real* v, const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
+void attention_level0_forward(Branch branch, real* out, float* lse, const real* q, const real* k, const real* v, const uint32_t* selection,
+                              const NsaShape& s, cudaStream_t stream) {
     const size_t rows = s.query_rows();
-    launch<level0::forward_kernel<real>>(level0::blocks_of_warps(rows), level0::WARPS * 32, level0::WARPS * (2 * s.D + 32) * sizeof(float), stream, branch, out, lse, q, k, v, selection, s,
-                                         float(s.scale()), rows);
+    launch<level0::forward_kernel<real>>(level0::blocks_of_warps(rows), level0::WARPS * 32, level0::WARPS * (2 * s.D + 32) * sizeof(float),
+                                         stream, branch, out, lse, q, k, v, selection, s, float(s.scale()), rows);
 }
 
 // Training shapes (first = 0, queries = T).
 template <class real>
-void attention_level0_backward(Branch branch, float* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k, const real* v, const float* row_dot, const float* lse_gated,
-                               const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
+void attention_level0_backward(Branch branch, float* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k,
+                               const real* v, const float* row_dot, const float* lse_gated, const uint32_t* selection, const NsaShape& s,
+                               cudaStream_t stream) {
     const size_t rows = s.query_rows(), keys = branch == CMP ? s.cmp_rows() : s.key_rows();
     const float scale = float(s.scale());
-    launch<level0::backward_queries_kernel<real>>(level0::blocks_of_warps(rows), level0::WARPS * 32, level0::WARPS * (3 * s.D + 32) * sizeof(float), stream, branch, dq, add, dout, q, k, v,
+    launch<level0::backward_queries_kernel<real>>(level0::blocks_of_warps(rows), level0::WARPS * 32,
+                                                  level0::WARPS * (3 * s.D + 32) * sizeof(float), stream, branch, dq, add, dout, q, k, v,
                                                   row_dot, lse_gated, selection, s, scale, rows);
     if (keys == 0) return;
-    launch<level0::backward_keys_kernel<real>>(level0::blocks_of_warps(keys), level0::WARPS * 32, level0::WARPS * (4 * s.D + 64) * sizeof(float), stream, branch, dk, dv, dout, q, k, v,
+    launch<level0::backward_keys_kernel<real>>(level0::blocks_of_warps(keys), level0::WARPS * 32,
+                                               level0::WARPS * (4 * s.D + 64) * sizeof(float), stream, branch, dk, dv, dout, q, k, v,
                                                row_dot, lse_gated, selection, s, scale, keys);
 }
 
 template <class real>
-void attention_level0_select(uint32_t* selection, float* chosen_importance, const real* q, const real* kc, const float* lse, const NsaShape& s, cudaStream_t stream) {
+void attention_level0_select(uint32_t* selection, float* chosen_importance, const real* q, const real* kc, const float* lse,
+                             const NsaShape& s, cudaStream_t stream) {
     const size_t pieces[] = {size_t(s.heads_per_group()) * s.D, size_t(s.slc_blocks()), size_t(s.selection_words())};
     size_t shared_bytes = 0;
     for (const size_t piece : pieces) shared_bytes += (piece * 4 + 127) / 128 * 128;  // as DynamicShared aligns them
     const size_t rows = size_t(s.B) * s.G * s.queries;
-    launch<level0::select_kernel<real>>(unsigned(rows), 32, shared_bytes, stream, selection, chosen_importance, q, kc, lse, s, float(s.scale()));
+    launch<level0::select_kernel<real>>(unsigned(rows), 32, shared_bytes, stream, selection, chosen_importance, q, kc, lse, s,
+                                        float(s.scale()));
 }

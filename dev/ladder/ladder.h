@@ -1,11 +1,13 @@
-// ladder.h: test_nsa --ladder [options of train]: attention from the plainest kernels to the ones the trainer calls, on the same inputs, timed side by side.
+// ladder.h: test_nsa --ladder [options of train]: attention from the plainest
+// kernels to the ones the trainer calls, on the same inputs, timed side by side.
 //
 //   level 0   dev/ladder/attention_level0.cuh: one warp per query (or key), scalar fp32. The lesson: what is computed, in the fewest lines.
 //   level 2   nsa_kernels.cuh: tiles of 64 keys shared by all heads of a group, products on tensor cores (mma.sync), tiles copied while the one before is used
 //             (cp.async), probabilities that never leave registers; backward with keys stationary. These are the very functions of struct Cuda.
 //   level 3   the selected branch for long sequences: a block of keys is visited only by the rows that chose it, gathered by ldmatrix's addresses per lane.
 //
-// What a rung buys is printed as measured; on a machine without a GPU there is nothing to measure, and the two are only compared (test_nsa does that in emulation).
+// What a rung buys is printed as measured; on a machine without a GPU there is nothing
+// to measure, and the two are only compared (test_nsa does that in emulation).
 #pragma once
 #include "../../nsa_kernels.cuh"
 
@@ -14,7 +16,9 @@ struct Rung {
     bool level0;
     SelectedKernel selected;
 };
-constexpr Rung RUNGS[] = {{"level 0, scalar", true, SelectedKernel::TILES}, {"level 2, tensor cores", false, SelectedKernel::TILES}, {"level 3, gathered rows", false, SelectedKernel::GATHER}};
+constexpr Rung RUNGS[] = {{"level 0, scalar", true, SelectedKernel::TILES},
+                          {"level 2, tensor cores", false, SelectedKernel::TILES},
+                          {"level 3, gathered rows", false, SelectedKernel::GATHER}};
 
 // The forward and backward of one branch on a rung, on inputs drawn from a seed. `use` gets what was computed: out, dq, dk, dv on the host.
 struct LadderRun {
@@ -49,7 +53,8 @@ struct LadderRun {
                 if (!(word >> (block % 32) & 1)) word |= 1u << (block % 32), chosen++;
             };
             for (int block : {0, std::max(last - 1, 0), last}) take(block);
-            for (uint64_t i = 0; chosen < std::min(last + 1, s.slc_count); i++) take(int(random_below(uint64_t(last) + 1, 1, random_stream(RANDOM_TEST, 5 + row), i)));
+            for (uint64_t i = 0; chosen < std::min(last + 1, s.slc_count); i++)
+                take(int(random_below(uint64_t(last) + 1, 1, random_stream(RANDOM_TEST, 5 + row), i)));
         }
         selection = dev.allocate<uint32_t>(masks.size());
         dev.copy(selection, (const uint32_t*)masks.data(), masks.size());
@@ -70,14 +75,16 @@ struct LadderRun {
     std::vector<float> results() {  // out, dq, dk, dv one after another
         const size_t rows = s.query_rows() * s.D, columns = keys * s.D;
         std::vector<float> all(2 * rows + 2 * columns);
-        dev.to_host(&all[0], out, rows), dev.to_host(&all[rows], dq, rows), dev.to_host(&all[2 * rows], dk, columns), dev.to_host(&all[2 * rows + columns], dv, columns);
+        dev.to_host(&all[0], out, rows), dev.to_host(&all[rows], dq, rows), dev.to_host(&all[2 * rows], dk, columns),
+            dev.to_host(&all[2 * rows + columns], dv, columns);
         return all;
     }
 };
 
 inline int run_ladder(Cuda& dev, const NsaShape& s) {
-    std::printf("attention of one layer, %d sequences of %d tokens, %d heads in %d groups of dimension %d, on %s\n\n%-12s %-24s %14s %14s\n", s.B, s.T, s.H, s.G, s.D, dev.describe().c_str(), "branch", "rung",
-                "forward us", "backward us");
+    std::printf(
+        "attention of one layer, %d sequences of %d tokens, %d heads in %d groups of dimension %d, on %s\n\n%-12s %-24s %14s %14s\n", s.B,
+        s.T, s.H, s.G, s.D, dev.describe().c_str(), "branch", "rung", "forward us", "backward us");
     cudaEvent_t begin, end;
     CUDA_CHECK(cudaEventCreate(&begin));
     CUDA_CHECK(cudaEventCreate(&end));
@@ -99,7 +106,11 @@ inline int run_ladder(Cuda& dev, const NsaShape& s) {
         for (const Rung& rung : RUNGS) {
             if (rung.selected == SelectedKernel::GATHER && branch != SLC) continue;  // the same as level 2
             const double forward = median_us([&] { run.forward(rung); }), backward = median_us([&] { run.backward(rung); });
-            std::printf("%-12s %-24s %14.1f %14.1f\n", branch == CMP ? "compressed" : branch == SLC ? "selected" : "window", rung.name, forward, backward);
+            std::printf("%-12s %-24s %14.1f %14.1f\n",
+                        branch == CMP   ? "compressed"
+                        : branch == SLC ? "selected"
+                                        : "window",
+                        rung.name, forward, backward);
         }
     }
     cudaEventDestroy(begin), cudaEventDestroy(end);

@@ -1,11 +1,11 @@
-// attention_kernel_tests.h: the attention of nsa_kernels.cuh against struct Cpu in fp64, which is fed the same bf16 numbers. Runs on a GPU, or under g++ in
-// dev/cuda_on_cpu.h, there with several orders of threads and blocks.
+// attention_kernel_tests.h: the attention of nsa_kernels.cuh against struct Cpu in fp64, which is fed the same
+// bf16 numbers. Runs on a GPU, or under g++ in dev/cuda_on_cpu.h, there with several orders of threads and blocks.
 //
-// Error limits are derived. With u = 2^-8, the largest relative error of rounding to bf16, and e = 2^-23, that of one step in fp32 (tensor cores may
-// truncate): a score in the exponent is off by at most
+// Error limits are derived. With u = 2^-8, the largest relative error of rounding to bf16, and e =
+// 2^-23, that of one step in fp32 (tensor cores may truncate): a score in the exponent is off by at most
 //     delta = e ((D + 8) S + 2 |lse| + 16 + tiles),   S = the largest sum over D of |q k| / sqrt(D)
-// (D sums, the scaling, the shift, 2 ulp of the exponential, one rescaling a tile), and every weight by the factor e^delta. Sums of n terms add
-// n e times the sum of their magnitudes. Where a weight or dS enters a tensor core it is rounded to bf16, and so is each bf16 output.
+// (D sums, the scaling, the shift, 2 ulp of the exponential, one rescaling a tile), and every weight by the factor e^delta. Sums of n terms
+// add n e times the sum of their magnitudes. Where a weight or dS enters a tensor core it is rounded to bf16, and so is each bf16 output.
 #pragma once
 #include <memory>
 #include <vector>
@@ -76,7 +76,8 @@ inline DeviceArray<uint32_t>::DeviceArray(const std::vector<From>& values) : Dev
 template <class T>
 void check_same_bits(const char* what, const std::vector<T>& a, const std::vector<T>& b) {
     tests().checks++;
-    if (!a.empty() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T))) check_failed(__FILE__, __LINE__, "%s: two runs with the same input differ", what);
+    if (!a.empty() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)))
+        check_failed(__FILE__, __LINE__, "%s: two runs with the same input differ", what);
 }
 // |found - expected| <= limit everywhere; the worst share of its limit goes into *worst.
 inline void check_within(const char* what, const NsaShape& s, const std::vector<double>& found, const std::vector<double>& expected,
@@ -92,9 +93,10 @@ inline void check_within(const char* what, const NsaShape& s, const std::vector<
     }
     if (!(most <= 1))
         check_failed(__FILE__, __LINE__,
-                     "%s[%zu] is %.9g, expected %.9g, off by %.3g, limit %.3g (T %d, first %d, queries %d, H %d, G %d, D %d, l %d, d %d, l' %d, w %d)",
-                     what, at, found[at], expected[at], std::fabs(found[at] - expected[at]), limit[at], s.T, s.first, s.queries, s.H, s.G, s.D, s.l, s.d,
-                     s.slc_block, s.window);
+                     "%s[%zu] is %.9g, expected %.9g, off by %.3g, limit %.3g (T %d, first %d, queries %d, H %d, G %d, D %d, l %d, d %d, "
+                     "l' %d, w %d)",
+                     what, at, found[at], expected[at], std::fabs(found[at] - expected[at]), limit[at], s.T, s.first, s.queries, s.H, s.G,
+                     s.D, s.l, s.d, s.slc_block, s.window);
     *worst = std::max(*worst, most);
 }
 
@@ -170,7 +172,8 @@ inline std::vector<double> exponent_errors(const Inputs& in, const std::vector<d
     for_rows(in.s, [&](size_t bg, int, int t, size_t row) {
         double most = 0;
         for (int key = 0; key < in.keys(); key++)
-            if (in.visible(bg, t, key)) most = std::max(most, dot(&in.q[row * in.s.D], &in.k[(bg * in.stride() + key) * in.s.D], in.s.D, true));
+            if (in.visible(bg, t, key))
+                most = std::max(most, dot(&in.q[row * in.s.D], &in.k[(bg * in.stride() + key) * in.s.D], in.s.D, true));
         delta[row] = E32 * ((in.s.D + 8) * most * in.s.scale() + 2 * (std::isinf(lse[row]) ? 0 : std::fabs(lse[row])) + 16 + in.tiles());
     });
     return delta;
@@ -179,7 +182,8 @@ inline std::vector<double> exponent_errors(const Inputs& in, const std::vector<d
 struct Worst {
     double out = 0, lse = 0, dq = 0, dk = 0, dv = 0;
     void print(const char* what) const {
-        std::printf("    %s: worst error as a share of its limit: out %.2f, lse %.2f, dq %.2f, dk %.2f, dv %.2f\n", what, out, lse, dq, dk, dv);
+        std::printf("    %s: worst error as a share of its limit: out %.2f, lse %.2f, dq %.2f, dk %.2f, dv %.2f\n", what, out, lse, dq, dk,
+                    dv);
     }
 };
 
@@ -187,7 +191,8 @@ struct Worst {
 struct AttentionScratch {
     DeviceArray<char> data;
     DeviceArray<SelectedChoice> choice;
-    AttentionScratch(Branch branch, const NsaShape& s, SelectedKernel kernel, bool backward) : data(attention_workspace_bytes(branch, s, kernel, backward)), choice(1) {}
+    AttentionScratch(Branch branch, const NsaShape& s, SelectedKernel kernel, bool backward)
+        : data(attention_workspace_bytes(branch, s, kernel, backward)), choice(1) {}
     operator AttentionWorkspace() const { return {data.data, choice.data}; }
 };
 
@@ -207,7 +212,8 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
     for (size_t row = 0; row < rows; row++) {
         lse_limit[row] = std::expm1(delta[row]) + E32 * in.keys();
         for (size_t x = row * D; x < (row + 1) * D; x++)
-            out_limit[x] = (1 + U16) * (U16 + 2 * std::expm1(delta[row]) + 2 * E32 * in.keys()) * magnitude[x] + U16 * std::fabs(out[x]) + 1e-37;
+            out_limit[x] = (1 + U16) * (U16 + 2 * std::expm1(delta[row]) + 2 * E32 * in.keys()) * magnitude[x] + U16 * std::fabs(out[x]) +
+                           1e-37;
     }
     // Backward: the limits by plain loops.
     std::vector<float> row_dot(rows), lse_gated(rows);
@@ -221,8 +227,8 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
             lse_gated[row] = float(lse[row] - std::log(gate));
         });
         const std::vector<double> row_dots(row_dot.begin(), row_dot.end()), lses(lse_gated.begin(), lse_gated.end());
-        cpu.attention_backward(branch, dq.data(), true, dk.data(), dv.data(), in.dout.data(), in.q.data(), in.k.data(), in.v.data(), row_dots.data(), lses.data(),
-                               in.selection.data(), s);
+        cpu.attention_backward(branch, dq.data(), true, dk.data(), dv.data(), in.dout.data(), in.q.data(), in.k.data(), in.v.data(),
+                               row_dots.data(), lses.data(), in.selection.data(), s);
         const double sums = E32 * std::max(in.keys(), s.queries * s.heads_per_group());
         for_rows(s, [&](size_t bg, int head, int t, size_t row) {
             const double *q = &in.q[row * D], *dout = &in.dout[((bg / s.G * s.queries + t - s.first) * s.H + head) * D];
@@ -233,7 +239,8 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
                 const double ds = p * (dot(dout, &in.v[at], s.D) - row_dots[row]);
                 // dS: weight, product with v (D sums), subtraction, product, then bf16
                 const double product_error = E32 * ((s.D + 1) * dot(dout, &in.v[at], s.D, true) + std::fabs(row_dots[row]));
-                const double ds_error = (1 + U16) * (std::fabs(ds) * (U16 + weight_error + sums + 2 * E32) + p * (1 + weight_error) * product_error);
+                const double ds_error = (1 + U16) *
+                                        (std::fabs(ds) * (U16 + weight_error + sums + 2 * E32) + p * (1 + weight_error) * product_error);
                 const double p_error = (1 + U16) * p * (U16 + weight_error + sums);
                 for (size_t x = 0; x < D; x++) {
                     dq_limit[row * D + x] += ds_error * std::fabs(in.k[at + x]) * s.scale();
@@ -256,10 +263,12 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
         draw_order(run, s);
         DeviceArray<bf16> found_out(rows * D), found_dk(key_rows * D), found_dv(key_rows * D);
         DeviceArray<float> found_lse(rows), found_dq(in.dq);
-        attention_forward(branch, found_out.data, found_lse.data, q.data, k.data, v.data, selection.data, s, kernel, AttentionScratch(branch, s, kernel, false), nullptr);
+        attention_forward(branch, found_out.data, found_lse.data, q.data, k.data, v.data, selection.data, s, kernel,
+                          AttentionScratch(branch, s, kernel, false), nullptr);
         if (backward)
-            attention_backward(branch, found_dq.data, true, found_dk.data, found_dv.data, dout.data, q.data, k.data, v.data, device_dot.data, device_lse.data,
-                               selection.data, s, kernel, AttentionScratch(branch, s, kernel, true), nullptr);
+            attention_backward(branch, found_dq.data, true, found_dk.data, found_dv.data, dout.data, q.data, k.data, v.data,
+                               device_dot.data, device_lse.data, selection.data, s, kernel, AttentionScratch(branch, s, kernel, true),
+                               nullptr);
         if (run == 0) {
 #ifndef __CUDACC__
             CHECK_EQUAL(emu::unwritten(found_out.data, rows * D), 0L);
@@ -277,8 +286,9 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
             check_within("dv", s, found_dv.download(), dv, dv_limit, &worst->dv);
             // Written instead of added to: what was there is not read.
             DeviceArray<float> only_dq(rows * D);
-            attention_backward(branch, only_dq.data, false, found_dk.data, found_dv.data, dout.data, q.data, k.data, v.data, device_dot.data, device_lse.data,
-                               selection.data, s, kernel, AttentionScratch(branch, s, kernel, true), nullptr);
+            attention_backward(branch, only_dq.data, false, found_dk.data, found_dv.data, dout.data, q.data, k.data, v.data,
+                               device_dot.data, device_lse.data, selection.data, s, kernel, AttentionScratch(branch, s, kernel, true),
+                               nullptr);
             std::vector<double> without(dq);
             for (size_t i = 0; i < rows * D; i++) without[i] -= in.dq[i];
             check_within("dq, written", s, only_dq.download(), without, dq_limit, &worst->dq);
@@ -418,8 +428,8 @@ inline SelectionRun run_selection(const Inputs& in, const std::vector<float>& ls
     return {selection.raw(), share.raw()};
 }
 
-// The kernel's set is Cpu's, but for blocks whose importances differ by less than the rounding: an importance is a sum of positive weights, so its
-// relative error is at most e^delta - 1 + e (heads + compressed blocks in it).
+// The kernel's set is Cpu's, but for blocks whose importances differ by less than the rounding: an importance is
+// a sum of positive weights, so its relative error is at most e^delta - 1 + e (heads + compressed blocks in it).
 inline void check_selection(const NsaShape& s, double scale, long* tokens, long* other_choices) {
     const Inputs in(s, CMP, scale, 5);
     Cpu<double> cpu;
@@ -468,8 +478,10 @@ inline void check_selection(const NsaShape& s, double scale, long* tokens, long*
                         const double gap = std::fabs(importance[block] - importance[other]);
                         const double limit = relative * (importance[block] + importance[other]) + 1e-36;  // where fp32 underflows
                         if (!(gap <= limit))
-                            check_failed(__FILE__, __LINE__, "token %d: blocks %d and %d differ by %.3g in importance, limit %.3g, but the wrong one is selected", t,
-                                         block, other, gap, limit);
+                            check_failed(
+                                __FILE__, __LINE__,
+                                "token %d: blocks %d and %d differ by %.3g in importance, limit %.3g, but the wrong one is selected", t,
+                                block, other, gap, limit);
                     }
             }
             CHECK_EQUAL(count, std::min(std::max(s.slc_count, last ? std::min(3, last + 1) : 1), last + 1));
@@ -487,14 +499,15 @@ TEST(attention_kernels_select_blocks) {
     long tokens = 0, other = 0;
     const int cases[][9] = {
         // l, d, l', n, T, first, heads, G, D
-        {32, 16, 64, 4, 500, 0, 6, 1, 64}, {8, 4, 16, 5, 300, 0, 3, 2, 64}, {4, 2, 16, 6, 300, 0, 1, 2, 64},  // up to three tiles of compressed keys
-        {1, 1, 16, 4, 200, 0, 6, 1, 64}, {16, 8, 32, 4, 200, 0, 12, 1, 64}, {64, 16, 32, 3, 200, 0, 2, 2, 64}, {12, 4, 20, 5, 190, 0, 2, 1, 64},
-        {8, 4, 16, 1, 100, 0, 1, 1, 64}, {8, 4, 16, 2, 100, 0, 1, 1, 64}, {32, 16, 64, 64, 31, 0, 1, 1, 64},
-        {8, 4, 16, 5, 130, 0, 3, 1, 16}, {8, 4, 16, 5, 130, 0, 16, 1, 32}, {8, 4, 16, 5, 130, 0, 3, 1, 128},
-        {32, 16, 64, 16, 4096, 4070, 6, 1, 64},      // decoding: 64 blocks
-        {32, 16, 64, 16, 2048, 1023, 6, 2, 64},      // from tokens that take all to tokens that choose
-        {8, 4, 16, 64, 1200, 1190, 3, 1, 64},        // n = 64, 75 blocks, three words
-        {32, 16, 16, 20, 16384, 16380, 6, 1, 64},    // 1024 blocks, 16 tiles of compressed keys
+        // up to three tiles of compressed keys
+        {32, 16, 64, 4, 500, 0, 6, 1, 64},        {8, 4, 16, 5, 300, 0, 3, 2, 64},        {4, 2, 16, 6, 300, 0, 1, 2, 64},
+        {1, 1, 16, 4, 200, 0, 6, 1, 64},          {16, 8, 32, 4, 200, 0, 12, 1, 64},      {64, 16, 32, 3, 200, 0, 2, 2, 64},
+        {12, 4, 20, 5, 190, 0, 2, 1, 64},         {8, 4, 16, 1, 100, 0, 1, 1, 64},        {8, 4, 16, 2, 100, 0, 1, 1, 64},
+        {32, 16, 64, 64, 31, 0, 1, 1, 64},        {8, 4, 16, 5, 130, 0, 3, 1, 16},        {8, 4, 16, 5, 130, 0, 16, 1, 32},
+        {8, 4, 16, 5, 130, 0, 3, 1, 128},         {32, 16, 64, 16, 4096, 4070, 6, 1, 64},  // decoding: 64 blocks
+        {32, 16, 64, 16, 2048, 1023, 6, 2, 64},    // from tokens that take all to tokens that choose
+        {8, 4, 16, 64, 1200, 1190, 3, 1, 64},      // n = 64, 75 blocks, three words
+        {32, 16, 16, 20, 16384, 16380, 6, 1, 64},  // 1024 blocks, 16 tiles of compressed keys
         {32, 16, 64, 4, 300, 299, 6, 2, 64},
     };
     for (const auto& c : cases) {
@@ -532,7 +545,9 @@ TEST(attention_kernels_ties_go_to_the_lower_block) {
 TEST(attention_kernels_refuse) {
     using namespace attention_tests;
     const bf16* none = nullptr;
-    auto forward = [&](Branch branch, const NsaShape& s) { attention_forward(branch, (bf16*)nullptr, nullptr, none, none, none, nullptr, s, SelectedKernel::AUTO, {}, nullptr); };
+    auto forward = [&](Branch branch, const NsaShape& s) {
+        attention_forward(branch, (bf16*)nullptr, nullptr, none, none, none, nullptr, s, SelectedKernel::AUTO, {}, nullptr);
+    };
     NsaShape s = shape(64, 3);
     s.D = 48;
     CHECK_FAILS(2, "head dimension of 48", forward(WIN, s));
@@ -546,7 +561,8 @@ TEST(attention_kernels_refuse) {
     s = shape(64, 129);
     CHECK_FAILS(2, "129 query heads in 1 groups", forward(CMP, s));
     check_shared_bytes(131072, 128, 131072);
-    CHECK_FAILS(2, "a head dimension of 128: attention takes 131072 bytes of shared memory for a block, this GPU has 101376", check_shared_bytes(131072, 128, 101376));
+    CHECK_FAILS(2, "a head dimension of 128: attention takes 131072 bytes of shared memory for a block, this GPU has 101376",
+                check_shared_bytes(131072, 128, 101376));
     s = shape(1 << 20, 1), s.first = (1 << 20) - 1, s.queries = 1, s.slc_block = 16;
     CHECK_FAILS(2, "shared memory", select_blocks(nullptr, nullptr, none, none, nullptr, s, nullptr));
     s = shape(0, 3), s.queries = 0;

@@ -1,5 +1,6 @@
-// checkpoint_tests.h: data/checkpoint.h and the writers of data/safetensors.h: checksums against published values, manifests and files damaged in
-// every way, retention against a plain oracle, disks that refuse. What a crash at any moment leaves is dev/crash_test's business.
+// checkpoint_tests.h: data/checkpoint.h and the writers of data/safetensors.h: checksums
+// against published values, manifests and files damaged in every way, retention against a plain
+// oracle, disks that refuse. What a crash at any moment leaves is dev/crash_test's business.
 #pragma once
 #include <csignal>
 #include <map>
@@ -87,9 +88,11 @@ inline void make_unremovable(const std::string& folder) {
 TEST(crc32c_published_values) {  // RFC 3720 B.4, and the check value of the CRC catalogues
     std::string up, down;
     for (int i = 0; i < 32; i++) up += char(i), down += char(31 - i);
-    const std::string read10("\x01\xc0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\x14\0\0\0\0\0\x04\0\0\0\0\x14\0\0\0\x18\x28\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0", 48);
-    const std::pair<std::string, uint32_t> cases[] = {{"123456789", 0xE3069283u}, {"", 0}, {std::string(32, '\0'), 0x8A9136AAu}, {std::string(32, '\xff'), 0x62A8AB43u},
-                                                      {up, 0x46DD794Eu}, {down, 0x113FDB5Cu}, {read10, 0xD9963A56u}};
+    const std::string read10(
+        "\x01\xc0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\x14\0\0\0\0\0\x04\0\0\0\0\x14\0\0\0\x18\x28\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0", 48);
+    const std::pair<std::string, uint32_t> cases[] = {{"123456789", 0xE3069283u}, {"", 0}, {std::string(32, '\0'), 0x8A9136AAu},
+                                                      {std::string(32, '\xff'), 0x62A8AB43u}, {up, 0x46DD794Eu}, {down, 0x113FDB5Cu},
+                                                      {read10, 0xD9963A56u}};
     for (const auto& [text, expected] : cases) {
         CHECK_EQUAL(crc32c(0, text.data(), text.size()), expected);
         CHECK_EQUAL(crc32c_by_table(0, text.data(), text.size()), expected);
@@ -184,16 +187,19 @@ TEST(manifest_notices_every_damaged_byte) {
 TEST(manifest_refuses_hostile_contents) {  // with a right checksum: made by hand, or by another program
     using namespace checkpoint_test;
     const auto with_file = [](const std::string& name, const std::string& size, const std::string& crc) {
-        return sealed("{\"format\": 1, \"step\": 7, \"files\": [{\"name\": \"a\", \"size\": 1, \"crc32c\": \"00000000\"}, {\"name\": " + name + ", \"size\": " + size + ", \"crc32c\": " + crc + "}], \"state\": {}");
+        return sealed("{\"format\": 1, \"step\": 7, \"files\": [{\"name\": \"a\", \"size\": 1, \"crc32c\": \"00000000\"}, {\"name\": " +
+                      name + ", \"size\": " + size + ", \"crc32c\": " + crc + "}], \"state\": {}");
     };
     const std::string crc = "\"0123abcd\"";
     CHECK_EQUAL(parse_manifest(with_file("\"b\"", "9223372036854775807", crc), "m").files[1].size, 9223372036854775807ull);
     const std::string too_long = "\"" + std::string(101, 'a') + "\"";
-    for (const char* name : {"\"\"", "\".\"", "\"..\"", "\"../x\"", "\"/etc/passwd\"", "\"a/b\"", "\".hidden\"", "\"a\\u0000b\"", "\"a\\nb\"", "\"a b\"", "\"a\\\\b\"", "\"\\u00e9\"", "\"manifest.json\"", too_long.c_str()})
+    for (const char* name : {"\"\"", "\".\"", "\"..\"", "\"../x\"", "\"/etc/passwd\"", "\"a/b\"", "\".hidden\"", "\"a\\u0000b\"",
+                             "\"a\\nb\"", "\"a b\"", "\"a\\\\b\"", "\"\\u00e9\"", "\"manifest.json\"", too_long.c_str()})
         CHECK_FAILS(1, "m: files[1]: name: found ", parse_manifest(with_file(name, "1", crc), "m"));
     CHECK_FAILS(1, "m: files[1]: name: a is there twice", parse_manifest(with_file("\"a\"", "1", crc), "m"));
     CHECK_FAILS(1, "m: files[1]: size", parse_manifest(with_file("\"b\"", "-1", crc), "m"));
-    for (const char* size : {"1.5", "1e3", "9223372036854775808", "\"1\"", "null"}) CHECK_FAILS(1, "m: files[1]: size: byte", parse_manifest(with_file("\"b\"", size, crc), "m"));
+    for (const char* size : {"1.5", "1e3", "9223372036854775808", "\"1\"", "null"})
+        CHECK_FAILS(1, "m: files[1]: size: byte", parse_manifest(with_file("\"b\"", size, crc), "m"));
     for (const char* digits : {"\"\"", "\"123\"", "\"0123abcde\"", "\"0123ABCD\"", "\"0x23abcd\"", "\" 123abcd\"", "\"-123abcd\""})
         CHECK_FAILS(1, "m: files[1]: crc32c: found", parse_manifest(with_file("\"b\"", "1", digits), "m"));
     CHECK_FAILS(1, "m: files[1]: crc32c: byte", parse_manifest(with_file("\"b\"", "1", "7"), "m"));
@@ -244,7 +250,8 @@ TEST(checkpoint_files_damaged_in_every_way) {
     CHECK(rmdir(model.c_str()) == 0 && std::rename((path + "/aside").c_str(), model.c_str()) == 0);
     CHECK(is_intact(path));
     // Swapped: two files with each other, a file with that of another checkpoint, a folder under another step's name.
-    CHECK(std::rename(model.c_str(), (path + "/t").c_str()) == 0 && std::rename(config.c_str(), model.c_str()) == 0 && std::rename((path + "/t").c_str(), config.c_str()) == 0);
+    CHECK(std::rename(model.c_str(), (path + "/t").c_str()) == 0 && std::rename(config.c_str(), model.c_str()) == 0 &&
+          std::rename((path + "/t").c_str(), config.c_str()) == 0);
     CHECK(!is_intact(path));
     const std::string other = make_checkpoint(folder.path, 6);
     write_file(config, "{ }"), write_file(model, read_file(other + "/model.safetensors"));
@@ -261,7 +268,8 @@ TEST(checkpoint_newest_intact_is_taken) {
     TempFolder folder;
     const std::string& run = folder.path;
     for (int64_t step : {0, 3, 20, 100, 1000}) make_checkpoint(run, step);
-    for (const char* name : {"step_00009999.writing", "step_00009998.removing", "step_9997", "step_000009996", "step_0000999x", "xstep_00009995", "step_-0009994", "step_99999999999999999999"})
+    for (const char* name : {"step_00009999.writing", "step_00009998.removing", "step_9997", "step_000009996", "step_0000999x",
+                             "xstep_00009995", "step_-0009994", "step_99999999999999999999"})
         CHECK(mkdir(folder.file(name).c_str(), 0777) == 0);
     CHECK_EQUAL(newest_intact_checkpoint(run, no_complaint()), run + "/step_00001000");
     const std::string bytes = read_file(run + "/step_00001000/model.safetensors");
@@ -272,15 +280,18 @@ TEST(checkpoint_newest_intact_is_taken) {
     CHECK_EQUAL(newest_intact_checkpoint(run, into(lines)), run + "/step_00000020");
     REQUIRE(lines.size() == 3);
     const std::string bad = bytes.substr(0, 999) + char(bytes[999] ^ 1);
-    CHECK_EQUAL(lines[0], run + "/step_00001000 is damaged: " + run + format_text("/step_00001000/model.safetensors has checksum %08x, the manifest says %08x; taking the one before",
-                                                                                  crc32c(0, bad.data(), 1000), crc32c(0, bytes.data(), 1000)));
+    CHECK_EQUAL(lines[0],
+                run + "/step_00001000 is damaged: " + run +
+                    format_text("/step_00001000/model.safetensors has checksum %08x, the manifest says %08x; taking the one before",
+                                crc32c(0, bad.data(), 1000), crc32c(0, bytes.data(), 1000)));
     CHECK_EQUAL(lines[1], run + "/step_00000100 is damaged: " + run + "/step_00000100/manifest.json is missing; taking the one before");
     CHECK(lines[2].find("/step_00000050 is damaged: ") != std::string::npos);
     for (int64_t step : {0, 3, 20}) write_file(checkpoint_folder(run, step) + "/config.json", "{}");
     lines.clear();
     CHECK_EQUAL(newest_intact_checkpoint(run, into(lines)), "");
     CHECK_EQUAL(lines.size(), size_t(6));
-    CHECK(lines.back().find("step_00000000 is damaged: ") != std::string::npos && lines.back().find("there is none before it") != std::string::npos);
+    CHECK(lines.back().find("step_00000000 is damaged: ") != std::string::npos &&
+          lines.back().find("there is none before it") != std::string::npos);
 }
 
 TEST(checkpoint_begin_and_commit) {
@@ -300,7 +311,8 @@ TEST(checkpoint_begin_and_commit) {
     CHECK_FAILS(1, "/b was written and is not there", commit_checkpoint(run, 9, {a, {"b", 0, 0}}, "{}"));
     CHECK_FAILS(1, "a is there twice", commit_checkpoint(run, 9, {a, a}, "{}"));
     CHECK_FAILS(1, "name", commit_checkpoint(run, 9, {{"../a", 3, a.crc32c}}, "{}"));
-    for (const char* state : {"", "[]", "7", "{", "{}}", "{\"a\":1,}", "{}, \"x\": 1"}) CHECK_FAILS(1, "manifest.json", commit_checkpoint(run, 9, {a}, state));
+    for (const char* state : {"", "[]", "7", "{", "{}}", "{\"a\":1,}", "{}, \"x\": 1"})
+        CHECK_FAILS(1, "manifest.json", commit_checkpoint(run, 9, {a}, state));
     CHECK_EQUAL(joined(names_in(run)), "step_00000009.writing");  // nothing half done got a name
     CHECK_EQUAL(commit_checkpoint(run, 9, {a}, "{}"), run + "/step_00000009");
     CHECK(is_intact(run + "/step_00000009"));
@@ -341,7 +353,8 @@ TEST(checkpoint_retention_against_an_oracle) {
         for (auto i = intact.rbegin(); i != intact.rend(); ++i, newer++) {
             const bool newest_intact = i->second && !intact_seen;
             intact_seen = intact_seen || i->second;
-            if (keep == 0 || newer < keep || (keep_every && i->first % keep_every == 0) || newest_intact) expected.insert(format_text("step_%08lld", (long long)i->first));
+            if (keep == 0 || newer < keep || (keep_every && i->first % keep_every == 0) || newest_intact)
+                expected.insert(format_text("step_%08lld", (long long)i->first));
         }
         Lines lines;
         remove_old_checkpoints(folder.path, keep, keep_every, into(lines));
@@ -361,7 +374,9 @@ TEST(checkpoint_failing_deletes_are_complaints) {
     Lines lines;
     remove_old_checkpoints(run, 1, 0, into(lines));
     REQUIRE(lines.size() == 2);
-    for (const std::string& line : lines) CHECK(line.find("cannot ") == 0 && line.find(std::strerror(ENAMETOOLONG)) != std::string::npos && line.find('\n') == std::string::npos);
+    for (const std::string& line : lines)
+        CHECK(line.find("cannot ") == 0 && line.find(std::strerror(ENAMETOOLONG)) != std::string::npos &&
+              line.find('\n') == std::string::npos);
     // 2 has lost its name before its files, 3 could not and is whole, 1 and 4 are gone.
     CHECK_EQUAL(joined(names_in(run)), "step_00000002.removing step_00000003 step_00000003.removing step_00000005");
     CHECK(is_intact(run + "/step_00000003"));
@@ -388,7 +403,8 @@ TEST(checkpoint_leftovers_are_cleaned) {
     write_file(folder.file("notes.writing"), "a user's");
     CHECK(mkdir(folder.file("precious").c_str(), 0777) == 0);
     write_file(folder.file("precious/file"), "x");
-    CHECK(symlink(folder.file("precious").c_str(), folder.file("step_00000006.removing").c_str()) == 0);  // the link goes, not what it leads to
+    // the link goes, not what it leads to
+    CHECK(symlink(folder.file("precious").c_str(), folder.file("step_00000006.removing").c_str()) == 0);
     clean_leftovers(run, no_complaint());
     CHECK_EQUAL(joined(names_in(run)), "notes.writing precious step_00000004");
     CHECK_EQUAL(read_file(folder.file("precious/file")), "x");
@@ -508,7 +524,10 @@ TEST(background_task) {
     {
         BackgroundTask ranks[2];
         for (size_t rank = 0; rank < 2; rank++)
-            ranks[rank].start([&, rank] { records[rank] = write_text_file(writing + format_text("/optimizer_%05zu-of-00002.safetensors", rank), bytes_of(100000, rank)); });
+            ranks[rank].start([&, rank] {
+                records[rank] = write_text_file(writing + format_text("/optimizer_%05zu-of-00002.safetensors", rank),
+                                                bytes_of(100000, rank));
+            });
         for (BackgroundTask& rank : ranks) {
             while (rank.running()) usleep(100);
             CHECK_EQUAL(rank.error(), "");

@@ -1,11 +1,11 @@
-// cpu_speed_tests.h: what the CPU engine promises beside correct operations (op_tests.h): the same bits on any number of threads over whole training
-// steps, and what --cpu-dtype bf16 may change.
+// cpu_speed_tests.h: what the CPU engine promises beside correct operations (op_tests.h): the same
+// bits on any number of threads over whole training steps, and what --cpu-dtype bf16 may change.
 #pragma once
 #include "model_tests.h"
 #include "oracle.h"
 
-// Three training steps on `threads` threads; parameters and the loss of each step. GPT-2's width of heads, blocks and window make attention tiles of several
-// kinds; the head has columns enough for several blocks of its GEMM.
+// Three training steps on `threads` threads; parameters and the loss of each step. GPT-2's width of heads, blocks
+// and window make attention tiles of several kinds; the head has columns enough for several blocks of its GEMM.
 static std::vector<float> train_three_steps(int threads, bool bf16, const std::string& options) {
     const ThreadCount count(threads);
     TestModel<Cpu<float>> t(options, 2, 1, true);
@@ -41,9 +41,10 @@ TEST(cpu_steps_have_the_same_bits_on_any_number_of_threads) {
     check_step_bits(std::string(MEDIUM) + "--tokenizer gpt2 --layers 1 --dim 64 --seq-len 40 ");
 }
 
-// Every input of a product is off by at most 2^-9 of itself, by half of that on average, independently of the others: a product's relative error is
-// about sqrt(2)/2 * 2^-9 * sqrt(2) = 2^-9 of its root mean square whatever its length, and a gradient is behind some twenty products in a row,
-// whose errors add like random numbers: 2^-9 * sqrt(20) = 0.9 %. The limit is three times that, tensor by tensor; a product of unrounded inputs would be below 1e-5.
+// Every input of a product is off by at most 2^-9 of itself, by half of that on average, independently of the others:
+// a product's relative error is about sqrt(2)/2 * 2^-9 * sqrt(2) = 2^-9 of its root mean square whatever its length,
+// and a gradient is behind some twenty products in a row, whose errors add like random numbers: 2^-9 * sqrt(20) = 0.9
+// %. The limit is three times that, tensor by tensor; a product of unrounded inputs would be below 1e-5.
 TEST(cpu_bf16_rounds_products_and_nothing_else) {
     if (!HAVE_BF16) return skip("gradients in bf16: this build's processor has no AVX512_BF16");
     // At the first step with the standard initialisation the scores are small, so that both runs select the same blocks.
@@ -61,7 +62,8 @@ TEST(cpu_bf16_rounds_products_and_nothing_else) {
         }
         tests().checks++;
         if (!(difference <= 0.027 * 0.027 * square))
-            check_failed(__FILE__, __LINE__, "%s: the gradient in bf16 is off by %.3g of its norm, limit 0.027", spec.name.c_str(), std::sqrt(difference / square));
+            check_failed(__FILE__, __LINE__, "%s: the gradient in bf16 is off by %.3g of its norm, limit 0.027", spec.name.c_str(),
+                         std::sqrt(difference / square));
     }
     // Parameters and moments are not rounded: an update that bf16 could not hold must arrive.
     const float before = rounded.model.params[0];

@@ -1,6 +1,6 @@
-// cuda_ddp_tests.h: gradients of several GPUs on one CPU. NcclReducer of ddp.cuh on the streams of dev/cuda_on_cpu.h, with a stand-in for NCCL whose other rank
-// exists on paper only: what it gives to each collective was computed beforehand. Collectives run as late as the program's waits allow, or as early: a missing wait on
-// either side is a wrong number.
+// cuda_ddp_tests.h: gradients of several GPUs on one CPU. NcclReducer of ddp.cuh on the streams of dev/cuda_on_cpu.h, with
+// a stand-in for NCCL whose other rank exists on paper only: what it gives to each collective was computed beforehand.
+// Collectives run as late as the program's waits allow, or as early: a missing wait on either side is a wrong number.
 #pragma once
 #include "cuda_model_tests.h"
 
@@ -50,7 +50,8 @@ struct TwoRanks {
             dev.copy(&e.peer_loss, static_cast<const double*>(model.results), 1);
             accumulate_gradients(model, a, first, world, false);
             dev.copy(own.data(), static_cast<const float*>(model.grads), n);
-            for (size_t i = 0; i < n; i++) sum[i] = c.grad_reduce == "bf16" ? rounded(rounded(own[i]) + rounded(e.peer_grads[i])) : own[i] + e.peer_grads[i];
+            for (size_t i = 0; i < n; i++)
+                sum[i] = c.grad_reduce == "bf16" ? rounded(rounded(own[i]) + rounded(e.peer_grads[i])) : own[i] + e.peer_grads[i];
             dev.copy(model.grads, static_cast<const float*>(sum.data()), n);
             update(model, step, 1e-2);
             dev.copy(e.squares.data(), static_cast<const double*>(model.squares[step % 2]), e.squares.size());
@@ -61,10 +62,12 @@ struct TwoRanks {
             expected.push_back(e);
         }
         m.resize(n), v.resize(n), master.resize(n);
-        dev.copy(m.data(), static_cast<const float*>(model.m), n), dev.copy(v.data(), static_cast<const float*>(model.v), n), dev.copy(master.data(), static_cast<const float*>(model.master), n);
+        dev.copy(m.data(), static_cast<const float*>(model.m), n), dev.copy(v.data(), static_cast<const float*>(model.v), n),
+            dev.copy(master.data(), static_cast<const float*>(model.master), n);
     }
 
-    // The training loop's order of calls, results received a step later; true if every number is the expected one. norm_squared: as the last step found it.
+    // The training loop's order of calls, results received a step later; true if
+    // every number is the expected one. norm_squared: as the last step found it.
     bool run(bool eager, bool graphs, int steps = STEPS, double* norm_squared = nullptr) {
         dev.use_graphs = graphs;
         Model<Cuda> model(dev, c, true, 0, 2);
@@ -86,10 +89,12 @@ struct TwoRanks {
             const Expected& e = expected[squares_calls++];
             if (total > model.chunks()) sums[model.chunks()] += e.peer_loss;
             for (const Piece& piece : p.parts(1))
-                for (size_t chunk = piece.begin / CHUNK; chunk < (piece.begin + piece.count) / CHUNK; chunk++) sums[chunk] += e.squares[chunk];
+                for (size_t chunk = piece.begin / CHUNK; chunk < (piece.begin + piece.count) / CHUNK; chunk++)
+                    sums[chunk] += e.squares[chunk];
         };
         peers.gather = [&](char* out, size_t bytes) {
-            if (c.deterministic && bytes == p.elements * sizeof(float)) return void(std::memcpy(out + bytes, expected[tree_calls++].peer_grads.data(), bytes));
+            if (c.deterministic && bytes == p.elements * sizeof(float))
+                return void(std::memcpy(out + bytes, expected[tree_calls++].peer_grads.data(), bytes));
             const size_t call = gathers++, b = call % p.buckets();
             std::memcpy(out + bytes, expected[call / p.buckets()].params.data() + p.part(b, 1).begin, bytes);
         };
@@ -129,26 +134,31 @@ struct TwoRanks {
             std::vector<float> found(model.state_elements());
             dev.copy(found.data(), static_cast<const float*>(field), found.size());
             for (const Piece& piece : model.owned)
-                for (size_t i = piece.begin; i < std::min(piece.begin + piece.count, model.table.total); i++) same = same && found[piece.local + (i - piece.begin)] == (*whole)[i];
+                for (size_t i = piece.begin; i < std::min(piece.begin + piece.count, model.table.total); i++)
+                    same = same && found[piece.local + (i - piece.begin)] == (*whole)[i];
         }
         return same;
     }
 };
 
 TEST(cuda_ddp_streams_wait_for_each_other) {
-    for (const char* options : {"--bucket-mb 0.04", "--bucket-mb 0.04 --zero 1", "--bucket-mb 0.04 --grad-reduce bf16", "--bucket-mb 0.04 --grad-reduce bf16 --zero 1", "--bucket-mb 0.04 --deterministic", "--bucket-mb 0.04 --deterministic --zero 1"}) {
+    for (const char* options : {"--bucket-mb 0.04", "--bucket-mb 0.04 --zero 1", "--bucket-mb 0.04 --grad-reduce bf16",
+                                "--bucket-mb 0.04 --grad-reduce bf16 --zero 1", "--bucket-mb 0.04 --deterministic",
+                                "--bucket-mb 0.04 --deterministic --zero 1"}) {
         TwoRanks ranks(options);
         CHECK(Partition(TensorTable(ranks.c).total, 2, ranks.c.bucket_mb).buckets() >= 3);
         ranks.compute_expected();
-        for (const auto& [eager, graphs] : {std::pair(false, false), std::pair(true, false), std::pair(false, true), std::pair(true, true)}) {
+        for (const auto& [eager, graphs] :
+             {std::pair(false, false), std::pair(true, false), std::pair(false, true), std::pair(true, true)}) {
             tests().checks++;
             if (!ranks.run(eager, graphs))
-                check_failed(__FILE__, __LINE__, "%s, collectives as %s as they may run%s: other numbers than the sum of both ranks", options, eager ? "early" : "late", graphs ? ", with graphs" : "");
+                check_failed(__FILE__, __LINE__, "%s, collectives as %s as they may run%s: other numbers than the sum of both ranks",
+                             options, eager ? "early" : "late", graphs ? ", with graphs" : "");
         }
     }
 }
-// A loss that is not finite keeps every rank from its update, whichever rank has it and although all gradients are finite: with the optimiser's state shared out too,
-// where this rank never sees the other's guard among the gradients.
+// A loss that is not finite keeps every rank from its update, whichever rank has it and although all gradients are
+// finite: with the optimiser's state shared out too, where this rank never sees the other's guard among the gradients.
 TEST(cuda_ddp_bad_loss_of_another_rank) {
     for (const char* options : {"--bucket-mb 0.04", "--bucket-mb 0.04 --zero 1", "--bucket-mb 0.04 --deterministic --zero 1"}) {
         TwoRanks ranks(options);

@@ -1,13 +1,14 @@
-// cuda_model_tests.h: the whole model of train_nsa.cu on struct Cuda against the same model on Cpu<float>: loss, every gradient, optimiser steps, checkpoints,
-// decoding. By g++ in the emulator, by nvcc on a GPU; in bf16, or in fp32 with -DPRECISION_FP32.
+// cuda_model_tests.h: the whole model of train_nsa.cu on struct Cuda against the same model on Cpu<float>: loss, every gradient,
+// optimiser steps, checkpoints, decoding. By g++ in the emulator, by nvcc on a GPU; in bf16, or in fp32 with -DPRECISION_FP32.
 //
-// Both have the same weights (numbers that bf16 holds exactly) and the same selected blocks: the CPU takes over the GPU's choice, since near-equal scores may
-// be ordered differently after a rounding, and then the two are different functions.
+// Both have the same weights (numbers that bf16 holds exactly) and the same selected blocks: the CPU takes over the GPU's
+// choice, since near-equal scores may be ordered differently after a rounding, and then the two are different functions.
 //
-// Error limits, of the relative error ||found - expected|| / ||expected|| of a tensor. An array stored in bf16 carries independent relative errors of at
-// most u = 2^-8 per element. Between a token and a gradient lie at most R = 2 * (11 + 13 L) + 2 stored arrays: of a layer x, attn_normed, projected, heads,
-// compressed (activated, output), branch, attn, x_mid, mlp_normed, fc1, act, and as many gradients; and the ends. Independent errors add up to sqrt(R) u.
-// In fp32 the same arrays are rounded by 2^-24, and each is a sum of up to K = 300 terms: sqrt(R K) 2^-24.
+// Error limits, of the relative error ||found - expected|| / ||expected|| of a tensor. An array stored in bf16
+// carries independent relative errors of at most u = 2^-8 per element. Between a token and a gradient lie at most R =
+// 2 * (11 + 13 L) + 2 stored arrays: of a layer x, attn_normed, projected, heads, compressed (activated, output),
+// branch, attn, x_mid, mlp_normed, fc1, act, and as many gradients; and the ends. Independent errors add up to
+// sqrt(R) u. In fp32 the same arrays are rounded by 2^-24, and each is a sum of up to K = 300 terms: sqrt(R K) 2^-24.
 #pragma once
 #ifndef NSA_WITHOUT_MAIN
 #define NSA_WITHOUT_MAIN
@@ -24,8 +25,11 @@ inline double model_limit(int64_t layers) {
 
 inline Config cuda_config(const char* more = "") {
     // T is no multiple of any block and larger than the window, most queries must choose, h = 3.
-    const std::string options = std::string("train_nsa --init random --layers 2 --dim 32 --heads 6 --kv-groups 2 --head-dim 16 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 "
-                                            "--window 24 --phi-hidden 16 --mlp-hidden 64 --seq-len 150 ") + more;
+    const std::string options =
+        std::string(
+            "train_nsa --init random --layers 2 --dim 32 --heads 6 --kv-groups 2 --head-dim 16 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 "
+            "--window 24 --phi-hidden 16 --mlp-hidden 64 --seq-len 150 ") +
+        more;
     std::vector<std::string> words;
     std::vector<const char*> argv;
     std::istringstream in(options);
@@ -98,7 +102,8 @@ inline void check_relative_error(const char* what, const float* found, const flo
     for (size_t i = 0; i < count; i++) difference += std::pow(double(found[i]) - expected[i], 2), size += std::pow(double(expected[i]), 2);
     tests().checks++;
     const double error = std::sqrt(difference / size);
-    if (!(error <= limit) || !(size > 0)) check_failed(what, 0, "relative error %.3g, limit %.3g; norm %.3g", error, limit, std::sqrt(size));
+    if (!(error <= limit) || !(size > 0))
+        check_failed(what, 0, "relative error %.3g, limit %.3g; norm %.3g", error, limit, std::sqrt(size));
     if (std::getenv("TEST_SHOW_ERRORS")) std::printf("    %-40s %.2e of %.2e\n", what, error, limit);
 }
 
@@ -116,9 +121,10 @@ inline void check_cuda_model(const Config& c, bool level0) {
     const double expected = reference.step_loss(true), limit = model_limit(c.layers);
     CHECK_NEAR(loss, expected, limit * expected);
     const std::vector<float> grads = gpu.host(gpu.model.grads), expected_grads = reference.host(reference.model.grads);
-    for (const TensorSpec& t : gpu.model.table.specs) check_relative_error(t.name.c_str(), &grads[t.offset], &expected_grads[t.offset], t.size, limit);
+    for (const TensorSpec& t : gpu.model.table.specs)
+        check_relative_error(t.name.c_str(), &grads[t.offset], &expected_grads[t.offset], t.size, limit);
 
-    // The same again, with other orders of threads, blocks and streams.
+        // The same again, with other orders of threads, blocks and streams.
 #ifndef __CUDACC__
     emu::seed(1);
 #endif
@@ -128,7 +134,8 @@ inline void check_cuda_model(const Config& c, bool level0) {
     emu::seed(0);
 #endif
     tests().checks++;
-    if (std::memcmp(again.data(), grads.data(), grads.size() * sizeof(float))) check_failed(__FILE__, __LINE__, "two runs gave different gradients");
+    if (std::memcmp(again.data(), grads.data(), grads.size() * sizeof(float)))
+        check_failed(__FILE__, __LINE__, "two runs gave different gradients");
 }
 TEST(cuda_model_level0) { check_cuda_model(cuda_config(), true); }
 TEST(cuda_model_full_attention) { check_cuda_model(cuda_config("--attention full"), true); }
@@ -152,8 +159,9 @@ TEST(cuda_model_recompute_gives_the_same_bits) {
     }
 }
 
-// Three optimiser steps on one batch. AdamW divides the gradient by its size, so where a gradient is smaller than its error the two engines may step in
-// opposite directions; what has to agree is the gradient's norm and the loss that the weights reach, whose error is first order in that of the weights.
+// Three optimiser steps on one batch. AdamW divides the gradient by its size, so where a gradient is
+// smaller than its error the two engines may step in opposite directions; what has to agree is the
+// gradient's norm and the loss that the weights reach, whose error is first order in that of the weights.
 TEST(cuda_model_three_steps) {
     const Config c = cuda_config();
     Cuda dev(0, size_t(1) << 20);
@@ -187,9 +195,10 @@ TEST(cuda_model_three_steps) {
     CHECK(MODEL_FP32 ? narrower == 0 : narrower > int(master.size()) / 2);
 }
 
-// Twenty steps of training as the loop makes them, the host one step ahead of the device: batches from the loader, accumulation over two micro-steps, results
-// sent and received a step later. Both engines choose their own blocks. bf16 rounds each logit to 2^-8 of itself and every weight's update to a neighbour, so the
-// curves part slowly: what a token's loss may differ by at the start, 2^-8 of logits of order 1, may grow with the steps; 2 % of the loss covers 20 of them.
+// Twenty steps of training as the loop makes them, the host one step ahead of the device: batches from the loader,
+// accumulation over two micro-steps, results sent and received a step later. Both engines choose their own blocks. bf16
+// rounds each logit to 2^-8 of itself and every weight's update to a neighbour, so the curves part slowly: what a token's
+// loss may differ by at the start, 2^-8 of logits of order 1, may grow with the steps; 2 % of the loss covers 20 of them.
 // In the emulator the device's work runs as late as the program's waits allow, so that a missing wait is a wrong number.
 TEST(cuda_model_twenty_steps_of_training) {
     Config c = cuda_config("--batch 1 --total-batch 200 --steps 20 --warmup 4 --lr 5e-3");
@@ -201,7 +210,8 @@ TEST(cuda_model_twenty_steps_of_training) {
     ModelRun<Cpu<float>> reference(cpu, c, 1);
     gpu.model.initialise();
     reference.model.initialise();
-    DataLoader batches({synthetic_source(c, 60000, 0)}, loader_options(c, world, "--data", true)), same_batches({synthetic_source(c, 60000, 0)}, loader_options(c, world, "--data", true));
+    DataLoader batches({synthetic_source(c, 60000, 0)}, loader_options(c, world, "--data", true)),
+        same_batches({synthetic_source(c, 60000, 0)}, loader_options(c, world, "--data", true));
 #ifndef __CUDACC__
     emu::machine.run_late = true;
 #endif
@@ -246,7 +256,10 @@ TEST(cuda_model_resumed_equals_uninterrupted) {
                 update(model, step, 1e-2);
             }
         };
-        const auto loader = [&] { return std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_source(c, 60000, 0)}, loader_options(c, world, "--data", true)); };
+        const auto loader = [&] {
+            return std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_source(c, 60000, 0)},
+                                                loader_options(c, world, "--data", true));
+        };
         Model<Cuda> whole(dev, c, true), first(dev, c, true), second(dev, c, true);
         whole.initialise(), first.initialise();
         const auto whole_data = loader(), first_data = loader(), second_data = loader();
@@ -255,7 +268,8 @@ TEST(cuda_model_resumed_equals_uninterrupted) {
         TrainState state;
         state.step = state.last_update = 2, state.loader = first_data->state();
         const std::string writing = begin_checkpoint(c.out, 2);
-        const std::string folder_of_2 = commit_checkpoint(c.out, 2, write_snapshot(take_snapshot(first, world, level > 0), c, writing, 0, 1), state_json(state, c, 1));
+        const std::string folder_of_2 = commit_checkpoint(
+            c.out, 2, write_snapshot(take_snapshot(first, world, level > 0), c, writing, 0, 1), state_json(state, c, 1));
         const TrainState loaded = load_checkpoint(second, folder_of_2);
         CHECK_EQUAL(loaded.step, int64_t(2));
         second_data->restore(loaded.loader);
@@ -266,7 +280,8 @@ TEST(cuda_model_resumed_equals_uninterrupted) {
             dev.copy(a.data(), one, n), dev.copy(b.data(), two, n);
             return std::memcmp(a.data(), b.data(), n * sizeof(a[0])) == 0;
         };
-        CHECK(same((const Cuda::real*)whole.params, (const Cuda::real*)second.params) && same((const float*)whole.master, (const float*)second.master));
+        CHECK(same((const Cuda::real*)whole.params, (const Cuda::real*)second.params) &&
+              same((const float*)whole.master, (const float*)second.master));
         CHECK(same((const float*)whole.m, (const float*)second.m) && same((const float*)whole.v, (const float*)second.v));
         CHECK(!same((const float*)whole.m, (const float*)first.m));
     }
@@ -291,7 +306,9 @@ TEST(cuda_model_checkpoint_holds_the_master) {
     TrainState state;
     state.step = 1;
     state.last_update = 1;
-    const std::string writing = begin_checkpoint(c.out, 1), saved = commit_checkpoint(c.out, 1, write_snapshot(take_snapshot(run.model, World(), false), c, writing, 0, 1), state_json(state, c, 1));
+    const std::string writing = begin_checkpoint(c.out, 1),
+                      saved = commit_checkpoint(c.out, 1, write_snapshot(take_snapshot(run.model, World(), false), c, writing, 0, 1),
+                                                state_json(state, c, 1));
     ModelRun<Cuda> other(dev, c, 1);
     CHECK_EQUAL(load_checkpoint(other.model, saved).step, int64_t(1));
     for (auto field : {&Model<Cuda>::master, &Model<Cuda>::m, &Model<Cuda>::v}) {
@@ -303,8 +320,8 @@ TEST(cuda_model_checkpoint_holds_the_master) {
     CHECK(std::memcmp(one.data(), two.data(), one.size() * sizeof(float)) == 0);
 }
 
-// Position by position with the caches, against all at once. The scalar kernels sum in the same order either way, and so does the emulator's matrix product:
-// then the bits are the same. A GPU's matrix products may differ by shape, hence the limit there.
+// Position by position with the caches, against all at once. The scalar kernels sum in the same order either way, and so does
+// the emulator's matrix product: then the bits are the same. A GPU's matrix products may differ by shape, hence the limit there.
 inline void check_cuda_decoding(const Config& c, bool level0) {
     Cuda dev(0, size_t(1) << 20);
     dev.level0 = level0 || MODEL_FP32;
@@ -348,11 +365,13 @@ struct TrainedBits {
     long graphs = 0;
 };
 template <class T>
-inline bool same_bits(const std::vector<T>& a, const std::vector<T>& b) { return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0; }
+inline bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
+    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
 
-// Ten steps as the training loop makes them, with what may happen between them: a learning rate that changes, statistics in every second step, a validation after step 4, a
-// sample longer than T after step 5 (which makes a longer table for RoPE), a step whose loss is not finite (8), a step without an update (9). If interrupted, after step 6 a
-// checkpoint goes on in another model with other activations.
+// Ten steps as the training loop makes them, with what may happen between them: a learning rate that changes, statistics in every second
+// step, a validation after step 4, a sample longer than T after step 5 (which makes a longer table for RoPE), a step whose loss is not
+// finite (8), a step without an update (9). If interrupted, after step 6 a checkpoint goes on in another model with other activations.
 inline TrainedBits train_ten_steps(const Config& c, bool graphs, bool interrupted, SelectedKernel kernel) {
     TempFolder folder;
     Config config = c;
@@ -363,7 +382,8 @@ inline TrainedBits train_ten_steps(const Config& c, bool graphs, bool interrupte
     auto model = std::make_unique<Model<Cuda>>(dev, config, true);
     auto a = std::make_unique<Activations<Cuda>>(dev, config, config.batch, config.seq_len, TRAINING);
     model->initialise();
-    DataLoader data({synthetic_source(config, 60000, 0)}, loader_options(config, world, "--data", true)), validation({synthetic_source(config, 60000, 9000)}, loader_options(config, world, "--val-data", false));
+    DataLoader data({synthetic_source(config, 60000, 0)}, loader_options(config, world, "--data", true)),
+        validation({synthetic_source(config, 60000, 9000)}, loader_options(config, world, "--val-data", false));
     TrainedBits bits;
 #ifndef __CUDACC__
     emu::machine.run_late = true;
@@ -393,7 +413,9 @@ inline TrainedBits train_ten_steps(const Config& c, bool graphs, bool interrupte
         receive(6);
         TrainState state;
         state.step = state.last_update = 6, state.loader = data.state();
-        const std::string saved = commit_checkpoint(config.out, 6, write_snapshot(take_snapshot(*model, world, true), config, begin_checkpoint(config.out, 6), 0, 1), state_json(state, config, 1));
+        const std::string saved = commit_checkpoint(
+            config.out, 6, write_snapshot(take_snapshot(*model, world, true), config, begin_checkpoint(config.out, 6), 0, 1),
+            state_json(state, config, 1));
         a.reset();
         model = std::make_unique<Model<Cuda>>(dev, config, true);
         a = std::make_unique<Activations<Cuda>>(dev, config, config.batch, config.seq_len, TRAINING);
@@ -421,12 +443,16 @@ TEST(cuda_graph_training_gives_the_same_bits) {
         SelectedKernel kernel;
         long graphs;  // launches of 10 steps, see below
     };
-    // Every kind of micro-step and the update run once as they are, and again after step 5, whose sample replaced RoPE's table; everything else is a replay.
-    // Two kinds of one micro-step, with statistics and without: 5 runs each, 2 of them as they are; the update: 9 runs, 2. Accumulation adds a third kind: 10 runs, 2.
-    for (const Case& k : {Case{"--recompute 0", 2, 1, SelectedKernel::AUTO, 3 + 3 + 7}, Case{"--recompute 1", 1, 2, SelectedKernel::AUTO, 3 + 3 + 7 + 8},
-                          Case{"--recompute 2 --deterministic", 1, 2, SelectedKernel::GATHER, 2 * (3 + 3) + 7}, Case{"--attention full", 1, 1, SelectedKernel::AUTO, 3 + 3 + 7}}) {
+    // Every kind of micro-step and the update run once as they are, and again after step 5, whose sample replaced
+    // RoPE's table; everything else is a replay. Two kinds of one micro-step, with statistics and without: 5 runs
+    // each, 2 of them as they are; the update: 9 runs, 2. Accumulation adds a third kind: 10 runs, 2.
+    for (const Case& k :
+         {Case{"--recompute 0", 2, 1, SelectedKernel::AUTO, 3 + 3 + 7}, Case{"--recompute 1", 1, 2, SelectedKernel::AUTO, 3 + 3 + 7 + 8},
+          Case{"--recompute 2 --deterministic", 1, 2, SelectedKernel::GATHER, 2 * (3 + 3) + 7},
+          Case{"--attention full", 1, 1, SelectedKernel::AUTO, 3 + 3 + 7}}) {
         Config c = cuda_config(k.options);
-        c.layers = 1, c.seq_len = 40, c.batch = k.batch, c.total_batch = k.batch * k.micro_steps * c.seq_len, c.init = "standard", c.steps = 10, c.warmup = 3, c.lr = 1e-2;
+        c.layers = 1, c.seq_len = 40, c.batch = k.batch, c.total_batch = k.batch * k.micro_steps * c.seq_len, c.init = "standard",
+        c.steps = 10, c.warmup = 3, c.lr = 1e-2;
         const TrainedBits plain = train_ten_steps(c, false, false, k.kernel);
         CHECK_EQUAL(plain.graphs, 0L);
         CHECK(std::isfinite(plain.results.front()) && std::isnan(plain.results[7 * plain.results.size() / 10]));  // the bad step is one
@@ -434,12 +460,15 @@ TEST(cuda_graph_training_gives_the_same_bits) {
             if (interrupted && k.micro_steps == 1) continue;
             const TrainedBits found = train_ten_steps(c, true, interrupted, k.kernel);
             tests().checks++;
-            if (!same_bits(found.results, plain.results) || !same_bits(found.validations, plain.validations) || !same_bits(found.sample, plain.sample))
-                check_failed(__FILE__, __LINE__, "%s, %s: other losses, norms, validation or sample than without graphs", k.options, interrupted ? "interrupted" : "in one go");
+            if (!same_bits(found.results, plain.results) || !same_bits(found.validations, plain.validations) ||
+                !same_bits(found.sample, plain.sample))
+                check_failed(__FILE__, __LINE__, "%s, %s: other losses, norms, validation or sample than without graphs", k.options,
+                             interrupted ? "interrupted" : "in one go");
             tests().checks++;
-            if (!same_bits(found.params, plain.params) || !same_bits(found.master, plain.master) || !same_bits(found.m, plain.m) || !same_bits(found.v, plain.v) ||
-                !same_bits(found.grads, plain.grads) || found.statistics != plain.statistics)
-                check_failed(__FILE__, __LINE__, "%s, %s: other parameters, moments, gradients or statistics than without graphs", k.options, interrupted ? "interrupted" : "in one go");
+            if (!same_bits(found.params, plain.params) || !same_bits(found.master, plain.master) || !same_bits(found.m, plain.m) ||
+                !same_bits(found.v, plain.v) || !same_bits(found.grads, plain.grads) || found.statistics != plain.statistics)
+                check_failed(__FILE__, __LINE__, "%s, %s: other parameters, moments, gradients or statistics than without graphs",
+                             k.options, interrupted ? "interrupted" : "in one go");
 #ifndef __CUDACC__
             if (interrupted) CHECK(found.graphs > 0 && found.graphs < k.graphs);
             else CHECK_EQUAL(found.graphs, k.graphs);
@@ -449,8 +478,8 @@ TEST(cuda_graph_training_gives_the_same_bits) {
 }
 
 #ifndef __CUDACC__
-// Once recorded, a step of one micro-batch is 14 pieces of work, however many layers there are: two memsets, three copies to the GPU and one from it with an event each,
-// the norm's two kernels and two graphs.
+// Once recorded, a step of one micro-batch is 14 pieces of work, however many layers there are: two memsets,
+// three copies to the GPU and one from it with an event each, the norm's two kernels and two graphs.
 TEST(cuda_graph_makes_a_step_a_few_calls) {
     for (const int layers : {1, 2}) {
         Config c = cuda_config();
@@ -479,7 +508,8 @@ TEST(cuda_graph_makes_a_step_a_few_calls) {
 }
 #endif
 
-// Replays read what is in memory when they run. When scratch memory grows in between, or RoPE's table, the graph that names the old is not used again.
+// Replays read what is in memory when they run. When scratch memory grows in
+// between, or RoPE's table, the graph that names the old is not used again.
 TEST(cuda_graph_is_made_anew_when_memory_is_replaced) {
     Cuda dev(0, size_t(1) << 20);
     dev.use_graphs = true;
@@ -519,12 +549,15 @@ TEST(cuda_graph_refuses_what_cannot_be_repeated) {
         dev.run(sequence, work);
         dev.run(sequence, work);
     };
-    CHECK_FAILS(1, "cannot be recorded as a CUDA graph: leave --cuda-graph out", second_run([&] { dev.release(never), never = dev.allocate<float>(4); }));
+    CHECK_FAILS(1, "cannot be recorded as a CUDA graph: leave --cuda-graph out",
+                second_run([&] { dev.release(never), never = dev.allocate<float>(4); }));
     CHECK_FAILS(1, "cudaErrorStreamCaptureUnsupported", second_run([&] { dev.copy(found, (const int32_t*)device_tokens, 4); }));
     CHECK_FAILS(1, "an upload is no part of a sequence that repeats", second_run([&] { dev.upload(device_tokens, tokens, 4); }));
     CHECK_FAILS(1, "Cuda::send is no part of a sequence that repeats", second_run([&] { dev.send(sum, 1), dev.receive(); }));
     int64_t step = 0;  // another step at every run, without set_step() before
-    CHECK_FAILS(1, "an upload is no part", second_run([&] { dev.adamw(reinterpret_cast<Cuda::real*>(x), x, x, x, x, 1, HyperAdamW{1e-3, 0.9, 0.95, 1e-8, 0.1, ++step, 1, 7, 0}); }));
+    CHECK_FAILS(1, "an upload is no part", second_run([&] {
+                    dev.adamw(reinterpret_cast<Cuda::real*>(x), x, x, x, x, 1, HyperAdamW{1e-3, 0.9, 0.95, 1e-8, 0.1, ++step, 1, 7, 0});
+                }));
     dev.copy(found, (const int32_t*)device_tokens, 4);
     CHECK(std::memcmp(found, tokens, sizeof found) == 0);
     dev.release(device_tokens), dev.release(sum), dev.release(x), dev.release(never);

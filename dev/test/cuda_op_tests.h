@@ -1,11 +1,12 @@
-// cuda_op_tests.h: every operation of struct Cuda against the oracles of oracle.h: by g++ in the emulator, by nvcc on a GPU; in bf16, or in fp32 with
+// cuda_op_tests.h: every operation of struct Cuda against the oracles of
+// oracle.h: by g++ in the emulator, by nvcc on a GPU; in bf16, or in fp32 with
 // -DPRECISION_FP32. Attention is tested here with the scalar kernels of dev/ladder; the tensor-core kernels have tests of their own.
 //
-// Error limits. Inputs are numbers that the engine's format holds exactly. The oracle, in Numbers<float>, says what fp32 arithmetic may do to each element; an
-// element that is then stored as bf16 is rounded once more: u = 2^-8 of its value (8 bits of significand, to nearest), see stored(). Where an operation
-// stores an intermediate result, the test's oracle rounds it at the same place.
-// Outputs begin as poison, and those that an operation must leave alone still hold it afterwards. Every operation runs with threads and blocks in
-// several orders, and gives the same bits each time.
+// Error limits. Inputs are numbers that the engine's format holds exactly. The oracle, in Numbers<float>, says what fp32 arithmetic
+// may do to each element; an element that is then stored as bf16 is rounded once more: u = 2^-8 of its value (8 bits of significand,
+// to nearest), see stored(). Where an operation stores an intermediate result, the test's oracle rounds it at the same place.
+// Outputs begin as poison, and those that an operation must leave alone still hold it afterwards.
+// Every operation runs with threads and blocks in several orders, and gives the same bits each time.
 #pragma once
 #include <functional>
 #include <memory>
@@ -23,7 +24,9 @@ constexpr bool CUDA_FP32 = std::is_same<Cuda::real, float>::value;
 constexpr double STORED_U = CUDA_FP32 ? 0 : 0x1p-8;
 
 // A value in fp32 arithmetic that is then stored as Cuda::real. Below the smallest normal number the spacing of bf16 is 2^-133.
-inline CudaNumber stored(CudaNumber x) { return {x.value, x.error + STORED_U * (std::fabs(x.value) + x.error) + (CUDA_FP32 ? 0 : 0x1p-134)}; }
+inline CudaNumber stored(CudaNumber x) {
+    return {x.value, x.error + STORED_U * (std::fabs(x.value) + x.error) + (CUDA_FP32 ? 0 : 0x1p-134)};
+}
 inline CudaNumbers stored(CudaNumbers all) {
     for (CudaNumber& x : all) x = stored(x);
     return all;
@@ -149,7 +152,8 @@ inline void check_cuda_embedding(int N, int C, int V) {
     Random random(10);
     std::vector<int32_t> tokens(static_cast<size_t>(N));
     for (int n = 0; n < N; n++) tokens[size_t(n)] = n == 0 ? V - 1 : n < N / 3 ? 2 : random.below(V);  // one token often; some not at all
-    const HostArray embed = random_reals(random, size_t(V) * C), dx = random_reals(random, size_t(N) * C), dembed = random_floats(random, embed.size());
+    const HostArray embed = random_reals(random, size_t(V) * C), dx = random_reals(random, size_t(N) * C),
+                    dembed = random_floats(random, embed.size());
     const auto outputs = in_every_order([&] {
         DeviceReal e(dev, embed), x(dev, size_t(N) * C), d(dev, dx);
         DeviceFloat de(dev, dembed);
@@ -178,7 +182,8 @@ inline void check_cuda_rmsnorm(int N, int C) {
     const HostArray weight = random_reals(random, size_t(C)), dweight = random_floats(random, size_t(C));
     // Rows of every scale around sqrt(epsilon) = 1e-3, and a row of zeros: there epsilon decides.
     for (int n = 0; n < N; n++)
-        for (int c = 0; c < C; c++) x[size_t(n) * C + c] = as_real(x[size_t(n) * C + c] * (n % 4 == 0 ? 1 : n % 4 == 1 ? 1e-3 : n % 4 == 2 ? 1e3 : 0));
+        for (int c = 0; c < C; c++)
+            x[size_t(n) * C + c] = as_real(x[size_t(n) * C + c] * (n % 4 == 0 ? 1 : n % 4 == 1 ? 1e-3 : n % 4 == 2 ? 1e3 : 0));
     const auto outputs = in_every_order([&] {
         DeviceReal in(dev, x), w(dev, weight), out(dev, x.size()), d(dev, dout), din(dev, dx);
         DeviceFloat rstd(dev, size_t(N)), dw(dev, dweight);
@@ -207,7 +212,8 @@ inline void check_cuda_rmsnorm(int N, int C) {
     CHECK_ARRAY(outputs[3], oracle::numbers(sums));
 }
 TEST(cuda_rmsnorm) {
-    check_cuda_rmsnorm(1, 1), check_cuda_rmsnorm(9, 8), check_cuda_rmsnorm(37, 63), check_cuda_rmsnorm(18, 264), check_cuda_rmsnorm(150, 24), check_cuda_rmsnorm(3, 1032);
+    check_cuda_rmsnorm(1, 1), check_cuda_rmsnorm(9, 8), check_cuda_rmsnorm(37, 63), check_cuda_rmsnorm(18, 264),
+        check_cuda_rmsnorm(150, 24), check_cuda_rmsnorm(3, 1032);
 }
 TEST(cuda_column_sums_of_many_rows) {  // more than 16 rows per part
     check_cuda_rmsnorm(512 * 16 + 5, 8);
@@ -216,10 +222,12 @@ TEST(cuda_column_sums_of_many_rows) {  // more than 16 rows per part
 inline void check_cuda_matmul(int N, int C, int OC) {
     Cuda dev(0, TEST_WORKSPACE);
     Random random(30);
-    const HostArray inp = random_reals(random, size_t(N) * C), weight = random_reals(random, size_t(OC) * C), residual = random_reals(random, size_t(N) * OC);
+    const HostArray inp = random_reals(random, size_t(N) * C), weight = random_reals(random, size_t(OC) * C),
+                    residual = random_reals(random, size_t(N) * OC);
     const HostArray dout = random_reals(random, residual.size()), dweight = random_floats(random, weight.size());
     const auto outputs = in_every_order([&] {
-        DeviceReal in(dev, inp), w(dev, weight), r(dev, residual), out(dev, residual.size()), sum(dev, residual.size()), d(dev, dout), din(dev, inp.size());
+        DeviceReal in(dev, inp), w(dev, weight), r(dev, residual), out(dev, residual.size()), sum(dev, residual.size()), d(dev, dout),
+            din(dev, inp.size());
         DeviceFloat dw(dev, dweight);
         dev.matmul_forward(out, in, w, nullptr, N, C, OC);
         dev.matmul_forward(sum, in, w, r, N, C, OC);
@@ -243,7 +251,9 @@ inline void check_cuda_matmul(int N, int C, int OC) {
     CHECK_ARRAY(outputs[2], stored(oracle::numbers(din)), N, C);
     CHECK_ARRAY(outputs[3], oracle::numbers(dw), OC, C);
 }
-TEST(cuda_matmul) { check_cuda_matmul(1, 8, 8), check_cuda_matmul(33, 72, 136), check_cuda_matmul(130, 40, 24), check_cuda_matmul(1, 264, 64); }
+TEST(cuda_matmul) {
+    check_cuda_matmul(1, 8, 8), check_cuda_matmul(33, 72, 136), check_cuda_matmul(130, 40, 24), check_cuda_matmul(1, 264, 64);
+}
 
 TEST(cuda_silu) {
     for (const size_t count : {size_t(1024), size_t(1023)}) {  // whole 16 bytes, or not
@@ -280,7 +290,8 @@ inline void check_cuda_classifier(int N, int V, int Vp, double scale) {
     std::vector<int32_t> targets(static_cast<size_t>(N));
     for (int n = 0; n < N; n++) {
         targets[size_t(n)] = n == 0 ? 0 : n == 1 ? V - 1 : random.below(V);
-        for (int v = V; v < Vp; v++) logits[size_t(n) * Vp + v] = v % 2 ? as_real(1e30) : std::numeric_limits<float>::quiet_NaN();  // may hold anything
+        // may hold anything
+        for (int v = V; v < Vp; v++) logits[size_t(n) * Vp + v] = v % 2 ? as_real(1e30) : std::numeric_limits<float>::quiet_NaN();
     }
     const auto outputs = in_every_order([&] {
         DeviceReal l(dev, logits);
@@ -293,8 +304,8 @@ inline void check_cuda_classifier(int N, int V, int Vp, double scale) {
         CHECK_SAME_BITS(again.host().data(), losses.host().data(), size_t(N));
         return std::vector<HostArray>{losses.host(), l.host()};
     });
-    // The running sum is rescaled when the maximum grows: at most once per 16 bytes that a thread reads, in 5 steps of a warp and once for each of 16 warps.
-    // Each is a product with an exponential, 5u, and an addition.
+    // The running sum is rescaled when the maximum grows: at most once per 16 bytes that a thread reads, in 5
+    // steps of a warp and once for each of 16 warps. Each is a product with an exponential, 5u, and an addition.
     const double rescaling = 6 * CudaNumber::u * (V / 512.0 + 1 + 5 + 16);
     CudaNumbers expected, expected_losses;
     for (int n = 0; n < N; n++) {
@@ -310,7 +321,9 @@ inline void check_cuda_classifier(int N, int V, int Vp, double scale) {
     CHECK_ARRAY(outputs[1], expected, N, Vp);
 }
 TEST(cuda_classifier) {
-    for (double scale : {1.0, 1e3}) check_cuda_classifier(5, 256, 256, scale), check_cuda_classifier(4, 1000, 1024, scale), check_cuda_classifier(3, 5, 128, scale), check_cuda_classifier(3, 37, 39, scale);
+    for (double scale : {1.0, 1e3})
+        check_cuda_classifier(5, 256, 256, scale), check_cuda_classifier(4, 1000, 1024, scale), check_cuda_classifier(3, 5, 128, scale),
+            check_cuda_classifier(3, 37, 39, scale);
     check_cuda_classifier(2, 50257, 50304, 2);
 }
 
@@ -345,7 +358,8 @@ TEST(cuda_adamw) {
     const size_t count = 1003, offset = (size_t(1) << 33) + 77;
     for (int step : {1, 2, 1000}) {
         const double decay = step == 2 ? 0 : 0.1, grad_scale = step == 1 ? 1 : 0.37;
-        HostArray master = random_floats(random, count), m = random_floats(random, count, step == 1 ? 0 : 0.1), v = random_floats(random, count, step == 1 ? 0 : 0.1), grad = random_floats(random, count);
+        HostArray master = random_floats(random, count), m = random_floats(random, count, step == 1 ? 0 : 0.1),
+                  v = random_floats(random, count, step == 1 ? 0 : 0.1), grad = random_floats(random, count);
         for (float& e : v) e *= e;
         grad[3] = 0, grad[4] = 1e-6f, grad[5] = 1e4f;
         const HyperAdamW h{1e-2, 0.9, 0.95, 1e-8, decay, step, grad_scale, 1337, offset};
@@ -376,25 +390,32 @@ TEST(cuda_adamw) {
         for (size_t i = 0; i < count; i++) {  // the rounding, bit for bit
             uint32_t bits;
             std::memcpy(&bits, &outputs[1][i], 4);
-            if (!CUDA_FP32) bits = (bits + (philox4x32(offset + i, random_stream(RANDOM_ROUNDING, uint64_t(step)), 1337).word[0] & 0xffff)) & 0xffff0000;
+            if (!CUDA_FP32)
+                bits = (bits + (philox4x32(offset + i, random_stream(RANDOM_ROUNDING, uint64_t(step)), 1337).word[0] & 0xffff)) &
+                       0xffff0000;
             float rounded;
             std::memcpy(&rounded, &bits, 4);
             CHECK_EQUAL(outputs[0][i], rounded);
         }
     }
 }
-// The squared norm in the device's memory says how to clip: as if the gradient had been scaled beforehand, and not at all below the limit; a norm that is
-// not finite leaves everything as it was. The factor is rounded to fp32 once here and once there: equal bits where it is a power of two.
+// The squared norm in the device's memory says how to clip: as if the gradient had been scaled
+// beforehand, and not at all below the limit; a norm that is not finite leaves everything as it was.
+// The factor is rounded to fp32 once here and once there: equal bits where it is a power of two.
 TEST(cuda_adamw_clips_by_the_norm_on_the_device) {
     Cuda dev(0, size_t(1) << 20);
     const size_t count = 1000;
     HostArray value(count), grad(count);
-    for (size_t i = 0; i < count; i++) value[i] = float(random_normal(5, random_stream(RANDOM_TEST, 1), i)), grad[i] = float(random_normal(5, random_stream(RANDOM_TEST, 2), i));
+    for (size_t i = 0; i < count; i++)
+        value[i] = float(random_normal(5, random_stream(RANDOM_TEST, 1), i)),
+        grad[i] = float(random_normal(5, random_stream(RANDOM_TEST, 2), i));
     auto after = [&](double squares, double grad_clip, double grad_scale, bool by_norm) {
         Cuda::real* param = dev.allocate<Cuda::real>(count);
-        float *master = dev.allocate<float>(count), *m = dev.allocate<float>(count), *v = dev.allocate<float>(count), *g = dev.allocate<float>(count);
+        float *master = dev.allocate<float>(count), *m = dev.allocate<float>(count), *v = dev.allocate<float>(count),
+              *g = dev.allocate<float>(count);
         double* norm = dev.allocate<double>(1);
-        dev.from_host(master, value.data(), count), dev.from_host(g, grad.data(), count), dev.zero(m, count), dev.zero(v, count), dev.zero(param, count);
+        dev.from_host(master, value.data(), count), dev.from_host(g, grad.data(), count), dev.zero(m, count), dev.zero(v, count),
+            dev.zero(param, count);
         dev.copy(norm, (const double*)&squares, 1);
         HyperAdamW h{1e-2, 0.9, 0.95, 1e-8, 0.1, 3, grad_scale, 7, 0};
         if (by_norm) h.squares = norm, h.grad_clip = grad_clip;
@@ -422,7 +443,8 @@ TEST(cuda_stochastic_rounding_keeps_the_mean) {
     Cuda dev(0, TEST_WORKSPACE);
     const size_t count = 20000;
     DeviceReal param(dev, count);
-    DeviceFloat master(dev, HostArray(count, 1.0f + 0.3f * 0x1p-7f)), m(dev, HostArray(count, 0.0f)), v(dev, HostArray(count, 0.0f)), grad(dev, HostArray(count, 0.0f));
+    DeviceFloat master(dev, HostArray(count, 1.0f + 0.3f * 0x1p-7f)), m(dev, HostArray(count, 0.0f)), v(dev, HostArray(count, 0.0f)),
+        grad(dev, HostArray(count, 0.0f));
     dev.adamw(param, master, m, v, grad, count, HyperAdamW{0, 0.9, 0.95, 1e-8, 0, 1, 1, 7, 0});
     double up = 0;
     for (float x : param.host()) {
@@ -445,10 +467,12 @@ inline NsaShape part_of(NsaShape s, int first, int queries) {
     s.first = first, s.queries = queries;
     return s;
 }
-inline std::vector<NsaShape> with_parts(const std::vector<NsaShape>& shapes) {  // and as decoding sees them: a prompt, one position, the rest
+// and as decoding sees them: a prompt, one position, the rest
+inline std::vector<NsaShape> with_parts(const std::vector<NsaShape>& shapes) {
     std::vector<NsaShape> all = shapes;
     for (const NsaShape& s : shapes)
-        if (s.T > 2) all.push_back(part_of(s, 0, s.T / 2)), all.push_back(part_of(s, s.T / 2, 1)), all.push_back(part_of(s, s.T / 3, s.T - s.T / 3));
+        if (s.T > 2)
+            all.push_back(part_of(s, 0, s.T / 2)), all.push_back(part_of(s, s.T / 2, 1)), all.push_back(part_of(s, s.T / 3, s.T - s.T / 3));
     return all;
 }
 struct CudaShapeReport {
@@ -457,8 +481,8 @@ struct CudaShapeReport {
     explicit CudaShapeReport(const NsaShape& shape) : s(shape) {}
     ~CudaShapeReport() {
         if (tests().failed_checks > failed && tests().failed_checks <= 10)
-            std::printf("    with B %d T %d first %d queries %d H %d G %d D %d l %d d %d l' %d n %d w %d F %d full %d\n", s.B, s.T, s.first, s.queries, s.H, s.G, s.D, s.l, s.d, s.slc_block, s.slc_count,
-                        s.window, s.F, int(s.full));
+            std::printf("    with B %d T %d first %d queries %d H %d G %d D %d l %d d %d l' %d n %d w %d F %d full %d\n", s.B, s.T, s.first,
+                        s.queries, s.H, s.G, s.D, s.l, s.d, s.slc_block, s.slc_count, s.window, s.F, int(s.full));
     }
 };
 
@@ -470,7 +494,8 @@ struct DeviceHeads {
     std::vector<std::unique_ptr<DeviceReal>> kv;
     DeviceFloat gate;
     DeviceHeads(Cuda& dev, const NsaShape& s) : q(dev, s.query_rows() * s.D), gate(dev, s.full ? 0 : 3 * s.query_rows()) {
-        for (int slot = 0; slot < 6; slot++) kv.push_back(std::make_unique<DeviceReal>(dev, s.full && slot < K_WIN ? 0 : s.key_rows() * s.D));
+        for (int slot = 0; slot < 6; slot++)
+            kv.push_back(std::make_unique<DeviceReal>(dev, s.full && slot < K_WIN ? 0 : s.key_rows() * s.D));
     }
     Cuda::Heads pointers() { return {q, {*kv[0], *kv[1], *kv[2], *kv[3], *kv[4], *kv[5]}, gate}; }
 };
@@ -491,7 +516,9 @@ inline void check_cuda_split_heads(Cuda& dev, const NsaShape& s) {
             CHECK_EQUAL(out.kv[size_t(slot)]->unwritten(outside), outside);
             const HostArray whole = out.kv[size_t(slot)]->host();
             HostArray rows;  // of this call
-            for (int bg = 0; bg < s.B * s.G; bg++) rows.insert(rows.end(), &whole[(size_t(bg) * s.T + s.first) * D], &whole[(size_t(bg) * s.T + s.first) * D] + size_t(s.queries) * D);
+            for (int bg = 0; bg < s.B * s.G; bg++)
+                rows.insert(rows.end(), &whole[(size_t(bg) * s.T + s.first) * D],
+                            &whole[(size_t(bg) * s.T + s.first) * D] + size_t(s.queries) * D);
             all.push_back(rows);
         }
         return all;
@@ -508,12 +535,14 @@ inline void check_cuda_split_heads(Cuda& dev, const NsaShape& s) {
             for (size_t i = 0; i < kv.size(); i++)
                 for (int g = 0; g < s.G; g++, row += D) {
                     const int slot = int(i) + (s.full ? K_WIN : K_CMP);
-                    const CudaNumbers values = slot == K_SLC || slot == K_WIN ? stored(oracle::rope(row, s.first + j, D, +1)) : oracle::numbers(row, size_t(D));
+                    const CudaNumbers values = slot == K_SLC || slot == K_WIN ? stored(oracle::rope(row, s.first + j, D, +1))
+                                                                              : oracle::numbers(row, size_t(D));
                     std::copy(values.begin(), values.end(), &kv[i][((size_t(b) * s.G + g) * s.queries + j) * D]);
                 }
             for (int head = 0; head < s.H && !s.full; head++)
                 for (int branch = 0; branch < 3; branch++)
-                    gate[branch * s.query_rows() + (size_t(b) * s.H + head) * s.queries + j] = oracle::sigmoid(CudaNumber(row[3 * head + branch]));
+                    gate[branch * s.query_rows() + (size_t(b) * s.H + head) * s.queries + j] = oracle::sigmoid(
+                        CudaNumber(row[3 * head + branch]));
         }
     CHECK_ARRAY(outputs[0], q, s.B, s.H, s.queries, D);
     CHECK_ARRAY(outputs[1], gate, 3, s.B, s.H, s.queries);
@@ -544,13 +573,16 @@ inline void check_cuda_split_heads(Cuda& dev, const NsaShape& s) {
                     const float* row = &dkv[size_t(slot)][((size_t(b) * s.G + g) * s.T + t) * D];
                     append(slot == K_SLC || slot == K_WIN ? stored(oracle::rope(row, t, D, -1)) : oracle::numbers(row, size_t(D)));
                 }
-            for (int i = 0; i < s.gate_columns(); i++) expected.push_back(i < 3 * s.H ? stored(CudaNumber(dgate[((size_t(i % 3) * s.B + b) * s.H + i / 3) * s.T + t])) : CudaNumber(0));
+            for (int i = 0; i < s.gate_columns(); i++)
+                expected.push_back(i < 3 * s.H ? stored(CudaNumber(dgate[((size_t(i % 3) * s.B + b) * s.H + i / 3) * s.T + t]))
+                                               : CudaNumber(0));
         }
     CHECK_ARRAY(gradients[0], expected, s.B * s.T, P);
 }
 TEST(cuda_split_heads) {
     Cuda dev(0, TEST_WORKSPACE);  // one engine for all: its RoPE table has to follow D and T
-    for (NsaShape s : with_parts({cuda_shape(2, 33, 2, 3, 16, 8, 4, 16, 3, 9), cuda_shape(1, 70, 1, 1, 64, 8, 4, 16, 3, 9), cuda_shape(1, 513, 1, 2, 2, 8, 4, 16, 3, 9), cuda_shape(1, 5, 2, 4, 32, 8, 4, 16, 3, 9)}))
+    for (NsaShape s : with_parts({cuda_shape(2, 33, 2, 3, 16, 8, 4, 16, 3, 9), cuda_shape(1, 70, 1, 1, 64, 8, 4, 16, 3, 9),
+                                  cuda_shape(1, 513, 1, 2, 2, 8, 4, 16, 3, 9), cuda_shape(1, 5, 2, 4, 32, 8, 4, 16, 3, 9)}))
         for (bool full : {false, true}) {
             s.full = full;
             check_cuda_split_heads(dev, s);
@@ -558,19 +590,23 @@ TEST(cuda_split_heads) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Compression. oracle::compress with the roundings of what this engine stores on the way: the hidden values, the activated ones, dout turned back, and the gradient
-// of the hidden values.
+// Compression. oracle::compress with the roundings of what this engine stores on the way: the
+// hidden values, the activated ones, dout turned back, and the gradient of the hidden values.
 
 struct HostPhi {
     HostArray fc1, bias, fc2;
-    HostPhi(Random& random, const NsaShape& s) : fc1(random_reals(random, size_t(s.F) * s.l * s.D, 0.3)), bias(random_reals(random, size_t(s.F))), fc2(random_reals(random, size_t(s.D) * s.F)) {}
+    HostPhi(Random& random, const NsaShape& s)
+        : fc1(random_reals(random, size_t(s.F) * s.l * s.D, 0.3)),
+          bias(random_reals(random, size_t(s.F))),
+          fc2(random_reals(random, size_t(s.D) * s.F)) {}
 };
 
 inline void check_cuda_compress(Cuda& dev, const NsaShape& s, bool rotated) {
     using N = CudaNumber;
     const CudaShapeReport report(s);
     Random random(80);
-    const int NC = oracle::blocks(s.T, s), begin = oracle::blocks(s.first, s), end = oracle::blocks(s.first + s.queries, s), D = s.D, F = s.F, width = s.l * D;
+    const int NC = oracle::blocks(s.T, s), begin = oracle::blocks(s.first, s), end = oracle::blocks(s.first + s.queries, s), D = s.D,
+              F = s.F, width = s.l * D;
     const size_t groups = size_t(s.B) * s.G;
     const HostArray k = random_reals(random, groups * s.T * D);
     const HostPhi phi(random, s);
@@ -581,7 +617,8 @@ inline void check_cuda_compress(Cuda& dev, const NsaShape& s, bool rotated) {
         return rows;
     };
     const auto outputs = in_every_order([&] {
-        DeviceReal in(dev, k), fc1(dev, phi.fc1), bias(dev, phi.bias), fc2(dev, phi.fc2), out(dev, groups * NC * D), hidden(dev, groups * NC * F);
+        DeviceReal in(dev, k), fc1(dev, phi.fc1), bias(dev, phi.bias), fc2(dev, phi.fc2), out(dev, groups * NC * D),
+            hidden(dev, groups * NC * F);
         dev.compress_forward(out, hidden, in, {fc1, bias, fc2}, rotated, s);
         const long left = long(groups) * (NC - (end - begin));
         CHECK_EQUAL(out.unwritten(left * D), left * D);
@@ -599,7 +636,8 @@ inline void check_cuda_compress(Cuda& dev, const NsaShape& s, bool rotated) {
                 sum.add(N(phi.bias[size_t(f)]));
                 expected_hidden.push_back(stored(N(sum)));
                 active.push_back(stored(oracle::silu(expected_hidden.back())));
-                active.back().error += expected_hidden.back().error * 0.1;  // |silu'| <= 1.0999 amplifies; Number takes x and sigmoid(x) as independent, which covers it
+                // |silu'| <= 1.0999 amplifies; Number takes x and sigmoid(x) as independent, which covers it
+                active.back().error += expected_hidden.back().error * 0.1;
             }
             for (int x = 0; x < D; x++) {
                 CudaSum mean, sum;
@@ -616,7 +654,8 @@ inline void check_cuda_compress(Cuda& dev, const NsaShape& s, bool rotated) {
     if (s.queries != s.T) return;
 
     const HostArray dout = random_reals(random, groups * NC * D), hidden = random_reals(random, groups * NC * F);
-    const HostArray dfc1 = random_floats(random, phi.fc1.size()), dbias = random_floats(random, phi.bias.size()), dfc2 = random_floats(random, phi.fc2.size());
+    const HostArray dfc1 = random_floats(random, phi.fc1.size()), dbias = random_floats(random, phi.bias.size()),
+                    dfc2 = random_floats(random, phi.fc2.size());
     const auto gradients = in_every_order([&] {
         DeviceReal in(dev, k), fc1(dev, phi.fc1), bias(dev, phi.bias), fc2(dev, phi.fc2), d(dev, dout), h(dev, hidden), dk(dev, k.size());
         DeviceFloat d1(dev, dfc1), db(dev, dbias), d2(dev, dfc2);
@@ -644,7 +683,8 @@ inline void check_cuda_compress(Cuda& dev, const NsaShape& s, bool rotated) {
                 }
                 const N dh = stored(N(dactive) * oracle::silu_slope(h));
                 sum_db[size_t(f)].add(dh);
-                for (int i = 0; i < width; i++) sum_d1[size_t(f) * width + i].add(dh * N(k[at + i])), sum_dk[at + i].add(dh * N(phi.fc1[size_t(f) * width + i]));
+                for (int i = 0; i < width; i++)
+                    sum_d1[size_t(f) * width + i].add(dh * N(k[at + i])), sum_dk[at + i].add(dh * N(phi.fc1[size_t(f) * width + i]));
             }
         }
     CHECK_ARRAY(gradients[0], stored(oracle::numbers(sum_dk)), int(groups), s.T, D);
@@ -654,7 +694,8 @@ inline void check_cuda_compress(Cuda& dev, const NsaShape& s, bool rotated) {
 }
 TEST(cuda_compress) {
     Cuda dev(0, TEST_WORKSPACE);
-    for (NsaShape s : with_parts({cuda_shape(2, 33, 2, 1, 8, 8, 4, 16, 3, 9), cuda_shape(1, 31, 1, 1, 8, 32, 16, 64, 3, 9), cuda_shape(2, 32, 1, 1, 16, 32, 16, 64, 3, 9), cuda_shape(1, 70, 2, 1, 16, 16, 4, 16, 3, 9),
+    for (NsaShape s : with_parts({cuda_shape(2, 33, 2, 1, 8, 8, 4, 16, 3, 9), cuda_shape(1, 31, 1, 1, 8, 32, 16, 64, 3, 9),
+                                  cuda_shape(2, 32, 1, 1, 16, 32, 16, 64, 3, 9), cuda_shape(1, 70, 2, 1, 16, 16, 4, 16, 3, 9),
                                   cuda_shape(1, 9, 1, 1, 8, 1, 1, 4, 3, 9), cuda_shape(2, 50, 1, 1, 8, 4, 4, 16, 3, 9)}))
         for (bool rotated : {false, true}) check_cuda_compress(dev, s, rotated);
     NsaShape wide = cuda_shape(1, 100, 1, 1, 64, 32, 16, 64, 16, 512);  // the preset's l, d, D
@@ -680,9 +721,10 @@ inline const std::vector<NsaShape>& cuda_attention_shapes() {
     return shapes;
 }
 
-// Whether masks follow the rule: forced blocks, count, no block of the future, and no block left out that is more important than one taken by more than the
-// rounding of both. share: the share of the importance that fell on the taken.
-inline void check_cuda_selection(const std::vector<uint32_t>& masks, const HostArray& share, const HostArray& q, const HostArray& kc, const HostArray& lse, const NsaShape& s) {
+// Whether masks follow the rule: forced blocks, count, no block of the future, and no block left out that is more
+// important than one taken by more than the rounding of both. share: the share of the importance that fell on the taken.
+inline void check_cuda_selection(const std::vector<uint32_t>& masks, const HostArray& share, const HostArray& q, const HostArray& kc,
+                                 const HostArray& lse, const NsaShape& s) {
     const int words = oracle::selection_words(s), h = s.H / s.G, NC = oracle::blocks(s.T, s);
     for (int b = 0; b < s.B; b++)
         for (int g = 0; g < s.G; g++)
@@ -697,7 +739,8 @@ inline void check_cuda_selection(const std::vector<uint32_t>& masks, const HostA
                     CHECK_EQUAL(share[at], 1.0f);
                     continue;
                 }
-                const CudaNumbers importance = oracle::importance(&q[row * s.D], &lse[row], size_t(s.queries), &kc[(size_t(b) * s.G + g) * NC * s.D], t, s);
+                const CudaNumbers importance = oracle::importance(&q[row * s.D], &lse[row], size_t(s.queries),
+                                                                  &kc[(size_t(b) * s.G + g) * NC * s.D], t, s);
                 CudaSum taken, all;
                 double least = 1e300, most = -1e300;  // the least important block taken (at most), the most important left (at least)
                 for (int block = 0; block <= last; block++) {
@@ -715,8 +758,9 @@ inline void check_cuda_selection(const std::vector<uint32_t>& masks, const HostA
 }
 
 // Gradients of one branch from row_dot and lse_gated, as the operation is given them. dq has to continue from what it held.
-inline oracle::AttentionGradients<float> level0_gradients(Branch branch, const HostArray& q, const HostArray& k, const HostArray& v, const HostArray& dout, const HostArray& row_dot,
-                                                          const HostArray& lse_gated, const uint32_t* selection, const NsaShape& s) {
+inline oracle::AttentionGradients<float> level0_gradients(Branch branch, const HostArray& q, const HostArray& k, const HostArray& v,
+                                                          const HostArray& dout, const HostArray& row_dot, const HostArray& lse_gated,
+                                                          const uint32_t* selection, const NsaShape& s) {
     using N = CudaNumber;
     oracle::AttentionGradients<float> d;
     d.dq.resize(q.size()), d.dk.resize(k.size()), d.dv.resize(v.size());
@@ -730,7 +774,8 @@ inline oracle::AttentionGradients<float> level0_gradients(Branch branch, const H
                 for (int key : oracle::visible(branch, t, mask, s)) {
                     const size_t key_at = (group * oracle::key_rows(branch, s) + key) * s.D;
                     CudaSum score, dp;
-                    for (int x = 0; x < s.D; x++) score.add(N(q[row * s.D + x]) * scale * N(k[key_at + x])), dp.add(N(dO[x]) * N(v[key_at + x]));
+                    for (int x = 0; x < s.D; x++)
+                        score.add(N(q[row * s.D + x]) * scale * N(k[key_at + x])), dp.add(N(dO[x]) * N(v[key_at + x]));
                     const N p = exp(N(score) - N(lse_gated[row])), ds = p * (N(dp) - N(row_dot[row]));
                     for (int x = 0; x < s.D; x++) {
                         d.dq[row * s.D + x].add(ds * N(k[key_at + x]) * scale);
@@ -766,7 +811,8 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
         OnDevice<uint32_t> selection(dev, masks_count);
         for (Branch branch : branches) {
             DeviceReal keys(dev, k[branch]), v_on_device(dev, v[branch]);
-            dev.attention_forward(branch, o + branch * values, lse + branch * rows, q_on_device, keys, v_on_device, branch == SLC ? selection.data : nullptr, s);
+            dev.attention_forward(branch, o + branch * values, lse + branch * rows, q_on_device, keys, v_on_device,
+                                  branch == SLC ? selection.data : nullptr, s);
             if (branch != CMP) continue;
             dev.select_blocks(selection, nullptr, q_on_device, keys, lse, s);
             dev.select_blocks(selection, chosen, q_on_device, keys, lse, s);
@@ -785,13 +831,18 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
     std::vector<CudaSum> combined(dout.size());
     const CudaNumbers numbers_q(q.begin(), q.end());
     for (Branch branch : branches) {
-        const oracle::Attended<float> expected = oracle::attention<float>(branch, numbers_q, CudaNumbers(k[branch].begin(), k[branch].end()), CudaNumbers(v[branch].begin(), v[branch].end()), masks.data(), s);
-        const HostArray branch_o(o.begin() + long(branch * values), o.begin() + long((branch + 1) * values)), branch_lse(lse.begin() + long(branch * rows), lse.begin() + long((branch + 1) * rows));
+        const oracle::Attended<float> expected = oracle::attention<float>(branch, numbers_q,
+                                                                          CudaNumbers(k[branch].begin(), k[branch].end()),
+                                                                          CudaNumbers(v[branch].begin(), v[branch].end()), masks.data(), s);
+        const HostArray branch_o(o.begin() + long(branch * values), o.begin() + long((branch + 1) * values)),
+            branch_lse(lse.begin() + long(branch * rows), lse.begin() + long((branch + 1) * rows));
         CHECK_ARRAY(branch_o, stored(expected.out), s.B, s.H, s.queries, s.D);
         CHECK_ARRAY(branch_lse, expected.lse, s.B, s.H, s.queries);
         for (size_t row = 0; row < rows; row++) {
             const size_t j = row % s.queries, head = row / s.queries % s.H, b = row / s.queries / s.H;
-            for (int x = 0; x < s.D; x++) combined[((b * s.queries + j) * s.H + head) * s.D + x].add(CudaNumber(s.full ? 1 : gate[branch * rows + row]) * CudaNumber(branch_o[row * s.D + x]));
+            for (int x = 0; x < s.D; x++)
+                combined[((b * s.queries + j) * s.H + head) * s.D + x].add(CudaNumber(s.full ? 1 : gate[branch * rows + row]) *
+                                                                           CudaNumber(branch_o[row * s.D + x]));
         }
     }
     CHECK_ARRAY(outputs[2], stored(oracle::numbers(combined)), s.B, s.queries, s.H, s.D);
@@ -800,7 +851,8 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
     const auto from_rows = in_every_order([&] {
         DeviceReal o_on_device(dev, o), d(dev, dout);
         DeviceFloat lse_on_device(dev, lse), gates(dev, gate), row_dot(dev, 3 * rows), lse_gated(dev, 3 * rows), dz(dev, 3 * rows);
-        dev.attention_backward_rows(row_dot, lse_gated, s.full ? nullptr : dz.data, d, o_on_device, s.full ? nullptr : gates.data, lse_on_device, s);
+        dev.attention_backward_rows(row_dot, lse_gated, s.full ? nullptr : dz.data, d, o_on_device, s.full ? nullptr : gates.data,
+                                    lse_on_device, s);
         CHECK_EQUAL(row_dot.unwritten(), s.full ? 2 * long(rows) : 0L);
         std::vector<HostArray> all = {row_dot.host(), lse_gated.host(), dz.host()};
         for (HostArray& x : all)
@@ -812,7 +864,8 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
         for (size_t row = 0; row < rows; row++) {
             const size_t j = row % s.queries, head = row / s.queries % s.H, b = row / s.queries / s.H;
             CudaSum dot;
-            for (int x = 0; x < s.D; x++) dot.add(CudaNumber(dout[((b * s.queries + j) * s.H + head) * s.D + x]) * CudaNumber(o[(branch * rows + row) * s.D + x]));
+            for (int x = 0; x < s.D; x++)
+                dot.add(CudaNumber(dout[((b * s.queries + j) * s.H + head) * s.D + x]) * CudaNumber(o[(branch * rows + row) * s.D + x]));
             const CudaNumber g(s.full ? 1 : gate[branch * rows + row]), shift(lse[branch * rows + row]);
             expected_dot.push_back(dot);
             expected_gated.push_back(std::isinf(shift.value) ? shift : shift - log(g));
@@ -826,9 +879,11 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
     const HostArray dq = random_floats(random, values);  // accumulates
     for (size_t i = 0; i < branches.size(); i++) {
         const Branch branch = branches[i];
-        const HostArray row_dot(from_rows[0].begin() + long(i * rows), from_rows[0].begin() + long((i + 1) * rows)), lse_gated(from_rows[1].begin() + long(i * rows), from_rows[1].begin() + long((i + 1) * rows));
+        const HostArray row_dot(from_rows[0].begin() + long(i * rows), from_rows[0].begin() + long((i + 1) * rows)),
+            lse_gated(from_rows[1].begin() + long(i * rows), from_rows[1].begin() + long((i + 1) * rows));
         const auto gradients = in_every_order([&] {
-            DeviceReal q_on_device(dev, q), keys(dev, k[branch]), v_on_device(dev, v[branch]), d(dev, dout), dk(dev, k[branch].size()), dv(dev, v[branch].size());
+            DeviceReal q_on_device(dev, q), keys(dev, k[branch]), v_on_device(dev, v[branch]), d(dev, dout), dk(dev, k[branch].size()),
+                dv(dev, v[branch].size());
             DeviceFloat dq_on_device(dev, dq), only_dq(dev, values), dots(dev, row_dot), gated(dev, lse_gated);
             OnDevice<uint32_t> selection(dev, masks_count);
             dev.copy(selection.data, (const uint32_t*)masks.data(), masks_count);
@@ -838,7 +893,8 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
             CHECK_EQUAL((dk.count ? dk.unwritten() : 0) + (dv.count ? dv.unwritten() : 0), 0L);
             return std::vector<HostArray>{dq_on_device.host(), dk.host(), dv.host(), only_dq.host()};
         });
-        oracle::AttentionGradients<float> expected = level0_gradients(branch, q, k[branch], v[branch], dout, row_dot, lse_gated, masks.data(), s);
+        oracle::AttentionGradients<float> expected = level0_gradients(branch, q, k[branch], v[branch], dout, row_dot, lse_gated,
+                                                                      masks.data(), s);
         CHECK_ARRAY(gradients[3], oracle::numbers(expected.dq), s.B, s.H, s.T, s.D);
         for (size_t x = 0; x < values; x++) expected.dq[x].add(CudaNumber(dq[x]));
         CHECK_ARRAY(gradients[0], oracle::numbers(expected.dq), s.B, s.H, s.T, s.D);
@@ -851,7 +907,9 @@ TEST(cuda_level0_attention) {
 }
 TEST(cuda_level0_attention_in_parts) {
     for (const NsaShape& s : {cuda_shape(2, 65, 1, 3, 16, 8, 4, 16, 3, 33), cuda_shape(1, 130, 2, 2, 8, 16, 4, 20, 4, 7)})
-        for (const NsaShape& part : {part_of(s, 0, s.T / 2), part_of(s, s.T / 2, 1), part_of(s, s.T - 1, 1), part_of(s, s.T / 3, s.T - s.T / 3)}) check_cuda_attention(part);
+        for (const NsaShape& part :
+             {part_of(s, 0, s.T / 2), part_of(s, s.T / 2, 1), part_of(s, s.T - 1, 1), part_of(s, s.T / 3, s.T - s.T / 3)})
+            check_cuda_attention(part);
 }
 TEST(cuda_level0_attention_full) {
     NsaShape s = cuda_shape(2, 70, 2, 3, 16, 8, 4, 16, 3, 5);
@@ -874,5 +932,6 @@ TEST(cuda_level0_equal_importance_goes_to_the_lower_block) {
     std::vector<uint32_t> masks(selection.count);
     dev.copy(masks.data(), (const uint32_t*)selection.data, masks.size());
     // l = l' = 2d: block 0 shares 8 + 4 tokens with compressed blocks, every later one 4 + 8 + 4. So 1, 2, 3 come before the rest.
-    for (int t = 56; t < s.T; t++) CHECK(blocks_of(&masks[size_t(t) * s.selection_words()], s.selection_words()) == (std::vector<int>{0, 1, 2, 3, t / 8 - 1, t / 8}));
+    for (int t = 56; t < s.T; t++)
+        CHECK(blocks_of(&masks[size_t(t) * s.selection_words()], s.selection_words()) == (std::vector<int>{0, 1, 2, 3, t / 8 - 1, t / 8}));
 }

@@ -37,7 +37,8 @@ inline std::vector<int> counting_tokens(int n, int shard = 0) {
 
 inline LoaderOptions data_options(int T, bool shuffle, uint64_t seed = 7, int rank = 0, int world_size = 1) {
     LoaderOptions options;
-    options.seq_len = T, options.vocab_size = 50257, options.seed = seed, options.shuffle = shuffle, options.rank = rank, options.world_size = world_size;
+    options.seq_len = T, options.vocab_size = 50257, options.seed = seed, options.shuffle = shuffle, options.rank = rank,
+    options.world_size = world_size;
     return options;
 }
 
@@ -216,7 +217,8 @@ TEST(shard_beyond_two_gigabytes) {  // the largest the header can count: 4 GiB; 
     REQUIRE(file && fseeko(file, off_t(bad), SEEK_SET) == 0 && std::fwrite("\xff\xff", 1, 2, file) == 2 && std::fclose(file) == 0);
     DataLoader again({open_shard(path)}, data_options(T, false));
     again.restore({7, uint64_t(T), again.fingerprint(), samples - 1});
-    CHECK_FAILS(1, format_text("big.bin: token 65535 at byte %llu ", (unsigned long long)bad).c_str(), again.next_batch(inputs.data(), targets.data(), 1));
+    CHECK_FAILS(1, format_text("big.bin: token 65535 at byte %llu ", (unsigned long long)bad).c_str(),
+                again.next_batch(inputs.data(), targets.data(), 1));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -299,7 +301,8 @@ TEST(data_order_does_not_depend_on_ranks_or_micro_batch) {
     const struct { int ranks, B, micro_steps; } layouts[] = {{1, 8, 1}, {2, 4, 1}, {4, 2, 1}, {1, 2, 4}, {2, 2, 2}, {8, 1, 1}};
     for (const auto& layout : layouts) {
         std::vector<std::unique_ptr<DataLoader>> ranks;
-        for (int r = 0; r < layout.ranks; r++) ranks.emplace_back(new DataLoader(folder.sources(), data_options(T, true, 7, r, layout.ranks)));
+        for (int r = 0; r < layout.ranks; r++)
+            ranks.emplace_back(new DataLoader(folder.sources(), data_options(T, true, 7, r, layout.ranks)));
         for (int step = 0; step < steps; step++) {
             std::multiset<int> samples;
             for (int micro = 0; micro < layout.micro_steps; micro++)
@@ -362,7 +365,8 @@ TEST(token_outside_the_vocabulary_is_located) {
         for (int i = 0; i < 2; i++) loader.next_batch(inputs.data(), targets.data(), 2);
         if (rounds == 1) loader.next_batch(inputs.data(), targets.data(), 1);
         for (int again = 0; again < 2; again++)  // and it does not go on after it
-            CHECK_FAILS(1, "bad.bin: token 50257 at byte 1066 is outside the vocabulary of 50257", loader.next_batch(inputs.data(), targets.data(), 2 - rounds));
+            CHECK_FAILS(1, "bad.bin: token 50257 at byte 1066 is outside the vocabulary of 50257",
+                        loader.next_batch(inputs.data(), targets.data(), 2 - rounds));
         CHECK_EQUAL(loader.state().next_sample, rounds == 0 ? 4u : 5u);
     }
     tokens[21] = 50256;
@@ -379,12 +383,15 @@ TEST(loader_refuses) {
     CHECK_FAILS(1, "a.bin holds tokens of a vocabulary of 256, the model's has 50257", DataLoader(sources(), data_options(4, true)));
     write_file(folder.file("a.bin"), shard_bytes(counting_tokens(8), 50257));
     CHECK_EQUAL(DataLoader(sources(), data_options(7, true)).samples_per_epoch(), 1u);
-    CHECK_FAILS(1, "8 tokens in 1 shards, the largest of 8, are too few for one sample, which needs 9 in one shard: give more text or lower --seq-len (8)",
-                DataLoader(sources(), data_options(8, true)));
+    CHECK_FAILS(
+        1,
+        "8 tokens in 1 shards, the largest of 8, are too few for one sample, which needs 9 in one shard: give more text or lower --seq-len (8)",
+        DataLoader(sources(), data_options(8, true)));
     CHECK_FAILS(1, "--data: 0 tokens", DataLoader({}, data_options(8, true)));
     const DataLoader loader(sources(), data_options(2, true));
     loader.require_global_batch(3);
-    CHECK_FAILS(1, "8 tokens make 3 samples of --seq-len 2, fewer than the 4 of one global batch, which needs about 9 tokens", loader.require_global_batch(4));
+    CHECK_FAILS(1, "8 tokens make 3 samples of --seq-len 2, fewer than the 4 of one global batch, which needs about 9 tokens",
+                loader.require_global_batch(4));
     CHECK_FAILS(2, "sequence length 0", DataLoader(sources(), data_options(0, true)));
     CHECK_FAILS(1, "rank 2 of 2", DataLoader(sources(), data_options(2, true, 7, 2, 2)));
 }
@@ -438,7 +445,8 @@ TEST(synthetic_answers_follow_from_facts) {
             answers++;
             const std::string person = who.substr(who.find(" of ") + 4);
             size_t facts_of_person = 0;
-            for (size_t p = text.find(" of " + person + " is "); p != std::string::npos; p = text.find(" of " + person + " is ", p + 1)) facts_of_person++;
+            for (size_t p = text.find(" of " + person + " is "); p != std::string::npos; p = text.find(" of " + person + " is ", p + 1))
+                facts_of_person++;
             same_person += facts_of_person == 2;
         }
         CHECK(found == marked);
@@ -455,7 +463,8 @@ TEST(synthetic_corpus_is_a_function_of_the_seed) {
     const SyntheticCorpus a = synthetic_corpus(5, 100000), b = synthetic_corpus(5, 30001), other = synthetic_corpus(6, 100000);
     CHECK_EQUAL(a.tokens.size(), 100000u);
     CHECK_EQUAL(b.is_answer.size(), 30001u);
-    CHECK(std::equal(b.tokens.begin(), b.tokens.end(), a.tokens.begin()) && std::equal(b.is_answer.begin(), b.is_answer.end(), a.is_answer.begin()));
+    CHECK(std::equal(b.tokens.begin(), b.tokens.end(), a.tokens.begin()) &&
+          std::equal(b.is_answer.begin(), b.is_answer.end(), a.is_answer.begin()));
     CHECK(a.tokens != other.tokens);
     // Document 3 alone is document 3 of the corpus.
     const SyntheticCorpus third = synthetic_corpus(5, 512, 3);
@@ -466,7 +475,8 @@ TEST(synthetic_corpus_is_a_function_of_the_seed) {
     for (int d = 0; d < 195; d++) train.insert(std::vector<uint16_t>(a.tokens.begin() + d * 512, a.tokens.begin() + (d + 1) * 512));
     CHECK_EQUAL(train.size(), 195u);
     for (const SyntheticCorpus* corpus : {&val, &other})
-        for (int d = 0; d < 195; d++) CHECK(!train.count(std::vector<uint16_t>(corpus->tokens.begin() + d * 512, corpus->tokens.begin() + (d + 1) * 512)));
+        for (int d = 0; d < 195; d++)
+            CHECK(!train.count(std::vector<uint16_t>(corpus->tokens.begin() + d * 512, corpus->tokens.begin() + (d + 1) * 512)));
     SyntheticOptions impossible;
     impossible.document_bytes = 300;
     CHECK_FAILS(2, "do not fit together", synthetic_corpus(5, 1000, 0, impossible));

@@ -1,6 +1,6 @@
-// ddp_tests.h: ranks as real processes. Each test forks them, with RANK and WORLD_SIZE in their environment, lets them meet over TCP, and looks
-// at exit statuses and at what each printed: collectives against plain loops, strangers at the rendezvous, and every way in which a rank can
-// be lost. Ranks that MPI starts are tested through ./train_nsa in run_tests.h.
+// ddp_tests.h: ranks as real processes. Each test forks them, with RANK and WORLD_SIZE in their environment, lets them meet
+// over TCP, and looks at exit statuses and at what each printed: collectives against plain loops, strangers at the
+// rendezvous, and every way in which a rank can be lost. Ranks that MPI starts are tested through ./train_nsa in run_tests.h.
 #pragma once
 #include <array>
 #include <functional>
@@ -84,7 +84,8 @@ struct Processes {
         const int port = free_port();
         for (int r = 0; r < size; r++) start_rank(r, size, port, body, start_timeout, more);
     }
-    void start_rank(int rank, int size, int port, const std::function<int(World&)>& body, double start_timeout = 20, const Variables& more = {}) {
+    void start_rank(int rank, int size, int port, const std::function<int(World&)>& body, double start_timeout = 20,
+                    const Variables& more = {}) {
         Variables variables = {{"RANK", std::to_string(rank)}, {"WORLD_SIZE", std::to_string(size)}, {"MASTER_PORT", std::to_string(port)}};
         variables.insert(variables.end(), more.begin(), more.end());
         start(variables, [=] {
@@ -175,7 +176,8 @@ void check_sum(const World& world, size_t count) {
         }
         RANK_CHECK(x[i] == expected);
         // each of size - 1 additions rounds to half a unit of at most the sum of magnitudes
-        RANK_CHECK(std::fabs(double(fractions[i]) - expected_fraction) <= world.size * magnitude * double(std::numeric_limits<T>::epsilon()));
+        RANK_CHECK(std::fabs(double(fractions[i]) - expected_fraction) <=
+                   world.size * magnitude * double(std::numeric_limits<T>::epsilon()));
     }
     RANK_CHECK(x[count] == T(77));
     const std::string bytes(reinterpret_cast<const char*>(fractions.data()), count * sizeof(T));
@@ -279,7 +281,8 @@ TEST(ddp_launch_variables) {
         const ranks::Ended& e = processes.ended[i];
         tests().checks++;
         if (e.status != 2 || e.err.find(words) == std::string::npos || ranks::count_of(e.err, "\n") != 1)
-            check_failed(__FILE__, __LINE__, "status %d, '%s'; expected status 2 and one line with '%s'", e.status, e.err.c_str(), words.c_str());
+            check_failed(__FILE__, __LINE__, "status %d, '%s'; expected status 2 and one line with '%s'", e.status, e.err.c_str(),
+                         words.c_str());
     };
     reads({}, "one process rank 0 of 1 local -1 of -1 at :0 run ''");
     reads({{"MASTER_ADDR", "x"}, {"MASTER_PORT", "1"}}, "one process rank 0 of 1 local -1 of -1 at :0 run ''");
@@ -543,12 +546,15 @@ TEST(ddp_ranks_that_differ) {
     ranks::Processes processes;
     processes.start_world(4, [](World& world) {
         world.require_same("digest: 1234\n", "nothing to do");
-        world.require_same(world.rank == 2 ? "digest: 1234\nsteps: 300\nseed: 7" : "digest: 1234\nsteps: 200\n", "start all ranks with the same options");
+        world.require_same(world.rank == 2 ? "digest: 1234\nsteps: 300\nseed: 7" : "digest: 1234\nsteps: 200\n",
+                           "start all ranks with the same options");
         return 0;
     });
     processes.wait();
     for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 1);
-    CHECK_EQUAL(processes.all_err(), "error: rank 2 on " + host_name() + " has 'steps: 300', expected 'steps: 200' as on 3 of 4 ranks; start all ranks with the same options\n");
+    CHECK_EQUAL(processes.all_err(),
+                "error: rank 2 on " + host_name() +
+                    " has 'steps: 300', expected 'steps: 200' as on 3 of 4 ranks; start all ranks with the same options\n");
 
     ranks::Processes collective;
     collective.start_world(2, [](World& world) {
@@ -619,7 +625,8 @@ TEST(ddp_a_stopped_rank_ends_all) {
         for (size_t i = 0; i < 3; i++) CHECK_EQUAL(processes.ended[i].status, i == victim ? 128 + SIGKILL : 1);
         const std::string err = processes.all_err("started");
         CHECK_EQUAL(ranks::count_of(err, "\n"), size_t(1));
-        CHECK(err.find(format_text("rank %zu on %s is late: nothing was heard from it for 2.", victim, host_name().c_str())) != std::string::npos);
+        CHECK(err.find(format_text("rank %zu on %s is late: nothing was heard from it for 2.", victim, host_name().c_str())) !=
+              std::string::npos);
         CHECK(err.find("it was last at step") != std::string::npos);
     }
 }
@@ -715,7 +722,8 @@ TEST(ddp_one_process_has_a_watchdog) {
     CHECK_EQUAL(processes.ended[1].err, std::string());
 }
 
-// Steps of more than twice the limit, in layers that make progress; the others wait, in a collective or in a phase called waiting, or are done.
+// Steps of more than twice the limit, in layers that make progress; the
+// others wait, in a collective or in a phase called waiting, or are done.
 TEST(ddp_a_slow_rank_is_no_alarm) {
     ranks::Processes processes;
     processes.start_world(3, [](World& world) {

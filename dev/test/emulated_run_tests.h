@@ -1,5 +1,6 @@
-// emulated_run_tests.h: the whole program on several GPUs, where there is none: BUILD/train_nsa_emulated (dev/emulator.mk) has the CUDA engine run by dev/cuda_on_cpu.h
-// and NCCL by dev/nccl_on_cpu.h over MPI, one emulated GPU a rank. Its ncclCommDestroy waits for all ranks, as the real one does, so a rank that leaves alone hangs.
+// emulated_run_tests.h: the whole program on several GPUs, where there is none: BUILD/train_nsa_emulated
+// (dev/emulator.mk) has the CUDA engine run by dev/cuda_on_cpu.h and NCCL by dev/nccl_on_cpu.h over MPI, one emulated
+// GPU a rank. Its ncclCommDestroy waits for all ranks, as the real one does, so a rank that leaves alone hangs.
 #pragma once
 #include "run_tests.h"
 
@@ -22,16 +23,19 @@ inline Words program_on(int gpus, const char* what) {
 }
 // The smallest model that the tensor-core kernels take; a step of four samples.
 inline Options options_of(const Options& more) {
-    Options options = small({{"dim", "32"}, {"head-dim", "16"}, {"slc-block", "16"}, {"total-batch", "256"}, {"batch", "1"}, {"eval-batches", "1"}, {"bucket-mb", "0.02"}, {"device", "cuda"}});
+    Options options = small({{"dim", "32"}, {"head-dim", "16"}, {"slc-block", "16"}, {"total-batch", "256"}, {"batch", "1"},
+                             {"eval-batches", "1"}, {"bucket-mb", "0.02"}, {"device", "cuda"}});
     for (const auto& [name, value] : more) options[name] = value;
     return options;
 }
-inline Result train_on(const Words& program, const Options& more) { return execute(joined(program, words_of(options_of(more))), ranks_start()); }
+inline Result train_on(const Words& program, const Options& more) {
+    return execute(joined(program, words_of(options_of(more))), ranks_start());
+}
 
 }  // namespace emulated_runs
 
-// --deterministic: the same losses and weights, bit for bit, on 1, 2 and 4 GPUs, with the optimiser's state shared out or not, with CUDA graphs or not; and after a
-// resume on another number of GPUs.
+// --deterministic: the same losses and weights, bit for bit, on 1, 2 and 4 GPUs, with the optimiser's
+// state shared out or not, with CUDA graphs or not; and after a resume on another number of GPUs.
 TEST(emulated_gpus_give_the_same_bits) {
     using namespace emulated_runs;
     const char* what = "the whole program on emulated GPUs";
@@ -39,7 +43,8 @@ TEST(emulated_gpus_give_the_same_bits) {
     if (one.empty()) return;
     TempFolder folder;
     const auto with = [&](const char* out, const Options& more) {
-        Options options = {{"deterministic", "on"}, {"steps", "4"}, {"save-every", "2"}, {"schedule", "constant"}, {"out", folder.file(out)}};
+        Options options = {
+            {"deterministic", "on"}, {"steps", "4"}, {"save-every", "2"}, {"schedule", "constant"}, {"out", folder.file(out)}};
         for (const auto& [name, value] : more) options[name] = value;
         return options;
     };
@@ -60,12 +65,14 @@ TEST(emulated_gpus_give_the_same_bits) {
     CHECK_EQUAL(logged(folder.file("one"), "loss").size(), 4u);
     for (const auto& other : others) {
         for (const char* field : {"loss", "grad_norm"}) CHECK(logged(folder.file(other.out), field) == logged(folder.file("one"), field));
-        CHECK(read_file(folder.file(std::string(other.out) + "/step_00000004/model.safetensors")) == read_file(folder.file("one/step_00000004/model.safetensors")));
+        CHECK(read_file(folder.file(std::string(other.out) + "/step_00000004/model.safetensors")) ==
+              read_file(folder.file("one/step_00000004/model.safetensors")));
     }
 }
 
-// Buckets that travel during the backward pass: the first step's loss is the same, whoever computes which samples, and the norm but for the roundings of sums of four
-// samples in fp32, each at most 2^-24 of the norms of what is added, or of --grad-reduce bf16, 2^-9 for each of two addends and their sum.
+// Buckets that travel during the backward pass: the first step's loss is the same, whoever computes
+// which samples, and the norm but for the roundings of sums of four samples in fp32, each at most 2^-24
+// of the norms of what is added, or of --grad-reduce bf16, 2^-9 for each of two addends and their sum.
 TEST(emulated_gpus_sum_gradients) {
     using namespace emulated_runs;
     const char* what = "gradients of emulated GPUs";
@@ -107,22 +114,27 @@ TEST(emulated_gpus_with_unlike_ranks) {
     CHECK_EQUAL(unlike({{"steps", "1"}, {"out", out}}, {{"steps", "1"}, {"out", out}, {"threads", "2"}}).status, 0);
     const Result mixed = unlike({{"out", folder.file("mixed")}}, {{"out", folder.file("mixed")}, {"device", "cpu"}});
     CHECK(mixed.status != 0 && mixed.status != 1000);
-    for (const char* words : {"device: CPU, because --device cpu", "all ranks compute on GPUs or all on CPUs", "--device cpu"}) CHECK(mixed.err.find(words) != std::string::npos);
+    for (const char* words : {"device: CPU, because --device cpu", "all ranks compute on GPUs or all on CPUs", "--device cpu"})
+        CHECK(mixed.err.find(words) != std::string::npos);
 }
 
-// An error of one rank is told, and ends all, at once. Rank 0 alone gives up after bad steps while the others wait for it; a bad token is met by rank 1 alone.
+// An error of one rank is told, and ends all, at once. Rank 0 alone gives up after
+// bad steps while the others wait for it; a bad token is met by rank 1 alone.
 TEST(emulated_gpus_error_on_one_rank_ends_all) {
     using namespace emulated_runs;
     const Words two = program_on(2, "an error on one of two emulated GPUs");
     if (two.empty()) return;
     TempFolder folder;
-    const Result bad = train_on(two, {{"lr", "10"}, {"grad-clip", "0"}, {"adam-eps", "0"}, {"weight-decay", "10"}, {"steps", "12"}, {"max-bad-steps", "2"}, {"out", folder.file("bad")}});
+    const Result bad = train_on(two, {{"lr", "10"}, {"grad-clip", "0"}, {"adam-eps", "0"}, {"weight-decay", "10"}, {"steps", "12"},
+                                      {"max-bad-steps", "2"}, {"out", folder.file("bad")}});
     CHECK(bad.status != 0 && bad.status != 1000);
-    for (const char* words : {"train_nsa: rank 0 on ", "GPU 0: error: step ", "2 in a row (--max-bad-steps)"}) CHECK(bad.err.find(words) != std::string::npos);
+    for (const char* words : {"train_nsa: rank 0 on ", "GPU 0: error: step ", "2 in a row (--max-bad-steps)"})
+        CHECK(bad.err.find(words) != std::string::npos);
     std::vector<uint16_t> tokens = random_tokens(64 * 40 + 1, 1);
     tokens[shuffled_position(1, 40, 1337, 0) * 64 + 32] = 300;  // number 1 of the shuffle goes to rank 1 in the first step
     write_file(folder.file("train.bin"), shard(tokens));
-    const Result token = train_on(two, {{"data", folder.file("train.bin")}, {"total-batch", "128"}, {"steps", "20"}, {"out", folder.file("token")}});
+    const Result token = train_on(
+        two, {{"data", folder.file("train.bin")}, {"total-batch", "128"}, {"steps", "20"}, {"out", folder.file("token")}});
     CHECK(token.status != 0 && token.status != 1000);
     for (const char* words : {"train_nsa: rank 1 on ", "GPU 1: error: ", "token 300"}) CHECK(token.err.find(words) != std::string::npos);
 }

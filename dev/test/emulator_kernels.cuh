@@ -222,7 +222,8 @@ __global__ void count_and_sum(int* counts, float* sum, unsigned long long* wide)
 }
 
 __global__ void mark_place(int* out) {  // out (all threads of the grid) += 1 + the thread's own number, each by the one thread that owns it
-    const unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y * blockDim.z;
+    const unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x,
+                   threads = blockDim.x * blockDim.y * blockDim.z;
     const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
     out[block * threads + thread] += 1 + int(block * threads + thread);
 }

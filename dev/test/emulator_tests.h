@@ -79,7 +79,8 @@ TEST(emulator_barriers_and_block_sums) {
                 double sum = 0, squares = 0;
                 for (int c = 0; c < C; c++) sum += in.host[size_t(r * C + c)], squares += std::pow(in.host[size_t(r * C + c)], 2);
                 const double deviation = std::sqrt(squares / C - sum * sum / C / C);
-                for (int c = 0; c < C; c++) CHECK_NEAR(out.host[size_t(r * C + c)], (in.host[size_t(r * C + c)] - sum / C) / deviation, 1e-5);
+                for (int c = 0; c < C; c++)
+                    CHECK_NEAR(out.host[size_t(r * C + c)], (in.host[size_t(r * C + c)] - sum / C) / deviation, 1e-5);
             }
             for (int c = 0; c < C; c++) {
                 double sum = 0;
@@ -326,16 +327,22 @@ TEST(emulator_graphs_replay_what_was_captured) {
     });
 }
 
-// What waits for a stream that captures, or allocates, is refused and spoils the capture: no graph comes out of it. The next capture is a new one.
+// What waits for a stream that captures, or allocates, is refused and spoils
+// the capture: no graph comes out of it. The next capture is a new one.
 TEST(emulator_capture_refuses_what_waits_or_allocates) {
     Recording r;
     DeviceArray<float> x(std::vector<float>(64, 1.0f));
     cudaGraph_t graph;
     float* p = nullptr;
-    const std::function<cudaError_t()> refused[] = {[&] { return cudaStreamSynchronize(r.stream); }, [&] { return cudaStreamQuery(r.stream); }, [&] { return cudaMalloc(&p, 256); },
+    const std::function<cudaError_t()> refused[] = {[&] { return cudaStreamSynchronize(r.stream); },
+                                                    [&] { return cudaStreamQuery(r.stream); },
+                                                    [&] { return cudaMalloc(&p, 256); },
 #ifndef __CUDACC__  // here the emulator may be stricter than CUDA
-                                                    [&] { return cudaDeviceSynchronize(); }, [&] { return cudaMemcpy(x.host.data(), x.device, 256, cudaMemcpyDeviceToHost); },
-                                                    [&] { return cudaMemset(x.device, 0, 256); }, [&] { return cudaFree(x.device); }, [&] { return cudaMallocHost(&p, 256); }
+                                                    [&] { return cudaDeviceSynchronize(); },
+                                                    [&] { return cudaMemcpy(x.host.data(), x.device, 256, cudaMemcpyDeviceToHost); },
+                                                    [&] { return cudaMemset(x.device, 0, 256); },
+                                                    [&] { return cudaFree(x.device); },
+                                                    [&] { return cudaMallocHost(&p, 256); }
 #endif
     };
     for (const auto& call : refused) {
@@ -380,7 +387,8 @@ TEST(emulator_capture_refuses_what_waits_or_allocates) {
 }
 
 #ifndef __CUDACC__
-// With late streams a replay is one more piece of late work; its graph may be destroyed meanwhile. cuBLASLt's and NCCL's calls are captured like kernels.
+// With late streams a replay is one more piece of late work; its graph may be
+// destroyed meanwhile. cuBLASLt's and NCCL's calls are captured like kernels.
 TEST(emulator_graphs_of_libraries_and_late_streams) {
     emu::machine.run_late = true;
     const int n = 16;
@@ -397,7 +405,8 @@ TEST(emulator_graphs_of_libraries_and_late_streams) {
         Recording r;
         r.record([&] {
             const float alpha = 1, beta = 0;  // gone at the replay
-            CUBLAS_CHECK(cublasLtMatmul(handle, description, &alpha, a.device, layout, b.device, layout, &beta, product.device, layout, product.device, layout, nullptr, nullptr, 0, r.stream));
+            CUBLAS_CHECK(cublasLtMatmul(handle, description, &alpha, a.device, layout, b.device, layout, &beta, product.device, layout,
+                                        product.device, layout, nullptr, nullptr, 0, r.stream));
             NCCL_CHECK(ncclAllReduce(product.device, sum.device, n * n, ncclFloat, ncclSum, communicator, r.stream));
         });
         CUDA_CHECK(cudaDeviceSynchronize());
@@ -565,7 +574,8 @@ inline std::vector<char> encode(const std::vector<float>& values, cudaDataType_t
     std::vector<char> bytes(values.size() * element_bytes(type));
     for (size_t i = 0; i < values.size(); i++) {
         const bf16 rounded = __float2bfloat16(values[i]);
-        std::memcpy(&bytes[i * element_bytes(type)], type == CUDA_R_32F ? (const void*)&values[i] : (const void*)&rounded, element_bytes(type));
+        std::memcpy(&bytes[i * element_bytes(type)], type == CUDA_R_32F ? (const void*)&values[i] : (const void*)&rounded,
+                    element_bytes(type));
     }
     return bytes;
 }
@@ -655,7 +665,8 @@ inline void check_matmul(const MatmulCase& s) {
 }
 
 TEST(emulator_cublaslt_every_transposition_and_type) {
-    const std::pair<cudaDataType_t, cudaDataType_t> types[] = {{CUDA_R_16BF, CUDA_R_16BF}, {CUDA_R_16BF, CUDA_R_32F}, {CUDA_R_32F, CUDA_R_32F}};
+    const std::pair<cudaDataType_t, cudaDataType_t> types[] = {
+        {CUDA_R_16BF, CUDA_R_16BF}, {CUDA_R_16BF, CUDA_R_32F}, {CUDA_R_32F, CUDA_R_32F}};
     for (const auto& [in, out] : types)
         for (const bool ta : {false, true})
             for (const bool tb : {false, true})
@@ -708,14 +719,17 @@ TEST(emulator_cublaslt_refuses_what_does_not_fit) {
     CHECK(status(right, right, right) == CUBLAS_STATUS_SUCCESS);
     CHECK(status({CUDA_R_32F, 16, 15, 16}, right, right) == CUBLAS_STATUS_INVALID_VALUE);                                // k of a and of b
     CHECK(status(right, right, {CUDA_R_32F, 16, 15, 16}) == CUBLAS_STATUS_INVALID_VALUE);                                // columns of d
-    CHECK(status({CUDA_R_32F, 16, 16, 15}, right, right) == CUBLAS_STATUS_INVALID_VALUE);                                // leading dimension
+    // leading dimension
+    CHECK(status({CUDA_R_32F, 16, 16, 15}, right, right) == CUBLAS_STATUS_INVALID_VALUE);
     CHECK(status({CUDA_R_32F, 16, 16, 16, 2, 256}, right, right) == CUBLAS_STATUS_INVALID_VALUE);  // batches of a and of d
-    CHECK(status({CUDA_R_16BF, 16, 16, 16}, right, right) == CUBLAS_STATUS_NOT_SUPPORTED);                               // types of a and of b
+    // types of a and of b
+    CHECK(status({CUDA_R_16BF, 16, 16, 16}, right, right) == CUBLAS_STATUS_NOT_SUPPORTED);
     CHECK(status(right, right, {CUDA_R_16BF, 16, 16, 16}) == CUBLAS_STATUS_NOT_SUPPORTED);                               // fp32 into bf16
     CHECK(status({CUDA_R_32F, 16, 16, 16, 2, 256}, {CUDA_R_32F, 16, 16, 16, 2, 256}, {CUDA_R_32F, 16, 16, 16, 2, 128}) ==
           CUBLAS_STATUS_INVALID_VALUE);  // results overlap
     CHECK(status(right, right, right, 1024) == CUBLAS_STATUS_INVALID_VALUE);  // less workspace than promised
-    CHECK(status(right, right, right, 0, 1) == CUBLAS_STATUS_INVALID_VALUE);                                             // an unaligned matrix
+    // an unaligned matrix
+    CHECK(status(right, right, right, 0, 1) == CUBLAS_STATUS_INVALID_VALUE);
     CHECK_FAILS(1, "not supported", CUBLAS_CHECK(status({CUDA_R_16BF, 16, 16, 16}, right, right)));
     const char* wrong_size = "";
     CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSA, wrong_size, 1) == CUBLAS_STATUS_INVALID_VALUE);

@@ -1,6 +1,6 @@
-// fault_tests.h: what several ranks, interrupted runs and bad numbers must come to, through the built ./train_nsa: the same curve however a batch is divided,
-// the same bits where they are promised, checkpoints that any number of ranks resumes, and an end within seconds, with one line that says why, when a rank dies,
-// stalls, differs or meets bad data.
+// fault_tests.h: what several ranks, interrupted runs and bad numbers must come to, through the built ./train_nsa: the
+// same curve however a batch is divided, the same bits where they are promised, checkpoints that any number of ranks
+// resumes, and an end within seconds, with one line that says why, when a rank dies, stalls, differs or meets bad data.
 #pragma once
 #include <thread>
 
@@ -10,7 +10,8 @@ namespace program {
 
 // Four layers, so that several small buckets exist and are ready one after the other.
 inline Options ranks_options(const Options& more) {
-    Options options = {{"layers", "4"}, {"total-batch", "512"}, {"batch", "1"}, {"slc-count", "8"}, {"lr", "0.001"}, {"steps", "8"}, {"eval-every", "4"}, {"eval-batches", "2"}, {"bucket-mb", "0.04"}, {"threads", "1"}};
+    Options options = {{"layers", "4"}, {"total-batch", "512"}, {"batch", "1"},        {"slc-count", "8"},    {"lr", "0.001"},
+                       {"steps", "8"},  {"eval-every", "4"},    {"eval-batches", "2"}, {"bucket-mb", "0.04"}, {"threads", "1"}};
     for (const auto& [name, value] : more) options[name] = value;
     return options;
 }
@@ -24,7 +25,8 @@ inline std::vector<Result> train_over_tcp(int ranks, const std::vector<Words>& a
     for (int r = 0; r < ranks; r++)
         threads.emplace_back([&, r] {
             Start start;
-            start.environment = {format_text("RANK=%d", r), format_text("WORLD_SIZE=%d", ranks), "MASTER_ADDR=127.0.0.1", format_text("MASTER_PORT=%d", port)};
+            start.environment = {format_text("RANK=%d", r), format_text("WORLD_SIZE=%d", ranks), "MASTER_ADDR=127.0.0.1",
+                                 format_text("MASTER_PORT=%d", port)};
             start.seconds = seconds;
             results[size_t(r)] = run(arguments[size_t(r) % arguments.size()], start);
         });
@@ -51,7 +53,8 @@ struct Running {
         launcher = fork();
         if (launcher == 0) {
             setpgid(0, 0);
-            const int null = open("/dev/null", O_RDONLY), out = open(out_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600), err = open(err_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+            const int null = open("/dev/null", O_RDONLY), out = open(out_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600),
+                      err = open(err_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
             dup2(null, 0), dup2(out, 1), dup2(err, 2);
             execve(argv[0], argv.data(), envp.data());
             _exit(127);
@@ -95,7 +98,8 @@ struct Running {
 // ---------------------------------------------------------------------------------------------------------------------
 // Exactness.
 
-// --deterministic: the same weights and the same log, to the last bit, for 1, 2 and 4 ranks over MPI and TCP, any accumulation, --zero, any bucket size.
+// --deterministic: the same weights and the same log, to the last bit, for 1,
+// 2 and 4 ranks over MPI and TCP, any accumulation, --zero, any bucket size.
 TEST(ranks_deterministic_gives_the_same_bits) {
     using namespace program;
     TempFolder folder;
@@ -115,7 +119,8 @@ TEST(ranks_deterministic_gives_the_same_bits) {
     }
     for (const Result& r : train_over_tcp(4, {small_words(with("tcp", {{"zero", "1"}}))})) REQUIRE_GOOD(r);
     others.push_back("tcp");
-    const std::string model = read_file(folder.file("one/step_00000008/model.safetensors")), early = read_file(folder.file("one/step_00000004/model.safetensors"));
+    const std::string model = read_file(folder.file("one/step_00000008/model.safetensors")),
+                      early = read_file(folder.file("one/step_00000004/model.safetensors"));
     CHECK(model != early);
     for (const std::string& other : others) {
         CHECK(read_file(folder.file(other + "/step_00000008/model.safetensors")) == model);
@@ -123,19 +128,23 @@ TEST(ranks_deterministic_gives_the_same_bits) {
         CHECK_EQUAL(losses_of(folder.file(other)), losses_of(folder.file("one")));
     }
     const Result three = train_over_tcp(3, {small_words(with("three", {{"total-batch", "384"}}))})[0];
-    CHECK(three.status == 2 && three.err.find("--deterministic on 3 ranks") != std::string::npos && three.err.find("power of two") != std::string::npos);
+    CHECK(three.status == 2 && three.err.find("--deterministic on 3 ranks") != std::string::npos &&
+          three.err.find("power of two") != std::string::npos);
 }
 
 // Without it the curve is the same to rounding: buckets, bf16 on the way, sharded state, MPI and TCP.
-// The limit is that of run_ranks_and_accumulation_give_one_loss_curve for this model: N = 512 terms, P = 4 x 3.6 k + 4 k parameters. With bf16 each of the
-// gradients is rounded to 2^-9 of itself on each of log2(4) + 1 additions: steps * lr * |e|_1 <= 8 * 1e-3 * 3 * 2^-9 * sqrt(P) |g|, |g| <= 1.5.
+// The limit is that of run_ranks_and_accumulation_give_one_loss_curve for this model: N = 512 terms,
+// P = 4 x 3.6 k + 4 k parameters. With bf16 each of the gradients is rounded to 2^-9 of itself on
+// each of log2(4) + 1 additions: steps * lr * |e|_1 <= 8 * 1e-3 * 3 * 2^-9 * sqrt(P) |g|, |g| <= 1.5.
 TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
     using namespace program;
     TempFolder folder;
     const std::string mpirun = find_mpirun("2 and 4 ranks");
-    const double P = 19000, limit = 8 * 1e-3 * std::sqrt(P) * std::ldexp(512.0, -24) * 1.5 + 2e-6, bf16_limit = 8 * 1e-3 * 3 * std::ldexp(1.0, -9) * std::sqrt(P) * 1.5;
+    const double P = 19000, limit = 8 * 1e-3 * std::sqrt(P) * std::ldexp(512.0, -24) * 1.5 + 2e-6,
+                 bf16_limit = 8 * 1e-3 * 3 * std::ldexp(1.0, -9) * std::sqrt(P) * 1.5;
     REQUIRE_GOOD(train(ranks_options({{"out", folder.file("one")}, {"batch", "8"}})));
-    const std::vector<double> expected = logged(folder.file("one"), "loss"), expected_val = logged(folder.file("one"), "val_loss"), norm = logged(folder.file("one"), "grad_norm");
+    const std::vector<double> expected = logged(folder.file("one"), "loss"), expected_val = logged(folder.file("one"), "val_loss"),
+                              norm = logged(folder.file("one"), "grad_norm");
     REQUIRE(expected.size() == 8 && expected_val.size() == 3);
     struct {
         const char* name;
@@ -150,7 +159,8 @@ TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
                        {"bf16", 4, {{"grad-reduce", "bf16"}}, bf16_limit},
                        {"bf16_zero", 2, {{"grad-reduce", "bf16"}, {"zero", "1"}}, bf16_limit},
                        {"tcp", -4, {}, limit},
-                       {"tcp_zero", -3, {{"zero", "1"}, {"total-batch", "576"}}, 1e9}};  // three ranks cannot share the batch of the others: the run itself is the test
+                       // three ranks cannot share the batch of the others: the run itself is the test
+                       {"tcp_zero", -3, {{"zero", "1"}, {"total-batch", "576"}}, 1e9}};
     for (const auto& c : cases) {
         Options options = ranks_options({{"out", folder.file(c.name)}});
         for (const auto& [name, value] : c.more) options[name] = value;
@@ -173,7 +183,8 @@ TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
     // Sharded state is the same numbers as state everywhere: with the same ranks and buckets, the same bits (2 ranks: a + b has one order).
     REQUIRE(train_on_ranks(mpirun, 2, ranks_options({{"out", folder.file("two_zero")}, {"zero", "1"}})).status == 0);
     CHECK_EQUAL(losses_of(folder.file("two_zero")), losses_of(folder.file("two")));
-    CHECK(read_file(folder.file("two_zero/step_00000008/model.safetensors")) == read_file(folder.file("two/step_00000008/model.safetensors")));
+    CHECK(read_file(folder.file("two_zero/step_00000008/model.safetensors")) ==
+          read_file(folder.file("two/step_00000008/model.safetensors")));
     // What travels as bf16 is not what travels as fp32.
     CHECK(losses_of(folder.file("bf16")) != losses_of(folder.file("four")));
 }
@@ -198,7 +209,8 @@ TEST(ranks_resume_on_another_number_of_ranks) {
     REQUIRE_GOOD(train(with(parts, "6", {{"resume", "on"}, {"recompute", "2"}})));
     const Result last = train_on_ranks(mpirun, 4, with(parts, "8", {{"zero", "1"}, {"resume", "on"}, {"bucket-mb", "25"}}));
     CHECK_EQUAL(last.status, 0);
-    CHECK(last.out.find("resume: --zero is 1, was 0") != std::string::npos && last.out.find("resume: --recompute is 0, was 2") != std::string::npos);
+    CHECK(last.out.find("resume: --zero is 1, was 0") != std::string::npos &&
+          last.out.find("resume: --recompute is 0, was 2") != std::string::npos);
     CHECK(read_file(folder.file("parts/step_00000008/model.safetensors")) == model);
     CHECK(logged(folder.file("parts"), "loss") == logged(folder.file("whole"), "loss"));
     CHECK(logged(folder.file("parts"), "epoch") == logged(folder.file("whole"), "epoch"));
@@ -246,13 +258,16 @@ TEST(ranks_that_differ_are_found_at_the_start) {
     write_file(folder.file("a.bin"), shard(random_tokens(64 * 40 + 1, 1)));
     write_file(folder.file("b.bin"), shard(random_tokens(64 * 40 + 1, 2)));
     std::filesystem::create_directories(folder.file("1")), std::filesystem::create_directories(folder.file("2"));
-    found(train_over_tcp(2, {words({{"out", out}, {"data", folder.file("a.bin")}}), words({{"out", out}, {"data", folder.file("b.bin")}})}), "data");
+    found(train_over_tcp(2, {words({{"out", out}, {"data", folder.file("a.bin")}}), words({{"out", out}, {"data", folder.file("b.bin")}})}),
+          "data");
     CHECK(!file_exists(out + "/main.log"));
     // The same name and another file: on rank 1's host, say.
     const std::string mpirun = find_mpirun("ranks with different options under mpirun");
     if (mpirun.empty()) return;
-    const Result r = execute(joined(joined(joined({mpirun, "-np", "1", path()}, words({{"out", out}})), {":", "-np", "1", path()}), words({{"out", out}, {"seed", "5"}})));
-    CHECK(r.status != 0 && r.status != 1000 && r.err.find("rank 1 on " + host_name() + " has '") != std::string::npos && r.err.find("\"seed\": 5") != std::string::npos);
+    const Result r = execute(joined(joined(joined({mpirun, "-np", "1", path()}, words({{"out", out}})), {":", "-np", "1", path()}),
+                                    words({{"out", out}, {"seed", "5"}})));
+    CHECK(r.status != 0 && r.status != 1000 && r.err.find("rank 1 on " + host_name() + " has '") != std::string::npos &&
+          r.err.find("\"seed\": 5") != std::string::npos);
     CHECK(!file_exists(out + "/main.log"));
 }
 
@@ -264,7 +279,10 @@ TEST(ranks_that_die_or_stall_end_the_run) {
     for (const int signal : {SIGKILL, SIGSTOP}) {
         TempFolder folder;
         const std::string out = folder.file("run");
-        Running program(joined({mpirun, "-np", "2", path()}, small_words(ranks_options({{"out", out}, {"steps", "1000000"}, {"eval-every", "0"}, {"stall-timeout", "3"}}))), folder);
+        Running program(
+            joined({mpirun, "-np", "2", path()},
+                   small_words(ranks_options({{"out", out}, {"steps", "1000000"}, {"eval-every", "0"}, {"stall-timeout", "3"}}))),
+            folder);
         REQUIRE(program.reaches("step 0060 | loss"));  // some seconds: ranks tell each other their step once a second
         const pid_t victim = program.process_of(out + "/heartbeat_rank1.jsonl");
         std::string name;  // that pkill and top know
@@ -274,8 +292,11 @@ TEST(ranks_that_die_or_stall_end_the_run) {
         const Result r = program.end(20);
         kill(victim, SIGKILL);
         CHECK(r.status != 0 && r.status != 1000);
-        if (signal == SIGSTOP) CHECK(r.err.find("rank 1 on ") != std::string::npos && r.err.find("is late") != std::string::npos && r.err.find("step ") != std::string::npos);
-        // Of a killed rank mpirun itself may be the first to know, and it ends the others before their line is out: see the ddp tests over TCP for that line.
+        if (signal == SIGSTOP)
+            CHECK(r.err.find("rank 1 on ") != std::string::npos && r.err.find("is late") != std::string::npos &&
+                  r.err.find("step ") != std::string::npos);
+        // Of a killed rank mpirun itself may be the first to know, and it ends the
+        // others before their line is out: see the ddp tests over TCP for that line.
     }
 }
 
@@ -286,7 +307,8 @@ TEST(ranks_with_a_damaged_shard_are_named) {
     std::vector<uint16_t> tokens = random_tokens(64 * 40 + 1, 1);
     tokens[shuffled_position(1, 40, 1337, 0) * 64 + 32] = 300;
     write_file(folder.file("train.bin"), shard(tokens));
-    const std::vector<Result> results = train_over_tcp(2, {small_words(ranks_options({{"data", folder.file("train.bin")}, {"total-batch", "128"}, {"out", folder.file("run")}}))});
+    const std::vector<Result> results = train_over_tcp(
+        2, {small_words(ranks_options({{"data", folder.file("train.bin")}, {"total-batch", "128"}, {"out", folder.file("run")}}))});
     for (const Result& r : results) CHECK_EQUAL(r.status, 1);
     CHECK(results[1].err.find("rank 1 on ") != std::string::npos && results[1].err.find("token 300") != std::string::npos);
     CHECK_EQUAL(lines_of(results[0].err + results[1].err).size(), 1u);
@@ -336,7 +358,8 @@ TEST(stop_of_one_rank_stops_all) {
     if (mpirun.empty()) return;
     TempFolder folder;
     const std::string out = folder.file("run");
-    Running program(joined({mpirun, "-np", "2", path()}, small_words(ranks_options({{"out", out}, {"steps", "100000"}, {"eval-every", "0"}}))), folder);
+    Running program(
+        joined({mpirun, "-np", "2", path()}, small_words(ranks_options({{"out", out}, {"steps", "100000"}, {"eval-every", "0"}}))), folder);
     REQUIRE(program.reaches("step 0003 | loss"));
     kill(program.process_of(out + "/heartbeat_rank1.jsonl"), SIGTERM);
     const Result r = program.end(20);
@@ -348,7 +371,8 @@ TEST(stop_of_one_rank_stops_all) {
 TEST(stop_second_signal_leaves_at_once) {
     using namespace program;
     TempFolder folder;
-    Options options = small({{"steps", "1"}, {"total-batch", "2097152"}, {"batch", "1"}, {"threads", "1"}, {"eval-every", "0"}, {"eval-batches", "1"}, {"out", folder.file("run")}, {"seq-len", "2048"}});
+    Options options = small({{"steps", "1"}, {"total-batch", "2097152"}, {"batch", "1"}, {"threads", "1"}, {"eval-every", "0"},
+                             {"eval-batches", "1"}, {"out", folder.file("run")}, {"seq-len", "2048"}});
     Running program(joined({path()}, words_of(options)), folder);  // a thousand micro-steps
     REQUIRE(program.reaches("out: "));
     usleep(1500000);
@@ -378,7 +402,8 @@ TEST(checkpoints_fall_back_to_the_newest_intact) {
     again["resume"] = "on";
     const Result r = train(again);
     CHECK_EQUAL(r.status, 0);
-    CHECK(r.err.find("step_00000009 is damaged: ") != std::string::npos && r.err.find("checksum") != std::string::npos && r.err.find("step_00000006 is damaged: ") != std::string::npos);
+    CHECK(r.err.find("step_00000009 is damaged: ") != std::string::npos && r.err.find("checksum") != std::string::npos &&
+          r.err.find("step_00000006 is damaged: ") != std::string::npos);
     CHECK(r.out.find("step_00000003, step 3\n") != std::string::npos);
     CHECK_EQUAL(losses_of(out), log);
     CHECK(read_file(out + "/step_00000009/model.safetensors") == model);
@@ -400,8 +425,8 @@ TEST(checkpoints_kept_and_removed) {
     CHECK((names == std::vector<std::string>{"00000004", "00000008", "00000010", "00000011"}));
 }
 
-// A disk that is full for a while: the checkpoints of that time fail, training goes on, and the log says so. Here a file stands where the checkpoint's folder is
-// to be, which stops root too.
+// A disk that is full for a while: the checkpoints of that time fail, training goes on, and the
+// log says so. Here a file stands where the checkpoint's folder is to be, which stops root too.
 TEST(checkpoints_that_fail_do_not_stop_the_run) {
     using namespace program;
     TempFolder folder;
@@ -411,7 +436,9 @@ TEST(checkpoints_that_fail_do_not_stop_the_run) {
     full.largest_file = file_size(out + "/step_00000001/model.safetensors") + 4096;
     const Result r = train({{"out", out}, {"steps", "4"}, {"save-every", "1"}, {"resume", "on"}, {"schedule", "constant"}}, full);
     CHECK_EQUAL(r.status, 1);  // because the last one failed too
-    for (const char* words : {"checkpoint of step 2 failed", "checkpoint of step 3 failed", "checkpoint of step 4 failed", "File too large", "training goes on", "step_00000001"}) CHECK(r.err.find(words) != std::string::npos);
+    for (const char* words : {"checkpoint of step 2 failed", "checkpoint of step 3 failed", "checkpoint of step 4 failed", "File too large",
+                              "training goes on", "step_00000001"})
+        CHECK(r.err.find(words) != std::string::npos);
     CHECK_EQUAL(logged(out, "loss").size(), 4u);
     CHECK_EQUAL(glob_files(out + "/step_*").size(), 1u);
 }
@@ -436,7 +463,8 @@ TEST(bad_numbers_end_the_run_with_the_batch_on_disk) {
     const Result bad = train({{"out", out}, {"steps", "9"}, {"resume", "on"}, {"init", "random"}, {"max-bad-steps", "2"}, {"batch", "1"}});
     CHECK_EQUAL(bad.status, 1);
     CHECK_EQUAL(lines_of(bad.err).size(), 2u);
-    for (const char* words : {"step 3: ", "step 4: ", "first tensor: gradient of ", "2 in a row", "step_00000002"}) CHECK(bad.err.find(words) != std::string::npos);
+    for (const char* words : {"step 3: ", "step 4: ", "first tensor: gradient of ", "2 in a row", "step_00000002"})
+        CHECK(bad.err.find(words) != std::string::npos);
     const std::string file = out + "/bad_step_00000003_rank0.json";
     REQUIRE(file_exists(file));
     const Json dump = parse_json(read_file(file), file);
@@ -451,7 +479,8 @@ TEST(bad_numbers_end_the_run_with_the_batch_on_disk) {
     loader.next_batch(inputs.data(), targets.data(), 6);
     for (size_t i = 0; i < 2; i++) {
         CHECK_EQUAL(rows[i].items.size(), 64u);
-        for (size_t t = 0; t < 64 && t < rows[i].items.size(); t++) CHECK_EQUAL(rows[i].items[t].integer_value, int64_t(inputs[(4 + i) * 64 + t]));
+        for (size_t t = 0; t < 64 && t < rows[i].items.size(); t++)
+            CHECK_EQUAL(rows[i].items[t].integer_value, int64_t(inputs[(4 + i) * 64 + t]));
     }
 }
 
@@ -483,9 +512,11 @@ TEST(bad_numbers_outliers_are_skipped) {
     std::vector<uint16_t> tokens(64 * 200 + 1);
     for (size_t i = 0; i < tokens.size(); i++) tokens[i] = uint16_t(i % 2 ? 7 : 8);
     const size_t foreign = 160;  // the step, from 0
-    for (size_t i = 0; i < 64; i++) tokens[shuffled_position(foreign, 200, 1337, 0) * 64 + i] = uint16_t(random_below(200, 5, random_stream(RANDOM_TEST), i) + 20);
+    for (size_t i = 0; i < 64; i++)
+        tokens[shuffled_position(foreign, 200, 1337, 0) * 64 + i] = uint16_t(random_below(200, 5, random_stream(RANDOM_TEST), i) + 20);
     write_file(folder.file("train.bin"), shard(tokens));
-    const Options options = {{"data", folder.file("train.bin")}, {"batch", "1"}, {"total-batch", "64"}, {"steps", "170"}, {"schedule", "constant"}, {"eval-every", "0"}, {"skip-outliers", "6"}, {"stats-every", "0"}, {"lr", "0.003"}};
+    const Options options = {{"data", folder.file("train.bin")}, {"batch", "1"}, {"total-batch", "64"}, {"steps", "170"},
+                             {"schedule", "constant"}, {"eval-every", "0"}, {"skip-outliers", "6"}, {"stats-every", "0"}, {"lr", "0.003"}};
     const auto with = [&](Options more) {
         more.insert(options.begin(), options.end());
         return more;
@@ -503,8 +534,10 @@ TEST(bad_numbers_outliers_are_skipped) {
     REQUIRE_GOOD(train(with({{"out", folder.file("parts")}, {"steps", "155"}})));
     REQUIRE_GOOD(train(with({{"out", folder.file("parts")}, {"resume", "on"}})));
     CHECK_EQUAL(losses_of(folder.file("parts")), losses_of(folder.file("whole")));
-    CHECK(read_file(folder.file("parts/step_00000170/model.safetensors")) == read_file(folder.file("whole/step_00000170/model.safetensors")));
+    CHECK(read_file(folder.file("parts/step_00000170/model.safetensors")) ==
+          read_file(folder.file("whole/step_00000170/model.safetensors")));
     // And without the option the step does change them.
     REQUIRE_GOOD(train(with({{"out", folder.file("taken")}, {"skip-outliers", "0"}})));
-    CHECK(read_file(folder.file("taken/step_00000170/model.safetensors")) != read_file(folder.file("whole/step_00000170/model.safetensors")));
+    CHECK(read_file(folder.file("taken/step_00000170/model.safetensors")) !=
+          read_file(folder.file("whole/step_00000170/model.safetensors")));
 }

@@ -1,5 +1,5 @@
-// fuzz_tests.h: what the fuzz targets of dev/fuzz/ found, and the promises they hold the readers to, as tests that need no fuzzer: messages that are one
-// printable line, memory in proportion to the file, paths that stay in their folder.
+// fuzz_tests.h: what the fuzz targets of dev/fuzz/ found, and the promises they hold the readers to, as tests that need
+// no fuzzer: messages that are one printable line, memory in proportion to the file, paths that stay in their folder.
 #pragma once
 #include "harness.h"
 
@@ -56,7 +56,8 @@ TEST(messages_are_one_printable_line) {
     const auto shown = [](const std::string& text) { return message_of([&] { fail("%s", text.c_str()); }); };
     CHECK_EQUAL(shown("a\nb\r\tc\x1b[31m\x7F"), "a\\x0ab\\x0d\\x09c\\x1b[31m\\x7f");
     CHECK_EQUAL(shown("caf\xC3\xA9 \xE4\xB8\xAD \xF0\x9F\x98\x80"), "caf\xC3\xA9 \xE4\xB8\xAD \xF0\x9F\x98\x80");
-    CHECK_EQUAL(shown("\xC2\x85|\xC2\xA0|\xE2\x80\xA8|\xE2\x80\xAE|\xE2\x81\xA6|\xEF\xBB\xBF"), "\\xc2\\x85|\xC2\xA0|\\xe2\\x80\\xa8|\\xe2\\x80\\xae|\\xe2\\x81\\xa6|\\xef\\xbb\\xbf");
+    CHECK_EQUAL(shown("\xC2\x85|\xC2\xA0|\xE2\x80\xA8|\xE2\x80\xAE|\xE2\x81\xA6|\xEF\xBB\xBF"),
+                "\\xc2\\x85|\xC2\xA0|\\xe2\\x80\\xa8|\\xe2\\x80\\xae|\\xe2\\x81\\xa6|\\xef\\xbb\\xbf");
     CHECK_EQUAL(shown("\xFF\xC3 \xE4\xB8|\xED\xA0\x80"), "\\xff\\xc3 \\xe4\\xb8|\\xed\\xa0\\x80");
     // A long one loses its middle and no half character is left at the gap.
     CHECK_EQUAL(shown(std::string(2000, 'x')), std::string(2000, 'x'));
@@ -74,8 +75,10 @@ TEST(messages_are_one_printable_line) {
     // Wherever the text comes from: a path, a key, a value.
     TempFolder folder;
     CHECK_FAILS(1, "no\\x0awhere", read_file(folder.file("no\nwhere")));
-    CHECK_FAILS(1, "file: k\\x1b]0;title\\x07: byte 26: found null", parse_json("{\"k\\u001b]0;title\\u0007\": null}", "file").integer("k\x1b]0;title\x07", "file"));
-    write_file(folder.file("t.safetensors"), fuzz_tests::safetensors_bytes("{\"a\\nb\":{\"dtype\":\"F\\n\",\"shape\":[],\"data_offsets\":[0,4]}}", "abcd"));
+    CHECK_FAILS(1, "file: k\\x1b]0;title\\x07: byte 26: found null",
+                parse_json("{\"k\\u001b]0;title\\u0007\": null}", "file").integer("k\x1b]0;title\x07", "file"));
+    write_file(folder.file("t.safetensors"),
+               fuzz_tests::safetensors_bytes("{\"a\\nb\":{\"dtype\":\"F\\n\",\"shape\":[],\"data_offsets\":[0,4]}}", "abcd"));
     CHECK_FAILS(1, "a\\x0ab: dtype F\\x0a is unknown", SafeTensors(folder.file("t.safetensors")));
 }
 
@@ -100,7 +103,11 @@ TEST(safetensors_at_odd_places_are_read_once) {
     const std::string path = folder.file("t.safetensors");
     float x = 1.5f;
     const std::string number(reinterpret_cast<const char*>(&x), 4);
-    write_file(path, fuzz_tests::safetensors_bytes("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[1,5]}}", "a" + number));
+    write_file(
+        path,
+        fuzz_tests::safetensors_bytes(
+            "{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[1,5]}}",
+            "a" + number));
     const SafeTensors file(path);
     const TensorView& b = file.get("b", "F32", {1});
     REQUIRE(reinterpret_cast<uintptr_t>(b.data) % 4 == 0);
@@ -108,7 +115,8 @@ TEST(safetensors_at_odd_places_are_read_once) {
 
     // Tensors that claim the same bytes are refused before any of them is copied: 2000 copies of 1 MB would be 2 GB.
     std::string header = "{";
-    for (int i = 0; i < 2000; i++) header += format_text("%s\"%d\":{\"dtype\":\"F32\",\"shape\":[262144],\"data_offsets\":[1,1048577]}", i ? "," : "", i);
+    for (int i = 0; i < 2000; i++)
+        header += format_text("%s\"%d\":{\"dtype\":\"F32\",\"shape\":[262144],\"data_offsets\":[1,1048577]}", i ? "," : "", i);
     header += "}";
     header.append((8 - header.size() % 8) % 8, ' ');
     write_file(path, fuzz_tests::safetensors_bytes(header, std::string((1 << 20) + 1, 'x')));
@@ -120,7 +128,8 @@ TEST(safetensors_at_odd_places_are_read_once) {
 
 TEST(hostile_lengths_allocate_nothing) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-    skip("hostile_lengths_allocate_nothing: the sanitizer's shadow memory does not fit under a limit of the address space; dev/fuzz counts allocations instead");
+    skip(
+        "hostile_lengths_allocate_nothing: the sanitizer's shadow memory does not fit under a limit of the address space; dev/fuzz counts allocations instead");
 #else
     using fuzz_tests::with_little_memory;
     CHECK_EQUAL(with_little_memory([] { std::string big(size_t(1) << 30, 'x'); }), 2);  // the limit works
@@ -136,11 +145,15 @@ TEST(hostile_lengths_allocate_nothing) {
         std::memcpy(&bytes[0], &length, 8);
         refused(bytes, open_tensors);
     }
-    for (const char* shape : {"4294967296", "2305843009213693952", "9223372036854775807,9223372036854775807", "4294967296,4294967296", "-1", "1e3"})
-        refused(fuzz_tests::safetensors_bytes(format_text("{\"t\":{\"dtype\":\"F64\",\"shape\":[%s],\"data_offsets\":[0,8]}}", shape), "12345678"), open_tensors);
+    for (const char* shape :
+         {"4294967296", "2305843009213693952", "9223372036854775807,9223372036854775807", "4294967296,4294967296", "-1", "1e3"})
+        refused(fuzz_tests::safetensors_bytes(format_text("{\"t\":{\"dtype\":\"F64\",\"shape\":[%s],\"data_offsets\":[0,8]}}", shape),
+                                              "12345678"),
+                open_tensors);
 
     // 2^64 bytes, which would count as none.
-    refused(fuzz_tests::safetensors_bytes("{\"t\":{\"dtype\":\"U8\",\"shape\":[4294967296,4294967296],\"data_offsets\":[0,0]}}", ""), open_tensors);
+    refused(fuzz_tests::safetensors_bytes("{\"t\":{\"dtype\":\"U8\",\"shape\":[4294967296,4294967296],\"data_offsets\":[0,0]}}", ""),
+            open_tensors);
 
     int32_t head[257] = {SHARD_MAGIC, 1, INT32_MAX};
     refused(std::string(reinterpret_cast<const char*>(head), sizeof head), [&] { open_shard(path); });
@@ -153,7 +166,8 @@ TEST(hostile_lengths_allocate_nothing) {
 }
 
 TEST(names_in_a_manifest_stay_in_its_folder) {
-    for (const char* name : {"../model.safetensors", "/etc/passwd", "a/b", ".", "..", ".hidden", "", "manifest.json", "a\nb", "a\\b", "\xC3\xA9", "a b"})
+    for (const char* name :
+         {"../model.safetensors", "/etc/passwd", "a/b", ".", "..", ".hidden", "", "manifest.json", "a\nb", "a\\b", "\xC3\xA9", "a b"})
         CHECK_FAILS(1, "m: files[0]: name: found ", parse_manifest(manifest_text(7, {{name, 1, 0}}, "{}"), "m"));
     CHECK_EQUAL(parse_manifest(manifest_text(7, {{"model-00001.safetensors", 1, 0}}, "{}"), "m").files.size(), size_t(1));
 }

@@ -3,9 +3,10 @@
 #include "../ladder/ladder.h"
 #include "harness.h"
 
-// Every rung against level 0, of the tensors out, dq, dk, dv one after another. Both store bf16 (2^-8 of a value), and the tensor cores round probabilities and
-// dS to bf16 on the way in: independent errors of 2^-8 per term, so an element is off by a few 2^-8 of the root mean square of its terms' sum; relative to a whole
-// tensor's norm that is 2^-8 for the stores, twice, and 2^-8 for each of up to two roundings inside.
+// Every rung against level 0, of the tensors out, dq, dk, dv one after another. Both store bf16 (2^-8 of a
+// value), and the tensor cores round probabilities and dS to bf16 on the way in: independent errors of 2^-8
+// per term, so an element is off by a few 2^-8 of the root mean square of its terms' sum; relative to a
+// whole tensor's norm that is 2^-8 for the stores, twice, and 2^-8 for each of up to two roundings inside.
 TEST(ladder_rungs_agree) {
     if (std::is_same<Cuda::real, float>::value) return skip("the ladder of attention kernels: PRECISION=FP32 has its first rung only");
     NsaShape s;

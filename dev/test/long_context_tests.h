@@ -1,6 +1,6 @@
-// long_context_tests.h: what long sequences need: the selected branch by gathered rows, lists that are split, AUTO's choice, the compressed branch in parts,
-// and whether 64k tokens fit. Against Cpu in fp64 within the derived limits of attention_kernel_tests.h, against masked tiles, and bit by bit
-// against themselves; on a GPU, or in emulation, there with several orders of threads and blocks.
+// long_context_tests.h: what long sequences need: the selected branch by gathered rows, lists that are split, AUTO's choice, the
+// compressed branch in parts, and whether 64k tokens fit. Against Cpu in fp64 within the derived limits of attention_kernel_tests.h,
+// against masked tiles, and bit by bit against themselves; on a GPU, or in emulation, there with several orders of threads and blocks.
 #pragma once
 #include "attention_kernel_tests.h"
 
@@ -46,8 +46,10 @@ inline Results run_selected(const Inputs& in, SelectedKernel kernel) {
     DeviceArray<float> lse(rows), dq(in.dq), row_dot(std::vector<double>(rows, 0.25));
     const AttentionScratch forward(SLC, s, kernel, false), backward(SLC, s, kernel, true);
     attention_forward(SLC, out.data, lse.data, q.data, k.data, v.data, selection.data, s, kernel, forward, nullptr);
-    attention_backward(SLC, dq.data, true, dk.data, dv.data, dout.data, q.data, k.data, v.data, row_dot.data, lse.data, selection.data, s, kernel, backward, nullptr);
-    return {out.raw(), dk.raw(), dv.raw(), lse.raw(), dq.raw(), kernel == SelectedKernel::AUTO ? backward.choice.raw()[0] : SelectedChoice()};
+    attention_backward(SLC, dq.data, true, dk.data, dv.data, dout.data, q.data, k.data, v.data, row_dot.data, lse.data, selection.data, s,
+                       kernel, backward, nullptr);
+    return {out.raw(), dk.raw(), dv.raw(),
+            lse.raw(), dq.raw(), kernel == SelectedKernel::AUTO ? backward.choice.raw()[0] : SelectedChoice()};
 }
 template <class T>
 double relative_difference(const std::vector<T>& a, const std::vector<T>& b) {
@@ -63,7 +65,8 @@ inline void check_same(const Results& a, const Results& b) {
     check_same_bits("out", a.out, b.out), check_same_bits("lse", a.lse, b.lse), check_same_bits("dq", a.dq, b.dq);
     check_same_bits("dk", a.dk, b.dk), check_same_bits("dv", a.dv, b.dv);
 }
-// Both round the same weights to bf16 once and store bf16 once: each is off by 2^-8 of its terms' root mean square at most in each, as in ladder_tests.h.
+// Both round the same weights to bf16 once and store bf16 once: each is off by
+// 2^-8 of its terms' root mean square at most in each, as in ladder_tests.h.
 inline void check_close(const Results& a, const Results& b) {
     CHECK_NEAR(relative_difference(a.out, b.out), 0, 4 * U16);
     CHECK_NEAR(relative_difference(a.lse, b.lse), 0, 1e-5);
@@ -77,7 +80,8 @@ inline void check_close(const Results& a, const Results& b) {
 TEST(attention_kernels_gather_heads) {
     using namespace long_context_tests;
     Worst worst;
-    for (const int heads : {1, 3, 5, 6, 12, 16}) check_gather(shape(heads == 3 ? 200 : 130, heads, heads < 3 ? 2 : 1, 64, heads == 1 ? 2 : 1), &worst);
+    for (const int heads : {1, 3, 5, 6, 12, 16})
+        check_gather(shape(heads == 3 ? 200 : 130, heads, heads < 3 ? 2 : 1, 64, heads == 1 ? 2 : 1), &worst);
     check_gather(shape(70, 96, 1, 16), &worst);  // one token fills a tile of queries of the backward pass
     worst.print("gathered rows, heads");
 }
@@ -191,7 +195,8 @@ TEST(attention_kernels_gather_plan) {
         const GatherPlan plan = gather_plan<16>(pieces, s);
         const AttentionShape a = gather_shape<16>(s, true);
         const SelectedChoice* always = nullptr;
-        launch<transpose_selection_kernel>(unsigned(plan.token_words * s.G), 128, 0, nullptr, plan, (const uint32_t*)selection.data, always, a);
+        launch<transpose_selection_kernel>(unsigned(plan.token_words * s.G), 128, 0, nullptr, plan, (const uint32_t*)selection.data, always,
+                                           a);
         launch<count_choosers_kernel>(unsigned(plan.units * s.G + 3) / 4, 128, 0, nullptr, plan, plan.units * s.G, always);
         launch<plan_chunks_kernel>(unsigned(s.G), 32, 0, nullptr, plan, always, a);
         CUDA_CHECK(cudaDeviceSynchronize());
@@ -242,7 +247,8 @@ TEST(attention_kernels_gather_is_masked_tiles) {
         s.l = 16, s.d = 8, s.slc_block = 32, s.slc_count = 5;
         const Inputs scores(s, CMP, 1, 31);
         std::vector<float> out(scores.rows() * s.D), lse(scores.rows());
-        const std::vector<float> q(scores.q.begin(), scores.q.end()), k(scores.k.begin(), scores.k.end()), v(scores.v.begin(), scores.v.end());
+        const std::vector<float> q(scores.q.begin(), scores.q.end()), k(scores.k.begin(), scores.k.end()),
+            v(scores.v.begin(), scores.v.end());
         Cpu<float>().attention_forward(CMP, out.data(), lse.data(), q.data(), k.data(), v.data(), nullptr, s);
         Inputs in(s, SLC, 1, 32);
         in.selection = run_selection(scores, lse).selection;
@@ -260,12 +266,15 @@ TEST(attention_kernels_gather_is_causal) {
         for_rows(s, [&](size_t, int, int t, size_t row) {
             for (int x = 0; x < s.D && t >= from; x++) changed.q[row * s.D + x] = bf16_value(3 - changed.q[row * s.D + x]);
         });
-        for (size_t i = size_t(from) * s.D; i < in.k.size(); i++) changed.k[i] = bf16_value(1 - in.k[i]), changed.v[i] = bf16_value(2 * in.v[i] + 1);
+        for (size_t i = size_t(from) * s.D; i < in.k.size(); i++)
+            changed.k[i] = bf16_value(1 - in.k[i]), changed.v[i] = bf16_value(2 * in.v[i] + 1);
         for (size_t word = size_t(from) * s.selection_words(); word < in.selection.size(); word++) changed.selection[word] ^= 1;
         const Results after = run_selected(changed, SelectedKernel::GATHER);
         long different = 0;
         for_rows(s, [&](size_t, int, int t, size_t row) {
-            if (t < from && (std::memcmp(&before.out[row * s.D], &after.out[row * s.D], s.D * sizeof(bf16)) || std::memcmp(&before.lse[row], &after.lse[row], 4))) different++;
+            if (t < from && (std::memcmp(&before.out[row * s.D], &after.out[row * s.D], s.D * sizeof(bf16)) ||
+                             std::memcmp(&before.lse[row], &after.lse[row], 4)))
+                different++;
         });
         CHECK_EQUAL(different, 0L);
         CHECK(relative_difference(after.out, before.out) > 0.01);
@@ -284,7 +293,8 @@ TEST(attention_kernels_gather_automatic_choice) {
                 std::fill_n(words, s.selection_words(), 0u);
                 const int own = t / 32 * 32 / block;  // the block of the tile's first token
                 for (int i = 0; i < 3; i++) {
-                    const int b = together ? std::max(0, own - i) : int(random_below(uint64_t(own) + 1, 5, random_stream(RANDOM_TEST, 81), uint64_t(t) * 3 + i));
+                    const int b = together ? std::max(0, own - i)
+                                           : int(random_below(uint64_t(own) + 1, 5, random_stream(RANDOM_TEST, 81), uint64_t(t) * 3 + i));
                     words[b / 32] |= 1u << b % 32;
                 }
             }

@@ -1,5 +1,6 @@
-// model_tests.h: the whole model on the CPU engine: gradients against finite differences and against the PyTorch reference's golden values, and
-// what MODEL.md says must hold: causality bit for bit, decoding = prefill, no silent weight, overfitting, random labels, the dense equivalences.
+// model_tests.h: the whole model on the CPU engine: gradients against finite differences and against
+// the PyTorch reference's golden values, and what MODEL.md says must hold: causality bit for bit,
+// decoding = prefill, no silent weight, overfitting, random labels, the dense equivalences.
 #pragma once
 #ifndef NSA_WITHOUT_MAIN
 #define NSA_WITHOUT_MAIN
@@ -25,7 +26,8 @@ static Config config_of(const std::string& options) {
 }
 
 // Small, but with every mechanism at work: T = 150 is no multiple of any block, T > window, and most queries must choose their blocks.
-static const char* const SMALL = "--layers 2 --dim 48 --heads 6 --kv-groups 2 --head-dim 8 --cmp-block 8 --cmp-stride 4 --slc-block 8 --slc-count 5 --window 20 --phi-hidden 12 --mlp-hidden 64 --seq-len 150 ";
+static const char* const SMALL =
+    "--layers 2 --dim 48 --heads 6 --kv-groups 2 --head-dim 8 --cmp-block 8 --cmp-stride 4 --slc-block 8 --slc-count 5 --window 20 --phi-hidden 12 --mlp-hidden 64 --seq-len 150 ";
 
 template <class Dev>
 struct TestModel {
@@ -35,7 +37,8 @@ struct TestModel {
     Activations<Dev> a;
     std::vector<int32_t> inputs, targets;  // (B, T) random
 
-    TestModel(const std::string& options, int B, uint64_t seed = 1, bool poison = false) : dev(), config(config_of(options)), model(poisoned(poison), config, true), a(dev, config, B, config.seq_len, TRAINING) {
+    TestModel(const std::string& options, int B, uint64_t seed = 1, bool poison = false)
+        : dev(), config(config_of(options)), model(poisoned(poison), config, true), a(dev, config, B, config.seq_len, TRAINING) {
         model.initialise();
         for (int64_t i = 0; i < B * config.seq_len; i++) {
             inputs.push_back(int32_t(random_below(256, seed, random_stream(RANDOM_TEST, 1), uint64_t(i))));
@@ -63,8 +66,8 @@ struct TestModel {
 // ---------------------------------------------------------------------------------------------------------------------
 // Gradients.
 
-// Central differences of the whole model's loss in fp64, with the selection free to move: single coordinates of every tensor. With a loss of
-// order 5 the difference of two losses carries 1e-15 of rounding, so a step of 1e-5 leaves 1e-10, and truncation of the order of step^2.
+// Central differences of the whole model's loss in fp64, with the selection free to move: single coordinates of every tensor. With a loss
+// of order 5 the difference of two losses carries 1e-15 of rounding, so a step of 1e-5 leaves 1e-10, and truncation of the order of step^2.
 static void check_model_gradients(const std::string& options) {
     TestModel<Cpu<double>> t(options, 2);
     t.loss_and_gradients();
@@ -73,7 +76,9 @@ static void check_model_gradients(const std::string& options) {
     for (const TensorSpec& spec : t.model.table.specs)
         for (int trial = 0; trial < 3; trial++) {
             size_t i = size_t(random_below(spec.size, 7, random_stream(RANDOM_TEST, 3), spec.offset + trial));
-            if (spec.name == "embed_tokens.weight") i = size_t(t.inputs[size_t(trial) * 31 % t.inputs.size()]) * t.config.dim + i % t.config.dim;  // a row that occurs
+            // a row that occurs
+            if (spec.name == "embed_tokens.weight")
+                i = size_t(t.inputs[size_t(trial) * 31 % t.inputs.size()]) * t.config.dim + i % t.config.dim;
             double* p = t.model.params + spec.offset + i;
             const double saved = *p;
             *p = saved + step;
@@ -88,14 +93,18 @@ static void check_model_gradients(const std::string& options) {
         }
 }
 TEST(model_gradients_match_finite_differences) { check_model_gradients(std::string(SMALL) + "--init random"); }
-TEST(model_gradients_match_finite_differences_full_attention) { check_model_gradients(std::string(SMALL) + "--init random --attention full"); }
-TEST(model_gradients_match_finite_differences_short_sequence) { check_model_gradients(std::string(SMALL) + "--init random --seq-len 5"); }  // T < l: no compressed block
+TEST(model_gradients_match_finite_differences_full_attention) {
+    check_model_gradients(std::string(SMALL) + "--init random --attention full");
+}
+// T < l: no compressed block
+TEST(model_gradients_match_finite_differences_short_sequence) { check_model_gradients(std::string(SMALL) + "--init random --seq-len 5"); }
 
 TEST(every_weight_gets_a_gradient) {
     TestModel<Cpu<float>> t(std::string(SMALL) + "--init random", 2);
     t.loss_and_gradients();
     for (const TensorSpec& spec : t.model.table.specs)
-        for (size_t row = 0; row < size_t(spec.rows); row++) {  // every row of every tensor; of the embedding, those of tokens seen (as labels all are)
+        // every row of every tensor; of the embedding, those of tokens seen (as labels all are)
+        for (size_t row = 0; row < size_t(spec.rows); row++) {
             const size_t width = size_t(spec.columns ? spec.columns : 1);
             double square = 0;
             for (size_t i = 0; i < width; i++) square += std::pow(double(t.model.grads[spec.offset + row * width + i]), 2);
@@ -157,7 +166,8 @@ static void check_golden(const std::string& name, double limit) {
     for (const TensorSpec& spec : t.model.table.specs) {
         double sum = 0;
         for (size_t i = 0; i < spec.size; i++) sum += double(float(t.model.params[spec.offset + i]));
-        if (std::fabs(sum - value("param_sum." + spec.name)) > 1e-9 * double(spec.size)) fail("%s was made from other parameters (%s differs): make goldens", path.c_str(), spec.name.c_str());
+        if (std::fabs(sum - value("param_sum." + spec.name)) > 1e-9 * double(spec.size))
+            fail("%s was made from other parameters (%s differs): make goldens", path.c_str(), spec.name.c_str());
     }
     std::vector<float> logits;
     CHECK_NEAR(t.loss_and_gradients(&logits), value("loss"), limit * std::fabs(value("loss")));
@@ -169,7 +179,8 @@ static void check_golden(const std::string& name, double limit) {
         size_t different = 0;
         for (size_t r = 0; r < rows; r++)
             for (size_t j = 0; j < blocks; j++)
-                different += (t.a.layer[layer].selection[r * s.selection_words() + j / 32] >> (j % 32) & 1) != static_cast<const uint8_t*>(view.data)[r * blocks + j];
+                different += (t.a.layer[layer].selection[r * s.selection_words() + j / 32] >> (j % 32) & 1) !=
+                             static_cast<const uint8_t*>(view.data)[r * blocks + j];
         CHECK_EQUAL(different, size_t(0));
     }
     const TensorView* rows = golden.find("logits_rows");
@@ -178,7 +189,8 @@ static void check_golden(const std::string& name, double limit) {
         double largest = 0;
         for (int64_t v = 0; v < c.vocab_size; v++) largest = std::max(largest, std::fabs(value("logits", size_t(r * c.vocab_size + v))));
         for (int64_t v = 0; v < c.vocab_size; v++)  // the logits were copied out as fp32
-            CHECK_NEAR(logits[size_t(static_cast<const int32_t*>(rows->data)[r] * c.vocab_size + v)], value("logits", size_t(r * c.vocab_size + v)), (limit + 6e-8) * largest);
+            CHECK_NEAR(logits[size_t(static_cast<const int32_t*>(rows->data)[r] * c.vocab_size + v)],
+                       value("logits", size_t(r * c.vocab_size + v)), (limit + 6e-8) * largest);
     }
     for (const TensorSpec& spec : t.model.table.specs) {
         const auto* grad = t.model.grads + spec.offset;
@@ -194,8 +206,8 @@ static void check_golden(const std::string& name, double limit) {
         for (size_t k = 0; k < samples; k++) CHECK_NEAR(grad[k * spec.size / samples], value("grad_sample." + spec.name, k), limit * norm);
     }
 }
-// fp64 against fp64: both round at 1e-16 in sums of up to 1e5 terms. fp32: 6e-8 a rounding, sums of up to 1e3 to 1e4 terms in the GEMMs and the
-// gradient's sum over tokens, through a few layers: 2e-5 of a tensor's norm.
+// fp64 against fp64: both round at 1e-16 in sums of up to 1e5 terms. fp32: 6e-8 a rounding, sums of up to 1e3
+// to 1e4 terms in the GEMMs and the gradient's sum over tokens, through a few layers: 2e-5 of a tensor's norm.
 TEST(golden_nsa_fp64) { check_golden<Cpu<double>>("nsa", 1e-10); }
 TEST(golden_nsa_fp32) { check_golden<Cpu<float>>("nsa", 2e-5); }
 TEST(golden_nsa_paper_fp64) { check_golden<Cpu<double>>("nsa_paper", 1e-10); }
@@ -217,24 +229,28 @@ TEST(changing_a_token_changes_nothing_before_it) {
     const std::vector<float> normed(t.a.normed, t.a.normed + T * C);
     std::vector<std::vector<float>> branches;
     std::vector<std::vector<uint32_t>> selections;
-    for (const auto& y : t.a.layer) branches.emplace_back(y.o, y.o + 3 * rows * s.D), selections.emplace_back(y.selection, y.selection + size_t(s.G) * T * words);
+    for (const auto& y : t.a.layer)
+        branches.emplace_back(y.o, y.o + 3 * rows * s.D), selections.emplace_back(y.selection, y.selection + size_t(s.G) * T * words);
     for (int changed : {1, 7, 8, 19, 20, 63, 64, 65, 100, 127, 128, 149}) {
         std::vector<int32_t> tokens = t.inputs;
         tokens[size_t(changed)] = (tokens[size_t(changed)] + 1) % 256;
         forward(t.model, t.a, tokens.data(), 0, T);
         CHECK(std::memcmp(t.a.normed, normed.data(), size_t(changed) * C * sizeof(float)) == 0);
-        CHECK(std::memcmp(t.a.normed + size_t(changed) * C, &normed[size_t(changed) * C], C * sizeof(float)) != 0);  // and it does change itself
+        // and it does change itself
+        CHECK(std::memcmp(t.a.normed + size_t(changed) * C, &normed[size_t(changed) * C], C * sizeof(float)) != 0);
         for (size_t layer = 0; layer < t.a.layer.size(); layer++) {
             for (size_t row = 0; row < 3 * size_t(s.H); row++)  // branch outputs are (3, B, H, T, D)
-                CHECK(std::memcmp(t.a.layer[layer].o + row * T * s.D, &branches[layer][row * T * s.D], size_t(changed) * s.D * sizeof(float)) == 0);
+                CHECK(std::memcmp(t.a.layer[layer].o + row * T * s.D, &branches[layer][row * T * s.D],
+                                  size_t(changed) * s.D * sizeof(float)) == 0);
             for (size_t g = 0; g < size_t(s.G); g++)
-                CHECK(std::memcmp(t.a.layer[layer].selection + g * T * words, &selections[layer][g * T * words], size_t(changed) * words * 4) == 0);
+                CHECK(std::memcmp(t.a.layer[layer].selection + g * T * words, &selections[layer][g * T * words],
+                                  size_t(changed) * words * 4) == 0);
         }
     }
 }
 
-// Position by position, and in pieces, with caches: the logits of one prefill. The same sums in another tiling: fp64, so rounding is 1e-12 at most
-// and no selection hangs on it.
+// Position by position, and in pieces, with caches: the logits of one prefill. The same
+// sums in another tiling: fp64, so rounding is 1e-12 at most and no selection hangs on it.
 TEST(decoding_equals_prefill) {
     for (const char* kind : {"nsa", "full"}) {
         TestModel<Cpu<double>> t(std::string(SMALL) + "--init random --attention " + kind, 1);
@@ -256,7 +272,8 @@ TEST(decoding_equals_prefill) {
 }
 
 TEST(poisoned_memory_changes_no_bit) {
-    TestModel<Cpu<float>> clean(std::string(SMALL) + "--init random", 2, 1, false), poisoned(std::string(SMALL) + "--init random", 2, 1, true);
+    TestModel<Cpu<float>> clean(std::string(SMALL) + "--init random", 2, 1, false),
+        poisoned(std::string(SMALL) + "--init random", 2, 1, true);
     const double a = clean.loss_and_gradients(), b = poisoned.loss_and_gradients();
     CHECK_EQUAL(a, b);
     CHECK(std::memcmp(clean.model.grads, poisoned.model.grads, clean.model.table.total * sizeof(float)) == 0);
@@ -276,7 +293,8 @@ TEST(recomputing_changes_no_bit_and_saves_memory) {
     }
 }
 
-// The head in chunks of 7 rows, the last one shorter, is the head at once: sums of fp64 in another order. And the chunks of real sizes are few, even and fit.
+// The head in chunks of 7 rows, the last one shorter, is the head at once: sums
+// of fp64 in another order. And the chunks of real sizes are few, even and fit.
 TEST(logits_in_chunks_are_logits_at_once) {
     const std::string options = std::string(SMALL) + "--init random";
     TestModel<Cpu<double>> whole(options, 2), chunked(options, 2);
@@ -294,7 +312,8 @@ TEST(logits_in_chunks_are_logits_at_once) {
     CHECK(difference <= 1e-13 * largest);
     Cpu<float> dev;
     const Activations<Cpu<float>> a(dev, config_of("--model tiny"), 1, 64, INFERENCE);
-    for (const int64_t N : {int64_t(1), int64_t(100), int64_t(204800), int64_t(204801), int64_t(1000000)}) {  // 52 M logits are 212992 rows of 256
+    // 52 M logits are 212992 rows of 256
+    for (const int64_t N : {int64_t(1), int64_t(100), int64_t(204800), int64_t(204801), int64_t(1000000)}) {
         const int64_t rows = a.rows_of_chunk(N), chunks = (N + rows - 1) / rows;
         CHECK(rows >= 1 && rows <= N && (rows == N || rows % 128 == 0) && rows <= 212992 + 127);
         CHECK(chunks == (N + 212991) / 212992 && N - rows * (chunks - 1) > rows - 128 * chunks);
@@ -304,7 +323,8 @@ TEST(logits_in_chunks_are_logits_at_once) {
 TEST(memory_is_linear_in_sequence_length) {
     Cpu<float> dev;
     const Config c = config_of("--model tiny");
-    // Selection masks have a word per 32 blocks of every token: 1/32 bit per token and block, the one term above linear; a byte in ten thousand here.
+    // Selection masks have a word per 32 blocks of every token: 1/32 bit per
+    // token and block, the one term above linear; a byte in ten thousand here.
     const Activations<Cpu<float>> once(dev, c, 1, 4096, TRAINING), twice(dev, c, 1, 8192, TRAINING);
     CHECK(double(twice.bytes) < 2.05 * double(once.bytes));
 }
@@ -335,7 +355,8 @@ TEST(random_labels_stay_at_the_entropy) {  // fresh random inputs and labels at 
         update(t.model, step, 1e-3);
         if (step > steps - last) sum += loss / last;
     }
-    // Never below ln 256 by more than the noise of the mean: a label's log-probability deviates by about 0.2, over 8000 labels 0.002; 5 sigma.
+    // Never below ln 256 by more than the noise of the mean: a label's
+    // log-probability deviates by about 0.2, over 8000 labels 0.002; 5 sigma.
     CHECK(sum > std::log(256.0) - 0.011);
     CHECK(sum < std::log(256.0) + 0.1);
 }
@@ -343,7 +364,8 @@ TEST(random_labels_stay_at_the_entropy) {  // fresh random inputs and labels at 
 TEST(an_update_is_clipped_adamw) {
     TestModel<Cpu<float>> t(std::string(SMALL) + "--grad-clip 0.01 --lr 0.02 --weight-decay 0.3 --init random", 1);
     t.loss_and_gradients();
-    const std::vector<float> before(t.model.params, t.model.params + t.model.table.total), grads(t.model.grads, t.model.grads + t.model.table.total);
+    const std::vector<float> before(t.model.params, t.model.params + t.model.table.total),
+        grads(t.model.grads, t.model.grads + t.model.table.total);
     double square = 0;
     for (float g : grads) square += double(g) * g;
     REQUIRE(std::sqrt(square) > 0.1);  // so that it must be clipped
@@ -354,7 +376,8 @@ TEST(an_update_is_clipped_adamw) {
         for (size_t i = spec.offset; i < spec.offset + spec.size; i++) {
             const double g = grads[i] * 0.01 / std::sqrt(square), decay = spec.columns ? 0.3 : 0;
             const double expected = before[i] * (1 - 0.02 * decay) - 0.02 * g / (std::fabs(g) + 1e-8);
-            // The step is at most lr; a rounding of each operand, and g's own 6e-8 through g / (|g| + eps), whose slope in log g is at most 1/4.
+            // The step is at most lr; a rounding of each operand, and g's own
+            // 6e-8 through g / (|g| + eps), whose slope in log g is at most 1/4.
             CHECK_NEAR(t.model.params[i], expected, 4e-7 * (std::fabs(before[i]) + 0.02));
             CHECK_NEAR(t.model.m[i], 0.1 * g, 1e-6 * std::fabs(g) + 1e-30);
         }
@@ -374,7 +397,8 @@ TEST(accumulation_equals_one_batch) {  // fp64: gradients of two halves add up t
     CHECK_NEAR(sum / double(2 * T), loss, 1e-13 * loss);
     for (const TensorSpec& spec : whole.model.table.specs) {
         double difference = 0, square = 0;
-        for (size_t i = spec.offset; i < spec.offset + spec.size; i++) difference += std::pow(half.model.grads[i] - whole.model.grads[i], 2), square += std::pow(whole.model.grads[i], 2);
+        for (size_t i = spec.offset; i < spec.offset + spec.size; i++)
+            difference += std::pow(half.model.grads[i] - whole.model.grads[i], 2), square += std::pow(whole.model.grads[i], 2);
         CHECK(std::sqrt(difference) <= 1e-13 * std::sqrt(square) * std::sqrt(double(spec.size)));
     }
 }
@@ -390,7 +414,8 @@ TEST(the_125m_model_has_the_tensors_of_the_specification) {
         const std::string layer = "layers." + std::to_string(i) + ".";
         for (const char* norm : {"attn_norm.weight", "mlp_norm.weight"}) expected[layer + norm] = {768};
         expected[layer + "attn.q_proj.weight"] = {768, 768};
-        for (const char* x : {"k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win"}) expected[layer + "attn." + x + "_proj.weight"] = {128, 768};
+        for (const char* x : {"k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win"})
+            expected[layer + "attn." + x + "_proj.weight"] = {128, 768};
         expected[layer + "attn.gate_proj.weight"] = {36, 768};
         for (const char* phi : {"phi_k", "phi_v"}) {
             expected[layer + "attn." + phi + ".fc1.weight"] = {128, 2048};
@@ -416,17 +441,22 @@ TEST(the_125m_model_has_the_tensors_of_the_specification) {
 
 // The FLOPs of a token, by hand: the products of one sequence, one by one.
 TEST(model_flops_are_those_of_its_products) {
-    for (const char* options : {"--model tiny --seq-len 150", "--model tiny --seq-len 150 --attention full", "--model 125m --seq-len 2048", "--model 125m --seq-len 2048 --attention full"}) {
+    for (const char* options : {"--model tiny --seq-len 150", "--model tiny --seq-len 150 --attention full", "--model 125m --seq-len 2048",
+                                "--model 125m --seq-len 2048 --attention full"}) {
         const Config c = config_of(options);
         const bool nsa = c.attention == "nsa";
-        const double T = double(c.seq_len), C = double(c.dim), H = double(c.heads), G = double(c.kv_groups), D = double(c.head_dim), F = double(c.phi_hidden), l = double(c.cmp_block);
-        double weights = C * (H * D + (nsa ? 6 : 2) * G * D + (nsa ? 3 * H : 0) + H * D + 2 * double(c.mlp_hidden)) * double(c.layers) + C * double(c.vocab_size);  // of one token
+        const double T = double(c.seq_len), C = double(c.dim), H = double(c.heads), G = double(c.kv_groups), D = double(c.head_dim),
+                     F = double(c.phi_hidden), l = double(c.cmp_block);
+        // of one token
+        double weights = C * (H * D + (nsa ? 6 : 2) * G * D + (nsa ? 3 * H : 0) + H * D + 2 * double(c.mlp_hidden)) * double(c.layers) +
+                         C * double(c.vocab_size);
         double pairs = 0, blocks = 0;  // of one head; compressed blocks of one group
         for (int t = 0; t < c.seq_len; t++) {
             if (!nsa) pairs += t + 1;
             else
                 for (int key = 0; key <= t; key++) {
-                    const int own = t / int(c.slc_block), first = std::max(0, own + 1 - int(c.slc_count));  // any n blocks with its own: the last n, here
+                    // any n blocks with its own: the last n, here
+                    const int own = t / int(c.slc_block), first = std::max(0, own + 1 - int(c.slc_count));
                     pairs += key > t - c.window;
                     pairs += key / int(c.slc_block) >= first;
                     pairs += key * c.cmp_stride + c.cmp_block - 1 <= t;
@@ -446,7 +476,8 @@ TEST(initial_weights_have_their_scales) {
         const TensorSpec& t = table.specs[index];
         double expected = 0.02;
         if (t.name.find("o_proj") != std::string::npos || t.name.find("mlp.fc2") != std::string::npos) expected = 0.02 / std::sqrt(8.0);
-        if (t.name.find("phi_") != std::string::npos) expected = t.name.find("fc1.weight") != std::string::npos ? 1 / std::sqrt(16.0 * 32) : 0;
+        if (t.name.find("phi_") != std::string::npos)
+            expected = t.name.find("fc1.weight") != std::string::npos ? 1 / std::sqrt(16.0 * 32) : 0;
         const bool norm = t.name.find("norm") != std::string::npos;
         double sum = 0, square = 0;
         for (size_t i = 0; i < t.size; i++) {
@@ -460,12 +491,14 @@ TEST(initial_weights_have_their_scales) {
     }
 }
 
-// With a gate that passes the window branch alone and a window of T keys, NSA is dense attention: the same losses as --attention full with the
-// same weights. The gates' logits are +-40, so the closed ones are 4e-18 and the open one is 1.
+// With a gate that passes the window branch alone and a window of T keys, NSA is dense attention: the same losses as
+// --attention full with the same weights. The gates' logits are +-40, so the closed ones are 4e-18 and the open one is 1.
 TEST(window_branch_alone_is_the_dense_model) {
     const std::string options = std::string(SMALL) + "--init random --window 150 ";
     TestModel<Cpu<double>> nsa(options, 2), full(options + "--attention full", 2);
-    auto find = [](auto& t, const std::string& name) { return std::find_if(t.model.table.specs.begin(), t.model.table.specs.end(), [&](const TensorSpec& s) { return s.name == name; }); };
+    auto find = [](auto& t, const std::string& name) {
+        return std::find_if(t.model.table.specs.begin(), t.model.table.specs.end(), [&](const TensorSpec& s) { return s.name == name; });
+    };
     for (const TensorSpec& spec : full.model.table.specs) {
         const auto from = find(nsa, spec.name);
         std::copy_n(nsa.model.params + from->offset, spec.size, full.model.params + spec.offset);

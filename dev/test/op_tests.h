@@ -1,5 +1,5 @@
-// op_tests.h: every operation of struct Cpu, in fp32 and fp64, against the oracles of oracle.h, by finite differences, and for the properties
-// that the specification promises: causality, ties, forced blocks, decoding, independence of the number of threads.
+// op_tests.h: every operation of struct Cpu, in fp32 and fp64, against the oracles of oracle.h, by finite differences, and for the
+// properties that the specification promises: causality, ties, forced blocks, decoding, independence of the number of threads.
 //
 // Error limits come with the oracles' Numbers, which derive them from the number format and the lengths of the sums; finite differences
 // state theirs in check_gradient. No limit is written by hand here unless its derivation stands beside it.
@@ -127,10 +127,10 @@ TEST(op_exponential) {
 // ---------------------------------------------------------------------------------------------------------------------
 // GEMM.
 
-// One product, in all transpositions, with and without accumulation. Leading dimensions exceed the widths; what lies between the rows is NaN
-// in A and B, so that reading it shows, and must keep its bits in C.
-// bf16: the function rounds its inputs. The expected sum is that of the rounded ones; their products are exact in fp32 (8 bits times 8 bits), so the
-// same limit holds for the sum.
+// One product, in all transpositions, with and without accumulation. Leading dimensions exceed the widths;
+// what lies between the rows is NaN in A and B, so that reading it shows, and must keep its bits in C.
+// bf16: the function rounds its inputs. The expected sum is that of the rounded ones; their
+// products are exact in fp32 (8 bits times 8 bits), so the same limit holds for the sum.
 template <class real, class GemmFunction>
 void check_gemm(GemmFunction gemm_function, int M, int N, int K, bool bf16 = false) {
     using Num = oracle::Number<real>;
@@ -168,7 +168,8 @@ void check_gemm(GemmFunction gemm_function, int M, int N, int K, bool bf16 = fal
             for (int n = 0; n < N; n++) {
                 double value = 0, magnitude = 0;  // Sum's rule written out: K products and one addition, gamma(K + 1) * sum of |terms|
                 for (int k = 0; k < K; k++) {
-                    const double term = a[ta ? size_t(k) * lda + m : size_t(m) * lda + k] * b[tb ? size_t(n) * ldb + k : size_t(k) * ldb + n];
+                    const double term = a[ta ? size_t(k) * lda + m : size_t(m) * lda + k] *
+                                        b[tb ? size_t(n) * ldb + k : size_t(k) * ldb + n];
                     value += term, magnitude += std::fabs(term);
                 }
                 if (accumulate) value += double(before[size_t(m) * ldc + n]), magnitude += std::fabs(double(before[size_t(m) * ldc + n]));
@@ -185,8 +186,8 @@ void check_gemm(GemmFunction gemm_function, int M, int N, int K, bool bf16 = fal
 }
 template <class real, class GemmFunction>
 void check_gemm_shapes(GemmFunction gemm_function, bool bf16 = false) {
-    // Every boundary of the blocking in each dimension: register blocks (6 rows, or 32 with AMX; vectors of columns), panels, MC 96, KC 256 (512
-    // in pairs of bf16), NC 1024, oneDNN's blocks of 64 to 512.
+    // Every boundary of the blocking in each dimension: register blocks (6 rows, or 32 with AMX; vectors
+    // of columns), panels, MC 96, KC 256 (512 in pairs of bf16), NC 1024, oneDNN's blocks of 64 to 512.
     const auto check = [&](int M, int N, int K) { check_gemm<real>(gemm_function, M, N, K, bf16); };
     const std::vector<int> all = {1, 2, 5, 6, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 255, 256, 257, 511, 512, 513};
     const std::vector<int> some = {1, 2, 6, 16, 17, 32, 33, 97, 512, 513};  // the blocking is the same; what differs are pairs and tiles
@@ -200,7 +201,8 @@ void check_gemm_shapes(GemmFunction gemm_function, bool bf16 = false) {
 TEST(op_gemm_blocked) {
     Gemm<float> gemm;
     Gemm<double> gemm_fp64;
-    check_gemm_shapes<float>([&](auto... x) { gemm.blocked<float>(x...); }), check_gemm_shapes<double>([&](auto... x) { gemm_fp64.blocked<double>(x...); });
+    check_gemm_shapes<float>([&](auto... x) { gemm.blocked<float>(x...); }),
+        check_gemm_shapes<double>([&](auto... x) { gemm_fp64.blocked<double>(x...); });
 }
 TEST(op_gemm) {
     Gemm<float> gemm;
@@ -628,8 +630,8 @@ void check_split_heads_shapes() {
 }
 TEST(op_split_heads) { check_split_heads_shapes<float>(), check_split_heads_shapes<double>(); }
 
-// q(t) . k(u) of the same projected rows, once at positions 0.. and once at first..: equal but for rounding. Each element of q and k carries the
-// rotation's error e; a dot product of D terms then differs by at most twice the sum of |q| e(k) + |k| e(q).
+// q(t) . k(u) of the same projected rows, once at positions 0.. and once at first..: equal but for rounding. Each element of q
+// and k carries the rotation's error e; a dot product of D terms then differs by at most twice the sum of |q| e(k) + |k| e(q).
 TEST(op_rope_scores_depend_on_distance_alone) {
     NsaShape here = nsa_shape(1, 40, 1, 1, 64, 8, 4, 16, 3, 9), there = here;
     there.first = 777, there.T = there.first + there.queries;
@@ -754,7 +756,8 @@ struct AttentionInputs {
 };
 
 template <class real>
-void check_selection(const uint32_t* found, const real* share, const real* q, const real* kc, const real* lse, const NsaShape& s, bool bf16 = false);
+void check_selection(const uint32_t* found, const real* share, const real* q, const real* kc, const real* lse, const NsaShape& s,
+                     bool bf16 = false);
 
 // Forward of each branch, selection, combination; in training shapes the backward too, as one chain from the same inputs as the oracle's.
 template <class real>
@@ -813,7 +816,8 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
     for (Branch branch : branches) {
         Buffer<real> dk(in.k[branch].size(), "dk"), dv(in.v[branch].size(), "dv");
         Buffer<real> only_dq(values, "dq, written");
-        cpu.attention_backward(branch, only_dq, false, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows, lse_gated + branch * rows, selection, s);
+        cpu.attention_backward(branch, only_dq, false, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows,
+                               lse_gated + branch * rows, selection, s);
         cpu.attention_backward(branch, dq, true, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows,
                                lse_gated + branch * rows, selection, s);
         const oracle::AttentionGradients<real> d = oracle::attention_backward(
@@ -828,10 +832,11 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
     if (!s.full) CHECK_ARRAY(dz, expected_dz, 3, s.B, s.H, s.queries);
 }
 
-// Whether masks are what the rule gives: forced blocks, count, no block of the future, and no block left out that is more important than one taken
-// by more than the rounding of both. share: what select_blocks says about the share of the importance that fell on the taken.
+// Whether masks are what the rule gives: forced blocks, count, no block of the future, and no block left out that is more important than
+// one taken by more than the rounding of both. share: what select_blocks says about the share of the importance that fell on the taken.
 template <class real>
-void check_selection(const uint32_t* found, const real* share, const real* q, const real* kc, const real* lse, const NsaShape& s, bool bf16) {
+void check_selection(const uint32_t* found, const real* share, const real* q, const real* kc, const real* lse, const NsaShape& s,
+                     bool bf16) {
     const int words = oracle::selection_words(s), h = s.H / s.G, NC = oracle::blocks(s.T, s);
     for (int b = 0; b < s.B; b++)
         for (int g = 0; g < s.G; g++)
@@ -884,7 +889,8 @@ TEST(op_attention_full) {
     }
 }
 TEST(op_attention_large_logits_stay_finite) {
-    // Scores q.k/sqrt(D) of standard deviation 1e3, and gates down to sigmoid(-87): finite and within the limits, which grow with the scores.
+    // Scores q.k/sqrt(D) of standard deviation 1e3, and gates down to
+    // sigmoid(-87): finite and within the limits, which grow with the scores.
     for (const NsaShape& s : nsa_shapes())
         if (s.T <= 130) check_attention<float>(s, 1e3, true);
     for (const NsaShape& s : nsa_shapes())
@@ -996,8 +1002,8 @@ void check_dense_equivalences() {
 }
 TEST(op_branches_equal_dense_attention) { check_dense_equivalences<float>(), check_dense_equivalences<double>(); }
 
-// Window attention on rotated heads: the same rows at other positions give the same output, once the window lies inside. Both sides are within the
-// oracle's limit of the truth (its q and k carry the rotation's errors), hence within the sum of both limits of each other.
+// Window attention on rotated heads: the same rows at other positions give the same output, once the window lies inside. Both sides are
+// within the oracle's limit of the truth (its q and k carry the rotation's errors), hence within the sum of both limits of each other.
 TEST(op_window_attention_does_not_see_absolute_positions) {
     NsaShape here = nsa_shape(1, 90, 1, 2, 16, 8, 4, 16, 3, 20), there = here;
     there.first = 333, there.T = there.first + there.queries;
@@ -1035,7 +1041,8 @@ TEST(op_window_attention_does_not_see_absolute_positions) {
 // Selection.
 
 TEST(op_importance_weights) {
-    // One compressed block alone has weight: what it gives to each selection block. 32/16/64: 1, 2, 2, 2, 1 at blocks 4j-1 .. 4j+3, exactly.
+    // One compressed block alone has weight: what it gives to each selection
+    // block. 32/16/64: 1, 2, 2, 2, 1 at blocks 4j-1 .. 4j+3, exactly.
     NsaShape s = nsa_shape(1, 1024, 1, 1, 2, 32, 16, 64, 16, 512);
     const int NC = oracle::blocks(s.T, s);
     for (int i = 0; i < NC; i++) {
@@ -1118,8 +1125,8 @@ TEST(op_ties_go_to_the_lower_block) {
     }
 }
 
-// Masks of the test's own: any mask is obeyed; blocks that no query selects get gradient 0, to the bit; a query whose mask is empty gives out 0
-// and lse +infinity.
+// Masks of the test's own: any mask is obeyed; blocks that no query selects get
+// gradient 0, to the bit; a query whose mask is empty gives out 0 and lse +infinity.
 template <class real>
 void check_given_selection() {
     const NsaShape s = nsa_shape(1, 100, 2, 3, 16, 8, 4, 16, 3, 9);
@@ -1152,8 +1159,8 @@ void check_given_selection() {
     std::copy_n(lse.data(), rows, lses + SLC * rows);
     cpu.attention_backward_rows(row_dot, lse_gated, dz, in.dout, o, in.gate, lses, s);
     Buffer<real> dq(out.size(), "dq"), dk(in.k[SLC].size(), "dk"), dv(dk.size(), "dv");
-    cpu.attention_backward(SLC, dq, false, dk, dv, in.dout, in.q, in.k[SLC], in.v[SLC], row_dot + SLC * rows, lse_gated + SLC * rows, selection,
-                           s);
+    cpu.attention_backward(SLC, dq, false, dk, dv, in.dout, in.q, in.k[SLC], in.v[SLC], row_dot + SLC * rows, lse_gated + SLC * rows,
+                           selection, s);
     const oracle::AttentionGradients<real> d =
         oracle::attention_backward(SLC, q, k, v, in.gate + SLC * rows, in.dout.data(), selection.data(), s);
     CHECK_ARRAY(dq, oracle::numbers(d.dq), s.B, s.H, T, s.D);
@@ -1518,8 +1525,9 @@ TEST(op_causality_bit_for_bit) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Decoding: the operations on a few positions at a time, with caches, equal the prefill of all. Each side is within the oracle's limit of the
-// truth, so they are within twice that of each other. Caches hold NaN behind the present; each chunk starts from the prefill's values before it.
+// Decoding: the operations on a few positions at a time, with caches, equal the prefill of all.
+// Each side is within the oracle's limit of the truth, so they are within twice that of each other.
+// Caches hold NaN behind the present; each chunk starts from the prefill's values before it.
 
 template <class real>
 void check_decoding(const NsaShape& s, const std::vector<int>& chunks) {
@@ -1667,7 +1675,8 @@ std::vector<std::vector<real>> run_every_operation() {
     for (bool bf16 : {false, true}) {
         if (bf16 && (!HAVE_BF16 || sizeof(real) == 8)) continue;
         cpu.gemm.bf16 = gemm.bf16 = bf16;
-        if constexpr (sizeof(real) == 4 && HAVE_BF16) gemm.template blocked<Bf16Pair>(false, true, N, V, 300, a, 300, b, 300, false, product, V), keep(product);
+        if constexpr (sizeof(real) == 4 && HAVE_BF16)
+            gemm.template blocked<Bf16Pair>(false, true, N, V, 300, a, 300, b, 300, false, product, V), keep(product);
         dw.fill(random);
         cpu.matmul_forward(product, a, b, nullptr, N, 300, V), keep(product);
         cpu.matmul_backward_input(dinp, product, b, N, 300, V), keep(dinp);

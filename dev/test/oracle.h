@@ -4,8 +4,8 @@
 // No oracle calls an operation of an engine. What they take from nsa_cpu.h are the names of the shapes (fields of NsaShape, never its
 // functions) and of the branches.
 //
-// The error limits are not chosen, they are derived, term by term, by the type Number: a value in fp64 together with the error that an engine
-// which computes in `real` may have made in it. Every oracle is written in Numbers, so each expected element brings its own limit.
+// The error limits are not chosen, they are derived, term by term, by the type Number: a value in fp64 together with the error that an
+// engine which computes in `real` may have made in it. Every oracle is written in Numbers, so each expected element brings its own limit.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -100,8 +100,8 @@ inline double rounded_to_bf16(double x) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Number: value and error limit. Rules for one rounded operation with unit roundoff u (2^-24 in fp32, 2^-53 in fp64; plus 2^-53, because the oracle
-// itself is rounded in fp64):
+// Number: value and error limit. Rules for one rounded operation with unit roundoff u
+// (2^-24 in fp32, 2^-53 in fp64; plus 2^-53, because the oracle itself is rounded in fp64):
 //   a + b      ea + eb + u|a+b|                     a * b      |a|eb + |b|ea + ea eb + u|ab|
 //   a / b      (ea + |a/b| eb) / (|b| - eb) + u|a/b|    sqrt(a)    ea / sqrt(a) + u sqrt(a)
 //   e^a        e^a (e^ea - 1 + 4u): nsa_cpu.h claims 2 ulp, and an ulp is at most 2u of the value (tested in `exponential`)
@@ -377,8 +377,8 @@ inline std::vector<int> visible(Branch branch, int t, const uint32_t* mask, cons
     return keys;
 }
 
-// What a product takes in an engine that rounds the inputs of products to bf16 (8 significant bits: by at most 2^-8 of the value): exactly known numbers are
-// rounded here as there, others may be rounded either way. In other engines the number itself.
+// What a product takes in an engine that rounds the inputs of products to bf16 (8 significant bits: by at most 2^-8 of the
+// value): exactly known numbers are rounded here as there, others may be rounded either way. In other engines the number itself.
 template <class real>
 Number<real> product_input(Number<real> x, bool bf16) {
     if (!bf16) return x;
@@ -453,8 +453,8 @@ Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<re
     return all;
 }
 
-// Gradients of sum(dout * gate * branch output): dq [B, H, queries, D] (this branch's share), dk, dv [B, G, key rows, D], and that of the gate's
-// logit, dz [B, H, queries]. gate [B, H, queries] after the sigmoid; nullptr: fixed to 1. dout [B*queries, H*D].
+// Gradients of sum(dout * gate * branch output): dq [B, H, queries, D] (this branch's share), dk, dv [B, G, key rows, D], and that
+// of the gate's logit, dz [B, H, queries]. gate [B, H, queries] after the sigmoid; nullptr: fixed to 1. dout [B*queries, H*D].
 template <class real>
 struct AttentionGradients {
     std::vector<Sum<real>> dq, dk, dv;
@@ -462,7 +462,8 @@ struct AttentionGradients {
 };
 template <class real>
 AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& q, const Numbers<real>& k, const Numbers<real>& v,
-                                            const real* gate, const real* dout, const uint32_t* selection, const NsaShape& s, bool bf16 = false) {
+                                            const real* gate, const real* dout, const uint32_t* selection, const NsaShape& s,
+                                            bool bf16 = false) {
     using N = Number<real>;
     AttentionGradients<real> d;
     d.dq.resize(q.size()), d.dk.resize(k.size()), d.dv.resize(v.size());
@@ -502,8 +503,8 @@ AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& 
 // ---------------------------------------------------------------------------------------------------------------------
 // Importance and selection.
 
-// p_slc[t, block] = sum over the group's heads a, over compressed blocks i, of p[a, t, i] * (tokens that block i and the block share) / d, for blocks
-// 0 .. t/l'. q, lse: the rows of the group's heads at t, one after the other by `stride` tokens; kc: this (sequence, group)'s.
+// p_slc[t, block] = sum over the group's heads a, over compressed blocks i, of p[a, t, i] * (tokens that block i and the block share) / d,
+// for blocks 0 .. t/l'. q, lse: the rows of the group's heads at t, one after the other by `stride` tokens; kc: this (sequence, group)'s.
 template <class real>
 Numbers<real> importance(const real* q, const real* lse, size_t stride, const real* kc, int t, const NsaShape& s, bool bf16 = false) {
     using N = Number<real>;
@@ -512,7 +513,8 @@ Numbers<real> importance(const real* q, const real* lse, size_t stride, const re
     for (int head = 0; head < s.H / s.G; head++)
         for (int i = 0; i * s.d + s.l - 1 <= t; i++) {
             Sum<real> dot;
-            for (int x = 0; x < s.D; x++) dot.add(product_input(N(q[head * stride * s.D + x]) * scale, bf16) * product_input(N(kc[size_t(i) * s.D + x]), bf16));
+            for (int x = 0; x < s.D; x++)
+                dot.add(product_input(N(q[head * stride * s.D + x]) * scale, bf16) * product_input(N(kc[size_t(i) * s.D + x]), bf16));
             const N p = exp(N(dot) - N(lse[head * stride]));
             std::vector<int> shared(sums.size());
             for (int token = i * s.d; token < i * s.d + s.l; token++) shared[size_t(token / s.slc_block)]++;
@@ -593,8 +595,9 @@ void check_finite(const char* file, int line, const char* what, const T* x, size
 #define CHECK_FINITE(x) check_finite(__FILE__, __LINE__, #x, (x).data(), (x).size())
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Finite differences in fp64. The gradient of loss() at x [count] is compared along 3 random directions of length 1 and along 4 single coordinates.
-// With central differences D(h) = (L(x+h) - L(x-h)) / 2h = L' + h^2/6 L''' + ..., Richardson's (4 D(h) - D(2h)) / 3 has the error
+// Finite differences in fp64. The gradient of loss() at x [count] is compared along 3 random
+// directions of length 1 and along 4 single coordinates. With central differences D(h) = (L(x+h)
+// - L(x-h)) / 2h = L' + h^2/6 L''' + ..., Richardson's (4 D(h) - D(2h)) / 3 has the error
 //   truncation   h^4/30 L'''''. D(2h) - D(h) = h^2/2 L''' is known, and h^4/30 L''''' is below h times it while L''''' < 15/h L''',
 //   rounding     each L is off by at most delta, so D(h) by delta/h: together 4/3 delta/h + 1/3 delta/2h = 1.5 delta/h. delta = 64 * precision
 //                * (sum of the loss's |terms|): the longest chain of roundings behind one term at these shapes is shorter than 64.

@@ -120,7 +120,9 @@ __global__ void too_much_dynamic_shared(float* x) {
     a[threadIdx.x] = b[threadIdx.x] = 1;
     x[threadIdx.x] = a[threadIdx.x];
 }
-__global__ void misaligned_load(float4* out, const float* in) { out[threadIdx.x] = *reinterpret_cast<const float4*>(in + 1 + threadIdx.x * 4); }
+__global__ void misaligned_load(float4* out, const float* in) {
+    out[threadIdx.x] = *reinterpret_cast<const float4*>(in + 1 + threadIdx.x * 4);
+}
 __global__ void int_overflow(float* x, int T, int C) { x[0] = float(T * C); }
 __global__ void stack_overrun(float* x) {
     volatile float large[100000];  // more than a fiber's stack

@@ -42,8 +42,8 @@ __global__ void run_program(const Program* p, float* device_words, float* sums) 
     sums[blockIdx.x * THREADS + threadIdx.x] = sum;
 }
 
-// Whether any two accesses of different threads to one word conflict (not two reads, not two updates) and nothing orders them. Nothing orders
-// different blocks.
+// Whether any two accesses of different threads to one word conflict (not two
+// reads, not two updates) and nothing orders them. Nothing orders different blocks.
 static bool has_race(const Program& p) {
     struct Step {
         int step, block, thread;
@@ -62,7 +62,8 @@ static bool has_race(const Program& p) {
             if ((ax == ay && ax != WRITE) || (p.shared && x.block != y.block)) continue;
             bool ordered = false;
             for (int s = x.step; s < y.step; s++)
-                if (x.block == y.block && (p.sync[s] == BLOCK_SYNC || (p.sync[s] == WARP_SYNC && x.thread / 32 == y.thread / 32))) ordered = true;
+                if (x.block == y.block && (p.sync[s] == BLOCK_SYNC || (p.sync[s] == WARP_SYNC && x.thread / 32 == y.thread / 32)))
+                    ordered = true;
             if (!ordered) return true;
         }
     return false;
@@ -119,7 +120,8 @@ static bool detector_accuses(const Program& p, uint64_t seed) {
 }
 
 int main(int argc, char** argv) {
-    const uint64_t count = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1000, first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;
+    const uint64_t count = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1000,
+                   first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;
     int races = 0, passed = 0, failed = 0;
     for (uint64_t number = first; number < first + count; number++) {
         const Program p = draw_program(number);

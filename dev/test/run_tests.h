@@ -61,8 +61,10 @@ inline std::vector<std::string> child_environment(const Start& start) {
     all.push_back("CUDA_VISIBLE_DEVICES=");
     for (char** e = environ; *e && !start.only_this_environment; e++) {
         const std::string variable = *e, name = variable.substr(0, variable.find('=') + 1);
-        bool launcher = name == "RANK=" || name == "WORLD_SIZE=" || name == "OMP_WAIT_POLICY=";  // the last: the tests' own, see let_waiting_threads_sleep
-        for (const char* beginning : {"PMI_", "PMIX_", "OMPI_", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_"}) launcher = launcher || name.compare(0, std::strlen(beginning), beginning) == 0;
+        // the last: the tests' own, see let_waiting_threads_sleep
+        bool launcher = name == "RANK=" || name == "WORLD_SIZE=" || name == "OMP_WAIT_POLICY=";
+        for (const char* beginning : {"PMI_", "PMIX_", "OMPI_", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_"})
+            launcher = launcher || name.compare(0, std::strlen(beginning), beginning) == 0;
         const bool replaced = std::any_of(start.environment.begin(), start.environment.end(),
                                           [&](const std::string& s) { return s.compare(0, name.size(), name) == 0; });
         if (!launcher && !replaced) all.push_back(variable);
@@ -700,7 +702,8 @@ TEST(run_places_that_cannot_be_written_are_named) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Damaged checkpoints.
 
-// Writes a checkpoint's manifest anew for the files as they are now: damage that checksums cannot see. state: the manifest's, if it is to be another.
+// Writes a checkpoint's manifest anew for the files as they are now: damage
+// that checksums cannot see. state: the manifest's, if it is to be another.
 inline void seal(const std::string& checkpoint, const std::string& state = "") {
     const Manifest manifest = read_manifest(checkpoint);
     std::vector<FileRecord> records;
@@ -722,8 +725,10 @@ TEST(run_damaged_checkpoints_are_named) {
     const std::string run_folder = folder.file("run"), checkpoint = run_folder + "/step_00000002", name = "/step_00000002/";
     REQUIRE_GOOD(train({{"out", run_folder}}));
     write_file(folder.file("val.bin"), shard(random_tokens(300, 1)));
-    const std::string whole_model = read_file(run_folder + name + "model.safetensors"), whole_config = read_file(run_folder + name + "config.json"),
-                      whole_manifest = read_file(run_folder + name + "manifest.json"), whole_optimizer = read_file(run_folder + name + OPTIMIZER);
+    const std::string whole_model = read_file(run_folder + name + "model.safetensors"),
+                      whole_config = read_file(run_folder + name + "config.json"),
+                      whole_manifest = read_file(run_folder + name + "manifest.json"),
+                      whole_optimizer = read_file(run_folder + name + OPTIMIZER);
     const auto sample = [&] { return run({"sample", "--from", run_folder, "--tokens", "4", "--threads", "1"}); };
     const auto evaluate = [&] { return run({"eval", "--from", run_folder, "--val-data", folder.file("val.bin"), "--threads", "1"}); };
     const auto resume = [&] { return train({{"out", run_folder}, {"steps", "3"}, {"resume", "on"}}); };
@@ -798,7 +803,8 @@ TEST(run_damaged_checkpoints_are_named) {
     CHECK_REFUSED(resume(), 1, "--seq-len", "32", "64");
     std::filesystem::remove(manifest);
     CHECK_REFUSED(resume(), 1, manifest, "missing");
-    REQUIRE_GOOD(run({"sample", "--from", checkpoint, "--tokens", "4", "--threads", "1"}));  // a folder of weights is enough where it is named itself
+    // a folder of weights is enough where it is named itself
+    REQUIRE_GOOD(run({"sample", "--from", checkpoint, "--tokens", "4", "--threads", "1"}));
     write_file(manifest, whole_manifest);
 
     const std::string optimizer = run_folder + name + OPTIMIZER;
@@ -806,9 +812,10 @@ TEST(run_damaged_checkpoints_are_named) {
     CHECK_REFUSED(resume(), 1, optimizer);
     CHECK_REFUSED(sealed(resume), 1, optimizer);
     write_file(optimizer, whole_optimizer);
-    for (const auto& [from, to] : {std::make_pair("v.norm.weight[0:16]", "w.norm.weight[0:16]"), std::make_pair("v.norm.weight[0:16]", "v.norm.weighs[0:16]"),
-                                   std::make_pair("v.norm.weight[0:16]", "v.norm.weight[1:17]"), std::make_pair("v.norm.weight[0:16]", "v.norm.weight[16:0]"),
-                                   std::make_pair("v.norm.weight[0:16]", "v.norm.weight[0:16x")}) {
+    for (const auto& [from, to] :
+         {std::make_pair("v.norm.weight[0:16]", "w.norm.weight[0:16]"), std::make_pair("v.norm.weight[0:16]", "v.norm.weighs[0:16]"),
+          std::make_pair("v.norm.weight[0:16]", "v.norm.weight[1:17]"), std::make_pair("v.norm.weight[0:16]", "v.norm.weight[16:0]"),
+          std::make_pair("v.norm.weight[0:16]", "v.norm.weight[0:16x")}) {
         replace_in_file(optimizer, from, to);
         CHECK_REFUSED(sealed(resume), 1, optimizer, to);
         write_file(optimizer, whole_optimizer);
@@ -827,7 +834,8 @@ TEST(run_damaged_checkpoints_are_named) {
     seal(checkpoint);
     const Result bad = train({{"out", run_folder}, {"steps", "9"}, {"resume", "on"}});
     CHECK_EQUAL(bad.status, 1);
-    for (const char* words : {"step 3: ", "step 4: ", "step 5: ", "not finite", "--max-bad-steps", "step_00000002"}) CHECK(bad.err.find(words) != std::string::npos);
+    for (const char* words : {"step 3: ", "step 4: ", "step 5: ", "not finite", "--max-bad-steps", "step_00000002"})
+        CHECK(bad.err.find(words) != std::string::npos);
     CHECK_EQUAL(lines_of(bad.err).size(), 3u);
     CHECK(!file_exists(run_folder + "/step_00000005") && file_exists(run_folder + "/bad_step_00000005_rank0.json"));
     write_file(model, whole_model);
@@ -1092,7 +1100,8 @@ TEST(run_killed_and_resumed_equals_uninterrupted) {
         start.kill_after = format_text("step %04d | loss", step);
         const Result killed = train(options, start);
         if (killed.status != 0) CHECK_EQUAL(killed.status, 128 + SIGKILL);
-        for (const std::string& checkpoint : glob_files(out + "/step_????????")) CHECK_EQUAL(verify_checkpoint(checkpoint).files.size(), 3u);
+        for (const std::string& checkpoint : glob_files(out + "/step_????????"))
+            CHECK_EQUAL(verify_checkpoint(checkpoint).files.size(), 3u);
     }
     const Result last = train(options);
     REQUIRE_GOOD(last);
@@ -1112,7 +1121,8 @@ TEST(run_full_disk_leaves_no_half_checkpoint) {
     const Options options = {{"out", out}, {"steps", "2"}, {"resume", "on"}};
     const Result refused = train(options, full);
     CHECK_EQUAL(refused.status, 1);
-    for (const char* words : {OPTIMIZER, "File too large", "step_00000001", "the last checkpoint could not be written"}) CHECK(refused.err.find(words) != std::string::npos);
+    for (const char* words : {OPTIMIZER, "File too large", "step_00000001", "the last checkpoint could not be written"})
+        CHECK(refused.err.find(words) != std::string::npos);
     CHECK(!file_exists(out + "/step_00000002"));
     const Result resumed = train(options);  // over what the failed attempt left
     REQUIRE_GOOD(resumed);
@@ -1129,7 +1139,9 @@ TEST(run_full_disk_leaves_no_half_checkpoint) {
 
 namespace program {
 // The program with small_words(more) behind `verb`, under a shell that does what `redirection` says, such as ">&-".
-inline Result in_shell(const Words& words, const std::string& redirection) { return execute(joined({"/bin/bash", "-c", "set -o pipefail; \"$0\" \"$@\" " + redirection, path()}, words)); }
+inline Result in_shell(const Words& words, const std::string& redirection) {
+    return execute(joined({"/bin/bash", "-c", "set -o pipefail; \"$0\" \"$@\" " + redirection, path()}, words));
+}
 }  // namespace program
 
 // What is printed does not go into the first file that is opened, where stdout, stderr or stdin is closed.
@@ -1146,7 +1158,8 @@ TEST(run_with_closed_streams) {
         const std::string prefix = folder.file(*redirection ? "closed" : "open");
         CHECK_EQUAL(in_shell({"tokenize", "--tokenizer", "bytes", "--in", folder.file("a.txt"), "--out", prefix}, redirection).status, 0);
     }
-    for (const char* shard : {"_train_000001.bin", "_val_000000.bin"}) CHECK(read_file(folder.file(std::string("closed") + shard)) == read_file(folder.file(std::string("open") + shard)));
+    for (const char* shard : {"_train_000001.bin", "_val_000000.bin"})
+        CHECK(read_file(folder.file(std::string("closed") + shard)) == read_file(folder.file(std::string("open") + shard)));
 }
 // Output that does not arrive: all there is of a sample is lost, which is an error; of a run it is its log's copy.
 TEST(run_output_that_is_lost_is_an_error) {
@@ -1172,7 +1185,8 @@ TEST(run_has_its_folder_to_itself) {
     REQUIRE_GOOD(train({{"out", out}}));
     const int other = open(out.c_str(), O_RDONLY | O_DIRECTORY);  // as another run does
     CHECK_EQUAL(flock(other, LOCK_EX | LOCK_NB), 0);
-    for (const char* resume : {"-", "on"}) CHECK_REFUSED(train({{"out", out}, {"resume", resume}, {"steps", "3"}}), 1, "--out", out, "another run");
+    for (const char* resume : {"-", "on"})
+        CHECK_REFUSED(train({{"out", out}, {"resume", resume}, {"steps", "3"}}), 1, "--out", out, "another run");
     CHECK(!file_exists(out + ".1"));
     close(other);
     REQUIRE_GOOD(train({{"out", out}, {"resume", "on"}, {"steps", "3"}}));
@@ -1198,7 +1212,10 @@ TEST(run_shard_cut_off_while_it_is_read) {
     const std::string file = folder.file("train.bin");
     write_file(file, shard(random_tokens(64 * 4000 + 1, 1)));
     std::thread cut([&] {
-        for (int i = 0; i < 3000 && (!file_exists(folder.file("run/main.log")) || read_file(folder.file("run/main.log")).find("s:3 ") == std::string::npos); i++) usleep(10000);
+        for (int i = 0; i < 3000 && (!file_exists(folder.file("run/main.log")) ||
+                                     read_file(folder.file("run/main.log")).find("s:3 ") == std::string::npos);
+             i++)
+            usleep(10000);
         std::filesystem::resize_file(file, 1024);
     });
     const Result r = train({{"data", file}, {"out", folder.file("run")}, {"steps", "1000000"}, {"eval-every", "0"}});
@@ -1226,7 +1243,8 @@ inline program::Start ranks_start() {
     return start;
 }
 inline program::Result train_on_ranks(const std::string& mpirun, int ranks, const program::Options& more) {
-    return program::execute(program::joined({mpirun, "-np", std::to_string(ranks), program::path()}, program::small_words(more)), ranks_start());
+    return program::execute(program::joined({mpirun, "-np", std::to_string(ranks), program::path()}, program::small_words(more)),
+                            ranks_start());
 }
 
 // The same global batch, divided over ranks or micro-steps, is the same run but for the order of fp32 sums.

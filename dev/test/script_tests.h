@@ -1,5 +1,6 @@
-// script_tests.h: dev/gpu_check.sh and dev/results_table.sh on a machine without a GPU. What they call are stand-ins, small scripts that answer as the real programs
-// do; what is tested is everything between: that each part runs to its end, what it finds, the report, and the table made of it.
+// script_tests.h: dev/gpu_check.sh and dev/results_table.sh on a machine without a GPU. What they
+// call are stand-ins, small scripts that answer as the real programs do; what is tested is everything
+// between: that each part runs to its end, what it finds, the report, and the table made of it.
 #pragma once
 #include "run_tests.h"
 
@@ -15,7 +16,8 @@ struct Machine {
     }
     Machine() {
         for (const char* sub : {"dev", "bin"}) std::filesystem::create_directory(folder.file(sub));
-        for (const char* name : {"dev/gpu_check.sh", "dev/results_table.sh", "README.md"}) std::filesystem::copy_file(name, folder.file(name));
+        for (const char* name : {"dev/gpu_check.sh", "dev/results_table.sh", "README.md"})
+            std::filesystem::copy_file(name, folder.file(name));
         script("bin/nvidia-smi", R"sh(case "$*" in
             -L) echo "GPU 0: NVIDIA X/1 80GB (UUID: GPU-0)" ;;
             *clocks.sm,*) while :; do echo "1980, 45, 300.12, 41000"; sleep 2; done ;;
@@ -34,7 +36,9 @@ struct Machine {
             printf '"0","void f<a, 2>(float *, int)","gpu__time_duration.sum","ns","1,500"\n"1","g()","gpu__time_duration.sum","ns","8400"\n' >>"$csv"; exec "$@"
         )sh");
         script("bin/python", "case $1 in -c) ;; *) echo \"result: $1 | 2.5 | ms | $*\" ;; esac\n");
-        script("test_nsa", "echo \"result: test_nsa $* | 12 | us | counted\"; echo 'a step without clocks: the host had launched the step after 3.0 us, the GPU was done after 10.0 us, medians of 7: 5 tokens/s'; echo '3 passed, 0 failed'\n");
+        script(
+            "test_nsa",
+            "echo \"result: test_nsa $* | 12 | us | counted\"; echo 'a step without clocks: the host had launched the step after 3.0 us, the GPU was done after 10.0 us, medians of 7: 5 tokens/s'; echo '3 passed, 0 failed'\n");
         trainer("5.5");
     }
     // Steps with tokens/s 1001, 1002, ...; the loss may be an expression of the shell.
@@ -44,7 +48,8 @@ struct Machine {
             mkdir -p "$out"
             for ((i = 1; i <= steps; i++)); do
                 printf 'step %04d | loss 5.5 | lr 1.00e-04 | toks/s %d | grad_norm 4.87 | 238 ms | eta 4:32\n' $i $((1000 + i))
-                echo "s:$i trl:)sh" + loss + R"sh( lr:1e-4 norm:4.87" >>"$out/main.log"
+                echo "s:$i trl:)sh" +
+                                loss + R"sh( lr:1e-4 norm:4.87" >>"$out/main.log"
             done
             sleep 0.2
             echo "done:   $steps steps in 0:01, median 1028 tokens/s, peak memory 14321 MiB on the GPU, of the host 900 MiB"
@@ -53,7 +58,8 @@ struct Machine {
     }
     program::Result run(program::Words words, const std::string& variable = "NONE=") {
         program::Start start;
-        start.environment = {variable, "PATH=" + folder.file("bin") + ":" + std::getenv("PATH"), "PYTHON=" + folder.file("bin/python"), "COMMIT=abc1234", "OUT=" + folder.file("results")};
+        start.environment = {variable, "PATH=" + folder.file("bin") + ":" + std::getenv("PATH"), "PYTHON=" + folder.file("bin/python"),
+                             "COMMIT=abc1234", "OUT=" + folder.file("results")};
         words[0] = folder.file(words[0]), words.insert(words.begin(), "/bin/bash");
         return program::execute(words, start);
     }
@@ -81,38 +87,51 @@ TEST(run_gpu_check_with_stand_ins) {
     const std::string file = machine.report(), text = read_file(file);
     CHECK(file.find("NVIDIA_X_1_80GB-") != std::string::npos);
     CHECK(text.find("driver 580.1, CUDA 13.0, SM clock at most 1980 MHz, power limit 700.00 W, 81559 MiB") != std::string::npos);
-    for (const char* part : {"build", "tests on the device", "sanitizer", "perf", "gaps", "attention", "train", "batches", "long", "ranks", "torch"}) CHECK_EQUAL(count(text, std::string("\n## ") + part + "\n"), size_t(1));
+    for (const char* part :
+         {"build", "tests on the device", "sanitizer", "perf", "gaps", "attention", "train", "batches", "long", "ranks", "torch"})
+        CHECK_EQUAL(count(text, std::string("\n## ") + part + "\n"), size_t(1));
     CHECK_EQUAL(count(text, ": exit status 0 after "), size_t(11));
     CHECK_EQUAL(count(text, "commit abc1234; median SM clock 1980 MHz, at most 45 C, 300 W and 41000 MiB"), size_t(11));
     CHECK(text.find("the same 5 steps twice: the same losses and norms, digit for digit") != std::string::npos);
     CHECK(text.find("with and without CUDA graphs: the same losses and norms, digit for digit") != std::string::npos);
     CHECK(text.find("command not found") == std::string::npos);
-    CHECK(text.find("result: kernels of a step, 16 x 2048 | 10 | us | 2 launches, by ncu; the step without it 10 us, so 1.0 % of it lie between kernels") != std::string::npos);
+    CHECK(
+        text.find(
+            "result: kernels of a step, 16 x 2048 | 10 | us | 2 launches, by ncu; the step without it 10 us, so 1.0 % of it lie between kernels") !=
+        std::string::npos);
     // The report holds the parts' whole output or its beginning, results and end; the log beside it all of it.
     CHECK(text.find("-- NSA, T=2048: --batch 16") != std::string::npos && text.find("\nstep 0001 | ") != std::string::npos);
     CHECK_EQUAL(count(read_file(file.substr(0, file.size() - 3) + ".log"), "\nstep 0050 | "), size_t(5));
     CHECK(text.find("result: test_nsa --only attention_kernels_ | 12 | us |") != std::string::npos);
     // Of 50 steps the median of 6 .. 50 is the 28th; of 15 that of 6 .. 15 the 10th.
-    CHECK(text.find("result: NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th, MFU 32.7 % of 989.4 TFLOP/s, 14321 MiB of GPU memory, first step after ") != std::string::npos);
+    CHECK(
+        text.find(
+            "result: NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th, MFU 32.7 % of 989.4 TFLOP/s, 14321 MiB of GPU memory, first step after ") !=
+        std::string::npos);
     CHECK(text.find("dev/bench/torch_step.py --batch 16 --seq-len 2048 --peak-tflops 989.4") != std::string::npos);
     CHECK(text.find("result: NSA, T=2048, micro-batch 32 | 1010 | tokens/s |") != std::string::npos);
 
     machine.script("test_nsa", "for ((i = 1; i <= 500; i++)); do echo line $i; [ $i != 100 ] || echo 'result: a | 1 | us | b'; done\n");
     machine.run({"dev/gpu_check.sh", "attention"});
     const std::string longer = read_file(file);
-    CHECK(longer.find("\nline 20\n...\nresult: a | 1 | us | b\nline 201\n") != std::string::npos && longer.find("\nline 500\n") != std::string::npos);
+    CHECK(longer.find("\nline 20\n...\nresult: a | 1 | us | b\nline 201\n") != std::string::npos &&
+          longer.find("\nline 500\n") != std::string::npos);
     write_file(file, text);
 
     const program::Result table = machine.run({"dev/results_table.sh", file, machine.folder.file("README.md")});
     CHECK_EQUAL(table.status, 0);
     const std::string readme = read_file(machine.folder.file("README.md"));
-    CHECK(readme.find("| NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th, MFU 32.7 % of 989.4 TFLOP/s, 14321 MiB of GPU memory, first step after ") != std::string::npos);
+    CHECK(
+        readme.find(
+            "| NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th, MFU 32.7 % of 989.4 TFLOP/s, 14321 MiB of GPU memory, first step after ") !=
+        std::string::npos);
     CHECK(readme.find(" s; --batch 16 --total-batch 65536 --steps 50; commit abc1234 |") != std::string::npos);
     CHECK_EQUAL(count(readme, "commit abc1234 |\n"), count(text, "\nresult: "));
     CHECK(readme.find("| first |") == std::string::npos);  // runs that are only compared
     CHECK(readme.find("Parts that failed") == std::string::npos && readme.find("failed elsewhere") == std::string::npos);
 }
-// A part alone, which finds that two runs differ, or whose program fails, is a failure, takes the place of the part's earlier section, and its figures are marked.
+// A part alone, which finds that two runs differ, or whose program fails, is a
+// failure, takes the place of the part's earlier section, and its figures are marked.
 TEST(run_gpu_check_tells_what_failed) {
     using namespace script_tests;
     Machine machine;
@@ -124,7 +143,8 @@ TEST(run_gpu_check_tells_what_failed) {
     CHECK_EQUAL(count(text, "\n## train\n"), size_t(1));
     program::Result table = machine.run({"dev/results_table.sh", machine.report()});
     CHECK(table.out.find("| test_nsa --perf --model 125m --device cuda | 12 | us |") != std::string::npos);
-    CHECK(table.out.find("--steps 50; commit abc1234; **its part failed elsewhere** |") != std::string::npos && table.out.find("Parts that failed: train.") != std::string::npos);
+    CHECK(table.out.find("--steps 50; commit abc1234; **its part failed elsewhere** |") != std::string::npos &&
+          table.out.find("Parts that failed: train.") != std::string::npos);
     machine.script("train_nsa", "echo 'no memory' >&2; exit 1\n");
     CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "batches"}).status, 1);
     text = read_file(machine.report());
@@ -140,16 +160,19 @@ TEST(run_gpu_check_tells_what_failed) {
     CHECK_EQUAL(bare.status, 2);
     CHECK(bare.err.find("nvidia-smi shows no GPU on this machine") != std::string::npos);
 }
-// What takes too long is killed with all that it started, which cannot refuse; what it had printed is in the report; what has no time left is said.
+// What takes too long is killed with all that it started, which cannot refuse;
+// what it had printed is in the report; what has no time left is said.
 TEST(run_gpu_check_stops_what_takes_too_long) {
     using namespace script_tests;
     Machine machine;
-    machine.script("test_nsa", "trap '' TERM INT\necho begun; sleep 41 & echo $! >'" + machine.folder.file("pid") + "'; wait; wait; sleep 41\n");
+    machine.script("test_nsa",
+                   "trap '' TERM INT\necho begun; sleep 41 & echo $! >'" + machine.folder.file("pid") + "'; wait; wait; sleep 41\n");
     const program::Result r = machine.run({"dev/gpu_check.sh", "attention", "perf"}, "TOTAL=11");
     CHECK_EQUAL(r.status, 1);
     CHECK(r.seconds < 20);
     const std::string text = read_file(machine.report());
-    CHECK(text.find("exit status 137 (stopped after ") != std::string::npos && text.find("\nbegun\n") != std::string::npos && text.find("no time is left for it") != std::string::npos);
+    CHECK(text.find("exit status 137 (stopped after ") != std::string::npos && text.find("\nbegun\n") != std::string::npos &&
+          text.find("no time is left for it") != std::string::npos);
     const int child = std::stoi(read_file(machine.folder.file("pid")));
     bool gone = false;
     for (int i = 0; i < 100 && !gone; i++, usleep(20000)) gone = kill(child, 0) != 0;  // whoever inherits it buries it
@@ -160,5 +183,7 @@ TEST(run_gpu_check_stops_what_takes_too_long) {
     CHECK(read_file(machine.report()).find("built: -j2 CONFIGURED=1 train_nsa test_nsa") != std::string::npos);
     machine.script("bin/make", "case $* in *MARCH=*) echo \"built: $*\" ;; *) echo 'unknown intrinsic'; exit 1 ;; esac\n");
     CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "build"}).status, 0);
-    CHECK(read_file(machine.report()).find("unknown intrinsic\n-- again, for a plainer processor\nbuilt: -j2 CONFIGURED=1 MARCH=x86-64-v3 train_nsa test_nsa\n") != std::string::npos);
+    CHECK(read_file(machine.report())
+              .find("unknown intrinsic\n-- again, for a plainer processor\nbuilt: -j2 CONFIGURED=1 MARCH=x86-64-v3 train_nsa test_nsa\n") !=
+          std::string::npos);
 }

@@ -79,7 +79,8 @@ inline std::vector<std::string> slow_pieces(const std::string& text) {
         const int wanted = lead < 0x80 ? 1 : lead < 0xC0 ? 0 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : lead < 0xF8 ? 4 : 0;
         uint32_t code = wanted == 1 ? lead : wanted ? lead & ((1u << (7 - wanted)) - 1) : 0;
         int length = 1;
-        while (length < wanted && i + length < text.size() && (text[i + length] & 0xC0) == 0x80) code = code << 6 | (text[i + length++] & 0x3F);
+        while (length < wanted && i + length < text.size() && (text[i + length] & 0xC0) == 0x80)
+            code = code << 6 | (text[i + length++] & 0x3F);
         const uint32_t least[] = {0, 0, 0x80, 0x800, 0x10000};
         const bool valid = wanted && length == wanted && code >= least[wanted] && code <= 0x10FFFF && !(code >= 0xD800 && code < 0xE000);
         char c = 'O';
@@ -120,9 +121,11 @@ inline std::vector<std::string> slow_pieces(const std::string& text) {
     return pieces;
 }
 
-// A small vocabulary, trained in the naive way: the most frequent pair of neighbours (the first in order among equals) is merged, and again.
+// A small vocabulary, trained in the naive way: the most frequent pair
+// of neighbours (the first in order among equals) is merged, and again.
 struct NaiveBpe {
-    std::vector<std::string> bytes;                              // the 256 bytes in GPT-2's order: 33-126, 161-172, 174-255, then the others
+    // the 256 bytes in GPT-2's order: 33-126, 161-172, 174-255, then the others
+    std::vector<std::string> bytes;
     std::vector<std::pair<std::string, std::string>> merges;
 
     NaiveBpe() {
@@ -235,14 +238,16 @@ inline const NaiveBpe& small_bpe() {
         NaiveBpe b;
         RandomText random(11);
         std::vector<std::string> words;
-        for (int i = 0; i < 150; i++) words.push_back(random.of({"", " "}, 1) + random.of({"a", "b", "aa", "ab", "c", "\xC3\xA9"}, 1 + random.below(8)));
+        for (int i = 0; i < 150; i++)
+            words.push_back(random.of({"", " "}, 1) + random.of({"a", "b", "aa", "ab", "c", "\xC3\xA9"}, 1 + random.below(8)));
         b.train(words, 70);
         return b;
     }();
     return bpe;
 }
 
-inline void write_openai(const std::string& folder, const std::vector<std::string>& merge_lines, const std::vector<std::string>& id_entries) {
+inline void write_openai(const std::string& folder, const std::vector<std::string>& merge_lines,
+                         const std::vector<std::string>& id_entries) {
     write_file(folder + "/vocab.bpe", lines_text(merge_lines));
     write_file(folder + "/encoder.json", "{" + lines_text(id_entries, ", ", "}"));
 }
@@ -536,7 +541,8 @@ TEST(bpe_of_long_runs_is_not_quadratic) {
     CHECK_EQUAL(tokenizer.encode(std::string((1 << 20) + 63, 'a')).size(), size_t((1 << 14) + 6));
     CHECK_EQUAL(tokenizer.encode(std::string(1 << 20, ' ')).size(), size_t(1 << 20));
     CHECK_EQUAL(tokenizer.encode(std::string(1 << 20, '\xFF')).size(), size_t(1 << 20));
-    CHECK(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < 120);  // about 0.5 s, twenty times that under sanitizers; a quadratic one takes hours
+    // about 0.5 s, twenty times that under sanitizers; a quadratic one takes hours
+    CHECK(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < 120);
 }
 
 TEST(vocabulary_formats_agree) {
