@@ -1527,6 +1527,7 @@ static std::string read_trained_config(Config& c) {
     if (c.from.empty()) fail_usage("--from is missing: the folder of a run, such as runs/tiny");
     const bool is_checkpoint = file_exists(c.from + "/model.safetensors");
     if (is_checkpoint && file_exists(c.from + "/manifest.json")) verify_checkpoint(c.from);
+    else if (is_checkpoint) complain(c.from + " has no manifest.json, so nothing tells whether its files are whole");
     const std::string folder = is_checkpoint ? c.from : newest_checkpoint(c.from);
     if (folder.empty()) fail("--from %s holds no checkpoint: no step_*/manifest.json in it", c.from.c_str());
     read_config_json(c, folder + "/config.json");
@@ -1631,6 +1632,10 @@ template <class Dev>
 double peak_device_mib([[maybe_unused]] const Dev& dev) {
     if constexpr (Dev::on_host) return 0;
     else return double(dev.peak_bytes) / (1 << 20);
+}
+
+static double unix_time() {
+    return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
 // main.log in the form that plotting notebooks read ("s:<step> tel:<val loss>",
@@ -1934,9 +1939,11 @@ void print_run(const Dev& dev, const Config& c, const TensorTable& table, const 
         std::printf("        its bytes are taken as the token ids 0..255: good for timing, not for learning GPT-2's tokens\n");
     if (!data.val) std::printf("        no validation: --val-data was not given\n");
     else std::printf("valid.: %s\n", data.val->describe().c_str());
-    std::printf("batch:  %lld tokens a step = %lld sequences of %lld x %d ranks x %lld micro-steps; %lld steps, %s schedule\n",
+    std::printf("batch:  %lld tokens a step = %lld sequences of %lld x %d ranks x %lld micro-steps%s; %lld steps, %s schedule\n",
                 (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len, world.size,
-                (long long)(c.total_batch / (c.batch * c.seq_len * world.size)), (long long)c.steps, c.schedule.c_str());
+                (long long)(c.total_batch / (c.batch * c.seq_len * world.size)),
+                c.deterministic ? " (--deterministic: one sequence at a time, whatever --batch is)" : "", (long long)c.steps,
+                c.schedule.c_str());
     if (c.cuda_graph)
         std::printf(
             "graphs: what a step launches is recorded as CUDA graphs when it comes for the second time, and replayed from then on%s\n",
@@ -2268,7 +2275,7 @@ struct Run {
             log->json,
             format_text("{\"step\":%lld,\"time\":%.3f,\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s,\"loss_z\":%s,\"norm_z\":%s,\"skipped\":%s,"
                         "\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%lld,\"epoch\":%.4f,\"peak_memory_mib\":%.1f",
-                        (long long)s.step, double(std::time(nullptr)), number("%.6f", s.loss).c_str(), s.lr, number("%.6f", s.norm).c_str(),
+                        (long long)s.step, unix_time(), number("%.6f", s.loss).c_str(), s.lr, number("%.6f", s.norm).c_str(),
                         number("%.3f", s.loss_z).c_str(), number("%.3f", s.norm_z).c_str(), s.skipped || s.is_bad() ? "true" : "false",
                         seconds * 1e3, speed.back(), (long long)(s.step * config.total_batch),
                         double(s.loader.next_sample) / double(data.train->samples_per_epoch()), peak_memory_mib()) +
@@ -2576,6 +2583,8 @@ static int run_train(Config& c, const std::set<std::string>& given, World& world
     if (!c.dump_state.empty() && (world.size > 1 || c.batch * c.seq_len != c.total_batch))
         fail_usage("--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld",
                    (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
+    if (c.stall_timeout > 0 && c.stall_timeout < 1)
+        fail_usage("--stall-timeout %g: ranks are listened to five times a second; give at least 1, or 0 for none", c.stall_timeout);
     if (c.deterministic && (world.size & (world.size - 1)))
         fail_usage("--deterministic on %d ranks: its tree needs a power of two of them", world.size);
     listen_for_stop_signals(world);
@@ -2750,18 +2759,29 @@ static int run_check(const Config& c, World& world) {
     return good ? 0 : 1;
 }
 
+// Where stdout goes a disk may be full.
+static bool output_is_whole() { return std::fflush(stdout) == 0 && !std::ferror(stdout); }
+
 [[maybe_unused]] static int run_verb(int argc, char** argv, World& world) {
     std::set<std::string> given;
     Config c = parse_options(argc, argv, given);
-    if (c.help)
-        return print_help(std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return c.verb == v.name; })->verb), 0;
-    if (world.size > 1 && c.verb != "train" && c.verb != "eval")
+    const Verb verb = std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return c.verb == v.name; })->verb;
+    if (world.size > 1 && verb != TRAIN && verb != EVAL && !c.help)
         fail_usage("'%s' runs in one process: start it without mpirun", c.verb.c_str());
-    if (c.verb == "train") return run_train(c, given, world);
-    if (c.verb == "tokenize") return run_tokenize(c), 0;
-    if (c.verb == "sample") return run_sample(c, world), 0;
-    if (c.verb == "eval") return run_eval(c, given, world), 0;
-    return run_check(c, world);
+    int status = 0;
+    if (verb == TRAIN && !c.help) {
+        status = run_train(c, given, world);
+        if (!output_is_whole()) complain("not all of the output could be written to stdout; the run's log is whole");
+        return status;
+    }
+    if (c.help) print_help(verb);
+    else if (verb == TOKENIZE) run_tokenize(c);
+    else if (verb == SAMPLE) run_sample(c, world);
+    else if (verb == EVAL) run_eval(c, given, world);
+    else status = run_check(c, world);
+    // what these print is all there is of it
+    if (!output_is_whole()) fail("not all of the output could be written to stdout: make room where it goes, and run again");
+    return status;
 }
 
 #ifndef NSA_WITHOUT_MAIN  // test_nsa.cu includes this file
@@ -2780,12 +2800,6 @@ int main(int argc, char** argv) {
     if (status) return status;
     return telling_errors(world.get(), [&] {
         const int status = run_verb(argc, argv, *world);
-        // a disk is full, say; a run has its log beside its checkpoints, what other verbs print is all there is of it
-        if (std::fflush(stdout) != 0 || std::ferror(stdout)) {
-            const bool trains = argc < 2 || argv[1][0] == '-' || !std::strcmp(argv[1], "train");
-            if (!trains && status == 0) fail("not all of the output could be written to stdout: make room where it goes, and run again");
-            complain("not all of the output could be written to stdout; the run's log is whole");
-        }
         world->finish();
         return status;
     });

@@ -661,6 +661,42 @@ TEST(ddp_a_stalled_rank_shows_its_stack) {
     check_stack(processes.ended[1].err);
 }
 
+// Watched before anything is known of a rank's phases: that is when files are opened and GPUs found.
+TEST(ddp_a_rank_that_is_stopped_before_the_first_step) {
+    ranks::Processes processes;
+    processes.start_world(3, [](World& world) {
+        world.channel().watch(1);
+        if (world.rank == 1) raise(SIGSTOP);
+        world.barrier();
+        return 0;
+    });
+    CHECK(processes.wait(15, {1}) < 6);
+    for (const size_t i : {size_t(0), size_t(2)}) CHECK_EQUAL(processes.ended[i].status, 1);
+    const std::string err = processes.all_err();
+    CHECK_EQUAL(ranks::count_of(err, "\n"), size_t(1));
+    CHECK(err.find("rank 1 on " + host_name() + " is late: nothing was heard from it for 1.") != std::string::npos);
+    CHECK(err.find("before the first step") != std::string::npos);
+}
+
+// What ranks share is taken down together: one that stands still there holds up all.
+TEST(ddp_a_rank_that_stands_still_behind_the_last_step) {
+    ranks::Processes processes;
+    processes.start_world(2, [](World& world) {
+        {
+            Watchdog watchdog(world, {1, ""});
+            watchdog.progress(7, "report");
+            world.barrier();
+        }
+        if (world.rank == 1) stand_still_in_the_test(20);
+        return 0;
+    });
+    CHECK(processes.wait(15) < 6);
+    for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 1);
+    const std::string err = processes.all_err();
+    CHECK_EQUAL(ranks::count_of(err, "error:"), size_t(1));
+    CHECK(err.find("rank 1 at step 7 in 'waiting for all ranks to end'") != std::string::npos);
+}
+
 // Gradients may travel in a thread of their own: that is progress for a rank that waits for them, not for one that should compute.
 TEST(ddp_a_stall_behind_traffic) {
     ranks::Processes processes;

@@ -476,6 +476,7 @@ TEST(run_contradictions_between_options_are_refused) {
         {{{"total-batch", "32"}}, {"--total-batch 32", "--seq-len 64"}},
         {{{"total-batch", "192"}}, {"--total-batch 192", "--batch 2"}},
         {{{"cuda-graph", "1"}}, {"--cuda-graph 1", "on the CPU"}},
+        {{{"stall-timeout", "0.5"}}, {"--stall-timeout 0.5", "at least 1"}},
         {{{"batch", "1"}, {"dump-state", folder.file("state.safetensors")}}, {"--dump-state", "--total-batch 128", "--batch 1"}},
     };
     for (const auto& c : cases) {
@@ -804,7 +805,8 @@ TEST(run_damaged_checkpoints_are_named) {
     std::filesystem::remove(manifest);
     CHECK_REFUSED(resume(), 1, manifest, "missing");
     // a folder of weights is enough where it is named itself
-    REQUIRE_GOOD(run({"sample", "--from", checkpoint, "--tokens", "4", "--threads", "1"}));
+    const Result unchecked = run({"sample", "--from", checkpoint, "--tokens", "4", "--threads", "1"});
+    CHECK(unchecked.status == 0 && unchecked.err.find("warning: " + checkpoint + " has no manifest.json") != std::string::npos);
     write_file(manifest, whole_manifest);
 
     const std::string optimizer = run_folder + name + OPTIMIZER;
