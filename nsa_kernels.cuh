@@ -3290,8 +3290,8 @@ struct Cuda {
 
     // ----- the one seam to cuBLASLt.
     struct Batch {
-        int count = 1;
-        size_t a = 0, b = 0, c = 0;  // elements from one matrix to the next
+        int count;
+        size_t a, b, c;  // elements from one matrix to the next
     };
     // A matrix product as cuBLASLt describes it, and the algorithm it chose; made once per shape.
     struct Matmul {
@@ -3324,7 +3324,7 @@ struct Cuda {
     // is column-major, where the same memory is the transposed matrix: it is asked for C^T = op(B)^T op(A)^T.
     template <class Out>
     void gemm(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb,
-              const Out* addend, Out* C, size_t ldc, Batch batch = {}) {
+              const Out* addend, Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
         const size_t row_bytes[] = {lda * sizeof(real),     ldb * sizeof(real),     ldc * sizeof(Out),
                                     batch.a * sizeof(real), batch.b * sizeof(real), batch.c * sizeof(Out)};
         const void* const pointers[] = {A, B, C, addend};

@@ -2707,7 +2707,7 @@ static double gradient_self_test() {
 static int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world);
     const auto yes = [](bool there) { return there ? "\u2713" : "\u2717"; };
-#if defined(__CUDACC__)
+#if defined(__NVCC__)
     const std::string compiler = format_text("nvcc %d.%d over g++ %s", __CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__, __VERSION__);
 #elif defined(__clang__)
     const std::string compiler = __VERSION__;
