@@ -2037,7 +2037,7 @@ struct Run {
             line += format_text(" | bits/byte %.4f", r.loss * double(r.tokens) / std::log(2.0) / double(r.bytes)),
                 fields += format_text(",\"bits_per_byte\":%.6f", r.loss * double(r.tokens) / std::log(2.0) / double(r.bytes));
         if (r.answers)
-            line += format_text(" | recall loss %.4f (chance %.4f)", r.answer_loss, std::log(10.0)),
+            line += format_text(" | recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET)),
                 fields += format_text(",\"recall_loss\":%.6f", r.answer_loss);
         std::printf("%s\n", line.c_str());
         log->line(log->text, format_text("s:%lld tel:%.6f", (long long)state.step, r.loss));

@@ -412,53 +412,59 @@ TEST(training_and_validation_files_are_disjoint) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The synthetic corpus, read back as text by rules of its own.
 
-TEST(synthetic_answers_follow_from_facts) {
+TEST(synthetic_names_come_back_from_afar) {
     const SyntheticOptions options;
     const int documents = 400, length = options.document_bytes;
     const SyntheticCorpus corpus = synthetic_corpus(5, size_t(documents) * length);
-    int answers = 0, shortest = 1 << 30, longest = 0, same_person = 0;
-    std::map<char, int> digits;
+    std::set<std::string> all_names;
+    std::map<char, int> letters;
+    int shortest = 1 << 30, longest = 0, near = 0, far = 0;
     for (int d = 0; d < documents; d++) {
         std::string text;
-        std::set<size_t> marked, found;
+        std::set<size_t> marked, expected;
         for (int i = 0; i < length; i++) {
             text += char(corpus.tokens[size_t(d) * length + i]);
             if (corpus.is_answer[size_t(d) * length + i]) marked.insert(size_t(i));
         }
         CHECK(text[0] == '\0' && text.find('\0', 1) == std::string::npos);
-        for (const char c : text.substr(1)) CHECK(c == '\n' || (c >= ' ' && c < 127));
-        std::set<std::string> asked;
-        for (size_t q = text.find("What is the "); q != std::string::npos; q = text.find("What is the ", q + 1)) {
-            const size_t subject = q + 12, mark = text.find("? ", subject), answer = mark + 2;
-            REQUIRE(mark != std::string::npos && answer + 6 <= text.size());
-            const std::string who = text.substr(subject, mark - subject), fact = "The " + who + " is ";
-            CHECK(asked.insert(who).second);
-            const size_t stated = text.find(fact);
-            REQUIRE(stated != std::string::npos && stated < q);
-            CHECK(text.find(fact, stated + 1) == std::string::npos);  // stated once
-            const size_t value = stated + fact.size();
-            CHECK_EQUAL(text.substr(answer, 6), text.substr(value, 6));
-            CHECK_EQUAL(text.substr(value + 4, 2), std::string(". "));
-            for (size_t i = answer; i < answer + 4; i++) found.insert(i), digits[text[i]]++;
-            const int distance = int(answer - value);
-            shortest = std::min(shortest, distance), longest = std::max(longest, distance);
-            answers++;
-            const std::string person = who.substr(who.find(" of ") + 4);
-            size_t facts_of_person = 0;
-            for (size_t p = text.find(" of " + person + " is "); p != std::string::npos; p = text.find(" of " + person + " is ", p + 1))
-                facts_of_person++;
-            same_person += facts_of_person == 2;
+        const size_t end = text.find('\n');
+        CHECK(end == std::string::npos || text.find_first_not_of('\n', end) == std::string::npos);
+        std::map<std::string, size_t> last;  // where a name was mentioned last
+        std::string opens;
+        int returns = 0;
+        // "The kind NAME ...", or "At noon the NAME ..."
+        for (size_t begin = 1, stop; (stop = text.find(". ", begin)) != std::string::npos; begin = stop + 2) {
+            const std::string sentence = text.substr(begin, stop - begin);
+            const bool the = sentence.compare(0, 4, "The ") == 0;
+            size_t before = the ? sentence.find(' ', 4) + 1 : sentence.find(" the ") + 5;
+            if (sentence.compare(0, 19, "After the rain the ") == 0) before = 19;
+            const std::string name = sentence.substr(before, sentence.find(' ', before) - before);
+            REQUIRE(name.size() == 6 && name.find_first_not_of("abcdefghijklmnopqrstuvwxyz") == std::string::npos);
+            const size_t at = begin + before;
+            if (opens.empty()) opens = name;
+            if (last.count(name)) {
+                const size_t distance = at - last[name];
+                if (distance >= size_t(options.min_distance))
+                    for (size_t i = at + 2; i < at + 6; i++) expected.insert(i);
+                (distance < size_t(options.min_distance) ? near : far)++;
+                if (name == opens && returns++ == 0)
+                    shortest = std::min(shortest, int(distance)), longest = std::max(longest, int(distance));
+            } else {
+                CHECK(all_names.insert(name).second);  // of this document alone
+                for (const char c : name) letters[c]++;
+            }
+            last[name] = at;
         }
-        CHECK(found == marked);
+        CHECK(expected == marked);
+        CHECK(last.size() <= 3 && returns >= 1);
     }
-    CHECK(shortest >= options.min_distance && shortest < options.min_distance + 10);
-    CHECK(longest <= options.max_distance && longest > options.max_distance - 20);
-    CHECK(answers > 3 * documents && answers <= options.questions * documents);
-    CHECK(same_person > documents / 2);  // the person alone does not tell which of two facts
-    CHECK_EQUAL(int(digits.size()), 10);  // uniform: 4 answers / 10 each, 5 sigma
-    for (const auto& digit : digits) CHECK_NEAR(digit.second, answers * 0.4, 5 * std::sqrt(answers * 4 * 0.09));
+    CHECK(shortest >= options.min_distance && shortest < options.min_distance + 46);  // behind the end of a sentence
+    CHECK(longest <= options.max_distance + 60 && longest > options.max_distance);  // to the end of the running sentence
+    CHECK(far >= documents && near > 4 * documents);  // recall can be learnt from easy cases
+    CHECK_EQUAL(int(letters.size()), 26);             // uniform, 5 sigma
+    const double drawn = 6.0 * double(all_names.size());
+    for (const auto& letter : letters) CHECK_NEAR(letter.second, drawn / 26, 5 * std::sqrt(drawn * 25) / 26);
 }
-
 TEST(synthetic_corpus_is_a_function_of_the_seed) {
     const SyntheticCorpus a = synthetic_corpus(5, 100000), b = synthetic_corpus(5, 30001), other = synthetic_corpus(6, 100000);
     CHECK_EQUAL(a.tokens.size(), 100000u);

@@ -1860,7 +1860,7 @@ inline std::string real_text(size_t bytes) {
     std::string text;
     if (file_exists(file)) return read_file(file).substr(0, bytes);
     SyntheticRandom random(1, 1);
-    while (text.size() < bytes) append_synthetic_sentence(text, random);
+    while (text.size() < bytes) append_synthetic_sentence(text, random, "tailor");
     return text;
 }
 
