@@ -615,12 +615,14 @@ struct HyperAdamW {
     double lr, beta1, beta2, eps, decay;  // decay already 0 for tensors without it
     int64_t step;                         // 1-based, for the bias corrections
     double grad_scale;                    // the gradient is multiplied by it
-    // of stochastic rounding, where param is narrower than its master: stream (RANDOM_ROUNDING, step),
+    // of stochastic rounding, where param is narrower than its master: stream (RANDOM_ROUNDING, step), counter
+    // offset + i, the place in the flat array of all parameters
     uint64_t seed;
-    size_t offset;                        // counter offset + i, the place in the flat array of all parameters
-    // sum of the squares of the whole gradient, in the engine's memory. Where given: the gradient is clipped to the
+    size_t offset;
+    // sum of the squares of the whole gradient, in the engine's memory. Where given: the gradient is clipped
+    // to the L2 norm grad_clip (0: not), and nothing is updated if the norm is not finite
     const double* squares = nullptr;
-    double grad_clip = 0;                 // L2 norm grad_clip (0: not), and nothing is updated if the norm is not finite
+    double grad_clip = 0;
 };
 
 template <class real_>
