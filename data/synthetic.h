@@ -22,7 +22,7 @@ struct SyntheticOptions {
     int min_distance = 256;    // from the first mention of the person who stays away to the next one, in bytes: drawn uniformly from
     int max_distance = 400;    // this range, then rounded up to the end of the running sentence
 };
-constexpr double SYNTHETIC_ALPHABET = 26;  // letters that a name is drawn from: guessing costs the logarithm of that
+constexpr int SYNTHETIC_ALPHABET = 26;  // letters that a name is drawn from: guessing costs the logarithm of that
 
 struct SyntheticCorpus {
     std::vector<uint16_t> tokens;
@@ -46,10 +46,6 @@ class SyntheticRandom {
     template <int N>
     const char* pick(const char* const (&words)[N]) {
         return words[below(N)];
-    }
-    template <class T>
-    void shuffle(std::vector<T>& list) {
-        for (int i = int(list.size()) - 1; i > 0; i--) std::swap(list[size_t(i)], list[size_t(below(i + 1))]);
     }
 
   private:
@@ -85,14 +81,14 @@ inline void append_synthetic_document(SyntheticCorpus& corpus, uint64_t seed, ui
     SyntheticRandom random(seed, document);
     std::vector<std::string> names(size_t(options.names));
     for (std::string& name : names)
-        for (int i = 0; i < options.letters; i++) name += char('a' + random.below(int(SYNTHETIC_ALPHABET)));
+        for (int i = 0; i < options.letters; i++) name += char('a' + random.below(SYNTHETIC_ALPHABET));
     const size_t length = size_t(options.document_bytes), start = corpus.tokens.size(), far = size_t(options.min_distance);
     corpus.is_answer.resize(start + length, 0);
 
     std::string text(1, '\0');
     std::vector<size_t> last(names.size(), 0);  // where a name was mentioned last; 0: nowhere
-    size_t due = 0;                              // from where on the first person, who opens the document, may come again
-    for (int rejected = 0; rejected < 8;) {      // towards the end a sentence may be too long, and another still fit
+    size_t due = 0;                          // from where on the first person, who opens the document, may come again
+    for (int rejected = 0; rejected < 8;) {  // towards the end a sentence may be too long, and another still fit
         size_t who = 0;
         if (text.size() < due) who = 1 + size_t(random.below(options.names - 1));
         else if (last[0] >= due && due) who = size_t(random.below(options.names));
