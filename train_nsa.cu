@@ -215,6 +215,12 @@ static const VerbName VERBS[] = {
     {"check", CHECK_VERB, "what this build and machine have, and a gradient self-test"},
 };
 
+// Null where no verb has this name.
+static const VerbName* verb_named(const std::string& name) {
+    const auto found = std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return name == v.name; });
+    return found == std::end(VERBS) ? nullptr : found;
+}
+
 static std::string value_text(const Config& c, const Option& o) {
     if (o.integer) return std::to_string(c.*o.integer);
     if (o.real) return format_text("%.15g", c.*o.real);
@@ -307,8 +313,8 @@ static Config parse_options(int argc, const char* const* argv, std::set<std::str
     Verb verb = TRAIN;
     if (argc > 1 && argv[1][0] != '-') {
         c.verb = argv[at++];
-        const auto found = std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return c.verb == v.name; });
-        if (found == std::end(VERBS))
+        const VerbName* const found = verb_named(c.verb);
+        if (!found)
             fail_usage("'%s' is no verb; expected train, tokenize, sample, eval or check (--help)", c.verb.c_str());
         verb = found->verb;
     }
@@ -1634,10 +1640,6 @@ double peak_device_mib([[maybe_unused]] const Dev& dev) {
     else return double(dev.peak_bytes) / (1 << 20);
 }
 
-static double unix_time() {
-    return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
-
 // main.log in the form that plotting notebooks read ("s:<step> tel:<val loss>",
 // "s:<step> trl:<train loss> lr:<lr> norm:<norm>"), and the same as JSON lines.
 struct RunLog {
@@ -2766,7 +2768,7 @@ static bool output_is_whole() { return std::fflush(stdout) == 0 && !std::ferror(
 [[maybe_unused]] static int run_verb(int argc, char** argv, World& world) {
     std::set<std::string> given;
     Config c = parse_options(argc, argv, given);
-    const Verb verb = std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return c.verb == v.name; })->verb;
+    const Verb verb = verb_named(c.verb)->verb;
     if (world.size > 1 && verb != TRAIN && verb != EVAL && !c.help)
         fail_usage("'%s' runs in one process: start it without mpirun", c.verb.c_str());
     int status = 0;

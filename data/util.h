@@ -120,6 +120,8 @@ __attribute__((format(printf, 1, 2))) inline std::string format_text(const char*
 
 // Seconds of a clock that only goes forward.
 inline double seconds_now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+// Seconds since 1970, for logs.
+inline double unix_time() { return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count(); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Random numbers by counter: element i of stream s under a seed is a pure function of (seed, s, i), so weights, data order,

@@ -16,7 +16,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 #include <memory>
 #include <string>
 #include <thread>
@@ -536,12 +535,9 @@ class Watchdog {
         if (heartbeat < 0) return;
         const char* phase = channel.current_phase();
         const std::string loss_text = std::isfinite(loss) ? format_text("%.6f", loss) : "null";
-        timespec now;
-        clock_gettime(CLOCK_REALTIME, &now);
         const std::string line = format_text(
-            "{\"time\":%lld.%03ld,\"rank\":%d,\"step\":%lld,\"phase\":\"%s\",\"ms\":%.2f,\"loss\":%s,\"memory_mib\":%.1f}\n",
-            (long long)now.tv_sec, now.tv_nsec / 1000000, rank, (long long)step, phase ? phase : "start", seconds * 1000, loss_text.c_str(),
-            memory_mib());
+            "{\"time\":%.3f,\"rank\":%d,\"step\":%lld,\"phase\":\"%s\",\"ms\":%.2f,\"loss\":%s,\"memory_mib\":%.1f}\n", unix_time(), rank,
+            (long long)step, phase ? phase : "start", seconds * 1000, loss_text.c_str(), memory_mib());
         for (size_t done = 0; done < line.size();) {
             const ssize_t written = write(heartbeat, line.data() + done, line.size() - done);
             if (written > 0) done += size_t(written);
