@@ -362,6 +362,7 @@ class DataLoader {
                  "give more text or lower --seq-len (%d)",
                  options.name.c_str(), (unsigned long long)total_tokens, sources.size(), (unsigned long long)largest,
                  (unsigned long long)(T() + 1), options.seq_len);
+        corpus = fingerprint();
     }
     DataLoader(const DataLoader&) = delete;  // the reading thread holds a pointer to this
     DataLoader& operator=(const DataLoader&) = delete;
@@ -395,34 +396,21 @@ class DataLoader {
         pending = std::async(std::launch::async, [this, from = next_sample, B] { return read_batch(from, B); });
     }
 
-    LoaderState state() const { return {seed, T(), fingerprint(), next_sample}; }
+    LoaderState state() const { return {seed, T(), corpus, next_sample}; }
 
     // Continues where state() was taken, on any number of ranks. The order is the saved one: its seed replaces this loader's.
     void restore(const LoaderState& saved) {
         if (saved.seq_len != T())
             fail("cannot continue on %s: the checkpoint cut samples with --seq-len %llu, this run with %d: use the same",
                  options.name.c_str(), (unsigned long long)saved.seq_len, options.seq_len);
-        if (saved.corpus != fingerprint())
+        if (saved.corpus != corpus)
             fail(
                 "cannot continue on %s: the checkpoint was made on another corpus (fingerprint %016llx, of these tokens %016llx): use the "
                 "same shards, or for the synthetic corpus the same --seed",
-                options.name.c_str(), (unsigned long long)saved.corpus, (unsigned long long)fingerprint());
+                options.name.c_str(), (unsigned long long)saved.corpus, (unsigned long long)corpus);
         pending = {};  // waits for the thread
         seed = saved.seed;
         next_sample = saved.next_sample;
-    }
-
-    // Tells another corpus from the same one without reading it all: a hash over
-    // the number of tokens in every shard and 64 tokens spaced evenly in each.
-    uint64_t fingerprint() const {
-        uint64_t hash = 0;
-        const auto mix = [&](uint64_t x) { hash = random_bits(hash, x, 0); };
-        for (const TokenSource& source : sources) {
-            mix(source.count);
-            for (uint64_t i = 0; i < 64 && source.count > 0; i++)
-                mix(source.tokens[(source.count - 1) / 63 * i + (source.count - 1) % 63 * i / 63]);
-        }
-        return hash;
     }
 
     uint64_t samples_per_epoch() const { return samples; }
@@ -444,11 +432,24 @@ class DataLoader {
     std::vector<TokenSource> sources;
     std::vector<uint64_t> first_sample;  // of each source, counted over all
     LoaderOptions options;
-    uint64_t seed, samples = 0, total_tokens = 0, next_sample = 0;
+    uint64_t seed, samples = 0, total_tokens = 0, next_sample = 0, corpus = 0;  // corpus: fingerprint()
     int pending_size = 0;
     std::future<std::vector<Sample>> pending;  // the batch at next_sample; last member, so that its thread is joined before the rest goes
 
     uint64_t T() const { return uint64_t(options.seq_len); }
+
+    // Tells another corpus from the same one without reading it all: a hash over
+    // the number of tokens in every shard and 64 tokens spaced evenly in each.
+    uint64_t fingerprint() const {
+        uint64_t hash = 0;
+        const auto mix = [&](uint64_t x) { hash = random_bits(hash, x, 0); };
+        for (const TokenSource& source : sources) {
+            mix(source.count);
+            for (uint64_t i = 0; i < 64 && source.count > 0; i++)
+                mix(source.tokens[(source.count - 1) / 63 * i + (source.count - 1) % 63 * i / 63]);
+        }
+        return hash;
+    }
 
     std::vector<Sample> read_batch(uint64_t from, int B) const {
         std::vector<Sample> batch;

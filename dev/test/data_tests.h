@@ -205,7 +205,7 @@ TEST(shard_beyond_two_gigabytes) {  // the largest the header can count: 4 GiB; 
 
     DataLoader loader({open_shard(path)}, data_options(T, false));
     CHECK_EQUAL(loader.samples_per_epoch(), samples);
-    loader.restore({7, uint64_t(T), loader.fingerprint(), samples - 1});
+    loader.restore({7, uint64_t(T), loader.state().corpus, samples - 1});
     std::vector<int32_t> inputs(T), targets(T);
     loader.next_batch(inputs.data(), targets.data(), 1);
     for (int t = 0; t < T; t++) {
@@ -216,7 +216,7 @@ TEST(shard_beyond_two_gigabytes) {  // the largest the header can count: 4 GiB; 
     file = std::fopen(path.c_str(), "r+b");
     REQUIRE(file && fseeko(file, off_t(bad), SEEK_SET) == 0 && std::fwrite("\xff\xff", 1, 2, file) == 2 && std::fclose(file) == 0);
     DataLoader again({open_shard(path)}, data_options(T, false));
-    again.restore({7, uint64_t(T), again.fingerprint(), samples - 1});
+    again.restore({7, uint64_t(T), again.state().corpus, samples - 1});
     CHECK_FAILS(1, format_text("big.bin: token 65535 at byte %llu ", (unsigned long long)bad).c_str(),
                 again.next_batch(inputs.data(), targets.data(), 1));
 }
@@ -333,7 +333,7 @@ TEST(loader_resumes_exactly) {
     const LoaderState saved = whole.state();
     CHECK_EQUAL(saved.seed, 7u);
     CHECK_EQUAL(saved.seq_len, 4u);
-    CHECK_EQUAL(saved.corpus, whole.fingerprint());
+    CHECK_EQUAL(saved.corpus, whole.state().corpus);
     CHECK_EQUAL(saved.next_sample, 15u);
     std::vector<std::vector<int>> rest;
     for (int i = 0; i < 20; i++) rest.push_back(first_tokens(whole, 3, T));
