@@ -1,5 +1,9 @@
-// ddp.cuh: data parallelism. How the ranks came to be (MPI, RANK/WORLD_SIZE, Slurm, or one process alone), and collectives on host memory
-// between them, over MPI or over TCP connections of our own. One process alone touches neither MPI nor sockets.
+// ddp.cuh: data parallelism, from the launch to the summed gradient.
+//   World        how the ranks came to be (MPI, RANK/WORLD_SIZE, Slurm, or one process alone), and collectives on host memory between
+//                them, over MPI or over TCP connections of our own. One process alone touches neither MPI nor sockets.
+//   Partition    the flat gradient cut into buckets, and with --zero 1 into the parts that ranks own
+//   *Reducer     sums the buckets over the ranks while the backward pass goes on: of hosts (MPI, TCP), of GPUs (NCCL), of GPUs through
+//                the hosts' memory where there is no NCCL
 #pragma once
 #include <algorithm>
 #include <cctype>
@@ -37,10 +41,12 @@
 #include "data/watchdog.h"
 #include "nsa_cpu.h"
 
-// The processors this process may run on: what the launcher or the container left of the machine.
+// The processors this process may use: what the launcher or the container left of the machine.
 inline int usable_processors() {
+    static const double quota = cgroup_limits().processors;
     cpu_set_t set;
-    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+    const int allowed = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+    return std::max(1, int(std::min(double(allowed), std::ceil(quota))));
 }
 
 // The same as text, such as "0 1 5": which processors.
@@ -779,6 +785,7 @@ struct World {
 #ifdef USE_MPI
         int provided;
         MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);  // only the main thread calls MPI
+        if (provided < MPI_THREAD_FUNNELED) fail("this MPI gives no support for programs that have threads (MPI_THREAD_FUNNELED): install another");
         transport = Transport::MPI;
         MPI_Comm_rank(MPI_COMM_WORLD, &rank);
         MPI_Comm_size(MPI_COMM_WORLD, &size);
@@ -790,8 +797,8 @@ struct World {
         const char* told = std::getenv(started_by_mpirun());
         if (std::atoi(told) != size)
             fail("the launcher started %s processes (%s), but this program's MPI sees %d: mpirun belongs to another MPI than the one it "
-                "was built with; "
-                 "use the mpirun beside the mpicxx of the build", told, started_by_mpirun(), size);
+                 "was built with; use the mpirun beside the mpicxx of the build",
+                 told, started_by_mpirun(), size);
         hosts = gather(host);
         start_control_under_mpi(start_timeout);
 #else
@@ -1024,9 +1031,9 @@ struct World {
 #ifdef USE_MPI
         if (transport == Transport::MPI) {
             const size_t piece = 25'000'000 / sizeof(T);  // stays in cache on the way
-            for (size_t i = 0; i < count; i += piece)
+            for (size_t i = 0; i < count; i += piece, control->bytes_moved())
                 MPI_Allreduce(MPI_IN_PLACE, x + i, int(std::min(piece, count - i)), sizeof(T) == sizeof(float) ? MPI_FLOAT : MPI_DOUBLE,
-                    MPI_SUM, MPI_COMM_WORLD);
+                              MPI_SUM, MPI_COMM_WORLD);
             return;
         }
 #endif
@@ -1106,7 +1113,7 @@ struct Piece {
 };
 
 struct Partition {
-    size_t elements = 0;  // of the flat arrays: at least one more than the model has, see Reducer::guard
+    size_t elements = 0;  // of the flat arrays: at least one more than the model has: the guard of gradient_norm()
     size_t bucket = 0;    // elements of a bucket; the last one may be shorter
     int ranks = 1;
 
@@ -1139,9 +1146,11 @@ struct ReduceOptions {
     bool deterministic = false;  // fp32 in a fixed tree over the ranks, after the backward pass
 };
 
-// Seconds during which reductions were under way, and those of them in which the step waited for nothing else.
+// Seconds during which reductions were under way, those of them in which the step waited for nothing else, and in how many steps.
 struct ReduceTimes {
     double total = 0, exposed = 0;
+    int64_t steps = 0;
+    void add(double under_way, double waited) { total += under_way, exposed += waited; }
 };
 
 // x: one block of `bytes` per rank, of which this rank's is filled; afterwards all are.
@@ -1217,9 +1226,10 @@ class HostReducer {
             wait();
         }
         next = partition.buckets();
-        times.exposed += seconds_now() - start;
-        times.total += (options.deterministic ? seconds_now() - start : under_way());
+        const double waited = seconds_now() - start;
+        times.add(options.deterministic ? waited : under_way(), waited), times.steps++;
     }
+    void read_clocks() {}  // the times are always up to date
 
     // Arrays of which every rank filled other elements and left zeros elsewhere.
     void complete(double* x, size_t count) { world.sum(x, count); }
@@ -1230,7 +1240,7 @@ class HostReducer {
         const double start = seconds_now();
         for (size_t b = 0; b < partition.buckets(); b++)
             all_gather(world, params + partition.begin(b), partition.size(b) / size_t(partition.ranks) * sizeof(T));
-        times.exposed += seconds_now() - start, times.total += seconds_now() - start;
+        times.add(seconds_now() - start, seconds_now() - start);
     }
 
     static std::string describe(const World& world) { return world.transport == Transport::MPI ? "MPI" : "TCP"; }
@@ -1298,7 +1308,8 @@ class HostReducer {
         }
 #ifdef USE_MPI
         if (world.transport != Transport::MPI) return;
-        MPI_Waitall(int(requests.size()), requests.data(), MPI_STATUSES_IGNORE);
+        for (int one = 0; one != MPI_UNDEFINED; world.channel().bytes_moved())  // a slow network is no stall
+            MPI_Waitany(int(requests.size()), requests.data(), &one, MPI_STATUS_IGNORE);
         last_end = seconds_now();
         for (size_t b = 0; b < partition.buckets(); b++) {
             const Piece part = partition.part(b, world.rank);
@@ -1391,7 +1402,7 @@ class NcclReducer {
         CUDA_CHECK(cudaEventCreateWithFlags(&reduced, cudaEventDisableTiming));
         for (cudaEvent_t& e : marks) CUDA_CHECK(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
         for (Clock& c : clocks)
-            for (cudaEvent_t* e : {&c.first, &c.last, &c.backward}) CUDA_CHECK(cudaEventCreate(e));
+            for (cudaEvent_t* e : {&c.first, &c.last, &c.backward, &c.gather, &c.gathered}) CUDA_CHECK(cudaEventCreate(e));
         if (options.bf16) narrow = dev.allocate<__nv_bfloat16>(partition.bucket);
         if (options.deterministic) gathered = dev.allocate<float>(piece() * size_t(world.size));
     }
@@ -1399,7 +1410,7 @@ class NcclReducer {
         cudaStreamSynchronize(stream);
         dev.release(narrow), dev.release(gathered);
         for (Clock& c : clocks)
-            for (cudaEvent_t e : {c.first, c.last, c.backward}) cudaEventDestroy(e);
+            for (cudaEvent_t e : {c.first, c.last, c.backward, c.gather, c.gathered}) cudaEventDestroy(e);
         for (cudaEvent_t e : {computed, reduced, marks[0], marks[1]}) cudaEventDestroy(e);
         ncclCommDestroy(communicator);
         cudaStreamDestroy(stream);
@@ -1410,24 +1421,26 @@ class NcclReducer {
     void ready(size_t offset) {
         if (options.deterministic || next == 0 || partition.begin(next - 1) < offset) return;
         follow_compute();
-        if (next == partition.buckets()) {
-            read_clock();
-            CUDA_CHECK(cudaEventRecord(clocks[step % 2].first, stream));
-        }
+        if (next == partition.buckets()) start_clock(clocks[step % 2]);
         while (next > 0 && partition.begin(next - 1) >= offset) launch_bucket(--next);
     }
     void finish() {
+        Clock& clock = clocks[step % 2];
         if (options.deterministic) {
-            add_in_tree();
-        } else {
-            CUDA_CHECK(cudaEventRecord(clocks[step % 2].backward, dev.stream));
-            ready(0);
-            CUDA_CHECK(cudaEventRecord(clocks[step % 2].last, stream));
-            lead_compute();
-            clocks[step % 2].used = true;
-            step++;
+            follow_compute();
+            start_clock(clock);
         }
+        CUDA_CHECK(cudaEventRecord(clock.backward, dev.stream));
+        if (options.deterministic) add_in_tree();
+        else ready(0);
+        CUDA_CHECK(cudaEventRecord(clock.last, stream));
+        lead_compute();
+        clock.used = true, step++;
         next = partition.buckets();
+    }
+    // At the end, when the GPU has done all that it was given: adds the times of the last steps.
+    void read_clocks() {
+        for (Clock& c : clocks) read_clock(c);
     }
     void complete(double* x, size_t count) {
         follow_compute();
@@ -1436,14 +1449,18 @@ class NcclReducer {
     }
     template <class T>
     void gather(T* params) {
+        Clock& clock = clocks[(step + 1) % 2];  // of the step whose finish() came last
         follow_compute();
+        CUDA_CHECK(cudaEventRecord(clock.gather, stream));
         for (size_t b = 0; b < partition.buckets(); b++)
             NCCL_CHECK(ncclAllGather(params + partition.part(b, world.rank).begin, params + partition.begin(b),
                                      partition.size(b) / size_t(world.size) * sizeof(T), ncclUint8, communicator, stream));
+        CUDA_CHECK(cudaEventRecord(clock.gathered, stream));
+        clock.has_gather = true;
         lead_compute();
     }
     // The host asks for errors until a step's results are there, instead of waiting for them: NCCL's failures do not end a
-    // stream's work. mark(): the results were sent off; arrived(): those of the oldest mark that was not seen to arrive are there.
+    // stream's work. mark(): the results were sent off; arrived(): true once the oldest mark that was not seen to arrive has passed.
     void mark() { CUDA_CHECK(cudaEventRecord(marks[marked++ % 2], dev.stream)); }
     bool arrived() {
         const cudaError_t state = cudaEventQuery(marks[seen % 2]);
@@ -1476,10 +1493,10 @@ class NcclReducer {
     __nv_bfloat16* narrow = nullptr;
     float* gathered = nullptr;
     struct Clock {                   // of one step, read two steps later, when it has surely passed
-        cudaEvent_t first, last, backward;
-        bool used = false;
+        cudaEvent_t first, last, backward, gather, gathered;
+        bool used = false, has_gather = false;
     } clocks[2];
-    int64_t step = 0;
+    int64_t step = 0;                // calls of finish()
 
     // The reductions' stream waits for what was computed so far, and the other way round.
     void follow_compute() {
@@ -1490,15 +1507,21 @@ class NcclReducer {
         CUDA_CHECK(cudaEventRecord(reduced, stream));
         CUDA_CHECK(cudaStreamWaitEvent(dev.stream, reduced, 0));
     }
-    void read_clock() {
-        Clock& c = clocks[step % 2];
+    void start_clock(Clock& c) {
+        read_clock(c);
+        CUDA_CHECK(cudaEventRecord(c.first, stream));
+    }
+    void read_clock(Clock& c) {
         if (!c.used) return;
-        c.used = false;
-        float under_way = 0, exposed = 0;  // milliseconds
-        if (cudaEventQuery(c.last) != cudaSuccess || cudaEventElapsedTime(&under_way, c.first, c.last) != cudaSuccess ||
-            cudaEventElapsedTime(&exposed, c.backward, c.last) != cudaSuccess)
+        const bool with_gather = c.has_gather;
+        c.used = c.has_gather = false;
+        float under_way = 0, exposed = 0, gather = 0;  // milliseconds
+        if (cudaEventQuery(with_gather ? c.gathered : c.last) != cudaSuccess ||
+            cudaEventElapsedTime(&under_way, c.first, c.last) != cudaSuccess ||
+            cudaEventElapsedTime(&exposed, c.backward, c.last) != cudaSuccess ||
+            (with_gather && cudaEventElapsedTime(&gather, c.gather, c.gathered) != cudaSuccess))
             return void(cudaGetLastError());
-        times.total += under_way * 1e-3, times.exposed += std::max(0.0f, exposed) * 1e-3;
+        times.add((under_way + gather) * 1e-3, (std::max(0.0f, exposed) + gather) * 1e-3), times.steps++;
     }
     void launch_bucket(size_t b) {
         float* x = grads + partition.begin(b);
@@ -1520,7 +1543,6 @@ class NcclReducer {
     // --deterministic: every rank gathers all ranks' gradients, a piece at a time, and adds them in HostReducer::add_in_tree's order.
     size_t piece() const { return std::min<size_t>(partition.elements, 6'250'000); }
     void add_in_tree() {
-        follow_compute();
         for (size_t at = 0; at < partition.elements; at += piece()) {
             const size_t count = std::min(piece(), partition.elements - at);
             NCCL_CHECK(ncclAllGather(grads + at, gathered, count * sizeof(float), ncclUint8, communicator, stream));
@@ -1529,7 +1551,6 @@ class NcclReducer {
                                                    gathered + count * size_t(distance), count * size_t(distance));
             CUDA_CHECK(cudaMemcpyAsync(grads + at, gathered, count * sizeof(float), cudaMemcpyDeviceToDevice, stream));
         }
-        lead_compute();
     }
 };
 #endif
@@ -1542,11 +1563,14 @@ class StagedReducer {
         : dev(d), partition(p), grads(g), copy(p.elements), inner(host, w, p, copy.data(), o) {}
     void ready(size_t) {}
     void finish() {
+        CUDA_CHECK(cudaStreamSynchronize(dev.stream));
+        const double start = seconds_now();
         dev.to_host(copy.data(), grads, copy.size());
         inner.finish();
         dev.from_host(grads, copy.data(), copy.size());
-        times = inner.times;
+        times.add(seconds_now() - start, seconds_now() - start), times.steps++;
     }
+    void read_clocks() {}
     void complete(double* x, size_t count) {
         std::vector<double> values(count);
         dev.copy(values.data(), x, count);
@@ -1556,9 +1580,12 @@ class StagedReducer {
     template <class T>
     void gather(T* params) {
         std::vector<T> values(partition.elements);
+        CUDA_CHECK(cudaStreamSynchronize(dev.stream));
+        const double start = seconds_now();
         dev.copy(values.data(), params, values.size());
         inner.gather(values.data());
         dev.copy(params, values.data(), values.size());
+        times.add(seconds_now() - start, seconds_now() - start);
     }
     void mark() {}
     bool arrived() { return true; }

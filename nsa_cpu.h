@@ -73,6 +73,9 @@ struct NsaShape {
     int gate_columns() const { return full ? 0 : (3 * H + 7) / 8 * 8; }
     int projected() const { return H * D + (full ? 2 : 6) * G * D + gate_columns(); }
     bool has(Branch branch) const { return !full || branch == WIN; }
+    // Outputs, gates and row statistics of the branches lie in arrays [branches(), ...], a branch's at branch_slot().
+    int branches() const { return full ? 1 : 3; }
+    int branch_slot(Branch branch) const { return full ? 0 : int(branch); }
     double scale() const { return 1 / std::sqrt(double(D)); }
 
     size_t query_rows() const { return size_t(B) * H * queries; }      // rows of q, of the branch outputs; elements of an LSE
@@ -101,7 +104,7 @@ inline float from_bf16(Bf16 x) {
 
 struct Bf16Pair { Bf16 first, second; };
 
-// What this build's processor has for them: the dot product of vectors (AVX512_BF16), and tiles (AMX_BF16) besides.
+// What this build's processor has for them: the dot product of vectors (AVX512_BF16), and, further below, tiles (AMX_BF16).
 #ifdef __AVX512BF16__
 constexpr bool HAVE_BF16 = true;
 #else
@@ -210,9 +213,9 @@ inline void tile_matmul(int rows, int width, int depth, const Element* a, size_t
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Operands of small products, in the Element that the micro-kernel is to take: real, or Bf16Pair, which
-// rounds. As pairs are neighbours along the summed dimension, a matrix is laid out by what will be summed
-// over: its columns, [rows][columns / PER], or its rows, [rows / PER][columns], with PER numbers an element.
+// Packs operands for the micro-kernel. Element is real, or Bf16Pair: two values that are adjacent along the summed dimension, rounded to
+// bf16. So the layout depends on which dimension will be summed over: columns, [rows][columns / PER], or rows, [rows / PER][columns],
+// with PER values in an element.
 template <class Element>
 constexpr int PER = std::is_same<Element, Bf16Pair>::value ? 2 : 1;
 
@@ -238,10 +241,10 @@ inline void round_row(Bf16Pair* pairs, const float* x, int count) {
 #endif
     for (; i < count; i++) pairs[i] = {to_bf16(x[2 * i]), to_bf16(x[2 * i + 1])};
 }
-// A matrix [depth][width] of elements as the micro-kernel is to read it: element k of x goes to out[k * out_k + x *
-// out_x]. In memory numbers of an x are in_k apart, those of a k in_x; one of these is 1. Lines of neighbours are
-// read whole, as they lie; where out has the other order they are transposed in the cache, in `room` (16 elements
-// more a line). numbers: how many of an x there are from here on; where a pair has only one, the other is 0.
+// Copies a [depth][width] matrix into the layout that the micro-kernel reads: element (k, x) comes from in[k * in_k + x * in_x] and goes
+// to out[k * out_k + x * out_x]. Either in_k or in_x is 1: contiguous lines are read whole, and where out has the other order they are
+// transposed in the cache, in `room` (16 elements more per line). For Bf16Pair k counts pairs; `numbers` is how many values an x still
+// has from here on, and where the last pair has only one, the other is 0.
 template <class Element, class real>
 inline void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_t in_k, size_t in_x, int depth, int width, size_t numbers,
                  Element* room = nullptr) {
@@ -576,7 +579,7 @@ inline const char* gemm_name() {
 // ---------------------------------------------------------------------------------------------------------------------
 // The exponential, written so that compilers vectorise it without -ffast-math. e^x = 2^n e^r with |r| <= ln(2)/2, and e^r by its Taylor
 // polynomial of degree 7 (truncation 7e-9), n*ln(2) in two parts (Cody & Waite). Relative error below 2 ulp
-// on [-87, 88], checked in test_nsa.cu against libm over that whole range. Below -87 the result is 0.
+// on [-87, 88]; dev/test/op_tests.h compares every 1000th float of it with libm. Below -87 the result is 0.
 inline float exponential(float x) {
     const float magic = 12582912.0f + 127;  // 1.5 * 2^23: adding it rounds to an integer, here n + 127, and leaves that in the lowest bits
     const float clamped = x > 88.0f ? 88.0f : x, shifted = clamped * 1.44269504f + magic, n = shifted - magic;
@@ -614,7 +617,6 @@ constexpr size_t CHUNK = 4096;
 struct HyperAdamW {
     double lr, beta1, beta2, eps, decay;  // decay already 0 for tensors without it
     int64_t step;                         // 1-based, for the bias corrections
-    double grad_scale;                    // the gradient is multiplied by it
     // of stochastic rounding, where param is narrower than its master: stream (RANDOM_ROUNDING, step), counter
     // offset + i, the place in the flat array of all parameters
     uint64_t seed;
@@ -625,6 +627,19 @@ struct HyperAdamW {
     double grad_clip = 0;
 };
 
+// An engine: the model's operations on one kind of processor, and the memory they work on. Cpu says what each must compute; Cuda in
+// nsa_kernels.cuh has the same members. train_nsa.cu and ddp.cuh use these alone (shapes stand at the members; training names them all):
+//   formats      real, Stat, Grad, Master; has_master, on_host
+//   memory       allocate, release, available_bytes, zero, copy; to_host and from_host convert to and from fp32; upload sends token ids
+//   results      send and receive: numbers on their way to the host while the next step runs
+//   repetition   Sequence, run: launches that are the same every time
+//   layers       embedding_forward, _backward; rmsnorm_forward, _backward; matmul_forward, _backward_input, _backward_weight;
+//                silu_forward, _backward; classifier
+//   attention    split_heads_forward, _backward (Heads, HeadGradients); compress_forward, _backward (Phi, PhiGradients);
+//                attention_forward, _backward, select_blocks; combine_forward, attention_backward_rows; check_shape
+//   update       add_sum, add; chunk_squares, set_guard, total_squares: the loss, the gradient's norm; set_step, adamw; round_master
+//                (where has_master)
+//   log          describe, peak_flops; on a GPU describe_selected, peak_bytes
 template <class real_>
 struct Cpu {
     using real = real_;    // parameters and activations
@@ -647,15 +662,17 @@ struct Cpu {
     }
     template <class T>
     void release(T* p) { std::free(p); }
-    // What the machine could still give, from /proc/meminfo; without it there is no limit to go by.
-    size_t available_bytes() const {
+    // What the machine could still give, from /proc/meminfo, and the container lets it; where neither is known, there is no limit.
+    double available_bytes() const {
         std::ifstream in("/proc/meminfo");
         std::string key, rest;
-        for (size_t kib; in >> key >> kib && std::getline(in, rest);)
-            if (key == "MemAvailable:") return kib * 1024;
-        return std::numeric_limits<size_t>::max();
+        double available = std::numeric_limits<double>::infinity();
+        for (double kib; in >> key >> kib && std::getline(in, rest);)
+            if (key == "MemAvailable:") available = kib * 1024;
+        return std::min(available, cgroup_limits().bytes);
     }
-    double peak_flops() const { return 0; }  // not known
+    void check_shape(const NsaShape&) const {}  // there is none that it does not have
+    double peak_flops() const { return 0; }     // not known
     std::string describe() const {
         const bool fp32 = sizeof(real) == 4;
         return format_text("CPU, %s%s, GEMM: %s", fp32 ? "fp32" : "fp64", gemm.bf16 ? " with the inputs of GEMMs rounded to bf16" : "",
@@ -829,7 +846,7 @@ struct Cpu {
             if (!std::isfinite(norm)) return;
             if (h.grad_clip > 0 && norm > h.grad_clip) clip = h.grad_clip / norm;
         }
-        const real beta1 = real(h.beta1), beta2 = real(h.beta2), eps = real(h.eps), scale = real(h.grad_scale * clip);
+        const real beta1 = real(h.beta1), beta2 = real(h.beta2), eps = real(h.eps), scale = real(clip);
         const real step_size = real(h.lr / (1 - std::pow(h.beta1, double(h.step)))), keep = real(1 - h.lr * h.decay);
         const real v_correction = real(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step))));
 #pragma omp parallel for simd schedule(static)
@@ -1201,7 +1218,8 @@ struct Cpu {
         for (int i = end; i < n; i++) p[i] = -std::numeric_limits<real>::infinity();
     }
 
-    // out [B*queries, H*D] = sum over branches of gate * branch output.  o [3, B, H, queries, D], gate [3, B, H, queries]; paper eq. 5
+    // out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5. In full attention there is one branch, whose gate is 1.
+    // o [branches, B, H, queries, D], gate [branches, B, H, queries]
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
         const size_t rows = s.query_rows();
 #pragma omp parallel for collapse(2) schedule(static)
@@ -1212,9 +1230,8 @@ struct Cpu {
                     real* to = out + ((size_t(b) * s.queries + j) * s.H + head) * s.D;
                     for (int x = 0; x < s.D; x++) {
                         real sum = 0;
-                        for (int branch = 0; branch < 3; branch++)
-                            if (s.has(Branch(branch)))
-                                sum += (s.full ? real(1) : gate[branch * rows + row]) * o[(branch * rows + row) * s.D + x];
+                        for (int i = 0; i < s.branches(); i++)
+                            sum += (s.full ? real(1) : gate[i * rows + row]) * o[(i * rows + row) * s.D + x];
                         to[x] = sum;
                     }
                 }
@@ -1229,9 +1246,8 @@ struct Cpu {
         for (int b = 0; b < s.B; b++)
             for (int head = 0; head < s.H; head++)
                 for (int j = 0; j < s.queries; j++)
-                    for (int branch = 0; branch < 3; branch++) {
-                        if (!s.has(Branch(branch))) continue;
-                        const size_t row = branch * rows + (size_t(b) * s.H + head) * s.queries + j;
+                    for (int i = 0; i < s.branches(); i++) {
+                        const size_t row = i * rows + (size_t(b) * s.H + head) * s.queries + j;
                         const real *d = dout + ((size_t(b) * s.queries + j) * s.H + head) * s.D, *from = o + row * s.D,
                                    g = s.full ? real(1) : gate[row];
                         real r = 0;
@@ -1404,7 +1420,9 @@ struct Cpu {
                 }
         }
     }
-    // importance[j], j = 0..t/l', from the weights of the compressed blocks visible to t; paper eq. 9 for any l, d, l'.
+    // importance[j], j = 0..t/l', from the weights of the compressed blocks visible to t; paper eq. 9 for any l, d, l'. As printed, eq. 9
+    // adds p[j*l'/d - m - n], which with indices from 0 are compressed blocks before selection block j; meant are those that overlap it.
+    // For l, d, l' = 32, 16, 64: importance[j] = p[4j-1] + 2 p[4j] + 2 p[4j+1] + 2 p[4j+2] + p[4j+3].
     static void fold_importance(real* importance, const real* weight, int t, const NsaShape& s) {
         const int visible = s.cmp_blocks(t + 1);
         for (int j = 0; j <= t / s.slc_block; j++) {

@@ -46,7 +46,7 @@
 // block that one of them chose, and gathered rows, where each block is visited by the rows that
 // chose it. AUTO takes what costs less for the selection at hand, see measure_selections_kernel.
 enum class SelectedKernel { AUTO, TILES, GATHER };
-// What AUTO chose, and why; on the GPU. Where kernels are given it, those that it leaves out return at once.
+// AUTO's decision and its reasons, in the GPU's memory. Both sets of kernels are launched; those that were not chosen return at once.
 struct SelectedChoice {
     int gather;           // 1: gathered rows, 0: masked tiles
     float tile_tokens;    // of the tiles that were looked at
@@ -273,8 +273,8 @@ __device__ inline bool query_sees(int t, int key, const AttentionShape& s) {
     return first_query<branch>(key, s) <= t && (branch != WIN || t < key + s.window);
 }
 
-// Bit i: whether a token chose the i-th of the selection blocks that a tile of keys holds; a block of 64 or more tokens is the
-// only one in each of its tiles. selected: the bitmasks of a tile of tokens (at most 64, so 32 bits are enough for the index).
+// Bit i is set where a token chose the i-th selection block of a tile of keys. A selection block of 64 or more tokens is the only one
+// in each of its tiles. selected: the bitmasks of a tile of tokens (at most 64, so 32 bits are enough for the index).
 __device__ inline int blocks_per_tile(const AttentionShape& s) { return KEY_TILE >> s.slc_shift; }
 struct TileBlocks {
     int word, bit;  // where the bits of the tile's blocks lie in a bitmask
@@ -290,8 +290,8 @@ __device__ inline unsigned chosen_blocks(const uint32_t* selected, int token, co
 
 // Words of a bitmask over the 64-row tiles of so many rows.
 HOST_DEVICE inline int tile_words(int rows) { return (rows + KEY_TILE * 32 - 1) / (KEY_TILE * 32); }
-// The first of the tiles tile .. end-1 that counts, or one not below end. In the
-// selected branch those count whose bit is set in the bitmask `used`, else all.
+// The next tile in [tile, end) to visit; end or more where there is none. The selected
+// branch visits the tiles whose bit is set in the bitmask `used`, the others all.
 template <Branch branch>
 __device__ inline int next_tile(const uint32_t* used, int tile, int end) {
     while (branch == SLC && tile < end) {
@@ -357,7 +357,7 @@ __device__ inline long long query_row(const QueryTile& tile, int row, const Atte
     const int head = row / s.tile_tokens, token = row % s.tile_tokens;
     return head < s.heads && token < tile.tokens ? ((long long)tile.bg * s.heads + head) * s.queries + tile.j0 + token : -1;
 }
-// What a lane knows of its rows, the m-th 16-row piece's row lane / 4 (i = 0) and that + 8 (i = 1): a byte for each in one register.
+// Of every 16-row piece m a lane owns rows lane / 4 (i = 0) and lane / 4 + 8 (i = 1). One register holds a byte for each of them.
 __device__ inline int row_byte(unsigned bytes, int m, int i) { return int(bytes >> (m * 16 + i * 8) & 255); }
 // The rows' end_of_keys, as differences from that of the tile's first token, which are below 64; NO_QUERY for rows that are no query.
 constexpr int NO_QUERY = 255;
@@ -566,8 +566,9 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Backward, with P' = e^(q k^T / sqrt(D) - lse_gated) and dS = P' o (dout v^T - row_dot). Twice the products q k^T and dout v^T, once with
-// the queries and once with the keys at rest, so that each gradient has one owner.
+// Backward, with P' = e^(q k^T / sqrt(D) - lse_gated) and dS = P' o (dout v^T - row_dot). The products q k^T and dout v^T are computed
+// twice, in the dQ kernel, where a thread block keeps its queries, and in the dK/dV kernel, where it keeps its keys: so each gradient
+// has one owner.
 
 // dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`.  The forward's structure with dout in place of the online softmax.
 template <Branch branch, int D>
@@ -949,8 +950,8 @@ __device__ inline void find_choosers(uint32_t* choosers, uint32_t* used, const u
     }
 }
 
-// Sixteen rows of a tile of queries whose tokens chose the tile of keys: number `first` .. of all such rows, in the order of tokens,
-// then heads. Row token * heads + head of the tile. Fewer than sixteen are left: the last is repeated, but its results go nowhere.
+// Up to 16 rows (token * heads + head) of a tile of queries, from index `first` of the list of those whose tokens chose the tile of
+// keys, in the order of tokens, then heads. Where fewer remain, the last one is repeated and its results are dropped.
 struct GatheredRows {
     int source;              // the row whose part of the A fragments this lane loads
     int row[2], token[2];    // this lane's rows of the products, lane / 4 and that + 8; row -1: a repeated one
@@ -1237,7 +1238,7 @@ struct GatherPlan {
     float* partial;      // [B*G, 2 * most_extra, 2, KEY_TILE, D]: sums of the chunks of lists that are split
     int tiles, units, token_words;
     int most_extra;      // extra chunks of one (sequence, group) at most
-    // Where the sums of a tile's chunk lie. A tile with e > 0 extra chunks has e + 1 places of the 2 e that are its own.
+    // Where the sums of a tile's chunk lie. A tile with e > 0 extra chunks stores e + 1 sums; 2 e slots are reserved for it.
     __device__ size_t slot(int bg, int tile, int chunk) const {
         return size_t(bg) * 2 * most_extra + 2 * extra[size_t(bg) * (tiles + 1) + tile] + chunk;
     }
@@ -1515,7 +1516,7 @@ __global__ void __launch_bounds__(256)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Selection, paper eq. 8 to 12. One block per 16 tokens. The weights of the compressed branch are computed again from its lse, added
+// Selection, paper eq. 8 to 12. One thread block per 16 tokens. The weights of the compressed branch are computed again from its lse, added
 // over the group's heads in registers and folded into importances in shared memory, one tile of 64 compressed blocks at a time.
 
 constexpr unsigned SCORE_THREADS = KEY_TILE / 16 * 32;
@@ -1591,9 +1592,8 @@ __global__ void __launch_bounds__(SCORE_THREADS)
     float* minus_shifts = shared.take<float>(rows);                           // -lse in base 2
     float* weights = shared.take<float>(SCORE_TOKENS * WEIGHT_STRIDE);        // [token][compressed block of the tile], summed over heads
     float* importances = shared.take<float>(SCORE_TOKENS * stride);           // [token][selection block]
-    // Eq. 9: a compressed block counts for a selection block by the tokens they share, over d. Which ones
-    // share some, and how many, is the same for every selection block, counted from the first: compressed
-    // blocks first_overlap .. first_overlap + overlap_count - 1 from where the selection block begins.
+    // Eq. 9, see Cpu::fold_importance: a compressed block counts for a selection block by the tokens they share, over d. Relative to
+    // where the selection block begins these are compressed blocks first_overlap .. first_overlap + overlap_count - 1, always.
     const int first_overlap = 1 - (s.l + s.d - 1) / s.d, overlap_count = overlaps(s);
     float* overlap = shared.take<float>(overlap_count);
 
@@ -1833,8 +1833,8 @@ inline float* cmp_partial_sums(WorkspacePieces& pieces, const NsaShape& s) {
         a.parts == 1 ? 0 : size_t(a.batch_groups) * size_t((a.keys + KEY_TILE - 1) / KEY_TILE) * size_t(a.parts) * 2 * KEY_TILE * D);
 }
 
-// Which kernels a call of the selected branch may use: AUTO stays where both are worth a look, and then the selection itself decides,
-// on the GPU. Masked tiles visit every block at worst, so gathering cannot pay where there are at most twice as many as a query takes.
+// Which kernels a call of the selected branch may use. What stays AUTO is decided on the GPU, from the selection itself. With at most 2 n
+// blocks in the sequence masked tiles visit at most twice what a query chose, and gathering cannot pay.
 template <int D>
 inline SelectedKernel resolve_selected(SelectedKernel asked, const NsaShape& s) {
     const bool possible = gather_possible<D>(s);
@@ -1955,6 +1955,30 @@ inline void launch_attention_backward(float* dq, bool add, bf16* dk, bf16* dv, c
         if (a.parts > 1) launch<add_parts_kernel<D>>(key_tiles, 256, 0, stream, dk, dv, (const float*)partial, a);
 }
 
+// Shared memory of a block of select_blocks_kernel; the importances of all selection blocks of some tokens are in there.
+template <int D>
+inline size_t select_shared_bytes(const AttentionShape& a) {
+    const size_t rows = size_t(a.heads) * SCORE_TOKENS, weights = SCORE_TOKENS * WEIGHT_STRIDE,
+                 importances = SCORE_TOKENS * size_t(importance_stride(a));
+    const size_t bytes = shared_bytes({2 * KEY_TILE * D * sizeof(bf16), rows * D * sizeof(bf16), rows * sizeof(float),
+                                       weights * sizeof(float), importances * sizeof(float), size_t(overlaps(a)) * sizeof(float)});
+    if (bytes > most_shared_of_device())
+        fail_usage(
+            "%d tokens in selection blocks of %d: choosing takes %zu bytes of shared memory, this GPU has %zu; choose larger blocks or "
+            "fewer tokens",
+            a.first + a.queries, a.slc_block, bytes, most_shared_of_device());
+    return bytes;
+}
+// Refuses shapes that the kernels do not have, before anything is allocated for them.
+inline void check_shape(const NsaShape& s) {
+    with_head_dimension(s.D, [&](auto dimension) {
+        constexpr int D = decltype(dimension)::value;
+        for (const Branch branch : {WIN, CMP, SLC})
+            if (s.has(branch)) check_attention_shape(branch, s);
+        if (!s.full) select_shared_bytes<D>(attention_shape<D>(CMP, s, SCORE_TOKENS));
+    });
+}
+
 // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] the natural logarithm of the
 // softmax's denominator; a query without a key: 0, +infinity. q [B, H, queries, D], keys and values [B, G, T, D] (compressed: [B, G,
 // NC, D]), selection [B, G, queries, words]. Selection blocks: 16, 32 or a multiple of 64 tokens. Query heads per group: up to 128,
@@ -2004,15 +2028,7 @@ inline void select_blocks(uint32_t* selection, float* chosen_importance, const b
     with_head_dimension(s.D, [&](auto dimension) {
         constexpr int D = decltype(dimension)::value;
         const AttentionShape a = attention_shape<D>(CMP, s, SCORE_TOKENS);
-        const size_t rows = size_t(a.heads) * SCORE_TOKENS, weights = SCORE_TOKENS * WEIGHT_STRIDE;
-        const size_t importances = SCORE_TOKENS * size_t(importance_stride(a));
-        const size_t bytes = shared_bytes({2 * KEY_TILE * D * sizeof(bf16), rows * D * sizeof(bf16), rows * sizeof(float),
-                                           weights * sizeof(float), importances * sizeof(float), size_t(overlaps(a)) * sizeof(float)});
-        if (bytes > most_shared_of_device())
-            fail_usage(
-                "%d tokens in selection blocks of %d: choosing takes %zu bytes of shared memory, this GPU has %zu; choose larger blocks or "
-                "fewer tokens",
-                s.first + s.queries, s.slc_block, bytes, most_shared_of_device());
+        const size_t bytes = select_shared_bytes<D>(a);
         const unsigned blocks = unsigned(a.tiles * a.batch_groups);
         launch<select_blocks_kernel<D>>(blocks, SCORE_THREADS, bytes, stream, selection, chosen_importance, q, kc, lse, a);
     });
@@ -2340,8 +2356,7 @@ __global__ void __launch_bounds__(PARTS_THREADS) sum_parts_kernel(double* partia
     partial[blockIdx.x] = sum;
 }
 
-// total += the parts in order, by one thread
-// One warp.
+// total += the parts, in a fixed order. One warp.
 __global__ void sum_total_kernel(double* total, const double* partial, int parts) {
     double sum = 0;
     for (int i = threadIdx.x; i < parts; i += 32) sum += partial[i];
@@ -2388,7 +2403,7 @@ __global__ void add_arrays_kernel(float* x, const float* y, size_t count) {
 inline unsigned grid_of(size_t count) { return unsigned(std::min<size_t>(1024, (count + 255) / 256)); }
 
 struct AdamWConstants {
-    float beta1, beta2, eps, grad_scale;
+    float beta1, beta2, eps;
     double decay;
     uint64_t seed, counter;
     const double* squares;  // of the whole gradient, or null; see HyperAdamW
@@ -2419,9 +2434,7 @@ __global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v
     SHARED(float, factors, [2]);
     if (threadIdx.x == 0) {
         const double norm = h.squares ? sqrt(*h.squares) : 0;
-        factors[0] = !(norm < INFINITY)                      ? NAN
-                     : h.grad_clip > 0 && norm > h.grad_clip ? h.grad_scale * float(h.grad_clip / norm)
-                                                             : h.grad_scale;
+        factors[0] = !(norm < INFINITY) ? NAN : h.grad_clip > 0 && norm > h.grad_clip ? float(h.grad_clip / norm) : 1.0f;
         factors[1] = float(1 - step->lr * h.decay);
     }
     __syncthreads();
@@ -2616,9 +2629,9 @@ __global__ void __launch_bounds__(256)
     cuda_real* to = out + place.by_token * s.D;
     for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
         float sum[W] = {}, term[W];
-        for (int branch = s.full ? WIN : CMP; branch <= WIN; branch++) {
-            const float g = s.full ? 1 : gate[branch * rows + row];
-            load(term, o + (branch * rows + row) * s.D + x);
+        for (int i = 0; i < (s.full ? 1 : 3); i++) {
+            const float g = s.full ? 1 : gate[i * rows + row];
+            load(term, o + (i * rows + row) * s.D + x);
             for (int k = 0; k < W; k++) sum[k] += g * term[k];
         }
         store(to + x, sum);
@@ -2631,8 +2644,8 @@ __global__ void __launch_bounds__(256)
                                    const float* gate, const float* lse, size_t rows, NsaShape s) {
     const size_t index = row_index(), row = index < rows ? index : rows - 1;  // every lane takes part in the sums
     const cuda_real* d = dout + RowPlace(unsigned(row), s).by_token * s.D;
-    for (int branch = s.full ? WIN : CMP; branch <= WIN; branch++) {
-        const size_t at = branch * rows + row;
+    for (int i = 0; i < (s.full ? 1 : 3); i++) {
+        const size_t at = i * rows + row;
         float dot = 0, a[W], c[W];
         for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
             load(a, d + x), load(c, o + at * s.D + x);
@@ -2750,7 +2763,7 @@ struct Cuda {
         if (found != allocated.end()) live_bytes -= found->second, allocated.erase(found);
         if (cudaFree(p) != cudaSuccess) cudaGetLastError();  // of no use here, and no fault of the next launch
     }
-    size_t available_bytes() const {
+    double available_bytes() const {
         size_t free = 0, total = 0;
         CUDA_CHECK(cudaMemGetInfo(&free, &total));
         return free;
@@ -2825,7 +2838,7 @@ struct Cuda {
     // ----- work that repeats. A sequence of launches that is the same every time, down to the arguments. With use_graphs,
     // run() launches it as it is the first time, when scratch memory grows, tables are made and algorithms are chosen; the
     // second time it is recorded as a CUDA graph; from then on one call gives all of it to the GPU. What differs from time to
-    // time has to lie in the GPU's memory, and to be sent there before. A sequence dies before the memory that it works on.
+    // time has to lie in the GPU's memory, and to be sent there before. It may outlive the memory that it works on, but not run again then.
     struct Sequence {
         cudaGraphExec_t graph = nullptr;
         int64_t memory = -1;  // the engine's memory_version when it was last launched as it is
@@ -2954,8 +2967,7 @@ struct Cuda {
     void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
         if (count == 0) return;
         set_step(h);
-        const kernels::AdamWConstants constants = {float(h.beta1), float(h.beta2), float(h.eps), float(h.grad_scale), h.decay,
-                                                   h.seed,         h.offset,       h.squares,    h.grad_clip};
+        const kernels::AdamWConstants constants = {float(h.beta1), float(h.beta2), float(h.eps), h.decay, h.seed, h.offset, h.squares, h.grad_clip};
         launch<kernels::adamw_kernel>(kernels::blocks(count, 256), 256, 0, stream, param, master, m, v, grad, count, constants,
                                       (const kernels::AdamWStep*)adamw_step);
     }
@@ -3098,6 +3110,13 @@ struct Cuda {
 #endif
         attention_level0_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, stream);
     }
+    // Refuses shapes that the attention kernels do not have.
+    void check_shape(const NsaShape& s) const {
+#ifndef PRECISION_FP32
+        if (!level0) ::check_shape(s);
+#endif
+        (void)s;
+    }
     // How the selected branch is computed for this shape, in words; AUTO: as the last forward or backward pass found it. Waits for the GPU.
     std::string describe_selected(const NsaShape& s) {
         if (s.full) return "no selected branch";
@@ -3148,7 +3167,7 @@ struct Cuda {
     cublasLtMatmulPreference_t preference = nullptr;
     uint64_t workspace_bytes;
     char* cublas_workspace = nullptr;
-    double* result = nullptr;  // parts of a sum, and a total
+    double* result = nullptr;  // parts of a sum
     SelectedChoice* selected_choice = nullptr;
 #ifndef PRECISION_FP32
     AttentionWorkspace attention_workspace(Branch branch, const NsaShape& s, bool backward) {

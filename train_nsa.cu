@@ -1,8 +1,9 @@
 // train_nsa.cu: trains a language model with Native Sparse Attention (arXiv 2502.11089), from options to a sample it wrote.
 //
 // Read it from top to bottom: options -> model (tensors, forward, backward, update) -> sampling -> checkpoints
-// -> evaluation -> the training loop -> the other verbs -> main. The mathematics of each operation lies in an
-// engine: nsa_cpu.h on CPUs. Ranks are in ddp.cuh, token shards in dataloader.h, text in tokenizer.h.
+// -> evaluation -> the training loop -> the other verbs -> main. The model is specified in dev/MODEL.md. The mathematics
+// of each operation lies in an engine, Cpu in nsa_cpu.h or Cuda in nsa_kernels.cuh; below, `dev` is one of them.
+// Ranks are in ddp.cuh, token shards in dataloader.h, text in tokenizer.h.
 #include <array>
 #include <chrono>
 #include <csignal>
@@ -110,7 +111,7 @@ struct Option {
 static const std::vector<Option>& option_table() {
     constexpr double K = 1e3, M = 1e6, T = 1e12;
     static const std::vector<Option> table = {
-        // the model; the letters are MODEL's and the paper's
+        // the model; the letters are those of dev/MODEL.md and the paper
         {"model", TRAIN, &Config::model, "tiny", "tiny|125m", "preset for the options whose default is 'preset'"},
         {"attention", TRAIN, &Config::attention, "nsa", "nsa|full", "full: dense causal attention, the baseline"},
         {"layers", TRAIN, &Config::layers, "preset", 1, K, "transformer layers"},
@@ -147,7 +148,7 @@ static const std::vector<Option>& option_table() {
         {"adam-eps", TRAIN, &Config::adam_eps, "1e-8", 0, 1, "AdamW"},
         {"grad-clip", TRAIN, &Config::grad_clip, "1.0", 0, T, "largest global L2 norm of the gradient; 0: no clipping"},
         {"max-bad-steps", TRAIN, &Config::max_bad_steps, "3", 1, M, "the run ends after this many steps in a row whose loss or gradient is not finite; such a step changes no weight"},
-        {"skip-outliers", TRAIN, &Config::skip_outliers, "0", 0, M, "no update where the loss or the gradient's norm lies more than this many standard deviations above the last 128 steps; 0: never"},
+        {"skip-outliers", TRAIN, &Config::skip_outliers, "0", 0, 11, "no update where the loss or the gradient's norm lies more than this many standard deviations above the last 128 steps, of which it is one, so at most 11.2; 0: never"},
         // ranks
         {"bucket-mb", TRAIN, &Config::bucket_mb, "25", 0.001, 4096, "megabytes of fp32 gradients that are reduced at a time, while the backward pass goes on"},
         {"grad-reduce", TRAIN, &Config::grad_reduce, "fp32", "fp32|bf16", "format in which gradients travel between ranks"},
@@ -782,8 +783,9 @@ struct Model {
 };
 
 // What the forward pass leaves for the backward pass, and the backward's own temporaries: one
-// allocation. In inference the layers share everything but their keys and values, which are then
-// the caches of step-by-step decoding. In training, --recompute says what is kept per layer:
+// allocation. In inference the layers share everything but their keys and values, which are then the caches of step-by-step
+// decoding; they are for T tokens, all else for the `queries` positions that are computed at once. In training, where that is
+// all T, --recompute says what is kept per layer:
 //   0  everything
 //   1  not what is cheap to compute again: norms' outputs, SiLU, gated sum
 //   2  the layer's input only (and small statistics)
@@ -794,15 +796,15 @@ template <class Dev>
 struct Activations {
     using real = typename Dev::real;
     using Stat = typename Dev::Stat;
-    struct Layer {                          // shapes in training; N = B*T
+    struct Layer {                          // shapes in training, where queries = T; N = B*queries
         real* x;                            // (N, C) the residual stream that enters the layer
         real* attn_normed; Stat* attn_rstd; // (N, C) (N)
         real* q;                            // (B, H, T, D)
         real* kv;                           // (6, B, G, T, D) by HeadSlot; full attention: only k_win, v_win
-        Stat* gate;                         // (3, B, H, T)
+        Stat* gate;                         // (3, B, H, T); full attention: none
         real* compressed;                   // (2, B, G, NC, D) compressed keys, values
         real* phi_hidden;                   // (2, B, G, NC, F)
-        real* o; Stat* lse;                 // (3, B, H, T, D) (3, B, H, T) by Branch
+        real* o; Stat* lse;                 // (3, B, H, T, D) (3, B, H, T) by Branch; full attention: 1 instead of 3
         uint32_t* selection;                // (B, G, T, words)
         Stat* chosen_importance;            // (B, G, T) where statistics are collected
         real* attn;                         // (N, H*D) gated sum of the branches
@@ -826,7 +828,7 @@ struct Activations {
     real *dx, *dnormed, *dattn, *dmlp;      // (N, C) (N, C) (N, H*D) (N, M)
     Stat *dq, *dgate;                       // as above, one layer's
     real *dkv, *dcompressed;
-    Stat *row_dot, *lse_gated;              // (3, B, H, T)
+    Stat *row_dot, *lse_gated;              // as lse
     bool collect_statistics = false;
     // The kinds of micro-steps (see micro_step()) that were made with these
     // activations. Each is a sequence of launches that does not change.
@@ -847,9 +849,11 @@ struct Activations {
     size_t bytes = 0;
     double wanted = 0;                      // the same before anything is allocated; options can ask for more than size_t holds
 
-    Activations(Dev& device, const Config& c, int64_t B, int64_t T, Mode mode) : Activations(device, c, B, T, mode, true) {
+    // queries: positions computed at once, at most; 0: all T
+    Activations(Dev& device, const Config& c, int64_t B, int64_t T, Mode mode, int64_t queries = 0)
+        : Activations(Planned(), device, c, B, T, mode, queries) {
         base = dev.template allocate<char>(bytes);
-        memory.clear(), bytes = 0;
+        memory.clear(), bytes = 0, wanted = 0;
         place(mode);
     }
     ~Activations() { dev.release(base); }
@@ -857,8 +861,8 @@ struct Activations {
     Activations& operator=(const Activations&) = delete;
 
     // The bytes of such an object, without allocating it.
-    static double bytes_needed(Dev& dev, const Config& c, int64_t B, int64_t T, Mode mode) {
-        return Activations(dev, c, B, T, mode, true).wanted;
+    static double bytes_needed(Dev& dev, const Config& c, int64_t B, int64_t T, Mode mode, int64_t queries = 0) {
+        return Activations(Planned(), dev, c, B, T, mode, queries).wanted;
     }
 
     real* slot(real* kv, int head_slot) const { return kv + (head_slot - (shape.full ? K_WIN : K_CMP)) * shape.key_rows() * shape.D; }
@@ -873,8 +877,8 @@ struct Activations {
         return h;
     }
 
-    // Chunks of equal size of at most 52 M logits (208 MiB of fp32), on a GPU 416 M (832 MiB of
-    // bf16), in whole tiles of its GEMM. Each chunk reads the head twice and reads and writes its
+    // Chunks of equal size of about 52 M logits at most (208 MiB of fp32), on a GPU 416 M (832 MiB of
+    // bf16), rounded up to whole tiles of its GEMM. Each chunk reads the head twice and reads and writes its
     // gradient: 0.5 GB for GPT-2's vocabulary, while a micro-batch of 16 x 2048 has 3.3 GB of logits.
     int64_t rows_of_chunk(int64_t N) const {
         const int64_t most = std::max<int64_t>(1, (int64_t(Dev::on_host ? 52 : 416) << 20) / Vp), chunks = (N + most - 1) / most;
@@ -884,7 +888,8 @@ struct Activations {
   private:
     char* base = nullptr;  // null while only sizes are wanted
 
-    Activations(Dev& device, const Config& c, int64_t B, int64_t T, Mode mode, bool)
+    struct Planned {};
+    Activations(Planned, Dev& device, const Config& c, int64_t B, int64_t T, Mode mode, int64_t queries)
         : dev(device),
           shape(shape_of(c, B, T)),
           C(c.dim),
@@ -892,15 +897,16 @@ struct Activations {
           V(c.vocab_size),
           Vp(TensorTable(c).padded_vocab),
           recompute(mode == TRAINING ? int(c.recompute) : 0) {
-        logit_rows = rows_of_chunk(B * T);
+        if (queries) shape.queries = int(queries);
+        logit_rows = rows_of_chunk(B * shape.queries);
         layer.resize(size_t(c.layers));
         place(mode);
     }
 
     void place(Mode mode) {
         const NsaShape& s = shape;
-        const size_t N = size_t(s.B) * s.T, D = size_t(s.D), kv_slots = s.full ? 2 : 6, gates = 3 * N * s.H,
-                     selections = s.full ? 0 : size_t(s.B) * s.G * s.T;
+        const size_t N = size_t(s.B) * s.queries, D = size_t(s.D), kv_slots = s.full ? 2 : 6, branch_rows = size_t(s.branches()) * N * s.H,
+                     gates = s.full ? 0 : branch_rows, selections = s.full ? 0 : N * s.G;
         const bool training = mode == TRAINING;
         take(tokens, "tokens (N)", N), take(targets, "targets (N)", N), take(losses, "losses (N)", N);
         for (size_t i = 0; i < layer.size(); i++) {
@@ -922,8 +928,8 @@ struct Activations {
             per_layer(costly, y.attn_rstd, first.attn_rstd, "attn_rstd (N)", N);
             per_layer(costly, y.q, first.q, "q (B, H, T, D)", N * s.H * D);
             per_layer(costly, y.phi_hidden, first.phi_hidden, "phi_hidden (2, B, G, NC, F)", 2 * s.cmp_rows() * s.F);
-            per_layer(costly, y.o, first.o, "branch outputs (3, B, H, T, D)", gates * D);
-            per_layer(costly, y.lse, first.lse, "lse (3, B, H, T)", gates);
+            per_layer(costly, y.o, first.o, "branch outputs (3, B, H, T, D)", branch_rows * D);
+            per_layer(costly, y.lse, first.lse, "lse (3, B, H, T)", branch_rows);
             per_layer(costly, y.x_mid, first.x_mid, "x_mid (N, C)", N * C);
             per_layer(costly, y.mlp_rstd, first.mlp_rstd, "mlp_rstd (N)", N);
             per_layer(costly, y.fc1, first.fc1, "fc1 (N, M)", N * M);
@@ -939,8 +945,8 @@ struct Activations {
             take(dmlp, "dmlp (N, M)", N * M);
         take(dq, "dq (B, H, T, D)", N * s.H * D), take(dkv, "dkv (6, B, G, T, D)", kv_slots * s.key_rows() * D),
             take(dgate, "dgate (3, B, H, T)", gates);
-        take(dcompressed, "dcompressed (2, B, G, NC, D)", 2 * s.cmp_rows() * D), take(row_dot, "row_dot (3, B, H, T)", gates),
-            take(lse_gated, "lse_gated (3, B, H, T)", gates);
+        take(dcompressed, "dcompressed (2, B, G, NC, D)", 2 * s.cmp_rows() * D), take(row_dot, "row_dot (3, B, H, T)", branch_rows),
+            take(lse_gated, "lse_gated (3, B, H, T)", branch_rows);
     }
 
     template <class T>
@@ -954,9 +960,10 @@ struct Activations {
     }
 };
 
-// One layer for positions s.first .. s.first + s.queries - 1: from y.x to x_next.
+// One layer for positions s.first .. s.first + s.queries - 1: from y.x to x_next. again: --recompute 2, for the backward pass, which needs
+// neither x_next nor, as it was kept, the selection a second time.
 template <class Dev>
-void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const NsaShape& s) {
+void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const NsaShape& s, bool again = false) {
     Dev& dev = model.dev;
     auto& y = a.layer[i];
     const auto& w = model.w.layer[i];
@@ -973,17 +980,18 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
         dev.compress_forward(y.compressed, y.phi_hidden, h.kv[K_CMP], {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2}, true, s);
         dev.compress_forward(y.compressed + kv, y.phi_hidden + hidden, h.kv[V_CMP], {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false, s);
         dev.attention_forward(CMP, y.o, y.lse, y.q, y.compressed, y.compressed + kv, nullptr, s);
-        dev.select_blocks(y.selection, a.collect_statistics ? y.chosen_importance : nullptr, y.q, y.compressed, y.lse, s);
+        if (!again) dev.select_blocks(y.selection, a.collect_statistics ? y.chosen_importance : nullptr, y.q, y.compressed, y.lse, s);
         dev.attention_forward(SLC, y.o + SLC * rows * s.D, y.lse + SLC * rows, y.q, h.kv[K_SLC], h.kv[V_SLC], y.selection, s);
     }
-    dev.attention_forward(WIN, y.o + WIN * rows * s.D, y.lse + WIN * rows, y.q, h.kv[K_WIN], h.kv[V_WIN], nullptr, s);
+    const size_t win = size_t(s.branch_slot(WIN)) * rows;
+    dev.attention_forward(WIN, y.o + win * s.D, y.lse + win, y.q, h.kv[K_WIN], h.kv[V_WIN], nullptr, s);
     dev.combine_forward(y.attn, y.o, y.gate, s);
     dev.matmul_forward(y.x_mid, y.attn, w.o_proj, y.x, N, HD, C);  // x += o_proj(attention)
 
     dev.rmsnorm_forward(y.mlp_normed, y.mlp_rstd, y.x_mid, w.mlp_norm, N, C);
     dev.matmul_forward(y.fc1, y.mlp_normed, w.mlp_fc1, nullptr, N, C, M);
     dev.silu_forward(y.act, y.fc1, size_t(N) * M);
-    dev.matmul_forward(x_next, y.act, w.mlp_fc2, y.x_mid, N, M, C);  // x += fc2(silu(fc1))
+    if (!again) dev.matmul_forward(x_next, y.act, w.mlp_fc2, y.x_mid, N, M, C);  // x += fc2(silu(fc1))
 }
 
 // Forward through all layers for positions first .. first+queries-1 of B sequences, whose tokens [B, queries] are in a.tokens. Training and
@@ -1040,7 +1048,7 @@ double classify(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, 
 }
 
 // Adds the gradient of everything below the head to the model's gradients, from a.dnormed. Each step names the forward line
-// it differentiates. ready(offset), where given, is told that the gradients from that place of the flat array on are final.
+// it differentiates. ready(offset), if given, is called when all gradients from that place of the flat array on are final.
 template <class Dev>
 void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(size_t)>& ready = nullptr) {
     using real = typename Dev::real;
@@ -1059,8 +1067,8 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
         const auto& dw = model.dw.layer[i];
         const auto h = a.heads(y);
 
-        // What was not kept; at level 2 all of it, with the forward pass's own lines.
-        if (a.recompute == 2) forward_layer(model, a, i, s);
+        // What was not kept; at level 2 with the forward pass's own lines.
+        if (a.recompute == 2) forward_layer(model, a, i, s, true);
         if (a.recompute == 1) {
             dev.rmsnorm_forward(y.attn_normed, y.attn_rstd, y.x, w.attn_norm, N, C);
             dev.combine_forward(y.attn, y.o, y.gate, s);
@@ -1085,8 +1093,9 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
         // attn = sum of gate * branch; the branches
         dev.attention_backward_rows(a.row_dot, a.lse_gated, a.dgate, a.dattn, y.o, y.gate, y.lse, s);
         auto branch_backward = [&](Branch branch, real* dk, real* dv, const real* k, const real* v) {
-            dev.attention_backward(branch, a.dq, branch != WIN, dk, dv, a.dattn, y.q, k, v, a.row_dot + branch * rows,
-                                   a.lse_gated + branch * rows, y.selection, s);
+            const size_t at = size_t(s.branch_slot(branch)) * rows;
+            dev.attention_backward(branch, a.dq, branch != WIN, dk, dv, a.dattn, y.q, k, v, a.row_dot + at, a.lse_gated + at, y.selection,
+                                   s);
         };
         // The window's comes first: every query has keys there, and what it writes to dq the others add to.
         branch_backward(WIN, d.kv[K_WIN], d.kv[V_WIN], h.kv[K_WIN], h.kv[V_WIN]);
@@ -1145,7 +1154,7 @@ void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = null
 template <class Dev>
 void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = nullptr) {
     const Config& c = model.config;
-    HyperAdamW h{lr, c.beta1, c.beta2, c.adam_eps, 0.0, step, 1.0, uint64_t(c.seed), 0};
+    HyperAdamW h{lr, c.beta1, c.beta2, c.adam_eps, 0.0, step, uint64_t(c.seed), 0};
     h.squares = model.results + 1, h.grad_clip = c.grad_clip;
     model.dev.set_step(h);
     model.dev.run(model.update_sequence, [&] {
@@ -1212,7 +1221,14 @@ template <class Dev>
 void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t count, const Config& c,
               const std::function<void(int32_t)>& emit) {
     Dev& dev = model.dev;
-    Activations<Dev> a(dev, model.config, 1, int64_t(prompt.size()) + count, INFERENCE);
+    const int64_t prompted = int64_t(prompt.size());
+    const double needed = Activations<Dev>::bytes_needed(dev, model.config, 1, prompted + count, INFERENCE, prompted),
+                 available = dev.available_bytes();
+    if (needed > available)
+        fail("a sample of %lld tokens after a prompt of %lld needs %.0f MiB, most of them for keys and values; %.0f MiB are available: ask "
+             "for fewer",
+             (long long)count, (long long)prompted, needed / (1 << 20), available / (1 << 20));
+    Activations<Dev> a(dev, model.config, 1, prompted + count, INFERENCE, prompted);
     std::vector<int32_t> next = prompt;
     std::vector<float> logits(static_cast<size_t>(a.V));
     int position = 0;
@@ -1223,6 +1239,8 @@ void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t cou
         position += int(next.size());
         dev.matmul_forward(a.logits, a.normed + (next.size() - 1) * size_t(a.C), model.w.embed, nullptr, 1, int(a.C), int(a.Vp));
         dev.to_host(logits.data(), a.logits, logits.size());
+        for (const float x : logits)
+            if (!std::isfinite(x)) fail("sample: the model's logits at position %d are not finite: its weights are no use", position);
         next = {choose_token(logits, c.temperature, c.top_k, c.top_p,
                              random_uniform(uint64_t(c.seed), random_stream(RANDOM_SAMPLE), uint64_t(position)))};
         emit(next[0]);
@@ -1334,10 +1352,11 @@ std::vector<TensorView> views_of(const Model<Dev>& model, const T* flat, const s
     return views;
 }
 
-// The fp32 weights. Sharded master copies are put together over the ranks: all of them call this.
+// The fp32 weights, on rank 0; none elsewhere. Sharded master copies are put together over the ranks: all of them call this.
 template <class Dev>
 std::vector<TensorView> views_of_weights(const Model<Dev>& model, const World& world, std::vector<std::vector<float>>& buffers, bool copy) {
-    if (!model.sharded || !Dev::has_master) return views_of(model, model.master, "", buffers, copy);
+    if (!model.sharded || !Dev::has_master)
+        return world.rank == 0 ? views_of(model, model.master, "", buffers, copy) : std::vector<TensorView>();
     std::vector<TensorView> views;
     for (const TensorSpec& t : model.table.specs) {
         std::vector<float> whole(t.size);
@@ -1378,8 +1397,7 @@ struct Snapshot {
 template <class Dev>
 Snapshot take_snapshot(const Model<Dev>& model, const World& world, bool copy) {
     Snapshot s;
-    s.weights = views_of_weights(model, world, s.buffers, copy && world.rank == 0);
-    if (world.rank != 0) s.weights.clear();
+    s.weights = views_of_weights(model, world, s.buffers, copy);
     add_moments(s.moments, model, model.m, "m", s.buffers, copy);
     add_moments(s.moments, model, model.v, "v", s.buffers, copy);
     return s;
@@ -1494,8 +1512,8 @@ void read_moments(Model<Dev>& model, const Manifest& manifest, const std::string
              expected);
 }
 
-// The newest checkpoint of a run's folder that is whole; what is wrong with newer ones
-// is told. "" where there is none; but if all there are are damaged, that is an error.
+// The newest intact checkpoint in a run's folder; warns about newer ones that are damaged. Returns ""
+// if there are no checkpoints, and fails if all of them are damaged.
 static std::string newest_checkpoint(const std::string& run) {
     std::vector<std::string> damages;
     const std::string newest = newest_intact_checkpoint(run, [&](const std::string& text) { damages.push_back(text); });
@@ -1807,8 +1825,8 @@ static void require_same_model(const Config& c, const std::string& checkpoint) {
 }
 
 // One micro-step: adds its losses to model.results and its gradients to model.dw. Only tokens and targets [B, T]
-// differ from one to the next; they go to the engine beforehand, so that the rest can be replayed. with_backward:
-// false leaves the backward pass to the caller. last: of its step, whose losses are then complete.
+// differ from one to the next; they go to the engine beforehand, so that the rest can be replayed. Without with_backward
+// the caller runs backward(). last: the optimiser step's last micro-step, after which its sum of losses is complete.
 template <class Dev>
 void micro_step(Model<Dev>& model, Activations<Dev>& a, const int32_t* inputs, const int32_t* targets, bool last, bool with_backward) {
     Dev& dev = model.dev;
@@ -1825,8 +1843,8 @@ void micro_step(Model<Dev>& model, Activations<Dev>& a, const int32_t* inputs, c
 }
 
 // One sample after the other, forward and backward, and their gradients added in a tree that depends on nothing
-// but the number of samples: those of first, first + stride, ... (`count` of them) are the sum of every second
-// one's, plus the sum of the others'. With a power of two of ranks the samples of a rank are such a set, and
+// but the number of samples: the sum over samples first, first + stride, ... (`count` of them) is the sum over
+// the even ones plus the sum over the odd ones, and so on down. With a power of two of ranks the samples of a rank are such a set, and
 // Reducer adds the ranks' sums as the tree goes on: the same bits for any of these numbers of ranks.
 // The result is in the buffer of this level: 0 is model.grads.
 template <class Dev>
@@ -1957,19 +1975,31 @@ void print_run(const Dev& dev, const Config& c, const TensorTable& table, const 
 template <class Dev>
 void require_memory(Dev& dev, const Config& c, const World& world) {
     const int sharers = Dev::on_host ? world.local_size : 1;  // ranks that share this memory
-    const double available = double(dev.available_bytes()) / sharers / (1 << 20), fixed = Model<Dev>::flat_bytes(c, world.size) / (1 << 20);
-    auto needed = [&](int64_t batch) {
-        return fixed + double(Activations<Dev>::bytes_needed(dev, c, batch, c.seq_len, TRAINING)) / (1 << 20);
+    const double available = dev.available_bytes() / sharers / (1 << 20), fixed = Model<Dev>::flat_bytes(c, world.size) / (1 << 20);
+    auto needed = [&](int64_t batch, int64_t recompute) {
+        Config other = c;
+        other.recompute = recompute;
+        return fixed + Activations<Dev>::bytes_needed(dev, other, batch, c.seq_len, TRAINING) / (1 << 20);
     };
-    if (needed(c.batch) <= available) return;
-    int64_t fits = c.batch;
-    while (fits > 1 && needed(fits) > available) fits /= 2;
+    if (needed(c.batch, c.recompute) <= available) return;
+    std::string advice;
+    const auto propose = [&](const std::string& text) { advice += (advice.empty() ? "" : ", or ") + text; };
+    const int64_t samples = c.total_batch / c.seq_len / world.size;  // of a rank and step, which micro-batches divide
+    const auto largest_batch = [&](int64_t recompute) {
+        int64_t batch = c.batch - 1;
+        while (batch > 0 && (samples % batch || needed(batch, recompute) > available)) batch--;
+        return batch;
+    };
+    for (int64_t level = c.recompute + 1; level <= 2 && advice.empty(); level++)
+        if (needed(c.batch, level) <= available) propose(format_text("--recompute %lld", (long long)level));
+    if (const int64_t batch = largest_batch(c.recompute)) propose(format_text("--batch %lld", (long long)batch));
+    if (advice.empty() && c.recompute < 2)
+        if (const int64_t batch = largest_batch(2)) propose(format_text("--batch %lld with --recompute 2", (long long)batch));
     fail(
         "--batch %lld and --seq-len %lld need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and moments; %.0f MiB are "
-        "available: choose %s or --recompute %lld",
-        (long long)c.batch, (long long)c.seq_len, needed(c.batch), fixed, available,
-        fits < c.batch && needed(fits) <= available ? format_text("--batch %lld", (long long)fits).c_str() : "a smaller --seq-len or model",
-        (long long)std::min<int64_t>(c.recompute + 1, 2));
+        "available: choose %s",
+        (long long)c.batch, (long long)c.seq_len, needed(c.batch, c.recompute), fixed, available,
+        advice.empty() ? "a smaller --seq-len or model" : advice.c_str());
 }
 
 // The activations' table: name, shape, buffers, MiB; what is below 4 % of the whole is summed up in one line.
@@ -2362,10 +2392,11 @@ struct Run {
         return world.size > 1 ? world.gather(chosen)[0] : chosen;
     }
 
-    // What differs from the run that wrote the checkpoint, as far as it may.
+    // What differs from the run that wrote the checkpoint, as far as it may, and what that does to the learning rate.
     void print_changed_options(const std::string& checkpoint) {
         const Manifest manifest = read_manifest(checkpoint);
         const Json& then = manifest.state.get("options", manifest.path);
+        Config before = config;
         for (const Option& o : option_table()) {
             const Json* old = then.find(underscored(o.name));
             if (!old || !(o.verbs & TRAIN) || !std::strcmp(o.name, "out") || !std::strcmp(o.name, "threads")) continue;
@@ -2373,10 +2404,17 @@ struct Run {
                               : o.integer               ? old->integer_value == config.*o.integer
                               : o.real                  ? old->number_value == config.*o.real
                                                         : true;
-            if (!same)
-                std::printf("resume: --%s is %s, was %s\n", o.name, value_text(config, o).c_str(),
-                            old->kind == Json::String ? old->text.c_str() : format_text("%.15g", old->number_value).c_str());
+            if (same) continue;
+            std::printf("resume: --%s is %s, was %s\n", o.name, value_text(config, o).c_str(),
+                        old->kind == Json::String ? old->text.c_str() : format_text("%.15g", old->number_value).c_str());
+            if (o.integer) before.*o.integer = old->integer_value;
+            else if (o.real) before.*o.real = old->number_value;
+            else if (o.text) before.*o.text = old->text;
         }
+        const int64_t next = state.step + 1;
+        const double is = learning_rate(config, next), was = learning_rate(before, next);
+        if (is != was)
+            std::printf("resume: the learning rate of step %lld is %.2e, by the earlier options %.2e\n", (long long)next, is, was);
     }
 
     // Returns the program's exit status.
@@ -2448,20 +2486,24 @@ struct Run {
                     peak > 0 ? format_text(", MFU %.1f %% of %.1f TFLOP/s", 100 * rate / peak, peak * 1e-12).c_str() : "");
     }
 
-    // Which kernels a GPU takes for the selected branch; at the end, what the selections of the last step made of it.
+    // Which kernels a GPU takes for the selected branch; at the end, what the selection of the last forward or backward pass made of it.
     void print_selected_kernels() {
         if constexpr (!Dev::on_host)
             if (world.rank == 0) std::printf("        %s\n", dev.describe_selected(activations->shape).c_str());
     }
 
+    // Is there memory on the host for a copy of this rank's share of a checkpoint? On a CPU the activations are allocated by now, but
+    // their pages are the system's until they are written. From a GPU a checkpoint always passes through such a copy.
     void decide_how_to_save() {
         const double copy = double(model.table.total) * (8.0 / world.size + (world.rank == 0 ? 4 : 0)),
-                     available = double(Cpu<float>().available_bytes()) / world.local_size;
+                     available = Cpu<float>().available_bytes() / world.local_size - (Dev::on_host ? double(activations->bytes) : 0);
         std::vector<double> short_of = {copy > 0.8 * available ? 1.0 : 0.0};
         world.sum(short_of.data(), 1);
         saves_in_background = short_of[0] == 0;
         if (world.rank == 0 && config.save_every && !saves_in_background)
-            std::printf("        checkpoints hold up the training: there is no memory for a copy of %.0f MiB to write in the background\n",
+            std::printf(Dev::on_host
+                            ? "        checkpoints hold up the training: there is no memory for a copy of %.0f MiB to write in the background\n"
+                            : "        checkpoints may fail: the host has no memory to spare for a copy of %.0f MiB\n",
                         copy / (1 << 20));
     }
 
@@ -2472,14 +2514,16 @@ struct Run {
                 complain(
                     format_text("cannot remove %s/halt: %s; the next run will stop at once", config.out.c_str(), std::strerror(errno)));
             std::sort(speed.begin(), speed.end());
-            std::printf("done:   %lld steps in %s, median %.0f tokens/s, peak memory %s%.0f MiB%s\n", (long long)state.step,
-                        duration_text(seconds_now() - begun).c_str(), speed.empty() ? 0.0 : speed[speed.size() / 2],
+            std::printf("done:   %lld step%s in %s, median %.0f tokens/s, peak memory %s%.0f MiB%s\n", (long long)(state.step - first_step),
+                        state.step - first_step == 1 ? "" : "s", duration_text(seconds_now() - begun).c_str(), speed.empty() ? 0.0 : speed[speed.size() / 2],
                         Dev::on_host ? "" : format_text("%.0f MiB on the GPU, of the host ", peak_device_mib(dev)).c_str(),
                         peak_memory_mib(), world.size > 1 ? " on rank 0" : "");
             if (!speed.empty()) print_flops(speed[speed.size() / 2]);
-            if (reducer && !speed.empty())
+            if (reducer) reducer->read_clocks();
+            if (reducer && reducer->times.steps)
                 std::printf("ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n",
-                            reducer->times.total * 1e3 / double(speed.size()), reducer->times.exposed * 1e3 / double(speed.size()));
+                            reducer->times.total * 1e3 / double(reducer->times.steps),
+                            reducer->times.exposed * 1e3 / double(reducer->times.steps));
             print_selected_kernels();
             if (!saved)
                 fail("the last checkpoint could not be written: what was learnt since %s is lost; make room and run again with --resume",
@@ -2541,9 +2585,8 @@ static int print_error(const World* world, int status, const char* text) {
     if (world) world->abort(status);
     return status;
 }
-// The status of work(), or of its error, which ends the program here. Of several ranks none may
-// take down alone what they share, as it would on the way to main(): ncclCommDestroy waits for
-// the other ranks, cudaFree for a reduction that they do not join, and they wait for this rank.
+// The status of work(), or of its error, which ends the program here. With several ranks it must not unwind to main():
+// ncclCommDestroy would wait for the other ranks, cudaFree for a reduction that they do not join, and they wait for us.
 template <class Work>
 int telling_errors(const World* world, Work work) {
     try {
@@ -2578,7 +2621,7 @@ void with_engine(const Device& device, World& world, Use use) {
 static int run_train(Config& c, const std::set<std::string>& given, World& world) {
     apply_preset(c, given);
     validate_model(c, "options");
-    // from the start on a rank that falls silent is told; standing still is judged when the phases begin
+    // A rank that falls silent is noticed from here on; standing still is judged once progress() has been called.
     if (world.size > 1) world.channel().watch(c.stall_timeout);
     const Device device = choose_device(c, world);
     resolve_batch(c, given, world, device.gpu);
@@ -2602,6 +2645,7 @@ static int run_train(Config& c, const std::set<std::string>& given, World& world
             dev.use_graphs = c.cuda_graph;
         }
 #endif
+        dev.check_shape(shape_of(c, c.batch, c.seq_len));
         require_memory(dev, c, world);
         Run<std::decay_t<decltype(dev)>> run(dev, c, world);
         const auto train = [&] { return run.train(given, device); };
@@ -2649,7 +2693,13 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
     with_engine(choose_device(c, world), world, [&](auto& dev) {
         Model model(dev, c, false);
         read_parameters(model, weights);
-        Activations<std::decay_t<decltype(dev)>> a(dev, c, c.batch, c.seq_len, INFERENCE);
+        using Engine = std::decay_t<decltype(dev)>;
+        const double needed = Activations<Engine>::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
+                     available = dev.available_bytes() / (Engine::on_host ? world.local_size : 1);
+        if (needed > available)
+            fail("eval: --batch %lld with sequences of %lld needs %.0f MiB per rank; %.0f MiB are available: choose a smaller --batch",
+                 (long long)c.batch, (long long)c.seq_len, needed / (1 << 20), available / (1 << 20));
+        Activations<Engine> a(dev, c, c.batch, c.seq_len, INFERENCE);
         r = evaluate(model, a, loader, samples, world, tokenizer.get());
     });
     if (world.rank != 0) return;
@@ -2661,7 +2711,7 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
 }
 
 // A small model in fp64: per tensor a random direction, central differences of the loss against the backward pass. Returns the worst
-// difference relative to the gradient's root mean square. A step of 1e-5 leaves rounding of about 1e-8 and less truncation.
+// difference relative to the gradient's L2 norm. A step of 1e-5 leaves rounding of about 1e-8 and less truncation.
 static double gradient_self_test() {
     const char* arguments[] = {"train_nsa", "--init",      "random", "--layers",    "2",  "--dim",        "24", "--heads",
                                "4",         "--head-dim",  "6",      "--seq-len",   "70", "--phi-hidden", "5",  "--mlp-hidden",
@@ -2741,7 +2791,7 @@ static int run_check(const Config& c, World& world) {
 #else
     std::printf("%s oneDNN       not in this build: the GEMMs are our own\n", yes(false));
 #endif
-    std::printf("  memory       %.0f MiB available\n", double(Cpu<float>().available_bytes()) / (1 << 20));
+    std::printf("  memory       %.0f MiB available\n", Cpu<float>().available_bytes() / (1 << 20));
     bool good = true;
     const std::vector<std::string> shards = glob_files("data/*_train_*.bin");
     std::printf("%s data         %s\n", yes(!shards.empty()),

@@ -1,5 +1,6 @@
 // util.h: what every other file leans on. UTF-8, errors that end in one line, the counter-based random numbers, files and globs.
 #pragma once
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cmath>
@@ -8,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -226,6 +228,33 @@ inline std::string read_file(const std::string& path) {
     if (!in.read(&bytes[0], std::streamsize(bytes.size())))
         fail("cannot read %zu bytes of %s: %s", bytes.size(), path.c_str(), std::strerror(errno));
     return bytes;
+}
+
+// What the control groups of this process (cgroup v2: the limits of a container, of a Slurm job) leave of the machine: bytes of memory
+// that it can still have, file pages that the kernel would give back included, and processors. Infinity where nothing is limited.
+struct ResourceLimits {
+    double bytes = std::numeric_limits<double>::infinity(), processors = std::numeric_limits<double>::infinity();
+};
+inline ResourceLimits cgroup_limits(const std::string& root = "/sys/fs/cgroup", const std::string& own_group = "/proc/self/cgroup") {
+    ResourceLimits limits;
+    std::ifstream groups(own_group);
+    std::string group;
+    while (std::getline(groups, group) && group.compare(0, 3, "0::")) group.clear();
+    if (group.size() < 3) return limits;
+    for (group.erase(0, 3);; group.erase(group.rfind('/'))) {  // the group and all above it
+        if (group == "/") group.clear();
+        const std::string folder = root + group;
+        double most, current, quota, period;
+        if (std::ifstream(folder + "/memory.max") >> most && std::ifstream(folder + "/memory.current") >> current) {
+            std::ifstream statistics(folder + "/memory.stat");
+            std::string key;
+            for (double value; statistics >> key >> value;)
+                if (key == "active_file" || key == "inactive_file") current -= value;
+            limits.bytes = std::min(limits.bytes, std::max(0.0, most - current));
+        }
+        if (std::ifstream(folder + "/cpu.max") >> quota >> period) limits.processors = std::min(limits.processors, quota / period);
+        if (group.empty()) return limits;
+    }
 }
 
 // The files that match a shell pattern, sorted by name. An empty answer is the caller's error to word.

@@ -6,7 +6,7 @@
 //   - a rank is silent, its watchdog too (stopped, swapped out, cut off): rank 0 says so; rank 1 if the silent one is rank 0;
 //   - all ranks wait for each other: rank 0 says so;
 //   - a rank failed and has printed its error: the others end with the same status, without a word.
-// A slow step that makes progress and a rank that waits for a slow one are never taken for a stall.
+// A slow step that makes progress, a slow network over which buckets still arrive, and a rank that waits for a slow one are no stall.
 #pragma once
 #include <algorithm>
 #include <atomic>

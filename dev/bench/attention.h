@@ -181,11 +181,12 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
         auto k = [&](AttentionSet& x) { return b == CMP ? x.compressed : x.key(b == SLC ? K_SLC : K_WIN); };
         auto dk = [&](AttentionSet& x) { return b == CMP ? x.dcompressed : x.dkey(b == SLC ? K_SLC : K_WIN); };
         const size_t v = b == CMP ? kc : s.key_rows() * D;
+        const size_t at = size_t(shape.branch_slot(b)) * n;
         row.us[0] = time([&](AttentionSet& x) {
-            dev.Cuda::attention_forward(b, x.o + b * n * D, x.lse + b * n, x.q, k(x), k(x) + v, selected(x), shape);
+            dev.Cuda::attention_forward(b, x.o + at * D, x.lse + at, x.q, k(x), k(x) + v, selected(x), shape);
         });
         row.us[1] = time([&](AttentionSet& x) {
-            dev.Cuda::attention_backward(b, x.dq, b != WIN, dk(x), dk(x) + v, x.dout, x.q, k(x), k(x) + v, x.row_dot + b * n, x.lse + b * n,
+            dev.Cuda::attention_backward(b, x.dq, b != WIN, dk(x), dk(x) + v, x.dout, x.q, k(x), k(x) + v, x.row_dot + at, x.lse + at,
                                          selected(x), shape);
         });
     };

@@ -7,7 +7,7 @@
 //   level 3   the selected branch for long sequences: a block of keys is visited only by the rows that chose it, gathered by ldmatrix's addresses per lane.
 //
 // What a rung buys is printed as measured; on a machine without a GPU there is nothing
-// to measure, and the two are only compared (test_nsa does that in emulation).
+// to measure, and the rungs are only compared (test_nsa does that in emulation).
 #pragma once
 #include "../../nsa_kernels.cuh"
 

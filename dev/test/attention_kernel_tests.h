@@ -567,5 +567,16 @@ TEST(attention_kernels_refuse) {
     CHECK_FAILS(2, "shared memory", select_blocks(nullptr, nullptr, none, none, nullptr, s, nullptr));
     s = shape(0, 3), s.queries = 0;
     forward(WIN, s);  // nothing to do
+    // All of that at once, before a run begins.
+    s = shape(64, 3);
+    check_shape(s);
+    s.slc_block = 24;
+    CHECK_FAILS(2, "selection blocks of 24 tokens", check_shape(s));
+    s.full = true;  // has none
+    check_shape(s);
+    s.D = 48;
+    CHECK_FAILS(2, "head dimension of 48", check_shape(s));
+    s = shape(1 << 20, 1), s.slc_block = 16;
+    CHECK_FAILS(2, "1048576 tokens in selection blocks of 16", check_shape(s));
 }
 #endif

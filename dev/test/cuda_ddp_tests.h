@@ -121,7 +121,11 @@ struct TwoRanks {
             }
             receive(steps);
             same = same && reducer.error().empty();
-            if (eager && !c.deterministic) same = same && reducer.times.total >= reducer.times.exposed && reducer.times.total > 0;
+            if (eager) {
+                CUDA_CHECK(cudaDeviceSynchronize());
+                reducer.read_clocks();
+                same = same && reducer.times.steps == steps && reducer.times.total >= reducer.times.exposed && reducer.times.total > 0;
+            }
         }
         std::vector<Cuda::real> params(p.elements);
         dev.copy(params.data(), static_cast<const Cuda::real*>(model.params), p.elements);

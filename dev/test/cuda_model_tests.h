@@ -556,7 +556,7 @@ TEST(cuda_graph_refuses_what_cannot_be_repeated) {
     CHECK_FAILS(1, "Cuda::send is no part of a sequence that repeats", second_run([&] { dev.send(sum, 1), dev.receive(); }));
     int64_t step = 0;  // another step at every run, without set_step() before
     CHECK_FAILS(1, "an upload is no part", second_run([&] {
-                    dev.adamw(reinterpret_cast<Cuda::real*>(x), x, x, x, x, 1, HyperAdamW{1e-3, 0.9, 0.95, 1e-8, 0.1, ++step, 1, 7, 0});
+                    dev.adamw(reinterpret_cast<Cuda::real*>(x), x, x, x, x, 1, HyperAdamW{1e-3, 0.9, 0.95, 1e-8, 0.1, ++step, 7, 0});
                 }));
     dev.copy(found, (const int32_t*)device_tokens, 4);
     CHECK(std::memcmp(found, tokens, sizeof found) == 0);

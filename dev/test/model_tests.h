@@ -320,6 +320,61 @@ TEST(logits_in_chunks_are_logits_at_once) {
     }
 }
 
+// A run that does not fit says what would, and that then fits: a level of --recompute, the largest micro-batch that divides the step, or both.
+struct SmallCpu : Cpu<float> {
+    double available = 0;
+    double available_bytes() const { return available; }
+};
+TEST(what_does_not_fit_is_refused_with_what_would) {
+    SmallCpu dev;
+    const World world;
+    const auto needed = [&](int batch, int recompute) {
+        const Config c = config_of(format_text("--model tiny --recompute %d", recompute));
+        return Model<SmallCpu>::flat_bytes(c, 1) + Activations<SmallCpu>::bytes_needed(dev, c, batch, c.seq_len, TRAINING);
+    };
+    const auto refusal = [&](double available, const std::string& options) -> std::string {
+        dev.available = available;
+        try {
+            require_memory(dev, config_of("--model tiny --total-batch 4096 " + options), world);
+        } catch (const Error& e) {
+            return e.what();
+        }
+        return "";
+    };
+    CHECK_EQUAL(refusal(needed(8, 0), "--batch 8"), "");
+    const auto advice = [&](double available, const std::string& options) {
+        const std::string text = refusal(available, options);
+        const size_t at = text.find("choose ");
+        return at == std::string::npos ? text : text.substr(at + 7);
+    };
+    CHECK_EQUAL(advice(needed(8, 1), "--batch 8"), "--recompute 1, or --batch 4");  // 4096 tokens a step are 8 samples
+    CHECK_EQUAL(advice(needed(8, 2), "--batch 8"), "--recompute 2, or --batch 4");
+    CHECK_EQUAL(advice(needed(8, 2), "--batch 8 --recompute 1"), "--recompute 2, or --batch 4");
+    CHECK_EQUAL(advice(needed(4, 2), "--batch 8 --recompute 2"), "--batch 4");
+    CHECK_EQUAL(advice(needed(1, 2), "--batch 8"), "--batch 1 with --recompute 2");
+    CHECK_EQUAL(advice(needed(1, 2) - 1, "--batch 8"), "a smaller --seq-len or model");
+    // 14 samples a step: 7, not 6
+    CHECK_EQUAL(advice(needed(7, 2), "--batch 14 --total-batch 7168 --recompute 2"), "--batch 7");
+}
+
+TEST(samples_that_cannot_be_made_are_refused) {
+    SmallCpu dev;
+    const Config c = config_of("--model tiny");
+    Model<SmallCpu> model(dev, c, false);
+    model.initialise();
+    int emitted = 0;
+    const auto sample = [&](int count) { generate(model, {256 - 1, 10, 20}, count, c, [&](int32_t) { emitted++; }); };
+    // Three positions at once, and keys and values for all.
+    dev.available = Activations<SmallCpu>::bytes_needed(dev, c, 1, 103, INFERENCE, 3);
+    sample(100);
+    CHECK_EQUAL(emitted, 100);
+    CHECK_FAILS(1, "101 tokens after a prompt of 3", sample(101));
+    CHECK(dev.available < 0.25 * Activations<SmallCpu>::bytes_needed(dev, c, 1, 103, INFERENCE));
+    model.params[model.w.norm - model.params] = std::nanf("");
+    CHECK_FAILS(1, "not finite", sample(1));
+    CHECK_EQUAL(emitted, 100);
+}
+
 TEST(memory_is_linear_in_sequence_length) {
     Cpu<float> dev;
     const Config c = config_of("--model tiny");

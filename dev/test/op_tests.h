@@ -453,17 +453,17 @@ void check_optimiser() {
     }
     const size_t count = 1003;
     for (int step : {1, 2, 10, 1000}) {
-        const double decay = step == 2 ? 0 : 0.1, grad_scale = step == 1 ? 1 : 0.37;
+        const double decay = step == 2 ? 0 : 0.1, clip = step == 1 ? 1 : 0.37, squares = 16;  // a norm of 4, clipped to 4 or 1.48
         Buffer<real> param(count, "param"), m(count, "m"), v(count, "v"), grad(count, "grad");
         param.fill(random), m.fill(random, step == 1 ? 0 : 0.1), v.fill(random, step == 1 ? 0 : 0.1), grad.fill(random);
         for (size_t i = 0; i < count; i++) v[i] *= v[i];  // a second moment is not negative
         grad[3] = 0, grad[4] = real(1e-6), grad[5] = real(1e4);
         oracle::Numbers<real> expected_param, expected_m, expected_v;
         for (size_t i = 0; i < count; i++) {
-            const oracle::Adam<real> after = oracle::adamw(param[i], m[i], v[i], grad[i], 1e-2, 0.9, 0.95, 1e-8, decay, step, grad_scale);
+            const oracle::Adam<real> after = oracle::adamw(param[i], m[i], v[i], grad[i], 1e-2, 0.9, 0.95, 1e-8, decay, step, clip);
             expected_param.push_back(after.param), expected_m.push_back(after.m), expected_v.push_back(after.v);
         }
-        cpu.adamw(param, nullptr, m, v, grad, count, HyperAdamW{1e-2, 0.9, 0.95, 1e-8, decay, step, grad_scale, 0, 0});
+        cpu.adamw(param, nullptr, m, v, grad, count, HyperAdamW{1e-2, 0.9, 0.95, 1e-8, decay, step, 0, 0, &squares, 4 * clip});
         CHECK_ARRAY(param, expected_param);
         CHECK_ARRAY(m, expected_m);
         CHECK_ARRAY(v, expected_v);
@@ -772,7 +772,8 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
         for (size_t i = 0; i < in.gate.size(); i += 3) in.gate[i] = i % 2 ? real(1) : real(std::exp(-87.0));
     const size_t rows = s.query_rows(), values = rows * s.D;
     const std::vector<Branch> branches = s.full ? std::vector<Branch>{WIN} : std::vector<Branch>{CMP, SLC, WIN};
-    Buffer<real> o(3 * values, "o"), lse(3 * rows, "lse"), out(in.dout.size(), "out");
+    const size_t count = branches.size();
+    Buffer<real> o(count * values, "o"), lse(count * rows, "lse"), out(in.dout.size(), "out");
     Buffer<uint32_t> selection(s.full ? 0 : size_t(s.B) * s.G * s.queries * oracle::selection_words(s), "selection");
     const oracle::Numbers<real> q = oracle::numbers(in.q);
     std::vector<oracle::Numbers<real>> k, v;
@@ -792,8 +793,9 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
         const oracle::Attended<real> expected = oracle::attention(branch, q, k[branch], v[branch], selection.data(), s, bf16);
         CHECK_ARRAY(branch_out, expected.out, s.B, s.H, s.queries, s.D);
         CHECK_ARRAY(branch_lse, expected.lse, s.B, s.H, s.queries);
-        std::copy_n(branch_out.data(), values, o + branch * values);
-        std::copy_n(branch_lse.data(), rows, lse + branch * rows);
+        const size_t at = s.full ? 0 : branch;  // full attention has one branch
+        std::copy_n(branch_out.data(), values, o + at * values);
+        std::copy_n(branch_lse.data(), rows, lse + at * rows);
         for (int b = 0; b < s.B; b++)
             for (int head = 0; head < s.H; head++)
                 for (int j = 0; j < s.queries; j++) {
@@ -807,7 +809,8 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
     CHECK_ARRAY(out, oracle::numbers(combined), s.B, s.queries, s.H, s.D);
     if (s.first != 0 || s.queries != s.T) return;
 
-    Buffer<real> row_dot(3 * rows, "row_dot"), lse_gated(3 * rows, "lse_gated"), dz(s.full ? 0 : 3 * rows, "dgate_logit"), dq(values, "dq");
+    Buffer<real> row_dot(count * rows, "row_dot"), lse_gated(count * rows, "lse_gated"), dz(s.full ? 0 : 3 * rows, "dgate_logit"),
+        dq(values, "dq");
     dq.fill(random);  // accumulates over the branches
     std::vector<oracle::Sum<real>> dq_sums(values);
     for (size_t i = 0; i < values; i++) dq_sums[i].add(Num(dq[i]));
@@ -816,10 +819,11 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
     for (Branch branch : branches) {
         Buffer<real> dk(in.k[branch].size(), "dk"), dv(in.v[branch].size(), "dv");
         Buffer<real> only_dq(values, "dq, written");
-        cpu.attention_backward(branch, only_dq, false, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows,
-                               lse_gated + branch * rows, selection, s);
-        cpu.attention_backward(branch, dq, true, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows,
-                               lse_gated + branch * rows, selection, s);
+        const size_t at = s.full ? 0 : branch * rows;
+        cpu.attention_backward(branch, only_dq, false, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + at, lse_gated + at,
+                               selection, s);
+        cpu.attention_backward(branch, dq, true, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + at, lse_gated + at,
+                               selection, s);
         const oracle::AttentionGradients<real> d = oracle::attention_backward(
             branch, q, k[branch], v[branch], s.full ? nullptr : in.gate + branch * rows, in.dout.data(), selection.data(), s, bf16);
         CHECK_ARRAY(dk, oracle::numbers(d.dk), s.B, s.G, oracle::key_rows(branch, s), s.D);
@@ -1322,10 +1326,10 @@ TEST(op_gradient_attention) {
             Random random(270);
             Cpu<double> cpu;
             AttentionInputs<double> in(s, random);
-            const size_t rows = s.query_rows(), values = rows * s.D;
-            Buffer<double> z(full ? 0 : 3 * rows, "z"), o(3 * values, "o"), lse(3 * rows, "lse"), out(values, "out"), dz(z.size(), "dz"),
-                dq(values, "dq");
-            Buffer<double> row_dot(3 * rows, "row_dot"), lse_gated(3 * rows, "lse_gated");
+            const size_t rows = s.query_rows(), values = rows * s.D, count = full ? 1 : 3;
+            Buffer<double> z(full ? 0 : 3 * rows, "z"), o(count * values, "o"), lse(count * rows, "lse"), out(values, "out"),
+                dz(z.size(), "dz"), dq(values, "dq");
+            Buffer<double> row_dot(count * rows, "row_dot"), lse_gated(count * rows, "lse_gated");
             Buffer<uint32_t> selection(full ? 0 : size_t(s.B) * s.G * s.T * s.selection_words(), "selection");
             z.fill(random);
             const std::vector<Branch> branches = full ? std::vector<Branch>{WIN} : std::vector<Branch>{CMP, SLC, WIN};
@@ -1335,8 +1339,10 @@ TEST(op_gradient_attention) {
             }
             auto loss = [&] {
                 for (size_t i = 0; i < z.size(); i++) in.gate[i] = 1 / (1 + std::exp(-z[i]));
-                for (Branch branch : branches)
-                    cpu.attention_forward(branch, o + branch * values, lse + branch * rows, in.q, in.k[branch], in.v[branch], selection, s);
+                for (Branch branch : branches) {
+                    const size_t at = full ? 0 : branch;
+                    cpu.attention_forward(branch, o + at * values, lse + at * rows, in.q, in.k[branch], in.v[branch], selection, s);
+                }
                 cpu.combine_forward(out, o, full ? nullptr : in.gate.data(), s);
                 return weigh(out.data(), in.dout, out.size());
             };
@@ -1345,8 +1351,9 @@ TEST(op_gradient_attention) {
             cpu.attention_backward_rows(row_dot, lse_gated, dz, in.dout, o, full ? nullptr : in.gate.data(), lse, s);
             for (Branch branch : branches) {
                 Buffer<double> dk(in.k[branch].size(), "dk"), dv(in.v[branch].size(), "dv");
-                cpu.attention_backward(branch, dq, true, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + branch * rows,
-                                       lse_gated + branch * rows, selection, s);
+                const size_t at = full ? 0 : branch * rows;
+                cpu.attention_backward(branch, dq, true, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + at, lse_gated + at,
+                                       selection, s);
                 if (dk.size() == 0) continue;  // T < l
                 CHECK_GRADIENT(in.k[branch], dk, loss);
                 CHECK_GRADIENT(in.v[branch], dv, loss);
@@ -1663,7 +1670,7 @@ std::vector<std::vector<real>> run_every_operation() {
     for (size_t i = 0; i < v.size(); i++) v[i] *= v[i];
     const double squares = sum_of_squares(cpu, grad.data(), grad.size());
     results.push_back({real(squares), real((squares - double(real(squares))) * 0x1p30)});  // all bits of the fp64 sum
-    cpu.adamw(param, nullptr, m, v, grad, grad.size(), HyperAdamW{1e-3, 0.9, 0.95, 1e-8, 0.1, 7, 0.5, 0, 0}), keep(param), keep(m), keep(v);
+    cpu.adamw(param, nullptr, m, v, grad, grad.size(), HyperAdamW{1e-3, 0.9, 0.95, 1e-8, 0.1, 7, 0, 0}), keep(param), keep(m), keep(v);
     Buffer<real> zeros(99991);
     cpu.zero(zeros.data(), zeros.size()), keep(zeros);
 

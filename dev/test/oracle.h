@@ -240,16 +240,16 @@ Classified<real> cross_entropy(const real* logits, int target, double dloss, int
     return row;
 }
 
-// One AdamW step of one parameter: decoupled decay, moments divided by 1 - beta^step. Constants are rounded to the engine's format.
+// One AdamW step of one parameter: the gradient times clip, decoupled decay, moments divided by 1 - beta^step. Constants are rounded to the engine's format.
 template <class real>
 struct Adam {
     Number<real> param, m, v;
 };
 template <class real>
 Adam<real> adamw(real param, real m, real v, real grad, double lr, double beta1, double beta2, double eps, double decay, int step,
-                 double grad_scale) {
+                 double clip) {
     auto rounded = [](double x) { return Number<real>(x, std::fabs(x) * Number<real>::u); };
-    const Number<real> one(1), g = Number<real>(grad) * rounded(grad_scale);
+    const Number<real> one(1), g = Number<real>(grad) * rounded(clip);
     Adam<real> after;
     after.m = rounded(beta1) * Number<real>(m) + (one - rounded(beta1)) * g;
     after.v = rounded(beta2) * Number<real>(v) + (one - rounded(beta2)) * g * g;

@@ -36,6 +36,31 @@ TEST(random_normal_is_normal) {
     }
 }
 
+// The tightest of the limits of the group and of those above it; pages of files do not count as used.
+TEST(cgroup_limits_are_the_tightest_of_all_levels) {
+    const TempFolder folder;
+    const auto write = [&](const std::string& name, const std::string& text) {
+        make_folders((folder.path + "/" + name).substr(0, (folder.path + "/" + name).rfind('/')));
+        std::ofstream(folder.path + "/" + name) << text;
+    };
+    const auto limits = [&] { return cgroup_limits(folder.path + "/fs", folder.path + "/own"); };
+    CHECK(std::isinf(limits().bytes) && std::isinf(limits().processors));  // no such file
+    write("own", "4:memory:/v1\n0::/job/step\n");
+    CHECK(std::isinf(limits().bytes) && std::isinf(limits().processors));
+    write("fs/job/step/memory.max", "max\n"), write("fs/job/step/cpu.max", "max 100000\n");
+    CHECK(std::isinf(limits().bytes) && std::isinf(limits().processors));
+    write("fs/job/memory.max", "1000000\n"), write("fs/job/memory.current", "700000\n");
+    CHECK_EQUAL(limits().bytes, 300000.0);
+    write("fs/job/memory.stat", "anon 600000\nfile 100000\ninactive_file 70000\nactive_file 20000\n");
+    CHECK_EQUAL(limits().bytes, 390000.0);
+    write("fs/job/step/cpu.max", "250000 100000\n"), write("fs/cpu.max", "400000 100000\n");
+    CHECK_EQUAL(limits().processors, 2.5);
+    write("fs/memory.max", "100\n"), write("fs/memory.current", "200\n");
+    CHECK_EQUAL(limits().bytes, 0.0);
+    write("own", "0::/\n");  // in a container its own group is the root
+    CHECK_EQUAL(limits().processors, 4.0);
+}
+
 TEST(errors_are_one_line_with_a_status) {
     CHECK_FAILS(2, "--lr", fail_usage("--lr %d is out of range", -1));
     CHECK_FAILS(1, "no_such_file", read_file("/no_such_file"));
