@@ -1,0 +1,557 @@
+// cpu_gemm.h: what struct Cpu (nsa_cpu.h) multiplies matrices with: bf16, a micro-kernel in vector registers, AMX, a blocked GEMM or
+// oneDNN's, and an exponential that vectorises. The CPU's counterpart of cuda_common.cuh: nothing in here knows of the model.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+inline void omp_set_num_threads(int) {}
+inline int omp_get_max_threads() { return 1; }
+inline int omp_get_thread_num() { return 0; }
+#endif
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#ifdef USE_DNNL
+#include <oneapi/dnnl/dnnl.hpp>
+#endif
+
+#include "../data/util.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// bf16: the upper half of a float, rounded to nearest, ties to even. With --cpu-dtype bf16 the inputs of matrix products are rounded to it;
+// their sums, and everything else, stay fp32. Products take bf16 in pairs of neighbours along the summed dimension.
+
+using Bf16 = uint16_t;
+inline Bf16 to_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return Bf16(x == x ? rounded : bits >> 16 | 0x40);  // a NaN stays one
+}
+
+inline float from_bf16(Bf16 x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+struct Bf16Pair { Bf16 first, second; };
+
+// What this build's processor has for them: the dot product of vectors (AVX512_BF16), and, further below, tiles (AMX_BF16).
+#ifdef __AVX512BF16__
+constexpr bool HAVE_BF16 = true;
+#else
+constexpr bool HAVE_BF16 = false;
+#endif
+// ---------------------------------------------------------------------------------------------------------------------
+// The micro-kernel, C[R rows][NV vectors] (+)= A[R][depth] B[depth][NV vectors], with C in registers. GCC's vector extension, so the
+// same lines are AVX-512, AVX2, NEON or SSE. A is read at a + row*a_row + k*a_depth: transposed operands cost nothing.
+// Element is real, or Bf16Pair: then depth counts pairs.
+
+#ifdef __AVX512F__
+constexpr int VECTOR_BYTES = 64, MICRO_VECTORS = 4;  // 6 x 4 accumulators + 4 + 1 of 32 registers
+#elif defined(__AVX__)
+constexpr int VECTOR_BYTES = 32, MICRO_VECTORS = 2;  // 6 x 2 + 2 + 1 of 16
+#else
+constexpr int VECTOR_BYTES = 16, MICRO_VECTORS = 2;
+#endif
+constexpr int MICRO_ROWS = 6;
+
+template <class real>
+struct VectorOf {
+    static constexpr int lanes = VECTOR_BYTES / sizeof(real);
+    typedef real type __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
+};
+using FloatVector = VectorOf<float>::type;
+
+// sum + x * y, of vectors or of single numbers. By value: of a sum passed
+// by reference GCC keeps a copy in memory, up to date in every iteration.
+template <class T, class Element>
+inline T multiply_add(T sum, Element x, T y) { return sum + x * y; }
+inline float multiply_add(float sum, Bf16Pair x, Bf16Pair y) {
+    return sum + from_bf16(x.first) * from_bf16(y.first) + from_bf16(x.second) * from_bf16(y.second);
+}
+#ifdef __AVX512BF16__
+inline FloatVector multiply_add(FloatVector sum, Bf16Pair x, FloatVector y) {
+    int32_t both;
+    std::memcpy(&both, &x, 4);
+    return (FloatVector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(both), (__m512bh)y);
+}
+#endif
+
+template <int R, int NV, class Element, class real>
+inline void micro_kernel(int depth, const Element* __restrict a, size_t a_row, size_t a_depth, const Element* __restrict b, size_t ldb,
+                         real* __restrict c, size_t ldc, bool accumulate) {
+    static_assert(sizeof(Element) == sizeof(real), "a vector of elements goes with a vector of sums");
+    using vector = typename VectorOf<real>::type;
+    constexpr int lanes = VectorOf<real>::lanes;
+    vector sum[R][NV];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < NV; v++) sum[r][v] = accumulate ? *(const vector*)(c + r * ldc + v * lanes) : vector{};
+    for (int k = 0; k < depth; k++) {
+        vector row[NV];
+#pragma GCC unroll 16
+        for (int v = 0; v < NV; v++) row[v] = *(const vector*)(b + k * ldb + v * lanes);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const Element x = a[r * a_row + k * a_depth];
+#pragma GCC unroll 16
+            for (int v = 0; v < NV; v++) sum[r][v] = multiply_add(sum[r][v], x, row[v]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < NV; v++) *(vector*)(c + r * ldc + v * lanes) = sum[r][v];
+}
+
+// R rows, any width: full register blocks, then what is left in vectors, then single columns.
+template <int R, class Element, class real>
+inline void tile_rows(int width, int depth, const Element* a, size_t a_row, size_t a_depth, const Element* b, size_t ldb, real* c,
+                      size_t ldc, bool accumulate) {
+    constexpr int lanes = VectorOf<real>::lanes;
+    int x = 0;
+    for (; x + MICRO_VECTORS * lanes <= width; x += MICRO_VECTORS * lanes)
+        micro_kernel<R, MICRO_VECTORS>(depth, a, a_row, a_depth, b + x, ldb, c + x, ldc, accumulate);
+    const int vectors = (width - x) / lanes;  // below MICRO_VECTORS, which is at most 4
+    if (vectors == 3) micro_kernel<R, 3>(depth, a, a_row, a_depth, b + x, ldb, c + x, ldc, accumulate);
+    if (vectors == 2) micro_kernel<R, 2>(depth, a, a_row, a_depth, b + x, ldb, c + x, ldc, accumulate);
+    if (vectors == 1) micro_kernel<R, 1>(depth, a, a_row, a_depth, b + x, ldb, c + x, ldc, accumulate);
+    for (x += vectors * lanes; x < width; x++)
+        for (int r = 0; r < R; r++) {
+            real sum = accumulate ? c[r * ldc + x] : real(0);
+            for (int k = 0; k < depth; k++) sum = multiply_add(sum, a[r * a_row + k * a_depth], b[k * ldb + x]);
+            c[r * ldc + x] = sum;
+        }
+}
+
+// C[rows][width] (+)= A[rows][depth] B[depth][width] for operands that fit in the cache; one thread.
+template <class Element, class real>
+inline void tile_matmul(int rows, int width, int depth, const Element* a, size_t a_row, size_t a_depth, const Element* b, size_t ldb,
+                        real* c, size_t ldc, bool accumulate) {
+    int r = 0;
+    for (; r + MICRO_ROWS <= rows; r += MICRO_ROWS)
+        tile_rows<MICRO_ROWS>(width, depth, a + r * a_row, a_row, a_depth, b, ldb, c + r * ldc, ldc, accumulate);
+    a += r * a_row, c += r * ldc;
+    switch (rows - r) {
+        case 5: tile_rows<5>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
+        case 4: tile_rows<4>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
+        case 3: tile_rows<3>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
+        case 2: tile_rows<2>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
+        case 1: tile_rows<1>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
+        default: break;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Packs operands for the micro-kernel. Element is real, or Bf16Pair: two values that are adjacent along the summed dimension, rounded to
+// bf16. So the layout depends on which dimension will be summed over: columns, [rows][columns / PER], or rows, [rows / PER][columns],
+// with PER values in an element.
+template <class Element>
+constexpr int PER = std::is_same<Element, Bf16Pair>::value ? 2 : 1;
+
+// pairs[i] = (x[i], y[i])
+inline void round_two_rows(Bf16Pair* pairs, const float* x, const float* y, int count) {
+    int i = 0;
+#ifdef __AVX512BF16__
+    alignas(64) static constexpr uint16_t INTERLEAVE[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                            8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i order = _mm512_load_si512(INTERLEAVE);
+    for (; i + 16 <= count; i += 16)
+        _mm512_storeu_si512(pairs + i,
+                            _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(y + i), _mm512_loadu_ps(x + i))));
+#endif
+    for (; i < count; i++) pairs[i] = {to_bf16(x[i]), to_bf16(y[i])};
+}
+// pairs[i] = (x[2 i], x[2 i + 1])
+inline void round_row(Bf16Pair* pairs, const float* x, int count) {
+    int i = 0;
+#ifdef __AVX512BF16__
+    for (; i + 16 <= count; i += 16)
+        _mm512_storeu_si512(pairs + i, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 2 * i + 16), _mm512_loadu_ps(x + 2 * i)));
+#endif
+    for (; i < count; i++) pairs[i] = {to_bf16(x[2 * i]), to_bf16(x[2 * i + 1])};
+}
+// Copies a [depth][width] matrix into the layout that the micro-kernel reads: element (k, x) comes from in[k * in_k + x * in_x] and goes
+// to out[k * out_k + x * out_x]. Either in_k or in_x is 1: contiguous lines are read whole, and where out has the other order they are
+// transposed in the cache, in `room` (16 elements more per line). For Bf16Pair k counts pairs; `numbers` is how many values an x still
+// has from here on, and where the last pair has only one, the other is 0.
+template <class Element, class real>
+inline void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_t in_k, size_t in_x, int depth, int width, size_t numbers,
+                 Element* room = nullptr) {
+    constexpr int per = PER<Element>;
+    const bool along_k = in_k == 1;
+    const int lines = along_k ? width : depth, length = along_k ? depth : width;
+    const size_t out_line = along_k ? out_x : out_k, out_step = along_k ? out_k : out_x, room_line = size_t(length) + 16;
+    for (int i = 0; i < lines; i++) {
+        Element* const line = out_step == 1 ? out + i * out_line : room + i * room_line;
+        const real* const x = in + i * (along_k ? in_x : per * in_k);
+        if constexpr (per == 1) std::copy_n(x, length, line);
+        else if (along_k) {
+            const int whole = int(std::min<size_t>(length, numbers / 2));
+            round_row(line, x, whole);
+            if (whole < length) line[whole] = {to_bf16(x[2 * whole]), 0};
+        } else if (size_t(2 * i + 1) < numbers) round_two_rows(line, x, x + in_k, length);
+        else
+            for (int j = 0; j < length; j++) line[j] = {to_bf16(x[j]), 0};
+    }
+    if (out_step != 1)
+        for (int j0 = 0; j0 < length; j0 += 16)
+            for (int i = 0; i < lines; i++)
+                for (int j = j0; j < std::min(length, j0 + 16); j++) out[i * out_line + j * out_step] = room[i * room_line + j];
+}
+// x [rows][columns], rows ld apart, for a product that sums over its columns. Reals
+// stay where they are; pairs are made in `out`, rows ld / 2 apart. Even ld, columns.
+template <class Element, class real>
+inline const Element* sum_over_columns(Element* out, const real* x, size_t ld, int rows, int columns) {
+    if constexpr (PER<Element> == 1) return x;
+    else return pack(out, 1, ld / 2, x, 1, ld, columns / 2, rows, columns), out;
+}
+// The same for a product that sums over its rows: rows of pairs are ld apart.
+template <class Element, class real>
+inline const Element* sum_over_rows(Element* out, const real* x, size_t ld, int rows, int columns) {
+    if constexpr (PER<Element> == 1) return x;
+    else return pack(out, ld, 1, x, ld, 1, (rows + 1) / 2, columns, rows), out;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// AMX: eight registers of 16 rows by 64 bytes, and an instruction that multiplies two of them. Used by the blocked GEMM in bf16.
+
+#if defined(__AMX_BF16__) && defined(__linux__)
+constexpr bool HAVE_AMX = true;
+// Linux lets a process use the tiles once it has asked.
+inline bool amx_granted() {
+    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return granted;
+}
+// All eight registers at full size, for this thread, while the object lives; nothing where they were not granted.
+struct AmxTiles {
+    AmxTiles() {
+        if (!amx_granted()) return;
+        struct alignas(64) {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        } config;
+        _tile_loadconfig(&config);
+    }
+    ~AmxTiles() {
+        if (amx_granted()) _tile_release();
+    }
+};
+// C[32][32] (+)= A[32][depth] B[depth][32]; depth in pairs, a multiple of 16.
+inline void amx_kernel(int depth, const Bf16Pair* a, size_t a_row, const Bf16Pair* b, size_t ldb, float* c, size_t ldc, bool accumulate) {
+    float* const c1 = c + 16 * ldc;
+    const size_t a_bytes = a_row * sizeof *a, b_bytes = ldb * sizeof *b, c_bytes = ldc * sizeof *c;
+    if (accumulate) {
+        _tile_loadd(0, c, c_bytes);
+        _tile_loadd(1, c + 16, c_bytes);
+        _tile_loadd(2, c1, c_bytes);
+        _tile_loadd(3, c1 + 16, c_bytes);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int k = 0; k < depth; k += 16) {
+        _tile_loadd(4, a + k, a_bytes);
+        _tile_loadd(5, a + 16 * a_row + k, a_bytes);
+        _tile_loadd(6, b + k * ldb, b_bytes);
+        _tile_loadd(7, b + k * ldb + 16, b_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, c, c_bytes);
+    _tile_stored(1, c + 16, c_bytes);
+    _tile_stored(2, c1, c_bytes);
+    _tile_stored(3, c1 + 16, c_bytes);
+}
+#else
+constexpr bool HAVE_AMX = false;
+inline bool amx_granted() { return false; }
+struct AmxTiles {};
+inline void amx_kernel(int, const Bf16Pair*, size_t, const Bf16Pair*, size_t, float*, size_t, bool) {}
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// GEMM: C[M,N] = op(A)[M,K] op(B)[K,N] (accumulate: +=), op the transpose where asked.
+
+// Memory that only grows; its content is valid until the next get().
+template <class T>
+class Workspace {
+  public:
+    Workspace() = default;
+    Workspace(const Workspace&) = delete;
+    Workspace& operator=(const Workspace&) = delete;
+    ~Workspace() { std::free(data); }
+    T* get(size_t count) {
+        if (count > capacity) {
+            std::free(data);
+            data = static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 127) / 64 * 64));
+            if (!data) fail("out of memory: %.1f MiB of scratch were asked for", double(count * sizeof(T)) / (1 << 20));
+            capacity = count;
+        }
+        return data;
+    }
+
+  private:
+    T* data = nullptr;
+    size_t capacity = 0;
+};
+
+// The one seam to a library: products of fp32, and of fp32 rounded to bf16, go to oneDNN where
+// the build found it, everything else to our own loop. Either way C is cut into blocks by its
+// shape alone and each block is computed by one thread: the same bits on any number of threads.
+template <class real>
+class Gemm {
+  public:
+    bool bf16 = false;         // round A and B to bf16
+    bool allow_tiles = true;   // tests: AMX where there is one
+
+    void operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb,
+                    bool accumulate, real* C, size_t ldc) {
+        if constexpr (sizeof(real) == 4) {
+#ifdef USE_DNNL
+            if (K > 0) return library(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+#endif
+            if (bf16) return blocked<Bf16Pair>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+        }
+        blocked<real>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+    }
+
+    // Our own: panels of A and B are copied so that the micro-kernel reads memory in order
+    // (Goto & van de Geijn, "Anatomy of high-performance matrix multiplication", 2008).
+    // Element: real, or Bf16Pair, to which the copies round; depth, KC and k then count pairs.
+    template <class Element>
+    void blocked(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb,
+                 bool accumulate, real* C, size_t ldc) {
+        constexpr bool paired = std::is_same<Element, Bf16Pair>::value;
+        constexpr size_t per = PER<Element>;
+        constexpr int KC = 256, NC = 1024, MC = 96;  // in fp32 a block of A takes 102 KiB, one of B 1 MiB
+        constexpr int a_stride = KC + 16;            // not a power of two: the rows would share cache sets
+        const bool tiles = paired && allow_tiles && amx_granted();
+        const int step = tiles ? 32 : MICRO_ROWS;    // rows that one call of the kernel computes
+        static_assert(MC % 32 == 0 && MC % MICRO_ROWS == 0 && NC % PANEL == 0, "blocks are whole calls of the kernels");
+        const int depth = paired ? (K + 1) / 2 : K;
+        if (K == 0 && !accumulate)
+            for (int m = 0; m < M; m++) std::fill_n(C + m * ldc, N, real(0));
+        const size_t a_row = transpose_a ? 1 : lda, a_depth = transpose_a ? lda : 1;
+        const size_t b_depth = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
+        Element* const b_block = reinterpret_cast<Element*>(b_memory.get(size_t(KC) * NC));
+        Element* const a_blocks = reinterpret_cast<Element*>(a_memory.get(size_t(omp_get_max_threads()) * MC * a_stride));
+#pragma omp parallel if (size_t(M) * N * K > 100000)
+        {
+            const std::conditional_t<paired, AmxTiles, int> registers{};
+            (void)registers;
+            Element* const a_block = a_blocks + size_t(omp_get_thread_num()) * MC * a_stride;
+            std::vector<Element> room(size_t(KC + 16) * (std::max(PANEL, MC) + 16));
+            for (int n0 = 0; n0 < N; n0 += NC)
+                for (int k0 = 0; k0 < depth; k0 += KC) {
+                    const int nc = std::min(NC, N - n0), kc = std::min(KC, depth - k0), kc_padded = tiles ? (kc + 15) / 16 * 16 : kc;
+#pragma omp for schedule(static)
+                    for (int j = 0; j < nc; j += PANEL) {
+                        Element* out = b_block + size_t(j) * kc_padded;
+                        const int width = std::min(PANEL, nc - j);
+                        if (width < PANEL || kc < kc_padded) std::fill_n(out, size_t(kc_padded) * PANEL, Element{});
+                        pack(out, PANEL, 1, B + (n0 + j) * b_column + per * k0 * b_depth, b_depth, b_column, kc, width, K - per * k0,
+                             room.data());
+                    }
+#pragma omp for schedule(dynamic, 1)
+                    for (int m0 = 0; m0 < M; m0 += MC) {
+                        const int mc = std::min(MC, M - m0);
+                        if (mc < MC || kc < kc_padded) std::fill_n(a_block, size_t(MC) * a_stride, Element{});
+                        pack(a_block, 1, a_stride, A + m0 * a_row + per * k0 * a_depth, a_depth, a_row, kc, mc, K - per * k0, room.data());
+                        for (int j = 0; j < nc; j += PANEL)
+                            for (int i = 0; i < mc; i += step)
+                                multiply_panels(tiles, kc_padded, a_block + i * a_stride, a_stride, b_block + size_t(j) * kc_padded,
+                                                std::min(step, mc - i), std::min(PANEL, nc - j), C + (m0 + i) * ldc + n0 + j, ldc,
+                                                accumulate || k0 > 0);
+                    }
+                }
+        }
+    }
+
+  private:
+    static constexpr int PANEL = MICRO_VECTORS * VectorOf<real>::lanes;  // columns of a panel of B
+    Workspace<real> a_memory, b_memory;
+
+    // C [rows][width] (+)= a panel of A times a panel of B, both padded with zeros. At the edges of C through a buffer.
+    template <class Element>
+    static void multiply_panels(bool tiles, int depth, const Element* a, size_t a_row, const Element* b, int rows, int width, real* c,
+                                size_t ldc, bool accumulate) {
+        constexpr int most_rows = 32;
+        const bool whole = rows == (tiles ? 32 : MICRO_ROWS) && width == PANEL;
+        alignas(64) real edge[most_rows * PANEL];
+        real* const to = whole ? c : edge;
+        const size_t ldto = whole ? ldc : PANEL;
+        if (!whole && accumulate)
+            for (int y = 0; y < rows; y++) std::copy_n(c + y * ldc, width, edge + y * PANEL);
+        if constexpr (std::is_same<Element, real>::value) {
+            micro_kernel<MICRO_ROWS, MICRO_VECTORS>(depth, a, a_row, 1, b, PANEL, to, ldto, accumulate);
+        } else if constexpr (HAVE_BF16) {
+            if (!tiles) micro_kernel<MICRO_ROWS, MICRO_VECTORS>(depth, a, a_row, 1, b, PANEL, to, ldto, accumulate);
+            else
+                for (int x = 0; x < PANEL; x += 32) amx_kernel(depth, a, a_row, b + x, PANEL, to + x, ldto, accumulate);
+        }
+        if (!whole)
+            for (int y = 0; y < rows; y++) std::copy_n(edge + y * PANEL, width, c + y * ldc);
+    }
+
+#ifdef USE_DNNL
+    // transpose_a, transpose_b, rows, columns, K, lda, ldb, ldc, accumulate; bf16 has a cache of its own
+    using Shape = std::array<size_t, 9>;
+    // oneDNN's product of one shape. Made and used by one thread, inside a parallel region: it does not start threads of its own.
+    struct LibraryProduct {
+        dnnl::memory::desc a, b, c;
+        dnnl::matmul product;
+    };
+    struct LibraryThread {
+        std::map<Shape, LibraryProduct> products[2];  // fp32, bf16
+        std::unique_ptr<dnnl::stream> stream;
+    };
+    dnnl::engine library_engine{dnnl::engine::kind::cpu, 0};
+    std::vector<LibraryThread> library_threads;
+    Workspace<Bf16> a_rounded, b_rounded;
+
+    // Blocks of at most 512 x 512, smaller where there would be few; about equal, in multiples of 16.
+    static int block_size(int n, int most) {
+        const int blocks = (n + most - 1) / most;
+        return ((n + blocks - 1) / blocks + 15) / 16 * 16;
+    }
+    void library(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb,
+                 bool accumulate, real* C, size_t ldc) {
+        const void *a = A, *b = B;
+        size_t element_bytes = sizeof(real);
+        if (bf16) {
+            a = round(a_rounded, A, lda, transpose_a ? K : M, transpose_a ? M : K), lda = transpose_a ? M : K;
+            b = round(b_rounded, B, ldb, transpose_b ? N : K, transpose_b ? K : N), ldb = transpose_b ? K : N;
+            element_bytes = sizeof(Bf16);
+        }
+        int most = 512;
+        while (most > 64 && ((M + most - 1) / most) * ((N + most - 1) / most) < 4) most /= 2;
+        const int rows = block_size(M, most), columns = block_size(N, most), across = (N + columns - 1) / columns,
+                  blocks = (M + rows - 1) / rows * across;
+        if (int(library_threads.size()) < omp_get_max_threads()) library_threads.resize(size_t(omp_get_max_threads()));
+        std::string error;
+#pragma omp parallel for schedule(dynamic, 1)
+        for (int i = 0; i < blocks; i++) {
+            const size_t m0 = size_t(i / across) * rows, n0 = size_t(i % across) * columns;
+            try {
+                multiply_block(library_threads[size_t(omp_get_thread_num())],
+                               {transpose_a, transpose_b, std::min<size_t>(rows, M - m0), std::min<size_t>(columns, N - n0), size_t(K), lda,
+                                ldb, ldc, accumulate},
+                               (const char*)a + (transpose_a ? m0 : m0 * lda) * element_bytes,
+                               (const char*)b + (transpose_b ? n0 * ldb : n0) * element_bytes, C + m0 * ldc + n0);
+            } catch (const std::exception& e) {
+#pragma omp critical
+                error = e.what();
+            }
+        }
+        if (!error.empty()) fail("oneDNN's product of %d x %d x %d failed: %s", M, N, K, error.c_str());
+    }
+    void multiply_block(LibraryThread& thread, const Shape& shape, const char* a, const char* b, real* c) {
+        std::map<Shape, LibraryProduct>& products = thread.products[bf16];
+        auto found = products.find(shape);
+        if (found == products.end()) {
+            using Desc = dnnl::memory::desc;
+            using Type = dnnl::memory::data_type;
+            const int threads = omp_get_max_threads();
+            omp_set_num_threads(1);  // oneDNN plans for this number
+            const auto [ta, tb, rows, columns, K, lda, ldb, ldc, accumulate] = shape;
+            const Type type = bf16 ? Type::bf16 : Type::f32;
+            const auto dims = [](size_t x, size_t y) { return dnnl::memory::dims{dnnl_dim_t(x), dnnl_dim_t(y)}; };
+            LibraryProduct p{Desc(dims(rows, K), type, ta ? dims(1, lda) : dims(lda, 1)),
+                             Desc(dims(K, columns), type, tb ? dims(1, ldb) : dims(ldb, 1)),
+                             Desc(dims(rows, columns), Type::f32, dims(ldc, 1)), {}};
+            dnnl::primitive_attr attributes;
+            dnnl::post_ops sum;
+            sum.append_sum(1.0f);
+            if (accumulate) attributes.set_post_ops(sum);
+#if DNNL_VERSION_MAJOR >= 3
+            p.product = dnnl::matmul(dnnl::matmul::primitive_desc(library_engine, p.a, p.b, p.c, attributes));
+#else
+            p.product = dnnl::matmul(dnnl::matmul::primitive_desc(dnnl::matmul::desc(p.a, p.b, p.c), attributes, library_engine));
+#endif
+            omp_set_num_threads(threads);
+            if (!thread.stream) thread.stream = std::make_unique<dnnl::stream>(library_engine);
+            if (products.size() >= 256) products.clear();  // decoding makes a shape per length
+            found = products.emplace(shape, std::move(p)).first;
+        }
+        LibraryProduct& p = found->second;
+        p.product.execute(*thread.stream, {{DNNL_ARG_SRC, dnnl::memory(p.a, library_engine, const_cast<char*>(a))},
+                                           {DNNL_ARG_WEIGHTS, dnnl::memory(p.b, library_engine, const_cast<char*>(b))},
+                                           {DNNL_ARG_DST, dnnl::memory(p.c, library_engine, c)}});
+        thread.stream->wait();
+    }
+    // x [rows, columns], rounded, without gaps between the rows.
+    static const Bf16* round(Workspace<Bf16>& memory, const real* x, size_t ldx, int rows, int columns) {
+        Bf16* const out = memory.get(size_t(rows) * columns);
+#pragma omp parallel for schedule(static)
+        for (int r = 0; r < rows; r++)
+#pragma omp simd
+            for (int i = 0; i < columns; i++) out[size_t(r) * columns + i] = to_bf16(x[r * ldx + i]);
+        return out;
+    }
+#endif
+};
+// What computes the products of Cpu<float>.
+inline const char* gemm_name() {
+#ifdef USE_DNNL
+    return "oneDNN";
+#else
+    return "own blocked GEMM";
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The exponential, written so that compilers vectorise it without -ffast-math. e^x = 2^n e^r with |r| <= ln(2)/2, and e^r by its Taylor
+// polynomial of degree 7 (truncation 7e-9), n*ln(2) in two parts (Cody & Waite). Relative error below 2 ulp
+// on [-87, 88]; dev/test/op_tests.h compares every 1000th float of it with libm. Below -87 the result is 0.
+inline float exponential(float x) {
+    const float magic = 12582912.0f + 127;  // 1.5 * 2^23: adding it rounds to an integer, here n + 127, and leaves that in the lowest bits
+    const float clamped = x > 88.0f ? 88.0f : x, shifted = clamped * 1.44269504f + magic, n = shifted - magic;
+    const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    bits <<= 23;  // 2^n
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    return x < -87.0f ? 0.0f : p * power;  // of a NaN, p is one
+}
+inline double exponential(double x) { return std::exp(x); }
+
+template <class real>
+inline real sigmoid(real x) { return 1 / (1 + exponential(-x)); }
