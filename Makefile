@@ -86,6 +86,10 @@ ifeq ($(HAVE_MPI),yes)
   LIBS += $(MPI_LIBS)
 endif
 
+# Without OpenMP one thread computes; oneDNN would bring threads of its own.
+ifneq ($(HAVE_OMP),yes)
+  NO_DNNL := 1
+endif
 ifndef NO_DNNL
   HAVE_DNNL := $(call links,#include <oneapi/dnnl/dnnl.h>,-ldnnl)
 endif
@@ -148,7 +152,7 @@ info:
 	@echo "$(call mark,$(COMPILER)) compiler  $(or $(COMPILER),not found: make deps)"
 	@echo "$(call mark,$(filter yes,$(HAVE_OMP))) OpenMP    $(if $(HAVE_OMP),all cores,$(if $(NO_OMP),left out by NO_OMP,not found: one core))"
 	@echo "$(call mark,$(filter yes,$(HAVE_MPI))) MPI       $(if $(HAVE_MPI),$(filter -l%,$(MPI_LIBS)),$(if $(NO_MPI),left out by NO_MPI,mpicxx not found or does not link: one process only; make deps))"
-	@echo "$(call mark,$(filter yes,$(HAVE_DNNL))) oneDNN    $(if $(HAVE_DNNL),GEMMs$(comma) fp32 and bf16,$(if $(NO_DNNL),left out by NO_DNNL,not found: our own GEMM; make deps))"
+	@echo "$(call mark,$(filter yes,$(HAVE_DNNL))) oneDNN    $(if $(HAVE_DNNL),GEMMs$(comma) fp32 and bf16,$(if $(HAVE_OMP),$(if $(NO_DNNL),left out by NO_DNNL,not found: our own GEMM; make deps),left out without OpenMP))"
 	@echo "$(call mark,$(filter yes,$(HAVE_NCCL))) NCCL      $(if $(HAVE_NCCL),gradients of several GPUs,$(if $(NO_NCCL),left out by NO_NCCL,$(if $(HAVE_NVCC),not found beside nvcc or in the system: gradients of several GPUs go through the host's memory,only with nvcc)))"
 	@echo "$(call mark,$(filter yes,$(HAVE_NVCC))) nvcc      $(if $(HAVE_NVCC),$(ARCH_NAME); PRECISION=$(PRECISION),$(if $(NO_CUDA),left out by NO_CUDA,not found))"
 

@@ -6,6 +6,7 @@
 // data of a step does not depend on how many ranks share it, and the loader's whole state is four integers.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <csignal>
 #include <future>
 #include <memory>
@@ -195,6 +196,8 @@ inline void on_lost_page(int, siginfo_t* info, void*) {
     const char* const at = static_cast<const char*>(info->si_addr);
     for (const MappedShard& shard : mapped_shards())
         if (at >= shard.begin && at < shard.begin + shard.bytes) {
+            static std::atomic_flag told = ATOMIC_FLAG_INIT;
+            while (told.test_and_set()) pause();  // another thread tells it, and ends the program
             if (write(2, shard.message.data(), shard.message.size()) < 0) _exit(1);
             _exit(1);
         }
@@ -359,7 +362,7 @@ class DataLoader {
         }
         if (samples == 0)
             fail("%s: %llu tokens in %zu shards, the largest of %llu, are too few for one sample, which needs %llu in one shard: "
-                 "give more text or lower --seq-len (%d)",
+                 "give more text, or train with a shorter --seq-len (%d)",
                  options.name.c_str(), (unsigned long long)total_tokens, sources.size(), (unsigned long long)largest,
                  (unsigned long long)(T() + 1), options.seq_len);
         corpus = fingerprint();

@@ -484,8 +484,13 @@ struct Gate {
 
     // Returns when all wanted have come.
     void open(const Socket& listener, double seconds) {
-        const double deadline = seconds_now() + seconds;
-        while (!wanted.empty()) {
+        const double start = seconds_now(), deadline = start + seconds;
+        for (bool silent = true; !wanted.empty();) {
+            if (silent && seconds_now() > start + 5) {
+                std::printf("ranks:  rank %d waits at %s for %s\n", own_rank, place.c_str(), missing_ranks().c_str());
+                std::fflush(stdout);
+                silent = false;
+            }
             std::vector<pollfd> polled = {{listener.fd, POLLIN, 0}};
             for (const Caller& c : callers) polled.push_back({c.socket.fd, POLLIN, 0});
             for (const auto& c : come) polled.push_back({c.second.first.fd, POLLRDHUP, 0});
@@ -494,7 +499,7 @@ struct Gate {
             for (const auto& c : come)
                 if (polled[i++].revents)
                     give_up(format_text("rank %d on %s is gone before the run began; see its output", c.first.second,
-                        c.second.second.host));
+                                        c.second.second.host));
             for (size_t k = callers.size(); k-- > 0;)
                 if (polled[1 + k].revents || seconds_now() > callers[k].deadline) listen_to(k);
             if (polled[0].revents) {
@@ -530,15 +535,19 @@ struct Gate {
         for (const auto& c : come) send_all(c.second.first.fd, &a, sizeof a, seconds_now() + 1);
         fail("%s", why.c_str());
     }
-    std::string missing(double seconds) const {
+    // Such as "ranks 1, 3 of 4".
+    std::string missing_ranks() const {
         std::set<int> ranks;
         for (const auto& w : wanted) ranks.insert(w.second);
         std::string list;
         for (const int r : ranks) list += (list.empty() ? "" : ", ") + std::to_string(r);
-        return format_text("rank %d waited %.0f s at %s: rank%s %s of %d never came%s%s; are they started, with the same MASTER_ADDR and "
-            "MASTER_PORT, and does a firewall let them through?", own_rank, seconds,
-                           place.c_str(), ranks.size() == 1 ? "" : "s", list.c_str(), size, last_refusal.empty() ? "" : "; refused: ",
-                               last_refusal.c_str());
+        return format_text("rank%s %s of %d", ranks.size() == 1 ? "" : "s", list.c_str(), size);
+    }
+    std::string missing(double seconds) const {
+        return format_text("rank %d waited %.0f s at %s: %s never came%s%s; are they started, with the same MASTER_ADDR and MASTER_PORT, and "
+                           "does a firewall let them through?",
+                           own_rank, seconds, place.c_str(), missing_ranks().c_str(), last_refusal.empty() ? "" : "; refused: ",
+                           last_refusal.c_str());
     }
 
     void listen_to(size_t k) {
@@ -625,12 +634,12 @@ inline Socket call(const std::string& address, int port, const Hello& hello, int
         if (reply == Reply::WELCOME) return s;
         if (reply == Reply::STRANGER)
             fail("rank %d on %s: what answers at %s:%d is not rank %d of this program; set another MASTER_PORT on all ranks", hello.rank,
-                hello.host, address.c_str(), port, callee);
+                 hello.host, address.c_str(), port, callee);
         if (reply == Reply::REFUSED) fail("rank %d at %s:%d refused this process: %s", callee, address.c_str(), port, why.c_str());
         if (seconds_now() > deadline)
-            fail("rank %d on %s waited %.0f s for rank %d at %s:%d: %s; is rank %d started, is the address (MASTER_ADDR, MASTER_PORT) "
-                "its own, and does a firewall let it through?", hello.rank,
-                 hello.host, seconds, callee, address.c_str(), port, why.c_str(), callee);
+            fail("rank %d on %s waited %.0f s for rank %d at %s:%d: %s; is rank %d started, is the address (MASTER_ADDR, MASTER_PORT) its "
+                 "own, and does a firewall let it through?",
+                 hello.rank, hello.host, seconds, callee, address.c_str(), port, why.c_str(), callee);
         usleep(useconds_t(pause * 1e6));
     }
 }

@@ -1073,14 +1073,22 @@ TrainState load_checkpoint(Model<Dev>& model, const std::string& folder) {
     return state;
 }
 
+// The checkpoint that an option names: the folder itself, or the newest one of a run's folder.
+static std::string checkpoint_of(const std::string& from, const char* option) {
+    if (file_exists(from) && !file_exists(from + "/."))
+        fail("%s %s is a file: give the folder of a run or of one checkpoint", option, from.c_str());
+    const bool is_checkpoint = file_exists(from + "/model.safetensors");
+    if (is_checkpoint && file_exists(from + "/manifest.json")) verify_checkpoint(from);
+    else if (is_checkpoint) complain(from + " has no manifest.json, so nothing tells whether its files are whole");
+    const std::string folder = is_checkpoint ? from : newest_checkpoint(from);
+    if (folder.empty()) fail("%s %s holds no checkpoint: no step_*/manifest.json in it", option, from.c_str());
+    return folder;
+}
+
 // The options of a trained model, from a checkpoint, over the ones given (which say where the vocabulary lies, what to sample ...).
 static std::string read_trained_config(Config& c) {
     if (c.from.empty()) fail_usage("--from is missing: the folder of a run, such as runs/tiny");
-    const bool is_checkpoint = file_exists(c.from + "/model.safetensors");
-    if (is_checkpoint && file_exists(c.from + "/manifest.json")) verify_checkpoint(c.from);
-    else if (is_checkpoint) complain(c.from + " has no manifest.json, so nothing tells whether its files are whole");
-    const std::string folder = is_checkpoint ? c.from : newest_checkpoint(c.from);
-    if (folder.empty()) fail("--from %s holds no checkpoint: no step_*/manifest.json in it", c.from.c_str());
+    const std::string folder = checkpoint_of(c.from, "--from");
     read_config_json(c, folder + "/config.json");
     if (c.vocab_dir.empty() && file_exists(folder + "/manifest.json")) {  // where training found it
         const Manifest manifest = read_manifest(folder);
@@ -1128,6 +1136,7 @@ struct EvalResult {
     double answer_loss = 0;    // mean over the answers of the synthetic corpus
     uint64_t tokens = 0, answers = 0;
     uint64_t bytes = 0;        // of the text that the targets stand for; 0 where unknown
+    double bits_per_byte() const { return loss * double(tokens) / std::log(2.0) / double(bytes); }
 };
 
 // Mean loss over the first `samples` samples, dealt to the ranks: always the same ones, added in their order,
@@ -1205,7 +1214,7 @@ static void require_same_kind_of_device(const Device& d, const World& world) {
 static Device choose_device(const Config& c, const World& world) {
     Device d;
     const int share = threads_of_rank(world);  // all ranks ask, whoever has --threads
-    d.threads = c.threads ? int(c.threads) : share;
+    d.threads = c.threads ? int(c.threads) : std::getenv("OMP_NUM_THREADS") ? omp_get_max_threads() : share;
     omp_set_num_threads(d.threads);
     int gpus = 0;
     std::string none = "this build holds no CUDA engine";
@@ -1270,6 +1279,11 @@ template <class Dev>
 double peak_device_mib([[maybe_unused]] const Dev& dev) {
     if constexpr (Dev::on_host) return 0;
     else return double(dev.peak_bytes) / (1 << 20);
+}
+
+// JSON has no NaN.
+static std::string json_number(const char* format, double x) {
+    return std::isfinite(x) ? format_text(format, x) : "null";
 }
 
 // main.log in the form that plotting notebooks read ("s:<step> tel:<val loss>",
@@ -1344,11 +1358,11 @@ std::string layer_statistics(const Activations<Dev>& a) {
         a.dev.to_host(chosen.data(), a.layer[i].chosen_importance, chosen.size());
         for (float share : chosen) importance += share / double(chosen.size());
         const double all = mean[0] + mean[1] + mean[2];
-        text += format_text(
-            "%s{\"gate\":[%.4f,%.4f,%.4f],\"gate_share\":[%.4f,%.4f,%.4f],\"gate_entropy\":%.4f,\"blocks_mean\":%.2f,\"blocks_max\":%llu,"
-            "\"importance_selected\":%.4f}",
-            i ? "," : "", mean[0], mean[1], mean[2], mean[0] / all, mean[1] / all, mean[2] / all, entropy,
-            double(selected) / double(queries), (unsigned long long)most, importance);
+        const auto number = [](double x) { return json_number("%.4f", x); };
+        text += (i ? ",{\"gate\":[" : "{\"gate\":[") + number(mean[0]) + "," + number(mean[1]) + "," + number(mean[2]) + "],\"gate_share\":[" +
+                number(mean[0] / all) + "," + number(mean[1] / all) + "," + number(mean[2] / all) + "],\"gate_entropy\":" + number(entropy) +
+                format_text(",\"blocks_mean\":%.2f,\"blocks_max\":%llu", double(selected) / double(queries), (unsigned long long)most) +
+                ",\"importance_selected\":" + number(importance) + "}";
     }
     return text + "]";
 }
@@ -1373,22 +1387,27 @@ static TokenSource synthetic_source(const Config& c, uint64_t tokens, uint64_t f
 // documents; made in 0.1 s. The same whatever --steps is, so that a run can be prolonged.
 constexpr uint64_t SYNTHETIC_TOKENS = 1 << 24;
 
+// The validation set of a run with these options; its documents are none of the training's.
+static TokenSource synthetic_validation(const Config& c) {
+    const uint64_t tokens = std::min(SYNTHETIC_TOKENS, uint64_t(c.eval_batches) * uint64_t(c.total_batch)) + uint64_t(c.seq_len) + 1;
+    return synthetic_source(c, tokens, SYNTHETIC_FIRST_VALIDATION_DOCUMENT);
+}
+
 static TrainData open_data(const Config& c, const World& world) {
     TrainData data;
+    const bool val_synthetic = c.val_data == "synthetic" || (c.val_data.empty() && c.data == "synthetic");
     if (c.data == "synthetic") {
         data.train = std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_source(c, SYNTHETIC_TOKENS, 0)},
                                                   loader_options(c, world, "--data", true));
-        if (c.val_data.empty()) {
-            const uint64_t val = std::min(SYNTHETIC_TOKENS, uint64_t(c.eval_batches) * uint64_t(c.total_batch)) + uint64_t(c.seq_len) + 1;
-            data.val = std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_source(c, val, SYNTHETIC_FIRST_VALIDATION_DOCUMENT)},
-                                                    loader_options(c, world, "--val-data", false));
-        }
     } else {
         const std::vector<std::string> files = shard_files(c.data, "--data");
-        if (!c.val_data.empty()) check_disjoint(files, shard_files(c.val_data, "--val-data"));
+        if (!c.val_data.empty() && !val_synthetic) check_disjoint(files, shard_files(c.val_data, "--val-data"));
         data.train = std::make_unique<DataLoader>(open_shards(files), loader_options(c, world, "--data", true));
     }
-    if (!c.val_data.empty())
+    if (val_synthetic)
+        data.val = std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_validation(c)},
+                                                loader_options(c, world, "--val-data", false));
+    else if (!c.val_data.empty())
         data.val = std::make_unique<DataLoader>(open_shards(shard_files(c.val_data, "--val-data")),
                                                 loader_options(c, world, "--val-data", false));
     data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
@@ -1406,33 +1425,72 @@ static void lock_run_folder(const std::string& folder) {
         fail("--out %s: another run is at work there; wait until it has ended, or give this one a folder of its own", folder.c_str());
 }
 
-// A folder for the run. An earlier run's is never written over: without --resume it is moved aside.
-static void prepare_run_folder(const Config& c, bool resuming) {
-    if (!resuming && (file_exists(c.out + "/main.log") || !checkpoint_steps(c.out).empty())) {
-        int n = 1;
-        while (file_exists(c.out + "." + std::to_string(n))) n++;
-        const std::string aside = c.out + "." + std::to_string(n);
-        if (std::rename(c.out.c_str(), aside.c_str()) != 0)
-            fail("cannot move the earlier run %s to %s: %s", c.out.c_str(), aside.c_str(), std::strerror(errno));
-        std::printf("out:    %s (the earlier run there was moved to %s; --resume would continue it)\n", c.out.c_str(), aside.c_str());
-    } else {
-        std::printf("out:    %s%s\n", c.out.c_str(), resuming ? ", resumed" : "");
+// What a run writes in its folder.
+static bool is_run_file(const std::string& name) {
+    const auto like = [&](const char* begin, const char* end) {
+        const size_t b = std::strlen(begin), e = std::strlen(end);
+        return name.size() > b + e && !name.compare(0, b, begin) && !name.compare(name.size() - e, e, end);
+    };
+    for (const char* file : {"run.json", "main.log", "log.jsonl", "halt"})
+        if (name == file) return true;
+    return step_of_name(name) >= 0 || step_of_name(name, ".writing") >= 0 || step_of_name(name, ".removing") >= 0 ||
+           like("heartbeat_rank", ".jsonl") || like("bad_step_", ".json");
+}
+static bool is_run_folder(const std::string& folder) {
+    if (!checkpoint_steps(folder).empty()) return true;
+    try {
+        const std::string path = folder + "/run.json";
+        return file_exists(path) && parse_json(read_file(path), path).string("program", path) == "train_nsa";
+    } catch (const Error&) {
+        return false;
     }
+}
+
+// A folder for the run. An earlier run's files are never written over: without --resume they are moved into a folder beside it. Files that no
+// run of this program has written are left where they are, and refused where they are in the way.
+static void prepare_run_folder(const Config& c, bool resuming) {
     make_folders(c.out);
     lock_run_folder(c.out);
+    std::vector<std::string> earlier;
+    if (!resuming)
+        for (const std::string& name : folder_entries(c.out))
+            if (is_run_file(name) && (name != "halt" || is_run_folder(c.out))) earlier.push_back(name);
+    std::string note = resuming ? ", resumed" : "";
+    if (!earlier.empty()) {
+        if (!is_run_folder(c.out))
+            fail("--out %s holds %s, which no run of this program has written: choose another folder", c.out.c_str(), earlier[0].c_str());
+        const bool has_checkpoint = !checkpoint_steps(c.out).empty();
+        std::error_code error;
+        const std::string real = std::filesystem::canonical(c.out, error).string();  // where a link or . leads
+        if (error) fail("cannot find where %s leads: %s", c.out.c_str(), error.message().c_str());
+        const bool plain = real == std::filesystem::absolute(c.out).lexically_normal();
+        int n = 1;
+        while (file_exists(real + "." + std::to_string(n))) n++;
+        const std::string aside = real + "." + std::to_string(n);
+        make_folders(aside);
+        for (const std::string& name : earlier)
+            if (std::rename((real + "/" + name).c_str(), (aside + "/" + name).c_str()) != 0)
+                fail("cannot move %s of the earlier run in %s to %s: %s", name.c_str(), c.out.c_str(), aside.c_str(), std::strerror(errno));
+        sync_folder(aside);
+        note = format_text(" (the earlier run there was moved to %s%s)", (plain ? c.out + "." + std::to_string(n) : aside).c_str(),
+                           has_checkpoint ? "; --resume would have continued it" : ", it has no checkpoint");
+    }
+    std::printf("out:    %s%s\n", c.out.c_str(), note.c_str());
     clean_leftovers(c.out, complain);
     replace_text_file(c.out + "/run.json", manifest_json(c));
 }
 
-static void require_same_model(const Config& c, const std::string& checkpoint) {
+// verb: what cannot be done otherwise.
+static void require_same_model(const Config& c, const std::string& checkpoint, const char* verb) {
     const std::string path = checkpoint + "/config.json";
     const Json saved = parse_json(read_file(path), path), asked = parse_json(config_json(c), "this run's options");
     for (size_t i = 0; i < asked.keys.size(); i++) {
+        if (asked.keys[i] == "seq_len" && !std::strcmp(verb, "begin")) continue;  // no weight depends on it
         const Json& now = asked.items[i];
         const Json& then = saved.get(asked.keys[i], path);
         const bool same = now.kind == Json::String ? then.string(path) == now.text : then.number(path) == now.number_value;
         if (!same)
-            fail("cannot resume from %s: %s is %s there and %s in this run; give the same model options", path.c_str(),
+            fail("cannot %s from %s: %s is %s there and %s in this run; give the same model options", verb, path.c_str(),
                  asked.keys[i].c_str(), then.kind == Json::String ? then.text.c_str() : format_text("%g", then.number_value).c_str(),
                  now.kind == Json::String ? now.text.c_str() : format_text("%g", now.number_value).c_str());
     }
@@ -1551,7 +1609,7 @@ static std::string duration_text(double seconds) {
 // What a reader wants to know before the first step, one line each: device, model, data, batch, memory.
 template <class Dev>
 void print_run(const Dev& dev, const Config& c, const TensorTable& table, const TrainData& data, const World& world, const Device& device,
-               bool data_given) {
+               const std::set<std::string>& given) {
     std::printf("device: %s, because %s; %d rank%s (%s), %d on %s, %d CPU thread%s each\n", dev.describe().c_str(), device.reason.c_str(),
                 world.size, world.size == 1 ? "" : "s", world.launcher.c_str(), world.local_size, world.host.c_str(), device.threads,
                 device.threads == 1 ? "" : "s");
@@ -1568,7 +1626,7 @@ void print_run(const Dev& dev, const Config& c, const TensorTable& table, const 
                 (long long)c.layers, (long long)c.dim, c.attention.c_str(),
                 c.init == "random" ? "every tensor random" : "standard initialisation");
     std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n", c.data == "synthetic" ? "the built-in synthetic corpus" : c.data.c_str(),
-                data_given ? "" : ", because no --data was given", data.train->describe().c_str(), c.tokenizer.c_str(),
+                given.count("data") ? "" : ", because no --data was given", data.train->describe().c_str(), c.tokenizer.c_str(),
                 (long long)c.vocab_size);
     if (c.data == "synthetic" && c.tokenizer == "gpt2")
         std::printf("        its bytes are taken as the token ids 0..255: good for timing, not for learning GPT-2's tokens\n");
@@ -1579,6 +1637,9 @@ void print_run(const Dev& dev, const Config& c, const TensorTable& table, const 
                 (long long)(c.total_batch / (c.batch * c.seq_len * world.size)),
                 c.deterministic ? " (--deterministic: one sequence at a time, whatever --batch is)" : "", (long long)c.steps,
                 c.schedule.c_str());
+    if (!given.count("total-batch") && c.total_batch != preset_of(c).total_batch)
+        std::printf("        not the preset's %lld tokens a step, %s; --total-batch sets them\n", (long long)preset_of(c).total_batch,
+                    Dev::on_host && c.model != "tiny" ? "which would take long on a CPU" : "which ranks and --batch do not divide");
     if (c.cuda_graph)
         std::printf(
             "graphs: what a step launches is recorded as CUDA graphs when it comes for the second time, and replayed from then on%s\n",
@@ -1676,16 +1737,18 @@ struct Run {
                                                   int64_t(data.val->samples_per_epoch()));
         const EvalResult r = evaluate(model, *activations, *data.val, samples, world, tokenizer.get());
         state.best_val_loss = std::min(state.best_val_loss, r.loss);
+        last_val_loss = r.loss;
         if (world.rank != 0) return;
         std::string line = format_text("step %04lld | val loss %.4f", (long long)state.step, r.loss),
-                    fields = format_text("{\"step\":%lld,\"val_loss\":%.6f,\"val_tokens\":%llu", (long long)state.step, r.loss,
-                                         (unsigned long long)r.tokens);
+                    fields = format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%lld,\"val_loss\":%s,\"val_tokens\":%llu",
+                                         (long long)state.step, unix_time(), (long long)(state.step * config.total_batch),
+                                         json_number("%.6f", r.loss).c_str(), (unsigned long long)r.tokens);
         if (r.bytes)
-            line += format_text(" | bits/byte %.4f", r.loss * double(r.tokens) / std::log(2.0) / double(r.bytes)),
-                fields += format_text(",\"bits_per_byte\":%.6f", r.loss * double(r.tokens) / std::log(2.0) / double(r.bytes));
+            line += format_text(" | bits/byte %.4f", r.bits_per_byte()),
+                fields += ",\"bits_per_byte\":" + json_number("%.6f", r.bits_per_byte());
         if (r.answers)
             line += format_text(" | recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET)),
-                fields += format_text(",\"recall_loss\":%.6f", r.answer_loss);
+                fields += ",\"recall_loss\":" + json_number("%.6f", r.answer_loss);
         std::printf("%s\n", line.c_str());
         log->line(log->text, format_text("s:%lld tel:%.6f", (long long)state.step, r.loss));
         log->line(log->json, fields + "}");
@@ -1823,7 +1886,7 @@ struct Run {
     };
     std::vector<Step> pending;          // given to the engine and not yet reported
     std::vector<double> speed;          // tokens/s of every reported step
-    double started = 0, last_report = 0;
+    double started = 0, last_report = 0, last_val_loss = 0;
     int64_t first_step = 0;
 
     // What the ranks tell each other once a step: sums over them.
@@ -1916,14 +1979,12 @@ struct Run {
                               : "");
         std::fflush(stdout);
         log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
-        // JSON has no NaN
-        const auto number = [](const char* format, double x) { return std::isfinite(x) ? format_text(format, x) : std::string("null"); };
         log->line(
             log->json,
             format_text("{\"step\":%lld,\"time\":%.3f,\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s,\"loss_z\":%s,\"norm_z\":%s,\"skipped\":%s,"
                         "\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%lld,\"epoch\":%.6f,\"peak_memory_mib\":%.1f",
-                        (long long)s.step, unix_time(), number("%.6f", s.loss).c_str(), s.lr, number("%.6f", s.norm).c_str(),
-                        number("%.3f", s.loss_z).c_str(), number("%.3f", s.norm_z).c_str(), s.skipped || s.is_bad() ? "true" : "false",
+                        (long long)s.step, unix_time(), json_number("%.6f", s.loss).c_str(), s.lr, json_number("%.6f", s.norm).c_str(),
+                        json_number("%.3f", s.loss_z).c_str(), json_number("%.3f", s.norm_z).c_str(), s.skipped || s.is_bad() ? "true" : "false",
                         seconds * 1e3, speed.back(), (long long)(s.step * config.total_batch),
                         double(s.loader.next_sample) / double(data.train->samples_per_epoch()), peak_memory_mib()) +
                 (Dev::on_host ? "" : format_text(",\"peak_gpu_memory_mib\":%.1f", peak_device_mib(dev))) + s.statistics + "}");
@@ -2037,10 +2098,18 @@ struct Run {
         WatchdogOptions watch;
         watch.stall_timeout = c.stall_timeout;
         const std::string checkpoint = choose_checkpoint();
-        if (world.rank == 0) print_run(dev, c, model.table, data, world, device, given.count("data"));
+        if (world.rank == 0) print_run(dev, c, model.table, data, world, device, given);
         if (!checkpoint.empty()) {  // whatever a resume can be refused for, before anything is written
-            require_same_model(c, checkpoint);
+            require_same_model(c, checkpoint, "resume");
             data.train->restore(read_state(read_manifest(checkpoint)).loader);
+        }
+        std::unique_ptr<SafeTensors> initial;  // --init-from
+        if (checkpoint.empty() && !c.init_from.empty()) {
+            const std::string folder = checkpoint_of(c.init_from, "--init-from");
+            require_same_model(c, folder, "begin");
+            initial = std::make_unique<SafeTensors>(folder + "/model.safetensors");
+            require_tensors(model.table, *initial);
+            if (world.rank == 0) std::printf("weights: those of %s; moments, data and schedule begin anew\n", folder.c_str());
         }
         if (world.rank == 0 && c.dump_state.empty()) prepare_run_folder(c, !checkpoint.empty());
         world.barrier();
@@ -2056,7 +2125,9 @@ struct Run {
         print_selected_kernels();
         decide_how_to_save();
         if (checkpoint.empty()) {
-            model.initialise();
+            if (initial) read_parameters(model, *initial);
+            else model.initialise();
+            initial.reset();
         } else {
             state = load_checkpoint(model, checkpoint);
             last_saved = checkpoint;
@@ -2082,7 +2153,14 @@ struct Run {
             while (pending.size() > (Dev::on_host || stop_here || stop != GO_ON ? 0u : 1u)) report_step();
             if (due(c.eval_every)) validate();
             if (last || stop != GO_ON) continue;
-            if (due(c.save_every)) saves_in_background ? start_save(true) : void(save_now());
+            if (due(c.save_every)) {
+                if (state.bad_steps) {  // with --keep it would push out a good one
+                    if (world.rank == 0)
+                        complain(format_text("no checkpoint at step %lld, whose loss or gradient is not finite", (long long)state.step));
+                } else {
+                    saves_in_background ? start_save(true) : void(save_now());
+                }
+            }
             if (due(c.sample_every)) sample();
             if (stop_here) last_report = seconds_now();  // what was done between the steps is not theirs
         }
@@ -2137,11 +2215,20 @@ struct Run {
             if (reducer && reducer->times.steps)
                 std::printf("ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n",
                             reducer->times.total * 1e3 / double(reducer->times.steps),
-                            reducer->times.exposed * 1e3 / double(reducer->times.steps));
+                            std::min(reducer->times.exposed, reducer->times.total) * 1e3 / double(reducer->times.steps));
             print_selected_kernels();
             if (!saved)
-                fail("the last checkpoint could not be written: what was learnt since %s is lost; make room and run again with --resume",
-                     last_saved.empty() ? "the start" : last_saved.c_str());
+                fail("the last checkpoint could not be written: what was learnt since %s is lost; make room and run again%s",
+                     last_saved.empty() ? "the start" : last_saved.c_str(), last_saved.empty() ? "" : " with --resume");
+            if (state.bad_steps)
+                fail("the last %s not finite, so the weights are those of step %lld; lower --lr or look at the data: the batch is in "
+                     "%s/bad_step_*.json",
+                     state.bad_steps == 1 ? "step is" : format_text("%lld steps are", (long long)state.bad_steps).c_str(),
+                     (long long)state.last_update, config.out.c_str());
+            if (!std::isfinite(last_val_loss))
+                fail("the last validation loss is not finite: the weights are no use any more; lower --lr, and --resume from an earlier "
+                     "checkpoint in %s",
+                     config.out.c_str());
             if (stop == GO_ON && state.step == first_step)
                 std::printf("no step was to be done: --steps is %lld%s\n", (long long)config.steps,
                             first_step ? format_text(", and step %lld is reached already", (long long)first_step).c_str() : "");
@@ -2232,7 +2319,32 @@ void with_engine(const Device& device, World& world, Use use) {
     use(dev);
 }
 
-static int run_train(Config& c, const std::set<std::string>& given, World& world) {
+// --resume: what was not given is as in the run that is resumed. Not what belongs to the machine rather than to the run.
+static void inherit_options(Config& c, std::set<std::string>& given) {
+    const std::string folder = given.count("out") ? c.out : "runs/" + c.model, path = folder + "/run.json";
+    if (!file_exists(path)) return;
+    const Json then = parse_json(read_file(path), path);
+    for (const Option& o : option_table()) {
+        const Json* old = then.find(underscored(o.name));
+        const std::string name = o.name;
+        if (!old || !(o.verbs & TRAIN) || given.count(name)) continue;
+        bool of_machine = false;
+        for (const char* other : {"out", "batch", "threads", "device", "cpu-dtype", "cuda-graph", "selected-kernels", "stats-every", "dump-state"})
+            of_machine |= name == other;
+        if (of_machine) continue;
+        try {
+            set_option(c, o, old->kind == Json::String ? old->text : o.integer ? std::to_string(old->integer_value)
+                                                                               : format_text("%.17g", old->number_value));
+        } catch (const Error& e) {
+            fail("%s: %s", path.c_str(), e.what());
+        }
+        given.insert(name);
+    }
+}
+
+static int run_train(Config& c, const std::set<std::string>& on_command_line, World& world) {
+    std::set<std::string> given = on_command_line;
+    if (c.resume) inherit_options(c, given);
     apply_preset(c, given);
     validate_model(c, "options");
     // A rank that falls silent is noticed from here on; standing still is judged once progress() has been called.
@@ -2293,12 +2405,25 @@ static void run_sample(Config c, World& world) {
 
 static void run_eval(Config c, const std::set<std::string>& given, World& world) {
     const std::string folder = read_trained_config(c);
-    if (c.val_data.empty()) fail_usage("eval: --val-data is missing: a glob of validation shards, in quotes");
+    if (c.val_data.empty()) fail_usage("eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic");
     if (!given.count("batch")) c.batch = 1;
     const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(c);
-    DataLoader loader(open_shards(shard_files(c.val_data, "--val-data")), loader_options(c, world, "--val-data", false));
+    std::vector<TokenSource> sources;
+    int64_t of_run = std::numeric_limits<int64_t>::max();
+    if (c.val_data == "synthetic") {  // what the run itself was validated on
+        const Manifest manifest = read_manifest(folder);
+        const Json& then = manifest.state.get("options", manifest.path);
+        Config trained = c;
+        trained.seed = then.integer("seed", manifest.path), trained.eval_batches = then.integer("eval_batches", manifest.path),
+        trained.total_batch = then.integer("total_batch", manifest.path);
+        sources.push_back(synthetic_validation(trained));
+        of_run = trained.eval_batches * (trained.total_batch / c.seq_len);
+    } else {
+        sources = open_shards(shard_files(c.val_data, "--val-data"));
+    }
+    DataLoader loader(std::move(sources), loader_options(c, world, "--val-data", false));
     listen_for_lost_pages();
-    const int64_t all = int64_t(loader.samples_per_epoch()),
+    const int64_t all = std::min(int64_t(loader.samples_per_epoch()), of_run),
                   samples = given.count("eval-batches") ? std::min(all, c.eval_batches * c.batch) : all;
     c.batch = std::min(c.batch, (samples + world.size - 1) / world.size);
     const SafeTensors weights(folder + "/model.safetensors");
@@ -2320,7 +2445,8 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
     std::printf("%s on %llu tokens (%llu of %llu samples of %lld): loss %.4f, perplexity %.3f", folder.c_str(),
                 (unsigned long long)r.tokens, (unsigned long long)(r.tokens / uint64_t(c.seq_len)),
                 (unsigned long long)loader.samples_per_epoch(), (long long)c.seq_len, r.loss, std::exp(r.loss));
-    if (r.bytes) std::printf(", bits per byte %.4f\n", r.loss * double(r.tokens) / std::log(2.0) / double(r.bytes));
+    if (r.answers) std::printf(", recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
+    if (r.bytes) std::printf(", bits per byte %.4f\n", r.bits_per_byte());
     else std::printf("; bits per byte are unknown without --vocab-dir\n");
 }
 

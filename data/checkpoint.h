@@ -163,7 +163,7 @@ inline Manifest parse_manifest(const std::string& text, const std::string& path)
 
 inline Manifest read_manifest(const std::string& folder) {
     const std::string path = folder + "/manifest.json";
-    if (!file_exists(path)) fail("%s is missing", path.c_str());
+    if (::access(path.c_str(), R_OK) != 0) errno == ENOENT ? fail("%s is missing", path.c_str()) : fail_to_read(path, errno);
     return parse_manifest(read_file(path), path);
 }
 
@@ -275,13 +275,13 @@ inline void verify_file(const std::string& folder, const FileRecord& expected) {
     const std::string path = folder + "/" + expected.name;
     struct stat s;
     if (lstat(path.c_str(), &s) != 0)
-        fail("%s: %s, the manifest expects %llu bytes", path.c_str(), errno == ENOENT ? "the file is missing" : std::strerror(errno),
-             (unsigned long long)expected.size);
+        errno == ENOENT ? fail("%s: the file is missing, the manifest expects %llu bytes", path.c_str(), (unsigned long long)expected.size)
+                        : fail_to_read(path, errno);
     if (!S_ISREG(s.st_mode)) fail("%s is no regular file", path.c_str());
     if (uint64_t(s.st_size) != expected.size)
         fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)s.st_size, (unsigned long long)expected.size);
     const int fd = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC);
-    if (fd < 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
+    if (fd < 0) fail_to_read(path, errno);
     const auto close_file = [](const int* open_fd) { ::close(*open_fd); };
     const std::unique_ptr<const int, decltype(close_file)> closes(&fd, close_file);
     std::vector<char> piece(1 << 20);
@@ -290,7 +290,7 @@ inline void verify_file(const std::string& folder, const FileRecord& expected) {
     while (size <= expected.size) {  // one read beyond the end, so that a file that grows is noticed
         const ssize_t n = ::read(fd, piece.data(), piece.size());
         if (n < 0 && errno == EINTR) continue;
-        if (n < 0) fail("cannot read %s at byte %llu: %s", path.c_str(), (unsigned long long)size, std::strerror(errno));
+        if (n < 0) fail_to_read(path, errno);
         if (n == 0) break;
         crc = crc32c(crc, piece.data(), size_t(n));
         size += uint64_t(n);
@@ -310,8 +310,8 @@ inline Manifest verify_checkpoint(const std::string& folder) {
     return manifest;
 }
 
-// The folder of the newest checkpoint that is as its manifest says; one complaint
-// for each newer one, whose name and fault it tells. "" if there is none.
+// The folder of the newest checkpoint that is as its manifest says; one complaint for each newer
+// one, whose name and fault it tells. "" if there is none. Throws at one that cannot be read.
 inline std::string newest_intact_checkpoint(const std::string& run, const Complain& complain) {
     const std::vector<int64_t> steps = checkpoint_steps(run);
     for (size_t i = 0; i < steps.size(); i++) {
@@ -319,6 +319,8 @@ inline std::string newest_intact_checkpoint(const std::string& run, const Compla
         try {
             verify_checkpoint(folder);
             return folder;
+        } catch (const Unreadable& e) {  // it may well be whole: from the one before a run would write over it
+            fail("%s; make it readable, or move %s away to go on from the checkpoint before it", e.what(), folder.c_str());
         } catch (const Error& e) {
             complain(format_text("%s is damaged: %s; %s", folder.c_str(), e.what(),
                                  i + 1 < steps.size() ? "taking the one before" : "there is none before it"));

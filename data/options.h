@@ -14,7 +14,7 @@
 struct Config {
     std::string verb = "train";
     // the model; 0 and "" mean: as the preset has it
-    std::string model, attention, tokenizer, init;
+    std::string model, attention, tokenizer, init, init_from;
     int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0, slc_count = 0,
             window = 0, phi_hidden = 0, mlp_hidden = 0;
     int64_t vocab_size = 0;  // follows from the tokenizer
@@ -95,16 +95,17 @@ static const std::vector<Option>& option_table() {
         {"window", TRAIN, &Config::window, "preset", 1, M, "keys of the sliding window, w; the query's own included"},
         {"phi-hidden", TRAIN, &Config::phi_hidden, "preset", 1, 64 * K, "hidden width of the block compressor, F"},
         {"mlp-hidden", TRAIN, &Config::mlp_hidden, "preset", 1, 256 * K, "hidden width of the MLP"},
+        {"init-from", TRAIN, &Config::init_from, "", nullptr, "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the same model options but --seq-len"},
         {"init", TRAIN, &Config::init, "standard", "standard|random", "random: every tensor drawn, so that no path is silent; for comparisons"},
         // data
         {"data", TRAIN, &Config::data, "synthetic", nullptr, "training shards, a glob in quotes; or synthetic: the built-in corpus"},
-        {"val-data", TRAIN | EVAL, &Config::val_data, "", nullptr, "validation shards, a glob in quotes"},
+        {"val-data", TRAIN | EVAL, &Config::val_data, "", nullptr, "validation shards, a glob in quotes; or synthetic: of the built-in corpus"},
         {"tokenizer", TRAIN | TOKENIZE, &Config::tokenizer, "preset", "bytes|gpt2", "vocabulary: 256 bytes, or GPT-2's 50257 tokens; tokenize without it: gpt2"},
         {"vocab-dir", EVERY_VERB, &Config::vocab_dir, "", nullptr, "folder with vocab.bpe + encoder.json, a .tiktoken file or gpt2_tokenizer.bin"},
         // the optimiser
         {"batch", TRAIN | EVAL, &Config::batch, "auto", 1, 64 * K, "sequences per rank and micro-step"},
         {"seq-len", TRAIN, &Config::seq_len, "preset", 1, M, "tokens per sequence, T"},
-        {"total-batch", TRAIN, &Config::total_batch, "preset", 1, 1e10, "tokens per optimiser step, over all ranks and micro-steps"},
+        {"total-batch", TRAIN, &Config::total_batch, "preset", 1, 1e10, "tokens per optimiser step, over all ranks and micro-steps; without it near the preset's, in whole micro-batches; 125m on a CPU: one sequence per rank"},
         {"recompute", TRAIN, &Config::recompute, "0", 0, 2, "activations kept: 0 all, 1 not the cheap elementwise ones, 2 only each layer's input; same results, less memory"},
         {"steps", TRAIN, &Config::steps, "preset", 0, T, "optimiser steps"},
         {"lr", TRAIN, &Config::lr, "preset", 0, 10, "highest learning rate"},
@@ -114,7 +115,7 @@ static const std::vector<Option>& option_table() {
         {"weight-decay", TRAIN, &Config::weight_decay, "0.1", 0, 10, "of matrices; norms and biases have none"},
         {"beta1", TRAIN, &Config::beta1, "0.9", 0, 0.9999999, "AdamW"},
         {"beta2", TRAIN, &Config::beta2, "0.95", 0, 0.9999999, "AdamW"},
-        {"adam-eps", TRAIN, &Config::adam_eps, "1e-8", 0, 1, "AdamW"},
+        {"adam-eps", TRAIN, &Config::adam_eps, "1e-8", 1e-20, 1, "AdamW"},
         {"grad-clip", TRAIN, &Config::grad_clip, "1.0", 0, T, "largest global L2 norm of the gradient; 0: no clipping"},
         {"max-bad-steps", TRAIN, &Config::max_bad_steps, "3", 1, M, "the run ends after this many steps in a row whose loss or gradient is not finite; such a step changes no weight"},
         {"skip-outliers", TRAIN, &Config::skip_outliers, "0", 0, 11, "no update where the loss or the gradient's norm lies more than this many standard deviations above the last 128 steps, of which it is one, so at most 11.2; 0: never"},
@@ -141,7 +142,7 @@ static const std::vector<Option>& option_table() {
         {"cpu-dtype", TRAIN | SAMPLE | EVAL, &Config::cpu_dtype, "fp32", "fp32|bf16", "of the CPU engine; bf16: the inputs of its matrix products are rounded to bf16, the sums stay fp32; needs AVX512_BF16"},
         {"selected-kernels", TRAIN, &Config::selected_kernels, "auto", "auto|tiles|gather", "of a GPU's selected branch; auto: by sequence length and by how many blocks neighbouring tokens choose together"},
         {"cuda-graph", TRAIN, &Config::cuda_graph, "0", 0, 1, "1: a GPU's training step is recorded as CUDA graphs and replayed by a few calls instead of a launch per kernel; same results; whether it pays is not measured"},
-        {"threads", EVERY_VERB, &Config::threads, "auto", 1, 1024, "CPU threads of this rank; auto: its share of the machine's cores"},
+        {"threads", EVERY_VERB, &Config::threads, "auto", 1, 1024, "CPU threads of this rank; auto: OMP_NUM_THREADS where it is set, else its share of the machine's cores"},
         {"dump-state", TRAIN, &Config::dump_state, "", nullptr, "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and end"},
         // the other verbs
         {"from", SAMPLE | EVAL, &Config::from, "", nullptr, "folder of a run or of one checkpoint"},

@@ -309,16 +309,16 @@ class TokenSpool {
     std::FILE* const file;
 };
 
-// Where the validation tokens begin. Of one document, the last `fraction` of its tokens; of several, the beginning
-// of the document that is nearest to that place, but never the first document and always at least the last.
+// Where the validation tokens begin: at the beginning of the document that is nearest to the last `fraction` of the tokens. But where that
+// is more than twice as many tokens (few long documents), or there is one document alone, in the middle of one, at that very place.
 inline uint64_t validation_begin(uint64_t tokens, const std::vector<uint64_t>& documents, double fraction) {
     if (fraction == 0) return tokens;
     const uint64_t target = tokens - uint64_t(double(tokens) * fraction);
     if (documents.size() < 2) return target;
     const auto above = std::lower_bound(documents.begin() + 1, documents.end() - 1, target);  // the last one if none other is
-    if (above == documents.begin() + 1) return *above;
-    const uint64_t below = *(above - 1);
-    return *above > target && target - below < *above - target ? below : *above;
+    uint64_t nearest = *above;
+    if (above != documents.begin() + 1 && nearest > target && target - *(above - 1) < nearest - target) nearest = *(above - 1);
+    return target < tokens && tokens - nearest > 2 * (tokens - target) ? target : nearest;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -419,7 +419,8 @@ inline void tokenize_files(const TokenizeOptions& options) {
     const uint64_t begin = validation_begin(spool.tokens, spool.documents, options.val_fraction);
     spool.copy(0, begin, train);
     train.close();
-    if (documents == 1 && begin < spool.tokens) val.write(&tokenizer.end_of_text, 1);  // so that both halves begin with it
+    const bool at_document = std::binary_search(spool.documents.begin(), spool.documents.end(), begin);
+    if (!at_document && begin < spool.tokens) val.write(&tokenizer.end_of_text, 1);  // so that the validation begins with it too
     spool.copy(begin, spool.tokens, val);
     val.close();
 

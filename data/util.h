@@ -85,6 +85,11 @@ struct Error : std::runtime_error {
     Error(int status, const std::string& text) : std::runtime_error(printable(text)), status(status) {}
 };
 
+// A file that is there and cannot be read: permissions, the machine's limits or the network say no, not its content.
+struct Unreadable : Error {
+    explicit Unreadable(const std::string& text) : Error(1, text) {}
+};
+
 __attribute__((format(printf, 1, 0))) inline std::string format_list(const char* format, va_list args) {
     va_list again;
     va_copy(again, args);
@@ -220,11 +225,18 @@ inline uint64_t file_size(const std::string& path) {
     return uint64_t(s.st_size);
 }
 
+// Whether a missing file or a failing disk, which lose what was there, or Unreadable.
+[[noreturn]] inline void fail_to_read(const std::string& path, int error) {
+    const std::string text = format_text("cannot open %s: %s", path.c_str(), std::strerror(error));
+    if (error == ENOENT || error == ENOTDIR || error == ELOOP || error == EIO) fail("%s", text.c_str());
+    throw Unreadable(text);
+}
+
 // The whole file. Meant for what fits in memory: vocabularies, configs, prompts.
 inline std::string read_file(const std::string& path) {
     std::string bytes(file_size(path), '\0');
     std::ifstream in(path, std::ios::binary);
-    if (!in) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
+    if (!in) fail_to_read(path, errno);
     if (!in.read(&bytes[0], std::streamsize(bytes.size())))
         fail("cannot read %zu bytes of %s: %s", bytes.size(), path.c_str(), std::strerror(errno));
     return bytes;

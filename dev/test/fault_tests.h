@@ -462,9 +462,10 @@ TEST(bad_numbers_end_the_run_with_the_batch_on_disk) {
     seal(out + "/step_00000002");
     const Result bad = train({{"out", out}, {"steps", "9"}, {"resume", "on"}, {"init", "random"}, {"max-bad-steps", "2"}, {"batch", "1"}});
     CHECK_EQUAL(bad.status, 1);
-    CHECK_EQUAL(lines_of(bad.err).size(), 2u);
-    for (const char* words : {"step 3: ", "step 4: ", "first tensor: gradient of ", "2 in a row", "step_00000002"})
+    CHECK_EQUAL(lines_of(bad.err).size(), 3u);
+    for (const char* words : {"step 3: ", "no checkpoint at step 3", "step 4: ", "first tensor: gradient of ", "2 in a row", "step_00000002"})
         CHECK(bad.err.find(words) != std::string::npos);
+    CHECK(!file_exists(out + "/step_00000003"));  // --save-every 1 is inherited
     const std::string file = out + "/bad_step_00000003_rank0.json";
     REQUIRE(file_exists(file));
     const Json dump = parse_json(read_file(file), file);

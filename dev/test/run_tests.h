@@ -268,7 +268,7 @@ inline std::vector<Json> log_of(const std::string& folder) {
 inline std::vector<double> logged(const std::string& folder, const std::string& field) {
     std::vector<double> values;
     for (const Json& line : log_of(folder))
-        if (line.find(field)) values.push_back(line.number(field, "log.jsonl"));
+        if (line.find(field) && (field != "tokens" || line.find("loss"))) values.push_back(line.number(field, "log.jsonl"));  // of steps
     return values;
 }
 
@@ -1026,6 +1026,87 @@ TEST(run_earlier_run_is_moved_aside) {
     CHECK(read_file(out + ".2/step_00000002/model.safetensors") == models[1]);
     CHECK(file_exists(out + ".1/main.log") && file_exists(out + ".1/log.jsonl") && file_exists(out + ".1/run.json"));
     CHECK_EQUAL(lines_of(read_file(out + "/main.log")).size(), 4u);  // this run's lines alone
+}
+
+// A folder that is no run's, or not only: what is not the run's stays where it is, and nothing of it is written over.
+TEST(run_leaves_the_files_of_others_alone) {
+    using namespace program;
+    TempFolder folder;
+    for (const char* name : {"run.json", "main.log", "log.jsonl", "heartbeat_rank0.jsonl"}) {
+        const std::string project = folder.file(std::string("project_") + name);
+        make_folders(project);
+        write_file(project + "/" + name, "not yours");
+        CHECK_REFUSED(train({{"out", project}}), 1, "--out " + project, name, "another folder");
+        CHECK_EQUAL(read_file(project + "/" + name), "not yours");
+        CHECK_EQUAL(glob_files(project + "/*").size(), 1u);
+    }
+    // Beside a run, which is moved aside alone; and through a link, which stays one.
+    const std::string real = folder.file("disk"), link = folder.file("link");
+    make_folders(real + "/src");
+    write_file(real + "/thesis.txt", "mine");
+    CHECK_EQUAL(symlink(real.c_str(), link.c_str()), 0);
+    REQUIRE_GOOD(train({{"out", link}}));
+    const std::string model = read_file(real + "/step_00000002/model.safetensors");
+    const Result again = train({{"out", link}, {"seed", "2"}});
+    REQUIRE_GOOD(again);
+    CHECK(again.out.find("moved to " + real + ".1;") != std::string::npos);
+    CHECK(read_file(real + ".1/step_00000002/model.safetensors") == model && file_exists(real + ".1/main.log"));
+    CHECK(!file_exists(real + ".1/thesis.txt") && file_exists(real + "/thesis.txt") && file_exists(real + "/src"));
+    CHECK(file_exists(real + "/step_00000002") && file_exists(link + "/main.log"));
+}
+
+// --resume alone goes on with the run's own options: the same bits as with all of them given again.
+TEST(run_resume_inherits_the_options_that_are_not_given) {
+    using namespace program;
+    TempFolder folder;
+    const std::string data = write_small_corpus(folder, "train.bin", 1), whole = folder.file("whole"), parts = folder.file("parts");
+    const Options options = {{"data", data}, {"schedule", "linear"}, {"lr", "0.003"}, {"warmup", "3"}, {"weight-decay", "0.3"},
+                             {"seed", "9"},  {"save-every", "2"},    {"batch", "1"}};
+    const auto with = [&](Options more) {
+        more.insert(options.begin(), options.end());
+        return train(more);
+    };
+    REQUIRE_GOOD(with({{"steps", "6"}, {"out", whole}}));
+    REQUIRE_GOOD(with({{"steps", "6"}, {"out", parts}}));
+    for (const char* step : {"step_00000004", "step_00000006"}) std::filesystem::remove_all(parts + "/" + step);  // as if it had been killed
+    const Result resumed = run({"--resume", "--out", parts, "--threads", "1", "--batch", "1"});
+    REQUIRE_GOOD(resumed);
+    CHECK(resumed.out.find("resume: --") == std::string::npos);  // nothing has changed
+    for (const char* file : {"model.safetensors", OPTIMIZER})
+        CHECK(read_file(whole + "/step_00000006/" + file) == read_file(parts + "/step_00000006/" + file));
+    CHECK(file_exists(parts + "/step_00000004"));
+    // What is given counts, and what it does to the learning rate is said.
+    const Result longer = run({"--resume", "--out", parts, "--threads", "1", "--batch", "1", "--steps", "9"});
+    REQUIRE_GOOD(longer);
+    CHECK(longer.out.find("resume: --steps is 9, was 6") != std::string::npos);
+    // linear, warm-up 3: at step 7 of 9 a third of the way from a tenth is left, where step 6 of 6 was the end
+    CHECK(longer.out.find("resume: the learning rate of step 7 is 1.20e-03, by the earlier options 3.00e-04") != std::string::npos);
+    write_file(parts + "/run.json", "{\"program\": \"train_nsa\", \"lr\": 11}");
+    CHECK_REFUSED(run({"--resume", "--out", parts}), 1, parts + "/run.json", "--lr");
+}
+
+// Weights of one run are the beginning of another, of other data and length of sequences; the first loss is the one they had.
+TEST(run_begins_with_the_weights_of_another) {
+    using namespace program;
+    TempFolder folder;
+    const std::string first = folder.file("first"), second = folder.file("second");
+    REQUIRE_GOOD(train({{"out", first}, {"steps", "30"}, {"warmup", "2"}, {"lr", "0.003"}}));
+    const Result r = train({{"out", second}, {"init-from", first}, {"steps", "0"}, {"eval-every", "1"}});
+    REQUIRE_GOOD(r);
+    CHECK(r.out.find("weights: those of " + first + "/step_00000030") != std::string::npos);
+    CHECK_EQUAL(logged(second, "val_loss").at(0), logged(first, "val_loss").back());
+    const std::string shorter = folder.file("shorter");
+    REQUIRE_GOOD(train({{"out", shorter}, {"init-from", first + "/step_00000030"}, {"steps", "1"}, {"lr", "0"}, {"seq-len", "32"},
+                        {"total-batch", "64"}, {"weight-decay", "0"}}));
+    CHECK(read_file(shorter + "/step_00000001/model.safetensors") == read_file(first + "/step_00000030/model.safetensors"));
+    CHECK_REFUSED(train({{"out", folder.file("x")}, {"init-from", first}, {"layers", "3"}}), 1, "cannot begin from", "layers", "3");
+    CHECK_REFUSED(train({{"out", folder.file("x")}, {"init-from", folder.file("none")}}), 1, "none");
+    CHECK_REFUSED(train({{"out", folder.file("x")}, {"init-from", first + "/run.json"}}), 1, "--init-from", "is a file");
+    CHECK(!file_exists(folder.file("x")));
+    // The built-in corpus can be evaluated on, as the run itself was.
+    const Result evaluated = run({"eval", "--from", first, "--val-data", "synthetic", "--threads", "1"});
+    REQUIRE_GOOD(evaluated);
+    CHECK(evaluated.out.find(format_text("loss %.4f", logged(first, "val_loss").back())) != std::string::npos);
 }
 
 // Activations computed again are the ones that were thrown away.

@@ -872,14 +872,16 @@ TEST(tokenize_refuses_wrong_options) {
 TEST(validation_begins_at_the_nearest_document) {
     const std::vector<uint64_t> documents = {0, 10, 50, 60, 90};  // of 100 tokens
     CHECK_EQUAL(validation_begin(100, documents, 0), uint64_t(100));
-    CHECK_EQUAL(validation_begin(100, documents, 0.01), uint64_t(90));
+    CHECK_EQUAL(validation_begin(100, documents, 0.01), uint64_t(99));  // ten times what was asked for is too much
     CHECK_EQUAL(validation_begin(100, documents, 0.24), uint64_t(90));
     CHECK_EQUAL(validation_begin(100, documents, 0.26), uint64_t(60));
     CHECK_EQUAL(validation_begin(100, documents, 0.4), uint64_t(60));
     CHECK_EQUAL(validation_begin(100, documents, 0.5), uint64_t(50));
     CHECK_EQUAL(validation_begin(100, documents, 0.6), uint64_t(50));
     CHECK_EQUAL(validation_begin(100, documents, 0.99), uint64_t(10));
-    CHECK_EQUAL(validation_begin(100, {0, 50}, 0.01), uint64_t(50));
+    CHECK_EQUAL(validation_begin(100, {0, 50}, 0.01), uint64_t(99));
+    CHECK_EQUAL(validation_begin(100, {0, 50}, 0.24), uint64_t(76));
+    CHECK_EQUAL(validation_begin(100, {0, 50}, 0.25), uint64_t(50));
     CHECK_EQUAL(validation_begin(100, {0}, 0.01), uint64_t(99));
 }
 
