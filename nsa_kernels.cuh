@@ -2130,20 +2130,28 @@ __global__ void embedding_forward_kernel(cuda_real* x, const int32_t* tokens, co
 
 // The gradient is a sum over the positions that hold a token, so the positions are first sorted by token,
 // equal ones in their order. The place of a position is the number of positions that come before it: N^2
-// comparisons of integers in shared memory, 10^9 at N = 32768, an estimated 0.2 ms of an H200 and once per
-// micro-step; with no counters, no atomics, no passes over digits and no choice of the order. sorted [N]
-__global__ void __launch_bounds__(256) sort_positions_kernel(int32_t* sorted, const int32_t* tokens, int N) {
-    SHARED(int32_t, tile, [256]);
-    const int n = int(thread_index()), token = n < N ? tokens[n] : 0;
+// comparisons of integers in shared memory, 10^9 at N = 32768, once per micro-step; with no counters,
+// no atomics, no passes over digits and no choice of the order. sorted [N]
+constexpr int SORT_THREADS = 256;
+__global__ void __launch_bounds__(SORT_THREADS) sort_positions_kernel(int32_t* sorted, const int32_t* tokens, int N) {
+    SHARED(int32_t, tile, [SORT_THREADS]);
+    const int own = int(blockIdx.x) * SORT_THREADS, thread = int(threadIdx.x), token = own + thread < N ? tokens[own + thread] : 0;
     int place = 0;
-    for (int start = 0; start < N; start += 256) {
+    for (int start = 0; start < N; start += SORT_THREADS) {
         __syncthreads();  // the last tile is no longer read
-        if (start + int(threadIdx.x) < N) tile[threadIdx.x] = tokens[start + threadIdx.x];
+        tile[thread] = start + thread < N ? tokens[start + thread] : INT_MAX;  // comes before nothing
         __syncthreads();
-        const int count = min(256, N - start);
-        for (int i = 0; i < count; i++) place += tile[i] < token || (tile[i] == token && start + i < n);
+        // Of equal tokens those of earlier positions come before; in all tiles but the block's own these are all or none.
+        if (start == own) {
+#pragma unroll 16
+            for (int i = 0; i < SORT_THREADS; i++) place += tile[i] < token + (i < thread);
+        } else {
+            const int limit = token + (start < own);
+#pragma unroll 16
+            for (int i = 0; i < SORT_THREADS; i++) place += unsigned(tile[i] - limit) >> 31;  // less: a sign, as both are at least 0
+        }
     }
-    if (n < N) sorted[place] = n;
+    if (own + thread < N) sorted[place] = own + thread;
 }
 // dembed [V, C] += rows of dx [N, C]. Block column blockIdx.y, place blockIdx.x; the first place of a token's run walks the run.
 template <int W>
@@ -2875,7 +2883,8 @@ struct Cuda {
     // dembed [V, C] += rows of dx [N, C]
     void embedding_backward(Grad* dembed, const real* dx, const int32_t* tokens, int N, int C) {
         int32_t* sorted = scratch<int32_t>(0, size_t(N));
-        launch<kernels::sort_positions_kernel>(kernels::blocks(size_t(N), 256), 256, 0, stream, sorted, tokens, N);
+        launch<kernels::sort_positions_kernel>(kernels::blocks(size_t(N), kernels::SORT_THREADS), kernels::SORT_THREADS, 0, stream, sorted,
+                                               tokens, N);
         with_width(is_wide(C, dembed, dx), [&](auto W) {
             launch<kernels::embedding_backward_kernel<W()>>(dim3(unsigned(N), kernels::blocks(size_t(C), 128 * W())), 128, 0, stream,
                                                             dembed, dx, tokens, (const int32_t*)sorted, N, C);
