@@ -141,8 +141,14 @@ __device__ inline void copy_tile(bf16* tile, const bf16* in, size_t stride, int 
 template <int D>
 __device__ inline void copy_keys_and_values(bf16* k_tiles, bf16* v_tiles, int buffer, const bf16* k, const bf16* v, size_t group,
                                             int key_tile, const AttentionShape& s) {
+    constexpr int THREADS = tile_threads<D>();  // which most blocks have, so that a whole tile has fixed distances
     const int valid = s.keys - key_tile * KEY_TILE, chunk = threadIdx.x % (D / 8);
     const size_t from = group + size_t(key_tile) * KEY_TILE * D;
+    if (blockDim.x == THREADS && valid >= KEY_TILE) {
+        copy_tile<D, THREADS>(k_tiles + buffer * KEY_TILE * D, k + from, D, KEY_TILE);
+        copy_tile<D, THREADS>(v_tiles + buffer * KEY_TILE * D, v + from, D, KEY_TILE);
+        return cp_async_commit();
+    }
     for (int row = threadIdx.x / (D / 8); row < KEY_TILE; row += blockDim.x / (D / 8)) {
         const int to = buffer * KEY_TILE * D + chunk_at<D>(row, chunk);
         const size_t at = from + (row < valid ? row * D + chunk * 8 : 0);
