@@ -1714,9 +1714,9 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
     while (a.slc_shift < 6 && (1 << a.slc_shift) < s.slc_block) a.slc_shift++;
     a.scale = float(s.scale());
     a.parts = 1, a.part_tokens = s.queries;
-    // few tiles of keys, each seen by most queries: parts of 256 tokens or more, 32 at most, 16 where there are many tiles
+    // few tiles of keys, each seen by most queries: parts of 256 tokens, up to 64, and then 32 longer ones, for their sums take memory
     if (branch == CMP) {
-        a.part_tokens = std::max(256, (s.queries / (s.queries > 32768 ? 16 : 32) + KEY_TILE - 1) / KEY_TILE * KEY_TILE);
+        a.part_tokens = s.queries <= 64 * 256 ? 256 : (s.queries / 32 + KEY_TILE - 1) / KEY_TILE * KEY_TILE;
         a.parts = (s.queries + a.part_tokens - 1) / a.part_tokens;
     }
     return a;

@@ -360,7 +360,7 @@ TEST(attention_kernels_gather_is_described) {
     dev.level0 = true;
     CHECK(says("scalar"));
 }
-// The compressed branch's queries in parts of 512 and more; the second shape has keys that only the last parts see.
+// The compressed branch's queries in parts of 256 tokens; the second shape has keys that only the last parts see.
 TEST(attention_kernels_compressed_in_parts) {
     using namespace long_context_tests;
     Worst worst;
@@ -375,5 +375,7 @@ TEST(attention_kernels_compressed_in_parts) {
         check_attention(s, CMP, &worst);
     }
     worst.print("compressed branch in parts");
+    for (const std::array<int, 2> c : {std::array<int, 2>{256, 1}, {2048, 8}, {16384, 64}, {49152, 32}, {65536, 32}})
+        CHECK_EQUAL((attention_shape<64>(CMP, shape(c[0], 6), 0).parts), c[1]);
 }
 #endif
