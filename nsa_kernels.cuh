@@ -2170,12 +2170,13 @@ __global__ void __launch_bounds__(128)
     // A frequent token's run is long, and a row's address takes two loads one after the other: those of 8 rows are under way at once.
     constexpr int AHEAD = 8;
     for (int i = place, last = token; i < N && last == token; i += AHEAD) {
+        int n[AHEAD], tokens_ahead[AHEAD];
         float rows[AHEAD][W] = {};
-        for (int u = 0; u < AHEAD; u++) {
-            const int n = sorted[min(i + u, N - 1)];
-            last = i + u < N ? tokens[n] : -1;
-            if (last == token) load(rows[u], dx + size_t(n) * C + c);
-        }
+        for (int u = 0; u < AHEAD; u++) n[u] = sorted[min(i + u, N - 1)];
+        for (int u = 0; u < AHEAD; u++) tokens_ahead[u] = i + u < N ? tokens[n[u]] : -1;
+        for (int u = 0; u < AHEAD; u++)
+            if (tokens_ahead[u] == token) load(rows[u], dx + size_t(n[u]) * C + c);
+        last = tokens_ahead[AHEAD - 1];
         for (int u = 0; u < AHEAD; u++)
             for (int k = 0; k < W; k++) sum[k] += rows[u][k];  // 0 behind the run's end
     }
