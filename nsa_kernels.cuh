@@ -2115,7 +2115,12 @@ __device__ inline T lane_sum(T x) {
     return x;
 }
 
-__device__ inline float sigmoid(float x) { return 1 / (1 + expf(-x)); }
+// 1 / (1 + e^-x), rounded as a division rounds it: a reciprocal and one Newton step, without the branch to a
+// division's rare cases. Where those would be (x below -87.3, and the result below 2^-126), it is 0.
+__device__ inline float sigmoid(float x) {
+    const float y = 1 + expf(-x), r = reciprocal_approx(y);
+    return y > 0x1p126f ? 0 : fmaf(r, fmaf(-y, r, 1), r);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Does this binary hold code for this GPU?

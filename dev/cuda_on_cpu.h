@@ -423,6 +423,8 @@ EMU_ENGINE EMU_NOINLINE inline void cp_async_wait() {
 
 // 2^x with about 2 units in the last place on a GPU.
 inline float exp2_approx(float x) { return exp2f(x); }
+// 1/x, within 1 unit in the last place on a GPU.
+inline float reciprocal_approx(float x) { return 1 / x; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The runtime API. A call that could not mean anything on a GPU ends the process like a kernel's fault; what a program must be able to

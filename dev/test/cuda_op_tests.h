@@ -260,7 +260,7 @@ TEST(cuda_silu) {
         Cuda dev(0, TEST_WORKSPACE);
         Random random(40);
         HostArray x = random_reals(random, count, 3), dout = random_reals(random, count);
-        for (size_t i = 0; i < 320; i++) x[i] = as_real(-80 + 0.5 * double(i));
+        for (size_t i = 0; i < 400; i++) x[i] = as_real(-100 + 0.5 * double(i));
         x[400] = 0, x[401] = 1000, x[402] = -1000;
         const auto outputs = in_every_order([&] {
             DeviceReal in(dev, x), out(dev, count), d(dev, dout), din(dev, count);
@@ -279,6 +279,9 @@ TEST(cuda_silu) {
         }
         CHECK_ARRAY(outputs[0], expected);
         CHECK_ARRAY(outputs[1], expected_dx);
+        const DeviceReal in(dev, HostArray(count, std::numeric_limits<float>::quiet_NaN())), out(dev, count);  // is not hidden
+        dev.silu_forward(out, in, count);
+        for (const float y : out.host()) CHECK(y != y);
     }
 }
 
