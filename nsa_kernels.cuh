@@ -2108,6 +2108,10 @@ __device__ inline void store(__nv_bfloat16* p, const float (&x)[W]) {
 // The index of this thread among all of the launch.
 __device__ inline size_t thread_index() { return size_t(blockIdx.x) * blockDim.x + threadIdx.x; }
 
+// The row of D elements that this thread and its neighbours share.
+constexpr int ROW_LANES = 8;
+__device__ inline size_t row_index() { return size_t(blockIdx.x) * (blockDim.x / ROW_LANES) + threadIdx.x / ROW_LANES; }
+
 // The sum over groups of `lanes` neighbouring lanes (a power of two), in each of them.
 template <int lanes = 32, class T>
 __device__ inline T lane_sum(T x) {
@@ -2614,22 +2618,29 @@ __global__ void compress_dfc1_kernel(float* dfc1, const float* partial, int grou
     dfc1[i / width * all + first + i % width] += sum;
 }
 // dk [B, G, T, D] = sum (what came through fc1) + the share of a token in the means of the blocks that hold it
-__global__ void compress_dk_kernel(cuda_real* dk, const float* sum, const cuda_real* dout, size_t count, int NC, NsaShape s) {
-    const size_t index = thread_index();
-    if (index >= count) return;
-    const int x = int(index % s.D), t = int(index / s.D % s.T);
-    const size_t bg = index / s.D / s.T;
-    float mean = 0;
-    for (int i = max(0, (t - s.l) / s.d); i < NC && i * s.d <= t; i++)
-        if (t < i * s.d + s.l) mean += float(dout[(bg * NC + i) * s.D + x]);
-    dk[index] = cuda_real(sum[index] + mean / s.l);
+template <int W>
+__global__ void __launch_bounds__(256)
+    compress_dk_kernel(cuda_real* dk, const float* sum, const cuda_real* dout, size_t rows, int NC, NsaShape s) {
+    const size_t row = row_index();
+    if (row >= rows) return;
+    const int bg = int(unsigned(row) / unsigned(s.T)), t = int(unsigned(row) % unsigned(s.T));  // fewer than 2^32 rows, as in RowPlace
+    const int first = t < s.l ? 0 : (t - s.l) / s.d + 1, end = min(NC, t / s.d + 1);
+    const float share = 1.0f / s.l;  // exact where l is a power of two
+    for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
+        float mean[W] = {}, a[W];
+        for (int i = first; i < end; i++) {
+            load(a, dout + (size_t(bg) * NC + i) * s.D + x);
+            for (int k = 0; k < W; k++) mean[k] += a[k];
+        }
+        load(a, sum + row * s.D + x);
+        for (int k = 0; k < W; k++) a[k] += mean[k] * share;
+        store(dk + row * s.D + x, a);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The sum of the branches, and what their backward starts from. A row of D elements is shared by 8 lanes.
+// The sum of the branches, and what their backward starts from.
 
-constexpr int ROW_LANES = 8;
-__device__ inline size_t row_index() { return size_t(blockIdx.x) * (blockDim.x / ROW_LANES) + threadIdx.x / ROW_LANES; }
 // Where row (b, head, j) of [B, H, queries] lies in [B, queries, H]. There are fewer than 2^32 rows: divisions of 64 bits are long.
 struct RowPlace {
     size_t by_token;
@@ -3106,8 +3117,11 @@ struct Cuda {
         for (int chunk = 0; chunk < s.l / s.d; chunk++)  // dchunk += dhidden fc1
             gemm(false, false, NC, int(chunk_size), F, dhidden, size_t(F), phi.fc1 + chunk * chunk_size, width,
                  (const float*)sums + chunk * chunk_size, sums + chunk * chunk_size, chunk_size, {groups, size_t(NC) * F, 0, tokens});
-        launch<kernels::compress_dk_kernel>(kernels::blocks(groups * tokens, 256), 256, 0, stream, dk, (const float*)sums,
-                                            (const real*)dout, groups * tokens, NC, s);
+        const size_t all_rows = s.key_rows();
+        with_width(is_wide(s.D, dk, sums, dout), [&](auto W) {
+            launch<kernels::compress_dk_kernel<W()>>(kernels::blocks(all_rows * kernels::ROW_LANES, 256), 256, 0, stream, dk,
+                                                     (const float*)sums, (const real*)dout, all_rows, NC, s);
+        });
     }
 
     // ----- attention: the tensor-core kernels above, or the scalar ones of dev/ladder.

@@ -703,7 +703,8 @@ TEST(cuda_compress) {
     Cuda dev(0, TEST_WORKSPACE);
     for (NsaShape s : with_parts({cuda_shape(2, 33, 2, 1, 8, 8, 4, 16, 3, 9), cuda_shape(1, 31, 1, 1, 8, 32, 16, 64, 3, 9),
                                   cuda_shape(2, 32, 1, 1, 16, 32, 16, 64, 3, 9), cuda_shape(1, 70, 2, 1, 16, 16, 4, 16, 3, 9),
-                                  cuda_shape(1, 9, 1, 1, 8, 1, 1, 4, 3, 9), cuda_shape(2, 50, 1, 1, 8, 4, 4, 16, 3, 9)}))
+                                  cuda_shape(1, 9, 1, 1, 8, 1, 1, 4, 3, 9), cuda_shape(1, 41, 1, 1, 8, 12, 4, 16, 3, 9),
+                                  cuda_shape(2, 50, 1, 1, 8, 4, 4, 16, 3, 9)}))
         for (bool rotated : {false, true}) check_cuda_compress(dev, s, rotated);
     NsaShape wide = cuda_shape(1, 100, 1, 1, 64, 32, 16, 64, 16, 512);  // the preset's l, d, D
     wide.F = 24;
