@@ -3400,7 +3400,10 @@ struct Cuda {
             m.c = layout(type_of<Out>(), false, N, M, ldc, batch.count, batch.c);
             cublasLtMatmulHeuristicResult_t best;
             int count = 0;
-            CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(cublas, m.description, m.a, m.b, m.c, m.c, preference, 1, &best, &count));
+            const cublasStatus_t answer = cublasLtMatmulAlgoGetHeuristic(cublas, m.description, m.a, m.b, m.c, m.c, preference, 1, &best,
+                                                                         &count);
+            if (answer == CUBLAS_STATUS_NOT_SUPPORTED) count = 0;  // says the same
+            else cublas_check(answer, "cublasLtMatmulAlgoGetHeuristic", __FILE__, __LINE__);
             if (count == 0)
                 fail("cuBLASLt knows no way to multiply %d x %d x %d (%d at a time) on %s; please report the GPU and this line", M, N, K,
                      batch.count, properties.name);

@@ -219,6 +219,7 @@ struct Matmul {
         }
     }
 };
+inline bool no_matmul_algorithm = false;  // set by a test: no product is supported
 }  // namespace emu
 
 // One answer, or NOT_SUPPORTED with none, as from cuBLASLt. It asks for all of the workspace that the preference allows, so that a caller
@@ -231,6 +232,7 @@ inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cu
     *found = 0;
     const cublasStatus_t s = emu::check_shapes(*d, *a, *b, *c, *out);
     if (s != CUBLAS_STATUS_SUCCESS) return s;
+    if (emu::no_matmul_algorithm) return CUBLAS_STATUS_NOT_SUPPORTED;
     results[0] = {{preference->workspace_bytes}, preference->workspace_bytes, CUBLAS_STATUS_SUCCESS};
     *found = 1;
     return CUBLAS_STATUS_SUCCESS;

@@ -254,6 +254,17 @@ inline void check_cuda_matmul(int N, int C, int OC) {
 TEST(cuda_matmul) {
     check_cuda_matmul(1, 8, 8), check_cuda_matmul(33, 72, 136), check_cuda_matmul(130, 40, 24), check_cuda_matmul(1, 264, 64);
 }
+#ifndef __CUDACC__
+TEST(cuda_matmul_without_an_algorithm) {
+    Cuda dev(0, TEST_WORKSPACE);
+    DeviceReal x(dev, HostArray(8 * 16)), weight(dev, HostArray(24 * 16)), out(dev, 8 * 24);
+    emu::no_matmul_algorithm = true;
+    CHECK_FAILS(1, "no way to multiply 8 x 24 x 16 (1 at a time)", dev.matmul_forward(out, x, weight, nullptr, 8, 16, 24));
+    emu::no_matmul_algorithm = false;
+    dev.matmul_forward(out, x, weight, nullptr, 8, 16, 24);
+    CHECK_EQUAL(out.unwritten(), 0L);
+}
+#endif
 
 TEST(cuda_silu) {
     for (const size_t count : {size_t(1024), size_t(1023)}) {  // whole 16 bytes, or not
