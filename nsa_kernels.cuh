@@ -57,8 +57,8 @@ struct SelectedChoice {
 // In words, for the log.
 inline std::string describe(const SelectedChoice& c, const NsaShape& s) {
     return format_text(
-        "selected branch by %s: %.0f tokens visit %.1f of %d tiles of keys together; gathering their rows is counted as %.2f of the bytes "
-        "of masked tiles",
+        "selected branch by %s: %.0f tokens visit %.1f of %d tiles of keys together; gathering their rows has an estimated cost of %.2f "
+        "of that of masked tiles",
         c.gather ? "gathered rows" : "masked tiles", double(c.tile_tokens), double(c.tile_blocks), (s.first + s.queries + 64 - 1) / 64,
         double(c.cost));
 }
@@ -1467,15 +1467,14 @@ __global__ void __launch_bounds__(256)
 }
 
 // ---- AUTO. The cost of 16 rows and 64 keys, forward and dQ together, in cycles of one multiprocessor:
-// what passes between shared memory and registers at 128 bytes a cycle, or the products at 1.6 cycles per
-// mma_m16n8k16 (sm_90 reaches about 62 % of its peak this way), whichever is more. Bytes in units of D:
+// what passes between shared memory and registers at 128 bytes a cycle, or the products, whichever is more. Bytes in units of D:
 //   masked tiles     forward: K and V 256 for `row_pieces` 16-row pieces at once; dQ: K, V, K 384 likewise
 //   gathered rows    forward: Q 32, K and V 256, sums in and out 128;             dQ: Q and dout 64, K, V, K 384, sums 128
 // dK and dV by gathered rows never cost more. Counted, not measured: a GPU may say otherwise.
 template <int D>
-HOST_DEVICE constexpr float gathered_piece_cost() {
+HOST_DEVICE constexpr float gathered_piece_cost(float mma_cycles) {
     // 2.5 D mma
-    const float products = 1.6f * 2.5f * D, masked = 640.0f * D / 128 / row_pieces<D>(), gathered = (416.0f + 576.0f) * D / 128;
+    const float products = mma_cycles * 2.5f * D, masked = 640.0f * D / 128 / row_pieces<D>(), gathered = (416.0f + 576.0f) * D / 128;
     return (gathered > products ? gathered : products) / (masked > products ? masked : products);
 }
 
@@ -1780,17 +1779,22 @@ inline size_t gather_shared_bytes(const AttentionShape& a, bool backward) {
     return shared_bytes({key_tiles, key_tiles, row_tile, backward ? row_tile : 0, rows * D * sizeof(float), rows * sizeof(float2),
                          size_t(units(a.key_stride, a)) * sizeof(uint32_t), size_t(tile_words(a.key_stride)) * sizeof(uint32_t)});
 }
-// Bytes of shared memory that a block can have on this GPU: 227 KB on sm_90, 163 on sm_80, 99 on most others.
-inline size_t most_shared_of_device() {
-    static const size_t bytes = [] {
+inline const cudaDeviceProp& properties_of_device() {
+    static const cudaDeviceProp properties = [] {
         int device;
-        cudaDeviceProp properties;
+        cudaDeviceProp found;
         CUDA_CHECK(cudaGetDevice(&device));
-        CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
-        return size_t(properties.sharedMemPerBlockOptin);
+        CUDA_CHECK(cudaGetDeviceProperties(&found, device));
+        return found;
     }();
-    return bytes;
+    return properties;
 }
+// Bytes of shared memory that a block can have on this GPU: 227 KB on sm_90, 163 on sm_80, 99 on most others.
+inline size_t most_shared_of_device() { return properties_of_device().sharedMemPerBlockOptin; }
+// Cycles of one multiprocessor for an mma_m16n8k16, 2048 multiply-adds: by NVIDIA's figures sm_80 does 1024 a cycle, sm_90 2048, of which
+// some 62 % this way (sm_100 is taken to be like it), 8.6, 8.9 and 12.0 512 (GeForce 256, with which the costs have the same ratio).
+inline float mma_cycles(int major, int minor) { return major == 9 || major == 10 ? 1.6f : major == 8 && minor == 0 ? 2.0f : 4.0f; }
+inline float mma_cycles_of_device() { return mma_cycles(properties_of_device().major, properties_of_device().minor); }
 // Head dimensions of 128 do not fit everywhere.
 inline void check_shared_bytes(size_t bytes, int D, size_t most_shared = most_shared_of_device()) {
     if (bytes > most_shared)
@@ -1840,7 +1844,7 @@ inline float* cmp_partial_sums(WorkspacePieces& pieces, const NsaShape& s) {
 }
 
 // Which kernels a call of the selected branch may use. What stays AUTO is decided on the GPU, from the selection itself. With at most 2 n
-// blocks in the sequence masked tiles visit at most twice what a query chose, and gathering cannot pay.
+// blocks in the sequence masked tiles visit at most twice what a query chose: by sm_90's costs gathering cannot pay then.
 template <int D>
 inline SelectedKernel resolve_selected(SelectedKernel asked, const NsaShape& s) {
     const bool possible = gather_possible<D>(s);
@@ -1874,7 +1878,7 @@ inline const SelectedChoice* choose_selected(SelectedKernel kernel, WorkspacePie
     const AttentionShape a = gather_shape<D>(s, false);
     int* counts = selection_counts<D>(pieces, s);
     launch<measure_selections_kernel>(unsigned(a.tiles * a.batch_groups + 3) / 4, 128, 0, stream, counts, selection, a);
-    launch<choose_selected_kernel>(1, 256, 0, stream, choice, (const int*)counts, gathered_piece_cost<D>(), a);
+    launch<choose_selected_kernel>(1, 256, 0, stream, choice, (const int*)counts, gathered_piece_cost<D>(mma_cycles_of_device()), a);
     return choice;
 }
 inline unsigned gather_threads(const AttentionShape& a) {
