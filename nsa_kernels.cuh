@@ -3,8 +3,8 @@
 // everything else is written here. The seam to CUDA (launches, PTX) is dev/cuda_common.cuh; the same source
 // runs on a CPU in dev/cuda_on_cpu.h. Attention in PRECISION=FP32 is by the scalar kernels of dev/ladder.
 //
-// The file reads in this order:  attention on tensor cores  ->  loads, stores and sums  ->  kernels of the row operations
-// (embedding, norm, SiLU, classifier, optimiser)  ->  of heads and RoPE  ->  of compression  ->  struct Cuda, which launches them.
+// The file reads in this order:  loads, stores and sums  ->  kernels of the row operations (embedding, norm, SiLU, classifier,
+// optimiser)  ->  of heads and RoPE  ->  of compression  ->  attention on tensor cores  ->  struct Cuda, which launches them all.
 //
 // Precision. Parameters and activations are bf16, or fp32 when compiled with -DPRECISION_FP32. Everything is computed in fp32;
 // statistics, the gradients of parameters, the optimiser's moments and its master copy of the parameters are fp32 in memory too.
@@ -31,6 +31,659 @@
 #include "nsa_cpu.h"
 
 // =====================================================================================================================
+// Row operations, heads and RoPE, compression.
+// =====================================================================================================================
+
+#ifdef PRECISION_FP32
+using cuda_real = float;
+#else
+using cuda_real = __nv_bfloat16;
+#endif
+
+namespace kernels {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Loads and stores. Kernels are written for W elements at a time: 16 bytes of cuda_real
+// where rows and pointers allow it, else 1. In registers the elements are always fp32.
+
+constexpr int WIDE = 16 / int(sizeof(cuda_real));
+
+template <int W>
+__device__ inline void load(float (&x)[W], const float* p) {
+    if constexpr (W == 1) {
+        x[0] = *p;
+    } else {
+        for (int i = 0; i < W; i += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(p + i);
+            x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+        }
+    }
+}
+template <int W>
+__device__ inline void store(float* p, const float (&x)[W]) {
+    if constexpr (W == 1) {
+        *p = x[0];
+    } else {
+        for (int i = 0; i < W; i += 4) *reinterpret_cast<float4*>(p + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+    }
+}
+#ifndef PRECISION_FP32
+template <int W>
+__device__ inline void load(float (&x)[W], const __nv_bfloat16* p) {
+    if constexpr (W == 1) {
+        x[0] = float(*p);
+    } else {
+        const uint4 eight = *reinterpret_cast<const uint4*>(p);
+        const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+        for (int i = 0; i < 4; i++) x[2 * i] = __uint_as_float(pairs[i] << 16), x[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+    }
+}
+template <int W>
+__device__ inline void store(__nv_bfloat16* p, const float (&x)[W]) {
+    if constexpr (W == 1) {
+        *p = __float2bfloat16_rn(x[0]);
+    } else {
+        unsigned pairs[4];
+        for (int i = 0; i < 4; i++) {
+            const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+            memcpy(&pairs[i], &pair, 4);
+        }
+        *reinterpret_cast<uint4*>(p) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+}
+#endif
+
+// The index of this thread among all of the launch.
+__device__ inline size_t thread_index() { return size_t(blockIdx.x) * blockDim.x + threadIdx.x; }
+
+// The row of D elements that this thread and its neighbours share.
+constexpr int ROW_LANES = 8;
+__device__ inline size_t row_index() { return size_t(blockIdx.x) * (blockDim.x / ROW_LANES) + threadIdx.x / ROW_LANES; }
+
+// The sum over groups of `lanes` neighbouring lanes (a power of two), in each of them.
+template <int lanes = 32, class T>
+__device__ inline T lane_sum(T x) {
+    for (int flip = lanes / 2; flip > 0; flip /= 2) x += __shfl_xor_sync(0xffffffffu, x, flip);
+    return x;
+}
+
+// 1 / (1 + e^-x), rounded as a division rounds it: a reciprocal and one Newton step, without the branch to a
+// division's rare cases. Where those would be (x below -87.3, and the result below 2^-126), it is 0.
+__device__ inline float sigmoid(float x) {
+    const float y = 1 + expf(-x), r = reciprocal_approx(y);
+    return y > 0x1p126f ? 0 : fmaf(r, fmaf(-y, r, 1), r);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Does this binary hold code for this GPU?
+__global__ void probe_kernel() {}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Embedding.
+
+// x [N, C] = embed[token]; one thread per W elements
+template <int W>
+__global__ void embedding_forward_kernel(cuda_real* x, const int32_t* tokens, const cuda_real* embed, int N, int C) {
+    const size_t i = thread_index() * W;
+    if (i >= size_t(N) * C) return;
+    float values[W];
+    load(values, embed + size_t(tokens[i / C]) * C + i % C);
+    store(x + i, values);
+}
+
+// The gradient is a sum over the positions that hold a token, so the positions are first sorted by token,
+// equal ones in their order. The place of a position is the number of positions that come before it: N^2
+// comparisons of integers in shared memory, 10^9 at N = 32768, once per micro-step; with no counters,
+// no atomics, no passes over digits and no choice of the order. sorted [N]
+constexpr int SORT_THREADS = 256;
+__global__ void __launch_bounds__(SORT_THREADS) sort_positions_kernel(int32_t* sorted, const int32_t* tokens, int N) {
+    SHARED(int32_t, tile, [SORT_THREADS]);
+    const int own = int(blockIdx.x) * SORT_THREADS, thread = int(threadIdx.x), token = own + thread < N ? tokens[own + thread] : 0;
+    int place = 0;
+    for (int start = 0; start < N; start += SORT_THREADS) {
+        __syncthreads();  // the last tile is no longer read
+        tile[thread] = start + thread < N ? tokens[start + thread] : INT_MAX;  // comes before nothing
+        __syncthreads();
+        // Of equal tokens those of earlier positions come before; in all tiles but the block's own these are all or none.
+        if (start == own) {
+#pragma unroll 16
+            for (int i = 0; i < SORT_THREADS; i++) place += tile[i] < token + (i < thread);
+        } else {
+            const int limit = token + (start < own);
+#pragma unroll 16
+            for (int i = 0; i < SORT_THREADS; i++) place += unsigned(tile[i] - limit) >> 31;  // less: a sign, as both are at least 0
+        }
+    }
+    if (own + thread < N) sorted[place] = own + thread;
+}
+// dembed [V, C] += rows of dx [N, C]. Block column blockIdx.y, place blockIdx.x; the first place of a token's run walks the run.
+template <int W>
+__global__ void __launch_bounds__(128)
+    embedding_backward_kernel(float* dembed, const cuda_real* dx, const int32_t* tokens, const int32_t* sorted, int N, int C) {
+    const int place = blockIdx.x, token = tokens[sorted[place]], c = int(blockIdx.y * blockDim.x + threadIdx.x) * W;
+    if (c >= C || (place > 0 && tokens[sorted[place - 1]] == token)) return;
+    float sum[W];
+    load(sum, dembed + size_t(token) * C + c);
+    // A frequent token's run is long, and a row's address takes two loads one after the other: those of 8 rows are under way at once.
+    constexpr int AHEAD = 8;
+    for (int i = place, last = token; i < N && last == token; i += AHEAD) {
+        int n[AHEAD], tokens_ahead[AHEAD];
+        float rows[AHEAD][W] = {};
+        for (int u = 0; u < AHEAD; u++) n[u] = sorted[min(i + u, N - 1)];
+        for (int u = 0; u < AHEAD; u++) tokens_ahead[u] = i + u < N ? tokens[n[u]] : -1;
+        for (int u = 0; u < AHEAD; u++)
+            if (tokens_ahead[u] == token) load(rows[u], dx + size_t(n[u]) * C + c);
+        last = tokens_ahead[AHEAD - 1];
+        for (int u = 0; u < AHEAD; u++)
+            for (int k = 0; k < W; k++) sum[k] += rows[u][k];  // 0 behind the run's end
+    }
+    store(dembed + size_t(token) * C + c, sum);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// RMSNorm, one warp per row of C.
+
+constexpr int NORM_ROWS = 8;  // per block
+
+template <int W>
+__global__ void __launch_bounds__(NORM_ROWS * 32)
+    rmsnorm_forward_kernel(cuda_real* out, float* rstd, const cuda_real* x, const cuda_real* weight, int N, int C) {
+    const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (n >= N) return;  // a whole warp
+    x += size_t(n) * C, out += size_t(n) * C;
+    float squares = 0, a[W], g[W];
+    for (int c = lane * W; c < C; c += 32 * W) {
+        load(a, x + c);
+        for (int k = 0; k < W; k++) squares += a[k] * a[k];
+    }
+    const float s = 1 / sqrtf(lane_sum(squares) / C + float(NORM_EPS));
+    for (int c = lane * W; c < C; c += 32 * W) {
+        load(a, x + c), load(g, weight + c);
+        for (int k = 0; k < W; k++) a[k] *= s * g[k];
+        store(out + c, a);
+    }
+    if (lane == 0) rstd[n] = s;
+}
+
+// dx += rstd * (g - x * rstd^2 * mean(g * x)),  g = dout * weight
+template <int W>
+__global__ void __launch_bounds__(NORM_ROWS * 32) rmsnorm_backward_kernel(cuda_real* dx, const cuda_real* dout, const cuda_real* x,
+                                                                          const float* rstd, const cuda_real* weight, int N, int C) {
+    const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (n >= N) return;
+    x += size_t(n) * C, dx += size_t(n) * C, dout += size_t(n) * C;
+    float dot = 0, a[W], d[W], g[W], sum[W];
+    for (int c = lane * W; c < C; c += 32 * W) {
+        load(a, x + c), load(d, dout + c), load(g, weight + c);
+        for (int k = 0; k < W; k++) dot += d[k] * g[k] * a[k];
+    }
+    const float s = rstd[n], correction = lane_sum(dot) * s * s / C;
+    for (int c = lane * W; c < C; c += 32 * W) {
+        load(a, x + c), load(d, dout + c), load(g, weight + c), load(sum, dx + c);
+        for (int k = 0; k < W; k++) sum[k] += s * (d[k] * g[k] - a[k] * correction);
+        store(dx + c, sum);
+    }
+}
+
+// Sums over the rows of a matrix [N, C], in two stages: parts of `part_rows` rows, then the parts. What is summed says Term.
+struct RowsOf {  // the matrix itself
+    const cuda_real* x;
+    template <int W>
+    __device__ void load_terms(float (&term)[W], int n, int c, int C) const { load(term, x + size_t(n) * C + c); }
+};
+struct NormWeightGradient {  // dout * x * rstd
+    const cuda_real *dout, *x;
+    const float* rstd;
+    template <int W>
+    __device__ void load_terms(float (&term)[W], int n, int c, int C) const {
+        float a[W];
+        load(term, dout + size_t(n) * C + c), load(a, x + size_t(n) * C + c);
+        for (int k = 0; k < W; k++) term[k] *= a[k] * rstd[n];
+    }
+};
+// partial [parts, C], part blockIdx.y
+template <int W, class Term>
+__global__ void __launch_bounds__(128) column_parts_kernel(float* partial, Term terms, int N, int C, int part_rows) {
+    const int c = int(thread_index()) * W, begin = blockIdx.y * part_rows, end = min(N, begin + part_rows);
+    if (c >= C) return;
+    float sum[W] = {}, term[W];
+    for (int n = begin; n < end; n++) {
+        terms.load_terms(term, n, c, C);
+        for (int k = 0; k < W; k++) sum[k] += term[k];
+    }
+    store(partial + size_t(blockIdx.y) * C + c, sum);
+}
+// out [columns] += sum over parts of partial [parts, columns]; a block takes 32 columns, each of its 8 warps every eighth part
+__global__ void __launch_bounds__(256) column_totals_kernel(float* out, const float* partial, int parts, int columns) {
+    SHARED(float, sums, [8][32]);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = int(blockIdx.x) * 32 + lane;
+    float sum = 0;
+    for (int part = warp; part < parts && c < columns; part += 8) sum += partial[size_t(part) * columns + c];
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || c >= columns) return;
+    for (int i = 1; i < 8; i++) sum += sums[i][lane];
+    out[c] += sum;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// SiLU.
+
+template <int W>
+__global__ void silu_forward_kernel(cuda_real* out, const cuda_real* x, size_t count) {
+    const size_t i = thread_index() * W;
+    if (i >= count) return;
+    float a[W];
+    load(a, x + i);
+    for (int k = 0; k < W; k++) a[k] *= sigmoid(a[k]);
+    store(out + i, a);
+}
+// dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x); dx may be dout
+template <int W>
+__global__ void silu_backward_kernel(cuda_real* dx, const cuda_real* dout, const cuda_real* x, size_t count) {
+    const size_t i = thread_index() * W;
+    if (i >= count) return;
+    float a[W], d[W];
+    load(a, x + i), load(d, dout + i);
+    for (int k = 0; k < W; k++) {
+        const float s = sigmoid(a[k]);
+        d[k] *= s * (1 + a[k] * (1 - s));
+    }
+    store(dx + i, d);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Classifier, one block per row of logits: one pass reads the row and keeps the running
+// maximum and the sum of exponentials under it, a second one writes the gradient over it.
+
+struct Softmax {
+    float largest, sum;  // of e^(x - largest)
+    __device__ void add(float other_largest, float other_sum) {
+        const float m = fmaxf(largest, other_largest);
+        if (m == -INFINITY) return;  // nothing yet on either side
+        sum = sum * expf(largest - m) + other_sum * expf(other_largest - m), largest = m;
+    }
+};
+
+constexpr int CLASSIFIER_THREADS = 512;
+
+template <int W>
+__global__ void __launch_bounds__(CLASSIFIER_THREADS)
+    classifier_kernel(float* losses, cuda_real* logits, const int32_t* targets, float dloss, bool want_gradient, int V, int Vp) {
+    SHARED(Softmax, of_warps, [CLASSIFIER_THREADS / 32]);
+    SHARED(float, target_logit, [1]);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, target = targets[blockIdx.x];
+    cuda_real* row = logits + size_t(blockIdx.x) * Vp;
+    Softmax softmax = {-INFINITY, 0};
+    float x[W];
+    for (int v0 = threadIdx.x * W; v0 < V; v0 += CLASSIFIER_THREADS * W) {
+        load(x, row + v0);
+        float largest = -INFINITY, sum = 0;
+        for (int k = 0; k < W; k++)
+            if (v0 + k < V) largest = fmaxf(largest, x[k]);  // the padded columns may hold anything
+        for (int k = 0; k < W; k++)
+            if (v0 + k < V) sum += expf(x[k] - largest);
+        softmax.add(largest, sum);
+    }
+    for (int flip = 16; flip > 0; flip /= 2) {
+        const float largest = __shfl_xor_sync(0xffffffffu, softmax.largest, flip);
+        const float sum = __shfl_xor_sync(0xffffffffu, softmax.sum, flip);
+        softmax.add(largest, sum);
+    }
+    if (lane == 0) of_warps[warp] = softmax;
+    if (threadIdx.x == 0) target_logit[0] = float(row[target]);  // before anyone writes the row
+    __syncthreads();
+    softmax = of_warps[0];
+    for (int i = 1; i < CLASSIFIER_THREADS / 32; i++) softmax.add(of_warps[i].largest, of_warps[i].sum);
+    if (threadIdx.x == 0) losses[blockIdx.x] = logf(softmax.sum) + softmax.largest - target_logit[0];
+    if (!want_gradient) return;
+    const float factor = dloss / softmax.sum;
+    for (int v0 = threadIdx.x * W; v0 < Vp; v0 += CLASSIFIER_THREADS * W) {
+        load(x, row + v0);
+        for (int k = 0; k < W; k++) x[k] = v0 + k < V ? expf(x[k] - softmax.largest) * factor - (v0 + k == target ? dloss : 0) : 0;
+        store(row + v0, x);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Optimiser.
+
+constexpr int PARTS = 1024, PARTS_THREADS = 256;
+
+// partial[blockIdx.x] = sum of x over every PARTS-th piece, in fp64
+template <int W>
+__global__ void __launch_bounds__(PARTS_THREADS) sum_parts_kernel(double* partial, const float* x, size_t count) {
+    SHARED(double, sums, [PARTS_THREADS / 32]);
+    double sum = 0;
+    for (size_t i = thread_index() * W; i < count; i += size_t(gridDim.x) * blockDim.x * W) {
+        float a[W];
+        load(a, x + i);
+        for (int k = 0; k < W; k++) sum += a[k];
+    }
+    sum = lane_sum(sum);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int i = 1; i < PARTS_THREADS / 32; i++) sum += sums[i];
+    partial[blockIdx.x] = sum;
+}
+
+// total += the parts, in a fixed order. One warp.
+__global__ void sum_total_kernel(double* total, const double* partial, int parts) {
+    double sum = 0;
+    for (int i = threadIdx.x; i < parts; i += 32) sum += partial[i];
+    sum = lane_sum(sum);
+    if (threadIdx.x == 0) *total += sum;
+}
+
+constexpr int CHUNK_THREADS = 256;
+
+// One block per chunk.
+__global__ void __launch_bounds__(CHUNK_THREADS) chunk_squares_kernel(double* squares, const float* x, size_t total, size_t first_chunk) {
+    SHARED(double, sums, [CHUNK_THREADS / 32]);
+    const size_t chunk = first_chunk + blockIdx.x;
+    double sum = 0;
+    for (size_t i = chunk * CHUNK + threadIdx.x; i < total && i < (chunk + 1) * CHUNK; i += CHUNK_THREADS)
+        sum += double(x[i]) * double(x[i]);
+    sum = lane_sum(sum);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int i = 1; i < CHUNK_THREADS / 32; i++) sum += sums[i];
+    squares[chunk] = sum;
+}
+// One block: a fixed order too, if not the host's.
+__global__ void __launch_bounds__(CHUNK_THREADS)
+    total_squares_kernel(double* total, const double* squares, size_t chunks, const float* guard) {
+    SHARED(double, sums, [CHUNK_THREADS / 32]);
+    double sum = 0;
+    for (size_t i = threadIdx.x; i < chunks; i += CHUNK_THREADS) sum += squares[i];
+    sum = lane_sum(sum);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int i = 1; i < CHUNK_THREADS / 32; i++) sum += sums[i];
+    *total = sum + 0.0 * double(*guard);  // 0 * infinity and 0 * NaN are NaN
+}
+template <class T>
+__global__ void set_guard_kernel(T* guard, const double* loss) {
+    if (threadIdx.x == 0) *guard = T(*loss);
+}
+__global__ void add_arrays_kernel(float* x, const float* y, size_t count) {
+    for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) x[i] += y[i];
+}
+inline unsigned grid_of(size_t count) { return unsigned(std::min<size_t>(1024, (count + 255) / 256)); }
+
+struct AdamWConstants {
+    float beta1, beta2, eps;
+    double decay;
+    uint64_t seed, counter;
+    const double* squares;  // of the whole gradient, or null; see HyperAdamW
+    double grad_clip;
+};
+// What changes from step to step, in device memory: so the launches of an update are the same every time.
+struct AdamWStep {
+    double lr;
+    float step_size, v_correction;
+    uint64_t stream;  // random, of the rounding
+};
+// The parameter that belongs to its fp32 master. In bf16 it is rounded upwards in magnitude
+// with the probability that keeps the mean: 16 random bits are added to the 16 that go.
+__device__ inline cuda_real parameter(float master, uint64_t seed, uint64_t stream, uint64_t counter) {
+#ifdef PRECISION_FP32
+    (void)seed, (void)stream, (void)counter;
+    return master;
+#else
+    const uint32_t bits = __float_as_uint(master), random = philox4x32(counter, stream, seed).word[0];
+    const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
+    return __ushort_as_bfloat16((unsigned short)((bits + (finite ? random & 0xffffu : 0)) >> 16));
+#endif
+}
+__global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad, size_t count, AdamWConstants h,
+                             const AdamWStep* step) {
+    // What multiplies the gradient (NaN: no update) and the parameter comes
+    // from fp64, which many GPUs compute at 1/64 of the rate: once a block.
+    SHARED(float, factors, [2]);
+    if (threadIdx.x == 0) {
+        const double norm = h.squares ? sqrt(*h.squares) : 0;
+        factors[0] = !(norm < INFINITY) ? NAN : h.grad_clip > 0 && norm > h.grad_clip ? float(h.grad_clip / norm) : 1.0f;
+        factors[1] = float(1 - step->lr * h.decay);
+    }
+    __syncthreads();
+    const size_t i = thread_index();
+    const float scale = factors[0], keep = factors[1];
+    if (i >= count || scale != scale) return;
+    const float g = grad[i] * scale;
+    const float m_new = h.beta1 * m[i] + (1 - h.beta1) * g, v_new = h.beta2 * v[i] + (1 - h.beta2) * g * g;
+    const float updated = master[i] * keep - step->step_size * m_new / (sqrtf(v_new) * step->v_correction + h.eps);
+    m[i] = m_new, v[i] = v_new, master[i] = updated;
+    param[i] = parameter(updated, h.seed, step->stream, h.counter + i);
+}
+__global__ void round_master_kernel(cuda_real* param, const float* master, size_t count, uint64_t seed, uint64_t stream, uint64_t counter) {
+    const size_t i = thread_index();
+    if (i < count) param[i] = parameter(master[i], seed, stream, counter + i);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Heads and RoPE. One row of `projected` [B*queries, P] is  q | k_cmp v_cmp k_slc v_slc k_win v_win | gate logits | padding.
+
+// cosine and sine [positions, D/2]
+struct Rope {
+    const float *cosine, *sine;
+    // Turns W pairs of a head, elements i.. of its lower and upper half, by their angles at a position; direction -1 turns back.
+    template <int W>
+    __device__ void rotate(float (&low)[W], float (&high)[W], int position, int i, int D, int direction) const {
+        float c[W], s[W];
+        load(c, cosine + size_t(position) * (D / 2) + i), load(s, sine + size_t(position) * (D / 2) + i);
+        for (int k = 0; k < W; k++) {
+            const float a = low[k], b = high[k], turn = direction * s[k];
+            low[k] = a * c[k] - b * turn, high[k] = a * turn + b * c[k];
+        }
+    }
+};
+
+// Of one token's row: head `unit` is a query head, or a group's key or value (slot, group); after them come the gates.
+struct HeadPlace {
+    bool query, rotated;
+    int slot;        // HeadSlot of a key or value
+    size_t row;      // of q, or of the slot's buffer
+    __device__ HeadPlace(int unit, size_t b, int j, const NsaShape& s) {
+        query = unit < s.H, slot = query ? 0 : (unit - s.H) / s.G + (s.full ? K_WIN : K_CMP);
+        rotated = query || slot == K_SLC || slot == K_WIN;
+        row = query ? (b * s.H + unit) * s.queries + j : (b * s.G + (unit - s.H) % s.G) * s.T + s.first + j;
+    }
+};
+// Each pointer has a name, and is chosen by comparisons: an array indexed at run time would be copied to local memory by every thread.
+template <class Q, class KV, class Gate>
+struct HeadArrays {
+    Q* q;
+    KV *k_cmp, *v_cmp, *k_slc, *v_slc, *k_win, *v_win;
+    Gate* gate;
+    __device__ KV* kv(int slot) const {
+        return slot == K_CMP   ? k_cmp
+               : slot == V_CMP ? v_cmp
+               : slot == K_SLC ? k_slc
+               : slot == V_SLC ? v_slc
+               : slot == K_WIN ? k_win
+                               : v_win;
+    }
+};
+using HeadPointers = HeadArrays<cuda_real, cuda_real, float>;
+using HeadGradientPointers = HeadArrays<const float, const cuda_real, const float>;
+// One block per token; a thread takes W pairs of elements of a head at a time.
+template <int W>
+__global__ void __launch_bounds__(128)
+    split_heads_forward_kernel(HeadPointers out, const cuda_real* projected, Rope rope, NsaShape s, int P, int units) {
+    const int pieces = s.D / 2 / W, j = blockIdx.x % s.queries, t = s.first + j;
+    const size_t b = blockIdx.x / s.queries, rows = size_t(s.B) * s.H * s.queries;
+    const cuda_real* in = projected + size_t(blockIdx.x) * P;
+    for (int piece = threadIdx.x; piece < units * pieces; piece += blockDim.x) {
+        const int unit = piece / pieces, i = piece % pieces * W;
+        const HeadPlace place(unit, b, j, s);
+        float low[W], high[W];
+        load(low, in + unit * s.D + i), load(high, in + unit * s.D + s.D / 2 + i);
+        if (place.rotated) rope.rotate(low, high, t, i, s.D, +1);
+        cuda_real* to = (place.query ? out.q : out.kv(place.slot)) + place.row * s.D;
+        store(to + i, low), store(to + s.D / 2 + i, high);
+    }
+    if (s.full) return;
+    for (int i = threadIdx.x; i < 3 * s.H; i += blockDim.x)  // 3*head + branch
+        out.gate[i % 3 * rows + (b * s.H + i / 3) * s.queries + j] = sigmoid(float(in[units * s.D + i]));
+}
+template <int W>
+__global__ void __launch_bounds__(128)
+    split_heads_backward_kernel(cuda_real* dprojected, HeadGradientPointers d, Rope rope, NsaShape s, int P, int units) {
+    const int pieces = s.D / 2 / W, t = blockIdx.x % s.T;
+    const size_t b = blockIdx.x / s.T, rows = size_t(s.B) * s.H * s.T;
+    cuda_real* out = dprojected + size_t(blockIdx.x) * P;
+    for (int piece = threadIdx.x; piece < units * pieces; piece += blockDim.x) {
+        const int unit = piece / pieces, i = piece % pieces * W;
+        const HeadPlace place(unit, b, t, s);
+        float low[W], high[W];
+        if (place.query) load(low, d.q + place.row * s.D + i), load(high, d.q + place.row * s.D + s.D / 2 + i);
+        else load(low, d.kv(place.slot) + place.row * s.D + i), load(high, d.kv(place.slot) + place.row * s.D + s.D / 2 + i);
+        if (place.rotated) rope.rotate(low, high, t, i, s.D, -1);
+        store(out + unit * s.D + i, low), store(out + unit * s.D + s.D / 2 + i, high);
+    }
+    for (int i = threadIdx.x; i < P - units * s.D; i += blockDim.x)  // gates, then padding; neither in full attention
+        out[units * s.D + i] = cuda_real(i < 3 * s.H ? d.gate[i % 3 * rows + (b * s.H + i / 3) * s.T + t] : 0.0f);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Compression. Scratch matrices are packed: row bg*count + i is block begin + i of (sequence, group) bg.
+
+// hidden [B, G, NC, F] = sum + bias, activated = silu(hidden); sum, activated [B*G*count, F]. One thread per element.
+__global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated, const float* sum, const cuda_real* bias, int rows,
+                                         int count, int begin, int NC, int F) {
+    const size_t i = thread_index();
+    if (i >= size_t(rows) * F) return;
+    const size_t row = i / F, at = (row / count * NC + begin + row % count) * F + i % F;
+    hidden[at] = cuda_real(sum[i] + float(bias[i % F]));
+    const float h = float(hidden[at]);
+    activated[i] = cuda_real(h * sigmoid(h));
+}
+// out [B, G, NC, D] = mean of the block's l tokens + sum, rotated at the position
+// of the block's first token where asked. sum [B*G*count, D]; one thread per pair.
+__global__ void compress_output_kernel(cuda_real* out, const float* sum, const cuda_real* k, Rope rope, bool rotated, int rows, int count,
+                                       int begin, int NC, NsaShape s) {
+    const int pairs = s.D / 2;
+    const size_t index = thread_index();
+    if (index >= size_t(rows) * pairs) return;
+    const size_t row = index / pairs, bg = row / count;
+    const int x = int(index % pairs), block = begin + int(row % count);
+    const cuda_real* tokens = k + (bg * s.T + size_t(block) * s.d) * s.D;
+    float low[1] = {0}, high[1] = {0};
+    for (int i = 0; i < s.l; i++) low[0] += float(tokens[size_t(i) * s.D + x]), high[0] += float(tokens[size_t(i) * s.D + pairs + x]);
+    low[0] = low[0] / s.l + sum[row * s.D + x], high[0] = high[0] / s.l + sum[row * s.D + pairs + x];
+    if (rotated) rope.rotate(low, high, block * s.d, x, s.D, +1);
+    cuda_real* to = out + (bg * NC + block) * s.D;
+    to[x] = cuda_real(low[0]), to[pairs + x] = cuda_real(high[0]);
+}
+// dout [B, G, NC, D] turned back in place
+__global__ void compress_turn_back_kernel(cuda_real* dout, Rope rope, int rows, int NC, int d, int D) {
+    const int pairs = D / 2;
+    const size_t index = thread_index();
+    if (index >= size_t(rows) * pairs) return;
+    const size_t row = index / pairs;
+    const int x = int(index % pairs);
+    float low[1] = {float(dout[row * D + x])}, high[1] = {float(dout[row * D + pairs + x])};
+    rope.rotate(low, high, int(row % NC) * d, x, D, -1);
+    dout[row * D + x] = cuda_real(low[0]), dout[row * D + pairs + x] = cuda_real(high[0]);
+}
+// dhidden = dactivated * silu'(hidden)
+__global__ void compress_dhidden_kernel(cuda_real* dhidden, const float* dactivated, const cuda_real* hidden, size_t count) {
+    const size_t i = thread_index();
+    if (i >= count) return;
+    const float h = float(hidden[i]), s = sigmoid(h);
+    dhidden[i] = cuda_real(dactivated[i] * s * (1 + h * (1 - s)));
+}
+// dfc1[f, first + x] += sum over (sequence, group) of partial [B*G, F, width]: one chunk's columns of fc1 [F, all]
+__global__ void compress_dfc1_kernel(float* dfc1, const float* partial, int groups, int F, int width, int first, int all) {
+    const size_t i = thread_index(), size = size_t(F) * width;
+    if (i >= size) return;
+    float sum = 0;
+    for (int bg = 0; bg < groups; bg++) sum += partial[bg * size + i];
+    dfc1[i / width * all + first + i % width] += sum;
+}
+// dk [B, G, T, D] = sum (what came through fc1) + the share of a token in the means of the blocks that hold it
+template <int W>
+__global__ void __launch_bounds__(256)
+    compress_dk_kernel(cuda_real* dk, const float* sum, const cuda_real* dout, size_t rows, int NC, NsaShape s) {
+    const size_t row = row_index();
+    if (row >= rows) return;
+    const int bg = int(unsigned(row) / unsigned(s.T)), t = int(unsigned(row) % unsigned(s.T));  // fewer than 2^32 rows, as in RowPlace
+    const int first = t < s.l ? 0 : (t - s.l) / s.d + 1, end = min(NC, t / s.d + 1);
+    const float share = 1.0f / s.l;  // exact where l is a power of two
+    for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
+        float mean[W] = {}, a[W];
+        for (int i = first; i < end; i++) {
+            load(a, dout + (size_t(bg) * NC + i) * s.D + x);
+            for (int k = 0; k < W; k++) mean[k] += a[k];
+        }
+        load(a, sum + row * s.D + x);
+        for (int k = 0; k < W; k++) a[k] += mean[k] * share;
+        store(dk + row * s.D + x, a);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The sum of the branches, and what their backward starts from.
+
+// Where row (b, head, j) of [B, H, queries] lies in [B, queries, H]. There are fewer than 2^32 rows: divisions of 64 bits are long.
+struct RowPlace {
+    size_t by_token;
+    __device__ RowPlace(unsigned row, const NsaShape& s) {
+        const unsigned queries = unsigned(s.queries), H = unsigned(s.H), j = row % queries, head = row / queries % H, b = row / queries / H;
+        by_token = (size_t(b) * queries + j) * H + head;
+    }
+};
+
+// out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5
+template <int W>
+__global__ void __launch_bounds__(256)
+    combine_forward_kernel(cuda_real* out, const cuda_real* o, const float* gate, size_t rows, NsaShape s) {
+    const size_t row = row_index();
+    if (row >= rows) return;
+    const RowPlace place(unsigned(row), s);
+    cuda_real* to = out + place.by_token * s.D;
+    for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
+        float sum[W] = {}, term[W];
+        for (int i = 0; i < (s.full ? 1 : 3); i++) {
+            const float g = s.full ? 1 : gate[i * rows + row];
+            load(term, o + (i * rows + row) * s.D + x);
+            for (int k = 0; k < W; k++) sum[k] += g * term[k];
+        }
+        store(to + x, sum);
+    }
+}
+// row_dot = dout . o     lse_gated = lse - ln(gate)     dgate_logit = row_dot * gate * (1 - gate), per branch
+template <int W>
+__global__ void __launch_bounds__(256)
+    attention_backward_rows_kernel(float* row_dot, float* lse_gated, float* dgate_logit, const cuda_real* dout, const cuda_real* o,
+                                   const float* gate, const float* lse, size_t rows, NsaShape s) {
+    const size_t index = row_index(), row = index < rows ? index : rows - 1;  // every lane takes part in the sums
+    const cuda_real* d = dout + RowPlace(unsigned(row), s).by_token * s.D;
+    for (int i = 0; i < (s.full ? 1 : 3); i++) {
+        const size_t at = i * rows + row;
+        float dot = 0, a[W], c[W];
+        for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
+            load(a, d + x), load(c, o + at * s.D + x);
+            for (int k = 0; k < W; k++) dot += a[k] * c[k];
+        }
+        dot = lane_sum<ROW_LANES>(dot);
+        if (threadIdx.x % ROW_LANES != 0 || index >= rows) continue;
+        const float g = s.full ? 1 : gate[at];
+        row_dot[at] = dot;
+        lse_gated[at] = lse[at] - logf(g);
+        if (!s.full) dgate_logit[at] = dot * g * (1 - g);
+    }
+}
+
+inline unsigned blocks(size_t count, size_t per_block) { return unsigned((count + per_block - 1) / per_block); }
+
+}  // namespace kernels
+
+// =====================================================================================================================
 // Attention of the three branches and the selection of blocks, on tensor cores, in bf16 with fp32 sums.
 //
 // The operations are those of struct Cpu (nsa_cpu.h), which is the specification. Reads in this order:
@@ -40,7 +693,7 @@
 // A tile of queries has as its rows all query heads of one group for a few consecutive tokens, head by head: row r is head r /
 // tile_tokens, token r % tile_tokens. All of them share the tile's keys, so any number of heads per group fills the tensor cores. A
 // tile of keys has 64 rows. Softmax is in base 2 inside: 2^(c q.k - lse), c = log2(e) / sqrt(D); the lse in memory is the natural one.
-// There are no atomics: every output has one owner and every sum one order, so the same input gives the same bits.
+// The same in scalar code, with which it is compared: dev/ladder/attention_level0.cuh.
 // =====================================================================================================================
 // The selected branch has two sets of kernels: masked tiles, where a tile of tokens visits every
 // block that one of them chose, and gathered rows, where each block is visited by the rows that
@@ -2045,659 +2698,6 @@ inline void select_blocks(uint32_t* selection, float* chosen_importance, const b
 }
 
 #endif  // PRECISION_FP32
-
-// =====================================================================================================================
-// Everything else: row operations, heads and RoPE, compression.
-// =====================================================================================================================
-
-#ifdef PRECISION_FP32
-using cuda_real = float;
-#else
-using cuda_real = __nv_bfloat16;
-#endif
-
-namespace kernels {
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Loads and stores. Kernels are written for W elements at a time: 16 bytes of cuda_real
-// where rows and pointers allow it, else 1. In registers the elements are always fp32.
-
-constexpr int WIDE = 16 / int(sizeof(cuda_real));
-
-template <int W>
-__device__ inline void load(float (&x)[W], const float* p) {
-    if constexpr (W == 1) {
-        x[0] = *p;
-    } else {
-        for (int i = 0; i < W; i += 4) {
-            const float4 four = *reinterpret_cast<const float4*>(p + i);
-            x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
-        }
-    }
-}
-template <int W>
-__device__ inline void store(float* p, const float (&x)[W]) {
-    if constexpr (W == 1) {
-        *p = x[0];
-    } else {
-        for (int i = 0; i < W; i += 4) *reinterpret_cast<float4*>(p + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
-    }
-}
-#ifndef PRECISION_FP32
-template <int W>
-__device__ inline void load(float (&x)[W], const __nv_bfloat16* p) {
-    if constexpr (W == 1) {
-        x[0] = float(*p);
-    } else {
-        const uint4 eight = *reinterpret_cast<const uint4*>(p);
-        const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-        for (int i = 0; i < 4; i++) x[2 * i] = __uint_as_float(pairs[i] << 16), x[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
-    }
-}
-template <int W>
-__device__ inline void store(__nv_bfloat16* p, const float (&x)[W]) {
-    if constexpr (W == 1) {
-        *p = __float2bfloat16_rn(x[0]);
-    } else {
-        unsigned pairs[4];
-        for (int i = 0; i < 4; i++) {
-            const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-            memcpy(&pairs[i], &pair, 4);
-        }
-        *reinterpret_cast<uint4*>(p) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-}
-#endif
-
-// The index of this thread among all of the launch.
-__device__ inline size_t thread_index() { return size_t(blockIdx.x) * blockDim.x + threadIdx.x; }
-
-// The row of D elements that this thread and its neighbours share.
-constexpr int ROW_LANES = 8;
-__device__ inline size_t row_index() { return size_t(blockIdx.x) * (blockDim.x / ROW_LANES) + threadIdx.x / ROW_LANES; }
-
-// The sum over groups of `lanes` neighbouring lanes (a power of two), in each of them.
-template <int lanes = 32, class T>
-__device__ inline T lane_sum(T x) {
-    for (int flip = lanes / 2; flip > 0; flip /= 2) x += __shfl_xor_sync(0xffffffffu, x, flip);
-    return x;
-}
-
-// 1 / (1 + e^-x), rounded as a division rounds it: a reciprocal and one Newton step, without the branch to a
-// division's rare cases. Where those would be (x below -87.3, and the result below 2^-126), it is 0.
-__device__ inline float sigmoid(float x) {
-    const float y = 1 + expf(-x), r = reciprocal_approx(y);
-    return y > 0x1p126f ? 0 : fmaf(r, fmaf(-y, r, 1), r);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Does this binary hold code for this GPU?
-__global__ void probe_kernel() {}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Embedding.
-
-// x [N, C] = embed[token]; one thread per W elements
-template <int W>
-__global__ void embedding_forward_kernel(cuda_real* x, const int32_t* tokens, const cuda_real* embed, int N, int C) {
-    const size_t i = thread_index() * W;
-    if (i >= size_t(N) * C) return;
-    float values[W];
-    load(values, embed + size_t(tokens[i / C]) * C + i % C);
-    store(x + i, values);
-}
-
-// The gradient is a sum over the positions that hold a token, so the positions are first sorted by token,
-// equal ones in their order. The place of a position is the number of positions that come before it: N^2
-// comparisons of integers in shared memory, 10^9 at N = 32768, once per micro-step; with no counters,
-// no atomics, no passes over digits and no choice of the order. sorted [N]
-constexpr int SORT_THREADS = 256;
-__global__ void __launch_bounds__(SORT_THREADS) sort_positions_kernel(int32_t* sorted, const int32_t* tokens, int N) {
-    SHARED(int32_t, tile, [SORT_THREADS]);
-    const int own = int(blockIdx.x) * SORT_THREADS, thread = int(threadIdx.x), token = own + thread < N ? tokens[own + thread] : 0;
-    int place = 0;
-    for (int start = 0; start < N; start += SORT_THREADS) {
-        __syncthreads();  // the last tile is no longer read
-        tile[thread] = start + thread < N ? tokens[start + thread] : INT_MAX;  // comes before nothing
-        __syncthreads();
-        // Of equal tokens those of earlier positions come before; in all tiles but the block's own these are all or none.
-        if (start == own) {
-#pragma unroll 16
-            for (int i = 0; i < SORT_THREADS; i++) place += tile[i] < token + (i < thread);
-        } else {
-            const int limit = token + (start < own);
-#pragma unroll 16
-            for (int i = 0; i < SORT_THREADS; i++) place += unsigned(tile[i] - limit) >> 31;  // less: a sign, as both are at least 0
-        }
-    }
-    if (own + thread < N) sorted[place] = own + thread;
-}
-// dembed [V, C] += rows of dx [N, C]. Block column blockIdx.y, place blockIdx.x; the first place of a token's run walks the run.
-template <int W>
-__global__ void __launch_bounds__(128)
-    embedding_backward_kernel(float* dembed, const cuda_real* dx, const int32_t* tokens, const int32_t* sorted, int N, int C) {
-    const int place = blockIdx.x, token = tokens[sorted[place]], c = int(blockIdx.y * blockDim.x + threadIdx.x) * W;
-    if (c >= C || (place > 0 && tokens[sorted[place - 1]] == token)) return;
-    float sum[W];
-    load(sum, dembed + size_t(token) * C + c);
-    // A frequent token's run is long, and a row's address takes two loads one after the other: those of 8 rows are under way at once.
-    constexpr int AHEAD = 8;
-    for (int i = place, last = token; i < N && last == token; i += AHEAD) {
-        int n[AHEAD], tokens_ahead[AHEAD];
-        float rows[AHEAD][W] = {};
-        for (int u = 0; u < AHEAD; u++) n[u] = sorted[min(i + u, N - 1)];
-        for (int u = 0; u < AHEAD; u++) tokens_ahead[u] = i + u < N ? tokens[n[u]] : -1;
-        for (int u = 0; u < AHEAD; u++)
-            if (tokens_ahead[u] == token) load(rows[u], dx + size_t(n[u]) * C + c);
-        last = tokens_ahead[AHEAD - 1];
-        for (int u = 0; u < AHEAD; u++)
-            for (int k = 0; k < W; k++) sum[k] += rows[u][k];  // 0 behind the run's end
-    }
-    store(dembed + size_t(token) * C + c, sum);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// RMSNorm, one warp per row of C.
-
-constexpr int NORM_ROWS = 8;  // per block
-
-template <int W>
-__global__ void __launch_bounds__(NORM_ROWS * 32)
-    rmsnorm_forward_kernel(cuda_real* out, float* rstd, const cuda_real* x, const cuda_real* weight, int N, int C) {
-    const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (n >= N) return;  // a whole warp
-    x += size_t(n) * C, out += size_t(n) * C;
-    float squares = 0, a[W], g[W];
-    for (int c = lane * W; c < C; c += 32 * W) {
-        load(a, x + c);
-        for (int k = 0; k < W; k++) squares += a[k] * a[k];
-    }
-    const float s = 1 / sqrtf(lane_sum(squares) / C + float(NORM_EPS));
-    for (int c = lane * W; c < C; c += 32 * W) {
-        load(a, x + c), load(g, weight + c);
-        for (int k = 0; k < W; k++) a[k] *= s * g[k];
-        store(out + c, a);
-    }
-    if (lane == 0) rstd[n] = s;
-}
-
-// dx += rstd * (g - x * rstd^2 * mean(g * x)),  g = dout * weight
-template <int W>
-__global__ void __launch_bounds__(NORM_ROWS * 32) rmsnorm_backward_kernel(cuda_real* dx, const cuda_real* dout, const cuda_real* x,
-                                                                          const float* rstd, const cuda_real* weight, int N, int C) {
-    const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (n >= N) return;
-    x += size_t(n) * C, dx += size_t(n) * C, dout += size_t(n) * C;
-    float dot = 0, a[W], d[W], g[W], sum[W];
-    for (int c = lane * W; c < C; c += 32 * W) {
-        load(a, x + c), load(d, dout + c), load(g, weight + c);
-        for (int k = 0; k < W; k++) dot += d[k] * g[k] * a[k];
-    }
-    const float s = rstd[n], correction = lane_sum(dot) * s * s / C;
-    for (int c = lane * W; c < C; c += 32 * W) {
-        load(a, x + c), load(d, dout + c), load(g, weight + c), load(sum, dx + c);
-        for (int k = 0; k < W; k++) sum[k] += s * (d[k] * g[k] - a[k] * correction);
-        store(dx + c, sum);
-    }
-}
-
-// Sums over the rows of a matrix [N, C], in two stages: parts of `part_rows` rows, then the parts. What is summed says Term.
-struct RowsOf {  // the matrix itself
-    const cuda_real* x;
-    template <int W>
-    __device__ void load_terms(float (&term)[W], int n, int c, int C) const { load(term, x + size_t(n) * C + c); }
-};
-struct NormWeightGradient {  // dout * x * rstd
-    const cuda_real *dout, *x;
-    const float* rstd;
-    template <int W>
-    __device__ void load_terms(float (&term)[W], int n, int c, int C) const {
-        float a[W];
-        load(term, dout + size_t(n) * C + c), load(a, x + size_t(n) * C + c);
-        for (int k = 0; k < W; k++) term[k] *= a[k] * rstd[n];
-    }
-};
-// partial [parts, C], part blockIdx.y
-template <int W, class Term>
-__global__ void __launch_bounds__(128) column_parts_kernel(float* partial, Term terms, int N, int C, int part_rows) {
-    const int c = int(thread_index()) * W, begin = blockIdx.y * part_rows, end = min(N, begin + part_rows);
-    if (c >= C) return;
-    float sum[W] = {}, term[W];
-    for (int n = begin; n < end; n++) {
-        terms.load_terms(term, n, c, C);
-        for (int k = 0; k < W; k++) sum[k] += term[k];
-    }
-    store(partial + size_t(blockIdx.y) * C + c, sum);
-}
-// out [columns] += sum over parts of partial [parts, columns]; a block takes 32 columns, each of its 8 warps every eighth part
-__global__ void __launch_bounds__(256) column_totals_kernel(float* out, const float* partial, int parts, int columns) {
-    SHARED(float, sums, [8][32]);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = int(blockIdx.x) * 32 + lane;
-    float sum = 0;
-    for (int part = warp; part < parts && c < columns; part += 8) sum += partial[size_t(part) * columns + c];
-    sums[warp][lane] = sum;
-    __syncthreads();
-    if (warp > 0 || c >= columns) return;
-    for (int i = 1; i < 8; i++) sum += sums[i][lane];
-    out[c] += sum;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// SiLU.
-
-template <int W>
-__global__ void silu_forward_kernel(cuda_real* out, const cuda_real* x, size_t count) {
-    const size_t i = thread_index() * W;
-    if (i >= count) return;
-    float a[W];
-    load(a, x + i);
-    for (int k = 0; k < W; k++) a[k] *= sigmoid(a[k]);
-    store(out + i, a);
-}
-// dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x); dx may be dout
-template <int W>
-__global__ void silu_backward_kernel(cuda_real* dx, const cuda_real* dout, const cuda_real* x, size_t count) {
-    const size_t i = thread_index() * W;
-    if (i >= count) return;
-    float a[W], d[W];
-    load(a, x + i), load(d, dout + i);
-    for (int k = 0; k < W; k++) {
-        const float s = sigmoid(a[k]);
-        d[k] *= s * (1 + a[k] * (1 - s));
-    }
-    store(dx + i, d);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Classifier, one block per row of logits: one pass reads the row and keeps the running
-// maximum and the sum of exponentials under it, a second one writes the gradient over it.
-
-struct Softmax {
-    float largest, sum;  // of e^(x - largest)
-    __device__ void add(float other_largest, float other_sum) {
-        const float m = fmaxf(largest, other_largest);
-        if (m == -INFINITY) return;  // nothing yet on either side
-        sum = sum * expf(largest - m) + other_sum * expf(other_largest - m), largest = m;
-    }
-};
-
-constexpr int CLASSIFIER_THREADS = 512;
-
-template <int W>
-__global__ void __launch_bounds__(CLASSIFIER_THREADS)
-    classifier_kernel(float* losses, cuda_real* logits, const int32_t* targets, float dloss, bool want_gradient, int V, int Vp) {
-    SHARED(Softmax, of_warps, [CLASSIFIER_THREADS / 32]);
-    SHARED(float, target_logit, [1]);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, target = targets[blockIdx.x];
-    cuda_real* row = logits + size_t(blockIdx.x) * Vp;
-    Softmax softmax = {-INFINITY, 0};
-    float x[W];
-    for (int v0 = threadIdx.x * W; v0 < V; v0 += CLASSIFIER_THREADS * W) {
-        load(x, row + v0);
-        float largest = -INFINITY, sum = 0;
-        for (int k = 0; k < W; k++)
-            if (v0 + k < V) largest = fmaxf(largest, x[k]);  // the padded columns may hold anything
-        for (int k = 0; k < W; k++)
-            if (v0 + k < V) sum += expf(x[k] - largest);
-        softmax.add(largest, sum);
-    }
-    for (int flip = 16; flip > 0; flip /= 2) {
-        const float largest = __shfl_xor_sync(0xffffffffu, softmax.largest, flip);
-        const float sum = __shfl_xor_sync(0xffffffffu, softmax.sum, flip);
-        softmax.add(largest, sum);
-    }
-    if (lane == 0) of_warps[warp] = softmax;
-    if (threadIdx.x == 0) target_logit[0] = float(row[target]);  // before anyone writes the row
-    __syncthreads();
-    softmax = of_warps[0];
-    for (int i = 1; i < CLASSIFIER_THREADS / 32; i++) softmax.add(of_warps[i].largest, of_warps[i].sum);
-    if (threadIdx.x == 0) losses[blockIdx.x] = logf(softmax.sum) + softmax.largest - target_logit[0];
-    if (!want_gradient) return;
-    const float factor = dloss / softmax.sum;
-    for (int v0 = threadIdx.x * W; v0 < Vp; v0 += CLASSIFIER_THREADS * W) {
-        load(x, row + v0);
-        for (int k = 0; k < W; k++) x[k] = v0 + k < V ? expf(x[k] - softmax.largest) * factor - (v0 + k == target ? dloss : 0) : 0;
-        store(row + v0, x);
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Optimiser.
-
-constexpr int PARTS = 1024, PARTS_THREADS = 256;
-
-// partial[blockIdx.x] = sum of x over every PARTS-th piece, in fp64
-template <int W>
-__global__ void __launch_bounds__(PARTS_THREADS) sum_parts_kernel(double* partial, const float* x, size_t count) {
-    SHARED(double, sums, [PARTS_THREADS / 32]);
-    double sum = 0;
-    for (size_t i = thread_index() * W; i < count; i += size_t(gridDim.x) * blockDim.x * W) {
-        float a[W];
-        load(a, x + i);
-        for (int k = 0; k < W; k++) sum += a[k];
-    }
-    sum = lane_sum(sum);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    for (int i = 1; i < PARTS_THREADS / 32; i++) sum += sums[i];
-    partial[blockIdx.x] = sum;
-}
-
-// total += the parts, in a fixed order. One warp.
-__global__ void sum_total_kernel(double* total, const double* partial, int parts) {
-    double sum = 0;
-    for (int i = threadIdx.x; i < parts; i += 32) sum += partial[i];
-    sum = lane_sum(sum);
-    if (threadIdx.x == 0) *total += sum;
-}
-
-constexpr int CHUNK_THREADS = 256;
-
-// One block per chunk.
-__global__ void __launch_bounds__(CHUNK_THREADS) chunk_squares_kernel(double* squares, const float* x, size_t total, size_t first_chunk) {
-    SHARED(double, sums, [CHUNK_THREADS / 32]);
-    const size_t chunk = first_chunk + blockIdx.x;
-    double sum = 0;
-    for (size_t i = chunk * CHUNK + threadIdx.x; i < total && i < (chunk + 1) * CHUNK; i += CHUNK_THREADS)
-        sum += double(x[i]) * double(x[i]);
-    sum = lane_sum(sum);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    for (int i = 1; i < CHUNK_THREADS / 32; i++) sum += sums[i];
-    squares[chunk] = sum;
-}
-// One block: a fixed order too, if not the host's.
-__global__ void __launch_bounds__(CHUNK_THREADS)
-    total_squares_kernel(double* total, const double* squares, size_t chunks, const float* guard) {
-    SHARED(double, sums, [CHUNK_THREADS / 32]);
-    double sum = 0;
-    for (size_t i = threadIdx.x; i < chunks; i += CHUNK_THREADS) sum += squares[i];
-    sum = lane_sum(sum);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    for (int i = 1; i < CHUNK_THREADS / 32; i++) sum += sums[i];
-    *total = sum + 0.0 * double(*guard);  // 0 * infinity and 0 * NaN are NaN
-}
-template <class T>
-__global__ void set_guard_kernel(T* guard, const double* loss) {
-    if (threadIdx.x == 0) *guard = T(*loss);
-}
-__global__ void add_arrays_kernel(float* x, const float* y, size_t count) {
-    for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) x[i] += y[i];
-}
-inline unsigned grid_of(size_t count) { return unsigned(std::min<size_t>(1024, (count + 255) / 256)); }
-
-struct AdamWConstants {
-    float beta1, beta2, eps;
-    double decay;
-    uint64_t seed, counter;
-    const double* squares;  // of the whole gradient, or null; see HyperAdamW
-    double grad_clip;
-};
-// What changes from step to step, in device memory: so the launches of an update are the same every time.
-struct AdamWStep {
-    double lr;
-    float step_size, v_correction;
-    uint64_t stream;  // random, of the rounding
-};
-// The parameter that belongs to its fp32 master. In bf16 it is rounded upwards in magnitude
-// with the probability that keeps the mean: 16 random bits are added to the 16 that go.
-__device__ inline cuda_real parameter(float master, uint64_t seed, uint64_t stream, uint64_t counter) {
-#ifdef PRECISION_FP32
-    (void)seed, (void)stream, (void)counter;
-    return master;
-#else
-    const uint32_t bits = __float_as_uint(master), random = philox4x32(counter, stream, seed).word[0];
-    const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
-    return __ushort_as_bfloat16((unsigned short)((bits + (finite ? random & 0xffffu : 0)) >> 16));
-#endif
-}
-__global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad, size_t count, AdamWConstants h,
-                             const AdamWStep* step) {
-    // What multiplies the gradient (NaN: no update) and the parameter comes
-    // from fp64, which many GPUs compute at 1/64 of the rate: once a block.
-    SHARED(float, factors, [2]);
-    if (threadIdx.x == 0) {
-        const double norm = h.squares ? sqrt(*h.squares) : 0;
-        factors[0] = !(norm < INFINITY) ? NAN : h.grad_clip > 0 && norm > h.grad_clip ? float(h.grad_clip / norm) : 1.0f;
-        factors[1] = float(1 - step->lr * h.decay);
-    }
-    __syncthreads();
-    const size_t i = thread_index();
-    const float scale = factors[0], keep = factors[1];
-    if (i >= count || scale != scale) return;
-    const float g = grad[i] * scale;
-    const float m_new = h.beta1 * m[i] + (1 - h.beta1) * g, v_new = h.beta2 * v[i] + (1 - h.beta2) * g * g;
-    const float updated = master[i] * keep - step->step_size * m_new / (sqrtf(v_new) * step->v_correction + h.eps);
-    m[i] = m_new, v[i] = v_new, master[i] = updated;
-    param[i] = parameter(updated, h.seed, step->stream, h.counter + i);
-}
-__global__ void round_master_kernel(cuda_real* param, const float* master, size_t count, uint64_t seed, uint64_t stream, uint64_t counter) {
-    const size_t i = thread_index();
-    if (i < count) param[i] = parameter(master[i], seed, stream, counter + i);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Heads and RoPE. One row of `projected` [B*queries, P] is  q | k_cmp v_cmp k_slc v_slc k_win v_win | gate logits | padding.
-
-// cosine and sine [positions, D/2]
-struct Rope {
-    const float *cosine, *sine;
-    // Turns W pairs of a head, elements i.. of its lower and upper half, by their angles at a position; direction -1 turns back.
-    template <int W>
-    __device__ void rotate(float (&low)[W], float (&high)[W], int position, int i, int D, int direction) const {
-        float c[W], s[W];
-        load(c, cosine + size_t(position) * (D / 2) + i), load(s, sine + size_t(position) * (D / 2) + i);
-        for (int k = 0; k < W; k++) {
-            const float a = low[k], b = high[k], turn = direction * s[k];
-            low[k] = a * c[k] - b * turn, high[k] = a * turn + b * c[k];
-        }
-    }
-};
-
-// Of one token's row: head `unit` is a query head, or a group's key or value (slot, group); after them come the gates.
-struct HeadPlace {
-    bool query, rotated;
-    int slot;        // HeadSlot of a key or value
-    size_t row;      // of q, or of the slot's buffer
-    __device__ HeadPlace(int unit, size_t b, int j, const NsaShape& s) {
-        query = unit < s.H, slot = query ? 0 : (unit - s.H) / s.G + (s.full ? K_WIN : K_CMP);
-        rotated = query || slot == K_SLC || slot == K_WIN;
-        row = query ? (b * s.H + unit) * s.queries + j : (b * s.G + (unit - s.H) % s.G) * s.T + s.first + j;
-    }
-};
-// Each pointer has a name, and is chosen by comparisons: an array indexed at run time would be copied to local memory by every thread.
-template <class Q, class KV, class Gate>
-struct HeadArrays {
-    Q* q;
-    KV *k_cmp, *v_cmp, *k_slc, *v_slc, *k_win, *v_win;
-    Gate* gate;
-    __device__ KV* kv(int slot) const {
-        return slot == K_CMP   ? k_cmp
-               : slot == V_CMP ? v_cmp
-               : slot == K_SLC ? k_slc
-               : slot == V_SLC ? v_slc
-               : slot == K_WIN ? k_win
-                               : v_win;
-    }
-};
-using HeadPointers = HeadArrays<cuda_real, cuda_real, float>;
-using HeadGradientPointers = HeadArrays<const float, const cuda_real, const float>;
-// One block per token; a thread takes W pairs of elements of a head at a time.
-template <int W>
-__global__ void __launch_bounds__(128)
-    split_heads_forward_kernel(HeadPointers out, const cuda_real* projected, Rope rope, NsaShape s, int P, int units) {
-    const int pieces = s.D / 2 / W, j = blockIdx.x % s.queries, t = s.first + j;
-    const size_t b = blockIdx.x / s.queries, rows = size_t(s.B) * s.H * s.queries;
-    const cuda_real* in = projected + size_t(blockIdx.x) * P;
-    for (int piece = threadIdx.x; piece < units * pieces; piece += blockDim.x) {
-        const int unit = piece / pieces, i = piece % pieces * W;
-        const HeadPlace place(unit, b, j, s);
-        float low[W], high[W];
-        load(low, in + unit * s.D + i), load(high, in + unit * s.D + s.D / 2 + i);
-        if (place.rotated) rope.rotate(low, high, t, i, s.D, +1);
-        cuda_real* to = (place.query ? out.q : out.kv(place.slot)) + place.row * s.D;
-        store(to + i, low), store(to + s.D / 2 + i, high);
-    }
-    if (s.full) return;
-    for (int i = threadIdx.x; i < 3 * s.H; i += blockDim.x)  // 3*head + branch
-        out.gate[i % 3 * rows + (b * s.H + i / 3) * s.queries + j] = sigmoid(float(in[units * s.D + i]));
-}
-template <int W>
-__global__ void __launch_bounds__(128)
-    split_heads_backward_kernel(cuda_real* dprojected, HeadGradientPointers d, Rope rope, NsaShape s, int P, int units) {
-    const int pieces = s.D / 2 / W, t = blockIdx.x % s.T;
-    const size_t b = blockIdx.x / s.T, rows = size_t(s.B) * s.H * s.T;
-    cuda_real* out = dprojected + size_t(blockIdx.x) * P;
-    for (int piece = threadIdx.x; piece < units * pieces; piece += blockDim.x) {
-        const int unit = piece / pieces, i = piece % pieces * W;
-        const HeadPlace place(unit, b, t, s);
-        float low[W], high[W];
-        if (place.query) load(low, d.q + place.row * s.D + i), load(high, d.q + place.row * s.D + s.D / 2 + i);
-        else load(low, d.kv(place.slot) + place.row * s.D + i), load(high, d.kv(place.slot) + place.row * s.D + s.D / 2 + i);
-        if (place.rotated) rope.rotate(low, high, t, i, s.D, -1);
-        store(out + unit * s.D + i, low), store(out + unit * s.D + s.D / 2 + i, high);
-    }
-    for (int i = threadIdx.x; i < P - units * s.D; i += blockDim.x)  // gates, then padding; neither in full attention
-        out[units * s.D + i] = cuda_real(i < 3 * s.H ? d.gate[i % 3 * rows + (b * s.H + i / 3) * s.T + t] : 0.0f);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Compression. Scratch matrices are packed: row bg*count + i is block begin + i of (sequence, group) bg.
-
-// hidden [B, G, NC, F] = sum + bias, activated = silu(hidden); sum, activated [B*G*count, F]. One thread per element.
-__global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated, const float* sum, const cuda_real* bias, int rows,
-                                         int count, int begin, int NC, int F) {
-    const size_t i = thread_index();
-    if (i >= size_t(rows) * F) return;
-    const size_t row = i / F, at = (row / count * NC + begin + row % count) * F + i % F;
-    hidden[at] = cuda_real(sum[i] + float(bias[i % F]));
-    const float h = float(hidden[at]);
-    activated[i] = cuda_real(h * sigmoid(h));
-}
-// out [B, G, NC, D] = mean of the block's l tokens + sum, rotated at the position
-// of the block's first token where asked. sum [B*G*count, D]; one thread per pair.
-__global__ void compress_output_kernel(cuda_real* out, const float* sum, const cuda_real* k, Rope rope, bool rotated, int rows, int count,
-                                       int begin, int NC, NsaShape s) {
-    const int pairs = s.D / 2;
-    const size_t index = thread_index();
-    if (index >= size_t(rows) * pairs) return;
-    const size_t row = index / pairs, bg = row / count;
-    const int x = int(index % pairs), block = begin + int(row % count);
-    const cuda_real* tokens = k + (bg * s.T + size_t(block) * s.d) * s.D;
-    float low[1] = {0}, high[1] = {0};
-    for (int i = 0; i < s.l; i++) low[0] += float(tokens[size_t(i) * s.D + x]), high[0] += float(tokens[size_t(i) * s.D + pairs + x]);
-    low[0] = low[0] / s.l + sum[row * s.D + x], high[0] = high[0] / s.l + sum[row * s.D + pairs + x];
-    if (rotated) rope.rotate(low, high, block * s.d, x, s.D, +1);
-    cuda_real* to = out + (bg * NC + block) * s.D;
-    to[x] = cuda_real(low[0]), to[pairs + x] = cuda_real(high[0]);
-}
-// dout [B, G, NC, D] turned back in place
-__global__ void compress_turn_back_kernel(cuda_real* dout, Rope rope, int rows, int NC, int d, int D) {
-    const int pairs = D / 2;
-    const size_t index = thread_index();
-    if (index >= size_t(rows) * pairs) return;
-    const size_t row = index / pairs;
-    const int x = int(index % pairs);
-    float low[1] = {float(dout[row * D + x])}, high[1] = {float(dout[row * D + pairs + x])};
-    rope.rotate(low, high, int(row % NC) * d, x, D, -1);
-    dout[row * D + x] = cuda_real(low[0]), dout[row * D + pairs + x] = cuda_real(high[0]);
-}
-// dhidden = dactivated * silu'(hidden)
-__global__ void compress_dhidden_kernel(cuda_real* dhidden, const float* dactivated, const cuda_real* hidden, size_t count) {
-    const size_t i = thread_index();
-    if (i >= count) return;
-    const float h = float(hidden[i]), s = sigmoid(h);
-    dhidden[i] = cuda_real(dactivated[i] * s * (1 + h * (1 - s)));
-}
-// dfc1[f, first + x] += sum over (sequence, group) of partial [B*G, F, width]: one chunk's columns of fc1 [F, all]
-__global__ void compress_dfc1_kernel(float* dfc1, const float* partial, int groups, int F, int width, int first, int all) {
-    const size_t i = thread_index(), size = size_t(F) * width;
-    if (i >= size) return;
-    float sum = 0;
-    for (int bg = 0; bg < groups; bg++) sum += partial[bg * size + i];
-    dfc1[i / width * all + first + i % width] += sum;
-}
-// dk [B, G, T, D] = sum (what came through fc1) + the share of a token in the means of the blocks that hold it
-template <int W>
-__global__ void __launch_bounds__(256)
-    compress_dk_kernel(cuda_real* dk, const float* sum, const cuda_real* dout, size_t rows, int NC, NsaShape s) {
-    const size_t row = row_index();
-    if (row >= rows) return;
-    const int bg = int(unsigned(row) / unsigned(s.T)), t = int(unsigned(row) % unsigned(s.T));  // fewer than 2^32 rows, as in RowPlace
-    const int first = t < s.l ? 0 : (t - s.l) / s.d + 1, end = min(NC, t / s.d + 1);
-    const float share = 1.0f / s.l;  // exact where l is a power of two
-    for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
-        float mean[W] = {}, a[W];
-        for (int i = first; i < end; i++) {
-            load(a, dout + (size_t(bg) * NC + i) * s.D + x);
-            for (int k = 0; k < W; k++) mean[k] += a[k];
-        }
-        load(a, sum + row * s.D + x);
-        for (int k = 0; k < W; k++) a[k] += mean[k] * share;
-        store(dk + row * s.D + x, a);
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The sum of the branches, and what their backward starts from.
-
-// Where row (b, head, j) of [B, H, queries] lies in [B, queries, H]. There are fewer than 2^32 rows: divisions of 64 bits are long.
-struct RowPlace {
-    size_t by_token;
-    __device__ RowPlace(unsigned row, const NsaShape& s) {
-        const unsigned queries = unsigned(s.queries), H = unsigned(s.H), j = row % queries, head = row / queries % H, b = row / queries / H;
-        by_token = (size_t(b) * queries + j) * H + head;
-    }
-};
-
-// out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5
-template <int W>
-__global__ void __launch_bounds__(256)
-    combine_forward_kernel(cuda_real* out, const cuda_real* o, const float* gate, size_t rows, NsaShape s) {
-    const size_t row = row_index();
-    if (row >= rows) return;
-    const RowPlace place(unsigned(row), s);
-    cuda_real* to = out + place.by_token * s.D;
-    for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
-        float sum[W] = {}, term[W];
-        for (int i = 0; i < (s.full ? 1 : 3); i++) {
-            const float g = s.full ? 1 : gate[i * rows + row];
-            load(term, o + (i * rows + row) * s.D + x);
-            for (int k = 0; k < W; k++) sum[k] += g * term[k];
-        }
-        store(to + x, sum);
-    }
-}
-// row_dot = dout . o     lse_gated = lse - ln(gate)     dgate_logit = row_dot * gate * (1 - gate), per branch
-template <int W>
-__global__ void __launch_bounds__(256)
-    attention_backward_rows_kernel(float* row_dot, float* lse_gated, float* dgate_logit, const cuda_real* dout, const cuda_real* o,
-                                   const float* gate, const float* lse, size_t rows, NsaShape s) {
-    const size_t index = row_index(), row = index < rows ? index : rows - 1;  // every lane takes part in the sums
-    const cuda_real* d = dout + RowPlace(unsigned(row), s).by_token * s.D;
-    for (int i = 0; i < (s.full ? 1 : 3); i++) {
-        const size_t at = i * rows + row;
-        float dot = 0, a[W], c[W];
-        for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
-            load(a, d + x), load(c, o + at * s.D + x);
-            for (int k = 0; k < W; k++) dot += a[k] * c[k];
-        }
-        dot = lane_sum<ROW_LANES>(dot);
-        if (threadIdx.x % ROW_LANES != 0 || index >= rows) continue;
-        const float g = s.full ? 1 : gate[at];
-        row_dot[at] = dot;
-        lse_gated[at] = lse[at] - logf(g);
-        if (!s.full) dgate_logit[at] = dot * g * (1 - g);
-    }
-}
-
-inline unsigned blocks(size_t count, size_t per_block) { return unsigned((count + per_block - 1) / per_block); }
-
-}  // namespace kernels
 
 // ---------------------------------------------------------------------------------------------------------------------
 
