@@ -3,9 +3,14 @@
 //   ./test_nsa --perf [options of train]        times every operation of a training step against the machine's ceilings
 //   ./test_nsa --perf-attention [options]       times attention alone, every branch, at several sequence lengths; needs a GPU
 //   ./test_nsa --ladder [options of train]      times the attention kernels from the plainest to the trainer's; needs a GPU
+// -DDEVICE_TESTS_ONLY leaves out the tests of the host: that is build/test_device, which is built in less than half the time.
 // Built by nvcc, the tests of the CUDA engine are here too and run on the GPU, if there is one; without nvcc see dev/test/cuda_tests.cpp.
 #include "dev/test/harness.h"
 
+#ifdef DEVICE_TESTS_ONLY
+#define NSA_WITHOUT_MAIN
+#include "train_nsa.cu"  // which says whether there is a CUDA engine
+#else
 #include "dev/test/util_tests.h"
 #include "dev/test/tokenizer_tests.h"
 #include "dev/test/data_tests.h"
@@ -19,6 +24,7 @@
 #include "dev/test/fuzz_tests.h"
 #include "dev/test/script_tests.h"
 #include "dev/test/cpu_speed_tests.h"
+#endif
 #ifdef HAVE_CUDA
 #include "dev/test/cuda_op_tests.h"
 #include "dev/test/attention_kernel_tests.h"

@@ -3,8 +3,8 @@
 # installed, and writes one report, dev/results/<gpu>-<date>.md. Every part runs alone and is stopped after ten minutes; a part's section of today's report is replaced.
 # The parts' whole output is in <gpu>-<date>.log beside it, as far as it got, whatever happens; what a part needs and is not built is built first.
 #     dev/gpu_check.sh [PART]...        all of them without arguments, in this order:
-#       build       train_nsa and test_nsa for this GPU
-#       tests       the tests of test_nsa that run on the device: operations, kernels, whole training steps (make test has the others)
+#       build       train_nsa and build/test_device for this GPU
+#       tests       the tests that run on the device: operations, kernels, whole training steps (make test has the others)
 #       sanitizer   compute-sanitizer: memcheck on small training steps, racecheck and initcheck on the attention kernels (they misjudge cuBLASLt's)
 #       perf        every operation of a training step against the ceilings of this GPU, at 16 x 2048, with full attention, and at 1 x 32768
 #       gaps        the kernels of one step by Nsight Compute, whose sum against the step's time shows what lies between them (skipped without ncu)
@@ -16,6 +16,8 @@
 #       torch       PyTorch's attention and a compiled dense model of the same size, side by side with ours (skipped where there is no PyTorch with CUDA)
 # OUT=FOLDER puts the report elsewhere, PYTHON=python3 names the Python with PyTorch, COMMIT=... the commit, where the sources are no git checkout; TOTAL=590 stops everything
 # after so many seconds. Where time is short: `build tests perf attention`, `train batches long`, `torch gaps sanitizer`. Exit status 1 if any part failed or was stopped; the report says which.
+# With OUT the built programs come back too, as OUT/programs.tar.gz. Where that file lies in the repository's root, and is of these sources, this toolkit, processor and GPU,
+# it is unpacked instead of building; programs that lie where make puts them are taken as they are.
 # Figures to be quoted stand in the report as lines "result: what | figure | unit | conditions"; dev/results_table.sh makes README's table from them.
 # DRY_RUN=1 prints the commands of the parts and runs none.
 # shellcheck disable=SC2317  # the parts are called by a bash of their own
@@ -51,6 +53,14 @@ failed=0
 if [ -n "${COMMIT:-}" ]; then commit="commit $COMMIT"
 elif commit=$(git rev-parse --short HEAD 2>/dev/null); then commit="commit $commit$(git diff --quiet HEAD || echo ' with changes')"
 else commit="unknown commit"; fi
+
+# What the programs of `part_build` were built from and for, as one word.
+fingerprint() { { cat Makefile ./*.cu ./*.cuh ./*.h data/*.h dev/*.h dev/*.cuh dev/*/*.h dev/*/*.cuh; nvcc --version; grep -m 1 'model name' /proc/cpuinfo; echo "$gpu"; } 2>/dev/null | sha256sum | cut -c 1-16; }
+# Are both programs there, of these sources as far as that is known, and do they start?
+ready() {
+    [ -x train_nsa ] && [ -x build/test_device ] && { [ ! -f build/built_for ] || [ "$(cat build/built_for)" = "$FINGERPRINT" ]; } &&
+        timeout -s KILL 20 build/test_device --list >/dev/null 2>&1
+}
 
 head_of_report() {
     echo "# $gpu, $(date +%Y-%m-%d)"
@@ -150,16 +160,19 @@ train() {
         sed -n 's/.*peak memory \([0-9]* MiB\) on the GPU.*/, \1 of GPU memory/p' "$WORK/$name.out"), first step after $(cat "$WORK/$name.first") s; $*"
 }
 # One make for both programs, which looks for what the machine has once. Should nvcc not get on with what the host compiler knows of this processor, a plainer one will do.
-part_build() { make -j2 CONFIGURED=1 train_nsa test_nsa || { echo "-- again, for a plainer processor"; make -j2 CONFIGURED=1 MARCH=x86-64-v3 train_nsa test_nsa; }; }
+part_build() {
+    make -j2 CONFIGURED=1 train_nsa build/test_device || { echo "-- again, for a plainer processor"; make -j2 CONFIGURED=1 MARCH=x86-64-v3 train_nsa build/test_device; } || return 1
+    mkdir -p build && echo "$FINGERPRINT" >build/built_for
+}
 # Every group in a process of its own; one test's fault spoils the GPU for the rest of its process, so what failed or never ran is run again alone.
 part_tests() {
     local group name status=0
     for group in cuda_ attention_kernels_ ladder_; do
-        timeout -k 5 170 ./test_nsa --only "$group" 2>&1 | tee "$WORK/tests" || status=1
+        timeout -k 5 170 ./build/test_device --only "$group" 2>&1 | tee "$WORK/tests" || status=1
         [ "${PIPESTATUS[0]}" -eq 0 ] && continue
         for name in $(sed -n 's/^FAIL \([a-z0-9_]*\) .*/\1/p' "$WORK/tests" | head -n 12); do
             echo "-- $name alone"
-            timeout -k 5 40 ./test_nsa --only "$name"
+            timeout -k 5 40 ./build/test_device --only "$name"
         done
         status=1
     done
@@ -182,16 +195,16 @@ part_sanitizer() {
         sanitize "memcheck --report-api-errors no" ./train_nsa $small $more --out "$WORK/sanitized" || status=1
     done
     for more in attention_kernels_heads attention_kernels_gather_heads; do
-        sanitize racecheck ./test_nsa --only "$more" || status=1
-        sanitize initcheck ./test_nsa --only "$more" || status=1
+        sanitize racecheck ./build/test_device --only "$more" || status=1
+        sanitize initcheck ./build/test_device --only "$more" || status=1
     done
     return "$status"
 }
 part_perf() {
     local status=0
-    ./test_nsa --perf --model 125m --device cuda || status=1
-    ./test_nsa --perf --model 125m --device cuda --attention full || status=1
-    ./test_nsa --perf --model 125m --device cuda --batch 1 --seq-len 32768 --recompute 1 || status=1
+    ./build/test_device --perf --model 125m --device cuda || status=1
+    ./build/test_device --perf --model 125m --device cuda --attention full || status=1
+    ./build/test_device --perf --model 125m --device cuda --batch 1 --seq-len 32768 --recompute 1 || status=1
     return "$status"
 }
 # --perf marks one step for the profiler. Its kernels' own times, clocks and caches left alone.
@@ -200,9 +213,9 @@ part_gaps() {
         echo "skipped: there is no ncu on PATH"
         return 0
     fi
-    ./test_nsa --perf --model 125m --device cuda >"$WORK/perf" 2>&1 || { cat "$WORK/perf"; return 1; }
+    ./build/test_device --perf --model 125m --device cuda >"$WORK/perf" 2>&1 || { cat "$WORK/perf"; return 1; }
     ncu --profile-from-start off --clock-control none --cache-control none --metrics gpu__time_duration.sum --print-units base --csv --log-file "$WORK/kernels.csv" \
-        ./test_nsa --perf --model 125m --device cuda >"$WORK/profiled" 2>&1 || { tail -n 20 "$WORK/profiled" "$WORK/kernels.csv"; return 1; }
+        ./build/test_device --perf --model 125m --device cuda >"$WORK/profiled" 2>&1 || { tail -n 20 "$WORK/profiled" "$WORK/kernels.csv"; return 1; }
     # The last column is the value, "1,234" or 1234; nanoseconds, whether it calls them ns or nsecond.
     awk -F'","' -v step="$(sed -n 's/^a step without clocks: .* GPU was done after \([0-9.]*\) us.*/\1/p' "$WORK/perf")" '
         /gpu__time_duration.sum/ { x = $NF; gsub(/[",]/, "", x); sum += x; n++ }
@@ -211,7 +224,7 @@ part_gaps() {
             printf "result: kernels of a step, 16 x 2048 | %.0f | us | %d launches, by ncu; the step without it %.0f us, so %.1f %% of it lie between kernels\n", sum / 1e3, n, step, 100 * (1 - sum / 1e3 / step)
         }' "$WORK/kernels.csv"
 }
-part_attention() { ./test_nsa --perf-attention --batch 1 --seq-len 65536; }
+part_attention() { ./build/test_device --perf-attention --batch 1 --seq-len 65536; }
 # same_digits WHAT RUN RUN: did both runs log the same losses and norms?
 same_digits() {
     if cmp "$WORK/$2/main.log" "$WORK/$3/main.log"; then echo "$1: the same losses and norms, digit for digit"
@@ -275,18 +288,29 @@ part_torch() {
     train "full attention, T=2048, beside PyTorch" --batch 16 --total-batch 32768 --steps 25 --attention full || status=1
     peak=$(sed -n 's/.*MFU [0-9.]* % of \([0-9.]*\) TFLOP.*/\1/p' "$WORK/$ours.out")
     "${PYTHON:-python3}" -u dev/bench/torch_step.py --batch 16 --seq-len 2048 --peak-tflops "${peak:-0}" || status=1
-    ./test_nsa --perf-attention --batch 1 --seq-len 65536 || status=1
+    ./build/test_device --perf-attention --batch 1 --seq-len 65536 || status=1
     "${PYTHON:-python3}" -u dev/bench/torch_attention.py --tokens 65536 || status=1
     return "$status"
 }
 export WORK=$work
 export -f run train same_digits sanitize part_build part_tests part_sanitizer part_perf part_gaps part_attention part_train part_batches part_long part_ranks part_torch
 
-build() { section build bash -c part_build; }
+build() {
+    section build bash -c part_build || return 1
+    [ -z "$dry" ] && [ -n "${OUT:-}" ] || return 0
+    mkdir -p "$work/pack/build" && cp build/built_for "$work/pack/build"
+    for program in train_nsa build/test_device; do strip -o "$work/pack/$program" "$program" 2>/dev/null || cp "$program" "$work/pack/$program"; done
+    tar -C "$work/pack" -czf "$folder/programs.tar.gz" train_nsa build
+}
 built=""
+if [ -z "$dry" ]; then
+    FINGERPRINT=$(fingerprint)
+    export FINGERPRINT
+    if [ -f programs.tar.gz ] && ! ready; then tar -xzf programs.tar.gz; fi
+fi
 for part in "$@"; do
     if [ "$part" = build ]; then build && built=1; continue; fi
-    if [ -z "$dry$built" ] && { [ ! -x train_nsa ] || [ ! -x test_nsa ]; }; then build && built=1; fi
+    if [ -z "$dry$built" ] && ! ready; then build && built=1; fi
     case $part in
         tests) section "tests on the device" bash -c part_tests ;;
         *) section "$part" bash -c "part_$part" ;;

@@ -15,7 +15,7 @@ struct Machine {
         std::filesystem::permissions(folder.file(name), std::filesystem::perms::owner_all);
     }
     Machine() {
-        for (const char* sub : {"dev", "bin"}) std::filesystem::create_directory(folder.file(sub));
+        for (const char* sub : {"dev", "bin", "build"}) std::filesystem::create_directory(folder.file(sub));
         for (const char* name : {"dev/gpu_check.sh", "dev/results_table.sh", "README.md"})
             std::filesystem::copy_file(name, folder.file(name));
         script("bin/nvidia-smi", R"sh(case "$*" in
@@ -31,14 +31,14 @@ struct Machine {
         script("bin/nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.1'\n");
         script("bin/make", "echo built: \"$@\"\n");
         script("bin/compute-sanitizer", "until [[ $1 == ./* ]]; do shift; done; exec \"$@\"\n");
-        script("bin/ncu", R"sh(while [ "$1" != ./test_nsa ]; do [ "$1" = --log-file ] && csv=$2; shift; done
+        script("bin/ncu", R"sh(while [ "$1" != ./build/test_device ]; do [ "$1" = --log-file ] && csv=$2; shift; done
             printf '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n' >"$csv"
             printf '"0","void f<a, 2>(float *, int)","gpu__time_duration.sum","ns","1,500"\n"1","g()","gpu__time_duration.sum","ns","8400"\n' >>"$csv"; exec "$@"
         )sh");
         script("bin/python", "case $1 in -c) ;; *) echo \"result: $1 | 2.5 | ms | $*\" ;; esac\n");
         script(
-            "test_nsa",
-            "echo \"result: test_nsa $* | 12 | us | counted\"; echo 'a step without clocks: the host had launched the step after 3.0 us, the GPU was done after 10.0 us, medians of 7: 5 tokens/s'; echo '3 passed, 0 failed'\n");
+            "build/test_device",
+            "echo \"result: test_device $* | 12 | us | counted\"; echo 'a step without clocks: the host had launched the step after 3.0 us, the GPU was done after 10.0 us, medians of 7: 5 tokens/s'; echo '3 passed, 0 failed'\n");
         trainer("5.5");
     }
     // Steps with tokens/s 1001, 1002, ...; the loss may be an expression of the shell.
@@ -102,7 +102,7 @@ TEST(run_gpu_check_with_stand_ins) {
     // The report holds the parts' whole output or its beginning, results and end; the log beside it all of it.
     CHECK(text.find("-- NSA, T=2048: --batch 16") != std::string::npos && text.find("\nstep 0001 | ") != std::string::npos);
     CHECK_EQUAL(count(read_file(file.substr(0, file.size() - 3) + ".log"), "\nstep 0050 | "), size_t(5));
-    CHECK(text.find("result: test_nsa --only attention_kernels_ | 12 | us |") != std::string::npos);
+    CHECK(text.find("result: test_device --only attention_kernels_ | 12 | us |") != std::string::npos);
     // Of 50 steps the median of 6 .. 50 is the 28th; of 15 that of 6 .. 15 the 10th.
     CHECK(
         text.find(
@@ -111,7 +111,7 @@ TEST(run_gpu_check_with_stand_ins) {
     CHECK(text.find("dev/bench/torch_step.py --batch 16 --seq-len 2048 --peak-tflops 989.4") != std::string::npos);
     CHECK(text.find("result: NSA, T=2048, micro-batch 32 | 1010 | tokens/s |") != std::string::npos);
 
-    machine.script("test_nsa", "for ((i = 1; i <= 500; i++)); do echo line $i; [ $i != 100 ] || echo 'result: a | 1 | us | b'; done\n");
+    machine.script("build/test_device", "for ((i = 1; i <= 500; i++)); do echo line $i; [ $i != 100 ] || echo 'result: a | 1 | us | b'; done\n");
     machine.run({"dev/gpu_check.sh", "attention"});
     const std::string longer = read_file(file);
     CHECK(longer.find("\nline 20\n...\nresult: a | 1 | us | b\nline 201\n") != std::string::npos &&
@@ -142,7 +142,7 @@ TEST(run_gpu_check_tells_what_failed) {
     CHECK(text.find("the same 5 steps twice: DIFFERENT") != std::string::npos);
     CHECK_EQUAL(count(text, "\n## train\n"), size_t(1));
     program::Result table = machine.run({"dev/results_table.sh", machine.report()});
-    CHECK(table.out.find("| test_nsa --perf --model 125m --device cuda | 12 | us |") != std::string::npos);
+    CHECK(table.out.find("| test_device --perf --model 125m --device cuda | 12 | us |") != std::string::npos);
     CHECK(table.out.find("--steps 50; commit abc1234; **its part failed elsewhere** |") != std::string::npos &&
           table.out.find("Parts that failed: train.") != std::string::npos);
     machine.script("train_nsa", "echo 'no memory' >&2; exit 1\n");
@@ -165,8 +165,8 @@ TEST(run_gpu_check_tells_what_failed) {
 TEST(run_gpu_check_stops_what_takes_too_long) {
     using namespace script_tests;
     Machine machine;
-    machine.script("test_nsa",
-                   "trap '' TERM INT\necho begun; sleep 41 & echo $! >'" + machine.folder.file("pid") + "'; wait; wait; sleep 41\n");
+    machine.script("build/test_device",
+                   "[ $1 != --list ] || exit 0\ntrap '' TERM INT\necho begun; sleep 41 & echo $! >'" + machine.folder.file("pid") + "'; wait; wait; sleep 41\n");
     const program::Result r = machine.run({"dev/gpu_check.sh", "attention", "perf"}, "TOTAL=11");
     CHECK_EQUAL(r.status, 1);
     CHECK(r.seconds < 20);
@@ -178,12 +178,24 @@ TEST(run_gpu_check_stops_what_takes_too_long) {
     for (int i = 0; i < 100 && !gone; i++, usleep(20000)) gone = kill(child, 0) != 0;  // whoever inherits it buries it
     CHECK(gone);
     // A program that is not there is built first.
-    std::filesystem::remove(machine.folder.file("test_nsa"));
+    std::filesystem::remove(machine.folder.file("build/test_device"));
     machine.run({"dev/gpu_check.sh", "perf"});
-    CHECK(read_file(machine.report()).find("built: -j2 CONFIGURED=1 train_nsa test_nsa") != std::string::npos);
+    CHECK(read_file(machine.report()).find("built: -j2 CONFIGURED=1 train_nsa build/test_device") != std::string::npos);
+    // What was built comes back beside the report, and is unpacked where it is missing; another GPU's is not taken.
+    machine.script("bin/make", "printf '#!/bin/sh\\necho built' | tee train_nsa >build/test_device; chmod +x train_nsa build/test_device\n");
+    CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "perf"}).status, 0);
+    std::filesystem::rename(machine.folder.file("results/programs.tar.gz"), machine.folder.file("programs.tar.gz"));
+    const auto perf_without_programs = [&](const std::string& make) {
+        for (const char* name : {"train_nsa", "build/test_device", "build/built_for"}) std::filesystem::remove(machine.folder.file(name));
+        machine.script("bin/make", make);
+        return machine.run({"dev/gpu_check.sh", "perf"}).status;
+    };
+    CHECK_EQUAL(perf_without_programs("exit 1\n"), 0);
+    machine.script("bin/nvcc", "echo 'Cuda compilation tools, release 13.1, V13.1.1'\n");
+    CHECK_EQUAL(perf_without_programs("exit 1\n"), 1);
     machine.script("bin/make", "case $* in *MARCH=*) echo \"built: $*\" ;; *) echo 'unknown intrinsic'; exit 1 ;; esac\n");
     CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "build"}).status, 0);
     CHECK(read_file(machine.report())
-              .find("unknown intrinsic\n-- again, for a plainer processor\nbuilt: -j2 CONFIGURED=1 MARCH=x86-64-v3 train_nsa test_nsa\n") !=
+              .find("unknown intrinsic\n-- again, for a plainer processor\nbuilt: -j2 CONFIGURED=1 MARCH=x86-64-v3 train_nsa build/test_device\n") !=
           std::string::npos);
 }
