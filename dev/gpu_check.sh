@@ -77,7 +77,7 @@ conditions() { sort -n "$1" | awk -F', *' '{ clock[NR] = $1; if ($2 > t) t = $2;
 # section NAME COMMAND...: the command's output (its first 20 lines, all results and the last 300 lines, or all of it), status, seconds and clocks become the report's section of that
 # name. A command that takes too long is killed, with all that it started.
 section() {
-    local name=$1 begin=$SECONDS status watcher seconds=$LIMIT
+    local name=$1 begin=$SECONDS status watcher seconds=$LIMIT earlier
     shift
     if [ -n "$dry" ]; then
         echo "$name: $*"
@@ -92,8 +92,11 @@ section() {
     else
         nvidia-smi --query-gpu=clocks.sm,temperature.gpu,power.draw,memory.used --format=csv,noheader,nounits -i 0 -l 2 >"$work/clocks" 2>/dev/null &
         watcher=$!
-        timeout -s KILL "$seconds" "$@" </dev/null 2>&1 | tee "$work/log" >>"$whole"
-        status=${PIPESTATUS[0]}
+        # Straight into the file, so that nothing is waited for but the command; and the shell's word that it was killed goes nowhere.
+        earlier=$(stat -c %s "$whole")
+        { SECTION_END=$((EPOCHSECONDS + seconds)) timeout -s KILL "$seconds" "$@" </dev/null >>"$whole" 2>&1; } 2>/dev/null
+        status=$?
+        tail -c "+$((earlier + 1))" "$whole" >"$work/log"
         kill "$watcher" 2>/dev/null
         wait "$watcher" 2>/dev/null
     fi
@@ -123,7 +126,31 @@ section() {
     tail -n 3 "$work/log"
 }
 
-# ---- what the parts run; each is a function, so that it can be stopped as a whole (by a bash of its own, see `part`)
+# ---- what the parts run; each is a function, so that it can be stopped as a whole (by a bash of its own, see `part`): `section` kills its process group, in which
+# therefore everything has to stay (timeout --foreground) that is not bound to end before.
+
+# within SECONDS COMMAND...: at most so many seconds of a single process, less where the part (or PART_END) comes earlier.
+within() {
+    local seconds=$1 left=$((${PART_END:-$SECTION_END} - 2 - EPOCHSECONDS)) status
+    [ "$left" -ge "$seconds" ] || seconds=$left
+    shift
+    [ "$seconds" -ge 1 ] || { echo "no time is left for $*"; return 124; }
+    timeout --foreground -s KILL "$seconds" "$@"
+    status=$?
+    [ "$status" -ne 137 ] || echo "stopped after $seconds s: $*"
+    return "$status"
+}
+# limited SECONDS COMMAND...: the same of a tool that starts our program: both in a process group of their own, which is gone before the part ends.
+limited() {
+    local seconds=$1 left=$((SECTION_END - EPOCHSECONDS - 8)) status
+    [ "$left" -ge "$seconds" ] || seconds=$left
+    shift
+    [ "$seconds" -ge 5 ] || { echo "no time is left for it"; return 124; }
+    OMP_WAIT_POLICY=passive timeout -k 5 "$seconds" "$@"
+    status=$?
+    [ "$status" -ne 124 ] && [ "$status" -ne 137 ] || echo "stopped after $seconds s"
+    return "$status"
+}
 
 # run NAME OPTIONS...: trains into a fresh folder, of which the logs remain.
 run() {
@@ -131,7 +158,7 @@ run() {
     shift
     echo "-- $name: $*"
     {
-        ./train_nsa --model 125m --device cuda --eval-every 0 --eval-batches 1 --sample-tokens 0 --save-every 0 --out "$WORK/$name" "$@" 2>&1
+        ./train_nsa --model 125m --device cuda --eval-every 0 --eval-batches 1 --sample-tokens 0 --save-every 0 --stall-timeout 45 --out "$WORK/$name" "$@" 2>&1
         echo $? >"$WORK/$name.status"
     } | tee "$WORK/$name.out" &
     job=$!
@@ -164,17 +191,23 @@ part_build() {
     make -j2 CONFIGURED=1 train_nsa build/test_device || { echo "-- again, for a plainer processor"; make -j2 CONFIGURED=1 MARCH=x86-64-v3 train_nsa build/test_device; } || return 1
     mkdir -p build && echo "$FINGERPRINT" >build/built_for
 }
-# Every group in a process of its own; one test's fault spoils the GPU for the rest of its process, so what failed or never ran is run again alone.
+# Every group in a process of its own, for 90 seconds at most. A fault spoils the GPU for the rest of its process, and what hangs keeps the others from their turn: what did
+# not pass is run again alone, 15 seconds of each. 240 seconds for all of it, so that a broken kernel leaves time for the parts after this one.
 part_tests() {
-    local group name status=0
+    local PART_END=$((EPOCHSECONDS + 240)) group name again="" status=0
+    [ "$PART_END" -lt "$SECTION_END" ] || PART_END=$SECTION_END
+    within 30 ./build/test_device --list >"$WORK/names" || status=1
     for group in cuda_ attention_kernels_ ladder_; do
-        timeout -k 5 170 ./build/test_device --only "$group" 2>&1 | tee "$WORK/tests" || status=1
-        [ "${PIPESTATUS[0]}" -eq 0 ] && continue
-        for name in $(sed -n 's/^FAIL \([a-z0-9_]*\) .*/\1/p' "$WORK/tests" | head -n 12); do
-            echo "-- $name alone"
-            timeout -k 5 40 ./build/test_device --only "$name"
-        done
+        grep -q "^$group" "$WORK/names" || { echo "there are no tests $group: the program sees no GPU"; status=1; continue; }
+        within 90 ./build/test_device --only "$group" 2>&1 | tee "$WORK/tests"
+        [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
+        again+=" $(awk -v group="$group" 'FILENAME == ARGV[1] { if ($1 == "ok") ok[$2] = 1; next } index($1, group) == 1 && !ok[$1] { print $1 }' "$WORK/tests" "$WORK/names")"
+    done
+    for name in $again; do
         status=1
+        [ $((PART_END - EPOCHSECONDS)) -gt 3 ] || { echo "no time is left for $name and those after it"; break; }
+        echo "-- $name alone"
+        within 15 ./build/test_device --only "$name"
     done
     return "$status"
 }
@@ -184,7 +217,7 @@ sanitize() {
     shift
     echo "-- $tool: $*"
     # shellcheck disable=SC2086  # a tool with its own options
-    timeout -k 5 110 compute-sanitizer --tool $tool --print-limit 5 --error-exitcode 1 "$@"
+    limited 110 compute-sanitizer --tool $tool --print-limit 5 --error-exitcode 1 "$@"
 }
 part_sanitizer() {
     local status=0 more small="--device cuda --layers 1 --dim 384 --head-dim 64 --heads 6 --kv-groups 1 --cmp-block 32 --cmp-stride 16 --slc-block 64 --slc-count 3 --window 100
@@ -200,11 +233,13 @@ part_sanitizer() {
     done
     return "$status"
 }
+# perf OPTIONS...: every operation of a step, two minutes at most
+perf() { within 120 ./build/test_device --perf --model 125m --device cuda "$@"; }
 part_perf() {
     local status=0
-    ./build/test_device --perf --model 125m --device cuda || status=1
-    ./build/test_device --perf --model 125m --device cuda --attention full || status=1
-    ./build/test_device --perf --model 125m --device cuda --batch 1 --seq-len 32768 --recompute 1 || status=1
+    perf || status=1
+    perf --attention full || status=1
+    perf --batch 1 --seq-len 32768 --recompute 1 || status=1
     return "$status"
 }
 # --perf marks one step for the profiler. Its kernels' own times, clocks and caches left alone.
@@ -213,8 +248,8 @@ part_gaps() {
         echo "skipped: there is no ncu on PATH"
         return 0
     fi
-    ./build/test_device --perf --model 125m --device cuda >"$WORK/perf" 2>&1 || { cat "$WORK/perf"; return 1; }
-    ncu --profile-from-start off --clock-control none --cache-control none --metrics gpu__time_duration.sum --print-units base --csv --log-file "$WORK/kernels.csv" \
+    perf >"$WORK/perf" 2>&1 || { cat "$WORK/perf"; return 1; }
+    limited 240 ncu --profile-from-start off --clock-control none --cache-control none --metrics gpu__time_duration.sum --print-units base --csv --log-file "$WORK/kernels.csv" \
         ./build/test_device --perf --model 125m --device cuda >"$WORK/profiled" 2>&1 || { tail -n 20 "$WORK/profiled" "$WORK/kernels.csv"; return 1; }
     # The last column is the value, "1,234" or 1234; nanoseconds, whether it calls them ns or nsecond.
     awk -F'","' -v step="$(sed -n 's/^a step without clocks: .* GPU was done after \([0-9.]*\) us.*/\1/p' "$WORK/perf")" '
@@ -288,12 +323,12 @@ part_torch() {
     train "full attention, T=2048, beside PyTorch" --batch 16 --total-batch 32768 --steps 25 --attention full || status=1
     peak=$(sed -n 's/.*MFU [0-9.]* % of \([0-9.]*\) TFLOP.*/\1/p' "$WORK/$ours.out")
     "${PYTHON:-python3}" -u dev/bench/torch_step.py --batch 16 --seq-len 2048 --peak-tflops "${peak:-0}" || status=1
-    ./build/test_device --perf-attention --batch 1 --seq-len 65536 || status=1
+    within 150 ./build/test_device --perf-attention --batch 1 --seq-len 65536 || status=1
     "${PYTHON:-python3}" -u dev/bench/torch_attention.py --tokens 65536 || status=1
     return "$status"
 }
 export WORK=$work
-export -f run train same_digits sanitize part_build part_tests part_sanitizer part_perf part_gaps part_attention part_train part_batches part_long part_ranks part_torch
+export -f within limited run train same_digits sanitize perf part_build part_tests part_sanitizer part_perf part_gaps part_attention part_train part_batches part_long part_ranks part_torch
 
 build() {
     section build bash -c part_build || return 1

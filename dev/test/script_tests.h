@@ -36,9 +36,12 @@ struct Machine {
             printf '"0","void f<a, 2>(float *, int)","gpu__time_duration.sum","ns","1,500"\n"1","g()","gpu__time_duration.sum","ns","8400"\n' >>"$csv"; exec "$@"
         )sh");
         script("bin/python", "case $1 in -c) ;; *) echo \"result: $1 | 2.5 | ms | $*\" ;; esac\n");
-        script(
-            "build/test_device",
-            "echo \"result: test_device $* | 12 | us | counted\"; echo 'a step without clocks: the host had launched the step after 3.0 us, the GPU was done after 10.0 us, medians of 7: 5 tokens/s'; echo '3 passed, 0 failed'\n");
+        script("build/test_device", R"sh([ $1 != --list ] || exec printf '%s\n' cuda_a attention_kernels_a ladder_a
+            [ $1 != --only ] || echo "ok   $2a                        7 checks    0.01 s"
+            echo "result: test_device $* | 12 | us | counted"
+            echo 'a step without clocks: the host had launched the step after 3.0 us, the GPU was done after 10.0 us, medians of 7: 5 tokens/s'
+            echo '3 passed, 0 failed'
+        )sh");
         trainer("5.5");
     }
     // Steps with tokens/s 1001, 1002, ...; the loss may be an expression of the shell.
@@ -166,7 +169,8 @@ TEST(run_gpu_check_stops_what_takes_too_long) {
     using namespace script_tests;
     Machine machine;
     machine.script("build/test_device",
-                   "[ $1 != --list ] || exit 0\ntrap '' TERM INT\necho begun; sleep 41 & echo $! >'" + machine.folder.file("pid") + "'; wait; wait; sleep 41\n");
+                   "[ $1 != --list ] || exit 0\ntrap '' TERM INT\necho begun; sleep 41 & echo $! >'" + machine.folder.file("pid") +
+                       "'; wait; wait; sleep 41\n");
     const program::Result r = machine.run({"dev/gpu_check.sh", "attention", "perf"}, "TOTAL=11");
     CHECK_EQUAL(r.status, 1);
     CHECK(r.seconds < 20);
@@ -182,7 +186,8 @@ TEST(run_gpu_check_stops_what_takes_too_long) {
     machine.run({"dev/gpu_check.sh", "perf"});
     CHECK(read_file(machine.report()).find("built: -j2 CONFIGURED=1 train_nsa build/test_device") != std::string::npos);
     // What was built comes back beside the report, and is unpacked where it is missing; another GPU's is not taken.
-    machine.script("bin/make", "printf '#!/bin/sh\\necho built' | tee train_nsa >build/test_device; chmod +x train_nsa build/test_device\n");
+    machine.script("bin/make",
+                   "printf '#!/bin/sh\\necho built' | tee train_nsa >build/test_device; chmod +x train_nsa build/test_device\n");
     CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "perf"}).status, 0);
     std::filesystem::rename(machine.folder.file("results/programs.tar.gz"), machine.folder.file("programs.tar.gz"));
     const auto perf_without_programs = [&](const std::string& make) {
@@ -198,4 +203,53 @@ TEST(run_gpu_check_stops_what_takes_too_long) {
     CHECK(read_file(machine.report())
               .find("unknown intrinsic\n-- again, for a plainer processor\nbuilt: -j2 CONFIGURED=1 MARCH=x86-64-v3 train_nsa build/test_device\n") !=
           std::string::npos);
+}
+// A test that hangs or crashes costs its group its seconds, the tests that did not pass are run again alone, and the next part has its
+// turn. Seconds given to `timeout` count as a fortieth here.
+TEST(run_gpu_check_goes_on_after_a_hang) {
+    using namespace script_tests;
+    Machine machine;
+    machine.script("bin/timeout", R"sh(options=()
+        while [[ $1 == -* ]]; do options+=("$1"); case $1 in -k | -s) options+=("$2"); shift ;; esac; shift; done
+        seconds=$1; shift
+        exec /usr/bin/timeout "${options[@]}" "$(awk "BEGIN { print $seconds / 40 }")" "$@"
+    )sh");
+    machine.script("build/test_device", R"sh(case $* in
+        --list) printf '%s\n' cuda_one cuda_hangs cuda_three attention_kernels_crashes attention_kernels_fails ladder_one ;;
+        "--only cuda_") echo 'ok   cuda_one  1 checks'; exec sleep 600 ;;
+        "--only cuda_hangs") exec sleep 600 ;;
+        "--only attention_kernels_") echo 'FAIL attention_kernels_fails 1 checks'; kill -SEGV $$ ;;
+        "--only attention_kernels_fails") echo 'FAIL attention_kernels_fails 1 checks'; exit 1 ;;
+        "--only ladder_") echo "ok   ladder_one  1 checks" ;;
+        *) echo "ok   $2  1 checks" ;; esac
+    )sh");
+    const program::Result r = machine.run({"dev/gpu_check.sh", "tests", "perf"});
+    CHECK_EQUAL(r.status, 1);
+    CHECK(r.seconds < 30);
+    const std::string text = read_file(machine.report());
+    CHECK(text.find("\nstopped after 90 s: ./build/test_device --only cuda_\n") != std::string::npos);
+    for (const char* alone : {"cuda_hangs alone\nstopped after 15 s: ./build/test_device --only cuda_hangs\n",
+                              "cuda_three alone\nok   cuda_three ", "attention_kernels_crashes alone\nok   ",
+                              "attention_kernels_fails alone\nFAIL attention_kernels_fails "})
+        CHECK_EQUAL(count(text, std::string("\n-- ") + alone), size_t(1));
+    CHECK_EQUAL(count(text, " alone\n"), size_t(4));
+    CHECK(text.find("ok   --model  1 checks") != std::string::npos && text.find("exit status 0 after ") != std::string::npos);
+    // A GPU that the program does not see is no passed test.
+    machine.script("build/test_device", "echo '0 passed, 0 failed'\n");
+    CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "tests"}).status, 1);
+    CHECK(read_file(machine.report()).find("there are no tests ladder_: the program sees no GPU") != std::string::npos);
+    // A tool and what it starts are gone before their part ends.
+    machine.script("bin/compute-sanitizer",
+                   "echo \"waits: $OMP_WAIT_POLICY\"; trap '' TERM; sleep 300 & echo $! >'" + machine.folder.file("pid") +
+                       "'; wait\n");
+    std::filesystem::remove(machine.folder.file("bin/timeout"));
+    CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "sanitizer"}, "TOTAL=19").status, 1);
+    const std::string sanitized = read_file(machine.report());
+    for (const char* line : {"\nwaits: passive\n", "\nstopped after ", "\nno time is left for it\n"})
+        CHECK(sanitized.find(line) != std::string::npos);
+    CHECK_EQUAL(count(sanitized, "`bash -c part_sanitizer`: exit status 1 after "), size_t(1));
+    const int child = std::stoi(read_file(machine.folder.file("pid")));
+    bool gone = false;
+    for (int i = 0; i < 100 && !gone; i++, usleep(20000)) gone = kill(child, 0) != 0;
+    CHECK(gone);
 }
