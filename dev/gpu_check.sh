@@ -5,7 +5,7 @@
 #     dev/gpu_check.sh [PART]...        all of them without arguments, in this order:
 #       build       train_nsa and build/test_device for this GPU
 #       tests       the tests that run on the device: operations, kernels, whole training steps (make test has the others)
-#       sanitizer   compute-sanitizer: memcheck on small training steps, racecheck and initcheck on the attention kernels (they misjudge cuBLASLt's)
+#       sanitizer   compute-sanitizer: memcheck on small training steps, racecheck and initcheck on the attention kernels (they misjudge cuBLASLt's; skipped without it)
 #       perf        every operation of a training step against the ceilings of this GPU, at 16 x 2048, with full attention, and at 1 x 32768
 #       gaps        the kernels of one step by Nsight Compute, whose sum against the step's time shows what lies between them (skipped without ncu)
 #       attention   attention alone, every branch and both sets of selected kernels, T from 2048 to 65536 at 65536 tokens
@@ -33,7 +33,8 @@ done
 # shellcheck disable=SC2086  # a list of words
 [ $# -gt 0 ] || set -- $PARTS
 dry=${DRY_RUN:-}
-command -v nvcc >/dev/null || PATH=$PATH:/usr/local/cuda/bin
+# What a toolkit's installer may leave off PATH; of several Nsight Computes the newest.
+PATH=$PATH:/usr/local/cuda/bin:$(printf '%s\n' /opt/nvidia/nsight-compute/* | sort -V | tail -n 1)
 if [ -z "$dry" ]; then
     command -v nvcc >/dev/null || die "nvcc is not on PATH: install the CUDA Toolkit, or add its bin folder to PATH"
     nvidia-smi -L 2>/dev/null | grep -q GPU || die "nvidia-smi shows no GPU on this machine"
@@ -56,6 +57,28 @@ else commit="unknown commit"; fi
 
 # What the programs of `part_build` were built from and for, as one word.
 fingerprint() { { cat Makefile ./*.cu ./*.cuh ./*.h data/*.h dev/*.h dev/*.cuh dev/*/*.h dev/*/*.cuh; nvcc --version; grep -m 1 'model name' /proc/cpuinfo; echo "$gpu"; } 2>/dev/null | sha256sum | cut -c 1-16; }
+# Some toolkits come without cuBLASLt, which PyTorch's wheels bring: its headers and library alone, since they hold a runtime of their own beside it, go into build/cublas,
+# and nvcc is told of them.
+find_cublas() {
+    local place here=$PWD/build/cublas
+    nvcc -x cu -o "$work/probe" - -lcublasLt 2>/dev/null <<<'#include <cublasLt.h>
+int main() { return cublasLtGetVersion() == 0; }' && return
+    place=$("${PYTHON:-python3}" -c '
+import nvidia, os
+places = [os.path.join(root, name) for root in nvidia.__path__ for name in ("cu13", "cublas")]
+print(next(place for place in places if os.path.isfile(place + "/include/cublasLt.h")))' 2>/dev/null)
+    if [ -z "$place" ]; then
+        echo "cuBLASLt is not there to build with, neither in the toolkit nor beside PyTorch (PYTHON=${PYTHON:-python3})"
+        return
+    fi
+    rm -rf "$here"
+    mkdir -p "$here/include" "$here/lib"
+    ln -s "$place"/include/cublas*.h "$here/include"
+    ln -s "$place"/lib/libcublasLt.so.* "$here/lib"
+    ln -s "$(printf '%s\n' "$place"/lib/libcublasLt.so.* | head -n 1)" "$here/lib/libcublasLt.so"
+    export NVCC_APPEND_FLAGS="-I$here/include -L$here/lib -Xlinker -rpath -Xlinker $here/lib ${NVCC_APPEND_FLAGS:-}"
+    echo "the toolkit has no cuBLASLt to build with; PyTorch's is taken, from $place"
+}
 # Are both programs there, of these sources as far as that is known, and do they start?
 ready() {
     [ -x train_nsa ] && [ -x build/test_device ] && { [ ! -f build/built_for ] || [ "$(cat build/built_for)" = "$FINGERPRINT" ]; } &&
@@ -188,6 +211,7 @@ train() {
 }
 # One make for both programs, which looks for what the machine has once. Should nvcc not get on with what the host compiler knows of this processor, a plainer one will do.
 part_build() {
+    [ -z "${NVCC_APPEND_FLAGS:-}" ] || echo "NVCC_APPEND_FLAGS=$NVCC_APPEND_FLAGS"
     make -j2 CONFIGURED=1 train_nsa build/test_device || { echo "-- again, for a plainer processor"; make -j2 CONFIGURED=1 MARCH=x86-64-v3 train_nsa build/test_device; } || return 1
     mkdir -p build && echo "$FINGERPRINT" >build/built_for
 }
@@ -220,6 +244,10 @@ sanitize() {
     limited 110 compute-sanitizer --tool $tool --print-limit 5 --error-exitcode 1 "$@"
 }
 part_sanitizer() {
+    if ! command -v compute-sanitizer >/dev/null; then
+        echo "skipped: there is no compute-sanitizer on PATH"
+        return 0
+    fi
     local status=0 more small="--device cuda --layers 1 --dim 384 --head-dim 64 --heads 6 --kv-groups 1 --cmp-block 32 --cmp-stride 16 --slc-block 64 --slc-count 3 --window 100
         --seq-len 520 --batch 1 --total-batch 520 --steps 1 --eval-batches 1 --sample-tokens 2 --stall-timeout 0"
     for more in "--selected-kernels tiles" "--selected-kernels gather --recompute 2" "--attention full"; do
@@ -339,6 +367,7 @@ build() {
 }
 built=""
 if [ -z "$dry" ]; then
+    find_cublas
     FINGERPRINT=$(fingerprint)
     export FINGERPRINT
     if [ -f programs.tar.gz ] && ! ready; then tar -xzf programs.tar.gz; fi

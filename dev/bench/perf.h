@@ -11,7 +11,13 @@
 #include <map>
 #include <string>
 #ifdef __CUDACC__
+#if __has_include(<cuda_profiler_api.h>)
 #include <cuda_profiler_api.h>
+#else  // a package of its own, which not every toolkit has; the functions are in the runtime
+#include <cuda_runtime.h>
+extern "C" cudaError_t cudaProfilerStart(void);
+extern "C" cudaError_t cudaProfilerStop(void);
+#endif
 #endif
 
 #ifndef NSA_WITHOUT_MAIN

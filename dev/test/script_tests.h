@@ -185,6 +185,19 @@ TEST(run_gpu_check_stops_what_takes_too_long) {
     std::filesystem::remove(machine.folder.file("build/test_device"));
     machine.run({"dev/gpu_check.sh", "perf"});
     CHECK(read_file(machine.report()).find("built: -j2 CONFIGURED=1 train_nsa build/test_device") != std::string::npos);
+    // A toolkit without cuBLASLt takes PyTorch's.
+    machine.script("bin/nvcc", "case $* in *-lcublasLt*) exit 1 ;; *) echo 'Cuda compilation tools, release 13.0, V13.0.1' ;; esac\n");
+    for (const char* sub : {"cu13", "cu13/include", "cu13/lib"}) std::filesystem::create_directory(machine.folder.file(sub));
+    for (const char* name : {"cu13/include/cublasLt.h", "cu13/include/cuda_runtime.h", "cu13/lib/libcublasLt.so.13"})
+        write_file(machine.folder.file(name), name);
+    const program::Result without = machine.run({"dev/gpu_check.sh", "build"});
+    CHECK(without.out.find("cuBLASLt is not there to build with, neither in the toolkit nor beside PyTorch") != std::string::npos);
+    machine.script("bin/python", "echo '" + machine.folder.file("cu13") + "'\n");
+    CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "build"}).status, 0);
+    CHECK_EQUAL(read_file(machine.folder.file("build/cublas/lib/libcublasLt.so")), "cu13/lib/libcublasLt.so.13");
+    CHECK_EQUAL(read_file(machine.folder.file("build/cublas/include/cublasLt.h")), "cu13/include/cublasLt.h");
+    CHECK(!std::filesystem::exists(machine.folder.file("build/cublas/include/cuda_runtime.h")));
+    CHECK(read_file(machine.report()).find("\nNVCC_APPEND_FLAGS=-I" + machine.folder.file("build/cublas/include -L")) != std::string::npos);
     // What was built comes back beside the report, and is unpacked where it is missing; another GPU's is not taken.
     machine.script("bin/make",
                    "printf '#!/bin/sh\\necho built' | tee train_nsa >build/test_device; chmod +x train_nsa build/test_device\n");
