@@ -91,9 +91,13 @@ struct DynamicShared {
 // launch<kernel>(grid, block, dynamic shared bytes, stream, arguments...)
 template <auto kernel, class... Args>
 void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, Args... args) {
-    if (shared_bytes > 48 * 1024)  // more than every GPU gives unasked
+    // More than every GPU gives unasked is asked for where it grows. One thread of a process launches a kernel, and on one GPU.
+    static size_t granted = 48 * 1024;
+    if (shared_bytes > granted) {
         cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)), __PRETTY_FUNCTION__,
                    __FILE__, __LINE__);
+        granted = shared_bytes;
+    }
     kernel<<<grid, block, shared_bytes, stream>>>(args...);
     cuda_check(cudaGetLastError(), __PRETTY_FUNCTION__, __FILE__, __LINE__);
 }

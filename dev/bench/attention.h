@@ -3,7 +3,7 @@
 // --seq-len): everything between the input projection and the output projection, for NSA and for full attention, operation
 // by operation, forward and backward. On a GPU, or in emulation at a toy size, where only the arithmetic means something.
 //
-// A time is the median of CUDA-event timings after warm-up. Three sets of inputs take turns, each (1.3 GB for 12 heads of 64 and 64k
+// A time is the median of CUDA-event timings after warm-up. Three sets of inputs take turns, each (1.5 GB for 12 heads of 64 and 64k
 // tokens) larger than any GPU's L2 cache, so nothing is found warm that training would not find warm. Arithmetic and bytes are counted
 // from the shapes (perf.h), ceilings are measured in the same run. The selected branch is timed on two selections, since its price
 // depends on what neighbouring tokens have in common: "shared", where 64 neighbours share three quarters of what they may choose, and
@@ -42,7 +42,7 @@ struct AttentionSet {
     using real = Cuda::real;
     Timed<Cuda>& dev;
     const NsaShape s;
-    real *projected, *q, *kv, *compressed, *hidden, *o, *combined, *dout, *dkv, *dcompressed, *phi;
+    real *projected, *dprojected, *q, *kv, *compressed, *hidden, *o, *combined, *dout, *dkv, *dcompressed, *phi;
     float *lse, *lse_gated, *row_dot, *gate, *dgate, *dq, *dphi;
     uint32_t *shared, *scattered, *chosen;
 
@@ -59,9 +59,10 @@ struct AttentionSet {
             dev.from_host(p, values.data(), count);
             return p;
         };
-        projected = filled(size_t(s.B) * s.T * size_t(s.projected()), 1, 1), dout = filled(rows * D, 3, 1);
+        const size_t projections = size_t(s.B) * s.T * size_t(s.projected());
+        projected = filled(projections, 1, 1), dout = filled(rows * D, 3, 1);
         phi = filled(2 * phi_size(), 5, 1 / std::sqrt(double(s.l) * s.D));
-        for (auto [p, count] : {std::pair(&q, rows * D), std::pair(&kv, 6 * keys * D), std::pair(&compressed, 2 * blocks * D),
+        for (auto [p, count] : {std::pair(&dprojected, projections), std::pair(&q, rows * D), std::pair(&kv, 6 * keys * D), std::pair(&compressed, 2 * blocks * D),
                                 std::pair(&hidden, 2 * blocks * F), std::pair(&o, 3 * rows * D), std::pair(&combined, rows * D),
                                 std::pair(&dkv, 6 * keys * D), std::pair(&dcompressed, 2 * blocks * D)})
             *p = dev.allocate<real>(count);
@@ -73,7 +74,7 @@ struct AttentionSet {
         dev.copy(shared, a.data(), words), dev.copy(scattered, b.data(), words);
     }
     ~AttentionSet() {
-        for (real* p : {projected, q, kv, compressed, hidden, o, combined, dout, dkv, dcompressed, phi}) dev.release(p);
+        for (real* p : {projected, dprojected, q, kv, compressed, hidden, o, combined, dout, dkv, dcompressed, phi}) dev.release(p);
         for (float* p : {lse, lse_gated, row_dot, gate, dgate, dq, dphi}) dev.release(p);
         for (uint32_t* p : {shared, scattered, chosen}) dev.release(p);
     }
@@ -124,9 +125,11 @@ double median_us(Timed<Cuda>& dev, std::vector<std::unique_ptr<AttentionSet>>& s
         cudaEvent_t begin, end;
     };
     std::vector<Marks> marks(size_t(repetitions), Marks{});
+    for (Marks& m : marks) {  // before the first timing, so that the GPU does not wait for it
+        CUDA_CHECK(cudaEventCreate(&m.begin));
+        CUDA_CHECK(cudaEventCreate(&m.end));
+    }
     for (size_t i = 0; i < marks.size(); i++) {
-        CUDA_CHECK(cudaEventCreate(&marks[i].begin));
-        CUDA_CHECK(cudaEventCreate(&marks[i].end));
         CUDA_CHECK(cudaEventRecord(marks[i].begin, dev.stream));
         operation(*sets[i % sets.size()]);
         CUDA_CHECK(cudaEventRecord(marks[i].end, dev.stream));
@@ -172,7 +175,7 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
         return time([&](AttentionSet& x) { dev.Cuda::split_heads_forward(x.heads(), x.projected, shape); });
     };
     auto split_heads_backward = [&](const NsaShape& shape) {
-        return time([&](AttentionSet& x) { dev.Cuda::split_heads_backward(x.projected, x.head_gradients(), shape); });
+        return time([&](AttentionSet& x) { dev.Cuda::split_heads_backward(x.dprojected, x.head_gradients(), shape); });
     };
     // k, v: keys and values of this branch; dk, dv: their gradients
     auto branch = [&](const std::string& name, Branch b, const NsaShape& shape, uint32_t* AttentionSet::*selection, int whole) {
