@@ -36,15 +36,16 @@ inline void draw_order(int run, const NsaShape& s) {
 }
 inline float bf16_value(double x) { return float(__float2bfloat16(float(x))); }
 
-// A device array. Fresh memory of the emulator is poisoned; on a GPU it is filled with NaN here.
+// A device array, an allocation of its own to its last byte, so that compute-sanitizer sees who goes beyond. Fresh
+// memory of the emulator is poisoned; on a GPU it is filled with NaN here.
 template <class T>
 struct DeviceArray {
     T* data = nullptr;
     size_t count;
     explicit DeviceArray(size_t count) : count(count) {
-        CUDA_CHECK(cudaMalloc(&data, (count + 1) * sizeof(T)));
+        CUDA_CHECK(cudaMalloc(&data, std::max(count, size_t(1)) * sizeof(T)));
 #ifdef __CUDACC__
-        CUDA_CHECK(cudaMemset(data, 0xFF, (count + 1) * sizeof(T)));
+        CUDA_CHECK(cudaMemset(data, 0xFF, std::max(count, size_t(1)) * sizeof(T)));
 #endif
     }
     template <class From>
