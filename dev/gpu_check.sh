@@ -149,6 +149,19 @@ section() {
     tail -n 3 "$work/log"
 }
 
+# shard FILE TOKENS: random token ids in a file as of llm.c, since the built-in corpus has the ids of bytes only: all pairs of bytes below 196, 38416 of GPT-2's 50257.
+shard() {
+    local number
+    {
+        for number in 20240520 1 "$2" 50257; do
+            # shellcheck disable=SC2059  # the format is made of the four bytes
+            printf "$(printf '\\x%02x\\x%02x\\x%02x\\x%02x' $((number & 255)) $((number >> 8 & 255)) $((number >> 16 & 255)) $((number >> 24)))"
+        done
+        head -c 1008 /dev/zero
+        LC_ALL=C tr -d '\304-\377' </dev/urandom | head -c $((2 * $2))
+    } >"$1"
+}
+
 # ---- what the parts run; each is a function, so that it can be stopped as a whole (by a bash of its own, see `part`): `section` kills its process group, in which
 # therefore everything has to stay (timeout --foreground) that is not bound to end before.
 
@@ -175,13 +188,13 @@ limited() {
     return "$status"
 }
 
-# run NAME OPTIONS...: trains into a fresh folder, of which the logs remain.
+# run NAME OPTIONS...: trains on random token ids into a fresh folder, of which the logs remain.
 run() {
     local name=$1 begin=$EPOCHREALTIME job status
     shift
     echo "-- $name: $*"
     {
-        ./train_nsa --model 125m --device cuda --eval-every 0 --eval-batches 1 --sample-tokens 0 --save-every 0 --stall-timeout 45 --out "$WORK/$name" "$@" 2>&1
+        ./train_nsa --model 125m --device cuda --data "$WORK/train.bin" --val-data "$WORK/val.bin" --eval-every 0 --eval-batches 1 --sample-tokens 0 --save-every 0 --stall-timeout 45 --out "$WORK/$name" "$@" 2>&1
         echo $? >"$WORK/$name.status"
     } | tee "$WORK/$name.out" &
     job=$!
@@ -207,7 +220,7 @@ train() {
     rate=$(sed -n 's/^step 0*\([0-9]*\) .* toks\/s \([0-9]*\) .*/\1 \2/p' "$WORK/$name.out" | awk '$1 > 5 { print $2 }' | sort -n | awk '{ x[NR] = $1 } END { if (NR) print x[int((NR + 1) / 2)] }')
     [ -n "$rate" ] || { echo "no step after the 5th"; return 1; }
     echo "result: $name | $rate | tokens/s | median of the steps after the 5th$(sed -n 's/.*\(, MFU [0-9.]* % of [0-9.]* TFLOP.s\).*/\1/p' "$WORK/$name.out")$(
-        sed -n 's/.*peak memory \([0-9]* MiB\) on the GPU.*/, \1 of GPU memory/p' "$WORK/$name.out"), first step after $(cat "$WORK/$name.first") s; $*"
+        sed -n 's/.*peak memory \([0-9]* MiB\) on the GPU.*/, \1 of GPU memory/p' "$WORK/$name.out"), first step after $(cat "$WORK/$name.first") s; random token ids, $*"
 }
 # One make for both programs, which looks for what the machine has once. Should nvcc not get on with what the host compiler knows of this processor, a plainer one will do.
 part_build() {
@@ -370,6 +383,8 @@ build() {
 built=""
 if [ -z "$dry" ]; then
     find_cublas
+    shard "$work/train.bin" 4194304
+    shard "$work/val.bin" 1048576
     FINGERPRINT=$(fingerprint)
     export FINGERPRINT
     if [ -f programs.tar.gz ] && ! ready; then tar -xzf programs.tar.gz; fi

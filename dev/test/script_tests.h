@@ -128,7 +128,7 @@ TEST(run_gpu_check_with_stand_ins) {
         readme.find(
             "| NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th, MFU 32.7 % of 989.4 TFLOP/s, 14321 MiB of GPU memory, first step after ") !=
         std::string::npos);
-    CHECK(readme.find(" s; --batch 16 --total-batch 65536 --steps 50; commit abc1234 |") != std::string::npos);
+    CHECK(readme.find(" s; random token ids, --batch 16 --total-batch 65536 --steps 50; commit abc1234 |") != std::string::npos);
     CHECK_EQUAL(count(readme, "commit abc1234 |\n"), count(text, "\nresult: "));
     CHECK(readme.find("| first |") == std::string::npos);  // runs that are only compared
     CHECK(readme.find("Parts that failed") == std::string::npos && readme.find("failed elsewhere") == std::string::npos);
