@@ -98,7 +98,7 @@ conditions() { sort -n "$1" | awk -F', *' '{ clock[NR] = $1; if ($2 > t) t = $2;
     END { if (NR) printf "median SM clock %d MHz, at most %d C, %d W and %d MiB, seen every 2 s", clock[int((NR + 1) / 2)], t, p, m }'; }
 
 # section NAME COMMAND...: the command's output (its first 20 lines, all results and the last 300 lines, or all of it), status, seconds and clocks become the report's section of that
-# name. A command that takes too long is killed, with all that it started.
+# name. A command that takes too long is killed, with all that it started. Returns its status.
 section() {
     local name=$1 begin=$SECONDS status watcher seconds=$LIMIT earlier
     shift
@@ -147,6 +147,7 @@ section() {
     fi
     cat "$work/text" >>"$report"
     tail -n 3 "$work/log"
+    return "$status"
 }
 
 # shard FILE TOKENS: random token ids in a file as of llm.c, since the built-in corpus has the ids of bytes only: all pairs of bytes below 196, 38416 of GPT-2's 50257.
@@ -378,7 +379,7 @@ build() {
     [ -z "$dry" ] && [ -n "${OUT:-}" ] || return 0
     mkdir -p "$work/pack/build" && cp build/built_for "$work/pack/build"
     for program in train_nsa build/test_device; do strip -o "$work/pack/$program" "$program" 2>/dev/null || cp "$program" "$work/pack/$program"; done
-    tar -C "$work/pack" -czf "$folder/programs.tar.gz" train_nsa build
+    tar -C "$work/pack" -czf "$folder/programs.tar.gz" train_nsa build || echo "the programs could not be written to $folder/programs.tar.gz"
 }
 built=""
 if [ -z "$dry" ]; then
@@ -390,8 +391,12 @@ if [ -z "$dry" ]; then
     if [ -f programs.tar.gz ] && ! ready; then tar -xzf programs.tar.gz; fi
 fi
 for part in "$@"; do
-    if [ "$part" = build ]; then build && built=1; continue; fi
-    if [ -z "$dry$built" ] && ! ready; then build && built=1; fi
+    # Without a build nothing more is run: what lies there is of other sources.
+    if [ "$part" = build ] || { [ -z "$dry$built" ] && ! ready; }; then
+        build || break
+        built=1
+    fi
+    [ "$part" != build ] || continue
     case $part in
         tests) section "tests on the device" bash -c part_tests ;;
         *) section "$part" bash -c "part_$part" ;;

@@ -211,6 +211,8 @@ TEST(run_gpu_check_stops_what_takes_too_long) {
     CHECK_EQUAL(perf_without_programs("exit 1\n"), 0);
     machine.script("bin/nvcc", "echo 'Cuda compilation tools, release 13.1, V13.1.1'\n");
     CHECK_EQUAL(perf_without_programs("exit 1\n"), 1);
+    const std::string last = read_file(machine.report());  // nothing runs without a build
+    CHECK(last.find("\n## build\n") > last.find("\n## perf\n") && last.find("`bash -c part_build`: exit status 1 ") != std::string::npos);
     machine.script("bin/make", "case $* in *MARCH=*) echo \"built: $*\" ;; *) echo 'unknown intrinsic'; exit 1 ;; esac\n");
     CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "build"}).status, 0);
     CHECK(read_file(machine.report())
