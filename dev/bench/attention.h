@@ -62,9 +62,9 @@ struct AttentionSet {
         const size_t projections = size_t(s.B) * s.T * size_t(s.projected());
         projected = filled(projections, 1, 1), dout = filled(rows * D, 3, 1);
         phi = filled(2 * phi_size(), 5, 1 / std::sqrt(double(s.l) * s.D));
-        for (auto [p, count] : {std::pair(&dprojected, projections), std::pair(&q, rows * D), std::pair(&kv, 6 * keys * D), std::pair(&compressed, 2 * blocks * D),
-                                std::pair(&hidden, 2 * blocks * F), std::pair(&o, 3 * rows * D), std::pair(&combined, rows * D),
-                                std::pair(&dkv, 6 * keys * D), std::pair(&dcompressed, 2 * blocks * D)})
+        for (auto [p, count] : {std::pair(&dprojected, projections), std::pair(&q, rows * D), std::pair(&kv, 6 * keys * D),
+                                std::pair(&compressed, 2 * blocks * D), std::pair(&hidden, 2 * blocks * F), std::pair(&o, 3 * rows * D),
+                                std::pair(&combined, rows * D), std::pair(&dkv, 6 * keys * D), std::pair(&dcompressed, 2 * blocks * D)})
             *p = dev.allocate<real>(count);
         for (float** p : {&lse, &lse_gated, &row_dot, &gate, &dgate}) *p = dev.allocate<float>(3 * rows);
         dq = dev.allocate<float>(rows * D), dphi = dev.allocate<float>(2 * phi_size());

@@ -114,7 +114,8 @@ TEST(run_gpu_check_with_stand_ins) {
     CHECK(text.find("dev/bench/torch_step.py --batch 16 --seq-len 2048 --peak-tflops 989.4") != std::string::npos);
     CHECK(text.find("result: NSA, T=2048, micro-batch 32 | 1010 | tokens/s |") != std::string::npos);
 
-    machine.script("build/test_device", "for ((i = 1; i <= 500; i++)); do echo line $i; [ $i != 100 ] || echo 'result: a | 1 | us | b'; done\n");
+    machine.script("build/test_device",
+                   "for ((i = 1; i <= 500; i++)); do echo line $i; [ $i != 100 ] || echo 'result: a | 1 | us | b'; done\n");
     machine.run({"dev/gpu_check.sh", "attention"});
     const std::string longer = read_file(file);
     CHECK(longer.find("\nline 20\n...\nresult: a | 1 | us | b\nline 201\n") != std::string::npos &&
