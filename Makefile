@@ -17,7 +17,7 @@ NVCC ?= nvcc
 MARCH ?= native
 BUILD ?= build
 PRECISION ?= BF16
-GOALS := train_nsa test_nsa $(BUILD)/test_device test goldens info crash_test bench
+GOALS := all train_nsa test_nsa $(BUILD)/test_device test goldens info crash_test bench
 
 # What is there is found out by compiling and linking a probe, in a second make: so in `make deps train_nsa` the probes run after deps.
 ifndef CONFIGURED
@@ -143,7 +143,8 @@ endif
 # The line is kept in a file: when it changes, everything is built again.
 $(shell mkdir -p $(BUILD); echo '$(COMPILE) $(LINK_LIBS)' | cmp -s - $(BUILD)/command || echo '$(COMPILE) $(LINK_LIBS)' > $(BUILD)/command)
 
-.PHONY: info test goldens
+.PHONY: all info test goldens
+all: train_nsa
 train_nsa test_nsa: %: %.cu $(BUILD)/command | info
 	$(COMPILE) -MMD -MP -MF $(BUILD)/$@.d -MT $@ $< -o $@ $(LINK_LIBS)
 # The tests of test_nsa that run on the device, and its benchmarks, for dev/gpu_check.sh: nvcc compiles one file on one core, so the tests of the host are left

@@ -62,7 +62,7 @@ inline std::string processor_list() {
 // GCC's OpenMP lets a thread that waits at the end of a loop spin for milliseconds. Where another process wants the core (a second rank, a
 // compiler, a neighbour), each of a step's hundreds of loops then waits for a time slice: 3.4 times slower was measured, see dev/NOTES.md.
 // The runtime reads its setting before main, so the program sets it and starts itself again. Whoever has set a policy keeps it.
-inline void let_waiting_threads_sleep(char** argv) {
+inline void set_passive_omp_wait(char** argv) {
 #ifdef _OPENMP
     if (std::getenv("OMP_WAIT_POLICY") || std::getenv("GOMP_SPINCOUNT")) return;
     if (setenv("OMP_WAIT_POLICY", "passive", 1) != 0) return;
@@ -398,7 +398,7 @@ inline Socket listen_on(int port, bool loopback, int& bound_port) {
 }
 
 // Small messages at once. Buffer sizes are left to the kernel, which grows them as needed beyond what a program may ask for.
-inline void make_prompt(int fd) {
+inline void disable_nagle(int fd) {
     const int yes = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
 }
@@ -544,8 +544,8 @@ struct Gate {
         return format_text("rank%s %s of %d", ranks.size() == 1 ? "" : "s", list.c_str(), size);
     }
     std::string missing(double seconds) const {
-        return format_text("rank %d waited %.0f s at %s: %s never came%s%s; are they started, with the same MASTER_ADDR and MASTER_PORT, and "
-                           "does a firewall let them through?",
+        return format_text("rank %d waited %.0f s at %s: %s never came%s%s; are they started, with the same MASTER_ADDR and MASTER_PORT, "
+                           "and does a firewall let them through?",
                            own_rank, seconds, place.c_str(), missing_ranks().c_str(), last_refusal.empty() ? "" : "; refused: ",
                            last_refusal.c_str());
     }
@@ -613,7 +613,7 @@ enum class Reply { WELCOME, REFUSED, STRANGER, NONE };
 inline Reply call_once(const std::string& address, int port, const Hello& hello, double patience, Socket& connected, std::string& why) {
     Socket s = try_connect(address, port, patience, why);
     if (s.fd < 0) return Reply::NONE;
-    make_prompt(s.fd);
+    disable_nagle(s.fd);
     Answer a{};
     why = send_all(s.fd, &hello, sizeof hello, seconds_now() + patience);
     if (why.empty()) why = receive_all(s.fd, &a, sizeof a, seconds_now() + patience);
@@ -794,7 +794,7 @@ struct World {
 #ifdef USE_MPI
         int provided;
         MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);  // only the main thread calls MPI
-        if (provided < MPI_THREAD_FUNNELED) fail("this MPI gives no support for programs that have threads (MPI_THREAD_FUNNELED): install another");
+        if (provided < MPI_THREAD_FUNNELED) fail("this MPI cannot serve a program that has threads (MPI_THREAD_FUNNELED): install another");
         transport = Transport::MPI;
         MPI_Comm_rank(MPI_COMM_WORLD, &rank);
         MPI_Comm_size(MPI_COMM_WORLD, &size);
@@ -840,7 +840,7 @@ struct World {
             Gate gate(0, format_text("%s:%d (for the watchdog)", host.c_str(), place.port), size, place.token, "");
             for (int r = 1; r < size; r++) gate.wanted.insert({CONTROL, r});
             gate.open(listener, start_timeout);
-            for (int r = 1; r < size; r++) sockets[size_t(r)] = gate.take(CONTROL, r).release(), make_prompt(sockets[size_t(r)]);
+            for (int r = 1; r < size; r++) sockets[size_t(r)] = gate.take(CONTROL, r).release(), disable_nagle(sockets[size_t(r)]);
         } else {
             std::vector<std::string> addresses = {hosts[0]};
             if (boot_id() == place.boot && hosts[0] == host) addresses.insert(addresses.begin(), "127.0.0.1");
@@ -909,7 +909,7 @@ struct World {
                 copy_text(entry.host, hello.host), copy_text(entry.boot, hello.boot),
                     copy_text(entry.address, peer_address(links[size_t(r)].fd));
                 entry.data_port = hello.data_port;
-                make_prompt(links[size_t(r)].fd), make_prompt(control_sockets[size_t(r)]);
+                disable_nagle(links[size_t(r)].fd), disable_nagle(control_sockets[size_t(r)]);
             }
             const Answer go = make_answer("");
             for (int r = 1; r < size; r++) {
@@ -953,7 +953,7 @@ struct World {
         Gate gate(rank, format_text("%s:%d", host.c_str(), port), size, token, launch.run);
         for (int r = rank + 1; r < size; r++) gate.wanted.insert({DATA, r});
         gate.open(listener, start_timeout);
-        for (int r = rank + 1; r < size; r++) links[size_t(r)] = gate.take(DATA, r), make_prompt(links[size_t(r)].fd);
+        for (int r = rank + 1; r < size; r++) links[size_t(r)] = gate.take(DATA, r), disable_nagle(links[size_t(r)].fd);
     }
 
     // In front of every message, so that ranks that do not do the same are found at once and not by wrong numbers.

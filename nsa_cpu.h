@@ -680,7 +680,7 @@ struct Cpu {
         for (int i = end; i < n; i++) p[i] = -std::numeric_limits<real>::infinity();
     }
 
-    // out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5. In full attention there is one branch, whose gate is 1.
+    // out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5. Full attention has one branch, its gate is 1.
     // o [branches, B, H, queries, D], gate [branches, B, H, queries]
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
         const size_t rows = s.query_rows();

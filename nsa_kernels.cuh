@@ -3003,7 +3003,8 @@ struct Cuda {
     void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
         if (count == 0) return;
         set_step(h);
-        const kernels::AdamWConstants constants = {float(h.beta1), float(h.beta2), float(h.eps), h.decay, h.seed, h.offset, h.squares, h.grad_clip};
+        const kernels::AdamWConstants constants = {float(h.beta1), float(h.beta2), float(h.eps), h.decay,
+                                                   h.seed,         h.offset,       h.squares,    h.grad_clip};
         launch<kernels::adamw_kernel>(kernels::blocks(count, 256), 256, 0, stream, param, master, m, v, grad, count, constants,
                                       (const kernels::AdamWStep*)adamw_step);
     }

@@ -1359,8 +1359,8 @@ std::string layer_statistics(const Activations<Dev>& a) {
         for (float share : chosen) importance += share / double(chosen.size());
         const double all = mean[0] + mean[1] + mean[2];
         const auto number = [](double x) { return json_number("%.4f", x); };
-        text += (i ? ",{\"gate\":[" : "{\"gate\":[") + number(mean[0]) + "," + number(mean[1]) + "," + number(mean[2]) + "],\"gate_share\":[" +
-                number(mean[0] / all) + "," + number(mean[1] / all) + "," + number(mean[2] / all) + "],\"gate_entropy\":" + number(entropy) +
+        const auto three = [&](double by) { return number(mean[0] / by) + "," + number(mean[1] / by) + "," + number(mean[2] / by); };
+        text += (i ? ",{" : "{") + ("\"gate\":[" + three(1)) + "],\"gate_share\":[" + three(all) + "],\"gate_entropy\":" + number(entropy) +
                 format_text(",\"blocks_mean\":%.2f,\"blocks_max\":%llu", double(selected) / double(queries), (unsigned long long)most) +
                 ",\"importance_selected\":" + number(importance) + "}";
     }
@@ -1446,8 +1446,8 @@ static bool is_run_folder(const std::string& folder) {
     }
 }
 
-// A folder for the run. An earlier run's files are never written over: without --resume they are moved into a folder beside it. Files that no
-// run of this program has written are left where they are, and refused where they are in the way.
+// A folder for the run. An earlier run's files are never written over: without --resume they are moved into a folder beside it. Files
+// that no run of this program has written are left where they are, and refused where they are in the way.
 static void prepare_run_folder(const Config& c, bool resuming) {
     make_folders(c.out);
     lock_run_folder(c.out);
@@ -1766,7 +1766,7 @@ struct Run {
     }
 
     // ----- checkpoints. In the middle of a run they are written in the background from a copy, and training goes on: WRITING,
-    // every rank its files; when all have said so (Told::WRITTEN), rank 0 makes the folder a checkpoint: COMMITTING.
+    // every rank its files; when all have said so (StepMessage::WRITTEN), rank 0 makes the folder a checkpoint: COMMITTING.
     // Whatever fails is told, and the run goes on from the last good one.
     enum SavePhase { IDLE, WRITING, COMMITTING };
     SavePhase save_phase = IDLE;
@@ -1890,7 +1890,7 @@ struct Run {
     int64_t first_step = 0;
 
     // What the ranks tell each other once a step: sums over them.
-    struct Told {
+    struct StepMessage {
         enum { LOSS, TERMINATE, INTERRUPT, HALT, WRITTEN, COUNT };
     };
     enum Stop { GO_ON, HALTED, TERMINATED, INTERRUPTED };
@@ -1902,25 +1902,28 @@ struct Run {
         await_reduction();
         const std::vector<double> results = dev.receive();
         const size_t own = model.result_count - 2;
-        std::vector<double> told(Told::COUNT + own * size_t(world.size));
-        told[Told::LOSS] = s.own_loss = results[0];
-        told[Told::TERMINATE] = stop_signal == SIGTERM || stop_signal == SIGUSR1 || stop_signal == SIGPIPE;
-        told[Told::INTERRUPT] = stop_signal == SIGINT;
-        told[Told::HALT] = world.rank == 0 && file_exists(config.out + "/halt");
-        told[Told::WRITTEN] = save_phase == WRITING && !writer.running();
-        for (size_t i = 0; i < own; i++) told[Told::COUNT + i * size_t(world.size) + size_t(world.rank)] = results[2 + i];
+        std::vector<double> told(StepMessage::COUNT + own * size_t(world.size));
+        told[StepMessage::LOSS] = s.own_loss = results[0];
+        told[StepMessage::TERMINATE] = stop_signal == SIGTERM || stop_signal == SIGUSR1 || stop_signal == SIGPIPE;
+        told[StepMessage::INTERRUPT] = stop_signal == SIGINT;
+        told[StepMessage::HALT] = world.rank == 0 && file_exists(config.out + "/halt");
+        told[StepMessage::WRITTEN] = save_phase == WRITING && !writer.running();
+        for (size_t i = 0; i < own; i++) told[StepMessage::COUNT + i * size_t(world.size) + size_t(world.rank)] = results[2 + i];
         model.progress("waiting for the other ranks");
         world.sum(told.data(), told.size());
         model.progress("report");
         s.exchanged = true;
-        s.loss = told[Told::LOSS] / double(config.total_batch);
+        s.loss = told[StepMessage::LOSS] / double(config.total_batch);
         // --deterministic: in the order of the samples
-        if (own) s.loss = std::accumulate(told.begin() + Told::COUNT, told.end(), 0.0) / double(config.total_batch);
+        if (own) s.loss = std::accumulate(told.begin() + StepMessage::COUNT, told.end(), 0.0) / double(config.total_batch);
         s.norm = std::sqrt(results[1]);
         if (!s.is_bad()) s.loss_z = state.losses.z_score(s.loss), s.norm_z = state.norms.z_score(s.norm);
         if (stop == GO_ON)
-            stop = told[Told::INTERRUPT] > 0 ? INTERRUPTED : told[Told::TERMINATE] > 0 ? TERMINATED : told[Told::HALT] > 0 ? HALTED : GO_ON;
-        continue_save(told[Told::WRITTEN] == world.size);
+            stop = told[StepMessage::INTERRUPT] > 0   ? INTERRUPTED
+                   : told[StepMessage::TERMINATE] > 0 ? TERMINATED
+                   : told[StepMessage::HALT] > 0      ? HALTED
+                                                      : GO_ON;
+        continue_save(told[StepMessage::WRITTEN] == world.size);
     }
 
     // On a GPU, reductions that fail do not end by themselves: until the results are there, NCCL is asked for errors.
@@ -1984,7 +1987,8 @@ struct Run {
             format_text("{\"step\":%lld,\"time\":%.3f,\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s,\"loss_z\":%s,\"norm_z\":%s,\"skipped\":%s,"
                         "\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%lld,\"epoch\":%.6f,\"peak_memory_mib\":%.1f",
                         (long long)s.step, unix_time(), json_number("%.6f", s.loss).c_str(), s.lr, json_number("%.6f", s.norm).c_str(),
-                        json_number("%.3f", s.loss_z).c_str(), json_number("%.3f", s.norm_z).c_str(), s.skipped || s.is_bad() ? "true" : "false",
+                        json_number("%.3f", s.loss_z).c_str(), json_number("%.3f", s.norm_z).c_str(),
+                        s.skipped || s.is_bad() ? "true" : "false",
                         seconds * 1e3, speed.back(), (long long)(s.step * config.total_batch),
                         double(s.loader.next_sample) / double(data.train->samples_per_epoch()), peak_memory_mib()) +
                 (Dev::on_host ? "" : format_text(",\"peak_gpu_memory_mib\":%.1f", peak_device_mib(dev))) + s.statistics + "}");
@@ -2193,10 +2197,8 @@ struct Run {
         world.sum(short_of.data(), 1);
         saves_in_background = short_of[0] == 0;
         if (world.rank == 0 && config.save_every && !saves_in_background)
-            std::printf(Dev::on_host
-                            ? "        checkpoints hold up the training: there is no memory for a copy of %.0f MiB to write in the background\n"
-                            : "        checkpoints may fail: the host has no memory to spare for a copy of %.0f MiB\n",
-                        copy / (1 << 20));
+            std::printf("        checkpoints %s: the host has no memory for a copy of %.0f MiB to write in the background\n",
+                        Dev::on_host ? "hold up the training" : "may fail", copy / (1 << 20));
     }
 
     int finish(double begun, bool saved) {
@@ -2207,7 +2209,8 @@ struct Run {
                     format_text("cannot remove %s/halt: %s; the next run will stop at once", config.out.c_str(), std::strerror(errno)));
             std::sort(speed.begin(), speed.end());
             std::printf("done:   %lld step%s in %s, median %.0f tokens/s, peak memory %s%.0f MiB%s\n", (long long)(state.step - first_step),
-                        state.step - first_step == 1 ? "" : "s", duration_text(seconds_now() - begun).c_str(), speed.empty() ? 0.0 : speed[speed.size() / 2],
+                        state.step - first_step == 1 ? "" : "s", duration_text(seconds_now() - begun).c_str(),
+                        speed.empty() ? 0.0 : speed[speed.size() / 2],
                         Dev::on_host ? "" : format_text("%.0f MiB on the GPU, of the host ", peak_device_mib(dev)).c_str(),
                         peak_memory_mib(), world.size > 1 ? " on rank 0" : "");
             if (!speed.empty()) print_flops(speed[speed.size() / 2]);
@@ -2329,7 +2332,8 @@ static void inherit_options(Config& c, std::set<std::string>& given) {
         const std::string name = o.name;
         if (!old || !(o.verbs & TRAIN) || given.count(name)) continue;
         bool of_machine = false;
-        for (const char* other : {"out", "batch", "threads", "device", "cpu-dtype", "cuda-graph", "selected-kernels", "stats-every", "dump-state"})
+        for (const char* other :
+             {"out", "batch", "threads", "device", "cpu-dtype", "cuda-graph", "selected-kernels", "stats-every", "dump-state"})
             of_machine |= name == other;
         if (of_machine) continue;
         try {
@@ -2587,7 +2591,7 @@ static void open_closed_streams() {
 
 int main(int argc, char** argv) {
     open_closed_streams();
-    let_waiting_threads_sleep(argv);
+    set_passive_omp_wait(argv);
     std::unique_ptr<World> world;
     const int status = telling_errors(nullptr, [&] { return world = std::make_unique<World>(), 0; });
     if (status) return status;

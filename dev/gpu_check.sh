@@ -27,6 +27,7 @@ cd "$(dirname "$0")/.." || exit 2
 readonly PARTS="build tests sanitizer perf gaps attention train batches long ranks torch"
 readonly LIMIT=580  # seconds of one part
 die() { echo "gpu_check.sh: $1" >&2; exit 2; }
+case "${1:-}" in -h | --help) sed -n '/^# One command/,/^# DRY_RUN/s/^# //p' "$0"; exit 0 ;; esac
 for part in "$@"; do
     case " $PARTS " in *" $part "*) ;; *) die "unknown part '$part'; there are: $PARTS" ;; esac
 done

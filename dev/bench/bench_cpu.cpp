@@ -312,7 +312,7 @@ static int run(int argc, char** argv) {
 }
 
 int main(int argc, char** argv) {
-    let_waiting_threads_sleep(argv);
+    set_passive_omp_wait(argv);
     try {
         return run(argc, argv);
     } catch (const Error& e) {

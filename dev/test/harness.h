@@ -41,7 +41,7 @@ __attribute__((format(printf, 3, 4))) inline void check_failed(const char* file,
     va_start(args, format);
     const std::string text = format_list(format, args);
     va_end(args);
-    if (tests().failed_checks++ < 10) std::printf("    %s:%d: %s\n", file, line, text.c_str());
+    if (tests().failed_checks++ < 10) std::printf("    %s:%d: %s\n", file, line, text.c_str()), std::fflush(stdout);
 }
 
 #define CHECK(condition)                                                                     \

@@ -61,7 +61,7 @@ inline std::vector<std::string> child_environment(const Start& start) {
     all.push_back("CUDA_VISIBLE_DEVICES=");
     for (char** e = environ; *e && !start.only_this_environment; e++) {
         const std::string variable = *e, name = variable.substr(0, variable.find('=') + 1);
-        // the last: the tests' own, see let_waiting_threads_sleep
+        // the last: the tests' own, see set_passive_omp_wait
         bool launcher = name == "RANK=" || name == "WORLD_SIZE=" || name == "OMP_WAIT_POLICY=";
         for (const char* beginning : {"PMI_", "PMIX_", "OMPI_", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_"})
             launcher = launcher || name.compare(0, std::strlen(beginning), beginning) == 0;
