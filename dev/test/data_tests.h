@@ -385,7 +385,7 @@ TEST(loader_refuses) {
     CHECK_EQUAL(DataLoader(sources(), data_options(7, true)).samples_per_epoch(), 1u);
     CHECK_FAILS(
         1,
-        "8 tokens in 1 shards, the largest of 8, are too few for one sample, which needs 9 in one shard: give more text or lower --seq-len (8)",
+        "8 tokens in 1 shards, the largest of 8, are too few for one sample, which needs 9 in one shard: give more text, or train with a shorter --seq-len (8)",
         DataLoader(sources(), data_options(8, true)));
     CHECK_FAILS(1, "--data: 0 tokens", DataLoader({}, data_options(8, true)));
     const DataLoader loader(sources(), data_options(2, true));
