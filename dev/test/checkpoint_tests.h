@@ -229,19 +229,21 @@ TEST(checkpoint_that_cannot_be_opened_is_not_damaged) {
     rlimit before;
     getrlimit(RLIMIT_NOFILE, &before);
     const rlimit none = {0, before.rlim_max};
-    std::string found[2];
+    std::exception_ptr thrown[2];     // looked at later: UBSan, which checks what e.what() is called on, needs a file for that
     setrlimit(RLIMIT_NOFILE, &none);  // EMFILE
     for (int i = 0; i < 2; i++) try {
             if (i) verify_file(newest, {"a", 4, 0});
             else read_manifest(newest);
-        } catch (const Unreadable& e) {
-            found[i] = e.what();
-        } catch (const Error& e) {
-            found[i] = std::string("an error like any other: ") + e.what();
+        } catch (...) {
+            thrown[i] = std::current_exception();
         }
     setrlimit(RLIMIT_NOFILE, &before);
-    CHECK_EQUAL(found[0], "cannot open " + newest + "/manifest.json: Too many open files");
-    CHECK_EQUAL(found[1], "cannot open " + newest + "/a: Too many open files");
+    for (int i = 0; i < 2; i++) try {
+            if (thrown[i]) std::rethrow_exception(thrown[i]);
+            check_failed(__FILE__, __LINE__, "no error");
+        } catch (const Unreadable& e) {
+            CHECK_EQUAL(std::string(e.what()), "cannot open " + newest + (i ? "/a" : "/manifest.json") + ": Too many open files");
+        }
     if (geteuid() == 0) return skip("checkpoint_that_cannot_be_opened_is_not_damaged, of a run: root opens everything");
     chmod((newest + "/a").c_str(), 0);
     CHECK_FAILS(1, ("Permission denied; make it readable, or move " + newest + " away").c_str(), newest_intact_checkpoint(run, complain));

@@ -125,7 +125,7 @@ TEST(emulated_gpus_error_on_one_rank_ends_all) {
     const Words two = program_on(2, "an error on one of two emulated GPUs");
     if (two.empty()) return;
     TempFolder folder;
-    const Result bad = train_on(two, {{"lr", "10"}, {"grad-clip", "0"}, {"adam-eps", "0"}, {"weight-decay", "10"}, {"steps", "12"},
+    const Result bad = train_on(two, {{"lr", "10"}, {"grad-clip", "0"}, {"adam-eps", "1e-20"}, {"weight-decay", "10"}, {"steps", "12"},
                                       {"max-bad-steps", "2"}, {"out", folder.file("bad")}});
     CHECK(bad.status != 0 && bad.status != 1000);
     for (const char* words : {"train_nsa: rank 0 on ", "GPU 0: error: step ", "2 in a row (--max-bad-steps)"})
