@@ -2092,7 +2092,7 @@ struct Run {
         }
         const int64_t next = state.step + 1;
         const double is = learning_rate(config, next), was = learning_rate(before, next);
-        if (is != was)
+        if (std::fabs(is - was) > 0.01 * std::max(is, was))
             std::printf("resume: the learning rate of step %lld is %.2e, by the earlier options %.2e\n", (long long)next, is, was);
     }
 
