@@ -2223,12 +2223,12 @@ struct Run {
             if (!saved)
                 fail("the last checkpoint could not be written: what was learnt since %s is lost; make room and run again%s",
                      last_saved.empty() ? "the start" : last_saved.c_str(), last_saved.empty() ? "" : " with --resume");
-            if (state.bad_steps)
+            if (stop == GO_ON && state.bad_steps)  // a run that was asked to stop is to be resumed, and its status says so
                 fail("the last %s not finite, so the weights are those of step %lld; lower --lr or look at the data: the batch is in "
                      "%s/bad_step_*.json",
                      state.bad_steps == 1 ? "step is" : format_text("%lld steps are", (long long)state.bad_steps).c_str(),
                      (long long)state.last_update, config.out.c_str());
-            if (!std::isfinite(last_val_loss))
+            if (stop == GO_ON && !std::isfinite(last_val_loss))
                 fail("the last validation loss is not finite: the weights are no use any more; lower --lr, and --resume from an earlier "
                      "checkpoint in %s",
                      config.out.c_str());
