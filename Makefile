@@ -27,7 +27,7 @@ ifndef CONFIGURED
 $(GOALS): $(if $(filter deps,$(MAKECMDGOALS)),deps)
 	@$(MAKE) --no-print-directory CONFIGURED=1 $@
 deps:
-	@bash dev/deps.sh
+	@bash lib/deps.sh
 clean:
 	rm -rf $(BUILD) train_nsa test_nsa
 
@@ -161,9 +161,9 @@ info:
 	@echo "$(call mark,$(filter yes,$(HAVE_NCCL))) NCCL      $(if $(HAVE_NCCL),gradients of several GPUs,$(if $(NO_NCCL),left out by NO_NCCL,$(if $(HAVE_NVCC),not found beside nvcc or in the system: gradients of several GPUs go through the host's memory,only with nvcc)))"
 	@echo "$(call mark,$(filter yes,$(HAVE_NVCC))) nvcc      $(if $(HAVE_NVCC),$(ARCH_NAME); PRECISION=$(PRECISION),$(if $(NO_CUDA),left out by NO_CUDA,not found))"
 
-# Kernels run without a GPU in dev/cuda_on_cpu.h, which is compiled by the host compiler whether or not nvcc is there.
-include dev/emulator.mk
-include dev/crash_test/crash_test.mk
+# Kernels run without a GPU in dev/emulator/cuda_on_cpu.h, which is compiled by the host compiler whether or not nvcc is there.
+-include dev/emulator/emulator.mk
+-include dev/crash_test/crash_test.mk
 $(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS): $(BUILD)/command
 test: test_nsa train_nsa $(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS) $(if $(filter yes,$(HAVE_MPI)),$(BUILD)/train_nsa_emulated)
 	@dev/run_tests.sh ./test_nsa $(CRASH_TESTS) $(EMULATOR_TESTS) $(if $(HAVE_NVCC),dev/kernel_report.sh dev/loop_report.sh)

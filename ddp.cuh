@@ -1,8 +1,10 @@
 // ddp.cuh: data parallelism, from the launch to the summed gradient.
-//   World        how the ranks came to be (MPI, RANK/WORLD_SIZE, Slurm, or one process alone), and collectives on host memory between
+//   World        how the ranks came to be (MPI, RANK/WORLD_SIZE, Slurm, or one process alone), and collectives on host
+//   memory between
 //                them, over MPI or over TCP connections of our own. One process alone touches neither MPI nor sockets.
 //   Partition    the flat gradient cut into buckets, and with --zero 1 into the parts that ranks own
-//   *Reducer     sums the buckets over the ranks while the backward pass goes on: of hosts (MPI, TCP), of GPUs (NCCL), of GPUs through
+//   *Reducer     sums the buckets over the ranks while the backward pass goes on: of hosts (MPI, TCP), of GPUs (NCCL),
+//   of GPUs through
 //                the hosts' memory where there is no NCCL
 #pragma once
 #include <algorithm>
@@ -37,8 +39,8 @@
 #include <mpi.h>
 #endif
 
-#include "data/util.h"
-#include "data/watchdog.h"
+#include "lib/util.h"
+#include "lib/watchdog.h"
 #include "nsa_cpu.h"
 
 // The processors this process may use: what the launcher or the container left of the machine.
@@ -59,16 +61,18 @@ inline std::string processor_list() {
     return text;
 }
 
-// GCC's OpenMP lets a thread that waits at the end of a loop spin for milliseconds. Where another process wants the core (a second rank, a
-// compiler, a neighbour), each of a step's hundreds of loops then waits for a time slice: 3.4 times slower was measured, see dev/NOTES.md.
-// The runtime reads its setting before main, so the program sets it and starts itself again. Whoever has set a policy keeps it.
+// GCC's OpenMP lets a thread that waits at the end of a loop spin for milliseconds. Where another process wants the
+// core (a second rank, a compiler, a neighbour), each of a step's hundreds of loops then waits for a time slice: 3.4
+// times slower was measured, see dev/NOTES.md. The runtime reads its setting before main, so the program sets it and
+// starts itself again. Whoever has set a policy keeps it.
 inline void set_passive_omp_wait(char** argv) {
 #ifdef _OPENMP
     if (std::getenv("OMP_WAIT_POLICY") || std::getenv("GOMP_SPINCOUNT")) return;
     if (setenv("OMP_WAIT_POLICY", "passive", 1) != 0) return;
     std::error_code error;
-    execv(std::filesystem::read_symlink("/proc/self/exe", error).c_str(), argv);  // by its own name, which top and pkill then know it by
-    execv("/proc/self/exe", argv);                                                // the file has been moved away meanwhile
+    execv(std::filesystem::read_symlink("/proc/self/exe", error).c_str(),
+          argv);                    // by its own name, which top and pkill then know it by
+    execv("/proc/self/exe", argv);  // the file has been moved away meanwhile
 #else
     (void)argv;
 #endif
@@ -96,12 +100,12 @@ inline std::string binary_digest() {
 
 struct Launch {
     std::string launcher = "one process";
-    bool by_mpi = false;                   // rank and size are MPI's to say
+    bool by_mpi = false;  // rank and size are MPI's to say
     int rank = 0, size = 1;
     int local_rank = -1, local_size = -1;  // -1: not said
     std::string address;                   // where rank 0 listens
     int port = 0;
-    std::string run;                       // names this run, where the launcher does; a process of another one is refused
+    std::string run;  // names this run, where the launcher does; a process of another one is refused
 };
 
 // The number in a variable. False if it is not set; anything but an integer of the range is the user's error.
@@ -121,13 +125,16 @@ inline int read_count(const char* name, int lowest, int highest, int otherwise) 
     return read_variable(name, lowest, highest, value) ? int(value) : otherwise;
 }
 
-// The hosts of a Slurm node list: "gpu[01-03,7],login,rack[1-2]n[1-2]" -> gpu01 gpu02 gpu03 gpu7 login rack1n1 rack1n2 rack2n1 rack2n2.
-// Numbers keep the width of a range's first one.
+// The hosts of a Slurm node list: "gpu[01-03,7],login,rack[1-2]n[1-2]" -> gpu01 gpu02 gpu03 gpu7 login rack1n1 rack1n2
+// rack2n1 rack2n2. Numbers keep the width of a range's first one.
 inline std::vector<std::string> expand_host_list(const std::string& list) {
     const size_t most = 4096;  // as many ranks as there may be, see read_launch
-    std::vector<std::string> hosts, prefixes = {""};  // prefixes: the beginnings of the names of the item that is being read
+    std::vector<std::string> hosts,
+        prefixes = {""};  // prefixes: the beginnings of the names of the item that is being read
     const auto bad = [&](size_t at, const char* expected) {
-        fail_usage("the Slurm node list '%s' cannot be read at character %zu: expected %s; set MASTER_ADDR to the first node's name",
+        fail_usage(
+            "the Slurm node list '%s' cannot be read at character %zu: expected %s; set MASTER_ADDR to the first "
+            "node's name",
             list.c_str(), at + 1, expected);
     };
     for (size_t i = 0; i <= list.size(); i++) {
@@ -167,7 +174,8 @@ inline std::vector<std::string> expand_host_list(const std::string& list) {
     return hosts;
 }
 
-// The variable that says how many processes an MPI launcher started, where there is one: MPICH's and Slurm's PMI, Open MPI.
+// The variable that says how many processes an MPI launcher started, where there is one: MPICH's and Slurm's PMI, Open
+// MPI.
 inline const char* started_by_mpirun() {
     for (const char* variable : {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE"})
         if (std::getenv(variable)) return variable;
@@ -184,24 +192,27 @@ inline bool launched_by_rank_variables(Launch& launch) {
     const bool rank = std::getenv("RANK"), size = std::getenv("WORLD_SIZE");
     if (!rank && !size) return false;
     if (rank != size)
-        fail_usage("%s is set in the environment and %s is not; set both, or neither for one process", rank ? "RANK" : "WORLD_SIZE",
-                   rank ? "WORLD_SIZE" : "RANK");
+        fail_usage("%s is set in the environment and %s is not; set both, or neither for one process",
+                   rank ? "RANK" : "WORLD_SIZE", rank ? "WORLD_SIZE" : "RANK");
     launch.launcher = "RANK/WORLD_SIZE";
     launch.size = read_count("WORLD_SIZE", 1, 4096, 1), launch.rank = read_count("RANK", 0, 1 << 30, 0);
-    launch.local_size = read_count("LOCAL_WORLD_SIZE", 1, 4096, -1), launch.local_rank = read_count("LOCAL_RANK", 0, 4095, -1);
+    launch.local_size = read_count("LOCAL_WORLD_SIZE", 1, 4096, -1),
+    launch.local_rank = read_count("LOCAL_RANK", 0, 4095, -1);
     if (launch.rank >= launch.size)
-        fail_usage("RANK=%d and WORLD_SIZE=%d in the environment contradict each other: ranks are 0 to %d",
-            launch.rank, launch.size, launch.size - 1);
+        fail_usage("RANK=%d and WORLD_SIZE=%d in the environment contradict each other: ranks are 0 to %d", launch.rank,
+                   launch.size, launch.size - 1);
     if (launch.local_size > launch.size)
-        fail_usage("LOCAL_WORLD_SIZE=%d and WORLD_SIZE=%d in the environment contradict each other",
-            launch.local_size, launch.size);
+        fail_usage("LOCAL_WORLD_SIZE=%d and WORLD_SIZE=%d in the environment contradict each other", launch.local_size,
+                   launch.size);
     const int local_limit = launch.local_size > 0 ? launch.local_size : launch.size;
     if (launch.local_rank >= local_limit)
         fail_usage("LOCAL_RANK=%d in the environment: with %s=%d it is at most %d", launch.local_rank,
                    launch.local_size > 0 ? "LOCAL_WORLD_SIZE" : "WORLD_SIZE", local_limit, local_limit - 1);
     if (launch.local_rank > launch.rank)
-        fail_usage("LOCAL_RANK=%d and RANK=%d in the environment contradict each other: a local rank is "
-            "at most the rank", launch.local_rank, launch.rank);
+        fail_usage(
+            "LOCAL_RANK=%d and RANK=%d in the environment contradict each other: a local rank is "
+            "at most the rank",
+            launch.local_rank, launch.rank);
     if (launch.size == 1) return true;
     launch.port = 29500;
     read_master(launch);
@@ -209,8 +220,10 @@ inline bool launched_by_rank_variables(Launch& launch) {
         const bool one_host = launch.local_size < 0 ? launch.local_rank < 0 || launch.local_rank == launch.rank
                                                     : launch.local_size == launch.size;
         if (!one_host)
-            fail_usage("RANK=%d and WORLD_SIZE=%d are set, on more than one host, and MASTER_ADDR is not: set it to the name "
-                "or address of rank 0's host", launch.rank, launch.size);
+            fail_usage(
+                "RANK=%d and WORLD_SIZE=%d are set, on more than one host, and MASTER_ADDR is not: set it to the name "
+                "or address of rank 0's host",
+                launch.rank, launch.size);
         launch.address = "127.0.0.1";
     }
     // torchrun listens on MASTER_PORT itself and says so.
@@ -220,36 +233,47 @@ inline bool launched_by_rank_variables(Launch& launch) {
     return true;
 }
 
-// A task of srun. A shell of sbatch or salloc has the job's variables too, but is one process: it has no step, or one of the numbers at the
-// top of the range that Slurm keeps for batch, interactive and external steps.
+// A task of srun. A shell of sbatch or salloc has the job's variables too, but is one process: it has no step, or one
+// of the numbers at the top of the range that Slurm keeps for batch, interactive and external steps.
 inline bool launched_by_slurm(Launch& launch) {
     long long step, job = 0;
     if (!read_variable("SLURM_STEP_ID", 0, 0xffffffffll, step) || step >= 0xfffffff0ll) return false;
     const int size = read_count("SLURM_NTASKS", 1, 4096, 1);
     if (size == 1) return false;
     launch.launcher = "Slurm", launch.size = size;
-    launch.rank = read_count("SLURM_PROCID", 0, 1 << 30, -1), launch.local_rank = read_count("SLURM_LOCALID", 0, 4095, -1);
+    launch.rank = read_count("SLURM_PROCID", 0, 1 << 30, -1),
+    launch.local_rank = read_count("SLURM_LOCALID", 0, 4095, -1);
     if (launch.rank < 0)
-        fail_usage("SLURM_STEP_ID and SLURM_NTASKS=%d are set in the environment and SLURM_PROCID is not; start the "
-            "program with srun", size);
+        fail_usage(
+            "SLURM_STEP_ID and SLURM_NTASKS=%d are set in the environment and SLURM_PROCID is not; start the "
+            "program with srun",
+            size);
     if (launch.rank >= size)
         fail_usage("SLURM_PROCID=%d and SLURM_NTASKS=%d in the environment contradict each other: ranks are 0 to %d",
-            launch.rank, size, size - 1);
+                   launch.rank, size, size - 1);
     if (launch.local_rank > launch.rank)
-        fail_usage("SLURM_LOCALID=%d and SLURM_PROCID=%d in the environment contradict each other: a "
-            "local rank is at most the rank", launch.local_rank, launch.rank);
+        fail_usage(
+            "SLURM_LOCALID=%d and SLURM_PROCID=%d in the environment contradict each other: a "
+            "local rank is at most the rank",
+            launch.local_rank, launch.rank);
     const bool has_job = read_variable("SLURM_JOB_ID", 0, 0xffffffffll, job);
-    launch.port = int(10000 + (job * 7 + step) % 20000);  // below the ports that systems hand out, another for every step of a job
+    launch.port = int(10000 + (job * 7 + step) %
+                                  20000);  // below the ports that systems hand out, another for every step of a job
     launch.run = format_text("%lld.%lld", job, step);
     read_master(launch);
     if (!has_job && !std::getenv("MASTER_PORT"))
-        fail_usage("SLURM_NTASKS=%d is set and SLURM_JOB_ID is not: set MASTER_PORT to a free "
-            "port of rank 0's host", size);
+        fail_usage(
+            "SLURM_NTASKS=%d is set and SLURM_JOB_ID is not: set MASTER_PORT to a free "
+            "port of rank 0's host",
+            size);
     if (!launch.address.empty()) return true;
     for (const char* variable : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"})
         if (const char* list = std::getenv(variable)) return launch.address = expand_host_list(list)[0], true;
-    fail_usage("SLURM_NTASKS=%d is set and neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST is: set MASTER_ADDR to the name of rank "
-        "0's host", size);
+    fail_usage(
+        "SLURM_NTASKS=%d is set and neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST is: set MASTER_ADDR to the name "
+        "of rank "
+        "0's host",
+        size);
 }
 
 inline Launch read_launch() {
@@ -264,9 +288,11 @@ inline Launch read_launch() {
         // srun sets PMI's variables too, but its own agree with them and are enough.
         const char* tasks = std::getenv("SLURM_NTASKS");
         if (!(tasks && !std::strcmp(tasks, std::getenv(variable)) && launched_by_slurm(launch)))
-            fail_usage("this binary was built without MPI and would run as %s independent copies under mpirun; hint: make deps && make "
+            fail_usage(
+                "this binary was built without MPI and would run as %s independent copies under mpirun; hint: make "
+                "deps && make "
                 "train_nsa, or start it without mpirun",
-                       std::getenv(variable));
+                std::getenv(variable));
         return launch;
 #endif
     }
@@ -275,12 +301,15 @@ inline Launch read_launch() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// TCP connections between ranks. Whoever connects says who it is (Hello) and is answered (Answer) before anything else is sent, so that a
-// stranger, a leftover process or a rank of another run is found at once.
+// TCP connections between ranks. Whoever connects says who it is (Hello) and is answered (Answer) before anything else
+// is sent, so that a stranger, a leftover process or a rank of another run is found at once.
 
 namespace rendezvous {
 
-enum Kind : uint32_t { DATA = 1, CONTROL = 2 };  // of a connection: collectives of the main threads; the control channel
+enum Kind : uint32_t {
+    DATA = 1,
+    CONTROL = 2
+};  // of a connection: collectives of the main threads; the control channel
 constexpr char MAGIC[8] = {'N', 'S', 'A', 'R', 'A', 'N', 'K', '\0'};
 constexpr uint32_t VERSION = 1;
 
@@ -362,7 +391,8 @@ inline bool is_loopback(const std::string& address) {
     return address.compare(0, 4, "127.") == 0 || address == "::1" || address == "localhost";
 }
 
-// Listens on a port (0: any free one) of all addresses, or of the loopback alone. IPv6 with IPv4, where the kernel has it.
+// Listens on a port (0: any free one) of all addresses, or of the loopback alone. IPv6 with IPv4, where the kernel has
+// it.
 inline Socket listen_on(int port, bool loopback, int& bound_port) {
     int error = 0;
     for (const int family : {AF_INET6, AF_INET}) {
@@ -376,11 +406,12 @@ inline Socket listen_on(int port, bool loopback, int& bound_port) {
         if (family == AF_INET6) {
             if (setsockopt(s.fd, IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof no) != 0) continue;
             auto* in = reinterpret_cast<sockaddr_in6*>(&a);
-            in->sin6_family = AF_INET6, in->sin6_addr = in6addr_any, in->sin6_port = htons(uint16_t(port)), length = sizeof *in;
+            in->sin6_family = AF_INET6, in->sin6_addr = in6addr_any, in->sin6_port = htons(uint16_t(port)),
+            length = sizeof *in;
         } else {
             auto* in = reinterpret_cast<sockaddr_in*>(&a);
             in->sin_family = AF_INET, in->sin_addr.s_addr = htonl(loopback ? INADDR_LOOPBACK : INADDR_ANY),
-                in->sin_port = htons(uint16_t(port)), length = sizeof *in;
+            in->sin_port = htons(uint16_t(port)), length = sizeof *in;
         }
         if (bind(s.fd, reinterpret_cast<sockaddr*>(&a), length) != 0 || listen(s.fd, 1024) != 0) {
             error = errno;
@@ -394,10 +425,13 @@ inline Socket listen_on(int port, bool loopback, int& bound_port) {
         return s;
     }
     fail("cannot listen on TCP port %d of %s: %s%s", port, host_name().c_str(), std::strerror(error),
-         error == EADDRINUSE ? "; another run or a leftover process has it (ss -ltnp shows which): end it or set another MASTER_PORT" : "");
+         error == EADDRINUSE
+             ? "; another run or a leftover process has it (ss -ltnp shows which): end it or set another MASTER_PORT"
+             : "");
 }
 
-// Small messages at once. Buffer sizes are left to the kernel, which grows them as needed beyond what a program may ask for.
+// Small messages at once. Buffer sizes are left to the kernel, which grows them as needed beyond what a program may ask
+// for.
 inline void disable_nagle(int fd) {
     const int yes = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
@@ -479,8 +513,13 @@ struct Gate {
     std::map<std::pair<uint32_t, int>, std::pair<Socket, Hello>> come;
 
     // expected_size, _token (0: any) and _run are the callers' too; listening_at is for messages.
-    Gate(int listening_rank, const std::string& listening_at, int expected_size, uint64_t expected_token, const std::string& expected_run)
-        : own_rank(listening_rank), place(listening_at), size(expected_size), token(expected_token), run(expected_run) {}
+    Gate(int listening_rank, const std::string& listening_at, int expected_size, uint64_t expected_token,
+         const std::string& expected_run)
+        : own_rank(listening_rank),
+          place(listening_at),
+          size(expected_size),
+          token(expected_token),
+          run(expected_run) {}
 
     // Returns when all wanted have come.
     void open(const Socket& listener, double seconds) {
@@ -505,8 +544,10 @@ struct Gate {
             if (polled[0].revents) {
                 sockaddr_storage from{};
                 socklen_t length = sizeof from;
-                Socket s(accept4(listener.fd, reinterpret_cast<sockaddr*>(&from), &length, SOCK_CLOEXEC | SOCK_NONBLOCK));
-                if (s.fd >= 0) callers.push_back({std::move(s), numeric_address(from, length), {}, 0, seconds_now() + 10});
+                Socket s(
+                    accept4(listener.fd, reinterpret_cast<sockaddr*>(&from), &length, SOCK_CLOEXEC | SOCK_NONBLOCK));
+                if (s.fd >= 0)
+                    callers.push_back({std::move(s), numeric_address(from, length), {}, 0, seconds_now() + 10});
             }
             if (seconds_now() > deadline && !wanted.empty()) give_up(missing(seconds));
         }
@@ -544,15 +585,18 @@ struct Gate {
         return format_text("rank%s %s of %d", ranks.size() == 1 ? "" : "s", list.c_str(), size);
     }
     std::string missing(double seconds) const {
-        return format_text("rank %d waited %.0f s at %s: %s never came%s%s; are they started, with the same MASTER_ADDR and MASTER_PORT, "
-                           "and does a firewall let them through?",
-                           own_rank, seconds, place.c_str(), missing_ranks().c_str(), last_refusal.empty() ? "" : "; refused: ",
-                           last_refusal.c_str());
+        return format_text(
+            "rank %d waited %.0f s at %s: %s never came%s%s; are they started, with the same MASTER_ADDR and "
+            "MASTER_PORT, "
+            "and does a firewall let them through?",
+            own_rank, seconds, place.c_str(), missing_ranks().c_str(),
+            last_refusal.empty() ? "" : "; refused: ", last_refusal.c_str());
     }
 
     void listen_to(size_t k) {
         Caller& c = callers[k];
-        const ssize_t n = recv(c.socket.fd, reinterpret_cast<char*>(&c.hello) + c.received, sizeof c.hello - c.received, 0);
+        const ssize_t n =
+            recv(c.socket.fd, reinterpret_cast<char*>(&c.hello) + c.received, sizeof c.hello - c.received, 0);
         if (n < 0 && (errno == EAGAIN || errno == EINTR) && seconds_now() <= c.deadline) return;
         if (n > 0) c.received += size_t(n);
         const size_t seen = std::min(c.received, sizeof MAGIC);
@@ -574,8 +618,8 @@ struct Gate {
         }
         if (!refusal.empty()) {
             last_refusal = "a process at " + c.address + ", because " + refusal;
-            std::fprintf(stderr, "train_nsa: warning: rank %d at %s refused a connection from %s: %s\n", own_rank, place.c_str(),
-                c.address.c_str(), refusal.c_str());
+            std::fprintf(stderr, "train_nsa: warning: rank %d at %s refused a connection from %s: %s\n", own_rank,
+                         place.c_str(), c.address.c_str(), refusal.c_str());
         }
         callers.erase(callers.begin() + long(k));
     }
@@ -587,22 +631,25 @@ struct Gate {
             return format_text("it is another version of this program (protocol %u, expected %u)", h.version, VERSION);
         const std::string who = format_text("rank %d on %s (process %d)", h.rank, h.host, h.process);
         if (h.size != size)
-            return who + format_text(" belongs to %d ranks, expected %d: a leftover process, or another number of ranks",
-                h.size, size);
+            return who +
+                   format_text(" belongs to %d ranks, expected %d: a leftover process, or another number of ranks",
+                               h.size, size);
         if (run != h.run) return who + format_text(" belongs to run '%s', expected '%s'", h.run, run.c_str());
         if (token && h.token != token) return who + " belongs to another run";
         if (wanted.count({h.kind, h.rank})) return "";
         const auto same = come.find({h.kind, h.rank});
         if (same == come.end()) return who + " is not expected here";
-        return who +
-               format_text(": rank %d on %s (process %d) is already here", h.rank, same->second.second.host, same->second.second.process);
+        return who + format_text(": rank %d on %s (process %d) is already here", h.rank, same->second.second.host,
+                                 same->second.second.process);
     }
 };
 
-inline Hello make_hello(Kind kind, int rank, int size, const std::string& host, const std::string& run, uint64_t token, int data_port) {
+inline Hello make_hello(Kind kind, int rank, int size, const std::string& host, const std::string& run, uint64_t token,
+                        int data_port) {
     Hello h{};
     std::memcpy(h.magic, MAGIC, sizeof MAGIC);
-    h.version = VERSION, h.kind = kind, h.rank = rank, h.size = size, h.token = token, h.data_port = data_port, h.process = int(getpid());
+    h.version = VERSION, h.kind = kind, h.rank = rank, h.size = size, h.token = token, h.data_port = data_port,
+    h.process = int(getpid());
     copy_text(h.run, run.substr(0, sizeof h.run - 1)), copy_text(h.host, host), copy_text(h.boot, boot_id());
     return h;
 }
@@ -610,7 +657,8 @@ inline Hello make_hello(Kind kind, int rank, int size, const std::string& host, 
 enum class Reply { WELCOME, REFUSED, STRANGER, NONE };
 
 // Calls once. connected: on WELCOME the connection. why: on REFUSED the callee's reason, on NONE what went wrong.
-inline Reply call_once(const std::string& address, int port, const Hello& hello, double patience, Socket& connected, std::string& why) {
+inline Reply call_once(const std::string& address, int port, const Hello& hello, double patience, Socket& connected,
+                       std::string& why) {
     Socket s = try_connect(address, port, patience, why);
     if (s.fd < 0) return Reply::NONE;
     disable_nagle(s.fd);
@@ -633,13 +681,18 @@ inline Socket call(const std::string& address, int port, const Hello& hello, int
         const Reply reply = call_once(address, port, hello, std::min(20.0, seconds), s, why);
         if (reply == Reply::WELCOME) return s;
         if (reply == Reply::STRANGER)
-            fail("rank %d on %s: what answers at %s:%d is not rank %d of this program; set another MASTER_PORT on all ranks", hello.rank,
-                 hello.host, address.c_str(), port, callee);
-        if (reply == Reply::REFUSED) fail("rank %d at %s:%d refused this process: %s", callee, address.c_str(), port, why.c_str());
+            fail(
+                "rank %d on %s: what answers at %s:%d is not rank %d of this program; set another MASTER_PORT on all "
+                "ranks",
+                hello.rank, hello.host, address.c_str(), port, callee);
+        if (reply == Reply::REFUSED)
+            fail("rank %d at %s:%d refused this process: %s", callee, address.c_str(), port, why.c_str());
         if (seconds_now() > deadline)
-            fail("rank %d on %s waited %.0f s for rank %d at %s:%d: %s; is rank %d started, is the address (MASTER_ADDR, MASTER_PORT) its "
-                 "own, and does a firewall let it through?",
-                 hello.rank, hello.host, seconds, callee, address.c_str(), port, why.c_str(), callee);
+            fail(
+                "rank %d on %s waited %.0f s for rank %d at %s:%d: %s; is rank %d started, is the address "
+                "(MASTER_ADDR, MASTER_PORT) its "
+                "own, and does a firewall let it through?",
+                hello.rank, hello.host, seconds, callee, address.c_str(), port, why.c_str(), callee);
         usleep(useconds_t(pause * 1e6));
     }
 }
@@ -647,14 +700,16 @@ inline Socket call(const std::string& address, int port, const Hello& hello, int
 inline uint64_t random_token() {
     uint64_t token = 0;
     while (token == 0)
-        if (getrandom(&token, sizeof token, 0) != sizeof token) fail("cannot read random bytes: %s", std::strerror(errno));
+        if (getrandom(&token, sizeof token, 0) != sizeof token)
+            fail("cannot read random bytes: %s", std::strerror(errno));
     return token;
 }
 
 }  // namespace rendezvous
 
 // ---------------------------------------------------------------------------------------------------------------------
-// All ranks of the run. Every rank calls the same collectives in the same order, from one thread at a time; over MPI from the main thread.
+// All ranks of the run. Every rank calls the same collectives in the same order, from one thread at a time; over MPI
+// from the main thread.
 
 enum class Transport { NONE, MPI, TCP };
 
@@ -662,10 +717,10 @@ struct World {
     int rank = 0, size = 1;              // among all processes
     int local_rank = 0, local_size = 1;  // among the processes of this machine
     std::string host = host_name();
-    std::string launcher;                // "one process", "mpirun", "RANK/WORLD_SIZE", "Slurm"
+    std::string launcher;  // "one process", "mpirun", "RANK/WORLD_SIZE", "Slurm"
     Transport transport = Transport::NONE;
-    std::vector<std::string> hosts;      // of every rank
-    std::string device;                  // what this rank computes on, for messages; "" until it is known
+    std::vector<std::string> hosts;  // of every rank
+    std::string device;              // what this rank computes on, for messages; "" until it is known
 
     // Returns when all ranks are there. start_timeout: seconds that they may take.
     explicit World(double start_timeout = 300) {
@@ -691,8 +746,9 @@ struct World {
         ControlChannel::Waiting waiting(*control);
 #ifdef USE_MPI
         if (transport == Transport::MPI) {
-            for (size_t i = 0; i < bytes; i += MPI_PIECE) MPI_Bcast(static_cast<char*>(x) + i, int(std::min(MPI_PIECE, bytes - i)),
-                MPI_BYTE, root, MPI_COMM_WORLD);
+            for (size_t i = 0; i < bytes; i += MPI_PIECE)
+                MPI_Bcast(static_cast<char*>(x) + i, int(std::min(MPI_PIECE, bytes - i)), MPI_BYTE, root,
+                          MPI_COMM_WORLD);
             return;
         }
 #endif
@@ -718,8 +774,8 @@ struct World {
         return all;
     }
 
-    // Sends out to one rank while it receives in from another (the same, or this one itself). Who expects something gets exactly that many
-    // bytes or an error. A rank with nothing to send or to receive gives 0 bytes and itself.
+    // Sends out to one rank while it receives in from another (the same, or this one itself). Who expects something
+    // gets exactly that many bytes or an error. A rank with nothing to send or to receive gives 0 bytes and itself.
     void send_receive(int to, const void* out, size_t out_bytes, int from, void* in, size_t in_bytes) const {
         if (size > 1) {
             ControlChannel::Waiting waiting(*control);
@@ -748,11 +804,12 @@ struct World {
             std::string expected = lines[0];
             for (const std::string& line : lines)
                 if (ranks_with[line] > ranks_with[expected]) expected = line;
-            const size_t odd = size_t(std::find_if(lines.begin(), lines.end(), [&](const std::string& line) { return line != expected; }) -
-                                      lines.begin());
+            const size_t odd = size_t(
+                std::find_if(lines.begin(), lines.end(), [&](const std::string& line) { return line != expected; }) -
+                lines.begin());
             if (rank != 0) control->wait_for_verdict();  // rank 0 says it for all
-            fail("rank %zu on %s has '%s', expected '%s' as on %d of %d ranks; %s", odd, hosts[odd].c_str(), lines[odd].c_str(),
-                 expected.c_str(), ranks_with[expected], size, hint.c_str());
+            fail("rank %zu on %s has '%s', expected '%s' as on %d of %d ranks; %s", odd, hosts[odd].c_str(),
+                 lines[odd].c_str(), expected.c_str(), ranks_with[expected], size, hint.c_str());
         }
     }
 
@@ -765,26 +822,28 @@ struct World {
         transport = Transport::NONE;
     }
 
-    // After an error on this rank, which it has printed: ends all ranks with the status, since the others would wait for this one for ever.
+    // After an error on this rank, which it has printed: ends all ranks with the status, since the others would wait
+    // for this one for ever.
     [[noreturn]] void abort(int status) const {
         std::fflush(nullptr);
         control->tell_failure(status);
 #ifdef USE_MPI
         if (transport == Transport::MPI) {
-            usleep(200000);  // mpirun forwards what was printed, but not after an abort: without the pause 2 of 30 messages were lost
+            usleep(200000);  // mpirun forwards what was printed, but not after an abort: without the pause 2 of 30
+                             // messages were lost
             MPI_Abort(MPI_COMM_WORLD, status);
         }
 #endif
         std::_Exit(status);
     }
 
-    // The connection that tells deaths, failures and stalls; see data/watchdog.h.
+    // The connection that tells deaths, failures and stalls; see lib/watchdog.h.
     ControlChannel& channel() const { return *control; }
 
   private:
     std::unique_ptr<ControlChannel> control = std::make_unique<ControlChannel>();
-    std::vector<rendezvous::Socket> links;        // TCP: to every other rank
-    mutable std::vector<uint64_t> sent, received; // TCP: messages so far, to and from every rank
+    std::vector<rendezvous::Socket> links;         // TCP: to every other rank
+    mutable std::vector<uint64_t> sent, received;  // TCP: messages so far, to and from every rank
 
     // ---- MPI
 
@@ -794,7 +853,8 @@ struct World {
 #ifdef USE_MPI
         int provided;
         MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);  // only the main thread calls MPI
-        if (provided < MPI_THREAD_FUNNELED) fail("this MPI cannot serve a program that has threads (MPI_THREAD_FUNNELED): install another");
+        if (provided < MPI_THREAD_FUNNELED)
+            fail("this MPI cannot serve a program that has threads (MPI_THREAD_FUNNELED): install another");
         transport = Transport::MPI;
         MPI_Comm_rank(MPI_COMM_WORLD, &rank);
         MPI_Comm_size(MPI_COMM_WORLD, &size);
@@ -805,9 +865,11 @@ struct World {
         MPI_Comm_free(&local);
         const char* told = std::getenv(started_by_mpirun());
         if (std::atoi(told) != size)
-            fail("the launcher started %s processes (%s), but this program's MPI sees %d: mpirun belongs to another MPI than the one it "
-                 "was built with; use the mpirun beside the mpicxx of the build",
-                 told, started_by_mpirun(), size);
+            fail(
+                "the launcher started %s processes (%s), but this program's MPI sees %d: mpirun belongs to another MPI "
+                "than the one it "
+                "was built with; use the mpirun beside the mpicxx of the build",
+                told, started_by_mpirun(), size);
         hosts = gather(host);
         start_control_under_mpi(start_timeout);
 #else
@@ -816,8 +878,9 @@ struct World {
     }
 
 #ifdef USE_MPI
-    // MPI has brought the ranks together; the control channel's star is built beside it, so that it lives when MPI hangs. Rank 0 listens on
-    // any free port and says where; the others try its addresses until one answers with the run's token.
+    // MPI has brought the ranks together; the control channel's star is built beside it, so that it lives when MPI
+    // hangs. Rank 0 listens on any free port and says where; the others try its addresses until one answers with the
+    // run's token.
     void start_control_under_mpi(double start_timeout) {
         using namespace rendezvous;
         struct {
@@ -840,7 +903,8 @@ struct World {
             Gate gate(0, format_text("%s:%d (for the watchdog)", host.c_str(), place.port), size, place.token, "");
             for (int r = 1; r < size; r++) gate.wanted.insert({CONTROL, r});
             gate.open(listener, start_timeout);
-            for (int r = 1; r < size; r++) sockets[size_t(r)] = gate.take(CONTROL, r).release(), disable_nagle(sockets[size_t(r)]);
+            for (int r = 1; r < size; r++)
+                sockets[size_t(r)] = gate.take(CONTROL, r).release(), disable_nagle(sockets[size_t(r)]);
         } else {
             std::vector<std::string> addresses = {hosts[0]};
             if (boot_id() == place.boot && hosts[0] == host) addresses.insert(addresses.begin(), "127.0.0.1");
@@ -850,12 +914,15 @@ struct World {
             for (const double deadline = seconds_now() + start_timeout; sockets[0] < 0; usleep(100000)) {
                 for (size_t i = 0; i < addresses.size() && sockets[0] < 0; i++) {
                     Socket s;
-                    if (call_once(addresses[i], place.port, hello, 5, s, why) == Reply::WELCOME) sockets[0] = s.release();
+                    if (call_once(addresses[i], place.port, hello, 5, s, why) == Reply::WELCOME)
+                        sockets[0] = s.release();
                 }
                 if (sockets[0] < 0 && seconds_now() > deadline)
-                    fail("the watchdog of rank %d on %s cannot reach rank 0 on %s, port %d, at any of its addresses (%s): %s; a firewall "
-                        "between the hosts must let it through", rank, host.c_str(),
-                         hosts[0].c_str(), place.port, addresses.back().c_str(), why.c_str());
+                    fail(
+                        "the watchdog of rank %d on %s cannot reach rank 0 on %s, port %d, at any of its addresses "
+                        "(%s): %s; a firewall "
+                        "between the hosts must let it through",
+                        rank, host.c_str(), hosts[0].c_str(), place.port, addresses.back().c_str(), why.c_str());
             }
         }
         control->start(rank, hosts, sockets, true);
@@ -870,7 +937,9 @@ struct World {
             if (!i->ifa_addr || !(i->ifa_flags & IFF_UP) || (i->ifa_flags & IFF_LOOPBACK)) continue;
             sockaddr_storage a{};
             const int family = i->ifa_addr->sa_family;
-            const socklen_t length = family == AF_INET ? sizeof(sockaddr_in) : family == AF_INET6 ? sizeof(sockaddr_in6) : 0;
+            const socklen_t length = family == AF_INET    ? sizeof(sockaddr_in)
+                                     : family == AF_INET6 ? sizeof(sockaddr_in6)
+                                                          : 0;
             if (!length) continue;
             std::memcpy(&a, i->ifa_addr, length);
             addresses.push_back(rendezvous::numeric_address(a, length));
@@ -882,8 +951,9 @@ struct World {
 
     // ---- TCP
 
-    // Rank 0 listens at the address that all know. Every other rank calls it twice, for data and for control, and says where it listens
-    // itself; when all have come, rank 0 sends the list of all, and every rank calls those between 0 and itself.
+    // Rank 0 listens at the address that all know. Every other rank calls it twice, for data and for control, and says
+    // where it listens itself; when all have come, rank 0 sends the list of all, and every rank calls those between 0
+    // and itself.
     void start_tcp(const Launch& launch, double start_timeout) {
         using namespace rendezvous;
         transport = Transport::TCP, rank = launch.rank, size = launch.size;
@@ -915,21 +985,26 @@ struct World {
             for (int r = 1; r < size; r++) {
                 std::string why = send_all(links[size_t(r)].fd, &go, sizeof go, list_deadline);
                 if (why.empty()) why = send_all(links[size_t(r)].fd, &token, sizeof token, list_deadline);
-                if (why.empty()) why = send_all(links[size_t(r)].fd, list.data(), list.size() * sizeof(Entry), list_deadline);
-                if (!why.empty()) fail("rank %d on %s is lost before the run began: %s", r, list[size_t(r)].host, why.c_str());
+                if (why.empty())
+                    why = send_all(links[size_t(r)].fd, list.data(), list.size() * sizeof(Entry), list_deadline);
+                if (!why.empty())
+                    fail("rank %d on %s is lost before the run began: %s", r, list[size_t(r)].host, why.c_str());
             }
         } else {
-            links[0] = call(launch.address, launch.port, make_hello(DATA, rank, size, host, launch.run, 0, port), 0, start_timeout);
-            control_sockets[0] = call(launch.address, launch.port, make_hello(CONTROL, rank, size, host, launch.run, 0, port), 0,
-                start_timeout).release();
+            links[0] = call(launch.address, launch.port, make_hello(DATA, rank, size, host, launch.run, 0, port), 0,
+                            start_timeout);
+            control_sockets[0] = call(launch.address, launch.port,
+                                      make_hello(CONTROL, rank, size, host, launch.run, 0, port), 0, start_timeout)
+                                     .release();
             Answer go{};
             std::string why = receive_all(links[0].fd, &go, sizeof go, list_deadline);
-            if (why.empty() && !go.welcome) fail("rank 0 at %s gave up: %.*s", place.c_str(), int(sizeof go.text) - 1, go.text);
+            if (why.empty() && !go.welcome)
+                fail("rank 0 at %s gave up: %.*s", place.c_str(), int(sizeof go.text) - 1, go.text);
             if (why.empty()) why = receive_all(links[0].fd, &token, sizeof token, list_deadline);
             if (why.empty()) why = receive_all(links[0].fd, list.data(), list.size() * sizeof(Entry), list_deadline);
             if (!why.empty())
-                fail("rank %d on %s lost rank 0 at %s before the run began: %s; see rank 0's output", rank, host.c_str(),
-                    place.c_str(), why.c_str());
+                fail("rank %d on %s lost rank 0 at %s before the run began: %s; see rank 0's output", rank,
+                     host.c_str(), place.c_str(), why.c_str());
         }
         local_rank = local_size = 0;
         for (int r = 0; r < size; r++) {
@@ -947,8 +1022,8 @@ struct World {
         const std::string address_of_rank_0 = peer_address(links[0].fd);
         for (int r = 1; r < rank; r++) {
             const Entry& entry = list[size_t(r)];
-            links[size_t(r)] = call(is_loopback(entry.address) ? address_of_rank_0 : entry.address, entry.data_port, make_hello(DATA, rank,
-                size, host, launch.run, token, port), r, start_timeout);
+            links[size_t(r)] = call(is_loopback(entry.address) ? address_of_rank_0 : entry.address, entry.data_port,
+                                    make_hello(DATA, rank, size, host, launch.run, token, port), r, start_timeout);
         }
         Gate gate(rank, format_text("%s:%d", host.c_str(), port), size, token, launch.run);
         for (int r = rank + 1; r < size; r++) gate.wanted.insert({DATA, r});
@@ -966,12 +1041,15 @@ struct World {
         fail("the connection to rank %d on %s broke: %s", partner, hosts[size_t(partner)].c_str(), why.c_str());
     }
 
-    // send_receive of whole messages over the connections, both directions at once, so that any pattern of partners gets through.
+    // send_receive of whole messages over the connections, both directions at once, so that any pattern of partners
+    // gets through.
     void transfer(int to, const void* out, size_t out_bytes, int from, void* in, size_t in_bytes) const {
         if ((to == rank) != (from == rank) && (to == rank ? out_bytes : in_bytes) != 0)
-            fail("send_receive: rank %d sends to %d and receives from %d: with itself both ends must be its own", rank, to, from);
+            fail("send_receive: rank %d sends to %d and receives from %d: with itself both ends must be its own", rank,
+                 to, from);
         if (to == rank && from == rank) {
-            if (out_bytes != in_bytes) fail("send_receive: rank %d sends itself %zu bytes and expects %zu", rank, out_bytes, in_bytes);
+            if (out_bytes != in_bytes)
+                fail("send_receive: rank %d sends itself %zu bytes and expects %zu", rank, out_bytes, in_bytes);
             if (out_bytes) std::memmove(in, out, out_bytes);
             return;
         }
@@ -988,7 +1066,8 @@ struct World {
             if (polled[0].revents) {
                 iovec parts[2] = {
                     {reinterpret_cast<char*>(&out_header) + std::min(out_done, H), H - std::min(out_done, H)},
-                    {static_cast<char*>(const_cast<void*>(out)) + (std::max(out_done, H) - H), out_total - std::max(out_done, H)}};
+                    {static_cast<char*>(const_cast<void*>(out)) + (std::max(out_done, H) - H),
+                     out_total - std::max(out_done, H)}};
                 msghdr message{};
                 message.msg_iov = parts, message.msg_iovlen = 2;
                 const ssize_t n = sendmsg(polled[0].fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -997,15 +1076,18 @@ struct World {
             }
             if (polled[1].revents) {
                 const bool head = in_done < H;
-                const ssize_t n = head ? recv(polled[1].fd, reinterpret_cast<char*>(&in_header) + in_done, H - in_done, MSG_DONTWAIT)
-                                       : recv(polled[1].fd, static_cast<char*>(in) + (in_done - H), in_total - in_done, MSG_DONTWAIT);
+                const ssize_t n =
+                    head ? recv(polled[1].fd, reinterpret_cast<char*>(&in_header) + in_done, H - in_done, MSG_DONTWAIT)
+                         : recv(polled[1].fd, static_cast<char*>(in) + (in_done - H), in_total - in_done, MSG_DONTWAIT);
                 if (n == 0) broken(from, "it closed it");
                 if (n < 0 && errno != EAGAIN && errno != EINTR) broken(from, std::strerror(errno));
                 if (n > 0) in_done += size_t(n);
                 if (head && in_done == H && (in_header.number != expected || in_header.bytes != in_bytes))
-                    fail("rank %d on %s sent message %llu of %llu bytes, expected message %llu of %zu bytes: the ranks do not do the same",
-                        from, hosts[size_t(from)].c_str(),
-                         (unsigned long long)in_header.number, (unsigned long long)in_header.bytes, (unsigned long long)expected, in_bytes);
+                    fail(
+                        "rank %d on %s sent message %llu of %llu bytes, expected message %llu of %zu bytes: the ranks "
+                        "do not do the same",
+                        from, hosts[size_t(from)].c_str(), (unsigned long long)in_header.number,
+                        (unsigned long long)in_header.bytes, (unsigned long long)expected, in_bytes);
             }
             control->bytes_moved();
         }
@@ -1020,8 +1102,8 @@ struct World {
             do {
                 const size_t o = i < out_bytes ? std::min(MPI_PIECE, out_bytes - i) : 0,
                              n = i < in_bytes ? std::min(MPI_PIECE, in_bytes - i) : 0;
-                MPI_Sendrecv(static_cast<const char*>(out) + i, int(o), MPI_BYTE, i == 0 || o ? out_rank : MPI_PROC_NULL, 0,
-                    static_cast<char*>(in) + i, int(n), MPI_BYTE,
+                MPI_Sendrecv(static_cast<const char*>(out) + i, int(o), MPI_BYTE,
+                             i == 0 || o ? out_rank : MPI_PROC_NULL, 0, static_cast<char*>(in) + i, int(n), MPI_BYTE,
                              i == 0 || n ? in_rank : MPI_PROC_NULL, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
                 i += MPI_PIECE;
             } while (i < std::max(out_bytes, in_bytes));
@@ -1041,8 +1123,8 @@ struct World {
         if (transport == Transport::MPI) {
             const size_t piece = 25'000'000 / sizeof(T);  // stays in cache on the way
             for (size_t i = 0; i < count; i += piece, control->bytes_moved())
-                MPI_Allreduce(MPI_IN_PLACE, x + i, int(std::min(piece, count - i)), sizeof(T) == sizeof(float) ? MPI_FLOAT : MPI_DOUBLE,
-                              MPI_SUM, MPI_COMM_WORLD);
+                MPI_Allreduce(MPI_IN_PLACE, x + i, int(std::min(piece, count - i)),
+                              sizeof(T) == sizeof(float) ? MPI_FLOAT : MPI_DOUBLE, MPI_SUM, MPI_COMM_WORLD);
             return;
         }
 #endif
@@ -1066,9 +1148,9 @@ struct World {
         }
     }
 
-    // Many numbers, in `size` parts: every part goes around the ring once to be added up (each rank adds its own to what comes), and once
-    // more to be given to all, so every rank sends and receives 2 (size - 1) / size of the whole. A part is added up in one order, by one
-    // rank after the other, and copied: the same bits everywhere.
+    // Many numbers, in `size` parts: every part goes around the ring once to be added up (each rank adds its own to
+    // what comes), and once more to be given to all, so every rank sends and receives 2 (size - 1) / size of the whole.
+    // A part is added up in one order, by one rank after the other, and copied: the same bits everywhere.
     template <class T>
     void sum_around_ring(T* x, size_t count) const {
         const int next = (rank + 1) % size, previous = (rank - 1 + size) % size;
@@ -1086,16 +1168,18 @@ struct World {
                 continue;
             }
             for (size_t i = 0; i < std::max(out_count, in_count); i += piece) {
-                const size_t o = i < out_count ? std::min(piece, out_count - i) : 0, n = i < in_count ? std::min(piece, in_count - i) : 0;
-                transfer(o ? next : rank, x + out_first + std::min(i, out_count), o * sizeof(T), n ? previous : rank, come.data(),
-                         n * sizeof(T));
+                const size_t o = i < out_count ? std::min(piece, out_count - i) : 0,
+                             n = i < in_count ? std::min(piece, in_count - i) : 0;
+                transfer(o ? next : rank, x + out_first + std::min(i, out_count), o * sizeof(T), n ? previous : rank,
+                         come.data(), n * sizeof(T));
                 for (size_t k = 0; k < n; k++) x[in_first + i + k] += come[k];
             }
         }
     }
 };
 
-inline Watchdog::Watchdog(World& world, const WatchdogOptions& options) : Watchdog(world.channel(), world.rank, world.host, options) {}
+inline Watchdog::Watchdog(World& world, const WatchdogOptions& options)
+    : Watchdog(world.channel(), world.rank, world.host, options) {}
 
 // The name and version of the MPI library; nullptr without one.
 inline const char* mpi_name() {
@@ -1155,7 +1239,8 @@ struct ReduceOptions {
     bool deterministic = false;  // fp32 in a fixed tree over the ranks, after the backward pass
 };
 
-// Seconds during which reductions were under way, those of them in which the step waited for nothing else, and in how many steps.
+// Seconds during which reductions were under way, those of them in which the step waited for nothing else, and in how
+// many steps.
 struct ReduceTimes {
     double total = 0, exposed = 0;
     int64_t steps = 0;
@@ -1173,8 +1258,8 @@ inline void all_gather(const World& world, void* x, size_t bytes) {
 #endif
     for (int step = 0; step + 1 < world.size; step++) {  // a ring: pass on what came last
         const int sent = (world.rank - step + world.size) % world.size, taken = (sent - 1 + world.size) % world.size;
-        world.send_receive((world.rank + 1) % world.size, blocks + size_t(sent) * bytes, bytes, (world.rank - 1 + world.size) % world.size,
-                           blocks + size_t(taken) * bytes, bytes);
+        world.send_receive((world.rank + 1) % world.size, blocks + size_t(sent) * bytes, bytes,
+                           (world.rank - 1 + world.size) % world.size, blocks + size_t(taken) * bytes, bytes);
     }
 }
 
@@ -1194,7 +1279,8 @@ class HostReducer {
         static_assert(std::is_same<Grad, float>::value, "ranks exchange fp32");
         if (world.size > 1 && options.bf16 && world.transport == Transport::TCP)
             fail_usage(
-                "--grad-reduce bf16 needs MPI or NCCL, but these ranks talk over TCP: use --grad-reduce fp32, or start them with mpirun");
+                "--grad-reduce bf16 needs MPI or NCCL, but these ranks talk over TCP: use --grad-reduce fp32, or start "
+                "them with mpirun");
 #ifdef USE_MPI
         if (options.bf16) MPI_Op_create(add_bf16, 1, &sum_bf16);
         if (world.transport == Transport::MPI) requests.resize(partition.buckets(), MPI_REQUEST_NULL);
@@ -1202,7 +1288,8 @@ class HostReducer {
         if (options.zero) received.resize(partition.shard());
         if (options.zero && options.bf16) narrow_received.resize(partition.shard());
 #endif
-        if (world.transport == Transport::TCP && !options.deterministic) sender = std::thread([this] { send_buckets(); });
+        if (world.transport == Transport::TCP && !options.deterministic)
+            sender = std::thread([this] { send_buckets(); });
     }
     ~HostReducer() {
         {
@@ -1259,7 +1346,7 @@ class HostReducer {
     const Partition partition;
     Grad* grads;
     const ReduceOptions options;
-    size_t next;                    // buckets below this one are not handed over yet
+    size_t next;  // buckets below this one are not handed over yet
     double first_launch = 0, last_end = 0;
     std::vector<uint16_t> narrow, narrow_received;
     std::vector<float> received;
@@ -1267,7 +1354,7 @@ class HostReducer {
     std::thread sender;
     std::mutex mutex;
     std::condition_variable changed;
-    std::deque<size_t> queue;       // buckets handed over and not summed yet, the running one included
+    std::deque<size_t> queue;  // buckets handed over and not summed yet, the running one included
     bool ended = false;
     std::exception_ptr failure;
 
@@ -1283,16 +1370,18 @@ class HostReducer {
 #ifdef USE_MPI
         if (world.transport != Transport::MPI) return;
         Grad* x = grads + partition.begin(b);
-        const size_t count = partition.size(b), share = count / size_t(partition.ranks), place = partition.part(b, world.rank).local;
+        const size_t count = partition.size(b), share = count / size_t(partition.ranks),
+                     place = partition.part(b, world.rank).local;
         if (options.bf16) {
             uint16_t* y = narrow.data() + partition.begin(b);
             for (size_t i = 0; i < count; i++) y[i] = to_bf16(x[i]);
             if (options.zero)
-                MPI_Ireduce_scatter_block(y, narrow_received.data() + place, int(share), MPI_UINT16_T, sum_bf16, MPI_COMM_WORLD,
-                                          &requests[b]);
+                MPI_Ireduce_scatter_block(y, narrow_received.data() + place, int(share), MPI_UINT16_T, sum_bf16,
+                                          MPI_COMM_WORLD, &requests[b]);
             else MPI_Iallreduce(MPI_IN_PLACE, y, int(count), MPI_UINT16_T, sum_bf16, MPI_COMM_WORLD, &requests[b]);
         } else if (options.zero) {
-            MPI_Ireduce_scatter_block(x, received.data() + place, int(share), MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD, &requests[b]);
+            MPI_Ireduce_scatter_block(x, received.data() + place, int(share), MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD,
+                                      &requests[b]);
         } else {
             MPI_Iallreduce(MPI_IN_PLACE, x, int(count), MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD, &requests[b]);
         }
@@ -1323,10 +1412,12 @@ class HostReducer {
         for (size_t b = 0; b < partition.buckets(); b++) {
             const Piece part = partition.part(b, world.rank);
             if (options.zero && options.bf16)
-                for (size_t i = 0; i < part.count; i++) grads[part.begin + i] = from_bf16(narrow_received[part.local + i]);
+                for (size_t i = 0; i < part.count; i++)
+                    grads[part.begin + i] = from_bf16(narrow_received[part.local + i]);
             else if (options.zero) std::copy_n(received.data() + part.local, part.count, grads + part.begin);
             else if (options.bf16)
-                for (size_t i = partition.begin(b); i < partition.begin(b) + partition.size(b); i++) grads[i] = from_bf16(narrow[i]);
+                for (size_t i = partition.begin(b); i < partition.begin(b) + partition.size(b); i++)
+                    grads[i] = from_bf16(narrow[i]);
         }
 #endif
     }
@@ -1352,15 +1443,17 @@ class HostReducer {
         }
     }
 
-    // --deterministic. Rank r holds the sum of the samples r, r + size, r + 2 size ...; ranks r and r + size / 2 add theirs, then
-    // distances of size / 4 ... 1: the upper levels of the tree of sum_in_tree(). a + b = b + a, so both partners have the same bits.
+    // --deterministic. Rank r holds the sum of the samples r, r + size, r + 2 size ...; ranks r and r + size / 2 add
+    // theirs, then distances of size / 4 ... 1: the upper levels of the tree of sum_in_tree(). a + b = b + a, so both
+    // partners have the same bits.
     void add_in_tree() {
         std::vector<float> theirs(std::min<size_t>(partition.elements, 6'250'000));
         for (int distance = world.size / 2; distance > 0; distance /= 2)
             for (size_t at = 0; at < partition.elements; at += theirs.size()) {
                 const size_t count = std::min(theirs.size(), partition.elements - at);
                 const int partner = world.rank ^ distance;
-                world.send_receive(partner, grads + at, count * sizeof(float), partner, theirs.data(), count * sizeof(float));
+                world.send_receive(partner, grads + at, count * sizeof(float), partner, theirs.data(),
+                                   count * sizeof(float));
 #pragma omp parallel for simd schedule(static)
                 for (size_t i = 0; i < count; i++) grads[at + i] += theirs[i];
             }
@@ -1411,7 +1504,8 @@ class NcclReducer {
         CUDA_CHECK(cudaEventCreateWithFlags(&reduced, cudaEventDisableTiming));
         for (cudaEvent_t& e : marks) CUDA_CHECK(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
         for (Clock& c : clocks)
-            for (cudaEvent_t* e : {&c.first, &c.last, &c.backward, &c.gather, &c.gathered}) CUDA_CHECK(cudaEventCreate(e));
+            for (cudaEvent_t* e : {&c.first, &c.last, &c.backward, &c.gather, &c.gathered})
+                CUDA_CHECK(cudaEventCreate(e));
         if (options.bf16) narrow = dev.allocate<__nv_bfloat16>(partition.bucket);
         if (options.deterministic) gathered = dev.allocate<float>(piece() * size_t(world.size));
     }
@@ -1463,13 +1557,15 @@ class NcclReducer {
         CUDA_CHECK(cudaEventRecord(clock.gather, stream));
         for (size_t b = 0; b < partition.buckets(); b++)
             NCCL_CHECK(ncclAllGather(params + partition.part(b, world.rank).begin, params + partition.begin(b),
-                                     partition.size(b) / size_t(world.size) * sizeof(T), ncclUint8, communicator, stream));
+                                     partition.size(b) / size_t(world.size) * sizeof(T), ncclUint8, communicator,
+                                     stream));
         CUDA_CHECK(cudaEventRecord(clock.gathered, stream));
         clock.has_gather = true;
         lead_compute();
     }
-    // The host asks for errors until a step's results are there, instead of waiting for them: NCCL's failures do not end a
-    // stream's work. mark(): the results were sent off; arrived(): true once the oldest mark that was not seen to arrive has passed.
+    // The host asks for errors until a step's results are there, instead of waiting for them: NCCL's failures do not
+    // end a stream's work. mark(): the results were sent off; arrived(): true once the oldest mark that was not seen to
+    // arrive has passed.
     void mark() { CUDA_CHECK(cudaEventRecord(marks[marked++ % 2], dev.stream)); }
     bool arrived() {
         const cudaError_t state = cudaEventQuery(marks[seen % 2]);
@@ -1494,18 +1590,18 @@ class NcclReducer {
     const Partition partition;
     float* grads;
     const ReduceOptions options;
-    size_t next;                     // buckets below this one are not handed over yet
+    size_t next;  // buckets below this one are not handed over yet
     ncclComm_t communicator = nullptr;
-    cudaStream_t stream = nullptr;   // the reductions'
+    cudaStream_t stream = nullptr;  // the reductions'
     cudaEvent_t computed = nullptr, reduced = nullptr, marks[2] = {};
     int64_t marked = 0, seen = 0;
     __nv_bfloat16* narrow = nullptr;
     float* gathered = nullptr;
-    struct Clock {                   // of one step, read two steps later, when it has surely passed
+    struct Clock {  // of one step, read two steps later, when it has surely passed
         cudaEvent_t first, last, backward, gather, gathered;
         bool used = false, has_gather = false;
     } clocks[2];
-    int64_t step = 0;                // calls of finish()
+    int64_t step = 0;  // calls of finish()
 
     // The reductions' stream waits for what was computed so far, and the other way round.
     void follow_compute() {
@@ -1537,19 +1633,23 @@ class NcclReducer {
         const size_t count = partition.size(b), share = count / size_t(world.size);
         const Piece part = partition.part(b, world.rank);
         if (!options.bf16) {
-            if (options.zero) NCCL_CHECK(ncclReduceScatter(x, grads + part.begin, share, ncclFloat, ncclSum, communicator, stream));
+            if (options.zero)
+                NCCL_CHECK(ncclReduceScatter(x, grads + part.begin, share, ncclFloat, ncclSum, communicator, stream));
             else NCCL_CHECK(ncclAllReduce(x, x, count, ncclFloat, ncclSum, communicator, stream));
             return;
         }
         launch<kernels::narrow_kernel>(kernels::grid_of(count), 256, 0, stream, narrow, x, count);
         __nv_bfloat16* sums = options.zero ? narrow + share * size_t(world.rank) : narrow;
-        if (options.zero) NCCL_CHECK(ncclReduceScatter(narrow, sums, share, ncclBfloat16, ncclSum, communicator, stream));
+        if (options.zero)
+            NCCL_CHECK(ncclReduceScatter(narrow, sums, share, ncclBfloat16, ncclSum, communicator, stream));
         else NCCL_CHECK(ncclAllReduce(narrow, sums, count, ncclBfloat16, ncclSum, communicator, stream));
-        if (options.zero) launch<kernels::widen_kernel>(kernels::grid_of(share), 256, 0, stream, grads + part.begin, sums, share);
+        if (options.zero)
+            launch<kernels::widen_kernel>(kernels::grid_of(share), 256, 0, stream, grads + part.begin, sums, share);
         else launch<kernels::widen_kernel>(kernels::grid_of(count), 256, 0, stream, x, sums, count);
     }
 
-    // --deterministic: every rank gathers all ranks' gradients, a piece at a time, and adds them in HostReducer::add_in_tree's order.
+    // --deterministic: every rank gathers all ranks' gradients, a piece at a time, and adds them in
+    // HostReducer::add_in_tree's order.
     size_t piece() const { return std::min<size_t>(partition.elements, 6'250'000); }
     void add_in_tree() {
         for (size_t at = 0; at < partition.elements; at += piece()) {

@@ -1,11 +1,13 @@
-// nsa_cpu.h: struct Cpu, every operation of the model as plain C++. This is the executable specification: the kernels of
-// nsa_kernels.cuh are compared with it. Cpu<float> trains; Cpu<double> is the same source for finite differences.
+// nsa_cpu.h: struct Cpu, every operation of the model as plain C++. This is the executable specification: the kernels
+// of nsa_kernels.cuh are compared with it. Cpu<float> trains; Cpu<double> is the same source for finite differences.
 //
-// The file reads in this order:  shapes  ->  row operations (embedding, norm, SiLU, classifier, AdamW)  ->  heads and RoPE  ->
-// compression  ->  the three attention branches  ->  block selection. GEMM and vector code are in dev/cpu_gemm.h.
+// The file reads in this order:  shapes  ->  row operations (embedding, norm, SiLU, classifier, AdamW)  ->  heads and
+// RoPE  -> compression  ->  the three attention branches  ->  block selection. GEMM and vector code are in
+// lib/cpu_gemm.h.
 //
-// Conventions. Row-major. Outputs come first, gradients start with d. "=" or "+=" in a comment says whether an output is overwritten or
-// accumulated. Results do not depend on the number of threads: every sum runs in an order fixed by the shapes alone.
+// Conventions. Row-major. Outputs come first, gradients start with d. "=" or "+=" in a comment says whether an output
+// is overwritten or accumulated. Results do not depend on the number of threads: every sum runs in an order fixed by
+// the shapes alone.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -20,37 +22,41 @@
 #include <type_traits>
 #include <vector>
 
-#include "data/util.h"
-#include "dev/cpu_gemm.h"
+#include "lib/util.h"
+#include "lib/cpu_gemm.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Shapes. Symbols are those of the paper (arXiv 2502.11089).
 
-enum Branch { CMP = 0, SLC = 1, WIN = 2 };           // compressed, selected, sliding window: the order of gate_proj's rows
+enum Branch { CMP = 0, SLC = 1, WIN = 2 };  // compressed, selected, sliding window: the order of gate_proj's rows
 enum HeadSlot { K_CMP, V_CMP, K_SLC, V_SLC, K_WIN, V_WIN };  // the order of the six key/value projections
 
 constexpr double ROPE_BASE = 10000;
 constexpr double NORM_EPS = 1e-6;
 
 struct NsaShape {
-    int B = 1;                  // sequences
-    int T = 0;                  // tokens that the key and value buffers hold per sequence
-    int first = 0, queries = 0; // this call computes positions first .. first+queries-1: (0, T) in training, (t, 1) in decoding
-    int H = 0, G = 0, D = 0;    // query heads, key/value groups, head dimension
-    int l = 0, d = 0;           // compression block and stride
-    int slc_block = 0;          // l': tokens of a selection block
-    int slc_count = 0;          // n: selected blocks per query and group
-    int window = 0;             // w: keys a query sees in the window branch, its own included
-    int F = 0;                  // hidden width of the compressor phi
-    bool full = false;          // --attention full: the window branch alone, over all tokens, gate fixed to 1
+    int B = 1;  // sequences
+    int T = 0;  // tokens that the key and value buffers hold per sequence
+    int first = 0,
+        queries = 0;  // this call computes positions first .. first+queries-1: (0, T) in training, (t, 1) in decoding
+    int H = 0, G = 0, D = 0;  // query heads, key/value groups, head dimension
+    int l = 0, d = 0;         // compression block and stride
+    int slc_block = 0;        // l': tokens of a selection block
+    int slc_count = 0;        // n: selected blocks per query and group
+    int window = 0;           // w: keys a query sees in the window branch, its own included
+    int F = 0;                // hidden width of the compressor phi
+    bool full = false;        // --attention full: the window branch alone, over all tokens, gate fixed to 1
 
     int heads_per_group() const { return H / G; }
     // Compressed blocks that lie wholly in the first `tokens` tokens; so blocks(t + 1) are visible to query t.
     int cmp_blocks(int tokens) const { return tokens < l ? 0 : (tokens - l) / d + 1; }
     int cmp_capacity() const { return full ? 0 : cmp_blocks(T); }
     int slc_blocks() const { return (T + slc_block - 1) / slc_block; }
-    int selection_words() const { return (slc_blocks() + 31) / 32; }  // a selection is a bitmask: block j is bit j%32 of word j/32
-    // Columns of the fused input projection: q, the six keys and values (two in full attention), gate logits; gate rows padded to 8.
+    int selection_words() const {
+        return (slc_blocks() + 31) / 32;
+    }  // a selection is a bitmask: block j is bit j%32 of word j/32
+    // Columns of the fused input projection: q, the six keys and values (two in full attention), gate logits; gate rows
+    // padded to 8.
     int gate_columns() const { return full ? 0 : (3 * H + 7) / 8 * 8; }
     int projected() const { return H * D + (full ? 2 : 6) * G * D + gate_columns(); }
     bool has(Branch branch) const { return !full || branch == WIN; }
@@ -59,9 +65,11 @@ struct NsaShape {
     int branch_slot(Branch branch) const { return full ? 0 : int(branch); }
     double scale() const { return 1 / std::sqrt(double(D)); }
 
-    size_t query_rows() const { return size_t(B) * H * queries; }      // rows of q, of the branch outputs; elements of an LSE
-    size_t key_rows() const { return size_t(B) * G * T; }              // rows of a key or value buffer
-    size_t cmp_rows() const { return size_t(B) * G * cmp_capacity(); } // rows of compressed keys or values
+    size_t query_rows() const {
+        return size_t(B) * H * queries;
+    }                                                      // rows of q, of the branch outputs; elements of an LSE
+    size_t key_rows() const { return size_t(B) * G * T; }  // rows of a key or value buffer
+    size_t cmp_rows() const { return size_t(B) * G * cmp_capacity(); }  // rows of compressed keys or values
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -88,42 +96,51 @@ struct HyperAdamW {
     double grad_clip = 0;
 };
 
-// An engine: the model's operations on one kind of processor, and the memory they work on. Cpu says what each must compute; Cuda in
-// nsa_kernels.cuh has the same members. train_nsa.cu and ddp.cuh use these alone (shapes stand at the members; training names them all):
+// An engine: the model's operations on one kind of processor, and the memory they work on. Cpu says what each must
+// compute; Cuda in nsa_kernels.cuh has the same members. train_nsa.cu and ddp.cuh use these alone (shapes stand at the
+// members; training names them all):
 //   formats      real, Stat, Grad, Master; has_master, on_host
-//   memory       allocate, release, available_bytes, zero, copy; to_host and from_host convert to and from fp32; upload sends token ids
-//   results      send and receive: numbers on their way to the host while the next step runs
-//   repetition   Sequence, run: launches that are the same every time
-//   layers       embedding_forward, _backward; rmsnorm_forward, _backward; matmul_forward, _backward_input, _backward_weight;
+//   memory       allocate, release, available_bytes, zero, copy; to_host and from_host convert to and from fp32; upload
+//   sends token ids results      send and receive: numbers on their way to the host while the next step runs repetition
+//   Sequence, run: launches that are the same every time layers       embedding_forward, _backward; rmsnorm_forward,
+//   _backward; matmul_forward, _backward_input, _backward_weight;
 //                silu_forward, _backward; classifier
-//   attention    split_heads_forward, _backward (Heads, HeadGradients); compress_forward, _backward (Phi, PhiGradients);
+//   attention    split_heads_forward, _backward (Heads, HeadGradients); compress_forward, _backward (Phi,
+//   PhiGradients);
 //                attention_forward, _backward, select_blocks; combine_forward, attention_backward_rows; check_shape
-//   update       add_sum, add; chunk_squares, set_guard, total_squares: the loss, the gradient's norm; set_step, adamw; round_master
+//   update       add_sum, add; chunk_squares, set_guard, total_squares: the loss, the gradient's norm; set_step, adamw;
+//   round_master
 //                (where has_master)
 //   log          describe, peak_flops; on a GPU describe_selected, peak_bytes
 template <class real_>
 struct Cpu {
-    using real = real_;    // parameters and activations
-    using Stat = real_;    // statistics (rstd, LSE, gates, losses) and the gradient of q: fp32 on an engine whose real is narrower
+    using real = real_;  // parameters and activations
+    using Stat =
+        real_;  // statistics (rstd, LSE, gates, losses) and the gradient of q: fp32 on an engine whose real is narrower
     using Grad = real_;    // gradients of parameters
     using Master = real_;  // what the optimiser updates: here the parameters themselves, elsewhere an fp32 copy of them
     static constexpr bool has_master = false;
     static constexpr bool on_host = true;  // its memory is the host's
-    Gemm<real> gemm;  // every matrix product but attention's; gemm.bf16 is --cpu-dtype
-    bool poison = false;  // tests: fresh memory holds NaN, so that a read before the first write shows
+    Gemm<real> gemm;                       // every matrix product but attention's; gemm.bf16 is --cpu-dtype
+    bool poison = false;                   // tests: fresh memory holds NaN, so that a read before the first write shows
 
     // ----- memory. `count` elements, 64-byte aligned; fatal when there is none.
     template <class T>
     T* allocate(size_t count) {
         const size_t bytes = (count * sizeof(T) + 63) / 64 * 64 + 64;
         void* p = std::aligned_alloc(64, bytes);
-        if (!p) fail("out of memory: %.1f MiB were asked for; choose a smaller --batch or --seq-len", double(bytes) / (1 << 20));
+        if (!p)
+            fail("out of memory: %.1f MiB were asked for; choose a smaller --batch or --seq-len",
+                 double(bytes) / (1 << 20));
         if (poison) std::memset(p, 0xFF, bytes);
         return static_cast<T*>(p);
     }
     template <class T>
-    void release(T* p) { std::free(p); }
-    // What the machine could still give, from /proc/meminfo, and the container lets it; where neither is known, there is no limit.
+    void release(T* p) {
+        std::free(p);
+    }
+    // What the machine could still give, from /proc/meminfo, and the container lets it; where neither is known, there
+    // is no limit.
     double available_bytes() const {
         std::ifstream in("/proc/meminfo");
         std::string key, rest;
@@ -136,7 +153,8 @@ struct Cpu {
     double peak_flops() const { return 0; }     // not known
     std::string describe() const {
         const bool fp32 = sizeof(real) == 4;
-        return format_text("CPU, %s%s, GEMM: %s", fp32 ? "fp32" : "fp64", gemm.bf16 ? " with the inputs of GEMMs rounded to bf16" : "",
+        return format_text("CPU, %s%s, GEMM: %s", fp32 ? "fp32" : "fp64",
+                           gemm.bf16 ? " with the inputs of GEMMs rounded to bf16" : "",
                            fp32 ? gemm_name() : "own blocked GEMM");
     }
     template <class T>
@@ -144,7 +162,8 @@ struct Cpu {
 #pragma omp parallel for schedule(static)
         for (size_t i = 0; i < count; i++) p[i] = T(0);
     }
-    // Tokens to the engine, and numbers back to be received later, in order: where the engine is another device, neither waits for it.
+    // Tokens to the engine, and numbers back to be received later, in order: where the engine is another device,
+    // neither waits for it.
     void upload(int32_t* out, const int32_t* in, size_t count) { std::memcpy(out, in, count * sizeof(int32_t)); }
     void send(const double* numbers, size_t count) { sent.push_back({numbers, numbers + count}); }
     std::vector<double> receive() {
@@ -156,12 +175,16 @@ struct Cpu {
     void to_host(float* out, const real* in, size_t count) { std::copy_n(in, count, out); }
     void from_host(real* out, const float* in, size_t count) { std::copy_n(in, count, out); }
     template <class T>
-    void copy(T* out, const T* in, size_t count) { std::memcpy(out, in, count * sizeof(T)); }
+    void copy(T* out, const T* in, size_t count) {
+        std::memcpy(out, in, count * sizeof(T));
+    }
 
     // Work that repeats, which a GPU can record and replay (see Cuda::run); here it runs.
     struct Sequence {};
     template <class Work>
-    void run(Sequence&, Work work) { work(); }
+    void run(Sequence&, Work work) {
+        work();
+    }
 
     // ----- embedding.  x = embed[token].  tokens [N], embed [V, C], x [N, C]
     void embedding_forward(real* x, const int32_t* tokens, const real* embed, int N, int C) {
@@ -173,7 +196,8 @@ struct Cpu {
 #pragma omp parallel for schedule(static)
         for (int c0 = 0; c0 < C; c0 += 64)
             for (int n = 0; n < N; n++)
-                for (int c = c0; c < std::min(C, c0 + 64); c++) dembed[size_t(tokens[n]) * C + c] += dx[size_t(n) * C + c];
+                for (int c = c0; c < std::min(C, c0 + 64); c++)
+                    dembed[size_t(tokens[n]) * C + c] += dx[size_t(n) * C + c];
     }
 
     // ----- RMSNorm.  out = x * rstd * weight,  rstd = 1/sqrt(mean(x^2) + eps).  x, out [N, C], rstd [N], weight [C]
@@ -190,7 +214,8 @@ struct Cpu {
         }
     }
     // dx += rstd * (g - x * rstd^2 * mean(g * x)) with g = dout * weight;  dweight += sum over rows of dout * x * rstd
-    void rmsnorm_backward(real* dx, Grad* dweight, const real* dout, const real* x, const Stat* rstd, const real* weight, int N, int C) {
+    void rmsnorm_backward(real* dx, Grad* dweight, const real* dout, const real* x, const Stat* rstd,
+                          const real* weight, int N, int C) {
         constexpr int ROWS = 64;  // their part of dweight is summed first, so that every row is read once
         const int parts = (N + ROWS - 1) / ROWS;
         real* const partial = scratch[0].get(size_t(parts) * C);
@@ -246,7 +271,8 @@ struct Cpu {
 
     // ----- classifier.  losses [N] = cross-entropy of logits [N, Vp] against targets [N], columns V..Vp-1 left out.
     // With want_gradient, logits become dlogits = (softmax - onehot) * dloss in place, 0 in the padded columns.
-    void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V, int Vp) {
+    void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V,
+                    int Vp) {
 #pragma omp parallel for schedule(static)
         for (int n = 0; n < N; n++) {
             real* row = logits + size_t(n) * Vp;
@@ -272,13 +298,15 @@ struct Cpu {
         for (size_t i = 0; i < count; i++) sum += x[i];
         *total += sum;
     }
-    // squares[i] = sum of the squares of chunk i of x [total], in fp64, for the chunks that begin in [begin, begin + count).
+    // squares[i] = sum of the squares of chunk i of x [total], in fp64, for the chunks that begin in [begin, begin +
+    // count).
     void chunk_squares(double* squares, const Grad* x, size_t total, size_t begin, size_t count) {
 #pragma omp parallel for schedule(static)
         for (size_t chunk = begin / CHUNK; chunk < (begin + count) / CHUNK; chunk++) {
             double sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (size_t i = chunk * CHUNK; i < std::min(total, (chunk + 1) * CHUNK); i++) sum += double(x[i]) * double(x[i]);
+            for (size_t i = chunk * CHUNK; i < std::min(total, (chunk + 1) * CHUNK); i++)
+                sum += double(x[i]) * double(x[i]);
             squares[chunk] = sum;
         }
     }
@@ -290,7 +318,9 @@ struct Cpu {
     }
     // *guard = *loss
     template <class T>
-    void set_guard(T* guard, const double* loss) { *guard = T(*loss); }
+    void set_guard(T* guard, const double* loss) {
+        *guard = T(*loss);
+    }
     // x += y
     void add(Grad* x, const Grad* y, size_t count) {
 #pragma omp parallel for simd schedule(static)
@@ -320,16 +350,17 @@ struct Cpu {
     }
 
     // ----- heads.
-    // One row of `projected` [B*queries, P] is  q | k_cmp v_cmp k_slc v_slc k_win v_win | gate logits (3*head + branch) | padding.
+    // One row of `projected` [B*queries, P] is  q | k_cmp v_cmp k_slc v_slc k_win v_win | gate logits (3*head + branch)
+    // | padding.
     struct Heads {
-        real* q;       // [B, H, queries, D], rotated
-        real* kv[6];   // [B, G, T, D] each, by HeadSlot; k_slc and k_win rotated, k_cmp not (its compressed blocks are)
-        Stat* gate;    // [3, B, H, queries], after the sigmoid
+        real* q;      // [B, H, queries, D], rotated
+        real* kv[6];  // [B, G, T, D] each, by HeadSlot; k_slc and k_win rotated, k_cmp not (its compressed blocks are)
+        Stat* gate;   // [3, B, H, queries], after the sigmoid
     };
     struct HeadGradients {
-        Stat* q;       // [B, H, T, D]
-        real* kv[6];   // [B, G, T, D]
-        Stat* gate;    // [3, B, H, T], of the logit
+        Stat* q;      // [B, H, T, D]
+        real* kv[6];  // [B, G, T, D]
+        Stat* gate;   // [3, B, H, T], of the logit
     };
 
     // Rotation of one head by RoPE (Su et al. 2021), halves convention: element i is paired with i + D/2, the angle is
@@ -363,10 +394,12 @@ struct Cpu {
                 if (s.full) continue;
                 for (int head = 0; head < s.H; head++)
                     for (int branch = 0; branch < 3; branch++)
-                        out.gate[branch * s.query_rows() + (size_t(b) * s.H + head) * s.queries + j] = sigmoid(in[3 * head + branch]);
+                        out.gate[branch * s.query_rows() + (size_t(b) * s.H + head) * s.queries + j] =
+                            sigmoid(in[3 * head + branch]);
             }
     }
-    // dprojected = gradients of the heads, turned back and merged; the padding gets 0. Training shapes (first = 0, queries = T).
+    // dprojected = gradients of the heads, turned back and merged; the padding gets 0. Training shapes (first = 0,
+    // queries = T).
     void split_heads_backward(real* dprojected, HeadGradients d, const NsaShape& s) {
         prepare_rope(s.T, s.D);
         const int P = s.projected(), D = s.D;
@@ -374,7 +407,8 @@ struct Cpu {
         for (int b = 0; b < s.B; b++)
             for (int t = 0; t < s.T; t++) {
                 real *row = dprojected + (size_t(b) * s.T + t) * P, *out = row;
-                for (int head = 0; head < s.H; head++, out += D) rotate(out, d.q + ((size_t(b) * s.H + head) * s.T + t) * D, t, D, -1);
+                for (int head = 0; head < s.H; head++, out += D)
+                    rotate(out, d.q + ((size_t(b) * s.H + head) * s.T + t) * D, t, D, -1);
                 for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++)
                     for (int g = 0; g < s.G; g++, out += D) {
                         const real* in = d.kv[slot] + ((size_t(b) * s.G + g) * s.T + t) * D;
@@ -396,20 +430,22 @@ struct Cpu {
     };
     using Phi = PhiOf<real>;
     using PhiGradients = PhiOf<Grad>;
-    // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), rotated at position i*d where asked; hidden [B, G, NC, F] before the SiLU.
-    // Computes the blocks that end inside this call's positions. fc1's product over a block is the sum of its products over
-    // the block's l/d chunks of d tokens, so overlapping blocks are plain matrices with a row stride of d*D: nothing is copied.
+    // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), rotated at position i*d where asked; hidden [B, G, NC, F]
+    // before the SiLU. Computes the blocks that end inside this call's positions. fc1's product over a block is the sum
+    // of its products over the block's l/d chunks of d tokens, so overlapping blocks are plain matrices with a row
+    // stride of d*D: nothing is copied.
     void compress_forward(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
         prepare_rope(s.T, s.D);
-        const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin, NC = s.cmp_capacity();
+        const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin,
+                  NC = s.cmp_capacity();
         if (count <= 0) return;
         real* activated = scratch[0].get(size_t(count) * F);
         for (int bg = 0; bg < s.B * s.G; bg++) {
             const real* tokens = k + (size_t(bg) * s.T + size_t(begin) * s.d) * D;
             real *h = hidden + (size_t(bg) * NC + begin) * F, *o = out + (size_t(bg) * NC + begin) * D;
             for (int chunk = 0; chunk < s.l / s.d; chunk++)
-                gemm(false, true, count, F, s.d * D, tokens + size_t(chunk) * s.d * D, size_t(s.d) * D, phi.fc1 + size_t(chunk) * s.d * D,
-                     size_t(s.l) * D, chunk > 0, h, F);
+                gemm(false, true, count, F, s.d * D, tokens + size_t(chunk) * s.d * D, size_t(s.d) * D,
+                     phi.fc1 + size_t(chunk) * s.d * D, size_t(s.l) * D, chunk > 0, h, F);
 #pragma omp parallel for schedule(static)
             for (int i = 0; i < count; i++) {
                 for (int f = 0; f < F; f++) {
@@ -428,8 +464,8 @@ struct Cpu {
         }
     }
     // dk [B, G, T, D] =, dphi +=, from dout [B, G, NC, D] (turned back in place). Training shapes.
-    void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k, const Phi& phi, bool rotated,
-                           const NsaShape& s) {
+    void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k,
+                           const Phi& phi, bool rotated, const NsaShape& s) {
         const int D = s.D, F = s.F, NC = s.cmp_capacity();
         zero(dk, s.key_rows() * D);
         if (NC == 0) return;
@@ -440,8 +476,8 @@ struct Cpu {
             if (rotated)
                 for (int i = 0; i < NC; i++) rotate(o + size_t(i) * D, o + size_t(i) * D, i * s.d, D, -1);
             silu_forward(activated, h, size_t(NC) * F);
-            gemm(true, false, D, F, NC, o, D, activated, F, true, dphi.fc2, F);        // dfc2 += dout^T act
-            gemm(false, false, NC, F, D, o, D, phi.fc2, F, false, dhidden, F);         // dact = dout fc2
+            gemm(true, false, D, F, NC, o, D, activated, F, true, dphi.fc2, F);  // dfc2 += dout^T act
+            gemm(false, false, NC, F, D, o, D, phi.fc2, F, false, dhidden, F);   // dact = dout fc2
             silu_backward(dhidden, dhidden, h, size_t(NC) * F);
             for (int i = 0; i < NC; i++) {
                 for (int f = 0; f < F; f++) dphi.bias[f] += dhidden[size_t(i) * F + f];
@@ -450,18 +486,22 @@ struct Cpu {
             }
             for (int chunk = 0; chunk < s.l / s.d; chunk++) {
                 const size_t at = size_t(chunk) * s.d * D;
-                gemm(true, false, F, s.d * D, NC, dhidden, F, tokens + at, size_t(s.d) * D, true, dphi.fc1 + at, size_t(s.l) * D);
-                gemm(false, false, NC, s.d * D, F, dhidden, F, phi.fc1 + at, size_t(s.l) * D, true, dtokens + at, size_t(s.d) * D);
+                gemm(true, false, F, s.d * D, NC, dhidden, F, tokens + at, size_t(s.d) * D, true, dphi.fc1 + at,
+                     size_t(s.l) * D);
+                gemm(false, false, NC, s.d * D, F, dhidden, F, phi.fc1 + at, size_t(s.l) * D, true, dtokens + at,
+                     size_t(s.d) * D);
             }
         }
     }
 
-    // ----- attention. One source for the three branches: they differ only in the keys that a query sees. It works tile by tile to be fast;
-    // the same in plain loops, with which it is compared, is attention() and attention_backward() in dev/test/oracle.h.
+    // ----- attention. One source for the three branches: they differ only in the keys that a query sees. It works tile
+    // by tile to be fast; the same in plain loops, with which it is compared, is attention() and attention_backward()
+    // in dev/test/oracle.h.
     //   CMP  compressed blocks that end at or before t              keys are blocks, [B, G, NC, D]
     //   SLC  tokens s <= t in the blocks selected for (t, group)    keys [B, G, T, D]
     //   WIN  tokens s in (t-w, t]                                   keys [B, G, T, D]
-    // Work is cut into tiles of keys; all query heads of a group share them, so the rows of a tile are (head, token) pairs.
+    // Work is cut into tiles of keys; all query heads of a group share them, so the rows of a tile are (head, token)
+    // pairs.
 
     static int tile_keys(Branch branch, const NsaShape& s) { return branch == SLC ? s.slc_block : TILE_KEYS; }
     static int key_count(Branch branch, const NsaShape& s) {
@@ -470,11 +510,15 @@ struct Cpu {
     static int key_stride(Branch branch, const NsaShape& s) { return branch == CMP ? s.cmp_capacity() : s.T; }
     static int tile_queries(const NsaShape& s) { return std::max(1, TILE_ROWS / s.heads_per_group()); }
 
-    struct KeyRange { int begin, end; };
-    // The keys of one tile that query t sees (the selection itself is checked by the caller), relative to the tile's first.
+    struct KeyRange {
+        int begin, end;
+    };
+    // The keys of one tile that query t sees (the selection itself is checked by the caller), relative to the tile's
+    // first.
     static KeyRange visible_keys(Branch branch, int t, int tile, const NsaShape& s) {
         const int width = tile_keys(branch, s), start = tile * width;
-        const int oldest = branch == WIN && !s.full ? t - s.window + 1 : 0, newest = branch == CMP ? s.cmp_blocks(t + 1) - 1 : t;
+        const int oldest = branch == WIN && !s.full ? t - s.window + 1 : 0,
+                  newest = branch == CMP ? s.cmp_blocks(t + 1) - 1 : t;
         const int begin = std::clamp(oldest - start, 0, width);
         return {begin, std::clamp(newest + 1 - start, begin, width)};
     }
@@ -495,7 +539,8 @@ struct Cpu {
         return {visible_keys(branch, tokens[0], tile, s).begin / lanes * lanes,
                 (visible_keys(branch, tokens[count - 1], tile, s).end + lanes - 1) / lanes * lanes};
     }
-    // The queries that see a tile of keys, in order. selection: the bitmasks of one (sequence, group), [queries, words].
+    // The queries that see a tile of keys, in order. selection: the bitmasks of one (sequence, group), [queries,
+    // words].
     static std::vector<int> query_list(Branch branch, int tile, const uint32_t* selection, const NsaShape& s) {
         const int start = tile * tile_keys(branch, s);
         int begin = start, end = s.first + s.queries;
@@ -503,7 +548,8 @@ struct Cpu {
         if (branch == WIN && !s.full) end = std::min(end, start + TILE_KEYS - 1 + s.window);
         std::vector<int> list;
         for (int t = std::max(begin, s.first); t < end; t++)
-            if (branch != SLC || (selection[size_t(t - s.first) * s.selection_words() + tile / 32] >> (tile % 32) & 1)) list.push_back(t);
+            if (branch != SLC || (selection[size_t(t - s.first) * s.selection_words() + tile / 32] >> (tile % 32) & 1))
+                list.push_back(t);
         return list;
     }
 
@@ -516,15 +562,17 @@ struct Cpu {
         int count, padded;
         const Element* operator()(size_t bg, int tile) const { return data + bg * group_stride + tile * tile_stride; }
     };
-    // Those of x [B, G, stride, D]. For products that sum over D: [D / PER][padded], so that the scores of a row with all keys
-    // of a tile are vector operations; for products that sum over keys: [padded / PER][D], where reals are read as they are.
+    // Those of x [B, G, stride, D]. For products that sum over D: [D / PER][padded], so that the scores of a row with
+    // all keys of a tile are vector operations; for products that sum over keys: [padded / PER][D], where reals are
+    // read as they are.
     enum SumOver { OVER_D, OVER_KEYS };
     // needed(bg, tile): whether anybody will read that one.
     struct EveryTile {
         bool operator()(int, int) const { return true; }
     };
     template <class Element, class Needed = EveryTile>
-    Tiles<Element> operand_tiles(int slot, Branch branch, const real* x, const NsaShape& s, SumOver sum_over, Needed needed = {}) {
+    Tiles<Element> operand_tiles(int slot, Branch branch, const real* x, const NsaShape& s, SumOver sum_over,
+                                 Needed needed = {}) {
         static_assert(sizeof(Element) == sizeof(real), "they share scratch memory");
         constexpr int per = PER<Element>;
         const int D = s.D, width = tile_keys(branch, s), padded = padded_keys(branch, s), keys = key_count(branch, s),
@@ -562,7 +610,8 @@ struct Cpu {
         f(real());
     }
 
-    // The rows of some tokens: row j*h + i is token j, head i of the group. Copies them from q [B, H, queries, D], scaled.
+    // The rows of some tokens: row j*h + i is token j, head i of the group. Copies them from q [B, H, queries, D],
+    // scaled.
     static void load_queries(real* rows, const real* q, int b, int g, const int* tokens, int count, const NsaShape& s) {
         const real scale = real(s.scale());
         for (int j = 0; j < count; j++)
@@ -588,18 +637,21 @@ struct Cpu {
         return selection ? selection + (size_t(bg) * s.queries + (t - s.first)) * s.selection_words() : nullptr;
     }
 
-    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries] the natural logarithm of the
-    // softmax's denominator. A query without a key: out 0, lse +infinity. Softmax is accumulated tile by tile (Milakov & Gimelshein
-    // 2018). Work is shared out by tiles of queries; of those, each run of neighbours that see a tile of keys is one pair of products.
-    void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection,
-                           const NsaShape& s) {
-        with_element([&](auto element) { attention_forward_in<decltype(element)>(branch, out, lse, q, k, v, selection, s); });
+    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries] the natural
+    // logarithm of the softmax's denominator. A query without a key: out 0, lse +infinity. Softmax is accumulated tile
+    // by tile (Milakov & Gimelshein 2018). Work is shared out by tiles of queries; of those, each run of neighbours
+    // that see a tile of keys is one pair of products.
+    void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
+                           const uint32_t* selection, const NsaShape& s) {
+        with_element(
+            [&](auto element) { attention_forward_in<decltype(element)>(branch, out, lse, q, k, v, selection, s); });
     }
     template <class Element>
-    void attention_forward_in(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection,
-                              const NsaShape& s) {
+    void attention_forward_in(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
+                              const uint32_t* selection, const NsaShape& s) {
         const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s);
-        const int step = (branch == SLC ? 4 : 1) * tile_queries(s);  // a tile that few of them chose is fetched less often
+        const int step =
+            (branch == SLC ? 4 : 1) * tile_queries(s);  // a tile that few of them chose is fetched less often
         constexpr int per = PER<Element>;
         const real infinity = std::numeric_limits<real>::infinity();
         // Decoding has one query, which sees a few of the tiles; the many queries of a sequence see them all.
@@ -610,8 +662,8 @@ struct Cpu {
                              vs = operand_tiles<Element>(1, branch, v, s, OVER_KEYS, needed);
 #pragma omp parallel
         {
-            std::vector<real> rows(size_t(h) * step * D), scores(size_t(h) * step * kt.padded), sums(size_t(h) * step * D),
-                largest(h * step), total(h * step);
+            std::vector<real> rows(size_t(h) * step * D), scores(size_t(h) * step * kt.padded),
+                sums(size_t(h) * step * D), largest(h * step), total(h * step);
             std::vector<Element> q_room(rows.size()), p_room(scores.size());
             std::vector<int> tokens(step);
 #pragma omp for collapse(2) schedule(dynamic, 1)
@@ -635,14 +687,17 @@ struct Cpu {
                             const KeyRange columns = columns_of(branch, &tokens[j], end - j, tile, s);
                             const int n_rows = h * (end - j), n = columns.end - columns.begin,
                                       n_existing = std::min(columns.end, keys - tile * width) - columns.begin;
-                            tile_matmul(n_rows, n, D / per, q_rows + size_t(j) * h * D / per, D / per, 1, kt(bg, tile) + columns.begin,
-                                        kt.padded, scores.data(), kt.padded, false);
+                            tile_matmul(n_rows, n, D / per, q_rows + size_t(j) * h * D / per, D / per, 1,
+                                        kt(bg, tile) + columns.begin, kt.padded, scores.data(), kt.padded, false);
                             for (int r = j * h; r < end * h; r++)
-                                softmax_step(&scores[size_t(r - j * h) * kt.padded], columns, visible_keys(branch, t0 + r / h, tile, s),
-                                             largest[r], total[r], &sums[size_t(r) * D], D);
-                            const Element* const p = sum_over_columns(p_room.data(), scores.data(), kt.padded, n_rows, n);
+                                softmax_step(&scores[size_t(r - j * h) * kt.padded], columns,
+                                             visible_keys(branch, t0 + r / h, tile, s), largest[r], total[r],
+                                             &sums[size_t(r) * D], D);
+                            const Element* const p =
+                                sum_over_columns(p_room.data(), scores.data(), kt.padded, n_rows, n);
                             tile_matmul(n_rows, D, (n_existing + per - 1) / per, p, kt.padded / per, 1,
-                                        vs(bg, tile) + size_t(columns.begin) / per * D, D, &sums[size_t(j) * h * D], D, true);
+                                        vs(bg, tile) + size_t(columns.begin) / per * D, D, &sums[size_t(j) * h * D], D,
+                                        true);
                         }
                     for (int r = 0; r < h * count; r++) {
                         const size_t row = query_row(b, g, r % h, t0 + r / h, s);
@@ -653,9 +708,11 @@ struct Cpu {
                 }
         }
     }
-    // One tile's part of the softmax of a row: p, the scores of `columns`, becomes e^(p - largest) in the visible range and
-    // 0 outside, with the largest score so far; total gets their sum, and what was summed under the old maximum is rescaled.
-    static void softmax_step(real* p, KeyRange columns, KeyRange visible, real& largest, real& total, real* sums, int D) {
+    // One tile's part of the softmax of a row: p, the scores of `columns`, becomes e^(p - largest) in the visible range
+    // and 0 outside, with the largest score so far; total gets their sum, and what was summed under the old maximum is
+    // rescaled.
+    static void softmax_step(real* p, KeyRange columns, KeyRange visible, real& largest, real& total, real* sums,
+                             int D) {
         const int n = columns.end - columns.begin;
         hide(p, n, visible.begin - columns.begin, visible.end - columns.begin);
         real m = largest, sum = 0;
@@ -680,8 +737,8 @@ struct Cpu {
         for (int i = end; i < n; i++) p[i] = -std::numeric_limits<real>::infinity();
     }
 
-    // out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5. Full attention has one branch, its gate is 1.
-    // o [branches, B, H, queries, D], gate [branches, B, H, queries]
+    // out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5. Full attention has one branch, its
+    // gate is 1. o [branches, B, H, queries, D], gate [branches, B, H, queries]
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
         const size_t rows = s.query_rows();
 #pragma omp parallel for collapse(2) schedule(static)
@@ -699,10 +756,11 @@ struct Cpu {
                 }
     }
     // What the backward of every branch starts from, per branch and query row, with g = gate and r = dout . o:
-    //   row_dot = r     lse_gated = lse - ln(g), so that e^(score - lse_gated) = g * P     dgate_logit = r * g * (1 - g)
+    //   row_dot = r     lse_gated = lse - ln(g), so that e^(score - lse_gated) = g * P     dgate_logit = r * g * (1 -
+    //   g)
     // So the gate needs no buffers of its own, and the row term of softmax's backward is the gate's gradient.
-    void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o, const Stat* gate,
-                                 const Stat* lse, const NsaShape& s) {
+    void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o,
+                                 const Stat* gate, const Stat* lse, const NsaShape& s) {
         const size_t rows = s.query_rows();
 #pragma omp parallel for collapse(2) schedule(static)
         for (int b = 0; b < s.B; b++)
@@ -722,22 +780,29 @@ struct Cpu {
     }
 
     // Gradients of one branch.  P' = e^(S - lse_gated),  dS = P' o (dout v^T - row_dot):
-    //   dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`       dk [keys] = dS^T q / sqrt(D)       dv [keys] = P'^T dout
+    //   dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`       dk [keys] = dS^T q / sqrt(D)       dv [keys] =
+    //   P'^T dout
     // dout [B*queries, H*D]; row_dot, lse_gated [B, H, queries] of this branch. Training shapes.
-    // Work is shared out by tiles of keys, each of which has one owner for its dk and dv. Several of them add to a row of dq: in the order
-    // of the tiles, so that the sum has one order. A tile follows its predecessor from query to query; progress[tile] says how far it is.
-    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k,
-                            const real* v, const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
+    // Work is shared out by tiles of keys, each of which has one owner for its dk and dv. Several of them add to a row
+    // of dq: in the order of the tiles, so that the sum has one order. A tile follows its predecessor from query to
+    // query; progress[tile] says how far it is.
+    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q,
+                            const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
+                            const uint32_t* selection, const NsaShape& s) {
         with_element([&](auto element) {
-            attention_backward_in<decltype(element)>(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s);
+            attention_backward_in<decltype(element)>(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated,
+                                                     selection, s);
         });
     }
     template <class Element>
-    void attention_backward_in(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k,
-                               const real* v, const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
-        const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s), most = tile_queries(s);
+    void attention_backward_in(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q,
+                               const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
+                               const uint32_t* selection, const NsaShape& s) {
+        const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s),
+                  most = tile_queries(s);
         constexpr int per = PER<Element>;
-        const Tiles<Element> kt = operand_tiles<Element>(0, branch, k, s, OVER_D), vt = operand_tiles<Element>(1, branch, v, s, OVER_D),
+        const Tiles<Element> kt = operand_tiles<Element>(0, branch, k, s, OVER_D),
+                             vt = operand_tiles<Element>(1, branch, v, s, OVER_D),
                              ks = operand_tiles<Element>(2, branch, k, s, OVER_KEYS);
         std::vector<std::atomic<int>> progress(size_t(s.B) * s.G * kt.count);  // queries below it are done
         real* const sums = scratch[3].get(s.query_rows() * D);                 // [B, G, T, h, D], dq before the scaling
@@ -745,7 +810,8 @@ struct Cpu {
 #pragma omp parallel
         {
             const size_t row_count = size_t(h) * most;
-            std::vector<real> rows(row_count * D), drows(row_count * D), p(row_count * kt.padded), ds(row_count * kt.padded);
+            std::vector<real> rows(row_count * D), drows(row_count * D), p(row_count * kt.padded),
+                ds(row_count * kt.padded);
             std::vector<Element> room((row_count + 1) * std::max(D, kt.padded)), second_room(room.size());
 #pragma omp for collapse(2) schedule(monotonic : dynamic, 1)
             for (int tile = 0; tile < kt.count; tile++)
@@ -756,7 +822,8 @@ struct Cpu {
                     std::fill_n(dv + at, size_t(n_keys) * D, real(0));
                     std::atomic<int>& done = progress[size_t(bg) * kt.count + tile];
                     auto follow = [&](int t) {  // waits until the tile before this one is past query t
-                        while (tile > 0 && progress[size_t(bg) * kt.count + tile - 1].load(std::memory_order_acquire) <= t)
+                        while (tile > 0 &&
+                               progress[size_t(bg) * kt.count + tile - 1].load(std::memory_order_acquire) <= t)
                             std::this_thread::yield();
                     };
                     const std::vector<int> list = query_list(branch, tile, selection_of(selection, bg, s.first, s), s);
@@ -764,7 +831,8 @@ struct Cpu {
                         const int* const tokens = &list[i];
                         const int count = int(std::min<size_t>(most, list.size() - i)), n_rows = h * count;
                         const KeyRange columns = columns_of(branch, tokens, count, tile, s);
-                        const int n = columns.end - columns.begin, n_existing = std::min(columns.end, n_keys) - columns.begin;
+                        const int n = columns.end - columns.begin,
+                                  n_existing = std::min(columns.end, n_keys) - columns.begin;
                         const size_t first = size_t(columns.begin) * D;
                         load_queries(rows.data(), q, b, g, tokens, count, s);
                         load_dout(drows.data(), dout, b, g, tokens, count, s);
@@ -775,10 +843,12 @@ struct Cpu {
                             prefetch(dout + (size_t(b) * s.queries + t - s.first) * s.H * D + size_t(g) * h * D, h * D);
                             prefetch(sums + (size_t(bg) * s.T + t) * h * D, h * D);
                         }
-                        tile_matmul(n_rows, n, D / per, sum_over_columns(room.data(), rows.data(), D, n_rows, D), D / per, 1,
-                                    kt(bg, tile) + columns.begin, kt.padded, p.data(), kt.padded, false);  // S
-                        tile_matmul(n_rows, n, D / per, sum_over_columns(room.data(), drows.data(), D, n_rows, D), D / per, 1,
-                                    vt(bg, tile) + columns.begin, kt.padded, ds.data(), kt.padded, false);  // dout v^T
+                        tile_matmul(n_rows, n, D / per, sum_over_columns(room.data(), rows.data(), D, n_rows, D),
+                                    D / per, 1, kt(bg, tile) + columns.begin, kt.padded, p.data(), kt.padded,
+                                    false);  // S
+                        tile_matmul(n_rows, n, D / per, sum_over_columns(room.data(), drows.data(), D, n_rows, D),
+                                    D / per, 1, vt(bg, tile) + columns.begin, kt.padded, ds.data(), kt.padded,
+                                    false);  // dout v^T
                         for (int r = 0; r < n_rows; r++) {
                             const size_t row = query_row(b, g, r % h, tokens[r / h], s);
                             const KeyRange visible = visible_keys(branch, tokens[r / h], tile, s);
@@ -792,16 +862,22 @@ struct Cpu {
                             }
                         }
                         // dv += P'^T dout, dk += dS^T q / sqrt(D)
-                        tile_matmul(n_existing, D, (n_rows + per - 1) / per, sum_over_rows(room.data(), p.data(), kt.padded, n_rows, n), 1,
-                                    kt.padded, sum_over_rows(second_room.data(), drows.data(), D, n_rows, D), D, dv + at + first, D, true);
-                        tile_matmul(n_existing, D, (n_rows + per - 1) / per, sum_over_rows(room.data(), ds.data(), kt.padded, n_rows, n), 1,
-                                    kt.padded, sum_over_rows(second_room.data(), rows.data(), D, n_rows, D), D, dk + at + first, D, true);
+                        tile_matmul(n_existing, D, (n_rows + per - 1) / per,
+                                    sum_over_rows(room.data(), p.data(), kt.padded, n_rows, n), 1, kt.padded,
+                                    sum_over_rows(second_room.data(), drows.data(), D, n_rows, D), D, dv + at + first,
+                                    D, true);
+                        tile_matmul(n_existing, D, (n_rows + per - 1) / per,
+                                    sum_over_rows(room.data(), ds.data(), kt.padded, n_rows, n), 1, kt.padded,
+                                    sum_over_rows(second_room.data(), rows.data(), D, n_rows, D), D, dk + at + first, D,
+                                    true);
                         const Element* const ds_rows = sum_over_columns(room.data(), ds.data(), kt.padded, n_rows, n);
                         follow(tokens[count - 1]);
-                        for (int j = 0, end; j < count; j = end) {  // sums += dS k, runs of neighbouring queries together
+                        for (int j = 0, end; j < count;
+                             j = end) {  // sums += dS k, runs of neighbouring queries together
                             for (end = j + 1; end < count && tokens[end] == tokens[end - 1] + 1;) end++;
-                            tile_matmul((end - j) * h, D, (n_existing + per - 1) / per, ds_rows + size_t(j) * h * kt.padded / per,
-                                        kt.padded / per, 1, ks(bg, tile) + first / per, D, sums + (size_t(bg) * s.T + tokens[j]) * h * D, D,
+                            tile_matmul((end - j) * h, D, (n_existing + per - 1) / per,
+                                        ds_rows + size_t(j) * h * kt.padded / per, kt.padded / per, 1,
+                                        ks(bg, tile) + first / per, D, sums + (size_t(bg) * s.T + tokens[j]) * h * D, D,
                                         true);
                         }
                         done.store(tokens[count - 1] + 1, std::memory_order_release);
@@ -821,16 +897,20 @@ struct Cpu {
     }
 
     // ----- block selection, paper eq. 8 to 12; no gradient.
-    // selection [B, G, queries, words]: query t, in block b = t / l', may choose among blocks 0..b. If b + 1 <= n it takes all; otherwise
-    // blocks 0, b-1 and b and the n-3 others of the highest importance, equal ones going to the lower index.
-    // Importance of block j: over the group's heads and compressed blocks i, softmax weight p * (tokens shared by i and j) / d, where
-    // p = e^(score - lse) are the weights of the compressed branch, whose lse [B, H, queries] is known by now.
-    // chosen_importance, where given: [B, G, queries] share of the importance that fell on selected blocks, 1 where all were taken.
-    void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse, const NsaShape& s) {
-        with_element([&](auto element) { select_blocks_in<decltype(element)>(selection, chosen_importance, q, kc, lse, s); });
+    // selection [B, G, queries, words]: query t, in block b = t / l', may choose among blocks 0..b. If b + 1 <= n it
+    // takes all; otherwise blocks 0, b-1 and b and the n-3 others of the highest importance, equal ones going to the
+    // lower index. Importance of block j: over the group's heads and compressed blocks i, softmax weight p * (tokens
+    // shared by i and j) / d, where p = e^(score - lse) are the weights of the compressed branch, whose lse [B, H,
+    // queries] is known by now. chosen_importance, where given: [B, G, queries] share of the importance that fell on
+    // selected blocks, 1 where all were taken.
+    void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse,
+                       const NsaShape& s) {
+        with_element(
+            [&](auto element) { select_blocks_in<decltype(element)>(selection, chosen_importance, q, kc, lse, s); });
     }
     template <class Element>
-    void select_blocks_in(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse, const NsaShape& s) {
+    void select_blocks_in(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse,
+                          const NsaShape& s) {
         const int D = s.D, h = s.heads_per_group(), words = s.selection_words(), step = tile_queries(s);
         constexpr int per = PER<Element>;
         const Tiles<Element> kt = operand_tiles<Element>(0, CMP, kc, s, OVER_D);
@@ -854,10 +934,11 @@ struct Cpu {
                         const KeyRange tiles = tile_range(CMP, t0, t0 + count, s);
                         for (int tile = tiles.begin; tile < tiles.end; tile++) {
                             const KeyRange columns = columns_of(CMP, tokens.data(), count, tile, s);
-                            tile_matmul(h * count, columns.end, D / per, q_rows, D / per, 1, kt(bg, tile), kt.padded, scores.data(),
-                                        kt.padded, false);
+                            tile_matmul(h * count, columns.end, D / per, q_rows, D / per, 1, kt(bg, tile), kt.padded,
+                                        scores.data(), kt.padded, false);
                             for (int r = 0; r < h * count; r++) {
-                                real *p = &scores[size_t(r) * kt.padded], *sum = &weight[r / h * stride + size_t(tile) * TILE_KEYS];
+                                real *p = &scores[size_t(r) * kt.padded],
+                                     *sum = &weight[r / h * stride + size_t(tile) * TILE_KEYS];
                                 const real shift = lse[query_row(b, g, r % h, t0 + r / h, s)];
                                 hide(p, columns.end, 0, visible_keys(CMP, t0 + r / h, tile, s).end);
 #pragma omp simd
@@ -882,9 +963,10 @@ struct Cpu {
                 }
         }
     }
-    // importance[j], j = 0..t/l', from the weights of the compressed blocks visible to t; paper eq. 9 for any l, d, l'. As printed, eq. 9
-    // adds p[j*l'/d - m - n], which with indices from 0 are compressed blocks before selection block j; meant are those that overlap it.
-    // For l, d, l' = 32, 16, 64: importance[j] = p[4j-1] + 2 p[4j] + 2 p[4j+1] + 2 p[4j+2] + p[4j+3].
+    // importance[j], j = 0..t/l', from the weights of the compressed blocks visible to t; paper eq. 9 for any l, d, l'.
+    // As printed, eq. 9 adds p[j*l'/d - m - n], which with indices from 0 are compressed blocks before selection block
+    // j; meant are those that overlap it. For l, d, l' = 32, 16, 64: importance[j] = p[4j-1] + 2 p[4j] + 2 p[4j+1] + 2
+    // p[4j+2] + p[4j+3].
     static void fold_importance(real* importance, const real* weight, int t, const NsaShape& s) {
         const int visible = s.cmp_blocks(t + 1);
         for (int j = 0; j <= t / s.slc_block; j++) {
@@ -897,7 +979,8 @@ struct Cpu {
             importance[j] = sum;
         }
     }
-    // Sets the bits of blocks 0, last-1, last and of the count-3 best others. Returns the chosen blocks' share of all importance.
+    // Sets the bits of blocks 0, last-1, last and of the count-3 best others. Returns the chosen blocks' share of all
+    // importance.
     static real choose_best(uint32_t* mask, const real* importance, int last, int count) {
         auto take = [&](int block) { mask[block / 32] |= 1u << (block % 32); };
         auto taken = [&](int block) { return mask[block / 32] >> (block % 32) & 1; };
@@ -909,7 +992,8 @@ struct Cpu {
             take(best);
         }
         real chosen = 0, all = 0;
-        for (int block = 0; block <= last; block++) all += importance[block], chosen += taken(block) ? importance[block] : real(0);
+        for (int block = 0; block <= last; block++)
+            all += importance[block], chosen += taken(block) ? importance[block] : real(0);
         return all > 0 ? chosen / all : real(1);
     }
 

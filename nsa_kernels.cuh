@@ -1,14 +1,16 @@
 // nsa_kernels.cuh: struct Cuda, every operation of the model on an NVIDIA GPU: the same members and
 // signatures as struct Cpu of nsa_cpu.h, which is their specification. Matrix products are cuBLASLt's,
-// everything else is written here. The seam to CUDA (launches, PTX) is dev/cuda_common.cuh; the same source
-// runs on a CPU in dev/cuda_on_cpu.h. Attention in PRECISION=FP32 is by the scalar kernels of dev/ladder.
+// everything else is written here. The seam to CUDA (launches, PTX) is lib/cuda_common.cuh; the same source
+// runs on a CPU in dev/emulator/cuda_on_cpu.h. Attention in PRECISION=FP32 is by the scalar kernels of dev/ladder.
 //
-// The file reads in this order:  loads, stores and sums  ->  kernels of the row operations (embedding, norm, SiLU, classifier,
-// optimiser)  ->  of heads and RoPE  ->  of compression  ->  attention on tensor cores  ->  struct Cuda, which launches them all.
+// The file reads in this order:  loads, stores and sums  ->  kernels of the row operations (embedding, norm, SiLU,
+// classifier, optimiser)  ->  of heads and RoPE  ->  of compression  ->  attention on tensor cores  ->  struct Cuda,
+// which launches them all.
 //
-// Precision. Parameters and activations are bf16, or fp32 when compiled with -DPRECISION_FP32. Everything is computed in fp32;
-// statistics, the gradients of parameters, the optimiser's moments and its master copy of the parameters are fp32 in memory too.
-// No atomics: each output has one owner and the order of every sum is fixed by the shapes alone, so the same input gives the same bits.
+// Precision. Parameters and activations are bf16, or fp32 when compiled with -DPRECISION_FP32. Everything is computed
+// in fp32; statistics, the gradients of parameters, the optimiser's moments and its master copy of the parameters are
+// fp32 in memory too. No atomics: each output has one owner and the order of every sum is fixed by the shapes alone, so
+// the same input gives the same bits.
 #pragma once
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 && !defined(PRECISION_FP32)
 #error "the bf16 kernels need compute capability 8.0 (A100, RTX 30) or later; for older GPUs build with PRECISION=FP32"
@@ -26,7 +28,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "dev/cuda_common.cuh"
+#include "lib/cuda_common.cuh"
 #include "dev/ladder/attention_level0.cuh"
 #include "nsa_cpu.h"
 
@@ -64,7 +66,8 @@ __device__ inline void store(float* p, const float (&x)[W]) {
     if constexpr (W == 1) {
         *p = x[0];
     } else {
-        for (int i = 0; i < W; i += 4) *reinterpret_cast<float4*>(p + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+        for (int i = 0; i < W; i += 4)
+            *reinterpret_cast<float4*>(p + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
     }
 }
 #ifndef PRECISION_FP32
@@ -75,7 +78,8 @@ __device__ inline void load(float (&x)[W], const __nv_bfloat16* p) {
     } else {
         const uint4 eight = *reinterpret_cast<const uint4*>(p);
         const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-        for (int i = 0; i < 4; i++) x[2 * i] = __uint_as_float(pairs[i] << 16), x[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+        for (int i = 0; i < 4; i++)
+            x[2 * i] = __uint_as_float(pairs[i] << 16), x[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
     }
 }
 template <int W>
@@ -138,33 +142,39 @@ __global__ void embedding_forward_kernel(cuda_real* x, const int32_t* tokens, co
 constexpr int SORT_THREADS = 256;
 __global__ void __launch_bounds__(SORT_THREADS) sort_positions_kernel(int32_t* sorted, const int32_t* tokens, int N) {
     SHARED(int32_t, tile, [SORT_THREADS]);
-    const int own = int(blockIdx.x) * SORT_THREADS, thread = int(threadIdx.x), token = own + thread < N ? tokens[own + thread] : 0;
+    const int own = int(blockIdx.x) * SORT_THREADS, thread = int(threadIdx.x),
+              token = own + thread < N ? tokens[own + thread] : 0;
     int place = 0;
     for (int start = 0; start < N; start += SORT_THREADS) {
-        __syncthreads();  // the last tile is no longer read
+        __syncthreads();                                                       // the last tile is no longer read
         tile[thread] = start + thread < N ? tokens[start + thread] : INT_MAX;  // comes before nothing
         __syncthreads();
-        // Of equal tokens those of earlier positions come before; in all tiles but the block's own these are all or none.
+        // Of equal tokens those of earlier positions come before; in all tiles but the block's own these are all or
+        // none.
         if (start == own) {
 #pragma unroll 16
             for (int i = 0; i < SORT_THREADS; i++) place += tile[i] < token + (i < thread);
         } else {
             const int limit = token + (start < own);
 #pragma unroll 16
-            for (int i = 0; i < SORT_THREADS; i++) place += unsigned(tile[i] - limit) >> 31;  // less: a sign, as both are at least 0
+            for (int i = 0; i < SORT_THREADS; i++)
+                place += unsigned(tile[i] - limit) >> 31;  // less: a sign, as both are at least 0
         }
     }
     if (own + thread < N) sorted[place] = own + thread;
 }
-// dembed [V, C] += rows of dx [N, C]. Block column blockIdx.y, place blockIdx.x; the first place of a token's run walks the run.
+// dembed [V, C] += rows of dx [N, C]. Block column blockIdx.y, place blockIdx.x; the first place of a token's run walks
+// the run.
 template <int W>
 __global__ void __launch_bounds__(128)
-    embedding_backward_kernel(float* dembed, const cuda_real* dx, const int32_t* tokens, const int32_t* sorted, int N, int C) {
+    embedding_backward_kernel(float* dembed, const cuda_real* dx, const int32_t* tokens, const int32_t* sorted, int N,
+                              int C) {
     const int place = blockIdx.x, token = tokens[sorted[place]], c = int(blockIdx.y * blockDim.x + threadIdx.x) * W;
     if (c >= C || (place > 0 && tokens[sorted[place - 1]] == token)) return;
     float sum[W];
     load(sum, dembed + size_t(token) * C + c);
-    // A frequent token's run is long, and a row's address takes two loads one after the other: those of 8 rows are under way at once.
+    // A frequent token's run is long, and a row's address takes two loads one after the other: those of 8 rows are
+    // under way at once.
     constexpr int AHEAD = 8;
     for (int i = place, last = token; i < N && last == token; i += AHEAD) {
         int n[AHEAD], tokens_ahead[AHEAD];
@@ -207,8 +217,9 @@ __global__ void __launch_bounds__(NORM_ROWS * 32)
 
 // dx += rstd * (g - x * rstd^2 * mean(g * x)),  g = dout * weight
 template <int W>
-__global__ void __launch_bounds__(NORM_ROWS * 32) rmsnorm_backward_kernel(cuda_real* dx, const cuda_real* dout, const cuda_real* x,
-                                                                          const float* rstd, const cuda_real* weight, int N, int C) {
+__global__ void __launch_bounds__(NORM_ROWS * 32)
+    rmsnorm_backward_kernel(cuda_real* dx, const cuda_real* dout, const cuda_real* x, const float* rstd,
+                            const cuda_real* weight, int N, int C) {
     const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (n >= N) return;
     x += size_t(n) * C, dx += size_t(n) * C, dout += size_t(n) * C;
@@ -225,11 +236,14 @@ __global__ void __launch_bounds__(NORM_ROWS * 32) rmsnorm_backward_kernel(cuda_r
     }
 }
 
-// Sums over the rows of a matrix [N, C], in two stages: parts of `part_rows` rows, then the parts. What is summed says Term.
+// Sums over the rows of a matrix [N, C], in two stages: parts of `part_rows` rows, then the parts. What is summed says
+// Term.
 struct RowsOf {  // the matrix itself
     const cuda_real* x;
     template <int W>
-    __device__ void load_terms(float (&term)[W], int n, int c, int C) const { load(term, x + size_t(n) * C + c); }
+    __device__ void load_terms(float (&term)[W], int n, int c, int C) const {
+        load(term, x + size_t(n) * C + c);
+    }
 };
 struct NormWeightGradient {  // dout * x * rstd
     const cuda_real *dout, *x;
@@ -253,7 +267,8 @@ __global__ void __launch_bounds__(128) column_parts_kernel(float* partial, Term 
     }
     store(partial + size_t(blockIdx.y) * C + c, sum);
 }
-// out [columns] += sum over parts of partial [parts, columns]; a block takes 32 columns, each of its 8 warps every eighth part
+// out [columns] += sum over parts of partial [parts, columns]; a block takes 32 columns, each of its 8 warps every
+// eighth part
 __global__ void __launch_bounds__(256) column_totals_kernel(float* out, const float* partial, int parts, int columns) {
     SHARED(float, sums, [8][32]);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = int(blockIdx.x) * 32 + lane;
@@ -309,7 +324,8 @@ constexpr int CLASSIFIER_THREADS = 512;
 
 template <int W>
 __global__ void __launch_bounds__(CLASSIFIER_THREADS)
-    classifier_kernel(float* losses, cuda_real* logits, const int32_t* targets, float dloss, bool want_gradient, int V, int Vp) {
+    classifier_kernel(float* losses, cuda_real* logits, const int32_t* targets, float dloss, bool want_gradient, int V,
+                      int Vp) {
     SHARED(Softmax, of_warps, [CLASSIFIER_THREADS / 32]);
     SHARED(float, target_logit, [1]);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, target = targets[blockIdx.x];
@@ -340,7 +356,8 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
     const float factor = dloss / softmax.sum;
     for (int v0 = threadIdx.x * W; v0 < Vp; v0 += CLASSIFIER_THREADS * W) {
         load(x, row + v0);
-        for (int k = 0; k < W; k++) x[k] = v0 + k < V ? expf(x[k] - softmax.largest) * factor - (v0 + k == target ? dloss : 0) : 0;
+        for (int k = 0; k < W; k++)
+            x[k] = v0 + k < V ? expf(x[k] - softmax.largest) * factor - (v0 + k == target ? dloss : 0) : 0;
         store(row + v0, x);
     }
 }
@@ -379,7 +396,8 @@ __global__ void sum_total_kernel(double* total, const double* partial, int parts
 constexpr int CHUNK_THREADS = 256;
 
 // One block per chunk.
-__global__ void __launch_bounds__(CHUNK_THREADS) chunk_squares_kernel(double* squares, const float* x, size_t total, size_t first_chunk) {
+__global__ void __launch_bounds__(CHUNK_THREADS)
+    chunk_squares_kernel(double* squares, const float* x, size_t total, size_t first_chunk) {
     SHARED(double, sums, [CHUNK_THREADS / 32]);
     const size_t chunk = first_chunk + blockIdx.x;
     double sum = 0;
@@ -439,14 +457,16 @@ __device__ inline cuda_real parameter(float master, uint64_t seed, uint64_t stre
     return __ushort_as_bfloat16((unsigned short)((bits + (finite ? random & 0xffffu : 0)) >> 16));
 #endif
 }
-__global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad, size_t count, AdamWConstants h,
-                             const AdamWStep* step) {
+__global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad, size_t count,
+                             AdamWConstants h, const AdamWStep* step) {
     // What multiplies the gradient (NaN: no update) and the parameter comes
     // from fp64, which many GPUs compute at 1/64 of the rate: once a block.
     SHARED(float, factors, [2]);
     if (threadIdx.x == 0) {
         const double norm = h.squares ? sqrt(*h.squares) : 0;
-        factors[0] = !(norm < INFINITY) ? NAN : h.grad_clip > 0 && norm > h.grad_clip ? float(h.grad_clip / norm) : 1.0f;
+        factors[0] = !(norm < INFINITY)                      ? NAN
+                     : h.grad_clip > 0 && norm > h.grad_clip ? float(h.grad_clip / norm)
+                                                             : 1.0f;
         factors[1] = float(1 - step->lr * h.decay);
     }
     __syncthreads();
@@ -459,18 +479,21 @@ __global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v
     m[i] = m_new, v[i] = v_new, master[i] = updated;
     param[i] = parameter(updated, h.seed, step->stream, h.counter + i);
 }
-__global__ void round_master_kernel(cuda_real* param, const float* master, size_t count, uint64_t seed, uint64_t stream, uint64_t counter) {
+__global__ void round_master_kernel(cuda_real* param, const float* master, size_t count, uint64_t seed, uint64_t stream,
+                                    uint64_t counter) {
     const size_t i = thread_index();
     if (i < count) param[i] = parameter(master[i], seed, stream, counter + i);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Heads and RoPE. One row of `projected` [B*queries, P] is  q | k_cmp v_cmp k_slc v_slc k_win v_win | gate logits | padding.
+// Heads and RoPE. One row of `projected` [B*queries, P] is  q | k_cmp v_cmp k_slc v_slc k_win v_win | gate logits |
+// padding.
 
 // cosine and sine [positions, D/2]
 struct Rope {
     const float *cosine, *sine;
-    // Turns W pairs of a head, elements i.. of its lower and upper half, by their angles at a position; direction -1 turns back.
+    // Turns W pairs of a head, elements i.. of its lower and upper half, by their angles at a position; direction -1
+    // turns back.
     template <int W>
     __device__ void rotate(float (&low)[W], float (&high)[W], int position, int i, int D, int direction) const {
         float c[W], s[W];
@@ -485,15 +508,16 @@ struct Rope {
 // Of one token's row: head `unit` is a query head, or a group's key or value (slot, group); after them come the gates.
 struct HeadPlace {
     bool query, rotated;
-    int slot;        // HeadSlot of a key or value
-    size_t row;      // of q, or of the slot's buffer
+    int slot;    // HeadSlot of a key or value
+    size_t row;  // of q, or of the slot's buffer
     __device__ HeadPlace(int unit, size_t b, int j, const NsaShape& s) {
         query = unit < s.H, slot = query ? 0 : (unit - s.H) / s.G + (s.full ? K_WIN : K_CMP);
         rotated = query || slot == K_SLC || slot == K_WIN;
         row = query ? (b * s.H + unit) * s.queries + j : (b * s.G + (unit - s.H) % s.G) * s.T + s.first + j;
     }
 };
-// Each pointer has a name, and is chosen by comparisons: an array indexed at run time would be copied to local memory by every thread.
+// Each pointer has a name, and is chosen by comparisons: an array indexed at run time would be copied to local memory
+// by every thread.
 template <class Q, class KV, class Gate>
 struct HeadArrays {
     Q* q;
@@ -531,8 +555,8 @@ __global__ void __launch_bounds__(128)
         out.gate[i % 3 * rows + (b * s.H + i / 3) * s.queries + j] = sigmoid(float(in[units * s.D + i]));
 }
 template <int W>
-__global__ void __launch_bounds__(128)
-    split_heads_backward_kernel(cuda_real* dprojected, HeadGradientPointers d, Rope rope, NsaShape s, int P, int units) {
+__global__ void __launch_bounds__(128) split_heads_backward_kernel(cuda_real* dprojected, HeadGradientPointers d,
+                                                                   Rope rope, NsaShape s, int P, int units) {
     const int pieces = s.D / 2 / W, t = blockIdx.x % s.T;
     const size_t b = blockIdx.x / s.T, rows = size_t(s.B) * s.H * s.T;
     cuda_real* out = dprojected + size_t(blockIdx.x) * P;
@@ -541,7 +565,9 @@ __global__ void __launch_bounds__(128)
         const HeadPlace place(unit, b, t, s);
         float low[W], high[W];
         if (place.query) load(low, d.q + place.row * s.D + i), load(high, d.q + place.row * s.D + s.D / 2 + i);
-        else load(low, d.kv(place.slot) + place.row * s.D + i), load(high, d.kv(place.slot) + place.row * s.D + s.D / 2 + i);
+        else
+            load(low, d.kv(place.slot) + place.row * s.D + i),
+                load(high, d.kv(place.slot) + place.row * s.D + s.D / 2 + i);
         if (place.rotated) rope.rotate(low, high, t, i, s.D, -1);
         store(out + unit * s.D + i, low), store(out + unit * s.D + s.D / 2 + i, high);
     }
@@ -553,8 +579,8 @@ __global__ void __launch_bounds__(128)
 // Compression. Scratch matrices are packed: row bg*count + i is block begin + i of (sequence, group) bg.
 
 // hidden [B, G, NC, F] = sum + bias, activated = silu(hidden); sum, activated [B*G*count, F]. One thread per element.
-__global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated, const float* sum, const cuda_real* bias, int rows,
-                                         int count, int begin, int NC, int F) {
+__global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated, const float* sum,
+                                         const cuda_real* bias, int rows, int count, int begin, int NC, int F) {
     const size_t i = thread_index();
     if (i >= size_t(rows) * F) return;
     const size_t row = i / F, at = (row / count * NC + begin + row % count) * F + i % F;
@@ -564,8 +590,8 @@ __global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated
 }
 // out [B, G, NC, D] = mean of the block's l tokens + sum, rotated at the position
 // of the block's first token where asked. sum [B*G*count, D]; one thread per pair.
-__global__ void compress_output_kernel(cuda_real* out, const float* sum, const cuda_real* k, Rope rope, bool rotated, int rows, int count,
-                                       int begin, int NC, NsaShape s) {
+__global__ void compress_output_kernel(cuda_real* out, const float* sum, const cuda_real* k, Rope rope, bool rotated,
+                                       int rows, int count, int begin, int NC, NsaShape s) {
     const int pairs = s.D / 2;
     const size_t index = thread_index();
     if (index >= size_t(rows) * pairs) return;
@@ -573,7 +599,8 @@ __global__ void compress_output_kernel(cuda_real* out, const float* sum, const c
     const int x = int(index % pairs), block = begin + int(row % count);
     const cuda_real* tokens = k + (bg * s.T + size_t(block) * s.d) * s.D;
     float low[1] = {0}, high[1] = {0};
-    for (int i = 0; i < s.l; i++) low[0] += float(tokens[size_t(i) * s.D + x]), high[0] += float(tokens[size_t(i) * s.D + pairs + x]);
+    for (int i = 0; i < s.l; i++)
+        low[0] += float(tokens[size_t(i) * s.D + x]), high[0] += float(tokens[size_t(i) * s.D + pairs + x]);
     low[0] = low[0] / s.l + sum[row * s.D + x], high[0] = high[0] / s.l + sum[row * s.D + pairs + x];
     if (rotated) rope.rotate(low, high, block * s.d, x, s.D, +1);
     cuda_real* to = out + (bg * NC + block) * s.D;
@@ -591,14 +618,16 @@ __global__ void compress_turn_back_kernel(cuda_real* dout, Rope rope, int rows, 
     dout[row * D + x] = cuda_real(low[0]), dout[row * D + pairs + x] = cuda_real(high[0]);
 }
 // dhidden = dactivated * silu'(hidden)
-__global__ void compress_dhidden_kernel(cuda_real* dhidden, const float* dactivated, const cuda_real* hidden, size_t count) {
+__global__ void compress_dhidden_kernel(cuda_real* dhidden, const float* dactivated, const cuda_real* hidden,
+                                        size_t count) {
     const size_t i = thread_index();
     if (i >= count) return;
     const float h = float(hidden[i]), s = sigmoid(h);
     dhidden[i] = cuda_real(dactivated[i] * s * (1 + h * (1 - s)));
 }
 // dfc1[f, first + x] += sum over (sequence, group) of partial [B*G, F, width]: one chunk's columns of fc1 [F, all]
-__global__ void compress_dfc1_kernel(float* dfc1, const float* partial, int groups, int F, int width, int first, int all) {
+__global__ void compress_dfc1_kernel(float* dfc1, const float* partial, int groups, int F, int width, int first,
+                                     int all) {
     const size_t i = thread_index(), size = size_t(F) * width;
     if (i >= size) return;
     float sum = 0;
@@ -611,7 +640,8 @@ __global__ void __launch_bounds__(256)
     compress_dk_kernel(cuda_real* dk, const float* sum, const cuda_real* dout, size_t rows, int NC, NsaShape s) {
     const size_t row = row_index();
     if (row >= rows) return;
-    const int bg = int(unsigned(row) / unsigned(s.T)), t = int(unsigned(row) % unsigned(s.T));  // fewer than 2^32 rows, as in RowPlace
+    const int bg = int(unsigned(row) / unsigned(s.T)),
+              t = int(unsigned(row) % unsigned(s.T));  // fewer than 2^32 rows, as in RowPlace
     const int first = t < s.l ? 0 : (t - s.l) / s.d + 1, end = min(NC, t / s.d + 1);
     const float share = 1.0f / s.l;  // exact where l is a power of two
     for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
@@ -629,11 +659,13 @@ __global__ void __launch_bounds__(256)
 // ---------------------------------------------------------------------------------------------------------------------
 // The sum of the branches, and what their backward starts from.
 
-// Where row (b, head, j) of [B, H, queries] lies in [B, queries, H]. There are fewer than 2^32 rows: divisions of 64 bits are long.
+// Where row (b, head, j) of [B, H, queries] lies in [B, queries, H]. There are fewer than 2^32 rows: divisions of 64
+// bits are long.
 struct RowPlace {
     size_t by_token;
     __device__ RowPlace(unsigned row, const NsaShape& s) {
-        const unsigned queries = unsigned(s.queries), H = unsigned(s.H), j = row % queries, head = row / queries % H, b = row / queries / H;
+        const unsigned queries = unsigned(s.queries), H = unsigned(s.H), j = row % queries, head = row / queries % H,
+                       b = row / queries / H;
         by_token = (size_t(b) * queries + j) * H + head;
     }
 };
@@ -659,8 +691,8 @@ __global__ void __launch_bounds__(256)
 // row_dot = dout . o     lse_gated = lse - ln(gate)     dgate_logit = row_dot * gate * (1 - gate), per branch
 template <int W>
 __global__ void __launch_bounds__(256)
-    attention_backward_rows_kernel(float* row_dot, float* lse_gated, float* dgate_logit, const cuda_real* dout, const cuda_real* o,
-                                   const float* gate, const float* lse, size_t rows, NsaShape s) {
+    attention_backward_rows_kernel(float* row_dot, float* lse_gated, float* dgate_logit, const cuda_real* dout,
+                                   const cuda_real* o, const float* gate, const float* lse, size_t rows, NsaShape s) {
     const size_t index = row_index(), row = index < rows ? index : rows - 1;  // every lane takes part in the sums
     const cuda_real* d = dout + RowPlace(unsigned(row), s).by_token * s.D;
     for (int i = 0; i < (s.full ? 1 : 3); i++) {
@@ -690,30 +722,33 @@ inline unsigned blocks(size_t count, size_t per_block) { return unsigned((count 
 //   shape  ->  tiles in shared memory and their products  ->  which keys a query sees  ->  forward  ->  backward
 //   ->  the selected branch by gathered rows, for long sequences  ->  selection  ->  host side.
 //
-// A tile of queries has as its rows all query heads of one group for a few consecutive tokens, head by head: row r is head r /
-// tile_tokens, token r % tile_tokens. All of them share the tile's keys, so any number of heads per group fills the tensor cores. A
-// tile of keys has 64 rows. Softmax is in base 2 inside: 2^(c q.k - lse), c = log2(e) / sqrt(D); the lse in memory is the natural one.
-// The same in scalar code, with which it is compared: dev/ladder/attention_level0.cuh.
+// A tile of queries has as its rows all query heads of one group for a few consecutive tokens, head by head: row r is
+// head r / tile_tokens, token r % tile_tokens. All of them share the tile's keys, so any number of heads per group
+// fills the tensor cores. A tile of keys has 64 rows. Softmax is in base 2 inside: 2^(c q.k - lse), c = log2(e) /
+// sqrt(D); the lse in memory is the natural one. The same in scalar code, with which it is compared:
+// dev/ladder/attention_level0.cuh.
 // =====================================================================================================================
 // The selected branch has two sets of kernels: masked tiles, where a tile of tokens visits every
 // block that one of them chose, and gathered rows, where each block is visited by the rows that
 // chose it. AUTO takes what costs less for the selection at hand, see measure_selections_kernel.
 enum class SelectedKernel { AUTO, TILES, GATHER };
-// AUTO's decision and its reasons, in the GPU's memory. Both sets of kernels are launched; those that were not chosen return at once.
+// AUTO's decision and its reasons, in the GPU's memory. Both sets of kernels are launched; those that were not chosen
+// return at once.
 struct SelectedChoice {
-    int gather;           // 1: gathered rows, 0: masked tiles
-    float tile_tokens;    // of the tiles that were looked at
-    float tile_blocks;    // tiles of 64 keys that a tile of tokens visits, on average
-    float cost;           // of gathered rows, as a share of that of masked tiles
+    int gather;         // 1: gathered rows, 0: masked tiles
+    float tile_tokens;  // of the tiles that were looked at
+    float tile_blocks;  // tiles of 64 keys that a tile of tokens visits, on average
+    float cost;         // of gathered rows, as a share of that of masked tiles
 };
 
 // In words, for the log.
 inline std::string describe(const SelectedChoice& c, const NsaShape& s) {
     return format_text(
-        "selected branch by %s: %.0f tokens visit %.1f of %d tiles of keys together; gathering their rows has an estimated cost of %.2f "
+        "selected branch by %s: %.0f tokens visit %.1f of %d tiles of keys together; gathering their rows has an "
+        "estimated cost of %.2f "
         "of that of masked tiles",
-        c.gather ? "gathered rows" : "masked tiles", double(c.tile_tokens), double(c.tile_blocks), (s.first + s.queries + 64 - 1) / 64,
-        double(c.cost));
+        c.gather ? "gathered rows" : "masked tiles", double(c.tile_tokens), double(c.tile_blocks),
+        (s.first + s.queries + 64 - 1) / 64, double(c.cost));
 }
 
 #ifndef PRECISION_FP32
@@ -724,18 +759,24 @@ using bf16 = __nv_bfloat16;
 // Shape.
 
 constexpr int KEY_TILE = 64;          // keys of a tile; of the token tile in dK and dV
-constexpr int QUERY_ROWS = 128;        // of a tile of queries, at most
+constexpr int QUERY_ROWS = 128;       // of a tile of queries, at most
 constexpr int MOST_TILE_TOKENS = 64;  // more would make the union of a tile's selections too large
 constexpr int SCORE_TOKENS = 16;      // tokens of a tile of the selection
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float MOST_GROWTH = 8;      // of a score in base 2 over the shift that is subtracted from it, see attention_forward_kernel
+constexpr float MOST_GROWTH =
+    8;  // of a score in base 2 over the shift that is subtracted from it, see attention_forward_kernel
 
 // 16-row pieces of a query tile in one warp: two share each piece of K and V that is loaded, while registers suffice.
-// Queries (and dout) stay in registers; eight warps of 255 registers fill a multiprocessor: two blocks, or one at D = 128.
+// Queries (and dout) stay in registers; eight warps of 255 registers fill a multiprocessor: two blocks, or one at D =
+// 128.
 template <int D>
-HOST_DEVICE constexpr int row_pieces() { return D > 64 ? 1 : 2; }
+HOST_DEVICE constexpr int row_pieces() {
+    return D > 64 ? 1 : 2;
+}
 template <int D>
-HOST_DEVICE constexpr int tile_threads() { return QUERY_ROWS / 16 / row_pieces<D>() * 32; }
+HOST_DEVICE constexpr int tile_threads() {
+    return QUERY_ROWS / 16 / row_pieces<D>() * 32;
+}
 
 // A number of the shape to divide by, without the 20 instructions of an integer
 // division: i / n = i * ceil(2^31 / n) >> 31 for all i with i * (n - 1) < 2^31.
@@ -748,22 +789,24 @@ struct Divisor {
 
 // What kernels need to know of NsaShape. Index bg = b * G + g counts the groups of all sequences.
 struct AttentionShape {
-    int batch_groups, G, heads;    // B * G; groups; query heads of a group
+    int batch_groups, G, heads;  // B * G; groups; query heads of a group
     Divisor by_heads, by_slc_tiles;
-    int first, queries;            // positions first .. first + queries - 1
-    int keys, key_stride;          // keys that the last query may see; rows of the key arrays per group
-    int tile_tokens, tiles;        // tokens of a tile, number of tiles: of queries, in dK and dV of keys
-    int l, d, window;              // compression block and stride; keys of the window
+    int first, queries;      // positions first .. first + queries - 1
+    int keys, key_stride;    // keys that the last query may see; rows of the key arrays per group
+    int tile_tokens, tiles;  // tokens of a tile, number of tiles: of queries, in dK and dV of keys
+    int l, d, window;        // compression block and stride; keys of the window
     int slc_block, slc_count, words;
-    int slc_shift;                 // selection block of a key within a tile: key >> slc_shift, 0 where a block fills the tile
-    int slc_tiles;                 // tiles of keys of a selection block, at least 1
-    float scale;                   // 1 / sqrt(D)
-    int parts, part_tokens;        // dK and dV: the queries are cut into so many parts of so many tokens, whose sums are added at the end
+    int slc_shift;           // selection block of a key within a tile: key >> slc_shift, 0 where a block fills the tile
+    int slc_tiles;           // tiles of keys of a selection block, at least 1
+    float scale;             // 1 / sqrt(D)
+    int parts, part_tokens;  // dK and dV: the queries are cut into so many parts of so many tokens, whose sums are
+                             // added at the end
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tiles. A tile in shared memory is [rows, D] in bf16, in 16-byte chunks. Chunk c of row r lies at place c ^ (r % 8) of its row (rows
-// shorter than 128 bytes: the same within 128 bytes), so that the eight rows which ldmatrix reads at once come from different banks.
+// Tiles. A tile in shared memory is [rows, D] in bf16, in 16-byte chunks. Chunk c of row r lies at place c ^ (r % 8) of
+// its row (rows shorter than 128 bytes: the same within 128 bytes), so that the eight rows which ldmatrix reads at once
+// come from different banks.
 
 template <int D>
 __device__ inline int chunk_at(int row, int chunk) {
@@ -792,8 +835,8 @@ __device__ inline void copy_tile(bf16* tile, const bf16* in, size_t stride, int 
 // A tile of keys, and of values, on their way into one of two buffers: a group
 // of copies of its own. group: where the keys of (sequence, group) begin.
 template <int D>
-__device__ inline void copy_keys_and_values(bf16* k_tiles, bf16* v_tiles, int buffer, const bf16* k, const bf16* v, size_t group,
-                                            int key_tile, const AttentionShape& s) {
+__device__ inline void copy_keys_and_values(bf16* k_tiles, bf16* v_tiles, int buffer, const bf16* k, const bf16* v,
+                                            size_t group, int key_tile, const AttentionShape& s) {
     constexpr int THREADS = tile_threads<D>();  // which most blocks have, so that a whole tile has fixed distances
     const int valid = s.keys - key_tile * KEY_TILE, chunk = threadIdx.x % (D / 8);
     const size_t from = group + size_t(key_tile) * KEY_TILE * D;
@@ -813,18 +856,18 @@ __device__ inline void copy_keys_and_values(bf16* k_tiles, bf16* v_tiles, int bu
 // The rows of a tile of queries, from heads and tokens that are head_stride
 // and token_stride elements apart; the first `tokens` of the tile exist.
 template <int D>
-__device__ inline void copy_queries(bf16* tile, const bf16* in, size_t head_stride, size_t token_stride, int rows, int tokens,
-                                    const AttentionShape& s) {
+__device__ inline void copy_queries(bf16* tile, const bf16* in, size_t head_stride, size_t token_stride, int rows,
+                                    int tokens, const AttentionShape& s) {
     for (int i = threadIdx.x; i < rows * (D / 8); i += blockDim.x) {
         const int row = i / (D / 8), chunk = i % (D / 8), head = row / s.tile_tokens, token = row % s.tile_tokens;
         const bool valid = head < s.heads && token < tokens;
-        cp_async_16(tile + chunk_at<D>(row, chunk), valid ? in + head * head_stride + token * token_stride + chunk * 8 : in, valid);
+        cp_async_16(tile + chunk_at<D>(row, chunk),
+                    valid ? in + head * head_stride + token * token_stride + chunk * 8 : in, valid);
     }
 }
 
-// Fragments of m16n8k16, by the PTX manual: lane 4 g + t holds of C the rows g and g + 8, columns 2 t and 2 t + 1: c[0], c[1] and
-// c[2], c[3].
-// a (16 x 16) = rows row.. of the tile, columns column..
+// Fragments of m16n8k16, by the PTX manual: lane 4 g + t holds of C the rows g and g + 8, columns 2 t and 2 t + 1:
+// c[0], c[1] and c[2], c[3]. a (16 x 16) = rows row.. of the tile, columns column..
 template <int D>
 __device__ inline void load_a(unsigned (&a)[4], const bf16* tile, int row, int column) {
     const int lane = threadIdx.x % 32;
@@ -865,7 +908,8 @@ __device__ inline void load_rows(unsigned (&a)[M][D / 16][4], const bf16* tile, 
 }
 // c (M*16 x N*16) += A B^T; A: rows a_row.. of its tile, B: rows b_row.. of its tile, both over all D columns.
 template <int D, int M, int N>
-__device__ inline void multiply_rows(float (&c)[M][2 * N][4], const bf16* a_tile, int a_row, const bf16* b_tile, int b_row) {
+__device__ inline void multiply_rows(float (&c)[M][2 * N][4], const bf16* a_tile, int a_row, const bf16* b_tile,
+                                     int b_row) {
 #pragma unroll
     for (int k = 0; k < D; k += 16) {
         unsigned a[M][4];
@@ -882,7 +926,8 @@ __device__ inline void multiply_rows(float (&c)[M][2 * N][4], const bf16* a_tile
 }
 // The same; A (M*16 x D) in registers.
 template <int D, int M, int N>
-__device__ inline void multiply_rows(float (&c)[M][2 * N][4], const unsigned (&a)[M][D / 16][4], const bf16* b_tile, int b_row) {
+__device__ inline void multiply_rows(float (&c)[M][2 * N][4], const unsigned (&a)[M][D / 16][4], const bf16* b_tile,
+                                     int b_row) {
 #pragma unroll
     for (int k = 0; k < D; k += 16)
 #pragma unroll
@@ -894,16 +939,19 @@ __device__ inline void multiply_rows(float (&c)[M][2 * N][4], const unsigned (&a
         }
 }
 // c (M*16 x D) += P B; P (M*16 x K*16) as a product left it, rounded to bf16; B: rows b_row.. of its tile.
-// The C fragments of two neighbouring products are the A fragment of the next one, so P does not go through shared memory.
+// The C fragments of two neighbouring products are the A fragment of the next one, so P does not go through shared
+// memory.
 template <int D, int M, int K>
-__device__ inline void multiply_add(float (&c)[M][D / 8][4], const float (&p)[M][2 * K][4], const bf16* b_tile, int b_row) {
+__device__ inline void multiply_add(float (&c)[M][D / 8][4], const float (&p)[M][2 * K][4], const bf16* b_tile,
+                                    int b_row) {
 #pragma unroll
     for (int k = 0; k < K; k++) {
         unsigned a[M][4];
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int r = 0; r < 4; r++) a[m][r] = pack_bf16(p[m][2 * k + r / 2][r % 2 * 2], p[m][2 * k + r / 2][r % 2 * 2 + 1]);
+            for (int r = 0; r < 4; r++)
+                a[m][r] = pack_bf16(p[m][2 * k + r / 2][r % 2 * 2], p[m][2 * k + r / 2][r % 2 * 2 + 1]);
 #pragma unroll
         for (int x = 0; x < D; x += 16) {
             unsigned b[4];
@@ -925,15 +973,18 @@ __device__ inline int end_of_keys(int t, const AttentionShape& s) {
 }
 // No query before this position sees the key.
 template <Branch branch>
-__device__ inline int first_query(int key, const AttentionShape& s) { return branch == CMP ? key * s.d + s.l - 1 : key; }
+__device__ inline int first_query(int key, const AttentionShape& s) {
+    return branch == CMP ? key * s.d + s.l - 1 : key;
+}
 // Whether the query at position t sees the key, where it chose the key's selection block.
 template <Branch branch>
 __device__ inline bool query_sees(int t, int key, const AttentionShape& s) {
     return first_query<branch>(key, s) <= t && (branch != WIN || t < key + s.window);
 }
 
-// Bit i is set where a token chose the i-th selection block of a tile of keys. A selection block of 64 or more tokens is the only one
-// in each of its tiles. selected: the bitmasks of a tile of tokens (at most 64, so 32 bits are enough for the index).
+// Bit i is set where a token chose the i-th selection block of a tile of keys. A selection block of 64 or more tokens
+// is the only one in each of its tiles. selected: the bitmasks of a tile of tokens (at most 64, so 32 bits are enough
+// for the index).
 __device__ inline int blocks_per_tile(const AttentionShape& s) { return KEY_TILE >> s.slc_shift; }
 struct TileBlocks {
     int word, bit;  // where the bits of the tile's blocks lie in a bitmask
@@ -943,7 +994,8 @@ __device__ inline TileBlocks tile_blocks(int tile, const AttentionShape& s) {
     const int block = s.by_slc_tiles.of(tile) * blocks_per_tile(s);  // one of the two is 1
     return {block / 32, block % 32, (1u << blocks_per_tile(s)) - 1};
 }
-__device__ inline unsigned chosen_blocks(const uint32_t* selected, int token, const TileBlocks& blocks, const AttentionShape& s) {
+__device__ inline unsigned chosen_blocks(const uint32_t* selected, int token, const TileBlocks& blocks,
+                                         const AttentionShape& s) {
     return selected[token * s.words + blocks.word] >> blocks.bit & blocks.all;
 }
 
@@ -962,7 +1014,8 @@ __device__ inline int next_tile(const uint32_t* used, int tile, int end) {
 }
 // used = bitmask over tiles of keys: whether one of the tile's `tokens` tokens, with bitmasks
 // `selected`, chose a block in it. The block's threads share the work; a barrier must follow.
-__device__ inline void find_used_key_tiles(uint32_t* used, const uint32_t* selected, int tokens, int tiles, const AttentionShape& s) {
+__device__ inline void find_used_key_tiles(uint32_t* used, const uint32_t* selected, int tokens, int tiles,
+                                           const AttentionShape& s) {
     const int lane = threadIdx.x % 32;
     for (int word = threadIdx.x / 32; word * 32 < tiles; word += blockDim.x / 32) {
         const int tile = word * 32 + lane;
@@ -973,9 +1026,10 @@ __device__ inline void find_used_key_tiles(uint32_t* used, const uint32_t* selec
         if (lane == 0) used[word] = bits;
     }
 }
-// used = bitmask over tiles of tokens: whether one of the tile's tokens chose a block in tile `key_tile` of keys. selected: the
-// bitmasks of all tokens. A barrier must follow.
-__device__ inline void find_used_token_tiles(uint32_t* used, const uint32_t* selected, int key_tile, const AttentionShape& s) {
+// used = bitmask over tiles of tokens: whether one of the tile's tokens chose a block in tile `key_tile` of keys.
+// selected: the bitmasks of all tokens. A barrier must follow.
+__device__ inline void find_used_token_tiles(uint32_t* used, const uint32_t* selected, int key_tile,
+                                             const AttentionShape& s) {
     const int lane = threadIdx.x % 32, tiles = (s.queries + KEY_TILE - 1) / KEY_TILE;
     const TileBlocks blocks = tile_blocks(key_tile, s);
     for (int word = threadIdx.x / 32; word * 32 < tiles; word += blockDim.x / 32) {
@@ -994,7 +1048,8 @@ __device__ inline void find_used_token_tiles(uint32_t* used, const uint32_t* sel
 struct Visible {
     int begin, end;
 };
-// end: the query's end_of_keys, counted likewise. chosen: whether the query chose the selection block that the keys belong to.
+// end: the query's end_of_keys, counted likewise. chosen: whether the query chose the selection block that the keys
+// belong to.
 template <Branch branch>
 __device__ inline Visible visible_keys(int end, bool chosen, const AttentionShape& s) {
     return {branch == WIN ? end - s.window : 0, branch != SLC || chosen ? end : 0};
@@ -1014,11 +1069,14 @@ __device__ inline QueryTile query_tile(const AttentionShape& s) {
 // The place of a row of the tile in [B, H, queries], or -1 for a row that is no query.
 __device__ inline long long query_row(const QueryTile& tile, int row, const AttentionShape& s) {
     const int head = row / s.tile_tokens, token = row % s.tile_tokens;
-    return head < s.heads && token < tile.tokens ? ((long long)tile.bg * s.heads + head) * s.queries + tile.j0 + token : -1;
+    return head < s.heads && token < tile.tokens ? ((long long)tile.bg * s.heads + head) * s.queries + tile.j0 + token
+                                                 : -1;
 }
-// Of every 16-row piece m a lane owns rows lane / 4 (i = 0) and lane / 4 + 8 (i = 1). One register holds a byte for each of them.
+// Of every 16-row piece m a lane owns rows lane / 4 (i = 0) and lane / 4 + 8 (i = 1). One register holds a byte for
+// each of them.
 __device__ inline int row_byte(unsigned bytes, int m, int i) { return int(bytes >> (m * 16 + i * 8) & 255); }
-// The rows' end_of_keys, as differences from that of the tile's first token, which are below 64; NO_QUERY for rows that are no query.
+// The rows' end_of_keys, as differences from that of the tile's first token, which are below 64; NO_QUERY for rows that
+// are no query.
 constexpr int NO_QUERY = 255;
 template <Branch branch, int M>
 __device__ inline unsigned ends_of_rows(const QueryTile& tile, int first_row, const AttentionShape& s) {
@@ -1038,22 +1096,27 @@ __device__ inline int end_of_row(int first_end, unsigned ends, int m, int i) {
 // What the rows of a warp see of a tile of keys. In the selected branch most tiles are seen by some rows
 // whole and by the others not at all; those others are `hidden` as rows, which costs nothing per key.
 struct TileView {
-    int first_end;       // of the tile of queries, counted from the tile's first key; with `ends`, see ends_of_rows
-    bool some, masked;   // of the whole warp: whether a row sees a key; whether a row that is not hidden sees only a part
-    unsigned blocks;     // this lane's rows' chosen_blocks, a byte each
+    int first_end;  // of the tile of queries, counted from the tile's first key; with `ends`, see ends_of_rows
+    bool some,
+        masked;       // of the whole warp: whether a row sees a key; whether a row that is not hidden sees only a part
+    unsigned blocks;  // this lane's rows' chosen_blocks, a byte each
     template <Branch branch>
-    __device__ bool hidden(int m, int i) const { return branch == SLC && row_byte(blocks, m, i) == 0; }
+    __device__ bool hidden(int m, int i) const {
+        return branch == SLC && row_byte(blocks, m, i) == 0;
+    }
 };
 // selected: the bitmasks of the tile of queries.
 template <Branch branch, int M>
-__device__ inline TileView look_at_tile(int key_tile, int first_end, unsigned ends, const uint32_t* selected, const AttentionShape& s) {
+__device__ inline TileView look_at_tile(int key_tile, int first_end, unsigned ends, const uint32_t* selected,
+                                        const AttentionShape& s) {
     TileView view = {first_end - key_tile * KEY_TILE, false, false, 0};
     const TileBlocks blocks = branch == SLC ? tile_blocks(key_tile, s) : TileBlocks{0, 0, 0};
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int token = row_byte(ends, m, i);  // in the selected branch, where the end is the token's own place + 1
+            const int token =
+                row_byte(ends, m, i);  // in the selected branch, where the end is the token's own place + 1
             const bool query = token != NO_QUERY;
             const unsigned chosen = branch == SLC && query ? chosen_blocks(selected, token, blocks, s) : 0;
             view.blocks |= chosen << (m * 16 + i * 8);
@@ -1069,7 +1132,8 @@ __device__ inline TileView look_at_tile(int key_tile, int first_end, unsigned en
 // The scores p of keys first .. first + 8 N - 1 of a tile become -infinity
 // where the row does not see the key; the exponential makes that 0.
 template <Branch branch, int M, int N>
-__device__ inline void hide_keys(float (&p)[M][N][4], const TileView& view, int first, unsigned ends, const AttentionShape& s) {
+__device__ inline void hide_keys(float (&p)[M][N][4], const TileView& view, int first, unsigned ends,
+                                 const AttentionShape& s) {
 #pragma unroll
     for (int part = 0; part < N; part += 2)  // 16 keys, which are of one selection block
 #pragma unroll
@@ -1100,11 +1164,12 @@ __device__ inline int end_of_key_tiles(const QueryTile& tile, const AttentionSha
 // Forward. One block per tile of queries; each warp has rows of its own.
 // Tiles of K and V come in two buffers: while one is used, the next arrives.
 
-// out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries]; without a key 0 and +infinity.
+// out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries]; without a key 0 and
+// +infinity.
 template <Branch branch, int D>
 __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
-    attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection,
-                             const SelectedChoice* choice, AttentionShape s) {
+    attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
+                             const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
     constexpr int M = row_pieces<D>();
     if (branch == SLC && choice && choice->gather) return;
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16 * M, rows = blockDim.x / 32 * 16 * M;
@@ -1116,7 +1181,8 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
     bf16* q_tile = shared.take<bf16>(QUERY_ROWS * D);
     uint32_t* used = nullptr;
 
-    copy_queries<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, rows, tile.tokens, s);
+    copy_queries<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, rows,
+                    tile.tokens, s);
     cp_async_commit();
     if (branch == SLC) {
         used = shared.take<uint32_t>(tile_words(s.key_stride));
@@ -1125,7 +1191,9 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
         __syncthreads();
     }
     const size_t group = size_t(tile.bg) * s.key_stride * D;
-    auto copy_keys = [&](int buffer, int key_tile) { copy_keys_and_values<D>(k_tiles, v_tiles, buffer, k, v, group, key_tile, s); };
+    auto copy_keys = [&](int buffer, int key_tile) {
+        copy_keys_and_values<D>(k_tiles, v_tiles, buffer, k, v, group, key_tile, s);
+    };
     int key_tile = next_tile<branch>(used, first_key_tile<branch>(tile, s), end_tile);
     if (key_tile >= end_tile) cp_async_commit();  // an empty group
     else copy_keys(0, key_tile);
@@ -1137,7 +1205,8 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
     // This lane's rows: first_row + m * 16 + i * 8 + lane / 4.
     const int first_end = end_of_keys<branch>(s.first + tile.j0, s);
     const unsigned ends = ends_of_rows<branch, M>(tile, first_row, s);
-    float sums[M][D / 8][4], shift[M][2], total[M][2];  // shift: subtracted from the scores in base 2; total: of this lane's columns
+    float sums[M][D / 8][4], shift[M][2],
+        total[M][2];  // shift: subtracted from the scores in base 2; total: of this lane's columns
 #pragma unroll
     for (int m = 0; m < M; m++) {
 #pragma unroll
@@ -1225,15 +1294,17 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Backward, with P' = e^(q k^T / sqrt(D) - lse_gated) and dS = P' o (dout v^T - row_dot). The products q k^T and dout v^T are computed
-// twice, in the dQ kernel, where a thread block keeps its queries, and in the dK/dV kernel, where it keeps its keys: so each gradient
-// has one owner.
+// Backward, with P' = e^(q k^T / sqrt(D) - lse_gated) and dS = P' o (dout v^T - row_dot). The products q k^T and dout
+// v^T are computed twice, in the dQ kernel, where a thread block keeps its queries, and in the dK/dV kernel, where it
+// keeps its keys: so each gradient has one owner.
 
-// dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`.  The forward's structure with dout in place of the online softmax.
+// dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`.  The forward's structure with dout in place of the online
+// softmax.
 template <Branch branch, int D>
 __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
-    attention_dq_kernel(float* dq, bool add, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
-                        const float* lse_gated, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+    attention_dq_kernel(float* dq, bool add, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
+                        const float* row_dot, const float* lse_gated, const uint32_t* selection,
+                        const SelectedChoice* choice, AttentionShape s) {
     constexpr int M = row_pieces<D>(), KEYS = 16;  // keys at a time, as many as there are registers for
     if (branch == SLC && choice && choice->gather) return;
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16 * M, rows = blockDim.x / 32 * 16 * M;
@@ -1246,7 +1317,8 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
     bf16* dout_tile = shared.take<bf16>(QUERY_ROWS * D);
     uint32_t* used = nullptr;
 
-    copy_queries<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, rows, tile.tokens, s);
+    copy_queries<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, rows,
+                    tile.tokens, s);
     const size_t H = size_t(s.G) * s.heads,
                  dout_at = ((size_t(tile.bg / s.G) * s.queries + tile.j0) * H + size_t(tile.bg % s.G) * s.heads) * D;
     copy_queries<D>(dout_tile, dout + dout_at, D, H * D, rows, tile.tokens, s);
@@ -1258,7 +1330,9 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
         __syncthreads();
     }
     const size_t group = size_t(tile.bg) * s.key_stride * D;
-    auto copy_keys = [&](int buffer, int key_tile) { copy_keys_and_values<D>(k_tiles, v_tiles, buffer, k, v, group, key_tile, s); };
+    auto copy_keys = [&](int buffer, int key_tile) {
+        copy_keys_and_values<D>(k_tiles, v_tiles, buffer, k, v, group, key_tile, s);
+    };
     int key_tile = next_tile<branch>(used, first_key_tile<branch>(tile, s), end_tile);
     if (key_tile >= end_tile) cp_async_commit();  // an empty group
     else copy_keys(0, key_tile);
@@ -1307,7 +1381,8 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
                     for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
                         for (int e = 2 * i; e < 2 * i + 2; e++)
-                            ds[m][n][e] = exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, minus_lse)) * (ds[m][n][e] - dot[m][i]);
+                            ds[m][n][e] =
+                                exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, minus_lse)) * (ds[m][n][e] - dot[m][i]);
                 }
             multiply_add<D, M, KEYS / 16>(sums, ds, k_tiles + buffer * KEY_TILE * D, first);
         }
@@ -1333,12 +1408,20 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
 //
 // Pieces of 16 keys in a warp: two share each piece of q and dout that is loaded.
 template <int D>
-HOST_DEVICE constexpr int key_pieces() { return D > 64 ? 1 : 2; }
+HOST_DEVICE constexpr int key_pieces() {
+    return D > 64 ? 1 : 2;
+}
 template <int D>
-HOST_DEVICE constexpr int dkdv_threads() { return KEY_TILE / 16 / key_pieces<D>() * 32; }
-HOST_DEVICE constexpr int sub_blocks(Branch branch) { return branch == SLC ? KEY_TILE / 16 : 1; }  // selection blocks of a tile, at most
+HOST_DEVICE constexpr int dkdv_threads() {
+    return KEY_TILE / 16 / key_pieces<D>() * 32;
+}
+HOST_DEVICE constexpr int sub_blocks(Branch branch) {
+    return branch == SLC ? KEY_TILE / 16 : 1;
+}  // selection blocks of a tile, at most
 template <int D>
-HOST_DEVICE constexpr bool keeps_v() { return D > 32; }  // in shared memory, for want of registers
+HOST_DEVICE constexpr bool keeps_v() {
+    return D > 32;
+}  // in shared memory, for want of registers
 
 // What a row of a tile of tokens (one head) brings along, in shared memory, for each of the two buffers. A
 // token that does not exist, or did not choose the selection block, has a shift that makes its weights 0.
@@ -1355,7 +1438,8 @@ struct WarpKeys {
     unsigned k_rows[M][D / 16][4], v_rows[M][D / 16][4];
     const bf16* v_tile;
     float dk[M][D / 8][4], dv[M][D / 8][4];
-    // The warp's first key, counted from the tile's; this lane's keys are lane / 4 behind it, and i * 8 and m * 16 further.
+    // The warp's first key, counted from the tile's; this lane's keys are lane / 4 behind it, and i * 8 and m * 16
+    // further.
     __device__ int warp_key() const { return threadIdx.x / 32 * 16 * M; }
     __device__ int lane_key() const { return warp_key() + threadIdx.x % 32 / 4; }
     // A barrier must lie between the arrival of the tiles and this.
@@ -1378,8 +1462,8 @@ struct WarpKeys {
     // dv += P'^T dout and dk += dS^T q over the 64 rows of a tile of tokens. token(row): the position of the row's
     // token; only asked where `masked`: else all tokens see all keys of the warp whose selection block they chose.
     template <class Token>
-    __device__ void add_tokens(const bf16* q_tile, const bf16* dout_tile, const RowStatistics& rows, int buffer, bool masked, Token token,
-                               const AttentionShape& s) {
+    __device__ void add_tokens(const bf16* q_tile, const bf16* dout_tile, const RowStatistics& rows, int buffer,
+                               bool masked, Token token, const AttentionShape& s) {
         constexpr int TOKENS = 16;  // at a time, as many as there are registers for
         const int column = threadIdx.x % 4 * 2;
         const float* dot = rows.dot + buffer * KEY_TILE + column;
@@ -1395,7 +1479,8 @@ struct WarpKeys {
                 for (int n = 0; n < TOKENS / 8; n++)
 #pragma unroll
                     for (int odd = 0; odd < 2; odd++) {
-                        const int age = token(first + n * 8 + column + odd) - first_query<branch>(first_key + lane_key(), s);
+                        const int age =
+                            token(first + n * 8 + column + odd) - first_query<branch>(first_key + lane_key(), s);
 #pragma unroll
                         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -1411,7 +1496,8 @@ struct WarpKeys {
                 const int sub_block = branch == SLC ? (warp_key() + m * 16) >> s.slc_shift : 0;
 #pragma unroll
                 for (int n = 0; n < TOKENS / 8; n++) {
-                    const float2 minus_lse = *reinterpret_cast<const float2*>(minus_shift + sub_block * KEY_TILE + first + n * 8);
+                    const float2 minus_lse =
+                        *reinterpret_cast<const float2*>(minus_shift + sub_block * KEY_TILE + first + n * 8);
                     const float2 of_dot = *reinterpret_cast<const float2*>(dot + first + n * 8);
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
@@ -1424,7 +1510,8 @@ struct WarpKeys {
             multiply_add<D, M, TOKENS / 16>(dk, ds, q_tile, first);
         }
     }
-    // The sums go to rows first_key.. of dk and dv [B, G, key_stride, D], or, where given, as they are to partial [2, KEY_TILE, D].
+    // The sums go to rows first_key.. of dk and dv [B, G, key_stride, D], or, where given, as they are to partial [2,
+    // KEY_TILE, D].
     __device__ void store(bf16* dk_out, bf16* dv_out, float* partial, int bg, const AttentionShape& s) const {
         const int column = threadIdx.x % 4 * 2;
 #pragma unroll
@@ -1440,8 +1527,10 @@ struct WarpKeys {
                     *reinterpret_cast<float2*>(partial + key * D + column + x * 8) = dk_pair;
                     *reinterpret_cast<float2*>(partial + (KEY_TILE + key) * D + column + x * 8) = dv_pair;
                 } else {
-                    *reinterpret_cast<__nv_bfloat162*>(dk_out + at + x * 8) = __floats2bfloat162_rn(dk_pair.x, dk_pair.y);
-                    *reinterpret_cast<__nv_bfloat162*>(dv_out + at + x * 8) = __floats2bfloat162_rn(dv_pair.x, dv_pair.y);
+                    *reinterpret_cast<__nv_bfloat162*>(dk_out + at + x * 8) =
+                        __floats2bfloat162_rn(dk_pair.x, dk_pair.y);
+                    *reinterpret_cast<__nv_bfloat162*>(dv_out + at + x * 8) =
+                        __floats2bfloat162_rn(dv_pair.x, dv_pair.y);
                 }
             }
         }
@@ -1456,14 +1545,15 @@ __device__ inline int first_part(int key_tile, const AttentionShape& s) {
 // partial [B*G, tiles of keys, parts, 2, KEY_TILE, D], where there is more than one part
 template <Branch branch, int D>
 __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
-    attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
-                          const float* row_dot, const float* lse_gated, const uint32_t* selection, const SelectedChoice* choice,
-                          AttentionShape s) {
+    attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
+                          const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
+                          const SelectedChoice* choice, AttentionShape s) {
     constexpr int THREADS = dkdv_threads<D>(), SUB_BLOCKS = sub_blocks(branch);
     if (branch == SLC && choice && choice->gather) return;
     // Early keys are seen by more queries and start first.
     const int parts = branch == CMP ? s.parts : 1, part = branch == CMP ? int(blockIdx.x) / s.batch_groups % parts : 0;
-    const int tile = int(blockIdx.x) / s.batch_groups / parts, bg = int(blockIdx.x) % s.batch_groups, first_key = tile * KEY_TILE;
+    const int tile = int(blockIdx.x) / s.batch_groups / parts, bg = int(blockIdx.x) % s.batch_groups,
+              first_key = tile * KEY_TILE;
     if (branch == CMP && part < first_part(tile, s)) return;
     DynamicShared shared;
     bf16* q_tiles = shared.take<bf16>(2 * KEY_TILE * D);
@@ -1488,11 +1578,14 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     keys.load(k_tile, v_tile, first_key);
 
     // there are fewer than 2^31 rows
-    const int H = s.G * s.heads, q_row = bg * s.heads * s.queries, dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
+    const int H = s.G * s.heads, q_row = bg * s.heads * s.queries,
+              dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
     auto copy_tokens = [&](int buffer, int token_tile, int head) {
         const int j = token_tile * KEY_TILE;
-        copy_tile<D, THREADS>(q_tiles + buffer * KEY_TILE * D, q + size_t(q_row + head * s.queries + j) * D, D, s.queries - j);
-        copy_tile<D, THREADS>(dout_tiles + buffer * KEY_TILE * D, dout + size_t(dout_row + j * H + head) * D, size_t(H) * D, s.queries - j);
+        copy_tile<D, THREADS>(q_tiles + buffer * KEY_TILE * D, q + size_t(q_row + head * s.queries + j) * D, D,
+                              s.queries - j);
+        copy_tile<D, THREADS>(dout_tiles + buffer * KEY_TILE * D, dout + size_t(dout_row + j * H + head) * D,
+                              size_t(H) * D, s.queries - j);
         cp_async_commit();
     };
     // A thread for each row of the tile of tokens.
@@ -1505,13 +1598,15 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
         const int row = q_row + head * s.queries + j;
         minus_shift = query ? -lse_gated[row] * LOG2_E : -INFINITY, dot = query ? row_dot[row] : 0;
         if (branch == SLC && query)
-            chosen = chosen_blocks(selection + size_t(token_tile) * KEY_TILE * s.words, threadIdx.x, tile_blocks(tile, s), s);
+            chosen = chosen_blocks(selection + size_t(token_tile) * KEY_TILE * s.words, threadIdx.x,
+                                   tile_blocks(tile, s), s);
     };
     auto store_statistics = [&](int buffer) {
         if (!has_row) return;
         rows.dot[buffer * KEY_TILE + threadIdx.x] = dot;
         for (int sub = 0; sub < (branch == SLC ? blocks_per_tile(s) : 1); sub++)
-            rows.minus_shift[(buffer * SUB_BLOCKS + sub) * KEY_TILE + threadIdx.x] = chosen >> sub & 1 ? minus_shift : -INFINITY;
+            rows.minus_shift[(buffer * SUB_BLOCKS + sub) * KEY_TILE + threadIdx.x] =
+                chosen >> sub & 1 ? minus_shift : -INFINITY;
     };
 
     // Tokens that may see a key of the tile, counted from s.first.
@@ -1537,7 +1632,8 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
             copy_tokens(buffer ^ 1, token_tile, head);
             load_statistics(token_tile, head);
         }
-        const bool some = first_query<branch>(low_key, s) < t0 + KEY_TILE && (branch != WIN || t0 < high_key + s.window);
+        const bool some =
+            first_query<branch>(low_key, s) < t0 + KEY_TILE && (branch != WIN || t0 < high_key + s.window);
         const bool masked = !query_sees<branch>(t0, high_key, s) || !query_sees<branch>(t0 + KEY_TILE - 1, low_key, s);
         if (some)
             keys.add_tokens(
@@ -1551,27 +1647,33 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The selected branch by gathered rows, for long sequences, where the tokens of a tile choose many blocks together and each of
-// them few. Nothing is sorted: a selection is turned from "which blocks did this token choose" to "which tokens chose this block" by
-// a 32 x 32 transposition of bits, and the set bits, from the lowest on, are the list of tokens.
+// The selected branch by gathered rows, for long sequences, where the tokens of a tile choose many blocks together and
+// each of them few. Nothing is sorted: a selection is turned from "which blocks did this token choose" to "which tokens
+// chose this block" by a 32 x 32 transposition of bits, and the set bits, from the lowest on, are the list of tokens.
 //
 // A unit is what can be told apart in such a list: a selection block, or the several that share a tile of keys.
 
-constexpr int GATHER_WARPS = 6;      // of a block that owns a tile of queries
-constexpr int GATHER_TOKENS = 32;    // of a tile of queries at most: one bit each
-constexpr int GATHER_CHUNK = 2048;   // tokens of a tile of keys that one thread block handles; longer lists are split
-// Rows of a tile of queries: what fits twice into the shared memory of an sm_90 multiprocessor (D = 128: once, as on sm_80).
+constexpr int GATHER_WARPS = 6;     // of a block that owns a tile of queries
+constexpr int GATHER_TOKENS = 32;   // of a tile of queries at most: one bit each
+constexpr int GATHER_CHUNK = 2048;  // tokens of a tile of keys that one thread block handles; longer lists are split
+// Rows of a tile of queries: what fits twice into the shared memory of an sm_90 multiprocessor (D = 128: once, as on
+// sm_80).
 template <int D>
-HOST_DEVICE constexpr int gather_rows(bool backward) { return (backward ? 96 : 192) / (D > 64 ? 2 : 1); }
+HOST_DEVICE constexpr int gather_rows(bool backward) {
+    return (backward ? 96 : 192) / (D > 64 ? 2 : 1);
+}
 
 // The unit of a tile of keys.
 HOST_DEVICE inline int unit_of_tile(int tile, const AttentionShape& s) { return s.by_slc_tiles.of(tile); }
-HOST_DEVICE inline int units(int keys, const AttentionShape& s) { return (keys + KEY_TILE * s.slc_tiles - 1) / (KEY_TILE * s.slc_tiles); }
+HOST_DEVICE inline int units(int keys, const AttentionShape& s) {
+    return (keys + KEY_TILE * s.slc_tiles - 1) / (KEY_TILE * s.slc_tiles);
+}
 HOST_DEVICE inline int units_per_word(const AttentionShape& s) {
     return 32 * s.slc_block / (KEY_TILE < s.slc_block ? s.slc_block : KEY_TILE);
 }
 
-// Each lane gives one word of a token's selection; lane i gets the bitmask of the lanes whose token chose a block of the word's i-th unit.
+// Each lane gives one word of a token's selection; lane i gets the bitmask of the lanes whose token chose a block of
+// the word's i-th unit.
 __device__ inline uint32_t transpose_choices(uint32_t word, const AttentionShape& s) {
     const int blocks = 32 / units_per_word(s);
     uint32_t tokens = 0;
@@ -1594,8 +1696,8 @@ __device__ inline int nth_bit(unsigned bits, int n) {
 
 // choosers [units] = which of the tile's tokens chose the unit; used = bitmask over tiles of keys: whether
 // one did. selected: the bitmasks of the tile's tokens. By all threads of the block; a barrier must follow.
-__device__ inline void find_choosers(uint32_t* choosers, uint32_t* used, const uint32_t* selected, int tokens, int key_tiles,
-                                     const AttentionShape& s) {
+__device__ inline void find_choosers(uint32_t* choosers, uint32_t* used, const uint32_t* selected, int tokens,
+                                     int key_tiles, const AttentionShape& s) {
     const int lane = threadIdx.x % 32, per_word = units_per_word(s), count = units(key_tiles * KEY_TILE, s);
     for (int word = threadIdx.x / 32; word * per_word < count; word += blockDim.x / 32) {
         const uint32_t mine = transpose_choices(lane < tokens ? selected[lane * s.words + word] : 0, s);
@@ -1609,16 +1711,18 @@ __device__ inline void find_choosers(uint32_t* choosers, uint32_t* used, const u
     }
 }
 
-// Up to 16 rows (token * heads + head) of a tile of queries, from index `first` of the list of those whose tokens chose the tile of
-// keys, in the order of tokens, then heads. Where fewer remain, the last one is repeated and its results are dropped.
+// Up to 16 rows (token * heads + head) of a tile of queries, from index `first` of the list of those whose tokens chose
+// the tile of keys, in the order of tokens, then heads. Where fewer remain, the last one is repeated and its results
+// are dropped.
 struct GatheredRows {
-    int source;              // the row whose part of the A fragments this lane loads
-    int row[2], token[2];    // this lane's rows of the products, lane / 4 and that + 8; row -1: a repeated one
+    int source;            // the row whose part of the A fragments this lane loads
+    int row[2], token[2];  // this lane's rows of the products, lane / 4 and that + 8; row -1: a repeated one
 };
 __device__ inline GatheredRows gather(uint32_t choosers, int first, int items, const AttentionShape& s) {
     const int lane = threadIdx.x % 32, item = min(first + lane % 16, items - 1), number = s.by_heads.of(item),
               token = nth_bit(choosers, number);
-    const int source = token * s.heads + item - number * s.heads, place = first + lane % 16 < items ? source << 8 | token : -1;
+    const int source = token * s.heads + item - number * s.heads,
+              place = first + lane % 16 < items ? source << 8 | token : -1;
     GatheredRows rows;
     rows.source = source;
     const int low = __shfl_sync(~0u, place, lane / 4);
@@ -1637,11 +1741,12 @@ __device__ inline void load_gathered(unsigned (&a)[D / 16][4], const bf16* tile,
 // tile [tokens * heads, D] = the queries of a tile, token by token, from
 // heads and tokens that are head_stride and token_stride elements apart.
 template <int D>
-__device__ inline void copy_queries_by_token(bf16* tile, const bf16* in, size_t head_stride, size_t token_stride, int tokens,
-                                             const AttentionShape& s) {
+__device__ inline void copy_queries_by_token(bf16* tile, const bf16* in, size_t head_stride, size_t token_stride,
+                                             int tokens, const AttentionShape& s) {
     for (int i = threadIdx.x; i < tokens * s.heads * (D / 8); i += blockDim.x) {
         const int row = i / (D / 8), chunk = i % (D / 8);
-        cp_async_16(tile + chunk_at<D>(row, chunk), in + row % s.heads * head_stride + row / s.heads * token_stride + chunk * 8, true);
+        cp_async_16(tile + chunk_at<D>(row, chunk),
+                    in + row % s.heads * head_stride + row / s.heads * token_stride + chunk * 8, true);
     }
 }
 // Sums in shared memory, [rows, D] in fp32. A product leaves in lane 4 g + t of row g the columns
@@ -1657,10 +1762,11 @@ template <int D>
 __device__ inline float4 sums_of(const float* sums, int row, int i, int t) {
     return reinterpret_cast<const float4*>(sums + row * D)[(i * 4 + t) ^ (D > 16 ? (row & 1) << 2 : 0)];
 }
-// c += p b over the 64 keys of a tile for the gathered rows, whose sums lie in shared memory and are first multiplied by `rescale`.
+// c += p b over the 64 keys of a tile for the gathered rows, whose sums lie in shared memory and are first multiplied
+// by `rescale`.
 template <int D>
-__device__ inline void add_to_sums(float* sums, const GatheredRows& rows, const float (&rescale)[2], const float (&p)[1][KEY_TILE / 8][4],
-                                   const bf16* b_tile) {
+__device__ inline void add_to_sums(float* sums, const GatheredRows& rows, const float (&rescale)[2],
+                                   const float (&p)[1][KEY_TILE / 8][4], const bf16* b_tile) {
     float c[1][D / 8][4];
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -1676,8 +1782,8 @@ __device__ inline void add_to_sums(float* sums, const GatheredRows& rows, const 
 #pragma unroll
         for (int x = 0; x < D / 8; x += 2)
             if (rows.row[i] >= 0)
-                *sums_at<D>(sums, rows.row[i], x / 2) = make_float4(c[0][x][2 * i], c[0][x][2 * i + 1], c[0][x + 1][2 * i],
-                                                                    c[0][x + 1][2 * i + 1]);
+                *sums_at<D>(sums, rows.row[i], x / 2) =
+                    make_float4(c[0][x][2 * i], c[0][x][2 * i + 1], c[0][x + 1][2 * i], c[0][x + 1][2 * i + 1]);
 }
 // Which keys of a tile the gathered rows see: the first `end`, where the key's selection block is in `blocks`.
 struct GatheredView {
@@ -1698,8 +1804,9 @@ struct GatheredView {
             }
     }
 };
-__device__ inline GatheredView look_at_gathered(int key_tile, const TileBlocks& blocks, const GatheredRows& rows, const uint32_t* selected,
-                                                const QueryTile& tile, const AttentionShape& s) {
+__device__ inline GatheredView look_at_gathered(int key_tile, const TileBlocks& blocks, const GatheredRows& rows,
+                                                const uint32_t* selected, const QueryTile& tile,
+                                                const AttentionShape& s) {
     GatheredView view;
     const bool shared_tile = blocks_per_tile(s) > 1;
     view.masked = shared_tile || key_tile * KEY_TILE + KEY_TILE - 1 > s.first + tile.j0;
@@ -1712,7 +1819,9 @@ __device__ inline GatheredView look_at_gathered(int key_tile, const TileBlocks& 
 }
 // Bytes of shared memory for what both kernels below need besides their rows.
 template <int D>
-HOST_DEVICE constexpr size_t gather_key_bytes() { return 4 * KEY_TILE * D * sizeof(bf16); }
+HOST_DEVICE constexpr size_t gather_key_bytes() {
+    return 4 * KEY_TILE * D * sizeof(bf16);
+}
 
 // As attention_forward_kernel<SLC>. A block owns a tile of tokens; its queries and sums lie in shared memory, row token
 // * heads + head. For each tile of keys that some token chose, the warps take turns at 16 of the rows that see it.
@@ -1733,7 +1842,8 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
     uint32_t* choosers = shared.take<uint32_t>(units(s.key_stride, s));
     uint32_t* used = shared.take<uint32_t>(tile_words(s.key_stride));
 
-    copy_queries_by_token<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, tile.tokens, s);
+    copy_queries_by_token<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D,
+                             D, tile.tokens, s);
     cp_async_commit();
     selection += (size_t(tile.bg) * s.queries + tile.j0) * s.words;
     find_choosers(choosers, used, selection, tile.tokens, end_tile, s);
@@ -1742,14 +1852,17 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
     __syncthreads();
 
     const size_t group = size_t(tile.bg) * s.key_stride * D;
-    auto copy_keys = [&](int buffer, int key_tile) { copy_keys_and_values<D>(k_tiles, v_tiles, buffer, k, v, group, key_tile, s); };
+    auto copy_keys = [&](int buffer, int key_tile) {
+        copy_keys_and_values<D>(k_tiles, v_tiles, buffer, k, v, group, key_tile, s);
+    };
     int key_tile = next_tile<SLC>(used, 0, end_tile);
     if (key_tile < end_tile) copy_keys(0, key_tile);
     for (int buffer = 0; key_tile < end_tile; buffer ^= 1) {
         const int this_tile = key_tile;
         key_tile = next_tile<SLC>(used, key_tile + 1, end_tile);
         cp_async_wait<0>();
-        __syncthreads();  // this buffer has arrived, all warps are done with the other and with the rows of the last tile
+        __syncthreads();  // this buffer has arrived, all warps are done with the other and with the rows of the last
+                          // tile
         if (key_tile < end_tile) copy_keys(buffer ^ 1, key_tile);
 
         const uint32_t tokens = choosers[unit_of_tile(this_tile, s)];
@@ -1775,7 +1888,8 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
                 for (int n = 0; n < KEY_TILE / 8; n++) most = fmaxf(most, fmaxf(p[0][n][2 * i], p[0][n][2 * i + 1]));
                 most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
                 most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-                const float shift = fmaxf(largest, most * (s.scale * LOG2_E));  // finite, as in attention_forward_kernel
+                const float shift =
+                    fmaxf(largest, most * (s.scale * LOG2_E));  // finite, as in attention_forward_kernel
                 rescale[i] = exp2_approx(largest - shift);
                 float total = before.y * rescale[i];
 #pragma unroll
@@ -1810,8 +1924,9 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
 // As attention_dq_kernel<SLC>; the structure of gather_forward_kernel.
 template <int D>
 __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
-    gather_dq_kernel(float* dq, bool add, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
-                     const float* lse_gated, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+    gather_dq_kernel(float* dq, bool add, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
+                     const float* row_dot, const float* lse_gated, const uint32_t* selection,
+                     const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
     const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const QueryTile tile = query_tile(s);
@@ -1828,11 +1943,14 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
 
     const size_t H = size_t(s.G) * s.heads,
                  dout_at = ((size_t(tile.bg / s.G) * s.queries + tile.j0) * H + size_t(tile.bg % s.G) * s.heads) * D;
-    copy_queries_by_token<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, tile.tokens, s);
+    copy_queries_by_token<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D,
+                             D, tile.tokens, s);
     copy_queries_by_token<D>(dout_tile, dout + dout_at, D, H * D, tile.tokens, s);
     cp_async_commit();
     // in [B, H, queries]
-    auto place_of = [&](int row) { return (size_t(tile.bg) * s.heads + row % s.heads) * s.queries + tile.j0 + row / s.heads; };
+    auto place_of = [&](int row) {
+        return (size_t(tile.bg) * s.heads + row % s.heads) * s.queries + tile.j0 + row / s.heads;
+    };
     selection += (size_t(tile.bg) * s.queries + tile.j0) * s.words;
     find_choosers(choosers, used, selection, tile.tokens, end_tile, s);
     for (int i = threadIdx.x; i < rows * D; i += blockDim.x) sums[i] = 0;
@@ -1841,14 +1959,17 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
     __syncthreads();
 
     const size_t group = size_t(tile.bg) * s.key_stride * D;
-    auto copy_keys = [&](int buffer, int key_tile) { copy_keys_and_values<D>(k_tiles, v_tiles, buffer, k, v, group, key_tile, s); };
+    auto copy_keys = [&](int buffer, int key_tile) {
+        copy_keys_and_values<D>(k_tiles, v_tiles, buffer, k, v, group, key_tile, s);
+    };
     int key_tile = next_tile<SLC>(used, 0, end_tile);
     if (key_tile < end_tile) copy_keys(0, key_tile);
     for (int buffer = 0; key_tile < end_tile; buffer ^= 1) {
         const int this_tile = key_tile;
         key_tile = next_tile<SLC>(used, key_tile + 1, end_tile);
         cp_async_wait<0>();
-        __syncthreads();  // this buffer has arrived, all warps are done with the other and with the rows of the last tile
+        __syncthreads();  // this buffer has arrived, all warps are done with the other and with the rows of the last
+                          // tile
         if (key_tile < end_tile) copy_keys(buffer ^ 1, key_tile);
 
         const uint32_t tokens = choosers[unit_of_tile(this_tile, s)];
@@ -1872,7 +1993,8 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
             for (int n = 0; n < KEY_TILE / 8; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    ds[0][n][e] = exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, of_row[e / 2].x)) * (ds[0][n][e] - of_row[e / 2].y);
+                    ds[0][n][e] = exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, of_row[e / 2].x)) *
+                                  (ds[0][n][e] - of_row[e / 2].y);
             const float keep[2] = {1, 1};
             add_to_sums<D>(sums, r, keep, ds, k_tiles + buffer * KEY_TILE * D);
         }
@@ -1896,8 +2018,9 @@ struct GatherPlan {
     int* extra;          // [B*G, tiles + 1]: chunks beyond their first that the tiles of keys before this one have
     float* partial;      // [B*G, 2 * most_extra, 2, KEY_TILE, D]: sums of the chunks of lists that are split
     int tiles, units, token_words;
-    int most_extra;      // extra chunks of one (sequence, group) at most
-    // Where the sums of a tile's chunk lie. A tile with e > 0 extra chunks stores e + 1 sums; 2 e slots are reserved for it.
+    int most_extra;  // extra chunks of one (sequence, group) at most
+    // Where the sums of a tile's chunk lie. A tile with e > 0 extra chunks stores e + 1 sums; 2 e slots are reserved
+    // for it.
     __device__ size_t slot(int bg, int tile, int chunk) const {
         return size_t(bg) * 2 * most_extra + 2 * extra[size_t(bg) * (tiles + 1) + tile] + chunk;
     }
@@ -1908,35 +2031,42 @@ struct GatherPlan {
 };
 
 // choosers [B*G, units, token_words]; a warp transposes one word of 32 tokens' selections
-__global__ void __launch_bounds__(128)
-    transpose_selection_kernel(GatherPlan plan, const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
+__global__ void __launch_bounds__(128) transpose_selection_kernel(GatherPlan plan, const uint32_t* selection,
+                                                                  const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
-    const int lane = threadIdx.x % 32, token_word = int(blockIdx.x) % plan.token_words, bg = int(blockIdx.x) / plan.token_words;
+    const int lane = threadIdx.x % 32, token_word = int(blockIdx.x) % plan.token_words,
+              bg = int(blockIdx.x) / plan.token_words;
     const int j = token_word * 32 + lane, per_word = units_per_word(s);
     for (int word = threadIdx.x / 32; word * per_word < plan.units; word += 4) {
-        const uint32_t mine = transpose_choices(j < s.queries ? selection[(size_t(bg) * s.queries + j) * s.words + word] : 0, s);
+        const uint32_t mine =
+            transpose_choices(j < s.queries ? selection[(size_t(bg) * s.queries + j) * s.words + word] : 0, s);
         const int unit = word * per_word + lane;
-        if (lane < per_word && unit < plan.units) plan.choosers[(size_t(bg) * plan.units + unit) * plan.token_words + token_word] = mine;
+        if (lane < per_word && unit < plan.units)
+            plan.choosers[(size_t(bg) * plan.units + unit) * plan.token_words + token_word] = mine;
     }
 }
 // counts [B*G, units]; one warp each
-__global__ void __launch_bounds__(128) count_choosers_kernel(GatherPlan plan, int all_units, const SelectedChoice* choice) {
+__global__ void __launch_bounds__(128)
+    count_choosers_kernel(GatherPlan plan, int all_units, const SelectedChoice* choice) {
     if (choice && !choice->gather) return;
     const int unit = int(blockIdx.x) * 4 + int(threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (unit >= all_units) return;  // a whole warp
     int count = 0;
-    for (int word = lane; word < plan.token_words; word += 32) count += __popc(plan.choosers[size_t(unit) * plan.token_words + word]);
+    for (int word = lane; word < plan.token_words; word += 32)
+        count += __popc(plan.choosers[size_t(unit) * plan.token_words + word]);
     for (int flip = 16; flip > 0; flip /= 2) count += __shfl_xor_sync(~0u, count, flip);
     if (lane == 0) plan.counts[unit] = count;
 }
 // extra [B*G, tiles + 1]; one warp for each (sequence, group)
-__global__ void __launch_bounds__(32) plan_chunks_kernel(GatherPlan plan, const SelectedChoice* choice, AttentionShape s) {
+__global__ void __launch_bounds__(32)
+    plan_chunks_kernel(GatherPlan plan, const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
     const int lane = threadIdx.x, bg = blockIdx.x;
     int* extra = plan.extra + size_t(bg) * (plan.tiles + 1);
     int before = 0;
     for (int first = 0; first < plan.tiles; first += 32) {
-        const int tile = first + lane, count = tile < plan.tiles ? plan.counts[size_t(bg) * plan.units + unit_of_tile(tile, s)] : 0;
+        const int tile = first + lane,
+                  count = tile < plan.tiles ? plan.counts[size_t(bg) * plan.units + unit_of_tile(tile, s)] : 0;
         const int own = count ? (count - 1) / GATHER_CHUNK : 0;
         int sum = own;  // of the lanes up to this one
         for (int delta = 1; delta < 32; delta *= 2) {
@@ -1950,8 +2080,9 @@ __global__ void __launch_bounds__(32) plan_chunks_kernel(GatherPlan plan, const 
     if (lane == 0) extra[plan.tiles] = before;
 }
 
-// list = the places of the set bits of row [words], number first .. first + GATHER_CHUNK - 1 of them in ascending order, then -1 up to a
-// multiple of 64. Returns how many there are. By all threads of the block; counts: a number for each warp. Begins and ends with a barrier.
+// list = the places of the set bits of row [words], number first .. first + GATHER_CHUNK - 1 of them in ascending
+// order, then -1 up to a multiple of 64. Returns how many there are. By all threads of the block; counts: a number for
+// each warp. Begins and ends with a barrier.
 __device__ inline int list_tokens(int* list, int* counts, const uint32_t* row, int words, int first) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     int before = 0;  // set bits in the words of earlier rounds
@@ -1972,10 +2103,12 @@ __device__ inline int list_tokens(int* list, int* counts, const uint32_t* row, i
             before += counts[w];
         }
         for (; bits; bits &= bits - 1, number++)
-            if (number >= first && number < first + GATHER_CHUNK) list[number - first] = word * 32 + __ffs(int(bits)) - 1;
+            if (number >= first && number < first + GATHER_CHUNK)
+                list[number - first] = word * 32 + __ffs(int(bits)) - 1;
     }
     const int found = max(0, min(before - first, GATHER_CHUNK));
-    for (int i = found + int(threadIdx.x); i < (found + KEY_TILE - 1) / KEY_TILE * KEY_TILE; i += int(blockDim.x)) list[i] = -1;
+    for (int i = found + int(threadIdx.x); i < (found + KEY_TILE - 1) / KEY_TILE * KEY_TILE; i += int(blockDim.x))
+        list[i] = -1;
     __syncthreads();
     return found;
 }
@@ -1985,8 +2118,9 @@ __device__ inline int list_tokens(int* list, int* counts, const uint32_t* row, i
 // chunks, whose sums go to plan.partial. The first most_extra * B*G blocks take the chunks beyond the first.
 template <int D>
 __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
-    gather_dkdv_kernel(bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v, const float* row_dot,
-                       const float* lse_gated, const uint32_t* selection, GatherPlan plan, const SelectedChoice* choice, AttentionShape s) {
+    gather_dkdv_kernel(bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
+                       const float* row_dot, const float* lse_gated, const uint32_t* selection, GatherPlan plan,
+                       const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
     constexpr int THREADS = dkdv_threads<D>(), SUB_BLOCKS = sub_blocks(SLC);
     const int bg = int(blockIdx.x) % s.batch_groups, item = int(blockIdx.x) / s.batch_groups;
@@ -2025,14 +2159,16 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     keys.load(k_tile, v_tile, first_key);
 
     // there are fewer than 2^31 rows
-    const int H = s.G * s.heads, q_row = bg * s.heads * s.queries, dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
+    const int H = s.G * s.heads, q_row = bg * s.heads * s.queries,
+              dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
     auto copy_tokens = [&](int buffer, int first, int head) {
         const bf16 *q_head = q + size_t(q_row + head * s.queries) * D, *dout_head = dout + size_t(dout_row + head) * D;
         const int chunk = threadIdx.x % (D / 8), first_row = threadIdx.x / (D / 8);
 #pragma unroll
         for (int done = 0; done < KEY_TILE; done += THREADS / (D / 8)) {
             // as copy_tile
-            const int j = list[first + done + first_row], at = buffer * KEY_TILE * D + chunk_at<D>(first_row, chunk) + done * D;
+            const int j = list[first + done + first_row],
+                      at = buffer * KEY_TILE * D + chunk_at<D>(first_row, chunk) + done * D;
             cp_async_16(q_tiles + at, q_head + size_t(max(j, 0)) * D + chunk * 8, j >= 0);
             cp_async_16(dout_tiles + at, dout_head + size_t(max(j, 0)) * H * D + chunk * 8, j >= 0);
         }
@@ -2053,7 +2189,8 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
         if (!has_row) return;
         rows.dot[buffer * KEY_TILE + threadIdx.x] = dot;
         for (int sub = 0; sub < blocks_per_tile(s); sub++)
-            rows.minus_shift[(buffer * SUB_BLOCKS + sub) * KEY_TILE + threadIdx.x] = chosen >> sub & 1 ? minus_shift : -INFINITY;
+            rows.minus_shift[(buffer * SUB_BLOCKS + sub) * KEY_TILE + threadIdx.x] =
+                chosen >> sub & 1 ? minus_shift : -INFINITY;
     };
 
     int first = 0, head = 0;  // of the list
@@ -2071,7 +2208,8 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
             copy_tokens(buffer ^ 1, first, head);
             load_statistics(first, head);
         }
-        const bool masked = s.first + list[this_first] < first_key + KEY_TILE - 1;  // the first token of the tile is the earliest
+        const bool masked =
+            s.first + list[this_first] < first_key + KEY_TILE - 1;  // the first token of the tile is the earliest
         keys.add_tokens(
             q_tiles + buffer * KEY_TILE * D, dout_tiles + buffer * KEY_TILE * D, rows, buffer, masked,
             [&](int row) { return s.first + list[this_first + row]; }, s);
@@ -2079,12 +2217,14 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     }
     // found anew, since no register is free to keep what was computed from it
     const int same_tile = int(unsigned(keys.first_key) / KEY_TILE);
-    float* partial = plan.chunks(bg, same_tile) > 1 ? plan.partial + plan.slot(bg, same_tile, chunk_of(same_tile)) * 2 * KEY_TILE * D
-                                                    : nullptr;
+    float* partial = plan.chunks(bg, same_tile) > 1
+                         ? plan.partial + plan.slot(bg, same_tile, chunk_of(same_tile)) * 2 * KEY_TILE * D
+                         : nullptr;
     keys.store(dk, dv, partial, bg, s);
 }
 
-// dk, dv [B, G, key_stride, D] = the sums of the chunks or parts in their order; one block per tile of keys and (sequence, group)
+// dk, dv [B, G, key_stride, D] = the sums of the chunks or parts in their order; one block per tile of keys and
+// (sequence, group)
 template <int D>
 __device__ inline void add_partial_sums(bf16* out, const float* first, size_t stride, int count, int bg, int tile,
                                         const AttentionShape& s) {
@@ -2095,13 +2235,14 @@ __device__ inline void add_partial_sums(bf16* out, const float* first, size_t st
             const float2 term = *reinterpret_cast<const float2*>(first + part * stride + i);
             sum.x += term.x, sum.y += term.y;
         }
-        *reinterpret_cast<__nv_bfloat162*>(out + (size_t(bg) * s.key_stride + size_t(tile) * KEY_TILE) * D + i) = __floats2bfloat162_rn(
-            sum.x, sum.y);
+        *reinterpret_cast<__nv_bfloat162*>(out + (size_t(bg) * s.key_stride + size_t(tile) * KEY_TILE) * D + i) =
+            __floats2bfloat162_rn(sum.x, sum.y);
     }
 }
 template <int D>
 __global__ void __launch_bounds__(256) add_parts_kernel(bf16* dk, bf16* dv, const float* partial, AttentionShape s) {
-    const int tile = int(blockIdx.x) / s.batch_groups, bg = int(blockIdx.x) % s.batch_groups, first = first_part(tile, s);
+    const int tile = int(blockIdx.x) / s.batch_groups, bg = int(blockIdx.x) % s.batch_groups,
+              first = first_part(tile, s);
     const size_t tiles = size_t((s.keys + KEY_TILE - 1) / KEY_TILE), size = 2 * KEY_TILE * D;
     partial += ((bg * tiles + tile) * s.parts + first) * size;
     add_partial_sums<D>(dk, partial, size, s.parts - first, bg, tile, s);
@@ -2111,7 +2252,8 @@ template <int D>
 __global__ void __launch_bounds__(256)
     add_chunks_kernel(bf16* dk, bf16* dv, GatherPlan plan, const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
-    const int tile = int(blockIdx.x) / s.batch_groups, bg = int(blockIdx.x) % s.batch_groups, chunks = plan.chunks(bg, tile);
+    const int tile = int(blockIdx.x) / s.batch_groups, bg = int(blockIdx.x) % s.batch_groups,
+              chunks = plan.chunks(bg, tile);
     const size_t size = 2 * KEY_TILE * D;
     if (chunks == 1) return;
     const float* partial = plan.partial + plan.slot(bg, tile, 0) * size;
@@ -2120,27 +2262,34 @@ __global__ void __launch_bounds__(256)
 }
 
 // ---- AUTO. The cost of 16 rows and 64 keys, forward and dQ together, in cycles of one multiprocessor:
-// what passes between shared memory and registers at 128 bytes a cycle, or the products, whichever is more. Bytes in units of D:
+// what passes between shared memory and registers at 128 bytes a cycle, or the products, whichever is more. Bytes in
+// units of D:
 //   masked tiles     forward: K and V 256 for `row_pieces` 16-row pieces at once; dQ: K, V, K 384 likewise
-//   gathered rows    forward: Q 32, K and V 256, sums in and out 128;             dQ: Q and dout 64, K, V, K 384, sums 128
+//   gathered rows    forward: Q 32, K and V 256, sums in and out 128;             dQ: Q and dout 64, K, V, K 384, sums
+//   128
 // dK and dV by gathered rows never cost more. Counted, not measured: a GPU may say otherwise.
 template <int D>
 HOST_DEVICE constexpr float gathered_piece_cost(float mma_cycles) {
     // 2.5 D mma
-    const float products = mma_cycles * 2.5f * D, masked = 640.0f * D / 128 / row_pieces<D>(), gathered = (416.0f + 576.0f) * D / 128;
+    const float products = mma_cycles * 2.5f * D, masked = 640.0f * D / 128 / row_pieces<D>(),
+                gathered = (416.0f + 576.0f) * D / 128;
     return (gathered > products ? gathered : products) / (masked > products ? masked : products);
 }
 
-// counts [B*G * tiles, 2]: of a tile of tokens, the tiles of keys that it visits, and the pieces of 16 gathered rows in them; one warp each
-__global__ void __launch_bounds__(128) measure_selections_kernel(int* counts, const uint32_t* selection, AttentionShape s) {
+// counts [B*G * tiles, 2]: of a tile of tokens, the tiles of keys that it visits, and the pieces of 16 gathered rows in
+// them; one warp each
+__global__ void __launch_bounds__(128)
+    measure_selections_kernel(int* counts, const uint32_t* selection, AttentionShape s) {
     const int item = int(blockIdx.x) * 4 + int(threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (item >= s.tiles * s.batch_groups) return;  // a whole warp
-    const int j0 = item % s.tiles * s.tile_tokens, tokens = min(s.tile_tokens, s.queries - j0), per_word = units_per_word(s);
+    const int j0 = item % s.tiles * s.tile_tokens, tokens = min(s.tile_tokens, s.queries - j0),
+              per_word = units_per_word(s);
     const uint32_t* selected = selection + (size_t(item / s.tiles) * s.queries + j0) * s.words;
     int visited = 0, pieces = 0;
     for (int word = 0; word < s.words; word++) {
         const int choosers = __popc(transpose_choices(lane < tokens ? selected[lane * s.words + word] : 0, s));
-        const int unit = word * per_word + lane, key_tiles = min(s.slc_tiles, (s.keys + KEY_TILE - 1) / KEY_TILE - unit * s.slc_tiles);
+        const int unit = word * per_word + lane,
+                  key_tiles = min(s.slc_tiles, (s.keys + KEY_TILE - 1) / KEY_TILE - unit * s.slc_tiles);
         if (lane < per_word && choosers) visited += key_tiles, pieces += key_tiles * ((choosers * s.heads + 15) / 16);
     }
     for (int flip = 16; flip > 0; flip /= 2) {
@@ -2174,12 +2323,16 @@ __global__ void __launch_bounds__(256)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Selection, paper eq. 8 to 12. One thread block per 16 tokens. The weights of the compressed branch are computed again from its lse, added
-// over the group's heads in registers and folded into importances in shared memory, one tile of 64 compressed blocks at a time.
+// Selection, paper eq. 8 to 12. One thread block per 16 tokens. The weights of the compressed branch are computed again
+// from its lse, added over the group's heads in registers and folded into importances in shared memory, one tile of 64
+// compressed blocks at a time.
 
 constexpr unsigned SCORE_THREADS = KEY_TILE / 16 * 32;
-constexpr int WEIGHT_STRIDE = KEY_TILE + 1;  // odd, as the next, so that the same place of several tokens lies in different banks
-HOST_DEVICE inline int importance_stride(const AttentionShape& s) { return ((s.first + s.queries - 1) / s.slc_block + 1) | 1; }
+constexpr int WEIGHT_STRIDE =
+    KEY_TILE + 1;  // odd, as the next, so that the same place of several tokens lies in different banks
+HOST_DEVICE inline int importance_stride(const AttentionShape& s) {
+    return ((s.first + s.queries - 1) / s.slc_block + 1) | 1;
+}
 // compressed blocks that share tokens with a selection block
 HOST_DEVICE inline int overlaps(const AttentionShape& s) { return s.slc_block / s.d + (s.l + s.d - 1) / s.d - 1; }
 constexpr float TAKEN = -1;  // in place of the importance of a chosen block, which is never negative
@@ -2192,7 +2345,8 @@ __device__ inline float sum_of_warp(float x) {
 // A block and its importance as an integer, in the same order since importances are not negative; -1: none.
 struct Best {
     int bits, block;
-    __device__ void compare(const float* importance, int other) {  // others come in ascending order; equal ones: the lower stays
+    __device__ void compare(const float* importance,
+                            int other) {  // others come in ascending order; equal ones: the lower stays
         const int other_bits = importance[other] < 0 ? -1 : __float_as_int(importance[other]);
         if (other_bits > bits) bits = other_bits, block = other;
     }
@@ -2240,18 +2394,22 @@ __device__ inline float choose_best(float* importance, int last, int slc_count) 
 // selection [B, G, queries, words]; chosen_importance [B, G, queries], where given
 template <int D>
 __global__ void __launch_bounds__(SCORE_THREADS)
-    select_blocks_kernel(uint32_t* selection, float* chosen_importance, const bf16* q, const bf16* kc, const float* lse, AttentionShape s) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, stride = importance_stride(s), rows = s.heads * SCORE_TOKENS;
+    select_blocks_kernel(uint32_t* selection, float* chosen_importance, const bf16* q, const bf16* kc, const float* lse,
+                         AttentionShape s) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, stride = importance_stride(s),
+              rows = s.heads * SCORE_TOKENS;
     const QueryTile tile = query_tile(s);
     const int last_block = (s.first + tile.j0 + tile.tokens - 1) / s.slc_block;
     DynamicShared shared;
     bf16* k_tiles = shared.take<bf16>(2 * KEY_TILE * D);
     bf16* q_tile = shared.take<bf16>(rows * D);
-    float* minus_shifts = shared.take<float>(rows);                           // -lse in base 2
-    float* weights = shared.take<float>(SCORE_TOKENS * WEIGHT_STRIDE);        // [token][compressed block of the tile], summed over heads
-    float* importances = shared.take<float>(SCORE_TOKENS * stride);           // [token][selection block]
-    // Eq. 9, see Cpu::fold_importance: a compressed block counts for a selection block by the tokens they share, over d. Relative to
-    // where the selection block begins these are compressed blocks first_overlap .. first_overlap + overlap_count - 1, always.
+    float* minus_shifts = shared.take<float>(rows);  // -lse in base 2
+    float* weights =
+        shared.take<float>(SCORE_TOKENS * WEIGHT_STRIDE);  // [token][compressed block of the tile], summed over heads
+    float* importances = shared.take<float>(SCORE_TOKENS * stride);  // [token][selection block]
+    // Eq. 9, see Cpu::fold_importance: a compressed block counts for a selection block by the tokens they share, over
+    // d. Relative to where the selection block begins these are compressed blocks first_overlap .. first_overlap +
+    // overlap_count - 1, always.
     const int first_overlap = 1 - (s.l + s.d - 1) / s.d, overlap_count = overlaps(s);
     float* overlap = shared.take<float>(overlap_count);
 
@@ -2262,7 +2420,8 @@ __global__ void __launch_bounds__(SCORE_THREADS)
             copy_tile<D, int(SCORE_THREADS)>(k_tiles + buffer * KEY_TILE * D, from, D, s.keys - key_tile * KEY_TILE);
             cp_async_commit();
         };
-        copy_queries<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D, rows, tile.tokens, s);
+        copy_queries<D>(q_tile, q + (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D, size_t(s.queries) * D, D,
+                        rows, tile.tokens, s);
         copy_keys(0, 0);
         for (int row = threadIdx.x; row < rows; row += int(SCORE_THREADS)) {
             const long long at = query_row(tile, row, s);
@@ -2304,10 +2463,12 @@ __global__ void __launch_bounds__(SCORE_THREADS)
                 }
 #pragma unroll
                 for (int n = 0; n < SCORE_TOKENS / 8; n++) {
-                    const float2 minus_lse = *reinterpret_cast<const float2*>(minus_shifts + head * SCORE_TOKENS + n * 8 + column);
+                    const float2 minus_lse =
+                        *reinterpret_cast<const float2*>(minus_shifts + head * SCORE_TOKENS + n * 8 + column);
 #pragma unroll
                     for (int e = 0; e < 4; e++)
-                        sums[n][e] += exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, e % 2 ? minus_lse.y : minus_lse.x));
+                        sums[n][e] +=
+                            exp2_approx(fmaf(p[0][n][e], s.scale * LOG2_E, e % 2 ? minus_lse.y : minus_lse.x));
                 }
             }
 #pragma unroll
@@ -2317,7 +2478,8 @@ __global__ void __launch_bounds__(SCORE_THREADS)
                     weights[(n * 8 + column + e % 2) * WEIGHT_STRIDE + warp * 16 + e / 2 * 8 + lane / 4] = sums[n][e];
             __syncthreads();
             // Each (token, selection block) has one thread, which adds in the order of the compressed blocks.
-            const int begin = key_tile * KEY_TILE, end = min(begin + KEY_TILE, s.keys);  // compressed blocks of this tile
+            const int begin = key_tile * KEY_TILE,
+                      end = min(begin + KEY_TILE, s.keys);  // compressed blocks of this tile
             const int first_block = begin * s.d / s.slc_block;
             const int blocks = min(((end - 1) * s.d + s.l - 1) / s.slc_block, last_block) + 1 - first_block;
             for (int item = threadIdx.x; item < blocks * SCORE_TOKENS; item += int(SCORE_THREADS)) {
@@ -2325,7 +2487,8 @@ __global__ void __launch_bounds__(SCORE_THREADS)
                           first = block * (s.slc_block / s.d) + first_overlap - begin;
                 const float* weight = weights + token * WEIGHT_STRIDE + first;
                 float sum = importances[token * stride + block];
-                for (int i = max(0, -first); i < min(overlap_count, end - begin - first); i++) sum += weight[i] * overlap[i];
+                for (int i = max(0, -first); i < min(overlap_count, end - begin - first); i++)
+                    sum += weight[i] * overlap[i];
                 importances[token * stride + block] = sum;
             }
         }
@@ -2354,8 +2517,8 @@ __global__ void __launch_bounds__(SCORE_THREADS)
 template <int D>
 inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile_tokens) {
     AttentionShape a = {};
-    a.batch_groups = s.B * s.G, a.G = s.G, a.heads = s.heads_per_group(), a.by_heads = Divisor(a.heads), a.first = s.first,
-    a.queries = s.queries;
+    a.batch_groups = s.B * s.G, a.G = s.G, a.heads = s.heads_per_group(), a.by_heads = Divisor(a.heads),
+    a.first = s.first, a.queries = s.queries;
     a.keys = branch == CMP ? s.cmp_blocks(s.first + s.queries) : s.first + s.queries;
     a.key_stride = branch == CMP ? s.cmp_capacity() : s.T;
     a.tile_tokens = tile_tokens ? tile_tokens : std::min({MOST_TILE_TOKENS, QUERY_ROWS / a.heads, s.queries});
@@ -2366,7 +2529,8 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
     while (a.slc_shift < 6 && (1 << a.slc_shift) < s.slc_block) a.slc_shift++;
     a.scale = float(s.scale());
     a.parts = 1, a.part_tokens = s.queries;
-    // few tiles of keys, each seen by most queries: parts of 256 tokens, up to 64, and then 32 longer ones, for their sums take memory
+    // few tiles of keys, each seen by most queries: parts of 256 tokens, up to 64, and then 32 longer ones, for their
+    // sums take memory
     if (branch == CMP) {
         a.part_tokens = s.queries <= 64 * 256 ? 256 : (s.queries / 32 + KEY_TILE - 1) / KEY_TILE * KEY_TILE;
         a.parts = (s.queries + a.part_tokens - 1) / a.part_tokens;
@@ -2375,13 +2539,17 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
 }
 inline void check_attention_shape(Branch branch, const NsaShape& s) {
     if (s.heads_per_group() * s.G != s.H || s.heads_per_group() > QUERY_ROWS)
-        fail_usage("%d query heads in %d groups: the CUDA attention wants 1 to %d query heads for each group", s.H, s.G, QUERY_ROWS);
+        fail_usage("%d query heads in %d groups: the CUDA attention wants 1 to %d query heads for each group", s.H, s.G,
+                   QUERY_ROWS);
     if (branch == SLC && s.slc_block != 16 && s.slc_block != 32 && (s.slc_block < KEY_TILE || s.slc_block % KEY_TILE))
-        fail_usage("selection blocks of %d tokens: the CUDA attention has 16, 32 and multiples of 64; choose one of them, or the CPU",
-                   s.slc_block);
+        fail_usage(
+            "selection blocks of %d tokens: the CUDA attention has 16, 32 and multiples of 64; choose one of them, or "
+            "the CPU",
+            s.slc_block);
     if (branch != WIN && s.slc_block % s.d)
         fail_usage(
-            "selection blocks of %d tokens and compression blocks every %d: the CUDA attention wants a multiple; choose one, or the CPU",
+            "selection blocks of %d tokens and compression blocks every %d: the CUDA attention wants a multiple; "
+            "choose one, or the CPU",
             s.slc_block, s.d);
 }
 // Calls f(std::integral_constant<int, D>()) for the head dimension D.
@@ -2392,7 +2560,9 @@ inline void with_head_dimension(int D, F f) {
         case 32: return f(std::integral_constant<int, 32>());
         case 64: return f(std::integral_constant<int, 64>());
         case 128: return f(std::integral_constant<int, 128>());
-        default: fail_usage("a head dimension of %d: the CUDA attention has 16, 32, 64 and 128; choose one of them, or the CPU", D);
+        default:
+            fail_usage(
+                "a head dimension of %d: the CUDA attention has 16, 32, 64 and 128; choose one of them, or the CPU", D);
     }
 }
 // Threads of a block that owns a tile of queries: as many warps as its rows fill.
@@ -2429,8 +2599,9 @@ template <int D>
 inline size_t gather_shared_bytes(const AttentionShape& a, bool backward) {
     const size_t rows = size_t(a.tile_tokens) * size_t(a.heads), row_tile = rows * D * sizeof(bf16),
                  key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
-    return shared_bytes({key_tiles, key_tiles, row_tile, backward ? row_tile : 0, rows * D * sizeof(float), rows * sizeof(float2),
-                         size_t(units(a.key_stride, a)) * sizeof(uint32_t), size_t(tile_words(a.key_stride)) * sizeof(uint32_t)});
+    return shared_bytes({key_tiles, key_tiles, row_tile, backward ? row_tile : 0, rows * D * sizeof(float),
+                         rows * sizeof(float2), size_t(units(a.key_stride, a)) * sizeof(uint32_t),
+                         size_t(tile_words(a.key_stride)) * sizeof(uint32_t)});
 }
 inline const cudaDeviceProp& properties_of_device() {
     static const cudaDeviceProp properties = [] {
@@ -2444,19 +2615,24 @@ inline const cudaDeviceProp& properties_of_device() {
 }
 // Bytes of shared memory that a block can have on this GPU: 227 KB on sm_90, 163 on sm_80, 99 on most others.
 inline size_t most_shared_of_device() { return properties_of_device().sharedMemPerBlockOptin; }
-// Cycles of one multiprocessor for an mma_m16n8k16, 2048 multiply-adds: by NVIDIA's figures sm_80 does 1024 a cycle, sm_90 2048, of which
-// some 62 % this way (sm_100 is taken to be like it), 8.6, 8.9 and 12.0 512 (GeForce 256, with which the costs have the same ratio).
-inline float mma_cycles(int major, int minor) { return major == 9 || major == 10 ? 1.6f : major == 8 && minor == 0 ? 2.0f : 4.0f; }
+// Cycles of one multiprocessor for an mma_m16n8k16, 2048 multiply-adds: by NVIDIA's figures sm_80 does 1024 a cycle,
+// sm_90 2048, of which some 62 % this way (sm_100 is taken to be like it), 8.6, 8.9 and 12.0 512 (GeForce 256, with
+// which the costs have the same ratio).
+inline float mma_cycles(int major, int minor) {
+    return major == 9 || major == 10 ? 1.6f : major == 8 && minor == 0 ? 2.0f : 4.0f;
+}
 inline float mma_cycles_of_device() { return mma_cycles(properties_of_device().major, properties_of_device().minor); }
 // Head dimensions of 128 do not fit everywhere.
 inline void check_shared_bytes(size_t bytes, int D, size_t most_shared = most_shared_of_device()) {
     if (bytes > most_shared)
         fail_usage(
-            "a head dimension of %d: attention takes %zu bytes of shared memory for a block, this GPU has %zu; choose --head-dim 64, or "
+            "a head dimension of %d: attention takes %zu bytes of shared memory for a block, this GPU has %zu; choose "
+            "--head-dim 64, or "
             "PRECISION=FP32",
             D, bytes, most_shared);
 }
-// As many tokens in a tile as fit. How many there are changes no bit: every row is computed by itself, its keys in their order.
+// As many tokens in a tile as fit. How many there are changes no bit: every row is computed by itself, its keys in
+// their order.
 template <int D>
 inline AttentionShape gather_shape(const NsaShape& s, bool backward, size_t most_shared = most_shared_of_device()) {
     int tokens = std::max(1, std::min({GATHER_TOKENS, gather_rows<D>(backward) / s.heads_per_group(), s.queries}));
@@ -2475,7 +2651,8 @@ template <int D>
 inline GatherPlan gather_plan(WorkspacePieces& pieces, const NsaShape& s) {
     const AttentionShape a = gather_shape<D>(s, true);
     GatherPlan plan = {};
-    plan.tiles = (a.keys + KEY_TILE - 1) / KEY_TILE, plan.units = units(a.keys, a), plan.token_words = (s.queries + 31) / 32;
+    plan.tiles = (a.keys + KEY_TILE - 1) / KEY_TILE, plan.units = units(a.keys, a),
+    plan.token_words = (s.queries + 31) / 32;
     plan.most_extra = int(size_t(s.queries) * size_t(std::max(s.slc_count, 3)) * size_t(a.slc_tiles) / GATHER_CHUNK);
     plan.most_extra = int(std::min(size_t(plan.most_extra), size_t(plan.tiles) * size_t(s.queries / GATHER_CHUNK)));
     const size_t groups = size_t(a.batch_groups);
@@ -2492,23 +2669,27 @@ inline int* selection_counts(WorkspacePieces& pieces, const NsaShape& s) {
 template <int D>
 inline float* cmp_partial_sums(WorkspacePieces& pieces, const NsaShape& s) {
     const AttentionShape a = attention_shape<D>(CMP, s, 0);
-    return pieces.take<float>(
-        a.parts == 1 ? 0 : size_t(a.batch_groups) * size_t((a.keys + KEY_TILE - 1) / KEY_TILE) * size_t(a.parts) * 2 * KEY_TILE * D);
+    return pieces.take<float>(a.parts == 1 ? 0
+                                           : size_t(a.batch_groups) * size_t((a.keys + KEY_TILE - 1) / KEY_TILE) *
+                                                 size_t(a.parts) * 2 * KEY_TILE * D);
 }
 
-// Which kernels a call of the selected branch may use. What stays AUTO is decided on the GPU, from the selection itself. With at most 2 n
-// blocks in the sequence masked tiles visit at most twice what a query chose: by sm_90's costs gathering cannot pay then.
+// Which kernels a call of the selected branch may use. What stays AUTO is decided on the GPU, from the selection
+// itself. With at most 2 n blocks in the sequence masked tiles visit at most twice what a query chose: by sm_90's costs
+// gathering cannot pay then.
 template <int D>
 inline SelectedKernel resolve_selected(SelectedKernel asked, const NsaShape& s) {
     const bool possible = gather_possible<D>(s);
     if (asked == SelectedKernel::GATHER && !possible)
         fail_usage(
-            "%d query heads in a group, of dimension %d: gathered rows have room for %d, and need less shared memory than the %zu bytes of "
+            "%d query heads in a group, of dimension %d: gathered rows have room for %d, and need less shared memory "
+            "than the %zu bytes of "
             "this GPU; choose masked tiles",
             s.heads_per_group(), D, gather_rows<D>(true), most_shared_of_device());
     if (asked != SelectedKernel::AUTO) return asked;
     const int blocks = (s.first + s.queries + s.slc_block - 1) / s.slc_block;
-    return possible && s.queries >= GATHER_TOKENS && blocks > 2 * s.slc_count ? SelectedKernel::AUTO : SelectedKernel::TILES;
+    return possible && s.queries >= GATHER_TOKENS && blocks > 2 * s.slc_count ? SelectedKernel::AUTO
+                                                                              : SelectedKernel::TILES;
 }
 // Bytes of scratch memory that forward or backward of a branch need.
 inline size_t attention_workspace_bytes(Branch branch, const NsaShape& s, SelectedKernel asked, bool backward) {
@@ -2531,7 +2712,8 @@ inline const SelectedChoice* choose_selected(SelectedKernel kernel, WorkspacePie
     const AttentionShape a = gather_shape<D>(s, false);
     int* counts = selection_counts<D>(pieces, s);
     launch<measure_selections_kernel>(unsigned(a.tiles * a.batch_groups + 3) / 4, 128, 0, stream, counts, selection, a);
-    launch<choose_selected_kernel>(1, 256, 0, stream, choice, (const int*)counts, gathered_piece_cost<D>(mma_cycles_of_device()), a);
+    launch<choose_selected_kernel>(1, 256, 0, stream, choice, (const int*)counts,
+                                   gathered_piece_cost<D>(mma_cycles_of_device()), a);
     return choice;
 }
 inline unsigned gather_threads(const AttentionShape& a) {
@@ -2539,8 +2721,9 @@ inline unsigned gather_threads(const AttentionShape& a) {
 }
 
 template <Branch branch, int D>
-inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection,
-                                     const NsaShape& s, SelectedKernel asked, AttentionWorkspace workspace, cudaStream_t stream) {
+inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
+                                     const uint32_t* selection, const NsaShape& s, SelectedKernel asked,
+                                     AttentionWorkspace workspace, cudaStream_t stream) {
     const AttentionShape a = attention_shape<D>(branch, s, 0);
     const SelectedChoice* choice = nullptr;
     if constexpr (branch == SLC) {
@@ -2549,41 +2732,50 @@ inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const
         choice = choose_selected<D>(kernel, pieces, workspace.choice, selection, s, stream);
         if (kernel != SelectedKernel::TILES) {
             const AttentionShape g = gather_shape<D>(s, false);
-            launch<gather_forward_kernel<D>>(unsigned(g.tiles * g.batch_groups), gather_threads(g), gather_shared_bytes<D>(g, false),
-                                             stream, out, lse, q, k, v, selection, choice, g);
+            launch<gather_forward_kernel<D>>(unsigned(g.tiles * g.batch_groups), gather_threads(g),
+                                             gather_shared_bytes<D>(g, false), stream, out, lse, q, k, v, selection,
+                                             choice, g);
         }
         if (kernel == SelectedKernel::GATHER) return;
     }
     const unsigned blocks = unsigned(a.tiles * a.batch_groups), threads = query_tile_threads<D>(a);
     const size_t query_tile = QUERY_ROWS * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
-    const size_t bytes = shared_bytes({query_tile, key_tiles, key_tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
+    const size_t bytes = shared_bytes(
+        {query_tile, key_tiles, key_tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
     check_shared_bytes(bytes, D);
-    launch<attention_forward_kernel<branch, D>>(blocks, threads, bytes, stream, out, lse, q, k, v, selection, choice, a);
+    launch<attention_forward_kernel<branch, D>>(blocks, threads, bytes, stream, out, lse, q, k, v, selection, choice,
+                                                a);
 }
 template <int D>
-inline void launch_gather_backward(float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
-                                   const float* row_dot, const float* lse_gated, const uint32_t* selection, const NsaShape& s,
-                                   const SelectedChoice* choice, WorkspacePieces& pieces, cudaStream_t stream) {
+inline void launch_gather_backward(float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q,
+                                   const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
+                                   const uint32_t* selection, const NsaShape& s, const SelectedChoice* choice,
+                                   WorkspacePieces& pieces, cudaStream_t stream) {
     const AttentionShape a = gather_shape<D>(s, true);
     const GatherPlan plan = gather_plan<D>(pieces, s);
-    launch<gather_dq_kernel<D>>(unsigned(a.tiles * a.batch_groups), gather_threads(a), gather_shared_bytes<D>(a, true), stream, dq, add,
-                                dout, q, k, v, row_dot, lse_gated, selection, choice, a);
+    launch<gather_dq_kernel<D>>(unsigned(a.tiles * a.batch_groups), gather_threads(a), gather_shared_bytes<D>(a, true),
+                                stream, dq, add, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
 
     const int all_units = plan.units * a.batch_groups;
-    launch<transpose_selection_kernel>(unsigned(plan.token_words * a.batch_groups), 128, 0, stream, plan, selection, choice, a);
+    launch<transpose_selection_kernel>(unsigned(plan.token_words * a.batch_groups), 128, 0, stream, plan, selection,
+                                       choice, a);
     launch<count_choosers_kernel>(unsigned(all_units + 3) / 4, 128, 0, stream, plan, all_units, choice);
     launch<plan_chunks_kernel>(unsigned(a.batch_groups), 32, 0, stream, plan, choice, a);
     const size_t tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
-    const size_t bytes = shared_bytes({tiles, tiles, statistics * sub_blocks(SLC), statistics, dkdv_threads<D>() / 32 * sizeof(int),
-                                       GATHER_CHUNK * sizeof(int), keeps_v<D>() ? tiles / 2 : 0});
-    launch<gather_dkdv_kernel<D>>(unsigned((plan.most_extra + plan.tiles) * a.batch_groups), unsigned(dkdv_threads<D>()), bytes, stream, dk,
-                                  dv, dout, q, k, v, row_dot, lse_gated, selection, plan, choice, a);
-    if (plan.most_extra) launch<add_chunks_kernel<D>>(unsigned(plan.tiles * a.batch_groups), 256, 0, stream, dk, dv, plan, choice, a);
+    const size_t bytes =
+        shared_bytes({tiles, tiles, statistics * sub_blocks(SLC), statistics, dkdv_threads<D>() / 32 * sizeof(int),
+                      GATHER_CHUNK * sizeof(int), keeps_v<D>() ? tiles / 2 : 0});
+    launch<gather_dkdv_kernel<D>>(unsigned((plan.most_extra + plan.tiles) * a.batch_groups),
+                                  unsigned(dkdv_threads<D>()), bytes, stream, dk, dv, dout, q, k, v, row_dot, lse_gated,
+                                  selection, plan, choice, a);
+    if (plan.most_extra)
+        launch<add_chunks_kernel<D>>(unsigned(plan.tiles * a.batch_groups), 256, 0, stream, dk, dv, plan, choice, a);
 }
 template <Branch branch, int D>
-inline void launch_attention_backward(float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k,
-                                      const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
-                                      const NsaShape& s, SelectedKernel asked, AttentionWorkspace workspace, cudaStream_t stream) {
+inline void launch_attention_backward(float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q,
+                                      const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
+                                      const uint32_t* selection, const NsaShape& s, SelectedKernel asked,
+                                      AttentionWorkspace workspace, cudaStream_t stream) {
     const AttentionShape a = attention_shape<D>(branch, s, 0);
     const SelectedChoice* choice = nullptr;
     if (a.keys == 0) {  // no element of dk and dv
@@ -2597,7 +2789,8 @@ inline void launch_attention_backward(float* dq, bool add, bf16* dk, bf16* dv, c
         const SelectedKernel kernel = resolve_selected<D>(asked, s);
         choice = choose_selected<D>(kernel, pieces, workspace.choice, selection, s, stream);
         if (kernel != SelectedKernel::TILES)
-            launch_gather_backward<D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, choice, pieces, stream);
+            launch_gather_backward<D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, choice, pieces,
+                                      stream);
         if (kernel == SelectedKernel::GATHER) return;
     }
     const size_t query_tile = QUERY_ROWS * D * sizeof(bf16), tiles = 2 * KEY_TILE * D * sizeof(bf16),
@@ -2606,28 +2799,33 @@ inline void launch_attention_backward(float* dq, bool add, bf16* dk, bf16* dv, c
     const size_t dq_bytes = shared_bytes(
         {query_tile, query_tile, tiles, tiles, branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
     check_shared_bytes(dq_bytes, D);
-    launch<attention_dq_kernel<branch, D>>(query_blocks, threads, dq_bytes, stream, dq, add, dout, q, k, v, row_dot, lse_gated, selection,
-                                           choice, a);
+    launch<attention_dq_kernel<branch, D>>(query_blocks, threads, dq_bytes, stream, dq, add, dout, q, k, v, row_dot,
+                                           lse_gated, selection, choice, a);
 
     const unsigned key_tiles = unsigned((a.keys + KEY_TILE - 1) / KEY_TILE * a.batch_groups);
-    const size_t dkdv_bytes = shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, keeps_v<D>() ? tiles / 2 : 0,
-                                            branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
-    launch<attention_dkdv_kernel<branch, D>>(key_tiles * unsigned(a.parts), unsigned(dkdv_threads<D>()), dkdv_bytes, stream, dk, dv,
-                                             partial, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
+    const size_t dkdv_bytes =
+        shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, keeps_v<D>() ? tiles / 2 : 0,
+                      branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
+    launch<attention_dkdv_kernel<branch, D>>(key_tiles * unsigned(a.parts), unsigned(dkdv_threads<D>()), dkdv_bytes,
+                                             stream, dk, dv, partial, dout, q, k, v, row_dot, lse_gated, selection,
+                                             choice, a);
     if constexpr (branch == CMP)
         if (a.parts > 1) launch<add_parts_kernel<D>>(key_tiles, 256, 0, stream, dk, dv, (const float*)partial, a);
 }
 
-// Shared memory of a block of select_blocks_kernel; the importances of all selection blocks of some tokens are in there.
+// Shared memory of a block of select_blocks_kernel; the importances of all selection blocks of some tokens are in
+// there.
 template <int D>
 inline size_t select_shared_bytes(const AttentionShape& a) {
     const size_t rows = size_t(a.heads) * SCORE_TOKENS, weights = SCORE_TOKENS * WEIGHT_STRIDE,
                  importances = SCORE_TOKENS * size_t(importance_stride(a));
-    const size_t bytes = shared_bytes({2 * KEY_TILE * D * sizeof(bf16), rows * D * sizeof(bf16), rows * sizeof(float),
-                                       weights * sizeof(float), importances * sizeof(float), size_t(overlaps(a)) * sizeof(float)});
+    const size_t bytes =
+        shared_bytes({2 * KEY_TILE * D * sizeof(bf16), rows * D * sizeof(bf16), rows * sizeof(float),
+                      weights * sizeof(float), importances * sizeof(float), size_t(overlaps(a)) * sizeof(float)});
     if (bytes > most_shared_of_device())
         fail_usage(
-            "%d tokens in selection blocks of %d: choosing takes %zu bytes of shared memory, this GPU has %zu; choose larger blocks or "
+            "%d tokens in selection blocks of %d: choosing takes %zu bytes of shared memory, this GPU has %zu; choose "
+            "larger blocks or "
             "fewer tokens",
             a.first + a.queries, a.slc_block, bytes, most_shared_of_device());
     return bytes;
@@ -2642,50 +2840,56 @@ inline void check_shape(const NsaShape& s) {
     });
 }
 
-// out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] the natural logarithm of the
-// softmax's denominator; a query without a key: 0, +infinity. q [B, H, queries, D], keys and values [B, G, T, D] (compressed: [B, G,
-// NC, D]), selection [B, G, queries, words]. Selection blocks: 16, 32 or a multiple of 64 tokens. Query heads per group: up to 128,
-// no padding but the last row tile's. In the selected branch `kernel` says how; the workspace's choice has to exist where it is AUTO.
-inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection,
-                              const NsaShape& s, SelectedKernel kernel, AttentionWorkspace workspace, cudaStream_t stream) {
-    check_attention_shape(branch, s);
-    if (s.query_rows() == 0) return;
-    with_head_dimension(s.D, [&](auto dimension) {
-        constexpr int D = decltype(dimension)::value;
-        switch (branch) {
-            case CMP: return launch_attention_forward<CMP, D>(out, lse, q, k, v, selection, s, kernel, workspace, stream);
-            case SLC: return launch_attention_forward<SLC, D>(out, lse, q, k, v, selection, s, kernel, workspace, stream);
-            case WIN: return launch_attention_forward<WIN, D>(out, lse, q, k, v, selection, s, kernel, workspace, stream);
-        }
-    });
-}
-// dq [B, H, queries, D] = , or += with `add`, dk and dv [keys] = , from dout [B*queries, H*D], row_dot and
-// lse_gated [B, H, queries]; shapes and formulas as in Cpu. A query has chosen at most max(slc_count, 3) blocks.
-inline void attention_backward(Branch branch, float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k,
-                               const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection, const NsaShape& s,
-                               SelectedKernel kernel, AttentionWorkspace workspace, cudaStream_t stream) {
+// out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] the natural logarithm
+// of the softmax's denominator; a query without a key: 0, +infinity. q [B, H, queries, D], keys and values [B, G, T, D]
+// (compressed: [B, G, NC, D]), selection [B, G, queries, words]. Selection blocks: 16, 32 or a multiple of 64 tokens.
+// Query heads per group: up to 128, no padding but the last row tile's. In the selected branch `kernel` says how; the
+// workspace's choice has to exist where it is AUTO.
+inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
+                              const uint32_t* selection, const NsaShape& s, SelectedKernel kernel,
+                              AttentionWorkspace workspace, cudaStream_t stream) {
     check_attention_shape(branch, s);
     if (s.query_rows() == 0) return;
     with_head_dimension(s.D, [&](auto dimension) {
         constexpr int D = decltype(dimension)::value;
         switch (branch) {
             case CMP:
-                return launch_attention_backward<CMP, D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel,
-                                                         workspace, stream);
+                return launch_attention_forward<CMP, D>(out, lse, q, k, v, selection, s, kernel, workspace, stream);
             case SLC:
-                return launch_attention_backward<SLC, D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel,
-                                                         workspace, stream);
+                return launch_attention_forward<SLC, D>(out, lse, q, k, v, selection, s, kernel, workspace, stream);
             case WIN:
-                return launch_attention_backward<WIN, D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel,
-                                                         workspace, stream);
+                return launch_attention_forward<WIN, D>(out, lse, q, k, v, selection, s, kernel, workspace, stream);
+        }
+    });
+}
+// dq [B, H, queries, D] = , or += with `add`, dk and dv [keys] = , from dout [B*queries, H*D], row_dot and
+// lse_gated [B, H, queries]; shapes and formulas as in Cpu. A query has chosen at most max(slc_count, 3) blocks.
+inline void attention_backward(Branch branch, float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q,
+                               const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
+                               const uint32_t* selection, const NsaShape& s, SelectedKernel kernel,
+                               AttentionWorkspace workspace, cudaStream_t stream) {
+    check_attention_shape(branch, s);
+    if (s.query_rows() == 0) return;
+    with_head_dimension(s.D, [&](auto dimension) {
+        constexpr int D = decltype(dimension)::value;
+        switch (branch) {
+            case CMP:
+                return launch_attention_backward<CMP, D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection,
+                                                         s, kernel, workspace, stream);
+            case SLC:
+                return launch_attention_backward<SLC, D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection,
+                                                         s, kernel, workspace, stream);
+            case WIN:
+                return launch_attention_backward<WIN, D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection,
+                                                         s, kernel, workspace, stream);
         }
     });
 }
 // selection [B, G, queries, words] = the blocks that each query and group attends to, by q [B, H,
 // queries, D], kc [B, G, NC, D] and the compressed branch's lse [B, H, queries]; chosen_importance
 // [B, G, queries], where given: their share of all importance. The rule is Cpu's.
-inline void select_blocks(uint32_t* selection, float* chosen_importance, const bf16* q, const bf16* kc, const float* lse, const NsaShape& s,
-                          cudaStream_t stream) {
+inline void select_blocks(uint32_t* selection, float* chosen_importance, const bf16* q, const bf16* kc,
+                          const float* lse, const NsaShape& s, cudaStream_t stream) {
     check_attention_shape(CMP, s);
     if (s.query_rows() == 0) return;
     with_head_dimension(s.D, [&](auto dimension) {
@@ -2693,7 +2897,8 @@ inline void select_blocks(uint32_t* selection, float* chosen_importance, const b
         const AttentionShape a = attention_shape<D>(CMP, s, SCORE_TOKENS);
         const size_t bytes = select_shared_bytes<D>(a);
         const unsigned blocks = unsigned(a.tiles * a.batch_groups);
-        launch<select_blocks_kernel<D>>(blocks, SCORE_THREADS, bytes, stream, selection, chosen_importance, q, kc, lse, a);
+        launch<select_blocks_kernel<D>>(blocks, SCORE_THREADS, bytes, stream, selection, chosen_importance, q, kc, lse,
+                                        a);
     });
 }
 
@@ -2714,14 +2919,16 @@ struct Cuda {
     int device;
     cudaDeviceProp properties;
     cudaStream_t stream = nullptr;
-    bool poison = false;                          // tests: fresh memory holds NaN, so that a read before the first write shows
-    bool level0 = std::is_same<real, float>::value;  // attention by the scalar kernels of dev/ladder; fp32 has no others
+    bool poison = false;  // tests: fresh memory holds NaN, so that a read before the first write shows
+    bool level0 =
+        std::is_same<real, float>::value;  // attention by the scalar kernels of dev/ladder; fp32 has no others
     SelectedKernel selected_kernel = SelectedKernel::AUTO;
-    bool use_graphs = false;                      // --cuda-graph, see run()
+    bool use_graphs = false;  // --cuda-graph, see run()
     // of the GPU's memory, now and at most, without what the driver and cuBLASLt take for themselves
     size_t live_bytes = 0, peak_bytes = 0;
 
-    explicit Cuda(int device_index = 0, size_t workspace = WORKSPACE) : device(device_index), workspace_bytes(workspace) {
+    explicit Cuda(int device_index = 0, size_t workspace = WORKSPACE)
+        : device(device_index), workspace_bytes(workspace) {
         CUDA_CHECK(cudaSetDevice(device));
         CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
         if (!std::is_same<real, float>::value && properties.major < 8)
@@ -2736,19 +2943,22 @@ struct Cuda {
             fail(
                 "this program was not built for GPU %d, %s, of compute capability %d.%d: build it again with make "
                 "GPU_COMPUTE_CAPABILITY=%d%d (%s)",
-                device, properties.name, properties.major, properties.minor, properties.major, properties.minor, e.what());
+                device, properties.name, properties.major, properties.minor, properties.major, properties.minor,
+                e.what());
         }
         CUDA_CHECK(cudaStreamSynchronize(stream));
         CUBLAS_CHECK(cublasLtCreate(&cublas));
         CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
-        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes,
-                                                          sizeof workspace_bytes));
-#ifdef __CUDACC__  // 16 is what gemm() checks; unasked, cuBLASLt takes 256 for granted. Where it splits a long sum, the parts stay in fp32.
+        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                          &workspace_bytes, sizeof workspace_bytes));
+#ifdef __CUDACC__  // 16 is what gemm() checks; unasked, cuBLASLt takes 256 for granted. Where it splits a long sum, the
+                   // parts stay in fp32.
         const uint32_t alignment = 16, reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-        CUBLAS_CHECK(
-            cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction, sizeof reduction));
-        for (const auto which : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-                                 CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                                                          &reduction, sizeof reduction));
+        for (const auto which :
+             {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+              CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
             CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, which, &alignment, sizeof alignment));
 #endif
         cublas_workspace = allocate<char>(workspace_bytes);
@@ -2783,7 +2993,8 @@ struct Cuda {
             size_t free = 0, total = 0;
             CUDA_CHECK(cudaMemGetInfo(&free, &total));
             fail(
-                "out of GPU memory: %.1f MiB were asked for, %.1f of %.1f MiB are free on GPU %d; choose a smaller --batch or --seq-len; "
+                "out of GPU memory: %.1f MiB were asked for, %.1f of %.1f MiB are free on GPU %d; choose a smaller "
+                "--batch or --seq-len; "
                 "nvidia-smi shows who else uses the GPU",
                 double(bytes) / (1 << 20), double(free) / (1 << 20), double(total) / (1 << 20), device);
         }
@@ -2804,32 +3015,37 @@ struct Cuda {
         return free;
     }
     std::string describe() const {
-        return format_text("GPU %d, %s, compute capability %d.%d, %d multiprocessors, %.1f GiB, %s, attention %s", device, properties.name,
-                           properties.major, properties.minor, properties.multiProcessorCount,
-                           double(properties.totalGlobalMem) / (1 << 30), std::is_same<real, float>::value ? "fp32" : "bf16",
-                           level0 ? "scalar" : "on tensor cores");
+        return format_text("GPU %d, %s, compute capability %d.%d, %d multiprocessors, %.1f GiB, %s, attention %s",
+                           device, properties.name, properties.major, properties.minor, properties.multiProcessorCount,
+                           double(properties.totalGlobalMem) / (1 << 30),
+                           std::is_same<real, float>::value ? "fp32" : "bf16", level0 ? "scalar" : "on tensor cores");
     }
     // FLOP/s of the tensor cores at best, dense bf16 with fp32 sums, by NVIDIA's data sheets; 0: not known here.
     double peak_flops() const {
         static constexpr struct {
             const char* name;
             double teraflops;
-        } PEAKS[] = {{"H100 PCIe", 756}, {"H100 NVL", 835.5}, {"H200 NVL", 835.5}, {"H100", 989.4}, {"H200", 989.4},     {"H800", 989.4},
-                     {"B200", 2250},     {"A100", 312},       {"A800", 312},       {"L40S", 362},   {"RTX 4090", 165.2}, {"RTX 3090", 71}};
+        } PEAKS[] = {{"H100 PCIe", 756}, {"H100 NVL", 835.5}, {"H200 NVL", 835.5}, {"H100", 989.4},
+                     {"H200", 989.4},    {"H800", 989.4},     {"B200", 2250},      {"A100", 312},
+                     {"A800", 312},      {"L40S", 362},       {"RTX 4090", 165.2}, {"RTX 3090", 71}};
         if (!std::is_same<real, float>::value)
             for (const auto& peak : PEAKS)
                 if (std::strstr(properties.name, peak.name)) return peak.teraflops * 1e12;
         return 0;
     }
     template <class T>
-    void zero(T* p, size_t count) { if (count) CUDA_CHECK(cudaMemsetAsync(p, 0, count * sizeof(T), stream)); }
-    // Bytes as they are, between host and device in any direction; done when it returns, since the host may read or reuse its side.
+    void zero(T* p, size_t count) {
+        if (count) CUDA_CHECK(cudaMemsetAsync(p, 0, count * sizeof(T), stream));
+    }
+    // Bytes as they are, between host and device in any direction; done when it returns, since the host may read or
+    // reuse its side.
     template <class T>
     void copy(T* out, const T* in, size_t count) {
         if (count) CUDA_CHECK(cudaMemcpyAsync(out, in, count * sizeof(T), cudaMemcpyDefault, stream));
         CUDA_CHECK(cudaStreamSynchronize(stream));
     }
-    // Tokens to the GPU without waiting for it; the caller may reuse its memory at once. Runs ahead of the GPU by two micro-steps at most.
+    // Tokens to the GPU without waiting for it; the caller may reuse its memory at once. Runs ahead of the GPU by two
+    // micro-steps at most.
     void upload(int32_t* out, const int32_t* in, size_t count) {
         upload_through(uploads[uploaded++ % 4], out, in, count * sizeof(int32_t));
     }
@@ -2870,10 +3086,11 @@ struct Cuda {
         }
     }
 
-    // ----- work that repeats. A sequence of launches that is the same every time, down to the arguments. With use_graphs,
-    // run() launches it as it is the first time, when scratch memory grows, tables are made and algorithms are chosen; the
-    // second time it is recorded as a CUDA graph; from then on one call gives all of it to the GPU. What differs from time to
-    // time has to lie in the GPU's memory, and to be sent there before. It may outlive the memory that it works on, but not run again then.
+    // ----- work that repeats. A sequence of launches that is the same every time, down to the arguments. With
+    // use_graphs, run() launches it as it is the first time, when scratch memory grows, tables are made and algorithms
+    // are chosen; the second time it is recorded as a CUDA graph; from then on one call gives all of it to the GPU.
+    // What differs from time to time has to lie in the GPU's memory, and to be sent there before. It may outlive the
+    // memory that it works on, but not run again then.
     struct Sequence {
         cudaGraphExec_t graph = nullptr;
         int64_t memory = -1;  // the engine's memory_version when it was last launched as it is
@@ -2903,33 +3120,37 @@ struct Cuda {
     // ----- embedding.  x = embed[token].  tokens [N], embed [V, C], x [N, C]
     void embedding_forward(real* x, const int32_t* tokens, const real* embed, int N, int C) {
         with_width(is_wide(C, x, embed), [&](auto W) {
-            launch<kernels::embedding_forward_kernel<W()>>(kernels::blocks(size_t(N) * C, 256 * W()), 256, 0, stream, x, tokens, embed, N,
-                                                           C);
+            launch<kernels::embedding_forward_kernel<W()>>(kernels::blocks(size_t(N) * C, 256 * W()), 256, 0, stream, x,
+                                                           tokens, embed, N, C);
         });
     }
     // dembed [V, C] += rows of dx [N, C]
     void embedding_backward(Grad* dembed, const real* dx, const int32_t* tokens, int N, int C) {
         int32_t* sorted = scratch<int32_t>(0, size_t(N));
-        launch<kernels::sort_positions_kernel>(kernels::blocks(size_t(N), kernels::SORT_THREADS), kernels::SORT_THREADS, 0, stream, sorted,
-                                               tokens, N);
+        launch<kernels::sort_positions_kernel>(kernels::blocks(size_t(N), kernels::SORT_THREADS), kernels::SORT_THREADS,
+                                               0, stream, sorted, tokens, N);
         with_width(is_wide(C, dembed, dx), [&](auto W) {
-            launch<kernels::embedding_backward_kernel<W()>>(dim3(unsigned(N), kernels::blocks(size_t(C), 128 * W())), 128, 0, stream,
-                                                            dembed, dx, tokens, (const int32_t*)sorted, N, C);
+            launch<kernels::embedding_backward_kernel<W()>>(dim3(unsigned(N), kernels::blocks(size_t(C), 128 * W())),
+                                                            128, 0, stream, dembed, dx, tokens, (const int32_t*)sorted,
+                                                            N, C);
         });
     }
 
     // ----- RMSNorm.  out = x * rstd * weight,  rstd = 1/sqrt(mean(x^2) + eps).  x, out [N, C], rstd [N], weight [C]
     void rmsnorm_forward(real* out, Stat* rstd, const real* x, const real* weight, int N, int C) {
         with_width(is_wide(C, out, x, weight), [&](auto W) {
-            launch<kernels::rmsnorm_forward_kernel<W()>>(kernels::blocks(size_t(N), kernels::NORM_ROWS), kernels::NORM_ROWS * 32, 0, stream,
-                                                         out, rstd, x, weight, N, C);
+            launch<kernels::rmsnorm_forward_kernel<W()>>(kernels::blocks(size_t(N), kernels::NORM_ROWS),
+                                                         kernels::NORM_ROWS * 32, 0, stream, out, rstd, x, weight, N,
+                                                         C);
         });
     }
     // dx += rstd * (g - x * rstd^2 * mean(g * x)) with g = dout * weight;  dweight += sum over rows of dout * x * rstd
-    void rmsnorm_backward(real* dx, Grad* dweight, const real* dout, const real* x, const Stat* rstd, const real* weight, int N, int C) {
+    void rmsnorm_backward(real* dx, Grad* dweight, const real* dout, const real* x, const Stat* rstd,
+                          const real* weight, int N, int C) {
         with_width(is_wide(C, dx, dout, x, weight), [&](auto W) {
-            launch<kernels::rmsnorm_backward_kernel<W()>>(kernels::blocks(size_t(N), kernels::NORM_ROWS), kernels::NORM_ROWS * 32, 0,
-                                                          stream, dx, dout, x, rstd, weight, N, C);
+            launch<kernels::rmsnorm_backward_kernel<W()>>(kernels::blocks(size_t(N), kernels::NORM_ROWS),
+                                                          kernels::NORM_ROWS * 32, 0, stream, dx, dout, x, rstd, weight,
+                                                          N, C);
         });
         add_column_sums(dweight, kernels::NormWeightGradient{dout, x, rstd}, is_wide(C, dout, x), N, C);
     }
@@ -2959,16 +3180,18 @@ struct Cuda {
     void silu_backward(real* dx, const real* dout, const real* x, size_t count) {
         if (count == 0) return;
         with_width(is_wide(count, dx, dout, x), [&](auto W) {
-            launch<kernels::silu_backward_kernel<W()>>(kernels::blocks(count, 256 * W()), 256, 0, stream, dx, dout, x, count);
+            launch<kernels::silu_backward_kernel<W()>>(kernels::blocks(count, 256 * W()), 256, 0, stream, dx, dout, x,
+                                                       count);
         });
     }
 
     // ----- classifier.  losses [N] = cross-entropy of logits [N, Vp] against targets [N], columns V..Vp-1 left out.
     // With want_gradient, logits become dlogits = (softmax - onehot) * dloss in place, 0 in the padded columns.
-    void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V, int Vp) {
+    void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V,
+                    int Vp) {
         with_width(is_wide(Vp, logits), [&](auto W) {
-            launch<kernels::classifier_kernel<W()>>(unsigned(N), kernels::CLASSIFIER_THREADS, 0, stream, losses, logits, targets,
-                                                    float(dloss), want_gradient, V, Vp);
+            launch<kernels::classifier_kernel<W()>>(unsigned(N), kernels::CLASSIFIER_THREADS, 0, stream, losses, logits,
+                                                    targets, float(dloss), want_gradient, V, Vp);
         });
     }
 
@@ -2980,11 +3203,12 @@ struct Cuda {
         });
         launch<kernels::sum_total_kernel>(1, 32, 0, stream, total, (const double*)result, kernels::PARTS);
     }
-    // squares[i] = sum of the squares of chunk i of x [total], in fp64, for the chunks that begin in [begin, begin + count).
+    // squares[i] = sum of the squares of chunk i of x [total], in fp64, for the chunks that begin in [begin, begin +
+    // count).
     void chunk_squares(double* squares, const Grad* x, size_t total, size_t begin, size_t count) {
         if (count)
-            launch<kernels::chunk_squares_kernel>(unsigned(count / CHUNK), kernels::CHUNK_THREADS, 0, stream, squares, x, total,
-                                                  begin / CHUNK);
+            launch<kernels::chunk_squares_kernel>(unsigned(count / CHUNK), kernels::CHUNK_THREADS, 0, stream, squares,
+                                                  x, total, begin / CHUNK);
     }
     // *sum = the chunks' sums in a fixed order, but NaN if *guard is not finite.
     void total_squares(double* sum, const double* squares, size_t chunks, const Grad* guard) {
@@ -2992,7 +3216,9 @@ struct Cuda {
     }
     // *guard = *loss
     template <class T>
-    void set_guard(T* guard, const double* loss) { launch<kernels::set_guard_kernel<T>>(1, 32, 0, stream, guard, loss); }
+    void set_guard(T* guard, const double* loss) {
+        launch<kernels::set_guard_kernel<T>>(1, 32, 0, stream, guard, loss);
+    }
     // x += y
     void add(Grad* x, const Grad* y, size_t count) {
         if (count) launch<kernels::add_arrays_kernel>(kernels::grid_of(count), 256, 0, stream, x, y, count);
@@ -3005,8 +3231,8 @@ struct Cuda {
         set_step(h);
         const kernels::AdamWConstants constants = {float(h.beta1), float(h.beta2), float(h.eps), h.decay,
                                                    h.seed,         h.offset,       h.squares,    h.grad_clip};
-        launch<kernels::adamw_kernel>(kernels::blocks(count, 256), 256, 0, stream, param, master, m, v, grad, count, constants,
-                                      (const kernels::AdamWStep*)adamw_step);
+        launch<kernels::adamw_kernel>(kernels::blocks(count, 256), 256, 0, stream, param, master, m, v, grad, count,
+                                      constants, (const kernels::AdamWStep*)adamw_step);
     }
     // Sends what adamw() needs of this step (h.lr, h.step) to the GPU, unless
     // it is there. To be called before an update that may be replayed.
@@ -3014,8 +3240,8 @@ struct Cuda {
         const kernels::AdamWStep now = {h.lr, float(h.lr / (1 - std::pow(h.beta1, double(h.step)))),
                                         float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))),
                                         random_stream(RANDOM_ROUNDING, uint64_t(h.step))};
-        if (now.lr == sent_step.lr && now.step_size == sent_step.step_size && now.v_correction == sent_step.v_correction &&
-            now.stream == sent_step.stream)
+        if (now.lr == sent_step.lr && now.step_size == sent_step.step_size &&
+            now.v_correction == sent_step.v_correction && now.stream == sent_step.stream)
             return;
         upload_through(step_uploads[steps_sent++ % 2], adamw_step, &now, sizeof now);
         sent_step = now;
@@ -3030,14 +3256,14 @@ struct Cuda {
 
     // ----- heads.
     struct Heads {
-        real* q;       // [B, H, queries, D], rotated
-        real* kv[6];   // [B, G, T, D] each, by HeadSlot; k_slc and k_win rotated, k_cmp not (its compressed blocks are)
-        Stat* gate;    // [3, B, H, queries], after the sigmoid
+        real* q;      // [B, H, queries, D], rotated
+        real* kv[6];  // [B, G, T, D] each, by HeadSlot; k_slc and k_win rotated, k_cmp not (its compressed blocks are)
+        Stat* gate;   // [3, B, H, queries], after the sigmoid
     };
     struct HeadGradients {
-        Stat* q;       // [B, H, T, D]
-        real* kv[6];   // [B, G, T, D]
-        Stat* gate;    // [3, B, H, T], of the logit
+        Stat* q;      // [B, H, T, D]
+        real* kv[6];  // [B, G, T, D]
+        Stat* gate;   // [3, B, H, T], of the logit
     };
     // heads = projected, split, rotated and gated
     void split_heads_forward(Heads out, const real* projected, const NsaShape& s) {
@@ -3047,11 +3273,13 @@ struct Cuda {
         bool wide = is_wide(s.D / 2, projected, out.q) && is_wide(s.projected());
         for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++) wide = wide && is_wide(s.D / 2, out.kv[slot]);
         with_width(wide, [&](auto W) {
-            launch<kernels::split_heads_forward_kernel<W()>>(unsigned(s.B) * unsigned(s.queries), 128, 0, stream, pointers, projected, rope,
-                                                             s, s.projected(), head_units(s));
+            launch<kernels::split_heads_forward_kernel<W()>>(unsigned(s.B) * unsigned(s.queries), 128, 0, stream,
+                                                             pointers, projected, rope, s, s.projected(),
+                                                             head_units(s));
         });
     }
-    // dprojected = gradients of the heads, turned back and merged; the padding gets 0. Training shapes (first = 0, queries = T).
+    // dprojected = gradients of the heads, turned back and merged; the padding gets 0. Training shapes (first = 0,
+    // queries = T).
     void split_heads_backward(real* dprojected, HeadGradients d, const NsaShape& s) {
         const kernels::Rope rope = prepare_rope(s.T, s.D);
         const kernels::HeadGradientPointers pointers = {d.q,         d.kv[K_CMP], d.kv[V_CMP], d.kv[K_SLC],
@@ -3059,8 +3287,8 @@ struct Cuda {
         bool wide = is_wide(s.D / 2, dprojected, d.q) && is_wide(s.projected());
         for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++) wide = wide && is_wide(s.D / 2, d.kv[slot]);
         with_width(wide, [&](auto W) {
-            launch<kernels::split_heads_backward_kernel<W()>>(unsigned(s.B) * unsigned(s.T), 128, 0, stream, dprojected, pointers, rope, s,
-                                                              s.projected(), head_units(s));
+            launch<kernels::split_heads_backward_kernel<W()>>(unsigned(s.B) * unsigned(s.T), 128, 0, stream, dprojected,
+                                                              pointers, rope, s, s.projected(), head_units(s));
         });
     }
 
@@ -3077,76 +3305,88 @@ struct Cuda {
     // tokens: overlapping blocks are matrices with a row stride of d*D, one
     // product per chunk over all sequences and groups, and nothing is copied.
     void compress_forward(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
-        const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin, NC = s.cmp_capacity(),
-                  groups = s.B * s.G, rows = groups * count;
+        const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin,
+                  NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * count;
         if (count <= 0) return;
         const kernels::Rope rope = prepare_rope(s.T, D);
         const size_t chunk_size = size_t(s.d) * D;
         float *hidden_sum = scratch<float>(0, size_t(rows) * F), *out_sum = scratch<float>(1, size_t(rows) * D);
         real* activated = scratch<real>(2, size_t(rows) * F);
         for (int chunk = 0; chunk < s.l / s.d; chunk++)
-            gemm(false, true, count, F, int(chunk_size), k + size_t(begin + chunk) * chunk_size, chunk_size, phi.fc1 + chunk * chunk_size,
-                 size_t(s.l) * D, chunk ? hidden_sum : nullptr, hidden_sum, size_t(F), {groups, size_t(s.T) * D, 0, size_t(count) * F});
-        launch<kernels::compress_activate_kernel>(kernels::blocks(size_t(rows) * F, 256), 256, 0, stream, hidden, activated,
-                                                  (const float*)hidden_sum, (const real*)phi.bias, rows, count, begin, NC, F);
-        gemm(false, true, rows, D, F, activated, size_t(F), phi.fc2, size_t(F), (const float*)nullptr, out_sum, size_t(D));
-        launch<kernels::compress_output_kernel>(kernels::blocks(size_t(rows) * D / 2, 128), 128, 0, stream, out, (const float*)out_sum, k,
-                                                rope, rotated, rows, count, begin, NC, s);
+            gemm(false, true, count, F, int(chunk_size), k + size_t(begin + chunk) * chunk_size, chunk_size,
+                 phi.fc1 + chunk * chunk_size, size_t(s.l) * D, chunk ? hidden_sum : nullptr, hidden_sum, size_t(F),
+                 {groups, size_t(s.T) * D, 0, size_t(count) * F});
+        launch<kernels::compress_activate_kernel>(kernels::blocks(size_t(rows) * F, 256), 256, 0, stream, hidden,
+                                                  activated, (const float*)hidden_sum, (const real*)phi.bias, rows,
+                                                  count, begin, NC, F);
+        gemm(false, true, rows, D, F, activated, size_t(F), phi.fc2, size_t(F), (const float*)nullptr, out_sum,
+             size_t(D));
+        launch<kernels::compress_output_kernel>(kernels::blocks(size_t(rows) * D / 2, 128), 128, 0, stream, out,
+                                                (const float*)out_sum, k, rope, rotated, rows, count, begin, NC, s);
     }
     // dk [B, G, T, D] =, dphi +=, from dout [B, G, NC, D] (turned back in place). Training shapes.
-    void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k, const Phi& phi, bool rotated,
-                           const NsaShape& s) {
+    void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k,
+                           const Phi& phi, bool rotated, const NsaShape& s) {
         const int D = s.D, F = s.F, NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * NC;
         if (NC == 0) return zero(dk, s.key_rows() * D);
         const kernels::Rope rope = prepare_rope(s.T, D);
-        const size_t chunk_size = size_t(s.d) * D, width = size_t(s.l) * D, tokens = size_t(s.T) * D, size = size_t(rows) * F;
+        const size_t chunk_size = size_t(s.d) * D, width = size_t(s.l) * D, tokens = size_t(s.T) * D,
+                     size = size_t(rows) * F;
         real *activated = scratch<real>(0, size), *dhidden = scratch<real>(1, size);
-        float *sums = scratch<float>(2, std::max({size, size_t(groups) * F * chunk_size, groups * tokens}));  // one after the other
+        float* sums = scratch<float>(
+            2, std::max({size, size_t(groups) * F * chunk_size, groups * tokens}));  // one after the other
         if (rotated)
-            launch<kernels::compress_turn_back_kernel>(kernels::blocks(size_t(rows) * D / 2, 256), 256, 0, stream, dout, rope, rows, NC,
-                                                       s.d, D);
+            launch<kernels::compress_turn_back_kernel>(kernels::blocks(size_t(rows) * D / 2, 256), 256, 0, stream, dout,
+                                                       rope, rows, NC, s.d, D);
         silu_forward(activated, hidden, size);
         // dfc2 += dout^T act
-        gemm(true, false, D, F, rows, dout, size_t(D), activated, size_t(F), (const float*)dphi.fc2, dphi.fc2, size_t(F));
+        gemm(true, false, D, F, rows, dout, size_t(D), activated, size_t(F), (const float*)dphi.fc2, dphi.fc2,
+             size_t(F));
         // dact = dout fc2
         gemm(false, false, rows, F, D, dout, size_t(D), phi.fc2, size_t(F), (const float*)nullptr, sums, size_t(F));
-        launch<kernels::compress_dhidden_kernel>(kernels::blocks(size, 256), 256, 0, stream, dhidden, (const float*)sums, hidden, size);
+        launch<kernels::compress_dhidden_kernel>(kernels::blocks(size, 256), 256, 0, stream, dhidden,
+                                                 (const float*)sums, hidden, size);
         add_column_sums(dphi.bias, kernels::RowsOf{dhidden}, is_wide(F, dhidden), rows, F);
-        for (int chunk = 0; chunk < s.l / s.d; chunk++) {  // dfc1 += dhidden^T chunk: a product per (sequence, group), then their sum
-            gemm(true, false, F, int(chunk_size), NC, dhidden, size_t(F), k + chunk * chunk_size, chunk_size, (const float*)nullptr, sums,
-                 chunk_size, {groups, size_t(NC) * F, tokens, F * chunk_size});
-            launch<kernels::compress_dfc1_kernel>(kernels::blocks(F * chunk_size, 256), 256, 0, stream, dphi.fc1, (const float*)sums,
-                                                  groups, F, int(chunk_size), int(chunk * chunk_size), int(width));
+        for (int chunk = 0; chunk < s.l / s.d;
+             chunk++) {  // dfc1 += dhidden^T chunk: a product per (sequence, group), then their sum
+            gemm(true, false, F, int(chunk_size), NC, dhidden, size_t(F), k + chunk * chunk_size, chunk_size,
+                 (const float*)nullptr, sums, chunk_size, {groups, size_t(NC) * F, tokens, F * chunk_size});
+            launch<kernels::compress_dfc1_kernel>(kernels::blocks(F * chunk_size, 256), 256, 0, stream, dphi.fc1,
+                                                  (const float*)sums, groups, F, int(chunk_size),
+                                                  int(chunk * chunk_size), int(width));
         }
         zero(sums, groups * tokens);
         for (int chunk = 0; chunk < s.l / s.d; chunk++)  // dchunk += dhidden fc1
             gemm(false, false, NC, int(chunk_size), F, dhidden, size_t(F), phi.fc1 + chunk * chunk_size, width,
-                 (const float*)sums + chunk * chunk_size, sums + chunk * chunk_size, chunk_size, {groups, size_t(NC) * F, 0, tokens});
+                 (const float*)sums + chunk * chunk_size, sums + chunk * chunk_size, chunk_size,
+                 {groups, size_t(NC) * F, 0, tokens});
         const size_t all_rows = s.key_rows();
         with_width(is_wide(s.D, dk, sums, dout), [&](auto W) {
-            launch<kernels::compress_dk_kernel<W()>>(kernels::blocks(all_rows * kernels::ROW_LANES, 256), 256, 0, stream, dk,
-                                                     (const float*)sums, (const real*)dout, all_rows, NC, s);
+            launch<kernels::compress_dk_kernel<W()>>(kernels::blocks(all_rows * kernels::ROW_LANES, 256), 256, 0,
+                                                     stream, dk, (const float*)sums, (const real*)dout, all_rows, NC,
+                                                     s);
         });
     }
 
     // ----- attention: the tensor-core kernels above, or the scalar ones of dev/ladder.
     // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries]
-    void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection,
-                           const NsaShape& s) {
+    void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
+                           const uint32_t* selection, const NsaShape& s) {
 #ifndef PRECISION_FP32
         if (!level0)
-            return ::attention_forward(branch, out, lse, q, k, v, selection, s, selected_kernel, attention_workspace(branch, s, false),
-                                       stream);
+            return ::attention_forward(branch, out, lse, q, k, v, selection, s, selected_kernel,
+                                       attention_workspace(branch, s, false), stream);
 #endif
         attention_level0_forward(branch, out, lse, q, k, v, selection, s, stream);
     }
     // dq [B, H, queries, D] =, or += with `add`, dk, dv [keys] =
-    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k,
-                            const real* v, const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
+    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q,
+                            const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
+                            const uint32_t* selection, const NsaShape& s) {
 #ifndef PRECISION_FP32
         if (!level0)
-            return ::attention_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, selected_kernel,
-                                        attention_workspace(branch, s, true), stream);
+            return ::attention_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s,
+                                        selected_kernel, attention_workspace(branch, s, true), stream);
 #endif
         attention_level0_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, stream);
     }
@@ -3157,13 +3397,15 @@ struct Cuda {
 #endif
         (void)s;
     }
-    // How the selected branch is computed for this shape, in words; AUTO: as the last forward or backward pass found it. Waits for the GPU.
+    // How the selected branch is computed for this shape, in words; AUTO: as the last forward or backward pass found
+    // it. Waits for the GPU.
     std::string describe_selected(const NsaShape& s) {
         if (s.full) return "no selected branch";
         if (level0) return "selected branch by scalar kernels";
         SelectedKernel kernel = selected_kernel;
 #ifndef PRECISION_FP32
-        with_head_dimension(s.D, [&](auto dimension) { kernel = resolve_selected<decltype(dimension)::value>(selected_kernel, s); });
+        with_head_dimension(
+            s.D, [&](auto dimension) { kernel = resolve_selected<decltype(dimension)::value>(selected_kernel, s); });
 #endif
         if (kernel == SelectedKernel::AUTO) {
             SelectedChoice choice;
@@ -3171,33 +3413,37 @@ struct Cuda {
             if (choice.tile_tokens > 0) return ::describe(choice, s);
             return "selected branch by masked tiles or gathered rows, as the selection will show";
         }
-        return format_text("selected branch by %s, %s", kernel == SelectedKernel::TILES ? "masked tiles" : "gathered rows",
-                           selected_kernel == kernel
-                               ? "as asked"
-                               : "since gathering rows cannot pay in sequences so short, or has no room for so many heads");
+        return format_text(
+            "selected branch by %s, %s", kernel == SelectedKernel::TILES ? "masked tiles" : "gathered rows",
+            selected_kernel == kernel
+                ? "as asked"
+                : "since gathering rows cannot pay in sequences so short, or has no room for so many heads");
     }
     // selection [B, G, queries, words]; chosen_importance, where given, [B, G, queries]
-    void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse, const NsaShape& s) {
+    void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse,
+                       const NsaShape& s) {
 #ifndef PRECISION_FP32
         if (!level0) return ::select_blocks(selection, chosen_importance, q, kc, lse, s, stream);
 #endif
         attention_level0_select(selection, chosen_importance, q, kc, lse, s, stream);
     }
-    // out [B*queries, H*D] = sum over branches of gate * branch output.  o [3, B, H, queries, D], gate [3, B, H, queries]; paper eq. 5
+    // out [B*queries, H*D] = sum over branches of gate * branch output.  o [3, B, H, queries, D], gate [3, B, H,
+    // queries]; paper eq. 5
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
         const size_t rows = s.query_rows();
         with_width(is_wide(s.D, out, o), [&](auto W) {
-            launch<kernels::combine_forward_kernel<W()>>(kernels::blocks(rows * kernels::ROW_LANES, 256), 256, 0, stream, out, o, gate,
-                                                         rows, s);
+            launch<kernels::combine_forward_kernel<W()>>(kernels::blocks(rows * kernels::ROW_LANES, 256), 256, 0,
+                                                         stream, out, o, gate, rows, s);
         });
     }
     // row_dot = dout . o, lse_gated = lse - ln(gate), dgate_logit = row_dot * gate * (1 - gate), all [3, B, H, queries]
-    void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o, const Stat* gate,
-                                 const Stat* lse, const NsaShape& s) {
+    void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o,
+                                 const Stat* gate, const Stat* lse, const NsaShape& s) {
         const size_t rows = s.query_rows();
         with_width(is_wide(s.D, dout, o), [&](auto W) {
-            launch<kernels::attention_backward_rows_kernel<W()>>(kernels::blocks(rows * kernels::ROW_LANES, 256), 256, 0, stream, row_dot,
-                                                                 lse_gated, dgate_logit, dout, o, gate, lse, rows, s);
+            launch<kernels::attention_backward_rows_kernel<W()>>(kernels::blocks(rows * kernels::ROW_LANES, 256), 256,
+                                                                 0, stream, row_dot, lse_gated, dgate_logit, dout, o,
+                                                                 gate, lse, rows, s);
         });
     }
 
@@ -3237,7 +3483,8 @@ struct Cuda {
             if (data) cudaFreeHost(data);
         }
     };
-    Pinned uploads[4], step_uploads[2], downloads[2];  // two micro-steps of tokens and targets; two steps' numbers, and results
+    Pinned uploads[4], step_uploads[2],
+        downloads[2];  // two micro-steps of tokens and targets; two steps' numbers, and results
     size_t uploaded = 0, steps_sent = 0, sent = 0, received = 0;
     void upload_through(Pinned& slot, void* out, const void* in, size_t bytes) {
         refuse_in_recording("an upload");
@@ -3245,21 +3492,24 @@ struct Cuda {
         CUDA_CHECK(cudaMemcpyAsync(out, slot.data, bytes, cudaMemcpyHostToDevice, stream));
         CUDA_CHECK(cudaEventRecord(slot.passed, stream));
     }
-    kernels::AdamWStep* adamw_step = nullptr;  // on the GPU
+    kernels::AdamWStep* adamw_step = nullptr;      // on the GPU
     kernels::AdamWStep sent_step = {-1, 0, 0, 0};  // what was sent there last; no learning rate is negative
 
     // Recording. Within it nothing runs; CUDA itself refuses what allocates or waits, which would not
     // happen again at the replay. What would repeat an old slot of pinned memory is refused here.
     bool recording = false;
-    int64_t memory_version = 0;  // counts the replacements of memory whose address launches hold: scratch memory, RoPE's table
+    int64_t memory_version =
+        0;  // counts the replacements of memory whose address launches hold: scratch memory, RoPE's table
     void refuse_in_recording(const char* what) const {
-        if (recording) fail("%s is no part of a sequence that repeats: every replay would copy the same numbers again", what);
+        if (recording)
+            fail("%s is no part of a sequence that repeats: every replay would copy the same numbers again", what);
     }
     template <class Work>
     void record(Sequence& s, Work work) {
         cudaGraph_t graph = nullptr;
         std::string error;
-        CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));  // other threads, such as NCCL's, go on
+        CUDA_CHECK(
+            cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));  // other threads, such as NCCL's, go on
         recording = true;
         try {
             work();
@@ -3268,12 +3518,15 @@ struct Cuda {
         }
         recording = false;
         const cudaError_t ended = cudaStreamEndCapture(stream, &graph);
-        if (error.empty() && ended != cudaSuccess) error = format_text("%s, %s", cudaGetErrorName(ended), cudaGetErrorString(ended));
+        if (error.empty() && ended != cudaSuccess)
+            error = format_text("%s, %s", cudaGetErrorName(ended), cudaGetErrorString(ended));
         if (!error.empty()) {
             cudaGetLastError();  // it is told here, not by the next launch
             if (graph) cudaGraphDestroy(graph);
-            fail("a part of the training step cannot be recorded as a CUDA graph: leave --cuda-graph out, and please report this line: %s",
-                 error.c_str());
+            fail(
+                "a part of the training step cannot be recorded as a CUDA graph: leave --cuda-graph out, and please "
+                "report this line: %s",
+                error.c_str());
         }
         const cudaError_t made = cudaGraphInstantiate(&s.graph, graph, 0);
         cudaGraphDestroy(graph);
@@ -3318,10 +3571,12 @@ struct Cuda {
         const int part_rows = std::max(16, (N + 511) / 512), parts = (N + part_rows - 1) / part_rows;
         float* partial = scratch<float>(3, size_t(parts) * C);
         with_width(wide, [&](auto W) {
-            launch<kernels::column_parts_kernel<W(), Term>>(dim3(kernels::blocks(size_t(C), 128 * W()), unsigned(parts)), 128, 0, stream,
-                                                            partial, term, N, C, part_rows);
+            launch<kernels::column_parts_kernel<W(), Term>>(
+                dim3(kernels::blocks(size_t(C), 128 * W()), unsigned(parts)), 128, 0, stream, partial, term, N, C,
+                part_rows);
         });
-        launch<kernels::column_totals_kernel>(kernels::blocks(size_t(C), 32), 256, 0, stream, out, (const float*)partial, parts, C);
+        launch<kernels::column_totals_kernel>(kernels::blocks(size_t(C), 32), 256, 0, stream, out,
+                                              (const float*)partial, parts, C);
     }
 
     // RoPE's table on the GPU: cosines [positions, D/2], then sines, from angles in fp64.
@@ -3365,25 +3620,29 @@ struct Cuda {
     std::map<std::array<int64_t, 13>, Matmul> matmuls;
 
     template <class T>
-    static constexpr cudaDataType_t type_of() { return std::is_same<T, float>::value ? CUDA_R_32F : CUDA_R_16BF; }
+    static constexpr cudaDataType_t type_of() {
+        return std::is_same<T, float>::value ? CUDA_R_32F : CUDA_R_16BF;
+    }
 
-    static cublasLtMatrixLayout_t layout(cudaDataType_t type, bool transposed, int rows, int columns, size_t leading, int batches,
-                                         size_t stride) {
+    static cublasLtMatrixLayout_t layout(cudaDataType_t type, bool transposed, int rows, int columns, size_t leading,
+                                         int batches, size_t stride) {
         cublasLtMatrixLayout_t layout;
-        CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, uint64_t(transposed ? columns : rows), uint64_t(transposed ? rows : columns),
-                                                int64_t(leading)));
+        CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, uint64_t(transposed ? columns : rows),
+                                                uint64_t(transposed ? rows : columns), int64_t(leading)));
         const int64_t offset = int64_t(stride);
         const int32_t count = batches;
-        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
-        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &offset, sizeof offset));
+        CUBLAS_CHECK(
+            cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
+        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &offset,
+                                                      sizeof offset));
         return layout;
     }
 
     // C[M,N] = op(A)[M,K] op(B)[K,N] (+ addend[M,N], where given, which may be C), row-major as everywhere. cuBLASLt
     // is column-major, where the same memory is the transposed matrix: it is asked for C^T = op(B)^T op(A)^T.
     template <class Out>
-    void gemm(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb,
-              const Out* addend, Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
+    void gemm(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
+              size_t ldb, const Out* addend, Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
         const size_t row_bytes[] = {lda * sizeof(real),     ldb * sizeof(real),     ldc * sizeof(Out),
                                     batch.a * sizeof(real), batch.b * sizeof(real), batch.c * sizeof(Out)};
         const void* const pointers[] = {A, B, C, addend};
@@ -3391,38 +3650,55 @@ struct Cuda {
             if (bytes % 16) fail_narrow(bytes);
         for (const void* p : pointers)
             if (reinterpret_cast<size_t>(p) % 16) fail_narrow(reinterpret_cast<size_t>(p) % 16);
-        const std::array<int64_t, 13> shape = {transpose_a, transpose_b, M, N, K, int64_t(lda), int64_t(ldb), int64_t(ldc), batch.count,
-                                               int64_t(batch.a), int64_t(batch.b), int64_t(batch.c), type_of<Out>() == CUDA_R_32F};
+        const std::array<int64_t, 13> shape = {transpose_a,
+                                               transpose_b,
+                                               M,
+                                               N,
+                                               K,
+                                               int64_t(lda),
+                                               int64_t(ldb),
+                                               int64_t(ldc),
+                                               batch.count,
+                                               int64_t(batch.a),
+                                               int64_t(batch.b),
+                                               int64_t(batch.c),
+                                               type_of<Out>() == CUDA_R_32F};
         auto found = matmuls.find(shape);
         if (found == matmuls.end()) {
             Matmul m;
             CUBLAS_CHECK(cublasLtMatmulDescCreate(&m.description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-            const cublasOperation_t first = transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, second = transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
-            CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(m.description, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
-            CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(m.description, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
+            const cublasOperation_t first = transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+                                    second = transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+            CUBLAS_CHECK(
+                cublasLtMatmulDescSetAttribute(m.description, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
+            CUBLAS_CHECK(
+                cublasLtMatmulDescSetAttribute(m.description, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
             m.a = layout(type_of<real>(), transpose_b, N, K, ldb, batch.count, batch.b);
             m.b = layout(type_of<real>(), transpose_a, K, M, lda, batch.count, batch.a);
             m.c = layout(type_of<Out>(), false, N, M, ldc, batch.count, batch.c);
             cublasLtMatmulHeuristicResult_t best;
             int count = 0;
-            const cublasStatus_t answer = cublasLtMatmulAlgoGetHeuristic(cublas, m.description, m.a, m.b, m.c, m.c, preference, 1, &best,
-                                                                         &count);
+            const cublasStatus_t answer =
+                cublasLtMatmulAlgoGetHeuristic(cublas, m.description, m.a, m.b, m.c, m.c, preference, 1, &best, &count);
             if (answer == CUBLAS_STATUS_NOT_SUPPORTED) count = 0;  // says the same
             else cublas_check(answer, "cublasLtMatmulAlgoGetHeuristic", __FILE__, __LINE__);
             if (count == 0)
-                fail("cuBLASLt knows no way to multiply %d x %d x %d (%d at a time) on %s; please report the GPU and this line", M, N, K,
-                     batch.count, properties.name);
+                fail(
+                    "cuBLASLt knows no way to multiply %d x %d x %d (%d at a time) on %s; please report the GPU and "
+                    "this line",
+                    M, N, K, batch.count, properties.name);
             m.algorithm = best.algo;
             found = matmuls.emplace(shape, m).first;
         }
         const Matmul& m = found->second;
         const float alpha = 1, beta = addend ? 1 : 0;
-        CUBLAS_CHECK(cublasLtMatmul(cublas, m.description, &alpha, B, m.a, A, m.b, &beta, addend ? addend : C, m.c, C, m.c, &m.algorithm,
-                                    cublas_workspace, workspace_bytes, stream));
+        CUBLAS_CHECK(cublasLtMatmul(cublas, m.description, &alpha, B, m.a, A, m.b, &beta, addend ? addend : C, m.c, C,
+                                    m.c, &m.algorithm, cublas_workspace, workspace_bytes, stream));
     }
     [[noreturn]] static void fail_narrow(size_t bytes) {
         fail_usage(
-            "a row of a matrix begins %zu bytes after a multiple of 16, which tensor cores cannot read: on a GPU --dim, --head-dim, "
+            "a row of a matrix begins %zu bytes after a multiple of 16, which tensor cores cannot read: on a GPU "
+            "--dim, --head-dim, "
             "--mlp-hidden and --phi-hidden have to be multiples of %d; "
             "or use --device cpu",
             bytes % 16, WIDE);

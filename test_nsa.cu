@@ -1,10 +1,13 @@
 // test_nsa.cu: the one test harness. Every test is a TEST(name) in dev/test/; this file finds, runs and counts them.
 //   ./test_nsa [--list] [--only SUBSTRING]      the last line is "N passed, N failed", the exit status 1 if any failed
 //   ./test_nsa --perf [options of train]        times every operation of a training step against the machine's ceilings
-//   ./test_nsa --perf-attention [options]       times attention alone, every branch, at several sequence lengths; needs a GPU
-//   ./test_nsa --ladder [options of train]      times the attention kernels from the plainest to the trainer's; needs a GPU
-// -DDEVICE_TESTS_ONLY leaves out the tests of the host: that is build/test_device, which is built in less than half the time.
-// Built by nvcc, the tests of the CUDA engine are here too and run on the GPU, if there is one; without nvcc see dev/test/cuda_tests.cpp.
+//   ./test_nsa --perf-attention [options]       times attention alone, every branch, at several sequence lengths; needs
+//   a GPU
+//   ./test_nsa --ladder [options of train]      times the attention kernels from the plainest to the trainer's; needs a
+//   GPU
+// -DDEVICE_TESTS_ONLY leaves out the tests of the host: that is build/test_device, which is built in less than half the
+// time. Built by nvcc, the tests of the CUDA engine are here too and run on the GPU, if there is one; without nvcc see
+// dev/test/cuda_tests.cpp.
 #include "dev/test/harness.h"
 
 #ifdef DEVICE_TESTS_ONLY
@@ -46,7 +49,8 @@ static int ladder(int argc, char** argv) {
     validate_model(c, "options");
     if (!given.count("batch")) c.batch = preset_of(c).batch;
     World world;
-    if (!choose_device(c, world).gpu) fail("--ladder: there is no GPU to time the kernels on (or the build holds no CUDA engine)");
+    if (!choose_device(c, world).gpu)
+        fail("--ladder: there is no GPU to time the kernels on (or the build holds no CUDA engine)");
 #ifdef HAVE_CUDA
     Cuda dev(0);
     return run_ladder(dev, shape_of(c, c.batch, c.seq_len));
@@ -62,7 +66,8 @@ static void leave_out_device_tests() {
     if (cudaGetDeviceCount(&gpus) == cudaSuccess && gpus > 0) return;
     std::vector<TestCase>& cases = tests().cases;
     const auto on_device = [](const TestCase& t) {
-        return !std::strncmp(t.name, "cuda_", 5) || !std::strncmp(t.name, "attention_kernels_", 18) || !std::strncmp(t.name, "ladder_", 7);
+        return !std::strncmp(t.name, "cuda_", 5) || !std::strncmp(t.name, "attention_kernels_", 18) ||
+               !std::strncmp(t.name, "ladder_", 7);
     };
     cases.erase(std::remove_if(cases.begin(), cases.end(), on_device), cases.end());
     skip("the tests of the CUDA engine on the device: there is no GPU here (make test runs them in emulation)");

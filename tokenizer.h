@@ -1,22 +1,25 @@
-// tokenizer.h: text to tokens and back. Two vocabularies: `gpt2`, the byte-level BPE of GPT-2 (50257 tokens), and `bytes` (256).
+// tokenizer.h: text to tokens and back. Two vocabularies: `gpt2`, the byte-level BPE of GPT-2 (50257 tokens), and
+// `bytes` (256).
 //
-// GPT-2 (Radford et al. 2019, section 2.2; BPE after Sennrich et al. 2016) encodes in two steps. The pre-tokeniser cuts the
-// text into pieces, roughly words with the blank before them. A piece begins as single bytes; of its pairs of neighbours
-// that make a token, the one that was merged first when the vocabulary was trained is merged, again and again until there
-// is none. As every byte is a token, every sequence of bytes can be encoded, and decode(encode(x)) == x always.
+// GPT-2 (Radford et al. 2019, section 2.2; BPE after Sennrich et al. 2016) encodes in two steps. The pre-tokeniser cuts
+// the text into pieces, roughly words with the blank before them. A piece begins as single bytes; of its pairs of
+// neighbours that make a token, the one that was merged first when the vocabulary was trained is merged, again and
+// again until there is none. As every byte is a token, every sequence of bytes can be encoded, and decode(encode(x)) ==
+// x always.
 #pragma once
 #include <algorithm>
 #include <functional>
 #include <unordered_map>
 
-#include "data/json.h"
-#include "data/unicode_classes.h"
+#include "lib/json.h"
+#include "lib/unicode_classes.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The pre-tokeniser: GPT-2's regular expression, by hand. At each position the first alternative that matches is taken:
 //     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-// A byte that belongs to no valid UTF-8 character counts as one character that is neither letter, number nor white space; so
-// it joins the run of punctuation around it, as the U+FFFD would that other encoders put in its place, but it keeps its value.
+// A byte that belongs to no valid UTF-8 character counts as one character that is neither letter, number nor white
+// space; so it joins the run of punctuation around it, as the U+FFFD would that other encoders put in its place, but it
+// keeps its value.
 
 enum CharClass : uint8_t { OTHER, LETTER, NUMBER, SPACE };
 
@@ -66,7 +69,8 @@ struct PreTokenizer {
         }
         size_t end = last + size_t(length);
         while (end < n && class_at(text, n, end, &length) == run) last = end, end += size_t(length);
-        // \s+(?!\S): a run of white space before a word leaves its last character to the word, unless it is the only one.
+        // \s+(?!\S): a run of white space before a word leaves its last character to the word, unless it is the only
+        // one.
         return run == SPACE && end < n && last > at ? last : end;
     }
 
@@ -101,12 +105,13 @@ struct PreTokenizer {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// GPT-2's files write each byte as a printable character: the printable ones of Latin-1 stand for themselves, the k-th of the other 68 is
-// U+0100 + k. The ids 0 to 255 are the bytes in that order too: first the printable ones, then the others.
+// GPT-2's files write each byte as a printable character: the printable ones of Latin-1 stand for themselves, the k-th
+// of the other 68 is U+0100 + k. The ids 0 to 255 are the bytes in that order too: first the printable ones, then the
+// others.
 
 struct ByteAlphabet {
-    uint8_t order[256];       // byte of id
-    int byte_of[256 + 68];    // byte of code point, -1 for none
+    uint8_t order[256];     // byte of id
+    int byte_of[256 + 68];  // byte of code point, -1 for none
 
     ByteAlphabet() {
         std::fill(byte_of, byte_of + 256 + 68, -1);
@@ -153,12 +158,12 @@ struct MergeScratch {
         uint32_t previous, next;  // neighbouring parts, by the index of their first byte
         uint32_t merged;          // the token that it makes with the next part, or Tokenizer::no_token
     };
-    std::vector<Part> parts;      // one per byte of the piece; a part is kept at its first byte
-    std::vector<uint64_t> heap;   // the pairs that can be merged: token << 32 | index of the left part, smallest first
+    std::vector<Part> parts;     // one per byte of the piece; a part is kept at its first byte
+    std::vector<uint64_t> heap;  // the pairs that can be merged: token << 32 | index of the left part, smallest first
 };
 
-// The vocabulary. It does not change after it was made, so threads may share one; text is encoded by an Encoder, one per thread.
-// Ids are below 65536 and are kept as uint16_t, as in the shards.
+// The vocabulary. It does not change after it was made, so threads may share one; text is encoded by an Encoder, one
+// per thread. Ids are below 65536 and are kept as uint16_t, as in the shards.
 struct Tokenizer {
     static constexpr int gpt2_size = 50257;
     static constexpr uint32_t no_token = ~0u;
@@ -182,9 +187,10 @@ struct Tokenizer {
     //     merges.txt and vocab.json        the same files under Hugging Face's names
     //     one *.tiktoken                   r50k_base.tiktoken, one "base64 rank" a line
     //     gpt2_tokenizer.bin               llm.c's
-    // The last two list the tokens only; as ids are in the order of the merges, the merges follow from them. Whatever the source, each
-    // token must be what encoding its bytes with the tokens before it leads to, so a damaged or foreign vocabulary is refused, with file
-    // and place. The last id, end-of-text, is never made from text: "<|endoftext|>" in a text is encoded as the ordinary characters it is.
+    // The last two list the tokens only; as ids are in the order of the merges, the merges follow from them. Whatever
+    // the source, each token must be what encoding its bytes with the tokens before it leads to, so a damaged or
+    // foreign vocabulary is refused, with file and place. The last id, end-of-text, is never made from text:
+    // "<|endoftext|>" in a text is encoded as the ordinary characters it is.
     static Tokenizer gpt2(const std::string& folder, int vocab_size = gpt2_size) {
         Tokenizer t;
         t.load_gpt2(folder, size_t(vocab_size));
@@ -196,20 +202,24 @@ struct Tokenizer {
         if (name == "bytes") return bytes();
         if (name != "gpt2") fail_usage("--tokenizer %s: expected gpt2 or bytes", name.c_str());
         if (vocab_dir.empty())
-            fail_usage("--tokenizer gpt2 needs --vocab-dir DIR, the folder with vocab.bpe and encoder.json (or --tokenizer bytes)");
+            fail_usage(
+                "--tokenizer gpt2 needs --vocab-dir DIR, the folder with vocab.bpe and encoder.json (or --tokenizer "
+                "bytes)");
         return gpt2(vocab_dir);
     }
 
     int vocab_size() const { return int(tokens.size()); }
 
     std::string describe() const {
-        return is_bytes ? "bytes: 256 tokens, one per byte" : format_text("gpt2: %d tokens from %s", vocab_size(), source.c_str());
+        return is_bytes ? "bytes: 256 tokens, one per byte"
+                        : format_text("gpt2: %d tokens from %s", vocab_size(), source.c_str());
     }
 
     // Appends the bytes of one token; end-of-text of gpt2 is shown as <|endoftext|>.
     void decode_append(int64_t id, std::string& out) const {
         if (id < 0 || id >= vocab_size())
-            fail("token %lld is not in the vocabulary of %d tokens (%s)", (long long)id, vocab_size(), describe().c_str());
+            fail("token %lld is not in the vocabulary of %d tokens (%s)", (long long)id, vocab_size(),
+                 describe().c_str());
         out += tokens[size_t(id)];
     }
 
@@ -228,7 +238,8 @@ struct Tokenizer {
     // the leftmost among equals. O(n log n): the parts are a linked list, the pairs a heap, in
     // which pairs that were overtaken by a merge of a neighbour are left and passed over later.
     void merge_piece(const char* piece, size_t n, MergeScratch& scratch, std::vector<uint16_t>& ids) const {
-        if (n >= no_token) fail("a run of %zu bytes without a place to cut is too long for the tokenizer (limit %u)", n, no_token - 1);
+        if (n >= no_token)
+            fail("a run of %zu bytes without a place to cut is too long for the tokenizer (limit %u)", n, no_token - 1);
         std::vector<MergeScratch::Part>& parts = scratch.parts;
         std::vector<uint64_t>& heap = scratch.heap;
         const uint32_t count = uint32_t(n), none = no_token;
@@ -281,22 +292,26 @@ struct Tokenizer {
     }
     uint32_t find_merge(uint32_t left, uint32_t right) const { return merges[slot(left, right)].merged; }
 
-    // The next id is `bytes`, which must be one merge of two earlier tokens. `where` gives the file and the place in it.
+    // The next id is `bytes`, which must be one merge of two earlier tokens. `where` gives the file and the place in
+    // it.
     void add_token(const std::string& bytes, const std::function<std::string()>& where, MergeScratch& scratch) {
         std::vector<uint16_t> made_of;
         merge_piece(bytes.data(), bytes.size(), scratch, made_of);
         if (made_of.size() == 1)
-            fail("%s: the token %s stands here a second time (it has id %d already)", where().c_str(), json_quote(bytes).c_str(),
-                 made_of[0]);
+            fail("%s: the token %s stands here a second time (it has id %d already)", where().c_str(),
+                 json_quote(bytes).c_str(), made_of[0]);
         if (made_of.size() != 2)
-            fail("%s: the tokens before it make %zu tokens of %s, expected two that merge: the tokens are damaged or not in GPT-2's order",
-                 where().c_str(), made_of.size(), json_quote(bytes).c_str());
+            fail(
+                "%s: the tokens before it make %zu tokens of %s, expected two that merge: the tokens are damaged or "
+                "not in GPT-2's order",
+                where().c_str(), made_of.size(), json_quote(bytes).c_str());
         merges[slot(made_of[0], made_of[1])] = {made_of[0], made_of[1], uint32_t(tokens.size())};
         tokens.push_back(bytes);
     }
 
     void load_gpt2(const std::string& folder, size_t size) {
-        if (!file_exists(folder)) fail("cannot open the vocabulary folder %s: %s", folder.c_str(), std::strerror(errno));
+        if (!file_exists(folder))
+            fail("cannot open the vocabulary folder %s: %s", folder.c_str(), std::strerror(errno));
         const char* const pairs[][2] = {{"vocab.bpe", "encoder.json"}, {"merges.txt", "vocab.json"}};
         const std::vector<std::string> ranks = glob_files(glob_literal(folder) + "/*.tiktoken");
         const std::string llmc = folder + "/gpt2_tokenizer.bin";
@@ -305,7 +320,8 @@ struct Tokenizer {
             if (file_exists(folder + "/" + names[0]) && file_exists(folder + "/" + names[1]))
                 return load_merges(folder, names[0], names[1], size);
         if (ranks.size() > 1)
-            fail("%s holds several vocabularies, %s and %s: leave one", folder.c_str(), ranks[0].c_str(), ranks[1].c_str());
+            fail("%s holds several vocabularies, %s and %s: leave one", folder.c_str(), ranks[0].c_str(),
+                 ranks[1].c_str());
         if (ranks.size() == 1) return load_tiktoken(ranks[0], size);
         if (file_exists(llmc)) return load_llmc(llmc, size);
         for (const auto& names : pairs)
@@ -313,7 +329,8 @@ struct Tokenizer {
                 if (file_exists(folder + "/" + names[i]))
                     fail("%s holds %s but not %s: both are needed", folder.c_str(), names[i], names[1 - i]);
         fail(
-            "%s holds no GPT-2 vocabulary: expected vocab.bpe and encoder.json, or merges.txt and vocab.json, or one *.tiktoken, or "
+            "%s holds no GPT-2 vocabulary: expected vocab.bpe and encoder.json, or merges.txt and vocab.json, or one "
+            "*.tiktoken, or "
             "gpt2_tokenizer.bin",
             folder.c_str());
     }
@@ -337,8 +354,10 @@ struct Tokenizer {
         source = from;
     }
 
-    // vocab.bpe: a line "#version: ...", then one merge a line, "left right". encoder.json: {"token": id}. They must agree.
-    void load_merges(const std::string& folder, const std::string& merges_name, const std::string& ids_name, size_t size) {
+    // vocab.bpe: a line "#version: ...", then one merge a line, "left right". encoder.json: {"token": id}. They must
+    // agree.
+    void load_merges(const std::string& folder, const std::string& merges_name, const std::string& ids_name,
+                     size_t size) {
         const std::string path = folder + "/" + merges_name, ids_path = folder + "/" + ids_name;
         const ByteAlphabet alphabet;
         std::unordered_map<std::string, uint32_t> id_of;
@@ -356,14 +375,16 @@ struct Tokenizer {
                 !alphabet.to_bytes(line.substr(blank + 1), &right) || right.empty())
                 fail("%s: found %s, expected two tokens with a blank between them", where().c_str(),
                      json_quote(line.substr(0, 80)).c_str());
-            if (tokens.size() == size - 1) fail("%s: more than the %zu merges of this vocabulary", where().c_str(), size - 257);
+            if (tokens.size() == size - 1)
+                fail("%s: more than the %zu merges of this vocabulary", where().c_str(), size - 257);
             for (const std::string& half : {left, right})
                 if (!id_of.count(half))
-                    fail("%s: the token %s of this merge is made by no line before", where().c_str(), json_quote(half).c_str());
+                    fail("%s: the token %s of this merge is made by no line before", where().c_str(),
+                         json_quote(half).c_str());
             add_token(left + right, where, scratch);
             if (find_merge(id_of[left], id_of[right]) != tokens.size() - 1)
-                fail("%s: the merge of %s and %s can never apply: lines before make other tokens of these bytes", where().c_str(),
-                     json_quote(left).c_str(), json_quote(right).c_str());
+                fail("%s: the merge of %s and %s can never apply: lines before make other tokens of these bytes",
+                     where().c_str(), json_quote(left).c_str(), json_quote(right).c_str());
             id_of[left + right] = uint32_t(tokens.size() - 1);
             line_of.push_back(line_number);
         });
@@ -376,21 +397,26 @@ struct Tokenizer {
         for (size_t i = 0; i < ids.keys.size(); i++) {
             const std::string name = json_quote(ids.keys[i]);
             const int64_t id = ids.items[i].integer(ids_path);
-            const auto at = [&] { return format_text("%s: byte %llu", ids_path.c_str(), (unsigned long long)ids.items[i].offset); };
+            const auto at = [&] {
+                return format_text("%s: byte %llu", ids_path.c_str(), (unsigned long long)ids.items[i].offset);
+            };
             if (ids.keys[i] == "<|endoftext|>") {
-                if (id != int64_t(size) - 1) fail("%s: <|endoftext|> has id %lld, expected %zu", at().c_str(), (long long)id, size - 1);
+                if (id != int64_t(size) - 1)
+                    fail("%s: <|endoftext|> has id %lld, expected %zu", at().c_str(), (long long)id, size - 1);
                 continue;
             }
             if (!alphabet.to_bytes(ids.keys[i], &bytes))
                 fail("%s: the token %s has a character that stands for no byte", at().c_str(), name.c_str());
             const auto known = id_of.find(bytes);
             if (known == id_of.end())
-                fail("%s: the token %s is no byte and is made by no merge of %s", at().c_str(), name.c_str(), path.c_str());
+                fail("%s: the token %s is no byte and is made by no merge of %s", at().c_str(), name.c_str(),
+                     path.c_str());
             if (id != int64_t(known->second) && known->second < 256)
-                fail("%s: the byte %s has id %lld, expected %u", at().c_str(), name.c_str(), (long long)id, known->second);
+                fail("%s: the byte %s has id %lld, expected %u", at().c_str(), name.c_str(), (long long)id,
+                     known->second);
             if (id != int64_t(known->second))
-                fail("%s: the token %s has id %lld, but line %zu of %s makes it id %u", at().c_str(), name.c_str(), (long long)id,
-                     line_of[known->second], path.c_str(), known->second);
+                fail("%s: the token %s has id %lld, but line %zu of %s makes it id %u", at().c_str(), name.c_str(),
+                     (long long)id, line_of[known->second], path.c_str(), known->second);
         }
         // Keys differ and each has its right id, so a full number of them is all of them.
         if (ids.keys.size() != size) fail("%s: %zu tokens, expected %zu", ids_path.c_str(), ids.keys.size(), size);
@@ -406,8 +432,8 @@ struct Tokenizer {
         void add(const std::string& bytes, const std::function<std::string()>& where) {
             if (count >= 256) t.add_token(bytes, where, scratch);
             else if (bytes != t.tokens[count])
-                fail("%s: token %zu is %s, expected the byte 0x%02x: not GPT-2's order", where().c_str(), count, json_quote(bytes).c_str(),
-                     static_cast<unsigned char>(t.tokens[count][0]));
+                fail("%s: token %zu is %s, expected the byte 0x%02x: not GPT-2's order", where().c_str(), count,
+                     json_quote(bytes).c_str(), static_cast<unsigned char>(t.tokens[count][0]));
             count++;
         }
     };
@@ -418,17 +444,20 @@ struct Tokenizer {
         read_lines(path, [&](const std::string& line) {
             const auto where = [&] { return format_text("%s: line %zu", path.c_str(), list.count + 1); };
             if (list.count == size - 1)
-                fail("%s: more than the %zu tokens of this vocabulary: not that of GPT-2 (r50k_base)?", where().c_str(), size - 1);
+                fail("%s: more than the %zu tokens of this vocabulary: not that of GPT-2 (r50k_base)?", where().c_str(),
+                     size - 1);
             const size_t blank = line.find(' ');
             std::string bytes;
             if (blank == std::string::npos || !from_base64(line.substr(0, blank), &bytes))
-                fail("%s: found %s, expected base64, a blank and a number", where().c_str(), json_quote(line.substr(0, 80)).c_str());
+                fail("%s: found %s, expected base64, a blank and a number", where().c_str(),
+                     json_quote(line.substr(0, 80)).c_str());
             if (line.substr(blank + 1) != std::to_string(list.count))
                 fail("%s: found rank %s, expected %zu: ranks count up from 0", where().c_str(),
                      json_quote(line.substr(blank + 1, 40)).c_str(), list.count);
             list.add(bytes, where);
         });
-        if (list.count != size - 1) fail("%s: %zu tokens, expected %zu: the file is cut short", path.c_str(), list.count, size - 1);
+        if (list.count != size - 1)
+            fail("%s: %zu tokens, expected %zu: the file is cut short", path.c_str(), list.count, size - 1);
         end_tokens(path);
     }
 
@@ -437,9 +466,11 @@ struct Tokenizer {
     void load_llmc(const std::string& path, size_t size) {
         const std::string file = read_file(path);
         uint32_t header[256];
-        if (file.size() < sizeof header) fail("%s: %zu bytes, shorter than its header of %zu", path.c_str(), file.size(), sizeof header);
+        if (file.size() < sizeof header)
+            fail("%s: %zu bytes, shorter than its header of %zu", path.c_str(), file.size(), sizeof header);
         std::memcpy(header, file.data(), sizeof header);
-        if (header[0] != 20240328) fail("%s: byte 0: found %u, expected 20240328: no tokenizer file of llm.c", path.c_str(), header[0]);
+        if (header[0] != 20240328)
+            fail("%s: byte 0: found %u, expected 20240328: no tokenizer file of llm.c", path.c_str(), header[0]);
         if (header[1] != 1 && header[1] != 2) fail("%s: byte 4: version %u, expected 1 or 2", path.c_str(), header[1]);
         if (header[2] != size) fail("%s: byte 8: %u tokens, expected %zu", path.c_str(), header[2], size);
         if (header[1] == 2 && header[3] != size - 1)
@@ -449,7 +480,8 @@ struct Tokenizer {
         for (size_t id = 0; id < size; id++) {
             const auto where = [&] { return format_text("%s: byte %zu", path.c_str(), at); };
             const size_t length = at < file.size() ? static_cast<unsigned char>(file[at]) : 0;
-            if (at + 1 + length > file.size()) fail("%s: the file is cut short in token %zu of %zu", where().c_str(), id, size);
+            if (at + 1 + length > file.size())
+                fail("%s: the file is cut short in token %zu of %zu", where().c_str(), id, size);
             if (length == 0) fail("%s: token %zu has no bytes", where().c_str(), id);
             const std::string bytes = file.substr(at + 1, length);
             if (id < size - 1) list.add(bytes, where);
@@ -457,7 +489,8 @@ struct Tokenizer {
                 fail("%s: token %zu is %s, expected <|endoftext|>", where().c_str(), id, json_quote(bytes).c_str());
             at += 1 + length;
         }
-        if (at != file.size()) fail("%s: byte %zu: %zu bytes behind the last token", path.c_str(), at, file.size() - at);
+        if (at != file.size())
+            fail("%s: byte %zu: %zu bytes behind the last token", path.c_str(), at, file.size() - at);
         end_tokens(path);
     }
 

@@ -1,9 +1,10 @@
-// train_nsa.cu: trains a language model with Native Sparse Attention (arXiv 2502.11089), from options to a sample it wrote.
+// train_nsa.cu: trains a language model with Native Sparse Attention (arXiv 2502.11089), from options to a sample it
+// wrote.
 //
 // Read it from top to bottom: model (tensors, forward, backward, update) -> sampling -> checkpoints -> evaluation
 // -> the training loop -> the other verbs -> main. The model is specified in dev/MODEL.md. The mathematics of each
 // operation lies in an engine, Cpu in nsa_cpu.h or Cuda in nsa_kernels.cuh; below, `dev` is one of them. Options are
-// in data/options.h, ranks in ddp.cuh, token shards in dataloader.h, text in tokenizer.h.
+// in lib/options.h, ranks in ddp.cuh, token shards in dataloader.h, text in tokenizer.h.
 #include <array>
 #include <chrono>
 #include <csignal>
@@ -23,17 +24,17 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include "data/checkpoint.h"
-#include "data/json.h"
-#include "data/options.h"
-#include "data/safetensors.h"
-#include "data/synthetic.h"
-#include "data/tokenize.h"
-#include "data/util.h"
-#include "data/watchdog.h"
+#include "lib/checkpoint.h"
+#include "lib/json.h"
+#include "lib/options.h"
+#include "lib/safetensors.h"
+#include "lib/synthetic.h"
+#include "lib/tokenize.h"
+#include "lib/util.h"
+#include "lib/watchdog.h"
 #include "dataloader.h"
 #include "nsa_cpu.h"
-#if defined(__CUDACC__) || defined(EMULATED_GPUS)  // the latter: kernels run on the CPU, see dev/emulator.mk
+#if defined(__CUDACC__) || defined(EMULATED_GPUS)  // the latter: kernels run on the CPU, see dev/emulator/emulator.mk
 #include "nsa_kernels.cuh"
 #define HAVE_CUDA
 #endif
@@ -52,13 +53,16 @@ static NsaShape shape_of(const Config& c, int64_t B, int64_t T) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The model's tensors. One list: struct fields, names on disk, shapes, initialisation, weight decay, checkpoints all come from it.
+// The model's tensors. One list: struct fields, names on disk, shapes, initialisation, weight decay, checkpoints all
+// come from it.
 //   TENSOR(field, name on disk, rows, columns (0: a vector), rows in memory, initialisation, decay, when, joined)
-// "joined" tensors follow the one before without a gap: q, the keys and values and the gate are one matrix for the input GEMM.
+// "joined" tensors follow the one before without a gap: q, the keys and values and the gate are one matrix for the
+// input GEMM.
 
 enum Init { INIT_ONE, INIT_ZERO, INIT_WEIGHT, INIT_RESIDUAL, INIT_PHI };
 enum { ALWAYS, NSA_ONLY };
 
+// clang-format off
 #define LAYER_TENSORS(TENSOR)                                                                             \
     TENSOR(attn_norm,  "attn_norm.weight",       C,     0,     C,     INIT_ONE,      false, ALWAYS,   false) \
     TENSOR(q_proj,     "attn.q_proj.weight",     H * D, C,     H * D, INIT_WEIGHT,   true,  ALWAYS,   false) \
@@ -79,16 +83,19 @@ enum { ALWAYS, NSA_ONLY };
     TENSOR(mlp_norm,   "mlp_norm.weight",        C,     0,     C,     INIT_ONE,      false, ALWAYS,   false) \
     TENSOR(mlp_fc1,    "mlp.fc1.weight",         M,     C,     M,     INIT_WEIGHT,   true,  ALWAYS,   false) \
     TENSOR(mlp_fc2,    "mlp.fc2.weight",         C,     M,     C,     INIT_RESIDUAL, true,  ALWAYS,   false)
+// clang-format on
 
 struct TensorSpec {
     std::string name;
     int64_t rows, columns;  // columns 0: a vector
     Init init;
     bool decay;
-    size_t offset;          // in elements, into each flat array (parameters, gradients, moments)
-    size_t size, padded;    // elements on disk; in memory, where rows of zeros follow
+    size_t offset;        // in elements, into each flat array (parameters, gradients, moments)
+    size_t size, padded;  // elements on disk; in memory, where rows of zeros follow
 
-    std::vector<int64_t> shape() const { return columns ? std::vector<int64_t>{rows, columns} : std::vector<int64_t>{rows}; }
+    std::vector<int64_t> shape() const {
+        return columns ? std::vector<int64_t>{rows, columns} : std::vector<int64_t>{rows};
+    }
 };
 
 template <class T>
@@ -106,13 +113,13 @@ struct Weights {
 
 struct TensorTable {
     std::vector<TensorSpec> specs;
-    size_t total = 0;         // elements of a flat array, padding included
-    int64_t parameters = 0;   // without padding
+    size_t total = 0;        // elements of a flat array, padding included
+    int64_t parameters = 0;  // without padding
     int64_t padded_vocab = 0;
 
     explicit TensorTable(const Config& c) {
-        const int64_t C = c.dim, H = c.heads, G = c.kv_groups, D = c.head_dim, l = c.cmp_block, F = c.phi_hidden, M = c.mlp_hidden,
-                      gates = (3 * H + 7) / 8 * 8;
+        const int64_t C = c.dim, H = c.heads, G = c.kv_groups, D = c.head_dim, l = c.cmp_block, F = c.phi_hidden,
+                      M = c.mlp_hidden, gates = (3 * H + 7) / 8 * 8;
         const bool nsa = c.attention == "nsa";
         padded_vocab = (c.vocab_size + 127) / 128 * 128;
         add("embed_tokens.weight", c.vocab_size, C, padded_vocab, INIT_WEIGHT, true, false);
@@ -146,7 +153,8 @@ struct TensorTable {
     }
 
   private:
-    void add(const std::string& name, int64_t rows, int64_t columns, int64_t memory_rows, Init init, bool decay, bool joined) {
+    void add(const std::string& name, int64_t rows, int64_t columns, int64_t memory_rows, Init init, bool decay,
+             bool joined) {
         const size_t width = size_t(columns ? columns : 1), offset = joined ? total : (total + 63) / 64 * 64;
         specs.push_back({name, rows, columns, init, decay, offset, size_t(rows) * width, size_t(memory_rows) * width});
         total = offset + specs.back().padded;
@@ -182,23 +190,28 @@ inline double model_flops_per_token(const Config& c) {
     return flops / s.T;
 }
 
-// Element i of the tensor with this index in the list. --init random draws every tensor, so that no path is silent in a comparison.
+// Element i of the tensor with this index in the list. --init random draws every tensor, so that no path is silent in a
+// comparison.
 static float initial_value(const TensorSpec& t, size_t index, size_t i, const Config& c) {
-    const double normal = t.init == INIT_ONE && c.init != "random" ? 0
-                                                                   : random_normal(uint64_t(c.seed), random_stream(RANDOM_INIT, index), i);
+    const double normal = t.init == INIT_ONE && c.init != "random"
+                              ? 0
+                              : random_normal(uint64_t(c.seed), random_stream(RANDOM_INIT, index), i);
     const bool random = c.init == "random";
     switch (t.init) {
         case INIT_ONE: return float(1 + (random ? 0.1 * normal : 0));
         case INIT_ZERO: return float(random ? normal * (t.columns ? 1 / std::sqrt(double(t.columns)) : 0.1) : 0);
         case INIT_WEIGHT: return float(normal * (random && t.columns ? 1 / std::sqrt(double(t.columns)) : 0.02));
-        case INIT_RESIDUAL: return float(normal * (random ? 1 / std::sqrt(double(t.columns)) : 0.02 / std::sqrt(2.0 * double(c.layers))));
+        case INIT_RESIDUAL:
+            return float(normal *
+                         (random ? 1 / std::sqrt(double(t.columns)) : 0.02 / std::sqrt(2.0 * double(c.layers))));
         case INIT_PHI: return float(normal / std::sqrt(double(t.columns)));
     }
     return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The model on an engine: parameters, gradients, moments; activations; forward, backward, update. Written once for every engine.
+// The model on an engine: parameters, gradients, moments; activations; forward, backward, update. Written once for
+// every engine.
 
 template <class Dev>
 struct Model {
@@ -207,30 +220,38 @@ struct Model {
     Dev& dev;
     Config config;
     TensorTable table;
-    Partition partition;         // of the flat arrays into buckets and, over the ranks, parts
+    Partition partition;  // of the flat arrays into buckets and, over the ranks, parts
     int rank;
-    bool sharded;                // --zero 1 on several ranks
-    std::vector<Piece> owned;    // what this rank updates: everything, or its parts
-    // Flat arrays of partition.elements elements: the table's tensors, one more (guard), and padding. In inference only params.
+    bool sharded;              // --zero 1 on several ranks
+    std::vector<Piece> owned;  // what this rank updates: everything, or its parts
+    // Flat arrays of partition.elements elements: the table's tensors, one more (guard), and padding. In inference only
+    // params.
     real* params = nullptr;
     Grad* grads = nullptr;
-    // Flat arrays of state_elements(), by Piece::local. On an engine without a master copy master is params, by Piece::begin.
+    // Flat arrays of state_elements(), by Piece::local. On an engine without a master copy master is params, by
+    // Piece::begin.
     typename Dev::Master* master = nullptr;
     typename Dev::Stat *m = nullptr, *v = nullptr;
     // of the running step: sum of its losses, sum of squares of its gradient; --deterministic: then every sample's loss
     double* results = nullptr;
     size_t result_count = 2;
-    // the gradient's sums of squares, by chunk, and a guard behind them; of the running step at step % 2, of the one before at the other
+    // the gradient's sums of squares, by chunk, and a guard behind them; of the running step at step % 2, of the one
+    // before at the other
     double* squares[2] = {};
     std::vector<Grad*> partial;  // --deterministic: gradients of subtrees, see sum_in_tree
     Weights<real> w;
     Weights<Grad> dw;
     typename Dev::Sequence update_sequence;
     Watchdog* watchdog = nullptr;
-    int64_t step = 0;            // the running one, for the watchdog
+    int64_t step = 0;  // the running one, for the watchdog
 
     Model(Dev& device, const Config& c, bool training, int rank_ = 0, int ranks = 1)
-        : dev(device), config(c), table(c), partition(table.total, ranks, c.bucket_mb), rank(rank_), sharded(c.zero == 1 && ranks > 1) {
+        : dev(device),
+          config(c),
+          table(c),
+          partition(table.total, ranks, c.bucket_mb),
+          rank(rank_),
+          sharded(c.zero == 1 && ranks > 1) {
         auto allocate_zeros = [&](auto*& p, size_t count) {
             p = dev.template allocate<std::remove_reference_t<decltype(*p)>>(count);
             dev.zero(p, count);
@@ -241,7 +262,8 @@ struct Model {
         owned = sharded ? partition.parts(rank) : std::vector<Piece>{{0, partition.elements, 0}};
         if constexpr (Dev::has_master) allocate_zeros(master, state_elements());
         else master = params;
-        allocate_zeros(grads, partition.elements), allocate_zeros(m, state_elements()), allocate_zeros(v, state_elements());
+        allocate_zeros(grads, partition.elements), allocate_zeros(m, state_elements()),
+            allocate_zeros(v, state_elements());
         if (c.deterministic) result_count += size_t(samples_per_rank());
         allocate_zeros(results, result_count);
         for (double*& s : squares) allocate_zeros(s, chunks() + 1);
@@ -252,8 +274,8 @@ struct Model {
     ~Model() {
         if constexpr (Dev::has_master) dev.release(master);
         for (Grad* p : partial) dev.release(p);
-        dev.release(params), dev.release(grads), dev.release(m), dev.release(v), dev.release(results), dev.release(squares[0]),
-            dev.release(squares[1]);
+        dev.release(params), dev.release(grads), dev.release(m), dev.release(v), dev.release(results),
+            dev.release(squares[0]), dev.release(squares[1]);
     }
     Model(const Model&) = delete;
     Model& operator=(const Model&) = delete;
@@ -280,9 +302,10 @@ struct Model {
     // Bytes of the flat arrays in training.
     static double flat_bytes(const Config& c, int ranks) {
         const Partition p(TensorTable(c).total, ranks, c.bucket_mb);
-        const double state = double(Dev::has_master ? sizeof(typename Dev::Master) : 0) + 2 * sizeof(typename Dev::Stat);
-        return double(p.elements) *
-               (double(sizeof(real)) + sizeof(Grad) * double(1 + tree_levels(c, ranks)) + state / (c.zero == 1 ? ranks : 1));
+        const double state =
+            double(Dev::has_master ? sizeof(typename Dev::Master) : 0) + 2 * sizeof(typename Dev::Stat);
+        return double(p.elements) * (double(sizeof(real)) + sizeof(Grad) * double(1 + tree_levels(c, ranks)) +
+                                     state / (c.zero == 1 ? ranks : 1));
     }
 
     // What a tensor and a piece have in common, [first, last) in the flat arrays.
@@ -310,9 +333,9 @@ struct Model {
 };
 
 // What the forward pass leaves for the backward pass, and the backward's own temporaries: one
-// allocation. In inference the layers share everything but their keys and values, which are then the caches of step-by-step
-// decoding; they are for T tokens, all else for the `queries` positions that are computed at once. In training, where that is
-// all T, --recompute says what is kept per layer:
+// allocation. In inference the layers share everything but their keys and values, which are then the caches of
+// step-by-step decoding; they are for T tokens, all else for the `queries` positions that are computed at once. In
+// training, where that is all T, --recompute says what is kept per layer:
 //   0  everything
 //   1  not what is cheap to compute again: norms' outputs, SiLU, gated sum
 //   2  the layer's input only (and small statistics)
@@ -323,39 +346,42 @@ template <class Dev>
 struct Activations {
     using real = typename Dev::real;
     using Stat = typename Dev::Stat;
-    struct Layer {                          // shapes in training, where queries = T; N = B*queries
-        real* x;                            // (N, C) the residual stream that enters the layer
-        real* attn_normed; Stat* attn_rstd; // (N, C) (N)
-        real* q;                            // (B, H, T, D)
-        real* kv;                           // (6, B, G, T, D) by HeadSlot; full attention: only k_win, v_win
-        Stat* gate;                         // (3, B, H, T); full attention: none
-        real* compressed;                   // (2, B, G, NC, D) compressed keys, values
-        real* phi_hidden;                   // (2, B, G, NC, F)
-        real* o; Stat* lse;                 // (3, B, H, T, D) (3, B, H, T) by Branch; full attention: 1 instead of 3
-        uint32_t* selection;                // (B, G, T, words)
-        Stat* chosen_importance;            // (B, G, T) where statistics are collected
-        real* attn;                         // (N, H*D) gated sum of the branches
-        real* x_mid;                        // (N, C) the residual stream between attention and MLP
-        real* mlp_normed; Stat* mlp_rstd;   // (N, C) (N)
-        real *fc1, *act;                    // (N, M) (N, M)
+    struct Layer {                // shapes in training, where queries = T; N = B*queries
+        real* x;                  // (N, C) the residual stream that enters the layer
+        real* attn_normed;        // (N, C)
+        Stat* attn_rstd;          // (N)
+        real* q;                  // (B, H, T, D)
+        real* kv;                 // (6, B, G, T, D) by HeadSlot; full attention: only k_win, v_win
+        Stat* gate;               // (3, B, H, T); full attention: none
+        real* compressed;         // (2, B, G, NC, D) compressed keys, values
+        real* phi_hidden;         // (2, B, G, NC, F)
+        real* o;                  // (3, B, H, T, D) by Branch; full attention: 1 instead of 3
+        Stat* lse;                // (3, B, H, T)
+        uint32_t* selection;      // (B, G, T, words)
+        Stat* chosen_importance;  // (B, G, T) where statistics are collected
+        real* attn;               // (N, H*D) gated sum of the branches
+        real* x_mid;              // (N, C) the residual stream between attention and MLP
+        real* mlp_normed;         // (N, C)
+        Stat* mlp_rstd;           // (N)
+        real *fc1, *act;          // (N, M) (N, M)
     };
     Dev& dev;
     NsaShape shape;
     int64_t C, M, V, Vp;
-    int recompute;                          // 0, 1, 2; 0 in inference
+    int recompute;  // 0, 1, 2; 0 in inference
     std::vector<Layer> layer;
-    int32_t *tokens, *targets;              // (N)
-    real *x_out, *normed;                   // (N, C) (N, C) the last residual stream, its norm
-    Stat* rstd;                             // (N)
-    real* projected;                        // (N, P) the input projection of the running layer, or its gradient
-    real* logits;                           // (rows, Vp) of a chunk of rows: no N x V array anywhere
+    int32_t *tokens, *targets;  // (N)
+    real *x_out, *normed;       // (N, C) (N, C) the last residual stream, its norm
+    Stat* rstd;                 // (N)
+    real* projected;            // (N, P) the input projection of the running layer, or its gradient
+    real* logits;               // (rows, Vp) of a chunk of rows: no N x V array anywhere
     int64_t logit_rows;
-    Stat* losses;                           // (N)
+    Stat* losses;  // (N)
     // backward
-    real *dx, *dnormed, *dattn, *dmlp;      // (N, C) (N, C) (N, H*D) (N, M)
-    Stat *dq, *dgate;                       // as above, one layer's
+    real *dx, *dnormed, *dattn, *dmlp;  // (N, C) (N, C) (N, H*D) (N, M)
+    Stat *dq, *dgate;                   // as above, one layer's
     real *dkv, *dcompressed;
-    Stat *row_dot, *lse_gated;              // as lse
+    Stat *row_dot, *lse_gated;  // as lse
     bool collect_statistics = false;
     // The kinds of micro-steps (see micro_step()) that were made with these
     // activations. Each is a sequence of launches that does not change.
@@ -363,18 +389,19 @@ struct Activations {
         const void* grads;
         bool last, with_backward, statistics;
         bool operator<(const MicroStep& o) const {
-            return std::tie(grads, last, with_backward, statistics) < std::tie(o.grads, o.last, o.with_backward, o.statistics);
+            return std::tie(grads, last, with_backward, statistics) <
+                   std::tie(o.grads, o.last, o.with_backward, o.statistics);
         }
     };
     std::map<MicroStep, typename Dev::Sequence> micro_steps;
 
     struct Entry {
         std::string name;
-        size_t count, bytes;                // buffers of this name, their bytes together
+        size_t count, bytes;  // buffers of this name, their bytes together
     };
-    std::vector<Entry> memory;              // the table of the allocation
+    std::vector<Entry> memory;  // the table of the allocation
     size_t bytes = 0;
-    double wanted = 0;                      // the same before anything is allocated; options can ask for more than size_t holds
+    double wanted = 0;  // the same before anything is allocated; options can ask for more than size_t holds
 
     // queries: positions computed at once, at most; 0: all T
     Activations(Dev& device, const Config& c, int64_t B, int64_t T, Mode mode, int64_t queries = 0)
@@ -392,7 +419,9 @@ struct Activations {
         return Activations(Planned(), dev, c, B, T, mode, queries).wanted;
     }
 
-    real* slot(real* kv, int head_slot) const { return kv + (head_slot - (shape.full ? K_WIN : K_CMP)) * shape.key_rows() * shape.D; }
+    real* slot(real* kv, int head_slot) const {
+        return kv + (head_slot - (shape.full ? K_WIN : K_CMP)) * shape.key_rows() * shape.D;
+    }
     typename Dev::Heads heads(const Layer& y) const {
         typename Dev::Heads h{y.q, {}, y.gate};
         for (int i = shape.full ? K_WIN : K_CMP; i <= V_WIN; i++) h.kv[i] = slot(y.kv, i);
@@ -408,7 +437,8 @@ struct Activations {
     // bf16), rounded up to whole tiles of its GEMM. Each chunk reads the head twice and reads and writes its
     // gradient: 0.5 GB for GPT-2's vocabulary, while a micro-batch of 16 x 2048 has 3.3 GB of logits.
     int64_t rows_of_chunk(int64_t N) const {
-        const int64_t most = std::max<int64_t>(1, (int64_t(Dev::on_host ? 52 : 416) << 20) / Vp), chunks = (N + most - 1) / most;
+        const int64_t most = std::max<int64_t>(1, (int64_t(Dev::on_host ? 52 : 416) << 20) / Vp),
+                      chunks = (N + most - 1) / most;
         return std::min(N, ((N + chunks - 1) / chunks + 127) / 128 * 128);
     }
 
@@ -432,8 +462,9 @@ struct Activations {
 
     void place(Mode mode) {
         const NsaShape& s = shape;
-        const size_t N = size_t(s.B) * s.queries, D = size_t(s.D), kv_slots = s.full ? 2 : 6, branch_rows = size_t(s.branches()) * N * s.H,
-                     gates = s.full ? 0 : branch_rows, selections = s.full ? 0 : N * s.G;
+        const size_t N = size_t(s.B) * s.queries, D = size_t(s.D), kv_slots = s.full ? 2 : 6,
+                     branch_rows = size_t(s.branches()) * N * s.H, gates = s.full ? 0 : branch_rows,
+                     selections = s.full ? 0 : N * s.G;
         const bool training = mode == TRAINING;
         take(tokens, "tokens (N)", N), take(targets, "targets (N)", N), take(losses, "losses (N)", N);
         for (size_t i = 0; i < layer.size(); i++) {
@@ -446,12 +477,15 @@ struct Activations {
             const bool costly = training && recompute < 2, cheap = training && recompute < 1;
             if (training || i < 2) take(y.x, "x (N, C)", N * C);
             else y.x = layer[i - 2].x;  // in inference a layer reads one and writes the other
-            per_layer(costly || !training, y.kv, first.kv, "keys and values (6, B, G, T, D)", kv_slots * s.key_rows() * D);
-            per_layer(costly || !training, y.compressed, first.compressed, "compressed keys and values (2, B, G, NC, D)",
-                      2 * s.cmp_rows() * D);
+            per_layer(costly || !training, y.kv, first.kv, "keys and values (6, B, G, T, D)",
+                      kv_slots * s.key_rows() * D);
+            per_layer(costly || !training, y.compressed, first.compressed,
+                      "compressed keys and values (2, B, G, NC, D)", 2 * s.cmp_rows() * D);
             per_layer(training, y.gate, first.gate, "gate (3, B, H, T)", gates);
-            per_layer(training, y.selection, first.selection, "selection (B, G, T, words)", selections * s.selection_words());
-            per_layer(training, y.chosen_importance, first.chosen_importance, "chosen importance (B, G, T)", selections);
+            per_layer(training, y.selection, first.selection, "selection (B, G, T, words)",
+                      selections * s.selection_words());
+            per_layer(training, y.chosen_importance, first.chosen_importance, "chosen importance (B, G, T)",
+                      selections);
             per_layer(costly, y.attn_rstd, first.attn_rstd, "attn_rstd (N)", N);
             per_layer(costly, y.q, first.q, "q (B, H, T, D)", N * s.H * D);
             per_layer(costly, y.phi_hidden, first.phi_hidden, "phi_hidden (2, B, G, NC, F)", 2 * s.cmp_rows() * s.F);
@@ -466,14 +500,15 @@ struct Activations {
             per_layer(cheap, y.act, first.act, "act (N, M)", N * M);
         }
         take(x_out, "x_out (N, C)", N * C), take(normed, "normed (N, C)", N * C), take(rstd, "rstd (N)", N);
-        take(projected, "projected (N, P)", N * s.projected()), take(logits, "logits (rows, Vp)", size_t(logit_rows) * Vp);
+        take(projected, "projected (N, P)", N * s.projected()),
+            take(logits, "logits (rows, Vp)", size_t(logit_rows) * Vp);
         if (!training) return;
-        take(dx, "dx (N, C)", N * C), take(dnormed, "dnormed (N, C)", N * C), take(dattn, "dattn (N, H*D)", N * s.H * D),
-            take(dmlp, "dmlp (N, M)", N * M);
+        take(dx, "dx (N, C)", N * C), take(dnormed, "dnormed (N, C)", N * C),
+            take(dattn, "dattn (N, H*D)", N * s.H * D), take(dmlp, "dmlp (N, M)", N * M);
         take(dq, "dq (B, H, T, D)", N * s.H * D), take(dkv, "dkv (6, B, G, T, D)", kv_slots * s.key_rows() * D),
             take(dgate, "dgate (3, B, H, T)", gates);
-        take(dcompressed, "dcompressed (2, B, G, NC, D)", 2 * s.cmp_rows() * D), take(row_dot, "row_dot (3, B, H, T)", branch_rows),
-            take(lse_gated, "lse_gated (3, B, H, T)", branch_rows);
+        take(dcompressed, "dcompressed (2, B, G, NC, D)", 2 * s.cmp_rows() * D),
+            take(row_dot, "row_dot (3, B, H, T)", branch_rows), take(lse_gated, "lse_gated (3, B, H, T)", branch_rows);
     }
 
     template <class T>
@@ -487,8 +522,8 @@ struct Activations {
     }
 };
 
-// One layer for positions s.first .. s.first + s.queries - 1: from y.x to x_next. again: --recompute 2, for the backward pass, which needs
-// neither x_next nor, as it was kept, the selection a second time.
+// One layer for positions s.first .. s.first + s.queries - 1: from y.x to x_next. again: --recompute 2, for the
+// backward pass, which needs neither x_next nor, as it was kept, the selection a second time.
 template <class Dev>
 void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const NsaShape& s, bool again = false) {
     Dev& dev = model.dev;
@@ -504,11 +539,16 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     dev.matmul_forward(a.projected, y.attn_normed, w.q_proj, nullptr, N, C, s.projected());
     dev.split_heads_forward(h, a.projected, s);
     if (!s.full) {
-        dev.compress_forward(y.compressed, y.phi_hidden, h.kv[K_CMP], {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2}, true, s);
-        dev.compress_forward(y.compressed + kv, y.phi_hidden + hidden, h.kv[V_CMP], {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false, s);
+        dev.compress_forward(y.compressed, y.phi_hidden, h.kv[K_CMP], {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2}, true,
+                             s);
+        dev.compress_forward(y.compressed + kv, y.phi_hidden + hidden, h.kv[V_CMP],
+                             {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false, s);
         dev.attention_forward(CMP, y.o, y.lse, y.q, y.compressed, y.compressed + kv, nullptr, s);
-        if (!again) dev.select_blocks(y.selection, a.collect_statistics ? y.chosen_importance : nullptr, y.q, y.compressed, y.lse, s);
-        dev.attention_forward(SLC, y.o + SLC * rows * s.D, y.lse + SLC * rows, y.q, h.kv[K_SLC], h.kv[V_SLC], y.selection, s);
+        if (!again)
+            dev.select_blocks(y.selection, a.collect_statistics ? y.chosen_importance : nullptr, y.q, y.compressed,
+                              y.lse, s);
+        dev.attention_forward(SLC, y.o + SLC * rows * s.D, y.lse + SLC * rows, y.q, h.kv[K_SLC], h.kv[V_SLC],
+                              y.selection, s);
     }
     const size_t win = size_t(s.branch_slot(WIN)) * rows;
     dev.attention_forward(WIN, y.o + win * s.D, y.lse + win, y.q, h.kv[K_WIN], h.kv[V_WIN], nullptr, s);
@@ -521,9 +561,9 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     if (!again) dev.matmul_forward(x_next, y.act, w.mlp_fc2, y.x_mid, N, M, C);  // x += fc2(silu(fc1))
 }
 
-// Forward through all layers for positions first .. first+queries-1 of B sequences, whose tokens [B, queries] are in a.tokens. Training and
-// evaluation take all T at once; decoding takes a prompt, then one position at a time, and finds the earlier keys and values in place.
-// Leaves the normed residual stream of those positions in a.normed.
+// Forward through all layers for positions first .. first+queries-1 of B sequences, whose tokens [B, queries] are in
+// a.tokens. Training and evaluation take all T at once; decoding takes a prompt, then one position at a time, and finds
+// the earlier keys and values in place. Leaves the normed residual stream of those positions in a.normed.
 template <class Dev>
 void forward(const Model<Dev>& model, Activations<Dev>& a, int first, int queries) {
     Dev& dev = model.dev;
@@ -545,7 +585,8 @@ void forward(const Model<Dev>& model, Activations<Dev>& a, const int32_t* tokens
 // chunks of rows, so that the logits never exist as a whole: a.losses [N]. With want_gradient, every
 // loss counts dloss in the gradient: a.dnormed = and dembed +=. logits_out, where given: [N, V].
 template <class Dev>
-void classify_rows(Model<Dev>& model, Activations<Dev>& a, double dloss, bool want_gradient, std::vector<float>* logits_out = nullptr) {
+void classify_rows(Model<Dev>& model, Activations<Dev>& a, double dloss, bool want_gradient,
+                   std::vector<float>* logits_out = nullptr) {
     Dev& dev = model.dev;
     const int64_t N = int64_t(a.shape.B) * a.shape.T, C = a.C;
     if (logits_out) logits_out->resize(size_t(N * a.V));
@@ -554,7 +595,8 @@ void classify_rows(Model<Dev>& model, Activations<Dev>& a, double dloss, bool wa
         model.progress("classifier");
         dev.matmul_forward(a.logits, a.normed + row * C, model.w.embed, nullptr, rows, int(C), int(a.Vp));
         if (logits_out)
-            for (int r = 0; r < rows; r++) dev.to_host(logits_out->data() + (row + r) * a.V, a.logits + r * a.Vp, size_t(a.V));
+            for (int r = 0; r < rows; r++)
+                dev.to_host(logits_out->data() + (row + r) * a.V, a.logits + r * a.Vp, size_t(a.V));
         dev.classifier(a.losses + row, a.logits, a.targets + row, dloss, want_gradient, rows, int(a.V), int(a.Vp));
         if (!want_gradient) continue;
         dev.matmul_backward_input(a.dnormed + row * C, a.logits, model.w.embed, rows, int(C), int(a.Vp));
@@ -574,8 +616,9 @@ double classify(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, 
     return sum;
 }
 
-// Adds the gradient of everything below the head to the model's gradients, from a.dnormed. Each step names the forward line
-// it differentiates. ready(offset), if given, is called when all gradients from that place of the flat array on are final.
+// Adds the gradient of everything below the head to the model's gradients, from a.dnormed. Each step names the forward
+// line it differentiates. ready(offset), if given, is called when all gradients from that place of the flat array on
+// are final.
 template <class Dev>
 void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(size_t)>& ready = nullptr) {
     using real = typename Dev::real;
@@ -621,8 +664,8 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
         dev.attention_backward_rows(a.row_dot, a.lse_gated, a.dgate, a.dattn, y.o, y.gate, y.lse, s);
         auto branch_backward = [&](Branch branch, real* dk, real* dv, const real* k, const real* v) {
             const size_t at = size_t(s.branch_slot(branch)) * rows;
-            dev.attention_backward(branch, a.dq, branch != WIN, dk, dv, a.dattn, y.q, k, v, a.row_dot + at, a.lse_gated + at, y.selection,
-                                   s);
+            dev.attention_backward(branch, a.dq, branch != WIN, dk, dv, a.dattn, y.q, k, v, a.row_dot + at,
+                                   a.lse_gated + at, y.selection, s);
         };
         // The window's comes first: every query has keys there, and what it writes to dq the others add to.
         branch_backward(WIN, d.kv[K_WIN], d.kv[V_WIN], h.kv[K_WIN], h.kv[V_WIN]);
@@ -630,10 +673,11 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
             branch_backward(SLC, d.kv[K_SLC], d.kv[V_SLC], h.kv[K_SLC], h.kv[V_SLC]);
             branch_backward(CMP, a.dcompressed, a.dcompressed + kv, y.compressed, y.compressed + kv);
             // compressed = phi(blocks of k_cmp), phi(blocks of v_cmp)
-            dev.compress_backward(d.kv[K_CMP], {dw.phi_k_fc1, dw.phi_k_bias, dw.phi_k_fc2}, a.dcompressed, y.phi_hidden, h.kv[K_CMP],
-                                  {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2}, true, s);
-            dev.compress_backward(d.kv[V_CMP], {dw.phi_v_fc1, dw.phi_v_bias, dw.phi_v_fc2}, a.dcompressed + kv, y.phi_hidden + hidden,
-                                  h.kv[V_CMP], {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false, s);
+            dev.compress_backward(d.kv[K_CMP], {dw.phi_k_fc1, dw.phi_k_bias, dw.phi_k_fc2}, a.dcompressed, y.phi_hidden,
+                                  h.kv[K_CMP], {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2}, true, s);
+            dev.compress_backward(d.kv[V_CMP], {dw.phi_v_fc1, dw.phi_v_bias, dw.phi_v_fc2}, a.dcompressed + kv,
+                                  y.phi_hidden + hidden, h.kv[V_CMP], {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false,
+                                  s);
         }
         // heads = split(attn_normed [q; k; v; gate]^T)
         dev.split_heads_backward(a.projected, d, s);
@@ -641,7 +685,8 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
         dev.matmul_backward_input(a.dnormed, a.projected, w.q_proj, N, C, P);
         // attn_normed = rmsnorm(x)
         dev.rmsnorm_backward(a.dx, dw.attn_norm, a.dnormed, y.x, y.attn_rstd, w.attn_norm, N, C);
-        if (ready) ready(size_t(dw.attn_norm - model.dw.embed));  // the layer's first tensor; behind it lie only later layers
+        if (ready)
+            ready(size_t(dw.attn_norm - model.dw.embed));  // the layer's first tensor; behind it lie only later layers
     }
     // x = embed[token]
     dev.embedding_backward(model.dw.embed, a.dx, a.tokens, N, C);
@@ -650,7 +695,8 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
 // Learning rate of a step, 1-based: linear warm-up, then the schedule down to lr * lr_final at the last step.
 static double learning_rate(const Config& c, int64_t step) {
     if (step <= c.warmup) return c.lr * double(step) / double(c.warmup);
-    const double progress = c.steps > c.warmup ? std::min(1.0, double(step - c.warmup) / double(c.steps - c.warmup)) : 1.0;
+    const double progress =
+        c.steps > c.warmup ? std::min(1.0, double(step - c.warmup) / double(c.steps - c.warmup)) : 1.0;
     double fraction = 1;  // of the way from lr_final up to 1
     if (c.schedule == "cosine") fraction = 0.5 * (1 + std::cos(M_PI * progress));
     if (c.schedule == "linear") fraction = 1 - progress;
@@ -658,16 +704,18 @@ static double learning_rate(const Config& c, int64_t step) {
     return c.lr * (c.lr_final + (1 - c.lr_final) * fraction);
 }
 
-// The squared global L2 norm of the summed gradients to model.results[1], NaN where a rank's loss is not finite; it is not waited for.
-// Its bits depend on the gradients alone, not on who owns which part of them.
+// The squared global L2 norm of the summed gradients to model.results[1], NaN where a rank's loss is not finite; it is
+// not waited for. Its bits depend on the gradients alone, not on who owns which part of them.
 template <class Dev>
 void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = nullptr) {
     using Grad = typename Dev::Grad;
     double* squares = model.squares[step % 2];
     Grad* guard = model.grads + model.table.total;
     if (model.sharded) model.dev.zero(squares, model.chunks());
-    for (const Piece& p : model.owned) model.dev.chunk_squares(squares, model.grads, model.table.total, p.begin, p.count);
-    // of the summed gradients a rank has its parts alone, and one of all has the guard: each rank's loss travels with the squares
+    for (const Piece& p : model.owned)
+        model.dev.chunk_squares(squares, model.grads, model.table.total, p.begin, p.count);
+    // of the summed gradients a rank has its parts alone, and one of all has the guard: each rank's loss travels with
+    // the squares
     if (model.sharded && reducer) {
         model.dev.set_guard(squares + model.chunks(), model.results);
         reducer->complete(squares, model.chunks() + 1);
@@ -691,8 +739,8 @@ void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* redu
                 if (first >= last) continue;
                 h.decay = t.decay ? c.weight_decay : 0.0, h.offset = first;
                 const size_t local = p.local + (first - p.begin);
-                model.dev.adamw(model.params + first, model.master_at(p, first), model.m + local, model.v + local, model.grads + first,
-                                last - first, h);
+                model.dev.adamw(model.params + first, model.master_at(p, first), model.m + local, model.v + local,
+                                model.grads + first, last - first, h);
             }
     });
     if (model.sharded && reducer) reducer->gather(model.params);
@@ -707,8 +755,10 @@ void update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sampling.
 
-// The next token from its logits [V]: temperature, then the top_k likeliest, then the likeliest of total probability top_p.
-static int32_t choose_token(const std::vector<float>& logits, double temperature, int64_t top_k, double top_p, double uniform) {
+// The next token from its logits [V]: temperature, then the top_k likeliest, then the likeliest of total probability
+// top_p.
+static int32_t choose_token(const std::vector<float>& logits, double temperature, int64_t top_k, double top_p,
+                            double uniform) {
     std::vector<int32_t> order(logits.size());
     for (size_t i = 0; i < order.size(); i++) order[i] = int32_t(i);
     const size_t keep = top_k > 0 ? std::min<size_t>(size_t(top_k), order.size()) : order.size();
@@ -738,12 +788,15 @@ static int32_t choose_token(const std::vector<float>& logits, double temperature
 // 32 M weights. A loop over a single position is over before more have woken up.
 struct DecodingThreads {
     const int before = omp_get_max_threads();
-    explicit DecodingThreads(size_t weights) { omp_set_num_threads(int(std::max<size_t>(1, std::min(size_t(before), weights >> 25)))); }
+    explicit DecodingThreads(size_t weights) {
+        omp_set_num_threads(int(std::max<size_t>(1, std::min(size_t(before), weights >> 25))));
+    }
     ~DecodingThreads() { omp_set_num_threads(before); }
 };
 
-// Continues a prompt of at least one token by `count` tokens; each new token is handed to `emit`. The prompt is one forward pass, each
-// further token one pass over a single position with the caches. The random numbers depend on seed and position alone.
+// Continues a prompt of at least one token by `count` tokens; each new token is handed to `emit`. The prompt is one
+// forward pass, each further token one pass over a single position with the caches. The random numbers depend on seed
+// and position alone.
 template <class Dev>
 void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t count, const Config& c,
               const std::function<void(int32_t)>& emit) {
@@ -752,9 +805,11 @@ void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t cou
     const double needed = Activations<Dev>::bytes_needed(dev, model.config, 1, prompted + count, INFERENCE, prompted),
                  available = dev.available_bytes();
     if (needed > available)
-        fail("a sample of %lld tokens after a prompt of %lld needs %.0f MiB, most of them for keys and values; %.0f MiB are available: ask "
-             "for fewer",
-             (long long)count, (long long)prompted, needed / (1 << 20), available / (1 << 20));
+        fail(
+            "a sample of %lld tokens after a prompt of %lld needs %.0f MiB, most of them for keys and values; %.0f MiB "
+            "are available: ask "
+            "for fewer",
+            (long long)count, (long long)prompted, needed / (1 << 20), available / (1 << 20));
     Activations<Dev> a(dev, model.config, 1, prompted + count, INFERENCE, prompted);
     std::vector<int32_t> next = prompt;
     std::vector<float> logits(static_cast<size_t>(a.V));
@@ -764,10 +819,12 @@ void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t cou
         if (i == 1) threads = std::make_unique<DecodingThreads>(model.table.total);  // behind the prompt
         forward(model, a, next.data(), position, int(next.size()));
         position += int(next.size());
-        dev.matmul_forward(a.logits, a.normed + (next.size() - 1) * size_t(a.C), model.w.embed, nullptr, 1, int(a.C), int(a.Vp));
+        dev.matmul_forward(a.logits, a.normed + (next.size() - 1) * size_t(a.C), model.w.embed, nullptr, 1, int(a.C),
+                           int(a.Vp));
         dev.to_host(logits.data(), a.logits, logits.size());
         for (const float x : logits)
-            if (!std::isfinite(x)) fail("sample: the model's logits at position %d are not finite: its weights are no use", position);
+            if (!std::isfinite(x))
+                fail("sample: the model's logits at position %d are not finite: its weights are no use", position);
         next = {choose_token(logits, c.temperature, c.top_k, c.top_p,
                              random_uniform(uint64_t(c.seed), random_stream(RANDOM_SAMPLE), uint64_t(position)))};
         emit(next[0]);
@@ -801,7 +858,7 @@ void print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c
 // ---------------------------------------------------------------------------------------------------------------------
 // Checkpoints: RUN/step_00001000/ with model.safetensors, config.json, one optimizer_<rank>-of-<ranks>.safetensors
 // per rank, and manifest.json, which holds the checksums and what a resume needs beside the tensors. How such a
-// folder comes to be whole is in data/checkpoint.h. Any number of ranks can resume it.
+// folder comes to be whole is in lib/checkpoint.h. Any number of ranks can resume it.
 
 // One line about something that went wrong and is survived.
 static void complain(const std::string& text) {
@@ -819,10 +876,12 @@ static void fail_together(const World& world, const std::string& error) {
 }
 
 // The records of all ranks' files. If one of them could not write its own, `error` there, all fail with its text.
-static std::vector<FileRecord> gather_records(const World& world, const std::vector<FileRecord>& mine, const std::string& error) {
+static std::vector<FileRecord> gather_records(const World& world, const std::vector<FileRecord>& mine,
+                                              const std::string& error) {
     fail_together(world, error);
     std::string text;
-    for (const FileRecord& r : mine) text += format_text("%s %llu %u\n", r.name.c_str(), (unsigned long long)r.size, r.crc32c);
+    for (const FileRecord& r : mine)
+        text += format_text("%s %llu %u\n", r.name.c_str(), (unsigned long long)r.size, r.crc32c);
     std::string all;
     for (const std::string& t : world.gather(text)) all += t;
     std::vector<FileRecord> records;
@@ -875,13 +934,16 @@ std::vector<TensorView> views_of(const Model<Dev>& model, const T* flat, const s
                                  std::vector<std::vector<float>>& buffers, bool copy = false) {
     std::vector<TensorView> views;
     for (const TensorSpec& t : model.table.specs)
-        views.push_back(tensor_view(prefix + t.name, t.shape(), host_floats(model.dev, flat + t.offset, t.size, copy, buffers)));
+        views.push_back(
+            tensor_view(prefix + t.name, t.shape(), host_floats(model.dev, flat + t.offset, t.size, copy, buffers)));
     return views;
 }
 
-// The fp32 weights, on rank 0; none elsewhere. Sharded master copies are put together over the ranks: all of them call this.
+// The fp32 weights, on rank 0; none elsewhere. Sharded master copies are put together over the ranks: all of them call
+// this.
 template <class Dev>
-std::vector<TensorView> views_of_weights(const Model<Dev>& model, const World& world, std::vector<std::vector<float>>& buffers, bool copy) {
+std::vector<TensorView> views_of_weights(const Model<Dev>& model, const World& world,
+                                         std::vector<std::vector<float>>& buffers, bool copy) {
     if (!model.sharded || !Dev::has_master)
         return world.rank == 0 ? views_of(model, model.master, "", buffers, copy) : std::vector<TensorView>();
     std::vector<TensorView> views;
@@ -889,7 +951,8 @@ std::vector<TensorView> views_of_weights(const Model<Dev>& model, const World& w
         std::vector<float> whole(t.size);
         for (const Piece& p : model.owned) {
             const auto [first, last] = model.overlap(t, t.size, p);
-            if (first < last) model.dev.to_host(whole.data() + (first - t.offset), model.master_at(p, first), last - first);
+            if (first < last)
+                model.dev.to_host(whole.data() + (first - t.offset), model.master_at(p, first), last - first);
         }
         world.sum(whole.data(), whole.size());  // the others have zeros here
         if (world.rank != 0) continue;
@@ -901,15 +964,16 @@ std::vector<TensorView> views_of_weights(const Model<Dev>& model, const World& w
 
 // This rank's share of m or v, sharded or not: "m.<tensor>[<first>:<last>]" are those elements of the tensor.
 template <class Dev>
-void add_moments(std::vector<TensorView>& views, const Model<Dev>& model, const typename Dev::Stat* flat, const char* name,
-                 std::vector<std::vector<float>>& buffers, bool copy) {
+void add_moments(std::vector<TensorView>& views, const Model<Dev>& model, const typename Dev::Stat* flat,
+                 const char* name, std::vector<std::vector<float>>& buffers, bool copy) {
     for (const Piece& p : model.partition.parts(model.rank))
         for (const TensorSpec& t : model.table.specs) {
             const auto [first, last] = model.overlap(t, t.size, p);
             if (first >= last) continue;
             const size_t at = model.sharded ? p.local + (first - p.begin) : first;
-            views.push_back(tensor_view(format_text("%s.%s[%zu:%zu]", name, t.name.c_str(), first - t.offset, last - t.offset),
-                                        {int64_t(last - first)}, host_floats(model.dev, flat + at, last - first, copy, buffers)));
+            views.push_back(
+                tensor_view(format_text("%s.%s[%zu:%zu]", name, t.name.c_str(), first - t.offset, last - t.offset),
+                            {int64_t(last - first)}, host_floats(model.dev, flat + at, last - first, copy, buffers)));
         }
 }
 
@@ -930,9 +994,11 @@ Snapshot take_snapshot(const Model<Dev>& model, const World& world, bool copy) {
     return s;
 }
 
-static std::vector<FileRecord> write_snapshot(const Snapshot& s, const Config& c, const std::string& folder, int rank, int ranks) {
+static std::vector<FileRecord> write_snapshot(const Snapshot& s, const Config& c, const std::string& folder, int rank,
+                                              int ranks) {
     std::vector<FileRecord> records;
-    records.push_back(write_safetensors(folder + format_text("/optimizer_%05d-of-%05d.safetensors", rank, ranks), {}, s.moments));
+    records.push_back(
+        write_safetensors(folder + format_text("/optimizer_%05d-of-%05d.safetensors", rank, ranks), {}, s.moments));
     if (rank != 0) return records;
     records.push_back(write_safetensors(folder + "/model.safetensors", {{"format", "pt"}}, s.weights));
     records.push_back(write_text_file(folder + "/config.json", config_json(c)));
@@ -943,7 +1009,8 @@ static std::string manifest_json(const Config& c) {
     std::string text = "{\"program\": \"train_nsa\"";
     for (const Option& o : option_table())
         if ((o.verbs & TRAIN) && std::strcmp(o.name, "help") && std::strcmp(o.name, "resume"))
-            text += ",\n \"" + underscored(o.name) + "\": " + (o.integer || o.real ? value_text(c, o) : json_quote(value_text(c, o)));
+            text += ",\n \"" + underscored(o.name) +
+                    "\": " + (o.integer || o.real ? value_text(c, o) : json_quote(value_text(c, o)));
     return text + "}\n";
 }
 
@@ -953,10 +1020,11 @@ static std::string numbers_json(const std::vector<double>& values) {
     return text + "]";
 }
 
-// The manifest's state. Seeds can exceed what a JSON number holds exactly in some readers, so the loader's integers are strings.
+// The manifest's state. Seeds can exceed what a JSON number holds exactly in some readers, so the loader's integers are
+// strings.
 static std::string state_json(const TrainState& s, const Config& c, int ranks) {
-    std::string text = format_text("{\"last_update\": %lld, \"bad_steps\": %lld, \"ranks\": %d", (long long)s.last_update,
-                                   (long long)s.bad_steps, ranks);
+    std::string text = format_text("{\"last_update\": %lld, \"bad_steps\": %lld, \"ranks\": %d",
+                                   (long long)s.last_update, (long long)s.bad_steps, ranks);
     text += format_text(",\n \"loader\": [\"%llu\", \"%llu\", \"%llu\", \"%llu\"]", (unsigned long long)s.loader.seed,
                         (unsigned long long)s.loader.seq_len, (unsigned long long)s.loader.corpus,
                         (unsigned long long)s.loader.next_sample);
@@ -969,7 +1037,8 @@ static TrainState read_state(const Manifest& manifest) {
     const std::string& path = manifest.path;
     TrainState state;
     state.step = manifest.step;
-    state.last_update = manifest.state.integer("last_update", path), state.bad_steps = manifest.state.integer("bad_steps", path);
+    state.last_update = manifest.state.integer("last_update", path),
+    state.bad_steps = manifest.state.integer("bad_steps", path);
     const std::vector<Json>& loader = manifest.state.array("loader", path);
     uint64_t* fields[] = {&state.loader.seed, &state.loader.seq_len, &state.loader.corpus, &state.loader.next_sample};
     if (loader.size() != 4) fail("%s: loader has %zu integers, expected 4", path.c_str(), loader.size());
@@ -983,14 +1052,17 @@ static TrainState read_state(const Manifest& manifest) {
     }
     if (manifest.state.find("best_val_loss")) state.best_val_loss = manifest.state.number("best_val_loss", path);
     for (auto [window, name] : {std::make_pair(&state.losses, "losses"), std::make_pair(&state.norms, "norms")}) {
-        for (const Json& value : manifest.state.array(name, path)) window->values.push_back(value.number(path + ": " + name));
+        for (const Json& value : manifest.state.array(name, path))
+            window->values.push_back(value.number(path + ": " + name));
         if (window->values.size() > OutlierWindow::SIZE)
-            fail("%s: %s has %zu values, expected at most %zu", path.c_str(), name, window->values.size(), OutlierWindow::SIZE);
+            fail("%s: %s has %zu values, expected at most %zu", path.c_str(), name, window->values.size(),
+                 OutlierWindow::SIZE);
     }
     return state;
 }
 
-// Every tensor of the model is there with its shape: to be known before memory is allocated for what a config.json says.
+// Every tensor of the model is there with its shape: to be known before memory is allocated for what a config.json
+// says.
 static void require_tensors(const TensorTable& table, const SafeTensors& file) {
     for (const TensorSpec& t : table.specs) file.get(t.name, "F32", t.shape());
 }
@@ -1014,20 +1086,24 @@ void read_moments(Model<Dev>& model, const Manifest& manifest, const std::string
             size_t first = 0, last = 0;
             const size_t bracket = view.name.find('[');
             int length = 0;
-            if (bracket == std::string::npos || std::sscanf(view.name.c_str() + bracket, "[%zu:%zu]%n", &first, &last, &length) != 2 ||
+            if (bracket == std::string::npos ||
+                std::sscanf(view.name.c_str() + bracket, "[%zu:%zu]%n", &first, &last, &length) != 2 ||
                 view.name.size() != bracket + size_t(length) || view.dtype != "F32")
-                fail("%s: tensor %s: expected F32 and a name like m.norm.weight[0:128]", file.path.c_str(), json_quote(view.name).c_str());
+                fail("%s: tensor %s: expected F32 and a name like m.norm.weight[0:128]", file.path.c_str(),
+                     json_quote(view.name).c_str());
             const auto spec = specs.find(view.name.substr(2, bracket - 2));
             const bool is_m = view.name.compare(0, 2, "m.") == 0;
             if ((!is_m && view.name.compare(0, 2, "v.") != 0) || spec == specs.end())
-                fail("%s: tensor %s belongs to no tensor of this model", file.path.c_str(), json_quote(view.name).c_str());
+                fail("%s: tensor %s belongs to no tensor of this model", file.path.c_str(),
+                     json_quote(view.name).c_str());
             const TensorSpec& t = *spec->second;
             if (first >= last || last > t.size || view.elements() != int64_t(last - first))
-                fail("%s: tensor %s has %lld elements, the whole one %zu", file.path.c_str(), view.name.c_str(), (long long)view.elements(),
-                     t.size);
+                fail("%s: tensor %s has %lld elements, the whole one %zu", file.path.c_str(), view.name.c_str(),
+                     (long long)view.elements(), t.size);
             found += last - first;
             for (const Piece& p : model.owned) {
-                const size_t from = std::max(t.offset + first, p.begin), to = std::min(t.offset + last, p.begin + p.count);
+                const size_t from = std::max(t.offset + first, p.begin),
+                             to = std::min(t.offset + last, p.begin + p.count);
                 if (from < to)
                     model.dev.from_host((is_m ? model.m : model.v) + p.local + (from - p.begin),
                                         static_cast<const float*>(view.data) + (from - t.offset - first), to - from);
@@ -1035,8 +1111,8 @@ void read_moments(Model<Dev>& model, const Manifest& manifest, const std::string
         }
     }
     if (found != expected)
-        fail("%s: the optimiser's files hold %zu of %zu moments: one of them is missing or of another model", manifest.path.c_str(), found,
-             expected);
+        fail("%s: the optimiser's files hold %zu of %zu moments: one of them is missing or of another model",
+             manifest.path.c_str(), found, expected);
 }
 
 // The newest intact checkpoint in a run's folder; warns about newer ones that are damaged. Returns ""
@@ -1045,8 +1121,9 @@ static std::string newest_checkpoint(const std::string& run) {
     std::vector<std::string> damages;
     const std::string newest = newest_intact_checkpoint(run, [&](const std::string& text) { damages.push_back(text); });
     if (newest.empty() && !damages.empty())  // of the first complaint without "; taking the one before"
-        fail("no checkpoint under %s is intact; %s; without --resume the run starts anew and this folder is moved aside", run.c_str(),
-             damages[0].substr(0, damages[0].rfind("; ")).c_str());
+        fail(
+            "no checkpoint under %s is intact; %s; without --resume the run starts anew and this folder is moved aside",
+            run.c_str(), damages[0].substr(0, damages[0].rfind("; ")).c_str());
     for (const std::string& text : damages) complain(text);
     return newest;
 }
@@ -1057,7 +1134,8 @@ TrainState load_checkpoint(Model<Dev>& model, const std::string& folder) {
     const TrainState state = read_state(manifest);
     const SafeTensors weights(folder + "/model.safetensors");
     read_parameters(model, weights);
-    if constexpr (Dev::has_master) {  // the file holds the master copy; the parameters are rounded from it as the last update did
+    if constexpr (Dev::has_master) {  // the file holds the master copy; the parameters are rounded from it as the last
+                                      // update did
         size_t largest = 0;
         for (const TensorSpec& t : model.table.specs) largest = std::max(largest, t.padded);
         typename Dev::Master* whole = model.dev.template allocate<typename Dev::Master>(largest);
@@ -1065,7 +1143,8 @@ TrainState load_checkpoint(Model<Dev>& model, const std::string& folder) {
             if (state.last_update == 0) break;
             model.dev.zero(whole, t.padded);
             model.dev.from_host(whole, static_cast<const float*>(weights.get(t.name, "F32", t.shape()).data), t.size);
-            model.dev.round_master(model.params + t.offset, whole, t.padded, uint64_t(model.config.seed), state.last_update, t.offset);
+            model.dev.round_master(model.params + t.offset, whole, t.padded, uint64_t(model.config.seed),
+                                   state.last_update, t.offset);
         }
         model.dev.release(whole);
     }
@@ -1085,7 +1164,8 @@ static std::string checkpoint_of(const std::string& from, const char* option) {
     return folder;
 }
 
-// The options of a trained model, from a checkpoint, over the ones given (which say where the vocabulary lies, what to sample ...).
+// The options of a trained model, from a checkpoint, over the ones given (which say where the vocabulary lies, what to
+// sample ...).
 static std::string read_trained_config(Config& c) {
     if (c.from.empty()) fail_usage("--from is missing: the folder of a run, such as runs/tiny");
     const std::string folder = checkpoint_of(c.from, "--from");
@@ -1101,8 +1181,9 @@ static std::string read_trained_config(Config& c) {
 // --dump-state: everything another program needs to compare itself with this one.
 
 template <class Dev>
-void dump_state(Model<Dev>& model, const Activations<Dev>& a, const std::vector<int32_t>& inputs, const std::vector<int32_t>& targets,
-                const std::vector<float>& logits, double loss, const std::string& command) {
+void dump_state(Model<Dev>& model, const Activations<Dev>& a, const std::vector<int32_t>& inputs,
+                const std::vector<int32_t>& targets, const std::vector<float>& logits, double loss,
+                const std::string& command) {
     const NsaShape& s = a.shape;
     std::vector<std::vector<float>> buffers;
     std::vector<TensorView> tensors = views_of(model, model.master, "", buffers);
@@ -1116,14 +1197,19 @@ void dump_state(Model<Dev>& model, const Activations<Dev>& a, const std::vector<
     std::vector<std::vector<uint8_t>> selections;
     selections.reserve(a.layer.size());
     for (size_t i = 0; !s.full && i < a.layer.size(); i++) {  // a byte per block
-        const size_t rows = size_t(s.B) * s.G * s.T, words = size_t(s.selection_words()), blocks = size_t(s.slc_blocks());
+        const size_t rows = size_t(s.B) * s.G * s.T, words = size_t(s.selection_words()),
+                     blocks = size_t(s.slc_blocks());
         std::vector<uint32_t> masks(rows * words);
         model.dev.copy(masks.data(), a.layer[i].selection, masks.size());
         selections.emplace_back(rows * blocks);
         for (size_t r = 0; r < rows; r++)
-            for (size_t j = 0; j < blocks; j++) selections.back()[r * blocks + j] = masks[r * words + j / 32] >> (j % 32) & 1;
-        tensors.push_back(
-            {format_text("layers.%zu.selection", i), "U8", {s.B, s.G, s.T, int64_t(blocks)}, selections.back().data(), rows * blocks});
+            for (size_t j = 0; j < blocks; j++)
+                selections.back()[r * blocks + j] = masks[r * words + j / 32] >> (j % 32) & 1;
+        tensors.push_back({format_text("layers.%zu.selection", i),
+                           "U8",
+                           {s.B, s.G, s.T, int64_t(blocks)},
+                           selections.back().data(),
+                           rows * blocks});
     }
     write_safetensors(model.config.dump_state, {{"config", config_json(model.config)}, {"options", command}}, tensors);
 }
@@ -1132,10 +1218,10 @@ void dump_state(Model<Dev>& model, const Activations<Dev>& a, const std::vector<
 // Evaluation.
 
 struct EvalResult {
-    double loss = 0;           // mean over the tokens
-    double answer_loss = 0;    // mean over the answers of the synthetic corpus
+    double loss = 0;         // mean over the tokens
+    double answer_loss = 0;  // mean over the answers of the synthetic corpus
     uint64_t tokens = 0, answers = 0;
-    uint64_t bytes = 0;        // of the text that the targets stand for; 0 where unknown
+    uint64_t bytes = 0;  // of the text that the targets stand for; 0 where unknown
     double bits_per_byte() const { return loss * double(tokens) / std::log(2.0) / double(bytes); }
 };
 
@@ -1189,7 +1275,8 @@ struct Device {
     int threads = 1;
     std::string reason;
 };
-// A rank's share of its machine's processors. Where the launcher has bound ranks to processors of their own, all of those.
+// A rank's share of its machine's processors. Where the launcher has bound ranks to processors of their own, all of
+// those.
 static int threads_of_rank(const World& world) {
     if (world.size == 1) return usable_processors();
     const std::vector<std::string> places = world.gather(world.host + " " + processor_list());
@@ -1206,9 +1293,11 @@ static void require_same_kind_of_device(const Device& d, const World& world) {
     if (world.size == 1) return;
     const std::string mine = (d.gpu ? "GPU, because " : "CPU, because ") + d.reason;
     const std::vector<std::string> all = world.gather(mine);
-    if (std::any_of(all.begin(), all.end(), [&](const std::string& device) { return device.compare(0, 3, all[0], 0, 3) != 0; }))
-        world.require_same("device: " + mine,
-                           "all ranks compute on GPUs or all on CPUs: make every rank see a GPU, or start all with --device cpu");
+    if (std::any_of(all.begin(), all.end(),
+                    [&](const std::string& device) { return device.compare(0, 3, all[0], 0, 3) != 0; }))
+        world.require_same(
+            "device: " + mine,
+            "all ranks compute on GPUs or all on CPUs: make every rank see a GPU, or start all with --device cpu");
 }
 
 static Device choose_device(const Config& c, const World& world) {
@@ -1228,18 +1317,21 @@ static Device choose_device(const Config& c, const World& world) {
     if (c.cpu_dtype == "bf16" && d.gpu)
         fail_usage("--cpu-dtype bf16 is for the CPU engine and this run is on a GPU; leave it out or add --device cpu");
     if (c.selected_kernels != "auto" && !d.gpu)
-        fail_usage("--selected-kernels %s is for GPUs and this run is on the CPU (%s); leave it out", c.selected_kernels.c_str(),
-                   none.c_str());
+        fail_usage("--selected-kernels %s is for GPUs and this run is on the CPU (%s); leave it out",
+                   c.selected_kernels.c_str(), none.c_str());
     if (c.cuda_graph && !d.gpu)
-        fail_usage("--cuda-graph %lld is for GPUs and this run is on the CPU (%s); leave it out", (long long)c.cuda_graph, none.c_str());
+        fail_usage("--cuda-graph %lld is for GPUs and this run is on the CPU (%s); leave it out",
+                   (long long)c.cuda_graph, none.c_str());
     d.cpu_bf16 = c.cpu_dtype == "bf16" && HAVE_BF16;
     if (c.cpu_dtype == "bf16" && !HAVE_BF16)
-        d.reason += "; fp32, because --cpu-dtype bf16 needs AVX512_BF16, which the processor of this build does not have";
+        d.reason +=
+            "; fp32, because --cpu-dtype bf16 needs AVX512_BF16, which the processor of this build does not have";
     require_same_kind_of_device(d, world);
     return d;
 }
 
-// Batch sizes: what was not given follows from the preset, the device and the number of ranks; what was given must fit together.
+// Batch sizes: what was not given follows from the preset, the device and the number of ranks; what was given must fit
+// together.
 static void resolve_batch(Config& c, const std::set<std::string>& given, const World& world, bool gpu) {
     const Preset& p = preset_of(c);
     // half a million tokens a step are hours on a CPU: there one sequence per rank, unless told otherwise
@@ -1248,7 +1340,8 @@ static void resolve_batch(Config& c, const std::set<std::string>& given, const W
     if (given.count("total-batch")) {
         sequences = c.total_batch / c.seq_len;
         if (c.total_batch % c.seq_len)
-            fail_usage("--total-batch %lld is not a multiple of --seq-len %lld", (long long)c.total_batch, (long long)c.seq_len);
+            fail_usage("--total-batch %lld is not a multiple of --seq-len %lld", (long long)c.total_batch,
+                       (long long)c.seq_len);
     } else {
         const int64_t unit = world.size * (given.count("batch") ? c.batch : 1);
         sequences = std::max<int64_t>(sequences / unit, 1) * unit;
@@ -1257,13 +1350,14 @@ static void resolve_batch(Config& c, const std::set<std::string>& given, const W
     const int64_t per_rank = sequences / world.size;
     if (c.deterministic) c.batch = 1;  // one sample at a time
     if (sequences % world.size)
-        fail_usage("--total-batch %lld is %lld sequences of --seq-len %lld, not divisible by %d ranks", (long long)c.total_batch,
-                   (long long)sequences, (long long)c.seq_len, world.size);
+        fail_usage("--total-batch %lld is %lld sequences of --seq-len %lld, not divisible by %d ranks",
+                   (long long)c.total_batch, (long long)sequences, (long long)c.seq_len, world.size);
     if (!given.count("batch") && !c.deterministic)
-        for (c.batch = std::min(as_preset ? p.batch : 1, per_rank); per_rank % c.batch; c.batch--) {}
+        for (c.batch = std::min(as_preset ? p.batch : 1, per_rank); per_rank % c.batch; c.batch--) {
+        }
     if (per_rank % c.batch)
-        fail_usage("--total-batch %lld is %lld sequences for each of %d ranks, not divisible by --batch %lld", (long long)c.total_batch,
-                   (long long)per_rank, world.size, (long long)c.batch);
+        fail_usage("--total-batch %lld is %lld sequences for each of %d ranks, not divisible by --batch %lld",
+                   (long long)c.total_batch, (long long)per_rank, world.size, (long long)c.batch);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1290,14 +1384,18 @@ static std::string json_number(const char* format, double x) {
 // "s:<step> trl:<train loss> lr:<lr> norm:<norm>"), and the same as JSON lines.
 struct RunLog {
     FILE *text = nullptr, *json = nullptr;
-    // A resumed run goes on behind its checkpoint's step: what an interrupted run logged after it is dropped, as those steps come again.
+    // A resumed run goes on behind its checkpoint's step: what an interrupted run logged after it is dropped, as those
+    // steps come again.
     RunLog(const std::string& folder, bool append, int64_t last_step) {
-        for (auto [file, name, step] : {std::make_tuple(&text, "/main.log", "s:"), std::make_tuple(&json, "/log.jsonl", "{\"step\":")}) {
+        for (auto [file, name, step] :
+             {std::make_tuple(&text, "/main.log", "s:"), std::make_tuple(&json, "/log.jsonl", "{\"step\":")}) {
             if (append && file_exists(folder + name)) {
                 std::istringstream in(read_file(folder + name));
                 std::string kept;
-                for (std::string line; std::getline(in, line) && !in.eof();)  // a last line without its end was torn by a crash
-                    if (line.compare(0, std::strlen(step), step) == 0 && std::atoll(line.c_str() + std::strlen(step)) <= last_step)
+                for (std::string line;
+                     std::getline(in, line) && !in.eof();)  // a last line without its end was torn by a crash
+                    if (line.compare(0, std::strlen(step), step) == 0 &&
+                        std::atoll(line.c_str() + std::strlen(step)) <= last_step)
                         kept += line + "\n";
                 replace_text_file(folder + name, kept);
             }
@@ -1312,8 +1410,8 @@ struct RunLog {
     void line(FILE* file, const std::string& s) {
         if (std::fprintf(file, "%s\n", s.c_str()) >= 0 && std::fflush(file) == 0) return;
         if (!warned)
-            complain(
-                format_text("cannot write the run's log: %s; lines are missing there from now on, stdout has them", std::strerror(errno)));
+            complain(format_text("cannot write the run's log: %s; lines are missing there from now on, stdout has them",
+                                 std::strerror(errno)));
         warned = true;
         std::clearerr(file);
     }
@@ -1327,7 +1425,8 @@ struct RunLog {
     bool warned = false;
 };
 
-// Per layer: mean gate and share of each branch, the gates' entropy, selected blocks and how much of the importance fell on them; JSON.
+// Per layer: mean gate and share of each branch, the gates' entropy, selected blocks and how much of the importance
+// fell on them; JSON.
 template <class Dev>
 std::string layer_statistics(const Activations<Dev>& a) {
     const NsaShape& s = a.shape;
@@ -1359,9 +1458,13 @@ std::string layer_statistics(const Activations<Dev>& a) {
         for (float share : chosen) importance += share / double(chosen.size());
         const double all = mean[0] + mean[1] + mean[2];
         const auto number = [](double x) { return json_number("%.4f", x); };
-        const auto three = [&](double by) { return number(mean[0] / by) + "," + number(mean[1] / by) + "," + number(mean[2] / by); };
-        text += (i ? ",{" : "{") + ("\"gate\":[" + three(1)) + "],\"gate_share\":[" + three(all) + "],\"gate_entropy\":" + number(entropy) +
-                format_text(",\"blocks_mean\":%.2f,\"blocks_max\":%llu", double(selected) / double(queries), (unsigned long long)most) +
+        const auto three = [&](double by) {
+            return number(mean[0] / by) + "," + number(mean[1] / by) + "," + number(mean[2] / by);
+        };
+        text += (i ? ",{" : "{") + ("\"gate\":[" + three(1)) + "],\"gate_share\":[" + three(all) +
+                "],\"gate_entropy\":" + number(entropy) +
+                format_text(",\"blocks_mean\":%.2f,\"blocks_max\":%llu", double(selected) / double(queries),
+                            (unsigned long long)most) +
                 ",\"importance_selected\":" + number(importance) + "}";
     }
     return text + "]";
@@ -1373,8 +1476,8 @@ struct TrainData {
 
 static LoaderOptions loader_options(const Config& c, const World& world, const char* name, bool shuffle) {
     LoaderOptions o;
-    o.name = name, o.seq_len = int(c.seq_len), o.vocab_size = int(c.vocab_size), o.seed = uint64_t(c.seed), o.shuffle = shuffle,
-    o.rank = world.rank, o.world_size = world.size;
+    o.name = name, o.seq_len = int(c.seq_len), o.vocab_size = int(c.vocab_size), o.seed = uint64_t(c.seed),
+    o.shuffle = shuffle, o.rank = world.rank, o.world_size = world.size;
     return o;
 }
 
@@ -1389,7 +1492,8 @@ constexpr uint64_t SYNTHETIC_TOKENS = 1 << 24;
 
 // The validation set of a run with these options; its documents are none of the training's.
 static TokenSource synthetic_validation(const Config& c) {
-    const uint64_t tokens = std::min(SYNTHETIC_TOKENS, uint64_t(c.eval_batches) * uint64_t(c.total_batch)) + uint64_t(c.seq_len) + 1;
+    const uint64_t tokens =
+        std::min(SYNTHETIC_TOKENS, uint64_t(c.eval_batches) * uint64_t(c.total_batch)) + uint64_t(c.seq_len) + 1;
     return synthetic_source(c, tokens, SYNTHETIC_FIRST_VALIDATION_DOCUMENT);
 }
 
@@ -1415,14 +1519,16 @@ static TrainData open_data(const Config& c, const World& world) {
 }
 
 // Of two runs in one folder the second would move the first's log away, and each would write over the other's
-// checkpoints. The kernel's lock on the folder itself leaves no file behind and ends with the process, however that ends.
+// checkpoints. The kernel's lock on the folder itself leaves no file behind and ends with the process, however that
+// ends.
 static void lock_run_folder(const std::string& folder) {
     static int lock = -1;
     if (lock >= 0) close(lock);  // a process works on one run
     lock = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (lock < 0) fail("cannot open folder %s: %s", folder.c_str(), std::strerror(errno));
     if (flock(lock, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)  // other errors: a file system without locks
-        fail("--out %s: another run is at work there; wait until it has ended, or give this one a folder of its own", folder.c_str());
+        fail("--out %s: another run is at work there; wait until it has ended, or give this one a folder of its own",
+             folder.c_str());
 }
 
 // What a run writes in its folder.
@@ -1446,8 +1552,9 @@ static bool is_run_folder(const std::string& folder) {
     }
 }
 
-// A folder for the run. An earlier run's files are never written over: without --resume they are moved into a folder beside it. Files
-// that no run of this program has written are left where they are, and refused where they are in the way.
+// A folder for the run. An earlier run's files are never written over: without --resume they are moved into a folder
+// beside it. Files that no run of this program has written are left where they are, and refused where they are in the
+// way.
 static void prepare_run_folder(const Config& c, bool resuming) {
     make_folders(c.out);
     lock_run_folder(c.out);
@@ -1458,7 +1565,8 @@ static void prepare_run_folder(const Config& c, bool resuming) {
     std::string note = resuming ? ", resumed" : "";
     if (!earlier.empty()) {
         if (!is_run_folder(c.out))
-            fail("--out %s holds %s, which no run of this program has written: choose another folder", c.out.c_str(), earlier[0].c_str());
+            fail("--out %s holds %s, which no run of this program has written: choose another folder", c.out.c_str(),
+                 earlier[0].c_str());
         const bool has_checkpoint = !checkpoint_steps(c.out).empty();
         std::error_code error;
         const std::string real = std::filesystem::canonical(c.out, error).string();  // where a link or . leads
@@ -1470,9 +1578,11 @@ static void prepare_run_folder(const Config& c, bool resuming) {
         make_folders(aside);
         for (const std::string& name : earlier)
             if (std::rename((real + "/" + name).c_str(), (aside + "/" + name).c_str()) != 0)
-                fail("cannot move %s of the earlier run in %s to %s: %s", name.c_str(), c.out.c_str(), aside.c_str(), std::strerror(errno));
+                fail("cannot move %s of the earlier run in %s to %s: %s", name.c_str(), c.out.c_str(), aside.c_str(),
+                     std::strerror(errno));
         sync_folder(aside);
-        note = format_text(" (the earlier run there was moved to %s%s)", (plain ? c.out + "." + std::to_string(n) : aside).c_str(),
+        note = format_text(" (the earlier run there was moved to %s%s)",
+                           (plain ? c.out + "." + std::to_string(n) : aside).c_str(),
                            has_checkpoint ? "; --resume would have continued it" : ", it has no checkpoint");
     }
     std::printf("out:    %s%s\n", c.out.c_str(), note.c_str());
@@ -1488,26 +1598,31 @@ static void require_same_model(const Config& c, const std::string& checkpoint, c
         if (asked.keys[i] == "seq_len" && !std::strcmp(verb, "begin")) continue;  // no weight depends on it
         const Json& now = asked.items[i];
         const Json& then = saved.get(asked.keys[i], path);
-        const bool same = now.kind == Json::String ? then.string(path) == now.text : then.number(path) == now.number_value;
+        const bool same =
+            now.kind == Json::String ? then.string(path) == now.text : then.number(path) == now.number_value;
         if (!same)
-            fail("cannot %s from %s: %s is %s there and %s in this run; give the same model options", verb, path.c_str(),
-                 asked.keys[i].c_str(), then.kind == Json::String ? then.text.c_str() : format_text("%g", then.number_value).c_str(),
+            fail("cannot %s from %s: %s is %s there and %s in this run; give the same model options", verb,
+                 path.c_str(), asked.keys[i].c_str(),
+                 then.kind == Json::String ? then.text.c_str() : format_text("%g", then.number_value).c_str(),
                  now.kind == Json::String ? now.text.c_str() : format_text("%g", now.number_value).c_str());
     }
 }
 
 // One micro-step: adds its losses to model.results and its gradients to model.dw. Only tokens and targets [B, T]
-// differ from one to the next; they go to the engine beforehand, so that the rest can be replayed. Without with_backward
-// the caller runs backward(). last: the optimiser step's last micro-step, after which its sum of losses is complete.
+// differ from one to the next; they go to the engine beforehand, so that the rest can be replayed. Without
+// with_backward the caller runs backward(). last: the optimiser step's last micro-step, after which its sum of losses
+// is complete.
 template <class Dev>
-void micro_step(Model<Dev>& model, Activations<Dev>& a, const int32_t* inputs, const int32_t* targets, bool last, bool with_backward) {
+void micro_step(Model<Dev>& model, Activations<Dev>& a, const int32_t* inputs, const int32_t* targets, bool last,
+                bool with_backward) {
     Dev& dev = model.dev;
     const size_t tokens = size_t(a.shape.B) * size_t(a.shape.T);
     dev.upload(a.tokens, inputs, tokens), dev.upload(a.targets, targets, tokens);
     model.progress("forward");
     dev.run(a.micro_steps[{model.dw.embed, last, with_backward, a.collect_statistics}], [&] {
         forward(model, a, 0, a.shape.T);
-        classify_rows(model, a, 1 / double(model.config.total_batch), true);  // so that the sum over everything is the mean
+        classify_rows(model, a, 1 / double(model.config.total_batch),
+                      true);  // so that the sum over everything is the mean
         dev.add_sum(model.results, a.losses, tokens);
         if (last) dev.set_guard(model.grads + model.table.total, model.results);
         if (with_backward) backward(model, a);
@@ -1516,12 +1631,12 @@ void micro_step(Model<Dev>& model, Activations<Dev>& a, const int32_t* inputs, c
 
 // One sample after the other, forward and backward, and their gradients added in a tree that depends on nothing
 // but the number of samples: the sum over samples first, first + stride, ... (`count` of them) is the sum over
-// the even ones plus the sum over the odd ones, and so on down. With a power of two of ranks the samples of a rank are such a set, and
-// Reducer adds the ranks' sums as the tree goes on: the same bits for any of these numbers of ranks.
+// the even ones plus the sum over the odd ones, and so on down. With a power of two of ranks the samples of a rank are
+// such a set, and Reducer adds the ranks' sums as the tree goes on: the same bits for any of these numbers of ranks.
 // The result is in the buffer of this level: 0 is model.grads.
 template <class Dev>
-void sum_in_tree(Model<Dev>& model, Activations<Dev>& a, const std::vector<int32_t>& inputs, const std::vector<int32_t>& targets,
-                 size_t first, size_t stride, size_t count, size_t level = 0) {
+void sum_in_tree(Model<Dev>& model, Activations<Dev>& a, const std::vector<int32_t>& inputs,
+                 const std::vector<int32_t>& targets, size_t first, size_t stride, size_t count, size_t level = 0) {
     auto* sum = level ? model.partial[level - 1] : model.grads;
     if (count == 1) {
         const size_t at = first * size_t(a.shape.T), tokens = size_t(a.shape.T);
@@ -1537,11 +1652,13 @@ void sum_in_tree(Model<Dev>& model, Activations<Dev>& a, const std::vector<int32
     model.dev.add(sum, model.partial[level], model.partition.elements);
 }
 
-// One optimiser step's gradients: accumulation over micro-steps, the sum over ranks, which begins while the last micro-step's backward
-// pass still runs. This rank's losses are summed up in model.results. `tokens`, where given, keeps the step's inputs [samples, T].
+// One optimiser step's gradients: accumulation over micro-steps, the sum over ranks, which begins while the last
+// micro-step's backward pass still runs. This rank's losses are summed up in model.results. `tokens`, where given,
+// keeps the step's inputs [samples, T].
 template <class Dev>
-void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const World& world, bool collect_statistics,
-                          Reducer<Dev>* reducer = nullptr, std::vector<int32_t>* tokens = nullptr) {
+void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const World& world,
+                          bool collect_statistics, Reducer<Dev>* reducer = nullptr,
+                          std::vector<int32_t>* tokens = nullptr) {
     const Config& c = model.config;
     const int B = a.shape.B, T = a.shape.T;
     const int64_t micro_steps = c.total_batch / (c.seq_len * B * world.size);
@@ -1580,21 +1697,24 @@ void dump_first_batch(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader
     const Config& c = model.config;
     std::string command = "./train_nsa";  // the same parameters and batch again, from the options alone
     for (const Option& o : option_table())
-        if (given.count(o.name) && std::strcmp(o.name, "dump-state")) command += " --" + std::string(o.name) + " " + value_text(c, o);
+        if (given.count(o.name) && std::strcmp(o.name, "dump-state"))
+            command += " --" + std::string(o.name) + " " + value_text(c, o);
     std::vector<int32_t> inputs(size_t(c.total_batch)), targets(size_t(c.total_batch));
     std::vector<float> logits;
     loader.next_batch(inputs.data(), targets.data(), a.shape.B);
     forward(model, a, inputs.data(), 0, a.shape.T);
-    const double loss = classify(model, a, targets.data(), 1 / double(c.total_batch), true, &logits) / double(c.total_batch);
+    const double loss =
+        classify(model, a, targets.data(), 1 / double(c.total_batch), true, &logits) / double(c.total_batch);
     backward(model, a);
     dump_state(model, a, inputs, targets, logits, loss, command);
-    std::printf("state:  loss %.6f, written to %s; compare it with: python3 dev/reference.py compare %s\n", loss, c.dump_state.c_str(),
-                c.dump_state.c_str());
+    std::printf("state:  loss %.6f, written to %s; compare it with: python3 dev/reference.py compare %s\n", loss,
+                c.dump_state.c_str(), c.dump_state.c_str());
 }
 
 // A path as it can be pasted into a shell.
 static std::string shell_word(const std::string& path) {
-    if (path.find_first_not_of("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-+=.,:/@%") == std::string::npos)
+    if (path.find_first_not_of("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-+=.,:/@%") ==
+        std::string::npos)
         return path;
     std::string word = "'";
     for (char c : path) word += c == '\'' ? "'\\''" : std::string(1, c);
@@ -1603,54 +1723,66 @@ static std::string shell_word(const std::string& path) {
 
 static std::string duration_text(double seconds) {
     const long s = long(seconds + 0.5);
-    return s < 3600 ? format_text("%ld:%02ld", s / 60, s % 60) : format_text("%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
+    return s < 3600 ? format_text("%ld:%02ld", s / 60, s % 60)
+                    : format_text("%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
 }
 
 // What a reader wants to know before the first step, one line each: device, model, data, batch, memory.
 template <class Dev>
-void print_run(const Dev& dev, const Config& c, const TensorTable& table, const TrainData& data, const World& world, const Device& device,
-               const std::set<std::string>& given) {
-    std::printf("device: %s, because %s; %d rank%s (%s), %d on %s, %d CPU thread%s each\n", dev.describe().c_str(), device.reason.c_str(),
-                world.size, world.size == 1 ? "" : "s", world.launcher.c_str(), world.local_size, world.host.c_str(), device.threads,
-                device.threads == 1 ? "" : "s");
+void print_run(const Dev& dev, const Config& c, const TensorTable& table, const TrainData& data, const World& world,
+               const Device& device, const std::set<std::string>& given) {
+    std::printf("device: %s, because %s; %d rank%s (%s), %d on %s, %d CPU thread%s each\n", dev.describe().c_str(),
+                device.reason.c_str(), world.size, world.size == 1 ? "" : "s", world.launcher.c_str(), world.local_size,
+                world.host.c_str(), device.threads, device.threads == 1 ? "" : "s");
     if (world.size > 1) {
         const Partition p(table.total, world.size, c.bucket_mb);
-        std::printf("ranks:  gradients travel by %s in %s, %s%s\n", Reducer<Dev>::describe(world).c_str(), c.grad_reduce.c_str(),
+        std::printf("ranks:  gradients travel by %s in %s, %s%s\n", Reducer<Dev>::describe(world).c_str(),
+                    c.grad_reduce.c_str(),
                     c.deterministic ? "in a fixed tree after the backward pass"
                                     : format_text("%zu bucket%s of %.1f MB during the backward pass", p.buckets(),
                                                   p.buckets() == 1 ? "" : "s", double(p.bucket) * 4e-6)
                                           .c_str(),
                     c.zero ? "; optimiser state is shared out over the ranks" : "");
     }
-    std::printf("model:  %s, %lld parameters (%lld layers, width %lld, %s attention), %s\n", c.model.c_str(), (long long)table.parameters,
-                (long long)c.layers, (long long)c.dim, c.attention.c_str(),
+    std::printf("model:  %s, %lld parameters (%lld layers, width %lld, %s attention), %s\n", c.model.c_str(),
+                (long long)table.parameters, (long long)c.layers, (long long)c.dim, c.attention.c_str(),
                 c.init == "random" ? "every tensor random" : "standard initialisation");
-    std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n", c.data == "synthetic" ? "the built-in synthetic corpus" : c.data.c_str(),
-                given.count("data") ? "" : ", because no --data was given", data.train->describe().c_str(), c.tokenizer.c_str(),
-                (long long)c.vocab_size);
+    std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n",
+                c.data == "synthetic" ? "the built-in synthetic corpus" : c.data.c_str(),
+                given.count("data") ? "" : ", because no --data was given", data.train->describe().c_str(),
+                c.tokenizer.c_str(), (long long)c.vocab_size);
     if (c.data == "synthetic" && c.tokenizer == "gpt2")
-        std::printf("        its bytes are taken as the token ids 0..255: good for timing, not for learning GPT-2's tokens\n");
+        std::printf(
+            "        its bytes are taken as the token ids 0..255: good for timing, not for learning GPT-2's tokens\n");
     if (!data.val) std::printf("        no validation: --val-data was not given\n");
     else std::printf("valid.: %s\n", data.val->describe().c_str());
-    std::printf("batch:  %lld tokens a step = %lld sequences of %lld x %d ranks x %lld micro-steps%s; %lld steps, %s schedule\n",
-                (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len, world.size,
-                (long long)(c.total_batch / (c.batch * c.seq_len * world.size)),
-                c.deterministic ? " (--deterministic: one sequence at a time, whatever --batch is)" : "", (long long)c.steps,
-                c.schedule.c_str());
+    std::printf(
+        "batch:  %lld tokens a step = %lld sequences of %lld x %d ranks x %lld micro-steps%s; %lld steps, %s "
+        "schedule\n",
+        (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len, world.size,
+        (long long)(c.total_batch / (c.batch * c.seq_len * world.size)),
+        c.deterministic ? " (--deterministic: one sequence at a time, whatever --batch is)" : "", (long long)c.steps,
+        c.schedule.c_str());
     if (!given.count("total-batch") && c.total_batch != preset_of(c).total_batch)
-        std::printf("        not the preset's %lld tokens a step, %s; --total-batch sets them\n", (long long)preset_of(c).total_batch,
-                    Dev::on_host && c.model != "tiny" ? "which would take long on a CPU" : "which ranks and --batch do not divide");
+        std::printf("        not the preset's %lld tokens a step, %s; --total-batch sets them\n",
+                    (long long)preset_of(c).total_batch,
+                    Dev::on_host && c.model != "tiny" ? "which would take long on a CPU"
+                                                      : "which ranks and --batch do not divide");
     if (c.cuda_graph)
         std::printf(
-            "graphs: what a step launches is recorded as CUDA graphs when it comes for the second time, and replayed from then on%s\n",
-            world.size > 1 && !c.deterministic ? "; but not the last micro-step's backward pass, during which gradients travel" : "");
+            "graphs: what a step launches is recorded as CUDA graphs when it comes for the second time, and replayed "
+            "from then on%s\n",
+            world.size > 1 && !c.deterministic
+                ? "; but not the last micro-step's backward pass, during which gradients travel"
+                : "");
 }
 
 // Before anything is allocated: does it fit? If not, what would.
 template <class Dev>
 void require_memory(Dev& dev, const Config& c, const World& world) {
     const int sharers = Dev::on_host ? world.local_size : 1;  // ranks that share this memory
-    const double available = dev.available_bytes() / sharers / (1 << 20), fixed = Model<Dev>::flat_bytes(c, world.size) / (1 << 20);
+    const double available = dev.available_bytes() / sharers / (1 << 20),
+                 fixed = Model<Dev>::flat_bytes(c, world.size) / (1 << 20);
     auto needed = [&](int64_t batch, int64_t recompute) {
         Config other = c;
         other.recompute = recompute;
@@ -1669,9 +1801,11 @@ void require_memory(Dev& dev, const Config& c, const World& world) {
         if (needed(c.batch, level) <= available) propose(format_text("--recompute %lld", (long long)level));
     if (const int64_t batch = largest_batch(c.recompute)) propose(format_text("--batch %lld", (long long)batch));
     if (advice.empty() && c.recompute < 2)
-        if (const int64_t batch = largest_batch(2)) propose(format_text("--batch %lld with --recompute 2", (long long)batch));
+        if (const int64_t batch = largest_batch(2))
+            propose(format_text("--batch %lld with --recompute 2", (long long)batch));
     fail(
-        "--batch %lld and --seq-len %lld need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and moments; %.0f MiB are "
+        "--batch %lld and --seq-len %lld need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and "
+        "moments; %.0f MiB are "
         "available: choose %s",
         (long long)c.batch, (long long)c.seq_len, needed(c.batch, c.recompute), fixed, available,
         advice.empty() ? "a smaller --seq-len or model" : advice.c_str());
@@ -1724,11 +1858,16 @@ struct Run {
     std::unique_ptr<Reducer<Dev>> reducer;  // of several ranks
     std::unique_ptr<Activations<Dev>> activations;
     std::unique_ptr<Watchdog> watchdog;
-    std::unique_ptr<RunLog> log;            // rank 0
+    std::unique_ptr<RunLog> log;  // rank 0
     TrainState state;
 
     Run(Dev& device, const Config& c, World& w)
-        : dev(device), config(c), world(w), data(open_data(c, w)), tokenizer(load_tokenizer(c)), model(dev, c, true, w.rank, w.size) {}
+        : dev(device),
+          config(c),
+          world(w),
+          data(open_data(c, w)),
+          tokenizer(load_tokenizer(c)),
+          model(dev, c, true, w.rank, w.size) {}
 
     void validate() {
         if (!data.val) return;
@@ -1740,9 +1879,10 @@ struct Run {
         last_val_loss = r.loss;
         if (world.rank != 0) return;
         std::string line = format_text("step %04lld | val loss %.4f", (long long)state.step, r.loss),
-                    fields = format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%lld,\"val_loss\":%s,\"val_tokens\":%llu",
-                                         (long long)state.step, unix_time(), (long long)(state.step * config.total_batch),
-                                         json_number("%.6f", r.loss).c_str(), (unsigned long long)r.tokens);
+                    fields =
+                        format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%lld,\"val_loss\":%s,\"val_tokens\":%llu",
+                                    (long long)state.step, unix_time(), (long long)(state.step * config.total_batch),
+                                    json_number("%.6f", r.loss).c_str(), (unsigned long long)r.tokens);
         if (r.bytes)
             line += format_text(" | bits/byte %.4f", r.bits_per_byte()),
                 fields += ",\"bits_per_byte\":" + json_number("%.6f", r.bits_per_byte());
@@ -1760,22 +1900,23 @@ struct Run {
             std::printf("no sample: --vocab-dir is needed to turn gpt2 tokens into text\n");
             return;
         }
-        std::printf("--- sample at step %lld, %lld tokens ---\n", (long long)state.step, (long long)config.sample_tokens);
+        std::printf("--- sample at step %lld, %lld tokens ---\n", (long long)state.step,
+                    (long long)config.sample_tokens);
         print_sample(model, *tokenizer, config, config.sample_tokens);
         std::printf("---\n");
     }
 
-    // ----- checkpoints. In the middle of a run they are written in the background from a copy, and training goes on: WRITING,
-    // every rank its files; when all have said so (StepMessage::WRITTEN), rank 0 makes the folder a checkpoint: COMMITTING.
-    // Whatever fails is told, and the run goes on from the last good one.
+    // ----- checkpoints. In the middle of a run they are written in the background from a copy, and training goes on:
+    // WRITING, every rank its files; when all have said so (StepMessage::WRITTEN), rank 0 makes the folder a
+    // checkpoint: COMMITTING. Whatever fails is told, and the run goes on from the last good one.
     enum SavePhase { IDLE, WRITING, COMMITTING };
     SavePhase save_phase = IDLE;
-    TrainState saving;                 // the state that is being written
-    std::vector<FileRecord> written;   // this rank's files
-    std::string last_saved;            // folder of the last good checkpoint; rank 0
+    TrainState saving;                // the state that is being written
+    std::vector<FileRecord> written;  // this rank's files
+    std::string last_saved;           // folder of the last good checkpoint; rank 0
     std::vector<std::string> save_complaints;
     bool saves_in_background = true;
-    BackgroundTask writer;             // its jobs use what stands above
+    BackgroundTask writer;  // its jobs use what stands above
 
     void report_save(const std::string& error) {
         if (world.rank == 0) {
@@ -1786,7 +1927,8 @@ struct Run {
                 std::printf("saved %s\n", last_saved.c_str());
             } else {
                 complain(format_text("checkpoint of step %lld failed: %s; training goes on, the last good one is %s",
-                                     (long long)saving.step, error.c_str(), last_saved.empty() ? "none" : last_saved.c_str()));
+                                     (long long)saving.step, error.c_str(),
+                                     last_saved.empty() ? "none" : last_saved.c_str()));
             }
         }
         save_phase = IDLE;
@@ -1811,7 +1953,8 @@ struct Run {
         auto snapshot = std::make_shared<Snapshot>(take_snapshot(model, world, copy));
         save_phase = WRITING;
         writer.start([this, snapshot] {
-            written = write_snapshot(*snapshot, config, checkpoint_writing(config.out, saving.step), world.rank, world.size);
+            written =
+                write_snapshot(*snapshot, config, checkpoint_writing(config.out, saving.step), world.rank, world.size);
         });
     }
 
@@ -1871,8 +2014,8 @@ struct Run {
         return world.rank != 0 || last_saved == checkpoint_folder(config.out, state.step);
     }
 
-    // ----- steps. On a GPU the host runs one step ahead: it reports a step while the next one computes, and nothing waits
-    // for the GPU in between, except where the statistics are read or --skip-outliers has to decide.
+    // ----- steps. On a GPU the host runs one step ahead: it reports a step while the next one computes, and nothing
+    // waits for the GPU in between, except where the statistics are read or --skip-outliers has to decide.
     struct Step {
         int64_t step = 0;
         double lr = 0;
@@ -1884,8 +2027,8 @@ struct Run {
         double own_loss = 0, loss = 0, norm = 0, loss_z = 0, norm_z = 0;
         bool is_bad() const { return !std::isfinite(loss) || !std::isfinite(norm); }
     };
-    std::vector<Step> pending;          // given to the engine and not yet reported
-    std::vector<double> speed;          // tokens/s of every reported step
+    std::vector<Step> pending;  // given to the engine and not yet reported
+    std::vector<double> speed;  // tokens/s of every reported step
     double started = 0, last_report = 0, last_val_loss = 0;
     int64_t first_step = 0;
 
@@ -1908,14 +2051,16 @@ struct Run {
         told[StepMessage::INTERRUPT] = stop_signal == SIGINT;
         told[StepMessage::HALT] = world.rank == 0 && file_exists(config.out + "/halt");
         told[StepMessage::WRITTEN] = save_phase == WRITING && !writer.running();
-        for (size_t i = 0; i < own; i++) told[StepMessage::COUNT + i * size_t(world.size) + size_t(world.rank)] = results[2 + i];
+        for (size_t i = 0; i < own; i++)
+            told[StepMessage::COUNT + i * size_t(world.size) + size_t(world.rank)] = results[2 + i];
         model.progress("waiting for the other ranks");
         world.sum(told.data(), told.size());
         model.progress("report");
         s.exchanged = true;
         s.loss = told[StepMessage::LOSS] / double(config.total_batch);
         // --deterministic: in the order of the samples
-        if (own) s.loss = std::accumulate(told.begin() + StepMessage::COUNT, told.end(), 0.0) / double(config.total_batch);
+        if (own)
+            s.loss = std::accumulate(told.begin() + StepMessage::COUNT, told.end(), 0.0) / double(config.total_batch);
         s.norm = std::sqrt(results[1]);
         if (!s.is_bad()) s.loss_z = state.losses.z_score(s.loss), s.norm_z = state.norms.z_score(s.norm);
         if (stop == GO_ON)
@@ -1932,7 +2077,8 @@ struct Run {
             while (reducer && !reducer->arrived()) {
                 const std::string error = reducer->error();
                 if (!error.empty())
-                    fail("step %lld: gradients could not be summed over the ranks: %s", (long long)model.step, error.c_str());
+                    fail("step %lld: gradients could not be summed over the ranks: %s", (long long)model.step,
+                         error.c_str());
                 usleep(50);
             }
     }
@@ -1949,7 +2095,8 @@ struct Run {
             if (reducer) reducer->mark();
         if (config.skip_outliers > 0) {
             exchange(s);
-            s.skipped = s.loss_z > config.skip_outliers || s.norm_z > config.skip_outliers;  // NaN while the window fills: no
+            s.skipped =
+                s.loss_z > config.skip_outliers || s.norm_z > config.skip_outliers;  // NaN while the window fills: no
         }
         if (!s.skipped) apply_update(model, s.step, s.lr, reducer.get());
         if (statistics) s.statistics = layer_statistics(*activations);
@@ -1974,31 +2121,35 @@ struct Run {
 
     void print_step(const Step& s, double seconds) {
         const double left = (last_report - started) / double(s.step - first_step) * double(config.steps - s.step);
-        std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s%s\n", (long long)s.step, s.loss,
-                    s.lr, speed.back(), s.norm, seconds * 1e3, duration_text(left).c_str(),
-                    s.skipped ? format_text(" | no update: loss %.1f, norm %.1f standard deviations above the last %zu steps", s.loss_z,
-                                            s.norm_z, OutlierWindow::SIZE)
-                                    .c_str()
-                              : "");
+        std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s%s\n",
+                    (long long)s.step, s.loss, s.lr, speed.back(), s.norm, seconds * 1e3, duration_text(left).c_str(),
+                    s.skipped
+                        ? format_text(" | no update: loss %.1f, norm %.1f standard deviations above the last %zu steps",
+                                      s.loss_z, s.norm_z, OutlierWindow::SIZE)
+                              .c_str()
+                        : "");
         std::fflush(stdout);
         log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
         log->line(
             log->json,
-            format_text("{\"step\":%lld,\"time\":%.3f,\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s,\"loss_z\":%s,\"norm_z\":%s,\"skipped\":%s,"
+            format_text("{\"step\":%lld,\"time\":%.3f,\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s,\"loss_z\":%s,\"norm_"
+                        "z\":%s,\"skipped\":%s,"
                         "\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%lld,\"epoch\":%.6f,\"peak_memory_mib\":%.1f",
-                        (long long)s.step, unix_time(), json_number("%.6f", s.loss).c_str(), s.lr, json_number("%.6f", s.norm).c_str(),
-                        json_number("%.3f", s.loss_z).c_str(), json_number("%.3f", s.norm_z).c_str(),
-                        s.skipped || s.is_bad() ? "true" : "false",
+                        (long long)s.step, unix_time(), json_number("%.6f", s.loss).c_str(), s.lr,
+                        json_number("%.6f", s.norm).c_str(), json_number("%.3f", s.loss_z).c_str(),
+                        json_number("%.3f", s.norm_z).c_str(), s.skipped || s.is_bad() ? "true" : "false",
                         seconds * 1e3, speed.back(), (long long)(s.step * config.total_batch),
                         double(s.loader.next_sample) / double(data.train->samples_per_epoch()), peak_memory_mib()) +
-                (Dev::on_host ? "" : format_text(",\"peak_gpu_memory_mib\":%.1f", peak_device_mib(dev))) + s.statistics + "}");
+                (Dev::on_host ? "" : format_text(",\"peak_gpu_memory_mib\":%.1f", peak_device_mib(dev))) +
+                s.statistics + "}");
     }
 
     // Loss or gradient is not finite: the update changed nothing. What led
     // there goes to a file of each rank; too many in a row end the run.
     void count_bad_step(const Step& s) {
         state.bad_steps++;
-        const std::string file = format_text("%s/bad_step_%08lld_rank%d.json", config.out.c_str(), (long long)s.step, world.rank),
+        const std::string file = format_text("%s/bad_step_%08lld_rank%d.json", config.out.c_str(), (long long)s.step,
+                                             world.rank),
                           tensor = first_bad_tensor(s.step);
         std::string text = format_text(
             "{\"step\": %lld, \"rank\": %d, \"loss\": \"%g\", \"loss_of_this_rank\": \"%g\", \"grad_norm\": \"%g\", "
@@ -2019,7 +2170,8 @@ struct Run {
                 if (finite[r].empty()) culprits += (culprits.empty() ? ", from rank " : ", ") + std::to_string(r);
         }
         const std::string what = format_text(
-            "step %lld: loss %g, gradient norm %g%s: not finite; first tensor: %s; the step changed no weight, its batch is in %s",
+            "step %lld: loss %g, gradient norm %g%s: not finite; first tensor: %s; the step changed no weight, its "
+            "batch is in %s",
             (long long)s.step, s.loss, s.norm, culprits.c_str(), tensor.c_str(), file.c_str());
         if (state.bad_steps < config.max_bad_steps) {
             if (world.rank == 0) complain(what);
@@ -2027,8 +2179,10 @@ struct Run {
         }
         finish_save();
         if (world.rank != 0) world.barrier();  // rank 0 ends all
-        fail("%s; that was bad step %lld in a row (--max-bad-steps); the last good checkpoint is %s; lower --lr or look at the data",
-             what.c_str(), (long long)state.bad_steps, last_saved.empty() ? "none" : last_saved.c_str());
+        fail(
+            "%s; that was bad step %lld in a row (--max-bad-steps); the last good checkpoint is %s; lower --lr or look "
+            "at the data",
+            what.c_str(), (long long)state.bad_steps, last_saved.empty() ? "none" : last_saved.c_str());
     }
 
     // The first tensor of the model, in the order of its table, whose gradient
@@ -2049,7 +2203,8 @@ struct Run {
 
     // ----- the run
 
-    // Rank 0 chooses, so that all take the same one. Also checks what must agree between ranks before anything is written.
+    // Rank 0 chooses, so that all take the same one. Also checks what must agree between ranks before anything is
+    // written.
     std::string choose_checkpoint() {
         std::string chosen, error;
         if (world.size > 1) {
@@ -2058,7 +2213,8 @@ struct Run {
             for (std::string line; std::getline(options, line);)
                 if (line.find("\"threads\"") == std::string::npos) lines += "option " + line + "\n";
             lines += format_text("training data: %016llx\n", (unsigned long long)data.train->state().corpus);
-            if (data.val) lines += format_text("validation data: %016llx\n", (unsigned long long)data.val->state().corpus);
+            if (data.val)
+                lines += format_text("validation data: %016llx\n", (unsigned long long)data.val->state().corpus);
             world.require_same(lines, "start all ranks with the same program, options and data");
         }
         try {
@@ -2084,8 +2240,9 @@ struct Run {
                               : o.real                  ? old->number_value == config.*o.real
                                                         : true;
             if (same) continue;
-            std::printf("resume: --%s is %s, was %s\n", o.name, value_text(config, o).c_str(),
-                        old->kind == Json::String ? old->text.c_str() : format_text("%.15g", old->number_value).c_str());
+            std::printf(
+                "resume: --%s is %s, was %s\n", o.name, value_text(config, o).c_str(),
+                old->kind == Json::String ? old->text.c_str() : format_text("%.15g", old->number_value).c_str());
             if (o.integer) before.*o.integer = old->integer_value;
             else if (o.real) before.*o.real = old->number_value;
             else if (o.text) before.*o.text = old->text;
@@ -2093,7 +2250,8 @@ struct Run {
         const int64_t next = state.step + 1;
         const double is = learning_rate(config, next), was = learning_rate(before, next);
         if (std::fabs(is - was) > 0.01 * std::max(is, was))
-            std::printf("resume: the learning rate of step %lld is %.2e, by the earlier options %.2e\n", (long long)next, is, was);
+            std::printf("resume: the learning rate of step %lld is %.2e, by the earlier options %.2e\n",
+                        (long long)next, is, was);
     }
 
     // Returns the program's exit status.
@@ -2113,17 +2271,20 @@ struct Run {
             require_same_model(c, folder, "begin");
             initial = std::make_unique<SafeTensors>(folder + "/model.safetensors");
             require_tensors(model.table, *initial);
-            if (world.rank == 0) std::printf("weights: those of %s; moments, data and schedule begin anew\n", folder.c_str());
+            if (world.rank == 0)
+                std::printf("weights: those of %s; moments, data and schedule begin anew\n", folder.c_str());
         }
         if (world.rank == 0 && c.dump_state.empty()) prepare_run_folder(c, !checkpoint.empty());
         world.barrier();
-        if (c.dump_state.empty()) watch.heartbeat_file = format_text("%s/heartbeat_rank%d.jsonl", c.out.c_str(), world.rank);
+        if (c.dump_state.empty())
+            watch.heartbeat_file = format_text("%s/heartbeat_rank%d.jsonl", c.out.c_str(), world.rank);
         watchdog = std::make_unique<Watchdog>(world, watch);
         model.watchdog = watchdog.get();
         model.progress("start");
         if (world.size > 1)
-            reducer = std::make_unique<Reducer<Dev>>(dev, world, model.partition, model.grads,
-                                                     ReduceOptions{int(c.zero), c.grad_reduce == "bf16", c.deterministic});
+            reducer =
+                std::make_unique<Reducer<Dev>>(dev, world, model.partition, model.grads,
+                                               ReduceOptions{int(c.zero), c.grad_reduce == "bf16", c.deterministic});
         activations = std::make_unique<Activations<Dev>>(dev, c, c.batch, c.seq_len, TRAINING);
         if (world.rank == 0) print_memory(model, *activations);
         print_selected_kernels();
@@ -2140,8 +2301,10 @@ struct Run {
         if (world.rank == 0) {
             log = std::make_unique<RunLog>(c.out, !checkpoint.empty(), state.step);
             if (!checkpoint.empty())
-                std::printf("resume: %s, step %lld\n", checkpoint.c_str(), (long long)state.step), print_changed_options(checkpoint);
-            else if (c.resume) std::printf("resume: nothing to resume under %s, this run starts at step 0\n", c.out.c_str());
+                std::printf("resume: %s, step %lld\n", checkpoint.c_str(), (long long)state.step),
+                    print_changed_options(checkpoint);
+            else if (c.resume)
+                std::printf("resume: nothing to resume under %s, this run starts at step 0\n", c.out.c_str());
             std::fflush(stdout);
         }
         first_step = state.step;
@@ -2160,7 +2323,8 @@ struct Run {
             if (due(c.save_every)) {
                 if (state.bad_steps) {  // with --keep it would push out a good one
                     if (world.rank == 0)
-                        complain(format_text("no checkpoint at step %lld, whose loss or gradient is not finite", (long long)state.step));
+                        complain(format_text("no checkpoint at step %lld, whose loss or gradient is not finite",
+                                             (long long)state.step));
                 } else {
                     saves_in_background ? start_save(true) : void(save_now());
                 }
@@ -2174,67 +2338,86 @@ struct Run {
         return finish(begun, saved);
     }
 
-    // What the speed is in terms of the model's own arithmetic, and which share of what the processors of all ranks could do at best.
+    // What the speed is in terms of the model's own arithmetic, and which share of what the processors of all ranks
+    // could do at best.
     void print_flops(double tokens_per_second) {
-        const double per_token = model_flops_per_token(config), rate = per_token * tokens_per_second / world.size, peak = dev.peak_flops();
-        std::printf("        %.1f MFLOP a token by the model's own count: %.*f TFLOP/s%s%s\n", per_token * 1e-6, rate < 1e13 ? 3 : 1,
-                    rate * 1e-12, world.size > 1 ? " on each rank" : "",
-                    peak > 0 ? format_text(", MFU %.1f %% of %.1f TFLOP/s", 100 * rate / peak, peak * 1e-12).c_str() : "");
+        const double per_token = model_flops_per_token(config), rate = per_token * tokens_per_second / world.size,
+                     peak = dev.peak_flops();
+        std::printf(
+            "        %.1f MFLOP a token by the model's own count: %.*f TFLOP/s%s%s\n", per_token * 1e-6,
+            rate < 1e13 ? 3 : 1, rate * 1e-12, world.size > 1 ? " on each rank" : "",
+            peak > 0 ? format_text(", MFU %.1f %% of %.1f TFLOP/s", 100 * rate / peak, peak * 1e-12).c_str() : "");
     }
 
-    // Which kernels a GPU takes for the selected branch; at the end, what the selection of the last forward or backward pass made of it.
+    // Which kernels a GPU takes for the selected branch; at the end, what the selection of the last forward or backward
+    // pass made of it.
     void print_selected_kernels() {
         if constexpr (!Dev::on_host)
             if (world.rank == 0) std::printf("        %s\n", dev.describe_selected(activations->shape).c_str());
     }
 
-    // Is there memory on the host for a copy of this rank's share of a checkpoint? On a CPU the activations are allocated by now, but
-    // their pages are the system's until they are written. From a GPU a checkpoint always passes through such a copy.
+    // Is there memory on the host for a copy of this rank's share of a checkpoint? On a CPU the activations are
+    // allocated by now, but their pages are the system's until they are written. From a GPU a checkpoint always passes
+    // through such a copy.
     void decide_how_to_save() {
         const double copy = double(model.table.total) * (8.0 / world.size + (world.rank == 0 ? 4 : 0)),
-                     available = Cpu<float>().available_bytes() / world.local_size - (Dev::on_host ? double(activations->bytes) : 0);
+                     available = Cpu<float>().available_bytes() / world.local_size -
+                                 (Dev::on_host ? double(activations->bytes) : 0);
         std::vector<double> short_of = {copy > 0.8 * available ? 1.0 : 0.0};
         world.sum(short_of.data(), 1);
         saves_in_background = short_of[0] == 0;
         if (world.rank == 0 && config.save_every && !saves_in_background)
-            std::printf("        checkpoints %s: the host has no memory for a copy of %.0f MiB to write in the background\n",
-                        Dev::on_host ? "hold up the training" : "may fail", copy / (1 << 20));
+            std::printf(
+                "        checkpoints %s: the host has no memory for a copy of %.0f MiB to write in the background\n",
+                Dev::on_host ? "hold up the training" : "may fail", copy / (1 << 20));
     }
 
     int finish(double begun, bool saved) {
         watchdog->progress(state.step, "end");
         if (world.rank == 0) {
             if (stop == HALTED && std::remove((config.out + "/halt").c_str()) != 0)
-                complain(
-                    format_text("cannot remove %s/halt: %s; the next run will stop at once", config.out.c_str(), std::strerror(errno)));
+                complain(format_text("cannot remove %s/halt: %s; the next run will stop at once", config.out.c_str(),
+                                     std::strerror(errno)));
             std::sort(speed.begin(), speed.end());
-            std::printf("done:   %lld step%s in %s, median %.0f tokens/s, peak memory %s%.0f MiB%s\n", (long long)(state.step - first_step),
-                        state.step - first_step == 1 ? "" : "s", duration_text(seconds_now() - begun).c_str(),
-                        speed.empty() ? 0.0 : speed[speed.size() / 2],
-                        Dev::on_host ? "" : format_text("%.0f MiB on the GPU, of the host ", peak_device_mib(dev)).c_str(),
-                        peak_memory_mib(), world.size > 1 ? " on rank 0" : "");
+            std::printf(
+                "done:   %lld step%s in %s, median %.0f tokens/s, peak memory %s%.0f MiB%s\n",
+                (long long)(state.step - first_step), state.step - first_step == 1 ? "" : "s",
+                duration_text(seconds_now() - begun).c_str(), speed.empty() ? 0.0 : speed[speed.size() / 2],
+                Dev::on_host ? "" : format_text("%.0f MiB on the GPU, of the host ", peak_device_mib(dev)).c_str(),
+                peak_memory_mib(), world.size > 1 ? " on rank 0" : "");
             if (!speed.empty()) print_flops(speed[speed.size() / 2]);
             if (reducer) reducer->read_clocks();
             if (reducer && reducer->times.steps)
-                std::printf("ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n",
-                            reducer->times.total * 1e3 / double(reducer->times.steps),
-                            std::min(reducer->times.exposed, reducer->times.total) * 1e3 / double(reducer->times.steps));
+                std::printf(
+                    "ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward "
+                    "pass\n",
+                    reducer->times.total * 1e3 / double(reducer->times.steps),
+                    std::min(reducer->times.exposed, reducer->times.total) * 1e3 / double(reducer->times.steps));
             print_selected_kernels();
             if (!saved)
-                fail("the last checkpoint could not be written: what was learnt since %s is lost; make room and run again%s",
-                     last_saved.empty() ? "the start" : last_saved.c_str(), last_saved.empty() ? "" : " with --resume");
-            if (stop == GO_ON && state.bad_steps)  // a run that was asked to stop is to be resumed, and its status says so
-                fail("the last %s not finite, so the weights are those of step %lld; lower --lr or look at the data: the batch is in "
-                     "%s/bad_step_*.json",
-                     state.bad_steps == 1 ? "step is" : format_text("%lld steps are", (long long)state.bad_steps).c_str(),
-                     (long long)state.last_update, config.out.c_str());
+                fail(
+                    "the last checkpoint could not be written: what was learnt since %s is lost; make room and run "
+                    "again%s",
+                    last_saved.empty() ? "the start" : last_saved.c_str(), last_saved.empty() ? "" : " with --resume");
+            if (stop == GO_ON &&
+                state.bad_steps)  // a run that was asked to stop is to be resumed, and its status says so
+                fail(
+                    "the last %s not finite, so the weights are those of step %lld; lower --lr or look at the data: "
+                    "the batch is in "
+                    "%s/bad_step_*.json",
+                    state.bad_steps == 1 ? "step is"
+                                         : format_text("%lld steps are", (long long)state.bad_steps).c_str(),
+                    (long long)state.last_update, config.out.c_str());
             if (stop == GO_ON && !std::isfinite(last_val_loss))
-                fail("the last validation loss is not finite: the weights are no use any more; lower --lr, and --resume from an earlier "
-                     "checkpoint in %s",
-                     config.out.c_str());
+                fail(
+                    "the last validation loss is not finite: the weights are no use any more; lower --lr, and --resume "
+                    "from an earlier "
+                    "checkpoint in %s",
+                    config.out.c_str());
             if (stop == GO_ON && state.step == first_step)
-                std::printf("no step was to be done: --steps is %lld%s\n", (long long)config.steps,
-                            first_step ? format_text(", and step %lld is reached already", (long long)first_step).c_str() : "");
+                std::printf(
+                    "no step was to be done: --steps is %lld%s\n", (long long)config.steps,
+                    first_step ? format_text(", and step %lld is reached already", (long long)first_step).c_str() : "");
             if (stop == GO_ON && !last_saved.empty())
                 std::printf("next:   ./train_nsa sample --from %s%s --prompt \"...\"\n", shell_word(config.out).c_str(),
                             tokenizer ? "" : " --vocab-dir DIR");
@@ -2253,14 +2436,15 @@ struct Run {
 // The verbs.
 
 #ifdef HAVE_CUDA
-// The GPU of a rank among those it sees: its own if the launcher has given it one, else the one of its number on this machine.
+// The GPU of a rank among those it sees: its own if the launcher has given it one, else the one of its number on this
+// machine.
 static int gpu_of_rank(const World& world) {
     int gpus = 0;
     CUDA_CHECK(cudaGetDeviceCount(&gpus));
     if (gpus == 1) return 0;
     if (world.local_rank >= gpus)
-        fail_usage("rank %d is number %d on %s, which shows it %d GPUs: start one rank per GPU", world.rank, world.local_rank,
-                   world.host.c_str(), gpus);
+        fail_usage("rank %d is number %d on %s, which shows it %d GPUs: start one rank per GPU", world.rank,
+                   world.local_rank, world.host.c_str(), gpus);
     return world.local_rank;
 }
 // NCCL wants a GPU of its own for every rank, and hangs or fails late where two share one.
@@ -2271,14 +2455,16 @@ static void require_own_gpu(const World& world, int device) {
     const std::vector<std::string> all = world.gather(world.host + " " + bus);
     for (int r = 0; r < world.rank; r++)
         if (all[size_t(r)] == all[size_t(world.rank)])
-            fail_usage("ranks %d and %d use the same GPU, %s: start one rank per GPU", r, world.rank, all[size_t(r)].c_str());
+            fail_usage("ranks %d and %d use the same GPU, %s: start one rank per GPU", r, world.rank,
+                       all[size_t(r)].c_str());
 }
 #endif
 
 // An error is one line on stderr; under mpirun it names the rank and ends the other ranks too.
 static int print_error(const World* world, int status, const char* text) {
     std::fflush(stdout);
-    if (world && world->rank > 0) {  // an error that all ranks have is told by the first, which ends the others meanwhile
+    if (world &&
+        world->rank > 0) {  // an error that all ranks have is told by the first, which ends the others meanwhile
         usleep(unsigned(std::min(world->rank, 10)) * 100000);
         while (world->channel().ended_by_another()) pause();
     }
@@ -2322,7 +2508,8 @@ void with_engine(const Device& device, World& world, Use use) {
     use(dev);
 }
 
-// --resume: what was not given is as in the run that is resumed. Not what belongs to the machine rather than to the run.
+// --resume: what was not given is as in the run that is resumed. Not what belongs to the machine rather than to the
+// run.
 static void inherit_options(Config& c, std::set<std::string>& given) {
     const std::string folder = given.count("out") ? c.out : "runs/" + c.model, path = folder + "/run.json";
     if (!file_exists(path)) return;
@@ -2332,13 +2519,15 @@ static void inherit_options(Config& c, std::set<std::string>& given) {
         const std::string name = o.name;
         if (!old || !(o.verbs & TRAIN) || given.count(name)) continue;
         bool of_machine = false;
-        for (const char* other :
-             {"out", "batch", "threads", "device", "cpu-dtype", "cuda-graph", "selected-kernels", "stats-every", "dump-state"})
+        for (const char* other : {"out", "batch", "threads", "device", "cpu-dtype", "cuda-graph", "selected-kernels",
+                                  "stats-every", "dump-state"})
             of_machine |= name == other;
         if (of_machine) continue;
         try {
-            set_option(c, o, old->kind == Json::String ? old->text : o.integer ? std::to_string(old->integer_value)
-                                                                               : format_text("%.17g", old->number_value));
+            set_option(c, o,
+                       old->kind == Json::String ? old->text
+                       : o.integer               ? std::to_string(old->integer_value)
+                                                 : format_text("%.17g", old->number_value));
         } catch (const Error& e) {
             fail("%s: %s", path.c_str(), e.what());
         }
@@ -2357,10 +2546,12 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     resolve_batch(c, given, world, device.gpu);
     if (!given.count("stats-every")) c.stats_every = device.gpu ? 50 : 1;
     if (!c.dump_state.empty() && (world.size > 1 || c.batch * c.seq_len != c.total_batch))
-        fail_usage("--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld",
-                   (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
+        fail_usage(
+            "--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld",
+            (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
     if (c.stall_timeout > 0 && c.stall_timeout < 1)
-        fail_usage("--stall-timeout %g: ranks are listened to five times a second; give at least 1, or 0 for none", c.stall_timeout);
+        fail_usage("--stall-timeout %g: ranks are listened to five times a second; give at least 1, or 0 for none",
+                   c.stall_timeout);
     if (c.deterministic && (world.size & (world.size - 1)))
         fail_usage("--deterministic on %d ranks: its tree needs a power of two of them", world.size);
     listen_for_stop_signals(world);
@@ -2409,7 +2600,8 @@ static void run_sample(Config c, World& world) {
 
 static void run_eval(Config c, const std::set<std::string>& given, World& world) {
     const std::string folder = read_trained_config(c);
-    if (c.val_data.empty()) fail_usage("eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic");
+    if (c.val_data.empty())
+        fail_usage("eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic");
     if (!given.count("batch")) c.batch = 1;
     const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(c);
     std::vector<TokenSource> sources;
@@ -2418,7 +2610,8 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
         const Manifest manifest = read_manifest(folder);
         const Json& then = manifest.state.get("options", manifest.path);
         Config trained = c;
-        trained.seed = then.integer("seed", manifest.path), trained.eval_batches = then.integer("eval_batches", manifest.path),
+        trained.seed = then.integer("seed", manifest.path),
+        trained.eval_batches = then.integer("eval_batches", manifest.path),
         trained.total_batch = then.integer("total_batch", manifest.path);
         sources.push_back(synthetic_validation(trained));
         of_run = trained.eval_batches * (trained.total_batch / c.seq_len);
@@ -2440,8 +2633,10 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
         const double needed = Activations<Engine>::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
                      available = dev.available_bytes() / (Engine::on_host ? world.local_size : 1);
         if (needed > available)
-            fail("eval: --batch %lld with sequences of %lld needs %.0f MiB per rank; %.0f MiB are available: choose a smaller --batch",
-                 (long long)c.batch, (long long)c.seq_len, needed / (1 << 20), available / (1 << 20));
+            fail(
+                "eval: --batch %lld with sequences of %lld needs %.0f MiB per rank; %.0f MiB are available: choose a "
+                "smaller --batch",
+                (long long)c.batch, (long long)c.seq_len, needed / (1 << 20), available / (1 << 20));
         Activations<Engine> a(dev, c, c.batch, c.seq_len, INFERENCE);
         r = evaluate(model, a, loader, samples, world, tokenizer.get());
     });
@@ -2454,13 +2649,15 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
     else std::printf("; bits per byte are unknown without --vocab-dir\n");
 }
 
-// A small model in fp64: per tensor a random direction, central differences of the loss against the backward pass. Returns the worst
-// difference relative to the gradient's L2 norm. A step of 1e-5 leaves rounding of about 1e-8 and less truncation.
+// A small model in fp64: per tensor a random direction, central differences of the loss against the backward pass.
+// Returns the worst difference relative to the gradient's L2 norm. A step of 1e-5 leaves rounding of about 1e-8 and
+// less truncation.
 static double gradient_self_test() {
-    const char* arguments[] = {"train_nsa", "--init",      "random", "--layers",    "2",  "--dim",        "24", "--heads",
-                               "4",         "--head-dim",  "6",      "--seq-len",   "70", "--phi-hidden", "5",  "--mlp-hidden",
-                               "40",        "--slc-count", "4",      "--slc-block", "8",  "--cmp-block",  "8",  "--cmp-stride",
-                               "4",         "--window",    "9"};
+    const char* arguments[] = {"train_nsa", "--init",       "random", "--layers",     "2",  "--dim",
+                               "24",        "--heads",      "4",      "--head-dim",   "6",  "--seq-len",
+                               "70",        "--phi-hidden", "5",      "--mlp-hidden", "40", "--slc-count",
+                               "4",         "--slc-block",  "8",      "--cmp-block",  "8",  "--cmp-stride",
+                               "4",         "--window",     "9"};
     std::set<std::string> given;
     Config c = parse_options(int(std::size(arguments)), arguments, given);
     apply_preset(c, given);
@@ -2492,7 +2689,8 @@ static double gradient_self_test() {
             slope += direction[i] * g, square += g * g;
         }
         for (int side = 0; side < 2; side++) {
-            for (size_t i = 0; i < t.size; i++) model.params[t.offset + i] = saved[i] + (side ? -step : step) * direction[i];
+            for (size_t i = 0; i < t.size; i++)
+                model.params[t.offset + i] = saved[i] + (side ? -step : step) * direction[i];
             value[side] = loss(false);
         }
         std::copy(saved.begin(), saved.end(), model.params + t.offset);
@@ -2505,14 +2703,16 @@ static int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world);
     const auto yes = [](bool there) { return there ? "\u2713" : "\u2717"; };
 #if defined(__NVCC__)
-    const std::string compiler = format_text("nvcc %d.%d over g++ %s", __CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__, __VERSION__);
+    const std::string compiler =
+        format_text("nvcc %d.%d over g++ %s", __CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__, __VERSION__);
 #elif defined(__clang__)
     const std::string compiler = __VERSION__;
 #else
     const std::string compiler = std::string("g++ ") + __VERSION__;
 #endif
     std::printf("%s compiler     %s, vectors of %d bytes\n", yes(true), compiler.c_str(), VECTOR_BYTES);
-    std::printf("%s CPU engine   %d of %d usable processors, %s\n", yes(true), device.threads, usable_processors(), gemm_name());
+    std::printf("%s CPU engine   %d of %d usable processors, %s\n", yes(true), device.threads, usable_processors(),
+                gemm_name());
 #ifdef HAVE_CUDA
     if (device.gpu) std::printf("%s CUDA engine  %s\n", yes(true), Cuda(gpu_of_rank(world)).describe().c_str());
     else std::printf("%s CUDA engine  in this build, not used: %s\n", yes(false), device.reason.c_str());
@@ -2538,13 +2738,16 @@ static int run_check(const Config& c, World& world) {
     std::printf("  memory       %.0f MiB available\n", Cpu<float>().available_bytes() / (1 << 20));
     bool good = true;
     const std::vector<std::string> shards = glob_files("data/*_train_*.bin");
-    std::printf("%s data         %s\n", yes(!shards.empty()),
-                shards.empty() ? "no data/*_train_*.bin: the built-in synthetic corpus is used"
-                               : format_text("%zu training shards in data/, the first %s", shards.size(), shards[0].c_str()).c_str());
+    std::printf(
+        "%s data         %s\n", yes(!shards.empty()),
+        shards.empty()
+            ? "no data/*_train_*.bin: the built-in synthetic corpus is used"
+            : format_text("%zu training shards in data/, the first %s", shards.size(), shards[0].c_str()).c_str());
     try {
         if (!shards.empty()) open_shards(shards);
         if (c.vocab_dir.empty())
-            std::printf("%s vocabulary   bytes; GPT-2's is looked for in --vocab-dir, which was not given\n", yes(true));
+            std::printf("%s vocabulary   bytes; GPT-2's is looked for in --vocab-dir, which was not given\n",
+                        yes(true));
         else std::printf("%s vocabulary   %s\n", yes(true), Tokenizer::gpt2(c.vocab_dir).describe().c_str());
     } catch (const Error& e) {
         good = false;
@@ -2552,7 +2755,8 @@ static int run_check(const Config& c, World& world) {
     }
     const double limit = 1e-6, worst = gradient_self_test();
     good = good && worst < limit;
-    std::printf("%s gradients    worst error of the fp64 self-test %.1e, limit %.0e\n", yes(worst < limit), worst, limit);
+    std::printf("%s gradients    worst error of the fp64 self-test %.1e, limit %.0e\n", yes(worst < limit), worst,
+                limit);
     return good ? 0 : 1;
 }
 
@@ -2577,7 +2781,8 @@ static bool output_is_whole() { return std::fflush(stdout) == 0 && !std::ferror(
     else if (verb == EVAL) run_eval(c, given, world);
     else status = run_check(c, world);
     // what these print is all there is of it
-    if (!output_is_whole()) fail("not all of the output could be written to stdout: make room where it goes, and run again");
+    if (!output_is_whole())
+        fail("not all of the output could be written to stdout: make room where it goes, and run again");
     return status;
 }
 

@@ -57,7 +57,7 @@ elif commit=$(git rev-parse --short HEAD 2>/dev/null); then commit="commit $comm
 else commit="unknown commit"; fi
 
 # What the programs of `part_build` were built from and for, as one word.
-fingerprint() { { cat Makefile ./*.cu ./*.cuh ./*.h data/*.h dev/*.h dev/*.cuh dev/*/*.h dev/*/*.cuh; nvcc --version; grep -m 1 'model name' /proc/cpuinfo; echo "$gpu"; } 2>/dev/null | sha256sum | cut -c 1-16; }
+fingerprint() { { cat Makefile ./*.cu ./*.cuh ./*.h lib/*.h lib/*.cuh dev/emulator/*.h dev/*/*.h dev/*/*.cuh; nvcc --version; grep -m 1 'model name' /proc/cpuinfo; echo "$gpu"; } 2>/dev/null | sha256sum | cut -c 1-16; }
 # Some toolkits come without cuBLASLt, which PyTorch's wheels bring: its headers and library alone, since they hold a runtime of their own beside it, go into build/cublas,
 # and nvcc is told of them.
 find_cublas() {

@@ -1,39 +1,44 @@
 // attention.h: test_nsa --perf-attention [options of train]: attention alone, from 2048
 // tokens to --seq-len (default 65536) at a constant number of tokens (--batch times
-// --seq-len): everything between the input projection and the output projection, for NSA and for full attention, operation
-// by operation, forward and backward. On a GPU, or in emulation at a toy size, where only the arithmetic means something.
+// --seq-len): everything between the input projection and the output projection, for NSA and for full attention,
+// operation by operation, forward and backward. On a GPU, or in emulation at a toy size, where only the arithmetic
+// means something.
 //
-// A time is the median of CUDA-event timings after warm-up. Three sets of inputs take turns, each (1.5 GB for 12 heads of 64 and 64k
-// tokens) larger than any GPU's L2 cache, so nothing is found warm that training would not find warm. Arithmetic and bytes are counted
-// from the shapes (perf.h), ceilings are measured in the same run. The selected branch is timed on two selections, since its price
-// depends on what neighbouring tokens have in common: "shared", where 64 neighbours share three quarters of what they may choose, and
-// "scattered", where they share only what all are given; by masked tiles and by gathered rows each. The whole of NSA is given for both.
+// A time is the median of CUDA-event timings after warm-up. Three sets of inputs take turns, each (1.5 GB for 12 heads
+// of 64 and 64k tokens) larger than any GPU's L2 cache, so nothing is found warm that training would not find warm.
+// Arithmetic and bytes are counted from the shapes (perf.h), ceilings are measured in the same run. The selected branch
+// is timed on two selections, since its price depends on what neighbouring tokens have in common: "shared", where 64
+// neighbours share three quarters of what they may choose, and "scattered", where they share only what all are given;
+// by masked tiles and by gathered rows each. The whole of NSA is given for both.
 #pragma once
 #include "../../nsa_kernels.cuh"
 #include "perf.h"
 
 // A floor per layer in microseconds on an H200 at 790 TFLOP/s and 4.8 TB/s, counted by hand (all branches, scores,
 // exponentials), for 12 heads of 64 in 2 groups and the paper's l, d, l', n, w; given for `sequences` of T tokens. Full
-// attention is 4 D forward and 10 D backward for each pair: scores computed again count here, but not in perf.h. Other lengths
-// are not given: adding up, for each branch, for scores and for the gated sum, the longest of products, exponentials and memory
-// comes within 2 % of these figures for NSA but not to the microsecond, so others made that way would not be of the same kind.
+// attention is 4 D forward and 10 D backward for each pair: scores computed again count here, but not in perf.h. Other
+// lengths are not given: adding up, for each branch, for scores and for the gated sum, the longest of products,
+// exponentials and memory comes within 2 % of these figures for NSA but not to the microsecond, so others made that way
+// would not be of the same kind.
 struct CountedFloor {
     int T, sequences;
     double forward, backward, dense_forward, dense_backward;
 };
-constexpr CountedFloor COUNTED_FLOORS[] = {
-    {2048, 16, 233, 465, 131, 326}, {8192, 1, 72, 146, 130, 326}, {32768, 1, 473, 847, 2088, 5219}, {65536, 1, 1427, 2352, 8351, 20877}};
+constexpr CountedFloor COUNTED_FLOORS[] = {{2048, 16, 233, 465, 131, 326},
+                                           {8192, 1, 72, 146, 130, 326},
+                                           {32768, 1, 473, 847, 2088, 5219},
+                                           {65536, 1, 1427, 2352, 8351, 20877}};
 
 // What a row is part of.
 enum AttentionWhole { NSA_SHARED = 1, NSA_SCATTERED = 2, FULL = 4 };
-constexpr const char *WHOLE_SHARED = "NSA, all of the above, shared", *WHOLE_SCATTERED = "NSA, all of the above, scattered",
-                     *WHOLE_FULL = "full attention, all of it";
+constexpr const char *WHOLE_SHARED = "NSA, all of the above, shared",
+                     *WHOLE_SCATTERED = "NSA, all of the above, scattered", *WHOLE_FULL = "full attention, all of it";
 struct AttentionRow {
     int T, B;
     std::string name;
-    Work work[2];            // forward, backward
-    int whole = 0;           // sum of AttentionWhole
-    double us[2] = {0, 0};   // 0: there is no such pass
+    Work work[2];              // forward, backward
+    int whole = 0;             // sum of AttentionWhole
+    double us[2] = {0, 0};     // 0: there is no such pass
     double floor[2] = {0, 0};  // microseconds at the measured ceilings; of a whole: the sum of its rows'
 };
 
@@ -48,13 +53,17 @@ struct AttentionSet {
 
     AttentionSet(Timed<Cuda>& device, const NsaShape& shape, uint64_t seed) : dev(device), s(shape) {
         const size_t rows = s.query_rows(), D = size_t(s.D), keys = s.key_rows(),
-                     words = size_t(s.B) * s.G * s.T * size_t(s.selection_words()), blocks = s.cmp_rows(), F = size_t(s.F);
+                     words = size_t(s.B) * s.G * s.T * size_t(s.selection_words()), blocks = s.cmp_rows(),
+                     F = size_t(s.F);
         std::vector<float> pool(size_t(1) << 16), values;
-        for (size_t i = 0; i < pool.size(); i++) pool[i] = float(random_normal(seed, random_stream(RANDOM_TEST, 90), i));
-        auto filled = [&](size_t count, size_t stride, double scale) {  // numbers of the pool, in another order for each array
+        for (size_t i = 0; i < pool.size(); i++)
+            pool[i] = float(random_normal(seed, random_stream(RANDOM_TEST, 90), i));
+        auto filled = [&](size_t count, size_t stride,
+                          double scale) {  // numbers of the pool, in another order for each array
             values.resize(count);
 #pragma omp parallel for schedule(static)
-            for (size_t i = 0; i < count; i++) values[i] = float(scale) * pool[(i * stride + (i >> 16) * 40503) & 0xFFFF];
+            for (size_t i = 0; i < count; i++)
+                values[i] = float(scale) * pool[(i * stride + (i >> 16) * 40503) & 0xFFFF];
             real* p = dev.allocate<real>(count);
             dev.from_host(p, values.data(), count);
             return p;
@@ -62,9 +71,10 @@ struct AttentionSet {
         const size_t projections = size_t(s.B) * s.T * size_t(s.projected());
         projected = filled(projections, 1, 1), dout = filled(rows * D, 3, 1);
         phi = filled(2 * phi_size(), 5, 1 / std::sqrt(double(s.l) * s.D));
-        for (auto [p, count] : {std::pair(&dprojected, projections), std::pair(&q, rows * D), std::pair(&kv, 6 * keys * D),
-                                std::pair(&compressed, 2 * blocks * D), std::pair(&hidden, 2 * blocks * F), std::pair(&o, 3 * rows * D),
-                                std::pair(&combined, rows * D), std::pair(&dkv, 6 * keys * D), std::pair(&dcompressed, 2 * blocks * D)})
+        for (auto [p, count] :
+             {std::pair(&dprojected, projections), std::pair(&q, rows * D), std::pair(&kv, 6 * keys * D),
+              std::pair(&compressed, 2 * blocks * D), std::pair(&hidden, 2 * blocks * F), std::pair(&o, 3 * rows * D),
+              std::pair(&combined, rows * D), std::pair(&dkv, 6 * keys * D), std::pair(&dcompressed, 2 * blocks * D)})
             *p = dev.allocate<real>(count);
         for (float** p : {&lse, &lse_gated, &row_dot, &gate, &dgate}) *p = dev.allocate<float>(3 * rows);
         dq = dev.allocate<float>(rows * D), dphi = dev.allocate<float>(2 * phi_size());
@@ -74,7 +84,8 @@ struct AttentionSet {
         dev.copy(shared, a.data(), words), dev.copy(scattered, b.data(), words);
     }
     ~AttentionSet() {
-        for (real* p : {projected, dprojected, q, kv, compressed, hidden, o, combined, dout, dkv, dcompressed, phi}) dev.release(p);
+        for (real* p : {projected, dprojected, q, kv, compressed, hidden, o, combined, dout, dkv, dcompressed, phi})
+            dev.release(p);
         for (float* p : {lse, lse_gated, row_dot, gate, dgate, dq, dphi}) dev.release(p);
         for (uint32_t* p : {shared, scattered, chosen}) dev.release(p);
     }
@@ -84,14 +95,19 @@ struct AttentionSet {
     real* key(int slot) const { return kv + size_t(slot) * s.key_rows() * s.D; }
     real* dkey(int slot) const { return dkv + size_t(slot) * s.key_rows() * s.D; }
     Cuda::Heads heads() const { return {q, {key(0), key(1), key(2), key(3), key(4), key(5)}, gate}; }
-    Cuda::HeadGradients head_gradients() const { return {dq, {dkey(0), dkey(1), dkey(2), dkey(3), dkey(4), dkey(5)}, dgate}; }
+    Cuda::HeadGradients head_gradients() const {
+        return {dq, {dkey(0), dkey(1), dkey(2), dkey(3), dkey(4), dkey(5)}, dgate};
+    }
     // The compressor of keys (0) or values (1): fc1, bias, fc2, each in whole 256 bytes, as in the model.
     size_t phi_part(size_t count) const { return (count + 127) / 128 * 128; }
-    size_t phi_size() const { return phi_part(size_t(s.F) * s.l * s.D) + phi_part(size_t(s.F)) + phi_part(size_t(s.D) * s.F); }
+    size_t phi_size() const {
+        return phi_part(size_t(s.F) * s.l * s.D) + phi_part(size_t(s.F)) + phi_part(size_t(s.D) * s.F);
+    }
     template <class T>
     Cuda::PhiOf<T> phi_at(T* p, int which) const {
         p += size_t(which) * phi_size();
-        return {p, p + phi_part(size_t(s.F) * s.l * s.D), p + phi_part(size_t(s.F) * s.l * s.D) + phi_part(size_t(s.F))};
+        return {p, p + phi_part(size_t(s.F) * s.l * s.D),
+                p + phi_part(size_t(s.F) * s.l * s.D) + phi_part(size_t(s.F))};
     }
     // Each query its forced blocks, then as many others as it may take, of which 64 neighbours share common / of.
     static std::vector<uint32_t> selection(const NsaShape& s, uint64_t seed, int common, int of) {
@@ -117,7 +133,8 @@ struct AttentionSet {
     }
 };
 
-// The median of `repetitions` timings of operation(set), in microseconds; the sets take turns, and each is used once before.
+// The median of `repetitions` timings of operation(set), in microseconds; the sets take turns, and each is used once
+// before.
 template <class F>
 double median_us(Timed<Cuda>& dev, std::vector<std::unique_ptr<AttentionSet>>& sets, int repetitions, F operation) {
     for (auto& set : sets) operation(*set);
@@ -147,8 +164,8 @@ double median_us(Timed<Cuda>& dev, std::vector<std::unique_ptr<AttentionSet>>& s
 }
 
 // One length: every operation of NSA of shape s, then of full attention of the same shape.
-inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape& s, const Ceilings& ceilings, int set_count,
-                                                int repetitions, std::FILE* out) {
+inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape& s, const Ceilings& ceilings,
+                                                int set_count, int repetitions, std::FILE* out) {
     std::vector<std::unique_ptr<AttentionSet>> sets;
     for (int i = 0; i < set_count; i++) sets.push_back(std::make_unique<AttentionSet>(dev, s, uint64_t(i + 1)));
     std::vector<AttentionRow> rows;
@@ -167,8 +184,8 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
         AttentionRow total{s.T, s.B, name, {}};
         for (const AttentionRow& row : rows)
             for (int pass = 0; pass < 2 && row.whole & whole; pass++)
-                total.us[pass] += row.us[pass], total.floor[pass] += row.floor[pass], total.work[pass].flops += row.work[pass].flops,
-                    total.work[pass].bytes += row.work[pass].bytes;
+                total.us[pass] += row.us[pass], total.floor[pass] += row.floor[pass],
+                    total.work[pass].flops += row.work[pass].flops, total.work[pass].bytes += row.work[pass].bytes;
         rows.push_back(total);
     };
     auto split_heads_forward = [&](const NsaShape& shape) {
@@ -178,8 +195,10 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
         return time([&](AttentionSet& x) { dev.Cuda::split_heads_backward(x.dprojected, x.head_gradients(), shape); });
     };
     // k, v: keys and values of this branch; dk, dv: their gradients
-    auto branch = [&](const std::string& name, Branch b, const NsaShape& shape, uint32_t* AttentionSet::*selection, int whole) {
-        AttentionRow& row = add(name, attention_forward_work(b, shape, real), attention_backward_work(b, shape, real), whole);
+    auto branch = [&](const std::string& name, Branch b, const NsaShape& shape, uint32_t* AttentionSet::*selection,
+                      int whole) {
+        AttentionRow& row =
+            add(name, attention_forward_work(b, shape, real), attention_backward_work(b, shape, real), whole);
         auto selected = [&](AttentionSet& x) { return selection ? x.*selection : nullptr; };
         auto k = [&](AttentionSet& x) { return b == CMP ? x.compressed : x.key(b == SLC ? K_SLC : K_WIN); };
         auto dk = [&](AttentionSet& x) { return b == CMP ? x.dcompressed : x.dkey(b == SLC ? K_SLC : K_WIN); };
@@ -189,12 +208,13 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
             dev.Cuda::attention_forward(b, x.o + at * D, x.lse + at, x.q, k(x), k(x) + v, selected(x), shape);
         });
         row.us[1] = time([&](AttentionSet& x) {
-            dev.Cuda::attention_backward(b, x.dq, b != WIN, dk(x), dk(x) + v, x.dout, x.q, k(x), k(x) + v, x.row_dot + at, x.lse + at,
-                                         selected(x), shape);
+            dev.Cuda::attention_backward(b, x.dq, b != WIN, dk(x), dk(x) + v, x.dout, x.q, k(x), k(x) + v,
+                                         x.row_dot + at, x.lse + at, selected(x), shape);
         });
     };
     auto sum = [&](const std::string& name, const NsaShape& shape, int whole) {
-        AttentionRow& row = add(name, combine_forward_work(shape, real), attention_backward_rows_work(shape, real), whole);
+        AttentionRow& row =
+            add(name, combine_forward_work(shape, real), attention_backward_rows_work(shape, real), whole);
         row.us[0] = time([&](AttentionSet& x) { dev.Cuda::combine_forward(x.combined, x.o, x.gate, shape); });
         row.us[1] = time([&](AttentionSet& x) {
             dev.Cuda::attention_backward_rows(x.row_dot, x.lse_gated, x.dgate, x.dout, x.o, x.gate, x.lse, shape);
@@ -205,34 +225,39 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
     const double split = split_heads_forward(s);
     const double compressed = time([&](AttentionSet& x) {  // keys, then values
         for (const int i : {0, 1})
-            dev.Cuda::compress_forward(x.compressed + i * kc, x.hidden + i * hidden, x.key(i ? V_CMP : K_CMP), x.phi_at(x.phi, i), !i, s);
+            dev.Cuda::compress_forward(x.compressed + i * kc, x.hidden + i * hidden, x.key(i ? V_CMP : K_CMP),
+                                       x.phi_at(x.phi, i), !i, s);
     });
     branch("compressed", CMP, s, nullptr, NSA);
-    add("scores and choice", select_blocks_work(s, real), {}, NSA).us[0] = time(
-        [&](AttentionSet& x) { dev.Cuda::select_blocks(x.chosen, nullptr, x.q, x.compressed, x.lse, s); });
+    add("scores and choice", select_blocks_work(s, real), {}, NSA).us[0] =
+        time([&](AttentionSet& x) { dev.Cuda::select_blocks(x.chosen, nullptr, x.q, x.compressed, x.lse, s); });
     const SelectedKernel asked = dev.selected_kernel;
     for (uint32_t* AttentionSet::*selection : {&AttentionSet::shared, &AttentionSet::scattered}) {
         const std::string kind = selection == &AttentionSet::shared ? "shared" : "scattered";
         for (const SelectedKernel kernel : {SelectedKernel::TILES, SelectedKernel::GATHER}) {
             dev.selected_kernel = kernel;
-            branch("selected, " + kind + (kernel == SelectedKernel::TILES ? ", tiles" : ", gathered"), SLC, s, selection, 0);
+            branch("selected, " + kind + (kernel == SelectedKernel::TILES ? ", tiles" : ", gathered"), SLC, s,
+                   selection, 0);
         }
         dev.selected_kernel = SelectedKernel::AUTO;
-        branch("selected, " + kind + ", auto", SLC, s, selection, selection == &AttentionSet::shared ? NSA_SHARED : NSA_SCATTERED);
+        branch("selected, " + kind + ", auto", SLC, s, selection,
+               selection == &AttentionSet::shared ? NSA_SHARED : NSA_SCATTERED);
         std::fprintf(out, "T %d, %s: %s\n", s.T, kind.c_str(), dev.describe_selected(s).c_str());
     }
     dev.selected_kernel = asked;
     branch("window", WIN, s, nullptr, NSA);
     sum("gated sum, row terms", s, NSA);
     const Work once[2] = {compress_forward_work(s, real), compress_backward_work(s, real)};
-    AttentionRow& phi = add("phi of keys and values", {2 * once[0].flops, 2 * once[0].bytes}, {2 * once[1].flops, 2 * once[1].bytes}, NSA);
+    AttentionRow& phi = add("phi of keys and values", {2 * once[0].flops, 2 * once[0].bytes},
+                            {2 * once[1].flops, 2 * once[1].bytes}, NSA);
     phi.us[0] = compressed;
     phi.us[1] = time([&](AttentionSet& x) {
         for (const int i : {0, 1})
-            dev.Cuda::compress_backward(x.dkey(i ? V_CMP : K_CMP), x.phi_at(x.dphi, i), x.dcompressed + i * kc, x.hidden + i * hidden,
-                                        x.key(i ? V_CMP : K_CMP), x.phi_at(x.phi, i), !i, s);
+            dev.Cuda::compress_backward(x.dkey(i ? V_CMP : K_CMP), x.phi_at(x.dphi, i), x.dcompressed + i * kc,
+                                        x.hidden + i * hidden, x.key(i ? V_CMP : K_CMP), x.phi_at(x.phi, i), !i, s);
     });
-    AttentionRow& heads = add("split and rotated heads", split_heads_forward_work(s, real), split_heads_backward_work(s, real), NSA);
+    AttentionRow& heads =
+        add("split and rotated heads", split_heads_forward_work(s, real), split_heads_backward_work(s, real), NSA);
     heads.us[0] = split, heads.us[1] = split_heads_backward(s);
     add_whole(WHOLE_SHARED, NSA_SHARED), add_whole(WHOLE_SCATTERED, NSA_SCATTERED);
 
@@ -249,16 +274,19 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
 }
 
 // The rows of one length, and their results.
-inline void print_attention_rows(const std::vector<AttentionRow>& rows, const NsaShape& s, const Ceilings& ceilings, std::FILE* out) {
-    std::fprintf(out, "\n%7s %4s %-32s %-9s %11s %11s %11s %11s %9s %7s %9s %7s\n", "T", "B", "operation", "pass", "us", "floor us",
-                 "GFLOP", "MB", "TFLOP/s", "of peak", "GB/s", "of peak");
+inline void print_attention_rows(const std::vector<AttentionRow>& rows, const NsaShape& s, const Ceilings& ceilings,
+                                 std::FILE* out) {
+    std::fprintf(out, "\n%7s %4s %-32s %-9s %11s %11s %11s %11s %9s %7s %9s %7s\n", "T", "B", "operation", "pass", "us",
+                 "floor us", "GFLOP", "MB", "TFLOP/s", "of peak", "GB/s", "of peak");
     for (const AttentionRow& row : rows)
         for (int pass = 0; pass < 2; pass++) {
             if (row.us[pass] <= 0) continue;
-            const double seconds = row.us[pass] * 1e-6, flops = row.work[pass].flops / seconds, bytes = row.work[pass].bytes / seconds;
-            std::fprintf(out, "%7d %4d %-32s %-9s %11.1f %11.1f %11.6g %11.6g %9.2f %6.1f%% %9.1f %6.1f%%\n", row.T, row.B,
-                         row.name.c_str(), pass ? "backward" : "forward", row.us[pass], row.floor[pass], row.work[pass].flops * 1e-9,
-                         row.work[pass].bytes * 1e-6, flops * 1e-12, 100 * flops / ceilings.flops_per_second, bytes * 1e-9,
+            const double seconds = row.us[pass] * 1e-6, flops = row.work[pass].flops / seconds,
+                         bytes = row.work[pass].bytes / seconds;
+            std::fprintf(out, "%7d %4d %-32s %-9s %11.1f %11.1f %11.6g %11.6g %9.2f %6.1f%% %9.1f %6.1f%%\n", row.T,
+                         row.B, row.name.c_str(), pass ? "backward" : "forward", row.us[pass], row.floor[pass],
+                         row.work[pass].flops * 1e-9, row.work[pass].bytes * 1e-6, flops * 1e-12,
+                         100 * flops / ceilings.flops_per_second, bytes * 1e-9,
                          100 * bytes / ceilings.bytes_per_second);
         }
     auto named = [&](const char* name) -> const AttentionRow& {
@@ -266,16 +294,18 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
     };
     const AttentionRow &full = named(WHOLE_FULL), &scattered = named(WHOLE_SCATTERED), &shared = named(WHOLE_SHARED);
     for (const auto& [row, name] : {std::pair(&shared, "shared"), std::pair(&scattered, "scattered")})
-        std::fprintf(out, "        NSA / full attention, %s: %.2f forward, %.2f backward\n", name, row->us[0] / full.us[0],
-                     row->us[1] / full.us[1]);
+        std::fprintf(out, "        NSA / full attention, %s: %.2f forward, %.2f backward\n", name,
+                     row->us[0] / full.us[0], row->us[1] / full.us[1]);
     const CountedFloor* counted = nullptr;
     for (const CountedFloor& f : COUNTED_FLOORS)
         if (f.T == s.T) counted = &f;
     const double scale = counted ? double(s.B) / counted->sequences : 0;
     if (counted)
         std::fprintf(out,
-                     "        floor on an H200, counted for 12 heads of 64: NSA %.0f forward, %.0f backward; full attention %.0f, %.0f\n",
-                     counted->forward * scale, counted->backward * scale, counted->dense_forward * scale, counted->dense_backward * scale);
+                     "        floor on an H200, counted for 12 heads of 64: NSA %.0f forward, %.0f backward; full "
+                     "attention %.0f, %.0f\n",
+                     counted->forward * scale, counted->backward * scale, counted->dense_forward * scale,
+                     counted->dense_backward * scale);
     const std::string shape = format_text("%d x %d, %d heads in %d groups of dimension %d", s.B, s.T, s.H, s.G, s.D);
     for (const bool dense : {false, true})
         for (const int pass : {0, 1}) {
@@ -283,26 +313,33 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
             const double floor = !counted ? 0
                                  : dense  ? (pass ? counted->dense_backward : counted->dense_forward)
                                           : (pass ? counted->backward : counted->forward);
-            const std::string ratio = dense ? ""
-                                            : format_text(", %.2f of full attention; selection scattered: %.1f us, %.2f",
-                                                          row.us[pass] / full.us[pass], scattered.us[pass],
-                                                          scattered.us[pass] / full.us[pass]);
-            std::fprintf(out, "result: attention, %s, %d x %d: %s | %.1f | us | %s%s; floor %.1f us at the measured ceilings%s\n",
-                         dense ? "full" : "NSA", s.B, s.T, pass ? "backward" : "forward", row.us[pass], shape.c_str(), ratio.c_str(),
-                         row.floor[pass], counted ? format_text(", %.0f us counted for an H200", floor * scale).c_str() : "");
+            const std::string ratio =
+                dense
+                    ? ""
+                    : format_text(", %.2f of full attention; selection scattered: %.1f us, %.2f",
+                                  row.us[pass] / full.us[pass], scattered.us[pass], scattered.us[pass] / full.us[pass]);
+            std::fprintf(
+                out,
+                "result: attention, %s, %d x %d: %s | %.1f | us | %s%s; floor %.1f us at the measured ceilings%s\n",
+                dense ? "full" : "NSA", s.B, s.T, pass ? "backward" : "forward", row.us[pass], shape.c_str(),
+                ratio.c_str(), row.floor[pass],
+                counted ? format_text(", %.0f us counted for an H200", floor * scale).c_str() : "");
         }
     std::fflush(out);
 }
 
 // Lengths first_length, twice that, ... c.seq_len, of c.batch * c.seq_len tokens each; the report goes to `out`.
-inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c, int first_length, int set_count, int repetitions,
-                                               int ceiling_size, std::FILE* out) {
+inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c, int first_length, int set_count,
+                                               int repetitions, int ceiling_size, std::FILE* out) {
     const Ceilings ceilings = measure_ceilings(dev, ceiling_size);
-    std::fprintf(out, "attention of one layer, %lld tokens in all, %lld heads in %lld groups of dimension %lld, on %s\n",
+    std::fprintf(out,
+                 "attention of one layer, %lld tokens in all, %lld heads in %lld groups of dimension %lld, on %s\n",
                  (long long)(c.batch * c.seq_len), (long long)c.heads, (long long)c.kv_groups, (long long)c.head_dim,
                  dev.describe().c_str());
     ceilings.print(out, "beginning");
-    std::fprintf(out, "floor: the longer of FLOPs at the first ceiling and bytes at the second; of a whole: the sum of its rows' floors\n");
+    std::fprintf(out,
+                 "floor: the longer of FLOPs at the first ceiling and bytes at the second; of a whole: the sum of its "
+                 "rows' floors\n");
     std::vector<AttentionRow> all;
     for (int64_t T = first_length; T <= c.seq_len; T *= 2) {
         const NsaShape s = shape_of(c, c.batch * c.seq_len / T, T);
@@ -310,7 +347,8 @@ inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c
         print_attention_rows(rows, s, ceilings, out);
         all.insert(all.end(), rows.begin(), rows.end());
     }
-    print_last_ceilings(dev, format_text("attention, %lld tokens", (long long)(c.batch * c.seq_len)), ceilings, ceiling_size, out);
+    print_last_ceilings(dev, format_text("attention, %lld tokens", (long long)(c.batch * c.seq_len)), ceilings,
+                        ceiling_size, out);
     return all;
 }
 inline int run_attention_bench(int argc, const char* const* argv) {
@@ -322,7 +360,8 @@ inline int run_attention_bench(int argc, const char* const* argv) {
     apply_preset(c, given);
     validate_model(c, "options");
     World world;
-    if (!choose_device(c, world).gpu) fail("--perf-attention: there is no GPU to time attention on (or the build holds no CUDA engine)");
+    if (!choose_device(c, world).gpu)
+        fail("--perf-attention: there is no GPU to time attention on (or the build holds no CUDA engine)");
     Timed<Cuda> dev(0);
     run_attention(dev, c, 2048, 3, 15, 0, stdout);
     return 0;

@@ -1,4 +1,5 @@
-// bench_cpu.cpp: how fast the CPU engine is, against what this machine's GEMM reaches in the same run. dev/bench/cpu.sh builds and runs it.
+// bench_cpu.cpp: how fast the CPU engine is, against what this machine's GEMM reaches in the same run. dev/bench/cpu.sh
+// builds and runs it.
 //   bench_cpu conditions                        processor, compiler, library, load
 //   bench_cpu gemm                              oneDNN and our own loop in fp32 and bf16 at the shapes of a 125m step
 //   bench_cpu attention                         the three branches, forward and backward, T = 2k .. 32k
@@ -11,7 +12,8 @@
 #include "../../train_nsa.cu"
 #include "perf.h"
 
-// The processor time that other processes took from this machine since the object was made, as a share of all its cores.
+// The processor time that other processes took from this machine since the object was made, as a share of all its
+// cores.
 struct LoadOfOthers {
     double begun = seconds_now(), busy = busy_seconds(), own = own_seconds();
 
@@ -73,11 +75,12 @@ static void print_conditions() {
         if (line.compare(0, 10, "model name") == 0) processor = line.substr(line.find(':') + 2);
     double load[3] = {};
     if (getloadavg(load, 3) != 3) load[0] = -1;
-    std::printf("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s, AMX: %s\n", processor.c_str(), usable_processors(),
-                VECTOR_BYTES, HAVE_BF16 ? "yes" : "no", amx_granted() ? "yes" : "no");
+    std::printf("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s, AMX: %s\n", processor.c_str(),
+                usable_processors(), VECTOR_BYTES, HAVE_BF16 ? "yes" : "no", amx_granted() ? "yes" : "no");
 #ifdef USE_DNNL
     const dnnl_version_t* v = dnnl_version();
-    std::printf("# built by g++ %s, with oneDNN %d.%d.%d, %d threads\n", __VERSION__, v->major, v->minor, v->patch, omp_get_max_threads());
+    std::printf("# built by g++ %s, with oneDNN %d.%d.%d, %d threads\n", __VERSION__, v->major, v->minor, v->patch,
+                omp_get_max_threads());
 #else
     std::printf("# built by g++ %s, without oneDNN, %d threads\n", __VERSION__, omp_get_max_threads());
 #endif
@@ -86,8 +89,14 @@ static void print_conditions() {
 
 // ---------------------------------------------------------------------------------------------------------------------
 static void bench_gemm() {
-    struct Product { const char* name; bool ta, tb; int M, N, K; bool accumulate; };
-    const int T = 2048, C = 768, P = 1576, M = 3072, rows = 1024, Vp = 50304;  // of 125m, at B = 1; the head in chunks of rows
+    struct Product {
+        const char* name;
+        bool ta, tb;
+        int M, N, K;
+        bool accumulate;
+    };
+    const int T = 2048, C = 768, P = 1576, M = 3072, rows = 1024,
+              Vp = 50304;  // of 125m, at B = 1; the head in chunks of rows
     const Product products[] = {
         {"projection, forward", false, true, T, P, C, false}, {"projection, inputs", false, false, T, C, P, false},
         {"projection, weights", true, false, P, C, T, true},  {"o_proj, forward", false, true, T, C, C, true},
@@ -101,11 +110,12 @@ static void bench_gemm() {
     std::vector<float> out(A.size());
     Gemm<float> gemm;
     std::printf(
-        "GFLOP/s             oneDNN fp32  own fp32   own/oneDNN | oneDNN bf16  own bf16   own/oneDNN   (bf16 with the rounding of the "
+        "GFLOP/s             oneDNN fp32  own fp32   own/oneDNN | oneDNN bf16  own bf16   own/oneDNN   (bf16 with the "
+        "rounding of the "
         "inputs)\n");
     auto print_row = [](const char* name, double library, double own, double library_bf16, double own_bf16) {
-        std::printf("%-20s %10.0f %9.0f %12.2f | %10.0f %9.0f %12.2f\n", name, library, own, own / library, library_bf16, own_bf16,
-                    HAVE_BF16 ? own_bf16 / library_bf16 : 0);
+        std::printf("%-20s %10.0f %9.0f %12.2f | %10.0f %9.0f %12.2f\n", name, library, own, own / library,
+                    library_bf16, own_bf16, HAVE_BF16 ? own_bf16 / library_bf16 : 0);
         std::fflush(stdout);
     };
     double flops = 0, seconds[4] = {};
@@ -116,12 +126,16 @@ static void bench_gemm() {
         auto call = [&](bool bf16, bool own) {
             gemm.bf16 = bf16;
             if (!own) gemm(p.ta, p.tb, p.M, p.N, p.K, A.data(), lda, B.data(), ldb, p.accumulate, out.data(), p.N);
-            else if (!bf16) gemm.blocked<float>(p.ta, p.tb, p.M, p.N, p.K, A.data(), lda, B.data(), ldb, p.accumulate, out.data(), p.N);
+            else if (!bf16)
+                gemm.blocked<float>(p.ta, p.tb, p.M, p.N, p.K, A.data(), lda, B.data(), ldb, p.accumulate, out.data(),
+                                    p.N);
             else if constexpr (HAVE_BF16)
-                gemm.blocked<Bf16Pair>(p.ta, p.tb, p.M, p.N, p.K, A.data(), lda, B.data(), ldb, p.accumulate, out.data(), p.N);
+                gemm.blocked<Bf16Pair>(p.ta, p.tb, p.M, p.N, p.K, A.data(), lda, B.data(), ldb, p.accumulate,
+                                       out.data(), p.N);
         };
         std::vector<std::function<void()>> contenders = {[&] { call(false, false); }, [&] { call(false, true); }};
-        if (HAVE_BF16) contenders.push_back([&] { call(true, false); }), contenders.push_back([&] { call(true, true); });
+        if (HAVE_BF16)
+            contenders.push_back([&] { call(true, false); }), contenders.push_back([&] { call(true, true); });
         const std::vector<double> s = alternate(head ? 3 : 7, contenders);
         flops += 2.0 * p.M * p.N * p.K * calls;
         for (size_t i = 0; i < s.size(); i++) seconds[i] += s[i] * calls;
@@ -138,7 +152,8 @@ static void bench_gemm() {
 // A product of a step, for ratios.
 struct GemmRate {
     static constexpr int M = 2048, N = 3072, K = 768;
-    std::vector<float> a = random_floats(size_t(M) * K), b = random_floats(size_t(N) * K), c = std::vector<float>(size_t(M) * N);
+    std::vector<float> a = random_floats(size_t(M) * K), b = random_floats(size_t(N) * K),
+                       c = std::vector<float>(size_t(M) * N);
     Gemm<float> gemm;
     void run() { gemm(false, true, M, N, K, a.data(), K, b.data(), K, false, c.data(), N); }
     static double rate(double seconds) { return 2.0 * M * N * K / seconds; }
@@ -147,9 +162,10 @@ struct GemmRate {
 // ---------------------------------------------------------------------------------------------------------------------
 static void bench_attention(const Config& c, bool bf16) {
     std::printf(
-        "useful FLOPs: 4 D a key and query head forward, 8 D backward; ns per key: time of a query over all heads, divided by its keys\n");
-    std::printf("%-6s %-11s %10s | %14s %12s %11s | %14s %12s %11s\n", "T", "branch", "keys/query", "fwd GFLOP/s", "of GEMM", "ns per key",
-                "bwd GFLOP/s", "of GEMM", "ns per key");
+        "useful FLOPs: 4 D a key and query head forward, 8 D backward; ns per key: time of a query over all heads, "
+        "divided by its keys\n");
+    std::printf("%-6s %-11s %10s | %14s %12s %11s | %14s %12s %11s\n", "T", "branch", "keys/query", "fwd GFLOP/s",
+                "of GEMM", "ns per key", "bwd GFLOP/s", "of GEMM", "ns per key");
     GemmRate reference;
     Cpu<float> cpu;
     cpu.gemm.bf16 = reference.gemm.bf16 = bf16;
@@ -166,21 +182,23 @@ static void bench_attention(const Config& c, bool bf16) {
             std::printf("%-6d %-11s %10.1f |", T, name, pairs / double(rows));
             for (const int backward : {0, 1}) {
                 const double rate = (backward ? 8 : 4) * pairs * s.D / seconds[backward];
-                std::printf(" %14.1f %11.0f%% %11.2f %s", rate * 1e-9, 100 * rate / gemm, seconds[backward] * 1e9 / pairs * s.H,
-                            backward ? "\n" : "|");
+                std::printf(" %14.1f %11.0f%% %11.2f %s", rate * 1e-9, 100 * rate / gemm,
+                            seconds[backward] * 1e9 / pairs * s.H, backward ? "\n" : "|");
             }
             std::fflush(stdout);
         };
         double all_pairs = 0, all_gemm = 0, all_seconds[2] = {0, 0};
         for (const Branch branch : {CMP, SLC, WIN}) {
             auto forward_pass = [&] {
-                cpu.attention_forward(branch, out.data(), lse.data(), q.data(), k.data(), v.data(), selection.data(), s);
+                cpu.attention_forward(branch, out.data(), lse.data(), q.data(), k.data(), v.data(), selection.data(),
+                                      s);
             };
             auto backward_pass = [&] {
-                cpu.attention_backward(branch, dq.data(), branch != WIN, dk.data(), dv.data(), dout.data(), q.data(), k.data(), v.data(),
-                                       dot.data(), lse.data(), selection.data(), s);
+                cpu.attention_backward(branch, dq.data(), branch != WIN, dk.data(), dv.data(), dout.data(), q.data(),
+                                       k.data(), v.data(), dot.data(), lse.data(), selection.data(), s);
             };
-            const std::vector<double> seconds = alternate(T <= 8192 ? 5 : 3, {[&] { reference.run(); }, forward_pass, backward_pass});
+            const std::vector<double> seconds =
+                alternate(T <= 8192 ? 5 : 3, {[&] { reference.run(); }, forward_pass, backward_pass});
             const double pairs = attention_pairs(branch, s), gemm = GemmRate::rate(seconds[0]);
             print(Timed<Cpu<float>>::branch_name(branch), pairs, gemm, &seconds[1]);
             all_pairs += pairs, all_gemm += gemm / 3, all_seconds[0] += seconds[1], all_seconds[1] += seconds[2];
@@ -218,7 +236,8 @@ struct StepBench {
 
 static std::string kind_of(const std::string& operation) {
     if (operation.compare(0, 7, "matmul_") == 0) return "GEMM";
-    if (operation.compare(0, 18, "attention_forward,") == 0 || operation.compare(0, 19, "attention_backward,") == 0) return "attention";
+    if (operation.compare(0, 18, "attention_forward,") == 0 || operation.compare(0, 19, "attention_backward,") == 0)
+        return "attention";
     if (operation.compare(0, 9, "compress_") == 0 || operation == "select_blocks") return "compression and selection";
     return "everything else";
 }
@@ -237,21 +256,26 @@ static void bench_step(const Config& c, bool bf16, int steps) {
     std::map<std::string, OperationTime> kinds;
     OperationTime all;
     for (const auto& [name, t] : bench.dev.times)
-        for (OperationTime* to : {&kinds[kind_of(name)], &all}) to->seconds += t.seconds, to->flops += t.flops, to->bytes += t.bytes;
+        for (OperationTime* to : {&kinds[kind_of(name)], &all})
+            to->seconds += t.seconds, to->flops += t.flops, to->bytes += t.bytes;
     double whole = 0, flops = 0;
     for (double s : seconds) whole += s;
     for (const char* kind : {"GEMM", "attention", "compression and selection"}) flops += kinds[kind].flops;
-    const double gemm = GemmRate::rate(median(gemm_seconds)), tokens_per_second = double(bench.tokens.size()) / median(seconds);
+    const double gemm = GemmRate::rate(median(gemm_seconds)),
+                 tokens_per_second = double(bench.tokens.size()) / median(seconds);
     std::printf(
-        "%s, B %lld, T %lld, %s: median %.1f tokens/s of %d steps; GEMM alone %.0f GFLOP/s, the step %.0f useful GFLOP/s, %.2f of it; peak "
+        "%s, B %lld, T %lld, %s: median %.1f tokens/s of %d steps; GEMM alone %.0f GFLOP/s, the step %.0f useful "
+        "GFLOP/s, %.2f of it; peak "
         "memory %.0f MiB\n",
-        c.model.c_str(), (long long)c.batch, (long long)c.seq_len, bf16 ? "bf16" : "fp32", tokens_per_second, steps, gemm * 1e-9,
-        flops / whole * 1e-9, flops / whole / gemm, peak_memory_mib());
+        c.model.c_str(), (long long)c.batch, (long long)c.seq_len, bf16 ? "bf16" : "fp32", tokens_per_second, steps,
+        gemm * 1e-9, flops / whole * 1e-9, flops / whole / gemm, peak_memory_mib());
     for (const auto& [kind, t] : kinds)
-        std::printf("    %-26s %5.1f %% of the step, %6.0f GFLOP/s (%3.0f %% of GEMM), %5.1f GB/s\n", kind.c_str(), 100 * t.seconds / whole,
-                    t.flops / t.seconds * 1e-9, 100 * t.flops / t.seconds / gemm, t.bytes / t.seconds * 1e-9);
+        std::printf("    %-26s %5.1f %% of the step, %6.0f GFLOP/s (%3.0f %% of GEMM), %5.1f GB/s\n", kind.c_str(),
+                    100 * t.seconds / whole, t.flops / t.seconds * 1e-9, 100 * t.flops / t.seconds / gemm,
+                    t.bytes / t.seconds * 1e-9);
     std::vector<std::pair<std::string, OperationTime>> rows(bench.dev.times.begin(), bench.dev.times.end());
-    std::sort(rows.begin(), rows.end(), [](const auto& x, const auto& y) { return x.second.seconds > y.second.seconds; });
+    std::sort(rows.begin(), rows.end(),
+              [](const auto& x, const auto& y) { return x.second.seconds > y.second.seconds; });
     for (const auto& [name, t] : rows) std::printf("        %-34s %5.1f %%\n", name.c_str(), 100 * t.seconds / whole);
 }
 
@@ -260,7 +284,8 @@ static void bench_rate(const Config& c, bool bf16, const std::string& name, int 
     constexpr int warm_up = 2;
     for (int i = 0; i < warm_up + steps; i++) {
         const double s = seconds_of([&] { bench.step(); });
-        std::printf(i < warm_up ? "# %s: %.1f tokens/s to warm up\n" : "rate %s %.1f\n", name.c_str(), double(bench.tokens.size()) / s);
+        std::printf(i < warm_up ? "# %s: %.1f tokens/s to warm up\n" : "rate %s %.1f\n", name.c_str(),
+                    double(bench.tokens.size()) / s);
         std::fflush(stdout);
     }
 }

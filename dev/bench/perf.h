@@ -6,7 +6,8 @@
 // Then, on a GPU, the same steps without clocks: how far the host runs ahead of the
 // GPU, and what --cuda-graph 1 makes of it. One of them is marked for a profiler:
 //   ncu --profile-from-start off --metrics gpu__time_duration.sum ./test_nsa --perf ...
-// gives the time of every kernel of one step; their sum, beside the time of the step without clocks, shows what is lost between kernels.
+// gives the time of every kernel of one step; their sum, beside the time of the step without clocks, shows what is lost
+// between kernels.
 #pragma once
 #include <map>
 #include <string>
@@ -41,13 +42,16 @@ inline double median_of(std::vector<double> x) {
 struct Work {
     double flops = 0, bytes = 0;
 };
-inline double branch_keys(Branch branch, const NsaShape& s) { return double(branch == CMP ? s.cmp_rows() : s.key_rows()) * s.D; }
+inline double branch_keys(Branch branch, const NsaShape& s) {
+    return double(branch == CMP ? s.cmp_rows() : s.key_rows()) * s.D;
+}
 inline double selection_bytes(const NsaShape& s) { return 4.0 * s.B * s.G * s.queries * s.selection_words(); }
 // q, keys and values, out, lse, the selection
 inline Work attention_forward_work(Branch branch, const NsaShape& s, double real) {
     const double q = double(s.query_rows()) * s.D;
-    return {4 * attention_pairs(branch, s) * s.D,
-            real * (2 * q + 2 * branch_keys(branch, s)) + 4 * double(s.query_rows()) + (branch == SLC ? selection_bytes(s) : 0)};
+    return {4 * attention_pairs(branch, s) * s.D, real * (2 * q + 2 * branch_keys(branch, s)) +
+                                                      4 * double(s.query_rows()) +
+                                                      (branch == SLC ? selection_bytes(s) : 0)};
 }
 // q, dout, dq written, and read by the branches that add to the window's,
 // keys and values and their gradients, lse and row_dot, the selection
@@ -62,13 +66,14 @@ inline Work select_blocks_work(const NsaShape& s, double real) {
     NsaShape choosing = s;
     choosing.first = std::min(std::max(s.first, s.slc_count * s.slc_block), s.first + s.queries),
     choosing.queries = s.first + s.queries - choosing.first;
-    return {2 * attention_pairs(CMP, choosing) * s.D,
-            real * (double(s.query_rows()) * s.D + branch_keys(CMP, s)) + 4 * double(s.query_rows()) + selection_bytes(s)};
+    return {2 * attention_pairs(CMP, choosing) * s.D, real * (double(s.query_rows()) * s.D + branch_keys(CMP, s)) +
+                                                          4 * double(s.query_rows()) + selection_bytes(s)};
 }
 // projected; q, the heads of keys and values, the gates. Each rotated pair (q, k_slc, k_win) takes six operations.
 inline Work split_heads_forward_work(const NsaShape& s, double real) {
     const double tokens = double(s.B) * s.queries, heads = double(s.H + (s.full ? 2 : 6) * s.G) * s.D;
-    return {3 * tokens * (s.H + (s.full ? 1 : 2) * s.G) * s.D, tokens * (real * (s.projected() + heads) + (s.full ? 0 : 4.0 * 3 * s.H))};
+    return {3 * tokens * (s.H + (s.full ? 1 : 2) * s.G) * s.D,
+            tokens * (real * (s.projected() + heads) + (s.full ? 0 : 4.0 * 3 * s.H))};
 }
 // The same backwards, with dq in fp32.
 inline Work split_heads_backward_work(const NsaShape& s, double real) {
@@ -76,11 +81,13 @@ inline Work split_heads_backward_work(const NsaShape& s, double real) {
     work.bytes += (4 - real) * double(s.B) * s.queries * s.H * s.D;
     return work;
 }
-// phi, for keys or for values: fc1 and fc2 for each compressed block. Keys, compressed blocks, the hidden layer; fc1, bias, fc2
+// phi, for keys or for values: fc1 and fc2 for each compressed block. Keys, compressed blocks, the hidden layer; fc1,
+// bias, fc2
 inline double phi_weights(const NsaShape& s) { return double(s.F) * s.l * s.D + s.F + double(s.D) * s.F; }
 inline Work compress_forward_work(const NsaShape& s, double real) {
     const double rows = double(s.cmp_rows());
-    return {2 * rows * s.F * (double(s.l) * s.D + s.D), real * (double(s.key_rows()) * s.D + rows * (s.D + s.F) + phi_weights(s))};
+    return {2 * rows * s.F * (double(s.l) * s.D + s.D),
+            real * (double(s.key_rows()) * s.D + rows * (s.D + s.F) + phi_weights(s))};
 }
 // Two products for each of the forward's. The forward's arrays, dk, and the weights' fp32 gradients read and written
 inline Work compress_backward_work(const NsaShape& s, double real) {
@@ -167,7 +174,9 @@ struct Timed : Dev {
         }
     }
     template <class F>
-    void clock(const std::string& name, const Work& work, F operation) { clock(name, work.flops, work.bytes, operation); }
+    void clock(const std::string& name, const Work& work, F operation) {
+        clock(name, work.flops, work.bytes, operation);
+    }
     static double R(double n) { return n * sizeof(real); }
     static double S(double n) { return n * sizeof(Stat); }
 
@@ -179,10 +188,13 @@ struct Timed : Dev {
               [&] { Dev::embedding_backward(dembed, dx, tokens, N, C); });
     }
     void rmsnorm_forward(real* out, Stat* rstd, const real* x, const real* weight, int N, int C) {
-        clock("rmsnorm_forward", 4.0 * N * C, R(2.0 * N * C), [&] { Dev::rmsnorm_forward(out, rstd, x, weight, N, C); });
+        clock("rmsnorm_forward", 4.0 * N * C, R(2.0 * N * C),
+              [&] { Dev::rmsnorm_forward(out, rstd, x, weight, N, C); });
     }
-    void rmsnorm_backward(real* dx, Grad* dweight, const real* dout, const real* x, const Stat* rstd, const real* weight, int N, int C) {
-        clock("rmsnorm_backward", 11.0 * N * C, R(4.0 * N * C), [&] { Dev::rmsnorm_backward(dx, dweight, dout, x, rstd, weight, N, C); });
+    void rmsnorm_backward(real* dx, Grad* dweight, const real* dout, const real* x, const Stat* rstd,
+                          const real* weight, int N, int C) {
+        clock("rmsnorm_backward", 11.0 * N * C, R(4.0 * N * C),
+              [&] { Dev::rmsnorm_backward(dx, dweight, dout, x, rstd, weight, N, C); });
     }
     void matmul_forward(real* out, const real* inp, const real* weight, const real* residual, int N, int C, int OC) {
         clock("matmul_forward", 2.0 * N * C * OC, R(1.0 * N * C + 1.0 * OC * C + (residual ? 2.0 : 1.0) * N * OC),
@@ -200,9 +212,11 @@ struct Timed : Dev {
         clock("silu_forward", 4.0 * double(count), R(2.0 * double(count)), [&] { Dev::silu_forward(out, x, count); });
     }
     void silu_backward(real* dx, const real* dout, const real* x, size_t count) {
-        clock("silu_backward", 8.0 * double(count), R(3.0 * double(count)), [&] { Dev::silu_backward(dx, dout, x, count); });
+        clock("silu_backward", 8.0 * double(count), R(3.0 * double(count)),
+              [&] { Dev::silu_backward(dx, dout, x, count); });
     }
-    void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V, int Vp) {
+    void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V,
+                    int Vp) {
         clock("classifier", 8.0 * N * V, R((want_gradient ? 2.0 : 1.0) * N * Vp),
               [&] { Dev::classifier(losses, logits, targets, dloss, want_gradient, N, V, Vp); });
     }
@@ -210,46 +224,55 @@ struct Timed : Dev {
         clock("chunk_squares", 2.0 * double(count), double(count * sizeof(Grad)),
               [&] { Dev::chunk_squares(squares, x, total, begin, count); });
     }
-    void adamw(real* param, typename Dev::Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
-        const double bytes = double(count) * ((Dev::has_master ? 2.0 * sizeof(typename Dev::Master) + sizeof(real) : 2.0 * sizeof(real)) +
+    void adamw(real* param, typename Dev::Master* master, Stat* m, Stat* v, const Grad* grad, size_t count,
+               const HyperAdamW& h) {
+        const double bytes = double(count) * ((Dev::has_master ? 2.0 * sizeof(typename Dev::Master) + sizeof(real)
+                                                               : 2.0 * sizeof(real)) +
                                               4 * sizeof(Stat) + sizeof(Grad));
         clock("adamw", 15.0 * double(count), bytes, [&] { Dev::adamw(param, master, m, v, grad, count, h); });
     }
     void split_heads_forward(typename Dev::Heads out, const real* projected, const NsaShape& s) {
-        clock("split_heads_forward", split_heads_forward_work(s, sizeof(real)), [&] { Dev::split_heads_forward(out, projected, s); });
+        clock("split_heads_forward", split_heads_forward_work(s, sizeof(real)),
+              [&] { Dev::split_heads_forward(out, projected, s); });
     }
     void split_heads_backward(real* dprojected, typename Dev::HeadGradients d, const NsaShape& s) {
-        clock("split_heads_backward", split_heads_backward_work(s, sizeof(real)), [&] { Dev::split_heads_backward(dprojected, d, s); });
+        clock("split_heads_backward", split_heads_backward_work(s, sizeof(real)),
+              [&] { Dev::split_heads_backward(dprojected, d, s); });
     }
-    void compress_forward(real* out, real* hidden, const real* k, const typename Dev::Phi& phi, bool rotated, const NsaShape& s) {
-        clock("compress_forward", compress_forward_work(s, sizeof(real)), [&] { Dev::compress_forward(out, hidden, k, phi, rotated, s); });
+    void compress_forward(real* out, real* hidden, const real* k, const typename Dev::Phi& phi, bool rotated,
+                          const NsaShape& s) {
+        clock("compress_forward", compress_forward_work(s, sizeof(real)),
+              [&] { Dev::compress_forward(out, hidden, k, phi, rotated, s); });
     }
-    void compress_backward(real* dk, const typename Dev::PhiGradients& dphi, real* dout, const real* hidden, const real* k,
-                           const typename Dev::Phi& phi, bool rotated, const NsaShape& s) {
+    void compress_backward(real* dk, const typename Dev::PhiGradients& dphi, real* dout, const real* hidden,
+                           const real* k, const typename Dev::Phi& phi, bool rotated, const NsaShape& s) {
         clock("compress_backward", compress_backward_work(s, sizeof(real)),
               [&] { Dev::compress_backward(dk, dphi, dout, hidden, k, phi, rotated, s); });
     }
     static const char* branch_name(Branch b) { return b == CMP ? "compressed" : b == SLC ? "selected" : "window"; }
     static std::string branch_name(Branch b, const NsaShape& s) { return s.full ? "full attention" : branch_name(b); }
-    void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection,
-                           const NsaShape& s) {
+    void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
+                           const uint32_t* selection, const NsaShape& s) {
         clock("attention_forward, " + branch_name(branch, s), attention_forward_work(branch, s, sizeof(real)),
               [&] { Dev::attention_forward(branch, out, lse, q, k, v, selection, s); });
     }
-    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q, const real* k,
-                            const real* v, const Stat* row_dot, const Stat* lse_gated, const uint32_t* selection, const NsaShape& s) {
-        clock("attention_backward, " + branch_name(branch, s), attention_backward_work(branch, s, sizeof(real)),
-              [&] { Dev::attention_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s); });
+    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q,
+                            const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
+                            const uint32_t* selection, const NsaShape& s) {
+        clock("attention_backward, " + branch_name(branch, s), attention_backward_work(branch, s, sizeof(real)), [&] {
+            Dev::attention_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s);
+        });
     }
-    void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse, const NsaShape& s) {
+    void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse,
+                       const NsaShape& s) {
         clock("select_blocks", select_blocks_work(s, sizeof(real)),
               [&] { Dev::select_blocks(selection, chosen_importance, q, kc, lse, s); });
     }
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
         clock("combine_forward", combine_forward_work(s, sizeof(real)), [&] { Dev::combine_forward(out, o, gate, s); });
     }
-    void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o, const Stat* gate,
-                                 const Stat* lse, const NsaShape& s) {
+    void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o,
+                                 const Stat* gate, const Stat* lse, const NsaShape& s) {
         clock("attention_backward_rows", attention_backward_rows_work(s, sizeof(real)),
               [&] { Dev::attention_backward_rows(row_dot, lse_gated, dgate_logit, dout, o, gate, lse, s); });
     }
@@ -262,13 +285,16 @@ struct Ceilings {
     int size, repetitions;  // rows and columns of the matrices; products, and copies, that were timed
     size_t copied_bytes;    // of a copy, which reads and writes them
     // Seconds that the work takes at least.
-    double floor(double flops, double bytes) const { return std::max(flops / flops_per_second, bytes / bytes_per_second); }
+    double floor(double flops, double bytes) const {
+        return std::max(flops / flops_per_second, bytes / bytes_per_second);
+    }
     void print(std::FILE* out, const char* when) const {
         std::fprintf(out,
-                     "ceilings measured in this run, at its %s: product of matrices %.6g TFLOP/s (%d x %d x %d), copy %.6g GB/s (%.0f "
+                     "ceilings measured in this run, at its %s: product of matrices %.6g TFLOP/s (%d x %d x %d), copy "
+                     "%.6g GB/s (%.0f "
                      "MiB), medians of %d\n",
-                     when, flops_per_second * 1e-12, size, size, size, bytes_per_second * 1e-9, double(copied_bytes) / (1 << 20),
-                     repetitions);
+                     when, flops_per_second * 1e-12, size, size, size, bytes_per_second * 1e-9,
+                     double(copied_bytes) / (1 << 20), repetitions);
     }
 };
 // size: rows and columns of the matrices, which are what is copied then; 0:
@@ -277,7 +303,8 @@ template <class Dev>
 Ceilings measure_ceilings(Timed<Dev>& dev, int size = 0) {
     using real = typename Dev::real;
     const int n = size ? size : Dev::on_host ? 1536 : 8192, repetitions = Dev::on_host ? 7 : 31;
-    const size_t count = size_t(n) * n, copied = size ? count : (size_t(Dev::on_host ? 128 : 1024) << 20) / sizeof(real);
+    const size_t count = size_t(n) * n,
+                 copied = size ? count : (size_t(Dev::on_host ? 128 : 1024) << 20) / sizeof(real);
     std::map<std::string, OperationTime> earlier;  // what the caller has timed
     earlier.swap(dev.times);
     auto copy = [&](real* out, const real* in, size_t elements) {
@@ -287,9 +314,11 @@ Ceilings measure_ceilings(Timed<Dev>& dev, int size = 0) {
 #endif
         dev.Dev::copy(out, in, elements);
     };
-    real *a = dev.template allocate<real>(count), *b = dev.template allocate<real>(count), *c = dev.template allocate<real>(count);
+    real *a = dev.template allocate<real>(count), *b = dev.template allocate<real>(count),
+         *c = dev.template allocate<real>(count);
     real *from = dev.template allocate<real>(copied), *to = dev.template allocate<real>(copied);
-    std::vector<float> values(count);  // not zeros, and no two rows alike: with those a GPU draws less power and runs faster
+    std::vector<float> values(
+        count);  // not zeros, and no two rows alike: with those a GPU draws less power and runs faster
     for (size_t i = 0; i < count; i++) values[i] = float(int(i * 0x9E3779B97F4A7C15u >> 56)) / 128 - 1;
     dev.from_host(a, values.data(), count), dev.from_host(b, values.data(), count);
     for (size_t at = 0; at < copied; at += count) copy(from + at, a, std::min(count, copied - at));
@@ -298,30 +327,38 @@ Ceilings measure_ceilings(Timed<Dev>& dev, int size = 0) {
         for (int i = 0; i < 4; i++) dev.Dev::matmul_forward(c, a, b, nullptr, n, n, n), copy(to, from, copied);
         dev.wait();
     } while (!size && !Dev::on_host && seconds_now() - begin < 0.1);
-    for (int i = 0; i < repetitions; i++) dev.clock("product", 0, 0, [&] { dev.Dev::matmul_forward(c, a, b, nullptr, n, n, n); });
+    for (int i = 0; i < repetitions; i++)
+        dev.clock("product", 0, 0, [&] { dev.Dev::matmul_forward(c, a, b, nullptr, n, n, n); });
     for (int i = 0; i < repetitions; i++) dev.clock("copy", 0, 0, [&] { copy(to, from, copied); });
     dev.collect();
     const Ceilings found = {2.0 * n * double(n) * n / median_of(dev.times["product"].each),
-                            2.0 * double(copied * sizeof(real)) / median_of(dev.times["copy"].each), n, repetitions, copied * sizeof(real)};
+                            2.0 * double(copied * sizeof(real)) / median_of(dev.times["copy"].each), n, repetitions,
+                            copied * sizeof(real)};
     earlier.swap(dev.times);
     dev.release(a), dev.release(b), dev.release(c), dev.release(from), dev.release(to);
     return found;
 }
-// The last lines of a report: the ceilings once more, and both for the table of results. name: of the run, since a report holds several.
+// The last lines of a report: the ceilings once more, and both for the table of results. name: of the run, since a
+// report holds several.
 template <class Dev>
-void print_last_ceilings(Timed<Dev>& dev, const std::string& name, const Ceilings& first, int ceiling_size, std::FILE* out) {
+void print_last_ceilings(Timed<Dev>& dev, const std::string& name, const Ceilings& first, int ceiling_size,
+                         std::FILE* out) {
     const Ceilings last = measure_ceilings(dev, ceiling_size);
     last.print(out, "end");
     std::fprintf(out,
-                 "rates, floors and shares of peak above are relative to the ceilings at the beginning; at the end they are %+.1f and "
+                 "rates, floors and shares of peak above are relative to the ceilings at the beginning; at the end "
+                 "they are %+.1f and "
                  "%+.1f %% of those\n",
-                 100 * (last.flops_per_second / first.flops_per_second - 1), 100 * (last.bytes_per_second / first.bytes_per_second - 1));
-    std::fprintf(out, "result: %s: ceiling of matrix products | %.4g | TFLOP/s | %d x %d x %d, median of %d; %.4g at the end\n",
-                 name.c_str(), first.flops_per_second * 1e-12, first.size, first.size, first.size, first.repetitions,
-                 last.flops_per_second * 1e-12);
-    std::fprintf(out, "result: %s: ceiling of copies | %.4g | GB/s | %.0f MiB read and written, median of %d; %.4g at the end\n",
-                 name.c_str(), first.bytes_per_second * 1e-9, double(first.copied_bytes) / (1 << 20), first.repetitions,
-                 last.bytes_per_second * 1e-9);
+                 100 * (last.flops_per_second / first.flops_per_second - 1),
+                 100 * (last.bytes_per_second / first.bytes_per_second - 1));
+    std::fprintf(
+        out, "result: %s: ceiling of matrix products | %.4g | TFLOP/s | %d x %d x %d, median of %d; %.4g at the end\n",
+        name.c_str(), first.flops_per_second * 1e-12, first.size, first.size, first.size, first.repetitions,
+        last.flops_per_second * 1e-12);
+    std::fprintf(
+        out, "result: %s: ceiling of copies | %.4g | GB/s | %.0f MiB read and written, median of %d; %.4g at the end\n",
+        name.c_str(), first.bytes_per_second * 1e-9, double(first.copied_bytes) / (1 << 20), first.repetitions,
+        last.bytes_per_second * 1e-9);
     std::fflush(out);
 }
 
@@ -332,7 +369,8 @@ struct PerfStep {
     Activations<Timed<Dev>>& a;
     std::vector<int32_t> tokens;
     int64_t steps = 0;
-    // seconds since its beginning after which the host had launched the last step, and after which the engine was done with it
+    // seconds since its beginning after which the host had launched the last step, and after which the engine was done
+    // with it
     double launched = 0, done = 0;
 
     PerfStep(Model<Timed<Dev>>& m, Activations<Timed<Dev>>& activations)
@@ -370,19 +408,23 @@ struct PerfStep {
 // A step without clocks, beside one of clocked_seconds, and by graphs. A GPU takes about a thousand launches ahead
 // of what it does; behind those the host waits, so a long step's launches seem to take longer than they would.
 template <class Dev>
-void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& name, double clocked_seconds, std::FILE* out) {
+void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& name, double clocked_seconds,
+                      std::FILE* out) {
     constexpr int COUNT = 7;
     const double tokens = double(step.tokens.size());
     dev.clocks = false;
     const auto plain = step.medians(COUNT);
     std::fprintf(out,
-                 "a step without clocks: the host had launched the step after %.1f us, the GPU was done after %.1f us, medians of %d: %.1f "
+                 "a step without clocks: the host had launched the step after %.1f us, the GPU was done after %.1f us, "
+                 "medians of %d: %.1f "
                  "tokens/s\n",
                  plain.launched * 1e6, plain.done * 1e6, COUNT, tokens / plain.done);
     std::fprintf(out,
-                 "result: %s: step | %.0f | tokens/s | %.1f us without clocks, median of %d; launched by the host within %.1f us; %.1f us "
+                 "result: %s: step | %.0f | tokens/s | %.1f us without clocks, median of %d; launched by the host "
+                 "within %.1f us; %.1f us "
                  "with a clock around every operation\n",
-                 name.c_str(), tokens / plain.done, plain.done * 1e6, COUNT, plain.launched * 1e6, clocked_seconds * 1e6);
+                 name.c_str(), tokens / plain.done, plain.done * 1e6, COUNT, plain.launched * 1e6,
+                 clocked_seconds * 1e6);
     std::fflush(out);
 #ifdef __CUDACC__
     if (cudaProfilerStart() != cudaSuccess) cudaGetLastError();  // it is the next launch's otherwise
@@ -393,13 +435,16 @@ void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& n
     try {
         const auto graphs = step.medians(COUNT);
         std::fprintf(out,
-                     "a step with --cuda-graph 1: the host had launched the step after %.1f us, the GPU was done after %.1f us, medians of "
+                     "a step with --cuda-graph 1: the host had launched the step after %.1f us, the GPU was done after "
+                     "%.1f us, medians of "
                      "%d: %.1f tokens/s\n",
                      graphs.launched * 1e6, graphs.done * 1e6, COUNT, tokens / graphs.done);
         std::fprintf(out,
-                     "result: %s: step with --cuda-graph 1 | %.0f | tokens/s | %.1f us, median of %d; launched by the host within %.1f us; "
+                     "result: %s: step with --cuda-graph 1 | %.0f | tokens/s | %.1f us, median of %d; launched by the "
+                     "host within %.1f us; "
                      "without graphs %.1f us\n",
-                     name.c_str(), tokens / graphs.done, graphs.done * 1e6, COUNT, graphs.launched * 1e6, plain.done * 1e6);
+                     name.c_str(), tokens / graphs.done, graphs.done * 1e6, COUNT, graphs.launched * 1e6,
+                     plain.done * 1e6);
     } catch (const Error& e) {  // what was measured without them stands
         std::fprintf(out, "a step with --cuda-graph 1: not measured: %s\n", e.what());
     }
@@ -410,9 +455,9 @@ void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& n
 // timed_steps after one or two to warm up; ceiling_size: see measure_ceilings; the report goes to `out`
 template <class Dev>
 int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_size = 0, std::FILE* out = stdout) {
-    const std::string name = format_text("perf, %s, %lld x %lld%s", c.attention == "full" ? "full attention" : "NSA", (long long)c.batch,
-                                         (long long)c.seq_len,
-                                         c.recompute ? format_text(", recompute %lld", (long long)c.recompute).c_str() : "");
+    const std::string name = format_text(
+        "perf, %s, %lld x %lld%s", c.attention == "full" ? "full attention" : "NSA", (long long)c.batch,
+        (long long)c.seq_len, c.recompute ? format_text(", recompute %lld", (long long)c.recompute).c_str() : "");
     const Ceilings ceilings = measure_ceilings(dev, ceiling_size);
     {
         Model<Timed<Dev>> model(dev, c, true);
@@ -431,46 +476,57 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
             dev.collect();
             if (i >= warm) timings.push_back({step.done, dev.times});
         }
-        std::sort(timings.begin(), timings.end(), [](const Timing& x, const Timing& y) { return x.seconds < y.seconds; });
+        std::sort(timings.begin(), timings.end(),
+                  [](const Timing& x, const Timing& y) { return x.seconds < y.seconds; });
         const double seconds = timings[timings.size() / 2].seconds, tokens = double(step.tokens.size());
         const std::map<std::string, OperationTime>& times = timings[timings.size() / 2].times;
-        std::fprintf(out, "one training step of %s, %s attention, %lld sequences of %lld tokens, recompute %lld, on %s\n", c.model.c_str(),
-                     c.attention.c_str(), (long long)c.batch, (long long)c.seq_len, (long long)c.recompute, dev.describe().c_str());
+        std::fprintf(out,
+                     "one training step of %s, %s attention, %lld sequences of %lld tokens, recompute %lld, on %s\n",
+                     c.model.c_str(), c.attention.c_str(), (long long)c.batch, (long long)c.seq_len,
+                     (long long)c.recompute, dev.describe().c_str());
         ceilings.print(out, "beginning");
 #ifdef CUDA_CHECK
         if constexpr (!Dev::on_host) std::fprintf(out, "%s\n", dev.describe_selected(a.shape).c_str());
 #endif
         std::fprintf(out,
-                     "floor: the longer of FLOPs at the first ceiling and bytes at the second; of all operations: the sum of the floors\n");
-        std::fprintf(out, "\n%-34s %6s %12s %12s %7s %11s %11s %10s %8s %9s %8s\n", "operation", "calls", "us", "floor us", "step", "GFLOP",
-                     "MB", "TFLOP/s", "of peak", "GB/s", "of peak");
+                     "floor: the longer of FLOPs at the first ceiling and bytes at the second; of all operations: the "
+                     "sum of the floors\n");
+        std::fprintf(out, "\n%-34s %6s %12s %12s %7s %11s %11s %10s %8s %9s %8s\n", "operation", "calls", "us",
+                     "floor us", "step", "GFLOP", "MB", "TFLOP/s", "of peak", "GB/s", "of peak");
         std::vector<std::pair<std::string, OperationTime>> rows(times.begin(), times.end());
-        std::sort(rows.begin(), rows.end(), [](const auto& x, const auto& y) { return x.second.seconds > y.second.seconds; });
+        std::sort(rows.begin(), rows.end(),
+                  [](const auto& x, const auto& y) { return x.second.seconds > y.second.seconds; });
         OperationTime all;
         double all_floors = 0;
         auto print = [&](const std::string& operation, const OperationTime& o, double floor) {
-            std::fprintf(out, "%-34s %6lld %12.1f %12.1f %6.1f%% %11.6g %11.6g %10.3f %7.1f%% %9.1f %7.1f%%\n", operation.c_str(),
-                         (long long)o.calls, o.seconds * 1e6, floor * 1e6, 100 * o.seconds / seconds, o.flops * 1e-9, o.bytes * 1e-6,
-                         o.flops / o.seconds * 1e-12, 100 * o.flops / o.seconds / ceilings.flops_per_second, o.bytes / o.seconds * 1e-9,
+            std::fprintf(out, "%-34s %6lld %12.1f %12.1f %6.1f%% %11.6g %11.6g %10.3f %7.1f%% %9.1f %7.1f%%\n",
+                         operation.c_str(), (long long)o.calls, o.seconds * 1e6, floor * 1e6, 100 * o.seconds / seconds,
+                         o.flops * 1e-9, o.bytes * 1e-6, o.flops / o.seconds * 1e-12,
+                         100 * o.flops / o.seconds / ceilings.flops_per_second, o.bytes / o.seconds * 1e-9,
                          100 * o.bytes / o.seconds / ceilings.bytes_per_second);
         };
         for (const auto& [operation, o] : rows) {
             const double floor = ceilings.floor(o.flops, o.bytes);
             print(operation, o, floor);
-            all.seconds += o.seconds, all.flops += o.flops, all.bytes += o.bytes, all.calls += o.calls, all_floors += floor;
+            all.seconds += o.seconds, all.flops += o.flops, all.bytes += o.bytes, all.calls += o.calls,
+                all_floors += floor;
         }
         print("all operations", all, all_floors);
-        std::fprintf(out, "the step %.0f us, the median of %zu: %.1f tokens/s with a clock around every operation\n", seconds * 1e6,
-                     timings.size(), tokens / seconds);
+        std::fprintf(out, "the step %.0f us, the median of %zu: %.1f tokens/s with a clock around every operation\n",
+                     seconds * 1e6, timings.size(), tokens / seconds);
         std::fprintf(out,
-                     "result: %s: all operations | %.1f | us | %.1f %% of a step of %.1f us with a clock around every operation; floor "
+                     "result: %s: all operations | %.1f | us | %.1f %% of a step of %.1f us with a clock around every "
+                     "operation; floor "
                      "%.1f us; %s\n",
-                     name.c_str(), all.seconds * 1e6, 100 * all.seconds / seconds, seconds * 1e6, all_floors * 1e6, c.model.c_str());
+                     name.c_str(), all.seconds * 1e6, 100 * all.seconds / seconds, seconds * 1e6, all_floors * 1e6,
+                     c.model.c_str());
         std::fflush(out);
         if constexpr (!Dev::on_host) perf_plain_steps(dev, step, name, seconds, out);
         else
-            std::fprintf(out, "result: %s: step | %.1f | tokens/s | %.1f us with a clock around every operation, median of %zu; %s\n",
-                         name.c_str(), tokens / seconds, seconds * 1e6, timings.size(), c.model.c_str());
+            std::fprintf(
+                out,
+                "result: %s: step | %.1f | tokens/s | %.1f us with a clock around every operation, median of %zu; %s\n",
+                name.c_str(), tokens / seconds, seconds * 1e6, timings.size(), c.model.c_str());
     }
     print_last_ceilings(dev, name, ceilings, ceiling_size, out);
     return 0;

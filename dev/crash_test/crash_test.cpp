@@ -1,7 +1,8 @@
 // crash_test.cpp: trains a small run, breaks it again and again, resumes it, and compares what it
 // comes to with a run that nobody broke: every file of the last checkpoint byte for byte, the state
 // in its manifest (with it the loader's, so the order of the data), and main.log line for line.
-//     crash_test [--kills N] [--faults N] [--rot N] [--seed N] [--program ./train_nsa] [--shim build/faults.so] [--mpirun 'mpirun -np 2'] [-- OPTION...]
+//     crash_test [--kills N] [--faults N] [--rot N] [--seed N] [--program ./train_nsa] [--shim build/faults.so]
+//     [--mpirun 'mpirun -np 2'] [-- OPTION...]
 // The short form, without options, is a part of make test. --kills 300 is the long form: that many
 // with one rank, a third as many with two, and more of the rest. OPTIONs go to the program, such
 // as --recompute 2. The last line is "N passed, N failed"; what failed leaves its folder behind.
@@ -13,7 +14,8 @@
 // A round is one run from its beginning to its end with several of these on the way. What is demanded on the way:
 // - a checkpoint that was reported saved is resumed from, or a newer one,
 // unless the disk lied (torn, lost_rename) or the checkpoint was damaged;
-// - a damaged one is named and never resumed from; without lies or damage from outside there is none, whatever the moment of a crash;
+// - a damaged one is named and never resumed from; without lies or damage from outside there is none, whatever the
+// moment of a crash;
 // - when a write fails and the program lives, it says so and trains on to the last step.
 #include <map>
 #include <regex>
@@ -22,7 +24,7 @@
 #include <signal.h>
 #include <sys/wait.h>
 
-#include "../../data/checkpoint.h"
+#include "../../lib/checkpoint.h"
 
 extern char** environ;
 
@@ -58,17 +60,20 @@ static std::vector<std::string> lines_of(const std::string& text, const std::str
 // ---------------------------------------------------------------------------------------------------------------------
 // Starting and killing.
 
-// The processes of this run, mpirun's and all ranks', known by a variable of their environment: mpirun puts them into groups of their own.
+// The processes of this run, mpirun's and all ranks', known by a variable of their environment: mpirun puts them into
+// groups of their own.
 static std::vector<pid_t> processes_with(const std::string& variable, const std::string& command) {
     std::vector<pid_t> found;
     for (const std::string& name : folder_entries("/proc")) {
         const pid_t pid = pid_t(std::atoi(name.c_str()));
         if (pid <= 0) continue;
         std::ifstream environment_file("/proc/" + name + "/environ"), command_file("/proc/" + name + "/comm");
-        const std::string environment((std::istreambuf_iterator<char>(environment_file)), std::istreambuf_iterator<char>());
+        const std::string environment((std::istreambuf_iterator<char>(environment_file)),
+                                      std::istreambuf_iterator<char>());
         std::string comm;
         std::getline(command_file, comm);
-        if (('\0' + environment).find('\0' + variable + '\0') != std::string::npos && (command.empty() || comm == command))
+        if (('\0' + environment).find('\0' + variable + '\0') != std::string::npos &&
+            (command.empty() || comm == command))
             found.push_back(pid);
     }
     return found;
@@ -81,11 +86,15 @@ class CrashTest {
     int passed = 0, failed = 0;
     std::map<std::string, int64_t> events;
 
-    uint64_t draw(uint64_t below) { return random_below(below, uint64_t(settings.seed), random_stream(RANDOM_TEST), drawn++); }
+    uint64_t draw(uint64_t below) {
+        return random_below(below, uint64_t(settings.seed), random_stream(RANDOM_TEST), drawn++);
+    }
     int64_t between(int64_t low, int64_t high) { return low + int64_t(draw(uint64_t(high - low + 1))); }
 
-    // Runs the program in `folder` with --out run. kill_after: seconds; < 0: never. One rank of several is killed alone every second time.
-    Ended run(const std::string& folder, int ranks, bool resume, double kill_after, std::vector<std::string> fault = {}) {
+    // Runs the program in `folder` with --out run. kill_after: seconds; < 0: never. One rank of several is killed alone
+    // every second time.
+    Ended run(const std::string& folder, int ranks, bool resume, double kill_after,
+              std::vector<std::string> fault = {}) {
         if (!fault.empty()) fault.push_back("FAULT_FOLDER=" + folder + "/run");
         const std::string mark = format_text("CRASH_TEST_RUN=%d.%lld", int(getpid()), (long long)++runs);
         std::vector<std::string> words, environment = {mark, "CUDA_VISIBLE_DEVICES="};
@@ -110,7 +119,8 @@ class CrashTest {
         for (const std::string& v : environment) envp.push_back(const_cast<char*>(v.c_str()));
         argv.push_back(nullptr), envp.push_back(nullptr);
         int out[2], err[2];
-        if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) fail("cannot make a pipe: %s", std::strerror(errno));
+        if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0)
+            fail("cannot make a pipe: %s", std::strerror(errno));
         const double begin = now();
         const pid_t child = fork();
         if (child < 0) fail("cannot fork: %s", std::strerror(errno));
@@ -158,22 +168,25 @@ class CrashTest {
         Reference& r = references[ranks];
         r.folder = new_folder(format_text("reference_%d", ranks));
         Ended e = run(r.folder, ranks, false, -1);
-        if (e.status != 0) fail("the run that nobody breaks ended with status %d: %s%s", e.status, e.out.c_str(), e.err.c_str());
+        if (e.status != 0)
+            fail("the run that nobody breaks ended with status %d: %s%s", e.status, e.out.c_str(), e.err.c_str());
         r.seconds = e.seconds;
         r.manifest = verify_checkpoint(checkpoint_folder(r.folder + "/run", last_step));
         r.log = lines_of(read_file(r.folder + "/run/main.log"), "s:");
-        std::printf("reference with %d rank%s: %zu lines of main.log, %zu files in the last checkpoint, %.2f s\n", ranks,
-                    ranks > 1 ? "s" : "", r.log.size(), r.manifest.files.size(), r.seconds);
-        const Ended counted = run(new_folder(format_text("count_%d", ranks)), ranks, false, -1, fault_environment("count", 0, 0));
+        std::printf("reference with %d rank%s: %zu lines of main.log, %zu files in the last checkpoint, %.2f s\n",
+                    ranks, ranks > 1 ? "s" : "", r.log.size(), r.manifest.files.size(), r.seconds);
+        const Ended counted =
+            run(new_folder(format_text("count_%d", ranks)), ranks, false, -1, fault_environment("count", 0, 0));
         std::smatch m;
         const std::string text = file_exists(fault_log) ? read_file(fault_log) : "";
         if (counted.status != 0 ||
-            !std::regex_search(text, m, std::regex("writes (\\d+) fsyncs (\\d+) file_fsyncs (\\d+) renames (\\d+) bytes (\\d+)")))
-            fail("%s counted nothing in a run of status %d: '%s' %s", settings.shim.c_str(), counted.status, text.c_str(),
-                 counted.err.c_str());
+            !std::regex_search(
+                text, m, std::regex("writes (\\d+) fsyncs (\\d+) file_fsyncs (\\d+) renames (\\d+) bytes (\\d+)")))
+            fail("%s counted nothing in a run of status %d: '%s' %s", settings.shim.c_str(), counted.status,
+                 text.c_str(), counted.err.c_str());
         for (size_t i = 0; i < 5; i++) r.count[i] = std::stoll(m[i + 1]);
-        std::printf("        %lld writes of %lld bytes, %lld fsyncs, %lld renames\n", (long long)r.count[0], (long long)r.count[4],
-                    (long long)r.count[1], (long long)r.count[3]);
+        std::printf("        %lld writes of %lld bytes, %lld fsyncs, %lld renames\n", (long long)r.count[0],
+                    (long long)r.count[4], (long long)r.count[1], (long long)r.count[3]);
         if (r.count[1] == 0) fail("the program made no checkpoint");
         std::fflush(stdout);
     }
@@ -185,7 +198,8 @@ class CrashTest {
             round(name, [&](const std::string& folder) {
                 for (bool over = false; !over;) {
                     const bool strike = done < kills;
-                    const Ended e = go_on(folder, ranks, strike ? draw(1000) * 1e-3 * 0.7 * references[ranks].seconds : -1);
+                    const Ended e =
+                        go_on(folder, ranks, strike ? draw(1000) * 1e-3 * 0.7 * references[ranks].seconds : -1);
                     over = e.status == 0;
                     if (!e.killed) {
                         demand(over, "without a kill it ended with status %d: %s", e.status, e.err.c_str());
@@ -198,46 +212,52 @@ class CrashTest {
     }
 
     void fault_round(int ranks, const std::string& kind) {
-        round(kind + (ranks > 1 ? format_text(", rank %d of %d", ranks - 1, ranks) : ""), [&](const std::string& folder) {
-            const Reference& r = references[ranks];
-            const bool crashes = kind == "power_cut" || kind == "torn" || kind == "lost_rename";
-            const int faults = crashes ? int(between(1, 3)) : 1;
-            for (int i = 0; i < faults; i++) {
-                const int64_t all = r.count[0] + r.count[1] + r.count[3];
-                int64_t at = 1, count = 1;
-                if (kind == "enospc") at = between(0, r.count[4] - 1), count = between(1, 30);
-                if (kind == "eio_write") at = between(1, r.count[0]), count = between(1, 3);
-                if (kind == "eio_fsync") at = between(1, r.count[1]), count = between(1, 3);
-                if (kind == "eio_rename") at = between(1, r.count[3]), count = between(1, 3);
-                if (kind == "power_cut") at = between(1, all);
-                if (kind == "torn") at = between(1, r.count[2] / 2), count = between(1, 200);
-                if (kind == "lost_rename") at = between(1, r.count[3] / 2), count = between(1, 200);
-                disk_lies = disk_lies || kind == "torn" || kind == "lost_rename";
-                history += format_text(" %s:%lld:%lld", kind.c_str(), (long long)at, (long long)count);
-                const Ended e = go_on(folder, ranks, -1, fault_environment(kind, at, count));
-                const std::string events_text = file_exists(fault_log) ? read_file(fault_log) : "";
-                for (const std::string& line : lines_of(events_text)) events[line.substr(0, line.find(' '))]++;
-                const bool struck = !lines_of(events_text, kind).empty();
-                if (events_text.find("power_cut ") != std::string::npos) {
-                    demand(e.status == 128 + SIGKILL, "after the power cut it ended with status %d: %s", e.status, e.err.c_str());
-                    continue;
+        round(
+            kind + (ranks > 1 ? format_text(", rank %d of %d", ranks - 1, ranks) : ""), [&](const std::string& folder) {
+                const Reference& r = references[ranks];
+                const bool crashes = kind == "power_cut" || kind == "torn" || kind == "lost_rename";
+                const int faults = crashes ? int(between(1, 3)) : 1;
+                for (int i = 0; i < faults; i++) {
+                    const int64_t all = r.count[0] + r.count[1] + r.count[3];
+                    int64_t at = 1, count = 1;
+                    if (kind == "enospc") at = between(0, r.count[4] - 1), count = between(1, 30);
+                    if (kind == "eio_write") at = between(1, r.count[0]), count = between(1, 3);
+                    if (kind == "eio_fsync") at = between(1, r.count[1]), count = between(1, 3);
+                    if (kind == "eio_rename") at = between(1, r.count[3]), count = between(1, 3);
+                    if (kind == "power_cut") at = between(1, all);
+                    if (kind == "torn") at = between(1, r.count[2] / 2), count = between(1, 200);
+                    if (kind == "lost_rename") at = between(1, r.count[3] / 2), count = between(1, 200);
+                    disk_lies = disk_lies || kind == "torn" || kind == "lost_rename";
+                    history += format_text(" %s:%lld:%lld", kind.c_str(), (long long)at, (long long)count);
+                    const Ended e = go_on(folder, ranks, -1, fault_environment(kind, at, count));
+                    const std::string events_text = file_exists(fault_log) ? read_file(fault_log) : "";
+                    for (const std::string& line : lines_of(events_text)) events[line.substr(0, line.find(' '))]++;
+                    const bool struck = !lines_of(events_text, kind).empty();
+                    if (events_text.find("power_cut ") != std::string::npos) {
+                        demand(e.status == 128 + SIGKILL, "after the power cut it ended with status %d: %s", e.status,
+                               e.err.c_str());
+                        continue;
+                    }
+                    if (crashes) {  // it ended before
+                        demand(e.status == 0, "it ended with status %d: %s", e.status, e.err.c_str());
+                        break;
+                    }
+                    const std::vector<std::string> log =
+                        lines_of(read_file(folder + "/run/main.log"), format_text("s:%lld trl:", (long long)last_step));
+                    demand(!log.empty(), "a failing disk ended it before the last step, status %d: %s", e.status,
+                           e.err.c_str());
+                    const std::string reason = std::strerror(kind == "enospc" ? ENOSPC : EIO);
+                    if (struck && kind != "short")
+                        demand((e.out + e.err).find(reason) != std::string::npos, "it never said '%s': %s",
+                               reason.c_str(), e.err.c_str());
+                    if (kind == "short")
+                        demand(e.status == 0 && e.err.empty(), "short writes gave status %d: %s", e.status,
+                               e.err.c_str());
                 }
-                if (crashes) {  // it ended before
-                    demand(e.status == 0, "it ended with status %d: %s", e.status, e.err.c_str());
-                    break;
-                }
-                const std::vector<std::string> log = lines_of(read_file(folder + "/run/main.log"),
-                                                              format_text("s:%lld trl:", (long long)last_step));
-                demand(!log.empty(), "a failing disk ended it before the last step, status %d: %s", e.status, e.err.c_str());
-                const std::string reason = std::strerror(kind == "enospc" ? ENOSPC : EIO);
-                if (struck && kind != "short")
-                    demand((e.out + e.err).find(reason) != std::string::npos, "it never said '%s': %s", reason.c_str(), e.err.c_str());
-                if (kind == "short") demand(e.status == 0 && e.err.empty(), "short writes gave status %d: %s", e.status, e.err.c_str());
-            }
-            const Ended e = go_on(folder, ranks, -1);  // of a run that is complete: nothing to do but to clean up
-            demand(e.status == 0, "resumed without faults it ended with status %d: %s", e.status, e.err.c_str());
-            finish(folder, ranks);
-        });
+                const Ended e = go_on(folder, ranks, -1);  // of a run that is complete: nothing to do but to clean up
+                demand(e.status == 0, "resumed without faults it ended with status %d: %s", e.status, e.err.c_str());
+                finish(folder, ranks);
+            });
     }
 
     void rot_round(int ranks) {
@@ -245,7 +265,8 @@ class CrashTest {
             for (int i = 0; i < 3; i++) {
                 Ended e = go_on(folder, ranks, (0.3 + draw(1000) * 1e-3 * 0.6) * references[ranks].seconds);
                 if (e.status == 0 || checkpoint_steps(folder + "/run").empty()) continue;
-                const std::string newest = newest_intact_checkpoint(folder + "/run", [](const std::string&) {}), how = damage(newest);
+                const std::string newest = newest_intact_checkpoint(folder + "/run", [](const std::string&) {}),
+                                  how = damage(newest);
                 events["rot: " + how.substr(0, how.find(' '))]++;
                 history += " " + newest.substr(newest.rfind('/') + 1) + ": " + how;
                 saved = 0, rotten = true;
@@ -258,12 +279,15 @@ class CrashTest {
     }
 
     const std::vector<std::string> options = {
-        "--model",        "tiny", "--device",     "cpu", "--threads",      "1",   "--layers",        "1", "--dim",        "16",
-        "--heads",        "2",    "--kv-groups",  "1",   "--head-dim",     "8",   "--cmp-block",     "8", "--cmp-stride", "4",
-        "--slc-block",    "8",    "--slc-count",  "4",   "--window",       "16",  "--phi-hidden",    "8", "--mlp-hidden", "32",
-        "--seq-len",      "32",   "--batch",      "1",   "--total-batch",  "128", "--warmup",        "5", "--lr",         "0.01",
-        "--eval-batches", "2",    "--eval-every", "10",  "--sample-every", "20",  "--sample-tokens", "4", "--save-every", "3",
-        "--steps",        "60"};
+        "--model",      "tiny", "--device",       "cpu",  "--threads",       "1",
+        "--layers",     "1",    "--dim",          "16",   "--heads",         "2",
+        "--kv-groups",  "1",    "--head-dim",     "8",    "--cmp-block",     "8",
+        "--cmp-stride", "4",    "--slc-block",    "8",    "--slc-count",     "4",
+        "--window",     "16",   "--phi-hidden",   "8",    "--mlp-hidden",    "32",
+        "--seq-len",    "32",   "--batch",        "1",    "--total-batch",   "128",
+        "--warmup",     "5",    "--lr",           "0.01", "--eval-batches",  "2",
+        "--eval-every", "10",   "--sample-every", "20",   "--sample-tokens", "4",
+        "--save-every", "3",    "--steps",        "60"};
     const int64_t last_step = 60;
 
   private:
@@ -284,9 +308,9 @@ class CrashTest {
     uint64_t drawn = 0;
     int64_t runs = 0, folders = 0;
     // of the running round
-    int64_t saved = 0;      // the last step that was reported saved
+    int64_t saved = 0;  // the last step that was reported saved
     bool disk_lies = false, rotten = false;
-    std::string damaged;    // name of the checkpoint that was damaged since the last start, or ""
+    std::string damaged;  // name of the checkpoint that was damaged since the last start, or ""
     std::string history;
 
     static std::vector<std::string> words_of(const std::string& text) {
@@ -317,9 +341,9 @@ class CrashTest {
     // The words before the command that put the shim in between.
     std::vector<std::string> fault_environment(const std::string& kind, int64_t at, int64_t count) {
         remove_tree(fault_log);
-        std::vector<std::string> words = {"FAULT_LOG=" + fault_log,
-                                          format_text("FAULT=%s:%lld:%lld", kind.c_str(), (long long)at, (long long)count),
-                                          format_text("FAULT_SEED=%lld", (long long)draw(1u << 30)), "LD_PRELOAD=" + settings.shim};
+        std::vector<std::string> words = {
+            "FAULT_LOG=" + fault_log, format_text("FAULT=%s:%lld:%lld", kind.c_str(), (long long)at, (long long)count),
+            format_text("FAULT_SEED=%lld", (long long)draw(1u << 30)), "LD_PRELOAD=" + settings.shim};
         const char* asan = std::getenv("ASAN_OPTIONS");
         words.push_back(std::string("ASAN_OPTIONS=") + (asan ? asan : "") + ":verify_asan_link_order=0");
         return words;
@@ -352,11 +376,12 @@ class CrashTest {
             events[resumed ? "resumes" : "starts with nothing to resume"]++;
             history += format_text(" from %lld", (long long)resumed);
             if (!disk_lies)
-                demand(resumed >= saved, "step %lld was reported saved and it resumed from %lld", (long long)saved, (long long)resumed);
+                demand(resumed >= saved, "step %lld was reported saved and it resumed from %lld", (long long)saved,
+                       (long long)resumed);
             if (!damaged.empty()) {
                 demand(resumed != step_of_name(damaged), "it resumed from the damaged %s", damaged.c_str());
-                demand(std::regex_search(e.out + e.err, std::regex(damaged + " is damaged")), "it did not say that %s is damaged: %s",
-                       damaged.c_str(), e.err.c_str());
+                demand(std::regex_search(e.out + e.err, std::regex(damaged + " is damaged")),
+                       "it did not say that %s is damaged: %s", damaged.c_str(), e.err.c_str());
                 damaged.clear();
             }
             saved = resumed;
@@ -366,15 +391,16 @@ class CrashTest {
             demand(disk_lies || rotten, "a damaged checkpoint had the name of a whole one: %s", e.err.c_str());
         }
         for (const std::string& line : lines_of(e.out.substr(0, e.out.rfind('\n') + 1), "saved "))
-            if (std::regex_search(line, m, std::regex("step_([0-9]{8,})"))) saved = std::max<int64_t>(saved, std::stoll(m[1]));
+            if (std::regex_search(line, m, std::regex("step_([0-9]{8,})")))
+                saved = std::max<int64_t>(saved, std::stoll(m[1]));
         if (e.killed && e.status != 0) return e;
         const std::string run_folder = folder + "/run";
         if (e.status == 1 && !checkpoint_steps(run_folder).empty() &&
             newest_intact_checkpoint(run_folder, [](const std::string&) {}).empty()) {
             // Nothing intact is left: it may refuse, if it says why; what the user then does is done here.
             demand(disk_lies || rotten, "no checkpoint is intact: %s", e.err.c_str());
-            demand(e.err.find(" is damaged") != std::string::npos, "it refused without saying that a checkpoint is damaged: %s",
-                   e.err.c_str());
+            demand(e.err.find(" is damaged") != std::string::npos,
+                   "it refused without saying that a checkpoint is damaged: %s", e.err.c_str());
             events["refusals, all checkpoints damaged"]++;
             for (int64_t step : checkpoint_steps(run_folder)) remove_tree(checkpoint_folder(run_folder, step));
             saved = 0, damaged.clear();
@@ -389,19 +415,23 @@ class CrashTest {
         const std::string run_folder = folder + "/run", last = checkpoint_folder(run_folder, last_step),
                           wanted = checkpoint_folder(r.folder + "/run", last_step);
         const Manifest m = verify_checkpoint(last);
-        demand(m.files.size() == r.manifest.files.size(), "the last checkpoint has %zu files, expected %zu", m.files.size(),
-               r.manifest.files.size());
+        demand(m.files.size() == r.manifest.files.size(), "the last checkpoint has %zu files, expected %zu",
+               m.files.size(), r.manifest.files.size());
         for (const FileRecord& file : r.manifest.files)
-            demand(read_file(last + "/" + file.name) == read_file(wanted + "/" + file.name), "%s differs", file.name.c_str());
-        demand(m.state_text == r.manifest.state_text, "the state in the manifest differs: %s, expected %s", m.state_text.c_str(),
-               r.manifest.state_text.c_str());
+            demand(read_file(last + "/" + file.name) == read_file(wanted + "/" + file.name), "%s differs",
+                   file.name.c_str());
+        demand(m.state_text == r.manifest.state_text, "the state in the manifest differs: %s, expected %s",
+               m.state_text.c_str(), r.manifest.state_text.c_str());
         const std::vector<std::string> log = lines_of(read_file(run_folder + "/main.log"), "s:");
         for (size_t i = 0; i < std::max(log.size(), r.log.size()); i++) {
-            const std::string found = i < log.size() ? log[i] : "its end", expected = i < r.log.size() ? r.log[i] : "its end";
-            demand(found == expected, "main.log, line %zu: found %s, expected %s", i + 1, found.c_str(), expected.c_str());
+            const std::string found = i < log.size() ? log[i] : "its end",
+                              expected = i < r.log.size() ? r.log[i] : "its end";
+            demand(found == expected, "main.log, line %zu: found %s, expected %s", i + 1, found.c_str(),
+                   expected.c_str());
         }
         for (const std::string& name : folder_entries(run_folder))
-            demand(step_of_name(name, ".writing") < 0 && step_of_name(name, ".removing") < 0, "%s was left behind", name.c_str());
+            demand(step_of_name(name, ".writing") < 0 && step_of_name(name, ".removing") < 0, "%s was left behind",
+                   name.c_str());
     }
 
     void round(const std::string& name, const std::function<void(const std::string&)>& body) {
@@ -436,12 +466,8 @@ class CrashTest {
             case 1:
                 write_text_file(path, bytes.substr(0, size_t(draw(bytes.size()))));
                 return "end of " + name + " lost";
-            case 2:
-                write_text_file(path, bytes + "x");
-                return "byte after " + name + " added";
-            case 3:
-                remove_tree(path);
-                return "file " + name + " removed";
+            case 2: write_text_file(path, bytes + "x"); return "byte after " + name + " added";
+            case 3: remove_tree(path); return "file " + name + " removed";
             default:
                 for (size_t i = size_t(draw(bytes.size())); i < bytes.size(); i++) bytes[i] = 0;
                 if (bytes == read_file(path)) bytes += "x";
@@ -461,10 +487,12 @@ static Settings settings_of(int argc, char** argv) {
         }
         const std::map<std::string, int64_t*> numbers = {
             {"--kills", &s.kills}, {"--faults", &s.faults}, {"--rot", &s.rot}, {"--seed", &s.seed}};
-        const std::map<std::string, std::string*> texts = {{"--program", &s.program}, {"--shim", &s.shim}, {"--mpirun", &s.mpirun}};
+        const std::map<std::string, std::string*> texts = {
+            {"--program", &s.program}, {"--shim", &s.shim}, {"--mpirun", &s.mpirun}};
         if (i + 1 == argc || (!numbers.count(word) && !texts.count(word)))
             fail_usage(
-                "unknown option or missing value: %s; usage: crash_test [--kills N] [--faults N] [--rot N] [--seed N] [--program FILE] "
+                "unknown option or missing value: %s; usage: crash_test [--kills N] [--faults N] [--rot N] [--seed N] "
+                "[--program FILE] "
                 "[--shim FILE] [--mpirun COMMAND] [-- OPTION...]",
                 argv[i]);
         if (numbers.count(word)) *numbers.at(word) = std::atoll(argv[++i]);
@@ -491,8 +519,12 @@ int main(int argc, char** argv) {
         std::free(absolute);
         CrashTest test(settings, scratch);
         const double begin = now();
-        const int64_t faults = settings.faults ? settings.faults : long_form ? 10 : 1, rot = long_form ? 5 * settings.rot : settings.rot;
-        const char* const kinds[] = {"short", "enospc", "eio_write", "eio_fsync", "eio_rename", "power_cut", "torn", "lost_rename"};
+        const int64_t faults = settings.faults ? settings.faults
+                               : long_form     ? 10
+                                               : 1,
+                      rot = long_form ? 5 * settings.rot : settings.rot;
+        const char* const kinds[] = {"short",      "enospc",    "eio_write", "eio_fsync",
+                                     "eio_rename", "power_cut", "torn",      "lost_rename"};
         test.make_reference(1);
         test.kill_rounds(1, settings.kills);
         for (const char* kind : kinds)
@@ -501,7 +533,8 @@ int main(int argc, char** argv) {
         if (long_form) {
             test.make_reference(2);
             test.kill_rounds(2, settings.kills / 3);
-            for (const char* kind : {"short", "enospc", "eio_write", "eio_fsync"})  // of rank 1, which hands its records to rank 0
+            for (const char* kind :
+                 {"short", "enospc", "eio_write", "eio_fsync"})  // of rank 1, which hands its records to rank 0
                 for (int64_t i = 0; i < faults / 2; i++) test.fault_round(2, kind);
         }
         for (const auto& event : test.events) std::printf("%8lld  %s\n", (long long)event.second, event.first.c_str());

@@ -1,25 +1,28 @@
-// faults.c: a disk that fails, for dev/crash_test: preloaded into a program, it stands between write, fsync and rename and the kernel.
+// faults.c: a disk that fails, for dev/crash_test: preloaded into a program, it stands between write, fsync and rename
+// and the kernel.
 //     cc -shared -fPIC -O1 -pthread -o faults.so faults.c -ldl
-//     LD_PRELOAD=./faults.so FAULT_FOLDER=/absolute/folder FAULT=kind:at:count FAULT_SEED=1 FAULT_LOG=events.txt program
+//     LD_PRELOAD=./faults.so FAULT_FOLDER=/absolute/folder FAULT=kind:at:count FAULT_SEED=1 FAULT_LOG=events.txt
+//     program
 //
 // Only paths below FAULT_FOLDER are touched, and operations count from the
 // first one on a checkpoint (a path with "/step_") on. FAULT is one of
 //     count                   nothing; FAULT_LOG gets "writes W fsyncs F renames R bytes B" when the program ends
-//     short                   every write may take only a part, or none because a signal came (EINTR): what POSIX allows any day
-//     enospc:AT:COUNT         the disk is full after AT bytes: the part that fits is taken, then COUNT writes fail with ENOSPC; then there is room
-//     eio_write:AT:COUNT      COUNT writes from write number AT on fail with EIO
-//     eio_fsync:AT:COUNT      the same of fsync and fdatasync, of files and folders
-//     eio_rename:AT:COUNT     the same of rename
-//     power_cut:AT            the power fails in operation AT (all kinds counted together): see below
-//     torn:AT:MORE            fsync AT of a checkpoint's file claims success and has written nothing; the power fails MORE operations later
-//     lost_rename:AT:MORE     rename AT claims success and is never made durable; the power fails MORE operations later
+//     short                   every write may take only a part, or none because a signal came (EINTR): what POSIX
+//     allows any day enospc:AT:COUNT         the disk is full after AT bytes: the part that fits is taken, then COUNT
+//     writes fail with ENOSPC; then there is room eio_write:AT:COUNT      COUNT writes from write number AT on fail
+//     with EIO eio_fsync:AT:COUNT      the same of fsync and fdatasync, of files and folders eio_rename:AT:COUNT the
+//     same of rename power_cut:AT            the power fails in operation AT (all kinds counted together): see below
+//     torn:AT:MORE            fsync AT of a checkpoint's file claims success and has written nothing; the power fails
+//     MORE operations later lost_rename:AT:MORE     rename AT claims success and is never made durable; the power fails
+//     MORE operations later
 // Each event is a line of FAULT_LOG.
 //
-// The power cut is the strictest that POSIX allows. The program is killed, and of what it did only this is sure to be there: the bytes of
-// a file that were written when it was last synced; the names in a folder, and the renames into it, when that folder was last synced. Of
-// the rest a random part survives: files end anywhere behind their synced bytes or go on in zeros, new names are there or not, and the
-// last of the renames never happened. Files that were there at the start of the program are on the disk. Deletions are not taken back.
-// The writes of stdio pass unseen (glibc does not call its own write by name), but their files lose what was not synced as all others do.
+// The power cut is the strictest that POSIX allows. The program is killed, and of what it did only this is sure to be
+// there: the bytes of a file that were written when it was last synced; the names in a folder, and the renames into it,
+// when that folder was last synced. Of the rest a random part survives: files end anywhere behind their synced bytes or
+// go on in zeros, new names are there or not, and the last of the renames never happened. Files that were there at the
+// start of the program are on the disk. Deletions are not taken back. The writes of stdio pass unseen (glibc does not
+// call its own write by name), but their files lose what was not synced as all others do.
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -60,7 +63,8 @@ static struct {
 } files[MAX_FILES];
 static int file_count;
 static struct {
-    char from[MAX_PATH], to[MAX_PATH], replaced[MAX_PATH];  // replaced: a second name of the file that was there before, or ""
+    char from[MAX_PATH], to[MAX_PATH],
+        replaced[MAX_PATH];  // replaced: a second name of the file that was there before, or ""
 } undurable[MAX_RENAMES];
 static int rename_count;
 static int rename_lost = -1;  // undurable[rename_lost] and all later ones stay undurable
@@ -149,7 +153,8 @@ static void folder_synced(const char* path) {
     int kept = 0;
     for (int i = 0; i < rename_count; i++) {
         const size_t n = strlen(path);
-        const int is_inside = !strncmp(undurable[i].to, path, n) && undurable[i].to[n] == '/' && !strchr(undurable[i].to + n + 1, '/');
+        const int is_inside =
+            !strncmp(undurable[i].to, path, n) && undurable[i].to[n] == '/' && !strchr(undurable[i].to + n + 1, '/');
         if (is_inside && (rename_lost < 0 || i < rename_lost)) {
             if (undurable[i].replaced[0]) real_unlink(undurable[i].replaced);
         } else {
@@ -171,14 +176,15 @@ static void lose_unsynced(const char* path, const struct stat* s) {
     const long long unsynced = (long long)s->st_size - files[i].synced;
     if (unsynced <= 0) return;
     const off_t end = (off_t)(files[i].synced + (long long)draw((uint64_t)unsynced));
-    const uint64_t fate = files[i].torn ? draw(2) : draw(4);  // 0 ends early, 1 goes on in zeros, 2 ends where it was synced, 3 is whole
+    const uint64_t fate =
+        files[i].torn ? draw(2) : draw(4);  // 0 ends early, 1 goes on in zeros, 2 ends where it was synced, 3 is whole
     if (fate <= 1 && truncate(path, end) != 0) _exit(97);
     if (fate == 1 && truncate(path, s->st_size) != 0) _exit(97);
     if (fate == 2 && truncate(path, (off_t)files[i].synced) != 0) _exit(97);
 }
 
-// The other threads of a killed program do nothing more; so a child takes back what was not durable after the program's death. It holds
-// stdout open until it is done, which is what a parent that reads to the end waits for.
+// The other threads of a killed program do nothing more; so a child takes back what was not durable after the program's
+// death. It holds stdout open until it is done, which is what a parent that reads to the end waits for.
 static void power_cut(const char* path) {
     note("power_cut", path);
     const pid_t program = getpid();
@@ -209,7 +215,9 @@ static int in_range(long long number) { return number >= fault_at && number < fa
 // ---------------------------------------------------------------------------------------------------------------------
 // The calls.
 
-static void take_settings(const char* name, char* out, size_t size) { snprintf(out, size, "%s", getenv(name) ? getenv(name) : ""); }
+static void take_settings(const char* name, char* out, size_t size) {
+    snprintf(out, size, "%s", getenv(name) ? getenv(name) : "");
+}
 
 __attribute__((constructor)) static void begin(void) {
     real_write = (ssize_t(*)(int, const void*, size_t))dlsym(RTLD_NEXT, "write");
@@ -230,7 +238,8 @@ __attribute__((constructor)) static void begin(void) {
 
 __attribute__((destructor)) static void end(void) {
     char line[200];
-    snprintf(line, sizeof line, "writes %lld fsyncs %lld file_fsyncs %lld renames %lld bytes", writes, fsyncs, file_fsyncs, renames_done);
+    snprintf(line, sizeof line, "writes %lld fsyncs %lld file_fsyncs %lld renames %lld bytes", writes, fsyncs,
+             file_fsyncs, renames_done);
     char total[32];
     snprintf(total, sizeof total, "%lld", bytes_written);
     if (is_kind("count")) note(line, total);
@@ -350,7 +359,8 @@ int rename(const char* from, const char* to) {
         struct stat s;
         if (rename_count == MAX_RENAMES) _exit(98);
         if (lstat(b, &s) == 0 && S_ISREG(s.st_mode)) {  // a second name keeps it, beside the folder
-            snprintf(replaced, sizeof replaced, "%.*s.replaced.%d.%d", MAX_PATH - 64, folder, (int)getpid(), (int)operations);
+            snprintf(replaced, sizeof replaced, "%.*s.replaced.%d.%d", MAX_PATH - 64, folder, (int)getpid(),
+                     (int)operations);
             if (link(b, replaced) != 0) replaced[0] = 0;
         }
         result = real_rename(from, to);

@@ -1,4 +1,5 @@
-// config.cpp: the input as a checkpoint's config.json. What is accepted is in the options' ranges, and is written again and reads the same.
+// config.cpp: the input as a checkpoint's config.json. What is accepted is in the options' ranges, and is written again
+// and reads the same.
 #define NSA_WITHOUT_MAIN
 #include "../../train_nsa.cu"
 #include "fuzz.h"
@@ -15,7 +16,8 @@ static Config preset(const std::vector<const char*>& words) {
 }
 
 std::vector<std::string> seeds() {
-    const std::string tiny = config_json(preset({})), large = config_json(preset({"--model", "125m", "--attention", "full"}));
+    const std::string tiny = config_json(preset({})),
+                      large = config_json(preset({"--model", "125m", "--attention", "full"}));
     std::string other = tiny;
     other.replace(other.find("128"), 3, "1e2");
     return {tiny, large, other, "{\"architecture\": \"nsa\"}", "{}"};

@@ -3,22 +3,36 @@
 #include "../../ddp.cuh"
 #include "fuzz.h"
 
-static const char* const variables[] = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-                                        "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "SLURM_NTASKS",
-                                        "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST",
-                                        "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"};
+static const char* const variables[] = {"RANK",
+                                        "WORLD_SIZE",
+                                        "LOCAL_RANK",
+                                        "LOCAL_WORLD_SIZE",
+                                        "MASTER_ADDR",
+                                        "MASTER_PORT",
+                                        "TORCHELASTIC_USE_AGENT_STORE",
+                                        "TORCHELASTIC_RUN_ID",
+                                        "SLURM_STEP_ID",
+                                        "SLURM_NTASKS",
+                                        "SLURM_PROCID",
+                                        "SLURM_LOCALID",
+                                        "SLURM_JOB_ID",
+                                        "SLURM_STEP_NODELIST",
+                                        "SLURM_JOB_NODELIST",
+                                        "PMI_SIZE",
+                                        "OMPI_COMM_WORLD_SIZE"};
 
 std::vector<std::string> seeds() {
-    return {
-        "",
-        "RANK=1\nWORLD_SIZE=4\nLOCAL_RANK=1\nLOCAL_WORLD_SIZE=2\nMASTER_ADDR=gpu1\nMASTER_PORT=1234\nTORCHELASTIC_USE_AGENT_STORE=True\nTORCHELASTIC_RUN_ID=a",
-        "RANK=0\nWORLD_SIZE=2",
-        "RANK=-1\nWORLD_SIZE=99999999999999999999",
-        "SLURM_STEP_ID=0\nSLURM_NTASKS=8\nSLURM_PROCID=3\nSLURM_LOCALID=1\nSLURM_JOB_ID=77\nSLURM_STEP_NODELIST=gpu[01-03,7],login,rack[1-2]n[1-2]",
-        "PMI_SIZE=4\nSLURM_NTASKS=4\nSLURM_STEP_ID=0\nSLURM_PROCID=0\nSLURM_JOB_ID=1\nSLURM_JOB_NODELIST=a[0-9]",
-        "OMPI_COMM_WORLD_SIZE=1",
-        "SLURM_STEP_ID=4294967294\nSLURM_NTASKS=8",
-        "SLURM_STEP_ID=0\nSLURM_NTASKS=8\nSLURM_PROCID=3\nSLURM_JOB_ID=77\nSLURM_STEP_NODELIST=gpu[0-65535]x[0-9]"};
+    return {"",
+            "RANK=1\nWORLD_SIZE=4\nLOCAL_RANK=1\nLOCAL_WORLD_SIZE=2\nMASTER_ADDR=gpu1\nMASTER_PORT=1234\nTORCHELASTIC_"
+            "USE_AGENT_STORE=True\nTORCHELASTIC_RUN_ID=a",
+            "RANK=0\nWORLD_SIZE=2",
+            "RANK=-1\nWORLD_SIZE=99999999999999999999",
+            "SLURM_STEP_ID=0\nSLURM_NTASKS=8\nSLURM_PROCID=3\nSLURM_LOCALID=1\nSLURM_JOB_ID=77\nSLURM_STEP_NODELIST="
+            "gpu[01-03,7],login,rack[1-2]n[1-2]",
+            "PMI_SIZE=4\nSLURM_NTASKS=4\nSLURM_STEP_ID=0\nSLURM_PROCID=0\nSLURM_JOB_ID=1\nSLURM_JOB_NODELIST=a[0-9]",
+            "OMPI_COMM_WORLD_SIZE=1",
+            "SLURM_STEP_ID=4294967294\nSLURM_NTASKS=8",
+            "SLURM_STEP_ID=0\nSLURM_NTASKS=8\nSLURM_PROCID=3\nSLURM_JOB_ID=77\nSLURM_STEP_NODELIST=gpu[0-65535]x[0-9]"};
 }
 
 void fuzz_one(const std::string& input) {

@@ -1,7 +1,8 @@
-// fuzz.h: what the fuzz targets share. A target hands libFuzzer's bytes to one reader. That the reader refuses them with an Error
-// is a fine outcome; a finding is everything else: a crash, a report of AddressSanitizer or UBSan, a leak, more than a second of
-// processor time, an Error that is not one printable line of bounded length, another exception, memory out of proportion to the
-// input, or accepted bytes that do not read the same when written again. dev/fuzz/Makefile builds and runs the targets.
+// fuzz.h: what the fuzz targets share. A target hands libFuzzer's bytes to one reader. That the reader refuses them
+// with an Error is a fine outcome; a finding is everything else: a crash, a report of AddressSanitizer or UBSan, a
+// leak, more than a second of processor time, an Error that is not one printable line of bounded length, another
+// exception, memory out of proportion to the input, or accepted bytes that do not read the same when written again.
+// dev/fuzz/Makefile builds and runs the targets.
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -19,7 +20,7 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-#include "../../data/util.h"
+#include "../../lib/util.h"
 
 // The inputs a target starts from: small valid files, from the project's own writers where there are any.
 std::vector<std::string> seeds();
@@ -34,9 +35,9 @@ void fuzz_one(const std::string& input);
     va_end(args);
     std::abort();
 }
-#define EXPECT(condition)                                                                           \
-    do {                                                                                            \
-        if (!(condition)) finding("%s:%d: expected %s", __FILE__, __LINE__, #condition);            \
+#define EXPECT(condition)                                                                \
+    do {                                                                                 \
+        if (!(condition)) finding("%s:%d: expected %s", __FILE__, __LINE__, #condition); \
     } while (0)
 
 // Judged byte by byte, not with the functions under test: printable ASCII and whole characters beyond U+009F.
@@ -83,10 +84,13 @@ inline Allocations& allocations() {
 }
 struct MemoryLimit {
     const int64_t before = allocations().live, limit;
-    MemoryLimit(size_t input, size_t fixed, size_t times) : limit(int64_t(fixed + times * input)) { allocations().peak = before; }
+    MemoryLimit(size_t input, size_t fixed, size_t times) : limit(int64_t(fixed + times * input)) {
+        allocations().peak = before;
+    }
     ~MemoryLimit() {
         if (allocations().peak - before > limit)
-            finding("%lld bytes allocated at once, limit %lld", (long long)(allocations().peak - before), (long long)limit);
+            finding("%lld bytes allocated at once, limit %lld", (long long)(allocations().peak - before),
+                    (long long)limit);
     }
 };
 
@@ -139,7 +143,8 @@ static void count_release(const volatile void* p) {
     if (p) allocations().live -= int64_t(__sanitizer_get_allocated_size(p));
 }
 
-// libFuzzer's own limit counts the time on the wall, in which the machine may have been busy with other things or the fuzzer stopped.
+// libFuzzer's own limit counts the time on the wall, in which the machine may have been busy with other things or the
+// fuzzer stopped.
 static void limit_processor_time(time_t seconds) {
     const struct itimerval timer = {{0, 0}, {seconds, 0}};
     setitimer(ITIMER_PROF, &timer, nullptr);
@@ -161,7 +166,8 @@ extern "C" int LLVMFuzzerInitialize(int*, char***) {
         }
         std::exit(0);
     }
-    if (!__sanitizer_install_malloc_and_free_hooks(count_allocation, count_release)) finding("the sanitizer takes no allocation hooks");
+    if (!__sanitizer_install_malloc_and_free_hooks(count_allocation, count_release))
+        finding("the sanitizer takes no allocation hooks");
     signal(SIGPROF, on_processor_time);
     return 0;
 }

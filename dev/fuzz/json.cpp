@@ -1,5 +1,5 @@
 // json.cpp: parse_json on any text. What is accepted is written out again, and must read the same.
-#include "../../data/json.h"
+#include "../../lib/json.h"
 #include "fuzz.h"
 
 std::vector<std::string> seeds() {
@@ -27,14 +27,16 @@ static std::string written(const Json& v) {
             for (const Json& item : v.items) out += (out.empty() ? "" : ",") + written(item);
             return "[" + out + "]";
         case Json::Object:
-            for (size_t i = 0; i < v.items.size(); i++) out += (i ? "," : "") + json_quote(v.keys[i]) + ":" + written(v.items[i]);
+            for (size_t i = 0; i < v.items.size(); i++)
+                out += (i ? "," : "") + json_quote(v.keys[i]) + ":" + written(v.items[i]);
             return "{" + out + "}";
     }
     return out;
 }
 
 static bool same(const Json& a, const Json& b) {
-    if (a.kind != b.kind || a.is_true != b.is_true || a.text != b.text || a.keys != b.keys || a.items.size() != b.items.size())
+    if (a.kind != b.kind || a.is_true != b.is_true || a.text != b.text || a.keys != b.keys ||
+        a.items.size() != b.items.size())
         return false;
     if (a.number_value != b.number_value || a.integer_value != b.integer_value) return false;
     for (size_t i = 0; i < a.items.size(); i++)

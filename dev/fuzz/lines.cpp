@@ -1,22 +1,25 @@
-// lines.cpp: the input as a .txt or .jsonl of the verb tokenize, read in blocks of a few bytes and in one block: same tokens,
-// documents and errors, and the documents are the input's. The first byte chooses the kind, the separator and the block.
-#include "../../data/tokenize.h"
+// lines.cpp: the input as a .txt or .jsonl of the verb tokenize, read in blocks of a few bytes and in one block: same
+// tokens, documents and errors, and the documents are the input's. The first byte chooses the kind, the separator and
+// the block.
+#include "../../lib/tokenize.h"
 #include "fuzz.h"
 
 static const MemoryFile file;
 
 std::vector<std::string> seeds() {
-    return {"\x01{\"text\": \"one\"}\n\n{\"id\": [1, {}], \"text\": \"two\\n\\u00e9\"}\r\n{\"text\": \"\"}\n{\"text\": \"last\"}",
-            "\x03{\"text\": 5}\n",
-            "\x05{\"text\": \"a\"} x\n{\"nothing\": 0}",
-            "\x01\xEF\xBB\xBF{\"text\": \"\xC3\"}",
-            "\x02"
-            "a document\n\nanother one\n\n\n\nthird \xC3\xA9\xE4\xB8\xAD 12",
-            std::string("\x04"
-                        "abc\0def\0\0ghi",
-                        13),
-            "\x08words and  words\nfar apart",
-            "\x0Axyxyxyx"};
+    return {
+        "\x01{\"text\": \"one\"}\n\n{\"id\": [1, {}], \"text\": \"two\\n\\u00e9\"}\r\n{\"text\": \"\"}\n{\"text\": "
+        "\"last\"}",
+        "\x03{\"text\": 5}\n",
+        "\x05{\"text\": \"a\"} x\n{\"nothing\": 0}",
+        "\x01\xEF\xBB\xBF{\"text\": \"\xC3\"}",
+        "\x02"
+        "a document\n\nanother one\n\n\n\nthird \xC3\xA9\xE4\xB8\xAD 12",
+        std::string("\x04"
+                    "abc\0def\0\0ghi",
+                    13),
+        "\x08words and  words\nfar apart",
+        "\x0Axyxyxyx"};
 }
 
 struct Outcome {
@@ -26,7 +29,8 @@ struct Outcome {
     std::string error;
 };
 
-static Outcome outcome(const std::string& path, bool jsonl, const std::string& separator, size_t block_bytes, size_t input) {
+static Outcome outcome(const std::string& path, bool jsonl, const std::string& separator, size_t block_bytes,
+                       size_t input) {
     static const Tokenizer tokenizer = Tokenizer::bytes();
     Encoder encoder(tokenizer);
     Outcome o;
@@ -65,11 +69,15 @@ void fuzz_one(const std::string& input) {
                   blocks = outcome(path, jsonl, separator, 1 + (input[0] >> 3 & 31), text.size());
     EXPECT(whole.error == blocks.error);
     if (!whole.error.empty()) return;
-    EXPECT(whole.tokens == blocks.tokens && whole.documents == blocks.documents && whole.text_bytes == blocks.text_bytes);
+    EXPECT(whole.tokens == blocks.tokens && whole.documents == blocks.documents &&
+           whole.text_bytes == blocks.text_bytes);
     std::vector<uint16_t> expected;
     for (const std::string& part : split(text, jsonl ? "\n" : separator)) {
         std::string document = part;
-        if (jsonl) document = part.find_first_not_of(" \t\r") == std::string::npos ? "" : parse_json(part, "line").string("text", "line");
+        if (jsonl)
+            document = part.find_first_not_of(" \t\r") == std::string::npos
+                           ? ""
+                           : parse_json(part, "line").string("text", "line");
         if (document.empty()) continue;
         expected.push_back(0);
         for (const char c : document) expected.push_back(static_cast<unsigned char>(c));

@@ -1,15 +1,21 @@
-// manifest.cpp: the input as a checkpoint's manifest.json; unless its first byte is 0, the checksum at its end is put right
-// first, so that what stands before is read. Names stay in the folder, and what is accepted is written again and reads the same.
-#include "../../data/checkpoint.h"
+// manifest.cpp: the input as a checkpoint's manifest.json; unless its first byte is 0, the checksum at its end is put
+// right first, so that what stands before is read. Names stay in the folder, and what is accepted is written again and
+// reads the same.
+#include "../../lib/checkpoint.h"
 #include "fuzz.h"
 
 std::vector<std::string> seeds() {
-    const std::string whole = manifest_text(
-        1000, {{"model.safetensors", 30848, 0xe3069283}, {"config.json", 300, 7}, {"optimizer_00000-of-00002.safetensors", 1, 0}},
-        "{\"seed\": \"1\", \"x\": [1, 2.5]}");
-    const auto before = [](const std::string& text) { return text.substr(0, text.size() - manifest_ending("").size()); };
+    const std::string whole = manifest_text(1000,
+                                            {{"model.safetensors", 30848, 0xe3069283},
+                                             {"config.json", 300, 7},
+                                             {"optimizer_00000-of-00002.safetensors", 1, 0}},
+                                            "{\"seed\": \"1\", \"x\": [1, 2.5]}");
+    const auto before = [](const std::string& text) {
+        return text.substr(0, text.size() - manifest_ending("").size());
+    };
     return {std::string(1, '\0') + whole, " " + before(whole), " " + before(manifest_text(0, {}, "{}")),
-            " " + before(manifest_text(1, {{"../a", 1, 1}}, "{}")), " " + before(manifest_text(1, {{"a", 1, 1}, {"a", 1, 1}}, "{}"))};
+            " " + before(manifest_text(1, {{"../a", 1, 1}}, "{}")),
+            " " + before(manifest_text(1, {{"a", 1, 1}, {"a", 1, 1}}, "{}"))};
 }
 
 void fuzz_one(const std::string& input) {
@@ -30,7 +36,8 @@ void fuzz_one(const std::string& input) {
     }
     EXPECT(accepts([&] { verify_checkpoint(folder.path); }) == manifest.files.empty());
     const Manifest second = parse_manifest(manifest_text(manifest.step, manifest.files, manifest.state_text), "again");
-    EXPECT(second.step == manifest.step && second.state_text == manifest.state_text && second.files.size() == manifest.files.size());
+    EXPECT(second.step == manifest.step && second.state_text == manifest.state_text &&
+           second.files.size() == manifest.files.size());
     for (size_t i = 0; i < second.files.size(); i++)
         EXPECT(second.files[i].name == manifest.files[i].name && second.files[i].size == manifest.files[i].size &&
                second.files[i].crc32c == manifest.files[i].crc32c);

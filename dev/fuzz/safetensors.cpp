@@ -1,6 +1,6 @@
 // safetensors.cpp: opens the input as a safetensors file, reads every
 // tensor through to its last byte as its type would, and writes it again.
-#include "../../data/safetensors.h"
+#include "../../lib/safetensors.h"
 #include "fuzz.h"
 
 static const MemoryFile file, again;
@@ -12,20 +12,20 @@ static std::string file_of(const std::string& header, const std::string& data) {
 
 std::vector<std::string> seeds() {
     const std::vector<float> x = {1, 2, 3, 4, 5, 6};
-    write_safetensors(again.path, {{"config", "{\"a\": 1}"}}, {tensor_view("w", {2, 3}, x.data()), tensor_view("b", {1}, x.data())});
+    write_safetensors(again.path, {{"config", "{\"a\": 1}"}},
+                      {tensor_view("w", {2, 3}, x.data()), tensor_view("b", {1}, x.data())});
     const std::string written = read_file(again.path);
-    return {
-        written,
-        file_of("{}", ""),
-        file_of("{\"t\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[0,1]}}", "x"),
-        file_of(
-            "{\"t\":{\"dtype\":\"F64\",\"shape\":[0,7],\"data_offsets\":[0,0]},\"u\":{\"dtype\":\"I16\",\"shape\":[1,1,2],\"data_offsets\":[0,4]}}",
-            "abcd"),
-        file_of(
-            "{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[1,5]}}",
-            "abcde"),
-        file_of("{\"t\":{\"dtype\":\"F32\",\"shape\":[4611686018427387904,4],\"data_offsets\":[0,0]}}", ""),
-        std::string(8, '\xFF') + "{}"};
+    return {written,
+            file_of("{}", ""),
+            file_of("{\"t\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[0,1]}}", "x"),
+            file_of("{\"t\":{\"dtype\":\"F64\",\"shape\":[0,7],\"data_offsets\":[0,0]},\"u\":{\"dtype\":\"I16\","
+                    "\"shape\":[1,1,2],\"data_offsets\":[0,4]}}",
+                    "abcd"),
+            file_of("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"b\":{\"dtype\":\"F32\",\"shape\":"
+                    "[1],\"data_offsets\":[1,5]}}",
+                    "abcde"),
+            file_of("{\"t\":{\"dtype\":\"F32\",\"shape\":[4611686018427387904,4],\"data_offsets\":[0,0]}}", ""),
+            std::string(8, '\xFF') + "{}"};
 }
 
 template <class T>
@@ -63,8 +63,9 @@ void fuzz_one(const std::string& input) {
 
     std::vector<std::pair<std::string, std::string>> metadata(read->metadata.begin(), read->metadata.end());
     std::vector<TensorView> in_order = read->tensors;  // of their data, which writing lays out in the order given
-    std::stable_sort(in_order.begin(), in_order.end(),
-                     [](const TensorView& a, const TensorView& b) { return a.data < b.data || (a.data == b.data && a.bytes < b.bytes); });
+    std::stable_sort(in_order.begin(), in_order.end(), [](const TensorView& a, const TensorView& b) {
+        return a.data < b.data || (a.data == b.data && a.bytes < b.bytes);
+    });
     write_safetensors(again.path, metadata, in_order);
     std::unique_ptr<SafeTensors> second;
     const std::string refused = refusal([&] { second = std::make_unique<SafeTensors>(again.path); });

@@ -59,7 +59,8 @@ void fuzz_one(const std::string& input) {
         for (int s = 0; s < n && found < 0; s++) {
             bool equal = !seen[size_t(s)];
             for (int t = 0; t < T && equal; t++)
-                equal = inputs[size_t(b * T + t)] == token(size_t(s * T + t)) && targets[size_t(b * T + t)] == token(size_t(s * T + t + 1));
+                equal = inputs[size_t(b * T + t)] == token(size_t(s * T + t)) &&
+                        targets[size_t(b * T + t)] == token(size_t(s * T + t + 1));
             if (equal) found = s;
         }
         EXPECT(found >= 0 && (options.shuffle || found <= b));

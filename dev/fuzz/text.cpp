@@ -1,13 +1,15 @@
-// text.cpp: encodes the input with a small vocabulary of GPT-2's kind. The tokens must be those of merging pair by pair without any of the
-// encoder's devices, decoding must give the input back, and where the pre-tokeniser says that it always cuts, both sides must encode apart.
+// text.cpp: encodes the input with a small vocabulary of GPT-2's kind. The tokens must be those of merging pair by pair
+// without any of the encoder's devices, decoding must give the input back, and where the pre-tokeniser says that it
+// always cuts, both sides must encode apart.
 #include <map>
 
 #include "vocabulary.h"
 
-static const Merges merges = {{" ", "t"},   {"h", "e"},       {" t", "he"},      {"i", "n"},       {"r", "e"},           {"e", "r"},
-                              {"'", "s"},   {"'", "re"},      {"\n", "\n"},      {" ", " "},       {"  ", "  "},         {"1", "1"},
-                              {"1", "2"},   {"\xC3", "\xA9"}, {" ", "\xC3\xA9"}, {"\xE4", "\xB8"}, {"\xE4\xB8", "\xAD"}, {"a", "a"},
-                              {"aa", "aa"}, {"aa", "a"},      {"a", "b"},        {".", "."},       {"..", "."},          {"\xF0", "\x9F"}};
+static const Merges merges = {{" ", "t"},       {"h", "e"},           {" t", "he"}, {"i", "n"},       {"r", "e"},
+                              {"e", "r"},       {"'", "s"},           {"'", "re"},  {"\n", "\n"},     {" ", " "},
+                              {"  ", "  "},     {"1", "1"},           {"1", "2"},   {"\xC3", "\xA9"}, {" ", "\xC3\xA9"},
+                              {"\xE4", "\xB8"}, {"\xE4\xB8", "\xAD"}, {"a", "a"},   {"aa", "aa"},     {"aa", "a"},
+                              {"a", "b"},       {".", "."},           {"..", "."},  {"\xF0", "\x9F"}};
 
 static const Tokenizer& vocabulary() {
     static const Tokenizer t = [] {
@@ -34,7 +36,9 @@ static std::vector<uint16_t> merge_naively(const std::string& piece) {
     static const std::map<std::pair<uint16_t, uint16_t>, uint16_t> rank = [] {
         std::map<std::pair<uint16_t, uint16_t>, uint16_t> r;
         const auto& tokens = vocabulary().tokens;
-        const auto id = [&](const std::string& token) { return uint16_t(std::find(tokens.begin(), tokens.end(), token) - tokens.begin()); };
+        const auto id = [&](const std::string& token) {
+            return uint16_t(std::find(tokens.begin(), tokens.end(), token) - tokens.begin());
+        };
         for (size_t k = 0; k < merges.size(); k++) r[{id(merges[k].first), id(merges[k].second)}] = uint16_t(256 + k);
         return r;
     }();

@@ -32,7 +32,8 @@ inline std::string vocab_bpe(const Merges& merges) {
 
 inline std::string encoder_json(const std::vector<std::string>& tokens) {
     std::string out = "{";
-    for (size_t id = 0; id < tokens.size(); id++) out += json_quote(in_alphabet(tokens[id])) + ": " + std::to_string(id) + ", ";
+    for (size_t id = 0; id < tokens.size(); id++)
+        out += json_quote(in_alphabet(tokens[id])) + ": " + std::to_string(id) + ", ";
     return out + "\"<|endoftext|>\": " + std::to_string(tokens.size()) + "}";
 }
 
@@ -41,7 +42,8 @@ inline std::string base64(const std::string& bytes) {
     std::string out;
     for (size_t i = 0; i < bytes.size(); i += 3) {
         uint32_t bits = 0;
-        for (size_t k = 0; k < 3; k++) bits = bits << 8 | (i + k < bytes.size() ? static_cast<unsigned char>(bytes[i + k]) : 0);
+        for (size_t k = 0; k < 3; k++)
+            bits = bits << 8 | (i + k < bytes.size() ? static_cast<unsigned char>(bytes[i + k]) : 0);
         for (size_t k = 0; k < 4; k++) out += i + k <= bytes.size() ? digits[bits >> (18 - 6 * k) & 63] : '=';
     }
     return out;

@@ -1,10 +1,13 @@
 // ladder.h: test_nsa --ladder [options of train]: attention from the plainest
 // kernels to the ones the trainer calls, on the same inputs, timed side by side.
 //
-//   level 0   dev/ladder/attention_level0.cuh: one warp per query (or key), scalar fp32. The lesson: what is computed, in the fewest lines.
-//   level 2   nsa_kernels.cuh: tiles of 64 keys shared by all heads of a group, products on tensor cores (mma.sync), tiles copied while the one before is used
-//             (cp.async), probabilities that never leave registers; backward with keys stationary. These are the very functions of struct Cuda.
-//   level 3   the selected branch for long sequences: a block of keys is visited only by the rows that chose it, gathered by ldmatrix's addresses per lane.
+//   level 0   dev/ladder/attention_level0.cuh: one warp per query (or key), scalar fp32. The lesson: what is computed,
+//   in the fewest lines. level 2   nsa_kernels.cuh: tiles of 64 keys shared by all heads of a group, products on tensor
+//   cores (mma.sync), tiles copied while the one before is used
+//             (cp.async), probabilities that never leave registers; backward with keys stationary. These are the very
+//             functions of struct Cuda.
+//   level 3   the selected branch for long sequences: a block of keys is visited only by the rows that chose it,
+//   gathered by ldmatrix's addresses per lane.
 //
 // What a rung buys is printed as measured; on a machine without a GPU there is nothing
 // to measure, and the rungs are only compared (test_nsa does that in emulation).
@@ -20,7 +23,8 @@ constexpr Rung RUNGS[] = {{"level 0, scalar", true, SelectedKernel::TILES},
                           {"level 2, tensor cores", false, SelectedKernel::TILES},
                           {"level 3, gathered rows", false, SelectedKernel::GATHER}};
 
-// The forward and backward of one branch on a rung, on inputs drawn from a seed. `use` gets what was computed: out, dq, dk, dv on the host.
+// The forward and backward of one branch on a rung, on inputs drawn from a seed. `use` gets what was computed: out, dq,
+// dk, dv on the host.
 struct LadderRun {
     Cuda& dev;
     NsaShape s;
@@ -35,13 +39,15 @@ struct LadderRun {
         keys = b == CMP ? s.cmp_rows() : s.key_rows();
         auto random = [&](size_t count, uint64_t index) {
             std::vector<float> values(count);
-            for (size_t i = 0; i < count; i++) values[i] = float(random_normal(1, random_stream(RANDOM_TEST, index), i));
+            for (size_t i = 0; i < count; i++)
+                values[i] = float(random_normal(1, random_stream(RANDOM_TEST, index), i));
             Cuda::real* p = dev.allocate<Cuda::real>(count);
             dev.from_host(p, values.data(), count);
             return p;
         };
         q = random(rows * D, 1), k = random(keys * D, 2), v = random(keys * D, 3), dout = random(rows * D, 4);
-        out = dev.allocate<Cuda::real>(rows * D), dk = dev.allocate<Cuda::real>(keys * D), dv = dev.allocate<Cuda::real>(keys * D);
+        out = dev.allocate<Cuda::real>(rows * D), dk = dev.allocate<Cuda::real>(keys * D),
+        dv = dev.allocate<Cuda::real>(keys * D);
         lse = dev.allocate<float>(rows), row_dot = dev.allocate<float>(rows), dq = dev.allocate<float>(rows * D);
         // Blocks at random among those that a query may take, as many as it takes, the forced ones included.
         std::vector<uint32_t> masks(size_t(s.B) * s.G * s.T * words);
@@ -61,7 +67,8 @@ struct LadderRun {
         dev.zero(row_dot, rows);
     }
     ~LadderRun() {
-        dev.release(q), dev.release(k), dev.release(v), dev.release(dout), dev.release(out), dev.release(dk), dev.release(dv);
+        dev.release(q), dev.release(k), dev.release(v), dev.release(dout), dev.release(out), dev.release(dk),
+            dev.release(dv);
         dev.release(lse), dev.release(row_dot), dev.release(dq), dev.release(selection);
     }
     void forward(const Rung& rung) {
@@ -83,8 +90,9 @@ struct LadderRun {
 
 inline int run_ladder(Cuda& dev, const NsaShape& s) {
     std::printf(
-        "attention of one layer, %d sequences of %d tokens, %d heads in %d groups of dimension %d, on %s\n\n%-12s %-24s %14s %14s\n", s.B,
-        s.T, s.H, s.G, s.D, dev.describe().c_str(), "branch", "rung", "forward us", "backward us");
+        "attention of one layer, %d sequences of %d tokens, %d heads in %d groups of dimension %d, on %s\n\n%-12s "
+        "%-24s %14s %14s\n",
+        s.B, s.T, s.H, s.G, s.D, dev.describe().c_str(), "branch", "rung", "forward us", "backward us");
     cudaEvent_t begin, end;
     CUDA_CHECK(cudaEventCreate(&begin));
     CUDA_CHECK(cudaEventCreate(&end));
@@ -105,7 +113,8 @@ inline int run_ladder(Cuda& dev, const NsaShape& s) {
         LadderRun run(dev, s, branch);
         for (const Rung& rung : RUNGS) {
             if (rung.selected == SelectedKernel::GATHER && branch != SLC) continue;  // the same as level 2
-            const double forward = median_us([&] { run.forward(rung); }), backward = median_us([&] { run.backward(rung); });
+            const double forward = median_us([&] { run.forward(rung); }),
+                         backward = median_us([&] { run.backward(rung); });
             std::printf("%-12s %-24s %14.1f %14.1f\n",
                         branch == CMP   ? "compressed"
                         : branch == SLC ? "selected"

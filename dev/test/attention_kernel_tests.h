@@ -1,11 +1,13 @@
 // attention_kernel_tests.h: the attention of nsa_kernels.cuh against struct Cpu in fp64, which is fed the same
-// bf16 numbers. Runs on a GPU, or under g++ in dev/cuda_on_cpu.h, there with several orders of threads and blocks.
+// bf16 numbers. Runs on a GPU, or under g++ in dev/emulator/cuda_on_cpu.h, there with several orders of threads and
+// blocks.
 //
 // Error limits are derived. With u = 2^-8, the largest relative error of rounding to bf16, and e =
 // 2^-23, that of one step in fp32 (tensor cores may truncate): a score in the exponent is off by at most
 //     delta = e ((D + 8) S + 2 |lse| + 16 + tiles),   S = the largest sum over D of |q k| / sqrt(D)
-// (D sums, the scaling, the shift, 2 ulp of the exponential, one rescaling a tile), and every weight by the factor e^delta. Sums of n terms
-// add n e times the sum of their magnitudes. Where a weight or dS enters a tensor core it is rounded to bf16, and so is each bf16 output.
+// (D sums, the scaling, the shift, 2 ulp of the exponential, one rescaling a tile), and every weight by the factor
+// e^delta. Sums of n terms add n e times the sum of their magnitudes. Where a weight or dS enters a tensor core it is
+// rounded to bf16, and so is each bf16 output.
 #pragma once
 #include <memory>
 #include <vector>
@@ -26,7 +28,8 @@ constexpr int RUNS = 1, LONGEST = 200;  // every access is judged: one order of 
 constexpr int RUNS = 2, LONGEST = 1 << 30;
 #endif
 
-// Run 0 takes the threads in the order of their index, others in one that depends on the shape, so that the tests see many.
+// Run 0 takes the threads in the order of their index, others in one that depends on the shape, so that the tests see
+// many.
 inline void draw_order(int run, const NsaShape& s) {
 #ifdef __CUDACC__
     (void)run, (void)s;
@@ -81,8 +84,8 @@ void check_same_bits(const char* what, const std::vector<T>& a, const std::vecto
         check_failed(__FILE__, __LINE__, "%s: two runs with the same input differ", what);
 }
 // |found - expected| <= limit everywhere; the worst share of its limit goes into *worst.
-inline void check_within(const char* what, const NsaShape& s, const std::vector<double>& found, const std::vector<double>& expected,
-                         const std::vector<double>& limit, double* worst) {
+inline void check_within(const char* what, const NsaShape& s, const std::vector<double>& found,
+                         const std::vector<double>& expected, const std::vector<double>& limit, double* worst) {
     tests().checks++;
     size_t at = found.size();
     double most = 0;
@@ -94,10 +97,11 @@ inline void check_within(const char* what, const NsaShape& s, const std::vector<
     }
     if (!(most <= 1))
         check_failed(__FILE__, __LINE__,
-                     "%s[%zu] is %.9g, expected %.9g, off by %.3g, limit %.3g (T %d, first %d, queries %d, H %d, G %d, D %d, l %d, d %d, "
+                     "%s[%zu] is %.9g, expected %.9g, off by %.3g, limit %.3g (T %d, first %d, queries %d, H %d, G %d, "
+                     "D %d, l %d, d %d, "
                      "l' %d, w %d)",
-                     what, at, found[at], expected[at], std::fabs(found[at] - expected[at]), limit[at], s.T, s.first, s.queries, s.H, s.G,
-                     s.D, s.l, s.d, s.slc_block, s.window);
+                     what, at, found[at], expected[at], std::fabs(found[at] - expected[at]), limit[at], s.T, s.first,
+                     s.queries, s.H, s.G, s.D, s.l, s.d, s.slc_block, s.window);
     *worst = std::max(*worst, most);
 }
 
@@ -112,7 +116,7 @@ inline NsaShape shape(int T, int heads, int G = 1, int D = 64, int B = 1) {
 struct Inputs {
     NsaShape s;
     Branch branch;
-    std::vector<double> q, k, v, dout, dq;      // dq: what is added to
+    std::vector<double> q, k, v, dout, dq;  // dq: what is added to
     std::vector<uint32_t> selection;
     uint64_t counter = 0;
     uint64_t seed;
@@ -128,7 +132,8 @@ struct Inputs {
     size_t rows() const { return s.query_rows(); }
 
     // density: of a typical token's selection
-    Inputs(const NsaShape& s, Branch branch, double scale, uint64_t seed, double density = 0.4) : s(s), branch(branch), seed(seed) {
+    Inputs(const NsaShape& s, Branch branch, double scale, uint64_t seed, double density = 0.4)
+        : s(s), branch(branch), seed(seed) {
         const size_t D = size_t(s.D), key_rows = size_t(s.B) * s.G * size_t(stride());
         q = normals(rows() * D, scale), k = normals(key_rows * D, scale), v = normals(key_rows * D, 1);
         dout = normals(rows() * D, 1), dq = normals(rows() * D, 1);
@@ -149,7 +154,8 @@ struct Inputs {
         const int width = Cpu<double>::tile_keys(branch, s), tile = key / width;
         const auto range = Cpu<double>::visible_keys(branch, t, tile, s);
         if (key % width < range.begin || key % width >= range.end) return false;
-        return branch != SLC || (Cpu<double>::selection_of(selection.data(), int(bg), t, s)[tile / 32] >> tile % 32 & 1);
+        return branch != SLC ||
+               (Cpu<double>::selection_of(selection.data(), int(bg), t, s)[tile / 32] >> tile % 32 & 1);
     }
     int tiles() const { return keys() / 64 + 1; }
 };
@@ -160,7 +166,8 @@ void for_rows(const NsaShape& s, Visit visit) {
     for (int b = 0; b < s.B; b++)
         for (int head = 0; head < s.H; head++)
             for (int j = 0; j < s.queries; j++)
-                visit(size_t(b) * s.G + head / s.heads_per_group(), head, s.first + j, (size_t(b) * s.H + head) * s.queries + j);
+                visit(size_t(b) * s.G + head / s.heads_per_group(), head, s.first + j,
+                      (size_t(b) * s.H + head) * s.queries + j);
 }
 inline double dot(const double* a, const double* b, int n, bool magnitudes = false) {
     double sum = 0;
@@ -175,7 +182,8 @@ inline std::vector<double> exponent_errors(const Inputs& in, const std::vector<d
         for (int key = 0; key < in.keys(); key++)
             if (in.visible(bg, t, key))
                 most = std::max(most, dot(&in.q[row * in.s.D], &in.k[(bg * in.stride() + key) * in.s.D], in.s.D, true));
-        delta[row] = E32 * ((in.s.D + 8) * most * in.s.scale() + 2 * (std::isinf(lse[row]) ? 0 : std::fabs(lse[row])) + 16 + in.tiles());
+        delta[row] = E32 * ((in.s.D + 8) * most * in.s.scale() + 2 * (std::isinf(lse[row]) ? 0 : std::fabs(lse[row])) +
+                            16 + in.tiles());
     });
     return delta;
 }
@@ -183,8 +191,8 @@ inline std::vector<double> exponent_errors(const Inputs& in, const std::vector<d
 struct Worst {
     double out = 0, lse = 0, dq = 0, dk = 0, dv = 0;
     void print(const char* what) const {
-        std::printf("    %s: worst error as a share of its limit: out %.2f, lse %.2f, dq %.2f, dk %.2f, dv %.2f\n", what, out, lse, dq, dk,
-                    dv);
+        std::printf("    %s: worst error as a share of its limit: out %.2f, lse %.2f, dq %.2f, dk %.2f, dv %.2f\n",
+                    what, out, lse, dq, dk, dv);
     }
 };
 
@@ -197,7 +205,8 @@ struct AttentionScratch {
     operator AttentionWorkspace() const { return {data.data, choice.data}; }
 };
 
-inline void check_attention(const Inputs& in, Worst* worst, bool backward = true, SelectedKernel kernel = SelectedKernel::TILES) {
+inline void check_attention(const Inputs& in, Worst* worst, bool backward = true,
+                            SelectedKernel kernel = SelectedKernel::TILES) {
     const NsaShape& s = in.s;
     const Branch branch = in.branch;
     const size_t D = size_t(s.D), rows = in.rows(), key_rows = size_t(s.B) * s.G * size_t(in.stride());
@@ -206,15 +215,17 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
     // Forward, and once more with |v| for the limits.
     std::vector<double> out(rows * D), lse(rows), magnitude(rows * D), ignored(rows), absolute_v(in.v);
     for (double& x : absolute_v) x = std::fabs(x);
-    cpu.attention_forward(branch, out.data(), lse.data(), in.q.data(), in.k.data(), in.v.data(), in.selection.data(), s);
-    cpu.attention_forward(branch, magnitude.data(), ignored.data(), in.q.data(), in.k.data(), absolute_v.data(), in.selection.data(), s);
+    cpu.attention_forward(branch, out.data(), lse.data(), in.q.data(), in.k.data(), in.v.data(), in.selection.data(),
+                          s);
+    cpu.attention_forward(branch, magnitude.data(), ignored.data(), in.q.data(), in.k.data(), absolute_v.data(),
+                          in.selection.data(), s);
     const std::vector<double> delta = exponent_errors(in, lse);
     std::vector<double> out_limit(rows * D), lse_limit(rows);
     for (size_t row = 0; row < rows; row++) {
         lse_limit[row] = std::expm1(delta[row]) + E32 * in.keys();
         for (size_t x = row * D; x < (row + 1) * D; x++)
-            out_limit[x] = (1 + U16) * (U16 + 2 * std::expm1(delta[row]) + 2 * E32 * in.keys()) * magnitude[x] + U16 * std::fabs(out[x]) +
-                           1e-37;
+            out_limit[x] = (1 + U16) * (U16 + 2 * std::expm1(delta[row]) + 2 * E32 * in.keys()) * magnitude[x] +
+                           U16 * std::fabs(out[x]) + 1e-37;
     }
     // Backward: the limits by plain loops.
     std::vector<float> row_dot(rows), lse_gated(rows);
@@ -228,20 +239,22 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
             lse_gated[row] = float(lse[row] - std::log(gate));
         });
         const std::vector<double> row_dots(row_dot.begin(), row_dot.end()), lses(lse_gated.begin(), lse_gated.end());
-        cpu.attention_backward(branch, dq.data(), true, dk.data(), dv.data(), in.dout.data(), in.q.data(), in.k.data(), in.v.data(),
-                               row_dots.data(), lses.data(), in.selection.data(), s);
+        cpu.attention_backward(branch, dq.data(), true, dk.data(), dv.data(), in.dout.data(), in.q.data(), in.k.data(),
+                               in.v.data(), row_dots.data(), lses.data(), in.selection.data(), s);
         const double sums = E32 * std::max(in.keys(), s.queries * s.heads_per_group());
         for_rows(s, [&](size_t bg, int head, int t, size_t row) {
             const double *q = &in.q[row * D], *dout = &in.dout[((bg / s.G * s.queries + t - s.first) * s.H + head) * D];
             for (int key = 0; key < in.keys(); key++) {
                 if (!in.visible(bg, t, key)) continue;
                 const size_t at = (bg * in.stride() + key) * D;
-                const double p = std::exp(dot(q, &in.k[at], s.D) * s.scale() - lses[row]), weight_error = std::expm1(delta[row]);
+                const double p = std::exp(dot(q, &in.k[at], s.D) * s.scale() - lses[row]),
+                             weight_error = std::expm1(delta[row]);
                 const double ds = p * (dot(dout, &in.v[at], s.D) - row_dots[row]);
                 // dS: weight, product with v (D sums), subtraction, product, then bf16
-                const double product_error = E32 * ((s.D + 1) * dot(dout, &in.v[at], s.D, true) + std::fabs(row_dots[row]));
-                const double ds_error = (1 + U16) *
-                                        (std::fabs(ds) * (U16 + weight_error + sums + 2 * E32) + p * (1 + weight_error) * product_error);
+                const double product_error =
+                    E32 * ((s.D + 1) * dot(dout, &in.v[at], s.D, true) + std::fabs(row_dots[row]));
+                const double ds_error = (1 + U16) * (std::fabs(ds) * (U16 + weight_error + sums + 2 * E32) +
+                                                     p * (1 + weight_error) * product_error);
                 const double p_error = (1 + U16) * p * (U16 + weight_error + sums);
                 for (size_t x = 0; x < D; x++) {
                     dq_limit[row * D + x] += ds_error * std::fabs(in.k[at + x]) * s.scale();
@@ -250,7 +263,8 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
                 }
             }
         });
-        for (size_t i = 0; i < rows * D; i++) dq_limit[i] += E32 * (std::fabs(dq[i]) + std::fabs(in.dq[i]) + std::fabs(dq[i] - in.dq[i]));
+        for (size_t i = 0; i < rows * D; i++)
+            dq_limit[i] += E32 * (std::fabs(dq[i]) + std::fabs(in.dq[i]) + std::fabs(dq[i] - in.dq[i]));
         for (size_t i = 0; i < key_rows * D; i++)
             dk_limit[i] += (U16 + 2 * E32) * std::fabs(dk[i]), dv_limit[i] += (U16 + 2 * E32) * std::fabs(dv[i]);
     }
@@ -267,9 +281,9 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
         attention_forward(branch, found_out.data, found_lse.data, q.data, k.data, v.data, selection.data, s, kernel,
                           AttentionScratch(branch, s, kernel, false), nullptr);
         if (backward)
-            attention_backward(branch, found_dq.data, true, found_dk.data, found_dv.data, dout.data, q.data, k.data, v.data,
-                               device_dot.data, device_lse.data, selection.data, s, kernel, AttentionScratch(branch, s, kernel, true),
-                               nullptr);
+            attention_backward(branch, found_dq.data, true, found_dk.data, found_dv.data, dout.data, q.data, k.data,
+                               v.data, device_dot.data, device_lse.data, selection.data, s, kernel,
+                               AttentionScratch(branch, s, kernel, true), nullptr);
         if (run == 0) {
 #ifndef __CUDACC__
             CHECK_EQUAL(emu::unwritten(found_out.data, rows * D), 0L);
@@ -287,9 +301,9 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
             check_within("dv", s, found_dv.download(), dv, dv_limit, &worst->dv);
             // Written instead of added to: what was there is not read.
             DeviceArray<float> only_dq(rows * D);
-            attention_backward(branch, only_dq.data, false, found_dk.data, found_dv.data, dout.data, q.data, k.data, v.data,
-                               device_dot.data, device_lse.data, selection.data, s, kernel, AttentionScratch(branch, s, kernel, true),
-                               nullptr);
+            attention_backward(branch, only_dq.data, false, found_dk.data, found_dv.data, dout.data, q.data, k.data,
+                               v.data, device_dot.data, device_lse.data, selection.data, s, kernel,
+                               AttentionScratch(branch, s, kernel, true), nullptr);
             std::vector<double> without(dq);
             for (size_t i = 0; i < rows * D; i++) without[i] -= in.dq[i];
             check_within("dq, written", s, only_dq.download(), without, dq_limit, &worst->dq);
@@ -303,7 +317,8 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
     }
     draw_order(0, s);
 }
-inline void check_attention(const NsaShape& s, Branch branch, Worst* worst, double scale = 1, bool backward = true, double density = 0.4) {
+inline void check_attention(const NsaShape& s, Branch branch, Worst* worst, double scale = 1, bool backward = true,
+                            double density = 0.4) {
     check_attention(Inputs(s, branch, scale, uint64_t(s.T) * 1000 + s.H, density), worst, backward);
 }
 
@@ -314,7 +329,10 @@ TEST(attention_kernels_heads) {
     Worst worst;
     for (const int heads : {1, 3, 5, 6, 12, 16, 128})  // 128: one token fills a tile of queries
         for (const Branch branch : {CMP, SLC, WIN}) {
-            NsaShape s = shape(heads == 3 ? 200 : heads == 128 ? 66 : 130, heads, heads < 3 ? 2 : 1, 64, heads == 1 ? 2 : 1);
+            NsaShape s = shape(heads == 3     ? 200
+                               : heads == 128 ? 66
+                                              : 130,
+                               heads, heads < 3 ? 2 : 1, 64, heads == 1 ? 2 : 1);
             s.l = 4, s.d = 1;
             check_attention(s, branch, &worst);
         }
@@ -332,7 +350,8 @@ TEST(attention_kernels_lengths) {
 TEST(attention_kernels_compression) {
     using namespace attention_tests;
     Worst worst;
-    // l, d, T: up to five tiles of compressed keys; with 12 and 1 a warp's first key becomes visible near the end of a tile of tokens
+    // l, d, T: up to five tiles of compressed keys; with 12 and 1 a warp's first key becomes visible near the end of a
+    // tile of tokens
     const int cases[][3] = {{1, 1, 257}, {12, 1, 200}, {4, 2, 300}, {8, 4, 129}, {12, 4, 66}, {32, 32, 200}};
     for (const auto& c : cases) {
         NsaShape s = shape(c[2], 3);
@@ -364,7 +383,8 @@ TEST(attention_kernels_selection_blocks) {
         check_attention(s, SLC, &worst);
         s.T = s.queries = 150;
         check_attention(s, SLC, &worst, 1, true, 0.03);  // most tiles are skipped
-        if (block < 64) check_attention(s, SLC, &worst, 1, true, 0.9);  // all rows choose something of a tile, not all choose all
+        if (block < 64)
+            check_attention(s, SLC, &worst, 1, true, 0.9);  // all rows choose something of a tile, not all choose all
     }
     for (const double density : {0.4, 0.03}) {  // more than 32 blocks and tiles: bitmasks of several words
         NsaShape s = shape(2200, 1);
@@ -387,7 +407,8 @@ TEST(attention_kernels_head_dimensions) {
 TEST(attention_kernels_decoding) {
     using namespace attention_tests;
     Worst worst;
-    const int steps[][2] = {{0, 1}, {30, 1}, {31, 1}, {63, 1}, {64, 1}, {150, 1}, {199, 1}, {60, 10}, {100, 70}, {0, 40}};
+    const int steps[][2] = {{0, 1},   {30, 1},  {31, 1},  {63, 1},   {64, 1},
+                            {150, 1}, {199, 1}, {60, 10}, {100, 70}, {0, 40}};
     for (const auto& step : steps)
         for (const Branch branch : {CMP, SLC, WIN}) {
             NsaShape s = shape(200, 6, 2, 64, 2);
@@ -445,7 +466,8 @@ inline void check_selection(const NsaShape& s, double scale, long* tokens, long*
     for (int run = 1; run < RUNS; run++) {
         draw_order(run, s);
         const SelectionRun again = run_selection(in, rounded);
-        check_same_bits("selection", again.selection, found.selection), check_same_bits("share", again.share, found.share);
+        check_same_bits("selection", again.selection, found.selection),
+            check_same_bits("share", again.share, found.share);
     }
     draw_order(0, s);
 
@@ -462,31 +484,37 @@ inline void check_selection(const NsaShape& s, double scale, long* tokens, long*
                 const size_t at = (size_t(bg) * h + head) * s.queries + j;
                 relative = std::max(relative, std::expm1(delta[at]) + E32 * (h + (s.slc_block + s.l) / s.d + 2));
                 for (int i = 0; i < s.cmp_blocks(t + 1); i++)
-                    weight[i] += std::exp(dot(&in.q[at * s.D], &in.k[(size_t(bg) * in.stride() + i) * s.D], s.D) * s.scale() - shift[at]);
+                    weight[i] += std::exp(
+                        dot(&in.q[at * s.D], &in.k[(size_t(bg) * in.stride() + i) * s.D], s.D) * s.scale() - shift[at]);
             }
             Cpu<double>::fold_importance(importance.data(), weight.data(), t, s);
             bool same = true;
             int count = 0;
-            auto bit = [&](const std::vector<uint32_t>& mask, int block) { return mask[row * words + block / 32] >> block % 32 & 1; };
+            auto bit = [&](const std::vector<uint32_t>& mask, int block) {
+                return mask[row * words + block / 32] >> block % 32 & 1;
+            };
             for (int block = 0; block < int(words) * 32; block++) {
                 count += bit(found.selection, block);
                 if (bit(found.selection, block) == bit(expected, block)) continue;
                 same = false;
                 CHECK(block <= last);
                 for (int other = 0; other <= last; other++)
-                    if (bit(found.selection, other) != bit(expected, other) && bit(found.selection, other) != bit(found.selection, block)) {
+                    if (bit(found.selection, other) != bit(expected, other) &&
+                        bit(found.selection, other) != bit(found.selection, block)) {
                         tests().checks++;
                         const double gap = std::fabs(importance[block] - importance[other]);
-                        const double limit = relative * (importance[block] + importance[other]) + 1e-36;  // where fp32 underflows
+                        const double limit =
+                            relative * (importance[block] + importance[other]) + 1e-36;  // where fp32 underflows
                         if (!(gap <= limit))
-                            check_failed(
-                                __FILE__, __LINE__,
-                                "token %d: blocks %d and %d differ by %.3g in importance, limit %.3g, but the wrong one is selected", t,
-                                block, other, gap, limit);
+                            check_failed(__FILE__, __LINE__,
+                                         "token %d: blocks %d and %d differ by %.3g in importance, limit %.3g, but the "
+                                         "wrong one is selected",
+                                         t, block, other, gap, limit);
                     }
             }
             CHECK_EQUAL(count, std::min(std::max(s.slc_count, last ? std::min(3, last + 1) : 1), last + 1));
-            if (last > s.slc_count) CHECK(bit(found.selection, 0) && bit(found.selection, last) && bit(found.selection, last - 1));
+            if (last > s.slc_count)
+                CHECK(bit(found.selection, 0) && bit(found.selection, last) && bit(found.selection, last - 1));
             // chosen / all: both sums of the same importances
             if (same) CHECK_NEAR(found.share[row], share[row], 2 * relative + E32 * (last + 3));
             else (*other_choices)++;
@@ -501,10 +529,12 @@ TEST(attention_kernels_select_blocks) {
     const int cases[][9] = {
         // l, d, l', n, T, first, heads, G, D
         // up to three tiles of compressed keys
-        {32, 16, 64, 4, 500, 0, 6, 1, 64},        {8, 4, 16, 5, 300, 0, 3, 2, 64},        {4, 2, 16, 6, 300, 0, 1, 2, 64},
-        {1, 1, 16, 4, 200, 0, 6, 1, 64},          {16, 8, 32, 4, 200, 0, 12, 1, 64},      {64, 16, 32, 3, 200, 0, 2, 2, 64},
-        {12, 4, 20, 5, 190, 0, 2, 1, 64},         {8, 4, 16, 1, 100, 0, 1, 1, 64},        {8, 4, 16, 2, 100, 0, 1, 1, 64},
-        {32, 16, 64, 64, 31, 0, 1, 1, 64},        {8, 4, 16, 5, 130, 0, 3, 1, 16},        {8, 4, 16, 5, 130, 0, 16, 1, 32},
+        {32, 16, 64, 4, 500, 0, 6, 1, 64},        {8, 4, 16, 5, 300, 0, 3, 2, 64},
+        {4, 2, 16, 6, 300, 0, 1, 2, 64},          {1, 1, 16, 4, 200, 0, 6, 1, 64},
+        {16, 8, 32, 4, 200, 0, 12, 1, 64},        {64, 16, 32, 3, 200, 0, 2, 2, 64},
+        {12, 4, 20, 5, 190, 0, 2, 1, 64},         {8, 4, 16, 1, 100, 0, 1, 1, 64},
+        {8, 4, 16, 2, 100, 0, 1, 1, 64},          {32, 16, 64, 64, 31, 0, 1, 1, 64},
+        {8, 4, 16, 5, 130, 0, 3, 1, 16},          {8, 4, 16, 5, 130, 0, 16, 1, 32},
         {8, 4, 16, 5, 130, 0, 3, 1, 128},         {32, 16, 64, 16, 4096, 4070, 6, 1, 64},  // decoding: 64 blocks
         {32, 16, 64, 16, 2048, 1023, 6, 2, 64},    // from tokens that take all to tokens that choose
         {8, 4, 16, 64, 1200, 1190, 3, 1, 64},      // n = 64, 75 blocks, three words
@@ -513,11 +543,13 @@ TEST(attention_kernels_select_blocks) {
     };
     for (const auto& c : cases) {
         NsaShape s = shape(c[4], c[6], c[7], c[8], c[8] == 16 ? 2 : 1);
-        s.l = c[0], s.d = c[1], s.slc_block = c[2], s.slc_count = c[3], s.first = c[5], s.queries = c[4] == 2048 ? 20 : c[4] - c[5];
+        s.l = c[0], s.d = c[1], s.slc_block = c[2], s.slc_count = c[3], s.first = c[5],
+        s.queries = c[4] == 2048 ? 20 : c[4] - c[5];
         if (s.queries > LONGEST) s.T = s.queries = LONGEST;
         check_selection(s, 1, &tokens, &other);
     }
-    std::printf("    select_blocks: %ld of %ld rows chose another block of equal importance within rounding\n", other, tokens);
+    std::printf("    select_blocks: %ld of %ld rows chose another block of equal importance within rounding\n", other,
+                tokens);
     NsaShape s = shape(200, 3);
     s.l = 8, s.d = 4, s.slc_block = 16, tokens = other = 0;
     check_selection(s, 18, &tokens, &other);  // scores about +-1500: most importances are 0 in fp32
@@ -538,7 +570,8 @@ TEST(attention_kernels_ties_go_to_the_lower_block) {
             const int last = (first + row % s.queries) / s.slc_block;
             for (int block = 0; block < s.selection_words() * 32; block++) {  // blocks 1, 2 and 3 equal all the others
                 const bool expected = block <= last && (last + 1 <= s.slc_count || block <= 3 || block >= last - 1);
-                CHECK_EQUAL(int(found.selection[size_t(row) * s.selection_words() + block / 32] >> block % 32 & 1), int(expected));
+                CHECK_EQUAL(int(found.selection[size_t(row) * s.selection_words() + block / 32] >> block % 32 & 1),
+                            int(expected));
             }
         }
     }
@@ -547,7 +580,8 @@ TEST(attention_kernels_refuse) {
     using namespace attention_tests;
     const bf16* none = nullptr;
     auto forward = [&](Branch branch, const NsaShape& s) {
-        attention_forward(branch, (bf16*)nullptr, nullptr, none, none, none, nullptr, s, SelectedKernel::AUTO, {}, nullptr);
+        attention_forward(branch, (bf16*)nullptr, nullptr, none, none, none, nullptr, s, SelectedKernel::AUTO, {},
+                          nullptr);
     };
     NsaShape s = shape(64, 3);
     s.D = 48;
@@ -562,8 +596,9 @@ TEST(attention_kernels_refuse) {
     s = shape(64, 129);
     CHECK_FAILS(2, "129 query heads in 1 groups", forward(CMP, s));
     check_shared_bytes(131072, 128, 131072);
-    CHECK_FAILS(2, "a head dimension of 128: attention takes 131072 bytes of shared memory for a block, this GPU has 101376",
-                check_shared_bytes(131072, 128, 101376));
+    CHECK_FAILS(
+        2, "a head dimension of 128: attention takes 131072 bytes of shared memory for a block, this GPU has 101376",
+        check_shared_bytes(131072, 128, 101376));
     s = shape(1 << 20, 1), s.first = (1 << 20) - 1, s.queries = 1, s.slc_block = 16;
     CHECK_FAILS(2, "shared memory", select_blocks(nullptr, nullptr, none, none, nullptr, s, nullptr));
     s = shape(0, 3), s.queries = 0;

@@ -1,4 +1,5 @@
-// bench_tests.h: what the benchmarks count, against independent counts; and that they run. The times mean nothing in emulation.
+// bench_tests.h: what the benchmarks count, against independent counts; and that they run. The times mean nothing in
+// emulation.
 #pragma once
 #include "cuda_model_tests.h"
 #include "../bench/attention.h"
@@ -7,8 +8,8 @@ namespace bench_tests {
 
 inline NsaShape bench_shape(int T, bool full = false) {
     NsaShape s;
-    s.B = 2, s.T = s.queries = T, s.H = 6, s.G = 2, s.D = 16, s.l = 8, s.d = 4, s.slc_block = 16, s.slc_count = 4, s.window = 24, s.F = 8,
-    s.full = full;
+    s.B = 2, s.T = s.queries = T, s.H = 6, s.G = 2, s.D = 16, s.l = 8, s.d = 4, s.slc_block = 16, s.slc_count = 4,
+    s.window = 24, s.F = 8, s.full = full;
     return s;
 }
 // Pairs of queries and keys, one by one, by the definition of the branch.
@@ -21,7 +22,7 @@ inline double counted_pairs(Branch branch, const NsaShape& s, bool only_choosing
             if (branch == CMP) pairs += key * s.d + s.l - 1 <= t;
             else if (branch == WIN) pairs += key <= t && (s.full || key > t - s.window);
             else pairs += key <= t && (own + 1 <= s.slc_count || key / s.slc_block > own - s.slc_count);
-                // any n blocks with its own: the last n, here
+            // any n blocks with its own: the last n, here
         }
     }
     return pairs * s.B * s.H;
@@ -64,7 +65,8 @@ inline std::map<std::string, Result> results_of(const std::string& text) {
         if (fields.size() != 4) continue;
         char* end = nullptr;
         const double figure = std::strtod(fields[1].c_str(), &end);
-        CHECK(end != fields[1].c_str() && *end == 0 && figure > 0 && !fields[0].empty() && !fields[2].empty() && !fields[3].empty());
+        CHECK(end != fields[1].c_str() && *end == 0 && figure > 0 && !fields[0].empty() && !fields[2].empty() &&
+              !fields[3].empty());
         CHECK(results.count(fields[0]) == 0);
         results[fields[0]] = {figure, fields[2], fields[3]};
     }
@@ -75,7 +77,8 @@ inline std::array<double, 2> printed_ceilings(const std::string& text) {
     std::array<double, 2> found = {0, 0};
     for (const std::string& line : lines_of(text))
         if (std::sscanf(line.c_str(),
-                        "ceilings measured in this run, at its beginning: product of matrices %lf TFLOP/s (64 x 64 x 64), copy %lf GB/s",
+                        "ceilings measured in this run, at its beginning: product of matrices %lf TFLOP/s (64 x 64 x "
+                        "64), copy %lf GB/s",
                         &found[0], &found[1]) == 2)
             break;
     return {found[0] * 1e12, found[1] * 1e9};
@@ -116,8 +119,8 @@ inline void check_floor(double floor_us, double gflop, double megabytes, const s
     CHECK_NEAR(floor_us, expected, 0.051 + 2e-5 * expected);
 }
 // The table and the results of --perf; times: of any of its steps, which all count the same.
-inline void check_perf_report(const std::string& text, const std::string& name, const std::map<std::string, OperationTime>& times,
-                              bool gpu = true) {
+inline void check_perf_report(const std::string& text, const std::string& name,
+                              const std::map<std::string, OperationTime>& times, bool gpu = true) {
     const std::array<double, 2> ceilings = printed_ceilings(text);
     REQUIRE(ceilings[0] > 0 && ceilings[1] > 0);
     const std::vector<PrintedRow> rows = printed_rows(text, "of peak", 10);
@@ -144,8 +147,9 @@ inline void check_perf_report(const std::string& text, const std::string& name, 
     const std::map<std::string, Result> results = results_of(text);
     CHECK_EQUAL(results.size(), size_t(gpu ? 5 : 4));
     for (const auto& [what, unit] :
-         {std::pair("all operations", "us"), std::pair("step", "tokens/s"), std::pair("ceiling of matrix products", "TFLOP/s"),
-          std::pair("ceiling of copies", "GB/s"), std::pair("step with --cuda-graph 1", "tokens/s")}) {
+         {std::pair("all operations", "us"), std::pair("step", "tokens/s"),
+          std::pair("ceiling of matrix products", "TFLOP/s"), std::pair("ceiling of copies", "GB/s"),
+          std::pair("step with --cuda-graph 1", "tokens/s")}) {
         const auto found = results.find(name + ": " + what);
         CHECK((found != results.end()) == (gpu || std::strcmp(what, "step with --cuda-graph 1") != 0));
         if (found != results.end()) CHECK_EQUAL(found->second.unit, std::string(unit));
@@ -171,12 +175,15 @@ TEST(cuda_bench_counts) {
                              rows = size_t(s.B) * s.H * T;
                 const std::vector<uint16_t> q(rows * s.D), k(keys * s.D);
                 const std::vector<float> lse(rows), dq(rows * s.D);
-                const std::vector<uint32_t> selection(branch == SLC ? size_t(s.B) * s.G * T * ((s.slc_blocks() + 31) / 32) : 0);
+                const std::vector<uint32_t> selection(
+                    branch == SLC ? size_t(s.B) * s.G * T * ((s.slc_blocks() + 31) / 32) : 0);
                 const double wide = double(q.size() * sizeof(uint16_t)), key = double(k.size() * sizeof(uint16_t)),
-                             statistic = double(lse.size() * sizeof(float)), masks = double(selection.size() * sizeof(uint32_t));
+                             statistic = double(lse.size() * sizeof(float)),
+                             masks = double(selection.size() * sizeof(uint32_t));
                 CHECK_EQUAL(attention_forward_work(branch, s, 2).bytes, wide + wide + key + key + statistic + masks);
                 CHECK_EQUAL(attention_backward_work(branch, s, 2).bytes,
-                            wide + wide + 4 * key + (branch == WIN ? 1 : 2) * double(dq.size() * sizeof(float)) + 2 * statistic + masks);
+                            wide + wide + 4 * key + (branch == WIN ? 1 : 2) * double(dq.size() * sizeof(float)) +
+                                2 * statistic + masks);
             }
             if (!full) CHECK_EQUAL(select_blocks_work(s, 2).flops, 2.0 * s.D * counted_pairs(CMP, s, true));
         }
@@ -187,7 +194,8 @@ TEST(cuda_bench_counts_beside_attention) {
     for (const bool full : {false, true})
         for (const int T : {6, 8, 65, 150}) {
             const NsaShape s = bench_shape(T, full);
-            const double real = 2, N = s.B * T, wide = N * s.H * s.D * real, narrow = N * s.G * s.D * real, statistic = N * s.H * 4.0;
+            const double real = 2, N = s.B * T, wide = N * s.H * s.D * real, narrow = N * s.G * s.D * real,
+                         statistic = N * s.H * 4.0;
             // Heads. In: a row of the projection. Out: q, keys and values of one branch or of
             // three, three gates a head. Rotated: q and every key but the compressed branch's.
             const int branches = full ? 1 : 3;
@@ -195,7 +203,8 @@ TEST(cuda_bench_counts_beside_attention) {
             for (int token = 0; token < s.B * T; token++)
                 for (int head = 0; head < s.H + (full ? 1 : 2) * s.G; head++)
                     for (int pair = 0; pair < s.D / 2; pair++) rotations++;
-            const double heads = wide + 2 * branches * narrow + (full ? 0 : 3 * statistic), row = N * s.projected() * real;
+            const double heads = wide + 2 * branches * narrow + (full ? 0 : 3 * statistic),
+                         row = N * s.projected() * real;
             CHECK_EQUAL(split_heads_forward_work(s, real).flops, 6 * rotations);
             CHECK_EQUAL(split_heads_forward_work(s, real).bytes, row + heads);
             CHECK_EQUAL(split_heads_backward_work(s, real).flops, 6 * rotations);
@@ -204,7 +213,8 @@ TEST(cuda_bench_counts_beside_attention) {
             CHECK_EQUAL(combine_forward_work(s, real).flops, 2.0 * branches * N * s.H * s.D);
             CHECK_EQUAL(combine_forward_work(s, real).bytes, branches * wide + wide + (full ? 0 : 3 * statistic));
             CHECK_EQUAL(attention_backward_rows_work(s, real).flops, 2.0 * branches * N * s.H * s.D);
-            CHECK_EQUAL(attention_backward_rows_work(s, real).bytes, branches * wide + wide + (full ? 3 : 15) * statistic);
+            CHECK_EQUAL(attention_backward_rows_work(s, real).bytes,
+                        branches * wide + wide + (full ? 3 : 15) * statistic);
             if (full) continue;
             // phi: for each block that fits, F sums of l D products, and D sums of F.
             double products = 0, blocks = 0;
@@ -261,7 +271,8 @@ TEST(cuda_bench_attention_runs) {
         CHECK(results.count(format_text("attention, %d tokens: ceiling of %s", 64 * lengths, which)) == 1);
     const std::set<std::string> of_both = {"compressed",           "scores and choice",      "window",
                                            "gated sum, row terms", "phi of keys and values", "split and rotated heads"},
-                                of_full = {"full: attention", "full: merged heads, row terms", "full: split and rotated heads"};
+                                of_full = {"full: attention", "full: merged heads, row terms",
+                                           "full: split and rotated heads"};
     size_t line = 0;
     for (size_t length = 0; length < size_t(lengths); length++) {
         const int T = length ? 128 : 64, B = length ? 1 : lengths;
@@ -285,8 +296,8 @@ TEST(cuda_bench_attention_runs) {
             for (int pass = 0; pass < 2; pass++) {
                 for (const char* whole : wholes) {
                     AttentionRow& total = totals[whole];
-                    total.work[pass].flops += rows[i].work[pass].flops, total.work[pass].bytes += rows[i].work[pass].bytes,
-                        total.us[pass] += rows[i].us[pass];
+                    total.work[pass].flops += rows[i].work[pass].flops,
+                        total.work[pass].bytes += rows[i].work[pass].bytes, total.us[pass] += rows[i].us[pass];
                 }
                 if (rows[i].us[pass] <= 0) continue;
                 // T, B and the operation with its pass; us, floor, GFLOP, MB, rates
@@ -297,7 +308,8 @@ TEST(cuda_bench_attention_runs) {
                 CHECK_NEAR(p.numbers[3], rows[i].work[pass].bytes * 1e-6, 1e-5 * p.numbers[3]);
                 for (const char* whole : wholes) floors[pass][whole] += p.numbers[1];
                 if (name == WHOLE_SHARED || name == WHOLE_SCATTERED || name == WHOLE_FULL)
-                    CHECK_NEAR(p.numbers[1], floors[pass][name], 0.05 * 9);  // of at most eight rows' and its own rounding
+                    CHECK_NEAR(p.numbers[1], floors[pass][name],
+                               0.05 * 9);  // of at most eight rows' and its own rounding
                 else bench_tests::check_floor(p.numbers[1], p.numbers[2], p.numbers[3], ceilings);
             }
         }
@@ -309,8 +321,8 @@ TEST(cuda_bench_attention_runs) {
                 CHECK_NEAR(found[name].us[pass], total.us[pass], 1e-9 * total.us[pass]);
                 const bool dense = name == WHOLE_FULL;
                 if (name == WHOLE_SCATTERED) continue;  // in the conditions of the other
-                const auto result = results.find(
-                    format_text("attention, %s, %d x %d: %s", dense ? "full" : "NSA", B, T, pass ? "backward" : "forward"));
+                const auto result = results.find(format_text("attention, %s, %d x %d: %s", dense ? "full" : "NSA", B, T,
+                                                             pass ? "backward" : "forward"));
                 REQUIRE(result != results.end());
                 CHECK_NEAR(result->second.figure, total.us[pass], 0.051);
                 CHECK_EQUAL(result->second.unit, std::string("us"));
@@ -319,16 +331,19 @@ TEST(cuda_bench_attention_runs) {
                       conditions.find(" us at the measured ceilings") != std::string::npos);
                 if (!dense)
                     CHECK(conditions.find(format_text(", %.2f of full attention; selection scattered: ",
-                                                      total.us[pass] / found[WHOLE_FULL].us[pass])) != std::string::npos);
+                                                      total.us[pass] / found[WHOLE_FULL].us[pass])) !=
+                          std::string::npos);
             }
-        CHECK_EQUAL(found["phi of keys and values"].work[1].flops, 2 * compress_backward_work(s, sizeof(Cuda::real)).flops);
-        CHECK_EQUAL(found["full: split and rotated heads"].work[0].bytes, split_heads_forward_work(full, sizeof(Cuda::real)).bytes);
+        CHECK_EQUAL(found["phi of keys and values"].work[1].flops,
+                    2 * compress_backward_work(s, sizeof(Cuda::real)).flops);
+        CHECK_EQUAL(found["full: split and rotated heads"].work[0].bytes,
+                    split_heads_forward_work(full, sizeof(Cuda::real)).bytes);
         CHECK_EQUAL(found["full: attention"].work[0].flops, 4.0 * s.D * B * s.H * T * (T + 1) / 2);
     }
     CHECK_EQUAL(line, printed.size());
-    for (const char* part :
-         {"ceilings measured in this run, at its end", "T 64, scattered: selected branch by", "selected, shared, gathered",
-          "NSA / full attention, shared", "NSA / full attention, scattered", "relative to the ceilings at the beginning"})
+    for (const char* part : {"ceilings measured in this run, at its end", "T 64, scattered: selected branch by",
+                             "selected, shared, gathered", "NSA / full attention, shared",
+                             "NSA / full attention, scattered", "relative to the ceilings at the beginning"})
         CHECK(text.find(part) != std::string::npos);
     CHECK(text.find("nan") == std::string::npos && text.find("inf ") == std::string::npos);
 }
@@ -354,7 +369,8 @@ TEST(cuda_bench_counted_floors) {
             const size_t at = result->second.conditions.find(" us at the measured ceilings, ");
             return at == std::string::npos ? 0 : std::atoi(result->second.conditions.c_str() + at + 30);
         };
-        CHECK(results.begin()->second.conditions.find("0.75 of full attention; selection scattered: 300.0 us, 0.75") != std::string::npos);
+        CHECK(results.begin()->second.conditions.find("0.75 of full attention; selection scattered: 300.0 us, 0.75") !=
+              std::string::npos);
         if (T == 2048)
             CHECK(counted("NSA, 32 x 2048: forward") == 466 && counted("NSA, 32 x 2048: backward") == 930 &&
                   counted("full, 32 x 2048: forward") == 262 && counted("full, 32 x 2048: backward") == 652);
@@ -375,7 +391,8 @@ TEST(cuda_bench_ceilings) {
     CHECK_EQUAL(found.floor(found.flops_per_second, 4 * found.bytes_per_second), 4.0);
     CHECK_EQUAL(median_of({5, 1, 9}), 5.0);
 }
-// The clock around a whole training step: every operation is timed, and the sum of the products' arithmetic is that of the layers.
+// The clock around a whole training step: every operation is timed, and the sum of the products' arithmetic is that of
+// the layers.
 TEST(cuda_bench_step_runs) {
     Config c = cuda_config();
     c.seq_len = 64, c.batch = 1;
@@ -391,26 +408,28 @@ TEST(cuda_bench_step_runs) {
 #endif
     CHECK(dev.clocks && !dev.use_graphs);
     const std::string text = report.text();
-    for (const char* part :
-         {"one training step of tiny, nsa attention", "the median of 2", "a step without clocks: the host had launched the step after ",
-          "a step with --cuda-graph 1: the host had launched the step after ", "ceilings measured in this run, at its end",
-          "relative to the ceilings at the beginning"})
+    for (const char* part : {"one training step of tiny, nsa attention", "the median of 2",
+                             "a step without clocks: the host had launched the step after ",
+                             "a step with --cuda-graph 1: the host had launched the step after ",
+                             "ceilings measured in this run, at its end", "relative to the ceilings at the beginning"})
         CHECK(text.find(part) != std::string::npos);
     bench_tests::check_perf_report(text, "perf, NSA, 1 x 64", dev.times);
     const auto& times = dev.times;
-    for (const char* name :
-         {"embedding_forward", "rmsnorm_backward", "matmul_forward", "attention_forward, compressed", "attention_forward, selected",
-          "attention_forward, window", "attention_backward, selected", "select_blocks", "compress_backward", "classifier", "adamw"}) {
+    for (const char* name : {"embedding_forward", "rmsnorm_backward", "matmul_forward", "attention_forward, compressed",
+                             "attention_forward, selected", "attention_forward, window", "attention_backward, selected",
+                             "select_blocks", "compress_backward", "classifier", "adamw"}) {
         REQUIRE(times.count(name) == 1);
         CHECK(times.at(name).seconds > 0 && times.at(name).calls > 0);
     }
-    const double N = 64, C = double(c.dim), P = shape_of(c, 1, 64).projected(), HD = double(c.heads * c.head_dim), M = double(c.mlp_hidden),
-                 Vp = double(TensorTable(c).padded_vocab);
+    const double N = 64, C = double(c.dim), P = shape_of(c, 1, 64).projected(), HD = double(c.heads * c.head_dim),
+                 M = double(c.mlp_hidden), Vp = double(TensorTable(c).padded_vocab);
     CHECK_EQUAL(times.at("matmul_forward").flops, 2 * N * (double(c.layers) * (C * P + HD * C + 2 * C * M) + C * Vp));
     CHECK_EQUAL(times.at("attention_forward, window").calls, c.layers);
-    CHECK_EQUAL(times.at("split_heads_forward").bytes, c.layers * split_heads_forward_work(shape_of(c, 1, 64), sizeof(Cuda::real)).bytes);
+    CHECK_EQUAL(times.at("split_heads_forward").bytes,
+                c.layers * split_heads_forward_work(shape_of(c, 1, 64), sizeof(Cuda::real)).bytes);
     // keys and values
-    CHECK_EQUAL(times.at("compress_backward").flops, 2 * c.layers * compress_backward_work(shape_of(c, 1, 64), sizeof(Cuda::real)).flops);
+    CHECK_EQUAL(times.at("compress_backward").flops,
+                2 * c.layers * compress_backward_work(shape_of(c, 1, 64), sizeof(Cuda::real)).flops);
     CHECK_EQUAL(times.at("classifier").bytes, 2 * N * Vp * sizeof(Cuda::real));  // logits read, gradients written
 }
 // Full attention has names of its own, and so has a step that computes again what was not kept.
@@ -420,7 +439,8 @@ TEST(cuda_bench_full_step_runs) {
     Timed<Cuda> dev(0, size_t(1) << 20);
     const bench_tests::Report report;
     CHECK_EQUAL(perf_on<Cuda>(dev, c, 1, 64, report.file), 0);
-    for (const char* name : {"attention_forward, full attention", "attention_backward, full attention"}) CHECK(dev.times.count(name) == 1);
+    for (const char* name : {"attention_forward, full attention", "attention_backward, full attention"})
+        CHECK(dev.times.count(name) == 1);
     for (const auto& [name, time] : dev.times) CHECK(name.find("window") == std::string::npos);
     bench_tests::check_perf_report(report.text(), "perf, full attention, 1 x 64, recompute 1", dev.times);
 }
@@ -435,8 +455,9 @@ TEST(cuda_bench_cpu_step_runs) {
     bench_tests::check_perf_report(report.text(), "perf, NSA, 1 x 64", dev.times, false);
 }
 #ifndef PRECISION_FP32
-// 64k tokens on one GPU of 80 GB (80 GiB less what driver and context take: 79 GiB are counted on): the preset 125m at B = 1
-// with --recompute 1 or 2, with parameters, gradients and moments, cuBLASLt's workspace, and the scratch memory of the kernels.
+// 64k tokens on one GPU of 80 GB (80 GiB less what driver and context take: 79 GiB are counted on): the preset 125m at
+// B = 1 with --recompute 1 or 2, with parameters, gradients and moments, cuBLASLt's workspace, and the scratch memory
+// of the kernels.
 TEST(cuda_bench_64k_tokens_fit_80_gb) {
     Cuda dev(0, size_t(1) << 20);
     double before = 1e30;
@@ -454,12 +475,14 @@ TEST(cuda_bench_64k_tokens_fit_80_gb) {
                 scratch = std::max(scratch, attention_workspace_bytes(branch, s, SelectedKernel::GATHER, backward));
         // of compress_backward
         scratch += 2 * s.key_rows() * s.D * sizeof(float) + s.cmp_rows() * s.F * (sizeof(float) + 2 * sizeof(uint16_t));
-        const double GiB = double(size_t(1) << 30), per_parameter = 2 + 4 + 4 + 2 * 4;  // bf16, its master, gradient, two moments
+        const double GiB = double(size_t(1) << 30),
+                     per_parameter = 2 + 4 + 4 + 2 * 4;  // bf16, its master, gradient, two moments
         const double fixed = (double(TensorTable(c).total) * per_parameter + double(Cuda::WORKSPACE)) / GiB;
         const double activations = double(Activations<Cuda>::bytes_needed(dev, c, 1, 65536, TRAINING)) / GiB,
                      all = fixed + activations + double(scratch) / GiB;
         std::printf(
-            "    125m, 1 x 65536, --recompute %s: %.2f GiB = activations %.2f, parameters, gradients and moments %.2f, scratch %.2f\n",
+            "    125m, 1 x 65536, --recompute %s: %.2f GiB = activations %.2f, parameters, gradients and moments %.2f, "
+            "scratch %.2f\n",
             recompute, all, activations, fixed, double(scratch) / GiB);
         if (c.recompute > 0) CHECK(all < 79);
         CHECK(double(scratch) / GiB < 0.5);

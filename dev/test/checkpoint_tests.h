@@ -1,4 +1,4 @@
-// checkpoint_tests.h: data/checkpoint.h and the writers of data/safetensors.h: checksums
+// checkpoint_tests.h: lib/checkpoint.h and the writers of lib/safetensors.h: checksums
 // against published values, manifests and files damaged in every way, retention against a plain
 // oracle, disks that refuse. What a crash at any moment leaves is dev/crash_test's business.
 #pragma once
@@ -9,7 +9,7 @@
 
 #include <sys/resource.h>
 
-#include "../../data/checkpoint.h"
+#include "../../lib/checkpoint.h"
 #include "harness.h"
 
 namespace checkpoint_test {
@@ -89,9 +89,15 @@ TEST(crc32c_published_values) {  // RFC 3720 B.4, and the check value of the CRC
     std::string up, down;
     for (int i = 0; i < 32; i++) up += char(i), down += char(31 - i);
     const std::string read10(
-        "\x01\xc0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\x14\0\0\0\0\0\x04\0\0\0\0\x14\0\0\0\x18\x28\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0", 48);
-    const std::pair<std::string, uint32_t> cases[] = {{"123456789", 0xE3069283u}, {"", 0}, {std::string(32, '\0'), 0x8A9136AAu},
-                                                      {std::string(32, '\xff'), 0x62A8AB43u}, {up, 0x46DD794Eu}, {down, 0x113FDB5Cu},
+        "\x01\xc0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\x14\0\0\0\0\0\x04\0\0\0\0\x14\0\0\0\x18\x28\0\0\0\0\0\0\0\x02\0\0\0\0\0\0"
+        "\0",
+        48);
+    const std::pair<std::string, uint32_t> cases[] = {{"123456789", 0xE3069283u},
+                                                      {"", 0},
+                                                      {std::string(32, '\0'), 0x8A9136AAu},
+                                                      {std::string(32, '\xff'), 0x62A8AB43u},
+                                                      {up, 0x46DD794Eu},
+                                                      {down, 0x113FDB5Cu},
                                                       {read10, 0xD9963A56u}};
     for (const auto& [text, expected] : cases) {
         CHECK_EQUAL(crc32c(0, text.data(), text.size()), expected);
@@ -118,7 +124,8 @@ TEST(crc32c_in_pieces_and_unaligned) {
 
 TEST(file_writer_records_what_it_wrote) {
     TempFolder folder;
-    const std::string bytes = checkpoint_test::bytes_of(2500000, 6), path = folder.file("x.bin");  // more than two of the writer's pieces
+    const std::string bytes = checkpoint_test::bytes_of(2500000, 6),
+                      path = folder.file("x.bin");  // more than two of the writer's pieces
     FileWriter out(path);
     out.write(bytes.data(), 3), out.write(bytes.data() + 3, 0), out.write(bytes.data() + 3, bytes.size() - 3);
     const FileRecord record = out.close();
@@ -127,7 +134,8 @@ TEST(file_writer_records_what_it_wrote) {
     CHECK_EQUAL(record.size, bytes.size());
     CHECK_EQUAL(record.crc32c, crc32c(0, bytes.data(), bytes.size()));
     const std::vector<float> values = {1, 2, 3};
-    const FileRecord tensors = write_safetensors(folder.file("t.safetensors"), {{"format", "pt"}}, {tensor_view("a", {3}, values.data())});
+    const FileRecord tensors =
+        write_safetensors(folder.file("t.safetensors"), {{"format", "pt"}}, {tensor_view("a", {3}, values.data())});
     const std::string text = read_file(folder.file("t.safetensors"));
     CHECK_EQUAL(tensors.name, "t.safetensors");
     CHECK_EQUAL(tensors.size, text.size());
@@ -165,7 +173,8 @@ TEST(checkpoint_round_trip) {
 
 TEST(manifest_notices_every_damaged_byte) {
     using namespace checkpoint_test;
-    const std::string good = manifest_text(7, {{"model.safetensors", 123456789012ull, 0xE3069283u}, {"config.json", 5, 0}}, STATE);
+    const std::string good =
+        manifest_text(7, {{"model.safetensors", 123456789012ull, 0xE3069283u}, {"config.json", 5, 0}}, STATE);
     const Manifest m = parse_manifest(good, "m");
     CHECK_EQUAL(m.step, 7);
     CHECK_EQUAL(m.files[0].size, 123456789012ull);
@@ -187,35 +196,47 @@ TEST(manifest_notices_every_damaged_byte) {
 TEST(manifest_refuses_hostile_contents) {  // with a right checksum: made by hand, or by another program
     using namespace checkpoint_test;
     const auto with_file = [](const std::string& name, const std::string& size, const std::string& crc) {
-        return sealed("{\"format\": 1, \"step\": 7, \"files\": [{\"name\": \"a\", \"size\": 1, \"crc32c\": \"00000000\"}, {\"name\": " +
-                      name + ", \"size\": " + size + ", \"crc32c\": " + crc + "}], \"state\": {}");
+        return sealed(
+            "{\"format\": 1, \"step\": 7, \"files\": [{\"name\": \"a\", \"size\": 1, \"crc32c\": \"00000000\"}, "
+            "{\"name\": " +
+            name + ", \"size\": " + size + ", \"crc32c\": " + crc + "}], \"state\": {}");
     };
     const std::string crc = "\"0123abcd\"";
-    CHECK_EQUAL(parse_manifest(with_file("\"b\"", "9223372036854775807", crc), "m").files[1].size, 9223372036854775807ull);
+    CHECK_EQUAL(parse_manifest(with_file("\"b\"", "9223372036854775807", crc), "m").files[1].size,
+                9223372036854775807ull);
     const std::string too_long = "\"" + std::string(101, 'a') + "\"";
-    for (const char* name : {"\"\"", "\".\"", "\"..\"", "\"../x\"", "\"/etc/passwd\"", "\"a/b\"", "\".hidden\"", "\"a\\u0000b\"",
-                             "\"a\\nb\"", "\"a b\"", "\"a\\\\b\"", "\"\\u00e9\"", "\"manifest.json\"", too_long.c_str()})
+    for (const char* name :
+         {"\"\"", "\".\"", "\"..\"", "\"../x\"", "\"/etc/passwd\"", "\"a/b\"", "\".hidden\"", "\"a\\u0000b\"",
+          "\"a\\nb\"", "\"a b\"", "\"a\\\\b\"", "\"\\u00e9\"", "\"manifest.json\"", too_long.c_str()})
         CHECK_FAILS(1, "m: files[1]: name: found ", parse_manifest(with_file(name, "1", crc), "m"));
     CHECK_FAILS(1, "m: files[1]: name: a is there twice", parse_manifest(with_file("\"a\"", "1", crc), "m"));
     CHECK_FAILS(1, "m: files[1]: size", parse_manifest(with_file("\"b\"", "-1", crc), "m"));
     for (const char* size : {"1.5", "1e3", "9223372036854775808", "\"1\"", "null"})
         CHECK_FAILS(1, "m: files[1]: size: byte", parse_manifest(with_file("\"b\"", size, crc), "m"));
-    for (const char* digits : {"\"\"", "\"123\"", "\"0123abcde\"", "\"0123ABCD\"", "\"0x23abcd\"", "\" 123abcd\"", "\"-123abcd\""})
+    for (const char* digits :
+         {"\"\"", "\"123\"", "\"0123abcde\"", "\"0123ABCD\"", "\"0x23abcd\"", "\" 123abcd\"", "\"-123abcd\""})
         CHECK_FAILS(1, "m: files[1]: crc32c: found", parse_manifest(with_file("\"b\"", "1", digits), "m"));
     CHECK_FAILS(1, "m: files[1]: crc32c: byte", parse_manifest(with_file("\"b\"", "1", "7"), "m"));
-    CHECK_FAILS(1, "format: found 2, expected 1", parse_manifest(sealed("{\"format\": 2, \"step\": 7, \"files\": [], \"state\": {}"), "m"));
-    CHECK_FAILS(1, "step: found -7", parse_manifest(sealed("{\"format\": 1, \"step\": -7, \"files\": [], \"state\": {}"), "m"));
-    CHECK_FAILS(1, "state: byte", parse_manifest(sealed("{\"format\": 1, \"step\": 7, \"files\": [], \"state\": []"), "m"));
-    CHECK_FAILS(1, "files: byte", parse_manifest(sealed("{\"format\": 1, \"step\": 7, \"files\": {}, \"state\": {}"), "m"));
+    CHECK_FAILS(1, "format: found 2, expected 1",
+                parse_manifest(sealed("{\"format\": 2, \"step\": 7, \"files\": [], \"state\": {}"), "m"));
+    CHECK_FAILS(1, "step: found -7",
+                parse_manifest(sealed("{\"format\": 1, \"step\": -7, \"files\": [], \"state\": {}"), "m"));
+    CHECK_FAILS(1, "state: byte",
+                parse_manifest(sealed("{\"format\": 1, \"step\": 7, \"files\": [], \"state\": []"), "m"));
+    CHECK_FAILS(1, "files: byte",
+                parse_manifest(sealed("{\"format\": 1, \"step\": 7, \"files\": {}, \"state\": {}"), "m"));
     CHECK_FAILS(1, "keys", parse_manifest(sealed("{\"format\": 1, \"step\": 7, \"state\": {}, \"files\": []"), "m"));
-    CHECK_FAILS(1, "keys", parse_manifest(sealed("{\"format\": 1, \"step\": 7, \"files\": [], \"state\": {}, \"more\": 1"), "m"));
+    CHECK_FAILS(1, "keys",
+                parse_manifest(sealed("{\"format\": 1, \"step\": 7, \"files\": [], \"state\": {}, \"more\": 1"), "m"));
     CHECK_FAILS(1, "no key \"state\"", parse_manifest(sealed("{\"format\": 1, \"step\": 7, \"files\": []"), "m"));
-    CHECK_FAILS(1, "not valid JSON", parse_manifest(sealed("{\"format\": 1, \"step\": 7, \"files\": [], \"state\": {"), "m"));
+    CHECK_FAILS(1, "not valid JSON",
+                parse_manifest(sealed("{\"format\": 1, \"step\": 7, \"files\": [], \"state\": {"), "m"));
     CHECK_FAILS(1, "no key", parse_manifest(sealed("{\"a\":1"), "m"));
     CHECK_FAILS(1, "m: byte 0", parse_manifest("", "m"));
 }
 
-// What cannot be opened is not called damaged: its files may be whole, and a run that took the one before would write over them.
+// What cannot be opened is not called damaged: its files may be whole, and a run that took the one before would write
+// over them.
 TEST(checkpoint_that_cannot_be_opened_is_not_damaged) {
     const TempFolder folder;
     const std::string run = folder.file("run");
@@ -229,7 +250,8 @@ TEST(checkpoint_that_cannot_be_opened_is_not_damaged) {
     rlimit before;
     getrlimit(RLIMIT_NOFILE, &before);
     const rlimit none = {0, before.rlim_max};
-    std::exception_ptr thrown[2];     // looked at later: UBSan, which checks what e.what() is called on, needs a file for that
+    std::exception_ptr
+        thrown[2];  // looked at later: UBSan, which checks what e.what() is called on, needs a file for that
     setrlimit(RLIMIT_NOFILE, &none);  // EMFILE
     for (int i = 0; i < 2; i++) try {
             if (i) verify_file(newest, {"a", 4, 0});
@@ -242,17 +264,20 @@ TEST(checkpoint_that_cannot_be_opened_is_not_damaged) {
             if (thrown[i]) std::rethrow_exception(thrown[i]);
             check_failed(__FILE__, __LINE__, "no error");
         } catch (const Unreadable& e) {
-            CHECK_EQUAL(std::string(e.what()), "cannot open " + newest + (i ? "/a" : "/manifest.json") + ": Too many open files");
+            CHECK_EQUAL(std::string(e.what()),
+                        "cannot open " + newest + (i ? "/a" : "/manifest.json") + ": Too many open files");
         }
     if (geteuid() == 0) return skip("checkpoint_that_cannot_be_opened_is_not_damaged, of a run: root opens everything");
     chmod((newest + "/a").c_str(), 0);
-    CHECK_FAILS(1, ("Permission denied; make it readable, or move " + newest + " away").c_str(), newest_intact_checkpoint(run, complain));
+    CHECK_FAILS(1, ("Permission denied; make it readable, or move " + newest + " away").c_str(),
+                newest_intact_checkpoint(run, complain));
 }
 
 TEST(checkpoint_files_damaged_in_every_way) {
     using namespace checkpoint_test;
     TempFolder folder;
-    const std::string path = make_checkpoint(folder.path, 5), model = path + "/model.safetensors", config = path + "/config.json";
+    const std::string path = make_checkpoint(folder.path, 5), model = path + "/model.safetensors",
+                      config = path + "/config.json";
     const std::string bytes = read_file(model);
     for (size_t at = 0; at < bytes.size(); at++) {
         std::string bad = bytes;
@@ -302,8 +327,8 @@ TEST(checkpoint_newest_intact_is_taken) {
     TempFolder folder;
     const std::string& run = folder.path;
     for (int64_t step : {0, 3, 20, 100, 1000}) make_checkpoint(run, step);
-    for (const char* name : {"step_00009999.writing", "step_00009998.removing", "step_9997", "step_000009996", "step_0000999x",
-                             "xstep_00009995", "step_-0009994", "step_99999999999999999999"})
+    for (const char* name : {"step_00009999.writing", "step_00009998.removing", "step_9997", "step_000009996",
+                             "step_0000999x", "xstep_00009995", "step_-0009994", "step_99999999999999999999"})
         CHECK(mkdir(folder.file(name).c_str(), 0777) == 0);
     CHECK_EQUAL(newest_intact_checkpoint(run, no_complaint()), run + "/step_00001000");
     const std::string bytes = read_file(run + "/step_00001000/model.safetensors");
@@ -314,11 +339,14 @@ TEST(checkpoint_newest_intact_is_taken) {
     CHECK_EQUAL(newest_intact_checkpoint(run, into(lines)), run + "/step_00000020");
     REQUIRE(lines.size() == 3);
     const std::string bad = bytes.substr(0, 999) + char(bytes[999] ^ 1);
-    CHECK_EQUAL(lines[0],
-                run + "/step_00001000 is damaged: " + run +
-                    format_text("/step_00001000/model.safetensors has checksum %08x, the manifest says %08x; taking the one before",
-                                crc32c(0, bad.data(), 1000), crc32c(0, bytes.data(), 1000)));
-    CHECK_EQUAL(lines[1], run + "/step_00000100 is damaged: " + run + "/step_00000100/manifest.json is missing; taking the one before");
+    CHECK_EQUAL(
+        lines[0],
+        run + "/step_00001000 is damaged: " + run +
+            format_text(
+                "/step_00001000/model.safetensors has checksum %08x, the manifest says %08x; taking the one before",
+                crc32c(0, bad.data(), 1000), crc32c(0, bytes.data(), 1000)));
+    CHECK_EQUAL(lines[1], run + "/step_00000100 is damaged: " + run +
+                              "/step_00000100/manifest.json is missing; taking the one before");
     CHECK(lines[2].find("/step_00000050 is damaged: ") != std::string::npos);
     for (int64_t step : {0, 3, 20}) write_file(checkpoint_folder(run, step) + "/config.json", "{}");
     lines.clear();
@@ -353,7 +381,8 @@ TEST(checkpoint_begin_and_commit) {
     // The same step again, over a damaged one that a link stands in.
     const std::string outside = folder.file("outside");
     write_file(outside, "precious");
-    CHECK(unlink((run + "/step_00000009/a").c_str()) == 0 && symlink(outside.c_str(), (run + "/step_00000009/a").c_str()) == 0);
+    CHECK(unlink((run + "/step_00000009/a").c_str()) == 0 &&
+          symlink(outside.c_str(), (run + "/step_00000009/a").c_str()) == 0);
     CHECK(!is_intact(run + "/step_00000009"));
     CHECK(mkdir((run + "/step_00000009.removing").c_str(), 0777) == 0);
     write_file(run + "/step_00000009.removing/old", "x");
@@ -382,7 +411,7 @@ TEST(checkpoint_retention_against_an_oracle) {
         write_file(folder.file("main.log"), "s:1\n");
         const int64_t keep = int64_t(draw(5)), keep_every = int64_t(draw(3) * 5);
         std::set<std::string> expected = {"main.log"};
-        int64_t newer = 0;           // checkpoints with a higher step
+        int64_t newer = 0;  // checkpoints with a higher step
         bool intact_seen = false;
         for (auto i = intact.rbegin(); i != intact.rend(); ++i, newer++) {
             const bool newest_intact = i->second && !intact_seen;
@@ -449,7 +478,9 @@ TEST(writers_report_a_full_or_unwilling_disk) {
     using namespace checkpoint_test;
     TempFolder folder;
     const std::vector<float> values(1000, 1.5f);
-    const auto write_model = [&](const std::string& path) { write_safetensors(path, {}, {tensor_view("a", {1000}, values.data())}); };
+    const auto write_model = [&](const std::string& path) {
+        write_safetensors(path, {}, {tensor_view("a", {1000}, values.data())});
+    };
     const std::string full = folder.file("full");
     CHECK(symlink("/dev/full", full.c_str()) == 0);
     CHECK_FAILS(1, (full + ": " + std::strerror(ENOSPC)).c_str(), write_text_file(full, "x"));
@@ -457,7 +488,8 @@ TEST(writers_report_a_full_or_unwilling_disk) {
     CHECK(symlink("/dev/null", folder.file("null").c_str()) == 0);  // takes all bytes and cannot be synced
     CHECK_FAILS(1, ("cannot sync " + folder.file("null")).c_str(), write_text_file(folder.file("null"), "x"));
     CHECK_FAILS(1, ("cannot create " + folder.path + ": ").c_str(), write_text_file(folder.path, "x"));
-    CHECK_FAILS(1, ("cannot create " + folder.file("no/where") + ": ").c_str(), write_text_file(folder.file("no/where"), "x"));
+    CHECK_FAILS(1, ("cannot create " + folder.file("no/where") + ": ").c_str(),
+                write_text_file(folder.file("no/where"), "x"));
     CHECK_FAILS(1, "cannot open folder ", sync_folder(folder.file("nowhere")));
     CHECK_FAILS(1, "cannot rename ", rename_path(folder.file("nowhere"), folder.file("x")));
     write_file(folder.file("file"), "x");
@@ -490,9 +522,11 @@ TEST(checkpoint_in_a_folder_that_may_not_be_written) {
     make_checkpoint(folder.path, 1), make_checkpoint(folder.path, 2);
     const std::string writing = begin_checkpoint(folder.path, 3);
     const FileRecord file = write_text_file(writing + "/a", "x");
-    for (const std::string& path : {folder.path, writing, folder.path + "/step_00000001"}) CHECK(chmod(path.c_str(), 0555) == 0);
+    for (const std::string& path : {folder.path, writing, folder.path + "/step_00000001"})
+        CHECK(chmod(path.c_str(), 0555) == 0);
     const uid_t user = geteuid();
-    if (user == 0 && seteuid(65534) != 0) return skip("a read-only folder: root may write everywhere and cannot be another user here");
+    if (user == 0 && seteuid(65534) != 0)
+        return skip("a read-only folder: root may write everywhere and cannot be another user here");
     const std::string denied = std::strerror(EACCES);
     CHECK_FAILS(1, denied.c_str(), begin_checkpoint(folder.path, 4));
     CHECK_FAILS(1, denied.c_str(), commit_checkpoint(folder.path, 3, {file}, "{}"));
@@ -504,7 +538,8 @@ TEST(checkpoint_in_a_folder_that_may_not_be_written) {
     if (user == 0) CHECK(seteuid(0) == 0);
     CHECK_EQUAL(lines.size(), size_t(3));
     for (const std::string& line : lines) CHECK(line.find(denied) != std::string::npos);
-    for (const std::string& path : {folder.path, writing, folder.path + "/step_00000001"}) CHECK(chmod(path.c_str(), 0777) == 0);
+    for (const std::string& path : {folder.path, writing, folder.path + "/step_00000001"})
+        CHECK(chmod(path.c_str(), 0777) == 0);
     CHECK_EQUAL(newest_intact_checkpoint(folder.path, no_complaint()), folder.path + "/step_00000002");
     CHECK(is_intact(folder.path + "/step_00000001"));
 }
@@ -516,7 +551,8 @@ TEST(background_task) {
     CHECK_EQUAL(task.error(), "");
     task.wait();  // nothing to wait for
     std::mutex gate;
-    int result = 0;  // written by the job, read after its end without a lock: the thread sanitizer sees whether running() orders the two
+    int result = 0;  // written by the job, read after its end without a lock: the thread sanitizer sees whether
+                     // running() orders the two
     gate.lock();
     task.start([&] {
         std::lock_guard<std::mutex> opens(gate);

@@ -26,14 +26,16 @@ static void check_step_bits(const std::string& options) {
             const std::vector<float> together = train_three_steps(threads, bf16, options);
             REQUIRE(together.size() == alone.size());
             size_t different = 0;
-            for (size_t i = 0; i < alone.size(); i++) different += std::memcmp(&alone[i], &together[i], sizeof(float)) != 0;
+            for (size_t i = 0; i < alone.size(); i++)
+                different += std::memcmp(&alone[i], &together[i], sizeof(float)) != 0;
             CHECK_EQUAL(different, size_t(0));
         }
     }
     if (!HAVE_BF16) skip("training steps in bf16 on several threads: this build's processor has no AVX512_BF16");
 }
 static const char* const MEDIUM =
-    "--init random --layers 2 --dim 192 --heads 6 --kv-groups 2 --head-dim 32 --cmp-block 16 --cmp-stride 8 --slc-block 32 --slc-count 5 --window 70 "
+    "--init random --layers 2 --dim 192 --heads 6 --kv-groups 2 --head-dim 32 --cmp-block 16 --cmp-stride 8 "
+    "--slc-block 32 --slc-count 5 --window 70 "
     "--phi-hidden 20 --mlp-hidden 600 --seq-len 300 ";
 TEST(cpu_steps_have_the_same_bits_on_any_number_of_threads) {
     check_step_bits(MEDIUM);
@@ -47,8 +49,10 @@ TEST(cpu_steps_have_the_same_bits_on_any_number_of_threads) {
 // %. The limit is three times that, tensor by tensor; a product of unrounded inputs would be below 1e-5.
 TEST(cpu_bf16_rounds_products_and_nothing_else) {
     if (!HAVE_BF16) return skip("gradients in bf16: this build's processor has no AVX512_BF16");
-    // At the first step with the standard initialisation the scores are small, so that both runs select the same blocks.
-    const std::string options = std::string(MEDIUM) + "--init standard --slc-count 64 ";  // every block: nothing to choose differently
+    // At the first step with the standard initialisation the scores are small, so that both runs select the same
+    // blocks.
+    const std::string options =
+        std::string(MEDIUM) + "--init standard --slc-count 64 ";  // every block: nothing to choose differently
     TestModel<Cpu<float>> exact(options, 2), rounded(options, 2);
     rounded.dev.gemm.bf16 = true;
     const double loss = exact.loss_and_gradients(), loss_rounded = rounded.loss_and_gradients();
@@ -62,8 +66,8 @@ TEST(cpu_bf16_rounds_products_and_nothing_else) {
         }
         tests().checks++;
         if (!(difference <= 0.027 * 0.027 * square))
-            check_failed(__FILE__, __LINE__, "%s: the gradient in bf16 is off by %.3g of its norm, limit 0.027", spec.name.c_str(),
-                         std::sqrt(difference / square));
+            check_failed(__FILE__, __LINE__, "%s: the gradient in bf16 is off by %.3g of its norm, limit 0.027",
+                         spec.name.c_str(), std::sqrt(difference / square));
     }
     // Parameters and moments are not rounded: an update that bf16 could not hold must arrive.
     const float before = rounded.model.params[0];
@@ -77,7 +81,8 @@ TEST(cpu_dtype_is_an_option) {
     CHECK(!plain.cpu_bf16);
     const Device rounded = choose_device(config_of(std::string(SMALL) + "--device cpu --cpu-dtype bf16"), world);
     CHECK_EQUAL(rounded.cpu_bf16, HAVE_BF16);
-    CHECK_EQUAL(rounded.reason.find("AVX512_BF16") != std::string::npos, !HAVE_BF16);  // where it is not, the reason says so
+    CHECK_EQUAL(rounded.reason.find("AVX512_BF16") != std::string::npos,
+                !HAVE_BF16);  // where it is not, the reason says so
     CHECK_FAILS(2, "cpu-dtype", config_of(std::string(SMALL) + "--cpu-dtype fp16"));
     Cpu<float> cpu;
     CHECK(cpu.describe().find("bf16") == std::string::npos);

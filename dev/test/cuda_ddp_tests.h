@@ -1,6 +1,7 @@
-// cuda_ddp_tests.h: gradients of several GPUs on one CPU. NcclReducer of ddp.cuh on the streams of dev/cuda_on_cpu.h, with
-// a stand-in for NCCL whose other rank exists on paper only: what it gives to each collective was computed beforehand.
-// Collectives run as late as the program's waits allow, or as early: a missing wait on either side is a wrong number.
+// cuda_ddp_tests.h: gradients of several GPUs on one CPU. NcclReducer of ddp.cuh on the streams of
+// dev/emulator/cuda_on_cpu.h, with a stand-in for NCCL whose other rank exists on paper only: what it gives to each
+// collective was computed beforehand. Collectives run as late as the program's waits allow, or as early: a missing wait
+// on either side is a wrong number.
 #pragma once
 #include "cuda_model_tests.h"
 
@@ -13,13 +14,13 @@ struct TwoRanks {
 
     // Step by step, what the other rank contributes and what must come out.
     struct Expected {
-        std::vector<float> peer_grads;      // flat, the guard element included
-        std::vector<double> squares;        // of the summed gradients, by chunk
-        std::vector<Cuda::real> params;     // after the update
+        std::vector<float> peer_grads;   // flat, the guard element included
+        std::vector<double> squares;     // of the summed gradients, by chunk
+        std::vector<Cuda::real> params;  // after the update
         double norm_squared = 0, loss = 0, peer_loss = 0;
     };
     std::vector<Expected> expected;
-    std::vector<float> m, v, master;        // at the end
+    std::vector<float> m, v, master;  // at the end
 
     explicit TwoRanks(const char* options) : c(cuda_config(options)) {
         c.layers = 1, c.seq_len = 32, c.total_batch = 128, c.init = "standard", c.batch = 1;  // two micro-steps a rank
@@ -39,7 +40,8 @@ struct TwoRanks {
         Model<Cuda> model(dev, plain, true, 0, 2);
         Activations<Cuda> a(dev, plain, 1, plain.seq_len, TRAINING);
         model.initialise();
-        DataLoader first({synthetic_source(c, 60000, 0)}, of_rank(0)), second({synthetic_source(c, 60000, 0)}, of_rank(1));
+        DataLoader first({synthetic_source(c, 60000, 0)}, of_rank(0)),
+            second({synthetic_source(c, 60000, 0)}, of_rank(1));
         const size_t n = model.partition.elements;
         std::vector<float> own(n), sum(n);
         for (int step = 1; step <= steps; step++) {
@@ -51,7 +53,8 @@ struct TwoRanks {
             accumulate_gradients(model, a, first, world, false);
             dev.copy(own.data(), static_cast<const float*>(model.grads), n);
             for (size_t i = 0; i < n; i++)
-                sum[i] = c.grad_reduce == "bf16" ? rounded(rounded(own[i]) + rounded(e.peer_grads[i])) : own[i] + e.peer_grads[i];
+                sum[i] = c.grad_reduce == "bf16" ? rounded(rounded(own[i]) + rounded(e.peer_grads[i]))
+                                                 : own[i] + e.peer_grads[i];
             dev.copy(model.grads, static_cast<const float*>(sum.data()), n);
             update(model, step, 1e-2);
             dev.copy(e.squares.data(), static_cast<const double*>(model.squares[step % 2]), e.squares.size());
@@ -62,7 +65,8 @@ struct TwoRanks {
             expected.push_back(e);
         }
         m.resize(n), v.resize(n), master.resize(n);
-        dev.copy(m.data(), static_cast<const float*>(model.m), n), dev.copy(v.data(), static_cast<const float*>(model.v), n),
+        dev.copy(m.data(), static_cast<const float*>(model.m), n),
+            dev.copy(v.data(), static_cast<const float*>(model.v), n),
             dev.copy(master.data(), static_cast<const float*>(model.master), n);
     }
 
@@ -82,8 +86,10 @@ struct TwoRanks {
             const size_t call = gradient_calls++, b = p.buckets() - 1 - call % p.buckets();  // the last bucket first
             const Expected& e = expected[call / p.buckets()];
             const bool narrow = c.grad_reduce == "bf16";
-            if (!narrow && in != model.grads + p.begin(b)) std::printf("    bucket %zu is not where it was expected\n", b);
-            for (size_t i = 0; i < total; i++) sums[i] += narrow ? rounded(e.peer_grads[p.begin(b) + i]) : e.peer_grads[p.begin(b) + i];
+            if (!narrow && in != model.grads + p.begin(b))
+                std::printf("    bucket %zu is not where it was expected\n", b);
+            for (size_t i = 0; i < total; i++)
+                sums[i] += narrow ? rounded(e.peer_grads[p.begin(b) + i]) : e.peer_grads[p.begin(b) + i];
         };
         peers.add_doubles = [&](double* sums, size_t total) {
             const Expected& e = expected[squares_calls++];
@@ -102,7 +108,8 @@ struct TwoRanks {
         emu::machine.run_late = true;
         bool same = true;
         {
-            NcclReducer reducer(dev, world, p, model.grads, {int(c.zero), c.grad_reduce == "bf16", c.deterministic}, {});
+            NcclReducer reducer(dev, world, p, model.grads, {int(c.zero), c.grad_reduce == "bf16", c.deterministic},
+                                {});
             const auto receive = [&](int step) {
                 while (!reducer.arrived()) {
                 }
@@ -124,7 +131,8 @@ struct TwoRanks {
             if (eager) {
                 CUDA_CHECK(cudaDeviceSynchronize());
                 reducer.read_clocks();
-                same = same && reducer.times.steps == steps && reducer.times.total >= reducer.times.exposed && reducer.times.total > 0;
+                same = same && reducer.times.steps == steps && reducer.times.total >= reducer.times.exposed &&
+                       reducer.times.total > 0;
             }
         }
         std::vector<Cuda::real> params(p.elements);
@@ -133,8 +141,10 @@ struct TwoRanks {
         emu::peers = nullptr;
         dev.use_graphs = false;
         // Behind the tensors lie the guard element and padding, which nobody reads.
-        same = same && std::memcmp(params.data(), expected.back().params.data(), model.table.total * sizeof(Cuda::real)) == 0;
-        for (auto [field, whole] : {std::make_pair(model.m, &m), std::make_pair(model.v, &v), std::make_pair(model.master, &master)}) {
+        same = same &&
+               std::memcmp(params.data(), expected.back().params.data(), model.table.total * sizeof(Cuda::real)) == 0;
+        for (auto [field, whole] :
+             {std::make_pair(model.m, &m), std::make_pair(model.v, &v), std::make_pair(model.master, &master)}) {
             std::vector<float> found(model.state_elements());
             dev.copy(found.data(), static_cast<const float*>(field), found.size());
             for (const Piece& piece : model.owned)
@@ -156,7 +166,8 @@ TEST(cuda_ddp_streams_wait_for_each_other) {
              {std::pair(false, false), std::pair(true, false), std::pair(false, true), std::pair(true, true)}) {
             tests().checks++;
             if (!ranks.run(eager, graphs))
-                check_failed(__FILE__, __LINE__, "%s, collectives as %s as they may run%s: other numbers than the sum of both ranks",
+                check_failed(__FILE__, __LINE__,
+                             "%s, collectives as %s as they may run%s: other numbers than the sum of both ranks",
                              options, eager ? "early" : "late", graphs ? ", with graphs" : "");
         }
     }
@@ -164,7 +175,8 @@ TEST(cuda_ddp_streams_wait_for_each_other) {
 // A loss that is not finite keeps every rank from its update, whichever rank has it and although all gradients are
 // finite: with the optimiser's state shared out too, where this rank never sees the other's guard among the gradients.
 TEST(cuda_ddp_bad_loss_of_another_rank) {
-    for (const char* options : {"--bucket-mb 0.04", "--bucket-mb 0.04 --zero 1", "--bucket-mb 0.04 --deterministic --zero 1"}) {
+    for (const char* options :
+         {"--bucket-mb 0.04", "--bucket-mb 0.04 --zero 1", "--bucket-mb 0.04 --deterministic --zero 1"}) {
         TwoRanks ranks(options);
         ranks.compute_expected(1);
         for (const double loss : {5.5, double(INFINITY)}) {

@@ -1,8 +1,10 @@
-// cuda_model_tests.h: the whole model of train_nsa.cu on struct Cuda against the same model on Cpu<float>: loss, every gradient,
-// optimiser steps, checkpoints, decoding. By g++ in the emulator, by nvcc on a GPU; in bf16, or in fp32 with -DPRECISION_FP32.
+// cuda_model_tests.h: the whole model of train_nsa.cu on struct Cuda against the same model on Cpu<float>: loss, every
+// gradient, optimiser steps, checkpoints, decoding. By g++ in the emulator, by nvcc on a GPU; in bf16, or in fp32 with
+// -DPRECISION_FP32.
 //
-// Both have the same weights (numbers that bf16 holds exactly) and the same selected blocks: the CPU takes over the GPU's
-// choice, since near-equal scores may be ordered differently after a rounding, and then the two are different functions.
+// Both have the same weights (numbers that bf16 holds exactly) and the same selected blocks: the CPU takes over the
+// GPU's choice, since near-equal scores may be ordered differently after a rounding, and then the two are different
+// functions.
 //
 // Error limits, of the relative error ||found - expected|| / ||expected|| of a tensor. An array stored in bf16
 // carries independent relative errors of at most u = 2^-8 per element. Between a token and a gradient lie at most R =
@@ -25,11 +27,11 @@ inline double model_limit(int64_t layers) {
 
 inline Config cuda_config(const char* more = "") {
     // T is no multiple of any block and larger than the window, most queries must choose, h = 3.
-    const std::string options =
-        std::string(
-            "train_nsa --init random --layers 2 --dim 32 --heads 6 --kv-groups 2 --head-dim 16 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 "
-            "--window 24 --phi-hidden 16 --mlp-hidden 64 --seq-len 150 ") +
-        more;
+    const std::string options = std::string(
+                                    "train_nsa --init random --layers 2 --dim 32 --heads 6 --kv-groups 2 --head-dim 16 "
+                                    "--cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 "
+                                    "--window 24 --phi-hidden 16 --mlp-hidden 64 --seq-len 150 ") +
+                                more;
     std::vector<std::string> words;
     std::vector<const char*> argv;
     std::istringstream in(options);
@@ -87,7 +89,9 @@ inline void initialise_exactly(Model<Cuda>& model) {
         model.set_parameter(t, values.data());
     }
 }
-inline void take_weights(Model<GuidedCpu>& to, const std::vector<float>& flat) { std::copy(flat.begin(), flat.end(), to.params); }
+inline void take_weights(Model<GuidedCpu>& to, const std::vector<float>& flat) {
+    std::copy(flat.begin(), flat.end(), to.params);
+}
 inline void take_selections(GuidedCpu& to, ModelRun<Cuda>& from) {
     to.selections.clear(), to.next = 0;
     for (const auto& layer : from.a.layer) {
@@ -97,9 +101,11 @@ inline void take_selections(GuidedCpu& to, ModelRun<Cuda>& from) {
     }
 }
 
-inline void check_relative_error(const char* what, const float* found, const float* expected, size_t count, double limit) {
+inline void check_relative_error(const char* what, const float* found, const float* expected, size_t count,
+                                 double limit) {
     double difference = 0, size = 0;
-    for (size_t i = 0; i < count; i++) difference += std::pow(double(found[i]) - expected[i], 2), size += std::pow(double(expected[i]), 2);
+    for (size_t i = 0; i < count; i++)
+        difference += std::pow(double(found[i]) - expected[i], 2), size += std::pow(double(expected[i]), 2);
     tests().checks++;
     const double error = std::sqrt(difference / size);
     if (!(error <= limit) || !(size > 0))
@@ -185,11 +191,13 @@ TEST(cuda_model_three_steps) {
         if (step == 1) first = loss;
     }
     CHECK(loss < 0.9 * first);
-    // The parameters are the master's, each rounded to a neighbour: the spacing of bf16 is at most 2^-7 of the value, that of fp32 nothing.
+    // The parameters are the master's, each rounded to a neighbour: the spacing of bf16 is at most 2^-7 of the value,
+    // that of fp32 nothing.
     const std::vector<float> master = gpu.host(gpu.model.master), params = gpu.host(gpu.model.params);
     int narrower = 0;
     for (size_t i = 0; i < master.size(); i++) {
-        CHECK_NEAR(params[i], master[i], (MODEL_FP32 ? 0 : 0x1p-7) * std::fabs(master[i]) + (MODEL_FP32 ? 0 : 0x1p-133));
+        CHECK_NEAR(params[i], master[i],
+                   (MODEL_FP32 ? 0 : 0x1p-7) * std::fabs(master[i]) + (MODEL_FP32 ? 0 : 0x1p-133));
         narrower += params[i] != master[i];
     }
     CHECK(MODEL_FP32 ? narrower == 0 : narrower > int(master.size()) / 2);
@@ -197,9 +205,10 @@ TEST(cuda_model_three_steps) {
 
 // Twenty steps of training as the loop makes them, the host one step ahead of the device: batches from the loader,
 // accumulation over two micro-steps, results sent and received a step later. Both engines choose their own blocks. bf16
-// rounds each logit to 2^-8 of itself and every weight's update to a neighbour, so the curves part slowly: what a token's
-// loss may differ by at the start, 2^-8 of logits of order 1, may grow with the steps; 2 % of the loss covers 20 of them.
-// In the emulator the device's work runs as late as the program's waits allow, so that a missing wait is a wrong number.
+// rounds each logit to 2^-8 of itself and every weight's update to a neighbour, so the curves part slowly: what a
+// token's loss may differ by at the start, 2^-8 of logits of order 1, may grow with the steps; 2 % of the loss covers
+// 20 of them. In the emulator the device's work runs as late as the program's waits allow, so that a missing wait is a
+// wrong number.
 TEST(cuda_model_twenty_steps_of_training) {
     Config c = cuda_config("--batch 1 --total-batch 200 --steps 20 --warmup 4 --lr 5e-3");
     c.seq_len = 100, c.total_batch = 200, c.init = "standard", c.layers = 1;
@@ -234,14 +243,16 @@ TEST(cuda_model_twenty_steps_of_training) {
     for (int step = 1; step <= 20; step++) {
         accumulate_gradients(reference.model, reference.a, same_batches, world, false);
         update(reference.model, step, learning_rate(c, step));
-        const double loss = reference.model.results[0] / double(c.total_batch), norm = std::sqrt(reference.model.results[1]);
+        const double loss = reference.model.results[0] / double(c.total_batch),
+                     norm = std::sqrt(reference.model.results[1]);
         CHECK_NEAR(losses[size_t(step - 1)], loss, limit * loss);
         CHECK_NEAR(norms[size_t(step - 1)], norm, 10 * limit * norm);
     }
     CHECK(losses.back() < losses.front() - 1);
 }
 
-// Four steps, and two, a checkpoint, another model that takes it, and two more: the same bits, at every recompute level, with accumulation.
+// Four steps, and two, a checkpoint, another model that takes it, and two more: the same bits, at every recompute
+// level, with accumulation.
 TEST(cuda_model_resumed_equals_uninterrupted) {
     for (const int level : {0, 1, 2}) {
         TempFolder folder;
@@ -268,8 +279,9 @@ TEST(cuda_model_resumed_equals_uninterrupted) {
         TrainState state;
         state.step = state.last_update = 2, state.loader = first_data->state();
         const std::string writing = begin_checkpoint(c.out, 2);
-        const std::string folder_of_2 = commit_checkpoint(
-            c.out, 2, write_snapshot(take_snapshot(first, world, level > 0), c, writing, 0, 1), state_json(state, c, 1));
+        const std::string folder_of_2 =
+            commit_checkpoint(c.out, 2, write_snapshot(take_snapshot(first, world, level > 0), c, writing, 0, 1),
+                              state_json(state, c, 1));
         const TrainState loaded = load_checkpoint(second, folder_of_2);
         CHECK_EQUAL(loaded.step, int64_t(2));
         second_data->restore(loaded.loader);
@@ -282,7 +294,8 @@ TEST(cuda_model_resumed_equals_uninterrupted) {
         };
         CHECK(same((const Cuda::real*)whole.params, (const Cuda::real*)second.params) &&
               same((const float*)whole.master, (const float*)second.master));
-        CHECK(same((const float*)whole.m, (const float*)second.m) && same((const float*)whole.v, (const float*)second.v));
+        CHECK(same((const float*)whole.m, (const float*)second.m) &&
+              same((const float*)whole.v, (const float*)second.v));
         CHECK(!same((const float*)whole.m, (const float*)first.m));
     }
 }
@@ -307,8 +320,9 @@ TEST(cuda_model_checkpoint_holds_the_master) {
     state.step = 1;
     state.last_update = 1;
     const std::string writing = begin_checkpoint(c.out, 1),
-                      saved = commit_checkpoint(c.out, 1, write_snapshot(take_snapshot(run.model, World(), false), c, writing, 0, 1),
-                                                state_json(state, c, 1));
+                      saved = commit_checkpoint(
+                          c.out, 1, write_snapshot(take_snapshot(run.model, World(), false), c, writing, 0, 1),
+                          state_json(state, c, 1));
     ModelRun<Cuda> other(dev, c, 1);
     CHECK_EQUAL(load_checkpoint(other.model, saved).step, int64_t(1));
     for (auto field : {&Model<Cuda>::master, &Model<Cuda>::m, &Model<Cuda>::v}) {
@@ -320,8 +334,9 @@ TEST(cuda_model_checkpoint_holds_the_master) {
     CHECK(std::memcmp(one.data(), two.data(), one.size() * sizeof(float)) == 0);
 }
 
-// Position by position with the caches, against all at once. The scalar kernels sum in the same order either way, and so does
-// the emulator's matrix product: then the bits are the same. A GPU's matrix products may differ by shape, hence the limit there.
+// Position by position with the caches, against all at once. The scalar kernels sum in the same order either way, and
+// so does the emulator's matrix product: then the bits are the same. A GPU's matrix products may differ by shape, hence
+// the limit there.
 inline void check_cuda_decoding(const Config& c, bool level0) {
     Cuda dev(0, size_t(1) << 20);
     dev.level0 = level0 || MODEL_FP32;
@@ -329,7 +344,8 @@ inline void check_cuda_decoding(const Config& c, bool level0) {
     Model<Cuda> model(dev, c, false);
     model.initialise();
     std::vector<int32_t> tokens;
-    for (uint64_t i = 0; i < uint64_t(T); i++) tokens.push_back(int32_t(random_below(256, 5, random_stream(RANDOM_TEST, 3), i)));
+    for (uint64_t i = 0; i < uint64_t(T); i++)
+        tokens.push_back(int32_t(random_below(256, 5, random_stream(RANDOM_TEST, 3), i)));
     Activations<Cuda> whole(dev, c, 1, T, INFERENCE), steps(dev, c, 1, T, INFERENCE);
     std::vector<float> expected(size_t(T) * C), found(expected.size());
     forward(model, whole, tokens.data(), 0, T);
@@ -352,7 +368,8 @@ TEST(cuda_model_decoding_is_prefill) {
     if (!MODEL_FP32) check_cuda_decoding(cuda_config(), false);
 }
 
-// ---- CUDA graphs. The oracle is the same training without them, which the tests above compare with Cpu: every bit has to be the same.
+// ---- CUDA graphs. The oracle is the same training without them, which the tests above compare with Cpu: every bit has
+// to be the same.
 
 // What training leaves behind, and how often a graph was launched (counted in emulation only).
 struct TrainedBits {
@@ -361,7 +378,7 @@ struct TrainedBits {
     std::vector<int32_t> sample;
     std::vector<Cuda::real> params;
     std::vector<float> master, m, v, grads;  // grads: of the last step, and the guard
-    std::string statistics;       // of the last step
+    std::string statistics;                  // of the last step
     long graphs = 0;
 };
 template <class T>
@@ -369,9 +386,10 @@ inline bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
     return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
-// Ten steps as the training loop makes them, with what may happen between them: a learning rate that changes, statistics in every second
-// step, a validation after step 4, a sample longer than T after step 5 (which makes a longer table for RoPE), a step whose loss is not
-// finite (8), a step without an update (9). If interrupted, after step 6 a checkpoint goes on in another model with other activations.
+// Ten steps as the training loop makes them, with what may happen between them: a learning rate that changes,
+// statistics in every second step, a validation after step 4, a sample longer than T after step 5 (which makes a longer
+// table for RoPE), a step whose loss is not finite (8), a step without an update (9). If interrupted, after step 6 a
+// checkpoint goes on in another model with other activations.
 inline TrainedBits train_ten_steps(const Config& c, bool graphs, bool interrupted, SelectedKernel kernel) {
     TempFolder folder;
     Config config = c;
@@ -400,7 +418,8 @@ inline TrainedBits train_ten_steps(const Config& c, bool graphs, bool interrupte
         const size_t norm = size_t(model->w.norm - model->params);
         const Cuda::real bad = Cuda::real(std::numeric_limits<float>::quiet_NaN());
         Cuda::real good;
-        if (step == 8) dev.copy(&good, (const Cuda::real*)model->params + norm, 1), dev.copy(model->params + norm, &bad, 1);
+        if (step == 8)
+            dev.copy(&good, (const Cuda::real*)model->params + norm, 1), dev.copy(model->params + norm, &bad, 1);
         accumulate_gradients(*model, *a, data, world, step % 2 == 0);
         gradient_norm(*model, step);
         dev.send(model->results, model->result_count);
@@ -408,13 +427,15 @@ inline TrainedBits train_ten_steps(const Config& c, bool graphs, bool interrupte
         if (step == 8) dev.copy(model->params + norm, (const Cuda::real*)&good, 1);
         receive(size_t(step - 1));
         if (step == 4) bits.validations.push_back(evaluate(*model, *a, validation, 3, world, nullptr).loss);
-        if (step == 5) generate(*model, {1, 2, 3}, config.seq_len, config, [&](int32_t token) { bits.sample.push_back(token); });
+        if (step == 5)
+            generate(*model, {1, 2, 3}, config.seq_len, config, [&](int32_t token) { bits.sample.push_back(token); });
         if (step != 6 || !interrupted) continue;
         receive(6);
         TrainState state;
         state.step = state.last_update = 6, state.loader = data.state();
         const std::string saved = commit_checkpoint(
-            config.out, 6, write_snapshot(take_snapshot(*model, world, true), config, begin_checkpoint(config.out, 6), 0, 1),
+            config.out, 6,
+            write_snapshot(take_snapshot(*model, world, true), config, begin_checkpoint(config.out, 6), 0, 1),
             state_json(state, config, 1));
         a.reset();
         model = std::make_unique<Model<Cuda>>(dev, config, true);
@@ -424,7 +445,8 @@ inline TrainedBits train_ten_steps(const Config& c, bool graphs, bool interrupte
     receive(10);
     const size_t n = model->table.total;
     bits.params.resize(n), bits.master.resize(n), bits.m.resize(n), bits.v.resize(n);
-    dev.copy(bits.params.data(), (const Cuda::real*)model->params, n), dev.copy(bits.master.data(), (const float*)model->master, n);
+    dev.copy(bits.params.data(), (const Cuda::real*)model->params, n),
+        dev.copy(bits.master.data(), (const float*)model->master, n);
     dev.copy(bits.m.data(), (const float*)model->m, n), dev.copy(bits.v.data(), (const float*)model->v, n);
     bits.grads.resize(n + 1);
     dev.copy(bits.grads.data(), (const float*)model->grads, n + 1);
@@ -446,28 +468,32 @@ TEST(cuda_graph_training_gives_the_same_bits) {
     // Every kind of micro-step and the update run once as they are, and again after step 5, whose sample replaced
     // RoPE's table; everything else is a replay. Two kinds of one micro-step, with statistics and without: 5 runs
     // each, 2 of them as they are; the update: 9 runs, 2. Accumulation adds a third kind: 10 runs, 2.
-    for (const Case& k :
-         {Case{"--recompute 0", 2, 1, SelectedKernel::AUTO, 3 + 3 + 7}, Case{"--recompute 1", 1, 2, SelectedKernel::AUTO, 3 + 3 + 7 + 8},
-          Case{"--recompute 2 --deterministic", 1, 2, SelectedKernel::GATHER, 2 * (3 + 3) + 7},
-          Case{"--attention full", 1, 1, SelectedKernel::AUTO, 3 + 3 + 7}}) {
+    for (const Case& k : {Case{"--recompute 0", 2, 1, SelectedKernel::AUTO, 3 + 3 + 7},
+                          Case{"--recompute 1", 1, 2, SelectedKernel::AUTO, 3 + 3 + 7 + 8},
+                          Case{"--recompute 2 --deterministic", 1, 2, SelectedKernel::GATHER, 2 * (3 + 3) + 7},
+                          Case{"--attention full", 1, 1, SelectedKernel::AUTO, 3 + 3 + 7}}) {
         Config c = cuda_config(k.options);
-        c.layers = 1, c.seq_len = 40, c.batch = k.batch, c.total_batch = k.batch * k.micro_steps * c.seq_len, c.init = "standard",
-        c.steps = 10, c.warmup = 3, c.lr = 1e-2;
+        c.layers = 1, c.seq_len = 40, c.batch = k.batch, c.total_batch = k.batch * k.micro_steps * c.seq_len,
+        c.init = "standard", c.steps = 10, c.warmup = 3, c.lr = 1e-2;
         const TrainedBits plain = train_ten_steps(c, false, false, k.kernel);
         CHECK_EQUAL(plain.graphs, 0L);
-        CHECK(std::isfinite(plain.results.front()) && std::isnan(plain.results[7 * plain.results.size() / 10]));  // the bad step is one
+        CHECK(std::isfinite(plain.results.front()) &&
+              std::isnan(plain.results[7 * plain.results.size() / 10]));  // the bad step is one
         for (const bool interrupted : {false, true}) {
             if (interrupted && k.micro_steps == 1) continue;
             const TrainedBits found = train_ten_steps(c, true, interrupted, k.kernel);
             tests().checks++;
             if (!same_bits(found.results, plain.results) || !same_bits(found.validations, plain.validations) ||
                 !same_bits(found.sample, plain.sample))
-                check_failed(__FILE__, __LINE__, "%s, %s: other losses, norms, validation or sample than without graphs", k.options,
+                check_failed(__FILE__, __LINE__,
+                             "%s, %s: other losses, norms, validation or sample than without graphs", k.options,
                              interrupted ? "interrupted" : "in one go");
             tests().checks++;
-            if (!same_bits(found.params, plain.params) || !same_bits(found.master, plain.master) || !same_bits(found.m, plain.m) ||
-                !same_bits(found.v, plain.v) || !same_bits(found.grads, plain.grads) || found.statistics != plain.statistics)
-                check_failed(__FILE__, __LINE__, "%s, %s: other parameters, moments, gradients or statistics than without graphs",
+            if (!same_bits(found.params, plain.params) || !same_bits(found.master, plain.master) ||
+                !same_bits(found.m, plain.m) || !same_bits(found.v, plain.v) || !same_bits(found.grads, plain.grads) ||
+                found.statistics != plain.statistics)
+                check_failed(__FILE__, __LINE__,
+                             "%s, %s: other parameters, moments, gradients or statistics than without graphs",
                              k.options, interrupted ? "interrupted" : "in one go");
 #ifndef __CUDACC__
             if (interrupted) CHECK(found.graphs > 0 && found.graphs < k.graphs);
@@ -524,9 +550,12 @@ TEST(cuda_graph_is_made_anew_when_memory_is_replaced) {
         const std::vector<int32_t> token(large, run % V);
         dev.upload(tokens, token.data(), token.size());
         dev.zero(dembed, size_t(V) * C);
-        if (run == 5) dev.embedding_backward(dembed, dx, tokens, large, C), dev.zero(dembed, size_t(V) * C);  // needs more scratch memory
+        if (run == 5)
+            dev.embedding_backward(dembed, dx, tokens, large, C),
+                dev.zero(dembed, size_t(V) * C);  // needs more scratch memory
         dev.run(sequence, [&] { dev.embedding_backward(dembed, dx, tokens, N, C); });
-        CHECK_EQUAL(sequence.graph != nullptr, run != 1 && run != 5);  // as they are: the first, and the one after the growth
+        CHECK_EQUAL(sequence.graph != nullptr,
+                    run != 1 && run != 5);  // as they are: the first, and the one after the growth
         std::vector<float> found(size_t(V) * C);
         dev.to_host(found.data(), dembed, found.size());
         for (int v = 0; v < V; v++) CHECK_EQUAL(found[size_t(v * C)], v == run % V ? float(N) : 0.0f);
@@ -551,12 +580,16 @@ TEST(cuda_graph_refuses_what_cannot_be_repeated) {
     };
     CHECK_FAILS(1, "cannot be recorded as a CUDA graph: leave --cuda-graph out",
                 second_run([&] { dev.release(never), never = dev.allocate<float>(4); }));
-    CHECK_FAILS(1, "cudaErrorStreamCaptureUnsupported", second_run([&] { dev.copy(found, (const int32_t*)device_tokens, 4); }));
-    CHECK_FAILS(1, "an upload is no part of a sequence that repeats", second_run([&] { dev.upload(device_tokens, tokens, 4); }));
-    CHECK_FAILS(1, "Cuda::send is no part of a sequence that repeats", second_run([&] { dev.send(sum, 1), dev.receive(); }));
+    CHECK_FAILS(1, "cudaErrorStreamCaptureUnsupported",
+                second_run([&] { dev.copy(found, (const int32_t*)device_tokens, 4); }));
+    CHECK_FAILS(1, "an upload is no part of a sequence that repeats",
+                second_run([&] { dev.upload(device_tokens, tokens, 4); }));
+    CHECK_FAILS(1, "Cuda::send is no part of a sequence that repeats",
+                second_run([&] { dev.send(sum, 1), dev.receive(); }));
     int64_t step = 0;  // another step at every run, without set_step() before
     CHECK_FAILS(1, "an upload is no part", second_run([&] {
-                    dev.adamw(reinterpret_cast<Cuda::real*>(x), x, x, x, x, 1, HyperAdamW{1e-3, 0.9, 0.95, 1e-8, 0.1, ++step, 7, 0});
+                    dev.adamw(reinterpret_cast<Cuda::real*>(x), x, x, x, x, 1,
+                              HyperAdamW{1e-3, 0.9, 0.95, 1e-8, 0.1, ++step, 7, 0});
                 }));
     dev.copy(found, (const int32_t*)device_tokens, 4);
     CHECK(std::memcmp(found, tokens, sizeof found) == 0);

@@ -1,12 +1,13 @@
 // cuda_op_tests.h: every operation of struct Cuda against the oracles of
 // oracle.h: by g++ in the emulator, by nvcc on a GPU; in bf16, or in fp32 with
-// -DPRECISION_FP32. Attention is tested here with the scalar kernels of dev/ladder; the tensor-core kernels have tests of their own.
+// -DPRECISION_FP32. Attention is tested here with the scalar kernels of dev/ladder; the tensor-core kernels have tests
+// of their own.
 //
-// Error limits. Inputs are numbers that the engine's format holds exactly. The oracle, in Numbers<float>, says what fp32 arithmetic
-// may do to each element; an element that is then stored as bf16 is rounded once more: u = 2^-8 of its value (8 bits of significand,
-// to nearest), see stored(). Where an operation stores an intermediate result, the test's oracle rounds it at the same place.
-// Outputs begin as poison, and those that an operation must leave alone still hold it afterwards.
-// Every operation runs with threads and blocks in several orders, and gives the same bits each time.
+// Error limits. Inputs are numbers that the engine's format holds exactly. The oracle, in Numbers<float>, says what
+// fp32 arithmetic may do to each element; an element that is then stored as bf16 is rounded once more: u = 2^-8 of its
+// value (8 bits of significand, to nearest), see stored(). Where an operation stores an intermediate result, the test's
+// oracle rounds it at the same place. Outputs begin as poison, and those that an operation must leave alone still hold
+// it afterwards. Every operation runs with threads and blocks in several orders, and gives the same bits each time.
 #pragma once
 #include <functional>
 #include <memory>
@@ -23,7 +24,8 @@ using HostArray = std::vector<float>;
 constexpr bool CUDA_FP32 = std::is_same<Cuda::real, float>::value;
 constexpr double STORED_U = CUDA_FP32 ? 0 : 0x1p-8;
 
-// A value in fp32 arithmetic that is then stored as Cuda::real. Below the smallest normal number the spacing of bf16 is 2^-133.
+// A value in fp32 arithmetic that is then stored as Cuda::real. Below the smallest normal number the spacing of bf16 is
+// 2^-133.
 inline CudaNumber stored(CudaNumber x) {
     return {x.value, x.error + STORED_U * (std::fabs(x.value) + x.error) + (CUDA_FP32 ? 0 : 0x1p-134)};
 }
@@ -54,7 +56,9 @@ class OnDevice {
     T* const data;
     const size_t count;
     OnDevice(Cuda& engine, size_t n) : dev(engine), data(engine.allocate<T>(n)), count(n) {}
-    OnDevice(Cuda& engine, const HostArray& values) : OnDevice(engine, values.size()) { dev.from_host(data, values.data(), count); }
+    OnDevice(Cuda& engine, const HostArray& values) : OnDevice(engine, values.size()) {
+        dev.from_host(data, values.data(), count);
+    }
     OnDevice(const OnDevice&) = delete;
     ~OnDevice() { dev.release(data); }
     operator T*() const { return data; }
@@ -83,7 +87,8 @@ inline std::unique_ptr<OnDevice<int32_t>> device_tokens(Cuda& dev, const std::ve
     return on_device;
 }
 
-// run() uploads, computes and returns the outputs. It runs under several orders of threads and blocks; all must give the same bits.
+// run() uploads, computes and returns the outputs. It runs under several orders of threads and blocks; all must give
+// the same bits.
 inline std::vector<HostArray> in_every_order(const std::function<std::vector<HostArray>()>& run) {
     std::vector<HostArray> first = run();
 #if defined(EMU_CHECK)
@@ -141,7 +146,8 @@ TEST(cuda_refuses_narrow_matrices) {
     Cuda dev(0, TEST_WORKSPACE);
     Random random(2);
     DeviceReal a(dev, random_reals(random, 2 * 18)), weight(dev, random_reals(random, 18 * 18)), out(dev, 2 * 18);
-    CHECK_FAILS(2, CUDA_FP32 ? "multiples of 4" : "multiples of 8", dev.matmul_forward(out, a, weight, nullptr, 2, 18, 18));
+    CHECK_FAILS(2, CUDA_FP32 ? "multiples of 4" : "multiples of 8",
+                dev.matmul_forward(out, a, weight, nullptr, 2, 18, 18));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -151,7 +157,8 @@ inline void check_cuda_embedding(int N, int C, int V) {
     Cuda dev(0, TEST_WORKSPACE);
     Random random(10);
     std::vector<int32_t> tokens(static_cast<size_t>(N));
-    for (int n = 0; n < N; n++) tokens[size_t(n)] = n == 0 ? V - 1 : n < N / 3 ? 2 : random.below(V);  // one token often; some not at all
+    for (int n = 0; n < N; n++)
+        tokens[size_t(n)] = n == 0 ? V - 1 : n < N / 3 ? 2 : random.below(V);  // one token often; some not at all
     const HostArray embed = random_reals(random, size_t(V) * C), dx = random_reals(random, size_t(N) * C),
                     dembed = random_floats(random, embed.size());
     const auto outputs = in_every_order([&] {
@@ -172,18 +179,23 @@ inline void check_cuda_embedding(int N, int C, int V) {
     CHECK_ARRAY(outputs[1], oracle::numbers(sums), V, C);
 }
 TEST(cuda_embedding) {
-    check_cuda_embedding(1, 8, 5), check_cuda_embedding(300, 24, 30), check_cuda_embedding(513, 7, 100), check_cuda_embedding(255, 1032, 9);
+    check_cuda_embedding(1, 8, 5), check_cuda_embedding(300, 24, 30), check_cuda_embedding(513, 7, 100),
+        check_cuda_embedding(255, 1032, 9);
 }
 
 inline void check_cuda_rmsnorm(int N, int C) {
     Cuda dev(0, TEST_WORKSPACE);
     Random random(20);
-    HostArray x = random_reals(random, size_t(N) * C), dx = random_reals(random, x.size()), dout = random_reals(random, x.size());
+    HostArray x = random_reals(random, size_t(N) * C), dx = random_reals(random, x.size()),
+              dout = random_reals(random, x.size());
     const HostArray weight = random_reals(random, size_t(C)), dweight = random_floats(random, size_t(C));
     // Rows of every scale around sqrt(epsilon) = 1e-3, and a row of zeros: there epsilon decides.
     for (int n = 0; n < N; n++)
         for (int c = 0; c < C; c++)
-            x[size_t(n) * C + c] = as_real(x[size_t(n) * C + c] * (n % 4 == 0 ? 1 : n % 4 == 1 ? 1e-3 : n % 4 == 2 ? 1e3 : 0));
+            x[size_t(n) * C + c] = as_real(x[size_t(n) * C + c] * (n % 4 == 0   ? 1
+                                                                   : n % 4 == 1 ? 1e-3
+                                                                   : n % 4 == 2 ? 1e3
+                                                                                : 0));
     const auto outputs = in_every_order([&] {
         DeviceReal in(dev, x), w(dev, weight), out(dev, x.size()), d(dev, dout), din(dev, dx);
         DeviceFloat rstd(dev, size_t(N)), dw(dev, dweight);
@@ -226,8 +238,8 @@ inline void check_cuda_matmul(int N, int C, int OC) {
                     residual = random_reals(random, size_t(N) * OC);
     const HostArray dout = random_reals(random, residual.size()), dweight = random_floats(random, weight.size());
     const auto outputs = in_every_order([&] {
-        DeviceReal in(dev, inp), w(dev, weight), r(dev, residual), out(dev, residual.size()), sum(dev, residual.size()), d(dev, dout),
-            din(dev, inp.size());
+        DeviceReal in(dev, inp), w(dev, weight), r(dev, residual), out(dev, residual.size()), sum(dev, residual.size()),
+            d(dev, dout), din(dev, inp.size());
         DeviceFloat dw(dev, dweight);
         dev.matmul_forward(out, in, w, nullptr, N, C, OC);
         dev.matmul_forward(sum, in, w, r, N, C, OC);
@@ -252,14 +264,16 @@ inline void check_cuda_matmul(int N, int C, int OC) {
     CHECK_ARRAY(outputs[3], oracle::numbers(dw), OC, C);
 }
 TEST(cuda_matmul) {
-    check_cuda_matmul(1, 8, 8), check_cuda_matmul(33, 72, 136), check_cuda_matmul(130, 40, 24), check_cuda_matmul(1, 264, 64);
+    check_cuda_matmul(1, 8, 8), check_cuda_matmul(33, 72, 136), check_cuda_matmul(130, 40, 24),
+        check_cuda_matmul(1, 264, 64);
 }
 #ifndef __CUDACC__
 TEST(cuda_matmul_without_an_algorithm) {
     Cuda dev(0, TEST_WORKSPACE);
     DeviceReal x(dev, HostArray(8 * 16)), weight(dev, HostArray(24 * 16)), out(dev, 8 * 24);
     emu::no_matmul_algorithm = true;
-    CHECK_FAILS(1, "no way to multiply 8 x 24 x 16 (1 at a time)", dev.matmul_forward(out, x, weight, nullptr, 8, 16, 24));
+    CHECK_FAILS(1, "no way to multiply 8 x 24 x 16 (1 at a time)",
+                dev.matmul_forward(out, x, weight, nullptr, 8, 16, 24));
     emu::no_matmul_algorithm = false;
     dev.matmul_forward(out, x, weight, nullptr, 8, 16, 24);
     CHECK_EQUAL(out.unwritten(), 0L);
@@ -286,11 +300,13 @@ TEST(cuda_silu) {
         for (size_t i = 0; i < count; i++) {
             const bool vanishes = x[i] == -1000;  // e^1000 is infinite in fp32: the sigmoid is 0, and so is the product
             expected.push_back(vanishes ? CudaNumber(0) : stored(oracle::silu(CudaNumber(x[i]))));
-            expected_dx.push_back(vanishes ? CudaNumber(0) : stored(CudaNumber(dout[i]) * oracle::silu_slope(CudaNumber(x[i]))));
+            expected_dx.push_back(vanishes ? CudaNumber(0)
+                                           : stored(CudaNumber(dout[i]) * oracle::silu_slope(CudaNumber(x[i]))));
         }
         CHECK_ARRAY(outputs[0], expected);
         CHECK_ARRAY(outputs[1], expected_dx);
-        const DeviceReal in(dev, HostArray(count, std::numeric_limits<float>::quiet_NaN())), out(dev, count);  // is not hidden
+        const DeviceReal in(dev, HostArray(count, std::numeric_limits<float>::quiet_NaN())),
+            out(dev, count);  // is not hidden
         dev.silu_forward(out, in, count);
         for (const float y : out.host()) CHECK(y != y);
     }
@@ -305,7 +321,8 @@ inline void check_cuda_classifier(int N, int V, int Vp, double scale) {
     for (int n = 0; n < N; n++) {
         targets[size_t(n)] = n == 0 ? 0 : n == 1 ? V - 1 : random.below(V);
         // may hold anything
-        for (int v = V; v < Vp; v++) logits[size_t(n) * Vp + v] = v % 2 ? as_real(1e30) : std::numeric_limits<float>::quiet_NaN();
+        for (int v = V; v < Vp; v++)
+            logits[size_t(n) * Vp + v] = v % 2 ? as_real(1e30) : std::numeric_limits<float>::quiet_NaN();
     }
     const auto outputs = in_every_order([&] {
         DeviceReal l(dev, logits);
@@ -313,7 +330,8 @@ inline void check_cuda_classifier(int N, int V, int Vp, double scale) {
         const auto t = device_tokens(dev, targets);
         dev.classifier(losses, l, *t, dloss, false, N, V, Vp);
         const HostArray kept = l.host();
-        for (size_t i = 0; i < kept.size(); i++) CHECK(kept[i] == logits[i] || (std::isnan(kept[i]) && std::isnan(logits[i])));
+        for (size_t i = 0; i < kept.size(); i++)
+            CHECK(kept[i] == logits[i] || (std::isnan(kept[i]) && std::isnan(logits[i])));
         dev.classifier(again, l, *t, dloss, true, N, V, Vp);
         CHECK_SAME_BITS(again.host().data(), losses.host().data(), size_t(N));
         return std::vector<HostArray>{losses.host(), l.host()};
@@ -323,7 +341,8 @@ inline void check_cuda_classifier(int N, int V, int Vp, double scale) {
     const double rescaling = 6 * CudaNumber::u * (V / 512.0 + 1 + 5 + 16);
     CudaNumbers expected, expected_losses;
     for (int n = 0; n < N; n++) {
-        const oracle::Classified<float> row = oracle::cross_entropy<float>(&logits[size_t(n) * Vp], targets[size_t(n)], dloss, V);
+        const oracle::Classified<float> row =
+            oracle::cross_entropy<float>(&logits[size_t(n) * Vp], targets[size_t(n)], dloss, V);
         expected_losses.emplace_back(row.loss.value, row.loss.error + rescaling);
         for (int v = 0; v < Vp; v++) {
             CudaNumber d = v < V ? row.dlogits[size_t(v)] : CudaNumber(0);
@@ -336,8 +355,8 @@ inline void check_cuda_classifier(int N, int V, int Vp, double scale) {
 }
 TEST(cuda_classifier) {
     for (double scale : {1.0, 1e3})
-        check_cuda_classifier(5, 256, 256, scale), check_cuda_classifier(4, 1000, 1024, scale), check_cuda_classifier(3, 5, 128, scale),
-            check_cuda_classifier(3, 37, 39, scale);
+        check_cuda_classifier(5, 256, 256, scale), check_cuda_classifier(4, 1000, 1024, scale),
+            check_cuda_classifier(3, 5, 128, scale), check_cuda_classifier(3, 37, 39, scale);
     check_cuda_classifier(2, 50257, 50304, 2);
 }
 
@@ -371,7 +390,8 @@ TEST(cuda_adamw) {
     Random random(61);
     const size_t count = 1003, offset = (size_t(1) << 33) + 77;
     for (int step : {1, 2, 1000}) {
-        const double decay = step == 2 ? 0 : 0.1, clip = step == 1 ? 1 : 0.37, squares = 16;  // a norm of 4, clipped to 4 or 1.48
+        const double decay = step == 2 ? 0 : 0.1, clip = step == 1 ? 1 : 0.37,
+                     squares = 16;  // a norm of 4, clipped to 4 or 1.48
         OnDevice<double> norm(dev, 1);
         dev.copy(norm.data, &squares, 1);
         HostArray master = random_floats(random, count), m = random_floats(random, count, step == 1 ? 0 : 0.1),
@@ -397,7 +417,8 @@ TEST(cuda_adamw) {
         });
         CudaNumbers expected, expected_m, expected_v;
         for (size_t i = 0; i < count; i++) {
-            const oracle::Adam<float> after = oracle::adamw(master[i], m[i], v[i], grad[i], 1e-2, 0.9, 0.95, 1e-8, decay, step, clip);
+            const oracle::Adam<float> after =
+                oracle::adamw(master[i], m[i], v[i], grad[i], 1e-2, 0.9, 0.95, 1e-8, decay, step, clip);
             expected.push_back(after.param), expected_m.push_back(after.m), expected_v.push_back(after.v);
         }
         CHECK_ARRAY(outputs[1], expected);
@@ -407,7 +428,8 @@ TEST(cuda_adamw) {
             uint32_t bits;
             std::memcpy(&bits, &outputs[1][i], 4);
             if (!CUDA_FP32)
-                bits = (bits + (philox4x32(offset + i, random_stream(RANDOM_ROUNDING, uint64_t(step)), 1337).word[0] & 0xffff)) &
+                bits = (bits + (philox4x32(offset + i, random_stream(RANDOM_ROUNDING, uint64_t(step)), 1337).word[0] &
+                                0xffff)) &
                        0xffff0000;
             float rounded;
             std::memcpy(&rounded, &bits, 4);
@@ -432,8 +454,8 @@ TEST(cuda_adamw_clips_by_the_norm_on_the_device) {
         double* norm = dev.allocate<double>(1);
         HostArray scaled = grad;
         for (float& x : scaled) x *= scale;
-        dev.from_host(master, value.data(), count), dev.from_host(g, scaled.data(), count), dev.zero(m, count), dev.zero(v, count),
-            dev.zero(param, count);
+        dev.from_host(master, value.data(), count), dev.from_host(g, scaled.data(), count), dev.zero(m, count),
+            dev.zero(v, count), dev.zero(param, count);
         dev.copy(norm, (const double*)&squares, 1);
         HyperAdamW h{1e-2, 0.9, 0.95, 1e-8, 0.1, 3, 7, 0};
         if (by_norm) h.squares = norm, h.grad_clip = grad_clip;
@@ -443,9 +465,9 @@ TEST(cuda_adamw_clips_by_the_norm_on_the_device) {
         dev.release(param), dev.release(master), dev.release(m), dev.release(v), dev.release(g), dev.release(norm);
         return all;
     };
-    CHECK(after(16, 1, 1, true) == after(0, 0, 0.25, false));    // norm 4, clipped to 1
-    CHECK(after(16, 8, 1, true) == after(0, 0, 1, false));       // below the limit
-    CHECK(after(16, 0, 1, true) == after(0, 0, 1, false));       // 0: no clipping
+    CHECK(after(16, 1, 1, true) == after(0, 0, 0.25, false));  // norm 4, clipped to 1
+    CHECK(after(16, 8, 1, true) == after(0, 0, 1, false));     // below the limit
+    CHECK(after(16, 0, 1, true) == after(0, 0, 1, false));     // 0: no clipping
     CHECK(after(16, 1, 1, true) != after(16, 8, 1, true));
     for (const double bad : {std::numeric_limits<double>::infinity(), std::nan("")}) {
         const HostArray same = after(bad, 1, 1, true);
@@ -461,8 +483,8 @@ TEST(cuda_stochastic_rounding_keeps_the_mean) {
     Cuda dev(0, TEST_WORKSPACE);
     const size_t count = 20000;
     DeviceReal param(dev, count);
-    DeviceFloat master(dev, HostArray(count, 1.0f + 0.3f * 0x1p-7f)), m(dev, HostArray(count, 0.0f)), v(dev, HostArray(count, 0.0f)),
-        grad(dev, HostArray(count, 0.0f));
+    DeviceFloat master(dev, HostArray(count, 1.0f + 0.3f * 0x1p-7f)), m(dev, HostArray(count, 0.0f)),
+        v(dev, HostArray(count, 0.0f)), grad(dev, HostArray(count, 0.0f));
     dev.adamw(param, master, m, v, grad, count, HyperAdamW{0, 0.9, 0.95, 1e-8, 0, 1, 7, 0});
     double up = 0;
     for (float x : param.host()) {
@@ -490,7 +512,8 @@ inline std::vector<NsaShape> with_parts(const std::vector<NsaShape>& shapes) {
     std::vector<NsaShape> all = shapes;
     for (const NsaShape& s : shapes)
         if (s.T > 2)
-            all.push_back(part_of(s, 0, s.T / 2)), all.push_back(part_of(s, s.T / 2, 1)), all.push_back(part_of(s, s.T / 3, s.T - s.T / 3));
+            all.push_back(part_of(s, 0, s.T / 2)), all.push_back(part_of(s, s.T / 2, 1)),
+                all.push_back(part_of(s, s.T / 3, s.T - s.T / 3));
     return all;
 }
 struct CudaShapeReport {
@@ -499,8 +522,9 @@ struct CudaShapeReport {
     explicit CudaShapeReport(const NsaShape& shape) : s(shape) {}
     ~CudaShapeReport() {
         if (tests().failed_checks > failed && tests().failed_checks <= 10)
-            std::printf("    with B %d T %d first %d queries %d H %d G %d D %d l %d d %d l' %d n %d w %d F %d full %d\n", s.B, s.T, s.first,
-                        s.queries, s.H, s.G, s.D, s.l, s.d, s.slc_block, s.slc_count, s.window, s.F, int(s.full));
+            std::printf(
+                "    with B %d T %d first %d queries %d H %d G %d D %d l %d d %d l' %d n %d w %d F %d full %d\n", s.B,
+                s.T, s.first, s.queries, s.H, s.G, s.D, s.l, s.d, s.slc_block, s.slc_count, s.window, s.F, int(s.full));
     }
 };
 
@@ -511,7 +535,8 @@ struct DeviceHeads {
     DeviceReal q;
     std::vector<std::unique_ptr<DeviceReal>> kv;
     DeviceFloat gate;
-    DeviceHeads(Cuda& dev, const NsaShape& s) : q(dev, s.query_rows() * s.D), gate(dev, s.full ? 0 : 3 * s.query_rows()) {
+    DeviceHeads(Cuda& dev, const NsaShape& s)
+        : q(dev, s.query_rows() * s.D), gate(dev, s.full ? 0 : 3 * s.query_rows()) {
         for (int slot = 0; slot < 6; slot++)
             kv.push_back(std::make_unique<DeviceReal>(dev, s.full && slot < K_WIN ? 0 : s.key_rows() * s.D));
     }
@@ -553,14 +578,15 @@ inline void check_cuda_split_heads(Cuda& dev, const NsaShape& s) {
             for (size_t i = 0; i < kv.size(); i++)
                 for (int g = 0; g < s.G; g++, row += D) {
                     const int slot = int(i) + (s.full ? K_WIN : K_CMP);
-                    const CudaNumbers values = slot == K_SLC || slot == K_WIN ? stored(oracle::rope(row, s.first + j, D, +1))
-                                                                              : oracle::numbers(row, size_t(D));
+                    const CudaNumbers values = slot == K_SLC || slot == K_WIN
+                                                   ? stored(oracle::rope(row, s.first + j, D, +1))
+                                                   : oracle::numbers(row, size_t(D));
                     std::copy(values.begin(), values.end(), &kv[i][((size_t(b) * s.G + g) * s.queries + j) * D]);
                 }
             for (int head = 0; head < s.H && !s.full; head++)
                 for (int branch = 0; branch < 3; branch++)
-                    gate[branch * s.query_rows() + (size_t(b) * s.H + head) * s.queries + j] = oracle::sigmoid(
-                        CudaNumber(row[3 * head + branch]));
+                    gate[branch * s.query_rows() + (size_t(b) * s.H + head) * s.queries + j] =
+                        oracle::sigmoid(CudaNumber(row[3 * head + branch]));
         }
     CHECK_ARRAY(outputs[0], q, s.B, s.H, s.queries, D);
     CHECK_ARRAY(outputs[1], gate, 3, s.B, s.H, s.queries);
@@ -585,22 +611,26 @@ inline void check_cuda_split_heads(Cuda& dev, const NsaShape& s) {
     auto append = [&](const CudaNumbers& values) { expected.insert(expected.end(), values.begin(), values.end()); };
     for (int b = 0; b < s.B; b++)
         for (int t = 0; t < s.T; t++) {
-            for (int head = 0; head < s.H; head++) append(stored(oracle::rope(&dq[((size_t(b) * s.H + head) * s.T + t) * D], t, D, -1)));
+            for (int head = 0; head < s.H; head++)
+                append(stored(oracle::rope(&dq[((size_t(b) * s.H + head) * s.T + t) * D], t, D, -1)));
             for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++)
                 for (int g = 0; g < s.G; g++) {
                     const float* row = &dkv[size_t(slot)][((size_t(b) * s.G + g) * s.T + t) * D];
-                    append(slot == K_SLC || slot == K_WIN ? stored(oracle::rope(row, t, D, -1)) : oracle::numbers(row, size_t(D)));
+                    append(slot == K_SLC || slot == K_WIN ? stored(oracle::rope(row, t, D, -1))
+                                                          : oracle::numbers(row, size_t(D)));
                 }
             for (int i = 0; i < s.gate_columns(); i++)
-                expected.push_back(i < 3 * s.H ? stored(CudaNumber(dgate[((size_t(i % 3) * s.B + b) * s.H + i / 3) * s.T + t]))
-                                               : CudaNumber(0));
+                expected.push_back(i < 3 * s.H
+                                       ? stored(CudaNumber(dgate[((size_t(i % 3) * s.B + b) * s.H + i / 3) * s.T + t]))
+                                       : CudaNumber(0));
         }
     CHECK_ARRAY(gradients[0], expected, s.B * s.T, P);
 }
 TEST(cuda_split_heads) {
     Cuda dev(0, TEST_WORKSPACE);  // one engine for all: its RoPE table has to follow D and T
-    for (NsaShape s : with_parts({cuda_shape(2, 33, 2, 3, 16, 8, 4, 16, 3, 9), cuda_shape(1, 70, 1, 1, 64, 8, 4, 16, 3, 9),
-                                  cuda_shape(1, 513, 1, 2, 2, 8, 4, 16, 3, 9), cuda_shape(1, 5, 2, 4, 32, 8, 4, 16, 3, 9)}))
+    for (NsaShape s :
+         with_parts({cuda_shape(2, 33, 2, 3, 16, 8, 4, 16, 3, 9), cuda_shape(1, 70, 1, 1, 64, 8, 4, 16, 3, 9),
+                     cuda_shape(1, 513, 1, 2, 2, 8, 4, 16, 3, 9), cuda_shape(1, 5, 2, 4, 32, 8, 4, 16, 3, 9)}))
         for (bool full : {false, true}) {
             s.full = full;
             check_cuda_split_heads(dev, s);
@@ -623,8 +653,8 @@ inline void check_cuda_compress(Cuda& dev, const NsaShape& s, bool rotated) {
     using N = CudaNumber;
     const CudaShapeReport report(s);
     Random random(80);
-    const int NC = oracle::blocks(s.T, s), begin = oracle::blocks(s.first, s), end = oracle::blocks(s.first + s.queries, s), D = s.D,
-              F = s.F, width = s.l * D;
+    const int NC = oracle::blocks(s.T, s), begin = oracle::blocks(s.first, s),
+              end = oracle::blocks(s.first + s.queries, s), D = s.D, F = s.F, width = s.l * D;
     const size_t groups = size_t(s.B) * s.G;
     const HostArray k = random_reals(random, groups * s.T * D);
     const HostPhi phi(random, s);
@@ -675,7 +705,8 @@ inline void check_cuda_compress(Cuda& dev, const NsaShape& s, bool rotated) {
     const HostArray dfc1 = random_floats(random, phi.fc1.size()), dbias = random_floats(random, phi.bias.size()),
                     dfc2 = random_floats(random, phi.fc2.size());
     const auto gradients = in_every_order([&] {
-        DeviceReal in(dev, k), fc1(dev, phi.fc1), bias(dev, phi.bias), fc2(dev, phi.fc2), d(dev, dout), h(dev, hidden), dk(dev, k.size());
+        DeviceReal in(dev, k), fc1(dev, phi.fc1), bias(dev, phi.bias), fc2(dev, phi.fc2), d(dev, dout), h(dev, hidden),
+            dk(dev, k.size());
         DeviceFloat d1(dev, dfc1), db(dev, dbias), d2(dev, dfc2);
         dev.compress_backward(dk, {d1, db, d2}, d, h, in, {fc1, bias, fc2}, rotated, s);
         CHECK_EQUAL(dk.unwritten(), 0L);
@@ -702,7 +733,8 @@ inline void check_cuda_compress(Cuda& dev, const NsaShape& s, bool rotated) {
                 const N dh = stored(N(dactive) * oracle::silu_slope(h));
                 sum_db[size_t(f)].add(dh);
                 for (int i = 0; i < width; i++)
-                    sum_d1[size_t(f) * width + i].add(dh * N(k[at + i])), sum_dk[at + i].add(dh * N(phi.fc1[size_t(f) * width + i]));
+                    sum_d1[size_t(f) * width + i].add(dh * N(k[at + i])),
+                        sum_dk[at + i].add(dh * N(phi.fc1[size_t(f) * width + i]));
             }
         }
     CHECK_ARRAY(gradients[0], stored(oracle::numbers(sum_dk)), int(groups), s.T, D);
@@ -712,10 +744,11 @@ inline void check_cuda_compress(Cuda& dev, const NsaShape& s, bool rotated) {
 }
 TEST(cuda_compress) {
     Cuda dev(0, TEST_WORKSPACE);
-    for (NsaShape s : with_parts({cuda_shape(2, 33, 2, 1, 8, 8, 4, 16, 3, 9), cuda_shape(1, 31, 1, 1, 8, 32, 16, 64, 3, 9),
-                                  cuda_shape(2, 32, 1, 1, 16, 32, 16, 64, 3, 9), cuda_shape(1, 70, 2, 1, 16, 16, 4, 16, 3, 9),
-                                  cuda_shape(1, 9, 1, 1, 8, 1, 1, 4, 3, 9), cuda_shape(1, 41, 1, 1, 8, 12, 4, 16, 3, 9),
-                                  cuda_shape(2, 50, 1, 1, 8, 4, 4, 16, 3, 9)}))
+    for (NsaShape s :
+         with_parts({cuda_shape(2, 33, 2, 1, 8, 8, 4, 16, 3, 9), cuda_shape(1, 31, 1, 1, 8, 32, 16, 64, 3, 9),
+                     cuda_shape(2, 32, 1, 1, 16, 32, 16, 64, 3, 9), cuda_shape(1, 70, 2, 1, 16, 16, 4, 16, 3, 9),
+                     cuda_shape(1, 9, 1, 1, 8, 1, 1, 4, 3, 9), cuda_shape(1, 41, 1, 1, 8, 12, 4, 16, 3, 9),
+                     cuda_shape(2, 50, 1, 1, 8, 4, 4, 16, 3, 9)}))
         for (bool rotated : {false, true}) check_cuda_compress(dev, s, rotated);
     NsaShape wide = cuda_shape(1, 100, 1, 1, 64, 32, 16, 64, 16, 512);  // the preset's l, d, D
     wide.F = 24;
@@ -731,25 +764,27 @@ inline const std::vector<NsaShape>& cuda_attention_shapes() {
         cuda_shape(1, 31, 1, 1, 16, 32, 16, 64, 16, 512),  // no compressed block at all
         cuda_shape(2, 33, 1, 6, 16, 32, 16, 16, 3, 2),     // one or two, for the last queries
         cuda_shape(2, 65, 1, 3, 64, 8, 4, 16, 3, 33),
-        cuda_shape(1, 40, 2, 3, 2, 1, 1, 1, 16, 64),       // l = d = l' = 1: blocks are tokens
-        cuda_shape(2, 65, 2, 1, 16, 32, 16, 48, 3, 65),    // l' = 48
-        cuda_shape(1, 130, 1, 3, 40, 32, 16, 16, 4, 64),   // l > l'; D no multiple of 32
-        cuda_shape(1, 130, 2, 2, 16, 16, 4, 20, 3, 7),     // l = 4 d
-        cuda_shape(1, 270, 1, 2, 2, 8, 4, 4, 5, 300),      // 68 selection blocks: three words; w > T
+        cuda_shape(1, 40, 2, 3, 2, 1, 1, 1, 16, 64),      // l = d = l' = 1: blocks are tokens
+        cuda_shape(2, 65, 2, 1, 16, 32, 16, 48, 3, 65),   // l' = 48
+        cuda_shape(1, 130, 1, 3, 40, 32, 16, 16, 4, 64),  // l > l'; D no multiple of 32
+        cuda_shape(1, 130, 2, 2, 16, 16, 4, 20, 3, 7),    // l = 4 d
+        cuda_shape(1, 270, 1, 2, 2, 8, 4, 4, 5, 300),     // 68 selection blocks: three words; w > T
     };
     return shapes;
 }
 
 // Whether masks follow the rule: forced blocks, count, no block of the future, and no block left out that is more
-// important than one taken by more than the rounding of both. share: the share of the importance that fell on the taken.
-inline void check_cuda_selection(const std::vector<uint32_t>& masks, const HostArray& share, const HostArray& q, const HostArray& kc,
-                                 const HostArray& lse, const NsaShape& s) {
+// important than one taken by more than the rounding of both. share: the share of the importance that fell on the
+// taken.
+inline void check_cuda_selection(const std::vector<uint32_t>& masks, const HostArray& share, const HostArray& q,
+                                 const HostArray& kc, const HostArray& lse, const NsaShape& s) {
     const int words = oracle::selection_words(s), h = s.H / s.G, NC = oracle::blocks(s.T, s);
     for (int b = 0; b < s.B; b++)
         for (int g = 0; g < s.G; g++)
             for (int j = 0; j < s.queries; j++) {
                 const int t = s.first + j, last = t / s.slc_block;
-                const size_t at = (size_t(b) * s.G + g) * s.queries + j, row = (size_t(b) * s.H + g * h) * s.queries + j;
+                const size_t at = (size_t(b) * s.G + g) * s.queries + j,
+                             row = (size_t(b) * s.H + g * h) * s.queries + j;
                 const std::vector<int> chosen = blocks_of(&masks[at * words], words);
                 CHECK_EQUAL(int(chosen.size()), std::min(s.slc_count, last + 1));
                 CHECK(!chosen.empty() && chosen.front() == 0 && chosen.back() == last);
@@ -761,10 +796,12 @@ inline void check_cuda_selection(const std::vector<uint32_t>& masks, const HostA
                 const CudaNumbers importance = oracle::importance(&q[row * s.D], &lse[row], size_t(s.queries),
                                                                   &kc[(size_t(b) * s.G + g) * NC * s.D], t, s);
                 CudaSum taken, all;
-                double least = 1e300, most = -1e300;  // the least important block taken (at most), the most important left (at least)
+                double least = 1e300,
+                       most = -1e300;  // the least important block taken (at most), the most important left (at least)
                 for (int block = 0; block <= last; block++) {
                     const CudaNumber x = importance[size_t(block)];
-                    const bool is_chosen = std::count(chosen.begin(), chosen.end(), block) == 1, forced = block == 0 || block >= last - 1;
+                    const bool is_chosen = std::count(chosen.begin(), chosen.end(), block) == 1,
+                               forced = block == 0 || block >= last - 1;
                     all.add(x);
                     if (is_chosen) taken.add(x);
                     if (is_chosen && !forced) least = std::min(least, x.value + x.error);
@@ -776,9 +813,11 @@ inline void check_cuda_selection(const std::vector<uint32_t>& masks, const HostA
             }
 }
 
-// Gradients of one branch from row_dot and lse_gated, as the operation is given them. dq has to continue from what it held.
-inline oracle::AttentionGradients<float> level0_gradients(Branch branch, const HostArray& q, const HostArray& k, const HostArray& v,
-                                                          const HostArray& dout, const HostArray& row_dot, const HostArray& lse_gated,
+// Gradients of one branch from row_dot and lse_gated, as the operation is given them. dq has to continue from what it
+// held.
+inline oracle::AttentionGradients<float> level0_gradients(Branch branch, const HostArray& q, const HostArray& k,
+                                                          const HostArray& v, const HostArray& dout,
+                                                          const HostArray& row_dot, const HostArray& lse_gated,
                                                           const uint32_t* selection, const NsaShape& s) {
     using N = CudaNumber;
     oracle::AttentionGradients<float> d;
@@ -787,7 +826,8 @@ inline oracle::AttentionGradients<float> level0_gradients(Branch branch, const H
     for (int b = 0; b < s.B; b++)
         for (int head = 0; head < s.H; head++)
             for (int t = 0; t < s.T; t++) {
-                const size_t g = size_t(head / (s.H / s.G)), row = (size_t(b) * s.H + head) * s.T + t, group = b * s.G + g;
+                const size_t g = size_t(head / (s.H / s.G)), row = (size_t(b) * s.H + head) * s.T + t,
+                             group = b * s.G + g;
                 const uint32_t* mask = selection ? selection + (group * s.T + t) * oracle::selection_words(s) : nullptr;
                 const float* dO = &dout[((size_t(b) * s.T + t) * s.H + head) * s.D];
                 for (int key : oracle::visible(branch, t, mask, s)) {
@@ -811,8 +851,10 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
     Cuda dev(0, TEST_WORKSPACE);
     dev.level0 = true;
     Random random(90);
-    const size_t rows = s.query_rows(), values = rows * s.D, masks_count = size_t(s.B) * s.G * s.queries * oracle::selection_words(s);
-    const HostArray q = random_reals(random, values, score_scale), dout = random_reals(random, size_t(s.B) * s.queries * s.H * s.D);
+    const size_t rows = s.query_rows(), values = rows * s.D,
+                 masks_count = size_t(s.B) * s.G * s.queries * oracle::selection_words(s);
+    const HostArray q = random_reals(random, values, score_scale),
+                    dout = random_reals(random, size_t(s.B) * s.queries * s.H * s.D);
     HostArray gate(3 * rows);
     for (float& g : gate) g = float(1 / (1 + std::exp(-2 * random.normal())));
     std::vector<HostArray> k, v;
@@ -832,8 +874,8 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
         OnDevice<uint32_t> selection(dev, masks_count);
         for (Branch branch : branches) {
             DeviceReal keys(dev, k[branch]), v_on_device(dev, v[branch]);
-            dev.attention_forward(branch, o + slot(branch) * values, lse + slot(branch) * rows, q_on_device, keys, v_on_device,
-                                  branch == SLC ? selection.data : nullptr, s);
+            dev.attention_forward(branch, o + slot(branch) * values, lse + slot(branch) * rows, q_on_device, keys,
+                                  v_on_device, branch == SLC ? selection.data : nullptr, s);
             if (branch != CMP) continue;
             dev.select_blocks(selection, nullptr, q_on_device, keys, lse, s);
             dev.select_blocks(selection, chosen, q_on_device, keys, lse, s);
@@ -851,9 +893,9 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
     std::vector<CudaSum> combined(dout.size());
     const CudaNumbers numbers_q(q.begin(), q.end());
     for (Branch branch : branches) {
-        const oracle::Attended<float> expected = oracle::attention<float>(branch, numbers_q,
-                                                                          CudaNumbers(k[branch].begin(), k[branch].end()),
-                                                                          CudaNumbers(v[branch].begin(), v[branch].end()), masks.data(), s);
+        const oracle::Attended<float> expected =
+            oracle::attention<float>(branch, numbers_q, CudaNumbers(k[branch].begin(), k[branch].end()),
+                                     CudaNumbers(v[branch].begin(), v[branch].end()), masks.data(), s);
         const long at = long(slot(branch));
         const HostArray branch_o(o.begin() + at * long(values), o.begin() + (at + 1) * long(values)),
             branch_lse(lse.begin() + at * long(rows), lse.begin() + (at + 1) * long(rows));
@@ -862,8 +904,8 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
         for (size_t row = 0; row < rows; row++) {
             const size_t j = row % s.queries, head = row / s.queries % s.H, b = row / s.queries / s.H;
             for (int x = 0; x < s.D; x++)
-                combined[((b * s.queries + j) * s.H + head) * s.D + x].add(CudaNumber(s.full ? 1 : gate[branch * rows + row]) *
-                                                                           CudaNumber(branch_o[row * s.D + x]));
+                combined[((b * s.queries + j) * s.H + head) * s.D + x].add(
+                    CudaNumber(s.full ? 1 : gate[branch * rows + row]) * CudaNumber(branch_o[row * s.D + x]));
         }
     }
     CHECK_ARRAY(outputs[2], stored(oracle::numbers(combined)), s.B, s.queries, s.H, s.D);
@@ -871,9 +913,10 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
     // The rows of the backward, from the outputs as they were stored.
     const auto from_rows = in_every_order([&] {
         DeviceReal o_on_device(dev, o), d(dev, dout);
-        DeviceFloat lse_on_device(dev, lse), gates(dev, gate), row_dot(dev, count * rows), lse_gated(dev, count * rows), dz(dev, count * rows);
-        dev.attention_backward_rows(row_dot, lse_gated, s.full ? nullptr : dz.data, d, o_on_device, s.full ? nullptr : gates.data,
-                                    lse_on_device, s);
+        DeviceFloat lse_on_device(dev, lse), gates(dev, gate), row_dot(dev, count * rows), lse_gated(dev, count * rows),
+            dz(dev, count * rows);
+        dev.attention_backward_rows(row_dot, lse_gated, s.full ? nullptr : dz.data, d, o_on_device,
+                                    s.full ? nullptr : gates.data, lse_on_device, s);
         CHECK_EQUAL(row_dot.unwritten() + lse_gated.unwritten(), 0L);
         return std::vector<HostArray>{row_dot.host(), lse_gated.host(), dz.host()};
     });
@@ -883,7 +926,8 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
             const size_t j = row % s.queries, head = row / s.queries % s.H, b = row / s.queries / s.H;
             CudaSum dot;
             for (int x = 0; x < s.D; x++)
-                dot.add(CudaNumber(dout[((b * s.queries + j) * s.H + head) * s.D + x]) * CudaNumber(o[(slot(branch) * rows + row) * s.D + x]));
+                dot.add(CudaNumber(dout[((b * s.queries + j) * s.H + head) * s.D + x]) *
+                        CudaNumber(o[(slot(branch) * rows + row) * s.D + x]));
             const CudaNumber g(s.full ? 1 : gate[branch * rows + row]), shift(lse[slot(branch) * rows + row]);
             expected_dot.push_back(dot);
             expected_gated.push_back(std::isinf(shift.value) ? shift : shift - log(g));
@@ -900,19 +944,21 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
         const HostArray row_dot(from_rows[0].begin() + long(i * rows), from_rows[0].begin() + long((i + 1) * rows)),
             lse_gated(from_rows[1].begin() + long(i * rows), from_rows[1].begin() + long((i + 1) * rows));
         const auto gradients = in_every_order([&] {
-            DeviceReal q_on_device(dev, q), keys(dev, k[branch]), v_on_device(dev, v[branch]), d(dev, dout), dk(dev, k[branch].size()),
-                dv(dev, v[branch].size());
+            DeviceReal q_on_device(dev, q), keys(dev, k[branch]), v_on_device(dev, v[branch]), d(dev, dout),
+                dk(dev, k[branch].size()), dv(dev, v[branch].size());
             DeviceFloat dq_on_device(dev, dq), only_dq(dev, values), dots(dev, row_dot), gated(dev, lse_gated);
             OnDevice<uint32_t> selection(dev, masks_count);
             dev.copy(selection.data, (const uint32_t*)masks.data(), masks_count);
-            dev.attention_backward(branch, dq_on_device, true, dk, dv, d, q_on_device, keys, v_on_device, dots, gated, selection, s);
-            dev.attention_backward(branch, only_dq, false, dk, dv, d, q_on_device, keys, v_on_device, dots, gated, selection, s);
+            dev.attention_backward(branch, dq_on_device, true, dk, dv, d, q_on_device, keys, v_on_device, dots, gated,
+                                   selection, s);
+            dev.attention_backward(branch, only_dq, false, dk, dv, d, q_on_device, keys, v_on_device, dots, gated,
+                                   selection, s);
             CHECK_EQUAL(only_dq.unwritten(), 0L);
             CHECK_EQUAL((dk.count ? dk.unwritten() : 0) + (dv.count ? dv.unwritten() : 0), 0L);
             return std::vector<HostArray>{dq_on_device.host(), dk.host(), dv.host(), only_dq.host()};
         });
-        oracle::AttentionGradients<float> expected = level0_gradients(branch, q, k[branch], v[branch], dout, row_dot, lse_gated,
-                                                                      masks.data(), s);
+        oracle::AttentionGradients<float> expected =
+            level0_gradients(branch, q, k[branch], v[branch], dout, row_dot, lse_gated, masks.data(), s);
         CHECK_ARRAY(gradients[3], oracle::numbers(expected.dq), s.B, s.H, s.T, s.D);
         for (size_t x = 0; x < values; x++) expected.dq[x].add(CudaNumber(dq[x]));
         CHECK_ARRAY(gradients[0], oracle::numbers(expected.dq), s.B, s.H, s.T, s.D);
@@ -924,9 +970,10 @@ TEST(cuda_level0_attention) {
     for (const NsaShape& s : cuda_attention_shapes()) check_cuda_attention(s);
 }
 TEST(cuda_level0_attention_in_parts) {
-    for (const NsaShape& s : {cuda_shape(2, 65, 1, 3, 16, 8, 4, 16, 3, 33), cuda_shape(1, 130, 2, 2, 8, 16, 4, 20, 4, 7)})
-        for (const NsaShape& part :
-             {part_of(s, 0, s.T / 2), part_of(s, s.T / 2, 1), part_of(s, s.T - 1, 1), part_of(s, s.T / 3, s.T - s.T / 3)})
+    for (const NsaShape& s :
+         {cuda_shape(2, 65, 1, 3, 16, 8, 4, 16, 3, 33), cuda_shape(1, 130, 2, 2, 8, 16, 4, 20, 4, 7)})
+        for (const NsaShape& part : {part_of(s, 0, s.T / 2), part_of(s, s.T / 2, 1), part_of(s, s.T - 1, 1),
+                                     part_of(s, s.T / 3, s.T - s.T / 3)})
             check_cuda_attention(part);
 }
 TEST(cuda_level0_attention_full) {
@@ -941,7 +988,8 @@ TEST(cuda_level0_equal_importance_goes_to_the_lower_block) {
     Cuda dev(0, TEST_WORKSPACE);
     dev.level0 = true;
     Random random(95);
-    const HostArray q = random_reals(random, s.query_rows() * s.D), kc(s.cmp_rows() * s.D, 0.5f);  // all compressed keys are the same
+    const HostArray q = random_reals(random, s.query_rows() * s.D),
+                    kc(s.cmp_rows() * s.D, 0.5f);  // all compressed keys are the same
     DeviceReal q_on_device(dev, q), keys(dev, kc), o(dev, q.size());
     DeviceFloat lse(dev, s.query_rows());
     OnDevice<uint32_t> selection(dev, size_t(s.T) * s.selection_words());
@@ -949,7 +997,9 @@ TEST(cuda_level0_equal_importance_goes_to_the_lower_block) {
     dev.select_blocks(selection, nullptr, q_on_device, keys, lse, s);
     std::vector<uint32_t> masks(selection.count);
     dev.copy(masks.data(), (const uint32_t*)selection.data, masks.size());
-    // l = l' = 2d: block 0 shares 8 + 4 tokens with compressed blocks, every later one 4 + 8 + 4. So 1, 2, 3 come before the rest.
+    // l = l' = 2d: block 0 shares 8 + 4 tokens with compressed blocks, every later one 4 + 8 + 4. So 1, 2, 3 come
+    // before the rest.
     for (int t = 56; t < s.T; t++)
-        CHECK(blocks_of(&masks[size_t(t) * s.selection_words()], s.selection_words()) == (std::vector<int>{0, 1, 2, 3, t / 8 - 1, t / 8}));
+        CHECK(blocks_of(&masks[size_t(t) * s.selection_words()], s.selection_words()) ==
+              (std::vector<int>{0, 1, 2, 3, t / 8 - 1, t / 8}));
 }

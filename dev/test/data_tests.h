@@ -3,7 +3,7 @@
 #include <map>
 #include <set>
 
-#include "../../data/synthetic.h"
+#include "../../lib/synthetic.h"
 #include "../../dataloader.h"
 #include "harness.h"
 
@@ -37,8 +37,8 @@ inline std::vector<int> counting_tokens(int n, int shard = 0) {
 
 inline LoaderOptions data_options(int T, bool shuffle, uint64_t seed = 7, int rank = 0, int world_size = 1) {
     LoaderOptions options;
-    options.seq_len = T, options.vocab_size = 50257, options.seed = seed, options.shuffle = shuffle, options.rank = rank,
-    options.world_size = world_size;
+    options.seq_len = T, options.vocab_size = 50257, options.seed = seed, options.shuffle = shuffle,
+    options.rank = rank, options.world_size = world_size;
     return options;
 }
 
@@ -130,19 +130,22 @@ TEST(shard_header_damage_is_named) {
     const std::string path = folder.file("x.bin"), good = shard_bytes({1, 2, 3, 4});
     write_file(path, good);
     CHECK_EQUAL(open_shard(path).count, 4u);
-    const struct { size_t byte; int32_t number; const char* words; } cases[] = {
-        {0, 20240521, "first number is 20240521, expected 20240520"},
-        {4, 2, "version 2 at byte 4, expected 1"},
-        {8, 0, "number of tokens 0 at byte 8"},
-        {8, -4, "number of tokens -4 at byte 8"},
-        {8, 3, "too long: its header counts 3 tokens (byte 8), which makes 1030 bytes, but the file has 1032"},
-        {8, 5, "cut off: its header counts 5 tokens"},
-        {8, 0x7fffffff, "makes 4294968318 bytes"},
-        {12, 65537, "vocabulary size 65537 at byte 12"},
-        {12, -1, "vocabulary size -1 at byte 12"},
-        {16, 9, "number 9 at byte 16"},
-        {512, 9, "number 9 at byte 512"},
-        {1020, 9, "number 9 at byte 1020"}};
+    const struct {
+        size_t byte;
+        int32_t number;
+        const char* words;
+    } cases[] = {{0, 20240521, "first number is 20240521, expected 20240520"},
+                 {4, 2, "version 2 at byte 4, expected 1"},
+                 {8, 0, "number of tokens 0 at byte 8"},
+                 {8, -4, "number of tokens -4 at byte 8"},
+                 {8, 3, "too long: its header counts 3 tokens (byte 8), which makes 1030 bytes, but the file has 1032"},
+                 {8, 5, "cut off: its header counts 5 tokens"},
+                 {8, 0x7fffffff, "makes 4294968318 bytes"},
+                 {12, 65537, "vocabulary size 65537 at byte 12"},
+                 {12, -1, "vocabulary size -1 at byte 12"},
+                 {16, 9, "number 9 at byte 16"},
+                 {512, 9, "number 9 at byte 512"},
+                 {1020, 9, "number 9 at byte 1020"}};
     for (const auto& c : cases) {
         std::string bytes = good;
         bytes.replace(c.byte, 4, little_endian(uint32_t(c.number), 4));
@@ -167,7 +170,9 @@ TEST(foreign_formats_are_named) {
     std::string nanogpt;  // uint16 tokens from the first byte on
     for (const int token : {464, 1772, 318, 257, 1332, 13, 50256, 11}) nanogpt += little_endian(uint64_t(token), 2);
     const std::string zeros(1000, '\0');
-    const struct { std::string bytes, words; } cases[] = {
+    const struct {
+        std::string bytes, words;
+    } cases[] = {
         {nanogpt, "header-less .bin of nanoGPT"},
         {little_endian(20240326, 4) + little_endian(3, 4) + zeros, "a model of llm.c"},
         {little_endian(20240327, 4) + zeros, "a debug state of llm.c"},
@@ -195,7 +200,8 @@ TEST(shard_beyond_two_gigabytes) {  // the largest the header can count: 4 GiB; 
     const uint64_t count = 0x7fffffff;
     const int T = 1000;
     write_file(path, shard_header(20240520, 1, int32_t(count)));
-    if (truncate(path.c_str(), off_t(1024 + 2 * count)) != 0) return skip("shard_beyond_two_gigabytes: no 4 GiB sparse file here");
+    if (truncate(path.c_str(), off_t(1024 + 2 * count)) != 0)
+        return skip("shard_beyond_two_gigabytes: no 4 GiB sparse file here");
     const uint64_t samples = (count - 1) / T, start = (samples - 1) * T;
     std::FILE* file = std::fopen(path.c_str(), "r+b");
     REQUIRE(file && fseeko(file, off_t(1024 + 2 * start), SEEK_SET) == 0);
@@ -214,7 +220,8 @@ TEST(shard_beyond_two_gigabytes) {  // the largest the header can count: 4 GiB; 
     }
     const uint64_t bad = 1024 + 2 * (start + 3);  // a token outside the vocabulary, near byte 2^32
     file = std::fopen(path.c_str(), "r+b");
-    REQUIRE(file && fseeko(file, off_t(bad), SEEK_SET) == 0 && std::fwrite("\xff\xff", 1, 2, file) == 2 && std::fclose(file) == 0);
+    REQUIRE(file && fseeko(file, off_t(bad), SEEK_SET) == 0 && std::fwrite("\xff\xff", 1, 2, file) == 2 &&
+            std::fclose(file) == 0);
     DataLoader again({open_shard(path)}, data_options(T, false));
     again.restore({7, uint64_t(T), again.state().corpus, samples - 1});
     CHECK_FAILS(1, format_text("big.bin: token 65535 at byte %llu ", (unsigned long long)bad).c_str(),
@@ -241,7 +248,8 @@ TEST(shuffle_is_a_permutation) {
         if (n >= 64) CHECK(moved_by_epoch > n - 12 && moved_by_seed > n - 12 && fixed < 12);
     }
     CHECK(shuffled_position(5, ~0ull, 1, 0) < ~0ull);  // the largest range terminates too
-    // Every sample comes first equally often: 2000 epochs of 5 samples, 400 each +- 5 sigma of sqrt(2000 * 0.2 * 0.8) = 17.9.
+    // Every sample comes first equally often: 2000 epochs of 5 samples, 400 each +- 5 sigma of sqrt(2000 * 0.2 * 0.8)
+    // = 17.9.
     int first[5] = {};
     for (uint64_t epoch = 0; epoch < 2000; epoch++) first[shuffled_position(0, 5, 1, epoch)]++;
     for (const int times : first) CHECK_NEAR(times, 400, 90);
@@ -298,7 +306,9 @@ TEST(data_order_does_not_depend_on_ranks_or_micro_batch) {
     ShardFolder folder;
     const int T = 4, steps = 10;  // 10 global batches of 8 samples: past the second epoch of 37
     std::vector<std::multiset<int>> expected;
-    const struct { int ranks, B, micro_steps; } layouts[] = {{1, 8, 1}, {2, 4, 1}, {4, 2, 1}, {1, 2, 4}, {2, 2, 2}, {8, 1, 1}};
+    const struct {
+        int ranks, B, micro_steps;
+    } layouts[] = {{1, 8, 1}, {2, 4, 1}, {4, 2, 1}, {1, 2, 4}, {2, 2, 2}, {8, 1, 1}};
     for (const auto& layout : layouts) {
         std::vector<std::unique_ptr<DataLoader>> ranks;
         for (int r = 0; r < layout.ranks; r++)
@@ -310,7 +320,9 @@ TEST(data_order_does_not_depend_on_ranks_or_micro_batch) {
                     for (const int sample : first_tokens(*rank, layout.B, T)) samples.insert(sample);
             if (int(expected.size()) == step) expected.push_back(samples);
             CHECK(samples == expected[size_t(step)]);
-            if (step < 4) CHECK_EQUAL(std::set<int>(samples.begin(), samples.end()).size(), 8u);  // inside an epoch nobody shares a sample
+            if (step < 4)
+                CHECK_EQUAL(std::set<int>(samples.begin(), samples.end()).size(),
+                            8u);  // inside an epoch nobody shares a sample
         }
         for (const auto& rank : ranks) CHECK_EQUAL(rank->state().next_sample, 80u);
     }
@@ -321,7 +333,8 @@ TEST(samples_are_dealt_to_the_ranks_in_turn) {
     for (int rank = 0; rank < 3; rank++) {
         DataLoader loader(folder.sources(), data_options(4, false, 7, rank, 3));
         const std::vector<int> first = first_tokens(loader, 2, 4), second = first_tokens(loader, 2, 4);
-        CHECK(first == std::vector<int>({4 * rank, 4 * (rank + 3)}) && second == std::vector<int>({4 * (rank + 6), 4 * (rank + 9)}));
+        CHECK(first == std::vector<int>({4 * rank, 4 * (rank + 3)}) &&
+              second == std::vector<int>({4 * (rank + 6), 4 * (rank + 9)}));
     }
 }
 
@@ -339,12 +352,13 @@ TEST(loader_resumes_exactly) {
     for (int i = 0; i < 20; i++) rest.push_back(first_tokens(whole, 3, T));
 
     DataLoader resumed(folder.sources(), data_options(T, true, 99));  // the seed comes from the state
-    first_tokens(resumed, 3, T);                                        // a batch read ahead under the other seed must not come out
+    first_tokens(resumed, 3, T);  // a batch read ahead under the other seed must not come out
     resumed.restore(saved);
     for (int i = 0; i < 20; i++) CHECK(first_tokens(resumed, 3, T) == rest[size_t(i)]);
     resumed.restore(saved);
     CHECK_EQUAL(first_tokens(resumed, 3, T)[0], rest[0][0]);
-    CHECK(first_tokens(resumed, 2, T) == std::vector<int>(rest[1].begin(), rest[1].begin() + 2));  // another B than the one read ahead
+    CHECK(first_tokens(resumed, 2, T) ==
+          std::vector<int>(rest[1].begin(), rest[1].begin() + 2));  // another B than the one read ahead
     CHECK_EQUAL(resumed.state().next_sample, 20u);
 
     DataLoader other_length(folder.sources(), data_options(5, true));
@@ -360,7 +374,8 @@ TEST(token_outside_the_vocabulary_is_located) {
     tokens[21] = 50257;  // the second of sample 5 of T = 4
     write_file(folder.file("bad.bin"), shard_bytes(tokens));
     std::vector<int32_t> inputs(8), targets(8);
-    for (int rounds = 0; rounds < 2; rounds++) {  // B = 2: found by the thread that reads ahead; B = 1 after it: found at once
+    for (int rounds = 0; rounds < 2;
+         rounds++) {  // B = 2: found by the thread that reads ahead; B = 1 after it: found at once
         DataLoader loader({open_shard(folder.file("bad.bin"))}, data_options(4, false));
         for (int i = 0; i < 2; i++) loader.next_batch(inputs.data(), targets.data(), 2);
         if (rounds == 1) loader.next_batch(inputs.data(), targets.data(), 1);
@@ -380,18 +395,20 @@ TEST(loader_refuses) {
     TempFolder folder;
     write_file(folder.file("a.bin"), shard_bytes(counting_tokens(8), 256));
     const auto sources = [&] { return open_shards({folder.file("a.bin")}); };
-    CHECK_FAILS(1, "a.bin holds tokens of a vocabulary of 256, the model's has 50257", DataLoader(sources(), data_options(4, true)));
+    CHECK_FAILS(1, "a.bin holds tokens of a vocabulary of 256, the model's has 50257",
+                DataLoader(sources(), data_options(4, true)));
     write_file(folder.file("a.bin"), shard_bytes(counting_tokens(8), 50257));
     CHECK_EQUAL(DataLoader(sources(), data_options(7, true)).samples_per_epoch(), 1u);
-    CHECK_FAILS(
-        1,
-        "8 tokens in 1 shards, the largest of 8, are too few for one sample, which needs 9 in one shard: give more text, or train with a shorter --seq-len (8)",
-        DataLoader(sources(), data_options(8, true)));
+    CHECK_FAILS(1,
+                "8 tokens in 1 shards, the largest of 8, are too few for one sample, which needs 9 in one shard: give "
+                "more text, or train with a shorter --seq-len (8)",
+                DataLoader(sources(), data_options(8, true)));
     CHECK_FAILS(1, "--data: 0 tokens", DataLoader({}, data_options(8, true)));
     const DataLoader loader(sources(), data_options(2, true));
     loader.require_global_batch(3);
-    CHECK_FAILS(1, "8 tokens make 3 samples of --seq-len 2, fewer than the 4 of one global batch, which needs about 9 tokens",
-                loader.require_global_batch(4));
+    CHECK_FAILS(
+        1, "8 tokens make 3 samples of --seq-len 2, fewer than the 4 of one global batch, which needs about 9 tokens",
+        loader.require_global_batch(4));
     CHECK_FAILS(2, "sequence length 0", DataLoader(sources(), data_options(0, true)));
     CHECK_FAILS(1, "rank 2 of 2", DataLoader(sources(), data_options(2, true, 7, 2, 2)));
 }
@@ -399,13 +416,15 @@ TEST(loader_refuses) {
 TEST(training_and_validation_files_are_disjoint) {
     TempFolder folder;
     for (const char* name : {"a", "b", "c"}) write_file(folder.file(name), "same bytes");
-    REQUIRE(link(folder.file("a").c_str(), folder.file("hard").c_str()) == 0 && symlink("a", folder.file("soft").c_str()) == 0);
+    REQUIRE(link(folder.file("a").c_str(), folder.file("hard").c_str()) == 0 &&
+            symlink("a", folder.file("soft").c_str()) == 0);
     const std::vector<std::string> train = {folder.file("b"), folder.file("a")};
     check_disjoint(train, {folder.file("c")});
     check_disjoint(train, {});
     check_disjoint({}, train);
     for (const char* name : {"a", "b", "hard", "soft"})
-        CHECK_FAILS(2, "validation loss would be a training loss", check_disjoint(train, {folder.file("c"), folder.file(name)}));
+        CHECK_FAILS(2, "validation loss would be a training loss",
+                    check_disjoint(train, {folder.file("c"), folder.file(name)}));
     CHECK_FAILS(1, "no_such", check_disjoint(train, {folder.file("no_such")}));
 }
 
@@ -459,14 +478,16 @@ TEST(synthetic_names_come_back_from_afar) {
         CHECK(last.size() <= 3 && returns >= 1);
     }
     CHECK(shortest >= options.min_distance && shortest < options.min_distance + 46);  // behind the end of a sentence
-    CHECK(longest <= options.max_distance + 60 && longest > options.max_distance);  // to the end of the running sentence
+    CHECK(longest <= options.max_distance + 60 &&
+          longest > options.max_distance);            // to the end of the running sentence
     CHECK(far >= documents && near > 4 * documents);  // recall can be learnt from easy cases
     CHECK_EQUAL(int(letters.size()), 26);             // uniform, 5 sigma
     const double drawn = 6.0 * double(all_names.size());
     for (const auto& letter : letters) CHECK_NEAR(letter.second, drawn / 26, 5 * std::sqrt(drawn * 25) / 26);
 }
 TEST(synthetic_corpus_is_a_function_of_the_seed) {
-    const SyntheticCorpus a = synthetic_corpus(5, 100000), b = synthetic_corpus(5, 30001), other = synthetic_corpus(6, 100000);
+    const SyntheticCorpus a = synthetic_corpus(5, 100000), b = synthetic_corpus(5, 30001),
+                          other = synthetic_corpus(6, 100000);
     CHECK_EQUAL(a.tokens.size(), 100000u);
     CHECK_EQUAL(b.is_answer.size(), 30001u);
     CHECK(std::equal(b.tokens.begin(), b.tokens.end(), a.tokens.begin()) &&
@@ -478,11 +499,13 @@ TEST(synthetic_corpus_is_a_function_of_the_seed) {
     // Training and validation share no document, under one seed or two.
     const SyntheticCorpus val = synthetic_corpus(5, 100000, SYNTHETIC_FIRST_VALIDATION_DOCUMENT);
     std::set<std::vector<uint16_t>> train;
-    for (int d = 0; d < 195; d++) train.insert(std::vector<uint16_t>(a.tokens.begin() + d * 512, a.tokens.begin() + (d + 1) * 512));
+    for (int d = 0; d < 195; d++)
+        train.insert(std::vector<uint16_t>(a.tokens.begin() + d * 512, a.tokens.begin() + (d + 1) * 512));
     CHECK_EQUAL(train.size(), 195u);
     for (const SyntheticCorpus* corpus : {&val, &other})
         for (int d = 0; d < 195; d++)
-            CHECK(!train.count(std::vector<uint16_t>(corpus->tokens.begin() + d * 512, corpus->tokens.begin() + (d + 1) * 512)));
+            CHECK(!train.count(
+                std::vector<uint16_t>(corpus->tokens.begin() + d * 512, corpus->tokens.begin() + (d + 1) * 512)));
     SyntheticOptions impossible;
     impossible.document_bytes = 300;
     CHECK_FAILS(2, "do not fit together", synthetic_corpus(5, 1000, 0, impossible));

@@ -1,6 +1,7 @@
-// ddp_tests.h: ranks as real processes. Each test forks them, with RANK and WORLD_SIZE in their environment, lets them meet
-// over TCP, and looks at exit statuses and at what each printed: collectives against plain loops, strangers at the
-// rendezvous, and every way in which a rank can be lost. Ranks that MPI starts are tested through ./train_nsa in run_tests.h.
+// ddp_tests.h: ranks as real processes. Each test forks them, with RANK and WORLD_SIZE in their environment, lets them
+// meet over TCP, and looks at exit statuses and at what each printed: collectives against plain loops, strangers at the
+// rendezvous, and every way in which a rank can be lost. Ranks that MPI starts are tested through ./train_nsa in
+// run_tests.h.
 #pragma once
 #include <array>
 #include <functional>
@@ -15,7 +16,7 @@
 
 #include "harness.h"
 
-#include "../../data/json.h"
+#include "../../lib/json.h"
 #include "../../ddp.cuh"
 
 extern char** environ;
@@ -26,7 +27,8 @@ using Variables = std::vector<std::pair<std::string, std::string>>;
 
 // Exactly these of all variables that launchers set.
 inline void set_launch_variables(const Variables& variables) {
-    std::vector<std::string> names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"};
+    std::vector<std::string> names = {"RANK",        "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+                                      "MASTER_ADDR", "MASTER_PORT"};
     for (char** e = environ; *e; e++) {
         const std::string name = std::string(*e).substr(0, std::string(*e).find('='));
         for (const char* prefix : {"PMI_", "PMIX_", "OMPI_", "SLURM_", "TORCHELASTIC_"})
@@ -47,7 +49,8 @@ struct Ended {
     std::string err;
 };
 
-// The processes of one test. A body returns its exit status; an Error is printed and ends all ranks, as in train_nsa's main.
+// The processes of one test. A body returns its exit status; an Error is printed and ends all ranks, as in train_nsa's
+// main.
 struct Processes {
     TempFolder folder;
     std::vector<pid_t> pids;
@@ -80,13 +83,16 @@ struct Processes {
     }
 
     // A world of `size` ranks on this machine, all with the same body.
-    void start_world(int size, const std::function<int(World&)>& body, double start_timeout = 20, const Variables& more = {}) {
+    void start_world(int size, const std::function<int(World&)>& body, double start_timeout = 20,
+                     const Variables& more = {}) {
         const int port = free_port();
         for (int r = 0; r < size; r++) start_rank(r, size, port, body, start_timeout, more);
     }
     void start_rank(int rank, int size, int port, const std::function<int(World&)>& body, double start_timeout = 20,
                     const Variables& more = {}) {
-        Variables variables = {{"RANK", std::to_string(rank)}, {"WORLD_SIZE", std::to_string(size)}, {"MASTER_PORT", std::to_string(port)}};
+        Variables variables = {{"RANK", std::to_string(rank)},
+                               {"WORLD_SIZE", std::to_string(size)},
+                               {"MASTER_PORT", std::to_string(port)}};
         variables.insert(variables.end(), more.begin(), more.end());
         start(variables, [=] {
             World world(start_timeout);
@@ -107,7 +113,8 @@ struct Processes {
     // Until the process has printed this to stderr, or 10 s.
     bool wait_for(size_t i, const std::string& text) const {
         for (int wait = 0; wait < 1000; wait++, usleep(10000))
-            if (file_exists(folder.file("err" + std::to_string(i))) && err(i).find(text) != std::string::npos) return true;
+            if (file_exists(folder.file("err" + std::to_string(i))) && err(i).find(text) != std::string::npos)
+                return true;
         return false;
     }
 
@@ -119,7 +126,8 @@ struct Processes {
             int status = 0;
             if (ended[i].status >= 0 || except.count(i)) continue;
             while (waitpid(pids[i], &status, WNOHANG) == 0 && seconds_now() - start < limit) usleep(2000);
-            if (seconds_now() - start >= limit) kill(pids[i], SIGKILL), waitpid(pids[i], &status, 0), ended[i].status = 1000;
+            if (seconds_now() - start >= limit)
+                kill(pids[i], SIGKILL), waitpid(pids[i], &status, 0), ended[i].status = 1000;
             else ended[i].status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
         }
         const double seconds = seconds_now() - start;
@@ -151,9 +159,9 @@ inline size_t count_of(const std::string& text, const std::string& what) {
 }
 
 // In a rank: a check that fails is printed, and the rank ends.
-#define RANK_CHECK(condition)                                                                          \
-    do {                                                                                               \
-        if (!(condition)) fail("%s:%d: expected %s", __FILE__, __LINE__, #condition);                  \
+#define RANK_CHECK(condition)                                                         \
+    do {                                                                              \
+        if (!(condition)) fail("%s:%d: expected %s", __FILE__, __LINE__, #condition); \
     } while (0)
 
 template <class T>
@@ -165,14 +173,16 @@ T value_of(int rank, size_t i) {
 template <class T>
 void check_sum(const World& world, size_t count) {
     std::vector<T> x(count + 1, T(77)), fractions(count);  // one element behind the end must stay
-    for (size_t i = 0; i < count; i++) x[i] = value_of<T>(world.rank, i), fractions[i] = value_of<T>(world.rank, i) / T(997);
+    for (size_t i = 0; i < count; i++)
+        x[i] = value_of<T>(world.rank, i), fractions[i] = value_of<T>(world.rank, i) / T(997);
     world.sum(x.data(), count), world.sum(fractions.data(), count);
     for (size_t i = 0; i < count; i++) {
         T expected = 0;
         double expected_fraction = 0, magnitude = 0;
         for (int r = 0; r < world.size; r++) {
             expected += value_of<T>(r, i);
-            expected_fraction += double(value_of<T>(r, i) / T(997)), magnitude += std::fabs(double(value_of<T>(r, i) / T(997)));
+            expected_fraction += double(value_of<T>(r, i) / T(997)),
+                magnitude += std::fabs(double(value_of<T>(r, i) / T(997)));
         }
         RANK_CHECK(x[i] == expected);
         // each of size - 1 additions rounds to half a unit of at most the sum of magnitudes
@@ -187,8 +197,8 @@ void check_sum(const World& world, size_t count) {
 
 inline int collectives(World& world) {
     const int N = world.size, me = world.rank, next = (me + 1) % N, previous = (me + N - 1) % N;
-    for (const size_t count : {size_t(0), size_t(1), size_t(7), size_t(8192), size_t(8193), size_t(100003)}) check_sum<float>(world,
-        count), check_sum<double>(world, count);
+    for (const size_t count : {size_t(0), size_t(1), size_t(7), size_t(8192), size_t(8193), size_t(100003)})
+        check_sum<float>(world, count), check_sum<double>(world, count);
     check_sum<float>(world, 1000000 + 3);
     RANK_CHECK(world.sum(double(me + 1)) == N * (N + 1) / 2);
 
@@ -203,7 +213,8 @@ inline int collectives(World& world) {
     RANK_CHECK(int(texts.size()) == N);
     for (int r = 0; r < N; r++) RANK_CHECK(texts[size_t(r)] == std::string(size_t(r) * 1000, char('0' + r)));
 
-    // Around the ring with more than sockets hold, of another length for every rank; to a partner and back; with itself.
+    // Around the ring with more than sockets hold, of another length for every rank; to a partner and back; with
+    // itself.
     std::string out(size_t(6'000'001 + me), char('A' + me)), in(size_t(6'000'001 + previous), '?');
     world.send_receive(next, out.data(), out.size(), previous, &in[0], in.size());
     RANK_CHECK(in == std::string(in.size(), char('A' + previous)));
@@ -223,7 +234,8 @@ inline int collectives(World& world) {
 }
 
 // Forward, then a sum, forever: a training loop. Prints "started" after the first step.
-inline int train_forever(World& world, double stall_timeout, const std::function<void(World&, Watchdog&, int64_t)>& in_forward) {
+inline int train_forever(World& world, double stall_timeout,
+                         const std::function<void(World&, Watchdog&, int64_t)>& in_forward) {
     Watchdog watchdog(world, {stall_timeout, ""});
     for (int64_t step = 1;; step++) {
         watchdog.progress(step, "forward");
@@ -253,8 +265,8 @@ TEST(ddp_host_lists) {
     expand("n[098-101]", {"n098", "n099", "n100", "n101"});
     expand("n[9-11]", {"n9", "n10", "n11"});
     expand("rack[1-2]n[08-09]x", {"rack1n08x", "rack1n09x", "rack2n08x", "rack2n09x"});
-    for (const char* bad : {"", ",", "a,", "a[", "a[]", "a[1", "a[1-", "a[1-]", "a[3-1]", "a[x]", "a]", "a[1,]", "a[1-999999999]",
-        "a[0-65535]b[0-65535]", "a[1111111111]"})
+    for (const char* bad : {"", ",", "a,", "a[", "a[]", "a[1", "a[1-", "a[1-]", "a[3-1]", "a[x]", "a]", "a[1,]",
+                            "a[1-999999999]", "a[0-65535]b[0-65535]", "a[1111111111]"})
         CHECK_FAILS(2, "MASTER_ADDR", expand_host_list(bad));
 }
 
@@ -265,14 +277,15 @@ TEST(ddp_launch_variables) {
         const size_t i = processes.pids.size();
         processes.start(variables, [] {
             const Launch l = read_launch();
-            std::fprintf(stderr, "%s rank %d of %d local %d of %d at %s:%d run '%s'\n", l.launcher.c_str(), l.rank, l.size, l.local_rank,
-                l.local_size, l.address.c_str(), l.port, l.run.c_str());
+            std::fprintf(stderr, "%s rank %d of %d local %d of %d at %s:%d run '%s'\n", l.launcher.c_str(), l.rank,
+                         l.size, l.local_rank, l.local_size, l.address.c_str(), l.port, l.run.c_str());
             return 0;
         });
         processes.wait();
         tests().checks++;
-        if (processes.ended[i].err != expected + "\n" || processes.ended[i].status != 0) check_failed(__FILE__, __LINE__,
-            "found '%s', expected '%s'", processes.ended[i].err.c_str(), expected.c_str());
+        if (processes.ended[i].err != expected + "\n" || processes.ended[i].status != 0)
+            check_failed(__FILE__, __LINE__, "found '%s', expected '%s'", processes.ended[i].err.c_str(),
+                         expected.c_str());
     };
     const auto refused = [&](const ranks::Variables& variables, const std::string& words) {
         const size_t i = processes.pids.size();
@@ -281,20 +294,34 @@ TEST(ddp_launch_variables) {
         const ranks::Ended& e = processes.ended[i];
         tests().checks++;
         if (e.status != 2 || e.err.find(words) == std::string::npos || ranks::count_of(e.err, "\n") != 1)
-            check_failed(__FILE__, __LINE__, "status %d, '%s'; expected status 2 and one line with '%s'", e.status, e.err.c_str(),
-                         words.c_str());
+            check_failed(__FILE__, __LINE__, "status %d, '%s'; expected status 2 and one line with '%s'", e.status,
+                         e.err.c_str(), words.c_str());
     };
     reads({}, "one process rank 0 of 1 local -1 of -1 at :0 run ''");
     reads({{"MASTER_ADDR", "x"}, {"MASTER_PORT", "1"}}, "one process rank 0 of 1 local -1 of -1 at :0 run ''");
     reads({{"RANK", "0"}, {"WORLD_SIZE", "1"}}, "RANK/WORLD_SIZE rank 0 of 1 local -1 of -1 at :0 run ''");
     reads({{"RANK", "2"}, {"WORLD_SIZE", "4"}}, "RANK/WORLD_SIZE rank 2 of 4 local -1 of -1 at 127.0.0.1:29500 run ''");
-    reads({{"RANK", "5"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "4"}, {"MASTER_ADDR", "n1"}, {"MASTER_PORT",
-        "777"}}, "RANK/WORLD_SIZE rank 5 of 8 local 1 of 4 at n1:777 run ''");
-    reads({{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "n1"}, {"MASTER_PORT", "777"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"},
-        {"TORCHELASTIC_RUN_ID", "r7"}},
+    reads({{"RANK", "5"},
+           {"WORLD_SIZE", "8"},
+           {"LOCAL_RANK", "1"},
+           {"LOCAL_WORLD_SIZE", "4"},
+           {"MASTER_ADDR", "n1"},
+           {"MASTER_PORT", "777"}},
+          "RANK/WORLD_SIZE rank 5 of 8 local 1 of 4 at n1:777 run ''");
+    reads({{"RANK", "1"},
+           {"WORLD_SIZE", "2"},
+           {"MASTER_ADDR", "n1"},
+           {"MASTER_PORT", "777"},
+           {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+           {"TORCHELASTIC_RUN_ID", "r7"}},
           "RANK/WORLD_SIZE rank 1 of 2 local -1 of -1 at n1:778 run 'r7'");
-    const ranks::Variables slurm = {{"SLURM_STEP_ID", "2"}, {"SLURM_JOB_ID", "100"}, {"SLURM_NTASKS", "4"}, {"SLURM_PROCID", "3"},
-        {"SLURM_LOCALID", "1"}, {"SLURM_JOB_NODELIST", "x[1-9]"}, {"SLURM_STEP_NODELIST", "n[07-08]"}};
+    const ranks::Variables slurm = {{"SLURM_STEP_ID", "2"},
+                                    {"SLURM_JOB_ID", "100"},
+                                    {"SLURM_NTASKS", "4"},
+                                    {"SLURM_PROCID", "3"},
+                                    {"SLURM_LOCALID", "1"},
+                                    {"SLURM_JOB_NODELIST", "x[1-9]"},
+                                    {"SLURM_STEP_NODELIST", "n[07-08]"}};
     const auto with = [&](const std::string& name, const char* value) {
         ranks::Variables v;
         for (const auto& s : slurm)
@@ -315,8 +342,8 @@ TEST(ddp_launch_variables) {
     refused({{"RANK", "0"}}, "WORLD_SIZE is not");
     refused({{"WORLD_SIZE", "2"}}, "RANK is not");
     refused({{"RANK", "2"}, {"WORLD_SIZE", "2"}}, "RANK=2 and WORLD_SIZE=2");
-    for (const char* bad : {"", "x", "-1", "1x", " 1", "1.5", "99999999999999999999"}) refused({{"RANK", bad}, {"WORLD_SIZE", "2"}},
-        "RANK='" + std::string(bad) + "'");
+    for (const char* bad : {"", "x", "-1", "1x", " 1", "1.5", "99999999999999999999"})
+        refused({{"RANK", bad}, {"WORLD_SIZE", "2"}}, "RANK='" + std::string(bad) + "'");
     refused({{"RANK", "0"}, {"WORLD_SIZE", "0"}}, "WORLD_SIZE='0'");
     refused({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", "65536"}}, "MASTER_PORT='65536'");
     refused({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "3"}}, "LOCAL_WORLD_SIZE=3");
@@ -338,12 +365,13 @@ TEST(ddp_one_process_opens_nothing) {
         const auto descriptors = [] { return glob_files("/proc/self/fd/*").size(); };
         const size_t before = descriptors();
         World world;
-        RANK_CHECK(world.transport == Transport::NONE && world.size == 1 && world.local_size == 1 && world.launcher == "one process"
-            && descriptors() == before);
+        RANK_CHECK(world.transport == Transport::NONE && world.size == 1 && world.local_size == 1 &&
+                   world.launcher == "one process" && descriptors() == before);
         float x[2] = {1, 2}, y[2] = {0, 0};
-        world.sum(x, 2), world.barrier(), world.broadcast(x, sizeof x, 0), world.send_receive(0, x, sizeof x, 0, y, sizeof y),
-            world.require_same("a", "b");
-        RANK_CHECK(x[0] == 1 && y[1] == 2 && world.sum(3.0) == 3 && world.gather("text") == std::vector<std::string>{"text"});
+        world.sum(x, 2), world.barrier(), world.broadcast(x, sizeof x, 0),
+            world.send_receive(0, x, sizeof x, 0, y, sizeof y), world.require_same("a", "b");
+        RANK_CHECK(x[0] == 1 && y[1] == 2 && world.sum(3.0) == 3 &&
+                   world.gather("text") == std::vector<std::string>{"text"});
         RANK_CHECK(descriptors() == before);
         world.finish();
         return 0;
@@ -366,8 +394,8 @@ TEST(ddp_collectives_over_tcp) {
 TEST(ddp_local_ranks) {
     ranks::Processes processes;
     processes.start_world(3, [](World& world) {
-        RANK_CHECK(world.transport == Transport::TCP && world.local_rank == world.rank && world.local_size == 3
-            && world.hosts == std::vector<std::string>(3, host_name()));
+        RANK_CHECK(world.transport == Transport::TCP && world.local_rank == world.rank && world.local_size == 3 &&
+                   world.hosts == std::vector<std::string>(3, host_name()));
         return 0;
     });
     processes.wait();
@@ -376,10 +404,12 @@ TEST(ddp_local_ranks) {
     ranks::Processes told;
     const int port = ranks::free_port();
     for (int r = 0; r < 2; r++)
-        told.start_rank(r, 2, port, [](World& world) {
-            RANK_CHECK(world.local_rank == 0 && world.local_size == 1);
-            return 0;
-        }, 20, {{"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "1"}, {"MASTER_ADDR", "127.0.0.1"}});
+        told.start_rank(r, 2, port,
+                        [](World& world) {
+                            RANK_CHECK(world.local_rank == 0 && world.local_size == 1);
+                            return 0;
+                        },
+                        20, {{"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "1"}, {"MASTER_ADDR", "127.0.0.1"}});
     told.wait();
     CHECK_EQUAL(told.all_err(), std::string());
 }
@@ -407,7 +437,8 @@ TEST(ddp_strangers_are_refused) {
     };
     const auto has = [](const std::string& text, const char* words) {
         tests().checks++;
-        if (text.find(words) == std::string::npos) check_failed(__FILE__, __LINE__, "'%s', expected '%s' in it", text.c_str(), words);
+        if (text.find(words) == std::string::npos)
+            check_failed(__FILE__, __LINE__, "'%s', expected '%s' in it", text.c_str(), words);
     };
     {  // a browser, one that says nothing, one that stops in the middle, one that says nothing and stays
         Socket browser = connect_raw();
@@ -448,8 +479,9 @@ TEST(ddp_rendezvous_errors) {
         tests().checks++;
         bool ok = e.status == 1 && ranks::count_of(e.err, "\n") == 1;
         for (const std::string& w : words) ok = ok && e.err.find(w) != std::string::npos;
-        if (!ok) check_failed(__FILE__, __LINE__, "status %d, '%s'; expected status 1 and one line with '%s' ...", e.status, e.err.c_str(),
-            words[0].c_str());
+        if (!ok)
+            check_failed(__FILE__, __LINE__, "status %d, '%s'; expected status 1 and one line with '%s' ...", e.status,
+                         e.err.c_str(), words[0].c_str());
     };
     {  // two of four never come; the one that came hears of it
         ranks::Processes processes;
@@ -498,47 +530,58 @@ TEST(ddp_rendezvous_errors) {
 // Names and addresses as on two machines: rank 0 and 1 on one, 2 and 3 on the other, with a cable between them.
 TEST(ddp_two_hosts) {
     const std::string mine = format_text("nsa%d", int(getpid()));
-    const auto shell = [](const std::string& command) { return std::system((command + " >/dev/null 2>&1").c_str()) == 0; };
+    const auto shell = [](const std::string& command) {
+        return std::system((command + " >/dev/null 2>&1").c_str()) == 0;
+    };
     struct Hosts {
         std::string name;
         ~Hosts() {
-            const int status = std::system(("ip netns del " + name + "a 2>/dev/null; ip netns del " + name + "b 2>/dev/null").c_str());
+            const int status =
+                std::system(("ip netns del " + name + "a 2>/dev/null; ip netns del " + name + "b 2>/dev/null").c_str());
             (void)status;  // where they could not be made, there is nothing to remove
         }
     } hosts{mine};
     bool ready = shell("ip netns add " + mine + "a") && shell("ip netns add " + mine + "b");
-    ready = ready && shell("ip link add v" + mine + "a netns " + mine + "a type veth peer name v" + mine + "b netns " + mine + "b");
+    ready = ready && shell("ip link add v" + mine + "a netns " + mine + "a type veth peer name v" + mine + "b netns " +
+                           mine + "b");
     for (const char* side : {"a", "b"}) {
         const std::string in = "ip -n " + mine + side;
-        ready = ready && shell(in + " addr add 10.77.0." + (*side == 'a' ? "1" : "2") + "/24 dev v" + mine + side)
-            && shell(in + " link set v" + mine + side + " up") && shell(in + " link set lo up");
+        ready = ready && shell(in + " addr add 10.77.0." + (*side == 'a' ? "1" : "2") + "/24 dev v" + mine + side) &&
+                shell(in + " link set v" + mine + side + " up") && shell(in + " link set lo up");
     }
     if (!ready) return skip("ranks on two hosts: network namespaces cannot be made here (they need root and ip)");
     ranks::Processes processes;
     const auto on_host = [&](int rank) {
         const std::string side = rank < 2 ? "a" : "b";
-        processes.start({{"RANK", std::to_string(rank)}, {"WORLD_SIZE", "4"}, {"MASTER_ADDR", "10.77.0.1"}, {"MASTER_PORT", "29577"}}, [=] {
-            const int fd = open(("/var/run/netns/" + mine + side).c_str(), O_RDONLY | O_CLOEXEC);
-            const std::string name = "host-" + side;
-            RANK_CHECK(fd >= 0 && setns(fd, CLONE_NEWNET) == 0 && unshare(CLONE_NEWUTS) == 0 && sethostname(name.data(), name.size()) == 0);
-            World world(15);
-            RANK_CHECK(world.host == name && world.local_size == 2 && world.local_rank == rank % 2);
-            RANK_CHECK((world.hosts == std::vector<std::string>{"host-a", "host-a", "host-b", "host-b"}));
-            RANK_CHECK(ranks::collectives(world) == 0);
-            Watchdog watchdog(world, {10, ""});
-            watchdog.progress(4, "forward");
-            std::fprintf(stderr, "started\n");
-            if (rank == 3) sleep(10);
-            world.barrier();
-            return 0;
-        });
+        processes.start(
+            {{"RANK", std::to_string(rank)},
+             {"WORLD_SIZE", "4"},
+             {"MASTER_ADDR", "10.77.0.1"},
+             {"MASTER_PORT", "29577"}},
+            [=] {
+                const int fd = open(("/var/run/netns/" + mine + side).c_str(), O_RDONLY | O_CLOEXEC);
+                const std::string name = "host-" + side;
+                RANK_CHECK(fd >= 0 && setns(fd, CLONE_NEWNET) == 0 && unshare(CLONE_NEWUTS) == 0 &&
+                           sethostname(name.data(), name.size()) == 0);
+                World world(15);
+                RANK_CHECK(world.host == name && world.local_size == 2 && world.local_rank == rank % 2);
+                RANK_CHECK((world.hosts == std::vector<std::string>{"host-a", "host-a", "host-b", "host-b"}));
+                RANK_CHECK(ranks::collectives(world) == 0);
+                Watchdog watchdog(world, {10, ""});
+                watchdog.progress(4, "forward");
+                std::fprintf(stderr, "started\n");
+                if (rank == 3) sleep(10);
+                world.barrier();
+                return 0;
+            });
     };
     for (const int rank : {3, 1, 2, 0}) on_host(rank);
     CHECK(processes.wait_for(0, "started"));
     usleep(500000);  // the ranks tell rank 0 where they are several times a second
     kill(processes.pids[0], SIGKILL);
     processes.wait();
-    CHECK(processes.all_err().find("rank 3 on host-b is gone (its connection closed) at step 4 in 'forward'") != std::string::npos);
+    CHECK(processes.all_err().find("rank 3 on host-b is gone (its connection closed) at step 4 in 'forward'") !=
+          std::string::npos);
     for (const size_t i : {1, 2, 3}) CHECK_EQUAL(processes.ended[i].status, 1);
 }
 
@@ -552,9 +595,10 @@ TEST(ddp_ranks_that_differ) {
     });
     processes.wait();
     for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 1);
-    CHECK_EQUAL(processes.all_err(),
-                "error: rank 2 on " + host_name() +
-                    " has 'steps: 300', expected 'steps: 200' as on 3 of 4 ranks; start all ranks with the same options\n");
+    CHECK_EQUAL(
+        processes.all_err(),
+        "error: rank 2 on " + host_name() +
+            " has 'steps: 300', expected 'steps: 200' as on 3 of 4 ranks; start all ranks with the same options\n");
 
     ranks::Processes collective;
     collective.start_world(2, [](World& world) {
@@ -586,7 +630,8 @@ TEST(ddp_a_failure_ends_all_ranks) {
 TEST(ddp_a_killed_rank_ends_all) {
     for (const size_t victim : {size_t(0), size_t(2)}) {
         ranks::Processes processes;
-        processes.start_world(4, [](World& world) { return ranks::train_forever(world, 30, [](World&, Watchdog&, int64_t) {}); });
+        processes.start_world(
+            4, [](World& world) { return ranks::train_forever(world, 30, [](World&, Watchdog&, int64_t) {}); });
         for (size_t i = 0; i < 4; i++) CHECK(processes.wait_for(i, "started"));
         usleep(500000);  // the ranks tell rank 0 where they are several times a second
         kill(processes.pids[victim], SIGKILL);
@@ -594,7 +639,8 @@ TEST(ddp_a_killed_rank_ends_all) {
         for (size_t i = 0; i < 4; i++) CHECK_EQUAL(processes.ended[i].status, i == victim ? 128 + SIGKILL : 1);
         const std::string err = processes.all_err("started");
         CHECK_EQUAL(ranks::count_of(err, "\n"), size_t(1));
-        CHECK(err.find(format_text("train_nsa: error: rank %zu on %s is gone (its connection closed)", victim, host_name().c_str())) == 0);
+        CHECK(err.find(format_text("train_nsa: error: rank %zu on %s is gone (its connection closed)", victim,
+                                   host_name().c_str())) == 0);
         CHECK(err.find("in '") != std::string::npos);
     }
 }
@@ -607,7 +653,8 @@ TEST(ddp_a_rank_that_is_lost_at_the_end) {
         return 0;
     });
     CHECK(processes.wait() < 5);
-    CHECK(processes.ended[0].status == 1 && processes.ended[1].status == 128 + SIGKILL && processes.ended[2].status == 1);
+    CHECK(processes.ended[0].status == 1 && processes.ended[1].status == 128 + SIGKILL &&
+          processes.ended[2].status == 1);
     CHECK_EQUAL(ranks::count_of(processes.all_err(), "\n"), size_t(1));
     CHECK(processes.all_err().find("rank 1 on") != std::string::npos);
 }
@@ -616,7 +663,8 @@ TEST(ddp_a_rank_that_is_lost_at_the_end) {
 TEST(ddp_a_stopped_rank_ends_all) {
     for (const size_t victim : {size_t(0), size_t(1)}) {
         ranks::Processes processes;
-        processes.start_world(3, [](World& world) { return ranks::train_forever(world, 2, [](World&, Watchdog&, int64_t) {}); });
+        processes.start_world(
+            3, [](World& world) { return ranks::train_forever(world, 2, [](World&, Watchdog&, int64_t) {}); });
         for (size_t i = 0; i < 3; i++) CHECK(processes.wait_for(i, "started"));
         usleep(300000);
         kill(processes.pids[victim], SIGSTOP);
@@ -625,8 +673,8 @@ TEST(ddp_a_stopped_rank_ends_all) {
         for (size_t i = 0; i < 3; i++) CHECK_EQUAL(processes.ended[i].status, i == victim ? 128 + SIGKILL : 1);
         const std::string err = processes.all_err("started");
         CHECK_EQUAL(ranks::count_of(err, "\n"), size_t(1));
-        CHECK(err.find(format_text("rank %zu on %s is late: nothing was heard from it for 2.", victim, host_name().c_str())) !=
-              std::string::npos);
+        CHECK(err.find(format_text("rank %zu on %s is late: nothing was heard from it for 2.", victim,
+                                   host_name().c_str())) != std::string::npos);
         CHECK(err.find("it was last at step") != std::string::npos);
     }
 }
@@ -639,8 +687,10 @@ __attribute__((noinline, noclone)) inline void stand_still_in_the_test(int secon
 // The lines of a stack, and the function where the program has names.
 inline void check_stack(const std::string& err) {
     CHECK(ranks::count_of(err, "\n    ") >= 3);
-    char* const* symbol = backtrace_symbols(std::array<void*, 1>{reinterpret_cast<void*>(&stand_still_in_the_test)}.data(), 1);
-    if (symbol && std::strstr(*symbol, "stand_still")) CHECK(err.find("stand_still_in_the_test(int)") != std::string::npos);
+    char* const* symbol =
+        backtrace_symbols(std::array<void*, 1>{reinterpret_cast<void*>(&stand_still_in_the_test)}.data(), 1);
+    if (symbol && std::strstr(*symbol, "stand_still"))
+        CHECK(err.find("stand_still_in_the_test(int)") != std::string::npos);
     else skip("names in the stack of a stalled rank: this build was not linked with -rdynamic");
     std::free(const_cast<char**>(symbol));
 }
@@ -656,8 +706,10 @@ TEST(ddp_a_stalled_rank_shows_its_stack) {
     for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 1);
     const std::string err = processes.all_err("started");
     CHECK_EQUAL(ranks::count_of(err, "error:"), size_t(1));
-    CHECK(processes.ended[1].err.find("rank 1 on " + host_name() + " has made no progress for 1.") != std::string::npos);
-    CHECK(err.find("at step 5 in 'backward' (--stall-timeout 1); the stack of its main thread:\n") != std::string::npos);
+    CHECK(processes.ended[1].err.find("rank 1 on " + host_name() + " has made no progress for 1.") !=
+          std::string::npos);
+    CHECK(err.find("at step 5 in 'backward' (--stall-timeout 1); the stack of its main thread:\n") !=
+          std::string::npos);
     check_stack(processes.ended[1].err);
 }
 
@@ -697,7 +749,8 @@ TEST(ddp_a_rank_that_stands_still_behind_the_last_step) {
     CHECK(err.find("rank 1 at step 7 in 'waiting for all ranks to end'") != std::string::npos);
 }
 
-// Gradients may travel in a thread of their own: that is progress for a rank that waits for them, not for one that should compute.
+// Gradients may travel in a thread of their own: that is progress for a rank that waits for them, not for one that
+// should compute.
 TEST(ddp_a_stall_behind_traffic) {
     ranks::Processes processes;
     processes.start_world(2, [](World& world) {
@@ -712,7 +765,8 @@ TEST(ddp_a_stall_behind_traffic) {
     });
     CHECK(processes.wait(15) < 6);
     for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 1);
-    CHECK(processes.ended[1].err.find("rank 1 on " + host_name() + " has made no progress for 1.") != std::string::npos);
+    CHECK(processes.ended[1].err.find("rank 1 on " + host_name() + " has made no progress for 1.") !=
+          std::string::npos);
     CHECK_EQUAL(processes.ended[0].err, std::string());
 }
 
@@ -806,7 +860,8 @@ TEST(ddp_ranks_that_wait_for_each_other) {
         Watchdog watchdog(world, {1, ""});
         watchdog.progress(9, world.rank == 0 ? "evaluation" : "forward");
         char byte;
-        if (world.rank != 2) world.send_receive(world.rank, nullptr, 0, 1 - world.rank, &byte, 1);  // both receive, nobody sends
+        if (world.rank != 2)
+            world.send_receive(world.rank, nullptr, 0, 1 - world.rank, &byte, 1);  // both receive, nobody sends
         return 0;
     });
     CHECK(processes.wait(15) < 6);
@@ -814,7 +869,8 @@ TEST(ddp_ranks_that_wait_for_each_other) {
     const std::string err = processes.all_err();
     CHECK_EQUAL(ranks::count_of(err, "error:"), size_t(1));
     CHECK(err.find("all 3 ranks have waited for each other for 1.") != std::string::npos);
-    CHECK(err.find("rank 0 at step 9 in 'evaluation', rank 1 at step 9 in 'forward', rank 2 at its end") != std::string::npos);
+    CHECK(err.find("rank 0 at step 9 in 'evaluation', rank 1 at step 9 in 'forward', rank 2 at its end") !=
+          std::string::npos);
 }
 
 TEST(ddp_heartbeat_file) {
@@ -847,9 +903,11 @@ TEST(ddp_heartbeat_file) {
     CHECK(second.find("\"loss\":null") != std::string::npos && two.number("step", "heartbeat") == 2);
     for (const size_t i : {0, 1, 2}) CHECK_EQUAL(processes.ended[i].status, 0);
     CHECK_EQUAL(processes.ended[0].err, std::string());
-    CHECK_EQUAL(processes.ended[1].err, std::string("train_nsa: warning: cannot write the heartbeat file /dev/full: No space left on "
-        "device; training goes on\n"));
-    CHECK(processes.ended[2].err.find("No such file") != std::string::npos && ranks::count_of(processes.ended[2].err, "\n") == 1);
+    CHECK_EQUAL(processes.ended[1].err,
+                std::string("train_nsa: warning: cannot write the heartbeat file /dev/full: No space left on "
+                            "device; training goes on\n"));
+    CHECK(processes.ended[2].err.find("No such file") != std::string::npos &&
+          ranks::count_of(processes.ended[2].err, "\n") == 1);
 }
 
 TEST(ddp_binary_digest) {

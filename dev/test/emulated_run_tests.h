@@ -1,6 +1,7 @@
 // emulated_run_tests.h: the whole program on several GPUs, where there is none: BUILD/train_nsa_emulated
-// (dev/emulator.mk) has the CUDA engine run by dev/cuda_on_cpu.h and NCCL by dev/nccl_on_cpu.h over MPI, one emulated
-// GPU a rank. Its ncclCommDestroy waits for all ranks, as the real one does, so a rank that leaves alone hangs.
+// (dev/emulator/emulator.mk) has the CUDA engine run by dev/emulator/cuda_on_cpu.h and NCCL by
+// dev/emulator/nccl_on_cpu.h over MPI, one emulated GPU a rank. Its ncclCommDestroy waits for all ranks, as the real
+// one does, so a rank that leaves alone hangs.
 #pragma once
 #include "run_tests.h"
 
@@ -15,16 +16,24 @@ using namespace program;
 
 // {program's path}, or {mpirun, its arguments, the path}; empty with a note where it is not built or there is no MPI.
 inline Words program_on(int gpus, const char* what) {
-    static const std::string path = std::filesystem::absolute(TEXT_OF_VALUE(BUILD_FOLDER) "/train_nsa_emulated").string();
+    static const std::string path =
+        std::filesystem::absolute(TEXT_OF_VALUE(BUILD_FOLDER) "/train_nsa_emulated").string();
     const std::string mpirun = find_mpirun(what);
     if (mpirun.empty()) return {};
-    if (!file_exists(path)) return skip(format_text("%s: %s is not built; make test builds it", what, path.c_str())), Words();
+    if (!file_exists(path))
+        return skip(format_text("%s: %s is not built; make test builds it", what, path.c_str())), Words();
     return gpus == 1 ? Words{path} : Words{mpirun, "-np", std::to_string(gpus), path};
 }
 // The smallest model that the tensor-core kernels take; a step of four samples.
 inline Options options_of(const Options& more) {
-    Options options = small({{"dim", "32"}, {"head-dim", "16"}, {"slc-block", "16"}, {"total-batch", "256"}, {"batch", "1"},
-                             {"eval-batches", "1"}, {"bucket-mb", "0.02"}, {"device", "cuda"}});
+    Options options = small({{"dim", "32"},
+                             {"head-dim", "16"},
+                             {"slc-block", "16"},
+                             {"total-batch", "256"},
+                             {"batch", "1"},
+                             {"eval-batches", "1"},
+                             {"bucket-mb", "0.02"},
+                             {"device", "cuda"}});
     for (const auto& [name, value] : more) options[name] = value;
     return options;
 }
@@ -43,8 +52,11 @@ TEST(emulated_gpus_give_the_same_bits) {
     if (one.empty()) return;
     TempFolder folder;
     const auto with = [&](const char* out, const Options& more) {
-        Options options = {
-            {"deterministic", "on"}, {"steps", "4"}, {"save-every", "2"}, {"schedule", "constant"}, {"out", folder.file(out)}};
+        Options options = {{"deterministic", "on"},
+                           {"steps", "4"},
+                           {"save-every", "2"},
+                           {"schedule", "constant"},
+                           {"out", folder.file(out)}};
         for (const auto& [name, value] : more) options[name] = value;
         return options;
     };
@@ -55,7 +67,10 @@ TEST(emulated_gpus_give_the_same_bits) {
         const Words& program;
         const char* out;
         Options more;
-    } others[] = {{two, "two", {}}, {two, "two_zero", {{"zero", "1"}, {"cuda-graph", "1"}}}, {four, "four", {{"zero", "1"}}}, {two, "resumed", {{"steps", "2"}, {"zero", "1"}}}};
+    } others[] = {{two, "two", {}},
+                  {two, "two_zero", {{"zero", "1"}, {"cuda-graph", "1"}}},
+                  {four, "four", {{"zero", "1"}}},
+                  {two, "resumed", {{"steps", "2"}, {"zero", "1"}}}};
     for (const auto& other : others) {
         const Result r = train_on(other.program, with(other.out, other.more));
         CHECK_EQUAL(r.status, 0);
@@ -64,7 +79,8 @@ TEST(emulated_gpus_give_the_same_bits) {
     CHECK_EQUAL(train_on(four, with("resumed", {{"resume", "on"}})).status, 0);
     CHECK_EQUAL(logged(folder.file("one"), "loss").size(), 4u);
     for (const auto& other : others) {
-        for (const char* field : {"loss", "grad_norm"}) CHECK(logged(folder.file(other.out), field) == logged(folder.file("one"), field));
+        for (const char* field : {"loss", "grad_norm"})
+            CHECK(logged(folder.file(other.out), field) == logged(folder.file("one"), field));
         CHECK(read_file(folder.file(std::string(other.out) + "/step_00000004/model.safetensors")) ==
               read_file(folder.file("one/step_00000004/model.safetensors")));
     }
@@ -85,11 +101,16 @@ TEST(emulated_gpus_sum_gradients) {
     const struct {
         const char *out, *reduce, *zero;
         double roundings;
-    } cases[] = {{"fp32", "fp32", "0", 8 * std::ldexp(1, -24)}, {"zero", "fp32", "1", 8 * std::ldexp(1, -24)}, {"bf16", "bf16", "0", 4 * std::ldexp(1, -9)}, {"bf16_zero", "bf16", "1", 4 * std::ldexp(1, -9)}};
+    } cases[] = {{"fp32", "fp32", "0", 8 * std::ldexp(1, -24)},
+                 {"zero", "fp32", "1", 8 * std::ldexp(1, -24)},
+                 {"bf16", "bf16", "0", 4 * std::ldexp(1, -9)},
+                 {"bf16_zero", "bf16", "1", 4 * std::ldexp(1, -9)}};
     for (const auto& c : cases) {
-        const Result r = train_on(two, {{"steps", "1"}, {"grad-reduce", c.reduce}, {"zero", c.zero}, {"out", folder.file(c.out)}});
+        const Result r =
+            train_on(two, {{"steps", "1"}, {"grad-reduce", c.reduce}, {"zero", c.zero}, {"out", folder.file(c.out)}});
         CHECK_EQUAL(r.status, 0);
-        const std::vector<double> loss2 = logged(folder.file(c.out), "loss"), norm2 = logged(folder.file(c.out), "grad_norm");
+        const std::vector<double> loss2 = logged(folder.file(c.out), "loss"),
+                                  norm2 = logged(folder.file(c.out), "grad_norm");
         REQUIRE(loss2.size() == 1 && norm2.size() == 1);
         CHECK_NEAR(loss2[0], loss[0], 1e-6);  // the log's last digit
         CHECK_NEAR(norm2[0], norm[0], 2 * norm[0] * c.roundings + 1e-6);
@@ -114,7 +135,8 @@ TEST(emulated_gpus_with_unlike_ranks) {
     CHECK_EQUAL(unlike({{"steps", "1"}, {"out", out}}, {{"steps", "1"}, {"out", out}, {"threads", "2"}}).status, 0);
     const Result mixed = unlike({{"out", folder.file("mixed")}}, {{"out", folder.file("mixed")}, {"device", "cpu"}});
     CHECK(mixed.status != 0 && mixed.status != 1000);
-    for (const char* words : {"device: CPU, because --device cpu", "all ranks compute on GPUs or all on CPUs", "--device cpu"})
+    for (const char* words :
+         {"device: CPU, because --device cpu", "all ranks compute on GPUs or all on CPUs", "--device cpu"})
         CHECK(mixed.err.find(words) != std::string::npos);
 }
 
@@ -125,16 +147,24 @@ TEST(emulated_gpus_error_on_one_rank_ends_all) {
     const Words two = program_on(2, "an error on one of two emulated GPUs");
     if (two.empty()) return;
     TempFolder folder;
-    const Result bad = train_on(two, {{"lr", "10"}, {"grad-clip", "0"}, {"adam-eps", "1e-20"}, {"weight-decay", "10"}, {"steps", "12"},
-                                      {"max-bad-steps", "2"}, {"out", folder.file("bad")}});
+    const Result bad = train_on(two, {{"lr", "10"},
+                                      {"grad-clip", "0"},
+                                      {"adam-eps", "1e-20"},
+                                      {"weight-decay", "10"},
+                                      {"steps", "12"},
+                                      {"max-bad-steps", "2"},
+                                      {"out", folder.file("bad")}});
     CHECK(bad.status != 0 && bad.status != 1000);
     for (const char* words : {"train_nsa: rank 0 on ", "GPU 0: error: step ", "2 in a row (--max-bad-steps)"})
         CHECK(bad.err.find(words) != std::string::npos);
     std::vector<uint16_t> tokens = random_tokens(64 * 40 + 1, 1);
-    tokens[shuffled_position(1, 40, 1337, 0) * 64 + 32] = 300;  // number 1 of the shuffle goes to rank 1 in the first step
+    tokens[shuffled_position(1, 40, 1337, 0) * 64 + 32] =
+        300;  // number 1 of the shuffle goes to rank 1 in the first step
     write_file(folder.file("train.bin"), shard(tokens));
     const Result token = train_on(
-        two, {{"data", folder.file("train.bin")}, {"total-batch", "128"}, {"steps", "20"}, {"out", folder.file("token")}});
+        two,
+        {{"data", folder.file("train.bin")}, {"total-batch", "128"}, {"steps", "20"}, {"out", folder.file("token")}});
     CHECK(token.status != 0 && token.status != 1000);
-    for (const char* words : {"train_nsa: rank 1 on ", "GPU 1: error: ", "token 300"}) CHECK(token.err.find(words) != std::string::npos);
+    for (const char* words : {"train_nsa: rank 1 on ", "GPU 1: error: ", "token 300"})
+        CHECK(token.err.find(words) != std::string::npos);
 }

@@ -1,7 +1,8 @@
-// emulator_kernels.cuh: small kernels that use everything the trainer's kernels use, for the tests of dev/cuda_on_cpu.h. They compile under
-// g++ and nvcc. Those with a template parameter are right with FAULT = NONE; planted_faults.cpp asks for the others.
+// emulator_kernels.cuh: small kernels that use everything the trainer's kernels use, for the tests of
+// dev/emulator/cuda_on_cpu.h. They compile under g++ and nvcc. Those with a template parameter are right with FAULT =
+// NONE; planted_faults.cpp asks for the others.
 #pragma once
-#include "../cuda_common.cuh"
+#include "../../lib/cuda_common.cuh"
 
 using bf16 = __nv_bfloat16;
 
@@ -51,7 +52,8 @@ __device__ inline float warp_sum(float v) {
         v += __shfl_xor_sync(FAULT == MASK_LEAVES_LANE_OUT && offset == 1 ? 0x7fffffffu : 0xffffffffu, v, offset);
     return v;
 }
-// The sum over the block, in every thread. Called twice in a row, so that the array is reused while slow threads may still read it.
+// The sum over the block, in every thread. Called twice in a row, so that the array is reused while slow threads may
+// still read it.
 template <int FAULT>
 __device__ inline float block_sum(float v) {
     SHARED(float, sums, [32]);
@@ -102,15 +104,18 @@ __global__ void sum_in_last_block(float* sum, float* parts, unsigned* arrived) {
     }
 }
 
-// ---- tensor cores: out (M, N) fp32 = a (M, K) b (N, K)^T, bf16, K a multiple of 8. A block of 4 warps makes 64 x 16 elements, each warp
-// 16 rows. K goes by in tiles of 32, double-buffered: while one is multiplied, the next is on its way.
+// ---- tensor cores: out (M, N) fp32 = a (M, K) b (N, K)^T, bf16, K a multiple of 8. A block of 4 warps makes 64 x 16
+// elements, each warp 16 rows. K goes by in tiles of 32, double-buffered: while one is multiplied, the next is on its
+// way.
 constexpr int TILE_M = 64, TILE_N = 16, TILE_K = 32, TILE_STRIDE = TILE_K + 8;  // 16 bytes more, against bank conflicts
 template <int FAULT>
-__device__ inline void copy_tile(bf16 (*tile)[TILE_STRIDE], const bf16* in, int row, int rows, int height, int k, int K) {
+__device__ inline void copy_tile(bf16 (*tile)[TILE_STRIDE], const bf16* in, int row, int rows, int height, int k,
+                                 int K) {
     for (int i = threadIdx.x; i < height * (TILE_K / 8); i += blockDim.x) {
         const int r = i / (TILE_K / 8), c = i % (TILE_K / 8) * 8;
         const bool valid = row + r < rows && k + c < K;
-        if (valid || FAULT != NO_ZERO_FILL) cp_async_16(&tile[r][c], valid ? in + size_t(row + r) * K + k + c : in, valid);
+        if (valid || FAULT != NO_ZERO_FILL)
+            cp_async_16(&tile[r][c], valid ? in + size_t(row + r) * K + k + c : in, valid);
     }
 }
 template <int FAULT>
@@ -163,7 +168,8 @@ __global__ void one_mma(float* d, const unsigned* a, const unsigned* b, const fl
     for (int i = 0; i < 4; i++) d[l * 4 + i] = fd[i];
 }
 
-__global__ void one_ldmatrix(unsigned* out, const unsigned short* in, bool transposed, int matrices) {  // out (32, 4), in (32, 8)
+__global__ void one_ldmatrix(unsigned* out, const unsigned short* in, bool transposed,
+                             int matrices) {  // out (32, 4), in (32, 8)
     SHARED(uint4, rows, [32]);
     const int l = threadIdx.x;
     rows[l] = reinterpret_cast<const uint4*>(in)[l];
@@ -221,7 +227,8 @@ __global__ void count_and_sum(int* counts, float* sum, unsigned long long* wide)
     atomicAdd(wide, 1ull << 33);
 }
 
-__global__ void mark_place(int* out) {  // out (all threads of the grid) += 1 + the thread's own number, each by the one thread that owns it
+__global__ void mark_place(
+    int* out) {  // out (all threads of the grid) += 1 + the thread's own number, each by the one thread that owns it
     const unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x,
                    threads = blockDim.x * blockDim.y * blockDim.z;
     const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;

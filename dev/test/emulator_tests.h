@@ -1,5 +1,6 @@
-// emulator_tests.h: dev/cuda_on_cpu.h, cublaslt_on_cpu.h and nccl_on_cpu.h against formulas and plain loops. Compiled by nvcc, the tests of
-// the language ask the same of a GPU: that is how the emulator's fragment layouts are compared with the hardware's.
+// emulator_tests.h: dev/emulator/cuda_on_cpu.h, cublaslt_on_cpu.h and nccl_on_cpu.h against formulas and plain loops.
+// Compiled by nvcc, the tests of the language ask the same of a GPU: that is how the emulator's fragment layouts are
+// compared with the hardware's.
 #pragma once
 #include "emulator_kernels.cuh"
 #include "harness.h"
@@ -46,7 +47,8 @@ TEST(emulator_warp_functions) {
         DeviceArray<int> device_in(in), out(WARP_RESULTS * 32);
         launch<one_of_each_warp_function>(1, 32, 0, nullptr, out.device, device_in.device);
         out.download();
-        int sum = 0, largest = in[0], smallest = in[0], any_bit = 0, every_bit = -1, ballot = 0, low_sum = 0, high_largest = in[16];
+        int sum = 0, largest = in[0], smallest = in[0], any_bit = 0, every_bit = -1, ballot = 0, low_sum = 0,
+            high_largest = in[16];
         for (int i = 0; i < 32; i++) {
             const int v = in[size_t(i)];
             sum += v, largest = std::max(largest, v), smallest = std::min(smallest, v), any_bit |= v, every_bit &= v;
@@ -57,11 +59,24 @@ TEST(emulator_warp_functions) {
         for (int l = 0; l < 32; l++) {
             auto at = [&](int lane) { return in[size_t(lane)]; };
             const int expected[WARP_RESULTS] = {
-                at(5), at(l * 7 % 32), at(l / 8 * 8 + 3), at(l ^ 9),                                 // shfl, the third in groups of 8
-                at(l >= 3 ? l - 3 : l), at(l + 3 < 32 ? l + 3 : l),                                  // up, down
-                at(l % 8 + 3 < 8 ? l + 3 : l), at(l % 8 >= 3 ? l - 3 : l),                           // down, up, in groups of 8
-                at((l ^ 12) / 8 > l / 8 ? l : l ^ 12),                                               // xor: not into a later group of 8
-                ballot, 1, 0, sum, largest, smallest, any_bit, every_bit, l < 16 ? low_sum : high_largest};
+                at(5),
+                at(l * 7 % 32),
+                at(l / 8 * 8 + 3),
+                at(l ^ 9),  // shfl, the third in groups of 8
+                at(l >= 3 ? l - 3 : l),
+                at(l + 3 < 32 ? l + 3 : l),  // up, down
+                at(l % 8 + 3 < 8 ? l + 3 : l),
+                at(l % 8 >= 3 ? l - 3 : l),             // down, up, in groups of 8
+                at((l ^ 12) / 8 > l / 8 ? l : l ^ 12),  // xor: not into a later group of 8
+                ballot,
+                1,
+                0,
+                sum,
+                largest,
+                smallest,
+                any_bit,
+                every_bit,
+                l < 16 ? low_sum : high_largest};
             for (int r = 0; r < WARP_RESULTS; r++) CHECK_EQUAL(out.host[size_t(r * 32 + l)], expected[r]);
         }
     });
@@ -77,7 +92,8 @@ TEST(emulator_barriers_and_block_sums) {
             out.download(), sums.download();
             for (int r = 0; r < R; r++) {
                 double sum = 0, squares = 0;
-                for (int c = 0; c < C; c++) sum += in.host[size_t(r * C + c)], squares += std::pow(in.host[size_t(r * C + c)], 2);
+                for (int c = 0; c < C; c++)
+                    sum += in.host[size_t(r * C + c)], squares += std::pow(in.host[size_t(r * C + c)], 2);
                 const double deviation = std::sqrt(squares / C - sum * sum / C / C);
                 for (int c = 0; c < C; c++)
                     CHECK_NEAR(out.host[size_t(r * C + c)], (in.host[size_t(r * C + c)] - sum / C) / deviation, 1e-5);
@@ -136,12 +152,14 @@ TEST(emulator_bf16_rounds_to_nearest_even) {
     CHECK_EQUAL(bits(3.4e38f), 0x7f80);  // past the largest: infinity
 }
 
-// ---- tensor cores. The oracle is CuTe's description of the fragments (cute/atom/mma_traits_sm80.hpp and copy_traits_sm75.hpp), which
-// gives shapes and strides of (thread, value) where the emulator follows the formulas of the PTX manual.
+// ---- tensor cores. The oracle is CuTe's description of the fragments (cute/atom/mma_traits_sm80.hpp and
+// copy_traits_sm75.hpp), which gives shapes and strides of (thread, value) where the emulator follows the formulas of
+// the PTX manual.
 
 TEST(emulator_mma_fragments) {
     std::vector<double> A(16 * 16), B(8 * 16), C(16 * 8);  // column-major: (M, K), (N, K), (M, N)
-    for (size_t i = 0; i < A.size(); i++) A[i] = double(i * 37 % 101) - 50;  // small integers are exact in bf16, and their sums in fp32
+    for (size_t i = 0; i < A.size(); i++)
+        A[i] = double(i * 37 % 101) - 50;  // small integers are exact in bf16, and their sums in fp32
     for (size_t i = 0; i < B.size(); i++) B[i] = double(i * 53 % 97) - 48, C[i] = double(i);
     std::vector<unsigned> a(128, 0), b(64, 0);
     std::vector<float> c(128);
@@ -154,8 +172,10 @@ TEST(emulator_mma_fragments) {
     auto place_c = [](int t, int v) { return size_t(t % 4 * 32 + t / 4 + v % 2 * 16 + v / 2 * 8); };
     for (int t = 0; t < 32; t++) {
         for (int v = 0; v < 8; v++)
-            a[size_t(t * 4 + v / 2)] |= bits(A[size_t(t % 4 * 32 + t / 4 + v % 2 * 16 + v / 2 % 2 * 8 + v / 4 * 128)]) << v % 2 * 16;
-        for (int v = 0; v < 4; v++) b[size_t(t * 2 + v / 2)] |= bits(B[size_t(t % 4 * 16 + t / 4 + v % 2 * 8 + v / 2 * 64)]) << v % 2 * 16;
+            a[size_t(t * 4 + v / 2)] |= bits(A[size_t(t % 4 * 32 + t / 4 + v % 2 * 16 + v / 2 % 2 * 8 + v / 4 * 128)])
+                                        << v % 2 * 16;
+        for (int v = 0; v < 4; v++)
+            b[size_t(t * 2 + v / 2)] |= bits(B[size_t(t % 4 * 16 + t / 4 + v % 2 * 8 + v / 2 * 64)]) << v % 2 * 16;
         for (int v = 0; v < 4; v++) c[size_t(t * 4 + v)] = float(C[place_c(t, v)]);
     }
     DeviceArray<unsigned> device_a(a), device_b(b);
@@ -183,27 +203,32 @@ TEST(emulator_ldmatrix_fragments) {
             for (int t = 0; t < 32; t++)
                 for (int m = 0; m < matrices; m++)
                     for (int half = 0; half < 2; half++) {
-                        const int bit = m * 1024 + (transposed ? t % 4 * 256 + t / 4 * 16 + half * 128 : t * 32 + half * 16);
+                        const int bit =
+                            m * 1024 + (transposed ? t % 4 * 256 + t / 4 * 16 + half * 128 : t * 32 + half * 16);
                         CHECK_EQUAL(int(out.host[size_t(t * 4 + m)] >> half * 16 & 0xffff), int(in[size_t(bit / 16)]));
                     }
         }
 }
 
 TEST(emulator_matmul_by_double_buffered_tiles) {
-    struct { int M, N, K; } const shapes[] = {{64, 16, 32}, {70, 20, 104}, {1, 1, 8}, {65, 17, 160}};
+    struct {
+        int M, N, K;
+    } const shapes[] = {{64, 16, 32}, {70, 20, 104}, {1, 1, 8}, {65, 17, 160}};
     for (const auto& s : shapes)
         for_seeds([&] {
             const size_t M = size_t(s.M), N = size_t(s.N), K = size_t(s.K);
             DeviceArray<bf16> a(emulator_noises<bf16>(M * K)), b(emulator_noises<bf16>(N * K, 5000));
             DeviceArray<float> out(M * N);
-            launch<matmul_tiles<NONE>>(dim3(unsigned(M + 63) / 64, unsigned(N + 15) / 16), 128, MATMUL_SHARED_BYTES, nullptr, out.device,
-                                       a.device, b.device, s.M, s.N, s.K);
+            launch<matmul_tiles<NONE>>(dim3(unsigned(M + 63) / 64, unsigned(N + 15) / 16), 128, MATMUL_SHARED_BYTES,
+                                       nullptr, out.device, a.device, b.device, s.M, s.N, s.K);
             out.download();
             for (size_t i = 0; i < M; i++)
                 for (size_t j = 0; j < N; j++) {
                     double sum = 0;
-                    for (size_t k = 0; k < K; k++) sum += double(float(a.host[i * K + k])) * double(float(b.host[j * K + k]));
-                    CHECK_NEAR(out.host[i * N + j], sum, double(K) * 0x1p-23);  // |products| <= 1, K roundings of a sum below K
+                    for (size_t k = 0; k < K; k++)
+                        sum += double(float(a.host[i * K + k])) * double(float(b.host[j * K + k]));
+                    CHECK_NEAR(out.host[i * N + j], sum,
+                               double(K) * 0x1p-23);  // |products| <= 1, K roundings of a sum below K
                 }
         });
 }
@@ -235,7 +260,8 @@ TEST(emulator_host_api) {
     CUDA_CHECK(cudaMemGetInfo(&free_before, &total));
     CHECK(total == properties.totalGlobalMem && free_before <= total);
     char* large;
-    CHECK_FAILS(1, "cudaMalloc(&large, total + 1) failed: cudaErrorMemoryAllocation", CUDA_CHECK(cudaMalloc(&large, total + 1)));
+    CHECK_FAILS(1, "cudaMalloc(&large, total + 1) failed: cudaErrorMemoryAllocation",
+                CUDA_CHECK(cudaMalloc(&large, total + 1)));
     cudaGetLastError();
     CUDA_CHECK(cudaMalloc(&large, 64 << 20));
     CUDA_CHECK(cudaMemGetInfo(&free_after, &total));
@@ -256,7 +282,8 @@ TEST(emulator_host_api) {
     CUDA_CHECK(cudaMemcpyAsync(y.device, x.device, 256, cudaMemcpyDeviceToDevice, stream));
     CUDA_CHECK(cudaMemcpyAsync(pinned, y.device, 256, cudaMemcpyDeviceToHost, stream));
     CUDA_CHECK(cudaEventRecord(end, stream));
-    while (cudaEventQuery(end) == cudaErrorNotReady) {}
+    while (cudaEventQuery(end) == cudaErrorNotReady) {
+    }
     CHECK(cudaStreamQuery(stream) == cudaSuccess);
     float milliseconds = -1;
     CUDA_CHECK(cudaEventElapsedTime(&milliseconds, start, end));
@@ -295,7 +322,8 @@ TEST(emulator_graphs_replay_what_was_captured) {
         float *from, *to;
         CUDA_CHECK(cudaMallocHost(&from, 64 * sizeof(float)));
         CUDA_CHECK(cudaMallocHost(&to, 64 * sizeof(float)));
-        DeviceArray<float> x(std::vector<float>(64, 7.0f)), y(std::vector<float>(64, 100.0f)), z(std::vector<float>(64, 9.0f));
+        DeviceArray<float> x(std::vector<float>(64, 7.0f)), y(std::vector<float>(64, 100.0f)),
+            z(std::vector<float>(64, 9.0f));
         for (int i = 0; i < 64; i++) from[i] = 1, to[i] = -1;
         Recording r;
         float amount = 10;
@@ -334,15 +362,16 @@ TEST(emulator_capture_refuses_what_waits_or_allocates) {
     DeviceArray<float> x(std::vector<float>(64, 1.0f));
     cudaGraph_t graph;
     float* p = nullptr;
-    const std::function<cudaError_t()> refused[] = {[&] { return cudaStreamSynchronize(r.stream); },
-                                                    [&] { return cudaStreamQuery(r.stream); },
-                                                    [&] { return cudaMalloc(&p, 256); },
+    const std::function<cudaError_t()> refused[] = {
+        [&] { return cudaStreamSynchronize(r.stream); },
+        [&] { return cudaStreamQuery(r.stream); },
+        [&] { return cudaMalloc(&p, 256); },
 #ifndef __CUDACC__  // here the emulator may be stricter than CUDA
-                                                    [&] { return cudaDeviceSynchronize(); },
-                                                    [&] { return cudaMemcpy(x.host.data(), x.device, 256, cudaMemcpyDeviceToHost); },
-                                                    [&] { return cudaMemset(x.device, 0, 256); },
-                                                    [&] { return cudaFree(x.device); },
-                                                    [&] { return cudaMallocHost(&p, 256); }
+        [&] { return cudaDeviceSynchronize(); },
+        [&] { return cudaMemcpy(x.host.data(), x.device, 256, cudaMemcpyDeviceToHost); },
+        [&] { return cudaMemset(x.device, 0, 256); },
+        [&] { return cudaFree(x.device); },
+        [&] { return cudaMallocHost(&p, 256); }
 #endif
     };
     for (const auto& call : refused) {
@@ -405,15 +434,16 @@ TEST(emulator_graphs_of_libraries_and_late_streams) {
         Recording r;
         r.record([&] {
             const float alpha = 1, beta = 0;  // gone at the replay
-            CUBLAS_CHECK(cublasLtMatmul(handle, description, &alpha, a.device, layout, b.device, layout, &beta, product.device, layout,
-                                        product.device, layout, nullptr, nullptr, 0, r.stream));
+            CUBLAS_CHECK(cublasLtMatmul(handle, description, &alpha, a.device, layout, b.device, layout, &beta,
+                                        product.device, layout, product.device, layout, nullptr, nullptr, 0, r.stream));
             NCCL_CHECK(ncclAllReduce(product.device, sum.device, n * n, ncclFloat, ncclSum, communicator, r.stream));
         });
         CUDA_CHECK(cudaDeviceSynchronize());
         CHECK_EQUAL(emu::unwritten(sum.device, n * n), long(n * n));
         std::vector<float> twice(n * n, 0.0f);
         for (int i = 0; i < n; i++) twice[size_t(i * n + i)] = 2;  // the matrix that doubles
-        CUDA_CHECK(cudaMemcpyAsync(a.device, twice.data(), twice.size() * sizeof(float), cudaMemcpyHostToDevice, r.stream));
+        CUDA_CHECK(
+            cudaMemcpyAsync(a.device, twice.data(), twice.size() * sizeof(float), cudaMemcpyHostToDevice, r.stream));
         CUDA_CHECK(cudaGraphLaunch(r.exec, r.stream));
         CHECK_EQUAL(emu::unwritten(sum.device, n * n), long(n * n));
         CUDA_CHECK(cudaGraphExecDestroy(r.exec));
@@ -422,7 +452,8 @@ TEST(emulator_graphs_of_libraries_and_late_streams) {
     }
     sum.download();
     for (size_t i = 0; i < sum.host.size(); i++) CHECK_EQUAL(sum.host[i], 2 * b.host[i]);
-    ncclCommDestroy(communicator), cublasLtMatrixLayoutDestroy(layout), cublasLtMatmulDescDestroy(description), cublasLtDestroy(handle);
+    ncclCommDestroy(communicator), cublasLtMatrixLayoutDestroy(layout), cublasLtMatmulDescDestroy(description),
+        cublasLtDestroy(handle);
     emu::machine.run_late = false;
 }
 
@@ -437,7 +468,8 @@ TEST(emulator_seed_draws_the_order_of_threads) {
         std::vector<int> threads(128, -1);
         for (int i = 0; i < 128; i++) threads[size_t(tickets.host[size_t(i)])] = i;
         for (int i = 0; i < 128; i++)
-            in_index_order += threads[size_t(i)] == i, in_whole_warps += threads[size_t(i)] / 32 == threads[size_t(i / 32 * 32)] / 32;
+            in_index_order += threads[size_t(i)] == i,
+                in_whole_warps += threads[size_t(i)] / 32 == threads[size_t(i / 32 * 32)] / 32;
         CHECK(seed == 0 ? in_index_order == 128 : in_index_order < 64);
         CHECK(seed % 2 ? in_whole_warps < 100 : in_whole_warps == 128);
     }
@@ -508,8 +540,8 @@ TEST(emulator_async_copy_is_nan_until_waited_for) {
 }
 
 TEST(emulator_late_streams_need_events) {
-    // Three steps in a chain over two streams, 0 -> 2 -> 7 -> 8. With both events the number is right under every seed; without, it is
-    // wrong under some.
+    // Three steps in a chain over two streams, 0 -> 2 -> 7 -> 8. With both events the number is right under every seed;
+    // without, it is wrong under some.
     auto chain = [](bool with_events, uint64_t seed) {
         emu::seed(seed);
         emu::machine.run_late = true;
@@ -574,8 +606,8 @@ inline std::vector<char> encode(const std::vector<float>& values, cudaDataType_t
     std::vector<char> bytes(values.size() * element_bytes(type));
     for (size_t i = 0; i < values.size(); i++) {
         const bf16 rounded = __float2bfloat16(values[i]);
-        std::memcpy(&bytes[i * element_bytes(type)], type == CUDA_R_32F ? (const void*)&values[i] : (const void*)&rounded,
-                    element_bytes(type));
+        std::memcpy(&bytes[i * element_bytes(type)],
+                    type == CUDA_R_32F ? (const void*)&values[i] : (const void*)&rounded, element_bytes(type));
     }
     return bytes;
 }
@@ -583,16 +615,18 @@ inline std::vector<float> decode(const std::vector<char>& bytes, cudaDataType_t 
     std::vector<float> values(bytes.size() / element_bytes(type));
     for (size_t i = 0; i < values.size(); i++) {
         bf16 rounded;
-        std::memcpy(type == CUDA_R_32F ? (void*)&values[i] : (void*)&rounded, &bytes[i * element_bytes(type)], element_bytes(type));
+        std::memcpy(type == CUDA_R_32F ? (void*)&values[i] : (void*)&rounded, &bytes[i * element_bytes(type)],
+                    element_bytes(type));
         if (type != CUDA_R_32F) values[i] = float(rounded);
     }
     return values;
 }
 inline void check_matmul(const MatmulCase& s) {
-    const uint64_t a_rows = s.transpose_a ? s.k : s.m, a_columns = s.transpose_a ? s.m : s.k, b_rows = s.transpose_b ? s.n : s.k,
-                   b_columns = s.transpose_b ? s.k : s.n;
+    const uint64_t a_rows = s.transpose_a ? s.k : s.m, a_columns = s.transpose_a ? s.m : s.k,
+                   b_rows = s.transpose_b ? s.n : s.k, b_columns = s.transpose_b ? s.k : s.n;
     const uint64_t lda = a_rows + s.padding, ldb = b_rows + s.padding, ldd = s.m + s.padding;
-    const uint64_t a_stride = lda * a_columns, b_stride = ldb * b_columns, d_stride = ldd * s.n, batches = uint64_t(s.batches);
+    const uint64_t a_stride = lda * a_columns, b_stride = ldb * b_columns, d_stride = ldd * s.n,
+                   batches = uint64_t(s.batches);
     const uint64_t bias_length = s.epilogue == CUBLASLT_EPILOGUE_BGRADB ? s.n : s.m;
     DeviceArray<char> a(encode(emulator_noises<float>(a_stride * batches), s.in)),
         b(encode(emulator_noises<float>(b_stride * batches, 9000), s.in));
@@ -608,31 +642,37 @@ inline void check_matmul(const MatmulCase& s) {
     cublasLtMatmulHeuristicResult_t algorithm;
     CUBLAS_CHECK(cublasLtCreate(&handle));
     CUBLAS_CHECK(cublasLtMatmulDescCreate(&description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    const cublasOperation_t ta = s.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, tb = s.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    const cublasOperation_t ta = s.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N,
+                            tb = s.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
     CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSA, &ta, sizeof ta));
     CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSB, &tb, sizeof tb));
-    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_EPILOGUE, &s.epilogue, sizeof s.epilogue));
+    CUBLAS_CHECK(
+        cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_EPILOGUE, &s.epilogue, sizeof s.epilogue));
     if (s.epilogue != CUBLASLT_EPILOGUE_DEFAULT)
-        CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.device, sizeof bias.device));
+        CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.device,
+                                                    sizeof bias.device));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&la, s.in, a_rows, a_columns, int64_t(lda)));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&lb, s.in, b_rows, b_columns, int64_t(ldb)));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&ld, s.out, s.m, s.n, int64_t(ldd)));
     const std::pair<cublasLtMatrixLayout_t, uint64_t> strides[] = {{la, a_stride}, {lb, b_stride}, {ld, d_stride}};
     for (const auto& [layout, stride] : strides) {
         const int64_t offset = int64_t(stride);
-        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &s.batches, sizeof s.batches));
-        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &offset, sizeof offset));
+        CUBLAS_CHECK(
+            cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &s.batches, sizeof s.batches));
+        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &offset,
+                                                      sizeof offset));
     }
     const size_t workspace_bytes = workspace.host.size();
     int found = 0;
     CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
-    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes,
-                                                      sizeof workspace_bytes));
-    CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(handle, description, la, lb, ld, ld, preference, 1, &algorithm, &found));
+    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                      &workspace_bytes, sizeof workspace_bytes));
+    CUBLAS_CHECK(
+        cublasLtMatmulAlgoGetHeuristic(handle, description, la, lb, ld, ld, preference, 1, &algorithm, &found));
     CHECK_EQUAL(found, 1);
     const float alpha = 0.5f;
-    CUBLAS_CHECK(cublasLtMatmul(handle, description, &alpha, a.device, la, b.device, lb, &s.beta, d.device, ld, d.device, ld,
-                                &algorithm.algo, workspace.device, workspace_bytes, nullptr));
+    CUBLAS_CHECK(cublasLtMatmul(handle, description, &alpha, a.device, la, b.device, lb, &s.beta, d.device, ld,
+                                d.device, ld, &algorithm.algo, workspace.device, workspace_bytes, nullptr));
     const std::vector<float> after = decode(d.download(), s.out), bias_after = decode(bias.download(), s.out);
 
     for (uint64_t batch = 0; batch < batches; batch++)
@@ -650,7 +690,8 @@ inline void check_matmul(const MatmulCase& s) {
                 const double expected = double(alpha) * sum + double(s.beta) * double(before[at]) +
                                         (s.epilogue == CUBLASLT_EPILOGUE_BIAS ? double(bias_before[i]) : 0);
                 // fp32: k roundings of a sum below k; bf16: one more, of 8 bits
-                CHECK_NEAR(after[at], expected, double(s.k) * 0x1p-23 + (s.out == CUDA_R_32F ? 0 : std::fabs(expected) * 0x1p-8));
+                CHECK_NEAR(after[at], expected,
+                           double(s.k) * 0x1p-23 + (s.out == CUDA_R_32F ? 0 : std::fabs(expected) * 0x1p-8));
             }
     for (uint64_t j = 0; j < bias_length; j++) {
         double expected = bias_before[j];
@@ -658,10 +699,12 @@ inline void check_matmul(const MatmulCase& s) {
             expected = 0;
             for (uint64_t k = 0; k < s.k; k++) expected += double(fb[s.transpose_b ? k * ldb + j : j * ldb + k]);
         }
-        CHECK_NEAR(bias_after[j], expected, double(s.k) * 0x1p-23 + (s.out == CUDA_R_32F ? 0 : std::fabs(expected) * 0x1p-8));
+        CHECK_NEAR(bias_after[j], expected,
+                   double(s.k) * 0x1p-23 + (s.out == CUDA_R_32F ? 0 : std::fabs(expected) * 0x1p-8));
     }
     cublasLtMatmulPreferenceDestroy(preference), cublasLtMatmulDescDestroy(description);
-    cublasLtMatrixLayoutDestroy(la), cublasLtMatrixLayoutDestroy(lb), cublasLtMatrixLayoutDestroy(ld), cublasLtDestroy(handle);
+    cublasLtMatrixLayoutDestroy(la), cublasLtMatrixLayoutDestroy(lb), cublasLtMatrixLayoutDestroy(ld),
+        cublasLtDestroy(handle);
 }
 
 TEST(emulator_cublaslt_every_transposition_and_type) {
@@ -705,34 +748,38 @@ TEST(emulator_cublaslt_refuses_what_does_not_fit) {
     DeviceArray<float> x(32 * 32), y(32 * 32), z(32 * 32);
     const float alpha = 1, beta = 0;
     const emu::MatrixLayout right = {CUDA_R_32F, 16, 16, 16};
-    auto status = [&](emu::MatrixLayout a, emu::MatrixLayout b, emu::MatrixLayout d, size_t wanted_workspace = 0, size_t offset = 0) {
+    auto status = [&](emu::MatrixLayout a, emu::MatrixLayout b, emu::MatrixLayout d, size_t wanted_workspace = 0,
+                      size_t offset = 0) {
         cublasLtMatmulHeuristicResult_t algorithm;
         int found;
-        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &wanted_workspace,
-                                                          sizeof wanted_workspace));
-        const cublasStatus_t s = cublasLtMatmulAlgoGetHeuristic(handle, description, &a, &b, &d, &d, preference, 1, &algorithm, &found);
+        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                          &wanted_workspace, sizeof wanted_workspace));
+        const cublasStatus_t s =
+            cublasLtMatmulAlgoGetHeuristic(handle, description, &a, &b, &d, &d, preference, 1, &algorithm, &found);
         CHECK_EQUAL(found, s == CUBLAS_STATUS_SUCCESS ? 1 : 0);
         if (s != CUBLAS_STATUS_SUCCESS) return s;
-        return cublasLtMatmul(handle, description, &alpha, x.device + offset, &a, y.device, &b, &beta, z.device, &d, z.device, &d,
-                              &algorithm.algo, nullptr, 0, nullptr);
+        return cublasLtMatmul(handle, description, &alpha, x.device + offset, &a, y.device, &b, &beta, z.device, &d,
+                              z.device, &d, &algorithm.algo, nullptr, 0, nullptr);
     };
     CHECK(status(right, right, right) == CUBLAS_STATUS_SUCCESS);
-    CHECK(status({CUDA_R_32F, 16, 15, 16}, right, right) == CUBLAS_STATUS_INVALID_VALUE);                                // k of a and of b
-    CHECK(status(right, right, {CUDA_R_32F, 16, 15, 16}) == CUBLAS_STATUS_INVALID_VALUE);                                // columns of d
+    CHECK(status({CUDA_R_32F, 16, 15, 16}, right, right) == CUBLAS_STATUS_INVALID_VALUE);  // k of a and of b
+    CHECK(status(right, right, {CUDA_R_32F, 16, 15, 16}) == CUBLAS_STATUS_INVALID_VALUE);  // columns of d
     // leading dimension
     CHECK(status({CUDA_R_32F, 16, 16, 15}, right, right) == CUBLAS_STATUS_INVALID_VALUE);
-    CHECK(status({CUDA_R_32F, 16, 16, 16, 2, 256}, right, right) == CUBLAS_STATUS_INVALID_VALUE);  // batches of a and of d
+    CHECK(status({CUDA_R_32F, 16, 16, 16, 2, 256}, right, right) ==
+          CUBLAS_STATUS_INVALID_VALUE);  // batches of a and of d
     // types of a and of b
     CHECK(status({CUDA_R_16BF, 16, 16, 16}, right, right) == CUBLAS_STATUS_NOT_SUPPORTED);
-    CHECK(status(right, right, {CUDA_R_16BF, 16, 16, 16}) == CUBLAS_STATUS_NOT_SUPPORTED);                               // fp32 into bf16
-    CHECK(status({CUDA_R_32F, 16, 16, 16, 2, 256}, {CUDA_R_32F, 16, 16, 16, 2, 256}, {CUDA_R_32F, 16, 16, 16, 2, 128}) ==
-          CUBLAS_STATUS_INVALID_VALUE);  // results overlap
-    CHECK(status(right, right, right, 1024) == CUBLAS_STATUS_INVALID_VALUE);  // less workspace than promised
+    CHECK(status(right, right, {CUDA_R_16BF, 16, 16, 16}) == CUBLAS_STATUS_NOT_SUPPORTED);  // fp32 into bf16
+    CHECK(status({CUDA_R_32F, 16, 16, 16, 2, 256}, {CUDA_R_32F, 16, 16, 16, 2, 256},
+                 {CUDA_R_32F, 16, 16, 16, 2, 128}) == CUBLAS_STATUS_INVALID_VALUE);  // results overlap
+    CHECK(status(right, right, right, 1024) == CUBLAS_STATUS_INVALID_VALUE);         // less workspace than promised
     // an unaligned matrix
     CHECK(status(right, right, right, 0, 1) == CUBLAS_STATUS_INVALID_VALUE);
     CHECK_FAILS(1, "not supported", CUBLAS_CHECK(status({CUDA_R_16BF, 16, 16, 16}, right, right)));
     const char* wrong_size = "";
-    CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSA, wrong_size, 1) == CUBLAS_STATUS_INVALID_VALUE);
+    CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSA, wrong_size, 1) ==
+          CUBLAS_STATUS_INVALID_VALUE);
     cublasLtMatmulDescDestroy(description), cublasLtMatmulPreferenceDestroy(preference), cublasLtDestroy(handle);
 }
 

@@ -10,13 +10,15 @@ namespace program {
 
 // Four layers, so that several small buckets exist and are ready one after the other.
 inline Options ranks_options(const Options& more) {
-    Options options = {{"layers", "4"}, {"total-batch", "512"}, {"batch", "1"},        {"slc-count", "8"},    {"lr", "0.001"},
-                       {"steps", "8"},  {"eval-every", "4"},    {"eval-batches", "2"}, {"bucket-mb", "0.04"}, {"threads", "1"}};
+    Options options = {{"layers", "4"},       {"total-batch", "512"}, {"batch", "1"},      {"slc-count", "8"},
+                       {"lr", "0.001"},       {"steps", "8"},         {"eval-every", "4"}, {"eval-batches", "2"},
+                       {"bucket-mb", "0.04"}, {"threads", "1"}};
     for (const auto& [name, value] : more) options[name] = value;
     return options;
 }
 
-// `ranks` processes without an MPI launcher, found by each other over RANK, WORLD_SIZE and a port of this test; their results by rank.
+// `ranks` processes without an MPI launcher, found by each other over RANK, WORLD_SIZE and a port of this test; their
+// results by rank.
 inline std::vector<Result> train_over_tcp(int ranks, const std::vector<Words>& arguments, double seconds = 60) {
     static int port = 10000 + int(getpid() % 20000);  // below the ports that systems hand out
     port++;
@@ -25,8 +27,8 @@ inline std::vector<Result> train_over_tcp(int ranks, const std::vector<Words>& a
     for (int r = 0; r < ranks; r++)
         threads.emplace_back([&, r] {
             Start start;
-            start.environment = {format_text("RANK=%d", r), format_text("WORLD_SIZE=%d", ranks), "MASTER_ADDR=127.0.0.1",
-                                 format_text("MASTER_PORT=%d", port)};
+            start.environment = {format_text("RANK=%d", r), format_text("WORLD_SIZE=%d", ranks),
+                                 "MASTER_ADDR=127.0.0.1", format_text("MASTER_PORT=%d", port)};
             start.seconds = seconds;
             results[size_t(r)] = run(arguments[size_t(r) % arguments.size()], start);
         });
@@ -42,7 +44,8 @@ struct Running {
     std::string out_file, err_file;
     double begun = seconds_now();
 
-    Running(const Words& words, const TempFolder& folder) : out_file(folder.file("running.out")), err_file(folder.file("running.err")) {
+    Running(const Words& words, const TempFolder& folder)
+        : out_file(folder.file("running.out")), err_file(folder.file("running.err")) {
         std::filesystem::remove(out_file), std::filesystem::remove(err_file);
         Start start;
         const std::vector<std::string> environment = child_environment(start);
@@ -53,7 +56,8 @@ struct Running {
         launcher = fork();
         if (launcher == 0) {
             setpgid(0, 0);
-            const int null = open("/dev/null", O_RDONLY), out = open(out_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600),
+            const int null = open("/dev/null", O_RDONLY),
+                      out = open(out_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600),
                       err = open(err_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
             dup2(null, 0), dup2(out, 1), dup2(err, 2);
             execve(argv[0], argv.data(), envp.data());
@@ -143,7 +147,8 @@ TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
     const double P = 19000, limit = 8 * 1e-3 * std::sqrt(P) * std::ldexp(512.0, -24) * 1.5 + 2e-6,
                  bf16_limit = 8 * 1e-3 * 3 * std::ldexp(1.0, -9) * std::sqrt(P) * 1.5;
     REQUIRE_GOOD(train(ranks_options({{"out", folder.file("one")}, {"batch", "8"}})));
-    const std::vector<double> expected = logged(folder.file("one"), "loss"), expected_val = logged(folder.file("one"), "val_loss"),
+    const std::vector<double> expected = logged(folder.file("one"), "loss"),
+                              expected_val = logged(folder.file("one"), "val_loss"),
                               norm = logged(folder.file("one"), "grad_norm");
     REQUIRE(expected.size() == 8 && expected_val.size() == 3);
     struct {
@@ -168,11 +173,13 @@ TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
         if (c.ranks > 0) {
             const Result r = train_on_ranks(mpirun, c.ranks, options);
             CHECK_EQUAL(r.status, 0);
-            CHECK(r.out.find("gradients travel by MPI") != std::string::npos && r.out.find("ms exposed") != std::string::npos);
+            CHECK(r.out.find("gradients travel by MPI") != std::string::npos &&
+                  r.out.find("ms exposed") != std::string::npos);
         } else {
             for (const Result& r : train_over_tcp(-c.ranks, {small_words(options)})) REQUIRE_GOOD(r);
         }
-        const std::vector<double> loss = logged(folder.file(c.name), "loss"), val = logged(folder.file(c.name), "val_loss");
+        const std::vector<double> loss = logged(folder.file(c.name), "loss"),
+                                  val = logged(folder.file(c.name), "val_loss");
         REQUIRE(loss.size() == 8 && val.size() == 3);
         if (c.limit > 1) continue;
         for (size_t i = 0; i < 8; i++) CHECK_NEAR(loss[i], expected[i], c.limit);
@@ -180,7 +187,8 @@ TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
         CHECK(logged(folder.file(c.name), "epoch") == logged(folder.file("one"), "epoch"));
     }
     if (mpirun.empty()) return;
-    // Sharded state is the same numbers as state everywhere: with the same ranks and buckets, the same bits (2 ranks: a + b has one order).
+    // Sharded state is the same numbers as state everywhere: with the same ranks and buckets, the same bits (2 ranks: a
+    // + b has one order).
     REQUIRE(train_on_ranks(mpirun, 2, ranks_options({{"out", folder.file("two_zero")}, {"zero", "1"}})).status == 0);
     CHECK_EQUAL(losses_of(folder.file("two_zero")), losses_of(folder.file("two")));
     CHECK(read_file(folder.file("two_zero/step_00000008/model.safetensors")) ==
@@ -189,14 +197,16 @@ TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
     CHECK(losses_of(folder.file("bf16")) != losses_of(folder.file("four")));
 }
 
-// A checkpoint of N ranks at any --zero is continued by M ranks at any other: the run that was never interrupted, bit for bit.
+// A checkpoint of N ranks at any --zero is continued by M ranks at any other: the run that was never interrupted, bit
+// for bit.
 TEST(ranks_resume_on_another_number_of_ranks) {
     using namespace program;
     TempFolder folder;
     const std::string mpirun = find_mpirun("resuming on another number of ranks");
     if (mpirun.empty()) return;
     const auto with = [&](const std::string& out, const char* steps, const Options& more) {
-        Options options = ranks_options({{"deterministic", "on"}, {"schedule", "constant"}, {"out", folder.file(out)}, {"steps", steps}});
+        Options options = ranks_options(
+            {{"deterministic", "on"}, {"schedule", "constant"}, {"out", folder.file(out)}, {"steps", steps}});
         for (const auto& [name, value] : more) options[name] = value;
         return options;
     };
@@ -205,10 +215,11 @@ TEST(ranks_resume_on_another_number_of_ranks) {
     std::string parts = "parts";
     CHECK_EQUAL(train_on_ranks(mpirun, 4, with(parts, "2", {{"zero", "1"}})).status, 0);
     CHECK(file_exists(folder.file("parts/step_00000002/optimizer_00003-of-00004.safetensors")));
-    CHECK_EQUAL(train_on_ranks(mpirun, 2, with(parts, "4", {{"zero", "0"}, {"resume", "on"}, {"bucket-mb", "0.1"}})).status, 0);
+    CHECK_EQUAL(
+        train_on_ranks(mpirun, 2, with(parts, "4", {{"zero", "0"}, {"resume", "on"}, {"bucket-mb", "0.1"}})).status, 0);
     REQUIRE_GOOD(train(with(parts, "6", {{"resume", "on"}, {"recompute", "2"}})));
-    const Result last =
-        train_on_ranks(mpirun, 4, with(parts, "8", {{"zero", "1"}, {"resume", "on"}, {"bucket-mb", "25"}, {"recompute", "0"}}));
+    const Result last = train_on_ranks(
+        mpirun, 4, with(parts, "8", {{"zero", "1"}, {"resume", "on"}, {"bucket-mb", "25"}, {"recompute", "0"}}));
     CHECK_EQUAL(last.status, 0);
     CHECK(last.out.find("resume: --zero is 1, was 0") != std::string::npos &&
           last.out.find("resume: --recompute is 0, was 2") != std::string::npos);
@@ -224,7 +235,8 @@ TEST(ranks_resume_on_another_number_of_ranks) {
             for (const TensorView& t : pieces.tensors) {
                 size_t first = 0, end = 0;
                 const size_t bracket = t.name.find('[');
-                REQUIRE(std::sscanf(t.name.c_str() + bracket, "[%zu:%zu]", &first, &end) == 2 && t.bytes == (end - first) * 4);
+                REQUIRE(std::sscanf(t.name.c_str() + bracket, "[%zu:%zu]", &first, &end) == 2 &&
+                        t.bytes == (end - first) * 4);
                 std::vector<float>& whole = moments[t.name.substr(0, bracket)];
                 if (whole.size() < end) whole.resize(end, std::numeric_limits<float>::quiet_NaN());
                 std::memcpy(&whole[first], t.data, t.bytes);
@@ -252,21 +264,24 @@ TEST(ranks_that_differ_are_found_at_the_start) {
             CHECK(r.status != 0 && r.status != 1000 && r.seconds < 20);
             err += r.err;
         }
-        CHECK(err.find("rank 1 on " + host_name() + " has '") != std::string::npos && err.find(what) != std::string::npos);
+        CHECK(err.find("rank 1 on " + host_name() + " has '") != std::string::npos &&
+              err.find(what) != std::string::npos);
         CHECK_EQUAL(lines_of(err).size(), 1u);
     };
     found(train_over_tcp(2, {words({{"out", out}}), words({{"out", out}, {"lr", "0.002"}})}), "\"lr\": 0.002");
     write_file(folder.file("a.bin"), shard(random_tokens(64 * 40 + 1, 1)));
     write_file(folder.file("b.bin"), shard(random_tokens(64 * 40 + 1, 2)));
     std::filesystem::create_directories(folder.file("1")), std::filesystem::create_directories(folder.file("2"));
-    found(train_over_tcp(2, {words({{"out", out}, {"data", folder.file("a.bin")}}), words({{"out", out}, {"data", folder.file("b.bin")}})}),
+    found(train_over_tcp(2, {words({{"out", out}, {"data", folder.file("a.bin")}}),
+                             words({{"out", out}, {"data", folder.file("b.bin")}})}),
           "data");
     CHECK(!file_exists(out + "/main.log"));
     // The same name and another file: on rank 1's host, say.
     const std::string mpirun = find_mpirun("ranks with different options under mpirun");
     if (mpirun.empty()) return;
-    const Result r = execute(joined(joined(joined({mpirun, "-np", "1", path()}, words({{"out", out}})), {":", "-np", "1", path()}),
-                                    words({{"out", out}, {"seed", "5"}})));
+    const Result r =
+        execute(joined(joined(joined({mpirun, "-np", "1", path()}, words({{"out", out}})), {":", "-np", "1", path()}),
+                       words({{"out", out}, {"seed", "5"}})));
     CHECK(r.status != 0 && r.status != 1000 && r.err.find("rank 1 on " + host_name() + " has '") != std::string::npos &&
           r.err.find("\"seed\": 5") != std::string::npos);
     CHECK(!file_exists(out + "/main.log"));
@@ -280,10 +295,10 @@ TEST(ranks_that_die_or_stall_end_the_run) {
     for (const int signal : {SIGKILL, SIGSTOP}) {
         TempFolder folder;
         const std::string out = folder.file("run");
-        Running program(
-            joined({mpirun, "-np", "2", path()},
-                   small_words(ranks_options({{"out", out}, {"steps", "1000000"}, {"eval-every", "0"}, {"stall-timeout", "3"}}))),
-            folder);
+        Running program(joined({mpirun, "-np", "2", path()},
+                               small_words(ranks_options(
+                                   {{"out", out}, {"steps", "1000000"}, {"eval-every", "0"}, {"stall-timeout", "3"}}))),
+                        folder);
         REQUIRE(program.reaches("step 0060 | loss"));  // some seconds: ranks tell each other their step once a second
         const pid_t victim = program.process_of(out + "/heartbeat_rank1.jsonl");
         std::string name;  // that pkill and top know
@@ -309,9 +324,11 @@ TEST(ranks_with_a_damaged_shard_are_named) {
     tokens[shuffled_position(1, 40, 1337, 0) * 64 + 32] = 300;
     write_file(folder.file("train.bin"), shard(tokens));
     const std::vector<Result> results = train_over_tcp(
-        2, {small_words(ranks_options({{"data", folder.file("train.bin")}, {"total-batch", "128"}, {"out", folder.file("run")}}))});
+        2, {small_words(ranks_options(
+               {{"data", folder.file("train.bin")}, {"total-batch", "128"}, {"out", folder.file("run")}}))});
     for (const Result& r : results) CHECK_EQUAL(r.status, 1);
-    CHECK(results[1].err.find("rank 1 on ") != std::string::npos && results[1].err.find("token 300") != std::string::npos);
+    CHECK(results[1].err.find("rank 1 on ") != std::string::npos &&
+          results[1].err.find("token 300") != std::string::npos);
     CHECK_EQUAL(lines_of(results[0].err + results[1].err).size(), 1u);
 }
 
@@ -359,8 +376,9 @@ TEST(stop_of_one_rank_stops_all) {
     if (mpirun.empty()) return;
     TempFolder folder;
     const std::string out = folder.file("run");
-    Running program(
-        joined({mpirun, "-np", "2", path()}, small_words(ranks_options({{"out", out}, {"steps", "100000"}, {"eval-every", "0"}}))), folder);
+    Running program(joined({mpirun, "-np", "2", path()},
+                           small_words(ranks_options({{"out", out}, {"steps", "100000"}, {"eval-every", "0"}}))),
+                    folder);
     REQUIRE(program.reaches("step 0003 | loss"));
     kill(program.process_of(out + "/heartbeat_rank1.jsonl"), SIGTERM);
     const Result r = program.end(20);
@@ -372,8 +390,14 @@ TEST(stop_of_one_rank_stops_all) {
 TEST(stop_second_signal_leaves_at_once) {
     using namespace program;
     TempFolder folder;
-    Options options = small({{"steps", "1"}, {"total-batch", "2097152"}, {"batch", "1"}, {"threads", "1"}, {"eval-every", "0"},
-                             {"eval-batches", "1"}, {"out", folder.file("run")}, {"seq-len", "2048"}});
+    Options options = small({{"steps", "1"},
+                             {"total-batch", "2097152"},
+                             {"batch", "1"},
+                             {"threads", "1"},
+                             {"eval-every", "0"},
+                             {"eval-batches", "1"},
+                             {"out", folder.file("run")},
+                             {"seq-len", "2048"}});
     Running program(joined({path()}, words_of(options)), folder);  // a thousand micro-steps
     REQUIRE(program.reaches("out: "));
     usleep(1500000);
@@ -403,15 +427,16 @@ TEST(checkpoints_fall_back_to_the_newest_intact) {
     again["resume"] = "on";
     const Result r = train(again);
     CHECK_EQUAL(r.status, 0);
-    CHECK(r.err.find("step_00000009 is damaged: ") != std::string::npos && r.err.find("checksum") != std::string::npos &&
-          r.err.find("step_00000006 is damaged: ") != std::string::npos);
+    CHECK(r.err.find("step_00000009 is damaged: ") != std::string::npos &&
+          r.err.find("checksum") != std::string::npos && r.err.find("step_00000006 is damaged: ") != std::string::npos);
     CHECK(r.out.find("step_00000003, step 3\n") != std::string::npos);
     CHECK_EQUAL(losses_of(out), log);
     CHECK(read_file(out + "/step_00000009/model.safetensors") == model);
     // None is intact: that is no reason to begin again over it.
     for (const char* step : {"3", "6", "9"}) std::filesystem::remove(out + "/step_0000000" + step + "/config.json");
     const Result none = train(again);
-    CHECK_REFUSED(none, 1, "no checkpoint under " + out + " is intact", "step_00000009", "config.json", "without --resume");
+    CHECK_REFUSED(none, 1, "no checkpoint under " + out + " is intact", "step_00000009", "config.json",
+                  "without --resume");
     CHECK(none.err.find("taking the one before") == std::string::npos);
     CHECK(read_file(out + "/step_00000009/model.safetensors") == model);
 }
@@ -435,10 +460,11 @@ TEST(checkpoints_that_fail_do_not_stop_the_run) {
     REQUIRE_GOOD(train({{"out", out}, {"steps", "1"}, {"schedule", "constant"}}));
     Start full;  // the weights fit, the moments, twice as large, do not
     full.largest_file = file_size(out + "/step_00000001/model.safetensors") + 4096;
-    const Result r = train({{"out", out}, {"steps", "4"}, {"save-every", "1"}, {"resume", "on"}, {"schedule", "constant"}}, full);
+    const Result r =
+        train({{"out", out}, {"steps", "4"}, {"save-every", "1"}, {"resume", "on"}, {"schedule", "constant"}}, full);
     CHECK_EQUAL(r.status, 1);  // because the last one failed too
-    for (const char* words : {"checkpoint of step 2 failed", "checkpoint of step 3 failed", "checkpoint of step 4 failed", "File too large",
-                              "training goes on", "step_00000001"})
+    for (const char* words : {"checkpoint of step 2 failed", "checkpoint of step 3 failed",
+                              "checkpoint of step 4 failed", "File too large", "training goes on", "step_00000001"})
         CHECK(r.err.find(words) != std::string::npos);
     CHECK_EQUAL(logged(out, "loss").size(), 4u);
     CHECK_EQUAL(glob_files(out + "/step_*").size(), 1u);
@@ -461,10 +487,12 @@ TEST(bad_numbers_end_the_run_with_the_batch_on_disk) {
     std::memcpy(&bytes[bytes.size() - 4], &infinity, 4);
     write_file(model, bytes);
     seal(out + "/step_00000002");
-    const Result bad = train({{"out", out}, {"steps", "9"}, {"resume", "on"}, {"init", "random"}, {"max-bad-steps", "2"}, {"batch", "1"}});
+    const Result bad = train(
+        {{"out", out}, {"steps", "9"}, {"resume", "on"}, {"init", "random"}, {"max-bad-steps", "2"}, {"batch", "1"}});
     CHECK_EQUAL(bad.status, 1);
     CHECK_EQUAL(lines_of(bad.err).size(), 3u);
-    for (const char* words : {"step 3: ", "no checkpoint at step 3", "step 4: ", "first tensor: gradient of ", "2 in a row", "step_00000002"})
+    for (const char* words : {"step 3: ", "no checkpoint at step 3", "step 4: ", "first tensor: gradient of ",
+                              "2 in a row", "step_00000002"})
         CHECK(bad.err.find(words) != std::string::npos);
     CHECK(!file_exists(out + "/step_00000003"));  // --save-every 1 is inherited
     const std::string file = out + "/bad_step_00000003_rank0.json";
@@ -506,7 +534,8 @@ TEST(bad_numbers_outlier_window) {
     }
 }
 
-// One sample of the corpus is foreign to all the others: with --skip-outliers its step changes no weight, before and after a resume alike.
+// One sample of the corpus is foreign to all the others: with --skip-outliers its step changes no weight, before and
+// after a resume alike.
 TEST(bad_numbers_outliers_are_skipped) {
     using namespace program;
     TempFolder folder;
@@ -515,10 +544,18 @@ TEST(bad_numbers_outliers_are_skipped) {
     for (size_t i = 0; i < tokens.size(); i++) tokens[i] = uint16_t(i % 2 ? 7 : 8);
     const size_t foreign = 160;  // the step, from 0
     for (size_t i = 0; i < 64; i++)
-        tokens[shuffled_position(foreign, 200, 1337, 0) * 64 + i] = uint16_t(random_below(200, 5, random_stream(RANDOM_TEST), i) + 20);
+        tokens[shuffled_position(foreign, 200, 1337, 0) * 64 + i] =
+            uint16_t(random_below(200, 5, random_stream(RANDOM_TEST), i) + 20);
     write_file(folder.file("train.bin"), shard(tokens));
-    const Options options = {{"data", folder.file("train.bin")}, {"batch", "1"}, {"total-batch", "64"}, {"steps", "170"},
-                             {"schedule", "constant"}, {"eval-every", "0"}, {"skip-outliers", "6"}, {"stats-every", "0"}, {"lr", "0.003"}};
+    const Options options = {{"data", folder.file("train.bin")},
+                             {"batch", "1"},
+                             {"total-batch", "64"},
+                             {"steps", "170"},
+                             {"schedule", "constant"},
+                             {"eval-every", "0"},
+                             {"skip-outliers", "6"},
+                             {"stats-every", "0"},
+                             {"lr", "0.003"}};
     const auto with = [&](Options more) {
         more.insert(options.begin(), options.end());
         return more;

@@ -3,8 +3,8 @@
 #pragma once
 #include "harness.h"
 
-#include "../../data/checkpoint.h"
-#include "../../data/tokenize.h"
+#include "../../lib/checkpoint.h"
+#include "../../lib/tokenize.h"
 
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -25,7 +25,8 @@ inline std::string safetensors_bytes(const std::string& header, const std::strin
     return std::string(reinterpret_cast<const char*>(&length), 8) + header + data;
 }
 
-// Runs `read` in a process that may take 64 MB more than it has now: 0 = it ended in an Error, 1 = it accepted, 2 = it ran out of memory.
+// Runs `read` in a process that may take 64 MB more than it has now: 0 = it ended in an Error, 1 = it accepted, 2 = it
+// ran out of memory.
 inline int with_little_memory(const std::function<void()>& read) {
     const pid_t child = fork();
     if (child == 0) {
@@ -77,8 +78,9 @@ TEST(messages_are_one_printable_line) {
     CHECK_FAILS(1, "no\\x0awhere", read_file(folder.file("no\nwhere")));
     CHECK_FAILS(1, "file: k\\x1b]0;title\\x07: byte 26: found null",
                 parse_json("{\"k\\u001b]0;title\\u0007\": null}", "file").integer("k\x1b]0;title\x07", "file"));
-    write_file(folder.file("t.safetensors"),
-               fuzz_tests::safetensors_bytes("{\"a\\nb\":{\"dtype\":\"F\\n\",\"shape\":[],\"data_offsets\":[0,4]}}", "abcd"));
+    write_file(
+        folder.file("t.safetensors"),
+        fuzz_tests::safetensors_bytes("{\"a\\nb\":{\"dtype\":\"F\\n\",\"shape\":[],\"data_offsets\":[0,4]}}", "abcd"));
     CHECK_FAILS(1, "a\\x0ab: dtype F\\x0a is unknown", SafeTensors(folder.file("t.safetensors")));
 }
 
@@ -103,11 +105,9 @@ TEST(safetensors_at_odd_places_are_read_once) {
     const std::string path = folder.file("t.safetensors");
     float x = 1.5f;
     const std::string number(reinterpret_cast<const char*>(&x), 4);
-    write_file(
-        path,
-        fuzz_tests::safetensors_bytes(
-            "{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[1,5]}}",
-            "a" + number));
+    write_file(path, fuzz_tests::safetensors_bytes("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},"
+                                                   "\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[1,5]}}",
+                                                   "a" + number));
     const SafeTensors file(path);
     const TensorView& b = file.get("b", "F32", {1});
     REQUIRE(reinterpret_cast<uintptr_t>(b.data) % 4 == 0);
@@ -116,7 +116,8 @@ TEST(safetensors_at_odd_places_are_read_once) {
     // Tensors that claim the same bytes are refused before any of them is copied: 2000 copies of 1 MB would be 2 GB.
     std::string header = "{";
     for (int i = 0; i < 2000; i++)
-        header += format_text("%s\"%d\":{\"dtype\":\"F32\",\"shape\":[262144],\"data_offsets\":[1,1048577]}", i ? "," : "", i);
+        header += format_text("%s\"%d\":{\"dtype\":\"F32\",\"shape\":[262144],\"data_offsets\":[1,1048577]}",
+                              i ? "," : "", i);
     header += "}";
     header.append((8 - header.size() % 8) % 8, ' ');
     write_file(path, fuzz_tests::safetensors_bytes(header, std::string((1 << 20) + 1, 'x')));
@@ -129,7 +130,8 @@ TEST(safetensors_at_odd_places_are_read_once) {
 TEST(hostile_lengths_allocate_nothing) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
     skip(
-        "hostile_lengths_allocate_nothing: the sanitizer's shadow memory does not fit under a limit of the address space; dev/fuzz counts allocations instead");
+        "hostile_lengths_allocate_nothing: the sanitizer's shadow memory does not fit under a limit of the address "
+        "space; dev/fuzz counts allocations instead");
 #else
     using fuzz_tests::with_little_memory;
     CHECK_EQUAL(with_little_memory([] { std::string big(size_t(1) << 30, 'x'); }), 2);  // the limit works
@@ -145,14 +147,16 @@ TEST(hostile_lengths_allocate_nothing) {
         std::memcpy(&bytes[0], &length, 8);
         refused(bytes, open_tensors);
     }
-    for (const char* shape :
-         {"4294967296", "2305843009213693952", "9223372036854775807,9223372036854775807", "4294967296,4294967296", "-1", "1e3"})
-        refused(fuzz_tests::safetensors_bytes(format_text("{\"t\":{\"dtype\":\"F64\",\"shape\":[%s],\"data_offsets\":[0,8]}}", shape),
-                                              "12345678"),
-                open_tensors);
+    for (const char* shape : {"4294967296", "2305843009213693952", "9223372036854775807,9223372036854775807",
+                              "4294967296,4294967296", "-1", "1e3"})
+        refused(
+            fuzz_tests::safetensors_bytes(
+                format_text("{\"t\":{\"dtype\":\"F64\",\"shape\":[%s],\"data_offsets\":[0,8]}}", shape), "12345678"),
+            open_tensors);
 
     // 2^64 bytes, which would count as none.
-    refused(fuzz_tests::safetensors_bytes("{\"t\":{\"dtype\":\"U8\",\"shape\":[4294967296,4294967296],\"data_offsets\":[0,0]}}", ""),
+    refused(fuzz_tests::safetensors_bytes(
+                "{\"t\":{\"dtype\":\"U8\",\"shape\":[4294967296,4294967296],\"data_offsets\":[0,0]}}", ""),
             open_tensors);
 
     int32_t head[257] = {SHARD_MAGIC, 1, INT32_MAX};
@@ -166,8 +170,9 @@ TEST(hostile_lengths_allocate_nothing) {
 }
 
 TEST(names_in_a_manifest_stay_in_its_folder) {
-    for (const char* name :
-         {"../model.safetensors", "/etc/passwd", "a/b", ".", "..", ".hidden", "", "manifest.json", "a\nb", "a\\b", "\xC3\xA9", "a b"})
+    for (const char* name : {"../model.safetensors", "/etc/passwd", "a/b", ".", "..", ".hidden", "", "manifest.json",
+                             "a\nb", "a\\b", "\xC3\xA9", "a b"})
         CHECK_FAILS(1, "m: files[0]: name: found ", parse_manifest(manifest_text(7, {{name, 1, 0}}, "{}"), "m"));
-    CHECK_EQUAL(parse_manifest(manifest_text(7, {{"model-00001.safetensors", 1, 0}}, "{}"), "m").files.size(), size_t(1));
+    CHECK_EQUAL(parse_manifest(manifest_text(7, {{"model-00001.safetensors", 1, 0}}, "{}"), "m").files.size(),
+                size_t(1));
 }

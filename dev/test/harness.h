@@ -1,5 +1,5 @@
-// harness.h: TEST, the checks, and the runner. A check that fails prints file, line, what was found and what was expected,
-// marks the test failed and goes on; REQUIRE ends the test. A test that throws has failed.
+// harness.h: TEST, the checks, and the runner. A check that fails prints file, line, what was found and what was
+// expected, marks the test failed and goes on; REQUIRE ends the test. A test that throws has failed.
 #pragma once
 #include <cmath>
 #include <cstdio>
@@ -10,7 +10,7 @@
 #include <vector>
 #include <unistd.h>
 
-#include "../../data/util.h"
+#include "../../lib/util.h"
 
 struct TestCase {
     const char* name;
@@ -18,9 +18,9 @@ struct TestCase {
 };
 struct TestRun {
     std::vector<TestCase> cases;
-    int failed_checks = 0;                // in the running test
-    long checks = 0;                      // in the running test
-    std::vector<std::string> skipped;     // what was skipped, and why
+    int failed_checks = 0;             // in the running test
+    long checks = 0;                   // in the running test
+    std::vector<std::string> skipped;  // what was skipped, and why
 };
 inline TestRun& tests() {
     static TestRun run;
@@ -29,8 +29,8 @@ inline TestRun& tests() {
 struct RegisterTest {
     RegisterTest(const char* name, void (*run)()) { tests().cases.push_back({name, run}); }
 };
-#define TEST(name)                                     \
-    static void test_##name();                         \
+#define TEST(name)                                           \
+    static void test_##name();                               \
     static RegisterTest register_##name(#name, test_##name); \
     static void test_##name()
 
@@ -44,49 +44,53 @@ __attribute__((format(printf, 3, 4))) inline void check_failed(const char* file,
     if (tests().failed_checks++ < 10) std::printf("    %s:%d: %s\n", file, line, text.c_str()), std::fflush(stdout);
 }
 
-#define CHECK(condition)                                                                     \
-    do {                                                                                     \
-        tests().checks++;                                                                    \
-        if (!(condition)) check_failed(__FILE__, __LINE__, "expected %s", #condition);       \
+#define CHECK(condition)                                                               \
+    do {                                                                               \
+        tests().checks++;                                                              \
+        if (!(condition)) check_failed(__FILE__, __LINE__, "expected %s", #condition); \
     } while (0)
 
-#define REQUIRE(condition)                                                                   \
-    do {                                                                                     \
-        tests().checks++;                                                                    \
-        if (!(condition)) {                                                                  \
+#define REQUIRE(condition)                                                                              \
+    do {                                                                                                \
+        tests().checks++;                                                                               \
+        if (!(condition)) {                                                                             \
             check_failed(__FILE__, __LINE__, "expected %s; the rest of the test needs it", #condition); \
-            throw TestAbort();                                                               \
-        }                                                                                    \
+            throw TestAbort();                                                                          \
+        }                                                                                               \
     } while (0)
 
-#define CHECK_EQUAL(found, expected)                                                         \
-    do {                                                                                     \
-        tests().checks++;                                                                    \
-        const auto found_ = (found);                                                         \
-        const decltype(found_) expected_ = (expected);                                       \
-        if (!(found_ == expected_)) check_failed(__FILE__, __LINE__, "%s is %s, expected %s", #found, show(found_).c_str(), show(expected_).c_str()); \
+#define CHECK_EQUAL(found, expected)                                                                \
+    do {                                                                                            \
+        tests().checks++;                                                                           \
+        const auto found_ = (found);                                                                \
+        const decltype(found_) expected_ = (expected);                                              \
+        if (!(found_ == expected_))                                                                 \
+            check_failed(__FILE__, __LINE__, "%s is %s, expected %s", #found, show(found_).c_str(), \
+                         show(expected_).c_str());                                                  \
     } while (0)
 
 // |found - expected| <= limit; a NaN on either side fails. Say at the call where the limit comes from.
-#define CHECK_NEAR(found, expected, limit)                                                   \
-    do {                                                                                     \
-        tests().checks++;                                                                    \
-        const double found_ = double(found), expected_ = double(expected), limit_ = double(limit); \
-        if (!(std::fabs(found_ - expected_) <= limit_))                                      \
-            check_failed(__FILE__, __LINE__, "%s is %.9g, expected %.9g, off by %.3g, limit %.3g", #found, found_, expected_, std::fabs(found_ - expected_), limit_); \
+#define CHECK_NEAR(found, expected, limit)                                                                         \
+    do {                                                                                                           \
+        tests().checks++;                                                                                          \
+        const double found_ = double(found), expected_ = double(expected), limit_ = double(limit);                 \
+        if (!(std::fabs(found_ - expected_) <= limit_))                                                            \
+            check_failed(__FILE__, __LINE__, "%s is %.9g, expected %.9g, off by %.3g, limit %.3g", #found, found_, \
+                         expected_, std::fabs(found_ - expected_), limit_);                                        \
     } while (0)
 
 // The statement throws an Error of this status whose text is one line and holds the given words.
-#define CHECK_FAILS(status_expected, words, ...)                                             \
-    do {                                                                                     \
-        tests().checks++;                                                                    \
-        try {                                                                                \
-            __VA_ARGS__;                                                                     \
-            check_failed(__FILE__, __LINE__, "%s: no error, expected one with '%s'", #__VA_ARGS__, words); \
-        } catch (const Error& e) {                                                           \
-            if (e.status != (status_expected) || !std::strstr(e.what(), words) || std::strchr(e.what(), '\n')) \
-                check_failed(__FILE__, __LINE__, "%s: status %d, '%s'; expected status %d, one line with '%s'", #__VA_ARGS__, e.status, e.what(), status_expected, words); \
-        }                                                                                    \
+#define CHECK_FAILS(status_expected, words, ...)                                                                \
+    do {                                                                                                        \
+        tests().checks++;                                                                                       \
+        try {                                                                                                   \
+            __VA_ARGS__;                                                                                        \
+            check_failed(__FILE__, __LINE__, "%s: no error, expected one with '%s'", #__VA_ARGS__, words);      \
+        } catch (const Error& e) {                                                                              \
+            if (e.status != (status_expected) || !std::strstr(e.what(), words) || std::strchr(e.what(), '\n'))  \
+                check_failed(__FILE__, __LINE__, "%s: status %d, '%s'; expected status %d, one line with '%s'", \
+                             #__VA_ARGS__, e.status, e.what(), status_expected, words);                         \
+        }                                                                                                       \
     } while (0)
 
 inline std::string show(const std::string& s) { return "'" + s + "'"; }
@@ -143,7 +147,8 @@ inline int run_tests(int argc, char** argv) {
         } catch (const std::exception& e) {
             check_failed(t.name, 0, "unexpected error: %s", e.what());
         }
-        if (tests().checks == 0 && tests().skipped.size() == skipped_before) check_failed(t.name, 0, "the test checked nothing");
+        if (tests().checks == 0 && tests().skipped.size() == skipped_before)
+            check_failed(t.name, 0, "the test checked nothing");
         const bool ok = tests().failed_checks == 0;
         (ok ? passed : failed)++;
         std::printf("%s %-60s %7ld checks %7.2f s\n", ok ? "ok  " : "FAIL", t.name, tests().checks,

@@ -8,9 +8,11 @@
 // per term, so an element is off by a few 2^-8 of the root mean square of its terms' sum; relative to a
 // whole tensor's norm that is 2^-8 for the stores, twice, and 2^-8 for each of up to two roundings inside.
 TEST(ladder_rungs_agree) {
-    if (std::is_same<Cuda::real, float>::value) return skip("the ladder of attention kernels: PRECISION=FP32 has its first rung only");
+    if (std::is_same<Cuda::real, float>::value)
+        return skip("the ladder of attention kernels: PRECISION=FP32 has its first rung only");
     NsaShape s;
-    s.B = 1, s.T = s.queries = 210, s.H = 6, s.G = 2, s.D = 64, s.l = 8, s.d = 4, s.slc_block = 16, s.slc_count = 5, s.window = 70, s.F = 8;
+    s.B = 1, s.T = s.queries = 210, s.H = 6, s.G = 2, s.D = 64, s.l = 8, s.d = 4, s.slc_block = 16, s.slc_count = 5,
+    s.window = 70, s.F = 8;
     Cuda dev(0, size_t(1) << 20);
     for (const Branch branch : {CMP, SLC, WIN}) {
         LadderRun run(dev, s, branch);

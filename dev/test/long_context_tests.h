@@ -1,6 +1,7 @@
-// long_context_tests.h: what long sequences need: the selected branch by gathered rows, lists that are split, AUTO's choice, the
-// compressed branch in parts, and whether 64k tokens fit. Against Cpu in fp64 within the derived limits of attention_kernel_tests.h,
-// against masked tiles, and bit by bit against themselves; on a GPU, or in emulation, there with several orders of threads and blocks.
+// long_context_tests.h: what long sequences need: the selected branch by gathered rows, lists that are split, AUTO's
+// choice, the compressed branch in parts, and whether 64k tokens fit. Against Cpu in fp64 within the derived limits of
+// attention_kernel_tests.h, against masked tiles, and bit by bit against themselves; on a GPU, or in emulation, there
+// with several orders of threads and blocks.
 #pragma once
 #include "attention_kernel_tests.h"
 
@@ -15,7 +16,8 @@ inline Inputs gather_inputs(NsaShape s, double density = 0.4, double scale = 1) 
     s.slc_count = s.slc_blocks();
     return Inputs(s, SLC, scale, uint64_t(s.T) * 1000 + s.H, density);
 }
-inline void check_gather(const NsaShape& s, Worst* worst, double density = 0.4, bool backward = true, double scale = 1) {
+inline void check_gather(const NsaShape& s, Worst* worst, double density = 0.4, bool backward = true,
+                         double scale = 1) {
     check_attention(gather_inputs(s, density, scale), worst, backward, SelectedKernel::GATHER);
 }
 // Every query has the blocks `always`, its own, and one at random.
@@ -46,8 +48,8 @@ inline Results run_selected(const Inputs& in, SelectedKernel kernel) {
     DeviceArray<float> lse(rows), dq(in.dq), row_dot(std::vector<double>(rows, 0.25));
     const AttentionScratch forward(SLC, s, kernel, false), backward(SLC, s, kernel, true);
     attention_forward(SLC, out.data, lse.data, q.data, k.data, v.data, selection.data, s, kernel, forward, nullptr);
-    attention_backward(SLC, dq.data, true, dk.data, dv.data, dout.data, q.data, k.data, v.data, row_dot.data, lse.data, selection.data, s,
-                       kernel, backward, nullptr);
+    attention_backward(SLC, dq.data, true, dk.data, dv.data, dout.data, q.data, k.data, v.data, row_dot.data, lse.data,
+                       selection.data, s, kernel, backward, nullptr);
     return {out.raw(), dk.raw(), dv.raw(),
             lse.raw(), dq.raw(), kernel == SelectedKernel::AUTO ? backward.choice.raw()[0] : SelectedChoice()};
 }
@@ -145,7 +147,8 @@ TEST(attention_kernels_gather_in_parts) {
     }
     worst.print("gathered rows, in parts");
 }
-// 1024 selection blocks, as 64k tokens have: chosen by the kernel, attended to by gathered rows. The first tiles of tokens, and the last.
+// 1024 selection blocks, as 64k tokens have: chosen by the kernel, attended to by gathered rows. The first tiles of
+// tokens, and the last.
 TEST(attention_kernels_gather_1024_blocks) {
     using namespace long_context_tests;
     Worst worst;
@@ -154,14 +157,16 @@ TEST(attention_kernels_gather_1024_blocks) {
         s.slc_block = 16, s.l = 8, s.d = 4, s.slc_count = 16, s.first = first, s.queries = 40;
         const Inputs scores(s, CMP, 1, 21);
         std::vector<double> out(scores.rows() * s.D), lse(scores.rows());
-        Cpu<double>().attention_forward(CMP, out.data(), lse.data(), scores.q.data(), scores.k.data(), scores.v.data(), nullptr, s);
+        Cpu<double>().attention_forward(CMP, out.data(), lse.data(), scores.q.data(), scores.k.data(), scores.v.data(),
+                                        nullptr, s);
         Inputs in(s, SLC, 1, 22);
         in.selection = run_selection(scores, std::vector<float>(lse.begin(), lse.end())).selection;
         check_attention(in, &worst, false, SelectedKernel::GATHER);
     }
     worst.print("gathered rows, 1024 blocks");
 }
-// Lists longer than GATHER_CHUNK: blocks 0 and 3 are chosen by everyone, so two tiles of keys (or a block's three) are split.
+// Lists longer than GATHER_CHUNK: blocks 0 and 3 are chosen by everyone, so two tiles of keys (or a block's three) are
+// split.
 TEST(attention_kernels_gather_splits_long_lists) {
     using namespace long_context_tests;
     Worst worst;
@@ -180,11 +185,13 @@ TEST(attention_kernels_gather_splits_long_lists) {
     }
     worst.print("gathered rows, split lists");
 }
-// The bitmasks the other way round, their counts and the chunks, for more blocks than any other test has, against plain loops.
+// The bitmasks the other way round, their counts and the chunks, for more blocks than any other test has, against plain
+// loops.
 TEST(attention_kernels_gather_plan) {
     using namespace long_context_tests;
     for (const int block : {16, 64, 128}) {
-        NsaShape s = shape(block == 16 ? 3 * GATHER_CHUNK + 1 : 4 * GATHER_CHUNK + 1, 1, 2, 16);  // block 0: a chunk of one token
+        NsaShape s = shape(block == 16 ? 3 * GATHER_CHUNK + 1 : 4 * GATHER_CHUNK + 1, 1, 2,
+                           16);  // block 0: a chunk of one token
         s.slc_block = block, s.slc_count = 4;
         const std::vector<uint32_t> host = popular_selection(s, {0, 5});
         DeviceArray<uint32_t> selection(host);
@@ -195,9 +202,10 @@ TEST(attention_kernels_gather_plan) {
         const GatherPlan plan = gather_plan<16>(pieces, s);
         const AttentionShape a = gather_shape<16>(s, true);
         const SelectedChoice* always = nullptr;
-        launch<transpose_selection_kernel>(unsigned(plan.token_words * s.G), 128, 0, nullptr, plan, (const uint32_t*)selection.data, always,
-                                           a);
-        launch<count_choosers_kernel>(unsigned(plan.units * s.G + 3) / 4, 128, 0, nullptr, plan, plan.units * s.G, always);
+        launch<transpose_selection_kernel>(unsigned(plan.token_words * s.G), 128, 0, nullptr, plan,
+                                           (const uint32_t*)selection.data, always, a);
+        launch<count_choosers_kernel>(unsigned(plan.units * s.G + 3) / 4, 128, 0, nullptr, plan, plan.units * s.G,
+                                      always);
         launch<plan_chunks_kernel>(unsigned(s.G), 32, 0, nullptr, plan, always, a);
         CUDA_CHECK(cudaDeviceSynchronize());
         std::vector<uint32_t> choosers(size_t(s.G) * plan.units * plan.token_words);
@@ -222,7 +230,8 @@ TEST(attention_kernels_gather_plan) {
                 }
                 CHECK_EQUAL(wrong, 0);
                 CHECK_EQUAL(counts[size_t(g) * plan.units + unit], count);
-                for (int tile = unit * width / KEY_TILE; tile < std::min((unit + 1) * width / KEY_TILE, plan.tiles); tile++) {
+                for (int tile = unit * width / KEY_TILE; tile < std::min((unit + 1) * width / KEY_TILE, plan.tiles);
+                     tile++) {
                     CHECK_EQUAL(extra[size_t(g) * (plan.tiles + 1) + tile], before);
                     before += count ? (count + GATHER_CHUNK - 1) / GATHER_CHUNK - 1 : 0;
                 }
@@ -264,11 +273,13 @@ TEST(attention_kernels_gather_is_causal) {
     for (const int from : {1, 64, 70, 97, 169}) {
         Inputs changed = in;
         for_rows(s, [&](size_t, int, int t, size_t row) {
-            for (int x = 0; x < s.D && t >= from; x++) changed.q[row * s.D + x] = bf16_value(3 - changed.q[row * s.D + x]);
+            for (int x = 0; x < s.D && t >= from; x++)
+                changed.q[row * s.D + x] = bf16_value(3 - changed.q[row * s.D + x]);
         });
         for (size_t i = size_t(from) * s.D; i < in.k.size(); i++)
             changed.k[i] = bf16_value(1 - in.k[i]), changed.v[i] = bf16_value(2 * in.v[i] + 1);
-        for (size_t word = size_t(from) * s.selection_words(); word < in.selection.size(); word++) changed.selection[word] ^= 1;
+        for (size_t word = size_t(from) * s.selection_words(); word < in.selection.size(); word++)
+            changed.selection[word] ^= 1;
         const Results after = run_selected(changed, SelectedKernel::GATHER);
         long different = 0;
         for_rows(s, [&](size_t, int, int t, size_t row) {
@@ -294,7 +305,8 @@ TEST(attention_kernels_gather_automatic_choice) {
                 const int own = t / 32 * 32 / block;  // the block of the tile's first token
                 for (int i = 0; i < 3; i++) {
                     const int b = together ? std::max(0, own - i)
-                                           : int(random_below(uint64_t(own) + 1, 5, random_stream(RANDOM_TEST, 81), uint64_t(t) * 3 + i));
+                                           : int(random_below(uint64_t(own) + 1, 5, random_stream(RANDOM_TEST, 81),
+                                                              uint64_t(t) * 3 + i));
                     words[b / 32] |= 1u << b % 32;
                 }
             }
@@ -307,24 +319,29 @@ TEST(attention_kernels_gather_automatic_choice) {
                     for (int t = tile * 32; t < std::min(s.T, tile * 32 + 32); t++) {
                         bool chose = false;
                         for (int key = key_tile * 64; key < std::min(s.T, key_tile * 64 + 64); key += 16)
-                            chose = chose || (in.selection[size_t(t) * s.selection_words() + key / block / 32] >> (key / block % 32) & 1);
+                            chose = chose || (in.selection[size_t(t) * s.selection_words() + key / block / 32] >>
+                                                  (key / block % 32) &
+                                              1);
                         tokens += chose, all++;
                     }
                     if (tokens) visited++, pieces += (tokens * 3 + 15) / 16, masked += (all * 3 + 15) / 16;
                 }
             CHECK_NEAR(found.choice.tile_blocks, visited / token_tiles, 1e-4 * visited / token_tiles);
-            CHECK_NEAR(found.choice.cost, double(gathered_piece_cost<16>(mma_cycles_of_device())) * pieces / masked, 1e-5);
+            CHECK_NEAR(found.choice.cost, double(gathered_piece_cost<16>(mma_cycles_of_device())) * pieces / masked,
+                       1e-5);
             CHECK_EQUAL(found.choice.gather, int(found.choice.cost < 1));
             CHECK_EQUAL(found.choice.gather, int(!together));
             check_same(found, run_selected(in, together ? SelectedKernel::TILES : SelectedKernel::GATHER));
-            CHECK(describe(found.choice, s).find(together ? "by masked tiles" : "by gathered rows") != std::string::npos);
+            CHECK(describe(found.choice, s).find(together ? "by masked tiles" : "by gathered rows") !=
+                  std::string::npos);
         }
     CHECK_NEAR(gathered_piece_cost<64>(mma_cycles(9, 0)), 1.94, 0.005);
     CHECK_NEAR(gathered_piece_cost<64>(mma_cycles(8, 0)), 1.55, 0.005);
     CHECK_EQUAL(gathered_piece_cost<64>(mma_cycles(8, 6)), 1.0f);  // bound by the products, both ways
     CHECK_EQUAL(gathered_piece_cost<64>(mma_cycles(12, 0)), gathered_piece_cost<64>(8.0f));
     NsaShape s = shape(512, 3);
-    CHECK(resolve_selected<64>(SelectedKernel::AUTO, s) == SelectedKernel::TILES);  // 8 blocks, of which a query takes 4
+    CHECK(resolve_selected<64>(SelectedKernel::AUTO, s) ==
+          SelectedKernel::TILES);  // 8 blocks, of which a query takes 4
     s.T = s.queries = 513;
     CHECK(resolve_selected<64>(SelectedKernel::AUTO, s) == SelectedKernel::AUTO);
     s.first = 512, s.queries = 1;

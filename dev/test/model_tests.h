@@ -25,9 +25,11 @@ static Config config_of(const std::string& options) {
     return c;
 }
 
-// Small, but with every mechanism at work: T = 150 is no multiple of any block, T > window, and most queries must choose their blocks.
+// Small, but with every mechanism at work: T = 150 is no multiple of any block, T > window, and most queries must
+// choose their blocks.
 static const char* const SMALL =
-    "--layers 2 --dim 48 --heads 6 --kv-groups 2 --head-dim 8 --cmp-block 8 --cmp-stride 4 --slc-block 8 --slc-count 5 --window 20 --phi-hidden 12 --mlp-hidden 64 --seq-len 150 ";
+    "--layers 2 --dim 48 --heads 6 --kv-groups 2 --head-dim 8 --cmp-block 8 --cmp-stride 4 --slc-block 8 --slc-count 5 "
+    "--window 20 --phi-hidden 12 --mlp-hidden 64 --seq-len 150 ";
 
 template <class Dev>
 struct TestModel {
@@ -38,7 +40,10 @@ struct TestModel {
     std::vector<int32_t> inputs, targets;  // (B, T) random
 
     TestModel(const std::string& options, int B, uint64_t seed = 1, bool poison = false)
-        : dev(), config(config_of(options)), model(poisoned(poison), config, true), a(dev, config, B, config.seq_len, TRAINING) {
+        : dev(),
+          config(config_of(options)),
+          model(poisoned(poison), config, true),
+          a(dev, config, B, config.seq_len, TRAINING) {
         model.initialise();
         for (int64_t i = 0; i < B * config.seq_len; i++) {
             inputs.push_back(int32_t(random_below(256, seed, random_stream(RANDOM_TEST, 1), uint64_t(i))));
@@ -66,8 +71,9 @@ struct TestModel {
 // ---------------------------------------------------------------------------------------------------------------------
 // Gradients.
 
-// Central differences of the whole model's loss in fp64, with the selection free to move: single coordinates of every tensor. With a loss
-// of order 5 the difference of two losses carries 1e-15 of rounding, so a step of 1e-5 leaves 1e-10, and truncation of the order of step^2.
+// Central differences of the whole model's loss in fp64, with the selection free to move: single coordinates of every
+// tensor. With a loss of order 5 the difference of two losses carries 1e-15 of rounding, so a step of 1e-5 leaves
+// 1e-10, and truncation of the order of step^2.
 static void check_model_gradients(const std::string& options) {
     TestModel<Cpu<double>> t(options, 2);
     t.loss_and_gradients();
@@ -89,7 +95,8 @@ static void check_model_gradients(const std::string& options) {
             tests().checks++;
             const double found = grads[spec.offset + i], expected = (above - below) / (2 * step);
             if (!(std::fabs(found - expected) <= 1e-9 + 1e-6 * std::fabs(expected)))
-                check_failed(__FILE__, __LINE__, "%s[%zu]: gradient %.10g, finite difference %.10g", spec.name.c_str(), i, found, expected);
+                check_failed(__FILE__, __LINE__, "%s[%zu]: gradient %.10g, finite difference %.10g", spec.name.c_str(),
+                             i, found, expected);
         }
 }
 TEST(model_gradients_match_finite_differences) { check_model_gradients(std::string(SMALL) + "--init random"); }
@@ -97,7 +104,9 @@ TEST(model_gradients_match_finite_differences_full_attention) {
     check_model_gradients(std::string(SMALL) + "--init random --attention full");
 }
 // T < l: no compressed block
-TEST(model_gradients_match_finite_differences_short_sequence) { check_model_gradients(std::string(SMALL) + "--init random --seq-len 5"); }
+TEST(model_gradients_match_finite_differences_short_sequence) {
+    check_model_gradients(std::string(SMALL) + "--init random --seq-len 5");
+}
 
 TEST(every_weight_gets_a_gradient) {
     TestModel<Cpu<float>> t(std::string(SMALL) + "--init random", 2);
@@ -107,13 +116,15 @@ TEST(every_weight_gets_a_gradient) {
         for (size_t row = 0; row < size_t(spec.rows); row++) {
             const size_t width = size_t(spec.columns ? spec.columns : 1);
             double square = 0;
-            for (size_t i = 0; i < width; i++) square += std::pow(double(t.model.grads[spec.offset + row * width + i]), 2);
+            for (size_t i = 0; i < width; i++)
+                square += std::pow(double(t.model.grads[spec.offset + row * width + i]), 2);
             tests().checks++;
             if (!(square > 0)) check_failed(__FILE__, __LINE__, "%s: row %zu has no gradient", spec.name.c_str(), row);
         }
 }
 
-TEST(standard_initialisation_leaves_only_phi_fc1_silent) {  // phi's fc2 is 0, so fc1 and its bias get nothing in the first step; fc2 does
+TEST(standard_initialisation_leaves_only_phi_fc1_silent) {  // phi's fc2 is 0, so fc1 and its bias get nothing in the
+                                                            // first step; fc2 does
     TestModel<Cpu<float>> t(SMALL, 2);
     t.loss_and_gradients();
     for (const TensorSpec& spec : t.model.table.specs) {
@@ -121,7 +132,8 @@ TEST(standard_initialisation_leaves_only_phi_fc1_silent) {  // phi's fc2 is 0, s
         for (size_t i = 0; i < spec.size; i++) square += std::pow(double(t.model.grads[spec.offset + i]), 2);
         const bool phi_fc1 = spec.name.find("phi_") != std::string::npos && spec.name.find("fc1") != std::string::npos;
         tests().checks++;
-        if ((square > 0) == phi_fc1) check_failed(__FILE__, __LINE__, "%s: squared gradient %g", spec.name.c_str(), square);
+        if ((square > 0) == phi_fc1)
+            check_failed(__FILE__, __LINE__, "%s: squared gradient %g", spec.name.c_str(), square);
     }
 }
 
@@ -139,7 +151,8 @@ TEST(padding_stays_zero) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Golden values of dev/reference.py, an independent implementation in PyTorch, fp64. The parameters are drawn anew from the same seed.
+// Golden values of dev/reference.py, an independent implementation in PyTorch, fp64. The parameters are drawn anew from
+// the same seed.
 
 template <class Dev>
 static void check_golden(const std::string& name, double limit) {
@@ -158,7 +171,8 @@ static void check_golden(const std::string& name, double limit) {
     loader.next_batch(t.inputs.data(), t.targets.data(), B);
     auto value = [&](const std::string& tensor, size_t i = 0) {
         const TensorView* view = golden.find(tensor);
-        if (!view || view->dtype != "F64" || (i + 1) * 8 > view->bytes) fail("%s: no %s[%zu] in fp64", path.c_str(), tensor.c_str(), i);
+        if (!view || view->dtype != "F64" || (i + 1) * 8 > view->bytes)
+            fail("%s: no %s[%zu] in fp64", path.c_str(), tensor.c_str(), i);
         double x;
         std::memcpy(&x, static_cast<const char*>(view->data) + i * 8, 8);
         return x;
@@ -175,7 +189,8 @@ static void check_golden(const std::string& name, double limit) {
     const NsaShape& s = t.a.shape;
     for (size_t layer = 0; !s.full && layer < t.a.layer.size(); layer++) {
         const size_t rows = size_t(s.B) * s.G * s.T, blocks = size_t(s.slc_blocks());
-        const TensorView& view = golden.get(format_text("layers.%zu.selection", layer), "U8", {s.B, s.G, s.T, int64_t(blocks)});
+        const TensorView& view =
+            golden.get(format_text("layers.%zu.selection", layer), "U8", {s.B, s.G, s.T, int64_t(blocks)});
         size_t different = 0;
         for (size_t r = 0; r < rows; r++)
             for (size_t j = 0; j < blocks; j++)
@@ -187,7 +202,8 @@ static void check_golden(const std::string& name, double limit) {
     REQUIRE(rows && rows->dtype == "I32");
     for (int64_t r = 0; r < rows->elements(); r++) {
         double largest = 0;
-        for (int64_t v = 0; v < c.vocab_size; v++) largest = std::max(largest, std::fabs(value("logits", size_t(r * c.vocab_size + v))));
+        for (int64_t v = 0; v < c.vocab_size; v++)
+            largest = std::max(largest, std::fabs(value("logits", size_t(r * c.vocab_size + v))));
         for (int64_t v = 0; v < c.vocab_size; v++)  // the logits were copied out as fp32
             CHECK_NEAR(logits[size_t(static_cast<const int32_t*>(rows->data)[r] * c.vocab_size + v)],
                        value("logits", size_t(r * c.vocab_size + v)), (limit + 6e-8) * largest);
@@ -203,7 +219,8 @@ static void check_golden(const std::string& name, double limit) {
         CHECK_NEAR(std::sqrt(square), norm, limit * norm);
         CHECK_NEAR(dot, value("grad_sign_dot." + spec.name), limit * norm * std::sqrt(double(spec.size)));
         const size_t samples = std::min<size_t>(64, spec.size);
-        for (size_t k = 0; k < samples; k++) CHECK_NEAR(grad[k * spec.size / samples], value("grad_sample." + spec.name, k), limit * norm);
+        for (size_t k = 0; k < samples; k++)
+            CHECK_NEAR(grad[k * spec.size / samples], value("grad_sample." + spec.name, k), limit * norm);
     }
 }
 // fp64 against fp64: both round at 1e-16 in sums of up to 1e5 terms. fp32: 6e-8 a rounding, sums of up to 1e3
@@ -230,7 +247,8 @@ TEST(changing_a_token_changes_nothing_before_it) {
     std::vector<std::vector<float>> branches;
     std::vector<std::vector<uint32_t>> selections;
     for (const auto& y : t.a.layer)
-        branches.emplace_back(y.o, y.o + 3 * rows * s.D), selections.emplace_back(y.selection, y.selection + size_t(s.G) * T * words);
+        branches.emplace_back(y.o, y.o + 3 * rows * s.D),
+            selections.emplace_back(y.selection, y.selection + size_t(s.G) * T * words);
     for (int changed : {1, 7, 8, 19, 20, 63, 64, 65, 100, 127, 128, 149}) {
         std::vector<int32_t> tokens = t.inputs;
         tokens[size_t(changed)] = (tokens[size_t(changed)] + 1) % 256;
@@ -264,7 +282,8 @@ TEST(decoding_equals_prefill) {
             for (int at = 0; at < T; at += piece) {
                 const int count = std::min(piece, T - at);
                 forward(t.model, caches, &t.inputs[size_t(at)], at, count);
-                for (size_t i = 0; i < count * C; i++) worst = std::max(worst, std::fabs(caches.normed[i] - expected[size_t(at) * C + i]));
+                for (size_t i = 0; i < count * C; i++)
+                    worst = std::max(worst, std::fabs(caches.normed[i] - expected[size_t(at) * C + i]));
             }
             CHECK_NEAR(worst, 0, 1e-11);
         }
@@ -282,7 +301,8 @@ TEST(poisoned_memory_changes_no_bit) {
 TEST(recomputing_changes_no_bit_and_saves_memory) {
     for (const char* kind : {"nsa", "full"}) {
         const std::string options = std::string(SMALL) + "--init random --attention " + kind + " --recompute ";
-        TestModel<Cpu<float>> keep(options + "0", 2, 1, true), cheap(options + "1", 2, 1, true), all(options + "2", 2, 1, true);
+        TestModel<Cpu<float>> keep(options + "0", 2, 1, true), cheap(options + "1", 2, 1, true),
+            all(options + "2", 2, 1, true);
         const double loss = keep.loss_and_gradients();
         for (TestModel<Cpu<float>>* t : {&cheap, &all}) {
             CHECK_EQUAL(t->loss_and_gradients(), loss);
@@ -320,7 +340,8 @@ TEST(logits_in_chunks_are_logits_at_once) {
     }
 }
 
-// A run that does not fit says what would, and that then fits: a level of --recompute, the largest micro-batch that divides the step, or both.
+// A run that does not fit says what would, and that then fits: a level of --recompute, the largest micro-batch that
+// divides the step, or both.
 struct SmallCpu : Cpu<float> {
     double available = 0;
     double available_bytes() const { return available; }
@@ -330,7 +351,8 @@ TEST(what_does_not_fit_is_refused_with_what_would) {
     const World world;
     const auto needed = [&](int batch, int recompute) {
         const Config c = config_of(format_text("--model tiny --recompute %d", recompute));
-        return Model<SmallCpu>::flat_bytes(c, 1) + Activations<SmallCpu>::bytes_needed(dev, c, batch, c.seq_len, TRAINING);
+        return Model<SmallCpu>::flat_bytes(c, 1) +
+               Activations<SmallCpu>::bytes_needed(dev, c, batch, c.seq_len, TRAINING);
     };
     const auto refusal = [&](double available, const std::string& options) -> std::string {
         dev.available = available;
@@ -388,7 +410,8 @@ TEST(memory_is_linear_in_sequence_length) {
 // Learning.
 
 TEST(one_batch_is_learnt_by_heart) {
-    TestModel<Cpu<float>> t(std::string(SMALL) + "--weight-decay 0 --warmup 10 --schedule constant --seq-len 64 --slc-count 3", 2);
+    TestModel<Cpu<float>> t(
+        std::string(SMALL) + "--weight-decay 0 --warmup 10 --schedule constant --seq-len 64 --slc-count 3", 2);
     double loss = 0;
     for (int step = 1; step <= 300; step++) {
         loss = t.loss_and_gradients();
@@ -439,7 +462,8 @@ TEST(an_update_is_clipped_adamw) {
 }
 
 TEST(accumulation_equals_one_batch) {  // fp64: gradients of two halves add up to those of the whole
-    TestModel<Cpu<double>> whole(std::string(SMALL) + "--init random", 2), half(std::string(SMALL) + "--init random", 1);
+    TestModel<Cpu<double>> whole(std::string(SMALL) + "--init random", 2),
+        half(std::string(SMALL) + "--init random", 1);
     const double loss = whole.loss_and_gradients();
     half.dev.zero(half.model.grads, half.model.table.total);
     const size_t T = size_t(half.config.seq_len);
@@ -453,7 +477,8 @@ TEST(accumulation_equals_one_batch) {  // fp64: gradients of two halves add up t
     for (const TensorSpec& spec : whole.model.table.specs) {
         double difference = 0, square = 0;
         for (size_t i = spec.offset; i < spec.offset + spec.size; i++)
-            difference += std::pow(half.model.grads[i] - whole.model.grads[i], 2), square += std::pow(whole.model.grads[i], 2);
+            difference += std::pow(half.model.grads[i] - whole.model.grads[i], 2),
+                square += std::pow(whole.model.grads[i], 2);
         CHECK(std::sqrt(difference) <= 1e-13 * std::sqrt(square) * std::sqrt(double(spec.size)));
     }
 }
@@ -464,7 +489,8 @@ TEST(accumulation_equals_one_batch) {  // fp64: gradients of two halves add up t
 TEST(the_125m_model_has_the_tensors_of_the_specification) {
     const Config c = config_of("--model 125m");
     const TensorTable table(c);
-    std::map<std::string, std::vector<int64_t>> expected = {{"embed_tokens.weight", {50257, 768}}, {"norm.weight", {768}}};
+    std::map<std::string, std::vector<int64_t>> expected = {{"embed_tokens.weight", {50257, 768}},
+                                                            {"norm.weight", {768}}};
     for (int i = 0; i < 12; i++) {
         const std::string layer = "layers." + std::to_string(i) + ".";
         for (const char* norm : {"attn_norm.weight", "mlp_norm.weight"}) expected[layer + norm] = {768};
@@ -496,14 +522,15 @@ TEST(the_125m_model_has_the_tensors_of_the_specification) {
 
 // The FLOPs of a token, by hand: the products of one sequence, one by one.
 TEST(model_flops_are_those_of_its_products) {
-    for (const char* options : {"--model tiny --seq-len 150", "--model tiny --seq-len 150 --attention full", "--model 125m --seq-len 2048",
-                                "--model 125m --seq-len 2048 --attention full"}) {
+    for (const char* options : {"--model tiny --seq-len 150", "--model tiny --seq-len 150 --attention full",
+                                "--model 125m --seq-len 2048", "--model 125m --seq-len 2048 --attention full"}) {
         const Config c = config_of(options);
         const bool nsa = c.attention == "nsa";
-        const double T = double(c.seq_len), C = double(c.dim), H = double(c.heads), G = double(c.kv_groups), D = double(c.head_dim),
-                     F = double(c.phi_hidden), l = double(c.cmp_block);
+        const double T = double(c.seq_len), C = double(c.dim), H = double(c.heads), G = double(c.kv_groups),
+                     D = double(c.head_dim), F = double(c.phi_hidden), l = double(c.cmp_block);
         // of one token
-        double weights = C * (H * D + (nsa ? 6 : 2) * G * D + (nsa ? 3 * H : 0) + H * D + 2 * double(c.mlp_hidden)) * double(c.layers) +
+        double weights = C * (H * D + (nsa ? 6 : 2) * G * D + (nsa ? 3 * H : 0) + H * D + 2 * double(c.mlp_hidden)) *
+                             double(c.layers) +
                          C * double(c.vocab_size);
         double pairs = 0, blocks = 0;  // of one head; compressed blocks of one group
         for (int t = 0; t < c.seq_len; t++) {
@@ -530,7 +557,8 @@ TEST(initial_weights_have_their_scales) {
     for (size_t index = 0; index < table.specs.size(); index++) {
         const TensorSpec& t = table.specs[index];
         double expected = 0.02;
-        if (t.name.find("o_proj") != std::string::npos || t.name.find("mlp.fc2") != std::string::npos) expected = 0.02 / std::sqrt(8.0);
+        if (t.name.find("o_proj") != std::string::npos || t.name.find("mlp.fc2") != std::string::npos)
+            expected = 0.02 / std::sqrt(8.0);
         if (t.name.find("phi_") != std::string::npos)
             expected = t.name.find("fc1.weight") != std::string::npos ? 1 / std::sqrt(16.0 * 32) : 0;
         const bool norm = t.name.find("norm") != std::string::npos;
@@ -547,23 +575,27 @@ TEST(initial_weights_have_their_scales) {
 }
 
 // With a gate that passes the window branch alone and a window of T keys, NSA is dense attention: the same losses as
-// --attention full with the same weights. The gates' logits are +-40, so the closed ones are 4e-18 and the open one is 1.
+// --attention full with the same weights. The gates' logits are +-40, so the closed ones are 4e-18 and the open one
+// is 1.
 TEST(window_branch_alone_is_the_dense_model) {
     const std::string options = std::string(SMALL) + "--init random --window 150 ";
     TestModel<Cpu<double>> nsa(options, 2), full(options + "--attention full", 2);
     auto find = [](auto& t, const std::string& name) {
-        return std::find_if(t.model.table.specs.begin(), t.model.table.specs.end(), [&](const TensorSpec& s) { return s.name == name; });
+        return std::find_if(t.model.table.specs.begin(), t.model.table.specs.end(),
+                            [&](const TensorSpec& s) { return s.name == name; });
     };
     for (const TensorSpec& spec : full.model.table.specs) {
         const auto from = find(nsa, spec.name);
         std::copy_n(nsa.model.params + from->offset, spec.size, full.model.params + spec.offset);
     }
-    // The gate sees rmsnorm(x): make its logit constant by giving one residual channel a known value in every token and layer.
+    // The gate sees rmsnorm(x): make its logit constant by giving one residual channel a known value in every token and
+    // layer.
     const size_t C = size_t(nsa.config.dim), H = size_t(nsa.config.heads);
     for (auto* t : {&nsa, &full}) {
         for (size_t v = 0; v < 256; v++) t->model.w.embed[v * C] = 30;  // channel 0 dominates every row ...
         for (auto& layer : t->model.w.layer) {
-            std::fill_n(layer.o_proj, size_t(t->config.heads * t->config.head_dim), 0.0);  // ... and nothing writes to it
+            std::fill_n(layer.o_proj, size_t(t->config.heads * t->config.head_dim),
+                        0.0);  // ... and nothing writes to it
             std::fill_n(layer.mlp_fc2, size_t(t->config.mlp_hidden), 0.0);
             layer.attn_norm[0] = 1;
         }

@@ -1,12 +1,13 @@
-// op_tests.h: every operation of struct Cpu, in fp32 and fp64, against the oracles of oracle.h, by finite differences, and for the
-// properties that the specification promises: causality, ties, forced blocks, decoding, independence of the number of threads.
+// op_tests.h: every operation of struct Cpu, in fp32 and fp64, against the oracles of oracle.h, by finite differences,
+// and for the properties that the specification promises: causality, ties, forced blocks, decoding, independence of the
+// number of threads.
 //
-// Error limits come with the oracles' Numbers, which derive them from the number format and the lengths of the sums; finite differences
-// state theirs in check_gradient. No limit is written by hand here unless its derivation stands beside it.
+// Error limits come with the oracles' Numbers, which derive them from the number format and the lengths of the sums;
+// finite differences state theirs in check_gradient. No limit is written by hand here unless its derivation stands
+// beside it.
 #pragma once
 #include <string>
 #include <vector>
-
 
 #include "../../nsa_cpu.h"
 #include "harness.h"
@@ -44,14 +45,15 @@ TEST(op_oracle_knows_closed_forms) {  // the oracles themselves, where the answe
     const double x[] = {1, 0};
     CHECK_NEAR(oracle::rope(x, 1, 2, +1)[0].value, 0.54030230586813972, 1e-15);
     CHECK_NEAR(oracle::rope(x, 1, 2, +1)[1].value, 0.84147098480789651, 1e-15);
-    // The rule of selection, by hand: 7 candidates, 5 may be taken, 0, 5 and 6 are forced; 2 and 4 tie below 3, the lower one wins.
+    // The rule of selection, by hand: 7 candidates, 5 may be taken, 0, 5 and 6 are forced; 2 and 4 tie below 3, the
+    // lower one wins.
     CHECK(oracle::select({9, 1, 2, 3, 2, 0, 0}, 5) == (std::vector<int>{0, 2, 3, 5, 6}));
     CHECK(oracle::select({9, 1, 2}, 5) == (std::vector<int>{0, 1, 2}));
 }
 
 TEST(op_shapes) {
-    for (const NsaShape base :
-         {NsaShape{1, 0, 0, 0, 12, 2, 64, 32, 16, 64}, NsaShape{1, 0, 0, 0, 3, 1, 2, 1, 1, 1}, NsaShape{2, 0, 0, 0, 6, 3, 16, 8, 4, 48}})
+    for (const NsaShape base : {NsaShape{1, 0, 0, 0, 12, 2, 64, 32, 16, 64}, NsaShape{1, 0, 0, 0, 3, 1, 2, 1, 1, 1},
+                                NsaShape{2, 0, 0, 0, 6, 3, 16, 8, 4, 48}})
         for (int T : {1, 7, 8, 31, 32, 33, 47, 48, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049}) {
             NsaShape s = base;
             s.T = T;
@@ -92,13 +94,15 @@ TEST(op_memory) { check_memory<float>(), check_memory<double>(); }
 // The exponential.
 
 TEST(op_exponential) {
-    // Every 1000th float of [-87, 88], with both ends: relative error in ulps of the result against libm in fp64. nsa_cpu.h claims 2.
+    // Every 1000th float of [-87, 88], with both ends: relative error in ulps of the result against libm in fp64.
+    // nsa_cpu.h claims 2.
     double worst = 0;
     float worst_at = 0;
     auto measure = [&](float x) {
         const double expected = std::exp(double(x));
         const float rounded = float(expected);
-        const double ulp = std::ldexp(1.0, std::ilogb(rounded) - 23), error = std::fabs(exponential(x) - expected) / ulp;
+        const double ulp = std::ldexp(1.0, std::ilogb(rounded) - 23),
+                     error = std::fabs(exponential(x) - expected) / ulp;
         if (!(error <= worst)) worst = error, worst_at = x;
     };
     for (float bound : {-87.0f, 88.0f}) {
@@ -115,9 +119,11 @@ TEST(op_exponential) {
     CHECK(worst < 2);
     CHECK_EQUAL(exponential(0.0f), 1.0f);
     CHECK_EQUAL(exponential(-0.0f), 1.0f);
-    for (float x : {std::nextafter(-87.0f, -100.0f), -87.5f, -88.0f, -104.0f, -1e4f, -3e38f, -std::numeric_limits<float>::infinity()})
+    for (float x : {std::nextafter(-87.0f, -100.0f), -87.5f, -88.0f, -104.0f, -1e4f, -3e38f,
+                    -std::numeric_limits<float>::infinity()})
         CHECK_EQUAL(exponential(x), 0.0f);
-    for (float x : {88.5f, 1e4f, 3e38f, std::numeric_limits<float>::infinity()}) CHECK_EQUAL(exponential(x), exponential(88.0f));
+    for (float x : {88.5f, 1e4f, 3e38f, std::numeric_limits<float>::infinity()})
+        CHECK_EQUAL(exponential(x), exponential(88.0f));
     CHECK(std::isnan(exponential(std::numeric_limits<float>::quiet_NaN())));
     CHECK_EQUAL(sigmoid(0.0f), 0.5f);
     CHECK_EQUAL(sigmoid(100.0f), 1.0f);
@@ -154,7 +160,8 @@ void check_gemm(GemmFunction gemm_function, int M, int N, int K, bool bf16 = fal
         const bool ta = mode & 1, tb = mode & 2, accumulate = mode & 4;
         const int a_rows = ta ? K : M, a_width = ta ? M : K, b_rows = tb ? N : K, b_width = tb ? K : N;
         const int lda = a_width + 3, ldb = b_width + 5, ldc = N + 7;
-        Buffer<real> A(size_t(a_rows) * lda, "A"), B(size_t(b_rows) * ldb, "B"), C(size_t(M) * ldc, "C"), before(C.size());
+        Buffer<real> A(size_t(a_rows) * lda, "A"), B(size_t(b_rows) * ldb, "B"), C(size_t(M) * ldc, "C"),
+            before(C.size());
         for (int i = 0; i < a_rows; i++) fill(A + size_t(i) * lda, a_width);
         for (int i = 0; i < b_rows; i++) fill(B + size_t(i) * ldb, b_width);
         if (accumulate)
@@ -166,13 +173,17 @@ void check_gemm(GemmFunction gemm_function, int M, int N, int K, bool bf16 = fal
         Buffer<real> found(size_t(M) * N, "product");
         for (int m = 0; m < M; m++) {
             for (int n = 0; n < N; n++) {
-                double value = 0, magnitude = 0;  // Sum's rule written out: K products and one addition, gamma(K + 1) * sum of |terms|
+                double value = 0,
+                       magnitude =
+                           0;  // Sum's rule written out: K products and one addition, gamma(K + 1) * sum of |terms|
                 for (int k = 0; k < K; k++) {
                     const double term = a[ta ? size_t(k) * lda + m : size_t(m) * lda + k] *
                                         b[tb ? size_t(n) * ldb + k : size_t(k) * ldb + n];
                     value += term, magnitude += std::fabs(term);
                 }
-                if (accumulate) value += double(before[size_t(m) * ldc + n]), magnitude += std::fabs(double(before[size_t(m) * ldc + n]));
+                if (accumulate)
+                    value += double(before[size_t(m) * ldc + n]),
+                        magnitude += std::fabs(double(before[size_t(m) * ldc + n]));
                 expected.push_back(Num(value, oracle::gamma<real>(K + 1) * magnitude));
                 found[size_t(m) * N + n] = C[size_t(m) * ldc + n];
             }
@@ -181,7 +192,8 @@ void check_gemm(GemmFunction gemm_function, int M, int N, int K, bool bf16 = fal
         const int failed = tests().failed_checks;
         CHECK_ARRAY(found, expected, M, N);
         if (tests().failed_checks > failed)
-            std::printf("    in the product M %d N %d K %d, transposed A %d B %d, accumulate %d\n", M, N, K, ta, tb, accumulate);
+            std::printf("    in the product M %d N %d K %d, transposed A %d B %d, accumulate %d\n", M, N, K, ta, tb,
+                        accumulate);
     }
 }
 template <class real, class GemmFunction>
@@ -189,8 +201,10 @@ void check_gemm_shapes(GemmFunction gemm_function, bool bf16 = false) {
     // Every boundary of the blocking in each dimension: register blocks (6 rows, or 32 with AMX; vectors
     // of columns), panels, MC 96, KC 256 (512 in pairs of bf16), NC 1024, oneDNN's blocks of 64 to 512.
     const auto check = [&](int M, int N, int K) { check_gemm<real>(gemm_function, M, N, K, bf16); };
-    const std::vector<int> all = {1, 2, 5, 6, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 255, 256, 257, 511, 512, 513};
-    const std::vector<int> some = {1, 2, 6, 16, 17, 32, 33, 97, 512, 513};  // the blocking is the same; what differs are pairs and tiles
+    const std::vector<int> all = {1,  2,  5,  6,  7,  15,  16,  17,  31,  32,  33, 63,
+                                  64, 65, 95, 96, 97, 255, 256, 257, 511, 512, 513};
+    const std::vector<int> some = {1,  2,  6,  16,  17,
+                                   32, 33, 97, 512, 513};  // the blocking is the same; what differs are pairs and tiles
     for (int x : bf16 ? some : all) check(x, 7, 9), check(7, x, 9), check(7, 9, x);
     for (int x : {1023, 1024, 1025}) check(x, 5, 3), check(5, x, 3), check(5, 3, x), check(7, x, 257);
     for (int K : {0, 1, 257}) check(13, 67, K);
@@ -207,13 +221,14 @@ TEST(op_gemm_blocked) {
 TEST(op_gemm) {
     Gemm<float> gemm;
     Gemm<double> gemm_fp64;
-    check_gemm_shapes<float>([&](auto... x) { gemm(x...); }), check_gemm_shapes<double>([&](auto... x) { gemm_fp64(x...); });
+    check_gemm_shapes<float>([&](auto... x) { gemm(x...); }),
+        check_gemm_shapes<double>([&](auto... x) { gemm_fp64(x...); });
 }
 TEST(op_gemm_bf16) {
     if (!HAVE_BF16) return skip("op_gemm_bf16: this build's processor has no AVX512_BF16");
     Gemm<float> gemm;
     gemm.bf16 = true;
-    check_gemm_shapes<float>([&](auto... x) { gemm(x...); }, true);                       // oneDNN, where the build has it
+    check_gemm_shapes<float>([&](auto... x) { gemm(x...); }, true);  // oneDNN, where the build has it
     check_gemm_shapes<float>([&](auto... x) { gemm.blocked<Bf16Pair>(x...); }, true);
     if (!amx_granted()) skip("op_gemm_bf16 with AMX: not in this build or not granted");
     gemm.allow_tiles = false;
@@ -230,7 +245,8 @@ TEST(op_to_bf16) {  // round to nearest, ties to even, over every float of a few
             const uint32_t widened = expected << 16;
             float rounded;
             std::memcpy(&rounded, &widened, 4);
-            if (expected != 0x7F80) CHECK_EQUAL(oracle::rounded_to_bf16(double(x)), double(rounded));  // 0x7F80: it has become infinite
+            if (expected != 0x7F80)
+                CHECK_EQUAL(oracle::rounded_to_bf16(double(x)), double(rounded));  // 0x7F80: it has become infinite
         }
     CHECK_EQUAL(uint32_t(to_bf16(std::numeric_limits<float>::infinity())), 0x7F80u);
     CHECK_EQUAL(uint32_t(to_bf16(-std::numeric_limits<float>::infinity())), 0xFF80u);
@@ -250,7 +266,8 @@ TEST(op_operands_in_pairs) {  // of a product that sums over the columns of a ma
                 for (int r = 0; r < rows; r++) fill_normal(x + r * ld, size_t(columns), random);
                 CHECK(sum_over_columns<float>(nullptr, x.data(), ld, rows, columns) == x.data());
                 CHECK(sum_over_rows<float>(nullptr, x.data(), ld, rows, columns) == x.data());
-                Buffer<Bf16Pair> by_columns(size_t(rows) * ld / 2, "pairs of columns"), by_rows(size_t(rows + 1) / 2 * ld, "pairs of rows");
+                Buffer<Bf16Pair> by_columns(size_t(rows) * ld / 2, "pairs of columns"),
+                    by_rows(size_t(rows + 1) / 2 * ld, "pairs of rows");
                 CHECK(sum_over_columns(by_columns.data(), x.data(), ld, rows, columns) == by_columns.data());
                 CHECK(sum_over_rows(by_rows.data(), x.data(), ld, rows, columns) == by_rows.data());
                 for (int r = 0; r < rows + rows % 2; r++)
@@ -274,7 +291,8 @@ void check_embedding(int N, int C, int V) {
     Cpu<real> cpu;
     Buffer<int32_t> tokens(size_t(N), "tokens");
     for (int n = 0; n < N; n++) tokens[n] = n == 0 ? V - 1 : random.below(V);  // N > V: tokens repeat
-    Buffer<real> embed(size_t(V) * C, "embed"), x(size_t(N) * C, "x"), dx(size_t(N) * C, "dx"), dembed(size_t(V) * C, "dembed");
+    Buffer<real> embed(size_t(V) * C, "embed"), x(size_t(N) * C, "x"), dx(size_t(N) * C, "dx"),
+        dembed(size_t(V) * C, "dembed");
     embed.fill(random), dx.fill(random), dembed.fill(random);
     cpu.embedding_forward(x, tokens, embed, N, C);
     std::vector<oracle::Sum<real>> sums(dembed.size());
@@ -300,7 +318,8 @@ void check_rmsnorm(int N, int C) {
     x.fill(random), weight.fill(random), dout.fill(random), dx.fill(random), dweight.fill(random);
     // Rows of every scale around sqrt(epsilon) = 1e-3, and a row of zeros: there epsilon decides.
     for (int n = 0; n < N; n++)
-        for (int c = 0; c < C; c++) x[size_t(n) * C + c] *= real(n % 4 == 0 ? 1 : n % 4 == 1 ? 1e-3 : n % 4 == 2 ? 1e3 : 0);
+        for (int c = 0; c < C; c++)
+            x[size_t(n) * C + c] *= real(n % 4 == 0 ? 1 : n % 4 == 1 ? 1e-3 : n % 4 == 2 ? 1e3 : 0);
     cpu.rmsnorm_forward(out, rstd, x, weight, N, C);
     oracle::Numbers<real> expected, expected_rstd, expected_dx;
     std::vector<oracle::Sum<real>> sums(static_cast<size_t>(C));
@@ -322,7 +341,8 @@ void check_rmsnorm(int N, int C) {
 }
 TEST(op_rmsnorm) {
     for (int C : {1, 2, 63, 64, 65, 768}) check_rmsnorm<float>(18, C), check_rmsnorm<double>(18, C);
-    check_rmsnorm<float>(64, 33), check_rmsnorm<float>(200, 33), check_rmsnorm<double>(129, 20);  // dweight is summed in parts of 64 rows
+    check_rmsnorm<float>(64, 33), check_rmsnorm<float>(200, 33),
+        check_rmsnorm<double>(129, 20);  // dweight is summed in parts of 64 rows
 }
 
 template <class real>
@@ -338,7 +358,8 @@ void check_matmul(int N, int C, int OC) {
         std::vector<oracle::Sum<real>> sums(out.size());
         for (int n = 0; n < N; n++)
             for (int o = 0; o < OC; o++) {
-                for (int c = 0; c < C; c++) sums[size_t(n) * OC + o].add(Num(inp[size_t(n) * C + c]) * Num(weight[size_t(o) * C + c]));
+                for (int c = 0; c < C; c++)
+                    sums[size_t(n) * OC + o].add(Num(inp[size_t(n) * C + c]) * Num(weight[size_t(o) * C + c]));
                 if (with_residual) sums[size_t(n) * OC + o].add(Num(residual[size_t(n) * OC + o]));
             }
         out.poison();
@@ -360,7 +381,8 @@ void check_matmul(int N, int C, int OC) {
     CHECK_ARRAY(dweight, oracle::numbers(dweight_sums), OC, C);
 }
 TEST(op_matmul) {
-    check_matmul<float>(1, 1, 1), check_matmul<float>(33, 70, 130), check_matmul<float>(130, 33, 65), check_matmul<float>(1, 257, 66);
+    check_matmul<float>(1, 1, 1), check_matmul<float>(33, 70, 130), check_matmul<float>(130, 33, 65),
+        check_matmul<float>(1, 257, 66);
     check_matmul<double>(33, 70, 130), check_matmul<double>(5, 257, 66);
 }
 
@@ -376,7 +398,8 @@ void check_silu() {
     oracle::Numbers<real> expected, expected_dx;
     for (size_t i = 0; i < x.size(); i++) {
         Num silu = oracle::silu(Num(x[i])), slope = oracle::silu_slope(Num(x[i]));
-        // Where e^-x leaves the format, the engine's sigmoid ends at e^-88 instead of 0 (fp32), the oracle's at 0: x e^-88.
+        // Where e^-x leaves the format, the engine's sigmoid ends at e^-88 instead of 0 (fp32), the oracle's at 0: x
+        // e^-88.
         const double end = (std::exp(-88.0) + Num::tiny) * std::fabs(double(x[i]));
         if (x[i] < -80) silu = Num(silu.value, silu.error + end), slope = Num(slope.value, slope.error + end);
         if (x[i] < -700) silu = Num(0, end), slope = Num(0, end);
@@ -404,7 +427,8 @@ void check_classifier(int N, int V, int Vp, double scale) {
     for (int n = 0; n < N; n++) {
         targets[n] = n == 0 ? 0 : n == 1 ? V - 1 : random.below(V);
         // Padded columns may hold anything: the largest logit of all, or NaN.
-        for (int v = V; v < Vp; v++) logits[size_t(n) * Vp + v] = v % 2 ? real(1e30) : std::numeric_limits<real>::quiet_NaN();
+        for (int v = V; v < Vp; v++)
+            logits[size_t(n) * Vp + v] = v % 2 ? real(1e30) : std::numeric_limits<real>::quiet_NaN();
     }
     std::memcpy(before.data(), logits.data(), logits.size() * sizeof(real));
     cpu.classifier(losses, logits, targets, dloss, false, N, V, Vp);
@@ -444,26 +468,31 @@ template <class real>
 void check_optimiser() {
     Random random(60);
     Cpu<real> cpu;
-    for (size_t count : {size_t(0), size_t(1), size_t(16383), size_t(16384), size_t(16385), size_t(50001), CHUNK - 1, CHUNK, CHUNK + 1}) {
+    for (size_t count : {size_t(0), size_t(1), size_t(16383), size_t(16384), size_t(16385), size_t(50001), CHUNK - 1,
+                         CHUNK, CHUNK + 1}) {
         Buffer<real> x(count, "x");
         x.fill(random);
         oracle::Sum<double> sum;
-        for (size_t i = 0; i < count; i++) sum.add(oracle::Number<double>(x[i]) * oracle::Number<double>(x[i]));  // fp64 in both engines
+        for (size_t i = 0; i < count; i++)
+            sum.add(oracle::Number<double>(x[i]) * oracle::Number<double>(x[i]));  // fp64 in both engines
         CHECK_NEAR(sum_of_squares(cpu, x.data(), count), sum.value, oracle::Number<double>(sum).error);
     }
     const size_t count = 1003;
     for (int step : {1, 2, 10, 1000}) {
-        const double decay = step == 2 ? 0 : 0.1, clip = step == 1 ? 1 : 0.37, squares = 16;  // a norm of 4, clipped to 4 or 1.48
+        const double decay = step == 2 ? 0 : 0.1, clip = step == 1 ? 1 : 0.37,
+                     squares = 16;  // a norm of 4, clipped to 4 or 1.48
         Buffer<real> param(count, "param"), m(count, "m"), v(count, "v"), grad(count, "grad");
         param.fill(random), m.fill(random, step == 1 ? 0 : 0.1), v.fill(random, step == 1 ? 0 : 0.1), grad.fill(random);
         for (size_t i = 0; i < count; i++) v[i] *= v[i];  // a second moment is not negative
         grad[3] = 0, grad[4] = real(1e-6), grad[5] = real(1e4);
         oracle::Numbers<real> expected_param, expected_m, expected_v;
         for (size_t i = 0; i < count; i++) {
-            const oracle::Adam<real> after = oracle::adamw(param[i], m[i], v[i], grad[i], 1e-2, 0.9, 0.95, 1e-8, decay, step, clip);
+            const oracle::Adam<real> after =
+                oracle::adamw(param[i], m[i], v[i], grad[i], 1e-2, 0.9, 0.95, 1e-8, decay, step, clip);
             expected_param.push_back(after.param), expected_m.push_back(after.m), expected_v.push_back(after.v);
         }
-        cpu.adamw(param, nullptr, m, v, grad, count, HyperAdamW{1e-2, 0.9, 0.95, 1e-8, decay, step, 0, 0, &squares, 4 * clip});
+        cpu.adamw(param, nullptr, m, v, grad, count,
+                  HyperAdamW{1e-2, 0.9, 0.95, 1e-8, decay, step, 0, 0, &squares, 4 * clip});
         CHECK_ARRAY(param, expected_param);
         CHECK_ARRAY(m, expected_m);
         CHECK_ARRAY(v, expected_v);
@@ -515,8 +544,9 @@ struct ShapeReport {
     int failed = tests().failed_checks;
     ~ShapeReport() {
         if (tests().failed_checks > failed && tests().failed_checks <= 10)
-            std::printf("    with %s, B %d T %d first %d queries %d H %d G %d D %d l %d d %d l' %d n %d w %d full %d\n", engine, s.B, s.T,
-                        s.first, s.queries, s.H, s.G, s.D, s.l, s.d, s.slc_block, s.slc_count, s.window, int(s.full));
+            std::printf("    with %s, B %d T %d first %d queries %d H %d G %d D %d l %d d %d l' %d n %d w %d full %d\n",
+                        engine, s.B, s.T, s.first, s.queries, s.H, s.G, s.D, s.l, s.d, s.slc_block, s.slc_count,
+                        s.window, int(s.full));
     }
 };
 
@@ -529,7 +559,8 @@ struct HeadBuffers {
     std::vector<Buffer<real>> kv;
     explicit HeadBuffers(const NsaShape& s)
         : q(size_t(s.B) * s.H * s.queries * s.D, "q"), gate(s.full ? 0 : size_t(3) * s.B * s.H * s.queries, "gate") {
-        for (int slot = 0; slot < 6; slot++) kv.emplace_back(s.full && slot < K_WIN ? 0 : size_t(s.B) * s.G * s.T * s.D, "kv");
+        for (int slot = 0; slot < 6; slot++)
+            kv.emplace_back(s.full && slot < K_WIN ? 0 : size_t(s.B) * s.G * s.T * s.D, "kv");
     }
     typename Cpu<real>::Heads heads() { return {q, {kv[0], kv[1], kv[2], kv[3], kv[4], kv[5]}, gate}; }
     typename Cpu<real>::HeadGradients gradients() { return {q, {kv[0], kv[1], kv[2], kv[3], kv[4], kv[5]}, gate}; }
@@ -568,9 +599,11 @@ void check_split_heads(NsaShape s, Cpu<real>& cpu) {
             for (int head = 0; head < s.H; head++)
                 for (int branch = 0; branch < 3; branch++) {
                     if (head + branch == 0 && j == 0) row[column] = 1000;
-                    gate[((size_t(branch) * s.B + b) * s.H + head) * s.queries + j] = oracle::sigmoid(Num(row[column + 3 * head + branch]));
+                    gate[((size_t(branch) * s.B + b) * s.H + head) * s.queries + j] =
+                        oracle::sigmoid(Num(row[column + 3 * head + branch]));
                 }
-            for (int i = column + 3 * s.H; i < P; i++) row[i] = std::numeric_limits<real>::quiet_NaN();  // padding is not read
+            for (int i = column + 3 * s.H; i < P; i++)
+                row[i] = std::numeric_limits<real>::quiet_NaN();  // padding is not read
         }
     cpu.split_heads_forward(out.heads(), projected, s);
     CHECK_ARRAY(out.q, q, s.B, s.H, s.queries, D);
@@ -594,7 +627,8 @@ void check_split_heads(NsaShape s, Cpu<real>& cpu) {
     for (int b = 0; b < s.B; b++)
         for (int t = 0; t < s.T; t++) {
             for (int head = 0; head < s.H; head++) {
-                const oracle::Numbers<real> turned = oracle::rope(d.q + ((size_t(b) * s.H + head) * s.T + t) * D, t, D, -1);
+                const oracle::Numbers<real> turned =
+                    oracle::rope(d.q + ((size_t(b) * s.H + head) * s.T + t) * D, t, D, -1);
                 expected.insert(expected.end(), turned.begin(), turned.end());
             }
             for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++)
@@ -606,7 +640,8 @@ void check_split_heads(NsaShape s, Cpu<real>& cpu) {
                 }
             if (s.full) continue;
             for (int i = 0; i < s.gate_columns(); i++)  // column 3*head + branch; the padding 0
-                expected.push_back(i < 3 * s.H ? Num(d.gate[((size_t(i % 3) * s.B + b) * s.H + i / 3) * s.T + t]) : Num(0));
+                expected.push_back(i < 3 * s.H ? Num(d.gate[((size_t(i % 3) * s.B + b) * s.H + i / 3) * s.T + t])
+                                               : Num(0));
         }
     Buffer<real> dprojected(projected.size(), "dprojected");
     cpu.split_heads_backward(dprojected, d.gradients(), s);
@@ -630,8 +665,9 @@ void check_split_heads_shapes() {
 }
 TEST(op_split_heads) { check_split_heads_shapes<float>(), check_split_heads_shapes<double>(); }
 
-// q(t) . k(u) of the same projected rows, once at positions 0.. and once at first..: equal but for rounding. Each element of q
-// and k carries the rotation's error e; a dot product of D terms then differs by at most twice the sum of |q| e(k) + |k| e(q).
+// q(t) . k(u) of the same projected rows, once at positions 0.. and once at first..: equal but for rounding. Each
+// element of q and k carries the rotation's error e; a dot product of D terms then differs by at most twice the sum of
+// |q| e(k) + |k| e(q).
 TEST(op_rope_scores_depend_on_distance_alone) {
     NsaShape here = nsa_shape(1, 40, 1, 1, 64, 8, 4, 16, 3, 9), there = here;
     there.first = 777, there.T = there.first + there.queries;
@@ -651,7 +687,8 @@ TEST(op_rope_scores_depend_on_distance_alone) {
                             *k2 = b.kv[size_t(slot)] + (u + there.first) * 64;
                 for (int x = 0; x < 64; x++) {
                     one += double(q1[x]) * k1[x], other += double(q2[x]) * k2[x];
-                    // An element is a c - b s: tables and products rounded to u each, and the difference: 3u (|a| + |b|) at most.
+                    // An element is a c - b s: tables and products rounded to u each, and the difference: 3u (|a| +
+                    // |b|) at most.
                     const int pair = (x + 32) % 64;
                     // |a| + |b| <= sqrt(2) * the length of the pair, which the rotation keeps.
                     const double reach_q = std::hypot(q1[x], q1[pair]), reach_k = std::hypot(k1[x], k1[pair]);
@@ -685,8 +722,8 @@ void check_compress(const NsaShape& s, bool rotated) {
     Cpu<real> cpu;
     const int NC = oracle::blocks(s.T, s);
     const size_t rows = size_t(s.B) * s.G * NC;
-    Buffer<real> k(size_t(s.B) * s.G * s.T * s.D, "k"), out(rows * s.D, "out"), hidden(rows * s.F, "hidden"), dout(out.size(), "dout"),
-        dk(k.size(), "dk");
+    Buffer<real> k(size_t(s.B) * s.G * s.T * s.D, "k"), out(rows * s.D, "out"), hidden(rows * s.F, "hidden"),
+        dout(out.size(), "dout"), dk(k.size(), "dk");
     PhiBuffers<real> phi(s), dphi(s);
     k.fill(random), phi.fill(random), dout.fill(random), dphi.fill(random);
     cpu.compress_forward(out, hidden, k, phi.phi(), rotated, s);
@@ -756,10 +793,11 @@ struct AttentionInputs {
 };
 
 template <class real>
-void check_selection(const uint32_t* found, const real* share, const real* q, const real* kc, const real* lse, const NsaShape& s,
-                     bool bf16 = false);
+void check_selection(const uint32_t* found, const real* share, const real* q, const real* kc, const real* lse,
+                     const NsaShape& s, bool bf16 = false);
 
-// Forward of each branch, selection, combination; in training shapes the backward too, as one chain from the same inputs as the oracle's.
+// Forward of each branch, selection, combination; in training shapes the backward too, as one chain from the same
+// inputs as the oracle's.
 template <class real>
 void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gates = false, bool bf16 = false) {
     using Num = oracle::Number<real>;
@@ -790,7 +828,8 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
             cpu.select_blocks(selection, share, in.q, in.k[CMP], branch_lse, s);
             check_selection<real>(selection, share, in.q, in.k[CMP], branch_lse, s, bf16);
         }
-        const oracle::Attended<real> expected = oracle::attention(branch, q, k[branch], v[branch], selection.data(), s, bf16);
+        const oracle::Attended<real> expected =
+            oracle::attention(branch, q, k[branch], v[branch], selection.data(), s, bf16);
         CHECK_ARRAY(branch_out, expected.out, s.B, s.H, s.queries, s.D);
         CHECK_ARRAY(branch_lse, expected.lse, s.B, s.H, s.queries);
         const size_t at = s.full ? 0 : branch;  // full attention has one branch
@@ -802,15 +841,16 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
                     const size_t row = (size_t(b) * s.H + head) * s.queries + j;
                     const Num gate = s.full ? Num(1) : Num(in.gate[branch * rows + row]);
                     for (int x = 0; x < s.D; x++)
-                        combined[((size_t(b) * s.queries + j) * s.H + head) * s.D + x].add(gate * expected.out[row * s.D + x]);
+                        combined[((size_t(b) * s.queries + j) * s.H + head) * s.D + x].add(gate *
+                                                                                           expected.out[row * s.D + x]);
                 }
     }
     cpu.combine_forward(out, o, s.full ? nullptr : in.gate.data(), s);
     CHECK_ARRAY(out, oracle::numbers(combined), s.B, s.queries, s.H, s.D);
     if (s.first != 0 || s.queries != s.T) return;
 
-    Buffer<real> row_dot(count * rows, "row_dot"), lse_gated(count * rows, "lse_gated"), dz(s.full ? 0 : 3 * rows, "dgate_logit"),
-        dq(values, "dq");
+    Buffer<real> row_dot(count * rows, "row_dot"), lse_gated(count * rows, "lse_gated"),
+        dz(s.full ? 0 : 3 * rows, "dgate_logit"), dq(values, "dq");
     dq.fill(random);  // accumulates over the branches
     std::vector<oracle::Sum<real>> dq_sums(values);
     for (size_t i = 0; i < values; i++) dq_sums[i].add(Num(dq[i]));
@@ -820,12 +860,13 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
         Buffer<real> dk(in.k[branch].size(), "dk"), dv(in.v[branch].size(), "dv");
         Buffer<real> only_dq(values, "dq, written");
         const size_t at = s.full ? 0 : branch * rows;
-        cpu.attention_backward(branch, only_dq, false, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + at, lse_gated + at,
-                               selection, s);
-        cpu.attention_backward(branch, dq, true, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + at, lse_gated + at,
-                               selection, s);
-        const oracle::AttentionGradients<real> d = oracle::attention_backward(
-            branch, q, k[branch], v[branch], s.full ? nullptr : in.gate + branch * rows, in.dout.data(), selection.data(), s, bf16);
+        cpu.attention_backward(branch, only_dq, false, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + at,
+                               lse_gated + at, selection, s);
+        cpu.attention_backward(branch, dq, true, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + at,
+                               lse_gated + at, selection, s);
+        const oracle::AttentionGradients<real> d =
+            oracle::attention_backward(branch, q, k[branch], v[branch], s.full ? nullptr : in.gate + branch * rows,
+                                       in.dout.data(), selection.data(), s, bf16);
         CHECK_ARRAY(dk, oracle::numbers(d.dk), s.B, s.G, oracle::key_rows(branch, s), s.D);
         CHECK_ARRAY(dv, oracle::numbers(d.dv), s.B, s.G, oracle::key_rows(branch, s), s.D);
         CHECK_ARRAY(only_dq, oracle::numbers(d.dq), s.B, s.H, s.queries, s.D);
@@ -836,17 +877,19 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
     if (!s.full) CHECK_ARRAY(dz, expected_dz, 3, s.B, s.H, s.queries);
 }
 
-// Whether masks are what the rule gives: forced blocks, count, no block of the future, and no block left out that is more important than
-// one taken by more than the rounding of both. share: what select_blocks says about the share of the importance that fell on the taken.
+// Whether masks are what the rule gives: forced blocks, count, no block of the future, and no block left out that is
+// more important than one taken by more than the rounding of both. share: what select_blocks says about the share of
+// the importance that fell on the taken.
 template <class real>
-void check_selection(const uint32_t* found, const real* share, const real* q, const real* kc, const real* lse, const NsaShape& s,
-                     bool bf16) {
+void check_selection(const uint32_t* found, const real* share, const real* q, const real* kc, const real* lse,
+                     const NsaShape& s, bool bf16) {
     const int words = oracle::selection_words(s), h = s.H / s.G, NC = oracle::blocks(s.T, s);
     for (int b = 0; b < s.B; b++)
         for (int g = 0; g < s.G; g++)
             for (int j = 0; j < s.queries; j++) {
                 const int t = s.first + j, last = t / s.slc_block;
-                const size_t at = (size_t(b) * s.G + g) * s.queries + j, row = (size_t(b) * s.H + g * h) * s.queries + j;
+                const size_t at = (size_t(b) * s.G + g) * s.queries + j,
+                             row = (size_t(b) * s.H + g * h) * s.queries + j;
                 const std::vector<int> chosen = blocks_of(found + at * words, words);
                 CHECK_EQUAL(int(chosen.size()), std::min(s.slc_count, last + 1));
                 CHECK(chosen.back() == last && chosen.front() == 0);
@@ -855,13 +898,15 @@ void check_selection(const uint32_t* found, const real* share, const real* q, co
                     if (share) CHECK_EQUAL(share[at], real(1));
                     continue;
                 }
-                const oracle::Numbers<real> importance =
-                    oracle::importance(q + row * s.D, lse + row, size_t(s.queries), kc + (size_t(b) * s.G + g) * NC * s.D, t, s, bf16);
+                const oracle::Numbers<real> importance = oracle::importance(
+                    q + row * s.D, lse + row, size_t(s.queries), kc + (size_t(b) * s.G + g) * NC * s.D, t, s, bf16);
                 oracle::Sum<real> taken, all;
-                double least = 1e300, most = -1e300;  // the least important block taken (at most), the most important left (at least)
+                double least = 1e300,
+                       most = -1e300;  // the least important block taken (at most), the most important left (at least)
                 for (int block = 0; block <= last; block++) {
                     const oracle::Number<real> x = importance[size_t(block)];
-                    const bool is_chosen = std::count(chosen.begin(), chosen.end(), block) == 1, forced = block == 0 || block >= last - 1;
+                    const bool is_chosen = std::count(chosen.begin(), chosen.end(), block) == 1,
+                               forced = block == 0 || block >= last - 1;
                     all.add(x);
                     if (is_chosen) taken.add(x);
                     if (is_chosen && !forced) least = std::min(least, x.value + x.error);
@@ -926,10 +971,11 @@ TEST(op_attention_reads_nothing_behind_its_positions) {
         Buffer<uint32_t> selection(size_t(s.B) * s.G * queries * s.selection_words(), "selection"),
             short_selection(size_t(s.B) * s.G * queries * prefix.selection_words());
         for (Branch branch : {CMP, SLC, WIN}) {
-            Buffer<float> out(in.q.size(), "out"), lse(s.query_rows(), "lse"), short_out(out.size()), short_lse(lse.size());
+            Buffer<float> out(in.q.size(), "out"), lse(s.query_rows(), "lse"), short_out(out.size()),
+                short_lse(lse.size());
             cpu.attention_forward(branch, out, lse, in.q, in.k[branch], in.v[branch], selection, s);
-            cpu.attention_forward(branch, short_out, short_lse, in.q, in.k[size_t(branch) + 3], in.v[size_t(branch) + 3], short_selection,
-                                  prefix);
+            cpu.attention_forward(branch, short_out, short_lse, in.q, in.k[size_t(branch) + 3],
+                                  in.v[size_t(branch) + 3], short_selection, prefix);
             if (branch == CMP)
                 cpu.select_blocks(selection, nullptr, in.q, in.k[CMP], lse, s),
                     cpu.select_blocks(short_selection, nullptr, in.q, in.k[3], short_lse, prefix);
@@ -946,8 +992,8 @@ TEST(op_attention_reads_nothing_behind_its_positions) {
 
 // Dense causal attention, no branch, no mask: every token up to its own.
 template <class real>
-oracle::Attended<real> dense_causal(const oracle::Numbers<real>& q, const oracle::Numbers<real>& k, const oracle::Numbers<real>& v,
-                                    int tile, const NsaShape& s) {
+oracle::Attended<real> dense_causal(const oracle::Numbers<real>& q, const oracle::Numbers<real>& k,
+                                    const oracle::Numbers<real>& v, int tile, const NsaShape& s) {
     oracle::Attended<real> all;
     for (int b = 0; b < s.B; b++)
         for (int head = 0; head < s.H; head++)
@@ -975,7 +1021,8 @@ void check_dense_equivalences() {
 
     cpu.attention_forward(CMP, out, lse, in.q, in.k[CMP], in.v[CMP], nullptr, s);
     cpu.select_blocks(selection, nullptr, in.q, in.k[CMP], lse, s);
-    const oracle::Attended<real> dense_slc = dense_causal(q, oracle::numbers(in.k[SLC]), oracle::numbers(in.v[SLC]), 16, s);
+    const oracle::Attended<real> dense_slc =
+        dense_causal(q, oracle::numbers(in.k[SLC]), oracle::numbers(in.v[SLC]), 16, s);
     cpu.attention_forward(SLC, out, lse, in.q, in.k[SLC], in.v[SLC], selection, s);
     CHECK_ARRAY(out, dense_slc.out, s.B, s.H, s.T, s.D);
     CHECK_ARRAY(lse, dense_slc.lse, s.B, s.H, s.T);
@@ -1006,8 +1053,9 @@ void check_dense_equivalences() {
 }
 TEST(op_branches_equal_dense_attention) { check_dense_equivalences<float>(), check_dense_equivalences<double>(); }
 
-// Window attention on rotated heads: the same rows at other positions give the same output, once the window lies inside. Both sides are
-// within the oracle's limit of the truth (its q and k carry the rotation's errors), hence within the sum of both limits of each other.
+// Window attention on rotated heads: the same rows at other positions give the same output, once the window lies
+// inside. Both sides are within the oracle's limit of the truth (its q and k carry the rotation's errors), hence within
+// the sum of both limits of each other.
 TEST(op_window_attention_does_not_see_absolute_positions) {
     NsaShape here = nsa_shape(1, 90, 1, 2, 16, 8, 4, 16, 3, 20), there = here;
     there.first = 333, there.T = there.first + there.queries;
@@ -1019,7 +1067,8 @@ TEST(op_window_attention_does_not_see_absolute_positions) {
     cpu.split_heads_forward(a.heads(), projected, here);
     for (Buffer<float>& x : b.kv) x.zero();
     cpu.split_heads_forward(b.heads(), projected, there);
-    Buffer<float> out_a(a.q.size(), "out"), out_b(a.q.size(), "out"), lse_a(here.query_rows(), "lse"), lse_b(here.query_rows(), "lse");
+    Buffer<float> out_a(a.q.size(), "out"), out_b(a.q.size(), "out"), lse_a(here.query_rows(), "lse"),
+        lse_b(here.query_rows(), "lse");
     cpu.attention_forward(WIN, out_a, lse_a, a.q, a.kv[K_WIN], a.kv[V_WIN], nullptr, here);
     cpu.attention_forward(WIN, out_b, lse_b, b.q, b.kv[K_WIN], b.kv[V_WIN], nullptr, there);
     // x with twice the error that a rotation leaves in it: 3u (|a| + |b|) <= 3 sqrt(2) u |pair|
@@ -1066,7 +1115,8 @@ TEST(op_importance_weights) {
         for (int t = 0; t < s.T; t += 1 + s.T / 20) {
             const int seen = oracle::blocks(t + 1, s), selection_blocks = t / s.slc_block + 1;
             for (int i = 0; i < oracle::blocks(s.T, s); i++) {
-                Buffer<double> weight(size_t(oracle::blocks(s.T, s)), "weight"), importance(size_t(selection_blocks), "importance");
+                Buffer<double> weight(size_t(oracle::blocks(s.T, s)), "weight"),
+                    importance(size_t(selection_blocks), "importance");
                 weight.zero();
                 weight[i] = 1;
                 Cpu<double>::fold_importance(importance, weight, t, s);
@@ -1080,7 +1130,8 @@ TEST(op_importance_weights) {
     }
 }
 
-// Queries of zero: all softmax weights are the same number, so all inner blocks tie, and the rule alone decides: 0, 1, .., n-3, b-1, b.
+// Queries of zero: all softmax weights are the same number, so all inner blocks tie, and the rule alone decides: 0, 1,
+// .., n-3, b-1, b.
 template <class real>
 void check_ties_of_zero_queries() {
     const NsaShape s = nsa_shape(1, 900, 1, 3, 2, 32, 16, 64, 6, 64);
@@ -1099,10 +1150,12 @@ void check_ties_of_zero_queries() {
         CHECK(blocks_of(selection + size_t(t) * s.selection_words(), s.selection_words()) == expected);
     }
 }
-// Three classes of compressed keys, each class one vector: blocks of a class tie exactly, however they fall into tiles and vectors.
+// Three classes of compressed keys, each class one vector: blocks of a class tie exactly, however they fall into tiles
+// and vectors.
 template <class real>
 void check_ties_of_classes(int heads, int first, int queries) {
-    NsaShape s = nsa_shape(1, 400, 1, heads, 2, 4, 4, 4, 8, 64);  // l = d = l' = 4: compressed and selected blocks are the same 100
+    NsaShape s = nsa_shape(1, 400, 1, heads, 2, 4, 4, 4, 8,
+                           64);  // l = d = l' = 4: compressed and selected blocks are the same 100
     s.first = first, s.queries = queries;
     Random random(111);
     Cpu<real> cpu;
@@ -1118,7 +1171,8 @@ void check_ties_of_classes(int heads, int first, int queries) {
         std::vector<double> importance;
         for (int block = 0; block <= t / 4; block++)
             importance.push_back(4 * block + 3 <= t ? rank[block % 3] : -2);  // seen from its end on
-        CHECK(blocks_of(selection + size_t(t - first) * s.selection_words(), s.selection_words()) == oracle::select(importance, 8));
+        CHECK(blocks_of(selection + size_t(t - first) * s.selection_words(), s.selection_words()) ==
+              oracle::select(importance, 8));
     }
 }
 TEST(op_ties_go_to_the_lower_block) {
@@ -1145,11 +1199,12 @@ void check_given_selection() {
             for (int block = 0; block <= t / 16; block++)  // group 0 never takes block 2, group 1 never block 0 and 3
                 if (t != empty && random.below(2) && (g == 0 ? block != 2 : block != 0 && block != 3))
                     selection[(g * T + t) * words] |= 1u << block;
-    const oracle::Numbers<real> q = oracle::numbers(in.q), k = oracle::numbers(in.k[SLC]), v = oracle::numbers(in.v[SLC]);
+    const oracle::Numbers<real> q = oracle::numbers(in.q), k = oracle::numbers(in.k[SLC]),
+                                v = oracle::numbers(in.v[SLC]);
     const size_t rows = s.query_rows();
     // The other branches' outputs are 0 and their lse too: only the selected branch counts here.
-    Buffer<real> out(rows * s.D, "out"), lse(rows, "lse"), o(3 * rows * s.D), lses(3 * rows), row_dot(3 * rows), lse_gated(3 * rows),
-        dz(3 * rows);
+    Buffer<real> out(rows * s.D, "out"), lse(rows, "lse"), o(3 * rows * s.D), lses(3 * rows), row_dot(3 * rows),
+        lse_gated(3 * rows), dz(3 * rows);
     cpu.attention_forward(SLC, out, lse, in.q, in.k[SLC], in.v[SLC], selection, s);
     const oracle::Attended<real> expected = oracle::attention(SLC, q, k, v, selection.data(), s);
     CHECK_ARRAY(out, expected.out, s.B, s.H, T, s.D);
@@ -1163,8 +1218,8 @@ void check_given_selection() {
     std::copy_n(lse.data(), rows, lses + SLC * rows);
     cpu.attention_backward_rows(row_dot, lse_gated, dz, in.dout, o, in.gate, lses, s);
     Buffer<real> dq(out.size(), "dq"), dk(in.k[SLC].size(), "dk"), dv(dk.size(), "dv");
-    cpu.attention_backward(SLC, dq, false, dk, dv, in.dout, in.q, in.k[SLC], in.v[SLC], row_dot + SLC * rows, lse_gated + SLC * rows,
-                           selection, s);
+    cpu.attention_backward(SLC, dq, false, dk, dv, in.dout, in.q, in.k[SLC], in.v[SLC], row_dot + SLC * rows,
+                           lse_gated + SLC * rows, selection, s);
     const oracle::AttentionGradients<real> d =
         oracle::attention_backward(SLC, q, k, v, in.gate + SLC * rows, in.dout.data(), selection.data(), s);
     CHECK_ARRAY(dq, oracle::numbers(d.dq), s.B, s.H, T, s.D);
@@ -1198,7 +1253,8 @@ TEST(op_rows_without_a_compressed_block) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Finite differences, in fp64. The loss is always sum of weight * output, with random weights, which then are the output's gradient.
+// Finite differences, in fp64. The loss is always sum of weight * output, with random weights, which then are the
+// output's gradient.
 
 TEST(op_gradient_embedding) {
     const int N = 12, C = 5, V = 7;
@@ -1209,15 +1265,16 @@ TEST(op_gradient_embedding) {
     Buffer<double> embed(V * C, "embed"), x(N * C, "x"), dx(N * C, "dx"), dembed(V * C, "dembed");
     embed.fill(random), dx.fill(random), dembed.zero();
     cpu.embedding_backward(dembed, dx, tokens, N, C);
-    CHECK_GRADIENT(embed, dembed, [&] { return cpu.embedding_forward(x, tokens, embed, N, C), weigh(x.data(), dx, x.size()); });
+    CHECK_GRADIENT(embed, dembed,
+                   [&] { return cpu.embedding_forward(x, tokens, embed, N, C), weigh(x.data(), dx, x.size()); });
 }
 
 TEST(op_gradient_rmsnorm) {
     const int N = 4, C = 9;
     Random random(210);
     Cpu<double> cpu;
-    Buffer<double> x(N * C, "x"), weight(C, "weight"), out(N * C, "out"), rstd(N, "rstd"), dout(N * C, "dout"), dx(N * C, "dx"),
-        dweight(C, "dweight");
+    Buffer<double> x(N * C, "x"), weight(C, "weight"), out(N * C, "out"), rstd(N, "rstd"), dout(N * C, "dout"),
+        dx(N * C, "dx"), dweight(C, "dweight");
     x.fill(random), weight.fill(random), dout.fill(random), dx.zero(), dweight.zero();
     auto loss = [&] { return cpu.rmsnorm_forward(out, rstd, x, weight, N, C), weigh(out.data(), dout, out.size()); };
     loss();
@@ -1230,10 +1287,12 @@ TEST(op_gradient_matmul) {
     const int N = 6, C = 7, OC = 9;
     Random random(220);
     Cpu<double> cpu;
-    Buffer<double> inp(N * C, "inp"), weight(OC * C, "weight"), residual(N * OC, "residual"), out(N * OC, "out"), dout(N * OC, "dout"),
-        dinp(N * C, "dinp"), dweight(OC * C, "dweight");
+    Buffer<double> inp(N * C, "inp"), weight(OC * C, "weight"), residual(N * OC, "residual"), out(N * OC, "out"),
+        dout(N * OC, "dout"), dinp(N * C, "dinp"), dweight(OC * C, "dweight");
     inp.fill(random), weight.fill(random), residual.fill(random), dout.fill(random), dweight.zero();
-    auto loss = [&] { return cpu.matmul_forward(out, inp, weight, residual, N, C, OC), weigh(out.data(), dout, out.size()); };
+    auto loss = [&] {
+        return cpu.matmul_forward(out, inp, weight, residual, N, C, OC), weigh(out.data(), dout, out.size());
+    };
     cpu.matmul_backward_input(dinp, dout, weight, N, C, OC);
     cpu.matmul_backward_weight(dweight, dout, inp, N, C, OC);
     CHECK_GRADIENT(inp, dinp, loss);
@@ -1262,8 +1321,9 @@ TEST(op_gradient_classifier) {
     std::copy_n(logits.data(), logits.size(), dlogits.data());
     cpu.classifier(losses, dlogits, targets, 0.25, true, N, V, Vp);
     const std::vector<double> weight(N, 0.25);
-    CHECK_GRADIENT(logits, dlogits,
-                   [&] { return cpu.classifier(losses, logits, targets, 0.25, false, N, V, Vp), weigh(losses.data(), weight.data(), N); });
+    CHECK_GRADIENT(logits, dlogits, [&] {
+        return cpu.classifier(losses, logits, targets, 0.25, false, N, V, Vp), weigh(losses.data(), weight.data(), N);
+    });
 }
 
 TEST(op_gradient_split_heads) {
@@ -1273,7 +1333,8 @@ TEST(op_gradient_split_heads) {
         Random random(250);
         Cpu<double> cpu;
         HeadBuffers<double> out(s), weight(s);
-        Buffer<double> projected(size_t(s.B) * s.T * s.projected(), "projected"), dprojected(projected.size(), "dprojected");
+        Buffer<double> projected(size_t(s.B) * s.T * s.projected(), "projected"),
+            dprojected(projected.size(), "dprojected");
         projected.fill(random), weight.q.fill(random), weight.gate.fill(random);
         for (Buffer<double>& x : weight.kv) x.fill(random);
         auto loss = [&] {
@@ -1287,7 +1348,8 @@ TEST(op_gradient_split_heads) {
         loss();
         HeadBuffers<double> d(s);
         std::copy_n(weight.q.data(), d.q.size(), d.q.data());
-        for (size_t slot = 0; slot < 6; slot++) std::copy_n(weight.kv[slot].data(), d.kv[slot].size(), d.kv[slot].data());
+        for (size_t slot = 0; slot < 6; slot++)
+            std::copy_n(weight.kv[slot].data(), d.kv[slot].size(), d.kv[slot].data());
         for (size_t i = 0; i < d.gate.size(); i++)
             d.gate[i] = weight.gate[i] * out.gate[i] * (1 - out.gate[i]);  // heads carry the logit's gradient
         cpu.split_heads_backward(dprojected, d.gradients(), s);
@@ -1306,7 +1368,10 @@ TEST(op_gradient_compress) {
                 weight(out.size(), "weight"), dout(out.size(), "dout"), dk(k.size(), "dk");
             PhiBuffers<double> phi(s), dphi(s);
             k.fill(random), phi.fill(random), weight.fill(random), dphi.zero();
-            auto loss = [&] { return cpu.compress_forward(out, hidden, k, phi.phi(), rotated, s), weigh(out.data(), weight, out.size()); };
+            auto loss = [&] {
+                return cpu.compress_forward(out, hidden, k, phi.phi(), rotated, s),
+                       weigh(out.data(), weight, out.size());
+            };
             loss();
             std::copy_n(weight.data(), weight.size(), dout.data());
             cpu.compress_backward(dk, dphi.phi(), dout, hidden, k, phi.phi(), rotated, s);
@@ -1317,7 +1382,8 @@ TEST(op_gradient_compress) {
         }
 }
 
-// attention_forward of the three branches and combine_forward, with the gates behind a sigmoid; the selection stays what it was.
+// attention_forward of the three branches and combine_forward, with the gates behind a sigmoid; the selection stays
+// what it was.
 TEST(op_gradient_attention) {
     for (NsaShape s : {nsa_shape(2, 21, 2, 2, 4, 4, 2, 4, 3, 5), nsa_shape(1, 70, 1, 3, 2, 8, 4, 8, 4, 66),
                        nsa_shape(1, 3, 1, 1, 2, 4, 2, 4, 3, 1), nsa_shape(1, 19, 1, 2, 6, 1, 1, 3, 3, 4)})
@@ -1327,8 +1393,8 @@ TEST(op_gradient_attention) {
             Cpu<double> cpu;
             AttentionInputs<double> in(s, random);
             const size_t rows = s.query_rows(), values = rows * s.D, count = full ? 1 : 3;
-            Buffer<double> z(full ? 0 : 3 * rows, "z"), o(count * values, "o"), lse(count * rows, "lse"), out(values, "out"),
-                dz(z.size(), "dz"), dq(values, "dq");
+            Buffer<double> z(full ? 0 : 3 * rows, "z"), o(count * values, "o"), lse(count * rows, "lse"),
+                out(values, "out"), dz(z.size(), "dz"), dq(values, "dq");
             Buffer<double> row_dot(count * rows, "row_dot"), lse_gated(count * rows, "lse_gated");
             Buffer<uint32_t> selection(full ? 0 : size_t(s.B) * s.G * s.T * s.selection_words(), "selection");
             z.fill(random);
@@ -1341,7 +1407,8 @@ TEST(op_gradient_attention) {
                 for (size_t i = 0; i < z.size(); i++) in.gate[i] = 1 / (1 + std::exp(-z[i]));
                 for (Branch branch : branches) {
                     const size_t at = full ? 0 : branch;
-                    cpu.attention_forward(branch, o + at * values, lse + at * rows, in.q, in.k[branch], in.v[branch], selection, s);
+                    cpu.attention_forward(branch, o + at * values, lse + at * rows, in.q, in.k[branch], in.v[branch],
+                                          selection, s);
                 }
                 cpu.combine_forward(out, o, full ? nullptr : in.gate.data(), s);
                 return weigh(out.data(), in.dout, out.size());
@@ -1352,8 +1419,8 @@ TEST(op_gradient_attention) {
             for (Branch branch : branches) {
                 Buffer<double> dk(in.k[branch].size(), "dk"), dv(in.v[branch].size(), "dv");
                 const size_t at = full ? 0 : branch * rows;
-                cpu.attention_backward(branch, dq, true, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + at, lse_gated + at,
-                                       selection, s);
+                cpu.attention_backward(branch, dq, true, dk, dv, in.dout, in.q, in.k[branch], in.v[branch],
+                                       row_dot + at, lse_gated + at, selection, s);
                 if (dk.size() == 0) continue;  // T < l
                 CHECK_GRADIENT(in.k[branch], dk, loss);
                 CHECK_GRADIENT(in.v[branch], dv, loss);
@@ -1362,12 +1429,14 @@ TEST(op_gradient_attention) {
             if (full) continue;
             CHECK_GRADIENT(z, dz, loss);
             for (int branch = 0; branch < 3; branch++)  // each branch's gate by itself
-                check_gradient(__FILE__, __LINE__ + branch, "z of one branch", z + branch * rows, dz + branch * rows, rows, loss);
+                check_gradient(__FILE__, __LINE__ + branch, "z of one branch", z + branch * rows, dz + branch * rows,
+                               rows, loss);
         }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A whole attention layer between `projected` and the combined output: the operations in the order in which a model calls them.
+// A whole attention layer between `projected` and the combined output: the operations in the order in which a model
+// calls them.
 
 template <class real>
 struct LayerActivations {  // of one call: positions first .. first + queries - 1
@@ -1406,7 +1475,8 @@ struct Layer {
         return p;
     }
     // projected [B*queries, P]. selection: fixed where given.
-    LayerActivations<real> forward(const real* projected, int first, int queries, const Buffer<uint32_t>* selection = nullptr) {
+    LayerActivations<real> forward(const real* projected, int first, int queries,
+                                   const Buffer<uint32_t>* selection = nullptr) {
         const NsaShape p = part(first, queries);
         LayerActivations<real> a(p);
         cpu.split_heads_forward({a.q, {kv[0], kv[1], kv[2], kv[3], kv[4], kv[5]}, a.gate}, projected, p);
@@ -1425,15 +1495,16 @@ struct Layer {
     void backward(Buffer<real>& dprojected, PhiBuffers<real>& dphi_k, PhiBuffers<real>& dphi_v, const real* dout,
                   LayerActivations<real>& a) {
         const size_t rows = s.query_rows();
-        Buffer<real> row_dot(3 * rows, "row_dot"), lse_gated(3 * rows, "lse_gated"), dkc(kc.size(), "dkc"), dvc(vc.size(), "dvc");
+        Buffer<real> row_dot(3 * rows, "row_dot"), lse_gated(3 * rows, "lse_gated"), dkc(kc.size(), "dkc"),
+            dvc(vc.size(), "dvc");
         HeadBuffers<real> d(s);
         d.q.zero(), dphi_k.zero(), dphi_v.zero();
         cpu.attention_backward_rows(row_dot, lse_gated, d.gate, dout, a.o, a.gate, a.lse, s);
         cpu.attention_backward(CMP, d.q, true, dkc, dvc, dout, a.q, kc, vc, row_dot, lse_gated, nullptr, s);
-        cpu.attention_backward(SLC, d.q, true, d.kv[K_SLC], d.kv[V_SLC], dout, a.q, kv[K_SLC], kv[V_SLC], row_dot + rows, lse_gated + rows,
-                               a.selection, s);
-        cpu.attention_backward(WIN, d.q, true, d.kv[K_WIN], d.kv[V_WIN], dout, a.q, kv[K_WIN], kv[V_WIN], row_dot + 2 * rows,
-                               lse_gated + 2 * rows, nullptr, s);
+        cpu.attention_backward(SLC, d.q, true, d.kv[K_SLC], d.kv[V_SLC], dout, a.q, kv[K_SLC], kv[V_SLC],
+                               row_dot + rows, lse_gated + rows, a.selection, s);
+        cpu.attention_backward(WIN, d.q, true, d.kv[K_WIN], d.kv[V_WIN], dout, a.q, kv[K_WIN], kv[V_WIN],
+                               row_dot + 2 * rows, lse_gated + 2 * rows, nullptr, s);
         cpu.compress_backward(d.kv[K_CMP], dphi_k.phi(), dkc, hidden_k, kv[K_CMP], phi_k.phi(), true, s);
         cpu.compress_backward(d.kv[V_CMP], dphi_v.phi(), dvc, hidden_v, kv[V_CMP], phi_v.phi(), false, s);
         cpu.split_heads_backward(dprojected, d.gradients(), s);
@@ -1444,8 +1515,8 @@ TEST(op_gradient_of_a_whole_layer) {
     const NsaShape s = nsa_shape(2, 26, 2, 2, 4, 4, 2, 4, 3, 5);
     Random random(300);
     Layer<double> layer(s, random);
-    Buffer<double> projected(size_t(s.B) * s.T * s.projected(), "projected"), dprojected(projected.size(), "dprojected"),
-        dout(s.query_rows() * s.D, "dout");
+    Buffer<double> projected(size_t(s.B) * s.T * s.projected(), "projected"),
+        dprojected(projected.size(), "dprojected"), dout(s.query_rows() * s.D, "dout");
     projected.fill(random), dout.fill(random);
     PhiBuffers<double> dphi_k(s), dphi_v(s);
     LayerActivations<double> a = layer.forward(projected, 0, s.T);
@@ -1490,8 +1561,9 @@ TEST(op_layer_with_large_logits_stays_finite) {
 // Causality, bit for bit: whatever stands at positions >= j, everything before j stays the same.
 
 TEST(op_causality_bit_for_bit) {
-    for (const NsaShape& s : {nsa_shape(1, 150, 2, 3, 16, 8, 4, 16, 4, 20), nsa_shape(2, 201, 1, 2, 2, 32, 16, 16, 5, 70),
-                              nsa_shape(1, 131, 1, 1, 64, 1, 1, 1, 16, 1)}) {
+    for (const NsaShape& s :
+         {nsa_shape(1, 150, 2, 3, 16, 8, 4, 16, 4, 20), nsa_shape(2, 201, 1, 2, 2, 32, 16, 16, 5, 70),
+          nsa_shape(1, 131, 1, 1, 64, 1, 1, 1, 16, 1)}) {
         const ShapeReport report{s, "cpu fp32"};
         Random random(400);
         Layer<float> layer(s, random);
@@ -1508,10 +1580,10 @@ TEST(op_causality_bit_for_bit) {
             const LayerActivations<float> after = layer.forward(projected, 0, s.T);
             bool changed = false;
             for (int b = 0; b < s.B; b++) {
-                CHECK_SAME_BITS(before.out + size_t(b) * s.T * s.H * s.D, after.out + size_t(b) * s.T * s.H * s.D, size_t(j) * s.H * s.D, j,
-                                s.H, s.D);
-                changed |= std::memcmp(before.out + (size_t(b) * s.T + j) * s.H * s.D, after.out + (size_t(b) * s.T + j) * s.H * s.D,
-                                       4 * size_t(s.D)) != 0;
+                CHECK_SAME_BITS(before.out + size_t(b) * s.T * s.H * s.D, after.out + size_t(b) * s.T * s.H * s.D,
+                                size_t(j) * s.H * s.D, j, s.H, s.D);
+                changed |= std::memcmp(before.out + (size_t(b) * s.T + j) * s.H * s.D,
+                                       after.out + (size_t(b) * s.T + j) * s.H * s.D, 4 * size_t(s.D)) != 0;
                 for (int branch = 0; branch < 3; branch++)
                     for (int head = 0; head < s.H; head++) {
                         const size_t row = ((size_t(branch) * s.B + b) * s.H + head) * s.T;
@@ -1557,39 +1629,46 @@ void check_decoding(const NsaShape& s, const std::vector<int>& chunks) {
         for (size_t i = 0; i < expected.size(); i++) expected[i] = Num(x[i], 2 * expected[i].error);
         return expected;
     };
-    const oracle::Numbers<real> kc = twice(whole.kc, oracle::compress(whole.kv[K_CMP].data(), whole.phi_k.weights(), true, s).out);
-    const oracle::Numbers<real> vc = twice(whole.vc, oracle::compress(whole.kv[V_CMP].data(), whole.phi_v.weights(), false, s).out);
+    const oracle::Numbers<real> kc =
+        twice(whole.kc, oracle::compress(whole.kv[K_CMP].data(), whole.phi_k.weights(), true, s).out);
+    const oracle::Numbers<real> vc =
+        twice(whole.vc, oracle::compress(whole.kv[V_CMP].data(), whole.phi_v.weights(), false, s).out);
     const Buffer<real>* keys[] = {&whole.kc, &whole.kv[K_SLC], &whole.kv[K_WIN]};
     const Buffer<real>* values[] = {&whole.vc, &whole.kv[V_SLC], &whole.kv[V_WIN]};
     std::vector<oracle::Numbers<real>> out, lse;
     for (Branch branch : {CMP, SLC, WIN}) {
-        const oracle::Attended<real> expected = oracle::attention(branch, oracle::numbers(all.q), oracle::numbers(*keys[branch]),
-                                                                  oracle::numbers(*values[branch]), all.selection.data(), s);
+        const oracle::Attended<real> expected =
+            oracle::attention(branch, oracle::numbers(all.q), oracle::numbers(*keys[branch]),
+                              oracle::numbers(*values[branch]), all.selection.data(), s);
         out.push_back(twice(all.o + branch * all.q.size(), expected.out));
         lse.push_back(twice(all.lse + branch * s.query_rows(), expected.lse));
     }
     size_t chunk = 0;
     for (int first = 0; first < T;) {
-        const int queries = std::min(chunks[chunk++ % chunks.size()], T - first), seen = oracle::blocks(first + queries, s);
+        const int queries = std::min(chunks[chunk++ % chunks.size()], T - first),
+                  seen = oracle::blocks(first + queries, s);
         const NsaShape p = parts.part(first, queries);
         Buffer<real> rows(size_t(s.B) * queries * P, "projected");
         for (int b = 0; b < s.B; b++)
             std::copy_n(projected + (size_t(b) * T + first) * P, size_t(queries) * P, rows + size_t(b) * queries * P);
         LayerActivations<real> a(p);
-        parts.cpu.split_heads_forward({a.q, {parts.kv[0], parts.kv[1], parts.kv[2], parts.kv[3], parts.kv[4], parts.kv[5]}, a.gate}, rows,
-                                      p);
+        parts.cpu.split_heads_forward(
+            {a.q, {parts.kv[0], parts.kv[1], parts.kv[2], parts.kv[3], parts.kv[4], parts.kv[5]}, a.gate}, rows, p);
         parts.cpu.compress_forward(parts.kc, parts.hidden_k, parts.kv[K_CMP], parts.phi_k.phi(), true, p);
         parts.cpu.compress_forward(parts.vc, parts.hidden_v, parts.kv[V_CMP], parts.phi_v.phi(), false, p);
         for (int bg = 0; bg < s.B * s.G; bg++) {
             for (size_t slot = 0; slot < 6; slot++)  // the same arithmetic on each element: the same bits
-                CHECK_SAME_BITS(parts.kv[slot] + size_t(bg) * T * D, whole.kv[slot] + size_t(bg) * T * D, size_t(first + queries) * D, T,
-                                D);
+                CHECK_SAME_BITS(parts.kv[slot] + size_t(bg) * T * D, whole.kv[slot] + size_t(bg) * T * D,
+                                size_t(first + queries) * D, T, D);
             const size_t at = size_t(bg) * NC * D, count = size_t(seen) * D;
             check_array(__FILE__, __LINE__, "kc", parts.kc + at, count,
-                        oracle::Numbers<real>(kc.begin() + ptrdiff_t(at), kc.begin() + ptrdiff_t(at + count)), {seen, D});
+                        oracle::Numbers<real>(kc.begin() + ptrdiff_t(at), kc.begin() + ptrdiff_t(at + count)),
+                        {seen, D});
             check_array(__FILE__, __LINE__, "vc", parts.vc + at, count,
-                        oracle::Numbers<real>(vc.begin() + ptrdiff_t(at), vc.begin() + ptrdiff_t(at + count)), {seen, D});
-            for (size_t i = count; i < size_t(NC) * D; i++) CHECK(std::isnan(parts.kc[at + i]) && std::isnan(parts.vc[at + i]));
+                        oracle::Numbers<real>(vc.begin() + ptrdiff_t(at), vc.begin() + ptrdiff_t(at + count)),
+                        {seen, D});
+            for (size_t i = count; i < size_t(NC) * D; i++)
+                CHECK(std::isnan(parts.kc[at + i]) && std::isnan(parts.vc[at + i]));
             std::copy_n(whole.kc + at, count, parts.kc + at);  // equal inputs for what follows
             std::copy_n(whole.vc + at, count, parts.vc + at);
         }
@@ -1597,8 +1676,8 @@ void check_decoding(const NsaShape& s, const std::vector<int>& chunks) {
         for (Branch branch : {CMP, SLC, WIN}) {
             const bool cmp = branch == CMP, slc = branch == SLC;
             parts.cpu.attention_forward(branch, a.o + branch * n * D, a.lse + branch * n, a.q,
-                                        cmp ? parts.kc : parts.kv[slc ? K_SLC : K_WIN], cmp ? parts.vc : parts.kv[slc ? V_SLC : V_WIN],
-                                        a.selection, p);
+                                        cmp ? parts.kc : parts.kv[slc ? K_SLC : K_WIN],
+                                        cmp ? parts.vc : parts.kv[slc ? V_SLC : V_WIN], a.selection, p);
             if (!cmp) continue;
             // kc as the oracle sees it: all of the prefill's, of which only what each query sees counts.
             parts.cpu.select_blocks(a.selection, nullptr, a.q, parts.kc, a.lse, p);
@@ -1611,11 +1690,14 @@ void check_decoding(const NsaShape& s, const std::vector<int>& chunks) {
         for (int branch = 0; branch < 3; branch++)
             for (int row = 0; row < s.B * s.H; row++) {
                 const size_t here = size_t(row) * queries, there = size_t(row) * T + first;
-                CHECK_SAME_BITS(a.gate + branch * n + here, all.gate + branch * s.query_rows() + there, size_t(queries));
+                CHECK_SAME_BITS(a.gate + branch * n + here, all.gate + branch * s.query_rows() + there,
+                                size_t(queries));
                 check_array(__FILE__, __LINE__, "lse", a.lse + branch * n + here, size_t(queries),
-                            oracle::Numbers<real>(&lse[size_t(branch)][there], &lse[size_t(branch)][there] + queries), {queries});
+                            oracle::Numbers<real>(&lse[size_t(branch)][there], &lse[size_t(branch)][there] + queries),
+                            {queries});
                 check_array(__FILE__, __LINE__, "out", a.o + (branch * n + here) * D, size_t(queries) * D,
-                            oracle::Numbers<real>(&out[size_t(branch)][there * D], &out[size_t(branch)][there * D] + queries * D),
+                            oracle::Numbers<real>(&out[size_t(branch)][there * D],
+                                                  &out[size_t(branch)][there * D] + queries * D),
                             {queries, D});
             }
         for (int b = 0; b < s.B; b++)
@@ -1626,15 +1708,17 @@ void check_decoding(const NsaShape& s, const std::vector<int>& chunks) {
                         const size_t row = (size_t(b) * s.H + i / D) * T + first + j;
                         sum = sum + Num(all.gate[branch * s.query_rows() + row]) * out[size_t(branch)][row * D + i % D];
                     }
-                    CHECK_NEAR(a.out[(size_t(b) * queries + j) * s.H * D + i], all.out[(size_t(b) * T + first + j) * s.H * D + i],
-                               2 * sum.error);
+                    CHECK_NEAR(a.out[(size_t(b) * queries + j) * s.H * D + i],
+                               all.out[(size_t(b) * T + first + j) * s.H * D + i], 2 * sum.error);
                 }
         first += queries;
     }
 }
 TEST(op_decoding_equals_prefill) {
-    const NsaShape small = nsa_shape(2, 75, 2, 3, 16, 8, 4, 16, 3, 20), tall = nsa_shape(1, 140, 1, 2, 2, 32, 16, 16, 4, 65);
-    for (const std::vector<int>& chunks : {std::vector<int>{1}, std::vector<int>{33, 1, 1}, std::vector<int>{2, 5, 17, 64}}) {
+    const NsaShape small = nsa_shape(2, 75, 2, 3, 16, 8, 4, 16, 3, 20),
+                   tall = nsa_shape(1, 140, 1, 2, 2, 32, 16, 16, 4, 65);
+    for (const std::vector<int>& chunks :
+         {std::vector<int>{1}, std::vector<int>{33, 1, 1}, std::vector<int>{2, 5, 17, 64}}) {
         check_decoding<float>(small, chunks), check_decoding<double>(small, chunks);
         check_decoding<float>(tall, chunks);
     }
@@ -1654,9 +1738,10 @@ std::vector<std::vector<real>> run_every_operation() {
     const int N = 203, C = 131, V = 60, Vp = 64;
     Buffer<int32_t> tokens(N);
     for (int n = 0; n < N; n++) tokens[n] = random.below(V);
-    Buffer<real> embed(V * C), x(N * C), weight(C), out(N * C), rstd(N), dout(N * C), dx(N * C), dweight(C), dembed(V * C), logits(N * Vp);
-    embed.fill(random), weight.fill(random), dout.fill(random), dx.fill(random), dweight.fill(random), dembed.fill(random),
-        logits.fill(random);
+    Buffer<real> embed(V * C), x(N * C), weight(C), out(N * C), rstd(N), dout(N * C), dx(N * C), dweight(C),
+        dembed(V * C), logits(N * Vp);
+    embed.fill(random), weight.fill(random), dout.fill(random), dx.fill(random), dweight.fill(random),
+        dembed.fill(random), logits.fill(random);
     cpu.embedding_forward(x, tokens, embed, N, C), keep(x);
     cpu.embedding_backward(dembed, dout, tokens, N, C), keep(dembed);
     cpu.rmsnorm_forward(out, rstd, x, weight, N, C), keep(out), keep(rstd);
@@ -1670,7 +1755,8 @@ std::vector<std::vector<real>> run_every_operation() {
     for (size_t i = 0; i < v.size(); i++) v[i] *= v[i];
     const double squares = sum_of_squares(cpu, grad.data(), grad.size());
     results.push_back({real(squares), real((squares - double(real(squares))) * 0x1p30)});  // all bits of the fp64 sum
-    cpu.adamw(param, nullptr, m, v, grad, grad.size(), HyperAdamW{1e-3, 0.9, 0.95, 1e-8, 0.1, 7, 0, 0}), keep(param), keep(m), keep(v);
+    cpu.adamw(param, nullptr, m, v, grad, grad.size(), HyperAdamW{1e-3, 0.9, 0.95, 1e-8, 0.1, 7, 0, 0}), keep(param),
+        keep(m), keep(v);
     Buffer<real> zeros(99991);
     cpu.zero(zeros.data(), zeros.size()), keep(zeros);
 
@@ -1695,12 +1781,14 @@ std::vector<std::vector<real>> run_every_operation() {
 
     for (NsaShape s : {nsa_shape(2, 133, 2, 3, 16, 8, 4, 16, 4, 70), nsa_shape(1, 133, 1, 3, 6, 8, 4, 12, 3, 300)}) {
         Layer<real> layer(s, random);
-        Buffer<real> projected(size_t(s.B) * s.T * s.projected()), dprojected(projected.size()), layer_dout(s.query_rows() * s.D);
+        Buffer<real> projected(size_t(s.B) * s.T * s.projected()), dprojected(projected.size()),
+            layer_dout(s.query_rows() * s.D);
         projected.fill(random), layer_dout.fill(random);
         PhiBuffers<real> dphi_k(s), dphi_v(s);
         LayerActivations<real> act = layer.forward(projected, 0, s.T);
         layer.backward(dprojected, dphi_k, dphi_v, layer_dout, act);
-        keep(act.q), keep(act.gate), keep(act.o), keep(act.lse), keep(act.out), keep(layer.kc), keep(layer.vc), keep(dprojected);
+        keep(act.q), keep(act.gate), keep(act.o), keep(act.lse), keep(act.out), keep(layer.kc), keep(layer.vc),
+            keep(dprojected);
         for (const Buffer<real>& cache : layer.kv) keep(cache);
         for (PhiBuffers<real>* d : {&dphi_k, &dphi_v}) keep(d->fc1), keep(d->bias), keep(d->fc2);
         results.emplace_back(act.selection.data(), act.selection.data() + act.selection.size());
@@ -1716,7 +1804,8 @@ void check_threads() {
         const std::vector<std::vector<real>> together = run_every_operation<real>();
         CHECK_EQUAL(together.size(), alone.size());
         for (size_t i = 0; i < alone.size(); i++) {
-            const std::string what = format_text("result %zu of run_every_operation, %s, %d threads", i, engine_name<real>(), count);
+            const std::string what =
+                format_text("result %zu of run_every_operation, %s, %d threads", i, engine_name<real>(), count);
             check_same_bits(__FILE__, __LINE__, what.c_str(), alone[i].data(), together[i].data(), alone[i].size(), {});
         }
     }

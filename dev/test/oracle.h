@@ -1,18 +1,19 @@
-// oracle.h: what the operations' tests lean on. Naive oracles written from the specification alone, as plain loops over tokens in double
-// precision; buffers with guard zones; comparisons that name the worst element; random inputs; finite differences.
+// oracle.h: what the operations' tests lean on. Naive oracles written from the specification alone, as plain loops over
+// tokens in double precision; buffers with guard zones; comparisons that name the worst element; random inputs; finite
+// differences.
 //
-// No oracle calls an operation of an engine. What they take from nsa_cpu.h are the names of the shapes (fields of NsaShape, never its
-// functions) and of the branches.
+// No oracle calls an operation of an engine. What they take from nsa_cpu.h are the names of the shapes (fields of
+// NsaShape, never its functions) and of the branches.
 //
-// The error limits are not chosen, they are derived, term by term, by the type Number: a value in fp64 together with the error that an
-// engine which computes in `real` may have made in it. Every oracle is written in Numbers, so each expected element brings its own limit.
+// The error limits are not chosen, they are derived, term by term, by the type Number: a value in fp64 together with
+// the error that an engine which computes in `real` may have made in it. Every oracle is written in Numbers, so each
+// expected element brings its own limit.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <vector>
-
 
 #include "../../nsa_cpu.h"
 #include "harness.h"
@@ -32,9 +33,10 @@ void fill_normal(T* x, size_t count, Random& random, double scale = 1) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Buffers. `count` elements between two guard zones. All of it is NaN at first (elements: all bits set; guards: their own pattern, which
-// is NaN as fp32 and as fp64), so that reading what was never written, or reading outside, shows in the result. The data are not
-// aligned beyond their element, as slices of a parameter buffer need not be. The guards are checked at destruction or by check().
+// Buffers. `count` elements between two guard zones. All of it is NaN at first (elements: all bits set; guards: their
+// own pattern, which is NaN as fp32 and as fp64), so that reading what was never written, or reading outside, shows in
+// the result. The data are not aligned beyond their element, as slices of a parameter buffer need not be. The guards
+// are checked at destruction or by check().
 
 template <class T>
 class Buffer {
@@ -43,7 +45,8 @@ class Buffer {
         bytes.resize(2 * GUARD + 64 + sizeof(T) + count * sizeof(T));
         const size_t address = reinterpret_cast<size_t>(bytes.data()) + GUARD;
         start = (address + 63) / 64 * 64 - address + GUARD + sizeof(T);
-        for (size_t i = 0; i < GUARD; i += 4) std::memcpy(front() + i, &PATTERN, 4), std::memcpy(back() + i, &PATTERN, 4);
+        for (size_t i = 0; i < GUARD; i += 4)
+            std::memcpy(front() + i, &PATTERN, 4), std::memcpy(back() + i, &PATTERN, 4);
         poison();
     }
     Buffer(Buffer&&) = default;
@@ -104,10 +107,11 @@ inline double rounded_to_bf16(double x) {
 // (2^-24 in fp32, 2^-53 in fp64; plus 2^-53, because the oracle itself is rounded in fp64):
 //   a + b      ea + eb + u|a+b|                     a * b      |a|eb + |b|ea + ea eb + u|ab|
 //   a / b      (ea + |a/b| eb) / (|b| - eb) + u|a/b|    sqrt(a)    ea / sqrt(a) + u sqrt(a)
-//   e^a        e^a (e^ea - 1 + 4u): nsa_cpu.h claims 2 ulp, and an ulp is at most 2u of the value (tested in `exponential`)
-//   ln(a)      ea / (a - ea) + 2u|ln a|: libm's logarithm is within one ulp
-// Products and exponentials may also underflow: e^x is 0 below x = -87 by definition, and e^-87 = 1.4 of the smallest normal fp32.
-// Wilkinson's running error analysis; see Higham, "Accuracy and stability of numerical algorithms", section 3.3.
+//   e^a        e^a (e^ea - 1 + 4u): nsa_cpu.h claims 2 ulp, and an ulp is at most 2u of the value (tested in
+//   `exponential`) ln(a)      ea / (a - ea) + 2u|ln a|: libm's logarithm is within one ulp
+// Products and exponentials may also underflow: e^x is 0 below x = -87 by definition, and e^-87 = 1.4 of the smallest
+// normal fp32. Wilkinson's running error analysis; see Higham, "Accuracy and stability of numerical algorithms",
+// section 3.3.
 
 template <class real>
 struct Number {
@@ -119,11 +123,14 @@ struct Number {
     Number(double value) : value(value) {}
     Number(double value, double error) : value(value), error(error) {}
 
-    friend Number operator+(Number a, Number b) { return {a.value + b.value, a.error + b.error + u * std::fabs(a.value + b.value)}; }
+    friend Number operator+(Number a, Number b) {
+        return {a.value + b.value, a.error + b.error + u * std::fabs(a.value + b.value)};
+    }
     friend Number operator-(Number a, Number b) { return a + Number(-b.value, b.error); }
     friend Number operator*(Number a, Number b) {
         const double v = a.value * b.value;
-        return {v, std::fabs(a.value) * b.error + std::fabs(b.value) * a.error + a.error * b.error + u * std::fabs(v) + tiny};
+        return {v, std::fabs(a.value) * b.error + std::fabs(b.value) * a.error + a.error * b.error + u * std::fabs(v) +
+                       tiny};
     }
     friend Number operator/(Number a, Number b) {
         const double v = a.value / b.value;
@@ -145,9 +152,10 @@ struct Number {
 template <class real>
 using Numbers = std::vector<Number<real>>;
 
-// A sum of n terms in whatever order: error of the terms + gamma(n) * sum of |terms|. The worst case of gamma is n u. For long sums we use
-// lambda sqrt(n) u with lambda = 6: it holds with probability 1 - 2 n exp(-lambda^2 / 2) (3e-8 n), however the terms
-// are ordered or blocked: Higham & Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41 (2019).
+// A sum of n terms in whatever order: error of the terms + gamma(n) * sum of |terms|. The worst case of gamma is n u.
+// For long sums we use lambda sqrt(n) u with lambda = 6: it holds with probability 1 - 2 n exp(-lambda^2 / 2) (3e-8 n),
+// however the terms are ordered or blocked: Higham & Mary, "A new approach to probabilistic rounding error analysis",
+// SIAM J. Sci. Comput. 41 (2019).
 template <class real>
 double gamma(double n) {
     return Number<real>::u * std::min(n, 6 * std::sqrt(n));
@@ -240,27 +248,29 @@ Classified<real> cross_entropy(const real* logits, int target, double dloss, int
     return row;
 }
 
-// One AdamW step of one parameter: the gradient times clip, decoupled decay, moments divided by 1 - beta^step. Constants are rounded to the engine's format.
+// One AdamW step of one parameter: the gradient times clip, decoupled decay, moments divided by 1 - beta^step.
+// Constants are rounded to the engine's format.
 template <class real>
 struct Adam {
     Number<real> param, m, v;
 };
 template <class real>
-Adam<real> adamw(real param, real m, real v, real grad, double lr, double beta1, double beta2, double eps, double decay, int step,
-                 double clip) {
+Adam<real> adamw(real param, real m, real v, real grad, double lr, double beta1, double beta2, double eps, double decay,
+                 int step, double clip) {
     auto rounded = [](double x) { return Number<real>(x, std::fabs(x) * Number<real>::u); };
     const Number<real> one(1), g = Number<real>(grad) * rounded(clip);
     Adam<real> after;
     after.m = rounded(beta1) * Number<real>(m) + (one - rounded(beta1)) * g;
     after.v = rounded(beta2) * Number<real>(v) + (one - rounded(beta2)) * g * g;
-    const Number<real> m_hat = after.m / rounded(1 - std::pow(beta1, step)), v_hat = after.v / rounded(1 - std::pow(beta2, step));
+    const Number<real> m_hat = after.m / rounded(1 - std::pow(beta1, step)),
+                       v_hat = after.v / rounded(1 - std::pow(beta2, step));
     after.param = Number<real>(param) * rounded(1 - lr * decay) - rounded(lr) * (m_hat / (sqrt(v_hat) + rounded(eps)));
     return after;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// RoPE: element i is paired with i + D/2, angle position * 10000^(-2i/D); direction -1 turns back. The tables are rounded to the format
-// (u), from an angle that itself carries fp64's rounding.
+// RoPE: element i is paired with i + D/2, angle position * 10000^(-2i/D); direction -1 turns back. The tables are
+// rounded to the format (u), from an angle that itself carries fp64's rounding.
 
 template <class real>
 Numbers<real> rope(const Number<real>* x, int position, int D, int direction) {
@@ -331,8 +341,8 @@ struct CompressGradients {
     std::vector<Sum<real>> dk, dfc1, dbias, dfc2;
 };
 template <class real>
-void compress_backward(CompressGradients<real>& d, const real* dout, const real* hidden, const real* k, PhiWeights<real> phi, bool rotated,
-                       const NsaShape& s) {
+void compress_backward(CompressGradients<real>& d, const real* dout, const real* hidden, const real* k,
+                       PhiWeights<real> phi, bool rotated, const NsaShape& s) {
     using N = Number<real>;
     const int NC = blocks(s.T, s), width = s.l * s.D;
     d.dk.resize(size_t(s.B) * s.G * s.T * s.D);
@@ -377,8 +387,9 @@ inline std::vector<int> visible(Branch branch, int t, const uint32_t* mask, cons
     return keys;
 }
 
-// What a product takes in an engine that rounds the inputs of products to bf16 (8 significant bits: by at most 2^-8 of the
-// value): exactly known numbers are rounded here as there, others may be rounded either way. In other engines the number itself.
+// What a product takes in an engine that rounds the inputs of products to bf16 (8 significant bits: by at most 2^-8 of
+// the value): exactly known numbers are rounded here as there, others may be rounded either way. In other engines the
+// number itself.
 template <class real>
 Number<real> product_input(Number<real> x, bool bf16) {
     if (!bf16) return x;
@@ -387,15 +398,16 @@ Number<real> product_input(Number<real> x, bool bf16) {
 }
 
 // softmax(q . k / sqrt(D)) v over the given rows of k and v. No key: out 0, lse +infinity.
-// The engine's softmax runs over tiles of keys and may rescale what it has summed at each: one product with one exponential, 5u.
+// The engine's softmax runs over tiles of keys and may rescale what it has summed at each: one product with one
+// exponential, 5u.
 template <class real>
 struct AttendedRow {
     Numbers<real> score, out;
     Number<real> lse = std::numeric_limits<double>::infinity();
 };
 template <class real>
-AttendedRow<real> attend(const Number<real>* q, const Number<real>* k, const Number<real>* v, const std::vector<int>& keys, int tile,
-                         int D, bool bf16 = false) {
+AttendedRow<real> attend(const Number<real>* q, const Number<real>* k, const Number<real>* v,
+                         const std::vector<int>& keys, int tile, int D, bool bf16 = false) {
     using N = Number<real>;
     AttendedRow<real> row;
     row.out.resize(size_t(D));
@@ -417,7 +429,8 @@ AttendedRow<real> attend(const Number<real>* q, const Number<real>* k, const Num
         N p = exp(row.score[i] - N(largest));
         p.error += p.value * rescaling;
         total.add(p);
-        for (int x = 0; x < D; x++) sums[size_t(x)].add(product_input(p, bf16) * product_input(v[size_t(keys[i]) * D + x], bf16));
+        for (int x = 0; x < D; x++)
+            sums[size_t(x)].add(product_input(p, bf16) * product_input(v[size_t(keys[i]) * D + x], bf16));
     }
     for (int x = 0; x < D; x++) row.out[size_t(x)] = N(sums[size_t(x)]) / N(total);
     row.lse = log(N(total)) + N(largest);
@@ -429,21 +442,23 @@ inline int key_rows(Branch branch, const NsaShape& s) { return branch == CMP ? b
 inline int smallest_tile(Branch branch, const NsaShape& s) { return branch == SLC ? std::min(s.slc_block, 64) : 64; }
 inline int selection_words(const NsaShape& s) { return ((s.T + s.slc_block - 1) / s.slc_block + 31) / 32; }
 
-// One branch for the positions first .. first+queries-1. q [B, H, queries, D], k, v [B, G, key rows, D], selection [B, G, queries, words].
+// One branch for the positions first .. first+queries-1. q [B, H, queries, D], k, v [B, G, key rows, D], selection [B,
+// G, queries, words].
 template <class real>
 struct Attended {
     Numbers<real> out, lse;  // [B, H, queries, D], [B, H, queries]
 };
 template <class real>
-Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<real>& k, const Numbers<real>& v, const uint32_t* selection,
-                         const NsaShape& s, bool bf16 = false) {
+Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<real>& k, const Numbers<real>& v,
+                         const uint32_t* selection, const NsaShape& s, bool bf16 = false) {
     Attended<real> all;
     for (int b = 0; b < s.B; b++)
         for (int head = 0; head < s.H; head++)
             for (int j = 0; j < s.queries; j++) {
                 const int g = head / (s.H / s.G);
                 const size_t keys_at = (size_t(b) * s.G + g) * key_rows(branch, s) * s.D;
-                const uint32_t* mask = selection ? selection + ((size_t(b) * s.G + g) * s.queries + j) * selection_words(s) : nullptr;
+                const uint32_t* mask =
+                    selection ? selection + ((size_t(b) * s.G + g) * s.queries + j) * selection_words(s) : nullptr;
                 const AttendedRow<real> row =
                     attend(&q[((size_t(b) * s.H + head) * s.queries + j) * s.D], k.data() + keys_at, v.data() + keys_at,
                            visible(branch, s.first + j, mask, s), smallest_tile(branch, s), s.D, bf16);
@@ -453,17 +468,18 @@ Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<re
     return all;
 }
 
-// Gradients of sum(dout * gate * branch output): dq [B, H, queries, D] (this branch's share), dk, dv [B, G, key rows, D], and that
-// of the gate's logit, dz [B, H, queries]. gate [B, H, queries] after the sigmoid; nullptr: fixed to 1. dout [B*queries, H*D].
+// Gradients of sum(dout * gate * branch output): dq [B, H, queries, D] (this branch's share), dk, dv [B, G, key rows,
+// D], and that of the gate's logit, dz [B, H, queries]. gate [B, H, queries] after the sigmoid; nullptr: fixed to 1.
+// dout [B*queries, H*D].
 template <class real>
 struct AttentionGradients {
     std::vector<Sum<real>> dq, dk, dv;
     Numbers<real> dz;
 };
 template <class real>
-AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& q, const Numbers<real>& k, const Numbers<real>& v,
-                                            const real* gate, const real* dout, const uint32_t* selection, const NsaShape& s,
-                                            bool bf16 = false) {
+AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& q, const Numbers<real>& k,
+                                            const Numbers<real>& v, const real* gate, const real* dout,
+                                            const uint32_t* selection, const NsaShape& s, bool bf16 = false) {
     using N = Number<real>;
     AttentionGradients<real> d;
     d.dq.resize(q.size()), d.dk.resize(k.size()), d.dv.resize(v.size());
@@ -472,11 +488,13 @@ AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& 
         for (int head = 0; head < s.H; head++)
             for (int j = 0; j < s.queries; j++) {
                 const int g = head / (s.H / s.G);
-                const size_t keys_at = (size_t(b) * s.G + g) * key_rows(branch, s) * s.D, row_at = (size_t(b) * s.H + head) * s.queries + j;
-                const uint32_t* mask = selection ? selection + ((size_t(b) * s.G + g) * s.queries + j) * selection_words(s) : nullptr;
+                const size_t keys_at = (size_t(b) * s.G + g) * key_rows(branch, s) * s.D,
+                             row_at = (size_t(b) * s.H + head) * s.queries + j;
+                const uint32_t* mask =
+                    selection ? selection + ((size_t(b) * s.G + g) * s.queries + j) * selection_words(s) : nullptr;
                 const std::vector<int> keys = visible(branch, s.first + j, mask, s);
-                const AttendedRow<real> row =
-                    attend(&q[row_at * s.D], k.data() + keys_at, v.data() + keys_at, keys, smallest_tile(branch, s), s.D, bf16);
+                const AttendedRow<real> row = attend(&q[row_at * s.D], k.data() + keys_at, v.data() + keys_at, keys,
+                                                     smallest_tile(branch, s), s.D, bf16);
                 const real* dO = dout + ((size_t(b) * s.queries + j) * s.H + head) * s.D;
                 Sum<real> r;
                 for (int x = 0; x < s.D; x++) r.add(N(dO[x]) * row.out[size_t(x)]);
@@ -488,11 +506,14 @@ AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& 
                     const size_t key_at = keys_at + size_t(keys[i]) * s.D;
                     const N p = exp(row.score[i] - lse_gated);
                     Sum<real> dp;
-                    for (int x = 0; x < s.D; x++) dp.add(product_input(N(dO[x]), bf16) * product_input(v[key_at + x], bf16));
+                    for (int x = 0; x < s.D; x++)
+                        dp.add(product_input(N(dO[x]), bf16) * product_input(v[key_at + x], bf16));
                     const N ds = p * (N(dp) - N(r));
                     for (int x = 0; x < s.D; x++) {
-                        d.dq[row_at * s.D + x].add(product_input(ds, bf16) * product_input(k[key_at + x], bf16) * scale);
-                        d.dk[key_at + x].add(product_input(ds, bf16) * product_input(q[row_at * s.D + x] * scale, bf16));
+                        d.dq[row_at * s.D + x].add(product_input(ds, bf16) * product_input(k[key_at + x], bf16) *
+                                                   scale);
+                        d.dk[key_at + x].add(product_input(ds, bf16) *
+                                             product_input(q[row_at * s.D + x] * scale, bf16));
                         d.dv[key_at + x].add(product_input(p, bf16) * product_input(N(dO[x]), bf16));
                     }
                 }
@@ -503,10 +524,12 @@ AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& 
 // ---------------------------------------------------------------------------------------------------------------------
 // Importance and selection.
 
-// p_slc[t, block] = sum over the group's heads a, over compressed blocks i, of p[a, t, i] * (tokens that block i and the block share) / d,
-// for blocks 0 .. t/l'. q, lse: the rows of the group's heads at t, one after the other by `stride` tokens; kc: this (sequence, group)'s.
+// p_slc[t, block] = sum over the group's heads a, over compressed blocks i, of p[a, t, i] * (tokens that block i and
+// the block share) / d, for blocks 0 .. t/l'. q, lse: the rows of the group's heads at t, one after the other by
+// `stride` tokens; kc: this (sequence, group)'s.
 template <class real>
-Numbers<real> importance(const real* q, const real* lse, size_t stride, const real* kc, int t, const NsaShape& s, bool bf16 = false) {
+Numbers<real> importance(const real* q, const real* lse, size_t stride, const real* kc, int t, const NsaShape& s,
+                         bool bf16 = false) {
     using N = Number<real>;
     const N scale(1 / std::sqrt(double(s.D)), N::u / std::sqrt(double(s.D)));
     std::vector<Sum<real>> sums(size_t(t / s.slc_block + 1));
@@ -514,7 +537,8 @@ Numbers<real> importance(const real* q, const real* lse, size_t stride, const re
         for (int i = 0; i * s.d + s.l - 1 <= t; i++) {
             Sum<real> dot;
             for (int x = 0; x < s.D; x++)
-                dot.add(product_input(N(q[head * stride * s.D + x]) * scale, bf16) * product_input(N(kc[size_t(i) * s.D + x]), bf16));
+                dot.add(product_input(N(q[head * stride * s.D + x]) * scale, bf16) *
+                        product_input(N(kc[size_t(i) * s.D + x]), bf16));
             const N p = exp(N(dot) - N(lse[head * stride]));
             std::vector<int> shared(sums.size());
             for (int token = i * s.d; token < i * s.d + s.l; token++) shared[size_t(token / s.slc_block)]++;
@@ -524,7 +548,8 @@ Numbers<real> importance(const real* q, const real* lse, size_t stride, const re
     return numbers(sums);
 }
 
-// The rule of selection on exactly known importances: 0, b-1, b and the n-3 best others, equal ones going to the lower index.
+// The rule of selection on exactly known importances: 0, b-1, b and the n-3 best others, equal ones going to the lower
+// index.
 inline std::vector<int> select(const std::vector<double>& importance, int n) {
     const int candidates = int(importance.size());
     std::vector<int> others, chosen;
@@ -533,7 +558,8 @@ inline std::vector<int> select(const std::vector<double>& importance, int n) {
         (forced || candidates <= n ? chosen : others).push_back(block);
     }
     if (candidates > n) {
-        std::stable_sort(others.begin(), others.end(), [&](int a, int b) { return importance[size_t(a)] > importance[size_t(b)]; });
+        std::stable_sort(others.begin(), others.end(),
+                         [&](int a, int b) { return importance[size_t(a)] > importance[size_t(b)]; });
         chosen.insert(chosen.end(), others.begin(), others.begin() + (n - 3));
     }
     std::sort(chosen.begin(), chosen.end());
@@ -554,10 +580,11 @@ inline std::vector<int> blocks_of(const uint32_t* mask, int words) {
 // Comparisons. One check each; a failure prints the element that exceeds its limit most.
 
 template <class real>
-void check_array(const char* file, int line, const char* what, const real* found, size_t count, const oracle::Numbers<real>& expected,
-                 const std::vector<int>& dimensions) {
+void check_array(const char* file, int line, const char* what, const real* found, size_t count,
+                 const oracle::Numbers<real>& expected, const std::vector<int>& dimensions) {
     tests().checks++;
-    if (count != expected.size()) return check_failed(file, line, "%s has %zu elements, the oracle %zu", what, count, expected.size());
+    if (count != expected.size())
+        return check_failed(file, line, "%s has %zu elements, the oracle %zu", what, count, expected.size());
     size_t worst = 0;
     double worst_ratio = 0;
     for (size_t i = 0; i < count; i++) {
@@ -567,11 +594,12 @@ void check_array(const char* file, int line, const char* what, const real* found
         if (ratio != ratio) break;  // NaN: nothing is worse
     }
     if (!(worst_ratio <= 1))
-        check_failed(file, line, "%s%s is %.9g, expected %.9g, off by %.3g, limit %.3g", what, index_text(worst, dimensions).c_str(),
-                     double(found[worst]), expected[worst].value, std::fabs(double(found[worst]) - expected[worst].value),
-                     expected[worst].error);
+        check_failed(file, line, "%s%s is %.9g, expected %.9g, off by %.3g, limit %.3g", what,
+                     index_text(worst, dimensions).c_str(), double(found[worst]), expected[worst].value,
+                     std::fabs(double(found[worst]) - expected[worst].value), expected[worst].error);
 }
-// found: a Buffer; expected: Numbers, whose errors are the limits; then, optionally, the dimensions, for a readable index.
+// found: a Buffer; expected: Numbers, whose errors are the limits; then, optionally, the dimensions, for a readable
+// index.
 #define CHECK_ARRAY(found, expected, ...) \
     check_array(__FILE__, __LINE__, #found, (found).data(), (found).size(), expected, std::vector<int>{__VA_ARGS__})
 
@@ -584,13 +612,15 @@ void check_same_bits(const char* file, int line, const char* what, const T* a, c
             return check_failed(file, line, "%s%s differs: %.9g and %.9g, the same bits were expected", what,
                                 index_text(i, dimensions).c_str(), double(a[i]), double(b[i]));
 }
-#define CHECK_SAME_BITS(a, b, count, ...) check_same_bits(__FILE__, __LINE__, #a, a, b, count, std::vector<int>{__VA_ARGS__})
+#define CHECK_SAME_BITS(a, b, count, ...) \
+    check_same_bits(__FILE__, __LINE__, #a, a, b, count, std::vector<int>{__VA_ARGS__})
 
 template <class T>
 void check_finite(const char* file, int line, const char* what, const T* x, size_t count) {
     tests().checks++;
     for (size_t i = 0; i < count; i++)
-        if (!std::isfinite(x[i])) return check_failed(file, line, "%s[%zu] is %g, a finite number was expected", what, i, double(x[i]));
+        if (!std::isfinite(x[i]))
+            return check_failed(file, line, "%s[%zu] is %g, a finite number was expected", what, i, double(x[i]));
 }
 #define CHECK_FINITE(x) check_finite(__FILE__, __LINE__, #x, (x).data(), (x).size())
 
@@ -598,9 +628,11 @@ void check_finite(const char* file, int line, const char* what, const T* x, size
 // Finite differences in fp64. The gradient of loss() at x [count] is compared along 3 random
 // directions of length 1 and along 4 single coordinates. With central differences D(h) = (L(x+h)
 // - L(x-h)) / 2h = L' + h^2/6 L''' + ..., Richardson's (4 D(h) - D(2h)) / 3 has the error
-//   truncation   h^4/30 L'''''. D(2h) - D(h) = h^2/2 L''' is known, and h^4/30 L''''' is below h times it while L''''' < 15/h L''',
-//   rounding     each L is off by at most delta, so D(h) by delta/h: together 4/3 delta/h + 1/3 delta/2h = 1.5 delta/h. delta = 64 * precision
-//                * (sum of the loss's |terms|): the longest chain of roundings behind one term at these shapes is shorter than 64.
+//   truncation   h^4/30 L'''''. D(2h) - D(h) = h^2/2 L''' is known, and h^4/30 L''''' is below h times it while L'''''
+//   < 15/h L''', rounding     each L is off by at most delta, so D(h) by delta/h: together 4/3 delta/h + 1/3 delta/2h
+//   = 1.5 delta/h. delta = 64 * precision
+//                * (sum of the loss's |terms|): the longest chain of roundings behind one term at these shapes is
+//                shorter than 64.
 // At h = 1e-3 both stand near 1e-11 of the loss's terms.
 
 struct Loss {
@@ -622,8 +654,8 @@ struct ThreadCount {
 };
 
 template <class LossOf>
-void check_gradient(const char* file, int line, const char* what, double* x, const double* gradient, size_t count, const LossOf& loss,
-                    double h = 1e-3, double precision = 0x1p-53) {
+void check_gradient(const char* file, int line, const char* what, double* x, const double* gradient, size_t count,
+                    const LossOf& loss, double h = 1e-3, double precision = 0x1p-53) {
     const ThreadCount one(1);
     Random random(uint64_t(1000 + line));
     const std::vector<double> at(x, x + count);
@@ -653,10 +685,12 @@ void check_gradient(const char* file, int line, const char* what, double* x, con
         for (size_t i = 0; i < count; i++) found += gradient[i] * direction[i];
         tests().checks++;
         if (!(std::fabs(found - expected) <= limit))
-            check_failed(file, line, "gradient of %s %s: %.12g, finite differences %.12g, off by %.3g, limit %.3g", what,
-                         probe < 3 ? "along a random direction" : ("at " + index_text(size_t(coordinate), {})).c_str(), found, expected,
-                         std::fabs(found - expected), limit);
+            check_failed(file, line, "gradient of %s %s: %.12g, finite differences %.12g, off by %.3g, limit %.3g",
+                         what,
+                         probe < 3 ? "along a random direction" : ("at " + index_text(size_t(coordinate), {})).c_str(),
+                         found, expected, std::fabs(found - expected), limit);
     }
 }
 // x, gradient: Buffers of the same size
-#define CHECK_GRADIENT(x, gradient, ...) check_gradient(__FILE__, __LINE__, #x, (x).data(), (gradient).data(), (x).size(), __VA_ARGS__)
+#define CHECK_GRADIENT(x, gradient, ...) \
+    check_gradient(__FILE__, __LINE__, #x, (x).data(), (gradient).data(), (x).size(), __VA_ARGS__)

@@ -1,7 +1,9 @@
-// planted_faults.cpp: plants one fault after another in kernels and host code, each in a process of its own, and asks that the emulator's
-// report names the kernel and the kind of fault. A faulty program that is let pass fails the test, and so does a right one that is accused.
-//   plain: g++ -std=c++17 -O2 -g -Wall -Wextra -fstack-clash-protection dev/test/planted_faults.cpp -o build/planted_faults
-//   CHECK: g++ -std=c++17 -O1 -g -Wall -Wextra -fstack-clash-protection -fsanitize=thread,undefined -fno-sanitize-recover=undefined
+// planted_faults.cpp: plants one fault after another in kernels and host code, each in a process of its own, and asks
+// that the emulator's report names the kernel and the kind of fault. A faulty program that is let pass fails the test,
+// and so does a right one that is accused.
+//   plain: g++ -std=c++17 -O2 -g -Wall -Wextra -fstack-clash-protection dev/test/planted_faults.cpp -o
+//   build/planted_faults CHECK: g++ -std=c++17 -O1 -g -Wall -Wextra -fstack-clash-protection
+//   -fsanitize=thread,undefined -fno-sanitize-recover=undefined
 //              -c dev/test/planted_faults.cpp -o build/planted_faults_check.o
 //          g++ build/planted_faults_check.o -fsanitize=undefined -o build/planted_faults_check
 // ./planted_faults [number of seeds, standard 4] [name of one fault: runs it with seed 0 in this process]
@@ -139,7 +141,8 @@ __global__ void shared_of_last_block(float* x) {  // takes for granted what an e
 
 // Ends the process with a report of its own when an output is unwritten or wrong: what a test of the kernel would say.
 template <class T>
-static void expect(const char* kernel, DeviceArray<T>& found, const std::vector<double>& expected, double limit = 1e-4) {
+static void expect(const char* kernel, DeviceArray<T>& found, const std::vector<double>& expected,
+                   double limit = 1e-4) {
     CUDA_CHECK(cudaDeviceSynchronize());
     if (const long n = emu::unwritten(found.device, found.host.size())) {
         std::printf("kernel %s, %ld outputs unwritten\n", kernel, n);
@@ -148,7 +151,8 @@ static void expect(const char* kernel, DeviceArray<T>& found, const std::vector<
     found.download();
     for (size_t i = 0; i < expected.size(); i++)
         if (!(std::fabs(double(float(found.host[i])) - expected[i]) <= limit)) {
-            std::printf("kernel %s, wrong result: element %zu is %g, expected %g\n", kernel, i, double(float(found.host[i])), expected[i]);
+            std::printf("kernel %s, wrong result: element %zu is %g, expected %g\n", kernel, i,
+                        double(float(found.host[i])), expected[i]);
             std::exit(1);
         }
 }
@@ -168,8 +172,10 @@ static void rows() {
     std::vector<double> expected(R * C);
     for (int r = 0; r < R; r++) {
         double sum = 0, squares = 0;
-        for (int c = 0; c < C; c++) sum += in.host[r * C + c], squares += double(in.host[r * C + c]) * in.host[r * C + c];
-        for (int c = 0; c < C; c++) expected[r * C + c] = (in.host[r * C + c] - sum / C) / std::sqrt(squares / C - sum * sum / C / C);
+        for (int c = 0; c < C; c++)
+            sum += in.host[r * C + c], squares += double(in.host[r * C + c]) * in.host[r * C + c];
+        for (int c = 0; c < C; c++)
+            expected[r * C + c] = (in.host[r * C + c] - sum / C) / std::sqrt(squares / C - sum * sum / C / C);
     }
     expect("normalize_rows", out, expected);
 }
@@ -197,7 +203,8 @@ static void matmul() {
     launch<matmul_tiles<FAULT>>(dim3(2, 2), 128, MATMUL_SHARED_BYTES, nullptr, out.device, a.device, b.device, M, N, K);
     std::vector<double> expected(M * N);
     for (int i = 0; i < M * N; i++)
-        for (int k = 0; k < K; k++) expected[i] += double(float(a.host[i / N * K + k])) * double(float(b.host[i % N * K + k]));
+        for (int k = 0; k < K; k++)
+            expected[i] += double(float(a.host[i / N * K + k])) * double(float(b.host[i % N * K + k]));
     expect("matmul_tiles", out, expected);
 }
 // One block of a kernel that writes n floats, of which each is to be `expected(i)`.
@@ -273,8 +280,8 @@ static void matmul_outside() {  // a matrix one column longer than its array
     cublasLtMatrixLayoutCreate(&la, CUDA_R_32F, 16, 16, 16), cublasLtMatrixLayoutCreate(&lb, CUDA_R_32F, 16, 17, 16),
         cublasLtMatrixLayoutCreate(&lc, CUDA_R_32F, 16, 17, 16);
     const float alpha = 1, beta = 0;
-    cublasLtMatmul(handle, description, &alpha, a.device, la, b.device, lb, &beta, out.device, lc, out.device, lc, nullptr, nullptr, 0,
-                   nullptr);
+    cublasLtMatmul(handle, description, &alpha, a.device, la, b.device, lb, &beta, out.device, lc, out.device, lc,
+                   nullptr, nullptr, 0, nullptr);
     CUDA_CHECK(cudaDeviceSynchronize());
 }
 
@@ -304,38 +311,44 @@ static const Planted faults[] = {
     {"a mask leaves a lane out", rows<MASK_LEAVES_LANE_OUT>, "normalize_rows", LEFT_OUT, LEFT_OUT},
     {"reads a shared element that nothing wrote", rows<READS_UNWRITTEN_SHARED>, "normalize_rows", WRONG, UNWRITTEN},
     {"reads past the end of an array", rows<READS_PAST_END>, "normalize_rows", WRONG, OUTSIDE_ARRAY},
-    {"leaves outputs unwritten", rows<LEAVES_OUTPUT_UNWRITTEN>, "normalize_rows", "outputs unwritten", "outputs unwritten"},
+    {"leaves outputs unwritten", rows<LEAVES_OUTPUT_UNWRITTEN>, "normalize_rows", "outputs unwritten",
+     "outputs unwritten"},
     {"blocks add without atomicAdd", column_sums<ADDS_WITHOUT_ATOMIC>, "add_rows", nullptr, BLOCKS},
     {"last block without __threadfence", last_block<NO_FENCE>, "sum_in_last_block", nullptr, BLOCKS},
     {"no cp.async wait", matmul<NO_ASYNC_WAIT>, "matmul_tiles", WRONG, UNWRITTEN},
     {"cp.async waits for too few groups", matmul<WAITS_FOR_TOO_FEW>, "matmul_tiles", WRONG, UNWRITTEN},
     {"a cp.async group is not committed", matmul<NO_COMMIT>, "matmul_tiles", WRONG, UNWRITTEN},
     {"no barrier after the cp.async wait", matmul<NO_BARRIER_AFTER_WAIT>, "matmul_tiles", WRONG, RACE_OR_UNWRITTEN},
-    {"no barrier before a buffer is filled again", matmul<NO_BARRIER_BEFORE_REFILL>, "matmul_tiles", WRONG, RACE_OR_UNWRITTEN},
+    {"no barrier before a buffer is filled again", matmul<NO_BARRIER_BEFORE_REFILL>, "matmul_tiles", WRONG,
+     RACE_OR_UNWRITTEN},
     {"a transposed fragment", matmul<TRANSPOSED_FRAGMENT>, "matmul_tiles", WRONG, WRONG},
     {"no zeros past the end", matmul<NO_ZERO_FILL>, "matmul_tiles", WRONG, UNWRITTEN},
-    {"a barrier that half the threads reach", [] { one_block<barrier_for_half>("barrier_for_half", 64, 64, one); }, "barrier_for_half",
-     BARRIER, BARRIER},
-    {"two different barriers", [] { one_block<two_barriers>("two_barriers", 64, 64, one); }, "two_barriers", BARRIER, BARRIER},
-    {"a barrier meets a shuffle", [] { one_block<barrier_meets_shuffle>("barrier_meets_shuffle", 64, 64, one); }, "barrier_meets_shuffle",
-     "deadlock", "deadlock"},
-    {"return before a barrier", [] { one_block<return_before_barrier>("return_before_barrier", 64, 64, one, 50); }, "return_before_barrier",
-     BARRIER, BARRIER},
-    {"return before a shuffle", [] { one_block<return_before_shuffle>("return_before_shuffle", 32, 32, one); }, "return_before_shuffle",
-     GONE, GONE},
+    {"a barrier that half the threads reach", [] { one_block<barrier_for_half>("barrier_for_half", 64, 64, one); },
+     "barrier_for_half", BARRIER, BARRIER},
+    {"two different barriers", [] { one_block<two_barriers>("two_barriers", 64, 64, one); }, "two_barriers", BARRIER,
+     BARRIER},
+    {"a barrier meets a shuffle", [] { one_block<barrier_meets_shuffle>("barrier_meets_shuffle", 64, 64, one); },
+     "barrier_meets_shuffle", "deadlock", "deadlock"},
+    {"return before a barrier", [] { one_block<return_before_barrier>("return_before_barrier", 64, 64, one, 50); },
+     "return_before_barrier", BARRIER, BARRIER},
+    {"return before a shuffle", [] { one_block<return_before_shuffle>("return_before_shuffle", 32, 32, one); },
+     "return_before_shuffle", GONE, GONE},
     {"half a warp shuffles with a full mask", [] { one_block<half_warp_shuffles>("half_warp_shuffles", 32, 32, one); },
      "half_warp_shuffles", GONE, GONE},
     {"two shuffles meet", [] { one_block<two_shuffles_meet>("two_shuffles_meet", 32, 32, one); }, "two_shuffles_meet",
      "different warp functions", "different warp functions"},
-    {"__syncwarp by a lane outside its mask", [] { one_block<syncwarp_leaves_caller_out>("syncwarp_leaves_caller_out", 32, 32, one); },
+    {"__syncwarp by a lane outside its mask",
+     [] { one_block<syncwarp_leaves_caller_out>("syncwarp_leaves_caller_out", 32, 32, one); },
      "syncwarp_leaves_caller_out", "lane 31 calls __syncwarp with the mask 7fffffff, which leaves it out",
      "lane 31 calls __syncwarp with the mask 7fffffff, which leaves it out"},
-    {"shuffle from a lane outside the mask", [] { one_block<shuffle_from_outside_mask>("shuffle_from_outside_mask", 32, 32, one); },
+    {"shuffle from a lane outside the mask",
+     [] { one_block<shuffle_from_outside_mask>("shuffle_from_outside_mask", 32, 32, one); },
      "shuffle_from_outside_mask", "takes no part", "takes no part"},
     {"no __syncwarp",
      [] {
          DeviceArray<float> y(noises<float>(32));
-         one_block<no_syncwarp>("no_syncwarp", 32, 32, [](size_t i) { return noise(i ^ 1); }, y.device);
+         one_block<no_syncwarp>(
+             "no_syncwarp", 32, 32, [](size_t i) { return noise(i ^ 1); }, y.device);
      },
      "no_syncwarp", WRONG, RACE_OR_UNWRITTEN},
     {"no __syncwarp before ldmatrix",
@@ -369,12 +382,13 @@ static const Planted faults[] = {
      "past the end of the shared array s", OUTSIDE_ARRAY},
     {"shared array written before its start", [] { one_block<shared_underrun>("", 64, 64, one, 2); }, "shared_underrun",
      "before the start of the shared array s", OUTSIDE_ARRAY},
-    {"shared array overrun into the next", [] { one_block<shared_overrun_into_next>("shared_overrun_into_next", 64, 64, one, 128); },
+    {"shared array overrun into the next",
+     [] { one_block<shared_overrun_into_next>("shared_overrun_into_next", 64, 64, one, 128); },
      "shared_overrun_into_next", WRONG, RACE},
     {"device array overrun by one", [] { one_block<device_overrun>("", 64, 64, one); }, "device_overrun",
      "a write past the end of the 256 bytes", OUTSIDE_ARRAY},
-    {"a stack overrun", [] { one_block<stack_overrun>("stack_overrun", 32, 32, one); }, "stack_overrun", "the stack is full",
-     "the stack is full"},
+    {"a stack overrun", [] { one_block<stack_overrun>("stack_overrun", 32, 32, one); }, "stack_overrun",
+     "the stack is full", "the stack is full"},
     {"too little dynamic shared memory",
      [] {
          DeviceArray<float> x(64);
@@ -398,7 +412,8 @@ static const Planted faults[] = {
     {"int overflow",
      [] {
          volatile int T = 65536;
-         one_block<int_overflow>("int_overflow", 1, 1, [](size_t) { return 65536.0 * 65536; }, int(T), int(T));
+         one_block<int_overflow>(
+             "int_overflow", 1, 1, [](size_t) { return 65536.0 * 65536; }, int(T), int(T));
      },
      "int_overflow", nullptr, "runtime error: signed integer overflow"},
     {"a host pointer for a kernel",
@@ -406,7 +421,8 @@ static const Planted faults[] = {
          float host[64];
          launch<set_to>(1, 64, 0, nullptr, host, 1.0f);
      },
-     "set_to", "argument 0 is a pointer, but not to device memory", "argument 0 is a pointer, but not to device memory"},
+     "set_to", "argument 0 is a pointer, but not to device memory",
+     "argument 0 is a pointer, but not to device memory"},
     {"a freed pointer for a kernel",
      [] {
          float* x;
@@ -448,7 +464,8 @@ static const Planted faults[] = {
     {"two streams without an event", [] { streams(false); }, "add_to", WRONG, "wrong result|never written"},
     {"a gradient reduced without an event", [] { reduction(false); }, "set_to and ncclAllReduce", WRONG, WRONG},
     {"the host reads before the copy is done", [] { host_reads_early(false); }, "set_to", WRONG, WRONG},
-    {"a graph outlives its array", [] { graph_outlives(true); }, "set_to", "not to device memory", "not to device memory"},
+    {"a graph outlives its array", [] { graph_outlives(true); }, "set_to", "not to device memory",
+     "not to device memory"},
     {"cublasLtMatmul outside of an array", matmul_outside, "", "cublasLtMatmul, matrix b", "cublasLtMatmul, matrix b"},
 };
 // The same programs without a fault: nothing may be reported.
@@ -514,22 +531,24 @@ int main(int argc, char** argv) {
             continue;
         }
         // A judged access must be reported whatever the schedule, and come with its source line.
-        const bool judged = words == RACE || words == BLOCKS || words == OUTSIDE_ARRAY || words == UNWRITTEN || words == RACE_OR_UNWRITTEN;
+        const bool judged = words == RACE || words == BLOCKS || words == OUTSIDE_ARRAY || words == UNWRITTEN ||
+                            words == RACE_OR_UNWRITTEN;
         const int needed = emu::CHECK_BUILD && judged ? seeds : 1;
         int found = 0;
         std::string report = "nothing was reported";
         for (int seed = 0; seed < seeds; seed++) {
             const Outcome o = run_in_child(p, seed);
             if (o.ended_well) continue;
-            const bool named =
-                o.text.find(*p.kernel ? "kernel " + std::string(p.kernel) : "") != std::string::npos && holds_one_of(o.text, words);
+            const bool named = o.text.find(*p.kernel ? "kernel " + std::string(p.kernel) : "") != std::string::npos &&
+                               holds_one_of(o.text, words);
             const bool placed = !judged || o.text.find("emulator_kernels.cuh:") != std::string::npos ||
                                 o.text.find("planted_faults.cpp:") != std::string::npos;
             found += named && placed;
             if (found <= 1) report = found ? o.text.substr(0, o.text.find('\n')) : o.text;
         }
         (found >= needed ? passed : failed)++;
-        std::printf("%s %-48s found with %d of %d seeds: %s\n", found >= needed ? "ok  " : "FAIL", p.name, found, seeds, report.c_str());
+        std::printf("%s %-48s found with %d of %d seeds: %s\n", found >= needed ? "ok  " : "FAIL", p.name, found, seeds,
+                    report.c_str());
     }
     for (const Planted& p : controls) {
         std::string report;

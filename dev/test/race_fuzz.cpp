@@ -1,11 +1,13 @@
-// race_fuzz.cpp: the CHECK build's race detector against an exact oracle, on random programs. A program is a few blocks of 96 threads that
-// make STEPS steps over a few words of shared or device memory: each thread reads, writes or atomically updates one or does nothing, and
-// between two steps stands nothing, a __syncwarp() or a __syncthreads(). The detector must accuse exactly the programs that have a race.
-//   g++ -std=c++17 -O1 -g -Wall -Wextra -fstack-clash-protection -fsanitize=thread,undefined -fno-sanitize-recover=undefined
+// race_fuzz.cpp: the CHECK build's race detector against an exact oracle, on random programs. A program is a few blocks
+// of 96 threads that make STEPS steps over a few words of shared or device memory: each thread reads, writes or
+// atomically updates one or does nothing, and between two steps stands nothing, a __syncwarp() or a __syncthreads().
+// The detector must accuse exactly the programs that have a race.
+//   g++ -std=c++17 -O1 -g -Wall -Wextra -fstack-clash-protection -fsanitize=thread,undefined
+//   -fno-sanitize-recover=undefined
 //       -c dev/test/race_fuzz.cpp -o build/race_fuzz_check.o
 //   g++ build/race_fuzz_check.o -fsanitize=undefined -o build/race_fuzz_check
 // ./race_fuzz_check [number of programs, standard 1000] [first program, standard 0]
-#include "../cuda_common.cuh"
+#include "../../lib/cuda_common.cuh"
 
 #include <sys/wait.h>
 
@@ -57,19 +59,22 @@ static bool has_race(const Program& p) {
         for (size_t j = i + 1; j < all.size(); j++) {
             const Step &x = all[i], &y = all[j];
             const Action ax = p.action[x.step][x.block][x.thread], ay = p.action[y.step][y.block][y.thread];
-            if ((x.block == y.block && x.thread == y.thread) || p.word[x.step][x.block][x.thread] != p.word[y.step][y.block][y.thread])
+            if ((x.block == y.block && x.thread == y.thread) ||
+                p.word[x.step][x.block][x.thread] != p.word[y.step][y.block][y.thread])
                 continue;
             if ((ax == ay && ax != WRITE) || (p.shared && x.block != y.block)) continue;
             bool ordered = false;
             for (int s = x.step; s < y.step; s++)
-                if (x.block == y.block && (p.sync[s] == BLOCK_SYNC || (p.sync[s] == WARP_SYNC && x.thread / 32 == y.thread / 32)))
+                if (x.block == y.block &&
+                    (p.sync[s] == BLOCK_SYNC || (p.sync[s] == WARP_SYNC && x.thread / 32 == y.thread / 32)))
                     ordered = true;
             if (!ordered) return true;
         }
     return false;
 }
 
-// Steps are mostly of one kind, often sparse, and in some programs blocks or warps keep apart, so that many programs have no race.
+// Steps are mostly of one kind, often sparse, and in some programs blocks or warps keep apart, so that many programs
+// have no race.
 static Program draw_program(uint64_t number) {
     uint64_t draws = 0;
     auto below = [&](uint64_t n) { return random_below(n, number, random_stream(RANDOM_TEST), draws++); };
@@ -129,7 +134,8 @@ int main(int argc, char** argv) {
         races += expected;
         (expected == found ? passed : failed)++;
         if (expected != found)
-            std::printf("FAIL program %llu: %s\n", (unsigned long long)number, expected ? "the race was missed" : "a false alarm");
+            std::printf("FAIL program %llu: %s\n", (unsigned long long)number,
+                        expected ? "the race was missed" : "a false alarm");
     }
     std::printf("%d of %llu programs have a race\n", races, (unsigned long long)count);
     std::printf("%d passed, %d failed\n", passed, failed);

@@ -1,6 +1,7 @@
-// run_tests.h: the program as its user meets it. Most tests start the built ./train_nsa in a folder of their own and look at exit status,
-// stderr and the files it leaves: options, errors, resuming, ranks, checkpoints and logs, the way from a text to a sample. The rest calls
-// the functions around the model (sampling, schedule, batch sizes, the safetensors reader) and compares them with oracles written here.
+// run_tests.h: the program as its user meets it. Most tests start the built ./train_nsa in a folder of their own and
+// look at exit status, stderr and the files it leaves: options, errors, resuming, ranks, checkpoints and logs, the way
+// from a text to a sample. The rest calls the functions around the model (sampling, schedule, batch sizes, the
+// safetensors reader) and compares them with oracles written here.
 #pragma once
 #include <array>
 #include <filesystem>
@@ -72,7 +73,8 @@ inline std::vector<std::string> child_environment(const Start& start) {
     return all;
 }
 
-// Runs words[0] with the others as arguments, without a shell, stdin empty, in a process group of its own; waits for its end.
+// Runs words[0] with the others as arguments, without a shell, stdin empty, in a process group of its own; waits for
+// its end.
 inline Result execute(const Words& words, const Start& start = {}) {
     const std::vector<std::string> environment = child_environment(start);
     std::vector<char*> argv, envp;
@@ -115,7 +117,8 @@ inline Result execute(const Words& words, const Start& start = {}) {
             else if (n == 0 || errno != EINTR) close(streams[i].fd), streams[i].fd = -1;
         }
         late = seconds_now() - begin > start.seconds;
-        if (!killed && (late || (!start.kill_after.empty() && result.out.find(start.kill_after) != std::string::npos))) {
+        if (!killed &&
+            (late || (!start.kill_after.empty() && result.out.find(start.kill_after) != std::string::npos))) {
             kill(-child, SIGKILL);  // the group: its own children too
             killed = true;
         }
@@ -133,7 +136,9 @@ inline Words joined(Words words, const Words& more) {
     return words;
 }
 
-inline Result run(const Words& arguments, const Start& start = {}) { return execute(joined({path()}, arguments), start); }
+inline Result run(const Words& arguments, const Start& start = {}) {
+    return execute(joined({path()}, arguments), start);
+}
 
 inline Words words_of(const Options& options) {
     Words words;
@@ -143,10 +148,11 @@ inline Words words_of(const Options& options) {
 
 // The smallest model in which every branch has something to do: 7712 parameters, a step takes a millisecond.
 inline Options small(const Options& more = {}) {
-    Options options = {{"layers", "1"},        {"dim", "16"},        {"heads", "2"},     {"kv-groups", "1"},    {"head-dim", "8"},
-                       {"cmp-block", "8"},     {"cmp-stride", "4"},  {"slc-block", "8"}, {"slc-count", "4"},    {"window", "16"},
-                       {"phi-hidden", "8"},    {"mlp-hidden", "32"}, {"seq-len", "64"},  {"threads", "1"},      {"batch", "2"},
-                       {"total-batch", "128"}, {"warmup", "0"},      {"lr", "0.01"},     {"eval-batches", "2"}, {"sample-tokens", "0"},
+    Options options = {{"layers", "1"},    {"dim", "16"},      {"heads", "2"},        {"kv-groups", "1"},
+                       {"head-dim", "8"},  {"cmp-block", "8"}, {"cmp-stride", "4"},   {"slc-block", "8"},
+                       {"slc-count", "4"}, {"window", "16"},   {"phi-hidden", "8"},   {"mlp-hidden", "32"},
+                       {"seq-len", "64"},  {"threads", "1"},   {"batch", "2"},        {"total-batch", "128"},
+                       {"warmup", "0"},    {"lr", "0.01"},     {"eval-batches", "2"}, {"sample-tokens", "0"},
                        {"steps", "2"}};
     for (const auto& [name, value] : more) {
         if (value == "-") options.erase(name);  // not given
@@ -157,12 +163,14 @@ inline Options small(const Options& more = {}) {
 inline Words small_words(const Options& more = {}) { return words_of(small(more)); }
 inline Result train(const Options& more, const Start& start = {}) { return run(small_words(more), start); }
 
-// What lies wrong with a refusal, "" if nothing: the status, one line on stderr that begins as all errors do and holds all of `expected`.
+// What lies wrong with a refusal, "" if nothing: the status, one line on stderr that begins as all errors do and holds
+// all of `expected`.
 inline std::string refusal_fault(const Result& r, int status, const Words& expected) {
     const std::string prefix = "train_nsa: error: ";
     std::string fault;
     if (r.status != status) fault += format_text("status %d, expected %d; ", r.status, status);
-    if (r.err.compare(0, prefix.size(), prefix) != 0 || r.err.back() != '\n' || std::count(r.err.begin(), r.err.end(), '\n') != 1)
+    if (r.err.compare(0, prefix.size(), prefix) != 0 || r.err.back() != '\n' ||
+        std::count(r.err.begin(), r.err.end(), '\n') != 1)
         fault += "not one line of error; ";
     for (const std::string& word : expected)
         if (r.err.find(word) == std::string::npos) fault += "'" + word + "' is missing; ";
@@ -246,7 +254,8 @@ inline std::string with_json_value(std::string text, const std::string& key, con
     const std::string quoted = "\"" + key + "\": ";
     const size_t at = text.find(quoted);
     if (at == std::string::npos) fail("no key %s in %s", key.c_str(), text.c_str());
-    const size_t begin = at + quoted.size(), end = text[begin] == '[' ? text.find(']', begin) + 1 : text.find_first_of(",}\n", begin);
+    const size_t begin = at + quoted.size(),
+                 end = text[begin] == '[' ? text.find(']', begin) + 1 : text.find_first_of(",}\n", begin);
     return text.replace(begin, end - begin, value);
 }
 
@@ -268,11 +277,13 @@ inline std::vector<Json> log_of(const std::string& folder) {
 inline std::vector<double> logged(const std::string& folder, const std::string& field) {
     std::vector<double> values;
     for (const Json& line : log_of(folder))
-        if (line.find(field) && (field != "tokens" || line.find("loss"))) values.push_back(line.number(field, "log.jsonl"));  // of steps
+        if (line.find(field) && (field != "tokens" || line.find("loss")))
+            values.push_back(line.number(field, "log.jsonl"));  // of steps
     return values;
 }
 
-// A safetensors file read by this file's own few lines: the JSON header, offsets that follow each other without holes, nothing behind.
+// A safetensors file read by this file's own few lines: the JSON header, offsets that follow each other without holes,
+// nothing behind.
 struct RawTensor {
     std::string dtype;
     std::vector<int64_t> shape;
@@ -314,7 +325,8 @@ inline RawFile read_raw(const std::string& file) {
         RawTensor t;
         t.dtype = entry.string("dtype", file);
         for (const Json& extent : entry.array("shape", file)) t.shape.push_back(extent.integer(file));
-        const int64_t begin = entry.array("data_offsets", file)[0].integer(file), end = entry.array("data_offsets", file)[1].integer(file);
+        const int64_t begin = entry.array("data_offsets", file)[0].integer(file),
+                      end = entry.array("data_offsets", file)[1].integer(file);
         REQUIRE(begin >= 0 && end >= begin && uint64_t(end) <= bytes.size() - data);
         t.bytes = bytes.substr(data + size_t(begin), size_t(end - begin));
         CHECK_EQUAL(t.bytes.size(), t.count() * (t.dtype == "U8" ? 1 : 4));
@@ -331,8 +343,9 @@ inline RawFile read_raw(const std::string& file) {
 }
 
 // The tensors of MODEL.md with their shapes.
-inline std::map<std::string, std::vector<int64_t>> tensors_of_the_design(int64_t V, int64_t C, int64_t L, int64_t H, int64_t G, int64_t D,
-                                                                         int64_t l, int64_t F, int64_t M, bool nsa) {
+inline std::map<std::string, std::vector<int64_t>> tensors_of_the_design(int64_t V, int64_t C, int64_t L, int64_t H,
+                                                                         int64_t G, int64_t D, int64_t l, int64_t F,
+                                                                         int64_t M, bool nsa) {
     std::map<std::string, std::vector<int64_t>> t = {{"embed_tokens.weight", {V, C}}, {"norm.weight", {C}}};
     for (int64_t i = 0; i < L; i++) {
         const std::string layer = "layers." + std::to_string(i) + ".", attn = layer + "attn.";
@@ -341,21 +354,25 @@ inline std::map<std::string, std::vector<int64_t>> tensors_of_the_design(int64_t
         t[attn + "k_win_proj.weight"] = t[attn + "v_win_proj.weight"] = {G * D, C};
         t[layer + "mlp.fc1.weight"] = {M, C}, t[layer + "mlp.fc2.weight"] = {C, M};
         if (!nsa) continue;
-        for (const char* name : {"k_cmp_proj", "v_cmp_proj", "k_slc_proj", "v_slc_proj"}) t[attn + name + ".weight"] = {G * D, C};
+        for (const char* name : {"k_cmp_proj", "v_cmp_proj", "k_slc_proj", "v_slc_proj"})
+            t[attn + name + ".weight"] = {G * D, C};
         t[attn + "gate_proj.weight"] = {3 * H, C};
         for (const char* phi : {"phi_k", "phi_v"}) {
-            t[attn + phi + ".fc1.weight"] = {F, l * D}, t[attn + phi + ".fc1.bias"] = {F}, t[attn + phi + ".fc2.weight"] = {D, F};
+            t[attn + phi + ".fc1.weight"] = {F, l * D}, t[attn + phi + ".fc1.bias"] = {F},
+                           t[attn + phi + ".fc2.weight"] = {D, F};
         }
     }
     return t;
 }
 
 // Every tensor of `expected` is there under the prefix as F32; returns how many.
-inline size_t check_tensors(const RawFile& raw, const std::map<std::string, std::vector<int64_t>>& expected, const std::string& prefix) {
+inline size_t check_tensors(const RawFile& raw, const std::map<std::string, std::vector<int64_t>>& expected,
+                            const std::string& prefix) {
     for (const auto& [name, shape] : expected) {
         const auto found = raw.tensors.find(prefix + name);
         tests().checks++;
-        if (found == raw.tensors.end()) check_failed(__FILE__, __LINE__, "tensor %s%s is missing", prefix.c_str(), name.c_str());
+        if (found == raw.tensors.end())
+            check_failed(__FILE__, __LINE__, "tensor %s%s is missing", prefix.c_str(), name.c_str());
         else if (found->second.dtype != "F32" || found->second.shape != shape)
             check_failed(__FILE__, __LINE__, "tensor %s%s has another type or shape", prefix.c_str(), name.c_str());
     }
@@ -367,15 +384,16 @@ inline size_t check_tensors(const RawFile& raw, const std::map<std::string, std:
 // ---------------------------------------------------------------------------------------------------------------------
 // Options.
 
-// Numbers beyond either end of their range, words outside their list, flags with a value: through the binary, for every option of the
-// table.
+// Numbers beyond either end of their range, words outside their list, flags with a value: through the binary, for every
+// option of the table.
 TEST(run_options_out_of_range_are_refused) {
     using namespace program;
     for (const Option& o : option_table()) {
         const std::string name = "--" + std::string(o.name), verb = first_verb(o);
         Words wrong;
         if (o.integer || o.real)
-            wrong = {format_text("%.17g", o.low - (o.integer ? 1 : 1e-3)), format_text("%.17g", o.integer ? o.high + 1 : o.high * 1.001)};
+            wrong = {format_text("%.17g", o.low - (o.integer ? 1 : 1e-3)),
+                     format_text("%.17g", o.integer ? o.high + 1 : o.high * 1.001)};
         else if (o.choices) wrong = {"no_such_word"};
         else if (o.flag) wrong = {"maybe"};
         // (--help behind it would be obeyed by a program that took the value, instead of a training run.)
@@ -392,7 +410,8 @@ TEST(run_options_are_parsed_strictly) {
     for (const Option& o : option_table()) {
         const std::string name = "--" + std::string(o.name), verb = first_verb(o);
         if (o.integer || o.real) {
-            for (const char* wrong : {"", "nan", "-nan", "inf", "-inf", "1e999", "x", "1x", "1 ", " 1", "\t1", "1,5", "--1", "1 2"})
+            for (const char* wrong :
+                 {"", "nan", "-nan", "inf", "-inf", "1e999", "x", "1x", "1 ", " 1", "\t1", "1,5", "--1", "1 2"})
                 CHECK_FAILS(2, name.c_str(), parse({verb, name + "=" + wrong}));
             if (o.integer) CHECK_FAILS(2, name.c_str(), parse({verb, name + "=" + format_text("%.17g", o.low + 0.5)}));
             for (const double end : {o.low, o.high}) {  // both ends belong to the range
@@ -405,15 +424,17 @@ TEST(run_options_are_parsed_strictly) {
                  {std::string(), choices, choices + "|", choices.substr(0, choices.find('|') + 1), choices.substr(1)})
                 CHECK_FAILS(2, name.c_str(), parse({verb, name + "=" + wrong}));
             std::istringstream words(choices);
-            for (std::string word; std::getline(words, word, '|');) CHECK_EQUAL(parse({verb, name, word}).*o.text, word);
+            for (std::string word; std::getline(words, word, '|');)
+                CHECK_EQUAL(parse({verb, name, word}).*o.text, word);
         } else if (o.text) {
             CHECK_EQUAL(parse({verb, name, "a b=c"}).*o.text, std::string("a b=c"));
             CHECK_EQUAL(parse({verb, name + "=--a=b"}).*o.text, std::string("--a=b"));
         } else if (o.list) {
-            CHECK((parse({verb, name, "a.txt", "b.txt", "--threads", "1"}).*o.list == std::vector<std::string>{"a.txt", "b.txt"}));
+            CHECK((parse({verb, name, "a.txt", "b.txt", "--threads", "1"}).*o.list ==
+                   std::vector<std::string>{"a.txt", "b.txt"}));
         } else {
-            CHECK(parse({verb, name}).*o.flag && parse({verb, name + "=on"}).*o.flag && !(parse({verb, name + "=off"}).*o.flag) &&
-                  !(parse({verb}).*o.flag));
+            CHECK(parse({verb, name}).*o.flag && parse({verb, name + "=on"}).*o.flag &&
+                  !(parse({verb, name + "=off"}).*o.flag) && !(parse({verb}).*o.flag));
         }
         // A verb takes the options that the table gives it, and no other.
         for (const VerbName& v : VERBS) {
@@ -421,12 +442,14 @@ TEST(run_options_are_parsed_strictly) {
             if (o.verbs & v.verb) CHECK((parse(words), true));
             else CHECK_FAILS(2, (name + " is no option of '" + v.name + "'").c_str(), parse(words));
         }
-        CHECK_FAILS(2, (name + " is given twice").c_str(), parse({verb, name + "=" + good_value(o), name + "=" + good_value(o)}));
+        CHECK_FAILS(2, (name + " is given twice").c_str(),
+                    parse({verb, name + "=" + good_value(o), name + "=" + good_value(o)}));
         if (!o.flag) CHECK_FAILS(2, (name + " needs a value").c_str(), parse({verb, name}));
         if (!o.flag) CHECK_FAILS(2, (name + " needs a value").c_str(), parse({verb, name, "--threads=1"}));
         // A slip of the finger, the last letter twice, is told with the name that was meant.
         const std::string slip = std::string(o.name) + o.name[std::strlen(o.name) - 1];
-        CHECK_FAILS(2, ("--" + slip + " is no option; did you mean " + name + "?").c_str(), parse({verb, "--" + slip + "=1"}));
+        CHECK_FAILS(2, ("--" + slip + " is no option; did you mean " + name + "?").c_str(),
+                    parse({verb, "--" + slip + "=1"}));
     }
 }
 
@@ -454,7 +477,8 @@ TEST(run_usage_errors_end_with_status_2) {
     TempFolder folder;
     write_file(folder.file("a.txt"), "words");
     CHECK_REFUSED(run({"tokenize", "--in", folder.file("a.txt"), "--out", folder.file("t")}), 2, "--vocab-dir");
-    CHECK_REFUSED(run({"tokenize", "--in", folder.file("a.png"), "--out", folder.file("t"), "--tokenizer", "bytes"}), 2, "--in", "a.png");
+    CHECK_REFUSED(run({"tokenize", "--in", folder.file("a.png"), "--out", folder.file("t"), "--tokenizer", "bytes"}), 2,
+                  "--in", "a.png");
     CHECK_EQUAL(glob_files(folder.file("t*")).size(), 0u);
 }
 
@@ -477,7 +501,8 @@ TEST(run_contradictions_between_options_are_refused) {
         {{{"total-batch", "192"}}, {"--total-batch 192", "--batch 2"}},
         {{{"cuda-graph", "1"}}, {"--cuda-graph 1", "on the CPU"}},
         {{{"stall-timeout", "0.5"}}, {"--stall-timeout 0.5", "at least 1"}},
-        {{{"batch", "1"}, {"dump-state", folder.file("state.safetensors")}}, {"--dump-state", "--total-batch 128", "--batch 1"}},
+        {{{"batch", "1"}, {"dump-state", folder.file("state.safetensors")}},
+         {"--dump-state", "--total-batch 128", "--batch 1"}},
     };
     for (const auto& c : cases) {
         Options options = c.options;
@@ -496,12 +521,13 @@ TEST(run_device_cuda_is_refused_where_there_is_none) {
     CHECK_REFUSED(train({{"device", "cuda"}, {"out", folder.file("other")}}), 2, "--device cuda");
     CHECK_REFUSED(run({"check", "--device", "cuda"}), 2, "--device cuda");
     CHECK_REFUSED(run({"sample", "--from", folder.file("run"), "--device", "cuda"}), 2, "--device cuda");
-    CHECK_REFUSED(run({"eval", "--from", folder.file("run"), "--val-data", folder.file("val.bin"), "--device", "cuda"}), 2,
-                  "--device cuda");
+    CHECK_REFUSED(run({"eval", "--from", folder.file("run"), "--val-data", folder.file("val.bin"), "--device", "cuda"}),
+                  2, "--device cuda");
     CHECK(!file_exists(folder.file("other")));
 }
 
-// Sizes that no machine holds must be refused by name before the memory is asked for, not end in std::bad_alloc or an overflow.
+// Sizes that no machine holds must be refused by name before the memory is asked for, not end in std::bad_alloc or an
+// overflow.
 TEST(run_sizes_beyond_any_machine_are_refused_by_name) {
     using namespace program;
     TempFolder folder;
@@ -516,20 +542,29 @@ TEST(run_sizes_beyond_any_machine_are_refused_by_name) {
     const Result validation = train({{"eval-batches", "1000000000000"}, {"out", folder.file("run")}}, start);
     CHECK(validation.status == 1 || validation.status == 2);
     CHECK_REFUSED(validation, validation.status, "--eval-batches");
-    const Result overflow =
-        train({{"eval-batches", "1000000000000"}, {"total-batch", "64000000000"}, {"batch", "2"}, {"out", folder.file("run")}}, start);
+    const Result overflow = train({{"eval-batches", "1000000000000"},
+                                   {"total-batch", "64000000000"},
+                                   {"batch", "2"},
+                                   {"out", folder.file("run")}},
+                                  start);
     CHECK(overflow.status == 1 || overflow.status == 2);
     CHECK_REFUSED(overflow, overflow.status, "--");
-    const Result batch = train(
-        {{"batch", "64000"}, {"seq-len", "1000000"}, {"total-batch", "64000000000"}, {"eval-batches", "1"}, {"out", folder.file("run")}},
-        start);
+    const Result batch = train({{"batch", "64000"},
+                                {"seq-len", "1000000"},
+                                {"total-batch", "64000000000"},
+                                {"eval-batches", "1"},
+                                {"out", folder.file("run")}},
+                               start);
     CHECK(batch.status == 1 || batch.status == 2);
     CHECK_REFUSED(batch, batch.status, "--");
     const Result model = train({{"layers", "1000"}, {"dim", "64000"}, {"out", folder.file("run")}}, start);
     CHECK(model.status == 1 || model.status == 2);
     CHECK_REFUSED(model, model.status, "--");
-    CHECK_REFUSED(train({{"batch", "64"}, {"total-batch", "4096"}, {"data", folder.file("train.bin")}, {"out", folder.file("run")}}, start),
-                  1, "--total-batch");
+    CHECK_REFUSED(
+        train(
+            {{"batch", "64"}, {"total-batch", "4096"}, {"data", folder.file("train.bin")}, {"out", folder.file("run")}},
+            start),
+        1, "--total-batch");
     CHECK(!file_exists(folder.file("run")));
 }
 
@@ -539,14 +574,17 @@ TEST(run_help_lists_every_option_with_default_and_range) {
         const Result help = run({v.name, "--help"});
         REQUIRE_GOOD(help);
         const std::vector<std::string> lines = lines_of(help.out.substr(0, help.out.find("\npresets:")));
-        for (const VerbName& other : VERBS) CHECK(help.out.find("\n  " + std::string(other.name) + " ") != std::string::npos);
+        for (const VerbName& other : VERBS)
+            CHECK(help.out.find("\n  " + std::string(other.name) + " ") != std::string::npos);
         for (const Option& o : option_table()) {
             const std::string start = "  --" + std::string(o.name) + " ";
-            const auto line =
-                std::find_if(lines.begin(), lines.end(), [&](const std::string& s) { return s.compare(0, start.size(), start) == 0; });
+            const auto line = std::find_if(lines.begin(), lines.end(), [&](const std::string& s) {
+                return s.compare(0, start.size(), start) == 0;
+            });
             tests().checks++;
             if ((line != lines.end()) != bool(o.verbs & v.verb))
-                check_failed(__FILE__, __LINE__, "help of %s: --%s is %s", v.name, o.name, line == lines.end() ? "missing" : "listed");
+                check_failed(__FILE__, __LINE__, "help of %s: --%s is %s", v.name, o.name,
+                             line == lines.end() ? "missing" : "listed");
             if (line == lines.end()) continue;
             CHECK(line->find(o.help) != std::string::npos && std::strlen(o.help) > 3);
             CHECK(line->find(std::string("default ") + (*o.standard ? o.standard : "none") + " ") != std::string::npos);
@@ -576,8 +614,8 @@ TEST(run_help_tells_the_presets_as_they_are) {
     for (const Preset& p : PRESETS) {
         const std::string start = "  --model " + std::string(p.name) + " = ";
         const auto lines = lines_of(help);
-        const auto line =
-            std::find_if(lines.begin(), lines.end(), [&](const std::string& s) { return s.compare(0, start.size(), start) == 0; });
+        const auto line = std::find_if(lines.begin(), lines.end(),
+                                       [&](const std::string& s) { return s.compare(0, start.size(), start) == 0; });
         REQUIRE(line != lines.end());
         Words words;
         std::istringstream in(line->substr(start.size()));
@@ -618,7 +656,8 @@ TEST(run_bad_training_data_is_named) {
     };
     CHECK_REFUSED(with_data(folder.file("none_*.bin")), 1, "--data", folder.file("none_*.bin"));
     CHECK_REFUSED(with_data(""), 1, "--data");
-    CHECK_REFUSED(with_data(good, {{"val-data", folder.file("none_*.bin")}}), 1, "--val-data", folder.file("none_*.bin"));
+    CHECK_REFUSED(with_data(good, {{"val-data", folder.file("none_*.bin")}}), 1, "--val-data",
+                  folder.file("none_*.bin"));
 
     std::string bytes = read_file(good);
     write_file(bad, bytes.substr(0, bytes.size() - 1));
@@ -639,13 +678,16 @@ TEST(run_bad_training_data_is_named) {
     CHECK_REFUSED(with_data(bad), 1, bad, "50257", "256");
     CHECK_REFUSED(with_data(good, {{"val-data", bad}}), 1, bad, "50257", "256");
 
-    // A token outside the vocabulary, somewhere in the only three samples, is found when it is read, with its byte in the file.
+    // A token outside the vocabulary, somewhere in the only three samples, is found when it is read, with its byte in
+    // the file.
     std::vector<uint16_t> tokens = random_tokens(193, 2);
     tokens[100] = 256;
     write_file(bad, shard(tokens));
-    CHECK_REFUSED(with_data(bad, {{"steps", "3"}, {"batch", "1"}, {"total-batch", "64"}}), 1, bad, "token 256", "byte 1224", "256");
-    CHECK_REFUSED(with_data(good, {{"val-data", bad}, {"eval-batches", "9"}, {"batch", "1"}, {"out", folder.file("unseen")}}), 1, bad,
-                  "byte 1224");
+    CHECK_REFUSED(with_data(bad, {{"steps", "3"}, {"batch", "1"}, {"total-batch", "64"}}), 1, bad, "token 256",
+                  "byte 1224", "256");
+    CHECK_REFUSED(
+        with_data(good, {{"val-data", bad}, {"eval-batches", "9"}, {"batch", "1"}, {"out", folder.file("unseen")}}), 1,
+        bad, "byte 1224");
 
     write_file(bad, shard(random_tokens(64, 3)));
     CHECK_REFUSED(with_data(bad), 1, "--data", "64", "--seq-len");
@@ -670,7 +712,8 @@ TEST(run_bad_input_of_tokenize_is_named) {
     const std::string out = folder.file("shards");
     const auto tokenize = [&](const std::string& name, const std::string& text, const Words& more = {}) {
         write_file(folder.file(name), text);
-        return run(joined({"tokenize", "--tokenizer", "bytes", "--threads", "1", "--in", folder.file(name), "--out", out}, more));
+        return run(joined(
+            {"tokenize", "--tokenizer", "bytes", "--threads", "1", "--in", folder.file(name), "--out", out}, more));
     };
     CHECK_REFUSED(tokenize("a.txt", ""), 1, "--in", "a.txt");
     CHECK_REFUSED(tokenize("a.jsonl", "{\"text\": \"one\"}\n{\"text\": 2}\n"), 1, "a.jsonl", "line 2");
@@ -679,10 +722,12 @@ TEST(run_bad_input_of_tokenize_is_named) {
     CHECK_REFUSED(tokenize("a.txt", std::string("\xFF\xFEw\0", 4)), 1, "a.txt", "UTF-16", "iconv");
     CHECK_REFUSED(tokenize("a.jsonl", std::string("\xFE\xFF\0{", 4)), 1, "a.jsonl", "UTF-16", "iconv");
     CHECK_REFUSED(tokenize("b.txt", "words", {"--split-documents", "\\q"}), 2, "--split-documents");
-    CHECK_REFUSED(run({"tokenize", "--tokenizer", "bytes", "--in", folder.file("none.txt"), "--out", out}), 1, "none.txt");
+    CHECK_REFUSED(run({"tokenize", "--tokenizer", "bytes", "--in", folder.file("none.txt"), "--out", out}), 1,
+                  "none.txt");
     CHECK_REFUSED(run({"tokenize", "--in", folder.file("b.txt"), "--out", out, "--vocab-dir", folder.file("none")}), 1,
                   folder.file("none"));
-    CHECK_REFUSED(run({"tokenize", "--in", folder.file("b.txt"), "--out", out, "--vocab-dir", folder.path}), 1, folder.path);
+    CHECK_REFUSED(run({"tokenize", "--in", folder.file("b.txt"), "--out", out, "--vocab-dir", folder.path}), 1,
+                  folder.path);
     CHECK_EQUAL(glob_files(out + "*").size(), 0u);
     CHECK_EQUAL(tokenize("b.txt", "words").status, 0);
     CHECK_REFUSED(tokenize("b.txt", "words"), 1, "--out", out + "_train_000001.bin", "exists");
@@ -694,7 +739,8 @@ TEST(run_places_that_cannot_be_written_are_named) {
     write_file(folder.file("file"), "");
     CHECK_REFUSED(train({{"out", folder.file("file")}}), 1, folder.file("file"));
     CHECK_REFUSED(train({{"out", folder.file("file/run")}}), 1, folder.file("file/run"));
-    CHECK_REFUSED(train({{"dump-state", folder.file("none/state.safetensors")}}), 1, folder.file("none/state.safetensors"));
+    CHECK_REFUSED(train({{"dump-state", folder.file("none/state.safetensors")}}), 1,
+                  folder.file("none/state.safetensors"));
     // An empty name is no folder; taken as a prefix, it would write into the root of the file system.
     // (Without data, so that a program that does not look at the name ends before it writes.)
     CHECK_REFUSED(train({{"out", ""}, {"data", folder.file("none")}}), 2, "--out");
@@ -723,7 +769,8 @@ constexpr const char* OPTIMIZER = "optimizer_00000-of-00001.safetensors";
 TEST(run_damaged_checkpoints_are_named) {
     using namespace program;
     TempFolder folder;
-    const std::string run_folder = folder.file("run"), checkpoint = run_folder + "/step_00000002", name = "/step_00000002/";
+    const std::string run_folder = folder.file("run"), checkpoint = run_folder + "/step_00000002",
+                      name = "/step_00000002/";
     REQUIRE_GOOD(train({{"out", run_folder}}));
     write_file(folder.file("val.bin"), shard(random_tokens(300, 1)));
     const std::string whole_model = read_file(run_folder + name + "model.safetensors"),
@@ -731,7 +778,9 @@ TEST(run_damaged_checkpoints_are_named) {
                       whole_manifest = read_file(run_folder + name + "manifest.json"),
                       whole_optimizer = read_file(run_folder + name + OPTIMIZER);
     const auto sample = [&] { return run({"sample", "--from", run_folder, "--tokens", "4", "--threads", "1"}); };
-    const auto evaluate = [&] { return run({"eval", "--from", run_folder, "--val-data", folder.file("val.bin"), "--threads", "1"}); };
+    const auto evaluate = [&] {
+        return run({"eval", "--from", run_folder, "--val-data", folder.file("val.bin"), "--threads", "1"});
+    };
     const auto resume = [&] { return train({{"out", run_folder}, {"steps", "3"}, {"resume", "on"}}); };
     const auto sealed = [&](const std::function<Result()>& verb) {
         seal(checkpoint);
@@ -778,7 +827,8 @@ TEST(run_damaged_checkpoints_are_named) {
     CHECK_REFUSED(evaluate(), 1, config, "missing");
     write_file(config, whole_config);
 
-    const std::string manifest = run_folder + name + "manifest.json", whole_state = read_manifest(checkpoint).state_text;
+    const std::string manifest = run_folder + name + "manifest.json",
+                      whole_state = read_manifest(checkpoint).state_text;
     write_file(manifest, whole_manifest.substr(0, 60));
     CHECK_REFUSED(resume(), 1, manifest, "byte");
     struct {
@@ -806,7 +856,8 @@ TEST(run_damaged_checkpoints_are_named) {
     CHECK_REFUSED(resume(), 1, manifest, "missing");
     // a folder of weights is enough where it is named itself
     const Result unchecked = run({"sample", "--from", checkpoint, "--tokens", "4", "--threads", "1"});
-    CHECK(unchecked.status == 0 && unchecked.err.find("warning: " + checkpoint + " has no manifest.json") != std::string::npos);
+    CHECK(unchecked.status == 0 &&
+          unchecked.err.find("warning: " + checkpoint + " has no manifest.json") != std::string::npos);
     write_file(manifest, whole_manifest);
 
     const std::string optimizer = run_folder + name + OPTIMIZER;
@@ -814,10 +865,11 @@ TEST(run_damaged_checkpoints_are_named) {
     CHECK_REFUSED(resume(), 1, optimizer);
     CHECK_REFUSED(sealed(resume), 1, optimizer);
     write_file(optimizer, whole_optimizer);
-    for (const auto& [from, to] :
-         {std::make_pair("v.norm.weight[0:16]", "w.norm.weight[0:16]"), std::make_pair("v.norm.weight[0:16]", "v.norm.weighs[0:16]"),
-          std::make_pair("v.norm.weight[0:16]", "v.norm.weight[1:17]"), std::make_pair("v.norm.weight[0:16]", "v.norm.weight[16:0]"),
-          std::make_pair("v.norm.weight[0:16]", "v.norm.weight[0:16x")}) {
+    for (const auto& [from, to] : {std::make_pair("v.norm.weight[0:16]", "w.norm.weight[0:16]"),
+                                   std::make_pair("v.norm.weight[0:16]", "v.norm.weighs[0:16]"),
+                                   std::make_pair("v.norm.weight[0:16]", "v.norm.weight[1:17]"),
+                                   std::make_pair("v.norm.weight[0:16]", "v.norm.weight[16:0]"),
+                                   std::make_pair("v.norm.weight[0:16]", "v.norm.weight[0:16x")}) {
         replace_in_file(optimizer, from, to);
         CHECK_REFUSED(sealed(resume), 1, optimizer, to);
         write_file(optimizer, whole_optimizer);
@@ -870,8 +922,10 @@ TEST(run_config_json_is_checked_field_by_field) {
             std::string option = key;
             std::replace(option.begin(), option.end(), '_', '-');
             const std::string line = e.what();
-            if (e.status != 1 || line.find(path) != 0 || (line.find(key) == std::string::npos && line.find(option) == std::string::npos))
-                check_failed(__FILE__, __LINE__, "status %d, '%s': expected 1 and a line with %s", e.status, e.what(), key.c_str());
+            if (e.status != 1 || line.find(path) != 0 ||
+                (line.find(key) == std::string::npos && line.find(option) == std::string::npos))
+                check_failed(__FILE__, __LINE__, "status %d, '%s': expected 1 and a line with %s", e.status, e.what(),
+                             key.c_str());
         }
     };
     for (const std::string& key : root.keys) {
@@ -907,10 +961,12 @@ TEST(run_resumed_equals_uninterrupted) {
     TempFolder folder;
     const std::string data = write_small_corpus(folder, "train.bin", 1), val = write_small_corpus(folder, "val.bin", 2);
     for (const char* batch : {"2", "1"}) {  // accumulation over 1 and 2 micro-steps
-        const std::string whole = folder.file(std::string("whole") + batch), parts = folder.file(std::string("parts") + batch);
-        const Options options = {{"data", data},           {"val-data", val},   {"batch", batch},
-                                 {"schedule", "constant"}, {"eval-every", "2"}, {"seed", "5"},
-                                 {"recompute", batch},     {"sample-every", "3"}, {"sample-tokens", "5"}, {"skip-outliers", "11"}};
+        const std::string whole = folder.file(std::string("whole") + batch),
+                          parts = folder.file(std::string("parts") + batch);
+        const Options options = {{"data", data},           {"val-data", val},     {"batch", batch},
+                                 {"schedule", "constant"}, {"eval-every", "2"},   {"seed", "5"},
+                                 {"recompute", batch},     {"sample-every", "3"}, {"sample-tokens", "5"},
+                                 {"skip-outliers", "11"}};
         const auto run_to = [&](const char* steps, const std::string& out, const char* resume) {
             Options more = options;
             more["steps"] = steps, more["out"] = out, more["resume"] = resume;
@@ -919,14 +975,16 @@ TEST(run_resumed_equals_uninterrupted) {
         REQUIRE_GOOD(run_to("12", whole, "off"));
         REQUIRE_GOOD(run_to("5", parts, "off"));
         // A validation loss that no later one undercuts stays the best to the end.
-        seal(parts + "/step_00000005", with_json_value(read_manifest(parts + "/step_00000005").state_text, "best_val_loss", "0.25"));
+        seal(parts + "/step_00000005",
+             with_json_value(read_manifest(parts + "/step_00000005").state_text, "best_val_loss", "0.25"));
         const Result resumed = run_to("9", parts, "on");
         REQUIRE_GOOD(resumed);
         CHECK(resumed.out.find("resume: " + parts + "/step_00000005, step 5\n") != std::string::npos);
         REQUIRE_GOOD(run_to("12", parts, "on"));
         for (const char* file : {"model.safetensors", OPTIMIZER, "config.json"})
             CHECK(read_file(whole + "/step_00000012/" + file) == read_file(parts + "/step_00000012/" + file));
-        const Json state_whole = read_manifest(whole + "/step_00000012").state, state_parts = read_manifest(parts + "/step_00000012").state;
+        const Json state_whole = read_manifest(whole + "/step_00000012").state,
+                   state_parts = read_manifest(parts + "/step_00000012").state;
         for (const Json* state : {&state_whole, &state_parts})
             CHECK_EQUAL(state->array("loader", "state")[3].text, std::string("24"));  // 12 steps of 2 samples
         CHECK_EQUAL(state_parts.number("best_val_loss", ""), 0.25);
@@ -957,15 +1015,17 @@ TEST(run_resume_without_checkpoint_says_so_and_starts) {
     CHECK(first.out.find("step 0001 |") != std::string::npos);
     const Result again = train({{"out", folder.file("run")}, {"resume", "on"}});  // already finished
     REQUIRE_GOOD(again);
-    CHECK(again.out.find("nothing to resume") == std::string::npos && again.out.find("step 0001 |") == std::string::npos);
+    CHECK(again.out.find("nothing to resume") == std::string::npos &&
+          again.out.find("step 0001 |") == std::string::npos);
     CHECK(!file_exists(folder.file("run.1")));
 }
 
 TEST(run_resume_with_another_model_or_data_is_refused) {
     using namespace program;
     TempFolder folder;
-    const std::string data = write_small_corpus(folder, "train.bin", 1), other = write_small_corpus(folder, "other.bin", 2),
-                      longer = folder.file("longer.bin"), out = folder.file("run");
+    const std::string data = write_small_corpus(folder, "train.bin", 1),
+                      other = write_small_corpus(folder, "other.bin", 2), longer = folder.file("longer.bin"),
+                      out = folder.file("run");
     write_file(longer, shard(random_tokens(64 * 20, 3, 64)));
     REQUIRE_GOOD(train({{"out", out}, {"data", data}}));
     const auto resume = [&](const Options& more) {
@@ -1006,7 +1066,8 @@ TEST(run_resume_of_the_synthetic_corpus_keeps_the_seed) {
     REQUIRE_GOOD(train({{"schedule", "constant"}, {"steps", "2"}, {"seed", "5"}, {"out", folder.file("parts")}}));
     const Result other = with({{"seed", "6"}, {"out", folder.file("parts")}, {"resume", "on"}});
     if (other.status != 0)
-        CHECK_REFUSED(other, 1, "seed");  // refusing is one right answer, going on with the corpus of the checkpoint the other
+        CHECK_REFUSED(other, 1,
+                      "seed");  // refusing is one right answer, going on with the corpus of the checkpoint the other
     else CHECK(logged(folder.file("whole"), "loss") == logged(folder.file("parts"), "loss"));
 }
 
@@ -1059,16 +1120,18 @@ TEST(run_leaves_the_files_of_others_alone) {
 TEST(run_resume_inherits_the_options_that_are_not_given) {
     using namespace program;
     TempFolder folder;
-    const std::string data = write_small_corpus(folder, "train.bin", 1), whole = folder.file("whole"), parts = folder.file("parts");
-    const Options options = {{"data", data}, {"schedule", "linear"}, {"lr", "0.003"}, {"warmup", "3"}, {"weight-decay", "0.3"},
-                             {"seed", "9"},  {"save-every", "2"},    {"batch", "1"}};
+    const std::string data = write_small_corpus(folder, "train.bin", 1), whole = folder.file("whole"),
+                      parts = folder.file("parts");
+    const Options options = {{"data", data},          {"schedule", "linear"}, {"lr", "0.003"},     {"warmup", "3"},
+                             {"weight-decay", "0.3"}, {"seed", "9"},          {"save-every", "2"}, {"batch", "1"}};
     const auto with = [&](Options more) {
         more.insert(options.begin(), options.end());
         return train(more);
     };
     REQUIRE_GOOD(with({{"steps", "6"}, {"out", whole}}));
     REQUIRE_GOOD(with({{"steps", "6"}, {"out", parts}}));
-    for (const char* step : {"step_00000004", "step_00000006"}) std::filesystem::remove_all(parts + "/" + step);  // as if it had been killed
+    for (const char* step : {"step_00000004", "step_00000006"})
+        std::filesystem::remove_all(parts + "/" + step);  // as if it had been killed
     const Result resumed = run({"--resume", "--out", parts, "--threads", "1", "--batch", "1"});
     REQUIRE_GOOD(resumed);
     CHECK(resumed.out.find("resume: --") == std::string::npos);  // nothing has changed
@@ -1080,12 +1143,14 @@ TEST(run_resume_inherits_the_options_that_are_not_given) {
     REQUIRE_GOOD(longer);
     CHECK(longer.out.find("resume: --steps is 9, was 6") != std::string::npos);
     // linear, warm-up 3: at step 7 of 9 a third of the way from a tenth is left, where step 6 of 6 was the end
-    CHECK(longer.out.find("resume: the learning rate of step 7 is 1.20e-03, by the earlier options 3.00e-04") != std::string::npos);
+    CHECK(longer.out.find("resume: the learning rate of step 7 is 1.20e-03, by the earlier options 3.00e-04") !=
+          std::string::npos);
     write_file(parts + "/run.json", "{\"program\": \"train_nsa\", \"lr\": 11}");
     CHECK_REFUSED(run({"--resume", "--out", parts}), 1, parts + "/run.json", "--lr");
 }
 
-// Weights of one run are the beginning of another, of other data and length of sequences; the first loss is the one they had.
+// Weights of one run are the beginning of another, of other data and length of sequences; the first loss is the one
+// they had.
 TEST(run_begins_with_the_weights_of_another) {
     using namespace program;
     TempFolder folder;
@@ -1096,12 +1161,20 @@ TEST(run_begins_with_the_weights_of_another) {
     CHECK(r.out.find("weights: those of " + first + "/step_00000030") != std::string::npos);
     CHECK_EQUAL(logged(second, "val_loss").at(0), logged(first, "val_loss").back());
     const std::string shorter = folder.file("shorter");
-    REQUIRE_GOOD(train({{"out", shorter}, {"init-from", first + "/step_00000030"}, {"steps", "1"}, {"lr", "0"}, {"seq-len", "32"},
-                        {"total-batch", "64"}, {"weight-decay", "0"}}));
-    CHECK(read_file(shorter + "/step_00000001/model.safetensors") == read_file(first + "/step_00000030/model.safetensors"));
-    CHECK_REFUSED(train({{"out", folder.file("x")}, {"init-from", first}, {"layers", "3"}}), 1, "cannot begin from", "layers", "3");
+    REQUIRE_GOOD(train({{"out", shorter},
+                        {"init-from", first + "/step_00000030"},
+                        {"steps", "1"},
+                        {"lr", "0"},
+                        {"seq-len", "32"},
+                        {"total-batch", "64"},
+                        {"weight-decay", "0"}}));
+    CHECK(read_file(shorter + "/step_00000001/model.safetensors") ==
+          read_file(first + "/step_00000030/model.safetensors"));
+    CHECK_REFUSED(train({{"out", folder.file("x")}, {"init-from", first}, {"layers", "3"}}), 1, "cannot begin from",
+                  "layers", "3");
     CHECK_REFUSED(train({{"out", folder.file("x")}, {"init-from", folder.file("none")}}), 1, "none");
-    CHECK_REFUSED(train({{"out", folder.file("x")}, {"init-from", first + "/run.json"}}), 1, "--init-from", "is a file");
+    CHECK_REFUSED(train({{"out", folder.file("x")}, {"init-from", first + "/run.json"}}), 1, "--init-from",
+                  "is a file");
     CHECK(!file_exists(folder.file("x")));
     // The built-in corpus can be evaluated on, as the run itself was.
     const Result evaluated = run({"eval", "--from", first, "--val-data", "synthetic", "--threads", "1"});
@@ -1160,8 +1233,8 @@ TEST(run_newest_checkpoint_is_taken) {
     const std::string out = folder.file("run");
     REQUIRE_GOOD(train({{"out", out}, {"steps", "10"}, {"save-every", "3"}}));
     const std::vector<std::string> found = glob_files(out + "/step_*");
-    CHECK((found ==
-           std::vector<std::string>{out + "/step_00000003", out + "/step_00000006", out + "/step_00000009", out + "/step_00000010"}));
+    CHECK((found == std::vector<std::string>{out + "/step_00000003", out + "/step_00000006", out + "/step_00000009",
+                                             out + "/step_00000010"}));
     CHECK_EQUAL(newest_checkpoint(out), out + "/step_00000010");
     std::filesystem::create_directory(out + "/step_00000012.writing");
     write_file(out + "/step_00000012.writing/model.safetensors", "");
@@ -1169,8 +1242,8 @@ TEST(run_newest_checkpoint_is_taken) {
     CHECK_EQUAL(newest_checkpoint(folder.path), "");
 }
 
-// SIGKILL again and again, most often while a checkpoint is being written: a step's folder is always whole, and the run continued
-// from the newest ends with the bytes of a run that was left alone.
+// SIGKILL again and again, most often while a checkpoint is being written: a step's folder is always whole, and the run
+// continued from the newest ends with the bytes of a run that was left alone.
 TEST(run_killed_and_resumed_equals_uninterrupted) {
     using namespace program;
     TempFolder folder;
@@ -1193,7 +1266,8 @@ TEST(run_killed_and_resumed_equals_uninterrupted) {
         CHECK(read_file(folder.file("whole/step_00000012/") + file) == read_file(out + "/step_00000012/" + file));
 }
 
-// A full disk at the last checkpoint: the run ends with an error, there is no half checkpoint, and the one before still serves.
+// A full disk at the last checkpoint: the run ends with an error, there is no half checkpoint, and the one before still
+// serves.
 TEST(run_full_disk_leaves_no_half_checkpoint) {
     using namespace program;
     TempFolder folder;
@@ -1235,14 +1309,19 @@ TEST(run_with_closed_streams) {
     CHECK_EQUAL(in_shell(small_words({{"out", out}, {"steps", "3"}}), ">&-").status, 0);
     const std::vector<std::string> beats = lines_of(read_file(out + "/heartbeat_rank0.jsonl"));
     CHECK_EQUAL(beats.size(), 3u);
-    for (const std::string& line : beats) CHECK_EQUAL(parse_json(line, "heartbeat").string("phase", "heartbeat").empty(), false);
+    for (const std::string& line : beats)
+        CHECK_EQUAL(parse_json(line, "heartbeat").string("phase", "heartbeat").empty(), false);
     write_file(folder.file("a.txt"), std::string(100000, 'a'));
     for (const char* redirection : {"", "2>&-"}) {
         const std::string prefix = folder.file(*redirection ? "closed" : "open");
-        CHECK_EQUAL(in_shell({"tokenize", "--tokenizer", "bytes", "--in", folder.file("a.txt"), "--out", prefix}, redirection).status, 0);
+        CHECK_EQUAL(
+            in_shell({"tokenize", "--tokenizer", "bytes", "--in", folder.file("a.txt"), "--out", prefix}, redirection)
+                .status,
+            0);
     }
     for (const char* shard : {"_train_000001.bin", "_val_000000.bin"})
-        CHECK(read_file(folder.file(std::string("closed") + shard)) == read_file(folder.file(std::string("open") + shard)));
+        CHECK(read_file(folder.file(std::string("closed") + shard)) ==
+              read_file(folder.file(std::string("open") + shard)));
 }
 // Output that does not arrive: all there is of a sample is lost, which is an error; of a run it is its log's copy.
 TEST(run_output_that_is_lost_is_an_error) {
@@ -1256,7 +1335,8 @@ TEST(run_output_that_is_lost_is_an_error) {
     CHECK_REFUSED(in_shell({"sample", "--from", out, "--tokens", "5"}, ">/dev/full"), 1, "stdout", "make room");
     CHECK_EQUAL(in_shell({"sample", "--from", out, "--tokens", "5"}, ">/dev/null").status, 0);
     // The reader is gone after a line: a checkpoint is written, as after SIGTERM.
-    const Result piped = in_shell(small_words({{"out", folder.file("piped")}, {"steps", "1000000"}, {"eval-every", "0"}}), "| head -n 1");
+    const Result piped = in_shell(
+        small_words({{"out", folder.file("piped")}, {"steps", "1000000"}, {"eval-every", "0"}}), "| head -n 1");
     CHECK_EQUAL(piped.status, 75);
     CHECK_EQUAL(lines_of(piped.out).size(), 1u);
     CHECK_EQUAL(glob_files(folder.file("piped") + "/step_*").size(), 1u);
@@ -1286,7 +1366,8 @@ TEST(run_closing_lines_can_be_followed) {
     const Result again = train({{"out", out}, {"resume", "on"}});
     CHECK(again.out.find("no step was to be done: --steps is 2, and step 2 is reached already") != std::string::npos);
     const Result none = train({{"out", folder.file("none")}, {"steps", "0"}});
-    CHECK(none.out.find("no step was to be done: --steps is 0\n") != std::string::npos && none.out.find("next:") == std::string::npos);
+    CHECK(none.out.find("no step was to be done: --steps is 0\n") != std::string::npos &&
+          none.out.find("next:") == std::string::npos);
 }
 // A shard that is cut off while it is read: the kernel sends SIGBUS, and the program says which.
 TEST(run_shard_cut_off_while_it_is_read) {
@@ -1321,22 +1402,24 @@ inline std::string find_mpirun(const char* what) {
 // Open MPI refuses root and more ranks than cores unless told; MPICH does not look at these.
 inline program::Start ranks_start() {
     program::Start start;
-    start.environment = {"OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", "OMPI_MCA_rmaps_base_oversubscribe=1",
-                         "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"};
+    start.environment = {"OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+                         "OMPI_MCA_rmaps_base_oversubscribe=1", "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"};
     return start;
 }
 inline program::Result train_on_ranks(const std::string& mpirun, int ranks, const program::Options& more) {
-    return program::execute(program::joined({mpirun, "-np", std::to_string(ranks), program::path()}, program::small_words(more)),
-                            ranks_start());
+    return program::execute(
+        program::joined({mpirun, "-np", std::to_string(ranks), program::path()}, program::small_words(more)),
+        ranks_start());
 }
 
 // The same global batch, divided over ranks or micro-steps, is the same run but for the order of fp32 sums.
 //
-// The limit on losses: an error e of the gradient moves an AdamW step by at most lr |e_i| / |g_i|, or 2 lr where the sign of a tiny g_i is
-// lost, and the loss by lr |e_i| per step: at most steps * lr * |e|_1 <= steps * lr * sqrt(P) |e|_2. Sums of N = 256 terms that cancel to
-// their root leave |e|_2 <= 2^-24 * N * |g|_2 (N roundings, each at most 2^-24 of the sum of magnitudes ~ sqrt(N) |g|, adding as a random
-// walk). With 8 steps of 1e-3, P = 7712, |g| <= 1.5: 1.6e-5. The logits' own rounding, 2^-24 * |logit| a few, and the six digits of the log
-// add 2e-6. All 8 blocks are selected (--slc-count 8): otherwise a rounding could swap two blocks of nearly equal score.
+// The limit on losses: an error e of the gradient moves an AdamW step by at most lr |e_i| / |g_i|, or 2 lr where the
+// sign of a tiny g_i is lost, and the loss by lr |e_i| per step: at most steps * lr * |e|_1 <= steps * lr * sqrt(P)
+// |e|_2. Sums of N = 256 terms that cancel to their root leave |e|_2 <= 2^-24 * N * |g|_2 (N roundings, each at most
+// 2^-24 of the sum of magnitudes ~ sqrt(N) |g|, adding as a random walk). With 8 steps of 1e-3, P = 7712, |g|
+// <= 1.5: 1.6e-5. The logits' own rounding, 2^-24 * |logit| a few, and the six digits of the log add 2e-6. All 8 blocks
+// are selected (--slc-count 8): otherwise a rounding could swap two blocks of nearly equal score.
 TEST(run_ranks_and_accumulation_give_one_loss_curve) {
     using namespace program;
     TempFolder folder;
@@ -1364,7 +1447,8 @@ TEST(run_ranks_and_accumulation_give_one_loss_curve) {
     REQUIRE(loss.size() == 8 && val.size() == 3);
     CHECK(loss[7] < loss[0] - 20 * limit && val[2] < val[0] - 20 * limit);  // so that the limit could be missed
     for (const std::string& other : others) {
-        const std::vector<double> loss2 = logged(folder.file(other), "loss"), val2 = logged(folder.file(other), "val_loss"),
+        const std::vector<double> loss2 = logged(folder.file(other), "loss"),
+                                  val2 = logged(folder.file(other), "val_loss"),
                                   norm2 = logged(folder.file(other), "grad_norm");
         REQUIRE(loss2.size() == 8 && val2.size() == 3 && norm2.size() == 8);
         for (size_t i = 0; i < 8; i++) CHECK_NEAR(loss2[i], loss[i], limit);
@@ -1395,25 +1479,33 @@ TEST(run_error_on_one_rank_ends_all) {
     const std::string mpirun = find_mpirun("an error on one rank");
     if (mpirun.empty()) return;
     TempFolder folder;
-    // 40 samples in order of the shuffle: number 1 goes to rank 1 in the first step; the token in its middle is in no other sample.
+    // 40 samples in order of the shuffle: number 1 goes to rank 1 in the first step; the token in its middle is in no
+    // other sample.
     std::vector<uint16_t> tokens = random_tokens(64 * 40 + 1, 1);
     tokens[shuffled_position(1, 40, 1337, 0) * 64 + 32] = 300;
     write_file(folder.file("train.bin"), shard(tokens));
-    const Result r = train_on_ranks(
-        mpirun, 2,
-        {{"data", folder.file("train.bin")}, {"batch", "1"}, {"total-batch", "128"}, {"steps", "20"}, {"out", folder.file("run")}});
+    const Result r = train_on_ranks(mpirun, 2,
+                                    {{"data", folder.file("train.bin")},
+                                     {"batch", "1"},
+                                     {"total-batch", "128"},
+                                     {"steps", "20"},
+                                     {"out", folder.file("run")}});
     CHECK(r.status != 0 && r.status != 1000);
     CHECK(r.seconds < 20);
     CHECK(r.err.find("train_nsa: rank 1 on ") != std::string::npos && r.err.find("token 300") != std::string::npos &&
           r.err.find(folder.file("train.bin")) != std::string::npos);
     CHECK(!file_exists(folder.file("run/step_00000020")));
     // Errors of all ranks, and usage.
-    const Result none = train_on_ranks(mpirun, 2, {{"data", folder.file("none*")}, {"batch", "1"}, {"out", folder.file("run2")}});
+    const Result none =
+        train_on_ranks(mpirun, 2, {{"data", folder.file("none*")}, {"batch", "1"}, {"out", folder.file("run2")}});
     CHECK(none.status != 0 && none.status != 1000 && none.err.find(folder.file("none*")) != std::string::npos &&
           none.err.find("rank ") != std::string::npos);
-    const Result odd = train_on_ranks(mpirun, 2, {{"total-batch", "192"}, {"batch", "1"}, {"out", folder.file("run2")}});
-    CHECK(odd.status != 0 && odd.err.find("--total-batch 192") != std::string::npos && odd.err.find("2 ranks") != std::string::npos);
-    const Result dump = train_on_ranks(mpirun, 2, {{"dump-state", folder.file("state")}, {"batch", "1"}, {"out", folder.file("run2")}});
+    const Result odd =
+        train_on_ranks(mpirun, 2, {{"total-batch", "192"}, {"batch", "1"}, {"out", folder.file("run2")}});
+    CHECK(odd.status != 0 && odd.err.find("--total-batch 192") != std::string::npos &&
+          odd.err.find("2 ranks") != std::string::npos);
+    const Result dump =
+        train_on_ranks(mpirun, 2, {{"dump-state", folder.file("state")}, {"batch", "1"}, {"out", folder.file("run2")}});
     CHECK(dump.status != 0 && dump.err.find("--dump-state") != std::string::npos);
     const Result sample = execute({mpirun, "-np", "2", program::path(), "sample", "--from", "x"});
     CHECK(sample.status != 0 && sample.err.find("without mpirun") != std::string::npos);
@@ -1427,7 +1519,8 @@ TEST(run_eval_on_two_ranks_equals_one) {
     TempFolder folder;
     REQUIRE_GOOD(train({{"out", folder.file("run")}}));
     write_file(folder.file("val.bin"), shard(random_tokens(64 * 8 + 1, 1)));
-    const Words words = {path(), "eval", "--from", folder.file("run"), "--val-data", folder.file("val.bin"), "--threads", "1"};
+    const Words words = {path(),      "eval", "--from", folder.file("run"), "--val-data", folder.file("val.bin"),
+                         "--threads", "1"};
     const Result one = execute(words), two = execute(joined({mpirun, "-np", "2"}, words));
     REQUIRE_GOOD(one);
     CHECK(one.out.find("on 512 tokens (8 of 8 samples of 64)") != std::string::npos);
@@ -1458,12 +1551,12 @@ TEST(run_writes_the_tensors_of_the_design) {
         const char* name;
         Options options;
         std::map<std::string, std::vector<int64_t>> tensors;
-    } const cases[] = {
-        {"small", small(), tensors_of_the_design(256, 16, 1, 2, 1, 8, 8, 8, 32, true)},
-        {"full", small({{"attention", "full"}, {"layers", "2"}}), tensors_of_the_design(256, 16, 2, 2, 1, 8, 8, 8, 32, false)},
-        {"tiny",
-         {{"total-batch", "512"}, {"eval-batches", "1"}, {"sample-tokens", "0"}},
-         tensors_of_the_design(256, 128, 2, 4, 2, 32, 16, 32, 512, true)}};
+    } const cases[] = {{"small", small(), tensors_of_the_design(256, 16, 1, 2, 1, 8, 8, 8, 32, true)},
+                       {"full", small({{"attention", "full"}, {"layers", "2"}}),
+                        tensors_of_the_design(256, 16, 2, 2, 1, 8, 8, 8, 32, false)},
+                       {"tiny",
+                        {{"total-batch", "512"}, {"eval-batches", "1"}, {"sample-tokens", "0"}},
+                        tensors_of_the_design(256, 128, 2, 4, 2, 32, 16, 32, 512, true)}};
     for (const auto& c : cases) {
         Options options = c.options;
         options["steps"] = "1", options["out"] = folder.file(c.name);
@@ -1472,7 +1565,7 @@ TEST(run_writes_the_tensors_of_the_design) {
         const RawFile model = read_raw(checkpoint + "model.safetensors");
         CHECK_EQUAL(model.tensors.size(), check_tensors(model, c.tensors, ""));
         CHECK_EQUAL(model.metadata.at("format"), std::string("pt"));  // transformers' loaders look for it
-        const RawFile moments = read_raw(checkpoint + OPTIMIZER);  // of one rank: every tensor whole, as a row
+        const RawFile moments = read_raw(checkpoint + OPTIMIZER);     // of one rank: every tensor whole, as a row
         std::map<std::string, std::vector<int64_t>> rows;
         for (const auto& [tensor, shape] : c.tensors) {
             const int64_t count = shape.size() == 2 ? shape[0] * shape[1] : shape[0];
@@ -1489,7 +1582,8 @@ TEST(run_writes_the_tensors_of_the_design) {
         size_t parameters = 0;
         for (const auto& [name, tensor] : model.tensors) parameters += tensor.count();
         options["steps"] = "0", options["out"] = folder.file(std::string(c.name) + "_none");
-        CHECK(run(words_of(options)).out.find(", " + std::to_string(parameters) + " parameters (") != std::string::npos);
+        CHECK(run(words_of(options)).out.find(", " + std::to_string(parameters) + " parameters (") !=
+              std::string::npos);
     }
 }
 
@@ -1504,11 +1598,13 @@ TEST(run_config_and_manifest_hold_every_field) {
                         {"steps", "1"}}));
     const std::string checkpoint = out + "/step_00000001/";
     const Json config = parse_json(read_file(checkpoint + "config.json"), "config.json");
-    const std::map<std::string, double> numbers = {{"layers", 1},    {"dim", 16},         {"heads", 2},         {"kv_groups", 1},
-                                                   {"head_dim", 8},  {"cmp_block", 8},    {"cmp_stride", 4},    {"slc_block", 8},
-                                                   {"slc_count", 4}, {"window", 16},      {"phi_hidden", 8},    {"mlp_hidden", 32},
-                                                   {"seq_len", 64},  {"vocab_size", 256}, {"rope_base", 10000}, {"norm_eps", 1e-6}};
-    const std::map<std::string, std::string> texts = {{"architecture", "nsa"}, {"attention", "nsa"}, {"tokenizer", "bytes"}};
+    const std::map<std::string, double> numbers = {
+        {"layers", 1},    {"dim", 16},         {"heads", 2},         {"kv_groups", 1},
+        {"head_dim", 8},  {"cmp_block", 8},    {"cmp_stride", 4},    {"slc_block", 8},
+        {"slc_count", 4}, {"window", 16},      {"phi_hidden", 8},    {"mlp_hidden", 32},
+        {"seq_len", 64},  {"vocab_size", 256}, {"rope_base", 10000}, {"norm_eps", 1e-6}};
+    const std::map<std::string, std::string> texts = {
+        {"architecture", "nsa"}, {"attention", "nsa"}, {"tokenizer", "bytes"}};
     for (const auto& [key, value] : numbers) CHECK_EQUAL(config.number(key, "config.json"), value);
     for (const auto& [key, value] : texts) CHECK_EQUAL(config.string(key, "config.json"), value);
     CHECK_EQUAL(config.keys.size(), numbers.size() + texts.size());
@@ -1545,8 +1641,13 @@ TEST(run_logs_have_the_promised_form) {
     TempFolder folder;
     const std::string out = folder.file("run");
     const int steps = 6, slc_count = 5;
-    REQUIRE_GOOD(train(
-        {{"out", out}, {"layers", "2"}, {"steps", "6"}, {"eval-every", "2"}, {"slc-count", "5"}, {"schedule", "linear"}, {"warmup", "2"}}));
+    REQUIRE_GOOD(train({{"out", out},
+                        {"layers", "2"},
+                        {"steps", "6"},
+                        {"eval-every", "2"},
+                        {"slc-count", "5"},
+                        {"schedule", "linear"},
+                        {"warmup", "2"}}));
     const std::regex validation("s:([0-9]+) tel:([0-9]+\\.[0-9]+)"),
         training("s:([0-9]+) trl:([0-9]+\\.[0-9]+) lr:([0-9.]+e[+-][0-9]+) norm:([0-9]+\\.[0-9]+)");
     std::vector<int> validated, trained;
@@ -1589,12 +1690,14 @@ TEST(run_logs_have_the_promised_form) {
             double gates = 0, shares = 0;
             REQUIRE(layer.array("gate", "").size() == 3 && layer.array("gate_share", "").size() == 3);
             for (size_t b = 0; b < 3; b++) {
-                const double gate = layer.array("gate", "")[b].number(""), share = layer.array("gate_share", "")[b].number("");
+                const double gate = layer.array("gate", "")[b].number(""),
+                             share = layer.array("gate_share", "")[b].number("");
                 CHECK(gate > 0 && gate < 1 && share > 0 && share < 1);
                 gates += gate, shares += share;
             }
             for (size_t b = 0; b < 3; b++)
-                CHECK_NEAR(layer.array("gate_share", "")[b].number(""), layer.array("gate", "")[b].number("") / gates, 2e-4);
+                CHECK_NEAR(layer.array("gate_share", "")[b].number(""), layer.array("gate", "")[b].number("") / gates,
+                           2e-4);
             CHECK_NEAR(shares, 1, 2e-4);  // four digits each
             CHECK(layer.number("gate_entropy", "") > 0 && layer.number("gate_entropy", "") <= std::log(3.0) + 1e-4);
             CHECK(layer.integer("blocks_max", "") == slc_count);
@@ -1623,7 +1726,8 @@ TEST(run_validation_is_always_on_the_same_tokens) {
     CHECK_EQUAL(losses.size(), 5u);
     for (const double loss : losses) CHECK_EQUAL(loss, losses[0]);
     // More than there is is all there is: 15 samples, in micro-batches of 2.
-    REQUIRE_GOOD(train({{"out", folder.file("all")}, {"data", data}, {"val-data", val}, {"steps", "1"}, {"eval-batches", "1000"}}));
+    REQUIRE_GOOD(train(
+        {{"out", folder.file("all")}, {"data", data}, {"val-data", val}, {"steps", "1"}, {"eval-batches", "1000"}}));
     CHECK_EQUAL(logged(folder.file("all"), "val_tokens")[0], 15 * 64.0);
 }
 
@@ -1637,7 +1741,8 @@ inline std::string safetensors_bytes(const std::string& header, const std::strin
     return std::string(reinterpret_cast<const char*>(&length), 8) + header + data;
 }
 
-// Addresses this process may take beyond what it has, while the object lives: an allocation after a hostile length fails at once.
+// Addresses this process may take beyond what it has, while the object lives: an allocation after a hostile length
+// fails at once.
 struct AddressLimit {
     struct rlimit before;
     explicit AddressLimit(uint64_t bytes) {
@@ -1679,16 +1784,17 @@ TEST(run_safetensors_reader_refuses_damaged_files) {
     }
     CHECK_EQUAL(open(header("{" + b + "," + a + "}")).tensors.size(), 2u);  // the order of the header is free
     CHECK_EQUAL(open(safetensors_bytes("{}   ", "")).tensors.size(), 0u);
-    CHECK_EQUAL(open(safetensors_bytes("{\"e\":{\"dtype\":\"F32\",\"shape\":[0,4],\"data_offsets\":[0,0]},\"s\":{\"dtype\":\"F64\","
-                                       "\"shape\":[],\"data_offsets\":[0,8]}}",
-                                       std::string(8, '\0')))
+    CHECK_EQUAL(open(safetensors_bytes(
+                         "{\"e\":{\"dtype\":\"F32\",\"shape\":[0,4],\"data_offsets\":[0,0]},\"s\":{\"dtype\":\"F64\","
+                         "\"shape\":[],\"data_offsets\":[0,8]}}",
+                         std::string(8, '\0')))
                     .tensors.size(),
                 2u);
 
     for (size_t n = 0; n < whole.size(); n++) CHECK_FAILS(1, path.c_str(), open(whole.substr(0, n)));
     CHECK_FAILS(1, path.c_str(), open(whole + '\0'));
-    for (const uint64_t length :
-         {uint64_t(0), uint64_t(whole.size()), uint64_t(1) << 31, uint64_t(1) << 62, uint64_t(1) << 63, ~uint64_t(0), ~uint64_t(0) - 7}) {
+    for (const uint64_t length : {uint64_t(0), uint64_t(whole.size()), uint64_t(1) << 31, uint64_t(1) << 62,
+                                  uint64_t(1) << 63, ~uint64_t(0), ~uint64_t(0) - 7}) {
         std::string bytes = whole;
         std::memcpy(&bytes[0], &length, 8);
         CHECK_FAILS(1, path.c_str(), open(bytes));
@@ -1751,8 +1857,10 @@ TEST(run_safetensors_reader_refuses_damaged_files) {
         entry("\"U8\"", "[18446744073709551640]", "[0,24]"),
         "{" + a + ",\"b\":{\"dtype\":\"U8\",\"shape\":[16],\"data_offsets\":[8,24]}}",  // overlap
         "{" + a + ",\"b\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[20,24]}}",  // hole
-        "{" + a + ",\"b\":{\"dtype\":\"U8\",\"shape\":[16],\"data_offsets\":[0,16]}}",  // the same bytes twice, the last left over
-        "{\"a\":{\"dtype\":\"U8\",\"shape\":[24],\"data_offsets\":[0,24]},\"b\":{\"dtype\":\"U8\",\"shape\":[24],\"data_offsets\":[0,24]}}",
+        "{" + a + ",\"b\":{\"dtype\":\"U8\",\"shape\":[16],\"data_offsets\":[0,16]}}",  // the same bytes twice, the
+                                                                                        // last left over
+        "{\"a\":{\"dtype\":\"U8\",\"shape\":[24],\"data_offsets\":[0,24]},\"b\":{\"dtype\":\"U8\",\"shape\":[24],"
+        "\"data_offsets\":[0,24]}}",
     };
     for (const std::string& h : headers) CHECK_FAILS(1, path.c_str(), open(header(h)));
     CHECK_FAILS(1, path.c_str(), open(std::string(7, '\0')));
@@ -1766,7 +1874,8 @@ TEST(run_safetensors_reader_survives_any_byte) {
     TempFolder folder;
     const std::string path = folder.file("x.safetensors");
     const std::string whole = safetensors_bytes(
-        "{\"a\":{\"dtype\":\"F32\",\"shape\":[2,2],\"data_offsets\":[0,16]},\"b\":{\"dtype\":\"U8\",\"shape\":[8],\"data_offsets\":[16,24]}"
+        "{\"a\":{\"dtype\":\"F32\",\"shape\":[2,2],\"data_offsets\":[0,16]},\"b\":{\"dtype\":\"U8\",\"shape\":[8],"
+        "\"data_offsets\":[16,24]}"
         "}",
         std::string(24, '\1'));
     AddressLimit limit(64 << 20);
@@ -1798,15 +1907,17 @@ TEST(run_safetensors_reader_survives_any_byte) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --dump-state.
 
-// The file against what can be computed from it alone: loss from logits; the last norm's output from logits = normed . embed^T by least
-// squares; from that and the softmax the gradients of the last norm and of the embedding's rows that no input token reads.
+// The file against what can be computed from it alone: loss from logits; the last norm's output from logits = normed .
+// embed^T by least squares; from that and the softmax the gradients of the last norm and of the embedding's rows that
+// no input token reads.
 inline void check_dumped_gradients(const program::RawFile& dump, size_t N, size_t V, size_t C) {
     const std::vector<float> logits = dump.tensors.at("logits").values<float>(),
                              embed = dump.tensors.at("embed_tokens.weight").values<float>(),
                              gain = dump.tensors.at("norm.weight").values<float>();
     const std::vector<float> dembed = dump.tensors.at("grad.embed_tokens.weight").values<float>(),
                              dgain = dump.tensors.at("grad.norm.weight").values<float>();
-    const std::vector<int32_t> inputs = dump.tensors.at("inputs").values<int32_t>(), targets = dump.tensors.at("targets").values<int32_t>();
+    const std::vector<int32_t> inputs = dump.tensors.at("inputs").values<int32_t>(),
+                               targets = dump.tensors.at("targets").values<int32_t>();
     // Inverse of embed^T embed [C, C] by Gauss-Jordan; random rows make it well conditioned.
     std::vector<double> matrix(C * 2 * C, 0);
     for (size_t i = 0; i < C; i++) {
@@ -1816,8 +1927,10 @@ inline void check_dumped_gradients(const program::RawFile& dump, size_t N, size_
     }
     for (size_t k = 0; k < C; k++)
         for (size_t i = 0; i < C; i++) {
-            const double factor = i == k ? 1 - 1 / matrix[k * 2 * C + k] : matrix[i * 2 * C + k] / matrix[k * 2 * C + k];
-            const std::vector<double> pivot(matrix.begin() + ptrdiff_t(k * 2 * C), matrix.begin() + ptrdiff_t((k + 1) * 2 * C));
+            const double factor =
+                i == k ? 1 - 1 / matrix[k * 2 * C + k] : matrix[i * 2 * C + k] / matrix[k * 2 * C + k];
+            const std::vector<double> pivot(matrix.begin() + ptrdiff_t(k * 2 * C),
+                                            matrix.begin() + ptrdiff_t((k + 1) * 2 * C));
             for (size_t j = 0; j < 2 * C; j++) matrix[i * 2 * C + j] -= factor * pivot[j];
         }
     std::vector<double> expected_embed(V * C, 0), expected_gain(C, 0), scale_gain(C, 0);
@@ -1835,12 +1948,15 @@ inline void check_dumped_gradients(const program::RawFile& dump, size_t N, size_
             for (size_t j = 0; j < C; j++) normed[i] += matrix[i * 2 * C + C + j] * projected[j];
         for (size_t v = 0; v < V; v++) {
             const double dlogit = (std::exp(z[v] - largest) / sum - (size_t(targets[n]) == v)) / double(N);
-            for (size_t c = 0; c < C; c++) expected_embed[v * C + c] += dlogit * normed[c], dnormed[c] += dlogit * embed[v * C + c];
+            for (size_t c = 0; c < C; c++)
+                expected_embed[v * C + c] += dlogit * normed[c], dnormed[c] += dlogit * embed[v * C + c];
         }
         for (size_t c = 0; c < C; c++)
-            expected_gain[c] += dnormed[c] * normed[c] / gain[c], scale_gain[c] += std::fabs(dnormed[c] * normed[c] / gain[c]);
+            expected_gain[c] += dnormed[c] * normed[c] / gain[c],
+                scale_gain[c] += std::fabs(dnormed[c] * normed[c] / gain[c]);
     }
-    // Sums of N fp32 terms of this size; the logits that the oracle starts from are rounded too, by a few 2^-24 of their size.
+    // Sums of N fp32 terms of this size; the logits that the oracle starts from are rounded too, by a few 2^-24 of
+    // their size.
     CHECK_NEAR(dump.tensors.at("loss").values<float>()[0], loss / double(N), 1e-5);
     for (size_t c = 0; c < C; c++) CHECK_NEAR(dgain[c], expected_gain[c], 1e-4 * scale_gain[c]);
     const std::set<int32_t> read(inputs.begin(), inputs.end());
@@ -1858,7 +1974,8 @@ TEST(run_dump_state_holds_what_it_promises) {
     using namespace program;
     TempFolder folder;
     const int64_t B = 2, T = 64, V = 256, C = 16, L = 2, blocks = 8, count = 4, block = 8, groups = 2;
-    const Options options = small({{"init", "random"}, {"layers", "2"}, {"heads", "4"}, {"kv-groups", "2"}, {"out", folder.file("none")}});
+    const Options options =
+        small({{"init", "random"}, {"layers", "2"}, {"heads", "4"}, {"kv-groups", "2"}, {"out", folder.file("none")}});
     for (const bool nsa : {true, false}) {
         const std::string path = folder.file(nsa ? "nsa.safetensors" : "full.safetensors");
         Options more = options;
@@ -1874,7 +1991,8 @@ TEST(run_dump_state_holds_what_it_promises) {
             const RawTensor& t = dump.tensors.at(name);
             CHECK(t.dtype == "I32" && t.shape == (std::vector<int64_t>{B, T}));
         }
-        CHECK(dump.tensors.at("logits").dtype == "F32" && dump.tensors.at("logits").shape == (std::vector<int64_t>{B, T, V}));
+        CHECK(dump.tensors.at("logits").dtype == "F32" &&
+              dump.tensors.at("logits").shape == (std::vector<int64_t>{B, T, V}));
         CHECK(dump.tensors.at("loss").dtype == "F32" && dump.tensors.at("loss").shape == std::vector<int64_t>{1});
         const std::vector<int32_t> inputs = dump.tensors.at("inputs").values<int32_t>(),
                                    targets = dump.tensors.at("targets").values<int32_t>();
@@ -1909,7 +2027,8 @@ TEST(run_dump_state_holds_what_it_promises) {
     Options still = options;
     still["lr"] = "0", still["steps"] = "1", still["out"] = folder.file("still");
     REQUIRE_GOOD(run(words_of(still)));
-    const RawFile first = read_raw(folder.file("nsa.safetensors")), model = read_raw(folder.file("still/step_00000001/model.safetensors"));
+    const RawFile first = read_raw(folder.file("nsa.safetensors")),
+                  model = read_raw(folder.file("still/step_00000001/model.safetensors"));
     for (const auto& [name, tensor] : model.tensors) CHECK(first.tensors.at(name).bytes == tensor.bytes);
     // And so is the loss the first step's, and the gradient's norm.
     double square = 0;
@@ -1953,19 +2072,22 @@ inline EvalLine parse_eval(const std::string& out) {
     EvalLine e;
     std::smatch m;
     static const std::regex form(
-        ".* on ([0-9]+) tokens \\(([0-9]+) of ([0-9]+) samples of 64\\): loss ([0-9.]+), perplexity ([0-9.]+), bits per byte ([0-9.]+)\n");
+        ".* on ([0-9]+) tokens \\(([0-9]+) of ([0-9]+) samples of 64\\): loss ([0-9.]+), perplexity ([0-9.]+), bits "
+        "per byte ([0-9.]+)\n");
     REQUIRE(std::regex_match(out, m, form));
     e.tokens = std::stoull(m[1]), e.samples = std::stoull(m[2]), e.all_samples = std::stoull(m[3]);
     e.loss = std::stod(m[4]), e.perplexity = std::stod(m[5]), e.bits_per_byte = std::stod(m[6]);
-    CHECK_NEAR(e.perplexity, std::exp(e.loss), 5e-5 * std::exp(e.loss) + 5e-4);  // loss and perplexity were rounded to 4 and 3 digits
+    CHECK_NEAR(e.perplexity, std::exp(e.loss),
+               5e-5 * std::exp(e.loss) + 5e-4);  // loss and perplexity were rounded to 4 and 3 digits
     return e;
 }
 
 // What every trained model must do with a prompt.
 inline void check_samples(const std::string& from, const Words& more) {
     const auto sample = [&](const Words& words) {
-        const Result r =
-            run(joined(joined({"sample", "--from", from, "--prompt", "The history of", "--tokens", "24", "--threads", "1"}, more), words));
+        const Result r = run(joined(
+            joined({"sample", "--from", from, "--prompt", "The history of", "--tokens", "24", "--threads", "1"}, more),
+            words));
         REQUIRE_GOOD(r);
         CHECK_EQUAL(r.out.substr(0, 14), std::string("The history of"));
         CHECK(r.out.size() > 15 && r.out.back() == '\n');
@@ -1978,7 +2100,8 @@ inline void check_samples(const std::string& from, const Words& more) {
     CHECK_EQUAL(sample({"--seed", "2", "--temperature", "0"}), likeliest);
     CHECK_EQUAL(sample({"--seed", "3", "--top-k", "1"}), likeliest);
     CHECK_EQUAL(sample({"--seed", "4", "--top-p", "0"}), likeliest);
-    CHECK_EQUAL(run(joined({"sample", "--from", from, "--prompt=--x", "--tokens", "0"}, more)).out, std::string("--x\n"));
+    CHECK_EQUAL(run(joined({"sample", "--from", from, "--prompt=--x", "--tokens", "0"}, more)).out,
+                std::string("--x\n"));
     const Result new_document = run(joined({"sample", "--from", from, "--tokens", "5"}, more));
     CHECK(new_document.status == 0 && new_document.out.size() >= 2);
 }
@@ -1989,8 +2112,8 @@ TEST(run_from_text_to_sample_with_bytes) {
     using namespace program;
     TempFolder folder;
     write_file(folder.file("a.txt"), real_text(200000));
-    const Result tokenized = run({"tokenize", "--tokenizer", "bytes", "--in", folder.file("a.txt"), "--out", folder.file("shards/a"),
-                                  "--val-fraction", "0.05", "--threads", "2"});
+    const Result tokenized = run({"tokenize", "--tokenizer", "bytes", "--in", folder.file("a.txt"), "--out",
+                                  folder.file("shards/a"), "--val-fraction", "0.05", "--threads", "2"});
     CHECK_EQUAL(tokenized.status, 0);
     CHECK_EQUAL(file_size(folder.file("shards/a_train_000001.bin")) + file_size(folder.file("shards/a_val_000000.bin")),
                 2 * 1024 + 2 * (file_size(folder.file("a.txt")) + 2));
@@ -2024,13 +2147,15 @@ TEST(run_from_text_to_sample_with_bytes) {
     CHECK_EQUAL(s.samples, a.samples);
     CHECK_NEAR(s.loss, losses[1], 1e-4);  // what training said at its end, on the same samples
     CHECK_EQUAL(p.tokens, 2 * 8 * 64ull);
-    for (const EvalLine* e : {&a, &s, &p}) CHECK_NEAR(e->bits_per_byte, e->loss / std::log(2.0), 1.3e-4);  // both rounded to four digits
+    for (const EvalLine* e : {&a, &s, &p})
+        CHECK_NEAR(e->bits_per_byte, e->loss / std::log(2.0), 1.3e-4);  // both rounded to four digits
     CHECK_REFUSED(run({"eval", "--from", out}), 2, "--val-data");
     const Result whole = run(joined(eval, {"--batch", "60000"}));  // more than there are samples
     REQUIRE_GOOD(whole);
     CHECK_NEAR(parse_eval(whole.out).loss, a.loss, 1e-4);
     CHECK_NEAR(s.loss, a.loss, 1e-4);  // printed with four digits
-    CHECK_REFUSED(run({"eval", "--from", out, "--val-data", folder.file("none*")}), 1, "--val-data", folder.file("none*"));
+    CHECK_REFUSED(run({"eval", "--from", out, "--val-data", folder.file("none*")}), 1, "--val-data",
+                  folder.file("none*"));
     CHECK_REFUSED(run({"sample", "--from", folder.file("none")}), 1, "--from", folder.file("none"));
 
     // The sample that training wrote at its end is the one that the verb writes.
@@ -2038,8 +2163,9 @@ TEST(run_from_text_to_sample_with_bytes) {
     REQUIRE(begin != std::string::npos);
     const size_t text = trained.out.find('\n', begin) + 1, end = trained.out.rfind("---\ndone:");
     REQUIRE(end != std::string::npos && end > text);
-    CHECK_EQUAL(run({"sample", "--from", out, "--prompt", "The", "--tokens", "40", "--seed", "3", "--threads", "1"}).out,
-                trained.out.substr(text, end - text));
+    CHECK_EQUAL(
+        run({"sample", "--from", out, "--prompt", "The", "--tokens", "40", "--seed", "3", "--threads", "1"}).out,
+        trained.out.substr(text, end - text));
     check_samples(out, {});
 }
 
@@ -2047,11 +2173,12 @@ TEST(run_from_text_to_sample_with_gpt2) {
     using namespace program;
     const std::string vocab = std::filesystem::absolute("../shared/data/gpt2").string();
     if (!file_exists(vocab + "/vocab.bpe"))
-        return skip("from a text to a sample with GPT-2's vocabulary: no vocab.bpe and encoder.json in ../shared/data/gpt2");
+        return skip(
+            "from a text to a sample with GPT-2's vocabulary: no vocab.bpe and encoder.json in ../shared/data/gpt2");
     TempFolder folder;
     write_file(folder.file("a.txt"), real_text(100000));
-    CHECK_EQUAL(run({"tokenize", "--tokenizer", "gpt2", "--vocab-dir", vocab, "--in", folder.file("a.txt"), "--out", folder.file("a"),
-                     "--val-fraction", "0.1", "--threads", "2"})
+    CHECK_EQUAL(run({"tokenize", "--tokenizer", "gpt2", "--vocab-dir", vocab, "--in", folder.file("a.txt"), "--out",
+                     folder.file("a"), "--val-fraction", "0.1", "--threads", "2"})
                     .status,
                 0);
     const auto with = [&](Options more) {
@@ -2072,8 +2199,10 @@ TEST(run_from_text_to_sample_with_gpt2) {
     REQUIRE(losses.size() == 2);
     CHECK_NEAR(losses[0], std::log(50257.0), 0.1);
     CHECK(losses[1] < losses[0] - 1);
-    CHECK(logged(out, "bits_per_byte")[1] < losses[1] / std::log(2.0) / 2);  // a token of GPT-2 is some four bytes of English
-    const Words eval = {"eval", "--from", out, "--val-data", folder.file("a_val_*.bin"), "--batch", "4", "--eval-batches", "2"};
+    CHECK(logged(out, "bits_per_byte")[1] <
+          losses[1] / std::log(2.0) / 2);  // a token of GPT-2 is some four bytes of English
+    const Words eval = {"eval", "--from",         out, "--val-data", folder.file("a_val_*.bin"), "--batch",
+                        "4",    "--eval-batches", "2"};
     const Result evaluated = run(eval);
     REQUIRE_GOOD(evaluated);
     const EvalLine e = parse_eval(evaluated.out);
@@ -2089,12 +2218,14 @@ TEST(run_from_text_to_sample_with_gpt2) {
     CHECK_REFUSED(run({"sample", "--from", dumb}), 2, "--vocab-dir");
     CHECK_REFUSED(run({"sample", "--from", dumb, "--vocab-dir", folder.file("none")}), 1, folder.file("none"));
     REQUIRE_GOOD(run({"sample", "--from", dumb, "--vocab-dir", vocab, "--tokens", "3"}));
-    const Result unknown = run({"eval", "--from", dumb, "--val-data", folder.file("a_val_*.bin"), "--eval-batches", "1"});
+    const Result unknown =
+        run({"eval", "--from", dumb, "--val-data", folder.file("a_val_*.bin"), "--eval-batches", "1"});
     REQUIRE_GOOD(unknown);
-    CHECK(unknown.out.find("--vocab-dir") != std::string::npos && unknown.out.find("bits per byte") != std::string::npos);
+    CHECK(unknown.out.find("--vocab-dir") != std::string::npos &&
+          unknown.out.find("bits per byte") != std::string::npos);
     // Shards of one vocabulary, a model of the other.
-    CHECK_REFUSED(train({{"data", folder.file("a_train_*.bin")}, {"out", folder.file("bytes")}}), 1, folder.file("a_train_000001.bin"),
-                  "50257", "256");
+    CHECK_REFUSED(train({{"data", folder.file("a_train_*.bin")}, {"out", folder.file("bytes")}}), 1,
+                  folder.file("a_train_000001.bin"), "50257", "256");
 }
 
 // A header of odd length is valid; its tensors then lie at odd addresses, which must not matter.
@@ -2102,7 +2233,9 @@ TEST(run_reads_weights_at_any_alignment) {
     using namespace program;
     TempFolder folder;
     REQUIRE_GOOD(train({{"out", folder.file("run")}}));
-    const auto sample = [&] { return run({"sample", "--from", folder.file("run"), "--tokens", "20", "--threads", "1"}); };
+    const auto sample = [&] {
+        return run({"sample", "--from", folder.file("run"), "--tokens", "20", "--threads", "1"});
+    };
     const Result before = sample();
     REQUIRE_GOOD(before);
     const std::string path = folder.file("run/step_00000002/model.safetensors"), bytes = read_file(path);
@@ -2118,7 +2251,8 @@ TEST(run_reads_weights_at_any_alignment) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Functions around the model.
 
-// Frequencies over evenly spread uniforms: of K of them a token of probability p gets K p, give or take one at each end of its interval.
+// Frequencies over evenly spread uniforms: of K of them a token of probability p gets K p, give or take one at each end
+// of its interval.
 TEST(run_choose_token_has_the_right_frequencies) {
     const int K = 20000;
     struct {
@@ -2149,7 +2283,8 @@ TEST(run_choose_token_has_the_right_frequencies) {
         {{2, 2, 1, 1, 3, 3}, 1, 0, 0.8},
     };
     for (const auto& c : cases) {
-        // The oracle: by decreasing probability, the first k, of those the shortest prefix that holds top_p of the mass.
+        // The oracle: by decreasing probability, the first k, of those the shortest prefix that holds top_p of the
+        // mass.
         std::vector<size_t> order(c.logits.size());
         for (size_t i = 0; i < order.size(); i++) order[i] = i;
         std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return c.logits[a] > c.logits[b]; });
@@ -2162,7 +2297,8 @@ TEST(run_choose_token_has_the_right_frequencies) {
             kept += p[i];
         }
         std::vector<int> count(c.logits.size(), 0);
-        for (int k = 0; k < K; k++) count[size_t(choose_token(c.logits, c.temperature, c.top_k, c.top_p, (k + 0.5) / K))]++;
+        for (int k = 0; k < K; k++)
+            count[size_t(choose_token(c.logits, c.temperature, c.top_k, c.top_p, (k + 0.5) / K))]++;
         for (size_t i = 0; i < p.size(); i++) CHECK_NEAR(count[i], K * p[i] / kept, p[i] > 0 ? 1 + 1e-6 : 0);
     }
     for (const double uniform : {0.0, 0.3, 1 - 0x1p-53}) {  // temperature 0: the likeliest, of equals the first
@@ -2172,14 +2308,16 @@ TEST(run_choose_token_has_the_right_frequencies) {
     }
 }
 
-// A token that cannot come does not come, whatever the uniform: here the last of the list has a probability of exp(-1000) = 0.
+// A token that cannot come does not come, whatever the uniform: here the last of the list has a probability of
+// exp(-1000) = 0.
 TEST(run_choose_token_never_takes_an_impossible_one) {
     for (uint64_t i = 0; i < 2000; i++) {
         std::vector<float> logits;
         const size_t n = 2 + i % 40;
         for (size_t k = 0; k < n; k++) logits.push_back(float(random_normal(11, random_stream(RANDOM_TEST, i), k)));
         logits.push_back(-1e3f);
-        for (const double top_p : {1.0, 0.9999999999}) CHECK(choose_token(logits, 1, 0, top_p, 1 - 0x1p-53) != int32_t(n));
+        for (const double top_p : {1.0, 0.9999999999})
+            CHECK(choose_token(logits, 1, 0, top_p, 1 - 0x1p-53) != int32_t(n));
         CHECK(choose_token(logits, 1, 0, 1, 0) != int32_t(n));
     }
 }
@@ -2214,7 +2352,8 @@ TEST(run_learning_rate_at_the_key_steps) {
         CHECK_NEAR(learning_rate(c, 1100), s == "constant" ? 8e-4 : low, limit);
         CHECK_NEAR(learning_rate(c, 5000), s == "constant" ? 8e-4 : low, limit);
         for (int64_t step = 2; step <= 1100; step++)
-            CHECK(step <= 100 ? learning_rate(c, step) > learning_rate(c, step - 1) : learning_rate(c, step) <= learning_rate(c, step - 1));
+            CHECK(step <= 100 ? learning_rate(c, step) > learning_rate(c, step - 1)
+                              : learning_rate(c, step) <= learning_rate(c, step - 1));
         Config d = c;
         d.warmup = 0, d.steps = 1;
         CHECK_NEAR(learning_rate(d, 1), s == "constant" ? 8e-4 : low, limit);

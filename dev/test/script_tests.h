@@ -61,8 +61,8 @@ struct Machine {
     }
     program::Result run(program::Words words, const std::string& variable = "NONE=") {
         program::Start start;
-        start.environment = {variable, "PATH=" + folder.file("bin") + ":" + std::getenv("PATH"), "PYTHON=" + folder.file("bin/python"),
-                             "COMMIT=abc1234", "OUT=" + folder.file("results")};
+        start.environment = {variable, "PATH=" + folder.file("bin") + ":" + std::getenv("PATH"),
+                             "PYTHON=" + folder.file("bin/python"), "COMMIT=abc1234", "OUT=" + folder.file("results")};
         words[0] = folder.file(words[0]), words.insert(words.begin(), "/bin/bash");
         return program::execute(words, start);
     }
@@ -89,33 +89,33 @@ TEST(run_gpu_check_with_stand_ins) {
     CHECK_EQUAL(all.status, 0);
     const std::string file = machine.report(), text = read_file(file);
     CHECK(file.find("NVIDIA_X_1_80GB-") != std::string::npos);
-    CHECK(text.find("driver 580.1, CUDA 13.0, SM clock at most 1980 MHz, power limit 700.00 W, 81559 MiB") != std::string::npos);
-    for (const char* part :
-         {"build", "tests on the device", "sanitizer", "perf", "gaps", "attention", "train", "batches", "long", "ranks", "torch"})
+    CHECK(text.find("driver 580.1, CUDA 13.0, SM clock at most 1980 MHz, power limit 700.00 W, 81559 MiB") !=
+          std::string::npos);
+    for (const char* part : {"build", "tests on the device", "sanitizer", "perf", "gaps", "attention", "train",
+                             "batches", "long", "ranks", "torch"})
         CHECK_EQUAL(count(text, std::string("\n## ") + part + "\n"), size_t(1));
     CHECK_EQUAL(count(text, ": exit status 0 after "), size_t(11));
     CHECK_EQUAL(count(text, "commit abc1234; median SM clock 1980 MHz, at most 45 C, 300 W and 41000 MiB"), size_t(11));
     CHECK(text.find("the same 5 steps twice: the same losses and norms, digit for digit") != std::string::npos);
     CHECK(text.find("with and without CUDA graphs: the same losses and norms, digit for digit") != std::string::npos);
     CHECK(text.find("command not found") == std::string::npos);
-    CHECK(
-        text.find(
-            "result: kernels of a step, 16 x 2048 | 10 | us | 2 launches, by ncu; the step without it 10 us, so 1.0 % of it lie between kernels, memset and memcpy (which ncu does not list) included") !=
-        std::string::npos);
+    CHECK(text.find("result: kernels of a step, 16 x 2048 | 10 | us | 2 launches, by ncu; the step without it 10 us, "
+                    "so 1.0 % of it lie between kernels, memset and memcpy (which ncu does not list) included") !=
+          std::string::npos);
     // The report holds the parts' whole output or its beginning, results and end; the log beside it all of it.
-    CHECK(text.find("-- NSA, T=2048: --batch 16") != std::string::npos && text.find("\nstep 0001 | ") != std::string::npos);
+    CHECK(text.find("-- NSA, T=2048: --batch 16") != std::string::npos &&
+          text.find("\nstep 0001 | ") != std::string::npos);
     CHECK_EQUAL(count(read_file(file.substr(0, file.size() - 3) + ".log"), "\nstep 0050 | "), size_t(5));
     CHECK(text.find("result: test_device --only attention_kernels_ | 12 | us |") != std::string::npos);
     // Of 50 steps the median of 6 .. 50 is the 28th; of 15 that of 6 .. 15 the 10th.
-    CHECK(
-        text.find(
-            "result: NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th, MFU 32.7 % of 989.4 TFLOP/s, 14321 MiB of GPU memory, first step after ") !=
-        std::string::npos);
+    CHECK(text.find("result: NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th, MFU 32.7 % of 989.4 "
+                    "TFLOP/s, 14321 MiB of GPU memory, first step after ") != std::string::npos);
     CHECK(text.find("dev/bench/torch_step.py --batch 16 --seq-len 2048 --peak-tflops 989.4") != std::string::npos);
     CHECK(text.find("result: NSA, T=2048, micro-batch 32 | 1010 | tokens/s |") != std::string::npos);
 
-    machine.script("build/test_device",
-                   "for ((i = 1; i <= 500; i++)); do echo line $i; [ $i != 100 ] || echo 'result: a | 1 | us | b'; done\n");
+    machine.script(
+        "build/test_device",
+        "for ((i = 1; i <= 500; i++)); do echo line $i; [ $i != 100 ] || echo 'result: a | 1 | us | b'; done\n");
     machine.run({"dev/gpu_check.sh", "attention"});
     const std::string longer = read_file(file);
     CHECK(longer.find("\nline 20\n...\nresult: a | 1 | us | b\nline 201\n") != std::string::npos &&
@@ -125,14 +125,14 @@ TEST(run_gpu_check_with_stand_ins) {
     const program::Result table = machine.run({"dev/results_table.sh", file, machine.folder.file("README.md")});
     CHECK_EQUAL(table.status, 0);
     const std::string readme = read_file(machine.folder.file("README.md"));
-    CHECK(
-        readme.find(
-            "| NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th, MFU 32.7 % of 989.4 TFLOP/s, 14321 MiB of GPU memory, first step after ") !=
-        std::string::npos);
-    CHECK(readme.find(" s; random token ids, --batch 16 --total-batch 65536 --steps 50; commit abc1234 |") != std::string::npos);
+    CHECK(readme.find("| NSA, T=2048 | 1028 | tokens/s | median of the steps after the 5th, MFU 32.7 % of 989.4 "
+                      "TFLOP/s, 14321 MiB of GPU memory, first step after ") != std::string::npos);
+    CHECK(readme.find(" s; random token ids, --batch 16 --total-batch 65536 --steps 50; commit abc1234 |") !=
+          std::string::npos);
     CHECK_EQUAL(count(readme, "commit abc1234 |\n"), count(text, "\nresult: "));
     CHECK(readme.find("| first |") == std::string::npos);  // runs that are only compared
-    CHECK(readme.find("Parts that failed") == std::string::npos && readme.find("failed elsewhere") == std::string::npos);
+    CHECK(readme.find("Parts that failed") == std::string::npos &&
+          readme.find("failed elsewhere") == std::string::npos);
 }
 // A part alone, which finds that two runs differ, or whose program fails, is a
 // failure, takes the place of the part's earlier section, and its figures are marked.
@@ -170,14 +170,14 @@ TEST(run_gpu_check_stops_what_takes_too_long) {
     using namespace script_tests;
     Machine machine;
     machine.script("build/test_device",
-                   "[ $1 != --list ] || exit 0\ntrap '' TERM INT\necho begun; sleep 41 & echo $! >'" + machine.folder.file("pid") +
-                       "'; wait; wait; sleep 41\n");
+                   "[ $1 != --list ] || exit 0\ntrap '' TERM INT\necho begun; sleep 41 & echo $! >'" +
+                       machine.folder.file("pid") + "'; wait; wait; sleep 41\n");
     const program::Result r = machine.run({"dev/gpu_check.sh", "attention", "perf"}, "TOTAL=11");
     CHECK_EQUAL(r.status, 1);
     CHECK(r.seconds < 20);
     const std::string text = read_file(machine.report());
-    CHECK(text.find("exit status 137 (stopped after ") != std::string::npos && text.find("\nbegun\n") != std::string::npos &&
-          text.find("no time is left for it") != std::string::npos);
+    CHECK(text.find("exit status 137 (stopped after ") != std::string::npos &&
+          text.find("\nbegun\n") != std::string::npos && text.find("no time is left for it") != std::string::npos);
     const int child = std::stoi(read_file(machine.folder.file("pid")));
     bool gone = false;
     for (int i = 0; i < 100 && !gone; i++, usleep(20000)) gone = kill(child, 0) != 0;  // whoever inherits it buries it
@@ -187,25 +187,32 @@ TEST(run_gpu_check_stops_what_takes_too_long) {
     machine.run({"dev/gpu_check.sh", "perf"});
     CHECK(read_file(machine.report()).find("built: -j2 CONFIGURED=1 train_nsa build/test_device") != std::string::npos);
     // A toolkit without cuBLASLt takes PyTorch's.
-    machine.script("bin/nvcc", "case $* in *-lcublasLt*) exit 1 ;; *) echo 'Cuda compilation tools, release 13.0, V13.0.1' ;; esac\n");
-    for (const char* sub : {"cu13", "cu13/include", "cu13/lib"}) std::filesystem::create_directory(machine.folder.file(sub));
+    machine.script(
+        "bin/nvcc",
+        "case $* in *-lcublasLt*) exit 1 ;; *) echo 'Cuda compilation tools, release 13.0, V13.0.1' ;; esac\n");
+    for (const char* sub : {"cu13", "cu13/include", "cu13/lib"})
+        std::filesystem::create_directory(machine.folder.file(sub));
     for (const char* name : {"cu13/include/cublasLt.h", "cu13/include/cuda_runtime.h", "cu13/lib/libcublasLt.so.13"})
         write_file(machine.folder.file(name), name);
     const program::Result without = machine.run({"dev/gpu_check.sh", "build"});
-    CHECK(without.out.find("cuBLASLt is not there to build with, neither in the toolkit nor beside PyTorch") != std::string::npos);
+    CHECK(without.out.find("cuBLASLt is not there to build with, neither in the toolkit nor beside PyTorch") !=
+          std::string::npos);
     machine.script("bin/python", "echo '" + machine.folder.file("cu13") + "'\n");
     CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "build"}).status, 0);
     CHECK_EQUAL(read_file(machine.folder.file("build/cublas/lib/libcublasLt.so")), "cu13/lib/libcublasLt.so.13");
     CHECK_EQUAL(read_file(machine.folder.file("build/cublas/include/cublasLt.h")), "cu13/include/cublasLt.h");
     CHECK(!std::filesystem::exists(machine.folder.file("build/cublas/include/cuda_runtime.h")));
-    CHECK(read_file(machine.report()).find("\nNVCC_APPEND_FLAGS=-I" + machine.folder.file("build/cublas/include -L")) != std::string::npos);
+    CHECK(read_file(machine.report()).find("\nNVCC_APPEND_FLAGS=-I" + machine.folder.file("build/cublas/include -L")) !=
+          std::string::npos);
     // What was built comes back beside the report, and is unpacked where it is missing; another GPU's is not taken.
-    machine.script("bin/make",
-                   "printf '#!/bin/sh\\necho built' | tee train_nsa >build/test_device; chmod +x train_nsa build/test_device\n");
+    machine.script(
+        "bin/make",
+        "printf '#!/bin/sh\\necho built' | tee train_nsa >build/test_device; chmod +x train_nsa build/test_device\n");
     CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "perf"}).status, 0);
     std::filesystem::rename(machine.folder.file("results/programs.tar.gz"), machine.folder.file("programs.tar.gz"));
     const auto perf_without_programs = [&](const std::string& make) {
-        for (const char* name : {"train_nsa", "build/test_device", "build/built_for"}) std::filesystem::remove(machine.folder.file(name));
+        for (const char* name : {"train_nsa", "build/test_device", "build/built_for"})
+            std::filesystem::remove(machine.folder.file(name));
         machine.script("bin/make", make);
         return machine.run({"dev/gpu_check.sh", "perf"}).status;
     };
@@ -213,15 +220,17 @@ TEST(run_gpu_check_stops_what_takes_too_long) {
     machine.script("bin/nvcc", "echo 'Cuda compilation tools, release 13.1, V13.1.1'\n");
     CHECK_EQUAL(perf_without_programs("exit 1\n"), 1);
     const std::string last = read_file(machine.report());  // nothing runs without a build
-    CHECK(last.find("\n## build\n") > last.find("\n## perf\n") && last.find("`bash -c part_build`: exit status 1 ") != std::string::npos);
-    machine.script("bin/make", "case $* in *MARCH=*) echo \"built: $*\" ;; *) echo 'unknown intrinsic'; exit 1 ;; esac\n");
+    CHECK(last.find("\n## build\n") > last.find("\n## perf\n") &&
+          last.find("`bash -c part_build`: exit status 1 ") != std::string::npos);
+    machine.script("bin/make",
+                   "case $* in *MARCH=*) echo \"built: $*\" ;; *) echo 'unknown intrinsic'; exit 1 ;; esac\n");
     CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "build"}).status, 0);
     CHECK(read_file(machine.report())
-              .find("unknown intrinsic\n-- again, for a plainer processor\nbuilt: -j2 CONFIGURED=1 MARCH=x86-64-v3 train_nsa build/test_device\n") !=
-          std::string::npos);
+              .find("unknown intrinsic\n-- again, for a plainer processor\nbuilt: -j2 CONFIGURED=1 MARCH=x86-64-v3 "
+                    "train_nsa build/test_device\n") != std::string::npos);
 }
-// A test that hangs or crashes costs its group its seconds, the tests that did not pass are run again alone, and the next part has its
-// turn. Seconds given to `timeout` count as a fortieth here.
+// A test that hangs or crashes costs its group its seconds, the tests that did not pass are run again alone, and the
+// next part has its turn. Seconds given to `timeout` count as a fortieth here.
 TEST(run_gpu_check_goes_on_after_a_hang) {
     using namespace script_tests;
     Machine machine;
@@ -249,15 +258,15 @@ TEST(run_gpu_check_goes_on_after_a_hang) {
                               "attention_kernels_fails alone\nFAIL attention_kernels_fails "})
         CHECK_EQUAL(count(text, std::string("\n-- ") + alone), size_t(1));
     CHECK_EQUAL(count(text, " alone\n"), size_t(4));
-    CHECK(text.find("ok   --model  1 checks") != std::string::npos && text.find("exit status 0 after ") != std::string::npos);
+    CHECK(text.find("ok   --model  1 checks") != std::string::npos &&
+          text.find("exit status 0 after ") != std::string::npos);
     // A GPU that the program does not see is no passed test.
     machine.script("build/test_device", "echo '0 passed, 0 failed'\n");
     CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "tests"}).status, 1);
     CHECK(read_file(machine.report()).find("there are no tests ladder_: the program sees no GPU") != std::string::npos);
     // A tool and what it starts are gone before their part ends.
-    machine.script("bin/compute-sanitizer",
-                   "echo \"waits: $OMP_WAIT_POLICY\"; trap '' TERM; sleep 300 & echo $! >'" + machine.folder.file("pid") +
-                       "'; wait\n");
+    machine.script("bin/compute-sanitizer", "echo \"waits: $OMP_WAIT_POLICY\"; trap '' TERM; sleep 300 & echo $! >'" +
+                                                machine.folder.file("pid") + "'; wait\n");
     std::filesystem::remove(machine.folder.file("bin/timeout"));
     CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "sanitizer"}, "TOTAL=19").status, 1);
     const std::string sanitized = read_file(machine.report());

@@ -1,11 +1,12 @@
-// tokenizer_tests.h: the JSON reader, the pre-tokeniser, byte-level BPE and its vocabulary files, and the verb `tokenize`.
-// The oracles: hand-written cases, a slow pre-tokeniser that follows the regular expression literally, a naive BPE trainer and encoder on
-// strings, shards read back by hand, and, where the folder ../shared/data is at hand, the published GPT-2 vocabulary on real text.
+// tokenizer_tests.h: the JSON reader, the pre-tokeniser, byte-level BPE and its vocabulary files, and the verb
+// `tokenize`. The oracles: hand-written cases, a slow pre-tokeniser that follows the regular expression literally, a
+// naive BPE trainer and encoder on strings, shards read back by hand, and, where the folder ../shared/data is at hand,
+// the published GPT-2 vocabulary on real text.
 #pragma once
 #include <map>
 #include <set>
 
-#include "../../data/tokenize.h"
+#include "../../lib/tokenize.h"
 #include "harness.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -42,13 +43,61 @@ struct RandomText {
     }
 };
 
-// A character and everything that the pre-tokeniser may trip over: each class in each length of UTF-8, halves of characters, contractions.
+// A character and everything that the pre-tokeniser may trip over: each class in each length of UTF-8, halves of
+// characters, contractions.
 inline const std::vector<std::string>& tricky_text() {
-    static const std::vector<std::string> pieces = {
-        " ", " ", " ", "\n", "\t", "\r", "\v", "'", "'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'S", "a", "l", "v", "e", "Z", "0", "9", ".", "!", "-",
-        "\xC3\xA9", "\xC2\xB2", "\xC2\xA0", "\xC2\x85", "\xE4\xB8\xAD", "\xE2\x85\xB7", "\xE3\x80\x80", "\xE2\x80\xA8", "\xE2\x80\x99", "\xCC\x81",
-        "\xF0\x9F\x98\x80", "\xF0\x9D\x94\xB8", "\xF0\x9D\x9F\x99", "\xE2\x80\x8B", std::string(1, '\0'), "\x1C", "\x7F",
-        "\xFF", "\x80", "\xE2", "\xE2\x80", "\xF0\x9F", "\xC3", "\xED\xA0\x80", "\xC0\x80", "\xF4\x90\x80\x80"};
+    static const std::vector<std::string> pieces = {" ",
+                                                    " ",
+                                                    " ",
+                                                    "\n",
+                                                    "\t",
+                                                    "\r",
+                                                    "\v",
+                                                    "'",
+                                                    "'s",
+                                                    "'t",
+                                                    "'re",
+                                                    "'ve",
+                                                    "'m",
+                                                    "'ll",
+                                                    "'d",
+                                                    "'S",
+                                                    "a",
+                                                    "l",
+                                                    "v",
+                                                    "e",
+                                                    "Z",
+                                                    "0",
+                                                    "9",
+                                                    ".",
+                                                    "!",
+                                                    "-",
+                                                    "\xC3\xA9",
+                                                    "\xC2\xB2",
+                                                    "\xC2\xA0",
+                                                    "\xC2\x85",
+                                                    "\xE4\xB8\xAD",
+                                                    "\xE2\x85\xB7",
+                                                    "\xE3\x80\x80",
+                                                    "\xE2\x80\xA8",
+                                                    "\xE2\x80\x99",
+                                                    "\xCC\x81",
+                                                    "\xF0\x9F\x98\x80",
+                                                    "\xF0\x9D\x94\xB8",
+                                                    "\xF0\x9D\x9F\x99",
+                                                    "\xE2\x80\x8B",
+                                                    std::string(1, '\0'),
+                                                    "\x1C",
+                                                    "\x7F",
+                                                    "\xFF",
+                                                    "\x80",
+                                                    "\xE2",
+                                                    "\xE2\x80",
+                                                    "\xF0\x9F",
+                                                    "\xC3",
+                                                    "\xED\xA0\x80",
+                                                    "\xC0\x80",
+                                                    "\xF4\x90\x80\x80"};
     return pieces;
 }
 
@@ -70,9 +119,13 @@ inline std::vector<std::string> pieces_of(const std::string& text) {
     return pieces;
 }
 
-// The slow pre-tokeniser: characters with their class, then the alternatives one after the other, each with its own backtracking.
+// The slow pre-tokeniser: characters with their class, then the alternatives one after the other, each with its own
+// backtracking.
 inline std::vector<std::string> slow_pieces(const std::string& text) {
-    struct Character { std::string bytes; char c; };  // L, N, S or O
+    struct Character {
+        std::string bytes;
+        char c;
+    };  // L, N, S or O
     std::vector<Character> s;
     for (size_t i = 0; i < text.size();) {
         const unsigned char lead = static_cast<unsigned char>(text[i]);
@@ -82,12 +135,16 @@ inline std::vector<std::string> slow_pieces(const std::string& text) {
         while (length < wanted && i + length < text.size() && (text[i + length] & 0xC0) == 0x80)
             code = code << 6 | (text[i + length++] & 0x3F);
         const uint32_t least[] = {0, 0, 0x80, 0x800, 0x10000};
-        const bool valid = wanted && length == wanted && code >= least[wanted] && code <= 0x10FFFF && !(code >= 0xD800 && code < 0xE000);
+        const bool valid = wanted && length == wanted && code >= least[wanted] && code <= 0x10FFFF &&
+                           !(code >= 0xD800 && code < 0xE000);
         char c = 'O';
         if (valid) {
-            for (const UnicodeRange& r : unicode_letters) if (code >= r.first && code <= r.last) c = 'L';
-            for (const UnicodeRange& r : unicode_numbers) if (code >= r.first && code <= r.last) c = 'N';
-            for (const UnicodeRange& r : unicode_white_space) if (code >= r.first && code <= r.last) c = 'S';
+            for (const UnicodeRange& r : unicode_letters)
+                if (code >= r.first && code <= r.last) c = 'L';
+            for (const UnicodeRange& r : unicode_numbers)
+                if (code >= r.first && code <= r.last) c = 'N';
+            for (const UnicodeRange& r : unicode_white_space)
+                if (code >= r.first && code <= r.last) c = 'S';
         }
         s.push_back({text.substr(i, valid ? wanted : 1), c});
         i += valid ? wanted : 1;
@@ -130,7 +187,8 @@ struct NaiveBpe {
 
     NaiveBpe() {
         std::string first, others;
-        for (int b = 0; b < 256; b++) ((b > 32 && b < 127) || (b > 160 && b < 173) || b > 173 ? first : others) += char(b);
+        for (int b = 0; b < 256; b++)
+            ((b > 32 && b < 127) || (b > 160 && b < 173) || b > 173 ? first : others) += char(b);
         for (const char b : first + others) bytes.push_back(std::string(1, b));
     }
 
@@ -153,10 +211,12 @@ struct NaiveBpe {
         }
     }
 
-    static std::vector<std::string> merge_all(const std::vector<std::string>& parts, const std::pair<std::string, std::string>& pair) {
+    static std::vector<std::string> merge_all(const std::vector<std::string>& parts,
+                                              const std::pair<std::string, std::string>& pair) {
         std::vector<std::string> out;
         for (size_t i = 0; i < parts.size(); i++) {
-            if (i + 1 < parts.size() && parts[i] == pair.first && parts[i + 1] == pair.second) out.push_back(parts[i] + parts[i + 1]), i++;
+            if (i + 1 < parts.size() && parts[i] == pair.first && parts[i + 1] == pair.second)
+                out.push_back(parts[i] + parts[i + 1]), i++;
             else out.push_back(parts[i]);
         }
         return out;
@@ -164,8 +224,10 @@ struct NaiveBpe {
 
     // Token id of a part, and the encoding of one piece: every merge in the order of its rank.
     size_t id(const std::string& part) const {
-        for (size_t i = 0; i < bytes.size(); i++) if (bytes[i] == part) return i;
-        for (size_t i = 0; i < merges.size(); i++) if (merges[i].first + merges[i].second == part) return 256 + i;
+        for (size_t i = 0; i < bytes.size(); i++)
+            if (bytes[i] == part) return i;
+        for (size_t i = 0; i < merges.size(); i++)
+            if (merges[i].first + merges[i].second == part) return 256 + i;
         fail("no token");
     }
     std::vector<uint16_t> encode(const std::string& piece) const {
@@ -185,7 +247,8 @@ struct NaiveBpe {
         std::string out;
         for (const char b : token)
             for (uint32_t i = 0; i < 256; i++)
-                if (bytes[i][0] == b) utf8_append(out, i < 188 ? uint32_t(static_cast<unsigned char>(b)) : 0x100 + i - 188);
+                if (bytes[i][0] == b)
+                    utf8_append(out, i < 188 ? uint32_t(static_cast<unsigned char>(b)) : 0x100 + i - 188);
         return out;
     }
     std::vector<std::string> merge_lines() const {
@@ -195,7 +258,8 @@ struct NaiveBpe {
     }
     std::vector<std::string> id_entries() const {
         std::vector<std::string> entries;
-        for (size_t i = 0; i + 1 < size(); i++) entries.push_back(json_quote(written(token(i))) + ": " + std::to_string(i));
+        for (size_t i = 0; i + 1 < size(); i++)
+            entries.push_back(json_quote(written(token(i))) + ": " + std::to_string(i));
         entries.push_back("\"<|endoftext|>\": " + std::to_string(size() - 1));
         return entries;
     }
@@ -217,7 +281,8 @@ struct NaiveBpe {
             const size_t n = t.size();
             t += std::string(2, '\0');
             for (size_t j = 0; j < n; j += 3) {
-                const uint32_t bits = uint32_t(uint8_t(t[j])) << 16 | uint32_t(uint8_t(t[j + 1])) << 8 | uint8_t(t[j + 2]);
+                const uint32_t bits =
+                    uint32_t(uint8_t(t[j])) << 16 | uint32_t(uint8_t(t[j + 1])) << 8 | uint8_t(t[j + 2]);
                 for (size_t k = 0; k < 4; k++) line += j + k <= n ? digits[bits >> (18 - 6 * k) & 63] : '=';
             }
             lines.push_back(line + " " + std::to_string(i));
@@ -226,20 +291,23 @@ struct NaiveBpe {
     }
 };
 
-inline std::string lines_text(const std::vector<std::string>& lines, const std::string& between = "\n", const std::string& end = "\n") {
+inline std::string lines_text(const std::vector<std::string>& lines, const std::string& between = "\n",
+                              const std::string& end = "\n") {
     std::string text;
     for (size_t i = 0; i < lines.size(); i++) text += lines[i] + (i + 1 < lines.size() ? between : end);
     return text;
 }
 
-// A vocabulary of 256 + 70 + 1 tokens, trained on pieces of random words over a few letters, so that merges overlap a lot.
+// A vocabulary of 256 + 70 + 1 tokens, trained on pieces of random words over a few letters, so that merges overlap a
+// lot.
 inline const NaiveBpe& small_bpe() {
     static const NaiveBpe bpe = [] {
         NaiveBpe b;
         RandomText random(11);
         std::vector<std::string> words;
         for (int i = 0; i < 150; i++)
-            words.push_back(random.of({"", " "}, 1) + random.of({"a", "b", "aa", "ab", "c", "\xC3\xA9"}, 1 + random.below(8)));
+            words.push_back(random.of({"", " "}, 1) +
+                            random.of({"a", "b", "aa", "ab", "c", "\xC3\xA9"}, 1 + random.below(8)));
         b.train(words, 70);
         return b;
     }();
@@ -268,7 +336,8 @@ inline std::string show_ids(const std::vector<uint16_t>& ids) {
 // JSON.
 
 TEST(json_values_and_order) {
-    const Json j = parse_json(" {\"z\": [1, -2.5e1, true, false, null, \"x\"], \"a\": {\"\": {}}, \"empty\": [] }\r\n", "here");
+    const Json j =
+        parse_json(" {\"z\": [1, -2.5e1, true, false, null, \"x\"], \"a\": {\"\": {}}, \"empty\": [] }\r\n", "here");
     CHECK_EQUAL(j.kind, Json::Object);
     REQUIRE(j.keys.size() == 3);
     CHECK_EQUAL(j.keys[0] + j.keys[1] + j.keys[2], std::string("zaempty"));
@@ -291,26 +360,34 @@ TEST(json_values_and_order) {
 }
 
 TEST(json_errors_name_file_and_byte) {
-    struct { const char *text, *words; } const cases[] = {
-        {"", "cfg: byte 0: not valid JSON: found the end of the text, expected a value"},
-        {"[1,]", "cfg: byte 3: not valid JSON: found ']', expected a value"},
-        {"[1 2]", "byte 3: not valid JSON: found '2', expected ',' or ']'"},
-        {"{\"a\" 1}", "byte 5: not valid JSON: found '1', expected ':'"},
-        {"{a: 1}", "byte 1: not valid JSON: found 'a', expected a key"},
-        {"{\"a\": 1,}", "byte 8: not valid JSON: found '}', expected a key"},
-        {"{} x", "byte 3: not valid JSON: found 'x', expected the end"},
-        {"\"abc", "byte 4: not valid JSON: found the end of the text, expected '\"'"},
-        {"\"a\nb\"", "byte 2: not valid JSON: found byte 0x0a"},
-        {"\"\\x\"", "byte 2: not valid JSON: found 'x'"},
-        {"\"\\u12g4\"", "byte 5: not valid JSON: found 'g', expected four hex"},
-        {"\"ab\\ud800\"", "byte 3: not valid JSON: an escape that is only half"},
-        {"\"\\ud800\\u0041\"", "byte 1: not valid JSON: an escape that is only half"},
-        {"\"\\udc00\"", "half of a surrogate"},
-        {"\"\xC3(\"", "byte 1: not valid JSON: found byte 0xc3, expected valid UTF-8"},
-        {"01", "byte 1: not valid JSON: found '1', expected no digit"},
-        {"-", "byte 1"}, {"1.", "byte 2"}, {".5", "byte 0"}, {"1e", "byte 2"}, {"+1", "byte 0"}, {"NaN", "byte 0"}, {"nul", "byte 0"}, {"tru", "byte 0"},
-        {"1e999", "beyond a double's range"},
-        {"{\"k\": 1, \"j\": 2, \"k\": 3}", "byte 0: the object has the key \"k\" twice"}};
+    struct {
+        const char *text, *words;
+    } const cases[] = {{"", "cfg: byte 0: not valid JSON: found the end of the text, expected a value"},
+                       {"[1,]", "cfg: byte 3: not valid JSON: found ']', expected a value"},
+                       {"[1 2]", "byte 3: not valid JSON: found '2', expected ',' or ']'"},
+                       {"{\"a\" 1}", "byte 5: not valid JSON: found '1', expected ':'"},
+                       {"{a: 1}", "byte 1: not valid JSON: found 'a', expected a key"},
+                       {"{\"a\": 1,}", "byte 8: not valid JSON: found '}', expected a key"},
+                       {"{} x", "byte 3: not valid JSON: found 'x', expected the end"},
+                       {"\"abc", "byte 4: not valid JSON: found the end of the text, expected '\"'"},
+                       {"\"a\nb\"", "byte 2: not valid JSON: found byte 0x0a"},
+                       {"\"\\x\"", "byte 2: not valid JSON: found 'x'"},
+                       {"\"\\u12g4\"", "byte 5: not valid JSON: found 'g', expected four hex"},
+                       {"\"ab\\ud800\"", "byte 3: not valid JSON: an escape that is only half"},
+                       {"\"\\ud800\\u0041\"", "byte 1: not valid JSON: an escape that is only half"},
+                       {"\"\\udc00\"", "half of a surrogate"},
+                       {"\"\xC3(\"", "byte 1: not valid JSON: found byte 0xc3, expected valid UTF-8"},
+                       {"01", "byte 1: not valid JSON: found '1', expected no digit"},
+                       {"-", "byte 1"},
+                       {"1.", "byte 2"},
+                       {".5", "byte 0"},
+                       {"1e", "byte 2"},
+                       {"+1", "byte 0"},
+                       {"NaN", "byte 0"},
+                       {"nul", "byte 0"},
+                       {"tru", "byte 0"},
+                       {"1e999", "beyond a double's range"},
+                       {"{\"k\": 1, \"j\": 2, \"k\": 3}", "byte 0: the object has the key \"k\" twice"}};
     for (const auto& c : cases) CHECK_FAILS(1, c.words, parse_json(c.text, "cfg"));
     CHECK_FAILS(1, "cfg: byte 1003: not", parse_json("[1,]", "cfg", 1000));
     const std::string deep(100, '['), deeper(101, '[');
@@ -339,7 +416,8 @@ TEST(json_quote_is_always_valid) {
 }
 
 TEST(utf8_accepts_exactly_the_characters) {
-    // Every character comes back from its bytes, and no more sequences are accepted than there are characters: so no others are.
+    // Every character comes back from its bytes, and no more sequences are accepted than there are characters: so no
+    // others are.
     std::string text;
     uint32_t code;
     int wrong = 0;
@@ -348,7 +426,8 @@ TEST(utf8_accepts_exactly_the_characters) {
         text.clear();
         utf8_append(text, c);
         const int length = utf8_decode(text.data(), text.size(), &code);
-        wrong += length != int(text.size()) || code != c || (length > 1 && utf8_decode(text.data(), text.size() - 1, &code) != 0);
+        wrong += length != int(text.size()) || code != c ||
+                 (length > 1 && utf8_decode(text.data(), text.size() - 1, &code) != 0);
     }
     CHECK_EQUAL(wrong, 0);
     int accepted[5] = {};
@@ -367,14 +446,19 @@ TEST(utf8_accepts_exactly_the_characters) {
 // The pre-tokeniser.
 
 TEST(unicode_classes_known_characters) {
-    struct { uint32_t code; CharClass expected; } const cases[] = {
-        {'a', LETTER}, {'Z', LETTER}, {'_', OTHER}, {'0', NUMBER}, {' ', SPACE}, {'\n', SPACE}, {0x0B, SPACE}, {0x1C, OTHER}, {0x1F, OTHER}, {0x7F, OTHER},
-        {0x85, SPACE}, {0xA0, SPACE}, {0xAA, LETTER}, {0xB2, NUMBER}, {0xBD, NUMBER}, {0xD7, OTHER}, {0xE9, LETTER}, {0x2B0, LETTER}, {0x301, OTHER},
-        {0x416, LETTER}, {0x5D0, LETTER}, {0x660, NUMBER}, {0x903, OTHER}, {0x1680, SPACE}, {0x180E, OTHER}, {0x2000, SPACE}, {0x200A, SPACE},
-        {0x200B, OTHER}, {0x2028, SPACE}, {0x2029, SPACE}, {0x202F, SPACE}, {0x205F, SPACE}, {0x2060, OTHER}, {0x2167, NUMBER}, {0x20AC, OTHER},
-        {0x3000, SPACE}, {0x3007, NUMBER}, {0x3042, LETTER}, {0x4E00, LETTER}, {0x9FFF, LETTER}, {0xAC00, LETTER}, {0xD7A3, LETTER}, {0xE000, OTHER},
-        {0xFEFF, OTHER}, {0xFFFD, OTHER}, {0x10400, LETTER}, {0x1D538, LETTER}, {0x1D7D9, NUMBER}, {0x1F600, OTHER}, {0x20000, LETTER},
-        {0x323AF, LETTER}, {0x323B0, OTHER}, {0x10FFFF, OTHER}};
+    struct {
+        uint32_t code;
+        CharClass expected;
+    } const cases[] = {
+        {'a', LETTER},    {'Z', LETTER},     {'_', OTHER},      {'0', NUMBER},     {' ', SPACE},      {'\n', SPACE},
+        {0x0B, SPACE},    {0x1C, OTHER},     {0x1F, OTHER},     {0x7F, OTHER},     {0x85, SPACE},     {0xA0, SPACE},
+        {0xAA, LETTER},   {0xB2, NUMBER},    {0xBD, NUMBER},    {0xD7, OTHER},     {0xE9, LETTER},    {0x2B0, LETTER},
+        {0x301, OTHER},   {0x416, LETTER},   {0x5D0, LETTER},   {0x660, NUMBER},   {0x903, OTHER},    {0x1680, SPACE},
+        {0x180E, OTHER},  {0x2000, SPACE},   {0x200A, SPACE},   {0x200B, OTHER},   {0x2028, SPACE},   {0x2029, SPACE},
+        {0x202F, SPACE},  {0x205F, SPACE},   {0x2060, OTHER},   {0x2167, NUMBER},  {0x20AC, OTHER},   {0x3000, SPACE},
+        {0x3007, NUMBER}, {0x3042, LETTER},  {0x4E00, LETTER},  {0x9FFF, LETTER},  {0xAC00, LETTER},  {0xD7A3, LETTER},
+        {0xE000, OTHER},  {0xFEFF, OTHER},   {0xFFFD, OTHER},   {0x10400, LETTER}, {0x1D538, LETTER}, {0x1D7D9, NUMBER},
+        {0x1F600, OTHER}, {0x20000, LETTER}, {0x323AF, LETTER}, {0x323B0, OTHER},  {0x10FFFF, OTHER}};
     const PreTokenizer pre_tokenizer;
     for (const auto& c : cases) {
         std::string text;
@@ -394,14 +478,18 @@ TEST(unicode_classes_known_characters) {
         return n;
     };
     CHECK_EQUAL(count(unicode_white_space), 25u);  // the property White_Space, unchanged since Unicode 6.3
-    CHECK_EQUAL(count(unicode_letters), 141028u);  // Unicode 16.0, DerivedGeneralCategory: Lu 1858, Ll 2258, Lt 31, Lm 404, Lo 136477
-    CHECK_EQUAL(count(unicode_numbers), 1911u);    // Nd 760, Nl 236, No 915
+    CHECK_EQUAL(count(unicode_letters),
+                141028u);  // Unicode 16.0, DerivedGeneralCategory: Lu 1858, Ll 2258, Lt 31, Lm 404, Lo 136477
+    CHECK_EQUAL(count(unicode_numbers), 1911u);  // Nd 760, Nl 236, No 915
 }
 
 TEST(pre_tokenizer_by_hand) {
-    struct { std::string text, pieces; } const cases[] = {
+    struct {
+        std::string text, pieces;
+    } const cases[] = {
         {"Hello world", "[Hello][ world]"},
-        {"I'm you're he's don't we've they'll I'd", "[I]['m][ you]['re][ he]['s][ don]['t][ we]['ve][ they]['ll][ I]['d]"},
+        {"I'm you're he's don't we've they'll I'd",
+         "[I]['m][ you]['re][ he]['s][ don]['t][ we]['ve][ they]['ll][ I]['d]"},
         {"I'M 'tis 's", "[I]['][M][ '][tis][ '][s]"},
         {"'l'", "['][l][']"},
         {"'llx'rexy", "['ll][x]['re][xy]"},
@@ -417,20 +505,31 @@ TEST(pre_tokenizer_by_hand) {
         {" ", "[ ]"},
         {"  a", "[ ][ a]"},
         {"a ...!? b", "[a][ ...!?][ b]"},
-        {"a\xC2\xA0" "b", "[a][\xC2\xA0][b]"},                                       // no-break space is white space, but not the blank of ' ?'
-        {"a \xC2\xA0" "b", "[a][ ][\xC2\xA0][b]"},
-        {"a\xE3\x80\x80\xE3\x80\x80" "b", "[a][\xE3\x80\x80][\xE3\x80\x80][b]"},     // ideographic space
-        {"a \xE2\x80\xA8\xC2\x85 b", "[a][ \xE2\x80\xA8\xC2\x85][ b]"},              // line separator, next line
+        {"a\xC2\xA0"
+         "b",
+         "[a][\xC2\xA0][b]"},  // no-break space is white space, but not the blank of ' ?'
+        {"a \xC2\xA0"
+         "b",
+         "[a][ ][\xC2\xA0][b]"},
+        {"a\xE3\x80\x80\xE3\x80\x80"
+         "b",
+         "[a][\xE3\x80\x80][\xE3\x80\x80][b]"},                          // ideographic space
+        {"a \xE2\x80\xA8\xC2\x85 b", "[a][ \xE2\x80\xA8\xC2\x85][ b]"},  // line separator, next line
         {"caf\xC3\xA9 \xD0\x96\xD1\x83\xD0\xBA", "[caf\xC3\xA9][ \xD0\x96\xD1\x83\xD0\xBA]"},
-        {"e\xCC\x81x", "[e][\xCC\x81][x]"},                                          // a combining mark is no letter
-        {"x\xC2\xB2 \xE2\x85\xB7\xC2\xBD", "[x][\xC2\xB2][ \xE2\x85\xB7\xC2\xBD]"},   // superscript two, roman numeral, one half
+        {"e\xCC\x81x", "[e][\xCC\x81][x]"},  // a combining mark is no letter
+        {"x\xC2\xB2 \xE2\x85\xB7\xC2\xBD",
+         "[x][\xC2\xB2][ \xE2\x85\xB7\xC2\xBD]"},  // superscript two, roman numeral, one half
         {"\xE4\xB8\xAD\xE6\x96\x87\xE3\x80\x82\xE5\xAD\x97", "[\xE4\xB8\xAD\xE6\x96\x87][\xE3\x80\x82][\xE5\xAD\x97]"},
         {"hi \xF0\x9F\x98\x80\xF0\x9F\x91\x8D!x", "[hi][ \xF0\x9F\x98\x80\xF0\x9F\x91\x8D!][x]"},
-        {"it\xE2\x80\x99s", "[it][\xE2\x80\x99][s]"},                                // the typographic apostrophe makes no contraction
+        {"it\xE2\x80\x99s", "[it][\xE2\x80\x99][s]"},  // the typographic apostrophe makes no contraction
         {"<|endoftext|>", "[<|][endoftext][|>]"},
-        {"a\xFF\xFE" "b \xE2\x80 c", "[a][\xFF\xFE][b][ \xE2\x80][ c]"},             // invalid bytes count as punctuation
+        {"a\xFF\xFE"
+         "b \xE2\x80 c",
+         "[a][\xFF\xFE][b][ \xE2\x80][ c]"},  // invalid bytes count as punctuation
         {"\xE4\xB8", "[\xE4\xB8]"},
-        {"a\x1C" "b", "[a][\x1C][b]"}};
+        {"a\x1C"
+         "b",
+         "[a][\x1C][b]"}};
     for (const auto& c : cases) {
         CHECK_EQUAL(joined(pieces_of(c.text)), c.pieces);
         CHECK_EQUAL(joined(slow_pieces(c.text)), c.pieces);
@@ -440,7 +539,8 @@ TEST(pre_tokenizer_by_hand) {
 TEST(pre_tokenizer_matches_slow_one) {
     RandomText random(2);
     for (int i = 0; i < 4000; i++) {
-        const std::string text = i % 4 ? random.of(tricky_text(), 1 + random.below(24)) : random.bytes(1 + random.below(16));
+        const std::string text =
+            i % 4 ? random.of(tricky_text(), 1 + random.below(24)) : random.bytes(1 + random.below(16));
         CHECK_EQUAL(joined(pieces_of(text)), joined(slow_pieces(text)));
     }
 }
@@ -506,7 +606,8 @@ TEST(encode_round_trips_every_byte_sequence) {
             encoder.append(text, ids);
             size_t count = 0;
             bool text_only = true;
-            for (const uint16_t id : ids) count += tokenizer->token_bytes(id), text_only = text_only && id != tokenizer->end_of_text;
+            for (const uint16_t id : ids)
+                count += tokenizer->token_bytes(id), text_only = text_only && id != tokenizer->end_of_text;
             CHECK(tokenizer->decode(ids) == text);
             if (text_only) CHECK_EQUAL(count, text.size());
             if (!tokenizer->is_bytes) CHECK(text_only);
@@ -517,7 +618,8 @@ TEST(encode_round_trips_every_byte_sequence) {
             for (int b = 0; b < 256; b++) check(std::string{char(a), char(b)});
         }
         RandomText random(5);
-        for (int i = 0; i < 20000; i++) check(i % 2 ? random.bytes(3 + random.below(6)) : random.of(tricky_text(), 3 + random.below(6)));
+        for (int i = 0; i < 20000; i++)
+            check(i % 2 ? random.bytes(3 + random.below(6)) : random.of(tricky_text(), 3 + random.below(6)));
     }
     CHECK_EQUAL(show_ids(bytes.encode(std::string("a\0\xFF", 3))), std::string("97 0 255 (3)"));
     CHECK_EQUAL(bytes.vocab_size(), 256);
@@ -553,7 +655,8 @@ TEST(vocabulary_formats_agree) {
     std::vector<std::string> lines = naive.merge_lines(), entries = naive.id_entries();
     lines.erase(lines.begin());
     std::reverse(entries.begin(), entries.end());
-    write_file(hugging_face.file("merges.txt"), lines_text(lines, "\n", ""));  // neither the version nor the last newline is needed
+    write_file(hugging_face.file("merges.txt"),
+               lines_text(lines, "\n", ""));  // neither the version nor the last newline is needed
     write_file(hugging_face.file("vocab.json"), "{" + lines_text(entries, ",", "}\n"));
     write_file(tiktoken.file("r50k_base.tiktoken"), lines_text(naive.tiktoken_lines()));
     write_file(llmc1.file("gpt2_tokenizer.bin"), naive.llmc(1));
@@ -600,7 +703,7 @@ TEST(damaged_vocabularies_are_refused_with_their_place) {
     using Lines = std::vector<std::string>;
     merges_with("vocab.bpe: 40 merges, expected 70: the file is cut short", [](Lines& l) { l.resize(41); });
     merges_with("vocab.bpe: line 72: more than the 70 merges", [](Lines& l) { l.push_back("x y"); });
-    merges_with("line 21: the token ", [](Lines& l) { l[20] = l[10]; });                  // a merge twice
+    merges_with("line 21: the token ", [](Lines& l) { l[20] = l[10]; });  // a merge twice
     merges_with("stands here a second time", [](Lines& l) { l[20] = l[10]; });
     merges_with("line 31: found \"abc\", expected two tokens", [](Lines& l) { l[30] = "abc"; });
     merges_with("line 31: found \"a \\u0007\"", [](Lines& l) { l[30] = "a \x07"; });
@@ -613,7 +716,8 @@ TEST(damaged_vocabularies_are_refused_with_their_place) {
         never.merges = {{"a", "b"}, {"b", "c"}, {"a", "bc"}};
         TempFolder f;
         write_openai(f.path, never.merge_lines(), never.id_entries());
-        CHECK_FAILS(1, "vocab.bpe: line 4: the merge of \"a\" and \"bc\" can never apply", Tokenizer::gpt2(f.path, int(never.size())));
+        CHECK_FAILS(1, "vocab.bpe: line 4: the merge of \"a\" and \"bc\" can never apply",
+                    Tokenizer::gpt2(f.path, int(never.size())));
     }
     const auto ids_with = [&](const std::string& words, const std::function<void(std::vector<std::string>&)>& damage) {
         TempFolder f;
@@ -648,7 +752,8 @@ TEST(damaged_vocabularies_are_refused_with_their_place) {
     tiktoken_with("line 12: found rank \"12\", expected 11", [](Lines& l) { l.erase(l.begin() + 11); });
     tiktoken_with("line 1: token 0 is \"\\\"\", expected the byte 0x21", [](Lines& l) { l[0] = "Ig== 0"; });
     tiktoken_with("line 260: the token \"a\" stands here a second time", [](Lines& l) { l[259] = "YQ== 259"; });
-    tiktoken_with("line 257: the tokens before it make 3 tokens of \"xyz\", expected two", [](Lines& l) { l[256] = "eHl6 256"; });
+    tiktoken_with("line 257: the tokens before it make 3 tokens of \"xyz\", expected two",
+                  [](Lines& l) { l[256] = "eHl6 256"; });
     const auto llmc_with = [&](const char* words, const std::function<void(std::string&)>& damage) {
         TempFolder f;
         std::string damaged = naive.llmc();
@@ -672,7 +777,8 @@ TEST(damaged_vocabularies_are_refused_with_their_place) {
 }
 
 TEST(gpt2_encodes_fineweb_edu_exactly) {
-    const std::string text_path = shared_data("fineweb_edu_sample.txt"), ids_path = shared_data("fineweb_edu_sample.gpt2.u16");
+    const std::string text_path = shared_data("fineweb_edu_sample.txt"),
+                      ids_path = shared_data("fineweb_edu_sample.gpt2.u16");
     const std::string vocabulary = shared_data("gpt2");
     if (text_path.empty() || ids_path.empty() || vocabulary.empty())
         return skip("gpt2_encodes_fineweb_edu_exactly: no ../shared/data with the published vocabulary");
@@ -689,7 +795,8 @@ TEST(gpt2_encodes_fineweb_edu_exactly) {
             break;
         }
     CHECK(tokenizer.decode(found) == text);
-    CHECK_EQUAL(show_ids(tokenizer.encode("Hello world<|endoftext|>")), std::string("15496 995 27 91 437 1659 5239 91 29 (9)"));
+    CHECK_EQUAL(show_ids(tokenizer.encode("Hello world<|endoftext|>")),
+                std::string("15496 995 27 91 437 1659 5239 91 29 (9)"));
     CHECK_EQUAL(tokenizer.end_of_text, uint16_t(50256));
     for (const std::string run : {"a", " ", "!", "\xE3\x80\x80"}) {
         std::string megabyte;
@@ -734,7 +841,8 @@ struct TokenizeFixture {
             for (int j = 4; j < 256; j++) CHECK(header[j] == 0);
             CHECK_EQUAL(bytes.size(), 1024 + 2 * size_t(header[2]));
             CHECK(header[2] > 0 && uint64_t(header[2]) <= options.shard_tokens);
-            for (size_t j = 1024; j + 1 < bytes.size(); j += 2) tokens.push_back(uint16_t(uint8_t(bytes[j]) | uint8_t(bytes[j + 1]) << 8));
+            for (size_t j = 1024; j + 1 < bytes.size(); j += 2)
+                tokens.push_back(uint16_t(uint8_t(bytes[j]) | uint8_t(bytes[j + 1]) << 8));
         }
         CHECK_EQUAL(files, expected_files);
         return tokens;
@@ -771,7 +879,8 @@ TEST(tokenize_one_document_is_cut_at_a_token) {
 
 TEST(tokenize_splits_documents_at_the_separator) {
     TokenizeFixture f;
-    f.input("a.txt", "one\\n\n\t--\ntwo\n\t--\n\n\t--\nthree\n\t--\n");  // the third is empty, and so is what follows the last separator
+    f.input("a.txt", "one\\n\n\t--\ntwo\n\t--\n\n\t--\nthree\n\t--\n");  // the third is empty, and so is what follows
+                                                                         // the last separator
     f.options.split_documents = "\\n\\t--\\n";
     tokenize_files(f.options);
     CHECK_EQUAL(f.train(), std::string("|one\\n|two"));
@@ -784,8 +893,9 @@ TEST(tokenize_splits_documents_at_the_separator) {
 
 TEST(tokenize_reads_json_lines) {
     TokenizeFixture f;
-    const std::string jsonl = "{\"id\": 1, \"text\": \"a\\\"b\\nc\\u00e9\"}\n\r\n{\"text\":\"\"}\n"
-                              "{\"text\": \"\\ud83d\\ude00\", \"more\": [1, {}]}\r\n{\"text\": \"end\"}";
+    const std::string jsonl =
+        "{\"id\": 1, \"text\": \"a\\\"b\\nc\\u00e9\"}\n\r\n{\"text\":\"\"}\n"
+        "{\"text\": \"\\ud83d\\ude00\", \"more\": [1, {}]}\r\n{\"text\": \"end\"}";
     f.input("a.jsonl", jsonl);
     write_file(f.folder.file("b.txt"), "text file");
     f.options.in.push_back(f.folder.file("b.txt"));
@@ -798,7 +908,8 @@ TEST(tokenize_reads_json_lines) {
     }
 }
 
-// The byte order mark of UTF-8, which Windows' editors write, is no text; counted it is, where a line is said to be wrong.
+// The byte order mark of UTF-8, which Windows' editors write, is no text; counted it is, where a line is said to be
+// wrong.
 TEST(tokenize_passes_over_a_byte_order_mark) {
     TokenizeFixture f;
     f.input("a.txt", "\xEF\xBB\xBFone");
@@ -829,17 +940,23 @@ TEST(tokenize_bad_json_line_is_named) {
     TokenizeFixture f;
     std::string good;
     for (int i = 0; i < 100; i++) good += "{\"text\": \"document " + std::to_string(i) + "\"}\n";
-    struct { std::string line; const char* field; size_t byte; const char* words; } const cases[] = {  // the byte within the line
-        {"{\"text\": \"x\"", "", 12, "not valid JSON: found the end of the text, expected ',' or '}'"},
-        {"{\"txt\": \"x\"}", "", 0, "the object has no key \"text\""},
-        {" {\"text\": 5}", "text: ", 10, "found a number, expected a string"},
-        {"[]", "", 0, "found an array, expected an object"},
-        {"\xFF", "", 0, "not valid JSON: found byte 0xff, expected a value"}};
+    struct {
+        std::string line;
+        const char* field;
+        size_t byte;
+        const char* words;
+    } const cases[] = {// the byte within the line
+                       {"{\"text\": \"x\"", "", 12, "not valid JSON: found the end of the text, expected ',' or '}'"},
+                       {"{\"txt\": \"x\"}", "", 0, "the object has no key \"text\""},
+                       {" {\"text\": 5}", "text: ", 10, "found a number, expected a string"},
+                       {"[]", "", 0, "found an array, expected an object"},
+                       {"\xFF", "", 0, "not valid JSON: found byte 0xff, expected a value"}};
     for (const auto& c : cases)
         for (const size_t block_bytes : {100, 1 << 20}) {
             const std::string path = f.input("bad.jsonl", good + c.line + "\n" + good + "{\"second error\n");
             f.options.block_bytes = block_bytes, f.options.threads = 4;
-            const std::string expected = path + ": line 101: " + c.field + format_text("byte %zu: ", good.size() + c.byte) + c.words;
+            const std::string expected =
+                path + ": line 101: " + c.field + format_text("byte %zu: ", good.size() + c.byte) + c.words;
             CHECK_FAILS(1, expected.c_str(), tokenize_files(f.options));
         }
     CHECK(glob_files(f.options.out + "*").empty());  // neither shards nor temporary files
@@ -923,7 +1040,8 @@ TEST(tokenize_does_not_depend_on_threads_or_blocks) {
 }
 
 TEST(tokenize_with_gpt2_end_to_end) {
-    const std::string text_path = shared_data("fineweb_edu_sample.txt"), ids_path = shared_data("fineweb_edu_sample.gpt2.u16");
+    const std::string text_path = shared_data("fineweb_edu_sample.txt"),
+                      ids_path = shared_data("fineweb_edu_sample.gpt2.u16");
     if (text_path.empty() || ids_path.empty() || shared_data("gpt2").empty())
         return skip("tokenize_with_gpt2_end_to_end: no ../shared/data with the published vocabulary");
     const std::string bytes = read_file(ids_path);

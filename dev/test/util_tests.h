@@ -3,10 +3,15 @@
 #include "harness.h"
 
 TEST(philox_known_answers) {  // Random123's kat_vectors, philox4x32 10: counter words, key words, result
-    struct { uint64_t counter, stream, seed; uint32_t expected[4]; } const cases[] = {
-        {0, 0, 0, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
-        {~0ull, ~0ull, ~0ull, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
-        {0x85a308d3243f6a88ull, 0x0370734413198a2eull, 0x299f31d0a4093822ull, {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}};
+    struct {
+        uint64_t counter, stream, seed;
+        uint32_t expected[4];
+    } const cases[] = {{0, 0, 0, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+                       {~0ull, ~0ull, ~0ull, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+                       {0x85a308d3243f6a88ull,
+                        0x0370734413198a2eull,
+                        0x299f31d0a4093822ull,
+                        {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}};
     for (const auto& c : cases) {
         const Philox p = philox4x32(c.counter, c.stream, c.seed);
         for (int i = 0; i < 4; i++) CHECK_EQUAL(p.word[i], c.expected[i]);
@@ -14,13 +19,15 @@ TEST(philox_known_answers) {  // Random123's kat_vectors, philox4x32 10: counter
 }
 
 TEST(random_normal_is_normal) {
-    // Moments of n standard normals: mean 0 +- 1/sqrt(n), variance 1 +- sqrt(2/n), fourth moment 3 +- sqrt(96/n); limits are 5 sigma.
+    // Moments of n standard normals: mean 0 +- 1/sqrt(n), variance 1 +- sqrt(2/n), fourth moment 3 +- sqrt(96/n);
+    // limits are 5 sigma.
     const int n = 1 << 20;
     double sum = 0, squares = 0, fourths = 0, largest = 0;
     int below_one = 0;
     for (int i = 0; i < n; i++) {
         const double x = random_normal(1234, random_stream(RANDOM_TEST), i);
-        sum += x, squares += x * x, fourths += x * x * x * x, largest = std::fmax(largest, std::fabs(x)), below_one += x < 1;
+        sum += x, squares += x * x, fourths += x * x * x * x, largest = std::fmax(largest, std::fabs(x)),
+                                                              below_one += x < 1;
     }
     CHECK_NEAR(sum / n, 0, 5 / std::sqrt(n));
     CHECK_NEAR(squares / n, 1, 5 * std::sqrt(2.0 / n));

@@ -1,19 +1,19 @@
-// cuda_common.cuh: the one seam between nvcc and g++. Kernels and the code that launches them include this and nothing else of CUDA.
-// Under nvcc (-x cu, sm_80 and later) it is the CUDA runtime, cuBLASLt and, with -DUSE_NCCL, NCCL; under g++ it is dev/cuda_on_cpu.h and
-// its kin. Both give the same names: SHARED, DynamicShared, launch<>, the PTX wrappers, CUDA_CHECK, CUBLAS_CHECK, NCCL_CHECK.
-// PTX is written here and nowhere else.
+// cuda_common.cuh: the one seam between nvcc and g++. Kernels and the code that launches them include this and nothing
+// else of CUDA. Under nvcc (-x cu, sm_80 and later) it is the CUDA runtime, cuBLASLt and, with -DUSE_NCCL, NCCL; under
+// g++ it is dev/emulator/cuda_on_cpu.h and its kin. Both give the same names: SHARED, DynamicShared, launch<>, the PTX
+// wrappers, CUDA_CHECK, CUBLAS_CHECK, NCCL_CHECK. PTX is written here and nowhere else.
 //
 // A kernel that is to run on both
-//   declares shared memory with SHARED(float, sums, [32]); and DynamicShared shared; bf16* q = shared.take<bf16>(64 * 72);
-//   converts bf16 with (float)x, has one barrier or warp function per source line, names in a mask exactly the lanes that take part,
-//   and has blocks of a multiple of 32 threads that do not return before a barrier.
+//   declares shared memory with SHARED(float, sums, [32]); and DynamicShared shared; bf16* q = shared.take<bf16>(64 *
+//   72); converts bf16 with (float)x, has one barrier or warp function per source line, names in a mask exactly the
+//   lanes that take part, and has blocks of a multiple of 32 threads that do not return before a barrier.
 #pragma once
-#include "../data/util.h"
+#include "util.h"
 
 #ifndef __CUDACC__
-#include "cuda_on_cpu.h"
-#include "cublaslt_on_cpu.h"
-#include "nccl_on_cpu.h"
+#include "../dev/emulator/cuda_on_cpu.h"
+#include "../dev/emulator/cublaslt_on_cpu.h"
+#include "../dev/emulator/nccl_on_cpu.h"
 #else
 #include <cublasLt.h>
 #include <cuda_bf16.h>
@@ -27,21 +27,26 @@
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Host checks: CUDA_CHECK(cudaMalloc(&p, bytes)); throws one line that names the call, the place, the error and what to do.
+// Host checks: CUDA_CHECK(cudaMalloc(&p, bytes)); throws one line that names the call, the place, the error and what to
+// do.
 
 inline const char* cuda_hint(cudaError_t e) {
     switch (e) {
         case cudaErrorMemoryAllocation:
             return "take a smaller micro-batch or a shorter sequence; nvidia-smi shows who else uses the GPU's memory";
         case cudaErrorInsufficientDriver:
-        case cudaErrorNoDevice: return "nvidia-smi shows whether there is a GPU and which CUDA version its driver supports";
-        case cudaErrorInvalidDevice: return "there are fewer GPUs than ranks on this machine, or CUDA_VISIBLE_DEVICES hides some";
-        case cudaErrorNoKernelImageForDevice: return "the program was built for another GPU; build it again on this machine";
+        case cudaErrorNoDevice:
+            return "nvidia-smi shows whether there is a GPU and which CUDA version its driver supports";
+        case cudaErrorInvalidDevice:
+            return "there are fewer GPUs than ranks on this machine, or CUDA_VISIBLE_DEVICES hides some";
+        case cudaErrorNoKernelImageForDevice:
+            return "the program was built for another GPU; build it again on this machine";
         case cudaErrorLaunchOutOfResources:
             return "the kernel needs more registers or shared memory than this GPU has; please report the GPU's name";
         case cudaErrorIllegalAddress:
         case cudaErrorMisalignedAddress:
-        case cudaErrorLaunchFailure: return "a kernel launched earlier failed; run the same command under compute-sanitizer to see which";
+        case cudaErrorLaunchFailure:
+            return "a kernel launched earlier failed; run the same command under compute-sanitizer to see which";
         case cudaErrorStreamCaptureUnsupported:
         case cudaErrorStreamCaptureInvalidated:
             return "a CUDA graph cannot hold what allocates memory or waits for the GPU; leave --cuda-graph out";
@@ -50,22 +55,25 @@ inline const char* cuda_hint(cudaError_t e) {
 }
 inline void cuda_check(cudaError_t e, const char* call, const char* file, int line) {
     if (e != cudaSuccess)
-        fail("%s:%d: %s failed: %s, %s. HINT: %s", file, line, call, cudaGetErrorName(e), cudaGetErrorString(e), cuda_hint(e));
+        fail("%s:%d: %s failed: %s, %s. HINT: %s", file, line, call, cudaGetErrorName(e), cudaGetErrorString(e),
+             cuda_hint(e));
 }
 #define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
 
 inline void cublas_check(cublasStatus_t s, const char* call, const char* file, int line) {
     if (s != CUBLAS_STATUS_SUCCESS)
-        fail("%s:%d: %s failed: %s. HINT: set CUBLASLT_LOG_LEVEL=5 and run again to see the shapes and what is wrong with them", file, line,
-             call, cublasLtGetStatusString(s));
+        fail(
+            "%s:%d: %s failed: %s. HINT: set CUBLASLT_LOG_LEVEL=5 and run again to see the shapes and what is wrong "
+            "with them",
+            file, line, call, cublasLtGetStatusString(s));
 }
 #define CUBLAS_CHECK(call) cublas_check((call), #call, __FILE__, __LINE__)
 
 #if defined(USE_NCCL) || !defined(__CUDACC__)
 inline void nccl_check(ncclResult_t r, const char* call, const char* file, int line) {
     if (r != ncclSuccess)
-        fail("%s:%d: %s failed: %s (%s). HINT: set NCCL_DEBUG=INFO and run again; look for the first rank that failed", file, line, call,
-             ncclGetErrorString(r), ncclGetLastError(nullptr));
+        fail("%s:%d: %s failed: %s (%s). HINT: set NCCL_DEBUG=INFO and run again; look for the first rank that failed",
+             file, line, call, ncclGetErrorString(r), ncclGetLastError(nullptr));
 }
 #define NCCL_CHECK(call) nccl_check((call), #call, __FILE__, __LINE__)
 #endif
@@ -91,11 +99,12 @@ struct DynamicShared {
 // launch<kernel>(grid, block, dynamic shared bytes, stream, arguments...)
 template <auto kernel, class... Args>
 void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, Args... args) {
-    // More than every GPU gives unasked is asked for where it grows. One thread of a process launches a kernel, and on one GPU.
+    // More than every GPU gives unasked is asked for where it grows. One thread of a process launches a kernel, and on
+    // one GPU.
     static size_t granted = 48 * 1024;
     if (shared_bytes > granted) {
-        cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)), __PRETTY_FUNCTION__,
-                   __FILE__, __LINE__);
+        cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)),
+                   __PRETTY_FUNCTION__, __FILE__, __LINE__);
         granted = shared_bytes;
     }
     kernel<<<grid, block, shared_bytes, stream>>>(args...);
@@ -106,10 +115,13 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, Arg
 // PTX.
 
 // d = a b + c; a 16 x 16 and b 16 x 8 in bf16, c and d 16 x 8 in fp32.
-__device__ inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4]) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};\n"
-                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+__device__ inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2],
+                                    const float (&c)[4]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%10,%11,%12,%13};\n"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
 // 8 x 8 matrices of 16-bit elements from shared memory: lane l gives the address of row l % 8 of matrix l / 8.
@@ -140,8 +152,8 @@ __device__ inline void ldmatrix_x2_trans(unsigned (&r)[2], const void* row) {
 
 // 16 bytes from device to shared memory; where !valid, 16 zeros, and src is not read.
 __device__ inline void cp_async_16(void* dst, const void* src, bool valid = true) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(unsigned(__cvta_generic_to_shared(dst))), "l"(src),
-                 "r"(valid ? 16 : 0)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(unsigned(__cvta_generic_to_shared(dst))),
+                 "l"(src), "r"(valid ? 16 : 0)
                  : "memory");
 }
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }

@@ -1,9 +1,11 @@
-// cuda_on_cpu_engine.h: the machine behind cuda_on_cpu.h. Top to bottom: state, reports, memory, the threads of a block, launches, streams.
+// cuda_on_cpu_engine.h: the machine behind cuda_on_cpu.h. Top to bottom: state, reports, memory, the threads of a
+// block, launches, streams.
 //
-// Execution model. One operating system thread runs the blocks of a grid one after another. Each CUDA thread of a block is a fiber: a stack
-// of its own and a hand-written switch of 5 to 10 ns, where swapcontext makes two system calls and real threads take microseconds.
-// Fibers switch only inside barriers and warp functions, so a run is a pure function of the seed, and threadIdx and blockIdx can be
-// ordinary globals: `break kernels.cuh:25 if threadIdx.x == 64 && blockIdx.x == 3` works in gdb.
+// Execution model. One operating system thread runs the blocks of a grid one after another. Each CUDA thread of a block
+// is a fiber: a stack of its own and a hand-written switch of 5 to 10 ns, where swapcontext makes two system calls and
+// real threads take microseconds. Fibers switch only inside barriers and warp functions, so a run is a pure function of
+// the seed, and threadIdx and blockIdx can be ordinary globals: `break kernels.cuh:25 if threadIdx.x == 64 &&
+// blockIdx.x == 3` works in gdb.
 #pragma once
 #ifdef __CUDACC__
 #error "cuda_on_cpu is for plain C++ compilers; nvcc has the real headers"
@@ -26,9 +28,10 @@
 #include <time.h>
 #include <unistd.h>
 
-// The CHECK build: objects are compiled with -fsanitize=thread, so that the compiler announces every access to memory by a call of a __tsan
-// function, and linked without it, so that cuda_on_cpu_check.h can be the one that answers. EMU_ENGINE marks the emulator's own functions,
-// whose accesses are not the kernel's. EMU_ACCESS announces the accesses that those functions make on a kernel's behalf.
+// The CHECK build: objects are compiled with -fsanitize=thread, so that the compiler announces every access to memory
+// by a call of a __tsan function, and linked without it, so that cuda_on_cpu_check.h can be the one that answers.
+// EMU_ENGINE marks the emulator's own functions, whose accesses are not the kernel's. EMU_ACCESS announces the accesses
+// that those functions make on a kernel's behalf.
 #ifdef __SANITIZE_THREAD__
 #define EMU_CHECK 1
 #define EMU_ENGINE __attribute__((no_sanitize("thread,undefined")))
@@ -49,8 +52,8 @@ struct dim3 {
 inline uint3 threadIdx, blockIdx;
 inline dim3 blockDim, gridDim;
 
-// Saves the callee-saved registers on the running stack and its pointer in *save, then goes on with the stack that an earlier call saved as
-// `load`.
+// Saves the callee-saved registers on the running stack and its pointer in *save, then goes on with the stack that an
+// earlier call saved as `load`.
 extern "C" void emu_switch(void** save, void* load);
 #if defined(__x86_64__)
 asm(R"(
@@ -125,33 +128,41 @@ namespace emu {
 // State.
 
 constexpr int MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / 32;  // of a block
-constexpr int HOST = MAX_THREADS;                                 // the index of the thread that runs host code
-constexpr int MAX_SHARED_ARRAYS = 64;                             // of a block
-constexpr int MAX_COPIES = 256;                                   // cp.async that one thread has under way
-constexpr size_t MAX_SHARED = 227 * 1024;                         // bytes a block can have on sm_90
+constexpr int HOST = MAX_THREADS;                                // the index of the thread that runs host code
+constexpr int MAX_SHARED_ARRAYS = 64;                            // of a block
+constexpr int MAX_COPIES = 256;                                  // cp.async that one thread has under way
+constexpr size_t MAX_SHARED = 227 * 1024;                        // bytes a block can have on sm_90
 #ifdef EMU_CHECK
 constexpr size_t STACK_BYTES = 256 * 1024;  // instrumented frames are larger
 #else
 constexpr size_t STACK_BYTES = 64 * 1024;
 #endif
-// What fresh memory holds: NaN as bf16 and, twice, as fp32, and no small integer. Arithmetic hands a NaN's bits on, so shared memory has
-// others than device memory: an output made from unwritten shared memory is not taken for one that was never written.
+// What fresh memory holds: NaN as bf16 and, twice, as fp32, and no small integer. Arithmetic hands a NaN's bits on, so
+// shared memory has others than device memory: an output made from unwritten shared memory is not taken for one that
+// was never written.
 constexpr unsigned short DEVICE_POISON = 0xFFFE, SHARED_POISON = 0xFFFD;
 
 // A place in the kernel's source. As a default argument, here() is the place of the call.
 struct Site {
     const char* file;
     int line;
-    static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
+    static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+        return {file, line};
+    }
     bool operator==(const Site& o) const { return line == o.line && (file == o.file || !strcmp(file, o.file)); }
 };
 
-// What a warp function does for all its lanes, once the last of them has arrived; arguments[lane] is what that lane brought.
+// What a warp function does for all its lanes, once the last of them has arrived; arguments[lane] is what that lane
+// brought.
 using WarpFunction = void (*)(unsigned lanes, void** arguments);
 
 enum class State : char { READY, AT_BARRIER, AT_WARP_FUNCTION, RETURNED };
 enum class Access { READ, WRITE, ATOMIC };
-enum Known : unsigned char { OUTSIDE, UNWRITTEN, WRITTEN };  // of two bytes of device or shared memory; 0 is what a fresh page says
+enum Known : unsigned char {
+    OUTSIDE,
+    UNWRITTEN,
+    WRITTEN
+};  // of two bytes of device or shared memory; 0 is what a fresh page says
 
 struct Copy {  // of cp.async: 16 bytes from src, or 16 zeros
     void* dst;
@@ -160,17 +171,17 @@ struct Copy {  // of cp.async: 16 bytes from src, or 16 zeros
     int group;
 };
 
-struct alignas(128) Thread {  // whole cache lines: barriers are 8 % faster
+struct alignas(128) Thread {        // whole cache lines: barriers are 8 % faster
     void* stack_pointer = nullptr;  // of a fiber that does not run
     uint3 index;
     State state;
-    Site site;                         // where it waits,
-    const char* what;                  // in which function,
-    unsigned mask;                     // with which lanes,
-    WarpFunction function;             // and what the last of them is to do
-    void* argument;                    // with this
-    std::vector<Copy> copies;          // in the order of issue
-    int group;                         // of cp.async: the one being filled
+    Site site;                 // where it waits,
+    const char* what;          // in which function,
+    unsigned mask;             // with which lanes,
+    WarpFunction function;     // and what the last of them is to do
+    void* argument;            // with this
+    std::vector<Copy> copies;  // in the order of issue
+    int group;                 // of cp.async: the one being filled
 };
 
 struct SharedArray {
@@ -202,8 +213,8 @@ struct Stream {
     std::unique_ptr<Capture> capture = {};  // while it captures, where its work goes instead
 };
 
-// Where the running kernel is in time, for the CHECK build. Intervals are numbered; each launch, block and barrier begins a new one, so
-// that two accesses of one block can race only within one number.
+// Where the running kernel is in time, for the CHECK build. Intervals are numbered; each launch, block and barrier
+// begins a new one, so that two accesses of one block can race only within one number.
 struct Clock {
     unsigned interval = 2, launch_start = 2, block_start = 2;
     unsigned short warp_syncs[MAX_WARPS];   // how many __syncwarp() each warp has been through
@@ -234,7 +245,8 @@ struct Machine {
     int thread_count = 0, current = HOST, at_barrier = 0, returned = 0;
     uint64_t ready[MAX_THREADS / 64];  // bit r: the thread of rank r can run; the lowest rank goes first
     short rank[MAX_THREADS], at_rank[MAX_THREADS];
-    unsigned warp_live[MAX_WARPS], warp_waiting[MAX_WARPS];  // lanes that have not returned; lanes inside a warp function
+    unsigned warp_live[MAX_WARPS],
+        warp_waiting[MAX_WARPS];  // lanes that have not returned; lanes inside a warp function
     SharedArray shared[MAX_SHARED_ARRAYS];
     int shared_count = 0;
     size_t shared_used = 0, shared_bytes = 0;  // with and without the gaps between arrays
@@ -289,8 +301,8 @@ EMU_ENGINE inline void print_where() {
     if (!machine.kernel) return;
     fprintf(stderr, "kernel %s, ", machine.kernel);
     if (machine.current != HOST)
-        fprintf(stderr, "block (%u,%u,%u), thread (%u,%u,%u), seed %llu: ", blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x, threadIdx.y,
-                threadIdx.z, (unsigned long long)machine.seed);
+        fprintf(stderr, "block (%u,%u,%u), thread (%u,%u,%u), seed %llu: ", blockIdx.x, blockIdx.y, blockIdx.z,
+                threadIdx.x, threadIdx.y, threadIdx.z, (unsigned long long)machine.seed);
 }
 
 [[noreturn]] __attribute__((format(printf, 1, 2))) EMU_ENGINE inline void stop(const char* format, ...) {
@@ -315,24 +327,27 @@ EMU_ENGINE inline void print_where() {
         int count = 0;
         for (int j = i; j < machine.thread_count; j++) {
             const Thread& b = machine.threads[j];
-            if (b.state != a.state || (waits && (!(b.site == a.site) || b.mask != a.mask || b.what != a.what))) continue;
+            if (b.state != a.state || (waits && (!(b.site == a.site) || b.mask != a.mask || b.what != a.what)))
+                continue;
             listed[j] = true, count++;
         }
         fprintf(stderr, "    %4d threads (first: %u,%u,%u) ", count, a.index.x, a.index.y, a.index.z);
         if (a.state == State::RETURNED) fprintf(stderr, "have returned\n");
         else if (a.state == State::READY) fprintf(stderr, "can run\n");
-        else if (a.state == State::AT_BARRIER) fprintf(stderr, "wait in %s at %s:%d\n", a.what, a.site.file, a.site.line);
+        else if (a.state == State::AT_BARRIER)
+            fprintf(stderr, "wait in %s at %s:%d\n", a.what, a.site.file, a.site.line);
         else fprintf(stderr, "wait in %s, mask %08x, at %s:%d\n", a.what, a.mask, a.site.file, a.site.line);
     }
     abort();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory. Shared and device memory lie in one range of addresses, so that two comparisons tell them from local variables and host memory.
-// The first part of the range is the shared memory of the running block. Addresses of freed device memory are not given out again.
+// Memory. Shared and device memory lie in one range of addresses, so that two comparisons tell them from local
+// variables and host memory. The first part of the range is the shared memory of the running block. Addresses of freed
+// device memory are not given out again.
 
 constexpr size_t RANGE_BYTES = size_t(1) << 34, SHARED_PART = size_t(1) << 20;  // addresses, not memory
-constexpr size_t DEVICE_GAP = 256, SHARED_GAP = 128;                            // bytes between arrays, filled with GUARD
+constexpr size_t DEVICE_GAP = 256, SHARED_GAP = 128;  // bytes between arrays, filled with GUARD
 constexpr unsigned char GUARD = 0xCB;
 
 inline std::string describe_address(const void* address) {
@@ -350,8 +365,8 @@ inline std::string describe_address(const void* address) {
         return text;
     }
     const auto& [data, allocation] = *--next;
-    snprintf(text, sizeof text, "byte %ld of the %zu bytes that cudaMalloc gave at %p%s", long(p - data), allocation.bytes,
-             (const void*)data, allocation.live ? "" : ", since freed");
+    snprintf(text, sizeof text, "byte %ld of the %zu bytes that cudaMalloc gave at %p%s", long(p - data),
+             allocation.bytes, (const void*)data, allocation.live ? "" : ", since freed");
     return text;
 }
 
@@ -365,8 +380,8 @@ EMU_ENGINE inline bool guards_intact(const char* p, size_t bytes) {
     return true;
 }
 
-// The range can be touched while one of these exists: kernels and the runtime's own functions make one. In plain builds host code that
-// touches it otherwise faults; the CHECK build sees the access itself.
+// The range can be touched while one of these exists: kernels and the runtime's own functions make one. In plain builds
+// host code that touches it otherwise faults; the CHECK build sees the access itself.
 struct OpenRange {
     EMU_ENGINE OpenRange() {
         if (machine.range_opened++ == 0) protect(PROT_READ | PROT_WRITE);
@@ -377,13 +392,15 @@ struct OpenRange {
     EMU_ENGINE static void protect(int protection) {
         if (CHECK_BUILD || !machine.range) return;
         const size_t page = 1 << 16;  // the largest that arm64 has
-        if (mprotect(machine.range, (machine.range_end - machine.range + page - 1) / page * page, protection)) stop("mprotect failed");
+        if (mprotect(machine.range, (machine.range_end - machine.range + page - 1) / page * page, protection))
+            stop("mprotect failed");
     }
 };
 
 inline void* reserve_addresses(size_t bytes, int protection) {
     void* p = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) stop("cannot reserve %zu bytes of addresses; a limit on virtual memory (ulimit -v) is in the way", bytes);
+    if (p == MAP_FAILED)
+        stop("cannot reserve %zu bytes of addresses; a limit on virtual memory (ulimit -v) is in the way", bytes);
     return p;
 }
 // Gives the memory behind whole pages back; the addresses stay and hold zeros.
@@ -434,7 +451,8 @@ EMU_ENGINE inline void* device_alloc(size_t bytes) {  // nullptr: out of memory
 inline void check_guards() {
     for (const auto& [data, allocation] : machine.allocations)
         if (allocation.live && !guards_intact(data + allocation.bytes, DEVICE_GAP))
-            stop("a write past the end of the %zu bytes that cudaMalloc gave at %p", allocation.bytes, (const void*)data);
+            stop("a write past the end of the %zu bytes that cudaMalloc gave at %p", allocation.bytes,
+                 (const void*)data);
 }
 inline void device_free(void* p) {
     auto found = machine.allocations.find((char*)p);
@@ -484,7 +502,8 @@ EMU_ENGINE inline void* shared_array(const void* key, size_t bytes, const char* 
     }
     if (machine.shared_count == MAX_SHARED_ARRAYS) stop("more than %d shared arrays", MAX_SHARED_ARRAYS);
     machine.shared_bytes += bytes;
-    if (machine.shared_bytes > MAX_SHARED) stop("%zu bytes of shared memory, the limit is %zu", machine.shared_bytes, MAX_SHARED);
+    if (machine.shared_bytes > MAX_SHARED)
+        stop("%zu bytes of shared memory, the limit is %zu", machine.shared_bytes, MAX_SHARED);
     char* data = machine.range + machine.shared_used + SHARED_GAP;
     machine.shared_used = (machine.shared_used + SHARED_GAP + bytes + SHARED_GAP / 2 + 127) / 128 * 128;
     memset(data - SHARED_GAP / 2, GUARD, SHARED_GAP / 2);
@@ -497,12 +516,12 @@ EMU_ENGINE inline void* shared_array(const void* key, size_t bytes, const char* 
 EMU_ENGINE inline void free_shared() {
     for (int i = 0; i < machine.shared_count; i++) {
         const SharedArray& a = machine.shared[i];
-        const char* near = !guards_intact(a.data - SHARED_GAP / 2, SHARED_GAP / 2)  ? "before the start"
-                           : !guards_intact(a.data + a.bytes, SHARED_GAP / 2) ? "past the end"
-                                                                                    : nullptr;
+        const char* near = !guards_intact(a.data - SHARED_GAP / 2, SHARED_GAP / 2) ? "before the start"
+                           : !guards_intact(a.data + a.bytes, SHARED_GAP / 2)      ? "past the end"
+                                                                                   : nullptr;
         if (near)
-            stop("block (%u,%u,%u): a write %s of the shared array %s of %zu bytes", blockIdx.x, blockIdx.y, blockIdx.z, near, a.name,
-                 a.bytes);
+            stop("block (%u,%u,%u): a write %s of the shared array %s of %zu bytes", blockIdx.x, blockIdx.y, blockIdx.z,
+                 near, a.name, a.bytes);
         set_known(a.data, a.bytes, OUTSIDE);
     }
     machine.shared_count = 0;
@@ -516,8 +535,9 @@ EMU_ENGINE inline bool is_shared(const void* address, size_t bytes) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The threads of a block. Whoever waits marks itself, and switches to the ready thread of the lowest rank. Such a strict order makes some
-// threads run as far ahead of the others as the barriers let them, which shows most missing barriers; a fair order would hide them.
+// The threads of a block. Whoever waits marks itself, and switches to the ready thread of the lowest rank. Such a
+// strict order makes some threads run as far ahead of the others as the barriers let them, which shows most missing
+// barriers; a fair order would hide them.
 
 EMU_ENGINE inline void mark_ready(int thread) {
     const int r = machine.rank[thread];
@@ -542,7 +562,8 @@ EMU_ENGINE inline void shuffle_order(short* order, int n) {
         order[i] = order[j], order[j] = t;
     }
 }
-// Seed 0: the order of the index. Other even seeds: a random order of the warps, and of the lanes within each. Odd seeds: any order.
+// Seed 0: the order of the index. Other even seeds: a random order of the warps, and of the lanes within each. Odd
+// seeds: any order.
 EMU_ENGINE inline void draw_ranks() {
     const int n = machine.thread_count;
     short* order = machine.at_rank;
@@ -585,7 +606,8 @@ EMU_ENGINE inline void try_open_barrier() {
     const Thread& first = machine.threads[0];
     for (int i = 0; i < n; i++) {
         const Thread& t = machine.threads[i];
-        if (t.state != State::AT_BARRIER || !(t.site == first.site)) stop_waiting("not all threads of the block reach the same barrier");
+        if (t.state != State::AT_BARRIER || !(t.site == first.site))
+            stop_waiting("not all threads of the block reach the same barrier");
     }
     if (machine.seed && random_below(2)) draw_ranks();
     for (int i = 0; i < n; i++) machine.threads[i].state = State::READY;
@@ -604,8 +626,8 @@ EMU_ENGINE EMU_NOINLINE inline void barrier(const char* what, Site site) {
     run_another();
 }
 
-// Every warp function is this one: each lane leaves a pointer to its argument (on its own stack, which stays as it is while the lane
-// waits), and the last lane of the mask to arrive does the work for all of them.
+// Every warp function is this one: each lane leaves a pointer to its argument (on its own stack, which stays as it is
+// while the lane waits), and the last lane of the mask to arrive does the work for all of them.
 EMU_ENGINE inline void try_warp_function(int warp, unsigned mask) {
     if ((machine.warp_waiting[warp] & mask) != mask) return;
     Thread* lanes = machine.threads + warp * 32;
@@ -623,14 +645,17 @@ EMU_ENGINE inline void try_warp_function(int warp, unsigned mask) {
     machine.warp_waiting[warp] &= ~mask;
     machine.count.warp_functions++;
 }
-EMU_ENGINE EMU_NOINLINE inline void warp_function(unsigned mask, WarpFunction function, void* argument, const char* what, Site site) {
+EMU_ENGINE EMU_NOINLINE inline void warp_function(unsigned mask, WarpFunction function, void* argument,
+                                                  const char* what, Site site) {
     if (machine.current == HOST) stop("%s outside of a kernel", what);
     Thread& t = machine.threads[machine.current];
     const int warp = machine.current / 32, lane = machine.current % 32;
     if (!(mask >> lane & 1))
-        stop("lane %d calls %s with the mask %08x, which leaves it out, at %s:%d", lane, what, mask, site.file, site.line);
+        stop("lane %d calls %s with the mask %08x, which leaves it out, at %s:%d", lane, what, mask, site.file,
+             site.line);
     if (const unsigned gone = mask & ~machine.warp_live[warp])
-        stop("the mask %08x of %s names lanes that have returned or never were (%08x), at %s:%d", mask, what, gone, site.file, site.line);
+        stop("the mask %08x of %s names lanes that have returned or never were (%08x), at %s:%d", mask, what, gone,
+             site.file, site.line);
     t.site = site, t.what = what, t.mask = mask, t.function = function, t.argument = argument;
     mark_waiting(machine.current, State::AT_WARP_FUNCTION);
     machine.warp_waiting[warp] |= 1u << lane;
@@ -687,7 +712,8 @@ inline void on_crash(int signal, siginfo_t* info, void*) {  // says which thread
     print_where();
     const char* p = (const char*)info->si_addr;
     const bool inside = machine.range && p >= machine.range && p < machine.range + RANGE_BYTES;
-    if (inside && !machine.kernel) fprintf(stderr, "host code touches device memory, %s\n", describe_address(p).c_str());
+    if (inside && !machine.kernel)
+        fprintf(stderr, "host code touches device memory, %s\n", describe_address(p).c_str());
     else
         fprintf(stderr, "%s at %s\n", strsignal(signal),
                 inside ? describe_address(p).c_str() : "an address that is not device memory (or the stack is full)");
@@ -733,7 +759,8 @@ EMU_ENGINE inline void run_block() {
     machine.count.blocks++;
 }
 
-inline void run_grid(const char* name, dim3 grid, dim3 block, size_t dynamic_bytes, void (*body)(void*), void* body_argument) {
+inline void run_grid(const char* name, dim3 grid, dim3 block, size_t dynamic_bytes, void (*body)(void*),
+                     void* body_argument) {
     if (!machine.threads) machine.threads = new Thread[MAX_THREADS + 1];
     machine.kernel = name, machine.body = body, machine.body_argument = body_argument;
     machine.thread_count = int(block.x * block.y * block.z);
@@ -750,7 +777,8 @@ inline void run_grid(const char* name, dim3 grid, dim3 block, size_t dynamic_byt
     machine.clock.launch_start = ++machine.clock.interval;
     machine.clock.block_fenced = machine.clock.earlier_fenced = false;
     machine.random = (machine.seed + uint64_t(machine.count.launches)) * 0x9E3779B97F4A7C15ull | 1;
-    // With a seed, blocks start anywhere and go on in steps that have no factor in common with their number, so that each comes once.
+    // With a seed, blocks start anywhere and go on in steps that have no factor in common with their number, so that
+    // each comes once.
     const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z;
     uint64_t at = 0, step = 1;
     if (machine.seed) {
@@ -782,14 +810,15 @@ inline std::string kernel_name(const std::string& pretty) {
 template <class T>
 inline void check_argument(const char* kernel, int position, const T& argument) {
     if constexpr (std::is_pointer_v<T>)
-        if (argument && !is_device(argument)) stop("kernel %s: argument %d is a pointer, but not to device memory", kernel, position);
+        if (argument && !is_device(argument))
+            stop("kernel %s: argument %d is a pointer, but not to device memory", kernel, position);
     (void)kernel, (void)position, (void)argument;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Streams. With machine.run_late, work runs as late as the program's own synchronisation allows, each stream on its own (the default stream
-// too, as if all others were made with cudaStreamNonBlocking), so that a missing event, or a host that does not wait, shows as a wrong
-// number.
+// Streams. With machine.run_late, work runs as late as the program's own synchronisation allows, each stream on its own
+// (the default stream too, as if all others were made with cudaStreamNonBlocking), so that a missing event, or a host
+// that does not wait, shows as a wrong number.
 
 inline void run_until(Stream* s, long upto) {
     while (s->done < upto) {
@@ -835,6 +864,7 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, emu::Stream* stream, Arg
     emu::enqueue(stream, [=] {
         check_arguments();  // again: a graph may have outlived its arrays
         auto body = [&] { kernel(args...); };
-        emu::run_grid(name.c_str(), grid, block, shared_bytes, [](void* b) { (*(decltype(body)*)b)(); }, &body);
+        emu::run_grid(
+            name.c_str(), grid, block, shared_bytes, [](void* b) { (*(decltype(body)*)b)(); }, &body);
     });
 }

@@ -1,13 +1,15 @@
 // synthetic.h: a corpus made by the program, of bytes, that cannot be predicted without long-range recall.
 //
-// Each document tells of three people whose names exist nowhere else ("Last night the cylnza hides the red drum."): the letters
-// of a name are drawn anew for every document, so whoever cannot see an earlier mention loses ln 26 = 3.258 per letter. Mentions
-// come again and again, near and far, so that recall can be learnt from easy cases; one person is named at the beginning and then
-// stays away for hundreds of bytes. The loss on names whose last mention lies that far back tells a model with compressed and
-// selected attention from one that has only its window. All else is a small grammar, so a tiny model writes readable sentences soon.
+// Each document tells of three people whose names exist nowhere else ("Last night the cylnza hides the red drum."): the
+// letters of a name are drawn anew for every document, so whoever cannot see an earlier mention loses ln 26 = 3.258 per
+// letter. Mentions come again and again, near and far, so that recall can be learnt from easy cases; one person is
+// named at the beginning and then stays away for hundreds of bytes. The loss on names whose last mention lies that far
+// back tells a model with compressed and selected attention from one that has only its window. All else is a small
+// grammar, so a tiny model writes readable sentences soon.
 //
-// Document number k is a pure function of (seed, k), in integers only: the same on every machine. All documents have the same length,
-// so that with a sequence length that is a multiple of it every sample begins with a document and holds every mention it needs.
+// Document number k is a pure function of (seed, k), in integers only: the same on every machine. All documents have
+// the same length, so that with a sequence length that is a multiple of it every sample begins with a document and
+// holds every mention it needs.
 #pragma once
 #include <algorithm>
 #include <string>
@@ -18,9 +20,10 @@
 struct SyntheticOptions {
     int document_bytes = 512;  // the separator, byte 0, in front included
     int names = 3;
-    int letters = 6;           // of a name
-    int min_distance = 256;    // from the first mention of the person who stays away to the next one, in bytes: drawn uniformly from
-    int max_distance = 400;    // this range, then rounded up to the end of the running sentence
+    int letters = 6;  // of a name
+    int min_distance =
+        256;  // from the first mention of the person who stays away to the next one, in bytes: drawn uniformly from
+    int max_distance = 400;  // this range, then rounded up to the end of the running sentence
 };
 constexpr int SYNTHETIC_ALPHABET = 26;  // letters that a name is drawn from: guessing costs the logarithm of that
 
@@ -77,12 +80,14 @@ inline size_t append_synthetic_sentence(std::string& text, SyntheticRandom& rand
 }
 
 // Appends document number `document` to the corpus: exactly options.document_bytes tokens.
-inline void append_synthetic_document(SyntheticCorpus& corpus, uint64_t seed, uint64_t document, const SyntheticOptions& options) {
+inline void append_synthetic_document(SyntheticCorpus& corpus, uint64_t seed, uint64_t document,
+                                      const SyntheticOptions& options) {
     SyntheticRandom random(seed, document);
     std::vector<std::string> names(size_t(options.names));
     for (std::string& name : names)
         for (int i = 0; i < options.letters; i++) name += char('a' + random.below(SYNTHETIC_ALPHABET));
-    const size_t length = size_t(options.document_bytes), start = corpus.tokens.size(), far = size_t(options.min_distance);
+    const size_t length = size_t(options.document_bytes), start = corpus.tokens.size(),
+                 far = size_t(options.min_distance);
     corpus.is_answer.resize(start + length, 0);
 
     std::string text(1, '\0');
@@ -107,11 +112,14 @@ inline void append_synthetic_document(SyntheticCorpus& corpus, uint64_t seed, ui
 }
 
 // The first `tokens` tokens of the documents first_document, first_document + 1 ...; the last document may be cut.
-inline SyntheticCorpus synthetic_corpus(uint64_t seed, size_t tokens, uint64_t first_document = 0, const SyntheticOptions& options = {}) {
-    if (options.names < 2 || options.letters < 3 || options.min_distance < 1 || options.max_distance < options.min_distance ||
+inline SyntheticCorpus synthetic_corpus(uint64_t seed, size_t tokens, uint64_t first_document = 0,
+                                        const SyntheticOptions& options = {}) {
+    if (options.names < 2 || options.letters < 3 || options.min_distance < 1 ||
+        options.max_distance < options.min_distance ||
         options.document_bytes < options.max_distance + 110)  // a sentence takes at most 46 bytes besides its name
-        fail_usage("synthetic corpus: %d names of %d letters, distances %d..%d and documents of %d bytes do not fit together",
-                   options.names, options.letters, options.min_distance, options.max_distance, options.document_bytes);
+        fail_usage(
+            "synthetic corpus: %d names of %d letters, distances %d..%d and documents of %d bytes do not fit together",
+            options.names, options.letters, options.min_distance, options.max_distance, options.document_bytes);
     SyntheticCorpus corpus;
     corpus.tokens.reserve(tokens + size_t(options.document_bytes));
     corpus.is_answer.reserve(tokens + size_t(options.document_bytes));

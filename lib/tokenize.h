@@ -21,20 +21,21 @@
 #include "../tokenizer.h"
 
 struct TokenizeOptions {
-    std::vector<std::string> in;            // --in: .txt and .jsonl files, in this order
-    std::string out;                        // --out: PREFIX of the shards
-    std::string tokenizer = "gpt2";         // --tokenizer: gpt2 or bytes
-    std::string vocab_dir;                  // --vocab-dir: see Tokenizer::gpt2
+    std::vector<std::string> in;     // --in: .txt and .jsonl files, in this order
+    std::string out;                 // --out: PREFIX of the shards
+    std::string tokenizer = "gpt2";  // --tokenizer: gpt2 or bytes
+    std::string vocab_dir;           // --vocab-dir: see Tokenizer::gpt2
     // --split-documents: what separates documents in a .txt, with escapes \n \t \0 \\; empty: a file is one
     std::string split_documents;
-    double val_fraction = 0.01;             // --val-fraction: share of the tokens that goes to the validation shards, 0 to below 1
-    uint64_t shard_tokens = 100000000;      // --shard-tokens
-    int threads = 0;                        // --threads, 0: one per core
-    size_t block_bytes = 1 << 20;           // what is read and encoded at a time; only tests change this and the next
-    bool report = true;                     // the progress bar and the summary
+    double val_fraction = 0.01;  // --val-fraction: share of the tokens that goes to the validation shards, 0 to below 1
+    uint64_t shard_tokens = 100000000;  // --shard-tokens
+    int threads = 0;                    // --threads, 0: one per core
+    size_t block_bytes = 1 << 20;       // what is read and encoded at a time; only tests change this and the next
+    bool report = true;                 // the progress bar and the summary
 };
 
-// The separator of --split-documents with its escapes read. It must be UTF-8, so that it never ends a document within a character.
+// The separator of --split-documents with its escapes read. It must be UTF-8, so that it never ends a document within a
+// character.
 inline std::string read_separator(const std::string& written) {
     std::string out;
     for (size_t i = 0; i < written.size(); i++) {
@@ -48,8 +49,8 @@ inline std::string read_separator(const std::string& written) {
         else if (c == '0') out += '\0';
         else if (c == '\\') out += '\\';
         else
-            fail_usage("--split-documents %s: the backslash at byte %zu begins none of \\n \\t \\0 \\\\", json_quote(written).c_str(),
-                       i - 1);
+            fail_usage("--split-documents %s: the backslash at byte %zu begins none of \\n \\t \\0 \\\\",
+                       json_quote(written).c_str(), i - 1);
     }
     uint32_t code;
     for (size_t i = 0; i < out.size();) {
@@ -78,10 +79,10 @@ struct TokenBlock {
 
     // The worker's.
     std::vector<uint16_t> tokens;
-    std::vector<size_t> documents;            // where in `tokens` documents begin, each with end-of-text
-    uint64_t text_bytes = 0;                  // of the documents' text
+    std::vector<size_t> documents;  // where in `tokens` documents begin, each with end-of-text
+    uint64_t text_bytes = 0;        // of the documents' text
     std::exception_ptr error;
-    bool done = false;                        // guarded by TokenizePool::mutex
+    bool done = false;  // guarded by TokenizePool::mutex
 };
 
 inline void encode_block(TokenBlock& block, Encoder& encoder) {
@@ -93,7 +94,8 @@ inline void encode_block(TokenBlock& block, Encoder& encoder) {
         encoder.append(text, n, block.tokens);
         block.text_bytes += n;
     };
-    for (const TokenBlock::Part& part : block.parts) encode(block.bytes.data() + part.begin, part.end - part.begin, part.begins_document);
+    for (const TokenBlock::Part& part : block.parts)
+        encode(block.bytes.data() + part.begin, part.end - part.begin, part.begins_document);
     if (!block.is_jsonl) return;
     uint64_t line_number = block.first_line;
     for (size_t begin = 0; begin < block.bytes.size(); line_number++) {
@@ -136,7 +138,8 @@ class TokenizePool {
         to_do.notify_one();
     }
 
-    // Waits for the oldest block. What its worker threw is thrown here, so the first error of the files is the one that is told.
+    // Waits for the oldest block. What its worker threw is thrown here, so the first error of the files is the one that
+    // is told.
     std::unique_ptr<TokenBlock> take_oldest() {
         {
             std::unique_lock<std::mutex> lock(mutex);
@@ -201,14 +204,17 @@ struct TextFile {
         in.read(mark, 3);
         const std::string begin(mark, size_t(std::max<std::streamsize>(in.gcount(), 0)));
         if (begin.compare(0, 2, "\xFF\xFE") == 0 || begin.compare(0, 2, "\xFE\xFF") == 0)
-            fail("%s: it begins with a byte order mark of UTF-16, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW",
-                 path.c_str());
+            fail(
+                "%s: it begins with a byte order mark of UTF-16, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8 "
+                "FILE > NEW",
+                path.c_str());
         mark_bytes = begin == "\xEF\xBB\xBF" ? 3 : 0;
         rest = begin.substr(mark_bytes);
         in.clear();  // of the end of a file of two bytes, which read_more() will find
     }
 
-    // Reads on. At least as much as is left over, so that searching a long line again and again stays linear in its length.
+    // Reads on. At least as much as is left over, so that searching a long line again and again stays linear in its
+    // length.
     void read_more(size_t block_bytes) {
         const size_t old = rest.size(), want = std::max(block_bytes, old);
         rest.resize(old + want);
@@ -219,7 +225,8 @@ struct TextFile {
     }
 };
 
-// A document longer than a block goes out in fragments, cut only where the pre-tokeniser cuts anyway, so its tokens are those of the whole.
+// A document longer than a block goes out in fragments, cut only where the pre-tokeniser cuts anyway, so its tokens are
+// those of the whole.
 inline void read_text(const std::string& path, const std::string& separator, size_t block_bytes, const UseBlock& use) {
     TextFile file(path);
     const PreTokenizer pre_tokenizer;
@@ -241,7 +248,8 @@ inline void read_text(const std::string& path, const std::string& separator, siz
         if (file.at_end) {
             add_part(file.rest.size());
         } else {
-            // Behind the cut stay a whole character, and the beginning of a separator that may end in what is still to be read.
+            // Behind the cut stay a whole character, and the beginning of a separator that may end in what is still to
+            // be read.
             const size_t keep = std::max<size_t>(4, separator.size());
             size_t cut = file.rest.size() > keep ? file.rest.size() - keep : 0;
             while (cut > begin && !pre_tokenizer.always_cuts(file.rest.data(), file.rest.size(), cut)) cut--;
@@ -258,7 +266,9 @@ inline void read_jsonl(const std::string& path, size_t block_bytes, const UseBlo
     uint64_t line = 1, byte = file.mark_bytes;
     while (!file.at_end || !file.rest.empty()) {
         file.read_more(block_bytes);
-        const size_t newline = file.rest.rfind('\n'), end = file.at_end ? file.rest.size() : newline == std::string::npos ? 0 : newline + 1;
+        const size_t newline = file.rest.rfind('\n'), end = file.at_end                    ? file.rest.size()
+                                                            : newline == std::string::npos ? 0
+                                                                                           : newline + 1;
         if (end == 0) continue;
         auto block = std::make_unique<TokenBlock>();
         block->is_jsonl = true, block->path = path, block->first_line = line, block->first_byte = byte;
@@ -277,7 +287,8 @@ class TokenSpool {
     std::vector<uint64_t> documents;  // where each document begins, at its end-of-text
     uint64_t tokens = 0;
 
-    explicit TokenSpool(const std::string& prefix) : path(prefix + "_tokens.tmp"), file(std::fopen(path.c_str(), "w+b")) {
+    explicit TokenSpool(const std::string& prefix)
+        : path(prefix + "_tokens.tmp"), file(std::fopen(path.c_str(), "w+b")) {
         if (!file) fail("cannot create %s: %s", path.c_str(), std::strerror(errno));
         std::remove(path.c_str());  // the open file remains, without a name
     }
@@ -287,15 +298,18 @@ class TokenSpool {
 
     void write(const TokenBlock& block) {
         for (const size_t at : block.documents) documents.push_back(tokens + at);
-        if (!block.tokens.empty() && std::fwrite(block.tokens.data(), sizeof(uint16_t), block.tokens.size(), file) != block.tokens.size())
-            fail("cannot write %s: %s (all tokens go there before the shards, 2 bytes each)", path.c_str(), std::strerror(errno));
+        if (!block.tokens.empty() &&
+            std::fwrite(block.tokens.data(), sizeof(uint16_t), block.tokens.size(), file) != block.tokens.size())
+            fail("cannot write %s: %s (all tokens go there before the shards, 2 bytes each)", path.c_str(),
+                 std::strerror(errno));
         tokens += block.tokens.size();
     }
 
     // Copies the tokens [begin, end) to a shard.
     void copy(uint64_t begin, uint64_t end, ShardWriter& shards) {
         std::vector<uint16_t> part(size_t(std::min<uint64_t>(1 << 20, end - begin)));
-        if (fseeko(file, off_t(begin * sizeof(uint16_t)), SEEK_SET) != 0) fail("cannot seek in %s: %s", path.c_str(), std::strerror(errno));
+        if (fseeko(file, off_t(begin * sizeof(uint16_t)), SEEK_SET) != 0)
+            fail("cannot seek in %s: %s", path.c_str(), std::strerror(errno));
         for (uint64_t at = begin; at < end; at += part.size()) {
             part.resize(size_t(std::min<uint64_t>(part.size(), end - at)));
             if (std::fread(part.data(), sizeof(uint16_t), part.size(), file) != part.size())
@@ -309,15 +323,18 @@ class TokenSpool {
     std::FILE* const file;
 };
 
-// Where the validation tokens begin: at the beginning of the document that is nearest to the last `fraction` of the tokens. But where that
-// is more than twice as many tokens (few long documents), or there is one document alone, in the middle of one, at that very place.
+// Where the validation tokens begin: at the beginning of the document that is nearest to the last `fraction` of the
+// tokens. But where that is more than twice as many tokens (few long documents), or there is one document alone, in the
+// middle of one, at that very place.
 inline uint64_t validation_begin(uint64_t tokens, const std::vector<uint64_t>& documents, double fraction) {
     if (fraction == 0) return tokens;
     const uint64_t target = tokens - uint64_t(double(tokens) * fraction);
     if (documents.size() < 2) return target;
-    const auto above = std::lower_bound(documents.begin() + 1, documents.end() - 1, target);  // the last one if none other is
+    const auto above =
+        std::lower_bound(documents.begin() + 1, documents.end() - 1, target);  // the last one if none other is
     uint64_t nearest = *above;
-    if (above != documents.begin() + 1 && nearest > target && target - *(above - 1) < nearest - target) nearest = *(above - 1);
+    if (above != documents.begin() + 1 && nearest > target && target - *(above - 1) < nearest - target)
+        nearest = *(above - 1);
     return target < tokens && tokens - nearest > 2 * (tokens - target) ? target : nearest;
 }
 
@@ -341,8 +358,9 @@ class TokenizeProgress {
         const double share = total ? std::min(1.0, double(bytes) / double(total)) : 1;
         const int width = 30, full = int(share * width);
         const std::string bar = std::string(size_t(full), '#') + std::string(size_t(width - full), '.');
-        std::fprintf(stderr, "%stokenize [%s] %3.0f %% | %.1f of %.1f MB | %.1f MB/s%s", on_terminal ? "\r" : "", bar.c_str(), 100 * share,
-                     double(bytes) / 1e6, double(total) / 1e6, double(bytes) / 1e6 / std::max(seconds(), 1e-9), on_terminal ? " " : "\n");
+        std::fprintf(stderr, "%stokenize [%s] %3.0f %% | %.1f of %.1f MB | %.1f MB/s%s", on_terminal ? "\r" : "",
+                     bar.c_str(), 100 * share, double(bytes) / 1e6, double(total) / 1e6,
+                     double(bytes) / 1e6 / std::max(seconds(), 1e-9), on_terminal ? " " : "\n");
     }
 
   private:
@@ -375,8 +393,10 @@ inline uint64_t check_tokenize_options(const TokenizeOptions& options) {
     for (const char* split : {"train", "val"}) {
         const std::vector<std::string> old = glob_files(glob_literal(options.out) + "_" + split + "_[0-9]*.bin");
         if (!old.empty())
-            fail("--out %s: %s exists already; shards are not overwritten: remove the %zu %s shards or choose another PREFIX",
-                 options.out.c_str(), old[0].c_str(), old.size(), split);
+            fail(
+                "--out %s: %s exists already; shards are not overwritten: remove the %zu %s shards or choose another "
+                "PREFIX",
+                options.out.c_str(), old[0].c_str(), old.size(), split);
     }
     return bytes;
 }
@@ -414,28 +434,32 @@ inline void tokenize_files(const TokenizeOptions& options) {
         seconds = progress.seconds();
     }
     const size_t documents = spool.documents.size();
-    if (documents == 0) fail("--in %s: no text in %s", options.in[0].c_str(), options.in.size() > 1 ? "any of the files" : "the file");
+    if (documents == 0)
+        fail("--in %s: no text in %s", options.in[0].c_str(), options.in.size() > 1 ? "any of the files" : "the file");
 
     const uint64_t begin = validation_begin(spool.tokens, spool.documents, options.val_fraction);
     spool.copy(0, begin, train);
     train.close();
     const bool at_document = std::binary_search(spool.documents.begin(), spool.documents.end(), begin);
-    if (!at_document && begin < spool.tokens) val.write(&tokenizer.end_of_text, 1);  // so that the validation begins with it too
+    if (!at_document && begin < spool.tokens)
+        val.write(&tokenizer.end_of_text, 1);  // so that the validation begins with it too
     spool.copy(begin, spool.tokens, val);
     val.close();
 
     if (!options.report) return;
-    std::printf("tokenize: %zu document%s, %llu bytes of text, %llu tokens (%.2f bytes per token), %d thread%s, %.2f s, %.1f MB/s; %s\n",
-                documents, documents == 1 ? "" : "s", (unsigned long long)text_bytes, (unsigned long long)spool.tokens,
-                double(text_bytes) / double(spool.tokens), threads, threads == 1 ? "" : "s", seconds,
-                double(total_bytes) / 1e6 / std::max(seconds, 1e-9), tokenizer.describe().c_str());
+    std::printf(
+        "tokenize: %zu document%s, %llu bytes of text, %llu tokens (%.2f bytes per token), %d thread%s, %.2f s, %.1f "
+        "MB/s; %s\n",
+        documents, documents == 1 ? "" : "s", (unsigned long long)text_bytes, (unsigned long long)spool.tokens,
+        double(text_bytes) / double(spool.tokens), threads, threads == 1 ? "" : "s", seconds,
+        double(total_bytes) / 1e6 / std::max(seconds, 1e-9), tokenizer.describe().c_str());
     for (const ShardWriter* shards : {&train, &val}) {
         const uint64_t tokens = shards->tokens(), files = (tokens + options.shard_tokens - 1) / options.shard_tokens;
         const char* const name = shards == &train ? "train" : "val";
         if (tokens == 0) std::printf("tokenize: %s: no tokens, no shard\n", name);
         else
-            std::printf("tokenize: %s: %llu tokens in %llu shard%s %s_%s_%06d.bin%s\n", name, (unsigned long long)tokens,
-                        (unsigned long long)files, files == 1 ? "" : "s", options.out.c_str(), name, shards == &train ? 1 : 0,
-                        files == 1 ? "" : " ...");
+            std::printf("tokenize: %s: %llu tokens in %llu shard%s %s_%s_%06d.bin%s\n", name,
+                        (unsigned long long)tokens, (unsigned long long)files, files == 1 ? "" : "s",
+                        options.out.c_str(), name, shards == &train ? 1 : 0, files == 1 ? "" : " ...");
     }
 }

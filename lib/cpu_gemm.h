@@ -1,5 +1,6 @@
-// cpu_gemm.h: what struct Cpu (nsa_cpu.h) multiplies matrices with: bf16, a micro-kernel in vector registers, AMX, a blocked GEMM or
-// oneDNN's, and an exponential that vectorises. The CPU's counterpart of cuda_common.cuh: nothing in here knows of the model.
+// cpu_gemm.h: what struct Cpu (nsa_cpu.h) multiplies matrices with: bf16, a micro-kernel in vector registers, AMX, a
+// blocked GEMM or oneDNN's, and an exponential that vectorises. The CPU's counterpart of cuda_common.cuh: nothing in
+// here knows of the model.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -33,11 +34,12 @@ inline int omp_get_thread_num() { return 0; }
 #include <oneapi/dnnl/dnnl.hpp>
 #endif
 
-#include "../data/util.h"
+#include "util.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// bf16: the upper half of a float, rounded to nearest, ties to even. With --cpu-dtype bf16 the inputs of matrix products are rounded to it;
-// their sums, and everything else, stay fp32. Products take bf16 in pairs of neighbours along the summed dimension.
+// bf16: the upper half of a float, rounded to nearest, ties to even. With --cpu-dtype bf16 the inputs of matrix
+// products are rounded to it; their sums, and everything else, stay fp32. Products take bf16 in pairs of neighbours
+// along the summed dimension.
 
 using Bf16 = uint16_t;
 inline Bf16 to_bf16(float x) {
@@ -54,18 +56,21 @@ inline float from_bf16(Bf16 x) {
     return value;
 }
 
-struct Bf16Pair { Bf16 first, second; };
+struct Bf16Pair {
+    Bf16 first, second;
+};
 
-// What this build's processor has for them: the dot product of vectors (AVX512_BF16), and, further below, tiles (AMX_BF16).
+// What this build's processor has for them: the dot product of vectors (AVX512_BF16), and, further below, tiles
+// (AMX_BF16).
 #ifdef __AVX512BF16__
 constexpr bool HAVE_BF16 = true;
 #else
 constexpr bool HAVE_BF16 = false;
 #endif
 // ---------------------------------------------------------------------------------------------------------------------
-// The micro-kernel, C[R rows][NV vectors] (+)= A[R][depth] B[depth][NV vectors], with C in registers. GCC's vector extension, so the
-// same lines are AVX-512, AVX2, NEON or SSE. A is read at a + row*a_row + k*a_depth: transposed operands cost nothing.
-// Element is real, or Bf16Pair: then depth counts pairs.
+// The micro-kernel, C[R rows][NV vectors] (+)= A[R][depth] B[depth][NV vectors], with C in registers. GCC's vector
+// extension, so the same lines are AVX-512, AVX2, NEON or SSE. A is read at a + row*a_row + k*a_depth: transposed
+// operands cost nothing. Element is real, or Bf16Pair: then depth counts pairs.
 
 #ifdef __AVX512F__
 constexpr int VECTOR_BYTES = 64, MICRO_VECTORS = 4;  // 6 x 4 accumulators + 4 + 1 of 32 registers
@@ -86,7 +91,9 @@ using FloatVector = VectorOf<float>::type;
 // sum + x * y, of vectors or of single numbers. By value: of a sum passed
 // by reference GCC keeps a copy in memory, up to date in every iteration.
 template <class T, class Element>
-inline T multiply_add(T sum, Element x, T y) { return sum + x * y; }
+inline T multiply_add(T sum, Element x, T y) {
+    return sum + x * y;
+}
 inline float multiply_add(float sum, Bf16Pair x, Bf16Pair y) {
     return sum + from_bf16(x.first) * from_bf16(y.first) + from_bf16(x.second) * from_bf16(y.second);
 }
@@ -99,8 +106,8 @@ inline FloatVector multiply_add(FloatVector sum, Bf16Pair x, FloatVector y) {
 #endif
 
 template <int R, int NV, class Element, class real>
-inline void micro_kernel(int depth, const Element* __restrict a, size_t a_row, size_t a_depth, const Element* __restrict b, size_t ldb,
-                         real* __restrict c, size_t ldc, bool accumulate) {
+inline void micro_kernel(int depth, const Element* __restrict a, size_t a_row, size_t a_depth,
+                         const Element* __restrict b, size_t ldb, real* __restrict c, size_t ldc, bool accumulate) {
     static_assert(sizeof(Element) == sizeof(real), "a vector of elements goes with a vector of sums");
     using vector = typename VectorOf<real>::type;
     constexpr int lanes = VectorOf<real>::lanes;
@@ -128,8 +135,8 @@ inline void micro_kernel(int depth, const Element* __restrict a, size_t a_row, s
 
 // R rows, any width: full register blocks, then what is left in vectors, then single columns.
 template <int R, class Element, class real>
-inline void tile_rows(int width, int depth, const Element* a, size_t a_row, size_t a_depth, const Element* b, size_t ldb, real* c,
-                      size_t ldc, bool accumulate) {
+inline void tile_rows(int width, int depth, const Element* a, size_t a_row, size_t a_depth, const Element* b,
+                      size_t ldb, real* c, size_t ldc, bool accumulate) {
     constexpr int lanes = VectorOf<real>::lanes;
     int x = 0;
     for (; x + MICRO_VECTORS * lanes <= width; x += MICRO_VECTORS * lanes)
@@ -148,8 +155,8 @@ inline void tile_rows(int width, int depth, const Element* a, size_t a_row, size
 
 // C[rows][width] (+)= A[rows][depth] B[depth][width] for operands that fit in the cache; one thread.
 template <class Element, class real>
-inline void tile_matmul(int rows, int width, int depth, const Element* a, size_t a_row, size_t a_depth, const Element* b, size_t ldb,
-                        real* c, size_t ldc, bool accumulate) {
+inline void tile_matmul(int rows, int width, int depth, const Element* a, size_t a_row, size_t a_depth,
+                        const Element* b, size_t ldb, real* c, size_t ldc, bool accumulate) {
     int r = 0;
     for (; r + MICRO_ROWS <= rows; r += MICRO_ROWS)
         tile_rows<MICRO_ROWS>(width, depth, a + r * a_row, a_row, a_depth, b, ldb, c + r * ldc, ldc, accumulate);
@@ -165,9 +172,9 @@ inline void tile_matmul(int rows, int width, int depth, const Element* a, size_t
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Packs operands for the micro-kernel. Element is real, or Bf16Pair: two values that are adjacent along the summed dimension, rounded to
-// bf16. So the layout depends on which dimension will be summed over: columns, [rows][columns / PER], or rows, [rows / PER][columns],
-// with PER values in an element.
+// Packs operands for the micro-kernel. Element is real, or Bf16Pair: two values that are adjacent along the summed
+// dimension, rounded to bf16. So the layout depends on which dimension will be summed over: columns, [rows][columns /
+// PER], or rows, [rows / PER][columns], with PER values in an element.
 template <class Element>
 constexpr int PER = std::is_same<Element, Bf16Pair>::value ? 2 : 1;
 
@@ -175,12 +182,14 @@ constexpr int PER = std::is_same<Element, Bf16Pair>::value ? 2 : 1;
 inline void round_two_rows(Bf16Pair* pairs, const float* x, const float* y, int count) {
     int i = 0;
 #ifdef __AVX512BF16__
-    alignas(64) static constexpr uint16_t INTERLEAVE[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                            8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    alignas(64) static constexpr uint16_t INTERLEAVE[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                            21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                            11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i order = _mm512_load_si512(INTERLEAVE);
     for (; i + 16 <= count; i += 16)
         _mm512_storeu_si512(pairs + i,
-                            _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(y + i), _mm512_loadu_ps(x + i))));
+                            _mm512_permutexvar_epi16(
+                                order, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(y + i), _mm512_loadu_ps(x + i))));
 #endif
     for (; i < count; i++) pairs[i] = {to_bf16(x[i]), to_bf16(y[i])};
 }
@@ -189,21 +198,24 @@ inline void round_row(Bf16Pair* pairs, const float* x, int count) {
     int i = 0;
 #ifdef __AVX512BF16__
     for (; i + 16 <= count; i += 16)
-        _mm512_storeu_si512(pairs + i, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 2 * i + 16), _mm512_loadu_ps(x + 2 * i)));
+        _mm512_storeu_si512(pairs + i,
+                            (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 2 * i + 16), _mm512_loadu_ps(x + 2 * i)));
 #endif
     for (; i < count; i++) pairs[i] = {to_bf16(x[2 * i]), to_bf16(x[2 * i + 1])};
 }
-// Copies a [depth][width] matrix into the layout that the micro-kernel reads: element (k, x) comes from in[k * in_k + x * in_x] and goes
-// to out[k * out_k + x * out_x]. Either in_k or in_x is 1: contiguous lines are read whole, and where out has the other order they are
-// transposed in the cache, in `room` (16 elements more per line). For Bf16Pair k counts pairs; `numbers` is how many values an x still
-// has from here on, and where the last pair has only one, the other is 0.
+// Copies a [depth][width] matrix into the layout that the micro-kernel reads: element (k, x) comes from in[k * in_k + x
+// * in_x] and goes to out[k * out_k + x * out_x]. Either in_k or in_x is 1: contiguous lines are read whole, and where
+// out has the other order they are transposed in the cache, in `room` (16 elements more per line). For Bf16Pair k
+// counts pairs; `numbers` is how many values an x still has from here on, and where the last pair has only one, the
+// other is 0.
 template <class Element, class real>
-inline void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_t in_k, size_t in_x, int depth, int width, size_t numbers,
-                 Element* room = nullptr) {
+inline void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_t in_k, size_t in_x, int depth,
+                 int width, size_t numbers, Element* room = nullptr) {
     constexpr int per = PER<Element>;
     const bool along_k = in_k == 1;
     const int lines = along_k ? width : depth, length = along_k ? depth : width;
-    const size_t out_line = along_k ? out_x : out_k, out_step = along_k ? out_k : out_x, room_line = size_t(length) + 16;
+    const size_t out_line = along_k ? out_x : out_k, out_step = along_k ? out_k : out_x,
+                 room_line = size_t(length) + 16;
     for (int i = 0; i < lines; i++) {
         Element* const line = out_step == 1 ? out + i * out_line : room + i * room_line;
         const real* const x = in + i * (along_k ? in_x : per * in_k);
@@ -219,7 +231,8 @@ inline void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_
     if (out_step != 1)
         for (int j0 = 0; j0 < length; j0 += 16)
             for (int i = 0; i < lines; i++)
-                for (int j = j0; j < std::min(length, j0 + 16); j++) out[i * out_line + j * out_step] = room[i * room_line + j];
+                for (int j = j0; j < std::min(length, j0 + 16); j++)
+                    out[i * out_line + j * out_step] = room[i * room_line + j];
 }
 // x [rows][columns], rows ld apart, for a product that sums over its columns. Reals
 // stay where they are; pairs are made in `out`, rows ld / 2 apart. Even ld, columns.
@@ -236,7 +249,8 @@ inline const Element* sum_over_rows(Element* out, const real* x, size_t ld, int 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// AMX: eight registers of 16 rows by 64 bytes, and an instruction that multiplies two of them. Used by the blocked GEMM in bf16.
+// AMX: eight registers of 16 rows by 64 bytes, and an instruction that multiplies two of them. Used by the blocked GEMM
+// in bf16.
 
 #if defined(__AMX_BF16__) && defined(__linux__)
 constexpr bool HAVE_AMX = true;
@@ -262,7 +276,8 @@ struct AmxTiles {
     }
 };
 // C[32][32] (+)= A[32][depth] B[depth][32]; depth in pairs, a multiple of 16.
-inline void amx_kernel(int depth, const Bf16Pair* a, size_t a_row, const Bf16Pair* b, size_t ldb, float* c, size_t ldc, bool accumulate) {
+inline void amx_kernel(int depth, const Bf16Pair* a, size_t a_row, const Bf16Pair* b, size_t ldb, float* c, size_t ldc,
+                       bool accumulate) {
     float* const c1 = c + 16 * ldc;
     const size_t a_bytes = a_row * sizeof *a, b_bytes = ldb * sizeof *b, c_bytes = ldc * sizeof *c;
     if (accumulate) {
@@ -330,11 +345,11 @@ class Workspace {
 template <class real>
 class Gemm {
   public:
-    bool bf16 = false;         // round A and B to bf16
-    bool allow_tiles = true;   // tests: AMX where there is one
+    bool bf16 = false;        // round A and B to bf16
+    bool allow_tiles = true;  // tests: AMX where there is one
 
-    void operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb,
-                    bool accumulate, real* C, size_t ldc) {
+    void operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
+                    size_t ldb, bool accumulate, real* C, size_t ldc) {
         if constexpr (sizeof(real) == 4) {
 #ifdef USE_DNNL
             if (K > 0) return library(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
@@ -348,14 +363,14 @@ class Gemm {
     // (Goto & van de Geijn, "Anatomy of high-performance matrix multiplication", 2008).
     // Element: real, or Bf16Pair, to which the copies round; depth, KC and k then count pairs.
     template <class Element>
-    void blocked(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb,
-                 bool accumulate, real* C, size_t ldc) {
+    void blocked(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
+                 size_t ldb, bool accumulate, real* C, size_t ldc) {
         constexpr bool paired = std::is_same<Element, Bf16Pair>::value;
         constexpr size_t per = PER<Element>;
         constexpr int KC = 256, NC = 1024, MC = 96;  // in fp32 a block of A takes 102 KiB, one of B 1 MiB
         constexpr int a_stride = KC + 16;            // not a power of two: the rows would share cache sets
         const bool tiles = paired && allow_tiles && amx_granted();
-        const int step = tiles ? 32 : MICRO_ROWS;    // rows that one call of the kernel computes
+        const int step = tiles ? 32 : MICRO_ROWS;  // rows that one call of the kernel computes
         static_assert(MC % 32 == 0 && MC % MICRO_ROWS == 0 && NC % PANEL == 0, "blocks are whole calls of the kernels");
         const int depth = paired ? (K + 1) / 2 : K;
         if (K == 0 && !accumulate)
@@ -363,7 +378,8 @@ class Gemm {
         const size_t a_row = transpose_a ? 1 : lda, a_depth = transpose_a ? lda : 1;
         const size_t b_depth = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
         Element* const b_block = reinterpret_cast<Element*>(b_memory.get(size_t(KC) * NC));
-        Element* const a_blocks = reinterpret_cast<Element*>(a_memory.get(size_t(omp_get_max_threads()) * MC * a_stride));
+        Element* const a_blocks =
+            reinterpret_cast<Element*>(a_memory.get(size_t(omp_get_max_threads()) * MC * a_stride));
 #pragma omp parallel if (size_t(M) * N * K > 100000)
         {
             const std::conditional_t<paired, AmxTiles, int> registers{};
@@ -372,24 +388,27 @@ class Gemm {
             std::vector<Element> room(size_t(KC + 16) * (std::max(PANEL, MC) + 16));
             for (int n0 = 0; n0 < N; n0 += NC)
                 for (int k0 = 0; k0 < depth; k0 += KC) {
-                    const int nc = std::min(NC, N - n0), kc = std::min(KC, depth - k0), kc_padded = tiles ? (kc + 15) / 16 * 16 : kc;
+                    const int nc = std::min(NC, N - n0), kc = std::min(KC, depth - k0),
+                              kc_padded = tiles ? (kc + 15) / 16 * 16 : kc;
 #pragma omp for schedule(static)
                     for (int j = 0; j < nc; j += PANEL) {
                         Element* out = b_block + size_t(j) * kc_padded;
                         const int width = std::min(PANEL, nc - j);
                         if (width < PANEL || kc < kc_padded) std::fill_n(out, size_t(kc_padded) * PANEL, Element{});
-                        pack(out, PANEL, 1, B + (n0 + j) * b_column + per * k0 * b_depth, b_depth, b_column, kc, width, K - per * k0,
-                             room.data());
+                        pack(out, PANEL, 1, B + (n0 + j) * b_column + per * k0 * b_depth, b_depth, b_column, kc, width,
+                             K - per * k0, room.data());
                     }
 #pragma omp for schedule(dynamic, 1)
                     for (int m0 = 0; m0 < M; m0 += MC) {
                         const int mc = std::min(MC, M - m0);
                         if (mc < MC || kc < kc_padded) std::fill_n(a_block, size_t(MC) * a_stride, Element{});
-                        pack(a_block, 1, a_stride, A + m0 * a_row + per * k0 * a_depth, a_depth, a_row, kc, mc, K - per * k0, room.data());
+                        pack(a_block, 1, a_stride, A + m0 * a_row + per * k0 * a_depth, a_depth, a_row, kc, mc,
+                             K - per * k0, room.data());
                         for (int j = 0; j < nc; j += PANEL)
                             for (int i = 0; i < mc; i += step)
-                                multiply_panels(tiles, kc_padded, a_block + i * a_stride, a_stride, b_block + size_t(j) * kc_padded,
-                                                std::min(step, mc - i), std::min(PANEL, nc - j), C + (m0 + i) * ldc + n0 + j, ldc,
+                                multiply_panels(tiles, kc_padded, a_block + i * a_stride, a_stride,
+                                                b_block + size_t(j) * kc_padded, std::min(step, mc - i),
+                                                std::min(PANEL, nc - j), C + (m0 + i) * ldc + n0 + j, ldc,
                                                 accumulate || k0 > 0);
                     }
                 }
@@ -402,8 +421,8 @@ class Gemm {
 
     // C [rows][width] (+)= a panel of A times a panel of B, both padded with zeros. At the edges of C through a buffer.
     template <class Element>
-    static void multiply_panels(bool tiles, int depth, const Element* a, size_t a_row, const Element* b, int rows, int width, real* c,
-                                size_t ldc, bool accumulate) {
+    static void multiply_panels(bool tiles, int depth, const Element* a, size_t a_row, const Element* b, int rows,
+                                int width, real* c, size_t ldc, bool accumulate) {
         constexpr int most_rows = 32;
         const bool whole = rows == (tiles ? 32 : MICRO_ROWS) && width == PANEL;
         alignas(64) real edge[most_rows * PANEL];
@@ -425,7 +444,8 @@ class Gemm {
 #ifdef USE_DNNL
     // transpose_a, transpose_b, rows, columns, K, lda, ldb, ldc, accumulate; bf16 has a cache of its own
     using Shape = std::array<size_t, 9>;
-    // oneDNN's product of one shape. Made and used by one thread, inside a parallel region: it does not start threads of its own.
+    // oneDNN's product of one shape. Made and used by one thread, inside a parallel region: it does not start threads
+    // of its own.
     struct LibraryProduct {
         dnnl::memory::desc a, b, c;
         dnnl::matmul product;
@@ -443,8 +463,8 @@ class Gemm {
         const int blocks = (n + most - 1) / most;
         return ((n + blocks - 1) / blocks + 15) / 16 * 16;
     }
-    void library(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B, size_t ldb,
-                 bool accumulate, real* C, size_t ldc) {
+    void library(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
+                 size_t ldb, bool accumulate, real* C, size_t ldc) {
         const void *a = A, *b = B;
         size_t element_bytes = sizeof(real);
         if (bf16) {
@@ -463,8 +483,8 @@ class Gemm {
             const size_t m0 = size_t(i / across) * rows, n0 = size_t(i % across) * columns;
             try {
                 multiply_block(library_threads[size_t(omp_get_thread_num())],
-                               {transpose_a, transpose_b, std::min<size_t>(rows, M - m0), std::min<size_t>(columns, N - n0), size_t(K), lda,
-                                ldb, ldc, accumulate},
+                               {transpose_a, transpose_b, std::min<size_t>(rows, M - m0),
+                                std::min<size_t>(columns, N - n0), size_t(K), lda, ldb, ldc, accumulate},
                                (const char*)a + (transpose_a ? m0 : m0 * lda) * element_bytes,
                                (const char*)b + (transpose_b ? n0 * ldb : n0) * element_bytes, C + m0 * ldc + n0);
             } catch (const std::exception& e) {
@@ -487,7 +507,8 @@ class Gemm {
             const auto dims = [](size_t x, size_t y) { return dnnl::memory::dims{dnnl_dim_t(x), dnnl_dim_t(y)}; };
             LibraryProduct p{Desc(dims(rows, K), type, ta ? dims(1, lda) : dims(lda, 1)),
                              Desc(dims(K, columns), type, tb ? dims(1, ldb) : dims(ldb, 1)),
-                             Desc(dims(rows, columns), Type::f32, dims(ldc, 1)), {}};
+                             Desc(dims(rows, columns), Type::f32, dims(ldc, 1)),
+                             {}};
             dnnl::primitive_attr attributes;
             dnnl::post_ops sum;
             sum.append_sum(1.0f);
@@ -495,7 +516,8 @@ class Gemm {
 #if DNNL_VERSION_MAJOR >= 3
             p.product = dnnl::matmul(dnnl::matmul::primitive_desc(library_engine, p.a, p.b, p.c, attributes));
 #else
-            p.product = dnnl::matmul(dnnl::matmul::primitive_desc(dnnl::matmul::desc(p.a, p.b, p.c), attributes, library_engine));
+            p.product = dnnl::matmul(
+                dnnl::matmul::primitive_desc(dnnl::matmul::desc(p.a, p.b, p.c), attributes, library_engine));
 #endif
             omp_set_num_threads(threads);
             if (!thread.stream) thread.stream = std::make_unique<dnnl::stream>(library_engine);
@@ -529,11 +551,13 @@ inline const char* gemm_name() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The exponential, written so that compilers vectorise it without -ffast-math. e^x = 2^n e^r with |r| <= ln(2)/2, and e^r by its Taylor
-// polynomial of degree 7 (truncation 7e-9), n*ln(2) in two parts (Cody & Waite). Relative error below 2 ulp
-// on [-87, 88]; dev/test/op_tests.h compares every 1000th float of it with libm. Below -87 the result is 0.
+// The exponential, written so that compilers vectorise it without -ffast-math. e^x = 2^n e^r with |r| <= ln(2)/2, and
+// e^r by its Taylor polynomial of degree 7 (truncation 7e-9), n*ln(2) in two parts (Cody & Waite). Relative error below
+// 2 ulp on [-87, 88]; dev/test/op_tests.h compares every 1000th float of it with libm. Below -87 the result is 0.
 inline float exponential(float x) {
-    const float magic = 12582912.0f + 127;  // 1.5 * 2^23: adding it rounds to an integer, here n + 127, and leaves that in the lowest bits
+    const float magic =
+        12582912.0f +
+        127;  // 1.5 * 2^23: adding it rounds to an integer, here n + 127, and leaves that in the lowest bits
     const float clamped = x > 88.0f ? 88.0f : x, shifted = clamped * 1.44269504f + magic, n = shifted - magic;
     const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
     float p = 1.0f / 5040;
@@ -554,4 +578,6 @@ inline float exponential(float x) {
 inline double exponential(double x) { return std::exp(x); }
 
 template <class real>
-inline real sigmoid(real x) { return 1 / (1 + exponential(-x)); }
+inline real sigmoid(real x) {
+    return 1 / (1 + exponential(-x));
+}

@@ -2,11 +2,14 @@
 // makes progress and, where there are several ranks, speaks with rank 0 over a connection of its own (a
 // star), whatever carries the gradients. What it finds, it prints in one line, and all ranks end:
 //   - a rank died: its connection closed without a goodbye. Noticed at once;
-//   - a rank stands still outside of a waiting phase for --stall-timeout: it says so itself, with the stack of its main thread;
-//   - a rank is silent, its watchdog too (stopped, swapped out, cut off): rank 0 says so; rank 1 if the silent one is rank 0;
+//   - a rank stands still outside of a waiting phase for --stall-timeout: it says so itself, with the stack of its main
+//   thread;
+//   - a rank is silent, its watchdog too (stopped, swapped out, cut off): rank 0 says so; rank 1 if the silent one is
+//   rank 0;
 //   - all ranks wait for each other: rank 0 says so;
 //   - a rank failed and has printed its error: the others end with the same status, without a word.
-// A slow step that makes progress, a slow network over which buckets still arrive, and a rank that waits for a slow one are no stall.
+// A slow step that makes progress, a slow network over which buckets still arrive, and a rank that waits for a slow one
+// are no stall.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -33,8 +36,9 @@
 #include "util.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The stack of the main thread, taken from another thread: a signal makes the main thread write its return addresses into an array, the
-// watchdog thread turns them into names. Functions have names where the program is linked with -rdynamic, else addresses for addr2line.
+// The stack of the main thread, taken from another thread: a signal makes the main thread write its return addresses
+// into an array, the watchdog thread turns them into names. Functions have names where the program is linked with
+// -rdynamic, else addresses for addr2line.
 
 class MainThreadStack {
   public:
@@ -61,12 +65,15 @@ class MainThreadStack {
         pthread_kill(thread, SIGNAL);
         int found = 0;
         for (int wait = 0; wait < 100 && !found; wait++) usleep(10000), found = depth.load(std::memory_order_acquire);
-        if (!found) return "    the main thread does not answer a signal: it is inside a system call that cannot be interrupted (a disk, "
-            "a network file system, a driver)\n";
+        if (!found)
+            return "    the main thread does not answer a signal: it is inside a system call that cannot be "
+                   "interrupted (a disk, "
+                   "a network file system, a driver)\n";
         const int own_frames = 2;  // the handler and the kernel's return from it
         std::string lines;
         char** symbols = backtrace_symbols(frames, found);
-        for (int i = std::min(own_frames, found - 1); symbols && i < found; i++) lines += "    " + readable(symbols[i]) + "\n";
+        for (int i = std::min(own_frames, found - 1); symbols && i < found; i++)
+            lines += "    " + readable(symbols[i]) + "\n";
         std::free(symbols);
         return lines;
     }
@@ -90,16 +97,19 @@ class MainThreadStack {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The control channel: the thread and the star. It belongs to World and runs from World's construction where there are several ranks, so
-// that errors before the first step end all ranks too; alone, a process has the thread only while a Watchdog watches.
+// The control channel: the thread and the star. It belongs to World and runs from World's construction where there are
+// several ranks, so that errors before the first step end all ranks too; alone, a process has the thread only while a
+// Watchdog watches.
 
 class ControlChannel {
   public:
     ~ControlChannel() { stop(); }
 
-    // hosts [ranks]: host names. sockets [ranks]: connected TCP sockets, on rank 0 to every other rank ([0] unused), on the others [0] to
-    // rank 0; they belong to the channel from now on. launcher_ends_all: an MPI launcher ends the other processes when one exits.
-    void start(int my_rank, const std::vector<std::string>& rank_hosts, const std::vector<int>& sockets, bool launcher_ends_all) {
+    // hosts [ranks]: host names. sockets [ranks]: connected TCP sockets, on rank 0 to every other rank ([0] unused), on
+    // the others [0] to rank 0; they belong to the channel from now on. launcher_ends_all: an MPI launcher ends the
+    // other processes when one exits.
+    void start(int my_rank, const std::vector<std::string>& rank_hosts, const std::vector<int>& sockets,
+               bool launcher_ends_all) {
         rank = my_rank, hosts = rank_hosts, under_mpi = launcher_ends_all;
         for (int r = 0; r < int(sockets.size()); r++)
             if (sockets[size_t(r)] >= 0) links.emplace_back(r, sockets[size_t(r)]);
@@ -114,15 +124,16 @@ class ControlChannel {
     bool ended_by_another() const { return others_error.load(); }
     int ranks() const { return int(hosts.size()); }
 
-    // The main thread, a few nanoseconds each. phase: a string that lives as long as the program; "waiting..." says that this rank waits
-    // for others. Until the first call nothing is taken for a stall.
+    // The main thread, a few nanoseconds each. phase: a string that lives as long as the program; "waiting..." says
+    // that this rank waits for others. Until the first call nothing is taken for a stall.
     void progress(int64_t at_step, const char* at_phase) {
         step.store(at_step, std::memory_order_relaxed);
         phase.store(at_phase, std::memory_order_relaxed);
         tick();
     }
     void tick() { ticks.store(ticks.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed); }
-    // Any thread: bytes have moved between ranks. Progress for a rank that waits, but not for one that should compute meanwhile.
+    // Any thread: bytes have moved between ranks. Progress for a rank that waits, but not for one that should compute
+    // meanwhile.
     void bytes_moved() { moves.fetch_add(1, std::memory_order_relaxed); }
     // What this rank computes on, such as "GPU 1", for messages: a string that lives as long as the program.
     void computes_on(const char* what) { device.store(what); }
@@ -168,7 +179,8 @@ class ControlChannel {
         stop();
     }
 
-    // This rank ends with an error that is already printed: tells the others and returns when they know, after a second at most.
+    // This rank ends with an error that is already printed: tells the others and returns when they know, after a second
+    // at most.
     void tell_failure(int status) {
         if (!running() || ranks() == 1) return;
         failure_status.store(status);
@@ -176,8 +188,8 @@ class ControlChannel {
         for (int wait = 0; wait < 1500 && !done.load(); wait++) usleep(1000);
     }
 
-    // A collective found its partner gone. The channel learns of a death or a failure in the same moment, names it and ends the process; if
-    // it has not within this time, the caller reports what it saw.
+    // A collective found its partner gone. The channel learns of a death or a failure in the same moment, names it and
+    // ends the process; if it has not within this time, the caller reports what it saw.
     void wait_for_verdict() const {
         if (running()) usleep(3'000'000);
     }
@@ -263,10 +275,12 @@ class ControlChannel {
         return format_text("rank %d on %s%s%s", r, hosts[size_t(r)].c_str(), on.empty() ? "" : ", ", on.c_str());
     }
     static std::string where(int64_t at_step, const char* at_phase) {
-        return at_step < 0 ? "before the first step" : format_text("at step %lld in '%s'", (long long)at_step, at_phase);
+        return at_step < 0 ? "before the first step"
+                           : format_text("at step %lld in '%s'", (long long)at_step, at_phase);
     }
 
-    static constexpr double INTERVAL = 0.2;  // seconds between two looks and two messages; deaths and failures wake the thread at once
+    static constexpr double INTERVAL =
+        0.2;  // seconds between two looks and two messages; deaths and failures wake the thread at once
 
     Message own_state(double now) const {
         Message m{};
@@ -314,14 +328,16 @@ class ControlChannel {
         seen_ticks = t, seen_moves = m;
     }
 
-    // A process that was stopped as a whole (Ctrl-Z, a debugger, a suspended machine) has heard nothing meanwhile and judges nobody by it.
+    // A process that was stopped as a whole (Ctrl-Z, a debugger, a suspended machine) has heard nothing meanwhile and
+    // judges nobody by it.
     void forgive_own_absence(double now, double last_look) {
         if (now - last_look < 1) return;
         last_progress = now;
         for (Link& link : links) link.last_heard = now;
     }
 
-    // True when all ranks are done. A rank says goodbye to rank 0; rank 0, when all have and it is done itself, to everybody.
+    // True when all ranks are done. A rank says goodbye to rank 0; rank 0, when all have and it is done itself, to
+    // everybody.
     bool finished(bool& said_goodbye) {
         if (rank != 0) {
             if (!said_goodbye) send_to(links[0], message(LEAVING, 0));
@@ -340,7 +356,8 @@ class ControlChannel {
         return m;
     }
 
-    // Never blocks: what the socket does not take now is kept for the next look. To a rank that reads nothing for long, only news is kept.
+    // Never blocks: what the socket does not take now is kept for the next look. To a rank that reads nothing for long,
+    // only news is kept.
     static void send_to(Link& link, const Message& m) {
         if (link.socket < 0) return;
         if (m.kind != ALIVE || link.unsent.empty()) link.unsent.append(reinterpret_cast<const char*>(&m), sizeof m);
@@ -351,7 +368,8 @@ class ControlChannel {
     // Waits for news, at most an interval, and reads it.
     void receive(bool said_goodbye) {
         std::vector<pollfd> polled = {{wake, POLLIN, 0}};
-        for (const Link& link : links) polled.push_back({link.socket, POLLIN, 0});  // a closed socket is -1, which poll passes over
+        for (const Link& link : links)
+            polled.push_back({link.socket, POLLIN, 0});  // a closed socket is -1, which poll passes over
         poll(polled.data(), nfds_t(polled.size()), int(INTERVAL * 1000));
         eventfd_t woken;
         if (polled[0].revents) eventfd_read(wake, &woken);
@@ -369,28 +387,32 @@ class ControlChannel {
             link.last_heard = seconds_now();
             if (m.kind == FAILED) end_quietly(m.status, link.rank);
             if (m.kind == LEAVING) link.left = true;
-            if (m.kind == ALIVE) link.last = m, link.last.phase[sizeof m.phase - 1] = link.last.device[sizeof m.device - 1] = '\0';
+            if (m.kind == ALIVE)
+                link.last = m, link.last.phase[sizeof m.phase - 1] = link.last.device[sizeof m.device - 1] = '\0';
         }
         if (!closed) return;
         link.shut();
         if (!link.left) lost(link, said_goodbye);
     }
 
-    // The connection closed without a goodbye. Rank 0 knows where the other was; the others know where they were themselves.
+    // The connection closed without a goodbye. Rank 0 knows where the other was; the others know where they were
+    // themselves.
     void lost(const Link& link, bool said_goodbye) {
         if (rank == 0)
-            report_and_end(name_of(link.rank) + " is gone (its connection closed) " + where(link.last.step, link.last.phase) +
-                           "; it was killed or crashed: see its output, and the kernel's log for an out-of-memory kill");
+            report_and_end(
+                name_of(link.rank) + " is gone (its connection closed) " + where(link.last.step, link.last.phase) +
+                "; it was killed or crashed: see its output, and the kernel's log for an out-of-memory kill");
         if (said_goodbye) {
-            report_loss_of_rank_0(" is gone (its connection closed) after the last step, before all ranks had said that they were done");
+            report_loss_of_rank_0(
+                " is gone (its connection closed) after the last step, before all ranks had said that they were done");
         } else {
             const Message own = own_state(seconds_now());
             report_loss_of_rank_0(" is gone (its connection closed); this rank was " + where(own.step, own.phase));
         }
     }
 
-    // All other ranks see at once that rank 0 is lost and cannot agree who says it: rank 1 does, and the first rank of every other host,
-    // because rank 1 may be lost with rank 0.
+    // All other ranks see at once that rank 0 is lost and cannot agree who says it: rank 1 does, and the first rank of
+    // every other host, because rank 1 may be lost with rank 0.
     [[noreturn]] void report_loss_of_rank_0(const std::string& what) {
         const bool first_here = std::find(hosts.begin() + 1, hosts.end(), hosts[size_t(rank)]) - hosts.begin() == rank;
         if (!first_here) end(1);
@@ -408,16 +430,18 @@ class ControlChannel {
                                          [&](const Link& link) { return !link.left && now - link.last_heard > 1; });
         if (started && (!own.waiting || ranks() == 1) && !silence && now - last_progress > limit + (rank > 0 ? 0.5 : 0))
             report_and_end(name_of(rank) + format_text(" has made no progress for %.1f s ", now - last_progress) +
-                               where(own.step, own.phase) + format_text(" (--stall-timeout %g); the stack of its main thread:", limit),
+                               where(own.step, own.phase) +
+                               format_text(" (--stall-timeout %g); the stack of its main thread:", limit),
                            true);
         bool all_wait = own.waiting && now - last_progress > limit && ranks() > 1;
         for (const Link& link : links) {
             const double silent = now - link.last_heard;
             all_wait = all_wait && (link.left || (link.last.waiting && link.last.idle_ms / 1000.0 + silent > limit));
             if (link.left || silent <= limit) continue;
-            const std::string late = format_text(" is late: nothing was heard from it for %.1f s (--stall-timeout %g); it was last ",
-                                                 silent, limit) +
-                                     where(link.last.step, link.last.phase) + "; it is stopped, starved or cut off";
+            const std::string late =
+                format_text(" is late: nothing was heard from it for %.1f s (--stall-timeout %g); it was last ", silent,
+                            limit) +
+                where(link.last.step, link.last.phase) + "; it is stopped, starved or cut off";
             if (rank == 0) report_and_end(name_of(link.rank) + late);
             report_loss_of_rank_0(late);
         }
@@ -425,8 +449,10 @@ class ControlChannel {
     }
 
     std::string all_wait_text(const Message& own, double seconds) const {
-        std::string text = format_text("all %d ranks have waited for each other for %.1f s (--stall-timeout %g): rank 0 ", ranks(),
-            seconds, stall_timeout.load()) + where(own.step, own.phase);
+        std::string text =
+            format_text("all %d ranks have waited for each other for %.1f s (--stall-timeout %g): rank 0 ", ranks(),
+                        seconds, stall_timeout.load()) +
+            where(own.step, own.phase);
         const size_t shown = 7;
         for (size_t i = 0; i < links.size() && i < shown; i++)
             text += format_text(", rank %d ", links[i].rank) +
@@ -457,8 +483,9 @@ class ControlChannel {
         end(status);
     }
 
-    // Says to all but one that the run ends, and waits until they have read it: a socket that is closed with bytes unread would be reset,
-    // and the reset can overtake the message. At most a second, since one of them may be stopped.
+    // Says to all but one that the run ends, and waits until they have read it: a socket that is closed with bytes
+    // unread would be reset, and the reset can overtake the message. At most a second, since one of them may be
+    // stopped.
     void tell_all(int status, int except = -1) {
         for (Link& link : links) {
             if (link.rank == except || link.socket < 0) continue;
@@ -526,18 +553,21 @@ class Watchdog {
     Watchdog(const Watchdog&) = delete;
     Watchdog& operator=(const Watchdog&) = delete;
 
-    // The main thread has got this far. phase: a string literal, such as "forward"; "waiting ..." while this rank waits for others.
+    // The main thread has got this far. phase: a string literal, such as "forward"; "waiting ..." while this rank waits
+    // for others.
     void progress(int64_t step, const char* phase) { channel.progress(step, phase); }
 
-    // A step is done: one line to the heartbeat file. A file that cannot be written is reported once and does not stop the run.
+    // A step is done: one line to the heartbeat file. A file that cannot be written is reported once and does not stop
+    // the run.
     void step_done(int64_t step, double seconds, double loss) {
         channel.tick();
         if (heartbeat < 0) return;
         const char* phase = channel.current_phase();
         const std::string loss_text = std::isfinite(loss) ? format_text("%.6f", loss) : "null";
         const std::string line = format_text(
-            "{\"time\":%.3f,\"rank\":%d,\"step\":%lld,\"phase\":\"%s\",\"ms\":%.2f,\"loss\":%s,\"memory_mib\":%.1f}\n", unix_time(), rank,
-            (long long)step, phase ? phase : "start", seconds * 1000, loss_text.c_str(), memory_mib());
+            "{\"time\":%.3f,\"rank\":%d,\"step\":%lld,\"phase\":\"%s\",\"ms\":%.2f,\"loss\":%s,\"memory_mib\":%.1f}\n",
+            unix_time(), rank, (long long)step, phase ? phase : "start", seconds * 1000, loss_text.c_str(),
+            memory_mib());
         for (size_t done = 0; done < line.size();) {
             const ssize_t written = write(heartbeat, line.data() + done, line.size() - done);
             if (written > 0) done += size_t(written);
@@ -553,8 +583,9 @@ class Watchdog {
     bool warned = false, started_alone = false;
 
     void warn() {
-        if (!warned) std::fprintf(stderr, "train_nsa: warning: cannot write the heartbeat file %s: %s; training goes on\n",
-            heartbeat_path.c_str(), std::strerror(errno));
+        if (!warned)
+            std::fprintf(stderr, "train_nsa: warning: cannot write the heartbeat file %s: %s; training goes on\n",
+                         heartbeat_path.c_str(), std::strerror(errno));
         warned = true;
     }
 

@@ -1,15 +1,15 @@
-# emulator.mk: builds and runs the tests that execute CUDA kernels on the CPU, in the plain and in the CHECK build of dev/cuda_on_cpu.h: of the emulator
+# emulator.mk: builds and runs the tests that execute CUDA kernels on the CPU, in the plain and in the CHECK build of dev/emulator/cuda_on_cpu.h: of the emulator
 # itself, and of the CUDA engine (cuda_tests: every kernel, every operation, whole training steps).
-#   make -f dev/emulator.mk test_emulator        from the top folder; or include this file there and depend on test_emulator
-#   make -f dev/emulator.mk build/train_nsa_emulated && mpirun -np 2 build/train_nsa_emulated --device cuda ...    the whole program, NCCL's part played over MPI
+#   make -f dev/emulator/emulator.mk test_emulator        from the top folder; or include this file there and depend on test_emulator
+#   make -f dev/emulator/emulator.mk build/train_nsa_emulated && mpirun -np 2 build/train_nsa_emulated --device cuda ...    the whole program, NCCL's part played over MPI
 # CXX: a g++ for C++17. BUILD: where objects and programs go. RACE_PROGRAMS: how many random programs the race detector is tried on.
 CXX ?= g++
 BUILD ?= build
 RACE_PROGRAMS ?= 1000
 
-EMULATOR_HEADERS = $(wildcard *.cu *.cuh *.h data/*.h dev/*.h dev/*.cuh dev/ladder/*.cuh dev/bench/*.h dev/test/*.h dev/test/*.cuh)
+EMULATOR_HEADERS = $(wildcard *.cu *.cuh *.h lib/*.h lib/*.cuh dev/emulator/*.h dev/ladder/*.cuh dev/bench/*.h dev/test/*.h dev/test/*.cuh)
 EMULATOR_FLAGS = -std=c++17 -g -Wall -Wextra -Wno-unknown-pragmas -fstack-clash-protection $(if $(WERROR),-Werror)
-# The CHECK build: compiled for the thread sanitizer but linked without it, since dev/cuda_on_cpu_check.h has the functions that the compiler calls.
+# The CHECK build: compiled for the thread sanitizer but linked without it, since dev/emulator/cuda_on_cpu_check.h has the functions that the compiler calls.
 EMULATOR_CHECK = -O1 -fsanitize=thread,undefined -fno-sanitize-recover=undefined
 EMULATOR_PLAIN_PROGRAMS = $(addprefix $(BUILD)/,emulator_tests planted_faults cuda_tests)
 EMULATOR_CHECK_PROGRAMS = $(addprefix $(BUILD)/,emulator_tests_check planted_faults_check race_fuzz_check cuda_tests_check)

@@ -1,5 +1,6 @@
-// safetensors.h: reading and writing the safetensors format (huggingface/safetensors): 8 bytes little-endian length of a JSON header,
-// the header {"name": {"dtype", "shape", "data_offsets": [begin, end]}, ..., "__metadata__": {string: string}}, then the data.
+// safetensors.h: reading and writing the safetensors format (huggingface/safetensors): 8 bytes little-endian length of
+// a JSON header, the header {"name": {"dtype", "shape", "data_offsets": [begin, end]}, ..., "__metadata__": {string:
+// string}}, then the data.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -19,7 +20,7 @@
 
 struct TensorView {
     std::string name;
-    std::string dtype;            // F64, F32, I32, U8 ...
+    std::string dtype;  // F64, F32, I32, U8 ...
     std::vector<int64_t> shape;
     const void* data = nullptr;
     uint64_t bytes = 0;
@@ -38,8 +39,9 @@ inline TensorView tensor_view(std::string name, std::vector<int64_t> shape, cons
 }
 
 inline int safetensors_dtype_bytes(const std::string& dtype) {
-    static const std::map<std::string, int> bytes = {{"F64", 8}, {"I64", 8}, {"U64", 8}, {"F32", 4}, {"I32", 4}, {"U32", 4}, {"F16", 2},
-                                                     {"BF16", 2}, {"I16", 2}, {"U16", 2}, {"I8", 1}, {"U8", 1}, {"BOOL", 1}};
+    static const std::map<std::string, int> bytes = {{"F64", 8}, {"I64", 8}, {"U64", 8},  {"F32", 4}, {"I32", 4},
+                                                     {"U32", 4}, {"F16", 2}, {"BF16", 2}, {"I16", 2}, {"U16", 2},
+                                                     {"I8", 1},  {"U8", 1},  {"BOOL", 1}};
     const auto found = bytes.find(dtype);
     return found == bytes.end() ? 0 : found->second;
 }
@@ -47,8 +49,9 @@ inline int safetensors_dtype_bytes(const std::string& dtype) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Files that are on the disk when they are reported written, and the checksum by which a later reader knows them.
 
-// CRC-32C (Castagnoli: polynomial 0x1EDC6F41, reflected), of `bytes` bytes that follow those whose checksum is `crc`; 0 to begin with.
-// By the processor's own instruction where the build has it, else by eight tables, one per byte of a word.
+// CRC-32C (Castagnoli: polynomial 0x1EDC6F41, reflected), of `bytes` bytes that follow those whose checksum is `crc`; 0
+// to begin with. By the processor's own instruction where the build has it, else by eight tables, one per byte of a
+// word.
 inline uint32_t crc32c_by_table(uint32_t crc, const void* data, size_t bytes) {
     struct Tables {
         uint32_t of[8][256];  // of[k][b]: byte b with k zero bytes behind it
@@ -109,7 +112,8 @@ inline void write_all(int fd, const void* data, uint64_t bytes, const std::strin
     for (const char* p = static_cast<const char*>(data); bytes > 0;) {
         const ssize_t n = ::write(fd, p, size_t(std::min<uint64_t>(bytes, 1u << 30)));
         if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) fail("cannot write %s: %s", path.c_str(), n < 0 ? std::strerror(errno) : "the device took no bytes");
+        if (n <= 0)
+            fail("cannot write %s: %s", path.c_str(), n < 0 ? std::strerror(errno) : "the device took no bytes");
         p += n, bytes -= uint64_t(n);
     }
 }
@@ -124,13 +128,15 @@ inline void sync_folder(const std::string& path) {
     if (error && error != EINVAL) fail("cannot sync folder %s: %s", path.c_str(), std::strerror(error));
 }
 
-inline std::atomic<uint64_t> bytes_written_to_files{0};  // by all FileWriters: whoever waits for one sees that it gets on
+inline std::atomic<uint64_t> bytes_written_to_files{
+    0};  // by all FileWriters: whoever waits for one sees that it gets on
 
-// Writes a file in full, synced to disk when close() returns its record. Not atomic by itself: a checkpoint is written into a folder of
-// another name, which is renamed when it is whole; for a single file there is replace_text_file.
+// Writes a file in full, synced to disk when close() returns its record. Not atomic by itself: a checkpoint is written
+// into a folder of another name, which is renamed when it is whole; for a single file there is replace_text_file.
 class FileWriter {
   public:
-    explicit FileWriter(const std::string& file) : path(file), fd(::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) {
+    explicit FileWriter(const std::string& file)
+        : path(file), fd(::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) {
         if (fd < 0) fail("cannot create %s: %s", path.c_str(), std::strerror(errno));
         record.name = path.substr(path.rfind('/') + 1);
     }
@@ -149,7 +155,8 @@ class FileWriter {
             bytes_written_to_files.fetch_add(n, std::memory_order_relaxed);
         }
     }
-    // A failed fsync is final: the kernel may have dropped the pages, so that a second one would report a success that is none.
+    // A failed fsync is final: the kernel may have dropped the pages, so that a second one would report a success that
+    // is none.
     FileRecord close() {
         if (fsync(fd) != 0) fail("cannot sync %s: %s", path.c_str(), std::strerror(errno));
         const int closing = fd;
@@ -171,7 +178,8 @@ inline FileRecord write_text_file(const std::string& path, const std::string& te
 }
 
 inline void rename_path(const std::string& from, const std::string& to) {
-    if (std::rename(from.c_str(), to.c_str()) != 0) fail("cannot rename %s to %s: %s", from.c_str(), to.c_str(), std::strerror(errno));
+    if (std::rename(from.c_str(), to.c_str()) != 0)
+        fail("cannot rename %s to %s: %s", from.c_str(), to.c_str(), std::strerror(errno));
 }
 
 // After a crash at any moment the file holds either all of the old text or all of the new one.
@@ -182,7 +190,8 @@ inline void replace_text_file(const std::string& path, const std::string& text) 
     sync_folder(folder_of(path));
 }
 
-inline FileRecord write_safetensors(const std::string& path, const std::vector<std::pair<std::string, std::string>>& metadata,
+inline FileRecord write_safetensors(const std::string& path,
+                                    const std::vector<std::pair<std::string, std::string>>& metadata,
                                     const std::vector<TensorView>& tensors) {
     std::string header = "{";
     if (!metadata.empty()) {
@@ -208,7 +217,8 @@ inline FileRecord write_safetensors(const std::string& path, const std::vector<s
     return out.close();
 }
 
-// A file mapped into memory; views stay valid as long as the object. Everything in the header is checked against the file's size.
+// A file mapped into memory; views stay valid as long as the object. Everything in the header is checked against the
+// file's size.
 class SafeTensors {
   public:
     std::vector<TensorView> tensors;
@@ -223,12 +233,15 @@ class SafeTensors {
         void* mapped = mmap(nullptr, size, PROT_READ, MAP_PRIVATE, fd, 0);
         ::close(fd);
         if (mapped == MAP_FAILED) fail("cannot map %s: %s", file.c_str(), std::strerror(errno));
-        map = std::shared_ptr<const char>(static_cast<const char*>(mapped), [size](const char* m) { munmap(const_cast<char*>(m), size); });
+        map = std::shared_ptr<const char>(static_cast<const char*>(mapped),
+                                          [size](const char* m) { munmap(const_cast<char*>(m), size); });
         uint64_t length;
         std::memcpy(&length, map.get(), 8);
         if (length > size - 8)
-            fail("%s: byte 0: the header is said to be %llu bytes long, the file has %llu after it: truncated, or no safetensors file",
-                 file.c_str(), (unsigned long long)length, (unsigned long long)(size - 8));
+            fail(
+                "%s: byte 0: the header is said to be %llu bytes long, the file has %llu after it: truncated, or no "
+                "safetensors file",
+                file.c_str(), (unsigned long long)length, (unsigned long long)(size - 8));
         read_header(std::string(map.get() + 8, length), map.get() + 8 + length, size - 8 - length);
     }
 
@@ -241,10 +254,12 @@ class SafeTensors {
     const TensorView& get(const std::string& name, const std::string& dtype, const std::vector<int64_t>& shape) const {
         const TensorView* t = find(name);
         if (!t) fail("%s: tensor %s is missing", path.c_str(), name.c_str());
-        if (t->dtype != dtype) fail("%s: tensor %s has dtype %s, expected %s", path.c_str(), name.c_str(), t->dtype.c_str(), dtype.c_str());
+        if (t->dtype != dtype)
+            fail("%s: tensor %s has dtype %s, expected %s", path.c_str(), name.c_str(), t->dtype.c_str(),
+                 dtype.c_str());
         if (t->shape != shape)
-            fail("%s: tensor %s has shape [%s], expected [%s]", path.c_str(), name.c_str(), shape_text(t->shape).c_str(),
-                 shape_text(shape).c_str());
+            fail("%s: tensor %s has shape [%s], expected [%s]", path.c_str(), name.c_str(),
+                 shape_text(t->shape).c_str(), shape_text(shape).c_str());
         return *t;
     }
 
@@ -280,16 +295,19 @@ class SafeTensors {
             for (const Json& extent : entry.array("shape", where)) {
                 const int64_t n = extent.integer(where + ": shape");
                 if (n < 0 || (n > 0 && bytes > data_bytes / uint64_t(n)))
-                    fail("%s: the shape needs more bytes than the file's %llu", where.c_str(), (unsigned long long)data_bytes);
+                    fail("%s: the shape needs more bytes than the file's %llu", where.c_str(),
+                         (unsigned long long)data_bytes);
                 t.shape.push_back(n);
                 bytes *= uint64_t(n);
             }
             const std::vector<Json>& offsets = entry.array("data_offsets", where);
-            if (offsets.size() != 2) fail("%s: data_offsets has %zu numbers, expected 2", where.c_str(), offsets.size());
+            if (offsets.size() != 2)
+                fail("%s: data_offsets has %zu numbers, expected 2", where.c_str(), offsets.size());
             const int64_t begin = offsets[0].integer(where), end = offsets[1].integer(where);
             if (begin < 0 || end < begin || uint64_t(end) > data_bytes || uint64_t(end - begin) != bytes)
-                fail("%s: data_offsets [%lld, %lld] do not fit %llu bytes of the shape in a file with %llu of data", where.c_str(),
-                     (long long)begin, (long long)end, (unsigned long long)bytes, (unsigned long long)data_bytes);
+                fail("%s: data_offsets [%lld, %lld] do not fit %llu bytes of the shape in a file with %llu of data",
+                     where.c_str(), (long long)begin, (long long)end, (unsigned long long)bytes,
+                     (unsigned long long)data_bytes);
             t.data = data + begin;
             t.bytes = bytes;
             spans.emplace_back(begin, end);
@@ -300,7 +318,8 @@ class SafeTensors {
         uint64_t at = 0;
         for (const auto& span : spans) {
             if (span.first != at)
-                fail("%s: tensors overlap or leave a hole at byte %llu of the data", path.c_str(), (unsigned long long)at);
+                fail("%s: tensors overlap or leave a hole at byte %llu of the data", path.c_str(),
+                     (unsigned long long)at);
             at = span.second;
         }
         if (at != data_bytes)
@@ -309,7 +328,9 @@ class SafeTensors {
         // Old writers did not align: such a tensor cannot be read in place. Only now,
         // as the copies are known not to overlap and so are no larger than the file.
         for (TensorView& t : tensors)
-            if ((8 + header.size() + uint64_t(static_cast<const char*>(t.data) - data)) % uint64_t(safetensors_dtype_bytes(t.dtype)) != 0) {
+            if ((8 + header.size() + uint64_t(static_cast<const char*>(t.data) - data)) %
+                    uint64_t(safetensors_dtype_bytes(t.dtype)) !=
+                0) {
                 const char* const begin = static_cast<const char*>(t.data);
                 aligned.emplace_back(begin, begin + t.bytes);
                 t.data = aligned.back().data();

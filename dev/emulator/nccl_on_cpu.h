@@ -1,6 +1,7 @@
-// nccl_on_cpu.h: stands in for the part of NCCL that the trainer uses. One rank in one process or, with -DEMU_MPI, the ranks of
-// MPI_COMM_WORLD. Sums are made in fp32 and rounded once, where NCCL rounds bf16 at every hop. Like kernels, collectives run when
-// their stream does, so that with machine.run_late a reduction that was not ordered after the gradients reduces what was there before.
+// nccl_on_cpu.h: stands in for the part of NCCL that the trainer uses. One rank in one process or, with -DEMU_MPI, the
+// ranks of MPI_COMM_WORLD. Sums are made in fp32 and rounded once, where NCCL rounds bf16 at every hop. Like kernels,
+// collectives run when their stream does, so that with machine.run_late a reduction that was not ordered after the
+// gradients reduces what was there before.
 #pragma once
 #include "cuda_on_cpu.h"
 #ifdef EMU_MPI
@@ -32,7 +33,7 @@ struct Peers {
     // adds their elements to the sums, of which in holds this rank's as they travel
     std::function<void(const void* in, float* sums, size_t total)> add;
     std::function<void(double* sums, size_t total)> add_doubles;
-    std::function<void(char* out, size_t bytes)> gather;                    // fills their blocks of an all-gather, `bytes` each
+    std::function<void(char* out, size_t bytes)> gather;  // fills their blocks of an all-gather, `bytes` each
 };
 inline Peers* peers = nullptr;
 
@@ -44,8 +45,13 @@ struct Communicator {
 using ncclComm_t = emu::Communicator*;
 
 inline const char* ncclGetErrorString(ncclResult_t r) {
-    static const char* const texts[] = {"no error",         "unhandled cuda error", "unhandled system error", "internal error",
-                                        "invalid argument", "invalid usage",        "remote process exited or there was a network error",
+    static const char* const texts[] = {"no error",
+                                        "unhandled cuda error",
+                                        "unhandled system error",
+                                        "internal error",
+                                        "invalid argument",
+                                        "invalid usage",
+                                        "remote process exited or there was a network error",
                                         "in progress"};
     return texts[r];
 }
@@ -64,14 +70,17 @@ inline ncclResult_t ncclCommInitRank(ncclComm_t* c, int ranks, ncclUniqueId, int
     if (ranks != world_size || rank != world_rank) return ncclInvalidArgument;
     return *c = new emu::Communicator{ranks, rank}, ncclSuccess;
 }
-inline ncclResult_t ncclCommDestroy(ncclComm_t c) {  // collective, as NCCL's is within a machine: it waits for all ranks
+inline ncclResult_t ncclCommDestroy(
+    ncclComm_t c) {  // collective, as NCCL's is within a machine: it waits for all ranks
 #ifdef EMU_MPI
     MPI_Barrier(MPI_COMM_WORLD);
 #endif
     return delete c, ncclSuccess;
 }
 inline ncclResult_t ncclCommAbort(ncclComm_t c) { return delete c, ncclSuccess; }
-inline ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* error) { return *error = c->asynchronous_error, ncclSuccess; }
+inline ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* error) {
+    return *error = c->asynchronous_error, ncclSuccess;
+}
 inline ncclResult_t ncclCommCount(ncclComm_t c, int* ranks) { return *ranks = c->ranks, ncclSuccess; }
 inline ncclResult_t ncclCommUserRank(ncclComm_t c, int* rank) { return *rank = c->rank, ncclSuccess; }
 inline ncclResult_t ncclGroupStart() { return ncclSuccess; }
@@ -80,7 +89,9 @@ inline ncclResult_t ncclGroupEnd() { return ncclSuccess; }
 namespace emu {
 constexpr size_t MPI_MOST = size_t(1) << 30;  // elements in one call; MPI counts with an int
 
-constexpr size_t nccl_bytes(ncclDataType_t type) { return type == ncclUint8 ? 1 : type == ncclBfloat16 ? 2 : type == ncclDouble ? 8 : 4; }
+constexpr size_t nccl_bytes(ncclDataType_t type) {
+    return type == ncclUint8 ? 1 : type == ncclBfloat16 ? 2 : type == ncclDouble ? 8 : 4;
+}
 
 // Elements as the type that sums are made in, and back.
 EMU_ENGINE inline float widen(__nv_bfloat16 x) { return float(x); }
@@ -94,12 +105,15 @@ EMU_ENGINE inline void narrow(int32_t& x, int32_t sum) { x = sum; }
 
 // out[i] = in[first + i] reduced over the ranks, for i < n, of `total` elements; every rank may keep another part.
 template <class T>
-EMU_ENGINE inline void reduce_over_ranks(const T* in, T* out, size_t total, size_t first, size_t n, ncclRedOp_t operation, int ranks) {
+EMU_ENGINE inline void reduce_over_ranks(const T* in, T* out, size_t total, size_t first, size_t n,
+                                         ncclRedOp_t operation, int ranks) {
     using Wide = decltype(widen(T()));
     std::vector<Wide> sums(total);
     for (size_t i = 0; i < total; i++) sums[i] = widen(in[i]);
 #ifdef EMU_MPI
-    const MPI_Datatype type = std::is_same_v<Wide, float> ? MPI_FLOAT : std::is_same_v<Wide, double> ? MPI_DOUBLE : MPI_INT32_T;
+    const MPI_Datatype type = std::is_same_v<Wide, float>    ? MPI_FLOAT
+                              : std::is_same_v<Wide, double> ? MPI_DOUBLE
+                                                             : MPI_INT32_T;
     for (size_t at = 0; at < total; at += MPI_MOST)
         MPI_Allreduce(MPI_IN_PLACE, sums.data() + at, int(total - at < MPI_MOST ? total - at : MPI_MOST), type,
                       operation == ncclMax ? MPI_MAX : MPI_SUM, MPI_COMM_WORLD);
@@ -109,7 +123,8 @@ EMU_ENGINE inline void reduce_over_ranks(const T* in, T* out, size_t total, size
     } else if constexpr (std::is_same_v<Wide, double>) {
         if (peers) peers->add_doubles(sums.data(), total);
     }
-    for (size_t i = 0; i < n; i++) narrow(out[i], operation == ncclAvg ? sums[first + i] / Wide(ranks) : sums[first + i]);
+    for (size_t i = 0; i < n; i++)
+        narrow(out[i], operation == ncclAvg ? sums[first + i] / Wide(ranks) : sums[first + i]);
 }
 
 EMU_ENGINE inline void reduce_now(const void* in, void* out, size_t total, size_t first, size_t n, ncclDataType_t type,
@@ -154,8 +169,8 @@ inline void enqueue_collective(cudaStream_t stream, std::function<void()> work) 
 }
 
 // Both buffers lie in device memory. They may overlap in place only: where same_in is same_out.
-inline void check_buffers(const char* what, const void* in, size_t in_bytes, const void* out, size_t out_bytes, const void* same_in,
-                          const void* same_out) {
+inline void check_buffers(const char* what, const void* in, size_t in_bytes, const void* out, size_t out_bytes,
+                          const void* same_in, const void* same_out) {
     check_device_array(what, in, in_bytes);
     check_device_array(what, out, out_bytes);
     const bool overlap = (char*)in < (char*)out + out_bytes && (char*)out < (char*)in + in_bytes;
@@ -163,31 +178,37 @@ inline void check_buffers(const char* what, const void* in, size_t in_bytes, con
 }
 }  // namespace emu
 
-inline ncclResult_t ncclAllReduce(const void* in, void* out, size_t n, ncclDataType_t type, ncclRedOp_t operation, ncclComm_t c,
-                                  cudaStream_t stream) {
+inline ncclResult_t ncclAllReduce(const void* in, void* out, size_t n, ncclDataType_t type, ncclRedOp_t operation,
+                                  ncclComm_t c, cudaStream_t stream) {
     if (!c || type == ncclUint8) return ncclInvalidArgument;
     emu::check_buffers("ncclAllReduce", in, n * emu::nccl_bytes(type), out, n * emu::nccl_bytes(type), in, out);
-    emu::enqueue_collective(stream, [=, ranks = c->ranks] { emu::reduce_now(in, out, n, 0, n, type, operation, ranks); });
+    emu::enqueue_collective(stream,
+                            [=, ranks = c->ranks] { emu::reduce_now(in, out, n, 0, n, type, operation, ranks); });
     return ncclSuccess;
 }
 // Rank r receives elements [r n, (r + 1) n) of the sum.
-inline ncclResult_t ncclReduceScatter(const void* in, void* out, size_t n, ncclDataType_t type, ncclRedOp_t operation, ncclComm_t c,
-                                      cudaStream_t stream) {
+inline ncclResult_t ncclReduceScatter(const void* in, void* out, size_t n, ncclDataType_t type, ncclRedOp_t operation,
+                                      ncclComm_t c, cudaStream_t stream) {
     if (!c || type == ncclUint8) return ncclInvalidArgument;
     const size_t bytes = n * emu::nccl_bytes(type), ranks = size_t(c->ranks), rank = size_t(c->rank);
     emu::check_buffers("ncclReduceScatter", in, bytes * ranks, out, bytes, (const char*)in + rank * bytes, out);
-    emu::enqueue_collective(stream, [=] { emu::reduce_now(in, out, n * ranks, rank * n, n, type, operation, int(ranks)); });
+    emu::enqueue_collective(stream,
+                            [=] { emu::reduce_now(in, out, n * ranks, rank * n, n, type, operation, int(ranks)); });
     return ncclSuccess;
 }
 // Rank r's n elements become elements [r n, (r + 1) n) everywhere.
-inline ncclResult_t ncclAllGather(const void* in, void* out, size_t n, ncclDataType_t type, ncclComm_t c, cudaStream_t stream) {
+inline ncclResult_t ncclAllGather(const void* in, void* out, size_t n, ncclDataType_t type, ncclComm_t c,
+                                  cudaStream_t stream) {
     if (!c) return ncclInvalidArgument;
     const size_t bytes = n * emu::nccl_bytes(type);
-    emu::check_buffers("ncclAllGather", in, bytes, out, bytes * size_t(c->ranks), in, (const char*)out + size_t(c->rank) * bytes);
-    emu::enqueue_collective(stream, [=, ranks = c->ranks, rank = c->rank] { emu::gather_now(in, out, bytes, ranks, rank); });
+    emu::check_buffers("ncclAllGather", in, bytes, out, bytes * size_t(c->ranks), in,
+                       (const char*)out + size_t(c->rank) * bytes);
+    emu::enqueue_collective(stream,
+                            [=, ranks = c->ranks, rank = c->rank] { emu::gather_now(in, out, bytes, ranks, rank); });
     return ncclSuccess;
 }
-inline ncclResult_t ncclBroadcast(const void* in, void* out, size_t n, ncclDataType_t type, int root, ncclComm_t c, cudaStream_t stream) {
+inline ncclResult_t ncclBroadcast(const void* in, void* out, size_t n, ncclDataType_t type, int root, ncclComm_t c,
+                                  cudaStream_t stream) {
     if (!c || root < 0 || root >= c->ranks) return ncclInvalidArgument;
     const size_t bytes = n * emu::nccl_bytes(type);
     if (c->rank == root) emu::check_buffers("ncclBroadcast", in, bytes, out, bytes, in, out);

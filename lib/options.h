@@ -1,4 +1,5 @@
-// options.h: what the program can be told. One table: parsing, validation, --help, the config echo and the run's manifest all come from it.
+// options.h: what the program can be told. One table: parsing, validation, --help, the config echo and the run's
+// manifest all come from it.
 #pragma once
 #include <algorithm>
 #include <cstdio>
@@ -15,8 +16,8 @@ struct Config {
     std::string verb = "train";
     // the model; 0 and "" mean: as the preset has it
     std::string model, attention, tokenizer, init, init_from;
-    int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0, slc_count = 0,
-            window = 0, phi_hidden = 0, mlp_hidden = 0;
+    int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0,
+            slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0;
     int64_t vocab_size = 0;  // follows from the tokenizer
     // data
     std::string data, val_data, vocab_dir;
@@ -29,8 +30,8 @@ struct Config {
     double lr = 0, lr_final = 0, weight_decay = 0, beta1 = 0, beta2 = 0, adam_eps = 0, grad_clip = 0;
     std::string schedule;
     // the run
-    int64_t eval_every = 0, eval_batches = 0, stats_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0, keep = 0,
-            keep_every = 0, cuda_graph = 0, threads = 0;
+    int64_t eval_every = 0, eval_batches = 0, stats_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0,
+            keep = 0, keep_every = 0, cuda_graph = 0, threads = 0;
     double stall_timeout = 0;
     std::string out, device, cpu_dtype, selected_kernels, dump_state;
     bool resume = false, help = false;
@@ -60,17 +61,22 @@ struct Option {
     bool Config::*flag = nullptr;
     std::vector<std::string> Config::*list = nullptr;
 
-    Option(const char* n, unsigned v, int64_t Config::*f, const char* d, double lo, double hi, const char* h) : Option(n, v, d, h, lo, hi) {
+    Option(const char* n, unsigned v, int64_t Config::*f, const char* d, double lo, double hi, const char* h)
+        : Option(n, v, d, h, lo, hi) {
         integer = f;
     }
-    Option(const char* n, unsigned v, double Config::*f, const char* d, double lo, double hi, const char* h) : Option(n, v, d, h, lo, hi) {
+    Option(const char* n, unsigned v, double Config::*f, const char* d, double lo, double hi, const char* h)
+        : Option(n, v, d, h, lo, hi) {
         real = f;
     }
-    Option(const char* n, unsigned v, std::string Config::*f, const char* d, const char* c, const char* h) : Option(n, v, d, h) {
+    Option(const char* n, unsigned v, std::string Config::*f, const char* d, const char* c, const char* h)
+        : Option(n, v, d, h) {
         text = f, choices = c;
     }
     Option(const char* n, unsigned v, bool Config::*f, const char* h) : Option(n, v, "off", h) { flag = f; }
-    Option(const char* n, unsigned v, std::vector<std::string> Config::*f, const char* h) : Option(n, v, "", h) { list = f; }
+    Option(const char* n, unsigned v, std::vector<std::string> Config::*f, const char* h) : Option(n, v, "", h) {
+        list = f;
+    }
 
   private:
     Option(const char* n, unsigned v, const char* d, const char* h, double lo = 0, double hi = 0)
@@ -86,74 +92,117 @@ static const std::vector<Option>& option_table() {
         {"layers", TRAIN, &Config::layers, "preset", 1, K, "transformer layers"},
         {"dim", TRAIN, &Config::dim, "preset", 1, 64 * K, "width of the residual stream, C"},
         {"heads", TRAIN, &Config::heads, "preset", 1, K, "query heads, H"},
-        {"kv-groups", TRAIN, &Config::kv_groups, "preset", 1, K, "groups of heads that share keys and values, G; divides --heads"},
+        {"kv-groups", TRAIN, &Config::kv_groups, "preset", 1, K,
+         "groups of heads that share keys and values, G; divides --heads"},
         {"head-dim", TRAIN, &Config::head_dim, "preset", 2, 512, "dimension of a head, D; even"},
         {"cmp-block", TRAIN, &Config::cmp_block, "preset", 1, 4096, "tokens of a compressed block, l"},
-        {"cmp-stride", TRAIN, &Config::cmp_stride, "preset", 1, 4096, "tokens between compressed blocks, d; divides --cmp-block and --slc-block"},
+        {"cmp-stride", TRAIN, &Config::cmp_stride, "preset", 1, 4096,
+         "tokens between compressed blocks, d; divides --cmp-block and --slc-block"},
         {"slc-block", TRAIN, &Config::slc_block, "preset", 1, 4096, "tokens of a selection block, l'"},
-        {"slc-count", TRAIN, &Config::slc_count, "preset", 3, 4096, "selected blocks per query and group, n; the first, the last two are always among them"},
+        {"slc-count", TRAIN, &Config::slc_count, "preset", 3, 4096,
+         "selected blocks per query and group, n; the first, the last two are always among them"},
         {"window", TRAIN, &Config::window, "preset", 1, M, "keys of the sliding window, w; the query's own included"},
         {"phi-hidden", TRAIN, &Config::phi_hidden, "preset", 1, 64 * K, "hidden width of the block compressor, F"},
         {"mlp-hidden", TRAIN, &Config::mlp_hidden, "preset", 1, 256 * K, "hidden width of the MLP"},
-        {"init-from", TRAIN, &Config::init_from, "", nullptr, "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the same model options but --seq-len"},
-        {"init", TRAIN, &Config::init, "standard", "standard|random", "random: every tensor drawn, so that no path is silent; for comparisons"},
+        {"init-from", TRAIN, &Config::init_from, "", nullptr,
+         "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the same model options "
+         "but --seq-len"},
+        {"init", TRAIN, &Config::init, "standard", "standard|random",
+         "random: every tensor drawn, so that no path is silent; for comparisons"},
         // data
-        {"data", TRAIN, &Config::data, "synthetic", nullptr, "training shards, a glob in quotes; or synthetic: the built-in corpus"},
-        {"val-data", TRAIN | EVAL, &Config::val_data, "", nullptr, "validation shards, a glob in quotes; or synthetic: of the built-in corpus"},
-        {"tokenizer", TRAIN | TOKENIZE, &Config::tokenizer, "preset", "bytes|gpt2", "vocabulary: 256 bytes, or GPT-2's 50257 tokens; tokenize without it: gpt2"},
-        {"vocab-dir", EVERY_VERB, &Config::vocab_dir, "", nullptr, "folder with vocab.bpe + encoder.json, a .tiktoken file or gpt2_tokenizer.bin"},
+        {"data", TRAIN, &Config::data, "synthetic", nullptr,
+         "training shards, a glob in quotes; or synthetic: the built-in corpus"},
+        {"val-data", TRAIN | EVAL, &Config::val_data, "", nullptr,
+         "validation shards, a glob in quotes; or synthetic: of the built-in corpus"},
+        {"tokenizer", TRAIN | TOKENIZE, &Config::tokenizer, "preset", "bytes|gpt2",
+         "vocabulary: 256 bytes, or GPT-2's 50257 tokens; tokenize without it: gpt2"},
+        {"vocab-dir", EVERY_VERB, &Config::vocab_dir, "", nullptr,
+         "folder with vocab.bpe + encoder.json, a .tiktoken file or gpt2_tokenizer.bin"},
         // the optimiser
         {"batch", TRAIN | EVAL, &Config::batch, "auto", 1, 64 * K, "sequences per rank and micro-step"},
         {"seq-len", TRAIN, &Config::seq_len, "preset", 1, M, "tokens per sequence, T"},
-        {"total-batch", TRAIN, &Config::total_batch, "preset", 1, 1e10, "tokens per optimiser step, over all ranks and micro-steps; without it near the preset's, in whole micro-batches; 125m on a CPU: one sequence per rank"},
-        {"recompute", TRAIN, &Config::recompute, "0", 0, 2, "activations kept: 0 all, 1 not the cheap elementwise ones, 2 only each layer's input; same results, less memory"},
+        {"total-batch", TRAIN, &Config::total_batch, "preset", 1, 1e10,
+         "tokens per optimiser step, over all ranks and micro-steps; without it near the preset's, in whole "
+         "micro-batches; 125m on a CPU: one sequence per rank"},
+        {"recompute", TRAIN, &Config::recompute, "0", 0, 2,
+         "activations kept: 0 all, 1 not the cheap elementwise ones, 2 only each layer's input; same results, less "
+         "memory"},
         {"steps", TRAIN, &Config::steps, "preset", 0, T, "optimiser steps"},
         {"lr", TRAIN, &Config::lr, "preset", 0, 10, "highest learning rate"},
         {"warmup", TRAIN, &Config::warmup, "preset", 0, T, "steps of linear warm-up"},
-        {"schedule", TRAIN, &Config::schedule, "cosine", "cosine|linear|constant|wsd", "after warm-up; wsd: constant, then linear over the last fifth"},
+        {"schedule", TRAIN, &Config::schedule, "cosine", "cosine|linear|constant|wsd",
+         "after warm-up; wsd: constant, then linear over the last fifth"},
         {"lr-final", TRAIN, &Config::lr_final, "0.1", 0, 1, "the schedule ends at this fraction of --lr"},
         {"weight-decay", TRAIN, &Config::weight_decay, "0.1", 0, 10, "of matrices; norms and biases have none"},
         {"beta1", TRAIN, &Config::beta1, "0.9", 0, 0.9999999, "AdamW"},
         {"beta2", TRAIN, &Config::beta2, "0.95", 0, 0.9999999, "AdamW"},
         {"adam-eps", TRAIN, &Config::adam_eps, "1e-8", 1e-20, 1, "AdamW"},
         {"grad-clip", TRAIN, &Config::grad_clip, "1.0", 0, T, "largest global L2 norm of the gradient; 0: no clipping"},
-        {"max-bad-steps", TRAIN, &Config::max_bad_steps, "3", 1, M, "the run ends after this many steps in a row whose loss or gradient is not finite; such a step changes no weight"},
-        {"skip-outliers", TRAIN, &Config::skip_outliers, "0", 0, 11, "no update where the loss or the gradient's norm lies more than this many standard deviations above the last 128 steps, of which it is one, so at most 11.2; 0: never"},
+        {"max-bad-steps", TRAIN, &Config::max_bad_steps, "3", 1, M,
+         "the run ends after this many steps in a row whose loss or gradient is not finite; such a step changes no "
+         "weight"},
+        {"skip-outliers", TRAIN, &Config::skip_outliers, "0", 0, 11,
+         "no update where the loss or the gradient's norm lies more than this many standard deviations above the last "
+         "128 steps, of which it is one, so at most 11.2; 0: never"},
         // ranks
-        {"bucket-mb", TRAIN, &Config::bucket_mb, "25", 0.001, 4096, "megabytes of fp32 gradients that are reduced at a time, while the backward pass goes on"},
-        {"grad-reduce", TRAIN, &Config::grad_reduce, "fp32", "fp32|bf16", "format in which gradients travel between ranks"},
-        {"zero", TRAIN, &Config::zero, "0", 0, 1, "1: optimiser state (moments, fp32 master weights) is shared out over the ranks"},
-        {"deterministic", TRAIN, &Config::deterministic, "the same bits for any number of ranks (a power of two) and any accumulation: one sample at a time, sums in a fixed tree; slower"},
+        {"bucket-mb", TRAIN, &Config::bucket_mb, "25", 0.001, 4096,
+         "megabytes of fp32 gradients that are reduced at a time, while the backward pass goes on"},
+        {"grad-reduce", TRAIN, &Config::grad_reduce, "fp32", "fp32|bf16",
+         "format in which gradients travel between ranks"},
+        {"zero", TRAIN, &Config::zero, "0", 0, 1,
+         "1: optimiser state (moments, fp32 master weights) is shared out over the ranks"},
+        {"deterministic", TRAIN, &Config::deterministic,
+         "the same bits for any number of ranks (a power of two) and any accumulation: one sample at a time, sums in a "
+         "fixed tree; slower"},
         // the run
         {"seed", TRAIN | SAMPLE, &Config::seed, "1337", 0, 9e15, "of weights, data order and samples"},
         {"eval-every", TRAIN, &Config::eval_every, "preset", 0, T, "steps between validations; 0: only at the end"},
-        {"eval-batches", TRAIN | EVAL, &Config::eval_batches, "8", 1, M, "validation tokens, in units of --total-batch; in eval of --batch sequences, where all is the default"},
-        {"stats-every", TRAIN, &Config::stats_every, "auto", 0, T, "steps between gate and selection statistics in log.jsonl; auto: 1 on a CPU, 50 on a GPU, which has to be waited for; 0: none"},
+        {"eval-batches", TRAIN | EVAL, &Config::eval_batches, "8", 1, M,
+         "validation tokens, in units of --total-batch; in eval of --batch sequences, where all is the default"},
+        {"stats-every", TRAIN, &Config::stats_every, "auto", 0, T,
+         "steps between gate and selection statistics in log.jsonl; auto: 1 on a CPU, 50 on a GPU, which has to be "
+         "waited for; 0: none"},
         {"sample-every", TRAIN, &Config::sample_every, "0", 0, T, "steps between samples; 0: only at the end"},
         {"sample-tokens", TRAIN, &Config::sample_tokens, "256", 0, M, "tokens of such a sample; 0: none"},
         {"prompt", TRAIN | SAMPLE, &Config::prompt, "", nullptr, "text to continue; none: a new document"},
         {"save-every", TRAIN, &Config::save_every, "preset", 0, T, "steps between checkpoints; 0: only at the end"},
         {"keep", TRAIN, &Config::keep, "0", 0, M, "newest checkpoints to keep; 0: all"},
-        {"keep-every", TRAIN, &Config::keep_every, "0", 0, T, "checkpoints of steps divisible by this are kept for ever; 0: none"},
-        {"stall-timeout", TRAIN, &Config::stall_timeout, "180", 0, M, "seconds without any progress on a rank after which the run ends; 0: wait for ever"},
-        {"out", TRAIN | TOKENIZE, &Config::out, "auto", nullptr, "folder of the run; of tokenize: prefix of the shards, which has to be given"},
+        {"keep-every", TRAIN, &Config::keep_every, "0", 0, T,
+         "checkpoints of steps divisible by this are kept for ever; 0: none"},
+        {"stall-timeout", TRAIN, &Config::stall_timeout, "180", 0, M,
+         "seconds without any progress on a rank after which the run ends; 0: wait for ever"},
+        {"out", TRAIN | TOKENIZE, &Config::out, "auto", nullptr,
+         "folder of the run; of tokenize: prefix of the shards, which has to be given"},
         {"resume", TRAIN, &Config::resume, "continue from the newest checkpoint under --out"},
-        {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB, &Config::device, "auto", "auto|cpu|cuda", "auto: a GPU if there is one"},
-        {"cpu-dtype", TRAIN | SAMPLE | EVAL, &Config::cpu_dtype, "fp32", "fp32|bf16", "of the CPU engine; bf16: the inputs of its matrix products are rounded to bf16, the sums stay fp32; needs AVX512_BF16"},
-        {"selected-kernels", TRAIN, &Config::selected_kernels, "auto", "auto|tiles|gather", "of a GPU's selected branch; auto: by sequence length and by how many blocks neighbouring tokens choose together"},
-        {"cuda-graph", TRAIN, &Config::cuda_graph, "0", 0, 1, "1: a GPU's training step is recorded as CUDA graphs and replayed by a few calls instead of a launch per kernel; same results; whether it pays is not measured"},
-        {"threads", EVERY_VERB, &Config::threads, "auto", 1, 1024, "CPU threads of this rank; auto: OMP_NUM_THREADS where it is set, else its share of the machine's cores"},
-        {"dump-state", TRAIN, &Config::dump_state, "", nullptr, "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and end"},
+        {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB, &Config::device, "auto", "auto|cpu|cuda",
+         "auto: a GPU if there is one"},
+        {"cpu-dtype", TRAIN | SAMPLE | EVAL, &Config::cpu_dtype, "fp32", "fp32|bf16",
+         "of the CPU engine; bf16: the inputs of its matrix products are rounded to bf16, the sums stay fp32; needs "
+         "AVX512_BF16"},
+        {"selected-kernels", TRAIN, &Config::selected_kernels, "auto", "auto|tiles|gather",
+         "of a GPU's selected branch; auto: by sequence length and by how many blocks neighbouring tokens choose "
+         "together"},
+        {"cuda-graph", TRAIN, &Config::cuda_graph, "0", 0, 1,
+         "1: a GPU's training step is recorded as CUDA graphs and replayed by a few calls instead of a launch per "
+         "kernel; same results; whether it pays is not measured"},
+        {"threads", EVERY_VERB, &Config::threads, "auto", 1, 1024,
+         "CPU threads of this rank; auto: OMP_NUM_THREADS where it is set, else its share of the machine's cores"},
+        {"dump-state", TRAIN, &Config::dump_state, "", nullptr,
+         "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and "
+         "end"},
         // the other verbs
         {"from", SAMPLE | EVAL, &Config::from, "", nullptr, "folder of a run or of one checkpoint"},
         {"tokens", SAMPLE, &Config::tokens, "256", 0, M, "tokens to write"},
         {"temperature", TRAIN | SAMPLE, &Config::temperature, "0.8", 0, 100, "0: always the likeliest token"},
         {"top-k", TRAIN | SAMPLE, &Config::top_k, "0", 0, M, "choose among the k likeliest tokens; 0: all"},
-        {"top-p", TRAIN | SAMPLE, &Config::top_p, "1", 0, 1, "choose among the likeliest tokens of this total probability"},
+        {"top-p", TRAIN | SAMPLE, &Config::top_p, "1", 0, 1,
+         "choose among the likeliest tokens of this total probability"},
         {"in", TOKENIZE, &Config::in, "text files: .txt (one document each) or .jsonl ({\"text\": ...} a line)"},
-        {"val-fraction", TOKENIZE, &Config::val_fraction, "0.01", 0, 0.9, "share of the tokens that goes to the validation shards"},
+        {"val-fraction", TOKENIZE, &Config::val_fraction, "0.01", 0, 0.9,
+         "share of the tokens that goes to the validation shards"},
         {"shard-tokens", TOKENIZE, &Config::shard_tokens, "100000000", 1, 2e9, "tokens per shard"},
-        {"split-documents", TOKENIZE, &Config::split_documents, "", nullptr, "text that separates documents inside a .txt"},
+        {"split-documents", TOKENIZE, &Config::split_documents, "", nullptr,
+         "text that separates documents inside a .txt"},
         {"help", EVERY_VERB, &Config::help, "this text"},
     };
     return table;
@@ -161,17 +210,21 @@ static const std::vector<Option>& option_table() {
 
 struct Preset {
     const char* name;
-    int64_t layers, dim, heads, kv_groups, head_dim, cmp_block, cmp_stride, slc_block, slc_count, window, phi_hidden, mlp_hidden;
+    int64_t layers, dim, heads, kv_groups, head_dim, cmp_block, cmp_stride, slc_block, slc_count, window, phi_hidden,
+        mlp_hidden;
     const char* tokenizer;
     int64_t batch, seq_len, total_batch, steps, warmup, eval_every, save_every;
     double lr;
 };
-// tiny learns the synthetic corpus in a minute on two cores; 125m is the model of the paper's kind, of GPT-2 small's size.
+// tiny learns the synthetic corpus in a minute on two cores; 125m is the model of the paper's kind, of GPT-2 small's
+// size.
+// clang-format off
 static const Preset PRESETS[] = {
     // name   L   C    H   G  D   l   d   l'  n   w    F    M     tokenizer  B   T     total   steps  warmup eval save  lr
     {"tiny",  2,  128, 4,  2, 32, 16, 8,  16, 6,  64,  32,  512,  "bytes",   8,  512,  4096,   300,   20,    100, 0,    2e-3},
     {"125m",  12, 768, 12, 2, 64, 32, 16, 64, 16, 512, 128, 3072, "gpt2",    16, 2048, 524288, 19000, 700,   250, 1000, 6e-4},
 };
+// clang-format on
 
 struct VerbName {
     const char* name;
@@ -188,7 +241,8 @@ static const VerbName VERBS[] = {
 
 // Null where no verb has this name.
 static const VerbName* verb_named(const std::string& name) {
-    const auto found = std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return name == v.name; });
+    const auto found =
+        std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return name == v.name; });
     return found == std::end(VERBS) ? nullptr : found;
 }
 
@@ -211,22 +265,27 @@ static std::string range_text(const Option& o) {
 static void print_help(Verb verb) {
     std::printf("usage: ./train_nsa [VERB] [--option VALUE | --option=VALUE]...\n\nverbs:\n");
     for (const VerbName& v : VERBS) std::printf("  %-10s %s\n", v.name, v.help);
-    std::printf("\noptions of %s:\n",
-                std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return v.verb == verb; })->name);
+    std::printf("\noptions of %s:\n", std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) {
+                                          return v.verb == verb;
+                                      })->name);
     for (const Option& o : option_table())
         if (o.verbs & verb)
-            std::printf("  --%-16s %-28s default %-10s %s\n", o.name, range_text(o).c_str(), *o.standard ? o.standard : "none", o.help);
+            std::printf("  --%-16s %-28s default %-10s %s\n", o.name, range_text(o).c_str(),
+                        *o.standard ? o.standard : "none", o.help);
     std::printf("\npresets:\n");
     for (const Preset& p : PRESETS)
         std::printf(
-            "  --model %s = --layers %lld --dim %lld --heads %lld --kv-groups %lld --head-dim %lld --cmp-block %lld --cmp-stride %lld "
+            "  --model %s = --layers %lld --dim %lld --heads %lld --kv-groups %lld --head-dim %lld --cmp-block %lld "
+            "--cmp-stride %lld "
             "--slc-block %lld --slc-count %lld --window %lld "
-            "--phi-hidden %lld --mlp-hidden %lld --tokenizer %s --batch %lld --seq-len %lld --total-batch %lld --steps %lld --warmup %lld "
+            "--phi-hidden %lld --mlp-hidden %lld --tokenizer %s --batch %lld --seq-len %lld --total-batch %lld --steps "
+            "%lld --warmup %lld "
             "--eval-every %lld --save-every %lld --lr %g\n",
-            p.name, (long long)p.layers, (long long)p.dim, (long long)p.heads, (long long)p.kv_groups, (long long)p.head_dim,
-            (long long)p.cmp_block, (long long)p.cmp_stride, (long long)p.slc_block, (long long)p.slc_count, (long long)p.window,
-            (long long)p.phi_hidden, (long long)p.mlp_hidden, p.tokenizer, (long long)p.batch, (long long)p.seq_len,
-            (long long)p.total_batch, (long long)p.steps, (long long)p.warmup, (long long)p.eval_every, (long long)p.save_every, p.lr);
+            p.name, (long long)p.layers, (long long)p.dim, (long long)p.heads, (long long)p.kv_groups,
+            (long long)p.head_dim, (long long)p.cmp_block, (long long)p.cmp_stride, (long long)p.slc_block,
+            (long long)p.slc_count, (long long)p.window, (long long)p.phi_hidden, (long long)p.mlp_hidden, p.tokenizer,
+            (long long)p.batch, (long long)p.seq_len, (long long)p.total_batch, (long long)p.steps, (long long)p.warmup,
+            (long long)p.eval_every, (long long)p.save_every, p.lr);
 }
 
 static bool is_choice(const std::string& word, const std::string& choices) {
@@ -235,12 +294,14 @@ static bool is_choice(const std::string& word, const std::string& choices) {
 
 static void set_option(Config& c, const Option& o, const std::string& value) {
     if (o.flag) {
-        if (!is_choice(value, "on|off")) fail_usage("--%s is '%s'; it is a flag: give it without a value", o.name, value.c_str());
+        if (!is_choice(value, "on|off"))
+            fail_usage("--%s is '%s'; it is a flag: give it without a value", o.name, value.c_str());
         c.*o.flag = value == "on";
     } else if (o.list) {
         (c.*o.list).push_back(value);
     } else if (o.text) {
-        if (o.choices && !is_choice(value, o.choices)) fail_usage("--%s is '%s'; expected one of %s", o.name, value.c_str(), o.choices);
+        if (o.choices && !is_choice(value, o.choices))
+            fail_usage("--%s is '%s'; expected one of %s", o.name, value.c_str(), o.choices);
         c.*o.text = value;
     } else {
         char* end = nullptr;
@@ -248,8 +309,8 @@ static void set_option(Config& c, const Option& o, const std::string& value) {
         const bool whole = number == std::floor(number);
         if (value.empty() || *end || std::isspace((unsigned char)value[0]) || !(number >= o.low && number <= o.high) ||
             (o.integer && !whole))
-            fail_usage("--%s is '%s'; expected %s %.15g..%.15g", o.name, value.c_str(), o.integer ? "an integer in" : "a number in", o.low,
-                       o.high);
+            fail_usage("--%s is '%s'; expected %s %.15g..%.15g", o.name, value.c_str(),
+                       o.integer ? "an integer in" : "a number in", o.low, o.high);
         if (o.integer) c.*o.integer = int64_t(number);
         else c.*o.real = number;
     }
@@ -290,24 +351,26 @@ static Config parse_options(int argc, const char* const* argv, std::set<std::str
         verb = found->verb;
     }
     for (const Option& o : option_table())
-        if (*o.standard &&
-            (o.choices ? is_choice(o.standard, o.choices) : std::strcmp(o.standard, "preset") && std::strcmp(o.standard, "auto")))
+        if (*o.standard && (o.choices ? is_choice(o.standard, o.choices)
+                                      : std::strcmp(o.standard, "preset") && std::strcmp(o.standard, "auto")))
             set_option(c, o, o.standard);
     while (at < argc) {
         std::string word = argv[at++], value;
         if (word == "-h") word = "--help";
-        if (word.compare(0, 2, "--") != 0) fail_usage("'%s' is no option; options begin with -- (--help lists them)", word.c_str());
+        if (word.compare(0, 2, "--") != 0)
+            fail_usage("'%s' is no option; options begin with -- (--help lists them)", word.c_str());
         const size_t equals = word.find('=');
         const std::string name = word.substr(2, equals == std::string::npos ? equals : equals - 2);
         const auto& table = option_table();
         const auto o = std::find_if(table.begin(), table.end(), [&](const Option& x) { return name == x.name; });
         if (o == table.end()) {
             const std::string near = nearest_option(name, verb);
-            fail_usage("--%s is no option%s%s%s (--help lists them)", name.c_str(), near.empty() ? "" : "; did you mean --", near.c_str(),
-                       near.empty() ? "" : "?");
+            fail_usage("--%s is no option%s%s%s (--help lists them)", name.c_str(),
+                       near.empty() ? "" : "; did you mean --", near.c_str(), near.empty() ? "" : "?");
         }
         if (!(o->verbs & verb))
-            fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name.c_str(), c.verb.c_str(), c.verb.c_str());
+            fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name.c_str(),
+                       c.verb.c_str(), c.verb.c_str());
         if (!given.insert(name).second) fail_usage("--%s is given twice", name.c_str());
         if (o->flag && equals == std::string::npos) {
             set_option(c, *o, "on");
@@ -317,7 +380,8 @@ static Config parse_options(int argc, const char* const* argv, std::set<std::str
             set_option(c, *o, word.substr(equals + 1));
             continue;
         }
-        if (at == argc || !std::strncmp(argv[at], "--", 2)) fail_usage("--%s needs a value: %s", name.c_str(), range_text(*o).c_str());
+        if (at == argc || !std::strncmp(argv[at], "--", 2))
+            fail_usage("--%s needs a value: %s", name.c_str(), range_text(*o).c_str());
         set_option(c, *o, argv[at++]);
         while (o->list && at < argc && std::strncmp(argv[at], "--", 2)) set_option(c, *o, argv[at++]);
     }
@@ -334,13 +398,14 @@ static void apply_preset(Config& c, const std::set<std::string>& given) {
     auto set = [&](const char* name, auto& field, auto value) {
         if (!given.count(name)) field = value;
     };
-    set("layers", c.layers, p.layers), set("dim", c.dim, p.dim), set("heads", c.heads, p.heads), set("kv-groups", c.kv_groups, p.kv_groups),
-        set("head-dim", c.head_dim, p.head_dim);
-    set("cmp-block", c.cmp_block, p.cmp_block), set("cmp-stride", c.cmp_stride, p.cmp_stride), set("slc-block", c.slc_block, p.slc_block),
-        set("slc-count", c.slc_count, p.slc_count);
-    set("window", c.window, p.window), set("phi-hidden", c.phi_hidden, p.phi_hidden), set("mlp-hidden", c.mlp_hidden, p.mlp_hidden),
-        set("tokenizer", c.tokenizer, p.tokenizer);
-    set("seq-len", c.seq_len, p.seq_len), set("steps", c.steps, p.steps), set("warmup", c.warmup, p.warmup), set("lr", c.lr, p.lr);
+    set("layers", c.layers, p.layers), set("dim", c.dim, p.dim), set("heads", c.heads, p.heads),
+        set("kv-groups", c.kv_groups, p.kv_groups), set("head-dim", c.head_dim, p.head_dim);
+    set("cmp-block", c.cmp_block, p.cmp_block), set("cmp-stride", c.cmp_stride, p.cmp_stride),
+        set("slc-block", c.slc_block, p.slc_block), set("slc-count", c.slc_count, p.slc_count);
+    set("window", c.window, p.window), set("phi-hidden", c.phi_hidden, p.phi_hidden),
+        set("mlp-hidden", c.mlp_hidden, p.mlp_hidden), set("tokenizer", c.tokenizer, p.tokenizer);
+    set("seq-len", c.seq_len, p.seq_len), set("steps", c.steps, p.steps), set("warmup", c.warmup, p.warmup),
+        set("lr", c.lr, p.lr);
     set("eval-every", c.eval_every, p.eval_every), set("save-every", c.save_every, p.save_every);
     set("out", c.out, "runs/" + c.model);
     while (c.out.size() > 1 && c.out.back() == '/') c.out.pop_back();
@@ -351,18 +416,24 @@ static void apply_preset(Config& c, const std::set<std::string>& given) {
 // Contradictions between options of the model. `where` names the source: the command line or a config.json.
 static void validate_model(const Config& c, const char* where) {
     if (c.heads % c.kv_groups)
-        fail_usage("%s: --heads %lld is not divisible by --kv-groups %lld", where, (long long)c.heads, (long long)c.kv_groups);
-    if (c.head_dim % 2) fail_usage("%s: --head-dim %lld is odd; rotary embedding pairs its elements", where, (long long)c.head_dim);
+        fail_usage("%s: --heads %lld is not divisible by --kv-groups %lld", where, (long long)c.heads,
+                   (long long)c.kv_groups);
+    if (c.head_dim % 2)
+        fail_usage("%s: --head-dim %lld is odd; rotary embedding pairs its elements", where, (long long)c.head_dim);
     if (c.cmp_block % c.cmp_stride)
-        fail_usage("%s: --cmp-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.cmp_block, (long long)c.cmp_stride);
+        fail_usage("%s: --cmp-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.cmp_block,
+                   (long long)c.cmp_stride);
     if (c.slc_block % c.cmp_stride)
-        fail_usage("%s: --slc-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.slc_block, (long long)c.cmp_stride);
-    if (c.slc_count < 3) fail_usage("%s: --slc-count %lld; at least 3 blocks are always selected", where, (long long)c.slc_count);
+        fail_usage("%s: --slc-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.slc_block,
+                   (long long)c.cmp_stride);
+    if (c.slc_count < 3)
+        fail_usage("%s: --slc-count %lld; at least 3 blocks are always selected", where, (long long)c.slc_count);
 }
 
 // The options that make the model: its config.json.
-static const char* const MODEL_OPTIONS[] = {"layers",    "dim",       "heads",  "kv-groups",  "head-dim",   "cmp-block", "cmp-stride",
-                                            "slc-block", "slc-count", "window", "phi-hidden", "mlp-hidden", "seq-len"};
+static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",     "kv-groups", "head-dim",
+                                            "cmp-block",  "cmp-stride", "slc-block", "slc-count", "window",
+                                            "phi-hidden", "mlp-hidden", "seq-len"};
 static std::string underscored(std::string name) {
     std::replace(name.begin(), name.end(), '-', '_');
     return name;
@@ -373,7 +444,8 @@ static const Option& option_named(const std::string& name) {
 
 static std::string config_json(const Config& c) {
     std::string text = "{\"architecture\": \"nsa\"";
-    for (const char* name : MODEL_OPTIONS) text += ", \"" + underscored(name) + "\": " + value_text(c, option_named(name));
+    for (const char* name : MODEL_OPTIONS)
+        text += ", \"" + underscored(name) + "\": " + value_text(c, option_named(name));
     return text + ", \"attention\": \"" + c.attention + "\", \"tokenizer\": \"" + c.tokenizer +
            "\", \"vocab_size\": " + std::to_string(c.vocab_size) +
            format_text(", \"rope_base\": %g, \"norm_eps\": %g}\n", ROPE_BASE, NORM_EPS);
@@ -385,7 +457,8 @@ static void read_config_json(Config& c, const std::string& path) {
     if (root.string("architecture", path) != "nsa")
         fail("%s: architecture is '%s', expected 'nsa'", path.c_str(), root.string("architecture", path).c_str());
     try {
-        for (const char* name : MODEL_OPTIONS) set_option(c, option_named(name), std::to_string(root.integer(underscored(name), path)));
+        for (const char* name : MODEL_OPTIONS)
+            set_option(c, option_named(name), std::to_string(root.integer(underscored(name), path)));
         set_option(c, option_named("attention"), root.string("attention", path));
         set_option(c, option_named("tokenizer"), root.string("tokenizer", path));
         validate_model(c, "contradiction");

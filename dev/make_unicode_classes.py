@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes unicode_classes.h: the letters, numbers and white space of Unicode, which GPT-2's pre-tokeniser tells apart.
 
-    python3 data/make_unicode_classes.py > data/unicode_classes.h
+    python3 dev/make_unicode_classes.py > lib/unicode_classes.h
 
 The Unicode version is that of the unicodedata module: Python's own, or the one of the package unicodedata2 where it is installed
 (unicodedata2==16.0.0 made the file that is kept here). Unicode 16.0 is what tiktoken 0.14 uses: the two agree on every code point.

@@ -1,7 +1,7 @@
-// cublaslt_on_cpu.h: stands in for the part of cuBLASLt that the trainer uses: d = alpha op(a) op(b) + beta c, column-major, fp32 or bf16
-// matrices, fp32 arithmetic, strided batches, and the epilogues DEFAULT, BIAS and BGRADB. What cuBLASLt refuses by a status, this refuses
-// by the same status; a matrix that leaves its array ends the process with the matrix named. Not modelled: speed, TF32 rounding, other
-// orders of summation.
+// cublaslt_on_cpu.h: stands in for the part of cuBLASLt that the trainer uses: d = alpha op(a) op(b) + beta c,
+// column-major, fp32 or bf16 matrices, fp32 arithmetic, strided batches, and the epilogues DEFAULT, BIAS and BGRADB.
+// What cuBLASLt refuses by a status, this refuses by the same status; a matrix that leaves its array ends the process
+// with the matrix named. Not modelled: speed, TF32 rounding, other orders of summation.
 #pragma once
 #include "cuda_on_cpu.h"
 
@@ -27,7 +27,10 @@ enum cublasLtEpilogue_t {
     CUBLASLT_EPILOGUE_BIAS = 4,     // d += bias, one element per row of d
     CUBLASLT_EPILOGUE_BGRADB = 512  // bias = the sum of op(b) over k, one element per column of d
 };
-enum cublasLtMatrixLayoutAttribute_t { CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT = 5, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET = 6 };
+enum cublasLtMatrixLayoutAttribute_t {
+    CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT = 5,
+    CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET = 6
+};
 enum cublasLtMatmulPreferenceAttributes_t { CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES = 1 };
 
 namespace emu {
@@ -45,7 +48,9 @@ struct MatrixLayout {
     int batches = 1;
     int64_t batch_stride = 0;
     size_t element() const { return type == CUDA_R_32F ? 4 : 2; }
-    size_t bytes() const { return (uint64_t(batches - 1) * uint64_t(batch_stride) + (columns - 1) * uint64_t(leading) + rows) * element(); }
+    size_t bytes() const {
+        return (uint64_t(batches - 1) * uint64_t(batch_stride) + (columns - 1) * uint64_t(leading) + rows) * element();
+    }
 };
 struct MatmulPreference {
     uint64_t workspace_bytes = 0;
@@ -76,15 +81,18 @@ inline const char* cublasLtGetStatusString(cublasStatus_t s) {
            : s == CUBLAS_STATUS_NOT_SUPPORTED ? "not supported"
                                               : "not initialized";
 }
-inline cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) { return *handle = new emu::BlasHandle, CUBLAS_STATUS_SUCCESS; }
+inline cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
+    return *handle = new emu::BlasHandle, CUBLAS_STATUS_SUCCESS;
+}
 inline cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle) { return delete handle, CUBLAS_STATUS_SUCCESS; }
-inline cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* d, cublasComputeType_t, cudaDataType_t scale_type) {
+inline cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* d, cublasComputeType_t,
+                                               cudaDataType_t scale_type) {
     if (scale_type != CUDA_R_32F) return CUBLAS_STATUS_NOT_SUPPORTED;
     return *d = new emu::MatmulDescription, CUBLAS_STATUS_SUCCESS;
 }
 inline cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) { return delete d, CUBLAS_STATUS_SUCCESS; }
-inline cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t which, const void* value,
-                                                     size_t bytes) {
+inline cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t which,
+                                                     const void* value, size_t bytes) {
     switch (which) {
         case CUBLASLT_MATMUL_DESC_TRANSA: return emu::set_attribute(d->transpose_a, value, bytes);
         case CUBLASLT_MATMUL_DESC_TRANSB: return emu::set_attribute(d->transpose_b, value, bytes);
@@ -94,31 +102,38 @@ inline cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cub
     }
     return CUBLAS_STATUS_INVALID_VALUE;
 }
-inline cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* layout, cudaDataType_t type, uint64_t rows, uint64_t columns,
-                                                 int64_t leading) {
+inline cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* layout, cudaDataType_t type, uint64_t rows,
+                                                 uint64_t columns, int64_t leading) {
     return *layout = new emu::MatrixLayout{type, rows, columns, leading}, CUBLAS_STATUS_SUCCESS;
 }
-inline cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) { return delete layout, CUBLAS_STATUS_SUCCESS; }
-inline cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t which,
-                                                       const void* value, size_t bytes) {
+inline cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
+    return delete layout, CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout,
+                                                       cublasLtMatrixLayoutAttribute_t which, const void* value,
+                                                       size_t bytes) {
     if (which == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT) return emu::set_attribute(layout->batches, value, bytes);
     return emu::set_attribute(layout->batch_stride, value, bytes);
 }
 inline cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* p) {
     return *p = new emu::MatmulPreference, CUBLAS_STATUS_SUCCESS;
 }
-inline cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t p) { return delete p, CUBLAS_STATUS_SUCCESS; }
-inline cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p, cublasLtMatmulPreferenceAttributes_t,
-                                                           const void* value, size_t bytes) {
+inline cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t p) {
+    return delete p, CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p,
+                                                           cublasLtMatmulPreferenceAttributes_t, const void* value,
+                                                           size_t bytes) {
     return emu::set_attribute(p->workspace_bytes, value, bytes);
 }
 
 namespace emu {
 // What can be said without the matrices: dimensions, leading dimensions, batches and types that fit together.
-inline cublasStatus_t check_shapes(const MatmulDescription& d, const MatrixLayout& a, const MatrixLayout& b, const MatrixLayout& c,
-                                   const MatrixLayout& out) {
+inline cublasStatus_t check_shapes(const MatmulDescription& d, const MatrixLayout& a, const MatrixLayout& b,
+                                   const MatrixLayout& c, const MatrixLayout& out) {
     const bool ta = d.transpose_a == CUBLAS_OP_T, tb = d.transpose_b == CUBLAS_OP_T;
-    const uint64_t m = ta ? a.columns : a.rows, k = ta ? a.rows : a.columns, n = tb ? b.rows : b.columns, k_of_b = tb ? b.columns : b.rows;
+    const uint64_t m = ta ? a.columns : a.rows, k = ta ? a.rows : a.columns, n = tb ? b.rows : b.columns,
+                   k_of_b = tb ? b.columns : b.rows;
     if (!m || !n || !k || k != k_of_b || out.rows != m || out.columns != n || c.rows != m || c.columns != n)
         return CUBLAS_STATUS_INVALID_VALUE;
     for (const MatrixLayout* l : {&a, &b, &c, &out}) {
@@ -128,9 +143,10 @@ inline cublasStatus_t check_shapes(const MatmulDescription& d, const MatrixLayou
     }
     if (out.batches > 1 && uint64_t(out.batch_stride) < (n - 1) * uint64_t(out.leading) + m)
         return CUBLAS_STATUS_INVALID_VALUE;  // results would overlap
-    if (a.type != b.type || c.type != out.type || (a.type == CUDA_R_32F && out.type != CUDA_R_32F)) return CUBLAS_STATUS_NOT_SUPPORTED;
-    const bool known =
-        d.epilogue == CUBLASLT_EPILOGUE_DEFAULT || d.epilogue == CUBLASLT_EPILOGUE_BIAS || d.epilogue == CUBLASLT_EPILOGUE_BGRADB;
+    if (a.type != b.type || c.type != out.type || (a.type == CUDA_R_32F && out.type != CUDA_R_32F))
+        return CUBLAS_STATUS_NOT_SUPPORTED;
+    const bool known = d.epilogue == CUBLASLT_EPILOGUE_DEFAULT || d.epilogue == CUBLASLT_EPILOGUE_BIAS ||
+                       d.epilogue == CUBLASLT_EPILOGUE_BGRADB;
     if (!known || (d.bias_type != -1 && d.bias_type != out.type)) return CUBLAS_STATUS_NOT_SUPPORTED;
     if (d.epilogue != CUBLASLT_EPILOGUE_DEFAULT && out.batches > 1) return CUBLAS_STATUS_NOT_SUPPORTED;
     return CUBLAS_STATUS_SUCCESS;
@@ -153,12 +169,14 @@ EMU_ENGINE inline std::vector<float> pack(const char* p, const MatrixLayout& l, 
     for (size_t column = 0; column < l.columns; column++) {
         EMU_ACCESS(p + column * size_t(l.leading) * l.element(), l.rows * l.element(), READ);
         for (size_t row = 0; row < l.rows; row++)
-            out[by_rows ? column * width + row : row * width + column] = get_element(p, l.type, column * size_t(l.leading) + row);
+            out[by_rows ? column * width + row : row * width + column] =
+                get_element(p, l.type, column * size_t(l.leading) + row);
     }
     return packed;
 }
 // sums[j][i] = sum over k of a[k][i] b[k][j], for 16 i and 4 j: as much as fits the vector registers.
-EMU_ENGINE inline void multiply_tile(const float* a, size_t a_width, const float* b, size_t b_width, size_t depth, float (&sums)[4][16]) {
+EMU_ENGINE inline void multiply_tile(const float* a, size_t a_width, const float* b, size_t b_width, size_t depth,
+                                     float (&sums)[4][16]) {
     typedef float Vector __attribute__((vector_size(16)));
     Vector s[4][4] = {};
     for (size_t k = 0; k < depth; k++) {
@@ -185,15 +203,21 @@ struct Matmul {
         check_guards();
     }
     EMU_ENGINE void run_batch(size_t batch) const {
-        auto of_batch = [batch](const char* p, const MatrixLayout& l) { return p + batch * size_t(l.batch_stride) * l.element(); };
-        const size_t m = out_layout.rows, n = out_layout.columns, m_padded = (m + 15) / 16 * 16, n_padded = (n + 3) / 4 * 4;
-        const std::vector<float> pa = pack(of_batch(a, a_layout), a_layout, description.transpose_a == CUBLAS_OP_N, m_padded);
-        const std::vector<float> pb = pack(of_batch(b, b_layout), b_layout, description.transpose_b == CUBLAS_OP_T, n_padded);
+        auto of_batch = [batch](const char* p, const MatrixLayout& l) {
+            return p + batch * size_t(l.batch_stride) * l.element();
+        };
+        const size_t m = out_layout.rows, n = out_layout.columns, m_padded = (m + 15) / 16 * 16,
+                     n_padded = (n + 3) / 4 * 4;
+        const std::vector<float> pa =
+            pack(of_batch(a, a_layout), a_layout, description.transpose_a == CUBLAS_OP_N, m_padded);
+        const std::vector<float> pb =
+            pack(of_batch(b, b_layout), b_layout, description.transpose_b == CUBLAS_OP_T, n_padded);
         const size_t depth = pa.size() / m_padded;
         const char* addend = of_batch(c, c_layout);
         char* result = (char*)of_batch(out, out_layout);
         const cudaDataType_t type = out_layout.type;
-        if (description.epilogue == CUBLASLT_EPILOGUE_BIAS) EMU_ACCESS(description.bias, m * out_layout.element(), READ);
+        if (description.epilogue == CUBLASLT_EPILOGUE_BIAS)
+            EMU_ACCESS(description.bias, m * out_layout.element(), READ);
         for (size_t j = 0; j < n && beta != 0; j++)
             EMU_ACCESS(addend + j * size_t(c_layout.leading) * c_layout.element(), m * c_layout.element(), READ);
         for (size_t j0 = 0; j0 < n; j0 += 4)
@@ -204,7 +228,8 @@ struct Matmul {
                     for (size_t i = i0; i < i0 + 16 && i < m; i++) {
                         float v = alpha * sums[j - j0][i - i0];
                         if (beta != 0) v += beta * get_element(addend, type, j * size_t(c_layout.leading) + i);
-                        if (description.epilogue == CUBLASLT_EPILOGUE_BIAS) v += get_element((const char*)description.bias, type, i);
+                        if (description.epilogue == CUBLASLT_EPILOGUE_BIAS)
+                            v += get_element((const char*)description.bias, type, i);
                         put_element(result, type, j * size_t(out_layout.leading) + i, v);
                     }
             }
@@ -222,13 +247,15 @@ struct Matmul {
 inline bool no_matmul_algorithm = false;  // set by a test: no product is supported
 }  // namespace emu
 
-// One answer, or NOT_SUPPORTED with none, as from cuBLASLt. It asks for all of the workspace that the preference allows, so that a caller
-// who then brings less is found.
-inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t d, cublasLtMatrixLayout_t a,
-                                                     cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t out,
+// One answer, or NOT_SUPPORTED with none, as from cuBLASLt. It asks for all of the workspace that the preference
+// allows, so that a caller who then brings less is found.
+inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t d,
+                                                     cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                                                     cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t out,
                                                      cublasLtMatmulPreference_t preference, int wanted,
                                                      cublasLtMatmulHeuristicResult_t* results, int* found) {
-    if (!handle || !d || !a || !b || !c || !out || !preference || wanted < 1 || !results || !found) return CUBLAS_STATUS_INVALID_VALUE;
+    if (!handle || !d || !a || !b || !c || !out || !preference || wanted < 1 || !results || !found)
+        return CUBLAS_STATUS_INVALID_VALUE;
     *found = 0;
     const cublasStatus_t s = emu::check_shapes(*d, *a, *b, *c, *out);
     if (s != CUBLAS_STATUS_SUCCESS) return s;
@@ -239,10 +266,12 @@ inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cu
 }
 
 inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t d, const void* alpha, const void* a,
-                                     cublasLtMatrixLayout_t a_layout, const void* b, cublasLtMatrixLayout_t b_layout, const void* beta,
-                                     const void* c, cublasLtMatrixLayout_t c_layout, void* out, cublasLtMatrixLayout_t out_layout,
-                                     const cublasLtMatmulAlgo_t* algo, void* workspace, size_t workspace_bytes, cudaStream_t stream) {
-    if (!handle || !d || !alpha || !a || !a_layout || !b || !b_layout || !beta || !c || !c_layout || !out || !out_layout)
+                                     cublasLtMatrixLayout_t a_layout, const void* b, cublasLtMatrixLayout_t b_layout,
+                                     const void* beta, const void* c, cublasLtMatrixLayout_t c_layout, void* out,
+                                     cublasLtMatrixLayout_t out_layout, const cublasLtMatmulAlgo_t* algo,
+                                     void* workspace, size_t workspace_bytes, cudaStream_t stream) {
+    if (!handle || !d || !alpha || !a || !a_layout || !b || !b_layout || !beta || !c || !c_layout || !out ||
+        !out_layout)
         return CUBLAS_STATUS_INVALID_VALUE;
     const cublasStatus_t s = emu::check_shapes(*d, *a_layout, *b_layout, *c_layout, *out_layout);
     if (s != CUBLAS_STATUS_SUCCESS) return s;
@@ -250,8 +279,17 @@ inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc
     if (uintptr_t(workspace) % 256) return CUBLAS_STATUS_INVALID_VALUE;
     emu::check_device_array("cublasLtMatmul, workspace", workspace, workspace_bytes);
 
-    const emu::Matmul matmul = {*d, *(const float*)alpha, *(const float*)beta, (const char*)a, (const char*)b, (const char*)c, (char*)out,
-                                *a_layout, *b_layout, *c_layout, *out_layout};
+    const emu::Matmul matmul = {*d,
+                                *(const float*)alpha,
+                                *(const float*)beta,
+                                (const char*)a,
+                                (const char*)b,
+                                (const char*)c,
+                                (char*)out,
+                                *a_layout,
+                                *b_layout,
+                                *c_layout,
+                                *out_layout};
     auto check = [](const char* what, const void* p, const emu::MatrixLayout& l) {
         emu::check_device_array(what, p, l.bytes());
         return uintptr_t(p) % 16 == 0;  // what the fast kernels of cuBLASLt need

@@ -1,26 +1,31 @@
-// cuda_on_cpu.h: runs CUDA kernels on the CPU, for tests on machines without a GPU. A plain g++ (C++17, Linux, x86-64 or arm64) includes it
-// where nvcc includes cuda_runtime.h and cuda_bf16.h; no CUDA toolkit is needed. Kernels are compiled as ordinary functions. Three files:
+// cuda_on_cpu.h: runs CUDA kernels on the CPU, for tests on machines without a GPU. A plain g++ (C++17, Linux, x86-64
+// or arm64) includes it where nvcc includes cuda_runtime.h and cuda_bf16.h; no CUDA toolkit is needed. Kernels are
+// compiled as ordinary functions. Three files:
 //   cuda_on_cpu_engine.h   memory, the fibers that are a block's threads, launches, streams
 //   cuda_on_cpu_check.h    the CHECK build's judge of every access
 //   cuda_on_cpu.h          the language, warp functions, bf16, tensor cores, asynchronous copies, the runtime API
 //
 // What every build finds
-//   - barriers that only some threads reach, wrong masks, shuffles from lanes that take no part, deadlock: the process ends with the
+//   - barriers that only some threads reach, wrong masks, shuffles from lanes that take no part, deadlock: the process
+//   ends with the
 //     kernel, block, thread and the source lines where the threads wait
-//   - by the results: the order of threads, blocks and streams is drawn from a seed (emu::seed), and some threads run as far ahead of the
-//     others as the barriers let them, which shows most missing barriers; shared and device memory start as NaN, and so does the destination
-//     of cp.async from the issue of the copy until its thread has waited for it; emu::unwritten counts the outputs that no kernel wrote;
-//     with emu::machine.run_late, streams run as late as the program's events and waits allow
-//   - writes past the end of an array (when the block or kernel ends), host pointers given to kernels, host code that touches device memory
-// What the CHECK build adds (compile with -g -O1 -fsanitize=thread, link without it): every race, every access outside of an array and
-// every read of what nothing wrote, at once, with kernel, block, thread and source line.
+//   - by the results: the order of threads, blocks and streams is drawn from a seed (emu::seed), and some threads run
+//   as far ahead of the
+//     others as the barriers let them, which shows most missing barriers; shared and device memory start as NaN, and so
+//     does the destination of cp.async from the issue of the copy until its thread has waited for it; emu::unwritten
+//     counts the outputs that no kernel wrote; with emu::machine.run_late, streams run as late as the program's events
+//     and waits allow
+//   - writes past the end of an array (when the block or kernel ends), host pointers given to kernels, host code that
+//   touches device memory
+// What the CHECK build adds (compile with -g -O1 -fsanitize=thread, link without it): every race, every access outside
+// of an array and every read of what nothing wrote, at once, with kernel, block, thread and source line.
 //
-// Stricter than the hardware, on purpose: masks name exactly the lanes that take part; no return before a barrier; one barrier or warp
-// function per source line (places are told apart by line); SHARED instead of __shared__; (float)x for a bf16 x; pointers to device memory
-// only, of which those inside a struct argument are not looked at.
-// Not modelled: graphs of more than one stream, warps in lockstep, memory orders weaker than the host's,
-// speed, registers, bank conflicts, one block waiting for another (hangs). Results agree with a GPU's
-// within tolerances, not bit for bit: expf is more exact than __expf, and a sum in mma has another order.
+// Stricter than the hardware, on purpose: masks name exactly the lanes that take part; no return before a barrier; one
+// barrier or warp function per source line (places are told apart by line); SHARED instead of __shared__; (float)x for
+// a bf16 x; pointers to device memory only, of which those inside a struct argument are not looked at. Not modelled:
+// graphs of more than one stream, warps in lockstep, memory orders weaker than the host's, speed, registers, bank
+// conflicts, one block waiting for another (hangs). Results agree with a GPU's within tolerances, not bit for bit: expf
+// is more exact than __expf, and a sum in mma has another order.
 #pragma once
 #include "cuda_on_cpu_engine.h"
 #include "cuda_on_cpu_check.h"
@@ -55,8 +60,13 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 // clang-format on
 
 // SHARED(float, sums, [32]); is __shared__ float sums[32];
-#define SHARED(T, name, dimensions) \
-    auto& name = *(T(*) dimensions)emu::shared_array([] { static char key; return &key; }(), sizeof(T dimensions), #name)
+#define SHARED(T, name, dimensions)                   \
+    auto& name = *(T(*) dimensions)emu::shared_array( \
+        [] {                                          \
+            static char key;                          \
+            return &key;                              \
+        }(),                                          \
+        sizeof(T dimensions), #name)
 
 // Hands out the launch's dynamic shared bytes in order, each piece aligned to 128 bytes. One per kernel.
 struct DynamicShared {
@@ -79,7 +89,8 @@ struct DynamicShared {
 namespace emu {
 EMU_ENGINE inline int lane() { return machine.current % 32; }
 
-EMU_ENGINE inline void sync_lanes(unsigned lanes, void**) {  // what __syncwarp does: only the CHECK build's clock notices
+EMU_ENGINE inline void sync_lanes(unsigned lanes,
+                                  void**) {  // what __syncwarp does: only the CHECK build's clock notices
     const int warp = machine.current / 32;
     const unsigned short number = ++machine.clock.warp_syncs[warp];
     for (unsigned rest = lanes; rest; rest &= rest - 1) {
@@ -97,8 +108,8 @@ struct Shuffle {
             Shuffle& mine = *(Shuffle*)arguments[l];
             if (!(lanes >> mine.source & 1)) {
                 const Site site = machine.threads[machine.current / 32 * 32 + l].site;
-                stop("lane %d shuffles from lane %d, which takes no part (mask %08x), at %s:%d", l, mine.source, lanes, site.file,
-                     site.line);
+                stop("lane %d shuffles from lane %d, which takes no part (mask %08x), at %s:%d", l, mine.source, lanes,
+                     site.file, site.line);
             }
             mine.out = ((Shuffle*)arguments[mine.source])->in;
         }
@@ -133,19 +144,34 @@ EMU_ENGINE inline unsigned vote(unsigned mask, bool predicate, const char* what,
 }
 
 struct Add {
-    template <class T> EMU_ENGINE static T of(T a, T b) { return a + b; }
+    template <class T>
+    EMU_ENGINE static T of(T a, T b) {
+        return a + b;
+    }
 };
 struct Min {
-    template <class T> EMU_ENGINE static T of(T a, T b) { return a < b ? a : b; }
+    template <class T>
+    EMU_ENGINE static T of(T a, T b) {
+        return a < b ? a : b;
+    }
 };
 struct Max {
-    template <class T> EMU_ENGINE static T of(T a, T b) { return a > b ? a : b; }
+    template <class T>
+    EMU_ENGINE static T of(T a, T b) {
+        return a > b ? a : b;
+    }
 };
 struct And {
-    template <class T> EMU_ENGINE static T of(T a, T b) { return a & b; }
+    template <class T>
+    EMU_ENGINE static T of(T a, T b) {
+        return a & b;
+    }
 };
 struct Or {
-    template <class T> EMU_ENGINE static T of(T a, T b) { return a | b; }
+    template <class T>
+    EMU_ENGINE static T of(T a, T b) {
+        return a | b;
+    }
 };
 template <class T, class Operation>
 struct Reduce {
@@ -167,7 +193,9 @@ EMU_ENGINE inline T reduce(unsigned mask, T value, const char* what, Site site) 
 }  // namespace emu
 
 inline void __syncthreads(EMU_SITE) { emu::barrier("__syncthreads", site); }
-inline void __syncwarp(unsigned mask = ~0u, EMU_SITE) { emu::warp_function(mask, emu::sync_lanes, nullptr, "__syncwarp", site); }
+inline void __syncwarp(unsigned mask = ~0u, EMU_SITE) {
+    emu::warp_function(mask, emu::sync_lanes, nullptr, "__syncwarp", site);
+}
 inline void __threadfence() { emu::machine.clock.block_fenced = true; }
 
 template <class T>
@@ -182,23 +210,33 @@ EMU_ENGINE inline T __shfl_xor_sync(unsigned mask, T value, int flip, int width 
 template <class T>
 EMU_ENGINE inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, EMU_SITE) {
     const int lane = emu::lane(), source = lane + int(delta);
-    return emu::shuffle(mask, value, (lane & (width - 1)) + int(delta) < width ? source : lane, "__shfl_down_sync", site);
+    return emu::shuffle(mask, value, (lane & (width - 1)) + int(delta) < width ? source : lane, "__shfl_down_sync",
+                        site);
 }
 template <class T>
 EMU_ENGINE inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, EMU_SITE) {
     const int lane = emu::lane(), source = lane - int(delta);
     return emu::shuffle(mask, value, (lane & (width - 1)) >= int(delta) ? source : lane, "__shfl_up_sync", site);
 }
-inline unsigned __ballot_sync(unsigned mask, int predicate, EMU_SITE) { return emu::vote(mask, predicate, "__ballot_sync", site); }
-inline int __any_sync(unsigned mask, int predicate, EMU_SITE) { return emu::vote(mask, predicate, "__any_sync", site) != 0; }
-inline int __all_sync(unsigned mask, int predicate, EMU_SITE) { return emu::vote(mask, predicate, "__all_sync", site) == mask; }
-template <class T> inline T __reduce_add_sync(unsigned mask, T value, EMU_SITE) {
+inline unsigned __ballot_sync(unsigned mask, int predicate, EMU_SITE) {
+    return emu::vote(mask, predicate, "__ballot_sync", site);
+}
+inline int __any_sync(unsigned mask, int predicate, EMU_SITE) {
+    return emu::vote(mask, predicate, "__any_sync", site) != 0;
+}
+inline int __all_sync(unsigned mask, int predicate, EMU_SITE) {
+    return emu::vote(mask, predicate, "__all_sync", site) == mask;
+}
+template <class T>
+inline T __reduce_add_sync(unsigned mask, T value, EMU_SITE) {
     return emu::reduce<emu::Add>(mask, value, "__reduce_add_sync", site);
 }
-template <class T> inline T __reduce_min_sync(unsigned mask, T value, EMU_SITE) {
+template <class T>
+inline T __reduce_min_sync(unsigned mask, T value, EMU_SITE) {
     return emu::reduce<emu::Min>(mask, value, "__reduce_min_sync", site);
 }
-template <class T> inline T __reduce_max_sync(unsigned mask, T value, EMU_SITE) {
+template <class T>
+inline T __reduce_max_sync(unsigned mask, T value, EMU_SITE) {
     return emu::reduce<emu::Max>(mask, value, "__reduce_max_sync", site);
 }
 inline unsigned __reduce_and_sync(unsigned mask, unsigned value, EMU_SITE) {
@@ -209,8 +247,8 @@ inline unsigned __reduce_or_sync(unsigned mask, unsigned value, EMU_SITE) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// bfloat16. The conversion to float is explicit, unlike CUDA's: there a * b of two bf16 is rounded to bf16 and double * bf16 is ambiguous,
-// so an implicit one here would accept kernels that mean something else, or nothing, under nvcc.
+// bfloat16. The conversion to float is explicit, unlike CUDA's: there a * b of two bf16 is rounded to bf16 and double *
+// bf16 is ambiguous, so an implicit one here would accept kernels that mean something else, or nothing, under nvcc.
 
 struct __nv_bfloat16 {
     unsigned short bits;
@@ -249,15 +287,34 @@ inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short u) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Loads and stores with a caching hint, atomics, arithmetic.
 
-template <class T> inline T __ldg(const T* p) { return *p; }
-template <class T> inline T __ldcs(const T* p) { return *p; }
-template <class T> inline T __ldcg(const T* p) { return *p; }
-template <class T> inline void __stcs(T* p, T value) { *p = value; }
-template <class T> inline void __stcg(T* p, T value) { *p = value; }
+template <class T>
+inline T __ldg(const T* p) {
+    return *p;
+}
+template <class T>
+inline T __ldcs(const T* p) {
+    return *p;
+}
+template <class T>
+inline T __ldcg(const T* p) {
+    return *p;
+}
+template <class T>
+inline void __stcs(T* p, T value) {
+    *p = value;
+}
+template <class T>
+inline void __stcg(T* p, T value) {
+    *p = value;
+}
 
 namespace emu {
-template <class T> struct Same { using type = T; };
-template <class T> using same = typename Same<T>::type;  // a parameter of this type takes no part in deduction
+template <class T>
+struct Same {
+    using type = T;
+};
+template <class T>
+using same = typename Same<T>::type;  // a parameter of this type takes no part in deduction
 
 template <class T, class Update>
 EMU_ENGINE EMU_NOINLINE inline T atomic_update(T* p, Update update) {
@@ -270,12 +327,18 @@ EMU_ENGINE EMU_NOINLINE inline T atomic_update(T* p, Update update) {
     return before;
 }
 }  // namespace emu
-template <class T> inline T atomicAdd(T* p, emu::same<T> v) { return emu::atomic_update(p, [v](T before) { return T(before + v); }); }
+template <class T>
+inline T atomicAdd(T* p, emu::same<T> v) {
+    return emu::atomic_update(p, [v](T before) { return T(before + v); });
+}
 template <class T>
 inline T atomicMax(T* p, emu::same<T> v) {
     return emu::atomic_update(p, [v](T before) { return before > v ? before : v; });
 }
-template <class T> inline T atomicOr(T* p, emu::same<T> v) { return emu::atomic_update(p, [v](T before) { return T(before | v); }); }
+template <class T>
+inline T atomicOr(T* p, emu::same<T> v) {
+    return emu::atomic_update(p, [v](T before) { return T(before | v); });
+}
 
 // Macros, because the C library's headers declare these names or may come to.
 #define __expf(x) expf(x)
@@ -296,16 +359,22 @@ inline float __int_as_float(int i) { return emu_bits_as<float>(i); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-template <class T> inline T min(T a, emu::same<T> b) { return a < b ? a : b; }
-template <class T> inline T max(T a, emu::same<T> b) { return a > b ? a : b; }
+template <class T>
+inline T min(T a, emu::same<T> b) {
+    return a < b ? a : b;
+}
+template <class T>
+inline T max(T a, emu::same<T> b) {
+    return a > b ? a : b;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensor cores and asynchronous copies: what cuda_common.cuh wraps PTX for, under the same names.
 
 namespace emu {
-// The PTX manual's fragments of m16n8k16 for 16-bit types: in lane 4 g + t, register r of a holds row g + 8 (r % 2), columns 2 t + 8 (r /
-// 2) and the next; of b rows 2 t + 8 r and the next, column g; elements r and r + 1 of c and d (r = 0, 2) are row g + 4 r, columns 2 t and
-// 2 t + 1.
+// The PTX manual's fragments of m16n8k16 for 16-bit types: in lane 4 g + t, register r of a holds row g + 8 (r % 2),
+// columns 2 t + 8 (r / 2) and the next; of b rows 2 t + 8 r and the next, column g; elements r and r + 1 of c and d (r
+// = 0, 2) are row g + 4 r, columns 2 t and 2 t + 1.
 struct Mma {
     float* d;
     const unsigned *a, *b;
@@ -345,8 +414,8 @@ struct Mma {
     }
 };
 
-// Lane l gives row l % 8 of 8 x 8 matrix l / 8 and receives, of each matrix, row l / 4, columns 2 (l % 4) and the next; transposed: of
-// column l / 4.
+// Lane l gives row l % 8 of 8 x 8 matrix l / 8 and receives, of each matrix, row l / 4, columns 2 (l % 4) and the next;
+// transposed: of column l / 4.
 template <int MATRICES, bool TRANSPOSED>
 struct LoadMatrix {
     alignas(16) unsigned short row[8];
@@ -385,7 +454,8 @@ EMU_ENGINE EMU_NOINLINE inline void load_matrix(unsigned (&r)[MATRICES], const v
 }  // namespace emu
 
 // d = a b + c; a 16 x 16 and b 16 x 8 in bf16, c and d 16 x 8 in fp32.
-EMU_ENGINE inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4], EMU_SITE) {
+EMU_ENGINE inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4],
+                                    EMU_SITE) {
     emu::Mma m = {d, a, b, c};
     emu::warp_function(~0u, emu::Mma::run, &m, "mma_m16n8k16", site);
 }
@@ -398,7 +468,8 @@ inline void ldmatrix_x2_trans(unsigned (&r)[2], const void* row, EMU_SITE) { emu
 EMU_ENGINE EMU_NOINLINE inline void cp_async_16(void* dst, const void* src, bool valid = true, EMU_SITE) {
     emu::Thread& t = emu::machine.threads[emu::machine.current];
     emu::check_shared(dst, "cp.async", site);
-    if (uintptr_t(src) % 16) emu::stop("cp.async: the source address is not a multiple of 16, at %s:%d", site.file, site.line);
+    if (uintptr_t(src) % 16)
+        emu::stop("cp.async: the source address is not a multiple of 16, at %s:%d", site.file, site.line);
     if (t.copies.size() == emu::MAX_COPIES) emu::stop("more than %d cp.async of one thread under way", emu::MAX_COPIES);
     EMU_ACCESS(dst, 16, WRITE);
     emu::set_known(dst, 16, emu::UNWRITTEN);
@@ -427,8 +498,8 @@ inline float exp2_approx(float x) { return exp2f(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The runtime API. A call that could not mean anything on a GPU ends the process like a kernel's fault; what a program must be able to
-// handle (out of memory, not ready) is returned.
+// The runtime API. A call that could not mean anything on a GPU ends the process like a kernel's fault; what a program
+// must be able to handle (out of memory, not ready) is returned.
 
 enum cudaError_t {
     cudaSuccess = 0,
@@ -447,14 +518,27 @@ enum cudaError_t {
     cudaErrorStreamCaptureUnsupported = 900,
     cudaErrorStreamCaptureInvalidated = 901
 };
-enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice, cudaMemcpyDefault };
-enum { cudaStreamDefault = 0, cudaStreamNonBlocking = 1, cudaEventDefault = 0, cudaEventDisableTiming = 2, cudaHostAllocDefault = 0 };
+enum cudaMemcpyKind {
+    cudaMemcpyHostToHost,
+    cudaMemcpyHostToDevice,
+    cudaMemcpyDeviceToHost,
+    cudaMemcpyDeviceToDevice,
+    cudaMemcpyDefault
+};
+enum {
+    cudaStreamDefault = 0,
+    cudaStreamNonBlocking = 1,
+    cudaEventDefault = 0,
+    cudaEventDisableTiming = 2,
+    cudaHostAllocDefault = 0
+};
 
 using cudaStream_t = emu::Stream*;
 struct cudaDeviceProp {
     char name[256] = "cuda_on_cpu";
     size_t totalGlobalMem = emu::machine.device_bytes, sharedMemPerBlockOptin = emu::MAX_SHARED;
-    int major = 9, minor = 0, multiProcessorCount = 4, maxThreadsPerMultiProcessor = 2048, warpSize = 32, l2CacheSize = 1 << 20;
+    int major = 9, minor = 0, multiProcessorCount = 4, maxThreadsPerMultiProcessor = 2048, warpSize = 32,
+        l2CacheSize = 1 << 20;
 };
 
 namespace emu {
@@ -544,7 +628,9 @@ inline cudaError_t cudaHostAlloc(T** p, size_t bytes, unsigned) {
     return cudaSuccess;
 }
 template <class T>
-inline cudaError_t cudaMallocHost(T** p, size_t bytes) { return cudaHostAlloc(p, bytes, cudaHostAllocDefault); }
+inline cudaError_t cudaMallocHost(T** p, size_t bytes) {
+    return cudaHostAlloc(p, bytes, cudaHostAllocDefault);
+}
 inline cudaError_t cudaFreeHost(void* p) {
     if (emu::any_refuses()) return emu::capture_error();
     if (p && emu::is_device(p)) emu::stop("cudaFreeHost of device memory");
@@ -566,7 +652,8 @@ EMU_ENGINE inline void set_now(void* p, int value, size_t bytes) {
     memset(p, value, bytes);
 }
 }  // namespace emu
-inline cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream = nullptr) {
+inline cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind,
+                                   cudaStream_t stream = nullptr) {
     const bool to = emu::is_device(dst), from = emu::is_device(src);
     const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
     const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
@@ -596,7 +683,9 @@ inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
     emu::machine.streams.push_back(*stream = new emu::Stream);
     return cudaSuccess;
 }
-inline cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, cudaStreamDefault); }
+inline cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+    return cudaStreamCreateWithFlags(stream, cudaStreamDefault);
+}
 inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     emu::Stream* s = emu::stream_or_default(stream);
     if (emu::refuses(s, true)) return emu::capture_error();
@@ -642,11 +731,16 @@ inline Event* live_event(Event* e, const char* what) {
 }
 }  // namespace emu
 using cudaEvent_t = emu::Event*;
-inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return *event = new emu::Event, cudaSuccess; }
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+    return *event = new emu::Event, cudaSuccess;
+}
 inline cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
-inline cudaError_t cudaEventDestroy(cudaEvent_t event) { return emu::live_event(event, "cudaEventDestroy")->destroyed = true, cudaSuccess; }
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    return emu::live_event(event, "cudaEventDestroy")->destroyed = true, cudaSuccess;
+}
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr) {
-    if (emu::stream_or_default(stream)->capture) emu::stop("cudaEventRecord in a capture: cuda_on_cpu has graphs of one stream only");
+    if (emu::stream_or_default(stream)->capture)
+        emu::stop("cudaEventRecord in a capture: cuda_on_cpu has graphs of one stream only");
     emu::live_event(event, "cudaEventRecord")->stream = emu::stream_or_default(stream);
     event->upto = event->stream->sent + 1;
     emu::enqueue(stream, [event] {
@@ -671,9 +765,11 @@ inline cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, 
     *milliseconds = float(end->milliseconds - start->milliseconds);
     return cudaSuccess;
 }
-// The event as it is recorded now: a later record does not count, and one that was never recorded is no wait at all, as in CUDA.
+// The event as it is recorded now: a later record does not count, and one that was never recorded is no wait at all, as
+// in CUDA.
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = 0) {
-    if (emu::stream_or_default(stream)->capture) emu::stop("cudaStreamWaitEvent in a capture: cuda_on_cpu has graphs of one stream only");
+    if (emu::stream_or_default(stream)->capture)
+        emu::stop("cudaStreamWaitEvent in a capture: cuda_on_cpu has graphs of one stream only");
     emu::Stream* from = emu::live_event(event, "cudaStreamWaitEvent")->stream;
     const long upto = event->upto;
     if (from) emu::enqueue(stream, [=] { emu::run_until(from, upto); });
@@ -683,9 +779,14 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
 // ---- graphs of one stream. While it captures, what it is given is kept instead of run: kernels
 // with copies of their arguments, copies and memsets with their addresses, cuBLASLt's and NCCL's
 // calls. What lies in memory is read at the replay, which is one piece of its stream's work.
-enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeThreadLocal = 1, cudaStreamCaptureModeRelaxed = 2 };
+enum cudaStreamCaptureMode {
+    cudaStreamCaptureModeGlobal = 0,
+    cudaStreamCaptureModeThreadLocal = 1,
+    cudaStreamCaptureModeRelaxed = 2
+};
 using cudaGraph_t = emu::Graph*;
-using cudaGraphExec_t = std::shared_ptr<const emu::Graph>*;  // queued replays share it, so that it can be destroyed meanwhile
+using cudaGraphExec_t =
+    std::shared_ptr<const emu::Graph>*;  // queued replays share it, so that it can be destroyed meanwhile
 
 inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
     if (!stream) return emu::error(cudaErrorStreamCaptureUnsupported);

@@ -1,5 +1,6 @@
-// json.h: a strict JSON reader (RFC 8259) and string quoting, for vocabularies, model configs, safetensors headers and JSON lines.
-// Nothing beyond the standard is accepted: no comments, no trailing commas, no NaN, no duplicate keys, no invalid UTF-8.
+// json.h: a strict JSON reader (RFC 8259) and string quoting, for vocabularies, model configs, safetensors headers and
+// JSON lines. Nothing beyond the standard is accepted: no comments, no trailing commas, no NaN, no duplicate keys, no
+// invalid UTF-8.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -27,7 +28,8 @@ inline void utf8_append(std::string& out, uint32_t code) {
     }
 }
 
-// The bytes as a JSON string with its quotes. A byte that is no part of valid UTF-8 becomes U+FFFD, so the result is always valid JSON.
+// The bytes as a JSON string with its quotes. A byte that is no part of valid UTF-8 becomes U+FFFD, so the result is
+// always valid JSON.
 inline std::string json_quote(const std::string& utf8) {
     std::string out = "\"";
     for (size_t i = 0; i < utf8.size();) {
@@ -47,20 +49,21 @@ inline std::string json_quote(const std::string& utf8) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A parsed value. `where` in the accessors is the beginning of the error's sentence: the file, and what of it is being read.
+// A parsed value. `where` in the accessors is the beginning of the error's sentence: the file, and what of it is being
+// read.
 
 struct Json {
     enum Kind { Null, Bool, Number, String, Array, Object };
 
     Kind kind = Null;
-    bool is_true = false;            // of a Bool
-    bool is_integer = false;         // a Number written without fraction and exponent that fits an int64
-    double number_value = 0;         // of a Number
-    int64_t integer_value = 0;       // of a Number with is_integer
-    std::string text;                // of a String, UTF-8
-    std::vector<Json> items;         // of an Array; of an Object, the values in the order of the file
-    std::vector<std::string> keys;   // of an Object: keys[i] is the key of items[i]
-    uint64_t offset = 0;             // byte of the file where the value begins
+    bool is_true = false;           // of a Bool
+    bool is_integer = false;        // a Number written without fraction and exponent that fits an int64
+    double number_value = 0;        // of a Number
+    int64_t integer_value = 0;      // of a Number with is_integer
+    std::string text;               // of a String, UTF-8
+    std::vector<Json> items;        // of an Array; of an Object, the values in the order of the file
+    std::vector<std::string> keys;  // of an Object: keys[i] is the key of items[i]
+    uint64_t offset = 0;            // byte of the file where the value begins
 
     static const char* name(Kind kind) {
         static const char* const names[] = {"null", "true or false", "a number", "a string", "an array", "an object"};
@@ -77,7 +80,9 @@ struct Json {
     const Json& get(const std::string& key, const std::string& where) const {
         require(Object, where);
         const Json* value = find(key);
-        if (!value) fail("%s: byte %llu: the object has no key %s", where.c_str(), (unsigned long long)offset, json_quote(key).c_str());
+        if (!value)
+            fail("%s: byte %llu: the object has no key %s", where.c_str(), (unsigned long long)offset,
+                 json_quote(key).c_str());
         return *value;
     }
 
@@ -85,7 +90,8 @@ struct Json {
     int64_t integer(const std::string& where) const {
         require(Number, where);
         if (!is_integer)
-            fail("%s: byte %llu: found %.17g, expected a whole number of 64 bits", where.c_str(), (unsigned long long)offset, number_value);
+            fail("%s: byte %llu: found %.17g, expected a whole number of 64 bits", where.c_str(),
+                 (unsigned long long)offset, number_value);
         return integer_value;
     }
     double number(const std::string& where) const { return require(Number, where).number_value; }
@@ -94,17 +100,26 @@ struct Json {
     const std::vector<Json>& array(const std::string& where) const { return require(Array, where).items; }
 
     // The same of an object's key.
-    int64_t integer(const std::string& key, const std::string& where) const { return get(key, where).integer(where + ": " + key); }
-    double number(const std::string& key, const std::string& where) const { return get(key, where).number(where + ": " + key); }
-    bool boolean(const std::string& key, const std::string& where) const { return get(key, where).boolean(where + ": " + key); }
-    const std::string& string(const std::string& key, const std::string& where) const { return get(key, where).string(where + ": " + key); }
+    int64_t integer(const std::string& key, const std::string& where) const {
+        return get(key, where).integer(where + ": " + key);
+    }
+    double number(const std::string& key, const std::string& where) const {
+        return get(key, where).number(where + ": " + key);
+    }
+    bool boolean(const std::string& key, const std::string& where) const {
+        return get(key, where).boolean(where + ": " + key);
+    }
+    const std::string& string(const std::string& key, const std::string& where) const {
+        return get(key, where).string(where + ": " + key);
+    }
     const std::vector<Json>& array(const std::string& key, const std::string& where) const {
         return get(key, where).array(where + ": " + key);
     }
 
     const Json& require(Kind wanted, const std::string& where) const {
         if (kind != wanted)
-            fail("%s: byte %llu: found %s, expected %s", where.c_str(), (unsigned long long)offset, name(kind), name(wanted));
+            fail("%s: byte %llu: found %s, expected %s", where.c_str(), (unsigned long long)offset, name(kind),
+                 name(wanted));
         return *this;
     }
 };
@@ -113,7 +128,8 @@ struct Json {
 // The parser: recursive descent, one function per rule of the grammar.
 
 struct JsonParser {
-    static constexpr int max_depth = 100;  // of arrays and objects in each other, so that a hostile file cannot exhaust the stack
+    static constexpr int max_depth =
+        100;  // of arrays and objects in each other, so that a hostile file cannot exhaust the stack
     // in one text, so that "[0,0,0 ..." cannot fill the memory: a value takes 50 times its two bytes
     static constexpr size_t max_values = 1 << 20;
 
@@ -135,14 +151,15 @@ struct JsonParser {
             const unsigned char c = static_cast<unsigned char>(bytes[at]);
             found = c > 0x20 && c < 0x7F ? format_text("'%c'", c) : format_text("byte 0x%02x", c);
         }
-        fail("%s: byte %llu: not valid JSON: found %s, expected %s", where.c_str(), (unsigned long long)(first_byte + at), found.c_str(),
-             expected);
+        fail("%s: byte %llu: not valid JSON: found %s, expected %s", where.c_str(),
+             (unsigned long long)(first_byte + at), found.c_str(), expected);
     }
 
     int peek() const { return at < bytes.size() ? static_cast<unsigned char>(bytes[at]) : -1; }
 
     void skip_space() {
-        while (at < bytes.size() && (bytes[at] == ' ' || bytes[at] == '\t' || bytes[at] == '\n' || bytes[at] == '\r')) at++;
+        while (at < bytes.size() && (bytes[at] == ' ' || bytes[at] == '\t' || bytes[at] == '\n' || bytes[at] == '\r'))
+            at++;
     }
 
     Json parse_value(int depth) {
@@ -150,11 +167,13 @@ struct JsonParser {
         Json value;
         value.offset = first_byte + at;
         if (++values > max_values)
-            fail("%s: byte %llu: JSON of more than %zu values", where.c_str(), (unsigned long long)value.offset, max_values);
+            fail("%s: byte %llu: JSON of more than %zu values", where.c_str(), (unsigned long long)value.offset,
+                 max_values);
         const int c = peek();
         if (c == '{' || c == '[') {
             if (depth == max_depth)
-                fail("%s: byte %llu: JSON nested deeper than %d levels", where.c_str(), (unsigned long long)(first_byte + at), max_depth);
+                fail("%s: byte %llu: JSON nested deeper than %d levels", where.c_str(),
+                     (unsigned long long)(first_byte + at), max_depth);
             if (c == '{') parse_object(value, depth + 1);
             else parse_array(value, depth + 1);
         } else if (c == '"') {
@@ -237,7 +256,8 @@ struct JsonParser {
                 at++;
                 return out;
             }
-            if (peek() != '\\') error(at < bytes.size() ? "an escape such as \\n in place of a control character" : "'\"'");
+            if (peek() != '\\')
+                error(at < bytes.size() ? "an escape such as \\n in place of a control character" : "'\"'");
             at++;
             parse_escape(out);
         }
@@ -256,14 +276,15 @@ struct JsonParser {
             case 'u': {
                 const size_t escape = at++ - 1;  // the backslash
                 uint32_t code = parse_hex4();
-                if (code >= 0xD800 && code <= 0xDBFF && bytes.compare(at, 2, "\\u") == 0) {  // the first half of a surrogate pair
+                if (code >= 0xD800 && code <= 0xDBFF &&
+                    bytes.compare(at, 2, "\\u") == 0) {  // the first half of a surrogate pair
                     at += 2;
                     const uint32_t low = parse_hex4();
                     code = low >= 0xDC00 && low <= 0xDFFF ? 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00) : 0xD800;
                 }
                 if (code >= 0xD800 && code <= 0xDFFF)
-                    fail("%s: byte %llu: not valid JSON: an escape that is only half of a surrogate pair", where.c_str(),
-                         (unsigned long long)(first_byte + escape));
+                    fail("%s: byte %llu: not valid JSON: an escape that is only half of a surrogate pair",
+                         where.c_str(), (unsigned long long)(first_byte + escape));
                 utf8_append(out, code);
                 return;
             }
@@ -312,7 +333,8 @@ struct JsonParser {
         value.kind = Json::Number;
         value.number_value = std::strtod(digits.c_str(), nullptr);
         if (std::isinf(value.number_value))
-            fail("%s: byte %llu: the number is beyond a double's range", where.c_str(), (unsigned long long)value.offset);
+            fail("%s: byte %llu: the number is beyond a double's range", where.c_str(),
+                 (unsigned long long)value.offset);
         errno = 0;
         value.integer_value = whole ? std::strtoll(digits.c_str(), nullptr, 10) : 0;
         value.is_integer = whole && errno == 0;
@@ -320,7 +342,8 @@ struct JsonParser {
     }
 };
 
-// The one value that `text` holds. An error names `where` (the file, perhaps the line) and the byte, counted from `first_byte` on.
+// The one value that `text` holds. An error names `where` (the file, perhaps the line) and the byte, counted from
+// `first_byte` on.
 inline Json parse_json(const std::string& text, const std::string& where, uint64_t first_byte = 0) {
     return JsonParser{text, where, first_byte}.parse();
 }

@@ -2,12 +2,14 @@
 // recognised as whole, chosen and removed. What lies in the files is not known here.
 //
 // A checkpoint is RUN/step_00001000/. It grows as RUN/step_00001000.writing/: every file is written and synced, then
-// manifest.json with each file's size and checksum, then the folder is synced, renamed, and RUN synced. So a folder that has the
-// final name was whole when it got it; whether it still is, after a torn disk or a stray hand, verify_checkpoint() tells from the
-// manifest. Several ranks write into the same .writing folder of a shared file system and hand rank 0 the records of their files:
+// manifest.json with each file's size and checksum, then the folder is synced, renamed, and RUN synced. So a folder
+// that has the final name was whole when it got it; whether it still is, after a torn disk or a stray hand,
+// verify_checkpoint() tells from the manifest. Several ranks write into the same .writing folder of a shared file
+// system and hand rank 0 the records of their files:
 //     rank 0:      begin_checkpoint(run, step)                          then a barrier
 //     every rank:  records.push_back(write_safetensors(checkpoint_writing(run, step) + "/...", ...))
-//     rank 0:      commit_checkpoint(run, step, all ranks' records, state), or abandon_checkpoint() when one of them failed
+//     rank 0:      commit_checkpoint(run, step, all ranks' records, state), or abandon_checkpoint() when one of them
+//     failed
 // Removal takes the opposite way: RUN/step_00001000.removing/, RUN synced, and only then the files.
 #pragma once
 #include <atomic>
@@ -22,7 +24,8 @@
 #include "safetensors.h"
 #include "util.h"
 
-using Complain = std::function<void(const std::string&)>;  // takes one line about something that went wrong and is survived
+using Complain =
+    std::function<void(const std::string&)>;  // takes one line about something that went wrong and is survived
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Names.
@@ -30,7 +33,9 @@ using Complain = std::function<void(const std::string&)>;  // takes one line abo
 inline std::string checkpoint_folder(const std::string& run, int64_t step) {
     return format_text("%s/step_%08lld", run.c_str(), (long long)step);
 }
-inline std::string checkpoint_writing(const std::string& run, int64_t step) { return checkpoint_folder(run, step) + ".writing"; }
+inline std::string checkpoint_writing(const std::string& run, int64_t step) {
+    return checkpoint_folder(run, step) + ".writing";
+}
 
 // The step in a folder's name (without its path) that ends in `suffix`; -1 for any other name.
 inline int64_t step_of_name(const std::string& name, const std::string& suffix = "") {
@@ -67,7 +72,8 @@ inline std::vector<int64_t> checkpoint_steps(const std::string& run) {
     return steps;
 }
 
-// Removes a file, or a folder with all that is in it; a link is removed, not what it leads to. What is not there is removed already.
+// Removes a file, or a folder with all that is in it; a link is removed, not what it leads to. What is not there is
+// removed already.
 inline void remove_tree(const std::string& path) {
     struct stat s;
     if (lstat(path.c_str(), &s) != 0) {
@@ -77,7 +83,8 @@ inline void remove_tree(const std::string& path) {
     const bool is_folder = S_ISDIR(s.st_mode);
     if (is_folder)
         for (const std::string& name : folder_entries(path)) remove_tree(path + "/" + name);
-    if ((is_folder ? rmdir(path.c_str()) : unlink(path.c_str())) != 0) fail("cannot remove %s: %s", path.c_str(), std::strerror(errno));
+    if ((is_folder ? rmdir(path.c_str()) : unlink(path.c_str())) != 0)
+        fail("cannot remove %s: %s", path.c_str(), std::strerror(errno));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -107,15 +114,17 @@ inline std::string manifest_ending(const std::string& before) {
 inline bool is_checkpoint_file_name(const std::string& name) {
     if (name.empty() || name.size() > 100 || name[0] == '.' || name == "manifest.json") return false;
     return std::all_of(name.begin(), name.end(), [](char c) {
-        return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '_' || c == '-';
+        return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '_' ||
+               c == '-';
     });
 }
 
 inline std::string manifest_text(int64_t step, const std::vector<FileRecord>& files, const std::string& state_json) {
-    std::string text = format_text("{\"format\": %lld,\n \"step\": %lld,\n \"files\": [", (long long)MANIFEST_FORMAT, (long long)step);
+    std::string text =
+        format_text("{\"format\": %lld,\n \"step\": %lld,\n \"files\": [", (long long)MANIFEST_FORMAT, (long long)step);
     for (size_t i = 0; i < files.size(); i++)
-        text += format_text("%s\n  {\"name\": %s, \"size\": %llu, \"crc32c\": \"%08x\"}", i ? "," : "", json_quote(files[i].name).c_str(),
-                            (unsigned long long)files[i].size, files[i].crc32c);
+        text += format_text("%s\n  {\"name\": %s, \"size\": %llu, \"crc32c\": \"%08x\"}", i ? "," : "",
+                            json_quote(files[i].name).c_str(), (unsigned long long)files[i].size, files[i].crc32c);
     text += "],\n \"state\": " + state_json;
     return text + manifest_ending(text);
 }
@@ -124,13 +133,13 @@ inline Manifest parse_manifest(const std::string& text, const std::string& path)
     const std::string before = text.substr(0, text.size() - std::min(text.size(), manifest_ending("").size())),
                       ending = manifest_ending(before);
     if (text != before + ending)
-        fail("%s: byte %zu: found no %s at the end, which is the checksum of the bytes before: the file is damaged", path.c_str(),
-             before.size(), ending.substr(3, ending.size() - 5).c_str());
+        fail("%s: byte %zu: found no %s at the end, which is the checksum of the bytes before: the file is damaged",
+             path.c_str(), before.size(), ending.substr(3, ending.size() - 5).c_str());
     const Json root = parse_json(text, path);
     const int64_t format = root.integer("format", path);
     if (format != MANIFEST_FORMAT)
-        fail("%s: format: found %lld, expected %lld: it was written by another version of the program", path.c_str(), (long long)format,
-             (long long)MANIFEST_FORMAT);
+        fail("%s: format: found %lld, expected %lld: it was written by another version of the program", path.c_str(),
+             (long long)format, (long long)MANIFEST_FORMAT);
     Manifest manifest;
     manifest.path = path;
     manifest.step = root.integer("step", path);
@@ -141,8 +150,8 @@ inline Manifest parse_manifest(const std::string& text, const std::string& path)
         FileRecord file;
         file.name = entry.string("name", where);
         if (!is_checkpoint_file_name(file.name))
-            fail("%s: name: found %s, expected up to 100 letters, digits and . _ - that name a file of this folder", where.c_str(),
-                 json_quote(file.name).c_str());
+            fail("%s: name: found %s, expected up to 100 letters, digits and . _ - that name a file of this folder",
+                 where.c_str(), json_quote(file.name).c_str());
         if (!names.insert(file.name).second) fail("%s: name: %s is there twice", where.c_str(), file.name.c_str());
         const int64_t size = entry.integer("size", where);
         if (size < 0) fail("%s: size: found %lld, expected a number of bytes", where.c_str(), (long long)size);
@@ -163,7 +172,8 @@ inline Manifest parse_manifest(const std::string& text, const std::string& path)
 
 inline Manifest read_manifest(const std::string& folder) {
     const std::string path = folder + "/manifest.json";
-    if (::access(path.c_str(), R_OK) != 0) errno == ENOENT ? fail("%s is missing", path.c_str()) : fail_to_read(path, errno);
+    if (::access(path.c_str(), R_OK) != 0)
+        errno == ENOENT ? fail("%s is missing", path.c_str()) : fail_to_read(path, errno);
     return parse_manifest(read_file(path), path);
 }
 
@@ -180,19 +190,23 @@ inline std::string begin_checkpoint(const std::string& run, int64_t step) {
     return writing;
 }
 
-// Makes the files that were written into checkpoint_writing(run, step) a checkpoint: from the return on it is durable under the returned
-// name, checkpoint_folder(run, step). A folder that has this name already gives way: a step is written again when its checkpoint was found
-// damaged and the run resumed from the one before. state_json: a JSON object.
+// Makes the files that were written into checkpoint_writing(run, step) a checkpoint: from the return on it is durable
+// under the returned name, checkpoint_folder(run, step). A folder that has this name already gives way: a step is
+// written again when its checkpoint was found damaged and the run resumed from the one before. state_json: a JSON
+// object.
 inline std::string commit_checkpoint(const std::string& run, int64_t step, const std::vector<FileRecord>& files,
                                      const std::string& state_json) {
-    const std::string folder = checkpoint_folder(run, step), writing = checkpoint_writing(run, step), removing = folder + ".removing";
+    const std::string folder = checkpoint_folder(run, step), writing = checkpoint_writing(run, step),
+                      removing = folder + ".removing";
     const std::string manifest = writing + "/manifest.json", text = manifest_text(step, files, state_json);
     parse_manifest(text, manifest);  // what no reader would take is not written
     for (const FileRecord& file : files) {
         const std::string path = writing + "/" + file.name;
-        if (!file_exists(path)) fail("%s was written and is not there: all ranks have to see the same folder", path.c_str());
+        if (!file_exists(path))
+            fail("%s was written and is not there: all ranks have to see the same folder", path.c_str());
         if (file_size(path) != file.size)
-            fail("%s has %llu bytes, %llu were written", path.c_str(), (unsigned long long)file_size(path), (unsigned long long)file.size);
+            fail("%s has %llu bytes, %llu were written", path.c_str(), (unsigned long long)file_size(path),
+                 (unsigned long long)file.size);
     }
     write_text_file(manifest, text);
     sync_folder(writing);
@@ -275,11 +289,13 @@ inline void verify_file(const std::string& folder, const FileRecord& expected) {
     const std::string path = folder + "/" + expected.name;
     struct stat s;
     if (lstat(path.c_str(), &s) != 0)
-        errno == ENOENT ? fail("%s: the file is missing, the manifest expects %llu bytes", path.c_str(), (unsigned long long)expected.size)
+        errno == ENOENT ? fail("%s: the file is missing, the manifest expects %llu bytes", path.c_str(),
+                               (unsigned long long)expected.size)
                         : fail_to_read(path, errno);
     if (!S_ISREG(s.st_mode)) fail("%s is no regular file", path.c_str());
     if (uint64_t(s.st_size) != expected.size)
-        fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)s.st_size, (unsigned long long)expected.size);
+        fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)s.st_size,
+             (unsigned long long)expected.size);
     const int fd = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0) fail_to_read(path, errno);
     const auto close_file = [](const int* open_fd) { ::close(*open_fd); };
@@ -296,16 +312,20 @@ inline void verify_file(const std::string& folder, const FileRecord& expected) {
         size += uint64_t(n);
     }
     if (size != expected.size)
-        fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)size, (unsigned long long)expected.size);
-    if (crc != expected.crc32c) fail("%s has checksum %08x, the manifest says %08x", path.c_str(), crc, expected.crc32c);
+        fail("%s has %llu bytes, the manifest says %llu", path.c_str(), (unsigned long long)size,
+             (unsigned long long)expected.size);
+    if (crc != expected.crc32c)
+        fail("%s has checksum %08x, the manifest says %08x", path.c_str(), crc, expected.crc32c);
 }
 
-// Reads every file of a checkpoint; returns when all are as the manifest says, else throws one line about the first that is not.
+// Reads every file of a checkpoint; returns when all are as the manifest says, else throws one line about the first
+// that is not.
 inline Manifest verify_checkpoint(const std::string& folder) {
     Manifest manifest = read_manifest(folder);
     const int64_t named = step_of_name(folder.substr(folder.rfind('/') + 1));
     if (named >= 0 && named != manifest.step)
-        fail("%s: step: found %lld, the folder's name says %lld", manifest.path.c_str(), (long long)manifest.step, (long long)named);
+        fail("%s: step: found %lld, the folder's name says %lld", manifest.path.c_str(), (long long)manifest.step,
+             (long long)named);
     for (const FileRecord& file : manifest.files) verify_file(folder, file);
     return manifest;
 }
@@ -320,7 +340,8 @@ inline std::string newest_intact_checkpoint(const std::string& run, const Compla
             verify_checkpoint(folder);
             return folder;
         } catch (const Unreadable& e) {  // it may well be whole: from the one before a run would write over it
-            fail("%s; make it readable, or move %s away to go on from the checkpoint before it", e.what(), folder.c_str());
+            fail("%s; make it readable, or move %s away to go on from the checkpoint before it", e.what(),
+                 folder.c_str());
         } catch (const Error& e) {
             complain(format_text("%s is damaged: %s; %s", folder.c_str(), e.what(),
                                  i + 1 < steps.size() ? "taking the one before" : "there is none before it"));
@@ -332,7 +353,8 @@ inline std::string newest_intact_checkpoint(const std::string& run, const Compla
 // ---------------------------------------------------------------------------------------------------------------------
 // Removing.
 
-// Removes the folders that are no longer, or not yet, checkpoints: a folder gets the name first, which must be durable before its files go.
+// Removes the folders that are no longer, or not yet, checkpoints: a folder gets the name first, which must be durable
+// before its files go.
 inline void remove_renamed(const std::string& run, const std::vector<std::string>& names, const Complain& complain) {
     for (const std::string& name : names) {
         try {
@@ -343,8 +365,8 @@ inline void remove_renamed(const std::string& run, const std::vector<std::string
     }
 }
 
-// Keeps the `keep` newest checkpoints (0: all) and those whose step is a multiple of keep_every (0: no others); and, should all of these be
-// damaged, the newest that is intact. What cannot be removed is a complaint.
+// Keeps the `keep` newest checkpoints (0: all) and those whose step is a multiple of keep_every (0: no others); and,
+// should all of these be damaged, the newest that is intact. What cannot be removed is a complaint.
 inline void remove_old_checkpoints(const std::string& run, int64_t keep, int64_t keep_every, const Complain& complain) {
     if (keep <= 0) return;
     try {
@@ -356,7 +378,8 @@ inline void remove_old_checkpoints(const std::string& run, int64_t keep, int64_t
         const std::string intact = newest_intact_checkpoint(run, complain);
         std::vector<std::string> removing;
         for (int64_t step : old) {
-            const std::string folder = checkpoint_folder(run, step), name = folder.substr(folder.rfind('/') + 1) + ".removing";
+            const std::string folder = checkpoint_folder(run, step),
+                              name = folder.substr(folder.rfind('/') + 1) + ".removing";
             if (folder == intact) continue;
             try {
                 remove_tree(run + "/" + name);  // left by a removal that failed

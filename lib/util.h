@@ -1,4 +1,5 @@
-// util.h: what every other file leans on. UTF-8, errors that end in one line, the counter-based random numbers, files and globs.
+// util.h: what every other file leans on. UTF-8, errors that end in one line, the counter-based random numbers, files
+// and globs.
 #pragma once
 #include <algorithm>
 #include <cerrno>
@@ -64,12 +65,14 @@ inline std::string printable(const std::string& text) {
         }
         uint32_t code = 0;
         const int length = utf8_decode(text.data() + i, text.size() - i, &code);
-        const bool hidden = code < 0x20 || (code >= 0x7F && code < 0xA0) || code == 0xFEFF || (code >= 0x200B && code <= 0x200F) ||
-                            (code >= 0x2028 && code <= 0x202E) || (code >= 0x2060 && code <= 0x206F);
+        const bool hidden = code < 0x20 || (code >= 0x7F && code < 0xA0) || code == 0xFEFF ||
+                            (code >= 0x200B && code <= 0x200F) || (code >= 0x2028 && code <= 0x202E) ||
+                            (code >= 0x2060 && code <= 0x206F);
         const size_t end = i + size_t(length ? length : 1);
         for (; i < end; i++) {
             const unsigned char byte = static_cast<unsigned char>(text[i]);
-            if (length == 0 || hidden) out += "\\x", out += "0123456789abcdef"[byte >> 4], out += "0123456789abcdef"[byte & 15];
+            if (length == 0 || hidden)
+                out += "\\x", out += "0123456789abcdef"[byte >> 4], out += "0123456789abcdef"[byte & 15];
             else out += text[i];
         }
     }
@@ -126,14 +129,18 @@ __attribute__((format(printf, 1, 2))) inline std::string format_text(const char*
 }
 
 // Seconds of a clock that only goes forward.
-inline double seconds_now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+inline double seconds_now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 // Seconds since 1970, for logs.
-inline double unix_time() { return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count(); }
+inline double unix_time() {
+    return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Random numbers by counter: element i of stream s under a seed is a pure function of (seed, s, i), so weights, data order,
-// samples and rounding do not depend on the number of ranks or threads, and there is no state to save.
-// Philox 4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the generator of cuRAND too.
+// Random numbers by counter: element i of stream s under a seed is a pure function of (seed, s, i), so weights, data
+// order, samples and rounding do not depend on the number of ranks or threads, and there is no state to save. Philox
+// 4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the generator of cuRAND too.
 
 #ifdef __CUDACC__
 #define HOST_DEVICE __host__ __device__
@@ -160,7 +167,8 @@ HOST_DEVICE inline Philox philox4x32(uint64_t counter, uint64_t stream, uint64_t
     return {{c0, c1, c2, c3}};
 }
 
-// One stream number per use, so that no two uses ever share a random number. Stream = use + 2^32 * index (of the tensor, epoch ...).
+// One stream number per use, so that no two uses ever share a random number. Stream = use + 2^32 * index (of the
+// tensor, epoch ...).
 enum RandomUse : uint64_t {
     RANDOM_INIT = 1,
     RANDOM_SHUFFLE = 2,
@@ -187,8 +195,8 @@ inline uint64_t random_below(uint64_t n, uint64_t seed, uint64_t stream, uint64_
     return uint64_t((unsigned __int128)random_bits(seed, stream, counter) * n >> 64);
 }
 
-// Standard normal by Box-Muller. The logarithm and the cosine are written out in fused multiply-adds, which IEEE 754 defines to the
-// last bit, because libm's differ between machines: the same seed must give the same weights everywhere.
+// Standard normal by Box-Muller. The logarithm and the cosine are written out in fused multiply-adds, which IEEE 754
+// defines to the last bit, because libm's differ between machines: the same seed must give the same weights everywhere.
 inline double random_normal(uint64_t seed, uint64_t stream, uint64_t counter) {
     const Philox p = philox4x32(counter, stream, seed);
     const double u = double(((uint64_t(p.word[1]) << 32 | p.word[0]) >> 11) + 1) * 0x1p-53;  // (0, 1]
@@ -204,7 +212,8 @@ inline double random_normal(uint64_t seed, uint64_t stream, uint64_t counter) {
     const int quadrant = int(turn >> 51);
     const double f = std::fma(double(turn & ((1ull << 51) - 1)), 0x1p-51, -0.5) * 1.5707963267948966, f2 = f * f;
     double cosine = 1, sine = 1;
-    for (int k = 18; k >= 2; k -= 2) cosine = std::fma(cosine, -f2 / (k * (k - 1)), 1.0), sine = std::fma(sine, -f2 / (k * (k + 1)), 1.0);
+    for (int k = 18; k >= 2; k -= 2)
+        cosine = std::fma(cosine, -f2 / (k * (k - 1)), 1.0), sine = std::fma(sine, -f2 / (k * (k + 1)), 1.0);
     sine *= f;
     const double projection = quadrant == 0 ? cosine : quadrant == 1 ? -sine : quadrant == 2 ? -cosine : sine;
     return std::sqrt(-2 * log_u) * projection;
@@ -242,12 +251,14 @@ inline std::string read_file(const std::string& path) {
     return bytes;
 }
 
-// What the control groups of this process (cgroup v2: the limits of a container, of a Slurm job) leave of the machine: bytes of memory
-// that it can still have, file pages that the kernel would give back included, and processors. Infinity where nothing is limited.
+// What the control groups of this process (cgroup v2: the limits of a container, of a Slurm job) leave of the machine:
+// bytes of memory that it can still have, file pages that the kernel would give back included, and processors. Infinity
+// where nothing is limited.
 struct ResourceLimits {
     double bytes = std::numeric_limits<double>::infinity(), processors = std::numeric_limits<double>::infinity();
 };
-inline ResourceLimits cgroup_limits(const std::string& root = "/sys/fs/cgroup", const std::string& own_group = "/proc/self/cgroup") {
+inline ResourceLimits cgroup_limits(const std::string& root = "/sys/fs/cgroup",
+                                    const std::string& own_group = "/proc/self/cgroup") {
     ResourceLimits limits;
     std::ifstream groups(own_group);
     std::string group;
@@ -264,7 +275,8 @@ inline ResourceLimits cgroup_limits(const std::string& root = "/sys/fs/cgroup", 
                 if (key == "active_file" || key == "inactive_file") current -= value;
             limits.bytes = std::min(limits.bytes, std::max(0.0, most - current));
         }
-        if (std::ifstream(folder + "/cpu.max") >> quota >> period) limits.processors = std::min(limits.processors, quota / period);
+        if (std::ifstream(folder + "/cpu.max") >> quota >> period)
+            limits.processors = std::min(limits.processors, quota / period);
         if (group.empty()) return limits;
     }
 }
