@@ -1,14 +1,19 @@
 #!/usr/bin/env python3
 """reference.py: the model of MODEL.md in PyTorch, float64, written to be read. The trainer is checked against it.
 
-    python3 dev/reference.py compare STATE          a dump of `train_nsa --dump-state` against this file: logits, loss, gradients, selection
-    python3 dev/reference.py golden STATE GOLDEN    a small file of expected results, by which test_nsa checks itself without Python
-    python3 dev/reference.py selftest               this file against plain loops over tokens, and the checks against planted errors
+    python3 dev/reference.py compare STATE
+        compares a dump of `train_nsa --dump-state` with this file: logits, loss, gradients, selection
+    python3 dev/reference.py golden STATE GOLDEN
+        writes a small file of expected results, with which test_nsa checks itself without Python
+    python3 dev/reference.py selftest
+        compares this file with plain loops over tokens, and tries the checks on planted errors
 
-Needs PyTorch and NumPy (pip install torch numpy); nothing else of the project needs Python.
-"Eq. (n)" is equation n of "Native Sparse Attention", arXiv 2502.11089; steps 1 to 9 are those of MODEL.md. Symbols there, names here:
-l = cmp_block, d = cmp_stride, l' = slc_block, n = slc_count, w = window, F = phi_hidden, M = mlp_hidden, h = heads per KV group.
+Needs PyTorch and NumPy (pip install torch numpy).
+"Eq. (n)" is equation n of "Native Sparse Attention", arXiv 2502.11089; steps 1 to 9 are those of MODEL.md.
+Symbols there, names here: l = cmp_block, d = cmp_stride, l' = slc_block, n = slc_count, w = window,
+F = phi_hidden, M = mlp_hidden, h = heads per KV group.
 """
+
 import argparse
 import dataclasses
 import json
@@ -26,10 +31,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Failure(Exception):
-    """What a user can cause. The text is one line: what, where, what was found, what was expected, what to do."""
+    """An error that a user can cause. Its text is one line: what, where, found, expected, what to do."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 # Configuration and parameters.
 
 @dataclasses.dataclass
@@ -64,7 +69,9 @@ def read_config(text, path):
         "sizes are positive": min(v for v in dataclasses.astuple(c) if not isinstance(v, str)) > 0,
         "heads is a multiple of kv_groups": c.heads % max(c.kv_groups, 1) == 0,
         "head_dim is even": c.head_dim % 2 == 0,
-        "cmp_stride divides cmp_block and slc_block": c.cmp_block % max(c.cmp_stride, 1) == 0 and c.slc_block % max(c.cmp_stride, 1) == 0,
+        "cmp_stride divides cmp_block and slc_block": (
+            c.cmp_block % max(c.cmp_stride, 1) == 0 and c.slc_block % max(c.cmp_stride, 1) == 0
+        ),
         "slc_count is at least the 3 forced blocks": c.attention == "full" or c.slc_count >= 3,
     }
     for rule, holds in rules.items():
@@ -84,21 +91,29 @@ def parameter_shapes(c):
         if c.attention == "nsa":
             layer["attn.gate_proj.weight"] = (3 * c.heads, C)
             for phi in ("phi_k", "phi_v"):
-                layer |= {f"attn.{phi}.fc1.weight": (c.phi_hidden, c.cmp_block * D), f"attn.{phi}.fc1.bias": (c.phi_hidden,),
-                          f"attn.{phi}.fc2.weight": (D, c.phi_hidden)}
-        layer |= {"attn.o_proj.weight": (C, HD), "mlp.fc1.weight": (c.mlp_hidden, C), "mlp.fc2.weight": (C, c.mlp_hidden)}
+                layer |= {
+                    f"attn.{phi}.fc1.weight": (c.phi_hidden, c.cmp_block * D),
+                    f"attn.{phi}.fc1.bias": (c.phi_hidden,),
+                    f"attn.{phi}.fc2.weight": (D, c.phi_hidden),
+                }
+        layer |= {
+            "attn.o_proj.weight": (C, HD),
+            "mlp.fc1.weight": (c.mlp_hidden, C),
+            "mlp.fc2.weight": (C, c.mlp_hidden),
+        }
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes | {"norm.weight": (C,)}
 
 
-# ----------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 # The model. One sequence at a time: tokens [T] in, logits [T, V] out.
 
 class Selection(NamedTuple):
-    """What steps 5 and 6 found out, for one layer."""
-    chosen: torch.Tensor      # [T, G, blocks] bool, what these importances say, whether or not the branch used it
+    """The results of steps 5 and 6 for one layer."""
+    chosen: torch.Tensor      # [T, G, blocks] bool, chosen by these importances, whether or not the branch used it
     importance: torch.Tensor  # [T, G, blocks], p_slc
-    score_norm: torch.Tensor  # [T, G], max over heads of |q|, times max over blocks of |Kc|, / sqrt(D): scales the rounding of a score
+    # [T, G], max over heads of |q|, times max over blocks of |Kc|, / sqrt(D): scales the rounding of a score
+    score_norm: torch.Tensor
 
 
 def rmsnorm(x, gain, eps):
@@ -106,7 +121,7 @@ def rmsnorm(x, gain, eps):
 
 
 def rope(x, position, base):
-    """x [N, ..., D] turned by its position [N]: element i and element i + D/2 are a pair, at the angle position * base^(-2i/D)."""
+    """Rotates x [N, ..., D] by its position [N]: elements i and i + D/2 pair up, with angle position * base^(-2i/D)."""
     half = x.shape[-1] // 2
     angle = position.double()[:, None] * base ** (-torch.arange(half, dtype=torch.float64) / half)  # [N, D/2]
     angle = angle.view(len(x), *[1] * (x.dim() - 2), half)
@@ -116,17 +131,18 @@ def rope(x, position, base):
 
 
 def attend(q, k, v, visible):
-    """Eq. (2). q [T, G, h, D], k and v [S, G, D], visible [T, G or 1, S] -> outputs [T, G, h, D] and weights [T, G, h, S].
+    """Eq. (2). q [T, G, h, D], k and v [S, G, D], visible [T, G or 1, S] -> outputs [T, G, h, D], weights [T, G, h, S].
     A query that sees no key gets weights 0 and output 0."""
     visible = visible.unsqueeze(2)
     scores = torch.einsum("tghd,sgd->tghs", q, k) / math.sqrt(q.shape[-1])
-    lowest = torch.finfo(scores.dtype).min  # finite, so that a row without keys has no NaN on its way to being zeroed
+    lowest = torch.finfo(scores.dtype).min  # finite, so that a row without keys holds no NaN before it is zeroed
     p = torch.softmax(scores.masked_fill(~visible, lowest), dim=-1) * visible
     return torch.einsum("tghs,sgd->tghd", p, v), p
 
 
 def compress(x, fc1, bias, fc2, c):
-    """phi of Eq. (7). x [T, G, D] -> [NC, G, D]: the mean of each block's l rows, plus the learnable MLP on the rows laid end to end."""
+    """phi of Eq. (7). x [T, G, D] -> [NC, G, D]: the mean of each block's l rows, plus the learnable MLP of the
+    concatenated rows."""
     T = len(x)
     blocks = 0 if T < c.cmp_block else (T - c.cmp_block) // c.cmp_stride + 1
     row = torch.arange(blocks)[:, None] * c.cmp_stride + torch.arange(c.cmp_block)  # block i is rows i*d ... i*d + l-1
@@ -142,12 +158,13 @@ def shared_tokens(compressed, selection, c):
 
 
 def select(importance, c):
-    """Eq. (11). importance [T, G, blocks] -> bool: the forced blocks {0, b-1, b}, and the best others until they are n."""
+    """Eq. (11). importance [T, G, blocks] -> bool: the forced blocks {0, b-1, b} and the best others, n in all."""
     T, _, blocks = importance.shape
     j, b = torch.arange(blocks), torch.arange(T)[:, None, None] // c.slc_block  # query t lies in block b
     forced = (j == 0) | (j == b - 1) | (j == b)
     rank_by = importance.masked_fill(forced, math.inf).masked_fill(j > b, -math.inf)
-    best = rank_by.argsort(dim=-1, descending=True, stable=True)[..., :c.slc_count]  # stable: equal scores go to the lower index
+    # stable: equal scores go to the lower index
+    best = rank_by.argsort(dim=-1, descending=True, stable=True)[..., :c.slc_count]
     return torch.zeros_like(importance, dtype=torch.bool).scatter(-1, best, True) & (j <= b)
 
 
@@ -169,8 +186,10 @@ def attention(x, w, c, given=None):
         return full.reshape(T, -1) @ w["attn.o_proj.weight"].T, None
     k_slc, v_slc = rope(keys_or_values("k_slc"), t, c.rope_base), keys_or_values("v_slc")
 
-    # 3. Compress the unrotated keys, then turn each by its block's first position. Eq. (7)
-    phi_k, phi_v = ([w[f"attn.{phi}.{name}"] for name in ("fc1.weight", "fc1.bias", "fc2.weight")] for phi in ("phi_k", "phi_v"))
+    # 3. Compress the unrotated keys, then rotate each by its block's first position. Eq. (7)
+    phi_k, phi_v = (
+        [w[f"attn.{phi}.{name}"] for name in ("fc1.weight", "fc1.bias", "fc2.weight")] for phi in ("phi_k", "phi_v")
+    )
     k_cmp, v_cmp = compress(keys_or_values("k_cmp"), *phi_k, c), compress(keys_or_values("v_cmp"), *phi_v, c)
     start = torch.arange(len(k_cmp)) * c.cmp_stride
     k_cmp = rope(k_cmp, start, c.rope_base)
@@ -178,8 +197,9 @@ def attention(x, w, c, given=None):
     # 4. The compressed branch sees the blocks that end at or before the query. Eq. (8) is its softmax.
     cmp, p_cmp = attend(q, k_cmp, v_cmp, (start + c.cmp_block - 1 <= t[:, None])[:, None])
 
-    # 5, 6. Importance, Eq. (9), summed over the heads of a group, Eq. (10), so that the group reads one set of blocks. No gradient.
-    # Eq. (9) adds p_cmp[j*l'/d - m - n], which with indices from 0 would be the blocks before block j; meant are those that overlap it.
+    # 5, 6. Importance, Eq. (9), summed over the heads of a group, Eq. (10), so that the group reads one set of blocks.
+    # No gradient. Eq. (9) adds p_cmp[j*l'/d - m - n]. With indices from 0 those would be the blocks before block j;
+    # the paper means those that overlap it.
     with torch.no_grad():
         blocks = -(-T // c.slc_block)
         importance = p_cmp.sum(2) @ shared_tokens(len(k_cmp), blocks, c).to(x.dtype)
@@ -207,7 +227,8 @@ def layer_forward(x, w, c, given):
 
 
 def forward(tokens, params, c, given=None):
-    """tokens [T] -> logits [T, V] and one Selection per layer. given: per layer, the selection to use instead of the own one."""
+    """tokens [T] -> logits [T, V] and one Selection per layer.
+    given: per layer, the selection to use instead of the one computed here."""
     x, found = params["embed_tokens.weight"][tokens], []
     for i in range(c.layers):
         prefix = f"layers.{i}."
@@ -226,7 +247,8 @@ class Results(NamedTuple):
 
 
 def run(c, params, inputs, targets, given=None):
-    """Logits, loss, gradients and selection of a batch, inputs and targets [B, T]; given: per layer [B, T, G, blocks], see forward()."""
+    """Logits, loss, gradients and selection of a batch, inputs and targets [B, T].
+    given: per layer [B, T, G, blocks], see forward()."""
     params = {name: p.detach().requires_grad_() for name, p in params.items()}
     B, T = inputs.shape
     loss, logits, found = 0, [], []
@@ -238,12 +260,12 @@ def run(c, params, inputs, targets, given=None):
         logits.append(row_logits.detach())
         found.append(row_found)
     selection = [Selection(*map(torch.stack, zip(*rows))) for rows in zip(*found)] if c.attention == "nsa" else []
-    # A parameter that nothing used (the compressor when T < l) has gradient zero.
+    # A parameter that nothing used (the compressor when T < l) gets gradient zero.
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
     return Results(torch.stack(logits), loss.reshape(1), grads, selection)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 # safetensors: a little-endian 64-bit length, a JSON header of that length, the tensors' bytes.
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "I32": "<i4", "U8": "u1"}
@@ -257,7 +279,9 @@ def read_safetensors(path):
         raise Failure(f"cannot read {path}: {e}")
     length = int.from_bytes(data[:8].tobytes(), "little")
     if len(data) < 8 or length > len(data) - 8:
-        raise Failure(f"{path}: byte 0: header length {length}, but the file has {len(data)} bytes: not safetensors, or cut off")
+        raise Failure(
+            f"{path}: byte 0: header length {length}, but the file has {len(data)} bytes: not safetensors, or cut off"
+        )
     body, tensors = data[8 + length:], {}
     try:
         header = json.loads(data[8:8 + length].tobytes())
@@ -265,10 +289,16 @@ def read_safetensors(path):
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
             if not 0 <= begin <= end <= len(body):
-                raise Failure(f"{path}: tensor {name} is bytes {begin} to {end} of {len(body)}: the file is cut off; make it again")
+                raise Failure(
+                    f"{path}: tensor {name} is bytes {begin} to {end} of {len(body)}: the file is cut off; make it"
+                    " again"
+                )
             tensors[name] = body[begin:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
     except (ValueError, TypeError, KeyError, AttributeError) as e:
-        raise Failure(f"{path}: bytes 8 to {8 + length}: not a safetensors header of F64, F32, I32, U8 tensors: {type(e).__name__} {e}")
+        raise Failure(
+            f"{path}: bytes 8 to {8 + length}: not a safetensors header of F64, F32, I32, U8 tensors:"
+            f" {type(e).__name__} {e}"
+        )
     return tensors, metadata
 
 
@@ -277,7 +307,11 @@ def write_safetensors(path, tensors, metadata):
     names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
     tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     for name, array in tensors.items():
-        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        header[name] = {
+            "dtype": names[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
         offset += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
@@ -288,7 +322,7 @@ def write_safetensors(path, tensors, metadata):
 
 
 class State(NamedTuple):
-    """A dump of the trainer: parameters and batch for run(), and what the trainer made of them."""
+    """A dump of the trainer: parameters and batch for run(), and the trainer's results."""
     config: Config
     metadata: dict
     params: dict            # {name: float64 tensor}
@@ -304,32 +338,49 @@ def read_state(path):
     if inputs is None or inputs.ndim != 2 or inputs.size == 0:
         raise Failure(f"{path}: no tensor 'inputs' of shape [B, T]: not a dump of train_nsa --dump-state")
     (B, T), shapes = inputs.shape, parameter_shapes(c)
-    expected = {"inputs": ("I32", (B, T)), "targets": ("I32", (B, T)), "logits": ("F32", (B, T, c.vocab_size)), "loss": ("F32", (1,))}
+    expected = {
+        "inputs": ("I32", (B, T)),
+        "targets": ("I32", (B, T)),
+        "logits": ("F32", (B, T, c.vocab_size)),
+        "loss": ("F32", (1,)),
+    }
     for name, shape in shapes.items():
         expected |= {name: ("F32", shape), "grad." + name: ("F32", shape)}
     if c.attention == "nsa":
-        expected |= {f"layers.{i}.selection": ("U8", (B, c.kv_groups, T, -(-T // c.slc_block))) for i in range(c.layers)}
+        expected |= {
+            f"layers.{i}.selection": ("U8", (B, c.kv_groups, T, -(-T // c.slc_block))) for i in range(c.layers)
+        }
     for name, (dtype, shape) in expected.items():
         found = tensors.get(name)
         if found is None or found.dtype != DTYPES[dtype] or found.shape != shape:
             described = "absent" if found is None else f"{found.dtype} {list(found.shape)}"
-            raise Failure(f"{path}: tensor {name} is {described}, expected {dtype} {list(shape)} from the file's own config")
+            raise Failure(
+                f"{path}: tensor {name} is {described}, expected {dtype} {list(shape)} from the file's own config"
+            )
     for name in tensors.keys() - expected.keys():
         raise Failure(f"{path}: tensor {name} is not in the model that the file's config describes")
     for name in ("inputs", "targets"):
         if tensors[name].min() < 0 or tensors[name].max() >= c.vocab_size:
             raise Failure(f"{path}: tensor {name} holds a token outside 0 to {c.vocab_size - 1}")
     params = {name: torch.from_numpy(tensors[name].astype(np.float64)) for name in shapes}
-    return State(c, metadata, params, *(torch.from_numpy(tensors[name].astype(np.int64)) for name in ("inputs", "targets")), tensors)
+    return State(
+        c,
+        metadata,
+        params,
+        *(torch.from_numpy(tensors[name].astype(np.int64)) for name in ("inputs", "targets")),
+        tensors,
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------------------
-# How far the trainer may be from float64. u is the unit roundoff of what it stores; sums are in float32 in either precision.
-# Rounding errors are independent enough to add like a random walk (Higham and Mary, SIAM J. Sci. Comput. 41, 2019): a sum of K terms
-# errs by sqrt(K) * 2^-24 of its size, and `operations` of those in a row by sqrt(operations) of that. 4 standard deviations are allowed.
+# ----------------------------------------------------------------------------------------------------------------------
+# How far the trainer may be from float64. u is the unit roundoff of what it stores; sums are in float32 in either
+# precision. Rounding errors are independent enough to add up like a random walk (Higham and Mary, SIAM J. Sci. Comput.
+# 41, 2019): a sum of K terms errs by sqrt(K) * 2^-24 of its size, and `operations` of those in a row by
+# sqrt(operations) of that. We allow 4 standard deviations.
 
 UNIT_ROUNDOFF = {"fp32": 2.0 ** -24, "bf16": 2.0 ** -9}
-LAYER_OPERATIONS = 15  # norm, projection, rope, compression, score, softmax, mix, gate, o_proj, add; norm, fc1, silu, fc2, add
+# norm, projection, rope, compression, score, softmax, mix, gate, o_proj, add; norm, fc1, silu, fc2, add
+LAYER_OPERATIONS = 15
 SCORE_OPERATIONS = 5   # the first five of those
 
 
@@ -338,7 +389,7 @@ def rounding(operations, terms, precision):
 
 
 def longest_sum(c, B, T):
-    """Terms of the longest of the sums: projections, MLP, compressor, attention rows, weight gradients over the batch."""
+    """Terms of the longest sum: projections, MLP, compressor, attention rows, weight gradients over the batch."""
     return max(c.dim, c.mlp_hidden, c.heads * c.head_dim, c.cmp_block * c.head_dim, B * T)
 
 
@@ -353,15 +404,16 @@ def score_rounding(layer, c, B, T, precision):
 
 
 def tie_limit(first, second, score_norm, r):
-    """The gap between two importances that rounding can close. A score q.Kc/sqrt(D) whose q and Kc both have relative error r errs by
-    2r * |q| |Kc| / sqrt(D), and its exponential and softmax by r more. If no score of a row errs by more than e, a weight p = exp(s) / sum
-    changes by a factor within exp(+-2e): the importances, sums of weights, by at most 2e times themselves. Below float32's smallest
-    normal number (weights flushed to zero) nothing is promised."""
+    """The gap between two importances that rounding can close. A score q.Kc/sqrt(D) whose q and Kc both have relative
+    error r errs by 2r * |q| |Kc| / sqrt(D), and its exponential and softmax by r more. If no score of a row errs by
+    more than e, a weight p = exp(s) / sum changes by a factor within exp(+-2e), and the importances, sums of weights,
+    change by at most 2e times themselves. Below float32's smallest normal number (weights flushed to zero) nothing is
+    promised."""
     e = r * (1 + 2 * score_norm)
     return 2 * e * (first + second) + 2.0 ** -126
 
 
-# ----------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 # compare
 
 def to_tgb(selection):
@@ -380,10 +432,12 @@ def check_selection(layer, found, dumped, c, precision, failures):
         row, t, g = rows.nonzero()[0].tolist()
         return f"sequence {row}, token {t}, group {g}"
 
-    for wrong, what in (((dumped > 1).any(-1), "a value other than 0 and 1"),
-                        ((dumped.bool() & ~may).any(-1), "a block ahead of the query's"),
-                        ((~dumped.bool() & must).any(-1), "a forced block missing"),
-                        (dumped.sum(-1, dtype=torch.int64) != (b.squeeze(-1) + 1).clamp(max=c.slc_count), "a wrong number of blocks")):
+    for wrong, what in (
+        ((dumped > 1).any(-1), "a value other than 0 and 1"),
+        ((dumped.bool() & ~may).any(-1), "a block ahead of the query's"),
+        ((~dumped.bool() & must).any(-1), "a forced block missing"),
+        (dumped.sum(-1, dtype=torch.int64) != (b.squeeze(-1) + 1).clamp(max=c.slc_count), "a wrong number of blocks"),
+    ):
         if wrong.any():
             failures.append(f"{name}: {what} in {int(wrong.sum())} rows, the first at {first(wrong)}")
             return
@@ -400,8 +454,10 @@ def check_selection(layer, found, dumped, c, precision, failures):
           + (f"; the largest gap is {worst:.2g} of what rounding can close" if rows else ""))
     if wrong.any():
         at = tuple(wrong.nonzero()[0].tolist())
-        failures.append(f"{name}: {int(wrong.sum())} rows chose a block that is not among the best, the first at {first(wrong)}: "
-                        f"importance {taken[at]:.6g} instead of {left_out[at]:.6g}, a tie would be within {limit[at]:.2g}")
+        failures.append(
+            f"{name}: {int(wrong.sum())} rows chose a block that is not among the best, the first at {first(wrong)}: "
+            f"importance {taken[at]:.6g} instead of {left_out[at]:.6g}, a tie would be within {limit[at]:.2g}"
+        )
 
 
 def compare(path, use_selection="from-state", precision="fp32", rtol=None):
@@ -417,35 +473,49 @@ def compare(path, use_selection="from-state", precision="fp32", rtol=None):
     for i, found in enumerate(results.selection):
         check_selection(i, found, dumped[i], c, precision, failures)
 
-    rows = {"logits": results.logits, "loss": results.loss} | {"grad." + name: grad for name, grad in results.grads.items()}
-    # A gradient that is zero but for rounding (the keys of softmax rows with one key) is measured against the others.
+    rows = {"logits": results.logits, "loss": results.loss} | {
+        "grad." + name: grad for name, grad in results.grads.items()
+    }
+    # A gradient that is zero except for rounding (keys of softmax rows with one key) is measured against the others.
     floor = 1e-3 * max(grad.abs().max().item() for grad in results.grads.values())
-    print(f"{'tensor':48} {'max |reference|':>16} {'max error':>11} {'/ max':>10} {'1 - cosine':>11}     limit {rtol:.2g} of max")
+    print(
+        f"{'tensor':48} {'max |reference|':>16} {'max error':>11} {'/ max':>10} {'1 - cosine':>11}     limit {rtol:.2g}"
+        " of max"
+    )
     for name, expected in rows.items():
         found = torch.from_numpy(np.array(state.tensors[name])).double()
         largest, error = expected.abs().max().item(), (found - expected).abs().max().item()
         scale = max(largest, floor) if name.startswith("grad.") else largest
         relative = error / scale if scale else 0.0 if error == 0 else math.inf
-        # Errors of rtol in every element turn a tensor by less than rtol; a tensor of nothing but rounding has no direction.
+        # Errors of rtol in every element turn a tensor by less than rtol. A tensor of rounding errors only has no
+        # direction.
         norms = (found.norm() * expected.norm()).item()
         off = 1 - (found * expected).sum().item() / norms if norms else 0.0
         bad = not relative <= rtol or (largest > rtol * scale and not off <= rtol)
         print(f"{name:48} {largest:16.6e} {error:11.2e} {relative:10.2e} {off:11.1e}{'   BEYOND' if bad else ''}")
         if bad:
-            beyond.append((-relative if relative == relative else -math.inf,
-                           f"{name}: error {relative:.3g} of the tensor's largest value, 1 - cosine {off:.3g}; limit {rtol:.3g}"))
+            beyond.append(
+                (
+                    -relative if relative == relative else -math.inf,
+                    (
+                        f"{name}: error {relative:.3g} of the tensor's largest value, 1 - cosine {off:.3g}; limit"
+                        f" {rtol:.3g}"
+                    ),
+                )
+            )
     return failures + [text for _, text in sorted(beyond)]
 
 
-# ----------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 # golden
 
 GOLDEN_ROWS, GOLDEN_SAMPLES = 4, 64
 
 
 def selection_margin(layer, found, c):
-    """The smallest gap between the worst block that was chosen without being forced and the best one that was rejected; and the smallest
-    ratio of such a gap to what float32 rounding can close. Both are infinite where no row had a choice."""
+    """The smallest gap between the worst block that was chosen without being forced and the best one that was
+    rejected, and the smallest ratio of such a gap to what float32 rounding can close. Both are infinite if no row had
+    a choice."""
     B, T, _, blocks = found.chosen.shape
     j, b = torch.arange(blocks), torch.arange(T)[:, None, None] // c.slc_block
     free = (j > 0) & (j < b - 1)
@@ -472,23 +542,30 @@ def golden(state_path, golden_path):
         samples = min(GOLDEN_SAMPLES, grad.size)
         out |= {f"grad_norm.{name}": np.array([np.linalg.norm(grad)]), f"grad_sign_dot.{name}": np.array([sign @ grad]),
                 f"grad_sample.{name}": grad[np.arange(samples) * grad.size // samples],
-                f"param_sum.{name}": np.cumsum(param.flatten().numpy())[-1:]}  # cumsum adds in index order, sum does not
+                # cumsum adds in index order, sum does not
+                f"param_sum.{name}": np.cumsum(param.flatten().numpy())[-1:]}
     for i, found in enumerate(results.selection):
         margin, safety = selection_margin(i, found, c)
         out |= {f"layers.{i}.selection": found.chosen.transpose(1, 2).numpy().astype(np.uint8),
                 f"layers.{i}.selection_margin": np.array([margin]), f"layers.{i}.selection_safety": np.array([safety])}
-        # The limit is for sums taken one term after the other; float32 PyTorch stays near a hundredth of it.
-        advice = "" if safety > 0.1 else ": a float32 engine may choose otherwise; take another --seed for a sharper test"
-        print(f"layers.{i}.selection: smallest margin {margin:.3g}, {safety:.3g} of what float32 rounding can close{advice}")
+        # The limit is for sums that add one term after the other; float32 PyTorch stays near a hundredth of it.
+        advice = (
+            "" if safety > 0.1 else ": a float32 engine may choose otherwise; take another --seed for a sharper test"
+        )
+        print(
+            f"layers.{i}.selection: smallest margin {margin:.3g}, {safety:.3g} of what float32 rounding can"
+            f" close{advice}"
+        )
     metadata = {key: state.metadata[key] for key in ("config", "options") if key in state.metadata}
-    if "options" in metadata:  # where the dump was written says nothing about the parameters
+    if "options" in metadata:  # the place where the dump was written says nothing about the parameters
         metadata["options"] = re.sub(r" --dump-state[ =]\S+", "", metadata["options"])
     write_safetensors(golden_path, out, metadata)
     print(f"{golden_path}: {os.path.getsize(golden_path)} bytes, loss {results.loss.item():.9f}")
 
 
-# ----------------------------------------------------------------------------------------------------------------------------
-# selftest. The model once more, from MODEL.md's text, as loops over tokens and lists of numbers; it shares no code with the above.
+# ----------------------------------------------------------------------------------------------------------------------
+# selftest. The model once more, from MODEL.md's text, as loops over tokens and lists of numbers. It shares no code with
+# the above.
 
 def naive_forward(c, weights, tokens):
     """weights: {name: nested lists} -> logits [T][V], selected[layer][t][g], a set of blocks."""
@@ -544,13 +621,20 @@ def naive_forward(c, weights, tokens):
 
         q, kw, vw = projected("q_proj"), projected("k_win_proj"), projected("v_win_proj")
         if c.attention == "nsa":
-            kc, vc, ks, vs = projected("k_cmp_proj"), projected("v_cmp_proj"), projected("k_slc_proj"), projected("v_slc_proj")
+            kc, vc, ks, vs = (
+                projected("k_cmp_proj"),
+                projected("v_cmp_proj"),
+                projected("k_slc_proj"),
+                projected("v_slc_proj"),
+            )
             z = [linear(at + "gate_proj.weight", row) for row in y]
         mixed, sets = [[None] * c.heads for _ in range(T)], [[None] * c.kv_groups for _ in range(T)]
         for g in range(c.kv_groups):
             if c.attention == "nsa":
                 starts = [i for i in range(0, T, c.cmp_stride) if i + c.cmp_block <= T]
-                compressed_keys = [rotated(phi(at + "phi_k", [kc[s][g] for s in range(i, i + c.cmp_block)]), i) for i in starts]
+                compressed_keys = [
+                    rotated(phi(at + "phi_k", [kc[s][g] for s in range(i, i + c.cmp_block)]), i) for i in starts
+                ]
                 compressed_values = [phi(at + "phi_v", [vc[s][g] for s in range(i, i + c.cmp_block)]) for i in starts]
             for t in range(T):
                 queries = [rotated(q[t][g * h + a], t) for a in range(h)]
@@ -569,19 +653,26 @@ def naive_forward(c, weights, tokens):
                     importance = {}
                     for j in range(b + 1):
                         block = set(range(j * c.slc_block, (j + 1) * c.slc_block))
-                        importance[j] = sum(p[i] * len(block & set(range(starts[i], starts[i] + c.cmp_block))) / c.cmp_stride
-                                            for _, p in compressed for i in visible)
+                        importance[j] = sum(
+                            p[i] * len(block & set(range(starts[i], starts[i] + c.cmp_block))) / c.cmp_stride
+                            for _, p in compressed
+                            for i in visible
+                        )
                     others = sorted(set(range(b + 1)) - {0, b - 1, b}, key=lambda j: (-importance[j], j))
                     chosen = {0, b - 1, b} | set(others[:c.slc_count - 3])
                 sets[t][g] = chosen
                 read = [s for s in range(t + 1) if s // c.slc_block in chosen]
                 near = [s for s in range(t + 1) if t - c.window < s <= t]
                 for a in range(h):
-                    branches = (compressed[a][0],
-                                softmax_mix(queries[a], [rotated(ks[s][g], s) for s in read], [vs[s][g] for s in read])[0],
-                                softmax_mix(queries[a], [rotated(kw[s][g], s) for s in near], [vw[s][g] for s in near])[0])
+                    branches = (
+                        compressed[a][0],
+                        softmax_mix(queries[a], [rotated(ks[s][g], s) for s in read], [vs[s][g] for s in read])[0],
+                        softmax_mix(queries[a], [rotated(kw[s][g], s) for s in near], [vw[s][g] for s in near])[0],
+                    )
                     head = g * h + a
-                    mixed[t][head] = [sum(branches[k][e] / (1 + math.exp(-z[t][3 * head + k])) for k in range(3)) for e in range(D)]
+                    mixed[t][head] = [
+                        sum(branches[k][e] / (1 + math.exp(-z[t][3 * head + k])) for k in range(3)) for e in range(D)
+                    ]
         selected.append(sets)
         for t in range(T):
             x[t] = add(x[t], linear(at + "o_proj.weight", [value for head in mixed[t] for value in head]))
@@ -598,8 +689,24 @@ def naive_loss(c, weights, tokens, targets):
 
 def tiny(**changes):
     """A configuration that takes milliseconds; h = 3, and from token 16 on the selection has a choice."""
-    base = dict(layers=2, dim=10, heads=6, kv_groups=2, head_dim=4, cmp_block=4, cmp_stride=2, slc_block=4, slc_count=4, window=6,
-                phi_hidden=5, mlp_hidden=14, attention="nsa", vocab_size=17, rope_base=10000.0, norm_eps=1e-6)
+    base = dict(
+        layers=2,
+        dim=10,
+        heads=6,
+        kv_groups=2,
+        head_dim=4,
+        cmp_block=4,
+        cmp_stride=2,
+        slc_block=4,
+        slc_count=4,
+        window=6,
+        phi_hidden=5,
+        mlp_hidden=14,
+        attention="nsa",
+        vocab_size=17,
+        rope_base=10000.0,
+        norm_eps=1e-6,
+    )
     return Config(**(base | changes))
 
 
@@ -649,7 +756,10 @@ def check_against_loops(c, T, edit=None):
         for t in range(T):
             for g in range(c.kv_groups):
                 found, expected = set(layer.chosen[0, t, g].nonzero().flatten().tolist()), selected[i][t][g]
-                expect(found == expected, f"layer {i} token {t} group {g} selects {sorted(found)}, the loops {sorted(expected)}")
+                expect(
+                    found == expected,
+                    f"layer {i} token {t} group {g} selects {sorted(found)}, the loops {sorted(expected)}",
+                )
                 free += len(expected) < t // c.slc_block + 1
     return f"logits and loss equal, {free} rows of selection with a choice"
 
@@ -663,8 +773,12 @@ def check_ties():
             params[f"layers.0.attn.{name}.weight"].zero_()
 
     said = check_against_loops(c, 31, uniform)
-    for scores, t, expected in (({5: 1, 7: 1}, 30, [0, 5, 7, 14, 15]), ({7: 1}, 30, [0, 1, 7, 14, 15]), ({}, 30, [0, 1, 2, 14, 15]),
-                                ({5: 1, 12: 9}, 20, [0, 1, 5, 9, 10])):  # token 20 lies in block 10: 12 is no candidate
+    for scores, t, expected in (
+        ({5: 1, 7: 1}, 30, [0, 5, 7, 14, 15]),
+        ({7: 1}, 30, [0, 1, 7, 14, 15]),
+        ({}, 30, [0, 1, 2, 14, 15]),
+        ({5: 1, 12: 9}, 20, [0, 1, 5, 9, 10]),
+    ):  # token 20 is in block 10: 12 is no candidate
         importance = torch.zeros(31, 1, 16, dtype=torch.float64)
         for j, score in scores.items():
             importance[..., j] = score
@@ -678,13 +792,15 @@ def check_importance_weights():
     weights = shared_tokens(20, 5, tiny(cmp_block=32, cmp_stride=16, slc_block=64))
     for j in range(5):
         found = {i: weights[i, j].item() for i in range(20) if weights[i, j] != 0}
-        expected = {4 * j + offset: weight for offset, weight in zip(range(-1, 4), (1, 2, 2, 2, 1)) if 4 * j + offset >= 0}
+        expected = {
+            4 * j + offset: weight for offset, weight in zip(range(-1, 4), (1, 2, 2, 2, 1)) if 4 * j + offset >= 0
+        }
         expect(found == expected, f"selection block {j}: {found}, expected {expected}")
     return "1, 2, 2, 2, 1"
 
 
 def check_gradients():
-    """The loops' loss moves along a random direction, per tensor, as autograd says; by central differences."""
+    """Per tensor, the loops' loss changes along a random direction as autograd says; by central differences."""
     c = tiny(layers=1)
     T, step, worst = 23, 3e-6, 0.0
     params = random_params(c, 5)
@@ -694,9 +810,12 @@ def check_gradients():
     random = torch.Generator().manual_seed(6)
     for name, p in params.items():
         direction = torch.randn(p.shape, generator=random, dtype=torch.float64)
-        plus, minus = (naive_loss(c, lists | {name: (p + sign * step * direction).tolist()}, *tokens) for sign in (1, -1))
+        plus, minus = (
+            naive_loss(c, lists | {name: (p + sign * step * direction).tolist()}, *tokens) for sign in (1, -1)
+        )
         expected, found = (plus - minus) / (2 * step), (grads[name] * direction).sum().item()
-        # Central differences err by a sixth of the third derivative (here up to some thousands) times step^2, and by 1e-15 / step.
+        # Central differences err by a sixth of the third derivative (here up to some thousands) times step^2, and by
+        # 1e-15 / step.
         worst = max(worst, abs(found - expected))
         expect(abs(found - expected) < 1e-7, f"{name}: slope {found:.9g}, the loops' {expected:.9g}")
         expect(grads[name].abs().max() > 0, f"{name}: the gradient is zero")
@@ -722,7 +841,7 @@ def check_causality():
 
 
 def check_rope():
-    """A score depends on the distance alone, and it does depend on it."""
+    """A score depends on the distance and on nothing else."""
     random = torch.Generator().manual_seed(1)
     q, k = (torch.randn(1, 16, generator=random, dtype=torch.float64) for _ in range(2))
 
@@ -730,8 +849,13 @@ def check_rope():
         return (rope(q, torch.tensor([i]), 10000.0) * rope(k, torch.tensor([j]), 10000.0)).sum().item()
 
     for i, j in ((5, 2), (70, 0), (9, 9)):
-        expect(abs(score(i, j) - score(i + 1000, j + 1000)) < 1e-10, f"the score at positions {i}, {j} changes when both move by 1000")
-        expect(abs(score(i, j) - score(i + 1, j)) > 1e-3, f"the score at positions {i}, {j} does not change when one moves")
+        expect(
+            abs(score(i, j) - score(i + 1000, j + 1000)) < 1e-10,
+            f"the score at positions {i}, {j} changes when both move by 1000",
+        )
+        expect(
+            abs(score(i, j) - score(i + 1, j)) > 1e-3, f"the score at positions {i}, {j} does not change when one moves"
+        )
     turned = rope(torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64), torch.tensor([1]), 10000.0)
     difference = largest_difference(turned, [[math.cos(1), 0, math.sin(1), 0]])
     expect(difference < 1e-15, f"element 0 is not turned towards element D/2: {turned.tolist()}")
@@ -739,7 +863,8 @@ def check_rope():
 
 
 def check_limiting_cases():
-    """full = PyTorch's own causal attention, and so is each branch alone: window with w >= T, selection with T <= n*l', l = d = 1."""
+    """Full attention equals PyTorch's own causal attention, and so does each branch alone: window with w >= T,
+    selection with T <= n*l', compression with l = d = 1."""
     random = torch.Generator().manual_seed(2)
     T, G, h, D = 19, 2, 3, 4
     c = tiny(layers=1, attention="full")
@@ -749,8 +874,13 @@ def check_limiting_cases():
     q, k, v = ((x @ w[f"attn.{name}_proj.weight"].T).view(T, -1, D) for name in ("q", "k_win", "v_win"))
     q, k = rope(q, t, c.rope_base), rope(k, t, c.rope_base)
     per_head = [y.transpose(0, 1) for y in (q, k.repeat_interleave(h, 1), v.repeat_interleave(h, 1))]
-    dense = F.scaled_dot_product_attention(*per_head, is_causal=True).transpose(0, 1).reshape(T, -1) @ w["attn.o_proj.weight"].T
-    expect((attention(x, w, c)[0] - dense).abs().max() < 1e-13, "attention full differs from scaled_dot_product_attention")
+    dense = (
+        F.scaled_dot_product_attention(*per_head, is_causal=True).transpose(0, 1).reshape(T, -1)
+        @ w["attn.o_proj.weight"].T
+    )
+    expect(
+        (attention(x, w, c)[0] - dense).abs().max() < 1e-13, "attention full differs from scaled_dot_product_attention"
+    )
     # Gate rows of +-40 on a constant input element open one branch and close the others.
     x[:, 0] = 1
     dense = attention(x, w, c)[0]
@@ -760,16 +890,25 @@ def check_limiting_cases():
         gate[..., 0] = -40
         gate[:, branch, 0] = 40
         special = {n[len("layers.0."):]: p for n, p in random_params(c, 9).items() if n.startswith("layers.0.")} | w
-        special |= {"attn.gate_proj.weight": gate.flatten(0, 1), f"attn.k_{name}_proj.weight": w["attn.k_win_proj.weight"],
-                    f"attn.v_{name}_proj.weight": w["attn.v_win_proj.weight"]}
-        special |= {f"attn.{phi}.fc2.weight": torch.zeros(D, c.phi_hidden, dtype=torch.float64) for phi in ("phi_k", "phi_v")}
-        expect((attention(x, special, c)[0] - dense).abs().max() < 1e-13, f"the {name} branch differs from dense attention")
+        special |= {
+            "attn.gate_proj.weight": gate.flatten(0, 1),
+            f"attn.k_{name}_proj.weight": w["attn.k_win_proj.weight"],
+            f"attn.v_{name}_proj.weight": w["attn.v_win_proj.weight"],
+        }
+        special |= {
+            f"attn.{phi}.fc2.weight": torch.zeros(D, c.phi_hidden, dtype=torch.float64) for phi in ("phi_k", "phi_v")
+        }
+        expect(
+            (attention(x, special, c)[0] - dense).abs().max() < 1e-13, f"the {name} branch differs from dense attention"
+        )
     return "ok"
 
 
 def write_state(path, c, params, inputs, targets, results):
-    """A dump as the trainer writes it, of this file's own results."""
-    tensors = {name: p.numpy() for name, p in params.items()} | {"grad." + name: g.numpy() for name, g in results.grads.items()}
+    """A dump of this file's own results, in the trainer's format."""
+    tensors = {name: p.numpy() for name, p in params.items()} | {
+        "grad." + name: g.numpy() for name, g in results.grads.items()
+    }
     tensors |= {"logits": results.logits.numpy(), "loss": results.loss.numpy()}
     tensors = {name: array.astype(np.float32) for name, array in tensors.items()}
     tensors |= {"inputs": inputs.numpy().astype(np.int32), "targets": targets.numpy().astype(np.int32)}
@@ -780,7 +919,7 @@ def write_state(path, c, params, inputs, targets, results):
 
 
 def quietly(action, *arguments, **options):
-    """The action's value or, if it fails, the text of its Failure; without its output."""
+    """The action's value or, if it fails, the text of its Failure. Its output is dropped."""
     stdout, sys.stdout = sys.stdout, open(os.devnull, "w")
     try:
         return action(*arguments, **options)
@@ -822,7 +961,7 @@ def check_compare():
             return array
 
         def swap(t, best):
-            """Sequence 1, group 0, token t: the free block gives way to the best or to the worst of those left out."""
+            """Sequence 1, group 0, token t: replaces the free block by the best or the worst of those left out."""
             def plant(selection):
                 scores, chosen = results.selection[1].importance[1, t, 0], results.selection[1].chosen[1, t, 0]
                 b = t // c.slc_block
@@ -852,7 +991,8 @@ def check_compare():
         refused("loss", lambda array: array.astype(np.float64), "expected F32")
         refused("inputs", assign((0, 0), c.vocab_size), "a token outside")
 
-        # The same swap is accepted where the two blocks tie: here all scores of layer 1 are nearly equal, and rounding decides.
+        # The same swap is accepted where the two blocks tie: here all scores of layer 1 are nearly equal, and rounding
+        # decides.
         for name in ("k_cmp_proj", "phi_k.fc2"):
             params[f"layers.1.attn.{name}.weight"] *= 1e-9
         results = run(c, params, inputs, targets)
@@ -862,11 +1002,15 @@ def check_compare():
         swap(38, best=True)(wrong["layers.1.selection"])
         given[1] = to_tgb(wrong["layers.1.selection"]).bool()
         swapped = run(c, params, inputs, targets, given)
-        swapped = swapped._replace(selection=[layer._replace(chosen=chosen) for layer, chosen in zip(swapped.selection, given)])
+        swapped = swapped._replace(
+            selection=[layer._replace(chosen=chosen) for layer, chosen in zip(swapped.selection, given)]
+        )
         write_state(path, c, params, inputs, targets, swapped)
         failures = quietly(compare, path)
         expect(failures == [], f"a swap at a tie is refused: {failures}")
-        expect(quietly(compare, path, "own") != [], "a swap at a tie changes nothing, the check before it proves nothing")
+        expect(
+            quietly(compare, path, "own") != [], "a swap at a tie changes nothing, the check before it proves nothing"
+        )
     return f"true dumps and a tie accepted, {planted} planted errors refused"
 
 
@@ -890,7 +1034,10 @@ def check_golden():
         count = min(64, len(flat))
         expect(abs(tensors["grad_sign_dot." + name][0] - signed) < 1e-12, f"grad_sign_dot.{name}")
         expect(abs(tensors["grad_norm." + name][0] - math.sqrt(sum(g * g for g in flat))) < 1e-12, f"grad_norm.{name}")
-        expect(tensors["grad_sample." + name] == [flat[k * len(flat) // count] for k in range(count)], f"grad_sample.{name}")
+        expect(
+            tensors["grad_sample." + name] == [flat[k * len(flat) // count] for k in range(count)],
+            f"grad_sample.{name}",
+        )
         in_order = 0.0
         for value in values:
             in_order += value
@@ -903,7 +1050,9 @@ def check_golden():
         for row in range(2):
             for t in range(c.slc_count * c.slc_block, 39):
                 for g in range(c.kv_groups):
-                    others = sorted((layer.importance[row, t, g, j].item() for j in range(1, t // c.slc_block - 1)), reverse=True)
+                    others = sorted(
+                        (layer.importance[row, t, g, j].item() for j in range(1, t // c.slc_block - 1)), reverse=True
+                    )
                     margin = min(margin, others[c.slc_count - 4] - others[c.slc_count - 3])
         expect(tensors[f"layers.{i}.selection_margin"] == [margin], f"layers.{i}.selection_margin")
     return f"{len(tensors)} tensors"
@@ -912,18 +1061,28 @@ def check_golden():
 def check_bad_files():
     """Every kind of broken file ends in one line that says what is wrong."""
     header = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
-    cases = {"empty": (b"", "cannot read"), "short": (b"\1\0", "header length"), "hostile length": (b"\xff" * 8 + header, "header length"),
-             "cut off": (len(header).to_bytes(8, "little") + header + b"\0" * 7, "cut off"),
-             "not JSON": ((4).to_bytes(8, "little") + b"{{{{", "not a safetensors header"),
-             "wrong shape": (len(header).to_bytes(8, "little") + header.replace(b"[2]", b"[3]") + b"\0" * 8, "not a safetensors header"),
-             "no config": (len(header).to_bytes(8, "little") + header + b"\0" * 8, "config")}
+    cases = {
+        "empty": (b"", "cannot read"),
+        "short": (b"\1\0", "header length"),
+        "hostile length": (b"\xff" * 8 + header, "header length"),
+        "cut off": (len(header).to_bytes(8, "little") + header + b"\0" * 7, "cut off"),
+        "not JSON": ((4).to_bytes(8, "little") + b"{{{{", "not a safetensors header"),
+        "wrong shape": (
+            len(header).to_bytes(8, "little") + header.replace(b"[2]", b"[3]") + b"\0" * 8,
+            "not a safetensors header",
+        ),
+        "no config": (len(header).to_bytes(8, "little") + header + b"\0" * 8, "config"),
+    }
     with tempfile.TemporaryDirectory() as folder:
         for case, (data, words) in cases.items():
             path = os.path.join(folder, "bad")
             with open(path, "wb") as file:
                 file.write(data)
             text = str(quietly(read_state, path))
-            expect(words in text and path in text and "\n" not in text, f"{case}: expected one line with '{words}', found {text!r}")
+            expect(
+                words in text and path in text and "\n" not in text,
+                f"{case}: expected one line with '{words}', found {text!r}",
+            )
     return f"{len(cases)} files refused"
 
 
@@ -933,8 +1092,22 @@ SELFTESTS = {
     "loops: h = 3, l = d = 1": lambda: check_against_loops(tiny(cmp_block=1, cmp_stride=1, slc_block=2, window=4), 23),
     "loops: one group of 6 heads": lambda: check_against_loops(tiny(kv_groups=1, slc_count=5), 33),
     "loops: l > l'": lambda: check_against_loops(tiny(cmp_block=6, cmp_stride=2, slc_block=2, slc_count=6), 27),
-    "loops: 32/16/64": lambda: check_against_loops(tiny(layers=1, dim=6, heads=2, kv_groups=1, head_dim=2, phi_hidden=2, mlp_hidden=4,
-                                                        cmp_block=32, cmp_stride=16, slc_block=64, window=40), 395),
+    "loops: 32/16/64": lambda: check_against_loops(
+        tiny(
+            layers=1,
+            dim=6,
+            heads=2,
+            kv_groups=1,
+            head_dim=2,
+            phi_hidden=2,
+            mlp_hidden=4,
+            cmp_block=32,
+            cmp_stride=16,
+            slc_block=64,
+            window=40,
+        ),
+        395,
+    ),
     "loops: n = 3, forced blocks only": lambda: check_against_loops(tiny(slc_count=3), 30),
     "loops: T = 1": lambda: check_against_loops(tiny(), 1),
     "loops: T < l": lambda: check_against_loops(tiny(cmp_block=32, cmp_stride=2), 31),
@@ -955,7 +1128,7 @@ SELFTESTS = {
 def selftest():
     """Prints a line per test; returns the number of failures."""
     failed = 0
-    torch.set_num_threads(1)  # threads gain nothing on tensors this small, and lose much on a busy machine
+    torch.set_num_threads(1)  # on tensors this small threads gain nothing, and lose much on a busy machine
     for name, test in SELFTESTS.items():
         try:
             print(f"ok   {name:36} {test()}", flush=True)
@@ -967,15 +1140,30 @@ def selftest():
 
 
 def main():
-    parser = argparse.ArgumentParser(description="The model of MODEL.md in PyTorch, float64: what the trainer is checked against.")
+    parser = argparse.ArgumentParser(
+        description="The model of MODEL.md in PyTorch, float64: what the trainer is checked against."
+    )
     modes = parser.add_subparsers(dest="mode", required=True)
-    mode = modes.add_parser("compare", help="compare a dump of train_nsa --dump-state with this file; exit status 1 beyond the limits")
+    mode = modes.add_parser(
+        "compare", help="compare a dump of train_nsa --dump-state with this file; exit status 1 beyond the limits"
+    )
     mode.add_argument("state", metavar="STATE", help="the dump, a safetensors file")
-    mode.add_argument("--selection", choices=("from-state", "own"), default="from-state",
-                      help="whose choice of blocks the reference uses; from-state (the default) keeps gradients comparable at near ties")
+    mode.add_argument(
+        "--selection",
+        choices=("from-state", "own"),
+        default="from-state",
+        help=(
+            "whose choice of blocks the reference uses; from-state (the default) keeps gradients comparable at near"
+            " ties"
+        ),
+    )
     mode.add_argument("--precision", choices=tuple(UNIT_ROUNDOFF), default="fp32",
                       help="what the trainer stored activations in (default fp32); the limits follow from it")
-    mode.add_argument("--rtol", type=float, help="limit of max |error| / max |tensor| (default: derived from precision, depth and sizes)")
+    mode.add_argument(
+        "--rtol",
+        type=float,
+        help="limit of max |error| / max |tensor| (default: derived from precision, depth and sizes)",
+    )
     mode = modes.add_parser("golden", help="write a small file of expected results for test_nsa")
     mode.add_argument("state", metavar="STATE", help="a dump, whose parameters and batch are used")
     mode.add_argument("golden", metavar="GOLDEN", help="the file to write")

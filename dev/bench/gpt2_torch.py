@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-# gpt2_torch.py: training steps of a dense GPT-2 124M in plain PyTorch on the CPU, with PyTorch's fused attention. For dev/bench/cpu.sh.
+# gpt2_torch.py: training steps of a dense GPT-2 124M in plain PyTorch on the CPU, with PyTorch's fused attention.
+# For dev/bench/cpu.sh.
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

@@ -1,5 +1,6 @@
-# llmc_files.py FOLDER: what llm.c's CPU trainer (train_gpt2.c) reads before it can be timed, with random weights and random tokens, so that nothing has to be
-# downloaded: the time of a step does not depend on them. FOLDER: a checkout of llm.c.   Then: make train_gpt2 there, and dev/bench/cpu.sh ... --llmc FOLDER
+# llmc_files.py FOLDER: writes the files that llm.c's CPU trainer (train_gpt2.c) reads, with random weights and random
+# tokens, so that nothing has to be downloaded; the time of a step does not depend on them. FOLDER is a checkout of
+# llm.c. Then run `make train_gpt2` there, and dev/bench/cpu.sh ... --llmc FOLDER.
 import array
 import os
 import random

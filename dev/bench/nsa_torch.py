@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-# nsa_torch.py: training steps of the 125m model in plain PyTorch on the CPU, as one writes it without kernels of one's own: the branches are dense
-# attention under masks, cut into chunks of queries that see only the keys before them. For dev/bench/cpu.sh; dev/reference.py is the one for comparing values.
+# nsa_torch.py: training steps of the 125m model in plain PyTorch on the CPU, as one would write it without custom
+# kernels: the branches are dense attention under masks, in chunks of queries that see only the keys before them.
+# For dev/bench/cpu.sh. To compare values, use dev/reference.py.
 import math
 
 import torch
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from torch_timing import arguments, time_steps
 
 C, H, G, D, VOCAB, HIDDEN = 768, 12, 2, 64, 50257, 3072
-BLOCK, STRIDE, SELECT, COUNT, WINDOW, PHI = 32, 16, 64, 16, 512, 128  # compression block and stride, selection block and count, window, hidden width of phi
+# compression block and stride, selection block and count, window, hidden width of phi
+BLOCK, STRIDE, SELECT, COUNT, WINDOW, PHI = 32, 16, 64, 16, 512, 128
 HEADS_PER_GROUP, CHUNK = H // G, 256
 
 
@@ -41,7 +43,7 @@ def rotate(x, cos, sin):
 
 
 class Masks:
-    """What depends on the length alone."""
+    """Everything that depends only on the length."""
 
     def __init__(self, T):
         t, blocks, selectable = torch.arange(T), (T - BLOCK) // STRIDE + 1, (T + SELECT - 1) // SELECT
@@ -50,7 +52,9 @@ class Masks:
         start = torch.arange(blocks) * STRIDE
         self.compressed = start + BLOCK - 1 <= t[:, None]  # visible
         begin = torch.arange(selectable) * SELECT
-        self.shared = (torch.minimum(start[:, None] + BLOCK, begin + SELECT) - torch.maximum(start[:, None], begin)).clamp_min(0) / STRIDE
+        self.shared = (
+            torch.minimum(start[:, None] + BLOCK, begin + SELECT) - torch.maximum(start[:, None], begin)
+        ).clamp_min(0) / STRIDE
         own, block = t // SELECT, torch.arange(selectable)
         self.forced = (block == 0) | (block == own[:, None]) | (block == own[:, None] - 1)
         self.candidates = block <= own[:, None]
@@ -82,17 +86,35 @@ class Attention(nn.Module):
         compressed = (weights.to(vc.dtype).view(B, G, HEADS_PER_GROUP * T, -1) @ vc).view(B, H, T, D)
         with torch.no_grad():
             importance = (weights.sum(2) @ m.shared).masked_fill(m.forced, 1e9).masked_fill(~m.candidates, -1)
-            chosen = torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, importance.topk(min(COUNT, importance.shape[-1]), -1).indices, True)
+            chosen = torch.zeros_like(importance, dtype=torch.bool).scatter_(
+                -1, importance.topk(min(COUNT, importance.shape[-1]), -1).indices, True
+            )
 
         selected, window = [], []
         for begin in range(0, T, CHUNK):
             end, oldest = min(T, begin + CHUNK), max(0, begin - WINDOW + 1)
             queries = q[:, :, begin:end]
             seen = chosen[:, :, begin:end].repeat_interleave(SELECT, -1)[..., :end] & m.causal[begin:end, :end]
-            selected.append(F.scaled_dot_product_attention(queries, ks[:, :, :end], vs[:, :, :end], seen.repeat_interleave(HEADS_PER_GROUP, 1), enable_gqa=True))
-            window.append(F.scaled_dot_product_attention(queries, kw[:, :, oldest:end], vw[:, :, oldest:end], m.window[begin:end, oldest:end], enable_gqa=True))
+            selected.append(
+                F.scaled_dot_product_attention(
+                    queries, ks[:, :, :end], vs[:, :, :end], seen.repeat_interleave(HEADS_PER_GROUP, 1), enable_gqa=True
+                )
+            )
+            window.append(
+                F.scaled_dot_product_attention(
+                    queries,
+                    kw[:, :, oldest:end],
+                    vw[:, :, oldest:end],
+                    m.window[begin:end, oldest:end],
+                    enable_gqa=True,
+                )
+            )
         gate = gate.sigmoid().view(B, T, H, 3).transpose(1, 2)
-        y = gate[..., 0:1] * compressed + gate[..., 1:2] * torch.cat(selected, 2) + gate[..., 2:3] * torch.cat(window, 2)
+        y = (
+            gate[..., 0:1] * compressed
+            + gate[..., 1:2] * torch.cat(selected, 2)
+            + gate[..., 2:3] * torch.cat(window, 2)
+        )
         return self.out(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -110,7 +132,12 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, layers, seq_len):
         super().__init__()
-        self.embed, self.blocks, self.norm, self.masks = nn.Embedding(VOCAB, C), nn.ModuleList(Block() for _ in range(layers)), RMSNorm(), Masks(seq_len)
+        self.embed, self.blocks, self.norm, self.masks = (
+            nn.Embedding(VOCAB, C),
+            nn.ModuleList(Block() for _ in range(layers)),
+            RMSNorm(),
+            Masks(seq_len),
+        )
         for p in self.parameters():
             if p.dim() > 1:
                 nn.init.normal_(p, 0, 0.02)

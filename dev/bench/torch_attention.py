@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""PyTorch's scaled_dot_product_attention, causal, forward and backward, with its flash and its cuDNN backend, in bf16: the dense baseline that stands beside
-test_nsa --perf-attention. The same shapes (12 heads of 64, a constant number of tokens), the same method: medians of CUDA-event timings after warm-up, three sets of
-inputs in turn. FLOPs are counted as there: 4 D for each pair of query and key forward, 8 D backward. Once with as many heads of keys and values as our groups
-(2, enable_gqa: the same shape as ours), once with as many as of queries (12, as in GPT-2). What a backend cannot do is said and left out; the exit status is 0 if for each
-length at least one backend ran, forward and backward, else 1.
+"""Times PyTorch's scaled_dot_product_attention, causal, forward and backward, in bf16, with its flash and its cuDNN
+backend: the dense baseline for test_nsa --perf-attention. It uses the same shapes (12 heads of 64, a constant number of
+tokens) and the same method: medians of CUDA-event timings after warm-up, three sets of inputs in turn. FLOPs are
+counted as there: 4 D for each pair of query and key forward, 8 D backward. It runs once with as many heads of keys and
+values as we have groups (2, enable_gqa: our shape) and once with as many as there are queries (12, as in GPT-2). It
+reports and leaves out what a backend cannot do. The exit status is 0 if at least one backend ran for each length,
+forward and backward, otherwise 1.
 """
+
 import argparse
 import statistics
 import sys
@@ -69,12 +72,21 @@ def main():
     parser.add_argument("--tokens", type=int, default=65536, help="sequences times their length")
     parser.add_argument("--lengths", default="2048,4096,8192,16384,32768,65536")
     parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--kv-heads", type=int, default=2, help="of the first of the two rows; the second has as many as queries")
+    parser.add_argument(
+        "--kv-heads", type=int, default=2, help="of the first of the two rows; the second has as many as queries"
+    )
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=15)
     args = parser.parse_args()
-    print(f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {torch.cuda.get_device_name()}")
-    print(f"{'T':>7} {'B':>4} {'heads':>6} {'K/V':>4} {'backend':<8} {'forward us':>11} {'TFLOP/s':>9} {'backward us':>11} {'TFLOP/s':>9}", flush=True)
+    print(
+        f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()},"
+        f" {torch.cuda.get_device_name()}"
+    )
+    print(
+        f"{'T':>7} {'B':>4} {'heads':>6} {'K/V':>4} {'backend':<8} {'forward us':>11} {'TFLOP/s':>9}"
+        f" {'backward us':>11} {'TFLOP/s':>9}",
+        flush=True,
+    )
     missing = []
     for T in (int(word) for word in args.lengths.split(",")):
         B = args.tokens // T
@@ -92,11 +104,15 @@ def main():
             for name, backend in BACKENDS:
                 try:
                     times[name] = time_backend(backend, sets, kv_heads != args.heads, args.repetitions)
-                except Exception as error:  # a backend that this PyTorch, GPU or shape lacks, or no memory for what it needs: the others go on
+                except Exception as error:
+                    # This PyTorch, GPU or shape lacks the backend, or memory ran out: continue with the others.
                     print(f"{shape} {name:<8} not available: {first_line(error)}", flush=True)
                     continue
                 rates = [flops * args.head_dim * pairs / us * 1e-6 for flops, us in zip((4, 8), times[name])]
-                print(f"{shape} {name:<8} {times[name][0]:11.1f} {rates[0]:9.2f} {times[name][1]:11.1f} {rates[1]:9.2f}", flush=True)
+                print(
+                    f"{shape} {name:<8} {times[name][0]:11.1f} {rates[0]:9.2f} {times[name][1]:11.1f} {rates[1]:9.2f}",
+                    flush=True,
+                )
             del sets
             torch.cuda.empty_cache()
             ran = ran or bool(times)
@@ -105,8 +121,12 @@ def main():
                     continue
                 fastest = min(times, key=lambda name: times[name][index])
                 others = "".join(f"; {name} {us[index]:.1f} us" for name, us in times.items() if name != fastest)
-                print(f"result: PyTorch attention, {args.heads} heads, {kv_heads} of keys and values, {B} x {T}: {direction} | {times[fastest][index]:.1f} | us | "
-                      f"{fastest}, the fastest backend{others}; dimension {args.head_dim}, bf16, causal, median of {args.repetitions}", flush=True)
+                print(
+                    f"result: PyTorch attention, {args.heads} heads, {kv_heads} of keys and values, {B} x {T}:"
+                    f" {direction} | {times[fastest][index]:.1f} | us | {fastest}, the fastest backend{others};"
+                    f" dimension {args.head_dim}, bf16, causal, median of {args.repetitions}",
+                    flush=True,
+                )
         if not ran:
             missing.append(T)
     if missing:

@@ -1,12 +1,18 @@
 #!/usr/bin/env python3
-"""The whole training step of a dense model of 124M parameters in PyTorch with torch.compile: what --attention full, and NSA, are compared with. GPT-2's sizes in this
-project's architecture (RMSNorm, RoPE, SiLU, no biases, tied head), bf16 autocast, the residual stream in bf16 as in ours, fused AdamW, clipping by the norm: the usual fast recipe. Keys and values have as many
-heads as queries (12, as in GPT-2), where ours have 2 groups. Attention by PyTorch's flash and by its cuDNN backend, one after the other; the faster one is the result.
-tokens/s is the median over steps after warm-up, from the GPU's own clock at the end of each: the host runs ahead, as it does in ours, and waits once, at the end. The batches
-lie on the GPU before. MFU counts this model's own FLOPs: 6 for each matrix parameter and token, and 12 D
-for each pair of query and key (4 forward, 8 backward).
-All of it ends within --limit seconds: the second backend is left out where its compilation would not fit, and cut off where it takes longer than the first.
+"""Times the whole training step of a dense model of 124M parameters in PyTorch with torch.compile, for comparison with
+--attention full and with NSA. It has GPT-2's sizes in this project's architecture (RMSNorm, RoPE, SiLU, no biases, tied
+head) and the usual fast recipe: bf16 autocast, the residual stream in bf16 as in ours, fused AdamW, clipping by the
+norm. Keys and values have as many heads as queries (12, as in GPT-2), where ours have 2 groups. Attention runs with
+PyTorch's flash and then with its cuDNN backend; the faster one is the result.
+
+tokens/s is the median over the steps after warm-up, by the GPU's own clock at the end of each: the host runs ahead, as
+ours does, and waits once, at the end. The batches are on the GPU beforehand. MFU counts this model's own FLOPs: 6 for
+each matrix parameter and token, and 12 D for each pair of query and key (4 forward, 8 backward).
+
+Everything ends within --limit seconds: the second backend is skipped if its compilation would not fit, and cut off if
+it takes longer than the first.
 """
+
 import argparse
 import contextlib
 import math
@@ -17,7 +23,7 @@ import sys
 import time
 
 BEGIN = time.perf_counter()
-# Which attention a graph holds is no part of this cache's key: the second backend could be given the first one's graph.
+# This cache's key does not say which attention a graph holds: the second backend could get the first one's graph.
 os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 
 import torch  # noqa: E402
@@ -34,7 +40,7 @@ def say(text):
 
 @contextlib.contextmanager
 def time_limit(seconds):
-    """TimeoutError after so many seconds, and again every two, in case that somebody catches it."""
+    """Raises TimeoutError after so many seconds, and again every two, in case somebody catches it."""
 
     def stop(*_):
         raise TimeoutError("stopped at the time limit")
@@ -77,10 +83,13 @@ class Dense(nn.Module):
         self.norm = nn.RMSNorm(width, eps=1e-5)
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * layers) if name.endswith(("o.weight", "fc2.weight")) else 0.02)
+                nn.init.normal_(
+                    p, std=0.02 / math.sqrt(2 * layers) if name.endswith(("o.weight", "fc2.weight")) else 0.02
+                )
 
     def forward(self, tokens, targets, cosine, sine):
-        x = self.embed(tokens).to(torch.bfloat16)  # without it autocast leaves the residual stream in fp32, twice the bytes
+        # without it autocast leaves the residual stream in fp32, twice the bytes
+        x = self.embed(tokens).to(torch.bfloat16)
         for block in self.blocks:
             x = block(x, cosine, sine)
         logits = self.norm(x) @ self.embed.weight.t()
@@ -88,15 +97,21 @@ class Dense(nn.Module):
 
 
 def attention_operations(step):
-    """The operations of attention that a step calls: to see that they are those of the backend that was asked for."""
+    """The attention operations that a step calls, to see that they belong to the backend that was asked for."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step()
         torch.cuda.synchronize()
-    return sorted({event.key for event in profile.key_averages() if "scaled_dot_product" in event.key and "backward" not in event.key})
+    return sorted(
+        {
+            event.key
+            for event in profile.key_averages()
+            if "scaled_dot_product" in event.key and "backward" not in event.key
+        }
+    )
 
 
 def time_backend(name, model, optimizer, rotation, args):
-    """Seconds of each timed step, from end to end on the GPU, and the last loss. The graphs of the other backend are forgotten first."""
+    """Seconds of each timed step, end to end on the GPU, and the last loss. Drops the other backend's graphs first."""
     torch.compiler.reset()
     compiled = torch.compile(model)
     loss = None
@@ -128,8 +143,11 @@ def time_backend(name, model, optimizer, rotation, args):
         seconds = [1e-3 * before.elapsed_time(after) for before, after in zip(ends, ends[1:])]
         say(f"{name}: {args.steps} steps, {1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f} ms")
         try:
-            say(f"{name}: attention by {', '.join(attention_operations(step)) or 'operations that the profiler did not show'}")
-        except Exception as error:  # a profiler that does not run here, or the time limit: the times are there
+            say(
+                f"{name}: attention by"
+                f" {', '.join(attention_operations(step)) or 'operations that the profiler did not show'}"
+            )
+        except Exception as error:  # the profiler does not run here, or the time limit: the times are there
             say(f"{name}: attention by operations that could not be listed: {error}")
     return seconds, loss.item()
 
@@ -146,7 +164,9 @@ def main():
     parser.add_argument("--warmup", type=int, default=8, help="steps that are not timed, the compilation among them")
     parser.add_argument("--peak-tflops", type=float, default=0, help="of this GPU in dense bf16; 0: MFU n/a")
     parser.add_argument("--backends", default="flash,cudnn", help="of attention, in the order in which they are timed")
-    parser.add_argument("--limit", type=float, default=180, help="seconds from the start after which nothing more is timed")
+    parser.add_argument(
+        "--limit", type=float, default=180, help="seconds from the start after which nothing more is timed"
+    )
     args = parser.parse_args()
     say(f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}")
     torch.manual_seed(0)
@@ -154,7 +174,9 @@ def main():
     model = Dense(args.vocabulary, args.layers, args.width, args.heads).cuda()
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     D, T = args.width // args.heads, args.seq_len
-    angle = torch.arange(T, device="cuda").float()[:, None] * 10000.0 ** (-torch.arange(0, D, 2, device="cuda").float() / D)
+    angle = torch.arange(T, device="cuda").float()[:, None] * 10000.0 ** (
+        -torch.arange(0, D, 2, device="cuda").float() / D
+    )
     rotation = angle.cos(), angle.sin()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     rates, loss, longest = {}, math.nan, 0.0
@@ -167,13 +189,17 @@ def main():
         try:
             with time_limit(left):
                 seconds, loss = time_backend(name, model, optimizer, rotation, args)
-        except Exception as error:  # a backend that this PyTorch or GPU lacks, memory, the time limit: the other one's figure stands
+        except Exception as error:
+            # This PyTorch or GPU lacks the backend, or memory or time ran out: the other one's figure stands.
             say(f"{name}: not timed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             optimizer.zero_grad(set_to_none=True)
             continue
         longest = max(longest, time.perf_counter() - begin)
         rates[name] = args.batch * T / statistics.median(seconds)
-        say(f"{name}: {rates[name]:.0f} tokens/s, {1e3 * statistics.median(seconds):.1f} ms a step, the median of {args.steps}")
+        say(
+            f"{name}: {rates[name]:.0f} tokens/s, {1e3 * statistics.median(seconds):.1f} ms a step, the median of"
+            f" {args.steps}"
+        )
     if not rates:
         print("no backend of attention ran: no figure")
         return 1
@@ -181,11 +207,18 @@ def main():
     rate = rates[fastest]
     flops = 6 * matrices + 12 * D * args.heads * args.layers * (T + 1) / 2  # of a token
     mfu = f"{100 * rate * flops / (args.peak_tflops * 1e12):.1f} %" if args.peak_tflops else "n/a (--peak-tflops)"
-    print(f"dense, {sum(p.numel() for p in model.parameters())} parameters, {args.heads} heads of keys and values, {args.batch} x {T}, loss {loss:.3f}, "
-          f"{flops * 1e-6:.1f} MFLOP a token, MFU {mfu}, peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+    print(
+        f"dense, {sum(p.numel() for p in model.parameters())} parameters, {args.heads} heads of keys and values,"
+        f" {args.batch} x {T}, loss {loss:.3f}, {flops * 1e-6:.1f} MFLOP a token, MFU {mfu}, peak memory"
+        f" {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
+    )
     others = "".join(f" ({name}: {other:.0f})" for name, other in rates.items() if name != fastest)
-    print(f"result: PyTorch dense, torch.compile, T={T} | {rate:.0f} | tokens/s | {args.batch} sequences, attention by {fastest}, the fastest backend that ran{others}, "
-          f"{args.heads} heads of keys and values (ours: 2 groups), residual stream in bf16 as ours, median of {args.steps} steps, MFU {mfu}", flush=True)
+    print(
+        f"result: PyTorch dense, torch.compile, T={T} | {rate:.0f} | tokens/s | {args.batch} sequences, attention by"
+        f" {fastest}, the fastest backend that ran{others}, {args.heads} heads of keys and values (ours: 2 groups),"
+        f" residual stream in bf16 as ours, median of {args.steps} steps, MFU {mfu}",
+        flush=True,
+    )
     return 0
 
 

@@ -1,5 +1,5 @@
-# torch_timing.py: whole training steps of a PyTorch model on the CPU, timed for dev/bench/cpu.sh: forward, backward, clipping, AdamW.
-# Prints one line per step, "rate NAME tokens/s", and a line of conditions.
+# torch_timing.py: times whole training steps of a PyTorch model on the CPU for dev/bench/cpu.sh: forward, backward,
+# clipping, AdamW. Prints one line per step, "rate NAME tokens/s", and a line of conditions.
 import argparse
 import contextlib
 import os
@@ -15,7 +15,9 @@ def arguments():
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast")
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after two to warm up")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the model; that happens while it warms up")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile the model; that happens while it warms up"
+    )
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     return parser.parse_args()
@@ -55,5 +57,9 @@ def time_steps(name, model, vocab, args):
     cores = len(os.sched_getaffinity(0))
     others = max(0.0, busy_seconds() - busy - (own_seconds() - own)) / (time.perf_counter() - begun) / cores
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"# {name}: PyTorch {torch.__version__}, {parameters / 1e6:.1f}M parameters, loss {loss.item():.3f}, {args.threads} threads, "
-          f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB, load of others {100 * others:.0f} %", flush=True)
+    print(
+        f"# {name}: PyTorch {torch.__version__}, {parameters / 1e6:.1f}M parameters, loss {loss.item():.3f},"
+        f" {args.threads} threads, peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB,"
+        f" load of others {100 * others:.0f} %",
+        flush=True,
+    )

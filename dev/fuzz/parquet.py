@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """parquet.py [CASES [FIRST]]: runs data/parquet_to_jsonl.py on damaged parquet files, one process each (needs pyarrow).
 
-A file is refused with status 1, one printable line on stderr and nothing left behind, or turned into JSON lines. Anything else is a finding: the file
-stays as finding-CASE.parquet in the working folder and the exit status is 1. Case n is the same file at every run.
+Either the script refuses a file with status 1, one printable line on stderr and nothing left behind, or it turns it
+into JSON lines. Anything else is a finding: the file stays in the working folder as finding-CASE.parquet and the exit
+status is 1. Case n is the same file in every run.
 """
+
 import io
 import json
 import os
@@ -41,10 +43,17 @@ def whole_files():
         for compression in ("none", "snappy", "zstd", "gzip") if number < 2 else ("none",):
             for version in ("1.0", "2.0"):
                 out = io.BytesIO()
-                pyarrow.parquet.write_table(table, out, compression=compression, data_page_version=version, row_group_size=100, use_dictionary=number % 2 == 0,
-                                            write_page_checksum=False)
+                pyarrow.parquet.write_table(
+                    table,
+                    out,
+                    compression=compression,
+                    data_page_version=version,
+                    row_group_size=100,
+                    use_dictionary=number % 2 == 0,
+                    write_page_checksum=False,
+                )
                 files.append(out.getvalue())
-    # Text that is no UTF-8 under a schema that says it is: bytes of the same length in place of the characters.
+    # Text that is not UTF-8 although the schema says so: bytes of the same length in place of the characters.
     files.append(files[-1].replace("zwei \u00e4\u00f6".encode(), b"zwei \xe4\xe4\xf6\xf6"))
     files.append(b"")
     files.append(b"PAR1PAR1")
@@ -59,7 +68,7 @@ def damaged(files, case):
     for _ in range(r.choice((1, 1, 1, 2, 4, 16))):
         if not data:
             break
-        # Most of what steers the reader is the footer, at the end.
+        # Most of what steers the reader is in the footer, at the end.
         at = r.randrange(len(data)) if r.random() < 0.5 else max(0, len(data) - 1 - r.randrange(min(len(data), 400)))
         kind = r.randrange(7)
         if kind == 0:
@@ -80,7 +89,7 @@ def damaged(files, case):
 
 
 def run(source, target, messages):
-    """The script in a child process that has pyarrow loaded already; its wait status."""
+    """Runs the script in a child process that has already loaded pyarrow; returns its wait status."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
@@ -115,7 +124,12 @@ def judge(status, text, source, target, folder):
         os.remove(target)
     elif code != 1:
         return f"exit status {code}"
-    elif not text.startswith("parquet_to_jsonl.py: ") or text.count("\n") != 1 or not text.endswith("\n") or not text[:-1].isprintable():
+    elif (
+        not text.startswith("parquet_to_jsonl.py: ")
+        or text.count("\n") != 1
+        or not text.endswith("\n")
+        or not text[:-1].isprintable()
+    ):
         return f"no printable line: {text!r}"
     elif len(text) > 4000:
         return f"a message of {len(text)} characters"
