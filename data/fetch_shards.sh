@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# fetch_shards.sh: fetches ready-made GPT-2 token shards of FineWeb or FineWeb-Edu from the Hugging Face hub, to train on them as they are.
+# fetch_shards.sh: fetches ready-made GPT-2 token shards of FineWeb or FineWeb-Edu from the Hugging Face hub.
 set -euo pipefail
 # shellcheck source=data/download.sh
 source "$(dirname "${BASH_SOURCE[0]}")/download.sh"
@@ -8,7 +8,8 @@ usage() {
     cat <<'END'
 usage: data/fetch_shards.sh [--dataset NAME] [--shards N] [--dir FOLDER]
 
-Fetches the first N training shards (100 million tokens, 200 MB each) and the validation shard. Run again, it continues where it broke off.
+Fetches the first N training shards (100 million tokens, 200 MB each) and the validation shard. Run it again, and it
+continues where it broke off.
 
   --dataset NAME   fineweb-edu-100B  karpathy/fineweb-edu-100B-gpt2-token-shards, 1001 shards (default)
                    fineweb-edu-10B   kjj0/finewebedu10B-gpt2, 99 shards
@@ -52,7 +53,8 @@ check_shard() { # FILE
     local magic version tokens
     read -r magic version tokens < <(od -An -td4 -N12 "$1") || true
     [[ ${magic:-} == 20240520 && ${version:-} == 1 ]] || die "$1 is not a token shard: remove it and run again"
-    ((tokens > 0 && $(bytes_of "$1") == 1024 + 2 * tokens)) || die "$1 is damaged, its size does not fit its $tokens tokens: remove it and run again"
+    ((tokens > 0 && $(bytes_of "$1") == 1024 + 2 * tokens)) ||
+        die "$1 is damaged, its size does not fit its $tokens tokens: remove it and run again"
 }
 
 need_command curl "install it with your system's package manager"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# fineweb_edu.sh: FineWeb-Edu from the Hugging Face hub to token shards: parquet -> .jsonl -> ./train_nsa tokenize.
-# (data/fetch_shards.sh fetches shards that others have made, which saves all of this.)
+# fineweb_edu.sh: makes token shards from FineWeb-Edu: parquet from the Hugging Face hub -> .jsonl -> token shards.
+# (data/fetch_shards.sh fetches shards that others have made and saves you all of this.)
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 # shellcheck source=data/download.sh
@@ -10,11 +10,13 @@ usage() {
     cat <<'END'
 usage: data/fineweb_edu.sh [--files N] [--dir FOLDER] [--vocab-dir FOLDER]
 
-Fetches the first N of the 14 parquet files of HuggingFaceFW/fineweb-edu, sample-10BT (about 2 GB and 0.7 billion GPT-2 tokens each; ODC-By 1.0),
-turns them into .jsonl and these into token shards. Run again, it continues where it broke off. Needs curl, python3 with pyarrow, and train_nsa.
+Fetches the first N of the 14 parquet files of HuggingFaceFW/fineweb-edu, sample-10BT (about 2 GB and 0.7 billion GPT-2
+tokens each; ODC-By 1.0), turns them into .jsonl and these into token shards. Run it again, and it continues where it
+broke off. Needs curl, python3 with pyarrow, and train_nsa.
 
   --files N            how many files (default 1)
-  --dir FOLDER         where to put everything (default data/fineweb_edu); parquet and .jsonl stay there until you remove them
+  --dir FOLDER         where to put everything (default data/fineweb_edu); parquet and .jsonl files stay there until you
+                       remove them
   --vocab-dir FOLDER   where the GPT-2 vocabulary is, vocab.bpe and encoder.json (default data/gpt2)
 
 In the environment: HF_ENDPOINT=URL replaces https://huggingface.co by a mirror, PYTHON=COMMAND python3 by another.
@@ -41,7 +43,7 @@ while (($#)); do
 done
 need_number --files "$files" 1 14
 
-# Everything that can be missing is looked for before gigabytes are fetched.
+# Look for everything that can be missing before fetching gigabytes.
 python=${PYTHON:-python3}
 train_nsa=$here/../train_nsa
 need_command curl "install it with your system's package manager"
@@ -49,7 +51,9 @@ need_command "$python" "install Python 3, or set PYTHON to it"
 "$python" -c 'import pyarrow.parquet' 2>/dev/null || die "$python has no pyarrow: run $python -m pip install pyarrow"
 [[ -x $train_nsa ]] || die "train_nsa is not built: run make first"
 [[ -d $vocab ]] || die "no folder $vocab with the GPT-2 vocabulary: give it with --vocab-dir"
-if compgen -G "$dir/fineweb_edu_*.bin" >/dev/null; then die "$dir holds token shards already: train on them, or remove them to make them anew"; fi
+if compgen -G "$dir/fineweb_edu_*.bin" >/dev/null; then
+    die "$dir holds token shards already: train on them, or remove them to make them anew"
+fi
 mkdir -p "$dir" || die "cannot make the folder $dir"
 
 check_parquet() { # FILE
@@ -61,10 +65,12 @@ texts=()
 for ((i = 0; i < 10#$files; i++)); do
     name=$(printf '%03d_00000' "$i")
     text=$dir/$name.jsonl
-    if [[ ! -e $text ]]; then # has its name only when whole
-        # room for the parquet file, its text of about twice the size, and its tokens
-        download "$hub/datasets/HuggingFaceFW/fineweb-edu/resolve/main/sample/10BT/$name.parquet" "$dir/$name.parquet" check_parquet 4
-        "$python" "$here/parquet_to_jsonl.py" "$dir/$name.parquet" "$text" || die "could not turn $dir/$name.parquet into $text"
+    if [[ ! -e $text ]]; then # it gets this name only when it is whole
+        # room for the parquet file, for its text of about twice the size, and for its tokens
+        download "$hub/datasets/HuggingFaceFW/fineweb-edu/resolve/main/sample/10BT/$name.parquet" \
+            "$dir/$name.parquet" check_parquet 4
+        "$python" "$here/parquet_to_jsonl.py" "$dir/$name.parquet" "$text" ||
+            die "could not turn $dir/$name.parquet into $text"
     fi
     texts+=("$text")
 done

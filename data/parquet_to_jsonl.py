@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """parquet_to_jsonl.py IN.parquet OUT.jsonl: writes the column `text` as one {"text": ...} per line.
 
-Goes through the file batch by batch, so memory does not grow with it. OUT.jsonl gets its name only when it is whole.
+Reads the file batch by batch, so memory does not grow with its size. OUT.jsonl gets its name only when it is whole.
 """
 import json
 import os
@@ -9,7 +9,7 @@ import sys
 
 
 def fail(text):
-    # One line of bounded length that leaves the terminal as it was, whatever stands in the file.
+    # One line of bounded length that leaves the terminal as it was, whatever the file contains.
     sys.exit("parquet_to_jsonl.py: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:2000]))
 
 
@@ -18,7 +18,7 @@ def main():
         print("usage: parquet_to_jsonl.py IN.parquet OUT.jsonl", file=sys.stderr)
         sys.exit(2)
     source, target = sys.argv[1:]
-    if os.path.lexists(target):  # a rename would put the text in the place of whatever this is, a device too
+    if os.path.lexists(target):  # a rename would replace whatever this is, even a device
         fail(f"{target} exists already: remove it or choose another name")
     try:
         import pyarrow
@@ -44,7 +44,7 @@ def main():
         if rows != parquet.metadata.num_rows:
             fail(f"{source}: {rows} rows came, its footer counts {parquet.metadata.num_rows}: fetch it again")
         os.rename(unfinished, target)
-    except Exception as error:  # damaged data ends in Arrow's, but also in decoding, memory and other errors
+    except Exception as error:  # damaged data causes errors of Arrow, but also of decoding, memory and others
         fail(f"{source} -> {target}: after {rows} rows: {type(error).__name__}: {' '.join(str(error).split())}")
     finally:
         if os.path.exists(unfinished):

@@ -51,9 +51,10 @@ def table(name, member):
     print("};")
 
 
+version = unicodedata.unidata_version
 print(f"""\
 // unicode_classes.h: the letters (general category L), numbers (N) and white space (property White_Space) of
-// Unicode {unicodedata.unidata_version}. Written by make_unicode_classes.py from the Unicode character database; do not edit.
+// Unicode {version}. Written by make_unicode_classes.py from the Unicode character database; do not edit.
 #pragma once
 #include <cstdint>
 

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# README's GPU table from a report of dev/gpu_check.sh: its head line, and the lines "result: what | figure | unit | conditions" wherever they stand.
+# Makes the README's GPU table from a report of dev/gpu_check.sh: from its head line, and from its lines
+# "result: what | figure | unit | conditions", wherever they are.
 #     dev/results_table.sh REPORT.md              prints the table
-#     dev/results_table.sh REPORT.md README.md    puts it between README's lines <!-- gpu table --> and <!-- end of gpu table -->
-# Figures of a part that failed or was stopped elsewhere are marked. Several reports may be joined into one file.
+#     dev/results_table.sh REPORT.md README.md    puts it between the README's lines <!-- gpu table --> and
+#                                                 <!-- end of gpu table -->
+# It marks figures of a part that failed or was stopped elsewhere. Several reports may be joined into one file.
 set -euo pipefail
 die() { echo "results_table.sh: $1" >&2; exit 2; }
 [ $# -eq 1 ] || [ $# -eq 2 ] || die "usage: dev/results_table.sh REPORT.md [README.md]"
@@ -12,10 +14,15 @@ table=$(awk '
     NR == 1 { sub(/^# /, ""); title = $0 }
     /^driver / && !machine { machine = $0 }
     /^## / { section = substr($0, 4); commit = "" }
-    /: exit status [0-9]/ { commit = match($0, /(unknown )?commit[^;]*/) ? substr($0, RSTART, RLENGTH) : "unknown commit"; good = /: exit status 0 /; if (!good) bad = bad (bad ? ", " : "") section }
+    /: exit status [0-9]/ {
+        commit = match($0, /(unknown )?commit[^;]*/) ? substr($0, RSTART, RLENGTH) : "unknown commit"
+        good = /: exit status 0 /
+        if (!good) bad = bad (bad ? ", " : "") section
+    }
     /^result: / && commit {
         split(substr($0, 9), field, / *[|] */)
-        rows = rows "| " field[1] " | " field[2] " | " field[3] " | " field[4] "; " commit (good ? "" : "; **its part failed elsewhere**") " |\n"
+        rows = rows "| " field[1] " | " field[2] " | " field[3] " | " field[4] "; " commit \
+            (good ? "" : "; **its part failed elsewhere**") " |\n"
     }
     END {
         printf "%s. %s.\n\n", title, machine
@@ -27,7 +34,8 @@ if [ $# -eq 1 ]; then
     echo "$table"
     exit 0
 fi
-[ "$(grep -c -e '^<!-- gpu table -->$' -e '^<!-- end of gpu table -->$' "$2")" = 2 ] || die "$2: there are no lines <!-- gpu table --> and <!-- end of gpu table --> to put the table between"
+[ "$(grep -c -e '^<!-- gpu table -->$' -e '^<!-- end of gpu table -->$' "$2")" = 2 ] ||
+    die "$2: there are no lines <!-- gpu table --> and <!-- end of gpu table --> to put the table between"
 new=$(mktemp)
 trap 'rm -f "$new"' EXIT
 TABLE=$table awk '

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Trains on several nodes under Slurm and survives the end of its time: sbatch dev/slurm.sh
-# Two minutes before the limit Slurm sends SIGUSR1 to the ranks; they finish their step, write a checkpoint and exit with 75, and the job is queued again. The same
-# happens on preemption (SIGTERM). --resume starts a new run where there is nothing to resume. Neither PMI nor PMIx is needed: ranks find each other by Slurm's own
-# variables, at the first node's name. The run's folder (--out) has to lie on a file system that all nodes see.
+# Two minutes before the limit Slurm sends SIGUSR1 to the ranks. They finish their step, write a checkpoint and exit
+# with 75, and the job goes back into the queue. The same happens on preemption (SIGTERM). --resume starts a new run if
+# there is nothing to resume. On GPUs neither PMI nor PMIx is needed: the ranks read Slurm's own variables and meet at
+# the first node. The run's folder (--out) must be on a file system that all nodes see.
 #SBATCH --job-name=train_nsa
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -14,7 +15,8 @@
 #SBATCH --open-mode=append
 set -uo pipefail
 
-srun --kill-on-bad-exit=1 ./train_nsa --model 125m --vocab-dir data/gpt2 --data 'data/fineweb_edu_train_*.bin' --val-data 'data/fineweb_edu_val_*.bin' \
+srun --kill-on-bad-exit=1 ./train_nsa --model 125m --vocab-dir data/gpt2 \
+    --data 'data/fineweb_edu_train_*.bin' --val-data 'data/fineweb_edu_val_*.bin' \
     --out runs/fineweb_edu --save-every 500 --keep 3 --resume "$@"
 status=$?
 if [ "$status" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Times the CPU engine, and beside it whatever of its competitors is installed, on this machine: make bench, or
-#   dev/bench/cpu.sh build/bench_cpu [--python PYTHON] [--rounds N] [--ranks ./train_nsa] [--text FILE --vocab-dir DIR] [--llmc FOLDER]
+# Times the CPU engine on this machine, and beside it those of its competitors that are installed: make bench, or
+#   dev/bench/cpu.sh build/bench_cpu [--python PYTHON] [--rounds N] [--ranks ./train_nsa] [--text FILE --vocab-dir DIR]
+#                    [--llmc FOLDER]
 #   --python    an interpreter that imports torch (default: python3, if it does); without one PyTorch is left out
-#   --rounds    how often the contenders take turns (default 2); a turn is two steps to warm up and three that count
-#   --ranks     the program; then two ranks of one thread take turns with one rank of two threads under mpirun
-#   --text, --vocab-dir   an English text and GPT-2's vocabulary, for the tokenizer; beside it tiktoken, if PYTHON has it
-#   --llmc      a checkout of llm.c in which its CPU trainer and its starter files are ready (./train_gpt2, gpt2_124M.bin)
-# A timing counts on a quiet machine only: the load of others is printed with each part. Nothing is fetched from the network.
+#   --rounds    how often the contenders take turns (default 2); a turn is two steps of warm-up and three that count
+#   --ranks     the program; two ranks of one thread then take turns with one rank of two threads under mpirun
+#   --text, --vocab-dir   an English text and GPT-2's vocabulary, for the tokenizer, and for tiktoken if PYTHON has it
+#   --llmc      a checkout of llm.c whose CPU trainer and starter files are ready (./train_gpt2, gpt2_124M.bin)
+# A timing counts only on a quiet machine, so each part prints the load of other processes. Nothing is downloaded.
 set -euo pipefail
 bench=${1:?usage: dev/bench/cpu.sh build/bench_cpu [options]}
 shift
@@ -27,7 +28,10 @@ done
 rates=$(mktemp)
 trap 'rm -f "$rates"' EXIT
 contend() { "$@" | tee -a "$rates"; }  # keeps its lines "rate NAME VALUE"
-median() { awk -v name="$1" '$1 == "rate" && $2 == name { print $3 }' "$rates" | sort -n | awk '{ x[NR] = $1 } END { if (NR) print (x[int((NR + 1) / 2)] + x[int(NR / 2) + 1]) / 2 }'; }
+median() {
+    awk -v name="$1" '$1 == "rate" && $2 == name { print $3 }' "$rates" | sort -n |
+        awk '{ x[NR] = $1 } END { if (NR) print (x[int((NR + 1) / 2)] + x[int(NR / 2) + 1]) / 2 }'
+}
 
 date -u '+# %Y-%m-%d %H:%M UTC'
 "$bench" conditions
@@ -49,11 +53,15 @@ for round in $(seq "$rounds"); do
         contend "$bench" rate ours-$dtype 3 --cpu-dtype $dtype
         [ -z "$has_torch" ] || for model in nsa gpt2; do
             contend "$python" "$here/${model}_torch.py" --dtype $dtype
-            contend "$python" "$here/${model}_torch.py" --dtype $dtype --compile || echo "# torch.compile cannot run it here"
+            contend "$python" "$here/${model}_torch.py" --dtype $dtype --compile ||
+                echo "# torch.compile cannot run it here"
         done
     done
     if [ -n "$llmc" ]; then
-        (cd "$llmc" && OMP_NUM_THREADS=$(nproc) timeout 120 stdbuf -oL ./train_gpt2 || true) | awk 'match($0, /took [0-9.]+ ms/) { print "rate llm.c-fp32", 256000 / substr($0, RSTART + 5, RLENGTH - 8) }' |
+        (cd "$llmc" && OMP_NUM_THREADS=$(nproc) timeout 120 stdbuf -oL ./train_gpt2 || true) |
+            awk 'match($0, /took [0-9.]+ ms/) {
+                print "rate llm.c-fp32", 256000 / substr($0, RSTART + 5, RLENGTH - 8)
+            }' |
             contend awk 'NR > 1 && NR <= 6'  # its batch is 4 x 64 tokens
     fi
 done
@@ -63,7 +71,9 @@ for dtype in fp32 bf16; do
     echo "ours, $dtype: $ours tokens/s"
     for other in torch-nsa torch-nsa-compiled torch-dense torch-dense-compiled llm.c; do
         theirs=$(median $other-$dtype)
-        [ -z "$theirs" ] || awk -v a="$ours" -v b="$theirs" -v name="$other-$dtype" 'BEGIN { printf "    %-26s %8.1f tokens/s; ours is %.2f times that\n", name, b, a / b }'
+        [ -z "$theirs" ] || awk -v a="$ours" -v b="$theirs" -v name="$other-$dtype" 'BEGIN {
+            printf "    %-26s %8.1f tokens/s; ours is %.2f times that\n", name, b, a / b
+        }'
     done
 done
 
@@ -71,14 +81,18 @@ if [ -n "$ranks" ]; then
     echo; echo "== 125m's width with 6 layers and bytes, T 1024, 4 sequences a step: ranks x threads"
     run=$(mktemp -d)
     trap 'rm -rf "$rates" "$run"' EXIT
-    job="--model 125m --layers 6 --tokenizer bytes --seq-len 1024 --batch 1 --total-batch 4096 --steps 5 --eval-batches 1 --sample-tokens 0 --device cpu --out $run/job"
+    job="--model 125m --layers 6 --tokenizer bytes --seq-len 1024 --batch 1 --total-batch 4096 --steps 5"
+    job+=" --eval-batches 1 --sample-tokens 0 --device cpu --out $run/job"
     for round in $(seq "$rounds"); do
         for layout in "1 2" "2 1"; do
             read -r processes threads <<<"$layout"
-            mpirun -np "$processes" "$ranks" $job --threads "$threads" | sed -nE "s/^done:.* median ([0-9]+) tokens.*/rate ranks-${processes}x$threads \\1/p" | contend cat
+            mpirun -np "$processes" "$ranks" $job --threads "$threads" |
+                sed -nE "s/^done:.* median ([0-9]+) tokens.*/rate ranks-${processes}x$threads \\1/p" | contend cat
         done
     done
-    awk -v two="$(median ranks-2x1)" -v one="$(median ranks-1x2)" 'BEGIN { printf "2 ranks x 1 thread: %.2f of 1 rank x 2 threads\n", two / one }'
+    awk -v two="$(median ranks-2x1)" -v one="$(median ranks-1x2)" 'BEGIN {
+        printf "2 ranks x 1 thread: %.2f of 1 rank x 2 threads\n", two / one
+    }'
 fi
 
 if [ -n "$text" ] && [ -n "$vocab" ]; then

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# make_goldens.sh: makes dev/test/golden_<name>.safetensors again, from the trainer's parameters and dev/reference.py's arithmetic.
-# Run it when the model, the initialisation or the synthetic data have changed on purpose; review what changed before committing.
+# make_goldens.sh: makes dev/test/golden_<name>.safetensors again, from the trainer's parameters and the arithmetic of
+# dev/reference.py. Run it when the model, the initialisation or the synthetic data have changed on purpose, and review
+# what changed before committing.
 #     dev/test/make_goldens.sh [NAME ...]        all, or the named ones
 # Needs ./train_nsa (make) and Python with PyTorch and NumPy; PYTHON=/path/to/python3 chooses another interpreter.
 set -euo pipefail
@@ -11,26 +12,31 @@ fail() {
     exit 1
 }
 
-# A few hundred thousand parameters or less each, so that test_nsa repeats a step in well under a second.
+# Each has a few hundred thousand parameters or fewer, so that test_nsa repeats a step in well under a second.
 declare -A configs=(
-    # h = 3; blocks in the paper's proportions; T > w, no multiple of any block; from token 64 on the selection has a choice
-    [nsa]="--seed 2 --batch 2 --seq-len 200 --total-batch 400 --attention nsa --layers 2 --dim 96 --heads 6 --kv-groups 2 --head-dim 16
-           --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 24 --phi-hidden 24 --mlp-hidden 384"
-    # the paper's own blocks 32/16/64, one group of 6 heads; from token 256 on the selection has a choice
-    [nsa_paper]="--seed 2 --batch 1 --seq-len 520 --total-batch 520 --attention nsa --layers 2 --dim 64 --heads 6 --kv-groups 1
-           --head-dim 16 --cmp-block 32 --cmp-stride 16 --slc-block 64 --slc-count 4 --window 128 --phi-hidden 16 --mlp-hidden 256"
+    # h = 3; blocks in the paper's proportions; T > w, not a multiple of any block; a choice of blocks from token 64 on
+    [nsa]="--seed 2 --batch 2 --seq-len 200 --total-batch 400 --attention nsa --layers 2 --dim 96 --heads 6
+           --kv-groups 2 --head-dim 16 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 24
+           --phi-hidden 24 --mlp-hidden 384"
+    # the paper's own blocks 32/16/64, one group of 6 heads; a choice of blocks from token 256 on
+    [nsa_paper]="--seed 2 --batch 1 --seq-len 520 --total-batch 520 --attention nsa --layers 2 --dim 64 --heads 6
+           --kv-groups 1 --head-dim 16 --cmp-block 32 --cmp-stride 16 --slc-block 64 --slc-count 4 --window 128
+           --phi-hidden 16 --mlp-hidden 256"
     # every head its own group; compression blocks side by side
-    [nsa_h1]="--seed 3 --batch 2 --seq-len 150 --total-batch 300 --attention nsa --layers 2 --dim 64 --heads 4 --kv-groups 4 --head-dim 16
-           --cmp-block 8 --cmp-stride 8 --slc-block 16 --slc-count 5 --window 24 --phi-hidden 16 --mlp-hidden 256"
+    [nsa_h1]="--seed 3 --batch 2 --seq-len 150 --total-batch 300 --attention nsa --layers 2 --dim 64 --heads 4
+           --kv-groups 4 --head-dim 16 --cmp-block 8 --cmp-stride 8 --slc-block 16 --slc-count 5 --window 24
+           --phi-hidden 16 --mlp-hidden 256"
     # the dense baseline
-    [full]="--seed 4 --batch 3 --seq-len 97 --total-batch 291 --attention full --layers 2 --dim 64 --heads 4 --kv-groups 2 --head-dim 16
-           --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 128 --phi-hidden 16 --mlp-hidden 256"
+    [full]="--seed 4 --batch 3 --seq-len 97 --total-batch 291 --attention full --layers 2 --dim 64 --heads 4
+           --kv-groups 2 --head-dim 16 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 128
+           --phi-hidden 16 --mlp-hidden 256"
 )
 limit=150000  # bytes of a golden file
 
 python=${PYTHON:-python3}
 [ -x ./train_nsa ] || fail "./train_nsa is missing; run make first"
-"$python" -c 'import torch, numpy' 2>/dev/null || fail "$python cannot import torch and numpy; pip install torch numpy, or set PYTHON"
+"$python" -c 'import torch, numpy' 2>/dev/null ||
+    fail "$python cannot import torch and numpy; pip install torch numpy, or set PYTHON"
 
 names=("$@")
 [ $# -gt 0 ] || names=(nsa nsa_paper nsa_h1 full)
@@ -38,11 +44,12 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 for name in "${names[@]}"; do
     [ -n "${configs[$name]:-}" ] || fail "no configuration '$name'; there are: ${!configs[*]}"
-    read -r -d '' -a options <<<"${configs[$name]}" || true  # read ends at the end of the text, which it reports as 1
+    read -r -d '' -a options <<<"${configs[$name]}" || true  # read returns 1 at the end of the text
     state=$folder/$name.safetensors golden=dev/test/golden_$name.safetensors
     echo "== $name"
-    ./train_nsa --steps 1 --init random --device cpu --data synthetic --tokenizer bytes "${options[@]}" --dump-state "$state" \
-        >"$folder/log" 2>&1 || { cat "$folder/log" >&2; fail "train_nsa failed for '$name'; its output is above"; }
+    ./train_nsa --steps 1 --init random --device cpu --data synthetic --tokenizer bytes "${options[@]}" \
+        --dump-state "$state" >"$folder/log" 2>&1 ||
+        { cat "$folder/log" >&2; fail "train_nsa failed for '$name'; its output is above"; }
     "$python" dev/reference.py golden "$state" "$folder/golden"
     size=$(wc -c <"$folder/golden")
     [ "$size" -le $limit ] || fail "golden '$name' has $size bytes, more than $limit; make its configuration smaller"
