@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes unicode_classes.h: the letters, numbers and white space of Unicode, which GPT-2's pre-tokeniser distinguishes.
+"""Writes unicode_classes.h: the letters, numbers and white space of Unicode, which GPT-2's pre-tokeniser tells apart.
 
-    python3 dev/make_unicode_classes.py | clang-format > lib/unicode_classes.h
+    python3 dev/make_unicode_classes.py > lib/unicode_classes.h
 
-The Unicode version is that of the unicodedata module: Python's own, or the package unicodedata2 if it is installed
-(unicodedata2==16.0.0 made the file in lib/). tiktoken 0.14 uses Unicode 16.0: the two agree on every code point.
+The Unicode version is that of the unicodedata module: Python's own, or the one of the package unicodedata2 where it is installed
+(unicodedata2==16.0.0 made the file that is kept here). Unicode 16.0 is what tiktoken 0.14 uses: the two agree on every code point.
 """
 
 try:
@@ -22,7 +22,7 @@ def is_number(code):
 
 
 def is_white_space(code):
-    # The property White_Space, which differs from str.isspace(): the separators, tab to carriage return, and next line.
+    # The property White_Space, which is not str.isspace(): the separators, tab to carriage return, and next line.
     return unicodedata.category(chr(code)) in ("Zs", "Zl", "Zp") or 0x09 <= code <= 0x0D or code == 0x85
 
 
@@ -43,7 +43,7 @@ def table(name, member):
     line = "   "
     for first, last in ranges(member):
         item = f" {{0x{first:X}, 0x{last:X}}},"
-        if len(line) + len(item) > 120:
+        if len(line) + len(item) > 140:
             print(line)
             line = "   "
         line += item
@@ -51,10 +51,9 @@ def table(name, member):
     print("};")
 
 
-version = unicodedata.unidata_version
 print(f"""\
-// unicode_classes.h: the letters (general category L), numbers (N) and white space (property White_Space) of
-// Unicode {version}. Written by make_unicode_classes.py from the Unicode character database; do not edit.
+// unicode_classes.h: the letters (general category L), numbers (N) and white space (property White_Space) of Unicode {unicodedata.unidata_version}.
+// Written by make_unicode_classes.py from the Unicode character database; do not edit.
 #pragma once
 #include <cstdint>
 
