@@ -1,5 +1,5 @@
-// options.h: what the program can be told. One table: parsing, validation, --help, the config echo and the run's
-// manifest all come from it.
+// options.h: what the user can set. One table makes parsing, validation, --help and the run's manifest. Used by
+// train_nsa.cu; options in files are in config_files.h.
 #pragma once
 #include <algorithm>
 #include <cstdio>
@@ -8,8 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "../nsa_cpu.h"
-#include "json.h"
 #include "util.h"
 
 struct Config {
@@ -34,7 +32,7 @@ struct Config {
             keep = 0, keep_every = 0, cuda_graph = 0, threads = 0;
     double stall_timeout = 0;
     std::string out, device, cpu_dtype, selected_kernels, dump_state;
-    bool resume = false, help = false;
+    bool resume = false, help = false, version = false;
     // sampling and evaluation
     std::string from, prompt;
     double temperature = 0, top_p = 0;
@@ -51,8 +49,8 @@ enum Verb : unsigned { TRAIN = 1, TOKENIZE = 2, SAMPLE = 4, EVAL = 8, CHECK_VERB
 struct Option {
     const char* name;
     unsigned verbs;
-    const char* standard;  // the default as text; "preset" and "auto" are worked out later
-    double low, high;      // of a number
+    const char* default_text;  // "preset" and "auto" are worked out later
+    double low, high;          // of a number
     const char* help;
     const char* choices = nullptr;  // of a word: "a|b|c"; null = free text
     int64_t Config::*integer = nullptr;
@@ -80,7 +78,7 @@ struct Option {
 
   private:
     Option(const char* n, unsigned v, const char* d, const char* h, double lo = 0, double hi = 0)
-        : name(n), verbs(v), standard(d), low(lo), high(hi), help(h) {}
+        : name(n), verbs(v), default_text(d), low(lo), high(hi), help(h) {}
 };
 
 static const std::vector<Option>& option_table() {
@@ -204,6 +202,7 @@ static const std::vector<Option>& option_table() {
         {"split-documents", TOKENIZE, &Config::split_documents, "", nullptr,
          "text that separates documents inside a .txt"},
         {"help", EVERY_VERB, &Config::help, "this text"},
+        {"version", EVERY_VERB, &Config::version, "what was built: version, compiler, engines; and end"},
     };
     return table;
 }
@@ -246,6 +245,16 @@ static const VerbName* verb_named(const std::string& name) {
     return found == std::end(VERBS) ? nullptr : found;
 }
 
+static const Option& option_named(const std::string& name) {
+    return *std::find_if(option_table().begin(), option_table().end(), [&](const Option& o) { return name == o.name; });
+}
+
+// "seq-len" as JSON files spell it.
+static std::string underscored(std::string name) {
+    std::replace(name.begin(), name.end(), '-', '_');
+    return name;
+}
+
 static std::string value_text(const Config& c, const Option& o) {
     if (o.integer) return std::to_string(c.*o.integer);
     if (o.real) return format_text("%.15g", c.*o.real);
@@ -271,7 +280,7 @@ static void print_help(Verb verb) {
     for (const Option& o : option_table())
         if (o.verbs & verb)
             std::printf("  --%-16s %-28s default %-10s %s\n", o.name, range_text(o).c_str(),
-                        *o.standard ? o.standard : "none", o.help);
+                        *o.default_text ? o.default_text : "none", o.help);
     std::printf("\npresets:\n");
     for (const Preset& p : PRESETS)
         std::printf(
@@ -351,9 +360,10 @@ static Config parse_options(int argc, const char* const* argv, std::set<std::str
         verb = found->verb;
     }
     for (const Option& o : option_table())
-        if (*o.standard && (o.choices ? is_choice(o.standard, o.choices)
-                                      : std::strcmp(o.standard, "preset") && std::strcmp(o.standard, "auto")))
-            set_option(c, o, o.standard);
+        if (*o.default_text &&
+            (o.choices ? is_choice(o.default_text, o.choices)
+                       : std::strcmp(o.default_text, "preset") && std::strcmp(o.default_text, "auto")))
+            set_option(c, o, o.default_text);
     while (at < argc) {
         std::string word = argv[at++], value;
         if (word == "-h") word = "--help";
@@ -430,45 +440,54 @@ static void validate_model(const Config& c, const char* where) {
         fail_usage("%s: --slc-count %lld; at least 3 blocks are always selected", where, (long long)c.slc_count);
 }
 
-// The options that make the model: its config.json.
-static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",     "kv-groups", "head-dim",
-                                            "cmp-block",  "cmp-stride", "slc-block", "slc-count", "window",
-                                            "phi-hidden", "mlp-hidden", "seq-len"};
-static std::string underscored(std::string name) {
-    std::replace(name.begin(), name.end(), '-', '_');
-    return name;
-}
-static const Option& option_named(const std::string& name) {
-    return *std::find_if(option_table().begin(), option_table().end(), [&](const Option& o) { return name == o.name; });
-}
-
-static std::string config_json(const Config& c) {
-    std::string text = "{\"architecture\": \"nsa\"";
-    for (const char* name : MODEL_OPTIONS)
-        text += ", \"" + underscored(name) + "\": " + value_text(c, option_named(name));
-    return text + ", \"attention\": \"" + c.attention + "\", \"tokenizer\": \"" + c.tokenizer +
-           "\", \"vocab_size\": " + std::to_string(c.vocab_size) +
-           format_text(", \"rope_base\": %g, \"norm_eps\": %g}\n", ROPE_BASE, NORM_EPS);
-}
-
-// Reads a config.json into c, every field checked as the same option on the command line would be.
-static void read_config_json(Config& c, const std::string& path) {
-    const Json root = parse_json(read_file(path), path);
-    if (root.string("architecture", path) != "nsa")
-        fail("%s: architecture is '%s', expected 'nsa'", path.c_str(), root.string("architecture", path).c_str());
-    try {
-        for (const char* name : MODEL_OPTIONS)
-            set_option(c, option_named(name), std::to_string(root.integer(underscored(name), path)));
-        set_option(c, option_named("attention"), root.string("attention", path));
-        set_option(c, option_named("tokenizer"), root.string("tokenizer", path));
-        validate_model(c, "contradiction");
-    } catch (const Error& e) {
-        fail("%s: %s", path.c_str(), e.what());
+// Batch sizes. What was not given follows from the preset, the device and the number of ranks; what was given must fit
+// together.
+static void resolve_batch(Config& c, const std::set<std::string>& given, int ranks, bool gpu) {
+    const Preset& p = preset_of(c);
+    // Half a million tokens a step take hours on a CPU, so there it is one sequence per rank unless the user says
+    // otherwise.
+    const bool as_preset = gpu || c.model == "tiny";
+    int64_t sequences = as_preset ? p.total_batch / c.seq_len : 1;
+    if (given.count("total-batch")) {
+        sequences = c.total_batch / c.seq_len;
+        if (c.total_batch % c.seq_len)
+            fail_usage("--total-batch %lld is not a multiple of --seq-len %lld", (long long)c.total_batch,
+                       (long long)c.seq_len);
+    } else {
+        const int64_t unit = ranks * (given.count("batch") ? c.batch : 1);
+        sequences = std::max<int64_t>(sequences / unit, 1) * unit;
     }
-    c.vocab_size = c.tokenizer == "gpt2" ? 50257 : 256;
-    if (root.integer("vocab_size", path) != c.vocab_size)
-        fail("%s: vocab_size is %lld, tokenizer %s has %lld", path.c_str(), (long long)root.integer("vocab_size", path),
-             c.tokenizer.c_str(), (long long)c.vocab_size);
-    if (root.number("rope_base", path) != ROPE_BASE || root.number("norm_eps", path) != NORM_EPS)
-        fail("%s: rope_base or norm_eps differ from this program's %g and %g", path.c_str(), ROPE_BASE, NORM_EPS);
+    c.total_batch = sequences * c.seq_len;
+    const int64_t per_rank = sequences / ranks;
+    if (c.deterministic) c.batch = 1;  // one sample at a time
+    if (sequences % ranks)
+        fail_usage("--total-batch %lld is %lld sequences of --seq-len %lld, not divisible by %d ranks",
+                   (long long)c.total_batch, (long long)sequences, (long long)c.seq_len, ranks);
+    if (!given.count("batch") && !c.deterministic)
+        for (c.batch = std::min(as_preset ? p.batch : 1, per_rank); per_rank % c.batch; c.batch--) {
+        }
+    if (per_rank % c.batch)
+        fail_usage("--total-batch %lld is %lld sequences for each of %d ranks, not divisible by --batch %lld",
+                   (long long)c.total_batch, (long long)per_rank, ranks, (long long)c.batch);
+}
+
+// What only some numbers of ranks can do.
+static void validate_run(const Config& c, int ranks) {
+    if (!c.dump_state.empty() && (ranks > 1 || c.batch * c.seq_len != c.total_batch))
+        fail_usage(
+            "--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld",
+            (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
+    if (c.stall_timeout > 0 && c.stall_timeout < 1)
+        fail_usage("--stall-timeout %g: ranks are listened to five times a second; give at least 1, or 0 for none",
+                   c.stall_timeout);
+    if (c.deterministic && (ranks & (ranks - 1)))
+        fail_usage("--deterministic on %d ranks: its tree needs a power of two of them", ranks);
+}
+
+// The command that gives the same options again, but for one.
+static std::string command_line(const Config& c, const std::set<std::string>& given, const std::string& without) {
+    std::string command = "./train_nsa";
+    for (const Option& o : option_table())
+        if (given.count(o.name) && o.name != without) command += " --" + std::string(o.name) + " " + value_text(c, o);
+    return command;
 }

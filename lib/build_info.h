@@ -1,0 +1,99 @@
+// build_info.h: what this program was built from and with. Used by the verb `check` and by --version in train_nsa.cu.
+#pragma once
+#include <cstdio>
+#include <string>
+
+#include "cpu_gemm.h"
+#include "util.h"
+#ifdef HAVE_CUDA
+#include "cuda_common.cuh"
+#endif
+
+#ifndef VERSION
+#define VERSION "unknown"  // a build without the Makefile
+#endif
+
+inline std::string compiler_name() {
+#if defined(__NVCC__)
+    return format_text("nvcc %d.%d over g++ %s", __CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__, __VERSION__);
+#elif defined(__clang__)
+    return __VERSION__;
+#else
+    return std::string("g++ ") + __VERSION__;
+#endif
+}
+
+// "2.21.5"; "" where the build has no NCCL.
+inline std::string nccl_version() {
+#if defined(USE_NCCL) && defined(HAVE_CUDA)
+    int nccl = 0;
+    NCCL_CHECK(ncclGetVersion(&nccl));
+    return format_text("%d.%d.%d", nccl / 10000, nccl / 100 % 100, nccl % 100);
+#else
+    return "";
+#endif
+}
+
+inline std::string dnnl_version_text() {
+#ifdef USE_DNNL
+    const dnnl_version_t* v = dnnl_version();
+    return format_text("%d.%d.%d", v->major, v->minor, v->patch);
+#else
+    return "";
+#endif
+}
+
+// cuda: a line about the CUDA engine where it is in use, else ""; not_used: why it is not. mpi: the library's name, or
+// null.
+struct BuildReport {
+    std::string cuda, not_used;
+    const char* mpi = nullptr;
+    int threads = 1, processors = 1;
+    bool gpu = false;
+    double available_bytes = 0;
+};
+
+inline const char* tick(bool there) { return there ? "\u2713" : "\u2717"; }
+
+// What the build and the machine have, one line each with a tick or a cross.
+inline void print_build(const BuildReport& r) {
+    std::printf("%s version      %s\n", tick(true), VERSION);
+    std::printf("%s compiler     %s, vectors of %d bytes\n", tick(true), compiler_name().c_str(), VECTOR_BYTES);
+    std::printf("%s CPU engine   %d of %d usable processors, %s\n", tick(true), r.threads, r.processors, gemm_name());
+#ifdef HAVE_CUDA
+    if (r.gpu) std::printf("%s CUDA engine  %s\n", tick(true), r.cuda.c_str());
+    else std::printf("%s CUDA engine  in this build, not used: %s\n", tick(false), r.not_used.c_str());
+#else
+    std::printf("%s CUDA engine  not in this build\n", tick(false));
+#endif
+    std::printf("%s MPI          %s\n", tick(r.mpi),
+                r.mpi ? r.mpi : "not in this build: one process only; make deps && make train_nsa");
+    const std::string nccl = nccl_version(), dnnl = dnnl_version_text();
+    std::printf("%s NCCL         %s%s\n", tick(!nccl.empty()), nccl.empty() ? "not in this build" : nccl.c_str(),
+                nccl.empty() && r.gpu ? ": gradients of several GPUs go through the host's memory" : "");
+    std::printf("%s oneDNN       %s\n", tick(!dnnl.empty()),
+                dnnl.empty() ? "not in this build: the GEMMs are our own" : dnnl.c_str());
+    std::printf("  memory       %.0f MiB available\n", r.available_bytes / (1 << 20));
+}
+
+// --version: one line each.
+inline void print_version() {
+    std::printf("train_nsa %s\ncompiler: %s\n", VERSION, compiler_name().c_str());
+    std::string engines = std::string("CPU (") + gemm_name() + ")";
+#ifdef HAVE_CUDA
+#ifdef PRECISION_FP32
+    engines += ", CUDA (fp32)";
+#else
+    engines += ", CUDA (bf16)";
+#endif
+#endif
+    std::printf("engines: %s\n", engines.c_str());
+}
+
+// One more line of the verb `check`.
+__attribute__((format(printf, 2, 3))) inline void print_check(bool good, const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    std::printf("%s %s\n", tick(good), format_list(format, args).c_str());
+    va_end(args);
+}

@@ -1,0 +1,113 @@
+// device.h: what a rank computes on: which engine, which GPU, how many threads, and why. Used by the verbs in
+// train_nsa.cu.
+#pragma once
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "cpu_gemm.h"
+#include "options.h"
+#include "util.h"
+#ifdef HAVE_CUDA
+#include "cuda_common.cuh"
+#endif
+
+// Chosen at the start of a run, which prints it.
+struct Device {
+    bool gpu = false;
+    bool cpu_bf16 = false;  // the CPU engine rounds the inputs of its matrix products to bf16
+    int threads = 1;
+    std::string reason;
+};
+
+// A rank's share of its machine's processors. Where the launcher has bound ranks to processors of their own, all of
+// those. own: the usable processors of this process, list: which ones, as text.
+template <class World>
+int threads_of_rank(const World& world, int own, const std::string& list) {
+    if (world.size == 1) return own;
+    const std::vector<std::string> places = world.gather(world.host + " " + list);
+    int sharers = 0, neighbours = 0;
+    for (const std::string& place : places) {
+        sharers += place == places[size_t(world.rank)];
+        neighbours += place.substr(0, place.find(' ')) == world.host;
+    }
+    return std::max(1, own / (sharers == neighbours ? world.local_size : sharers));
+}
+
+// Ranks on GPUs and ranks on CPUs cannot sum gradients together.
+template <class World>
+void require_same_kind_of_device(const Device& d, const World& world) {
+    if (world.size == 1) return;
+    const std::string mine = (d.gpu ? "GPU, because " : "CPU, because ") + d.reason;
+    const std::vector<std::string> all = world.gather(mine);
+    const auto differs = [&](const std::string& device) { return device.compare(0, 3, all[0], 0, 3) != 0; };
+    if (std::any_of(all.begin(), all.end(), differs))
+        world.require_same("device: " + mine,
+                           "all ranks compute on GPUs or all on CPUs: make every rank see a GPU, or start all with "
+                           "--device cpu");
+}
+
+// The number of GPUs that this process sees; 0 leaves the reason in `none`.
+inline int count_gpus(std::string& none) {
+    none = "this build holds no CUDA engine";
+    int gpus = 0;
+#ifdef HAVE_CUDA
+    const cudaError_t error = cudaGetDeviceCount(&gpus);
+    if (error != cudaSuccess) gpus = 0, none = std::string("CUDA finds no GPU: ") + cudaGetErrorString(error);
+#endif
+    return gpus;
+}
+
+// The device of the options --device, --cpu-dtype and --threads on this machine. share: this rank's processors.
+inline Device device_of(const Config& c, int share) {
+    Device d;
+    d.threads = c.threads ? int(c.threads) : std::getenv("OMP_NUM_THREADS") ? omp_get_max_threads() : share;
+    omp_set_num_threads(d.threads);
+    std::string none;
+    const int gpus = count_gpus(none);
+    if (c.device == "cuda" && gpus == 0) fail_usage("--device cuda: %s; use --device cpu or auto", none.c_str());
+    d.gpu = c.device != "cpu" && gpus > 0;
+    d.reason = c.device != "auto" ? "--device " + c.device : d.gpu ? "there is a GPU" : none;
+    if (c.cpu_dtype == "bf16" && d.gpu)
+        fail_usage("--cpu-dtype bf16 is for the CPU engine and this run is on a GPU; leave it out or add --device cpu");
+    if (c.selected_kernels != "auto" && !d.gpu)
+        fail_usage("--selected-kernels %s is for GPUs and this run is on the CPU (%s); leave it out",
+                   c.selected_kernels.c_str(), none.c_str());
+    if (c.cuda_graph && !d.gpu)
+        fail_usage("--cuda-graph %lld is for GPUs and this run is on the CPU (%s); leave it out",
+                   (long long)c.cuda_graph, none.c_str());
+    d.cpu_bf16 = c.cpu_dtype == "bf16" && HAVE_BF16;
+    if (c.cpu_dtype == "bf16" && !HAVE_BF16)
+        d.reason +=
+            "; fp32, because --cpu-dtype bf16 needs AVX512_BF16, which the processor of this build does not have";
+    return d;
+}
+
+#ifdef HAVE_CUDA
+// The GPU of a rank among those it sees: its own if the launcher has given it one, else the one of its number on this
+// machine.
+template <class World>
+int gpu_of_rank(const World& world) {
+    int gpus = 0;
+    CUDA_CHECK(cudaGetDeviceCount(&gpus));
+    if (gpus == 1) return 0;
+    if (world.local_rank >= gpus)
+        fail_usage("rank %d is number %d on %s, which shows it %d GPUs: start one rank per GPU", world.rank,
+                   world.local_rank, world.host.c_str(), gpus);
+    return world.local_rank;
+}
+
+// NCCL needs a GPU of its own for every rank; where two ranks share one it hangs, or fails late.
+template <class World>
+void require_own_gpu(const World& world, int device) {
+    if (world.size == 1) return;
+    char bus[32] = "";
+    CUDA_CHECK(cudaDeviceGetPCIBusId(bus, sizeof bus, device));
+    const std::vector<std::string> all = world.gather(world.host + " " + bus);
+    for (int r = 0; r < world.rank; r++)
+        if (all[size_t(r)] == all[size_t(world.rank)])
+            fail_usage("ranks %d and %d use the same GPU, %s: start one rank per GPU", r, world.rank,
+                       all[size_t(r)].c_str());
+}
+#endif

@@ -1,0 +1,386 @@
+// report.h: everything that a run prints on stdout or writes into its logs, from plain numbers. Used by the training
+// loop and the verbs in train_nsa.cu.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <sys/resource.h>
+
+#include "arena.h"
+#include "options.h"
+#include "run_folder.h"
+#include "signals.h"
+#include "synthetic.h"
+#include "train_state.h"
+#include "util.h"
+
+// JSON has no NaN.
+inline std::string json_number(const char* format, double x) {
+    return std::isfinite(x) ? format_text(format, x) : "null";
+}
+
+inline std::string duration_text(double seconds) {
+    const long s = long(seconds + 0.5);
+    return s < 3600 ? format_text("%ld:%02ld", s / 60, s % 60)
+                    : format_text("%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
+}
+
+// A path as it can be pasted into a shell.
+inline std::string shell_word(const std::string& path) {
+    if (path.find_first_not_of("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-+=.,:/@%") ==
+        std::string::npos)
+        return path;
+    std::string word = "'";
+    for (char c : path) word += c == '\'' ? "'\\''" : std::string(1, c);
+    return word + "'";
+}
+
+inline const char* plural(int64_t n) { return n == 1 ? "" : "s"; }
+
+// Of this process on the host.
+inline double peak_memory_mib() {
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return double(usage.ru_maxrss) / 1024;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Before the first step.
+
+// What print_run() cannot read in the options.
+struct RunFacts {
+    std::string engine, device_reason;  // "CPU, fp32, ...", and why it was chosen
+    bool on_host = true;
+    int threads = 1;
+    int ranks = 1, local_ranks = 1;
+    std::string launcher, host;
+    std::string reducer;  // how gradients travel
+    size_t buckets = 0;
+    double bucket_mb = 0;
+    int64_t parameters = 0;
+    std::string train_data, val_data;  // val_data "": none
+};
+
+inline void print_run_ranks(const Config& c, const RunFacts& f) {
+    if (f.ranks == 1) return;
+    const std::string buckets = format_text("%zu bucket%s of %.1f MB during the backward pass", f.buckets,
+                                            plural(int64_t(f.buckets)), f.bucket_mb);
+    std::printf("ranks:  gradients travel by %s in %s, %s%s\n", f.reducer.c_str(), c.grad_reduce.c_str(),
+                c.deterministic ? "in a fixed tree after the backward pass" : buckets.c_str(),
+                c.zero ? "; optimiser state is shared out over the ranks" : "");
+}
+
+inline void print_run_data(const Config& c, const RunFacts& f, const std::set<std::string>& given) {
+    std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n",
+                c.data == "synthetic" ? "the built-in synthetic corpus" : c.data.c_str(),
+                given.count("data") ? "" : ", because no --data was given", f.train_data.c_str(), c.tokenizer.c_str(),
+                (long long)c.vocab_size);
+    if (c.data == "synthetic" && c.tokenizer == "gpt2")
+        std::printf(
+            "        its bytes are taken as the token ids 0..255: good for timing, not for learning GPT-2's tokens\n");
+    if (f.val_data.empty()) std::printf("        no validation: --val-data was not given\n");
+    else std::printf("valid.: %s\n", f.val_data.c_str());
+}
+
+inline void print_run_batch(const Config& c, const RunFacts& f, const std::set<std::string>& given) {
+    std::printf(
+        "batch:  %lld tokens a step = %lld sequences of %lld x %d ranks x %lld micro-steps%s; %lld steps, %s "
+        "schedule\n",
+        (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len, f.ranks,
+        (long long)(c.total_batch / (c.batch * c.seq_len * f.ranks)),
+        c.deterministic ? " (--deterministic: one sequence at a time, whatever --batch is)" : "", (long long)c.steps,
+        c.schedule.c_str());
+    if (!given.count("total-batch") && c.total_batch != preset_of(c).total_batch)
+        std::printf("        not the preset's %lld tokens a step, %s; --total-batch sets them\n",
+                    (long long)preset_of(c).total_batch,
+                    f.on_host && c.model != "tiny" ? "which would take long on a CPU"
+                                                   : "which ranks and --batch do not divide");
+    if (c.cuda_graph)
+        std::printf(
+            "graphs: what a step launches is recorded as CUDA graphs when it comes for the second time, and replayed "
+            "from then on%s\n",
+            f.ranks > 1 && !c.deterministic
+                ? "; but not the last micro-step's backward pass, during which gradients travel"
+                : "");
+}
+
+// What a reader wants to know before the first step, one line each: device, ranks, model, data, batch.
+inline void print_run(const Config& c, const RunFacts& f, const std::set<std::string>& given) {
+    std::printf("device: %s, because %s; %d rank%s (%s), %d on %s, %d CPU thread%s each\n", f.engine.c_str(),
+                f.device_reason.c_str(), f.ranks, plural(f.ranks), f.launcher.c_str(), f.local_ranks, f.host.c_str(),
+                f.threads, plural(f.threads));
+    print_run_ranks(c, f);
+    std::printf("model:  %s, %lld parameters (%lld layers, width %lld, %s attention), %s\n", c.model.c_str(),
+                (long long)f.parameters, (long long)c.layers, (long long)c.dim, c.attention.c_str(),
+                c.init == "random" ? "every tensor random" : "standard initialisation");
+    print_run_data(c, f, given);
+    print_run_batch(c, f, given);
+}
+
+// Fails if this run does not fit, and says what would. needed(batch, recompute): MiB of a rank; fixed: those of its
+// parameters, gradients and moments; samples: of a rank and step, which micro-batches divide.
+inline void require_memory_of(const Config& c, double fixed, double available, int64_t samples,
+                              const std::function<double(int64_t, int64_t)>& needed) {
+    if (needed(c.batch, c.recompute) <= available) return;
+    std::string advice;
+    const auto propose = [&](const std::string& text) { advice += (advice.empty() ? "" : ", or ") + text; };
+    const auto largest_batch = [&](int64_t recompute) {
+        int64_t batch = c.batch - 1;
+        while (batch > 0 && (samples % batch || needed(batch, recompute) > available)) batch--;
+        return batch;
+    };
+    for (int64_t level = c.recompute + 1; level <= 2 && advice.empty(); level++)
+        if (needed(c.batch, level) <= available) propose(format_text("--recompute %lld", (long long)level));
+    if (const int64_t batch = largest_batch(c.recompute)) propose(format_text("--batch %lld", (long long)batch));
+    if (advice.empty() && c.recompute < 2)
+        if (const int64_t batch = largest_batch(2))
+            propose(format_text("--batch %lld with --recompute 2", (long long)batch));
+    fail(
+        "--batch %lld and --seq-len %lld need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and "
+        "moments; "
+        "%.0f MiB are available: choose %s",
+        (long long)c.batch, (long long)c.seq_len, needed(c.batch, c.recompute), fixed, available,
+        advice.empty() ? "a smaller --seq-len or model" : advice.c_str());
+}
+
+// What takes less than 4 % of the activations is summed up in one line.
+template <class Dev>
+void print_memory(double fixed_mib, const Arena<Dev>& arena) {
+    std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", fixed_mib,
+                double(arena.bytes) / (1 << 20));
+    std::vector<MemoryEntry> entries = arena.memory;
+    std::sort(entries.begin(), entries.end(), [](const auto& x, const auto& y) { return x.bytes > y.bytes; });
+    size_t rest = 0;
+    for (const MemoryEntry& e : entries) {
+        if (e.bytes * 25 < arena.bytes) rest += e.bytes;
+        else std::printf("        %8.1f MiB  %3zu x %s\n", double(e.bytes) / (1 << 20), e.count, e.name.c_str());
+    }
+    std::printf("        %8.1f MiB  the rest\n", double(rest) / (1 << 20));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Steps and validations.
+
+struct EvalResult {
+    double loss = 0;         // mean over the tokens
+    double answer_loss = 0;  // mean over the answers of the synthetic corpus
+    uint64_t tokens = 0, answers = 0;
+    uint64_t bytes = 0;  // of the text that the targets stand for; 0 where unknown
+
+    double bits_per_byte() const { return loss * double(tokens) / std::log(2.0) / double(bytes); }
+};
+
+// A step that the engine has been given; what stands below `exchanged` is known once the ranks have exchanged their
+// results.
+struct StepResult {
+    int64_t step = 0;
+    double lr = 0;
+    std::string statistics;       // ",\"layers\": ..." or ""
+    uint64_t samples = 0;         // that the loader has dealt out by the end of this step
+    std::vector<int32_t> tokens;  // [samples of this rank, T]
+    bool exchanged = false;
+    bool skipped = false;  // by --skip-outliers
+    double own_loss = 0;   // this rank's sum of losses
+    double loss = 0, norm = 0, loss_z = 0, norm_z = 0;
+
+    bool is_bad() const { return !std::isfinite(loss) || !std::isfinite(norm); }
+};
+
+// Writes the batch behind a step that was not finite into a file of this rank, for later. Returns its path.
+inline std::string write_bad_step(const std::string& out, const StepResult& s, int rank, const std::string& tensor,
+                                  size_t seq_len) {
+    const std::string path = format_text("%s/bad_step_%08lld_rank%d.json", out.c_str(), (long long)s.step, rank);
+    std::string text = format_text(
+        "{\"step\": %lld, \"rank\": %d, \"loss\": \"%g\", \"loss_of_this_rank\": \"%g\", \"grad_norm\": \"%g\", "
+        "\"first_nonfinite_gradient\": %s, \"tokens\": [",
+        (long long)s.step, rank, s.loss, s.own_loss, s.norm, json_quote(tensor).c_str());
+    for (size_t i = 0; i < s.tokens.size(); i++)
+        text += (i % seq_len ? "," : i ? "],\n [" : "\n [") + std::to_string(s.tokens[i]);
+    try {
+        write_text_file(path, text + "]]}\n");
+    } catch (const Error& e) {
+        complain(e.what());
+    }
+    return path;
+}
+
+// The one line of the verb `eval`. samples: that the validation set has, of seq_len tokens each.
+inline void print_evaluation(const std::string& checkpoint, const EvalResult& r, int64_t seq_len, uint64_t samples) {
+    std::printf("%s on %llu tokens (%llu of %llu samples of %lld): loss %.4f, perplexity %.3f", checkpoint.c_str(),
+                (unsigned long long)r.tokens, (unsigned long long)(r.tokens / uint64_t(seq_len)),
+                (unsigned long long)samples, (long long)seq_len, r.loss, std::exp(r.loss));
+    if (r.answers) std::printf(", recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
+    if (r.bytes) std::printf(", bits per byte %.4f\n", r.bits_per_byte());
+    else std::printf("; bits per byte are unknown without --vocab-dir\n");
+}
+
+// One layer's gates (3, rows), selection masks (queries, words) and chosen shares of the importance (queries), as JSON:
+// mean gate and share of each branch, the gates' entropy, selected blocks, share of the importance that fell on them.
+inline std::string layer_statistics_json(const std::vector<float>& gate, const std::vector<uint32_t>& masks,
+                                         size_t words, const std::vector<float>& chosen) {
+    const size_t rows = gate.size() / 3, queries = masks.size() / words;
+    double mean[3] = {}, entropy = 0, importance = 0;
+    for (size_t r = 0; r < rows; r++) {
+        const double sum = gate[r] + gate[rows + r] + gate[2 * rows + r];
+        for (int b = 0; b < 3; b++) {
+            const double share = gate[b * rows + r] / sum;
+            mean[b] += gate[b * rows + r] / double(rows);
+            if (share > 0) entropy -= share * std::log(share) / double(rows);
+        }
+    }
+    uint64_t selected = 0, most = 0;
+    for (size_t q = 0; q < queries; q++) {
+        uint64_t count = 0;
+        for (size_t j = 0; j < words; j++) count += uint64_t(__builtin_popcount(masks[q * words + j]));
+        selected += count, most = std::max(most, count);
+    }
+    for (float share : chosen) importance += share / double(chosen.size());
+    const double all = mean[0] + mean[1] + mean[2];
+    const auto number = [](double x) { return json_number("%.4f", x); };
+    const auto three = [&](double by) {
+        return number(mean[0] / by) + "," + number(mean[1] / by) + "," + number(mean[2] / by);
+    };
+    return "{\"gate\":[" + three(1) + "],\"gate_share\":[" + three(all) + "],\"gate_entropy\":" + number(entropy) +
+           format_text(",\"blocks_mean\":%.2f,\"blocks_max\":%llu", double(selected) / double(queries),
+                       (unsigned long long)most) +
+           ",\"importance_selected\":" + number(importance) + "}";
+}
+
+// What rank 0 prints and logs while the run goes on. The other ranks have one too, for its clocks.
+struct RunReport {
+    const int64_t steps, total_batch;     // --steps, --total-batch
+    const uint64_t epoch_samples;         // samples in an epoch of the training data
+    std::unique_ptr<RunLog> log;          // on rank 0, once the folder is there
+    std::vector<double> speed;            // tokens/s of every reported step
+    double begun = 0;                     // seconds_now() when the run was ready
+    double started = 0, last_report = 0;  // when its first step began, when the last one was reported
+    double last_val_loss = 0;
+    int64_t first_step = 0;  // a resumed run begins here
+
+    RunReport(int64_t run_steps, int64_t step_tokens, uint64_t samples_per_epoch)
+        : steps(run_steps), total_batch(step_tokens), epoch_samples(samples_per_epoch) {}
+
+    void start(int64_t step) { first_step = step, begun = seconds_now(); }
+    void start_clock() { started = last_report = seconds_now(); }
+
+    // The seconds of the step that is reported now.
+    double lap() {
+        const double now = seconds_now(), seconds = now - last_report;
+        last_report = now;
+        speed.push_back(double(total_batch) / seconds);
+        return seconds;
+    }
+
+    void print_step(const StepResult& s, double seconds, double peak_gpu_mib) {
+        const double left = (last_report - started) / double(s.step - first_step) * double(steps - s.step);
+        std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s%s\n",
+                    (long long)s.step, s.loss, s.lr, speed.back(), s.norm, seconds * 1e3, duration_text(left).c_str(),
+                    s.skipped
+                        ? format_text(" | no update: loss %.1f, norm %.1f standard deviations above the last %zu steps",
+                                      s.loss_z, s.norm_z, OutlierWindow::SIZE)
+                              .c_str()
+                        : "");
+        std::fflush(stdout);
+        log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
+        log->line(log->json, step_json(s, seconds, peak_gpu_mib));
+    }
+
+    void print_validation(int64_t step, const EvalResult& r) {
+        last_val_loss = r.loss;
+        if (!log) return;
+        std::string line = format_text("step %04lld | val loss %.4f", (long long)step, r.loss);
+        std::string fields =
+            format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%lld,\"val_loss\":%s,\"val_tokens\":%llu",
+                        (long long)step, unix_time(), (long long)(step * total_batch),
+                        json_number("%.6f", r.loss).c_str(), (unsigned long long)r.tokens);
+        if (r.bytes) {
+            line += format_text(" | bits/byte %.4f", r.bits_per_byte());
+            fields += ",\"bits_per_byte\":" + json_number("%.6f", r.bits_per_byte());
+        }
+        if (r.answers) {
+            line += format_text(" | recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
+            fields += ",\"recall_loss\":" + json_number("%.6f", r.answer_loss);
+        }
+        std::printf("%s\n", line.c_str());
+        log->line(log->text, format_text("s:%lld tel:%.6f", (long long)step, r.loss));
+        log->line(log->json, fields + "}");
+    }
+
+    double median_speed() {
+        std::sort(speed.begin(), speed.end());
+        return speed.empty() ? 0.0 : speed[speed.size() / 2];
+    }
+
+    // flops_per_token: of the model, for training; peak_flops: of one rank's processor, 0 where unknown.
+    void print_done(int64_t step, int ranks, double peak_gpu_mib, double flops_per_token, double peak_flops) {
+        const double tokens_per_second = median_speed(), rate = flops_per_token * tokens_per_second / ranks;
+        std::printf("done:   %lld step%s in %s, median %.0f tokens/s, peak memory %s%.0f MiB%s\n",
+                    (long long)(step - first_step), plural(step - first_step),
+                    duration_text(seconds_now() - begun).c_str(), tokens_per_second,
+                    peak_gpu_mib ? format_text("%.0f MiB on the GPU, of the host ", peak_gpu_mib).c_str() : "",
+                    peak_memory_mib(), ranks > 1 ? " on rank 0" : "");
+        if (speed.empty()) return;
+        std::printf(
+            "        %.1f MFLOP a token by the model's own count: %.*f TFLOP/s%s%s\n", flops_per_token * 1e-6,
+            rate < 1e13 ? 3 : 1, rate * 1e-12, ranks > 1 ? " on each rank" : "",
+            peak_flops > 0
+                ? format_text(", MFU %.1f %% of %.1f TFLOP/s", 100 * rate / peak_flops, peak_flops * 1e-12).c_str()
+                : "");
+    }
+
+    // The run's last lines, or the error that it ends with although it reached its end.
+    void print_end(Stop stop, const TrainState& state, const Config& c, bool saved, const std::string& last_saved,
+                   bool has_vocabulary) const {
+        if (!saved)
+            fail(
+                "the last checkpoint could not be written: what was learnt since %s is lost; make room and run again%s",
+                last_saved.empty() ? "the start" : last_saved.c_str(), last_saved.empty() ? "" : " with --resume");
+        if (stop != GO_ON)  // such a run is to be resumed, and its exit status says so
+            return void(std::printf("stopped by %s after step %lld of %lld; the same command with --resume goes on\n",
+                                    stop == HALTED        ? "the halt file"
+                                    : stop == INTERRUPTED ? "SIGINT"
+                                                          : "SIGTERM or SIGUSR1",
+                                    (long long)state.step, (long long)steps));
+        if (state.bad_steps)
+            fail(
+                "the last %s not finite, so the weights are those of step %lld; lower --lr or look at the data: the "
+                "batch "
+                "is in %s/bad_step_*.json",
+                state.bad_steps == 1 ? "step is" : format_text("%lld steps are", (long long)state.bad_steps).c_str(),
+                (long long)state.last_update, c.out.c_str());
+        if (!std::isfinite(last_val_loss))
+            fail(
+                "the last validation loss is not finite: the weights are no use any more; lower --lr, and --resume "
+                "from an "
+                "earlier checkpoint in %s",
+                c.out.c_str());
+        if (state.step == first_step)
+            std::printf(
+                "no step was to be done: --steps is %lld%s\n", (long long)steps,
+                first_step ? format_text(", and step %lld is reached already", (long long)first_step).c_str() : "");
+        if (!last_saved.empty())
+            std::printf("next:   ./train_nsa sample --from %s%s --prompt \"...\"\n", shell_word(c.out).c_str(),
+                        has_vocabulary ? "" : " --vocab-dir DIR");
+    }
+
+  private:
+    std::string step_json(const StepResult& s, double seconds, double peak_gpu_mib) const {
+        std::string text =
+            format_text("{\"step\":%lld,\"time\":%.3f,\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s", (long long)s.step,
+                        unix_time(), json_number("%.6f", s.loss).c_str(), s.lr, json_number("%.6f", s.norm).c_str());
+        text += format_text(",\"loss_z\":%s,\"norm_z\":%s,\"skipped\":%s", json_number("%.3f", s.loss_z).c_str(),
+                            json_number("%.3f", s.norm_z).c_str(), s.skipped || s.is_bad() ? "true" : "false");
+        text +=
+            format_text(",\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%lld,\"epoch\":%.6f,\"peak_memory_mib\":%.1f",
+                        seconds * 1e3, speed.back(), (long long)(s.step * total_batch),
+                        double(s.samples) / double(epoch_samples), peak_memory_mib());
+        if (peak_gpu_mib) text += format_text(",\"peak_gpu_memory_mib\":%.1f", peak_gpu_mib);
+        return text + s.statistics + "}";
+    }
+};

@@ -1,0 +1,181 @@
+// run_folder.h: the folder of a run: which files in it are ours, whose turn it is to write there, its logs, and the
+// checkpoint that an option names. Used by the training loop and the verbs in train_nsa.cu.
+#pragma once
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include "checkpoint.h"
+#include "json.h"
+#include "util.h"
+
+// One line about something that went wrong and that the program survives.
+inline void complain(const std::string& text) {
+    std::fflush(stdout);
+    std::fprintf(stderr, "train_nsa: warning: %s\n", printable(text).c_str());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Whose folder it is.
+
+// Two runs in one folder would overwrite each other's logs and checkpoints. The kernel's lock on the folder itself
+// leaves no file behind, and it ends with the process, however that ends. A process works on one run at a time.
+inline void lock_run_folder(const std::string& folder) {
+    static int lock = -1;
+    if (lock >= 0) close(lock);
+    lock = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (lock < 0) fail("cannot open folder %s: %s", folder.c_str(), std::strerror(errno));
+    if (flock(lock, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)  // any other error: the file system has no locks
+        fail("--out %s: another run is at work there; wait until it has ended, or give this one a folder of its own",
+             folder.c_str());
+}
+
+// Is this the name of a file or folder that a run writes?
+inline bool is_run_file(const std::string& name) {
+    const auto like = [&](const char* begin, const char* end) {
+        const size_t b = std::strlen(begin), e = std::strlen(end);
+        return name.size() > b + e && !name.compare(0, b, begin) && !name.compare(name.size() - e, e, end);
+    };
+    for (const char* file : {"run.json", "main.log", "log.jsonl", "halt"})
+        if (name == file) return true;
+    return step_of_name(name) >= 0 || step_of_name(name, ".writing") >= 0 || step_of_name(name, ".removing") >= 0 ||
+           like("heartbeat_rank", ".jsonl") || like("bad_step_", ".json");
+}
+
+inline bool is_run_folder(const std::string& folder) {
+    if (!checkpoint_steps(folder).empty()) return true;
+    try {
+        const std::string path = folder + "/run.json";
+        return file_exists(path) && parse_json(read_file(path), path).string("program", path) == "train_nsa";
+    } catch (const Error&) {
+        return false;
+    }
+}
+
+// Moves the files of an earlier run into a new folder beside this one. Returns what to print about it.
+inline std::string move_run_aside(const std::string& out, const std::vector<std::string>& files) {
+    const bool has_checkpoint = !checkpoint_steps(out).empty();
+    std::error_code error;
+    const std::string real = std::filesystem::canonical(out, error).string();  // where a link or . leads
+    if (error) fail("cannot find where %s leads: %s", out.c_str(), error.message().c_str());
+    int n = 1;
+    while (file_exists(real + "." + std::to_string(n))) n++;
+    const std::string aside = real + "." + std::to_string(n);
+    make_folders(aside);
+    for (const std::string& name : files)
+        if (std::rename((real + "/" + name).c_str(), (aside + "/" + name).c_str()) != 0)
+            fail("cannot move %s of the earlier run in %s to %s: %s", name.c_str(), out.c_str(), aside.c_str(),
+                 std::strerror(errno));
+    sync_folder(aside);
+    const bool plain = real == std::filesystem::absolute(out).lexically_normal();
+    return format_text(" (the earlier run there was moved to %s%s)",
+                       (plain ? out + "." + std::to_string(n) : aside).c_str(),
+                       has_checkpoint ? "; --resume would have continued it" : ", it has no checkpoint");
+}
+
+// A folder for the run, with its run.json. An earlier run's files are never overwritten: without --resume they move
+// into a folder beside it. A file that this program did not write stays, and is refused if it is in the way.
+inline void prepare_run_folder(const std::string& out, bool resuming, const std::string& run_json) {
+    make_folders(out);
+    lock_run_folder(out);
+    std::vector<std::string> earlier;
+    if (!resuming)
+        for (const std::string& name : folder_entries(out))
+            if (is_run_file(name) && (name != "halt" || is_run_folder(out))) earlier.push_back(name);
+    if (!earlier.empty() && !is_run_folder(out))
+        fail("--out %s holds %s, which no run of this program has written: choose another folder", out.c_str(),
+             earlier[0].c_str());
+    const std::string note = !earlier.empty() ? move_run_aside(out, earlier) : resuming ? ", resumed" : "";
+    std::printf("out:    %s%s\n", out.c_str(), note.c_str());
+    clean_leftovers(out, complain);
+    replace_text_file(out + "/run.json", run_json);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Its logs.
+
+// main.log in the form that existing plotting notebooks read ("s:<step> tel:<validation loss>", "s:<step> trl:<training
+// loss> lr:<lr> norm:<norm>"), and log.jsonl with more.
+struct RunLog {
+    FILE *text = nullptr, *json = nullptr;
+
+    // append: a resumed run continues behind its checkpoint's step. Lines that an interrupted run logged after that
+    // step are dropped, since the steps are done again.
+    RunLog(const std::string& folder, bool append, int64_t last_step) {
+        for (auto [file, name, step] :
+             {std::make_tuple(&text, "/main.log", "s:"), std::make_tuple(&json, "/log.jsonl", "{\"step\":")}) {
+            if (append && file_exists(folder + name)) drop_lines_after(folder + name, step, last_step);
+            *file = std::fopen((folder + name).c_str(), append ? "a" : "w");
+            if (!*file) fail("cannot open %s%s: %s", folder.c_str(), name, std::strerror(errno));
+        }
+    }
+    RunLog(const RunLog&) = delete;
+    RunLog& operator=(const RunLog&) = delete;
+    ~RunLog() { std::fclose(text), std::fclose(json); }
+
+    // A full disk costs lines, not the run.
+    void line(FILE* file, const std::string& s) {
+        if (std::fprintf(file, "%s\n", s.c_str()) >= 0 && std::fflush(file) == 0) return;
+        if (!warned)
+            complain(format_text("cannot write the run's log: %s; lines are missing there from now on, stdout has them",
+                                 std::strerror(errno)));
+        warned = true;
+        std::clearerr(file);
+    }
+
+    // Before a checkpoint is committed: nobody will write the lines up to its step again.
+    void sync() {
+        for (FILE* file : {text, json})
+            if (fsync(fileno(file)) != 0) fail("cannot sync the run's log: %s", std::strerror(errno));
+    }
+
+  private:
+    bool warned = false;
+
+    static void drop_lines_after(const std::string& path, const char* before_step, int64_t last_step) {
+        std::istringstream in(read_file(path));
+        std::string kept;
+        for (std::string line; std::getline(in, line) && !in.eof();)  // a crash may have torn the last line
+            if (line.compare(0, std::strlen(before_step), before_step) == 0 &&
+                std::atoll(line.c_str() + std::strlen(before_step)) <= last_step)
+                kept += line + "\n";
+        replace_text_file(path, kept);
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Its checkpoints.
+
+// The newest intact checkpoint in a run's folder, with a warning about each newer one that is damaged. "" if there are
+// no checkpoints; an error if all of them are damaged.
+inline std::string newest_checkpoint(const std::string& run) {
+    std::vector<std::string> damages;
+    const std::string newest = newest_intact_checkpoint(run, [&](const std::string& text) { damages.push_back(text); });
+    if (newest.empty() && !damages.empty())  // the first complaint, without its "; taking the one before"
+        fail(
+            "no checkpoint under %s is intact; %s; without --resume the run starts anew and this folder is moved aside",
+            run.c_str(), damages[0].substr(0, damages[0].rfind("; ")).c_str());
+    for (const std::string& text : damages) complain(text);
+    return newest;
+}
+
+// The checkpoint that an option names: the folder itself, or the newest one of a run's folder.
+inline std::string checkpoint_of(const std::string& from, const char* option) {
+    if (file_exists(from) && !file_exists(from + "/."))
+        fail("%s %s is a file: give the folder of a run or of one checkpoint", option, from.c_str());
+    const bool is_checkpoint = file_exists(from + "/model.safetensors");
+    if (is_checkpoint && file_exists(from + "/manifest.json")) verify_checkpoint(from);
+    else if (is_checkpoint) complain(from + " has no manifest.json, so nothing tells whether its files are whole");
+    const std::string folder = is_checkpoint ? from : newest_checkpoint(from);
+    if (folder.empty()) fail("%s %s holds no checkpoint: no step_*/manifest.json in it", option, from.c_str());
+    return folder;
+}
