@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "../nsa_cpu.h"
 #include "json.h"
+#include "shape.h"
 #include "util.h"
 
 struct Config {
