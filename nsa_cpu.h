@@ -1,16 +1,21 @@
-// nsa_cpu.h: struct Cpu, every operation of the model as plain C++. This is the executable specification: the kernels
-// of nsa_kernels.cuh are compared with it. Cpu<float> trains; Cpu<double> is the same source for finite differences.
+// nsa_cpu.h: struct Cpu, every operation of the model as plain C++: the executable specification. Attention, block
+// selection and compression are the loops of the paper's equations (Native Sparse Attention, arXiv 2502.11089), with
+// the equation's number beside each; dev/MODEL.md says the same in one page.
 //
-// The file reads in this order:  shapes  ->  row operations (embedding, norm, SiLU, classifier, AdamW)  ->  heads and
-// RoPE  -> compression  ->  the three attention branches  ->  block selection. GEMM and vector code are in
-// lib/cpu_gemm.h.
+// The file reads in this order:  memory  ->  row operations (embedding, norm, linear layers, SiLU, classifier)  ->
+// optimiser  ->  heads and RoPE  ->  compression  ->  attention, forward and backward  ->  block selection. Shapes and
+// the names of the branches are in lib/shape.h, matrix products and vectors in lib/cpu_gemm.h.
+//
+// Cpu<double> runs this file as it stands. It is what every faster version is compared with, and is itself judged by
+// finite differences and by the golden values of an independent PyTorch model (dev/reference.py). Cpu<float> trains:
+// where the processor has vectors, it computes compression, attention and selection in lib/cpu_attention.h, which adds
+// up the same terms in another order, many times faster. The kernels of nsa_kernels.cuh are the third version.
 //
 // Conventions. Row-major. Outputs come first, gradients start with d. "=" or "+=" in a comment says whether an output
 // is overwritten or accumulated. Results do not depend on the number of threads: every sum runs in an order fixed by
 // the shapes alone.
 #pragma once
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -18,113 +23,60 @@
 #include <fstream>
 #include <limits>
 #include <string>
-#include <thread>
 #include <type_traits>
 #include <vector>
 
-#include "lib/util.h"
+#include "lib/cpu_attention.h"
 #include "lib/cpu_gemm.h"
+#include "lib/shape.h"
+#include "lib/util.h"
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Shapes. Symbols are those of the paper (arXiv 2502.11089).
-
-enum Branch { CMP = 0, SLC = 1, WIN = 2 };  // compressed, selected, sliding window: the order of gate_proj's rows
-enum HeadSlot { K_CMP, V_CMP, K_SLC, V_SLC, K_WIN, V_WIN };  // the order of the six key/value projections
-
-constexpr double ROPE_BASE = 10000;
-constexpr double NORM_EPS = 1e-6;
-
-struct NsaShape {
-    int B = 1;  // sequences
-    int T = 0;  // tokens that the key and value buffers hold per sequence
-    int first = 0,
-        queries = 0;  // this call computes positions first .. first+queries-1: (0, T) in training, (t, 1) in decoding
-    int H = 0, G = 0, D = 0;  // query heads, key/value groups, head dimension
-    int l = 0, d = 0;         // compression block and stride
-    int slc_block = 0;        // l': tokens of a selection block
-    int slc_count = 0;        // n: selected blocks per query and group
-    int window = 0;           // w: keys a query sees in the window branch, its own included
-    int F = 0;                // hidden width of the compressor phi
-    bool full = false;        // --attention full: the window branch alone, over all tokens, gate fixed to 1
-
-    int heads_per_group() const { return H / G; }
-    // Compressed blocks that lie wholly in the first `tokens` tokens; so blocks(t + 1) are visible to query t.
-    int cmp_blocks(int tokens) const { return tokens < l ? 0 : (tokens - l) / d + 1; }
-    int cmp_capacity() const { return full ? 0 : cmp_blocks(T); }
-    int slc_blocks() const { return (T + slc_block - 1) / slc_block; }
-    int selection_words() const {
-        return (slc_blocks() + 31) / 32;
-    }  // a selection is a bitmask: block j is bit j%32 of word j/32
-    // Columns of the fused input projection: q, the six keys and values (two in full attention), gate logits; gate rows
-    // padded to 8.
-    int gate_columns() const { return full ? 0 : (3 * H + 7) / 8 * 8; }
-    int projected() const { return H * D + (full ? 2 : 6) * G * D + gate_columns(); }
-    bool has(Branch branch) const { return !full || branch == WIN; }
-    // Outputs, gates and row statistics of the branches lie in arrays [branches(), ...], a branch's at branch_slot().
-    int branches() const { return full ? 1 : 3; }
-    int branch_slot(Branch branch) const { return full ? 0 : int(branch); }
-    double scale() const { return 1 / std::sqrt(double(D)); }
-
-    size_t query_rows() const {
-        return size_t(B) * H * queries;
-    }                                                      // rows of q, of the branch outputs; elements of an LSE
-    size_t key_rows() const { return size_t(B) * G * T; }  // rows of a key or value buffer
-    size_t cmp_rows() const { return size_t(B) * G * cmp_capacity(); }  // rows of compressed keys or values
-};
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Constants, and what an optimiser step is told.
-
-// What one step of the attention works on: the keys of a tile, and about this many rows (query, head of
-// the group). With D = 64 the operands of a step of the backward pass take 200 KiB, within the L2 cache.
-constexpr int TILE_KEYS = 64, TILE_ROWS = 96;
-
-// Elements that the gradient's norm sums up at a time. The parts of the flat array that ranks own are whole
-// chunks, and the chunks are added in their order, so the norm has the same bits whoever computed which chunk.
+// The gradient's norm is summed in chunks of this many elements. The parts of the flat array that ranks own are whole
+// chunks, and chunks are added in their order, so the norm has the same bits whichever rank computed which chunk.
 constexpr size_t CHUNK = 4096;
 
+// One step of the optimiser.
 struct HyperAdamW {
-    double lr, beta1, beta2, eps, decay;  // decay already 0 for tensors without it
+    double lr, beta1, beta2, eps, decay;  // decay is already 0 for tensors without it
     int64_t step;                         // 1-based, for the bias corrections
-    // of stochastic rounding, where param is narrower than its master: stream (RANDOM_ROUNDING, step), counter
-    // offset + i, the place in the flat array of all parameters
+    // For stochastic rounding, where param is narrower than its master: stream (RANDOM_ROUNDING, step), counter
+    // offset + i, which is the element's place in the flat array of all parameters.
     uint64_t seed;
     size_t offset;
-    // sum of the squares of the whole gradient, in the engine's memory. Where given: the gradient is clipped
-    // to the L2 norm grad_clip (0: not), and nothing is updated if the norm is not finite
+    // The sum of the squares of the whole gradient, in the engine's memory. If given, the gradient is clipped to the L2
+    // norm grad_clip (0: it is not), and nothing is updated when the norm is not finite.
     const double* squares = nullptr;
     double grad_clip = 0;
 };
 
-// An engine: the model's operations on one kind of processor, and the memory they work on. Cpu says what each must
-// compute; Cuda in nsa_kernels.cuh has the same members. train_nsa.cu and ddp.cuh use these alone (shapes stand at the
-// members; training names them all):
-//   formats      real, Stat, Grad, Master; has_master, on_host
-//   memory       allocate, release, available_bytes, zero, copy; to_host and from_host convert to and from fp32; upload
-//   sends token ids results      send and receive: numbers on their way to the host while the next step runs repetition
-//   Sequence, run: launches that are the same every time layers       embedding_forward, _backward; rmsnorm_forward,
-//   _backward; matmul_forward, _backward_input, _backward_weight;
-//                silu_forward, _backward; classifier
-//   attention    split_heads_forward, _backward (Heads, HeadGradients); compress_forward, _backward (Phi,
-//   PhiGradients);
-//                attention_forward, _backward, select_blocks; combine_forward, attention_backward_rows; check_shape
-//   update       add_sum, add; chunk_squares, set_guard, total_squares: the loss, the gradient's norm; set_step, adamw;
-//   round_master
-//                (where has_master)
-//   log          describe, peak_flops; on a GPU describe_selected, peak_bytes
+// clang-format off
+// An engine is the model's operations on one kind of processor, and the memory they work on. Cpu says what each of them
+// must compute; Cuda in nsa_kernels.cuh has the same members. train_nsa.cu and ddp.cuh use nothing else of an engine:
+//   formats     real, Stat, Grad, Master; has_master, on_host
+//   memory      allocate, release, available_bytes, zero, copy; to_host and from_host, which convert to and from fp32;
+//               upload of token ids
+//   results     send and receive: numbers on their way to the host while the next step runs
+//   repetition  Sequence, run: launches that are the same every time
+//   layers      embedding_forward, _backward; rmsnorm_forward, _backward; matmul_forward, _backward_input,
+//               _backward_weight; silu_forward, _backward; classifier
+//   attention   split_heads_forward, _backward (Heads, HeadGradients); compress_forward, _backward (Phi, PhiGradients);
+//               attention_forward, _backward; select_blocks; combine_forward; attention_backward_rows; check_shape
+//   update      add_sum, add; chunk_squares, total_squares, set_guard: the loss and the gradient's norm; set_step, adamw;
+//               round_master (if has_master)
+//   log         describe, peak_flops; on a GPU describe_selected, peak_bytes
+// clang-format on
 template <class real_>
 struct Cpu {
-    using real = real_;  // parameters and activations
-    using Stat =
-        real_;  // statistics (rstd, LSE, gates, losses) and the gradient of q: fp32 on an engine whose real is narrower
+    using real = real_;    // parameters and activations
+    using Stat = real_;    // rstd, LSE, gates, losses and the gradient of q: fp32 on an engine whose real is narrower
     using Grad = real_;    // gradients of parameters
-    using Master = real_;  // what the optimiser updates: here the parameters themselves, elsewhere an fp32 copy of them
+    using Master = real_;  // what the optimiser updates: the parameters themselves here, an fp32 copy elsewhere
     static constexpr bool has_master = false;
     static constexpr bool on_host = true;  // its memory is the host's
     Gemm<real> gemm;                       // every matrix product but attention's; gemm.bf16 is --cpu-dtype
-    bool poison = false;                   // tests: fresh memory holds NaN, so that a read before the first write shows
+    bool poison = false;                   // for tests: fresh memory holds NaN, so that reading it unwritten shows
 
-    // ----- memory. `count` elements, 64-byte aligned; fatal when there is none.
+    // ----- memory: `count` elements, 64-byte aligned; fatal if there is none.
     template <class T>
     T* allocate(size_t count) {
         const size_t bytes = (count * sizeof(T) + 63) / 64 * 64 + 64;
@@ -139,8 +91,7 @@ struct Cpu {
     void release(T* p) {
         std::free(p);
     }
-    // What the machine could still give, from /proc/meminfo, and the container lets it; where neither is known, there
-    // is no limit.
+    // What the machine has left, by /proc/meminfo, and the container allows; no limit where neither is known.
     double available_bytes() const {
         std::ifstream in("/proc/meminfo");
         std::string key, rest;
@@ -149,8 +100,8 @@ struct Cpu {
             if (key == "MemAvailable:") available = kib * 1024;
         return std::min(available, cgroup_limits().bytes);
     }
-    void check_shape(const NsaShape&) const {}  // there is none that it does not have
-    double peak_flops() const { return 0; }     // not known
+    void check_shape(const NsaShape&) const {}  // every shape works here
+    double peak_flops() const { return 0; }     // unknown
     std::string describe() const {
         const bool fp32 = sizeof(real) == 4;
         return format_text("CPU, %s%s, GEMM: %s", fp32 ? "fp32" : "fp64",
@@ -162,8 +113,8 @@ struct Cpu {
 #pragma omp parallel for schedule(static)
         for (size_t i = 0; i < count; i++) p[i] = T(0);
     }
-    // Tokens to the engine, and numbers back to be received later, in order: where the engine is another device,
-    // neither waits for it.
+    // Tokens to the engine, and numbers back, received later in the same order. Neither waits for the engine if that is
+    // another device.
     void upload(int32_t* out, const int32_t* in, size_t count) { std::memcpy(out, in, count * sizeof(int32_t)); }
     void send(const double* numbers, size_t count) { sent.push_back({numbers, numbers + count}); }
     std::vector<double> receive() {
@@ -171,7 +122,7 @@ struct Cpu {
         sent.erase(sent.begin());
         return oldest;
     }
-    // Between the engine's numbers and fp32 on the host; copy: bytes as they are.
+    // Between the engine's numbers and fp32 on the host. copy: bytes as they are.
     void to_host(float* out, const real* in, size_t count) { std::copy_n(in, count, out); }
     void from_host(real* out, const float* in, size_t count) { std::copy_n(in, count, out); }
     template <class T>
@@ -179,7 +130,7 @@ struct Cpu {
         std::memcpy(out, in, count * sizeof(T));
     }
 
-    // Work that repeats, which a GPU can record and replay (see Cuda::run); here it runs.
+    // Work that repeats: a GPU can record and replay it (see Cuda::run), here it just runs.
     struct Sequence {};
     template <class Work>
     void run(Sequence&, Work work) {
@@ -191,7 +142,7 @@ struct Cpu {
 #pragma omp parallel for schedule(static)
         for (int n = 0; n < N; n++) std::memcpy(x + size_t(n) * C, embed + size_t(tokens[n]) * C, sizeof(real) * C);
     }
-    // dembed [V, C] += rows of dx [N, C]. Threads share out columns, so that each sum runs in token order.
+    // dembed [V, C] += rows of dx [N, C]. Each thread takes some columns, so that every sum runs in token order.
     void embedding_backward(Grad* dembed, const real* dx, const int32_t* tokens, int N, int C) {
 #pragma omp parallel for schedule(static)
         for (int c0 = 0; c0 < C; c0 += 64)
@@ -216,9 +167,9 @@ struct Cpu {
     // dx += rstd * (g - x * rstd^2 * mean(g * x)) with g = dout * weight;  dweight += sum over rows of dout * x * rstd
     void rmsnorm_backward(real* dx, Grad* dweight, const real* dout, const real* x, const Stat* rstd,
                           const real* weight, int N, int C) {
-        constexpr int ROWS = 64;  // their part of dweight is summed first, so that every row is read once
+        constexpr int ROWS = 64;  // dweight is summed over parts of so many rows first, so that each row is read once
         const int parts = (N + ROWS - 1) / ROWS;
-        real* const partial = scratch[0].get(size_t(parts) * C);
+        real* const partial = partial_sums.get(size_t(parts) * C);
 #pragma omp parallel for schedule(static)
         for (int part = 0; part < parts; part++) {
             real* const sums = partial + size_t(part) * C;
@@ -240,8 +191,7 @@ struct Cpu {
             for (int c = 0; c < C; c++) dweight[c] += partial[size_t(part) * C + c];
     }
 
-    // ----- linear layers, weight [OC, C].
-    // out [N, OC] = inp [N, C] weight^T  (+ residual [N, OC], where given)
+    // ----- linear layers.  out [N, OC] = inp [N, C] weight^T  (+ residual [N, OC], if given).  weight [OC, C]
     void matmul_forward(real* out, const real* inp, const real* weight, const real* residual, int N, int C, int OC) {
         if (residual) copy(out, residual, size_t(N) * OC);
         gemm(false, true, N, OC, C, inp, C, weight, C, residual != nullptr, out, OC);
@@ -269,8 +219,8 @@ struct Cpu {
         }
     }
 
-    // ----- classifier.  losses [N] = cross-entropy of logits [N, Vp] against targets [N], columns V..Vp-1 left out.
-    // With want_gradient, logits become dlogits = (softmax - onehot) * dloss in place, 0 in the padded columns.
+    // ----- classifier.  losses [N] = cross-entropy of logits [N, Vp] against targets [N]; columns V..Vp-1 are padding.
+    // With want_gradient, logits become dlogits = (softmax - onehot) * dloss in place, 0 in the padding.
     void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V,
                     int Vp) {
 #pragma omp parallel for schedule(static)
@@ -291,14 +241,13 @@ struct Cpu {
         }
     }
 
-    // ----- optimiser.
-    // total += sum of x [count], in order
+    // ----- optimiser.  *total += sum of x [count], in order
     void add_sum(double* total, const Stat* x, size_t count) {
         double sum = 0;
         for (size_t i = 0; i < count; i++) sum += x[i];
         *total += sum;
     }
-    // squares[i] = sum of the squares of chunk i of x [total], in fp64, for the chunks that begin in [begin, begin +
+    // squares[i] = sum of the squares of chunk i of x [total], in fp64, for chunks that begin in [begin, begin +
     // count).
     void chunk_squares(double* squares, const Grad* x, size_t total, size_t begin, size_t count) {
 #pragma omp parallel for schedule(static)
@@ -310,7 +259,7 @@ struct Cpu {
             squares[chunk] = sum;
         }
     }
-    // *sum = squares[0] + squares[1] + ... in this order, but NaN if *guard is not finite.
+    // *sum = squares[0] + squares[1] + ... in this order, or NaN if *guard is not finite
     void total_squares(double* sum, const double* squares, size_t chunks, const Grad* guard) {
         *sum = 0;
         for (size_t i = 0; i < chunks; i++) *sum += squares[i];
@@ -326,9 +275,9 @@ struct Cpu {
 #pragma omp parallel for simd schedule(static)
         for (size_t i = 0; i < count; i++) x[i] += y[i];
     }
-    // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. All arrays
-    // [count]. An engine with a master copy updates that, and rounds it to param; here master is unused.
-    void set_step(const HyperAdamW&) {}  // of an update that may be replayed
+    void set_step(const HyperAdamW&) {}  // for an engine that replays its updates
+    // AdamW (Loshchilov & Hutter 2019): decoupled decay, bias-corrected moments m, v. All arrays [count]. An engine
+    // with a master copy updates that and rounds it to param; here master is unused.
     void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
         (void)master;
         double clip = 1;
@@ -349,32 +298,32 @@ struct Cpu {
         }
     }
 
-    // ----- heads.
-    // One row of `projected` [B*queries, P] is  q | k_cmp v_cmp k_slc v_slc k_win v_win | gate logits (3*head + branch)
-    // | padding.
+    // ----- heads.  A row of `projected` [B*queries, P] is  q | keys and values, by HeadSlot | gate logits | padding
     struct Heads {
-        real* q;      // [B, H, queries, D], rotated
-        real* kv[6];  // [B, G, T, D] each, by HeadSlot; k_slc and k_win rotated, k_cmp not (its compressed blocks are)
-        Stat* gate;   // [3, B, H, queries], after the sigmoid
+        real* q;  // [B, H, queries, D], rotated
+        real*
+            kv[HEAD_SLOTS];  // [B, G, T, D] each; k_slc and k_win are rotated, k_cmp is not: its compressed blocks are
+        Stat* gate;          // [branches, B, H, queries], after the sigmoid
     };
     struct HeadGradients {
-        Stat* q;      // [B, H, T, D]
-        real* kv[6];  // [B, G, T, D]
-        Stat* gate;   // [3, B, H, T], of the logit
+        Stat* q;               // [B, H, T, D]
+        real* kv[HEAD_SLOTS];  // [B, G, T, D]
+        Stat* gate;            // [branches, B, H, T], of the logit
     };
+    static bool is_rotated(int slot) { return slot == K_SLC || slot == K_WIN; }
 
-    // Rotation of one head by RoPE (Su et al. 2021), halves convention: element i is paired with i + D/2, the angle is
-    // position * base^(-2i/D). direction -1 turns back: the rotation's transpose, its gradient. out may be in.
+    // RoPE of one head (Su et al. 2021), halves convention: element i is paired with i + D/2, and the angle is position
+    // * base^(-2i/D). direction -1 turns back, which is the rotation's transpose and so its gradient. out may be in.
     void rotate(real* out, const real* in, int position, int D, int direction) const {
         const real *c = &rope_cos[size_t(position) * (D / 2)], *s = &rope_sin[size_t(position) * (D / 2)];
         for (int i = 0; i < D / 2; i++) {
-            const real a = in[i], b = in[i + D / 2], sine = direction * s[i];
+            const real a = in[i], b = in[i + D / 2], sine = direction > 0 ? s[i] : -s[i];
             out[i] = a * c[i] - b * sine;
             out[i + D / 2] = a * sine + b * c[i];
         }
     }
 
-    // heads = projected, split, rotated and gated
+    // heads = projected, split up; queries and keys rotated, gates through the sigmoid
     void split_heads_forward(Heads out, const real* projected, const NsaShape& s) {
         prepare_rope(s.T, s.D);
         const int P = s.projected(), D = s.D;
@@ -384,22 +333,21 @@ struct Cpu {
                 const int t = s.first + j;
                 const real* in = projected + (size_t(b) * s.queries + j) * P;
                 for (int head = 0; head < s.H; head++, in += D)
-                    rotate(out.q + ((size_t(b) * s.H + head) * s.queries + j) * D, in, t, D, +1);
-                for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++)
+                    rotate(out.q + s.query_row(b, head, t) * D, in, t, D, +1);
+                for (int slot = s.first_slot(); slot < HEAD_SLOTS; slot++)
                     for (int g = 0; g < s.G; g++, in += D) {
                         real* row = out.kv[slot] + ((size_t(b) * s.G + g) * s.T + t) * D;
-                        if (slot == K_SLC || slot == K_WIN) rotate(row, in, t, D, +1);
+                        if (is_rotated(slot)) rotate(row, in, t, D, +1);
                         else std::memcpy(row, in, sizeof(real) * D);
                     }
-                if (s.full) continue;
-                for (int head = 0; head < s.H; head++)
-                    for (int branch = 0; branch < 3; branch++)
-                        out.gate[branch * s.query_rows() + (size_t(b) * s.H + head) * s.queries + j] =
-                            sigmoid(in[3 * head + branch]);
+                for (int head = 0; !s.full && head < s.H; head++)
+                    for (int branch = 0; branch < BRANCHES; branch++)
+                        out.gate[branch * s.query_rows() + s.query_row(b, head, t)] =
+                            sigmoid(in[s.gate_logit(head, branch)]);
             }
     }
-    // dprojected = gradients of the heads, turned back and merged; the padding gets 0. Training shapes (first = 0,
-    // queries = T).
+    // dprojected = gradients of the heads, turned back and merged; 0 in the padding. Training shapes: first = 0,
+    // queries = T
     void split_heads_backward(real* dprojected, HeadGradients d, const NsaShape& s) {
         prepare_rope(s.T, s.D);
         const int P = s.projected(), D = s.D;
@@ -408,345 +356,171 @@ struct Cpu {
             for (int t = 0; t < s.T; t++) {
                 real *row = dprojected + (size_t(b) * s.T + t) * P, *out = row;
                 for (int head = 0; head < s.H; head++, out += D)
-                    rotate(out, d.q + ((size_t(b) * s.H + head) * s.T + t) * D, t, D, -1);
-                for (int slot = s.full ? K_WIN : K_CMP; slot <= V_WIN; slot++)
+                    rotate(out, d.q + s.query_row(b, head, t) * D, t, D, -1);
+                for (int slot = s.first_slot(); slot < HEAD_SLOTS; slot++)
                     for (int g = 0; g < s.G; g++, out += D) {
                         const real* in = d.kv[slot] + ((size_t(b) * s.G + g) * s.T + t) * D;
-                        if (slot == K_SLC || slot == K_WIN) rotate(out, in, t, D, -1);
+                        if (is_rotated(slot)) rotate(out, in, t, D, -1);
                         else std::memcpy(out, in, sizeof(real) * D);
                     }
-                if (s.full) continue;
-                for (int head = 0; head < s.H; head++)
-                    for (int branch = 0; branch < 3; branch++)
-                        out[3 * head + branch] = d.gate[branch * s.query_rows() + (size_t(b) * s.H + head) * s.T + t];
-                for (int i = 3 * s.H; i < s.gate_columns(); i++) out[i] = 0;
+                for (int head = 0; !s.full && head < s.H; head++)
+                    for (int branch = 0; branch < BRANCHES; branch++)
+                        out[s.gate_logit(head, branch)] = d.gate[branch * s.query_rows() + s.query_row(b, head, t)];
+                for (int i = s.gate_logits(); i < s.gate_columns(); i++) out[i] = 0;
             }
     }
 
-    // ----- compression, paper eq. 7, with phi(X_i) = mean over the l rows + fc2 silu(fc1 X_i + bias).
-    template <class T>
-    struct PhiOf {
-        T *fc1, *bias, *fc2;  // [F, l*D], [F], [D, F]
-    };
+    // ----- compression, paper eq. 7: a learnable phi makes one key or value of l neighbouring ones.
+    //     phi(X_i) = mean over the l rows + fc2 silu(fc1 X_i + bias),  X_i = tokens i*d .. i*d + l - 1, flattened
     using Phi = PhiOf<real>;
     using PhiGradients = PhiOf<Grad>;
-    // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), rotated at position i*d where asked; hidden [B, G, NC, F]
-    // before the SiLU. Computes the blocks that end inside this call's positions. fc1's product over a block is the sum
-    // of its products over the block's l/d chunks of d tokens, so overlapping blocks are plain matrices with a row
-    // stride of d*D: nothing is copied.
+    // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), rotated to position i*d if `rotated`; hidden [B, G, NC, F],
+    // the values before the SiLU, is kept for the backward pass. Computes the blocks that end inside this call's
+    // positions.
     void compress_forward(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
         prepare_rope(s.T, s.D);
-        const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin,
-                  NC = s.cmp_capacity();
-        if (count <= 0) return;
-        real* activated = scratch[0].get(size_t(count) * F);
-        for (int bg = 0; bg < s.B * s.G; bg++) {
-            const real* tokens = k + (size_t(bg) * s.T + size_t(begin) * s.d) * D;
-            real *h = hidden + (size_t(bg) * NC + begin) * F, *o = out + (size_t(bg) * NC + begin) * D;
-            for (int chunk = 0; chunk < s.l / s.d; chunk++)
-                gemm(false, true, count, F, s.d * D, tokens + size_t(chunk) * s.d * D, size_t(s.d) * D,
-                     phi.fc1 + size_t(chunk) * s.d * D, size_t(s.l) * D, chunk > 0, h, F);
+        const int begin = s.cmp_blocks(s.first), end = s.cmp_blocks(s.first + s.queries), NC = s.cmp_capacity();
+        if constexpr (in_tiles) tiles.compress_forward(gemm, out, hidden, k, phi, s);
 #pragma omp parallel for schedule(static)
-            for (int i = 0; i < count; i++) {
-                for (int f = 0; f < F; f++) {
-                    h[size_t(i) * F + f] += phi.bias[f];
-                    activated[size_t(i) * F + f] = h[size_t(i) * F + f] * sigmoid(h[size_t(i) * F + f]);
-                }
-                for (int x = 0; x < D; x++) {
-                    real sum = 0;
-                    for (int row = 0; row < s.l; row++) sum += tokens[(size_t(i) * s.d + row) * D + x];
-                    o[size_t(i) * D + x] = sum / s.l;
-                }
+        for (int bg = 0; bg < s.B * s.G; bg++)
+            for (int i = begin; i < end; i++) {
+                const size_t block = size_t(bg) * NC + i;
+                real* const row = out + block * s.D;
+                if constexpr (!in_tiles)
+                    compress_block(row, hidden + block * s.F, k + (size_t(bg) * s.T + i * s.d) * s.D, phi, s);
+                if (rotated) rotate(row, row, i * s.d, s.D, +1);
             }
-            gemm(false, true, count, D, F, activated, F, phi.fc2, F, true, o, D);
-            if (rotated)
-                for (int i = 0; i < count; i++) rotate(o + size_t(i) * D, o + size_t(i) * D, (begin + i) * s.d, D, +1);
+    }
+    // out [D] = phi(X), hidden [F]. X [l, D]
+    void compress_block(real* out, real* hidden, const real* X, const Phi& phi, const NsaShape& s) const {
+        for (int x = 0; x < s.D; x++) {
+            real sum = 0;
+            for (int row = 0; row < s.l; row++) sum += X[row * s.D + x];
+            out[x] = sum / s.l;
+        }
+        for (int f = 0; f < s.F; f++) {
+            real sum = phi.bias[f];
+            for (int m = 0; m < s.l * s.D; m++) sum += factor(phi.fc1[size_t(f) * s.l * s.D + m]) * factor(X[m]);
+            hidden[f] = sum;
+            const real active = sum * sigmoid(sum);
+            for (int x = 0; x < s.D; x++) out[x] += factor(phi.fc2[size_t(x) * s.F + f]) * factor(active);
         }
     }
-    // dk [B, G, T, D] =, dphi +=, from dout [B, G, NC, D] (turned back in place). Training shapes.
+    // dk [B, G, T, D] =, dphi +=, from dout [B, G, NC, D], which is turned back in place. Training shapes.
     void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k,
                            const Phi& phi, bool rotated, const NsaShape& s) {
-        const int D = s.D, F = s.F, NC = s.cmp_capacity();
-        zero(dk, s.key_rows() * D);
-        if (NC == 0) return;
-        real *activated = scratch[0].get(size_t(NC) * F), *dhidden = scratch[1].get(size_t(NC) * F);
-        for (int bg = 0; bg < s.B * s.G; bg++) {
-            const real *tokens = k + size_t(bg) * s.T * D, *h = hidden + size_t(bg) * NC * F;
-            real *dtokens = dk + size_t(bg) * s.T * D, *o = dout + size_t(bg) * NC * D;
-            if (rotated)
-                for (int i = 0; i < NC; i++) rotate(o + size_t(i) * D, o + size_t(i) * D, i * s.d, D, -1);
-            silu_forward(activated, h, size_t(NC) * F);
-            gemm(true, false, D, F, NC, o, D, activated, F, true, dphi.fc2, F);  // dfc2 += dout^T act
-            gemm(false, false, NC, F, D, o, D, phi.fc2, F, false, dhidden, F);   // dact = dout fc2
-            silu_backward(dhidden, dhidden, h, size_t(NC) * F);
-            for (int i = 0; i < NC; i++) {
-                for (int f = 0; f < F; f++) dphi.bias[f] += dhidden[size_t(i) * F + f];
-                for (int row = 0; row < s.l; row++)
-                    for (int x = 0; x < D; x++) dtokens[(size_t(i) * s.d + row) * D + x] += o[size_t(i) * D + x] / s.l;
+        prepare_rope(s.T, s.D);
+        const int NC = s.cmp_capacity();
+        for (size_t row = 0; rotated && row < s.cmp_rows(); row++)
+            rotate(dout + row * s.D, dout + row * s.D, int(row % NC) * s.d, s.D, -1);
+        if constexpr (in_tiles) return tiles.compress_backward(gemm, dk, dphi, dout, hidden, k, phi, s);
+        zero(dk, s.key_rows() * s.D);
+        for (size_t row = 0; row < s.cmp_rows();
+             row++) {  // neighbouring blocks share tokens and all share phi: in order
+            const size_t at = (row / NC * s.T + row % NC * s.d) * s.D;
+            compress_block_backward(dk + at, dphi, dout + row * s.D, hidden + row * s.F, k + at, phi, s);
+        }
+    }
+    // dX [l, D] +=, dphi +=, from dout [D] and hidden [F]
+    void compress_block_backward(real* dX, const PhiGradients& dphi, const real* dout, const real* hidden,
+                                 const real* X, const Phi& phi, const NsaShape& s) const {
+        const int width = s.l * s.D;
+        for (int m = 0; m < width; m++) dX[m] += dout[m % s.D] / s.l;  // the mean
+        for (int f = 0; f < s.F; f++) {
+            const real sig = sigmoid(hidden[f]), active = hidden[f] * sig;
+            real dactive = 0;
+            for (int x = 0; x < s.D; x++) {
+                dphi.fc2[size_t(x) * s.F + f] += factor(dout[x]) * factor(active);
+                dactive += factor(dout[x]) * factor(phi.fc2[size_t(x) * s.F + f]);
             }
-            for (int chunk = 0; chunk < s.l / s.d; chunk++) {
-                const size_t at = size_t(chunk) * s.d * D;
-                gemm(true, false, F, s.d * D, NC, dhidden, F, tokens + at, size_t(s.d) * D, true, dphi.fc1 + at,
-                     size_t(s.l) * D);
-                gemm(false, false, NC, s.d * D, F, dhidden, F, phi.fc1 + at, size_t(s.l) * D, true, dtokens + at,
-                     size_t(s.d) * D);
+            const real dhidden = dactive * (sig * (1 + hidden[f] * (1 - sig)));  // through the SiLU
+            dphi.bias[f] += dhidden;
+            for (int m = 0; m < width; m++) {
+                dphi.fc1[size_t(f) * width + m] += factor(dhidden) * factor(X[m]);
+                dX[m] += factor(dhidden) * factor(phi.fc1[size_t(f) * width + m]);
             }
         }
     }
 
-    // ----- attention. One source for the three branches: they differ only in the keys that a query sees. It works tile
-    // by tile to be fast; the same in plain loops, with which it is compared, is attention() and attention_backward()
-    // in dev/test/oracle.h.
-    //   CMP  compressed blocks that end at or before t              keys are blocks, [B, G, NC, D]
-    //   SLC  tokens s <= t in the blocks selected for (t, group)    keys [B, G, T, D]
-    //   WIN  tokens s in (t-w, t]                                   keys [B, G, T, D]
-    // Work is cut into tiles of keys; all query heads of a group share them, so the rows of a tile are (head, token)
-    // pairs.
+    // ----- attention. One source for the three branches: they differ only in the keys that a query sees.
+    //     CMP  the compressed blocks that end at or before t                    keys [B, G, NC, D]
+    //     SLC  the tokens up to t in the blocks selected for (t, group)         keys [B, G, T, D]
+    //     WIN  the last w tokens, t included; all up to t in full attention     keys [B, G, T, D]
+    static bool sees(Branch branch, int t, int key, const uint32_t* selected, const NsaShape& s) {
+        if (branch == CMP) return key * s.d + s.l - 1 <= t;
+        if (branch == SLC) return key <= t && is_selected(selected, key / s.slc_block);
+        return key <= t && (s.full || key > t - s.window);
+    }
+    // Their indices, oldest first. selected: the bitmask of (t, group), in the selected branch.
+    static std::vector<int> visible_keys(Branch branch, int t, const uint32_t* selected, const NsaShape& s) {
+        std::vector<int> keys;
+        for (int key = 0; key < s.key_count(branch); key++)
+            if (sees(branch, t, key, selected, s)) keys.push_back(key);
+        return keys;
+    }
+    static bool is_selected(const uint32_t* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
 
-    static int tile_keys(Branch branch, const NsaShape& s) { return branch == SLC ? s.slc_block : TILE_KEYS; }
-    static int key_count(Branch branch, const NsaShape& s) {
-        return branch == CMP ? s.cmp_blocks(s.first + s.queries) : s.first + s.queries;
-    }
-    static int key_stride(Branch branch, const NsaShape& s) { return branch == CMP ? s.cmp_capacity() : s.T; }
-    static int tile_queries(const NsaShape& s) { return std::max(1, TILE_ROWS / s.heads_per_group()); }
-
-    struct KeyRange {
-        int begin, end;
-    };
-    // The keys of one tile that query t sees (the selection itself is checked by the caller), relative to the tile's
-    // first.
-    static KeyRange visible_keys(Branch branch, int t, int tile, const NsaShape& s) {
-        const int width = tile_keys(branch, s), start = tile * width;
-        const int oldest = branch == WIN && !s.full ? t - s.window + 1 : 0,
-                  newest = branch == CMP ? s.cmp_blocks(t + 1) - 1 : t;
-        const int begin = std::clamp(oldest - start, 0, width);
-        return {begin, std::clamp(newest + 1 - start, begin, width)};
-    }
-    // Does query t see keys of the tile? selected: its bitmask, in the selected branch.
-    static bool sees(Branch branch, int t, int tile, const uint32_t* selected, const NsaShape& s) {
-        if (branch == SLC && !(selected[tile / 32] >> (tile % 32) & 1)) return false;
-        const KeyRange range = visible_keys(branch, t, tile, s);
-        return range.begin < range.end;
-    }
-    // The tiles of keys that any of the queries t0 .. t1-1 may see: first and one past the last.
-    static KeyRange tile_range(Branch branch, int t0, int t1, const NsaShape& s) {
-        const int width = tile_keys(branch, s), end = branch == CMP ? s.cmp_blocks(t1) : t1;
-        return {(branch == WIN && !s.full ? std::max(0, t0 - s.window + 1) : 0) / width, (end + width - 1) / width};
-    }
-    // The columns of a tile that any of the given queries sees, widened to whole vectors.
-    static KeyRange columns_of(Branch branch, const int* tokens, int count, int tile, const NsaShape& s) {
-        constexpr int lanes = VectorOf<real>::lanes;
-        return {visible_keys(branch, tokens[0], tile, s).begin / lanes * lanes,
-                (visible_keys(branch, tokens[count - 1], tile, s).end + lanes - 1) / lanes * lanes};
-    }
-    // The queries that see a tile of keys, in order. selection: the bitmasks of one (sequence, group), [queries,
-    // words].
-    static std::vector<int> query_list(Branch branch, int tile, const uint32_t* selection, const NsaShape& s) {
-        const int start = tile * tile_keys(branch, s);
-        int begin = start, end = s.first + s.queries;
-        if (branch == CMP) begin = start * s.d + s.l - 1;
-        if (branch == WIN && !s.full) end = std::min(end, start + TILE_KEYS - 1 + s.window);
-        std::vector<int> list;
-        for (int t = std::max(begin, s.first); t < end; t++)
-            if (branch != SLC || (selection[size_t(t - s.first) * s.selection_words() + tile / 32] >> (tile % 32) & 1))
-                list.push_back(t);
-        return list;
-    }
-
-    // The tiles of keys or of values as operands. A tile has `padded` keys,
-    // a multiple of the vector's lanes; those that do not exist are 0.
-    template <class Element>
-    struct Tiles {
-        const Element* data;
-        size_t group_stride, tile_stride;
-        int count, padded;
-        const Element* operator()(size_t bg, int tile) const { return data + bg * group_stride + tile * tile_stride; }
-    };
-    // Those of x [B, G, stride, D]. For products that sum over D: [D / PER][padded], so that the scores of a row with
-    // all keys of a tile are vector operations; for products that sum over keys: [padded / PER][D], where reals are
-    // read as they are.
-    enum SumOver { OVER_D, OVER_KEYS };
-    // needed(bg, tile): whether anybody will read that one.
-    struct EveryTile {
-        bool operator()(int, int) const { return true; }
-    };
-    template <class Element, class Needed = EveryTile>
-    Tiles<Element> operand_tiles(int slot, Branch branch, const real* x, const NsaShape& s, SumOver sum_over,
-                                 Needed needed = {}) {
-        static_assert(sizeof(Element) == sizeof(real), "they share scratch memory");
-        constexpr int per = PER<Element>;
-        const int D = s.D, width = tile_keys(branch, s), padded = padded_keys(branch, s), keys = key_count(branch, s),
-                  count = (keys + width - 1) / width;
-        const size_t group_stride = size_t(key_stride(branch, s)) * D, size = size_t(padded / per) * D;
-        if constexpr (per == 1)
-            if (sum_over == OVER_KEYS) return {x, group_stride, size_t(width) * D, count, padded};
-        Element* const data = reinterpret_cast<Element*>(scratch[slot].get(size * count * s.B * s.G));
-#pragma omp parallel
-        {
-            std::vector<Element> room(size_t(padded) * (D + 16));
-#pragma omp for collapse(2) schedule(static)
-            for (int bg = 0; bg < s.B * s.G; bg++)
-                for (int tile = 0; tile < count; tile++) {
-                    if (!needed(bg, tile)) continue;
-                    const int existing = std::min(width, keys - tile * width);
-                    const real* const in = x + bg * group_stride + size_t(tile) * width * D;
-                    Element* const out = data + (size_t(bg) * count + tile) * size;
-                    if (existing < padded) std::fill_n(out, size, Element{});
-                    if (sum_over == OVER_D) pack(out, padded, 1, in, 1, D, D / per, existing, D, room.data());
-                    else pack(out, D, 1, in, D, 1, (existing + per - 1) / per, D, existing);
-                }
-        }
-        return {data, size * count, size, count, padded};
-    }
-    static int padded_keys(Branch branch, const NsaShape& s) {
-        constexpr int lanes = VectorOf<real>::lanes;
-        return (tile_keys(branch, s) + lanes - 1) / lanes * lanes;
-    }
-    // f(Element()), with what products take: reals, or pairs of bf16.
-    template <class F>
-    void with_element(F f) {
-        if constexpr (HAVE_BF16 && sizeof(real) == sizeof(float))
-            if (gemm.bf16) return f(Bf16Pair());
-        f(real());
-    }
-
-    // The rows of some tokens: row j*h + i is token j, head i of the group. Copies them from q [B, H, queries, D],
-    // scaled.
-    static void load_queries(real* rows, const real* q, int b, int g, const int* tokens, int count, const NsaShape& s) {
+    // q . k / sqrt(D) of one query and one key
+    real score(const real* q, const real* k, const NsaShape& s) const {
         const real scale = real(s.scale());
-        for (int j = 0; j < count; j++)
-            for (int i = 0; i < s.heads_per_group(); i++, rows += s.D) {
-                const real* in = q + query_row(b, g, i, tokens[j], s) * s.D;
-                for (int x = 0; x < s.D; x++) rows[x] = in[x] * scale;
-            }
-    }
-    // The same rows of a gradient laid out as [B*queries, H*D].
-    static void load_dout(real* rows, const real* dout, int b, int g, const int* tokens, int count, const NsaShape& s) {
-        const size_t width = size_t(s.heads_per_group()) * s.D;
-        for (int j = 0; j < count; j++)
-            std::memcpy(rows + j * width, dout + (size_t(b) * s.queries + tokens[j] - s.first) * s.H * s.D + g * width,
-                        sizeof(real) * width);
-    }
-    static void prefetch(const real* x, size_t count) {
-        for (size_t i = 0; i < count; i += 64 / sizeof(real)) __builtin_prefetch(x + i);
-    }
-    static size_t query_row(int b, int g, int head_of_group, int t, const NsaShape& s) {
-        return (size_t(b) * s.H + g * s.heads_per_group() + head_of_group) * s.queries + (t - s.first);
-    }
-    static const uint32_t* selection_of(const uint32_t* selection, int bg, int t, const NsaShape& s) {
-        return selection ? selection + (size_t(bg) * s.queries + (t - s.first)) * s.selection_words() : nullptr;
+        real sum = 0;
+        for (int x = 0; x < s.D; x++) sum += factor(q[x] * scale) * factor(k[x]);
+        return sum;
     }
 
-    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries] the natural
-    // logarithm of the softmax's denominator. A query without a key: out 0, lse +infinity. Softmax is accumulated tile
-    // by tile (Milakov & Gimelshein 2018). Work is shared out by tiles of queries; of those, each run of neighbours
-    // that see a tile of keys is one pair of products.
+    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, the Attn(q, K, V) of paper eq. 5; lse
+    // [B, H, queries] = the natural logarithm of the softmax's denominator. A query without a key: out 0, lse
+    // +infinity.
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
                            const uint32_t* selection, const NsaShape& s) {
-        with_element(
-            [&](auto element) { attention_forward_in<decltype(element)>(branch, out, lse, q, k, v, selection, s); });
-    }
-    template <class Element>
-    void attention_forward_in(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
-                              const uint32_t* selection, const NsaShape& s) {
-        const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s);
-        const int step =
-            (branch == SLC ? 4 : 1) * tile_queries(s);  // a tile that few of them chose is fetched less often
-        constexpr int per = PER<Element>;
-        const real infinity = std::numeric_limits<real>::infinity();
-        // Decoding has one query, which sees a few of the tiles; the many queries of a sequence see them all.
-        const auto needed = [&](int bg, int tile) {
-            return s.queries > 1 || sees(branch, s.first, tile, selection_of(selection, bg, s.first, s), s);
-        };
-        const Tiles<Element> kt = operand_tiles<Element>(0, branch, k, s, OVER_D, needed),
-                             vs = operand_tiles<Element>(1, branch, v, s, OVER_KEYS, needed);
-#pragma omp parallel
-        {
-            std::vector<real> rows(size_t(h) * step * D), scores(size_t(h) * step * kt.padded),
-                sums(size_t(h) * step * D), largest(h * step), total(h * step);
-            std::vector<Element> q_room(rows.size()), p_room(scores.size());
-            std::vector<int> tokens(step);
-#pragma omp for collapse(2) schedule(dynamic, 1)
-            for (int bg = 0; bg < s.B * s.G; bg++)
-                for (int t0 = s.first; t0 < s.first + s.queries; t0 += step) {
-                    const int b = bg / s.G, g = bg % s.G, count = std::min(step, s.first + s.queries - t0);
-                    for (int j = 0; j < count; j++) tokens[j] = t0 + j;
-                    load_queries(rows.data(), q, b, g, tokens.data(), count, s);
-                    const Element* const q_rows = sum_over_columns(q_room.data(), rows.data(), D, h * count, D);
-                    std::fill(sums.begin(), sums.end(), real(0));
-                    std::fill(largest.begin(), largest.end(), -infinity);
-                    std::fill(total.begin(), total.end(), real(0));
-                    auto visible = [&](int j, int tile) {
-                        return j < count && sees(branch, t0 + j, tile, selection_of(selection, bg, t0 + j, s), s);
-                    };
-                    const KeyRange tiles = tile_range(branch, t0, t0 + count, s);
-                    for (int tile = tiles.begin; tile < tiles.end; tile++)
-                        for (int j = 0, end; j < count; j = end) {
-                            for (end = j; visible(end, tile);) end++;
-                            if (end == j && ++end) continue;
-                            const KeyRange columns = columns_of(branch, &tokens[j], end - j, tile, s);
-                            const int n_rows = h * (end - j), n = columns.end - columns.begin,
-                                      n_existing = std::min(columns.end, keys - tile * width) - columns.begin;
-                            tile_matmul(n_rows, n, D / per, q_rows + size_t(j) * h * D / per, D / per, 1,
-                                        kt(bg, tile) + columns.begin, kt.padded, scores.data(), kt.padded, false);
-                            for (int r = j * h; r < end * h; r++)
-                                softmax_step(&scores[size_t(r - j * h) * kt.padded], columns,
-                                             visible_keys(branch, t0 + r / h, tile, s), largest[r], total[r],
-                                             &sums[size_t(r) * D], D);
-                            const Element* const p =
-                                sum_over_columns(p_room.data(), scores.data(), kt.padded, n_rows, n);
-                            tile_matmul(n_rows, D, (n_existing + per - 1) / per, p, kt.padded / per, 1,
-                                        vs(bg, tile) + size_t(columns.begin) / per * D, D, &sums[size_t(j) * h * D], D,
-                                        true);
-                        }
-                    for (int r = 0; r < h * count; r++) {
-                        const size_t row = query_row(b, g, r % h, t0 + r / h, s);
-                        const real inverse = total[r] > 0 ? 1 / total[r] : real(0);
-                        for (int x = 0; x < D; x++) out[row * D + x] = sums[size_t(r) * D + x] * inverse;
-                        lse[row] = total[r] > 0 ? largest[r] + std::log(total[r]) : infinity;
+        if constexpr (in_tiles) return tiles.attention_forward(gemm.bf16, branch, out, lse, q, k, v, selection, s);
+#pragma omp parallel for collapse(2) schedule(static)
+        for (int b = 0; b < s.B; b++)
+            for (int g = 0; g < s.G; g++) {
+                const size_t group = size_t(b) * s.G + g, keys_at = group * s.key_stride(branch) * s.D;
+                for (int t = s.first; t < s.first + s.queries; t++) {
+                    const std::vector<int> keys = visible_keys(branch, t, s.selection_mask(selection, group, t), s);
+                    for (int head = g * s.heads_per_group(); head < (g + 1) * s.heads_per_group(); head++) {
+                        const size_t row = s.query_row(b, head, t);
+                        attend(out + row * s.D, lse[row], q + row * s.D, k + keys_at, v + keys_at, keys, s);
                     }
                 }
-        }
+            }
     }
-    // One tile's part of the softmax of a row: p, the scores of `columns`, becomes e^(p - largest) in the visible range
-    // and 0 outside, with the largest score so far; total gets their sum, and what was summed under the old maximum is
-    // rescaled.
-    static void softmax_step(real* p, KeyRange columns, KeyRange visible, real& largest, real& total, real* sums,
-                             int D) {
-        const int n = columns.end - columns.begin;
-        hide(p, n, visible.begin - columns.begin, visible.end - columns.begin);
-        real m = largest, sum = 0;
-#pragma omp simd reduction(max : m)
-        for (int i = 0; i < n; i++) m = p[i] > m ? p[i] : m;
-        if (m > largest) {  // at first there is nothing, and e^-inf = 0
-            const real rescale = exponential(largest - m);
-            total *= rescale;
-            for (int x = 0; x < D; x++) sums[x] *= rescale;
-            largest = m;
+    // One query and head. out [D], q [D], k, v [.., D]
+    void attend(real* out, Stat& lse, const real* q, const real* k, const real* v, const std::vector<int>& keys,
+                const NsaShape& s) const {
+        std::fill_n(out, s.D, real(0));
+        lse = std::numeric_limits<double>::infinity();
+        if (keys.empty()) return;
+        std::vector<real> p;
+        double largest = -std::numeric_limits<double>::infinity();
+        for (int key : keys) {
+            p.push_back(score(q, k + size_t(key) * s.D, s));
+            largest = std::max(largest, double(p.back()));
         }
-#pragma omp simd reduction(+ : sum)
-        for (int i = 0; i < n; i++) {
-            p[i] = exponential(p[i] - m);
-            sum += p[i];
+        real total = 0;
+        for (real& x : p) {  // subtracting the largest score changes no softmax, and keeps e^x finite
+            x = exponential(x - real(largest));
+            total += x;
         }
-        total += sum;
-    }
-    // Scores outside [begin, end) become -infinity, whose exponential is 0.
-    static void hide(real* p, int n, int begin, int end) {
-        for (int i = 0; i < begin; i++) p[i] = -std::numeric_limits<real>::infinity();
-        for (int i = end; i < n; i++) p[i] = -std::numeric_limits<real>::infinity();
+        for (size_t i = 0; i < keys.size(); i++)
+            for (int x = 0; x < s.D; x++) out[x] += factor(p[i]) * factor(v[size_t(keys[i]) * s.D + x]);
+        for (int x = 0; x < s.D; x++) out[x] = out[x] / total;
+        using std::log;
+        lse = log(total) + real(largest);
     }
 
-    // out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5. Full attention has one branch, its
-    // gate is 1. o [branches, B, H, queries, D], gate [branches, B, H, queries]
+    // out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5. Full attention has one branch,
+    // whose gate is 1. o [branches, B, H, queries, D], gate [branches, B, H, queries]
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
         const size_t rows = s.query_rows();
 #pragma omp parallel for collapse(2) schedule(static)
         for (int b = 0; b < s.B; b++)
-            for (int j = 0; j < s.queries; j++)
+            for (int t = s.first; t < s.first + s.queries; t++)
                 for (int head = 0; head < s.H; head++) {
-                    const size_t row = (size_t(b) * s.H + head) * s.queries + j;
-                    real* to = out + ((size_t(b) * s.queries + j) * s.H + head) * s.D;
+                    const size_t row = s.query_row(b, head, t);
+                    real* to = out + s.output_row(b, head, t) * s.D;
                     for (int x = 0; x < s.D; x++) {
                         real sum = 0;
                         for (int i = 0; i < s.branches(); i++)
@@ -755,20 +529,19 @@ struct Cpu {
                     }
                 }
     }
-    // What the backward of every branch starts from, per branch and query row, with g = gate and r = dout . o:
-    //   row_dot = r     lse_gated = lse - ln(g), so that e^(score - lse_gated) = g * P     dgate_logit = r * g * (1 -
-    //   g)
+    // What the backward pass of every branch starts from, per branch and query row, with g = gate and r = dout . o:
+    //     row_dot = r     lse_gated = lse - ln(g), so that e^(score - lse_gated) = g * P     dgate_logit = r * g * (1 -
+    //     g)
     // So the gate needs no buffers of its own, and the row term of softmax's backward is the gate's gradient.
     void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o,
                                  const Stat* gate, const Stat* lse, const NsaShape& s) {
-        const size_t rows = s.query_rows();
 #pragma omp parallel for collapse(2) schedule(static)
         for (int b = 0; b < s.B; b++)
             for (int head = 0; head < s.H; head++)
-                for (int j = 0; j < s.queries; j++)
+                for (int t = s.first; t < s.first + s.queries; t++)
                     for (int i = 0; i < s.branches(); i++) {
-                        const size_t row = i * rows + (size_t(b) * s.H + head) * s.queries + j;
-                        const real *d = dout + ((size_t(b) * s.queries + j) * s.H + head) * s.D, *from = o + row * s.D,
+                        const size_t row = i * s.query_rows() + s.query_row(b, head, t);
+                        const real *d = dout + s.output_row(b, head, t) * s.D, *from = o + row * s.D,
                                    g = s.full ? real(1) : gate[row];
                         real r = 0;
 #pragma omp simd reduction(+ : r)
@@ -779,226 +552,129 @@ struct Cpu {
                     }
     }
 
-    // Gradients of one branch.  P' = e^(S - lse_gated),  dS = P' o (dout v^T - row_dot):
-    //   dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`       dk [keys] = dS^T q / sqrt(D)       dv [keys] =
-    //   P'^T dout
-    // dout [B*queries, H*D]; row_dot, lse_gated [B, H, queries] of this branch. Training shapes.
-    // Work is shared out by tiles of keys, each of which has one owner for its dk and dv. Several of them add to a row
-    // of dq: in the order of the tiles, so that the sum has one order. A tile follows its predecessor from query to
-    // query; progress[tile] says how far it is.
+    // Gradients of one branch, from the rows above.  P' = e^(S - lse_gated),  dS = P' o (dout v^T - row_dot):
+    //   dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`
+    //   dk [keys] = dS^T q / sqrt(D),   dv [keys] = P'^T dout;   dout [B*queries, H*D]. Training shapes.
     void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q,
                             const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
                             const uint32_t* selection, const NsaShape& s) {
-        with_element([&](auto element) {
-            attention_backward_in<decltype(element)>(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated,
-                                                     selection, s);
-        });
-    }
-    template <class Element>
-    void attention_backward_in(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q,
-                               const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
-                               const uint32_t* selection, const NsaShape& s) {
-        const int D = s.D, h = s.heads_per_group(), width = tile_keys(branch, s), keys = key_count(branch, s),
-                  most = tile_queries(s);
-        constexpr int per = PER<Element>;
-        const Tiles<Element> kt = operand_tiles<Element>(0, branch, k, s, OVER_D),
-                             vt = operand_tiles<Element>(1, branch, v, s, OVER_D),
-                             ks = operand_tiles<Element>(2, branch, k, s, OVER_KEYS);
-        std::vector<std::atomic<int>> progress(size_t(s.B) * s.G * kt.count);  // queries below it are done
-        real* const sums = scratch[3].get(s.query_rows() * D);                 // [B, G, T, h, D], dq before the scaling
-        zero(sums, s.query_rows() * D);
-#pragma omp parallel
-        {
-            const size_t row_count = size_t(h) * most;
-            std::vector<real> rows(row_count * D), drows(row_count * D), p(row_count * kt.padded),
-                ds(row_count * kt.padded);
-            std::vector<Element> room((row_count + 1) * std::max(D, kt.padded)), second_room(room.size());
-#pragma omp for collapse(2) schedule(monotonic : dynamic, 1)
-            for (int tile = 0; tile < kt.count; tile++)
-                for (int bg = 0; bg < s.B * s.G; bg++) {
-                    const int b = bg / s.G, g = bg % s.G, n_keys = std::min(width, keys - tile * width);
-                    const size_t at = (size_t(bg) * key_stride(branch, s) + size_t(tile) * width) * D;
-                    std::fill_n(dk + at, size_t(n_keys) * D, real(0));
-                    std::fill_n(dv + at, size_t(n_keys) * D, real(0));
-                    std::atomic<int>& done = progress[size_t(bg) * kt.count + tile];
-                    auto follow = [&](int t) {  // waits until the tile before this one is past query t
-                        while (tile > 0 &&
-                               progress[size_t(bg) * kt.count + tile - 1].load(std::memory_order_acquire) <= t)
-                            std::this_thread::yield();
-                    };
-                    const std::vector<int> list = query_list(branch, tile, selection_of(selection, bg, s.first, s), s);
-                    for (size_t i = 0; i < list.size(); i += most) {
-                        const int* const tokens = &list[i];
-                        const int count = int(std::min<size_t>(most, list.size() - i)), n_rows = h * count;
-                        const KeyRange columns = columns_of(branch, tokens, count, tile, s);
-                        const int n = columns.end - columns.begin,
-                                  n_existing = std::min(columns.end, n_keys) - columns.begin;
-                        const size_t first = size_t(columns.begin) * D;
-                        load_queries(rows.data(), q, b, g, tokens, count, s);
-                        load_dout(drows.data(), dout, b, g, tokens, count, s);
-                        const size_t ahead = std::min<size_t>(list.size() - i - count, most);
-                        for (size_t j = 0; j < ahead; j++) {  // what the next step reads, into the cache
-                            const int t = tokens[count + j];
-                            for (int head = 0; head < h; head++) prefetch(q + query_row(b, g, head, t, s) * D, D);
-                            prefetch(dout + (size_t(b) * s.queries + t - s.first) * s.H * D + size_t(g) * h * D, h * D);
-                            prefetch(sums + (size_t(bg) * s.T + t) * h * D, h * D);
-                        }
-                        tile_matmul(n_rows, n, D / per, sum_over_columns(room.data(), rows.data(), D, n_rows, D),
-                                    D / per, 1, kt(bg, tile) + columns.begin, kt.padded, p.data(), kt.padded,
-                                    false);  // S
-                        tile_matmul(n_rows, n, D / per, sum_over_columns(room.data(), drows.data(), D, n_rows, D),
-                                    D / per, 1, vt(bg, tile) + columns.begin, kt.padded, ds.data(), kt.padded,
-                                    false);  // dout v^T
-                        for (int r = 0; r < n_rows; r++) {
-                            const size_t row = query_row(b, g, r % h, tokens[r / h], s);
-                            const KeyRange visible = visible_keys(branch, tokens[r / h], tile, s);
-                            real *pr = &p[size_t(r) * kt.padded], *dsr = &ds[size_t(r) * kt.padded];
-                            const real shift = lse_gated[row], dot = row_dot[row];
-                            hide(pr, n, visible.begin - columns.begin, visible.end - columns.begin);
-#pragma omp simd
-                            for (int x = 0; x < n; x++) {
-                                pr[x] = exponential(pr[x] - shift);
-                                dsr[x] = pr[x] * (dsr[x] - dot);
+        if constexpr (in_tiles)
+            return tiles.attention_backward(gemm.bf16, branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated,
+                                            selection, s);
+        const size_t D = size_t(s.D);
+        const real scale = real(s.scale());
+#pragma omp parallel for collapse(2) schedule(static)
+        for (int b = 0; b < s.B; b++)
+            for (int g = 0; g < s.G; g++) {
+                const size_t group = size_t(b) * s.G + g, keys_at = group * s.key_stride(branch) * D;
+                std::fill_n(dk + keys_at, s.key_count(branch) * D, real(0));
+                std::fill_n(dv + keys_at, s.key_count(branch) * D, real(0));
+                for (int t = s.first; t < s.first + s.queries; t++) {
+                    const std::vector<int> keys = visible_keys(branch, t, s.selection_mask(selection, group, t), s);
+                    for (int head = g * s.heads_per_group(); head < (g + 1) * s.heads_per_group(); head++) {
+                        const size_t row = s.query_row(b, head, t);
+                        const real *qr = q + row * D, *dO = dout + s.output_row(b, head, t) * D;
+                        if (!add) std::fill_n(dq + row * D, D, real(0));
+                        for (int key : keys) {
+                            const size_t at = keys_at + key * D;
+                            const real P = exponential(score(qr, k + at, s) - lse_gated[row]);
+                            real dP = 0;
+                            for (size_t x = 0; x < D; x++) dP += factor(dO[x]) * factor(v[at + x]);
+                            const real dS = P * (dP - row_dot[row]);
+                            for (size_t x = 0; x < D; x++) {
+                                dq[row * D + x] += factor(dS) * factor(k[at + x]) * scale;
+                                dk[at + x] += factor(dS) * factor(qr[x] * scale);
+                                dv[at + x] += factor(P) * factor(dO[x]);
                             }
                         }
-                        // dv += P'^T dout, dk += dS^T q / sqrt(D)
-                        tile_matmul(n_existing, D, (n_rows + per - 1) / per,
-                                    sum_over_rows(room.data(), p.data(), kt.padded, n_rows, n), 1, kt.padded,
-                                    sum_over_rows(second_room.data(), drows.data(), D, n_rows, D), D, dv + at + first,
-                                    D, true);
-                        tile_matmul(n_existing, D, (n_rows + per - 1) / per,
-                                    sum_over_rows(room.data(), ds.data(), kt.padded, n_rows, n), 1, kt.padded,
-                                    sum_over_rows(second_room.data(), rows.data(), D, n_rows, D), D, dk + at + first, D,
-                                    true);
-                        const Element* const ds_rows = sum_over_columns(room.data(), ds.data(), kt.padded, n_rows, n);
-                        follow(tokens[count - 1]);
-                        for (int j = 0, end; j < count;
-                             j = end) {  // sums += dS k, runs of neighbouring queries together
-                            for (end = j + 1; end < count && tokens[end] == tokens[end - 1] + 1;) end++;
-                            tile_matmul((end - j) * h, D, (n_existing + per - 1) / per,
-                                        ds_rows + size_t(j) * h * kt.padded / per, kt.padded / per, 1,
-                                        ks(bg, tile) + first / per, D, sums + (size_t(bg) * s.T + tokens[j]) * h * D, D,
-                                        true);
-                        }
-                        done.store(tokens[count - 1] + 1, std::memory_order_release);
                     }
-                    follow(s.T - 1);
-                    done.store(s.T, std::memory_order_release);
                 }
-#pragma omp for collapse(2) schedule(static)
-            for (int bg = 0; bg < s.B * s.G; bg++)
-                for (int t = 0; t < s.T; t++)
-                    for (int head = 0; head < h; head++) {
-                        const real* from = sums + ((size_t(bg) * s.T + t) * h + head) * D;
-                        real* to = dq + query_row(bg / s.G, bg % s.G, head, t, s) * D;
-                        for (int x = 0; x < D; x++) to[x] = (add ? to[x] : real(0)) + from[x] * real(s.scale());
-                    }
-        }
+            }
     }
 
-    // ----- block selection, paper eq. 8 to 12; no gradient.
+    // ----- block selection, paper eq. 8 to 12; no gradient flows through it.
     // selection [B, G, queries, words]: query t, in block b = t / l', may choose among blocks 0..b. If b + 1 <= n it
-    // takes all; otherwise blocks 0, b-1 and b and the n-3 others of the highest importance, equal ones going to the
-    // lower index. Importance of block j: over the group's heads and compressed blocks i, softmax weight p * (tokens
-    // shared by i and j) / d, where p = e^(score - lse) are the weights of the compressed branch, whose lse [B, H,
-    // queries] is known by now. chosen_importance, where given: [B, G, queries] share of the importance that fell on
-    // selected blocks, 1 where all were taken.
+    // takes all of them; otherwise blocks 0, b-1 and b, and the n-3 most important others. One set for all heads of a
+    // group. lse [B, H, queries]: the compressed branch's. chosen_importance [B, G, queries], where given: the share of
+    // the importance that fell on the selected blocks, 1 where all were taken.
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse,
                        const NsaShape& s) {
-        with_element(
-            [&](auto element) { select_blocks_in<decltype(element)>(selection, chosen_importance, q, kc, lse, s); });
-    }
-    template <class Element>
-    void select_blocks_in(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse,
-                          const NsaShape& s) {
-        const int D = s.D, h = s.heads_per_group(), words = s.selection_words(), step = tile_queries(s);
-        constexpr int per = PER<Element>;
-        const Tiles<Element> kt = operand_tiles<Element>(0, CMP, kc, s, OVER_D);
-        const size_t stride = size_t(kt.count) * TILE_KEYS;  // compressed blocks, in whole tiles
-#pragma omp parallel
-        {
-            std::vector<real> rows(size_t(h) * step * D), scores(size_t(h) * step * kt.padded), weight(step * stride),
-                importance(s.slc_blocks());
-            std::vector<Element> room(rows.size());
-            std::vector<int> tokens(step);
-#pragma omp for collapse(2) schedule(dynamic, 1)
-            for (int bg = 0; bg < s.B * s.G; bg++)
-                for (int t0 = s.first; t0 < s.first + s.queries; t0 += step) {
-                    const int b = bg / s.G, g = bg % s.G, count = std::min(step, s.first + s.queries - t0);
-                    for (int j = 0; j < count; j++) tokens[j] = t0 + j;
-                    const bool must_choose = (t0 + count - 1) / s.slc_block + 1 > s.slc_count;
-                    if (must_choose) {  // weight[j][i] = sum over the group's heads of p[head, t0 + j, i]
-                        load_queries(rows.data(), q, b, g, tokens.data(), count, s);
-                        const Element* const q_rows = sum_over_columns(room.data(), rows.data(), D, h * count, D);
-                        std::fill(weight.begin(), weight.end(), real(0));
-                        const KeyRange tiles = tile_range(CMP, t0, t0 + count, s);
-                        for (int tile = tiles.begin; tile < tiles.end; tile++) {
-                            const KeyRange columns = columns_of(CMP, tokens.data(), count, tile, s);
-                            tile_matmul(h * count, columns.end, D / per, q_rows, D / per, 1, kt(bg, tile), kt.padded,
-                                        scores.data(), kt.padded, false);
-                            for (int r = 0; r < h * count; r++) {
-                                real *p = &scores[size_t(r) * kt.padded],
-                                     *sum = &weight[r / h * stride + size_t(tile) * TILE_KEYS];
-                                const real shift = lse[query_row(b, g, r % h, t0 + r / h, s)];
-                                hide(p, columns.end, 0, visible_keys(CMP, t0 + r / h, tile, s).end);
-#pragma omp simd
-                                for (int key = 0; key < columns.end; key++) sum[key] += exponential(p[key] - shift);
-                            }
-                        }
-                    }
-                    for (int j = 0; j < count; j++) {
-                        const int t = t0 + j, last = t / s.slc_block;
-                        const size_t row = size_t(bg) * s.queries + (t - s.first);
-                        uint32_t* mask = selection + row * words;
-                        std::fill_n(mask, words, 0u);
-                        if (chosen_importance) chosen_importance[row] = 1;
-                        if (last + 1 <= s.slc_count) {
-                            for (int block = 0; block <= last; block++) mask[block / 32] |= 1u << (block % 32);
-                            continue;
-                        }
-                        fold_importance(importance.data(), &weight[j * stride], t, s);
-                        const real share = choose_best(mask, importance.data(), last, s.slc_count);
-                        if (chosen_importance) chosen_importance[row] = share;
-                    }
+        if constexpr (in_tiles) return tiles.select_blocks(gemm.bf16, selection, chosen_importance, q, kc, lse, s);
+#pragma omp parallel for collapse(2) schedule(static)
+        for (int b = 0; b < s.B; b++)
+            for (int g = 0; g < s.G; g++) {
+                std::vector<real> importance(s.slc_blocks());
+                const size_t group = size_t(b) * s.G + g;
+                for (int t = s.first; t < s.first + s.queries; t++) {
+                    const size_t query = s.query_row(b, g * s.heads_per_group(), t);  // of the group's first head
+                    const size_t row = group * s.queries + (t - s.first);
+                    block_importance(importance.data(), q + query * s.D, lse + query,
+                                     kc + group * s.cmp_capacity() * s.D, t, s);
+                    const real share = choose_blocks(selection + row * s.selection_words(), importance.data(), t, s);
+                    if (chosen_importance) chosen_importance[row] = share;
                 }
-        }
-    }
-    // importance[j], j = 0..t/l', from the weights of the compressed blocks visible to t; paper eq. 9 for any l, d, l'.
-    // As printed, eq. 9 adds p[j*l'/d - m - n], which with indices from 0 are compressed blocks before selection block
-    // j; meant are those that overlap it. For l, d, l' = 32, 16, 64: importance[j] = p[4j-1] + 2 p[4j] + 2 p[4j+1] + 2
-    // p[4j+2] + p[4j+3].
-    static void fold_importance(real* importance, const real* weight, int t, const NsaShape& s) {
-        const int visible = s.cmp_blocks(t + 1);
-        for (int j = 0; j <= t / s.slc_block; j++) {
-            const int begin = j * s.slc_block, end = begin + s.slc_block;
-            real sum = 0;
-            for (int i = std::max(0, (begin - s.l) / s.d); i < visible && i * s.d < end; i++) {
-                const int shared = std::min(end, i * s.d + s.l) - std::max(begin, i * s.d);
-                if (shared > 0) sum += weight[i] * shared / s.d;
             }
-            importance[j] = sum;
+    }
+    // importance [t/l' + 1] of the selection blocks for query t and a group. q, lse: the row of the group's first head,
+    // those of the others follow `queries` rows apart. kc: the group's compressed keys.
+    void block_importance(real* importance, const real* q, const Stat* lse, const real* kc, int t,
+                          const NsaShape& s) const {
+        std::vector<real> p(s.cmp_blocks(t + 1), real(0));
+        for (size_t i = 0; i < p.size(); i++)
+            for (int head = 0; head < s.heads_per_group(); head++) {  // eq. 8, and eq. 10: the sum over the group
+                const size_t row = size_t(head) * s.queries;
+                p[i] += exponential(score(q + row * s.D, kc + i * s.D, s) - lse[row]);
+            }
+        fold_importance(importance, p.data(), t, s);
+    }
+    // Paper eq. 9 for any l, d and l': a compressed block counts for a selection block by the tokens they share, in
+    // units of d. As printed, eq. 9 adds p[j*l'/d - m - n], which with indices from 0 are blocks before selection block
+    // j; the blocks that overlap it are meant. For l, d, l' = 32, 16, 64: p[4j-1] + 2 p[4j] + 2 p[4j+1] + 2 p[4j+2] +
+    // p[4j+3].
+    static void fold_importance(real* importance, const real* p, int t, const NsaShape& s) {
+        std::fill_n(importance, t / s.slc_block + 1, real(0));
+        for (int i = 0; i < s.cmp_blocks(t + 1); i++) {
+            const int begin = i * s.d, end = begin + s.l;
+            for (int j = begin / s.slc_block; j <= (end - 1) / s.slc_block; j++) {
+                const int shared = std::min(end, (j + 1) * s.slc_block) - std::max(begin, j * s.slc_block);
+                importance[j] += p[i] * shared / s.d;
+            }
         }
     }
-    // Sets the bits of blocks 0, last-1, last and of the count-3 best others. Returns the chosen blocks' share of all
-    // importance.
-    static real choose_best(uint32_t* mask, const real* importance, int last, int count) {
-        auto take = [&](int block) { mask[block / 32] |= 1u << (block % 32); };
-        auto taken = [&](int block) { return mask[block / 32] >> (block % 32) & 1; };
+    // Paper eq. 11 and 12: mask = the chosen blocks of query t; of equally important ones the lower index wins. Returns
+    // the chosen blocks' share of the importance.
+    static real choose_blocks(uint32_t* mask, const real* importance, int t, const NsaShape& s) {
+        const int last = t / s.slc_block;
+        const auto take = [&](int block) { mask[block / 32] |= 1u << (block % 32); };
+        std::fill_n(mask, s.selection_words(), 0u);
+        if (last + 1 <= s.slc_count) {
+            for (int block = 0; block <= last; block++) take(block);
+            return 1;
+        }
         take(0), take(last - 1), take(last);
-        for (int round = 3; round < count; round++) {
+        for (int taken = 3; taken < s.slc_count; taken++) {
             int best = -1;
             for (int block = 0; block <= last; block++)
-                if (!taken(block) && (best < 0 || importance[block] > importance[best])) best = block;
+                if (!is_selected(mask, block) && (best < 0 || importance[block] > importance[best])) best = block;
             take(best);
         }
         real chosen = 0, all = 0;
-        for (int block = 0; block <= last; block++)
-            all += importance[block], chosen += taken(block) ? importance[block] : real(0);
-        return all > 0 ? chosen / all : real(1);
+        for (int block = 0; block <= last; block++) {
+            all += importance[block];
+            if (is_selected(mask, block)) chosen += importance[block];
+        }
+        return all > real(0) ? chosen / all : real(1);
     }
 
   private:
-    Workspace<real> scratch[4];
+    // Cpu<float> runs the tiled version where there are vectors to run it on.
+    static constexpr bool in_tiles = HAVE_VECTORS && std::is_same<real, float>::value;
+    TiledAttention tiles;
+
+    // What a matrix product takes of x: x itself, or with --cpu-dtype bf16 the nearest number of that format.
+    real factor(real x) const { return gemm.bf16 ? round_to_bf16(x) : x; }
+
+    Workspace<real> partial_sums;
     std::vector<std::vector<double>> sent;
 
     std::vector<real> rope_cos, rope_sin;  // [positions, D/2]

@@ -55,6 +55,8 @@ inline float from_bf16(Bf16 x) {
     std::memcpy(&value, &bits, 4);
     return value;
 }
+inline float round_to_bf16(float x) { return from_bf16(to_bf16(x)); }
+inline double round_to_bf16(double x) { return round_to_bf16(float(x)); }
 
 struct Bf16Pair {
     Bf16 first, second;
@@ -67,6 +69,15 @@ constexpr bool HAVE_BF16 = true;
 #else
 constexpr bool HAVE_BF16 = false;
 #endif
+
+// Whether the processor has vectors at all; -DNO_VECTORS says it has none.
+#if !defined(NO_VECTORS) && \
+    (defined(__SSE2__) || defined(__ARM_NEON) || defined(__ALTIVEC__) || defined(__riscv_vector))
+constexpr bool HAVE_VECTORS = true;
+#else
+constexpr bool HAVE_VECTORS = false;
+#endif
+
 // ---------------------------------------------------------------------------------------------------------------------
 // The micro-kernel, C[R rows][NV vectors] (+)= A[R][depth] B[depth][NV vectors], with C in registers. GCC's vector
 // extension, so the same lines are AVX-512, AVX2, NEON or SSE. A is read at a + row*a_row + k*a_depth: transposed

@@ -37,10 +37,12 @@ TEST(op_oracle_knows_closed_forms) {  // the oracles themselves, where the answe
     // One query, two keys, D = 2: scores 0 and ln 3 give the weights 1/4 and 3/4, lse = ln 4.
     const double log3 = std::log(3.0) * std::sqrt(2.0);
     const oracle::Numbers<double> q{1.0, 0.0}, k{0.0, 5.0, log3, -7.0}, v{4.0, 8.0, 0.0, 4.0};
-    const oracle::AttendedRow<double> row = oracle::attend(q.data(), k.data(), v.data(), {0, 1}, 64, 2);
+    NsaShape s;
+    s.T = 2, s.first = 1, s.queries = 1, s.H = s.G = 1, s.D = 2, s.full = true;
+    const oracle::Attended<double> row = oracle::attention(WIN, q, k, v, nullptr, s);
     CHECK_NEAR(row.out[0].value, 1, 1e-14);  // a dozen roundings of 1e-16
     CHECK_NEAR(row.out[1].value, 5, 1e-14);
-    CHECK_NEAR(row.lse.value, std::log(4.0), 1e-14);
+    CHECK_NEAR(row.lse[0].value, std::log(4.0), 1e-14);
     // RoPE turns a quarter at position pi/2 only; at position 1, element 0 of D = 2 by one radian.
     const double x[] = {1, 0};
     CHECK_NEAR(oracle::rope(x, 1, 2, +1)[0].value, 0.54030230586813972, 1e-15);
@@ -716,7 +718,6 @@ struct PhiBuffers {
 
 template <class real>
 void check_compress(const NsaShape& s, bool rotated) {
-    using Num = oracle::Number<real>;
     const ShapeReport report{s, engine_name<real>()};
     Random random(80);
     Cpu<real> cpu;
@@ -732,17 +733,13 @@ void check_compress(const NsaShape& s, bool rotated) {
     CHECK_ARRAY(hidden, expected.hidden, s.B * s.G, NC, s.F);
 
     oracle::CompressGradients<real> d;
-    for (Buffer<real>* start : {&dphi.fc1, &dphi.bias, &dphi.fc2}) {  // they accumulate
-        std::vector<oracle::Sum<real>>& sums = start == &dphi.fc1 ? d.dfc1 : start == &dphi.bias ? d.dbias : d.dfc2;
-        sums.resize(start->size());
-        for (size_t i = 0; i < start->size(); i++) sums[i].add(Num(start->data()[i]));
-    }
+    d.dfc1 = oracle::numbers(dphi.fc1), d.dbias = oracle::numbers(dphi.bias), d.dfc2 = oracle::numbers(dphi.fc2);
     oracle::compress_backward(d, dout.data(), hidden.data(), k.data(), phi.weights(), rotated, s);
     cpu.compress_backward(dk, dphi.phi(), dout, hidden, k, phi.phi(), rotated, s);
-    CHECK_ARRAY(dk, oracle::numbers(d.dk), s.B * s.G, s.T, s.D);
-    CHECK_ARRAY(dphi.fc1, oracle::numbers(d.dfc1), s.F, s.l, s.D);
-    CHECK_ARRAY(dphi.bias, oracle::numbers(d.dbias));
-    CHECK_ARRAY(dphi.fc2, oracle::numbers(d.dfc2), s.D, s.F);
+    CHECK_ARRAY(dk, d.dk, s.B * s.G, s.T, s.D);
+    CHECK_ARRAY(dphi.fc1, d.dfc1, s.F, s.l, s.D);
+    CHECK_ARRAY(dphi.bias, d.dbias);
+    CHECK_ARRAY(dphi.fc2, d.dfc2, s.D, s.F);
 }
 TEST(op_compress) {
     for (const NsaShape& s : nsa_shapes())
@@ -921,9 +918,22 @@ void check_selection(const uint32_t* found, const real* share, const real* q, co
 TEST(op_attention_fp32) {
     for (const NsaShape& s : nsa_shapes()) check_attention<float>(s);
 }
+// In fp64 both sides are the specification: what shows here is that it writes all of its outputs and nothing else, and
+// reads nothing that was not written.
 TEST(op_attention_fp64) {
     for (const NsaShape& s : nsa_shapes())
         if (s.T <= 130) check_attention<double>(s);
+}
+// Decoding: some positions of a sequence, or one, that starts anywhere.
+TEST(op_attention_in_parts) {
+    for (NsaShape s : nsa_shapes())
+        for (const auto& [first, queries] :
+             {std::pair<int, int>{0, s.T / 2}, {s.T / 2, 1}, {s.T - 1, 1}, {s.T / 3, std::min(s.T - s.T / 3, 40)}}) {
+            if (queries == 0 || (first == 0 && s.T > 130)) continue;
+            s.first = first, s.queries = queries;
+            check_attention<float>(s);
+            if (HAVE_BF16) check_attention<float>(s, 1, false, true);
+        }
 }
 TEST(op_attention_bf16) {
     if (!HAVE_BF16) return skip("attention in bf16: this build's processor has no AVX512_BF16");
@@ -990,23 +1000,12 @@ TEST(op_attention_reads_nothing_behind_its_positions) {
 
 // ----- the branches equal dense causal attention where they should.
 
-// Dense causal attention, no branch, no mask: every token up to its own.
+// Dense causal attention: every token up to its own, whatever the branch's blocks and window are.
 template <class real>
 oracle::Attended<real> dense_causal(const oracle::Numbers<real>& q, const oracle::Numbers<real>& k,
-                                    const oracle::Numbers<real>& v, int tile, const NsaShape& s) {
-    oracle::Attended<real> all;
-    for (int b = 0; b < s.B; b++)
-        for (int head = 0; head < s.H; head++)
-            for (int t = 0; t < s.T; t++) {
-                std::vector<int> keys;
-                for (int u = 0; u <= t; u++) keys.push_back(u);
-                const size_t at = (size_t(b) * s.G + head / (s.H / s.G)) * s.T * s.D;
-                const oracle::AttendedRow<real> row =
-                    oracle::attend(&q[((size_t(b) * s.H + head) * s.T + t) * s.D], &k[at], &v[at], keys, tile, s.D);
-                all.out.insert(all.out.end(), row.out.begin(), row.out.end());
-                all.lse.push_back(row.lse);
-            }
-    return all;
+                                    const oracle::Numbers<real>& v, int tile, NsaShape s) {
+    s.full = true;
+    return oracle::attention(WIN, q, k, v, nullptr, s, false, tile);
 }
 template <class real>
 void check_dense_equivalences() {
@@ -1102,10 +1101,14 @@ TEST(op_importance_weights) {
         Buffer<float> weight(size_t(NC), "weight"), importance(16, "importance");
         weight.zero();
         weight[i] = 1;
-        Cpu<float>::fold_importance(importance, weight, s.T - 1, s);
-        for (int j = 0; j < 16; j++) {
-            const int offset = i - 4 * j;
-            CHECK_EQUAL(importance[j], offset == -1 || offset == 3 ? 1.0f : offset >= 0 && offset <= 2 ? 2.0f : 0.0f);
+        for (bool tiled : {false, true}) {
+            (tiled ? TiledAttention::fold_importance : Cpu<float>::fold_importance)(importance, weight, s.T - 1, s);
+            for (int j = 0; j < 16; j++) {
+                const int offset = i - 4 * j;
+                CHECK_EQUAL(importance[j], offset == -1 || offset == 3  ? 1.0f
+                                           : offset >= 0 && offset <= 2 ? 2.0f
+                                                                        : 0.0f);
+            }
         }
     }
     // Any l, d, l': the tokens that both share, counted one by one, over d; only blocks that t sees count.
@@ -1117,13 +1120,16 @@ TEST(op_importance_weights) {
             for (int i = 0; i < oracle::blocks(s.T, s); i++) {
                 Buffer<double> weight(size_t(oracle::blocks(s.T, s)), "weight"),
                     importance(size_t(selection_blocks), "importance");
-                weight.zero();
-                weight[i] = 1;
+                Buffer<float> weight_fp32(weight.size(), "weight"), tiled(importance.size(), "importance");
+                weight.zero(), weight_fp32.zero();
+                weight[i] = weight_fp32[i] = 1;
                 Cpu<double>::fold_importance(importance, weight, t, s);
+                TiledAttention::fold_importance(tiled, weight_fp32, t, s);
                 for (int j = 0; j < selection_blocks; j++) {
                     int shared = 0;
                     for (int token = i * s.d; token < i * s.d + s.l; token++) shared += token / s.slc_block == j;
                     CHECK_EQUAL(importance[j], i < seen ? double(shared) / s.d : 0.0);
+                    CHECK_EQUAL(tiled[j], i < seen ? float(shared) / float(s.d) : 0.0f);
                 }
             }
         }

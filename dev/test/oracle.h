@@ -113,20 +113,43 @@ inline double rounded_to_bf16(double x) {
 // normal fp32. Wilkinson's running error analysis; see Higham, "Accuracy and stability of numerical algorithms",
 // section 3.3.
 
+//
+// A sum made with += has the limit of a sum in whatever order: the terms' errors + gamma(n) * sum of |terms|. The worst
+// case of gamma is n u. For long sums we use lambda sqrt(n) u with lambda = 6: it holds with probability 1 - 2 n
+// exp(-lambda^2 / 2) (3e-8 n), however the terms are ordered or blocked: Higham & Mary, "A new approach to
+// probabilistic rounding error analysis", SIAM J. Sci. Comput. 41 (2019).
+
+template <class real>
+double gamma(double n);
+
+// The relative error that an engine's softmax may make in an exponential by rescaling its sums; see attention().
+inline double softmax_rescaling = 0;
+
 template <class real>
 struct Number {
     double value = 0, error = 0;
+    double magnitude = 0;  // of a sum made with +=: the sum of |terms|
+    int terms = 0;         // and their number
     static constexpr double u = std::numeric_limits<real>::epsilon() / 2 + 0x1p-53;
     static constexpr double tiny = 2.0 * std::numeric_limits<real>::min();
 
     Number() = default;
-    Number(double value) : value(value) {}
+    Number(double value) : value(value), error(double(real(value)) == value ? 0 : u * std::fabs(value)) {}
     Number(double value, double error) : value(value), error(error) {}
+    explicit operator double() const { return double(real(value)); }
 
+    Number operator-() const { return {-value, error}; }
+    Number& operator+=(Number x) {
+        if (terms == 0 && value != 0) magnitude = std::fabs(value), terms = 1;  // what it held is a term
+        error += x.error - gamma<real>(terms) * magnitude;
+        value += x.value, magnitude += std::fabs(x.value), terms++;
+        error += gamma<real>(terms) * magnitude;
+        return *this;
+    }
     friend Number operator+(Number a, Number b) {
         return {a.value + b.value, a.error + b.error + u * std::fabs(a.value + b.value)};
     }
-    friend Number operator-(Number a, Number b) { return a + Number(-b.value, b.error); }
+    friend Number operator-(Number a, Number b) { return a + -b; }
     friend Number operator*(Number a, Number b) {
         const double v = a.value * b.value;
         return {v, std::fabs(a.value) * b.error + std::fabs(b.value) * a.error + a.error * b.error + u * std::fabs(v) +
@@ -141,6 +164,7 @@ struct Number {
         return {v, (a.value > a.error ? a.error / v : std::sqrt(a.error)) + u * v};
     }
     friend Number exp(Number a) {
+        if (std::isinf(a.value) && a.value < 0) return {0, tiny};
         const double v = std::exp(a.value);
         return {v, v * (std::expm1(a.error) + 4 * u) + tiny};
     }
@@ -148,22 +172,32 @@ struct Number {
         const double v = std::log(a.value);
         return {v, a.error / (a.value - a.error) + 2 * u * std::fabs(v)};
     }
+    // As nsa_cpu.h calls them.
+    friend Number exponential(Number a) {
+        Number p = exp(a);
+        p.error += p.value * softmax_rescaling;
+        return p;
+    }
+    // Exactly known numbers are rounded here as in the engine; others may be rounded either way, by at most 2^-8.
+    friend Number round_to_bf16(Number x) {
+        if (x.error == 0) return rounded_to_bf16(x.value);
+        return {x.value, x.error + 0x1p-8 * (std::fabs(x.value) + x.error)};
+    }
 };
 template <class real>
 using Numbers = std::vector<Number<real>>;
 
-// A sum of n terms in whatever order: error of the terms + gamma(n) * sum of |terms|. The worst case of gamma is n u.
-// For long sums we use lambda sqrt(n) u with lambda = 6: it holds with probability 1 - 2 n exp(-lambda^2 / 2) (3e-8 n),
-// however the terms are ordered or blocked: Higham & Mary, "A new approach to probabilistic rounding error analysis",
-// SIAM J. Sci. Comput. 41 (2019).
 template <class real>
 double gamma(double n) {
     return Number<real>::u * std::min(n, 6 * std::sqrt(n));
 }
+// The same sum, faster to make.
 template <class real>
 struct Sum {
     double value = 0, error = 0, magnitude = 0;
     long terms = 0;
+    Sum() = default;
+    Sum(Number<real> x) : value(x.value), error(x.error) {}  // which continues from x
     void add(Number<real> x) { value += x.value, error += x.error, magnitude += std::fabs(x.value), terms++; }
     operator Number<real>() const { return {value, error + gamma<real>(double(terms)) * magnitude}; }
 };
@@ -291,7 +325,13 @@ Numbers<real> rope(const real* x, int position, int D, int direction) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Compression. phi(X_i) = mean over the l rows + fc2 silu(fc1 X_i + bias), X_i the l rows of block i flattened.
+// Compression, attention and selection: the plain loops of the specification, Cpu in nsa_cpu.h, run on Numbers. What is
+// here only hands over arrays. The specification itself is judged by golden values of an independent PyTorch model and
+// by finite differences, both in fp64: golden_*_fp64 and model_gradients_* in model_tests.h, op_gradient_* in
+// op_tests.h.
+
+template <class real>
+using Specification = Cpu<Number<real>>;
 
 // Blocks that lie wholly in the first `tokens` tokens, counted.
 inline int blocks(int tokens, const NsaShape& s) {
@@ -299,257 +339,161 @@ inline int blocks(int tokens, const NsaShape& s) {
     while (count * s.d + s.l <= tokens) count++;
     return count;
 }
+// Rows of a key buffer per (sequence, group), and the smallest tile an engine may cut them into.
+inline int key_rows(Branch branch, const NsaShape& s) { return branch == CMP ? blocks(s.T, s) : s.T; }
+inline int smallest_tile(Branch branch, const NsaShape& s) { return branch == SLC ? std::min(s.slc_block, 64) : 64; }
+inline int selection_words(const NsaShape& s) { return ((s.T + s.slc_block - 1) / s.slc_block + 31) / 32; }
 
 template <class real>
 struct PhiWeights {
     const real *fc1, *bias, *fc2;  // [F, l*D], [F], [D, F]
+};
+// The same as Numbers, in memory of its own.
+template <class real>
+struct PhiNumbers {
+    Numbers<real> fc1, bias, fc2;
+    PhiNumbers(PhiWeights<real> phi, const NsaShape& s)
+        : fc1(numbers(phi.fc1, size_t(s.F) * s.l * s.D)),
+          bias(numbers(phi.bias, size_t(s.F))),
+          fc2(numbers(phi.fc2, size_t(s.D) * s.F)) {}
+    PhiOf<Number<real>> phi() { return {fc1.data(), bias.data(), fc2.data()}; }
 };
 template <class real>
 struct Compressed {
     Numbers<real> out, hidden;  // [B, G, NC, D], [B, G, NC, F]
 };
 template <class real>
-Compressed<real> compress(const real* k, PhiWeights<real> phi, bool rotated, const NsaShape& s) {
-    using N = Number<real>;
-    Compressed<real> c;
-    for (int bg = 0; bg < s.B * s.G; bg++)
-        for (int block = 0; block < blocks(s.T, s); block++) {
-            const real* X = k + (size_t(bg) * s.T + size_t(block) * s.d) * s.D;
-            Numbers<real> active, row;
-            for (int f = 0; f < s.F; f++) {
-                Sum<real> sum;
-                for (int m = 0; m < s.l * s.D; m++) sum.add(N(phi.fc1[size_t(f) * s.l * s.D + m]) * N(X[m]));
-                sum.add(N(phi.bias[f]));
-                c.hidden.push_back(sum);
-                active.push_back(silu(N(sum)));
-            }
-            for (int x = 0; x < s.D; x++) {
-                Sum<real> mean, sum;
-                for (int token = 0; token < s.l; token++) mean.add(N(X[token * s.D + x]));
-                sum.add(N(mean) / N(s.l));
-                for (int f = 0; f < s.F; f++) sum.add(N(phi.fc2[size_t(x) * s.F + f]) * active[size_t(f)]);
-                row.push_back(sum);
-            }
-            if (rotated) row = rope(row.data(), block * s.d, s.D, +1);
-            c.out.insert(c.out.end(), row.begin(), row.end());
-        }
+Compressed<real> compress(const real* k, PhiWeights<real> weights, bool rotated, const NsaShape& s) {
+    PhiNumbers<real> phi(weights, s);
+    const size_t rows = size_t(s.B) * s.G * blocks(s.T, s);
+    Compressed<real> c{Numbers<real>(rows * s.D), Numbers<real>(rows * s.F)};
+    const Numbers<real> tokens = numbers(k, s.key_rows() * s.D);
+    Specification<real>().compress_forward(c.out.data(), c.hidden.data(), tokens.data(), phi.phi(), rotated, s);
     return c;
 }
 // Gradients of the same, from the hidden values before the SiLU. dfc1, dbias, dfc2 continue from what they hold.
 template <class real>
 struct CompressGradients {
-    std::vector<Sum<real>> dk, dfc1, dbias, dfc2;
+    Numbers<real> dk, dfc1, dbias, dfc2;
 };
 template <class real>
 void compress_backward(CompressGradients<real>& d, const real* dout, const real* hidden, const real* k,
-                       PhiWeights<real> phi, bool rotated, const NsaShape& s) {
-    using N = Number<real>;
-    const int NC = blocks(s.T, s), width = s.l * s.D;
-    d.dk.resize(size_t(s.B) * s.G * s.T * s.D);
-    for (int bg = 0; bg < s.B * s.G; bg++)
-        for (int block = 0; block < NC; block++) {
-            const size_t at = (size_t(bg) * s.T + size_t(block) * s.d) * s.D;
-            Numbers<real> o = numbers(dout + (size_t(bg) * NC + block) * s.D, size_t(s.D));
-            if (rotated) o = rope(o.data(), block * s.d, s.D, -1);
-            for (int token = 0; token < s.l; token++)
-                for (int x = 0; x < s.D; x++) d.dk[at + size_t(token) * s.D + x].add(o[size_t(x)] / N(s.l));
-            for (int f = 0; f < s.F; f++) {
-                const N h(hidden[(size_t(bg) * NC + block) * s.F + f]);
-                Sum<real> dactive;
-                for (int x = 0; x < s.D; x++) {
-                    d.dfc2[size_t(x) * s.F + f].add(o[size_t(x)] * silu(h));
-                    dactive.add(o[size_t(x)] * N(phi.fc2[size_t(x) * s.F + f]));
-                }
-                const N dh = N(dactive) * silu_slope(h);
-                d.dbias[size_t(f)].add(dh);
-                for (int m = 0; m < width; m++) {
-                    d.dfc1[size_t(f) * width + m].add(dh * N(k[at + m]));
-                    d.dk[at + m].add(dh * N(phi.fc1[size_t(f) * width + m]));
-                }
-            }
-        }
+                       PhiWeights<real> weights, bool rotated, const NsaShape& s) {
+    PhiNumbers<real> phi(weights, s);
+    const size_t rows = size_t(s.B) * s.G * blocks(s.T, s);
+    Numbers<real> turned = numbers(dout, rows * s.D);
+    const Numbers<real> h = numbers(hidden, rows * s.F), tokens = numbers(k, s.key_rows() * s.D);
+    d.dk.resize(tokens.size());
+    Specification<real>().compress_backward(d.dk.data(), {d.dfc1.data(), d.dbias.data(), d.dfc2.data()}, turned.data(),
+                                            h.data(), tokens.data(), phi.phi(), rotated, s);
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Attention, one query row at a time.
 
 // The keys that query t sees, in order. mask: the selection's words for (t, group).
 inline std::vector<int> visible(Branch branch, int t, const uint32_t* mask, const NsaShape& s) {
-    std::vector<int> keys;
-    if (branch == CMP)
-        for (int i = 0; i * s.d + s.l - 1 <= t; i++) keys.push_back(i);
-    if (branch == SLC)
-        for (int token = 0; token <= t; token++)
-            if (mask[token / s.slc_block / 32] >> (token / s.slc_block % 32) & 1) keys.push_back(token);
-    if (branch == WIN)
-        for (int token = 0; token <= t; token++)
-            if (s.full || token > t - s.window) keys.push_back(token);
-    return keys;
+    return Cpu<double>::visible_keys(branch, t, mask, s);
 }
-
-// What a product takes in an engine that rounds the inputs of products to bf16 (8 significant bits: by at most 2^-8 of
-// the value): exactly known numbers are rounded here as there, others may be rounded either way. In other engines the
-// number itself.
-template <class real>
-Number<real> product_input(Number<real> x, bool bf16) {
-    if (!bf16) return x;
-    if (x.error == 0) return rounded_to_bf16(x.value);
-    return {x.value, x.error + 0x1p-8 * (std::fabs(x.value) + x.error)};
-}
-
-// softmax(q . k / sqrt(D)) v over the given rows of k and v. No key: out 0, lse +infinity.
-// The engine's softmax runs over tiles of keys and may rescale what it has summed at each: one product with one
-// exponential, 5u.
-template <class real>
-struct AttendedRow {
-    Numbers<real> score, out;
-    Number<real> lse = std::numeric_limits<double>::infinity();
-};
-template <class real>
-AttendedRow<real> attend(const Number<real>* q, const Number<real>* k, const Number<real>* v,
-                         const std::vector<int>& keys, int tile, int D, bool bf16 = false) {
-    using N = Number<real>;
-    AttendedRow<real> row;
-    row.out.resize(size_t(D));
-    if (keys.empty()) return row;
-    const N scale(1 / std::sqrt(double(D)), Number<real>::u / std::sqrt(double(D)));
-    double largest = -std::numeric_limits<double>::infinity();
-    Numbers<real> scaled;
-    for (int x = 0; x < D; x++) scaled.push_back(product_input(q[x] * scale, bf16));
-    for (int key : keys) {
-        Sum<real> dot;
-        for (int x = 0; x < D; x++) dot.add(scaled[size_t(x)] * product_input(k[size_t(key) * D + x], bf16));
-        row.score.push_back(dot);
-        largest = std::max(largest, dot.value);
-    }
-    const double rescaling = gamma<real>(5.0 * double(keys.size() / size_t(tile) + 1));
-    Sum<real> total;
-    std::vector<Sum<real>> sums(static_cast<size_t>(D));
-    for (size_t i = 0; i < keys.size(); i++) {
-        N p = exp(row.score[i] - N(largest));
-        p.error += p.value * rescaling;
-        total.add(p);
-        for (int x = 0; x < D; x++)
-            sums[size_t(x)].add(product_input(p, bf16) * product_input(v[size_t(keys[i]) * D + x], bf16));
-    }
-    for (int x = 0; x < D; x++) row.out[size_t(x)] = N(sums[size_t(x)]) / N(total);
-    row.lse = log(N(total)) + N(largest);
-    return row;
-}
-
-// Rows of a key buffer per (sequence, group), and the smallest tile an engine may cut them into.
-inline int key_rows(Branch branch, const NsaShape& s) { return branch == CMP ? blocks(s.T, s) : s.T; }
-inline int smallest_tile(Branch branch, const NsaShape& s) { return branch == SLC ? std::min(s.slc_block, 64) : 64; }
-inline int selection_words(const NsaShape& s) { return ((s.T + s.slc_block - 1) / s.slc_block + 31) / 32; }
 
 // One branch for the positions first .. first+queries-1. q [B, H, queries, D], k, v [B, G, key rows, D], selection [B,
-// G, queries, words].
+// G, queries, words]. tile: the smallest that the engine may cut the keys into, if not the branch's own. The engine's
+// softmax may rescale at each tile what it has summed: one product with one exponential, 5u, so the limit of a query
+// depends on how many keys it sees, and queries are computed one by one.
 template <class real>
 struct Attended {
     Numbers<real> out, lse;  // [B, H, queries, D], [B, H, queries]
 };
 template <class real>
 Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<real>& k, const Numbers<real>& v,
-                         const uint32_t* selection, const NsaShape& s, bool bf16 = false) {
-    Attended<real> all;
-    for (int b = 0; b < s.B; b++)
-        for (int head = 0; head < s.H; head++)
-            for (int j = 0; j < s.queries; j++) {
-                const int g = head / (s.H / s.G);
-                const size_t keys_at = (size_t(b) * s.G + g) * key_rows(branch, s) * s.D;
-                const uint32_t* mask =
-                    selection ? selection + ((size_t(b) * s.G + g) * s.queries + j) * selection_words(s) : nullptr;
-                const AttendedRow<real> row =
-                    attend(&q[((size_t(b) * s.H + head) * s.queries + j) * s.D], k.data() + keys_at, v.data() + keys_at,
-                           visible(branch, s.first + j, mask, s), smallest_tile(branch, s), s.D, bf16);
-                all.out.insert(all.out.end(), row.out.begin(), row.out.end());
-                all.lse.push_back(row.lse);
+                         const uint32_t* selection, const NsaShape& s, bool bf16 = false, int tile = 0) {
+    const int h = s.H / s.G, most = tile ? tile : smallest_tile(branch, s);
+    Attended<real> all{Numbers<real>(q.size()), Numbers<real>(s.query_rows())};
+    Specification<real> specification;
+    specification.gemm.bf16 = bf16;
+    NsaShape one = s;
+    one.B = one.G = 1, one.H = h, one.queries = 1;
+    Numbers<real> rows(size_t(h) * s.D), out(rows.size()), lse(static_cast<size_t>(h));
+    for (int group = 0; group < s.B * s.G; group++)
+        for (int t = s.first; t < s.first + s.queries; t++) {
+            const uint32_t* const mask = s.selection_mask(selection, size_t(group), t);
+            const size_t keys_at = size_t(group) * key_rows(branch, s) * s.D;
+            const auto row = [&](int head) { return s.query_row(group / s.G, group % s.G * h + head, t); };
+            for (int head = 0; head < h; head++) std::copy_n(&q[row(head) * s.D], s.D, &rows[size_t(head) * s.D]);
+            one.first = t;
+            softmax_rescaling = gamma<real>(5.0 * double(visible(branch, t, mask, one).size() / size_t(most) + 1));
+            specification.attention_forward(branch, out.data(), lse.data(), rows.data(), k.data() + keys_at,
+                                            v.data() + keys_at, mask, one);
+            for (int head = 0; head < h; head++) {
+                std::copy_n(&out[size_t(head) * s.D], s.D, &all.out[row(head) * s.D]);
+                all.lse[row(head)] = lse[size_t(head)];
             }
+        }
+    softmax_rescaling = 0;
     return all;
 }
 
-// Gradients of sum(dout * gate * branch output): dq [B, H, queries, D] (this branch's share), dk, dv [B, G, key rows,
-// D], and that of the gate's logit, dz [B, H, queries]. gate [B, H, queries] after the sigmoid; nullptr: fixed to 1.
-// dout [B*queries, H*D].
+// Gradients of one branch from row_dot and lse_gated [B, H, queries], as the engine is given them: dq [B, H, queries,
+// D] (this branch's share), dk, dv [B, G, key rows, D]. dout [B*queries, H*D].
 template <class real>
 struct AttentionGradients {
     std::vector<Sum<real>> dq, dk, dv;
-    Numbers<real> dz;
+    Numbers<real> dz;  // of the gate's logit [B, H, queries]
 };
+template <class real>
+AttentionGradients<real> branch_gradients(Branch branch, const Numbers<real>& q, const Numbers<real>& k,
+                                          const Numbers<real>& v, const Numbers<real>& dout,
+                                          const Numbers<real>& row_dot, const Numbers<real>& lse_gated,
+                                          const uint32_t* selection, const NsaShape& s, bool bf16 = false) {
+    Numbers<real> dq(q.size()), dk(k.size()), dv(v.size());
+    Specification<real> specification;
+    specification.gemm.bf16 = bf16;
+    specification.attention_backward(branch, dq.data(), false, dk.data(), dv.data(), dout.data(), q.data(), k.data(),
+                                     v.data(), row_dot.data(), lse_gated.data(), selection, s);
+    return {{dq.begin(), dq.end()}, {dk.begin(), dk.end()}, {dv.begin(), dv.end()}, {}};
+}
+// The same of sum(dout * gate * branch output), and dz. gate [B, H, queries] after the sigmoid; nullptr: fixed to 1.
 template <class real>
 AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& q, const Numbers<real>& k,
                                             const Numbers<real>& v, const real* gate, const real* dout,
                                             const uint32_t* selection, const NsaShape& s, bool bf16 = false) {
     using N = Number<real>;
-    AttentionGradients<real> d;
-    d.dq.resize(q.size()), d.dk.resize(k.size()), d.dv.resize(v.size());
-    const N scale(1 / std::sqrt(double(s.D)), N::u / std::sqrt(double(s.D)));
+    const Attended<real> forward = attention(branch, q, k, v, selection, s, bf16);
+    Numbers<real> row_dot(s.query_rows()), lse_gated(s.query_rows()), dz(s.query_rows());
     for (int b = 0; b < s.B; b++)
         for (int head = 0; head < s.H; head++)
-            for (int j = 0; j < s.queries; j++) {
-                const int g = head / (s.H / s.G);
-                const size_t keys_at = (size_t(b) * s.G + g) * key_rows(branch, s) * s.D,
-                             row_at = (size_t(b) * s.H + head) * s.queries + j;
-                const uint32_t* mask =
-                    selection ? selection + ((size_t(b) * s.G + g) * s.queries + j) * selection_words(s) : nullptr;
-                const std::vector<int> keys = visible(branch, s.first + j, mask, s);
-                const AttendedRow<real> row = attend(&q[row_at * s.D], k.data() + keys_at, v.data() + keys_at, keys,
-                                                     smallest_tile(branch, s), s.D, bf16);
-                const real* dO = dout + ((size_t(b) * s.queries + j) * s.H + head) * s.D;
+            for (int t = s.first; t < s.first + s.queries; t++) {
+                const size_t row = s.query_row(b, head, t);
+                const N open = gate ? N(gate[row]) : N(1);
                 Sum<real> r;
-                for (int x = 0; x < s.D; x++) r.add(N(dO[x]) * row.out[size_t(x)]);
-                const N open = gate ? N(gate[row_at]) : N(1);
-                d.dz.push_back(N(r) * open * (N(1) - open));
-                if (open.value == 0) continue;  // a closed gate: no gradient
-                const N lse_gated = row.lse - log(open);
-                for (size_t i = 0; i < keys.size(); i++) {
-                    const size_t key_at = keys_at + size_t(keys[i]) * s.D;
-                    const N p = exp(row.score[i] - lse_gated);
-                    Sum<real> dp;
-                    for (int x = 0; x < s.D; x++)
-                        dp.add(product_input(N(dO[x]), bf16) * product_input(v[key_at + x], bf16));
-                    const N ds = p * (N(dp) - N(r));
-                    for (int x = 0; x < s.D; x++) {
-                        d.dq[row_at * s.D + x].add(product_input(ds, bf16) * product_input(k[key_at + x], bf16) *
-                                                   scale);
-                        d.dk[key_at + x].add(product_input(ds, bf16) *
-                                             product_input(q[row_at * s.D + x] * scale, bf16));
-                        d.dv[key_at + x].add(product_input(p, bf16) * product_input(N(dO[x]), bf16));
-                    }
-                }
+                for (int x = 0; x < s.D; x++)
+                    r.add(N(dout[s.output_row(b, head, t) * s.D + x]) * forward.out[row * s.D + x]);
+                row_dot[row] = r;
+                lse_gated[row] = forward.lse[row] - log(open);
+                dz[row] = N(r) * open * (N(1) - open);
             }
+    AttentionGradients<real> d =
+        branch_gradients(branch, q, k, v, numbers(dout, q.size()), row_dot, lse_gated, selection, s, bf16);
+    d.dz = dz;
     return d;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Importance and selection.
-
-// p_slc[t, block] = sum over the group's heads a, over compressed blocks i, of p[a, t, i] * (tokens that block i and
-// the block share) / d, for blocks 0 .. t/l'. q, lse: the rows of the group's heads at t, one after the other by
-// `stride` tokens; kc: this (sequence, group)'s.
+// p_slc[t, block] for blocks 0 .. t/l'. q, lse: the rows of the group's heads at t, `stride` rows apart; kc: this
+// (sequence, group)'s.
 template <class real>
 Numbers<real> importance(const real* q, const real* lse, size_t stride, const real* kc, int t, const NsaShape& s,
                          bool bf16 = false) {
-    using N = Number<real>;
-    const N scale(1 / std::sqrt(double(s.D)), N::u / std::sqrt(double(s.D)));
-    std::vector<Sum<real>> sums(size_t(t / s.slc_block + 1));
-    for (int head = 0; head < s.H / s.G; head++)
-        for (int i = 0; i * s.d + s.l - 1 <= t; i++) {
-            Sum<real> dot;
-            for (int x = 0; x < s.D; x++)
-                dot.add(product_input(N(q[head * stride * s.D + x]) * scale, bf16) *
-                        product_input(N(kc[size_t(i) * s.D + x]), bf16));
-            const N p = exp(N(dot) - N(lse[head * stride]));
-            std::vector<int> shared(sums.size());
-            for (int token = i * s.d; token < i * s.d + s.l; token++) shared[size_t(token / s.slc_block)]++;
-            for (size_t block = 0; block < sums.size(); block++)
-                if (shared[block]) sums[block].add(p * N(shared[block]) / N(s.d));
-        }
-    return numbers(sums);
+    Specification<real> specification;
+    specification.gemm.bf16 = bf16;
+    NsaShape rows = s;
+    rows.queries = int(stride);
+    const size_t last_row = size_t(s.H / s.G - 1) * stride;
+    Numbers<real> result(size_t(t / s.slc_block + 1));
+    specification.block_importance(result.data(), numbers(q, (last_row + 1) * s.D).data(),
+                                   numbers(lse, last_row + 1).data(),
+                                   numbers(kc, size_t(blocks(t + 1, s)) * s.D).data(), t, rows);
+    return result;
 }
 
-// The rule of selection on exactly known importances: 0, b-1, b and the n-3 best others, equal ones going to the lower
-// index.
+// The rule of selection on exactly known importances of blocks 0 .. b: 0, b-1, b and the n-3 best others, equal ones
+// going to the lower index. It sorts where the specification searches.
 inline std::vector<int> select(const std::vector<double>& importance, int n) {
     const int candidates = int(importance.size());
     std::vector<int> others, chosen;

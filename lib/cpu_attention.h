@@ -1,0 +1,633 @@
+// cpu_attention.h: what Cpu<float> (nsa_cpu.h) runs for attention, block selection and compression. The same sums as
+// the plain loops there, in another order: attention goes tile by tile through the vector kernels of cpu_gemm.h, and
+// compression is matrix products. `make test` compares the two on every shape of the tests.
+//
+// Attention works on tiles of keys. All query heads of a group share a tile, so its rows are (token, head) pairs: row
+// j*h + i of a step is the step's token j, head i of the group. With bf16 the operands of products are pairs of bf16.
+// Every sum runs in an order fixed by the shapes alone, so results do not depend on the number of threads.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include "cpu_gemm.h"
+#include "shape.h"
+
+// A step of the attention works on the keys of one tile and on about this many rows. With D = 64 the operands of a step
+// of the backward pass take 200 KiB, within the L2 cache.
+constexpr int TILE_KEYS = 64, TILE_ROWS = 96;
+
+class TiledAttention {
+  public:
+    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] = ln of the
+    // softmax's denominator. A query without a key: out 0, lse +infinity.
+    void attention_forward(bool bf16, Branch branch, float* out, float* lse, const float* q, const float* k,
+                           const float* v, const uint32_t* selection, const NsaShape& s) {
+        const Branches in{branch, q, k, v, selection, s};
+        with_element(bf16, [&](auto element) { forward_pass<decltype(element)>(out, lse, in); });
+    }
+    // dq [B, H, queries, D] = or +=, dk, dv [keys] =, from dout [B*queries, H*D] and what attention_backward_rows made
+    // of it. Training shapes.
+    void attention_backward(bool bf16, Branch branch, float* dq, bool add, float* dk, float* dv, const float* dout,
+                            const float* q, const float* k, const float* v, const float* row_dot,
+                            const float* lse_gated, const uint32_t* selection, const NsaShape& s) {
+        const Branches in{branch, q, k, v, selection, s};
+        with_element(bf16, [&](auto element) {
+            backward_pass<decltype(element)>(dq, add, {dk, dv, nullptr, dout, row_dot, lse_gated}, in);
+        });
+    }
+    // selection [B, G, queries, words], chosen_importance [B, G, queries] or null; lse: the compressed branch's.
+    void select_blocks(bool bf16, uint32_t* selection, float* chosen_importance, const float* q, const float* kc,
+                       const float* lse, const NsaShape& s) {
+        const Branches in{CMP, q, kc, nullptr, nullptr, s};
+        with_element(bf16,
+                     [&](auto element) { selection_pass<decltype(element)>(selection, chosen_importance, lse, in); });
+    }
+    // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), hidden [B, G, NC, F] before the SiLU; the blocks that end
+    // inside this call's positions. fc1's product over a block is the sum of its products over the block's l/d chunks
+    // of d tokens, so overlapping blocks are plain matrices with a row stride of d*D: nothing is copied.
+    void compress_forward(Gemm<float>& gemm, float* out, float* hidden, const float* k, const PhiOf<float>& phi,
+                          const NsaShape& s) {
+        const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin,
+                  NC = s.cmp_capacity();
+        if (count <= 0) return;
+        float* activated = scratch[0].get(size_t(count) * F);
+        for (int bg = 0; bg < s.B * s.G; bg++) {
+            const float* tokens = k + (size_t(bg) * s.T + size_t(begin) * s.d) * D;
+            float *h = hidden + (size_t(bg) * NC + begin) * F, *o = out + (size_t(bg) * NC + begin) * D;
+            for (int chunk = 0; chunk < s.l / s.d; chunk++)
+                gemm(false, true, count, F, s.d * D, tokens + size_t(chunk) * s.d * D, size_t(s.d) * D,
+                     phi.fc1 + size_t(chunk) * s.d * D, size_t(s.l) * D, chunk > 0, h, F);
+#pragma omp parallel for schedule(static)
+            for (int i = 0; i < count; i++) {
+                for (int f = 0; f < F; f++) {
+                    h[size_t(i) * F + f] += phi.bias[f];
+                    activated[size_t(i) * F + f] = h[size_t(i) * F + f] * sigmoid(h[size_t(i) * F + f]);
+                }
+                for (int x = 0; x < D; x++) {
+                    float sum = 0;
+                    for (int row = 0; row < s.l; row++) sum += tokens[(size_t(i) * s.d + row) * D + x];
+                    o[size_t(i) * D + x] = sum / s.l;
+                }
+            }
+            gemm(false, true, count, D, F, activated, F, phi.fc2, F, true, o, D);
+        }
+    }
+    // dk [B, G, T, D] =, dphi +=, from dout [B, G, NC, D]. Training shapes.
+    void compress_backward(Gemm<float>& gemm, float* dk, const PhiOf<float>& dphi, const float* dout,
+                           const float* hidden, const float* k, const PhiOf<float>& phi, const NsaShape& s) {
+        const int D = s.D, F = s.F, NC = s.cmp_capacity();
+        float *activated = scratch[0].get(size_t(NC) * F), *dhidden = scratch[1].get(size_t(NC) * F);
+        zero(dk, s.key_rows() * D);
+        if (NC == 0) return;
+        for (int bg = 0; bg < s.B * s.G; bg++) {
+            const float *tokens = k + size_t(bg) * s.T * D, *h = hidden + size_t(bg) * NC * F,
+                        *o = dout + size_t(bg) * NC * D;
+            float* dtokens = dk + size_t(bg) * s.T * D;
+            activate(activated, h, size_t(NC) * F);
+            gemm(true, false, D, F, NC, o, D, activated, F, true, dphi.fc2, F);  // dfc2 += dout^T active
+            gemm(false, false, NC, F, D, o, D, phi.fc2, F, false, dhidden, F);   // dactive = dout fc2
+            through_silu(dhidden, h, size_t(NC) * F);
+            for (int i = 0; i < NC; i++) {
+                for (int f = 0; f < F; f++) dphi.bias[f] += dhidden[size_t(i) * F + f];
+                for (int row = 0; row < s.l; row++)
+                    for (int x = 0; x < D; x++) dtokens[(size_t(i) * s.d + row) * D + x] += o[size_t(i) * D + x] / s.l;
+            }
+            for (int chunk = 0; chunk < s.l / s.d; chunk++) {
+                const size_t at = size_t(chunk) * s.d * D;
+                gemm(true, false, F, s.d * D, NC, dhidden, F, tokens + at, size_t(s.d) * D, true, dphi.fc1 + at,
+                     size_t(s.l) * D);
+                gemm(false, false, NC, s.d * D, F, dhidden, F, phi.fc1 + at, size_t(s.l) * D, true, dtokens + at,
+                     size_t(s.d) * D);
+            }
+        }
+    }
+    // importance[j], j = 0..t/l', from the weights of the compressed blocks that query t sees; paper eq. 9.
+    static void fold_importance(float* importance, const float* weight, int t, const NsaShape& s) {
+        const int visible = s.cmp_blocks(t + 1);
+        for (int j = 0; j <= t / s.slc_block; j++) {
+            const int begin = j * s.slc_block, end = begin + s.slc_block;
+            float sum = 0;
+            for (int i = std::max(0, (begin - s.l) / s.d); i < visible && i * s.d < end; i++) {
+                const int shared = std::min(end, i * s.d + s.l) - std::max(begin, i * s.d);
+                if (shared > 0) sum += weight[i] * shared / s.d;
+            }
+            importance[j] = sum;
+        }
+    }
+
+  private:
+    Workspace<float> scratch[4];
+
+    // What every pass reads: one branch's queries, keys and values.
+    struct Branches {
+        Branch branch;
+        const float *q, *k, *v;
+        const uint32_t* selection;
+        const NsaShape& s;
+        const uint32_t* mask(size_t bg, int t) const { return s.selection_mask(selection, bg, t); }
+    };
+    struct BackwardArrays {
+        float *dk, *dv, *sums;  // sums [B, G, T, h, D]: dq before the scaling
+        const float *dout, *row_dot, *lse_gated;
+    };
+    // f(Element()), where Element is what products take: floats, or pairs of bf16.
+    template <class F>
+    static void with_element(bool bf16, F f) {
+        if constexpr (HAVE_BF16)
+            if (bf16) return f(Bf16Pair());
+        f(float());
+    }
+    static void zero(float* x, size_t count) {
+#pragma omp parallel for schedule(static)
+        for (size_t i = 0; i < count; i++) x[i] = 0;
+    }
+    static void activate(float* out, const float* x, size_t count) {
+#pragma omp parallel for simd schedule(static)
+        for (size_t i = 0; i < count; i++) out[i] = x[i] * sigmoid(x[i]);
+    }
+    static void through_silu(float* dx, const float* x, size_t count) {
+#pragma omp parallel for simd schedule(static)
+        for (size_t i = 0; i < count; i++) {
+            const float s = sigmoid(x[i]);
+            dx[i] = dx[i] * s * (1 + x[i] * (1 - s));
+        }
+    }
+
+    // -----------------------------------------------------------------------------------------------------------------
+    // Who sees what.
+
+    static constexpr int LANES = VectorOf<float>::lanes;
+    static int whole_vectors(int n) { return (n + LANES - 1) / LANES * LANES; }
+
+    // In the selected branch a tile is a selection block, so a query sees whole tiles, but for its own block.
+    static int tile_keys(Branch branch, const NsaShape& s) { return branch == SLC ? s.slc_block : TILE_KEYS; }
+    static int tile_queries(const NsaShape& s) { return std::max(1, TILE_ROWS / s.heads_per_group()); }
+
+    struct KeyRange {
+        int begin, end;
+    };
+    // The keys of a tile that query t sees, counted from the tile's first; the caller looks at the selection.
+    static KeyRange visible_keys(Branch branch, int t, int tile, const NsaShape& s) {
+        const int width = tile_keys(branch, s), start = tile * width;
+        const int oldest = branch == WIN && !s.full ? t - s.window + 1 : 0,
+                  newest = branch == CMP ? s.cmp_blocks(t + 1) - 1 : t;
+        const int begin = std::clamp(oldest - start, 0, width);
+        return {begin, std::clamp(newest + 1 - start, begin, width)};
+    }
+    // Does query t see any key of the tile? mask: its selection, in the selected branch.
+    static bool sees(Branch branch, int t, int tile, const uint32_t* mask, const NsaShape& s) {
+        if (branch == SLC && !(mask[tile / 32] >> (tile % 32) & 1)) return false;
+        const KeyRange range = visible_keys(branch, t, tile, s);
+        return range.begin < range.end;
+    }
+    // The tiles of keys that any of the queries t0 .. t1-1 may see: the first, and one past the last.
+    static KeyRange tile_range(Branch branch, int t0, int t1, const NsaShape& s) {
+        const int width = tile_keys(branch, s), end = branch == CMP ? s.cmp_blocks(t1) : t1;
+        return {(branch == WIN && !s.full ? std::max(0, t0 - s.window + 1) : 0) / width, (end + width - 1) / width};
+    }
+    // The columns of a tile that any of these queries sees, widened to whole vectors.
+    static KeyRange columns_of(Branch branch, const int* tokens, int count, int tile, const NsaShape& s) {
+        return {visible_keys(branch, tokens[0], tile, s).begin / LANES * LANES,
+                whole_vectors(visible_keys(branch, tokens[count - 1], tile, s).end)};
+    }
+    // The queries that see a tile of keys, in order. selection: the bitmasks of one (sequence, group).
+    static std::vector<int> query_list(Branch branch, int tile, const uint32_t* selection, const NsaShape& s) {
+        const int start = tile * tile_keys(branch, s);
+        int begin = start, end = s.first + s.queries;
+        if (branch == CMP) begin = start * s.d + s.l - 1;
+        if (branch == WIN && !s.full) end = std::min(end, start + TILE_KEYS - 1 + s.window);
+        std::vector<int> list;
+        for (int t = std::max(begin, s.first); t < end; t++)
+            if (branch != SLC || (selection[size_t(t - s.first) * s.selection_words() + tile / 32] >> (tile % 32) & 1))
+                list.push_back(t);
+        return list;
+    }
+
+    // -----------------------------------------------------------------------------------------------------------------
+    // Operands.
+
+    // The tiles of keys or of values as operands. A tile has `padded` keys, a multiple of the vector's lanes; those
+    // that do not exist are 0.
+    template <class Element>
+    struct Tiles {
+        const Element* data;
+        size_t group_stride, tile_stride;
+        int count, padded;
+        const Element* operator()(size_t bg, int tile) const { return data + bg * group_stride + tile * tile_stride; }
+    };
+    // The tiles of x [B, G, stride, D]. For products that sum over D they are [D / PER][padded], so that the scores of
+    // a row with all keys of a tile are vector operations; for products that sum over keys they are [padded / PER][D],
+    // where floats are read as they are.
+    enum SumOver { OVER_D, OVER_KEYS };
+    struct EveryTile {
+        bool operator()(int, int) const { return true; }
+    };
+    // needed(bg, tile): whether anything will read that tile.
+    template <class Element, class Needed = EveryTile>
+    Tiles<Element> operand_tiles(int slot, Branch branch, const float* x, const NsaShape& s, SumOver sum_over,
+                                 Needed needed = {}) {
+        static_assert(sizeof(Element) == sizeof(float), "they share scratch memory");
+        constexpr int per = PER<Element>;
+        const int D = s.D, width = tile_keys(branch, s), padded = whole_vectors(width), keys = s.key_count(branch),
+                  count = (keys + width - 1) / width;
+        const size_t group_stride = size_t(s.key_stride(branch)) * D, size = size_t(padded / per) * D;
+        if constexpr (per == 1)
+            if (sum_over == OVER_KEYS) return {x, group_stride, size_t(width) * D, count, padded};
+        Element* const data = reinterpret_cast<Element*>(scratch[slot].get(size * count * s.B * s.G));
+#pragma omp parallel
+        {
+            std::vector<Element> room(size_t(padded) * (D + 16));
+#pragma omp for collapse(2) schedule(static)
+            for (int bg = 0; bg < s.B * s.G; bg++)
+                for (int tile = 0; tile < count; tile++) {
+                    if (!needed(bg, tile)) continue;
+                    const int existing = std::min(width, keys - tile * width);
+                    const float* const in = x + bg * group_stride + size_t(tile) * width * D;
+                    Element* const out = data + (size_t(bg) * count + tile) * size;
+                    if (existing < padded) std::fill_n(out, size, Element{});
+                    if (sum_over == OVER_D) pack(out, padded, 1, in, 1, D, D / per, existing, D, room.data());
+                    else pack(out, D, 1, in, D, 1, (existing + per - 1) / per, D, existing);
+                }
+        }
+        return {data, size * count, size, count, padded};
+    }
+
+    static size_t query_row(size_t bg, int head_of_group, int t, const NsaShape& s) {
+        return s.query_row(int(bg) / s.G, int(bg) % s.G * s.heads_per_group() + head_of_group, t);
+    }
+    static const float* dout_row(const float* dout, size_t bg, int t, const NsaShape& s) {
+        return dout + (bg / s.G * s.queries + t - s.first) * s.H * s.D + bg % s.G * s.heads_per_group() * s.D;
+    }
+    // The rows of some tokens from q [B, H, queries, D], scaled.
+    static void load_queries(float* rows, const float* q, size_t bg, const int* tokens, int count, const NsaShape& s) {
+        const float scale = float(s.scale());
+        for (int j = 0; j < count; j++)
+            for (int i = 0; i < s.heads_per_group(); i++, rows += s.D) {
+                const float* in = q + query_row(bg, i, tokens[j], s) * s.D;
+                for (int x = 0; x < s.D; x++) rows[x] = in[x] * scale;
+            }
+    }
+    // The same rows of a gradient laid out as [B*queries, H*D].
+    static void load_dout(float* rows, const float* dout, size_t bg, const int* tokens, int count, const NsaShape& s) {
+        const size_t width = size_t(s.heads_per_group()) * s.D;
+        for (int j = 0; j < count; j++)
+            std::memcpy(rows + j * width, dout_row(dout, bg, tokens[j], s), sizeof(float) * width);
+    }
+    static void prefetch(const float* x, size_t count) {
+        for (size_t i = 0; i < count; i += 64 / sizeof(float)) __builtin_prefetch(x + i);
+    }
+    // Scores outside [begin, end) become -infinity, whose exponential is 0.
+    static void hide(float* p, int n, int begin, int end) {
+        for (int i = 0; i < begin; i++) p[i] = -std::numeric_limits<float>::infinity();
+        for (int i = end; i < n; i++) p[i] = -std::numeric_limits<float>::infinity();
+    }
+
+    // -----------------------------------------------------------------------------------------------------------------
+    // Forward. Each step takes some neighbouring queries and goes through their tiles; softmax accumulates tile by tile
+    // (Milakov & Gimelshein 2018).
+
+    // A thread's memory for one step.
+    template <class Element>
+    struct ForwardRoom {
+        std::vector<float> rows, scores, sums, largest, total;
+        std::vector<Element> q_room, p_room;
+        std::vector<int> tokens;
+        ForwardRoom(size_t row_count, int queries, int padded, int D)
+            : rows(row_count * D),
+              scores(row_count * padded),
+              sums(row_count * D),
+              largest(row_count),
+              total(row_count),
+              q_room(rows.size()),
+              p_room(scores.size()),
+              tokens(queries) {}
+    };
+    template <class Element>
+    void forward_pass(float* out, float* lse, const Branches& in) {
+        const NsaShape& s = in.s;
+        const int step =
+            (in.branch == SLC ? 4 : 1) * tile_queries(s);  // fetches a tile that few of them chose less often
+        // Decoding has one query, which sees a few of the tiles; the many queries of a sequence see them all.
+        const auto needed = [&](int bg, int tile) {
+            return s.queries > 1 || sees(in.branch, s.first, tile, in.mask(bg, s.first), s);
+        };
+        const Tiles<Element> kt = operand_tiles<Element>(0, in.branch, in.k, s, OVER_D, needed),
+                             vs = operand_tiles<Element>(1, in.branch, in.v, s, OVER_KEYS, needed);
+#pragma omp parallel
+        {
+            ForwardRoom<Element> room(size_t(s.heads_per_group()) * step, step, kt.padded, s.D);
+#pragma omp for collapse(2) schedule(dynamic, 1)
+            for (int bg = 0; bg < s.B * s.G; bg++)
+                for (int t0 = s.first; t0 < s.first + s.queries; t0 += step)
+                    forward_step(out, lse, bg, t0, std::min(step, s.first + s.queries - t0), room, kt, vs, in);
+        }
+    }
+    // Queries t0 .. t0+count-1. Each run of neighbours that see a tile of keys is one pair of products.
+    template <class Element>
+    static void forward_step(float* out, float* lse, int bg, int t0, int count, ForwardRoom<Element>& room,
+                             const Tiles<Element>& kt, const Tiles<Element>& vs, const Branches& in) {
+        const NsaShape& s = in.s;
+        const int D = s.D, h = s.heads_per_group();
+        const float infinity = std::numeric_limits<float>::infinity();
+        for (int j = 0; j < count; j++) room.tokens[j] = t0 + j;
+        load_queries(room.rows.data(), in.q, bg, room.tokens.data(), count, s);
+        const Element* const q_rows = sum_over_columns(room.q_room.data(), room.rows.data(), D, h * count, D);
+        std::fill(room.sums.begin(), room.sums.end(), 0.0f);
+        std::fill(room.largest.begin(), room.largest.end(), -infinity);
+        std::fill(room.total.begin(), room.total.end(), 0.0f);
+        const auto visible = [&](int j, int tile) {
+            return j < count && sees(in.branch, t0 + j, tile, in.mask(bg, t0 + j), s);
+        };
+        const KeyRange tiles = tile_range(in.branch, t0, t0 + count, s);
+        for (int tile = tiles.begin; tile < tiles.end; tile++)
+            for (int j = 0, end; j < count; j = end) {
+                for (end = j; visible(end, tile);) end++;
+                if (end == j && ++end) continue;
+                forward_run(room, q_rows, j, end, tile, kt(bg, tile), kt.padded, vs(bg, tile), in);
+            }
+        for (int r = 0; r < h * count; r++) {
+            const size_t row = query_row(bg, r % h, t0 + r / h, s);
+            const float inverse = room.total[r] > 0 ? 1 / room.total[r] : 0.0f;
+            for (int x = 0; x < D; x++) out[row * D + x] = room.sums[size_t(r) * D + x] * inverse;
+            lse[row] = room.total[r] > 0 ? room.largest[r] + std::log(room.total[r]) : infinity;
+        }
+    }
+    // Queries j .. end-1 of a step with one tile of keys and values.
+    template <class Element>
+    static void forward_run(ForwardRoom<Element>& room, const Element* q_rows, int j, int end, int tile,
+                            const Element* keys, int padded, const Element* values, const Branches& in) {
+        const NsaShape& s = in.s;
+        constexpr int per = PER<Element>;
+        const int D = s.D, h = s.heads_per_group(), existing = s.key_count(in.branch) - tile * tile_keys(in.branch, s);
+        const KeyRange columns = columns_of(in.branch, &room.tokens[j], end - j, tile, s);
+        const int n_rows = h * (end - j), n = columns.end - columns.begin,
+                  n_existing = std::min(columns.end, existing) - columns.begin;
+        tile_matmul(n_rows, n, D / per, q_rows + size_t(j) * h * D / per, D / per, 1, keys + columns.begin, padded,
+                    room.scores.data(), padded, false);
+        for (int r = j * h; r < end * h; r++)
+            softmax_step(&room.scores[size_t(r - j * h) * padded], columns,
+                         visible_keys(in.branch, room.tokens[r / h], tile, s), room.largest[r], room.total[r],
+                         &room.sums[size_t(r) * D], D);
+        const Element* const p = sum_over_columns(room.p_room.data(), room.scores.data(), padded, n_rows, n);
+        tile_matmul(n_rows, D, (n_existing + per - 1) / per, p, padded / per, 1,
+                    values + size_t(columns.begin) / per * D, D, &room.sums[size_t(j) * h * D], D, true);
+    }
+    // One tile's part of the softmax of a row: p, the scores of `columns`, becomes e^(p - largest) in the visible range
+    // and 0 outside, with the largest score so far; total gets their sum, and what was summed under the old maximum is
+    // rescaled.
+    static void softmax_step(float* p, KeyRange columns, KeyRange visible, float& largest, float& total, float* sums,
+                             int D) {
+        const int n = columns.end - columns.begin;
+        hide(p, n, visible.begin - columns.begin, visible.end - columns.begin);
+        float m = largest, sum = 0;
+#pragma omp simd reduction(max : m)
+        for (int i = 0; i < n; i++) m = p[i] > m ? p[i] : m;
+        if (m > largest) {  // before the first tile there is nothing to rescale, and e^-inf = 0
+            const float rescale = exponential(largest - m);
+            total *= rescale;
+            for (int x = 0; x < D; x++) sums[x] *= rescale;
+            largest = m;
+        }
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < n; i++) {
+            p[i] = exponential(p[i] - m);
+            sum += p[i];
+        }
+        total += sum;
+    }
+
+    // -----------------------------------------------------------------------------------------------------------------
+    // Backward. Work is shared out by tiles of keys, and each tile's owner sums its dk and dv. Several tiles add to a
+    // row of dq: in the order of the tiles, so that the sum has one order. A tile follows the tile before it from query
+    // to query; progress[tile] says how far that one is.
+
+    template <class Element>
+    struct BackwardTiles {
+        Tiles<Element> k, v, k_by_keys;
+    };
+    template <class Element>
+    struct BackwardRoom {
+        std::vector<float> rows, drows, p, ds;
+        std::vector<Element> room, second_room;
+        BackwardRoom(size_t row_count, int padded, int D)
+            : rows(row_count * D),
+              drows(row_count * D),
+              p(row_count * padded),
+              ds(row_count * padded),
+              room((row_count + 1) * std::max(D, padded)),
+              second_room(room.size()) {}
+    };
+    // How far each tile of one (sequence, group) is: it has added to the sums of the queries below progress[tile].
+    struct Turns {
+        std::atomic<int>* progress;
+        int tile;
+        void wait_until_past(int t) const {
+            while (tile > 0 && progress[tile - 1].load(std::memory_order_acquire) <= t) std::this_thread::yield();
+        }
+        void done_before(int t) const { progress[tile].store(t, std::memory_order_release); }
+    };
+    template <class Element>
+    void backward_pass(float* dq, bool add, BackwardArrays d, const Branches& in) {
+        const NsaShape& s = in.s;
+        const int D = s.D, h = s.heads_per_group();
+        const BackwardTiles<Element> tiles{operand_tiles<Element>(0, in.branch, in.k, s, OVER_D),
+                                           operand_tiles<Element>(1, in.branch, in.v, s, OVER_D),
+                                           operand_tiles<Element>(2, in.branch, in.k, s, OVER_KEYS)};
+        const int count = tiles.k.count;
+        std::vector<std::atomic<int>> progress(size_t(s.B) * s.G * count);
+        d.sums = scratch[3].get(s.query_rows() * D);
+        zero(d.sums, s.query_rows() * D);
+#pragma omp parallel
+        {
+            BackwardRoom<Element> room(size_t(h) * tile_queries(s), tiles.k.padded, D);
+            // The order of the tiles matters: a tile waits for the one before it, which some thread has begun.
+#pragma omp for collapse(2) schedule(monotonic : dynamic, 1)
+            for (int tile = 0; tile < count; tile++)
+                for (int bg = 0; bg < s.B * s.G; bg++)
+                    backward_tile(bg, tile, {progress.data() + size_t(bg) * count, tile}, room, tiles, d, in);
+#pragma omp for collapse(2) schedule(static)
+            for (int bg = 0; bg < s.B * s.G; bg++)
+                for (int t = 0; t < s.T; t++)
+                    for (int head = 0; head < h; head++) {
+                        const float* from = d.sums + ((size_t(bg) * s.T + t) * h + head) * D;
+                        float* to = dq + query_row(bg, head, t, s) * D;
+                        for (int x = 0; x < D; x++) to[x] = (add ? to[x] : 0.0f) + from[x] * float(s.scale());
+                    }
+        }
+    }
+    template <class Element>
+    static void backward_tile(int bg, int tile, const Turns& turns, BackwardRoom<Element>& room,
+                              const BackwardTiles<Element>& tiles, const BackwardArrays& d, const Branches& in) {
+        const NsaShape& s = in.s;
+        const int width = tile_keys(in.branch, s), n_keys = std::min(width, s.key_count(in.branch) - tile * width);
+        const size_t at = (size_t(bg) * s.key_stride(in.branch) + size_t(tile) * width) * s.D;
+        std::fill_n(d.dk + at, size_t(n_keys) * s.D, 0.0f);
+        std::fill_n(d.dv + at, size_t(n_keys) * s.D, 0.0f);
+        const std::vector<int> list = query_list(in.branch, tile, in.mask(bg, s.first), s);
+        const size_t most = size_t(tile_queries(s));
+        for (size_t i = 0; i < list.size(); i += most) {
+            const int* const tokens = &list[i];
+            const int count = int(std::min(most, list.size() - i));
+            load_queries(room.rows.data(), in.q, bg, tokens, count, s);
+            load_dout(room.drows.data(), d.dout, bg, tokens, count, s);
+            const size_t ahead = std::min(list.size() - i - count, most);
+            for (size_t j = 0; j < ahead; j++) prefetch_query(bg, tokens[count + j], d, in);  // of the next step
+            backward_step(bg, tile, n_keys, at, tokens, count, turns, room, tiles, d, in);
+        }
+        turns.wait_until_past(s.T - 1);
+        turns.done_before(s.T);
+    }
+    static void prefetch_query(int bg, int t, const BackwardArrays& d, const Branches& in) {
+        const NsaShape& s = in.s;
+        const int D = s.D, h = s.heads_per_group();
+        for (int head = 0; head < h; head++) prefetch(in.q + query_row(bg, head, t, s) * D, D);
+        prefetch(dout_row(d.dout, bg, t, s), h * D);
+        prefetch(d.sums + (size_t(bg) * s.T + t) * h * D, h * D);
+    }
+    // Some queries with one tile, whose first key is at `at` of dk and dv.  P' = e^(S - lse_gated), dS = P' (dP - r)
+    template <class Element>
+    static void backward_step(int bg, int tile, int n_keys, size_t at, const int* tokens, int count, const Turns& turns,
+                              BackwardRoom<Element>& x, const BackwardTiles<Element>& tiles, const BackwardArrays& d,
+                              const Branches& in) {
+        const NsaShape& s = in.s;
+        constexpr int per = PER<Element>;
+        const int D = s.D, h = s.heads_per_group(), n_rows = h * count, padded = tiles.k.padded;
+        const KeyRange columns = columns_of(in.branch, tokens, count, tile, s);
+        const int n = columns.end - columns.begin, n_existing = std::min(columns.end, n_keys) - columns.begin;
+        const size_t first = size_t(columns.begin) * D;
+        // S = q k^T, dP = dout v^T
+        tile_matmul(n_rows, n, D / per, sum_over_columns(x.room.data(), x.rows.data(), D, n_rows, D), D / per, 1,
+                    tiles.k(bg, tile) + columns.begin, padded, x.p.data(), padded, false);
+        tile_matmul(n_rows, n, D / per, sum_over_columns(x.room.data(), x.drows.data(), D, n_rows, D), D / per, 1,
+                    tiles.v(bg, tile) + columns.begin, padded, x.ds.data(), padded, false);
+        for (int r = 0; r < n_rows; r++)
+            backward_row(&x.p[size_t(r) * padded], &x.ds[size_t(r) * padded], columns,
+                         visible_keys(in.branch, tokens[r / h], tile, s), query_row(bg, r % h, tokens[r / h], s), d);
+        // dv += P'^T dout, dk += dS^T q / sqrt(D)
+        tile_matmul(n_existing, D, (n_rows + per - 1) / per,
+                    sum_over_rows(x.room.data(), x.p.data(), padded, n_rows, n), 1, padded,
+                    sum_over_rows(x.second_room.data(), x.drows.data(), D, n_rows, D), D, d.dv + at + first, D, true);
+        tile_matmul(n_existing, D, (n_rows + per - 1) / per,
+                    sum_over_rows(x.room.data(), x.ds.data(), padded, n_rows, n), 1, padded,
+                    sum_over_rows(x.second_room.data(), x.rows.data(), D, n_rows, D), D, d.dk + at + first, D, true);
+        // dq += dS k, runs of neighbouring queries together
+        const Element* const ds_rows = sum_over_columns(x.room.data(), x.ds.data(), padded, n_rows, n);
+        turns.wait_until_past(tokens[count - 1]);
+        for (int j = 0, end; j < count; j = end) {
+            for (end = j + 1; end < count && tokens[end] == tokens[end - 1] + 1;) end++;
+            tile_matmul((end - j) * h, D, (n_existing + per - 1) / per, ds_rows + size_t(j) * h * padded / per,
+                        padded / per, 1, tiles.k_by_keys(bg, tile) + first / per, D,
+                        d.sums + (size_t(bg) * s.T + tokens[j]) * h * D, D, true);
+        }
+        turns.done_before(tokens[count - 1] + 1);
+    }
+    // Scores p become P', and dP in ds becomes dS.
+    static void backward_row(float* p, float* ds, KeyRange columns, KeyRange visible, size_t row,
+                             const BackwardArrays& d) {
+        const int n = columns.end - columns.begin;
+        const float shift = d.lse_gated[row], dot = d.row_dot[row];
+        hide(p, n, visible.begin - columns.begin, visible.end - columns.begin);
+#pragma omp simd
+        for (int x = 0; x < n; x++) {
+            p[x] = exponential(p[x] - shift);
+            ds[x] = p[x] * (ds[x] - dot);
+        }
+    }
+
+    // -----------------------------------------------------------------------------------------------------------------
+    // Block selection.
+
+    template <class Element>
+    struct SelectionRoom {
+        std::vector<float> rows, scores, weight, importance;  // weight: one row per token, of all compressed blocks
+        std::vector<Element> room;
+        std::vector<int> tokens;
+    };
+    template <class Element>
+    void selection_pass(uint32_t* selection, float* chosen_importance, const float* lse, const Branches& in) {
+        const NsaShape& s = in.s;
+        const int D = s.D, h = s.heads_per_group(), words = s.selection_words(), step = tile_queries(s);
+        const Tiles<Element> kt = operand_tiles<Element>(0, CMP, in.k, s, OVER_D);
+        const size_t stride = size_t(kt.count) * TILE_KEYS;  // compressed blocks, in whole tiles
+#pragma omp parallel
+        {
+            SelectionRoom<Element> room;
+            room.rows.resize(size_t(h) * step * D), room.room.resize(room.rows.size());
+            room.scores.resize(size_t(h) * step * kt.padded), room.weight.resize(step * stride);
+            room.importance.resize(s.slc_blocks()), room.tokens.resize(step);
+#pragma omp for collapse(2) schedule(dynamic, 1)
+            for (int bg = 0; bg < s.B * s.G; bg++)
+                for (int t0 = s.first; t0 < s.first + s.queries; t0 += step) {
+                    const int count = std::min(step, s.first + s.queries - t0);
+                    const bool must_choose = (t0 + count - 1) / s.slc_block + 1 > s.slc_count;
+                    if (must_choose) compressed_weights(bg, t0, count, stride, room, kt, lse, in);
+                    for (int t = t0; t < t0 + count; t++) {
+                        const size_t row = size_t(bg) * s.queries + (t - s.first);
+                        const float share = select_for_query(selection + row * words, room.importance.data(),
+                                                             &room.weight[(t - t0) * stride], t, s);
+                        if (chosen_importance) chosen_importance[row] = share;
+                    }
+                }
+        }
+    }
+    // weight[j][i] = sum over the group's heads of the weight p[head, t0 + j, i] of compressed block i
+    template <class Element>
+    static void compressed_weights(int bg, int t0, int count, size_t stride, SelectionRoom<Element>& room,
+                                   const Tiles<Element>& kt, const float* lse, const Branches& in) {
+        const NsaShape& s = in.s;
+        const int D = s.D, h = s.heads_per_group();
+        constexpr int per = PER<Element>;
+        for (int j = 0; j < count; j++) room.tokens[j] = t0 + j;
+        load_queries(room.rows.data(), in.q, bg, room.tokens.data(), count, s);
+        const Element* const q_rows = sum_over_columns(room.room.data(), room.rows.data(), D, h * count, D);
+        std::fill(room.weight.begin(), room.weight.end(), 0.0f);
+        const KeyRange tiles = tile_range(CMP, t0, t0 + count, s);
+        for (int tile = tiles.begin; tile < tiles.end; tile++) {
+            const KeyRange columns = columns_of(CMP, room.tokens.data(), count, tile, s);
+            tile_matmul(h * count, columns.end, D / per, q_rows, D / per, 1, kt(bg, tile), kt.padded,
+                        room.scores.data(), kt.padded, false);
+            for (int r = 0; r < h * count; r++) {
+                float *p = &room.scores[size_t(r) * kt.padded],
+                      *sum = &room.weight[r / h * stride + size_t(tile) * TILE_KEYS];
+                const float shift = lse[query_row(bg, r % h, t0 + r / h, s)];
+                hide(p, columns.end, 0, visible_keys(CMP, t0 + r / h, tile, s).end);
+#pragma omp simd
+                for (int key = 0; key < columns.end; key++) sum[key] += exponential(p[key] - shift);
+            }
+        }
+    }
+    // The bitmask of query t. Returns the share of the importance that fell on the chosen blocks, 1 if all are.
+    static float select_for_query(uint32_t* mask, float* importance, const float* weight, int t, const NsaShape& s) {
+        const int last = t / s.slc_block;
+        std::fill_n(mask, s.selection_words(), 0u);
+        if (last + 1 > s.slc_count) {
+            fold_importance(importance, weight, t, s);
+            return choose_best(mask, importance, last, s.slc_count);
+        }
+        for (int block = 0; block <= last; block++) mask[block / 32] |= 1u << (block % 32);
+        return 1;
+    }
+    // Sets the bits of blocks 0, last-1, last and of the count-3 best others. Returns the chosen blocks' share of all
+    // importance.
+    static float choose_best(uint32_t* mask, const float* importance, int last, int count) {
+        auto take = [&](int block) { mask[block / 32] |= 1u << (block % 32); };
+        auto taken = [&](int block) { return mask[block / 32] >> (block % 32) & 1; };
+        take(0), take(last - 1), take(last);
+        for (int round = 3; round < count; round++) {
+            int best = -1;
+            for (int block = 0; block <= last; block++)
+                if (!taken(block) && (best < 0 || importance[block] > importance[best])) best = block;
+            take(best);
+        }
+        float chosen = 0, all = 0;
+        for (int block = 0; block <= last; block++)
+            all += importance[block], chosen += taken(block) ? importance[block] : 0.0f;
+        return all > 0 ? chosen / all : 1.0f;
+    }
+};

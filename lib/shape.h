@@ -1,0 +1,75 @@
+// shape.h: the shapes of the attention and the constants of the model, by name. Used by the engines (nsa_cpu.h,
+// nsa_kernels.cuh), by lib/cpu_attention.h and by the options. Symbols are the paper's (arXiv 2502.11089).
+#pragma once
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+
+// The three branches: compressed, selected, sliding window. This is the order of the gates, and of every array that
+// holds something per branch.
+enum Branch { CMP = 0, SLC = 1, WIN = 2 };
+constexpr int BRANCHES = WIN + 1;
+
+// The order of the key and value projections. Full attention has the last two only.
+enum HeadSlot { K_CMP, V_CMP, K_SLC, V_SLC, K_WIN, V_WIN };
+constexpr int HEAD_SLOTS = V_WIN + 1;
+
+constexpr double ROPE_BASE = 10000;
+constexpr double NORM_EPS = 1e-6;
+
+struct NsaShape {
+    int B = 1;  // sequences
+    int T = 0;  // tokens that the key and value buffers hold per sequence
+    int first = 0,
+        queries = 0;  // a call computes positions first .. first+queries-1: (0, T) in training, (t, 1) to decode
+    int H = 0, G = 0, D = 0;  // query heads, key/value groups, head dimension
+    int l = 0, d = 0;         // compression block and stride
+    int slc_block = 0;        // l': tokens of a selection block
+    int slc_count = 0;        // n: selected blocks per query and group
+    int window = 0;           // w: keys a query sees in the window branch, its own included
+    int F = 0;                // hidden width of the compressor phi
+    bool full = false;        // --attention full: the window branch alone, over all tokens, its gate fixed to 1
+
+    int heads_per_group() const { return H / G; }
+    double scale() const { return 1 / std::sqrt(double(D)); }
+
+    // Branches. Outputs, gates and row statistics are arrays [branches(), ...]; a branch's share is at branch_slot().
+    bool has(Branch branch) const { return !full || branch == WIN; }
+    int branches() const { return full ? 1 : BRANCHES; }
+    int branch_slot(Branch branch) const { return full ? 0 : int(branch); }
+
+    // Compressed blocks that end within the first `tokens` tokens; so query t sees cmp_blocks(t + 1) of them.
+    int cmp_blocks(int tokens) const { return tokens < l ? 0 : (tokens - l) / d + 1; }
+    int cmp_capacity() const { return full ? 0 : cmp_blocks(T); }
+    // A selection is a bitmask of selection_words() words: block j is bit j%32 of word j/32.
+    int slc_blocks() const { return (T + slc_block - 1) / slc_block; }
+    int selection_words() const { return (slc_blocks() + 31) / 32; }
+
+    // Columns of the fused input projection: q | the keys and values, by HeadSlot | gate logits | padding to 8 columns.
+    int first_slot() const { return full ? K_WIN : K_CMP; }
+    static int gate_logit(int head, int branch) { return BRANCHES * head + branch; }
+    int gate_logits() const { return full ? 0 : BRANCHES * H; }
+    int gate_columns() const { return (gate_logits() + 7) / 8 * 8; }
+    int projected() const { return H * D + (HEAD_SLOTS - first_slot()) * G * D + gate_columns(); }
+
+    // Rows of the buffers. Those of q, of a branch's output and of an LSE are [B, H, queries], those of the combined
+    // output [B, queries, H]; those of keys and values are [B, G, T], compressed ones [B, G, cmp_capacity()].
+    size_t query_rows() const { return size_t(B) * H * queries; }
+    size_t key_rows() const { return size_t(B) * G * T; }
+    size_t cmp_rows() const { return size_t(B) * G * cmp_capacity(); }
+    size_t query_row(int b, int head, int t) const { return (size_t(b) * H + head) * queries + (t - first); }
+    size_t output_row(int b, int head, int t) const { return (size_t(b) * queries + (t - first)) * H + head; }
+    // Rows of a branch's keys per sequence and group, and how many of them the last query of this call may see.
+    int key_stride(Branch branch) const { return branch == CMP ? cmp_capacity() : T; }
+    int key_count(Branch branch) const { return branch == CMP ? cmp_blocks(first + queries) : first + queries; }
+    // The bitmask of query t in selection [B, G, queries, words]; group counts through all sequences. Null of null.
+    const uint32_t* selection_mask(const uint32_t* selection, size_t group, int t) const {
+        return selection ? selection + (group * queries + (t - first)) * selection_words() : nullptr;
+    }
+};
+
+// The compressor phi: its weights, or the gradients of them.
+template <class T>
+struct PhiOf {
+    T *fc1, *bias, *fc2;  // [F, l*D], [F], [D, F]
+};
