@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../nsa_cpu.h"
+#include "files.h"
 #include "json.h"
 #include "util.h"
 
