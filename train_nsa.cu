@@ -1500,7 +1500,7 @@ static void run_tokenize(const Config& c) {
     o.in = c.in, o.out = c.out, o.tokenizer = c.tokenizer.empty() ? "gpt2" : c.tokenizer, o.vocab_dir = c.vocab_dir;
     o.val_fraction = c.val_fraction, o.shard_tokens = uint64_t(c.shard_tokens);
     o.split_documents = c.split_documents, o.threads = c.threads ? int(c.threads) : usable_processors();
-    tokenize_files(o);
+    tokenize_files<Tokenizer>(o);
 }
 
 static void run_sample(Config c, World& world) {

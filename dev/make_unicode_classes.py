@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Writes unicode_classes.h: the letters, numbers and white space of Unicode, which GPT-2's pre-tokeniser tells apart.
+"""Writes lib/unicode_classes.h: the letters, numbers and white space of Unicode, for GPT-2's pre-tokeniser.
 
     python3 dev/make_unicode_classes.py > lib/unicode_classes.h
 
-The Unicode version is that of the unicodedata module: Python's own, or the one of the package unicodedata2 where it is installed
-(unicodedata2==16.0.0 made the file that is kept here). Unicode 16.0 is what tiktoken 0.14 uses: the two agree on every code point.
+The version of Unicode is that of Python's unicodedata module, or of the package unicodedata2 if it is installed
+(unicodedata2==16.0.0 made the file in the repository). tiktoken 0.14 uses Unicode 16.0 too: the two agree on every code
+point.
 """
 
 try:
@@ -43,7 +44,7 @@ def table(name, member):
     line = "   "
     for first, last in ranges(member):
         item = f" {{0x{first:X}, 0x{last:X}}},"
-        if len(line) + len(item) > 140:
+        if len(line) + len(item) > 120:
             print(line)
             line = "   "
         line += item
@@ -52,14 +53,17 @@ def table(name, member):
 
 
 print(f"""\
-// unicode_classes.h: the letters (general category L), numbers (N) and white space (property White_Space) of Unicode {unicodedata.unidata_version}.
-// Written by make_unicode_classes.py from the Unicode character database; do not edit.
+// unicode_classes.h: the letters (general category L), numbers (N) and white space (property White_Space) of Unicode
+// {unicodedata.unidata_version}, for the pre-tokeniser in tokenizer.h. Written by dev/make_unicode_classes.py; do not edit.
 #pragma once
 #include <cstdint>
 
 struct UnicodeRange {{
     uint32_t first, last;  // both belong to the range; ranges are sorted and do not touch
-}};""")
+}};
+
+// clang-format off""")
 table("unicode_letters", is_letter)
 table("unicode_numbers", is_number)
 table("unicode_white_space", is_white_space)
+print("\n// clang-format on")

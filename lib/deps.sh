@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what is missing for building train_nsa: a C++ compiler, an MPI (MPICH, whose mpirun also works as root) and oneDNN.
-# Says what it does; does nothing when nothing is missing. Debian, Ubuntu and their kin; elsewhere it says what to install.
+# deps.sh: `make deps`: installs what train_nsa needs and the machine lacks: a C++ compiler, an MPI (MPICH, whose mpirun
+# works as root too) and oneDNN. Prints what it does. On systems without apt-get it prints what to install.
 set -euo pipefail
 
 probe() { printf '%s\nint main() { return 0; }\n' "$1" | g++ -x c++ - "${@:2}" -o /dev/null 2>/dev/null; }

@@ -1,5 +1,5 @@
-// json.h: a strict JSON reader (RFC 8259) and string quoting, for vocabularies, model configs, safetensors headers and
-// JSON lines. Nothing beyond the standard is accepted: no comments, no trailing commas, no NaN, no duplicate keys, no
+// json.h: a strict JSON reader (RFC 8259) and string quoting, for vocabularies, configs, safetensors headers, manifests
+// and .jsonl files. It accepts nothing beyond the standard: no comments, trailing commas, NaN, duplicate keys or
 // invalid UTF-8.
 #pragma once
 #include <algorithm>
@@ -8,8 +8,9 @@
 #include "util.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// UTF-8. What reads it, utf8_decode, is in util.h.
+// Writing.
 
+// Appends the character as UTF-8.
 inline void utf8_append(std::string& out, uint32_t code) {
     if (code < 0x80) {
         out += char(code);
@@ -28,8 +29,8 @@ inline void utf8_append(std::string& out, uint32_t code) {
     }
 }
 
-// The bytes as a JSON string with its quotes. A byte that is no part of valid UTF-8 becomes U+FFFD, so the result is
-// always valid JSON.
+// The bytes as a JSON string, with its quotes. Bytes that are not valid UTF-8 become U+FFFD, so the result is always
+// valid JSON.
 inline std::string json_quote(const std::string& utf8) {
     std::string out = "\"";
     for (size_t i = 0; i < utf8.size();) {
@@ -49,15 +50,14 @@ inline std::string json_quote(const std::string& utf8) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A parsed value. `where` in the accessors is the beginning of the error's sentence: the file, and what of it is being
-// read.
+// A parsed value. `where` in the accessors begins the error message: the file, and the part of it that is being read.
 
 struct Json {
     enum Kind { Null, Bool, Number, String, Array, Object };
 
     Kind kind = Null;
     bool is_true = false;           // of a Bool
-    bool is_integer = false;        // a Number written without fraction and exponent that fits an int64
+    bool is_integer = false;        // a Number that is written as an integer and fits an int64
     double number_value = 0;        // of a Number
     int64_t integer_value = 0;      // of a Number with is_integer
     std::string text;               // of a String, UTF-8
@@ -70,7 +70,14 @@ struct Json {
         return names[kind];
     }
 
-    // The value of the key, or nullptr when there is none or this is no object. Time is linear in the number of keys.
+    const Json& require(Kind wanted, const std::string& where) const {
+        if (kind != wanted)
+            fail("%s: byte %llu: found %s, expected %s", where.c_str(), (unsigned long long)offset, name(kind),
+                 name(wanted));
+        return *this;
+    }
+
+    // The value of the key, or null if there is no such key or this is not an object. Takes time linear in the keys.
     const Json* find(const std::string& key) const {
         for (size_t i = 0; i < keys.size(); i++)
             if (keys[i] == key) return &items[i];
@@ -86,7 +93,7 @@ struct Json {
         return *value;
     }
 
-    // The value itself, of the kind that the name says.
+    // This value, which must be of the kind that the function is named after.
     int64_t integer(const std::string& where) const {
         require(Number, where);
         if (!is_integer)
@@ -95,19 +102,15 @@ struct Json {
         return integer_value;
     }
     double number(const std::string& where) const { return require(Number, where).number_value; }
-    bool boolean(const std::string& where) const { return require(Bool, where).is_true; }
     const std::string& string(const std::string& where) const { return require(String, where).text; }
     const std::vector<Json>& array(const std::string& where) const { return require(Array, where).items; }
 
-    // The same of an object's key.
+    // The same for the value of a key of this object.
     int64_t integer(const std::string& key, const std::string& where) const {
         return get(key, where).integer(where + ": " + key);
     }
     double number(const std::string& key, const std::string& where) const {
         return get(key, where).number(where + ": " + key);
-    }
-    bool boolean(const std::string& key, const std::string& where) const {
-        return get(key, where).boolean(where + ": " + key);
     }
     const std::string& string(const std::string& key, const std::string& where) const {
         return get(key, where).string(where + ": " + key);
@@ -115,22 +118,15 @@ struct Json {
     const std::vector<Json>& array(const std::string& key, const std::string& where) const {
         return get(key, where).array(where + ": " + key);
     }
-
-    const Json& require(Kind wanted, const std::string& where) const {
-        if (kind != wanted)
-            fail("%s: byte %llu: found %s, expected %s", where.c_str(), (unsigned long long)offset, name(kind),
-                 name(wanted));
-        return *this;
-    }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The parser: recursive descent, one function per rule of the grammar.
+// The parser: recursive descent, one function for each rule of the grammar, from its leaves up to parse().
 
 struct JsonParser {
-    static constexpr int max_depth =
-        100;  // of arrays and objects in each other, so that a hostile file cannot exhaust the stack
-    // in one text, so that "[0,0,0 ..." cannot fill the memory: a value takes 50 times its two bytes
+    // Limits for hostile files: nesting must not exhaust the stack, and "[0,0,0 ..." must not fill the memory, where a
+    // value takes 50 times its two bytes.
+    static constexpr int max_depth = 100;
     static constexpr size_t max_values = 1 << 20;
 
     const std::string& bytes;
@@ -138,11 +134,11 @@ struct JsonParser {
     const uint64_t first_byte;  // offset of bytes[0] in the file
     size_t at = 0, values = 0;
 
-    Json parse() {
-        Json value = parse_value(0);
-        skip_space();
-        if (at < bytes.size()) error("the end of the text");
-        return value;
+    int peek() const { return at < bytes.size() ? static_cast<unsigned char>(bytes[at]) : -1; }
+
+    void skip_space() {
+        while (at < bytes.size() && (bytes[at] == ' ' || bytes[at] == '\t' || bytes[at] == '\n' || bytes[at] == '\r'))
+            at++;
     }
 
     [[noreturn]] void error(const char* expected) const {
@@ -155,42 +151,107 @@ struct JsonParser {
              (unsigned long long)(first_byte + at), found.c_str(), expected);
     }
 
-    int peek() const { return at < bytes.size() ? static_cast<unsigned char>(bytes[at]) : -1; }
-
-    void skip_space() {
-        while (at < bytes.size() && (bytes[at] == ' ' || bytes[at] == '\t' || bytes[at] == '\n' || bytes[at] == '\r'))
-            at++;
+    void parse_digits() {
+        if (!(peek() >= '0' && peek() <= '9')) error("a digit");
+        while (peek() >= '0' && peek() <= '9') at++;
     }
 
-    Json parse_value(int depth) {
-        skip_space();
-        Json value;
-        value.offset = first_byte + at;
-        if (++values > max_values)
-            fail("%s: byte %llu: JSON of more than %zu values", where.c_str(), (unsigned long long)value.offset,
-                 max_values);
-        const int c = peek();
-        if (c == '{' || c == '[') {
-            if (depth == max_depth)
-                fail("%s: byte %llu: JSON nested deeper than %d levels", where.c_str(),
-                     (unsigned long long)(first_byte + at), max_depth);
-            if (c == '{') parse_object(value, depth + 1);
-            else parse_array(value, depth + 1);
-        } else if (c == '"') {
-            value.kind = Json::String;
-            value.text = parse_string();
-        } else if (c == '-' || (c >= '0' && c <= '9')) {
-            parse_number(value);
-        } else if (bytes.compare(at, 4, "null") == 0) {
-            at += 4;
-        } else if (bytes.compare(at, 4, "true") == 0) {
-            value.kind = Json::Bool, value.is_true = true, at += 4;
-        } else if (bytes.compare(at, 5, "false") == 0) {
-            value.kind = Json::Bool, at += 5;
+    void parse_number(Json& value) {
+        const size_t begin = at;
+        bool whole = true;
+        if (peek() == '-') at++;
+        if (peek() == '0') {
+            at++;
+            if (peek() >= '0' && peek() <= '9') error("no digit after a leading zero");
         } else {
-            error("a value");
+            parse_digits();
         }
-        return value;
+        if (peek() == '.') {
+            at++, whole = false;
+            parse_digits();
+        }
+        if (peek() == 'e' || peek() == 'E') {
+            at++, whole = false;
+            if (peek() == '+' || peek() == '-') at++;
+            parse_digits();
+        }
+        const std::string digits = bytes.substr(begin, at - begin);
+        value.kind = Json::Number;
+        value.number_value = std::strtod(digits.c_str(), nullptr);
+        if (std::isinf(value.number_value))
+            fail("%s: byte %llu: the number is beyond a double's range", where.c_str(),
+                 (unsigned long long)value.offset);
+        errno = 0;
+        value.integer_value = whole ? std::strtoll(digits.c_str(), nullptr, 10) : 0;
+        value.is_integer = whole && errno == 0;
+        if (!value.is_integer) value.integer_value = 0;
+    }
+
+    uint32_t parse_hex4() {
+        uint32_t code = 0;
+        for (int i = 0; i < 4; i++, at++) {
+            const int c = peek();
+            if (c >= '0' && c <= '9') code = code * 16 + uint32_t(c - '0');
+            else if (c >= 'a' && c <= 'f') code = code * 16 + uint32_t(c - 'a' + 10);
+            else if (c >= 'A' && c <= 'F') code = code * 16 + uint32_t(c - 'A' + 10);
+            else error("four hexadecimal digits");
+        }
+        return code;
+    }
+
+    void parse_escape(std::string& out) {
+        switch (peek()) {
+            case '"': out += '"'; break;
+            case '\\': out += '\\'; break;
+            case '/': out += '/'; break;
+            case 'b': out += '\b'; break;
+            case 'f': out += '\f'; break;
+            case 'n': out += '\n'; break;
+            case 'r': out += '\r'; break;
+            case 't': out += '\t'; break;
+            case 'u': {
+                const size_t escape = at++ - 1;  // the backslash
+                uint32_t code = parse_hex4();
+                // the first half of a surrogate pair
+                if (code >= 0xD800 && code <= 0xDBFF && bytes.compare(at, 2, "\\u") == 0) {
+                    at += 2;
+                    const uint32_t low = parse_hex4();
+                    code = low >= 0xDC00 && low <= 0xDFFF ? 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00) : 0xD800;
+                }
+                if (code >= 0xD800 && code <= 0xDFFF)
+                    fail("%s: byte %llu: not valid JSON: an escape that is only half of a surrogate pair",
+                         where.c_str(), (unsigned long long)(first_byte + escape));
+                utf8_append(out, code);
+                return;
+            }
+            default: error("one of \" \\ / b f n r t u after a backslash");
+        }
+        at++;
+    }
+
+    std::string parse_string() {
+        std::string out;
+        at++;
+        while (true) {
+            const size_t run = at;  // plain characters are copied in runs
+            while (at < bytes.size()) {
+                const unsigned char c = static_cast<unsigned char>(bytes[at]);
+                if (c == '"' || c == '\\' || c < 0x20) break;
+                uint32_t code;
+                const int length = c < 0x80 ? 1 : utf8_decode(bytes.data() + at, bytes.size() - at, &code);
+                if (length == 0) error("valid UTF-8");
+                at += size_t(length);
+            }
+            out.append(bytes, run, at - run);
+            if (peek() == '"') {
+                at++;
+                return out;
+            }
+            if (peek() != '\\')
+                error(at < bytes.size() ? "an escape such as \\n in place of a control character" : "'\"'");
+            at++;
+            parse_escape(out);
+        }
     }
 
     void parse_array(Json& value, int depth) {
@@ -238,112 +299,47 @@ struct JsonParser {
                      json_quote(*sorted[i]).c_str());
     }
 
-    std::string parse_string() {
-        std::string out;
-        at++;
-        while (true) {
-            const size_t run = at;  // plain characters are copied in runs
-            while (at < bytes.size()) {
-                const unsigned char c = static_cast<unsigned char>(bytes[at]);
-                if (c == '"' || c == '\\' || c < 0x20) break;
-                uint32_t code;
-                const int length = c < 0x80 ? 1 : utf8_decode(bytes.data() + at, bytes.size() - at, &code);
-                if (length == 0) error("valid UTF-8");
-                at += size_t(length);
-            }
-            out.append(bytes, run, at - run);
-            if (peek() == '"') {
-                at++;
-                return out;
-            }
-            if (peek() != '\\')
-                error(at < bytes.size() ? "an escape such as \\n in place of a control character" : "'\"'");
-            at++;
-            parse_escape(out);
-        }
-    }
-
-    void parse_escape(std::string& out) {
-        switch (peek()) {
-            case '"': out += '"'; break;
-            case '\\': out += '\\'; break;
-            case '/': out += '/'; break;
-            case 'b': out += '\b'; break;
-            case 'f': out += '\f'; break;
-            case 'n': out += '\n'; break;
-            case 'r': out += '\r'; break;
-            case 't': out += '\t'; break;
-            case 'u': {
-                const size_t escape = at++ - 1;  // the backslash
-                uint32_t code = parse_hex4();
-                if (code >= 0xD800 && code <= 0xDBFF &&
-                    bytes.compare(at, 2, "\\u") == 0) {  // the first half of a surrogate pair
-                    at += 2;
-                    const uint32_t low = parse_hex4();
-                    code = low >= 0xDC00 && low <= 0xDFFF ? 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00) : 0xD800;
-                }
-                if (code >= 0xD800 && code <= 0xDFFF)
-                    fail("%s: byte %llu: not valid JSON: an escape that is only half of a surrogate pair",
-                         where.c_str(), (unsigned long long)(first_byte + escape));
-                utf8_append(out, code);
-                return;
-            }
-            default: error("one of \" \\ / b f n r t u after a backslash");
-        }
-        at++;
-    }
-
-    uint32_t parse_hex4() {
-        uint32_t code = 0;
-        for (int i = 0; i < 4; i++, at++) {
-            const int c = peek();
-            if (c >= '0' && c <= '9') code = code * 16 + uint32_t(c - '0');
-            else if (c >= 'a' && c <= 'f') code = code * 16 + uint32_t(c - 'a' + 10);
-            else if (c >= 'A' && c <= 'F') code = code * 16 + uint32_t(c - 'A' + 10);
-            else error("four hexadecimal digits");
-        }
-        return code;
-    }
-
-    void parse_digits() {
-        if (!(peek() >= '0' && peek() <= '9')) error("a digit");
-        while (peek() >= '0' && peek() <= '9') at++;
-    }
-
-    void parse_number(Json& value) {
-        const size_t begin = at;
-        bool whole = true;
-        if (peek() == '-') at++;
-        if (peek() == '0') {
-            at++;
-            if (peek() >= '0' && peek() <= '9') error("no digit after a leading zero");
+    Json parse_value(int depth) {
+        skip_space();
+        Json value;
+        value.offset = first_byte + at;
+        if (++values > max_values)
+            fail("%s: byte %llu: JSON of more than %zu values", where.c_str(), (unsigned long long)value.offset,
+                 max_values);
+        const int c = peek();
+        if (c == '{' || c == '[') {
+            if (depth == max_depth)
+                fail("%s: byte %llu: JSON nested deeper than %d levels", where.c_str(),
+                     (unsigned long long)(first_byte + at), max_depth);
+            if (c == '{') parse_object(value, depth + 1);
+            else parse_array(value, depth + 1);
+        } else if (c == '"') {
+            value.kind = Json::String;
+            value.text = parse_string();
+        } else if (c == '-' || (c >= '0' && c <= '9')) {
+            parse_number(value);
+        } else if (bytes.compare(at, 4, "null") == 0) {
+            at += 4;
+        } else if (bytes.compare(at, 4, "true") == 0) {
+            value.kind = Json::Bool, value.is_true = true, at += 4;
+        } else if (bytes.compare(at, 5, "false") == 0) {
+            value.kind = Json::Bool, at += 5;
         } else {
-            parse_digits();
+            error("a value");
         }
-        if (peek() == '.') {
-            at++, whole = false;
-            parse_digits();
-        }
-        if (peek() == 'e' || peek() == 'E') {
-            at++, whole = false;
-            if (peek() == '+' || peek() == '-') at++;
-            parse_digits();
-        }
-        const std::string digits = bytes.substr(begin, at - begin);
-        value.kind = Json::Number;
-        value.number_value = std::strtod(digits.c_str(), nullptr);
-        if (std::isinf(value.number_value))
-            fail("%s: byte %llu: the number is beyond a double's range", where.c_str(),
-                 (unsigned long long)value.offset);
-        errno = 0;
-        value.integer_value = whole ? std::strtoll(digits.c_str(), nullptr, 10) : 0;
-        value.is_integer = whole && errno == 0;
-        if (!value.is_integer) value.integer_value = 0;
+        return value;
+    }
+
+    Json parse() {
+        Json value = parse_value(0);
+        skip_space();
+        if (at < bytes.size()) error("the end of the text");
+        return value;
     }
 };
 
-// The one value that `text` holds. An error names `where` (the file, perhaps the line) and the byte, counted from
-// `first_byte` on.
+// The one value in the text. Errors name `where` (the file, perhaps the line) and the byte of the file; first_byte is
+// the offset of the text in it.
 inline Json parse_json(const std::string& text, const std::string& where, uint64_t first_byte = 0) {
     return JsonParser{text, where, first_byte}.parse();
 }

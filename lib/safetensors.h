@@ -1,22 +1,14 @@
-// safetensors.h: reading and writing the safetensors format (huggingface/safetensors): 8 bytes little-endian length of
-// a JSON header, the header {"name": {"dtype", "shape", "data_offsets": [begin, end]}, ..., "__metadata__": {string:
-// string}}, then the data.
+// safetensors.h: reads and writes safetensors files (huggingface/safetensors), for checkpoints, dumps and golden
+// values. A file is the length of the header, 8 bytes little endian; the header, which is JSON: {"name": {"dtype",
+// "shape", "data_offsets": [begin, end]}, ..., "__metadata__": {string: string}}; and the data.
 #pragma once
 #include <algorithm>
-#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <unistd.h>
-#ifdef __SSE4_2__
-#include <nmmintrin.h>
-#endif
-
+#include "files.h"
 #include "json.h"
-#include "util.h"
 
 struct TensorView {
     std::string name;
@@ -47,148 +39,7 @@ inline int safetensors_dtype_bytes(const std::string& dtype) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Files that are on the disk when they are reported written, and the checksum by which a later reader knows them.
-
-// CRC-32C (Castagnoli: polynomial 0x1EDC6F41, reflected), of `bytes` bytes that follow those whose checksum is `crc`; 0
-// to begin with. By the processor's own instruction where the build has it, else by eight tables, one per byte of a
-// word.
-inline uint32_t crc32c_by_table(uint32_t crc, const void* data, size_t bytes) {
-    struct Tables {
-        uint32_t of[8][256];  // of[k][b]: byte b with k zero bytes behind it
-        Tables() {
-            for (uint32_t b = 0; b < 256; b++) {
-                uint32_t r = b;
-                for (int bit = 0; bit < 8; bit++) r = r >> 1 ^ (r & 1 ? 0x82F63B78u : 0);
-                of[0][b] = r;
-            }
-            for (int k = 1; k < 8; k++)
-                for (uint32_t b = 0; b < 256; b++) of[k][b] = of[k - 1][b] >> 8 ^ of[0][of[k - 1][b] & 255];
-        }
-    };
-    static const Tables table;
-    const unsigned char* p = static_cast<const unsigned char*>(data);
-    crc = ~crc;
-    for (; bytes >= 8; p += 8, bytes -= 8) {
-        uint64_t word;
-        std::memcpy(&word, p, 8);
-        word ^= crc;
-        crc = 0;
-        for (int k = 0; k < 8; k++) crc ^= table.of[7 - k][word >> 8 * k & 255];
-    }
-    for (; bytes > 0; p++, bytes--) crc = crc >> 8 ^ table.of[0][(crc ^ *p) & 255];
-    return ~crc;
-}
-
-inline uint32_t crc32c(uint32_t crc, const void* data, size_t bytes) {
-#ifdef __SSE4_2__
-    const unsigned char* p = static_cast<const unsigned char*>(data);
-    uint64_t state = static_cast<uint32_t>(~crc);
-    for (; bytes >= 8; p += 8, bytes -= 8) {
-        uint64_t word;
-        std::memcpy(&word, p, 8);
-        state = _mm_crc32_u64(state, word);
-    }
-    for (; bytes > 0; p++, bytes--) state = _mm_crc32_u8(uint32_t(state), *p);
-    return ~uint32_t(state);
-#else
-    return crc32c_by_table(crc, data, bytes);
-#endif
-}
-
-// A file as it was written: what a manifest says of it.
-struct FileRecord {
-    std::string name;  // without its folder
-    uint64_t size = 0;
-    uint32_t crc32c = 0;
-};
-
-inline std::string folder_of(const std::string& path) {
-    const size_t slash = path.rfind('/');
-    return slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);
-}
-
-// Writes `bytes` of data in full or fails with one line.
-inline void write_all(int fd, const void* data, uint64_t bytes, const std::string& path) {
-    for (const char* p = static_cast<const char*>(data); bytes > 0;) {
-        const ssize_t n = ::write(fd, p, size_t(std::min<uint64_t>(bytes, 1u << 30)));
-        if (n < 0 && errno == EINTR) continue;
-        if (n <= 0)
-            fail("cannot write %s: %s", path.c_str(), n < 0 ? std::strerror(errno) : "the device took no bytes");
-        p += n, bytes -= uint64_t(n);
-    }
-}
-
-// Makes renames and new files inside a folder durable.
-inline void sync_folder(const std::string& path) {
-    const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd < 0) fail("cannot open folder %s to sync it: %s", path.c_str(), std::strerror(errno));
-    const int error = fsync(fd) == 0 ? 0 : errno;
-    ::close(fd);
-    // EINVAL: a file system that cannot sync folders at all; its renames are as durable as it makes them.
-    if (error && error != EINVAL) fail("cannot sync folder %s: %s", path.c_str(), std::strerror(error));
-}
-
-inline std::atomic<uint64_t> bytes_written_to_files{
-    0};  // by all FileWriters: whoever waits for one sees that it gets on
-
-// Writes a file in full, synced to disk when close() returns its record. Not atomic by itself: a checkpoint is written
-// into a folder of another name, which is renamed when it is whole; for a single file there is replace_text_file.
-class FileWriter {
-  public:
-    explicit FileWriter(const std::string& file)
-        : path(file), fd(::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) {
-        if (fd < 0) fail("cannot create %s: %s", path.c_str(), std::strerror(errno));
-        record.name = path.substr(path.rfind('/') + 1);
-    }
-    FileWriter(const FileWriter&) = delete;
-    FileWriter& operator=(const FileWriter&) = delete;
-    ~FileWriter() {
-        if (fd >= 0) ::close(fd);
-    }
-    void write(const void* data, uint64_t bytes) {
-        const uint64_t piece = 1 << 20;  // stays in the processor's cache between the checksum and the copy
-        for (const char* p = static_cast<const char*>(data); bytes > 0;) {
-            const uint64_t n = std::min(bytes, piece);
-            record.crc32c = crc32c(record.crc32c, p, size_t(n));
-            write_all(fd, p, n, path);
-            record.size += n, p += n, bytes -= n;
-            bytes_written_to_files.fetch_add(n, std::memory_order_relaxed);
-        }
-    }
-    // A failed fsync is final: the kernel may have dropped the pages, so that a second one would report a success that
-    // is none.
-    FileRecord close() {
-        if (fsync(fd) != 0) fail("cannot sync %s: %s", path.c_str(), std::strerror(errno));
-        const int closing = fd;
-        fd = -1;
-        if (::close(closing) != 0) fail("cannot close %s: %s", path.c_str(), std::strerror(errno));
-        return record;
-    }
-
-  private:
-    std::string path;
-    int fd;
-    FileRecord record;
-};
-
-inline FileRecord write_text_file(const std::string& path, const std::string& text) {
-    FileWriter out(path);
-    out.write(text.data(), text.size());
-    return out.close();
-}
-
-inline void rename_path(const std::string& from, const std::string& to) {
-    if (std::rename(from.c_str(), to.c_str()) != 0)
-        fail("cannot rename %s to %s: %s", from.c_str(), to.c_str(), std::strerror(errno));
-}
-
-// After a crash at any moment the file holds either all of the old text or all of the new one.
-inline void replace_text_file(const std::string& path, const std::string& text) {
-    const std::string writing = path + ".writing";
-    write_text_file(writing, text);
-    rename_path(writing, path);
-    sync_folder(folder_of(path));
-}
+// Writing.
 
 inline FileRecord write_safetensors(const std::string& path,
                                     const std::vector<std::pair<std::string, std::string>>& metadata,
@@ -217,8 +68,11 @@ inline FileRecord write_safetensors(const std::string& path,
     return out.close();
 }
 
-// A file mapped into memory; views stay valid as long as the object. Everything in the header is checked against the
-// file's size.
+// ---------------------------------------------------------------------------------------------------------------------
+// Reading.
+
+// A file mapped into memory; the views are valid as long as the object is. Everything in the header is checked against
+// the file's size.
 class SafeTensors {
   public:
     std::vector<TensorView> tensors;
@@ -242,7 +96,11 @@ class SafeTensors {
                 "%s: byte 0: the header is said to be %llu bytes long, the file has %llu after it: truncated, or no "
                 "safetensors file",
                 file.c_str(), (unsigned long long)length, (unsigned long long)(size - 8));
-        read_header(std::string(map.get() + 8, length), map.get() + 8 + length, size - 8 - length);
+        const char* const data = map.get() + 8 + length;
+        data_bytes = size - 8 - length;
+        read_header(parse_json(std::string(map.get() + 8, length), path, 8), data);
+        check_layout(data);
+        align(data, 8 + length);
     }
 
     const TensorView* find(const std::string& name) const {
@@ -265,7 +123,8 @@ class SafeTensors {
 
   private:
     std::shared_ptr<const char> map;
-    std::deque<std::vector<char>> aligned;  // copies of tensors that lie at odd places of the file
+    uint64_t data_bytes = 0;
+    std::deque<std::vector<char>> aligned;  // copies of tensors that the file does not align
 
     static std::string shape_text(const std::vector<int64_t>& shape) {
         std::string text;
@@ -273,47 +132,53 @@ class SafeTensors {
         return text;
     }
 
-    void read_header(const std::string& header, const char* data, uint64_t data_bytes) {
-        const Json root = parse_json(header, path, 8);
+    void read_header(const Json& root, const char* data) {
         if (root.kind != Json::Object) fail("%s: byte 8: the header is no JSON object", path.c_str());
-        std::vector<std::pair<uint64_t, uint64_t>> spans;
         for (size_t i = 0; i < root.keys.size(); i++) {
             const Json& entry = root.items[i];
             const std::string where = path + ": " + root.keys[i];
-            if (root.keys[i] == "__metadata__") {
-                if (entry.kind != Json::Object) fail("%s: no JSON object", where.c_str());
-                for (size_t j = 0; j < entry.keys.size(); j++)
-                    metadata[entry.keys[j]] = entry.items[j].string(where + ": " + entry.keys[j]);
+            if (root.keys[i] != "__metadata__") {
+                tensors.push_back(read_entry(entry, where, data));
+                tensors.back().name = root.keys[i];
                 continue;
             }
-            TensorView t;
-            t.name = root.keys[i];
-            t.dtype = entry.string("dtype", where);
-            const int element = safetensors_dtype_bytes(t.dtype);
-            if (element == 0) fail("%s: dtype %s is unknown", where.c_str(), t.dtype.c_str());
-            uint64_t bytes = uint64_t(element);
-            for (const Json& extent : entry.array("shape", where)) {
-                const int64_t n = extent.integer(where + ": shape");
-                if (n < 0 || (n > 0 && bytes > data_bytes / uint64_t(n)))
-                    fail("%s: the shape needs more bytes than the file's %llu", where.c_str(),
-                         (unsigned long long)data_bytes);
-                t.shape.push_back(n);
-                bytes *= uint64_t(n);
-            }
-            const std::vector<Json>& offsets = entry.array("data_offsets", where);
-            if (offsets.size() != 2)
-                fail("%s: data_offsets has %zu numbers, expected 2", where.c_str(), offsets.size());
-            const int64_t begin = offsets[0].integer(where), end = offsets[1].integer(where);
-            if (begin < 0 || end < begin || uint64_t(end) > data_bytes || uint64_t(end - begin) != bytes)
-                fail("%s: data_offsets [%lld, %lld] do not fit %llu bytes of the shape in a file with %llu of data",
-                     where.c_str(), (long long)begin, (long long)end, (unsigned long long)bytes,
-                     (unsigned long long)data_bytes);
-            t.data = data + begin;
-            t.bytes = bytes;
-            spans.emplace_back(begin, end);
-            tensors.push_back(std::move(t));
+            if (entry.kind != Json::Object) fail("%s: no JSON object", where.c_str());
+            for (size_t j = 0; j < entry.keys.size(); j++)
+                metadata[entry.keys[j]] = entry.items[j].string(where + ": " + entry.keys[j]);
         }
-        // The format's rule: tensors fill the data without overlaps or holes.
+    }
+
+    TensorView read_entry(const Json& entry, const std::string& where, const char* data) const {
+        TensorView t;
+        t.dtype = entry.string("dtype", where);
+        t.bytes = uint64_t(safetensors_dtype_bytes(t.dtype));
+        if (t.bytes == 0) fail("%s: dtype %s is unknown", where.c_str(), t.dtype.c_str());
+        for (const Json& extent : entry.array("shape", where)) {
+            const int64_t n = extent.integer(where + ": shape");
+            if (n < 0 || (n > 0 && t.bytes > data_bytes / uint64_t(n)))
+                fail("%s: the shape needs more bytes than the file's %llu", where.c_str(),
+                     (unsigned long long)data_bytes);
+            t.shape.push_back(n);
+            t.bytes *= uint64_t(n);
+        }
+        const std::vector<Json>& offsets = entry.array("data_offsets", where);
+        if (offsets.size() != 2) fail("%s: data_offsets has %zu numbers, expected 2", where.c_str(), offsets.size());
+        const int64_t begin = offsets[0].integer(where), end = offsets[1].integer(where);
+        if (begin < 0 || end < begin || uint64_t(end) > data_bytes || uint64_t(end - begin) != t.bytes)
+            fail("%s: data_offsets [%lld, %lld] do not fit %llu bytes of the shape in a file with %llu of data",
+                 where.c_str(), (long long)begin, (long long)end, (unsigned long long)t.bytes,
+                 (unsigned long long)data_bytes);
+        t.data = data + begin;
+        return t;
+    }
+
+    // The format's rule: tensors fill the data without overlaps or holes.
+    void check_layout(const char* data) const {
+        std::vector<std::pair<uint64_t, uint64_t>> spans;
+        for (const TensorView& t : tensors) {
+            const uint64_t begin = uint64_t(static_cast<const char*>(t.data) - data);
+            spans.emplace_back(begin, begin + t.bytes);
+        }
         std::sort(spans.begin(), spans.end());
         uint64_t at = 0;
         for (const auto& span : spans) {
@@ -325,15 +190,17 @@ class SafeTensors {
         if (at != data_bytes)
             fail("%s: tensors end at byte %llu of the data, the file has %llu", path.c_str(), (unsigned long long)at,
                  (unsigned long long)data_bytes);
-        // Old writers did not align: such a tensor cannot be read in place. Only now,
-        // as the copies are known not to overlap and so are no larger than the file.
-        for (TensorView& t : tensors)
-            if ((8 + header.size() + uint64_t(static_cast<const char*>(t.data) - data)) %
-                    uint64_t(safetensors_dtype_bytes(t.dtype)) !=
-                0) {
-                const char* const begin = static_cast<const char*>(t.data);
-                aligned.emplace_back(begin, begin + t.bytes);
-                t.data = aligned.back().data();
-            }
+    }
+
+    // Old writers did not align tensors, so some cannot be read in place and are copied. After check_layout: the copies
+    // do not overlap, so together they are no larger than the file.
+    void align(const char* data, uint64_t first_byte) {
+        for (TensorView& t : tensors) {
+            const char* const begin = static_cast<const char*>(t.data);
+            const uint64_t offset = first_byte + uint64_t(begin - data);
+            if (offset % uint64_t(safetensors_dtype_bytes(t.dtype)) == 0) continue;
+            aligned.emplace_back(begin, begin + t.bytes);
+            t.data = aligned.back().data();
+        }
     }
 };

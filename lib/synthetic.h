@@ -1,40 +1,37 @@
-// synthetic.h: a corpus made by the program, of bytes, that cannot be predicted without long-range recall.
+// synthetic.h: the built-in corpus (--data synthetic): bytes that cannot be predicted without long-range recall.
 //
-// Each document tells of three people whose names exist nowhere else ("Last night the cylnza hides the red drum."): the
-// letters of a name are drawn anew for every document, so whoever cannot see an earlier mention loses ln 26 = 3.258 per
-// letter. Mentions come again and again, near and far, so that recall can be learnt from easy cases; one person is
-// named at the beginning and then stays away for hundreds of bytes. The loss on names whose last mention lies that far
-// back tells a model with compressed and selected attention from one that has only its window. All else is a small
-// grammar, so a tiny model writes readable sentences soon.
+// Each document is about three people whose names exist nowhere else ("Last night the cylnza hides the red drum."). The
+// letters of a name are drawn anew for every document, so a model that cannot see an earlier mention loses ln 26
+// = 3.258 per letter. Names are repeated near and far, so that recall can be learnt from easy cases; but one person
+// appears at the beginning and then not again for hundreds of bytes. The loss on names whose last mention is that far
+// back separates a model with compressed and selected attention from one that has only its window. Everything else is a
+// small grammar, so even a tiny model soon writes readable sentences.
 //
-// Document number k is a pure function of (seed, k), in integers only: the same on every machine. All documents have
-// the same length, so that with a sequence length that is a multiple of it every sample begins with a document and
-// holds every mention it needs.
+// Document k is a pure function of (seed, k), in integers only, so it is the same on every machine. All documents have
+// the same length; if the sequence length is a multiple of it, every sample begins with a document and holds every
+// mention it needs.
 #pragma once
-#include <algorithm>
-#include <string>
-#include <vector>
-
 #include "util.h"
 
 struct SyntheticOptions {
-    int document_bytes = 512;  // the separator, byte 0, in front included
+    int document_bytes = 512;  // including the separator, byte 0, in front
     int names = 3;
     int letters = 6;  // of a name
-    int min_distance =
-        256;  // from the first mention of the person who stays away to the next one, in bytes: drawn uniformly from
-    int max_distance = 400;  // this range, then rounded up to the end of the running sentence
+    // How far the second mention of the person who stays away is behind the first, in bytes: drawn uniformly from this
+    // range, then rounded up to the end of a sentence.
+    int min_distance = 256;
+    int max_distance = 400;
 };
-constexpr int SYNTHETIC_ALPHABET = 26;  // letters that a name is drawn from: guessing costs the logarithm of that
+constexpr int SYNTHETIC_ALPHABET = 26;  // a name's letters are drawn from these: guessing one costs ln 26
 
 struct SyntheticCorpus {
     std::vector<uint16_t> tokens;
-    // 1 where the token is a letter of a name, from the third on, whose last mention is
-    // at least min_distance behind: two letters tell which name it is, the others take recall
+    // 1 where the token is a letter of a name that was last mentioned at least min_distance before, from its third
+    // letter on: two letters tell which name it is, the others have to be recalled.
     std::vector<uint8_t> is_answer;
 };
 
-// Validation documents are numbered from here on, so that under one seed they are never training documents.
+// Validation documents are numbered from here, so that no training document of the same seed is one of them.
 constexpr uint64_t SYNTHETIC_FIRST_VALIDATION_DOCUMENT = 1ull << 31;
 
 // The random numbers of one document, four from each call of the generator.
@@ -57,7 +54,7 @@ class SyntheticRandom {
     int used = 4;
 };
 
-// One sentence of the grammar about a person, a blank behind it. Returns where the person's name begins.
+// Appends a sentence about a person, and a blank. Returns where the name begins.
 inline size_t append_synthetic_sentence(std::string& text, SyntheticRandom& random, const std::string& person) {
     static const char* const times[] = {"Today",     "Every morning",  "At noon",     "Last night",
                                         "In spring", "After the rain", "Once a year", "Before dinner"};
@@ -91,9 +88,10 @@ inline void append_synthetic_document(SyntheticCorpus& corpus, uint64_t seed, ui
     corpus.is_answer.resize(start + length, 0);
 
     std::string text(1, '\0');
-    std::vector<size_t> last(names.size(), 0);  // where a name was mentioned last; 0: nowhere
-    size_t due = 0;                          // from where on the first person, who opens the document, may come again
-    for (int rejected = 0; rejected < 8;) {  // towards the end a sentence may be too long, and another still fit
+    std::vector<size_t> last(names.size(), 0);  // where each name was mentioned last; 0: nowhere
+    size_t due = 0;                             // where the first person, who opens the document, may come back
+    // Near the end a sentence may be too long, and another one still fit.
+    for (int rejected = 0; rejected < 8;) {
         size_t who = 0;
         if (text.size() < due) who = 1 + size_t(random.below(options.names - 1));
         else if (last[0] >= due && due) who = size_t(random.below(options.names));
@@ -111,12 +109,12 @@ inline void append_synthetic_document(SyntheticCorpus& corpus, uint64_t seed, ui
     for (const char c : text) corpus.tokens.push_back(uint8_t(c));
 }
 
-// The first `tokens` tokens of the documents first_document, first_document + 1 ...; the last document may be cut.
+// The first `tokens` tokens of the documents first_document, first_document + 1 ...; the last one may be cut short.
 inline SyntheticCorpus synthetic_corpus(uint64_t seed, size_t tokens, uint64_t first_document = 0,
                                         const SyntheticOptions& options = {}) {
+    const int room = 110;  // for two sentences, each of at most 46 bytes besides the name
     if (options.names < 2 || options.letters < 3 || options.min_distance < 1 ||
-        options.max_distance < options.min_distance ||
-        options.document_bytes < options.max_distance + 110)  // a sentence takes at most 46 bytes besides its name
+        options.max_distance < options.min_distance || options.document_bytes < options.max_distance + room)
         fail_usage(
             "synthetic corpus: %d names of %d letters, distances %d..%d and documents of %d bytes do not fit together",
             options.names, options.letters, options.min_distance, options.max_distance, options.document_bytes);

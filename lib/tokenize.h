@@ -1,41 +1,41 @@
 // tokenize.h: the verb `tokenize`: text files to token shards.
 //
-// The caller's thread reads the files in blocks of about 1 MB and hands them to worker threads, which parse and
-// encode; it takes the blocks back in the order in which it read them, so the tokens do not depend on the number of
-// threads. As the split between training and validation depends on the number of tokens, which only the end tells, the
-// tokens first go to a file beside the shards (2 bytes each; it has no name, so nothing of it stays behind whatever
-// happens), and are copied from there to the shards. Memory holds a few blocks per thread and 8 bytes per document; a
-// block grows beyond 1 MB only for a line of JSON, or a run of characters without a place to cut, that is longer.
+// The caller's thread reads the files in blocks of about 1 MB. Worker threads parse and encode them, and the caller
+// takes them back in the order in which it read them, so the tokens do not depend on the number of threads. Where
+// validation begins depends on the number of tokens, which is known only at the end; so the tokens first go to a file
+// beside the shards (2 bytes each; it has no name, so nothing of it stays behind whatever happens) and are copied from
+// there. Memory holds a few blocks per thread and 8 bytes per document; a block grows beyond 1 MB only for a longer
+// line of JSON or a longer run of characters without a place to cut.
+//
+// The tokenizer is a template parameter, so that lib/ includes nothing from above: it is the Tokenizer of tokenizer.h.
 #pragma once
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
 
-#include <unistd.h>
-
-#include "../dataloader.h"
-#include "../tokenizer.h"
+#include "json.h"
+#include "shards.h"
 
 struct TokenizeOptions {
     std::vector<std::string> in;     // --in: .txt and .jsonl files, in this order
     std::string out;                 // --out: PREFIX of the shards
     std::string tokenizer = "gpt2";  // --tokenizer: gpt2 or bytes
     std::string vocab_dir;           // --vocab-dir: see Tokenizer::gpt2
-    // --split-documents: what separates documents in a .txt, with escapes \n \t \0 \\; empty: a file is one
+    // --split-documents: what separates the documents of a .txt, with escapes \n \t \0 \\; empty: the file is one
+    // document
     std::string split_documents;
-    double val_fraction = 0.01;  // --val-fraction: share of the tokens that goes to the validation shards, 0 to below 1
+    double val_fraction = 0.01;  // --val-fraction: the validation shards' share of the tokens, 0 or more and below 1
     uint64_t shard_tokens = 100000000;  // --shard-tokens
-    int threads = 0;                    // --threads, 0: one per core
-    size_t block_bytes = 1 << 20;       // what is read and encoded at a time; only tests change this and the next
-    bool report = true;                 // the progress bar and the summary
+    int threads = 0;                    // --threads; 0: one per core
+    size_t block_bytes = 1 << 20;       // read and encoded at a time; only tests change this and the next
+    bool report = true;                 // show the progress bar and the summary
 };
 
-// The separator of --split-documents with its escapes read. It must be UTF-8, so that it never ends a document within a
-// character.
+// The separator that --split-documents stands for. It must be UTF-8, so that it never cuts a character.
 inline std::string read_separator(const std::string& written) {
     std::string out;
     for (size_t i = 0; i < written.size(); i++) {
@@ -62,7 +62,7 @@ inline std::string read_separator(const std::string& written) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Blocks: what a worker gets, and what it leaves.
+// Blocks: what a worker is given, and what it makes of it.
 
 struct TokenBlock {
     // Of a .txt: parts of `bytes`, each a document or a fragment of one.
@@ -77,15 +77,16 @@ struct TokenBlock {
     std::string path;
     uint64_t first_line = 0, first_byte = 0;  // line number (from 1) and offset in the file of bytes[0]
 
-    // The worker's.
+    // From the worker.
     std::vector<uint16_t> tokens;
-    std::vector<size_t> documents;  // where in `tokens` documents begin, each with end-of-text
-    uint64_t text_bytes = 0;        // of the documents' text
+    std::vector<size_t> documents;  // where documents begin in `tokens`, each with end-of-text
+    uint64_t text_bytes = 0;        // in the documents
     std::exception_ptr error;
     bool done = false;  // guarded by TokenizePool::mutex
 };
 
-inline void encode_block(TokenBlock& block, Encoder& encoder) {
+template <class Encoder>
+void encode_block(TokenBlock& block, Encoder& encoder) {
     const auto encode = [&](const char* text, size_t n, bool begins_document) {
         if (begins_document) {
             block.documents.push_back(block.tokens.size());
@@ -111,7 +112,8 @@ inline void encode_block(TokenBlock& block, Encoder& encoder) {
     }
 }
 
-// The workers, and the blocks under way in the order in which they were handed in.
+// The workers, and the blocks in progress in the order in which they were handed in.
+template <class Tokenizer>
 class TokenizePool {
   public:
     TokenizePool(const Tokenizer& tokenizer, int threads) : limit(4 * size_t(threads)) {
@@ -126,27 +128,27 @@ class TokenizePool {
         for (std::thread& worker : workers) worker.join();
     }
 
-    bool full() const { return under_way.size() >= limit; }
-    bool empty() const { return under_way.empty(); }
+    bool full() const { return in_progress.size() >= limit; }
+    bool empty() const { return in_progress.empty(); }
 
     void hand_in(std::unique_ptr<TokenBlock> block) {
         {
             std::lock_guard<std::mutex> lock(mutex);
             waiting.push_back(block.get());
         }
-        under_way.push_back(std::move(block));
+        in_progress.push_back(std::move(block));
         to_do.notify_one();
     }
 
-    // Waits for the oldest block. What its worker threw is thrown here, so the first error of the files is the one that
-    // is told.
+    // Waits for the oldest block. If its worker threw, this throws, so the first error in the files is the one
+    // reported.
     std::unique_ptr<TokenBlock> take_oldest() {
         {
             std::unique_lock<std::mutex> lock(mutex);
-            finished.wait(lock, [&] { return under_way.front()->done; });
+            finished.wait(lock, [&] { return in_progress.front()->done; });
         }
-        std::unique_ptr<TokenBlock> block = std::move(under_way.front());
-        under_way.pop_front();
+        std::unique_ptr<TokenBlock> block = std::move(in_progress.front());
+        in_progress.pop_front();
         if (block->error) std::rethrow_exception(block->error);
         return block;
     }
@@ -154,14 +156,14 @@ class TokenizePool {
   private:
     const size_t limit;
     std::vector<std::thread> workers;
-    std::deque<std::unique_ptr<TokenBlock>> under_way;  // the caller's thread alone uses it
-    std::mutex mutex;                                   // guards the following and TokenBlock::done
+    std::deque<std::unique_ptr<TokenBlock>> in_progress;  // used by the caller's thread only
+    std::mutex mutex;                                     // guards what follows and TokenBlock::done
     std::condition_variable to_do, finished;
     std::deque<TokenBlock*> waiting;
     bool stopping = false;
 
     void work(const Tokenizer& tokenizer) {
-        Encoder encoder(tokenizer);
+        typename Tokenizer::Encoder encoder(tokenizer);
         while (true) {
             TokenBlock* block;
             {
@@ -190,13 +192,13 @@ class TokenizePool {
 
 using UseBlock = std::function<void(std::unique_ptr<TokenBlock>)>;
 
-// A file read from front to end; `rest` holds what was read and not yet used.
+// A file that is read from front to back; `rest` holds what has been read but not used.
 struct TextFile {
     const std::string path;
     std::ifstream in;
     std::string rest;
     bool at_end = false;
-    size_t mark_bytes = 0;  // of a byte order mark, which is no text and is passed over
+    size_t mark_bytes = 0;  // of a byte order mark, which is skipped
 
     explicit TextFile(const std::string& path) : path(path), in(path, std::ios::binary) {
         if (!in) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
@@ -210,11 +212,10 @@ struct TextFile {
                 path.c_str());
         mark_bytes = begin == "\xEF\xBB\xBF" ? 3 : 0;
         rest = begin.substr(mark_bytes);
-        in.clear();  // of the end of a file of two bytes, which read_more() will find
+        in.clear();  // in a file of two bytes, the end; read_more() will find it again
     }
 
-    // Reads on. At least as much as is left over, so that searching a long line again and again stays linear in its
-    // length.
+    // Reads at least as much as is left over, so that the time to find the end of a long line is linear in its length.
     void read_more(size_t block_bytes) {
         const size_t old = rest.size(), want = std::max(block_bytes, old);
         rest.resize(old + want);
@@ -225,17 +226,18 @@ struct TextFile {
     }
 };
 
-// A document longer than a block goes out in fragments, cut only where the pre-tokeniser cuts anyway, so its tokens are
-// those of the whole.
-inline void read_text(const std::string& path, const std::string& separator, size_t block_bytes, const UseBlock& use) {
+// A document longer than a block is handed on in fragments, cut only where the pre-tokeniser always cuts, so that it
+// has the tokens of the whole.
+template <class PreTokenizer>
+void read_text(const std::string& path, const std::string& separator, size_t block_bytes,
+               const PreTokenizer& pre_tokenizer, const UseBlock& use) {
     TextFile file(path);
-    const PreTokenizer pre_tokenizer;
     bool begins_document = true;  // the next byte is a document's first
     while (!file.at_end || !file.rest.empty()) {
         file.read_more(block_bytes);
         auto block = std::make_unique<TokenBlock>();
         size_t begin = 0;
-        const auto add_part = [&](size_t end) {  // an empty document leaves nothing
+        const auto add_part = [&](size_t end) {  // an empty document adds nothing
             if (end > begin) block->parts.push_back({begin, end, begins_document}), begins_document = false;
             begin = end;
         };
@@ -248,8 +250,8 @@ inline void read_text(const std::string& path, const std::string& separator, siz
         if (file.at_end) {
             add_part(file.rest.size());
         } else {
-            // Behind the cut stay a whole character, and the beginning of a separator that may end in what is still to
-            // be read.
+            // Behind the cut there must be a whole character, and the beginning of a separator whose end may not have
+            // been read yet.
             const size_t keep = std::max<size_t>(4, separator.size());
             size_t cut = file.rest.size() > keep ? file.rest.size() - keep : 0;
             while (cut > begin && !pre_tokenizer.always_cuts(file.rest.data(), file.rest.size(), cut)) cut--;
@@ -266,9 +268,9 @@ inline void read_jsonl(const std::string& path, size_t block_bytes, const UseBlo
     uint64_t line = 1, byte = file.mark_bytes;
     while (!file.at_end || !file.rest.empty()) {
         file.read_more(block_bytes);
-        const size_t newline = file.rest.rfind('\n'), end = file.at_end                    ? file.rest.size()
-                                                            : newline == std::string::npos ? 0
-                                                                                           : newline + 1;
+        const size_t newline = file.rest.rfind('\n');
+        size_t end = newline == std::string::npos ? 0 : newline + 1;
+        if (file.at_end) end = file.rest.size();
         if (end == 0) continue;
         auto block = std::make_unique<TokenBlock>();
         block->is_jsonl = true, block->path = path, block->first_line = line, block->first_byte = byte;
@@ -280,17 +282,17 @@ inline void read_jsonl(const std::string& path, size_t block_bytes, const UseBlo
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// All tokens, before they are split.
+// All the tokens, before they are split into training and validation.
 
 class TokenSpool {
   public:
-    std::vector<uint64_t> documents;  // where each document begins, at its end-of-text
+    std::vector<uint64_t> documents;  // where each document begins, with its end-of-text
     uint64_t tokens = 0;
 
     explicit TokenSpool(const std::string& prefix)
         : path(prefix + "_tokens.tmp"), file(std::fopen(path.c_str(), "w+b")) {
         if (!file) fail("cannot create %s: %s", path.c_str(), std::strerror(errno));
-        std::remove(path.c_str());  // the open file remains, without a name
+        std::remove(path.c_str());  // the file stays open, without a name
     }
     TokenSpool(const TokenSpool&) = delete;
     TokenSpool& operator=(const TokenSpool&) = delete;
@@ -323,15 +325,15 @@ class TokenSpool {
     std::FILE* const file;
 };
 
-// Where the validation tokens begin: at the beginning of the document that is nearest to the last `fraction` of the
-// tokens. But where that is more than twice as many tokens (few long documents), or there is one document alone, in the
-// middle of one, at that very place.
+// Where the validation tokens begin: at the document that begins nearest to the last `fraction` of the tokens. If that
+// gives more than twice as many tokens as asked for (few long documents), or there is only one document, they begin at
+// exactly that place, in the middle of a document.
 inline uint64_t validation_begin(uint64_t tokens, const std::vector<uint64_t>& documents, double fraction) {
     if (fraction == 0) return tokens;
     const uint64_t target = tokens - uint64_t(double(tokens) * fraction);
     if (documents.size() < 2) return target;
-    const auto above =
-        std::lower_bound(documents.begin() + 1, documents.end() - 1, target);  // the last one if none other is
+    // the first document that does not begin before the target, or else the last one
+    const auto above = std::lower_bound(documents.begin() + 1, documents.end() - 1, target);
     uint64_t nearest = *above;
     if (above != documents.begin() + 1 && nearest > target && target - *(above - 1) < nearest - target)
         nearest = *(above - 1);
@@ -340,21 +342,21 @@ inline uint64_t validation_begin(uint64_t tokens, const std::vector<uint64_t>& d
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// The bar on stderr: five times a second on a terminal, a line every ten seconds elsewhere.
+// The progress bar on stderr: five times a second on a terminal, a line every ten seconds elsewhere.
 class TokenizeProgress {
   public:
     TokenizeProgress(uint64_t total_bytes, bool visible)
-        : total(total_bytes), visible(visible), on_terminal(isatty(2)), begin(now()), shown(begin) {}
+        : total(total_bytes), visible(visible), on_terminal(isatty(2)), begin(seconds_now()), shown(begin) {}
     ~TokenizeProgress() {
         if (visible && on_terminal) std::fputc('\n', stderr);
     }
 
-    double seconds() const { return std::chrono::duration<double>(now() - begin).count(); }
+    double seconds() const { return seconds_now() - begin; }
 
     void show(uint64_t bytes, bool always = false) {
         if (!visible) return;
-        if (!always && now() - shown < std::chrono::milliseconds(on_terminal ? 200 : 10000)) return;
-        shown = now();
+        if (!always && seconds_now() - shown < (on_terminal ? 0.2 : 10)) return;
+        shown = seconds_now();
         const double share = total ? std::min(1.0, double(bytes) / double(total)) : 1;
         const int width = 30, full = int(share * width);
         const std::string bar = std::string(size_t(full), '#') + std::string(size_t(width - full), '.');
@@ -364,19 +366,17 @@ class TokenizeProgress {
     }
 
   private:
-    using Time = std::chrono::steady_clock::time_point;
-    static Time now() { return std::chrono::steady_clock::now(); }
     const uint64_t total;
     const bool visible, on_terminal;
-    const Time begin;
-    Time shown;
+    const double begin;
+    double shown;
 };
 
 inline bool has_ending(const std::string& path, const std::string& ending) {
     return path.size() >= ending.size() && path.compare(path.size() - ending.size(), ending.size(), ending) == 0;
 }
 
-// Everything that can be refused before any work is done; returns the bytes of all files.
+// Refuses everything that can be refused before any work is done; returns the bytes of all the files.
 inline uint64_t check_tokenize_options(const TokenizeOptions& options) {
     if (options.in.empty()) fail_usage("tokenize: no input; give --in FILE...");
     if (options.out.empty()) fail_usage("tokenize: no output; give --out PREFIX");
@@ -401,7 +401,35 @@ inline uint64_t check_tokenize_options(const TokenizeOptions& options) {
     return bytes;
 }
 
-inline void tokenize_files(const TokenizeOptions& options) {
+// Reads and encodes all the files into the spool. Returns the bytes of text, and the seconds it took in *seconds.
+template <class Tokenizer>
+uint64_t encode_files(const TokenizeOptions& options, const std::string& separator, const Tokenizer& tokenizer,
+                      int threads, uint64_t total_bytes, TokenSpool& spool, double* seconds) {
+    uint64_t file_bytes = 0, text_bytes = 0;
+    TokenizeProgress progress(total_bytes, options.report);
+    TokenizePool<Tokenizer> pool(tokenizer, threads);
+    const auto take = [&] {
+        const auto block = pool.take_oldest();
+        spool.write(*block);
+        file_bytes += block->bytes.size(), text_bytes += block->text_bytes;
+        progress.show(file_bytes);
+    };
+    const UseBlock use = [&](std::unique_ptr<TokenBlock> block) {
+        while (pool.full()) take();
+        pool.hand_in(std::move(block));
+    };
+    for (const std::string& path : options.in) {
+        if (has_ending(path, ".jsonl")) read_jsonl(path, options.block_bytes, use);
+        else read_text(path, separator, options.block_bytes, tokenizer.pre_tokenizer, use);
+    }
+    while (!pool.empty()) take();
+    if (!spool.documents.empty()) progress.show(total_bytes, true);
+    *seconds = progress.seconds();
+    return text_bytes;
+}
+
+template <class Tokenizer>
+void tokenize_files(const TokenizeOptions& options) {
     const uint64_t total_bytes = check_tokenize_options(options);
     const std::string separator = read_separator(options.split_documents);
     const Tokenizer tokenizer = Tokenizer::open(options.tokenizer, options.vocab_dir);
@@ -410,29 +438,8 @@ inline void tokenize_files(const TokenizeOptions& options) {
     ShardWriter val(options.out, "val", 0, options.shard_tokens, tokenizer.vocab_size());
 
     TokenSpool spool(options.out);
-    uint64_t file_bytes = 0, text_bytes = 0;
     double seconds;
-    {
-        TokenizeProgress progress(total_bytes, options.report);
-        TokenizePool pool(tokenizer, threads);
-        const auto take = [&] {
-            const auto block = pool.take_oldest();
-            spool.write(*block);
-            file_bytes += block->bytes.size(), text_bytes += block->text_bytes;
-            progress.show(file_bytes);
-        };
-        const UseBlock use = [&](std::unique_ptr<TokenBlock> block) {
-            while (pool.full()) take();
-            pool.hand_in(std::move(block));
-        };
-        for (const std::string& path : options.in) {
-            if (has_ending(path, ".jsonl")) read_jsonl(path, options.block_bytes, use);
-            else read_text(path, separator, options.block_bytes, use);
-        }
-        while (!pool.empty()) take();
-        if (!spool.documents.empty()) progress.show(total_bytes, true);
-        seconds = progress.seconds();
-    }
+    const uint64_t text_bytes = encode_files(options, separator, tokenizer, threads, total_bytes, spool, &seconds);
     const size_t documents = spool.documents.size();
     if (documents == 0)
         fail("--in %s: no text in %s", options.in[0].c_str(), options.in.size() > 1 ? "any of the files" : "the file");
@@ -441,8 +448,7 @@ inline void tokenize_files(const TokenizeOptions& options) {
     spool.copy(0, begin, train);
     train.close();
     const bool at_document = std::binary_search(spool.documents.begin(), spool.documents.end(), begin);
-    if (!at_document && begin < spool.tokens)
-        val.write(&tokenizer.end_of_text, 1);  // so that the validation begins with it too
+    if (!at_document && begin < spool.tokens) val.write(&tokenizer.end_of_text, 1);  // so that val begins with one too
     spool.copy(begin, spool.tokens, val);
     val.close();
 

@@ -1,5 +1,5 @@
-// util.h: what every other file leans on. UTF-8, errors that end in one line, the counter-based random numbers, files
-// and globs.
+// util.h: UTF-8, errors that fit on one line, clocks, counter-based random numbers, limits of a container. Every other
+// file uses it.
 #pragma once
 #include <algorithm>
 #include <cerrno>
@@ -15,14 +15,11 @@
 #include <string>
 #include <vector>
 
-#include <glob.h>
-#include <sys/stat.h>
-
 // ---------------------------------------------------------------------------------------------------------------------
-// UTF-8 (RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF), and what may stand in a message.
+// UTF-8 (RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF), and text that is safe to print.
 
-// The length in bytes (1 to 4) of the character that begins at s[0] and lies within n bytes, its code point in *code;
-// 0 when the bytes there are no valid UTF-8.
+// Decodes the character at s[0], of which n bytes may be read: returns its length in bytes (1 to 4) and its code point
+// in *code, or 0 if the bytes are not valid UTF-8.
 inline int utf8_decode(const char* s, size_t n, uint32_t* code) {
     const unsigned char* u = reinterpret_cast<const unsigned char*>(s);
     if (n == 0) return 0;
@@ -46,14 +43,14 @@ inline int utf8_decode(const char* s, size_t n, uint32_t* code) {
     return 0;
 }
 
-// The text as it may stand in a message: one line that leaves the terminal as it was, whatever a file,
-// an option or a variable put into it. The bytes of control characters, of Unicode's line ends and
-// direction marks, and those that are no valid UTF-8 are shown as \xNN; a long text loses its middle.
+// Makes any text safe to print in a message: one line that cannot upset the terminal, whatever a file, an option or a
+// variable put into it. The bytes of control characters, of Unicode's line separators and direction marks, and of
+// invalid UTF-8 are shown as \xNN; a long text loses its middle.
 inline std::string printable(const std::string& text) {
     constexpr size_t limit = 2000, tail = 500;
     size_t gap_begin = text.size(), gap_end = text.size();
     if (text.size() > limit) {
-        const auto in_character = [&](size_t i) { return (text[i] & 0xC0) == 0x80; };  // but not at its beginning
+        const auto in_character = [&](size_t i) { return (text[i] & 0xC0) == 0x80; };  // not at its first byte
         gap_begin = limit - tail, gap_end = text.size() - tail;
         for (int back = 0; back < 3 && in_character(gap_end); back++) gap_end--;
     }
@@ -80,17 +77,13 @@ inline std::string printable(const std::string& text) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Errors. Whatever a user can cause is thrown as one Error, whose text is one line: what, where (file, offset, option),
-// what was expected, what to do. main() prints it and exits with its status: 2 for wrong usage, 1 for everything else.
+// Errors. Everything a user can cause is thrown as an Error, whose text is one line: what went wrong, where (file,
+// offset, option), what was expected, what to do. main() prints it and exits with its status: 2 for wrong usage, 1 for
+// everything else.
 
 struct Error : std::runtime_error {
     int status;
     Error(int status, const std::string& text) : std::runtime_error(printable(text)), status(status) {}
-};
-
-// A file that is there and cannot be read: permissions, the machine's limits or the network say no, not its content.
-struct Unreadable : Error {
-    explicit Unreadable(const std::string& text) : Error(1, text) {}
 };
 
 __attribute__((format(printf, 1, 0))) inline std::string format_list(const char* format, va_list args) {
@@ -110,7 +103,7 @@ __attribute__((format(printf, 1, 2))) inline std::string format_text(const char*
     return text;
 }
 
-// Bad data, a failing call, a lost file: exit status 1.
+// Bad data, a failed system call, a missing file: exit status 1.
 [[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char* format, ...) {
     va_list args;
     va_start(args, format);
@@ -128,7 +121,7 @@ __attribute__((format(printf, 1, 2))) inline std::string format_text(const char*
     throw Error(2, text);
 }
 
-// Seconds of a clock that only goes forward.
+// Seconds on a clock that never goes back.
 inline double seconds_now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -138,9 +131,9 @@ inline double unix_time() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Random numbers by counter: element i of stream s under a seed is a pure function of (seed, s, i), so weights, data
-// order, samples and rounding do not depend on the number of ranks or threads, and there is no state to save. Philox
-// 4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the generator of cuRAND too.
+// Counter-based random numbers: number i of stream s under a seed is a pure function of (seed, s, i), so weights, data
+// order, samples and rounding do not depend on how many ranks or threads there are, and there is no state to save.
+// Philox 4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; cuRAND has it too.
 
 #ifdef __CUDACC__
 #define HOST_DEVICE __host__ __device__
@@ -167,8 +160,8 @@ HOST_DEVICE inline Philox philox4x32(uint64_t counter, uint64_t stream, uint64_t
     return {{c0, c1, c2, c3}};
 }
 
-// One stream number per use, so that no two uses ever share a random number. Stream = use + 2^32 * index (of the
-// tensor, epoch ...).
+// Every use has its own streams, so no two uses ever share a random number. Stream = use + 2^32 * index (of the tensor,
+// the epoch ...).
 enum RandomUse : uint64_t {
     RANDOM_INIT = 1,
     RANDOM_SHUFFLE = 2,
@@ -190,13 +183,14 @@ HOST_DEVICE inline double random_uniform(uint64_t seed, uint64_t stream, uint64_
     return double(random_bits(seed, stream, counter) >> 11) * 0x1p-53;
 }
 
-// Uniform integer in [0, n), by the high half of a 64 x 64 bit product; the bias is below n / 2^64.
+// A uniform integer in [0, n): the high half of a 64 x 64 bit product. The bias is below n / 2^64.
 inline uint64_t random_below(uint64_t n, uint64_t seed, uint64_t stream, uint64_t counter) {
     return uint64_t((unsigned __int128)random_bits(seed, stream, counter) * n >> 64);
 }
 
-// Standard normal by Box-Muller. The logarithm and the cosine are written out in fused multiply-adds, which IEEE 754
-// defines to the last bit, because libm's differ between machines: the same seed must give the same weights everywhere.
+// Standard normal, by Box-Muller. The same seed must give the same weights on every machine, but libm's logarithm and
+// cosine differ from one to the next; so both are written out in fused multiply-adds, which IEEE 754 defines to the
+// last bit.
 inline double random_normal(uint64_t seed, uint64_t stream, uint64_t counter) {
     const Philox p = philox4x32(counter, stream, seed);
     const double u = double(((uint64_t(p.word[1]) << 32 | p.word[0]) >> 11) + 1) * 0x1p-53;  // (0, 1]
@@ -207,7 +201,7 @@ inline double random_normal(uint64_t seed, uint64_t stream, uint64_t counter) {
     double series = 0;
     for (int k = 21; k >= 1; k -= 2) series = std::fma(series, s2, 1.0 / k);
     const double log_u = std::fma(double(exponent), 0.69314718055994531, 2 * s * series);
-    // The angle is a quarter turn times (quadrant + f), f in [-0.5, 0.5): Taylor series of cosine and sine on f alone.
+    // The angle is a quarter turn times (quadrant + f), f in [-0.5, 0.5): only f goes through the Taylor series.
     const uint64_t turn = (uint64_t(p.word[3]) << 32 | p.word[2]) >> 11;
     const int quadrant = int(turn >> 51);
     const double f = std::fma(double(turn & ((1ull << 51) - 1)), 0x1p-51, -0.5) * 1.5707963267948966, f2 = f * f;
@@ -220,40 +214,9 @@ inline double random_normal(uint64_t seed, uint64_t stream, uint64_t counter) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Files.
-
-inline bool file_exists(const std::string& path) {
-    struct stat s;
-    return stat(path.c_str(), &s) == 0;
-}
-
-inline uint64_t file_size(const std::string& path) {
-    struct stat s;
-    if (stat(path.c_str(), &s) != 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
-    if (S_ISDIR(s.st_mode)) fail("%s is a folder, a file was expected", path.c_str());
-    return uint64_t(s.st_size);
-}
-
-// Whether a missing file or a failing disk, which lose what was there, or Unreadable.
-[[noreturn]] inline void fail_to_read(const std::string& path, int error) {
-    const std::string text = format_text("cannot open %s: %s", path.c_str(), std::strerror(error));
-    if (error == ENOENT || error == ENOTDIR || error == ELOOP || error == EIO) fail("%s", text.c_str());
-    throw Unreadable(text);
-}
-
-// The whole file. Meant for what fits in memory: vocabularies, configs, prompts.
-inline std::string read_file(const std::string& path) {
-    std::string bytes(file_size(path), '\0');
-    std::ifstream in(path, std::ios::binary);
-    if (!in) fail_to_read(path, errno);
-    if (!in.read(&bytes[0], std::streamsize(bytes.size())))
-        fail("cannot read %zu bytes of %s: %s", bytes.size(), path.c_str(), std::strerror(errno));
-    return bytes;
-}
-
-// What the control groups of this process (cgroup v2: the limits of a container, of a Slurm job) leave of the machine:
-// bytes of memory that it can still have, file pages that the kernel would give back included, and processors. Infinity
-// where nothing is limited.
+// What the control groups of this process (cgroup v2: the limits of a container or a Slurm job) leave it: bytes of
+// memory that it can still allocate, counting file pages that the kernel would give back, and processors. Infinity
+// where there is no limit.
 struct ResourceLimits {
     double bytes = std::numeric_limits<double>::infinity(), processors = std::numeric_limits<double>::infinity();
 };
@@ -264,7 +227,7 @@ inline ResourceLimits cgroup_limits(const std::string& root = "/sys/fs/cgroup",
     std::string group;
     while (std::getline(groups, group) && group.compare(0, 3, "0::")) group.clear();
     if (group.size() < 3) return limits;
-    for (group.erase(0, 3);; group.erase(group.rfind('/'))) {  // the group and all above it
+    for (group.erase(0, 3);; group.erase(group.rfind('/'))) {  // this group, then every group above it
         if (group == "/") group.clear();
         const std::string folder = root + group;
         double most, current, quota, period;
@@ -278,25 +241,5 @@ inline ResourceLimits cgroup_limits(const std::string& root = "/sys/fs/cgroup",
         if (std::ifstream(folder + "/cpu.max") >> quota >> period)
             limits.processors = std::min(limits.processors, quota / period);
         if (group.empty()) return limits;
-    }
-}
-
-// The files that match a shell pattern, sorted by name. An empty answer is the caller's error to word.
-inline std::vector<std::string> glob_files(const std::string& pattern) {
-    glob_t found;
-    std::vector<std::string> paths;
-    if (glob(pattern.c_str(), 0, nullptr, &found) == 0)
-        for (size_t i = 0; i < found.gl_pathc; i++) paths.push_back(found.gl_pathv[i]);
-    globfree(&found);
-    return paths;
-}
-
-// mkdir -p
-inline void make_folders(const std::string& path) {
-    for (size_t slash = path.find('/', 1);; slash = path.find('/', slash + 1)) {
-        const std::string part = path.substr(0, slash);
-        if (!part.empty() && mkdir(part.c_str(), 0777) != 0 && errno != EEXIST)
-            fail("cannot make folder %s: %s", part.c_str(), std::strerror(errno));
-        if (slash == std::string::npos) return;
     }
 }

@@ -1,22 +1,23 @@
-// crash_test.cpp: trains a small run, breaks it again and again, resumes it, and compares what it
-// comes to with a run that nobody broke: every file of the last checkpoint byte for byte, the state
-// in its manifest (with it the loader's, so the order of the data), and main.log line for line.
+// crash_test.cpp: trains a small run, breaks it again and again, resumes it, and compares the result with a run that
+// nobody broke: every file of the last checkpoint byte for byte, the state in its manifest (the loader's included, so
+// the order of the data too), and main.log line for line.
 //     crash_test [--kills N] [--faults N] [--rot N] [--seed N] [--program ./train_nsa] [--shim build/faults.so]
-//     [--mpirun 'mpirun -np 2'] [-- OPTION...]
-// The short form, without options, is a part of make test. --kills 300 is the long form: that many
-// with one rank, a third as many with two, and more of the rest. OPTIONs go to the program, such
-// as --recompute 2. The last line is "N passed, N failed"; what failed leaves its folder behind.
+//                [--mpirun 'mpirun -np 2'] [-- OPTION...]
+// The short form, without options, is part of make test. --kills 300 is the long form: that many with one rank, a third
+// as many with two, and more of the rest. OPTIONs go to the program, such as --recompute 2. The last line is
+// "N passed, N failed"; a failed round leaves its folder behind.
 //
-//     kill     SIGKILL at a random moment, of all ranks or of one; then --resume
+//     kill     SIGKILL at a random moment, to all ranks or to one; then --resume
 //     fault    faults.c between the program and the disk: writes that fail, and power cuts
-//     rot      a kill, and damage done to the newest checkpoint before --resume
+//     rot      a kill, and damage to the newest checkpoint before --resume
 //
-// A round is one run from its beginning to its end with several of these on the way. What is demanded on the way:
-// - a checkpoint that was reported saved is resumed from, or a newer one,
-// unless the disk lied (torn, lost_rename) or the checkpoint was damaged;
-// - a damaged one is named and never resumed from; without lies or damage from outside there is none, whatever the
-// moment of a crash;
-// - when a write fails and the program lives, it says so and trains on to the last step.
+// A round is one run from beginning to end, with several of these on the way. It must fulfil:
+// - a checkpoint that was reported saved is resumed from, or a newer one, unless the disk lied (torn, lost_rename) or
+//   the checkpoint was damaged;
+// - a damaged checkpoint is named and never resumed from; unless the disk lied or we did the damage, there is none,
+//   whatever the moment of the crash;
+// - if a write fails and the program lives, it says so and trains on to the last step.
+#include <functional>
 #include <map>
 #include <regex>
 
@@ -29,7 +30,7 @@
 extern char** environ;
 
 struct Settings {
-    int64_t kills = 8, faults = 0, rot = 3, seed = 1;  // faults: rounds of each kind; 0: one in the short form
+    int64_t kills = 8, faults = 0, rot = 3, seed = 1;  // faults: rounds of each kind; 0: the default, 1 or 10
     std::string program = "./train_nsa", shim = "build/faults.so", mpirun = "mpirun -np 2";
     std::vector<std::string> more;
 };
@@ -41,12 +42,6 @@ struct Ended {
     std::string out, err;
 };
 
-static double now() {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
-}
-
 static std::vector<std::string> lines_of(const std::string& text, const std::string& beginning = "") {
     std::vector<std::string> lines;
     for (size_t at = 0; at < text.size();) {
@@ -57,11 +52,21 @@ static std::vector<std::string> lines_of(const std::string& text, const std::str
     return lines;
 }
 
+static std::vector<std::string> words_of(const std::string& text) {
+    std::vector<std::string> words;
+    for (size_t at = 0; (at = text.find_first_not_of(' ', at)) != std::string::npos;) {
+        const size_t end = std::min(text.find(' ', at), text.size());
+        words.push_back(text.substr(at, end - at));
+        at = end;
+    }
+    return words;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Starting and killing.
 
-// The processes of this run, mpirun's and all ranks', known by a variable of their environment: mpirun puts them into
-// groups of their own.
+// The processes of this run, mpirun and all ranks, with this command if one is given. mpirun puts ranks into process
+// groups of their own, so they are recognised by a variable in their environment.
 static std::vector<pid_t> processes_with(const std::string& variable, const std::string& command) {
     std::vector<pid_t> found;
     for (const std::string& name : folder_entries("/proc")) {
@@ -91,50 +96,23 @@ class CrashTest {
     }
     int64_t between(int64_t low, int64_t high) { return low + int64_t(draw(uint64_t(high - low + 1))); }
 
-    // Runs the program in `folder` with --out run. kill_after: seconds; < 0: never. One rank of several is killed alone
-    // every second time.
+    // Runs the program in `folder` with --out run. kill_after: seconds; < 0: never. With several ranks, half of the
+    // kills strike only one. `fault` is put before the command, see fault_environment.
     Ended run(const std::string& folder, int ranks, bool resume, double kill_after,
               std::vector<std::string> fault = {}) {
         if (!fault.empty()) fault.push_back("FAULT_FOLDER=" + folder + "/run");
         const std::string mark = format_text("CRASH_TEST_RUN=%d.%lld", int(getpid()), (long long)++runs);
-        std::vector<std::string> words, environment = {mark, "CUDA_VISIBLE_DEVICES="};
-        for (char** e = environ; *e; e++)
-            if (std::strncmp(*e, "PMI_", 4) != 0 && std::strncmp(*e, "OMPI_", 5) != 0) environment.push_back(*e);
-        if (ranks > 1) words = words_of(settings.mpirun);
-        else words = {"/usr/bin/env"};
-        std::vector<std::string> command = {settings.program, "--out", "run"};
-        command.insert(command.end(), options.begin(), options.end());
-        command.insert(command.end(), settings.more.begin(), settings.more.end());
-        if (resume) command.push_back("--resume");
-        // The shim goes to the program alone, not to mpirun; with two ranks to the second.
-        if (ranks > 1 && !fault.empty()) {
-            words = words_of(std::regex_replace(settings.mpirun, std::regex("2"), "1"));
-            words.insert(words.end(), command.begin(), command.end());
-            words.insert(words.end(), {":", "-np", "1", "env"});
-        }
-        words.insert(words.end(), fault.begin(), fault.end());
-        words.insert(words.end(), command.begin(), command.end());
-        std::vector<char*> argv, envp;
-        for (const std::string& w : words) argv.push_back(const_cast<char*>(w.c_str()));
-        for (const std::string& v : environment) envp.push_back(const_cast<char*>(v.c_str()));
-        argv.push_back(nullptr), envp.push_back(nullptr);
         int out[2], err[2];
         if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0)
             fail("cannot make a pipe: %s", std::strerror(errno));
-        const double begin = now();
-        const pid_t child = fork();
-        if (child < 0) fail("cannot fork: %s", std::strerror(errno));
-        if (child == 0) {
-            const int null = ::open("/dev/null", O_RDONLY);
-            if (chdir(folder.c_str()) == 0 && dup2(null, 0) >= 0 && dup2(out[1], 1) >= 0 && dup2(err[1], 2) >= 0)
-                execvpe(argv[0], argv.data(), envp.data());
-            _exit(127);
-        }
+        const double begin = seconds_now();
+        const pid_t child = start(folder, command_words(ranks, resume, fault), mark, out[1], err[1]);
         close(out[1]), close(err[1]);
         Ended ended;
         struct pollfd streams[2] = {{out[0], POLLIN, 0}, {err[0], POLLIN, 0}};
         while (streams[0].fd >= 0 || streams[1].fd >= 0) {
-            const double limit = kill_after >= 0 && !ended.killed ? kill_after : 120, left = begin + limit - now();
+            const double limit = kill_after >= 0 && !ended.killed ? kill_after : 120,
+                         left = begin + limit - seconds_now();
             struct timespec wait = {0, 0};
             if (left > 0) wait.tv_sec = time_t(left), wait.tv_nsec = long(1e9 * (left - double(wait.tv_sec)));
             ppoll(streams, 2, &wait, nullptr);
@@ -145,7 +123,7 @@ class CrashTest {
                 if (n > 0) (i ? ended.err : ended.out).append(bytes, size_t(n));
                 else if (n == 0 || errno != EINTR) close(streams[i].fd), streams[i].fd = -1;
             }
-            if (now() < begin + limit) continue;
+            if (seconds_now() < begin + limit) continue;
             ended.late = ended.killed || kill_after < 0;
             kill_run(child, mark, ranks, ended.late || draw(2));
             ended.killed = true;
@@ -156,14 +134,14 @@ class CrashTest {
         int status;
         while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
         }
-        // Two writers at once is nothing a run has to bear: the last rank must be gone before the next start.
+        // A run need not survive two writers at once, so the last rank must be gone before the next start.
         while (ranks > 1 && !processes_with(mark, "").empty()) usleep(1000);
         ended.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-        ended.seconds = now() - begin;
+        ended.seconds = seconds_now() - begin;
         return ended;
     }
 
-    // The run that nobody breaks.
+    // The run that nobody breaks, and how often it writes, syncs and renames.
     void make_reference(int ranks) {
         Reference& r = references[ranks];
         r.folder = new_folder(format_text("reference_%d", ranks));
@@ -191,7 +169,7 @@ class CrashTest {
         std::fflush(stdout);
     }
 
-    // Rounds until that many kills have struck a run that was alive.
+    // Rounds until that many kills have hit a running program.
     void kill_rounds(int ranks, int64_t kills) {
         const std::string name = format_text("kill, %d rank%s", ranks, ranks > 1 ? "s" : "");
         for (int64_t done = 0; done < kills;)
@@ -238,7 +216,7 @@ class CrashTest {
                                e.err.c_str());
                         continue;
                     }
-                    if (crashes) {  // it ended before
+                    if (crashes) {  // it ended before the power cut
                         demand(e.status == 0, "it ended with status %d: %s", e.status, e.err.c_str());
                         break;
                     }
@@ -254,7 +232,7 @@ class CrashTest {
                         demand(e.status == 0 && e.err.empty(), "short writes gave status %d: %s", e.status,
                                e.err.c_str());
                 }
-                const Ended e = go_on(folder, ranks, -1);  // of a run that is complete: nothing to do but to clean up
+                const Ended e = go_on(folder, ranks, -1);  // the run is complete: this only cleans up
                 demand(e.status == 0, "resumed without faults it ended with status %d: %s", e.status, e.err.c_str());
                 finish(folder, ranks);
             });
@@ -307,21 +285,11 @@ class CrashTest {
     std::map<int, Reference> references;
     uint64_t drawn = 0;
     int64_t runs = 0, folders = 0;
-    // of the running round
+    // of the current round
     int64_t saved = 0;  // the last step that was reported saved
     bool disk_lies = false, rotten = false;
     std::string damaged;  // name of the checkpoint that was damaged since the last start, or ""
     std::string history;
-
-    static std::vector<std::string> words_of(const std::string& text) {
-        std::vector<std::string> words;
-        for (size_t at = 0; (at = text.find_first_not_of(' ', at)) != std::string::npos;) {
-            const size_t end = std::min(text.find(' ', at), text.size());
-            words.push_back(text.substr(at, end - at));
-            at = end;
-        }
-        return words;
-    }
 
     __attribute__((format(printf, 3, 4))) void demand(bool good, const char* format, ...) {
         if (good) return;
@@ -338,7 +306,7 @@ class CrashTest {
         return folder;
     }
 
-    // The words before the command that put the shim in between.
+    // The words that, in front of the command, put the shim between it and the disk.
     std::vector<std::string> fault_environment(const std::string& kind, int64_t at, int64_t count) {
         remove_tree(fault_log);
         std::vector<std::string> words = {
@@ -347,6 +315,43 @@ class CrashTest {
         const char* asan = std::getenv("ASAN_OPTIONS");
         words.push_back(std::string("ASAN_OPTIONS=") + (asan ? asan : "") + ":verify_asan_link_order=0");
         return words;
+    }
+
+    // The shim is preloaded into the program alone, not into mpirun; of two ranks, into the second.
+    std::vector<std::string> command_words(int ranks, bool resume, const std::vector<std::string>& fault) const {
+        std::vector<std::string> command = {settings.program, "--out", "run"};
+        command.insert(command.end(), options.begin(), options.end());
+        command.insert(command.end(), settings.more.begin(), settings.more.end());
+        if (resume) command.push_back("--resume");
+        std::vector<std::string> words = {"/usr/bin/env"};
+        if (ranks > 1 && fault.empty()) words = words_of(settings.mpirun);
+        if (ranks > 1 && !fault.empty()) {
+            words = words_of(std::regex_replace(settings.mpirun, std::regex("2"), "1"));
+            words.insert(words.end(), command.begin(), command.end());
+            words.insert(words.end(), {":", "-np", "1", "env"});
+        }
+        words.insert(words.end(), fault.begin(), fault.end());
+        words.insert(words.end(), command.begin(), command.end());
+        return words;
+    }
+
+    // Starts the words in the folder, with the variable `mark` in the environment.
+    static pid_t start(const std::string& folder, const std::vector<std::string>& words, const std::string& mark,
+                       int out, int err) {
+        std::vector<std::string> environment = {mark, "CUDA_VISIBLE_DEVICES="};
+        for (char** e = environ; *e; e++)
+            if (std::strncmp(*e, "PMI_", 4) != 0 && std::strncmp(*e, "OMPI_", 5) != 0) environment.push_back(*e);
+        std::vector<char*> argv, envp;
+        for (const std::string& w : words) argv.push_back(const_cast<char*>(w.c_str()));
+        for (const std::string& v : environment) envp.push_back(const_cast<char*>(v.c_str()));
+        argv.push_back(nullptr), envp.push_back(nullptr);
+        const pid_t child = fork();
+        if (child < 0) fail("cannot fork: %s", std::strerror(errno));
+        if (child > 0) return child;
+        const int null = ::open("/dev/null", O_RDONLY);
+        if (chdir(folder.c_str()) == 0 && dup2(null, 0) >= 0 && dup2(out, 1) >= 0 && dup2(err, 2) >= 0)
+            execvpe(argv[0], argv.data(), envp.data());
+        _exit(127);
     }
 
     void kill_run(pid_t child, const std::string& mark, int ranks, bool everything) {
@@ -363,7 +368,7 @@ class CrashTest {
         for (pid_t pid : all) kill(pid, SIGKILL);
     }
 
-    // One more start of the round's run, with what is demanded of every resume.
+    // Starts the round's run once more, and checks what every resume must fulfil.
     Ended go_on(const std::string& folder, int ranks, double kill_after, const std::vector<std::string>& fault = {}) {
         const Ended e = run(folder, ranks, true, kill_after, fault);
         history += format_text(" [%.2f s, status %d]", e.seconds, e.status);
@@ -372,7 +377,7 @@ class CrashTest {
         int64_t resumed = -1;
         for (const std::string& line : lines_of(e.out, "resume:"))
             resumed = std::regex_search(line, m, std::regex("step_([0-9]{8,})")) ? std::stoll(m[1]) : 0;
-        if (resumed >= 0) {  // it came so far as to say so
+        if (resumed >= 0) {  // it lived long enough to print it
             events[resumed ? "resumes" : "starts with nothing to resume"]++;
             history += format_text(" from %lld", (long long)resumed);
             if (!disk_lies)
@@ -397,7 +402,7 @@ class CrashTest {
         const std::string run_folder = folder + "/run";
         if (e.status == 1 && !checkpoint_steps(run_folder).empty() &&
             newest_intact_checkpoint(run_folder, [](const std::string&) {}).empty()) {
-            // Nothing intact is left: it may refuse, if it says why; what the user then does is done here.
+            // Nothing intact is left: it may refuse, if it says why. Then do what a user would.
             demand(disk_lies || rotten, "no checkpoint is intact: %s", e.err.c_str());
             demand(e.err.find(" is damaged") != std::string::npos,
                    "it refused without saying that a checkpoint is damaged: %s", e.err.c_str());
@@ -448,7 +453,7 @@ class CrashTest {
         std::fflush(stdout);
     }
 
-    // Damages one file of the checkpoint; returns how, the kind first.
+    // Damages one file of the checkpoint; returns a description that begins with the kind of damage.
     std::string damage(const std::string& folder) {
         std::vector<std::string> names;
         for (const FileRecord& file : read_manifest(folder).files)
@@ -514,11 +519,11 @@ int main(int argc, char** argv) {
         const char* base = std::getenv("TMPDIR");
         std::string scratch = std::string(base ? base : "/tmp") + "/crash_test_XXXXXX";
         if (!mkdtemp(&scratch[0])) fail("cannot make a temporary folder %s: %s", scratch.c_str(), std::strerror(errno));
-        char* absolute = realpath(scratch.c_str(), nullptr);  // the shim sees paths without links
+        char* absolute = realpath(scratch.c_str(), nullptr);  // the shim sees paths with their links resolved
         if (absolute) scratch = absolute;
         std::free(absolute);
         CrashTest test(settings, scratch);
-        const double begin = now();
+        const double begin = seconds_now();
         const int64_t faults = settings.faults ? settings.faults
                                : long_form     ? 10
                                                : 1,
@@ -534,11 +539,11 @@ int main(int argc, char** argv) {
             test.make_reference(2);
             test.kill_rounds(2, settings.kills / 3);
             for (const char* kind :
-                 {"short", "enospc", "eio_write", "eio_fsync"})  // of rank 1, which hands its records to rank 0
+                 {"short", "enospc", "eio_write", "eio_fsync"})  // in rank 1, which sends its records to rank 0
                 for (int64_t i = 0; i < faults / 2; i++) test.fault_round(2, kind);
         }
         for (const auto& event : test.events) std::printf("%8lld  %s\n", (long long)event.second, event.first.c_str());
-        std::printf("%.0f s\n", now() - begin);
+        std::printf("%.0f s\n", seconds_now() - begin);
         if (test.failed == 0) remove_tree(scratch);
         std::printf("%d passed, %d failed\n", test.passed, test.failed);
         return test.failed ? 1 : 0;

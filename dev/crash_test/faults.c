@@ -1,28 +1,30 @@
-// faults.c: a disk that fails, for dev/crash_test: preloaded into a program, it stands between write, fsync and rename
-// and the kernel.
+// faults.c: a disk that fails, for dev/crash_test: preloaded into a program, it stands between its calls of write,
+// fsync and rename and the kernel.
 //     cc -shared -fPIC -O1 -pthread -o faults.so faults.c -ldl
 //     LD_PRELOAD=./faults.so FAULT_FOLDER=/absolute/folder FAULT=kind:at:count FAULT_SEED=1 FAULT_LOG=events.txt
 //     program
 //
-// Only paths below FAULT_FOLDER are touched, and operations count from the
-// first one on a checkpoint (a path with "/step_") on. FAULT is one of
-//     count                   nothing; FAULT_LOG gets "writes W fsyncs F renames R bytes B" when the program ends
-//     short                   every write may take only a part, or none because a signal came (EINTR): what POSIX
-//     allows any day enospc:AT:COUNT         the disk is full after AT bytes: the part that fits is taken, then COUNT
-//     writes fail with ENOSPC; then there is room eio_write:AT:COUNT      COUNT writes from write number AT on fail
-//     with EIO eio_fsync:AT:COUNT      the same of fsync and fdatasync, of files and folders eio_rename:AT:COUNT the
-//     same of rename power_cut:AT            the power fails in operation AT (all kinds counted together): see below
-//     torn:AT:MORE            fsync AT of a checkpoint's file claims success and has written nothing; the power fails
-//     MORE operations later lost_rename:AT:MORE     rename AT claims success and is never made durable; the power fails
-//     MORE operations later
-// Each event is a line of FAULT_LOG.
+// Only paths below FAULT_FOLDER are affected. Operations are counted from the first one on a checkpoint (a path with
+// "/step_"). Each event is a line of FAULT_LOG. FAULT is one of
+//     count                   no fault; at the end, FAULT_LOG gets "writes W fsyncs F file_fsyncs F renames R bytes B"
+//     short                   any write may take only a part, or nothing because of a signal (EINTR): POSIX allows both
+//     enospc:AT:COUNT         the disk is full after AT bytes: it takes the part that fits, then COUNT writes fail with
+//                             ENOSPC, then there is room again
+//     eio_write:AT:COUNT      COUNT writes fail with EIO, the first of them is number AT
+//     eio_fsync:AT:COUNT      the same for fsync and fdatasync, of files and folders
+//     eio_rename:AT:COUNT     the same for rename
+//     power_cut:AT            the power fails during operation AT (all kinds counted together), see below
+//     torn:AT:MORE            fsync AT of a checkpoint's file reports success and writes nothing; the power fails MORE
+//                             operations later
+//     lost_rename:AT:MORE     rename AT reports success and never becomes durable; the power fails MORE operations
+//     later
 //
-// The power cut is the strictest that POSIX allows. The program is killed, and of what it did only this is sure to be
-// there: the bytes of a file that were written when it was last synced; the names in a folder, and the renames into it,
-// when that folder was last synced. Of the rest a random part survives: files end anywhere behind their synced bytes or
-// go on in zeros, new names are there or not, and the last of the renames never happened. Files that were there at the
-// start of the program are on the disk. Deletions are not taken back. The writes of stdio pass unseen (glibc does not
-// call its own write by name), but their files lose what was not synced as all others do.
+// The power cut is the strictest that POSIX allows. The program is killed, and of its work only this is sure to
+// survive: the bytes that a file had when it was last synced, and the names and renames in a folder when it was last
+// synced. Of the rest a random part survives: files end anywhere after their synced bytes or continue in zeros, new
+// names exist or do not, and the last few renames never happened. Files that existed when the program started are on
+// the disk. Deletions are final. The writes of stdio go unseen (glibc does not call its own write by name), but their
+// files lose what was not synced like all others.
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -63,8 +65,8 @@ static struct {
 } files[MAX_FILES];
 static int file_count;
 static struct {
-    char from[MAX_PATH], to[MAX_PATH],
-        replaced[MAX_PATH];  // replaced: a second name of the file that was there before, or ""
+    char from[MAX_PATH], to[MAX_PATH];
+    char replaced[MAX_PATH];  // a second name for the file that the rename replaced, or ""
 } undurable[MAX_RENAMES];
 static int rename_count;
 static int rename_lost = -1;  // undurable[rename_lost] and all later ones stay undurable
@@ -119,7 +121,7 @@ static int index_of(ino_t inode, int add) {
     return file_count++;
 }
 
-static void forget(const char* path) {  // the inode's number may come back for another file
+static void forget(const char* path) {  // the inode's number may be used again
     struct stat s;
     const int i = lstat(path, &s) == 0 ? index_of(s.st_ino, 0) : -1;
     if (i >= 0) files[i] = files[--file_count];
@@ -176,15 +178,15 @@ static void lose_unsynced(const char* path, const struct stat* s) {
     const long long unsynced = (long long)s->st_size - files[i].synced;
     if (unsynced <= 0) return;
     const off_t end = (off_t)(files[i].synced + (long long)draw((uint64_t)unsynced));
-    const uint64_t fate =
-        files[i].torn ? draw(2) : draw(4);  // 0 ends early, 1 goes on in zeros, 2 ends where it was synced, 3 is whole
+    // 0: ends early, 1: continues in zeros, 2: ends where it was synced, 3: is whole
+    const uint64_t fate = files[i].torn ? draw(2) : draw(4);
     if (fate <= 1 && truncate(path, end) != 0) _exit(97);
     if (fate == 1 && truncate(path, s->st_size) != 0) _exit(97);
     if (fate == 2 && truncate(path, (off_t)files[i].synced) != 0) _exit(97);
 }
 
-// The other threads of a killed program do nothing more; so a child takes back what was not durable after the program's
-// death. It holds stdout open until it is done, which is what a parent that reads to the end waits for.
+// A child undoes what was not durable after the program is dead, so that no other thread can interfere. It holds stdout
+// open until it is done, so a parent that reads stdout to the end waits for it.
 static void power_cut(const char* path) {
     note("power_cut", path);
     const pid_t program = getpid();
@@ -204,7 +206,7 @@ static void power_cut(const char* path) {
 
 static int arm(const char* path) { return armed = armed || strstr(path, "/step_"); }
 
-// To be called once per operation, under the lock; tells whether the power is to fail in it.
+// Call once per operation, under the lock. Returns 1 if the power fails in it.
 static int power_fails(void) {
     operations++;
     return (is_kind("power_cut") && operations == fault_at) || (crash_at >= 0 && operations >= crash_at);
@@ -245,7 +247,7 @@ __attribute__((destructor)) static void end(void) {
     if (is_kind("count")) note(line, total);
 }
 
-// How many of the bytes are to be written, or -1 with errno set.
+// How many of the bytes to write, or -1 with errno set.
 static ssize_t bytes_to_write(int fd, const char* path, size_t bytes, off_t at) {
     struct stat s;
     if (fstat(fd, &s) == 0) {
@@ -358,7 +360,7 @@ int rename(const char* from, const char* to) {
         char replaced[MAX_PATH] = "";
         struct stat s;
         if (rename_count == MAX_RENAMES) _exit(98);
-        if (lstat(b, &s) == 0 && S_ISREG(s.st_mode)) {  // a second name keeps it, beside the folder
+        if (lstat(b, &s) == 0 && S_ISREG(s.st_mode)) {  // a second name, beside the folder, keeps it
             snprintf(replaced, sizeof replaced, "%.*s.replaced.%d.%d", MAX_PATH - 64, folder, (int)getpid(),
                      (int)operations);
             if (link(b, replaced) != 0) replaced[0] = 0;

@@ -1,7 +1,7 @@
 // cublaslt_on_cpu.h: stands in for the part of cuBLASLt that the trainer uses: d = alpha op(a) op(b) + beta c,
 // column-major, fp32 or bf16 matrices, fp32 arithmetic, strided batches, and the epilogues DEFAULT, BIAS and BGRADB.
-// What cuBLASLt refuses by a status, this refuses by the same status; a matrix that leaves its array ends the process
-// with the matrix named. Not modelled: speed, TF32 rounding, other orders of summation.
+// What cuBLASLt refuses with a status, this refuses with the same status; a matrix that reaches outside its array ends
+// the process with a message that names it. Not modelled: speed, TF32 rounding, other orders of summation.
 #pragma once
 #include "cuda_on_cpu.h"
 
@@ -128,7 +128,7 @@ inline cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPrefere
 }
 
 namespace emu {
-// What can be said without the matrices: dimensions, leading dimensions, batches and types that fit together.
+// Checks what can be checked without the matrices: dimensions, leading dimensions, batches and types.
 inline cublasStatus_t check_shapes(const MatmulDescription& d, const MatrixLayout& a, const MatrixLayout& b,
                                    const MatrixLayout& c, const MatrixLayout& out) {
     const bool ta = d.transpose_a == CUBLAS_OP_T, tb = d.transpose_b == CUBLAS_OP_T;
@@ -174,7 +174,7 @@ EMU_ENGINE inline std::vector<float> pack(const char* p, const MatrixLayout& l, 
     }
     return packed;
 }
-// sums[j][i] = sum over k of a[k][i] b[k][j], for 16 i and 4 j: as much as fits the vector registers.
+// sums[j][i] = sum over k of a[k][i] b[k][j], for 16 i and 4 j: as many as fit into the vector registers.
 EMU_ENGINE inline void multiply_tile(const float* a, size_t a_width, const float* b, size_t b_width, size_t depth,
                                      float (&sums)[4][16]) {
     typedef float Vector __attribute__((vector_size(16)));
@@ -244,11 +244,11 @@ struct Matmul {
         }
     }
 };
-inline bool no_matmul_algorithm = false;  // set by a test: no product is supported
+inline bool no_matmul_algorithm = false;  // a test sets it: no product is supported
 }  // namespace emu
 
-// One answer, or NOT_SUPPORTED with none, as from cuBLASLt. It asks for all of the workspace that the preference
-// allows, so that a caller who then brings less is found.
+// One algorithm, or none and NOT_SUPPORTED, as from cuBLASLt. It asks for all the workspace that the preference allows,
+// so that a caller who then passes less is caught.
 inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t d,
                                                      cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
                                                      cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t out,

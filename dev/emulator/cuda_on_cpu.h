@@ -2,30 +2,30 @@
 // or arm64) includes it where nvcc includes cuda_runtime.h and cuda_bf16.h; no CUDA toolkit is needed. Kernels are
 // compiled as ordinary functions. Three files:
 //   cuda_on_cpu_engine.h   memory, the fibers that are a block's threads, launches, streams
-//   cuda_on_cpu_check.h    the CHECK build's judge of every access
+//   cuda_on_cpu_check.h    the CHECK build's checks of every access
 //   cuda_on_cpu.h          the language, warp functions, bf16, tensor cores, asynchronous copies, the runtime API
 //
 // What every build finds
-//   - barriers that only some threads reach, wrong masks, shuffles from lanes that take no part, deadlock: the process
-//   ends with the
-//     kernel, block, thread and the source lines where the threads wait
-//   - by the results: the order of threads, blocks and streams is drawn from a seed (emu::seed), and some threads run
-//   as far ahead of the
-//     others as the barriers let them, which shows most missing barriers; shared and device memory start as NaN, and so
-//     does the destination of cp.async from the issue of the copy until its thread has waited for it; emu::unwritten
-//     counts the outputs that no kernel wrote; with emu::machine.run_late, streams run as late as the program's events
-//     and waits allow
+//   - barriers that only some threads reach, wrong masks, shuffles from lanes that do not take part, deadlock: the
+//   process
+//     ends and prints the kernel, the block, the thread and the source lines where the threads wait
+//   - through the results: the order of threads, blocks and streams is drawn from a seed (emu::seed), and some threads
+//   run
+//     as far ahead of the others as the barriers let them, which exposes most missing barriers; shared and device
+//     memory start as NaN, and so does the destination of cp.async from the time the copy is issued until its thread
+//     has waited for it; emu::unwritten counts the outputs that no kernel wrote; with emu::machine.run_late, streams
+//     run as late as the program's events and waits allow
 //   - writes past the end of an array (when the block or kernel ends), host pointers given to kernels, host code that
-//   touches device memory
+//     touches device memory
 // What the CHECK build adds (compile with -g -O1 -fsanitize=thread, link without it): every race, every access outside
-// of an array and every read of what nothing wrote, at once, with kernel, block, thread and source line.
+// an array and every read of unwritten memory, at once, with kernel, block, thread and source line.
 //
 // Stricter than the hardware, on purpose: masks name exactly the lanes that take part; no return before a barrier; one
-// barrier or warp function per source line (places are told apart by line); SHARED instead of __shared__; (float)x for
-// a bf16 x; pointers to device memory only, of which those inside a struct argument are not looked at. Not modelled:
-// graphs of more than one stream, warps in lockstep, memory orders weaker than the host's, speed, registers, bank
-// conflicts, one block waiting for another (hangs). Results agree with a GPU's within tolerances, not bit for bit: expf
-// is more exact than __expf, and a sum in mma has another order.
+// barrier or warp function per source line (the line is what identifies it); SHARED instead of __shared__; (float)x for
+// a bf16 x; pointers to device memory only (those inside a struct argument are not checked). Not modelled: graphs of
+// more than one stream, warps in lockstep, memory orders weaker than the host's, speed, registers, bank conflicts, one
+// block waiting for another (hangs). Results agree with a GPU's within tolerances, not bit for bit: expf is more exact
+// than __expf, and the sum in an mma has another order.
 #pragma once
 #include "cuda_on_cpu_engine.h"
 #include "cuda_on_cpu_check.h"
@@ -41,7 +41,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
-// As a static array it would be neither fresh nor poisoned for each block, so it is refused.
+// A static array would be neither new nor poisoned for each block, so it is refused.
 #define __shared__ static_assert(false, "write SHARED(type, name, [n]) instead of __shared__ type name[n]");
 
 // clang-format off
@@ -68,7 +68,7 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
         }(),                                          \
         sizeof(T dimensions), #name)
 
-// Hands out the launch's dynamic shared bytes in order, each piece aligned to 128 bytes. One per kernel.
+// Hands out the dynamic shared memory of the launch in order, each piece aligned to 128 bytes. One per kernel.
 struct DynamicShared {
     size_t used = 0;
     template <class T>
@@ -82,7 +82,7 @@ struct DynamicShared {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Barriers and warp functions. Each takes the place of its call as a last argument that no one writes.
+// Barriers and warp functions. The last argument of each is the place of the call; it has a default.
 
 #define EMU_SITE emu::Site site = emu::Site::here()
 
@@ -90,7 +90,7 @@ namespace emu {
 EMU_ENGINE inline int lane() { return machine.current % 32; }
 
 EMU_ENGINE inline void sync_lanes(unsigned lanes,
-                                  void**) {  // what __syncwarp does: only the CHECK build's clock notices
+                                  void**) {  // for __syncwarp: only the CHECK build's clock sees it
     const int warp = machine.current / 32;
     const unsigned short number = ++machine.clock.warp_syncs[warp];
     for (unsigned rest = lanes; rest; rest &= rest - 1) {
@@ -247,8 +247,8 @@ inline unsigned __reduce_or_sync(unsigned mask, unsigned value, EMU_SITE) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// bfloat16. The conversion to float is explicit, unlike CUDA's: there a * b of two bf16 is rounded to bf16 and double *
-// bf16 is ambiguous, so an implicit one here would accept kernels that mean something else, or nothing, under nvcc.
+// bfloat16. The conversion to float is explicit, unlike in CUDA, where a * b of two bf16 is rounded to bf16 and double
+// * bf16 is ambiguous: if it were implicit here, kernels would compile that do something else, or nothing, under nvcc.
 
 struct __nv_bfloat16 {
     unsigned short bits;
@@ -340,7 +340,7 @@ inline T atomicOr(T* p, emu::same<T> v) {
     return emu::atomic_update(p, [v](T before) { return T(before | v); });
 }
 
-// Macros, because the C library's headers declare these names or may come to.
+// Macros, because the C library's headers declare these names, or may do so one day.
 #define __expf(x) expf(x)
 #define __logf(x) logf(x)
 #define __fdividef(a, b) ((a) / (b))
@@ -369,7 +369,7 @@ inline T max(T a, emu::same<T> b) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tensor cores and asynchronous copies: what cuda_common.cuh wraps PTX for, under the same names.
+// Tensor cores and asynchronous copies, under the names that the CUDA headers in lib/ give to their PTX.
 
 namespace emu {
 // The PTX manual's fragments of m16n8k16 for 16-bit types: in lane 4 g + t, register r of a holds row g + 8 (r % 2),
@@ -438,8 +438,8 @@ EMU_ENGINE inline void check_shared(const void* p, const char* what, Site site) 
     if (uintptr_t(p) % 16) stop("%s: the shared address is not a multiple of 16, at %s:%d", what, site.file, site.line);
     if (!is_shared(p, 16)) stop("%s: the address is not in shared memory, at %s:%d", what, site.file, site.line);
 }
-// Each lane reads the row it names before the lanes meet: a row that another lane wrote needs a
-// __syncwarp() or __syncthreads() first, as the memory model says, and without one shows as NaN.
+// Each lane reads the row that it names before the lanes meet: as in the memory model, a row that another lane wrote
+// needs a __syncwarp() or __syncthreads() first, and is NaN without one.
 template <int MATRICES, bool TRANSPOSED>
 EMU_ENGINE EMU_NOINLINE inline void load_matrix(unsigned (&r)[MATRICES], const void* row, Site site) {
     LoadMatrix<MATRICES, TRANSPOSED> m;
@@ -473,11 +473,11 @@ EMU_ENGINE EMU_NOINLINE inline void cp_async_16(void* dst, const void* src, bool
     if (t.copies.size() == emu::MAX_COPIES) emu::stop("more than %d cp.async of one thread under way", emu::MAX_COPIES);
     EMU_ACCESS(dst, 16, WRITE);
     emu::set_known(dst, 16, emu::UNWRITTEN);
-    emu::poison(dst, 16, emu::SHARED_POISON);  // the data may arrive at any time from now on
+    emu::poison(dst, 16, emu::SHARED_POISON);  // from now on the data may arrive at any time
     t.copies.push_back({dst, src, !valid, t.group});
 }
 EMU_ENGINE inline void cp_async_commit() { emu::machine.threads[emu::machine.current].group++; }
-// Waits until at most the latest GROUPS groups of this thread are under way.
+// Waits until at most the latest GROUPS groups of this thread are in flight.
 template <int GROUPS>
 EMU_ENGINE EMU_NOINLINE inline void cp_async_wait() {
     emu::Thread& t = emu::machine.threads[emu::machine.current];
@@ -498,8 +498,8 @@ inline float exp2_approx(float x) { return exp2f(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The runtime API. A call that could not mean anything on a GPU ends the process like a kernel's fault; what a program
-// must be able to handle (out of memory, not ready) is returned.
+// The runtime API. A call that makes no sense on a GPU ends the process, like a fault in a kernel; errors that a
+// program must be able to handle (out of memory, not ready) are returned.
 
 enum cudaError_t {
     cudaSuccess = 0,
@@ -568,9 +568,9 @@ inline cudaError_t cudaGetLastError() {
     return e;
 }
 
-// ---- what a capture refuses. A call that waits for a stream that captures, or for everything, is
-// refused always; one that may wait inside or that asks the device (memory, events) unless the capture is
-// relaxed. CUDA publishes no whole list of the latter: this one is strict. A refusal spoils the capture.
+// ---- what a capture refuses. A call that waits for a capturing stream, or for everything, is always refused; one that
+// may wait inside, or that asks the device (memory, events), is refused unless the capture is relaxed. CUDA publishes
+// no complete list of the latter, so this one is strict. A refused call invalidates the capture.
 namespace emu {
 inline bool refuses(Stream* s, bool even_relaxed = false) {
     if (!s->capture || (s->capture->relaxed && !even_relaxed)) return false;
@@ -692,7 +692,7 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     emu::run_until(s, s->sent);
     return cudaSuccess;
 }
-// Asking makes one piece of progress, so that a program that polls comes to an end.
+// Every query makes a little progress, so that a program that polls ends.
 inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
     emu::Stream* s = emu::stream_or_default(stream);
     if (emu::refuses(s, true)) return emu::capture_error();
@@ -706,12 +706,12 @@ inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     auto& all = emu::machine.streams;
     for (size_t i = 1; i < all.size(); i++)
         if (all[i] == stream) {
-            all.erase(all.begin() + long(i));  // the stream itself stays, since events may still name it
+            all.erase(all.begin() + long(i));  // the stream itself stays, because events may still name it
             return cudaSuccess;
         }
     emu::stop("cudaStreamDestroy of a stream that is not there");
 }
-// Waits for the default stream alone, as CUDA does for streams made with cudaStreamNonBlocking.
+// Waits for the default stream only, as CUDA does if the others were made with cudaStreamNonBlocking.
 inline cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind) {
     if (emu::any_refuses(true)) return emu::capture_error();
     cudaMemcpyAsync(dst, src, bytes, kind);
@@ -723,7 +723,7 @@ struct Event {
     Stream* stream = nullptr;  // nullptr: not yet recorded
     long upto = 0;             // pieces of its work
     double milliseconds = 0;   // when the record ran
-    bool destroyed = false;    // kept for ever, since queued work may still name it
+    bool destroyed = false;    // never freed, because queued work may still name it
 };
 inline Event* live_event(Event* e, const char* what) {
     if (e->destroyed) stop("%s of an event that is destroyed", what);
@@ -765,8 +765,8 @@ inline cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, 
     *milliseconds = float(end->milliseconds - start->milliseconds);
     return cudaSuccess;
 }
-// The event as it is recorded now: a later record does not count, and one that was never recorded is no wait at all, as
-// in CUDA.
+// Waits for the event as recorded now: as in CUDA, a later record does not count, and an event that was never recorded
+// is not waited for.
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = 0) {
     if (emu::stream_or_default(stream)->capture)
         emu::stop("cudaStreamWaitEvent in a capture: cuda_on_cpu has graphs of one stream only");
@@ -776,9 +776,9 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
     return cudaSuccess;
 }
 
-// ---- graphs of one stream. While it captures, what it is given is kept instead of run: kernels
-// with copies of their arguments, copies and memsets with their addresses, cuBLASLt's and NCCL's
-// calls. What lies in memory is read at the replay, which is one piece of its stream's work.
+// ---- graphs of one stream. While it captures, work is recorded instead of run: kernels with copies of their
+// arguments, copies and memsets with their addresses, calls of cuBLASLt and NCCL. Memory is read at the replay, which
+// is one piece of its stream's work.
 enum cudaStreamCaptureMode {
     cudaStreamCaptureModeGlobal = 0,
     cudaStreamCaptureModeThreadLocal = 1,
@@ -786,7 +786,7 @@ enum cudaStreamCaptureMode {
 };
 using cudaGraph_t = emu::Graph*;
 using cudaGraphExec_t =
-    std::shared_ptr<const emu::Graph>*;  // queued replays share it, so that it can be destroyed meanwhile
+    std::shared_ptr<const emu::Graph>*;  // shared by queued replays, so that it can be destroyed before they run
 
 inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
     if (!stream) return emu::error(cudaErrorStreamCaptureUnsupported);

@@ -1,43 +1,41 @@
-// cuda_on_cpu_check.h: the CHECK build's judge of every access to shared and device memory. It reports, at once and
-// with source lines,
+// cuda_on_cpu_check.h: what the CHECK build adds: every access to shared and device memory is checked. It reports, at
+// once and with source lines,
 //   - races between threads of a block and between blocks of a launch, exactly as barriers, __syncwarp, atomics and
-//   launches order them
-//     (shuffles order nothing, as in CUDA), whether or not the schedule that ran shows a wrong number,
-//   - accesses outside of every array, misaligned accesses, reads of what nothing has written, and host code that
-//   touches device memory.
+//     launches order them (shuffles order nothing, as in CUDA), whether or not this schedule produces a wrong number,
+//   - accesses outside every array, misaligned accesses, reads of memory that nothing has written, and host code that
+//     touches device memory.
 // Objects are compiled with -fsanitize=thread and linked without it: the compiler calls the __tsan functions at the end
-// of this file. Local variables and host memory are told by their address and ignored. Costs: 1.5 to 5 times the plain
-// build's time, and 27 bytes for every byte touched.
+// of this file. Local variables and host memory are recognised by their address and ignored. It takes 1.5 to 5 times as
+// long as the plain build, and 27 bytes for every byte touched.
 //
-// Two limits. The unit is two bytes, so neighbouring single bytes of different threads would be a false race. Fences
-// are believed: once an earlier block and this one have called __threadfence(), whatever earlier blocks did counts as
-// ordered.
+// Two limits. The unit is two bytes, so it would report a false race if two threads used neighbouring single bytes.
+// Fences are trusted: once an earlier block and this one have called __threadfence(), everything that earlier blocks
+// did counts as ordered.
 #pragma once
 #include "cuda_on_cpu_engine.h"
 #ifdef EMU_CHECK
 
-extern "C" char __executable_start;  // the linker's: where the program is loaded
+extern "C" char __executable_start;  // from the linker: where the program is loaded
 
 namespace emu {
 
-// Reads, or atomic updates, of one warp within one interval and between two of its __syncwarp().
+// Reads, or atomic updates, by one warp in one interval and between two of its __syncwarp().
 struct Use {
     unsigned interval, lanes;
-    unsigned short sync;  // the warp's __syncwarp() so far
+    unsigned short sync;  // how many __syncwarp() the warp has passed
     unsigned char warp;
     bool atomic;
     unsigned place;  // in the program, relative to __executable_start
 };
-// What is known of two bytes. Of reads and updates that no barrier orders it is enough to remember those of two warps:
-// any later access that conflicts with a third also conflicts with one of these. Of plain writes the last is enough:
-// had an earlier one been unordered, it would have been reported.
+// What is known about two bytes. Of reads and updates that no barrier orders, those of two warps are enough: a later
+// access that conflicts with a third warp's also conflicts with one of these. Of plain writes the last is enough: if it
+// had not been ordered after the one before, that would have been reported.
 struct Cell {
     unsigned interval;  // of the last plain write
     unsigned short thread, sync;
     unsigned place;
     Use use[2];
-    unsigned earlier_read,
-        earlier_update;  // intervals of the latest ones by earlier blocks that no longer stand in `use`
+    unsigned earlier_read, earlier_update;  // intervals of the latest by earlier blocks that have left `use`
 };
 inline Cell* cells = nullptr;            // one for every two bytes of the range
 inline Known* known = nullptr;           // likewise
@@ -59,13 +57,12 @@ EMU_ENGINE inline void set_known(const void* address, size_t bytes, Known k) {
 
 // ---- reports
 
-// "file:line" of an instruction: the innermost that is not in one of the emulator's headers.
+// "file:line" of an instruction: the innermost one outside the emulator's headers.
 inline std::string source_line(unsigned place) {
     if (!report_source_lines) return "?";
     char program[256] = "", line[512];
     if (readlink("/proc/self/exe", program, sizeof program - 1) < 0) return "?";
-    // Addresses inside a position-independent program begin at 0. place is a return address: minus 1 lies within the
-    // call.
+    // Addresses in a position-independent program begin at 0. place is a return address, and place - 1 is in the call.
     const uint64_t start = uint64_t(&__executable_start), base = start > 0x10000000 ? 0 : start;
     std::string found = "an unknown line (compile with -g, install addr2line)";
     char command[600];
@@ -103,15 +100,15 @@ inline std::string source_line(unsigned place) {
     stop_access(why, p, kind, place);
 }
 
-// ---- the judgement
+// ---- checks
 
 struct Accessor {  // who makes the access
     int thread, warp, lane;
-    bool blocks_ordered;  // what earlier blocks did comes before this
+    bool blocks_ordered;  // everything that earlier blocks did is before this access
 };
 
-// Whether what `lane` of the accessor's own warp did after `sync` of the warp's __syncwarp() comes before what the
-// accessor does now.
+// Whether an access by `lane` of the accessor's own warp, made when the warp had passed `sync` of its __syncwarp(), is
+// ordered before the accessor's.
 EMU_ENGINE __attribute__((always_inline)) inline bool after_sync(const Accessor& me, int lane, unsigned short sync) {
     const Clock& clock = machine.clock;
     return short(clock.last_sync[me.thread] - sync) > 0 && clock.last_sync_mask[me.thread] >> lane & 1;
@@ -120,8 +117,8 @@ EMU_ENGINE __attribute__((always_inline)) inline bool after_sync(const Accessor&
 EMU_ENGINE __attribute__((always_inline)) inline void judge_cell(Cell& c, const Accessor& me, Access kind,
                                                                  unsigned place, const char* p) {
     const Clock& clock = machine.clock;
-    // An access belongs to this launch when its interval is >= launch_start, to this block when >= block_start. Within
-    // a block, no barrier lies between those of the same interval.
+    // An access belongs to this launch if its interval is >= launch_start, and to this block if >= block_start. Within
+    // a block, no barrier is between accesses of the same interval.
     if (c.interval >= clock.launch_start) {
         const bool earlier_block = c.interval < clock.block_start;
         const bool same_warp_ordered = c.thread / 32 == me.warp && after_sync(me, c.thread % 32, c.sync);
@@ -138,7 +135,7 @@ EMU_ENGINE __attribute__((always_inline)) inline void judge_cell(Cell& c, const 
             stop_race(p, kind, place, u.atomic ? "atomically updated" : "read",
                       earlier_block ? -1 : u.warp * 32 + __builtin_ctz(others), u.place);
     }
-    // Intervals in earlier_read and earlier_update are of earlier blocks; of this launch, if not older than its start.
+    // earlier_read and earlier_update are intervals of earlier blocks; of this launch, if they are >= launch_start.
     if (!me.blocks_ordered && ((kind != Access::READ && c.earlier_read >= clock.launch_start) ||
                                (kind != Access::ATOMIC && c.earlier_update >= clock.launch_start)))
         stop_race(p, kind, place, "used", -1, 0);
@@ -152,7 +149,7 @@ EMU_ENGINE __attribute__((always_inline)) inline void judge_cell(Cell& c, const 
     Use* use = nullptr;
     for (Use& u : c.use)
         if (u.interval == clock.interval && u.warp == me.warp && u.atomic == atomic) use = &u;
-    if (!use) {  // take a place: one of an older interval, else this warp's own, so that two warps stay remembered
+    if (!use) {  // reuse one of an older interval, else this warp's own, so that two warps are remembered
         use = c.use[0].interval != clock.interval                               ? &c.use[0]
               : c.use[1].interval != clock.interval || c.use[1].warp == me.warp ? &c.use[1]
                                                                                 : &c.use[0];
@@ -192,7 +189,7 @@ EMU_ENGINE EMU_NOINLINE inline void on_access(const void* address, size_t bytes,
 }  // namespace emu
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What code compiled with -fsanitize=thread calls. Weak, since several object files may hold them.
+// What code that is compiled with -fsanitize=thread calls. Weak, because several object files may contain them.
 
 #define EMU_HOOK EMU_ENGINE __attribute__((weak))
 extern "C" {
@@ -214,15 +211,14 @@ EMU_HOOK void __tsan_func_exit() {}
 EMU_HOOK void __tsan_vptr_update(void**, void*) {}
 EMU_HOOK void __tsan_vptr_read(void**) {}
 
-// With -fsanitize=undefined too: says which thread it was before the report of a shift, an overflow or an index that
-// means nothing.
+// With -fsanitize=undefined too: prints the thread before the report of an undefined shift, overflow or index.
 EMU_HOOK void __ubsan_on_report() {
     emu::print_where();
     fprintf(stderr, "undefined behaviour, as follows\n");
 }
 
-// std::atomic, std::shared_ptr and guards of static variables in host code, which may run on several threads: passed on
-// to the hardware.
+// std::atomic, std::shared_ptr and guards of static variables in host code, which may have several threads, go to the
+// hardware.
 #define EMU_ATOMIC_HOOKS(bits, type)                                                                                 \
     EMU_HOOK type __tsan_atomic##bits##_load(const volatile type* p, int) {                                          \
         return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                                 \

@@ -1,5 +1,5 @@
-// config.cpp: the input as a checkpoint's config.json. What is accepted is in the options' ranges, and is written again
-// and reads the same.
+// config.cpp: the input as a checkpoint's config.json. Accepted values are in the ranges of the options, and read the
+// same once they are written again.
 #define NSA_WITHOUT_MAIN
 #include "../../train_nsa.cu"
 #include "fuzz.h"
@@ -39,7 +39,7 @@ void fuzz_one(const std::string& input) {
     Config second;
     EXPECT(accepts([&] { read_config_json(second, again.fill(config_json(c))); }));
     EXPECT(config_json(second) == config_json(c));
-    if (c.layers > 20) return;  // the table's time and memory go with the layers
+    if (c.layers > 20) return;  // the table's time and memory grow with the layers
     const TensorTable table(c);
     EXPECT(table.parameters > 0 && table.total >= size_t(table.parameters));
 }

@@ -1,8 +1,8 @@
-// fuzz.h: what the fuzz targets share. A target hands libFuzzer's bytes to one reader. That the reader refuses them
-// with an Error is a fine outcome; a finding is everything else: a crash, a report of AddressSanitizer or UBSan, a
-// leak, more than a second of processor time, an Error that is not one printable line of bounded length, another
-// exception, memory out of proportion to the input, or accepted bytes that do not read the same when written again.
-// dev/fuzz/Makefile builds and runs the targets.
+// fuzz.h: what the fuzz targets share. Each target hands libFuzzer's bytes to one reader. The reader may refuse them
+// with an Error; everything else is a finding: a crash, a report of AddressSanitizer or UBSan, a leak, more than a
+// second of processor time, an Error that is not one printable line of bounded length, any other exception, memory out
+// of proportion to the input, or accepted bytes that read differently once they are written again. dev/fuzz/Makefile
+// builds and runs the targets.
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -20,9 +20,9 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-#include "../../lib/util.h"
+#include "../../lib/files.h"
 
-// The inputs a target starts from: small valid files, from the project's own writers where there are any.
+// The inputs that a target starts from: small valid files, written by the project's own code where it can.
 std::vector<std::string> seeds();
 // One execution.
 void fuzz_one(const std::string& input);
@@ -40,7 +40,8 @@ void fuzz_one(const std::string& input);
         if (!(condition)) finding("%s:%d: expected %s", __FILE__, __LINE__, #condition); \
     } while (0)
 
-// Judged byte by byte, not with the functions under test: printable ASCII and whole characters beyond U+009F.
+// A message may hold printable ASCII and complete characters above U+009F. Checked byte by byte, without the functions
+// under test.
 inline void check_message(const std::string& text) {
     if (text.empty() || text.size() > 8100) finding("a message of %zu bytes", text.size());
     for (size_t i = 0; i < text.size(); i++) {
@@ -58,7 +59,7 @@ inline void check_message(const std::string& text) {
     }
 }
 
-// The message with which `read` refuses, or nothing where it accepts.
+// The message of the error that `read` throws, or nothing if it accepts.
 inline std::string refusal(const std::function<void()>& read) {
     try {
         read();
@@ -72,8 +73,8 @@ inline std::string refusal(const std::function<void()>& read) {
 inline bool accepts(const std::function<void()>& read) { return refusal(read).empty(); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory: what the allocator hands out while a MemoryLimit lives must stay below fixed + times * the input's
-// size, summed over what is live at once. So a length that a header claims cannot make a reader allocate it.
+// Memory: while a MemoryLimit lives, the allocations that exist at once must stay below fixed + times * input. So no
+// reader allocates a length just because a header claims it.
 
 struct Allocations {
     int64_t live = 0, peak = 0;
@@ -95,9 +96,9 @@ struct MemoryLimit {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Readers open paths: files without a disk.
+// Files in memory, because readers open paths.
 
-// A file in memory whose path is that of its descriptor.
+// A file whose path is that of its descriptor.
 struct MemoryFile {
     const int fd = memfd_create("fuzz", 0);
     const std::string path = "/proc/self/fd/" + std::to_string(fd);
@@ -111,7 +112,7 @@ struct MemoryFile {
     }
 };
 
-// A folder under /dev/shm, for readers of several files; removed at the end of the process.
+// A folder under /dev/shm, for readers of several files; removed when the process ends.
 struct MemoryFolder {
     std::string path = "/dev/shm/nsa_fuzz_XXXXXX";
     std::set<std::string> files;
@@ -143,8 +144,7 @@ static void count_release(const volatile void* p) {
     if (p) allocations().live -= int64_t(__sanitizer_get_allocated_size(p));
 }
 
-// libFuzzer's own limit counts the time on the wall, in which the machine may have been busy with other things or the
-// fuzzer stopped.
+// libFuzzer's own limit is wall time, during which the machine may be busy with other things or the fuzzer stopped.
 static void limit_processor_time(time_t seconds) {
     const struct itimerval timer = {{0, 0}, {seconds, 0}};
     setitimer(ITIMER_PROF, &timer, nullptr);
@@ -155,7 +155,7 @@ static void on_processor_time(int) {
     std::abort();
 }
 
-// With FUZZ_SEEDS=FOLDER in the environment the program writes its seeds there and ends.
+// With FUZZ_SEEDS=FOLDER in the environment, the program writes its seeds there and exits.
 extern "C" int LLVMFuzzerInitialize(int*, char***) {
     if (const char* folder = std::getenv("FUZZ_SEEDS")) {
         make_folders(folder);

@@ -1,4 +1,4 @@
-// json.cpp: parse_json on any text. What is accepted is written out again, and must read the same.
+// json.cpp: parse_json on any text. Accepted text is written again, and must read the same.
 #include "../../lib/json.h"
 #include "fuzz.h"
 
@@ -44,7 +44,7 @@ static bool same(const Json& a, const Json& b) {
     return true;
 }
 
-// What the callers ask of a value: each question ends in an answer or an Error.
+// What callers ask of a value; each question must end in an answer or an Error.
 static void ask(const Json& v, const std::string& where) {
     for (const std::string& key : v.keys) EXPECT(v.find(key));
     refusal([&] { v.integer(where); });
@@ -57,7 +57,7 @@ void fuzz_one(const std::string& input) {
     const std::string where = "file.json";
     Json value;
     {
-        // a value of one digit and its comma are two bytes of text and 112 of memory, twice while an array grows
+        // a digit and its comma take two bytes of text and 112 of memory, and twice that while an array grows
         MemoryLimit limit(input.size(), 8 << 10, 400);
         if (!accepts([&] { value = parse_json(input, where); })) return;
     }

@@ -1,7 +1,8 @@
-// lines.cpp: the input as a .txt or .jsonl of the verb tokenize, read in blocks of a few bytes and in one block: same
-// tokens, documents and errors, and the documents are the input's. The first byte chooses the kind, the separator and
-// the block.
+// lines.cpp: the input as a .txt or .jsonl for the verb tokenize, read in blocks of a few bytes and in one block:
+// tokens, documents and errors must be the same, and the documents those of the input. The first byte chooses the kind
+// of file, the separator and the size of the blocks.
 #include "../../lib/tokenize.h"
+#include "../../tokenizer.h"
 #include "fuzz.h"
 
 static const MemoryFile file;
@@ -43,7 +44,7 @@ static Outcome outcome(const std::string& path, bool jsonl, const std::string& s
     };
     o.error = refusal([&] {
         if (jsonl) read_jsonl(path, block_bytes, use);
-        else read_text(path, separator, block_bytes, use);
+        else read_text(path, separator, block_bytes, tokenizer.pre_tokenizer, use);
     });
     return o;
 }
@@ -71,8 +72,9 @@ void fuzz_one(const std::string& input) {
     if (!whole.error.empty()) return;
     EXPECT(whole.tokens == blocks.tokens && whole.documents == blocks.documents &&
            whole.text_bytes == blocks.text_bytes);
+    const size_t mark = text.compare(0, 3, "\xEF\xBB\xBF") == 0 ? 3 : 0;  // a byte order mark, which is skipped
     std::vector<uint16_t> expected;
-    for (const std::string& part : split(text, jsonl ? "\n" : separator)) {
+    for (const std::string& part : split(text.substr(mark), jsonl ? "\n" : separator)) {
         std::string document = part;
         if (jsonl)
             document = part.find_first_not_of(" \t\r") == std::string::npos

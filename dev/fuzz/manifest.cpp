@@ -1,6 +1,6 @@
-// manifest.cpp: the input as a checkpoint's manifest.json; unless its first byte is 0, the checksum at its end is put
-// right first, so that what stands before is read. Names stay in the folder, and what is accepted is written again and
-// reads the same.
+// manifest.cpp: the input as a checkpoint's manifest.json. Unless its first byte is 0, its checksum is made right
+// first, so that the rest is read. Names stay in the folder, and an accepted manifest reads the same once it is written
+// again.
 #include "../../lib/checkpoint.h"
 #include "fuzz.h"
 
@@ -32,7 +32,7 @@ void fuzz_one(const std::string& input) {
     for (const FileRecord& file : manifest.files) {
         EXPECT(!file.name.empty() && file.name != "." && file.name != ".." && file.name.find('/') == std::string::npos);
         EXPECT(folder_of(folder.path + "/" + file.name) == folder.path);
-        EXPECT(!accepts([&] { verify_file(folder.path, file); }));  // none of them is there
+        EXPECT(!accepts([&] { verify_file(folder.path, file); }));  // none of them exists
     }
     EXPECT(accepts([&] { verify_checkpoint(folder.path); }) == manifest.files.empty());
     const Manifest second = parse_manifest(manifest_text(manifest.step, manifest.files, manifest.state_text), "again");

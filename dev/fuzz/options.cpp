@@ -1,5 +1,5 @@
-// options.cpp: the input's lines as the words of a command line. What is accepted
-// lies in the ranges of the table, fits together, and makes a manifest that is JSON.
+// options.cpp: the input's lines as the words of a command line. Accepted options are in the ranges of the table, are
+// consistent, and give a manifest that is valid JSON.
 #define NSA_WITHOUT_MAIN
 #include "../../train_nsa.cu"
 #include "fuzz.h"

@@ -1,5 +1,4 @@
-// safetensors.cpp: opens the input as a safetensors file, reads every
-// tensor through to its last byte as its type would, and writes it again.
+// safetensors.cpp: opens the input as a safetensors file, reads every element of every tensor, and writes it again.
 #include "../../lib/safetensors.h"
 #include "fuzz.h"
 
@@ -62,7 +61,7 @@ void fuzz_one(const std::string& input) {
     refusal([&] { read->get("w", "F32", {2, 3}); });
 
     std::vector<std::pair<std::string, std::string>> metadata(read->metadata.begin(), read->metadata.end());
-    std::vector<TensorView> in_order = read->tensors;  // of their data, which writing lays out in the order given
+    std::vector<TensorView> in_order = read->tensors;  // of their data: the writer keeps the order it is given
     std::stable_sort(in_order.begin(), in_order.end(), [](const TensorView& a, const TensorView& b) {
         return a.data < b.data || (a.data == b.data && a.bytes < b.bytes);
     });

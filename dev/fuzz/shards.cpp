@@ -1,5 +1,5 @@
-// shards.cpp: opens the input as a token shard and reads every sample of an epoch and more. The
-// first byte of the input chooses the sequence length and the vocabulary, the rest is the file.
+// shards.cpp: opens the input as a token shard and reads every sample of an epoch. The first byte of the input chooses
+// the sequence length, the vocabulary and the shuffling; the rest is the file.
 #include "../../dataloader.h"
 #include "fuzz.h"
 
@@ -46,7 +46,7 @@ void fuzz_one(const std::string& input) {
         std::memcpy(&t, bytes.data() + SHARD_HEADER_BYTES + 2 * i, 2);
         return t;
     };
-    bool valid = true;  // as far as the samples go
+    bool valid = true;  // all tokens that are in samples
     for (int i = 0; i <= n * T; i++) valid = valid && token(size_t(i)) < options.vocab_size;
     std::vector<int32_t> inputs(size_t(n) * size_t(T)), targets(inputs.size());
     EXPECT(accepts([&] { loader->next_batch(inputs.data(), targets.data(), n); }) == valid);
@@ -55,7 +55,7 @@ void fuzz_one(const std::string& input) {
     const LoaderState state = loader->state();
     EXPECT(state.next_sample == uint64_t(n));
     for (int b = 0; b < n; b++) {
-        int found = -1;  // samples with the same tokens may stand for each other
+        int found = -1;  // samples with the same tokens are interchangeable
         for (int s = 0; s < n && found < 0; s++) {
             bool equal = !seen[size_t(s)];
             for (int t = 0; t < T && equal; t++)

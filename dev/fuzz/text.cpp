@@ -1,6 +1,6 @@
-// text.cpp: encodes the input with a small vocabulary of GPT-2's kind. The tokens must be those of merging pair by pair
-// without any of the encoder's devices, decoding must give the input back, and where the pre-tokeniser says that it
-// always cuts, both sides must encode apart.
+// text.cpp: encodes the input with a small vocabulary like GPT-2's. The tokens must be those of a naive encoder that
+// merges pair by pair, decoding must give the input back, and where the pre-tokeniser says that it always cuts, the two
+// sides must encode separately.
 #include <map>
 
 #include "vocabulary.h"
@@ -63,7 +63,7 @@ static std::vector<uint16_t> merge_naively(const std::string& piece) {
 }
 
 void fuzz_one(const std::string& input) {
-    static Encoder encoder(vocabulary());  // keeps the words of the executions before
+    static Encoder encoder(vocabulary());  // remembers the words of earlier executions
     std::vector<uint16_t> ids, expected;
     {
         MemoryLimit limit(input.size(), 8 << 10, 64);

@@ -1,4 +1,5 @@
-// vocab_bpe.cpp: the input as vocab.bpe and, behind the first byte 0xFF, encoder.json, of a vocabulary with two merges.
+// vocab_bpe.cpp: the input, split at its first byte 0xFF, as vocab.bpe and encoder.json of a vocabulary with two
+// merges.
 #include "vocabulary.h"
 
 static const Merges merges = {{"a", "b"}, {" ", "ab"}};

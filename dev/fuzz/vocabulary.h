@@ -1,10 +1,10 @@
-// vocabulary.h: a vocabulary like GPT-2's with a few merges, as each of the files
-// that can hold one, and what every vocabulary that was accepted must fulfil.
+// vocabulary.h: a vocabulary like GPT-2's with a few merges, in each of the file formats, and the checks that every
+// accepted vocabulary must pass.
 #pragma once
 #include "../../tokenizer.h"
 #include "fuzz.h"
 
-using Merges = std::vector<std::pair<std::string, std::string>>;  // the k-th makes token 256 + k
+using Merges = std::vector<std::pair<std::string, std::string>>;  // number k makes token 256 + k
 
 inline std::vector<std::string> tokens_of(const Merges& merges) {
     std::vector<std::string> tokens = Tokenizer::bytes().tokens;
@@ -14,7 +14,7 @@ inline std::vector<std::string> tokens_of(const Merges& merges) {
     return tokens;
 }
 
-// As vocab.bpe and encoder.json write a token.
+// A token as vocab.bpe and encoder.json write it.
 inline std::string in_alphabet(const std::string& bytes) {
     const ByteAlphabet alphabet;
     std::string out;
@@ -62,7 +62,7 @@ inline std::string llmc_tokenizer(const std::vector<std::string>& tokens) {
     return out + char(13) + "<|endoftext|>";
 }
 
-// Every token encodes to itself, any text comes back, and the vocabulary reads the same from another file.
+// Every token encodes to itself, decoding gives any text back, and the vocabulary reads the same from another file.
 inline void check_vocabulary(const Tokenizer& t, int size) {
     EXPECT(t.vocab_size() == size && t.end_of_text == size - 1);
     MergeScratch scratch;

@@ -5,6 +5,8 @@
 
 #include "../../lib/checkpoint.h"
 #include "../../lib/tokenize.h"
+#include "../../dataloader.h"
+#include "../../tokenizer.h"
 
 #include <sys/resource.h>
 #include <sys/wait.h>

@@ -7,7 +7,10 @@
 #include <set>
 
 #include "../../lib/tokenize.h"
+#include "../../tokenizer.h"
 #include "harness.h"
+
+inline void tokenize_files(const TokenizeOptions& options) { tokenize_files<Tokenizer>(options); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Helpers.
@@ -346,7 +349,9 @@ TEST(json_values_and_order) {
     CHECK_EQUAL(z[0].integer("here"), int64_t(1));
     CHECK_EQUAL(z[1].number("here"), -25.0);
     CHECK(!z[1].is_integer);
-    CHECK(z[2].boolean("here") && !z[3].boolean("here") && z[4].kind == Json::Null);
+    CHECK_EQUAL(z[2].kind, Json::Bool);
+    CHECK_EQUAL(z[3].kind, Json::Bool);
+    CHECK(z[2].is_true && !z[3].is_true && z[4].kind == Json::Null);
     CHECK_EQUAL(z[5].string("here"), std::string("x"));
     CHECK_EQUAL(z[1].offset, uint64_t(11));
     CHECK(j.find("a")->find("") && !j.find("b") && j.array("empty", "here").empty());
@@ -1028,10 +1033,11 @@ TEST(tokenize_does_not_depend_on_threads_or_blocks) {
                     const auto block = pool.take_oldest();
                     found.insert(found.end(), block->tokens.begin(), block->tokens.end());
                 };
-                read_text(folder.file("a.txt"), separator, block_bytes, [&](std::unique_ptr<TokenBlock> block) {
-                    while (pool.full()) take();
-                    pool.hand_in(std::move(block));
-                });
+                read_text(folder.file("a.txt"), separator, block_bytes, tokenizer.pre_tokenizer,
+                          [&](std::unique_ptr<TokenBlock> block) {
+                              while (pool.full()) take();
+                              pool.hand_in(std::move(block));
+                          });
                 while (!pool.empty()) take();
             }
             CHECK_EQUAL(show_ids(found), show_ids(expected));

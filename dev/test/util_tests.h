@@ -1,5 +1,6 @@
 // util_tests.h: the random numbers against published vectors and moments, the errors' form.
 #pragma once
+#include "../../lib/files.h"
 #include "harness.h"
 
 TEST(philox_known_answers) {  // Random123's kat_vectors, philox4x32 10: counter words, key words, result

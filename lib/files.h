@@ -1,0 +1,278 @@
+// files.h: files and folders: reading, globs, mappings that can lose pages, and durable writing with checksums.
+// Everything that touches the disk uses it.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <csignal>
+#include <memory>
+
+#include <fcntl.h>
+#include <glob.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#ifdef __SSE4_2__
+#include <nmmintrin.h>
+#endif
+
+#include "util.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reading.
+
+inline bool file_exists(const std::string& path) {
+    struct stat s;
+    return stat(path.c_str(), &s) == 0;
+}
+
+inline uint64_t file_size(const std::string& path) {
+    struct stat s;
+    if (stat(path.c_str(), &s) != 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
+    if (S_ISDIR(s.st_mode)) fail("%s is a folder, a file was expected", path.c_str());
+    return uint64_t(s.st_size);
+}
+
+// A file that exists but cannot be read, because of permissions, a limit of the machine or the network. Its content may
+// be perfectly good.
+struct Unreadable : Error {
+    explicit Unreadable(const std::string& text) : Error(1, text) {}
+};
+
+// A missing file or a failing disk loses the content, so it is a plain Error; anything else is Unreadable.
+[[noreturn]] inline void fail_to_read(const std::string& path, int error) {
+    const std::string text = format_text("cannot open %s: %s", path.c_str(), std::strerror(error));
+    if (error == ENOENT || error == ENOTDIR || error == ELOOP || error == EIO) fail("%s", text.c_str());
+    throw Unreadable(text);
+}
+
+// The whole file, for what fits in memory: vocabularies, configs, prompts.
+inline std::string read_file(const std::string& path) {
+    std::string bytes(file_size(path), '\0');
+    std::ifstream in(path, std::ios::binary);
+    if (!in) fail_to_read(path, errno);
+    if (!in.read(&bytes[0], std::streamsize(bytes.size())))
+        fail("cannot read %zu bytes of %s: %s", bytes.size(), path.c_str(), std::strerror(errno));
+    return bytes;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Folders and names.
+
+inline std::string folder_of(const std::string& path) {
+    const size_t slash = path.rfind('/');
+    return slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);
+}
+
+// mkdir -p
+inline void make_folders(const std::string& path) {
+    for (size_t slash = path.find('/', 1);; slash = path.find('/', slash + 1)) {
+        const std::string part = path.substr(0, slash);
+        if (!part.empty() && mkdir(part.c_str(), 0777) != 0 && errno != EEXIST)
+            fail("cannot make folder %s: %s", part.c_str(), std::strerror(errno));
+        if (slash == std::string::npos) return;
+    }
+}
+
+// The files that match a shell pattern, sorted by name; if there are none, the caller words the error.
+inline std::vector<std::string> glob_files(const std::string& pattern) {
+    glob_t found;
+    std::vector<std::string> paths;
+    if (glob(pattern.c_str(), 0, nullptr, &found) == 0)
+        for (size_t i = 0; i < found.gl_pathc; i++) paths.push_back(found.gl_pathv[i]);
+    globfree(&found);
+    return paths;
+}
+
+// The path as a pattern for glob_files that matches nothing but itself.
+inline std::string glob_literal(const std::string& path) {
+    std::string pattern;
+    for (const char c : path) {
+        if (std::strchr("*?[]\\", c)) pattern += '\\';
+        pattern += c;
+    }
+    return pattern;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Mapped files. If a mapped file is cut short, or its disk fails, there is no read() to report it: the kernel sends
+// SIGBUS to the thread that touched the page.
+
+struct MappedFile {
+    const char* begin;
+    uint64_t bytes;
+    std::string message;  // the line to print when a page cannot be read, with its newline
+};
+inline std::vector<MappedFile>& mapped_files() {
+    static auto* const files = new std::vector<MappedFile>;  // never freed: the signal may arrive at any time
+    return *files;
+}
+
+inline void on_lost_page(int, siginfo_t* info, void*) {
+    const char* const at = static_cast<const char*>(info->si_addr);
+    for (const MappedFile& file : mapped_files())
+        if (at >= file.begin && at < file.begin + file.bytes) {
+            static std::atomic_flag printed = ATOMIC_FLAG_INIT;
+            while (printed.test_and_set()) pause();  // another thread prints, and ends the program
+            if (write(2, file.message.data(), file.message.size()) < 0) _exit(1);
+            _exit(1);
+        }
+    signal(SIGBUS, SIG_DFL);  // not one of ours: the access is repeated, and ends the program
+}
+inline void listen_for_lost_pages() {
+    struct sigaction action = {};
+    action.sa_sigaction = on_lost_page;
+    action.sa_flags = SA_SIGINFO;
+    sigaction(SIGBUS, &action, nullptr);
+}
+
+// Maps the open file for reading, until the last copy of the pointer is gone; fd may be closed right away. Null with
+// errno set if it cannot be mapped.
+inline std::shared_ptr<const void> map_file(int fd, uint64_t bytes, const std::string& message) {
+    const void* const map = mmap(nullptr, size_t(bytes), PROT_READ, MAP_SHARED, fd, 0);
+    if (map == MAP_FAILED) return nullptr;
+    mapped_files().push_back({static_cast<const char*>(map), bytes, message});
+    return std::shared_ptr<const void>(map, [bytes](const void* m) {
+        auto& files = mapped_files();
+        files.erase(std::find_if(files.begin(), files.end(), [m](const MappedFile& file) { return file.begin == m; }));
+        munmap(const_cast<void*>(m), size_t(bytes));
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Durable writing: a file that is reported written is on the disk, with a checksum by which a later reader knows it.
+
+// CRC-32C (Castagnoli: polynomial 0x1EDC6F41, reflected). Continues from `crc`, the checksum of the bytes before; start
+// with 0. crc32c() uses the processor's own instruction where the build has it, else eight tables, one per byte of a
+// word.
+inline uint32_t crc32c_by_table(uint32_t crc, const void* data, size_t bytes) {
+    struct Tables {
+        uint32_t of[8][256];  // of[k][b]: byte b with k zero bytes behind it
+        Tables() {
+            for (uint32_t b = 0; b < 256; b++) {
+                uint32_t r = b;
+                for (int bit = 0; bit < 8; bit++) r = r >> 1 ^ (r & 1 ? 0x82F63B78u : 0);
+                of[0][b] = r;
+            }
+            for (int k = 1; k < 8; k++)
+                for (uint32_t b = 0; b < 256; b++) of[k][b] = of[k - 1][b] >> 8 ^ of[0][of[k - 1][b] & 255];
+        }
+    };
+    static const Tables table;
+    const unsigned char* p = static_cast<const unsigned char*>(data);
+    crc = ~crc;
+    for (; bytes >= 8; p += 8, bytes -= 8) {
+        uint64_t word;
+        std::memcpy(&word, p, 8);
+        word ^= crc;
+        crc = 0;
+        for (int k = 0; k < 8; k++) crc ^= table.of[7 - k][word >> 8 * k & 255];
+    }
+    for (; bytes > 0; p++, bytes--) crc = crc >> 8 ^ table.of[0][(crc ^ *p) & 255];
+    return ~crc;
+}
+
+inline uint32_t crc32c(uint32_t crc, const void* data, size_t bytes) {
+#ifdef __SSE4_2__
+    const unsigned char* p = static_cast<const unsigned char*>(data);
+    uint64_t state = static_cast<uint32_t>(~crc);
+    for (; bytes >= 8; p += 8, bytes -= 8) {
+        uint64_t word;
+        std::memcpy(&word, p, 8);
+        state = _mm_crc32_u64(state, word);
+    }
+    for (; bytes > 0; p++, bytes--) state = _mm_crc32_u8(uint32_t(state), *p);
+    return ~uint32_t(state);
+#else
+    return crc32c_by_table(crc, data, bytes);
+#endif
+}
+
+// A file as it was written; manifests list these.
+struct FileRecord {
+    std::string name;  // without its folder
+    uint64_t size = 0;
+    uint32_t crc32c = 0;
+};
+
+// Writes all the bytes, or fails.
+inline void write_all(int fd, const void* data, uint64_t bytes, const std::string& path) {
+    for (const char* p = static_cast<const char*>(data); bytes > 0;) {
+        const ssize_t n = ::write(fd, p, size_t(std::min<uint64_t>(bytes, 1u << 30)));
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0)
+            fail("cannot write %s: %s", path.c_str(), n < 0 ? std::strerror(errno) : "the device took no bytes");
+        p += n, bytes -= uint64_t(n);
+    }
+}
+
+// Makes a folder's new files and renames durable.
+inline void sync_folder(const std::string& path) {
+    const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0) fail("cannot open folder %s to sync it: %s", path.c_str(), std::strerror(errno));
+    const int error = fsync(fd) == 0 ? 0 : errno;
+    ::close(fd);
+    // EINVAL: this file system cannot sync folders; its renames are as durable as it makes them.
+    if (error && error != EINVAL) fail("cannot sync folder %s: %s", path.c_str(), std::strerror(error));
+}
+
+// By all FileWriters together: a thread that waits for one sees that it makes progress.
+inline std::atomic<uint64_t> bytes_written_to_files{0};
+
+// Writes a file, which is synced to disk when close() returns its record. Not atomic by itself: a checkpoint is written
+// to a folder under another name, which is renamed once it is complete; for a single file, see replace_text_file.
+class FileWriter {
+  public:
+    explicit FileWriter(const std::string& file)
+        : path(file), fd(::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) {
+        if (fd < 0) fail("cannot create %s: %s", path.c_str(), std::strerror(errno));
+        record.name = path.substr(path.rfind('/') + 1);
+    }
+    FileWriter(const FileWriter&) = delete;
+    FileWriter& operator=(const FileWriter&) = delete;
+    ~FileWriter() {
+        if (fd >= 0) ::close(fd);
+    }
+    void write(const void* data, uint64_t bytes) {
+        const uint64_t piece = 1 << 20;  // still in the cache when write() copies it, after the checksum
+        for (const char* p = static_cast<const char*>(data); bytes > 0;) {
+            const uint64_t n = std::min(bytes, piece);
+            record.crc32c = crc32c(record.crc32c, p, size_t(n));
+            write_all(fd, p, n, path);
+            record.size += n, p += n, bytes -= n;
+            bytes_written_to_files.fetch_add(n, std::memory_order_relaxed);
+        }
+    }
+    // A failed fsync is final: the kernel may have dropped the pages, so a second fsync could report success for data
+    // that is lost.
+    FileRecord close() {
+        if (fsync(fd) != 0) fail("cannot sync %s: %s", path.c_str(), std::strerror(errno));
+        const int closing = fd;
+        fd = -1;
+        if (::close(closing) != 0) fail("cannot close %s: %s", path.c_str(), std::strerror(errno));
+        return record;
+    }
+
+  private:
+    std::string path;
+    int fd;
+    FileRecord record;
+};
+
+inline FileRecord write_text_file(const std::string& path, const std::string& text) {
+    FileWriter out(path);
+    out.write(text.data(), text.size());
+    return out.close();
+}
+
+inline void rename_path(const std::string& from, const std::string& to) {
+    if (std::rename(from.c_str(), to.c_str()) != 0)
+        fail("cannot rename %s to %s: %s", from.c_str(), to.c_str(), std::strerror(errno));
+}
+
+// A crash at any moment leaves either the whole old text or the whole new one.
+inline void replace_text_file(const std::string& path, const std::string& text) {
+    const std::string writing = path + ".writing";
+    write_text_file(writing, text);
+    rename_path(writing, path);
+    sync_folder(folder_of(path));
+}
