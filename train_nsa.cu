@@ -2543,6 +2543,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     // A rank that falls silent is noticed from here on; standing still is judged once progress() has been called.
     if (world.size > 1) world.channel().watch(c.stall_timeout);
     const Device device = choose_device(c, world);
+    world.require_reducer(device.gpu);
     resolve_batch(c, given, world, device.gpu);
     if (!given.count("stats-every")) c.stats_every = device.gpu ? 50 : 1;
     if (!c.dump_state.empty() && (world.size > 1 || c.batch * c.seq_len != c.total_batch))
@@ -2727,7 +2728,7 @@ static int run_check(const Config& c, World& world) {
     std::printf("%s NCCL         %d.%d.%d\n", yes(true), nccl / 10000, nccl / 100 % 100, nccl % 100);
 #else
     std::printf("%s NCCL         not in this build%s\n", yes(false),
-                device.gpu ? ": gradients of several GPUs go through the host's memory" : "");
+                device.gpu ? ": one GPU only; install NCCL and make train_nsa" : "");
 #endif
 #ifdef USE_DNNL
     const dnnl_version_t* v = dnnl_version();
