@@ -3,8 +3,8 @@
 // it finds in one line, and all ranks end:
 //   - a rank died: its connection closed without a goodbye. Noticed at once;
 //   - a rank made no progress for --stall-timeout while it waited for nobody: it reports itself, with a stack trace;
-//   - a rank is silent, its watchdog included (stopped, swapped out, cut off): rank 0 reports it, or rank 1 if it is
-//     rank 0 that is silent;
+//   - a rank is silent, its watchdog included (stopped, swapped out, cut off): rank 0 reports it (rank 1 reports rank
+//   0);
 //   - all ranks wait for each other: rank 0 reports it;
 //   - a rank failed and has printed its error: the others end with the same status and print nothing.
 // A slow step that makes progress, a slow network that still delivers buckets, and a rank that waits for a slow one are
@@ -59,26 +59,23 @@ class ControlChannel {
     };
     static constexpr double INTERVAL = 0.2;  // seconds between messages; deaths and failures wake the thread at once
 
-    int rank = 0;
+    int rank = 0, wake = -1;  // wake: an eventfd
     std::vector<std::string> hosts;
     bool under_mpi = false;
     std::vector<Link> links;  // only the thread touches them while it runs
     std::thread thread;
-    int wake = -1;
     MainThreadStack stack;
 
-    // The main thread writes these, the channel's thread reads them.
+    // The main thread writes these (others_error: the channel's thread), the other one reads them.
     std::atomic<uint64_t> ticks{0};
     std::atomic<int64_t> step{-1};
     std::atomic<const char*> phase{nullptr}, device{""};
     std::atomic<bool> in_collective{false};
     std::atomic<double> stall_timeout{0};
     std::atomic<int> request{NONE}, failure_status{1};
-    // The other way round.
     std::atomic<bool> others_error{false};
 
-    // What the thread has seen of the main thread.
-    uint64_t seen_ticks = 0;
+    uint64_t seen_ticks = 0;  // what the channel's thread has seen of the main thread
     double last_progress = seconds_now();
 
     std::string name_of(int r) const {
@@ -92,11 +89,11 @@ class ControlChannel {
     }
     Message own_state(double now) const {
         Message m{};
-        m.kind = ALIVE, m.step = step.load(std::memory_order_relaxed);
-        const char* p = phase.load(std::memory_order_relaxed);
+        m.kind = ALIVE, m.step = step;
+        const char* p = phase;
         std::snprintf(m.phase, sizeof m.phase, "%s", p ? p : "start");
         std::snprintf(m.device, sizeof m.device, "%s", device.load());
-        m.waiting = in_collective.load(std::memory_order_relaxed) || !std::strncmp(m.phase, "waiting", 7);
+        m.waiting = in_collective || !std::strncmp(m.phase, "waiting", 7);
         m.idle_ms = int32_t(std::min(2e9, (now - last_progress) * 1000));
         return m;
     }
@@ -151,15 +148,14 @@ class ControlChannel {
         std::string text = "train_nsa: error: " + line + "\n";
         if (with_stack) text += stack.text();
         // One write, so that lines of several ranks do not mix; not through stdio, whose lock the main thread may hold.
-        const ssize_t printed = write(STDERR_FILENO, text.data(), text.size());
-        (void)printed;  // without a stderr the status must do
+        (void)!write(STDERR_FILENO, text.data(), text.size());  // without a stderr the status must do
         tell_all(FAILED, 1);
         if (under_mpi) usleep(200000);  // mpirun forwards what was printed, but not after a rank's bad end
         end(1);
     }
     // Another rank has failed and printed why. Rank 0 passes it on.
     [[noreturn]] void end_quietly(int status, int from) {
-        others_error.store(true);
+        others_error = true;
         last_resort();
         if (rank == 0) tell_all(FAILED, status, from);
         for (Link& link : links) link.shut();
@@ -212,19 +208,12 @@ class ControlChannel {
             if (polled[i + 1].revents) receive_from(links[i]);
     }
 
-    // A process that was stopped as a whole (Ctrl-Z, a debugger, a suspended machine) heard nothing meanwhile and
-    // blames nobody for it.
-    void forgive_own_absence(double now, double last_look) {
-        if (now - last_look < 1) return;
-        last_progress = now;
-        for (Link& link : links) link.last_heard = now;
-    }
-
     std::string all_wait_text(const Message& own, double seconds) const {
+        const double limit = stall_timeout;
         std::string text =
-            format_text("all %d ranks have waited for each other for %.1f s (--stall-timeout %g): ", ranks(), seconds,
-                        stall_timeout.load()) +
-            "rank 0 " + where(own);
+            format_text("all %d ranks have waited for each other for %.1f s (--stall-timeout %g): rank 0 ", ranks(),
+                        seconds, limit) +
+            where(own);
         const size_t shown = 7;
         for (size_t i = 0; i < links.size() && i < shown; i++)
             text += format_text(", rank %d ", links[i].rank) + where(links[i].last);
@@ -234,14 +223,13 @@ class ControlChannel {
 
     // Does anything take too long? Asked only when a limit is set.
     void judge(double now) {
-        const double limit = stall_timeout.load(), idle = now - last_progress;
+        const double limit = stall_timeout, idle = now - last_progress;
         const Message own = own_state(now);
-        const bool started = phase.load(std::memory_order_relaxed) != nullptr;
         // A rank that stands still because another is stopped must not take the blame: it says nothing of itself while
         // it hears nothing of another, and rank 0, which hears of all, goes first.
         const bool silence = std::any_of(links.begin(), links.end(),
                                          [&](const Link& l) { return l.socket >= 0 && now - l.last_heard > 1; });
-        if (started && (!own.waiting || ranks() == 1) && !silence && idle > limit + (rank > 0 ? 0.5 : 0))
+        if (phase.load() && (!own.waiting || ranks() == 1) && !silence && idle > limit + (rank > 0 ? 0.5 : 0))
             report_and_end(name_of(rank) + format_text(" has made no progress for %.1f s ", idle) + where(own) +
                                format_text(" (--stall-timeout %g); the stack of its main thread:", limit),
                            true);
@@ -265,38 +253,39 @@ class ControlChannel {
         double last_look = seconds_now(), next_message = 0;
         while (true) {
             receive();
-            const int wanted = request.load();
+            const int wanted = request;
             if (wanted == LEAVE) return tell_all(LEAVING, 0);
-            if (wanted == FAIL) return tell_all(FAILED, failure_status.load());
+            if (wanted == FAIL) return tell_all(FAILED, failure_status);
             if (wanted == STOP) return;
             const double now = seconds_now();
-            forgive_own_absence(now, last_look);
+            if (now - last_look > 1) {  // it was stopped as a whole (Ctrl-Z, a suspended machine): nobody is to blame
+                last_progress = now;
+                for (Link& link : links) link.last_heard = now;
+            }
             last_look = now;
-            if (const uint64_t t = ticks.load(std::memory_order_relaxed); t != seen_ticks)
-                seen_ticks = t, last_progress = now;
+            if (const uint64_t t = ticks; t != seen_ticks) seen_ticks = t, last_progress = now;
             if (now >= next_message) {
                 next_message = now + INTERVAL;
                 for (Link& link : links) send_to(link, own_state(now));
             }
-            if (stall_timeout.load() > 0) judge(now);
+            if (stall_timeout > 0) judge(now);
         }
     }
     void start_thread() {
         wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
         if (wake < 0) fail("cannot make an eventfd for the watchdog: %s", std::strerror(errno));
-        request.store(NONE), last_progress = seconds_now();
+        request = NONE, last_progress = seconds_now();
         sigset_t all, before;  // signals are for the main thread
         sigfillset(&all);
         pthread_sigmask(SIG_BLOCK, &all, &before);
         thread = std::thread([this] { run(); });
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
-    // Returns when the thread has done it and ended.
     void ask(Request what) {
         if (!running()) return;
-        request.store(what);
+        request = what;
         eventfd_write(wake, 1);
-        thread.join();
+        thread.join();  // it does what it is asked and ends
         close(wake), wake = -1;
     }
 
@@ -319,39 +308,37 @@ class ControlChannel {
     bool running() const { return thread.joinable(); }
     int ranks() const { return int(hosts.size()); }
     // Another rank has failed and printed why; this process is about to end.
-    bool ended_by_another() const { return others_error.load(); }
+    bool ended_by_another() const { return others_error; }
 
     // The main thread has got this far; costs a few nanoseconds. phase: a string that lives as long as the program;
     // "waiting..." says that this rank waits for others. Before the first call nothing counts as a stall.
     void progress(int64_t at_step, const char* at_phase) {
-        step.store(at_step, std::memory_order_relaxed);
-        phase.store(at_phase, std::memory_order_relaxed);
+        step = at_step, phase = at_phase;
         tick();
     }
-    void tick() { ticks.store(ticks.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed); }
-    const char* current_phase() const { return phase.load(std::memory_order_relaxed); }
+    void tick() { ticks++; }
+    const char* current_phase() const { return phase; }  // nullptr before the first
     // What this rank computes on, such as "GPU 1", for messages: a string that lives as long as the program.
-    void computes_on(const char* what) { device.store(what); }
+    void computes_on(const char* what) { device = what; }
     // Around a blocking collective of the main thread: whatever the phase is called, this rank waits for others.
     struct Waiting {
         ControlChannel& channel;
-        explicit Waiting(ControlChannel& c) : channel(c) { c.in_collective.store(true, std::memory_order_relaxed); }
-        ~Waiting() { channel.tick(), channel.in_collective.store(false, std::memory_order_relaxed); }
+        explicit Waiting(ControlChannel& c) : channel(c) { c.in_collective = true; }
+        ~Waiting() { channel.tick(), channel.in_collective = false; }
         Waiting(const Waiting&) = delete;
-        Waiting& operator=(const Waiting&) = delete;
     };
 
     // From here on the main thread must make progress at least every `seconds`; 0: it may do what it likes.
     void watch(double seconds) {
         stack.prepare();
         tick();
-        stall_timeout.store(seconds);
+        stall_timeout = seconds;
     }
-    // The run is over. Several ranks stay watched until they leave: what they share (NCCL, MPI) is taken down together,
-    // and one that stands still holds up all.
+    // The run is over. Several ranks stay watched until they leave: they take down together what they share (NCCL,
+    // MPI), and one that stands still holds up all.
     void end_watch() {
-        if (ranks() == 1) return stall_timeout.store(0);
-        phase.store("waiting for all ranks to end", std::memory_order_relaxed);
+        if (ranks() == 1) return void(stall_timeout = 0);
+        phase = "waiting for all ranks to end";
         tick();
     }
 
@@ -359,7 +346,7 @@ class ControlChannel {
     void leave() { ask(LEAVE); }
     // This rank ends with an error that is already printed: the others know when this returns, after a second at most.
     void tell_failure(int status) {
-        failure_status.store(status);
+        failure_status = status;
         ask(FAIL);
     }
     // A collective found its partner gone. The channel learns of a death or a failure in the same moment, names it and
@@ -403,12 +390,9 @@ class Watchdog {
         if (started_alone) channel.stop();
     }
     Watchdog(const Watchdog&) = delete;
-    Watchdog& operator=(const Watchdog&) = delete;
 
-    // The main thread has got this far. phase: a string literal, such as "forward"; "waiting ..." while this rank waits
-    // for others.
+    // phase: a string literal, such as "forward"; "waiting ..." while this rank waits for others.
     void progress(int64_t step, const char* phase) { channel.progress(step, phase); }
-
     void step_done(int64_t step, double seconds, double loss) {
         channel.tick();
         heartbeat.step_done(step, channel.current_phase(), seconds, loss);
