@@ -24,6 +24,7 @@
 #include "dev/test/ddp_tests.h"
 #include "dev/test/checkpoint_tests.h"
 #include "dev/test/emulated_run_tests.h"
+#include "dev/test/launch_tests.h"
 #include "dev/test/fuzz_tests.h"
 #include "dev/test/script_tests.h"
 #include "dev/test/cpu_speed_tests.h"

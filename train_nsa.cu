@@ -1477,6 +1477,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     // From here on a rank that falls silent is noticed. Standing still is judged once progress() has been called.
     if (world.size > 1) world.channel().watch(c.stall_timeout);
     const Device device = choose_device(c, world);
+    world.require_reducer(device.gpu);
     resolve_batch(c, given, world.size, device.gpu);
     if (!given.count("stats-every")) c.stats_every = device.gpu ? 50 : 1;
     validate_run(c, world.size);

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Trains on several nodes under Slurm and survives the end of its time: sbatch dev/slurm.sh
-# Two minutes before the limit Slurm sends SIGUSR1 to the ranks. They finish their step, write a checkpoint and exit
-# with 75, and the job goes back into the queue. The same happens on preemption (SIGTERM). --resume starts a new run if
-# there is nothing to resume. On GPUs neither PMI nor PMIx is needed: the ranks read Slurm's own variables and meet at
-# the first node. The run's folder (--out) must be on a file system that all nodes see.
+# Trains on the GPUs of several nodes under Slurm and survives the end of its time: sbatch dev/slurm.sh
+# Two minutes before the limit Slurm sends SIGUSR1 to the ranks; they finish their step, write a checkpoint and exit
+# with 75, and the job is queued again. The same happens on preemption (SIGTERM). --resume starts a new run where there
+# is nothing to resume. With NCCL neither PMI nor PMIx is needed: ranks find each other by Slurm's own variables, at the
+# first node's name. Ranks on CPUs need MPI: start them with mpirun in place of srun. The run's folder (--out) has to be
+# on a file system that all nodes see.
 #SBATCH --job-name=train_nsa
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8

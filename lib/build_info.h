@@ -70,7 +70,7 @@ inline void print_build(const BuildReport& r) {
                 r.mpi ? r.mpi : "not in this build: one process only; make deps && make train_nsa");
     const std::string nccl = nccl_version(), dnnl = dnnl_version_text();
     std::printf("%s NCCL         %s%s\n", tick(!nccl.empty()), nccl.empty() ? "not in this build" : nccl.c_str(),
-                nccl.empty() && r.gpu ? ": gradients of several GPUs go through the host's memory" : "");
+                nccl.empty() && r.gpu ? ": one GPU only; install NCCL and make train_nsa" : "");
     std::printf("%s oneDNN       %s\n", tick(!dnnl.empty()),
                 dnnl.empty() ? "not in this build: the GEMMs are our own" : dnnl.c_str());
     std::printf("  memory       %.0f MiB available\n", r.available_bytes / (1 << 20));

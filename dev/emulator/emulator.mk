@@ -1,7 +1,7 @@
 # emulator.mk: builds and runs the tests that execute CUDA kernels on the CPU, in the plain and in the CHECK build of dev/emulator/cuda_on_cpu.h: of the emulator
 # itself, and of the CUDA engine (cuda_tests: every kernel, every operation, whole training steps).
 #   make -f dev/emulator/emulator.mk test_emulator        from the top folder; or include this file there and depend on test_emulator
-#   make -f dev/emulator/emulator.mk build/train_nsa_emulated && mpirun -np 2 build/train_nsa_emulated --device cuda ...    the whole program, NCCL's part played over MPI
+#   make -f dev/emulator/emulator.mk build/train_nsa_emulated && mpirun -np 2 build/train_nsa_emulated --device cuda ...    the whole program, NCCL's part played over shared memory
 # CXX: a g++ for C++17. BUILD: where objects and programs go. RACE_PROGRAMS: how many random programs the race detector is tried on.
 CXX ?= g++
 BUILD ?= build
@@ -19,13 +19,9 @@ EMULATOR_PROGRAMS = $(EMULATOR_PLAIN_PROGRAMS) $(EMULATOR_CHECK_PROGRAMS)
 EMULATOR_TESTS = $(BUILD)/emulator_tests $(BUILD)/emulator_tests_check '$(BUILD)/planted_faults 4' '$(BUILD)/planted_faults_check 2' '$(BUILD)/race_fuzz_check $(RACE_PROGRAMS)' \
     $(BUILD)/cuda_tests $(BUILD)/cuda_tests_check
 
-.PHONY: test_emulator test_emulator_mpi
+.PHONY: test_emulator
 test_emulator: $(EMULATOR_PROGRAMS)
 	@dev/run_tests.sh $(EMULATOR_TESTS)
-
-# Wants MPI's compiler.
-test_emulator_mpi: $(BUILD)/emulator_tests_mpi
-	timeout 120 mpirun -n 2 $(BUILD)/emulator_tests_mpi --only nccl
 
 $(EMULATOR_PLAIN_PROGRAMS): $(BUILD)/%: dev/test/%.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(BUILD)
@@ -37,7 +33,4 @@ $(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/%.cpp $(EMULATOR_HEADERS)
 # The whole program on up to four emulated GPUs, one for each rank; wants MPI's compiler. -x none: what the wrapper adds behind are libraries.
 $(BUILD)/train_nsa_emulated: train_nsa.cu $(EMULATOR_HEADERS)
 	@mkdir -p $(BUILD)
-	mpicxx $(EMULATOR_FLAGS) -O2 -pthread -rdynamic -DEMULATED_GPUS=4 -DEMU_MPI -DUSE_MPI -DUSE_NCCL -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(SAN_FLAGS) -x c++ $< -x none -o $@
-$(BUILD)/emulator_tests_mpi: dev/test/emulator_tests.cpp $(EMULATOR_HEADERS)
-	@mkdir -p $(BUILD)
-	mpicxx $(EMULATOR_FLAGS) -O2 -DEMU_MPI $< -o $@
+	mpicxx $(EMULATOR_FLAGS) -O2 -pthread -rdynamic -DEMULATED_GPUS=4 -DUSE_MPI -DUSE_NCCL -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(SAN_FLAGS) -x c++ $< -x none -o $@

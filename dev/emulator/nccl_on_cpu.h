@@ -1,12 +1,15 @@
-// nccl_on_cpu.h: stands in for the part of NCCL that the trainer uses. One rank in one process or, with -DEMU_MPI, the
-// ranks of MPI_COMM_WORLD. Sums are made in fp32 and rounded once, where NCCL rounds bf16 at every hop. Like kernels,
-// collectives run when their stream does, so that with machine.run_late a reduction that was not ordered after the
-// gradients reduces what was there before.
+// nccl_on_cpu.h: stands in for the part of NCCL that the trainer uses. Ranks are processes of one machine, however they
+// were started; like NCCL's, they find each other by the unique id, which here names a piece of shared memory. Sums are
+// made in fp32, in the order of ranks, and rounded once, where NCCL rounds bf16 at every hop. Like kernels, collectives
+// run when their stream does, so that with machine.run_late a reduction that was not ordered after the gradients
+// reduces what was there before.
 #pragma once
 #include "cuda_on_cpu.h"
-#ifdef EMU_MPI
-#include <mpi.h>
-#endif
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 enum ncclResult_t {
     ncclSuccess = 0,
@@ -37,8 +40,56 @@ struct Peers {
 };
 inline Peers* peers = nullptr;
 
+// What the processes of a communicator share: a page for their meetings, then a slot for each rank. A collective goes
+// through the slots a piece at a time: every rank fills its own, all meet, everybody reads, all meet again.
+struct SharedMemory {
+    static constexpr size_t PAGE = 4096, SLOT = size_t(1) << 18;  // bytes
+    struct Meeting {
+        int arrived, number;
+    };
+    int ranks = 1;
+    char* memory = nullptr;  // nullptr: one process alone
+
+    size_t bytes() const { return PAGE + SLOT * size_t(ranks); }
+    char* slot(int rank) const { return memory + PAGE + SLOT * size_t(rank); }
+
+    // Returns when all ranks have called it.
+    EMU_ENGINE void meet() const {
+        if (!memory) return;
+        Meeting* m = reinterpret_cast<Meeting*>(memory);
+        const int number = __atomic_load_n(&m->number, __ATOMIC_SEQ_CST);
+        if (__atomic_add_fetch(&m->arrived, 1, __ATOMIC_SEQ_CST) == ranks) {
+            __atomic_store_n(&m->arrived, 0, __ATOMIC_SEQ_CST);
+            __atomic_add_fetch(&m->number, 1, __ATOMIC_SEQ_CST);
+            return;
+        }
+        for (int wait = 0; __atomic_load_n(&m->number, __ATOMIC_SEQ_CST) == number; wait++)
+            if (wait < 1000) sched_yield();
+            else usleep(50);
+    }
+    // The memory is a file until all ranks have it, and nobody's name for anything from then on.
+    bool join(const char* path, int size, int rank) {
+        ranks = size;
+        if (size == 1) return unlink(path), true;
+        const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+        if (fd < 0 || ftruncate(fd, off_t(bytes())) != 0) return close(fd), false;
+        void* mapped = mmap(nullptr, bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        close(fd);
+        if (mapped == MAP_FAILED) return false;
+        memory = static_cast<char*>(mapped);
+        meet();
+        if (rank == 0) unlink(path);
+        return true;
+    }
+    void leave() {
+        if (memory) munmap(memory, bytes());
+        memory = nullptr;
+    }
+};
+
 struct Communicator {
     int ranks, rank;
+    SharedMemory shared;
     ncclResult_t asynchronous_error = ncclSuccess;  // for tests to set: what ncclCommGetAsyncError then reports
 };
 }  // namespace emu
@@ -57,27 +108,33 @@ inline const char* ncclGetErrorString(ncclResult_t r) {
 }
 inline const char* ncclGetLastError(ncclComm_t) { return "nccl_on_cpu"; }
 inline ncclResult_t ncclGetVersion(int* version) { return *version = 22809, ncclSuccess; }
-inline ncclResult_t ncclGetUniqueId(ncclUniqueId* id) { return *id = {}, ncclSuccess; }
-inline ncclResult_t ncclCommInitRank(ncclComm_t* c, int ranks, ncclUniqueId, int rank) {
-    int world_size = emu::peers ? emu::peers->ranks : 1, world_rank = emu::peers ? emu::peers->rank : 0;
-#ifdef EMU_MPI
-    int begun = 0;
-    MPI_Initialized(&begun);
-    if (!begun) return ncclInvalidUsage;  // the ranks were not started by mpirun
-    MPI_Comm_size(MPI_COMM_WORLD, &world_size);
-    MPI_Comm_rank(MPI_COMM_WORLD, &world_rank);
-#endif
-    if (ranks != world_size || rank != world_rank) return ncclInvalidArgument;
-    return *c = new emu::Communicator{ranks, rank}, ncclSuccess;
+inline ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+    *id = {};
+    snprintf(id->internal, sizeof id->internal, "/dev/shm/nccl_on_cpu_XXXXXX");
+    const int fd = mkstemp(id->internal);
+    if (fd < 0) return ncclSystemError;
+    return close(fd), ncclSuccess;
+}
+inline ncclResult_t ncclCommInitRank(ncclComm_t* c, int ranks, ncclUniqueId id, int rank) {
+    if (ranks < 1 || rank < 0 || rank >= ranks) return ncclInvalidArgument;
+    emu::SharedMemory shared;
+    if (emu::peers) {
+        if (ranks != emu::peers->ranks || rank != emu::peers->rank) return ncclInvalidArgument;
+    } else if (!shared.join(id.internal, ranks, rank)) {
+        return ncclSystemError;
+    }
+    return *c = new emu::Communicator{ranks, rank, shared}, ncclSuccess;
 }
 inline ncclResult_t ncclCommDestroy(
     ncclComm_t c) {  // collective, as NCCL's is within a machine: it waits for all ranks
-#ifdef EMU_MPI
-    MPI_Barrier(MPI_COMM_WORLD);
-#endif
+    c->shared.meet();
+    c->shared.leave();
     return delete c, ncclSuccess;
 }
-inline ncclResult_t ncclCommAbort(ncclComm_t c) { return delete c, ncclSuccess; }
+inline ncclResult_t ncclCommAbort(ncclComm_t c) {
+    c->shared.leave();
+    return delete c, ncclSuccess;
+}
 inline ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* error) {
     return *error = c->asynchronous_error, ncclSuccess;
 }
@@ -87,8 +144,6 @@ inline ncclResult_t ncclGroupStart() { return ncclSuccess; }
 inline ncclResult_t ncclGroupEnd() { return ncclSuccess; }
 
 namespace emu {
-constexpr size_t MPI_MOST = size_t(1) << 30;  // elements in one call; MPI counts with an int
-
 constexpr size_t nccl_bytes(ncclDataType_t type) {
     return type == ncclUint8 ? 1 : type == ncclBfloat16 ? 2 : type == ncclDouble ? 8 : 4;
 }
@@ -103,63 +158,78 @@ EMU_ENGINE inline void narrow(float& x, float sum) { x = sum; }
 EMU_ENGINE inline void narrow(double& x, double sum) { x = sum; }
 EMU_ENGINE inline void narrow(int32_t& x, int32_t sum) { x = sum; }
 
+// values [n]: what `operation` makes of every rank's values, everywhere.
+template <class T>
+EMU_ENGINE inline void combine(T* values, size_t n, ncclRedOp_t operation, const Communicator& c) {
+    const size_t most = SharedMemory::SLOT / sizeof(T);
+    for (size_t at = 0; c.shared.memory && at < n; at += most) {
+        const size_t count = n - at < most ? n - at : most;
+        memcpy(c.shared.slot(c.rank), values + at, count * sizeof(T));
+        c.shared.meet();
+        for (int r = 0; r < c.ranks; r++) {
+            const T* theirs = reinterpret_cast<const T*>(c.shared.slot(r));
+            for (size_t i = 0; i < count; i++) {
+                T& x = values[at + i];
+                x = r == 0 ? theirs[i] : operation == ncclMax ? (x > theirs[i] ? x : theirs[i]) : x + theirs[i];
+            }
+        }
+        c.shared.meet();
+    }
+}
+
 // out[i] = in[first + i] reduced over the ranks, for i < n, of `total` elements; every rank may keep another part.
 template <class T>
 EMU_ENGINE inline void reduce_over_ranks(const T* in, T* out, size_t total, size_t first, size_t n,
-                                         ncclRedOp_t operation, int ranks) {
+                                         ncclRedOp_t operation, const Communicator& c) {
     using Wide = decltype(widen(T()));
     std::vector<Wide> sums(total);
     for (size_t i = 0; i < total; i++) sums[i] = widen(in[i]);
-#ifdef EMU_MPI
-    const MPI_Datatype type = std::is_same_v<Wide, float>    ? MPI_FLOAT
-                              : std::is_same_v<Wide, double> ? MPI_DOUBLE
-                                                             : MPI_INT32_T;
-    for (size_t at = 0; at < total; at += MPI_MOST)
-        MPI_Allreduce(MPI_IN_PLACE, sums.data() + at, int(total - at < MPI_MOST ? total - at : MPI_MOST), type,
-                      operation == ncclMax ? MPI_MAX : MPI_SUM, MPI_COMM_WORLD);
-#endif
+    combine(sums.data(), total, operation, c);
     if constexpr (std::is_same_v<Wide, float>) {
         if (peers) peers->add(in, sums.data(), total);
     } else if constexpr (std::is_same_v<Wide, double>) {
         if (peers) peers->add_doubles(sums.data(), total);
     }
     for (size_t i = 0; i < n; i++)
-        narrow(out[i], operation == ncclAvg ? sums[first + i] / Wide(ranks) : sums[first + i]);
+        narrow(out[i], operation == ncclAvg ? sums[first + i] / Wide(c.ranks) : sums[first + i]);
 }
 
 EMU_ENGINE inline void reduce_now(const void* in, void* out, size_t total, size_t first, size_t n, ncclDataType_t type,
-                                  ncclRedOp_t operation, int ranks) {
+                                  ncclRedOp_t operation, const Communicator& c) {
     const OpenRange open;
     EMU_ACCESS(in, total * nccl_bytes(type), READ);
     EMU_ACCESS(out, n * nccl_bytes(type), WRITE);
-    if (type == ncclFloat) reduce_over_ranks((const float*)in, (float*)out, total, first, n, operation, ranks);
-    else if (type == ncclDouble) reduce_over_ranks((const double*)in, (double*)out, total, first, n, operation, ranks);
-    else if (type == ncclInt32) reduce_over_ranks((const int32_t*)in, (int32_t*)out, total, first, n, operation, ranks);
-    else reduce_over_ranks((const __nv_bfloat16*)in, (__nv_bfloat16*)out, total, first, n, operation, ranks);
+    if (type == ncclFloat) reduce_over_ranks((const float*)in, (float*)out, total, first, n, operation, c);
+    else if (type == ncclDouble) reduce_over_ranks((const double*)in, (double*)out, total, first, n, operation, c);
+    else if (type == ncclInt32) reduce_over_ranks((const int32_t*)in, (int32_t*)out, total, first, n, operation, c);
+    else reduce_over_ranks((const __nv_bfloat16*)in, (__nv_bfloat16*)out, total, first, n, operation, c);
 }
 // What rank `root` has at p, everywhere at p.
-inline void spread([[maybe_unused]] char* p, [[maybe_unused]] size_t bytes, [[maybe_unused]] int root) {
-#ifdef EMU_MPI
-    for (size_t at = 0; at < bytes; at += MPI_MOST)
-        MPI_Bcast(p + at, int(bytes - at < MPI_MOST ? bytes - at : MPI_MOST), MPI_BYTE, root, MPI_COMM_WORLD);
-#endif
+EMU_ENGINE inline void spread(char* p, size_t bytes, int root, const Communicator& c) {
+    for (size_t at = 0; c.shared.memory && at < bytes; at += SharedMemory::SLOT) {
+        const size_t count = bytes - at < SharedMemory::SLOT ? bytes - at : SharedMemory::SLOT;
+        if (c.rank == root) memcpy(c.shared.slot(root), p + at, count);
+        c.shared.meet();
+        if (c.rank != root) memcpy(p + at, c.shared.slot(root), count);
+        c.shared.meet();
+    }
 }
-EMU_ENGINE inline void gather_now(const void* in, void* out, size_t bytes, int ranks, int rank) {
+EMU_ENGINE inline void gather_now(const void* in, void* out, size_t bytes, const Communicator& c) {
     const OpenRange open;
     EMU_ACCESS(in, bytes, READ);
-    EMU_ACCESS(out, bytes * size_t(ranks), WRITE);
-    memmove((char*)out + size_t(rank) * bytes, in, bytes);
-    for (int r = 0; r < ranks; r++) spread((char*)out + size_t(r) * bytes, bytes, r);
+    EMU_ACCESS(out, bytes * size_t(c.ranks), WRITE);
+    memmove((char*)out + size_t(c.rank) * bytes, in, bytes);
+    for (int r = 0; r < c.ranks; r++) spread((char*)out + size_t(r) * bytes, bytes, r, c);
     if (peers) peers->gather((char*)out, bytes);
 }
-EMU_ENGINE inline void broadcast_now(const void* in, void* out, size_t bytes, int root, int rank) {
+EMU_ENGINE inline void broadcast_now(const void* in, void* out, size_t bytes, int root, const Communicator& c) {
     const OpenRange open;
-    if (rank == root) {
+    if (c.rank == root) {
         EMU_ACCESS(in, bytes, READ);
         memmove(out, in, bytes);
     }
     EMU_ACCESS(out, bytes, WRITE);
-    spread((char*)out, bytes, root);
+    spread((char*)out, bytes, root, c);
 }
 
 // Every collective goes onto its stream this way.
@@ -182,8 +252,7 @@ inline ncclResult_t ncclAllReduce(const void* in, void* out, size_t n, ncclDataT
                                   ncclComm_t c, cudaStream_t stream) {
     if (!c || type == ncclUint8) return ncclInvalidArgument;
     emu::check_buffers("ncclAllReduce", in, n * emu::nccl_bytes(type), out, n * emu::nccl_bytes(type), in, out);
-    emu::enqueue_collective(stream,
-                            [=, ranks = c->ranks] { emu::reduce_now(in, out, n, 0, n, type, operation, ranks); });
+    emu::enqueue_collective(stream, [=] { emu::reduce_now(in, out, n, 0, n, type, operation, *c); });
     return ncclSuccess;
 }
 // Rank r receives elements [r n, (r + 1) n) of the sum.
@@ -192,8 +261,7 @@ inline ncclResult_t ncclReduceScatter(const void* in, void* out, size_t n, ncclD
     if (!c || type == ncclUint8) return ncclInvalidArgument;
     const size_t bytes = n * emu::nccl_bytes(type), ranks = size_t(c->ranks), rank = size_t(c->rank);
     emu::check_buffers("ncclReduceScatter", in, bytes * ranks, out, bytes, (const char*)in + rank * bytes, out);
-    emu::enqueue_collective(stream,
-                            [=] { emu::reduce_now(in, out, n * ranks, rank * n, n, type, operation, int(ranks)); });
+    emu::enqueue_collective(stream, [=] { emu::reduce_now(in, out, n * ranks, rank * n, n, type, operation, *c); });
     return ncclSuccess;
 }
 // Rank r's n elements become elements [r n, (r + 1) n) everywhere.
@@ -203,8 +271,7 @@ inline ncclResult_t ncclAllGather(const void* in, void* out, size_t n, ncclDataT
     const size_t bytes = n * emu::nccl_bytes(type);
     emu::check_buffers("ncclAllGather", in, bytes, out, bytes * size_t(c->ranks), in,
                        (const char*)out + size_t(c->rank) * bytes);
-    emu::enqueue_collective(stream,
-                            [=, ranks = c->ranks, rank = c->rank] { emu::gather_now(in, out, bytes, ranks, rank); });
+    emu::enqueue_collective(stream, [=] { emu::gather_now(in, out, bytes, *c); });
     return ncclSuccess;
 }
 inline ncclResult_t ncclBroadcast(const void* in, void* out, size_t n, ncclDataType_t type, int root, ncclComm_t c,
@@ -213,6 +280,6 @@ inline ncclResult_t ncclBroadcast(const void* in, void* out, size_t n, ncclDataT
     const size_t bytes = n * emu::nccl_bytes(type);
     if (c->rank == root) emu::check_buffers("ncclBroadcast", in, bytes, out, bytes, in, out);
     else emu::check_device_array("ncclBroadcast", out, bytes);
-    emu::enqueue_collective(stream, [=, rank = c->rank] { emu::broadcast_now(in, out, bytes, root, rank); });
+    emu::enqueue_collective(stream, [=] { emu::broadcast_now(in, out, bytes, root, *c); });
     return ncclSuccess;
 }

@@ -1,25 +1,16 @@
-// environment.cpp: the input's lines, NAME=VALUE, as the launcher's variables
-// in the environment. What is accepted names one process or a rank of a world.
-#include "../../ddp.cuh"
+// environment.cpp: the input's lines, NAME=VALUE, as the launcher's variables in the environment. What is accepted
+// names one process or a rank of a world.
+#include "../../lib/launch.h"
 #include "fuzz.h"
 
-static const char* const variables[] = {"RANK",
-                                        "WORLD_SIZE",
-                                        "LOCAL_RANK",
-                                        "LOCAL_WORLD_SIZE",
-                                        "MASTER_ADDR",
-                                        "MASTER_PORT",
-                                        "TORCHELASTIC_USE_AGENT_STORE",
-                                        "TORCHELASTIC_RUN_ID",
-                                        "SLURM_STEP_ID",
-                                        "SLURM_NTASKS",
-                                        "SLURM_PROCID",
-                                        "SLURM_LOCALID",
-                                        "SLURM_JOB_ID",
-                                        "SLURM_STEP_NODELIST",
-                                        "SLURM_JOB_NODELIST",
-                                        "PMI_SIZE",
-                                        "OMPI_COMM_WORLD_SIZE"};
+// clang-format off
+static const char* const variables[] = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID",
+    "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_NODELIST",
+    "SLURM_JOB_NODELIST",
+    "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"};
+// clang-format on
 
 std::vector<std::string> seeds() {
     return {"",

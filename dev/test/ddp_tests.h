@@ -1,15 +1,13 @@
 // ddp_tests.h: ranks as real processes. Each test forks them, with RANK and WORLD_SIZE in their environment, lets them
-// meet over TCP, and looks at exit statuses and at what each printed: collectives against plain loops, strangers at the
-// rendezvous, and every way in which a rank can be lost. Ranks that MPI starts are tested through ./train_nsa in
-// run_tests.h.
+// meet over the star of TCP connections, and looks at exit statuses and at what each printed: collectives against plain
+// loops, strangers at the rendezvous, and every way in which a rank can be lost. What needs the built program or mpirun
+// is in launch_tests.h and fault_tests.h.
 #pragma once
 #include <array>
 #include <functional>
 #include <limits>
 #include <set>
 #include <sstream>
-#include <thread>
-
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/wait.h>
@@ -95,7 +93,7 @@ struct Processes {
                                {"MASTER_PORT", std::to_string(port)}};
         variables.insert(variables.end(), more.begin(), more.end());
         start(variables, [=] {
-            World world(start_timeout);
+            World world(read_launch(), start_timeout);
             try {
                 const int status = body(world);
                 if (status == 0) world.finish();
@@ -158,6 +156,16 @@ inline size_t count_of(const std::string& text, const std::string& what) {
     return n;
 }
 
+// It ended with this status and printed one line, which holds all the words.
+inline void check_line(const Ended& e, int status, const std::vector<std::string>& words) {
+    tests().checks++;
+    bool ok = e.status == status && count_of(e.err, "\n") == 1;
+    for (const std::string& w : words) ok = ok && e.err.find(w) != std::string::npos;
+    if (!ok)
+        check_failed(__FILE__, __LINE__, "status %d, '%s'; expected status %d and one line with '%s' ...", e.status,
+                     e.err.c_str(), status, words[0].c_str());
+}
+
 // In a rank: a check that fails is printed, and the rank ends.
 #define RANK_CHECK(condition)                                                         \
     do {                                                                              \
@@ -196,7 +204,7 @@ void check_sum(const World& world, size_t count) {
 }
 
 inline int collectives(World& world) {
-    const int N = world.size, me = world.rank, next = (me + 1) % N, previous = (me + N - 1) % N;
+    const int N = world.size, me = world.rank;
     for (const size_t count : {size_t(0), size_t(1), size_t(7), size_t(8192), size_t(8193), size_t(100003)})
         check_sum<float>(world, count), check_sum<double>(world, count);
     check_sum<float>(world, 1000000 + 3);
@@ -213,22 +221,6 @@ inline int collectives(World& world) {
     RANK_CHECK(int(texts.size()) == N);
     for (int r = 0; r < N; r++) RANK_CHECK(texts[size_t(r)] == std::string(size_t(r) * 1000, char('0' + r)));
 
-    // Around the ring with more than sockets hold, of another length for every rank; to a partner and back; with
-    // itself.
-    std::string out(size_t(6'000'001 + me), char('A' + me)), in(size_t(6'000'001 + previous), '?');
-    world.send_receive(next, out.data(), out.size(), previous, &in[0], in.size());
-    RANK_CHECK(in == std::string(in.size(), char('A' + previous)));
-    const int partner = me ^ 1;
-    in.assign(size_t(6'000'001 + partner), '?');
-    world.send_receive(partner, out.data(), out.size(), partner, &in[0], in.size());
-    RANK_CHECK(in == std::string(in.size(), char('A' + partner)));
-    in.assign(out.size(), '?');
-    world.send_receive(me, out.data(), out.size(), me, &in[0], in.size());
-    RANK_CHECK(in == out);
-    // one direction only
-    in.assign(5, '?');
-    world.send_receive(me == 0 ? 1 : me, "hello", me == 0 ? 5 : 0, me == 1 ? 0 : me, &in[0], me == 1 ? 5 : 0);
-    RANK_CHECK(in == (me == 1 ? "hello" : "?????"));
     world.barrier();
     return 0;
 }
@@ -291,11 +283,7 @@ TEST(ddp_launch_variables) {
         const size_t i = processes.pids.size();
         processes.start(variables, [] { return read_launch(), 0; });
         processes.wait();
-        const ranks::Ended& e = processes.ended[i];
-        tests().checks++;
-        if (e.status != 2 || e.err.find(words) == std::string::npos || ranks::count_of(e.err, "\n") != 1)
-            check_failed(__FILE__, __LINE__, "status %d, '%s'; expected status 2 and one line with '%s'", e.status,
-                         e.err.c_str(), words.c_str());
+        ranks::check_line(processes.ended[i], 2, {words});
     };
     reads({}, "one process rank 0 of 1 local -1 of -1 at :0 run ''");
     reads({{"MASTER_ADDR", "x"}, {"MASTER_PORT", "1"}}, "one process rank 0 of 1 local -1 of -1 at :0 run ''");
@@ -359,6 +347,29 @@ TEST(ddp_launch_variables) {
     refused(with("SLURM_STEP_NODELIST", "n[07"), "node list 'n[07'");
 }
 
+// Ranks that only NCCL could serve, where it cannot: refused before they wait for each other.
+TEST(ddp_ranks_without_mpi_or_nccl_are_refused) {
+    ranks::Processes processes;
+    const ranks::Variables no_gpu = {{"CUDA_VISIBLE_DEVICES", ""}};
+    const auto refused = [&](ranks::Variables variables, const std::vector<std::string>& words) {
+        variables.insert(variables.end(), no_gpu.begin(), no_gpu.end());
+        const size_t i = processes.pids.size();
+        processes.start(variables, [] { return World(), 0; });
+        CHECK(processes.wait() < 5);
+        ranks::check_line(processes.ended[i], 2, words);
+    };
+    refused({{"RANK", "1"}, {"WORLD_SIZE", "4"}}, {"RANK=1 and WORLD_SIZE=4", "mpirun -np 4 ./train_nsa", "NCCL"});
+    refused({{"SLURM_STEP_ID", "2"},
+             {"SLURM_JOB_ID", "100"},
+             {"SLURM_NTASKS", "3"},
+             {"SLURM_PROCID", "0"},
+             {"SLURM_STEP_NODELIST", "n[07-09]"}},
+            {"SLURM_PROCID=0 and SLURM_NTASKS=3", "mpirun -np 3 ./train_nsa", "NCCL"});
+    processes.start({{"RANK", "0"}, {"WORLD_SIZE", "1"}}, [] { return World(), 0; });  // alone it needs neither
+    processes.wait();
+    CHECK_EQUAL(processes.ended[2].status, 0);
+}
+
 TEST(ddp_one_process_opens_nothing) {
     ranks::Processes processes;
     processes.start({}, [] {
@@ -367,10 +378,9 @@ TEST(ddp_one_process_opens_nothing) {
         World world;
         RANK_CHECK(world.transport == Transport::NONE && world.size == 1 && world.local_size == 1 &&
                    world.launcher == "one process" && descriptors() == before);
-        float x[2] = {1, 2}, y[2] = {0, 0};
-        world.sum(x, 2), world.barrier(), world.broadcast(x, sizeof x, 0),
-            world.send_receive(0, x, sizeof x, 0, y, sizeof y), world.require_same("a", "b");
-        RANK_CHECK(x[0] == 1 && y[1] == 2 && world.sum(3.0) == 3 &&
+        float x[2] = {1, 2};
+        world.sum(x, 2), world.barrier(), world.broadcast(x, sizeof x, 0), world.require_same("a", "b");
+        RANK_CHECK(x[0] == 1 && x[1] == 2 && world.sum(3.0) == 3 &&
                    world.gather("text") == std::vector<std::string>{"text"});
         RANK_CHECK(descriptors() == before);
         world.finish();
@@ -381,7 +391,7 @@ TEST(ddp_one_process_opens_nothing) {
     CHECK_EQUAL(processes.ended[0].err, std::string());
 }
 
-TEST(ddp_collectives_over_tcp) {
+TEST(ddp_collectives_over_the_star) {
     for (const int size : {2, 4}) {
         ranks::Processes processes;
         processes.start_world(size, ranks::collectives);
@@ -394,24 +404,24 @@ TEST(ddp_collectives_over_tcp) {
 TEST(ddp_local_ranks) {
     ranks::Processes processes;
     processes.start_world(3, [](World& world) {
-        RANK_CHECK(world.transport == Transport::TCP && world.local_rank == world.rank && world.local_size == 3 &&
+        RANK_CHECK(world.transport == Transport::STAR && world.local_rank == world.rank && world.local_size == 3 &&
                    world.hosts == std::vector<std::string>(3, host_name()));
         return 0;
     });
     processes.wait();
     CHECK_EQUAL(processes.all_err(), std::string());
-    // What the launcher says goes before what is found.
-    ranks::Processes told;
+    // What the launcher says counts more than what is found.
+    ranks::Processes given;
     const int port = ranks::free_port();
     for (int r = 0; r < 2; r++)
-        told.start_rank(r, 2, port,
-                        [](World& world) {
-                            RANK_CHECK(world.local_rank == 0 && world.local_size == 1);
-                            return 0;
-                        },
-                        20, {{"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "1"}, {"MASTER_ADDR", "127.0.0.1"}});
-    told.wait();
-    CHECK_EQUAL(told.all_err(), std::string());
+        given.start_rank(r, 2, port,
+                         [](World& world) {
+                             RANK_CHECK(world.local_rank == 0 && world.local_size == 1);
+                             return 0;
+                         },
+                         20, {{"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "1"}, {"MASTER_ADDR", "127.0.0.1"}});
+    given.wait();
+    CHECK_EQUAL(given.all_err(), std::string());
 }
 
 TEST(ddp_strangers_are_refused) {
@@ -448,10 +458,10 @@ TEST(ddp_strangers_are_refused) {
         CHECK_EQUAL(send_all(half.fd, MAGIC, sizeof MAGIC, seconds_now() + 5), std::string());
     }
     const Socket silent = connect_raw();
-    const Hello good = make_hello(DATA, 1, 2, "elsewhere", "", 0, 1);
+    const Hello good = make_hello(MESSAGES, 1, 2, "elsewhere", "");
     Hello hello = good;
     hello.version = 99;
-    has(refusal_of(hello), "protocol 99, expected 1");
+    has(refusal_of(hello), "protocol 99, expected 2");
     hello = good, hello.size = 3;
     has(refusal_of(hello), "rank 1 on elsewhere");
     has(refusal_of(hello), "belongs to 3 ranks, expected 2");
@@ -459,7 +469,7 @@ TEST(ddp_strangers_are_refused) {
     has(refusal_of(hello), "not expected here");
     hello = good, hello.kind = 9;
     has(refusal_of(hello), "not expected here");
-    hello = make_hello(DATA, 1, 2, "else\nwhere", "another run", 0, 1);
+    hello = make_hello(MESSAGES, 1, 2, "else\nwhere", "another run");
     has(refusal_of(hello), "rank 1 on else?where");
     has(refusal_of(hello), "run 'another run'");
     processes.start_rank(1, 2, port, ranks::collectives);
@@ -476,12 +486,7 @@ TEST(ddp_strangers_are_refused) {
 TEST(ddp_rendezvous_errors) {
     const auto nothing = [](World&) { return 0; };
     const auto line = [](const ranks::Ended& e, const std::vector<std::string>& words) {
-        tests().checks++;
-        bool ok = e.status == 1 && ranks::count_of(e.err, "\n") == 1;
-        for (const std::string& w : words) ok = ok && e.err.find(w) != std::string::npos;
-        if (!ok)
-            check_failed(__FILE__, __LINE__, "status %d, '%s'; expected status 1 and one line with '%s' ...", e.status,
-                         e.err.c_str(), words[0].c_str());
+        ranks::check_line(e, 1, words);
     };
     {  // two of four never come; the one that came hears of it
         ranks::Processes processes;
@@ -563,7 +568,7 @@ TEST(ddp_two_hosts) {
                 const std::string name = "host-" + side;
                 RANK_CHECK(fd >= 0 && setns(fd, CLONE_NEWNET) == 0 && unshare(CLONE_NEWUTS) == 0 &&
                            sethostname(name.data(), name.size()) == 0);
-                World world(15);
+                World world(read_launch(), 15);
                 RANK_CHECK(world.host == name && world.local_size == 2 && world.local_rank == rank % 2);
                 RANK_CHECK((world.hosts == std::vector<std::string>{"host-a", "host-a", "host-b", "host-b"}));
                 RANK_CHECK(ranks::collectives(world) == 0);
@@ -749,36 +754,12 @@ TEST(ddp_a_rank_that_stands_still_behind_the_last_step) {
     CHECK(err.find("rank 1 at step 7 in 'waiting for all ranks to end'") != std::string::npos);
 }
 
-// Gradients may travel in a thread of their own: that is progress for a rank that waits for them, not for one that
-// should compute.
-TEST(ddp_a_stall_behind_traffic) {
-    ranks::Processes processes;
-    processes.start_world(2, [](World& world) {
-        Watchdog watchdog(world, {1, ""});
-        watchdog.progress(3, world.rank == 0 ? "waiting for the other ranks" : "backward");
-        std::thread traffic([&] {
-            for (int i = 0;; i++) world.sum(1.0), usleep(10000);
-        });
-        stand_still_in_the_test(20);
-        traffic.join();
-        return 0;
-    });
-    CHECK(processes.wait(15) < 6);
-    for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 1);
-    CHECK(processes.ended[1].err.find("rank 1 on " + host_name() + " has made no progress for 1.") !=
-          std::string::npos);
-    CHECK_EQUAL(processes.ended[0].err, std::string());
-}
-
 TEST(ddp_slow_traffic_is_no_alarm) {
     ranks::Processes processes;
     processes.start_world(2, [](World& world) {
         Watchdog watchdog(world, {1, ""});
         watchdog.progress(3, "waiting for the other ranks");
-        std::thread traffic([&] {
-            for (int i = 0; i < 12; i++) world.sum(1.0), usleep(200000);
-        });
-        traffic.join();
+        for (int i = 0; i < 12; i++) world.sum(1.0), usleep(200000);
         return 0;
     });
     processes.wait(15);
@@ -860,8 +841,7 @@ TEST(ddp_ranks_that_wait_for_each_other) {
         Watchdog watchdog(world, {1, ""});
         watchdog.progress(9, world.rank == 0 ? "evaluation" : "forward");
         char byte;
-        if (world.rank != 2)
-            world.send_receive(world.rank, nullptr, 0, 1 - world.rank, &byte, 1);  // both receive, nobody sends
+        if (world.rank != 2) world.broadcast(&byte, 1, 1 - world.rank);  // both receive, nobody sends
         return 0;
     });
     CHECK(processes.wait(15) < 6);
@@ -869,8 +849,8 @@ TEST(ddp_ranks_that_wait_for_each_other) {
     const std::string err = processes.all_err();
     CHECK_EQUAL(ranks::count_of(err, "error:"), size_t(1));
     CHECK(err.find("all 3 ranks have waited for each other for 1.") != std::string::npos);
-    CHECK(err.find("rank 0 at step 9 in 'evaluation', rank 1 at step 9 in 'forward', rank 2 at its end") !=
-          std::string::npos);
+    CHECK(err.find("rank 0 at step 9 in 'evaluation', rank 1 at step 9 in 'forward', rank 2 at step 9 in "
+                   "'waiting for all ranks to end'") != std::string::npos);
 }
 
 TEST(ddp_heartbeat_file) {

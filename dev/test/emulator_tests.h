@@ -2,6 +2,8 @@
 // Compiled by nvcc, the tests of the language ask the same of a GPU: that is how the emulator's fragment layouts are
 // compared with the hardware's.
 #pragma once
+#include <sys/wait.h>
+
 #include "emulator_kernels.cuh"
 #include "harness.h"
 
@@ -783,18 +785,11 @@ TEST(emulator_cublaslt_refuses_what_does_not_fit) {
     cublasLtMatmulDescDestroy(description), cublasLtMatmulPreferenceDestroy(preference), cublasLtDestroy(handle);
 }
 
-// ---- NCCL: one rank or, built with -DEMU_MPI and started by mpirun, several
+// ---- NCCL
 
-TEST(emulator_nccl_collectives) {
-    int ranks = 1, rank = 0;
-#ifdef EMU_MPI
-    MPI_Comm_size(MPI_COMM_WORLD, &ranks);
-    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-#endif
+inline void nccl_collectives(int ranks, int rank, ncclUniqueId id) {
     ncclComm_t communicator = nullptr;
-    ncclUniqueId id;
-    NCCL_CHECK(ncclGetUniqueId(&id));
-    CHECK_FAILS(1, "invalid argument", NCCL_CHECK(ncclCommInitRank(&communicator, ranks + 1, id, rank)));
+    CHECK_FAILS(1, "invalid argument", NCCL_CHECK(ncclCommInitRank(&communicator, ranks, id, ranks)));
     NCCL_CHECK(ncclCommInitRank(&communicator, ranks, id, rank));
     const size_t n = 50, R = size_t(ranks), all = n * R;
     std::vector<float> mine(all);  // element i of rank r is i + 100 r
@@ -831,5 +826,26 @@ TEST(emulator_nccl_collectives) {
     NCCL_CHECK(ncclCommGetAsyncError(communicator, &error));
     CHECK_FAILS(1, "remote process exited", NCCL_CHECK(error));
     NCCL_CHECK(ncclCommAbort(communicator));
+}
+TEST(emulator_nccl_collectives) {
+    ncclUniqueId id;
+    NCCL_CHECK(ncclGetUniqueId(&id));
+    nccl_collectives(1, 0, id);
+}
+TEST(emulator_nccl_two_processes) {
+    ncclUniqueId id;
+    NCCL_CHECK(ncclGetUniqueId(&id));
+    std::fflush(nullptr);
+    const pid_t other = fork();
+    alarm(60);  // a rank that is alone waits for ever
+    if (other == 0) {
+        nccl_collectives(2, 1, id);
+        std::fflush(nullptr);
+        std::_Exit(tests().failed_checks ? 1 : 0);
+    }
+    nccl_collectives(2, 0, id);
+    int status = 1;
+    CHECK(waitpid(other, &status, 0) == other && status == 0);
+    alarm(0);
 }
 #endif

@@ -2,8 +2,6 @@
 // same curve however a batch is divided, the same bits where they are promised, checkpoints that any number of ranks
 // resumes, and an end within seconds, with one line that says why, when a rank dies, stalls, differs or meets bad data.
 #pragma once
-#include <thread>
-
 #include "run_tests.h"
 
 namespace program {
@@ -15,25 +13,6 @@ inline Options ranks_options(const Options& more) {
                        {"bucket-mb", "0.04"}, {"threads", "1"}};
     for (const auto& [name, value] : more) options[name] = value;
     return options;
-}
-
-// `ranks` processes without an MPI launcher, found by each other over RANK, WORLD_SIZE and a port of this test; their
-// results by rank.
-inline std::vector<Result> train_over_tcp(int ranks, const std::vector<Words>& arguments, double seconds = 60) {
-    static int port = 10000 + int(getpid() % 20000);  // below the ports that systems hand out
-    port++;
-    std::vector<Result> results(static_cast<size_t>(ranks));
-    std::vector<std::thread> threads;
-    for (int r = 0; r < ranks; r++)
-        threads.emplace_back([&, r] {
-            Start start;
-            start.environment = {format_text("RANK=%d", r), format_text("WORLD_SIZE=%d", ranks),
-                                 "MASTER_ADDR=127.0.0.1", format_text("MASTER_PORT=%d", port)};
-            start.seconds = seconds;
-            results[size_t(r)] = run(arguments[size_t(r) % arguments.size()], start);
-        });
-    for (std::thread& t : threads) t.join();
-    return results;
 }
 
 inline std::string losses_of(const std::string& run_folder) { return read_file(run_folder + "/main.log"); }
@@ -103,7 +82,7 @@ struct Running {
 // Exactness.
 
 // --deterministic: the same weights and the same log, to the last bit, for 1,
-// 2 and 4 ranks over MPI and TCP, any accumulation, --zero, any bucket size.
+// 2 and 4 ranks, any accumulation, --zero, any bucket size.
 TEST(ranks_deterministic_gives_the_same_bits) {
     using namespace program;
     TempFolder folder;
@@ -121,8 +100,6 @@ TEST(ranks_deterministic_gives_the_same_bits) {
         CHECK_EQUAL(train_on_ranks(mpirun, 4, with("four_zero", {{"zero", "1"}, {"bucket-mb", "1"}})).status, 0);
         others.insert(others.end(), {"two", "four_zero"});
     }
-    for (const Result& r : train_over_tcp(4, {small_words(with("tcp", {{"zero", "1"}}))})) REQUIRE_GOOD(r);
-    others.push_back("tcp");
     const std::string model = read_file(folder.file("one/step_00000008/model.safetensors")),
                       early = read_file(folder.file("one/step_00000004/model.safetensors"));
     CHECK(model != early);
@@ -131,12 +108,14 @@ TEST(ranks_deterministic_gives_the_same_bits) {
         CHECK(read_file(folder.file(other + "/step_00000004/model.safetensors")) == early);
         CHECK_EQUAL(losses_of(folder.file(other)), losses_of(folder.file("one")));
     }
-    const Result three = train_over_tcp(3, {small_words(with("three", {{"total-batch", "384"}}))})[0];
-    CHECK(three.status == 2 && three.err.find("--deterministic on 3 ranks") != std::string::npos &&
+    if (mpirun.empty()) return;
+    const Result three = train_on_ranks(mpirun, 3, with("three", {{"total-batch", "384"}}));
+    CHECK(three.status != 0 && three.status != 1000 &&
+          three.err.find("--deterministic on 3 ranks") != std::string::npos &&
           three.err.find("power of two") != std::string::npos);
 }
 
-// Without it the curve is the same to rounding: buckets, bf16 on the way, sharded state, MPI and TCP.
+// Without it the curve is the same to rounding: buckets, bf16 on the way, sharded state.
 // The limit is that of run_ranks_and_accumulation_give_one_loss_curve for this model: N = 512 terms,
 // P = 4 x 3.6 k + 4 k parameters. With bf16 each of the gradients is rounded to 2^-9 of itself on
 // each of log2(4) + 1 additions: steps * lr * |e|_1 <= 8 * 1e-3 * 3 * 2^-9 * sqrt(P) |g|, |g| <= 1.5.
@@ -153,7 +132,7 @@ TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
     REQUIRE(expected.size() == 8 && expected_val.size() == 3);
     struct {
         const char* name;
-        int ranks;  // negative: over TCP
+        int ranks;
         Options more;
         double limit;
     } const cases[] = {{"two", 2, {}, limit},
@@ -163,21 +142,16 @@ TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
                        {"zero", 4, {{"zero", "1"}}, limit},
                        {"bf16", 4, {{"grad-reduce", "bf16"}}, bf16_limit},
                        {"bf16_zero", 2, {{"grad-reduce", "bf16"}, {"zero", "1"}}, bf16_limit},
-                       {"tcp", -4, {}, limit},
                        // three ranks cannot share the batch of the others: the run itself is the test
-                       {"tcp_zero", -3, {{"zero", "1"}, {"total-batch", "576"}}, 1e9}};
+                       {"three_zero", 3, {{"zero", "1"}, {"total-batch", "576"}}, 1e9}};
     for (const auto& c : cases) {
         Options options = ranks_options({{"out", folder.file(c.name)}});
         for (const auto& [name, value] : c.more) options[name] = value;
-        if (c.ranks > 0 && mpirun.empty()) continue;
-        if (c.ranks > 0) {
-            const Result r = train_on_ranks(mpirun, c.ranks, options);
-            CHECK_EQUAL(r.status, 0);
-            CHECK(r.out.find("gradients travel by MPI") != std::string::npos &&
-                  r.out.find("ms exposed") != std::string::npos);
-        } else {
-            for (const Result& r : train_over_tcp(-c.ranks, {small_words(options)})) REQUIRE_GOOD(r);
-        }
+        if (mpirun.empty()) continue;
+        const Result r = train_on_ranks(mpirun, c.ranks, options);
+        CHECK_EQUAL(r.status, 0);
+        CHECK(r.out.find("gradients travel by MPI") != std::string::npos &&
+              r.out.find("ms exposed") != std::string::npos);
         const std::vector<double> loss = logged(folder.file(c.name), "loss"),
                                   val = logged(folder.file(c.name), "val_loss");
         REQUIRE(loss.size() == 8 && val.size() == 3);
@@ -255,36 +229,32 @@ TEST(ranks_resume_on_another_number_of_ranks) {
 
 TEST(ranks_that_differ_are_found_at_the_start) {
     using namespace program;
-    TempFolder folder;
-    const auto words = [&](const Options& more) { return small_words(ranks_options(more)); };
-    const std::string out = folder.file("run");
-    const auto found = [&](const std::vector<Result>& results, const char* what) {
-        std::string err;
-        for (const Result& r : results) {
-            CHECK(r.status != 0 && r.status != 1000 && r.seconds < 20);
-            err += r.err;
-        }
-        CHECK(err.find("rank 1 on " + host_name() + " has '") != std::string::npos &&
-              err.find(what) != std::string::npos);
-        CHECK_EQUAL(lines_of(err).size(), 1u);
-    };
-    found(train_over_tcp(2, {words({{"out", out}}), words({{"out", out}, {"lr", "0.002"}})}), "\"lr\": 0.002");
-    write_file(folder.file("a.bin"), shard(random_tokens(64 * 40 + 1, 1)));
-    write_file(folder.file("b.bin"), shard(random_tokens(64 * 40 + 1, 2)));
-    std::filesystem::create_directories(folder.file("1")), std::filesystem::create_directories(folder.file("2"));
-    found(train_over_tcp(2, {words({{"out", out}, {"data", folder.file("a.bin")}}),
-                             words({{"out", out}, {"data", folder.file("b.bin")}})}),
-          "data");
-    CHECK(!file_exists(out + "/main.log"));
-    // The same name and another file: on rank 1's host, say.
     const std::string mpirun = find_mpirun("ranks with different options under mpirun");
     if (mpirun.empty()) return;
-    const Result r =
-        execute(joined(joined(joined({mpirun, "-np", "1", path()}, words({{"out", out}})), {":", "-np", "1", path()}),
-                       words({{"out", out}, {"seed", "5"}})));
-    CHECK(r.status != 0 && r.status != 1000 && r.err.find("rank 1 on " + host_name() + " has '") != std::string::npos &&
-          r.err.find("\"seed\": 5") != std::string::npos);
-    CHECK(!file_exists(out + "/main.log"));
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    const auto found = [&](const Options& first, const Options& second, const char* what) {
+        Words words = {mpirun};
+        for (const Options* more : {&first, &second}) {
+            Options options = ranks_options({{"out", out}});
+            for (const auto& [name, value] : *more) options[name] = value;
+            if (more == &second) words.push_back(":");
+            words = joined(joined(words, {"-np", "1", path()}), small_words(options));
+        }
+        const Result r = execute(words, ranks_start());
+        CHECK(r.status != 0 && r.status != 1000 && r.seconds < 20);
+        CHECK(r.err.find("rank 1 on " + host_name() + " has '") != std::string::npos &&
+              r.err.find(what) != std::string::npos);
+        size_t own_lines = 0;  // MPI adds its own
+        for (const std::string& line : lines_of(r.err)) own_lines += line.compare(0, 9, "train_nsa") == 0;
+        CHECK_EQUAL(own_lines, 1u);
+        CHECK(!file_exists(out + "/main.log"));
+    };
+    found({}, {{"lr", "0.002"}}, "\"lr\": 0.002");
+    found({}, {{"seed", "5"}}, "\"seed\": 5");
+    write_file(folder.file("a.bin"), shard(random_tokens(64 * 40 + 1, 1)));
+    write_file(folder.file("b.bin"), shard(random_tokens(64 * 40 + 1, 2)));
+    found({{"data", folder.file("a.bin")}}, {{"data", folder.file("b.bin")}}, "data");
 }
 
 // kill -9 in the middle of training; SIGSTOP, which no process can report itself: named, and all end.
@@ -312,24 +282,8 @@ TEST(ranks_that_die_or_stall_end_the_run) {
             CHECK(r.err.find("rank 1 on ") != std::string::npos && r.err.find("is late") != std::string::npos &&
                   r.err.find("step ") != std::string::npos);
         // Of a killed rank mpirun itself may be the first to know, and it ends the
-        // others before their line is out: see the ddp tests over TCP for that line.
+        // others before their line is out: launch_tests.h and ddp_tests.h check that line.
     }
-}
-
-TEST(ranks_with_a_damaged_shard_are_named) {
-    using namespace program;
-    TempFolder folder;
-    // As in run_error_on_one_rank_ends_all, over TCP: the token in the middle of the sample that goes to rank 1 first.
-    std::vector<uint16_t> tokens = random_tokens(64 * 40 + 1, 1);
-    tokens[shuffled_position(1, 40, 1337, 0) * 64 + 32] = 300;
-    write_file(folder.file("train.bin"), shard(tokens));
-    const std::vector<Result> results = train_over_tcp(
-        2, {small_words(ranks_options(
-               {{"data", folder.file("train.bin")}, {"total-batch", "128"}, {"out", folder.file("run")}}))});
-    for (const Result& r : results) CHECK_EQUAL(r.status, 1);
-    CHECK(results[1].err.find("rank 1 on ") != std::string::npos &&
-          results[1].err.find("token 300") != std::string::npos);
-    CHECK_EQUAL(lines_of(results[0].err + results[1].err).size(), 1u);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
