@@ -1,12 +1,14 @@
-// cuda_common.cuh: the one seam between nvcc and g++. Kernels and the code that launches them include this and nothing
-// else of CUDA. Under nvcc (-x cu, sm_80 and later) it is the CUDA runtime, cuBLASLt and, with -DUSE_NCCL, NCCL; under
-// g++ it is dev/emulator/cuda_on_cpu.h and its kin. Both give the same names: SHARED, DynamicShared, launch<>, the PTX
+// cuda_common.cuh: the one seam between nvcc and g++, used by everything that touches CUDA. Kernels and the code that
+// launches them include this and nothing else of CUDA. Under nvcc (-x cu, sm_80 or later) it brings in the CUDA
+// runtime, cuBLASLt and, with -DUSE_NCCL, NCCL; under g++ it brings in the emulator, dev/emulator/cuda_on_cpu.h, which
+// runs the same kernels on a CPU for the tests. Both offer the same names: SHARED, DynamicShared, launch<>, the PTX
 // wrappers, CUDA_CHECK, CUBLAS_CHECK, NCCL_CHECK. PTX is written here and nowhere else.
 //
-// A kernel that is to run on both
-//   declares shared memory with SHARED(float, sums, [32]); and DynamicShared shared; bf16* q = shared.take<bf16>(64 *
-//   72); converts bf16 with (float)x, has one barrier or warp function per source line, names in a mask exactly the
-//   lanes that take part, and has blocks of a multiple of 32 threads that do not return before a barrier.
+// A kernel runs on both if it
+//   - declares shared memory with SHARED(float, sums, [32]); or DynamicShared shared; bf16* q = shared.take<bf16>(64);
+//   - converts bf16 with (float)x;
+//   - has at most one barrier or warp function on a source line, whose mask names exactly the lanes that take part;
+//   - is launched in blocks of a multiple of 32 threads, none of which returns before a barrier.
 #pragma once
 #include "util.h"
 
@@ -27,8 +29,8 @@
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Host checks: CUDA_CHECK(cudaMalloc(&p, bytes)); throws one line that names the call, the place, the error and what to
-// do.
+// Host checks: CUDA_CHECK(cudaMalloc(&p, bytes)); throws one line that names the call, the place, the error and a
+// remedy.
 
 inline const char* cuda_hint(cudaError_t e) {
     switch (e) {
@@ -99,8 +101,7 @@ struct DynamicShared {
 // launch<kernel>(grid, block, dynamic shared bytes, stream, arguments...)
 template <auto kernel, class... Args>
 void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, Args... args) {
-    // More than every GPU gives unasked is asked for where it grows. One thread of a process launches a kernel, and on
-    // one GPU.
+    // Every GPU grants 48 KiB; more has to be requested. Each kernel is launched by one thread and on one GPU.
     static size_t granted = 48 * 1024;
     if (shared_bytes > granted) {
         cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)),
@@ -124,7 +125,8 @@ __device__ inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// 8 x 8 matrices of 16-bit elements from shared memory: lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices of 16-bit elements from shared memory: lane l gives the address of row l % 8 of matrix l
+// / 8.
 __device__ inline void ldmatrix_x4(unsigned (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -137,42 +139,44 @@ __device__ inline void ldmatrix_x4_trans(unsigned (&r)[4], const void* row) {
                  : "r"(unsigned(__cvta_generic_to_shared(row)))
                  : "memory");
 }
-__device__ inline void ldmatrix_x2(unsigned (&r)[2], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];\n"
-                 : "=r"(r[0]), "=r"(r[1])
-                 : "r"(unsigned(__cvta_generic_to_shared(row)))
-                 : "memory");
-}
-__device__ inline void ldmatrix_x2_trans(unsigned (&r)[2], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];\n"
-                 : "=r"(r[0]), "=r"(r[1])
-                 : "r"(unsigned(__cvta_generic_to_shared(row)))
-                 : "memory");
-}
 
-// 16 bytes from device to shared memory; where !valid, 16 zeros, and src is not read.
+// Copies 16 bytes from device to shared memory; unless `valid`, writes 16 zeros and does not read src.
 __device__ inline void cp_async_16(void* dst, const void* src, bool valid = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(unsigned(__cvta_generic_to_shared(dst))),
                  "l"(src), "r"(valid ? 16 : 0)
                  : "memory");
 }
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-// Waits until at most the latest GROUPS groups of this thread are under way.
+// Waits until all but this thread's latest GROUPS groups of copies have arrived.
 template <int GROUPS>
 __device__ inline void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(GROUPS) : "memory");
 }
 
-// 2^x with about 2 units in the last place; 2^-infinity is 0.
+// 2^x to within about 2 units in the last place; 2^-infinity is 0.
 __device__ inline float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
     return y;
 }
-// 1/x within 1 unit in the last place; 1/infinity is 0.
+// 1/x to within 1 unit in the last place; 1/infinity is 0.
 __device__ inline float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
     return y;
 }
 #endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Sums and maxima over lanes, from here on for both compilers.
+
+// The sum over groups of `lanes` neighbouring lanes (a power of two), returned to each of them.
+template <int lanes = 32, class T>
+__device__ inline T lane_sum(T x) {
+    for (int flip = lanes / 2; flip > 0; flip /= 2) x += __shfl_xor_sync(~0u, x, flip);
+    return x;
+}
+__device__ inline float lane_max(float x) {
+    for (int flip = 16; flip > 0; flip /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, flip));
+    return x;
+}

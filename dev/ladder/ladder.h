@@ -72,11 +72,11 @@ struct LadderRun {
         dev.release(lse), dev.release(row_dot), dev.release(dq), dev.release(selection);
     }
     void forward(const Rung& rung) {
-        dev.level0 = rung.level0, dev.selected_kernel = rung.selected;
+        dev.plain_attention = rung.level0, dev.selected_kernel = rung.selected;
         dev.attention_forward(branch, out, lse, q, k, v, selection, s);
     }
     void backward(const Rung& rung) {
-        dev.level0 = rung.level0, dev.selected_kernel = rung.selected;
+        dev.plain_attention = rung.level0, dev.selected_kernel = rung.selected;
         dev.attention_backward(branch, dq, false, dk, dv, dout, q, k, v, row_dot, lse, selection, s);
     }
     std::vector<float> results() {  // out, dq, dk, dv one after another

@@ -116,7 +116,7 @@ inline void check_relative_error(const char* what, const float* found, const flo
 inline void check_cuda_model(const Config& c, bool level0) {
     const int B = 2;
     Cuda dev(0, size_t(1) << 20);
-    dev.level0 = level0 || MODEL_FP32;
+    dev.plain_attention = level0 || MODEL_FP32;
     GuidedCpu cpu;
     ModelRun<Cuda> gpu(dev, c, B);
     ModelRun<GuidedCpu> reference(cpu, c, B);
@@ -339,7 +339,7 @@ TEST(cuda_model_checkpoint_holds_the_master) {
 // the limit there.
 inline void check_cuda_decoding(const Config& c, bool level0) {
     Cuda dev(0, size_t(1) << 20);
-    dev.level0 = level0 || MODEL_FP32;
+    dev.plain_attention = level0 || MODEL_FP32;
     const int T = 100, C = int(c.dim);
     Model<Cuda> model(dev, c, false);
     model.initialise();
@@ -358,7 +358,7 @@ inline void check_cuda_decoding(const Config& c, bool level0) {
 #ifdef __CUDACC__
     check_relative_error("decoding", found.data(), expected.data(), found.size(), model_limit(c.layers));
 #else
-    if (dev.level0) CHECK(std::memcmp(found.data(), expected.data(), found.size() * sizeof(float)) == 0);
+    if (dev.plain_attention) CHECK(std::memcmp(found.data(), expected.data(), found.size() * sizeof(float)) == 0);
     else check_relative_error("decoding", found.data(), expected.data(), found.size(), model_limit(c.layers));
 #endif
 }

@@ -849,7 +849,7 @@ inline oracle::AttentionGradients<float> level0_gradients(Branch branch, const H
 inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
     const CudaShapeReport report(s);
     Cuda dev(0, TEST_WORKSPACE);
-    dev.level0 = true;
+    dev.plain_attention = true;
     Random random(90);
     const size_t rows = s.query_rows(), values = rows * s.D,
                  masks_count = size_t(s.B) * s.G * s.queries * oracle::selection_words(s);
@@ -986,7 +986,7 @@ TEST(cuda_level0_attention_large_logits) { check_cuda_attention(cuda_shape(1, 65
 TEST(cuda_level0_equal_importance_goes_to_the_lower_block) {
     NsaShape s = cuda_shape(1, 200, 1, 2, 8, 8, 4, 8, 6, 16);
     Cuda dev(0, TEST_WORKSPACE);
-    dev.level0 = true;
+    dev.plain_attention = true;
     Random random(95);
     const HostArray q = random_reals(random, s.query_rows() * s.D),
                     kc(s.cmp_rows() * s.D, 0.5f);  // all compressed keys are the same

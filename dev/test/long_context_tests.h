@@ -378,7 +378,7 @@ TEST(attention_kernels_gather_is_described) {
     CHECK(says("gathered rows, as asked"));
     dev.selected_kernel = SelectedKernel::AUTO, s.slc_count = 5;
     CHECK(says("masked tiles, since gathering rows cannot pay"));
-    dev.level0 = true;
+    dev.plain_attention = true;
     CHECK(says("scalar"));
 }
 // The compressed branch's queries in parts of 256 tokens; the second shape has keys that only the last parts see.
@@ -392,11 +392,11 @@ TEST(attention_kernels_compressed_in_parts) {
         if (d == 8) continue;
         s.T = s.queries = 600;
 #endif
-        CHECK(attention_shape<16>(CMP, s, 0).parts > 1);
+        CHECK(attention_shape(CMP, s, 0).parts > 1);
         check_attention(s, CMP, &worst);
     }
     worst.print("compressed branch in parts");
     for (const std::array<int, 2> c : {std::array<int, 2>{256, 1}, {2048, 8}, {16384, 64}, {49152, 32}, {65536, 32}})
-        CHECK_EQUAL((attention_shape<64>(CMP, shape(c[0], 6), 0).parts), c[1]);
+        CHECK_EQUAL((attention_shape(CMP, shape(c[0], 6), 0).parts), c[1]);
 }
 #endif

@@ -1,0 +1,442 @@
+// cuda_runtime.cuh: struct CudaRuntime, what struct Cuda (nsa_kernels.cuh) needs of a GPU before the first kernel of
+// the model: device, memory, copies, pinned buffers, launches that repeat as CUDA graphs, and matrix products by
+// cuBLASLt. It knows nothing of the model.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "cuda_common.cuh"
+
+// Does this binary hold code for this GPU?
+__global__ void probe_kernel() {}
+
+// Of the current device.
+inline const cudaDeviceProp& properties_of_device() {
+    static const cudaDeviceProp properties = [] {
+        int device;
+        cudaDeviceProp found;
+        CUDA_CHECK(cudaGetDevice(&device));
+        CUDA_CHECK(cudaGetDeviceProperties(&found, device));
+        return found;
+    }();
+    return properties;
+}
+// Bytes of shared memory that a block can have on this GPU: 227 KB on sm_90, 163 on sm_80, 99 on most others.
+inline size_t most_shared_of_device() { return properties_of_device().sharedMemPerBlockOptin; }
+// Bytes that DynamicShared hands out for these pieces.
+inline size_t shared_bytes(std::initializer_list<size_t> pieces) {
+    size_t sum = 0;
+    for (const size_t bytes : pieces) sum += (bytes + 127) / 128 * 128;
+    return sum;
+}
+// The grid for one thread per element.
+inline unsigned blocks_for(size_t count, size_t per_block) { return unsigned((count + per_block - 1) / per_block); }
+
+// A pinned host buffer for copies to or from the GPU; `passed` is reached when the copy is done.
+struct PinnedBuffer {
+    void* data = nullptr;
+    size_t bytes = 0, count = 0;
+    cudaEvent_t passed = nullptr;
+
+    void* prepare(size_t needed) {  // waits until the buffer's last copy is done
+        if (passed) CUDA_CHECK(cudaEventSynchronize(passed));
+        else CUDA_CHECK(cudaEventCreateWithFlags(&passed, cudaEventDisableTiming));
+        if (needed > bytes) {
+            if (data) CUDA_CHECK(cudaFreeHost(data));
+            CUDA_CHECK(cudaMallocHost(&data, needed));
+            bytes = needed;
+        }
+        return data;
+    }
+    void destroy() {
+        if (passed) cudaEventDestroy(passed);
+        if (data) cudaFreeHost(data);
+    }
+};
+
+struct CudaRuntime {
+    static constexpr size_t WORKSPACE = size_t(32) << 20;  // what NVIDIA recommends for cuBLASLt on sm_90
+
+    int device;
+    cudaDeviceProp properties;
+    cudaStream_t stream = nullptr;
+    bool poison = false;      // tests: fresh memory holds NaN, so that a read before the first write shows
+    bool use_graphs = false;  // --cuda-graph, see run()
+    // GPU memory that is allocated here, now and at most; what the driver and cuBLASLt allocate is not counted
+    size_t live_bytes = 0, peak_bytes = 0;
+
+    // bf16: whether the caller's kernels need bf16 arithmetic
+    CudaRuntime(int device_index, size_t workspace, bool bf16) : device(device_index), workspace_bytes(workspace) {
+        open_device(bf16);
+        CUBLAS_CHECK(cublasLtCreate(&cublas));
+        set_matmul_preferences();
+        cublas_workspace = allocate<char>(workspace_bytes);
+    }
+    CudaRuntime(const CudaRuntime&) = delete;
+    CudaRuntime& operator=(const CudaRuntime&) = delete;
+    ~CudaRuntime() {  // nobody can use an error here
+        cudaStreamSynchronize(stream);
+        for (auto& [shape, matmul] : matmuls) matmul.destroy();
+        for (Scratch& s : scratches) release(s.data);
+        for (PinnedBuffer& buffer : uploads) buffer.destroy();
+        for (PinnedBuffer& buffer : downloads) buffer.destroy();
+        release(cublas_workspace);
+        cublasLtMatmulPreferenceDestroy(preference);
+        cublasLtDestroy(cublas);
+        cudaStreamDestroy(stream);
+    }
+
+    // ----- memory. `count` elements, aligned to 256 bytes (cudaMalloc guarantees it); throws when there is none left.
+    template <class T>
+    T* allocate(size_t count) {
+        const size_t bytes = std::max<size_t>(count, 1) * sizeof(T);
+        T* p = nullptr;
+        const cudaError_t error = cudaMalloc(&p, bytes);
+        if (error == cudaErrorMemoryAllocation) fail_out_of_memory(bytes);
+        CUDA_CHECK(error);
+        live_bytes += allocated[p] = bytes, peak_bytes = std::max(peak_bytes, live_bytes);
+        if (poison) CUDA_CHECK(cudaMemsetAsync(p, 0xFF, bytes, stream));
+        return p;
+    }
+    template <class T>
+    void release(T* p) {
+        const auto found = allocated.find(p);
+        if (found != allocated.end()) live_bytes -= found->second, allocated.erase(found);
+        if (cudaFree(p) != cudaSuccess) cudaGetLastError();  // cleared, else the next launch would report it
+    }
+    double available_bytes() const {
+        size_t free = 0, total = 0;
+        CUDA_CHECK(cudaMemGetInfo(&free, &total));
+        return free;
+    }
+    template <class T>
+    void zero(T* p, size_t count) {
+        if (count) CUDA_CHECK(cudaMemsetAsync(p, 0, count * sizeof(T), stream));
+    }
+
+    // ----- copies.
+    // Copies raw elements between host and device in any direction and waits, since the host may read or reuse its
+    // side.
+    template <class T>
+    void copy(T* out, const T* in, size_t count) {
+        if (count) CUDA_CHECK(cudaMemcpyAsync(out, in, count * sizeof(T), cudaMemcpyDefault, stream));
+        CUDA_CHECK(cudaStreamSynchronize(stream));
+    }
+    // Copies to fp32 on the host, and from it, converting where the device's elements are narrower.
+    template <class T>
+    void to_host(float* out, const T* in, size_t count) {
+        if constexpr (std::is_same<T, float>::value) {
+            copy(out, in, count);
+        } else {
+            std::vector<T> values(count);
+            copy(values.data(), in, count);
+            for (size_t i = 0; i < count; i++) out[i] = float(values[i]);
+        }
+    }
+    template <class T>
+    void from_host(T* out, const float* in, size_t count) {
+        if constexpr (std::is_same<T, float>::value) {
+            copy(out, in, count);
+        } else {
+            std::vector<T> values(count);
+            for (size_t i = 0; i < count; i++) values[i] = T(in[i]);
+            copy(out, values.data(), count);
+        }
+    }
+    // Sends token ids to the GPU without waiting for it; the caller may reuse its memory at once. With four buffers,
+    // the tokens and targets of two micro-steps, the host can be at most two micro-steps ahead.
+    void upload(int32_t* out, const int32_t* in, size_t count) {
+        upload_through(uploads[uploaded++ % 4], out, in, count * sizeof(int32_t));
+    }
+    // Sends numbers to the host, which receives them later and in the same order; two results may be on their way.
+    void send(const double* numbers, size_t count) {
+        refuse_in_recording("Cuda::send");
+        if (sent - received == 2) fail("Cuda::send: two results are waiting to be received already");
+        PinnedBuffer& buffer = downloads[sent++ % 2];
+        buffer.prepare(count * sizeof(double)), buffer.count = count;
+        CUDA_CHECK(cudaMemcpyAsync(buffer.data, numbers, count * sizeof(double), cudaMemcpyDeviceToHost, stream));
+        CUDA_CHECK(cudaEventRecord(buffer.passed, stream));
+    }
+    std::vector<double> receive() {
+        PinnedBuffer& buffer = downloads[received++ % 2];
+        CUDA_CHECK(cudaEventSynchronize(buffer.passed));
+        const double* numbers = static_cast<const double*>(buffer.data);
+        return {numbers, numbers + buffer.count};
+    }
+
+    // ----- work that repeats. A Sequence is a series of launches that is the same every time, down to the arguments.
+    // With use_graphs, run() executes it as it stands the first time, while scratch memory grows, tables are made and
+    // algorithms are chosen; the second time it records it as a CUDA graph; from then on a single call sends all of it
+    // to the GPU. What differs from one time to the next must be in GPU memory, and be sent there beforehand. A
+    // Sequence may outlive the memory it works on, but must not run again then.
+    struct Sequence {
+        cudaGraphExec_t graph = nullptr;
+        int64_t memory = -1;  // memory_version at the last run without a graph
+
+        Sequence() = default;
+        Sequence(const Sequence&) = delete;
+        Sequence& operator=(const Sequence&) = delete;
+        ~Sequence() { forget(); }
+        void forget() {
+            if (graph) cudaGraphExecDestroy(graph);
+            graph = nullptr;
+        }
+    };
+    template <class Work>
+    void run(Sequence& s, Work work) {
+        if (!use_graphs) return work();
+        if (s.memory != memory_version) {  // the first run, or memory that a graph would refer to has been replaced
+            s.forget();
+            work();
+            s.memory = memory_version;
+            return;
+        }
+        if (!s.graph) record(s, work);
+        CUDA_CHECK(cudaGraphLaunch(s.graph, stream));
+    }
+
+    // FLOP/s of the tensor cores at best, dense bf16 with fp32 sums, from NVIDIA's data sheets; 0: unknown GPU.
+    double bf16_peak_flops() const {
+        static constexpr struct {
+            const char* name;
+            double teraflops;
+        } PEAKS[] = {{"H100 PCIe", 756}, {"H100 NVL", 835.5}, {"H200 NVL", 835.5}, {"H100", 989.4},
+                     {"H200", 989.4},    {"H800", 989.4},     {"B200", 2250},      {"A100", 312},
+                     {"A800", 312},      {"L40S", 362},       {"RTX 4090", 165.2}, {"RTX 3090", 71}};
+        for (const auto& peak : PEAKS)
+            if (std::strstr(properties.name, peak.name)) return peak.teraflops * 1e12;
+        return 0;
+    }
+
+  protected:
+    // Temporary memory that only grows; a slot's content is valid until the slot is used again. The last slot belongs
+    // to add_column_sums, the others to whichever operation is running.
+    static constexpr int SCRATCH_SLOTS = 4;
+    template <class T>
+    T* scratch(int slot, size_t count) {
+        Scratch& s = scratches[slot];
+        if (count * sizeof(T) > s.bytes) {
+            replacing_memory();
+            release(s.data), s = Scratch();
+            s.data = allocate<char>(count * sizeof(T)), s.bytes = count * sizeof(T);
+        }
+        return reinterpret_cast<T*>(s.data);
+    }
+    // To be called before memory is released whose address a recorded launch may hold.
+    void replacing_memory() {
+        CUDA_CHECK(cudaStreamSynchronize(stream));
+        memory_version++;
+    }
+    void upload_through(PinnedBuffer& buffer, void* out, const void* in, size_t bytes) {
+        refuse_in_recording("an upload");
+        std::memcpy(buffer.prepare(bytes), in, bytes);
+        CUDA_CHECK(cudaMemcpyAsync(out, buffer.data, bytes, cudaMemcpyHostToDevice, stream));
+        CUDA_CHECK(cudaEventRecord(buffer.passed, stream));
+    }
+
+    // ----- matrix products.
+    struct Batch {
+        int count;
+        size_t a, b, c;  // elements from one matrix to the next
+    };
+    template <class T>
+    struct NotDeduced {  // lets a caller pass nullptr
+        using type = T;
+    };
+    // C[M,N] = op(A)[M,K] op(B)[K,N] (+ addend[M,N], where given, which may be C), row-major as everywhere. cuBLASLt is
+    // column-major, and reads the same memory as the transposed matrix: so it is asked for C^T = op(B)^T op(A)^T.
+    template <class In, class Out>
+    void gemm(bool transpose_a, bool transpose_b, int M, int N, int K, const In* A, size_t lda, const In* B, size_t ldb,
+              const typename NotDeduced<Out>::type* addend, Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
+        const size_t row_bytes[] = {lda * sizeof(In),     ldb * sizeof(In),     ldc * sizeof(Out),
+                                    batch.a * sizeof(In), batch.b * sizeof(In), batch.c * sizeof(Out)};
+        const void* const pointers[] = {A, B, C, addend};
+        for (const size_t bytes : row_bytes) check_aligned(bytes, sizeof(In));
+        for (const void* p : pointers) check_aligned(reinterpret_cast<size_t>(p), sizeof(In));
+        const MatmulShape shape = {{transpose_a, transpose_b, M, N, K, int64_t(lda), int64_t(ldb), int64_t(ldc),
+                                    batch.count, int64_t(batch.a), int64_t(batch.b), int64_t(batch.c)},
+                                   type_of<In>(),
+                                   type_of<Out>()};
+        const auto found = matmuls.find(shape);
+        const Matmul& m =
+            found != matmuls.end() ? found->second : matmuls.emplace(shape, make_matmul(shape)).first->second;
+        const float alpha = 1, beta = addend ? 1 : 0;
+        CUBLAS_CHECK(cublasLtMatmul(cublas, m.description, &alpha, B, m.a, A, m.b, &beta, addend ? addend : C, m.c, C,
+                                    m.c, &m.algorithm, cublas_workspace, workspace_bytes, stream));
+    }
+
+  private:
+    std::map<const void*, size_t> allocated;  // bytes by address
+    PinnedBuffer uploads[4], downloads[2];
+    size_t uploaded = 0, sent = 0, received = 0;
+    int64_t memory_version = 0;  // counts the calls of replacing_memory()
+    bool recording = false;
+    struct Scratch {
+        char* data = nullptr;
+        size_t bytes = 0;
+    };
+    Scratch scratches[SCRATCH_SLOTS];
+    cublasLtHandle_t cublas = nullptr;
+    cublasLtMatmulPreference_t preference = nullptr;
+    uint64_t workspace_bytes;
+    char* cublas_workspace = nullptr;
+
+    void open_device(bool bf16) {
+        CUDA_CHECK(cudaSetDevice(device));
+        CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+        if (bf16 && properties.major < 8)
+            fail(
+                "GPU %d, %s, has compute capability %d.%d; bf16 needs 8.0 or later: build again with PRECISION=FP32 "
+                "GPU_COMPUTE_CAPABILITY=%d%d, or use --device cpu",
+                device, properties.name, properties.major, properties.minor, properties.major, properties.minor);
+        CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+        try {
+            launch<probe_kernel>(1, 32, 0, stream);
+        } catch (const Error& e) {
+            fail(
+                "this program was not built for GPU %d, %s, of compute capability %d.%d: build it again with make "
+                "GPU_COMPUTE_CAPABILITY=%d%d (%s)",
+                device, properties.name, properties.major, properties.minor, properties.major, properties.minor,
+                e.what());
+        }
+        CUDA_CHECK(cudaStreamSynchronize(stream));
+    }
+    void set_matmul_preferences() {
+        CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
+        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                          &workspace_bytes, sizeof workspace_bytes));
+#ifdef __CUDACC__
+        // 16 bytes is what gemm() checks; by default cuBLASLt assumes 256. Where it splits a long sum, the parts stay
+        // fp32.
+        const uint32_t alignment = 16, reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                                                          &reduction, sizeof reduction));
+        for (const auto which :
+             {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+              CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+            CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, which, &alignment, sizeof alignment));
+#endif
+    }
+    [[noreturn]] void fail_out_of_memory(size_t bytes) const {
+        cudaGetLastError();  // cleared, else the next launch would report it
+        size_t free = 0, total = 0;
+        CUDA_CHECK(cudaMemGetInfo(&free, &total));
+        fail(
+            "out of GPU memory: %.1f MiB were asked for, %.1f of %.1f MiB are free on GPU %d; choose a smaller "
+            "--batch or --seq-len; nvidia-smi shows who else uses the GPU",
+            double(bytes) / (1 << 20), double(free) / (1 << 20), double(total) / (1 << 20), device);
+    }
+
+    // Recording. Nothing runs meanwhile. CUDA itself refuses to allocate or to wait, which a replay would not repeat; a
+    // copy through a pinned buffer, whose replay would send the old content again, is refused here.
+    void refuse_in_recording(const char* what) const {
+        if (recording)
+            fail("%s is no part of a sequence that repeats: every replay would copy the same numbers again", what);
+    }
+    template <class Work>
+    void record(Sequence& s, Work work) {
+        cudaGraph_t graph = nullptr;
+        std::string error;
+        // thread-local: other threads, such as NCCL's, are not disturbed
+        CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        recording = true;
+        try {
+            work();
+        } catch (const Error& e) {
+            error = e.what();
+        }
+        recording = false;
+        const cudaError_t ended = cudaStreamEndCapture(stream, &graph);
+        if (error.empty() && ended != cudaSuccess)
+            error = format_text("%s, %s", cudaGetErrorName(ended), cudaGetErrorString(ended));
+        if (!error.empty()) {
+            cudaGetLastError();  // cleared, else the next launch would report it
+            if (graph) cudaGraphDestroy(graph);
+            fail(
+                "a part of the training step cannot be recorded as a CUDA graph: leave --cuda-graph out, and please "
+                "report this line: %s",
+                error.c_str());
+        }
+        const cudaError_t made = cudaGraphInstantiate(&s.graph, graph, 0);
+        cudaGraphDestroy(graph);
+        CUDA_CHECK(made);
+    }
+
+    // A matrix product as cuBLASLt describes it, and the algorithm it chose; made once per shape.
+    struct MatmulShape {
+        std::array<int64_t, 12>
+            numbers;  // transpose_a, transpose_b, M, N, K, lda, ldb, ldc; of the batch: count, a, b, c
+        cudaDataType_t in, out;
+        bool operator<(const MatmulShape& other) const {
+            return numbers != other.numbers ? numbers < other.numbers : out < other.out;
+        }
+    };
+    struct Matmul {
+        cublasLtMatmulDesc_t description;
+        cublasLtMatrixLayout_t a, b, c;
+        cublasLtMatmulAlgo_t algorithm;
+        void destroy() {
+            cublasLtMatmulDescDestroy(description);
+            for (cublasLtMatrixLayout_t layout : {a, b, c}) cublasLtMatrixLayoutDestroy(layout);
+        }
+    };
+    std::map<MatmulShape, Matmul> matmuls;
+
+    template <class T>
+    static constexpr cudaDataType_t type_of() {
+        return std::is_same<T, float>::value ? CUDA_R_32F : CUDA_R_16BF;
+    }
+    static cublasLtMatrixLayout_t layout(cudaDataType_t type, bool transposed, int64_t rows, int64_t columns,
+                                         int64_t leading, int64_t batches, int64_t stride) {
+        cublasLtMatrixLayout_t layout;
+        CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, uint64_t(transposed ? columns : rows),
+                                                uint64_t(transposed ? rows : columns), leading));
+        const int32_t count = int32_t(batches);
+        CUBLAS_CHECK(
+            cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
+        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride,
+                                                      sizeof stride));
+        return layout;
+    }
+    Matmul make_matmul(const MatmulShape& shape) {
+        const auto [transpose_a, transpose_b, M, N, K, lda, ldb, ldc, count, next_a, next_b, next_c] = shape.numbers;
+        Matmul m;
+        CUBLAS_CHECK(cublasLtMatmulDescCreate(&m.description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+        const cublasOperation_t first = transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+                                second = transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+        CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(m.description, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
+        CUBLAS_CHECK(
+            cublasLtMatmulDescSetAttribute(m.description, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
+        m.a = layout(shape.in, transpose_b, N, K, ldb, count, next_b);
+        m.b = layout(shape.in, transpose_a, K, M, lda, count, next_a);
+        m.c = layout(shape.out, false, N, M, ldc, count, next_c);
+        cublasLtMatmulHeuristicResult_t best;
+        int found = 0;
+        const cublasStatus_t answer =
+            cublasLtMatmulAlgoGetHeuristic(cublas, m.description, m.a, m.b, m.c, m.c, preference, 1, &best, &found);
+        if (answer == CUBLAS_STATUS_NOT_SUPPORTED) found = 0;  // means the same
+        else cublas_check(answer, "cublasLtMatmulAlgoGetHeuristic", __FILE__, __LINE__);
+        if (found == 0)
+            fail(
+                "cuBLASLt knows no way to multiply %lld x %lld x %lld (%lld at a time) on %s; please report the GPU "
+                "and "
+                "this line",
+                (long long)M, (long long)N, (long long)K, (long long)count, properties.name);
+        m.algorithm = best.algo;
+        return m;
+    }
+    // Tensor cores read rows in pieces of 16 bytes.
+    static void check_aligned(size_t bytes, size_t element) {
+        if (bytes % 16)
+            fail_usage(
+                "a row of a matrix begins %zu bytes after a multiple of 16, which tensor cores cannot read: on a GPU "
+                "--dim, --head-dim, --mlp-hidden and --phi-hidden have to be multiples of %d; or use --device cpu",
+                bytes % 16, int(16 / element));
+    }
+};
