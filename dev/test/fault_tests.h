@@ -4,7 +4,7 @@
 #pragma once
 #include <thread>
 
-#include "run_tests.h"
+#include "program.h"
 
 namespace program {
 
