@@ -3199,9 +3199,13 @@ struct Cuda {
     // total (on the GPU) += sum of x
     void add_sum(double* total, const Stat* x, size_t count) {
         with_width(is_wide(count, x), [&](auto W) {
-            launch<kernels::sum_parts_kernel<W()>>(kernels::PARTS, kernels::PARTS_THREADS, 0, stream, result, x, count);
+            // A short array has fewer parts: the others would be zeros.
+            const size_t full = (count + kernels::PARTS_THREADS * W() - 1) / (kernels::PARTS_THREADS * W());
+            const int parts = int(std::min<size_t>(kernels::PARTS, std::max<size_t>(1, full)));
+            launch<kernels::sum_parts_kernel<W()>>(unsigned(parts), kernels::PARTS_THREADS, 0, stream, result, x,
+                                                   count);
+            launch<kernels::sum_total_kernel>(1, 32, 0, stream, total, (const double*)result, parts);
         });
-        launch<kernels::sum_total_kernel>(1, 32, 0, stream, total, (const double*)result, kernels::PARTS);
     }
     // squares[i] = sum of the squares of chunk i of x [total], in fp64, for the chunks that begin in [begin, begin +
     // count).
