@@ -643,14 +643,14 @@ class NcclReducer {
             else NCCL_CHECK(ncclAllReduce(x, x, count, ncclFloat, ncclSum, communicator, stream));
             return;
         }
-        launch<kernels::narrow_kernel>(kernels::grid_of(count), 256, 0, stream, narrow, x, count);
+        launch<kernels::narrow_kernel>(grid_of(count), 256, 0, stream, narrow, x, count);
         __nv_bfloat16* sums = options.zero ? narrow + share * size_t(world.rank) : narrow;
         if (options.zero)
             NCCL_CHECK(ncclReduceScatter(narrow, sums, share, ncclBfloat16, ncclSum, communicator, stream));
         else NCCL_CHECK(ncclAllReduce(narrow, sums, count, ncclBfloat16, ncclSum, communicator, stream));
         if (options.zero)
-            launch<kernels::widen_kernel>(kernels::grid_of(share), 256, 0, stream, grads + part.begin, sums, share);
-        else launch<kernels::widen_kernel>(kernels::grid_of(count), 256, 0, stream, x, sums, count);
+            launch<kernels::widen_kernel>(grid_of(share), 256, 0, stream, grads + part.begin, sums, share);
+        else launch<kernels::widen_kernel>(grid_of(count), 256, 0, stream, x, sums, count);
     }
 
     // --deterministic: every rank gathers all ranks' gradients, a piece at a time, and adds them in
@@ -661,7 +661,7 @@ class NcclReducer {
             const size_t count = std::min(piece(), partition.elements - at);
             NCCL_CHECK(ncclAllGather(grads + at, gathered, count * sizeof(float), ncclUint8, communicator, stream));
             for (int distance = world.size / 2; distance > 0; distance /= 2)
-                launch<kernels::add_arrays_kernel>(kernels::grid_of(count * size_t(distance)), 256, 0, stream, gathered,
+                launch<kernels::add_arrays_kernel>(grid_of(count * size_t(distance)), 256, 0, stream, gathered,
                                                    gathered + count * size_t(distance), count * size_t(distance));
             CUDA_CHECK(cudaMemcpyAsync(grads + at, gathered, count * sizeof(float), cudaMemcpyDeviceToDevice, stream));
         }

@@ -1803,10 +1803,13 @@ struct Cuda : CudaRuntime {
     // total (on the GPU) += sum of x
     void add_sum(double* total, const Stat* x, size_t count) {
         with_width(is_wide(count, x), [&](auto W) {
-            launch<kernels::sum_parts_kernel<W()>>(kernels::SUM_PARTS, kernels::SUM_THREADS, 0, stream, sum_parts, x,
+            // A short array has fewer parts: the others would be zeros.
+            const size_t full = (count + kernels::SUM_THREADS * W() - 1) / (kernels::SUM_THREADS * W());
+            const int parts = int(std::min<size_t>(kernels::SUM_PARTS, std::max<size_t>(1, full)));
+            launch<kernels::sum_parts_kernel<W()>>(unsigned(parts), kernels::SUM_THREADS, 0, stream, sum_parts, x,
                                                    count);
+            launch<kernels::sum_total_kernel>(1, 32, 0, stream, total, (const double*)sum_parts, parts);
         });
-        launch<kernels::sum_total_kernel>(1, 32, 0, stream, total, (const double*)sum_parts, kernels::SUM_PARTS);
     }
     // squares[i] = sum of the squares of chunk i of x [total], in fp64, for the chunks that begin in [begin, begin +
     // count).
@@ -1826,8 +1829,7 @@ struct Cuda : CudaRuntime {
     }
     // x += y
     void add(Grad* x, const Grad* y, size_t count) {
-        if (count)
-            launch<kernels::add_arrays_kernel>(std::min(1024u, blocks_for(count, 256)), 256, 0, stream, x, y, count);
+        if (count) launch<kernels::add_arrays_kernel>(grid_of(count), 256, 0, stream, x, y, count);
     }
     // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. All arrays [count]. master is
     // updated and rounded to param: in bf16 stochastically, by the random stream (RANDOM_ROUNDING, step) at h.offset +

@@ -35,8 +35,10 @@ inline size_t shared_bytes(std::initializer_list<size_t> pieces) {
     for (const size_t bytes : pieces) sum += (bytes + 127) / 128 * 128;
     return sum;
 }
-// The grid for one thread per element.
+// Blocks of per_block threads or elements, for `count` of them.
 inline unsigned blocks_for(size_t count, size_t per_block) { return unsigned((count + per_block - 1) / per_block); }
+// The grid for a loop over `count` elements with blocks of 256 threads, each of which goes on by the grid.
+inline unsigned grid_of(size_t count) { return std::min(1024u, blocks_for(count, 256)); }
 
 // A pinned host buffer for copies to or from the GPU; `passed` is reached when the copy is done.
 struct PinnedBuffer {

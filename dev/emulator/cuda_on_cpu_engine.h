@@ -253,6 +253,7 @@ struct Machine {
 
     // Device memory.
     char *range = nullptr, *range_end = nullptr;
+    char* first_live = nullptr;  // no device memory below is in use any more
     int range_opened = 0;
     std::map<const char*, Allocation> allocations;  // by address; freed ones stay, so that a report can name them
     size_t device_bytes = size_t(4) << 30, live_bytes = 0;
@@ -391,9 +392,13 @@ struct OpenRange {
     }
     EMU_ENGINE static void protect(int protection) {
         if (CHECK_BUILD || !machine.range) return;
-        const size_t page = 1 << 16;  // the largest that arm64 has
-        if (mprotect(machine.range, (machine.range_end - machine.range + page - 1) / page * page, protection))
-            stop("mprotect failed");
+        protect(machine.range, machine.range + SHARED_PART, protection);
+        protect(machine.first_live, machine.range_end, protection);
+    }
+    static void protect(char* first, char* end, int protection) {
+        const uintptr_t page = 1 << 16;  // the largest that arm64 has
+        first -= uintptr_t(first) % page;
+        if (first < end && mprotect(first, (end - first + page - 1) / page * page, protection)) stop("mprotect failed");
     }
 };
 
@@ -414,7 +419,7 @@ inline void reserve_range() {
     if (machine.range) return;
     catch_crashes();
     machine.range = (char*)reserve_addresses(RANGE_BYTES, CHECK_BUILD ? PROT_READ | PROT_WRITE : PROT_NONE);
-    machine.range_end = machine.range + SHARED_PART;
+    machine.range_end = machine.first_live = machine.range + SHARED_PART;
     reserve_cells();
 }
 
@@ -449,10 +454,10 @@ EMU_ENGINE inline void* device_alloc(size_t bytes) {  // nullptr: out of memory
     return data;
 }
 inline void check_guards() {
-    for (const auto& [data, allocation] : machine.allocations)
-        if (allocation.live && !guards_intact(data + allocation.bytes, DEVICE_GAP))
-            stop("a write past the end of the %zu bytes that cudaMalloc gave at %p", allocation.bytes,
-                 (const void*)data);
+    for (auto a = machine.allocations.lower_bound(machine.first_live); a != machine.allocations.end(); ++a)
+        if (a->second.live && !guards_intact(a->first + a->second.bytes, DEVICE_GAP))
+            stop("a write past the end of the %zu bytes that cudaMalloc gave at %p", a->second.bytes,
+                 (const void*)a->first);
 }
 inline void device_free(void* p) {
     auto found = machine.allocations.find((char*)p);
@@ -467,6 +472,12 @@ inline void device_free(void* p) {
     set_known(p, found->second.bytes, OUTSIDE);
     release_cells((char*)p, found->second.bytes);
     release_pages((char*)p, found->second.bytes);
+    // Every launch opens and closes the range, which takes longer the longer it is: leave out what was freed at its
+    // start.
+    if (machine.range_opened) return;
+    auto next = machine.allocations.lower_bound(machine.first_live);
+    while (next != machine.allocations.end() && !next->second.live) ++next;
+    machine.first_live = next == machine.allocations.end() ? machine.range_end : (char*)next->first;
 }
 
 // For tests. How many of n elements still hold what fresh device memory holds: outputs that no kernel wrote.

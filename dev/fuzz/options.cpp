@@ -40,7 +40,7 @@ void fuzz_one(const std::string& input) {
         if (c.help || c.verb != "train") return;
         apply_preset(c, given);
         validate_model(c, "options");
-        resolve_batch(c, given, world, input.size() % 8 < 4);
+        resolve_batch(c, given, world.size, input.size() % 8 < 4);
     });
     if (!accepted) return;
     for (const Option& o : option_table()) {

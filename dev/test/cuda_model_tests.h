@@ -277,14 +277,14 @@ TEST(cuda_model_resumed_equals_uninterrupted) {
         steps(whole, *whole_data, 1, 4);
         steps(first, *first_data, 1, 2);
         TrainState state;
-        state.step = state.last_update = 2, state.loader = first_data->state();
+        state.step = state.last_update = 2, state.loader = loader_numbers(first_data->state());
         const std::string writing = begin_checkpoint(c.out, 2);
         const std::string folder_of_2 =
-            commit_checkpoint(c.out, 2, write_snapshot(take_snapshot(first, world, level > 0), c, writing, 0, 1),
-                              state_json(state, c, 1));
+            commit_checkpoint(c.out, 2, write_snapshot(take_snapshot(first, world, level > 0), writing, 0, 1),
+                              state_json(state, manifest_json(c), 1));
         const TrainState loaded = load_checkpoint(second, folder_of_2);
         CHECK_EQUAL(loaded.step, int64_t(2));
-        second_data->restore(loaded.loader);
+        second_data->restore(loader_state(loaded.loader));
         steps(second, *second_data, 3, 4);
         const size_t n = whole.table.total;
         const auto same = [&](const auto* one, const auto* two) {
@@ -308,7 +308,7 @@ TEST(cuda_model_checkpoint_holds_the_master) {
     ModelRun<Cuda> run(dev, c, 1);
     run.model.initialise();
     std::vector<std::vector<float>> buffers;
-    const std::vector<TensorView> views = views_of(run.model, run.model.master, "", buffers);
+    const std::vector<TensorView> views = views_of(dev, run.model.table.specs, run.model.master, "", buffers);
     REQUIRE(views.size() == run.model.table.specs.size());
     for (size_t index = 0; index < views.size(); index++) {  // as it was drawn, not as bf16 has it
         const TensorSpec& t = run.model.table.specs[index];
@@ -320,9 +320,9 @@ TEST(cuda_model_checkpoint_holds_the_master) {
     state.step = 1;
     state.last_update = 1;
     const std::string writing = begin_checkpoint(c.out, 1),
-                      saved = commit_checkpoint(
-                          c.out, 1, write_snapshot(take_snapshot(run.model, World(), false), c, writing, 0, 1),
-                          state_json(state, c, 1));
+                      saved = commit_checkpoint(c.out, 1,
+                                                write_snapshot(take_snapshot(run.model, World(), false), writing, 0, 1),
+                                                state_json(state, manifest_json(c), 1));
     ModelRun<Cuda> other(dev, c, 1);
     CHECK_EQUAL(load_checkpoint(other.model, saved).step, int64_t(1));
     for (auto field : {&Model<Cuda>::master, &Model<Cuda>::m, &Model<Cuda>::v}) {
@@ -432,15 +432,14 @@ inline TrainedBits train_ten_steps(const Config& c, bool graphs, bool interrupte
         if (step != 6 || !interrupted) continue;
         receive(6);
         TrainState state;
-        state.step = state.last_update = 6, state.loader = data.state();
+        state.step = state.last_update = 6, state.loader = loader_numbers(data.state());
         const std::string saved = commit_checkpoint(
-            config.out, 6,
-            write_snapshot(take_snapshot(*model, world, true), config, begin_checkpoint(config.out, 6), 0, 1),
-            state_json(state, config, 1));
+            config.out, 6, write_snapshot(take_snapshot(*model, world, true), begin_checkpoint(config.out, 6), 0, 1),
+            state_json(state, manifest_json(config), 1));
         a.reset();
         model = std::make_unique<Model<Cuda>>(dev, config, true);
         a = std::make_unique<Activations<Cuda>>(dev, config, config.batch, config.seq_len, TRAINING);
-        data.restore(load_checkpoint(*model, saved).loader);
+        data.restore(loader_state(load_checkpoint(*model, saved).loader));
     }
     receive(10);
     const size_t n = model->table.total;

@@ -3,7 +3,7 @@
 // dev/emulator/nccl_on_cpu.h, one emulated GPU a rank. Its ncclCommDestroy waits for all ranks, as the real
 // one does, so a rank that leaves alone hangs.
 #pragma once
-#include "run_tests.h"
+#include "program.h"
 
 namespace emulated_runs {
 using namespace program;

@@ -2,7 +2,9 @@
 // same curve however a batch is divided, the same bits where they are promised, checkpoints that any number of ranks
 // resumes, and an end within seconds, with one line that says why, when a rank dies, stalls, differs or meets bad data.
 #pragma once
-#include "run_tests.h"
+#include <thread>
+
+#include "program.h"
 
 namespace program {
 

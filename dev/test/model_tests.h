@@ -308,8 +308,8 @@ TEST(recomputing_changes_no_bit_and_saves_memory) {
             CHECK_EQUAL(t->loss_and_gradients(), loss);
             CHECK(std::memcmp(keep.model.grads, t->model.grads, keep.model.table.total * sizeof(float)) == 0);
         }
-        CHECK(cheap.a.bytes < keep.a.bytes);
-        CHECK(all.a.bytes < cheap.a.bytes);
+        CHECK(cheap.a.arena.bytes < keep.a.arena.bytes);
+        CHECK(all.a.arena.bytes < cheap.a.arena.bytes);
     }
 }
 
@@ -403,7 +403,7 @@ TEST(memory_is_linear_in_sequence_length) {
     // Selection masks have a word per 32 blocks of every token: 1/32 bit per
     // token and block, the one term above linear; a byte in ten thousand here.
     const Activations<Cpu<float>> once(dev, c, 1, 4096, TRAINING), twice(dev, c, 1, 8192, TRAINING);
-    CHECK(double(twice.bytes) < 2.05 * double(once.bytes));
+    CHECK(double(twice.arena.bytes) < 2.05 * double(once.arena.bytes));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 // call are stand-ins, small scripts that answer as the real programs do; what is tested is everything
 // between: that each part runs to its end, what it finds, the report, and the table made of it.
 #pragma once
-#include "run_tests.h"
+#include "program.h"
 
 namespace script_tests {
 

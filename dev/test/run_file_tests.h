@@ -1,0 +1,506 @@
+// run_file_tests.h: the files that a run writes, the safetensors reader against damaged ones, and --dump-state.
+#pragma once
+#include "program.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Files.
+
+TEST(run_writes_the_tensors_of_the_design) {
+    using namespace program;
+    TempFolder folder;
+    struct {
+        const char* name;
+        Options options;
+        std::map<std::string, std::vector<int64_t>> tensors;
+    } const cases[] = {{"small", small(), tensors_of_the_design(256, 16, 1, 2, 1, 8, 8, 8, 32, true)},
+                       {"full", small({{"attention", "full"}, {"layers", "2"}}),
+                        tensors_of_the_design(256, 16, 2, 2, 1, 8, 8, 8, 32, false)},
+                       {"tiny",
+                        {{"total-batch", "512"}, {"eval-batches", "1"}, {"sample-tokens", "0"}},
+                        tensors_of_the_design(256, 128, 2, 4, 2, 32, 16, 32, 512, true)}};
+    for (const auto& c : cases) {
+        Options options = c.options;
+        options["steps"] = "1", options["out"] = folder.file(c.name);
+        REQUIRE_GOOD(run(words_of(options)));
+        const std::string checkpoint = folder.file(c.name) + "/step_00000001/";
+        const RawFile model = read_raw(checkpoint + "model.safetensors");
+        CHECK_EQUAL(model.tensors.size(), check_tensors(model, c.tensors, ""));
+        CHECK_EQUAL(model.metadata.at("format"), std::string("pt"));  // transformers' loaders look for it
+        const RawFile moments = read_raw(checkpoint + OPTIMIZER);     // of one rank: every tensor whole, as a row
+        std::map<std::string, std::vector<int64_t>> rows;
+        for (const auto& [tensor, shape] : c.tensors) {
+            const int64_t count = shape.size() == 2 ? shape[0] * shape[1] : shape[0];
+            rows[format_text("%s[0:%lld]", tensor.c_str(), (long long)count)] = {count};
+        }
+        CHECK_EQUAL(moments.tensors.size(), check_tensors(moments, rows, "m.") + check_tensors(moments, rows, "v."));
+        bool moved = false;
+        for (const auto& [name, tensor] : moments.tensors)
+            for (const float x : tensor.values<float>())
+                moved = moved || x != 0, tests().failed_checks += !(name[0] == 'm' ? std::isfinite(x) : x >= 0);
+        CHECK(moved && tests().failed_checks == 0);
+
+        // The count that the program prints is that of the file.
+        size_t parameters = 0;
+        for (const auto& [name, tensor] : model.tensors) parameters += tensor.count();
+        options["steps"] = "0", options["out"] = folder.file(std::string(c.name) + "_none");
+        CHECK(run(words_of(options)).out.find(", " + std::to_string(parameters) + " parameters (") !=
+              std::string::npos);
+    }
+}
+
+TEST(run_config_and_manifest_hold_every_field) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("quote\" and \\");
+    REQUIRE_GOOD(train({{"out", out},
+                        {"prompt", "two\nlines \"quoted\" \xff"},
+                        {"seed", "9000000000000000"},
+                        {"lr", "0.00123456789012345"},
+                        {"steps", "1"}}));
+    const std::string checkpoint = out + "/step_00000001/";
+    const Json config = parse_json(read_file(checkpoint + "config.json"), "config.json");
+    const std::map<std::string, double> numbers = {
+        {"layers", 1},    {"dim", 16},         {"heads", 2},         {"kv_groups", 1},
+        {"head_dim", 8},  {"cmp_block", 8},    {"cmp_stride", 4},    {"slc_block", 8},
+        {"slc_count", 4}, {"window", 16},      {"phi_hidden", 8},    {"mlp_hidden", 32},
+        {"seq_len", 64},  {"vocab_size", 256}, {"rope_base", 10000}, {"norm_eps", 1e-6}};
+    const std::map<std::string, std::string> texts = {
+        {"architecture", "nsa"}, {"attention", "nsa"}, {"tokenizer", "bytes"}};
+    for (const auto& [key, value] : numbers) CHECK_EQUAL(config.number(key, "config.json"), value);
+    for (const auto& [key, value] : texts) CHECK_EQUAL(config.string(key, "config.json"), value);
+    CHECK_EQUAL(config.keys.size(), numbers.size() + texts.size());
+
+    const Json manifest = parse_json(read_file(out + "/run.json"), "run.json");
+    const Manifest saved = read_manifest(out + "/step_00000001");
+    const Json& state = saved.state;
+    for (const Json* run : {&manifest, state.find("options")}) {
+        REQUIRE(run != nullptr);
+        CHECK_EQUAL(run->string("program", ""), std::string("train_nsa"));
+        for (const Option& o : option_table()) {
+            if (!(o.verbs & TRAIN) || o.flag) continue;
+            const Json* value = run->find(underscored(o.name));
+            tests().checks++;
+            if (!value || value->kind != (o.integer || o.real ? Json::Number : Json::String))
+                check_failed(__FILE__, __LINE__, "%s is missing or of another kind", o.name);
+        }
+        CHECK_EQUAL(run->string("out", ""), out);
+        CHECK_EQUAL(run->string("prompt", ""), std::string("two\nlines \"quoted\" \xEF\xBF\xBD"));
+        CHECK_EQUAL(run->integer("seed", ""), int64_t(9000000000000000));
+        CHECK_EQUAL(run->number("lr", ""), 0.00123456789012345);
+        CHECK_EQUAL(run->integer("total_batch", ""), int64_t(128));
+    }
+    CHECK_EQUAL(saved.step, int64_t(1));
+    CHECK_EQUAL(state.integer("last_update", ""), int64_t(1));
+    const char* const loader[] = {"9000000000000000", "64", "", "2"};  // the third is the corpus's fingerprint
+    REQUIRE(state.array("loader", "").size() == 4);
+    for (size_t i : {0, 1, 3}) CHECK_EQUAL(state.array("loader", "")[i].text, std::string(loader[i]));
+    CHECK_EQUAL(state.number("best_val_loss", ""), state.number("best_val_loss", ""));
+}
+
+TEST(run_logs_have_the_promised_form) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    const int steps = 6, slc_count = 5;
+    REQUIRE_GOOD(train({{"out", out},
+                        {"layers", "2"},
+                        {"steps", "6"},
+                        {"eval-every", "2"},
+                        {"slc-count", "5"},
+                        {"schedule", "linear"},
+                        {"warmup", "2"}}));
+    const std::regex validation("s:([0-9]+) tel:([0-9]+\\.[0-9]+)"),
+        training("s:([0-9]+) trl:([0-9]+\\.[0-9]+) lr:([0-9.]+e[+-][0-9]+) norm:([0-9]+\\.[0-9]+)");
+    std::vector<int> validated, trained;
+    std::map<int, double> val_loss, train_loss;
+    for (const std::string& line : lines_of(read_file(out + "/main.log"))) {
+        std::smatch m;
+        if (std::regex_match(line, m, validation)) {
+            validated.push_back(std::stoi(m[1])), val_loss[std::stoi(m[1])] = std::stod(m[2]);
+        } else if (std::regex_match(line, m, training)) {
+            trained.push_back(std::stoi(m[1])), train_loss[std::stoi(m[1])] = std::stod(m[2]);
+            // %.6e of the schedule: linear, warm-up over two steps
+            const int s = trained.back();
+            CHECK_NEAR(std::stod(m[3]), s <= 2 ? 0.01 * s / 2 : 0.01 * (0.1 + 0.9 * (1 - (s - 2) / 4.0)), 1e-8);
+        } else {
+            check_failed(__FILE__, __LINE__, "main.log: '%s'", line.c_str());
+        }
+    }
+    CHECK((validated == std::vector<int>{0, 2, 4, 6}) && (trained == std::vector<int>{1, 2, 3, 4, 5, 6}));
+
+    int lines = 0;
+    for (const Json& line : log_of(out)) {
+        lines++;
+        const int step = int(line.integer("step", ""));
+        if (line.find("val_loss")) {
+            CHECK_EQUAL(line.number("val_loss", ""), val_loss.at(step));
+            CHECK_EQUAL(line.integer("val_tokens", ""), int64_t(256));
+            CHECK_NEAR(line.number("bits_per_byte", ""), line.number("val_loss", "") / std::log(2.0),
+                       0.03);  // 0: documents' separators are tokens but no text
+            continue;
+        }
+        CHECK_EQUAL(line.number("loss", ""), train_loss.at(step));
+        CHECK(step == line.integer("tokens", "") / 128 && line.integer("tokens", "") % 128 == 0);
+        CHECK_NEAR(line.number("epoch", ""), step * 2 / 262143.0, 1e-6);
+        for (const char* positive : {"time", "lr", "grad_norm", "ms", "tokens_per_s", "peak_memory_mib"})
+            CHECK(line.number(positive, "") > 0);
+        CHECK_NEAR(line.number("tokens_per_s", "") * line.number("ms", ""), 128e3, 0.01 * 128e3);
+        const std::vector<Json>& layers = line.array("layers", "");
+        CHECK_EQUAL(layers.size(), 2u);
+        for (const Json& layer : layers) {
+            double gates = 0, shares = 0;
+            REQUIRE(layer.array("gate", "").size() == 3 && layer.array("gate_share", "").size() == 3);
+            for (size_t b = 0; b < 3; b++) {
+                const double gate = layer.array("gate", "")[b].number(""),
+                             share = layer.array("gate_share", "")[b].number("");
+                CHECK(gate > 0 && gate < 1 && share > 0 && share < 1);
+                gates += gate, shares += share;
+            }
+            for (size_t b = 0; b < 3; b++)
+                CHECK_NEAR(layer.array("gate_share", "")[b].number(""), layer.array("gate", "")[b].number("") / gates,
+                           2e-4);
+            CHECK_NEAR(shares, 1, 2e-4);  // four digits each
+            CHECK(layer.number("gate_entropy", "") > 0 && layer.number("gate_entropy", "") <= std::log(3.0) + 1e-4);
+            CHECK(layer.integer("blocks_max", "") == slc_count);
+            // Of 8 blocks of 8 queries the first 5 see 1..5 blocks, the rest 5.
+            CHECK_NEAR(layer.number("blocks_mean", ""), (1 + 2 + 3 + 4 + 5 * 4) / 8.0, 0.005);
+            const double importance = layer.number("importance_selected", "");
+            CHECK(importance > 0.3 && importance <= 1.0001);
+        }
+    }
+    CHECK_EQUAL(lines, steps + 4);
+}
+
+// Validation sees the same tokens every time: with a learning rate of 0 nothing changes, not even the last digit.
+TEST(run_validation_is_always_on_the_same_tokens) {
+    using namespace program;
+    TempFolder folder;
+    const std::string data = write_small_corpus(folder, "train.bin", 1), val = write_small_corpus(folder, "val.bin", 2);
+    REQUIRE_GOOD(train({{"out", folder.file("run")},
+                        {"data", data},
+                        {"val-data", val},
+                        {"lr", "0"},
+                        {"steps", "4"},
+                        {"eval-every", "1"},
+                        {"init", "random"}}));
+    const std::vector<double> losses = logged(folder.file("run"), "val_loss");
+    CHECK_EQUAL(losses.size(), 5u);
+    for (const double loss : losses) CHECK_EQUAL(loss, losses[0]);
+    // More than there is is all there is: 15 samples, in micro-batches of 2.
+    REQUIRE_GOOD(train(
+        {{"out", folder.file("all")}, {"data", data}, {"val-data", val}, {"steps", "1"}, {"eval-batches", "1000"}}));
+    CHECK_EQUAL(logged(folder.file("all"), "val_tokens")[0], 15 * 64.0);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The safetensors reader against damaged files.
+
+namespace program {
+
+// Addresses this process may take beyond what it has, while the object lives: an allocation after a hostile length
+// fails at once.
+struct AddressLimit {
+    struct rlimit before;
+    explicit AddressLimit(uint64_t bytes) {
+        getrlimit(RLIMIT_AS, &before);
+        std::ifstream in("/proc/self/statm");
+        uint64_t pages = 0;
+        in >> pages;
+        struct rlimit limit = before;
+        if (pages) limit.rlim_cur = std::min<rlim_t>(before.rlim_max, pages * uint64_t(sysconf(_SC_PAGESIZE)) + bytes);
+        setrlimit(RLIMIT_AS, &limit);
+    }
+    ~AddressLimit() { setrlimit(RLIMIT_AS, &before); }
+};
+
+}  // namespace program
+
+TEST(run_safetensors_reader_refuses_damaged_files) {
+    using namespace program;
+    TempFolder folder;
+    const std::string path = folder.file("x.safetensors"), data(24, '\1');
+    const std::string a = "\"a\":{\"dtype\":\"F32\",\"shape\":[2,2],\"data_offsets\":[0,16]}",
+                      b = "\"b\":{\"dtype\":\"U8\",\"shape\":[8],\"data_offsets\":[16,24]}";
+    const std::string whole = safetensors_bytes("{\"__metadata__\":{\"k\":\"v\"}," + a + "," + b + "}", data);
+    AddressLimit limit(64 << 20);
+    const auto open = [&](const std::string& bytes) {
+        write_file(path, bytes);
+        return SafeTensors(path);
+    };
+    const auto header = [&](const std::string& text) { return safetensors_bytes(text, data); };
+    {
+        const SafeTensors good = open(whole);
+        CHECK_EQUAL(good.tensors.size(), 2u);
+        CHECK_EQUAL(good.metadata.at("k"), std::string("v"));
+        CHECK(good.find("a")->bytes == 16 && good.find("b")->bytes == 8 && !good.find("c"));
+        CHECK_FAILS(1, "c is missing", good.get("c", "F32", {1}));
+        CHECK_FAILS(1, "U8", good.get("b", "F32", {8}));
+        CHECK_FAILS(1, "[2, 2]", good.get("a", "F32", {4}));
+        CHECK_EQUAL(static_cast<const char*>(good.get("b", "U8", {8}).data)[7], '\1');
+    }
+    CHECK_EQUAL(open(header("{" + b + "," + a + "}")).tensors.size(), 2u);  // the order of the header is free
+    CHECK_EQUAL(open(safetensors_bytes("{}   ", "")).tensors.size(), 0u);
+    CHECK_EQUAL(open(safetensors_bytes(
+                         "{\"e\":{\"dtype\":\"F32\",\"shape\":[0,4],\"data_offsets\":[0,0]},\"s\":{\"dtype\":\"F64\","
+                         "\"shape\":[],\"data_offsets\":[0,8]}}",
+                         std::string(8, '\0')))
+                    .tensors.size(),
+                2u);
+
+    for (size_t n = 0; n < whole.size(); n++) CHECK_FAILS(1, path.c_str(), open(whole.substr(0, n)));
+    CHECK_FAILS(1, path.c_str(), open(whole + '\0'));
+    for (const uint64_t length : {uint64_t(0), uint64_t(whole.size()), uint64_t(1) << 31, uint64_t(1) << 62,
+                                  uint64_t(1) << 63, ~uint64_t(0), ~uint64_t(0) - 7}) {
+        std::string bytes = whole;
+        std::memcpy(&bytes[0], &length, 8);
+        CHECK_FAILS(1, path.c_str(), open(bytes));
+    }
+    const auto entry = [](const std::string& dtype, const std::string& shape, const std::string& offsets) {
+        return "{\"a\":{\"dtype\":" + dtype + ",\"shape\":" + shape + ",\"data_offsets\":" + offsets + "}}";
+    };
+    const std::string headers[] = {
+        "",
+        " ",
+        "[]",
+        "7",
+        "null",
+        "{",
+        "{}",
+        "{\"a\":1}",
+        "{\"a\":{}}",
+        "{\"a\":[]}",
+        "{\"__metadata__\":[]," + a + "," + b + "}",
+        "{\"__metadata__\":{\"k\":1}," + a + "," + b + "}",
+        "{" + a + "," + a + "}",
+        "{" + a + "}",
+        "{" + a + "," + b + ",}",
+        "{" + a + "," + b + "}x",
+        "\xff{" + a + "," + b + "}",
+        std::string(200, '['),
+        entry("\"F32\"", "[6]", "[0]"),
+        entry("\"F32\"", "[6]", "[0,24,24]"),
+        entry("\"F32\"", "[6]", "[]"),
+        entry("\"F32\"", "[6]", "\"0,24\""),
+        entry("\"F32\"", "6", "[0,24]"),
+        entry("\"F32\"", "[6.0]", "[0,24]"),
+        entry("\"F32\"", "[\"6\"]", "[0,24]"),
+        entry("\"F32\"", "[6]", "[0.0,24]"),
+        entry("\"F32\"", "[6]", "[\"0\",24]"),
+        entry("\"F31\"", "[6]", "[0,24]"),
+        entry("\"f32\"", "[6]", "[0,24]"),
+        entry("\"\"", "[6]", "[0,24]"),
+        entry("4", "[6]", "[0,24]"),
+        entry("null", "[6]", "[0,24]"),
+        entry("\"F32\"", "[6]", "[-24,0]"),
+        entry("\"F32\"", "[6]", "[24,0]"),
+        entry("\"F32\"", "[6]", "[-1,23]"),
+        entry("\"F32\"", "[6]", "[1,25]"),
+        entry("\"F32\"", "[6]", "[0,25]"),
+        entry("\"F32\"", "[5]", "[0,20]"),
+        entry("\"F32\"", "[5]", "[4,24]"),
+        entry("\"F32\"", "[7]", "[0,28]"),
+        entry("\"F32\"", "[6]", "[0,23]"),
+        entry("\"U8\"", "[6]", "[0,24]"),
+        entry("\"F32\"", "[6]", "[0,9223372036854775807]"),
+        entry("\"F32\"", "[6]", "[9223372036854775800,9223372036854775807]"),
+        entry("\"F32\"", "[6]", "[0,18446744073709551616]"),
+        entry("\"F32\"", "[-6]", "[0,24]"),
+        entry("\"F32\"", "[-2,-3]", "[0,24]"),
+        entry("\"F32\"", "[9223372036854775807]", "[0,24]"),
+        entry("\"F32\"", "[4611686018427387905,4]", "[0,24]"),  // 4 * 4 * (2^62 + 1) is 16 modulo 2^64
+        entry("\"F64\"", "[4294967296,4294967296]", "[0,0]"),
+        entry("\"F32\"", "[2147483648,2147483648,4]", "[0,0]"),
+        entry("\"U8\"", "[18446744073709551640]", "[0,24]"),
+        "{" + a + ",\"b\":{\"dtype\":\"U8\",\"shape\":[16],\"data_offsets\":[8,24]}}",  // overlap
+        "{" + a + ",\"b\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[20,24]}}",  // hole
+        "{" + a + ",\"b\":{\"dtype\":\"U8\",\"shape\":[16],\"data_offsets\":[0,16]}}",  // the same bytes twice, the
+                                                                                        // last left over
+        "{\"a\":{\"dtype\":\"U8\",\"shape\":[24],\"data_offsets\":[0,24]},\"b\":{\"dtype\":\"U8\",\"shape\":[24],"
+        "\"data_offsets\":[0,24]}}",
+    };
+    for (const std::string& h : headers) CHECK_FAILS(1, path.c_str(), open(header(h)));
+    CHECK_FAILS(1, path.c_str(), open(std::string(7, '\0')));
+    CHECK_FAILS(1, folder.path.c_str(), SafeTensors(folder.path));
+    CHECK_FAILS(1, "none", SafeTensors(folder.file("none")));
+}
+
+// Any byte of a small file replaced by any of a few others: an Error, or a file whose tensors lie inside it.
+TEST(run_safetensors_reader_survives_any_byte) {
+    using namespace program;
+    TempFolder folder;
+    const std::string path = folder.file("x.safetensors");
+    const std::string whole = safetensors_bytes(
+        "{\"a\":{\"dtype\":\"F32\",\"shape\":[2,2],\"data_offsets\":[0,16]},\"b\":{\"dtype\":\"U8\",\"shape\":[8],"
+        "\"data_offsets\":[16,24]}"
+        "}",
+        std::string(24, '\1'));
+    AddressLimit limit(64 << 20);
+    int refused = 0, read = 0;
+    for (size_t i = 0; i < whole.size(); i++)
+        for (const char other : {'\0', '\xff', '0', '9', '-', '"', '}'}) {
+            std::string bytes = whole;
+            if (bytes[i] == other) continue;
+            bytes[i] = other;
+            write_file(path, bytes);
+            try {
+                const SafeTensors file(path);
+                uint64_t sum = 0, length = 0;
+                for (const TensorView& t : file.tensors) {
+                    for (uint64_t k = 0; k < t.bytes; k++)
+                        sum += static_cast<const unsigned char*>(t.data)[k];  // faults far outside the file
+                    length += t.bytes;
+                }
+                CHECK(sum > 0 && length == 24);
+                read++;
+            } catch (const Error& e) {
+                CHECK(e.status == 1 && !std::strchr(e.what(), '\n') && std::strstr(e.what(), path.c_str()));
+                refused++;
+            }
+        }
+    CHECK(refused > 500 && read > 20);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --dump-state.
+
+// The file against what can be computed from it alone: loss from logits; the last norm's output from logits = normed .
+// embed^T by least squares; from that and the softmax the gradients of the last norm and of the embedding's rows that
+// no input token reads.
+inline void check_dumped_gradients(const program::RawFile& dump, size_t N, size_t V, size_t C) {
+    const std::vector<float> logits = dump.tensors.at("logits").values<float>(),
+                             embed = dump.tensors.at("embed_tokens.weight").values<float>(),
+                             gain = dump.tensors.at("norm.weight").values<float>();
+    const std::vector<float> dembed = dump.tensors.at("grad.embed_tokens.weight").values<float>(),
+                             dgain = dump.tensors.at("grad.norm.weight").values<float>();
+    const std::vector<int32_t> inputs = dump.tensors.at("inputs").values<int32_t>(),
+                               targets = dump.tensors.at("targets").values<int32_t>();
+    // Inverse of embed^T embed [C, C] by Gauss-Jordan; random rows make it well conditioned.
+    std::vector<double> matrix(C * 2 * C, 0);
+    for (size_t i = 0; i < C; i++) {
+        for (size_t j = 0; j < C; j++)
+            for (size_t v = 0; v < V; v++) matrix[i * 2 * C + j] += double(embed[v * C + i]) * embed[v * C + j];
+        matrix[i * 2 * C + C + i] = 1;
+    }
+    for (size_t k = 0; k < C; k++)
+        for (size_t i = 0; i < C; i++) {
+            const double factor =
+                i == k ? 1 - 1 / matrix[k * 2 * C + k] : matrix[i * 2 * C + k] / matrix[k * 2 * C + k];
+            const std::vector<double> pivot(matrix.begin() + ptrdiff_t(k * 2 * C),
+                                            matrix.begin() + ptrdiff_t((k + 1) * 2 * C));
+            for (size_t j = 0; j < 2 * C; j++) matrix[i * 2 * C + j] -= factor * pivot[j];
+        }
+    std::vector<double> expected_embed(V * C, 0), expected_gain(C, 0), scale_gain(C, 0);
+    double loss = 0;
+    for (size_t n = 0; n < N; n++) {
+        const float* z = &logits[n * V];
+        const double largest = *std::max_element(z, z + V);
+        double sum = 0;
+        for (size_t v = 0; v < V; v++) sum += std::exp(z[v] - largest);
+        loss += std::log(sum) + largest - z[targets[n]];
+        std::vector<double> projected(C, 0), normed(C, 0), dnormed(C, 0);
+        for (size_t v = 0; v < V; v++)
+            for (size_t c = 0; c < C; c++) projected[c] += double(z[v]) * embed[v * C + c];
+        for (size_t i = 0; i < C; i++)
+            for (size_t j = 0; j < C; j++) normed[i] += matrix[i * 2 * C + C + j] * projected[j];
+        for (size_t v = 0; v < V; v++) {
+            const double dlogit = (std::exp(z[v] - largest) / sum - (size_t(targets[n]) == v)) / double(N);
+            for (size_t c = 0; c < C; c++)
+                expected_embed[v * C + c] += dlogit * normed[c], dnormed[c] += dlogit * embed[v * C + c];
+        }
+        for (size_t c = 0; c < C; c++)
+            expected_gain[c] += dnormed[c] * normed[c] / gain[c],
+                scale_gain[c] += std::fabs(dnormed[c] * normed[c] / gain[c]);
+    }
+    // Sums of N fp32 terms of this size; the logits that the oracle starts from are rounded too, by a few 2^-24 of
+    // their size.
+    CHECK_NEAR(dump.tensors.at("loss").values<float>()[0], loss / double(N), 1e-5);
+    for (size_t c = 0; c < C; c++) CHECK_NEAR(dgain[c], expected_gain[c], 1e-4 * scale_gain[c]);
+    const std::set<int32_t> read(inputs.begin(), inputs.end());
+    double worst = 0, largest = 0;
+    for (size_t v = 0; v < V; v++)
+        for (size_t c = 0; c < C && !read.count(int32_t(v)); c++) {
+            worst = std::max(worst, std::fabs(dembed[v * C + c] - expected_embed[v * C + c]));
+            largest = std::max(largest, std::fabs(expected_embed[v * C + c]));
+        }
+    CHECK(largest > 0);
+    CHECK_NEAR(worst, 0, 1e-4 * largest);
+}
+
+TEST(run_dump_state_holds_what_it_promises) {
+    using namespace program;
+    TempFolder folder;
+    const int64_t B = 2, T = 64, V = 256, C = 16, L = 2, blocks = 8, count = 4, block = 8, groups = 2;
+    const Options options =
+        small({{"init", "random"}, {"layers", "2"}, {"heads", "4"}, {"kv-groups", "2"}, {"out", folder.file("none")}});
+    for (const bool nsa : {true, false}) {
+        const std::string path = folder.file(nsa ? "nsa.safetensors" : "full.safetensors");
+        Options more = options;
+        more["attention"] = nsa ? "nsa" : "full", more["dump-state"] = path;
+        const Result r = run(words_of(more));
+        REQUIRE_GOOD(r);
+        CHECK(!file_exists(folder.file("none")));  // no run was begun
+        const RawFile dump = read_raw(path);
+        const auto expected = tensors_of_the_design(V, C, L, 4, groups, 8, 8, 8, 32, nsa);
+        const size_t named = check_tensors(dump, expected, "") + check_tensors(dump, expected, "grad.");
+        CHECK_EQUAL(dump.tensors.size(), named + 4 + (nsa ? size_t(L) : 0));
+        for (const char* name : {"inputs", "targets"}) {
+            const RawTensor& t = dump.tensors.at(name);
+            CHECK(t.dtype == "I32" && t.shape == (std::vector<int64_t>{B, T}));
+        }
+        CHECK(dump.tensors.at("logits").dtype == "F32" &&
+              dump.tensors.at("logits").shape == (std::vector<int64_t>{B, T, V}));
+        CHECK(dump.tensors.at("loss").dtype == "F32" && dump.tensors.at("loss").shape == std::vector<int64_t>{1});
+        const std::vector<int32_t> inputs = dump.tensors.at("inputs").values<int32_t>(),
+                                   targets = dump.tensors.at("targets").values<int32_t>();
+        for (int64_t b = 0; b < B; b++)
+            for (int64_t t = 0; t + 1 < T; t++) CHECK_EQUAL(targets[size_t(b * T + t)], inputs[size_t(b * T + t + 1)]);
+        const Json config = parse_json(dump.metadata.at("config"), "config");
+        CHECK(config.integer("layers", "") == L && config.string("attention", "") == (nsa ? "nsa" : "full"));
+        CHECK(dump.metadata.at("options").find("--init random") != std::string::npos);
+        check_dumped_gradients(dump, size_t(B * T), size_t(V), size_t(C));
+        for (const auto& [name, shape] : expected) {  // with every tensor random no gradient is silent
+            double square = 0;
+            for (const float g : dump.tensors.at("grad." + name).values<float>()) square += double(g) * g;
+            tests().checks++;
+            if (!(square > 0 && std::isfinite(square)))
+                check_failed(__FILE__, __LINE__, "grad.%s has the norm %g", name.c_str(), std::sqrt(square));
+        }
+        for (int64_t layer = 0; layer < L && nsa; layer++) {
+            const RawTensor& t = dump.tensors.at(format_text("layers.%lld.selection", (long long)layer));
+            CHECK(t.dtype == "U8" && t.shape == (std::vector<int64_t>{B, groups, T, blocks}));
+            REQUIRE(t.bytes.size() == size_t(B * groups * T * blocks));
+            for (int64_t row = 0; row < B * groups * T; row++) {
+                const char* chosen = &t.bytes[size_t(row * blocks)];
+                const int64_t own = row % T / block;
+                CHECK_EQUAL(int64_t(std::count(chosen, chosen + blocks, '\1')), std::min(own + 1, count));
+                CHECK_EQUAL(int64_t(std::count(chosen, chosen + blocks, '\0')), blocks - std::min(own + 1, count));
+                CHECK(chosen[0] == 1 && chosen[own] == 1 && chosen[std::max<int64_t>(own - 1, 0)] == 1);
+                CHECK_EQUAL(int64_t(std::count(chosen + own + 1, chosen + blocks, '\1')), int64_t(0));
+            }
+        }
+    }
+    // The parameters are those that training starts from: with a learning rate of 0 they are the checkpoint's.
+    Options still = options;
+    still["lr"] = "0", still["steps"] = "1", still["out"] = folder.file("still");
+    REQUIRE_GOOD(run(words_of(still)));
+    const RawFile first = read_raw(folder.file("nsa.safetensors")),
+                  model = read_raw(folder.file("still/step_00000001/model.safetensors"));
+    for (const auto& [name, tensor] : model.tensors) CHECK(first.tensors.at(name).bytes == tensor.bytes);
+    // And so is the loss the first step's, and the gradient's norm.
+    double square = 0;
+    for (const auto& [name, tensor] : first.tensors)
+        if (name.compare(0, 5, "grad.") == 0)
+            for (const float g : tensor.values<float>()) square += double(g) * g;
+    CHECK_NEAR(logged(folder.file("still"), "loss")[0], first.tensors.at("loss").values<float>()[0], 1e-6);
+    CHECK_NEAR(logged(folder.file("still"), "grad_norm")[0], std::sqrt(square), 1e-5 * std::sqrt(square) + 1e-6);
+    // With --resume: of the checkpoint.
+    Options resumed = options;
+    resumed["out"] = folder.file("moved"), resumed["steps"] = "2";
+    REQUIRE_GOOD(run(words_of(resumed)));
+    resumed["resume"] = "on", resumed["dump-state"] = folder.file("resumed.safetensors");
+    REQUIRE_GOOD(run(words_of(resumed)));
+    const RawFile second = read_raw(folder.file("resumed.safetensors")),
+                  moved = read_raw(folder.file("moved/step_00000002/model.safetensors"));
+    for (const auto& [name, tensor] : moved.tensors) CHECK(second.tensors.at(name).bytes == tensor.bytes);
+    CHECK(second.tensors.at("inputs").bytes != first.tensors.at("inputs").bytes);
+}

@@ -1,0 +1,369 @@
+// run_option_tests.h: options, right and wrong, and bad data, through the built ./train_nsa.
+#pragma once
+#include "program.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Options.
+
+// Numbers beyond either end of their range, words outside their list, flags with a value: through the binary, for every
+// option of the table.
+TEST(run_options_out_of_range_are_refused) {
+    using namespace program;
+    for (const Option& o : option_table()) {
+        const std::string name = "--" + std::string(o.name), verb = first_verb(o);
+        Words wrong;
+        if (o.integer || o.real)
+            wrong = {format_text("%.17g", o.low - (o.integer ? 1 : 1e-3)),
+                     format_text("%.17g", o.integer ? o.high + 1 : o.high * 1.001)};
+        else if (o.choices) wrong = {"no_such_word"};
+        else if (o.flag) wrong = {"maybe"};
+        // (--help behind it would be obeyed by a program that took the value, instead of a training run.)
+        for (const std::string& value : wrong)
+            CHECK_REFUSED(run({verb, name + "=" + value, "--help"}), 2, name + " is '" + value + "'",
+                          o.flag      ? "flag"
+                          : o.choices ? o.choices
+                                      : "..");
+    }
+}
+
+TEST(run_options_are_parsed_strictly) {
+    using namespace program;
+    for (const Option& o : option_table()) {
+        const std::string name = "--" + std::string(o.name), verb = first_verb(o);
+        if (o.integer || o.real) {
+            for (const char* wrong :
+                 {"", "nan", "-nan", "inf", "-inf", "1e999", "x", "1x", "1 ", " 1", "\t1", "1,5", "--1", "1 2"})
+                CHECK_FAILS(2, name.c_str(), parse({verb, name + "=" + wrong}));
+            if (o.integer) CHECK_FAILS(2, name.c_str(), parse({verb, name + "=" + format_text("%.17g", o.low + 0.5)}));
+            for (const double end : {o.low, o.high}) {  // both ends belong to the range
+                const Config c = parse({verb, name, format_text("%.17g", end)});
+                CHECK_EQUAL(o.integer ? double(c.*o.integer) : c.*o.real, end);
+            }
+        } else if (o.choices) {
+            const std::string choices = o.choices;
+            for (const std::string& wrong :
+                 {std::string(), choices, choices + "|", choices.substr(0, choices.find('|') + 1), choices.substr(1)})
+                CHECK_FAILS(2, name.c_str(), parse({verb, name + "=" + wrong}));
+            std::istringstream words(choices);
+            for (std::string word; std::getline(words, word, '|');)
+                CHECK_EQUAL(parse({verb, name, word}).*o.text, word);
+        } else if (o.text) {
+            CHECK_EQUAL(parse({verb, name, "a b=c"}).*o.text, std::string("a b=c"));
+            CHECK_EQUAL(parse({verb, name + "=--a=b"}).*o.text, std::string("--a=b"));
+        } else if (o.list) {
+            CHECK((parse({verb, name, "a.txt", "b.txt", "--threads", "1"}).*o.list ==
+                   std::vector<std::string>{"a.txt", "b.txt"}));
+        } else {
+            CHECK(parse({verb, name}).*o.flag && parse({verb, name + "=on"}).*o.flag &&
+                  !(parse({verb, name + "=off"}).*o.flag) && !(parse({verb}).*o.flag));
+        }
+        // A verb takes the options that the table gives it, and no other.
+        for (const VerbName& v : VERBS) {
+            const Words words = {v.name, name + "=" + good_value(o)};
+            if (o.verbs & v.verb) CHECK((parse(words), true));
+            else CHECK_FAILS(2, (name + " is no option of '" + v.name + "'").c_str(), parse(words));
+        }
+        CHECK_FAILS(2, (name + " is given twice").c_str(),
+                    parse({verb, name + "=" + good_value(o), name + "=" + good_value(o)}));
+        if (!o.flag) CHECK_FAILS(2, (name + " needs a value").c_str(), parse({verb, name}));
+        if (!o.flag) CHECK_FAILS(2, (name + " needs a value").c_str(), parse({verb, name, "--threads=1"}));
+        // A slip of the finger, the last letter twice, is told with the name that was meant.
+        const std::string slip = std::string(o.name) + o.name[std::strlen(o.name) - 1];
+        CHECK_FAILS(2, ("--" + slip + " is no option; did you mean " + name + "?").c_str(),
+                    parse({verb, "--" + slip + "=1"}));
+    }
+}
+
+TEST(run_usage_errors_end_with_status_2) {
+    using namespace program;
+    CHECK_REFUSED(run({"--layer", "2"}), 2, "--layer is no option", "did you mean --layers?");
+    CHECK_REFUSED(run({"--val-dta=x"}), 2, "--val-dta", "did you mean --val-data?");
+    const Result far = run({"--qwertyuiop", "2"});
+    CHECK_REFUSED(far, 2, "--qwertyuiop is no option", "--help");
+    CHECK(far.err.find("did you mean") == std::string::npos);
+    CHECK_REFUSED(run({"--steps"}), 2, "--steps needs a value");
+    CHECK_REFUSED(run({"--steps", "--resume"}), 2, "--steps needs a value");
+    CHECK_REFUSED(run({"--steps", "1", "--steps=2"}), 2, "--steps is given twice");
+    CHECK_REFUSED(run({"sample", "--steps", "1"}), 2, "--steps is no option of 'sample'");
+    CHECK_REFUSED(run({"tokenize", "--from", "x"}), 2, "--from is no option of 'tokenize'");
+    CHECK_REFUSED(run({"fly"}), 2, "'fly' is no verb");
+    CHECK_REFUSED(run({""}), 2, "'' is no verb");
+    CHECK_REFUSED(run({"train", "steps"}), 2, "'steps' is no option");
+    CHECK_REFUSED(run({"-s", "1"}), 2, "'-s' is no option");
+    CHECK_REFUSED(run({"--resume=perhaps"}), 2, "--resume");
+    CHECK_REFUSED(run({"sample"}), 2, "--from");
+    CHECK_REFUSED(run({"eval"}), 2, "--from");
+    CHECK_REFUSED(run({"tokenize", "--out", "x"}), 2, "--in");
+    CHECK_REFUSED(run({"tokenize", "--in", "x.txt"}), 2, "--out");
+    TempFolder folder;
+    write_file(folder.file("a.txt"), "words");
+    CHECK_REFUSED(run({"tokenize", "--in", folder.file("a.txt"), "--out", folder.file("t")}), 2, "--vocab-dir");
+    CHECK_REFUSED(run({"tokenize", "--in", folder.file("a.png"), "--out", folder.file("t"), "--tokenizer", "bytes"}), 2,
+                  "--in", "a.png");
+    CHECK_EQUAL(glob_files(folder.file("t*")).size(), 0u);
+}
+
+TEST(run_contradictions_between_options_are_refused) {
+    using namespace program;
+    TempFolder folder;
+    struct {
+        Options options;
+        Words named;
+    } const cases[] = {
+        {{{"heads", "3"}, {"kv-groups", "2"}}, {"--heads 3", "--kv-groups 2"}},
+        {{{"heads", "2"}, {"kv-groups", "4"}}, {"--heads 2", "--kv-groups 4"}},
+        {{{"head-dim", "9"}}, {"--head-dim 9"}},
+        {{{"cmp-block", "10"}}, {"--cmp-block 10", "--cmp-stride 4"}},
+        {{{"cmp-block", "4"}, {"cmp-stride", "8"}}, {"--cmp-block 4", "--cmp-stride 8"}},
+        {{{"slc-block", "10"}}, {"--slc-block 10", "--cmp-stride 4"}},
+        {{{"slc-count", "2"}}, {"--slc-count", "2"}},
+        {{{"total-batch", "100"}}, {"--total-batch 100", "--seq-len 64"}},
+        {{{"total-batch", "32"}}, {"--total-batch 32", "--seq-len 64"}},
+        {{{"total-batch", "192"}}, {"--total-batch 192", "--batch 2"}},
+        {{{"cuda-graph", "1"}}, {"--cuda-graph 1", "on the CPU"}},
+        {{{"stall-timeout", "0.5"}}, {"--stall-timeout 0.5", "at least 1"}},
+        {{{"batch", "1"}, {"dump-state", folder.file("state.safetensors")}},
+         {"--dump-state", "--total-batch 128", "--batch 1"}},
+    };
+    for (const auto& c : cases) {
+        Options options = c.options;
+        options["out"] = folder.file("run");
+        const Result r = train(options);
+        CHECK_REFUSED(r, 2, c.named[0], c.named.back());
+    }
+    CHECK_EQUAL(glob_files(folder.file("*")).size(), 0u);  // none of them began a run
+}
+
+TEST(run_device_cuda_is_refused_where_there_is_none) {
+    using namespace program;
+    TempFolder folder;
+    REQUIRE_GOOD(train({{"steps", "1"}, {"out", folder.file("run")}}));
+    write_file(folder.file("val.bin"), shard(random_tokens(200, 1)));
+    CHECK_REFUSED(train({{"device", "cuda"}, {"out", folder.file("other")}}), 2, "--device cuda");
+    CHECK_REFUSED(run({"check", "--device", "cuda"}), 2, "--device cuda");
+    CHECK_REFUSED(run({"sample", "--from", folder.file("run"), "--device", "cuda"}), 2, "--device cuda");
+    CHECK_REFUSED(run({"eval", "--from", folder.file("run"), "--val-data", folder.file("val.bin"), "--device", "cuda"}),
+                  2, "--device cuda");
+    CHECK(!file_exists(folder.file("other")));
+}
+
+// Sizes that no machine holds must be refused by name before the memory is asked for, not end in std::bad_alloc or an
+// overflow.
+TEST(run_sizes_beyond_any_machine_are_refused_by_name) {
+    using namespace program;
+    TempFolder folder;
+    write_file(folder.file("train.bin"), shard(random_tokens(1000, 1)));
+    Start start;
+    start.seconds = 20;
+#if defined(__SANITIZE_ADDRESS__)  // which reserves terabytes of addresses for itself
+    start.environment = {"ASAN_OPTIONS=allocator_may_return_null=1:detect_leaks=0"};
+#else
+    start.address_space = uint64_t(8) << 30;
+#endif
+    const Result validation = train({{"eval-batches", "1000000000000"}, {"out", folder.file("run")}}, start);
+    CHECK(validation.status == 1 || validation.status == 2);
+    CHECK_REFUSED(validation, validation.status, "--eval-batches");
+    const Result overflow = train({{"eval-batches", "1000000000000"},
+                                   {"total-batch", "64000000000"},
+                                   {"batch", "2"},
+                                   {"out", folder.file("run")}},
+                                  start);
+    CHECK(overflow.status == 1 || overflow.status == 2);
+    CHECK_REFUSED(overflow, overflow.status, "--");
+    const Result batch = train({{"batch", "64000"},
+                                {"seq-len", "1000000"},
+                                {"total-batch", "64000000000"},
+                                {"eval-batches", "1"},
+                                {"out", folder.file("run")}},
+                               start);
+    CHECK(batch.status == 1 || batch.status == 2);
+    CHECK_REFUSED(batch, batch.status, "--");
+    const Result model = train({{"layers", "1000"}, {"dim", "64000"}, {"out", folder.file("run")}}, start);
+    CHECK(model.status == 1 || model.status == 2);
+    CHECK_REFUSED(model, model.status, "--");
+    CHECK_REFUSED(
+        train(
+            {{"batch", "64"}, {"total-batch", "4096"}, {"data", folder.file("train.bin")}, {"out", folder.file("run")}},
+            start),
+        1, "--total-batch");
+    CHECK(!file_exists(folder.file("run")));
+}
+
+TEST(run_help_lists_every_option_with_default_and_range) {
+    using namespace program;
+    for (const VerbName& v : VERBS) {
+        const Result help = run({v.name, "--help"});
+        REQUIRE_GOOD(help);
+        const std::vector<std::string> lines = lines_of(help.out.substr(0, help.out.find("\npresets:")));
+        for (const VerbName& other : VERBS)
+            CHECK(help.out.find("\n  " + std::string(other.name) + " ") != std::string::npos);
+        for (const Option& o : option_table()) {
+            const std::string start = "  --" + std::string(o.name) + " ";
+            const auto line = std::find_if(lines.begin(), lines.end(), [&](const std::string& s) {
+                return s.compare(0, start.size(), start) == 0;
+            });
+            tests().checks++;
+            if ((line != lines.end()) != bool(o.verbs & v.verb))
+                check_failed(__FILE__, __LINE__, "help of %s: --%s is %s", v.name, o.name,
+                             line == lines.end() ? "missing" : "listed");
+            if (line == lines.end()) continue;
+            CHECK(line->find(o.help) != std::string::npos && std::strlen(o.help) > 3);
+            CHECK(line->find(std::string("default ") + (*o.default_text ? o.default_text : "none") + " ") !=
+                  std::string::npos);
+            char kind[16] = "", range[32] = "";
+            if (o.integer || o.real) {
+                CHECK_EQUAL(std::sscanf(line->c_str() + start.size(), "%15s %31s", kind, range), 2);
+                const std::string numbers = range;
+                const size_t dots = numbers.find("..");
+                REQUIRE(dots != std::string::npos);
+                CHECK_EQUAL(std::string(kind), std::string(o.integer ? "integer" : "number"));
+                CHECK_EQUAL(std::stod(numbers.substr(0, dots)), o.low);
+                CHECK_EQUAL(std::stod(numbers.substr(dots + 2)), o.high);
+            } else if (o.choices) {
+                CHECK(line->find(std::string(" ") + o.choices + " ") != std::string::npos);
+            }
+        }
+    }
+    CHECK_EQUAL(run({"-h"}).out, run({"train", "--help"}).out);
+    CHECK_EQUAL(run({"--help"}).out, run({"train", "--help"}).out);
+    CHECK_EQUAL(run({"--help", "--steps", "3"}).status, 0);
+}
+
+// The line of a preset in --help, given as options, is the preset.
+TEST(run_help_tells_the_presets_as_they_are) {
+    using namespace program;
+    const std::string help = run({"--help"}).out;
+    for (const Preset& p : PRESETS) {
+        const std::string start = "  --model " + std::string(p.name) + " = ";
+        const auto lines = lines_of(help);
+        const auto line = std::find_if(lines.begin(), lines.end(),
+                                       [&](const std::string& s) { return s.compare(0, start.size(), start) == 0; });
+        REQUIRE(line != lines.end());
+        Words words;
+        std::istringstream in(line->substr(start.size()));
+        for (std::string word; in >> word;) words.push_back(word);
+        std::set<std::string> given;
+        const Config told = parse(words, &given), preset = parse_and_preset({"--model", p.name});
+        for (const Option& o : option_table()) {
+            if (std::string(o.default_text) != "preset") continue;
+            CHECK(given.count(o.name) == 1);
+            if (std::string(o.name) != "total-batch") CHECK_EQUAL(value_text(told, o), value_text(preset, o));
+        }
+        CHECK_EQUAL(told.total_batch, p.total_batch);
+    }
+}
+
+TEST(run_without_environment) {
+    using namespace program;
+    TempFolder folder;
+    Start start;
+    start.only_this_environment = true, start.environment = {"PATH=/usr/bin:/bin"};
+    REQUIRE_GOOD(train({{"out", folder.file("bare")}}, start));
+    REQUIRE_GOOD(train({{"out", folder.file("usual")}}));
+    CHECK(read_file(folder.file("bare/step_00000002/model.safetensors")) ==
+          read_file(folder.file("usual/step_00000002/model.safetensors")));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Bad data.
+
+TEST(run_bad_training_data_is_named) {
+    using namespace program;
+    TempFolder folder;
+    const std::string good = folder.file("good.bin"), bad = folder.file("bad.bin"), out = folder.file("run");
+    write_file(good, shard(random_tokens(1000, 1)));
+    const auto with_data = [&](const std::string& data, Options more = {}) {
+        more["data"] = data, more["out"] = out;
+        return train(more);
+    };
+    CHECK_REFUSED(with_data(folder.file("none_*.bin")), 1, "--data", folder.file("none_*.bin"));
+    CHECK_REFUSED(with_data(""), 1, "--data");
+    CHECK_REFUSED(with_data(good, {{"val-data", folder.file("none_*.bin")}}), 1, "--val-data",
+                  folder.file("none_*.bin"));
+
+    std::string bytes = read_file(good);
+    write_file(bad, bytes.substr(0, bytes.size() - 1));
+    CHECK_REFUSED(with_data(bad), 1, bad, "cut off", "byte 8");
+    write_file(bad, bytes.substr(0, 1000));
+    CHECK_REFUSED(with_data(bad), 1, bad, "cut off");
+    write_file(bad, "");
+    CHECK_REFUSED(with_data(bad), 1, bad, "empty");
+    write_file(bad, std::string(1, '\1') + bytes.substr(1));
+    CHECK_REFUSED(with_data(bad), 1, bad, "20240520");
+    write_file(bad, bytes.substr(0, 40) + '\1' + bytes.substr(41));
+    CHECK_REFUSED(with_data(bad), 1, bad, "byte 40");
+    write_file(bad, "It was a dark and stormy night.");
+    CHECK_REFUSED(with_data(bad), 1, bad, "tokenize");
+    CHECK_REFUSED(with_data(folder.path), 1, folder.path, "folder");
+
+    write_file(bad, shard(random_tokens(1000, 1), 50257));
+    CHECK_REFUSED(with_data(bad), 1, bad, "50257", "256");
+    CHECK_REFUSED(with_data(good, {{"val-data", bad}}), 1, bad, "50257", "256");
+
+    // A token outside the vocabulary, somewhere in the only three samples, is found when it is read, with its byte in
+    // the file.
+    std::vector<uint16_t> tokens = random_tokens(193, 2);
+    tokens[100] = 256;
+    write_file(bad, shard(tokens));
+    CHECK_REFUSED(with_data(bad, {{"steps", "3"}, {"batch", "1"}, {"total-batch", "64"}}), 1, bad, "token 256",
+                  "byte 1224", "256");
+    CHECK_REFUSED(
+        with_data(good, {{"val-data", bad}, {"eval-batches", "9"}, {"batch", "1"}, {"out", folder.file("unseen")}}), 1,
+        bad, "byte 1224");
+
+    write_file(bad, shard(random_tokens(64, 3)));
+    CHECK_REFUSED(with_data(bad), 1, "--data", "64", "--seq-len");
+    write_file(bad, shard(random_tokens(128, 3)));  // one sample, the step needs two
+    CHECK_REFUSED(with_data(bad), 1, "--data", "128", "--total-batch");
+    // One sample is enough to validate with: the rest of the micro-batch is not counted.
+    REQUIRE_GOOD(train({{"data", good}, {"val-data", bad}, {"steps", "1"}, {"out", folder.file("one")}}));
+    CHECK_EQUAL(logged(folder.file("one"), "val_tokens")[0], 64.0);
+    write_file(bad, shard(random_tokens(30, 3)));
+    CHECK_REFUSED(with_data(good, {{"val-data", bad}}), 1, "--val-data");
+
+    // The same file for both, under whatever name.
+    CHECK_REFUSED(with_data(good, {{"val-data", good}}), 2, good, "training");
+    std::filesystem::create_symlink(good, folder.file("link.bin"));
+    CHECK_REFUSED(with_data(good, {{"val-data", folder.file("li*.bin")}}), 2, good, folder.file("link.bin"));
+    CHECK_REFUSED(with_data(folder.file("*.bin"), {{"val-data", folder.file("good.bin")}}), 2, good);
+}
+
+TEST(run_bad_input_of_tokenize_is_named) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("shards");
+    const auto tokenize = [&](const std::string& name, const std::string& text, const Words& more = {}) {
+        write_file(folder.file(name), text);
+        return run(joined(
+            {"tokenize", "--tokenizer", "bytes", "--threads", "1", "--in", folder.file(name), "--out", out}, more));
+    };
+    CHECK_REFUSED(tokenize("a.txt", ""), 1, "--in", "a.txt");
+    CHECK_REFUSED(tokenize("a.jsonl", "{\"text\": \"one\"}\n{\"text\": 2}\n"), 1, "a.jsonl", "line 2");
+    CHECK_REFUSED(tokenize("a.jsonl", "{\"text\": \"one\"}\n\n{\"txt\": \"three\"}\n"), 1, "a.jsonl", "line 3", "text");
+    CHECK_REFUSED(tokenize("a.jsonl", "{\"text\": \"one\""), 1, "a.jsonl", "line 1", "byte 14");
+    CHECK_REFUSED(tokenize("a.txt", std::string("\xFF\xFEw\0", 4)), 1, "a.txt", "UTF-16", "iconv");
+    CHECK_REFUSED(tokenize("a.jsonl", std::string("\xFE\xFF\0{", 4)), 1, "a.jsonl", "UTF-16", "iconv");
+    CHECK_REFUSED(tokenize("b.txt", "words", {"--split-documents", "\\q"}), 2, "--split-documents");
+    CHECK_REFUSED(run({"tokenize", "--tokenizer", "bytes", "--in", folder.file("none.txt"), "--out", out}), 1,
+                  "none.txt");
+    CHECK_REFUSED(run({"tokenize", "--in", folder.file("b.txt"), "--out", out, "--vocab-dir", folder.file("none")}), 1,
+                  folder.file("none"));
+    CHECK_REFUSED(run({"tokenize", "--in", folder.file("b.txt"), "--out", out, "--vocab-dir", folder.path}), 1,
+                  folder.path);
+    CHECK_EQUAL(glob_files(out + "*").size(), 0u);
+    CHECK_EQUAL(tokenize("b.txt", "words").status, 0);
+    CHECK_REFUSED(tokenize("b.txt", "words"), 1, "--out", out + "_train_000001.bin", "exists");
+}
+
+TEST(run_places_that_cannot_be_written_are_named) {
+    using namespace program;
+    TempFolder folder;
+    write_file(folder.file("file"), "");
+    CHECK_REFUSED(train({{"out", folder.file("file")}}), 1, folder.file("file"));
+    CHECK_REFUSED(train({{"out", folder.file("file/run")}}), 1, folder.file("file/run"));
+    CHECK_REFUSED(train({{"dump-state", folder.file("none/state.safetensors")}}), 1,
+                  folder.file("none/state.safetensors"));
+    // An empty name is no folder; taken as a prefix, it would write into the root of the file system.
+    // (Without data, so that a program that does not look at the name ends before it writes.)
+    CHECK_REFUSED(train({{"out", ""}, {"data", folder.file("none")}}), 2, "--out");
+}

@@ -1,0 +1,262 @@
+// tokenize_tests.h: the verb `tokenize`: shards read back by hand.
+#pragma once
+#include "tokenizer_tests.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// tokenize.
+
+struct TokenizeFixture {
+    TempFolder folder;
+    TokenizeOptions options;
+
+    TokenizeFixture() {
+        write_openai(folder.path, small_bpe().merge_lines(), small_bpe().id_entries());
+        options.tokenizer = "bytes";  // gpt2 at its real size needs the published vocabulary
+        options.out = folder.file("shards/x");
+        options.threads = 2;
+        options.report = false;
+    }
+    std::string input(const std::string& name, const std::string& text) {
+        write_file(folder.file(name), text);
+        options.in = {folder.file(name)};
+        return folder.file(name);
+    }
+    // All shards of a split one after the other, checked field by field.
+    std::vector<uint16_t> shards(const std::string& split, int first_index, size_t expected_files) {
+        std::vector<uint16_t> tokens;
+        size_t files = 0;
+        for (int i = first_index;; i++, files++) {
+            const std::string path = options.out + format_text("_%s_%06d.bin", split.c_str(), i);
+            if (!file_exists(path)) break;
+            const std::string bytes = read_file(path);
+            int32_t header[256];
+            if (bytes.size() < sizeof header) fail("%s is shorter than a header", path.c_str());
+            std::memcpy(header, bytes.data(), sizeof header);
+            CHECK_EQUAL(header[0], 20240520);
+            CHECK_EQUAL(header[1], 1);
+            CHECK_EQUAL(header[3], options.tokenizer == "bytes" ? 256 : 50257);
+            for (int j = 4; j < 256; j++) CHECK(header[j] == 0);
+            CHECK_EQUAL(bytes.size(), 1024 + 2 * size_t(header[2]));
+            CHECK(header[2] > 0 && uint64_t(header[2]) <= options.shard_tokens);
+            for (size_t j = 1024; j + 1 < bytes.size(); j += 2)
+                tokens.push_back(uint16_t(uint8_t(bytes[j]) | uint8_t(bytes[j + 1]) << 8));
+        }
+        CHECK_EQUAL(files, expected_files);
+        return tokens;
+    }
+    // The tokens of the byte tokenizer as text, end-of-text as '|'.
+    static std::string text_of(const std::vector<uint16_t>& tokens) {
+        std::string text;
+        for (const uint16_t token : tokens) text += token ? char(token) : '|';
+        return text;
+    }
+    std::string train(size_t files = 1) { return text_of(shards("train", 1, files)); }
+    std::string val(size_t files = 1) { return text_of(shards("val", 0, files)); }
+};
+
+TEST(tokenize_one_document_is_cut_at_a_token) {
+    TokenizeFixture f;
+    f.input("a.txt", "0123456789abcdefghi");  // 20 tokens with end-of-text
+    f.options.val_fraction = 0.25;
+    tokenize_files(f.options);
+    CHECK_EQUAL(f.train(), std::string("|0123456789abcd"));
+    CHECK_EQUAL(f.val(), std::string("|efghi"));
+    const std::string first = f.options.out;
+    CHECK_FAILS(1, "x_train_000001.bin exists already", tokenize_files(f.options));
+    std::remove((first + "_train_000001.bin").c_str());
+    CHECK_FAILS(1, "x_val_000000.bin exists already", tokenize_files(f.options));
+    CHECK_EQUAL(glob_files(first + "*").size(), size_t(1));  // and nothing else is left
+    f.options.out = f.folder.file("shards/y[1]*");           // a prefix is no pattern
+    f.options.val_fraction = 0, f.options.shard_tokens = 8;
+    tokenize_files(f.options);
+    CHECK_EQUAL(f.train(3), std::string("|0123456789abcdefghi"));
+    CHECK_EQUAL(f.val(0), std::string());
+    CHECK_FAILS(1, "train_000001.bin exists already", tokenize_files(f.options));
+}
+
+TEST(tokenize_splits_documents_at_the_separator) {
+    TokenizeFixture f;
+    f.input("a.txt", "one\\n\n\t--\ntwo\n\t--\n\n\t--\nthree\n\t--\n");  // the third is empty, and so is what follows
+                                                                         // the last separator
+    f.options.split_documents = "\\n\\t--\\n";
+    tokenize_files(f.options);
+    CHECK_EQUAL(f.train(), std::string("|one\\n|two"));
+    CHECK_EQUAL(f.val(), std::string("|three"));
+    CHECK_EQUAL(read_separator("a\\\\n\\0"), std::string("a\\n\0", 4));
+    CHECK_FAILS(2, "the backslash at byte 1 begins none", read_separator("a\\x"));
+    CHECK_FAILS(2, "the backslash at byte 0 begins none", read_separator("\\"));
+    CHECK_FAILS(2, "not valid UTF-8", read_separator("a\x80"));
+}
+
+TEST(tokenize_reads_json_lines) {
+    TokenizeFixture f;
+    const std::string jsonl =
+        "{\"id\": 1, \"text\": \"a\\\"b\\nc\\u00e9\"}\n\r\n{\"text\":\"\"}\n"
+        "{\"text\": \"\\ud83d\\ude00\", \"more\": [1, {}]}\r\n{\"text\": \"end\"}";
+    f.input("a.jsonl", jsonl);
+    write_file(f.folder.file("b.txt"), "text file");
+    f.options.in.push_back(f.folder.file("b.txt"));
+    for (const size_t block_bytes : {1, 7, 1 << 20}) {
+        f.options.block_bytes = block_bytes;
+        f.options.out = f.folder.file("x" + std::to_string(block_bytes));
+        tokenize_files(f.options);
+        CHECK_EQUAL(f.train(), std::string("|a\"b\nc\xC3\xA9|\xF0\x9F\x98\x80|end"));
+        CHECK_EQUAL(f.val(), std::string("|text file"));
+    }
+}
+
+// The byte order mark of UTF-8, which Windows' editors write, is no text; counted it is, where a line is said to be
+// wrong.
+TEST(tokenize_passes_over_a_byte_order_mark) {
+    TokenizeFixture f;
+    f.input("a.txt", "\xEF\xBB\xBFone");
+    for (const char* text : {"\xEF\xBB\xBF{\"text\": \"two\"}", "\xEF\xBB"}) {
+        write_file(f.folder.file("b.jsonl"), text);
+        f.options.in = {f.folder.file("a.txt"), f.folder.file("b.jsonl")};
+        if (std::strlen(text) > 3) {
+            tokenize_files(f.options);
+            CHECK_EQUAL(f.train() + f.val(), std::string("|one|two"));
+        } else {
+            f.options.out = f.folder.file("y");
+            CHECK_FAILS(1, "byte 0: not valid JSON: found byte 0xef", tokenize_files(f.options));
+        }
+    }
+    write_file(f.folder.file("b.jsonl"), "\xEF\xBB\xBF{\"text\": \"two\"}\n[]\n");
+    CHECK_FAILS(1, "line 2: byte 19: found an array", tokenize_files(f.options));
+    // A pipe cannot go back to its beginning.
+    const std::string pipe = f.folder.file("pipe.txt");
+    CHECK_EQUAL(mkfifo(pipe.c_str(), 0600), 0);
+    std::thread writer([&] { write_file(pipe, "three"); });
+    f.options.in = {f.folder.file("a.txt"), pipe}, f.options.out = f.folder.file("z");
+    tokenize_files(f.options);
+    writer.join();
+    CHECK_EQUAL(f.train() + f.val(), std::string("|one|three"));
+}
+
+TEST(tokenize_bad_json_line_is_named) {
+    TokenizeFixture f;
+    std::string good;
+    for (int i = 0; i < 100; i++) good += "{\"text\": \"document " + std::to_string(i) + "\"}\n";
+    struct {
+        std::string line;
+        const char* field;
+        size_t byte;
+        const char* words;
+    } const cases[] = {// the byte within the line
+                       {"{\"text\": \"x\"", "", 12, "not valid JSON: found the end of the text, expected ',' or '}'"},
+                       {"{\"txt\": \"x\"}", "", 0, "the object has no key \"text\""},
+                       {" {\"text\": 5}", "text: ", 10, "found a number, expected a string"},
+                       {"[]", "", 0, "found an array, expected an object"},
+                       {"\xFF", "", 0, "not valid JSON: found byte 0xff, expected a value"}};
+    for (const auto& c : cases)
+        for (const size_t block_bytes : {100, 1 << 20}) {
+            const std::string path = f.input("bad.jsonl", good + c.line + "\n" + good + "{\"second error\n");
+            f.options.block_bytes = block_bytes, f.options.threads = 4;
+            const std::string expected =
+                path + ": line 101: " + c.field + format_text("byte %zu: ", good.size() + c.byte) + c.words;
+            CHECK_FAILS(1, expected.c_str(), tokenize_files(f.options));
+        }
+    CHECK(glob_files(f.options.out + "*").empty());  // neither shards nor temporary files
+}
+
+TEST(tokenize_refuses_wrong_options) {
+    TokenizeFixture f;
+    CHECK_FAILS(2, "give --in FILE", tokenize_files(f.options));
+    f.input("a.txt", "");
+    CHECK_FAILS(1, "no text in the file", tokenize_files(f.options));
+    f.input("a.txt", "abc");
+    TokenizeOptions o = f.options;
+    o.out = "";
+    CHECK_FAILS(2, "give --out PREFIX", tokenize_files(o));
+    o = f.options, o.val_fraction = 1;
+    CHECK_FAILS(2, "--val-fraction 1: expected", tokenize_files(o));
+    o = f.options, o.val_fraction = std::nan("");
+    CHECK_FAILS(2, "--val-fraction", tokenize_files(o));
+    o = f.options, o.threads = -1;
+    CHECK_FAILS(2, "--threads -1", tokenize_files(o));
+    o = f.options, o.in = {f.folder.file("a.csv")};
+    CHECK_FAILS(2, "expected a file that ends in .txt or .jsonl", tokenize_files(o));
+    o = f.options, o.in = {f.folder.file("none.txt")};
+    CHECK_FAILS(1, "cannot open", tokenize_files(o));
+    o = f.options, o.tokenizer = "gpt2", o.vocab_dir = f.folder.path;  // 70 merges are not GPT-2's
+    CHECK_FAILS(1, "vocab.bpe: 70 merges, expected 50000", tokenize_files(o));
+    CHECK(glob_files(f.options.out + "*").empty());
+}
+
+TEST(validation_begins_at_the_nearest_document) {
+    const std::vector<uint64_t> documents = {0, 10, 50, 60, 90};  // of 100 tokens
+    CHECK_EQUAL(validation_begin(100, documents, 0), uint64_t(100));
+    CHECK_EQUAL(validation_begin(100, documents, 0.01), uint64_t(99));  // ten times what was asked for is too much
+    CHECK_EQUAL(validation_begin(100, documents, 0.24), uint64_t(90));
+    CHECK_EQUAL(validation_begin(100, documents, 0.26), uint64_t(60));
+    CHECK_EQUAL(validation_begin(100, documents, 0.4), uint64_t(60));
+    CHECK_EQUAL(validation_begin(100, documents, 0.5), uint64_t(50));
+    CHECK_EQUAL(validation_begin(100, documents, 0.6), uint64_t(50));
+    CHECK_EQUAL(validation_begin(100, documents, 0.99), uint64_t(10));
+    CHECK_EQUAL(validation_begin(100, {0, 50}, 0.01), uint64_t(99));
+    CHECK_EQUAL(validation_begin(100, {0, 50}, 0.24), uint64_t(76));
+    CHECK_EQUAL(validation_begin(100, {0, 50}, 0.25), uint64_t(50));
+    CHECK_EQUAL(validation_begin(100, {0}, 0.01), uint64_t(99));
+}
+
+// The same tokens whatever the threads and wherever the blocks end, and those are the documents' encoded whole.
+TEST(tokenize_does_not_depend_on_threads_or_blocks) {
+    const Tokenizer tokenizer = small_tokenizer();
+    RandomText random(8);
+    std::vector<std::string> alphabet = tricky_text();
+    for (int i = 0; i < 40; i++) alphabet.push_back(i % 3 ? "ab" : "a");
+    const std::string separator = "<|x|>";
+    std::string text;
+    std::vector<uint16_t> expected;
+    for (int i = 0; i < 60; i++) {
+        const std::string document = random.of(alphabet, 1 + random.below(i == 30 ? 3000 : 60));
+        text += (i ? separator : "") + document;
+        expected.push_back(tokenizer.end_of_text);
+        Encoder(tokenizer).append(document, expected);
+    }
+    TempFolder folder;
+    write_file(folder.file("a.txt"), text);
+    for (const size_t block_bytes : {3, 16, 100, 1000, 1 << 20})
+        for (const int threads : {1, 4}) {
+            std::vector<uint16_t> found;
+            {
+                TokenizePool pool(tokenizer, threads);
+                const auto take = [&] {
+                    const auto block = pool.take_oldest();
+                    found.insert(found.end(), block->tokens.begin(), block->tokens.end());
+                };
+                read_text(folder.file("a.txt"), separator, block_bytes, tokenizer.pre_tokenizer,
+                          [&](std::unique_ptr<TokenBlock> block) {
+                              while (pool.full()) take();
+                              pool.hand_in(std::move(block));
+                          });
+                while (!pool.empty()) take();
+            }
+            CHECK_EQUAL(show_ids(found), show_ids(expected));
+            CHECK(found == expected);
+        }
+}
+
+TEST(tokenize_with_gpt2_end_to_end) {
+    const std::string text_path = shared_data("fineweb_edu_sample.txt"),
+                      ids_path = shared_data("fineweb_edu_sample.gpt2.u16");
+    if (text_path.empty() || ids_path.empty() || shared_data("gpt2").empty())
+        return skip("tokenize_with_gpt2_end_to_end: no ../shared/data with the published vocabulary");
+    const std::string bytes = read_file(ids_path);
+    std::vector<uint16_t> expected(1 + bytes.size() / 2, 50256);
+    std::memcpy(expected.data() + 1, bytes.data(), bytes.size());
+    TokenizeFixture f;
+    f.options.tokenizer = "gpt2", f.options.vocab_dir = shared_data("gpt2"), f.options.in = {text_path};
+    f.options.shard_tokens = 50000, f.options.val_fraction = 0.1;
+    for (const int threads : {1, 4}) {
+        f.options.threads = threads, f.options.block_bytes = threads == 1 ? 1 << 20 : 5000;
+        f.options.out = f.folder.file("t" + std::to_string(threads));
+        tokenize_files(f.options);
+        std::vector<uint16_t> found = f.shards("train", 1, 3);
+        const std::vector<uint16_t> val = f.shards("val", 0, 1);
+        CHECK_EQUAL(val.size(), size_t(15065 + 1));
+        CHECK_EQUAL(val[0], uint16_t(50256));
+        found.insert(found.end(), val.begin() + 1, val.end());
+        CHECK(found == expected);
+    }
+}
