@@ -615,7 +615,10 @@ class Gate {
   public:
     // listening_at is for messages.
     Gate(const std::string& listening_at, int ranks, const std::string& run_name, const std::vector<Kind>& kinds)
-        : place(listening_at), run(run_name), size(ranks) {
+        : place(listening_at), size(ranks) {
+        char name[sizeof(Hello::run)];  // as callers write it into their Hello
+        copy_text(name, run_name), make_printable(name);
+        run = name;
         for (const Kind kind : kinds)
             for (int r = 1; r < size; r++) wanted.insert({kind, r});
     }
@@ -655,7 +658,7 @@ inline Hello make_hello(Kind kind, int rank, int size, const std::string& host, 
     Hello h{};
     std::memcpy(h.magic, MAGIC, sizeof MAGIC);
     h.version = VERSION, h.kind = kind, h.rank = rank, h.size = size, h.process = int(getpid());
-    copy_text(h.run, run.substr(0, sizeof h.run - 1)), copy_text(h.host, host), copy_text(h.boot, boot_id());
+    copy_text(h.run, run), copy_text(h.host, host), copy_text(h.boot, boot_id());
     return h;
 }
 

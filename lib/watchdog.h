@@ -235,10 +235,10 @@ class ControlChannel {
                            true);
         bool all_wait = own.waiting && idle > limit && ranks() > 1;
         for (const Link& link : links) {
-            if (link.socket < 0) continue;
             const double silent = now - link.last_heard;
-            all_wait = all_wait && link.last.waiting && link.last.idle_ms / 1000.0 + silent > limit;
-            if (silent <= limit) continue;
+            const bool there = link.socket >= 0;  // a rank that has left saw all others arrive at the end
+            all_wait = all_wait && there && link.last.waiting && link.last.idle_ms / 1000.0 + silent > limit;
+            if (!there || silent <= limit) continue;
             const std::string late =
                 format_text(" is late: nothing was heard from it for %.1f s (--stall-timeout %g); it was last ", silent,
                             limit) +

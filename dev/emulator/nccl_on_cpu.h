@@ -67,7 +67,7 @@ struct SharedMemory {
             if (wait < 1000) sched_yield();
             else usleep(50);
     }
-    // The memory is a file until all ranks have it, and nobody's name for anything from then on.
+    // The memory is a file until all ranks have mapped it; then the name goes.
     bool join(const char* path, int size, int rank) {
         ranks = size;
         if (size == 1) return unlink(path), true;
@@ -238,7 +238,7 @@ inline void enqueue_collective(cudaStream_t stream, std::function<void()> work) 
     if (peers && peers->eager) run_until(stream_or_default(stream), stream_or_default(stream)->sent);
 }
 
-// Both buffers lie in device memory. They may overlap in place only: where same_in is same_out.
+// Both buffers must be in device memory. They may overlap in place only: where same_in is same_out.
 inline void check_buffers(const char* what, const void* in, size_t in_bytes, const void* out, size_t out_bytes,
                           const void* same_in, const void* same_out) {
     check_device_array(what, in, in_bytes);

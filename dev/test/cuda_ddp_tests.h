@@ -1,7 +1,7 @@
-// cuda_ddp_tests.h: gradients of several GPUs on one CPU. NcclReducer of ddp.cuh on the streams of
+// cuda_ddp_tests.h: gradients of several GPUs on one CPU. NcclReducer of ddp.cuh runs on the streams of
 // dev/emulator/cuda_on_cpu.h, with a stand-in for NCCL whose other rank exists on paper only: what it gives to each
 // collective was computed beforehand. Collectives run as late as the program's waits allow, or as early: a missing wait
-// on either side is a wrong number.
+// on either side shows as a wrong number.
 #pragma once
 #include "cuda_model_tests.h"
 
@@ -12,7 +12,7 @@ struct TwoRanks {
     World world;  // plays rank 0 of 2
     Cuda dev{0, size_t(1) << 20};
 
-    // Step by step, what the other rank contributes and what must come out.
+    // For every step, what the other rank contributes and what the result must be.
     struct Expected {
         std::vector<float> peer_grads;   // flat, the guard element included
         std::vector<double> squares;     // of the summed gradients, by chunk
@@ -140,7 +140,7 @@ struct TwoRanks {
         emu::machine.run_late = false;
         emu::peers = nullptr;
         dev.use_graphs = false;
-        // Behind the tensors lie the guard element and padding, which nobody reads.
+        // After the tensors there are the guard element and padding, which nobody reads.
         same = same &&
                std::memcmp(params.data(), expected.back().params.data(), model.table.total * sizeof(Cuda::real)) == 0;
         for (auto [field, whole] :

@@ -488,7 +488,7 @@ TEST(ddp_rendezvous_errors) {
     const auto line = [](const ranks::Ended& e, const std::vector<std::string>& words) {
         ranks::check_line(e, 1, words);
     };
-    {  // two of four never come; the one that came hears of it
+    {  // two of four never arrive; the one that did learns why
         ranks::Processes processes;
         const int port = ranks::free_port();
         processes.start_rank(0, 4, port, nothing, 1);
