@@ -6,9 +6,11 @@
 // global sequence of samples, so the data of a step does not depend on how many ranks share it, and the loader's whole
 // state is four integers.
 #pragma once
+#include <array>
 #include <future>
 
 #include "lib/shards.h"
+#include "lib/synthetic.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading shards.
@@ -146,6 +148,12 @@ struct LoaderState {
     uint64_t corpus;       // see DataLoader::fingerprint
     uint64_t next_sample;  // its global number: the same on every rank, and on any number of ranks
 };
+
+// The state as a checkpoint keeps it.
+inline std::array<uint64_t, 4> loader_numbers(const LoaderState& s) {
+    return {s.seed, s.seq_len, s.corpus, s.next_sample};
+}
+inline LoaderState loader_state(const std::array<uint64_t, 4>& n) { return {n[0], n[1], n[2], n[3]}; }
 
 struct LoaderOptions {
     std::string name = "--data";  // the option that gave the tokens, for messages
@@ -302,3 +310,49 @@ class DataLoader {
                            (unsigned long long)samples, options.seq_len, options.shuffle ? "shuffled" : "in order");
     }
 };
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The data of a run.
+
+inline TokenSource synthetic_source(uint64_t seed, uint64_t tokens, uint64_t first_document) {
+    SyntheticCorpus corpus = synthetic_corpus(seed, tokens, first_document);
+    return memory_source("the synthetic corpus", std::move(corpus.tokens), std::move(corpus.is_answer), 0);
+}
+
+// 4096 steps of the tiny preset pass before a document is seen again, so that recalling names pays more than memorising
+// documents. Made in 0.1 s. The same however long the run is, so that it can be extended.
+constexpr uint64_t SYNTHETIC_TOKENS = 1 << 24;
+
+// A validation set for at least `wanted` tokens; it shares no document with the training data.
+inline TokenSource synthetic_validation(uint64_t seed, uint64_t wanted, int64_t seq_len) {
+    const uint64_t tokens = std::min(SYNTHETIC_TOKENS, wanted) + uint64_t(seq_len) + 1;
+    return synthetic_source(seed, tokens, SYNTHETIC_FIRST_VALIDATION_DOCUMENT);
+}
+
+struct TrainingData {
+    std::unique_ptr<DataLoader> train, val;  // val may be null
+};
+
+// train, val: globs of shards, or "synthetic". val "": none, or the synthetic corpus' own. val_tokens: of that
+// validation.
+inline TrainingData open_training_data(const std::string& train, const std::string& val, uint64_t val_tokens,
+                                       LoaderOptions options) {
+    TrainingData data;
+    std::vector<TokenSource> sources;
+    const bool val_synthetic = val == "synthetic" || (val.empty() && train == "synthetic");
+    if (train == "synthetic") {
+        sources = {synthetic_source(options.seed, SYNTHETIC_TOKENS, 0)};
+    } else {
+        const std::vector<std::string> files = shard_files(train, "--data");
+        if (!val.empty() && !val_synthetic) check_disjoint(files, shard_files(val, "--val-data"));
+        sources = open_shards(files);
+    }
+    options.name = "--data", options.shuffle = true;
+    data.train = std::make_unique<DataLoader>(std::move(sources), options);
+    if (!val_synthetic && val.empty()) return data;
+    if (val_synthetic) sources = {synthetic_validation(options.seed, val_tokens, options.seq_len)};
+    else sources = open_shards(shard_files(val, "--val-data"));
+    options.name = "--val-data", options.shuffle = false;
+    data.val = std::make_unique<DataLoader>(std::move(sources), options);
+    return data;
+}

@@ -24,7 +24,6 @@
 #include <tuple>
 #include <vector>
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include "nsa_cpu.h"
@@ -923,11 +922,6 @@ void dump_first_batch(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader
 // ---------------------------------------------------------------------------------------------------------------------
 // Data.
 
-struct RunData {
-    std::unique_ptr<DataLoader> train, val;  // val may be null
-    std::unique_ptr<Tokenizer> tokenizer;    // null where GPT-2's files are not known
-};
-
 static LoaderOptions loader_options(const Config& c, const World& world, const char* name, bool shuffle) {
     LoaderOptions o;
     o.name = name, o.seq_len = int(c.seq_len), o.vocab_size = int(c.vocab_size), o.seed = uint64_t(c.seed);
@@ -935,52 +929,11 @@ static LoaderOptions loader_options(const Config& c, const World& world, const c
     return o;
 }
 
-static TokenSource synthetic_source(const Config& c, uint64_t tokens, uint64_t first_document) {
-    SyntheticCorpus corpus = synthetic_corpus(uint64_t(c.seed), tokens, first_document);
-    return memory_source("the synthetic corpus", std::move(corpus.tokens), std::move(corpus.is_answer), 0);
-}
-
-// 4096 steps of the tiny preset pass before a document is seen again, so that recalling names pays more than memorising
-// documents. Made in 0.1 s. The same whatever --steps is, so that a run can be extended.
-constexpr uint64_t SYNTHETIC_TOKENS = 1 << 24;
-
-// The validation set of a run with these options; it shares no document with the training data.
-static TokenSource synthetic_validation(const Config& c) {
-    const uint64_t wanted = uint64_t(c.eval_batches) * uint64_t(c.total_batch);
-    const uint64_t tokens = std::min(SYNTHETIC_TOKENS, wanted) + uint64_t(c.seq_len) + 1;
-    return synthetic_source(c, tokens, SYNTHETIC_FIRST_VALIDATION_DOCUMENT);
-}
-
-static RunData open_data(const Config& c, const World& world) {
-    RunData data;
-    std::vector<TokenSource> train, val;
-    const bool synthetic = c.data == "synthetic";
-    const bool val_synthetic = c.val_data == "synthetic" || (c.val_data.empty() && synthetic);
-    if (synthetic) {
-        train = {synthetic_source(c, SYNTHETIC_TOKENS, 0)};
-    } else {
-        const std::vector<std::string> files = shard_files(c.data, "--data");
-        if (!c.val_data.empty() && !val_synthetic) check_disjoint(files, shard_files(c.val_data, "--val-data"));
-        train = open_shards(files);
-    }
-    data.train = std::make_unique<DataLoader>(std::move(train), loader_options(c, world, "--data", true));
-    if (val_synthetic) val = {synthetic_validation(c)};
-    else if (!c.val_data.empty()) val = open_shards(shard_files(c.val_data, "--val-data"));
-    if (!val.empty())
-        data.val = std::make_unique<DataLoader>(std::move(val), loader_options(c, world, "--val-data", false));
+static TrainingData open_data(const Config& c, const World& world) {
+    const uint64_t val_tokens = uint64_t(c.eval_batches) * uint64_t(c.total_batch);
+    TrainingData data = open_training_data(c.data, c.val_data, val_tokens, loader_options(c, world, "--data", true));
     data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
-    data.tokenizer = load_tokenizer(c);
     return data;
-}
-
-static std::array<uint64_t, 4> loader_numbers(const LoaderState& s) {
-    return {s.seed, s.seq_len, s.corpus, s.next_sample};
-}
-
-static LoaderState loader_state(const std::array<uint64_t, 4>& n) {
-    LoaderState s;
-    s.seed = n[0], s.seq_len = n[1], s.corpus = n[2], s.next_sample = n[3];
-    return s;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1116,7 +1069,8 @@ template <class Dev>
 struct Run {
     Dev& dev;
     World& world;
-    RunData data;
+    TrainingData data;
+    std::unique_ptr<Tokenizer> tokenizer;  // null where GPT-2's vocabulary is not known
     Model<Dev> model;
     std::unique_ptr<Reducer<Dev>> reducer;  // where there are several ranks
     std::unique_ptr<Activations<Dev>> activations;
@@ -1131,6 +1085,7 @@ struct Run {
         : dev(device),
           world(w),
           data(open_data(c, w)),
+          tokenizer(load_tokenizer(c)),
           model(dev, c, true, w.rank, w.size),
           report(c.steps, c.total_batch, data.train->samples_per_epoch()),
           saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.progress(phase); },
@@ -1146,17 +1101,15 @@ struct Run {
         model.progress("evaluation");
         const int64_t wanted = config().eval_batches * (config().total_batch / config().seq_len);
         const int64_t samples = std::min<int64_t>(wanted, int64_t(data.val->samples_per_epoch()));
-        report.print_validation(state.step,
-                                evaluate(model, *activations, *data.val, samples, world, data.tokenizer.get()));
+        report.print_validation(state.step, evaluate(model, *activations, *data.val, samples, world, tokenizer.get()));
     }
 
     void sample() {
         if (!is_first() || config().sample_tokens == 0) return;
-        if (!data.tokenizer)
-            return void(std::printf("no sample: --vocab-dir is needed to turn gpt2 tokens into text\n"));
+        if (!tokenizer) return void(std::printf("no sample: --vocab-dir is needed to turn gpt2 tokens into text\n"));
         std::printf("--- sample at step %lld, %lld tokens ---\n", (long long)state.step,
                     (long long)config().sample_tokens);
-        print_sample(model, *data.tokenizer, config(), config().sample_tokens);
+        print_sample(model, *tokenizer, config(), config().sample_tokens);
         std::printf("---\n");
     }
 
@@ -1414,7 +1367,7 @@ void print_end(Run<Dev>& run, bool saved) {
             times.total * 1e3 / double(times.steps), std::min(times.exposed, times.total) * 1e3 / double(times.steps));
     }
     print_selected_kernels(run);
-    run.report.print_end(run.stop, run.state, c, saved, run.saver.last_saved, run.data.tokenizer != nullptr);
+    run.report.print_end(run.stop, run.state, c, saved, run.saver.last_saved, run.tokenizer != nullptr);
 }
 
 // Returns the program's exit status.
@@ -1517,18 +1470,6 @@ static void run_sample(Config c, World& world) {
     });
 }
 
-// --val-data synthetic: what the run itself was validated on. samples: of that validation.
-static TokenSource synthetic_validation_of(const std::string& checkpoint, const Config& c, int64_t& samples) {
-    const Manifest manifest = read_manifest(checkpoint);
-    const Json& then = manifest.state.get("options", manifest.path);
-    Config trained = c;
-    trained.seed = then.integer("seed", manifest.path);
-    trained.eval_batches = then.integer("eval_batches", manifest.path);
-    trained.total_batch = then.integer("total_batch", manifest.path);
-    samples = trained.eval_batches * (trained.total_batch / c.seq_len);
-    return synthetic_validation(trained);
-}
-
 static void run_eval(Config c, const std::set<std::string>& given, World& world) {
     const std::string folder = read_trained_config(c);
     if (c.val_data.empty())
@@ -1537,8 +1478,14 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
     const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(c);
     std::vector<TokenSource> sources;
     int64_t of_run = std::numeric_limits<int64_t>::max();
-    if (c.val_data == "synthetic") sources.push_back(synthetic_validation_of(folder, c, of_run));
-    else sources = open_shards(shard_files(c.val_data, "--val-data"));
+    if (c.val_data == "synthetic") {  // what the run itself was validated on
+        const Config trained = trained_options(c, folder);
+        of_run = trained.eval_batches * (trained.total_batch / c.seq_len);
+        sources = {synthetic_validation(uint64_t(trained.seed), uint64_t(trained.eval_batches * trained.total_batch),
+                                        c.seq_len)};
+    } else {
+        sources = open_shards(shard_files(c.val_data, "--val-data"));
+    }
     DataLoader loader(std::move(sources), loader_options(c, world, "--val-data", false));
     listen_for_lost_pages();
     const int64_t all = std::min(int64_t(loader.samples_per_epoch()), of_run);
@@ -1645,13 +1592,6 @@ static bool output_is_whole() { return std::fflush(stdout) == 0 && !std::ferror(
 }
 
 #ifndef NSA_WITHOUT_MAIN  // tests include this file
-// Where stdin, stdout or stderr is closed (2>&- in a script), the next file that is opened would get its number, and
-// what is printed would go into that file.
-static void open_closed_streams() {
-    for (int fd; (fd = open("/dev/null", O_RDWR)) >= 0;)
-        if (fd > 2) return void(close(fd));
-}
-
 int main(int argc, char** argv) {
     open_closed_streams();
     set_passive_omp_wait(argv);

@@ -163,3 +163,13 @@ static std::string read_trained_config(Config& c) {
     }
     return folder;
 }
+
+// The options that decided what the run behind a checkpoint was validated on.
+static Config trained_options(Config c, const std::string& checkpoint) {
+    const Manifest manifest = read_manifest(checkpoint);
+    const Json& then = manifest.state.get("options", manifest.path);
+    c.seed = then.integer("seed", manifest.path);
+    c.eval_batches = then.integer("eval_batches", manifest.path);
+    c.total_batch = then.integer("total_batch", manifest.path);
+    return c;
+}

@@ -1,9 +1,11 @@
-// errors.h: how an error ends the program. Used by main() and the verb `train` in train_nsa.cu.
+// errors.h: how an error ends the program, and what stdout and stderr need for that. Used by main() and the verb
+// `train` in train_nsa.cu.
 #pragma once
 #include <algorithm>
 #include <cstdio>
 #include <exception>
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include "util.h"
@@ -36,4 +38,11 @@ int report_errors(const World* world, Work work) {
     } catch (const std::exception& e) {
         return report_error(world, 1, e.what());
     }
+}
+
+// Where stdin, stdout or stderr is closed (2>&- in a script), the next file that is opened would get its number, and
+// what is printed would go into that file.
+inline void open_closed_streams() {
+    for (int fd; (fd = open("/dev/null", O_RDWR)) >= 0;)
+        if (fd > 2) return void(close(fd));
 }

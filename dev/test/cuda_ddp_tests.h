@@ -40,8 +40,8 @@ struct TwoRanks {
         Model<Cuda> model(dev, plain, true, 0, 2);
         Activations<Cuda> a(dev, plain, 1, plain.seq_len, TRAINING);
         model.initialise();
-        DataLoader first({synthetic_source(c, 60000, 0)}, of_rank(0)),
-            second({synthetic_source(c, 60000, 0)}, of_rank(1));
+        DataLoader first({synthetic_source(uint64_t(c.seed), 60000, 0)}, of_rank(0)),
+            second({synthetic_source(uint64_t(c.seed), 60000, 0)}, of_rank(1));
         const size_t n = model.partition.elements;
         std::vector<float> own(n), sum(n);
         for (int step = 1; step <= steps; step++) {
@@ -77,7 +77,7 @@ struct TwoRanks {
         Model<Cuda> model(dev, c, true, 0, 2);
         Activations<Cuda> a(dev, c, 1, c.seq_len, TRAINING);
         model.initialise();
-        DataLoader loader({synthetic_source(c, 60000, 0)}, of_rank(0));
+        DataLoader loader({synthetic_source(uint64_t(c.seed), 60000, 0)}, of_rank(0));
         const Partition& p = model.partition;
         size_t gradient_calls = 0, tree_calls = 0, gathers = 0, squares_calls = 0;
         emu::Peers peers;

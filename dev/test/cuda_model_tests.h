@@ -219,8 +219,8 @@ TEST(cuda_model_twenty_steps_of_training) {
     ModelRun<Cpu<float>> reference(cpu, c, 1);
     gpu.model.initialise();
     reference.model.initialise();
-    DataLoader batches({synthetic_source(c, 60000, 0)}, loader_options(c, world, "--data", true)),
-        same_batches({synthetic_source(c, 60000, 0)}, loader_options(c, world, "--data", true));
+    DataLoader batches({synthetic_source(uint64_t(c.seed), 60000, 0)}, loader_options(c, world, "--data", true)),
+        same_batches({synthetic_source(uint64_t(c.seed), 60000, 0)}, loader_options(c, world, "--data", true));
 #ifndef __CUDACC__
     emu::machine.run_late = true;
 #endif
@@ -268,7 +268,7 @@ TEST(cuda_model_resumed_equals_uninterrupted) {
             }
         };
         const auto loader = [&] {
-            return std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_source(c, 60000, 0)},
+            return std::make_unique<DataLoader>(std::vector<TokenSource>{synthetic_source(uint64_t(c.seed), 60000, 0)},
                                                 loader_options(c, world, "--data", true));
         };
         Model<Cuda> whole(dev, c, true), first(dev, c, true), second(dev, c, true);
@@ -400,8 +400,9 @@ inline TrainedBits train_ten_steps(const Config& c, bool graphs, bool interrupte
     auto model = std::make_unique<Model<Cuda>>(dev, config, true);
     auto a = std::make_unique<Activations<Cuda>>(dev, config, config.batch, config.seq_len, TRAINING);
     model->initialise();
-    DataLoader data({synthetic_source(config, 60000, 0)}, loader_options(config, world, "--data", true)),
-        validation({synthetic_source(config, 60000, 9000)}, loader_options(config, world, "--val-data", false));
+    DataLoader data({synthetic_source(uint64_t(config.seed), 60000, 0)}, loader_options(config, world, "--data", true)),
+        validation({synthetic_source(uint64_t(config.seed), 60000, 9000)},
+                   loader_options(config, world, "--val-data", false));
     TrainedBits bits;
 #ifndef __CUDACC__
     emu::machine.run_late = true;
@@ -515,7 +516,7 @@ TEST(cuda_graph_makes_a_step_a_few_calls) {
         Model<Cuda> model(dev, c, true);
         Activations<Cuda> a(dev, c, 1, c.seq_len, TRAINING);
         model.initialise();
-        DataLoader data({synthetic_source(c, 60000, 0)}, loader_options(c, world, "--data", true));
+        DataLoader data({synthetic_source(uint64_t(c.seed), 60000, 0)}, loader_options(c, world, "--data", true));
         long sent[3];
         for (int step = 1; step <= 3; step++) {
             const long before = emu::machine.count.sent;

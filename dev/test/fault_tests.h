@@ -460,7 +460,8 @@ TEST(bad_numbers_end_the_run_with_the_batch_on_disk) {
     REQUIRE(rows.size() == 2);
     Config c = parse_and_preset({"--seq-len", "64"});
     World world;
-    DataLoader loader({synthetic_source(c, SYNTHETIC_TOKENS, 0)}, loader_options(c, world, "--data", true));
+    DataLoader loader({synthetic_source(uint64_t(c.seed), SYNTHETIC_TOKENS, 0)},
+                      loader_options(c, world, "--data", true));
     std::vector<int32_t> inputs(6 * 64), targets(6 * 64);
     loader.next_batch(inputs.data(), targets.data(), 6);
     for (size_t i = 0; i < 2; i++) {
