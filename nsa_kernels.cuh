@@ -402,6 +402,8 @@ template <class T>
 __global__ void set_guard_kernel(T* guard, const double* loss) {
     if (threadIdx.x == 0) *guard = T(*loss);
 }
+// The grid for kernels that walk through `count` elements with 256 threads a block.
+inline unsigned grid_of(size_t count) { return std::min(1024u, blocks_for(count, 256)); }
 __global__ void add_arrays_kernel(float* x, const float* y, size_t count) {
     for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) x[i] += y[i];
 }
@@ -1826,8 +1828,7 @@ struct Cuda : CudaRuntime {
     }
     // x += y
     void add(Grad* x, const Grad* y, size_t count) {
-        if (count)
-            launch<kernels::add_arrays_kernel>(std::min(1024u, blocks_for(count, 256)), 256, 0, stream, x, y, count);
+        if (count) launch<kernels::add_arrays_kernel>(kernels::grid_of(count), 256, 0, stream, x, y, count);
     }
     // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. All arrays [count]. master is
     // updated and rounded to param: in bf16 stochastically, by the random stream (RANDOM_ROUNDING, step) at h.offset +
