@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What the kernels cost on sm_80 and sm_90 according to ptxas: registers, shared memory, spills. A kernel that spills fails.
+# What the kernels cost on sm_80 and sm_90 according to ptxas: registers, shared memory, spills. A kernel that spills
+# fails.
 #     dev/kernel_report.sh [SOURCE]        default train_nsa.cu, which instantiates every kernel that the trainer launches
 # Ends with "N passed, N failed".
 set -uo pipefail

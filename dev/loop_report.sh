@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# What the inner loops of the tensor-core kernels consist of on sm_80 and sm_90, counted in the machine code: instructions
-# per mma (m16n8k16), ldmatrix, exponentials, branches. Every instruction of the loop counts, also those that most passes
-# jump over, such as masks. A loop with an integer division (some 20 instructions) or with a register in memory fails.
+# What the inner loops of the tensor-core kernels consist of on sm_80 and sm_90, counted in the machine code:
+# instructions per mma (m16n8k16), ldmatrix, exponentials, branches. Every instruction of the loop counts, also those
+# that most passes jump over, such as masks. A loop with an integer division (some 20 instructions) or with a register
+# in memory fails.
 #     dev/loop_report.sh [SOURCE]        default train_nsa.cu
 # Needs nvcc, and cuobjdump, which comes with it (if it is elsewhere: CUOBJDUMP=). Ends with "N passed, N failed".
 #
-# How to read the figures: a multiprocessor has four schedulers, each of which issues one instruction a cycle. An mma keeps a
-# scheduler's tensor core busy for 8 cycles on sm_80 and for about 6.5 on sm_90 (4 through wgmma, which is not used here), an
-# exponential (MUFU) takes 8, and an ldmatrix.x4 takes 4 cycles of the shared memory of all four. So a loop is near the limit
-# of the tensor cores if it has at most 6 instructions per mma, and fewer than 2 ldmatrix per 5 mma.
+# How to read the figures: a multiprocessor has four schedulers, each of which issues one instruction a cycle. An mma
+# keeps a scheduler's tensor core busy for 8 cycles on sm_80 and for about 6.5 on sm_90 (4 through wgmma, which is not
+# used here), an exponential (MUFU) takes 8, and an ldmatrix.x4 takes 4 cycles of the shared memory of all four. So a
+# loop is near the limit of the tensor cores if it has at most 6 instructions per mma, and fewer than 2 ldmatrix per 5
+# mma.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 source=${1:-train_nsa.cu} nvcc=${NVCC:-nvcc} cuobjdump=${CUOBJDUMP:-cuobjdump}
@@ -30,8 +32,8 @@ for arch in sm_80 sm_90; do
         continue
     fi
     "$cuobjdump" -sass "$work/cubin" | c++filt | awk -v arch=$arch '
-        # A loop goes from the target of a backward branch to the branch. Of loops that share an mma the shortest counts: the
-        # others surround it, or return from rare code behind it.
+        # A loop goes from the target of a backward branch to the branch. Of loops that share an mma the shortest
+        # counts: the others surround it, or return from rare code behind it.
         function report(   b, i, first, count, j, start, end, shorter) {
             for (b = 1; b <= branches; b++) {
                 first = place[target[b]]

@@ -337,8 +337,8 @@ inline void check_cuda_classifier(int N, int V, int Vp, double scale) {
         CHECK_SAME_BITS(again.host().data(), losses.host().data(), size_t(N));
         return std::vector<HostArray>{losses.host(), l.host()};
     });
-    // The running sum is rescaled when the maximum grows: at most once per 16 bytes that a thread reads, in 5
-    // steps of a warp and once for each of 16 warps. Each is a product with an exponential, 5u, and an addition.
+    // The running sum is rescaled when the maximum grows: at most once per 16 bytes that a thread reads, in 5 steps of
+    // a warp and once for each of 16 warps. Each is a product with an exponential, 5u, and an addition.
     const double rescaling = 6 * CudaNumber::u * (V / 512.0 + 1 + 5 + 16);
     CudaNumbers expected, expected_losses;
     for (int n = 0; n < N; n++) {
