@@ -37,6 +37,7 @@
 #endif
 #ifdef HAVE_CUDA
 #include "dev/test/cuda_op_tests.h"
+#include "dev/test/plain_attention_tests.h"
 #include "dev/test/attention_kernel_tests.h"
 #include "dev/test/long_context_tests.h"
 #include "dev/test/cuda_model_tests.h"

@@ -1,28 +1,40 @@
 #!/usr/bin/env bash
-# What the kernels cost on sm_80 and sm_90, read from ptxas: registers, shared memory, spills. A kernel that spills counts as failed.
-#     dev/kernel_report.sh [SOURCE]        default train_nsa.cu, which instantiates every kernel the trainer launches
-# Closes with "N passed, N failed".
+# What the kernels cost on sm_80 and sm_90 according to ptxas: registers, shared memory, spills. A kernel that spills
+# fails.
+#     dev/kernel_report.sh [SOURCE]        default train_nsa.cu, which instantiates every kernel that the trainer launches
+# Ends with "N passed, N failed".
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 source=${1:-train_nsa.cu}
-command -v "${NVCC:-nvcc}" >/dev/null || { echo "skipped: kernel_report.sh, as nvcc is not there"; echo "0 passed, 0 failed"; exit 0; }
+if ! command -v "${NVCC:-nvcc}" >/dev/null; then
+    echo "skipped: kernel_report.sh, as nvcc is not there"
+    echo "0 passed, 0 failed"
+    exit 0
+fi
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 failed=0 passed=0
 for arch in sm_80 sm_90; do
-    if ! "${NVCC:-nvcc}" -x cu -std=c++17 -O3 -arch=$arch -diag-suppress 1675 -Werror all-warnings -Xptxas -v -Xcompiler -w -DNSA_WITHOUT_MAIN -cubin -o /dev/null "$source" >"$log" 2>&1; then
+    if ! "${NVCC:-nvcc}" -x cu -std=c++17 -O3 -arch=$arch -diag-suppress 1675 -Werror all-warnings -Xptxas -v -Xcompiler -w \
+        -DNSA_WITHOUT_MAIN -cubin -o /dev/null "$source" >"$log" 2>&1; then
         cat "$log"
         echo "$source does not compile for $arch"
         failed=$((failed + 1))
         continue
     fi
-    # ptxas tells of each kernel in three lines: its name, its spills, its registers and shared memory.
+    # ptxas reports each kernel in three lines: its name, its spills, its registers and shared memory.
     c++filt <"$log" | awk -v arch=$arch '
-        /Compiling entry function/ { name = $0; sub(/.*function ./, "", name); sub(/. for .sm.*/, "", name); gsub(/\(Branch\)|\(int\)|\(bool\)/, "", name); sub(/\(.*/, "", name); sub(/^void /, "", name) }
+        /Compiling entry function/ {
+            name = $0; sub(/.*function ./, "", name); sub(/. for .sm.*/, "", name)
+            gsub(/\(Branch\)|\(int\)|\(bool\)/, "", name); sub(/\(.*/, "", name); sub(/^void /, "", name)
+        }
         /bytes stack frame/ { spills = $5 + $9 }
-        /Used [0-9]+ registers/ { registers = $0; sub(/.*Used /, "", registers); sub(/ registers.*/, "", registers)
-                                  shared = $0; if (!sub(/.* ([0-9]+ bytes smem).*/, "&", shared) || !match(shared, /[0-9]+ bytes smem/)) shared = "0"; else shared = substr(shared, RSTART, RLENGTH) + 0
-                                  printf "%s %s %-100s %3d registers, %5d bytes static shared memory, %d bytes spilled\n", spills ? "FAIL" : "ok  ", arch, name, registers, shared, spills }' |
+        /Used [0-9]+ registers/ {
+            registers = $0; sub(/.*Used /, "", registers); sub(/ registers.*/, "", registers)
+            shared = match($0, /[0-9]+ bytes smem/) ? substr($0, RSTART, RLENGTH) + 0 : 0
+            printf "%s %s %-100s %3d registers, %5d bytes static shared memory, %d bytes spilled\n",
+                spills ? "FAIL" : "ok  ", arch, name, registers, shared, spills
+        }' |
         sort -u >"$log.table"
     cat "$log.table"
     passed=$((passed + $(grep -c '^ok' "$log.table"))) failed=$((failed + $(grep -c '^FAIL' "$log.table")))

@@ -1,31 +1,39 @@
 #!/usr/bin/env bash
-# What the inner loops of the tensor-core kernels are made of on sm_80 and sm_90, read from the machine code: instructions for each mma (m16n8k16), ldmatrix, exponentials,
-# branches. Counted as they stand: blocks that most passes jump over, such as masks, are in. An integer division (some 20 instructions) or a register in memory fails.
+# What the inner loops of the tensor-core kernels consist of on sm_80 and sm_90, counted in the machine code:
+# instructions per mma (m16n8k16), ldmatrix, exponentials, branches. Every instruction of the loop counts, also those
+# that most passes jump over, such as masks. A loop with an integer division (some 20 instructions) or with a register
+# in memory fails.
 #     dev/loop_report.sh [SOURCE]        default train_nsa.cu
-# Needs nvcc, and cuobjdump, which comes with it (another place: CUOBJDUMP=). Closes with "N passed, N failed".
+# Needs nvcc, and cuobjdump, which comes with it (if it is elsewhere: CUOBJDUMP=). Ends with "N passed, N failed".
 #
-# To read the figures: a multiprocessor has four schedulers, each issues one instruction a cycle. An mma takes a scheduler's tensor core 8 cycles on sm_80 and about 6.5 on
-# sm_90 (4 through wgmma, which is not used here), an exponential (MUFU) 8, and an ldmatrix.x4 all four of them 4 cycles of shared memory. So a loop is near the tensor
-# cores' limit where there are at most 6 instructions for each mma, and fewer than 2 ldmatrix for 5 of them.
+# How to read the figures: a multiprocessor has four schedulers, each of which issues one instruction a cycle. An mma
+# keeps a scheduler's tensor core busy for 8 cycles on sm_80 and for about 6.5 on sm_90 (4 through wgmma, which is not
+# used here), an exponential (MUFU) takes 8, and an ldmatrix.x4 takes 4 cycles of the shared memory of all four. So a
+# loop is near the limit of the tensor cores if it has at most 6 instructions per mma, and fewer than 2 ldmatrix per 5
+# mma.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 source=${1:-train_nsa.cu} nvcc=${NVCC:-nvcc} cuobjdump=${CUOBJDUMP:-cuobjdump}
 for tool in "$nvcc" "$cuobjdump"; do
-    command -v "$tool" >/dev/null || { echo "skipped: loop_report.sh, as $tool is not there"; echo "0 passed, 0 failed"; exit 0; }
+    command -v "$tool" >/dev/null && continue
+    echo "skipped: loop_report.sh, as $tool is not there"
+    echo "0 passed, 0 failed"
+    exit 0
 done
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 failed=0 passed=0
 for arch in sm_80 sm_90; do
-    if ! "$nvcc" -x cu -std=c++17 -O3 -arch=$arch -diag-suppress 1675 -Xcompiler -w -DNSA_WITHOUT_MAIN -cubin -o "$work/cubin" "$source" >"$work/log" 2>&1; then
+    if ! "$nvcc" -x cu -std=c++17 -O3 -arch=$arch -diag-suppress 1675 -Xcompiler -w -DNSA_WITHOUT_MAIN -cubin \
+        -o "$work/cubin" "$source" >"$work/log" 2>&1; then
         cat "$work/log"
         echo "$source does not compile for $arch"
         failed=$((failed + 1))
         continue
     fi
     "$cuobjdump" -sass "$work/cubin" | c++filt | awk -v arch=$arch '
-        # A loop: from the target of a branch backwards to the branch. Of those that share an mma the shortest counts: the others surround it, or come back from rare
-        # code behind it.
+        # A loop goes from the target of a backward branch to the branch. Of loops that share an mma the shortest
+        # counts: the others surround it, or return from rare code behind it.
         function report(   b, i, first, count, j, start, end, shorter) {
             for (b = 1; b <= branches; b++) {
                 first = place[target[b]]
@@ -40,14 +48,17 @@ for arch in sm_80 sm_90; do
                 split("", count)
                 for (i = first; i <= from[b]; i++) count[kind[i]]++
                 bad = (count["divide"] ? " INTEGER DIVISION" : "") (count["local"] ? " LOCAL MEMORY" : "")
-                printf "%s %s %-44s %4d instructions for %3d mma: %4.1f each; ldmatrix %2d, exponentials %2d, branches %d%s\n", bad ? "FAIL" : "ok  ", arch, name,
-                    from[b] - first + 1, count["HMMA"], (from[b] - first + 1) / count["HMMA"], count["LDSM"], count["exp"], count["BRA"], bad
+                printf "%s %s %-44s %4d instructions for %3d mma: %4.1f each; ",
+                    bad ? "FAIL" : "ok  ", arch, name, from[b] - first + 1, count["HMMA"],
+                    (from[b] - first + 1) / count["HMMA"]
+                printf "ldmatrix %2d, exponentials %2d, branches %d%s\n", count["LDSM"], count["exp"], count["BRA"], bad
             }
         }
         function mma(first, last,   i, n) { for (i = first; i <= last; i++) n += kind[i] == "HMMA"; return n }
         /Function : / {
             report()
-            name = $0; sub(/.*Function : (void )?/, "", name); gsub(/\(Branch\)|\(int\)|\(bool\)/, "", name); sub(/\(.*/, "", name)
+            name = $0; sub(/.*Function : (void )?/, "", name)
+            gsub(/\(Branch\)|\(int\)|\(bool\)/, "", name); sub(/\(.*/, "", name)
             sub(/<0, /, "<CMP, ", name); sub(/<1, /, "<SLC, ", name); sub(/<2, /, "<WIN, ", name)
             lines = branches = 0; split("", place); split("", kind)
         }
@@ -65,6 +76,9 @@ for arch in sm_80 sm_90; do
     sort -u "$work/table"
     passed=$((passed + $(grep -c '^ok' "$work/table"))) failed=$((failed + $(grep -c '^FAIL' "$work/table")))
 done
-[ $((passed + failed)) -gt 0 ] || { echo "no loop with mma was found: does $cuobjdump print another form of machine code?"; failed=1; }
+if [ $((passed + failed)) -eq 0 ]; then
+    echo "no loop with mma was found: does $cuobjdump print another form of machine code?"
+    failed=1
+fi
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]

@@ -227,11 +227,14 @@ __device__ inline QueryTile query_tile(const AttentionShape& s) {
     const int tile = s.tiles - 1 - int(blockIdx.x) / s.batch_groups, j0 = tile * s.tile_tokens;
     return {int(blockIdx.x) % s.batch_groups, j0, min(s.tile_tokens, s.queries - j0)};
 }
-// Row of [B, H, queries] for a row of the tile, or -1 for one that is no query.
+// Row of [B, H, queries] for a query of the tile
+__device__ inline long long row_of_query(const QueryTile& tile, int head, int token, const AttentionShape& s) {
+    return ((long long)tile.bg * s.heads + head) * s.queries + tile.j0 + token;
+}
+// The same for a row of the tile, or -1 if it is no query.
 __device__ inline long long query_row(const QueryTile& tile, int row, const AttentionShape& s) {
     const int head = row / s.tile_tokens, token = row % s.tile_tokens;
-    return head < s.heads && token < tile.tokens ? ((long long)tile.bg * s.heads + head) * s.queries + tile.j0 + token
-                                                 : -1;
+    return head < s.heads && token < tile.tokens ? row_of_query(tile, head, token, s) : -1;
 }
 // Where the tile's first row begins in q [B, H, queries, D] and in dout [B, queries, H, D]
 template <int D>
@@ -441,7 +444,11 @@ struct QueryBlock {
     }
     // Row of [B, H, queries] for this lane's row i of piece m, or -1
     __device__ long long row(int m, int i, const AttentionShape& s) const {
-        return query_row(tile, first_row + m * 16 + i * 8 + threadIdx.x % 32 / 4, s);
+        // As query_row, but with unsigned divisions: otherwise the compiler keeps the quotients of ends_of_rows, which
+        // are the same, in 8 registers throughout the walk.
+        const unsigned row = first_row + m * 16 + i * 8 + threadIdx.x % 32 / 4, tokens = unsigned(s.tile_tokens);
+        const int head = int(row / tokens), token = int(row % tokens);
+        return head < s.heads && token < tile.tokens ? row_of_query(tile, head, token, s) : -1;
     }
     // Calls visit(view, k_tile, v_tile) for each tile of keys of which this warp sees something.
     template <class Visit>

@@ -125,8 +125,8 @@ __device__ inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// Loads four 8 x 8 matrices of 16-bit elements from shared memory: lane l gives the address of row l % 8 of matrix l
-// / 8.
+// Loads four 8 x 8 matrices of 16-bit elements from shared memory; lane l gives the address of row l % 8 of matrix
+// l / 8.
 __device__ inline void ldmatrix_x4(unsigned (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -1,25 +1,23 @@
-// attention.h: test_nsa --perf-attention [options of train]: attention alone, from 2048
-// tokens to --seq-len (default 65536) at a constant number of tokens (--batch times
-// --seq-len): everything between the input projection and the output projection, for NSA and for full attention,
-// operation by operation, forward and backward. On a GPU, or in emulation at a toy size, where only the arithmetic
-// means something.
+// attention.h: test_nsa --perf-attention [options of train]: attention alone, from 2048 tokens to --seq-len (default
+// 65536) at a constant number of tokens (--batch times --seq-len): everything between the input projection and the
+// output projection, for NSA and for full attention, operation by operation, forward and backward. Runs on a GPU, or in
+// emulation at a toy size, where only the arithmetic means something.
 //
-// A time is the median of CUDA-event timings after warm-up. Three sets of inputs take turns, each (1.5 GB for 12 heads
-// of 64 and 64k tokens) larger than any GPU's L2 cache, so nothing is found warm that training would not find warm.
-// Arithmetic and bytes are counted from the shapes (perf.h), ceilings are measured in the same run. The selected branch
-// is timed on two selections, since its price depends on what neighbouring tokens have in common: "shared", where 64
-// neighbours share three quarters of what they may choose, and "scattered", where they share only what all are given;
-// by masked tiles and by gathered rows each. The whole of NSA is given for both.
+// A time is the median of CUDA-event timings after warm-up. Three sets of inputs take turns, each larger than any GPU's
+// L2 cache (1.5 GB for 12 heads of 64 and 64k tokens), so nothing is found in the cache that training would not find
+// there. Arithmetic and bytes are counted from the shapes (perf.h); ceilings are measured in the same run. The selected
+// branch is timed on two selections, since its cost depends on what neighbouring tokens have in common: "shared", where
+// 64 neighbours share three quarters of what they may choose, and "scattered", where they share only what every query
+// gets; each by masked tiles and by gathered rows. The whole of NSA is reported for both.
 #pragma once
 #include "../../nsa_kernels.cuh"
 #include "perf.h"
 
 // A floor per layer in microseconds on an H200 at 790 TFLOP/s and 4.8 TB/s, counted by hand (all branches, scores,
-// exponentials), for 12 heads of 64 in 2 groups and the paper's l, d, l', n, w; given for `sequences` of T tokens. Full
-// attention is 4 D forward and 10 D backward for each pair: scores computed again count here, but not in perf.h. Other
-// lengths are not given: adding up, for each branch, for scores and for the gated sum, the longest of products,
-// exponentials and memory comes within 2 % of these figures for NSA but not to the microsecond, so others made that way
-// would not be of the same kind.
+// exponentials), for 12 heads of 64 in 2 groups and the paper's l, d, l', n, w, and for `sequences` of T tokens. Full
+// attention takes 4 D forward and 10 D backward for each pair: scores computed again count here, but not in perf.h.
+// There is no formula for other lengths: the sum, over branches, scores and the gated sum, of the longest of products,
+// exponentials and memory is within 2 % of these figures for NSA, but does not reproduce them to the microsecond.
 struct CountedFloor {
     int T, sequences;
     double forward, backward, dense_forward, dense_backward;
@@ -29,7 +27,7 @@ constexpr CountedFloor COUNTED_FLOORS[] = {{2048, 16, 233, 465, 131, 326},
                                            {32768, 1, 473, 847, 2088, 5219},
                                            {65536, 1, 1427, 2352, 8351, 20877}};
 
-// What a row is part of.
+// The sums that a row is part of.
 enum AttentionWhole { NSA_SHARED = 1, NSA_SCATTERED = 2, FULL = 4 };
 constexpr const char *WHOLE_SHARED = "NSA, all of the above, shared",
                      *WHOLE_SCATTERED = "NSA, all of the above, scattered", *WHOLE_FULL = "full attention, all of it";
@@ -59,7 +57,7 @@ struct AttentionSet {
         for (size_t i = 0; i < pool.size(); i++)
             pool[i] = float(random_normal(seed, random_stream(RANDOM_TEST, 90), i));
         auto filled = [&](size_t count, size_t stride,
-                          double scale) {  // numbers of the pool, in another order for each array
+                          double scale) {  // numbers from the pool, in a different order for each array
             values.resize(count);
 #pragma omp parallel for schedule(static)
             for (size_t i = 0; i < count; i++)
@@ -109,7 +107,7 @@ struct AttentionSet {
         return {p, p + phi_part(size_t(s.F) * s.l * s.D),
                 p + phi_part(size_t(s.F) * s.l * s.D) + phi_part(size_t(s.F))};
     }
-    // Each query its forced blocks, then as many others as it may take, of which 64 neighbours share common / of.
+    // Each query gets its forced blocks, then as many others as it may take, of which 64 neighbours share common / of.
     static std::vector<uint32_t> selection(const NsaShape& s, uint64_t seed, int common, int of) {
         const size_t words = size_t(s.selection_words());
         std::vector<uint32_t> masks(size_t(s.B) * s.G * s.T * words);
@@ -133,8 +131,8 @@ struct AttentionSet {
     }
 };
 
-// The median of `repetitions` timings of operation(set), in microseconds; the sets take turns, and each is used once
-// before.
+// The median of `repetitions` timings of operation(set), in microseconds; the sets take turns, and each is used once to
+// warm up.
 template <class F>
 double median_us(Timed<Cuda>& dev, std::vector<std::unique_ptr<AttentionSet>>& sets, int repetitions, F operation) {
     for (auto& set : sets) operation(*set);
@@ -142,7 +140,7 @@ double median_us(Timed<Cuda>& dev, std::vector<std::unique_ptr<AttentionSet>>& s
         cudaEvent_t begin, end;
     };
     std::vector<Marks> marks(size_t(repetitions), Marks{});
-    for (Marks& m : marks) {  // before the first timing, so that the GPU does not wait for it
+    for (Marks& m : marks) {  // before the first timing, so that the GPU never waits for one
         CUDA_CHECK(cudaEventCreate(&m.begin));
         CUDA_CHECK(cudaEventCreate(&m.end));
     }
@@ -221,7 +219,7 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
         });
     };
 
-    // Gradients of heads and compressed blocks are there after the branches' backward passes only.
+    // Gradients of heads and of compressed blocks exist only after the backward passes of the branches.
     const double split = split_heads_forward(s);
     const double compressed = time([&](AttentionSet& x) {  // keys, then values
         for (const int i : {0, 1})
@@ -273,7 +271,7 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
     return rows;
 }
 
-// The rows of one length, and their results.
+// Prints the rows of one length and their result lines.
 inline void print_attention_rows(const std::vector<AttentionRow>& rows, const NsaShape& s, const Ceilings& ceilings,
                                  std::FILE* out) {
     std::fprintf(out, "\n%7s %4s %-32s %-9s %11s %11s %11s %11s %9s %7s %9s %7s\n", "T", "B", "operation", "pass", "us",

@@ -1,30 +1,29 @@
-// ladder.h: test_nsa --ladder [options of train]: attention from the plainest
-// kernels to the ones the trainer calls, on the same inputs, timed side by side.
+// ladder.h: attention from the plainest kernels to those that training runs by default, on the same inputs, timed side
+// by side. Each rung says what it buys. The kernels of rungs 0, 2 and 3 are the trainer's own, called through struct
+// Cuda.
 //
-//   level 0   dev/ladder/attention_level0.cuh: one warp per query (or key), scalar fp32. The lesson: what is computed,
-//   in the fewest lines. level 2   nsa_kernels.cuh: tiles of 64 keys shared by all heads of a group, products on tensor
-//   cores (mma.sync), tiles copied while the one before is used
-//             (cp.async), probabilities that never leave registers; backward with keys stationary. These are the very
-//             functions of struct Cuda.
-//   level 3   the selected branch for long sequences: a block of keys is visited only by the rows that chose it,
-//   gathered by ldmatrix's addresses per lane.
+//   test_nsa --ladder [options of train]      or, alone, dev/ladder/ladder.cu
 //
-// What a rung buys is printed as measured; on a machine without a GPU there is nothing
-// to measure, and the rungs are only compared (test_nsa does that in emulation).
+// On a machine without a GPU there is nothing to time; the tests compare the rungs in emulation
+// (dev/test/ladder_tests.h).
 #pragma once
 #include "../../nsa_kernels.cuh"
+#include "attention_level1.cuh"
 
 struct Rung {
-    const char* name;
-    bool level0;
-    SelectedKernel selected;
+    const char *name, *buys;
 };
-constexpr Rung RUNGS[] = {{"level 0, scalar", true, SelectedKernel::TILES},
-                          {"level 2, tensor cores", false, SelectedKernel::TILES},
-                          {"level 3, gathered rows", false, SelectedKernel::GATHER}};
+// clang-format off
+enum RungNumber { PLAIN, SHARED_TILES, TENSOR_CORES, GATHERED_ROWS };
+constexpr Rung RUNGS[] = {
+    {"0, plain",         "what is computed, in the fewest ideas: a warp per row reads all it needs from device memory"},
+    {"1, shared tiles",  "memory: 32 queries share each tile of 32 keys, which device memory is read for once instead of 32 times"},
+    {"2, tensor cores",  "arithmetic: mma.sync does 2048 multiply-adds at once for all heads of a group, copies overlap them (cp.async)"},
+    {"3, gathered rows", "work, in long sequences: a selected block is visited only by rows that chose it, through ldmatrix's addresses"},
+};
+// clang-format on
 
-// The forward and backward of one branch on a rung, on inputs drawn from a seed. `use` gets what was computed: out, dq,
-// dk, dv on the host.
+// The forward and backward pass of one branch on a rung, on random inputs.
 struct LadderRun {
     Cuda& dev;
     NsaShape s;
@@ -35,21 +34,58 @@ struct LadderRun {
     size_t keys;
 
     LadderRun(Cuda& device, const NsaShape& shape, Branch b) : dev(device), s(shape), branch(b) {
-        const size_t rows = s.query_rows(), D = size_t(s.D), words = size_t(s.selection_words());
+        const size_t rows = s.query_rows(), D = size_t(s.D);
         keys = b == CMP ? s.cmp_rows() : s.key_rows();
-        auto random = [&](size_t count, uint64_t index) {
-            std::vector<float> values(count);
-            for (size_t i = 0; i < count; i++)
-                values[i] = float(random_normal(1, random_stream(RANDOM_TEST, index), i));
-            Cuda::real* p = dev.allocate<Cuda::real>(count);
-            dev.from_host(p, values.data(), count);
-            return p;
-        };
         q = random(rows * D, 1), k = random(keys * D, 2), v = random(keys * D, 3), dout = random(rows * D, 4);
         out = dev.allocate<Cuda::real>(rows * D), dk = dev.allocate<Cuda::real>(keys * D),
         dv = dev.allocate<Cuda::real>(keys * D);
         lse = dev.allocate<float>(rows), row_dot = dev.allocate<float>(rows), dq = dev.allocate<float>(rows * D);
-        // Blocks at random among those that a query may take, as many as it takes, the forced ones included.
+        dev.zero(row_dot, rows);
+        const std::vector<uint32_t> masks = random_selection();
+        selection = dev.allocate<uint32_t>(masks.size());
+        dev.copy(selection, masks.data(), masks.size());
+    }
+    LadderRun(const LadderRun&) = delete;
+    ~LadderRun() {
+        for (Cuda::real* p : {q, k, v, dout, out, dk, dv}) dev.release(p);
+        for (float* p : {lse, row_dot, dq}) dev.release(p);
+        dev.release(selection);
+    }
+    void forward(RungNumber rung) {
+        if (rung == SHARED_TILES) return level1::attention_forward(branch, out, lse, q, k, v, selection, s, dev.stream);
+        choose(rung);
+        dev.attention_forward(branch, out, lse, q, k, v, selection, s);
+    }
+    void backward(RungNumber rung) {
+        if (rung == SHARED_TILES)
+            return level1::attention_backward(branch, dq, false, dk, dv, dout, q, k, v, row_dot, lse, selection, s,
+                                              dev.stream);
+        choose(rung);
+        dev.attention_backward(branch, dq, false, dk, dv, dout, q, k, v, row_dot, lse, selection, s);
+    }
+    std::vector<float> results() {  // out, dq, dk, dv one after another
+        const size_t rows = s.query_rows() * s.D, columns = keys * s.D;
+        std::vector<float> all(2 * rows + 2 * columns);
+        dev.to_host(&all[0], out, rows), dev.to_host(&all[rows], dq, rows);
+        dev.to_host(&all[2 * rows], dk, columns), dev.to_host(&all[2 * rows + columns], dv, columns);
+        return all;
+    }
+
+  private:
+    void choose(RungNumber rung) {
+        dev.plain_attention = rung == PLAIN;
+        dev.selected_kernel = rung == GATHERED_ROWS ? SelectedKernel::GATHER : SelectedKernel::TILES;
+    }
+    Cuda::real* random(size_t count, uint64_t index) {
+        std::vector<float> values(count);
+        for (size_t i = 0; i < count; i++) values[i] = float(random_normal(1, random_stream(RANDOM_TEST, index), i));
+        Cuda::real* p = dev.allocate<Cuda::real>(count);
+        dev.from_host(p, values.data(), count);
+        return p;
+    }
+    // Random blocks among those that a query may choose, as many as it chooses, including the forced ones.
+    std::vector<uint32_t> random_selection() const {
+        const size_t words = size_t(s.selection_words());
         std::vector<uint32_t> masks(size_t(s.B) * s.G * s.T * words);
         for (size_t row = 0; row < size_t(s.B) * s.G * s.T; row++) {
             const int last = int(row % size_t(s.T)) / s.slc_block;
@@ -62,66 +98,50 @@ struct LadderRun {
             for (uint64_t i = 0; chosen < std::min(last + 1, s.slc_count); i++)
                 take(int(random_below(uint64_t(last) + 1, 1, random_stream(RANDOM_TEST, 5 + row), i)));
         }
-        selection = dev.allocate<uint32_t>(masks.size());
-        dev.copy(selection, (const uint32_t*)masks.data(), masks.size());
-        dev.zero(row_dot, rows);
-    }
-    ~LadderRun() {
-        dev.release(q), dev.release(k), dev.release(v), dev.release(dout), dev.release(out), dev.release(dk),
-            dev.release(dv);
-        dev.release(lse), dev.release(row_dot), dev.release(dq), dev.release(selection);
-    }
-    void forward(const Rung& rung) {
-        dev.plain_attention = rung.level0, dev.selected_kernel = rung.selected;
-        dev.attention_forward(branch, out, lse, q, k, v, selection, s);
-    }
-    void backward(const Rung& rung) {
-        dev.plain_attention = rung.level0, dev.selected_kernel = rung.selected;
-        dev.attention_backward(branch, dq, false, dk, dv, dout, q, k, v, row_dot, lse, selection, s);
-    }
-    std::vector<float> results() {  // out, dq, dk, dv one after another
-        const size_t rows = s.query_rows() * s.D, columns = keys * s.D;
-        std::vector<float> all(2 * rows + 2 * columns);
-        dev.to_host(&all[0], out, rows), dev.to_host(&all[rows], dq, rows), dev.to_host(&all[2 * rows], dk, columns),
-            dev.to_host(&all[2 * rows + columns], dv, columns);
-        return all;
+        return masks;
     }
 };
+// Whether a rung has kernels of its own for this branch and this build.
+inline bool has_rung(RungNumber rung, Branch branch) {
+    if (rung == GATHERED_ROWS && branch != SLC) return false;  // the same as the rung before
+    return rung < TENSOR_CORES || !Cuda::FP32;
+}
 
+// The median of seven timings, in microseconds, after two to warm up.
+template <class F>
+double ladder_median_us(Cuda& dev, F operation) {
+    cudaEvent_t begin, end;
+    CUDA_CHECK(cudaEventCreate(&begin));
+    CUDA_CHECK(cudaEventCreate(&end));
+    std::vector<float> ms;
+    for (int i = 0; i < 9; i++) {
+        CUDA_CHECK(cudaEventRecord(begin, dev.stream));
+        operation();
+        CUDA_CHECK(cudaEventRecord(end, dev.stream));
+        CUDA_CHECK(cudaEventSynchronize(end));
+        ms.push_back(0);
+        CUDA_CHECK(cudaEventElapsedTime(&ms.back(), begin, end));
+    }
+    cudaEventDestroy(begin), cudaEventDestroy(end);
+    std::sort(ms.begin() + 2, ms.end());
+    return 1e3 * double(ms[2 + (ms.size() - 2) / 2]);
+}
 inline int run_ladder(Cuda& dev, const NsaShape& s) {
     std::printf(
         "attention of one layer, %d sequences of %d tokens, %d heads in %d groups of dimension %d, on %s\n\n%-12s "
         "%-24s %14s %14s\n",
         s.B, s.T, s.H, s.G, s.D, dev.describe().c_str(), "branch", "rung", "forward us", "backward us");
-    cudaEvent_t begin, end;
-    CUDA_CHECK(cudaEventCreate(&begin));
-    CUDA_CHECK(cudaEventCreate(&end));
-    auto median_us = [&](auto operation) {
-        std::vector<float> ms;
-        for (int i = 0; i < 9; i++) {
-            CUDA_CHECK(cudaEventRecord(begin, dev.stream));
-            operation();
-            CUDA_CHECK(cudaEventRecord(end, dev.stream));
-            CUDA_CHECK(cudaEventSynchronize(end));
-            ms.push_back(0);
-            CUDA_CHECK(cudaEventElapsedTime(&ms.back(), begin, end));
-        }
-        std::sort(ms.begin() + 2, ms.end());  // two to warm up
-        return 1e3 * double(ms[2 + (ms.size() - 2) / 2]);
-    };
+    const char* const names[] = {"compressed", "selected", "window"};
     for (const Branch branch : {CMP, SLC, WIN}) {
         LadderRun run(dev, s, branch);
-        for (const Rung& rung : RUNGS) {
-            if (rung.selected == SelectedKernel::GATHER && branch != SLC) continue;  // the same as level 2
-            const double forward = median_us([&] { run.forward(rung); }),
-                         backward = median_us([&] { run.backward(rung); });
-            std::printf("%-12s %-24s %14.1f %14.1f\n",
-                        branch == CMP   ? "compressed"
-                        : branch == SLC ? "selected"
-                                        : "window",
-                        rung.name, forward, backward);
+        for (const RungNumber rung : {PLAIN, SHARED_TILES, TENSOR_CORES, GATHERED_ROWS}) {
+            if (!has_rung(rung, branch)) continue;
+            const double forward = ladder_median_us(dev, [&] { run.forward(rung); }),
+                         backward = ladder_median_us(dev, [&] { run.backward(rung); });
+            std::printf("%-12s %-24s %14.1f %14.1f\n", names[branch], RUNGS[rung].name, forward, backward);
         }
     }
-    cudaEventDestroy(begin), cudaEventDestroy(end);
+    std::printf("\nWhat each rung buys:\n");
+    for (const Rung& rung : RUNGS) std::printf("  %-18s %s\n", rung.name, rung.buys);
     return 0;
 }

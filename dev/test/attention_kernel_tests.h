@@ -1,9 +1,9 @@
-// attention_kernel_tests.h: the attention of nsa_kernels.cuh against struct Cpu in fp64, which is fed the same
-// bf16 numbers. Runs on a GPU, or under g++ in dev/emulator/cuda_on_cpu.h, there with several orders of threads and
-// blocks.
+// attention_kernel_tests.h: the attention of nsa_kernels.cuh on tensor cores against struct Cpu in fp64, which gets the
+// same bf16 numbers. Runs on a GPU, or under g++ in dev/emulator/cuda_on_cpu.h, where it tries several orders of
+// threads and blocks.
 //
-// Error limits are derived. With u = 2^-8, the largest relative error of rounding to bf16, and e =
-// 2^-23, that of one step in fp32 (tensor cores may truncate): a score in the exponent is off by at most
+// Error limits are derived. With u = 2^-8, the largest relative error of rounding to bf16, and e = 2^-23, that of one
+// step in fp32 (tensor cores may truncate): a score in the exponent is off by at most
 //     delta = e ((D + 8) S + 2 |lse| + 16 + tiles),   S = the largest sum over D of |q k| / sqrt(D)
 // (D sums, the scaling, the shift, 2 ulp of the exponential, one rescaling a tile), and every weight by the factor
 // e^delta. Sums of n terms add n e times the sum of their magnitudes. Where a weight or dS enters a tensor core it is
@@ -16,20 +16,20 @@
 #include "../../nsa_kernels.cuh"
 #include "harness.h"
 
-#ifndef PRECISION_FP32  // which has the scalar kernels only
+#ifndef PRECISION_FP32  // which has the plain kernels only
 
 namespace attention_tests {
 
 constexpr double U16 = 0x1p-8, E32 = 0x1p-23;
 
 #ifdef EMU_CHECK
-constexpr int RUNS = 1, LONGEST = 200;  // every access is judged: one order of threads says as much as many
+constexpr int RUNS = 1, LONGEST = 200;  // every access is checked, so one order of threads is enough
 #else
 constexpr int RUNS = 2, LONGEST = 1 << 30;
 #endif
 
-// Run 0 takes the threads in the order of their index, others in one that depends on the shape, so that the tests see
-// many.
+// Run 0 takes the threads in the order of their index, the others in an order that depends on the shape, so that the
+// tests try many.
 inline void draw_order(int run, const NsaShape& s) {
 #ifdef __CUDACC__
     (void)run, (void)s;
@@ -39,8 +39,8 @@ inline void draw_order(int run, const NsaShape& s) {
 }
 inline float bf16_value(double x) { return float(__float2bfloat16(float(x))); }
 
-// A device array, an allocation of its own to its last byte, so that compute-sanitizer sees who goes beyond. Fresh
-// memory of the emulator is poisoned; on a GPU it is filled with NaN here.
+// A device array with an allocation of its own, exactly as long, so that compute-sanitizer sees an access beyond its
+// end. The emulator poisons fresh memory; on a GPU it is filled with NaN here.
 template <class T>
 struct DeviceArray {
     T* data = nullptr;
@@ -83,7 +83,7 @@ void check_same_bits(const char* what, const std::vector<T>& a, const std::vecto
     if (!a.empty() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)))
         check_failed(__FILE__, __LINE__, "%s: two runs with the same input differ", what);
 }
-// |found - expected| <= limit everywhere; the worst share of its limit goes into *worst.
+// Checks |found - expected| <= limit everywhere; *worst is the largest ratio of the two so far.
 inline void check_within(const char* what, const NsaShape& s, const std::vector<double>& found,
                          const std::vector<double>& expected, const std::vector<double>& limit, double* worst) {
     tests().checks++;
@@ -112,7 +112,7 @@ inline NsaShape shape(int T, int heads, int G = 1, int D = 64, int B = 1) {
     return s;
 }
 
-// Inputs of one branch, already rounded to bf16. Keys behind the last query are NaN: nobody may read them.
+// Inputs of one branch, already rounded to bf16. Keys beyond the last query are NaN, since nobody may read them.
 struct Inputs {
     NsaShape s;
     Branch branch;
@@ -131,7 +131,7 @@ struct Inputs {
     int stride() const { return s.key_stride(branch); }
     size_t rows() const { return s.query_rows(); }
 
-    // density: of a typical token's selection
+    // density: the share of blocks that a typical token selects
     Inputs(const NsaShape& s, Branch branch, double scale, uint64_t seed, double density = 0.4)
         : s(s), branch(branch), seed(seed) {
         const size_t D = size_t(s.D), key_rows = size_t(s.B) * s.G * size_t(stride());
@@ -193,7 +193,7 @@ struct Worst {
     }
 };
 
-// Scratch memory for the kernels; what AUTO chose.
+// Scratch memory for the kernels, and AUTO's choice.
 struct AttentionScratch {
     DeviceArray<char> data;
     DeviceArray<SelectedChoice> choice;
@@ -296,7 +296,7 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
             check_within("dq", s, found_dq.download(), dq, dq_limit, &worst->dq);
             check_within("dk", s, found_dk.download(), dk, dk_limit, &worst->dk);
             check_within("dv", s, found_dv.download(), dv, dv_limit, &worst->dv);
-            // Written instead of added to: what was there is not read.
+            // Written instead of added to: the old content is not read.
             DeviceArray<float> only_dq(rows * D);
             attention_backward(branch, only_dq.data, false, found_dk.data, found_dv.data, dout.data, q.data, k.data,
                                v.data, device_dot.data, device_lse.data, selection.data, s, kernel,
@@ -347,8 +347,8 @@ TEST(attention_kernels_lengths) {
 TEST(attention_kernels_compression) {
     using namespace attention_tests;
     Worst worst;
-    // l, d, T: up to five tiles of compressed keys; with 12 and 1 a warp's first key becomes visible near the end of a
-    // tile of tokens
+    // l, d, T: up to five tiles of compressed keys; with l = 12 and d = 1 a warp's first key becomes visible near the
+    // end of a tile of tokens
     const int cases[][3] = {{1, 1, 257}, {12, 1, 200}, {4, 2, 300}, {8, 4, 129}, {12, 4, 66}, {32, 32, 200}};
     for (const auto& c : cases) {
         NsaShape s = shape(c[2], 3);
@@ -381,7 +381,7 @@ TEST(attention_kernels_selection_blocks) {
         s.T = s.queries = 150;
         check_attention(s, SLC, &worst, 1, true, 0.03);  // most tiles are skipped
         if (block < 64)
-            check_attention(s, SLC, &worst, 1, true, 0.9);  // all rows choose something of a tile, not all choose all
+            check_attention(s, SLC, &worst, 1, true, 0.9);  // all rows choose something of a tile, but not all of it
     }
     for (const double density : {0.4, 0.03}) {  // more than 32 blocks and tiles: bitmasks of several words
         NsaShape s = shape(2200, 1);
@@ -447,8 +447,8 @@ inline SelectionRun run_selection(const Inputs& in, const std::vector<float>& ls
     return {selection.raw(), share.raw()};
 }
 
-// The kernel's set is Cpu's, but for blocks whose importances differ by less than the rounding: an importance is
-// a sum of positive weights, so its relative error is at most e^delta - 1 + e (heads + compressed blocks in it).
+// The kernel chooses Cpu's set, except among blocks whose importances differ by less than the rounding: an importance
+// is a sum of positive weights, so its relative error is at most e^delta - 1 + e (heads + compressed blocks in it).
 inline void check_selection(const NsaShape& s, double scale, long* tokens, long* other_choices) {
     const Inputs in(s, CMP, scale, 5);
     Cpu<double> cpu;

@@ -1,13 +1,12 @@
-// cuda_op_tests.h: every operation of struct Cuda against the oracles of
-// oracle.h: by g++ in the emulator, by nvcc on a GPU; in bf16, or in fp32 with
-// -DPRECISION_FP32. Attention is tested here with the scalar kernels of dev/ladder; the tensor-core kernels have tests
-// of their own.
+// cuda_op_tests.h: every operation of struct Cuda except attention against the oracles of oracle.h: by g++ in the
+// emulator, by nvcc on a GPU; in bf16, or in fp32 with -DPRECISION_FP32.
 //
 // Error limits. Inputs are numbers that the engine's format holds exactly. The oracle, in Numbers<float>, says what
-// fp32 arithmetic may do to each element; an element that is then stored as bf16 is rounded once more: u = 2^-8 of its
-// value (8 bits of significand, to nearest), see stored(). Where an operation stores an intermediate result, the test's
-// oracle rounds it at the same place. Outputs begin as poison, and those that an operation must leave alone still hold
-// it afterwards. Every operation runs with threads and blocks in several orders, and gives the same bits each time.
+// fp32 arithmetic may do to each element; an element that is then stored as bf16 is rounded once more, by u = 2^-8 of
+// its value (8 bits of significand, to nearest), see stored(). Where an operation stores an intermediate result, the
+// test's oracle rounds it in the same place. Outputs start as poison, and what an operation must leave alone still
+// holds it afterwards. Every operation runs with threads and blocks in several orders, and must give the same bits each
+// time.
 #pragma once
 #include <functional>
 #include <memory>
@@ -48,7 +47,7 @@ inline HostArray random_floats(Random& random, size_t count, double scale = 1) {
 
 constexpr size_t TEST_WORKSPACE = size_t(1) << 20;  // the emulator touches all of it at each launch
 
-// An array of the engine. Made from host values, or fresh: then the operation has to write all of it.
+// An array on the engine, filled from host values or fresh; an operation must write all of a fresh one.
 template <class T>
 class OnDevice {
   public:
@@ -92,7 +91,7 @@ inline std::unique_ptr<OnDevice<int32_t>> device_tokens(Cuda& dev, const std::ve
 inline std::vector<HostArray> in_every_order(const std::function<std::vector<HostArray>()>& run) {
     std::vector<HostArray> first = run();
 #if defined(EMU_CHECK)
-    const int seeds = 1;  // the judge of accesses needs no luck
+    const int seeds = 1;  // every access is checked, so one order is enough
 #else
     const int seeds = 3;
 #endif
@@ -138,7 +137,7 @@ TEST(cuda_memory) {
     CHECK_SAME_BITS(a.host().data(), values.data(), values.size());
     dev.zero(a.data, size_t(0));
     CHECK_FAILS(1, "out of GPU memory: 1073741824.0 MiB were asked for", dev.allocate<char>(size_t(1) << 50));
-    OnDevice<int32_t> small(dev, 1);  // and the engine goes on
+    OnDevice<int32_t> small(dev, 1);  // the engine still works
     dev.zero(small.data, size_t(1));
 }
 
@@ -158,7 +157,9 @@ inline void check_cuda_embedding(int N, int C, int V) {
     Random random(10);
     std::vector<int32_t> tokens(static_cast<size_t>(N));
     for (int n = 0; n < N; n++)
-        tokens[size_t(n)] = n == 0 ? V - 1 : n < N / 3 ? 2 : random.below(V);  // one token often; some not at all
+        tokens[size_t(n)] = n == 0      ? V - 1
+                            : n < N / 3 ? 2
+                                        : random.below(V);  // one token is frequent, some are missing
     const HostArray embed = random_reals(random, size_t(V) * C), dx = random_reals(random, size_t(N) * C),
                     dembed = random_floats(random, embed.size());
     const auto outputs = in_every_order([&] {
@@ -336,8 +337,8 @@ inline void check_cuda_classifier(int N, int V, int Vp, double scale) {
         CHECK_SAME_BITS(again.host().data(), losses.host().data(), size_t(N));
         return std::vector<HostArray>{losses.host(), l.host()};
     });
-    // The running sum is rescaled when the maximum grows: at most once per 16 bytes that a thread reads, in 5
-    // steps of a warp and once for each of 16 warps. Each is a product with an exponential, 5u, and an addition.
+    // The running sum is rescaled when the maximum grows: at most once per 16 bytes that a thread reads, in 5 steps of
+    // a warp and once for each of 16 warps. Each is a product with an exponential, 5u, and an addition.
     const double rescaling = 6 * CudaNumber::u * (V / 512.0 + 1 + 5 + 16);
     CudaNumbers expected, expected_losses;
     for (int n = 0; n < N; n++) {
@@ -437,9 +438,9 @@ TEST(cuda_adamw) {
         }
     }
 }
-// The squared norm in the device's memory says how to clip: as if the gradient had been scaled
-// beforehand, and not at all below the limit; a norm that is not finite leaves everything as it was.
-// The factor is rounded to fp32 once here and once there: equal bits where it is a power of two.
+// The squared norm in device memory says how to clip: the result is that of a gradient that was scaled beforehand, and
+// below the limit nothing changes; a norm that is not finite leaves everything as it was. The factor is rounded to fp32
+// once on either side, so the bits are equal where it is a power of two.
 TEST(cuda_adamw_clips_by_the_norm_on_the_device) {
     Cuda dev(0, size_t(1) << 20);
     const size_t count = 1000;
@@ -507,7 +508,7 @@ inline NsaShape part_of(NsaShape s, int first, int queries) {
     s.first = first, s.queries = queries;
     return s;
 }
-// and as decoding sees them: a prompt, one position, the rest
+// and as in decoding: a prompt, one position, the rest
 inline std::vector<NsaShape> with_parts(const std::vector<NsaShape>& shapes) {
     std::vector<NsaShape> all = shapes;
     for (const NsaShape& s : shapes)
@@ -638,8 +639,8 @@ TEST(cuda_split_heads) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Compression. oracle::compress with the roundings of what this engine stores on the way: the
-// hidden values, the activated ones, dout turned back, and the gradient of the hidden values.
+// Compression. oracle::compress with the roundings of what this engine stores on the way: the hidden values, the
+// activated ones, dout rotated back, and the gradient of the hidden values.
 
 struct HostPhi {
     HostArray fc1, bias, fc2;
@@ -753,253 +754,4 @@ TEST(cuda_compress) {
     NsaShape wide = cuda_shape(1, 100, 1, 1, 64, 32, 16, 64, 16, 512);  // the preset's l, d, D
     wide.F = 24;
     check_cuda_compress(dev, wide, true);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Attention by the scalar kernels.
-
-inline const std::vector<NsaShape>& cuda_attention_shapes() {
-    static const std::vector<NsaShape> shapes = {
-        cuda_shape(2, 1, 2, 3, 2, 1, 1, 1, 3, 1),          // one token
-        cuda_shape(1, 31, 1, 1, 16, 32, 16, 64, 16, 512),  // no compressed block at all
-        cuda_shape(2, 33, 1, 6, 16, 32, 16, 16, 3, 2),     // one or two, for the last queries
-        cuda_shape(2, 65, 1, 3, 64, 8, 4, 16, 3, 33),
-        cuda_shape(1, 40, 2, 3, 2, 1, 1, 1, 16, 64),      // l = d = l' = 1: blocks are tokens
-        cuda_shape(2, 65, 2, 1, 16, 32, 16, 48, 3, 65),   // l' = 48
-        cuda_shape(1, 130, 1, 3, 40, 32, 16, 16, 4, 64),  // l > l'; D no multiple of 32
-        cuda_shape(1, 130, 2, 2, 16, 16, 4, 20, 3, 7),    // l = 4 d
-        cuda_shape(1, 270, 1, 2, 2, 8, 4, 4, 5, 300),     // 68 selection blocks: three words; w > T
-    };
-    return shapes;
-}
-
-// Whether masks follow the rule: forced blocks, count, no block of the future, and no block left out that is more
-// important than one taken by more than the rounding of both. share: the share of the importance that fell on the
-// taken.
-inline void check_cuda_selection(const std::vector<uint32_t>& masks, const HostArray& share, const HostArray& q,
-                                 const HostArray& kc, const HostArray& lse, const NsaShape& s) {
-    const int words = oracle::selection_words(s), h = s.H / s.G, NC = oracle::blocks(s.T, s);
-    for (int b = 0; b < s.B; b++)
-        for (int g = 0; g < s.G; g++)
-            for (int j = 0; j < s.queries; j++) {
-                const int t = s.first + j, last = t / s.slc_block;
-                const size_t at = (size_t(b) * s.G + g) * s.queries + j,
-                             row = (size_t(b) * s.H + g * h) * s.queries + j;
-                const std::vector<int> chosen = blocks_of(&masks[at * words], words);
-                CHECK_EQUAL(int(chosen.size()), std::min(s.slc_count, last + 1));
-                CHECK(!chosen.empty() && chosen.front() == 0 && chosen.back() == last);
-                if (last > 0) CHECK(std::count(chosen.begin(), chosen.end(), last - 1) == 1);
-                if (last + 1 <= s.slc_count) {
-                    CHECK_EQUAL(share[at], 1.0f);
-                    continue;
-                }
-                const CudaNumbers importance = oracle::importance(&q[row * s.D], &lse[row], size_t(s.queries),
-                                                                  &kc[(size_t(b) * s.G + g) * NC * s.D], t, s);
-                CudaSum taken, all;
-                double least = 1e300,
-                       most = -1e300;  // the least important block taken (at most), the most important left (at least)
-                for (int block = 0; block <= last; block++) {
-                    const CudaNumber x = importance[size_t(block)];
-                    const bool is_chosen = std::count(chosen.begin(), chosen.end(), block) == 1,
-                               forced = block == 0 || block >= last - 1;
-                    all.add(x);
-                    if (is_chosen) taken.add(x);
-                    if (is_chosen && !forced) least = std::min(least, x.value + x.error);
-                    if (!is_chosen) most = std::max(most, x.value - x.error);
-                }
-                CHECK(s.slc_count == 3 || least >= most);
-                const CudaNumber expected = CudaNumber(taken) / CudaNumber(all);
-                if (all.value > 0) CHECK_NEAR(share[at], expected.value, expected.error);
-            }
-}
-
-// Gradients of one branch from row_dot and lse_gated, as the operation is given them. dq has to continue from what it
-// held.
-inline oracle::AttentionGradients<float> level0_gradients(Branch branch, const HostArray& q, const HostArray& k,
-                                                          const HostArray& v, const HostArray& dout,
-                                                          const HostArray& row_dot, const HostArray& lse_gated,
-                                                          const uint32_t* selection, const NsaShape& s) {
-    using N = CudaNumber;
-    oracle::AttentionGradients<float> d;
-    d.dq.resize(q.size()), d.dk.resize(k.size()), d.dv.resize(v.size());
-    const N scale(1 / std::sqrt(double(s.D)), N::u / std::sqrt(double(s.D)));
-    for (int b = 0; b < s.B; b++)
-        for (int head = 0; head < s.H; head++)
-            for (int t = 0; t < s.T; t++) {
-                const size_t g = size_t(head / (s.H / s.G)), row = (size_t(b) * s.H + head) * s.T + t,
-                             group = b * s.G + g;
-                const uint32_t* mask = selection ? selection + (group * s.T + t) * oracle::selection_words(s) : nullptr;
-                const float* dO = &dout[((size_t(b) * s.T + t) * s.H + head) * s.D];
-                for (int key : oracle::visible(branch, t, mask, s)) {
-                    const size_t key_at = (group * oracle::key_rows(branch, s) + key) * s.D;
-                    CudaSum score, dp;
-                    for (int x = 0; x < s.D; x++)
-                        score.add(N(q[row * s.D + x]) * scale * N(k[key_at + x])), dp.add(N(dO[x]) * N(v[key_at + x]));
-                    const N p = exp(N(score) - N(lse_gated[row])), ds = p * (N(dp) - N(row_dot[row]));
-                    for (int x = 0; x < s.D; x++) {
-                        d.dq[row * s.D + x].add(ds * N(k[key_at + x]) * scale);
-                        d.dk[key_at + x].add(ds * N(q[row * s.D + x]) * scale);
-                        d.dv[key_at + x].add(p * N(dO[x]));
-                    }
-                }
-            }
-    return d;
-}
-
-inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
-    const CudaShapeReport report(s);
-    Cuda dev(0, TEST_WORKSPACE);
-    dev.plain_attention = true;
-    Random random(90);
-    const size_t rows = s.query_rows(), values = rows * s.D,
-                 masks_count = size_t(s.B) * s.G * s.queries * oracle::selection_words(s);
-    const HostArray q = random_reals(random, values, score_scale),
-                    dout = random_reals(random, size_t(s.B) * s.queries * s.H * s.D);
-    HostArray gate(3 * rows);
-    for (float& g : gate) g = float(1 / (1 + std::exp(-2 * random.normal())));
-    std::vector<HostArray> k, v;
-    for (Branch branch : {CMP, SLC, WIN}) {
-        const size_t count = size_t(s.B) * s.G * oracle::key_rows(branch, s) * s.D;
-        k.push_back(random_reals(random, count)), v.push_back(random_reals(random, count));
-    }
-    const std::vector<Branch> branches = s.full ? std::vector<Branch>{WIN} : std::vector<Branch>{CMP, SLC, WIN};
-    const size_t count = branches.size();
-    const auto slot = [&](Branch branch) { return s.full ? 0 : size_t(branch); };
-
-    std::vector<uint32_t> masks(masks_count);
-    HostArray share(size_t(s.B) * s.G * s.queries);
-    const auto outputs = in_every_order([&] {
-        DeviceReal q_on_device(dev, q), o(dev, count * values), out(dev, dout.size());
-        DeviceFloat lse(dev, count * rows), gates(dev, gate), chosen(dev, share.size());
-        OnDevice<uint32_t> selection(dev, masks_count);
-        for (Branch branch : branches) {
-            DeviceReal keys(dev, k[branch]), v_on_device(dev, v[branch]);
-            dev.attention_forward(branch, o + slot(branch) * values, lse + slot(branch) * rows, q_on_device, keys,
-                                  v_on_device, branch == SLC ? selection.data : nullptr, s);
-            if (branch != CMP) continue;
-            dev.select_blocks(selection, nullptr, q_on_device, keys, lse, s);
-            dev.select_blocks(selection, chosen, q_on_device, keys, lse, s);
-            CHECK_EQUAL(selection.unwritten() + chosen.unwritten(), 0L);
-            dev.copy(masks.data(), (const uint32_t*)selection.data, masks_count);
-            share = chosen.host();
-        }
-        dev.combine_forward(out, o, s.full ? nullptr : gates.data, s);
-        CHECK_EQUAL(out.unwritten() + o.unwritten() + lse.unwritten(), 0L);
-        HostArray as_floats(masks.begin(), masks.end());
-        return std::vector<HostArray>{o.host(), lse.host(), out.host(), share, as_floats};
-    });
-    const HostArray &o = outputs[0], &lse = outputs[1];
-    if (!s.full) check_cuda_selection(masks, share, q, k[CMP], HostArray(lse.begin(), lse.begin() + long(rows)), s);
-    std::vector<CudaSum> combined(dout.size());
-    const CudaNumbers numbers_q(q.begin(), q.end());
-    for (Branch branch : branches) {
-        const oracle::Attended<float> expected =
-            oracle::attention<float>(branch, numbers_q, CudaNumbers(k[branch].begin(), k[branch].end()),
-                                     CudaNumbers(v[branch].begin(), v[branch].end()), masks.data(), s);
-        const long at = long(slot(branch));
-        const HostArray branch_o(o.begin() + at * long(values), o.begin() + (at + 1) * long(values)),
-            branch_lse(lse.begin() + at * long(rows), lse.begin() + (at + 1) * long(rows));
-        CHECK_ARRAY(branch_o, stored(expected.out), s.B, s.H, s.queries, s.D);
-        CHECK_ARRAY(branch_lse, expected.lse, s.B, s.H, s.queries);
-        for (size_t row = 0; row < rows; row++) {
-            const size_t j = row % s.queries, head = row / s.queries % s.H, b = row / s.queries / s.H;
-            for (int x = 0; x < s.D; x++)
-                combined[((b * s.queries + j) * s.H + head) * s.D + x].add(
-                    CudaNumber(s.full ? 1 : gate[branch * rows + row]) * CudaNumber(branch_o[row * s.D + x]));
-        }
-    }
-    CHECK_ARRAY(outputs[2], stored(oracle::numbers(combined)), s.B, s.queries, s.H, s.D);
-
-    // The rows of the backward, from the outputs as they were stored.
-    const auto from_rows = in_every_order([&] {
-        DeviceReal o_on_device(dev, o), d(dev, dout);
-        DeviceFloat lse_on_device(dev, lse), gates(dev, gate), row_dot(dev, count * rows), lse_gated(dev, count * rows),
-            dz(dev, count * rows);
-        dev.attention_backward_rows(row_dot, lse_gated, s.full ? nullptr : dz.data, d, o_on_device,
-                                    s.full ? nullptr : gates.data, lse_on_device, s);
-        CHECK_EQUAL(row_dot.unwritten() + lse_gated.unwritten(), 0L);
-        return std::vector<HostArray>{row_dot.host(), lse_gated.host(), dz.host()};
-    });
-    CudaNumbers expected_dot, expected_gated, expected_dz;
-    for (Branch branch : branches)
-        for (size_t row = 0; row < rows; row++) {
-            const size_t j = row % s.queries, head = row / s.queries % s.H, b = row / s.queries / s.H;
-            CudaSum dot;
-            for (int x = 0; x < s.D; x++)
-                dot.add(CudaNumber(dout[((b * s.queries + j) * s.H + head) * s.D + x]) *
-                        CudaNumber(o[(slot(branch) * rows + row) * s.D + x]));
-            const CudaNumber g(s.full ? 1 : gate[branch * rows + row]), shift(lse[slot(branch) * rows + row]);
-            expected_dot.push_back(dot);
-            expected_gated.push_back(std::isinf(shift.value) ? shift : shift - log(g));
-            expected_dz.push_back(CudaNumber(dot) * g * (CudaNumber(1) - g));
-        }
-    CHECK_ARRAY(from_rows[0], expected_dot);
-    CHECK_ARRAY(from_rows[1], expected_gated);
-    if (!s.full) CHECK_ARRAY(from_rows[2], expected_dz);
-    if (s.queries != s.T) return;
-
-    const HostArray dq = random_floats(random, values);  // accumulates
-    for (size_t i = 0; i < branches.size(); i++) {
-        const Branch branch = branches[i];
-        const HostArray row_dot(from_rows[0].begin() + long(i * rows), from_rows[0].begin() + long((i + 1) * rows)),
-            lse_gated(from_rows[1].begin() + long(i * rows), from_rows[1].begin() + long((i + 1) * rows));
-        const auto gradients = in_every_order([&] {
-            DeviceReal q_on_device(dev, q), keys(dev, k[branch]), v_on_device(dev, v[branch]), d(dev, dout),
-                dk(dev, k[branch].size()), dv(dev, v[branch].size());
-            DeviceFloat dq_on_device(dev, dq), only_dq(dev, values), dots(dev, row_dot), gated(dev, lse_gated);
-            OnDevice<uint32_t> selection(dev, masks_count);
-            dev.copy(selection.data, (const uint32_t*)masks.data(), masks_count);
-            dev.attention_backward(branch, dq_on_device, true, dk, dv, d, q_on_device, keys, v_on_device, dots, gated,
-                                   selection, s);
-            dev.attention_backward(branch, only_dq, false, dk, dv, d, q_on_device, keys, v_on_device, dots, gated,
-                                   selection, s);
-            CHECK_EQUAL(only_dq.unwritten(), 0L);
-            CHECK_EQUAL((dk.count ? dk.unwritten() : 0) + (dv.count ? dv.unwritten() : 0), 0L);
-            return std::vector<HostArray>{dq_on_device.host(), dk.host(), dv.host(), only_dq.host()};
-        });
-        oracle::AttentionGradients<float> expected =
-            level0_gradients(branch, q, k[branch], v[branch], dout, row_dot, lse_gated, masks.data(), s);
-        CHECK_ARRAY(gradients[3], oracle::numbers(expected.dq), s.B, s.H, s.T, s.D);
-        for (size_t x = 0; x < values; x++) expected.dq[x].add(CudaNumber(dq[x]));
-        CHECK_ARRAY(gradients[0], oracle::numbers(expected.dq), s.B, s.H, s.T, s.D);
-        CHECK_ARRAY(gradients[1], stored(oracle::numbers(expected.dk)), s.B, s.G, oracle::key_rows(branch, s), s.D);
-        CHECK_ARRAY(gradients[2], stored(oracle::numbers(expected.dv)), s.B, s.G, oracle::key_rows(branch, s), s.D);
-    }
-}
-TEST(cuda_level0_attention) {
-    for (const NsaShape& s : cuda_attention_shapes()) check_cuda_attention(s);
-}
-TEST(cuda_level0_attention_in_parts) {
-    for (const NsaShape& s :
-         {cuda_shape(2, 65, 1, 3, 16, 8, 4, 16, 3, 33), cuda_shape(1, 130, 2, 2, 8, 16, 4, 20, 4, 7)})
-        for (const NsaShape& part : {part_of(s, 0, s.T / 2), part_of(s, s.T / 2, 1), part_of(s, s.T - 1, 1),
-                                     part_of(s, s.T / 3, s.T - s.T / 3)})
-            check_cuda_attention(part);
-}
-TEST(cuda_level0_attention_full) {
-    NsaShape s = cuda_shape(2, 70, 2, 3, 16, 8, 4, 16, 3, 5);
-    s.full = true;
-    check_cuda_attention(s);
-}
-TEST(cuda_level0_attention_large_logits) { check_cuda_attention(cuda_shape(1, 65, 1, 3, 16, 8, 4, 16, 4, 33), 300); }
-
-TEST(cuda_level0_equal_importance_goes_to_the_lower_block) {
-    NsaShape s = cuda_shape(1, 200, 1, 2, 8, 8, 4, 8, 6, 16);
-    Cuda dev(0, TEST_WORKSPACE);
-    dev.plain_attention = true;
-    Random random(95);
-    const HostArray q = random_reals(random, s.query_rows() * s.D),
-                    kc(s.cmp_rows() * s.D, 0.5f);  // all compressed keys are the same
-    DeviceReal q_on_device(dev, q), keys(dev, kc), o(dev, q.size());
-    DeviceFloat lse(dev, s.query_rows());
-    OnDevice<uint32_t> selection(dev, size_t(s.T) * s.selection_words());
-    dev.attention_forward(CMP, o, lse, q_on_device, keys, keys, nullptr, s);
-    dev.select_blocks(selection, nullptr, q_on_device, keys, lse, s);
-    std::vector<uint32_t> masks(selection.count);
-    dev.copy(masks.data(), (const uint32_t*)selection.data, masks.size());
-    // l = l' = 2d: block 0 shares 8 + 4 tokens with compressed blocks, every later one 4 + 8 + 4. So 1, 2, 3 come
-    // before the rest.
-    for (int t = 56; t < s.T; t++)
-        CHECK(blocks_of(&masks[size_t(t) * s.selection_words()], s.selection_words()) ==
-              (std::vector<int>{0, 1, 2, 3, t / 8 - 1, t / 8}));
 }

@@ -4,6 +4,7 @@
 #include "harness.h"
 
 #include "cuda_op_tests.h"
+#include "plain_attention_tests.h"
 #include "attention_kernel_tests.h"
 #include "long_context_tests.h"
 #include "cuda_model_tests.h"

@@ -1,11 +1,11 @@
 // long_context_tests.h: what long sequences need: the selected branch by gathered rows, lists that are split, AUTO's
-// choice, the compressed branch in parts, and whether 64k tokens fit. Against Cpu in fp64 within the derived limits of
-// attention_kernel_tests.h, against masked tiles, and bit by bit against themselves; on a GPU, or in emulation, there
-// with several orders of threads and blocks.
+// choice, the compressed branch in parts, and whether 64k tokens fit. Compared with Cpu in fp64 within the derived
+// limits of attention_kernel_tests.h, with masked tiles, and bit by bit with themselves; on a GPU, or in emulation with
+// several orders of threads and blocks.
 #pragma once
 #include "attention_kernel_tests.h"
 
-#ifndef PRECISION_FP32  // which has the scalar kernels only
+#ifndef PRECISION_FP32  // which has the plain kernels only
 
 namespace long_context_tests {
 
@@ -67,8 +67,8 @@ inline void check_same(const Results& a, const Results& b) {
     check_same_bits("out", a.out, b.out), check_same_bits("lse", a.lse, b.lse), check_same_bits("dq", a.dq, b.dq);
     check_same_bits("dk", a.dk, b.dk), check_same_bits("dv", a.dv, b.dv);
 }
-// Both round the same weights to bf16 once and store bf16 once: each is off by
-// 2^-8 of its terms' root mean square at most in each, as in ladder_tests.h.
+// Both round the same weights to bf16 once and store bf16 once: each is off by at most 2^-8 of its terms' root mean
+// square in either, as in ladder_tests.h.
 inline void check_close(const Results& a, const Results& b) {
     CHECK_NEAR(relative_difference(a.out, b.out), 0, 4 * U16);
     CHECK_NEAR(relative_difference(a.lse, b.lse), 0, 1e-5);
@@ -120,7 +120,7 @@ TEST(attention_kernels_gather_large_logits) {
     check_gather(shape(150, 3), &worst, 0.4, true, 18);
     worst.print("gathered rows, large logits");
 }
-// A tile of tokens, or all, that chose nothing.
+// A tile of tokens that chose nothing, or all of them.
 TEST(attention_kernels_gather_empty_selections) {
     using namespace long_context_tests;
     Worst worst;
@@ -147,7 +147,7 @@ TEST(attention_kernels_gather_in_parts) {
     }
     worst.print("gathered rows, in parts");
 }
-// 1024 selection blocks, as 64k tokens have: chosen by the kernel, attended to by gathered rows. The first tiles of
+// 1024 selection blocks, as 64k tokens have, chosen by the kernel, attended to by gathered rows: the first tiles of
 // tokens, and the last.
 TEST(attention_kernels_gather_1024_blocks) {
     using namespace long_context_tests;
@@ -165,7 +165,7 @@ TEST(attention_kernels_gather_1024_blocks) {
     }
     worst.print("gathered rows, 1024 blocks");
 }
-// Lists longer than GATHER_CHUNK: blocks 0 and 3 are chosen by everyone, so two tiles of keys (or a block's three) are
+// Lists longer than GATHER_CHUNK: everyone chooses blocks 0 and 3, so two tiles of keys (or three, of one block) are
 // split.
 TEST(attention_kernels_gather_splits_long_lists) {
     using namespace long_context_tests;
@@ -185,8 +185,7 @@ TEST(attention_kernels_gather_splits_long_lists) {
     }
     worst.print("gathered rows, split lists");
 }
-// The bitmasks the other way round, their counts and the chunks, for more blocks than any other test has, against plain
-// loops.
+// The transposed bitmasks, their counts and the chunks, for more blocks than in any other test, against plain loops.
 TEST(attention_kernels_gather_plan) {
     using namespace long_context_tests;
     for (const int block : {16, 64, 128}) {
@@ -264,7 +263,7 @@ TEST(attention_kernels_gather_is_masked_tiles) {
         check_close(run_selected(in, SelectedKernel::GATHER), run_selected(in, SelectedKernel::TILES));
     }
 }
-// Whatever later tokens hold and choose, the rows before them keep their bits.
+// No matter what later tokens contain and choose, the rows before them keep their bits.
 TEST(attention_kernels_gather_is_causal) {
     using namespace long_context_tests;
     const NsaShape s = shape(170, 3);
@@ -291,7 +290,7 @@ TEST(attention_kernels_gather_is_causal) {
         CHECK(relative_difference(after.out, before.out) > 0.01);
     }
 }
-// AUTO counts as plain loops do, takes what costs less, and then gives the bits of what it took.
+// AUTO counts what plain loops count, takes what costs less, and then gives the same bits as the kernels it took.
 TEST(attention_kernels_gather_automatic_choice) {
     using namespace long_context_tests;
     for (const int block : {16, 64, 128})
@@ -299,7 +298,7 @@ TEST(attention_kernels_gather_automatic_choice) {
             NsaShape s = shape(block == 128 ? 2060 : 1030, 3, 1, 16);
             s.slc_block = block, s.slc_count = 3;
             Inputs in(s, SLC, 1, 41);
-            for (int t = 0; t < s.T; t++) {  // three blocks each: the same for all of a tile of tokens, or each its own
+            for (int t = 0; t < s.T; t++) {  // three blocks each: the same for all tokens of a tile, or different ones
                 uint32_t* words = &in.selection[size_t(t) * s.selection_words()];
                 std::fill_n(words, s.selection_words(), 0u);
                 const int own = t / 32 * 32 / block;  // the block of the tile's first token
@@ -369,7 +368,7 @@ TEST(attention_kernels_gather_is_described) {
     const DeviceArray<bf16> q(in.q), k(in.k), v(in.v), out(in.rows() * s.D);
     const DeviceArray<uint32_t> selection(in.selection);
     const DeviceArray<float> lse(in.rows());
-    CUDA_CHECK(cudaDeviceSynchronize());  // the arrays came on another stream
+    CUDA_CHECK(cudaDeviceSynchronize());  // the arrays were copied on another stream
     dev.attention_forward(SLC, out.data, lse.data, q.data, k.data, v.data, selection.data, s);
     CHECK(says("32 tokens visit") && says("of 10 tiles of keys"));
     dev.selected_kernel = SelectedKernel::TILES;
