@@ -127,8 +127,8 @@ struct Inputs {
         for (double& e : x) e = bf16_value(scale * normal());
         return x;
     }
-    int keys() const { return Cpu<double>::key_count(branch, s); }
-    int stride() const { return Cpu<double>::key_stride(branch, s); }
+    int keys() const { return s.key_count(branch); }
+    int stride() const { return s.key_stride(branch); }
     size_t rows() const { return s.query_rows(); }
 
     // density: of a typical token's selection
@@ -151,11 +151,7 @@ struct Inputs {
         }
     }
     bool visible(size_t bg, int t, int key) const {
-        const int width = Cpu<double>::tile_keys(branch, s), tile = key / width;
-        const auto range = Cpu<double>::visible_keys(branch, t, tile, s);
-        if (key % width < range.begin || key % width >= range.end) return false;
-        return branch != SLC ||
-               (Cpu<double>::selection_of(selection.data(), int(bg), t, s)[tile / 32] >> tile % 32 & 1);
+        return Cpu<double>::sees(branch, t, key, s.selection_mask(selection.data(), bg, t), s);
     }
     int tiles() const { return keys() / 64 + 1; }
 };
