@@ -123,7 +123,7 @@ template <class real>
 double gamma(double n);
 
 // The relative error that an engine's softmax may make in an exponential by rescaling its sums; see attention().
-inline double softmax_rescaling = 0;
+inline thread_local double softmax_rescaling = 0;
 
 template <class real>
 struct Number {
@@ -189,7 +189,7 @@ using Numbers = std::vector<Number<real>>;
 
 template <class real>
 double gamma(double n) {
-    return Number<real>::u * std::min(n, 6 * std::sqrt(n));
+    return Number<real>::u * (n <= 36 ? n : 6 * std::sqrt(n));
 }
 // The same sum, faster to make.
 template <class real>
@@ -406,27 +406,31 @@ Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<re
                          const uint32_t* selection, const NsaShape& s, bool bf16 = false, int tile = 0) {
     const int h = s.H / s.G, most = tile ? tile : smallest_tile(branch, s);
     Attended<real> all{Numbers<real>(q.size()), Numbers<real>(s.query_rows())};
-    Specification<real> specification;
-    specification.gemm.bf16 = bf16;
     NsaShape one = s;
     one.B = one.G = 1, one.H = h, one.queries = 1;
-    Numbers<real> rows(size_t(h) * s.D), out(rows.size()), lse(static_cast<size_t>(h));
-    for (int group = 0; group < s.B * s.G; group++)
-        for (int t = s.first; t < s.first + s.queries; t++) {
-            const uint32_t* const mask = s.selection_mask(selection, size_t(group), t);
-            const size_t keys_at = size_t(group) * key_rows(branch, s) * s.D;
-            const auto row = [&](int head) { return s.query_row(group / s.G, group % s.G * h + head, t); };
-            for (int head = 0; head < h; head++) std::copy_n(&q[row(head) * s.D], s.D, &rows[size_t(head) * s.D]);
-            one.first = t;
-            softmax_rescaling = gamma<real>(5.0 * double(visible(branch, t, mask, one).size() / size_t(most) + 1));
-            specification.attention_forward(branch, out.data(), lse.data(), rows.data(), k.data() + keys_at,
-                                            v.data() + keys_at, mask, one);
-            for (int head = 0; head < h; head++) {
-                std::copy_n(&out[size_t(head) * s.D], s.D, &all.out[row(head) * s.D]);
-                all.lse[row(head)] = lse[size_t(head)];
+#pragma omp parallel firstprivate(one)
+    {
+        Specification<real> specification;
+        specification.gemm.bf16 = bf16;
+        Numbers<real> rows(size_t(h) * s.D), out(rows.size()), lse(static_cast<size_t>(h));
+#pragma omp for collapse(2) schedule(dynamic, 8)
+        for (int group = 0; group < s.B * s.G; group++)
+            for (int t = s.first; t < s.first + s.queries; t++) {
+                const uint32_t* const mask = s.selection_mask(selection, size_t(group), t);
+                const size_t keys_at = size_t(group) * key_rows(branch, s) * s.D;
+                const auto row = [&](int head) { return s.query_row(group / s.G, group % s.G * h + head, t); };
+                for (int head = 0; head < h; head++) std::copy_n(&q[row(head) * s.D], s.D, &rows[size_t(head) * s.D]);
+                one.first = t;
+                softmax_rescaling = gamma<real>(5.0 * double(visible(branch, t, mask, one).size() / size_t(most) + 1));
+                specification.attention_forward(branch, out.data(), lse.data(), rows.data(), k.data() + keys_at,
+                                                v.data() + keys_at, mask, one);
+                softmax_rescaling = 0;
+                for (int head = 0; head < h; head++) {
+                    std::copy_n(&out[size_t(head) * s.D], s.D, &all.out[row(head) * s.D]);
+                    all.lse[row(head)] = lse[size_t(head)];
+                }
             }
-        }
-    softmax_rescaling = 0;
+    }
     return all;
 }
 

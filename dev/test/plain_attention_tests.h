@@ -64,31 +64,9 @@ inline oracle::AttentionGradients<float> plain_gradients(Branch branch, const Ho
                                                          const HostArray& v, const HostArray& dout,
                                                          const HostArray& row_dot, const HostArray& lse_gated,
                                                          const uint32_t* selection, const NsaShape& s) {
-    using N = CudaNumber;
-    oracle::AttentionGradients<float> d;
-    d.dq.resize(q.size()), d.dk.resize(k.size()), d.dv.resize(v.size());
-    const N scale(1 / std::sqrt(double(s.D)), N::u / std::sqrt(double(s.D)));
-    for (int b = 0; b < s.B; b++)
-        for (int head = 0; head < s.H; head++)
-            for (int t = 0; t < s.T; t++) {
-                const size_t g = size_t(head / (s.H / s.G)), row = (size_t(b) * s.H + head) * s.T + t,
-                             group = b * s.G + g;
-                const uint32_t* mask = selection ? selection + (group * s.T + t) * oracle::selection_words(s) : nullptr;
-                const float* dO = &dout[((size_t(b) * s.T + t) * s.H + head) * s.D];
-                for (int key : oracle::visible(branch, t, mask, s)) {
-                    const size_t key_at = (group * oracle::key_rows(branch, s) + key) * s.D;
-                    CudaSum score, dp;
-                    for (int x = 0; x < s.D; x++)
-                        score.add(N(q[row * s.D + x]) * scale * N(k[key_at + x])), dp.add(N(dO[x]) * N(v[key_at + x]));
-                    const N p = exp(N(score) - N(lse_gated[row])), ds = p * (N(dp) - N(row_dot[row]));
-                    for (int x = 0; x < s.D; x++) {
-                        d.dq[row * s.D + x].add(ds * N(k[key_at + x]) * scale);
-                        d.dk[key_at + x].add(ds * N(q[row * s.D + x]) * scale);
-                        d.dv[key_at + x].add(p * N(dO[x]));
-                    }
-                }
-            }
-    return d;
+    const auto numbers = [](const HostArray& x) { return CudaNumbers(x.begin(), x.end()); };
+    return oracle::branch_gradients<float>(branch, numbers(q), numbers(k), numbers(v), numbers(dout), numbers(row_dot),
+                                           numbers(lse_gated), selection, s);
 }
 
 inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
