@@ -57,12 +57,13 @@ struct NsaShape {
     size_t query_rows() const { return size_t(B) * H * queries; }
     size_t key_rows() const { return size_t(B) * G * T; }
     size_t cmp_rows() const { return size_t(B) * G * cmp_capacity(); }
-    size_t query_row(int b, int head, int t) const { return (size_t(b) * H + head) * queries + (t - first); }
-    size_t output_row(int b, int head, int t) const { return (size_t(b) * queries + (t - first)) * H + head; }
+    // head and group count through all sequences: 0 .. B*H-1 and 0 .. B*G-1.
+    size_t query_row(size_t head, int t) const { return head * queries + (t - first); }
+    size_t output_row(size_t head, int t) const { return (head / H * queries + (t - first)) * H + head % H; }
     // Rows of a branch's keys per sequence and group, and how many of them the last query of this call may see.
     int key_stride(Branch branch) const { return branch == CMP ? cmp_capacity() : T; }
     int key_count(Branch branch) const { return branch == CMP ? cmp_blocks(first + queries) : first + queries; }
-    // The bitmask of query t in selection [B, G, queries, words]; group counts through all sequences. Null of null.
+    // The bitmask of query t in selection [B, G, queries, words]; null of null.
     const uint32_t* selection_mask(const uint32_t* selection, size_t group, int t) const {
         return selection ? selection + (group * queries + (t - first)) * selection_words() : nullptr;
     }

@@ -418,7 +418,7 @@ Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<re
             for (int t = s.first; t < s.first + s.queries; t++) {
                 const uint32_t* const mask = s.selection_mask(selection, size_t(group), t);
                 const size_t keys_at = size_t(group) * key_rows(branch, s) * s.D;
-                const auto row = [&](int head) { return s.query_row(group / s.G, group % s.G * h + head, t); };
+                const auto row = [&](int head) { return s.query_row(size_t(group) * h + head, t); };
                 for (int head = 0; head < h; head++) std::copy_n(&q[row(head) * s.D], s.D, &rows[size_t(head) * s.D]);
                 one.first = t;
                 softmax_rescaling = gamma<real>(5.0 * double(visible(branch, t, mask, one).size() / size_t(most) + 1));
@@ -461,18 +461,16 @@ AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& 
     using N = Number<real>;
     const Attended<real> forward = attention(branch, q, k, v, selection, s, bf16);
     Numbers<real> row_dot(s.query_rows()), lse_gated(s.query_rows()), dz(s.query_rows());
-    for (int b = 0; b < s.B; b++)
-        for (int head = 0; head < s.H; head++)
-            for (int t = s.first; t < s.first + s.queries; t++) {
-                const size_t row = s.query_row(b, head, t);
-                const N open = gate ? N(gate[row]) : N(1);
-                Sum<real> r;
-                for (int x = 0; x < s.D; x++)
-                    r.add(N(dout[s.output_row(b, head, t) * s.D + x]) * forward.out[row * s.D + x]);
-                row_dot[row] = r;
-                lse_gated[row] = forward.lse[row] - log(open);
-                dz[row] = N(r) * open * (N(1) - open);
-            }
+    for (size_t head = 0; head < size_t(s.B) * s.H; head++)
+        for (int t = s.first; t < s.first + s.queries; t++) {
+            const size_t row = s.query_row(head, t);
+            const N open = gate ? N(gate[row]) : N(1);
+            Sum<real> r;
+            for (int x = 0; x < s.D; x++) r.add(N(dout[s.output_row(head, t) * s.D + x]) * forward.out[row * s.D + x]);
+            row_dot[row] = r;
+            lse_gated[row] = forward.lse[row] - log(open);
+            dz[row] = N(r) * open * (N(1) - open);
+        }
     AttentionGradients<real> d =
         branch_gradients(branch, q, k, v, numbers(dout, q.size()), row_dot, lse_gated, selection, s, bf16);
     d.dz = dz;
