@@ -20,8 +20,8 @@ constexpr double NORM_EPS = 1e-6;
 struct NsaShape {
     int B = 1;  // sequences
     int T = 0;  // tokens that the key and value buffers hold per sequence
-    int first = 0,
-        queries = 0;  // a call computes positions first .. first+queries-1: (0, T) in training, (t, 1) to decode
+    // A call computes positions first .. first+queries-1: (0, T) in training, (t, 1) when decoding.
+    int first = 0, queries = 0;
     int H = 0, G = 0, D = 0;  // query heads, key/value groups, head dimension
     int l = 0, d = 0;         // compression block and stride
     int slc_block = 0;        // l': tokens of a selection block
