@@ -563,15 +563,15 @@ struct Cpu {
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse,
                        const NsaShape& s) {
         if constexpr (in_tiles) return tiles.select_blocks(gemm.bf16, selection, chosen_importance, q, kc, lse, s);
+        const size_t h = size_t(s.heads_per_group()), words = size_t(s.selection_words());
 #pragma omp parallel for schedule(static)
         for (size_t group = 0; group < size_t(s.B) * s.G; group++) {
             std::vector<real> importance(s.slc_blocks());
             for (int t = s.first; t < s.first + s.queries; t++) {
-                const size_t head_row = s.query_row(group * s.heads_per_group(), t),
-                             row = group * s.queries + (t - s.first);
+                const size_t head_row = s.query_row(group * h, t), row = group * s.queries + (t - s.first);
                 block_importance(importance.data(), q + head_row * s.D, lse + head_row,
                                  kc + group * s.cmp_capacity() * s.D, t, s);
-                const real share = choose_blocks(selection + row * s.selection_words(), importance.data(), t, s);
+                const real share = choose_blocks(selection + row * words, importance.data(), t, s);
                 if (chosen_importance) chosen_importance[row] = share;
             }
         }
