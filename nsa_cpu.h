@@ -1,19 +1,14 @@
 // nsa_cpu.h: struct Cpu, every operation of the model as plain C++: the executable specification. Attention, block
-// selection and compression are the loops of the paper's equations (Native Sparse Attention, arXiv 2502.11089), with
-// the equation's number beside each; dev/MODEL.md says the same in one page.
+// selection and compression are the loops of the paper's equations (Native Sparse Attention, arXiv 2502.11089) and bear
+// their numbers; dev/MODEL.md says the same in one page. lib/shape.h names the branches and the shapes.
 //
-// The file reads in this order:  memory  ->  row operations (embedding, norm, linear layers, SiLU, classifier)  ->
-// optimiser  ->  heads and RoPE  ->  compression  ->  attention, forward and backward  ->  block selection. Shapes and
-// the names of the branches are in lib/shape.h, matrix products and vectors in lib/cpu_gemm.h.
-//
-// Cpu<double> runs this file as it stands. It is what every faster version is compared with, and is itself judged by
-// finite differences and by the golden values of an independent PyTorch model (dev/reference.py). Cpu<float> trains:
-// where the processor has vectors, it computes compression, attention and selection in lib/cpu_attention.h, which adds
-// up the same terms in another order, many times faster. The kernels of nsa_kernels.cuh are the third version.
+// Cpu<double> runs this file as it stands. Finite differences and the golden values of an independent PyTorch model
+// (dev/reference.py) judge it, and every faster version is compared with it: Cpu<float>, which trains, computes
+// compression, attention and selection in lib/cpu_attention.h where the processor has vectors, and with this file's
+// loops elsewhere; nsa_kernels.cuh holds the GPU's version.
 //
 // Conventions. Row-major. Outputs come first, gradients start with d. "=" or "+=" in a comment says whether an output
-// is overwritten or accumulated. Results do not depend on the number of threads: every sum runs in an order fixed by
-// the shapes alone.
+// is overwritten or accumulated. Every sum runs in an order fixed by the shapes, so the threads change no result.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -39,32 +34,27 @@ constexpr size_t CHUNK = 4096;
 struct HyperAdamW {
     double lr, beta1, beta2, eps, decay;  // decay is already 0 for tensors without it
     int64_t step;                         // 1-based, for the bias corrections
-    // For stochastic rounding, where param is narrower than its master: stream (RANDOM_ROUNDING, step), counter
-    // offset + i, which is the element's place in the flat array of all parameters.
-    uint64_t seed;
-    size_t offset;
+    uint64_t seed;                        // of stochastic rounding, where param is narrower than its master; element i
+    size_t offset;                        // draws number offset + i, its place in the flat array of all parameters
     // The sum of the squares of the whole gradient, in the engine's memory. If given, the gradient is clipped to the L2
     // norm grad_clip (0: it is not), and nothing is updated when the norm is not finite.
     const double* squares = nullptr;
     double grad_clip = 0;
 };
 
-// clang-format off
 // An engine is the model's operations on one kind of processor, and the memory they work on. Cpu says what each of them
 // must compute; Cuda in nsa_kernels.cuh has the same members. train_nsa.cu and ddp.cuh use nothing else of an engine:
 //   formats     real, Stat, Grad, Master; has_master, on_host
-//   memory      allocate, release, available_bytes, zero, copy; to_host and from_host, which convert to and from fp32;
-//               upload of token ids
-//   results     send and receive: numbers on their way to the host while the next step runs
-//   repetition  Sequence, run: launches that are the same every time
-//   layers      embedding_forward, _backward; rmsnorm_forward, _backward; matmul_forward, _backward_input,
+//   memory      allocate, release, available_bytes, zero, copy; to_host, from_host (to and from fp32); upload (token
+//   ids) results     send and receive: numbers on their way to the host while the next step runs repetition  Sequence,
+//   run: launches that are the same every time layers      embedding_forward, _backward; rmsnorm_forward, _backward;
+//   matmul_forward, _backward_input,
 //               _backward_weight; silu_forward, _backward; classifier
 //   attention   split_heads_forward, _backward (Heads, HeadGradients); compress_forward, _backward (Phi, PhiGradients);
 //               attention_forward, _backward; select_blocks; combine_forward; attention_backward_rows; check_shape
-//   update      add_sum, add; chunk_squares, total_squares, set_guard: the loss and the gradient's norm; set_step, adamw;
+//   update      add_sum, add; chunk_squares, total_squares, set_guard (the gradient's norm); set_step, adamw;
 //               round_master (if has_master)
 //   log         describe, peak_flops; on a GPU describe_selected, peak_bytes
-// clang-format on
 template <class real_>
 struct Cpu {
     using real = real_;    // parameters and activations
@@ -103,18 +93,16 @@ struct Cpu {
     void check_shape(const NsaShape&) const {}  // every shape works here
     double peak_flops() const { return 0; }     // unknown
     std::string describe() const {
-        const bool fp32 = sizeof(real) == 4;
-        return format_text("CPU, %s%s, GEMM: %s", fp32 ? "fp32" : "fp64",
-                           gemm.bf16 ? " with the inputs of GEMMs rounded to bf16" : "",
-                           fp32 ? gemm_name() : "own blocked GEMM");
+        const char* const rounding = gemm.bf16 ? " with the inputs of GEMMs rounded to bf16" : "";
+        if (sizeof(real) == 8) return format_text("CPU, fp64%s, GEMM: own blocked GEMM", rounding);
+        return format_text("CPU, fp32%s, GEMM: %s", rounding, gemm_name());
     }
     template <class T>
     void zero(T* p, size_t count) {
 #pragma omp parallel for schedule(static)
         for (size_t i = 0; i < count; i++) p[i] = T(0);
     }
-    // Tokens to the engine, and numbers back, received later in the same order. Neither waits for the engine if that is
-    // another device.
+    // Tokens to the engine, and numbers back, received later in the same order. Another device works on meanwhile.
     void upload(int32_t* out, const int32_t* in, size_t count) { std::memcpy(out, in, count * sizeof(int32_t)); }
     void send(const double* numbers, size_t count) { sent.push_back({numbers, numbers + count}); }
     std::vector<double> receive() {
@@ -247,8 +235,7 @@ struct Cpu {
         for (size_t i = 0; i < count; i++) sum += x[i];
         *total += sum;
     }
-    // squares[i] = sum of the squares of chunk i of x [total], in fp64, for chunks that begin in [begin, begin +
-    // count).
+    // squares[i] = sum of the squares of chunk i of x [total], in fp64; the chunks that begin in [begin, begin + count)
     void chunk_squares(double* squares, const Grad* x, size_t total, size_t begin, size_t count) {
 #pragma omp parallel for schedule(static)
         for (size_t chunk = begin / CHUNK; chunk < (begin + count) / CHUNK; chunk++) {
@@ -277,9 +264,8 @@ struct Cpu {
     }
     void set_step(const HyperAdamW&) {}  // for an engine that replays its updates
     // AdamW (Loshchilov & Hutter 2019): decoupled decay, bias-corrected moments m, v. All arrays [count]. An engine
-    // with a master copy updates that and rounds it to param; here master is unused.
-    void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
-        (void)master;
+    // with a master copy updates that and rounds it to param.
+    void adamw(real* param, Master*, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
         double clip = 1;
         if (h.squares) {
             const double norm = std::sqrt(*h.squares);
@@ -300,17 +286,12 @@ struct Cpu {
 
     // ----- heads.  A row of `projected` [B*queries, P] is  q | keys and values, by HeadSlot | gate logits | padding
     struct Heads {
-        real* q;  // [B, H, queries, D], rotated
-        real*
-            kv[HEAD_SLOTS];  // [B, G, T, D] each; k_slc and k_win are rotated, k_cmp is not: its compressed blocks are
-        Stat* gate;          // [branches, B, H, queries], after the sigmoid
+        real* q;               // [B, H, queries, D], rotated
+        real* kv[HEAD_SLOTS];  // [B, G, T, D] each, rotated where is_rotated(slot)
+        Stat* gate;            // [branches, B, H, queries], after the sigmoid
     };
-    struct HeadGradients {
-        Stat* q;               // [B, H, T, D]
-        real* kv[HEAD_SLOTS];  // [B, G, T, D]
-        Stat* gate;            // [branches, B, H, T], of the logit
-    };
-    static bool is_rotated(int slot) { return slot == K_SLC || slot == K_WIN; }
+    using HeadGradients = Heads;                                                 // gate is the gradient of its logit
+    static bool is_rotated(int slot) { return slot == K_SLC || slot == K_WIN; }  // not k_cmp: its compressed blocks are
 
     // RoPE of one head (Su et al. 2021), halves convention: element i is paired with i + D/2, and the angle is position
     // * base^(-2i/D). direction -1 turns back, which is the rotation's transpose and so its gradient. out may be in.
@@ -329,11 +310,10 @@ struct Cpu {
         const int P = s.projected(), D = s.D;
 #pragma omp parallel for collapse(2) schedule(static)
         for (int b = 0; b < s.B; b++)
-            for (int j = 0; j < s.queries; j++) {
-                const int t = s.first + j;
-                const real* in = projected + (size_t(b) * s.queries + j) * P;
-                for (int head = 0; head < s.H; head++, in += D)
-                    rotate(out.q + s.query_row(b, head, t) * D, in, t, D, +1);
+            for (int t = s.first; t < s.first + s.queries; t++) {
+                const real* in = projected + (size_t(b) * s.queries + t - s.first) * P;
+                for (int head = b * s.H; head < (b + 1) * s.H; head++, in += D)
+                    rotate(out.q + s.query_row(head, t) * D, in, t, D, +1);
                 for (int slot = s.first_slot(); slot < HEAD_SLOTS; slot++)
                     for (int g = 0; g < s.G; g++, in += D) {
                         real* row = out.kv[slot] + ((size_t(b) * s.G + g) * s.T + t) * D;
@@ -342,12 +322,11 @@ struct Cpu {
                     }
                 for (int head = 0; !s.full && head < s.H; head++)
                     for (int branch = 0; branch < BRANCHES; branch++)
-                        out.gate[branch * s.query_rows() + s.query_row(b, head, t)] =
+                        out.gate[branch * s.query_rows() + s.query_row(b * s.H + head, t)] =
                             sigmoid(in[s.gate_logit(head, branch)]);
             }
     }
-    // dprojected = gradients of the heads, turned back and merged; 0 in the padding. Training shapes: first = 0,
-    // queries = T
+    // dprojected = the heads' gradients, turned back and merged; 0 in the padding. Training shapes: (0, T).
     void split_heads_backward(real* dprojected, HeadGradients d, const NsaShape& s) {
         prepare_rope(s.T, s.D);
         const int P = s.projected(), D = s.D;
@@ -355,8 +334,8 @@ struct Cpu {
         for (int b = 0; b < s.B; b++)
             for (int t = 0; t < s.T; t++) {
                 real *row = dprojected + (size_t(b) * s.T + t) * P, *out = row;
-                for (int head = 0; head < s.H; head++, out += D)
-                    rotate(out, d.q + s.query_row(b, head, t) * D, t, D, -1);
+                for (int head = b * s.H; head < (b + 1) * s.H; head++, out += D)
+                    rotate(out, d.q + s.query_row(head, t) * D, t, D, -1);
                 for (int slot = s.first_slot(); slot < HEAD_SLOTS; slot++)
                     for (int g = 0; g < s.G; g++, out += D) {
                         const real* in = d.kv[slot] + ((size_t(b) * s.G + g) * s.T + t) * D;
@@ -365,7 +344,8 @@ struct Cpu {
                     }
                 for (int head = 0; !s.full && head < s.H; head++)
                     for (int branch = 0; branch < BRANCHES; branch++)
-                        out[s.gate_logit(head, branch)] = d.gate[branch * s.query_rows() + s.query_row(b, head, t)];
+                        out[s.gate_logit(head, branch)] =
+                            d.gate[branch * s.query_rows() + s.query_row(b * s.H + head, t)];
                 for (int i = s.gate_logits(); i < s.gate_columns(); i++) out[i] = 0;
             }
     }
@@ -375,20 +355,16 @@ struct Cpu {
     using Phi = PhiOf<real>;
     using PhiGradients = PhiOf<Grad>;
     // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), rotated to position i*d if `rotated`; hidden [B, G, NC, F],
-    // the values before the SiLU, is kept for the backward pass. Computes the blocks that end inside this call's
-    // positions.
+    // the values before the SiLU, is for the backward pass. Computes the blocks that end inside this call's positions.
     void compress_forward(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
         prepare_rope(s.T, s.D);
-        const int begin = s.cmp_blocks(s.first), end = s.cmp_blocks(s.first + s.queries), NC = s.cmp_capacity();
         if constexpr (in_tiles) tiles.compress_forward(gemm, out, hidden, k, phi, s);
 #pragma omp parallel for schedule(static)
-        for (int bg = 0; bg < s.B * s.G; bg++)
-            for (int i = begin; i < end; i++) {
-                const size_t block = size_t(bg) * NC + i;
-                real* const row = out + block * s.D;
-                if constexpr (!in_tiles)
-                    compress_block(row, hidden + block * s.F, k + (size_t(bg) * s.T + i * s.d) * s.D, phi, s);
-                if (rotated) rotate(row, row, i * s.d, s.D, +1);
+        for (size_t group = 0; group < size_t(s.B) * s.G; group++)
+            for (int i = s.cmp_blocks(s.first); i < s.cmp_blocks(s.first + s.queries); i++) {
+                const size_t row = group * s.cmp_capacity() + i, at = (group * s.T + i * s.d) * s.D;
+                if constexpr (!in_tiles) compress_block(out + row * s.D, hidden + row * s.F, k + at, phi, s);
+                if (rotated) rotate(out + row * s.D, out + row * s.D, i * s.d, s.D, +1);
             }
     }
     // out [D] = phi(X), hidden [F]. X [l, D]
@@ -415,8 +391,7 @@ struct Cpu {
             rotate(dout + row * s.D, dout + row * s.D, int(row % NC) * s.d, s.D, -1);
         if constexpr (in_tiles) return tiles.compress_backward(gemm, dk, dphi, dout, hidden, k, phi, s);
         zero(dk, s.key_rows() * s.D);
-        for (size_t row = 0; row < s.cmp_rows();
-             row++) {  // neighbouring blocks share tokens and all share phi: in order
+        for (size_t row = 0; row < s.cmp_rows(); row++) {  // in order: blocks share phi, and neighbours share tokens
             const size_t at = (row / NC * s.T + row % NC * s.d) * s.D;
             compress_block_backward(dk + at, dphi, dout + row * s.D, hidden + row * s.F, k + at, phi, s);
         }
@@ -451,16 +426,52 @@ struct Cpu {
         if (branch == SLC) return key <= t && is_selected(selected, key / s.slc_block);
         return key <= t && (s.full || key > t - s.window);
     }
-    // Their indices, oldest first. selected: the bitmask of (t, group), in the selected branch.
+    static bool is_selected(const uint32_t* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
+    // The keys that query t sees, oldest first. selected: the bitmask of (t, group), in the selected branch.
     static std::vector<int> visible_keys(Branch branch, int t, const uint32_t* selected, const NsaShape& s) {
         std::vector<int> keys;
         for (int key = 0; key < s.key_count(branch); key++)
             if (sees(branch, t, key, selected, s)) keys.push_back(key);
         return keys;
     }
-    static bool is_selected(const uint32_t* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
 
-    // q . k / sqrt(D) of one query and one key
+    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, the Attn(q, K, V) of paper eq. 5.
+    // lse [B, H, queries] = ln of the softmax's denominator. A query without a key: out 0, lse +infinity.
+    void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
+                           const uint32_t* selection, const NsaShape& s) {
+        if constexpr (in_tiles) return tiles.attention_forward(gemm.bf16, branch, out, lse, q, k, v, selection, s);
+        const size_t h = size_t(s.heads_per_group());
+#pragma omp parallel for schedule(static)
+        for (size_t group = 0; group < size_t(s.B) * s.G; group++) {
+            const size_t keys_at = group * s.key_stride(branch) * s.D;
+            for (int t = s.first; t < s.first + s.queries; t++) {
+                const std::vector<int> keys = visible_keys(branch, t, s.selection_mask(selection, group, t), s);
+                for (size_t head = group * h; head < (group + 1) * h; head++) {
+                    const size_t row = s.query_row(head, t);
+                    attend(out + row * s.D, lse[row], q + row * s.D, k + keys_at, v + keys_at, keys, s);
+                }
+            }
+        }
+    }
+    // One query and head: out [D], q [D]; k, v: the rows of the group.
+    void attend(real* out, Stat& lse, const real* q, const real* k, const real* v, const std::vector<int>& keys,
+                const NsaShape& s) const {
+        std::fill_n(out, s.D, real(0));
+        lse = std::numeric_limits<double>::infinity();
+        if (keys.empty()) return;
+        std::vector<real> p;
+        for (int key : keys) p.push_back(score(q, k + size_t(key) * s.D, s));
+        double largest = double(p[0]);  // subtracting it changes no softmax, and keeps e^x finite
+        for (const real& x : p) largest = std::max(largest, double(x));
+        real total = 0;
+        for (real& x : p) total += x = exponential(x - real(largest));
+        for (size_t i = 0; i < keys.size(); i++)
+            for (int x = 0; x < s.D; x++) out[x] += factor(p[i]) * factor(v[size_t(keys[i]) * s.D + x]);
+        for (int x = 0; x < s.D; x++) out[x] = out[x] / total;
+        using std::log;
+        lse = log(total) + real(largest);
+    }
+    // q . k / sqrt(D)
     real score(const real* q, const real* k, const NsaShape& s) const {
         const real scale = real(s.scale());
         real sum = 0;
@@ -468,169 +479,117 @@ struct Cpu {
         return sum;
     }
 
-    // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, the Attn(q, K, V) of paper eq. 5; lse
-    // [B, H, queries] = the natural logarithm of the softmax's denominator. A query without a key: out 0, lse
-    // +infinity.
-    void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
-                           const uint32_t* selection, const NsaShape& s) {
-        if constexpr (in_tiles) return tiles.attention_forward(gemm.bf16, branch, out, lse, q, k, v, selection, s);
-#pragma omp parallel for collapse(2) schedule(static)
-        for (int b = 0; b < s.B; b++)
-            for (int g = 0; g < s.G; g++) {
-                const size_t group = size_t(b) * s.G + g, keys_at = group * s.key_stride(branch) * s.D;
-                for (int t = s.first; t < s.first + s.queries; t++) {
-                    const std::vector<int> keys = visible_keys(branch, t, s.selection_mask(selection, group, t), s);
-                    for (int head = g * s.heads_per_group(); head < (g + 1) * s.heads_per_group(); head++) {
-                        const size_t row = s.query_row(b, head, t);
-                        attend(out + row * s.D, lse[row], q + row * s.D, k + keys_at, v + keys_at, keys, s);
-                    }
-                }
-            }
-    }
-    // One query and head. out [D], q [D], k, v [.., D]
-    void attend(real* out, Stat& lse, const real* q, const real* k, const real* v, const std::vector<int>& keys,
-                const NsaShape& s) const {
-        std::fill_n(out, s.D, real(0));
-        lse = std::numeric_limits<double>::infinity();
-        if (keys.empty()) return;
-        std::vector<real> p;
-        double largest = -std::numeric_limits<double>::infinity();
-        for (int key : keys) {
-            p.push_back(score(q, k + size_t(key) * s.D, s));
-            largest = std::max(largest, double(p.back()));
-        }
-        real total = 0;
-        for (real& x : p) {  // subtracting the largest score changes no softmax, and keeps e^x finite
-            x = exponential(x - real(largest));
-            total += x;
-        }
-        for (size_t i = 0; i < keys.size(); i++)
-            for (int x = 0; x < s.D; x++) out[x] += factor(p[i]) * factor(v[size_t(keys[i]) * s.D + x]);
-        for (int x = 0; x < s.D; x++) out[x] = out[x] / total;
-        using std::log;
-        lse = log(total) + real(largest);
-    }
-
-    // out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5. Full attention has one branch,
-    // whose gate is 1. o [branches, B, H, queries, D], gate [branches, B, H, queries]
+    // out [B*queries, H*D] = sum over branches of gate * branch output; paper eq. 5. Full attention has one branch, and
+    // its gate is 1. o [branches, B, H, queries, D], gate [branches, B, H, queries]
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
         const size_t rows = s.query_rows();
 #pragma omp parallel for collapse(2) schedule(static)
-        for (int b = 0; b < s.B; b++)
+        for (int head = 0; head < s.B * s.H; head++)
             for (int t = s.first; t < s.first + s.queries; t++)
-                for (int head = 0; head < s.H; head++) {
-                    const size_t row = s.query_row(b, head, t);
-                    real* to = out + s.output_row(b, head, t) * s.D;
-                    for (int x = 0; x < s.D; x++) {
-                        real sum = 0;
-                        for (int i = 0; i < s.branches(); i++)
-                            sum += (s.full ? real(1) : gate[i * rows + row]) * o[(i * rows + row) * s.D + x];
-                        to[x] = sum;
-                    }
+                for (int x = 0; x < s.D; x++) {
+                    const size_t row = s.query_row(head, t);
+                    real sum = 0;
+                    for (int i = 0; i < s.branches(); i++)
+                        sum += (s.full ? real(1) : gate[i * rows + row]) * o[(i * rows + row) * s.D + x];
+                    out[s.output_row(head, t) * s.D + x] = sum;
                 }
     }
     // What the backward pass of every branch starts from, per branch and query row, with g = gate and r = dout . o:
-    //     row_dot = r     lse_gated = lse - ln(g), so that e^(score - lse_gated) = g * P     dgate_logit = r * g * (1 -
-    //     g)
+    //     row_dot = r,   lse_gated = lse - ln(g), so that e^(score - lse_gated) = g P,   dgate_logit = r g (1 - g)
     // So the gate needs no buffers of its own, and the row term of softmax's backward is the gate's gradient.
     void attention_backward_rows(Stat* row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o,
                                  const Stat* gate, const Stat* lse, const NsaShape& s) {
 #pragma omp parallel for collapse(2) schedule(static)
-        for (int b = 0; b < s.B; b++)
-            for (int head = 0; head < s.H; head++)
-                for (int t = s.first; t < s.first + s.queries; t++)
-                    for (int i = 0; i < s.branches(); i++) {
-                        const size_t row = i * s.query_rows() + s.query_row(b, head, t);
-                        const real *d = dout + s.output_row(b, head, t) * s.D, *from = o + row * s.D,
-                                   g = s.full ? real(1) : gate[row];
-                        real r = 0;
+        for (int head = 0; head < s.B * s.H; head++)
+            for (int t = s.first; t < s.first + s.queries; t++)
+                for (int i = 0; i < s.branches(); i++) {
+                    const size_t row = i * s.query_rows() + s.query_row(head, t);
+                    const real *d = dout + s.output_row(head, t) * s.D, *from = o + row * s.D,
+                               g = s.full ? real(1) : gate[row];
+                    real r = 0;
 #pragma omp simd reduction(+ : r)
-                        for (int x = 0; x < s.D; x++) r += d[x] * from[x];
-                        row_dot[row] = r;
-                        lse_gated[row] = lse[row] - std::log(g);
-                        if (!s.full) dgate_logit[row] = r * g * (1 - g);
-                    }
+                    for (int x = 0; x < s.D; x++) r += d[x] * from[x];
+                    row_dot[row] = r;
+                    lse_gated[row] = lse[row] - std::log(g);
+                    if (!s.full) dgate_logit[row] = r * g * (1 - g);
+                }
     }
 
-    // Gradients of one branch, from the rows above.  P' = e^(S - lse_gated),  dS = P' o (dout v^T - row_dot):
-    //   dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`
-    //   dk [keys] = dS^T q / sqrt(D),   dv [keys] = P'^T dout;   dout [B*queries, H*D]. Training shapes.
+    // Gradients of one branch, from those rows.  P' = e^(S - lse_gated) = g P,  dS = P' o (dout v^T - row_dot):
+    //     dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`;  dk [keys] = dS^T q / sqrt(D);  dv [keys] = P'^T
+    //     dout
+    // dout [B*queries, H*D]. Training shapes.
     void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q,
                             const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
                             const uint32_t* selection, const NsaShape& s) {
         if constexpr (in_tiles)
             return tiles.attention_backward(gemm.bf16, branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated,
                                             selection, s);
-        const size_t D = size_t(s.D);
+        const size_t D = size_t(s.D), h = size_t(s.heads_per_group());
         const real scale = real(s.scale());
-#pragma omp parallel for collapse(2) schedule(static)
-        for (int b = 0; b < s.B; b++)
-            for (int g = 0; g < s.G; g++) {
-                const size_t group = size_t(b) * s.G + g, keys_at = group * s.key_stride(branch) * D;
-                std::fill_n(dk + keys_at, s.key_count(branch) * D, real(0));
-                std::fill_n(dv + keys_at, s.key_count(branch) * D, real(0));
-                for (int t = s.first; t < s.first + s.queries; t++) {
-                    const std::vector<int> keys = visible_keys(branch, t, s.selection_mask(selection, group, t), s);
-                    for (int head = g * s.heads_per_group(); head < (g + 1) * s.heads_per_group(); head++) {
-                        const size_t row = s.query_row(b, head, t);
-                        const real *qr = q + row * D, *dO = dout + s.output_row(b, head, t) * D;
-                        if (!add) std::fill_n(dq + row * D, D, real(0));
-                        for (int key : keys) {
-                            const size_t at = keys_at + key * D;
-                            const real P = exponential(score(qr, k + at, s) - lse_gated[row]);
-                            real dP = 0;
-                            for (size_t x = 0; x < D; x++) dP += factor(dO[x]) * factor(v[at + x]);
-                            const real dS = P * (dP - row_dot[row]);
-                            for (size_t x = 0; x < D; x++) {
-                                dq[row * D + x] += factor(dS) * factor(k[at + x]) * scale;
-                                dk[at + x] += factor(dS) * factor(qr[x] * scale);
-                                dv[at + x] += factor(P) * factor(dO[x]);
-                            }
+#pragma omp parallel for schedule(static)
+        for (size_t group = 0; group < size_t(s.B) * s.G; group++) {
+            const size_t keys_at = group * s.key_stride(branch) * D;
+            std::fill_n(dk + keys_at, s.key_count(branch) * D, real(0));
+            std::fill_n(dv + keys_at, s.key_count(branch) * D, real(0));
+            for (int t = s.first; t < s.first + s.queries; t++) {
+                const std::vector<int> keys = visible_keys(branch, t, s.selection_mask(selection, group, t), s);
+                for (size_t head = group * h; head < (group + 1) * h; head++) {
+                    const size_t row = s.query_row(head, t);
+                    const real *qr = q + row * D, *dO = dout + s.output_row(head, t) * D;
+                    if (!add) std::fill_n(dq + row * D, D, real(0));
+                    for (int key : keys) {
+                        const size_t at = keys_at + key * D;
+                        const real P = exponential(score(qr, k + at, s) - lse_gated[row]);
+                        real dP = 0;
+                        for (size_t x = 0; x < D; x++) dP += factor(dO[x]) * factor(v[at + x]);
+                        const real dS = P * (dP - row_dot[row]);
+                        for (size_t x = 0; x < D; x++) {
+                            dq[row * D + x] += factor(dS) * factor(k[at + x]) * scale;
+                            dk[at + x] += factor(dS) * factor(qr[x] * scale);
+                            dv[at + x] += factor(P) * factor(dO[x]);
                         }
                     }
                 }
             }
+        }
     }
 
     // ----- block selection, paper eq. 8 to 12; no gradient flows through it.
     // selection [B, G, queries, words]: query t, in block b = t / l', may choose among blocks 0..b. If b + 1 <= n it
-    // takes all of them; otherwise blocks 0, b-1 and b, and the n-3 most important others. One set for all heads of a
-    // group. lse [B, H, queries]: the compressed branch's. chosen_importance [B, G, queries], where given: the share of
-    // the importance that fell on the selected blocks, 1 where all were taken.
+    // takes them all; otherwise blocks 0, b-1 and b, and the n-3 most important others. All heads of a group share one
+    // set. lse [B, H, queries] is the compressed branch's. chosen_importance [B, G, queries], if given, is the share of
+    // the importance that fell on the chosen blocks, 1 where all were taken.
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse,
                        const NsaShape& s) {
         if constexpr (in_tiles) return tiles.select_blocks(gemm.bf16, selection, chosen_importance, q, kc, lse, s);
-#pragma omp parallel for collapse(2) schedule(static)
-        for (int b = 0; b < s.B; b++)
-            for (int g = 0; g < s.G; g++) {
-                std::vector<real> importance(s.slc_blocks());
-                const size_t group = size_t(b) * s.G + g;
-                for (int t = s.first; t < s.first + s.queries; t++) {
-                    const size_t query = s.query_row(b, g * s.heads_per_group(), t);  // of the group's first head
-                    const size_t row = group * s.queries + (t - s.first);
-                    block_importance(importance.data(), q + query * s.D, lse + query,
-                                     kc + group * s.cmp_capacity() * s.D, t, s);
-                    const real share = choose_blocks(selection + row * s.selection_words(), importance.data(), t, s);
-                    if (chosen_importance) chosen_importance[row] = share;
-                }
+        const size_t h = size_t(s.heads_per_group()), words = size_t(s.selection_words());
+#pragma omp parallel for schedule(static)
+        for (size_t group = 0; group < size_t(s.B) * s.G; group++) {
+            std::vector<real> importance(s.slc_blocks());
+            for (int t = s.first; t < s.first + s.queries; t++) {
+                const size_t head_row = s.query_row(group * h, t), row = group * s.queries + (t - s.first);
+                block_importance(importance.data(), q + head_row * s.D, lse + head_row,
+                                 kc + group * s.cmp_capacity() * s.D, t, s);
+                const real share = choose_blocks(selection + row * words, importance.data(), t, s);
+                if (chosen_importance) chosen_importance[row] = share;
             }
+        }
     }
-    // importance [t/l' + 1] of the selection blocks for query t and a group. q, lse: the row of the group's first head,
-    // those of the others follow `queries` rows apart. kc: the group's compressed keys.
+    // importance [t/l' + 1] of the selection blocks for query t and a group. q, lse: the row of the group's first head;
+    // the other heads' follow, `queries` rows apart. kc: the group's compressed keys.
     void block_importance(real* importance, const real* q, const Stat* lse, const real* kc, int t,
                           const NsaShape& s) const {
         std::vector<real> p(s.cmp_blocks(t + 1), real(0));
         for (size_t i = 0; i < p.size(); i++)
-            for (int head = 0; head < s.heads_per_group(); head++) {  // eq. 8, and eq. 10: the sum over the group
-                const size_t row = size_t(head) * s.queries;
-                p[i] += exponential(score(q + row * s.D, kc + i * s.D, s) - lse[row]);
-            }
+            for (size_t row = 0; row < size_t(s.heads_per_group()) * s.queries; row += s.queries)
+                p[i] += exponential(score(q + row * s.D, kc + i * s.D, s) - lse[row]);  // eq. 8, summed as eq. 10 says
         fold_importance(importance, p.data(), t, s);
     }
     // Paper eq. 9 for any l, d and l': a compressed block counts for a selection block by the tokens they share, in
     // units of d. As printed, eq. 9 adds p[j*l'/d - m - n], which with indices from 0 are blocks before selection block
-    // j; the blocks that overlap it are meant. For l, d, l' = 32, 16, 64: p[4j-1] + 2 p[4j] + 2 p[4j+1] + 2 p[4j+2] +
-    // p[4j+3].
+    // j; the blocks that overlap it are meant. For l, d, l' = 32, 16, 64 it is
+    //     importance[j] = p[4j-1] + 2 p[4j] + 2 p[4j+1] + 2 p[4j+2] + p[4j+3]
     static void fold_importance(real* importance, const real* p, int t, const NsaShape& s) {
         std::fill_n(importance, t / s.slc_block + 1, real(0));
         for (int i = 0; i < s.cmp_blocks(t + 1); i++) {
@@ -647,12 +606,8 @@ struct Cpu {
         const int last = t / s.slc_block;
         const auto take = [&](int block) { mask[block / 32] |= 1u << (block % 32); };
         std::fill_n(mask, s.selection_words(), 0u);
-        if (last + 1 <= s.slc_count) {
-            for (int block = 0; block <= last; block++) take(block);
-            return 1;
-        }
-        take(0), take(last - 1), take(last);
-        for (int taken = 3; taken < s.slc_count; taken++) {
+        take(0), take(std::max(last - 1, 0)), take(last);
+        for (int taken = 3; taken < std::min(s.slc_count, last + 1); taken++) {
             int best = -1;
             for (int block = 0; block <= last; block++)
                 if (!is_selected(mask, block) && (best < 0 || importance[block] > importance[best])) best = block;
@@ -671,7 +626,7 @@ struct Cpu {
     static constexpr bool in_tiles = HAVE_VECTORS && std::is_same<real, float>::value;
     TiledAttention tiles;
 
-    // What a matrix product takes of x: x itself, or with --cpu-dtype bf16 the nearest number of that format.
+    // What a matrix product takes of x: x itself or, with --cpu-dtype bf16, the nearest number of that format.
     real factor(real x) const { return gemm.bf16 ? round_to_bf16(x) : x; }
 
     Workspace<real> partial_sums;
@@ -682,8 +637,7 @@ struct Cpu {
     void prepare_rope(int positions, int D) {
         if (positions <= rope_positions && D == rope_dim) return;
         rope_positions = positions, rope_dim = D;
-        rope_cos.resize(size_t(positions) * (D / 2));
-        rope_sin.resize(size_t(positions) * (D / 2));
+        for (std::vector<real>* table : {&rope_cos, &rope_sin}) table->resize(size_t(positions) * (D / 2));
 #pragma omp parallel for schedule(static)
         for (int t = 0; t < positions; t++)
             for (int i = 0; i < D / 2; i++) {

@@ -259,10 +259,10 @@ class TiledAttention {
     }
 
     static size_t query_row(size_t bg, int head_of_group, int t, const NsaShape& s) {
-        return s.query_row(int(bg) / s.G, int(bg) % s.G * s.heads_per_group() + head_of_group, t);
+        return s.query_row(bg * s.heads_per_group() + head_of_group, t);
     }
     static const float* dout_row(const float* dout, size_t bg, int t, const NsaShape& s) {
-        return dout + (bg / s.G * s.queries + t - s.first) * s.H * s.D + bg % s.G * s.heads_per_group() * s.D;
+        return dout + s.output_row(bg * s.heads_per_group(), t) * s.D;
     }
     // The rows of some tokens from q [B, H, queries, D], scaled.
     static void load_queries(float* rows, const float* q, size_t bg, const int* tokens, int count, const NsaShape& s) {

@@ -1,6 +1,5 @@
-// cpu_gemm.h: what struct Cpu (nsa_cpu.h) multiplies matrices with: bf16, a micro-kernel in vector registers, AMX, a
-// blocked GEMM or oneDNN's, and an exponential that vectorises. The CPU's counterpart of cuda_common.cuh: nothing in
-// here knows of the model.
+// cpu_gemm.h: matrix products on the CPU: bf16, a micro-kernel in vector registers, AMX, a blocked GEMM or oneDNN's,
+// and an exponential that vectorises. Used by nsa_cpu.h and cpu_attention.h; nothing in here knows the model.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -12,7 +11,6 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -38,8 +36,8 @@ inline int omp_get_thread_num() { return 0; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // bf16: the upper half of a float, rounded to nearest, ties to even. With --cpu-dtype bf16 the inputs of matrix
-// products are rounded to it; their sums, and everything else, stay fp32. Products take bf16 in pairs of neighbours
-// along the summed dimension.
+// products are rounded to it; sums and everything else stay fp32. Products take pairs of bf16: two neighbours along the
+// summed dimension.
 
 using Bf16 = uint16_t;
 inline Bf16 to_bf16(float x) {
@@ -62,8 +60,7 @@ struct Bf16Pair {
     Bf16 first, second;
 };
 
-// What this build's processor has for them: the dot product of vectors (AVX512_BF16), and, further below, tiles
-// (AMX_BF16).
+// Whether the processor this is built for multiplies vectors of them (AVX512_BF16). For tiles of them see HAVE_AMX.
 #ifdef __AVX512BF16__
 constexpr bool HAVE_BF16 = true;
 #else
@@ -99,8 +96,8 @@ struct VectorOf {
 };
 using FloatVector = VectorOf<float>::type;
 
-// sum + x * y, of vectors or of single numbers. By value: of a sum passed
-// by reference GCC keeps a copy in memory, up to date in every iteration.
+// sum + x * y, of vectors or of single numbers. By value: GCC would keep a sum passed by reference in memory too, and
+// store it in every iteration.
 template <class T, class Element>
 inline T multiply_add(T sum, Element x, T y) {
     return sum + x * y;
@@ -144,7 +141,7 @@ inline void micro_kernel(int depth, const Element* __restrict a, size_t a_row, s
         for (int v = 0; v < NV; v++) *(vector*)(c + r * ldc + v * lanes) = sum[r][v];
 }
 
-// R rows, any width: full register blocks, then what is left in vectors, then single columns.
+// R rows, any width: full register blocks, then the remaining whole vectors, then single columns.
 template <int R, class Element, class real>
 inline void tile_rows(int width, int depth, const Element* a, size_t a_row, size_t a_depth, const Element* b,
                       size_t ldb, real* c, size_t ldc, bool accumulate) {
@@ -183,9 +180,9 @@ inline void tile_matmul(int rows, int width, int depth, const Element* a, size_t
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Packs operands for the micro-kernel. Element is real, or Bf16Pair: two values that are adjacent along the summed
-// dimension, rounded to bf16. So the layout depends on which dimension will be summed over: columns, [rows][columns /
-// PER], or rows, [rows / PER][columns], with PER values in an element.
+// Packing of operands for the micro-kernel. Element is real or Bf16Pair, which holds PER = 2 values that are adjacent
+// along the summed dimension. So the layout depends on that dimension: a product that sums over columns reads
+// [rows][columns / PER], one that sums over rows reads [rows / PER][columns].
 template <class Element>
 constexpr int PER = std::is_same<Element, Bf16Pair>::value ? 2 : 1;
 
@@ -214,11 +211,11 @@ inline void round_row(Bf16Pair* pairs, const float* x, int count) {
 #endif
     for (; i < count; i++) pairs[i] = {to_bf16(x[2 * i]), to_bf16(x[2 * i + 1])};
 }
-// Copies a [depth][width] matrix into the layout that the micro-kernel reads: element (k, x) comes from in[k * in_k + x
-// * in_x] and goes to out[k * out_k + x * out_x]. Either in_k or in_x is 1: contiguous lines are read whole, and where
-// out has the other order they are transposed in the cache, in `room` (16 elements more per line). For Bf16Pair k
-// counts pairs; `numbers` is how many values an x still has from here on, and where the last pair has only one, the
-// other is 0.
+// Copies a [depth][width] matrix into the layout that the micro-kernel reads: element (k, x) is read at
+// in[k * in_k + x * in_x] and written to out[k * out_k + x * out_x]. Either in_k or in_x is 1: contiguous lines are
+// read whole and, if out has the other order, transposed in the cache, in `room` (16 elements more per line). For
+// Bf16Pair, k counts pairs; `numbers` is how many values there are along k from here on, and if the last pair has only
+// one, its other half is 0.
 template <class Element, class real>
 inline void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_t in_k, size_t in_x, int depth,
                  int width, size_t numbers, Element* room = nullptr) {
@@ -245,14 +242,14 @@ inline void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_
                 for (int j = j0; j < std::min(length, j0 + 16); j++)
                     out[i * out_line + j * out_step] = room[i * room_line + j];
 }
-// x [rows][columns], rows ld apart, for a product that sums over its columns. Reals
-// stay where they are; pairs are made in `out`, rows ld / 2 apart. Even ld, columns.
+// x [rows][columns], rows ld apart, for a product that sums over the columns. Reals stay where they are; pairs are made
+// in `out`, rows ld / 2 apart. ld and columns are even.
 template <class Element, class real>
 inline const Element* sum_over_columns(Element* out, const real* x, size_t ld, int rows, int columns) {
     if constexpr (PER<Element> == 1) return x;
     else return pack(out, 1, ld / 2, x, 1, ld, columns / 2, rows, columns), out;
 }
-// The same for a product that sums over its rows: rows of pairs are ld apart.
+// The same for a product that sums over the rows: rows of pairs are ld apart.
 template <class Element, class real>
 inline const Element* sum_over_rows(Element* out, const real* x, size_t ld, int rows, int columns) {
     if constexpr (PER<Element> == 1) return x;
@@ -260,18 +257,18 @@ inline const Element* sum_over_rows(Element* out, const real* x, size_t ld, int 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// AMX: eight registers of 16 rows by 64 bytes, and an instruction that multiplies two of them. Used by the blocked GEMM
-// in bf16.
+// AMX: eight registers of 16 rows by 64 bytes, and an instruction that multiplies two of them. The blocked GEMM uses it
+// for bf16.
 
 #if defined(__AMX_BF16__) && defined(__linux__)
 constexpr bool HAVE_AMX = true;
-// Linux lets a process use the tiles once it has asked.
+// Linux lets a process use the tiles after it has asked for them.
 inline bool amx_granted() {
     constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
     return granted;
 }
-// All eight registers at full size, for this thread, while the object lives; nothing where they were not granted.
+// Sets up all eight registers at full size for this thread while the object lives; does nothing if Linux refused.
 struct AmxTiles {
     AmxTiles() {
         if (!amx_granted()) return;
@@ -325,9 +322,9 @@ inline void amx_kernel(int, const Bf16Pair*, size_t, const Bf16Pair*, size_t, fl
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// GEMM: C[M,N] = op(A)[M,K] op(B)[K,N] (accumulate: +=), op the transpose where asked.
+// GEMM: C[M,N] = op(A)[M,K] op(B)[K,N], or += with `accumulate`; op transposes or does nothing.
 
-// Memory that only grows; its content is valid until the next get().
+// Memory that only grows. What it holds is valid until the next get().
 template <class T>
 class Workspace {
   public:
@@ -350,14 +347,14 @@ class Workspace {
     size_t capacity = 0;
 };
 
-// The one seam to a library: products of fp32, and of fp32 rounded to bf16, go to oneDNN where
-// the build found it, everything else to our own loop. Either way C is cut into blocks by its
-// shape alone and each block is computed by one thread: the same bits on any number of threads.
+// The one seam to a library: products of fp32, and of fp32 rounded to bf16, go to oneDNN if the build found it, all
+// others to our own loop. Either way C is cut into blocks by its shape alone and one thread computes each block: the
+// same bits on any number of threads.
 template <class real>
 class Gemm {
   public:
     bool bf16 = false;        // round A and B to bf16
-    bool allow_tiles = true;  // tests: AMX where there is one
+    bool allow_tiles = true;  // use AMX if there is one; tests switch it off
 
     void operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
                     size_t ldb, bool accumulate, real* C, size_t ldc) {
@@ -370,15 +367,15 @@ class Gemm {
         blocked<real>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
     }
 
-    // Our own: panels of A and B are copied so that the micro-kernel reads memory in order
-    // (Goto & van de Geijn, "Anatomy of high-performance matrix multiplication", 2008).
-    // Element: real, or Bf16Pair, to which the copies round; depth, KC and k then count pairs.
+    // Our own: panels of A and B are copied so that the micro-kernel reads memory in order (Goto & van de Geijn,
+    // "Anatomy of high-performance matrix multiplication", 2008). Element is real, or Bf16Pair: then the copies round,
+    // and depth, KC and k count pairs.
     template <class Element>
     void blocked(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
                  size_t ldb, bool accumulate, real* C, size_t ldc) {
         constexpr bool paired = std::is_same<Element, Bf16Pair>::value;
         constexpr size_t per = PER<Element>;
-        constexpr int KC = 256, NC = 1024, MC = 96;  // in fp32 a block of A takes 102 KiB, one of B 1 MiB
+        constexpr int KC = 256, NC = 1024, MC = 96;  // in fp32 a block of A takes 102 KiB, a block of B 1 MiB
         constexpr int a_stride = KC + 16;            // not a power of two: the rows would share cache sets
         const bool tiles = paired && allow_tiles && amx_granted();
         const int step = tiles ? 32 : MICRO_ROWS;  // rows that one call of the kernel computes
@@ -430,7 +427,7 @@ class Gemm {
     static constexpr int PANEL = MICRO_VECTORS * VectorOf<real>::lanes;  // columns of a panel of B
     Workspace<real> a_memory, b_memory;
 
-    // C [rows][width] (+)= a panel of A times a panel of B, both padded with zeros. At the edges of C through a buffer.
+    // C [rows][width] (+)= a panel of A times a panel of B, both padded with zeros. Edges of C go through a buffer.
     template <class Element>
     static void multiply_panels(bool tiles, int depth, const Element* a, size_t a_row, const Element* b, int rows,
                                 int width, real* c, size_t ldc, bool accumulate) {
@@ -453,10 +450,10 @@ class Gemm {
     }
 
 #ifdef USE_DNNL
-    // transpose_a, transpose_b, rows, columns, K, lda, ldb, ldc, accumulate; bf16 has a cache of its own
+    // transpose_a, transpose_b, rows, columns, K, lda, ldb, ldc, accumulate
     using Shape = std::array<size_t, 9>;
-    // oneDNN's product of one shape. Made and used by one thread, inside a parallel region: it does not start threads
-    // of its own.
+    // oneDNN's product of one shape. One thread makes and runs it, inside a parallel region, so that oneDNN starts no
+    // threads of its own.
     struct LibraryProduct {
         dnnl::memory::desc a, b, c;
         dnnl::matmul product;
@@ -469,7 +466,7 @@ class Gemm {
     std::vector<LibraryThread> library_threads;
     Workspace<Bf16> a_rounded, b_rounded;
 
-    // Blocks of at most 512 x 512, smaller where there would be few; about equal, in multiples of 16.
+    // n in blocks of at most `most`, all about equal, a multiple of 16 each.
     static int block_size(int n, int most) {
         const int blocks = (n + most - 1) / most;
         return ((n + blocks - 1) / blocks + 15) / 16 * 16;
@@ -483,7 +480,7 @@ class Gemm {
             b = round(b_rounded, B, ldb, transpose_b ? N : K, transpose_b ? K : N), ldb = transpose_b ? K : N;
             element_bytes = sizeof(Bf16);
         }
-        int most = 512;
+        int most = 512;  // smaller if there would be fewer than 4 blocks
         while (most > 64 && ((M + most - 1) / most) * ((N + most - 1) / most) < 4) most /= 2;
         const int rows = block_size(M, most), columns = block_size(N, most), across = (N + columns - 1) / columns,
                   blocks = (M + rows - 1) / rows * across;
@@ -541,7 +538,7 @@ class Gemm {
                                            {DNNL_ARG_DST, dnnl::memory(p.c, library_engine, c)}});
         thread.stream->wait();
     }
-    // x [rows, columns], rounded, without gaps between the rows.
+    // x [rows, columns], rounded to bf16, without gaps between the rows.
     static const Bf16* round(Workspace<Bf16>& memory, const real* x, size_t ldx, int rows, int columns) {
         Bf16* const out = memory.get(size_t(rows) * columns);
 #pragma omp parallel for schedule(static)
@@ -552,7 +549,7 @@ class Gemm {
     }
 #endif
 };
-// What computes the products of Cpu<float>.
+// The name of what multiplies fp32 matrices.
 inline const char* gemm_name() {
 #ifdef USE_DNNL
     return "oneDNN";
@@ -564,11 +561,10 @@ inline const char* gemm_name() {
 // ---------------------------------------------------------------------------------------------------------------------
 // The exponential, written so that compilers vectorise it without -ffast-math. e^x = 2^n e^r with |r| <= ln(2)/2, and
 // e^r by its Taylor polynomial of degree 7 (truncation 7e-9), n*ln(2) in two parts (Cody & Waite). Relative error below
-// 2 ulp on [-87, 88]; dev/test/op_tests.h compares every 1000th float of it with libm. Below -87 the result is 0.
+// 2 ulp on [-87, 88]: the test op_exponential compares every 1000th float there with libm. Below -87 the result is 0.
 inline float exponential(float x) {
-    const float magic =
-        12582912.0f +
-        127;  // 1.5 * 2^23: adding it rounds to an integer, here n + 127, and leaves that in the lowest bits
+    // Adding 1.5 * 2^23 rounds to an integer and leaves it in the lowest bits; here that integer is n + 127.
+    const float magic = 12582912.0f + 127;
     const float clamped = x > 88.0f ? 88.0f : x, shifted = clamped * 1.44269504f + magic, n = shifted - magic;
     const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
     float p = 1.0f / 5040;
@@ -584,7 +580,7 @@ inline float exponential(float x) {
     bits <<= 23;  // 2^n
     float power;
     std::memcpy(&power, &bits, sizeof power);
-    return x < -87.0f ? 0.0f : p * power;  // of a NaN, p is one
+    return x < -87.0f ? 0.0f : p * power;  // if x is NaN, p is too
 }
 inline double exponential(double x) { return std::exp(x); }
 

@@ -20,8 +20,8 @@ constexpr double NORM_EPS = 1e-6;
 struct NsaShape {
     int B = 1;  // sequences
     int T = 0;  // tokens that the key and value buffers hold per sequence
-    int first = 0,
-        queries = 0;  // a call computes positions first .. first+queries-1: (0, T) in training, (t, 1) to decode
+    // A call computes positions first .. first+queries-1: (0, T) in training, (t, 1) when decoding.
+    int first = 0, queries = 0;
     int H = 0, G = 0, D = 0;  // query heads, key/value groups, head dimension
     int l = 0, d = 0;         // compression block and stride
     int slc_block = 0;        // l': tokens of a selection block
@@ -57,12 +57,13 @@ struct NsaShape {
     size_t query_rows() const { return size_t(B) * H * queries; }
     size_t key_rows() const { return size_t(B) * G * T; }
     size_t cmp_rows() const { return size_t(B) * G * cmp_capacity(); }
-    size_t query_row(int b, int head, int t) const { return (size_t(b) * H + head) * queries + (t - first); }
-    size_t output_row(int b, int head, int t) const { return (size_t(b) * queries + (t - first)) * H + head; }
+    // head and group count through all sequences: 0 .. B*H-1 and 0 .. B*G-1.
+    size_t query_row(size_t head, int t) const { return head * queries + (t - first); }
+    size_t output_row(size_t head, int t) const { return (head / H * queries + (t - first)) * H + head % H; }
     // Rows of a branch's keys per sequence and group, and how many of them the last query of this call may see.
     int key_stride(Branch branch) const { return branch == CMP ? cmp_capacity() : T; }
     int key_count(Branch branch) const { return branch == CMP ? cmp_blocks(first + queries) : first + queries; }
-    // The bitmask of query t in selection [B, G, queries, words]; group counts through all sequences. Null of null.
+    // The bitmask of query t in selection [B, G, queries, words]; null of null.
     const uint32_t* selection_mask(const uint32_t* selection, size_t group, int t) const {
         return selection ? selection + (group * queries + (t - first)) * selection_words() : nullptr;
     }

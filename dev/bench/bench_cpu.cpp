@@ -1,19 +1,18 @@
-// bench_cpu.cpp: how fast the CPU engine is, against what this machine's GEMM reaches in the same run. dev/bench/cpu.sh
-// builds and runs it.
-//   bench_cpu conditions                        processor, compiler, library, load
-//   bench_cpu gemm                              oneDNN and our own loop in fp32 and bf16 at the shapes of a 125m step
-//   bench_cpu attention                         the three branches, forward and backward, T = 2k .. 32k
-//   bench_cpu step [options of train]           whole training steps, and the share of each kind of operation
-//   bench_cpu rate NAME STEPS [options of train] whole training steps, one line "rate NAME tokens/s" each
-//   bench_cpu tokenize FILE VOCAB_DIR           the encoder on one thread, "rate tokenize-ours MB/s"
-// Medians of repeated measurements; what is compared alternates. The last
-// line of a mode says how much of the machine others used meanwhile.
+// bench_cpu.cpp: how fast the CPU engine is, beside what this machine's GEMM reaches in the same run. `make bench`
+// builds it, dev/bench/cpu.sh runs it.
+//   bench_cpu conditions                          processor, compiler, library, load
+//   bench_cpu gemm                                oneDNN and our own loop in fp32 and bf16 at the shapes of a 125m step
+//   bench_cpu attention                           the three branches, forward and backward, T = 2k .. 32k
+//   bench_cpu step [options of train]             whole training steps, and the share of each kind of operation
+//   bench_cpu rate NAME STEPS [options of train]  whole training steps, one line "rate NAME tokens/s" each
+//   bench_cpu tokenize FILE VOCAB_DIR             the encoder on one thread, "rate tokenize-ours MB/s"
+// Numbers are medians of repeated measurements, and contenders take turns. The last line of a mode says how much of the
+// machine others used meanwhile.
 #define NSA_WITHOUT_MAIN
 #include "../../train_nsa.cu"
 #include "perf.h"
 
-// The processor time that other processes took from this machine since the object was made, as a share of all its
-// cores.
+// The processor time that other processes have used since the object was made, as a share of all cores.
 struct LoadOfOthers {
     double begun = seconds_now(), busy = busy_seconds(), own = own_seconds();
 
@@ -95,8 +94,8 @@ static void bench_gemm() {
         int M, N, K;
         bool accumulate;
     };
-    const int T = 2048, C = 768, P = 1576, M = 3072, rows = 1024,
-              Vp = 50304;  // of 125m, at B = 1; the head in chunks of rows
+    // 125m at B = 1; the head is computed in chunks of rows.
+    const int T = 2048, C = 768, P = 1576, M = 3072, rows = 1024, Vp = 50304;
     const Product products[] = {
         {"projection, forward", false, true, T, P, C, false}, {"projection, inputs", false, false, T, C, P, false},
         {"projection, weights", true, false, P, C, T, true},  {"o_proj, forward", false, true, T, C, C, true},
@@ -110,9 +109,8 @@ static void bench_gemm() {
     std::vector<float> out(A.size());
     Gemm<float> gemm;
     std::printf(
-        "GFLOP/s             oneDNN fp32  own fp32   own/oneDNN | oneDNN bf16  own bf16   own/oneDNN   (bf16 with the "
-        "rounding of the "
-        "inputs)\n");
+        "GFLOP/s             oneDNN fp32  own fp32   own/oneDNN | oneDNN bf16  own bf16   own/oneDNN   "
+        "(bf16 with the rounding of the inputs)\n");
     auto print_row = [](const char* name, double library, double own, double library_bf16, double own_bf16) {
         std::printf("%-20s %10.0f %9.0f %12.2f | %10.0f %9.0f %12.2f\n", name, library, own, own / library,
                     library_bf16, own_bf16, HAVE_BF16 ? own_bf16 / library_bf16 : 0);
@@ -149,7 +147,7 @@ static void bench_gemm() {
 #endif
 }
 
-// A product of a step, for ratios.
+// One product of a step, as the yardstick.
 struct GemmRate {
     static constexpr int M = 2048, N = 3072, K = 768;
     std::vector<float> a = random_floats(size_t(M) * K), b = random_floats(size_t(N) * K),
@@ -208,7 +206,7 @@ static void bench_attention(const Config& c, bool bf16) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Training steps on random tokens; the engine counts what each operation takes.
+// Training steps on random tokens; the engine clocks each operation.
 struct StepBench {
     Timed<Cpu<float>> dev;
     Config config;
@@ -265,8 +263,7 @@ static void bench_step(const Config& c, bool bf16, int steps) {
                  tokens_per_second = double(bench.tokens.size()) / median(seconds);
     std::printf(
         "%s, B %lld, T %lld, %s: median %.1f tokens/s of %d steps; GEMM alone %.0f GFLOP/s, the step %.0f useful "
-        "GFLOP/s, %.2f of it; peak "
-        "memory %.0f MiB\n",
+        "GFLOP/s, %.2f of it; peak memory %.0f MiB\n",
         c.model.c_str(), (long long)c.batch, (long long)c.seq_len, bf16 ? "bf16" : "fp32", tokens_per_second, steps,
         gemm * 1e-9, flops / whole * 1e-9, flops / whole / gemm, peak_memory_mib());
     for (const auto& [kind, t] : kinds)

@@ -1,11 +1,11 @@
-// cpu_speed_tests.h: what the CPU engine promises beside correct operations (op_tests.h): the same
-// bits on any number of threads over whole training steps, and what --cpu-dtype bf16 may change.
+// cpu_speed_tests.h: what the CPU engine promises besides correct operations: the same bits on any number of threads
+// over whole training steps, and what --cpu-dtype bf16 may change.
 #pragma once
 #include "model_tests.h"
 #include "oracle.h"
 
-// Three training steps on `threads` threads; parameters and the loss of each step. GPT-2's width of heads, blocks
-// and window make attention tiles of several kinds; the head has columns enough for several blocks of its GEMM.
+// Three training steps on `threads` threads: the loss of each, then all parameters. The heads, blocks and window of
+// MEDIUM make attention tiles of several kinds; GPT-2's vocabulary makes several blocks in the head's GEMM.
 static std::vector<float> train_three_steps(int threads, bool bf16, const std::string& options) {
     const ThreadCount count(threads);
     TestModel<Cpu<float>> t(options, 2, 1, true);
@@ -43,16 +43,14 @@ TEST(cpu_steps_have_the_same_bits_on_any_number_of_threads) {
     check_step_bits(std::string(MEDIUM) + "--tokenizer gpt2 --layers 1 --dim 64 --seq-len 40 ");
 }
 
-// Every input of a product is off by at most 2^-9 of itself, by half of that on average, independently of the others:
-// a product's relative error is about sqrt(2)/2 * 2^-9 * sqrt(2) = 2^-9 of its root mean square whatever its length,
-// and a gradient is behind some twenty products in a row, whose errors add like random numbers: 2^-9 * sqrt(20) = 0.9
-// %. The limit is three times that, tensor by tensor; a product of unrounded inputs would be below 1e-5.
+// Every input of a product is off by at most 2^-9 of itself, by half of that on average, independently of the others.
+// So a product is off by about sqrt(2)/2 * 2^-9 * sqrt(2) = 2^-9 of its root mean square, whatever its length. Some
+// twenty products in a row lead to a gradient, and their errors add like random numbers: 2^-9 * sqrt(20) = 0.9 %. The
+// limit is three times that for each tensor; with unrounded inputs the difference would be below 1e-5.
 TEST(cpu_bf16_rounds_products_and_nothing_else) {
     if (!HAVE_BF16) return skip("gradients in bf16: this build's processor has no AVX512_BF16");
-    // At the first step with the standard initialisation the scores are small, so that both runs select the same
-    // blocks.
-    const std::string options =
-        std::string(MEDIUM) + "--init standard --slc-count 64 ";  // every block: nothing to choose differently
+    // 64 blocks are all there are: the two runs cannot choose differently.
+    const std::string options = std::string(MEDIUM) + "--init standard --slc-count 64 ";
     TestModel<Cpu<float>> exact(options, 2), rounded(options, 2);
     rounded.dev.gemm.bf16 = true;
     const double loss = exact.loss_and_gradients(), loss_rounded = rounded.loss_and_gradients();
@@ -69,7 +67,7 @@ TEST(cpu_bf16_rounds_products_and_nothing_else) {
             check_failed(__FILE__, __LINE__, "%s: the gradient in bf16 is off by %.3g of its norm, limit 0.027",
                          spec.name.c_str(), std::sqrt(difference / square));
     }
-    // Parameters and moments are not rounded: an update that bf16 could not hold must arrive.
+    // Parameters and moments are not rounded: an update too small for bf16 must still show.
     const float before = rounded.model.params[0];
     update(rounded.model, 1, 1e-6);
     CHECK(rounded.model.params[0] != before && std::fabs(rounded.model.params[0] - before) < 2e-6f);
@@ -81,8 +79,8 @@ TEST(cpu_dtype_is_an_option) {
     CHECK(!plain.cpu_bf16);
     const Device rounded = choose_device(config_of(std::string(SMALL) + "--device cpu --cpu-dtype bf16"), world);
     CHECK_EQUAL(rounded.cpu_bf16, HAVE_BF16);
-    CHECK_EQUAL(rounded.reason.find("AVX512_BF16") != std::string::npos,
-                !HAVE_BF16);  // where it is not, the reason says so
+    // If the processor cannot, the reason says so.
+    CHECK_EQUAL(rounded.reason.find("AVX512_BF16") != std::string::npos, !HAVE_BF16);
     CHECK_FAILS(2, "cpu-dtype", config_of(std::string(SMALL) + "--cpu-dtype fp16"));
     Cpu<float> cpu;
     CHECK(cpu.describe().find("bf16") == std::string::npos);

@@ -53,6 +53,23 @@ TEST(op_oracle_knows_closed_forms) {  // the oracles themselves, where the answe
     CHECK(oracle::select({9, 1, 2}, 5) == (std::vector<int>{0, 1, 2}));
 }
 
+TEST(op_visible_keys_by_hand) {
+    NsaShape s;
+    s.T = s.queries = 12, s.l = 4, s.d = 2, s.slc_block = 4, s.window = 3;
+    const uint32_t second = 0b010, both = 0b011, third = 0b100;
+    using Keys = std::vector<int>;
+    CHECK(Cpu<double>::visible_keys(CMP, 2, nullptr, s) == Keys{});
+    CHECK(Cpu<double>::visible_keys(CMP, 6, nullptr, s) == (Keys{0, 1}));  // which end at tokens 3 and 5
+    CHECK(Cpu<double>::visible_keys(CMP, 7, nullptr, s) == (Keys{0, 1, 2}));
+    CHECK(Cpu<double>::visible_keys(SLC, 6, &second, s) == (Keys{4, 5, 6}));
+    CHECK(Cpu<double>::visible_keys(SLC, 4, &both, s) == (Keys{0, 1, 2, 3, 4}));
+    CHECK(Cpu<double>::visible_keys(SLC, 7, &third, s) == Keys{});
+    CHECK(Cpu<double>::visible_keys(WIN, 1, nullptr, s) == (Keys{0, 1}));
+    CHECK(Cpu<double>::visible_keys(WIN, 7, nullptr, s) == (Keys{5, 6, 7}));
+    s.full = true;
+    CHECK(Cpu<double>::visible_keys(WIN, 4, nullptr, s) == (Keys{0, 1, 2, 3, 4}));
+}
+
 TEST(op_shapes) {
     for (const NsaShape base : {NsaShape{1, 0, 0, 0, 12, 2, 64, 32, 16, 64}, NsaShape{1, 0, 0, 0, 3, 1, 2, 1, 1, 1},
                                 NsaShape{2, 0, 0, 0, 6, 3, 16, 8, 4, 48}})

@@ -1,13 +1,14 @@
-// oracle.h: what the operations' tests lean on. Naive oracles written from the specification alone, as plain loops over
-// tokens in double precision; buffers with guard zones; comparisons that name the worst element; random inputs; finite
-// differences.
+// oracle.h: what the operations' tests share. Oracles; error limits; buffers with guard zones; comparisons that name
+// the worst element; random inputs; finite differences.
 //
-// No oracle calls an operation of an engine. What they take from nsa_cpu.h are the names of the shapes (fields of
-// NsaShape, never its functions) and of the branches.
+// The oracles of the row operations and of RoPE are plain loops of their own and call no engine. The oracle of
+// compression, attention and selection is the specification, the plain loops of struct Cpu in nsa_cpu.h, which golden
+// values of an independent PyTorch model and finite differences judge. It is compared here with the engines that
+// compute the same in another way: Cpu<float>, which works in tiles, and Cuda.
 //
-// The error limits are not chosen, they are derived, term by term, by the type Number: a value in fp64 together with
-// the error that an engine which computes in `real` may have made in it. Every oracle is written in Numbers, so each
-// expected element brings its own limit.
+// Error limits are not chosen but derived, term by term, by the type Number: a value in fp64 together with the error
+// that an engine which computes in `real` may have made in it. Every oracle computes with Numbers, the specification
+// too, so each expected element brings its own limit.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -33,10 +34,10 @@ void fill_normal(T* x, size_t count, Random& random, double scale = 1) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Buffers. `count` elements between two guard zones. All of it is NaN at first (elements: all bits set; guards: their
-// own pattern, which is NaN as fp32 and as fp64), so that reading what was never written, or reading outside, shows in
-// the result. The data are not aligned beyond their element, as slices of a parameter buffer need not be. The guards
-// are checked at destruction or by check().
+// Buffers: `count` elements between two guard zones. All of it is NaN at first (elements: all bits set; guards: a
+// pattern of their own, NaN as fp32 and as fp64), so that reading what was never written, or outside, shows in the
+// result. Data are aligned to their element only, like slices of a parameter buffer. The destructor and check() look at
+// the guards.
 
 template <class T>
 class Buffer {
@@ -103,26 +104,28 @@ inline double rounded_to_bf16(double x) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Number: value and error limit. Rules for one rounded operation with unit roundoff u
-// (2^-24 in fp32, 2^-53 in fp64; plus 2^-53, because the oracle itself is rounded in fp64):
-//   a + b      ea + eb + u|a+b|                     a * b      |a|eb + |b|ea + ea eb + u|ab|
-//   a / b      (ea + |a/b| eb) / (|b| - eb) + u|a/b|    sqrt(a)    ea / sqrt(a) + u sqrt(a)
-//   e^a        e^a (e^ea - 1 + 4u): nsa_cpu.h claims 2 ulp, and an ulp is at most 2u of the value (tested in
-//   `exponential`) ln(a)      ea / (a - ea) + 2u|ln a|: libm's logarithm is within one ulp
+// Number: a value and the limit of its error. Rules for one rounded operation with unit roundoff u (2^-24 in fp32,
+// 2^-53 in fp64; plus 2^-53, because the oracle itself rounds in fp64):
+// clang-format off
+//   a + b      ea + eb + u|a+b|
+//   a * b      |a|eb + |b|ea + ea eb + u|ab|
+//   a / b      (ea + |a/b| eb) / (|b| - eb) + u|a/b|
+//   sqrt(a)    ea / sqrt(a) + u sqrt(a)
+//   e^a        e^a (e^ea - 1 + 4u): cpu_gemm.h claims 2 ulp (op_exponential tests it), an ulp is at most 2u of it
+//   ln(a)      ea / (a - ea) + 2u|ln a|: libm's logarithm is within one ulp
+// clang-format on
 // Products and exponentials may also underflow: e^x is 0 below x = -87 by definition, and e^-87 = 1.4 of the smallest
-// normal fp32. Wilkinson's running error analysis; see Higham, "Accuracy and stability of numerical algorithms",
-// section 3.3.
-
+// normal fp32. This is Wilkinson's running error analysis; see Higham, "Accuracy and stability of numerical
+// algorithms", section 3.3.
 //
-// A sum made with += has the limit of a sum in whatever order: the terms' errors + gamma(n) * sum of |terms|. The worst
-// case of gamma is n u. For long sums we use lambda sqrt(n) u with lambda = 6: it holds with probability 1 - 2 n
-// exp(-lambda^2 / 2) (3e-8 n), however the terms are ordered or blocked: Higham & Mary, "A new approach to
-// probabilistic rounding error analysis", SIAM J. Sci. Comput. 41 (2019).
-
+// A sum made with += may have been made in any order: its limit is the errors of the terms + gamma(n) * sum of |terms|.
+// The worst case of gamma is n u. For long sums we use 6 sqrt(n) u: that holds with probability 1 - 2 n exp(-6^2 / 2) =
+// 1 - 3e-8 n, however the terms are ordered or blocked (Higham & Mary, "A new approach to probabilistic rounding error
+// analysis", SIAM J. Sci. Comput. 41, 2019).
 template <class real>
 double gamma(double n);
 
-// The relative error that an engine's softmax may make in an exponential by rescaling its sums; see attention().
+// The relative error that an engine's softmax may add to an exponential by rescaling its sums; see attention().
 inline thread_local double softmax_rescaling = 0;
 
 template <class real>
@@ -134,6 +137,7 @@ struct Number {
     static constexpr double tiny = 2.0 * std::numeric_limits<real>::min();
 
     Number() = default;
+    // From a constant, which the engine rounds to its format; and back to a number of that format.
     Number(double value) : value(value), error(double(real(value)) == value ? 0 : u * std::fabs(value)) {}
     Number(double value, double error) : value(value), error(error) {}
     explicit operator double() const { return double(real(value)); }
@@ -191,13 +195,13 @@ template <class real>
 double gamma(double n) {
     return Number<real>::u * (n <= 36 ? n : 6 * std::sqrt(n));
 }
-// The same sum, faster to make.
+// A sum that is only added up, which is faster.
 template <class real>
 struct Sum {
     double value = 0, error = 0, magnitude = 0;
     long terms = 0;
     Sum() = default;
-    Sum(Number<real> x) : value(x.value), error(x.error) {}  // which continues from x
+    Sum(Number<real> x) : value(x.value), error(x.error) {}
     void add(Number<real> x) { value += x.value, error += x.error, magnitude += std::fabs(x.value), terms++; }
     operator Number<real>() const { return {value, error + gamma<real>(double(terms)) * magnitude}; }
 };
@@ -249,7 +253,7 @@ Normed<real> rmsnorm(const real* x, const real* weight, int C) {
     for (int c = 0; c < C; c++) row.out.push_back(Number<real>(x[c]) * row.rstd * Number<real>(weight[c]));
     return row;
 }
-// Its gradient, by the Jacobian d out[k] / d x[c] = weight[k] (delta(k, c) rstd - x[k] x[c] rstd^3 / C).
+// Its gradient, from the Jacobian d out[k] / d x[c] = weight[k] (delta(k, c) rstd - x[k] x[c] rstd^3 / C).
 template <class real>
 Numbers<real> rmsnorm_dx(const real* dout, const real* x, Number<real> rstd, const real* weight, int C) {
     Sum<real> dot;
@@ -303,8 +307,8 @@ Adam<real> adamw(real param, real m, real v, real grad, double lr, double beta1,
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// RoPE: element i is paired with i + D/2, angle position * 10000^(-2i/D); direction -1 turns back. The tables are
-// rounded to the format (u), from an angle that itself carries fp64's rounding.
+// RoPE: element i is paired with i + D/2, the angle is position * 10000^(-2i/D); direction -1 turns back. Sines and
+// cosines are rounded to the format (u); their angle was itself rounded in fp64.
 
 template <class real>
 Numbers<real> rope(const Number<real>* x, int position, int D, int direction) {
@@ -418,7 +422,7 @@ Attended<real> attention(Branch branch, const Numbers<real>& q, const Numbers<re
             for (int t = s.first; t < s.first + s.queries; t++) {
                 const uint32_t* const mask = s.selection_mask(selection, size_t(group), t);
                 const size_t keys_at = size_t(group) * key_rows(branch, s) * s.D;
-                const auto row = [&](int head) { return s.query_row(group / s.G, group % s.G * h + head, t); };
+                const auto row = [&](int head) { return s.query_row(size_t(group) * h + head, t); };
                 for (int head = 0; head < h; head++) std::copy_n(&q[row(head) * s.D], s.D, &rows[size_t(head) * s.D]);
                 one.first = t;
                 softmax_rescaling = gamma<real>(5.0 * double(visible(branch, t, mask, one).size() / size_t(most) + 1));
@@ -461,18 +465,16 @@ AttentionGradients<real> attention_backward(Branch branch, const Numbers<real>& 
     using N = Number<real>;
     const Attended<real> forward = attention(branch, q, k, v, selection, s, bf16);
     Numbers<real> row_dot(s.query_rows()), lse_gated(s.query_rows()), dz(s.query_rows());
-    for (int b = 0; b < s.B; b++)
-        for (int head = 0; head < s.H; head++)
-            for (int t = s.first; t < s.first + s.queries; t++) {
-                const size_t row = s.query_row(b, head, t);
-                const N open = gate ? N(gate[row]) : N(1);
-                Sum<real> r;
-                for (int x = 0; x < s.D; x++)
-                    r.add(N(dout[s.output_row(b, head, t) * s.D + x]) * forward.out[row * s.D + x]);
-                row_dot[row] = r;
-                lse_gated[row] = forward.lse[row] - log(open);
-                dz[row] = N(r) * open * (N(1) - open);
-            }
+    for (size_t head = 0; head < size_t(s.B) * s.H; head++)
+        for (int t = s.first; t < s.first + s.queries; t++) {
+            const size_t row = s.query_row(head, t);
+            const N open = gate ? N(gate[row]) : N(1);
+            Sum<real> r;
+            for (int x = 0; x < s.D; x++) r.add(N(dout[s.output_row(head, t) * s.D + x]) * forward.out[row * s.D + x]);
+            row_dot[row] = r;
+            lse_gated[row] = forward.lse[row] - log(open);
+            dz[row] = N(r) * open * (N(1) - open);
+        }
     AttentionGradients<real> d =
         branch_gradients(branch, q, k, v, numbers(dout, q.size()), row_dot, lse_gated, selection, s, bf16);
     d.dz = dz;
@@ -546,8 +548,8 @@ void check_array(const char* file, int line, const char* what, const real* found
                      index_text(worst, dimensions).c_str(), double(found[worst]), expected[worst].value,
                      std::fabs(double(found[worst]) - expected[worst].value), expected[worst].error);
 }
-// found: a Buffer; expected: Numbers, whose errors are the limits; then, optionally, the dimensions, for a readable
-// index.
+// found: a Buffer; expected: Numbers, whose errors are the limits; then, if you like, the dimensions, which make the
+// index readable.
 #define CHECK_ARRAY(found, expected, ...) \
     check_array(__FILE__, __LINE__, #found, (found).data(), (found).size(), expected, std::vector<int>{__VA_ARGS__})
 
@@ -573,15 +575,17 @@ void check_finite(const char* file, int line, const char* what, const T* x, size
 #define CHECK_FINITE(x) check_finite(__FILE__, __LINE__, #x, (x).data(), (x).size())
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Finite differences in fp64. The gradient of loss() at x [count] is compared along 3 random
-// directions of length 1 and along 4 single coordinates. With central differences D(h) = (L(x+h)
-// - L(x-h)) / 2h = L' + h^2/6 L''' + ..., Richardson's (4 D(h) - D(2h)) / 3 has the error
-//   truncation   h^4/30 L'''''. D(2h) - D(h) = h^2/2 L''' is known, and h^4/30 L''''' is below h times it while L'''''
-//   < 15/h L''', rounding     each L is off by at most delta, so D(h) by delta/h: together 4/3 delta/h + 1/3 delta/2h
-//   = 1.5 delta/h. delta = 64 * precision
-//                * (sum of the loss's |terms|): the longest chain of roundings behind one term at these shapes is
-//                shorter than 64.
-// At h = 1e-3 both stand near 1e-11 of the loss's terms.
+// Finite differences in fp64. The gradient of loss() at x [count] is compared along 3 random directions of length 1 and
+// along 4 single coordinates. With central differences D(h) = (L(x+h) - L(x-h)) / 2h = L' + h^2/6 L''' + ..., the error
+// of Richardson's (4 D(h) - D(2h)) / 3 is made of
+// clang-format off
+//   truncation   h^4/30 L'''''. D(2h) - D(h) = h^2/2 L''' is known, and h^4/30 L''''' is below h times it while
+//                L''''' < 15/h L''',
+//   rounding     each L is off by at most delta, so D(h) by delta/h: together 4/3 delta/h + 1/3 delta/2h = 1.5 delta/h.
+//                delta = 64 * precision * (sum of the loss's |terms|): at these shapes the longest chain of roundings
+//                behind one term is shorter than 64.
+// clang-format on
+// At h = 1e-3 both are near 1e-11 of the loss's terms.
 
 struct Loss {
     double value = 0, magnitude = 0;  // the sum of the terms, and of their absolute values
@@ -594,7 +598,7 @@ Loss weigh(const T* out, const double* weight, size_t count) {
     return loss;
 }
 
-// Sets the number of threads while it lives. One: for shapes so small that a thread costs more than it brings.
+// Sets the number of threads while it lives. One, for shapes so small that a second thread costs more than it saves.
 struct ThreadCount {
     const int before = omp_get_max_threads();
     explicit ThreadCount(int count) { omp_set_num_threads(count); }
