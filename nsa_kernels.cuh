@@ -1279,11 +1279,9 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
             const bool masked =
                 !query_sees<branch>(t0, high_key, s) || !query_sees<branch>(t0 + KEY_TILE - 1, low_key, s);
             keys.add_tokens(
-                buffers.q_tiles + buffer * KEY_TILE * D, buffers.dout_tiles + buffer * KEY_TILE * D, buffers.rows,
-                buffer, masked, [&](int row) { return t0 + row; }, s);
+                buffers, buffer, masked, [&](int row) { return t0 + row; }, s);
         });
-    if (branch == CMP && parts > 1)
-        partial += ((size_t(bg) * ((s.keys + KEY_TILE - 1) / KEY_TILE) + tile) * parts + part) * 2 * KEY_TILE * D;
+    if (branch == CMP && parts > 1) partial += ((size_t(bg) * key_tiles(s) + tile) * parts + part) * 2 * KEY_TILE * D;
     keys.store(dk, dv, branch == CMP && parts > 1 ? partial : nullptr, bg, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the parts; one block per tile of keys and (sequence, group)
@@ -1291,8 +1289,8 @@ template <int D>
 __global__ void __launch_bounds__(256) add_parts_kernel(bf16* dk, bf16* dv, const float* partial, AttentionShape s) {
     const int tile = int(blockIdx.x) / s.batch_groups, bg = int(blockIdx.x) % s.batch_groups,
               first = first_part(tile, s);
-    const size_t tiles = size_t((s.keys + KEY_TILE - 1) / KEY_TILE), size = 2 * KEY_TILE * D;
-    partial += ((bg * tiles + tile) * s.parts + first) * size;
+    const size_t size = 2 * KEY_TILE * D;
+    partial += ((size_t(bg) * key_tiles(s) + tile) * s.parts + first) * size;
     add_partial_sums<D>(dk, partial, size, s.parts - first, bg, tile, s);
     add_partial_sums<D>(dv, partial + KEY_TILE * D, size, s.parts - first, bg, tile, s);
 }

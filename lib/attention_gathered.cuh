@@ -466,9 +466,12 @@ __device__ inline int list_tokens(int* list, int* counts, const uint32_t* row, i
     __syncthreads();
     return found;
 }
-// The tile of keys that extra chunk number `item` belongs to: the last one with extra[tile] <= item.
-__device__ inline int tile_of_extra_chunk(const int* extra, int tiles, int item) {
-    int low = 0, high = tiles;
+// The tile of keys of the item-th thread block of a (sequence, group): the first most_extra take the extra chunks, the
+// others the first chunk of each tile. -1: there is no such extra chunk.
+__device__ inline int tile_of_item(const GatherPlan& plan, const int* extra, int item) {
+    if (item >= plan.most_extra) return item - plan.most_extra;
+    if (item >= extra[plan.tiles]) return -1;
+    int low = 0, high = plan.tiles;  // the last tile with extra[tile] <= item
     while (high - low > 1) {
         const int middle = (low + high) / 2;
         if (extra[middle] <= item) low = middle;
@@ -489,11 +492,8 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     constexpr int THREADS = dkdv_threads<D>();
     const int bg = int(blockIdx.x) % s.batch_groups, item = int(blockIdx.x) / s.batch_groups;
     const int* extra = plan.extra + size_t(bg) * (plan.tiles + 1);
-    int tile = item - plan.most_extra;
-    if (tile < 0) {
-        if (item >= extra[plan.tiles]) return;
-        tile = tile_of_extra_chunk(extra, plan.tiles, item);
-    }
+    const int tile = tile_of_item(plan, extra, item);
+    if (tile < 0) return;
     auto chunk_of = [&](int of_tile) { return item < plan.most_extra ? item - extra[of_tile] + 1 : 0; };
     const int first_key = tile * KEY_TILE;
     DynamicShared shared;
@@ -536,8 +536,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
             const bool masked =
                 s.first + list[first] < first_key + KEY_TILE - 1;  // a tile's first token is the earliest
             keys.add_tokens(
-                buffers.q_tiles + buffer * KEY_TILE * D, buffers.dout_tiles + buffer * KEY_TILE * D, buffers.rows,
-                buffer, masked, [&](int row) { return s.first + list[first + row]; }, s);
+                buffers, buffer, masked, [&](int row) { return s.first + list[first + row]; }, s);
         });
     // computed again, because no register is free to keep it
     const int same_tile = int(unsigned(keys.first_key) / KEY_TILE);
@@ -594,9 +593,8 @@ __global__ void __launch_bounds__(128)
     int visited = 0, pieces = 0;
     for (int word = 0; word < s.words; word++) {
         const int choosers = __popc(transpose_choices(lane < tokens ? selected[lane * s.words + word] : 0, s));
-        const int unit = word * per_word + lane,
-                  key_tiles = min(s.slc_tiles, (s.keys + KEY_TILE - 1) / KEY_TILE - unit * s.slc_tiles);
-        if (lane < per_word && choosers) visited += key_tiles, pieces += key_tiles * ((choosers * s.heads + 15) / 16);
+        const int unit = word * per_word + lane, in_unit = min(s.slc_tiles, key_tiles(s) - unit * s.slc_tiles);
+        if (lane < per_word && choosers) visited += in_unit, pieces += in_unit * ((choosers * s.heads + 15) / 16);
     }
     visited = lane_sum(visited);
     pieces = lane_sum(pieces);

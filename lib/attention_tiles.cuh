@@ -81,7 +81,7 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
     }
     return a;
 }
-inline int key_tiles(const AttentionShape& a) { return (a.keys + KEY_TILE - 1) / KEY_TILE; }
+HOST_DEVICE inline int key_tiles(const AttentionShape& a) { return (a.keys + KEY_TILE - 1) / KEY_TILE; }
 
 inline void check_attention_shape(Branch branch, const NsaShape& s) {
     if (s.heads_per_group() * s.G != s.H || s.heads_per_group() > QUERY_ROWS)
@@ -506,6 +506,34 @@ struct RowStatistics {
     }
 };
 
+// The shared memory of a block that owns a tile of keys: two buffers for tiles of q and dout and for their statistics.
+// The keys pass through the second buffers on their way into registers.
+template <Branch branch, int D>
+struct TokenBuffers {
+    bf16 *q_tiles, *dout_tiles, *k_tile, *v_tile;
+    RowStatistics<branch> rows;
+
+    __device__ explicit TokenBuffers(DynamicShared& shared) {
+        q_tiles = shared.take<bf16>(2 * KEY_TILE * D), dout_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+        rows.minus_shift = shared.take<float>(2 * sub_blocks(branch) * KEY_TILE);
+        rows.dot = shared.take<float>(2 * KEY_TILE);
+        k_tile = q_tiles + KEY_TILE * D;
+        v_tile = keeps_v<D>() ? shared.take<bf16>(KEY_TILE * D) : dout_tiles + KEY_TILE * D;
+    }
+    // Their bytes.
+    static size_t bytes() {
+        const size_t tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
+        return shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, keeps_v<D>() ? tiles / 2 : 0});
+    }
+    __device__ void copy_keys(const bf16* k, const bf16* v, int bg, int first_key, const AttentionShape& s) {
+        constexpr int THREADS = dkdv_threads<D>();
+        const size_t group = size_t(bg * s.key_stride + first_key) * D;
+        copy_tile<D, THREADS>(k_tile, k + group, D, s.keys - first_key);
+        copy_tile<D, THREADS>(v_tile, v + group, D, s.keys - first_key);
+        cp_async_commit();
+    }
+};
+
 // The keys of a warp as A fragments (v: or in shared memory), and their sums.
 template <Branch branch, int D>
 struct WarpKeys {
@@ -550,14 +578,17 @@ struct WarpKeys {
                     }
             }
     }
-    // dv += P'^T dout and dk += dS^T q over the 64 rows of a tile of tokens. token(row): the position of the row's
-    // token; called only if `masked`; otherwise all tokens see all keys of the warp whose selection block they chose.
+    // dv += P'^T dout and dk += dS^T q over the 64 rows of the tile of tokens in a buffer. token(row): the position of
+    // the row's token; called only if `masked`; otherwise all tokens see all keys of the warp whose selection block
+    // they chose.
     template <class Token>
-    __device__ void add_tokens(const bf16* q_tile, const bf16* dout_tile, const RowStatistics<branch>& rows, int buffer,
-                               bool masked, Token token, const AttentionShape& s) {
+    __device__ void add_tokens(const TokenBuffers<branch, D>& buffers, int buffer, bool masked, Token token,
+                               const AttentionShape& s) {
         const int column = threadIdx.x % 4 * 2;
-        const float* dot = rows.dot + buffer * KEY_TILE + column;
-        const float* minus_shift = rows.minus_shift + buffer * sub_blocks(branch) * KEY_TILE + column;
+        const bf16 *q_tile = buffers.q_tiles + buffer * KEY_TILE * D,
+                   *dout_tile = buffers.dout_tiles + buffer * KEY_TILE * D;
+        const float* dot = buffers.rows.dot + buffer * KEY_TILE + column;
+        const float* minus_shift = buffers.rows.minus_shift + buffer * sub_blocks(branch) * KEY_TILE + column;
 #pragma unroll 1
         for (int first = 0; first < KEY_TILE; first += TOKENS) {
             float p[M][TOKENS / 8][4] = {}, ds[M][TOKENS / 8][4] = {};
@@ -611,33 +642,6 @@ struct WarpKeys {
     }
 };
 
-// The shared memory of a block that owns a tile of keys: two buffers for tiles of q and dout and for their statistics.
-// The keys pass through the second buffers on their way into registers.
-template <Branch branch, int D>
-struct TokenBuffers {
-    bf16 *q_tiles, *dout_tiles, *k_tile, *v_tile;
-    RowStatistics<branch> rows;
-
-    __device__ explicit TokenBuffers(DynamicShared& shared) {
-        q_tiles = shared.take<bf16>(2 * KEY_TILE * D), dout_tiles = shared.take<bf16>(2 * KEY_TILE * D);
-        rows.minus_shift = shared.take<float>(2 * sub_blocks(branch) * KEY_TILE);
-        rows.dot = shared.take<float>(2 * KEY_TILE);
-        k_tile = q_tiles + KEY_TILE * D;
-        v_tile = keeps_v<D>() ? shared.take<bf16>(KEY_TILE * D) : dout_tiles + KEY_TILE * D;
-    }
-    // Their bytes.
-    static size_t bytes() {
-        const size_t tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
-        return shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, keeps_v<D>() ? tiles / 2 : 0});
-    }
-    __device__ void copy_keys(const bf16* k, const bf16* v, int bg, int first_key, const AttentionShape& s) {
-        constexpr int THREADS = dkdv_threads<D>();
-        const size_t group = size_t(bg * s.key_stride + first_key) * D;
-        copy_tile<D, THREADS>(k_tile, k + group, D, s.keys - first_key);
-        copy_tile<D, THREADS>(v_tile, v + group, D, s.keys - first_key);
-        cp_async_commit();
-    }
-};
 // Walks tiles of tokens, each once for every head, from `at` (a tile, or a place in a list of tokens) to `end`;
 // next(at) is the one after. fetch(buffer, at, head) starts to copy and to load, store(buffer) puts the statistics it
 // loaded in their place, use(buffer, at) computes. While one is used, the next one arrives in the other buffer.

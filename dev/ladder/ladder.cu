@@ -1,13 +1,13 @@
 // ladder.cu: the ladder of attention kernels as a program of its own; see ladder.h. From the top folder:
-//     nvcc -std=c++17 -O3 -arch=native -diag-suppress 1675 dev/ladder/ladder.cu -lcublasLt -o ladder && ./ladder
-//     [SEQUENCES TOKENS]
-// The model's shape is that of the 125M preset: 12 heads of 64 in 2 groups, 16 of the blocks of 64 tokens selected.
+//   nvcc -std=c++17 -O3 -arch=native -diag-suppress 1675 dev/ladder/ladder.cu -lcublasLt -o build/ladder
+//   build/ladder [SEQUENCES TOKENS]
+// The shape is that of the 125m preset: 12 heads of 64 in 2 groups; each query selects 16 blocks of 64 tokens.
 #include "ladder.h"
 
 int main(int argc, char** argv) {
     NsaShape s;
     s.B = argc > 1 ? std::atoi(argv[1]) : 4, s.T = s.queries = argc > 2 ? std::atoi(argv[2]) : 4096;
-    s.H = 12, s.G = 2, s.D = 64, s.l = 32, s.d = 16, s.slc_block = 64, s.slc_count = 16, s.window = 512, s.F = 64;
+    s.H = 12, s.G = 2, s.D = 64, s.l = 32, s.d = 16, s.slc_block = 64, s.slc_count = 16, s.window = 512, s.F = 128;
     try {
         if (s.B < 1 || s.T < 1) fail_usage("usage: ladder [SEQUENCES TOKENS]");
         Cuda dev(0);

@@ -17,9 +17,9 @@ struct Rung {
 enum RungNumber { PLAIN, SHARED_TILES, TENSOR_CORES, GATHERED_ROWS };
 constexpr Rung RUNGS[] = {
     {"0, plain",         "what is computed, in the fewest ideas: a warp per row reads all it needs from device memory"},
-    {"1, shared tiles",  "memory: 32 queries share each tile of 32 keys, which device memory is read for once instead of 32 times"},
-    {"2, tensor cores",  "arithmetic: mma.sync does 2048 multiply-adds at once for all heads of a group, copies overlap them (cp.async)"},
-    {"3, gathered rows", "work, in long sequences: a selected block is visited only by rows that chose it, through ldmatrix's addresses"},
+    {"1, shared tiles",  "memory: 32 queries share each tile of keys, so device memory is read 32 times less"},
+    {"2, tensor cores",  "arithmetic: 2048 multiply-adds in one mma, tiles shared by all heads, copies run meanwhile"},
+    {"3, gathered rows", "work: in long sequences only the rows that chose a selected block visit it"},
 };
 // clang-format on
 
