@@ -79,7 +79,6 @@ TEST(run_damaged_checkpoints_are_named) {
                         {"bad_steps", "1.5", "bad_steps"},
                         {"loader", "[\"1337\", \"64\", \"4194304\"]", "loader"},
                         {"loader", "7", "loader"},
-                        {"best_val_loss", "null", "best_val_loss"},
                         {"losses", "7", "losses"},
                         {"norms", "[\"x\"]", "norms"},
                         {"loader", "[\"x\", \"64\", \"4194304\", \"4\"]", "loader[0]"},
@@ -216,9 +215,6 @@ TEST(run_resumed_equals_uninterrupted) {
         };
         REQUIRE_GOOD(run_to("12", whole, "off"));
         REQUIRE_GOOD(run_to("5", parts, "off"));
-        // A validation loss that no later one undercuts stays the best to the end.
-        seal(parts + "/step_00000005",
-             with_json_value(read_manifest(parts + "/step_00000005").state_text, "best_val_loss", "0.25"));
         const Result resumed = run_to("9", parts, "on");
         REQUIRE_GOOD(resumed);
         CHECK(resumed.out.find("resume: " + parts + "/step_00000005, step 5\n") != std::string::npos);
@@ -229,7 +225,6 @@ TEST(run_resumed_equals_uninterrupted) {
                    state_parts = read_manifest(parts + "/step_00000012").state;
         for (const Json* state : {&state_whole, &state_parts})
             CHECK_EQUAL(state->array("loader", "state")[3].text, std::string("24"));  // 12 steps of 2 samples
-        CHECK_EQUAL(state_parts.number("best_val_loss", ""), 0.25);
         for (const char* field : {"loss", "lr", "grad_norm", "tokens", "epoch"}) {
             const std::vector<double> a = logged(whole, field), b = logged(parts, field);
             CHECK_EQUAL(a.size(), 12u);
