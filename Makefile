@@ -1,31 +1,36 @@
-# Builds train_nsa and its tests with what the machine has:  make deps train_nsa && mpirun -np 2 ./train_nsa
+# Builds train_nsa with what the machine has:  make deps train_nsa && mpirun -np 2 ./train_nsa
 #
 #   make deps        installs what is missing (C++ compiler, MPI, oneDNN) through the system's package manager
-#   make train_nsa   the program           make test     all tests           make goldens   golden values anew (needs PyTorch)
+#   make train_nsa   the program                make clean
+#   make test        the tests, ten minutes     make test_long   those that take longer
 #   make bench       times the CPU engine beside PyTorch and others that are installed, see dev/bench/cpu.sh
-#   make clean       make crash_test       the tester that kills runs, see dev/crash_test/crash_test.cpp
+#   make goldens     golden values anew (needs PyTorch)
 #
 # Settings, each with a default; a changed setting rebuilds:
 #   NO_CUDA=1 NO_NCCL=1 NO_MPI=1 NO_DNNL=1 NO_OMP=1   leave something out although it is there
 #   MARCH=native                            the processor to build for; MARCH= for a portable binary
-#   GPU_COMPUTE_CAPABILITY=90               GPU architecture; default: the GPU that is found, else sm_80, sm_90 and PTX
+#   GPU_COMPUTE_CAPABILITY=90               GPU architecture; default: the GPU found here, else sm_80, sm_90 and PTX
 #   PRECISION=BF16|FP32                     of the CUDA engine; FP32 for diagnosis and for GPUs below sm_80
 #   WERROR=1                                warnings are errors          SAN=address,undefined   sanitizers
+#
+# Everything about tests and benchmarks is in dev/dev.mk; without dev/ the program builds all the same.
 
 CXX ?= g++
 NVCC ?= nvcc
 MARCH ?= native
 BUILD ?= build
 PRECISION ?= BF16
-GOALS := all train_nsa test_nsa $(BUILD)/test_device test goldens info crash_test bench
+DEV_GOALS := test_nsa $(BUILD)/test_device test test_long goldens crash_test bench
+GOALS := all train_nsa info $(DEV_GOALS)
 
-# What is there is found out by compiling and linking a probe, in a second make: so in `make deps train_nsa` the probes run after deps.
+# A second make finds out what is there, by compiling and linking probes: so in `make deps train_nsa` they run after
+# deps. It builds on all cores unless the command says -j.
 ifndef CONFIGURED
 
 .DEFAULT_GOAL := train_nsa
 .PHONY: $(GOALS) deps clean
 $(GOALS): $(if $(filter deps,$(MAKECMDGOALS)),deps)
-	@$(MAKE) --no-print-directory CONFIGURED=1 $@
+	@+$(MAKE) --no-print-directory CONFIGURED=1 $(if $(filter -j%,$(MAKEFLAGS)),,-j$(shell nproc)) $@
 deps:
 	@bash lib/deps.sh
 clean:
@@ -36,27 +41,29 @@ else
 comma := ,
 empty :=
 space := $(empty) $(empty)
-links = $(shell echo '$(1)' > /dev/null; mkdir -p $(BUILD); printf '$(1)\nint main() { return 0; }\n' | $(CXX) -x c++ - $(2) -o $(BUILD)/probe 2>/dev/null && echo yes)
-mark = $(if $(1),✓,✗)
+links = $(shell mkdir -p $(BUILD); printf '$(1)\nint main() { return 0; }\n' | \
+  $(CXX) -x c++ - $(2) -o $(BUILD)/probe 2>/dev/null && echo yes)
 
-FLAGS := -std=c++17 -DBUILD_FOLDER=$(BUILD) $(if $(SAN),-O1,-O3) -fno-math-errno -fno-trapping-math -pthread -rdynamic -Wall -Wextra
-# -rdynamic: the watchdog's stack has names.
-# -fno-math-errno and -fno-trapping-math let loops with sqrt and comparisons be vectorised; results do not change. Never -ffast-math.
+# -rdynamic: the watchdog's stack has names. -fno-math-errno and -fno-trapping-math: loops with sqrt and comparisons
+# become vectors, and results do not change. Never -ffast-math.
+FLAGS := -std=c++17 -DBUILD_FOLDER=$(BUILD) $(if $(SAN),-O1,-O3) -fno-math-errno -fno-trapping-math -pthread -rdynamic \
+  -Wall -Wextra
 LIBS :=
 ifneq ($(MARCH),)
   FLAGS += -march=$(MARCH)
 endif
-# Where the compiler knows them. GCC takes 256-bit vectors on processors with AVX-512 unless told; and the micro-kernel, which it compiles a second time for
-# operands without gaps between the elements of a column, then keeps its sums in memory: half the speed in bf16.
-accepted = $(shell $(CXX) $(if $(MARCH),-march=$(MARCH)) -Werror $(1) -x c++ -fsyntax-only /dev/null 2>/dev/null && echo $(1))
+# Where the compiler knows them. On processors with AVX-512, GCC takes 256-bit vectors by default; and it compiles the
+# micro-kernel a second time for operands without gaps, with its sums in memory: half the speed in bf16.
+accepted = $(shell $(CXX) $(if $(MARCH),-march=$(MARCH)) -Werror $(1) -x c++ -fsyntax-only /dev/null 2>/dev/null && \
+  echo $(1))
 FLAGS += $(call accepted,-mprefer-vector-width=512) $(call accepted,-fno-version-loops-for-strides)
-# clang says of some `omp simd` loops that it cannot make vectors of them; they are right all the same.
+# clang reports `omp simd` loops that it cannot vectorise; they are right all the same.
 FLAGS += $(if $(call accepted,-Wpass-failed),-Wno-pass-failed)
 ifdef WERROR
   FLAGS += -Werror
 endif
 ifdef SAN
-  # One flag for each: nvcc takes the commas of a list as its own. The first report ends the program, so that no test passes over it.
+  # One flag for each, since nvcc takes the commas of a list as its own. The first report ends the program.
   SAN_FLAGS := $(addprefix -fsanitize=,$(subst $(comma),$(space),$(SAN))) -fno-sanitize-recover=all
   # GCC's maybe-uninitialized counts what the sanitizers add to <regex>.
   FLAGS += -g -fno-omit-frame-pointer -Wno-maybe-uninitialized $(SAN_FLAGS)
@@ -102,14 +109,15 @@ ifndef NO_CUDA
   HAVE_NVCC := $(shell command -v $(NVCC) >/dev/null 2>&1 && echo yes)
 endif
 ifeq ($(HAVE_NVCC),yes)
-  ifdef GPU_COMPUTE_CAPABILITY
-    ARCH := -arch=sm_$(GPU_COMPUTE_CAPABILITY)
-    ARCH_NAME := sm_$(GPU_COMPUTE_CAPABILITY), as GPU_COMPUTE_CAPABILITY says
-  else ifneq ($(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep GPU),)
-    ARCH := -arch=native
-    ARCH_NAME := for the GPU found here
-  else
-    ARCH := -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=[sm_90,compute_90]
+  # Of the first GPU here, such as 90; empty without one.
+  GPU_FOUND := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+    sed -n '1s/^\([0-9]*\)\.\([0-9]*\)$$/\1\2/p')
+  ifneq ($(or $(GPU_COMPUTE_CAPABILITY),$(GPU_FOUND)),)
+    ARCH := -arch=sm_$(or $(GPU_COMPUTE_CAPABILITY),$(GPU_FOUND))
+    ARCH_NAME := sm_$(or $(GPU_COMPUTE_CAPABILITY),$(GPU_FOUND)), $(if \
+      $(GPU_COMPUTE_CAPABILITY),as GPU_COMPUTE_CAPABILITY says,the GPU found here)
+  else  # compiled side by side
+    ARCH := --threads 2 -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=[sm_90,compute_90]
     ARCH_NAME := no GPU here: sm_80, sm_90, and PTX for later ones
   endif
   ifeq ($(PRECISION),FP32)
@@ -128,10 +136,12 @@ ifeq ($(HAVE_NVCC),yes)
     FLAGS += -DUSE_NCCL
     LIBS += -lnccl
   endif
-  # The rest of the flags goes to the host compiler as it is. Diagnostic 1675: GCC's unroll pragma, which nvcc's front end passes on;
-  # parentheses: in the C++ that nvcc writes for the host compiler.
+  # The rest of the flags goes to the host compiler. Diagnostic 1675: GCC's unroll pragma, which nvcc's front end passes
+  # on; parentheses: in the C++ that nvcc writes.
   HOST_FLAGS := $(filter-out -std=% -O% -D% -I%,$(FLAGS)) -Wno-parentheses
-  COMPILE = $(NVCC) -x cu $(filter -std=% -O%,$(FLAGS)) $(ARCH) -ccbin $(CXX) -diag-suppress 1675 $(if $(WERROR),-Werror all-warnings) $(filter -D% -I%,$(FLAGS)) -Xcompiler $(subst $(space),$(comma),$(strip $(HOST_FLAGS)))
+  COMPILE = $(NVCC) -x cu $(filter -std=% -O%,$(FLAGS)) $(ARCH) -ccbin $(CXX) -diag-suppress 1675 \
+    $(if $(WERROR),-Werror all-warnings) $(filter -D% -I%,$(FLAGS)) \
+    -Xcompiler $(subst $(space),$(comma),$(strip $(HOST_FLAGS)))
   LINK_LIBS = $(filter-out $(SAN_FLAGS),$(LIBS)) $(addprefix -Xcompiler ,$(SAN_FLAGS))
   COMPILER := nvcc $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p') over $(CXX)
 else
@@ -141,41 +151,37 @@ else
 endif
 
 # The line is kept in a file: when it changes, everything is built again.
-$(shell mkdir -p $(BUILD); echo '$(COMPILE) $(LINK_LIBS)' | cmp -s - $(BUILD)/command || echo '$(COMPILE) $(LINK_LIBS)' > $(BUILD)/command)
+kept = $(shell mkdir -p $(BUILD); echo '$(2)' | cmp -s - $(1) || echo '$(2)' > $(1))
+$(call kept,$(BUILD)/command,$(COMPILE) $(LINK_LIBS))
+# For --version: of CHANGELOG.md and, in a clone, of git.
+VERSION := $(shell sed -n 's/^\#\# \([0-9][0-9.]*\).*/\1/p' CHANGELOG.md 2>/dev/null | head -1)$(shell \
+  git describe --always --dirty 2>/dev/null | sed 's/^/-/')
+$(call kept,$(BUILD)/version.h,\#define VERSION "$(VERSION)")
 
-.PHONY: all info test goldens
+.PHONY: all info
 all: train_nsa
-train_nsa test_nsa: %: %.cu $(BUILD)/command | info
-	$(COMPILE) -MMD -MP -MF $(BUILD)/$@.d -MT $@ $< -o $@ $(LINK_LIBS)
-# The tests of test_nsa that run on the device, and its benchmarks, for dev/gpu_check.sh: nvcc compiles one file on one core, so the tests of the host are left
-# out, and host code, which only checks here, has -O2: as long as train_nsa takes beside it. The kernels are the same.
-$(BUILD)/test_device: test_nsa.cu $(BUILD)/command | info
-	$(patsubst -O3,-O2,$(COMPILE)) -DDEVICE_TESTS_ONLY -MMD -MP -MF $@.d -MT $@ $< -o $@ $(LINK_LIBS)
--include $(BUILD)/train_nsa.d $(BUILD)/test_nsa.d $(BUILD)/test_device.d
+train_nsa: train_nsa.cu $(BUILD)/command $(BUILD)/version.h | info
+	$(COMPILE) -include $(BUILD)/version.h -MMD -MP -MF $(BUILD)/$@.d -MT $@ $< -o $@ $(LINK_LIBS)
+-include $(BUILD)/train_nsa.d
 
+line = @echo "$(if $(1),✓,✗) $(2)$(if $(1),$(3),$(4))"
 info:
-	@echo "$(call mark,$(COMPILER)) compiler  $(or $(COMPILER),not found: make deps)"
-	@echo "$(call mark,$(filter yes,$(HAVE_OMP))) OpenMP    $(if $(HAVE_OMP),all cores,$(if $(NO_OMP),left out by NO_OMP,not found: one core))"
-	@echo "$(call mark,$(filter yes,$(HAVE_MPI))) MPI       $(if $(HAVE_MPI),$(filter -l%,$(MPI_LIBS)),$(if $(NO_MPI),left out by NO_MPI,mpicxx not found or does not link: one process only; make deps))"
-	@echo "$(call mark,$(filter yes,$(HAVE_DNNL))) oneDNN    $(if $(HAVE_DNNL),GEMMs$(comma) fp32 and bf16,$(if $(HAVE_OMP),$(if $(NO_DNNL),left out by NO_DNNL,not found: our own GEMM; make deps),left out without OpenMP))"
-	@echo "$(call mark,$(filter yes,$(HAVE_NCCL))) NCCL      $(if $(HAVE_NCCL),gradients of several GPUs,$(if $(NO_NCCL),left out by NO_NCCL,$(if $(HAVE_NVCC),not found beside nvcc or in the system: gradients of several GPUs go through the host's memory,only with nvcc)))"
-	@echo "$(call mark,$(filter yes,$(HAVE_NVCC))) nvcc      $(if $(HAVE_NVCC),$(ARCH_NAME); PRECISION=$(PRECISION),$(if $(NO_CUDA),left out by NO_CUDA,not found))"
+	$(call line,$(COMPILER),compiler  ,$(COMPILER),not found: make deps)
+	$(call line,$(HAVE_OMP),OpenMP    ,all cores,$(if $(NO_OMP),left out by NO_OMP,not found: one core))
+	$(call line,$(HAVE_MPI),MPI       ,$(filter -l%,$(MPI_LIBS)),$(if \
+	  $(NO_MPI),left out by NO_MPI,mpicxx not found or does not link: one process only; make deps))
+	$(call line,$(HAVE_DNNL),oneDNN    ,GEMMs$(comma) fp32 and bf16,$(if $(HAVE_OMP),$(if \
+	  $(NO_DNNL),left out by NO_DNNL,not found: our own GEMM; make deps),left out without OpenMP))
+	$(call line,$(HAVE_NCCL),NCCL      ,gradients of several GPUs,$(if $(NO_NCCL),left out by NO_NCCL,$(if \
+	  $(HAVE_NVCC),not found beside nvcc or in the system: one GPU only,only with nvcc)))
+	$(call line,$(HAVE_NVCC),nvcc      ,$(ARCH_NAME); PRECISION=$(PRECISION),$(if \
+	  $(NO_CUDA),left out by NO_CUDA,not found))
 
-# Kernels run without a GPU in dev/emulator/cuda_on_cpu.h, which is compiled by the host compiler whether or not nvcc is there.
--include dev/emulator/emulator.mk
--include dev/crash_test/crash_test.mk
-$(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS): $(BUILD)/command
-test: test_nsa train_nsa $(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS) $(if $(filter yes,$(HAVE_MPI)),$(BUILD)/train_nsa_emulated)
-	@dev/run_tests.sh ./test_nsa $(CRASH_TESTS) $(EMULATOR_TESTS) $(if $(HAVE_NVCC),dev/kernel_report.sh dev/loop_report.sh)
-goldens: train_nsa
-	bash dev/test/make_goldens.sh
-
-# BENCH: what dev/bench/cpu.sh is told, such as --python VENV/bin/python3
-.PHONY: bench
-bench: $(BUILD)/bench_cpu train_nsa
-	dev/bench/cpu.sh $(BUILD)/bench_cpu --ranks ./train_nsa $(BENCH)
-$(BUILD)/bench_cpu: dev/bench/bench_cpu.cpp $(BUILD)/command
-	$(CXX) -x c++ $(FLAGS) -MMD -MP -MF $@.d -MT $@ $< -o $@ -x none $(filter-out -lcublasLt -lnccl,$(LIBS))
--include $(BUILD)/bench_cpu.d
+ifneq ($(wildcard dev/dev.mk),)
+  include dev/dev.mk
+else
+$(DEV_GOALS):
+	@echo "make: $@ needs the folder dev/, which is not here" >&2; exit 1
+endif
 
 endif

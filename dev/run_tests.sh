@@ -1,25 +1,55 @@
 #!/usr/bin/env bash
-# Runs test programs one after another and adds up their closing lines: run_tests.sh 'PROGRAM [ARGUMENT]...' ...
-# The last line is "N passed, N failed"; a program that dies or closes without such a line counts as one failure. Exit status 1 on any failure.
+# Runs test programs side by side, one for each core, and adds up their closing lines: run_tests.sh 'PROGRAM
+# [ARGUMENT]...' ... What a program prints appears in one piece when it has ended. JOBS: how many at a time. The last
+# line is "N passed, N failed"; a program that dies or closes without such a line counts as one failure. Exit status 1
+# on any failure.
 set -uo pipefail
-# For programs built with SAN=address; others do not read it. What is no leak of this program is listed in dev/leaks.supp. The emulator gives each CUDA
-# thread a stack of its own, between which AddressSanitizer's second stack for locals (its search for use after return) would be mixed up.
-export LSAN_OPTIONS="suppressions='$(dirname "$(realpath "$0")")/leaks.supp':print_suppressions=0${LSAN_OPTIONS:+:$LSAN_OPTIONS}"
+# For programs built with SAN=address; others do not read it. dev/leaks.supp lists what is no leak of this program. The
+# emulator gives each CUDA thread a stack of its own, which AddressSanitizer's second stack for locals (its search for
+# use after return) would mix up.
+leaks=$(dirname "$(realpath "$0")")/leaks.supp
+export LSAN_OPTIONS="suppressions='$leaks':print_suppressions=0${LSAN_OPTIONS:+:$LSAN_OPTIONS}"
 export ASAN_OPTIONS="detect_stack_use_after_return=0${ASAN_OPTIONS:+:$ASAN_OPTIONS}"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+# The output of program number $1, and its exit status in $work/$1.status.
+run() {
+    local start=$SECONDS
+    timeout 1800 bash -c "exec $2" </dev/null >"$work/$1.log" 2>&1
+    echo "$? $((SECONDS - start))" >"$work/$1.ended"
+    mv "$work/$1.ended" "$work/$1.status"
+}
+
 passed=0 failed=0
-for command in "$@"; do
-    echo "== $command"
-    log=$(mktemp)
-    timeout 1800 bash -c "exec $command" </dev/null 2>&1 | tee "$log"
-    status=${PIPESTATUS[0]}
-    if read -r p f < <(sed -nE 's/^([0-9]+) passed, ([0-9]+) failed$/\1 \2/p' "$log" | tail -1) && [ -n "${f:-}" ]; then
+report() {
+    local status seconds p f
+    read -r status seconds <"$work/$1.status"
+    echo "== $2 (${seconds} s)"
+    cat "$work/$1.log"
+    read -r p f < <(sed -nE 's/^([0-9]+) passed, ([0-9]+) failed$/\1 \2/p' "$work/$1.log" | tail -1)
+    if [ -n "${f:-}" ]; then
         passed=$((passed + p)) failed=$((failed + f))
-        if [ "$status" -ne 0 ] && [ "$f" -eq 0 ]; then echo "$command: exit status $status"; failed=$((failed + 1)); fi
+        if [ "$status" -ne 0 ] && [ "$f" -eq 0 ]; then echo "$2: exit status $status"; failed=$((failed + 1)); fi
     else
-        echo "$command: exit status $status without a closing line"
+        echo "$2: exit status $status without a closing line"
         failed=$((failed + 1))
     fi
-    rm -f "$log"
+    rm "$work/$1.log" "$work/$1.status"
+}
+
+commands=("$@") next=0 left=$# running=0
+while [ "$left" -gt 0 ]; do
+    while [ "$next" -lt $# ] && [ "$running" -lt "${JOBS:-$(nproc)}" ]; do
+        run "$next" "${commands[$next]}" &
+        next=$((next + 1)) running=$((running + 1))
+    done
+    wait -n
+    for ((i = 0; i < next; i++)); do
+        [ -f "$work/$i.status" ] || continue
+        report "$i" "${commands[$i]}"
+        left=$((left - 1)) running=$((running - 1))
+    done
 done
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]

@@ -155,7 +155,7 @@ struct TwoRanks {
     }
 };
 
-TEST(cuda_ddp_streams_wait_for_each_other) {
+TEST_LONG(cuda_ddp_streams_wait_for_each_other) {
     for (const char* options : {"--bucket-mb 0.04", "--bucket-mb 0.04 --zero 1", "--bucket-mb 0.04 --grad-reduce bf16",
                                 "--bucket-mb 0.04 --grad-reduce bf16 --zero 1", "--bucket-mb 0.04 --deterministic",
                                 "--bucket-mb 0.04 --deterministic --zero 1"}) {

@@ -458,7 +458,7 @@ inline TrainedBits train_ten_steps(const Config& c, bool graphs, bool interrupte
     return bits;
 }
 
-TEST(cuda_graph_training_gives_the_same_bits) {
+TEST_LONG(cuda_graph_training_gives_the_same_bits) {
     struct Case {
         const char* options;
         int64_t batch, micro_steps;

@@ -45,7 +45,7 @@ inline Result train_on(const Words& program, const Options& more) {
 
 // --deterministic: the same losses and weights, bit for bit, on 1, 2 and 4 GPUs, with the optimiser's
 // state shared out or not, with CUDA graphs or not; and after a resume on another number of GPUs.
-TEST(emulated_gpus_give_the_same_bits) {
+TEST_LONG(emulated_gpus_give_the_same_bits) {
     using namespace emulated_runs;
     const char* what = "the whole program on emulated GPUs";
     const Words one = program_on(1, what), two = program_on(2, what), four = program_on(4, what);

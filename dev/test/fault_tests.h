@@ -260,7 +260,7 @@ TEST(ranks_that_differ_are_found_at_the_start) {
 }
 
 // kill -9 in the middle of training; SIGSTOP, which no process can report itself: named, and all end.
-TEST(ranks_that_die_or_stall_end_the_run) {
+TEST_LONG(ranks_that_die_or_stall_end_the_run) {
     using namespace program;
     const std::string mpirun = find_mpirun("ranks that die or stall");
     if (mpirun.empty()) return;

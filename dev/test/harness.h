@@ -1,6 +1,7 @@
 // harness.h: TEST, the checks, and the runner. A check that fails prints file, line, what was found and what was
 // expected, marks the test failed and goes on; REQUIRE ends the test. A test that throws has failed.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +16,7 @@
 struct TestCase {
     const char* name;
     void (*run)();
+    bool is_long;
 };
 struct TestRun {
     std::vector<TestCase> cases;
@@ -27,11 +29,14 @@ inline TestRun& tests() {
     return run;
 }
 struct RegisterTest {
-    RegisterTest(const char* name, void (*run)()) { tests().cases.push_back({name, run}); }
+    RegisterTest(const char* name, void (*run)(), bool is_long) { tests().cases.push_back({name, run, is_long}); }
 };
-#define TEST(name)                                           \
-    static void test_##name();                               \
-    static RegisterTest register_##name(#name, test_##name); \
+// TEST_LONG: takes many seconds, so that it is one of `make test_long` instead of `make test`.
+#define TEST(name) REGISTERED_TEST(name, false)
+#define TEST_LONG(name) REGISTERED_TEST(name, true)
+#define REGISTERED_TEST(name, is_long)                                \
+    static void test_##name();                                        \
+    static RegisterTest register_##name(#name, test_##name, is_long); \
     static void test_##name()
 
 struct TestAbort {};
@@ -123,21 +128,44 @@ inline void write_file(const std::string& path, const std::string& bytes) {
     if (!out.flush()) fail("cannot write %s", path.c_str());
 }
 
-inline int run_tests(int argc, char** argv) {
-    const char* only = nullptr;
+// Removes the tests that the options leave out. False, with a line on stderr, if they make no sense.
+inline bool choose_tests(int argc, char** argv) {
+    std::vector<TestCase>& cases = tests().cases;
+    const auto leave_out = [&](auto condition) {
+        cases.erase(std::remove_if(cases.begin(), cases.end(), condition), cases.end());
+    };
     for (int i = 1; i < argc; i++) {
-        if (!std::strcmp(argv[i], "--only") && i + 1 < argc) only = argv[++i];
-        else if (!std::strcmp(argv[i], "--list")) {
-            for (const TestCase& t : tests().cases) std::printf("%s\n", t.name);
-            return 0;
-        } else {
-            std::fprintf(stderr, "test_nsa: unknown option %s; usage: test_nsa [--list] [--only SUBSTRING]\n", argv[i]);
-            return 2;
+        const std::string option = argv[i];
+        const char* value = i + 1 < argc ? argv[i + 1] : nullptr;
+        size_t shard = 0, shards = 0, n = 0;
+        if (option == "--only" && value) {
+            leave_out([&](const TestCase& t) { return !std::strstr(t.name, value); });
+            i++;
+        } else if (option == "--shard" && value && std::sscanf(value, "%zu/%zu", &shard, &shards) == 2 &&
+                   shard <= shards) {
+            leave_out([&](const TestCase&) { return n++ % shards != shard - 1; });
+            i++;
+        } else if (option == "--short" || option == "--long") {
+            leave_out([&](const TestCase& t) { return t.is_long != (option == "--long"); });
+        } else if (option != "--list") {
+            std::fprintf(stderr,
+                         "test_nsa: unknown option %s; usage: test_nsa [--list] [--only SUBSTRING] [--short | --long] "
+                         "[--shard I/N]\n",
+                         argv[i]);
+            return false;
         }
+    }
+    return true;
+}
+
+inline int run_tests(int argc, char** argv) {
+    if (!choose_tests(argc, argv)) return 2;
+    if (std::any_of(argv, argv + argc, [](const char* word) { return !std::strcmp(word, "--list"); })) {
+        for (const TestCase& t : tests().cases) std::printf("%s\n", t.name);
+        return 0;
     }
     int passed = 0, failed = 0;
     for (const TestCase& t : tests().cases) {
-        if (only && !std::strstr(t.name, only)) continue;
         tests().failed_checks = 0, tests().checks = 0;
         const size_t skipped_before = tests().skipped.size();
         const auto start = std::chrono::steady_clock::now();

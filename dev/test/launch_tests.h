@@ -173,7 +173,7 @@ TEST(emulated_gpus_started_by_variables_with_faults) {
 }
 
 // kill -9 and SIGSTOP in the middle of training.
-TEST(emulated_gpus_started_by_variables_that_die_or_stall) {
+TEST_LONG(emulated_gpus_started_by_variables_that_die_or_stall) {
     using namespace launches;
     const Words program = program_on(1, "emulated GPUs that die or stall");
     if (program.empty()) return;

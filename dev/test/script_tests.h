@@ -166,7 +166,7 @@ TEST(run_gpu_check_tells_what_failed) {
 }
 // What takes too long is killed with all that it started, which cannot refuse;
 // what it had printed is in the report; what has no time left is said.
-TEST(run_gpu_check_stops_what_takes_too_long) {
+TEST_LONG(run_gpu_check_stops_what_takes_too_long) {
     using namespace script_tests;
     Machine machine;
     machine.script("build/test_device",
@@ -231,7 +231,7 @@ TEST(run_gpu_check_stops_what_takes_too_long) {
 }
 // A test that hangs or crashes costs its group its seconds, the tests that did not pass are run again alone, and the
 // next part has its turn. Seconds given to `timeout` count as a fortieth here.
-TEST(run_gpu_check_goes_on_after_a_hang) {
+TEST_LONG(run_gpu_check_goes_on_after_a_hang) {
     using namespace script_tests;
     Machine machine;
     machine.script("bin/timeout", R"sh(options=()

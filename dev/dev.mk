@@ -1,0 +1,39 @@
+# dev.mk: tests, goldens and benchmarks. Included by the Makefile, which knows the compilers and libraries.
+#   make test        the tests, ten minutes on two cores with the building: programs are built and run side by side
+#   make test_long   the others: the CHECK build of the emulator at full length, faults that take their time, registers
+include dev/emulator/emulator.mk
+include dev/crash_test/crash_test.mk
+
+HOST_LIBS = -x none $(filter-out -lcublasLt -lnccl,$(LIBS))
+HOST_COMPILE = $(CXX) -x c++ $(filter-out -DUSE_NCCL,$(FLAGS))
+
+# The tests of the host, by the host compiler: a third of the time that nvcc takes. Where there is a GPU, test_device
+# runs too.
+test_nsa: test_nsa.cu $(BUILD)/command | info
+	$(HOST_COMPILE) -MMD -MP -MF $(BUILD)/$@.d -MT $@ $< -o $@ $(HOST_LIBS)
+# The tests that run on the device, and its benchmarks, for dev/gpu_check.sh. Host code, which only checks here, has
+# -O2.
+$(BUILD)/test_device: test_nsa.cu $(BUILD)/command | info
+	$(patsubst -O3,-O2,$(COMPILE)) -DDEVICE_TESTS_ONLY -MMD -MP -MF $@.d -MT $@ $< -o $@ $(LINK_LIBS)
+-include $(BUILD)/test_nsa.d $(BUILD)/test_device.d
+
+$(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS): $(BUILD)/command
+EMULATED = $(if $(HAVE_MPI),$(BUILD)/train_nsa_emulated)
+DEVICE = $(if $(GPU_FOUND),$(BUILD)/test_device)
+
+.PHONY: test test_long goldens bench
+test: train_nsa test_nsa $(SHORT_EMULATOR_PROGRAMS) $(CRASH_PROGRAMS) $(EMULATED) $(DEVICE)
+	@dev/run_tests.sh '$(BUILD)/cuda_tests --short' './test_nsa --short --shard 1/2' './test_nsa --short --shard 2/2' \
+	    $(CRASH_TESTS) $(SHORT_EMULATOR_TESTS) $(DEVICE)
+test_long: train_nsa test_nsa $(EMULATOR_PROGRAMS) $(EMULATED)
+	@dev/run_tests.sh '$(BUILD)/cuda_tests_check' '$(BUILD)/cuda_tests --long' './test_nsa --long' $(LONG_EMULATOR_TESTS) \
+	    $(if $(HAVE_NVCC),dev/kernel_report.sh dev/loop_report.sh)
+goldens: train_nsa
+	bash dev/test/make_goldens.sh
+
+# BENCH: arguments of dev/bench/cpu.sh, such as --python VENV/bin/python3
+bench: $(BUILD)/bench_cpu train_nsa
+	dev/bench/cpu.sh $(BUILD)/bench_cpu --ranks ./train_nsa $(BENCH)
+$(BUILD)/bench_cpu: dev/bench/bench_cpu.cpp $(BUILD)/command
+	$(HOST_COMPILE) -MMD -MP -MF $@.d -MT $@ $< -o $@ $(HOST_LIBS)
+-include $(BUILD)/bench_cpu.d
