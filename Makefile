@@ -156,12 +156,12 @@ $(call kept,$(BUILD)/command,$(COMPILE) $(LINK_LIBS))
 # For --version: of CHANGELOG.md and, in a clone, of git.
 VERSION := $(shell sed -n 's/^\#\# \([0-9][0-9.]*\).*/\1/p' CHANGELOG.md 2>/dev/null | head -1)$(shell \
   git describe --always --dirty 2>/dev/null | sed 's/^/-/')
-$(call kept,$(BUILD)/version.h,\#define VERSION "$(VERSION)")
+$(call kept,$(BUILD)/version,$(VERSION))
 
 .PHONY: all info
 all: train_nsa
-train_nsa: train_nsa.cu $(BUILD)/command $(BUILD)/version.h | info
-	$(COMPILE) -include $(BUILD)/version.h -MMD -MP -MF $(BUILD)/$@.d -MT $@ $< -o $@ $(LINK_LIBS)
+train_nsa: train_nsa.cu $(BUILD)/command $(BUILD)/version | info
+	$(COMPILE) -DPROGRAM_VERSION=$(VERSION) -MMD -MP -MF $(BUILD)/$@.d -MT $@ $< -o $@ $(LINK_LIBS)
 -include $(BUILD)/train_nsa.d
 
 line = @echo "$(if $(1),✓,✗) $(2)$(if $(1),$(3),$(4))"

@@ -9,9 +9,13 @@
 #include "cuda_common.cuh"
 #endif
 
-#ifndef VERSION
-#define VERSION "unknown"  // a build without the Makefile
+// The Makefile gives PROGRAM_VERSION to the program alone, so that tests need not be built again at each commit.
+#ifndef PROGRAM_VERSION
+#define PROGRAM_VERSION unknown
 #endif
+#define QUOTED(word) #word
+#define QUOTED_VALUE(macro) QUOTED(macro)
+#define VERSION QUOTED_VALUE(PROGRAM_VERSION)
 
 inline std::string compiler_name() {
 #if defined(__NVCC__)
