@@ -47,10 +47,11 @@ struct NsaShape {
 
     // Columns of the fused input projection: q | the keys and values, by HeadSlot | gate logits | padding to 8 columns.
     int first_slot() const { return full ? K_WIN : K_CMP; }
+    int head_slots() const { return HEAD_SLOTS - first_slot(); }
     static int gate_logit(int head, int branch) { return BRANCHES * head + branch; }
     int gate_logits() const { return full ? 0 : BRANCHES * H; }
     int gate_columns() const { return (gate_logits() + 7) / 8 * 8; }
-    int projected() const { return H * D + (HEAD_SLOTS - first_slot()) * G * D + gate_columns(); }
+    int projected() const { return H * D + head_slots() * G * D + gate_columns(); }
 
     // Rows of the buffers. Those of q, of a branch's output and of an LSE are [B, H, queries], those of the combined
     // output [B, queries, H]; those of keys and values are [B, G, T], compressed ones [B, G, cmp_capacity()].
