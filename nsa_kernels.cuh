@@ -793,7 +793,6 @@ namespace kernels {
 // Heads and RoPE. One row of `projected` [B*queries, P] is  q | k_cmp v_cmp k_slc v_slc k_win v_win | gate logits |
 // padding.
 
-constexpr int BRANCHES = WIN + 1;
 HOST_DEVICE inline int branches(const NsaShape& s) { return s.full ? 1 : BRANCHES; }
 
 // cosine and sine [positions, D/2]

@@ -81,26 +81,26 @@ enum Init { INIT_ONE, INIT_ZERO, INIT_WEIGHT, INIT_RESIDUAL, INIT_PHI };
 enum { ALWAYS, NSA_ONLY };
 
 // clang-format off
-#define LAYER_TENSORS(TENSOR)                                                                             \
-    TENSOR(attn_norm,  "attn_norm.weight",       C,     0,     C,     INIT_ONE,      false, ALWAYS,   false) \
-    TENSOR(q_proj,     "attn.q_proj.weight",     H * D, C,     H * D, INIT_WEIGHT,   true,  ALWAYS,   false) \
-    TENSOR(k_cmp_proj, "attn.k_cmp_proj.weight", G * D, C,     G * D, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
-    TENSOR(v_cmp_proj, "attn.v_cmp_proj.weight", G * D, C,     G * D, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
-    TENSOR(k_slc_proj, "attn.k_slc_proj.weight", G * D, C,     G * D, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
-    TENSOR(v_slc_proj, "attn.v_slc_proj.weight", G * D, C,     G * D, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
-    TENSOR(k_win_proj, "attn.k_win_proj.weight", G * D, C,     G * D, INIT_WEIGHT,   true,  ALWAYS,   true)  \
-    TENSOR(v_win_proj, "attn.v_win_proj.weight", G * D, C,     G * D, INIT_WEIGHT,   true,  ALWAYS,   true)  \
-    TENSOR(gate_proj,  "attn.gate_proj.weight",  3 * H, C,     gates, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
-    TENSOR(phi_k_fc1,  "attn.phi_k.fc1.weight",  F,     l * D, F,     INIT_PHI,      true,  NSA_ONLY, false) \
-    TENSOR(phi_k_bias, "attn.phi_k.fc1.bias",    F,     0,     F,     INIT_ZERO,     false, NSA_ONLY, false) \
-    TENSOR(phi_k_fc2,  "attn.phi_k.fc2.weight",  D,     F,     D,     INIT_ZERO,     true,  NSA_ONLY, false) \
-    TENSOR(phi_v_fc1,  "attn.phi_v.fc1.weight",  F,     l * D, F,     INIT_PHI,      true,  NSA_ONLY, false) \
-    TENSOR(phi_v_bias, "attn.phi_v.fc1.bias",    F,     0,     F,     INIT_ZERO,     false, NSA_ONLY, false) \
-    TENSOR(phi_v_fc2,  "attn.phi_v.fc2.weight",  D,     F,     D,     INIT_ZERO,     true,  NSA_ONLY, false) \
-    TENSOR(o_proj,     "attn.o_proj.weight",     C,     H * D, C,     INIT_RESIDUAL, true,  ALWAYS,   false) \
-    TENSOR(mlp_norm,   "mlp_norm.weight",        C,     0,     C,     INIT_ONE,      false, ALWAYS,   false) \
-    TENSOR(mlp_fc1,    "mlp.fc1.weight",         M,     C,     M,     INIT_WEIGHT,   true,  ALWAYS,   false) \
-    TENSOR(mlp_fc2,    "mlp.fc2.weight",         C,     M,     C,     INIT_RESIDUAL, true,  ALWAYS,   false)
+#define LAYER_TENSORS(TENSOR)                                                                                       \
+    TENSOR(attn_norm,  "attn_norm.weight",       C,            0,     C,     INIT_ONE,      false, ALWAYS,   false) \
+    TENSOR(q_proj,     "attn.q_proj.weight",     H * D,        C,     H * D, INIT_WEIGHT,   true,  ALWAYS,   false) \
+    TENSOR(k_cmp_proj, "attn.k_cmp_proj.weight", G * D,        C,     G * D, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
+    TENSOR(v_cmp_proj, "attn.v_cmp_proj.weight", G * D,        C,     G * D, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
+    TENSOR(k_slc_proj, "attn.k_slc_proj.weight", G * D,        C,     G * D, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
+    TENSOR(v_slc_proj, "attn.v_slc_proj.weight", G * D,        C,     G * D, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
+    TENSOR(k_win_proj, "attn.k_win_proj.weight", G * D,        C,     G * D, INIT_WEIGHT,   true,  ALWAYS,   true)  \
+    TENSOR(v_win_proj, "attn.v_win_proj.weight", G * D,        C,     G * D, INIT_WEIGHT,   true,  ALWAYS,   true)  \
+    TENSOR(gate_proj,  "attn.gate_proj.weight",  BRANCHES * H, C,     gates, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
+    TENSOR(phi_k_fc1,  "attn.phi_k.fc1.weight",  F,            l * D, F,     INIT_PHI,      true,  NSA_ONLY, false) \
+    TENSOR(phi_k_bias, "attn.phi_k.fc1.bias",    F,            0,     F,     INIT_ZERO,     false, NSA_ONLY, false) \
+    TENSOR(phi_k_fc2,  "attn.phi_k.fc2.weight",  D,            F,     D,     INIT_ZERO,     true,  NSA_ONLY, false) \
+    TENSOR(phi_v_fc1,  "attn.phi_v.fc1.weight",  F,            l * D, F,     INIT_PHI,      true,  NSA_ONLY, false) \
+    TENSOR(phi_v_bias, "attn.phi_v.fc1.bias",    F,            0,     F,     INIT_ZERO,     false, NSA_ONLY, false) \
+    TENSOR(phi_v_fc2,  "attn.phi_v.fc2.weight",  D,            F,     D,     INIT_ZERO,     true,  NSA_ONLY, false) \
+    TENSOR(o_proj,     "attn.o_proj.weight",     C,            H * D, C,     INIT_RESIDUAL, true,  ALWAYS,   false) \
+    TENSOR(mlp_norm,   "mlp_norm.weight",        C,            0,     C,     INIT_ONE,      false, ALWAYS,   false) \
+    TENSOR(mlp_fc1,    "mlp.fc1.weight",         M,            C,     M,     INIT_WEIGHT,   true,  ALWAYS,   false) \
+    TENSOR(mlp_fc2,    "mlp.fc2.weight",         C,            M,     C,     INIT_RESIDUAL, true,  ALWAYS,   false)
 // clang-format on
 
 struct TensorSpec {
@@ -460,7 +460,7 @@ struct Activations {
     void place(bool training) {
         const NsaShape& s = shape;
         const size_t N = size_t(s.B) * s.queries, D = size_t(s.D), HD = s.H * D, words = s.selection_words();
-        const size_t kv_rows = (HEAD_SLOTS - s.first_slot()) * s.key_rows(), cmp_rows = 2 * s.cmp_rows();
+        const size_t kv_rows = s.head_slots() * s.key_rows(), cmp_rows = 2 * s.cmp_rows();
         const size_t branch_rows = s.branches() * N * s.H, gates = s.full ? 0 : branch_rows,
                      selections = s.full ? 0 : N * s.G;
         const bool costly = training && recompute < 2, cheap = training && recompute < 1, cached = costly || !training;

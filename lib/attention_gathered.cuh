@@ -17,7 +17,7 @@
 #ifndef PRECISION_FP32
 #include "attention_tiles.cuh"
 #endif
-#include "../nsa_cpu.h"
+#include "shape.h"
 #include "cuda_runtime.cuh"
 
 // AUTO takes whichever costs less for the selection at hand, see measure_selections_kernel.

@@ -11,7 +11,7 @@
 #include <initializer_list>
 #include <type_traits>
 
-#include "../nsa_cpu.h"
+#include "shape.h"
 #include "cuda_runtime.cuh"
 #include "cuda_tiles.cuh"
 
