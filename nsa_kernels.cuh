@@ -96,15 +96,15 @@ __device__ inline size_t thread_index() { return size_t(blockIdx.x) * blockDim.x
 constexpr int ROW_LANES = 8;
 __device__ inline size_t row_index() { return size_t(blockIdx.x) * (blockDim.x / ROW_LANES) + threadIdx.x / ROW_LANES; }
 
-// The sum over the threads of a block of SUM_THREADS, in a fixed order; only thread 0 gets it.
-constexpr int SUM_THREADS = 256;
-__device__ inline double block_sum(double sum) {
-    SHARED(double, sums, [SUM_THREADS / 32]);
+// The sum over the threads of a block of SUM_THREADS, in a fixed order; only thread 0 gets it. of_warps: in shared
+// memory.
+constexpr int SUM_THREADS = 256, SUM_WARPS = SUM_THREADS / 32;
+__device__ inline double block_sum(double sum, double* of_warps) {
     sum = lane_sum(sum);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
     __syncthreads();
     if (threadIdx.x == 0)
-        for (int i = 1; i < SUM_THREADS / 32; i++) sum += sums[i];
+        for (int i = 1; i < SUM_WARPS; i++) sum += of_warps[i];
     return sum;
 }
 
@@ -363,13 +363,14 @@ constexpr int SUM_PARTS = 1024;
 // partial[blockIdx.x] = sum of x over every SUM_PARTS-th piece, in fp64
 template <int W>
 __global__ void __launch_bounds__(SUM_THREADS) sum_parts_kernel(double* partial, const float* x, size_t count) {
+    SHARED(double, of_warps, [SUM_WARPS]);
     double sum = 0;
     for (size_t i = thread_index() * W; i < count; i += size_t(gridDim.x) * blockDim.x * W) {
         float a[W];
         load(a, x + i);
         for (int k = 0; k < W; k++) sum += a[k];
     }
-    sum = block_sum(sum);
+    sum = block_sum(sum, of_warps);
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 // total += the parts, in a fixed order. One warp.
@@ -383,19 +384,21 @@ __global__ void sum_total_kernel(double* total, const double* partial, int parts
 // squares[chunk] = sum of the squares of a chunk of x [total]; one block per chunk
 __global__ void __launch_bounds__(SUM_THREADS)
     chunk_squares_kernel(double* squares, const float* x, size_t total, size_t first_chunk) {
+    SHARED(double, of_warps, [SUM_WARPS]);
     const size_t chunk = first_chunk + blockIdx.x;
     double sum = 0;
     for (size_t i = chunk * CHUNK + threadIdx.x; i < total && i < (chunk + 1) * CHUNK; i += SUM_THREADS)
         sum += double(x[i]) * double(x[i]);
-    sum = block_sum(sum);
+    sum = block_sum(sum, of_warps);
     if (threadIdx.x == 0) squares[chunk] = sum;
 }
 // One block, so that the order is fixed; it is not the order of struct Cpu.
 __global__ void __launch_bounds__(SUM_THREADS)
     total_squares_kernel(double* total, const double* squares, size_t chunks, const float* guard) {
+    SHARED(double, of_warps, [SUM_WARPS]);
     double sum = 0;
     for (size_t i = threadIdx.x; i < chunks; i += SUM_THREADS) sum += squares[i];
-    sum = block_sum(sum);
+    sum = block_sum(sum, of_warps);
     if (threadIdx.x == 0) *total = sum + 0.0 * double(*guard);  // 0 * infinity and 0 * NaN are NaN
 }
 template <class T>

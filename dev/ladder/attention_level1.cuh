@@ -36,7 +36,7 @@ struct Tile {
         for (int i = threadIdx.x; i < TILE * stride; i += WARPS * 32) data[i] = 0;
     }
 };
-inline size_t tile_bytes(int D) { return (size_t(TILE) * (D + 1) * sizeof(float) + 127) / 128 * 128; }
+inline size_t tile_bytes(int D) { return shared_bytes({size_t(TILE) * (D + 1) * sizeof(float)}); }
 
 __device__ inline float dot(const float* a, const float* b, int D) {
     float sum = 0;
@@ -86,19 +86,19 @@ __device__ inline plain::KeyRange key_tiles(Branch branch, int t0, const NsaShap
 }
 
 // As plain::forward_kernel. One block per 32 queries of a head.
-__global__ void __launch_bounds__(WARPS * 32)
+__global__ void __launch_bounds__(WARPS * 32, 1)
     forward_kernel(Branch branch, cuda_real* out, float* lse, const cuda_real* q, const cuda_real* k,
                    const cuda_real* v, const uint32_t* selection, NsaShape s, float scale) {
     DynamicShared shared;
     const Tile queries(shared, s.D), keys(shared, s.D), values(shared, s.D), sums(shared, s.D);
     unsigned* visible = shared.take<unsigned>(TILE);
+    float2* softmax = shared.take<float2>(TILE);  // largest score, sum of the exponentials
     const Place at(tiles_of(s.T));
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t0 = at.tile * TILE, stride = key_stride(branch, s);
     const size_t first_row = size_t(at.which) * s.T + t0, group = size_t(at.which / (s.H / s.G)) * stride;
     queries.load(q + first_row * s.D, s.D, s.T - t0, scale, s.D);
     sums.clear();
-    float largest[ROWS], total[ROWS];  // total: of this lane's keys
-    for (int i = 0; i < ROWS; i++) largest[i] = -INFINITY, total[i] = 0;
+    if (threadIdx.x < TILE) softmax[threadIdx.x] = make_float2(-INFINITY, 0);
     const plain::KeyRange tiles = key_tiles(branch, t0, s);
     for (int tile = tiles.begin; tile < tiles.end; tile++) {
         const int key0 = tile * TILE;
@@ -106,29 +106,28 @@ __global__ void __launch_bounds__(WARPS * 32)
         keys.load(k + (group + key0) * s.D, s.D, stride - key0, 1, s.D);
         values.load(v + (group + key0) * s.D, s.D, stride - key0, 1, s.D);
         __syncthreads();
-        for (int i = 0; i < ROWS; i++) {
-            const int row = warp * ROWS + i;
+        for (int row = warp * ROWS; row < (warp + 1) * ROWS; row++) {
             if (!visible[row]) continue;
             const float score = visible[row] >> lane & 1 ? dot(queries.row(row), keys.row(lane), s.D) : -INFINITY;
-            const float m = fmaxf(largest[i], lane_max(score)), rescale = expf(largest[i] - m),
-                        weight = expf(score - m);
-            largest[i] = m, total[i] = total[i] * rescale + weight;
+            const float2 before = softmax[row];
+            const float largest = fmaxf(before.x, lane_max(score)), rescale = expf(before.x - largest),
+                        weight = expf(score - largest), total = before.y * rescale + lane_sum(weight);
+            __syncwarp();  // all have read it
+            if (lane == 0) softmax[row] = make_float2(largest, total);
             for (int x = lane; x < s.D; x += 32) sums.row(row)[x] *= rescale;
             add_rows(sums.row(row), values, weight, visible[row], s.D);
         }
     }
     __syncthreads();
-    for (int i = 0; i < ROWS; i++) {
-        const int row = warp * ROWS + i;
-        const float sum = lane_sum(total[i]), inverse = sum > 0 ? 1 / sum : 0;
-        if (t0 + row >= s.T) continue;
+    for (int row = warp * ROWS; row < (warp + 1) * ROWS && t0 + row < s.T; row++) {
+        const float total = softmax[row].y, inverse = total > 0 ? 1 / total : 0;
         for (int x = lane; x < s.D; x += 32) out[(first_row + row) * s.D + x] = cuda_real(sums.row(row)[x] * inverse);
-        if (lane == 0) lse[first_row + row] = sum > 0 ? largest[i] + logf(sum) : INFINITY;
+        if (lane == 0) lse[first_row + row] = total > 0 ? softmax[row].x + logf(total) : INFINITY;
     }
 }
 
 // As plain::dq_kernel. One block per 32 queries of a head.
-__global__ void __launch_bounds__(WARPS * 32)
+__global__ void __launch_bounds__(WARPS * 32, 1)
     dq_kernel(Branch branch, float* dq, bool add, const cuda_real* dout, const cuda_real* q, const cuda_real* k,
               const cuda_real* v, const float* row_dot, const float* lse_gated, const uint32_t* selection, NsaShape s,
               float scale) {
@@ -167,7 +166,7 @@ __global__ void __launch_bounds__(WARPS * 32)
 }
 
 // As plain::dkdv_kernel. One block per 32 keys of a group; tiles of 32 queries go by, head by head.
-__global__ void __launch_bounds__(WARPS * 32)
+__global__ void __launch_bounds__(WARPS * 32, 1)
     dkdv_kernel(Branch branch, cuda_real* dk, cuda_real* dv, const cuda_real* dout, const cuda_real* q,
                 const cuda_real* k, const cuda_real* v, const float* row_dot, const float* lse_gated,
                 const uint32_t* selection, NsaShape s, float scale) {
@@ -213,7 +212,9 @@ __global__ void __launch_bounds__(WARPS * 32)
 }
 
 // Shared memory of a block with so many tiles.
-inline size_t block_bytes(int tiles, int D) { return size_t(tiles) * tile_bytes(D) + TILE * sizeof(unsigned); }
+inline size_t block_bytes(int tiles, int D) {
+    return size_t(tiles) * tile_bytes(D) + shared_bytes({TILE * sizeof(unsigned), TILE * sizeof(float2)});
+}
 
 inline void attention_forward(Branch branch, cuda_real* out, float* lse, const cuda_real* q, const cuda_real* k,
                               const cuda_real* v, const uint32_t* selection, const NsaShape& s, cudaStream_t stream) {
