@@ -361,8 +361,9 @@ enum Mode { INFERENCE, TRAINING };
     BUFFER(real,     mlp_normed,        "mlp_normed (N, C)",                           N * C,              cheap)    \
     BUFFER(real,     act,               "act (N, M)",                                  N * M,              cheap)
 
-// One list of the buffers that all layers share, and whether they are there. x_out is the last residual stream and normed its norm;
-// projected is a layer's input projection or its gradient; logits are of a chunk of rows, since there is no N x V array anywhere.
+// One list of the buffers that all layers share, and whether they are there. x_out is the last residual stream and
+// normed its norm; projected is a layer's input projection or its gradient; logits are of a chunk of rows, since there
+// is no N x V array anywhere.
 #define SHARED_BUFFERS(BUFFER)                                                                      \
     BUFFER(int32_t, tokens,      "tokens (N)",                   N,                       true)     \
     BUFFER(int32_t, targets,     "targets (N)",                  N,                       true)     \

@@ -54,7 +54,8 @@ def table(name, member):
 
 print(f"""\
 // unicode_classes.h: the letters (general category L), numbers (N) and white space (property White_Space) of Unicode
-// {unicodedata.unidata_version}, for the pre-tokeniser in tokenizer.h. Written by dev/make_unicode_classes.py; do not edit.
+// {unicodedata.unidata_version}, for the pre-tokeniser in tokenizer.h. Written by dev/make_unicode_classes.py; do not
+// edit.
 #pragma once
 #include <cstdint>
 

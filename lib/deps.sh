@@ -20,10 +20,14 @@ if ! command -v apt-get >/dev/null; then
 fi
 sudo=()
 if [ "$(id -u)" != 0 ]; then
-    command -v sudo >/dev/null || { echo "deps: missing: ${missing[*]}; not root and no sudo; as root: apt-get install ${missing[*]}" >&2; exit 1; }
+    command -v sudo >/dev/null || {
+        echo "deps: missing: ${missing[*]}; not root and no sudo; as root: apt-get install ${missing[*]}" >&2
+        exit 1
+    }
     sudo=(sudo)
 fi
 echo "deps: installing ${missing[*]} with apt-get"
 "${sudo[@]}" apt-get update -qq
-"${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+"${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+    "${missing[@]}" >/dev/null
 echo "deps: installed ${missing[*]}"

@@ -1,6 +1,7 @@
 // shape.h: the shapes of the attention and the constants of the model, by name. Used by the engines (nsa_cpu.h,
 // nsa_kernels.cuh), by lib/cpu_attention.h and by the options. Symbols are the paper's (arXiv 2502.11089).
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -75,3 +76,17 @@ template <class T>
 struct PhiOf {
     T *fc1, *bias, *fc2;  // [F, l*D], [F], [D, F]
 };
+
+// Pairs of a key and a query that a branch's mask allows, over all heads. Each costs 4*D FLOPs in the forward pass (two
+// products) and 8*D in the backward pass (dV, dP, dQ, dK; computing the scores a second time does not count). Counted,
+// not estimated, except that every selected block counts as full; a query that may choose has n of them, the last cut
+// by causality.
+inline double attention_pairs(Branch branch, const NsaShape& s) {
+    double pairs = 0;
+    for (int t = s.first; t < s.first + s.queries; t++) {
+        if (branch == CMP) pairs += s.cmp_blocks(t + 1);
+        else if (branch == WIN) pairs += s.full ? t + 1 : std::min(t + 1, s.window);
+        else pairs += std::min(t / s.slc_block, s.slc_count - 1) * s.slc_block + t % s.slc_block + 1;
+    }
+    return pairs * s.B * s.H;
+}

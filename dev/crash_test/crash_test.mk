@@ -1,4 +1,5 @@
-# crash_test.mk: builds the crash tester and the shim that makes disks fail; see crash_test.cpp. Included by the Makefile.
+# crash_test.mk: builds the crash tester and the shim that makes disks fail; see crash_test.cpp. Included by the
+# Makefile.
 #   make crash_test && build/crash_test --kills 300       the long form, some minutes
 CRASH_PROGRAMS = $(BUILD)/crash_test $(BUILD)/faults.so
 CRASH_TESTS = '$(BUILD)/crash_test --shim $(BUILD)/faults.so'
