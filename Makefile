@@ -116,8 +116,8 @@ ifeq ($(HAVE_NVCC),yes)
     ARCH := -arch=sm_$(or $(GPU_COMPUTE_CAPABILITY),$(GPU_FOUND))
     ARCH_NAME := sm_$(or $(GPU_COMPUTE_CAPABILITY),$(GPU_FOUND)), $(if \
       $(GPU_COMPUTE_CAPABILITY),as GPU_COMPUTE_CAPABILITY says,the GPU found here)
-  else  # compiled side by side
-    ARCH := --threads 2 -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=[sm_90,compute_90]
+  else  # no kernel asks for more than compute capability 8.0, so one PTX serves both, which ptxas compiles side by side
+    ARCH := --threads 2 -gencode arch=compute_80,code=[sm_80,sm_90,compute_80]
     ARCH_NAME := no GPU here: sm_80, sm_90, and PTX for later ones
   endif
   ifeq ($(PRECISION),FP32)
