@@ -1100,7 +1100,7 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
                              const uint32_t* selection, const SelectedChoice* choice, AttentionShape s) {
     constexpr int M = row_pieces<D>();
     if (branch == SLC && choice && choice->gather) return;
-    QueryBlock<branch, D> block(q, nullptr, k, v, selection, s);
+    QueryBlock<branch, D, false> block(q, nullptr, k, v, selection, s);
     const int first_tile = block.start(s);
     unsigned q_rows[M][D / 16][4];
     load_rows<D>(q_rows, block.q_tile, block.first_row);
@@ -1150,7 +1150,7 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
                         const SelectedChoice* choice, AttentionShape s) {
     constexpr int M = row_pieces<D>(), KEYS = 16;  // keys at a time, as many as there are registers for
     if (branch == SLC && choice && choice->gather) return;
-    QueryBlock<branch, D> block(q, dout, k, v, selection, s);
+    QueryBlock<branch, D, true> block(q, dout, k, v, selection, s);
     const int first_tile = block.start(s);
     unsigned q_rows[M][D / 16][4], dout_rows[M][D / 16][4];
     load_rows<D>(q_rows, block.q_tile, block.first_row);

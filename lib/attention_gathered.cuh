@@ -183,7 +183,8 @@ __device__ inline void add_to_sums(float* sums, const GatheredRows& rows, const 
                     make_float4(c[0][x][2 * i], c[0][x][2 * i + 1], c[0][x + 1][2 * i], c[0][x + 1][2 * i + 1]);
 }
 
-template <int D>
+// BACKWARD: dQ, which needs the rows of dout too.
+template <int D, bool BACKWARD>
 struct GatherBlock {
     QueryTile tile;
     int rows, end_tile;         // rows of the tile that exist; where the tiles of keys end
@@ -194,7 +195,7 @@ struct GatherBlock {
     float2* statistics;  // two numbers per row, set by the kernel
     uint32_t *choosers, *used;
 
-    // dout: null in the forward pass
+    // dout: not read in the forward pass
     __device__ GatherBlock(const bf16* q, const bf16* dout, const bf16* k, const bf16* v,
                            const uint32_t* all_selections, const AttentionShape& s) {
         DynamicShared shared;
@@ -202,13 +203,14 @@ struct GatherBlock {
         keys.k_tiles = shared.take<bf16>(2 * KEY_TILE * D), keys.v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
         keys.k = k, keys.v = v, keys.group = size_t(tile.bg) * s.key_stride * D;
         const int tile_rows = s.tile_tokens * s.heads;
-        q_tile = shared.take<bf16>(tile_rows * D), dout_tile = dout ? shared.take<bf16>(tile_rows * D) : nullptr;
+        q_tile = shared.take<bf16>(tile_rows * D), dout_tile = nullptr;
+        if constexpr (BACKWARD) dout_tile = shared.take<bf16>(tile_rows * D);
         sums = shared.take<float>(tile_rows * D), statistics = shared.take<float2>(tile_rows);
         choosers = shared.take<uint32_t>(units(s.key_stride, s));
         used = shared.take<uint32_t>(tile_words(s.key_stride));
 
         copy_queries_by_token<D>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, tile.tokens, s);
-        if (dout)
+        if constexpr (BACKWARD)
             copy_queries_by_token<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.G) * s.heads * D,
                                      tile.tokens, s);
         cp_async_commit();
@@ -306,7 +308,7 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
     gather_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const uint32_t* selection,
                           const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
-    const GatherBlock<D> block(q, nullptr, k, v, selection, s);
+    const GatherBlock<D, false> block(q, nullptr, k, v, selection, s);
     for (int i = threadIdx.x; i < block.rows; i += blockDim.x) block.statistics[i] = make_float2(-FLT_MAX, 0);
     block.walk(s, [&](const GatheredRows& r, int key_tile, const bf16* k_tile, const bf16* v_tile) {
         float p[1][KEY_TILE / 8][4] = {}, rescale[2];
@@ -337,7 +339,7 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
                      const float* row_dot, const float* lse_gated, const uint32_t* selection,
                      const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
-    const GatherBlock<D> block(q, dout, k, v, selection, s);
+    const GatherBlock<D, true> block(q, dout, k, v, selection, s);
     for (int i = threadIdx.x; i < block.rows; i += blockDim.x)  // -lse_gated in base 2, row_dot
         block.statistics[i] = make_float2(-lse_gated[block.place_of(i, s)] * LOG2_E, row_dot[block.place_of(i, s)]);
     block.walk(s, [&](const GatheredRows& r, int key_tile, const bf16* k_tile, const bf16* v_tile) {

@@ -394,7 +394,8 @@ __device__ inline void for_key_tiles(const KeyBuffers<D>& keys, const uint32_t* 
 
 // The block of the forward and the dQ kernel by masked tiles: it owns a tile of queries, each of its warps some of the
 // rows, and walks the tiles of keys that one of the queries may see.
-template <Branch branch, int D>
+// BACKWARD: dQ, which needs the rows of dout too.
+template <Branch branch, int D, bool BACKWARD>
 struct QueryBlock {
     static constexpr int M = row_pieces<D>();
     QueryTile tile;
@@ -406,7 +407,7 @@ struct QueryBlock {
     KeyBuffers<D> keys;
     uint32_t* used;
 
-    // dout: null in the forward pass
+    // dout: not read in the forward pass
     __device__ QueryBlock(const bf16* q, const bf16* dout, const bf16* k, const bf16* v, const uint32_t* all_selections,
                           const AttentionShape& s) {
         DynamicShared shared;
@@ -417,7 +418,7 @@ struct QueryBlock {
         keys.k = k, keys.v = v, keys.group = size_t(tile.bg) * s.key_stride * D;
         q_tile = shared.take<bf16>(QUERY_ROWS * D), dout_tile = nullptr, used = nullptr;
         copy_queries<D>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile.tokens, s);
-        if (dout) {
+        if constexpr (BACKWARD) {
             dout_tile = shared.take<bf16>(QUERY_ROWS * D);
             copy_queries<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.G) * s.heads * D, rows, tile.tokens,
                             s);
