@@ -15,7 +15,7 @@
 #endif
 #define QUOTED(word) #word
 #define QUOTED_VALUE(macro) QUOTED(macro)
-#define VERSION QUOTED_VALUE(PROGRAM_VERSION)
+inline const char* version_text() { return QUOTED_VALUE(PROGRAM_VERSION); }
 
 inline std::string compiler_name() {
 #if defined(__NVCC__)
@@ -61,7 +61,7 @@ inline const char* tick(bool there) { return there ? "\u2713" : "\u2717"; }
 
 // What the build and the machine have, one line each with a tick or a cross.
 inline void print_build(const BuildReport& r) {
-    std::printf("%s version      %s\n", tick(true), VERSION);
+    std::printf("%s version      %s\n", tick(true), version_text());
     std::printf("%s compiler     %s, vectors of %d bytes\n", tick(true), compiler_name().c_str(), VECTOR_BYTES);
     std::printf("%s CPU engine   %d of %d usable processors, %s\n", tick(true), r.threads, r.processors, gemm_name());
 #ifdef HAVE_CUDA
@@ -82,7 +82,7 @@ inline void print_build(const BuildReport& r) {
 
 // --version: one line each.
 inline void print_version() {
-    std::printf("train_nsa %s\ncompiler: %s\n", VERSION, compiler_name().c_str());
+    std::printf("train_nsa %s\ncompiler: %s\n", version_text(), compiler_name().c_str());
     std::string engines = std::string("CPU (") + gemm_name() + ")";
 #ifdef HAVE_CUDA
 #ifdef PRECISION_FP32
