@@ -7,23 +7,48 @@
 // state is four integers.
 #pragma once
 #include <array>
+#include <atomic>
 #include <future>
 
+#include "lib/background.h"
+#include "lib/errors.h"
 #include "lib/shards.h"
 #include "lib/synthetic.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading shards.
 
-// Tokens to train on: a shard mapped into memory, or a corpus that the program made. Copies share the tokens.
+// Tokens to train on: a shard, or a corpus that the program made.
 struct TokenSource {
-    std::string name;                    // the path, for messages
-    const uint16_t* tokens = nullptr;    // (count)
-    const uint8_t* is_answer = nullptr;  // (count) 1 where the token has to be recalled, or null
+    std::string name;  // a shard's path
     uint64_t count = 0;
-    int vocab_size = 0;                 // 0 = not recorded
-    uint64_t first_byte = 0;            // offset of tokens[0] in the file
-    std::shared_ptr<const void> owner;  // unmaps or frees with the last copy
+    int vocab_size = 0;  // 0 = not recorded
+    // Of a corpus in memory; copies share it. is_answer: 1 where the token has to be recalled, empty where none has.
+    std::shared_ptr<const std::vector<uint16_t>> tokens;
+    std::shared_ptr<const std::vector<uint8_t>> is_answer;
+
+    bool is_shard() const { return !tokens; }
+    static uint64_t byte_of(uint64_t token) { return SHARD_HEADER_BYTES + sizeof(uint16_t) * token; }
+
+    // Tokens first .. first + n - 1. A shard is opened for each sample, 10 us, because a corpus of a thousand shards
+    // would hit the limit on open files; and it is not mapped, because a shard that is cut off would then be a signal
+    // instead of an error.
+    void read(uint16_t* to, uint64_t first, size_t n) const {
+        if (is_shard()) FileReader(name).read(to, n * sizeof *to, byte_of(first));
+        else std::copy_n(tokens->begin() + std::ptrdiff_t(first), n, to);
+    }
+
+    // Fails at the first of these tokens, which stand at `first`, that is outside the vocabulary.
+    void require_vocabulary(const uint16_t* t, uint64_t first, size_t n, int vocabulary) const {
+        uint16_t largest = 0;
+        for (size_t i = 0; i < n; i++) largest = std::max(largest, t[i]);
+        if (largest < vocabulary) return;
+        const uint16_t* bad = std::find_if(t, t + n, [&](uint16_t token) { return token >= vocabulary; });
+        fail(
+            "%s: token %d at byte %llu is outside the vocabulary of %d: the shard is damaged or was made with another "
+            "tokenizer",
+            name.c_str(), *bad, (unsigned long long)byte_of(first + uint64_t(bad - t)), vocabulary);
+    }
 };
 
 // A corpus in memory as a source; is_answer is empty or as long as tokens.
@@ -31,15 +56,10 @@ inline TokenSource memory_source(std::string name, std::vector<uint16_t> tokens,
                                  int vocab_size) {
     if (!is_answer.empty() && is_answer.size() != tokens.size())
         fail("%s: %zu answer flags for %zu tokens", name.c_str(), is_answer.size(), tokens.size());
-    auto owner = std::make_shared<const std::pair<std::vector<uint16_t>, std::vector<uint8_t>>>(std::move(tokens),
-                                                                                                std::move(is_answer));
     TokenSource source;
-    source.name = std::move(name);
-    source.tokens = owner->first.data();
-    source.is_answer = owner->second.empty() ? nullptr : owner->second.data();
-    source.count = owner->first.size();
-    source.vocab_size = vocab_size;
-    source.owner = owner;
+    source.name = std::move(name), source.count = tokens.size(), source.vocab_size = vocab_size;
+    source.tokens = std::make_shared<const std::vector<uint16_t>>(std::move(tokens));
+    source.is_answer = std::make_shared<const std::vector<uint8_t>>(std::move(is_answer));
     return source;
 }
 
@@ -80,32 +100,12 @@ inline ShardHeader parse_shard_header(const char* path, const std::string& head,
 
 inline TokenSource open_shard(const std::string& path) {
     const uint64_t bytes = file_size(path);
-    const char* p = path.c_str();
-    if (bytes == 0) fail("%s is empty, a token shard was expected", p);
-    const int fd = open(p, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) fail("cannot open %s: %s", p, std::strerror(errno));
-    const auto close_fd = [](const int* fd) { close(*fd); };
-    const std::unique_ptr<const int, decltype(close_fd)> closer(&fd, close_fd);
-
+    if (bytes == 0) fail("%s is empty, a token shard was expected", path.c_str());
     std::string head(size_t(std::min<uint64_t>(bytes, SHARD_HEADER_BYTES)), '\0');
-    if (pread(fd, &head[0], head.size(), 0) != ssize_t(head.size()))
-        fail("cannot read the first %zu bytes of %s: %s", head.size(), p, std::strerror(errno));
-    const ShardHeader header = parse_shard_header(p, head, bytes);
-
-    // Mapped and then closed: a corpus of a thousand shards would hit the limit on open files.
+    FileReader(path).read(&head[0], head.size(), 0);
+    const ShardHeader header = parse_shard_header(path.c_str(), head, bytes);
     TokenSource source;
-    source.owner =
-        map_file(fd, bytes,
-                 "train_nsa: error: " + printable(path) +
-                     " was cut off, or its disk failed, while it was read: put it back and run again with --resume\n");
-    if (!source.owner)
-        fail("cannot map %s (%llu bytes) into memory: %s", p, (unsigned long long)bytes, std::strerror(errno));
-    source.name = path;
-    source.first_byte = SHARD_HEADER_BYTES;
-    source.tokens =
-        reinterpret_cast<const uint16_t*>(static_cast<const char*>(source.owner.get()) + SHARD_HEADER_BYTES);
-    source.count = uint64_t(header.tokens);
-    source.vocab_size = header.vocab_size;
+    source.name = path, source.count = uint64_t(header.tokens), source.vocab_size = header.vocab_size;
     return source;
 }
 
@@ -164,10 +164,46 @@ struct LoaderOptions {
     int rank = 0, world_size = 1;
 };
 
+// Reads this rank's share of the shards once, in the background, so that the first token outside the vocabulary is
+// known early instead of when a step meets it.
+class ShardScan {
+  public:
+    // The ranks take the shards in turn.
+    ShardScan(const std::vector<TokenSource>& sources, const LoaderOptions& options) {
+        for (size_t i = size_t(options.rank); i < sources.size(); i += size_t(options.world_size))
+            if (sources[i].is_shard()) shards.push_back(sources[i]), tokens += sources[i].count;
+        job.start([this, vocabulary = options.vocab_size] {
+            std::vector<uint16_t> piece(1 << 20);
+            for (const TokenSource& shard : shards)
+                for (uint64_t first = 0; first < shard.count && !stop; first += piece.size()) {
+                    const size_t n = size_t(std::min<uint64_t>(piece.size(), shard.count - first));
+                    shard.read(piece.data(), first, n);
+                    shard.require_vocabulary(piece.data(), first, n, vocabulary);
+                }
+        });
+    }
+    ~ShardScan() { stop = true; }
+
+    // What is wrong, as far as it is known; "" if nothing.
+    std::string error() const { return job.error(); }
+
+    // Waits for the end, at most a second for each GB: with a slow disk the rest is read while the run goes on.
+    void wait() const {
+        const double end = seconds_now() + 1 + double(tokens) * sizeof(uint16_t) * 1e-9;
+        while (job.running() && seconds_now() < end) usleep(1000);
+    }
+
+  private:
+    std::vector<TokenSource> shards;
+    uint64_t tokens = 0;
+    std::atomic<bool> stop{false};
+    BackgroundTask job;  // last, so that its thread ends first
+};
+
 // Deals samples to ranks. Sample i of a shard is its tokens i*T .. i*T+T: the first T are the inputs, the last T the
 // targets. Global sample s = 0, 1, 2 ... is at position s % n of epoch s / n, where n = samples_per_epoch(); an epoch
 // holds every sample once, shuffled or in the order of the files. The ranks take samples in turn. While the caller
-// computes on one batch, a thread reads the next, so that page faults of a cold file cost the step nothing.
+// computes on one batch, a thread reads the next, so that a slow disk costs the step nothing.
 class DataLoader {
     struct Sample {
         std::vector<uint16_t> tokens;    // (T + 1)
@@ -178,6 +214,7 @@ class DataLoader {
     std::vector<uint64_t> first_sample;  // of each source, counted over all sources
     LoaderOptions options;
     uint64_t seed, samples = 0, total_tokens = 0, next_sample = 0, corpus = 0;
+    std::unique_ptr<ShardScan> scan;  // once it was asked for
     int pending_size = 0;
     std::future<std::vector<Sample>> pending;  // the batch at next_sample; last, so that its thread ends first
 
@@ -190,10 +227,20 @@ class DataLoader {
         const auto mix = [&](uint64_t x) { hash = random_bits(hash, x, 0); };
         for (const TokenSource& source : sources) {
             mix(source.count);
-            for (uint64_t i = 0; i < 64 && source.count > 0; i++)
-                mix(source.tokens[(source.count - 1) / 63 * i + (source.count - 1) % 63 * i / 63]);
+            const std::unique_ptr<FileReader> file(source.is_shard() ? new FileReader(source.name) : nullptr);
+            for (uint64_t i = 0; i < 64 && source.count > 0; i++) {
+                const uint64_t at = (source.count - 1) / 63 * i + (source.count - 1) % 63 * i / 63;
+                uint16_t token;
+                if (file) file->read(&token, sizeof token, TokenSource::byte_of(at));
+                else token = (*source.tokens)[at];
+                mix(token);
+            }
         }
         return hash;
+    }
+
+    void require_good_shards() const {
+        if (scan && !scan->error().empty()) fail("%s", scan->error().c_str());
     }
 
     Sample read_sample(uint64_t number) const {
@@ -204,15 +251,13 @@ class DataLoader {
         const TokenSource& source = sources[shard];
         const uint64_t start = (index - first_sample[shard]) * T();
         Sample sample;
-        sample.tokens.assign(source.tokens + start, source.tokens + start + T() + 1);
-        if (source.is_answer) sample.is_answer.assign(source.is_answer + start, source.is_answer + start + T() + 1);
-        for (size_t t = 0; t <= T(); t++)
-            if (sample.tokens[t] >= options.vocab_size)
-                fail(
-                    "%s: token %d at byte %llu is outside the vocabulary of %d: the shard is damaged or was made with "
-                    "another tokenizer",
-                    source.name.c_str(), sample.tokens[t],
-                    (unsigned long long)(source.first_byte + sizeof(uint16_t) * (start + t)), options.vocab_size);
+        sample.tokens.resize(T() + 1);
+        source.read(sample.tokens.data(), start, sample.tokens.size());
+        source.require_vocabulary(sample.tokens.data(), start, sample.tokens.size(), options.vocab_size);
+        if (source.is_answer && !source.is_answer->empty()) {
+            const auto first = source.is_answer->begin() + std::ptrdiff_t(start);
+            sample.is_answer.assign(first, first + std::ptrdiff_t(T() + 1));
+        }
         return sample;
     }
 
@@ -262,11 +307,19 @@ class DataLoader {
                 (unsigned long long)batch_samples, (unsigned long long)(batch_samples * T() + 1));
     }
 
+    // A damaged shard is an error now or, where the disk is slow, at a later batch.
+    void scan_shards() {
+        scan = std::make_unique<ShardScan>(sources, options);
+        scan->wait();
+        require_good_shards();
+    }
+
     // This rank's next B samples: inputs and targets (B, T); answer (B, T), unless null, is 1 where the target has to
     // be recalled. A token outside the vocabulary is an error with its file and byte; the loader then stays where it
     // was.
     void next_batch(int32_t* inputs, int32_t* targets, int B, uint8_t* answer = nullptr) {
         if (B < 1) fail_usage("batch of %d samples: expected at least 1", B);
+        require_good_shards();
         const std::vector<Sample> batch =
             pending.valid() && pending_size == B ? pending.get() : read_batch(next_sample, B);
         for (size_t b = 0; b < batch.size(); b++) {
@@ -311,6 +364,13 @@ class DataLoader {
     }
 };
 
+// All ranks have their next B samples, or all fail with the first one's error.
+template <class World>
+void read_samples(DataLoader& loader, const World& world, std::vector<int32_t>& inputs, std::vector<int32_t>& targets,
+                  int B, uint8_t* answer = nullptr) {
+    fail_together(world, error_of([&] { loader.next_batch(inputs.data(), targets.data(), B, answer); }));
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // The data of a run.
 
@@ -349,10 +409,13 @@ inline TrainingData open_training_data(const std::string& train, const std::stri
     }
     options.name = "--data", options.shuffle = true;
     data.train = std::make_unique<DataLoader>(std::move(sources), options);
-    if (!val_synthetic && val.empty()) return data;
     if (val_synthetic) sources = {synthetic_validation(options.seed, val_tokens, options.seq_len)};
-    else sources = open_shards(shard_files(val, "--val-data"));
-    options.name = "--val-data", options.shuffle = false;
-    data.val = std::make_unique<DataLoader>(std::move(sources), options);
+    else if (!val.empty()) sources = open_shards(shard_files(val, "--val-data"));
+    if (val_synthetic || !val.empty()) {
+        options.name = "--val-data", options.shuffle = false;
+        data.val = std::make_unique<DataLoader>(std::move(sources), options);
+    }
+    data.train->scan_shards();
+    if (data.val) data.val->scan_shards();
     return data;
 }

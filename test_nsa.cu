@@ -24,6 +24,7 @@
 #include "dev/test/model_tests.h"
 #include "dev/test/run_option_tests.h"
 #include "dev/test/run_checkpoint_tests.h"
+#include "dev/test/run_resume_tests.h"
 #include "dev/test/run_file_tests.h"
 #include "dev/test/run_tests.h"
 #include "dev/test/fault_tests.h"

@@ -6,6 +6,7 @@
 // may merge if the vocabulary has a token for them; the pair whose token was learnt first merges first, and so on until
 // no pair can merge. Every byte is a token, so any sequence of bytes can be encoded, and decode(encode(x)) == x always.
 #pragma once
+#include <memory>
 #include <algorithm>
 #include <functional>
 
@@ -251,6 +252,12 @@ struct Tokenizer {
                 "--tokenizer gpt2 needs --vocab-dir DIR, the folder with vocab.bpe and encoder.json (or --tokenizer "
                 "bytes)");
         return gpt2(vocab_dir);
+    }
+
+    // The same; null where GPT-2's vocabulary is asked for and nobody has said where it is.
+    static std::unique_ptr<Tokenizer> find(const std::string& name, const std::string& vocab_dir) {
+        if (name == "gpt2" && vocab_dir.empty()) return nullptr;
+        return std::make_unique<Tokenizer>(open(name, vocab_dir));
     }
 
     int vocab_size() const { return int(tokens.size()); }

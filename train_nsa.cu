@@ -50,6 +50,7 @@
 #include "lib/signals.h"
 #include "lib/synthetic.h"
 #include "lib/tensor_files.h"
+#include "lib/tensors.h"
 #include "lib/tokenize.h"
 #include "lib/train_state.h"
 #include "lib/util.h"
@@ -75,9 +76,8 @@ static NsaShape shape_of(const Config& c, int64_t B, int64_t T) {
 // Tensors. One list makes the struct's fields, the names on disk, shapes, initialisation, weight decay and checkpoints.
 //   TENSOR(field, name on disk, rows, columns (0: a vector), rows in memory, initialisation, decay, when, joined)
 // A "joined" tensor follows the one before it without a gap: q, the keys and values and the gate are one matrix, so
-// that the layer has one input GEMM.
+// that the layer has one input GEMM. lib/tensors.h says what each initialisation draws.
 
-enum Init { INIT_ONE, INIT_ZERO, INIT_WEIGHT, INIT_RESIDUAL, INIT_PHI };
 enum { ALWAYS, NSA_ONLY };
 
 // clang-format off
@@ -103,19 +103,6 @@ enum { ALWAYS, NSA_ONLY };
     TENSOR(mlp_fc2,    "mlp.fc2.weight",         C,            M,     C,     INIT_RESIDUAL, true,  ALWAYS,   false)
 // clang-format on
 
-struct TensorSpec {
-    std::string name;
-    int64_t rows, columns;  // columns 0: a vector
-    Init init;
-    bool decay;
-    size_t offset;        // in elements, into each flat array (parameters, gradients, moments)
-    size_t size, padded;  // elements on disk; in memory, where rows of zeros follow
-
-    std::vector<int64_t> shape() const {
-        return columns ? std::vector<int64_t>{rows, columns} : std::vector<int64_t>{rows};
-    }
-};
-
 template <class T>
 struct LayerWeights {
 #define FIELD(field, ...) T* field = nullptr;
@@ -130,10 +117,7 @@ struct Weights {
     T* norm = nullptr;                   // (C)
 };
 
-struct TensorTable {
-    std::vector<TensorSpec> specs;
-    size_t total = 0;        // elements of a flat array, padding included
-    int64_t parameters = 0;  // without padding
+struct TensorTable : TensorList {
     int64_t padded_vocab = 0;
 
     explicit TensorTable(const Config& c) {
@@ -170,34 +154,7 @@ struct TensorTable {
         w.norm = flat + specs[i].offset;
         return w;
     }
-
-  private:
-    void add(const std::string& name, int64_t rows, int64_t columns, int64_t memory_rows, Init init, bool decay,
-             bool joined) {
-        const size_t width = size_t(columns ? columns : 1), offset = joined ? total : (total + 63) / 64 * 64;
-        specs.push_back({name, rows, columns, init, decay, offset, size_t(rows) * width, size_t(memory_rows) * width});
-        total = offset + specs.back().padded;
-        parameters += rows * int64_t(width);
-    }
 };
-
-// Element i of the tensor with this index in the list. --init random draws every tensor, so that a comparison sees
-// every path.
-static float initial_value(const TensorSpec& t, size_t index, size_t i, const Config& c) {
-    const bool random = c.init == "random";
-    const double normal =
-        t.init == INIT_ONE && !random ? 0 : random_normal(uint64_t(c.seed), random_stream(RANDOM_INIT, index), i);
-    switch (t.init) {
-        case INIT_ONE: return float(1 + (random ? 0.1 * normal : 0));
-        case INIT_ZERO: return float(random ? normal * (t.columns ? 1 / std::sqrt(double(t.columns)) : 0.1) : 0);
-        case INIT_WEIGHT: return float(normal * (random && t.columns ? 1 / std::sqrt(double(t.columns)) : 0.02));
-        case INIT_RESIDUAL:
-            return float(normal *
-                         (random ? 1 / std::sqrt(double(t.columns)) : 0.02 / std::sqrt(2.0 * double(c.layers))));
-        case INIT_PHI: return float(normal / std::sqrt(double(t.columns)));
-    }
-    return 0;
-}
 
 // For training, of one token; see lib/flops.h.
 inline double model_flops_per_token(const Config& c) {
@@ -313,7 +270,8 @@ struct Model {
             const TensorSpec& t = table.specs[index];
             std::vector<float> values(t.size);
 #pragma omp parallel for schedule(static)
-            for (size_t i = 0; i < t.size; i++) values[i] = initial_value(t, index, i, config);
+            for (size_t i = 0; i < t.size; i++)
+                values[i] = initial_value(t, index, i, uint64_t(config.seed), config.layers, config.init == "random");
             set_parameter(t, values.data());
         }
     }
@@ -762,32 +720,22 @@ EvalResult evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, 
     LoaderState start = loader.state();
     start.next_sample = 0;
     loader.restore(start);
-    enum { LOSS, ANSWER_LOSS, TOKENS, ANSWERS, BYTES, COUNT };
-    std::vector<double> of_sample(size_t(samples) * COUNT);
+    std::vector<EvalSums> of_sample(static_cast<size_t>(samples));
     for (int64_t first = 0; first < samples; first += int64_t(B) * world.size) {
-        loader.next_batch(inputs.data(), targets.data(), B, answer.data());
+        read_samples(loader, world, inputs, targets, B, answer.data());
         forward(model, a, inputs.data(), 0, T);
         model.dev.upload(a.targets, targets.data(), targets.size());
         classify_rows(model, a, 0, false);
         model.dev.copy(losses.data(), a.losses, losses.size());
         for (int64_t b = 0; b < B && first + world.rank + b * world.size < samples; b++) {
-            double* sums = &of_sample[size_t(first + world.rank + b * world.size) * COUNT];
-            for (size_t j = size_t(b) * T; j < size_t(b + 1) * T; j++) {
-                sums[LOSS] += losses[j], sums[TOKENS]++;
-                if (answer[j]) sums[ANSWER_LOSS] += losses[j], sums[ANSWERS]++;
-                if (tokenizer) sums[BYTES] += double(tokenizer->token_bytes(uint16_t(targets[j])));
-            }
+            EvalSums& sums = of_sample[size_t(first + world.rank + b * world.size)];
+            for (size_t j = size_t(b) * T; j < size_t(b + 1) * T; j++)
+                sums.add(losses[j], answer[j], tokenizer ? tokenizer->token_bytes(uint16_t(targets[j])) : 0);
         }
     }
     model.progress("waiting for the other ranks");
-    world.sum(of_sample.data(), of_sample.size());
-    double total[COUNT] = {};
-    for (size_t i = 0; i < of_sample.size(); i++) total[i % COUNT] += of_sample[i];
-    EvalResult r;
-    r.tokens = uint64_t(total[TOKENS]), r.answers = uint64_t(total[ANSWERS]), r.bytes = uint64_t(total[BYTES]);
-    r.loss = total[LOSS] / total[TOKENS];
-    if (r.answers) r.answer_loss = total[ANSWER_LOSS] / total[ANSWERS];
-    return r;
+    world.sum(&of_sample[0].loss, of_sample.size() * EvalSums::COUNT);
+    return EvalResult(of_sample);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -801,13 +749,11 @@ void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t cou
               const std::function<void(int32_t)>& emit) {
     Dev& dev = model.dev;
     const int64_t prompted = int64_t(prompt.size());
-    const double needed = Activations<Dev>::bytes_needed(dev, model.config, 1, prompted + count, INFERENCE, prompted);
-    if (needed > dev.available_bytes())
-        fail(
-            "a sample of %lld tokens after a prompt of %lld needs %.0f MiB, most of them for keys and values; %.0f MiB "
-            "are "
-            "available: ask for fewer",
-            (long long)count, (long long)prompted, needed / (1 << 20), dev.available_bytes() / (1 << 20));
+    require_memory_for(
+        Activations<Dev>::bytes_needed(dev, model.config, 1, prompted + count, INFERENCE, prompted),
+        dev.available_bytes(),
+        format_text("a sample of %lld tokens after a prompt of %lld", (long long)count, (long long)prompted),
+        "ask for fewer tokens");
     Activations<Dev> a(dev, model.config, 1, prompted + count, INFERENCE, prompted);
     std::vector<int32_t> next = prompt;
     std::vector<float> logits(static_cast<size_t>(a.V));
@@ -829,24 +775,15 @@ void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t cou
     }
 }
 
-// The vocabulary of a model, where its files are known: bytes need none, GPT-2's are in --vocab-dir.
-static std::unique_ptr<Tokenizer> load_tokenizer(const Config& c) {
-    if (c.tokenizer == "bytes") return std::make_unique<Tokenizer>(Tokenizer::bytes());
-    if (c.vocab_dir.empty()) return nullptr;
-    return std::make_unique<Tokenizer>(Tokenizer::gpt2(c.vocab_dir));
-}
-
 // Prints a sample token by token: the prompt (a new document if there is none), then the model's words.
 template <class Dev>
 void print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c, int64_t count) {
     std::vector<uint16_t> ids = {tokenizer.end_of_text};
     Encoder(tokenizer).append(c.prompt.data(), c.prompt.size(), ids);
     std::fputs(c.prompt.c_str(), stdout);
-    const bool on_terminal = isatty(1);
     generate(model, std::vector<int32_t>(ids.begin(), ids.end()), count, c, [&](int32_t token) {
-        std::string text = token == tokenizer.end_of_text ? "\n" : tokenizer.decode({uint16_t(token)});
-        for (char& x : text)  // a model of bytes that has hardly learnt writes escape sequences too
-            if (on_terminal && ((uint8_t(x) < ' ' && x != '\n' && x != '\t') || x == 127)) x = '?';
+        const std::string text =
+            for_this_terminal(token == tokenizer.end_of_text ? "\n" : tokenizer.decode({uint16_t(token)}));
         std::fwrite(text.data(), 1, text.size(), stdout);
         std::fflush(stdout);
     });
@@ -985,7 +922,7 @@ void sum_in_tree(Model<Dev>& model, Activations<Dev>& a, const std::vector<int32
 
 // One optimiser step's gradients: accumulated over micro-steps and summed over ranks, which begins while the last
 // micro-step's backward pass still runs. model.results gets the sum of this rank's losses. tokens, where given, gets
-// the step's inputs [samples, T].
+// the step's inputs [samples, T]. Data that cannot be read are an error before anything has changed.
 template <class Dev>
 void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const World& world,
                           bool collect_statistics, Reducer<Dev>* reducer = nullptr,
@@ -995,12 +932,10 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
     const int64_t micro_steps = c.total_batch / (c.seq_len * B * world.size);
     const size_t micro_tokens = size_t(B) * a.shape.T;
     std::vector<int32_t> inputs(size_t(micro_steps) * micro_tokens), targets(inputs.size());
-    auto read = [&](int64_t i) {
-        loader.next_batch(inputs.data() + size_t(i) * micro_tokens, targets.data() + size_t(i) * micro_tokens, B);
-    };
+    model.progress("data");
+    read_samples(loader, world, inputs, targets, int(micro_steps) * B);
     model.dev.zero(model.results, model.result_count);
     if (c.deterministic) {
-        for (int64_t i = 0; i < micro_steps; i++) read(i);
         a.collect_statistics = collect_statistics;
         sum_in_tree(model, a, inputs, targets, 0, 1, size_t(micro_steps));
         model.dev.set_guard(model.grads + model.table.total, model.results);
@@ -1009,7 +944,6 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
         for (int64_t i = 0; i < micro_steps; i++) {
             const bool last = i + 1 == micro_steps;
             const size_t at = size_t(i) * micro_tokens;
-            read(i);
             a.collect_statistics = collect_statistics && last;
             micro_step(model, a, inputs.data() + at, targets.data() + at, last, !(last && reducer));
             if (last && reducer) backward(model, a, [&](size_t offset) { reducer->ready(offset); });
@@ -1086,7 +1020,7 @@ struct Run {
         : dev(device),
           world(w),
           data(open_data(c, w)),
-          tokenizer(load_tokenizer(c)),
+          tokenizer(Tokenizer::find(c.tokenizer, c.vocab_dir)),
           model(dev, c, true, w.rank, w.size),
           report(c.steps, c.total_batch, data.train->samples_per_epoch()),
           saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.progress(phase); },
@@ -1110,7 +1044,8 @@ struct Run {
         if (!tokenizer) return void(std::printf("no sample: --vocab-dir is needed to turn gpt2 tokens into text\n"));
         std::printf("--- sample at step %lld, %lld tokens ---\n", (long long)state.step,
                     (long long)config().sample_tokens);
-        print_sample(model, *tokenizer, config(), config().sample_tokens);
+        const std::string error = error_of([&] { print_sample(model, *tokenizer, config(), config().sample_tokens); });
+        if (!error.empty()) complain("no sample: " + error);
         std::printf("---\n");
     }
 
@@ -1219,24 +1154,21 @@ struct Run {
         dev.copy(squares.data(), model.squares[s.step % 2], squares.size());
         const std::string tensor = first_bad_tensor(model.table.specs, squares, CHUNK);
         const std::string file = write_bad_step(config().out, s, world.rank, tensor, size_t(config().seq_len));
-        std::string culprits;
-        const std::vector<std::string> finite = world.gather(std::isfinite(s.own_loss) ? "yes" : "");
-        for (size_t r = 0; world.size > 1 && r < finite.size(); r++)
-            if (finite[r].empty()) culprits += (culprits.empty() ? ", from rank " : ", ") + std::to_string(r);
-        const std::string what = format_text(
-            "step %lld: loss %g, gradient norm %g%s: not finite; first tensor: %s; the step changed no weight, its "
-            "batch is in %s",
-            (long long)s.step, s.loss, s.norm, culprits.c_str(), tensor.c_str(), file.c_str());
-        if (state.bad_steps < config().max_bad_steps) {
-            if (is_first()) complain(what);
-            return;
-        }
+        const std::string text = bad_step_text(s, world.gather(std::isfinite(s.own_loss) ? "yes" : ""), tensor, file);
+        if (state.bad_steps < config().max_bad_steps) return is_first() ? complain(text) : void();
+        saver.remove_old = false;  // the weights may have been bad before the loss was
+        throw SharedError(
+            format_text("%s; that was bad step %lld in a row (--max-bad-steps); lower --lr or look at the data",
+                        text.c_str(), (long long)state.bad_steps));
+    }
+
+    // An error between two steps that all ranks have must not cost what was learnt. Returns what its line says of that.
+    std::string save_despite_error() {
+        while (!pending.empty()) error_of([&] { report_step(); });  // which of them changed the weights
         saver.finish();
+        if (state.last_update > saver.last_saved_step()) save_last();
         if (!is_first()) world.barrier();  // rank 0 ends all
-        fail(
-            "%s; that was bad step %lld in a row (--max-bad-steps); the last good checkpoint is %s; lower --lr or look "
-            "at the data",
-            what.c_str(), (long long)state.bad_steps, saver.last_saved.empty() ? "none" : saver.last_saved.c_str());
+        return "the last good checkpoint is " + (saver.last_saved.empty() ? "none" : saver.last_saved);
     }
 
     // ----- the training loop
@@ -1267,7 +1199,7 @@ template <class Dev>
 void require_same_run(const Run<Dev>& run) {
     if (run.world.size == 1) return;
     std::string lines = "program: " + binary_digest() + "\n";
-    std::istringstream options(manifest_json(run.config()));
+    std::istringstream options(options_json(run.config()));
     for (std::string line; std::getline(options, line);)
         if (line.find("\"threads\"") == std::string::npos) lines += "option " + line + "\n";
     lines += format_text("training data: %016llx\n", (unsigned long long)run.data.train->state().corpus);
@@ -1361,11 +1293,9 @@ void print_end(Run<Dev>& run, bool saved) {
     run.report.print_done(run.state.step, run.world.size, peak_device_mib(run.dev), model_flops_per_token(c),
                           run.dev.peak_flops());
     if (run.reducer) run.reducer->read_clocks();
-    if (run.reducer && run.reducer->times.steps) {
+    if (run.reducer) {
         const auto& times = run.reducer->times;
-        std::printf(
-            "ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n",
-            times.total * 1e3 / double(times.steps), std::min(times.exposed, times.total) * 1e3 / double(times.steps));
+        run.report.print_reductions(times.total, times.exposed, times.steps);
     }
     print_selected_kernels(run);
     run.report.print_end(run.stop, run.state, c, saved, run.saver.last_saved, run.tokenizer != nullptr);
@@ -1381,7 +1311,11 @@ int train_run(Run<Dev>& run, const Device& device, const std::set<std::string>& 
     run.report.start(first_step);
     if (first_step == 0) run.validate();
     run.report.start_clock();
-    run.train();
+    try {
+        run.train();
+    } catch (const SharedError& e) {
+        fail("%s; %s", e.what(), run.save_despite_error().c_str());
+    }
     const bool trained = run.state.step > first_step, saved = !trained || run.save_last();
     if (trained && run.stop == GO_ON) run.sample();
     run.watchdog->progress(run.state.step, "end");
@@ -1392,9 +1326,13 @@ int train_run(Run<Dev>& run, const Device& device, const std::set<std::string>& 
 // ---------------------------------------------------------------------------------------------------------------------
 // Verbs.
 
+// This rank's share of the machine. All ranks ask, because they answer each other here.
+static int processors_of(const World& world) {
+    return threads_of_rank(world, usable_processors(), processor_list());
+}
+
 static Device choose_device(const Config& c, const World& world) {
-    // every rank asks for its share, whether or not it has --threads, because the ranks answer each other here
-    const Device d = device_of(c, threads_of_rank(world, usable_processors(), processor_list()));
+    const Device d = device_of(c, processors_of(world));
     require_same_kind_of_device(d, world);
     return d;
 }
@@ -1425,18 +1363,19 @@ void with_engine(const Device& device, const Config& c, World& world, Use use) {
 
 static int run_train(Config& c, const std::set<std::string>& on_command_line, World& world) {
     std::set<std::string> given = on_command_line;
-    if (c.resume) inherit_options(c, given);
+    const bool resumes = c.resume && inherit_options(c, given);
+    if (!resumes && !c.init_from.empty()) inherit_model(c, given);
     apply_preset(c, given);
     validate_model(c, "options");
     // From here on a rank that falls silent is noticed. Standing still is judged once progress() has been called.
     if (world.size > 1) world.channel().watch(c.stall_timeout);
+    if (c.resume) give_up_what_cannot_be(c, on_command_line, processors_of(world));
     const Device device = choose_device(c, world);
     world.require_reducer(device.gpu);
     resolve_batch(c, given, world.size, device.gpu);
     if (!given.count("stats-every")) c.stats_every = device.gpu ? 50 : 1;
     validate_run(c, world.size);
     listen_for_stop_signals(world.size == 1);
-    listen_for_lost_pages();
     int status = 0;
     with_engine(device, c, world, [&](auto& dev) {
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
@@ -1460,7 +1399,7 @@ static void run_tokenize(const Config& c) {
 
 static void run_sample(Config c, World& world) {
     const std::string folder = read_trained_config(c);
-    const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(c);
+    const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
     if (!tokenizer) fail_usage("sample: --vocab-dir is missing: this model writes gpt2 tokens");
     const SafeTensors weights(folder + "/model.safetensors");
     require_tensors(TensorTable(c).specs, weights);
@@ -1476,7 +1415,7 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
     if (c.val_data.empty())
         fail_usage("eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic");
     if (!given.count("batch")) c.batch = 1;
-    const std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(c);
+    const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
     std::vector<TokenSource> sources;
     int64_t of_run = std::numeric_limits<int64_t>::max();
     if (c.val_data == "synthetic") {  // what the run itself was validated on
@@ -1488,7 +1427,6 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
         sources = open_shards(shard_files(c.val_data, "--val-data"));
     }
     DataLoader loader(std::move(sources), loader_options(c, world, "--val-data", false));
-    listen_for_lost_pages();
     const int64_t all = std::min(int64_t(loader.samples_per_epoch()), of_run);
     const int64_t samples = given.count("eval-batches") ? std::min(all, c.eval_batches * c.batch) : all;
     c.batch = std::min(c.batch, (samples + world.size - 1) / world.size);
@@ -1499,14 +1437,11 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
         Model model(dev, c, false);
         read_parameters(model, weights);
         using Engine = std::decay_t<decltype(dev)>;
-        const double needed = Activations<Engine>::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE);
-        const double available = dev.available_bytes() / (Engine::on_host ? world.local_size : 1);
-        if (needed > available)
-            fail(
-                "eval: --batch %lld with sequences of %lld needs %.0f MiB per rank; %.0f MiB are available: choose a "
-                "smaller "
-                "--batch",
-                (long long)c.batch, (long long)c.seq_len, needed / (1 << 20), available / (1 << 20));
+        require_memory_for(
+            Activations<Engine>::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
+            dev.available_bytes() / (Engine::on_host ? world.local_size : 1),
+            format_text("eval: --batch %lld with sequences of %lld", (long long)c.batch, (long long)c.seq_len),
+            "choose a smaller --batch");
         Activations<Engine> a(dev, c, c.batch, c.seq_len, INFERENCE);
         r = evaluate(model, a, loader, samples, world, tokenizer.get());
     });
@@ -1547,23 +1482,24 @@ static int run_check(const Config& c, World& world) {
     if (device.gpu) r.cuda = Cuda(gpu_of_rank(world)).describe();
 #endif
     print_build(r);
-    bool good = true;
-    const std::vector<std::string> shards = glob_files("data/*_train_*.bin");
-    if (shards.empty()) print_check(false, "data         no data/*_train_*.bin: the built-in synthetic corpus is used");
-    else print_check(true, "data         %zu training shards in data/, the first %s", shards.size(), shards[0].c_str());
-    try {
-        if (!shards.empty()) open_shards(shards);
-        if (c.vocab_dir.empty())
-            print_check(true, "vocabulary   bytes; GPT-2's is looked for in --vocab-dir, which was not given");
-        else print_check(true, "vocabulary   %s", Tokenizer::gpt2(c.vocab_dir).describe().c_str());
-    } catch (const Error& e) {
-        good = false;
-        print_check(false, "%s", e.what());
-    }
+    const std::string damage = error_of([&] {
+        const std::vector<std::string> shards = glob_files("data/*_train_*.bin");
+        if (shards.empty())
+            print_check(false, "data         no data/*_train_*.bin: the built-in synthetic corpus is used");
+        else
+            print_check(true, "data         %zu training shards in data/, the first %s", shards.size(),
+                        shards[0].c_str());
+        open_shards(shards);
+        const auto vocabulary = Tokenizer::find("gpt2", c.vocab_dir);
+        print_check(true, "vocabulary   %s",
+                    vocabulary ? vocabulary->describe().c_str()
+                               : "bytes; GPT-2's is looked for in --vocab-dir, which was not given");
+    });
+    if (!damage.empty()) print_check(false, "%s", damage.c_str());
     const double limit = 1e-6, worst = gradient_self_test();
     std::printf("%s gradients    worst error of the fp64 self-test %.1e, limit %.0e\n", tick(worst < limit), worst,
                 limit);
-    return good && worst < limit ? 0 : 1;
+    return damage.empty() && worst < limit ? 0 : 1;
 }
 
 // The disk behind stdout may be full.
@@ -1594,6 +1530,7 @@ static bool output_is_whole() { return std::fflush(stdout) == 0 && !std::ferror(
 
 #ifndef NSA_WITHOUT_MAIN  // tests include this file
 int main(int argc, char** argv) {
+    if (argc > 0) program_name = argv[0];
     open_closed_streams();
     set_passive_omp_wait(argv);
     std::unique_ptr<World> world;

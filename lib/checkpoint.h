@@ -12,14 +12,12 @@
 //     failed
 // Removal takes the opposite way: RUN/step_00001000.removing/, RUN synced, and only then the files.
 #pragma once
-#include <atomic>
-#include <exception>
 #include <functional>
 #include <set>
-#include <thread>
 
 #include <dirent.h>
 
+#include "background.h"
 #include "json.h"
 #include "safetensors.h"
 #include "util.h"
@@ -229,57 +227,6 @@ inline void abandon_checkpoint(const std::string& run, int64_t step, const Compl
         complain(e.what());
     }
 }
-
-// One thread that runs one job at a time. What a job throws is kept as text and never ends the program.
-class BackgroundTask {
-  public:
-    BackgroundTask() = default;
-    BackgroundTask(const BackgroundTask&) = delete;
-    BackgroundTask& operator=(const BackgroundTask&) = delete;
-    ~BackgroundTask() { wait(); }
-
-    // The one before must have ended: see running().
-    void start(std::function<void()> job) {
-        if (running()) fail("a background task was started while the one before is running");
-        wait();
-        failure.clear();
-        is_running.store(true, std::memory_order_relaxed);
-        try {
-            thread = std::thread([this, job = std::move(job)] {
-                failure = error_of(job);
-                is_running.store(false, std::memory_order_release);
-            });
-        } catch (const std::exception& e) {
-            failure = std::string("cannot start a thread: ") + e.what();
-            is_running.store(false, std::memory_order_relaxed);
-        }
-    }
-
-    bool running() const { return is_running.load(std::memory_order_acquire); }
-
-    void wait() {
-        if (thread.joinable()) thread.join();
-    }
-
-    // Of the last job, after its end; "" = it ended well.
-    std::string error() const { return running() ? "" : failure; }
-
-  private:
-    std::atomic<bool> is_running{false};
-    std::string failure;  // the thread's while is_running
-    std::thread thread;
-
-    static std::string error_of(const std::function<void()>& job) {
-        try {
-            job();
-            return "";
-        } catch (const std::exception& e) {
-            return *e.what() ? e.what() : "an exception without text";
-        } catch (...) {
-            return "an exception of unknown type";
-        }
-    }
-};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading.

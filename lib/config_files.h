@@ -51,6 +51,21 @@ static void read_config_json(Config& c, const std::string& path) {
         fail("%s: rope_base or norm_eps differ from this program's %g and %g", path.c_str(), ROPE_BASE, NORM_EPS);
 }
 
+// --init-from: what was not given of the model is as it is there. Refusals are left to checkpoint_of().
+static void inherit_model(Config& c, std::set<std::string>& given) {
+    if (!file_exists(c.init_from + "/.")) return;
+    std::string path = c.init_from + "/config.json";
+    for (const int64_t step : checkpoint_steps(c.init_from))
+        if (!file_exists(path)) path = checkpoint_folder(c.init_from, step) + "/config.json";
+    if (!file_exists(path)) return;
+    Config there = c;
+    read_config_json(there, path);
+    std::vector<const char*> names(std::begin(MODEL_OPTIONS), std::end(MODEL_OPTIONS));
+    names.push_back("attention"), names.push_back("tokenizer");
+    for (const char* name : names)
+        if (given.insert(name).second) set_option(c, option_named(name), value_text(there, option_named(name)));
+}
+
 // verb: what cannot be done otherwise, "resume" or "begin".
 static void require_same_model(const Config& c, const std::string& checkpoint, const char* verb) {
     const std::string path = checkpoint + "/config.json";
@@ -62,15 +77,15 @@ static void require_same_model(const Config& c, const std::string& checkpoint, c
         const bool same =
             now.kind == Json::String ? then.string(path) == now.text : then.number(path) == now.number_value;
         if (same) continue;
-        fail("cannot %s from %s: %s is %s there and %s in this run; give the same model options", verb, path.c_str(),
-             asked.keys[i].c_str(),
+        fail("cannot %s from %s: %s is %s there and %s in this run; leave the option out, or give the same", verb,
+             path.c_str(), asked.keys[i].c_str(),
              then.kind == Json::String ? then.text.c_str() : format_text("%g", then.number_value).c_str(),
              now.kind == Json::String ? now.text.c_str() : format_text("%g", now.number_value).c_str());
     }
 }
 
-// All options of a run, for run.json and the manifest; a resume reads them.
-static std::string manifest_json(const Config& c) {
+// All options of a run, as they are.
+static std::string options_json(const Config& c) {
     std::string text = "{\"program\": \"train_nsa\"";
     for (const Option& o : option_table()) {
         const std::string name = o.name;
@@ -81,36 +96,86 @@ static std::string manifest_json(const Config& c) {
     return text + "}\n";
 }
 
+// Paths from the root, so that a later command finds them from wherever it is started.
+static Config with_absolute_paths(Config c) {
+    for (std::string* path : {&c.data, &c.val_data, &c.vocab_dir, &c.init_from})
+        if (!path->empty() && *path != "synthetic") *path = absolute_path(*path);
+    return c;
+}
+
+// The options as run.json and the manifest keep them for a resume.
+static std::string manifest_json(const Config& c) { return options_json(with_absolute_paths(c)); }
+
 // An option's value in a manifest, as on the command line.
 static std::string value_text(const Json& value, const Option& o) {
     if (value.kind == Json::String) return value.text;
     return o.integer ? std::to_string(value.integer_value) : format_text("%.17g", value.number_value);
 }
 
-// These belong to the machine rather than to the run.
-static bool is_machine_option(const std::string& name) {
-    for (const char* other : {"out", "batch", "threads", "device", "cpu-dtype", "cuda-graph", "selected-kernels",
-                              "stats-every", "dump-state"})
-        if (name == other) return true;
-    return false;
+// Nobody chose: the 0 of an option that counts from 1.
+static bool is_automatic(const Option& o, const std::string& value) {
+    return o.integer && o.low > 0 && value == "0" && !std::strcmp(o.default_text, "auto");
 }
 
-// --resume: what was not given is as in the run that is resumed.
-static void inherit_options(Config& c, std::set<std::string>& given) {
-    const std::string folder = given.count("out") ? c.out : "runs/" + c.model, path = folder + "/run.json";
-    if (!file_exists(path)) return;
-    const Json then = parse_json(read_file(path), path);
+// A resume takes over every option of the run but these.
+static const struct {
+    const char *option, *reason;
+} NOT_INHERITED[] = {
+    {"out", "it names the run"},
+    {"resume", "it is the resume"},
+    {"dump-state", "it ends the program at the first batch, so no run that can be resumed had it"},
+    {"help", "it only prints"},
+    {"version", "it only prints"},
+};
+
+static bool is_inherited(const Option& o) {
+    const auto is_this = [&](const auto& x) { return !std::strcmp(x.option, o.name); };
+    return (o.verbs & TRAIN) && std::none_of(std::begin(NOT_INHERITED), std::end(NOT_INHERITED), is_this);
+}
+
+// The options of the run in this folder: its run.json or, where that is missing, the manifest of its newest checkpoint.
+// Returns the file; "" where there is neither.
+static std::string find_run_options(const std::string& folder, Json& options) {
+    const std::string path = folder + "/run.json";
+    if (file_exists(path)) {
+        options = parse_json(read_file(path), path);
+        return path;
+    }
+    for (const int64_t step : checkpoint_steps(folder)) try {
+            const Manifest manifest = read_manifest(checkpoint_folder(folder, step));
+            options = manifest.state.get("options", manifest.path);
+            return manifest.path;
+        } catch (const Error&) {  // a damaged checkpoint is reported when the one to resume is chosen
+        }
+    return "";
+}
+
+// --resume: what was not given is as in the run that is resumed. False where there is no such run.
+static bool inherit_options(Config& c, std::set<std::string>& given) {
+    const std::string folder = given.count("out") ? c.out : "runs/" + c.model;
+    Json then;
+    const std::string path = find_run_options(folder, then);
+    if (path.empty()) return false;
+    const int64_t seed = then.find("seed") ? then.integer("seed", path) : c.seed;
+    if (given.count("seed") && c.seed != seed && !checkpoint_steps(folder).empty())
+        fail(
+            "cannot resume from %s with --seed %lld: the run began with %lld, on which data order and rounding depend; "
+            "leave --seed out, or begin a new run with --init-from",
+            folder.c_str(), (long long)c.seed, (long long)seed);
     for (const Option& o : option_table()) {
         const Json* old = then.find(underscored(o.name));
         const std::string name = o.name;
-        if (!old || !(o.verbs & TRAIN) || given.count(name) || is_machine_option(name)) continue;
+        if (!old || !is_inherited(o) || given.count(name)) continue;
+        const std::string value = value_text(*old, o);
+        if (is_automatic(o, value)) continue;
         try {
-            set_option(c, o, value_text(*old, o));
+            set_option(c, o, value);
         } catch (const Error& e) {
-            fail("%s: %s", path.c_str(), e.what());
+            fail("%s: %s; mend it, or remove the file: the checkpoints hold the options too", path.c_str(), e.what());
         }
-        given.insert(name);
+        if (name != "batch") given.insert(name);  // another number of ranks may need another micro-batch
     }
+    return true;
 }
 
 // One line for each option that differs from the run that wrote the checkpoint, as far as a resume allows it. then: its
@@ -119,18 +184,17 @@ static Config print_changed_options(const Config& c, const Json& then) {
     Config before = c;
     for (const Option& o : option_table()) {
         const Json* old = then.find(underscored(o.name));
-        const std::string name = o.name;
-        if (!old || !(o.verbs & TRAIN) || name == "out" || name == "threads") continue;
-        const bool same = old->kind == Json::String ? old->text == value_text(c, o)
-                          : o.integer               ? old->integer_value == c.*o.integer
-                          : o.real                  ? old->number_value == c.*o.real
-                                                    : true;
+        if (!old || !is_inherited(o)) continue;
+        const std::string was = value_text(*old, o), now = value_text(with_absolute_paths(c), o);
+        const bool same = o.real ? old->number_value == c.*o.real : was == now;
         if (same) continue;
-        std::printf("resume: --%s is %s, was %s\n", o.name, value_text(c, o).c_str(),
-                    old->kind == Json::String ? old->text.c_str() : format_text("%.15g", old->number_value).c_str());
-        if (o.integer) before.*o.integer = old->integer_value;
-        else if (o.real) before.*o.real = old->number_value;
-        else if (o.text) before.*o.text = old->text;
+        const auto reason = c.given_up.find(o.name);
+        std::printf("resume: --%s is %s, was %s%s\n", o.name, is_automatic(o, now) ? "auto" : now.c_str(),
+                    is_automatic(o, was) ? "auto"
+                    : o.real             ? format_text("%.15g", old->number_value).c_str()
+                                         : was.c_str(),
+                    reason == c.given_up.end() ? "" : (": " + reason->second).c_str());
+        if (!is_automatic(o, was)) set_option(before, o, was);
     }
     return before;
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdlib>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -57,6 +58,25 @@ inline int count_gpus(std::string& none) {
     if (error != cudaSuccess) gpus = 0, none = std::string("CUDA finds no GPU: ") + cudaGetErrorString(error);
 #endif
     return gpus;
+}
+
+// --resume on another machine: options of the run that this one cannot honour give way, and c.given_up keeps the reason
+// for the line that says so. What was given with --resume is refused instead. share: this rank's processors.
+inline void give_up_what_cannot_be(Config& c, const std::set<std::string>& given, int share) {
+    std::string none;
+    const int gpus = count_gpus(none);
+    const auto give_up = [&](const char* name, auto& field, const auto& instead, const std::string& reason) {
+        if (given.count(name) || field == instead) return;
+        field = instead, c.given_up[name] = reason;
+    };
+    if (c.device == "cuda" && gpus == 0) give_up("device", c.device, "auto", none);
+    if (c.device != "cpu" && gpus > 0) {
+        give_up("cpu-dtype", c.cpu_dtype, "fp32", "the run is on a GPU now");
+    } else {
+        give_up("selected-kernels", c.selected_kernels, "auto", "the run is on the CPU now");
+        give_up("cuda-graph", c.cuda_graph, 0, "the run is on the CPU now");
+    }
+    if (c.threads > share) give_up("threads", c.threads, 0, format_text("this rank has %d processors", share));
 }
 
 // The device of the options --device, --cpu-dtype and --threads on this machine. share: this rank's processors.

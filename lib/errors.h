@@ -1,9 +1,10 @@
-// errors.h: how an error ends the program, and what stdout and stderr need for that. Used by main() and the verb
-// `train` in train_nsa.cu.
+// errors.h: how an error ends the program, of one rank or of all, and what stdout and stderr need for that.
 #pragma once
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <string>
+#include <vector>
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -38,6 +39,21 @@ int report_errors(const World* world, Work work) {
     } catch (const std::exception& e) {
         return report_error(world, 1, e.what());
     }
+}
+
+// An error that every rank throws at the same place, so that together they can still save what they have.
+struct SharedError : Error {
+    explicit SharedError(const std::string& text) : Error(1, text) {}
+};
+
+// All ranks fail with the first one's error, or none does. Also a barrier.
+template <class World>
+void fail_together(const World& world, const std::string& error) {
+    if (world.size == 1 && !error.empty()) throw SharedError(error);
+    if (world.size == 1) return;
+    const std::vector<std::string> errors = world.gather(error);
+    for (size_t r = 0; r < errors.size(); r++)
+        if (!errors[r].empty()) throw SharedError(format_text("rank %zu: %s", r, errors[r].c_str()));
 }
 
 // Where stdin, stdout or stderr is closed (2>&- in a script), the next file that is opened would get its number, and

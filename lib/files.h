@@ -1,14 +1,13 @@
-// files.h: files and folders: reading, globs, mappings that can lose pages, and durable writing with checksums.
+// files.h: files and folders: reading, globs, and durable writing with checksums.
 // Everything that touches the disk uses it.
 #pragma once
 #include <algorithm>
 #include <atomic>
-#include <csignal>
+#include <filesystem>
 #include <memory>
 
 #include <fcntl.h>
 #include <glob.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #ifdef __SSE4_2__
@@ -45,6 +44,35 @@ struct Unreadable : Error {
     throw Unreadable(text);
 }
 
+// An open file of which pieces are read.
+class FileReader {
+  public:
+    explicit FileReader(const std::string& file) : path(file), fd(::open(file.c_str(), O_RDONLY | O_CLOEXEC)) {
+        if (fd < 0) fail_to_read(path, errno);
+    }
+    FileReader(const FileReader&) = delete;
+    FileReader& operator=(const FileReader&) = delete;
+    ~FileReader() { ::close(fd); }
+
+    // All these bytes, which the file had when its size was looked at, or an error.
+    void read(void* to, size_t bytes, uint64_t offset) const {
+        for (char* p = static_cast<char*>(to); bytes > 0;) {
+            const ssize_t n = ::pread(fd, p, bytes, off_t(offset));
+            if (n < 0 && errno == EINTR) continue;
+            if (n < 0)
+                fail("cannot read byte %llu of %s: %s", (unsigned long long)offset, path.c_str(), std::strerror(errno));
+            if (n == 0)
+                fail("%s was cut off at byte %llu while it was read: put it back", path.c_str(),
+                     (unsigned long long)offset);
+            p += n, bytes -= size_t(n), offset += uint64_t(n);
+        }
+    }
+
+  private:
+    const std::string path;
+    const int fd;
+};
+
 // The whole file, for what fits in memory: vocabularies, configs, prompts.
 inline std::string read_file(const std::string& path) {
     std::string bytes(file_size(path), '\0');
@@ -61,6 +89,11 @@ inline std::string read_file(const std::string& path) {
 inline std::string folder_of(const std::string& path) {
     const size_t slash = path.rfind('/');
     return slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);
+}
+
+// Without a step through . or .., and whatever the current folder is.
+inline std::string absolute_path(const std::string& path) {
+    return std::filesystem::absolute(path).lexically_normal().string();
 }
 
 // mkdir -p
@@ -91,51 +124,6 @@ inline std::string glob_literal(const std::string& path) {
         pattern += c;
     }
     return pattern;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Mapped files. If a mapped file is cut short, or its disk fails, there is no read() to report it: the kernel sends
-// SIGBUS to the thread that touched the page.
-
-struct MappedFile {
-    const char* begin;
-    uint64_t bytes;
-    std::string message;  // the line to print when a page cannot be read, with its newline
-};
-inline std::vector<MappedFile>& mapped_files() {
-    static auto* const files = new std::vector<MappedFile>;  // never freed: the signal may arrive at any time
-    return *files;
-}
-
-inline void on_lost_page(int, siginfo_t* info, void*) {
-    const char* const at = static_cast<const char*>(info->si_addr);
-    for (const MappedFile& file : mapped_files())
-        if (at >= file.begin && at < file.begin + file.bytes) {
-            static std::atomic_flag printed = ATOMIC_FLAG_INIT;
-            while (printed.test_and_set()) pause();  // another thread prints, and ends the program
-            if (write(2, file.message.data(), file.message.size()) < 0) _exit(1);
-            _exit(1);
-        }
-    signal(SIGBUS, SIG_DFL);  // not one of ours: the access is repeated, and ends the program
-}
-inline void listen_for_lost_pages() {
-    struct sigaction action = {};
-    action.sa_sigaction = on_lost_page;
-    action.sa_flags = SA_SIGINFO;
-    sigaction(SIGBUS, &action, nullptr);
-}
-
-// Maps the open file for reading, until the last copy of the pointer is gone; fd may be closed right away. Null with
-// errno set if it cannot be mapped.
-inline std::shared_ptr<const void> map_file(int fd, uint64_t bytes, const std::string& message) {
-    const void* const map = mmap(nullptr, size_t(bytes), PROT_READ, MAP_SHARED, fd, 0);
-    if (map == MAP_FAILED) return nullptr;
-    mapped_files().push_back({static_cast<const char*>(map), bytes, message});
-    return std::shared_ptr<const void>(map, [bytes](const void* m) {
-        auto& files = mapped_files();
-        files.erase(std::find_if(files.begin(), files.end(), [m](const MappedFile& file) { return file.begin == m; }));
-        munmap(const_cast<void*>(m), size_t(bytes));
-    });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -33,6 +34,7 @@ struct Config {
     double stall_timeout = 0;
     std::string out, device, cpu_dtype, selected_kernels, dump_state;
     bool resume = false, help = false, version = false;
+    std::map<std::string, std::string> given_up;  // --resume: options that this machine cannot honour, and why
     // sampling and evaluation
     std::string from, prompt;
     double temperature = 0, top_p = 0;
@@ -103,8 +105,8 @@ static const std::vector<Option>& option_table() {
         {"phi-hidden", TRAIN, &Config::phi_hidden, "preset", 1, 64 * K, "hidden width of the block compressor, F"},
         {"mlp-hidden", TRAIN, &Config::mlp_hidden, "preset", 1, 256 * K, "hidden width of the MLP"},
         {"init-from", TRAIN, &Config::init_from, "", nullptr,
-         "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the same model options "
-         "but --seq-len"},
+         "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the model's options are "
+         "taken from there"},
         {"init", TRAIN, &Config::init, "standard", "standard|random",
          "random: every tensor drawn, so that no path is silent; for comparisons"},
         // data
@@ -163,7 +165,8 @@ static const std::vector<Option>& option_table() {
         {"sample-every", TRAIN, &Config::sample_every, "0", 0, T, "steps between samples; 0: only at the end"},
         {"sample-tokens", TRAIN, &Config::sample_tokens, "256", 0, M, "tokens of such a sample; 0: none"},
         {"prompt", TRAIN | SAMPLE, &Config::prompt, "", nullptr, "text to continue; none: a new document"},
-        {"save-every", TRAIN, &Config::save_every, "preset", 0, T, "steps between checkpoints; 0: only at the end"},
+        {"save-every", TRAIN, &Config::save_every, "preset", 0, T,
+         "steps between checkpoints; 0: only at the end, whatever ends the run"},
         {"keep", TRAIN, &Config::keep, "0", 0, M, "newest checkpoints to keep; 0: all"},
         {"keep-every", TRAIN, &Config::keep_every, "0", 0, T,
          "checkpoints of steps divisible by this are kept for ever; 0: none"},
@@ -464,8 +467,8 @@ static void resolve_batch(Config& c, const std::set<std::string>& given, int ran
         fail_usage("--total-batch %lld is %lld sequences of --seq-len %lld, not divisible by %d ranks",
                    (long long)c.total_batch, (long long)sequences, (long long)c.seq_len, ranks);
     if (!given.count("batch") && !c.deterministic)
-        for (c.batch = std::min(as_preset ? p.batch : 1, per_rank); per_rank % c.batch; c.batch--) {
-        }
+        for (c.batch = std::min(c.batch ? c.batch : as_preset ? p.batch : 1, per_rank); per_rank % c.batch; c.batch--) {
+        }  // a resumed run has one already
     if (per_rank % c.batch)
         fail_usage("--total-batch %lld is %lld sequences for each of %d ranks, not divisible by --batch %lld",
                    (long long)c.total_batch, (long long)per_rank, ranks, (long long)c.batch);
@@ -484,9 +487,12 @@ static void validate_run(const Config& c, int ranks) {
         fail_usage("--deterministic on %d ranks: its tree needs a power of two of them", ranks);
 }
 
+// How the user calls the program, for commands that are printed.
+inline std::string program_name = "./train_nsa";
+
 // The command that gives the same options again, but for one.
 static std::string command_line(const Config& c, const std::set<std::string>& given, const std::string& without) {
-    std::string command = "./train_nsa";
+    std::string command = program_name;
     for (const Option& o : option_table())
         if (given.count(o.name) && o.name != without) command += " --" + std::string(o.name) + " " + value_text(c, o);
     return command;

@@ -149,6 +149,13 @@ inline void require_memory_of(const Config& c, double fixed, double available, i
         advice.empty() ? "a smaller --seq-len or model" : advice.c_str());
 }
 
+// Bytes of a rank, for something that only runs forward.
+inline void require_memory_for(double needed, double available, const std::string& what, const char* advice) {
+    if (needed > available)
+        fail("%s needs %.0f MiB per rank; %.0f MiB are available: %s", what.c_str(), needed / (1 << 20),
+             available / (1 << 20), advice);
+}
+
 // What takes less than 4 % of the activations is summed up in one line.
 template <class Dev>
 void print_memory(double fixed_mib, const Arena<Dev>& arena) {
@@ -167,11 +174,34 @@ void print_memory(double fixed_mib, const Arena<Dev>& arena) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Steps and validations.
 
+// What is added up over the tokens of one sample: numbers of one kind, so that ranks can add them too.
+struct EvalSums {
+    double loss = 0, answer_loss = 0, tokens = 0, answers = 0, bytes = 0;
+    static constexpr size_t COUNT = 5;
+
+    void add(double of_token, bool is_answer, size_t text_bytes) {
+        loss += of_token, tokens++, bytes += double(text_bytes);
+        if (is_answer) answer_loss += of_token, answers++;
+    }
+};
+
 struct EvalResult {
     double loss = 0;         // mean over the tokens
     double answer_loss = 0;  // mean over the answers of the synthetic corpus
     uint64_t tokens = 0, answers = 0;
     uint64_t bytes = 0;  // of the text that the targets stand for; 0 where unknown
+
+    EvalResult() = default;
+    explicit EvalResult(const std::vector<EvalSums>& samples) {
+        EvalSums total;
+        for (const EvalSums& s : samples) {
+            total.loss += s.loss, total.answer_loss += s.answer_loss;
+            total.tokens += s.tokens, total.answers += s.answers, total.bytes += s.bytes;
+        }
+        tokens = uint64_t(total.tokens), answers = uint64_t(total.answers), bytes = uint64_t(total.bytes);
+        loss = total.loss / total.tokens;
+        if (answers) answer_loss = total.answer_loss / total.answers;
+    }
 
     double bits_per_byte() const { return loss * double(tokens) / std::log(2.0) / double(bytes); }
 };
@@ -191,6 +221,18 @@ struct StepResult {
 
     bool is_bad() const { return !std::isfinite(loss) || !std::isfinite(norm); }
 };
+
+// finite: per rank, "" where its loss is not. tensor: the first whose gradient is not. file: the batch that led there.
+inline std::string bad_step_text(const StepResult& s, const std::vector<std::string>& finite, const std::string& tensor,
+                                 const std::string& file) {
+    std::string culprits;
+    for (size_t r = 0; finite.size() > 1 && r < finite.size(); r++)
+        if (finite[r].empty()) culprits += (culprits.empty() ? ", from rank " : ", ") + std::to_string(r);
+    return format_text(
+        "step %lld: loss %g, gradient norm %g%s: not finite; first tensor: %s; the step changed no weight, its batch "
+        "is in %s",
+        (long long)s.step, s.loss, s.norm, culprits.c_str(), tensor.c_str(), file.c_str());
+}
 
 // Writes the batch behind a step that was not finite into a file of this rank, for later. Returns its path.
 inline std::string write_bad_step(const std::string& out, const StepResult& s, int rank, const std::string& tensor,
@@ -334,6 +376,14 @@ struct RunReport {
                 : "");
     }
 
+    // total, exposed: seconds of all steps together.
+    static void print_reductions(double total, double exposed, int64_t steps) {
+        if (steps)
+            std::printf(
+                "ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n",
+                total * 1e3 / double(steps), std::min(exposed, total) * 1e3 / double(steps));
+    }
+
     // The run's last lines, or the error that it ends with although it reached its end.
     void print_end(Stop stop, const TrainState& state, const Config& c, bool saved, const std::string& last_saved,
                    bool has_vocabulary) const {
@@ -365,8 +415,8 @@ struct RunReport {
                 "no step was to be done: --steps is %lld%s\n", (long long)steps,
                 first_step ? format_text(", and step %lld is reached already", (long long)first_step).c_str() : "");
         if (!last_saved.empty())
-            std::printf("next:   ./train_nsa sample --from %s%s --prompt \"...\"\n", shell_word(c.out).c_str(),
-                        has_vocabulary ? "" : " --vocab-dir DIR");
+            std::printf("next:   %s sample --from %s%s --prompt \"...\"\n", shell_word(program_name).c_str(),
+                        shell_word(c.out).c_str(), has_vocabulary ? "" : " --vocab-dir DIR");
     }
 
   private:

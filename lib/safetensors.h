@@ -7,6 +7,8 @@
 #include <map>
 #include <memory>
 
+#include <sys/mman.h>
+
 #include "files.h"
 #include "json.h"
 

@@ -4,7 +4,10 @@
 #include <cmath>
 #include <cstdint>
 #include <numeric>
+#include <string>
 #include <vector>
+
+#include <unistd.h>
 
 #include "cpu_gemm.h"
 
@@ -35,6 +38,14 @@ inline int32_t choose_token(const std::vector<float>& logits, double temperature
     for (size_t i = 0; i < order.size() && left >= 0; i++)
         if (weight[i] > 0) chosen = i, left -= weight[i];
     return order[chosen];
+}
+
+// A model of bytes that has hardly learnt writes escape sequences too, which a terminal must not see.
+inline std::string for_this_terminal(std::string text) {
+    static const bool on_terminal = isatty(1);
+    for (char& x : text)
+        if (on_terminal && ((uint8_t(x) < ' ' && x != '\n' && x != '\t') || x == 127)) x = '?';
+    return text;
 }
 
 // While it lives, a CPU decodes on one thread for every 32 M weights. With more, a loop over a single position would be

@@ -13,20 +13,12 @@
 
 #include <unistd.h>
 
+#include "background.h"
 #include "checkpoint.h"
+#include "errors.h"
 #include "run_folder.h"
 #include "safetensors.h"
 #include "util.h"
-
-// All ranks fail with the first one's error, or none does. Also a barrier.
-template <class World>
-void fail_together(const World& world, const std::string& error) {
-    if (world.size == 1 && !error.empty()) fail("%s", error.c_str());
-    if (world.size == 1) return;
-    const std::vector<std::string> errors = world.gather(error);
-    for (size_t r = 0; r < errors.size(); r++)
-        if (!errors[r].empty()) fail("rank %zu: %s", r, errors[r].c_str());
-}
 
 // The records of all ranks' files. If one rank could not write its own, with `error` there, all fail with its text.
 template <class World>
@@ -73,6 +65,7 @@ class CheckpointSaver {
         std::function<void()> before_commit;        // on rank 0: what must be on the disk before the checkpoint is
     };
     bool in_background = true;  // false: there is no memory for a copy, so training waits for every checkpoint
+    bool remove_old = true;     // what --keep does not ask for
     std::string last_saved;     // folder of the last good checkpoint; rank 0
 
     CheckpointSaver(const World& w, Options o) : world(w), options(std::move(o)) {}
@@ -100,6 +93,11 @@ class CheckpointSaver {
         if (saving_step != step || phase == IDLE) start(step, state, take, false);
         finish();
         return world.rank != 0 || last_saved == checkpoint_folder(options.run, step);
+    }
+
+    // Of last_saved; 0 where there is none.
+    int64_t last_saved_step() const {
+        return std::max<int64_t>(0, step_of_name(last_saved.substr(last_saved.rfind('/') + 1)));
     }
 
     // Has this rank written its files, so that it can tell the others?
@@ -193,6 +191,7 @@ class CheckpointSaver {
                 complaints.push_back(e.what());
             }
             commit_checkpoint(options.run, saving_step, records, saving_state);
+            if (!remove_old) return;
             remove_old_checkpoints(options.run, options.keep, options.keep_every,
                                    [this](const std::string& text) { complaints.push_back(text); });
         });

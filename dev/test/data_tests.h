@@ -60,7 +60,9 @@ TEST(shard_of_another_tool_is_read) {
     CHECK_EQUAL(source.count, 6u);
     CHECK_EQUAL(source.vocab_size, 0);
     const int expected[] = {50256, 1, 2, 0, 258, 50000};
-    for (int i = 0; i < 6; i++) CHECK_EQUAL(int(source.tokens[i]), expected[i]);
+    uint16_t tokens[6];
+    source.read(tokens, 0, 6);
+    for (int i = 0; i < 6; i++) CHECK_EQUAL(int(tokens[i]), expected[i]);
 }
 
 TEST(shard_writer_lays_out_the_format) {
