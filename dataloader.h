@@ -12,6 +12,7 @@
 
 #include "lib/background.h"
 #include "lib/errors.h"
+#include "lib/options.h"
 #include "lib/shards.h"
 #include "lib/synthetic.h"
 
@@ -389,6 +390,14 @@ inline TokenSource synthetic_validation(uint64_t seed, uint64_t wanted, int64_t 
     return synthetic_source(seed, tokens, SYNTHETIC_FIRST_VALIDATION_DOCUMENT);
 }
 
+template <class World>
+LoaderOptions loader_options(const Config& c, const World& world, const char* name, bool shuffle) {
+    LoaderOptions o;
+    o.name = name, o.seq_len = int(c.seq_len), o.vocab_size = int(c.vocab_size), o.seed = uint64_t(c.seed);
+    o.shuffle = shuffle, o.rank = world.rank, o.world_size = world.size;
+    return o;
+}
+
 struct TrainingData {
     std::unique_ptr<DataLoader> train, val;  // val may be null
 };
@@ -417,5 +426,14 @@ inline TrainingData open_training_data(const std::string& train, const std::stri
     }
     data.train->scan_shards();
     if (data.val) data.val->scan_shards();
+    return data;
+}
+
+// What the options of a run ask for.
+template <class World>
+TrainingData open_training_data(const Config& c, const World& world) {
+    const uint64_t val_tokens = uint64_t(c.eval_batches) * uint64_t(c.total_batch);
+    TrainingData data = open_training_data(c.data, c.val_data, val_tokens, loader_options(c, world, "--data", true));
+    data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
     return data;
 }

@@ -281,6 +281,11 @@ struct World {
 
     // The watchdog's connection: deaths, failures and stalls; see lib/watchdog.h.
     ControlChannel& channel() const { return *control; }
+    // For messages, of this rank and of the others.
+    void computes_on(const std::string& name) {
+        device = name;
+        channel().computes_on(device.c_str());
+    }
 
     // x [count] = sum of every rank's x, the same bits on every rank.
     void sum(float* x, size_t count) const { sum_of(x, count); }
@@ -537,6 +542,8 @@ class MpiReducer {
     MpiReducer(const MpiReducer&) = delete;
     MpiReducer& operator=(const MpiReducer&) = delete;
 
+    void mark() {}  // the host waits for its own sums
+    void await_results(int64_t) {}
     static std::string describe(const World&) { return "MPI"; }
 
     // Gradients at `offset` and behind are final. The step's first call has the largest offset.
@@ -764,6 +771,14 @@ class NcclReducer {
                    ? ""
                    : format_text("NCCL: %s (%s)", ncclGetErrorString(result), ncclGetLastError(communicator));
     }
+    void await_results(int64_t step) {
+        while (!arrived()) {
+            const std::string failure = error();
+            if (!failure.empty())
+                fail("step %lld: gradients could not be summed over the ranks: %s", (long long)step, failure.c_str());
+            usleep(50);
+        }
+    }
     static std::string describe(const World&) { return "NCCL"; }
 };
 #endif
@@ -785,8 +800,7 @@ class NoReducer {
     template <class T>
     void gather(T*) {}
     void mark() {}
-    bool arrived() { return true; }
-    std::string error() { return ""; }
+    void await_results(int64_t) {}
 };
 
 template <class Dev>

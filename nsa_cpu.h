@@ -54,7 +54,7 @@ struct HyperAdamW {
 //               attention_forward, _backward; select_blocks; combine_forward; attention_backward_rows; check_shape
 //   update      add_sum, add; chunk_squares, total_squares, set_guard (the gradient's norm); set_step, adamw;
 //               round_master (if has_master)
-//   log         describe, peak_flops; on a GPU describe_selected, peak_bytes
+//   log         describe, describe_selected, peak_flops, peak_bytes
 template <class real_>
 struct Cpu {
     using real = real_;    // parameters and activations
@@ -97,6 +97,8 @@ struct Cpu {
         if (sizeof(real) == 8) return format_text("CPU, fp64%s, GEMM: own blocked GEMM", rounding);
         return format_text("CPU, fp32%s, GEMM: %s", rounding, gemm_name());
     }
+    std::string describe_selected(const NsaShape&) const { return ""; }  // there is one way only
+    static constexpr size_t peak_bytes = 0;                              // the host's memory is not the engine's own
     template <class T>
     void zero(T* p, size_t count) {
 #pragma omp parallel for schedule(static)

@@ -7,14 +7,12 @@
 //   model        parameters, gradients and moments; activations and their memory
 //   forward, backward, update, evaluate, sample
 //   checkpoints  the model's tensors on their way to and from files
-//   data         which shards, or the built-in corpus
 //   steps        a micro-step, gradient accumulation, and what a run does once a step
 //   the run      start, training loop, end
 //   verbs, main
 // dev/MODEL.md specifies the model. The arithmetic of each operation is in an engine, Cpu in nsa_cpu.h or Cuda in
 // nsa_kernels.cuh; `dev` is one of the two. Ranks are in ddp.cuh, token shards in dataloader.h, text in tokenizer.h,
 // and everything that is not about the model in lib/.
-#include <chrono>
 #include <functional>
 #include <limits>
 #include <map>
@@ -23,8 +21,6 @@
 #include <string>
 #include <tuple>
 #include <vector>
-
-#include <unistd.h>
 
 #include "nsa_cpu.h"
 #if defined(__CUDACC__) || defined(EMULATED_GPUS)  // the latter runs the kernels on a CPU, see dev/emulator/
@@ -60,17 +56,7 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Options. `Config c` holds them; lib/options.h has the table of their names, defaults, ranges and presets.
 
-// What the attention needs to know, for B sequences of T tokens.
-static NsaShape shape_of(const Config& c, int64_t B, int64_t T) {
-    NsaShape s;
-    s.B = int(B), s.T = int(T), s.first = 0, s.queries = int(T);
-    s.H = int(c.heads), s.G = int(c.kv_groups), s.D = int(c.head_dim);
-    s.l = int(c.cmp_block), s.d = int(c.cmp_stride);
-    s.slc_block = int(c.slc_block), s.slc_count = int(c.slc_count);
-    s.window = int(c.window), s.F = int(c.phi_hidden);
-    s.full = c.attention == "full";
-    return s;
-}
+// shape_of(c, B, T) in lib/config_files.h is what the attention needs to know of them.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensors. One list makes the struct's fields, the names on disk, shapes, initialisation, weight decay and checkpoints.
@@ -155,11 +141,6 @@ struct TensorTable : TensorList {
         return w;
     }
 };
-
-// For training, of one token; see lib/flops.h.
-inline double model_flops_per_token(const Config& c) {
-    return model_flops_per_token(TensorTable(c).specs, shape_of(c, 1, c.seq_len), c.layers);
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Model: parameters, gradients and moments on an engine. Written once, for every engine.
@@ -847,31 +828,10 @@ void dump_first_batch(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader
     d.tensors = views_of(model.dev, model.table.specs, model.master, "", buffers);
     for (const TensorView& t : views_of(model.dev, model.table.specs, model.grads, "grad.", buffers))
         d.tensors.push_back(t);
-    d.groups = s.G, d.blocks = s.slc_blocks(), d.words = s.selection_words();
-    for (size_t i = 0; !s.full && i < a.layer.size(); i++) {
-        d.selection.emplace_back(size_t(s.B) * s.G * s.T * s.selection_words());
-        model.dev.copy(d.selection[i].data(), a.layer[i].selection, d.selection[i].size());
-    }
+    d.add_selections(model.dev, s, a.layer);
     write_state_dump(c.dump_state, std::move(d), config_json(c), command_line(c, given, "dump-state"));
     std::printf("state:  loss %.6f, written to %s; compare it with: python3 dev/reference.py compare %s\n", loss,
                 c.dump_state.c_str(), c.dump_state.c_str());
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Data.
-
-static LoaderOptions loader_options(const Config& c, const World& world, const char* name, bool shuffle) {
-    LoaderOptions o;
-    o.name = name, o.seq_len = int(c.seq_len), o.vocab_size = int(c.vocab_size), o.seed = uint64_t(c.seed);
-    o.shuffle = shuffle, o.rank = world.rank, o.world_size = world.size;
-    return o;
-}
-
-static TrainingData open_data(const Config& c, const World& world) {
-    const uint64_t val_tokens = uint64_t(c.eval_batches) * uint64_t(c.total_batch);
-    TrainingData data = open_training_data(c.data, c.val_data, val_tokens, loader_options(c, world, "--data", true));
-    data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
-    return data;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -957,31 +917,6 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
     model.progress("update");
 }
 
-// Gates and selections of the last forward pass, layer by layer, for log.jsonl; "" in full attention.
-template <class Dev>
-std::string layer_statistics(const Activations<Dev>& a) {
-    const NsaShape& s = a.shape;
-    if (s.full) return "";
-    std::string text = ",\"layers\":[";
-    const size_t words = size_t(s.selection_words()), queries = size_t(s.B) * s.G * s.T;
-    std::vector<float> gate(s.branches() * s.query_rows()), chosen(queries);
-    std::vector<uint32_t> masks(queries * words);
-    for (size_t i = 0; i < a.layer.size(); i++) {
-        a.dev.to_host(gate.data(), a.layer[i].gate, gate.size());
-        a.dev.copy(masks.data(), a.layer[i].selection, masks.size());
-        a.dev.to_host(chosen.data(), a.layer[i].chosen_importance, chosen.size());
-        text += (i ? "," : "") + layer_statistics_json(gate, masks, words, chosen);
-    }
-    return text + "]";
-}
-
-// Of the engine's own memory; 0 where that is the host's.
-template <class Dev>
-double peak_device_mib([[maybe_unused]] const Dev& dev) {
-    if constexpr (Dev::on_host) return 0;
-    else return double(dev.peak_bytes) / (1 << 20);
-}
-
 // Before anything is allocated: fails if the run does not fit, and says what would.
 template <class Dev>
 void require_memory(Dev& dev, const Config& c, const World& world) {
@@ -1019,12 +954,14 @@ struct Run {
     Run(Dev& device, const Config& c, World& w)
         : dev(device),
           world(w),
-          data(open_data(c, w)),
+          data(open_training_data(c, w)),
           tokenizer(Tokenizer::find(c.tokenizer, c.vocab_dir)),
           model(dev, c, true, w.rank, w.size),
           report(c.steps, c.total_batch, data.train->samples_per_epoch()),
           saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.progress(phase); },
-                    [this] { report.log->sync(); }}) {}
+                    [this] { report.log->sync(); },
+                    [this] { return state_json(state, manifest_json(config()), world.size); },
+                    [this](bool copy) { return take_snapshot(model, world, copy); }}) {}
 
     const Config& config() const { return model.config; }
     bool is_first() const { return world.rank == 0; }
@@ -1049,19 +986,11 @@ struct Run {
         std::printf("---\n");
     }
 
-    std::string manifest_state() const { return state_json(state, manifest_json(config()), world.size); }
-    Snapshot snapshot(bool copy) const { return take_snapshot(model, world, copy); }
-
     void save() {
-        if (!state.bad_steps)
-            return saver.save(state.step, manifest_state(), [this](bool copy) { return snapshot(copy); });
+        if (!state.bad_steps) return saver.save(state.step);
         if (is_first())  // with --keep it would push out a good one
             complain(
                 format_text("no checkpoint at step %lld, whose loss or gradient is not finite", (long long)state.step));
-    }
-
-    bool save_last() {
-        return saver.save_now(state.step, manifest_state(), [this](bool copy) { return snapshot(copy); });
     }
 
     // ----- one step
@@ -1076,31 +1005,17 @@ struct Run {
         accumulate_gradients(model, *activations, *data.train, world, statistics, reducer.get(), &s.tokens);
         gradient_norm(model, s.step, reducer.get());
         dev.send(model.results, model.result_count);
-        if constexpr (!Dev::on_host)
-            if (reducer) reducer->mark();
+        if (reducer) reducer->mark();
         if (c.skip_outliers > 0) {
             exchange(s);
             s.skipped =
                 s.loss_z > c.skip_outliers || s.norm_z > c.skip_outliers;  // false for NaN, while the window fills
         }
         if (!s.skipped) apply_update(model, s.step, s.lr, reducer.get());
-        if (statistics) s.statistics = layer_statistics(*activations);
+        if (statistics) s.statistics = layer_statistics(dev, activations->shape, activations->layer);
         state.step = s.step, state.loader = loader_numbers(data.train->state());
         s.samples = data.train->state().next_sample;
         pending.push_back(std::move(s));
-    }
-
-    // A reduction that fails on a GPU does not end by itself, so NCCL is asked for errors until the results have
-    // arrived.
-    void await_reduction() {
-        if constexpr (!Dev::on_host)
-            while (reducer && !reducer->arrived()) {
-                const std::string error = reducer->error();
-                if (!error.empty())
-                    fail("step %lld: gradients could not be summed over the ranks: %s", (long long)model.step,
-                         error.c_str());
-                usleep(50);
-            }
     }
 
     // Waits for a step's results, sums them over the ranks, and lets the ranks tell each other who wants to stop and
@@ -1108,7 +1023,7 @@ struct Run {
     void exchange(StepResult& s) {
         enum { LOSS, TERMINATE, INTERRUPT, HALT, WRITTEN, COUNT };
         model.progress(Dev::on_host ? "update" : "waiting for the GPU");
-        await_reduction();
+        if (reducer) reducer->await_results(model.step);
         const std::vector<double> results = dev.receive();
         const size_t own = model.result_count - 2;  // --deterministic: the losses of this rank's samples
         std::vector<double> sums(COUNT + own * size_t(world.size));
@@ -1126,11 +1041,7 @@ struct Run {
             s.loss = std::accumulate(sums.begin() + COUNT, sums.end(), 0.0) / double(config().total_batch);
         s.norm = std::sqrt(results[1]);
         if (!s.is_bad()) s.loss_z = state.losses.z_score(s.loss), s.norm_z = state.norms.z_score(s.norm);
-        if (stop == GO_ON)
-            stop = sums[INTERRUPT] > 0   ? INTERRUPTED
-                   : sums[TERMINATE] > 0 ? TERMINATED
-                   : sums[HALT] > 0      ? HALTED
-                                         : GO_ON;
+        if (stop == GO_ON) stop = stop_of(sums[INTERRUPT] > 0, sums[TERMINATE] > 0, sums[HALT] > 0);
         saver.advance(sums[WRITTEN] == world.size);
     }
 
@@ -1140,7 +1051,7 @@ struct Run {
         if (!s.exchanged) exchange(s);
         const double seconds = report.lap();
         watchdog->step_done(s.step, seconds, s.loss);
-        if (is_first()) report.print_step(s, seconds, peak_device_mib(dev));
+        if (is_first()) report.print_step(s, seconds, double(dev.peak_bytes) / (1 << 20));
         if (s.is_bad()) return count_bad_step(s);
         state.bad_steps = 0;
         if (!s.skipped) state.last_update = s.step;
@@ -1166,7 +1077,7 @@ struct Run {
     std::string save_despite_error() {
         while (!pending.empty()) error_of([&] { report_step(); });  // which of them changed the weights
         saver.finish();
-        if (state.last_update > saver.last_saved_step()) save_last();
+        if (state.last_update > saver.last_saved_step()) saver.save_now(state.step);
         if (!is_first()) world.barrier();  // rank 0 ends all
         return "the last good checkpoint is " + (saver.last_saved.empty() ? "none" : saver.last_saved);
     }
@@ -1194,52 +1105,21 @@ struct Run {
 // ---------------------------------------------------------------------------------------------------------------------
 // The beginning and the end of a run.
 
-// Ranks that differ in program, options or data are refused before anything is written.
-template <class Dev>
-void require_same_run(const Run<Dev>& run) {
-    if (run.world.size == 1) return;
-    std::string lines = "program: " + binary_digest() + "\n";
-    std::istringstream options(options_json(run.config()));
-    for (std::string line; std::getline(options, line);)
-        if (line.find("\"threads\"") == std::string::npos) lines += "option " + line + "\n";
-    lines += format_text("training data: %016llx\n", (unsigned long long)run.data.train->state().corpus);
-    if (run.data.val)
-        lines += format_text("validation data: %016llx\n", (unsigned long long)run.data.val->state().corpus);
-    run.world.require_same(lines, "start all ranks with the same program, options and data");
-}
-
-template <class Dev>
-void print_start(const Run<Dev>& run, const Device& device, const std::set<std::string>& given) {
-    const World& world = run.world;
-    const Partition& p = run.model.partition;
-    RunFacts f;
-    f.engine = run.dev.describe(), f.device_reason = device.reason, f.on_host = Dev::on_host,
-    f.threads = device.threads;
-    f.ranks = world.size, f.local_ranks = world.local_size, f.launcher = world.launcher, f.host = world.host;
-    if (world.size > 1) f.reducer = Reducer<Dev>::describe(world);
-    f.buckets = p.buckets(), f.bucket_mb = double(p.bucket) * 4e-6;
-    f.parameters = run.model.table.parameters;
-    f.train_data = run.data.train->describe();
-    if (run.data.val) f.val_data = run.data.val->describe();
-    print_run(run.config(), f, given);
-}
-
-// Which kernels a GPU takes for the selected branch; at the end, what the last selection made of that choice.
-template <class Dev>
-void print_selected_kernels([[maybe_unused]] const Run<Dev>& run) {
-    if constexpr (!Dev::on_host)
-        if (run.is_first()) std::printf("        %s\n", run.dev.describe_selected(run.activations->shape).c_str());
-}
-
 // Everything up to the first step. Whatever a run can be refused for is looked at before anything is written.
 template <class Dev>
 void begin_run(Run<Dev>& run, const Device& device, const std::set<std::string>& given) {
     const Config& c = run.config();
     const World& world = run.world;
     const bool writes = c.dump_state.empty();
-    require_same_run(run);
+    const auto corpus = [](const auto& loader) { return loader ? loader->state().corpus : 0; };
+    if (world.size > 1)
+        world.require_same(same_run_lines(c, binary_digest(), corpus(run.data.train), corpus(run.data.val)),
+                           "start all ranks with the same program, options and data");
     const std::string checkpoint = choose_checkpoint(c.out, c.resume, !writes, world);
-    if (run.is_first()) print_start(run, device, given);
+    if (run.is_first())
+        print_run(c, given,
+                  {run.dev.describe(), device, world, world.size > 1 ? Reducer<Dev>::describe(world) : "",
+                   run.model.partition, run.model.table.parameters, run.data.train, run.data.val});
     if (!checkpoint.empty()) {
         require_same_model(c, checkpoint, "resume");
         run.data.train->restore(loader_state(read_state(read_manifest(checkpoint)).loader));
@@ -1267,7 +1147,7 @@ void begin_run(Run<Dev>& run, const Device& device, const std::set<std::string>&
                                            ReduceOptions{int(c.zero), c.grad_reduce == "bf16", c.deterministic});
     run.activations = std::make_unique<Activations<Dev>>(run.dev, c, c.batch, c.seq_len, TRAINING);
     if (run.is_first()) print_memory(Model<Dev>::flat_bytes(c, world.size) / (1 << 20), run.activations->arena);
-    print_selected_kernels(run);
+    if (run.is_first()) print_selected(run.dev.describe_selected(run.activations->shape));
     // Rank 0 saves the weights, all ranks their share of the moments. The activations of a CPU are allocated by now,
     // but the system counts their pages only once they are written.
     const double copy = double(run.model.table.total) * (8.0 / world.size + (run.is_first() ? 4 : 0));
@@ -1287,17 +1167,16 @@ void begin_run(Run<Dev>& run, const Device& device, const std::set<std::string>&
 template <class Dev>
 void print_end(Run<Dev>& run, bool saved) {
     const Config& c = run.config();
-    if (run.stop == HALTED && std::remove((c.out + "/halt").c_str()) != 0)
-        complain(format_text("cannot remove %s/halt: %s; the next run will stop at once", c.out.c_str(),
-                             std::strerror(errno)));
-    run.report.print_done(run.state.step, run.world.size, peak_device_mib(run.dev), model_flops_per_token(c),
+    if (run.stop == HALTED) remove_halt_file(c.out);
+    run.report.print_done(run.state.step, run.world.size, double(run.dev.peak_bytes) / (1 << 20),
+                          model_flops_per_token(run.model.table.specs, shape_of(c, 1, c.seq_len), c.layers),
                           run.dev.peak_flops());
     if (run.reducer) run.reducer->read_clocks();
     if (run.reducer) {
         const auto& times = run.reducer->times;
         run.report.print_reductions(times.total, times.exposed, times.steps);
     }
-    print_selected_kernels(run);
+    print_selected(run.dev.describe_selected(run.activations->shape));
     run.report.print_end(run.stop, run.state, c, saved, run.saver.last_saved, run.tokenizer != nullptr);
 }
 
@@ -1316,7 +1195,7 @@ int train_run(Run<Dev>& run, const Device& device, const std::set<std::string>& 
     } catch (const SharedError& e) {
         fail("%s; %s", e.what(), run.save_despite_error().c_str());
     }
-    const bool trained = run.state.step > first_step, saved = !trained || run.save_last();
+    const bool trained = run.state.step > first_step, saved = !trained || run.saver.save_now(run.state.step);
     if (trained && run.stop == GO_ON) run.sample();
     run.watchdog->progress(run.state.step, "end");
     if (run.is_first()) print_end(run, saved);
@@ -1327,9 +1206,7 @@ int train_run(Run<Dev>& run, const Device& device, const std::set<std::string>& 
 // Verbs.
 
 // This rank's share of the machine. All ranks ask, because they answer each other here.
-static int processors_of(const World& world) {
-    return threads_of_rank(world, usable_processors(), processor_list());
-}
+static int processors_of(const World& world) { return threads_of_rank(world, usable_processors(), processor_list()); }
 
 static Device choose_device(const Config& c, const World& world) {
     const Device d = device_of(c, processors_of(world));
@@ -1342,20 +1219,16 @@ template <class Use>
 void with_engine(const Device& device, const Config& c, World& world, Use use) {
 #ifdef HAVE_CUDA
     if (device.gpu) {
-        world.device = format_text("GPU %d", gpu_of_rank(world));
-        world.channel().computes_on(world.device.c_str());
+        world.computes_on(format_text("GPU %d", gpu_of_rank(world)));
         Cuda dev(gpu_of_rank(world));
         require_own_gpu(world, dev.device);
-        dev.selected_kernel = c.selected_kernels == "tiles"    ? SelectedKernel::TILES
-                              : c.selected_kernels == "gather" ? SelectedKernel::GATHER
-                                                               : SelectedKernel::AUTO;
+        dev.selected_kernel = selected_kernel_named(c.selected_kernels);
         dev.use_graphs = c.cuda_graph;
         return use(dev);
     }
 #endif
     (void)c;
-    world.device = "CPU";
-    world.channel().computes_on(world.device.c_str());
+    world.computes_on("CPU");
     Cpu<float> dev;
     dev.gemm.bf16 = device.cpu_bf16;
     use(dev);

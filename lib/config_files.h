@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstring>
 #include <set>
+#include <sstream>
 #include <string>
 
 #include "checkpoint.h"
@@ -14,6 +15,18 @@
 #include "run_folder.h"
 #include "shape.h"
 #include "util.h"
+
+// What the attention needs to know, for B sequences of T tokens.
+static NsaShape shape_of(const Config& c, int64_t B, int64_t T) {
+    NsaShape s;
+    s.B = int(B), s.T = int(T), s.first = 0, s.queries = int(T);
+    s.H = int(c.heads), s.G = int(c.kv_groups), s.D = int(c.head_dim);
+    s.l = int(c.cmp_block), s.d = int(c.cmp_stride);
+    s.slc_block = int(c.slc_block), s.slc_count = int(c.slc_count);
+    s.window = int(c.window), s.F = int(c.phi_hidden);
+    s.full = c.attention == "full";
+    return s;
+}
 
 // The options that make the model: its config.json.
 static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",     "kv-groups", "head-dim",
@@ -94,6 +107,16 @@ static std::string options_json(const Config& c) {
                 "\": " + (o.integer || o.real ? value_text(c, o) : json_quote(value_text(c, o)));
     }
     return text + "}\n";
+}
+
+// What the ranks of a run must have in common, a line each. train, val: fingerprints of the data; 0: no validation.
+static std::string same_run_lines(const Config& c, const std::string& program, uint64_t train, uint64_t val) {
+    std::string lines = "program: " + program + "\n";
+    std::istringstream options(options_json(c));
+    for (std::string line; std::getline(options, line);)
+        if (line.find("\"threads\"") == std::string::npos) lines += "option " + line + "\n";
+    lines += format_text("training data: %016llx\n", (unsigned long long)train);
+    return lines + (val ? format_text("validation data: %016llx\n", (unsigned long long)val) : "");
 }
 
 // Paths from the root, so that a later command finds them from wherever it is started.

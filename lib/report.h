@@ -15,6 +15,7 @@
 #include "arena.h"
 #include "options.h"
 #include "run_folder.h"
+#include "shape.h"
 #include "signals.h"
 #include "synthetic.h"
 #include "train_state.h"
@@ -55,16 +56,34 @@ inline double peak_memory_mib() {
 
 // What print_run() cannot read in the options.
 struct RunFacts {
-    std::string engine, device_reason;  // "CPU, fp32, ...", and why it was chosen
-    bool on_host = true;
-    int threads = 1;
-    int ranks = 1, local_ranks = 1;
+    std::string engine;         // "CPU, fp32, ..."
+    bool on_host;               // the engine is the CPU
+    std::string device_reason;  // why it was chosen
+    int threads, ranks, local_ranks;
     std::string launcher, host;
     std::string reducer;  // how gradients travel
-    size_t buckets = 0;
-    double bucket_mb = 0;
-    int64_t parameters = 0;
+    size_t buckets;
+    double bucket_mb;
+    int64_t parameters;
     std::string train_data, val_data;  // val_data "": none
+
+    template <class Device, class World, class Partition, class Loader>
+    RunFacts(const std::string& dev, const Device& device, const World& world, const std::string& reduced_by,
+             const Partition& p, int64_t n, const Loader& train, const Loader& val)
+        : engine(dev),
+          on_host(!device.gpu),
+          device_reason(device.reason),
+          threads(device.threads),
+          ranks(world.size),
+          local_ranks(world.local_size),
+          launcher(world.launcher),
+          host(world.host),
+          reducer(reduced_by),
+          buckets(p.buckets()),
+          bucket_mb(double(p.bucket) * 4e-6),
+          parameters(n),
+          train_data(train->describe()),
+          val_data(val ? val->describe() : "") {}
 };
 
 inline void print_run_ranks(const Config& c, const RunFacts& f) {
@@ -111,7 +130,7 @@ inline void print_run_batch(const Config& c, const RunFacts& f, const std::set<s
 }
 
 // What a reader wants to know before the first step, one line each: device, ranks, model, data, batch.
-inline void print_run(const Config& c, const RunFacts& f, const std::set<std::string>& given) {
+inline void print_run(const Config& c, const std::set<std::string>& given, const RunFacts& f) {
     std::printf("device: %s, because %s; %d rank%s (%s), %d on %s, %d CPU thread%s each\n", f.engine.c_str(),
                 f.device_reason.c_str(), f.ranks, plural(f.ranks), f.launcher.c_str(), f.local_ranks, f.host.c_str(),
                 f.threads, plural(f.threads));
@@ -169,6 +188,11 @@ void print_memory(double fixed_mib, const Arena<Dev>& arena) {
         else std::printf("        %8.1f MiB  %3zu x %s\n", double(e.bytes) / (1 << 20), e.count, e.name.c_str());
     }
     std::printf("        %8.1f MiB  the rest\n", double(rest) / (1 << 20));
+}
+
+// Which kernels a GPU takes for the selected branch; at the end of a run, what the last selection made of that choice.
+inline void print_selected(const std::string& kernels) {
+    if (!kernels.empty()) std::printf("        %s\n", kernels.c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -292,6 +316,24 @@ inline std::string layer_statistics_json(const std::vector<float>& gate, const s
            format_text(",\"blocks_mean\":%.2f,\"blocks_max\":%llu", double(selected) / double(queries),
                        (unsigned long long)most) +
            ",\"importance_selected\":" + number(importance) + "}";
+}
+
+// Gates and selections of the last forward pass, layer by layer, for log.jsonl; "" in full attention. layers: their
+// buffers gate, selection and chosen_importance.
+template <class Dev, class Layers>
+std::string layer_statistics(Dev& dev, const NsaShape& s, const Layers& layers) {
+    if (s.full) return "";
+    std::string text = ",\"layers\":[";
+    const size_t words = size_t(s.selection_words()), queries = size_t(s.B) * s.G * s.T;
+    std::vector<float> gate(s.branches() * s.query_rows()), chosen(queries);
+    std::vector<uint32_t> masks(queries * words);
+    for (const auto& y : layers) {
+        dev.to_host(gate.data(), y.gate, gate.size());
+        dev.copy(masks.data(), y.selection, masks.size());
+        dev.to_host(chosen.data(), y.chosen_importance, chosen.size());
+        text += (text.back() == '[' ? "" : ",") + layer_statistics_json(gate, masks, words, chosen);
+    }
+    return text + "]";
 }
 
 // What rank 0 prints and logs while the run goes on. The other ranks have one too, for its clocks.

@@ -100,6 +100,12 @@ inline void prepare_run_folder(const std::string& out, bool resuming, const std:
     replace_text_file(out + "/run.json", run_json);
 }
 
+inline void remove_halt_file(const std::string& out) {
+    if (std::remove((out + "/halt").c_str()) != 0)
+        complain(format_text("cannot remove %s/halt: %s; the next run will stop at once", out.c_str(),
+                             std::strerror(errno)));
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Its logs.
 

@@ -63,6 +63,8 @@ class CheckpointSaver {
         int64_t keep, keep_every;                   // see remove_old_checkpoints
         std::function<void(const char*)> progress;  // takes a phase's name, for the watchdog
         std::function<void()> before_commit;        // on rank 0: what must be on the disk before the checkpoint is
+        std::function<std::string()> state;         // the manifest's JSON
+        std::function<Snapshot(bool copy)> take;    // this rank's files, copied or in place
     };
     bool in_background = true;  // false: there is no memory for a copy, so training waits for every checkpoint
     bool remove_old = true;     // what --keep does not ask for
@@ -80,17 +82,15 @@ class CheckpointSaver {
                 device ? "may fail" : "hold up the training", bytes / (1 << 20));
     }
 
-    // All ranks, after the same step: take(copy) gives this rank's files, copied or in place. state: the manifest's
-    // JSON.
-    using Take = std::function<Snapshot(bool copy)>;
-    void save(int64_t step, const std::string& state, const Take& take) {
-        start(step, state, take, in_background);
+    // All ranks, after the same step.
+    void save(int64_t step) {
+        start(step, in_background);
         if (!in_background) finish();
     }
 
     // At the end of a run. False if the checkpoint could not be written; rank 0 knows.
-    bool save_now(int64_t step, const std::string& state, const Take& take) {
-        if (saving_step != step || phase == IDLE) start(step, state, take, false);
+    bool save_now(int64_t step) {
+        if (saving_step != step || phase == IDLE) start(step, false);
         finish();
         return world.rank != 0 || last_saved == checkpoint_folder(options.run, step);
     }
@@ -140,7 +140,7 @@ class CheckpointSaver {
         }
     }
 
-    void start(int64_t step, const std::string& state, const Take& take, bool copy) {
+    void start(int64_t step, bool copy) {
         finish();
         options.progress("checkpoint");
         std::string error;
@@ -149,13 +149,13 @@ class CheckpointSaver {
         } catch (const Error& e) {
             error = e.what();
         }
-        saving_step = step, saving_state = state;
+        saving_step = step, saving_state = options.state();
         try {
             fail_together(world, error);  // the other ranks also wait here until the folder exists
         } catch (const Error& e) {
             return report(e.what());
         }
-        auto snapshot = std::make_shared<Snapshot>(take(copy));
+        auto snapshot = std::make_shared<Snapshot>(options.take(copy));
         phase = WRITING;
         writer.start([this, snapshot] {
             written = write_snapshot(*snapshot, checkpoint_writing(options.run, saving_step), world.rank, world.size);

@@ -17,6 +17,10 @@ inline bool asked_to_terminate() { return stop_signal == SIGTERM || stop_signal 
 
 inline bool asked_to_interrupt() { return stop_signal == SIGINT; }
 
+inline Stop stop_of(bool interrupt, bool terminate, bool halt) {
+    return interrupt ? INTERRUPTED : terminate ? TERMINATED : halt ? HALTED : GO_ON;
+}
+
 inline int exit_status_of(Stop stop) { return stop == INTERRUPTED ? 130 : stop == TERMINATED ? 75 : 0; }
 
 extern "C" inline void on_stop_signal(int signal) {

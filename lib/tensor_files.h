@@ -14,6 +14,7 @@
 
 #include "checkpoint.h"
 #include "safetensors.h"
+#include "shape.h"
 #include "util.h"
 
 // What views point into, where the engine's own memory will not do.
@@ -192,6 +193,16 @@ struct StateDump {
     float loss = 0;                                // mean over the tokens
     std::vector<std::vector<uint32_t>> selection;  // per layer the bitmasks [rows, words]; none in full attention
     int64_t groups = 0, blocks = 0, words = 0;     // of a selection: rows = B * groups * T; bits, words of a bitmask
+
+    template <class Dev, class Layers>
+    void add_selections(Dev& dev, const NsaShape& s, const Layers& layers) {
+        groups = s.G, blocks = s.slc_blocks(), words = s.selection_words();
+        for (const auto& y : layers) {
+            if (s.full) return;
+            selection.emplace_back(size_t(s.B) * s.G * s.T * s.selection_words());
+            dev.copy(selection.back().data(), y.selection, selection.back().size());
+        }
+    }
 };
 
 // A bitmask becomes a byte per block.

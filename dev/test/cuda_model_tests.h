@@ -451,7 +451,7 @@ inline TrainedBits train_ten_steps(const Config& c, bool graphs, bool interrupte
     dev.copy(bits.m.data(), (const float*)model->m, n), dev.copy(bits.v.data(), (const float*)model->v, n);
     bits.grads.resize(n + 1);
     dev.copy(bits.grads.data(), (const float*)model->grads, n + 1);
-    bits.statistics = layer_statistics(*a);
+    bits.statistics = layer_statistics(a->dev, a->shape, a->layer);
 #ifndef __CUDACC__
     emu::machine.run_late = false;
     bits.graphs = emu::machine.count.graphs - before;
