@@ -15,8 +15,6 @@
 #include <functional>
 #include <set>
 
-#include <dirent.h>
-
 #include "background.h"
 #include "json.h"
 #include "safetensors.h"
@@ -43,23 +41,6 @@ inline int64_t step_of_name(const std::string& name, const std::string& suffix =
     return name == format_text("step_%08lld", (long long)step) + suffix ? step : -1;
 }
 
-// The entries of a folder but . and .., in no order.
-inline std::vector<std::string> folder_entries(const std::string& path) {
-    DIR* folder = opendir(path.c_str());
-    if (!folder) fail("cannot read folder %s: %s", path.c_str(), std::strerror(errno));
-    std::vector<std::string> names;
-    errno = 0;
-    while (const dirent* entry = readdir(folder)) {
-        const std::string name = entry->d_name;
-        if (name != "." && name != "..") names.push_back(name);
-        errno = 0;
-    }
-    const int error = errno;
-    closedir(folder);
-    if (error) fail("cannot read folder %s: %s", path.c_str(), std::strerror(error));
-    return names;
-}
-
 // The steps of a run's checkpoints, the newest first, whole or not; none if there is no such folder.
 inline std::vector<int64_t> checkpoint_steps(const std::string& run) {
     std::vector<int64_t> steps;
@@ -68,21 +49,6 @@ inline std::vector<int64_t> checkpoint_steps(const std::string& run) {
         if (step_of_name(name) >= 0) steps.push_back(step_of_name(name));
     std::sort(steps.rbegin(), steps.rend());
     return steps;
-}
-
-// Removes a file, or a folder with all that is in it; a link is removed, not what it leads to. What is not there is
-// removed already.
-inline void remove_tree(const std::string& path) {
-    struct stat s;
-    if (lstat(path.c_str(), &s) != 0) {
-        if (errno == ENOENT) return;
-        fail("cannot remove %s: %s", path.c_str(), std::strerror(errno));
-    }
-    const bool is_folder = S_ISDIR(s.st_mode);
-    if (is_folder)
-        for (const std::string& name : folder_entries(path)) remove_tree(path + "/" + name);
-    if ((is_folder ? rmdir(path.c_str()) : unlink(path.c_str())) != 0)
-        fail("cannot remove %s: %s", path.c_str(), std::strerror(errno));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -269,7 +235,7 @@ inline void verify_file(const std::string& folder, const FileRecord& expected) {
 // that is not.
 inline Manifest verify_checkpoint(const std::string& folder) {
     Manifest manifest = read_manifest(folder);
-    const int64_t named = step_of_name(folder.substr(folder.rfind('/') + 1));
+    const int64_t named = step_of_name(name_of(folder));
     if (named >= 0 && named != manifest.step)
         fail("%s: step: found %lld, the folder's name says %lld", manifest.path.c_str(), (long long)manifest.step,
              (long long)named);
@@ -325,8 +291,7 @@ inline void remove_old_checkpoints(const std::string& run, int64_t keep, int64_t
         const std::string intact = newest_intact_checkpoint(run, complain);
         std::vector<std::string> removing;
         for (int64_t step : old) {
-            const std::string folder = checkpoint_folder(run, step),
-                              name = folder.substr(folder.rfind('/') + 1) + ".removing";
+            const std::string folder = checkpoint_folder(run, step), name = name_of(folder) + ".removing";
             if (folder == intact) continue;
             try {
                 remove_tree(run + "/" + name);  // left by a removal that failed

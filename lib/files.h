@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <memory>
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <glob.h>
 #include <sys/stat.h>
@@ -91,6 +92,9 @@ inline std::string folder_of(const std::string& path) {
     return slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);
 }
 
+// Without the folders it is in.
+inline std::string name_of(const std::string& path) { return path.substr(path.rfind('/') + 1); }
+
 // Without a step through . or .., and whatever the current folder is.
 inline std::string absolute_path(const std::string& path) {
     return std::filesystem::absolute(path).lexically_normal().string();
@@ -104,6 +108,38 @@ inline void make_folders(const std::string& path) {
             fail("cannot make folder %s: %s", part.c_str(), std::strerror(errno));
         if (slash == std::string::npos) return;
     }
+}
+
+// The entries of a folder but . and .., in no order.
+inline std::vector<std::string> folder_entries(const std::string& path) {
+    DIR* folder = opendir(path.c_str());
+    if (!folder) fail("cannot read folder %s: %s", path.c_str(), std::strerror(errno));
+    std::vector<std::string> names;
+    errno = 0;
+    while (const dirent* entry = readdir(folder)) {
+        const std::string name = entry->d_name;
+        if (name != "." && name != "..") names.push_back(name);
+        errno = 0;
+    }
+    const int error = errno;
+    closedir(folder);
+    if (error) fail("cannot read folder %s: %s", path.c_str(), std::strerror(error));
+    return names;
+}
+
+// Removes a file, or a folder with all that is in it; a link is removed, not what it leads to. What is not there is
+// removed already.
+inline void remove_tree(const std::string& path) {
+    struct stat s;
+    if (lstat(path.c_str(), &s) != 0) {
+        if (errno == ENOENT) return;
+        fail("cannot remove %s: %s", path.c_str(), std::strerror(errno));
+    }
+    const bool is_folder = S_ISDIR(s.st_mode);
+    if (is_folder)
+        for (const std::string& name : folder_entries(path)) remove_tree(path + "/" + name);
+    if ((is_folder ? rmdir(path.c_str()) : unlink(path.c_str())) != 0)
+        fail("cannot remove %s: %s", path.c_str(), std::strerror(errno));
 }
 
 // The files that match a shell pattern, sorted by name; if there are none, the caller words the error.
@@ -213,7 +249,7 @@ class FileWriter {
     explicit FileWriter(const std::string& file)
         : path(file), fd(::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) {
         if (fd < 0) fail("cannot create %s: %s", path.c_str(), std::strerror(errno));
-        record.name = path.substr(path.rfind('/') + 1);
+        record.name = name_of(path);
     }
     FileWriter(const FileWriter&) = delete;
     FileWriter& operator=(const FileWriter&) = delete;

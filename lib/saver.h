@@ -96,9 +96,7 @@ class CheckpointSaver {
     }
 
     // Of last_saved; 0 where there is none.
-    int64_t last_saved_step() const {
-        return std::max<int64_t>(0, step_of_name(last_saved.substr(last_saved.rfind('/') + 1)));
-    }
+    int64_t last_saved_step() const { return std::max<int64_t>(0, step_of_name(name_of(last_saved))); }
 
     // Has this rank written its files, so that it can tell the others?
     bool has_written() const { return phase == WRITING && !writer.running(); }
