@@ -1,13 +1,13 @@
 # Builds train_nsa with what the machine has:  make deps train_nsa && mpirun -np 2 ./train_nsa
 #
-#   make deps        installs what is missing (C++ compiler, MPI, oneDNN) through the system's package manager
+#   make deps        installs what is missing (C++ compiler, MPI, oneDNN, zlib, zstd) through the system's package manager
 #   make train_nsa   the program                make clean
 #   make test        the tests, ten minutes     make test_long   those that take longer
 #   make bench       times the CPU engine beside PyTorch and others that are installed, see dev/bench/cpu.sh
 #   make goldens     golden values anew (needs PyTorch)
 #
 # Settings, each with a default; a changed setting rebuilds:
-#   NO_CUDA=1 NO_NCCL=1 NO_MPI=1 NO_DNNL=1 NO_OMP=1   leave something out although it is there
+#   NO_CUDA=1 NO_NCCL=1 NO_MPI=1 NO_DNNL=1 NO_OMP=1 NO_ZLIB=1 NO_ZSTD=1   leave something out although it is there
 #   MARCH=native                            the processor to build for; MARCH= for a portable binary
 #   GPU_COMPUTE_CAPABILITY=90               GPU architecture; default: the GPU found here, else sm_80, sm_90 and PTX
 #   PRECISION=BF16|FP32                     of the CUDA engine; FP32 for diagnosis and for GPUs below sm_80
@@ -105,6 +105,16 @@ ifeq ($(HAVE_DNNL),yes)
   LIBS += -ldnnl
 endif
 
+# What `tokenize` reads compressed text with.
+ifndef NO_ZLIB
+  HAVE_ZLIB := $(call links,#include <zlib.h>,-lz)
+endif
+ifndef NO_ZSTD
+  HAVE_ZSTD := $(call links,#include <zstd.h>,-lzstd)
+endif
+FLAGS += $(if $(HAVE_ZLIB),-DUSE_ZLIB) $(if $(HAVE_ZSTD),-DUSE_ZSTD)
+LIBS += $(if $(HAVE_ZLIB),-lz) $(if $(HAVE_ZSTD),-lzstd)
+
 ifndef NO_CUDA
   HAVE_NVCC := $(shell command -v $(NVCC) >/dev/null 2>&1 && echo yes)
 endif
@@ -172,6 +182,8 @@ info:
 	  $(NO_MPI),left out by NO_MPI,mpicxx not found or does not link: one process only; make deps))
 	$(call line,$(HAVE_DNNL),oneDNN    ,GEMMs$(comma) fp32 and bf16,$(if $(HAVE_OMP),$(if \
 	  $(NO_DNNL),left out by NO_DNNL,not found: our own GEMM; make deps),left out without OpenMP))
+	$(call line,$(HAVE_ZLIB),zlib      ,text in .gz,$(if $(NO_ZLIB),left out by NO_ZLIB,not found: no .gz; make deps))
+	$(call line,$(HAVE_ZSTD),zstd      ,text in .zst,$(if $(NO_ZSTD),left out by NO_ZSTD,not found: no .zst; make deps))
 	$(call line,$(HAVE_NCCL),NCCL      ,gradients of several GPUs,$(if $(NO_NCCL),left out by NO_NCCL,$(if \
 	  $(HAVE_NVCC),not found beside nvcc or in the system: one GPU only,only with nvcc)))
 	$(call line,$(HAVE_NVCC),nvcc      ,$(ARCH_NAME); PRECISION=$(PRECISION),$(if \

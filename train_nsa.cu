@@ -37,6 +37,7 @@
 #include "lib/errors.h"
 #include "lib/flops.h"
 #include "lib/gradient_check.h"
+#include "lib/help.h"
 #include "lib/options.h"
 #include "lib/report.h"
 #include "lib/run_folder.h"
@@ -247,6 +248,7 @@ struct Model {
     }
 
     void initialise() {
+        const Progress progress("initialisation", 0, rank == 0);
         for (size_t index = 0; index < table.specs.size(); index++) {
             const TensorSpec& t = table.specs[index];
             std::vector<float> values(t.size);
@@ -702,7 +704,9 @@ EvalResult evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, 
     start.next_sample = 0;
     loader.restore(start);
     std::vector<EvalSums> of_sample(static_cast<size_t>(samples));
+    Progress progress("evaluation", double(samples), world.rank == 0);
     for (int64_t first = 0; first < samples; first += int64_t(B) * world.size) {
+        progress.done = double(first);
         read_samples(loader, world, inputs, targets, B, answer.data());
         forward(model, a, inputs.data(), 0, T);
         model.dev.upload(a.targets, targets.data(), targets.size());
@@ -740,6 +744,7 @@ void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t cou
     std::vector<float> logits(static_cast<size_t>(a.V));
     int position = 0;
     std::unique_ptr<DecodingThreads> threads;
+    auto progress = std::make_unique<Progress>(format_text("prompt of %lld tokens", (long long)prompted));
     for (int64_t i = 0; i < count; i++) {
         if (i == 1) threads = std::make_unique<DecodingThreads>(model.table.total);  // the prompt had all threads
         forward(model, a, next.data(), position, int(next.size()));
@@ -747,6 +752,7 @@ void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t cou
         const auto* last = a.normed + (next.size() - 1) * size_t(a.C);
         dev.matmul_forward(a.logits, last, model.w.embed, nullptr, 1, int(a.C), int(a.Vp));
         dev.to_host(logits.data(), a.logits, logits.size());
+        progress.reset();
         for (const float x : logits)
             if (!std::isfinite(x))
                 fail("sample: the model's logits at position %d are not finite: its weights are no use", position);
@@ -761,14 +767,15 @@ template <class Dev>
 void print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c, int64_t count) {
     std::vector<uint16_t> ids = {tokenizer.end_of_text};
     Encoder(tokenizer).append(c.prompt.data(), c.prompt.size(), ids);
-    std::fputs(c.prompt.c_str(), stdout);
+    std::string before = c.prompt;  // printed with the first token: the line of progress would cover it
     generate(model, std::vector<int32_t>(ids.begin(), ids.end()), count, c, [&](int32_t token) {
         const std::string text =
-            for_this_terminal(token == tokenizer.end_of_text ? "\n" : tokenizer.decode({uint16_t(token)}));
+            before + for_this_terminal(token == tokenizer.end_of_text ? "\n" : tokenizer.decode({uint16_t(token)}));
+        before.clear();
         std::fwrite(text.data(), 1, text.size(), stdout);
         std::fflush(stdout);
     });
-    std::printf("\n");
+    std::printf("%s\n", before.c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -894,6 +901,7 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
     std::vector<int32_t> inputs(size_t(micro_steps) * micro_tokens), targets(inputs.size());
     model.progress("data");
     read_samples(loader, world, inputs, targets, int(micro_steps) * B);
+    Progress progress(format_text("step %lld", (long long)model.step), double(micro_steps), world.rank == 0);
     model.dev.zero(model.results, model.result_count);
     if (c.deterministic) {
         a.collect_statistics = collect_statistics;
@@ -905,6 +913,7 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
             const bool last = i + 1 == micro_steps;
             const size_t at = size_t(i) * micro_tokens;
             a.collect_statistics = collect_statistics && last;
+            progress.done = double(i);
             micro_step(model, a, inputs.data() + at, targets.data() + at, last, !(last && reducer));
             if (last && reducer) backward(model, a, [&](size_t offset) { reducer->ready(offset); });
         }
@@ -957,7 +966,7 @@ struct Run {
           data(open_training_data(c, w)),
           tokenizer(Tokenizer::find(c.tokenizer, c.vocab_dir)),
           model(dev, c, true, w.rank, w.size),
-          report(c.steps, c.total_batch, data.train->samples_per_epoch()),
+          report(c.steps, c.total_batch, c.log_every, data.train->samples_per_epoch()),
           saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.progress(phase); },
                     [this] { report.log->sync(); },
                     [this] { return state_json(state, manifest_json(config()), world.size); },
@@ -1051,7 +1060,7 @@ struct Run {
         if (!s.exchanged) exchange(s);
         const double seconds = report.lap();
         watchdog->step_done(s.step, seconds, s.loss);
-        if (is_first()) report.print_step(s, seconds, double(dev.peak_bytes) / (1 << 20));
+        if (is_first()) report.print_step(s, seconds, double(dev.peak_bytes) / (1 << 20), stop != GO_ON);
         if (s.is_bad()) return count_bad_step(s);
         state.bad_steps = 0;
         if (!s.skipped) state.last_update = s.step;
@@ -1261,11 +1270,12 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
 }
 
 static void run_tokenize(const Config& c) {
-    if (c.in.empty()) fail_usage("tokenize: --in is missing: one or more .txt or .jsonl files");
+    if (c.in.empty()) fail_usage("tokenize: --in is missing: .txt or .jsonl files, folders, patterns, or - for stdin");
     if (c.out.empty()) fail_usage("tokenize: --out is missing: the prefix of the shards, such as data/my");
     TokenizeOptions o;
     o.in = c.in, o.out = c.out, o.tokenizer = c.tokenizer.empty() ? "gpt2" : c.tokenizer, o.vocab_dir = c.vocab_dir;
     o.val_fraction = c.val_fraction, o.shard_tokens = uint64_t(c.shard_tokens);
+    o.text_key = c.text_key, o.skip_bad_lines = uint64_t(c.skip_bad_lines);
     o.split_documents = c.split_documents, o.threads = c.threads ? int(c.threads) : usable_processors();
     tokenize_files<Tokenizer>(o);
 }

@@ -1,7 +1,12 @@
-# shellcheck shell=bash
+#!/usr/bin/env bash
 # download.sh: what fineweb_edu.sh and fetch_shards.sh share. Sourced by them, after `set -euo pipefail`.
 # A name alone proves nothing: a file gets its name when it has as many bytes as the server announced, and a file that
 # is already there is checked again.
+
+if [[ ${BASH_SOURCE[0]} == "$0" ]]; then # started instead of sourced
+    echo "download.sh is a part of data/fetch_shards.sh and data/fineweb_edu.sh: see their --help"
+    case ${1:-} in -h | --help) exit 0 ;; *) exit 2 ;; esac
+fi
 
 # shellcheck disable=SC2034  # used by the scripts that source this
 hub=${HF_ENDPOINT:-https://huggingface.co} # HF_ENDPOINT can name a mirror of the hub

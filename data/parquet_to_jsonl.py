@@ -14,8 +14,11 @@ def fail(text):
 
 
 def main():
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print("usage: " + __doc__)
+        sys.exit()
     if len(sys.argv) != 3:
-        print("usage: parquet_to_jsonl.py IN.parquet OUT.jsonl", file=sys.stderr)
+        print("usage: parquet_to_jsonl.py IN.parquet OUT.jsonl (--help says more)", file=sys.stderr)
         sys.exit(2)
     source, target = sys.argv[1:]
     if os.path.lexists(target):  # a rename would replace whatever this is, even a device

@@ -4,6 +4,7 @@
 #     dev/kernel_report.sh [SOURCE]        default train_nsa.cu, which instantiates every kernel that the trainer launches
 # Ends with "N passed, N failed".
 set -uo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.." || exit 2
 source=${1:-train_nsa.cu}
 if ! command -v "${NVCC:-nvcc}" >/dev/null; then

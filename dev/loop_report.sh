@@ -12,6 +12,7 @@
 # loop is near the limit of the tensor cores if it has at most 6 instructions per mma, and fewer than 2 ldmatrix per 5
 # mma.
 set -uo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.." || exit 2
 source=${1:-train_nsa.cu} nvcc=${NVCC:-nvcc} cuobjdump=${CUOBJDUMP:-cuobjdump}
 for tool in "$nvcc" "$cuobjdump"; do

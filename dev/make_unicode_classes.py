@@ -7,6 +7,11 @@ The version of Unicode is that of Python's unicodedata module, or of the package
 (unicodedata2==16.0.0 made the file in the repository). tiktoken 0.14 uses Unicode 16.0 too: the two agree on every code
 point.
 """
+import sys
+
+if {"-h", "--help"} & set(sys.argv[1:]):
+    print(__doc__)
+    sys.exit()
 
 try:
     import unicodedata2 as unicodedata

@@ -24,10 +24,16 @@ import sys
 import tempfile
 from typing import NamedTuple
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+try:
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from torch.utils.checkpoint import checkpoint
+except ImportError as error:  # --help works without them
+    if not {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(f"reference.py: {error}: install PyTorch and NumPy")
+    print(__doc__)
+    sys.exit()
 
 
 class Failure(Exception):

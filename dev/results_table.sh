@@ -6,6 +6,7 @@
 #                                                 <!-- end of gpu table -->
 # It marks figures of a part that failed or was stopped elsewhere. Several reports may be joined into one file.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 die() { echo "results_table.sh: $1" >&2; exit 2; }
 [ $# -eq 1 ] || [ $# -eq 2 ] || die "usage: dev/results_table.sh REPORT.md [README.md]"
 [ -f "$1" ] || die "$1: there is no such file; dev/gpu_check.sh writes it under dev/results"

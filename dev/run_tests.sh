@@ -4,6 +4,7 @@
 # line is "N passed, N failed"; a program that dies or closes without such a line counts as one failure. Exit status 1
 # on any failure.
 set -uo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 # For programs built with SAN=address; others do not read it. dev/leaks.supp lists what is no leak of this program. The
 # emulator gives each CUDA thread a stack of its own, which AddressSanitizer's second stack for locals (its search for
 # use after return) would mix up.

@@ -15,6 +15,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -uo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0 ;; esac
 
 srun --kill-on-bad-exit=1 ./train_nsa --model 125m --vocab-dir data/gpt2 \
     --data 'data/fineweb_edu_train_*.bin' --val-data 'data/fineweb_edu_val_*.bin' \

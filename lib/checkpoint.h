@@ -17,6 +17,7 @@
 
 #include "background.h"
 #include "json.h"
+#include "progress.h"
 #include "safetensors.h"
 #include "util.h"
 
@@ -239,6 +240,7 @@ inline Manifest verify_checkpoint(const std::string& folder) {
     if (named >= 0 && named != manifest.step)
         fail("%s: step: found %lld, the folder's name says %lld", manifest.path.c_str(), (long long)manifest.step,
              (long long)named);
+    const Progress progress("checking " + folder);
     for (const FileRecord& file : manifest.files) verify_file(folder, file);
     return manifest;
 }

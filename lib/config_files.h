@@ -47,11 +47,12 @@ static void read_config_json(Config& c, const std::string& path) {
     const Json root = parse_json(read_file(path), path);
     if (root.string("architecture", path) != "nsa")
         fail("%s: architecture is '%s', expected 'nsa'", path.c_str(), root.string("architecture", path).c_str());
+    std::vector<std::pair<const char*, std::string>> values;  // read first: those errors name the path themselves
+    for (const char* name : MODEL_OPTIONS)
+        values.emplace_back(name, std::to_string(root.integer(underscored(name), path)));
+    for (const char* name : {"attention", "tokenizer"}) values.emplace_back(name, root.string(name, path));
     try {
-        for (const char* name : MODEL_OPTIONS)
-            set_option(c, option_named(name), std::to_string(root.integer(underscored(name), path)));
-        set_option(c, option_named("attention"), root.string("attention", path));
-        set_option(c, option_named("tokenizer"), root.string("tokenizer", path));
+        for (const auto& [name, value] : values) set_option(c, option_named(name), value);
         validate_model(c, "contradiction");
     } catch (const Error& e) {
         fail("%s: %s", path.c_str(), e.what());

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # deps.sh: `make deps`: installs what train_nsa needs and the machine lacks: a C++ compiler, an MPI (MPICH, whose mpirun
-# works as root too) and oneDNN. Prints what it does. On systems without apt-get it prints what to install.
+# works as root too), oneDNN, and zlib and zstd for compressed text. Prints what it does. On systems without apt-get it
+# prints what to install.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 
 probe() { printf '%s\nint main() { return 0; }\n' "$1" | g++ -x c++ - "${@:2}" -o /dev/null 2>/dev/null; }
 
@@ -9,9 +11,11 @@ missing=()
 command -v g++ >/dev/null || missing+=(g++)
 command -v mpicxx >/dev/null && command -v mpirun >/dev/null || missing+=(mpich libmpich-dev)
 { command -v g++ >/dev/null && probe '#include <oneapi/dnnl/dnnl.h>' -ldnnl; } || missing+=(libdnnl-dev)
+{ command -v g++ >/dev/null && probe '#include <zlib.h>' -lz; } || missing+=(zlib1g-dev)
+{ command -v g++ >/dev/null && probe '#include <zstd.h>' -lzstd; } || missing+=(libzstd-dev)
 
 if [ ${#missing[@]} -eq 0 ]; then
-    echo "deps: nothing is missing (g++, mpicxx, oneDNN are there)"
+    echo "deps: nothing is missing (g++, mpicxx, oneDNN, zlib, zstd are there)"
     exit 0
 fi
 if ! command -v apt-get >/dev/null; then

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "progress.h"
 #include "util.h"
 
 // For each tensor of a flat array (specs with offset and size): the loss's central difference along a random direction
@@ -15,7 +16,9 @@ template <class Specs, class Loss>
 double worst_gradient_error(const Specs& specs, double* params, const double* grads, Loss loss) {
     const double step = 1e-5;
     double worst = 0;
+    Progress progress("gradient check", double(specs.size()));
     for (size_t index = 0; index < specs.size(); index++) {
+        progress.done = double(index);
         const size_t offset = specs[index].offset, size = specs[index].size;
         const std::vector<double> saved(params + offset, params + offset + size);
         std::vector<double> direction(size);

@@ -1,5 +1,5 @@
 // options.h: what the user can set. One table makes parsing, validation, --help and the run's manifest. Used by
-// train_nsa.cu; options in files are in config_files.h.
+// train_nsa.cu; options in files are in config_files.h, the printing of --help in help.h.
 #pragma once
 #include <algorithm>
 #include <cstdio>
@@ -8,6 +8,8 @@
 #include <set>
 #include <string>
 #include <vector>
+
+#include <unistd.h>
 
 #include "util.h"
 
@@ -29,8 +31,8 @@ struct Config {
     double lr = 0, lr_final = 0, weight_decay = 0, beta1 = 0, beta2 = 0, adam_eps = 0, grad_clip = 0;
     std::string schedule;
     // the run
-    int64_t eval_every = 0, eval_batches = 0, stats_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0,
-            keep = 0, keep_every = 0, cuda_graph = 0, threads = 0;
+    int64_t eval_every = 0, eval_batches = 0, log_every = 0, stats_every = 0, sample_every = 0, sample_tokens = 0,
+            save_every = 0, keep = 0, keep_every = 0, cuda_graph = 0, threads = 0;
     double stall_timeout = 0;
     std::string out, device, cpu_dtype, selected_kernels, dump_state;
     bool resume = false, help = false, version = false;
@@ -42,8 +44,8 @@ struct Config {
     // tokenize
     std::vector<std::string> in;
     double val_fraction = 0;
-    int64_t shard_tokens = 0;
-    std::string split_documents;
+    int64_t shard_tokens = 0, skip_bad_lines = 0;
+    std::string split_documents, text_key;
 };
 
 enum Verb : unsigned { TRAIN = 1, TOKENIZE = 2, SAMPLE = 4, EVAL = 8, CHECK_VERB = 16, EVERY_VERB = 31 };
@@ -159,6 +161,9 @@ static const std::vector<Option>& option_table() {
         {"eval-every", TRAIN, &Config::eval_every, "preset", 0, T, "steps between validations; 0: only at the end"},
         {"eval-batches", TRAIN | EVAL, &Config::eval_batches, "8", 1, M,
          "validation tokens, in units of --total-batch; in eval of --batch sequences, where all is the default"},
+        {"log-every", TRAIN, &Config::log_every, "1", 1, T,
+         "steps between the lines printed; the first, the last and those that changed no weight have theirs always, "
+         "and the logs have all"},
         {"stats-every", TRAIN, &Config::stats_every, "auto", 0, T,
          "steps between gate and selection statistics in log.jsonl; auto: 1 on a CPU, 50 on a GPU, which has to be "
          "waited for; 0: none"},
@@ -198,7 +203,12 @@ static const std::vector<Option>& option_table() {
         {"top-k", TRAIN | SAMPLE, &Config::top_k, "0", 0, M, "choose among the k likeliest tokens; 0: all"},
         {"top-p", TRAIN | SAMPLE, &Config::top_p, "1", 0, 1,
          "choose among the likeliest tokens of this total probability"},
-        {"in", TOKENIZE, &Config::in, "text files: .txt (one document each) or .jsonl ({\"text\": ...} a line)"},
+        {"in", TOKENIZE, &Config::in,
+         "text: files .txt (one document each) or .jsonl (an object a line), as they are, .gz or .zst; folders, with "
+         "all such files under them; patterns; - for stdin"},
+        {"text-key", TOKENIZE, &Config::text_key, "text", nullptr, "key of the text in a line of .jsonl"},
+        {"skip-bad-lines", TOKENIZE, &Config::skip_bad_lines, "0", 0, T,
+         "so many lines of .jsonl without such a text are passed over, and counted; one more is an error"},
         {"val-fraction", TOKENIZE, &Config::val_fraction, "0.01", 0, 0.9,
          "share of the tokens that goes to the validation shards"},
         {"shard-tokens", TOKENIZE, &Config::shard_tokens, "100000000", 1, 2e9, "tokens per shard"},
@@ -248,6 +258,10 @@ static const VerbName* verb_named(const std::string& name) {
     return found == std::end(VERBS) ? nullptr : found;
 }
 
+static const char* verb_name(Verb verb) {
+    return std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return v.verb == verb; })->name;
+}
+
 static const Option& option_named(const std::string& name) {
     return *std::find_if(option_table().begin(), option_table().end(), [&](const Option& o) { return name == o.name; });
 }
@@ -272,32 +286,6 @@ static std::string range_text(const Option& o) {
     if (o.integer || o.real) return format_text("%s %.7g..%.7g", o.integer ? "integer" : "number", o.low, o.high);
     if (o.choices) return o.choices;
     return o.flag ? "flag" : o.list ? "text..." : "text";
-}
-
-static void print_help(Verb verb) {
-    std::printf("usage: ./train_nsa [VERB] [--option VALUE | --option=VALUE]...\n\nverbs:\n");
-    for (const VerbName& v : VERBS) std::printf("  %-10s %s\n", v.name, v.help);
-    std::printf("\noptions of %s:\n", std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) {
-                                          return v.verb == verb;
-                                      })->name);
-    for (const Option& o : option_table())
-        if (o.verbs & verb)
-            std::printf("  --%-16s %-28s default %-10s %s\n", o.name, range_text(o).c_str(),
-                        *o.default_text ? o.default_text : "none", o.help);
-    std::printf("\npresets:\n");
-    for (const Preset& p : PRESETS)
-        std::printf(
-            "  --model %s = --layers %lld --dim %lld --heads %lld --kv-groups %lld --head-dim %lld --cmp-block %lld "
-            "--cmp-stride %lld "
-            "--slc-block %lld --slc-count %lld --window %lld "
-            "--phi-hidden %lld --mlp-hidden %lld --tokenizer %s --batch %lld --seq-len %lld --total-batch %lld --steps "
-            "%lld --warmup %lld "
-            "--eval-every %lld --save-every %lld --lr %g\n",
-            p.name, (long long)p.layers, (long long)p.dim, (long long)p.heads, (long long)p.kv_groups,
-            (long long)p.head_dim, (long long)p.cmp_block, (long long)p.cmp_stride, (long long)p.slc_block,
-            (long long)p.slc_count, (long long)p.window, (long long)p.phi_hidden, (long long)p.mlp_hidden, p.tokenizer,
-            (long long)p.batch, (long long)p.seq_len, (long long)p.total_batch, (long long)p.steps, (long long)p.warmup,
-            (long long)p.eval_every, (long long)p.save_every, p.lr);
 }
 
 static bool is_choice(const std::string& word, const std::string& choices) {
@@ -350,28 +338,44 @@ static std::string nearest_option(const std::string& word, Verb verb) {
     return best;
 }
 
+// A word that is neither an option nor a value. option: the last one before it, without --, or "".
+[[noreturn]] static void fail_stray_word(const std::string& word, const std::string& option) {
+    if (verb_named(word))
+        fail_usage("'%s' is a verb, which comes first: ./train_nsa %s ...", word.c_str(), word.c_str());
+    const bool takes_files = option == "data" || option == "val-data" || option == "in";
+    if (takes_files && access(word.c_str(), F_OK) == 0)
+        fail_usage(
+            "'%s' is no option, but a file behind --%s: has the shell put the names of files in place of a pattern? "
+            "Put it in quotes, as in --%s 'data/*.%s'",
+            word.c_str(), option.c_str(), option.c_str(), option == "in" ? "txt" : "bin");
+    fail_usage("'%s' is no option; options begin with -- (--help lists them)", word.c_str());
+}
+
 // What was asked for: the command line over the table's defaults. Names of the options given are left in `given`.
 static Config parse_options(int argc, const char* const* argv, std::set<std::string>& given) {
     Config c;
     int at = 1;
     Verb verb = TRAIN;
-    if (argc > 1 && argv[1][0] != '-') {
+    while (argc > at && !std::strcmp(argv[at], "help")) at++;  // `help sample` is `sample --help`
+    const bool help = at > 1;
+    if (argc > at && argv[at][0] != '-') {
         c.verb = argv[at++];
         const VerbName* const found = verb_named(c.verb);
         if (!found)
-            fail_usage("'%s' is no verb; expected train, tokenize, sample, eval or check (--help)", c.verb.c_str());
+            fail_usage("'%s' is no verb; expected train, tokenize, sample, eval, check or help", c.verb.c_str());
         verb = found->verb;
     }
+    std::string option;  // the last one so far
     for (const Option& o : option_table())
         if (*o.default_text &&
             (o.choices ? is_choice(o.default_text, o.choices)
                        : std::strcmp(o.default_text, "preset") && std::strcmp(o.default_text, "auto")))
             set_option(c, o, o.default_text);
+    c.help = help;
     while (at < argc) {
-        std::string word = argv[at++], value;
+        std::string word = argv[at++];
         if (word == "-h") word = "--help";
-        if (word.compare(0, 2, "--") != 0)
-            fail_usage("'%s' is no option; options begin with -- (--help lists them)", word.c_str());
+        if (word.compare(0, 2, "--") != 0) fail_stray_word(word, option);
         const size_t equals = word.find('=');
         const std::string name = word.substr(2, equals == std::string::npos ? equals : equals - 2);
         const auto& table = option_table();
@@ -385,6 +389,7 @@ static Config parse_options(int argc, const char* const* argv, std::set<std::str
             fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name.c_str(),
                        c.verb.c_str(), c.verb.c_str());
         if (!given.insert(name).second) fail_usage("--%s is given twice", name.c_str());
+        option = name;
         if (o->flag && equals == std::string::npos) {
             set_option(c, *o, "on");
             continue;

@@ -14,6 +14,7 @@
 
 #include "arena.h"
 #include "options.h"
+#include "progress.h"
 #include "run_folder.h"
 #include "shape.h"
 #include "signals.h"
@@ -24,12 +25,6 @@
 // JSON has no NaN.
 inline std::string json_number(const char* format, double x) {
     return std::isfinite(x) ? format_text(format, x) : "null";
-}
-
-inline std::string duration_text(double seconds) {
-    const long s = long(seconds + 0.5);
-    return s < 3600 ? format_text("%ld:%02ld", s / 60, s % 60)
-                    : format_text("%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
 }
 
 // A path as it can be pasted into a shell.
@@ -338,17 +333,17 @@ std::string layer_statistics(Dev& dev, const NsaShape& s, const Layers& layers) 
 
 // What rank 0 prints and logs while the run goes on. The other ranks have one too, for its clocks.
 struct RunReport {
-    const int64_t steps, total_batch;     // --steps, --total-batch
-    const uint64_t epoch_samples;         // samples in an epoch of the training data
-    std::unique_ptr<RunLog> log;          // on rank 0, once the folder is there
-    std::vector<double> speed;            // tokens/s of every reported step
-    double begun = 0;                     // seconds_now() when the run was ready
-    double started = 0, last_report = 0;  // when its first step began, when the last one was reported
+    const int64_t steps, total_batch, log_every;  // --steps, --total-batch, --log-every
+    const uint64_t epoch_samples;                 // samples in an epoch of the training data
+    std::unique_ptr<RunLog> log;                  // on rank 0, once the folder is there
+    std::vector<double> speed;                    // tokens/s of every reported step
+    double begun = 0;                             // seconds_now() when the run was ready
+    double started = 0, last_report = 0;          // when its first step began, when the last one was reported
     double last_val_loss = 0;
     int64_t first_step = 0;  // a resumed run begins here
 
-    RunReport(int64_t run_steps, int64_t step_tokens, uint64_t samples_per_epoch)
-        : steps(run_steps), total_batch(step_tokens), epoch_samples(samples_per_epoch) {}
+    RunReport(int64_t run_steps, int64_t step_tokens, int64_t every, uint64_t samples_per_epoch)
+        : steps(run_steps), total_batch(step_tokens), log_every(every), epoch_samples(samples_per_epoch) {}
 
     void start(int64_t step) { first_step = step, begun = seconds_now(); }
     void start_clock() { started = last_report = seconds_now(); }
@@ -361,7 +356,12 @@ struct RunReport {
         return seconds;
     }
 
-    void print_step(const StepResult& s, double seconds, double peak_gpu_mib) {
+    // Both logs have every step; stdout has one in log_every, the first and last, and those that changed no weight.
+    void print_step(const StepResult& s, double seconds, double peak_gpu_mib, bool last) {
+        log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
+        log->line(log->json, step_json(s, seconds, peak_gpu_mib));
+        if (s.step % log_every && s.step != first_step + 1 && s.step != steps && !last && !s.skipped && !s.is_bad())
+            return;
         const double left = (last_report - started) / double(s.step - first_step) * double(steps - s.step);
         std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s%s\n",
                     (long long)s.step, s.loss, s.lr, speed.back(), s.norm, seconds * 1e3, duration_text(left).c_str(),
@@ -371,8 +371,6 @@ struct RunReport {
                               .c_str()
                         : "");
         std::fflush(stdout);
-        log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
-        log->line(log->json, step_json(s, seconds, peak_gpu_mib));
     }
 
     void print_validation(int64_t step, const EvalResult& r) {

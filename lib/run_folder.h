@@ -18,12 +18,6 @@
 #include "json.h"
 #include "util.h"
 
-// One line about something that went wrong and that the program survives.
-inline void complain(const std::string& text) {
-    std::fflush(stdout);
-    std::fprintf(stderr, "train_nsa: warning: %s\n", printable(text).c_str());
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Whose folder it is.
 

@@ -108,6 +108,7 @@ class CheckpointSaver {
     }
 
     void finish() {
+        const Progress progress("saving a checkpoint", 0, world.rank == 0 && phase != IDLE);
         if (phase == WRITING) commit();
         if (phase == COMMITTING) end_commit();
     }

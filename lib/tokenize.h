@@ -18,21 +18,25 @@
 #include <thread>
 
 #include "json.h"
+#include "progress.h"
 #include "shards.h"
+#include "text_input.h"
 
 struct TokenizeOptions {
-    std::vector<std::string> in;     // --in: .txt and .jsonl files, in this order
+    std::vector<std::string> in;     // --in: see TextInputs
     std::string out;                 // --out: PREFIX of the shards
     std::string tokenizer = "gpt2";  // --tokenizer: gpt2 or bytes
     std::string vocab_dir;           // --vocab-dir: see Tokenizer::gpt2
-    // --split-documents: what separates the documents of a .txt, with escapes \n \t \0 \\; empty: the file is one
+    // --split-documents: what separates the documents of a .txt, with escapes \n \r \t \0 \\; empty: the file is one
     // document
     std::string split_documents;
-    double val_fraction = 0.01;  // --val-fraction: the validation shards' share of the tokens, 0 or more and below 1
+    std::string text_key = "text";  // --text-key: of a line of .jsonl
+    uint64_t skip_bad_lines = 0;    // --skip-bad-lines
+    double val_fraction = 0.01;     // --val-fraction: the validation shards' share of the tokens, 0 or more and below 1
     uint64_t shard_tokens = 100000000;  // --shard-tokens
     int threads = 0;                    // --threads; 0: one per core
     size_t block_bytes = 1 << 20;       // read and encoded at a time; only tests change this and the next
-    bool report = true;                 // show the progress bar and the summary
+    bool report = true;                 // print the summary
 };
 
 // The separator that --split-documents stands for. It must be UTF-8, so that it never cuts a character.
@@ -45,11 +49,12 @@ inline std::string read_separator(const std::string& written) {
         }
         const char c = ++i < written.size() ? written[i] : ' ';
         if (c == 'n') out += '\n';
+        else if (c == 'r') out += '\r';
         else if (c == 't') out += '\t';
         else if (c == '0') out += '\0';
         else if (c == '\\') out += '\\';
         else
-            fail_usage("--split-documents %s: the backslash at byte %zu begins none of \\n \\t \\0 \\\\",
+            fail_usage("--split-documents %s: the backslash at byte %zu begins none of \\n \\r \\t \\0 \\\\",
                        json_quote(written).c_str(), i - 1);
     }
     uint32_t code;
@@ -64,29 +69,75 @@ inline std::string read_separator(const std::string& written) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Blocks: what a worker is given, and what it makes of it.
 
+// How often something odd was found in the text, and where first.
+struct Oddity {
+    uint64_t count = 0, first_byte = 0;  // in the file
+    std::string first_file;
+
+    void add(const std::string& file, uint64_t byte, uint64_t times = 1) {
+        if (count == 0) first_file = file, first_byte = byte;
+        count += times;
+    }
+    void add(const Oddity& other) {
+        if (other.count) add(other.first_file, other.first_byte, other.count);
+    }
+    std::string words() const {
+        return format_text("%llu %s, the first in %s at byte %llu", (unsigned long long)count,
+                           count == 1 ? "time" : "times", first_file.c_str(), (unsigned long long)first_byte);
+    }
+};
+
 struct TokenBlock {
     // Of a .txt: parts of `bytes`, each a document or a fragment of one.
     struct Part {
         size_t begin, end;
         bool begins_document;
     };
+    // Of a .jsonl, which is given in whole lines.
+    struct Line {
+        size_t begin, end;
+        uint64_t number;  // in the file, from 1
+    };
     std::string bytes;
     std::vector<Part> parts;
-    // Of a .jsonl: whole lines.
     bool is_jsonl = false;
-    std::string path;
+    std::string path, text_key;
     uint64_t first_line = 0, first_byte = 0;  // line number (from 1) and offset in the file of bytes[0]
+    uint64_t stored = 0;                      // bytes of all files that had been read with this block
 
     // From the worker.
     std::vector<uint16_t> tokens;
     std::vector<size_t> documents;  // where documents begin in `tokens`, each with end-of-text
     uint64_t text_bytes = 0;        // in the documents
+    std::vector<Line> bad_lines;
+    Oddity invalid_utf8, nul;  // nul: bytes that have the id of end-of-text
     std::exception_ptr error;
     bool done = false;  // guarded by TokenizePool::mutex
 };
 
+// The text of one line of a .jsonl; "" if it is empty, an error if it is bad.
+inline std::string text_of_line(const TokenBlock& block, const TokenBlock::Line& line) {
+    const std::string json = block.bytes.substr(line.begin, line.end - line.begin);
+    if (json.find_first_not_of(" \t\r") == std::string::npos) return "";
+    const std::string where = format_text("%s: line %llu", block.path.c_str(), (unsigned long long)line.number);
+    return parse_json(json, where, block.first_byte + line.begin).string(block.text_key, where);
+}
+
+// Bytes of a .txt that are not what they seem. Neither is an error: a vocabulary of bytes takes any.
+inline void find_oddities(TokenBlock& block, const TokenBlock::Part& part, bool nul_is_end_of_text) {
+    uint32_t code;
+    for (size_t i = part.begin; i < part.end;) {
+        const unsigned char c = static_cast<unsigned char>(block.bytes[i]);
+        if (c == 0 && nul_is_end_of_text) block.nul.add(block.path, block.first_byte + i);
+        const int length = c < 0x80 ? 1 : utf8_decode(block.bytes.data() + i, part.end - i, &code);
+        if (length == 0) block.invalid_utf8.add(block.path, block.first_byte + i);
+        i += size_t(length ? length : 1);
+    }
+}
+
 template <class Encoder>
 void encode_block(TokenBlock& block, Encoder& encoder) {
+    const bool nul_is_end_of_text = encoder.tokenizer.end_of_text == 0;
     const auto encode = [&](const char* text, size_t n, bool begins_document) {
         if (begins_document) {
             block.documents.push_back(block.tokens.size());
@@ -95,20 +146,24 @@ void encode_block(TokenBlock& block, Encoder& encoder) {
         encoder.append(text, n, block.tokens);
         block.text_bytes += n;
     };
-    for (const TokenBlock::Part& part : block.parts)
+    for (const TokenBlock::Part& part : block.parts) {
+        find_oddities(block, part, nul_is_end_of_text);
         encode(block.bytes.data() + part.begin, part.end - part.begin, part.begins_document);
+    }
     if (!block.is_jsonl) return;
-    uint64_t line_number = block.first_line;
-    for (size_t begin = 0; begin < block.bytes.size(); line_number++) {
-        const size_t end = std::min(block.bytes.find('\n', begin), block.bytes.size());
-        const std::string line = block.bytes.substr(begin, end - begin);
-        if (line.find_first_not_of(" \t\r") != std::string::npos) {  // an empty line holds no document
-            const std::string where = format_text("%s: line %llu", block.path.c_str(), (unsigned long long)line_number);
-            const Json document = parse_json(line, where, block.first_byte + begin);
-            const std::string& text = document.string("text", where);
-            if (!text.empty()) encode(text.data(), text.size(), true);
+    TokenBlock::Line line = {0, 0, block.first_line};
+    for (; line.begin < block.bytes.size(); line.begin = line.end + 1, line.number++) {
+        line.end = std::min(block.bytes.find('\n', line.begin), block.bytes.size());
+        try {
+            const std::string text = text_of_line(block, line);
+            if (text.empty()) continue;
+            if (nul_is_end_of_text)
+                if (const auto nuls = std::count(text.begin(), text.end(), '\0'))
+                    block.nul.add(block.path, block.first_byte + line.begin, uint64_t(nuls));
+            encode(text.data(), text.size(), true);
+        } catch (const Error&) {
+            block.bad_lines.push_back(line);
         }
-        begin = end + 1;
     }
 }
 
@@ -194,45 +249,49 @@ using UseBlock = std::function<void(std::unique_ptr<TokenBlock>)>;
 
 // A file that is read from front to back; `rest` holds what has been read but not used.
 struct TextFile {
-    const std::string path;
-    std::ifstream in;
+    std::string name;
+    ByteSource source;
     std::string rest;
     bool at_end = false;
-    size_t mark_bytes = 0;  // of a byte order mark, which is skipped
+    uint64_t bytes = 0;  // of text, unpacked, that have been read
+    size_t mark_bytes;   // of a byte order mark, which is skipped
 
-    explicit TextFile(const std::string& path) : path(path), in(path, std::ios::binary) {
-        if (!in) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
-        char mark[3] = {};
-        in.read(mark, 3);
-        const std::string begin(mark, size_t(std::max<std::streamsize>(in.gcount(), 0)));
-        if (begin.compare(0, 2, "\xFF\xFE") == 0 || begin.compare(0, 2, "\xFE\xFF") == 0)
+    explicit TextFile(const TextInput& input) : name(input.name()), source(input) {
+        rest.resize(3);
+        rest.resize(source.read(&rest[0], 3));
+        bytes = rest.size();
+        if (rest.compare(0, 2, "\xFF\xFE") == 0 || rest.compare(0, 2, "\xFE\xFF") == 0)
             fail(
                 "%s: it begins with a byte order mark of UTF-16, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8 "
                 "FILE > NEW",
-                path.c_str());
-        mark_bytes = begin == "\xEF\xBB\xBF" ? 3 : 0;
-        rest = begin.substr(mark_bytes);
-        in.clear();  // in a file of two bytes, the end; read_more() will find it again
+                name.c_str());
+        mark_bytes = rest == "\xEF\xBB\xBF" ? 3 : 0;
+        rest.erase(0, mark_bytes);
+    }
+
+    bool begins_with_brace() {
+        size_t first;
+        while ((first = rest.find_first_not_of(" \t\r\n")) == std::string::npos && !at_end) read_more(1);
+        return first != std::string::npos && rest[first] == '{';
     }
 
     // Reads at least as much as is left over, so that the time to find the end of a long line is linear in its length.
     void read_more(size_t block_bytes) {
         const size_t old = rest.size(), want = std::max(block_bytes, old);
         rest.resize(old + want);
-        in.read(&rest[old], std::streamsize(want));
-        if (in.bad()) fail("cannot read %s: %s", path.c_str(), std::strerror(errno));
-        rest.resize(old + size_t(in.gcount()));
-        at_end = in.eof();
+        const size_t got = source.read(&rest[old], want);
+        rest.resize(old + got);
+        bytes += got, at_end = got < want;
     }
 };
 
 // A document longer than a block is handed on in fragments, cut only where the pre-tokeniser always cuts, so that it
 // has the tokens of the whole.
 template <class PreTokenizer>
-void read_text(const std::string& path, const std::string& separator, size_t block_bytes,
-               const PreTokenizer& pre_tokenizer, const UseBlock& use) {
-    TextFile file(path);
+void read_text(TextFile& file, const std::string& separator, size_t block_bytes, const PreTokenizer& pre_tokenizer,
+               const UseBlock& use, uint64_t* separators = nullptr) {
     bool begins_document = true;  // the next byte is a document's first
+    uint64_t byte = file.mark_bytes;
     while (!file.at_end || !file.rest.empty()) {
         file.read_more(block_bytes);
         auto block = std::make_unique<TokenBlock>();
@@ -246,6 +305,7 @@ void read_text(const std::string& path, const std::string& separator, size_t blo
                 add_part(found);
                 begin = found + separator.size();
                 begins_document = true;
+                if (separators) ++*separators;
             }
         if (file.at_end) {
             add_part(file.rest.size());
@@ -257,14 +317,15 @@ void read_text(const std::string& path, const std::string& separator, size_t blo
             while (cut > begin && !pre_tokenizer.always_cuts(file.rest.data(), file.rest.size(), cut)) cut--;
             if (cut > begin) add_part(cut);
         }
+        block->path = file.name, block->first_byte = byte;
         block->bytes = file.rest.substr(0, begin);
         file.rest.erase(0, begin);
+        byte += begin;
         if (!block->parts.empty()) use(std::move(block));
     }
 }
 
-inline void read_jsonl(const std::string& path, size_t block_bytes, const UseBlock& use) {
-    TextFile file(path);
+inline void read_jsonl(TextFile& file, const std::string& text_key, size_t block_bytes, const UseBlock& use) {
     uint64_t line = 1, byte = file.mark_bytes;
     while (!file.at_end || !file.rest.empty()) {
         file.read_more(block_bytes);
@@ -273,7 +334,8 @@ inline void read_jsonl(const std::string& path, size_t block_bytes, const UseBlo
         if (file.at_end) end = file.rest.size();
         if (end == 0) continue;
         auto block = std::make_unique<TokenBlock>();
-        block->is_jsonl = true, block->path = path, block->first_line = line, block->first_byte = byte;
+        block->is_jsonl = true, block->path = file.name, block->text_key = text_key, block->first_line = line,
+        block->first_byte = byte;
         block->bytes = file.rest.substr(0, end);
         file.rest.erase(0, end);
         line += uint64_t(std::count(block->bytes.begin(), block->bytes.end(), '\n')), byte += end;
@@ -309,6 +371,7 @@ class TokenSpool {
 
     // Copies the tokens [begin, end) to a shard.
     void copy(uint64_t begin, uint64_t end, ShardWriter& shards) {
+        Progress progress("writing shards", double(end - begin));
         std::vector<uint16_t> part(size_t(std::min<uint64_t>(1 << 20, end - begin)));
         if (fseeko(file, off_t(begin * sizeof(uint16_t)), SEEK_SET) != 0)
             fail("cannot seek in %s: %s", path.c_str(), std::strerror(errno));
@@ -317,6 +380,7 @@ class TokenSpool {
             if (std::fread(part.data(), sizeof(uint16_t), part.size(), file) != part.size())
                 fail("cannot read %s back: %s", path.c_str(), std::strerror(errno));
             shards.write(part.data(), part.size());
+            progress.done = double(at - begin);
         }
     }
 
@@ -342,54 +406,14 @@ inline uint64_t validation_begin(uint64_t tokens, const std::vector<uint64_t>& d
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// The progress bar on stderr: five times a second on a terminal, a line every ten seconds elsewhere.
-class TokenizeProgress {
-  public:
-    TokenizeProgress(uint64_t total_bytes, bool visible)
-        : total(total_bytes), visible(visible), on_terminal(isatty(2)), begin(seconds_now()), shown(begin) {}
-    ~TokenizeProgress() {
-        if (visible && on_terminal) std::fputc('\n', stderr);
-    }
-
-    double seconds() const { return seconds_now() - begin; }
-
-    void show(uint64_t bytes, bool always = false) {
-        if (!visible) return;
-        if (!always && seconds_now() - shown < (on_terminal ? 0.2 : 10)) return;
-        shown = seconds_now();
-        const double share = total ? std::min(1.0, double(bytes) / double(total)) : 1;
-        const int width = 30, full = int(share * width);
-        const std::string bar = std::string(size_t(full), '#') + std::string(size_t(width - full), '.');
-        std::fprintf(stderr, "%stokenize [%s] %3.0f %% | %.1f of %.1f MB | %.1f MB/s%s", on_terminal ? "\r" : "",
-                     bar.c_str(), 100 * share, double(bytes) / 1e6, double(total) / 1e6,
-                     double(bytes) / 1e6 / std::max(seconds(), 1e-9), on_terminal ? " " : "\n");
-    }
-
-  private:
-    const uint64_t total;
-    const bool visible, on_terminal;
-    const double begin;
-    double shown;
-};
-
-inline bool has_ending(const std::string& path, const std::string& ending) {
-    return path.size() >= ending.size() && path.compare(path.size() - ending.size(), ending.size(), ending) == 0;
-}
-
-// Refuses everything that can be refused before any work is done; returns the bytes of all the files.
-inline uint64_t check_tokenize_options(const TokenizeOptions& options) {
+// Refuses everything that can be refused before any work is done.
+inline void check_tokenize_options(const TokenizeOptions& options) {
     if (options.in.empty()) fail_usage("tokenize: no input; give --in FILE...");
     if (options.out.empty()) fail_usage("tokenize: no output; give --out PREFIX");
     if (!(options.val_fraction >= 0 && options.val_fraction < 1))
         fail_usage("--val-fraction %g: expected 0 or more and below 1", options.val_fraction);
     if (options.threads < 0 || options.threads > 1024)
         fail_usage("--threads %d: expected 1 to 1024, or 0 for one per core", options.threads);
-    uint64_t bytes = 0;
-    for (const std::string& path : options.in) {
-        if (!has_ending(path, ".txt") && !has_ending(path, ".jsonl"))
-            fail_usage("--in %s: expected a file that ends in .txt or .jsonl", path.c_str());
-        bytes += file_size(path);
-    }
     for (const char* split : {"train", "val"}) {
         const std::vector<std::string> old = glob_files(glob_literal(options.out) + "_" + split + "_[0-9]*.bin");
         if (!old.empty())
@@ -398,74 +422,155 @@ inline uint64_t check_tokenize_options(const TokenizeOptions& options) {
                 "PREFIX",
                 options.out.c_str(), old[0].c_str(), old.size(), split);
     }
-    return bytes;
 }
 
-// Reads and encodes all the files into the spool. Returns the bytes of text, and the seconds it took in *seconds.
+// What was found in the files.
+struct TokenizeCounts {
+    uint64_t stored = 0, bytes = 0, text_bytes = 0;  // bytes on the disk, unpacked, in documents
+    uint64_t text_files = 0, separators = 0, files_without_text = 0, bad_lines = 0;
+    std::string first_bad_line;
+    Oddity invalid_utf8, nul;
+    double seconds = 0;
+};
+
+// Counts the bad lines of a block, and fails at the first too many.
+inline void count_bad_lines(const TokenBlock& block, uint64_t most, TokenizeCounts& counts) {
+    for (const TokenBlock::Line& line : block.bad_lines) {
+        counts.bad_lines++;
+        const bool too_many = counts.bad_lines > most;
+        if (!too_many && counts.bad_lines > 1) continue;
+        try {
+            text_of_line(block, line);
+        } catch (const Error& e) {
+            if (too_many && most)
+                fail("%s; this is bad line %llu, of which --skip-bad-lines allows %llu", e.what(),
+                     (unsigned long long)counts.bad_lines, (unsigned long long)most);
+            if (too_many) fail("%s; --skip-bad-lines N passes over N such lines", e.what());
+            counts.first_bad_line = e.what();
+        }
+    }
+}
+
+// Reads and encodes all the files into the spool.
 template <class Tokenizer>
-uint64_t encode_files(const TokenizeOptions& options, const std::string& separator, const Tokenizer& tokenizer,
-                      int threads, uint64_t total_bytes, TokenSpool& spool, double* seconds) {
-    uint64_t file_bytes = 0, text_bytes = 0;
-    TokenizeProgress progress(total_bytes, options.report);
+TokenizeCounts encode_files(const TokenizeOptions& options, const TextInputs& inputs, const std::string& separator,
+                            const Tokenizer& tokenizer, int threads, TokenSpool& spool) {
+    TokenizeCounts counts;
+    Progress progress("tokenize", double(inputs.bytes()));
     TokenizePool<Tokenizer> pool(tokenizer, threads);
     const auto take = [&] {
         const auto block = pool.take_oldest();
+        count_bad_lines(*block, options.skip_bad_lines, counts);
         spool.write(*block);
-        file_bytes += block->bytes.size(), text_bytes += block->text_bytes;
-        progress.show(file_bytes);
+        counts.text_bytes += block->text_bytes;
+        progress.done = double(block->stored);
+        counts.invalid_utf8.add(block->invalid_utf8), counts.nul.add(block->nul);
     };
-    const UseBlock use = [&](std::unique_ptr<TokenBlock> block) {
-        while (pool.full()) take();
-        pool.hand_in(std::move(block));
-    };
-    for (const std::string& path : options.in) {
-        if (has_ending(path, ".jsonl")) read_jsonl(path, options.block_bytes, use);
-        else read_text(path, separator, options.block_bytes, tokenizer.pre_tokenizer, use);
+    for (const TextInput& input : inputs.files) {
+        TextFile file(input);
+        const uint64_t before = counts.stored;
+        const UseBlock use = [&](std::unique_ptr<TokenBlock> block) {
+            while (pool.full()) take();
+            block->stored = before + file.source.stored;
+            pool.hand_in(std::move(block));
+        };
+        const bool is_jsonl = input.is_jsonl || (input.is_stdin && file.begins_with_brace());
+        if (is_jsonl && input.is_stdin) file.name += ", taken as JSON lines since it begins with {";
+        if (is_jsonl) read_jsonl(file, options.text_key, options.block_bytes, use);
+        else read_text(file, separator, options.block_bytes, tokenizer.pre_tokenizer, use, &counts.separators);
+        counts.text_files += !is_jsonl, counts.files_without_text += file.bytes == file.mark_bytes;
+        counts.bytes += file.bytes, counts.stored += file.source.stored;
     }
     while (!pool.empty()) take();
-    if (!spool.documents.empty()) progress.show(total_bytes, true);
-    *seconds = progress.seconds();
-    return text_bytes;
+    counts.seconds = progress.seconds();
+    return counts;
+}
+
+// One line each about what is no error and may not be meant.
+inline void warn_of_oddities(const TokenizeOptions& options, const TextInputs& inputs, const TokenizeCounts& counts) {
+    if (!inputs.passed_over.empty())
+        complain(format_text("--in: passed over %zu that do not end in %s, or are links to folders; the first is %s",
+                             inputs.passed_over.size(), TEXT_ENDINGS, inputs.passed_over[0].c_str()));
+    if (counts.files_without_text && counts.text_bytes)
+        complain(format_text("--in: of %zu files %llu %s empty", inputs.files.size(),
+                             (unsigned long long)counts.files_without_text,
+                             counts.files_without_text == 1 ? "is" : "are"));
+    if (counts.bad_lines)
+        complain(format_text("passed over %llu bad line%s of .jsonl (--skip-bad-lines %llu); the first is %s",
+                             (unsigned long long)counts.bad_lines, counts.bad_lines == 1 ? "" : "s",
+                             (unsigned long long)options.skip_bad_lines, counts.first_bad_line.c_str()));
+    if (!options.split_documents.empty() && counts.text_files && !counts.separators)
+        complain(
+            format_text("--split-documents %s stands nowhere in the .txt files, so that each is one document; "
+                        "lines of files from Windows end in \\r\\n",
+                        json_quote(options.split_documents).c_str()));
+    if (counts.invalid_utf8.count)
+        complain(
+            format_text("bytes that are not valid UTF-8 were kept as they are, %s; text in another encoding can "
+                        "be converted: iconv -f LATIN1 -t UTF-8 FILE > NEW",
+                        counts.invalid_utf8.words().c_str()));
+    if (counts.nul.count)
+        complain(format_text("NUL bytes are read as end-of-text by the vocabulary of bytes; the text has them %s",
+                             counts.nul.words().c_str()));
+}
+
+// The summary, in numbers that add up. documents: with an end-of-text each; added: 1 if validation begins inside of one
+// and has an end-of-text more.
+inline void print_tokenized(const TokenizeOptions& options, const TextInputs& inputs, const TokenizeCounts& counts,
+                            size_t documents, bool added, const ShardWriter& train, const ShardWriter& val) {
+    const uint64_t tokens = train.tokens() + val.tokens(), marks = documents + added;
+    const std::string packed =
+        counts.stored == counts.bytes ? "" : format_text(" (%llu packed)", (unsigned long long)counts.stored);
+    std::printf("tokenize: read %zu file%s, %llu bytes%s in %.2f s, %.1f MB/s\n", inputs.files.size(),
+                inputs.files.size() == 1 ? "" : "s", (unsigned long long)counts.bytes, packed.c_str(), counts.seconds,
+                double(counts.bytes) / 1e6 / std::max(counts.seconds, 1e-9));
+    std::printf("tokenize: %zu document%s, %llu bytes of text: %llu tokens + %llu end-of-text%s = %llu tokens\n",
+                documents, documents == 1 ? "" : "s", (unsigned long long)counts.text_bytes,
+                (unsigned long long)(tokens - marks), (unsigned long long)marks,
+                added ? " (one more, since validation begins inside a document)" : "", (unsigned long long)tokens);
+    for (const ShardWriter* shards : {&train, &val}) {
+        const uint64_t n = shards->tokens(), files = (n + options.shard_tokens - 1) / options.shard_tokens;
+        const char* const name = shards == &train ? "train" : "val";
+        if (n == 0) std::printf("tokenize: %s: no tokens, no shard\n", name);
+        else
+            std::printf("tokenize: %s: %llu tokens in %llu shard%s %s_%s_%06d.bin%s\n", name, (unsigned long long)n,
+                        (unsigned long long)files, files == 1 ? "" : "s", options.out.c_str(), name,
+                        shards == &train ? 1 : 0, files == 1 ? "" : " ...");
+    }
+    std::printf("tokenize: train %llu + val %llu = %llu tokens\n", (unsigned long long)train.tokens(),
+                (unsigned long long)val.tokens(), (unsigned long long)tokens);
 }
 
 template <class Tokenizer>
 void tokenize_files(const TokenizeOptions& options) {
-    const uint64_t total_bytes = check_tokenize_options(options);
+    check_tokenize_options(options);
     const std::string separator = read_separator(options.split_documents);
+    const TextInputs inputs(options.in);
+    for (const TextInput& input : inputs.files)
+        if (!input.is_pipe) ByteSource probe(input);  // better now than after hours
     const Tokenizer tokenizer = Tokenizer::open(options.tokenizer, options.vocab_dir);
     const int threads = options.threads ? options.threads : int(std::max(1u, std::thread::hardware_concurrency()));
     ShardWriter train(options.out, "train", 1, options.shard_tokens, tokenizer.vocab_size());
     ShardWriter val(options.out, "val", 0, options.shard_tokens, tokenizer.vocab_size());
 
     TokenSpool spool(options.out);
-    double seconds;
-    const uint64_t text_bytes = encode_files(options, separator, tokenizer, threads, total_bytes, spool, &seconds);
+    const TokenizeCounts counts = encode_files(options, inputs, separator, tokenizer, threads, spool);
     const size_t documents = spool.documents.size();
+    if (options.report) warn_of_oddities(options, inputs, counts);
     if (documents == 0)
-        fail("--in %s: no text in %s", options.in[0].c_str(), options.in.size() > 1 ? "any of the files" : "the file");
+        fail("--in %s: no text in %s", options.in[0].c_str(),
+             inputs.files.size() > 1 ? "any of the files" : "the file");
 
     const uint64_t begin = validation_begin(spool.tokens, spool.documents, options.val_fraction);
     spool.copy(0, begin, train);
     train.close();
     const bool at_document = std::binary_search(spool.documents.begin(), spool.documents.end(), begin);
-    if (!at_document && begin < spool.tokens) val.write(&tokenizer.end_of_text, 1);  // so that val begins with one too
+    const bool added = !at_document && begin < spool.tokens;
+    if (added) val.write(&tokenizer.end_of_text, 1);  // so that val begins with one too
     spool.copy(begin, spool.tokens, val);
     val.close();
 
     if (!options.report) return;
-    std::printf(
-        "tokenize: %zu document%s, %llu bytes of text, %llu tokens (%.2f bytes per token), %d thread%s, %.2f s, %.1f "
-        "MB/s; %s\n",
-        documents, documents == 1 ? "" : "s", (unsigned long long)text_bytes, (unsigned long long)spool.tokens,
-        double(text_bytes) / double(spool.tokens), threads, threads == 1 ? "" : "s", seconds,
-        double(total_bytes) / 1e6 / std::max(seconds, 1e-9), tokenizer.describe().c_str());
-    for (const ShardWriter* shards : {&train, &val}) {
-        const uint64_t tokens = shards->tokens(), files = (tokens + options.shard_tokens - 1) / options.shard_tokens;
-        const char* const name = shards == &train ? "train" : "val";
-        if (tokens == 0) std::printf("tokenize: %s: no tokens, no shard\n", name);
-        else
-            std::printf("tokenize: %s: %llu tokens in %llu shard%s %s_%s_%06d.bin%s\n", name,
-                        (unsigned long long)tokens, (unsigned long long)files, files == 1 ? "" : "s",
-                        options.out.c_str(), name, shards == &train ? 1 : 0, files == 1 ? "" : " ...");
-    }
+    std::printf("tokenize: %d thread%s; %s\n", threads, threads == 1 ? "" : "s", tokenizer.describe().c_str());
+    print_tokenized(options, inputs, counts, documents, added, train, val);
 }

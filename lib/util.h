@@ -121,6 +121,12 @@ __attribute__((format(printf, 1, 2))) inline std::string format_text(const char*
     throw Error(2, text);
 }
 
+// One line about something that went wrong and that the program survives.
+inline void complain(const std::string& text) {
+    std::fflush(stdout);
+    std::fprintf(stderr, "train_nsa: warning: %s\n", printable(text).c_str());
+}
+
 // Seconds on a clock that never goes back.
 inline double seconds_now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();

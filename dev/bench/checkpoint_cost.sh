@@ -5,6 +5,7 @@
 #   dev/bench/checkpoint_cost.sh [OPTION OF TRAIN]...      ./train_nsa must be built
 # The project's own limit is 5 % at one checkpoint per 100 steps.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 echo "load before: $(cut -d' ' -f1-3 /proc/loadavg)"

@@ -9,11 +9,14 @@
 #   --llmc      a checkout of llm.c whose CPU trainer and starter files are ready (./train_gpt2, gpt2_124M.bin)
 # A timing counts only on a quiet machine, so each part prints the load of other processes. Nothing is downloaded.
 set -euo pipefail
-bench=${1:?usage: dev/bench/cpu.sh build/bench_cpu [options]}
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+[ $# -gt 0 ] || { echo "cpu.sh: build/bench_cpu is missing (--help says more)" >&2; exit 2; }
+bench=$1
 shift
 here=$(cd "$(dirname "$0")" && pwd)
 python=python3 rounds=2 ranks='' text='' vocab='' llmc=''
 while [ $# -gt 0 ]; do
+    [ $# -gt 1 ] || { echo "cpu.sh: $1 needs a value (--help says more)" >&2; exit 2; }
     case $1 in
         --python) python=$2 ;;
         --rounds) rounds=$2 ;;
@@ -21,7 +24,7 @@ while [ $# -gt 0 ]; do
         --text) text=$2 ;;
         --vocab-dir) vocab=$2 ;;
         --llmc) llmc=$2 ;;
-        *) echo "cpu.sh: unknown option $1" >&2; exit 2 ;;
+        *) echo "cpu.sh: unknown option $1 (--help lists them)" >&2; exit 2 ;;
     esac
     shift 2
 done

@@ -1,9 +1,18 @@
 #!/usr/bin/env python3
-# gpt2_torch.py: training steps of a dense GPT-2 124M in plain PyTorch on the CPU, with PyTorch's fused attention.
-# For dev/bench/cpu.sh.
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
+"""gpt2_torch.py: training steps of a dense GPT-2 124M in plain PyTorch on the CPU, with PyTorch's fused attention.
+For dev/bench/cpu.sh.
+"""
+import sys
+
+try:
+    import torch
+    import torch.nn as nn
+    import torch.nn.functional as F
+except ImportError as error:  # --help works without them
+    if not {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(f"gpt2_torch.py: {error}: install PyTorch")
+    print(__doc__)
+    sys.exit()
 
 from torch_timing import arguments, time_steps
 

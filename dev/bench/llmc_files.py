@@ -1,12 +1,16 @@
-# llmc_files.py FOLDER: writes the files that llm.c's CPU trainer (train_gpt2.c) reads, with random weights and random
-# tokens, so that nothing has to be downloaded; the time of a step does not depend on them. FOLDER is a checkout of
-# llm.c. Then run `make train_gpt2` there, and dev/bench/cpu.sh ... --llmc FOLDER.
+"""llmc_files.py FOLDER: writes the files that llm.c's CPU trainer (train_gpt2.c) reads, with random weights and random
+tokens, so that nothing has to be downloaded; the time of a step does not depend on them. FOLDER is a checkout of
+llm.c. Then run `make train_gpt2` there, and dev/bench/cpu.sh ... --llmc FOLDER.
+"""
 import array
 import os
 import random
 import struct
 import sys
 
+if {"-h", "--help"} & set(sys.argv[1:]):
+    print(__doc__)
+    sys.exit()
 if len(sys.argv) != 2 or not os.path.exists(os.path.join(sys.argv[1], "train_gpt2.c")):
     sys.exit("llmc_files.py: expected one argument, a checkout of llm.c (a folder with train_gpt2.c)")
 folder = sys.argv[1]

@@ -1,12 +1,20 @@
 #!/usr/bin/env python3
-# nsa_torch.py: training steps of the 125m model in plain PyTorch on the CPU, as one would write it without custom
-# kernels: the branches are dense attention under masks, in chunks of queries that see only the keys before them.
-# For dev/bench/cpu.sh. To compare values, use dev/reference.py.
+"""nsa_torch.py: training steps of the 125m model in plain PyTorch on the CPU, as one would write it without custom
+kernels: the branches are dense attention under masks, in chunks of queries that see only the keys before them.
+For dev/bench/cpu.sh. To compare values, use dev/reference.py.
+"""
 import math
+import sys
 
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
+try:
+    import torch
+    import torch.nn as nn
+    import torch.nn.functional as F
+except ImportError as error:  # --help works without them
+    if not {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(f"nsa_torch.py: {error}: install PyTorch")
+    print(__doc__)
+    sys.exit()
 
 from torch_timing import arguments, time_steps
 

@@ -1,9 +1,13 @@
 #!/usr/bin/env python3
-# tiktoken_rate.py TEXT VOCAB_DIR: MB/s of tiktoken's GPT-2 encoder on one thread, with the vocabulary files in
-# VOCAB_DIR. For dev/bench/cpu.sh.
+"""tiktoken_rate.py TEXT VOCAB_DIR: MB/s of tiktoken's GPT-2 encoder on one thread, with the vocabulary files in
+VOCAB_DIR. For dev/bench/cpu.sh.
+"""
 import sys
 import time
 
+if {"-h", "--help"} & set(sys.argv[1:]):
+    print(__doc__)
+    sys.exit()
 try:
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks

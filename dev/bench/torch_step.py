@@ -26,10 +26,16 @@ BEGIN = time.perf_counter()
 # This cache's key does not say which attention a graph holds: the second backend could get the first one's graph.
 os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+try:
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+except ImportError as error:  # --help works without them
+    if not {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(f"torch_step.py: {error}: install PyTorch")
+    print(__doc__)
+    sys.exit()
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 

@@ -1,16 +1,25 @@
-# torch_timing.py: times whole training steps of a PyTorch model on the CPU for dev/bench/cpu.sh: forward, backward,
-# clipping, AdamW. Prints one line per step, "rate NAME tokens/s", and a line of conditions.
+"""torch_timing.py: times whole training steps of a PyTorch model on the CPU for dev/bench/cpu.sh: forward, backward,
+clipping, AdamW. Prints one line per step, "rate NAME tokens/s", and a line of conditions. The models that are timed are
+in gpt2_torch.py and nsa_torch.py.
+"""
 import argparse
 import contextlib
 import os
 import resource
+import sys
 import time
 
-import torch
+try:
+    import torch
+except ImportError as error:  # --help works without them
+    if not {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(f"torch_timing.py: {error}: install PyTorch")
+    print(__doc__)
+    sys.exit()
 
 
 def arguments():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast")
@@ -63,3 +72,7 @@ def time_steps(name, model, vocab, args):
         f" load of others {100 * others:.0f} %",
         flush=True,
     )
+
+
+if __name__ == "__main__":
+    print(__doc__)

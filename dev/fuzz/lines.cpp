@@ -38,13 +38,17 @@ static Outcome outcome(const std::string& path, bool jsonl, const std::string& s
     MemoryLimit limit(input + block_bytes, 32 << 10, 400);
     const UseBlock use = [&](std::unique_ptr<TokenBlock> block) {
         encode_block(*block, encoder);
+        if (!block->bad_lines.empty()) text_of_line(*block, block->bad_lines[0]);  // throws
         for (const size_t at : block->documents) o.documents.push_back(o.tokens.size() + at);
         o.tokens.insert(o.tokens.end(), block->tokens.begin(), block->tokens.end());
         o.text_bytes += block->text_bytes, o.file_bytes += block->bytes.size();
     };
     o.error = refusal([&] {
-        if (jsonl) read_jsonl(path, block_bytes, use);
-        else read_text(path, separator, block_bytes, tokenizer.pre_tokenizer, use);
+        TextInput input;
+        input.path = path;
+        TextFile text(input);
+        if (jsonl) read_jsonl(text, "text", block_bytes, use);
+        else read_text(text, separator, block_bytes, tokenizer.pre_tokenizer, use);
     });
     return o;
 }

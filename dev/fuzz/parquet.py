@@ -16,6 +16,10 @@ import signal
 import sys
 import tempfile
 
+if {"-h", "--help"} & set(sys.argv[1:]):
+    print("usage: " + __doc__)
+    sys.exit()
+
 import pyarrow
 import pyarrow.parquet
 

@@ -512,6 +512,7 @@ TEST(bad_numbers_outliers_are_skipped) {
                              {"eval-every", "0"},
                              {"skip-outliers", "6"},
                              {"stats-every", "0"},
+                             {"log-every", "50"},
                              {"lr", "0.003"}};
     const auto with = [&](Options more) {
         more.insert(options.begin(), options.end());
@@ -520,12 +521,16 @@ TEST(bad_numbers_outliers_are_skipped) {
     const Result whole = train(with({{"out", folder.file("whole")}}));
     REQUIRE_GOOD(whole);
     size_t skipped = 0;
-    for (const std::string& line : lines_of(whole.out))
+    const std::vector<std::string> shown = lines_of(whole.out);
+    for (const std::string& line : shown)
         if (line.find("no update: ") != std::string::npos) {
             skipped++;
             CHECK(line.find("step 0161 |") == 0);
         }
-    CHECK_EQUAL(skipped, 1u);
+    CHECK_EQUAL(skipped, 1u);  // printed although --log-every would leave it out
+    CHECK_EQUAL(std::count_if(shown.begin(), shown.end(),
+                              [](const std::string& s) { return s.find(" | grad_norm ") != std::string::npos; }),
+                6);  // 1, 50, 100, 150, 161, 170
     // Interrupted in front of it: the windows travel with the checkpoint.
     REQUIRE_GOOD(train(with({{"out", folder.file("parts")}, {"steps", "155"}})));
     REQUIRE_GOOD(train(with({{"out", folder.file("parts")}, {"resume", "on"}})));

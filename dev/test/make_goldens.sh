@@ -5,6 +5,7 @@
 #     dev/test/make_goldens.sh [NAME ...]        all, or the named ones
 # Needs ./train_nsa (make) and Python with PyTorch and NumPy; PYTHON=/path/to/python3 chooses another interpreter.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/../.."
 
 fail() {

@@ -12,6 +12,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 
@@ -47,6 +48,8 @@ struct Start {
     uint64_t largest_file = 0;   // bytes; 0: no limit. Writing beyond it fails like a full disk
     uint64_t address_space = 0;  // bytes; 0: no limit
     std::string kill_after;      // SIGKILL when stdout holds this
+    std::string input;           // stdin: a file; "": empty
+    int terminal_columns = 0;    // not 0: stdout and stderr are one terminal of this width, all in Result::out
     double seconds = 60;         // limit
 };
 
@@ -72,8 +75,18 @@ inline std::vector<std::string> child_environment(const Start& start) {
     return all;
 }
 
-// Runs words[0] with the others as arguments, without a shell, stdin empty, in a process group of its own; waits for
-// its end.
+// Both ends of a new terminal, like those of a pipe.
+inline void open_terminal(int ends[2], int columns) {
+    const int master = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
+    if (master < 0 || grantpt(master) != 0 || unlockpt(master) != 0)
+        fail("cannot make a terminal: %s", std::strerror(errno));
+    struct winsize size = {};
+    size.ws_row = 24, size.ws_col = static_cast<unsigned short>(columns);
+    ends[0] = master, ends[1] = open(ptsname(master), O_RDWR | O_NOCTTY | O_CLOEXEC);
+    if (ends[1] < 0 || ioctl(master, TIOCSWINSZ, &size) != 0) fail("no terminal: %s", std::strerror(errno));
+}
+
+// Runs words[0] with the others as arguments, without a shell, in a process group of its own; waits for its end.
 inline Result execute(const Words& words, const Start& start = {}) {
     const std::vector<std::string> environment = child_environment(start);
     std::vector<char*> argv, envp;
@@ -82,7 +95,12 @@ inline Result execute(const Words& words, const Start& start = {}) {
     argv.push_back(nullptr), envp.push_back(nullptr);
     int out[2], err[2];
     if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) fail("cannot make a pipe: %s", std::strerror(errno));
-    const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    if (start.terminal_columns) {
+        close(out[0]), close(out[1]), close(err[1]);
+        open_terminal(out, start.terminal_columns);
+        err[1] = dup(out[1]);
+    }
+    const int null = open(start.input.empty() ? "/dev/null" : start.input.c_str(), O_RDONLY | O_CLOEXEC);
     const double begin = seconds_now();
     const pid_t child = fork();
     if (child < 0) fail("cannot fork: %s", std::strerror(errno));

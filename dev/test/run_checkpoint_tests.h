@@ -127,8 +127,10 @@ TEST(run_damaged_checkpoints_are_named) {
     std::memcpy(&poisoned[poisoned.size() - 4], &nan, 4);
     write_file(model, poisoned);
     seal(checkpoint);
-    const Result bad = train({{"out", run_folder}, {"steps", "9"}, {"resume", "on"}});
+    const Result bad = train({{"out", run_folder}, {"steps", "9"}, {"resume", "on"}, {"log-every", "9"}});
     CHECK_EQUAL(bad.status, 1);
+    for (const char* step : {"step 0003 | ", "step 0004 | ", "step 0005 | "})
+        CHECK(bad.out.find(step) != std::string::npos);
     for (const char* words : {"step 3: ", "step 4: ", "step 5: ", "not finite", "--max-bad-steps", "step_00000002"})
         CHECK(bad.err.find(words) != std::string::npos);
     CHECK_EQUAL(lines_of(bad.err).size(), 3u);
@@ -163,7 +165,7 @@ TEST(run_config_json_is_checked_field_by_field) {
             std::string option = key;
             std::replace(option.begin(), option.end(), '_', '-');
             const std::string line = e.what();
-            if (e.status != 1 || line.find(path) != 0 ||
+            if (e.status != 1 || line.find(path) != 0 || line.find(path, 1) != std::string::npos ||
                 (line.find(key) == std::string::npos && line.find(option) == std::string::npos))
                 check_failed(__FILE__, __LINE__, "status %d, '%s': expected 1 and a line with %s", e.status, e.what(),
                              key.c_str());

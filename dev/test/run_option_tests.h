@@ -90,6 +90,7 @@ TEST(run_usage_errors_end_with_status_2) {
     CHECK_REFUSED(run({""}), 2, "'' is no verb");
     CHECK_REFUSED(run({"train", "steps"}), 2, "'steps' is no option");
     CHECK_REFUSED(run({"-s", "1"}), 2, "'-s' is no option");
+    CHECK_REFUSED(run({"--steps", "1", "eval"}), 2, "'eval' is a verb, which comes first");
     CHECK_REFUSED(run({"--resume=perhaps"}), 2, "--resume");
     CHECK_REFUSED(run({"sample"}), 2, "--from");
     CHECK_REFUSED(run({"eval"}), 2, "--from");
@@ -101,6 +102,23 @@ TEST(run_usage_errors_end_with_status_2) {
     CHECK_REFUSED(run({"tokenize", "--in", folder.file("a.png"), "--out", folder.file("t"), "--tokenizer", "bytes"}), 2,
                   "--in", "a.png");
     CHECK_EQUAL(glob_files(folder.file("t*")).size(), 0u);
+}
+
+// A pattern without quotes, which the shell has turned into a list of files, is one value and words that are no
+// options.
+TEST(run_patterns_that_the_shell_expanded_are_told) {
+    using namespace program;
+    TempFolder folder;
+    const std::string a = folder.file("a.bin"), b = folder.file("b.bin"), none = folder.file("none.bin");
+    for (const std::string& file : {a, b}) write_file(file, "");
+    for (const char* option : {"--data", "--val-data"}) {
+        CHECK_REFUSED(run({option, a, b}), 2, "'" + b + "'", "in quotes, as in " + std::string(option) + " '");
+        CHECK_REFUSED(run({option + ("=" + a), b}), 2, "'" + b + "'", "in quotes, as in " + std::string(option) + " '");
+        CHECK_EQUAL(run({option, a, none}).err.find("quotes"), std::string::npos);
+    }
+    CHECK_REFUSED(run({"eval", "--from", "x", "--val-data", a, b}), 2, "in quotes, as in --val-data '");
+    CHECK_REFUSED(run({"tokenize", "--in=" + a, b}), 2, "in quotes, as in --in '");
+    CHECK_EQUAL(run({"--steps", "1", a}).err.find("quotes"), std::string::npos);
 }
 
 TEST(run_contradictions_between_options_are_refused) {
@@ -189,10 +207,48 @@ TEST(run_sizes_beyond_any_machine_are_refused_by_name) {
     CHECK(!file_exists(folder.file("run")));
 }
 
+static const program::Start UNWRAPPED = [] {
+    program::Start start;
+    start.environment = {"COLUMNS=100000"};
+    return start;
+}();
+
+// Wrapped at what COLUMNS says, else at the terminal's width, else at 80: the same words, and no line that is longer.
+TEST(run_help_is_wrapped_at_the_terminals_width) {
+    using namespace program;
+    const auto words_of = [](const std::string& text) {
+        std::istringstream in(text);
+        Words words;
+        for (std::string word; in >> word;) words.push_back(word);
+        return words;
+    };
+    struct {
+        const char* columns;
+        int terminal;
+        size_t width;
+    } const cases[] = {{"", 0, 80}, {"nonsense", 0, 80}, {"64", 0, 64}, {"72", 120, 72}, {"", 120, 120}, {"", 67, 67}};
+    for (const VerbName& v : VERBS) {
+        const Words words = words_of(run({v.name, "--help"}, UNWRAPPED).out);
+        for (const auto& c : cases) {
+            Start start;
+            start.environment = {format_text("COLUMNS=%s", c.columns)}, start.terminal_columns = c.terminal;
+            const Result help = run({v.name, "--help"}, start);
+            CHECK_EQUAL(help.status, 0);
+            CHECK(words_of(help.out) == words);
+            size_t longest = 0;
+            for (std::string line : lines_of(help.out)) {
+                if (!line.empty() && line.back() == '\r') line.pop_back();  // a terminal's
+                longest = std::max(longest, line.size());
+            }
+            CHECK(longest <= c.width && longest + 12 > c.width);
+        }
+    }
+}
+
 TEST(run_help_lists_every_option_with_default_and_range) {
     using namespace program;
     for (const VerbName& v : VERBS) {
-        const Result help = run({v.name, "--help"});
+        const Result help = run({v.name, "--help"}, UNWRAPPED);
         REQUIRE_GOOD(help);
         const std::vector<std::string> lines = lines_of(help.out.substr(0, help.out.find("\npresets:")));
         for (const VerbName& other : VERBS)
@@ -208,11 +264,13 @@ TEST(run_help_lists_every_option_with_default_and_range) {
                              line == lines.end() ? "missing" : "listed");
             if (line == lines.end()) continue;
             CHECK(line->find(o.help) != std::string::npos && std::strlen(o.help) > 3);
-            CHECK(line->find(std::string("default ") + (*o.default_text ? o.default_text : "none") + " ") !=
-                  std::string::npos);
+            const size_t facts = line->rfind('(');
+            REQUIRE(facts != std::string::npos);
+            const std::string end = std::string(", default ") + (*o.default_text ? o.default_text : "none") + ")";
+            CHECK_EQUAL(line->substr(line->size() - std::min(line->size(), end.size())), end);
             char kind[16] = "", range[32] = "";
             if (o.integer || o.real) {
-                CHECK_EQUAL(std::sscanf(line->c_str() + start.size(), "%15s %31s", kind, range), 2);
+                CHECK_EQUAL(std::sscanf(line->c_str() + facts, "(%15s %31[^,]", kind, range), 2);
                 const std::string numbers = range;
                 const size_t dots = numbers.find("..");
                 REQUIRE(dots != std::string::npos);
@@ -220,10 +278,13 @@ TEST(run_help_lists_every_option_with_default_and_range) {
                 CHECK_EQUAL(std::stod(numbers.substr(0, dots)), o.low);
                 CHECK_EQUAL(std::stod(numbers.substr(dots + 2)), o.high);
             } else if (o.choices) {
-                CHECK(line->find(std::string(" ") + o.choices + " ") != std::string::npos);
+                CHECK_EQUAL(line->substr(facts + 1, std::strlen(o.choices) + 1), std::string(o.choices) + ",");
             }
         }
     }
+    for (const VerbName& v : VERBS) CHECK_EQUAL(run({"help", v.name}).out, run({v.name, "--help"}).out);
+    CHECK_EQUAL(run({"help"}).out, run({"--help"}).out);
+    CHECK_REFUSED(run({"help", "fly"}), 2, "'fly' is no verb", "help");
     CHECK_EQUAL(run({"-h"}).out, run({"train", "--help"}).out);
     CHECK_EQUAL(run({"--help"}).out, run({"train", "--help"}).out);
     CHECK_EQUAL(run({"--help", "--steps", "3"}).status, 0);
@@ -232,9 +293,9 @@ TEST(run_help_lists_every_option_with_default_and_range) {
 // The line of a preset in --help, given as options, is the preset.
 TEST(run_help_tells_the_presets_as_they_are) {
     using namespace program;
-    const std::string help = run({"--help"}).out;
+    const std::string help = run({"--help"}, UNWRAPPED).out;
     for (const Preset& p : PRESETS) {
-        const std::string start = "  --model " + std::string(p.name) + " = ";
+        const std::string start = "  --model " + std::string(p.name) + std::string(7, ' ') + "= ";
         const auto lines = lines_of(help);
         const auto line = std::find_if(lines.begin(), lines.end(),
                                        [&](const std::string& s) { return s.compare(0, start.size(), start) == 0; });
@@ -353,6 +414,130 @@ TEST(run_bad_input_of_tokenize_is_named) {
     CHECK_EQUAL(glob_files(out + "*").size(), 0u);
     CHECK_EQUAL(tokenize("b.txt", "words").status, 0);
     CHECK_REFUSED(tokenize("b.txt", "words"), 1, "--out", out + "_train_000001.bin", "exists");
+}
+
+// The numbers that tokenize prints, against the files: read, in documents, in tokens, in shards.
+TEST(run_tokenize_prints_numbers_that_add_up) {
+    using namespace program;
+    TempFolder folder;
+    const std::string text = "\xEF\xBB\xBFone\n--\ntwo\n--\n\n--\nlast",
+                      json = "{\"t\": \"four\"}\nbad\n{\"t\": \"\"}\n";
+    write_file(folder.file("a.txt"), text), write_file(folder.file("b.jsonl"), json);
+    struct {
+        const char* val_fraction;
+        int added;
+        long long train, val;
+    } const cases[] = {{"0", 0, 18, 0}, {"0.2", 0, 13, 5}, {"0.06", 1, 17, 2}};
+    for (const auto& c : cases) {
+        const std::string out = folder.file(std::string("x") + c.val_fraction);
+        const Result r = run({"tokenize", "--tokenizer", "bytes", "--in", folder.file("a.txt"), folder.file("b.jsonl"),
+                              "--out", out, "--text-key", "t", "--skip-bad-lines", "1", "--split-documents", "\\n--\\n",
+                              "--val-fraction", c.val_fraction});
+        CHECK_EQUAL(r.status, 0);
+        CHECK(r.err.find("passed over 1 bad line of .jsonl (--skip-bad-lines 1); the first is " +
+                         folder.file("b.jsonl") + ": line 2: ") != std::string::npos);
+        long long files = 0, bytes = 0, documents = 0, in_documents = 0, tokens = 0, ends = 0, all = 0, train = 0,
+                  val = 0, sum = 0;
+        for (const std::string& line : lines_of(r.out)) {
+            const char* const s = line.c_str();
+            std::sscanf(s, "tokenize: read %lld files, %lld bytes", &files, &bytes);
+            std::sscanf(s, "tokenize: %lld documents, %lld bytes of text: %lld tokens + %lld end-of-text", &documents,
+                        &in_documents, &tokens, &ends);
+            if (line.find("end-of-text") != std::string::npos) std::sscanf(s + line.rfind('='), "= %lld tokens", &all);
+            std::sscanf(s, "tokenize: train %lld + val %lld = %lld tokens", &train, &val, &sum);
+        }
+        CHECK_EQUAL(files, 2);
+        CHECK_EQUAL(bytes, (long long)(text.size() + json.size()));
+        CHECK_EQUAL(documents, 4);
+        CHECK_EQUAL(in_documents, 14);  // one two last four
+        CHECK_EQUAL(tokens, 14);
+        CHECK_EQUAL(ends, 4 + c.added);
+        CHECK_EQUAL(all, tokens + ends);
+        CHECK_EQUAL(train, c.train);
+        CHECK_EQUAL(val, c.val);
+        CHECK_EQUAL(sum, all);
+        CHECK_EQUAL((long long)read_file(out + "_train_000001.bin").size(), 1024 + 2 * train);
+        if (val) CHECK_EQUAL((long long)read_file(out + "_val_000000.bin").size(), 1024 + 2 * val);
+    }
+}
+
+TEST(run_tokenize_reads_stdin) {
+    using namespace program;
+    TempFolder folder;
+    Start start;
+    start.input = folder.file("input");
+    const auto tokens = [&](const std::string& text) {
+        write_file(start.input, text);
+        const std::string out = folder.file("x");
+        const Result r =
+            run({"tokenize", "--in", "-", "--out", out, "--tokenizer", "bytes", "--val-fraction", "0"}, start);
+        if (r.status) return r.err;
+        const std::string shard = read_file(out + "_train_000001.bin").substr(1024);
+        std::filesystem::remove(out + "_train_000001.bin");
+        std::string found;
+        for (size_t i = 0; i < shard.size(); i += 2) found += shard[i] ? shard[i] : '|';
+        return found;
+    };
+    CHECK_EQUAL(tokens("some text"), std::string("|some text"));
+    CHECK_EQUAL(tokens("\xEF\xBB\xBF\n {\"text\": \"a\"}\n{\"text\": \"b\"}"), std::string("|a|b"));
+    const std::string refused = tokens("{this is no JSON}");
+    CHECK(refused.find("stdin, taken as JSON lines since it begins with {: line 1: byte 1: ") != std::string::npos);
+    CHECK(tokens("").find("no text in") != std::string::npos);
+#ifdef USE_ZLIB
+    CHECK_EQUAL(tokens(GZIP_TEXT), std::string("|text one\n"));
+#endif
+}
+
+// On a terminal, and only there, what takes more than two seconds shows how far it is.
+TEST(run_progress_is_shown_on_a_terminal) {
+    using namespace program;
+    TempFolder folder;
+    const std::string pipe = folder.file("slow.txt");
+    CHECK_EQUAL(mkfifo(pipe.c_str(), 0600), 0);
+    for (const int columns : {0, 80}) {
+        std::thread writer([&] {
+            const int fd = open(pipe.c_str(), O_WRONLY | O_CLOEXEC);
+            usleep(2500000);
+            CHECK(write(fd, "words", 5) == 5);
+            close(fd);
+        });
+        Start start;
+        start.terminal_columns = columns;
+        const Result r =
+            run({"tokenize", "--in", pipe, "--out", folder.file("x" + std::to_string(columns)), "--tokenizer", "bytes"},
+                start);
+        writer.join();
+        CHECK_EQUAL(r.status, 0);
+        CHECK_EQUAL(r.out.find("\rtokenize: 0:02\x1b[K\r") != std::string::npos, columns > 0);
+        CHECK_EQUAL(r.err, std::string());
+        CHECK((r.out + r.err).find("\x1b") == std::string::npos || columns);
+    }
+}
+
+// Every step is in the logs, whatever is printed.
+TEST(run_log_every_thins_out_what_is_printed) {
+    using namespace program;
+    TempFolder folder;
+    const auto printed = [&](const Options& options) {
+        const Result r = train(options);
+        REQUIRE_GOOD(r);
+        std::string steps;
+        for (const std::string& line : lines_of(r.out)) {
+            int step;
+            if (std::sscanf(line.c_str(), "step %d | loss", &step) == 1 && line.find("grad_norm") != std::string::npos)
+                steps += std::to_string(step) + " ";
+        }
+        return steps;
+    };
+    const std::string out = folder.file("run");
+    CHECK_EQUAL(printed({{"steps", "8"}, {"log-every", "3"}, {"out", out}}), std::string("1 3 6 8 "));
+    CHECK_EQUAL(printed({{"steps", "14"}, {"resume", "on"}, {"out", out}}), std::string("9 12 14 "));
+    CHECK_EQUAL(printed({{"steps", "16"}, {"resume", "on"}, {"log-every", "1"}, {"out", out}}), std::string("15 16 "));
+    CHECK_EQUAL(logged(out, "loss").size(), size_t(16));
+    size_t lines = 0;
+    for (const std::string& line : lines_of(read_file(out + "/main.log")))
+        lines += line.find(" trl:") != std::string::npos;
+    CHECK_EQUAL(lines, size_t(16));
 }
 
 TEST(run_places_that_cannot_be_written_are_named) {

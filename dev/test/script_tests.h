@@ -82,6 +82,32 @@ inline size_t count(const std::string& text, const std::string& what) {
 
 }  // namespace script_tests
 
+// Every script says what it is for, in any folder, and does nothing else. Those in Python are asked where there is one.
+TEST(run_scripts_have_help) {
+    TempFolder folder;
+    const bool python = program::execute({"/usr/bin/env", "python3", "-c", ""}).status == 0;
+    std::vector<std::string> scripts;
+    for (const char* pattern :
+         {"data/*.sh", "dev/*.sh", "dev/*/*.sh", "lib/*.sh", "data/*.py", "dev/*.py", "dev/*/*.py"})
+        for (const std::string& file : glob_files(pattern)) scripts.push_back(file);
+    CHECK(scripts.size() >= 20);
+    for (const std::string& script : scripts) {
+        const bool is_python = has_ending(script, ".py");
+        if (is_python && !python) continue;
+        program::Start start;
+        start.environment = {"PYTHONDONTWRITEBYTECODE=1"}, start.seconds = 20;
+        const program::Result r = program::execute(
+            {"/bin/bash", "-c", "cd '" + folder.path + (is_python ? "' && python3" : "' && bash") + " \"$0\" --help",
+             std::filesystem::absolute(script).string()},
+            start);
+        tests().checks++;
+        if (r.status != 0 || r.out.size() < 60 || !r.err.empty())
+            check_failed(__FILE__, __LINE__, "%s --help: status %d, '%s', stderr '%s'", script.c_str(), r.status,
+                         r.out.c_str(), r.err.c_str());
+    }
+    CHECK(std::filesystem::is_empty(folder.path));
+}
+
 TEST(run_gpu_check_with_stand_ins) {
     using namespace script_tests;
     Machine machine;

@@ -82,7 +82,7 @@ TEST(tokenize_splits_documents_at_the_separator) {
     tokenize_files(f.options);
     CHECK_EQUAL(f.train(), std::string("|one\\n|two"));
     CHECK_EQUAL(f.val(), std::string("|three"));
-    CHECK_EQUAL(read_separator("a\\\\n\\0"), std::string("a\\n\0", 4));
+    CHECK_EQUAL(read_separator("a\\\\n\\0\\r"), std::string("a\\n\0\r", 5));
     CHECK_FAILS(2, "the backslash at byte 1 begins none", read_separator("a\\x"));
     CHECK_FAILS(2, "the backslash at byte 0 begins none", read_separator("\\"));
     CHECK_FAILS(2, "not valid UTF-8", read_separator("a\x80"));
@@ -159,6 +159,148 @@ TEST(tokenize_bad_json_line_is_named) {
     CHECK(glob_files(f.options.out + "*").empty());  // neither shards nor temporary files
 }
 
+// Up to so many lines, over all files and however the blocks fall; the file and line of the first too many is told.
+TEST(tokenize_skips_so_many_bad_lines) {
+    TokenizeFixture f;
+    const std::string first = f.input("a.jsonl", "{\"text\": \"one\"}\n{\"text\": 2}\nthree\n{\"text\": \"four\"}\n"),
+                      second = f.folder.file("b.jsonl");
+    write_file(second, "{\"text\": \"five\"}\n\n{\"txt\": \"six\"}\n\xFF\n{\"text\": \"last\"}");
+    f.options.in = {first, second}, f.options.val_fraction = 0;
+    for (const size_t block_bytes : {1, 1 << 20}) {
+        f.options.block_bytes = block_bytes, f.options.out = f.folder.file("x" + std::to_string(block_bytes));
+        f.options.skip_bad_lines = 0;
+        CHECK_FAILS(1,
+                    (first + ": line 2: text: byte 25: found a number, expected a string; --skip-bad-lines N").c_str(),
+                    tokenize_files(f.options));
+        f.options.skip_bad_lines = 3;
+        CHECK_FAILS(1, (second + ": line 4: byte 33: not valid JSON").c_str(), tokenize_files(f.options));
+        CHECK_FAILS(1, "this is bad line 4, of which --skip-bad-lines allows 3", tokenize_files(f.options));
+        f.options.skip_bad_lines = 4;
+        tokenize_files(f.options);
+        CHECK_EQUAL(f.train(), std::string("|one|four|five|last"));
+    }
+    f.input("c.jsonl", "{\"text\": \"no\", \"body\": \"yes\"}\n");
+    f.options.text_key = "body", f.options.out = f.folder.file("y");
+    tokenize_files(f.options);
+    CHECK_EQUAL(f.train(), std::string("|yes"));
+    f.options.text_key = "title";
+    f.options.skip_bad_lines = 0, f.options.out = f.folder.file("z");
+    CHECK_FAILS(1, "no key \"title\"", tokenize_files(f.options));
+}
+
+TEST(tokenize_takes_folders_and_patterns) {
+    TokenizeFixture f;
+    const auto place = [&](const std::string& name, const std::string& text) { return f.input("in/" + name, text); };
+    for (const char* sub : {"in", "in/deep", "in/deep/er", "in/.git", "none"})
+        std::filesystem::create_directory(f.folder.file(sub));
+    place("B.TXT", "two"), place("a.txt", "four"), place("deep/c.JsonL", "{\"text\": \"five\"}");
+    place("deep/er/d.Txt", "six"), place("README.md", "no"), place("Atxt", "no"), place(".hidden.txt", "no");
+    place(".git/e.txt", "no"), place("C.jsonL", "{\"text\": \"three\"}");
+    std::filesystem::create_directory_symlink("..", f.folder.file("in/deep/up"));
+    f.options.val_fraction = 0;
+    int runs = 0;
+    const auto tokens = [&](const std::vector<std::string>& in) {
+        f.options.in = in, f.options.out = f.folder.file("out" + std::to_string(runs++));
+        tokenize_files(f.options);
+        return f.train();
+    };
+    const std::string in = f.folder.file("in");
+    CHECK_EQUAL(tokens({in}), std::string("|two|three|four|five|six"));
+    CHECK_EQUAL(tokens({in + "/"}), std::string("|two|three|four|five|six"));
+    CHECK_EQUAL(tokens({in + "/a.txt", in + "/d*"}), std::string("|four|five|six"));
+    CHECK_EQUAL(tokens({in + "/*.[tT]*"}), std::string("|two|four"));
+    CHECK_EQUAL(tokens({in + "/*"}), std::string("|two|three|four|five|six"));
+    CHECK_EQUAL(TextInputs({in}).passed_over.size(), 3u);  // README.md, Atxt, deep/up
+    f.options.in = {f.folder.file("none")}, f.options.out = f.folder.file("refused");
+    CHECK_FAILS(2, "no file in this folder or below ends in .txt or .jsonl", tokenize_files(f.options));
+    f.options.in = {in + "/*.txt", in + "/deep/../a.txt"};
+    CHECK_FAILS(2, "twice", tokenize_files(f.options));
+    f.options.in = {in + "/*.csv"};
+    CHECK_FAILS(1, "no file matches this pattern", tokenize_files(f.options));
+    f.options.in = {in + "/*.md"};
+    CHECK_FAILS(1, "no file among them ends in .txt", tokenize_files(f.options));
+    f.options.in = {"-", "-"};
+    CHECK_FAILS(2, "stdin twice", tokenize_files(f.options));
+}
+
+// The files that gzip -n and zstd make of "text one\n".
+inline const std::string GZIP_TEXT(
+    "\x1f\x8b\x08\0\0\0\0\0\0\x03\x2b\x49\xad\x28\x51\xc8\xcf\x4b\xe5\x02\0\xb4\xa1\xeb"
+    "\x84\x09\0\0\0",
+    29),
+    ZSTD_TEXT("\x28\xb5\x2f\xfd\x04\x58\x49\0\0text one\n\xd9\xb1\x3c\xdc", 22);
+
+inline void check_packed_text(const std::string& ending, const std::string& packed, [[maybe_unused]] bool readable) {
+    TokenizeFixture f;
+    f.options.val_fraction = 0;
+    f.input("plain.txt", packed);
+    CHECK_FAILS(1, "by its name it is plain", tokenize_files(f.options));
+    f.input("a.txt" + ending, "text one\n");
+    CHECK_FAILS(1, "its bytes are plain", tokenize_files(f.options));
+    f.input("b.TXT" + ending, packed + packed);  // one stream behind the other, as parallel packers write them
+    if (!readable) {
+        CHECK_FAILS(1, "this program was built without", tokenize_files(f.options));
+        return;
+    }
+    tokenize_files(f.options);
+    CHECK_EQUAL(f.train(), std::string("|text one\ntext one\n"));
+    f.options.out = f.folder.file("y");
+    for (size_t n = 4; n < packed.size(); n++) {
+        f.input("c.txt" + ending, packed.substr(0, n));
+        CHECK_FAILS(1, format_text("cut off after %zu bytes", n).c_str(), tokenize_files(f.options));
+    }
+    std::string damaged = packed;
+    damaged[packed.size() - 6] ^= 1;
+    f.input("d.txt" + ending, damaged);
+    CHECK_FAILS(1, "damaged before byte", tokenize_files(f.options));
+    // Longer than any buffer, in blocks of a few bytes and in large ones.
+    std::string lines, expected, all;
+    for (int i = 0; i < 20000; i++) lines += packed, expected += "text one\n";
+    for (const size_t block_bytes : {700, 1 << 20}) {
+        f.input("e.txt" + ending, lines);
+        f.options.block_bytes = block_bytes, f.options.out = f.folder.file("z" + std::to_string(block_bytes));
+        tokenize_files(f.options);
+        CHECK(f.train() == "|" + expected);
+    }
+    CHECK_EQUAL(TextInputs(f.options.in).bytes(), lines.size());
+}
+TEST(tokenize_reads_gzip) {
+#ifdef USE_ZLIB
+    check_packed_text(".gz", GZIP_TEXT, true);
+#else
+    check_packed_text(".gz", GZIP_TEXT, false);
+#endif
+}
+TEST(tokenize_reads_zstd) {
+#ifdef USE_ZSTD
+    check_packed_text(".zst", ZSTD_TEXT, true);
+#else
+    check_packed_text(".zst", ZSTD_TEXT, false);
+#endif
+}
+
+// What is no error and may not be meant is counted.
+TEST(tokenize_finds_odd_bytes) {
+    TokenizeFixture f;
+    const Tokenizer tokenizer = Tokenizer::bytes();
+    f.input("a.txt", "fine");
+    std::string text = "\xEF\xBB\xBF";
+    for (int i = 0; i < 20; i++) text += "caf\xC3\xA9 caf\xE9 ";
+    write_file(f.folder.file("b.txt"), text + std::string("\0\0", 2));
+    f.options.in.push_back(f.folder.file("b.txt"));
+    for (const size_t block_bytes : {9, 1 << 20}) {
+        f.options.block_bytes = block_bytes;
+        TokenSpool spool(f.folder.file("spool"));
+        const TokenizeCounts counts = encode_files(f.options, TextInputs(f.options.in), "\n", tokenizer, 2, spool);
+        CHECK_EQUAL(counts.invalid_utf8.words(), "20 times, the first in " + f.folder.file("b.txt") + " at byte 12");
+        CHECK_EQUAL(counts.nul.words(),
+                    "2 times, the first in " + f.folder.file("b.txt") + format_text(" at byte %zu", text.size()));
+        CHECK_EQUAL(counts.bytes, 4 + text.size() + 2);
+        CHECK_EQUAL(counts.text_bytes, counts.bytes - 3);
+        CHECK_EQUAL(counts.separators, 0u);
+    }
+}
+
 TEST(tokenize_refuses_wrong_options) {
     TokenizeFixture f;
     CHECK_FAILS(2, "give --in FILE", tokenize_files(f.options));
@@ -225,7 +367,10 @@ TEST(tokenize_does_not_depend_on_threads_or_blocks) {
                     const auto block = pool.take_oldest();
                     found.insert(found.end(), block->tokens.begin(), block->tokens.end());
                 };
-                read_text(folder.file("a.txt"), separator, block_bytes, tokenizer.pre_tokenizer,
+                TextInput input;
+                input.path = folder.file("a.txt");
+                TextFile file(input);
+                read_text(file, separator, block_bytes, tokenizer.pre_tokenizer,
                           [&](std::unique_ptr<TokenBlock> block) {
                               while (pool.full()) take();
                               pool.hand_in(std::move(block));

@@ -1,0 +1,71 @@
+// progress.h: a line on the terminal for what takes more than two seconds. Used by every verb. Where stderr is no
+// terminal nothing is printed, so that logs hold no progress.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#include <unistd.h>
+
+#include "util.h"
+
+inline std::string duration_text(double seconds) {
+    const long s = long(seconds + 0.5);
+    return s < 3600 ? format_text("%ld:%02ld", s / 60, s % 60)
+                    : format_text("%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
+}
+
+// Shows what is done as long as it exists. A thread writes the line, so that the work need not be cut into pieces, and
+// leaves the cursor at its beginning, so that whatever else is printed takes its place.
+class Progress {
+  public:
+    std::atomic<double> done{0};  // units of `total`
+
+    // total: 0 where it is not known. visible: of several ranks only one shows its progress.
+    explicit Progress(const std::string& what, double total = 0, bool visible = true)
+        : text(printable(what)), total(total), begin(seconds_now()) {
+        if (!visible || !isatty(STDERR_FILENO)) return;
+        try {
+            thread = std::thread([this] { show(); });
+        } catch (const std::system_error&) {  // no thread, no progress
+        }
+    }
+    Progress(const Progress&) = delete;
+    Progress& operator=(const Progress&) = delete;
+    ~Progress() {
+        if (!thread.joinable()) return;
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            ended = true;
+        }
+        wake.notify_one();
+        thread.join();
+    }
+
+    double seconds() const { return seconds_now() - begin; }
+
+  private:
+    const std::string text;
+    const double total, begin;
+    std::thread thread;
+    std::mutex mutex;  // guards `ended`
+    std::condition_variable wake;
+    bool ended = false;
+
+    void show() {
+        std::unique_lock<std::mutex> lock(mutex);
+        if (wake.wait_for(lock, std::chrono::seconds(2), [&] { return ended; })) return;
+        do {
+            const double share = total > 0 ? std::min(1.0, done / total) : 0;
+            std::string line = text + ": ";
+            if (share > 0) line += format_text("%.0f %%, ", 100 * share);
+            line += duration_text(seconds());
+            if (share > 0) line += ", " + duration_text(seconds() * (1 / share - 1)) + " left";
+            std::fprintf(stderr, "\r%s\033[K\r", line.c_str());
+        } while (!wake.wait_for(lock, std::chrono::milliseconds(200), [&] { return ended; }));
+        std::fputs("\033[K", stderr);
+    }
+};
