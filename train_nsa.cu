@@ -1251,7 +1251,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     validate_model(c, "options");
     // From here on a rank that falls silent is noticed. Standing still is judged once progress() has been called.
     if (world.size > 1) world.channel().watch(c.stall_timeout);
-    if (c.resume) give_up_what_cannot_be(c, on_command_line, processors_of(world));
+    give_up_what_cannot_be(c, on_command_line, processors_of(world));  // only a resume has options that nobody gave
     const Device device = choose_device(c, world);
     world.require_reducer(device.gpu);
     resolve_batch(c, given, world.size, device.gpu);
