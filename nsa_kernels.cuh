@@ -950,10 +950,11 @@ __global__ void compress_dfc1_kernel(float* dfc1, const float* partial, int grou
     for (int bg = 0; bg < groups; bg++) sum += partial[bg * size + i];
     dfc1[i / width * all + first + i % width] += sum;
 }
-// dk [B, G, T, D] = sum (the gradient through fc1) + a token's share in the means of the blocks that hold it
-template <int W>
+// dk [B, G, T, D] = sum (the gradient through fc1) + a token's share in the means of the blocks that hold it. D is a
+// multiple of WIDE, since the products before this want it so.
 __global__ void __launch_bounds__(256)
     compress_dk_kernel(cuda_real* dk, const float* sum, const cuda_real* dout, size_t rows, int NC, NsaShape s) {
+    constexpr int W = WIDE;
     const size_t row = row_index();
     if (row >= rows) return;
     // fewer than 2^32 rows, as in RowPlace
@@ -1756,7 +1757,9 @@ struct Cuda : CudaRuntime {
                                                           kernels::NORM_ROWS * 32, 0, stream, dx, dout, x, rstd, weight,
                                                           N, C);
         });
-        add_column_sums(dweight, kernels::NormWeightGradient{dout, x, rstd}, is_wide(C, dout, x), N, C);
+        with_width(is_wide(C, dout, x), [&](auto W) {
+            add_column_sums<W()>(dweight, kernels::NormWeightGradient{dout, x, rstd}, N, C);
+        });
     }
 
     // ----- linear layers, weight [OC, C].
@@ -1945,7 +1948,7 @@ struct Cuda : CudaRuntime {
         gemm(false, false, rows, F, D, dout, size_t(D), phi.fc2, size_t(F), nullptr, sums, size_t(F));
         launch<kernels::compress_dhidden_kernel>(blocks_for(size, 256), 256, 0, stream, dhidden, (const float*)sums,
                                                  hidden, size);
-        add_column_sums(dphi.bias, kernels::RowsOf{dhidden}, is_wide(F, dhidden), rows, F);
+        add_column_sums<WIDE>(dphi.bias, kernels::RowsOf{dhidden}, rows, F);
         // dfc1 += dhidden^T chunk: a product per (sequence, group), then their sum
         for (int chunk = 0; chunk < s.l / s.d; chunk++) {
             gemm(true, false, F, int(chunk_size), NC, dhidden, size_t(F), k + chunk * chunk_size, chunk_size, nullptr,
@@ -1959,10 +1962,9 @@ struct Cuda : CudaRuntime {
             gemm(false, false, NC, int(chunk_size), F, dhidden, size_t(F), phi.fc1 + chunk * chunk_size, width,
                  sums + chunk * chunk_size, sums + chunk * chunk_size, chunk_size, {groups, size_t(NC) * F, 0, tokens});
         const size_t all_rows = s.key_rows();
-        with_width(is_wide(s.D, dk, sums, dout), [&](auto W) {
-            launch<kernels::compress_dk_kernel<W()>>(blocks_for(all_rows * kernels::ROW_LANES, 256), 256, 0, stream, dk,
-                                                     (const float*)sums, (const real*)dout, all_rows, NC, s);
-        });
+        check_aligned(reinterpret_cast<size_t>(dk), sizeof(real));
+        launch<kernels::compress_dk_kernel>(blocks_for(all_rows * kernels::ROW_LANES, 256), 256, 0, stream, dk,
+                                            (const float*)sums, (const real*)dout, all_rows, NC, s);
     }
 
     // ----- attention, by the kernels on tensor cores or by the plain ones.
@@ -2086,14 +2088,12 @@ struct Cuda : CudaRuntime {
     }
 
     // out [C] += the sums over the N rows of what Term gives
-    template <class Term>
-    void add_column_sums(float* out, const Term& term, bool wide, int N, int C) {
+    template <int W, class Term>
+    void add_column_sums(float* out, const Term& term, int N, int C) {
         const int part_rows = std::max(16, (N + 511) / 512), parts = (N + part_rows - 1) / part_rows;
         float* partial = scratch<float>(SCRATCH_SLOTS - 1, size_t(parts) * C);
-        with_width(wide, [&](auto W) {
-            launch<kernels::column_parts_kernel<W(), Term>>(dim3(blocks_for(size_t(C), 128 * W()), unsigned(parts)),
-                                                            128, 0, stream, partial, term, N, C, part_rows);
-        });
+        launch<kernels::column_parts_kernel<W, Term>>(dim3(blocks_for(size_t(C), 128 * W), unsigned(parts)), 128, 0,
+                                                      stream, partial, term, N, C, part_rows);
         launch<kernels::column_totals_kernel>(blocks_for(size_t(C), 32), 256, 0, stream, out, (const float*)partial,
                                               parts, C);
     }

@@ -824,7 +824,7 @@ void dump_first_batch(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader
     const NsaShape& s = a.shape;
     Buffers buffers;
     StateDump d;
-    d.B = s.B, d.T = s.T, d.V = a.V;
+    d.precision = precision_of(model.dev), d.B = s.B, d.T = s.T, d.V = a.V;
     d.inputs.resize(size_t(c.total_batch)), d.targets.resize(size_t(c.total_batch));
     loader.next_batch(d.inputs.data(), d.targets.data(), s.B);
     forward(model, a, d.inputs.data(), 0, s.T);

@@ -25,6 +25,7 @@
 # sources are not a git checkout, and TOTAL=590 stops everything after so many seconds. If time is short, run
 # `build tests perf attention`, `train batches long` and `torch gaps sanitizer`. The exit status is 1 if any part failed
 # or was stopped; the report says which.
+# PRECISION=FP32 builds that engine, for GPUs below sm_80 and for diagnosis; what it does not have is skipped.
 # With OUT the built programs are saved too, as OUT/programs.tar.gz. If that file is in the repository's root, and is of
 # these sources, this toolkit, processor and GPU, it is unpacked instead of building. Programs that are already where
 # make puts them are used as they are.
@@ -278,6 +279,8 @@ part_build() {
     } || return 1
     mkdir -p build && echo "$FINGERPRINT" >build/built_for
 }
+# Is the CUDA engine built with PRECISION=FP32, which has the plain kernels only?
+fp32() { ./train_nsa --version 2>/dev/null | grep -q 'CUDA (fp32)'; }
 # Each group runs in a process of its own, for at most 90 seconds. A fault spoils the GPU for the rest of its process,
 # and a test that hangs keeps the others from running, so tests that did not pass run again alone, for 15 seconds each.
 # All of it has 240 seconds, so that a broken kernel leaves time for the parts after this one.
@@ -287,7 +290,13 @@ part_tests() {
     within 30 ./build/test_device --list >"$WORK/names" || status=1
     for group in cuda_ attention_kernels_ ladder_; do
         if ! grep -q "^$group" "$WORK/names"; then
-            echo "there are no tests $group: the program sees no GPU"
+            if [ "$group" = attention_kernels_ ] && fp32; then
+                echo "skipped: tests $group*, of kernels that PRECISION=FP32 does not have"
+                continue
+            fi
+            if grep -qE '^(cuda|attention_kernels|ladder)_' "$WORK/names"; then
+                echo "build/test_device has no tests $group*: was it built from other sources? make build/test_device"
+            else echo "there are no tests $group*: build/test_device sees no GPU (nvidia-smi does)"; fi
             status=1
             continue
         fi
@@ -318,7 +327,7 @@ part_sanitizer() {
         echo "skipped: there is no compute-sanitizer on PATH"
         return 0
     fi
-    local status=0 more small="--device cuda --layers 1 --dim 384 --head-dim 64 --heads 6 --kv-groups 1
+    local status=0 more tests="attention_kernels_heads attention_kernels_gather_heads" small="--device cuda --layers 1 --dim 384 --head-dim 64 --heads 6 --kv-groups 1
         --cmp-block 32 --cmp-stride 16 --slc-block 64 --slc-count 3 --window 100
         --seq-len 520 --batch 1 --total-batch 520 --steps 1 --eval-batches 1 --sample-tokens 2 --stall-timeout 0"
     for more in "--selected-kernels tiles" "--selected-kernels gather --recompute 2" "--attention full"; do
@@ -328,7 +337,8 @@ part_sanitizer() {
     done
     # racecheck misjudges cuBLASLt's kernels, so it runs on the attention kernels only. In these tests every array is an
     # allocation of its own, so memcheck sees the end of each.
-    for more in attention_kernels_heads attention_kernels_gather_heads; do
+    fp32 && tests="cuda_plain_attention_full ladder_rungs_agree"
+    for more in $tests; do
         sanitize memcheck ./build/test_device --only "$more" || status=1
         sanitize racecheck ./build/test_device --only "$more" || status=1
     done
@@ -367,7 +377,13 @@ part_gaps() {
                 100 * (1 - sum / 1e3 / step)
         }' "$WORK/kernels.csv"
 }
-part_attention() { ./build/test_device --perf-attention --batch 1 --seq-len 65536; }
+part_attention() {
+    if fp32; then
+        echo "skipped: PRECISION=FP32 has the plain kernels only"
+        return 0
+    fi
+    ./build/test_device --perf-attention --batch 1 --seq-len 65536
+}
 # same_digits WHAT RUN RUN: did both runs log the same losses and norms?
 same_digits() {
     if cmp "$WORK/$2/main.log" "$WORK/$3/main.log"; then echo "$1: the same losses and norms, digit for digit"
@@ -440,12 +456,12 @@ part_torch() {
         status=1
     peak=$(sed -n 's/.*MFU [0-9.]* % of \([0-9.]*\) TFLOP.*/\1/p' "$WORK/$ours.out")
     "${PYTHON:-python3}" -u dev/bench/torch_step.py --batch 16 --seq-len 2048 --peak-tflops "${peak:-0}" || status=1
-    within 150 ./build/test_device --perf-attention --batch 1 --seq-len 65536 || status=1
+    fp32 || within 150 ./build/test_device --perf-attention --batch 1 --seq-len 65536 || status=1
     "${PYTHON:-python3}" -u dev/bench/torch_attention.py --tokens 65536 || status=1
     return "$status"
 }
 export WORK=$work
-export -f within limited run train same_digits sanitize perf
+export -f within limited run train same_digits sanitize perf fp32
 for part in $PARTS; do export -f "part_$part"; done
 
 build() {

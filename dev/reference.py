@@ -466,10 +466,22 @@ def check_selection(layer, found, dumped, c, precision, failures):
         )
 
 
-def compare(path, use_selection="from-state", precision="fp32", rtol=None):
+def precision_of(state, path):
+    """What the trainer stored activations in, or rounded the inputs of its products to."""
+    precision = state.metadata.get("precision")
+    if precision not in UNIT_ROUNDOFF:
+        raise Failure(
+            f"{path}: metadata key 'precision' is {precision!r}, expected {' or '.join(UNIT_ROUNDOFF)}: say with"
+            " --precision what wrote this dump"
+        )
+    return precision
+
+
+def compare(path, use_selection="from-state", precision=None, rtol=None):
     """Prints the tables; returns the failures, one line each, the worst first."""
     state = read_state(path)
     c, (B, T) = state.config, state.inputs.shape
+    precision = precision or precision_of(state, path)
     rtol = default_rtol(c, B, T, precision) if rtol is None else rtol
     dumped = [to_tgb(state.tensors[f"layers.{i}.selection"]) for i in range(c.layers)] if c.attention == "nsa" else []
     given = [layer.bool() for layer in dumped] if dumped and use_selection == "from-state" else None
@@ -486,7 +498,7 @@ def compare(path, use_selection="from-state", precision="fp32", rtol=None):
     floor = 1e-3 * max(grad.abs().max().item() for grad in results.grads.values())
     print(
         f"{'tensor':48} {'max |reference|':>16} {'max error':>11} {'/ max':>10} {'1 - cosine':>11}     limit {rtol:.2g}"
-        " of max"
+        f" of max ({precision})"
     )
     for name, expected in rows.items():
         found = torch.from_numpy(np.array(state.tensors[name])).double()
@@ -921,7 +933,8 @@ def write_state(path, c, params, inputs, targets, results):
     for i, layer in enumerate(results.selection):
         tensors[f"layers.{i}.selection"] = layer.chosen.transpose(1, 2).numpy().astype(np.uint8)
     options = f"./train_nsa --seed 1 --dump-state {path} --steps 1"
-    write_safetensors(path, tensors, {"config": json.dumps(dataclasses.asdict(c)), "options": options})
+    metadata = {"config": json.dumps(dataclasses.asdict(c)), "options": options, "precision": "fp32"}
+    write_safetensors(path, tensors, metadata)
 
 
 def quietly(action, *arguments, **options):
@@ -965,6 +978,15 @@ def check_compare():
         def one_element(array):
             array.flat[array.size // 3] += 1e-3 * np.abs(array).max()
             return array
+
+        # The limits are those of the precision that the dump names.
+        worse = one_element(tensors["logits"].copy())
+        for named, ends in ({"precision": "fp32"}, "refused"), ({"precision": "bf16"}, "accepted"), ({}, "unknown"):
+            write_safetensors(path, tensors | {"logits": worse}, {"config": metadata["config"]} | named)
+            failures = quietly(compare, path)
+            found = ("unknown" if "metadata key 'precision'" in failures else failures) if isinstance(
+                failures, str) else "refused" if failures else "accepted"
+            expect(found == ends, f"an error of 1e-3 in a dump with {named} is {found}, expected {ends}")
 
         def swap(t, best):
             """Sequence 1, group 0, token t: replaces the free block by the best or the worst of those left out."""
@@ -1163,8 +1185,8 @@ def main():
             " ties"
         ),
     )
-    mode.add_argument("--precision", choices=tuple(UNIT_ROUNDOFF), default="fp32",
-                      help="what the trainer stored activations in (default fp32); the limits follow from it")
+    mode.add_argument("--precision", choices=tuple(UNIT_ROUNDOFF),
+                      help="what the trainer computed in (default: what the dump says); the limits follow from it")
     mode.add_argument(
         "--rtol",
         type=float,

@@ -251,6 +251,14 @@ struct CudaRuntime {
     struct NotDeduced {  // lets a caller pass nullptr
         using type = T;
     };
+    // Tensor cores read rows in pieces of 16 bytes.
+    static void check_aligned(size_t bytes, size_t element) {
+        if (bytes % 16)
+            fail_usage(
+                "a row of a matrix begins %zu bytes after a multiple of 16, which tensor cores cannot read: on a GPU "
+                "--dim, --head-dim, --mlp-hidden and --phi-hidden have to be multiples of %d; or use --device cpu",
+                bytes % 16, int(16 / element));
+    }
     // C[M,N] = op(A)[M,K] op(B)[K,N] (+ addend[M,N], where given, which may be C), row-major as everywhere. cuBLASLt is
     // column-major, and reads the same memory as the transposed matrix: so it is asked for C^T = op(B)^T op(A)^T.
     template <class In, class Out>
@@ -432,13 +440,5 @@ struct CudaRuntime {
                 (long long)M, (long long)N, (long long)K, (long long)count, properties.name);
         m.algorithm = best.algo;
         return m;
-    }
-    // Tensor cores read rows in pieces of 16 bytes.
-    static void check_aligned(size_t bytes, size_t element) {
-        if (bytes % 16)
-            fail_usage(
-                "a row of a matrix begins %zu bytes after a multiple of 16, which tensor cores cannot read: on a GPU "
-                "--dim, --head-dim, --mlp-hidden and --phi-hidden have to be multiples of %d; or use --device cpu",
-                bytes % 16, int(16 / element));
     }
 };

@@ -186,6 +186,7 @@ void read_moments(Dev& dev, const Specs& specs, T* m, T* v, const Pieces& owned,
 // --dump-state: what another program needs to compare itself with this one.
 
 struct StateDump {
+    std::string precision;                         // precision_of the engine
     std::vector<TensorView> tensors;               // parameters, and gradients named grad.<tensor>
     int64_t B = 0, T = 0, V = 0;                   // sequences, tokens of each, vocabulary
     std::vector<int32_t> inputs, targets;          // [B, T]
@@ -204,6 +205,13 @@ struct StateDump {
         }
     }
 };
+
+// What the engine rounds activations, or the inputs of its products, to: how close the dump can be to exact arithmetic.
+template <class Dev>
+std::string precision_of(const Dev& dev) {
+    if constexpr (Dev::on_host) return dev.gemm.bf16 ? "bf16" : "fp32";
+    else return sizeof(typename Dev::real) == 2 ? "bf16" : "fp32";
+}
 
 // A bitmask becomes a byte per block.
 inline std::vector<uint8_t> bytes_of_masks(const std::vector<uint32_t>& masks, size_t words, size_t blocks) {
@@ -229,5 +237,5 @@ inline void write_state_dump(const std::string& path, StateDump d, const std::st
                              {d.B, d.groups, d.T, d.blocks},
                              selections[i].data(),
                              selections[i].size()});
-    write_safetensors(path, {{"config", config}, {"options", command}}, d.tensors);
+    write_safetensors(path, {{"config", config}, {"options", command}, {"precision", d.precision}}, d.tensors);
 }

@@ -24,8 +24,9 @@
 // barrier or warp function per source line (the line is what identifies it); SHARED instead of __shared__; (float)x for
 // a bf16 x; pointers to device memory only (those inside a struct argument are not checked). Not modelled: graphs of
 // more than one stream, warps in lockstep, memory orders weaker than the host's, speed, registers, bank conflicts, one
-// block waiting for another (hangs). Results agree with a GPU's within tolerances, not bit for bit: expf is more exact
-// than __expf, and the sum in an mma has another order.
+// block waiting for another (hangs). Results agree with a GPU's within tolerances, not bit for bit. With
+// emu::machine.rough the approximations and the sums in an mma are as bad as a GPU's may be; there is no __expf,
+// __logf, __fdividef or rsqrtf, whose errors nobody here has modelled.
 #pragma once
 #include "cuda_on_cpu_engine.h"
 #include "cuda_on_cpu_check.h"
@@ -340,11 +341,6 @@ inline T atomicOr(T* p, emu::same<T> v) {
     return emu::atomic_update(p, [v](T before) { return T(before | v); });
 }
 
-// Macros, because the C library's headers declare these names, or may do so one day.
-#define __expf(x) expf(x)
-#define __logf(x) logf(x)
-#define __fdividef(a, b) ((a) / (b))
-#define rsqrtf(x) (1.0f / sqrtf(x))
 template <class To, class From>
 inline To emu_bits_as(From from) {
     static_assert(sizeof(To) == sizeof(From));
@@ -385,7 +381,6 @@ struct Mma {
     }
     EMU_ENGINE static void run(unsigned lanes, void** arguments) {
         if (lanes != ~0u) stop("mma.sync needs all 32 lanes, has %08x", lanes);
-        typedef float Vector __attribute__((vector_size(16)));
         float a[16][16];
         alignas(16) float b[16][8];
         for (int l = 0; l < 32; l++) {
@@ -401,16 +396,62 @@ struct Mma {
             const int r = row / 8 * 2, first = row % 8 * 4;
             float c[8];
             for (int t = 0; t < 4; t++) memcpy(c + t * 2, ((Mma*)arguments[first + t])->c + r, 8);
-            Vector low, high;
-            memcpy(&low, c, 16), memcpy(&high, c + 4, 16);
-            for (int k = 0; k < 16; k++) {
-                Vector x, y;
-                memcpy(&x, b[k], 16), memcpy(&y, b[k] + 4, 16);
-                low += a[row][k] * x, high += a[row][k] * y;
+            for (int column = 0; column < 8; column += 4) {
+                Vector sum, terms[16];
+                memcpy(&sum, c + column, 16);
+                for (int k = 0; k < 16; k++) memcpy(&terms[k], b[k] + column, 16), terms[k] *= a[row][k];
+                if (machine.rough) sum = cut_sum(cut_sum(sum, terms), terms + 8);
+                else
+                    for (int k = 0; k < 16; k++) sum += terms[k];
+                memcpy(c + column, &sum, 16);
             }
-            memcpy(c, &low, 16), memcpy(c + 4, &high, 16);
             for (int t = 0; t < 4; t++) memcpy(((Mma*)arguments[first + t])->d + r, c + t * 2, 8);
         }
+    }
+
+    // The sum of c and eight products as tensor cores make it, by experiments on them (Fasi et al. 2021, PeerJ Computer
+    // Science 7:e330; Khattak & Mikaitis, arXiv 2512.07004), taking the worst of V100 to H100: all terms lose what is
+    // below 2^-23 of the largest one's leading bit, and the sum is cut off to fp32.
+    typedef float Vector __attribute__((vector_size(16)));
+    EMU_ENGINE static Vector cut_sum(Vector c, const Vector* products) {
+        typedef int Ints __attribute__((vector_size(16)));
+        const Ints magnitude = Ints{} + 0x7fffffff;
+        Ints most = (Ints)c & magnitude;
+        for (int k = 0; k < 8; k++) {
+            const Ints bits = (Ints)products[k] & magnitude;
+            most = bits > most ? bits : most;
+        }
+        // Terms are cut off as integers, in units of 2^-23 of the largest. Infinities, NaN and units that are no normal
+        // numbers take the slow way.
+        const int SMALLEST = 24;
+        Ints exponent = most >> 23;
+        const Ints rare = (exponent == 255) | ((exponent < SMALLEST) & (most != 0));
+        if (rare[0] | rare[1] | rare[2] | rare[3]) {
+            for (int i = 0; i < 4; i++) {
+                float terms[9] = {c[i]};
+                for (int k = 0; k < 8; k++) terms[k + 1] = products[k][i];
+                c[i] = cut_sum_of_any(terms);
+            }
+            return c;
+        }
+        exponent = exponent > SMALLEST ? exponent : Ints{} + SMALLEST;
+        const Vector unit = (Vector)((exponent - 23) << 23), per_unit = (Vector)((277 - exponent) << 23);
+        Ints sum = __builtin_convertvector(c * per_unit, Ints);
+        for (int k = 0; k < 8; k++) sum += __builtin_convertvector(products[k] * per_unit, Ints);
+        Vector rounded = __builtin_convertvector(sum, Vector);  // to nearest: one unit too large, or as it should be
+        const Ints back = __builtin_convertvector(rounded, Ints);
+        const Ints too_large = (sum < 0 ? -back : back) > (sum < 0 ? -sum : sum);  // -1 where it is
+        rounded = (Vector)((Ints)rounded + too_large);
+        return rounded * unit;
+    }
+    EMU_ENGINE static float cut_sum_of_any(const float (&terms)[9]) {
+        double most = 0, sum = 0, cut = 0;
+        for (const float x : terms) sum += x, most = std::max(most, std::fabs(double(x)));
+        if (!std::isfinite(sum) || most == 0) return float(sum);
+        const double unit = std::ldexp(1.0, std::ilogb(most) - 23);
+        for (const float x : terms) cut += std::trunc(x / unit) * unit;
+        const float rounded = float(cut);
+        return std::fabs(double(rounded)) > std::fabs(cut) ? std::nextafter(rounded, 0.0f) : rounded;
     }
 };
 
@@ -492,10 +533,26 @@ EMU_ENGINE EMU_NOINLINE inline void cp_async_wait() {
     t.copies.erase(t.copies.begin(), t.copies.begin() + long(arrived));
 }
 
-// 2^x with about 2 units in the last place on a GPU.
-inline float exp2_approx(float x) { return exp2f(x); }
-// 1/x, within 1 unit in the last place on a GPU.
-inline float reciprocal_approx(float x) { return 1 / x; }
+// Approximations, ex2.approx.ftz and rcp.approx.ftz: what is below the smallest normal number, 2^-126, becomes 0, on
+// the way in and on the way out.
+namespace emu {
+EMU_ENGINE inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+// y, if machine.rough off by this many units of its last place, up or down by the bits of x.
+EMU_ENGINE inline float off_by(int units, float y, float x) {
+    if (!machine.rough || y == 0 || !std::isfinite(y)) return y;
+    const bool up = emu_bits_as<unsigned>(x) * 2654435761u >> 31;
+    return emu_bits_as<float>(emu_bits_as<int>(y) + (up ? units : -units));
+}
+}  // namespace emu
+// 2^x within 2 units in the last place; 2^0 is 1.
+EMU_ENGINE inline float exp2_approx(float x) {
+    x = emu::flushed(x);
+    return x == 0 ? 1 : emu::flushed(emu::off_by(2, emu::flushed(exp2f(x)), x));
+}
+// 1/x within 1 unit in the last place
+EMU_ENGINE inline float reciprocal_approx(float x) {
+    return emu::flushed(emu::off_by(1, emu::flushed(1 / emu::flushed(x)), x));
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The runtime API. A call that makes no sense on a GPU ends the process, like a fault in a kernel; errors that a

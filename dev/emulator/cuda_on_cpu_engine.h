@@ -258,6 +258,9 @@ struct Machine {
     std::map<const char*, Allocation> allocations;  // by address; freed ones stay, so that a report can name them
     size_t device_bytes = size_t(4) << 30, live_bytes = 0;
 
+    // Approximations are off by as much as a GPU's may be, and an mma's sums are cut off as tensor cores cut them off.
+    bool rough = false;
+
     // Streams.
     bool run_late = false;
     Stream default_stream;

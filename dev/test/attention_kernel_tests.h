@@ -8,6 +8,12 @@
 // (D sums, the scaling, the shift, 2 ulp of the exponential, one rescaling a tile), and every weight by the factor
 // e^delta. Sums of n terms add n e times the sum of their magnitudes. Where a weight or dS enters a tensor core it is
 // rounded to bf16, and so is each bf16 output.
+//
+// Below 2^-126 numbers are subnormal. ex2.approx.ftz gives 0 there, so a weight that may be so small may be missing:
+// the whole weight P' of the backward pass, and with it all of its dS. In the forward pass weights are relative to a
+// shift that may lie 2^8 below the row's largest, and a factor that rescales sums is flushed too: up to 2^8 2^-126 of
+// each key's share in a total of at least 1 may be missing. Elsewhere fp32 keeps subnormal numbers, as multiples of
+// 2^-149, and bf16 as multiples of 2^-133.
 #pragma once
 #include <memory>
 #include <vector>
@@ -21,6 +27,8 @@
 namespace attention_tests {
 
 constexpr double U16 = 0x1p-8, E32 = 0x1p-23;
+constexpr double FLUSHED = 0x1p-126;                    // what is smaller may be 0
+constexpr double TINY16 = 0x1p-134, TINY32 = 0x1p-149;  // rounding a subnormal bf16; cutting off a subnormal fp32
 
 #ifdef EMU_CHECK
 constexpr int RUNS = 1, LONGEST = 200;  // every access is checked, so one order of threads is enough
@@ -202,73 +210,99 @@ struct AttentionScratch {
     operator AttentionWorkspace() const { return {data.data, choice.data}; }
 };
 
+// What Cpu computes in fp64, and how far the kernels may be off.
+struct Expected {
+    std::vector<double> out, lse, dq, dk, dv;
+    std::vector<double> out_limit, lse_limit, dq_limit, dk_limit, dv_limit;
+    std::vector<double> delta;              // of each query row
+    std::vector<float> row_dot, lse_gated;  // what the backward pass is given
+};
+inline Expected expected_forward(const Inputs& in) {
+    const NsaShape& s = in.s;
+    const size_t D = size_t(s.D), rows = in.rows();
+    Expected e;
+    e.out.resize(rows * D), e.lse.resize(rows), e.out_limit.resize(rows * D, TINY16), e.lse_limit.resize(rows);
+    Cpu<double> cpu;
+    const auto forward = [&](std::vector<double>& out, const std::vector<double>& v) {
+        cpu.attention_forward(in.branch, out.data(), e.lse.data(), in.q.data(), in.k.data(), v.data(),
+                              in.selection.data(), s);
+    };
+    std::vector<double> magnitude(rows * D), absolute_v(in.v);  // of the weighted values
+    for (double& x : absolute_v) x = std::fabs(x);
+    forward(magnitude, absolute_v), forward(e.out, in.v);
+    e.delta = exponent_errors(in, e.lse);
+    for_rows(s, [&](size_t bg, int, int t, size_t row) {
+        const double weight_error = std::expm1(e.delta[row]);
+        e.lse_limit[row] = weight_error + E32 * in.keys();
+        double* limit = &e.out_limit[row * D];
+        for (size_t x = 0; x < D; x++)
+            limit[x] += (1 + U16) * (U16 + 2 * weight_error + 2 * E32 * in.keys()) * magnitude[row * D + x] +
+                        U16 * std::fabs(e.out[row * D + x]);
+        for (int key = 0; key < in.keys(); key++) {
+            if (!in.visible(bg, t, key)) continue;
+            const double* v = &absolute_v[(bg * in.stride() + key) * D];
+            for (size_t x = 0; x < D; x++) limit[x] += std::exp2(MOST_GROWTH) * FLUSHED * v[x];
+        }
+    });
+    return e;
+}
+inline void expect_backward(Expected& e, const Inputs& in) {
+    const NsaShape& s = in.s;
+    const size_t D = size_t(s.D), rows = in.rows(), key_rows = size_t(s.B) * s.G * size_t(in.stride());
+    const auto dout_of = [&](size_t bg, int head, int t) {
+        return &in.dout[((bg / s.G * s.queries + t - s.first) * s.H + head) * D];
+    };
+    e.row_dot.resize(rows), e.lse_gated.resize(rows);
+    for_rows(s, [&](size_t bg, int head, int t, size_t row) {
+        const double gate = 0.05 + 0.9 * random_uniform(3, random_stream(RANDOM_TEST, 79), row);
+        e.row_dot[row] = float(dot(dout_of(bg, head, t), &e.out[row * D], s.D));
+        e.lse_gated[row] = float(e.lse[row] - std::log(gate));
+    });
+    const std::vector<double> row_dots(e.row_dot.begin(), e.row_dot.end()),
+        lses(e.lse_gated.begin(), e.lse_gated.end());
+    e.dq = in.dq, e.dk.resize(key_rows * D), e.dv.resize(key_rows * D);
+    Cpu<double>().attention_backward(in.branch, e.dq.data(), true, e.dk.data(), e.dv.data(), in.dout.data(),
+                                     in.q.data(), in.k.data(), in.v.data(), row_dots.data(), lses.data(),
+                                     in.selection.data(), s);
+    e.dq_limit.resize(rows * D), e.dk_limit.resize(key_rows * D, TINY16), e.dv_limit.resize(key_rows * D, TINY16);
+    const double sums = E32 * std::max(in.keys(), s.queries * s.heads_per_group());
+    for_rows(s, [&](size_t bg, int head, int t, size_t row) {
+        const double *q = &in.q[row * D], *dout = dout_of(bg, head, t), weight_error = std::expm1(e.delta[row]);
+        for (int key = 0; key < in.keys(); key++) {
+            if (!in.visible(bg, t, key)) continue;
+            const size_t at = (bg * in.stride() + key) * D;
+            const double p = std::exp(dot(q, &in.k[at], s.D) * s.scale() - lses[row]),
+                         missing = p < FLUSHED * (1 + weight_error) ? p : 0;
+            const double dout_v = dot(dout, &in.v[at], s.D), ds = p * (dout_v - row_dots[row]);
+            // dS: weight, product with v (D sums), subtraction, product, then bf16
+            const double product_error = E32 * ((s.D + 1) * dot(dout, &in.v[at], s.D, true) + std::fabs(row_dots[row]));
+            const double ds_error = (1 + U16) * (std::fabs(ds) * (U16 + weight_error + sums + 2 * E32) +
+                                                 p * (1 + weight_error) * product_error) +
+                                    missing * (std::fabs(dout_v) + std::fabs(row_dots[row])) + TINY16;
+            const double p_error = (1 + U16) * p * (U16 + weight_error + sums) + missing;
+            for (size_t x = 0; x < D; x++) {
+                e.dq_limit[row * D + x] += ds_error * std::fabs(in.k[at + x]) * s.scale() + TINY32;
+                e.dk_limit[at + x] += ds_error * std::fabs(q[x]) * s.scale() + TINY32;
+                e.dv_limit[at + x] += p_error * std::fabs(dout[x]) + TINY32;
+            }
+        }
+    });
+    for (size_t i = 0; i < rows * D; i++)
+        e.dq_limit[i] += E32 * (std::fabs(e.dq[i]) + std::fabs(in.dq[i]) + std::fabs(e.dq[i] - in.dq[i]));
+    for (size_t i = 0; i < key_rows * D; i++)
+        e.dk_limit[i] += (U16 + 2 * E32) * std::fabs(e.dk[i]), e.dv_limit[i] += (U16 + 2 * E32) * std::fabs(e.dv[i]);
+}
+
 inline void check_attention(const Inputs& in, Worst* worst, bool backward = true,
                             SelectedKernel kernel = SelectedKernel::TILES) {
     const NsaShape& s = in.s;
     const Branch branch = in.branch;
     const size_t D = size_t(s.D), rows = in.rows(), key_rows = size_t(s.B) * s.G * size_t(in.stride());
-    Cpu<double> cpu;
-
-    // Forward, and once more with |v| for the limits.
-    std::vector<double> out(rows * D), lse(rows), magnitude(rows * D), ignored(rows), absolute_v(in.v);
-    for (double& x : absolute_v) x = std::fabs(x);
-    cpu.attention_forward(branch, out.data(), lse.data(), in.q.data(), in.k.data(), in.v.data(), in.selection.data(),
-                          s);
-    cpu.attention_forward(branch, magnitude.data(), ignored.data(), in.q.data(), in.k.data(), absolute_v.data(),
-                          in.selection.data(), s);
-    const std::vector<double> delta = exponent_errors(in, lse);
-    std::vector<double> out_limit(rows * D), lse_limit(rows);
-    for (size_t row = 0; row < rows; row++) {
-        lse_limit[row] = std::expm1(delta[row]) + E32 * in.keys();
-        for (size_t x = row * D; x < (row + 1) * D; x++)
-            out_limit[x] = (1 + U16) * (U16 + 2 * std::expm1(delta[row]) + 2 * E32 * in.keys()) * magnitude[x] +
-                           U16 * std::fabs(out[x]) + 1e-37;
-    }
-    // Backward: the limits by plain loops.
-    std::vector<float> row_dot(rows), lse_gated(rows);
-    std::vector<double> dq(in.dq), dk(key_rows * D, 0.0), dv(key_rows * D, 0.0);
-    std::vector<double> dq_limit(rows * D, 1e-37), dk_limit(key_rows * D, 1e-37), dv_limit(key_rows * D, 1e-37);
-    if (backward) {
-        for_rows(s, [&](size_t bg, int head, int t, size_t row) {
-            const double* dout = &in.dout[((bg / s.G * s.queries + t - s.first) * s.H + head) * D];
-            const double gate = 0.05 + 0.9 * random_uniform(3, random_stream(RANDOM_TEST, 79), row);
-            row_dot[row] = float(dot(dout, &out[row * D], s.D));
-            lse_gated[row] = float(lse[row] - std::log(gate));
-        });
-        const std::vector<double> row_dots(row_dot.begin(), row_dot.end()), lses(lse_gated.begin(), lse_gated.end());
-        cpu.attention_backward(branch, dq.data(), true, dk.data(), dv.data(), in.dout.data(), in.q.data(), in.k.data(),
-                               in.v.data(), row_dots.data(), lses.data(), in.selection.data(), s);
-        const double sums = E32 * std::max(in.keys(), s.queries * s.heads_per_group());
-        for_rows(s, [&](size_t bg, int head, int t, size_t row) {
-            const double *q = &in.q[row * D], *dout = &in.dout[((bg / s.G * s.queries + t - s.first) * s.H + head) * D];
-            for (int key = 0; key < in.keys(); key++) {
-                if (!in.visible(bg, t, key)) continue;
-                const size_t at = (bg * in.stride() + key) * D;
-                const double p = std::exp(dot(q, &in.k[at], s.D) * s.scale() - lses[row]),
-                             weight_error = std::expm1(delta[row]);
-                const double ds = p * (dot(dout, &in.v[at], s.D) - row_dots[row]);
-                // dS: weight, product with v (D sums), subtraction, product, then bf16
-                const double product_error =
-                    E32 * ((s.D + 1) * dot(dout, &in.v[at], s.D, true) + std::fabs(row_dots[row]));
-                const double ds_error = (1 + U16) * (std::fabs(ds) * (U16 + weight_error + sums + 2 * E32) +
-                                                     p * (1 + weight_error) * product_error);
-                const double p_error = (1 + U16) * p * (U16 + weight_error + sums);
-                for (size_t x = 0; x < D; x++) {
-                    dq_limit[row * D + x] += ds_error * std::fabs(in.k[at + x]) * s.scale();
-                    dk_limit[at + x] += ds_error * std::fabs(q[x]) * s.scale();
-                    dv_limit[at + x] += p_error * std::fabs(dout[x]);
-                }
-            }
-        });
-        for (size_t i = 0; i < rows * D; i++)
-            dq_limit[i] += E32 * (std::fabs(dq[i]) + std::fabs(in.dq[i]) + std::fabs(dq[i] - in.dq[i]));
-        for (size_t i = 0; i < key_rows * D; i++)
-            dk_limit[i] += (U16 + 2 * E32) * std::fabs(dk[i]), dv_limit[i] += (U16 + 2 * E32) * std::fabs(dv[i]);
-    }
-
+    Expected e = expected_forward(in);
+    if (backward) expect_backward(e, in);
     DeviceArray<bf16> q(in.q), k(in.k), v(in.v), dout(in.dout);
     DeviceArray<uint32_t> selection(in.selection);
-    DeviceArray<float> device_dot(row_dot), device_lse(lse_gated);
+    DeviceArray<float> device_dot(e.row_dot), device_lse(e.lse_gated);
     std::vector<bf16> first_out, first_dk, first_dv;
     std::vector<float> first_lse, first_dq;
     for (int run = 0; run < RUNS; run++) {
@@ -286,24 +320,24 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
             CHECK_EQUAL(emu::unwritten(found_out.data, rows * D), 0L);
             CHECK_EQUAL(emu::unwritten(found_lse.data, rows), 0L);
 #endif
-            check_within("out", s, found_out.download(), out, out_limit, &worst->out);
-            check_within("lse", s, found_lse.download(), lse, lse_limit, &worst->lse);
+            check_within("out", s, found_out.download(), e.out, e.out_limit, &worst->out);
+            check_within("lse", s, found_lse.download(), e.lse, e.lse_limit, &worst->lse);
             first_out = found_out.raw(), first_lse = found_lse.raw();
             if (!backward) continue;
 #ifndef __CUDACC__
             CHECK_EQUAL(emu::unwritten(found_dk.data, key_rows * D) + emu::unwritten(found_dv.data, key_rows * D), 0L);
 #endif
-            check_within("dq", s, found_dq.download(), dq, dq_limit, &worst->dq);
-            check_within("dk", s, found_dk.download(), dk, dk_limit, &worst->dk);
-            check_within("dv", s, found_dv.download(), dv, dv_limit, &worst->dv);
+            check_within("dq", s, found_dq.download(), e.dq, e.dq_limit, &worst->dq);
+            check_within("dk", s, found_dk.download(), e.dk, e.dk_limit, &worst->dk);
+            check_within("dv", s, found_dv.download(), e.dv, e.dv_limit, &worst->dv);
             // Written instead of added to: the old content is not read.
             DeviceArray<float> only_dq(rows * D);
             attention_backward(branch, only_dq.data, false, found_dk.data, found_dv.data, dout.data, q.data, k.data,
                                v.data, device_dot.data, device_lse.data, selection.data, s, kernel,
                                AttentionScratch(branch, s, kernel, true), nullptr);
-            std::vector<double> without(dq);
+            std::vector<double> without(e.dq);
             for (size_t i = 0; i < rows * D; i++) without[i] -= in.dq[i];
-            check_within("dq, written", s, only_dq.download(), without, dq_limit, &worst->dq);
+            check_within("dq, written", s, only_dq.download(), without, e.dq_limit, &worst->dq);
             first_dq = found_dq.raw(), first_dk = found_dk.raw(), first_dv = found_dv.raw();
         } else {
             check_same_bits("out", found_out.raw(), first_out), check_same_bits("lse", found_lse.raw(), first_lse);
@@ -449,6 +483,8 @@ inline SelectionRun run_selection(const Inputs& in, const std::vector<float>& ls
 
 // The kernel chooses Cpu's set, except among blocks whose importances differ by less than the rounding: an importance
 // is a sum of positive weights, so its relative error is at most e^delta - 1 + e (heads + compressed blocks in it).
+// Weights below 2^-126 may be missing: in each head one of every compressed block, and l / d of these share each of the
+// block's l' tokens, which count 1 / d each.
 inline void check_selection(const NsaShape& s, double scale, long* tokens, long* other_choices) {
     const Inputs in(s, CMP, scale, 5);
     Cpu<double> cpu;
@@ -469,6 +505,7 @@ inline void check_selection(const NsaShape& s, double scale, long* tokens, long*
     draw_order(0, s);
 
     const int h = s.heads_per_group();
+    const double missing = FLUSHED * h * s.slc_block * s.l / (double(s.d) * s.d);
     std::vector<double> weight(size_t(in.keys()) + 1), importance(s.slc_blocks());
     for (int bg = 0; bg < s.B * s.G; bg++)
         for (int j = 0; j < s.queries; j++) {
@@ -500,8 +537,7 @@ inline void check_selection(const NsaShape& s, double scale, long* tokens, long*
                         bit(found.selection, other) != bit(found.selection, block)) {
                         tests().checks++;
                         const double gap = std::fabs(importance[block] - importance[other]);
-                        const double limit =
-                            relative * (importance[block] + importance[other]) + 1e-36;  // where fp32 underflows
+                        const double limit = relative * (importance[block] + importance[other]) + 2 * missing;
                         if (!(gap <= limit))
                             check_failed(__FILE__, __LINE__,
                                          "token %d: blocks %d and %d differ by %.3g in importance, limit %.3g, but the "

@@ -86,6 +86,18 @@ TEST_LONG(emulated_gpus_give_the_same_bits) {
     }
 }
 
+// A dump says in which precision the engine computes.
+TEST(emulated_gpu_dumps_its_precision) {
+    using namespace emulated_runs;
+    const Words one = program_on(1, "a dump of an emulated GPU");
+    if (one.empty()) return;
+    TempFolder folder;
+    const std::string file = folder.file("state.safetensors");
+    const Result r = train_on(one, {{"batch", "4"}, {"init", "random"}, {"dump-state", file}});
+    REQUIRE_GOOD(r);
+    CHECK_EQUAL(read_raw(file).metadata.at("precision"), std::string("bf16"));
+}
+
 // Buckets that travel during the backward pass: the first step's loss is the same, whoever computes
 // which samples, and the norm but for the roundings of sums of four samples in fp32, each at most 2^-24
 // of the norms of what is added, or of --grad-reduce bf16, 2^-9 for each of two addends and their sum.

@@ -74,7 +74,7 @@ __global__ void normalize_rows(float* out, const float* in, int C) {
     const float mean = block_sum<FAULT>(sum) / C;
     const float variance = block_sum<FAULT>(squares) / C - mean * mean;
     for (int c = threadIdx.x; c < (FAULT == LEAVES_OUTPUT_UNWRITTEN ? C - 1 : C); c += blockDim.x)
-        out[row + c] = (in[row + c] - mean) * rsqrtf(variance);
+        out[row + c] = (in[row + c] - mean) / sqrtf(variance);
 }
 
 // out (C) += the sum over rows of in (rows, C); one block per row

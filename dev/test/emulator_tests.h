@@ -193,6 +193,38 @@ TEST(emulator_mma_fragments) {
         }
 }
 
+#ifndef __CUDACC__
+// The sums of a rough mma: what they lose is known, and both ways to compute them agree.
+TEST(emulator_rough_mma_cuts_sums_off) {
+    using Vector = emu::Mma::Vector;
+    const auto sum_of = [](float c, std::vector<float> products) {
+        Vector terms[8] = {};
+        for (size_t k = 0; k < products.size(); k++) terms[k] = Vector{} + products[k];
+        return emu::Mma::cut_sum(Vector{} + c, terms)[0];
+    };
+    // Beside 1 each of these is below the unit, although together they are nearly 4 of them.
+    CHECK_EQUAL(sum_of(1, std::vector<float>(8, 0x1.fp-25f)), 1.0f);
+    CHECK_EQUAL(sum_of(-1, std::vector<float>(8, -0x1.fp-25f)), -1.0f);
+    CHECK_EQUAL(sum_of(1, {0x1.8p-23f}), 1 + 0x1p-23f);      // cut off, not rounded
+    CHECK_EQUAL(sum_of(0x1.fffffep0f, {0x1.8p-23f}), 2.0f);  // the sum, too
+    CHECK_EQUAL(sum_of(0x1.fffffep0f, {0x1.8p-23f, 1}), 3.0f);
+    CHECK_EQUAL(sum_of(0, {}), 0.0f);
+    CHECK_EQUAL(sum_of(0, {INFINITY, 1}), INFINITY);
+    CHECK(std::isnan(sum_of(INFINITY, {-INFINITY})));
+    CHECK_EQUAL(sum_of(0x1p-149f, {0x1p-149f, 0x1p-126f}), 0x1p-126f + 0x1p-148f);  // subnormal numbers count
+    for (size_t n = 0; n < 1000; n++) {
+        float terms[9];
+        for (size_t k = 0; k < 9; k++)
+            terms[k] = std::ldexp(emulator_noise(n * 9 + k), int(n * 7 + k * k * n % 31) % 60 - 40);
+        double sum = 0, magnitude = 0;
+        for (const float x : terms) sum += x, magnitude = std::max(magnitude, std::fabs(double(x)));
+        const float found = sum_of(terms[0], std::vector<float>(terms + 1, terms + 9));
+        CHECK_EQUAL(found, emu::Mma::cut_sum_of_any(terms));
+        CHECK_NEAR(found, sum, 9 * 0x1p-23 * magnitude + 0x1p-23 * std::fabs(sum));
+    }
+}
+#endif
+
 TEST(emulator_ldmatrix_fragments) {
     std::vector<unsigned short> in(32 * 8);
     for (size_t i = 0; i < in.size(); i++) in[i] = (unsigned short)(i * 257 % 4096);

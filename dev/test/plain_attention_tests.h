@@ -69,6 +69,89 @@ inline oracle::AttentionGradients<float> plain_gradients(Branch branch, const Ho
                                            numbers(lse_gated), selection, s);
 }
 
+// The row operations around the branches. o [branches, B, H, queries, D], gate and lse [branches, B, H, queries], out
+// and dout [B, queries, H, D]; full attention has one branch, whose gate is 1.
+inline size_t cuda_branches(const NsaShape& s) { return s.full ? 1 : 3; }
+// Calls visit(branch, row of [B, H, queries], row of [B, queries, H]).
+template <class Visit>
+void for_branch_rows(const NsaShape& s, Visit visit) {
+    const size_t rows = s.query_rows();
+    for (size_t branch = 0; branch < cuda_branches(s); branch++)
+        for (size_t row = 0; row < rows; row++) {
+            const size_t j = row % s.queries, head = row / s.queries % s.H, b = row / s.queries / s.H;
+            visit(branch, row, (b * s.queries + j) * s.H + head);
+        }
+}
+inline CudaNumbers expected_gated_sum(const HostArray& o, const HostArray& gate, const NsaShape& s) {
+    const size_t rows = s.query_rows();
+    std::vector<CudaSum> sums(rows * s.D);
+    for_branch_rows(s, [&](size_t branch, size_t row, size_t by_token) {
+        for (int x = 0; x < s.D; x++)
+            sums[by_token * s.D + x].add(CudaNumber(s.full ? 1 : gate[branch * rows + row]) *
+                                         CudaNumber(o[(branch * rows + row) * s.D + x]));
+    });
+    return stored(oracle::numbers(sums));
+}
+struct RowTerms {
+    HostArray row_dot, lse_gated;
+};
+// The row terms of the backward pass, checked.
+inline RowTerms check_cuda_backward_rows(Cuda& dev, const HostArray& dout, const HostArray& o, const HostArray& gate,
+                                         const HostArray& lse, const NsaShape& s) {
+    const size_t rows = s.query_rows(), count = cuda_branches(s) * rows;
+    const auto found = in_every_order([&] {
+        DeviceReal o_on_device(dev, o), d(dev, dout);
+        DeviceFloat lse_on_device(dev, lse), gates(dev, gate), row_dot(dev, count), lse_gated(dev, count),
+            dz(dev, count);
+        dev.attention_backward_rows(row_dot, lse_gated, s.full ? nullptr : dz.data, d, o_on_device,
+                                    s.full ? nullptr : gates.data, lse_on_device, s);
+        CHECK_EQUAL(row_dot.unwritten() + lse_gated.unwritten() + (s.full ? 0 : dz.unwritten()), 0L);
+        return std::vector<HostArray>{row_dot.host(), lse_gated.host(), dz.host()};
+    });
+    CudaNumbers expected_dot, expected_gated, expected_dz;
+    for_branch_rows(s, [&](size_t branch, size_t row, size_t by_token) {
+        CudaSum dot;
+        for (int x = 0; x < s.D; x++)
+            dot.add(CudaNumber(dout[by_token * s.D + x]) * CudaNumber(o[(branch * rows + row) * s.D + x]));
+        const CudaNumber g(s.full ? 1 : gate[branch * rows + row]), shift(lse[branch * rows + row]);
+        expected_dot.push_back(dot);
+        expected_gated.push_back(std::isinf(shift.value) ? shift : shift - log(g));
+        expected_dz.push_back(CudaNumber(dot) * g * (CudaNumber(1) - g));
+    });
+    CHECK_ARRAY(found[0], expected_dot);
+    CHECK_ARRAY(found[1], expected_gated);
+    if (!s.full) CHECK_ARRAY(found[2], expected_dz);
+    return {found[0], found[1]};
+}
+inline HostArray random_gates(Random& random, size_t count) {
+    HostArray gate(count);
+    for (float& g : gate) g = float(1 / (1 + std::exp(-2 * random.normal())));
+    return gate;
+}
+// Head dimensions that whole attention does not have on this engine, odd ones too, and more than lanes take at once.
+TEST(cuda_gated_sum_and_row_terms) {
+    Cuda dev(0, TEST_WORKSPACE);
+    for (const int D : {1, 3, 37, 63, 64, 128, 296, 320})
+        for (const bool full : {false, true}) {
+            NsaShape s = part_of(cuda_shape(2, 17, 2, 3, D, 8, 4, 16, 3, 9), 4, 13);
+            s.full = full;
+            const CudaShapeReport report(s);
+            Random random(97);
+            const size_t rows = s.query_rows(), count = cuda_branches(s) * rows;
+            const HostArray o = random_reals(random, count * D), dout = random_reals(random, rows * D),
+                            gate = random_gates(random, count), lse = random_floats(random, count, 10);
+            const auto outputs = in_every_order([&] {
+                DeviceReal o_on_device(dev, o), out(dev, rows * D);
+                DeviceFloat gates(dev, gate);
+                dev.combine_forward(out, o_on_device, full ? nullptr : gates.data, s);
+                CHECK_EQUAL(out.unwritten(), 0L);
+                return std::vector<HostArray>{out.host()};
+            });
+            CHECK_ARRAY(outputs[0], expected_gated_sum(o, gate, s), s.B, s.queries, s.H, D);
+            check_cuda_backward_rows(dev, dout, o, gate, lse, s);
+        }
+}
+
 inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
     const CudaShapeReport report(s);
     Cuda dev(0, TEST_WORKSPACE);
@@ -78,8 +161,7 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
                  masks_count = size_t(s.B) * s.G * s.queries * oracle::selection_words(s);
     const HostArray q = random_reals(random, values, score_scale),
                     dout = random_reals(random, size_t(s.B) * s.queries * s.H * s.D);
-    HostArray gate(3 * rows);
-    for (float& g : gate) g = float(1 / (1 + std::exp(-2 * random.normal())));
+    const HostArray gate = random_gates(random, 3 * rows);
     std::vector<HostArray> k, v;
     for (Branch branch : {CMP, SLC, WIN}) {
         const size_t count = size_t(s.B) * s.G * oracle::key_rows(branch, s) * s.D;
@@ -113,7 +195,6 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
     });
     const HostArray &o = outputs[0], &lse = outputs[1];
     if (!s.full) check_cuda_selection(masks, share, q, k[CMP], HostArray(lse.begin(), lse.begin() + long(rows)), s);
-    std::vector<CudaSum> combined(dout.size());
     const CudaNumbers numbers_q(q.begin(), q.end());
     for (Branch branch : branches) {
         const oracle::Attended<float> expected =
@@ -124,48 +205,19 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
             branch_lse(lse.begin() + at * long(rows), lse.begin() + (at + 1) * long(rows));
         CHECK_ARRAY(branch_o, stored(expected.out), s.B, s.H, s.queries, s.D);
         CHECK_ARRAY(branch_lse, expected.lse, s.B, s.H, s.queries);
-        for (size_t row = 0; row < rows; row++) {
-            const size_t j = row % s.queries, head = row / s.queries % s.H, b = row / s.queries / s.H;
-            for (int x = 0; x < s.D; x++)
-                combined[((b * s.queries + j) * s.H + head) * s.D + x].add(
-                    CudaNumber(s.full ? 1 : gate[branch * rows + row]) * CudaNumber(branch_o[row * s.D + x]));
-        }
     }
-    CHECK_ARRAY(outputs[2], stored(oracle::numbers(combined)), s.B, s.queries, s.H, s.D);
-
+    CHECK_ARRAY(outputs[2], expected_gated_sum(o, gate, s), s.B, s.queries, s.H, s.D);
     // The row terms of the backward pass, from the outputs as they were stored.
-    const auto from_rows = in_every_order([&] {
-        DeviceReal o_on_device(dev, o), d(dev, dout);
-        DeviceFloat lse_on_device(dev, lse), gates(dev, gate), row_dot(dev, count * rows), lse_gated(dev, count * rows),
-            dz(dev, count * rows);
-        dev.attention_backward_rows(row_dot, lse_gated, s.full ? nullptr : dz.data, d, o_on_device,
-                                    s.full ? nullptr : gates.data, lse_on_device, s);
-        CHECK_EQUAL(row_dot.unwritten() + lse_gated.unwritten(), 0L);
-        return std::vector<HostArray>{row_dot.host(), lse_gated.host(), dz.host()};
-    });
-    CudaNumbers expected_dot, expected_gated, expected_dz;
-    for (Branch branch : branches)
-        for (size_t row = 0; row < rows; row++) {
-            const size_t j = row % s.queries, head = row / s.queries % s.H, b = row / s.queries / s.H;
-            CudaSum dot;
-            for (int x = 0; x < s.D; x++)
-                dot.add(CudaNumber(dout[((b * s.queries + j) * s.H + head) * s.D + x]) *
-                        CudaNumber(o[(slot(branch) * rows + row) * s.D + x]));
-            const CudaNumber g(s.full ? 1 : gate[branch * rows + row]), shift(lse[slot(branch) * rows + row]);
-            expected_dot.push_back(dot);
-            expected_gated.push_back(std::isinf(shift.value) ? shift : shift - log(g));
-            expected_dz.push_back(CudaNumber(dot) * g * (CudaNumber(1) - g));
-        }
-    CHECK_ARRAY(from_rows[0], expected_dot);
-    CHECK_ARRAY(from_rows[1], expected_gated);
-    if (!s.full) CHECK_ARRAY(from_rows[2], expected_dz);
+    const RowTerms terms = check_cuda_backward_rows(dev, dout, o, gate, lse, s);
     if (s.queries != s.T) return;
 
     const HostArray dq = random_floats(random, values);  // the operation adds to it
     for (size_t i = 0; i < branches.size(); i++) {
         const Branch branch = branches[i];
-        const HostArray row_dot(from_rows[0].begin() + long(i * rows), from_rows[0].begin() + long((i + 1) * rows)),
-            lse_gated(from_rows[1].begin() + long(i * rows), from_rows[1].begin() + long((i + 1) * rows));
+        const auto part = [&](const HostArray& all) {
+            return HostArray(all.begin() + long(i * rows), all.begin() + long((i + 1) * rows));
+        };
+        const HostArray row_dot = part(terms.row_dot), lse_gated = part(terms.lse_gated);
         const auto gradients = in_every_order([&] {
             DeviceReal q_on_device(dev, q), keys(dev, k[branch]), v_on_device(dev, v[branch]), d(dev, dout),
                 dk(dev, k[branch].size()), dv(dev, v[branch].size());

@@ -456,6 +456,7 @@ TEST(run_dump_state_holds_what_it_promises) {
         const Json config = parse_json(dump.metadata.at("config"), "config");
         CHECK(config.integer("layers", "") == L && config.string("attention", "") == (nsa ? "nsa" : "full"));
         CHECK(dump.metadata.at("options").find("--init random") != std::string::npos);
+        CHECK(dump.metadata.at("precision") == "fp32");
         check_dumped_gradients(dump, size_t(B * T), size_t(V), size_t(C));
         for (const auto& [name, shape] : expected) {  // with every tensor random no gradient is silent
             double square = 0;
@@ -478,6 +479,12 @@ TEST(run_dump_state_holds_what_it_promises) {
             }
         }
     }
+    // The limits of a comparison follow from the precision.
+    Options narrow = options;
+    narrow["cpu-dtype"] = "bf16", narrow["dump-state"] = folder.file("bf16.safetensors");
+    REQUIRE_GOOD(run(words_of(narrow)));
+    CHECK_EQUAL(read_raw(folder.file("bf16.safetensors")).metadata.at("precision"),
+                std::string(HAVE_BF16 ? "bf16" : "fp32"));
     // The parameters are those that training starts from: with a learning rate of 0 they are the checkpoint's.
     Options still = options;
     still["lr"] = "0", still["steps"] = "1", still["out"] = folder.file("still");

@@ -160,6 +160,35 @@ TEST(run_gpu_check_with_stand_ins) {
     CHECK(readme.find("Parts that failed") == std::string::npos &&
           readme.find("failed elsewhere") == std::string::npos);
 }
+// With PRECISION=FP32 there are no kernels on tensor cores, so neither are their tests. Where all tests are missing the
+// program sees no GPU, and where others are it was built from other sources.
+TEST(run_gpu_check_knows_which_tests_there_are) {
+    using namespace script_tests;
+    const struct {
+        const char *names, *engine, *line;
+        int status;
+    } cases[] = {
+        {"cuda_a ladder_a", "fp32", "skipped: tests attention_kernels_*, of kernels that PRECISION=FP32 does not", 0},
+        {"cuda_a ladder_a", "bf16", "build/test_device has no tests attention_kernels_*: was it built from other", 1},
+        {"util_a", "fp32", "there are no tests ladder_*: build/test_device sees no GPU (nvidia-smi does)", 1},
+        {"util_a", "bf16", "there are no tests attention_kernels_*: build/test_device sees no GPU", 1},
+    };
+    for (const auto& c : cases) {
+        Machine machine;
+        machine.script("build/test_device", format_text("[ $1 != --list ] || exec printf '%%s\\n' %s\n"
+                                                        "echo \"ok   $2a             7 checks    0.01 s\"\n",
+                                                        c.names));
+        machine.script("train_nsa", format_text("echo 'engines: CPU (oneDNN), CUDA (%s)'\n", c.engine));
+        CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "tests"}).status, c.status);
+        tests().checks++;
+        const std::string text = read_file(machine.report());
+        if (text.find(c.line) == std::string::npos)
+            check_failed(__FILE__, __LINE__, "%s: no line \"%s\" in %s", c.names, c.line, text.c_str());
+        if (std::string(c.engine) != "fp32") continue;
+        CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "attention", "sanitizer"}).status, 0);
+        CHECK(read_file(machine.report()).find("--only attention_kernels") == std::string::npos);
+    }
+}
 // A part alone, which finds that two runs differ, or whose program fails, is a
 // failure, takes the place of the part's earlier section, and its figures are marked.
 TEST(run_gpu_check_tells_what_failed) {
