@@ -158,8 +158,9 @@ EMU_ENGINE inline void narrow(float& x, float sum) { x = sum; }
 EMU_ENGINE inline void narrow(double& x, double sum) { x = sum; }
 EMU_ENGINE inline void narrow(int32_t& x, int32_t sum) { x = sum; }
 
-// values [n]: what `operation` makes of every rank's values, everywhere.
-template <class T>
+// values [n]: what `operation` makes of every rank's values, everywhere. Sums of bf16 are rounded at every hop, as
+// NCCL's.
+template <class Element, class T>
 EMU_ENGINE inline void combine(T* values, size_t n, ncclRedOp_t operation, const Communicator& c) {
     const size_t most = SharedMemory::SLOT / sizeof(T);
     for (size_t at = 0; c.shared.memory && at < n; at += most) {
@@ -171,6 +172,8 @@ EMU_ENGINE inline void combine(T* values, size_t n, ncclRedOp_t operation, const
             for (size_t i = 0; i < count; i++) {
                 T& x = values[at + i];
                 x = r == 0 ? theirs[i] : operation == ncclMax ? (x > theirs[i] ? x : theirs[i]) : x + theirs[i];
+                Element hop;
+                narrow(hop, x), x = widen(hop);
             }
         }
         c.shared.meet();
@@ -184,7 +187,7 @@ EMU_ENGINE inline void reduce_over_ranks(const T* in, T* out, size_t total, size
     using Wide = decltype(widen(T()));
     std::vector<Wide> sums(total);
     for (size_t i = 0; i < total; i++) sums[i] = widen(in[i]);
-    combine(sums.data(), total, operation, c);
+    combine<T>(sums.data(), total, operation, c);
     if constexpr (std::is_same_v<Wide, float>) {
         if (peers) peers->add(in, sums.data(), total);
     } else if constexpr (std::is_same_v<Wide, double>) {

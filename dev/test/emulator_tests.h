@@ -843,11 +843,13 @@ inline void nccl_collectives(int ranks, int rank, ncclUniqueId id) {
         CHECK_EQUAL(double(x.host[i]), double(i) + 100 * double(R - 1));
         if (i < n) CHECK_EQUAL(double(part.host[i]), double(size_t(rank) * n + i) + others);
     }
-    DeviceArray<bf16> h(std::vector<bf16>(8, bf16(1.5f)));
+    DeviceArray<bf16> h(std::vector<bf16>(8, bf16(1.5f))), hops(std::vector<bf16>(1, bf16(rank ? 0x1p-8f : 1.0f)));
     DeviceArray<int> counts(std::vector<int>{3, 1 << 30});
     NCCL_CHECK(ncclAllReduce(h.device, h.device, 8, ncclBfloat16, ncclSum, communicator, nullptr));
     NCCL_CHECK(ncclAllReduce(counts.device, counts.device, 1, ncclInt32, ncclSum, communicator, nullptr));
+    NCCL_CHECK(ncclAllReduce(hops.device, hops.device, 1, ncclBfloat16, ncclSum, communicator, nullptr));
     CHECK_EQUAL(float(h.download()[7]), 1.5f * float(ranks));
+    CHECK_EQUAL(float(hops.download()[0]), 1.0f);  // each hop is a tie, which goes to 1
     CHECK_EQUAL(counts.download()[0], 3 * ranks);
     CHECK_EQUAL(counts.host[1], 1 << 30);
 
@@ -864,20 +866,23 @@ TEST(emulator_nccl_collectives) {
     NCCL_CHECK(ncclGetUniqueId(&id));
     nccl_collectives(1, 0, id);
 }
-TEST(emulator_nccl_two_processes) {
+TEST(emulator_nccl_three_processes) {
     ncclUniqueId id;
     NCCL_CHECK(ncclGetUniqueId(&id));
     std::fflush(nullptr);
-    const pid_t other = fork();
     alarm(60);  // a rank that is alone waits for ever
-    if (other == 0) {
-        nccl_collectives(2, 1, id);
-        std::fflush(nullptr);
-        std::_Exit(tests().failed_checks ? 1 : 0);
+    for (int rank = 1; rank < 3; rank++)
+        if (fork() == 0) {
+            alarm(60);
+            nccl_collectives(3, rank, id);
+            std::fflush(nullptr);
+            std::_Exit(tests().failed_checks ? 1 : 0);
+        }
+    nccl_collectives(3, 0, id);
+    for (int rank = 1; rank < 3; rank++) {
+        int status = 1;
+        CHECK(wait(&status) > 0 && status == 0);
     }
-    nccl_collectives(2, 0, id);
-    int status = 1;
-    CHECK(waitpid(other, &status, 0) == other && status == 0);
     alarm(0);
 }
 #endif
