@@ -26,168 +26,119 @@ GOALS := all train_nsa info $(DEV_GOALS)
 # A second make finds out what is there, by compiling and linking probes: so in `make deps train_nsa` they run after
 # deps. It builds on all cores unless the command says -j.
 ifndef CONFIGURED
-
 .DEFAULT_GOAL := train_nsa
-.PHONY: $(GOALS) deps clean
-$(GOALS): $(if $(filter deps,$(MAKECMDGOALS)),deps)
-	@+$(MAKE) --no-print-directory CONFIGURED=1 $(if $(filter -j%,$(MAKEFLAGS)),,-j$(shell nproc)) $@
+.PHONY: $(GOALS) deps clean configured
+$(GOALS): configured ;
+configured: $(filter deps,$(MAKECMDGOALS))
+	@+$(MAKE) --no-print-directory CONFIGURED=1 $(if $(filter -j%,$(MAKEFLAGS)),,-j$(shell nproc)) \
+	  $(or $(filter $(GOALS),$(MAKECMDGOALS)),train_nsa)
 deps:
 	@bash lib/deps.sh
 clean:
 	rm -rf $(BUILD) train_nsa test_nsa
-
 else
 
 comma := ,
-empty :=
-space := $(empty) $(empty)
-links = $(shell mkdir -p $(BUILD); printf '$(1)\nint main() { return 0; }\n' | \
-  $(CXX) -x c++ - $(2) -o $(BUILD)/probe 2>/dev/null && echo yes)
+space := $() $()
+# $(call links,X,HEADER,FLAGS): whether a program with them links, unless NO_X is set. accepted: the flags, if they are.
+links = $(if $(NO_$(1)),,$(shell mkdir -p $(BUILD); echo 'int main() { return 0; }' | \
+  $(CXX) -x c++ - -include $(2) $(3) -o $(BUILD)/probe 2>/dev/null && echo yes))
+accepted = $(shell $(CXX) $(MARCH:%=-march=%) -Werror $(1) -x c++ -fsyntax-only /dev/null 2>/dev/null && echo '$(1)')
 
-# -rdynamic: the watchdog's stack has names. -fno-math-errno and -fno-trapping-math: loops with sqrt and comparisons
-# become vectors, and results do not change. Never -ffast-math.
-FLAGS := -std=c++17 -DBUILD_FOLDER=$(BUILD) $(if $(SAN),-O1,-O3) -fno-math-errno -fno-trapping-math -pthread -rdynamic \
-  -Wall -Wextra
-LIBS :=
-ifneq ($(MARCH),)
-  FLAGS += -march=$(MARCH)
-endif
-# Where the compiler knows them. On processors with AVX-512, GCC takes 256-bit vectors by default; and it compiles the
-# micro-kernel a second time for operands without gaps, with its sums in memory: half the speed in bf16.
-accepted = $(shell $(CXX) $(if $(MARCH),-march=$(MARCH)) -Werror $(1) -x c++ -fsyntax-only /dev/null 2>/dev/null && \
-  echo $(1))
-FLAGS += $(call accepted,-mprefer-vector-width=512) $(call accepted,-fno-version-loops-for-strides)
-# clang reports `omp simd` loops that it cannot vectorise; they are right all the same.
-FLAGS += $(if $(call accepted,-Wpass-failed),-Wno-pass-failed)
-ifdef WERROR
-  FLAGS += -Werror
-endif
-ifdef SAN
-  # One flag for each, since nvcc takes the commas of a list as its own. The first report ends the program.
-  SAN_FLAGS := $(addprefix -fsanitize=,$(subst $(comma),$(space),$(SAN))) -fno-sanitize-recover=all
-  # GCC's maybe-uninitialized counts what the sanitizers add to <regex>.
-  FLAGS += -g -fno-omit-frame-pointer -Wno-maybe-uninitialized $(SAN_FLAGS)
-  LIBS += $(SAN_FLAGS)
-endif
-
-ifndef NO_OMP
-  HAVE_OMP := $(call links,#include <omp.h>,-fopenmp)
-endif
-ifeq ($(HAVE_OMP),yes)
-  FLAGS += -fopenmp
-else
-  FLAGS += -Wno-unknown-pragmas
-endif
-
-ifndef NO_MPI
-  # The compiler wrappers of MPICH and Open MPI both print what they would run.
-  MPI_WORDS := $(shell mpicxx -show 2>/dev/null)
-  MPI_FLAGS := $(filter -I%,$(MPI_WORDS))
-  MPI_LIBS := $(filter -L% -l%,$(MPI_WORDS))
-  ifneq ($(MPI_WORDS),)
-    HAVE_MPI := $(call links,#include <mpi.h>,$(MPI_FLAGS) $(MPI_LIBS))
-  endif
-endif
-ifeq ($(HAVE_MPI),yes)
-  FLAGS += -DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(MPI_FLAGS)
-  LIBS += $(MPI_LIBS)
-endif
-
+HAVE_OMP := $(call links,OMP,omp.h,-fopenmp)
+# The compiler wrappers of MPICH and Open MPI both print what they would run.
+MPI_WORDS := $(shell mpicxx -show 2>/dev/null)
+HAVE_MPI := $(if $(MPI_WORDS),$(call links,MPI,mpi.h,$(filter -I% -L% -l%,$(MPI_WORDS))))
 # Without OpenMP one thread computes; oneDNN would bring threads of its own.
-ifneq ($(HAVE_OMP),yes)
-  NO_DNNL := 1
-endif
-ifndef NO_DNNL
-  HAVE_DNNL := $(call links,#include <oneapi/dnnl/dnnl.h>,-ldnnl)
-endif
-ifeq ($(HAVE_DNNL),yes)
-  FLAGS += -DUSE_DNNL
-  LIBS += -ldnnl
-endif
-
+HAVE_DNNL := $(if $(HAVE_OMP),$(call links,DNNL,oneapi/dnnl/dnnl.h,-ldnnl))
 # What `tokenize` reads compressed text with.
-ifndef NO_ZLIB
-  HAVE_ZLIB := $(call links,#include <zlib.h>,-lz)
-endif
-ifndef NO_ZSTD
-  HAVE_ZSTD := $(call links,#include <zstd.h>,-lzstd)
-endif
-FLAGS += $(if $(HAVE_ZLIB),-DUSE_ZLIB) $(if $(HAVE_ZSTD),-DUSE_ZSTD)
-LIBS += $(if $(HAVE_ZLIB),-lz) $(if $(HAVE_ZSTD),-lzstd)
+HAVE_ZLIB := $(call links,ZLIB,zlib.h,-lz)
+HAVE_ZSTD := $(call links,ZSTD,zstd.h,-lzstd)
+HAVE_CUDA := $(if $(NO_CUDA),,$(shell command -v $(NVCC) 2>/dev/null))
+HAVE_NCCL := $(if $(HAVE_CUDA),$(call links,NCCL,nccl.h,-I$(dir $(HAVE_CUDA))../include \
+  -L$(dir $(HAVE_CUDA))../lib64 -lnccl))
 
-ifndef NO_CUDA
-  HAVE_NVCC := $(shell command -v $(NVCC) >/dev/null 2>&1 && echo yes)
+# lib/cpu_kernels.cpp holds the CPU engine's inner loops. For everything else -O1 and these passes are enough: the same
+# bits and speed as with -O3 in two thirds of the compiler's time.
+KERNEL_LEVEL := $(if $(SAN),-O1,-O3)
+LEVEL := $(or $(call accepted,-O1 -fexpensive-optimizations -fpeel-loops -fstrict-aliasing -ftree-vectorize \
+  -fvect-cost-model=dynamic),-O2)
+# -rdynamic: the watchdog's stack has names. -fno-math-errno and -fno-trapping-math: loops with sqrt and comparisons
+# become vectors, and results do not change. Never -ffast-math. On processors with AVX-512, GCC takes 256-bit vectors by
+# default; and it compiles the micro-kernel a second time for operands without gaps, with its sums in memory: half the
+# speed in bf16. clang reports `omp simd` loops that it cannot vectorise; they are right all the same.
+FLAGS := -std=c++17 -DBUILD_FOLDER=$(BUILD) -fno-math-errno -fno-trapping-math -pthread -rdynamic -Wall -Wextra \
+  $(if $(WERROR),-Werror) $(MARCH:%=-march=%) $(call accepted,-mprefer-vector-width=512) \
+  $(call accepted,-fno-version-loops-for-strides) $(if $(call accepted,-Wpass-failed),-Wno-pass-failed) \
+  $(if $(HAVE_OMP),-fopenmp,-Wno-unknown-pragmas) $(foreach x,DNNL ZLIB ZSTD,$(if $(HAVE_$(x)),-DUSE_$(x))) \
+  $(if $(HAVE_MPI),-DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(filter -I%,$(MPI_WORDS)))
+LIBS := $(if $(HAVE_MPI),$(filter -L% -l%,$(MPI_WORDS))) $(if $(HAVE_DNNL),-ldnnl) \
+  $(if $(HAVE_ZLIB),-lz) $(if $(HAVE_ZSTD),-lzstd)
+ifdef SAN
+  # One flag for each, since nvcc takes the commas of a list as its own. GCC takes what they add for uninitialized.
+  SAN_FLAGS := $(addprefix -fsanitize=,$(subst $(comma),$(space),$(SAN))) -fno-sanitize-recover=all
+  FLAGS += -g -fno-omit-frame-pointer -Wno-maybe-uninitialized $(SAN_FLAGS)
 endif
-ifeq ($(HAVE_NVCC),yes)
+# One program from a .cu file is $(COMPILE) $(LEVEL) and $(LINK); HOST compiles C++ without CUDA.
+HOST := $(CXX) $(FLAGS)
+COMPILE := $(HOST) -x c++
+LINK := $(HOST)
+HAVE_COMPILER := $(shell $(CXX) --version 2>/dev/null | head -1)
+
+ifneq ($(HAVE_CUDA),)
   # Of the first GPU here, such as 90; empty without one.
   GPU_FOUND := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
     sed -n '1s/^\([0-9]*\)\.\([0-9]*\)$$/\1\2/p')
-  ifneq ($(or $(GPU_COMPUTE_CAPABILITY),$(GPU_FOUND)),)
-    ARCH := -arch=sm_$(or $(GPU_COMPUTE_CAPABILITY),$(GPU_FOUND))
-    ARCH_NAME := sm_$(or $(GPU_COMPUTE_CAPABILITY),$(GPU_FOUND)), $(if \
-      $(GPU_COMPUTE_CAPABILITY),as GPU_COMPUTE_CAPABILITY says,the GPU found here)
-  else  # no kernel asks for more than compute capability 8.0, so one PTX serves both, which ptxas compiles side by side
-    ARCH := --threads 2 -gencode arch=compute_80,code=[sm_80,sm_90,compute_80]
-    ARCH_NAME := no GPU here: sm_80, sm_90, and PTX for later ones
-  endif
-  ifeq ($(PRECISION),FP32)
-    FLAGS += -DPRECISION_FP32
-  else ifneq ($(PRECISION),BF16)
-    $(error PRECISION=$(PRECISION): expected BF16 or FP32)
-  endif
+  SM := $(addprefix sm_,$(or $(GPU_COMPUTE_CAPABILITY),$(GPU_FOUND)))
+  # No kernel asks for more than compute capability 8.0, so one PTX serves sm_80 and sm_90, compiled side by side.
+  ARCH := $(if $(SM),-arch=$(SM),--threads 2 -gencode arch=compute_80$(comma)code=[sm_80$(comma)sm_90$(comma)compute_80])
+  ARCH_NAME := $(if $(GPU_COMPUTE_CAPABILITY),$(SM)$(comma) as GPU_COMPUTE_CAPABILITY says,$(if \
+    $(GPU_FOUND),$(SM)$(comma) the GPU found here,no GPU here: sm_80$(comma) sm_90$(comma) and PTX for later ones))
+  $(if $(filter BF16 FP32,$(PRECISION)),,$(error PRECISION=$(PRECISION): expected BF16 or FP32))
+  FLAGS += $(if $(filter FP32,$(PRECISION)),-DPRECISION_FP32) $(if $(HAVE_NCCL),-DUSE_NCCL)
   # Where the toolkit lies is written into the program: not every installation tells the system's loader.
-  CUDA_LIBRARIES := $(realpath $(dir $(realpath $(shell command -v $(NVCC))))../lib64)
-  LIBS += -lcublasLt $(if $(CUDA_LIBRARIES),-Xlinker -rpath -Xlinker $(CUDA_LIBRARIES))
-  ifndef NO_NCCL
-    NCCL_PLACE := -I$(dir $(shell command -v $(NVCC)))../include -L$(dir $(shell command -v $(NVCC)))../lib64
-    HAVE_NCCL := $(call links,#include <nccl.h>,$(NCCL_PLACE) -lnccl)
-  endif
-  ifeq ($(HAVE_NCCL),yes)
-    FLAGS += -DUSE_NCCL
-    LIBS += -lnccl
-  endif
-  # The rest of the flags goes to the host compiler. Diagnostic 1675: GCC's unroll pragma, which nvcc's front end passes
-  # on; parentheses: in the C++ that nvcc writes.
-  HOST_FLAGS := $(filter-out -std=% -O% -D% -I%,$(FLAGS)) -Wno-parentheses
-  COMPILE = $(NVCC) -x cu $(filter -std=% -O%,$(FLAGS)) $(ARCH) -ccbin $(CXX) -diag-suppress 1675 \
-    $(if $(WERROR),-Werror all-warnings) $(filter -D% -I%,$(FLAGS)) \
-    -Xcompiler $(subst $(space),$(comma),$(strip $(HOST_FLAGS)))
-  LINK_LIBS = $(filter-out $(SAN_FLAGS),$(LIBS)) $(addprefix -Xcompiler ,$(SAN_FLAGS))
-  COMPILER := nvcc $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p') over $(CXX)
-else
-  COMPILE = $(CXX) -x c++ $(FLAGS)
-  LINK_LIBS = -x none $(LIBS)
-  COMPILER := $(shell $(CXX) --version 2>/dev/null | head -1)
+  LIBS += $(if $(HAVE_NCCL),-lnccl) -lcublasLt $(addprefix -Xlinker -rpath -Xlinker ,$(realpath \
+    $(dir $(realpath $(HAVE_CUDA)))../lib64))
+  # What is for the host compiler alone. Diagnostic 1675: GCC's unroll pragma, which nvcc's front end passes on;
+  # parentheses: in the C++ that nvcc writes.
+  HOST_FLAGS := $(filter-out -std=% -D% -I%,$(FLAGS) $(filter-out -O%,$(LEVEL))) -Wno-parentheses
+  LINK := $(NVCC) $(ARCH) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(HOST_FLAGS)))
+  COMPILE := $(LINK) -x cu -std=c++17 -diag-suppress 1675 $(if $(WERROR),-Werror all-warnings) \
+    $(filter -D% -I%,$(FLAGS))
+  LEVEL := $(filter -O%,$(LEVEL))
+  HAVE_COMPILER := nvcc $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p') over $(CXX)
 endif
-
+DEPENDS = -MMD -MP -MF $@.d -MT $@
 # The line is kept in a file: when it changes, everything is built again.
 kept = $(shell mkdir -p $(BUILD); echo '$(2)' | cmp -s - $(1) || echo '$(2)' > $(1))
-$(call kept,$(BUILD)/command,$(COMPILE) $(LINK_LIBS))
+$(call kept,$(BUILD)/command,$(COMPILE) $(LEVEL) $(KERNEL_LEVEL) $(LIBS))
 # For --version: of CHANGELOG.md and, in a clone, of git.
 VERSION := $(shell sed -n 's/^\#\# \([0-9][0-9.]*\).*/\1/p' CHANGELOG.md 2>/dev/null | head -1)$(shell \
   git describe --always --dirty 2>/dev/null | sed 's/^/-/')
 $(call kept,$(BUILD)/version,$(VERSION))
 
+line = $(info $(if $(HAVE_$(1)),✓ $(2)  $(3),✗ $(2)  $(if $(NO_$(1)),left out by NO_$(1),$(4))))
+$(call line,COMPILER,compiler,$(HAVE_COMPILER),not found: make deps)
+$(call line,OMP,OpenMP  ,all cores,not found: one core)
+$(call line,MPI,MPI     ,$(filter -l%,$(MPI_WORDS)),mpicxx not found or does not link: one process only; make deps)
+$(call line,DNNL,oneDNN  ,GEMMs$(comma) fp32 and bf16,$(if $(HAVE_OMP),not found: our own GEMM; make deps,left out \
+  without OpenMP))
+$(call line,ZLIB,zlib    ,text in .gz,not found: no .gz; make deps)
+$(call line,ZSTD,zstd    ,text in .zst,not found: no .zst; make deps)
+$(call line,NCCL,NCCL    ,gradients of several GPUs,$(if $(HAVE_CUDA),not found beside nvcc or in the system: one GPU \
+  only,only with nvcc))
+$(call line,CUDA,nvcc    ,$(ARCH_NAME); PRECISION=$(PRECISION),not found)
+
 .PHONY: all info
 all: train_nsa
-train_nsa: train_nsa.cu $(BUILD)/command $(BUILD)/version | info
-	$(COMPILE) -DPROGRAM_VERSION=$(VERSION) -MMD -MP -MF $(BUILD)/$@.d -MT $@ $< -o $@ $(LINK_LIBS)
--include $(BUILD)/train_nsa.d
-
-line = @echo "$(if $(1),✓,✗) $(2)$(if $(1),$(3),$(4))"
-info:
-	$(call line,$(COMPILER),compiler  ,$(COMPILER),not found: make deps)
-	$(call line,$(HAVE_OMP),OpenMP    ,all cores,$(if $(NO_OMP),left out by NO_OMP,not found: one core))
-	$(call line,$(HAVE_MPI),MPI       ,$(filter -l%,$(MPI_LIBS)),$(if \
-	  $(NO_MPI),left out by NO_MPI,mpicxx not found or does not link: one process only; make deps))
-	$(call line,$(HAVE_DNNL),oneDNN    ,GEMMs$(comma) fp32 and bf16,$(if $(HAVE_OMP),$(if \
-	  $(NO_DNNL),left out by NO_DNNL,not found: our own GEMM; make deps),left out without OpenMP))
-	$(call line,$(HAVE_ZLIB),zlib      ,text in .gz,$(if $(NO_ZLIB),left out by NO_ZLIB,not found: no .gz; make deps))
-	$(call line,$(HAVE_ZSTD),zstd      ,text in .zst,$(if $(NO_ZSTD),left out by NO_ZSTD,not found: no .zst; make deps))
-	$(call line,$(HAVE_NCCL),NCCL      ,gradients of several GPUs,$(if $(NO_NCCL),left out by NO_NCCL,$(if \
-	  $(HAVE_NVCC),not found beside nvcc or in the system: one GPU only,only with nvcc)))
-	$(call line,$(HAVE_NVCC),nvcc      ,$(ARCH_NAME); PRECISION=$(PRECISION),$(if \
-	  $(NO_CUDA),left out by NO_CUDA,not found))
+info: ; @:
+train_nsa: $(BUILD)/train_nsa.o $(BUILD)/cpu_kernels.o
+	$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
+$(BUILD)/train_nsa.o: train_nsa.cu $(BUILD)/command $(BUILD)/version
+	$(COMPILE) $(LEVEL) -DCPU_KERNELS_APART -DPROGRAM_VERSION=$(VERSION) $(DEPENDS) -c $< -o $@
+$(BUILD)/cpu_kernels.o: lib/cpu_kernels.cpp $(BUILD)/command
+	$(HOST) $(KERNEL_LEVEL) $(DEPENDS) -c $< -o $@
+-include $(wildcard $(BUILD)/*.d)
 
 ifneq ($(wildcard dev/dev.mk),)
   include dev/dev.mk

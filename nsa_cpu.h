@@ -137,6 +137,7 @@ struct Cpu {
 #pragma omp parallel for schedule(static)
         for (int c0 = 0; c0 < C; c0 += 64)
             for (int n = 0; n < N; n++)
+#pragma omp simd
                 for (int c = c0; c < std::min(C, c0 + 64); c++)
                     dembed[size_t(tokens[n]) * C + c] += dx[size_t(n) * C + c];
     }
@@ -487,14 +488,16 @@ struct Cpu {
         const size_t rows = s.query_rows();
 #pragma omp parallel for collapse(2) schedule(static)
         for (int head = 0; head < s.B * s.H; head++)
-            for (int t = s.first; t < s.first + s.queries; t++)
-                for (int x = 0; x < s.D; x++) {
-                    const size_t row = s.query_row(head, t);
-                    real sum = 0;
-                    for (int i = 0; i < s.branches(); i++)
-                        sum += (s.full ? real(1) : gate[i * rows + row]) * o[(i * rows + row) * s.D + x];
-                    out[s.output_row(head, t) * s.D + x] = sum;
+            for (int t = s.first; t < s.first + s.queries; t++) {
+                const size_t row = s.query_row(head, t);
+                real* const sum = out + s.output_row(head, t) * s.D;
+                std::fill_n(sum, s.D, real(0));
+                for (int i = 0; i < s.branches(); i++) {
+                    const real g = s.full ? real(1) : gate[i * rows + row];
+#pragma omp simd
+                    for (int x = 0; x < s.D; x++) sum[x] += g * o[(i * rows + row) * s.D + x];
                 }
+            }
     }
     // What the backward pass of every branch starts from, per branch and query row, with g = gate and r = dout . o:
     //     row_dot = r,   lse_gated = lse - ln(g), so that e^(score - lse_gated) = g P,   dgate_logit = r g (1 - g)

@@ -4,18 +4,17 @@
 include dev/emulator/emulator.mk
 include dev/crash_test/crash_test.mk
 
-HOST_LIBS = -x none $(filter-out -lcublasLt -lnccl,$(LIBS))
-HOST_COMPILE = $(CXX) -x c++ $(filter-out -DUSE_NCCL,$(FLAGS))
-
+HOST_LIBS := $(filter-out -lcublasLt -lnccl,$(LIBS))
 # The tests of the host, by the host compiler: a third of the time that nvcc takes. Where there is a GPU, test_device
-# runs too.
-test_nsa: test_nsa.cu $(BUILD)/command | info
-	$(HOST_COMPILE) -MMD -MP -MF $(BUILD)/$@.d -MT $@ $< -o $@ $(HOST_LIBS)
-# The tests that run on the device, and its benchmarks, for dev/gpu_check.sh. Host code, which only checks here, has
-# -O2.
-$(BUILD)/test_device: test_nsa.cu $(BUILD)/command | info
-	$(patsubst -O3,-O2,$(COMPILE)) -DDEVICE_TESTS_ONLY -MMD -MP -MF $@.d -MT $@ $< -o $@ $(LINK_LIBS)
--include $(BUILD)/test_nsa.d $(BUILD)/test_device.d
+# runs too: the tests that run on the device, and its benchmarks, for dev/gpu_check.sh.
+test_nsa: $(BUILD)/test_nsa.o $(BUILD)/cpu_kernels.o
+	$(HOST) $(filter %.o,$^) -o $@ $(HOST_LIBS)
+$(BUILD)/test_nsa.o: test_nsa.cu $(BUILD)/command
+	$(HOST) -x c++ $(LEVEL) -DCPU_KERNELS_APART $(DEPENDS) -c $< -o $@
+$(BUILD)/test_device: $(BUILD)/test_device.o $(BUILD)/cpu_kernels.o
+	$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
+$(BUILD)/test_device.o: test_nsa.cu $(BUILD)/command
+	$(COMPILE) $(LEVEL) -DCPU_KERNELS_APART -DDEVICE_TESTS_ONLY $(DEPENDS) -c $< -o $@
 
 $(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS): $(BUILD)/command
 EMULATED = $(if $(HAVE_MPI),$(BUILD)/train_nsa_emulated)
@@ -27,7 +26,7 @@ test: train_nsa test_nsa $(SHORT_EMULATOR_PROGRAMS) $(CRASH_PROGRAMS) $(EMULATED
 	    $(CRASH_TESTS) $(SHORT_EMULATOR_TESTS) $(DEVICE)
 test_long: train_nsa test_nsa $(EMULATOR_PROGRAMS) $(EMULATED)
 	@dev/run_tests.sh '$(BUILD)/cuda_tests_check' '$(BUILD)/cuda_tests --long' './test_nsa --long' $(LONG_EMULATOR_TESTS) \
-	    $(if $(HAVE_NVCC),dev/kernel_report.sh dev/loop_report.sh)
+	    $(if $(HAVE_CUDA),dev/kernel_report.sh dev/loop_report.sh)
 goldens: train_nsa
 	bash dev/test/make_goldens.sh
 
@@ -35,5 +34,4 @@ goldens: train_nsa
 bench: $(BUILD)/bench_cpu train_nsa
 	dev/bench/cpu.sh $(BUILD)/bench_cpu --ranks ./train_nsa $(BENCH)
 $(BUILD)/bench_cpu: dev/bench/bench_cpu.cpp $(BUILD)/command
-	$(HOST_COMPILE) -MMD -MP -MF $@.d -MT $@ $< -o $@ $(HOST_LIBS)
--include $(BUILD)/bench_cpu.d
+	$(HOST) $(KERNEL_LEVEL) $(DEPENDS) $< -o $@ $(HOST_LIBS)

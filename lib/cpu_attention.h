@@ -27,27 +27,15 @@ class TiledAttention {
     // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] = ln of the
     // softmax's denominator. A query without a key: out 0, lse +infinity.
     void attention_forward(bool bf16, Branch branch, float* out, float* lse, const float* q, const float* k,
-                           const float* v, const uint32_t* selection, const NsaShape& s) {
-        const Branches in{branch, q, k, v, selection, s};
-        with_element(bf16, [&](auto element) { forward_pass<decltype(element)>(out, lse, in); });
-    }
+                           const float* v, const uint32_t* selection, const NsaShape& s);
     // dq [B, H, queries, D] = or +=, dk, dv [keys] =, from dout [B*queries, H*D] and what attention_backward_rows made
     // of it. Training shapes.
     void attention_backward(bool bf16, Branch branch, float* dq, bool add, float* dk, float* dv, const float* dout,
                             const float* q, const float* k, const float* v, const float* row_dot,
-                            const float* lse_gated, const uint32_t* selection, const NsaShape& s) {
-        const Branches in{branch, q, k, v, selection, s};
-        with_element(bf16, [&](auto element) {
-            backward_pass<decltype(element)>(dq, add, {dk, dv, nullptr, dout, row_dot, lse_gated}, in);
-        });
-    }
+                            const float* lse_gated, const uint32_t* selection, const NsaShape& s);
     // selection [B, G, queries, words], chosen_importance [B, G, queries] or null; lse: the compressed branch's.
     void select_blocks(bool bf16, uint32_t* selection, float* chosen_importance, const float* q, const float* kc,
-                       const float* lse, const NsaShape& s) {
-        const Branches in{CMP, q, kc, nullptr, nullptr, s};
-        with_element(bf16,
-                     [&](auto element) { selection_pass<decltype(element)>(selection, chosen_importance, lse, in); });
-    }
+                       const float* lse, const NsaShape& s);
     // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), hidden [B, G, NC, F] before the SiLU; the blocks that end
     // inside this call's positions. fc1's product over a block is the sum of its products over the block's l/d chunks
     // of d tokens, so overlapping blocks are plain matrices with a row stride of d*D: nothing is copied.
@@ -631,3 +619,26 @@ class TiledAttention {
         return all > 0 ? chosen / all : 1.0f;
     }
 };
+
+// See lib/cpu_kernels.cpp.
+#ifndef CPU_KERNELS_APART
+void TiledAttention::attention_forward(bool bf16, Branch branch, float* out, float* lse, const float* q, const float* k,
+                                       const float* v, const uint32_t* selection, const NsaShape& s) {
+    const Branches in{branch, q, k, v, selection, s};
+    with_element(bf16, [&](auto element) { forward_pass<decltype(element)>(out, lse, in); });
+}
+void TiledAttention::attention_backward(bool bf16, Branch branch, float* dq, bool add, float* dk, float* dv,
+                                        const float* dout, const float* q, const float* k, const float* v,
+                                        const float* row_dot, const float* lse_gated, const uint32_t* selection,
+                                        const NsaShape& s) {
+    const Branches in{branch, q, k, v, selection, s};
+    with_element(bf16, [&](auto element) {
+        backward_pass<decltype(element)>(dq, add, {dk, dv, nullptr, dout, row_dot, lse_gated}, in);
+    });
+}
+void TiledAttention::select_blocks(bool bf16, uint32_t* selection, float* chosen_importance, const float* q,
+                                   const float* kc, const float* lse, const NsaShape& s) {
+    const Branches in{CMP, q, kc, nullptr, nullptr, s};
+    with_element(bf16, [&](auto element) { selection_pass<decltype(element)>(selection, chosen_importance, lse, in); });
+}
+#endif

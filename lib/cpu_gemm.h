@@ -357,15 +357,7 @@ class Gemm {
     bool allow_tiles = true;  // use AMX if there is one; tests switch it off
 
     void operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
-                    size_t ldb, bool accumulate, real* C, size_t ldc) {
-        if constexpr (sizeof(real) == 4) {
-#ifdef USE_DNNL
-            if (K > 0) return library(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
-#endif
-            if (bf16) return blocked<Bf16Pair>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
-        }
-        blocked<real>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
-    }
+                    size_t ldb, bool accumulate, real* C, size_t ldc);
 
     // Our own: panels of A and B are copied so that the micro-kernel reads memory in order (Goto & van de Geijn,
     // "Anatomy of high-performance matrix multiplication", 2008). Element is real, or Bf16Pair: then the copies round,
@@ -549,6 +541,22 @@ class Gemm {
     }
 #endif
 };
+
+// See lib/cpu_kernels.cpp.
+#ifndef CPU_KERNELS_APART
+template <class real>
+void Gemm<real>::operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda,
+                            const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
+    if constexpr (sizeof(real) == 4) {
+#ifdef USE_DNNL
+        if (K > 0) return library(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+#endif
+        if (bf16) return blocked<Bf16Pair>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+    }
+    blocked<real>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+}
+#endif
+
 // The name of what multiplies fp32 matrices.
 inline const char* gemm_name() {
 #ifdef USE_DNNL
