@@ -5,6 +5,7 @@
 //   a GPU
 //   ./test_nsa --ladder [options of train]      times the attention kernels from the plainest to the trainer's; needs a
 //   GPU
+//   ./test_nsa --write-results FILE, --compare-results FILE   the kernels' results here beside another device's
 // -DDEVICE_TESTS_ONLY leaves out the tests of the host: that is build/test_device, which is built in less than half the
 // time. Built by nvcc, the tests of the CUDA engine are here too and run on the GPU, if there is one; without nvcc see
 // dev/test/cuda_tests.cpp.
@@ -45,6 +46,7 @@
 #include "dev/test/cuda_model_tests.h"
 #include "dev/test/bench_tests.h"
 #include "dev/test/ladder_tests.h"
+#include "dev/test/device_results.h"
 #endif
 #include "dev/bench/perf.h"
 #ifdef HAVE_CUDA
@@ -90,6 +92,7 @@ int main(int argc, char** argv) {
     try {
         if (argc > 1 && !std::strcmp(argv[1], "--perf")) return run_perf(argc - 1, argv + 1);
 #ifdef HAVE_CUDA
+        if (const int status = device_results::main_of(argc, argv); status >= 0) return status;
         if (argc > 1 && !std::strcmp(argv[1], "--perf-attention")) return run_attention_bench(argc - 1, argv + 1);
 #endif
         if (argc > 1 && !std::strcmp(argv[1], "--ladder")) return ladder(argc - 1, argv + 1);

@@ -6,6 +6,8 @@
 #     dev/gpu_check.sh [PART]...        without arguments all of them, in this order:
 #       build       train_nsa and build/test_device for this GPU
 #       tests       the tests that run on the device: operations, kernels, training steps (make test has the others)
+#       emulator    the attention kernels on this GPU against dev/emulator/ with the same inputs: selections bit by bit,
+#                   numbers within their limits
 #       sanitizer   compute-sanitizer: memcheck on small training steps, memcheck and racecheck on the attention kernels
 #                   (skipped without it)
 #       perf        every operation of a training step against the ceilings of this GPU, at 16 x 2048, with full
@@ -13,6 +15,7 @@
 #       gaps        the kernels of one step in Nsight Compute; their sum against the step's time shows the gaps between
 #                   them (skipped without ncu)
 #       attention   attention alone, every branch and both sets of selected kernels, T from 2048 to 65536, 65536 tokens
+#       published   attention in the shape for which others have published times, theirs beside ours
 #       train       125m for 50 steps; the time to its first step; the same 5 steps twice, bit for bit; one sequence per
 #                   step, without and with --cuda-graph 1
 #       batches     tokens/s as the micro-batch grows
@@ -36,7 +39,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
-readonly PARTS="build tests sanitizer perf gaps attention train batches long ranks torch"
+readonly PARTS="build tests emulator sanitizer perf gaps attention published train batches long ranks torch"
 readonly LIMIT=580  # seconds of one part
 die() { echo "gpu_check.sh: $1" >&2; exit 2; }
 case "${1:-}" in -h | --help) sed -n '/^# One command/,/^# DRY_RUN/s/^# //p' "$0"; exit 0 ;; esac
@@ -377,13 +380,15 @@ part_gaps() {
                 100 * (1 - sum / 1e3 / step)
         }' "$WORK/kernels.csv"
 }
-part_attention() {
-    if fp32; then
-        echo "skipped: PRECISION=FP32 has the plain kernels only"
-        return 0
-    fi
-    ./build/test_device --perf-attention --batch 1 --seq-len 65536
+no_tensor_cores() { fp32 && echo "skipped: PRECISION=FP32 has the plain kernels only"; }
+part_emulator() {
+    local file=$WORK/emulator.safetensors
+    no_tensor_cores && return
+    make -f dev/emulator/emulator.mk build/cuda_tests && within 120 ./build/cuda_tests --write-results "$file" &&
+        within 120 ./build/test_device --compare-results "$file"
 }
+part_attention() { no_tensor_cores || ./build/test_device --perf-attention --batch 1 --seq-len 65536; }
+part_published() { no_tensor_cores || ./build/test_device --perf-attention --shape published; }
 # same_digits WHAT RUN RUN: did both runs log the same losses and norms?
 same_digits() {
     if cmp "$WORK/$2/main.log" "$WORK/$3/main.log"; then echo "$1: the same losses and norms, digit for digit"
@@ -461,7 +466,7 @@ part_torch() {
     return "$status"
 }
 export WORK=$work
-export -f within limited run train same_digits sanitize perf fp32
+export -f within limited run train same_digits sanitize perf fp32 no_tensor_cores
 for part in $PARTS; do export -f "part_$part"; done
 
 build() {

@@ -9,6 +9,9 @@
 // branch is timed on two selections, since its cost depends on what neighbouring tokens have in common: "shared", where
 // 64 neighbours share three quarters of what they may choose, and "scattered", where they share only what every query
 // gets; each by masked tiles and by gathered rows. The whole of NSA is reported for both.
+//
+// --shape published: one sequence of 1024 to 65536 tokens in the shape for which others have published times, and at
+// the end theirs beside ours.
 #pragma once
 #include "../../nsa_kernels.cuh"
 #include "perf.h"
@@ -39,6 +42,39 @@ struct AttentionRow {
     double us[2] = {0, 0};     // 0: there is no such pass
     double floor[2] = {0, 0};  // microseconds at the measured ceilings; of a whole: the sum of its rows'
 };
+
+// A shape with a name, for --shape, instead of a preset's.
+struct NamedShape {
+    const char* name;
+    int heads, groups, head_dim, l, d, slc_block, slc_count, window, first_length, last_length;  // of one sequence
+};
+constexpr NamedShape NAMED_SHAPES[] = {{"published", 64, 4, 128, 32, 16, 64, 16, 512, 1024, 65536}};
+
+// What others have published for that shape, milliseconds forward and backward: by the README of
+// github.com/XunhaoLai/native-sparse-attention-triton on an H100, and of mdy666's kernels on an H800.
+struct PublishedTime {
+    const char *what, *device;
+    int T;
+    double ms[2];
+};
+constexpr const char *SELECTED_ALONE = "selected alone", *COMPRESSED_SCORED = "compressed, with scores",
+                     *WHOLE_NSA = "NSA, all of it", *DENSE = "dense, FlashAttention-2",
+                     *DENSE_3 = "dense, FlashAttention-3";
+constexpr PublishedTime PUBLISHED_TIMES[] = {{SELECTED_ALONE, "H100", 8192, {3.40, 3.95}},
+                                             {SELECTED_ALONE, "H100", 32768, {12.4, 15.2}},
+                                             {SELECTED_ALONE, "H100", 65536, {24.5, 33.8}},
+                                             {COMPRESSED_SCORED, "H100", 8192, {1.61, 1.25}},
+                                             {COMPRESSED_SCORED, "H100", 32768, {15.0, 12.6}},
+                                             {COMPRESSED_SCORED, "H100", 65536, {53.0, 46.1}},
+                                             {DENSE, "H100", 8192, {3.04, 9.03}},
+                                             {DENSE, "H100", 32768, {46.0, 135.7}},
+                                             {DENSE, "H100", 65536, {187, 541}},
+                                             {WHOLE_NSA, "H800", 8192, {2.63, 5.57}},
+                                             {WHOLE_NSA, "H800", 32768, {13.2, 29.0}},
+                                             {WHOLE_NSA, "H800", 65536, {34.2, 73.7}},
+                                             {DENSE_3, "H800", 8192, {1.69, 5.01}},
+                                             {DENSE_3, "H800", 32768, {26.7, 74.8}},
+                                             {DENSE_3, "H800", 65536, {105, 292}}};
 
 // Every array that attention reads and writes, as in Activations.
 struct AttentionSet {
@@ -326,13 +362,62 @@ inline void print_attention_rows(const std::vector<AttentionRow>& rows, const Ns
     std::fflush(out);
 }
 
-// Lengths first_length, twice that, ... c.seq_len, of c.batch * c.seq_len tokens each; the report goes to `out`.
+// Ours, in milliseconds, of what others call `what`; scattered: with the selection that neighbours do not share.
+inline double our_ms(const std::vector<AttentionRow>& rows, const std::string& what, bool scattered, int T, int pass) {
+    std::vector<std::string> names = {WHOLE_FULL};
+    if (what == SELECTED_ALONE) names = {scattered ? "selected, scattered, auto" : "selected, shared, auto"};
+    if (what == COMPRESSED_SCORED) names = {"compressed", "scores and choice"};
+    if (what == WHOLE_NSA) names = {scattered ? WHOLE_SCATTERED : WHOLE_SHARED};
+    double us = 0;
+    for (const AttentionRow& row : rows)
+        if (row.T == T && std::count(names.begin(), names.end(), row.name)) us += row.us[pass];
+    return us * 1e-3;
+}
+// Others' times beside ours, and from which length on NSA is faster than our own dense attention.
+inline void print_published(const std::vector<AttentionRow>& rows, std::FILE* out) {
+    std::fprintf(
+        out,
+        "\npublished for this shape, beside ours; a ratio below 1 is a gain\n%7s %-24s %-6s %-9s %9s %9s %6s %9s %6s\n",
+        "T", "what", "their", "pass", "their ms", "our ms", "ratio", "scattered", "ratio");
+    for (const PublishedTime& p : PUBLISHED_TIMES)
+        for (const int pass : {0, 1}) {
+            const double shared = our_ms(rows, p.what, false, p.T, pass),
+                         scattered = our_ms(rows, p.what, true, p.T, pass);
+            if (shared <= 0) continue;  // this length was not timed
+            const char* const direction = pass ? "backward" : "forward";
+            std::fprintf(out, "%7d %-24s %-6s %-9s %9.2f %9.2f %6.2f %9.2f %6.2f\n", p.T, p.what, p.device, direction,
+                         p.ms[pass], shared, shared / p.ms[pass], scattered, scattered / p.ms[pass]);
+            std::fprintf(out,
+                         "result: published shape, %s, %s, %d: %s | %.3f | ms | theirs %.2f on an %s, ratio %.2f; "
+                         "selection scattered: %.3f ms, %.2f\n",
+                         p.what, p.device, p.T, direction, shared, p.ms[pass], p.device, shared / p.ms[pass], scattered,
+                         scattered / p.ms[pass]);
+        }
+    for (const bool scattered : {false, true})
+        for (const int pass : {0, 1}) {
+            int first = 0;  // the shortest length from which on NSA is faster at all lengths
+            for (const AttentionRow& row : rows) {
+                if (row.name != WHOLE_FULL) continue;
+                const bool faster = our_ms(rows, WHOLE_NSA, scattered, row.T, pass) < row.us[pass] * 1e-3;
+                first = !faster ? 0 : first ? first : row.T;
+            }
+            const std::string from =
+                first ? format_text("from %d tokens on", first) : std::string("at no length up to the longest");
+            std::fprintf(out, "NSA is faster than our dense attention %s (%s, selection %s)\n", from.c_str(),
+                         pass ? "backward" : "forward", scattered ? "scattered" : "shared");
+        }
+    std::fflush(out);
+}
+
+// Lengths first_length, twice that, ... c.seq_len, of c.batch * c.seq_len tokens each, or of one sequence each; the
+// report goes to `out`.
 inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c, int first_length, int set_count,
-                                               int repetitions, int ceiling_size, std::FILE* out) {
+                                               int repetitions, int ceiling_size, std::FILE* out,
+                                               bool one_sequence = false) {
     const Ceilings ceilings = measure_ceilings(dev, ceiling_size);
-    std::fprintf(out,
-                 "attention of one layer, %lld tokens in all, %lld heads in %lld groups of dimension %lld, on %s\n",
-                 (long long)(c.batch * c.seq_len), (long long)c.heads, (long long)c.kv_groups, (long long)c.head_dim,
+    std::fprintf(out, "attention of one layer, %s%lld tokens%s, %lld heads in %lld groups of dimension %lld, on %s\n",
+                 one_sequence ? "one sequence of at most " : "", (long long)(c.batch * c.seq_len),
+                 one_sequence ? "" : " in all", (long long)c.heads, (long long)c.kv_groups, (long long)c.head_dim,
                  dev.describe().c_str());
     ceilings.print(out, "beginning");
     std::fprintf(out,
@@ -340,7 +425,7 @@ inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c
                  "rows' floors\n");
     std::vector<AttentionRow> all;
     for (int64_t T = first_length; T <= c.seq_len; T *= 2) {
-        const NsaShape s = shape_of(c, c.batch * c.seq_len / T, T);
+        const NsaShape s = shape_of(c, one_sequence ? 1 : c.batch * c.seq_len / T, T);
         const std::vector<AttentionRow> rows = time_attention(dev, s, ceilings, set_count, repetitions, out);
         print_attention_rows(rows, s, ceilings, out);
         all.insert(all.end(), rows.begin(), rows.end());
@@ -349,18 +434,49 @@ inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c
                         ceiling_size, out);
     return all;
 }
+// Takes "--shape NAME" or "--shape=NAME" out of the words; null: there is none.
+inline const NamedShape* take_named_shape(std::vector<const char*>& words) {
+    for (size_t i = 1; i < words.size(); i++) {
+        const std::string word = words[i];
+        if (word != "--shape" && word.compare(0, 8, "--shape=")) continue;
+        const bool apart = word == "--shape";
+        const std::string name = !apart ? word.substr(8) : i + 1 < words.size() ? words[i + 1] : "";
+        std::string known;
+        for (const NamedShape& shape : NAMED_SHAPES) {
+            if (name == shape.name) {
+                words.erase(words.begin() + long(i), words.begin() + long(i + 1 + apart));
+                return &shape;
+            }
+            known += (known.empty() ? "" : ", ") + std::string(shape.name);
+        }
+        fail_usage("--shape %s: expected one of %s", name.c_str(), known.c_str());
+    }
+    return nullptr;
+}
 inline int run_attention_bench(int argc, const char* const* argv) {
+    std::vector<const char*> words(argv, argv + argc);
+    const NamedShape* const named = take_named_shape(words);
     std::set<std::string> given;
-    Config c = parse_options(argc, argv, given);
+    Config c = parse_options(int(words.size()), words.data(), given);
     if (!given.count("model")) c.model = "125m";
-    if (!given.count("seq-len")) c.seq_len = 65536, given.insert("seq-len");
-    if (!given.count("batch")) c.batch = 1, given.insert("batch");
+    if (!given.count("seq-len")) c.seq_len = named ? named->last_length : 65536, given.insert("seq-len");
+    if (!given.count("batch")) c.batch = 1;
     apply_preset(c, given);
+    if (named) {
+        for (const char* option :
+             {"batch", "heads", "kv-groups", "head-dim", "cmp-block", "cmp-stride", "slc-block", "slc-count", "window"})
+            if (given.count(option)) fail_usage("--shape %s decides --%s; leave one of them out", named->name, option);
+        c.heads = named->heads, c.kv_groups = named->groups, c.head_dim = named->head_dim;
+        c.cmp_block = named->l, c.cmp_stride = named->d, c.slc_block = named->slc_block;
+        c.slc_count = named->slc_count, c.window = named->window;
+    }
     validate_model(c, "options");
     World world;
     if (!choose_device(c, world).gpu)
         fail("--perf-attention: there is no GPU to time attention on (or the build holds no CUDA engine)");
     Timed<Cuda> dev(0);
-    run_attention(dev, c, 2048, 3, 15, 0, stdout);
+    const std::vector<AttentionRow> rows =
+        run_attention(dev, c, named ? named->first_length : 2048, 3, 15, 0, stdout, named);
+    if (named) print_published(rows, stdout);
     return 0;
 }

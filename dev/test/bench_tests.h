@@ -378,6 +378,59 @@ TEST(cuda_bench_counted_floors) {
         if (T == 8192) CHECK(counted("NSA, 8 x 8192: backward") == 1168 && counted("full, 8 x 8192: forward") == 1040);
     }
 }
+// Others' times beside ours: from rows whose sums are known, at two of the three lengths that others have.
+TEST(cuda_bench_published_times) {
+    std::vector<AttentionRow> rows;
+    for (const int T : {4096, 8192, 32768})
+        for (const auto& [name, us] :
+             {std::pair("compressed", 1000.0), std::pair("scores and choice", 610.0),
+              std::pair("selected, shared, auto", 1700.0), std::pair("selected, scattered, auto", 6800.0),
+              std::pair(WHOLE_SHARED, 5000.0), std::pair(WHOLE_SCATTERED, 20000.0),
+              std::pair(WHOLE_FULL, T == 4096   ? 4000.0
+                                    : T == 8192 ? 10000.0
+                                                : 30000.0)}) {
+            AttentionRow row{T, 1, name, {}};
+            row.us[0] = us, row.us[1] = std::string(name) == "scores and choice" ? 0 : 2 * us;
+            rows.push_back(row);
+        }
+    const bench_tests::Report report;
+    print_published(rows, report.file);
+    const std::string text = report.text();
+    const std::map<std::string, bench_tests::Result> results = bench_tests::results_of(text);
+    CHECK_EQUAL(results.size(), size_t(5 * 2 * 2));  // five kinds, two lengths, two passes
+    const struct {
+        const char *name, *conditions;
+        double ms;
+    } cases[] = {{"selected alone, H100, 8192: forward",
+                  "theirs 3.40 on an H100, ratio 0.50; selection scattered: 6.800 ms, 2.00", 1.7},
+                 {"selected alone, H100, 8192: backward",
+                  "theirs 3.95 on an H100, ratio 0.86; selection scattered: 13.600 ms, 3.44", 3.4},
+                 {"compressed, with scores, H100, 8192: forward",
+                  "theirs 1.61 on an H100, ratio 1.00; selection scattered: 1.610 ms, 1.00", 1.61},
+                 {"compressed, with scores, H100, 8192: backward",
+                  "theirs 1.25 on an H100, ratio 1.60; selection scattered: 2.000 ms, 1.60", 2},
+                 {"NSA, all of it, H800, 32768: backward",
+                  "theirs 29.00 on an H800, ratio 0.34; selection scattered: 40.000 ms, 1.38", 10},
+                 {"dense, FlashAttention-3, H800, 32768: forward",
+                  "theirs 26.70 on an H800, ratio 1.12; selection scattered: 30.000 ms, 1.12", 30}};
+    for (const auto& c : cases) {
+        const auto result = results.find(format_text("published shape, %s", c.name));
+        REQUIRE(result != results.end());
+        CHECK_NEAR(result->second.figure, c.ms, 1e-9);
+        CHECK_EQUAL(result->second.conditions, std::string(c.conditions));
+    }
+    for (const char* line :
+         {"from 8192 tokens on (forward, selection shared)", "from 8192 tokens on (backward, selection shared)",
+          "from 32768 tokens on (forward, selection scattered)"})
+        CHECK(text.find(std::string("NSA is faster than our dense attention ") + line) != std::string::npos);
+    std::vector<const char*> words = {"--perf-attention", "--shape=published", "--batch", "2"};
+    CHECK(take_named_shape(words) == &NAMED_SHAPES[0] && words.size() == 3 && !std::strcmp(words[1], "--batch"));
+    CHECK(take_named_shape(words) == nullptr && words.size() == 3);
+    words = {"--perf-attention", "--shape", "square"};
+    CHECK_FAILS(2, "--shape square: expected one of published", take_named_shape(words));
+    const char* const both[] = {"--perf-attention", "--shape", "published", "--heads", "4"};
+    CHECK_FAILS(2, "--shape published decides --heads", run_attention_bench(5, both));
+}
 // The median of single calls, of sizes that are known; and what the caller had timed is left alone.
 TEST(cuda_bench_ceilings) {
     Timed<Cuda> dev(0, size_t(1) << 20);

@@ -11,8 +11,10 @@
 #include "cuda_ddp_tests.h"
 #include "bench_tests.h"
 #include "ladder_tests.h"
+#include "device_results.h"
 
 int main(int argc, char** argv) {
     emu::machine.rough = true;  // a GPU's errors, so that the tests' limits hold on one
-    return run_tests(argc, argv);
+    const int status = device_results::main_of(argc, argv);
+    return status >= 0 ? status : run_tests(argc, argv);
 }

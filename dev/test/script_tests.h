@@ -42,6 +42,7 @@ struct Machine {
             echo 'a step without clocks: the host had launched the step after 3.0 us, the GPU was done after 10.0 us, medians of 7: 5 tokens/s'
             echo '3 passed, 0 failed'
         )sh");
+        script("build/cuda_tests", "[ $1 = --write-results ] && echo results >$2\n");
         trainer("5.5");
     }
     // Steps with tokens/s 1001, 1002, ...; the loss may be an expression of the shell.
@@ -117,11 +118,11 @@ TEST(run_gpu_check_with_stand_ins) {
     CHECK(file.find("NVIDIA_X_1_80GB-") != std::string::npos);
     CHECK(text.find("driver 580.1, CUDA 13.0, SM clock at most 1980 MHz, power limit 700.00 W, 81559 MiB") !=
           std::string::npos);
-    for (const char* part : {"build", "tests on the device", "sanitizer", "perf", "gaps", "attention", "train",
-                             "batches", "long", "ranks", "torch"})
+    for (const char* part : {"build", "tests on the device", "emulator", "sanitizer", "perf", "gaps", "attention",
+                             "published", "train", "batches", "long", "ranks", "torch"})
         CHECK_EQUAL(count(text, std::string("\n## ") + part + "\n"), size_t(1));
-    CHECK_EQUAL(count(text, ": exit status 0 after "), size_t(11));
-    CHECK_EQUAL(count(text, "commit abc1234; median SM clock 1980 MHz, at most 45 C, 300 W and 41000 MiB"), size_t(11));
+    CHECK_EQUAL(count(text, ": exit status 0 after "), size_t(13));
+    CHECK_EQUAL(count(text, "commit abc1234; median SM clock 1980 MHz, at most 45 C, 300 W and 41000 MiB"), size_t(13));
     CHECK(text.find("the same 5 steps twice: the same losses and norms, digit for digit") != std::string::npos);
     CHECK(text.find("with and without CUDA graphs: the same losses and norms, digit for digit") != std::string::npos);
     CHECK(text.find("command not found") == std::string::npos);
@@ -185,7 +186,7 @@ TEST(run_gpu_check_knows_which_tests_there_are) {
         if (text.find(c.line) == std::string::npos)
             check_failed(__FILE__, __LINE__, "%s: no line \"%s\" in %s", c.names, c.line, text.c_str());
         if (std::string(c.engine) != "fp32") continue;
-        CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "attention", "sanitizer"}).status, 0);
+        CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "attention", "published", "emulator", "sanitizer"}).status, 0);
         CHECK(read_file(machine.report()).find("--only attention_kernels") == std::string::npos);
     }
 }
@@ -318,7 +319,8 @@ TEST_LONG(run_gpu_check_goes_on_after_a_hang) {
     // A GPU that the program does not see is no passed test.
     machine.script("build/test_device", "echo '0 passed, 0 failed'\n");
     CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "tests"}).status, 1);
-    CHECK(read_file(machine.report()).find("there are no tests ladder_: the program sees no GPU") != std::string::npos);
+    CHECK(read_file(machine.report()).find("there are no tests ladder_*: build/test_device sees no GPU") !=
+          std::string::npos);
     // A tool and what it starts are gone before their part ends.
     machine.script("bin/compute-sanitizer", "echo \"waits: $OMP_WAIT_POLICY\"; trap '' TERM; sleep 300 & echo $! >'" +
                                                 machine.folder.file("pid") + "'; wait\n");
