@@ -333,7 +333,9 @@ class DataLoader {
         }
         next_sample += uint64_t(B) * options.world_size;
         pending_size = B;
-        pending = std::async(std::launch::async, [this, from = next_sample, B] { return read_batch(from, B); });
+        pending = start_or_fail("that reads the next batch", [&] {
+            return std::async(std::launch::async, [this, from = next_sample, B] { return read_batch(from, B); });
+        });
     }
 
     LoaderState state() const { return {seed, T(), corpus, next_sample}; }
@@ -384,9 +386,9 @@ inline TokenSource synthetic_source(uint64_t seed, uint64_t tokens, uint64_t fir
 // documents. Made in 0.1 s. The same however long the run is, so that it can be extended.
 constexpr uint64_t SYNTHETIC_TOKENS = 1 << 24;
 
-// A validation set for at least `wanted` tokens; it shares no document with the training data.
+// A validation set for `wanted` tokens, but at least one sample; it shares no document with the training data.
 inline TokenSource synthetic_validation(uint64_t seed, uint64_t wanted, int64_t seq_len) {
-    const uint64_t tokens = std::min(SYNTHETIC_TOKENS, wanted) + uint64_t(seq_len) + 1;
+    const uint64_t tokens = std::max(std::min(SYNTHETIC_TOKENS, wanted), uint64_t(seq_len)) + 1;
     return synthetic_source(seed, tokens, SYNTHETIC_FIRST_VALIDATION_DOCUMENT);
 }
 

@@ -23,6 +23,7 @@
 
 #include "lib/cpu_attention.h"
 #include "lib/cpu_gemm.h"
+#include "lib/memory.h"
 #include "lib/shape.h"
 #include "lib/util.h"
 
@@ -72,8 +73,8 @@ struct Cpu {
         const size_t bytes = (count * sizeof(T) + 63) / 64 * 64 + 64;
         void* p = std::aligned_alloc(64, bytes);
         if (!p)
-            fail("out of memory: %.1f MiB were asked for; choose a smaller --batch or --seq-len",
-                 double(bytes) / (1 << 20));
+            fail("out of memory: %.1f MiB were asked for%s; choose a smaller --batch or --seq-len",
+                 double(bytes) / (1 << 20), memory_limit_text().c_str());
         if (poison) std::memset(p, 0xFF, bytes);
         return static_cast<T*>(p);
     }
@@ -81,14 +82,15 @@ struct Cpu {
     void release(T* p) {
         std::free(p);
     }
-    // What the machine has left, by /proc/meminfo, and the container allows; no limit where neither is known.
-    double available_bytes() const {
+    // What the machine has left for each of so many processes, by /proc/meminfo, and the container and the limits of
+    // this process allow; infinity where none of them is known.
+    double available_bytes(int processes = 1) const {
         std::ifstream in("/proc/meminfo");
         std::string key, rest;
         double available = std::numeric_limits<double>::infinity();
         for (double kib; in >> key >> kib && std::getline(in, rest);)
             if (key == "MemAvailable:") available = kib * 1024;
-        return std::min(available, cgroup_limits().bytes);
+        return std::min(std::min(available, cgroup_limits().bytes) / processes, limits_leave());
     }
     void check_shape(const NsaShape&) const {}  // every shape works here
     double peak_flops() const { return 0; }     // unknown

@@ -29,6 +29,7 @@
 #include "dev/test/run_file_tests.h"
 #include "dev/test/run_tests.h"
 #include "dev/test/fault_tests.h"
+#include "dev/test/run_limit_tests.h"
 #include "dev/test/ddp_tests.h"
 #include "dev/test/checkpoint_tests.h"
 #include "dev/test/emulated_run_tests.h"

@@ -767,6 +767,7 @@ template <class Dev>
 void print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c, int64_t count) {
     std::vector<uint16_t> ids = {tokenizer.end_of_text};
     Encoder(tokenizer).append(c.prompt.data(), c.prompt.size(), ids);
+    if (c.verb == "sample") warn_beyond_trained(int64_t(ids.size()), count, c.seq_len);
     std::string before = c.prompt;  // printed with the first token: the line of progress would cover it
     generate(model, std::vector<int32_t>(ids.begin(), ids.end()), count, c, [&](int32_t token) {
         const std::string text =
@@ -930,8 +931,7 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
 template <class Dev>
 void require_memory(Dev& dev, const Config& c, const World& world) {
     const double mib = 1 << 20, fixed = Model<Dev>::flat_bytes(c, world.size) / mib;
-    const double available =
-        dev.available_bytes() / (Dev::on_host ? world.local_size : 1) / mib;  // ranks share the host's
+    const double available = dev.available_bytes(world.local_size) / mib;
     require_memory_of(c, fixed, available, c.total_batch / c.seq_len / world.size,
                       [&](int64_t batch, int64_t recompute) {
                           Config other = c;
@@ -1088,6 +1088,7 @@ struct Run {
         saver.finish();
         if (state.last_update > saver.last_saved_step()) saver.save_now(state.step);
         if (!is_first()) world.barrier();  // rank 0 ends all
+        if (!saver.last_error.empty()) return "saving failed too: " + saver.last_error;
         return "the last good checkpoint is " + (saver.last_saved.empty() ? "none" : saver.last_saved);
     }
 
@@ -1161,7 +1162,7 @@ void begin_run(Run<Dev>& run, const Device& device, const std::set<std::string>&
     // but the system counts their pages only once they are written.
     const double copy = double(run.model.table.total) * (8.0 / world.size + (run.is_first() ? 4 : 0));
     const double available =
-        Cpu<float>().available_bytes() / world.local_size - (Dev::on_host ? double(run.activations->arena.bytes) : 0);
+        Cpu<float>().available_bytes(world.local_size) - (Dev::on_host ? double(run.activations->arena.bytes) : 0);
     run.saver.choose_background(copy, available, !Dev::on_host, c.save_every);
     if (!checkpoint.empty()) run.state = load_checkpoint(run.model, checkpoint), run.saver.last_saved = checkpoint;
     else if (initial) read_parameters(run.model, *initial);
@@ -1174,7 +1175,7 @@ void begin_run(Run<Dev>& run, const Device& device, const std::set<std::string>&
 
 // What rank 0 says about a run that has reached its end. Some ends are errors.
 template <class Dev>
-void print_end(Run<Dev>& run, bool saved) {
+void print_end(Run<Dev>& run) {
     const Config& c = run.config();
     if (run.stop == HALTED) remove_halt_file(c.out);
     run.report.print_done(run.state.step, run.world.size, double(run.dev.peak_bytes) / (1 << 20),
@@ -1186,7 +1187,7 @@ void print_end(Run<Dev>& run, bool saved) {
         run.report.print_reductions(times.total, times.exposed, times.steps);
     }
     print_selected(run.dev.describe_selected(run.activations->shape));
-    run.report.print_end(run.stop, run.state, c, saved, run.saver.last_saved, run.tokenizer != nullptr);
+    run.report.print_end(run.stop, run.state, c, run.saver.last_error, run.saver.last_saved, run.tokenizer != nullptr);
 }
 
 // Returns the program's exit status.
@@ -1204,10 +1205,11 @@ int train_run(Run<Dev>& run, const Device& device, const std::set<std::string>& 
     } catch (const SharedError& e) {
         fail("%s; %s", e.what(), run.save_despite_error().c_str());
     }
-    const bool trained = run.state.step > first_step, saved = !trained || run.saver.save_now(run.state.step);
+    const bool trained = run.state.step > first_step;
+    if (trained) run.saver.save_now(run.state.step);
     if (trained && run.stop == GO_ON) run.sample();
     run.watchdog->progress(run.state.step, "end");
-    if (run.is_first()) print_end(run, saved);
+    if (run.is_first()) print_end(run);
     return exit_status_of(run.stop);
 }
 
@@ -1249,6 +1251,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     if (!resumes && !c.init_from.empty()) inherit_model(c, given);
     apply_preset(c, given);
     validate_model(c, "options");
+    validate_given(c, on_command_line);
     // From here on a rank that falls silent is noticed. Standing still is judged once progress() has been called.
     if (world.size > 1) world.channel().watch(c.stall_timeout);
     give_up_what_cannot_be(c, on_command_line, processors_of(world));  // only a resume has options that nobody gave
@@ -1262,6 +1265,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     with_engine(device, c, world, [&](auto& dev) {
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
         require_memory(dev, c, world);
+        if (world.rank == 0) warn_of_doubtful_options(c, on_command_line);
         Run<std::decay_t<decltype(dev)>> run(dev, c, world);
         const auto train = [&] { return train_run(run, device, given); };
         status = world.size > 1 ? report_errors(&world, train) : train();
@@ -1297,6 +1301,7 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
     const std::string folder = read_trained_config(c);
     if (c.val_data.empty())
         fail_usage("eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic");
+    require_no_bytes(c);
     if (!given.count("batch")) c.batch = 1;
     const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
     std::vector<TokenSource> sources;
@@ -1322,7 +1327,7 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
         using Engine = std::decay_t<decltype(dev)>;
         require_memory_for(
             Activations<Engine>::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
-            dev.available_bytes() / (Engine::on_host ? world.local_size : 1),
+            dev.available_bytes(world.local_size),
             format_text("eval: --batch %lld with sequences of %lld", (long long)c.batch, (long long)c.seq_len),
             "choose a smaller --batch");
         Activations<Engine> a(dev, c, c.batch, c.seq_len, INFERENCE);
@@ -1385,9 +1390,6 @@ static int run_check(const Config& c, World& world) {
     return damage.empty() && worst < limit ? 0 : 1;
 }
 
-// The disk behind stdout may be full.
-static bool output_is_whole() { return std::fflush(stdout) == 0 && !std::ferror(stdout); }
-
 [[maybe_unused]] static int run_verb(int argc, char** argv, World& world) {
     std::set<std::string> given;
     Config c = parse_options(argc, argv, given);
@@ -1403,18 +1405,14 @@ static bool output_is_whole() { return std::fflush(stdout) == 0 && !std::ferror(
     else if (verb == SAMPLE) run_sample(c, world);
     else if (verb == EVAL) run_eval(c, given, world);
     else status = run_check(c, world);
-    if (output_is_whole()) return status;
-    // a run has its log; of the others, what they print is all there is
-    if (verb != TRAIN || only_prints)
-        fail("not all of the output could be written to stdout: make room where it goes, and run again");
-    complain("not all of the output could be written to stdout; the run's log is whole");
+    if (!output_is_whole()) report_lost_output(status, (verb == TRAIN || verb == TOKENIZE) && !only_prints);
     return status;
 }
 
 #ifndef NSA_WITHOUT_MAIN  // tests include this file
 int main(int argc, char** argv) {
     if (argc > 0) program_name = argv[0];
-    open_closed_streams();
+    prepare_for_errors();
     set_passive_omp_wait(argv);
     std::unique_ptr<World> world;
     const int status = report_errors<World>(nullptr, [&] { return world = std::make_unique<World>(), 0; });

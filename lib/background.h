@@ -4,6 +4,7 @@
 #include <exception>
 #include <functional>
 #include <string>
+#include <system_error>
 #include <thread>
 
 #include "util.h"
@@ -36,12 +37,12 @@ class BackgroundTask {
         failure.clear();
         is_running.store(true, std::memory_order_relaxed);
         try {
-            thread = std::thread([this, job = std::move(job)] {
+            thread = std::thread([this, job] {
                 failure = error_of(job);
                 is_running.store(false, std::memory_order_release);
             });
-        } catch (const std::exception& e) {
-            failure = std::string("cannot start a thread: ") + e.what();
+        } catch (const std::system_error&) {  // no thread to be had: the caller waits instead
+            failure = error_of(job);
             is_running.store(false, std::memory_order_relaxed);
         }
     }

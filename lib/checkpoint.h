@@ -232,31 +232,45 @@ inline void verify_file(const std::string& folder, const FileRecord& expected) {
         fail("%s has checksum %08x, the manifest says %08x", path.c_str(), crc, expected.crc32c);
 }
 
-// Reads every file of a checkpoint; returns when all are as the manifest says, else throws one line about the first
-// that is not.
-inline Manifest verify_checkpoint(const std::string& folder) {
+// What of a checkpoint is wanted: all of it, to resume, or the model, which needs no optimiser's files.
+enum class Wanted { ALL, MODEL };
+
+inline bool is_model_file(const std::string& name) { return name == "model.safetensors" || name == "config.json"; }
+
+// Reads the files of a checkpoint; returns when all are as the manifest says, else throws one line about the first that
+// is not.
+inline Manifest verify_checkpoint(const std::string& folder, Wanted wanted = Wanted::ALL) {
     Manifest manifest = read_manifest(folder);
     const int64_t named = step_of_name(name_of(folder));
     if (named >= 0 && named != manifest.step)
         fail("%s: step: found %lld, the folder's name says %lld", manifest.path.c_str(), (long long)manifest.step,
              (long long)named);
     const Progress progress("checking " + folder);
-    for (const FileRecord& file : manifest.files) verify_file(folder, file);
+    for (const FileRecord& file : manifest.files)
+        if (wanted == Wanted::ALL || is_model_file(file.name)) verify_file(folder, file);
     return manifest;
+}
+
+// The same for a model, whose manifest may be gone: it is taken as it is, with a complaint.
+inline void verify_model(const std::string& folder, const Complain& complain) {
+    if (file_exists(folder + "/manifest.json") || !file_exists(folder + "/model.safetensors"))
+        return void(verify_checkpoint(folder, Wanted::MODEL));
+    complain(folder + " has no manifest.json, so nothing tells whether its files are whole");
 }
 
 // The folder of the newest checkpoint that is as its manifest says; one complaint for each newer
 // one, whose name and fault it tells. "" if there is none. Throws at one that cannot be read.
-inline std::string newest_intact_checkpoint(const std::string& run, const Complain& complain) {
+inline std::string newest_intact_checkpoint(const std::string& run, const Complain& complain,
+                                            Wanted wanted = Wanted::ALL) {
     const std::vector<int64_t> steps = checkpoint_steps(run);
     for (size_t i = 0; i < steps.size(); i++) {
         const std::string folder = checkpoint_folder(run, steps[i]);
         try {
-            verify_checkpoint(folder);
+            if (wanted == Wanted::MODEL) verify_model(folder, complain);
+            else verify_checkpoint(folder);
             return folder;
         } catch (const Unreadable& e) {  // it may well be whole: from the one before a run would write over it
-            fail("%s; make it readable, or move %s away to go on from the checkpoint before it", e.what(),
-                 folder.c_str());
+            fail("%s; make it readable, or move %s away to take the checkpoint before it", e.what(), folder.c_str());
         } catch (const Error& e) {
             complain(format_text("%s is damaged: %s; %s", folder.c_str(), e.what(),
                                  i + 1 < steps.size() ? "taking the one before" : "there is none before it"));

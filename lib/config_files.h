@@ -80,6 +80,10 @@ static void inherit_model(Config& c, std::set<std::string>& given) {
         if (given.insert(name).second) set_option(c, option_named(name), value_text(there, option_named(name)));
 }
 
+static void warn_of_doubtful_options(const Config& c, const std::set<std::string>& given) {
+    for (const std::string& line : doubtful_options(c, given)) complain(line);
+}
+
 // verb: what cannot be done otherwise, "resume" or "begin".
 static void require_same_model(const Config& c, const std::string& checkpoint, const char* verb) {
     const std::string path = checkpoint + "/config.json";
@@ -132,8 +136,9 @@ static std::string manifest_json(const Config& c) { return options_json(with_abs
 
 // An option's value in a manifest, as on the command line.
 static std::string value_text(const Json& value, const Option& o) {
-    if (value.kind == Json::String) return value.text;
-    return o.integer ? std::to_string(value.integer_value) : format_text("%.17g", value.number_value);
+    if (!o.integer && !o.real) return value.string(underscored(o.name));
+    return o.integer ? std::to_string(value.integer(underscored(o.name)))
+                     : format_text("%.17g", value.number(underscored(o.name)));
 }
 
 // Nobody chose: the 0 of an option that counts from 1.
@@ -254,6 +259,9 @@ static std::string read_trained_config(Config& c) {
 
 // The options that decided what the run behind a checkpoint was validated on.
 static Config trained_options(Config c, const std::string& checkpoint) {
+    if (!file_exists(checkpoint + "/manifest.json"))
+        fail("%s/manifest.json is missing, which says what the run was validated on: give shards to --val-data",
+             checkpoint.c_str());
     const Manifest manifest = read_manifest(checkpoint);
     const Json& then = manifest.state.get("options", manifest.path);
     c.seed = then.integer("seed", manifest.path);

@@ -32,6 +32,7 @@ inline int omp_get_thread_num() { return 0; }
 #include <oneapi/dnnl/dnnl.hpp>
 #endif
 
+#include "memory.h"
 #include "util.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -336,7 +337,9 @@ class Workspace {
         if (count > capacity) {
             std::free(data);
             data = static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 127) / 64 * 64));
-            if (!data) fail("out of memory: %.1f MiB of scratch were asked for", double(count * sizeof(T)) / (1 << 20));
+            if (!data)
+                fail("out of memory: %.1f MiB of scratch were asked for%s", double(count * sizeof(T)) / (1 << 20),
+                     memory_limit_text().c_str());
             capacity = count;
         }
         return data;
@@ -477,6 +480,8 @@ class Gemm {
         const int rows = block_size(M, most), columns = block_size(N, most), across = (N + columns - 1) / columns,
                   blocks = (M + rows - 1) / rows * across;
         if (int(library_threads.size()) < omp_get_max_threads()) library_threads.resize(size_t(omp_get_max_threads()));
+        // oneDNN allocates as it goes, on every thread, and version 2.6 writes through the null pointers that it gets
+        require_memory_left((24 + 8 * library_threads.size()) << 20, "a matrix product of oneDNN");
         std::string error;
 #pragma omp parallel for schedule(dynamic, 1)
         for (int i = 0; i < blocks; i++) {

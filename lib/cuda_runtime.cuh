@@ -112,7 +112,7 @@ struct CudaRuntime {
         if (found != allocated.end()) live_bytes -= found->second, allocated.erase(found);
         if (cudaFree(p) != cudaSuccess) cudaGetLastError();  // cleared, else the next launch would report it
     }
-    double available_bytes() const {
+    double available_bytes(int = 1) const {  // a GPU belongs to one process
         size_t free = 0, total = 0;
         CUDA_CHECK(cudaMemGetInfo(&free, &total));
         return free;

@@ -3,8 +3,10 @@
 #pragma once
 #include <algorithm>
 #include <cstdlib>
+#include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cpu_gemm.h"
@@ -49,6 +51,32 @@ void require_same_kind_of_device(const Device& d, const World& world) {
                            "--device cpu");
 }
 
+// Makes OpenMP start its threads now, while an error can say what was asked for: where the system gives it none, OpenMP
+// ends the program by itself. So first as many threads are started and ended as it will want.
+inline void start_threads(int count) {
+    std::mutex held;
+    std::vector<std::thread> threads;
+    std::string error;
+    {
+        const std::lock_guard<std::mutex> until_all_are_there(held);
+        try {
+            for (int i = 1; i < count; i++) threads.emplace_back([&] { const std::lock_guard<std::mutex> wait(held); });
+        } catch (const std::exception& e) {
+            error = e.what();
+        }
+    }
+    for (std::thread& thread : threads) thread.join();
+    if (!error.empty())
+        fail(
+            "%d CPU threads were asked for and the system starts only %zu: %s%s; choose a smaller --threads, or raise "
+            "the limit on threads (ulimit -u) or memory",
+            count, threads.size() + 1, error.c_str(), memory_limit_text().c_str());
+#ifdef _OPENMP
+#pragma omp parallel num_threads(count)
+    {}
+#endif
+}
+
 // The number of GPUs that this process sees; 0 leaves the reason in `none`.
 inline int count_gpus(std::string& none) {
     none = "this build holds no CUDA engine";
@@ -84,6 +112,7 @@ inline Device device_of(const Config& c, int share) {
     Device d;
     d.threads = c.threads ? int(c.threads) : std::getenv("OMP_NUM_THREADS") ? omp_get_max_threads() : share;
     omp_set_num_threads(d.threads);
+    start_threads(d.threads);
     std::string none;
     const int gpus = count_gpus(none);
     if (c.device == "cuda" && gpus == 0) fail_usage("--device cuda: %s; use --device cpu or auto", none.c_str());

@@ -2,13 +2,18 @@
 #pragma once
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <string>
 #include <vector>
 
+#include <execinfo.h>
 #include <fcntl.h>
+#include <malloc.h>
 #include <unistd.h>
 
+#include "memory.h"
+#include "signals.h"
 #include "util.h"
 
 // The error of one of several ranks must not unwind to main(): ncclCommDestroy would wait for the other ranks, and
@@ -57,8 +62,57 @@ void fail_together(const World& world, const std::string& error) {
 }
 
 // Where stdin, stdout or stderr is closed (2>&- in a script), the next file that is opened would get its number, and
-// what is printed would go into that file.
+// what is printed would go into that file. So /dev/null is opened there, for the wrong direction: what is printed to a
+// closed stdout is lost, and has to count as lost, see output_is_whole().
 inline void open_closed_streams() {
-    for (int fd; (fd = open("/dev/null", O_RDWR)) >= 0;)
-        if (fd > 2) return void(close(fd));
+    for (int fd = 0; fd <= 2; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY) > 2) return;
 }
+
+// Has everything that was printed so far arrived? The disk behind stdout may be full.
+inline bool output_is_whole() { return std::fflush(stdout) == 0 && !std::ferror(stdout); }
+
+// The end of a verb whose output is not whole: an error, unless the program ends with another status already, which
+// matters more. in_files: what it has done is in files.
+inline void report_lost_output(int status, bool in_files) {
+    const std::string text =
+        format_text("not all of the output could be written to stdout, which is closed or full; %s",
+                    in_files ? "what belongs into files is whole there" : "make room where it goes, and run again");
+    if (status == 0) fail("%s", text.c_str());
+    std::fprintf(stderr, "train_nsa: warning: %s\n", text.c_str());
+}
+
+// An error that nobody catches, in a thread or in a parallel loop, ends the program in one line too.
+[[noreturn]] inline void end_uncaught() {
+    std::fflush(stdout);
+    try {
+        if (std::current_exception()) std::rethrow_exception(std::current_exception());
+        std::fprintf(stderr, "train_nsa: error: the program ended itself\n");
+    } catch (const std::exception& e) {
+        std::fprintf(stderr, "train_nsa: error: %s\n", e.what());
+    } catch (...) {
+        std::fprintf(stderr, "train_nsa: error: an exception of unknown type\n");
+    }
+    _exit(1);
+}
+
+// First of all in main(): streams, signals, and errors that come from libraries.
+inline void prepare_for_errors() {
+    open_closed_streams();
+    settle_signals();
+    std::set_terminate(end_uncaught);
+    void* frame;
+    backtrace(&frame, 1);  // loads libgcc_s, without which a thread cannot end, while there is memory for it
+    // a heap for each thread reserves 64 MiB, which count as taken
+    if (memory_is_limited()) mallopt(M_ARENA_MAX, 1);
+}
+
+#ifndef NSA_WITHOUT_MAIN
+// In place of the standard's: the error says how much was asked for.
+__attribute__((noinline)) void* operator new(size_t bytes) {
+    if (void* const p = std::malloc(std::max<size_t>(bytes, 1))) return p;
+    throw OutOfMemory(bytes);
+}
+__attribute__((noinline)) void operator delete(void* p) noexcept { std::free(p); }
+__attribute__((noinline)) void operator delete(void* p, size_t) noexcept { std::free(p); }
+#endif

@@ -29,7 +29,16 @@ inline uint64_t file_size(const std::string& path) {
     struct stat s;
     if (stat(path.c_str(), &s) != 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
     if (S_ISDIR(s.st_mode)) fail("%s is a folder, a file was expected", path.c_str());
+    if (!S_ISREG(s.st_mode))  // a pipe would be waited for
+        fail("%s is a pipe, a socket or a device, a file was expected", path.c_str());
     return uint64_t(s.st_size);
+}
+
+// For an option that names a file to write, which is never one that is there.
+inline void require_new_file(const char* option, const std::string& path) {
+    struct stat s;
+    if (lstat(path.c_str(), &s) == 0)
+        fail("%s %s is there already and is not overwritten: choose another name, or remove it", option, path.c_str());
 }
 
 // A file that exists but cannot be read, because of permissions, a limit of the machine or the network. Its content may
@@ -142,13 +151,22 @@ inline void remove_tree(const std::string& path) {
         fail("cannot remove %s: %s", path.c_str(), std::strerror(errno));
 }
 
-// The files that match a shell pattern, sorted by name; if there are none, the caller words the error.
+// The files that match a shell pattern, sorted by name; if there are none, the caller words the error. A folder that
+// cannot be read is one here if nothing matches elsewhere.
 inline std::vector<std::string> glob_files(const std::string& pattern) {
+    static thread_local std::string unreadable;
+    unreadable.clear();
+    const auto note = [](const char* path, int error) {
+        if (error != ENOENT && error != ENOTDIR)
+            unreadable = format_text("cannot read folder %s: %s", path, std::strerror(error));
+        return 0;
+    };
     glob_t found;
     std::vector<std::string> paths;
-    if (glob(pattern.c_str(), 0, nullptr, &found) == 0)
+    if (glob(pattern.c_str(), 0, note, &found) == 0)
         for (size_t i = 0; i < found.gl_pathc; i++) paths.push_back(found.gl_pathv[i]);
     globfree(&found);
+    if (paths.empty() && !unreadable.empty()) fail("%s", unreadable.c_str());
     return paths;
 }
 
@@ -253,8 +271,11 @@ class FileWriter {
     }
     FileWriter(const FileWriter&) = delete;
     FileWriter& operator=(const FileWriter&) = delete;
-    ~FileWriter() {
-        if (fd >= 0) ::close(fd);
+    ~FileWriter() {  // without close(): it is not whole, so it does not stay
+        if (fd < 0) return;
+        struct stat s;
+        if (fstat(fd, &s) == 0 && S_ISREG(s.st_mode)) unlink(path.c_str());
+        ::close(fd);
     }
     void write(const void* data, uint64_t bytes) {
         const uint64_t piece = 1 << 20;  // still in the cache when write() copies it, after the checksum

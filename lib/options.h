@@ -11,6 +11,7 @@
 
 #include <unistd.h>
 
+#include "files.h"
 #include "util.h"
 
 struct Config {
@@ -305,12 +306,12 @@ static void set_option(Config& c, const Option& o, const std::string& value) {
         c.*o.text = value;
     } else {
         char* end = nullptr;
-        const double number = std::strtod(value.c_str(), &end);
-        const bool whole = number == std::floor(number);
-        if (value.empty() || *end || std::isspace((unsigned char)value[0]) || !(number >= o.low && number <= o.high) ||
-            (o.integer && !whole))
-            fail_usage("--%s is '%s'; expected %s %.15g..%.15g", o.name, value.c_str(),
-                       o.integer ? "an integer in" : "a number in", o.low, o.high);
+        const double number = std::strtod(value.c_str(), &end);  // takes more: hexadecimal, nan, blanks in front
+        const bool decimal =
+            value.find_first_not_of(o.integer ? "-0123456789" : "+-.0123456789eE") == std::string::npos;
+        if (value.empty() || *end || !decimal || !(number >= o.low && number <= o.high))
+            fail_usage("--%s is '%s'; expected %s in %.15g..%.15g", o.name, value.c_str(),
+                       o.integer ? "an integer, in decimal digits," : "a number", o.low, o.high);
         if (o.integer) c.*o.integer = int64_t(number);
         else c.*o.real = number;
     }
@@ -479,6 +480,42 @@ static void resolve_batch(Config& c, const std::set<std::string>& given, int ran
                    (long long)c.total_batch, (long long)per_rank, ranks, (long long)c.batch);
 }
 
+// Options given for what dense attention does not have, or for a file that is there.
+static void validate_given(const Config& c, const std::set<std::string>& given) {
+    if (!c.dump_state.empty()) require_new_file("--dump-state", c.dump_state);
+    for (const char* name :
+         {"cmp-block", "cmp-stride", "slc-block", "slc-count", "window", "phi-hidden", "selected-kernels"})
+        if (c.attention == "full" && given.count(name))
+            fail_usage("--%s is of --attention nsa, and this run has --attention full: leave one of them out", name);
+}
+
+// What can be done and was hardly meant: a line for each.
+static std::vector<std::string> doubtful_options(const Config& c, const std::set<std::string>& given) {
+    std::vector<std::string> lines;
+    if (c.attention == "nsa" && c.seq_len < c.cmp_block)
+        lines.push_back(
+            format_text("--seq-len %lld is shorter than --cmp-block %lld: the compressed branch never has "
+                        "a block, and the selection has nothing to go by",
+                        (long long)c.seq_len, (long long)c.cmp_block));
+    if (c.dump_state.empty() && c.steps > 0 && c.steps < c.warmup)
+        lines.push_back(
+            format_text("--steps %lld ends within the %lld steps of --warmup: the learning rate never gets "
+                        "beyond %.2g of --lr %g",
+                        (long long)c.steps, (long long)c.warmup, double(c.steps) / double(c.warmup), c.lr));
+    if (c.sample_tokens > c.seq_len && given.count("sample-tokens"))
+        lines.push_back(
+            format_text("--sample-tokens %lld is more than --seq-len %lld: what the model writes beyond "
+                        "that length it has not learnt",
+                        (long long)c.sample_tokens, (long long)c.seq_len));
+    return lines;
+}
+
+// The built-in corpus is no text of GPT-2's tokens.
+static void require_no_bytes(const Config& c) {
+    if (c.tokenizer == "gpt2" && c.val_data == "synthetic")
+        fail_usage("--val-data synthetic is bytes, and this model reads gpt2 tokens: give shards of them");
+}
+
 // What only some numbers of ranks can do.
 static void validate_run(const Config& c, int ranks) {
     if (!c.dump_state.empty() && (ranks > 1 || c.batch * c.seq_len != c.total_batch))
@@ -488,6 +525,7 @@ static void validate_run(const Config& c, int ranks) {
     if (c.stall_timeout > 0 && c.stall_timeout < 1)
         fail_usage("--stall-timeout %g: ranks are listened to five times a second; give at least 1, or 0 for none",
                    c.stall_timeout);
+    if (c.data != "synthetic") require_no_bytes(c);
     if (c.deterministic && (ranks & (ranks - 1)))
         fail_usage("--deterministic on %d ranks: its tree needs a power of two of them", ranks);
 }

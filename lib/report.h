@@ -425,17 +425,19 @@ struct RunReport {
     }
 
     // The run's last lines, or the error that it ends with although it reached its end.
-    void print_end(Stop stop, const TrainState& state, const Config& c, bool saved, const std::string& last_saved,
-                   bool has_vocabulary) const {
-        if (!saved)
+    void print_end(Stop stop, const TrainState& state, const Config& c, const std::string& save_error,
+                   const std::string& last_saved, bool has_vocabulary) const {
+        if (!save_error.empty())
             fail(
-                "the last checkpoint could not be written: what was learnt since %s is lost; make room and run again%s",
-                last_saved.empty() ? "the start" : last_saved.c_str(), last_saved.empty() ? "" : " with --resume");
+                "the last checkpoint could not be written: %s; what was learnt since %s is lost; mend that and run "
+                "again%s",
+                save_error.c_str(), last_saved.empty() ? "the start" : last_saved.c_str(),
+                last_saved.empty() ? "" : " with --resume");
         if (stop != GO_ON)  // such a run is to be resumed, and its exit status says so
             return void(std::printf("stopped by %s after step %lld of %lld; the same command with --resume goes on\n",
                                     stop == HALTED        ? "the halt file"
                                     : stop == INTERRUPTED ? "SIGINT"
-                                                          : "SIGTERM or SIGUSR1",
+                                                          : "SIGTERM, SIGUSR1 or SIGHUP",
                                     (long long)state.step, (long long)steps));
         if (state.bad_steps)
             fail(

@@ -157,25 +157,27 @@ struct RunLog {
 
 // The newest intact checkpoint in a run's folder, with a warning about each newer one that is damaged. "" if there are
 // no checkpoints; an error if all of them are damaged.
-inline std::string newest_checkpoint(const std::string& run) {
+inline std::string newest_checkpoint(const std::string& run, Wanted wanted = Wanted::ALL) {
     std::vector<std::string> damages;
-    const std::string newest = newest_intact_checkpoint(run, [&](const std::string& text) { damages.push_back(text); });
+    const std::string newest = newest_intact_checkpoint(
+        run, [&](const std::string& text) { damages.push_back(text); }, wanted);
     if (newest.empty() && !damages.empty())  // the first complaint, without its "; taking the one before"
-        fail(
-            "no checkpoint under %s is intact; %s; without --resume the run starts anew and this folder is moved aside",
-            run.c_str(), damages[0].substr(0, damages[0].rfind("; ")).c_str());
+        fail("no checkpoint under %s is intact; %s; %s", run.c_str(),
+             damages[0].substr(0, damages[0].rfind("; ")).c_str(),
+             wanted == Wanted::MODEL
+                 ? "give another run, or a folder with the model.safetensors and config.json of this one from a copy"
+                 : "without --resume the run starts anew and this folder is moved aside");
     for (const std::string& text : damages) complain(text);
     return newest;
 }
 
-// The checkpoint that an option names: the folder itself, or the newest one of a run's folder.
+// The checkpoint that an option names, for its model: the folder itself, or the newest one of a run's folder.
 inline std::string checkpoint_of(const std::string& from, const char* option) {
     if (file_exists(from) && !file_exists(from + "/."))
         fail("%s %s is a file: give the folder of a run or of one checkpoint", option, from.c_str());
-    const bool is_checkpoint = file_exists(from + "/model.safetensors");
-    if (is_checkpoint && file_exists(from + "/manifest.json")) verify_checkpoint(from);
-    else if (is_checkpoint) complain(from + " has no manifest.json, so nothing tells whether its files are whole");
-    const std::string folder = is_checkpoint ? from : newest_checkpoint(from);
-    if (folder.empty()) fail("%s %s holds no checkpoint: no step_*/manifest.json in it", option, from.c_str());
+    const bool is_checkpoint = file_exists(from + "/model.safetensors") || file_exists(from + "/manifest.json");
+    if (is_checkpoint) verify_model(from, complain);
+    const std::string folder = is_checkpoint ? from : newest_checkpoint(from, Wanted::MODEL);
+    if (folder.empty()) fail("%s %s holds no checkpoint: no step_*/model.safetensors in it", option, from.c_str());
     return folder;
 }

@@ -10,6 +10,16 @@
 #include <unistd.h>
 
 #include "cpu_gemm.h"
+#include "run_folder.h"
+
+// prompt, tokens: of a sample. The last token is written and not read.
+inline void warn_beyond_trained(int64_t prompt, int64_t tokens, int64_t seq_len) {
+    if (prompt + tokens - 1 > seq_len)
+        complain(
+            format_text("a prompt of %lld tokens and --tokens %lld make %lld, and the model was trained on %lld at "
+                        "a time: what it writes beyond that length it has not learnt",
+                        (long long)prompt, (long long)tokens, (long long)(prompt + tokens - 1), (long long)seq_len));
+}
 
 // The next token from its logits [V]: temperature, then the top_k likeliest, then the likeliest of total probability
 // top_p. uniform: a random number in [0, 1).

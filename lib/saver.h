@@ -69,6 +69,7 @@ class CheckpointSaver {
     bool in_background = true;  // false: there is no memory for a copy, so training waits for every checkpoint
     bool remove_old = true;     // what --keep does not ask for
     std::string last_saved;     // folder of the last good checkpoint; rank 0
+    std::string last_error;     // of save_now(), "" if all is well; rank 0
 
     CheckpointSaver(const World& w, Options o) : world(w), options(std::move(o)) {}
 
@@ -88,11 +89,12 @@ class CheckpointSaver {
         if (!in_background) finish();
     }
 
-    // At the end of a run. False if the checkpoint could not be written; rank 0 knows.
-    bool save_now(int64_t step) {
+    // At the end of a run. What goes wrong is left in last_error.
+    void save_now(int64_t step) {
+        if (saving_step != step) finish();
+        at_end = true;
         if (saving_step != step || phase == IDLE) start(step, false);
         finish();
-        return world.rank != 0 || last_saved == checkpoint_folder(options.run, step);
     }
 
     // Of last_saved; 0 where there is none.
@@ -119,6 +121,7 @@ class CheckpointSaver {
     const Options options;
     Phase phase = IDLE;
     int64_t saving_step = 0;
+    bool at_end = false;  // nothing comes after this checkpoint: the run ends with the error if there is one
     std::string saving_state;
     std::vector<FileRecord> written;  // this rank's files
     std::vector<std::string> complaints;
@@ -129,10 +132,11 @@ class CheckpointSaver {
         if (world.rank != 0) return;
         for (const std::string& text : complaints) complain(text);
         complaints.clear();
+        if (at_end) last_error = error;
         if (error.empty()) {
             last_saved = checkpoint_folder(options.run, saving_step);
             std::printf("saved %s\n", last_saved.c_str());
-        } else {
+        } else if (!at_end) {
             complain(format_text("checkpoint of step %lld failed: %s; training goes on, the last good one is %s",
                                  (long long)saving_step, error.c_str(),
                                  last_saved.empty() ? "none" : last_saved.c_str()));
@@ -161,6 +165,13 @@ class CheckpointSaver {
         });
     }
 
+    // What cannot be removed at the end of a run, the next one in this folder removes.
+    void abandon() {
+        abandon_checkpoint(options.run, saving_step, [this](const std::string& text) {
+            if (!at_end) complain(text);
+        });
+    }
+
     // A slow disk is no stall as long as bytes arrive there.
     void await_writer() {
         for (uint64_t seen = 0; writer.running(); usleep(1000)) {
@@ -178,7 +189,7 @@ class CheckpointSaver {
         try {
             records = gather_records(world, written, writer.error());
         } catch (const Error& e) {
-            if (world.rank == 0) abandon_checkpoint(options.run, saving_step, complain);
+            if (world.rank == 0) abandon();
             return report(e.what());
         }
         phase = COMMITTING;
@@ -198,7 +209,7 @@ class CheckpointSaver {
 
     void end_commit() {
         await_writer();
-        if (!writer.error().empty()) abandon_checkpoint(options.run, saving_step, complain);
+        if (!writer.error().empty()) abandon();
         report(writer.error());
     }
 };

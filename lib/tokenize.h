@@ -172,16 +172,18 @@ template <class Tokenizer>
 class TokenizePool {
   public:
     TokenizePool(const Tokenizer& tokenizer, int threads) : limit(4 * size_t(threads)) {
-        for (int i = 0; i < threads; i++) workers.emplace_back([this, &tokenizer] { work(tokenizer); });
-    }
-    ~TokenizePool() {
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            stopping = true;
+        try {
+            for (int i = 0; i < threads; i++)
+                start_or_fail("that encodes", [&] {
+                    workers.emplace_back([this, &tokenizer] { work(tokenizer); });
+                    return true;
+                });
+        } catch (...) {
+            end_workers();
+            throw;
         }
-        to_do.notify_all();
-        for (std::thread& worker : workers) worker.join();
     }
+    ~TokenizePool() { end_workers(); }
 
     bool full() const { return in_progress.size() >= limit; }
     bool empty() const { return in_progress.empty(); }
@@ -216,6 +218,15 @@ class TokenizePool {
     std::condition_variable to_do, finished;
     std::deque<TokenBlock*> waiting;
     bool stopping = false;
+
+    void end_workers() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            stopping = true;
+        }
+        to_do.notify_all();
+        for (std::thread& worker : workers) worker.join();
+    }
 
     void work(const Tokenizer& tokenizer) {
         typename Tokenizer::Encoder encoder(tokenizer);

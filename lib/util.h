@@ -13,6 +13,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <vector>
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -125,6 +126,17 @@ __attribute__((format(printf, 1, 2))) inline std::string format_text(const char*
 inline void complain(const std::string& text) {
     std::fflush(stdout);
     std::fprintf(stderr, "train_nsa: warning: %s\n", printable(text).c_str());
+}
+
+// What start() returns, which starts a thread. purpose: what for, where the system has none to give.
+template <class Start>
+auto start_or_fail(const char* purpose, Start start) {
+    try {
+        return start();
+    } catch (const std::system_error& e) {
+        fail("cannot start a thread %s: %s; raise the limit on threads (ulimit -u) or on memory (ulimit -v)", purpose,
+             e.what());
+    }
 }
 
 // Seconds on a clock that never goes back.

@@ -17,6 +17,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <string>
 #include <thread>
 #include <vector>
@@ -278,8 +279,14 @@ class ControlChannel {
         sigset_t all, before;  // signals are for the main thread
         sigfillset(&all);
         pthread_sigmask(SIG_BLOCK, &all, &before);
-        thread = std::thread([this] { run(); });
+        std::exception_ptr error;
+        try {
+            thread = start_or_fail("for the watchdog", [this] { return std::thread([this] { run(); }); });
+        } catch (...) {
+            error = std::current_exception();
+        }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        if (error) std::rethrow_exception(error);
     }
     void ask(Request what) {
         if (!running()) return;

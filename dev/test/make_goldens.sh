@@ -29,8 +29,7 @@ declare -A configs=(
            --phi-hidden 16 --mlp-hidden 256"
     # the dense baseline
     [full]="--seed 4 --batch 3 --seq-len 97 --total-batch 291 --attention full --layers 2 --dim 64 --heads 4
-           --kv-groups 2 --head-dim 16 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 128
-           --phi-hidden 16 --mlp-hidden 256"
+           --kv-groups 2 --head-dim 16 --mlp-hidden 256"
 )
 limit=150000  # bytes of a golden file
 

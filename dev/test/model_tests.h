@@ -345,7 +345,7 @@ TEST(logits_in_chunks_are_logits_at_once) {
 // divides the step, or both.
 struct SmallCpu : Cpu<float> {
     double available = 0;
-    double available_bytes() const { return available; }
+    double available_bytes(int = 1) const { return available; }
 };
 TEST(what_does_not_fit_is_refused_with_what_would) {
     SmallCpu dev;

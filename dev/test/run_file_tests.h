@@ -16,7 +16,7 @@ TEST(run_writes_the_tensors_of_the_design) {
                        {"full", small({{"attention", "full"}, {"layers", "2"}}),
                         tensors_of_the_design(256, 16, 2, 2, 1, 8, 8, 8, 32, false)},
                        {"tiny",
-                        {{"total-batch", "512"}, {"eval-batches", "1"}, {"sample-tokens", "0"}},
+                        {{"total-batch", "512"}, {"eval-batches", "1"}, {"sample-tokens", "0"}, {"warmup", "0"}},
                         tensors_of_the_design(256, 128, 2, 4, 2, 32, 16, 32, 512, true)}};
     for (const auto& c : cases) {
         Options options = c.options;
@@ -429,13 +429,13 @@ TEST(run_dump_state_holds_what_it_promises) {
     using namespace program;
     TempFolder folder;
     const int64_t B = 2, T = 64, V = 256, C = 16, L = 2, blocks = 8, count = 4, block = 8, groups = 2;
-    const Options options =
-        small({{"init", "random"}, {"layers", "2"}, {"heads", "4"}, {"kv-groups", "2"}, {"out", folder.file("none")}});
+    const Options options = {
+        {"init", "random"}, {"layers", "2"}, {"heads", "4"}, {"kv-groups", "2"}, {"out", folder.file("none")}};
     for (const bool nsa : {true, false}) {
         const std::string path = folder.file(nsa ? "nsa.safetensors" : "full.safetensors");
         Options more = options;
         more["attention"] = nsa ? "nsa" : "full", more["dump-state"] = path;
-        const Result r = run(words_of(more));
+        const Result r = train(more);
         REQUIRE_GOOD(r);
         CHECK(!file_exists(folder.file("none")));  // no run was begun
         const RawFile dump = read_raw(path);
@@ -482,13 +482,13 @@ TEST(run_dump_state_holds_what_it_promises) {
     // The limits of a comparison follow from the precision.
     Options narrow = options;
     narrow["cpu-dtype"] = "bf16", narrow["dump-state"] = folder.file("bf16.safetensors");
-    REQUIRE_GOOD(run(words_of(narrow)));
+    REQUIRE_GOOD(train(narrow));
     CHECK_EQUAL(read_raw(folder.file("bf16.safetensors")).metadata.at("precision"),
                 std::string(HAVE_BF16 ? "bf16" : "fp32"));
     // The parameters are those that training starts from: with a learning rate of 0 they are the checkpoint's.
     Options still = options;
     still["lr"] = "0", still["steps"] = "1", still["out"] = folder.file("still");
-    REQUIRE_GOOD(run(words_of(still)));
+    REQUIRE_GOOD(train(still));
     const RawFile first = read_raw(folder.file("nsa.safetensors")),
                   model = read_raw(folder.file("still/step_00000001/model.safetensors"));
     for (const auto& [name, tensor] : model.tensors) CHECK(first.tensors.at(name).bytes == tensor.bytes);
@@ -502,9 +502,9 @@ TEST(run_dump_state_holds_what_it_promises) {
     // With --resume: of the checkpoint.
     Options resumed = options;
     resumed["out"] = folder.file("moved"), resumed["steps"] = "2";
-    REQUIRE_GOOD(run(words_of(resumed)));
+    REQUIRE_GOOD(train(resumed));
     resumed["resume"] = "on", resumed["dump-state"] = folder.file("resumed.safetensors");
-    REQUIRE_GOOD(run(words_of(resumed)));
+    REQUIRE_GOOD(train(resumed));
     const RawFile second = read_raw(folder.file("resumed.safetensors")),
                   moved = read_raw(folder.file("moved/step_00000002/model.safetensors"));
     for (const auto& [name, tensor] : moved.tensors) CHECK(second.tensors.at(name).bytes == tensor.bytes);

@@ -31,10 +31,12 @@ TEST(run_options_are_parsed_strictly) {
     for (const Option& o : option_table()) {
         const std::string name = "--" + std::string(o.name), verb = first_verb(o);
         if (o.integer || o.real) {
-            for (const char* wrong :
-                 {"", "nan", "-nan", "inf", "-inf", "1e999", "x", "1x", "1 ", " 1", "\t1", "1,5", "--1", "1 2"})
+            for (const char* wrong : {"", "nan", "-nan", "inf", "-inf", "1e999", "x", "1x", "1 ", " 1", "\t1", "1,5",
+                                      "--1", "1 2", "0x1", "0x1p0", "1e", "."})
                 CHECK_FAILS(2, name.c_str(), parse({verb, name + "=" + wrong}));
-            if (o.integer) CHECK_FAILS(2, name.c_str(), parse({verb, name + "=" + format_text("%.17g", o.low + 0.5)}));
+            for (const std::string& wrong : {format_text("%.17g", o.low + 0.5), format_text("%.0f.0", o.low),
+                                             format_text("%.0fe0", o.low), format_text("+%.0f", o.low)})
+                if (o.integer) CHECK_FAILS(2, name.c_str(), parse({verb, name + "=" + wrong}));
             for (const double end : {o.low, o.high}) {  // both ends belong to the range
                 const Config c = parse({verb, name, format_text("%.17g", end)});
                 CHECK_EQUAL(o.integer ? double(c.*o.integer) : c.*o.real, end);
