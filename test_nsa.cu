@@ -27,6 +27,7 @@
 #include "dev/test/run_checkpoint_tests.h"
 #include "dev/test/run_resume_tests.h"
 #include "dev/test/run_file_tests.h"
+#include "dev/test/export_tests.h"
 #include "dev/test/run_tests.h"
 #include "dev/test/fault_tests.h"
 #include "dev/test/run_limit_tests.h"

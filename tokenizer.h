@@ -153,9 +153,10 @@ struct Tokenizer {
     static constexpr int gpt2_size = 50257;
 
     bool is_bytes = false;
-    std::string source;               // the file or files it was read from
-    std::vector<std::string> tokens;  // the bytes of each id
-    uint16_t end_of_text = 0;         // the id that stands before every document
+    std::string source;                                 // the file or files it was read from
+    std::vector<std::string> tokens;                    // the bytes of each id
+    uint16_t end_of_text = 0;                           // the id that stands before every document
+    std::vector<std::pair<uint16_t, uint16_t>> merged;  // gpt2: what id 256 + i was merged from
     PreTokenizer pre_tokenizer;
 
     // `bytes`: id = byte value. End-of-text is byte 0, which text does not contain; in data that does, a document seems
@@ -235,7 +236,8 @@ struct Tokenizer {
                     where().c_str(), halves.size(), json_quote(bytes).c_str());
             t.merges.insert(halves[0], halves[1], uint32_t(t.tokens.size()));
             t.tokens.push_back(bytes);
-            return std::make_pair(halves[0], halves[1]);
+            t.merged.push_back({halves[0], halves[1]});
+            return t.merged.back();
         };
         t.source = read_gpt2_vocabulary(folder, size_t(vocab_size), add_token);
         t.end_of_text = uint16_t(t.tokens.size());

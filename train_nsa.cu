@@ -35,6 +35,7 @@
 #include "lib/config_files.h"
 #include "lib/device.h"
 #include "lib/errors.h"
+#include "lib/export.h"
 #include "lib/flops.h"
 #include "lib/gradient_check.h"
 #include "lib/help.h"
@@ -1421,6 +1422,8 @@ static int run_check(const Config& c, World& world) {
     else if (verb == TOKENIZE) run_tokenize<Tokenizer>(c, usable_processors());
     else if (verb == SAMPLE) run_sample(c, world);
     else if (verb == EVAL) run_eval(c, given, world);
+    else if (verb == EXPORT) export_checkpoint<Tokenizer, TensorTable>(c);
+    else if (verb == IMPORT) import_checkpoint<TensorTable>(c);
     else status = run_check(c, world);
     if (!output_is_whole()) report_lost_output(status, (verb == TRAIN || verb == TOKENIZE) && !only_prints);
     return status;

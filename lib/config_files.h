@@ -286,11 +286,24 @@ void print_resume(const Config& c, const std::string& checkpoint, int64_t step, 
                     (long long)step + 1, is, was);
 }
 
-// --from: the checkpoint it names. Puts the options of the trained model over those given, which say where the
+// --from and --step: the checkpoint they name.
+static std::string chosen_checkpoint(const Config& c) {
+    if (c.from.empty()) fail_usage("--from is missing: the folder of a run, such as runs/tiny");
+    if (c.at_step < 0) return checkpoint_of(c.from, "--from");
+    const std::string folder = checkpoint_folder(c.from, c.at_step);
+    std::string steps;
+    for (const int64_t step : checkpoint_steps(c.from)) steps = " " + std::to_string(step) + steps;
+    if (!file_exists(folder))
+        fail("--step %lld: %s has no checkpoint of this step, only of:%s", (long long)c.at_step, c.from.c_str(),
+             steps.empty() ? " none" : steps.c_str());
+    verify_checkpoint(folder);
+    return folder;
+}
+
+// The trained model in c.from. Puts the options of the trained model over those given, which say where the
 // vocabulary is, what to sample and so on.
 static std::string read_trained_config(Config& c) {
-    if (c.from.empty()) fail_usage("--from is missing: the folder of a run, such as runs/tiny");
-    const std::string folder = checkpoint_of(c.from, "--from");
+    const std::string folder = chosen_checkpoint(c);
     read_config_json(c, folder + "/config.json");
     if (c.vocab_dir.empty() && file_exists(folder + "/manifest.json")) {  // where training found it
         const Manifest manifest = read_manifest(folder);

@@ -39,9 +39,10 @@ struct Config {
     bool resume = false, help = false, version = false;
     std::map<std::string, std::string> given_up;  // --resume: options that this machine cannot honour, and why
     // sampling and evaluation
-    std::string from, prompt;
+    std::string from, to, prompt;
     std::vector<std::string> prompt_file;
     bool interactive = false, past_end = false;
+    int64_t at_step = -1;  // --step; -1: the newest checkpoint
     double temperature = 0, top_p = 0;
     int64_t top_k = 0, tokens = 0;
     // tokenize
@@ -51,7 +52,16 @@ struct Config {
     std::string split_documents, text_key;
 };
 
-enum Verb : unsigned { TRAIN = 1, TOKENIZE = 2, SAMPLE = 4, EVAL = 8, CHECK_VERB = 16, EVERY_VERB = 31 };
+enum Verb : unsigned {
+    TRAIN = 1,
+    TOKENIZE = 2,
+    SAMPLE = 4,
+    EVAL = 8,
+    CHECK_VERB = 16,
+    EXPORT = 32,
+    IMPORT = 64,
+    EVERY_VERB = 127
+};
 
 struct Option {
     const char* name;
@@ -121,7 +131,7 @@ static const std::vector<Option>& option_table() {
          "validation shards, a glob in quotes; or synthetic: of the built-in corpus"},
         {"tokenizer", TRAIN | TOKENIZE, &Config::tokenizer, "preset", "bytes|gpt2",
          "vocabulary: 256 bytes, or GPT-2's 50257 tokens; tokenize without it: gpt2"},
-        {"vocab-dir", EVERY_VERB, &Config::vocab_dir, "", nullptr,
+        {"vocab-dir", EVERY_VERB & ~IMPORT, &Config::vocab_dir, "", nullptr,
          "folder with vocab.bpe + encoder.json, a .tiktoken file or gpt2_tokenizer.bin"},
         // the optimiser
         {"batch", TRAIN | EVAL, &Config::batch, "auto", 1, 64 * K, "sequences per rank and micro-step"},
@@ -197,13 +207,17 @@ static const std::vector<Option>& option_table() {
         {"cuda-graph", TRAIN, &Config::cuda_graph, "0", 0, 1,
          "1: a GPU's training step is recorded as CUDA graphs and replayed by a few calls instead of a launch per "
          "kernel; same results; whether it pays is not measured"},
-        {"threads", EVERY_VERB, &Config::threads, "auto", 1, 1024,
+        {"threads", EVERY_VERB & ~(EXPORT | IMPORT), &Config::threads, "auto", 1, 1024,
          "CPU threads of this rank; auto: OMP_NUM_THREADS where it is set, else its share of the machine's cores"},
         {"dump-state", TRAIN, &Config::dump_state, "", nullptr,
          "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and "
          "end"},
         // the other verbs
-        {"from", SAMPLE | EVAL, &Config::from, "", nullptr, "folder of a run or of one checkpoint"},
+        {"from", SAMPLE | EVAL | EXPORT | IMPORT, &Config::from, "", nullptr,
+         "folder of a run or of one checkpoint; of import: a folder that export wrote"},
+        {"step", SAMPLE | EVAL | EXPORT, &Config::at_step, "auto", 0, T,
+         "which of the run's checkpoints; auto: the newest that is whole"},
+        {"to", EXPORT | IMPORT, &Config::to, "", nullptr, "folder to write: a new or an empty one"},
         {"prompt-file", SAMPLE, &Config::prompt_file,
          "files with a prompt each, or of .jsonl one in each line's \"text\"; - for stdin"},
         {"interactive", SAMPLE, &Config::interactive,
@@ -259,6 +273,8 @@ static const VerbName VERBS[] = {
     {"tokenize", TOKENIZE, "turn text into token shards: --in FILE... --out PREFIX"},
     {"sample", SAMPLE, "continue a prompt: --from RUN_DIR --prompt TEXT"},
     {"eval", EVAL, "loss, perplexity and bits per byte: --from RUN_DIR --val-data GLOB"},
+    {"export", EXPORT, "a folder for Hugging Face's transformers: --from RUN_DIR --to DIR"},
+    {"import", IMPORT, "such a folder as a run to begin from: --from DIR --to RUN_DIR"},
     {"check", CHECK_VERB, "what this build and machine have, and a gradient self-test"},
 };
 
@@ -379,8 +395,9 @@ static Config parse_options(int argc, const char* const* argv, std::set<std::str
     if (argc > at && argv[at][0] != '-') {
         c.verb = argv[at++];
         const VerbName* const found = verb_named(c.verb);
-        if (!found)
-            fail_usage("'%s' is no verb; expected train, tokenize, sample, eval, check or help", c.verb.c_str());
+        std::string names;
+        for (const VerbName& v : VERBS) names += std::string(v.name) + ", ";
+        if (!found) fail_usage("'%s' is no verb; expected one of %shelp", c.verb.c_str(), names.c_str());
         verb = found->verb;
     }
     std::string option;  // the last one so far

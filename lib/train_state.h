@@ -76,6 +76,8 @@ inline void read_window(OutlierWindow& window, const Manifest& manifest, const c
 
 inline TrainState read_state(const Manifest& manifest) {
     const std::string& path = manifest.path;
+    if (manifest.state.find("imported"))
+        fail("%s: import wrote weights alone, no state to resume: begin a run with them by --init-from", path.c_str());
     TrainState state;
     state.step = manifest.step;
     state.last_update = manifest.state.integer("last_update", path);

@@ -40,6 +40,16 @@ struct ByteAlphabet {
         return true;
     }
 
+    // The other way: bytes as the files write them.
+    std::string written(const std::string& bytes) const {
+        std::string text;
+        for (const char b : bytes) {
+            const int* const code = std::find(byte_of, byte_of + 256 + 68, int(uint8_t(b)));
+            utf8_append(text, uint32_t(code - byte_of));
+        }
+        return text;
+    }
+
   private:
     static bool is_printable(int b) { return (b >= '!' && b <= '~') || (b >= 0xA1 && b != 0xAD); }
 };

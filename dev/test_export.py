@@ -1,0 +1,253 @@
+#!/usr/bin/env python3
+"""test_export.py: what `train_nsa export` writes, as Hugging Face's transformers sees it.
+
+    python3 dev/test_export.py [--program ./train_nsa] [--vocab-dir DIR] [--keep DIR]
+
+Trains small models for a few steps, exports them, and compares transformers with the program itself: logits on texts of
+1 to 3000 tokens, 512 greedy tokens with and without caches, the tokens of a text, and import(export(run)) == run, byte
+for byte. Prints a line for each comparison; exit status 1 if one fails. --vocab-dir: GPT-2's vocabulary, for which an
+invented one of the same size stands in otherwise. --keep: leaves the runs and exports in this folder.
+
+Needs transformers, torch, safetensors and numpy (pip install them; nothing else is downloaded). Four minutes, two cores.
+"""
+
+import argparse
+import glob
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+LOGIT_LIMIT = 1e-4
+LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 300, 1025, 3000)
+GREEDY_TOKENS = 512
+
+# Small, but with the paper's blocks: 3000 tokens are 47 selection blocks, of which 16 are chosen.
+PAPER = (
+    "--layers 2 --dim 48 --heads 6 --kv-groups 2 --head-dim 16 --cmp-block 32 --cmp-stride 16 --slc-block 64"
+    " --slc-count 16 --window 512 --phi-hidden 24 --mlp-hidden 96"
+)
+# Blocks of other proportions, one head in a group. random: no tensor is zero, so no path is silent.
+MODELS = {
+    "nsa, random": PAPER + " --init random --steps 1 --seq-len 64 --lr 1e-4",
+    "nsa, tiny": "--steps 60 --warmup 5 --seq-len 256 --total-batch 2048",
+    "nsa, one head a group": "--layers 3 --dim 32 --heads 2 --kv-groups 2 --head-dim 8 --cmp-block 12 --cmp-stride 4"
+    " --slc-block 20 --slc-count 4 --window 37 --phi-hidden 8 --mlp-hidden 64 --init random --steps 1 --seq-len 64",
+    "full": PAPER + " --attention full --steps 40 --warmup 5 --seq-len 256 --total-batch 2048",
+    "nsa, gpt2": PAPER + " --init random --steps 1 --seq-len 64 --lr 1e-4 --tokenizer gpt2",
+}
+failures = 0
+
+
+def report(good, text):
+    global failures
+    failures += not good
+    print("ok    " if good else "FAILED", text, flush=True)
+
+
+class Program:
+    def __init__(self, path, folder):
+        self.path, self.folder = os.path.abspath(path), folder
+
+    def __call__(self, *words):
+        """Runs it in the folder of the test -> what it printed, as bytes."""
+        done = subprocess.run([self.path, *words], cwd=self.folder, capture_output=True)
+        if done.returncode:
+            sys.exit(f"{' '.join(words)}: status {done.returncode}: {done.stderr.decode(errors='replace')}")
+        return done.stdout
+
+    def file(self, *parts):
+        return os.path.join(self.folder, *parts)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A vocabulary of GPT-2's size and form: merges of bytes, then of such pairs, in random order.
+
+def written_bytes():
+    """byte -> the character that stands for it in vocab.json: printable ones for themselves, the others from U+0100."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def bpe(parts, ranks):
+    parts = list(parts)
+    while len(parts) > 1:
+        best = min(range(len(parts) - 1), key=lambda i: ranks.get((parts[i], parts[i + 1]), 1 << 30))
+        if (parts[best], parts[best + 1]) not in ranks:
+            break
+        parts[best:best + 2] = [parts[best] + parts[best + 1]]
+    return parts
+
+
+def invent_vocabulary(folder, size=50257):
+    draw, bytes_ = random.Random(1), list(written_bytes().values())
+    common = [c for c in bytes_ if c.isascii()] + [written_bytes()[32]]
+    ranks, tokens = {}, set(bytes_)
+    while len(ranks) < size - 257:
+        pool = common if len(ranks) < 5000 else [*tokens] if len(ranks) % 5000 == 0 else pool
+        pair = draw.choice(pool), draw.choice(pool)
+        # a merge that can apply: what is before it cuts the token into these two
+        if pair[0] + pair[1] not in tokens and bpe(pair[0] + pair[1], ranks) == [*pair]:
+            ranks[pair] = len(ranks)
+            tokens.add(pair[0] + pair[1])
+    names = bytes_ + [left + right for left, right in ranks] + ["<|endoftext|>"]
+    os.makedirs(folder)
+    with open(os.path.join(folder, "vocab.json"), "w", encoding="utf-8") as file:
+        json.dump({name: i for i, name in enumerate(names)}, file, ensure_ascii=False)
+    with open(os.path.join(folder, "merges.txt"), "w", encoding="utf-8") as file:
+        file.write("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in ranks))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Comparisons.
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+
+
+def tokens_of_shard(path):
+    return np.fromfile(path, dtype=np.uint16, offset=1024)
+
+
+def compare_logits(name, program, run, shards, model):
+    """The program's own dump of a batch (logits and inputs) against the exported model, at every length."""
+    worst, dump = {}, program.file("dump.safetensors")
+    for length in LENGTHS:
+        program("--init-from", run, "--seq-len", str(length), "--total-batch", str(length), "--batch", "1", "--data",
+                shards, "--dump-state", dump, "--out", "dumped")
+        state = load_file(dump)
+        with torch.no_grad():
+            found = model(torch.from_numpy(state["inputs"]).long()).logits.numpy()
+        worst[length] = float(np.abs(found - state["logits"]).max())
+    at = max(worst, key=worst.get)
+    report(worst[at] < LOGIT_LIMIT, f"{name}: logits of {min(LENGTHS)} to {max(LENGTHS)} tokens differ by at most"
+           f" {worst[at]:.1e} (at {at}); the largest is {np.abs(state['logits']).max():.1f}")
+
+
+def compare_chunks(name, model, tokens):
+    """Pieces of any length through the cache against one pass."""
+    tokens = torch.from_numpy(tokens[:1200].astype(np.int64))[None]
+    with torch.no_grad():
+        whole, cache, pieces, at = model(tokens).logits, None, [], 0
+        for length in [1, 7, 1, 1, 5, 16, 33, 200, 1, 300, 1, 1, 257, 1200]:
+            out = model(tokens[:, at:at + length], past_key_values=cache, use_cache=True)
+            pieces.append(out.logits)
+            cache, at = out.past_key_values, at + length
+    worst = (torch.cat(pieces, 1) - whole).abs().max().item()
+    report(worst < LOGIT_LIMIT, f"{name}: logits of 1200 tokens in pieces through the cache differ by {worst:.1e}")
+
+
+def compare_greedy(name, program, run, model, tokenizer, prompt_text):
+    out = program("sample", "--from", run, "--temperature", "0", "--tokens", str(GREEDY_TOKENS), "--prompt",
+                  prompt_text)
+    # as the program prints them: end-of-text as a newline, one more at the end
+    byte_of = {c: b for b, c in written_bytes().items()} | {"\0": 10}
+    prompt = torch.tensor([tokenizer(tokenizer.bos_token + prompt_text).input_ids])
+    made = {}
+    for cached in (True, False):
+        made[cached] = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, eos_token_id=None,
+                                      min_new_tokens=None, max_new_tokens=GREEDY_TOKENS, use_cache=cached)[0]
+    new = made[True][prompt.shape[1]:].tolist()
+    text = b"".join(b"\n" if t == tokenizer.bos_token_id else bytes(byte_of[c] for c in written)
+                    for t, written in zip(new, tokenizer.convert_ids_to_tokens(new)))
+    report(out == prompt_text.encode() + text + b"\n", f"{name}: {len(new)} greedy tokens, {len(set(new))} different ones,"
+           " are those of ./train_nsa sample")
+    report(torch.equal(made[True], made[False]), f"{name}: the same without caches")
+
+
+def compare_tokens(name, program, tokenizer, text, vocabulary):
+    """The exported tokenizer against ./train_nsa tokenize, whose shards begin with end-of-text."""
+    with open(program.file("awkward.txt"), "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+    program("tokenize", "--in", "awkward.txt", "--out", "awkward", "--val-fraction", "0", *vocabulary)
+    expected = tokens_of_shard(program.file("awkward_train_000001.bin")).tolist()
+    ids = tokenizer(text).input_ids
+    report([tokenizer.bos_token_id] + ids == expected and tokenizer.decode(ids) == text,
+           f"{name}: {len(ids)} tokens of {len(text.encode())} bytes, and back")
+
+
+def compare_import(name, program, run, export, model):
+    """As exported, and as transformers writes it again."""
+    again = export + "_again"
+    model.save_pretrained(program.file(again))
+    original = open(glob.glob(program.file(run, "step_*", "model.safetensors"))[0], "rb").read()
+    for folder in (export, again):
+        program("import", "--from", folder, "--to", folder + "_back")
+        back = open(program.file(folder + "_back", "step_00000000", "model.safetensors"), "rb").read()
+        report(back == original, f"{name}: import of the {'export' if folder == export else 're-saved export'} has the"
+               f" {len(back)} bytes of the run's model.safetensors")
+
+
+def check_refusals(model, tokenizer):
+    batch = tokenizer(["one", "longer text"], padding=True, return_tensors="pt")
+    alone = model(tokenizer(["one"], return_tensors="pt").input_ids).logits
+    worst = (model(**batch).logits[0, :alone.shape[1]] - alone[0]).abs().max().item()
+    report(worst < LOGIT_LIMIT, f"padding on the right changes no logit of the text: {worst:.1e}")
+    for text, mask in (("padding on the left", batch.attention_mask.flip(1)), ("a gap", None)):
+        if mask is None:
+            mask = torch.ones_like(batch.attention_mask)
+            mask[0, 1] = 0
+        try:
+            model(batch.input_ids, attention_mask=mask)
+            report(False, f"{text} is refused")
+        except ValueError as e:
+            report("pad on the right" in str(e), f"{text} is refused")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--program", default="./train_nsa")
+    parser.add_argument("--vocab-dir")
+    parser.add_argument("--keep")
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.keep or temporary
+        os.makedirs(folder, exist_ok=True)
+        test(Program(arguments.program, folder), os.path.abspath(arguments.vocab_dir) if arguments.vocab_dir else None)
+    print(f"{failures} failed" if failures else "all is the same")
+    sys.exit(failures > 0)
+
+
+def test(program, vocab_dir):
+    if not vocab_dir:
+        vocab_dir = program.file("vocabulary")
+        invent_vocabulary(vocab_dir)
+    text = "".join(open(os.path.join(HERE, name), encoding="utf-8").read() for name in ("MODEL.md", "RUNNING.md"))
+    with open(program.file("text.txt"), "w", encoding="utf-8") as file:
+        file.write(text)
+    awkward = text[:20000] + "don't  stop\t\n\n  x \u00a0 \u0100\u0144 \u4f60\u597d \U0001f600 1234 '\u2019s\r\nI'LL we've !?... \x01\x7f "
+    for name, options in MODELS.items():
+        run, export = (kind + "/" + name.replace(", ", "_").replace(" ", "_") for kind in ("runs", "exports"))
+        gpt2 = "gpt2" in options
+        shards = "text_gpt2" if gpt2 else "text_bytes"
+        vocabulary = ["--tokenizer", "gpt2", "--vocab-dir", vocab_dir] if gpt2 else ["--tokenizer", "bytes"]
+        if not os.path.exists(program.file(shards + "_train_000001.bin")):
+            program("tokenize", "--in", "text.txt", "--out", shards, "--val-fraction", "0", *vocabulary)
+        data = shards + "_train_*.bin"
+        program(*options.split(), "--out", run, "--eval-every", "0", "--sample-tokens", "0", "--data", data,
+                *(vocabulary[2:]))
+        program("export", "--from", run, "--to", export)
+        model = load(program.file(export))
+        tokenizer = AutoTokenizer.from_pretrained(program.file(export), trust_remote_code=True)
+        compare_logits(name, program, run, data, model)
+        compare_chunks(name, model, tokens_of_shard(program.file(shards + "_train_000001.bin")))
+        compare_greedy(name, program, run, model, tokenizer, text[:300])
+        compare_tokens(name, program, tokenizer, awkward, vocabulary)
+        compare_import(name, program, run, export, model)
+    check_refusals(model, tokenizer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""A language model with Native Sparse Attention (arXiv 2502.11089) for Hugging Face's transformers, in plain PyTorch.
+
+`./train_nsa export` writes this file. It computes what train_nsa's dev/MODEL.md specifies, with the same names; "step"
+and "Eq." are numbers there and in the paper. Shapes: B sequences, N new tokens, S tokens so far (those of the cache
+and the new ones), C width, G groups of h heads, D head dimension, NC compressed blocks, l, d, l', n, w as in NsaConfig.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .configuration_nsa import NsaConfig
+
+QUERIES_AT_A_TIME = 256  # the weights of so many queries are in memory at once, so memory grows linearly with S
+
+
+class NsaCache:
+    """What decoding keeps of the tokens so far."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, layers):
+        self.tokens = 0
+        # Per layer, by name: k_win, v_win, k_slc, v_slc [B, G, S, D], compressed k_cmp, v_cmp [B, G, NC, D], and the
+        # rows from which the next compressed block will be made, k_rows, v_rows [B, G, fewer than l, D].
+        self.layers = [{} for _ in range(layers)]
+
+    def get_seq_length(self, layer=0):
+        return self.tokens
+
+    def append(self, layer, name, new):
+        """new [B, G, N, D] -> all of that name, the new ones last."""
+        before = self.layers[layer].get(name)
+        self.layers[layer][name] = new if before is None else torch.cat([before, new], dim=2)
+        return self.layers[layer][name]
+
+    def reorder_cache(self, beams):
+        self.layers = [{name: x.index_select(0, beams.to(x.device)) for name, x in y.items()} for y in self.layers]
+
+
+def rope_angles(positions, config, device):
+    """cos and sin [positions, D/2] of position * base^(-2i/D); in fp64, since positions grow large."""
+    i = torch.arange(config.head_dim // 2, dtype=torch.float64)
+    angle = positions.double()[:, None] * config.rope_base ** (-2 * i / config.head_dim)
+    return angle.cos().float().to(device), angle.sin().float().to(device)
+
+
+def rope(x, angles):
+    """Step 2: rotates x [..., N, D]; element i is paired with i + D/2."""
+    cos, sin = angles
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def attend(q, k, v, visible):
+    """Softmax attention. q [B, G, h, N, D], k and v [B, G, S, D], visible [B or 1, G or 1, N, S] -> outputs
+    [B, G, h, N, D] and weights [B, G, h, N, S]. A query that sees no key has weights 0 and output 0."""
+    visible = visible[:, :, None]
+    scores = (q @ k[:, :, None].transpose(-1, -2)).float() / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    p = torch.softmax(scores, dim=-1) * visible
+    return p.to(v.dtype) @ v[:, :, None], p
+
+
+def compressed_blocks(tokens, c):
+    """NC, how many compressed blocks so many tokens have."""
+    return 0 if tokens < c.cmp_block else (tokens - c.cmp_block) // c.cmp_stride + 1
+
+
+def overlap(blocks, selection_blocks, c, device):
+    """[NC, blocks]: the tokens that compressed block i and selection block j share, divided by d. Eq. (9)"""
+    i = torch.arange(blocks, device=device)[:, None] * c.cmp_stride
+    j = torch.arange(selection_blocks, device=device) * c.slc_block
+    shared = torch.minimum(i + c.cmp_block, j + c.slc_block) - torch.maximum(i, j)
+    return shared.clamp(min=0).float() / c.cmp_stride
+
+
+def select(importance, t, c):
+    """Step 6: importance [B, G, N, blocks] of the queries at positions t -> bool: the forced blocks {0, b-1, b} and the
+    best others, n in all. No block ahead of the query; of equal ones the lower."""
+    j, b = torch.arange(importance.shape[-1], device=t.device), t[:, None] // c.slc_block
+    forced = (j == 0) | (j == b - 1) | (j == b)
+    order = importance.masked_fill(forced, math.inf).masked_fill(j > b, -math.inf)
+    best = order.sort(dim=-1, descending=True, stable=True).indices[..., : c.slc_count]
+    return torch.zeros_like(importance, dtype=torch.bool).scatter(-1, best, True) & (j <= b)
+
+
+class NsaRMSNorm(nn.Module):
+    def __init__(self, width, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x):
+        y = x.float()
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
+class NsaPhi(nn.Module):
+    """Step 3, Eq. (7): a block of l rows becomes one, their mean plus a small MLP of all of them."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.fc1 = nn.Linear(c.cmp_block * c.head_dim, c.phi_hidden)
+        self.fc2 = nn.Linear(c.phi_hidden, c.head_dim, bias=False)
+
+    def forward(self, blocks):  # [B, G, blocks, l, D] -> [B, G, blocks, D]
+        return blocks.mean(-2) + self.fc2(F.silu(self.fc1(blocks.flatten(-2))))
+
+
+class NsaAttention(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        c = self.config = config
+        self.layer = layer
+        self.branches = ("cmp", "slc", "win") if c.attention == "nsa" else ("win",)
+        self.q_proj = nn.Linear(c.dim, c.heads * c.head_dim, bias=False)
+        for branch in self.branches:
+            setattr(self, f"k_{branch}_proj", nn.Linear(c.dim, c.kv_groups * c.head_dim, bias=False))
+            setattr(self, f"v_{branch}_proj", nn.Linear(c.dim, c.kv_groups * c.head_dim, bias=False))
+        if c.attention == "nsa":
+            self.gate_proj = nn.Linear(c.dim, 3 * c.heads, bias=False)
+            self.phi_k, self.phi_v = NsaPhi(c), NsaPhi(c)
+        self.o_proj = nn.Linear(c.heads * c.head_dim, c.dim, bias=False)
+
+    def project(self, name, x):
+        """Keys or values [B, G, N, D]. Head a of group g is head g*h + a."""
+        B, N, _ = x.shape
+        return getattr(self, name + "_proj")(x).view(B, N, self.config.kv_groups, -1).transpose(1, 2)
+
+    def compress(self, name, x, phi, cache, angles):
+        """All compressed keys (rotated by the angles of the new blocks) or values so far, [B, G, NC, D]."""
+        c = self.config
+        rows = cache.append(self.layer, name[0] + "_rows", self.project(name, x))
+        new = compressed_blocks(rows.shape[2], c)
+        blocks = rows.new_zeros(*rows.shape[:2], 0, rows.shape[3])
+        if new > 0:
+            blocks = phi(rows.unfold(2, c.cmp_block, c.cmp_stride).transpose(-1, -2))
+        cache.layers[self.layer][name[0] + "_rows"] = rows[:, :, new * c.cmp_stride :]
+        return cache.append(self.layer, name, rope(blocks, angles) if angles else blocks)
+
+    def forward(self, x, cache, angles, block_angles):
+        """x [B, N, C], the tokens behind those of the cache -> [B, N, C]."""
+        c = self.config
+        B, N, _ = x.shape
+        q = self.q_proj(x).view(B, N, c.kv_groups, -1, c.head_dim).permute(0, 2, 3, 1, 4)  # [B, G, h, N, D]
+        q = rope(q, angles)
+        keys, values = {}, {}
+        for branch in ("slc", "win"):
+            if branch in self.branches:
+                keys[branch] = cache.append(self.layer, "k_" + branch, rope(self.project("k_" + branch, x), angles))
+                values[branch] = cache.append(self.layer, "v_" + branch, self.project("v_" + branch, x))
+        if "cmp" in self.branches:
+            keys["cmp"] = self.compress("k_cmp", x, self.phi_k, cache, block_angles)
+            values["cmp"] = self.compress("v_cmp", x, self.phi_v, cache, None)
+            gate = torch.sigmoid(self.gate_proj(x)).view(B, N, c.kv_groups, -1, 3).permute(0, 2, 3, 1, 4)
+        outputs = []
+        for begin in range(0, N, QUERIES_AT_A_TIME):
+            end = min(N, begin + QUERIES_AT_A_TIME)
+            t = cache.tokens + torch.arange(begin, end, device=x.device)  # positions
+            args = (q[:, :, :, begin:end], keys, values, t, cache.tokens + end)
+            if c.attention == "nsa":
+                outputs.append(self.three_branches(*args, gate[:, :, :, begin:end]))
+            else:
+                outputs.append(self.dense(*args))
+        out = torch.cat(outputs, dim=3).permute(0, 3, 1, 2, 4)  # [B, N, G, h, D]
+        return self.o_proj(out.reshape(B, N, -1))
+
+    def dense(self, q, keys, values, t, S):
+        s = torch.arange(S, device=t.device)
+        return attend(q, keys["win"][:, :, :S], values["win"][:, :, :S], (s <= t[:, None])[None, None])[0]
+
+    def three_branches(self, q, keys, values, t, S, gate):
+        """Steps 4 to 9 for the queries at positions t, the last of which is S-1. gate [B, G, h, queries, 3]."""
+        c = self.config
+        s, NC = torch.arange(S, device=t.device), compressed_blocks(S, c)
+        past = t[:, None] - s  # [queries, S]: how far key s lies behind query t
+
+        # 4. The compressed branch sees the blocks that end at or before the query. Eq. (8) is its softmax.
+        last = torch.arange(NC, device=t.device) * c.cmp_stride + c.cmp_block - 1
+        visible = (last <= t[:, None])[None, None]
+        cmp, p = attend(q, keys["cmp"][:, :, :NC], values["cmp"][:, :, :NC], visible)
+
+        # 5, 6. Importance, Eq. (9), summed over the heads of a group, Eq. (10); the best blocks, Eq. (11). No gradient.
+        with torch.no_grad():
+            importance = p.sum(2) @ overlap(NC, -(-S // c.slc_block), c, t.device)
+            chosen = select(importance, t, c)
+
+        # 7. The selected branch, Eq. (12): the tokens of the chosen blocks that are not ahead of the query.
+        visible = chosen[..., s // c.slc_block] & (past >= 0)
+        slc, _ = attend(q, keys["slc"][:, :, :S], values["slc"][:, :, :S], visible)
+
+        # 8. The window: the query's own key and the w - 1 before it.
+        visible = ((past >= 0) & (past < c.window))[None, None]
+        win, _ = attend(q, keys["win"][:, :, :S], values["win"][:, :, :S], visible)
+
+        # 9. Gates, per head and branch. Eq. (5)
+        return gate[..., 0:1] * cmp + gate[..., 1:2] * slc + gate[..., 2:3] * win
+
+
+class NsaMLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.fc1 = nn.Linear(c.dim, c.mlp_hidden, bias=False)
+        self.fc2 = nn.Linear(c.mlp_hidden, c.dim, bias=False)
+
+    def forward(self, x):
+        return self.fc2(F.silu(self.fc1(x)))
+
+
+class NsaLayer(nn.Module):
+    def __init__(self, c, layer):
+        super().__init__()
+        self.attn_norm = NsaRMSNorm(c.dim, c.norm_eps)
+        self.attn = NsaAttention(c, layer)
+        self.mlp_norm = NsaRMSNorm(c.dim, c.norm_eps)
+        self.mlp = NsaMLP(c)
+
+    def forward(self, x, cache, angles, block_angles):
+        x = x + self.attn(self.attn_norm(x), cache, angles, block_angles)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class NsaForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = NsaConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["NsaLayer"]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)  # the head too
+        self.layers = nn.ModuleList(NsaLayer(config, i) for i in range(config.layers))
+        self.norm = NsaRMSNorm(config.dim, config.norm_eps)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+    def set_input_embeddings(self, embeddings):
+        self.embed_tokens = embeddings
+
+    def forward(
+        self,
+        input_ids,
+        attention_mask=None,
+        past_key_values=None,  # an NsaCache
+        labels=None,           # [B, N] as input_ids; -100 is left out of the loss
+        use_cache=None,
+        logits_to_keep=0,      # logits of the last so many tokens; 0: all
+        return_dict=True,
+        output_attentions=False,
+        output_hidden_states=False,
+    ):
+        if output_attentions or output_hidden_states or not return_dict:
+            raise ValueError("this model returns loss, logits and cache as a dict: no attentions, no hidden states")
+        if past_key_values is None:
+            past_key_values = NsaCache(len(self.layers))
+        elif not isinstance(past_key_values, NsaCache):
+            raise ValueError(f"past_key_values is a {type(past_key_values).__name__}, expected an NsaCache")
+        first, N, c = past_key_values.tokens, input_ids.shape[1], self.config
+        self.check_mask(attention_mask, first)
+
+        # fp64 exists on every CPU, not on every device
+        angles = rope_angles(torch.arange(first, first + N), c, input_ids.device)
+        blocks = torch.arange(compressed_blocks(first, c), compressed_blocks(first + N, c))
+        block_angles = rope_angles(blocks * c.cmp_stride, c, input_ids.device)
+        x = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x, past_key_values, angles, block_angles)
+        past_key_values.tokens += N
+        logits = F.linear(self.norm(x[:, -logits_to_keep:]), self.embed_tokens.weight)
+
+        loss = None
+        if labels is not None:
+            if logits_to_keep:
+                raise ValueError("labels need the logits of all tokens: leave logits_to_keep out")
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values if use_cache else None)
+
+    @staticmethod
+    def check_mask(mask, first):
+        """Blocks are counted from the first token, so padding must not stand before or between tokens. Behind them it
+        does no harm, since no token looks ahead, unless decoding goes on behind it."""
+        if mask is None or bool(mask.all()):
+            return
+        if mask.dim() != 2 or first > 0 or bool((mask[:, 1:] > mask[:, :-1]).any()):
+            raise ValueError(
+                "attention_mask hides tokens on the left or before a continuation: pad on the right"
+                " (tokenizer.padding_side = 'right'), and continue prompts of different lengths one at a time"
+            )
+
+    # generate()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls):
+        return False  # forward() makes an NsaCache
+
+    def prepare_inputs_for_generation(
+        self, input_ids, past_key_values=None, attention_mask=None, use_cache=True, logits_to_keep=1, **unused
+    ):
+        done = past_key_values.get_seq_length() if past_key_values is not None else 0
+        return {
+            "input_ids": input_ids[:, done:],
+            "past_key_values": past_key_values,
+            "attention_mask": attention_mask,
+            "use_cache": use_cache,
+            "logits_to_keep": logits_to_keep or 1,
+        }
