@@ -43,6 +43,7 @@
 #include "lib/prompts.h"
 #include "lib/report.h"
 #include "lib/run_folder.h"
+#include "lib/run_report.h"
 #include "lib/safetensors.h"
 #include "lib/sampling.h"
 #include "lib/saver.h"
@@ -783,17 +784,17 @@ void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t cou
     }
 }
 
-// Prints a sample token by token: the prompt (a new document if there is none), then the model's words.
+// Prints a sample token by token: the prompt (a new document if there is none), then the model's words. Returns it.
 template <class Dev>
-void print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c, int64_t count, bool past_end,
-                  const std::string& prompt) {
+std::string print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c, int64_t count, bool past_end,
+                         const std::string& prompt) {
     std::vector<uint16_t> ids = {tokenizer.end_of_text};
     Encoder(tokenizer).append(prompt, ids);
     if (c.verb == "sample") warn_beyond_trained(int64_t(ids.size()), count, c.seq_len);
     TokenPrinter<Tokenizer> printer = {tokenizer, past_end, prompt};
     generate(model, std::vector<int32_t>(ids.begin(), ids.end()), count, c,
              [&](int32_t token) { return printer.print(token); });
-    printer.end();
+    return printer.end();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1003,12 +1004,12 @@ struct Run {
     }
 
     void sample() {
-        if (!is_first() || config().sample_tokens == 0) return;
+        const Config& c = config();
+        if (!is_first() || c.sample_tokens == 0) return;
         if (!tokenizer) return void(std::printf("no sample: --vocab-dir is needed to turn gpt2 tokens into text\n"));
-        std::printf("--- sample at step %lld, %lld tokens ---\n", (long long)state.step,
-                    (long long)config().sample_tokens);
-        const std::string error =
-            error_of([&] { print_sample(model, *tokenizer, config(), config().sample_tokens, true, config().prompt); });
+        std::printf("--- sample at step %lld, %lld tokens ---\n", (long long)state.step, (long long)c.sample_tokens);
+        const auto print = [&] { return print_sample(model, *tokenizer, c, c.sample_tokens, true, c.prompt); };
+        const std::string error = error_of([&] { report.log_sample(state.step, print()); });
         if (!error.empty()) complain("no sample: " + error);
         std::printf("---\n");
     }
@@ -1186,7 +1187,10 @@ void begin_run(Run<Dev>& run, const Device& device, const std::set<std::string>&
     else if (initial) read_parameters(run.model, *initial);
     else run.model.initialise();
     if (!run.is_first() || !writes) return;
-    run.report.log = std::make_unique<RunLog>(c.out, !checkpoint.empty(), run.state.step);
+    run.report.log = std::make_unique<RunLog>(c.out, !checkpoint.empty(), run.state.step, c.tensorboard);
+    run.report.log_start(run.state.step, version_text(), run.dev.describe(), world.size, run.model.table.parameters,
+                         model_flops_per_token(run.model.table.specs, shape_of(c, 1, c.seq_len), c.layers),
+                         run.dev.peak_flops());
     print_resume(c, checkpoint, run.state.step, learning_rate);
     std::fflush(stdout);
 }
@@ -1196,9 +1200,7 @@ template <class Dev>
 void print_end(Run<Dev>& run) {
     const Config& c = run.config();
     if (run.stop == HALTED) remove_halt_file(c.out);
-    run.report.print_done(run.state.step, run.world.size, double(run.dev.peak_bytes) / (1 << 20),
-                          model_flops_per_token(run.model.table.specs, shape_of(c, 1, c.seq_len), c.layers),
-                          run.dev.peak_flops());
+    run.report.print_done(run.state.step, double(run.dev.peak_bytes) / (1 << 20));
     if (run.reducer) run.reducer->read_clocks();
     if (run.reducer) {
         const auto& times = run.reducer->times;
@@ -1424,6 +1426,7 @@ static int run_check(const Config& c, World& world) {
     else if (verb == EVAL) run_eval(c, given, world);
     else if (verb == EXPORT) export_checkpoint<Tokenizer, TensorTable>(c);
     else if (verb == IMPORT) import_checkpoint<TensorTable>(c);
+    else if (verb == REPORT) report_runs(c.runs, c.html, c.price);
     else status = run_check(c, world);
     if (!output_is_whole()) report_lost_output(status, (verb == TRAIN || verb == TOKENIZE) && !only_prints);
     return status;

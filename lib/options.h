@@ -33,16 +33,18 @@ struct Config {
     std::string schedule;
     // the run
     int64_t eval_every = 0, eval_batches = 0, log_every = 0, stats_every = 0, sample_every = 0, sample_tokens = 0,
-            save_every = 0, keep = 0, keep_every = 0, cuda_graph = 0, threads = 0;
+            save_every = 0, keep = 0, keep_every = 0, cuda_graph = 0, tensorboard = 0, threads = 0;
     double stall_timeout = 0;
     std::string out, config, device, cpu_dtype, selected_kernels, dump_state;
     bool resume = false, help = false, version = false;
     std::map<std::string, std::string> given_up;  // --resume: options that this machine cannot honour, and why
     // sampling and evaluation
-    std::string from, to, prompt;
+    std::string from, to, prompt, html;
+    std::vector<std::string> runs;  // every --from, in order
     std::vector<std::string> prompt_file;
     bool interactive = false, past_end = false;
     int64_t at_step = -1;  // --step; -1: the newest checkpoint
+    double price = 0;
     double temperature = 0, top_p = 0;
     int64_t top_k = 0, tokens = 0;
     // tokenize
@@ -60,7 +62,8 @@ enum Verb : unsigned {
     CHECK_VERB = 16,
     EXPORT = 32,
     IMPORT = 64,
-    EVERY_VERB = 127
+    REPORT = 128,
+    EVERY_VERB = 255
 };
 
 struct Option {
@@ -196,6 +199,8 @@ static const std::vector<Option>& option_table() {
         {"config", TRAIN, &Config::config, "", nullptr,
          "JSON file of options: the run.json of a run, of which all but --out count, or one by hand, {\"lr\": 1e-3, "
          "...}; the command line goes before it"},
+        {"tensorboard", TRAIN, &Config::tensorboard, "0", 0, 1,
+         "1: the numbers of log.jsonl go into TensorBoard's event files too, beside it"},
         {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB, &Config::device, "auto", "auto|cpu|cuda",
          "auto: a GPU if there is one"},
         {"cpu-dtype", TRAIN | SAMPLE | EVAL, &Config::cpu_dtype, "fp32", "fp32|bf16",
@@ -213,11 +218,16 @@ static const std::vector<Option>& option_table() {
          "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and "
          "end"},
         // the other verbs
-        {"from", SAMPLE | EVAL | EXPORT | IMPORT, &Config::from, "", nullptr,
-         "folder of a run or of one checkpoint; of import: a folder that export wrote"},
+        {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT, &Config::from, "", nullptr,
+         "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several to "
+         "be "
+         "laid over each other"},
         {"step", SAMPLE | EVAL | EXPORT, &Config::at_step, "auto", 0, T,
          "which of the run's checkpoints; auto: the newest that is whole"},
         {"to", EXPORT | IMPORT, &Config::to, "", nullptr, "folder to write: a new or an empty one"},
+        {"html", REPORT, &Config::html, "", nullptr, "page to write; without it the report is text on the terminal"},
+        {"price", REPORT, &Config::price, "0", 0, M,
+         "of an hour of all ranks together: the report says what a run cost"},
         {"prompt-file", SAMPLE, &Config::prompt_file,
          "files with a prompt each, or of .jsonl one in each line's \"text\"; - for stdin"},
         {"interactive", SAMPLE, &Config::interactive,
@@ -275,6 +285,7 @@ static const VerbName VERBS[] = {
     {"eval", EVAL, "loss, perplexity and bits per byte: --from RUN_DIR --val-data GLOB"},
     {"export", EXPORT, "a folder for Hugging Face's transformers: --from RUN_DIR --to DIR"},
     {"import", IMPORT, "such a folder as a run to begin from: --from DIR --to RUN_DIR"},
+    {"report", REPORT, "loss curves and numbers of a run, or of several: --from RUN_DIR [--html FILE]"},
     {"check", CHECK_VERB, "what this build and machine have, and a gradient self-test"},
 };
 
@@ -327,6 +338,7 @@ static void set_option(Config& c, const Option& o, const std::string& value) {
     } else if (o.list) {
         (c.*o.list).push_back(value);
     } else if (o.text) {
+        if (o.text == &Config::from) c.runs.push_back(value);
         if (o.choices && !is_choice(value, o.choices))
             fail_usage("--%s is '%s'; expected one of %s", o.name, value.c_str(), o.choices);
         c.*o.text = value;
@@ -419,7 +431,8 @@ static Config parse_options(int argc, const char* const* argv, std::set<std::str
         if (!(o->verbs & verb))
             fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name.c_str(),
                        c.verb.c_str(), c.verb.c_str());
-        if (!given.insert(name).second) fail_usage("--%s is given twice", name.c_str());
+        const bool several = o->list || (verb == REPORT && name == "from");  // runs to be laid over each other
+        if (!given.insert(name).second && (o->list || !several)) fail_usage("--%s is given twice", name.c_str());
         option = name;
         if (o->flag && equals == std::string::npos) {
             set_option(c, *o, "on");
@@ -432,7 +445,7 @@ static Config parse_options(int argc, const char* const* argv, std::set<std::str
         if (at == argc || !std::strncmp(argv[at], "--", 2))
             fail_usage("--%s needs a value: %s", name.c_str(), range_text(*o).c_str());
         set_option(c, *o, argv[at++]);
-        while (o->list && at < argc && std::strncmp(argv[at], "--", 2)) set_option(c, *o, argv[at++]);
+        while (several && at < argc && std::strncmp(argv[at], "--", 2)) set_option(c, *o, argv[at++]);
     }
     return c;
 }

@@ -46,21 +46,28 @@ struct TokenPrinter {
     const bool past_end;  // go on behind an end-of-text
     // Printed with the first token: while a long prompt is read, its line of progress would cover it.
     std::string before;
+    std::string all = before;  // prompt and tokens
 
     // False where the text has come to its end.
     bool print(int32_t token) {
         const bool ends = token == tokenizer.end_of_text;
         if (ends && !past_end) return false;
-        write(for_this_terminal(ends ? "\n" : tokenizer.decode({uint16_t(token)})));
+        const std::string text = ends ? "\n" : tokenizer.decode({uint16_t(token)});
+        all += text;
+        write(for_this_terminal(text));
         return true;
     }
-    void end() { write("\n"); }
+    // Returns the whole text.
+    std::string end() {
+        write("\n");
+        return all;
+    }
 
   private:
     void write(const std::string& text) {
-        const std::string all = before + text;
+        const std::string now = before + text;
         before.clear();
-        std::fwrite(all.data(), 1, all.size(), stdout);
+        std::fwrite(now.data(), 1, now.size(), stdout);
         std::fflush(stdout);
     }
 };

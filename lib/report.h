@@ -341,9 +341,28 @@ struct RunReport {
     double started = 0, last_report = 0;          // when its first step began, when the last one was reported
     double last_val_loss = 0;
     int64_t first_step = 0;  // a resumed run begins here
+    int ranks = 1;
+    double flops_per_token = 0, peak_flops = 0;  // of the model, for training; of one rank's processor, 0: unknown
 
     RunReport(int64_t run_steps, int64_t step_tokens, int64_t every, uint64_t samples_per_epoch)
         : steps(run_steps), total_batch(step_tokens), log_every(every), epoch_samples(samples_per_epoch) {}
+
+    // What the log says about each start of the program on this run: at its first step, or at a resume.
+    void log_start(int64_t step, const std::string& version, const std::string& device, int of_ranks,
+                   int64_t parameters, double flops, double peak) {
+        ranks = of_ranks, flops_per_token = flops, peak_flops = peak;
+        log->line(
+            log->json,
+            format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%lld,\"start\":{\"version\":%s,\"device\":%s,"
+                        "\"ranks\":%d,\"parameters\":%lld,\"flops_per_token\":%.0f,\"peak_flops\":%.6g}}",
+                        (long long)step, unix_time(), (long long)(step * total_batch), json_quote(version).c_str(),
+                        json_quote(device).c_str(), ranks, (long long)parameters, flops, peak));
+    }
+
+    void log_sample(int64_t step, const std::string& text) {
+        log->line(log->json, format_text("{\"step\":%lld,\"time\":%.3f,\"sample\":%s}", (long long)step, unix_time(),
+                                         json_quote(text).c_str()));
+    }
 
     void start(int64_t step) { first_step = step, begun = seconds_now(); }
     void start_clock() { started = last_report = seconds_now(); }
@@ -399,8 +418,7 @@ struct RunReport {
         return speed.empty() ? 0.0 : speed[speed.size() / 2];
     }
 
-    // flops_per_token: of the model, for training; peak_flops: of one rank's processor, 0 where unknown.
-    void print_done(int64_t step, int ranks, double peak_gpu_mib, double flops_per_token, double peak_flops) {
+    void print_done(int64_t step, double peak_gpu_mib) {
         const double tokens_per_second = median_speed(), rate = flops_per_token * tokens_per_second / ranks;
         std::printf("done:   %lld step%s in %s, median %.0f tokens/s, peak memory %s%.0f MiB%s\n",
                     (long long)(step - first_step), plural(step - first_step),
@@ -457,8 +475,10 @@ struct RunReport {
                 "no step was to be done: --steps is %lld%s\n", (long long)steps,
                 first_step ? format_text(", and step %lld is reached already", (long long)first_step).c_str() : "");
         if (!last_saved.empty())
-            std::printf("next:   %s sample --from %s%s --prompt \"...\"\n", shell_word(program_name).c_str(),
-                        shell_word(c.out).c_str(), has_vocabulary ? "" : " --vocab-dir DIR");
+            std::printf("next:   %s sample --from %s%s --prompt \"...\"\n        %s report --from %s --html %s\n",
+                        shell_word(program_name).c_str(), shell_word(c.out).c_str(),
+                        has_vocabulary ? "" : " --vocab-dir DIR", shell_word(program_name).c_str(),
+                        shell_word(c.out).c_str(), shell_word(c.out + ".html").c_str());
     }
 
   private:

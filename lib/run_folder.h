@@ -2,9 +2,11 @@
 // checkpoint that an option names. Used by the training loop and the verbs in train_nsa.cu.
 #pragma once
 #include <cerrno>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <tuple>
@@ -16,6 +18,7 @@
 
 #include "checkpoint.h"
 #include "json.h"
+#include "tensorboard.h"
 #include "util.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -41,6 +44,7 @@ inline bool is_run_file(const std::string& name) {
     };
     for (const char* file : {"run.json", "main.log", "log.jsonl", "halt"})
         if (name == file) return true;
+    if (like("events.out.tfevents.", "")) return true;
     return step_of_name(name) >= 0 || step_of_name(name, ".writing") >= 0 || step_of_name(name, ".removing") >= 0 ||
            like("heartbeat_rank", ".jsonl") || like("bad_step_", ".json");
 }
@@ -103,20 +107,48 @@ inline void remove_halt_file(const std::string& out) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Its logs.
 
+// Calls use(name, number) for every number of a line of log.jsonl but its step and time; null stands for what is not
+// finite. The numbers of layer 3 are named like gate_cmp/layer_3.
+template <class Use>
+void for_each_number(const Json& line, Use use) {
+    const std::vector<std::string> names = {"cmp", "slc", "win"};
+    const auto number = [&](const std::string& name, const Json& x) {
+        if (x.kind == Json::Number) use(name, x.number_value);
+        if (x.kind == Json::Null) use(name, std::numeric_limits<double>::quiet_NaN());
+    };
+    for (size_t i = 0; i < line.keys.size(); i++) {
+        const std::string& key = line.keys[i];
+        if (key != "layers" && key != "step" && key != "time") number(key, line.items[i]);
+        for (size_t layer = 0; key == "layers" && layer < line.items[i].items.size(); layer++) {
+            const Json& of_layer = line.items[i].items[layer];
+            const std::string end = "/layer_" + std::to_string(layer);
+            for (size_t j = 0; j < of_layer.keys.size(); j++) {
+                const std::vector<Json>& branches = of_layer.items[j].items;  // of a list alone
+                number(of_layer.keys[j] + end, of_layer.items[j]);
+                for (size_t b = 0; b < std::min(branches.size(), names.size()); b++)
+                    number(of_layer.keys[j] + "_" + names[b] + end, branches[b]);
+            }
+        }
+    }
+}
+
 // main.log in the form that existing plotting notebooks read ("s:<step> tel:<validation loss>", "s:<step> trl:<training
-// loss> lr:<lr> norm:<norm>"), and log.jsonl with more.
+// loss> lr:<lr> norm:<norm>"), and log.jsonl with more. With --tensorboard 1 the numbers of log.jsonl are TensorBoard's
+// too.
 struct RunLog {
     FILE *text = nullptr, *json = nullptr;
+    std::unique_ptr<EventFile> events;
 
     // append: a resumed run continues behind its checkpoint's step. Lines that an interrupted run logged after that
     // step are dropped, since the steps are done again.
-    RunLog(const std::string& folder, bool append, int64_t last_step) {
+    RunLog(const std::string& folder, bool append, int64_t last_step, bool tensorboard) {
         for (auto [file, name, step] :
              {std::make_tuple(&text, "/main.log", "s:"), std::make_tuple(&json, "/log.jsonl", "{\"step\":")}) {
             if (append && file_exists(folder + name)) drop_lines_after(folder + name, step, last_step);
             *file = std::fopen((folder + name).c_str(), append ? "a" : "w");
             if (!*file) fail("cannot open %s%s: %s", folder.c_str(), name, std::strerror(errno));
         }
+        if (tensorboard) events = std::make_unique<EventFile>(folder, last_step + 1);
     }
     RunLog(const RunLog&) = delete;
     RunLog& operator=(const RunLog&) = delete;
@@ -124,7 +156,8 @@ struct RunLog {
 
     // A full disk costs lines, not the run.
     void line(FILE* file, const std::string& s) {
-        if (std::fprintf(file, "%s\n", s.c_str()) >= 0 && std::fflush(file) == 0) return;
+        const bool written = std::fprintf(file, "%s\n", s.c_str()) >= 0 && std::fflush(file) == 0;
+        if (written && (file == text || !events || add_event(parse_json(s, "log.jsonl")))) return;
         if (!warned)
             complain(format_text("cannot write the run's log: %s; lines are missing there from now on, stdout has them",
                                  std::strerror(errno)));
@@ -140,6 +173,19 @@ struct RunLog {
 
   private:
     bool warned = false;
+
+    // The z-scores of the first 128 steps are not known yet; whatever else is not finite is shown as such.
+    bool add_event(const Json& line) {
+        const std::string of = line.find("val_loss") ? "val/" : "train/";
+        std::vector<std::pair<std::string, double>> scalars;
+        for_each_number(line, [&](std::string name, double x) {
+            if (name == "val_loss") name = "loss";
+            if (std::isfinite(x) || (name != "loss_z" && name != "norm_z"))
+                scalars.emplace_back(name.find('/') == std::string::npos ? of + name : name, x);
+        });
+        return scalars.empty() ||
+               events->add(line.number("time", "log.jsonl"), line.integer("step", "log.jsonl"), scalars);
+    }
 
     static void drop_lines_after(const std::string& path, const char* before_step, int64_t last_step) {
         std::istringstream in(read_file(path));
