@@ -12,6 +12,7 @@
 
 #include "lib/background.h"
 #include "lib/errors.h"
+#include "lib/multiple_choice.h"
 #include "lib/options.h"
 #include "lib/shards.h"
 #include "lib/synthetic.h"
@@ -400,8 +401,17 @@ LoaderOptions loader_options(const Config& c, const World& world, const char* na
     return o;
 }
 
+// The rows of a task as samples of T tokens.
+inline TokenSource choice_source(const ChoiceTask& task, int64_t T) {
+    std::vector<uint16_t> tokens;
+    std::vector<uint8_t> is_answer;
+    task.lay_out(size_t(T), tokens, is_answer);
+    return memory_source(task.file, std::move(tokens), std::move(is_answer), 0);
+}
+
 struct TrainingData {
     std::unique_ptr<DataLoader> train, val;  // val may be null
+    ChoiceTask choices;                      // --hellaswag
 };
 
 // train, val: globs of shards, or "synthetic". val "": none, or the synthetic corpus' own. val_tokens: of that
@@ -431,11 +441,12 @@ inline TrainingData open_training_data(const std::string& train, const std::stri
     return data;
 }
 
-// What the options of a run ask for.
-template <class World>
-TrainingData open_training_data(const Config& c, const World& world) {
+// What the options of a run ask for. tokenizer: null where GPT-2's vocabulary is not known.
+template <class World, class Tokenizer>
+TrainingData open_training_data(const Config& c, const World& world, const Tokenizer* tokenizer) {
     const uint64_t val_tokens = uint64_t(c.eval_batches) * uint64_t(c.total_batch);
     TrainingData data = open_training_data(c.data, c.val_data, val_tokens, loader_options(c, world, "--data", true));
     data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
+    if (!c.hellaswag.empty()) data.choices = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
     return data;
 }

@@ -39,6 +39,7 @@
 #include "lib/flops.h"
 #include "lib/gradient_check.h"
 #include "lib/help.h"
+#include "lib/multiple_choice.h"
 #include "lib/options.h"
 #include "lib/prompts.h"
 #include "lib/report.h"
@@ -47,6 +48,7 @@
 #include "lib/safetensors.h"
 #include "lib/sampling.h"
 #include "lib/saver.h"
+#include "lib/schedule.h"
 #include "lib/signals.h"
 #include "lib/synthetic.h"
 #include "lib/tensor_files.h"
@@ -632,18 +634,6 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
 // ---------------------------------------------------------------------------------------------------------------------
 // Update.
 
-// Of a step, counted from 1: linear warm-up, then the schedule down to lr * lr_final at the last step.
-static double learning_rate(const Config& c, int64_t step) {
-    if (step <= c.warmup) return c.lr * double(step) / double(c.warmup);
-    const double progress =
-        c.steps > c.warmup ? std::min(1.0, double(step - c.warmup) / double(c.steps - c.warmup)) : 1.0;
-    double fraction = 1;  // of the way from lr_final up to 1
-    if (c.schedule == "cosine") fraction = 0.5 * (1 + std::cos(M_PI * progress));
-    if (c.schedule == "linear") fraction = 1 - progress;
-    if (c.schedule == "wsd") fraction = std::min(1.0, (1 - progress) / 0.2);
-    return c.lr * (c.lr_final + (1 - c.lr_final) * fraction);
-}
-
 // Leaves the squared global L2 norm of the summed gradients in model.results[1], without waiting for it: NaN where a
 // rank's loss is not finite. Its bits depend on the gradients alone, not on which rank owns which part.
 template <class Dev>
@@ -694,11 +684,11 @@ void update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = 
 // ---------------------------------------------------------------------------------------------------------------------
 // Evaluate.
 
-// Mean loss over the first `samples` samples, dealt out to the ranks. Always the same samples, added in their order,
+// Losses of the first `samples` samples, dealt out to the ranks. Always the same samples, added in their order,
 // whatever the ranks and the micro-batch. The last micro-batch may reach beyond them; those rows do not count.
 template <class Dev>
-EvalResult evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, int64_t samples, const World& world,
-                    const Tokenizer* tokenizer) {
+std::vector<EvalSums> evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, int64_t samples,
+                               const World& world, const Tokenizer* tokenizer) {
     const int B = a.shape.B, T = a.shape.T;
     std::vector<int32_t> inputs(size_t(B) * T), targets(size_t(B) * T);
     std::vector<uint8_t> answer(size_t(B) * T);
@@ -723,7 +713,17 @@ EvalResult evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, 
     }
     model.progress("waiting for the other ranks");
     world.sum(&of_sample[0].loss, of_sample.size() * EvalSums::COUNT);
-    return EvalResult(of_sample);
+    return of_sample;
+}
+
+// Multiple choice: every ending behind its context is a sample.
+template <class Dev>
+ChoiceResult answer_choices(Model<Dev>& model, const ChoiceTask& task, const World& world) {
+    Config c = model.config;
+    c.seq_len = int64_t(task.longest()), c.batch = std::max<int64_t>(1, c.batch * model.config.seq_len / c.seq_len);
+    DataLoader loader({choice_source(task, c.seq_len)}, loader_options(c, world, "--hellaswag", false));
+    Activations<Dev> a(model.dev, c, c.batch, c.seq_len, INFERENCE);
+    return task.result(evaluate(model, a, loader, int64_t(task.rows.size()), world, nullptr));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -966,8 +966,8 @@ template <class Dev>
 struct Run {
     Dev& dev;
     World& world;
-    TrainingData data;
     std::unique_ptr<Tokenizer> tokenizer;  // null where GPT-2's vocabulary is not known
+    TrainingData data;
     Model<Dev> model;
     std::unique_ptr<Reducer<Dev>> reducer;  // where there are several ranks
     std::unique_ptr<Activations<Dev>> activations;
@@ -981,8 +981,8 @@ struct Run {
     Run(Dev& device, const Config& c, World& w)
         : dev(device),
           world(w),
-          data(open_training_data(c, w)),
           tokenizer(Tokenizer::find(c.tokenizer, c.vocab_dir)),
+          data(open_training_data(c, w, tokenizer.get())),
           model(dev, c, true, w.rank, w.size),
           report(c.steps, c.total_batch, c.log_every, data.train->samples_per_epoch()),
           saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.progress(phase); },
@@ -996,11 +996,13 @@ struct Run {
     // ----- what a run does between steps
 
     void validate() {
-        if (!data.val) return;
         model.progress("evaluation");
+        if (!config().hellaswag.empty()) report.print_choices(state.step, answer_choices(model, data.choices, world));
+        if (!data.val) return;
         const int64_t wanted = config().eval_batches * (config().total_batch / config().seq_len);
         const int64_t samples = std::min<int64_t>(wanted, int64_t(data.val->samples_per_epoch()));
-        report.print_validation(state.step, evaluate(model, *activations, *data.val, samples, world, tokenizer.get()));
+        report.print_validation(state.step,
+                                EvalResult(evaluate(model, *activations, *data.val, samples, world, tokenizer.get())));
     }
 
     void sample() {
@@ -1350,7 +1352,7 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
             format_text("eval: --batch %lld with sequences of %lld", (long long)c.batch, (long long)c.seq_len),
             "choose a smaller --batch");
         Activations<Engine> a(dev, c, c.batch, c.seq_len, INFERENCE);
-        r = evaluate(model, a, loader, samples, world, tokenizer.get());
+        r = EvalResult(evaluate(model, a, loader, samples, world, tokenizer.get()));
     });
     if (world.rank == 0) print_evaluation(folder, r, c.seq_len, loader.samples_per_epoch());
 }

@@ -126,7 +126,7 @@ static std::string same_run_lines(const Config& c, const std::string& program, u
 
 // Paths from the root, so that a later command finds them from wherever it is started.
 static Config with_absolute_paths(Config c) {
-    for (std::string* path : {&c.data, &c.val_data, &c.vocab_dir, &c.init_from})
+    for (std::string* path : {&c.data, &c.val_data, &c.vocab_dir, &c.hellaswag, &c.init_from})
         if (!path->empty() && *path != "synthetic") *path = absolute_path(*path);
     return c;
 }

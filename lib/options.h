@@ -22,7 +22,7 @@ struct Config {
             slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0;
     int64_t vocab_size = 0;  // follows from the tokenizer
     // data
-    std::string data, val_data, vocab_dir;
+    std::string data, val_data, vocab_dir, hellaswag;
     // the optimiser
     int64_t batch = 0, seq_len = 0, total_batch = 0, recompute = 0, steps = 0, warmup = 0, seed = 0;
     int64_t zero = 0, max_bad_steps = 0;
@@ -132,6 +132,9 @@ static const std::vector<Option>& option_table() {
          "training shards, a glob in quotes; or synthetic: the built-in corpus"},
         {"val-data", TRAIN | EVAL, &Config::val_data, "", nullptr,
          "validation shards, a glob in quotes; or synthetic: of the built-in corpus"},
+        {"hellaswag", TRAIN | EVAL, &Config::hellaswag, "", nullptr,
+         "multiple choice: HellaSwag's .jsonl, llm.c's .bin of it, or any file of these forms; in training with every "
+         "validation"},
         {"tokenizer", TRAIN | TOKENIZE, &Config::tokenizer, "preset", "bytes|gpt2",
          "vocabulary: 256 bytes, or GPT-2's 50257 tokens; tokenize without it: gpt2"},
         {"vocab-dir", EVERY_VERB & ~IMPORT, &Config::vocab_dir, "", nullptr,

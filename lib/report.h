@@ -13,6 +13,7 @@
 #include <sys/resource.h>
 
 #include "arena.h"
+#include "multiple_choice.h"
 #include "options.h"
 #include "progress.h"
 #include "run_folder.h"
@@ -271,6 +272,11 @@ inline std::string write_bad_step(const std::string& out, const StepResult& s, i
     return path;
 }
 
+inline std::string choices_text(const ChoiceResult& r) {
+    return format_text("hellaswag %.4f by loss per token, %.4f by loss, of %zu items", r.accuracy_per_token(),
+                       r.accuracy(), r.items);
+}
+
 // The one line of the verb `eval`. samples: that the validation set has, of seq_len tokens each.
 inline void print_evaluation(const std::string& checkpoint, const EvalResult& r, int64_t seq_len, uint64_t samples) {
     std::printf("%s on %llu tokens (%llu of %llu samples of %lld): loss %.4f, perplexity %.3f", checkpoint.c_str(),
@@ -411,6 +417,14 @@ struct RunReport {
         std::printf("%s\n", line.c_str());
         log->line(log->text, format_text("s:%lld tel:%.6f", (long long)step, r.loss));
         log->line(log->json, fields + "}");
+    }
+
+    void print_choices(int64_t step, const ChoiceResult& r) {
+        if (!log) return;
+        std::printf("step %04lld | %s\n", (long long)step, choices_text(r).c_str());
+        log->line(log->text, format_text("s:%lld eval:%.6f", (long long)step, r.accuracy_per_token()));
+        log->line(log->json, format_text("{\"step\":%lld,\"time\":%.3f,\"hellaswag\":%.6f,\"hellaswag_plain\":%.6f}",
+                                         (long long)step, unix_time(), r.accuracy_per_token(), r.accuracy()));
     }
 
     double median_speed() {

@@ -428,7 +428,7 @@ inline TrainedBits train_ten_steps(const Config& c, bool graphs, bool interrupte
         if (step != 9) apply_update(*model, step, learning_rate(config, step));
         if (step == 8) dev.copy(model->params + norm, (const Cuda::real*)&good, 1);
         receive(size_t(step - 1));
-        if (step == 4) bits.validations.push_back(evaluate(*model, *a, validation, 3, world, nullptr).loss);
+        if (step == 4) bits.validations.push_back(EvalResult(evaluate(*model, *a, validation, 3, world, nullptr)).loss);
         if (step == 5)
             generate(*model, {1, 2, 3}, config.seq_len, config,
                      [&](int32_t token) { return bits.sample.push_back(token), true; });
