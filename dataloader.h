@@ -11,6 +11,7 @@
 #include <future>
 
 #include "lib/background.h"
+#include "lib/config_files.h"
 #include "lib/errors.h"
 #include "lib/multiple_choice.h"
 #include "lib/options.h"
@@ -447,6 +448,33 @@ TrainingData open_training_data(const Config& c, const World& world, const Token
     const uint64_t val_tokens = uint64_t(c.eval_batches) * uint64_t(c.total_batch);
     TrainingData data = open_training_data(c.data, c.val_data, val_tokens, loader_options(c, world, "--data", true));
     data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
+    if (!c.hellaswag.empty()) data.choices = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
+    return data;
+}
+
+// What `eval` measures on, each where it was asked for.
+struct EvaluationData {
+    std::unique_ptr<DataLoader> loader;
+    ChoiceTask choices;
+
+    int64_t samples() const { return loader ? int64_t(loader->samples_per_epoch()) : 0; }
+};
+
+// checkpoint: whose training says what "synthetic" is: the samples that the run itself was validated on.
+template <class World, class Tokenizer>
+EvaluationData open_evaluation_data(const Config& c, const std::string& checkpoint, const World& world,
+                                    const Tokenizer* tokenizer) {
+    EvaluationData data;
+    std::vector<TokenSource> sources;
+    if (c.val_data == "synthetic") {
+        const Config trained = trained_options(c, checkpoint);
+        const uint64_t wanted = uint64_t(trained.eval_batches * trained.total_batch);
+        sources = {synthetic_validation(uint64_t(trained.seed), wanted, c.seq_len)};
+    } else if (!c.val_data.empty()) {
+        sources = open_shards(shard_files(c.val_data, "--val-data"));
+    }
+    if (!c.val_data.empty())
+        data.loader = std::make_unique<DataLoader>(std::move(sources), loader_options(c, world, "--val-data", false));
     if (!c.hellaswag.empty()) data.choices = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
     return data;
 }

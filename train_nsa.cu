@@ -14,7 +14,6 @@
 // nsa_kernels.cuh; `dev` is one of the two. Ranks are in ddp.cuh, token shards in dataloader.h, text in tokenizer.h,
 // and everything that is not about the model in lib/.
 #include <functional>
-#include <limits>
 #include <map>
 #include <numeric>
 #include <set>
@@ -50,7 +49,6 @@
 #include "lib/saver.h"
 #include "lib/schedule.h"
 #include "lib/signals.h"
-#include "lib/synthetic.h"
 #include "lib/tensor_files.h"
 #include "lib/tensors.h"
 #include "lib/tokenize.h"
@@ -60,9 +58,8 @@
 #include "tokenizer.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Options. `Config c` holds them; lib/options.h has the table of their names, defaults, ranges and presets.
-
-// shape_of(c, B, T) in lib/config_files.h is what the attention needs to know of them.
+// Options. `Config c` holds them; lib/options.h has the table of their names, defaults, ranges and presets. shape_of()
+// in lib/config_files.h is what the attention needs to know of them.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensors. One list makes the struct's fields, the names on disk, shapes, initialisation, weight decay and checkpoints.
@@ -1203,11 +1200,7 @@ void print_end(Run<Dev>& run) {
     const Config& c = run.config();
     if (run.stop == HALTED) remove_halt_file(c.out);
     run.report.print_done(run.state.step, double(run.dev.peak_bytes) / (1 << 20));
-    if (run.reducer) run.reducer->read_clocks();
-    if (run.reducer) {
-        const auto& times = run.reducer->times;
-        run.report.print_reductions(times.total, times.exposed, times.steps);
-    }
+    if (run.reducer) run.reducer->read_clocks(), run.report.print_reductions(run.reducer->times);
     print_selected(run.dev.describe_selected(run.activations->shape));
     run.report.print_end(run.stop, run.state, c, run.saver.last_error, run.saver.last_saved, run.tokenizer != nullptr);
 }
@@ -1320,41 +1313,35 @@ static void run_sample(Config c, World& world) {
 
 static void run_eval(Config c, const std::set<std::string>& given, World& world) {
     const std::string folder = read_trained_config(c);
-    if (c.val_data.empty())
-        fail_usage("eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic");
+    if (c.val_data.empty() && c.hellaswag.empty())
+        fail_usage("eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic; or --hellaswag");
     require_no_bytes(c);
     if (!given.count("batch")) c.batch = 1;
     const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
-    std::vector<TokenSource> sources;
-    int64_t of_run = std::numeric_limits<int64_t>::max();
-    if (c.val_data == "synthetic") {  // what the run itself was validated on
-        const Config trained = trained_options(c, folder);
-        of_run = trained.eval_batches * (trained.total_batch / c.seq_len);
-        sources = {synthetic_validation(uint64_t(trained.seed), uint64_t(trained.eval_batches * trained.total_batch),
-                                        c.seq_len)};
-    } else {
-        sources = open_shards(shard_files(c.val_data, "--val-data"));
-    }
-    DataLoader loader(std::move(sources), loader_options(c, world, "--val-data", false));
-    const int64_t all = std::min(int64_t(loader.samples_per_epoch()), of_run);
-    const int64_t samples = given.count("eval-batches") ? std::min(all, c.eval_batches * c.batch) : all;
-    c.batch = std::min(c.batch, (samples + world.size - 1) / world.size);
+    const EvaluationData data = open_evaluation_data(c, folder, world, tokenizer.get());
+    const int64_t samples =
+        given.count("eval-batches") ? std::min(data.samples(), c.eval_batches * c.batch) : data.samples();
+    c.batch = std::min(c.batch, std::max<int64_t>(1, (samples + world.size - 1) / world.size));
     const SafeTensors weights(folder + "/model.safetensors");
     require_tensors(TensorTable(c).specs, weights);
-    EvalResult r;
     with_engine(choose_device(c, world), c, world, [&](auto& dev) {
+        using Engine = std::decay_t<decltype(dev)>;
         Model model(dev, c, false);
         read_parameters(model, weights);
-        using Engine = std::decay_t<decltype(dev)>;
         require_memory_for(
             Activations<Engine>::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
             dev.available_bytes(world.local_size),
             format_text("eval: --batch %lld with sequences of %lld", (long long)c.batch, (long long)c.seq_len),
             "choose a smaller --batch");
-        Activations<Engine> a(dev, c, c.batch, c.seq_len, INFERENCE);
-        r = EvalResult(evaluate(model, a, loader, samples, world, tokenizer.get()));
+        if (data.loader) {
+            Activations<Engine> a(dev, c, c.batch, c.seq_len, INFERENCE);
+            const EvalResult r(evaluate(model, a, *data.loader, samples, world, tokenizer.get()));
+            if (world.rank == 0) print_evaluation(folder, r, c.seq_len, uint64_t(data.samples()));
+        }
+        if (data.choices.items.empty()) return;
+        const ChoiceResult r = answer_choices(model, data.choices, world);
+        if (world.rank == 0) print_choices(folder, data.choices.file, r);
     });
-    if (world.rank == 0) print_evaluation(folder, r, c.seq_len, loader.samples_per_epoch());
 }
 
 // A small model in fp64: the backward pass against finite differences. Returns the worst relative error of a tensor.

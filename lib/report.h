@@ -277,6 +277,10 @@ inline std::string choices_text(const ChoiceResult& r) {
                        r.accuracy(), r.items);
 }
 
+inline void print_choices(const std::string& checkpoint, const std::string& file, const ChoiceResult& r) {
+    std::printf("%s on %s: %s\n", checkpoint.c_str(), file.c_str(), choices_text(r).c_str());
+}
+
 // The one line of the verb `eval`. samples: that the validation set has, of seq_len tokens each.
 inline void print_evaluation(const std::string& checkpoint, const EvalResult& r, int64_t seq_len, uint64_t samples) {
     std::printf("%s on %llu tokens (%llu of %llu samples of %lld): loss %.4f, perplexity %.3f", checkpoint.c_str(),
@@ -448,12 +452,14 @@ struct RunReport {
                 : "");
     }
 
-    // total, exposed: seconds of all steps together.
-    static void print_reductions(double total, double exposed, int64_t steps) {
-        if (steps)
+    // times: total and exposed seconds of all steps together.
+    template <class Times>
+    static void print_reductions(const Times& times) {
+        if (times.steps)
             std::printf(
                 "ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n",
-                total * 1e3 / double(steps), std::min(exposed, total) * 1e3 / double(steps));
+                times.total * 1e3 / double(times.steps),
+                std::min(times.exposed, times.total) * 1e3 / double(times.steps));
     }
 
     // The run's last lines, or the error that it ends with although it reached its end.
