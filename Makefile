@@ -1,6 +1,6 @@
 # Builds train_nsa with what the machine has:  make deps train_nsa && mpirun -np 2 ./train_nsa
 #
-#   make deps        installs what is missing (C++ compiler, MPI, oneDNN, zlib, zstd) through the system's package manager
+#   make deps        installs what is missing (C++ compiler, MPI, oneDNN, zlib, zstd) by the system's package manager
 #   make train_nsa   the program                make clean
 #   make test        the tests, ten minutes     make test_long   those that take longer
 #   make bench       times the CPU engine beside PyTorch and others that are installed, see dev/bench/cpu.sh

@@ -39,6 +39,7 @@
 #include "lib/gradient_check.h"
 #include "lib/help.h"
 #include "lib/options.h"
+#include "lib/prompts.h"
 #include "lib/report.h"
 #include "lib/run_folder.h"
 #include "lib/safetensors.h"
@@ -726,56 +727,71 @@ EvalResult evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sample.
 
-// Continues a prompt of at least one token by `count` tokens and hands each to `emit`. The prompt is one forward pass;
-// each further token is one pass over a single position with the caches. The random numbers depend on seed and position
-// alone.
+// A text in progress. What it has read stays in the caches.
 template <class Dev>
-void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t count, const Config& c,
-              const std::function<void(int32_t)>& emit) {
-    Dev& dev = model.dev;
-    const int64_t prompted = int64_t(prompt.size());
-    require_memory_for(
-        Activations<Dev>::bytes_needed(dev, model.config, 1, prompted + count, INFERENCE, prompted),
-        dev.available_bytes(),
-        format_text("a sample of %lld tokens after a prompt of %lld", (long long)count, (long long)prompted),
-        "ask for fewer tokens");
-    Activations<Dev> a(dev, model.config, 1, prompted + count, INFERENCE, prompted);
-    std::vector<int32_t> next = prompt;
-    std::vector<float> logits(static_cast<size_t>(a.V));
-    int position = 0;
-    std::unique_ptr<DecodingThreads> threads;
-    auto progress = std::make_unique<Progress>(format_text("prompt of %lld tokens", (long long)prompted));
-    for (int64_t i = 0; i < count; i++) {
-        if (i == 1) threads = std::make_unique<DecodingThreads>(model.table.total);  // the prompt had all threads
-        forward(model, a, next.data(), position, int(next.size()));
-        position += int(next.size());
-        const auto* last = a.normed + (next.size() - 1) * size_t(a.C);
-        dev.matmul_forward(a.logits, last, model.w.embed, nullptr, 1, int(a.C), int(a.Vp));
-        dev.to_host(logits.data(), a.logits, logits.size());
-        progress.reset();
+struct Decoder {
+    Model<Dev>& model;
+    Activations<Dev> a;
+    int position = 0;  // of the next token to be read
+
+    // prompted: tokens of the first call; length: of all calls together.
+    Decoder(Model<Dev>& m, int64_t prompted, int64_t length)
+        : model(m), a(with_memory_for(m, prompted, length), m.config, 1, length, INFERENCE, prompted) {}
+
+    // Reads the tokens and returns the one that follows. A prompt is one forward pass; later tokens are one pass each
+    // over a single position. The random numbers depend on seed and position alone.
+    int32_t next(const std::vector<int32_t>& tokens, const Config& c) {
+        const size_t pass = position == 0 ? tokens.size() : 1;
+        const Progress progress(format_text("prompt of %zu tokens", tokens.size()), 0, tokens.size() > 1);
+        std::unique_ptr<DecodingThreads> threads;
+        if (position > 0) threads = std::make_unique<DecodingThreads>(model.table.total);  // a prompt has all threads
+        for (size_t at = 0; at < tokens.size(); at += pass, position += int(pass))
+            forward(model, a, tokens.data() + at, position, int(pass));
+        const auto* last = a.normed + (pass - 1) * size_t(a.C);
+        model.dev.matmul_forward(a.logits, last, model.w.embed, nullptr, 1, int(a.C), int(a.Vp));
+        std::vector<float> logits(static_cast<size_t>(a.V));
+        model.dev.to_host(logits.data(), a.logits, logits.size());
         for (const float x : logits)
             if (!std::isfinite(x))
                 fail("sample: the model's logits at position %d are not finite: its weights are no use", position);
         const double uniform = random_uniform(uint64_t(c.seed), random_stream(RANDOM_SAMPLE), uint64_t(position));
-        next = {choose_token(logits, c.temperature, c.top_k, c.top_p, uniform)};
-        emit(next[0]);
+        return choose_token(logits, c.temperature, c.top_k, c.top_p, uniform);
+    }
+
+  private:
+    static Dev& with_memory_for(Model<Dev>& m, int64_t prompted, int64_t length) {
+        require_memory_for(Activations<Dev>::bytes_needed(m.dev, m.config, 1, length, INFERENCE, prompted),
+                           m.dev.available_bytes(),
+                           format_text("a sample of %lld tokens after a prompt of %lld", (long long)(length - prompted),
+                                       (long long)prompted),
+                           "ask for fewer tokens");
+        return m.dev;
+    }
+};
+
+// Continues a prompt of at least one token by `count` tokens, as long as emit(token) returns true.
+template <class Dev>
+void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t count, const Config& c,
+              const std::function<bool(int32_t)>& emit) {
+    const int64_t prompted = int64_t(prompt.size());
+    Decoder<Dev> decoder(model, prompted, prompted + count);
+    std::vector<int32_t> next = prompt;
+    for (int64_t i = 0; i < count; i++) {
+        next = {decoder.next(next, c)};
+        if (!emit(next[0])) return;
     }
 }
 
 // Prints a sample token by token: the prompt (a new document if there is none), then the model's words.
 template <class Dev>
-void print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c, int64_t count) {
+void print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c, int64_t count, bool past_end,
+                  const std::string& prompt) {
     std::vector<uint16_t> ids = {tokenizer.end_of_text};
-    Encoder(tokenizer).append(c.prompt.data(), c.prompt.size(), ids);
-    std::string before = c.prompt;  // printed with the first token: the line of progress would cover it
-    generate(model, std::vector<int32_t>(ids.begin(), ids.end()), count, c, [&](int32_t token) {
-        const std::string text =
-            before + for_this_terminal(token == tokenizer.end_of_text ? "\n" : tokenizer.decode({uint16_t(token)}));
-        before.clear();
-        std::fwrite(text.data(), 1, text.size(), stdout);
-        std::fflush(stdout);
-    });
-    std::printf("%s\n", before.c_str());
+    Encoder(tokenizer).append(prompt, ids);
+    TokenPrinter<Tokenizer> printer = {tokenizer, past_end, prompt};
+    generate(model, std::vector<int32_t>(ids.begin(), ids.end()), count, c,
+             [&](int32_t token) { return printer.print(token); });
+    printer.end();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -990,7 +1006,8 @@ struct Run {
         if (!tokenizer) return void(std::printf("no sample: --vocab-dir is needed to turn gpt2 tokens into text\n"));
         std::printf("--- sample at step %lld, %lld tokens ---\n", (long long)state.step,
                     (long long)config().sample_tokens);
-        const std::string error = error_of([&] { print_sample(model, *tokenizer, config(), config().sample_tokens); });
+        const std::string error =
+            error_of([&] { print_sample(model, *tokenizer, config(), config().sample_tokens, true, config().prompt); });
         if (!error.empty()) complain("no sample: " + error);
         std::printf("---\n");
     }
@@ -1269,27 +1286,26 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     return status;
 }
 
-static void run_tokenize(const Config& c) {
-    if (c.in.empty()) fail_usage("tokenize: --in is missing: .txt or .jsonl files, folders, patterns, or - for stdin");
-    if (c.out.empty()) fail_usage("tokenize: --out is missing: the prefix of the shards, such as data/my");
-    TokenizeOptions o;
-    o.in = c.in, o.out = c.out, o.tokenizer = c.tokenizer.empty() ? "gpt2" : c.tokenizer, o.vocab_dir = c.vocab_dir;
-    o.val_fraction = c.val_fraction, o.shard_tokens = uint64_t(c.shard_tokens);
-    o.text_key = c.text_key, o.skip_bad_lines = uint64_t(c.skip_bad_lines);
-    o.split_documents = c.split_documents, o.threads = c.threads ? int(c.threads) : usable_processors();
-    tokenize_files<Tokenizer>(o);
-}
-
 static void run_sample(Config c, World& world) {
     const std::string folder = read_trained_config(c);
     const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
     if (!tokenizer) fail_usage("sample: --vocab-dir is missing: this model writes gpt2 tokens");
+    if (c.interactive && (!c.prompt.empty() || !c.prompt_file.empty()))
+        fail_usage("--interactive reads its prompts from stdin: leave out --prompt and --prompt-file");
+    const std::vector<std::string> prompts = prompts_of(c.prompt, c.prompt_file);
     const SafeTensors weights(folder + "/model.safetensors");
     require_tensors(TensorTable(c).specs, weights);
     with_engine(choose_device(c, world), c, world, [&](auto& dev) {
         Model model(dev, c, false);
         read_parameters(model, weights);
-        print_sample(model, *tokenizer, c, c.tokens);
+        if (c.interactive) {
+            Decoder decoder(model, c.seq_len, c.seq_len);
+            return converse(*tokenizer, c.seq_len, c.tokens, [&](auto& tokens) { return decoder.next(tokens, c); });
+        }
+        for (size_t i = 0; i < prompts.size(); i++) {
+            if (prompts.size() > 1) std::printf("%s--- prompt %zu of %zu ---\n", i ? "\n" : "", i + 1, prompts.size());
+            print_sample(model, *tokenizer, c, c.tokens, c.past_end, prompts[i]);
+        }
     });
 }
 
@@ -1395,11 +1411,12 @@ static bool output_is_whole() { return std::fflush(stdout) == 0 && !std::ferror(
     const bool only_prints = c.help || c.version;
     if (world.size > 1 && verb != TRAIN && verb != EVAL && !only_prints)
         fail_usage("'%s' runs in one process: start it without mpirun", c.verb.c_str());
+    if (!c.config.empty() && !only_prints) read_options_file(c, given, world.rank == 0);
     int status = 0;
     if (c.help) print_help(verb);
     else if (c.version) print_version();
     else if (verb == TRAIN) status = run_train(c, given, world);
-    else if (verb == TOKENIZE) run_tokenize(c);
+    else if (verb == TOKENIZE) run_tokenize<Tokenizer>(c, usable_processors());
     else if (verb == SAMPLE) run_sample(c, world);
     else if (verb == EVAL) run_eval(c, given, world);
     else status = run_check(c, world);

@@ -103,7 +103,7 @@ static std::string options_json(const Config& c) {
     std::string text = "{\"program\": \"train_nsa\"";
     for (const Option& o : option_table()) {
         const std::string name = o.name;
-        if (!(o.verbs & TRAIN) || name == "help" || name == "version" || name == "resume") continue;
+        if (!(o.verbs & TRAIN) || name == "help" || name == "version" || name == "resume" || name == "config") continue;
         text += ",\n \"" + underscored(name) +
                 "\": " + (o.integer || o.real ? value_text(c, o) : json_quote(value_text(c, o)));
     }
@@ -133,7 +133,8 @@ static std::string manifest_json(const Config& c) { return options_json(with_abs
 // An option's value in a manifest, as on the command line.
 static std::string value_text(const Json& value, const Option& o) {
     if (value.kind == Json::String) return value.text;
-    return o.integer ? std::to_string(value.integer_value) : format_text("%.17g", value.number_value);
+    return o.integer && value.is_integer ? std::to_string(value.integer_value)
+                                         : format_text("%.17g", value.number_value);
 }
 
 // Nobody chose: the 0 of an option that counts from 1.
@@ -147,6 +148,7 @@ static const struct {
 } NOT_INHERITED[] = {
     {"out", "it names the run"},
     {"resume", "it is the resume"},
+    {"config", "what it gave is inherited itself"},
     {"dump-state", "it ends the program at the first batch, so no run that can be resumed had it"},
     {"help", "it only prints"},
     {"version", "it only prints"},
@@ -200,6 +202,47 @@ static bool inherit_options(Config& c, std::set<std::string>& given) {
         if (name != "batch") given.insert(name);  // another number of ranks may need another micro-batch
     }
     return true;
+}
+
+// --config: options from a file, as if they had been given, where the command line does not give them. Says which those
+// are, if it is to print.
+static void read_options_file(Config& c, std::set<std::string>& given, bool prints) {
+    const std::string& path = c.config;
+    const std::set<std::string> on_command_line = given;
+    const Json file = parse_json(read_file(path), path);
+    file.require(Json::Object, path);
+    const bool of_run = file.find("program");  // a run.json; by hand, everything in it is meant
+    size_t count = 0;
+    std::string overridden;
+    for (size_t i = 0; i < file.keys.size(); i++) {
+        std::string name = file.keys[i];
+        std::replace(name.begin(), name.end(), '_', '-');
+        if (of_run && (name == "program" || file.items[i].kind == Json::Object)) continue;
+        const auto& table = option_table();
+        const auto o = std::find_if(table.begin(), table.end(), [&](const Option& x) { return name == x.name; });
+        if (o == table.end() || !(o->verbs & TRAIN)) fail_unknown_option(name, TRAIN, path + ": ");
+        if (name == "config") fail_usage("%s: --config is for the command line alone", path.c_str());
+        const Json& value = file.items[i];
+        if (value.kind == Json::Object || value.kind == Json::Array || value.kind == Json::Null)
+            fail_usage("%s: --%s is neither a number nor a text", path.c_str(), o->name);
+        const std::string text = value.kind == Json::Bool ? (value.is_true ? "on" : "off") : value_text(value, *o);
+        if (of_run && (!is_inherited(*o) || is_automatic(*o, text))) continue;
+        Config there = c;
+        try {
+            set_option(there, *o, text);
+        } catch (const Error& e) {
+            fail_usage("%s: %s", path.c_str(), e.what());
+        }
+        if (on_command_line.count(name)) {
+            overridden += format_text("%s --%s %s (there %s)", overridden.empty() ? "; the command line:" : ",",
+                                      o->name, value_text(c, *o).c_str(), value_text(there, *o).c_str());
+            continue;
+        }
+        if (!given.insert(name).second) fail_usage("%s: --%s stands there twice", path.c_str(), o->name);
+        c = there, count++;
+    }
+    if (prints)
+        std::printf("config: %zu option%s from %s%s\n", count, count == 1 ? "" : "s", path.c_str(), overridden.c_str());
 }
 
 // One line for each option that differs from the run that wrote the checkpoint, as far as a resume allows it. then: its

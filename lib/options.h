@@ -34,11 +34,13 @@ struct Config {
     int64_t eval_every = 0, eval_batches = 0, log_every = 0, stats_every = 0, sample_every = 0, sample_tokens = 0,
             save_every = 0, keep = 0, keep_every = 0, cuda_graph = 0, threads = 0;
     double stall_timeout = 0;
-    std::string out, device, cpu_dtype, selected_kernels, dump_state;
+    std::string out, config, device, cpu_dtype, selected_kernels, dump_state;
     bool resume = false, help = false, version = false;
     std::map<std::string, std::string> given_up;  // --resume: options that this machine cannot honour, and why
     // sampling and evaluation
     std::string from, prompt;
+    std::vector<std::string> prompt_file;
+    bool interactive = false, past_end = false;
     double temperature = 0, top_p = 0;
     int64_t top_k = 0, tokens = 0;
     // tokenize
@@ -180,6 +182,9 @@ static const std::vector<Option>& option_table() {
         {"out", TRAIN | TOKENIZE, &Config::out, "auto", nullptr,
          "folder of the run; of tokenize: prefix of the shards, which has to be given"},
         {"resume", TRAIN, &Config::resume, "continue from the newest checkpoint under --out"},
+        {"config", TRAIN, &Config::config, "", nullptr,
+         "JSON file of options: the run.json of a run, of which all but --out count, or one by hand, {\"lr\": 1e-3, "
+         "...}; the command line goes before it"},
         {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB, &Config::device, "auto", "auto|cpu|cuda",
          "auto: a GPU if there is one"},
         {"cpu-dtype", TRAIN | SAMPLE | EVAL, &Config::cpu_dtype, "fp32", "fp32|bf16",
@@ -198,7 +203,12 @@ static const std::vector<Option>& option_table() {
          "end"},
         // the other verbs
         {"from", SAMPLE | EVAL, &Config::from, "", nullptr, "folder of a run or of one checkpoint"},
-        {"tokens", SAMPLE, &Config::tokens, "256", 0, M, "tokens to write"},
+        {"prompt-file", SAMPLE, &Config::prompt_file,
+         "files with a prompt each, or of .jsonl one in each line's \"text\"; - for stdin"},
+        {"interactive", SAMPLE, &Config::interactive,
+         "continue each line of stdin in turn; what was said before stays the beginning, up to the model's --seq-len"},
+        {"tokens", SAMPLE, &Config::tokens, "256", 0, M, "tokens to write at most"},
+        {"past-end", SAMPLE, &Config::past_end, "go on behind an end-of-text, in place of ending there"},
         {"temperature", TRAIN | SAMPLE, &Config::temperature, "0.8", 0, 100, "0: always the likeliest token"},
         {"top-k", TRAIN | SAMPLE, &Config::top_k, "0", 0, M, "choose among the k likeliest tokens; 0: all"},
         {"top-p", TRAIN | SAMPLE, &Config::top_p, "1", 0, 1,
@@ -338,6 +348,13 @@ static std::string nearest_option(const std::string& word, Verb verb) {
     return best;
 }
 
+// where: what stands before the message.
+[[noreturn]] static void fail_unknown_option(const std::string& name, Verb verb, const std::string& where) {
+    const std::string near = nearest_option(name, verb);
+    fail_usage("%s--%s is no option%s%s%s (--help lists them)", where.c_str(), name.c_str(),
+               near.empty() ? "" : "; did you mean --", near.c_str(), near.empty() ? "" : "?");
+}
+
 // A word that is neither an option nor a value. option: the last one before it, without --, or "".
 [[noreturn]] static void fail_stray_word(const std::string& word, const std::string& option) {
     if (verb_named(word))
@@ -380,11 +397,7 @@ static Config parse_options(int argc, const char* const* argv, std::set<std::str
         const std::string name = word.substr(2, equals == std::string::npos ? equals : equals - 2);
         const auto& table = option_table();
         const auto o = std::find_if(table.begin(), table.end(), [&](const Option& x) { return name == x.name; });
-        if (o == table.end()) {
-            const std::string near = nearest_option(name, verb);
-            fail_usage("--%s is no option%s%s%s (--help lists them)", name.c_str(),
-                       near.empty() ? "" : "; did you mean --", near.c_str(), near.empty() ? "" : "?");
-        }
+        if (o == table.end()) fail_unknown_option(name, verb, "");
         if (!(o->verbs & verb))
             fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name.c_str(),
                        c.verb.c_str(), c.verb.c_str());

@@ -574,3 +574,16 @@ void tokenize_files(const TokenizeOptions& options) {
     std::printf("tokenize: %d thread%s; %s\n", threads, threads == 1 ? "" : "s", tokenizer.describe().c_str());
     print_tokenized(options, inputs, counts, documents, added, train, val);
 }
+
+// The verb, from the program's options.
+template <class Tokenizer, class Config>
+void run_tokenize(const Config& c, int processors) {
+    if (c.in.empty()) fail_usage("tokenize: --in is missing: .txt or .jsonl files, folders, patterns, or - for stdin");
+    if (c.out.empty()) fail_usage("tokenize: --out is missing: the prefix of the shards, such as data/my");
+    TokenizeOptions o;
+    o.in = c.in, o.out = c.out, o.tokenizer = c.tokenizer.empty() ? "gpt2" : c.tokenizer, o.vocab_dir = c.vocab_dir;
+    o.val_fraction = c.val_fraction, o.shard_tokens = uint64_t(c.shard_tokens);
+    o.text_key = c.text_key, o.skip_bad_lines = uint64_t(c.skip_bad_lines);
+    o.split_documents = c.split_documents, o.threads = c.threads ? int(c.threads) : processors;
+    tokenize_files<Tokenizer>(o);
+}

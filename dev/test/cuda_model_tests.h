@@ -430,7 +430,8 @@ inline TrainedBits train_ten_steps(const Config& c, bool graphs, bool interrupte
         receive(size_t(step - 1));
         if (step == 4) bits.validations.push_back(evaluate(*model, *a, validation, 3, world, nullptr).loss);
         if (step == 5)
-            generate(*model, {1, 2, 3}, config.seq_len, config, [&](int32_t token) { bits.sample.push_back(token); });
+            generate(*model, {1, 2, 3}, config.seq_len, config,
+                     [&](int32_t token) { return bits.sample.push_back(token), true; });
         if (step != 6 || !interrupted) continue;
         receive(6);
         TrainState state;

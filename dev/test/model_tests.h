@@ -386,7 +386,9 @@ TEST(samples_that_cannot_be_made_are_refused) {
     Model<SmallCpu> model(dev, c, false);
     model.initialise();
     int emitted = 0;
-    const auto sample = [&](int count) { generate(model, {256 - 1, 10, 20}, count, c, [&](int32_t) { emitted++; }); };
+    const auto sample = [&](int count) {
+        generate(model, {256 - 1, 10, 20}, count, c, [&](int32_t) { return emitted++, true; });
+    };
     // Three positions at once, and keys and values for all.
     dev.available = Activations<SmallCpu>::bytes_needed(dev, c, 1, 103, INFERENCE, 3);
     sample(100);

@@ -314,6 +314,48 @@ TEST(run_help_tells_the_presets_as_they_are) {
     }
 }
 
+// --config: options of a file count as if they had been given, and the command line goes before them.
+TEST(run_options_come_from_a_file) {
+    using namespace program;
+    TempFolder folder;
+    const std::string file = folder.file("options.json"), out = folder.file("run");
+    const auto read = [&](const std::string& json, const Words& words = {}) {
+        write_file(file, json);
+        std::set<std::string> given;
+        Config c = parse(joined({"--config", file}, words), &given);
+        read_options_file(c, given, false);
+        CHECK(given.count("steps") == 1);
+        apply_preset(c, given);
+        return c;
+    };
+    const Config c = read(
+        "{\"lr\": 0.003, \"seq_len\": 64, \"head-dim\": 16, \"attention\": \"full\", \"steps\": 7, "
+        "\"deterministic\": true, \"model\": \"125m\"}",
+        {"--lr", "0.5"});
+    CHECK(c.lr == 0.5 && c.seq_len == 64 && c.head_dim == 16 && c.attention == "full" && c.steps == 7);
+    CHECK(c.deterministic && c.layers == 12 && c.warmup == 700);  // the rest as in the file's preset
+    for (const auto& [json, words] : std::vector<std::pair<std::string, std::string>>{
+             {"{\"stepz\": 1}", "--stepz is no option; did you mean --steps?"},
+             {"{\"tokens\": 1}", "--tokens is no option"},
+             {"{\"steps\": -1}", "--steps is '-1'"},
+             {"{\"steps\": 1.5}", "--steps is '1.5'"},
+             {"{\"steps\": [1]}", "--steps is neither a number nor a text"},
+             {"{\"steps\": 1, \"seq-len\": 2, \"seq_len\": 3}", "--seq-len stands there twice"},
+             {"{\"config\": \"x\"}", "--config is for the command line"}})
+        CHECK_FAILS(2, (file + ": " + words).c_str(), read(json));
+    CHECK_FAILS(1, "not valid JSON", read("steps = 1"));
+    // A run's own run.json begins the same run in another folder.
+    REQUIRE_GOOD(train({{"steps", "3"}, {"out", out}, {"seed", "5"}}));
+    const Result same = run({"--config", out + "/run.json", "--out", out + "2"});
+    REQUIRE_GOOD(same);
+    CHECK(read_file(out + "/step_00000003/model.safetensors") == read_file(out + "2/step_00000003/model.safetensors"));
+    const Result other = run({"--config", out + "/run.json", "--out", out + "3", "--seed", "6", "--steps=2"});
+    REQUIRE_GOOD(other);
+    for (const char* words : {"/run.json; the command line: --", " --steps 2 (there 3)", " --seed 6 (there 5)"})
+        CHECK(other.out.find(words) != std::string::npos);
+    CHECK(file_exists(out + "3/step_00000002") && file_exists(out + "/step_00000003"));
+}
+
 TEST(run_without_environment) {
     using namespace program;
     TempFolder folder;

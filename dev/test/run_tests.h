@@ -327,6 +327,74 @@ TEST(run_from_text_to_sample_with_bytes) {
     check_samples(out, {});
 }
 
+// Prompts from files, one after the other: each has what it has alone.
+TEST(run_sample_takes_prompts_from_files) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    REQUIRE_GOOD(train({{"steps", "20"}, {"out", out}}));
+    const auto sample = [&](const Words& words, const Start& start = {}) {
+        return run(joined({"sample", "--from", out, "--tokens", "12", "--threads", "1", "--past-end"}, words), start);
+    };
+    const std::string one = sample({"--prompt", "First\nprompt"}).out, two = sample({"--prompt", "Second"}).out,
+                      three = sample({"--prompt", "\"3\""}).out;
+    write_file(folder.file("one"), "First\nprompt\r\n"), write_file(folder.file("two"), "Second");
+    write_file(folder.file("more.jsonl"), "{\"text\": \"Second\"}\n\n{\"text\": \"\\\"3\\\"\"}\n");
+    REQUIRE_GOOD(sample({"--prompt-file", folder.file("one")}));
+    CHECK_EQUAL(sample({"--prompt-file", folder.file("one")}).out, one);
+    CHECK_EQUAL(
+        sample({"--prompt-file", folder.file("one"), folder.file("more.jsonl")}).out,
+        "--- prompt 1 of 3 ---\n" + one + "\n--- prompt 2 of 3 ---\n" + two + "\n--- prompt 3 of 3 ---\n" + three);
+    Start start;
+    start.input = folder.file("two");
+    CHECK_EQUAL(sample({"--prompt-file", "-"}, start).out, two);
+    CHECK_REFUSED(sample({"--prompt-file", folder.file("one"), "--prompt", "x"}), 2, "--prompt", "--prompt-file");
+    CHECK_REFUSED(sample({"--prompt-file", folder.file("none")}), 1, folder.file("none"));
+    CHECK_REFUSED(sample({"--prompt-file", folder.path}), 1, folder.path, "folder");
+    write_file(folder.file("bad.jsonl"), "{\"text\": \"a\"}\n{}\n");
+    CHECK_REFUSED(sample({"--prompt-file", folder.file("bad.jsonl")}), 1, "line 2", "text");
+}
+
+// A model that has seen nothing but end-of-text says nothing else: the sample ends there, or goes on if it is told to.
+TEST(run_sample_ends_at_end_of_text) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    write_file(folder.file("ends.bin"), shard(std::vector<uint16_t>(4000, 0)));
+    REQUIRE_GOOD(train({{"data", folder.file("ends.bin")}, {"steps", "30"}, {"out", out}}));
+    const Words words = {"sample", "--from", out, "--tokens", "5", "--temperature", "0"};
+    CHECK_EQUAL(run(words).out, std::string("\n"));
+    CHECK_EQUAL(run(joined(words, {"--past-end"})).out, std::string(5 + 1, '\n'));
+}
+
+// What is answered to the second line is what follows on all that was said before, until the length is full.
+TEST(run_sample_holds_a_conversation) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    REQUIRE_GOOD(train({{"steps", "60"}, {"out", out}}));
+    const auto sample = [&](const Words& words, const Start& start = {}) {
+        return run(joined({"sample", "--from", out, "--tokens", "10", "--threads", "1", "--temperature", "0"}, words),
+                   start);
+    };
+    const std::string first = sample({"--prompt", "The old"}).out;  // with the prompt and a line end
+    REQUIRE(first.size() == 7 + 10 + 1);
+    const std::string both = first + "A lamp", second = sample({"--prompt", both}).out.substr(both.size());
+    Start start;
+    start.input = folder.file("lines");
+    write_file(start.input, "The old\nA lamp\n");
+    const Result r = sample({"--interactive"}, start);
+    REQUIRE_GOOD(r);
+    CHECK_EQUAL(r.out, first.substr(7) + second);
+    write_file(start.input, "The old\nA lamp\nand\nmore\nand more\nand more\n");  // 64 tokens hold four
+    const Result full = sample({"--interactive"}, start);
+    CHECK_EQUAL(full.status, 0);
+    CHECK_EQUAL(full.out.substr(0, r.out.size()), r.out);
+    CHECK(full.err.find("has reached the 64 tokens") != std::string::npos);
+    CHECK_EQUAL(full.out.size(), size_t(4 * (10 + 1)));
+    CHECK_REFUSED(sample({"--interactive", "--prompt", "x"}), 2, "--interactive", "--prompt");
+}
+
 TEST(run_from_text_to_sample_with_gpt2) {
     using namespace program;
     const std::string vocab = std::filesystem::absolute("../shared/data/gpt2").string();

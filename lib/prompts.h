@@ -1,0 +1,99 @@
+// prompts.h: what the verb `sample` continues: prompts of the command line, of files and of a conversation, and what it
+// prints of them. Used by print_sample() and run_sample() in train_nsa.cu.
+#pragma once
+#include <iostream>
+
+#include "sampling.h"
+#include "tokenize.h"
+
+// The prompts to continue: --prompt, or those of --prompt-file. A file is one, whose last line end is its editor's; of
+// a .jsonl each line's "text" is one; - is stdin.
+inline std::vector<std::string> prompts_of(const std::string& prompt, const std::vector<std::string>& files) {
+    if (files.empty()) return {prompt};
+    if (!prompt.empty()) fail_usage("--prompt and --prompt-file: give one of them");
+    std::vector<std::string> prompts;
+    for (const std::string& path : files) {
+        TextInput input;
+        is_text_name(path, &input);
+        input.is_stdin = path == "-";
+        if (!input.is_stdin) file_size(path);  // refuses a folder
+        TextFile file(input);
+        while (!file.at_end) file.read_more(1 << 16);
+        std::string& text = file.rest;
+        if (input.is_jsonl) {
+            TokenBlock block;
+            block.path = path, block.text_key = "text", block.first_byte = file.mark_bytes, block.bytes = text;
+            TokenBlock::Line line = {0, 0, 1};
+            for (; line.begin < text.size(); line.begin = line.end + 1, line.number++) {
+                line.end = std::min(text.find('\n', line.begin), text.size());
+                prompts.push_back(text_of_line(block, line));
+                if (prompts.back().empty()) prompts.pop_back();  // an empty line
+            }
+            continue;
+        }
+        for (const char end : {'\n', '\r'})
+            if (!text.empty() && text.back() == end) text.pop_back();
+        prompts.push_back(text);
+    }
+    if (prompts.empty()) fail("--prompt-file: there is no prompt in %s", files[0].c_str());
+    return prompts;
+}
+
+// Prints tokens as they come.
+template <class Tokenizer>
+struct TokenPrinter {
+    const Tokenizer& tokenizer;
+    const bool past_end;  // go on behind an end-of-text
+    // Printed with the first token: while a long prompt is read, its line of progress would cover it.
+    std::string before;
+
+    // False where the text has come to its end.
+    bool print(int32_t token) {
+        const bool ends = token == tokenizer.end_of_text;
+        if (ends && !past_end) return false;
+        write(for_this_terminal(ends ? "\n" : tokenizer.decode({uint16_t(token)})));
+        return true;
+    }
+    void end() { write("\n"); }
+
+  private:
+    void write(const std::string& text) {
+        const std::string all = before + text;
+        before.clear();
+        std::fwrite(all.data(), 1, all.size(), stdout);
+        std::fflush(stdout);
+    }
+};
+
+// --interactive: continues each line of stdin in turn, by at most `count` tokens or up to an end-of-text. All that was
+// said before stays the beginning of the text, until the model's length is reached. next(tokens) reads tokens and
+// returns the one that follows.
+template <class Tokenizer, class Next>
+void converse(const Tokenizer& tokenizer, int64_t length, int64_t count, Next next) {
+    TokenPrinter<Tokenizer> printer = {tokenizer, false, ""};
+    std::vector<int32_t> unread = {tokenizer.end_of_text};  // said and not yet read by the model
+    int64_t read = 0;
+    const auto ask = [] {
+        if (isatty(STDIN_FILENO)) std::fputs("> ", stdout);
+        std::fflush(stdout);
+    };
+    ask();
+    for (std::string line; std::getline(std::cin, line); ask()) {
+        const bool goes_on = unread.back() != tokenizer.end_of_text;
+        for (const uint16_t id : tokenizer.encode((goes_on ? "\n" : "") + line)) unread.push_back(id);
+        for (int64_t i = 0; i < count; i++) {
+            if (read + int64_t(unread.size()) > length) {
+                if (i > 0) printer.end();
+                return complain(
+                    format_text("the conversation has reached the %lld tokens that the model was trained "
+                                "on at a time: begin another one",
+                                (long long)length));
+            }
+            const int32_t token = next(unread);
+            read += int64_t(unread.size());
+            unread = {token};
+            if (!printer.print(token)) break;
+        }
+        printer.end();
+    }
+}
