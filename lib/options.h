@@ -222,8 +222,7 @@ static const std::vector<Option>& option_table() {
          "end"},
         // the other verbs
         {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT, &Config::from, "", nullptr,
-         "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several to "
-         "be "
+         "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several "
          "laid over each other"},
         {"step", SAMPLE | EVAL | EXPORT, &Config::at_step, "auto", 0, T,
          "which of the run's checkpoints; auto: the newest that is whole"},

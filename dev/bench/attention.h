@@ -453,6 +453,14 @@ inline const NamedShape* take_named_shape(std::vector<const char*>& words) {
     }
     return nullptr;
 }
+inline void apply_named_shape(Config& c, const NamedShape& shape, const std::set<std::string>& given) {
+    for (const char* option :
+         {"batch", "heads", "kv-groups", "head-dim", "cmp-block", "cmp-stride", "slc-block", "slc-count", "window"})
+        if (given.count(option)) fail_usage("--shape %s decides --%s; leave one of them out", shape.name, option);
+    c.heads = shape.heads, c.kv_groups = shape.groups, c.head_dim = shape.head_dim;
+    c.cmp_block = shape.l, c.cmp_stride = shape.d, c.slc_block = shape.slc_block, c.slc_count = shape.slc_count;
+    c.window = shape.window;
+}
 inline int run_attention_bench(int argc, const char* const* argv) {
     std::vector<const char*> words(argv, argv + argc);
     const NamedShape* const named = take_named_shape(words);
@@ -462,14 +470,7 @@ inline int run_attention_bench(int argc, const char* const* argv) {
     if (!given.count("seq-len")) c.seq_len = named ? named->last_length : 65536, given.insert("seq-len");
     if (!given.count("batch")) c.batch = 1;
     apply_preset(c, given);
-    if (named) {
-        for (const char* option :
-             {"batch", "heads", "kv-groups", "head-dim", "cmp-block", "cmp-stride", "slc-block", "slc-count", "window"})
-            if (given.count(option)) fail_usage("--shape %s decides --%s; leave one of them out", named->name, option);
-        c.heads = named->heads, c.kv_groups = named->groups, c.head_dim = named->head_dim;
-        c.cmp_block = named->l, c.cmp_stride = named->d, c.slc_block = named->slc_block;
-        c.slc_count = named->slc_count, c.window = named->window;
-    }
+    if (named) apply_named_shape(c, *named, given);
     validate_model(c, "options");
     World world;
     if (!choose_device(c, world).gpu)

@@ -428,6 +428,16 @@ TEST(cuda_bench_published_times) {
     CHECK(take_named_shape(words) == nullptr && words.size() == 3);
     words = {"--perf-attention", "--shape", "square"};
     CHECK_FAILS(2, "--shape square: expected one of published", take_named_shape(words));
+#ifndef PRECISION_FP32
+    // The longest sequence is within an H100's shared memory.
+    Config c;
+    c.model = "125m";
+    apply_preset(c, {});
+    apply_named_shape(c, NAMED_SHAPES[0], {});
+    const NsaShape s = shape_of(c, 1, NAMED_SHAPES[0].last_length);
+    CHECK_EQUAL(s.heads_per_group(), 16);
+    check_shape(s);
+#endif
     const char* const both[] = {"--perf-attention", "--shape", "published", "--heads", "4"};
     CHECK_FAILS(2, "--shape published decides --heads", run_attention_bench(5, both));
 }
