@@ -1,6 +1,6 @@
 # Builds train_nsa with what the machine has:  make deps train_nsa && mpirun -np 2 ./train_nsa
 #
-#   make deps        installs what is missing (C++ compiler, MPI, oneDNN, zlib, zstd) by the system's package manager
+#   make deps        installs what is missing (compiler, MPI, oneDNN, zlib, zstd) through the system's package manager
 #   make train_nsa   the program                make clean
 #   make test        the tests, ten minutes     make test_long   those that take longer
 #   make bench       times the CPU engine beside PyTorch and others that are installed, see dev/bench/cpu.sh
@@ -61,8 +61,8 @@ HAVE_NCCL := $(if $(HAVE_CUDA),$(call links,NCCL,nccl.h,-I$(dir $(HAVE_CUDA))../
 # lib/cpu_kernels.cpp holds the CPU engine's inner loops. For everything else -O1 and these passes are enough: the same
 # bits and speed as with -O3 in two thirds of the compiler's time.
 KERNEL_LEVEL := $(if $(SAN),-O1,-O3)
-LEVEL := $(or $(call accepted,-O1 -fexpensive-optimizations -fpeel-loops -fstrict-aliasing -ftree-vectorize \
-  -fvect-cost-model=dynamic),-O2)
+LEVEL := $(if $(SAN),-O1,$(or $(call accepted,-O1 -fexpensive-optimizations -fpeel-loops -fstrict-aliasing \
+  -ftree-vectorize -fvect-cost-model=dynamic),-O2))
 # -rdynamic: the watchdog's stack has names. -fno-math-errno and -fno-trapping-math: loops with sqrt and comparisons
 # become vectors, and results do not change. Never -ffast-math. On processors with AVX-512, GCC takes 256-bit vectors by
 # default; and it compiles the micro-kernel a second time for operands without gaps, with its sums in memory: half the
@@ -91,7 +91,7 @@ ifneq ($(HAVE_CUDA),)
     sed -n '1s/^\([0-9]*\)\.\([0-9]*\)$$/\1\2/p')
   SM := $(addprefix sm_,$(or $(GPU_COMPUTE_CAPABILITY),$(GPU_FOUND)))
   # No kernel asks for more than compute capability 8.0, so one PTX serves sm_80 and sm_90, compiled side by side.
-  ARCH := $(if $(SM),-arch=$(SM),--threads 2 -gencode arch=compute_80$(comma)code=[sm_80$(comma)sm_90$(comma)compute_80])
+  ARCH := $(if $(SM),-arch=$(SM),--threads 2 $(addprefix -gencode=arch=compute_80$(comma)code=,sm_80 sm_90 compute_80))
   ARCH_NAME := $(if $(GPU_COMPUTE_CAPABILITY),$(SM)$(comma) as GPU_COMPUTE_CAPABILITY says,$(if \
     $(GPU_FOUND),$(SM)$(comma) the GPU found here,no GPU here: sm_80$(comma) sm_90$(comma) and PTX for later ones))
   $(if $(filter BF16 FP32,$(PRECISION)),,$(error PRECISION=$(PRECISION): expected BF16 or FP32))

@@ -21,7 +21,8 @@ EMULATED = $(if $(HAVE_MPI),$(BUILD)/train_nsa_emulated)
 DEVICE = $(if $(GPU_FOUND),$(BUILD)/test_device)
 
 .PHONY: test test_long goldens bench
-test: train_nsa test_nsa $(SHORT_EMULATOR_PROGRAMS) $(CRASH_PROGRAMS) $(EMULATED) $(DEVICE)
+# What takes longest to compile stands first, so that no core waits at the end.
+test: test_nsa $(BUILD)/cuda_tests train_nsa $(EMULATED) $(SHORT_EMULATOR_PROGRAMS) $(CRASH_PROGRAMS) $(DEVICE)
 	@dev/run_tests.sh '$(BUILD)/cuda_tests --short' './test_nsa --short --shard 1/2' './test_nsa --short --shard 2/2' \
 	    $(CRASH_TESTS) $(SHORT_EMULATOR_TESTS) $(DEVICE)
 test_long: train_nsa test_nsa $(EMULATOR_PROGRAMS) $(EMULATED)

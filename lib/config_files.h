@@ -136,9 +136,10 @@ static std::string manifest_json(const Config& c) { return options_json(with_abs
 
 // An option's value in a manifest, as on the command line.
 static std::string value_text(const Json& value, const Option& o) {
-    if (value.kind == Json::String || (!o.integer && !o.real)) return value.string(underscored(o.name));
+    if (value.kind == Json::String) return value.text;
+    value.require(Json::Number, underscored(o.name));
     return o.integer && value.is_integer ? std::to_string(value.integer_value)
-                                         : format_text("%.17g", value.number(underscored(o.name)));
+                                         : format_text("%.17g", value.number_value);
 }
 
 // Nobody chose: the 0 of an option that counts from 1.
@@ -196,9 +197,9 @@ static bool inherit_options(Config& c, std::set<std::string>& given) {
         const Json* old = then.find(underscored(o.name));
         const std::string name = o.name;
         if (!old || !is_inherited(o) || given.count(name)) continue;
-        const std::string value = value_text(*old, o);
-        if (is_automatic(o, value)) continue;
         try {
+            const std::string value = value_text(*old, o);
+            if (is_automatic(o, value)) continue;
             set_option(c, o, value);
         } catch (const Error& e) {
             fail("%s: %s; mend it, or remove the file: the checkpoints hold the options too", path.c_str(), e.what());

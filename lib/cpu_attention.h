@@ -558,7 +558,7 @@ class TiledAttention {
                     for (int t = t0; t < t0 + count; t++) {
                         const size_t row = size_t(bg) * s.queries + (t - s.first);
                         const float share = select_for_query(selection + row * words, room.importance.data(),
-                                                             &room.weight[(t - t0) * stride], t, s);
+                                                             room.weight.data() + (t - t0) * stride, t, s);
                         if (chosen_importance) chosen_importance[row] = share;
                     }
                 }
