@@ -107,7 +107,7 @@ static std::string options_json(const Config& c) {
     std::string text = "{\"program\": \"train_nsa\"";
     for (const Option& o : option_table()) {
         const std::string name = o.name;
-        if (!(o.verbs & TRAIN) || name == "help" || name == "version" || name == "resume" || name == "config") continue;
+        if (!(o.verbs & TRAIN) || name == "help" || name == "version" || name == "resume") continue;
         text += ",\n \"" + underscored(name) +
                 "\": " + (o.integer || o.real ? value_text(c, o) : json_quote(value_text(c, o)));
     }
@@ -126,7 +126,7 @@ static std::string same_run_lines(const Config& c, const std::string& program, u
 
 // Paths from the root, so that a later command finds them from wherever it is started.
 static Config with_absolute_paths(Config c) {
-    for (std::string* path : {&c.data, &c.val_data, &c.vocab_dir, &c.hellaswag, &c.init_from})
+    for (std::string* path : {&c.data, &c.val_data, &c.vocab_dir, &c.hellaswag, &c.init_from, &c.config})
         if (!path->empty() && *path != "synthetic") *path = absolute_path(*path);
     return c;
 }
@@ -226,12 +226,13 @@ static void read_options_file(Config& c, std::set<std::string>& given, bool prin
         const auto& table = option_table();
         const auto o = std::find_if(table.begin(), table.end(), [&](const Option& x) { return name == x.name; });
         if (o == table.end() || !(o->verbs & TRAIN)) fail_unknown_option(name, TRAIN, path + ": ");
+        if (of_run && !is_inherited(*o)) continue;
         if (name == "config") fail_usage("%s: --config is for the command line alone", path.c_str());
         const Json& value = file.items[i];
         if (value.kind == Json::Object || value.kind == Json::Array || value.kind == Json::Null)
             fail_usage("%s: --%s is neither a number nor a text", path.c_str(), o->name);
         const std::string text = value.kind == Json::Bool ? (value.is_true ? "on" : "off") : value_text(value, *o);
-        if (of_run && (!is_inherited(*o) || is_automatic(*o, text))) continue;
+        if (of_run && is_automatic(*o, text)) continue;
         Config there = c;
         try {
             set_option(there, *o, text);
