@@ -20,11 +20,17 @@ import subprocess
 import sys
 import tempfile
 
-import numpy as np
-import torch
-from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+try:
+    import numpy as np
+    import torch
+    from safetensors.numpy import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+except ImportError as error:  # --help works without them
+    if not {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(f"test_export.py: {error}: install transformers, torch, safetensors and numpy")
+    print(__doc__)
+    sys.exit()
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 LOGIT_LIMIT = 1e-4
