@@ -102,7 +102,7 @@ inline ShardHeader parse_shard_header(const char* path, const std::string& head,
 }
 
 inline TokenSource open_shard(const std::string& path) {
-    const uint64_t bytes = file_size(path);
+    const uint64_t bytes = file_size(path, true);
     if (bytes == 0) fail("%s is empty, a token shard was expected", path.c_str());
     std::string head(size_t(std::min<uint64_t>(bytes, SHARD_HEADER_BYTES)), '\0');
     FileReader(path).read(&head[0], head.size(), 0);

@@ -217,12 +217,16 @@ static void read_options_file(Config& c, std::set<std::string>& given, bool prin
     const Json file = parse_json(read_file(path), path);
     file.require(Json::Object, path);
     const bool of_run = file.find("program");  // a run.json; by hand, everything in it is meant
+    const Json* const attention = file.find("attention");
+    const bool of_full = of_run && attention && attention->text == "full";
     size_t count = 0;
     std::string overridden;
     for (size_t i = 0; i < file.keys.size(); i++) {
         std::string name = file.keys[i];
         std::replace(name.begin(), name.end(), '_', '-');
         if (of_run && (name == "program" || file.items[i].kind == Json::Object)) continue;
+        if (of_full && std::find(std::begin(NSA_OPTIONS), std::end(NSA_OPTIONS), name) != std::end(NSA_OPTIONS))
+            continue;
         const auto& table = option_table();
         const auto o = std::find_if(table.begin(), table.end(), [&](const Option& x) { return name == x.name; });
         if (o == table.end() || !(o->verbs & TRAIN)) fail_unknown_option(name, TRAIN, path + ": ");

@@ -25,12 +25,12 @@ inline bool file_exists(const std::string& path) {
     return stat(path.c_str(), &s) == 0;
 }
 
-inline uint64_t file_size(const std::string& path) {
+// regular: a pipe would be waited for, and a device has no end.
+inline uint64_t file_size(const std::string& path, bool regular = false) {
     struct stat s;
     if (stat(path.c_str(), &s) != 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
     if (S_ISDIR(s.st_mode)) fail("%s is a folder, a file was expected", path.c_str());
-    if (!S_ISREG(s.st_mode))  // a pipe would be waited for
-        fail("%s is a pipe, a socket or a device, a file was expected", path.c_str());
+    if (regular && !S_ISREG(s.st_mode)) fail("%s is a pipe or a device, a file was expected", path.c_str());
     return uint64_t(s.st_size);
 }
 
@@ -85,7 +85,7 @@ class FileReader {
 
 // The whole file, for what fits in memory: vocabularies, configs, prompts.
 inline std::string read_file(const std::string& path) {
-    std::string bytes(file_size(path), '\0');
+    std::string bytes(file_size(path, true), '\0');
     std::ifstream in(path, std::ios::binary);
     if (!in) fail_to_read(path, errno);
     if (!in.read(&bytes[0], std::streamsize(bytes.size())))

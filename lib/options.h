@@ -525,11 +525,14 @@ static void resolve_batch(Config& c, const std::set<std::string>& given, int ran
                    (long long)c.total_batch, (long long)per_rank, ranks, (long long)c.batch);
 }
 
+// What dense attention does not have.
+static const char* const NSA_OPTIONS[] = {"cmp-block", "cmp-stride", "slc-block",       "slc-count",
+                                          "window",    "phi-hidden", "selected-kernels"};
+
 // Options given for what dense attention does not have, or for a file that is there.
 static void validate_given(const Config& c, const std::set<std::string>& given) {
     if (!c.dump_state.empty()) require_new_file("--dump-state", c.dump_state);
-    for (const char* name :
-         {"cmp-block", "cmp-stride", "slc-block", "slc-count", "window", "phi-hidden", "selected-kernels"})
+    for (const char* name : NSA_OPTIONS)
         if (c.attention == "full" && given.count(name))
             fail_usage("--%s is of --attention nsa, and this run has --attention full: leave one of them out", name);
 }

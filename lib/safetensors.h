@@ -82,7 +82,7 @@ class SafeTensors {
     std::string path;
 
     explicit SafeTensors(const std::string& file) : path(file) {
-        const uint64_t size = file_size(file);
+        const uint64_t size = file_size(file, true);
         if (size < 8) fail("%s: %llu bytes are too few for a safetensors file", file.c_str(), (unsigned long long)size);
         const int fd = ::open(file.c_str(), O_RDONLY);
         if (fd < 0) fail("cannot open %s: %s", file.c_str(), std::strerror(errno));

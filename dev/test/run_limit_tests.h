@@ -267,6 +267,12 @@ TEST(run_doubtful_options_are_said) {
     CHECK_REFUSED(full("selected-kernels", "tiles"), 2, "--selected-kernels", "--attention full");
     CHECK(!file_exists(folder.file("refused")));
 
+    // A run.json has every option, whether or not the run used it.
+    REQUIRE_GOOD(train({{"attention", "full"}, {"steps", "1"}, {"out", folder.file("full")}}));
+    REQUIRE_GOOD(run({"--config", folder.file("full/run.json"), "--out", folder.file("again")}));
+    CHECK_REFUSED(run({"--config", folder.file("full/run.json"), "--out", folder.file("again"), "--window", "9"}), 2,
+                  "--window", "--attention full");
+
     const std::string out = folder.file("run"), warning = "train_nsa: warning: ";
     const auto said = [&](const Result& r, const std::string& text) {
         CHECK_EQUAL(r.status, 0);
