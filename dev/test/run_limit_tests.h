@@ -136,7 +136,7 @@ TEST(run_hangup_saves_and_ends) {
         CHECK_EQUAL(run.end(30).status, 75);
     }
     {
-        Running run({path(), "sample", "--from", folder.file("hung"), "--tokens", "1000000"}, folder);
+        Running run({path(), "sample", "--from", folder.file("hung"), "--tokens", "1000000", "--past-end"}, folder);
         REQUIRE(run.reaches(" "));
         kill(run.launcher, SIGHUP);
         CHECK_EQUAL(run.end(30).status, 128 + SIGHUP);
