@@ -23,6 +23,7 @@ struct PublishedLoss {
     const char* of;
 };
 constexpr PublishedLoss GPT2_LOSSES[] = {{3.4250, "GPT-2 124M on FineWeb"}, {3.2924, "GPT-2 124M on FineWeb-Edu"}};
+constexpr double GPT2_HELLASWAG = 0.2945;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Numbers as text.
@@ -135,6 +136,7 @@ inline Axis y_axis_of(const Chart& c, double x_high) {
             if (line.points.size() <= 12 || x >= 0.03 * x_high || c.by_factors) include(y);
     for (const auto& level : c.levels) include(level.first);
     if (std::isfinite(c.low)) include(std::max(c.low, 0.0));
+    if (c.levels.size() > 1) include(low - 0.08 * (high - low));  // room for the lower label
     if (low > high) low = c.by_factors ? 0.1 : 0, high = 1;
     if (low == high) low -= low ? std::fabs(low) * 0.1 : 1, high += high ? std::fabs(high) * 0.1 : 1;
     const double pad = 0.05 * (high - low);
@@ -235,13 +237,6 @@ inline std::string draw_chart(const Chart& c) {
 
 using ReportRow = std::pair<std::string, std::vector<std::string>>;
 
-inline std::string count_text(const LogSeries& skipped) {
-    std::string text = std::to_string(skipped.size());
-    for (size_t i = 0; i < skipped.size() && i < 5; i++)
-        text += (i ? ", " : ": step ") + std::to_string(int64_t(skipped[i].step));
-    return text + (skipped.size() > 5 ? " ..." : "");
-}
-
 // price: of an hour; 0: not asked for. now: since 1970.
 inline std::vector<ReportRow> report_rows(const std::vector<RunHistory>& runs, double price, double now) {
     std::vector<ReportRow> rows;
@@ -267,6 +262,8 @@ inline std::vector<ReportRow> report_rows(const std::vector<RunHistory>& runs, d
             return format_text("%.4f, step %lld", best.value, (long long)best.step);
         });
     }
+    if (has("hellaswag"))
+        add("HellaSwag", [](const RunHistory& run) { return number_in("%.4f", last_value(run.of("hellaswag"))); });
     add("training loss", [](const RunHistory& run) { return number_in("%.4f", last_value(run.of("loss"))); });
     add("tokens", [](const RunHistory& run) {
         const double tokens = last_value(run.of("tokens"));
@@ -283,7 +280,7 @@ inline std::vector<ReportRow> report_rows(const std::vector<RunHistory>& runs, d
         return std::isfinite(mib) ? format_text("%.0f MiB", mib) : "n/a";
     });
     if (price > 0) add("cost", [&](const RunHistory& run) { return format_text("%.2f", price * run.hours); });
-    add("skipped", [](const RunHistory& run) { return count_text(run.skipped); });
+    add("skipped", [](const RunHistory& run) { return std::to_string(run.skipped.size()); });
     add("resumes", [](const RunHistory& run) { return std::to_string(run.resumes()); });
     return rows;
 }
@@ -385,6 +382,9 @@ inline std::string draw_loss_charts(const std::vector<RunHistory>& runs) {
 inline std::string draw_step_charts(const std::vector<RunHistory>& runs) {
     std::string html = "<h2>Steps, over tokens</h2><div class=\"grid\">";
     html += draw_chart(number_chart(runs, "loss", "Training loss"));
+    Chart choices = number_chart(runs, "hellaswag", "HellaSwag, by loss per token");
+    choices.levels.emplace_back(GPT2_HELLASWAG, format_text("GPT-2 124M %.4f", GPT2_HELLASWAG));
+    if (has_points(choices)) html += draw_chart(choices);
     Chart speed = number_chart(runs, "tokens_per_s", "Tokens per second");
     speed.low = 0;
     html += draw_chart(speed);
@@ -441,10 +441,11 @@ font:14px/1.45 system-ui,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
 h1{font-size:20px;margin:4px 0 0}h2{font-size:15px;margin:26px 0 8px}p{margin:2px 0;color:var(--soft)}
 b{font-weight:600}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 .facts{margin:12px 0 14px;width:100%}th{font-weight:400;color:var(--soft);font-size:12px;text-align:left;padding:0 18px 2px 0}
-.facts td{padding:2px 18px 2px 0;white-space:nowrap;vertical-align:top}.facts.one td{font-size:16px;white-space:normal}
+.facts td{padding:2px 18px 2px 0;white-space:nowrap;vertical-align:top}.facts.one td{font-size:16px}
+.facts.one td:first-child,.facts.many td:nth-child(2){white-space:normal}
 .many td{border-top:1px solid var(--grid)}.key{display:inline-block;width:14px;height:4px;border-radius:2px;
 margin-right:8px;vertical-align:middle}
-.pair,.grid{display:grid;gap:14px 22px;grid-template-columns:repeat(auto-fit,minmax(min(540px,100%),1fr))}
+.pair+.pair{margin-top:14px}.pair,.grid{display:grid;gap:14px 22px;grid-template-columns:repeat(auto-fit,minmax(min(540px,100%),1fr))}
 .grid{grid-template-columns:repeat(auto-fit,minmax(min(360px,100%),1fr))}
 figure{margin:0}figcaption{font-size:13px;color:var(--ink);margin:0 0 2px}svg{display:block;width:100%;height:auto}
 svg text{font-size:12px;fill:var(--soft)}line.grid{stroke:var(--grid)}
@@ -639,11 +640,14 @@ inline std::string report_text(const std::vector<RunHistory>& runs, double price
     for (size_t r = 0; !one && r < runs.size(); r++)
         text += format_text(" %c %s", int('a' + r), runs[r].folder.c_str());
     text += (one ? "" : "\n") + text_chart(c, runs.size(), width) + "\n";
-    for (const auto& [name, values] : report_rows(runs, price, now)) {
-        text += format_text("%-16s", name.c_str());
-        for (const std::string& value : values) text += format_text("  %-26s", value.c_str());
-        text.erase(text.find_last_not_of(' ') + 1);
-        text += "\n";
+    const std::vector<ReportRow> rows = report_rows(runs, price, now);
+    std::vector<size_t> widths(runs.size());
+    for (const auto& [name, values] : rows)
+        for (size_t r = 0; r < runs.size(); r++) widths[r] = std::max(widths[r], values[r].size());
+    for (const auto& [name, values] : rows) {
+        std::string line = format_text("%-16s", name.c_str());
+        for (size_t r = 0; r < runs.size(); r++) line += format_text("  %-*s", int(widths[r]), values[r].c_str());
+        text += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
     }
     return text;
 }

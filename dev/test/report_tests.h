@@ -118,9 +118,15 @@ TEST(report_reads_a_run_that_was_resumed) {
     CHECK_EQUAL(value_of(rows, "MFU"), std::string("45.0 %"));    // 300 x 3e6 of 2 x 1e9
     CHECK_EQUAL(value_of(rows, "memory"), std::string("54 MiB"));
     CHECK_EQUAL(value_of(rows, "cost"), std::string("22.00"));  // 11 seconds at 2 a second
-    CHECK_EQUAL(value_of(rows, "skipped"), std::string("1: step 3"));
+    CHECK_EQUAL(value_of(rows, "skipped"), std::string("1"));
     CHECK_EQUAL(value_of(rows, "resumes"), std::string("1"));
     CHECK_EQUAL(value_of(report_rows({run}, 0, 5000), "cost"), std::string("no such row"));
+    CHECK_EQUAL(value_of(rows, "HellaSwag"), std::string("no such row"));
+    const RunHistory choices = history(
+        folder, "choices", resumed_run() + "{\"step\":4,\"time\":4612,\"hellaswag\":0.271,\"hellaswag_plain\":0.3}\n");
+    CHECK_EQUAL(value_of(report_rows({choices}, 0, 5000), "HellaSwag"), std::string("0.2710"));
+    CHECK_EQUAL(choices.of("hellaswag")[0].tokens, 400.0);
+    CHECK(holds(report_page({choices}, 0, 5000), "GPT-2 124M 0.2945"));
 }
 
 // Whatever is there counts, and what cannot be read is said.
@@ -168,7 +174,7 @@ TEST(report_page_shows_the_numbers_of_the_log) {
     const std::vector<RunHistory> runs = {history(folder, "run", resumed_run())};
     const std::string page = report_page(runs, 2, 5000);
     CHECK_EQUAL(unbalanced_tag(page), std::string());
-    for (const char* word : {"2.6789", "22", "45.0 %", "54 MiB", "1.2-abc", "1: step 3", "<span>lr</span> 0.001",
+    for (const char* word : {"2.6789", "22", "45.0 %", "54 MiB", "1.2-abc", "<span>lr</span> 0.001",
                              "Once &lt;upon&gt; a &amp; time", "resumed at step 2", "step 3 changed no weight"})
         CHECK(holds(page, word));
     const double expected[][2] = {{0, 5.5432}, {200, 3.75}, {400, 2.6789}};
