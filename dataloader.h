@@ -359,6 +359,9 @@ class DataLoader {
         next_sample = saved.next_sample;
     }
 
+    // To the first sample.
+    void rewind() { restore({seed, T(), corpus, 0}); }
+
     uint64_t samples_per_epoch() const { return samples; }
     uint64_t tokens() const { return total_tokens; }
 

@@ -1,5 +1,4 @@
-// train_nsa.cu: trains a language model with Native Sparse Attention (arXiv 2502.11089), from options to a sample of
-// its text.
+// train_nsa.cu: trains a language model with Native Sparse Attention (arXiv 2502.11089).
 //
 // Read it from top to bottom:
 //   options      which shapes follow from what the user asked for
@@ -13,7 +12,6 @@
 // dev/MODEL.md specifies the model. The arithmetic of each operation is in an engine, Cpu in nsa_cpu.h or Cuda in
 // nsa_kernels.cuh; `dev` is one of the two. Ranks are in ddp.cuh, token shards in dataloader.h, text in tokenizer.h,
 // and everything that is not about the model in lib/.
-#include <functional>
 #include <map>
 #include <numeric>
 #include <set>
@@ -30,30 +28,21 @@
 #include "ddp.cuh"  // after the engines, whose gradients it sums
 #include "lib/arena.h"
 #include "lib/build_info.h"
-#include "lib/checkpoint.h"
 #include "lib/config_files.h"
 #include "lib/device.h"
-#include "lib/errors.h"
 #include "lib/export.h"
 #include "lib/flops.h"
 #include "lib/gradient_check.h"
 #include "lib/help.h"
-#include "lib/multiple_choice.h"
-#include "lib/options.h"
 #include "lib/prompts.h"
 #include "lib/report.h"
-#include "lib/run_folder.h"
 #include "lib/run_report.h"
-#include "lib/safetensors.h"
 #include "lib/sampling.h"
 #include "lib/saver.h"
 #include "lib/schedule.h"
-#include "lib/signals.h"
 #include "lib/tensor_files.h"
 #include "lib/tensors.h"
 #include "lib/tokenize.h"
-#include "lib/train_state.h"
-#include "lib/util.h"
 #include "lib/watchdog.h"
 #include "tokenizer.h"
 
@@ -376,15 +365,9 @@ struct Activations {
         return Activations(dev, c, B, T, mode, queries, true).arena.wanted;
     }
 
-    typename Dev::Heads heads(const Layer& y) const {
-        typename Dev::Heads h{y.q, {}, y.gate};
-        for (int i = shape.first_slot(); i < HEAD_SLOTS; i++) h.kv[i] = slot(y.kv, i);
-        return h;
-    }
+    typename Dev::Heads heads(const Layer& y) const { return with_slots(typename Dev::Heads{y.q, {}, y.gate}, y.kv); }
     typename Dev::HeadGradients head_gradients() const {
-        typename Dev::HeadGradients h{dq, {}, dgate};
-        for (int i = shape.first_slot(); i < HEAD_SLOTS; i++) h.kv[i] = slot(dkv, i);
-        return h;
+        return with_slots(typename Dev::HeadGradients{dq, {}, dgate}, dkv);
     }
 
     // Chunks of equal size with at most 52 M logits (208 MiB of fp32), on a GPU 416 M (832 MiB of bf16), rounded up to
@@ -397,8 +380,10 @@ struct Activations {
     }
 
   private:
-    real* slot(real* kv, int head_slot) const {
-        return kv + (head_slot - shape.first_slot()) * shape.key_rows() * shape.D;
+    template <class H>
+    H with_slots(H h, real* kv) const {
+        for (int i = shape.first_slot(); i < HEAD_SLOTS; i++, kv += shape.key_rows() * shape.D) h.kv[i] = kv;
+        return h;
     }
 
     void place(bool training) {
@@ -690,9 +675,7 @@ std::vector<EvalSums> evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoade
     std::vector<int32_t> inputs(size_t(B) * T), targets(size_t(B) * T);
     std::vector<uint8_t> answer(size_t(B) * T);
     std::vector<typename Dev::Stat> losses(size_t(B) * T);
-    LoaderState start = loader.state();
-    start.next_sample = 0;
-    loader.restore(start);
+    loader.rewind();
     std::vector<EvalSums> of_sample(static_cast<size_t>(samples));
     Progress progress("evaluation", double(samples), world.rank == 0);
     for (int64_t first = 0; first < samples; first += int64_t(B) * world.size) {
@@ -772,8 +755,7 @@ struct Decoder {
 template <class Dev>
 void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t count, const Config& c,
               const std::function<bool(int32_t)>& emit) {
-    const int64_t prompted = int64_t(prompt.size());
-    Decoder<Dev> decoder(model, prompted, prompted + count);
+    Decoder<Dev> decoder(model, int64_t(prompt.size()), int64_t(prompt.size()) + count);
     std::vector<int32_t> next = prompt;
     for (int64_t i = 0; i < count; i++) {
         next = {decoder.next(next, c)};
@@ -853,8 +835,6 @@ void dump_first_batch(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader
         d.tensors.push_back(t);
     d.add_selections(model.dev, s, a.layer);
     write_state_dump(c.dump_state, std::move(d), config_json(c), command_line(c, given, "dump-state"));
-    std::printf("state:  loss %.6f, written to %s; compare it with: python3 dev/reference.py compare %s\n", loss,
-                c.dump_state.c_str(), c.dump_state.c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1153,20 +1133,11 @@ void begin_run(Run<Dev>& run, const Device& device, const std::set<std::string>&
         run.data.train->restore(loader_state(read_state(read_manifest(checkpoint)).loader));
     }
     std::unique_ptr<SafeTensors> initial;  // --init-from
-    if (checkpoint.empty() && !c.init_from.empty()) {
-        const std::string folder = checkpoint_of(c.init_from, "--init-from");
-        require_same_model(c, folder, "begin");
-        initial = std::make_unique<SafeTensors>(folder + "/model.safetensors");
-        require_tensors(run.model.table.specs, *initial);
-        if (run.is_first())
-            std::printf("weights: those of %s; moments, data and schedule begin anew\n", folder.c_str());
-    }
+    if (checkpoint.empty()) initial = open_initial_weights(c, run.model.table.specs, run.is_first());
     if (run.is_first() && writes) prepare_run_folder(c.out, !checkpoint.empty(), manifest_json(c));
     world.barrier();
-    WatchdogOptions watch;
-    watch.stall_timeout = c.stall_timeout;
-    if (writes) watch.heartbeat_file = format_text("%s/heartbeat_rank%d.jsonl", c.out.c_str(), world.rank);
-    run.watchdog = std::make_unique<Watchdog>(run.world, watch);
+    const std::string heartbeat = format_text("%s/heartbeat_rank%d.jsonl", c.out.c_str(), world.rank);
+    run.watchdog = std::make_unique<Watchdog>(run.world, WatchdogOptions{c.stall_timeout, writes ? heartbeat : ""});
     run.model.watchdog = run.watchdog.get();
     run.model.progress("start");
     if (world.size > 1)
@@ -1231,18 +1202,15 @@ int train_run(Run<Dev>& run, const Device& device, const std::set<std::string>& 
 // ---------------------------------------------------------------------------------------------------------------------
 // Verbs.
 
-// This rank's share of the machine. All ranks ask, because they answer each other here.
-static int processors_of(const World& world) { return threads_of_rank(world, usable_processors(), processor_list()); }
-
 static Device choose_device(const Config& c, const World& world) {
-    const Device d = device_of(c, processors_of(world));
+    const Device d = device_of(c, threads_of_rank(world));
     require_same_kind_of_device(d, world);
     return d;
 }
 
 // Calls use() with the engine for this device.
 template <class Use>
-void with_engine(const Device& device, const Config& c, World& world, Use use) {
+void with_engine(const Device& device, [[maybe_unused]] const Config& c, World& world, Use use) {
 #ifdef HAVE_CUDA
     if (device.gpu) {
         world.computes_on(format_text("GPU %d", gpu_of_rank(world)));
@@ -1253,7 +1221,6 @@ void with_engine(const Device& device, const Config& c, World& world, Use use) {
         return use(dev);
     }
 #endif
-    (void)c;
     world.computes_on("CPU");
     Cpu<float> dev;
     dev.gemm.bf16 = device.cpu_bf16;
@@ -1269,7 +1236,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     validate_given(c, on_command_line);
     // From here on a rank that falls silent is noticed. Standing still is judged once progress() has been called.
     if (world.size > 1) world.channel().watch(c.stall_timeout);
-    give_up_what_cannot_be(c, on_command_line, processors_of(world));  // only a resume has options that nobody gave
+    give_up_what_cannot_be(c, on_command_line, threads_of_rank(world));  // only a resume has options that nobody gave
     const Device device = choose_device(c, world);
     world.require_reducer(device.gpu);
     resolve_batch(c, given, world.size, device.gpu);
@@ -1292,9 +1259,7 @@ static void run_sample(Config c, World& world) {
     const std::string folder = read_trained_config(c);
     const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
     if (!tokenizer) fail_usage("sample: --vocab-dir is missing: this model writes gpt2 tokens");
-    if (c.interactive && (!c.prompt.empty() || !c.prompt_file.empty()))
-        fail_usage("--interactive reads its prompts from stdin: leave out --prompt and --prompt-file");
-    const std::vector<std::string> prompts = prompts_of(c.prompt, c.prompt_file);
+    const std::vector<std::string> prompts = prompts_of(c);
     const SafeTensors weights(folder + "/model.safetensors");
     require_tensors(TensorTable(c).specs, weights);
     with_engine(choose_device(c, world), c, world, [&](auto& dev) {
@@ -1305,7 +1270,7 @@ static void run_sample(Config c, World& world) {
             return converse(*tokenizer, c.seq_len, c.tokens, [&](auto& tokens) { return decoder.next(tokens, c); });
         }
         for (size_t i = 0; i < prompts.size(); i++) {
-            if (prompts.size() > 1) std::printf("%s--- prompt %zu of %zu ---\n", i ? "\n" : "", i + 1, prompts.size());
+            announce_prompt(i, prompts.size());
             print_sample(model, *tokenizer, c, c.tokens, c.past_end, prompts[i]);
         }
     });
@@ -1346,11 +1311,9 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
 
 // A small model in fp64: the backward pass against finite differences. Returns the worst relative error of a tensor.
 static double gradient_self_test() {
-    std::set<std::string> given;
-    Config c = parse_options(1, nullptr, given);
-    apply_preset(c, given);
-    c.init = "random", c.seq_len = 70, c.dim = 24, c.heads = 4, c.head_dim = 6, c.mlp_hidden = 40, c.phi_hidden = 5;
-    c.cmp_block = 8, c.cmp_stride = 4, c.slc_block = 8, c.slc_count = 4, c.window = 9;
+    const Config c = options_of(
+        "--init random --seq-len 70 --dim 24 --heads 4 --head-dim 6 --mlp-hidden 40 --phi-hidden 5 --cmp-block 8 "
+        "--cmp-stride 4 --slc-block 8 --slc-count 4 --window 9");
     Cpu<double> dev;
     Model<Cpu<double>> model(dev, c, true);
     Activations<Cpu<double>> a(dev, c, 2, c.seq_len, TRAINING);
@@ -1371,9 +1334,8 @@ static double gradient_self_test() {
 
 static int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world);
-    BuildReport r;
-    r.not_used = device.reason, r.mpi = mpi_name(), r.threads = device.threads, r.processors = usable_processors();
-    r.gpu = device.gpu, r.available_bytes = Cpu<float>().available_bytes();
+    BuildReport r = {
+        "", device.reason, mpi_name(), device.threads, usable_processors(), device.gpu, Cpu<float>().available_bytes()};
 #ifdef HAVE_CUDA
     if (device.gpu) r.cuda = Cuda(gpu_of_rank(world)).describe();
 #endif

@@ -14,6 +14,7 @@
 #include "options.h"
 #include "run_folder.h"
 #include "shape.h"
+#include "tensor_files.h"
 #include "util.h"
 
 // What the attention needs to know, for B sequences of T tokens.
@@ -100,6 +101,18 @@ static void require_same_model(const Config& c, const std::string& checkpoint, c
              then.kind == Json::String ? then.text.c_str() : format_text("%g", then.number_value).c_str(),
              now.kind == Json::String ? now.text.c_str() : format_text("%g", now.number_value).c_str());
     }
+}
+
+// --init-from: the weights to begin with; null where none are asked for. says: on the rank that prints.
+template <class Specs>
+std::unique_ptr<SafeTensors> open_initial_weights(const Config& c, const Specs& specs, bool says) {
+    if (c.init_from.empty()) return nullptr;
+    const std::string folder = checkpoint_of(c.init_from, "--init-from");
+    require_same_model(c, folder, "begin");
+    auto weights = std::make_unique<SafeTensors>(folder + "/model.safetensors");
+    require_tensors(specs, *weights);
+    if (says) std::printf("weights: those of %s; moments, data and schedule begin anew\n", folder.c_str());
+    return weights;
 }
 
 // All options of a run, as they are.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cpu_gemm.h"
+#include "launch.h"
 #include "options.h"
 #include "util.h"
 #ifdef HAVE_CUDA
@@ -36,6 +37,12 @@ int threads_of_rank(const World& world, int own, const std::string& list) {
         neighbours += place.substr(0, place.find(' ')) == world.host;
     }
     return std::max(1, own / (sharers == neighbours ? world.local_size : sharers));
+}
+
+// All ranks ask, because they answer each other here.
+template <class World>
+int threads_of_rank(const World& world) {
+    return threads_of_rank(world, usable_processors(), processor_list());
 }
 
 // Ranks on GPUs and ranks on CPUs cannot sum gradients together.

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <map>
 #include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -475,6 +476,19 @@ static void apply_preset(Config& c, const std::set<std::string>& given) {
     while (c.out.size() > 1 && c.out.back() == '/') c.out.pop_back();
     if (c.out.empty()) fail_usage("--out is empty; expected a folder for the run");
     c.vocab_size = c.tokenizer == "gpt2" ? 50257 : 256;
+}
+
+// A configuration as this command line would make it.
+static Config options_of(const std::string& words) {
+    std::istringstream in(words);
+    std::vector<std::string> all = {"train_nsa"};
+    for (std::string word; in >> word;) all.push_back(word);
+    std::vector<const char*> argv;
+    for (const std::string& word : all) argv.push_back(word.c_str());
+    std::set<std::string> given;
+    Config c = parse_options(int(argv.size()), argv.data(), given);
+    apply_preset(c, given);
+    return c;
 }
 
 // Contradictions between options of the model. `where` names the source: the command line or a config.json.

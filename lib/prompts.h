@@ -8,11 +8,13 @@
 
 // The prompts to continue: --prompt, or those of --prompt-file. A file is one, whose last line end is its editor's; of
 // a .jsonl each line's "text" is one; - is stdin.
-inline std::vector<std::string> prompts_of(const std::string& prompt, const std::vector<std::string>& files) {
-    if (files.empty()) return {prompt};
-    if (!prompt.empty()) fail_usage("--prompt and --prompt-file: give one of them");
+inline std::vector<std::string> prompts_of(const Config& c) {
+    if (c.interactive && (!c.prompt.empty() || !c.prompt_file.empty()))
+        fail_usage("--interactive reads its prompts from stdin: leave out --prompt and --prompt-file");
+    if (c.prompt_file.empty()) return {c.prompt};
+    if (!c.prompt.empty()) fail_usage("--prompt and --prompt-file: give one of them");
     std::vector<std::string> prompts;
-    for (const std::string& path : files) {
+    for (const std::string& path : c.prompt_file) {
         TextInput input;
         is_text_name(path, &input);
         input.is_stdin = path == "-";
@@ -35,7 +37,7 @@ inline std::vector<std::string> prompts_of(const std::string& prompt, const std:
             if (!text.empty() && text.back() == end) text.pop_back();
         prompts.push_back(text);
     }
-    if (prompts.empty()) fail("--prompt-file: there is no prompt in %s", files[0].c_str());
+    if (prompts.empty()) fail("--prompt-file: there is no prompt in %s", c.prompt_file[0].c_str());
     return prompts;
 }
 
@@ -71,6 +73,11 @@ struct TokenPrinter {
         std::fflush(stdout);
     }
 };
+
+// Of several prompts each has a line before it.
+inline void announce_prompt(size_t i, size_t prompts) {
+    if (prompts > 1) std::printf("%s--- prompt %zu of %zu ---\n", i ? "\n" : "", i + 1, prompts);
+}
 
 // --interactive: continues each line of stdin in turn, by at most `count` tokens or up to an end-of-text. All that was
 // said before stays the beginning of the text, until the model's length is reached. next(tokens) reads tokens and
