@@ -113,13 +113,15 @@ inline std::string state_of(const RunHistory& run, double now) {
 
 inline void add_log_line(RunHistory& run, const Json& line, const std::string& path) {
     const double step = double(line.integer("step", path)), time = line.number("time", path);
-    const Json* const start = line.find("start");
+    const Json *const start = line.find("start"), *const tokens = line.find("tokens");
+    const double seen = tokens ? tokens->number(path) : 0;
+    if (!(time >= 0 && time < 1e11 && seen >= 0 && seen < 1e18 && step >= 0))
+        fail("%s: byte %llu: no step, time and tokens of a run", path.c_str(), (unsigned long long)line.offset);
     if (run.last_time > 0 && !start) run.hours += std::fmax(0, time - run.last_time) / 3600;
     run.last_time = time;
     run.last_step = std::max(run.last_step, int64_t(step));
-    LogPoint point = {step, 0, run.hours, 0};
-    if (const Json* tokens = line.find("tokens")) point.tokens = tokens->number(path);
-    else if (!run.of("tokens").empty()) point.tokens = run.of("tokens").back().value;
+    LogPoint point = {step, seen, run.hours, 0};
+    if (!tokens && !run.of("tokens").empty()) point.tokens = run.of("tokens").back().value;
     if (start) run.starts.push_back({point, time, *start});
     if (const Json* sample = line.find("sample")) run.sample = sample->string(path), run.sample_step = int64_t(step);
     const Json* const skipped = line.find("skipped");

@@ -91,7 +91,8 @@ inline std::vector<double> round_ticks(double low, double high, int most) {
     for (const double digit : {5, 2, 1})
         if (digit * power >= least * (1 - 1e-9)) step = digit * power;
     std::vector<double> ticks;
-    for (double i = std::ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) ticks.push_back(i * step);
+    for (double i = std::ceil(low / step - 1e-9); i * step <= high + 1e-9 * step && ticks.size() < 50; i++)
+        ticks.push_back(i * step);
     return ticks;
 }
 

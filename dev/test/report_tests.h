@@ -145,6 +145,14 @@ TEST(report_reads_logs_that_end_anywhere) {
     const RunHistory damaged = history(folder, "damaged", whole + "{\"step\":1,\"ti\n" + last);
     CHECK(!damaged.torn && damaged.unreadable == 1 && damaged.last_step == 2);
     CHECK(holds(value_of(report_rows({damaged}, 0, 1e9), "state"), "1 lines of the log cannot be read"));
+    // Lines that are JSON, and nonsense.
+    const std::string nonsense =
+        "{\"step\":-1,\"time\":10}\n{\"step\":1,\"time\":1e300}\n{\"step\":1,\"time\":10,\"tokens\":-5}\n"
+        "{\"step\":1,\"time\":10,\"tokens\":\"many\"}\n{\"step\":1e3,\"time\":10}\n{\"time\":10}\n";
+    CHECK_EQUAL(history(folder, "nonsense", nonsense + whole).unreadable, size_t(6));
+    const std::vector<RunHistory> wild = {
+        history(folder, "wild", training(1, 1002, "1e308", 1e17) + training(2, 1003, "-1e308", 1e17 + 16))};
+    CHECK(!report_page(wild, 0, 20).empty() && !report_text(wild, 0, 20, 80).empty());
     // Without starts, validation, statistics, run.json: as much as there is.
     const std::vector<RunHistory> bare = {
         history(folder, "bare", "{\"step\":1,\"time\":10,\"loss\":4,\"tokens\":64}\n", "")};
