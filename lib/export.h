@@ -54,7 +54,9 @@ static std::string special_tokens_json(const std::string& token) {
     std::string text;
     for (const char* name : {"bos_token", "eos_token", "pad_token", "unk_token"})
         text += std::string(", \"") + name + "\": " + token;
-    return text + ", \"padding_side\": \"right\", \"clean_up_tokenization_spaces\": false}\n";
+    return text +
+           ", \"model_input_names\": [\"input_ids\", \"attention_mask\"], \"padding_side\": \"right\", "
+           "\"clean_up_tokenization_spaces\": false}\n";
 }
 
 // One token per byte, whose id is the byte, as a BPE without merges. Byte 0, which text does not contain and which

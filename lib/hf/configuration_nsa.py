@@ -41,6 +41,7 @@ class NsaConfig(PretrainedConfig):
         eos_token_id=None,   # the same
         **kwargs,
     ):
+        super().__init__(**kwargs)  # first: some versions set bos_token_id and eos_token_id to None
         self.architecture = architecture
         self.layers = layers
         self.dim = dim
@@ -62,4 +63,3 @@ class NsaConfig(PretrainedConfig):
         self.norm_eps = norm_eps
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
-        super().__init__(**kwargs)

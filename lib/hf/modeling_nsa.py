@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .configuration_nsa import NsaConfig
 
 QUERIES_AT_A_TIME = 256  # the weights of so many queries are in memory at once, so memory grows linearly with S
+SMALLEST_WEIGHT = math.exp(-87)  # the trainer takes smaller ones, where fp32 loses precision, as 0: so blocks tie alike
 
 
 class NsaCache:
@@ -64,6 +65,7 @@ def attend(q, k, v, visible):
     scores = (q @ k[:, :, None].transpose(-1, -2)).float() / math.sqrt(q.shape[-1])
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     p = torch.softmax(scores, dim=-1) * visible
+    p = p.masked_fill(p < SMALLEST_WEIGHT, 0)
     return p.to(v.dtype) @ v[:, :, None], p
 
 
