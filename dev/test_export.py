@@ -8,7 +8,7 @@ Trains small models for a few steps, exports them, and compares transformers wit
 for byte. Prints a line for each comparison; exit status 1 if one fails. --vocab-dir: GPT-2's vocabulary, for which an
 invented one of the same size stands in otherwise. --keep: leaves the runs and exports in this folder.
 
-Needs transformers, torch, safetensors and numpy (pip install them; nothing else is downloaded). Five minutes on two cores.
+Needs transformers, torch, safetensors and numpy (pip install them). Five minutes on two cores.
 """
 
 import argparse
