@@ -169,13 +169,10 @@ TEST(emulated_gpus_error_on_one_rank_ends_all) {
     CHECK(bad.status != 0 && bad.status != 1000);
     for (const char* words : {"train_nsa: rank 0 on ", "GPU 0: error: step ", "2 in a row (--max-bad-steps)"})
         CHECK(bad.err.find(words) != std::string::npos);
-    std::vector<uint16_t> tokens = random_tokens(64 * 40 + 1, 1);
-    tokens[shuffled_position(1, 40, 1337, 0) * 64 + 32] =
-        300;  // number 1 of the shuffle goes to rank 1 in the first step
-    write_file(folder.file("train.bin"), shard(tokens));
+    write_good_and_bad_shard(folder);
     const Result token = train_on(
         two,
-        {{"data", folder.file("train.bin")}, {"total-batch", "128"}, {"steps", "20"}, {"out", folder.file("token")}});
+        {{"data", folder.file("train_*.bin")}, {"total-batch", "128"}, {"steps", "20"}, {"out", folder.file("token")}});
     CHECK(token.status != 0 && token.status != 1000);
     for (const char* words : {"train_nsa: rank 1 on ", "GPU 1: error: ", "token 300"})
         CHECK(token.err.find(words) != std::string::npos);

@@ -163,13 +163,11 @@ TEST(emulated_gpus_started_by_variables_with_faults) {
     check_one_line(run_ranks(variables_of_ranks(2), {with_options(program, {{"out", out}, {"device", "cpu"}})}), 2,
                    {"WORLD_SIZE=2", "mpirun -np 2 ./train_nsa"});
     CHECK(!file_exists(out));
-    // The token in the middle of the sample that goes to rank 1 first.
-    std::vector<uint16_t> tokens = random_tokens(64 * 40 + 1, 1);
-    tokens[shuffled_position(1, 40, 1337, 0) * 64 + 32] = 300;
-    write_file(folder.file("train.bin"), shard(tokens));
+    write_good_and_bad_shard(folder);
     check_one_line(
-        run_ranks(variables_of_ranks(2),
-                  {with_options(program, {{"data", folder.file("train.bin")}, {"total-batch", "128"}, {"out", out}})}),
+        run_ranks(
+            variables_of_ranks(2),
+            {with_options(program, {{"data", folder.file("train_*.bin")}, {"total-batch", "128"}, {"out", out}})}),
         1, {name, "token 300"});
 }
 

@@ -258,6 +258,14 @@ inline std::vector<uint16_t> random_tokens(size_t n, uint64_t seed, uint64_t bel
     return tokens;
 }
 
+// train_0.bin and train_1.bin. The ranks look through the shards in turn, so rank 1 finds the token in the second.
+inline void write_good_and_bad_shard(const TempFolder& folder) {
+    std::vector<uint16_t> tokens = random_tokens(64 * 40 + 1, 1);
+    write_file(folder.file("train_0.bin"), shard(tokens));
+    tokens[1000] = 300;
+    write_file(folder.file("train_1.bin"), shard(tokens));
+}
+
 inline void copy_folder(const std::string& from, const std::string& to) {
     std::filesystem::copy(from, to, std::filesystem::copy_options::recursive);
 }

@@ -137,11 +137,7 @@ TEST(run_error_on_one_rank_ends_all) {
     const std::string mpirun = find_mpirun("an error on one rank");
     if (mpirun.empty()) return;
     TempFolder folder;
-    // The ranks look through the shards in turn: rank 1 finds the token in the second.
-    std::vector<uint16_t> tokens = random_tokens(64 * 40 + 1, 1);
-    write_file(folder.file("train_0.bin"), shard(tokens));
-    tokens[1000] = 300;
-    write_file(folder.file("train_1.bin"), shard(tokens));
+    write_good_and_bad_shard(folder);
     const Result r = train_on_ranks(mpirun, 2,
                                     {{"data", folder.file("train_*.bin")},
                                      {"batch", "1"},
