@@ -37,7 +37,7 @@ class Heartbeat {
     // An empty path: no file.
     Heartbeat(const std::string& file_path, int my_rank) : path(file_path), rank(my_rank) {
         if (path.empty()) return;
-        file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+        file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0666);
         if (file < 0) warn();
     }
     ~Heartbeat() {

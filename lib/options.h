@@ -270,9 +270,9 @@ struct Preset {
 // size.
 // clang-format off
 static const Preset PRESETS[] = {
-    // name  L   C    H   G  D   l   d   l'  n   w    F    M     vocab    B   T     total   steps  warm eval save lr
-    {"tiny", 2,  128, 4,  2, 32, 16, 8,  16, 6,  64,  32,  512,  "bytes", 8,  512,  4096,   300,   20,  100, 0, 2e-3},
-    {"125m", 12, 768, 12, 2, 64, 32, 16, 64, 16, 512, 128, 3072, "gpt2",  16, 2048, 524288, 19000, 700, 250, 1000, 6e-4},
+    // name  L   C    H   G  D   l   d   l'  n   w    F    M     vocab   B   T     total   steps  warm eval save lr
+    {"tiny", 2,  128, 4,  2, 32, 16, 8,  16, 6,  64,  32,  512,  "bytes", 8, 512,  4096,   300,   20,  100, 0, 2e-3},
+    {"125m", 12, 768, 12, 2, 64, 32, 16, 64, 16, 512, 128, 3072, "gpt2", 16, 2048, 524288, 19000, 700, 250, 1000, 6e-4},
 };
 // clang-format on
 
