@@ -13,11 +13,8 @@
 #include <sys/wait.h>
 
 #include "harness.h"
-
-#include "../../lib/json.h"
 #include "../../ddp.cuh"
-
-extern char** environ;
+#include "../../lib/json.h"
 
 namespace ranks {
 
@@ -36,10 +33,13 @@ inline void set_launch_variables(const Variables& variables) {
     for (const auto& v : variables) setenv(v.first.c_str(), v.second.c_str(), 1);
 }
 
+// Another one each time, below those that systems hand out; test programs that run side by side have 200 each.
 inline int free_port() {
-    int port = 0;
-    rendezvous::listen_on(0, true, port);
-    return port;
+    for (static int next = 10000 + int(getpid() % 100) * 200;;) {
+        int port = next++;
+        const auto listens = [&] { rendezvous::listen_on(port, true, port); };
+        if (error_of(listens).empty()) return port;
+    }
 }
 
 struct Ended {

@@ -13,9 +13,7 @@ using namespace emulated_runs;
 
 // What torchrun or, with `slurm`, srun puts into the environment of every rank, with a port of this test alone.
 inline std::vector<Words> variables_of_ranks(int ranks, bool slurm = false) {
-    // Below the ports that systems hand out; test programs that run side by side have 64 each.
-    static int port = 10000 + int(getpid() % 300) * 64;
-    const std::string size = std::to_string(ranks), at = "MASTER_PORT=" + std::to_string(++port);
+    const std::string size = std::to_string(ranks), at = "MASTER_PORT=" + std::to_string(ranks::free_port());
     std::vector<Words> all;
     for (int r = 0; r < ranks; r++) {
         const std::string rank = std::to_string(r);
