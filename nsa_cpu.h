@@ -45,17 +45,19 @@ struct HyperAdamW {
 
 // An engine is the model's operations on one kind of processor, and the memory they work on. Cpu says what each of them
 // must compute; Cuda in nsa_kernels.cuh has the same members. train_nsa.cu and ddp.cuh use nothing else of an engine:
+// clang-format off
 //   formats     real, Stat, Grad, Master; has_master, on_host
-//   memory      allocate, release, available_bytes, zero, copy; to_host, from_host (to and from fp32); upload (token
-//   ids) results     send and receive: numbers on their way to the host while the next step runs repetition  Sequence,
-//   run: launches that are the same every time layers      embedding_forward, _backward; rmsnorm_forward, _backward;
-//   matmul_forward, _backward_input,
+//   memory      allocate, release, available_bytes, zero, copy; to_host, from_host (to and from fp32); upload (tokens)
+//   results     send and receive: numbers on their way to the host while the next step runs
+//   repetition  Sequence, run: launches that are the same every time
+//   layers      embedding_forward, _backward; rmsnorm_forward, _backward; matmul_forward, _backward_input,
 //               _backward_weight; silu_forward, _backward; classifier
 //   attention   split_heads_forward, _backward (Heads, HeadGradients); compress_forward, _backward (Phi, PhiGradients);
 //               attention_forward, _backward; select_blocks; combine_forward; attention_backward_rows; check_shape
 //   update      add_sum, add; chunk_squares, total_squares, set_guard (the gradient's norm); set_step, adamw;
 //               round_master (if has_master)
 //   log         describe, describe_selected, peak_flops, peak_bytes
+// clang-format on
 template <class real_>
 struct Cpu {
     using real = real_;    // parameters and activations
@@ -82,16 +84,7 @@ struct Cpu {
     void release(T* p) {
         std::free(p);
     }
-    // What the machine has left for each of so many processes, by /proc/meminfo, and the container and the limits of
-    // this process allow; infinity where none of them is known.
-    double available_bytes(int processes = 1) const {
-        std::ifstream in("/proc/meminfo");
-        std::string key, rest;
-        double available = std::numeric_limits<double>::infinity();
-        for (double kib; in >> key >> kib && std::getline(in, rest);)
-            if (key == "MemAvailable:") available = kib * 1024;
-        return std::min(std::min(available, cgroup_limits().bytes) / processes, limits_leave());
-    }
+    double available_bytes(int processes = 1) const { return host_bytes_available(processes); }
     void check_shape(const NsaShape&) const {}  // every shape works here
     double peak_flops() const { return 0; }     // unknown
     std::string describe() const {

@@ -1151,7 +1151,7 @@ void begin_run(Run<Dev>& run, const Device& device, const std::set<std::string>&
     // but the system counts their pages only once they are written.
     const double copy = double(run.model.table.total) * (8.0 / world.size + (run.is_first() ? 4 : 0));
     const double available =
-        Cpu<float>().available_bytes(world.local_size) - (Dev::on_host ? double(run.activations->arena.bytes) : 0);
+        host_bytes_available(world.local_size) - (Dev::on_host ? double(run.activations->arena.bytes) : 0);
     run.saver.choose_background(copy, available, !Dev::on_host, c.save_every);
     if (!checkpoint.empty()) run.state = load_checkpoint(run.model, checkpoint), run.saver.last_saved = checkpoint;
     else if (initial) read_parameters(run.model, *initial);
@@ -1334,8 +1334,8 @@ static double gradient_self_test() {
 
 static int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world);
-    BuildReport r = {
-        "", device.reason, mpi_name(), device.threads, usable_processors(), device.gpu, Cpu<float>().available_bytes()};
+    BuildReport r = {"",         device.reason,         mpi_name(), device.threads, usable_processors(),
+                     device.gpu, host_bytes_available()};
 #ifdef HAVE_CUDA
     if (device.gpu) r.cuda = Cuda(gpu_of_rank(world)).describe();
 #endif

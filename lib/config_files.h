@@ -34,6 +34,8 @@ static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",
                                             "cmp-block",  "cmp-stride", "slc-block", "slc-count", "window",
                                             "phi-hidden", "mlp-hidden", "seq-len"};
 
+static const char* const MODEL_WORDS[] = {"attention", "tokenizer"};
+
 static std::string config_json(const Config& c) {
     std::string text = "{\"architecture\": \"nsa\"";
     for (const char* name : MODEL_OPTIONS)
@@ -51,7 +53,7 @@ static void read_config_json(Config& c, const std::string& path) {
     std::vector<std::pair<const char*, std::string>> values;  // read first: those errors name the path themselves
     for (const char* name : MODEL_OPTIONS)
         values.emplace_back(name, std::to_string(root.integer(underscored(name), path)));
-    for (const char* name : {"attention", "tokenizer"}) values.emplace_back(name, root.string(name, path));
+    for (const char* name : MODEL_WORDS) values.emplace_back(name, root.string(name, path));
     try {
         for (const auto& [name, value] : values) set_option(c, option_named(name), value);
         validate_model(c, "contradiction");
@@ -75,10 +77,11 @@ static void inherit_model(Config& c, std::set<std::string>& given) {
     if (!file_exists(path)) return;
     Config there = c;
     read_config_json(there, path);
-    std::vector<const char*> names(std::begin(MODEL_OPTIONS), std::end(MODEL_OPTIONS));
-    names.push_back("attention"), names.push_back("tokenizer");
-    for (const char* name : names)
+    const auto take = [&](const char* name) {
         if (given.insert(name).second) set_option(c, option_named(name), value_text(there, option_named(name)));
+    };
+    for (const char* name : MODEL_OPTIONS) take(name);
+    for (const char* name : MODEL_WORDS) take(name);
 }
 
 static void warn_of_doubtful_options(const Config& c, const std::set<std::string>& given) {

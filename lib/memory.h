@@ -40,6 +40,17 @@ inline double limits_leave() {
     return std::max(0.0, left);
 }
 
+// What the machine has left for each of so many processes, by /proc/meminfo, and the container and the limits of this
+// process allow; infinity where none of them is known.
+inline double host_bytes_available(int processes = 1) {
+    std::ifstream in("/proc/meminfo");
+    std::string key, rest;
+    double available = std::numeric_limits<double>::infinity();
+    for (double kib; in >> key >> kib && std::getline(in, rest);)
+        if (key == "MemAvailable:") available = kib * 1024;
+    return std::min(std::min(available, cgroup_limits().bytes) / processes, limits_leave());
+}
+
 // "; the process is limited to 300 MiB (ulimit -v)", or "". Takes no memory. to: of at least 80 bytes.
 inline void describe_limit(char* to, size_t size) {
     to[0] = '\0';

@@ -241,12 +241,14 @@ body{margin:0 auto;max-width:1320px;padding:14px 28px 40px;background:var(--back
 font:14px/1.45 system-ui,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
 h1{font-size:20px;margin:4px 0 0}h2{font-size:15px;margin:26px 0 8px}p{margin:2px 0;color:var(--soft)}
 b{font-weight:600}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-.facts{margin:12px 0 14px;width:100%}th{font-weight:400;color:var(--soft);font-size:12px;text-align:left;padding:0 18px 2px 0}
+.facts{margin:12px 0 14px;width:100%}th{font-weight:400;color:var(--soft);font-size:12px;
+text-align:left;padding:0 18px 2px 0}
 .facts td{padding:2px 18px 2px 0;white-space:nowrap;vertical-align:top}.facts.one td{font-size:16px}
 .facts.one td:first-child,.facts.many td:nth-child(2){white-space:normal}
 .many td{border-top:1px solid var(--grid)}.key{display:inline-block;width:14px;height:4px;border-radius:2px;
 margin-right:8px;vertical-align:middle}
-.pair+.pair{margin-top:14px}.pair,.grid{display:grid;gap:14px 22px;grid-template-columns:repeat(auto-fit,minmax(min(540px,100%),1fr))}
+.pair+.pair{margin-top:14px}
+.pair,.grid{display:grid;gap:14px 22px;grid-template-columns:repeat(auto-fit,minmax(min(540px,100%),1fr))}
 .grid{grid-template-columns:repeat(auto-fit,minmax(min(360px,100%),1fr))}
 figure{margin:0}figcaption{font-size:13px;color:var(--ink);margin:0 0 2px}svg{display:block;width:100%;height:auto}
 svg text{font-size:12px;fill:var(--soft)}line.grid{stroke:var(--grid)}
@@ -258,8 +260,8 @@ margin:0;max-height:8.8em;overflow:auto;border-left:3px solid var(--grid);paddin
 .options{columns:3 300px;column-gap:32px;font-size:13px}.options div{break-inside:avoid;overflow-wrap:anywhere}
 .options span,.all th{color:var(--soft)}.all{font-size:13px}.all td{padding:1px 18px 1px 0}.differs td{color:var(--ink)}
 .all td{color:var(--soft)}
-#tip{position:fixed;pointer-events:none;display:none;background:var(--back);color:var(--ink);border:1px solid var(--soft);
-border-radius:4px;padding:2px 8px;font-size:12px;white-space:nowrap}
+#tip{position:fixed;pointer-events:none;display:none;background:var(--back);color:var(--ink);
+border:1px solid var(--soft);border-radius:4px;padding:2px 8px;font-size:12px;white-space:nowrap}
 )css";
 }
 

@@ -2,17 +2,13 @@
 """gpt2_torch.py: training steps of a dense GPT-2 124M in plain PyTorch on the CPU, with PyTorch's fused attention.
 For dev/bench/cpu.sh.
 """
-import sys
 
-try:
+from needs import needs
+
+with needs("PyTorch"):
     import torch
     import torch.nn as nn
     import torch.nn.functional as F
-except ImportError as error:  # --help works without them
-    if not {"-h", "--help"} & set(sys.argv[1:]):
-        sys.exit(f"gpt2_torch.py: {error}: install PyTorch")
-    print(__doc__)
-    sys.exit()
 
 from torch_timing import arguments, time_steps
 

@@ -4,17 +4,13 @@ kernels: the branches are dense attention under masks, in chunks of queries that
 For dev/bench/cpu.sh. To compare values, use dev/reference.py.
 """
 import math
-import sys
 
-try:
+from needs import needs
+
+with needs("PyTorch"):
     import torch
     import torch.nn as nn
     import torch.nn.functional as F
-except ImportError as error:  # --help works without them
-    if not {"-h", "--help"} & set(sys.argv[1:]):
-        sys.exit(f"nsa_torch.py: {error}: install PyTorch")
-    print(__doc__)
-    sys.exit()
 
 from torch_timing import arguments, time_steps
 

@@ -12,15 +12,12 @@ import argparse
 import statistics
 import sys
 
-try:
+from needs import needs
+
+with needs("PyTorch"):
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
-except ImportError as error:  # --help works without them
-    if not {"-h", "--help"} & set(sys.argv[1:]):
-        sys.exit(f"torch_attention.py: {error}: install PyTorch")
-    print(__doc__)
-    sys.exit()
 
 BACKENDS = (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION))
 

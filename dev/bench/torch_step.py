@@ -26,16 +26,13 @@ BEGIN = time.perf_counter()
 # This cache's key does not say which attention a graph holds: the second backend could get the first one's graph.
 os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 
-try:
+from needs import needs
+
+with needs("PyTorch"):
     import torch
     from torch import nn
     from torch.nn import functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
-except ImportError as error:  # --help works without them
-    if not {"-h", "--help"} & set(sys.argv[1:]):
-        sys.exit(f"torch_step.py: {error}: install PyTorch")
-    print(__doc__)
-    sys.exit()
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 

@@ -9,13 +9,10 @@ import resource
 import sys
 import time
 
-try:
+from needs import needs
+
+with needs("PyTorch"):
     import torch
-except ImportError as error:  # --help works without them
-    if not {"-h", "--help"} & set(sys.argv[1:]):
-        sys.exit(f"torch_timing.py: {error}: install PyTorch")
-    print(__doc__)
-    sys.exit()
 
 
 def arguments():

@@ -16,11 +16,9 @@ static Config config_of(const std::string& options) {
     std::istringstream in(options);
     std::map<std::string, std::string> values;
     for (std::string name, value; in >> name >> value;) values[name] = value;
-    std::vector<const char*> argv = {"train_nsa"};
-    for (const auto& v : values) argv.push_back(v.first.c_str()), argv.push_back(v.second.c_str());
-    std::set<std::string> given;
-    Config c = parse_options(int(argv.size()), argv.data(), given);
-    apply_preset(c, given);
+    std::string words;
+    for (const auto& [name, value] : values) words += name + " " + value + " ";
+    const Config c = options_of(words);
     validate_model(c, "test");
     return c;
 }

@@ -33,13 +33,15 @@ struct Machine {
         script("bin/compute-sanitizer", "until [[ $1 == ./* ]]; do shift; done; exec \"$@\"\n");
         script("bin/ncu", R"sh(while [ "$1" != ./build/test_device ]; do [ "$1" = --log-file ] && csv=$2; shift; done
             printf '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n' >"$csv"
-            printf '"0","void f<a, 2>(float *, int)","gpu__time_duration.sum","ns","1,500"\n"1","g()","gpu__time_duration.sum","ns","8400"\n' >>"$csv"; exec "$@"
+            printf '"0","void f<a, 2>(float *, int)","gpu__time_duration.sum","ns","1,500"\n' >>"$csv"
+            printf '"1","g()","gpu__time_duration.sum","ns","8400"\n' >>"$csv"; exec "$@"
         )sh");
         script("bin/python", "case $1 in -c) ;; *) echo \"result: $1 | 2.5 | ms | $*\" ;; esac\n");
         script("build/test_device", R"sh([ $1 != --list ] || exec printf '%s\n' cuda_a attention_kernels_a ladder_a
             [ $1 != --only ] || echo "ok   $2a                        7 checks    0.01 s"
             echo "result: test_device $* | 12 | us | counted"
-            echo 'a step without clocks: the host had launched the step after 3.0 us, the GPU was done after 10.0 us, medians of 7: 5 tokens/s'
+            echo 'a step without clocks: the host had launched the step after 3.0 us,' \
+                'the GPU was done after 10.0 us, medians of 7: 5 tokens/s'
             echo '3 passed, 0 failed'
         )sh");
         script("build/cuda_tests", "[ $1 = --write-results ] && echo results >$2\n");
@@ -48,15 +50,20 @@ struct Machine {
     // Steps with tokens/s 1001, 1002, ...; the loss may be an expression of the shell.
     void trainer(const std::string& loss) {
         script("train_nsa", R"sh(graph=0
-            while [ $# -gt 0 ]; do case $1 in --out) out=$2; shift ;; --steps) steps=$2; shift ;; --cuda-graph) graph=$2; shift ;; esac; shift; done
+            while [ $# -gt 0 ]; do
+                case $1 in --out) out=$2 ;; --steps) steps=$2 ;; --cuda-graph) graph=$2 ;; *) shift; continue ;; esac
+                shift 2
+            done
             mkdir -p "$out"
             for ((i = 1; i <= steps; i++)); do
-                printf 'step %04d | loss 5.5 | lr 1.00e-04 | toks/s %d | grad_norm 4.87 | 238 ms | eta 4:32\n' $i $((1000 + i))
+                printf 'step %04d | loss 5.5 | lr 1.00e-04 | toks/s %d | grad_norm 4.87 | 238 ms | eta 4:32\n' \
+                    $i $((1000 + i))
                 echo "s:$i trl:)sh" +
                                 loss + R"sh( lr:1e-4 norm:4.87" >>"$out/main.log"
             done
             sleep 0.2
-            echo "done:   $steps steps in 0:01, median 1028 tokens/s, peak memory 14321 MiB on the GPU, of the host 900 MiB"
+            echo "done:   $steps steps in 0:01, median 1028 tokens/s, peak memory 14321 MiB on the GPU," \
+                "of the host 900 MiB"
             echo "        852.1 MFLOP a token by the model's own count: 323.8 TFLOP/s, MFU 32.7 % of 989.4 TFLOP/s"
         )sh");
     }
@@ -296,7 +303,8 @@ TEST_LONG(run_gpu_check_goes_on_after_a_hang) {
         exec /usr/bin/timeout "${options[@]}" "$(awk "BEGIN { print $seconds / 40 }")" "$@"
     )sh");
     machine.script("build/test_device", R"sh(case $* in
-        --list) printf '%s\n' cuda_one cuda_hangs cuda_three attention_kernels_crashes attention_kernels_fails ladder_one ;;
+        --list) printf '%s\n' cuda_one cuda_hangs cuda_three attention_kernels_crashes \
+            attention_kernels_fails ladder_one ;;
         "--only cuda_") echo 'ok   cuda_one  1 checks'; exec sleep 600 ;;
         "--only cuda_hangs") exec sleep 600 ;;
         "--only attention_kernels_") echo 'FAIL attention_kernels_fails 1 checks'; kill -SEGV $$ ;;
