@@ -5,6 +5,11 @@
 // recorded) work unchanged; lib/shards.h writes it. A sample is T+1 consecutive tokens of one shard. All ranks walk one
 // global sequence of samples, so the data of a step does not depend on how many ranks share it, and the loader's whole
 // state is four integers.
+//
+// --data may mix sources: 'a_*.bin:3,b_*.bin:1'. The mixture is exact: with W the sum of the weights, 4 here, each of
+// the samples 0..W-1, W..2W-1, ... of the global sequence has 3 of a and 1 of b, spread evenly and always in the same
+// order. Each source has a shuffle and epochs of its own: none of its samples comes again before all of them have come.
+// Where a source is at follows from the number of the global sample, so a mixture needs no more state.
 #pragma once
 #include <array>
 #include <atomic>
@@ -12,111 +17,12 @@
 
 #include "lib/background.h"
 #include "lib/config_files.h"
+#include "lib/data_sets.h"
 #include "lib/errors.h"
 #include "lib/multiple_choice.h"
 #include "lib/options.h"
-#include "lib/shards.h"
 #include "lib/synthetic.h"
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Reading shards.
-
-// Tokens to train on: a shard, or a corpus that the program made.
-struct TokenSource {
-    std::string name;  // a shard's path
-    uint64_t count = 0;
-    int vocab_size = 0;  // 0 = not recorded
-    // Of a corpus in memory; copies share it. is_answer: 1 where the token has to be recalled, empty where none has.
-    std::shared_ptr<const std::vector<uint16_t>> tokens;
-    std::shared_ptr<const std::vector<uint8_t>> is_answer;
-
-    bool is_shard() const { return !tokens; }
-    static uint64_t byte_of(uint64_t token) { return SHARD_HEADER_BYTES + sizeof(uint16_t) * token; }
-
-    // Tokens first .. first + n - 1. A shard is opened for each sample, 10 us, because a corpus of a thousand shards
-    // would hit the limit on open files; and it is not mapped, because a shard that is cut off would then be a signal
-    // instead of an error.
-    void read(uint16_t* to, uint64_t first, size_t n) const {
-        if (is_shard()) FileReader(name).read(to, n * sizeof *to, byte_of(first));
-        else std::copy_n(tokens->begin() + std::ptrdiff_t(first), n, to);
-    }
-
-    // Fails at the first of these tokens, which stand at `first`, that is outside the vocabulary.
-    void require_vocabulary(const uint16_t* t, uint64_t first, size_t n, int vocabulary) const {
-        uint16_t largest = 0;
-        for (size_t i = 0; i < n; i++) largest = std::max(largest, t[i]);
-        if (largest < vocabulary) return;
-        const uint16_t* bad = std::find_if(t, t + n, [&](uint16_t token) { return token >= vocabulary; });
-        fail(
-            "%s: token %d at byte %llu is outside the vocabulary of %d: the shard is damaged or was made with another "
-            "tokenizer",
-            name.c_str(), *bad, (unsigned long long)byte_of(first + uint64_t(bad - t)), vocabulary);
-    }
-};
-
-// A corpus in memory as a source; is_answer is empty or as long as tokens.
-inline TokenSource memory_source(std::string name, std::vector<uint16_t> tokens, std::vector<uint8_t> is_answer,
-                                 int vocab_size) {
-    if (!is_answer.empty() && is_answer.size() != tokens.size())
-        fail("%s: %zu answer flags for %zu tokens", name.c_str(), is_answer.size(), tokens.size());
-    TokenSource source;
-    source.name = std::move(name), source.count = tokens.size(), source.vocab_size = vocab_size;
-    source.tokens = std::make_shared<const std::vector<uint16_t>>(std::move(tokens));
-    source.is_answer = std::make_shared<const std::vector<uint8_t>>(std::move(is_answer));
-    return source;
-}
-
-struct ShardHeader {
-    int32_t magic, version, tokens, vocab_size, zeros[252];
-};
-
-// Checks a shard's header. `head` is the file's first SHARD_HEADER_BYTES bytes, or all of a shorter file; `bytes` is
-// the file's size, which must agree with the header to the byte.
-inline ShardHeader parse_shard_header(const char* path, const std::string& head, uint64_t bytes) {
-    ShardHeader header = {};
-    std::memcpy(&header, head.data(), head.size());
-    if (header.magic != SHARD_MAGIC) fail("%s is %s", path, name_foreign_format(head).c_str());
-    if (bytes < SHARD_HEADER_BYTES)
-        fail("%s is cut off: %llu bytes, the header alone has %zu: fetch or write it again", path,
-             (unsigned long long)bytes, SHARD_HEADER_BYTES);
-    if (header.version != SHARD_VERSION)
-        fail("%s: version %d at byte 4, expected %d", path, header.version, SHARD_VERSION);
-    if (header.tokens < 1)
-        fail("%s: number of tokens %d at byte 8, expected 1..%d: the header is damaged or the shard was never finished",
-             path, header.tokens, INT32_MAX);
-    if (header.vocab_size < 0 || header.vocab_size > 65536)
-        fail("%s: vocabulary size %d at byte 12, expected 1..65536, or 0 for not recorded", path, header.vocab_size);
-    for (int i = 0; i < 252; i++)
-        if (header.zeros[i] != 0)
-            fail(
-                "%s: number %d at byte %d of the header, expected 0: the header is damaged or of a format unknown here",
-                path, header.zeros[i], 16 + 4 * i);
-    const uint64_t expected = SHARD_HEADER_BYTES + sizeof(uint16_t) * uint64_t(header.tokens);
-    if (bytes != expected)
-        fail(
-            "%s is %s: its header counts %d tokens (byte 8), which makes %llu bytes, but the file has %llu: fetch or "
-            "write it again",
-            path, bytes < expected ? "cut off" : "too long", header.tokens, (unsigned long long)expected,
-            (unsigned long long)bytes);
-    return header;
-}
-
-inline TokenSource open_shard(const std::string& path) {
-    const uint64_t bytes = file_size(path, true);
-    if (bytes == 0) fail("%s is empty, a token shard was expected", path.c_str());
-    std::string head(size_t(std::min<uint64_t>(bytes, SHARD_HEADER_BYTES)), '\0');
-    FileReader(path).read(&head[0], head.size(), 0);
-    const ShardHeader header = parse_shard_header(path.c_str(), head, bytes);
-    TokenSource source;
-    source.name = path, source.count = uint64_t(header.tokens), source.vocab_size = header.vocab_size;
-    return source;
-}
-
-inline std::vector<TokenSource> open_shards(const std::vector<std::string>& files) {
-    std::vector<TokenSource> sources;
-    for (const std::string& file : files) sources.push_back(open_shard(file));
-    return sources;
-}
+#include "lib/token_source.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The order.
@@ -165,6 +71,7 @@ struct LoaderOptions {
     uint64_t seed = 0;
     bool shuffle = true;
     int rank = 0, world_size = 1;
+    std::vector<DataSet> sets = {{}};  // TokenSource::set counts them
 };
 
 // Reads this rank's share of the shards once, in the background, so that the first token outside the vocabulary is
@@ -204,31 +111,36 @@ class ShardScan {
 };
 
 // Deals samples to ranks. Sample i of a shard is its tokens i*T .. i*T+T: the first T are the inputs, the last T the
-// targets. Global sample s = 0, 1, 2 ... is at position s % n of epoch s / n, where n = samples_per_epoch(); an epoch
-// holds every sample once, shuffled or in the order of the files. The ranks take samples in turn. While the caller
-// computes on one batch, a thread reads the next, so that a slow disk costs the step nothing.
+// targets. Global sample s = 0, 1, 2 ... of a single set is at position s % n of epoch s / n, where n is the number of
+// samples; an epoch holds every sample once, shuffled or in the order of the files. Mixture says where it is in several
+// sets. The ranks take samples in turn. While the caller computes on one batch, a thread reads the next, so that a slow
+// disk costs the step nothing.
 class DataLoader {
     struct Sample {
         std::vector<uint16_t> tokens;    // (T + 1)
         std::vector<uint8_t> is_answer;  // (T + 1) or empty
     };
 
-    std::vector<TokenSource> sources;
+    std::vector<TokenSource> sources;    // those of a set follow each other
     std::vector<uint64_t> first_sample;  // of each source, counted over all sources
     LoaderOptions options;
-    uint64_t seed, samples = 0, total_tokens = 0, next_sample = 0, corpus = 0;
+    uint64_t seed, total_tokens = 0, next_sample = 0, corpus = 0;
+    std::vector<uint64_t> samples;  // of each set
+    std::unique_ptr<Mixture> mixture;
     std::unique_ptr<ShardScan> scan;  // once it was asked for
     int pending_size = 0;
     std::future<std::vector<Sample>> pending;  // the batch at next_sample; last, so that its thread ends first
 
     uint64_t T() const { return uint64_t(options.seq_len); }
+    uint64_t all_samples() const { return std::accumulate(samples.begin(), samples.end(), uint64_t(0)); }
 
     // Recognises a corpus without reading all of it: a hash of the number of tokens in every shard and of 64 evenly
-    // spaced tokens in each.
+    // spaced tokens in each; of several sets also of the weights, and of where each set begins.
     uint64_t fingerprint() const {
         uint64_t hash = 0;
         const auto mix = [&](uint64_t x) { hash = random_bits(hash, x, 0); };
         for (const TokenSource& source : sources) {
+            if (options.sets.size() > 1) mix(source.set), mix(options.sets[source.set].weight);
             mix(source.count);
             const std::unique_ptr<FileReader> file(source.is_shard() ? new FileReader(source.name) : nullptr);
             for (uint64_t i = 0; i < 64 && source.count > 0; i++) {
@@ -247,8 +159,11 @@ class DataLoader {
     }
 
     Sample read_sample(uint64_t number) const {
-        const uint64_t epoch = number / samples, position = number % samples;
-        const uint64_t index = options.shuffle ? shuffled_position(position, samples, seed, epoch) : position;
+        const Mixture::Place place = mixture->at(number);
+        const uint64_t set_seed = place.set ? random_bits(seed, random_stream(RANDOM_SHUFFLE), place.set) : seed;
+        const uint64_t index =
+            place.first + (options.shuffle ? shuffled_position(place.position, place.samples, set_seed, place.epoch)
+                                           : place.position);
         const size_t shard =
             size_t(std::upper_bound(first_sample.begin(), first_sample.end(), index) - first_sample.begin()) - 1;
         const TokenSource& source = sources[shard];
@@ -271,30 +186,42 @@ class DataLoader {
         return batch;
     }
 
+    // Counts the samples of a set.
+    void add_set(size_t set) {
+        uint64_t n = 0, tokens = 0, largest = 0;
+        size_t shards = 0;
+        for (const TokenSource& source : sources) {
+            if (source.set != set) continue;
+            if (source.vocab_size != 0 && source.vocab_size != options.vocab_size)
+                fail(
+                    "%s holds tokens of a vocabulary of %d, the model's has %d: choose the tokenizer the shards were "
+                    "made with",
+                    source.name.c_str(), source.vocab_size, options.vocab_size);
+            first_sample.push_back(all_samples() + n);
+            n += source.count > 0 ? (source.count - 1) / T() : 0;
+            tokens += source.count, shards++;
+            largest = std::max(largest, source.count);
+        }
+        if (n == 0)
+            fail(
+                "%s: %llu tokens in %zu shards%s, the largest of %llu, are too few for one sample, which needs %llu in "
+                "one shard: give more text, or train with a shorter --seq-len (%d)",
+                options.name.c_str(), (unsigned long long)tokens, shards,
+                options.sets.size() > 1 ? (" of '" + options.sets[set].pattern + "'").c_str() : "",
+                (unsigned long long)largest, (unsigned long long)(T() + 1), options.seq_len);
+        samples.push_back(n), total_tokens += tokens;
+    }
+
   public:
     DataLoader(std::vector<TokenSource> token_sources, const LoaderOptions& loader_options)
         : sources(std::move(token_sources)), options(loader_options), seed(loader_options.seed) {
         if (options.seq_len < 1) fail_usage("sequence length %d: expected at least 1", options.seq_len);
         if (options.world_size < 1 || options.rank < 0 || options.rank >= options.world_size)
             fail("rank %d of %d ranks does not exist", options.rank, options.world_size);
-        uint64_t largest = 0;
-        for (const TokenSource& source : sources) {
-            if (source.vocab_size != 0 && source.vocab_size != options.vocab_size)
-                fail(
-                    "%s holds tokens of a vocabulary of %d, the model's has %d: choose the tokenizer the shards were "
-                    "made with",
-                    source.name.c_str(), source.vocab_size, options.vocab_size);
-            first_sample.push_back(samples);
-            samples += source.count > 0 ? (source.count - 1) / T() : 0;
-            total_tokens += source.count;
-            largest = std::max(largest, source.count);
-        }
-        if (samples == 0)
-            fail(
-                "%s: %llu tokens in %zu shards, the largest of %llu, are too few for one sample, which needs %llu in "
-                "one shard: give more text, or train with a shorter --seq-len (%d)",
-                options.name.c_str(), (unsigned long long)total_tokens, sources.size(), (unsigned long long)largest,
-                (unsigned long long)(T() + 1), options.seq_len);
+        std::vector<uint64_t> weights;
+        for (size_t set = 0; set < options.sets.size(); set++)
+            add_set(set), weights.push_back(options.sets[set].weight);
+        mixture = std::make_unique<Mixture>(samples, weights);
         corpus = fingerprint();
     }
     DataLoader(const DataLoader&) = delete;  // the reading thread points to this
@@ -302,12 +229,13 @@ class DataLoader {
 
     // Refuses a corpus that is smaller than one optimiser step, which would see a sample twice.
     void require_global_batch(uint64_t batch_samples) const {
-        if (samples < batch_samples)
+        if (samples_per_epoch() < batch_samples)
             fail(
-                "%s: %llu tokens make %llu samples of --seq-len %d, fewer than the %llu of one global batch, which "
+                "%s: %llu tokens make %llu samples of --seq-len %d%s, fewer than the %llu of one global batch, which "
                 "needs about %llu tokens: give more text, or lower --total-batch or --seq-len",
-                options.name.c_str(), (unsigned long long)total_tokens, (unsigned long long)samples, options.seq_len,
-                (unsigned long long)batch_samples, (unsigned long long)(batch_samples * T() + 1));
+                options.name.c_str(), (unsigned long long)total_tokens, (unsigned long long)samples_per_epoch(),
+                options.seq_len, samples.size() > 1 ? " until one comes again" : "", (unsigned long long)batch_samples,
+                (unsigned long long)(batch_samples * T() + 1));
     }
 
     // A damaged shard is an error now or, where the disk is slow, at a later batch.
@@ -362,13 +290,21 @@ class DataLoader {
     // To the first sample.
     void rewind() { restore({seed, T(), corpus, 0}); }
 
-    uint64_t samples_per_epoch() const { return samples; }
+    // Of a mixture: the first source's epoch to end.
+    uint64_t samples_per_epoch() const { return mixture->first_epoch(); }
     uint64_t tokens() const { return total_tokens; }
 
     std::string describe() const {
-        return format_text("%zu shard%s, %llu tokens, %llu samples of %d tokens, %s", sources.size(),
-                           sources.size() == 1 ? "" : "s", (unsigned long long)total_tokens,
-                           (unsigned long long)samples, options.seq_len, options.shuffle ? "shuffled" : "in order");
+        std::string text =
+            format_text("%zu shard%s, %llu tokens, %llu samples of %d tokens, %s", sources.size(),
+                        sources.size() == 1 ? "" : "s", (unsigned long long)total_tokens,
+                        (unsigned long long)all_samples(), options.seq_len, options.shuffle ? "shuffled" : "in order");
+        for (size_t set = 0; samples.size() > 1 && set < samples.size(); set++)
+            text += format_text("%s %llu of %zu from %s (%llu samples, all seen after %llu)", set ? "," : ";",
+                                (unsigned long long)options.sets[set].weight, mixture->turns(),
+                                options.sets[set].pattern.c_str(), (unsigned long long)samples[set],
+                                (unsigned long long)mixture->first_epoch(set));
+        return text;
     }
 };
 
@@ -428,12 +364,16 @@ inline TrainingData open_training_data(const std::string& train, const std::stri
     if (train == "synthetic") {
         sources = {synthetic_source(options.seed, SYNTHETIC_TOKENS, 0)};
     } else {
-        const std::vector<std::string> files = shard_files(train, "--data");
-        if (!val.empty() && !val_synthetic) check_disjoint(files, shard_files(val, "--val-data"));
-        sources = open_shards(files);
+        options.sets = weighted_sets(train, "--data");
+        const std::vector<std::vector<std::string>> files = files_of(options.sets, "--data");
+        for (size_t set = 0; set < files.size(); set++) {
+            if (!val.empty() && !val_synthetic) check_disjoint(files[set], shard_files(val, "--val-data"));
+            for (const std::string& file : files[set]) sources.push_back(open_shard(file, set));
+        }
     }
     options.name = "--data", options.shuffle = true;
     data.train = std::make_unique<DataLoader>(std::move(sources), options);
+    options.sets = {{}};
     if (val_synthetic) sources = {synthetic_validation(options.seed, val_tokens, options.seq_len)};
     else if (!val.empty()) sources = open_shards(shard_files(val, "--val-data"));
     if (val_synthetic || !val.empty()) {

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "checkpoint.h"
+#include "data_sets.h"
 #include "json.h"
 #include "options.h"
 #include "run_folder.h"
@@ -142,8 +143,10 @@ static std::string same_run_lines(const Config& c, const std::string& program, u
 
 // Paths from the root, so that a later command finds them from wherever it is started.
 static Config with_absolute_paths(Config c) {
-    for (std::string* path : {&c.data, &c.val_data, &c.vocab_dir, &c.hellaswag, &c.init_from, &c.config})
-        if (!path->empty() && *path != "synthetic") *path = absolute_path(*path);
+    for (std::string* path : {&c.vocab_dir, &c.hellaswag, &c.init_from, &c.config})
+        if (!path->empty()) *path = absolute_path(*path);
+    for (std::string* sets : {&c.data, &c.val_data})
+        if (!sets->empty() && *sets != "synthetic") *sets = with_absolute_patterns(*sets);
     return c;
 }
 
