@@ -6,16 +6,14 @@
 // global sequence of samples, so the data of a step does not depend on how many ranks share it, and the loader's whole
 // state is four integers.
 //
-// --data may mix sources: 'a_*.bin:3,b_*.bin:1'. The mixture is exact: with W the sum of the weights, 4 here, each of
-// the samples 0..W-1, W..2W-1, ... of the global sequence has 3 of a and 1 of b, spread evenly and always in the same
-// order. Each source has a shuffle and epochs of its own: none of its samples comes again before all of them have come.
-// Where a source is at follows from the number of the global sample, so a mixture needs no more state.
+// --data may mix sets of shards: 'a_*.bin:3,b_*.bin:1'. The mixture is exact: with W the sum of the weights, here 4, of
+// the samples 0..W-1 of the global sequence, of W..2W-1 and so on, 3 are of a and 1 is of b, spread evenly and always
+// in the same order. Each set has a shuffle and epochs of its own: none of its samples comes again before all of them
+// have come. Where a set is at follows from the number of the global sample, so a mixture needs no more state.
 #pragma once
 #include <array>
-#include <atomic>
 #include <future>
 
-#include "lib/background.h"
 #include "lib/config_files.h"
 #include "lib/data_sets.h"
 #include "lib/errors.h"
@@ -23,6 +21,7 @@
 #include "lib/options.h"
 #include "lib/synthetic.h"
 #include "lib/token_source.h"
+#include "lib/train_state.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The order.
@@ -72,42 +71,6 @@ struct LoaderOptions {
     bool shuffle = true;
     int rank = 0, world_size = 1;
     std::vector<DataSet> sets = {{}};  // TokenSource::set counts them
-};
-
-// Reads this rank's share of the shards once, in the background, so that the first token outside the vocabulary is
-// known early instead of when a step meets it.
-class ShardScan {
-  public:
-    // The ranks take the shards in turn.
-    ShardScan(const std::vector<TokenSource>& sources, const LoaderOptions& options) {
-        for (size_t i = size_t(options.rank); i < sources.size(); i += size_t(options.world_size))
-            if (sources[i].is_shard()) shards.push_back(sources[i]), tokens += sources[i].count;
-        job.start([this, vocabulary = options.vocab_size] {
-            std::vector<uint16_t> piece(1 << 20);
-            for (const TokenSource& shard : shards)
-                for (uint64_t first = 0; first < shard.count && !stop; first += piece.size()) {
-                    const size_t n = size_t(std::min<uint64_t>(piece.size(), shard.count - first));
-                    shard.read(piece.data(), first, n);
-                    shard.require_vocabulary(piece.data(), first, n, vocabulary);
-                }
-        });
-    }
-    ~ShardScan() { stop = true; }
-
-    // What is wrong, as far as it is known; "" if nothing.
-    std::string error() const { return job.error(); }
-
-    // Waits for the end, at most a second for each GB: with a slow disk the rest is read while the run goes on.
-    void wait() const {
-        const double end = seconds_now() + 1 + double(tokens) * sizeof(uint16_t) * 1e-9;
-        while (job.running() && seconds_now() < end) usleep(1000);
-    }
-
-  private:
-    std::vector<TokenSource> shards;
-    uint64_t tokens = 0;
-    std::atomic<bool> stop{false};
-    BackgroundTask job;  // last, so that its thread ends first
 };
 
 // Deals samples to ranks. Sample i of a shard is its tokens i*T .. i*T+T: the first T are the inputs, the last T the
@@ -240,7 +203,7 @@ class DataLoader {
 
     // A damaged shard is an error now or, where the disk is slow, at a later batch.
     void scan_shards() {
-        scan = std::make_unique<ShardScan>(sources, options);
+        scan = std::make_unique<ShardScan>(sources, options.rank, options.world_size, options.vocab_size);
         scan->wait();
         require_good_shards();
     }
@@ -280,11 +243,19 @@ class DataLoader {
         if (saved.corpus != corpus)
             fail(
                 "cannot continue on %s: the checkpoint was made on another corpus (fingerprint %016llx, of these "
-                "tokens %016llx): use the same shards, or for the synthetic corpus the same --seed",
+                "tokens %016llx): use the same shards, or for the synthetic corpus the same --seed; --allow-new-data 1 "
+                "goes on with these",
                 options.name.c_str(), (unsigned long long)saved.corpus, (unsigned long long)corpus);
         pending = {};  // waits for its thread
         seed = saved.seed;
         next_sample = saved.next_sample;
+    }
+
+    bool has_same_corpus(const LoaderState& saved) const { return saved.corpus == corpus; }
+
+    // Goes on behind a state of another corpus: from the beginning of a new order of this one.
+    void restore_other_corpus(const LoaderState& saved) {
+        restore({random_bits(saved.seed, saved.corpus, saved.next_sample), saved.seq_len, corpus, 0});
     }
 
     // To the first sample.
@@ -293,6 +264,13 @@ class DataLoader {
     // Of a mixture: the first source's epoch to end.
     uint64_t samples_per_epoch() const { return mixture->first_epoch(); }
     uint64_t tokens() const { return total_tokens; }
+
+    // For a checkpoint, so that a resume can say what has changed.
+    std::vector<std::string> shards() const {
+        std::vector<std::string> names;
+        for (const TokenSource& s : sources) names.push_back(s.is_shard() ? absolute_path(s.name) : s.name);
+        return names;
+    }
 
     std::string describe() const {
         std::string text =
@@ -393,6 +371,21 @@ TrainingData open_training_data(const Config& c, const World& world, const Token
     data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
     if (!c.hellaswag.empty()) data.choices = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
     return data;
+}
+
+// A resume: the data go on behind the checkpoint, with --allow-new-data on other shards too. says: on the rank that
+// prints.
+inline void resume_data(DataLoader& loader, const Config& c, const TrainState& state, bool says) {
+    const LoaderState saved = loader_state(state.loader);
+    if (!c.allow_new_data || loader.has_same_corpus(saved)) return loader.restore(saved);
+    loader.restore_other_corpus(saved);
+    const std::string changes = changed_shards(state.shards, loader.shards());
+    if (says)
+        std::printf("resume: new data: %s; all of it in a new order from now on, after %llu samples of the old one\n",
+                    state.shards.empty() ? "the checkpoint does not say which it had"
+                    : changes.empty()    ? "the same files with other contents or weights"
+                                         : changes.c_str(),
+                    (unsigned long long)saved.next_sample);
 }
 
 // What `eval` measures on, each where it was asked for.

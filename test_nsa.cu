@@ -27,6 +27,7 @@
 #include "dev/test/run_option_tests.h"
 #include "dev/test/run_checkpoint_tests.h"
 #include "dev/test/run_resume_tests.h"
+#include "dev/test/mixture_tests.h"
 #include "dev/test/run_file_tests.h"
 #include "dev/test/export_tests.h"
 #include "dev/test/report_tests.h"

@@ -964,7 +964,7 @@ struct Run {
           report(c.steps, c.total_batch, c.log_every, data.train->samples_per_epoch()),
           saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.progress(phase); },
                     [this] { report.log->sync(); },
-                    [this] { return state_json(state, manifest_json(config()), world.size); },
+                    [this] { return state_json(state, manifest_json(config()), world.size, data.train->shards()); },
                     [this](bool copy) { return take_snapshot(model, world, copy); }}) {}
 
     const Config& config() const { return model.config; }
@@ -1130,7 +1130,7 @@ void begin_run(Run<Dev>& run, const Device& device, const std::set<std::string>&
                    run.model.partition, run.model.table.parameters, run.data.train, run.data.val});
     if (!checkpoint.empty()) {
         require_same_model(c, checkpoint, "resume");
-        run.data.train->restore(loader_state(read_state(read_manifest(checkpoint)).loader));
+        resume_data(*run.data.train, c, read_state(read_manifest(checkpoint)), run.is_first());
     }
     std::unique_ptr<SafeTensors> initial;  // --init-from
     if (checkpoint.empty()) initial = open_initial_weights(c, run.model.table.specs, run.is_first());

@@ -173,6 +173,7 @@ static const struct {
     {"out", "it names the run"},
     {"resume", "it is the resume"},
     {"config", "what it gave is inherited itself"},
+    {"allow-new-data", "it is for one resume"},
     {"dump-state", "it ends the program at the first batch, so no run that can be resumed had it"},
     {"help", "it only prints"},
     {"version", "it only prints"},

@@ -34,7 +34,7 @@ struct Config {
     std::string schedule;
     // the run
     int64_t eval_every = 0, eval_batches = 0, log_every = 0, stats_every = 0, sample_every = 0, sample_tokens = 0,
-            save_every = 0, keep = 0, keep_every = 0, cuda_graph = 0, tensorboard = 0, threads = 0;
+            save_every = 0, keep = 0, keep_every = 0, cuda_graph = 0, tensorboard = 0, allow_new_data = 0, threads = 0;
     double stall_timeout = 0;
     std::string out, config, device, cpu_dtype, selected_kernels, dump_state;
     bool resume = false, help = false, version = false;
@@ -130,7 +130,9 @@ static const std::vector<Option>& option_table() {
          "random: every tensor drawn, so that no path is silent; for comparisons"},
         // data
         {"data", TRAIN, &Config::data, "synthetic", nullptr,
-         "training shards, a glob in quotes; or synthetic: the built-in corpus"},
+         "training shards, a glob in quotes, or several with weights, 'a_*.bin:3,b_*.bin:1', which are mixed exactly; "
+         "or "
+         "synthetic: the built-in corpus"},
         {"val-data", TRAIN | EVAL, &Config::val_data, "", nullptr,
          "validation shards, a glob in quotes; or synthetic: of the built-in corpus"},
         {"hellaswag", TRAIN | EVAL, &Config::hellaswag, "", nullptr,
@@ -200,6 +202,8 @@ static const std::vector<Option>& option_table() {
         {"out", TRAIN | TOKENIZE, &Config::out, "auto", nullptr,
          "folder of the run; of tokenize: prefix of the shards, which has to be given"},
         {"resume", TRAIN, &Config::resume, "continue from the newest checkpoint under --out"},
+        {"allow-new-data", TRAIN, &Config::allow_new_data, "0", 0, 1,
+         "1: a resume may go on with other shards than the checkpoint's, in a new order, and says what has changed"},
         {"config", TRAIN, &Config::config, "", nullptr,
          "JSON file of options: the run.json of a run, of which all but --out count, or one by hand, {\"lr\": 1e-3, "
          "...}; the command line goes before it"},
@@ -546,6 +550,7 @@ static const char* const NSA_OPTIONS[] = {"cmp-block", "cmp-stride", "slc-block"
 // Options given for what dense attention does not have, or for a file that is there.
 static void validate_given(const Config& c, const std::set<std::string>& given) {
     if (!c.dump_state.empty()) require_new_file("--dump-state", c.dump_state);
+    if (c.allow_new_data && !c.resume) fail_usage("--allow-new-data is for a resume: give --resume, or leave it out");
     for (const char* name : NSA_OPTIONS)
         if (c.attention == "full" && given.count(name))
             fail_usage("--%s is of --attention nsa, and this run has --attention full: leave one of them out", name);

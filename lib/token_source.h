@@ -1,10 +1,12 @@
 // token_source.h: tokens to train on: a shard, which is checked when it is opened, or a corpus in memory. dataloader.h,
 // which describes the format, reads them.
 #pragma once
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "background.h"
 #include "shards.h"
 
 // Tokens to train on: a shard, or a corpus that the program made.
@@ -105,3 +107,39 @@ inline std::vector<TokenSource> open_shards(const std::vector<std::string>& file
     for (const std::string& file : files) sources.push_back(open_shard(file));
     return sources;
 }
+
+// Reads this rank's share of the shards once, in the background, so that the first token outside the vocabulary is
+// known early instead of when a step meets it.
+class ShardScan {
+  public:
+    // The ranks take the shards in turn.
+    ShardScan(const std::vector<TokenSource>& sources, int rank, int world_size, int vocabulary) {
+        for (size_t i = size_t(rank); i < sources.size(); i += size_t(world_size))
+            if (sources[i].is_shard()) shards.push_back(sources[i]), tokens += sources[i].count;
+        job.start([this, vocabulary] {
+            std::vector<uint16_t> piece(1 << 20);
+            for (const TokenSource& shard : shards)
+                for (uint64_t first = 0; first < shard.count && !stop; first += piece.size()) {
+                    const size_t n = size_t(std::min<uint64_t>(piece.size(), shard.count - first));
+                    shard.read(piece.data(), first, n);
+                    shard.require_vocabulary(piece.data(), first, n, vocabulary);
+                }
+        });
+    }
+    ~ShardScan() { stop = true; }
+
+    // What is wrong, as far as it is known; "" if nothing.
+    std::string error() const { return job.error(); }
+
+    // Waits for the end, at most a second for each GB: with a slow disk the rest is read while the run goes on.
+    void wait() const {
+        const double end = seconds_now() + 1 + double(tokens) * sizeof(uint16_t) * 1e-9;
+        while (job.running() && seconds_now() < end) usleep(1000);
+    }
+
+  private:
+    std::vector<TokenSource> shards;
+    uint64_t tokens = 0;
+    std::atomic<bool> stop{false};
+    BackgroundTask job;  // last, so that its thread ends first
+};

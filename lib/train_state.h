@@ -35,6 +35,7 @@ struct TrainState {
     int64_t last_update = 0;              // the last of them that changed the weights
     int64_t bad_steps = 0;                // steps in a row, up to now, whose loss or gradient was not finite
     std::array<uint64_t, 4> loader = {};  // the data loader's four integers
+    std::vector<std::string> shards;      // of a checkpoint: those it was trained on, with their paths
     OutlierWindow losses, norms;
 };
 
@@ -44,14 +45,17 @@ inline std::string numbers_json(const std::vector<double>& values) {
     return text + "]";
 }
 
-// The manifest's state; options: the run's own, as a JSON object. Some JSON readers hold integers as doubles, so the
-// loader's four are strings.
-inline std::string state_json(const TrainState& s, const std::string& options, int ranks) {
+// The manifest's state; options: the run's own, as a JSON object; shards: those it trains on. Some JSON readers hold
+// integers as doubles, so the loader's four are strings.
+inline std::string state_json(const TrainState& s, const std::string& options, int ranks,
+                              const std::vector<std::string>& shards = {}) {
     std::string text = format_text("{\"last_update\": %lld, \"bad_steps\": %lld, \"ranks\": %d",
                                    (long long)s.last_update, (long long)s.bad_steps, ranks);
     text += ",\n \"loader\": [";
     for (size_t i = 0; i < s.loader.size(); i++)
         text += format_text("%s\"%llu\"", i ? ", " : "", (unsigned long long)s.loader[i]);
+    text += "],\n \"shards\": [";
+    for (size_t i = 0; i < shards.size(); i++) text += (i ? ",\n  " : "") + json_quote(shards[i]);
     text += "],\n \"losses\": " + numbers_json(s.losses.values) + ",\n \"norms\": " + numbers_json(s.norms.values);
     return text + ",\n \"options\": " + options + "}";
 }
@@ -87,6 +91,9 @@ inline TrainState read_state(const Manifest& manifest) {
         fail("%s: loader has %zu integers, expected %zu", path.c_str(), loader.size(), state.loader.size());
     for (size_t i = 0; i < loader.size(); i++)
         state.loader[i] = read_loader_integer(loader[i].string(path + ": loader"), path, i);
+    if (manifest.state.find("shards"))  // older checkpoints have no list
+        for (const Json& name : manifest.state.array("shards", path))
+            state.shards.push_back(name.string(path + ": shards"));
     read_window(state.losses, manifest, "losses");
     read_window(state.norms, manifest, "norms");
     return state;
