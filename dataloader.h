@@ -69,6 +69,7 @@ struct LoaderOptions {
     int vocab_size = 0;           // of the model's tokenizer
     uint64_t seed = 0;
     bool shuffle = true;
+    bool tail = false;  // the last sample of a shard may be shorter, so that every token but the first is a target
     int rank = 0, world_size = 1;
     std::vector<DataSet> sets = {{}};  // TokenSource::set counts them
 };
@@ -80,8 +81,9 @@ struct LoaderOptions {
 // disk costs the step nothing.
 class DataLoader {
     struct Sample {
-        std::vector<uint16_t> tokens;    // (T + 1)
-        std::vector<uint8_t> is_answer;  // (T + 1) or empty
+        std::vector<uint16_t> tokens;    // (T + 1); 0 where the shard has ended
+        std::vector<uint8_t> is_answer;  // (size) or empty
+        size_t size = 0;                 // T + 1 or, of a tail, less
     };
 
     std::vector<TokenSource> sources;    // those of a set follow each other
@@ -132,12 +134,12 @@ class DataLoader {
         const TokenSource& source = sources[shard];
         const uint64_t start = (index - first_sample[shard]) * T();
         Sample sample;
-        sample.tokens.resize(T() + 1);
-        source.read(sample.tokens.data(), start, sample.tokens.size());
-        source.require_vocabulary(sample.tokens.data(), start, sample.tokens.size(), options.vocab_size);
+        sample.tokens.resize(T() + 1), sample.size = size_t(std::min(T() + 1, source.count - start));
+        source.read(sample.tokens.data(), start, sample.size);
+        source.require_vocabulary(sample.tokens.data(), start, sample.size, options.vocab_size);
         if (source.is_answer && !source.is_answer->empty()) {
             const auto first = source.is_answer->begin() + std::ptrdiff_t(start);
-            sample.is_answer.assign(first, first + std::ptrdiff_t(T() + 1));
+            sample.is_answer.assign(first, first + std::ptrdiff_t(sample.size));
         }
         return sample;
     }
@@ -161,7 +163,7 @@ class DataLoader {
                     "made with",
                     source.name.c_str(), source.vocab_size, options.vocab_size);
             first_sample.push_back(all_samples() + n);
-            n += source.count > 0 ? (source.count - 1) / T() : 0;
+            n += source.count > 0 ? (source.count - 1 + (options.tail ? T() - 1 : 0)) / T() : 0;
             tokens += source.count, shards++;
             largest = std::max(largest, source.count);
         }
@@ -171,7 +173,7 @@ class DataLoader {
                 "one shard: give more text, or train with a shorter --seq-len (%d)",
                 options.name.c_str(), (unsigned long long)tokens, shards,
                 options.sets.size() > 1 ? (" of '" + options.sets[set].pattern + "'").c_str() : "",
-                (unsigned long long)largest, (unsigned long long)(T() + 1), options.seq_len);
+                (unsigned long long)largest, (unsigned long long)(options.tail ? 2 : T() + 1), options.seq_len);
         samples.push_back(n), total_tokens += tokens;
     }
 
@@ -209,8 +211,8 @@ class DataLoader {
     }
 
     // This rank's next B samples: inputs and targets (B, T); answer (B, T), unless null, is 1 where the target has to
-    // be recalled. A token outside the vocabulary is an error with its file and byte; the loader then stays where it
-    // was.
+    // be recalled, NO_TARGET behind a shard's end. A token outside the vocabulary is an error with its file and byte;
+    // the loader then stays where it was.
     void next_batch(int32_t* inputs, int32_t* targets, int B, uint8_t* answer = nullptr) {
         if (B < 1) fail_usage("batch of %d samples: expected at least 1", B);
         require_good_shards();
@@ -221,7 +223,9 @@ class DataLoader {
             for (size_t t = 0; t < T(); t++) {
                 inputs[b * T() + t] = sample.tokens[t];
                 targets[b * T() + t] = sample.tokens[t + 1];
-                if (answer) answer[b * T() + t] = sample.is_answer.empty() ? 0 : sample.is_answer[t + 1];
+                if (!answer) continue;
+                const bool ended = t + 1 >= sample.size;
+                answer[b * T() + t] = ended ? NO_TARGET : sample.is_answer.empty() ? 0 : sample.is_answer[t + 1];
             }
         }
         next_sample += uint64_t(B) * options.world_size;
@@ -409,8 +413,9 @@ EvaluationData open_evaluation_data(const Config& c, const std::string& checkpoi
     } else if (!c.val_data.empty()) {
         sources = open_shards(shard_files(c.val_data, "--val-data"));
     }
-    if (!c.val_data.empty())
-        data.loader = std::make_unique<DataLoader>(std::move(sources), loader_options(c, world, "--val-data", false));
+    LoaderOptions options = loader_options(c, world, "--val-data", false);
+    options.tail = true;
+    if (!c.val_data.empty()) data.loader = std::make_unique<DataLoader>(std::move(sources), options);
     if (!c.hellaswag.empty()) data.choices = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
     return data;
 }

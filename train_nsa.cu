@@ -978,8 +978,9 @@ struct Run {
         if (!data.val) return;
         const int64_t wanted = config().eval_batches * (config().total_batch / config().seq_len);
         const int64_t samples = std::min<int64_t>(wanted, int64_t(data.val->samples_per_epoch()));
-        report.print_validation(state.step,
-                                EvalResult(evaluate(model, *activations, *data.val, samples, world, tokenizer.get())));
+        const EvalResult r(evaluate(model, *activations, *data.val, samples, world, tokenizer.get()));
+        state.validation = {state.step, r.loss, data.val->state().corpus, r.tokens};
+        report.print_validation(state.step, r);
     }
 
     void sample() {
@@ -1291,17 +1292,15 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
     require_tensors(TensorTable(c).specs, weights);
     with_engine(choose_device(c, world), c, world, [&](auto& dev) {
         using Engine = std::decay_t<decltype(dev)>;
+        dev.check_shape(shape_of(c, c.batch, c.seq_len));
         Model model(dev, c, false);
         read_parameters(model, weights);
-        require_memory_for(
-            Activations<Engine>::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
-            dev.available_bytes(world.local_size),
-            format_text("eval: --batch %lld with sequences of %lld", (long long)c.batch, (long long)c.seq_len),
-            "choose a smaller --batch");
+        require_memory_to_evaluate(c, Activations<Engine>::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
+                                   dev.available_bytes(world.local_size));
         if (data.loader) {
             Activations<Engine> a(dev, c, c.batch, c.seq_len, INFERENCE);
             const EvalResult r(evaluate(model, a, *data.loader, samples, world, tokenizer.get()));
-            if (world.rank == 0) print_evaluation(folder, r, c.seq_len, uint64_t(data.samples()));
+            if (world.rank == 0) print_evaluation(folder, r, c, data.samples());
         }
         if (data.choices.items.empty()) return;
         const ChoiceResult r = answer_choices(model, data.choices, world);

@@ -279,6 +279,31 @@ inline std::string newest_intact_checkpoint(const std::string& run, const Compla
     return "";
 }
 
+// The step of the checkpoint whose weights had the lowest validation loss, the newest of equal ones; -1 where none was
+// validated. The manifest's state says it of its own checkpoint, so nothing has to be kept in step with the folder:
+//     "validation": {"loss": 3.2924, "data": "which"}
+// Only losses on the same data compare: on those of the newest that was validated.
+inline int64_t best_step(const std::string& run, const Complain& complain) {
+    int64_t best = -1;
+    double least = std::numeric_limits<double>::infinity();
+    std::string data;
+    for (const int64_t step : checkpoint_steps(run)) try {
+            const Manifest manifest = read_manifest(checkpoint_folder(run, step));
+            const Json* const validation = manifest.state.find("validation");
+            if (!validation) continue;
+            const std::string where = manifest.path + ": validation";
+            const double loss = validation->number("loss", where);
+            const std::string& on = validation->string("data", where);
+            if (data.empty()) data = on;
+            if (on == data && loss < least) best = step, least = loss;
+        } catch (const Unreadable&) {  // it may well be the best
+            throw;
+        } catch (const Error& e) {
+            complain(format_text("%s; its checkpoint is not looked at", e.what()));
+        }
+    return best;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Removing.
 
@@ -294,8 +319,8 @@ inline void remove_renamed(const std::string& run, const std::vector<std::string
     }
 }
 
-// Keeps the `keep` newest checkpoints (0: all) and those whose step is a multiple of keep_every (0: no others); and,
-// should all of these be damaged, the newest that is intact. What cannot be removed is a complaint.
+// Keeps the `keep` newest checkpoints (0: all), those whose step is a multiple of keep_every (0: no others), and the
+// best; and, should all of these be damaged, the newest that is intact. What cannot be removed is a complaint.
 inline void remove_old_checkpoints(const std::string& run, int64_t keep, int64_t keep_every, const Complain& complain) {
     if (keep <= 0) return;
     try {
@@ -304,11 +329,12 @@ inline void remove_old_checkpoints(const std::string& run, int64_t keep, int64_t
         for (size_t i = size_t(keep); i < steps.size(); i++)
             if (keep_every <= 0 || steps[i] % keep_every != 0) old.push_back(steps[i]);
         if (old.empty()) return;
+        const int64_t best = best_step(run, [](const std::string&) {});  // a reader is told what is damaged
         const std::string intact = newest_intact_checkpoint(run, complain);
         std::vector<std::string> removing;
         for (int64_t step : old) {
             const std::string folder = checkpoint_folder(run, step), name = name_of(folder) + ".removing";
-            if (folder == intact) continue;
+            if (folder == intact || step == best) continue;
             try {
                 remove_tree(run + "/" + name);  // left by a removal that failed
                 rename_path(folder, run + "/" + name);

@@ -315,22 +315,39 @@ void print_resume(const Config& c, const std::string& checkpoint, int64_t step, 
 // --from and --step: the checkpoint they name.
 static std::string chosen_checkpoint(const Config& c) {
     if (c.from.empty()) fail_usage("--from is missing: the folder of a run, such as runs/tiny");
-    if (c.at_step < 0) return checkpoint_of(c.from, "--from");
-    const std::string folder = checkpoint_folder(c.from, c.at_step);
+    if (c.at_step == "last") return checkpoint_of(c.from, "--from");
+    const bool best = c.at_step == "best", is_number = c.at_step.find_first_not_of("0123456789") == std::string::npos;
+    if (!best && (c.at_step.empty() || c.at_step.size() > 18 || !is_number))
+        fail_usage("--step is '%s'; expected a step, or best, or last", c.at_step.c_str());
+    const bool is_checkpoint = file_exists(c.from + "/model.safetensors") || file_exists(c.from + "/manifest.json");
+    if (is_checkpoint)
+        fail("--step %s: %s is one checkpoint: leave --step out, or give the folder of its run", c.at_step.c_str(),
+             c.from.c_str());
+    const int64_t step = best ? best_step(c.from, complain) : std::atoll(c.at_step.c_str());
+    const std::string folder = checkpoint_folder(c.from, step);
     std::string steps;
-    for (const int64_t step : checkpoint_steps(c.from)) steps = " " + std::to_string(step) + steps;
+    for (const int64_t other : checkpoint_steps(c.from)) steps = " " + std::to_string(other) + steps;
+    if (steps.empty()) steps = " none";
+    if (best && step < 0)
+        fail(
+            "--step best: none of the checkpoints of %s was validated, take one of:%s (a run validates what it saves "
+            "where --save-every is a multiple of --eval-every)",
+            c.from.c_str(), steps.c_str());
     if (!file_exists(folder))
-        fail("--step %lld: %s has no checkpoint of this step, only of:%s", (long long)c.at_step, c.from.c_str(),
-             steps.empty() ? " none" : steps.c_str());
-    verify_checkpoint(folder);
+        fail("--step %s: %s has no checkpoint of this step, only of:%s", c.at_step.c_str(), c.from.c_str(),
+             steps.c_str());
+    verify_model(folder, complain);
     return folder;
 }
 
 // The trained model in c.from. Puts the options of the trained model over those given, which say where the
-// vocabulary is, what to sample and so on.
+// vocabulary is, what to sample and so on; but --seq-len stays, where it was given.
 static std::string read_trained_config(Config& c) {
     const std::string folder = chosen_checkpoint(c);
+    const int64_t seq_len = c.seq_len;
     read_config_json(c, folder + "/config.json");
+    c.trained_seq_len = c.seq_len;
+    if (seq_len) c.seq_len = seq_len;
     if (c.vocab_dir.empty() && file_exists(folder + "/manifest.json")) {  // where training found it
         const Manifest manifest = read_manifest(folder);
         c.vocab_dir = manifest.state.get("options", manifest.path).string("vocab_dir", manifest.path);

@@ -25,7 +25,8 @@ struct Config {
     // data
     std::string data, val_data, vocab_dir, hellaswag;
     // the optimiser
-    int64_t batch = 0, seq_len = 0, total_batch = 0, recompute = 0, steps = 0, warmup = 0, seed = 0;
+    int64_t batch = 0, seq_len = 0, trained_seq_len = 0, total_batch = 0, recompute = 0, steps = 0, warmup = 0,
+            seed = 0;
     int64_t zero = 0, max_bad_steps = 0;
     double bucket_mb = 0, skip_outliers = 0;
     std::string grad_reduce;
@@ -44,7 +45,7 @@ struct Config {
     std::vector<std::string> runs;  // every --from, in order
     std::vector<std::string> prompt_file;
     bool interactive = false, past_end = false;
-    int64_t at_step = -1;  // --step; -1: the newest checkpoint
+    std::string at_step;  // --step
     double price = 0;
     double temperature = 0, top_p = 0;
     int64_t top_k = 0, tokens = 0;
@@ -144,7 +145,8 @@ static const std::vector<Option>& option_table() {
          "folder with vocab.bpe + encoder.json, a .tiktoken file or gpt2_tokenizer.bin"},
         // the optimiser
         {"batch", TRAIN | EVAL, &Config::batch, "auto", 1, 64 * K, "sequences per rank and micro-step"},
-        {"seq-len", TRAIN, &Config::seq_len, "preset", 1, M, "tokens per sequence, T"},
+        {"seq-len", TRAIN | EVAL, &Config::seq_len, "preset", 1, M,
+         "tokens per sequence, T; in eval without it the trained length"},
         {"total-batch", TRAIN, &Config::total_batch, "preset", 1, 1e10,
          "tokens per optimiser step, over all ranks and micro-steps; without it near the preset's, in whole "
          "micro-batches; 125m on a CPU: one sequence per rank"},
@@ -194,7 +196,8 @@ static const std::vector<Option>& option_table() {
         {"prompt", TRAIN | SAMPLE, &Config::prompt, "", nullptr, "text to continue; none: a new document"},
         {"save-every", TRAIN, &Config::save_every, "preset", 0, T,
          "steps between checkpoints; 0: only at the end, whatever ends the run"},
-        {"keep", TRAIN, &Config::keep, "0", 0, M, "newest checkpoints to keep; 0: all"},
+        {"keep", TRAIN, &Config::keep, "0", 0, M,
+         "newest checkpoints to keep, beside the one with the lowest validation loss; 0: all"},
         {"keep-every", TRAIN, &Config::keep_every, "0", 0, T,
          "checkpoints of steps divisible by this are kept for ever; 0: none"},
         {"stall-timeout", TRAIN, &Config::stall_timeout, "180", 0, M,
@@ -229,8 +232,9 @@ static const std::vector<Option>& option_table() {
         {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT, &Config::from, "", nullptr,
          "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several "
          "laid over each other"},
-        {"step", SAMPLE | EVAL | EXPORT, &Config::at_step, "auto", 0, T,
-         "which of the run's checkpoints; auto: the newest that is whole"},
+        {"step", SAMPLE | EVAL | EXPORT, &Config::at_step, "last", nullptr,
+         "which of the run's checkpoints: that of this step; best: with the lowest validation loss; last: the newest "
+         "that is whole"},
         {"to", EXPORT | IMPORT, &Config::to, "", nullptr, "folder to write: a new or an empty one"},
         {"html", REPORT, &Config::html, "", nullptr, "page to write; without it the report is text on the terminal"},
         {"price", REPORT, &Config::price, "0", 0, M,

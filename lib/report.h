@@ -18,6 +18,7 @@
 #include "progress.h"
 #include "run_folder.h"
 #include "shape.h"
+#include "shards.h"
 #include "signals.h"
 #include "synthetic.h"
 #include "train_state.h"
@@ -171,6 +172,13 @@ inline void require_memory_for(double needed, double available, const std::strin
              available / (1 << 20), advice);
 }
 
+inline void require_memory_to_evaluate(const Config& c, double needed, double available) {
+    require_memory_for(
+        needed, available,
+        format_text("eval: --batch %lld with sequences of %lld", (long long)c.batch, (long long)c.seq_len),
+        c.batch > 1 ? "choose a smaller --batch" : "choose a smaller --seq-len");
+}
+
 // What takes less than 4 % of the activations is summed up in one line.
 template <class Dev>
 void print_memory(double fixed_mib, const Arena<Dev>& arena) {
@@ -194,14 +202,25 @@ inline void print_selected(const std::string& kernels) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Steps and validations.
 
+// Places in a sample, in ranges that double: 0..15, 16..31, 32..63, ..., of which a million tokens have 17.
+constexpr size_t POSITION_RANGES = 17;
+inline size_t range_begin(size_t range) { return range ? size_t(8) << range : 0; }
+inline size_t range_of(size_t position) {
+    return position < 16 ? 0 : std::min<size_t>(60 - size_t(__builtin_clzll(position)), POSITION_RANGES - 1);
+}
+
 // What is added up over the tokens of one sample: numbers of one kind, so that ranks can add them too.
 struct EvalSums {
     double loss = 0, answer_loss = 0, tokens = 0, answers = 0, bytes = 0;
-    static constexpr size_t COUNT = 5;
+    double range_loss[POSITION_RANGES] = {};
+    static constexpr size_t COUNT = 5 + POSITION_RANGES;
 
-    void add(double of_token, bool is_answer, size_t text_bytes) {
+    // The sample's next token. target: 1 for an answer, 0 for any other, NO_TARGET behind the end of the data.
+    void add(double of_token, uint8_t target, size_t text_bytes) {
+        if (target == NO_TARGET) return;
+        range_loss[range_of(size_t(tokens))] += of_token;
         loss += of_token, tokens++, bytes += double(text_bytes);
-        if (is_answer) answer_loss += of_token, answers++;
+        if (target) answer_loss += of_token, answers++;
     }
 };
 
@@ -210,17 +229,25 @@ struct EvalResult {
     double answer_loss = 0;  // mean over the answers of the synthetic corpus
     uint64_t tokens = 0, answers = 0;
     uint64_t bytes = 0;  // of the text that the targets stand for; 0 where unknown
+    uint64_t samples = 0;
+    double range_loss[POSITION_RANGES] = {};  // mean over the tokens of a range of positions
+    uint64_t range_tokens[POSITION_RANGES] = {};
 
     EvalResult() = default;
-    explicit EvalResult(const std::vector<EvalSums>& samples) {
+    explicit EvalResult(const std::vector<EvalSums>& sums) : samples(sums.size()) {
         EvalSums total;
-        for (const EvalSums& s : samples) {
+        for (const EvalSums& s : sums) {
             total.loss += s.loss, total.answer_loss += s.answer_loss;
             total.tokens += s.tokens, total.answers += s.answers, total.bytes += s.bytes;
+            for (size_t r = 0; r < POSITION_RANGES; r++) {
+                const size_t begin = range_begin(r), end = range_begin(r + 1), size = size_t(s.tokens);
+                range_loss[r] += s.range_loss[r], range_tokens[r] += std::min(std::max(size, begin), end) - begin;
+            }
         }
         tokens = uint64_t(total.tokens), answers = uint64_t(total.answers), bytes = uint64_t(total.bytes);
         loss = total.loss / total.tokens;
         if (answers) answer_loss = total.answer_loss / total.answers;
+        for (size_t r = 0; r < POSITION_RANGES; r++) range_loss[r] /= double(range_tokens[r]);
     }
 
     double bits_per_byte() const { return loss * double(tokens) / std::log(2.0) / double(bytes); }
@@ -281,14 +308,23 @@ inline void print_choices(const std::string& checkpoint, const std::string& file
     std::printf("%s on %s: %s\n", checkpoint.c_str(), file.c_str(), choices_text(r).c_str());
 }
 
-// The one line of the verb `eval`. samples: that the validation set has, of seq_len tokens each.
-inline void print_evaluation(const std::string& checkpoint, const EvalResult& r, int64_t seq_len, uint64_t samples) {
-    std::printf("%s on %llu tokens (%llu of %llu samples of %lld): loss %.4f, perplexity %.3f", checkpoint.c_str(),
-                (unsigned long long)r.tokens, (unsigned long long)(r.tokens / uint64_t(seq_len)),
-                (unsigned long long)samples, (long long)seq_len, r.loss, std::exp(r.loss));
+// What the verb `eval` says. samples: that the validation set has.
+inline void print_evaluation(const std::string& checkpoint, const EvalResult& r, const Config& c, int64_t samples) {
+    std::printf("%s on %llu tokens (%llu of %lld samples of %lld): loss %.4f, perplexity %.3f", checkpoint.c_str(),
+                (unsigned long long)r.tokens, (unsigned long long)r.samples, (long long)samples, (long long)c.seq_len,
+                r.loss, std::exp(r.loss));
     if (r.answers) std::printf(", recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
     if (r.bytes) std::printf(", bits per byte %.4f\n", r.bits_per_byte());
     else std::printf("; bits per byte are unknown without --vocab-dir\n");
+    std::printf("  tokens in sight        loss      tokens\n");
+    for (size_t i = 0; i < POSITION_RANGES && r.range_tokens[i]; i++) {
+        const size_t first = range_begin(i) + 1, last = std::min(range_begin(i + 1), size_t(c.seq_len));
+        std::printf("  %15s  %10.4f  %10llu%s\n", format_text("%zu..%zu", first, last).c_str(), r.range_loss[i],
+                    (unsigned long long)r.range_tokens[i],
+                    first > size_t(c.trained_seq_len)  ? "  beyond the trained length"
+                    : last > size_t(c.trained_seq_len) ? "  in part beyond the trained length"
+                                                       : "");
+    }
 }
 
 // One layer's gates (3, rows), selection masks (queries, words) and chosen shares of the importance (queries), as JSON:

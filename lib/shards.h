@@ -13,6 +13,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "shards are little endi
 
 constexpr int32_t SHARD_MAGIC = 20240520, SHARD_VERSION = 1;
 constexpr size_t SHARD_HEADER_BYTES = 256 * sizeof(int32_t);
+constexpr uint8_t NO_TARGET = 2;  // among the flags of targets, beside 1 for an answer: the shard has ended before
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Writing.

@@ -30,6 +30,13 @@ struct OutlierWindow {
     }
 };
 
+// The last validation.
+struct Validation {
+    int64_t step = -1;  // whose weights were validated; -1: none yet
+    double loss = 0;
+    uint64_t corpus = 0, tokens = 0;  // what they were validated on
+};
+
 struct TrainState {
     int64_t step = 0;                     // finished optimiser steps
     int64_t last_update = 0;              // the last of them that changed the weights
@@ -37,6 +44,7 @@ struct TrainState {
     std::array<uint64_t, 4> loader = {};  // the data loader's four integers
     std::vector<std::string> shards;      // of a checkpoint: those it was trained on, with their paths
     OutlierWindow losses, norms;
+    Validation validation;  // not resumed: it is of no later step
 };
 
 inline std::string numbers_json(const std::vector<double>& values) {
@@ -57,6 +65,10 @@ inline std::string state_json(const TrainState& s, const std::string& options, i
     text += "],\n \"shards\": [";
     for (size_t i = 0; i < shards.size(); i++) text += (i ? ",\n  " : "") + json_quote(shards[i]);
     text += "],\n \"losses\": " + numbers_json(s.losses.values) + ",\n \"norms\": " + numbers_json(s.norms.values);
+    if (s.validation.step == s.step && std::isfinite(s.validation.loss))  // see best_step
+        text +=
+            format_text(",\n \"validation\": {\"loss\": %.17g, \"data\": \"%016llx, %llu tokens\"}", s.validation.loss,
+                        (unsigned long long)s.validation.corpus, (unsigned long long)s.validation.tokens);
     return text + ",\n \"options\": " + options + "}";
 }
 

@@ -186,6 +186,10 @@ class CrashTest {
                     if (!over) done++, events[name]++;
                 }
                 finish(folder, ranks);
+                const auto best_of = [](const std::string& of) { return best_step(of + "/run", complain); };
+                const int64_t best = best_of(folder), expected = best_of(references[ranks].folder);
+                demand(best == expected, "the best checkpoint is that of step %lld, expected %lld", (long long)best,
+                       (long long)expected);
             });
     }
 

@@ -10,6 +10,7 @@
 #include <sys/resource.h>
 
 #include "../../lib/checkpoint.h"
+#include "../../lib/train_state.h"
 #include "harness.h"
 
 namespace checkpoint_test {
@@ -42,11 +43,11 @@ inline std::string make_checkpoint(const std::string& run, int64_t step) {
 }
 
 // The smallest one, without the waits for the disk.
-inline void make_quickly(const std::string& run, int64_t step) {
+inline void make_quickly(const std::string& run, int64_t step, const std::string& state = "{}") {
     const std::string folder = checkpoint_folder(run, step), text = "{ }";
     make_folders(folder);
     write_file(folder + "/config.json", text);
-    write_file(folder + "/manifest.json", manifest_text(step, {{"config.json", 3, crc32c(0, text.data(), 3)}}, "{}"));
+    write_file(folder + "/manifest.json", manifest_text(step, {{"config.json", 3, crc32c(0, text.data(), 3)}}, state));
 }
 
 inline std::set<std::string> names_in(const std::string& folder) {
@@ -404,10 +405,23 @@ TEST(checkpoint_retention_against_an_oracle) {
         TempFolder folder;
         std::map<int64_t, bool> intact;  // of each step
         for (uint64_t i = draw(9); i > 0; i--) intact[int64_t(draw(40))] = draw(4) != 0;
+        std::map<int64_t, std::pair<int, bool>> validated;  // loss, and on which of two sets
         for (const auto& [step, whole] : intact) {
-            make_quickly(folder.path, step);
+            TrainState state;
+            state.step = step;
+            if (draw(3)) validated[step] = {int(draw(5)), draw(4) == 0};
+            if (validated.count(step))
+                state.validation = {draw(5) ? step : step - 1, double(validated[step].first), validated[step].second,
+                                    100};
+            if (state.validation.step != step) validated.erase(step);  // an earlier step's loss is not this one's
+            make_quickly(folder.path, step, state_json(state, "{}", 1));
             if (!whole) write_file(checkpoint_folder(folder.path, step) + "/config.json", "{x}");
         }
+        int64_t best = -1;
+        for (const auto& [step, of] : validated)
+            if (of.second == validated.rbegin()->second.second && (best < 0 || of.first <= validated[best].first))
+                best = step;
+        CHECK_EQUAL(best_step(folder.path, no_complaint()), best);
         write_file(folder.file("main.log"), "s:1\n");
         const int64_t keep = int64_t(draw(5)), keep_every = int64_t(draw(3) * 5);
         std::set<std::string> expected = {"main.log"};
@@ -416,7 +430,8 @@ TEST(checkpoint_retention_against_an_oracle) {
         for (auto i = intact.rbegin(); i != intact.rend(); ++i, newer++) {
             const bool newest_intact = i->second && !intact_seen;
             intact_seen = intact_seen || i->second;
-            if (keep == 0 || newer < keep || (keep_every && i->first % keep_every == 0) || newest_intact)
+            if (keep == 0 || newer < keep || (keep_every && i->first % keep_every == 0) || newest_intact ||
+                i->first == best)
                 expected.insert(format_text("step_%08lld", (long long)i->first));
         }
         Lines lines;
