@@ -57,6 +57,7 @@
 #include "dev/bench/perf.h"
 #ifdef HAVE_CUDA
 #include "dev/bench/attention.h"
+#include "dev/bench/predict.h"
 #endif
 
 static int ladder(int argc, char** argv) {
@@ -99,6 +100,7 @@ int main(int argc, char** argv) {
         if (argc > 1 && !std::strcmp(argv[1], "--perf")) return run_perf(argc - 1, argv + 1);
 #ifdef HAVE_CUDA
         if (const int status = device_results::main_of(argc, argv); status >= 0) return status;
+        if (const int status = prediction_main(argc, argv); status >= 0) return status;
         if (argc > 1 && !std::strcmp(argv[1], "--perf-attention")) return run_attention_bench(argc - 1, argv + 1);
 #endif
         if (argc > 1 && !std::strcmp(argv[1], "--ladder")) return ladder(argc - 1, argv + 1);

@@ -15,7 +15,7 @@
 #       gaps        the kernels of one step in Nsight Compute; their sum against the step's time shows the gaps between
 #                   them (skipped without ncu)
 #       attention   attention alone, every branch and both sets of selected kernels, T from 2048 to 65536, 65536 tokens
-#       published   attention in the shape for which others have published times, theirs beside ours
+#       published   attention in the shape for which others have published times, theirs and the predicted beside ours
 #       train       125m for 50 steps; the time to its first step; the same 5 steps twice, bit for bit; one sequence per
 #                   step, without and with --cuda-graph 1
 #       batches     tokens/s as the micro-batch grows
@@ -388,7 +388,11 @@ part_emulator() {
         within 120 ./build/test_device --compare-results "$file"
 }
 part_attention() { no_tensor_cores || ./build/test_device --perf-attention --batch 1 --seq-len 65536; }
-part_published() { no_tensor_cores || ./build/test_device --perf-attention --shape published; }
+part_published() {
+    no_tensor_cores && return
+    ./build/test_device --predict-attention
+    ./build/test_device --perf-attention --shape published
+}
 # same_digits WHAT RUN RUN: did both runs log the same losses and norms?
 same_digits() {
     if cmp "$WORK/$2/main.log" "$WORK/$3/main.log"; then echo "$1: the same losses and norms, digit for digit"

@@ -225,7 +225,7 @@ struct Clock {
 
 struct Counters {
     // sent: pieces of work given to streams; graphs: those of them that were graphs
-    long launches, blocks, switches, barriers, warp_functions, accesses, sent, graphs;
+    long launches, blocks, switches, barriers, warp_functions, accesses, sent, graphs, mma;
 };
 
 struct Machine {

@@ -3,6 +3,7 @@
 #pragma once
 #include "cuda_model_tests.h"
 #include "../bench/attention.h"
+#include "../bench/predict.h"
 
 namespace bench_tests {
 
@@ -378,6 +379,60 @@ TEST(cuda_bench_counted_floors) {
         if (T == 8192) CHECK(counted("NSA, 8 x 8192: backward") == 1168 && counted("full, 8 x 8192: forward") == 1040);
     }
 }
+#if !defined(__CUDACC__) && !defined(PRECISION_FP32)
+namespace bench_tests {
+inline double predicted_mma(const Prediction& p) { return p.of_all_blocks.of[PRODUCTS] / double(mma_cycles(9, 0)); }
+// 16 heads of 128 in a group, as in the published shape; lengths that fill no tile, and compressed blocks that fill
+// more than one
+inline NsaShape wide_shape(int T) {
+    NsaShape s;
+    s.B = 1, s.T = s.queries = T, s.H = 16, s.G = 1, s.D = 128, s.l = 8, s.d = 4, s.slc_block = 64, s.slc_count = 4,
+    s.window = 100, s.F = 8;
+    return s;
+}
+template <class F>
+double counted_mma(F work) {
+    const long before = emu::machine.count.mma;
+    work();
+    return double(emu::machine.count.mma - before);
+}
+}  // namespace bench_tests
+// The predicted number of products is what the kernels execute.
+TEST_LONG(cuda_bench_predicted_products) {
+    using namespace bench_tests;
+    Timed<Cuda> dev(0, size_t(1) << 20);
+    auto count = [&](Branch b, const NsaShape& s, bool backward) {
+        AttentionSet x(dev, s, 3);
+        const Cuda::real* const k = b == CMP ? x.compressed : x.key(K_WIN);
+        const Cuda::real* const v = b == CMP ? k + s.cmp_rows() * size_t(s.D) : x.key(V_WIN);
+        return counted_mma([&] {
+            if (!backward) dev.Cuda::attention_forward(b, x.o, x.lse, x.q, k, v, x.scattered, s);
+            else
+                dev.Cuda::attention_backward(b, x.dq, false, x.dkey(0), x.dkey(1), x.dout, x.q, k, v, x.row_dot, x.lse,
+                                             x.scattered, s);
+            dev.wait();
+        });
+    };
+    for (const Branch b : {CMP, WIN})
+        for (const bool backward : {false, true}) {
+            const NsaShape s = wide_shape(b == CMP ? 330 : 200);
+            CHECK_NEAR(predicted_mma(predict_branch(b, s, backward)), count(b, s, backward), 0.5);
+        }
+    const NsaShape s = wide_shape(350);
+    const std::vector<uint32_t> masks = AttentionSet::selection(s, 3, 0, 1);  // of AttentionSet(.., 3), scattered
+    const SelectedPrediction selected{s, masks};
+    for (const bool gathered : {false, true}) {
+        dev.selected_kernel = gathered ? SelectedKernel::GATHER : SelectedKernel::TILES;
+        for (const bool backward : {false, true}) {
+            CHECK_NEAR(predicted_mma(selected.pass(backward, gathered)), count(SLC, s, backward), 0.5);
+        }
+    }
+    AttentionSet x(dev, s, 3);
+    CHECK_NEAR(
+        predicted_mma(predict_scores(s)),
+        counted_mma([&] { dev.Cuda::select_blocks(x.chosen, nullptr, x.q, x.compressed, x.lse, s), dev.wait(); }), 0.5);
+}
+#endif
 // Others' times beside ours: from rows whose sums are known, at two of the three lengths that others have.
 TEST(cuda_bench_published_times) {
     std::vector<AttentionRow> rows;
