@@ -17,9 +17,7 @@
 #include "lib/config_files.h"
 #include "lib/data_sets.h"
 #include "lib/errors.h"
-#include "lib/multiple_choice.h"
 #include "lib/options.h"
-#include "lib/synthetic.h"
 #include "lib/token_source.h"
 #include "lib/train_state.h"
 
@@ -269,11 +267,12 @@ class DataLoader {
     uint64_t samples_per_epoch() const { return mixture->first_epoch(); }
     uint64_t tokens() const { return total_tokens; }
 
-    // For a checkpoint, so that a resume can say what has changed.
-    std::vector<std::string> shards() const {
-        std::vector<std::string> names;
-        for (const TokenSource& s : sources) names.push_back(s.is_shard() ? absolute_path(s.name) : s.name);
-        return names;
+    // Paths of the shards; a corpus in memory has none.
+    std::vector<std::string> files() const {
+        std::vector<std::string> paths;
+        for (const TokenSource& s : sources)
+            if (s.is_shard()) paths.push_back(absolute_path(s.name));
+        return paths;
     }
 
     std::string describe() const {
@@ -300,21 +299,6 @@ void read_samples(DataLoader& loader, const World& world, std::vector<int32_t>& 
 // ---------------------------------------------------------------------------------------------------------------------
 // The data of a run.
 
-inline TokenSource synthetic_source(uint64_t seed, uint64_t tokens, uint64_t first_document) {
-    SyntheticCorpus corpus = synthetic_corpus(seed, tokens, first_document);
-    return memory_source("the synthetic corpus", std::move(corpus.tokens), std::move(corpus.is_answer), 0);
-}
-
-// 4096 steps of the tiny preset pass before a document is seen again, so that recalling names pays more than memorising
-// documents. Made in 0.1 s. The same however long the run is, so that it can be extended.
-constexpr uint64_t SYNTHETIC_TOKENS = 1 << 24;
-
-// A validation set for `wanted` tokens, but at least one sample; it shares no document with the training data.
-inline TokenSource synthetic_validation(uint64_t seed, uint64_t wanted, int64_t seq_len) {
-    const uint64_t tokens = std::max(std::min(SYNTHETIC_TOKENS, wanted), uint64_t(seq_len)) + 1;
-    return synthetic_source(seed, tokens, SYNTHETIC_FIRST_VALIDATION_DOCUMENT);
-}
-
 template <class World>
 LoaderOptions loader_options(const Config& c, const World& world, const char* name, bool shuffle) {
     LoaderOptions o;
@@ -323,47 +307,70 @@ LoaderOptions loader_options(const Config& c, const World& world, const char* na
     return o;
 }
 
-// The rows of a task as samples of T tokens.
-inline TokenSource choice_source(const ChoiceTask& task, int64_t T) {
-    std::vector<uint16_t> tokens;
-    std::vector<uint8_t> is_answer;
-    task.lay_out(size_t(T), tokens, is_answer);
-    return memory_source(task.file, std::move(tokens), std::move(is_answer), 0);
+// A set of --val-data.
+struct ValidationSet {
+    std::string name;  // "": it is the only one
+    std::unique_ptr<DataLoader> loader;
+
+    int64_t samples() const { return int64_t(loader->samples_per_epoch()); }
+};
+
+// val: the option. synthetic(): the source that stands for that word.
+template <class Synthetic>
+std::vector<ValidationSet> open_validation(const std::string& val, LoaderOptions options, Synthetic synthetic) {
+    options.name = "--val-data", options.shuffle = false, options.sets = {{}};
+    std::vector<ValidationSet> all;
+    if (val.empty()) return all;
+    for (const DataSet& set : named_sets(val, "--val-data")) {
+        std::vector<TokenSource> sources;
+        if (set.pattern == "synthetic") sources = {synthetic()};
+        else sources = open_shards(shard_files(set.pattern, "--val-data"));
+        all.push_back({set.name, std::make_unique<DataLoader>(std::move(sources), options)});
+    }
+    return all;
 }
 
 struct TrainingData {
-    std::unique_ptr<DataLoader> train, val;  // val may be null
-    ChoiceTask choices;                      // --hellaswag
+    std::unique_ptr<DataLoader> train;
+    std::vector<ValidationSet> val;  // the first decides; may be empty
+    ChoiceTask choices;              // --hellaswag
+
+    // Of all validation sets together; 0: there are none.
+    uint64_t val_corpus() const {
+        uint64_t hash = 0;
+        for (const ValidationSet& set : val) hash = random_bits(hash, set.loader->state().corpus, 0);
+        return hash;
+    }
+    std::string describe_val() const {
+        std::string text;
+        for (const ValidationSet& set : val)
+            text +=
+                (text.empty() ? "" : "\n        ") + set.name + (set.name.empty() ? "" : ": ") + set.loader->describe();
+        return text;
+    }
 };
 
-// train, val: globs of shards, or "synthetic". val "": none, or the synthetic corpus' own. val_tokens: of that
+// train, val: the options --data and --val-data. val "": none, or the synthetic corpus' own. val_tokens: of that
 // validation.
 inline TrainingData open_training_data(const std::string& train, const std::string& val, uint64_t val_tokens,
                                        LoaderOptions options) {
     TrainingData data;
     std::vector<TokenSource> sources;
-    const bool val_synthetic = val == "synthetic" || (val.empty() && train == "synthetic");
     if (train == "synthetic") {
         sources = {synthetic_source(options.seed, SYNTHETIC_TOKENS, 0)};
     } else {
         options.sets = weighted_sets(train, "--data");
         const std::vector<std::vector<std::string>> files = files_of(options.sets, "--data");
-        for (size_t set = 0; set < files.size(); set++) {
-            if (!val.empty() && !val_synthetic) check_disjoint(files[set], shard_files(val, "--val-data"));
+        for (size_t set = 0; set < files.size(); set++)
             for (const std::string& file : files[set]) sources.push_back(open_shard(file, set));
-        }
     }
     options.name = "--data", options.shuffle = true;
     data.train = std::make_unique<DataLoader>(std::move(sources), options);
-    options.sets = {{}};
-    if (val_synthetic) sources = {synthetic_validation(options.seed, val_tokens, options.seq_len)};
-    else if (!val.empty()) sources = open_shards(shard_files(val, "--val-data"));
-    if (val_synthetic || !val.empty()) {
-        options.name = "--val-data", options.shuffle = false;
-        data.val = std::make_unique<DataLoader>(std::move(sources), options);
-    }
+    data.val = open_validation(val.empty() && train == "synthetic" ? "synthetic" : val, options,
+                               [&] { return synthetic_validation(options.seed, val_tokens, options.seq_len); });
+    for (const ValidationSet& set : data.val) check_disjoint(data.train->files(), set.loader->files());
     data.train->scan_shards();
-    if (data.val) data.val->scan_shards();
+    for (const ValidationSet& set : data.val) set.loader->scan_shards();
     return data;
 }
 
@@ -383,10 +390,10 @@ inline void resume_data(DataLoader& loader, const Config& c, const TrainState& s
     const LoaderState saved = loader_state(state.loader);
     if (!c.allow_new_data || loader.has_same_corpus(saved)) return loader.restore(saved);
     loader.restore_other_corpus(saved);
-    const std::string changes = changed_shards(state.shards, loader.shards());
+    const std::string changes = changed_shards(state.shards, loader.files());
     if (says)
         std::printf("resume: new data: %s; all of it in a new order from now on, after %llu samples of the old one\n",
-                    state.shards.empty() ? "the checkpoint does not say which it had"
+                    state.shards.empty() ? "the checkpoint names no shards of its own"
                     : changes.empty()    ? "the same files with other contents or weights"
                                          : changes.c_str(),
                     (unsigned long long)saved.next_sample);
@@ -394,10 +401,15 @@ inline void resume_data(DataLoader& loader, const Config& c, const TrainState& s
 
 // What `eval` measures on, each where it was asked for.
 struct EvaluationData {
-    std::unique_ptr<DataLoader> loader;
+    std::vector<ValidationSet> sets;
     ChoiceTask choices;
 
-    int64_t samples() const { return loader ? int64_t(loader->samples_per_epoch()) : 0; }
+    // Of the largest set.
+    int64_t samples() const {
+        int64_t most = 0;
+        for (const ValidationSet& set : sets) most = std::max(most, set.samples());
+        return most;
+    }
 };
 
 // checkpoint: whose training says what "synthetic" is: the samples that the run itself was validated on.
@@ -405,17 +417,13 @@ template <class World, class Tokenizer>
 EvaluationData open_evaluation_data(const Config& c, const std::string& checkpoint, const World& world,
                                     const Tokenizer* tokenizer) {
     EvaluationData data;
-    std::vector<TokenSource> sources;
-    if (c.val_data == "synthetic") {
-        const Config trained = trained_options(c, checkpoint);
-        const uint64_t wanted = uint64_t(trained.eval_batches * trained.total_batch);
-        sources = {synthetic_validation(uint64_t(trained.seed), wanted, c.seq_len)};
-    } else if (!c.val_data.empty()) {
-        sources = open_shards(shard_files(c.val_data, "--val-data"));
-    }
     LoaderOptions options = loader_options(c, world, "--val-data", false);
     options.tail = true;
-    if (!c.val_data.empty()) data.loader = std::make_unique<DataLoader>(std::move(sources), options);
+    data.sets = open_validation(c.val_data, options, [&] {
+        const Config trained = trained_options(c, checkpoint);
+        const uint64_t wanted = uint64_t(trained.eval_batches * trained.total_batch);
+        return synthetic_validation(uint64_t(trained.seed), wanted, c.seq_len);
+    });
     if (!c.hellaswag.empty()) data.choices = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
     return data;
 }

@@ -964,7 +964,7 @@ struct Run {
           report(c.steps, c.total_batch, c.log_every, data.train->samples_per_epoch()),
           saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.progress(phase); },
                     [this] { report.log->sync(); },
-                    [this] { return state_json(state, manifest_json(config()), world.size, data.train->shards()); },
+                    [this] { return state_json(state, manifest_json(config()), world.size, data.train->files()); },
                     [this](bool copy) { return take_snapshot(model, world, copy); }}) {}
 
     const Config& config() const { return model.config; }
@@ -975,12 +975,14 @@ struct Run {
     void validate() {
         model.progress("evaluation");
         if (!config().hellaswag.empty()) report.print_choices(state.step, answer_choices(model, data.choices, world));
-        if (!data.val) return;
         const int64_t wanted = config().eval_batches * (config().total_batch / config().seq_len);
-        const int64_t samples = std::min<int64_t>(wanted, int64_t(data.val->samples_per_epoch()));
-        const EvalResult r(evaluate(model, *activations, *data.val, samples, world, tokenizer.get()));
-        state.validation = {state.step, r.loss, data.val->state().corpus, r.tokens};
-        report.print_validation(state.step, r);
+        for (const ValidationSet& set : data.val) {
+            const int64_t samples = std::min(wanted, set.samples());
+            const EvalResult r(evaluate(model, *activations, *set.loader, samples, world, tokenizer.get()));
+            const bool decides = &set == &data.val[0];
+            if (decides) state.validation = {state.step, r.loss, set.loader->state().corpus, r.tokens};
+            report.print_validation(state.step, set.name, decides, r);
+        }
     }
 
     void sample() {
@@ -1120,15 +1122,14 @@ void begin_run(Run<Dev>& run, const Device& device, const std::set<std::string>&
     const Config& c = run.config();
     const World& world = run.world;
     const bool writes = c.dump_state.empty();
-    const auto corpus = [](const auto& loader) { return loader ? loader->state().corpus : 0; };
     if (world.size > 1)
-        world.require_same(same_run_lines(c, binary_digest(), corpus(run.data.train), corpus(run.data.val)),
+        world.require_same(same_run_lines(c, binary_digest(), run.data.train->state().corpus, run.data.val_corpus()),
                            "start all ranks with the same program, options and data");
     const std::string checkpoint = choose_checkpoint(c.out, c.resume, !writes, world);
     if (run.is_first())
         print_run(c, given,
                   {run.dev.describe(), device, world, world.size > 1 ? Reducer<Dev>::describe(world) : "",
-                   run.model.partition, run.model.table.parameters, run.data.train, run.data.val});
+                   run.model.partition, run.model.table.parameters, run.data});
     if (!checkpoint.empty()) {
         require_same_model(c, checkpoint, "resume");
         resume_data(*run.data.train, c, read_state(read_manifest(checkpoint)), run.is_first());
@@ -1297,10 +1298,10 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
         read_parameters(model, weights);
         require_memory_to_evaluate(c, Activations<Engine>::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
                                    dev.available_bytes(world.local_size));
-        if (data.loader) {
+        for (const ValidationSet& s : data.sets) {
             Activations<Engine> a(dev, c, c.batch, c.seq_len, INFERENCE);
-            const EvalResult r(evaluate(model, a, *data.loader, samples, world, tokenizer.get()));
-            if (world.rank == 0) print_evaluation(folder, r, c, data.samples());
+            const EvalResult r(evaluate(model, a, *s.loader, std::min(samples, s.samples()), world, tokenizer.get()));
+            if (world.rank == 0) print_evaluation(folder, s.name, r, c, s.samples());
         }
         if (data.choices.items.empty()) return;
         const ChoiceResult r = answer_choices(model, data.choices, world);

@@ -23,8 +23,8 @@ def logged_scalars(path):
             entry = json.loads(line)
         except ValueError:
             continue  # the last line of a run that was killed
-        where = "val/" if "val_loss" in entry else "train/"
-        numbers = {where + ("loss" if key == "val_loss" else key): x for key, x in entry.items()
+        where = "val/" if any(key.startswith("val_loss") for key in entry) else "train/"
+        numbers = {where + (key[4:] if key.startswith("val_loss") else key): x for key, x in entry.items()
                    if key not in ("step", "time") and not isinstance(x, (bool, str, list, dict))}
         for i, layer in enumerate(entry.get("layers", [])):
             for key, x in layer.items():

@@ -145,8 +145,8 @@ static std::string same_run_lines(const Config& c, const std::string& program, u
 static Config with_absolute_paths(Config c) {
     for (std::string* path : {&c.vocab_dir, &c.hellaswag, &c.init_from, &c.config})
         if (!path->empty()) *path = absolute_path(*path);
-    for (std::string* sets : {&c.data, &c.val_data})
-        if (!sets->empty() && *sets != "synthetic") *sets = with_absolute_patterns(*sets);
+    if (!c.data.empty()) c.data = with_absolute_patterns(c.data, false);
+    if (!c.val_data.empty()) c.val_data = with_absolute_patterns(c.val_data, true);
     return c;
 }
 

@@ -2,6 +2,7 @@
 // they are mixed. Takes plain values; used by dataloader.h.
 #pragma once
 #include <algorithm>
+#include <cctype>
 #include <cstring>
 #include <filesystem>
 #include <limits>
@@ -13,7 +14,7 @@
 #include "util.h"
 
 struct DataSet {
-    std::string pattern;  // for glob_files()
+    std::string pattern;  // for glob_files(), or "synthetic"
     uint64_t weight = 1;
     std::string name;  // "": none was given
 };
@@ -28,15 +29,23 @@ inline std::vector<size_t> places_of(char wanted, const std::string& text) {
     return places;
 }
 
+// What the commas separate.
+inline std::vector<std::string> set_texts(const std::string& text) {
+    std::vector<size_t> ends = places_of(',', text);
+    ends.push_back(text.size());
+    std::vector<std::string> sets;
+    size_t begin = 0;
+    for (const size_t end : ends) sets.push_back(text.substr(begin, end - begin)), begin = end + 1;
+    return sets;
+}
+
 // The sets of --data: PATTERN:WEIGHT,PATTERN:WEIGHT,... A set without a weight has 1.
 inline std::vector<DataSet> weighted_sets(const std::string& text, const char* option) {
     constexpr int MOST = 10000;
-    std::vector<size_t> ends = places_of(',', text);
-    ends.push_back(text.size());
+    const std::vector<std::string> texts = set_texts(text);
     std::vector<DataSet> sets;
-    size_t begin = 0;
-    for (const size_t end : ends) {
-        DataSet set = {text.substr(begin, end - begin), 1, ""};
+    for (const std::string& of_set : texts) {
+        DataSet set = {of_set, 1, ""};
         const std::vector<size_t> colons = places_of(':', set.pattern);
         if (!colons.empty()) {
             const std::string weight = set.pattern.substr(colons.back() + 1);
@@ -50,15 +59,42 @@ inline std::vector<DataSet> weighted_sets(const std::string& text, const char* o
                     option, text.c_str(), weight.c_str(), MOST);
             set.pattern.resize(colons.back());
         }
-        if (set.pattern.empty() || (set.pattern == "synthetic" && ends.size() > 1))
+        if (set.pattern.empty() || (set.pattern == "synthetic" && texts.size() > 1))
             fail_usage("%s '%s': %s", option, text.c_str(),
                        set.pattern.empty() ? "a pattern is empty" : "the synthetic corpus cannot be mixed");
         sets.push_back(set);
-        begin = end + 1;
     }
     uint64_t divisor = 0;
     for (const DataSet& set : sets) divisor = std::gcd(divisor, set.weight);
     for (DataSet& set : sets) set.weight /= divisor;
+    return sets;
+}
+
+// The sets of --val-data: NAME=PATTERN,NAME=PATTERN,... A single one may do without a name.
+inline std::vector<DataSet> named_sets(const std::string& text, const char* option) {
+    std::vector<DataSet> sets;
+    for (const std::string& of_set : set_texts(text)) {
+        const std::vector<size_t> equals = places_of('=', of_set);
+        const size_t end = equals.empty() ? 0 : equals[0], begin = equals.empty() ? 0 : end + 1;
+        const DataSet set = {of_set.substr(begin), 1, of_set.substr(0, end)};
+        const bool is_word = set.name.size() <= 32 && std::all_of(set.name.begin(), set.name.end(), [](char c) {
+                                 return std::isalnum(static_cast<unsigned char>(c)) || std::strchr("_-.", c);
+                             });
+        if (begin && (set.name.empty() || !is_word))
+            fail_usage(
+                "%s '%s': '%s' is no name, expected at most 32 letters, digits, _ - and .; a = or , that belongs to a "
+                "path needs a \\ before it",
+                option, text.c_str(), set.name.c_str());
+        if (set.pattern.empty()) fail_usage("%s '%s': a pattern is empty", option, text.c_str());
+        for (const DataSet& other : sets)
+            if (other.name == set.name && begin)
+                fail_usage("%s '%s': the name '%s' is there twice", option, text.c_str(), set.name.c_str());
+        sets.push_back(set);
+    }
+    for (const DataSet& set : sets)
+        if (sets.size() > 1 && set.name.empty())
+            fail_usage("%s '%s': '%s' has no name; of several sets each needs one, as in 'web=%s,...'", option,
+                       text.c_str(), set.pattern.c_str(), set.pattern.c_str());
     return sets;
 }
 
@@ -79,19 +115,19 @@ inline std::vector<std::vector<std::string>> files_of(const std::vector<DataSet>
 }
 
 // The same sets with patterns from the root, so that a later command finds the files from wherever it is started.
-inline std::string with_absolute_patterns(const std::string& text) {
+inline std::string with_absolute_patterns(const std::string& text, bool named) {
     std::string here, all;
     for (const char c : std::filesystem::current_path().string())
         here += std::string(std::strchr("*?[]\\,:=", c) ? "\\" : "") + c;
-    std::vector<size_t> ends = places_of(',', text);
-    ends.push_back(text.size());
-    size_t begin = 0;
-    for (const size_t end : ends) {
-        const std::string set = text.substr(begin, end - begin);
-        all += (begin ? "," : "") + absolute_path(set[0] == '/' ? set : here + "/" + set);
-        begin = end + 1;
+    for (const std::string& set : set_texts(text)) {
+        const std::vector<size_t> equals = places_of('=', set);
+        const size_t begin = named && !equals.empty() ? equals[0] + 1 : 0;
+        const std::string pattern = set.substr(begin);
+        all += "," + set.substr(0, begin);
+        if (pattern == "synthetic") all += pattern;
+        else all += absolute_path(pattern[0] == '/' ? pattern : here + "/" + pattern);
     }
-    return all;
+    return all.substr(1);
 }
 
 // Whose turn it is. Sets have weights w, and W is their sum: of each W samples in a row that begin at a multiple of W,

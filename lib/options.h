@@ -12,6 +12,7 @@
 
 #include <unistd.h>
 
+#include "data_sets.h"
 #include "files.h"
 #include "util.h"
 
@@ -135,7 +136,9 @@ static const std::vector<Option>& option_table() {
          "or "
          "synthetic: the built-in corpus"},
         {"val-data", TRAIN | EVAL, &Config::val_data, "", nullptr,
-         "validation shards, a glob in quotes; or synthetic: of the built-in corpus"},
+         "validation shards, a glob in quotes, or several by name, 'web=a_*.bin,code=b_*.bin', of which the first "
+         "decides; "
+         "or synthetic: of the built-in corpus"},
         {"hellaswag", TRAIN | EVAL, &Config::hellaswag, "", nullptr,
          "multiple choice: HellaSwag's .jsonl, llm.c's .bin of it, or any file of these forms; in training with every "
          "validation"},
@@ -583,8 +586,10 @@ static std::vector<std::string> doubtful_options(const Config& c, const std::set
 
 // The built-in corpus is no text of GPT-2's tokens.
 static void require_no_bytes(const Config& c) {
-    if (c.tokenizer == "gpt2" && c.val_data == "synthetic")
-        fail_usage("--val-data synthetic is bytes, and this model reads gpt2 tokens: give shards of them");
+    if (c.tokenizer != "gpt2" || c.val_data.empty()) return;
+    for (const DataSet& set : named_sets(c.val_data, "--val-data"))
+        if (set.pattern == "synthetic")
+            fail_usage("--val-data synthetic is bytes, and this model reads gpt2 tokens: give shards of them");
 }
 
 // What only some numbers of ranks can do.

@@ -64,9 +64,9 @@ struct RunFacts {
     int64_t parameters;
     std::string train_data, val_data;  // val_data "": none
 
-    template <class Device, class World, class Partition, class Loader>
+    template <class Device, class World, class Partition, class Data>
     RunFacts(const std::string& dev, const Device& device, const World& world, const std::string& reduced_by,
-             const Partition& p, int64_t n, const Loader& train, const Loader& val)
+             const Partition& p, int64_t n, const Data& data)
         : engine(dev),
           on_host(!device.gpu),
           device_reason(device.reason),
@@ -79,8 +79,8 @@ struct RunFacts {
           buckets(p.buckets()),
           bucket_mb(double(p.bucket) * 4e-6),
           parameters(n),
-          train_data(train->describe()),
-          val_data(val ? val->describe() : "") {}
+          train_data(data.train->describe()),
+          val_data(data.describe_val()) {}
 };
 
 inline void print_run_ranks(const Config& c, const RunFacts& f) {
@@ -308,11 +308,12 @@ inline void print_choices(const std::string& checkpoint, const std::string& file
     std::printf("%s on %s: %s\n", checkpoint.c_str(), file.c_str(), choices_text(r).c_str());
 }
 
-// What the verb `eval` says. samples: that the validation set has.
-inline void print_evaluation(const std::string& checkpoint, const EvalResult& r, const Config& c, int64_t samples) {
-    std::printf("%s on %llu tokens (%llu of %lld samples of %lld): loss %.4f, perplexity %.3f", checkpoint.c_str(),
-                (unsigned long long)r.tokens, (unsigned long long)r.samples, (long long)samples, (long long)c.seq_len,
-                r.loss, std::exp(r.loss));
+// What the verb `eval` says of a set. samples: that it has.
+inline void print_evaluation(const std::string& checkpoint, const std::string& set, const EvalResult& r,
+                             const Config& c, int64_t samples) {
+    std::printf("%s on %s%s%llu tokens (%llu of %lld samples of %lld): loss %.4f, perplexity %.3f", checkpoint.c_str(),
+                set.c_str(), set.empty() ? "" : ", ", (unsigned long long)r.tokens, (unsigned long long)r.samples,
+                (long long)samples, (long long)c.seq_len, r.loss, std::exp(r.loss));
     if (r.answers) std::printf(", recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
     if (r.bytes) std::printf(", bits per byte %.4f\n", r.bits_per_byte());
     else std::printf("; bits per byte are unknown without --vocab-dir\n");
@@ -438,24 +439,31 @@ struct RunReport {
         std::fflush(stdout);
     }
 
-    void print_validation(int64_t step, const EvalResult& r) {
-        last_val_loss = r.loss;
+    // A set of --val-data. decides: it is the first, whose numbers have no name behind theirs.
+    void print_validation(int64_t step, const std::string& set, bool decides, const EvalResult& r) {
+        if (decides) last_val_loss = r.loss;
         if (!log) return;
+        const std::string of = decides ? "" : "/" + set;
         std::string line = format_text("step %04lld | val loss %.4f", (long long)step, r.loss);
-        std::string fields =
-            format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%lld,\"val_loss\":%s,\"val_tokens\":%llu",
-                        (long long)step, unix_time(), (long long)(step * total_batch),
-                        json_number("%.6f", r.loss).c_str(), (unsigned long long)r.tokens);
+        if (!set.empty()) line += " (" + set + ")";
+        std::string fields = format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%lld", (long long)step, unix_time(),
+                                         (long long)(step * total_batch));
+        const auto add = [&](const char* name, const std::string& value) {
+            fields += ",\"" + (name + of) + "\":" + value;
+        };
+        add("val_loss", json_number("%.6f", r.loss));
+        add("val_tokens", std::to_string(r.tokens));
+        if (decides && !set.empty()) add("val_set", json_quote(set));
         if (r.bytes) {
             line += format_text(" | bits/byte %.4f", r.bits_per_byte());
-            fields += ",\"bits_per_byte\":" + json_number("%.6f", r.bits_per_byte());
+            add("bits_per_byte", json_number("%.6f", r.bits_per_byte()));
         }
         if (r.answers) {
             line += format_text(" | recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
-            fields += ",\"recall_loss\":" + json_number("%.6f", r.answer_loss);
+            add("recall_loss", json_number("%.6f", r.answer_loss));
         }
         std::printf("%s\n", line.c_str());
-        log->line(log->text, format_text("s:%lld tel:%.6f", (long long)step, r.loss));
+        log->line(log->text, format_text("s:%lld tel%s:%.6f", (long long)step, of.c_str(), r.loss));
         log->line(log->json, fields + "}");
     }
 

@@ -176,12 +176,13 @@ struct RunLog {
 
     // The z-scores of the first 128 steps are not known yet; whatever else is not finite is shown as such.
     bool add_event(const Json& line) {
-        const std::string of = line.find("val_loss") ? "val/" : "train/";
+        const bool validation = std::any_of(line.keys.begin(), line.keys.end(),
+                                            [](const std::string& key) { return key.compare(0, 8, "val_loss") == 0; });
         std::vector<std::pair<std::string, double>> scalars;
         for_each_number(line, [&](std::string name, double x) {
-            if (name == "val_loss") name = "loss";
-            if (std::isfinite(x) || (name != "loss_z" && name != "norm_z"))
-                scalars.emplace_back(name.find('/') == std::string::npos ? of + name : name, x);
+            if (validation) name = "val/" + (name.compare(0, 8, "val_loss") ? name : name.substr(4));
+            else if (name.find('/') == std::string::npos) name = "train/" + name;
+            if (std::isfinite(x) || (name != "train/loss_z" && name != "train/norm_z")) scalars.emplace_back(name, x);
         });
         return scalars.empty() ||
                events->add(line.number("time", "log.jsonl"), line.integer("step", "log.jsonl"), scalars);

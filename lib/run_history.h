@@ -32,8 +32,8 @@ struct RunHistory {
     std::map<std::string, std::string> options;  // of run.json, names spelt as there
     std::map<std::string, LogSeries> numbers;    // by the names of for_each_number()
     std::vector<LogStart> starts;
-    LogSeries skipped;  // steps that changed no weight
-    std::string sample;
+    LogSeries skipped;            // steps that changed no weight
+    std::string sample, val_set;  // val_set: name of the validation set that decides
     int64_t sample_step = 0, last_step = 0;
     double hours = 0;      // at work: from start to start, without what lies between
     double last_time = 0;  // of the last line, since 1970
@@ -48,6 +48,13 @@ struct RunHistory {
     std::string option(const std::string& name) const {
         const auto found = options.find(name);
         return found == options.end() ? "" : found->second;
+    }
+    // Names of the validation sets beside the one that decides.
+    std::vector<std::string> other_sets() const {
+        std::vector<std::string> names;
+        for (const auto& [name, series] : numbers)
+            if (name.compare(0, 9, "val_loss/") == 0) names.push_back(name.substr(9));
+        return names;
     }
     size_t layers() const {
         size_t n = 0;
@@ -124,6 +131,7 @@ inline void add_log_line(RunHistory& run, const Json& line, const std::string& p
     if (!tokens && !run.of("tokens").empty()) point.tokens = run.of("tokens").back().value;
     if (start) run.starts.push_back({point, time, *start});
     if (const Json* sample = line.find("sample")) run.sample = sample->string(path), run.sample_step = int64_t(step);
+    if (const Json* set = line.find("val_set")) run.val_set = set->string(path);
     const Json* const skipped = line.find("skipped");
     if (skipped && skipped->is_true) run.skipped.push_back(point);
     for_each_number(line, [&](const std::string& name, double value) {

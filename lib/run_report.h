@@ -38,10 +38,18 @@ inline std::string utc_text(double time) {
 
 using ReportRow = std::pair<std::string, std::vector<std::string>>;
 
+// Validation sets of any of the runs beside those that decide.
+inline std::set<std::string> other_sets_of(const std::vector<RunHistory>& runs) {
+    std::set<std::string> names;
+    for (const RunHistory& run : runs)
+        for (const std::string& name : run.other_sets()) names.insert(name);
+    return names;
+}
+
 // price: of an hour; 0: not asked for. now: since 1970.
 inline std::vector<ReportRow> report_rows(const std::vector<RunHistory>& runs, double price, double now) {
     std::vector<ReportRow> rows;
-    const auto add = [&](const char* name, const std::function<std::string(const RunHistory&)>& value) {
+    const auto add = [&](const std::string& name, const std::function<std::string(const RunHistory&)>& value) {
         rows.push_back({name, {}});
         for (const RunHistory& run : runs) rows.back().second.push_back(value(run));
     };
@@ -56,13 +64,19 @@ inline std::vector<ReportRow> report_rows(const std::vector<RunHistory>& runs, d
         return text;
     });
     if (has("val_loss")) {
-        add("validation loss", [](const RunHistory& run) { return number_in("%.4f", last_value(run.of("val_loss"))); });
+        const bool same = std::all_of(runs.begin(), runs.end(),
+                                      [&](const RunHistory& run) { return run.val_set == runs[0].val_set; });
+        add("validation loss" + (same && !runs[0].val_set.empty() ? ", " + runs[0].val_set : ""),
+            [](const RunHistory& run) { return number_in("%.4f", last_value(run.of("val_loss"))); });
         add("lowest", [](const RunHistory& run) {
             const LogPoint best = lowest_point(run.of("val_loss"));
             if (!std::isfinite(best.value)) return number_in("%.4f", NAN);
             return format_text("%.4f, step %lld", best.value, (long long)best.step);
         });
     }
+    for (const std::string& set : other_sets_of(runs))
+        add("validation loss, " + set,
+            [&](const RunHistory& run) { return number_in("%.4f", last_value(run.of("val_loss/" + set))); });
     if (has("hellaswag"))
         add("HellaSwag", [](const RunHistory& run) { return number_in("%.4f", last_value(run.of("hellaswag"))); });
     add("training loss", [](const RunHistory& run) { return number_in("%.4f", last_value(run.of("loss"))); });
@@ -183,6 +197,8 @@ inline std::string draw_loss_charts(const std::vector<RunHistory>& runs) {
 inline std::string draw_step_charts(const std::vector<RunHistory>& runs) {
     std::string html = "<h2>Steps, over tokens</h2><div class=\"grid\">";
     html += draw_chart(number_chart(runs, "loss", "Training loss"));
+    for (const std::string& set : other_sets_of(runs))
+        html += draw_chart(number_chart(runs, ("val_loss/" + set).c_str(), "Validation loss, " + set));
     Chart choices = number_chart(runs, "hellaswag", "HellaSwag, by loss per token");
     choices.levels.emplace_back(GPT2_HELLASWAG, format_text("GPT-2 124M %.4f", GPT2_HELLASWAG));
     if (has_points(choices)) html += draw_chart(choices);

@@ -1,13 +1,16 @@
 // token_source.h: tokens to train on: a shard, which is checked when it is opened, or a corpus in memory. dataloader.h,
 // which describes the format, reads them.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "background.h"
+#include "multiple_choice.h"
 #include "shards.h"
+#include "synthetic.h"
 
 // Tokens to train on: a shard, or a corpus that the program made.
 struct TokenSource {
@@ -106,6 +109,29 @@ inline std::vector<TokenSource> open_shards(const std::vector<std::string>& file
     std::vector<TokenSource> sources;
     for (const std::string& file : files) sources.push_back(open_shard(file));
     return sources;
+}
+
+inline TokenSource synthetic_source(uint64_t seed, uint64_t tokens, uint64_t first_document) {
+    SyntheticCorpus corpus = synthetic_corpus(seed, tokens, first_document);
+    return memory_source("the synthetic corpus", std::move(corpus.tokens), std::move(corpus.is_answer), 0);
+}
+
+// 4096 steps of the tiny preset pass before a document is seen again, so that recalling names pays more than memorising
+// documents. Made in 0.1 s. The same however long the run is, so that it can be extended.
+constexpr uint64_t SYNTHETIC_TOKENS = 1 << 24;
+
+// A validation set for `wanted` tokens, but at least one sample; it shares no document with the training data.
+inline TokenSource synthetic_validation(uint64_t seed, uint64_t wanted, int64_t seq_len) {
+    const uint64_t tokens = std::max(std::min(SYNTHETIC_TOKENS, wanted), uint64_t(seq_len)) + 1;
+    return synthetic_source(seed, tokens, SYNTHETIC_FIRST_VALIDATION_DOCUMENT);
+}
+
+// The rows of a task as samples of T tokens.
+inline TokenSource choice_source(const ChoiceTask& task, int64_t T) {
+    std::vector<uint16_t> tokens;
+    std::vector<uint8_t> is_answer;
+    task.lay_out(size_t(T), tokens, is_answer);
+    return memory_source(task.file, std::move(tokens), std::move(is_answer), 0);
 }
 
 // Reads this rank's share of the shards once, in the background, so that the first token outside the vocabulary is

@@ -32,13 +32,13 @@ TEST(patterns_from_the_root_match_the_same_files) {
     write_file(odd + "/x:1,.bin", "x"), write_file(odd + "/y.bin", "y");
     const std::string before = std::filesystem::current_path().string();
     std::filesystem::current_path(odd);
-    const std::string absolute = with_absolute_patterns("x\\:1*.bin:3,./y.bin:1");
+    const std::string absolute = with_absolute_patterns("x\\:1*.bin:3,./y.bin:1", false);
     std::filesystem::current_path(before);
     const auto files = files_of(weighted_sets(absolute, "--data"), "--data");
     REQUIRE(files.size() == 2 && files[0].size() == 1 && files[1].size() == 1);
     CHECK(std::filesystem::equivalent(files[0][0], odd + "/x:1,.bin") &&
           std::filesystem::equivalent(files[1][0], odd + "/y.bin"));
-    CHECK_EQUAL(with_absolute_patterns("/a/../b*.bin"), std::string("/b*.bin"));
+    CHECK_EQUAL(with_absolute_patterns("/a/../b*.bin", false), std::string("/b*.bin"));
     CHECK_FAILS(2, "matches both", files_of(weighted_sets(absolute + "," + absolute, "--data"), "--data"));
 }
 
@@ -205,4 +205,72 @@ TEST(run_resumes_a_mixture_on_other_ranks) {
     CHECK(read_file(folder.file("whole/step_00000009/model.safetensors")) ==
           read_file(folder.file("parts/step_00000009/model.safetensors")));
     CHECK(logged(folder.file("whole"), "loss") == logged(folder.file("parts"), "loss"));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Validation on several sets.
+
+TEST(named_sets_are_parsed) {
+    const auto text = [](const char* words) {
+        std::string all;
+        for (const DataSet& set : named_sets(words, "--val-data")) all += set.name + " " + set.pattern + "|";
+        return all;
+    };
+    CHECK_EQUAL(text("a_*.bin"), std::string(" a_*.bin|"));
+    CHECK_EQUAL(text("web=a_*.bin,co-de.2=b:1"), std::string("web a_*.bin|co-de.2 b:1|"));
+    CHECK_EQUAL(text("lang\\=en/a\\,b"), std::string(" lang\\=en/a\\,b|"));
+    CHECK_EQUAL(text("x=lang=en,y=synthetic"), std::string("x lang=en|y synthetic|"));
+    for (const char* bad : {"/data/lang=en/a.bin", "=a", "a b=c", "x=a,/y=b"})
+        CHECK_FAILS(2, "is no name, expected at most 32 letters", named_sets(bad, "--val-data"));
+    for (const char* bad : {"", "x=", "x=a,", "x=a,,y=b"})
+        CHECK_FAILS(2, "a pattern is empty", named_sets(bad, "--val-data"));
+    CHECK_FAILS(2, "'b' has no name; of several sets each needs one", named_sets("x=a,b", "--val-data"));
+    CHECK_FAILS(2, "the name 'x' is there twice", named_sets("x=a,x=b", "--val-data"));
+    CHECK_EQUAL(with_absolute_patterns("x=/a/../b,y=synthetic", true), std::string("x=/b,y=synthetic"));
+}
+
+// Every set's loss is what `eval` finds on that set alone; the first has the names of a single one.
+TEST(run_validates_on_several_sets) {
+    using namespace program;
+    TempFolder folder;
+    const std::string a = write_small_corpus(folder, "a.bin", 1), b = write_small_corpus(folder, "b.bin", 2);
+    const std::string out = folder.file("run"), sets = "web=" + a + ",code=" + b + ",syn=synthetic";
+    const Result r = train({{"out", out}, {"val-data", sets}, {"eval-batches", "1"}, {"tensorboard", "1"}});
+    REQUIRE_GOOD(r);
+    CHECK(r.out.find("valid.: web: 1 shard, 961 tokens") != std::string::npos);
+    const Result all = run({"eval", "--from", out, "--val-data", sets, "--eval-batches=2"});
+    REQUIRE_GOOD(all);
+    const auto alone = [&](const std::string& set) {
+        return run({"eval", "--from", out, "--val-data", set, "--eval-batches=2"}).out;
+    };
+    const std::string main_log = read_file(out + "/main.log"), json_log = read_file(out + "/log.jsonl");
+    const std::string events = read_file(glob_files(out + "/events.out.tfevents.*").at(0));
+    std::smatch found;
+    const struct {
+        std::string name, pattern, suffix;
+    } cases[] = {{"web", a, ""}, {"code", b, "/code"}, {"syn", "synthetic", "/syn"}};
+    for (const auto& c : cases) {
+        const std::string text = alone(c.pattern);
+        REQUIRE(std::regex_search(text, found, std::regex("loss ([0-9.]+),")));
+        const std::string loss = found[1];  // four decimals
+        CHECK(all.out.find(" on " + c.name + ", 128 tokens (2 of ") != std::string::npos);
+        CHECK(std::regex_search(all.out, std::regex(" on " + c.name + ", [^\n]*loss " + loss + ",")));
+        CHECK(r.out.find("step 0002 | val loss " + loss + " (" + c.name + ")") != std::string::npos);
+        CHECK(std::regex_search(main_log, std::regex("s:2 tel" + c.suffix + ":[0-9.]+\n")));
+        const std::vector<double> logs = logged(out, "val_loss" + c.suffix);
+        CHECK(logs.size() == 2 && std::fabs(logs[1] - std::stod(loss)) <= 0.5e-4 + 0.5e-6);  // what was rounded off
+        CHECK(events.find("val/loss" + c.suffix) != std::string::npos);
+        CHECK(events.find("val/bits_per_byte" + c.suffix) != std::string::npos);
+    }
+    CHECK(json_log.find("\"val_set\":\"web\"") != std::string::npos);
+    const Result report = run({"report", "--from", out, "--html", folder.file("page.html")});
+    REQUIRE_GOOD(report);
+    const std::string page = read_file(folder.file("page.html")), terminal = run({"report", "--from", out}).out;
+    CHECK(page.find("Validation loss, code") != std::string::npos &&
+          page.find("Validation loss, syn") != std::string::npos);
+    for (const char* row : {"validation loss, web ", "validation loss, code ", "validation loss, syn "})
+        CHECK(terminal.find(row) != std::string::npos);
+    CHECK_REFUSED(train({{"data", b}, {"val-data", sets}, {"out", folder.file("x")}}), 2, "validation loss would be");
+    CHECK_REFUSED(train({{"data", b}, {"val-data", "x=" + a + ",y=synthetic"}, {"tokenizer", "gpt2"}}), 2,
+                  "--val-data synthetic is bytes");
 }
