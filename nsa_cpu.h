@@ -56,7 +56,7 @@ struct HyperAdamW {
 //               attention_forward, _backward; select_blocks; combine_forward; attention_backward_rows; check_shape
 //   update      add_sum, add; chunk_squares, total_squares, set_guard (the gradient's norm); set_step, adamw;
 //               round_master (if has_master)
-//   log         describe, describe_selected, peak_flops, peak_bytes
+//   log         describe, describe_selected, count_reads, peak_flops, peak_bytes
 // clang-format on
 template <class real_>
 struct Cpu {
@@ -93,7 +93,9 @@ struct Cpu {
         return format_text("CPU, fp32%s, GEMM: %s", rounding, gemm_name());
     }
     std::string describe_selected(const NsaShape&) const { return ""; }  // there is one way only
-    static constexpr size_t peak_bytes = 0;                              // the host's memory is not the engine's own
+    // What attention and selection read from here on is added to *to; null ends it.
+    void count_reads(KeyReads* to) { reads = tiles.reads = to; }
+    static constexpr size_t peak_bytes = 0;  // the host's memory is not the engine's own
     template <class T>
     void zero(T* p, size_t count) {
 #pragma omp parallel for schedule(static)
@@ -444,6 +446,7 @@ struct Cpu {
             const size_t keys_at = group * s.key_stride(branch) * s.D;
             for (int t = s.first; t < s.first + s.queries; t++) {
                 const std::vector<int> keys = visible_keys(branch, t, s.selection_mask(selection, group, t), s);
+                if (reads) KeyReads::add(reads->keys[branch], keys.size());
                 for (size_t head = group * h; head < (group + 1) * h; head++) {
                     const size_t row = s.query_row(head, t);
                     attend(out + row * s.D, lse[row], q + row * s.D, k + keys_at, v + keys_at, keys, s);
@@ -581,6 +584,7 @@ struct Cpu {
     void block_importance(real* importance, const real* q, const Stat* lse, const real* kc, int t,
                           const NsaShape& s) const {
         std::vector<real> p(s.cmp_blocks(t + 1), real(0));
+        if (reads && t / s.slc_block >= s.slc_count) KeyReads::add(reads->scored, p.size());
         for (size_t i = 0; i < p.size(); i++)
             for (size_t row = 0; row < size_t(s.heads_per_group()) * s.queries; row += s.queries)
                 p[i] += exponential(score(q + row * s.D, kc + i * s.D, s) - lse[row]);  // eq. 8, summed as eq. 10 says
@@ -625,6 +629,7 @@ struct Cpu {
     // Cpu<float> runs the tiled version where there are vectors to run it on.
     static constexpr bool in_tiles = HAVE_VECTORS && std::is_same<real, float>::value;
     TiledAttention tiles;
+    KeyReads* reads = nullptr;
 
     // What a matrix product takes of x: x itself or, with --cpu-dtype bf16, the nearest number of that format.
     real factor(real x) const { return gemm.bf16 ? round_to_bf16(x) : x; }

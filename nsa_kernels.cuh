@@ -757,6 +757,29 @@ __global__ void __launch_bounds__(32) select_kernel(uint32_t* selection, float* 
     if (chosen_importance && lane == 0) chosen_importance[row] = share;
 }
 
+// *to += the keys that the queries see, once per group. One block, whose threads share out the ranges of keys.
+__global__ void __launch_bounds__(kernels::SUM_THREADS)
+    count_reads_kernel(KeyReads* to, const uint32_t* selection, NsaShape s) {
+    SHARED(double, of_warps, [kernels::SUM_WARPS]);
+    const int words = ((s.T + s.slc_block - 1) / s.slc_block + 31) / 32;
+    for (int i = s.full ? WIN : CMP; i < BRANCHES; i++) {
+        double count = 0, scored = 0;
+        for (int row = 0; row < s.B * s.G * s.queries; row++) {
+            const int t = s.first + row % s.queries;
+            for (int range = threadIdx.x; range < range_count(Branch(i), t, s); range += kernels::SUM_THREADS) {
+                const KeyRange keys = key_range(Branch(i), range, t, selection + size_t(row) * words, s);
+                count += keys.end - keys.begin;
+                if (i == CMP && t / s.slc_block >= s.slc_count) scored += keys.end;
+            }
+        }
+        count = kernels::block_sum(count, of_warps);
+        __syncthreads();  // the sums of the warps have been read
+        scored = kernels::block_sum(scored, of_warps);
+        __syncthreads();
+        if (threadIdx.x == 0) to->keys[i] += count, to->scored += scored;
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Launches. Shapes, "=" and "+=" as in struct Cpu.
 
@@ -1711,7 +1734,7 @@ struct Cuda : CudaRuntime {
     ~Cuda() {
         cudaStreamSynchronize(stream);
         for (PinnedBuffer& buffer : step_uploads) buffer.destroy();
-        release(sum_parts), release(selected_choice), release(adamw_step), release(rope_table);
+        release(sum_parts), release(selected_choice), release(adamw_step), release(rope_table), release(device_reads);
     }
 
     std::string describe() const {
@@ -1971,6 +1994,8 @@ struct Cuda : CudaRuntime {
     // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries]
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
                            const uint32_t* selection, const NsaShape& s) {
+        if (reads && branch == (s.full ? WIN : SLC))  // by now all is known
+            launch<plain::count_reads_kernel>(1, kernels::SUM_THREADS, 0, stream, device_reads, selection, s);
 #ifndef PRECISION_FP32
         if (!plain_attention)
             return ::attention_forward(branch, out, lse, q, k, v, selection, s, selected_kernel,
@@ -2016,6 +2041,14 @@ struct Cuda : CudaRuntime {
                                                                  lse, rows, s);
         });
     }
+    // What attention and selection read from here on is added to *to, once per group; null ends it and waits for the
+    // counts. They come from the selection, by a kernel of their own.
+    void count_reads(KeyReads* to) {
+        if (!device_reads) device_reads = allocate<KeyReads>(1);
+        if (reads) copy(reads, (const KeyReads*)device_reads, 1);
+        reads = to;
+        if (reads) copy(device_reads, (const KeyReads*)reads, 1);
+    }
     // Refuses shapes that the attention kernels do not have.
     void check_shape(const NsaShape& s) const {
 #ifndef PRECISION_FP32
@@ -2054,6 +2087,7 @@ struct Cuda : CudaRuntime {
     size_t steps_sent = 0;
     float* rope_table = nullptr;
     int rope_positions = 0, rope_dim = 0;
+    KeyReads *reads = nullptr, *device_reads = nullptr;  // the caller's, and the counts on the GPU
 
 #ifndef PRECISION_FP32
     AttentionWorkspace attention_workspace(Branch branch, const NsaShape& s, bool backward) {

@@ -23,6 +23,7 @@
 #include "dev/test/op_attention_tests.h"
 #include "dev/test/op_layer_tests.h"
 #include "dev/test/model_tests.h"
+#include "dev/test/decode_tests.h"
 #include "dev/test/choice_tests.h"
 #include "dev/test/eval_tests.h"
 #include "dev/test/run_option_tests.h"

@@ -29,6 +29,7 @@
 #include "lib/arena.h"
 #include "lib/build_info.h"
 #include "lib/config_files.h"
+#include "lib/decode_report.h"
 #include "lib/device.h"
 #include "lib/export.h"
 #include "lib/flops.h"
@@ -715,6 +716,7 @@ struct Decoder {
     Model<Dev>& model;
     Activations<Dev> a;
     int position = 0;  // of the next token to be read
+    DecodeMeter<Dev> meter{model.dev, a.shape, int64_t(a.layer.size())};
 
     // prompted: tokens of the first call; length: of all calls together.
     Decoder(Model<Dev>& m, int64_t prompted, int64_t length)
@@ -725,6 +727,7 @@ struct Decoder {
     int32_t next(const std::vector<int32_t>& tokens, const Config& c) {
         const size_t pass = position == 0 ? tokens.size() : 1;
         const Progress progress(format_text("prompt of %zu tokens", tokens.size()), 0, tokens.size() > 1);
+        const typename DecodeMeter<Dev>::Call call(meter, position, tokens.size());
         std::unique_ptr<DecodingThreads> threads;
         if (position > 0) threads = std::make_unique<DecodingThreads>(model.table.total);  // a prompt has all threads
         for (size_t at = 0; at < tokens.size(); at += pass, position += int(pass))
@@ -759,8 +762,9 @@ void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t cou
     std::vector<int32_t> next = prompt;
     for (int64_t i = 0; i < count; i++) {
         next = {decoder.next(next, c)};
-        if (!emit(next[0])) return;
+        if (!emit(next[0])) break;
     }
+    if (c.verb == "sample") decoder.meter.print();
 }
 
 // Prints a sample token by token: the prompt (a new document if there is none), then the model's words. Returns it.
@@ -1269,7 +1273,8 @@ static void run_sample(Config c, World& world) {
         read_parameters(model, weights);
         if (c.interactive) {
             Decoder decoder(model, c.seq_len, c.seq_len);
-            return converse(*tokenizer, c.seq_len, c.tokens, [&](auto& tokens) { return decoder.next(tokens, c); });
+            converse(*tokenizer, c.seq_len, c.tokens, [&](auto& tokens) { return decoder.next(tokens, c); });
+            return decoder.meter.print();
         }
         for (size_t i = 0; i < prompts.size(); i++) {
             announce_prompt(i, prompts.size());
@@ -1340,24 +1345,11 @@ static int run_check(const Config& c, World& world) {
     if (device.gpu) r.cuda = Cuda(gpu_of_rank(world)).describe();
 #endif
     print_build(r);
-    const std::string damage = error_of([&] {
-        const std::vector<std::string> shards = glob_files("data/*_train_*.bin");
-        if (shards.empty())
-            print_check(false, "data         no data/*_train_*.bin: the built-in synthetic corpus is used");
-        else
-            print_check(true, "data         %zu training shards in data/, the first %s", shards.size(),
-                        shards[0].c_str());
-        open_shards(shards);
-        const auto vocabulary = Tokenizer::find("gpt2", c.vocab_dir);
-        print_check(true, "vocabulary   %s",
-                    vocabulary ? vocabulary->describe().c_str()
-                               : "bytes; GPT-2's is looked for in --vocab-dir, which was not given");
-    });
-    if (!damage.empty()) print_check(false, "%s", damage.c_str());
+    const bool data_are_good = check_data<Tokenizer>(c.vocab_dir, open_shards);
     const double limit = 1e-6, worst = gradient_self_test();
     std::printf("%s gradients    worst error of the fp64 self-test %.1e, limit %.0e\n", tick(worst < limit), worst,
                 limit);
-    return damage.empty() && worst < limit ? 0 : 1;
+    return data_are_good && worst < limit ? 0 : 1;
 }
 
 [[maybe_unused]] static int run_verb(int argc, char** argv, World& world) {

@@ -24,6 +24,8 @@ constexpr int TILE_KEYS = 64, TILE_ROWS = 96;
 
 class TiledAttention {
   public:
+    KeyReads* reads = nullptr;  // of decoding, counted where this is given
+
     // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries] = ln of the
     // softmax's denominator. A query without a key: out 0, lse +infinity.
     void attention_forward(bool bf16, Branch branch, float* out, float* lse, const float* q, const float* k,
@@ -213,13 +215,8 @@ class TiledAttention {
     // a row with all keys of a tile are vector operations; for products that sum over keys they are [padded / PER][D],
     // where floats are read as they are.
     enum SumOver { OVER_D, OVER_KEYS };
-    struct EveryTile {
-        bool operator()(int, int) const { return true; }
-    };
-    // needed(bg, tile): whether anything will read that tile.
-    template <class Element, class Needed = EveryTile>
-    Tiles<Element> operand_tiles(int slot, Branch branch, const float* x, const NsaShape& s, SumOver sum_over,
-                                 Needed needed = {}) {
+    template <class Element>
+    Tiles<Element> operand_tiles(int slot, Branch branch, const float* x, const NsaShape& s, SumOver sum_over) {
         static_assert(sizeof(Element) == sizeof(float), "they share scratch memory");
         constexpr int per = PER<Element>;
         const int D = s.D, width = tile_keys(branch, s), padded = whole_vectors(width), keys = s.key_count(branch),
@@ -234,7 +231,6 @@ class TiledAttention {
 #pragma omp for collapse(2) schedule(static)
             for (int bg = 0; bg < s.B * s.G; bg++)
                 for (int tile = 0; tile < count; tile++) {
-                    if (!needed(bg, tile)) continue;
                     const int existing = std::min(width, keys - tile * width);
                     const float* const in = x + bg * group_stride + size_t(tile) * width * D;
                     Element* const out = data + (size_t(bg) * count + tile) * size;
@@ -297,16 +293,31 @@ class TiledAttention {
               tokens(queries) {}
     };
     template <class Element>
+    static void start_softmax(ForwardRoom<Element>& room) {
+        std::fill(room.sums.begin(), room.sums.end(), 0.0f);
+        std::fill(room.largest.begin(), room.largest.end(), -std::numeric_limits<float>::infinity());
+        std::fill(room.total.begin(), room.total.end(), 0.0f);
+    }
+    // The rows of queries t0 .. t0+count-1.
+    template <class Element>
+    static void finish_softmax(float* out, float* lse, int bg, int t0, int count, const ForwardRoom<Element>& room,
+                               const NsaShape& s) {
+        const int D = s.D, h = s.heads_per_group();
+        for (int r = 0; r < h * count; r++) {
+            const size_t row = query_row(bg, r % h, t0 + r / h, s);
+            const float inverse = room.total[r] > 0 ? 1 / room.total[r] : 0.0f;
+            for (int x = 0; x < D; x++) out[row * D + x] = room.sums[size_t(r) * D + x] * inverse;
+            lse[row] =
+                room.total[r] > 0 ? room.largest[r] + std::log(room.total[r]) : std::numeric_limits<float>::infinity();
+        }
+    }
+    template <class Element>
     void forward_pass(float* out, float* lse, const Branches& in) {
         const NsaShape& s = in.s;
         const int step =
             (in.branch == SLC ? 4 : 1) * tile_queries(s);  // fetches a tile that few of them chose less often
-        // Decoding has one query, which sees a few of the tiles; the many queries of a sequence see them all.
-        const auto needed = [&](int bg, int tile) {
-            return s.queries > 1 || sees(in.branch, s.first, tile, in.mask(bg, s.first), s);
-        };
-        const Tiles<Element> kt = operand_tiles<Element>(0, in.branch, in.k, s, OVER_D, needed),
-                             vs = operand_tiles<Element>(1, in.branch, in.v, s, OVER_KEYS, needed);
+        const Tiles<Element> kt = operand_tiles<Element>(0, in.branch, in.k, s, OVER_D),
+                             vs = operand_tiles<Element>(1, in.branch, in.v, s, OVER_KEYS);
 #pragma omp parallel
         {
             ForwardRoom<Element> room(size_t(s.heads_per_group()) * step, step, kt.padded, s.D);
@@ -322,13 +333,10 @@ class TiledAttention {
                              const Tiles<Element>& kt, const Tiles<Element>& vs, const Branches& in) {
         const NsaShape& s = in.s;
         const int D = s.D, h = s.heads_per_group();
-        const float infinity = std::numeric_limits<float>::infinity();
         for (int j = 0; j < count; j++) room.tokens[j] = t0 + j;
         load_queries(room.rows.data(), in.q, bg, room.tokens.data(), count, s);
         const Element* const q_rows = sum_over_columns(room.q_room.data(), room.rows.data(), D, h * count, D);
-        std::fill(room.sums.begin(), room.sums.end(), 0.0f);
-        std::fill(room.largest.begin(), room.largest.end(), -infinity);
-        std::fill(room.total.begin(), room.total.end(), 0.0f);
+        start_softmax(room);
         const auto visible = [&](int j, int tile) {
             return j < count && sees(in.branch, t0 + j, tile, in.mask(bg, t0 + j), s);
         };
@@ -339,12 +347,7 @@ class TiledAttention {
                 if (end == j && ++end) continue;
                 forward_run(room, q_rows, j, end, tile, kt(bg, tile), kt.padded, vs(bg, tile), in);
             }
-        for (int r = 0; r < h * count; r++) {
-            const size_t row = query_row(bg, r % h, t0 + r / h, s);
-            const float inverse = room.total[r] > 0 ? 1 / room.total[r] : 0.0f;
-            for (int x = 0; x < D; x++) out[row * D + x] = room.sums[size_t(r) * D + x] * inverse;
-            lse[row] = room.total[r] > 0 ? room.largest[r] + std::log(room.total[r]) : infinity;
-        }
+        finish_softmax(out, lse, bg, t0, count, room, s);
     }
     // Queries j .. end-1 of a step with one tile of keys and values.
     template <class Element>
@@ -388,6 +391,88 @@ class TiledAttention {
             sum += p[i];
         }
         total += sum;
+    }
+
+    // -----------------------------------------------------------------------------------------------------------------
+    // Decoding: one query per sequence. No other shares its keys, so packing them would cost more than the products;
+    // they are read where they lie, and nothing else of the caches is touched. The same sums in the same order.
+
+    // The queries of a token and a group, as the small operand of products with rows of keys.
+    template <class Element>
+    struct TokenQueries {
+        const int D, h, padded;  // padded: h in whole vectors
+        std::vector<float> rows, by_key;
+        std::vector<Element> q, keys;  // q [D / PER][padded]
+        explicit TokenQueries(const NsaShape& s)
+            : D(s.D),
+              h(s.heads_per_group()),
+              padded(whole_vectors(h)),
+              rows(size_t(h) * D),
+              by_key(size_t(std::max(TILE_KEYS, s.slc_block)) * padded),
+              q(size_t(D) / PER<Element> * padded),
+              keys(size_t(std::max(TILE_KEYS, s.slc_block) + 1) * D) {}
+        void load(const float* from, size_t bg, const NsaShape& s) {
+            load_queries(rows.data(), from, bg, &s.first, 1, s);
+            std::fill(q.begin(), q.end(), Element{});
+            std::vector<Element> room(size_t(h) * (D + 16));
+            pack(q.data(), padded, 1, rows.data(), 1, D, D / PER<Element>, h, D, room.data());
+        }
+        // scores[head * stride + key] = q . k for `count` rows k [count][D]
+        void score(float* scores, size_t stride, const float* k, int count) {
+            const int depth = D / PER<Element>;
+            tile_matmul(count, padded, depth, sum_over_columns(keys.data(), k, D, count, D), depth, 1, q.data(), padded,
+                        by_key.data(), padded, false);
+            for (int head = 0; head < h; head++)
+                for (int key = 0; key < count; key++) scores[head * stride + key] = by_key[size_t(key) * padded + head];
+        }
+    };
+    template <class Element>
+    void decode_pass(float* out, float* lse, const Branches& in) {
+        const NsaShape& s = in.s;
+#pragma omp parallel
+        {
+            TokenQueries<Element> queries(s);
+            ForwardRoom<Element> room(size_t(queries.h), 1, whole_vectors(tile_keys(in.branch, s)), s.D);
+#pragma omp for schedule(static)
+            for (int bg = 0; bg < s.B * s.G; bg++) decode_token(out, lse, bg, room, queries, in);
+        }
+    }
+    template <class Element>
+    void decode_token(float* out, float* lse, int bg, ForwardRoom<Element>& room, TokenQueries<Element>& queries,
+                      const Branches& in) const {
+        const NsaShape& s = in.s;
+        const int t = s.first, width = tile_keys(in.branch, s);
+        room.tokens[0] = t;
+        queries.load(in.q, bg, s);
+        start_softmax(room);
+        int keys_read = 0;
+        const KeyRange tiles = tile_range(in.branch, t, t + 1, s);
+        for (int tile = tiles.begin; tile < tiles.end; tile++) {
+            if (!sees(in.branch, t, tile, in.mask(bg, t), s)) continue;
+            const KeyRange visible = visible_keys(in.branch, t, tile, s);
+            const size_t at = (size_t(bg) * s.key_stride(in.branch) + size_t(tile) * width + visible.begin) * s.D;
+            decode_tile(room, queries, visible, columns_of(in.branch, &t, 1, tile, s), in.k + at, in.v + at, s.D);
+            keys_read += visible.end - visible.begin;
+        }
+        finish_softmax(out, lse, bg, t, 1, room, s);
+        if (reads) KeyReads::add(reads->keys[in.branch], size_t(keys_read));
+    }
+    // k, v: from the first visible key on.
+    template <class Element>
+    static void decode_tile(ForwardRoom<Element>& room, TokenQueries<Element>& queries, KeyRange visible,
+                            KeyRange columns, const float* k, const float* v, int D) {
+        constexpr int per = PER<Element>;
+        const int h = queries.h, count = visible.end - visible.begin, before = visible.begin - columns.begin,
+                  stride = int(room.scores.size()) / h, pairs = (count + per - 1) / per;
+        queries.score(room.scores.data() + before, size_t(stride), k, count);
+        for (int r = 0; r < h; r++)
+            softmax_step(&room.scores[size_t(r) * stride], columns, visible, room.largest[r], room.total[r],
+                         &room.sums[size_t(r) * D], D);
+        // the weights behind the last visible key are 0
+        const Element* const p =
+            sum_over_columns(room.p_room.data(), room.scores.data() + before, size_t(stride), h, per * pairs);
+        tile_matmul(h, D, pairs, p, size_t(stride) / per, 1, sum_over_rows(queries.keys.data(), v, D, count, D), D,
+                    room.sums.data(), D, true);
     }
 
     // -----------------------------------------------------------------------------------------------------------------
@@ -540,21 +625,25 @@ class TiledAttention {
     template <class Element>
     void selection_pass(uint32_t* selection, float* chosen_importance, const float* lse, const Branches& in) {
         const NsaShape& s = in.s;
-        const int D = s.D, h = s.heads_per_group(), words = s.selection_words(), step = tile_queries(s);
-        const Tiles<Element> kt = operand_tiles<Element>(0, CMP, in.k, s, OVER_D);
-        const size_t stride = size_t(kt.count) * TILE_KEYS;  // compressed blocks, in whole tiles
+        const int D = s.D, h = s.heads_per_group(), words = s.selection_words(),
+                  step = std::min(tile_queries(s), s.queries);
+        const bool decoding = s.queries == 1;
+        const Tiles<Element> kt = decoding ? Tiles<Element>{} : operand_tiles<Element>(0, CMP, in.k, s, OVER_D);
+        const size_t stride = size_t(s.cmp_blocks(s.first + s.queries) + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS;
 #pragma omp parallel
         {
             SelectionRoom<Element> room;
             room.rows.resize(size_t(h) * step * D), room.room.resize(room.rows.size());
-            room.scores.resize(size_t(h) * step * kt.padded), room.weight.resize(step * stride);
+            room.scores.resize(size_t(h) * step * TILE_KEYS), room.weight.resize(step * stride);
             room.importance.resize(s.slc_blocks()), room.tokens.resize(step);
+            TokenQueries<Element> queries(s);  // of decoding
 #pragma omp for collapse(2) schedule(dynamic, 1)
             for (int bg = 0; bg < s.B * s.G; bg++)
                 for (int t0 = s.first; t0 < s.first + s.queries; t0 += step) {
                     const int count = std::min(step, s.first + s.queries - t0);
                     const bool must_choose = (t0 + count - 1) / s.slc_block + 1 > s.slc_count;
-                    if (must_choose) compressed_weights(bg, t0, count, stride, room, kt, lse, in);
+                    if (must_choose && decoding) weights_of_token(bg, room, queries, lse, in);
+                    else if (must_choose) compressed_weights(bg, t0, count, stride, room, kt, lse, in);
                     for (int t = t0; t < t0 + count; t++) {
                         const size_t row = size_t(bg) * s.queries + (t - s.first);
                         const float share = select_for_query(selection + row * words, room.importance.data(),
@@ -581,14 +670,33 @@ class TiledAttention {
             tile_matmul(h * count, columns.end, D / per, q_rows, D / per, 1, kt(bg, tile), kt.padded,
                         room.scores.data(), kt.padded, false);
             for (int r = 0; r < h * count; r++) {
-                float *p = &room.scores[size_t(r) * kt.padded],
-                      *sum = &room.weight[r / h * stride + size_t(tile) * TILE_KEYS];
-                const float shift = lse[query_row(bg, r % h, t0 + r / h, s)];
+                float* const p = &room.scores[size_t(r) * kt.padded];
                 hide(p, columns.end, 0, visible_keys(CMP, t0 + r / h, tile, s).end);
-#pragma omp simd
-                for (int key = 0; key < columns.end; key++) sum[key] += exponential(p[key] - shift);
+                add_weights(&room.weight[r / h * stride + size_t(tile) * TILE_KEYS], p, columns.end,
+                            lse[query_row(bg, r % h, t0 + r / h, s)]);
             }
         }
+    }
+    static void add_weights(float* sum, const float* scores, int count, float lse) {
+#pragma omp simd
+        for (int key = 0; key < count; key++) sum[key] += exponential(scores[key] - lse);
+    }
+    // The same for the one token of decoding.
+    template <class Element>
+    void weights_of_token(int bg, SelectionRoom<Element>& room, TokenQueries<Element>& queries, const float* lse,
+                          const Branches& in) const {
+        const NsaShape& s = in.s;
+        const int t = s.first, visible = s.cmp_blocks(t + 1);
+        queries.load(in.q, bg, s);
+        std::fill(room.weight.begin(), room.weight.end(), 0.0f);
+        for (int begin = 0; begin < visible; begin += TILE_KEYS) {
+            const int count = std::min(TILE_KEYS, visible - begin);
+            queries.score(room.scores.data(), TILE_KEYS, in.k + (size_t(bg) * s.cmp_capacity() + begin) * s.D, count);
+            for (int head = 0; head < queries.h; head++)
+                add_weights(&room.weight[size_t(begin)], &room.scores[size_t(head) * TILE_KEYS], count,
+                            lse[query_row(bg, head, t, s)]);
+        }
+        if (reads) KeyReads::add(reads->scored, size_t(visible));
     }
     // The bitmask of query t. Returns the share of the importance that fell on the chosen blocks, 1 if all are.
     static float select_for_query(uint32_t* mask, float* importance, const float* weight, int t, const NsaShape& s) {
@@ -625,7 +733,10 @@ class TiledAttention {
 void TiledAttention::attention_forward(bool bf16, Branch branch, float* out, float* lse, const float* q, const float* k,
                                        const float* v, const uint32_t* selection, const NsaShape& s) {
     const Branches in{branch, q, k, v, selection, s};
-    with_element(bf16, [&](auto element) { forward_pass<decltype(element)>(out, lse, in); });
+    with_element(bf16, [&](auto element) {
+        if (s.queries == 1) decode_pass<decltype(element)>(out, lse, in);
+        else forward_pass<decltype(element)>(out, lse, in);
+    });
 }
 void TiledAttention::attention_backward(bool bf16, Branch branch, float* dq, bool add, float* dk, float* dv,
                                         const float* dout, const float* q, const float* k, const float* v,

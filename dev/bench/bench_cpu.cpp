@@ -3,6 +3,7 @@
 //   bench_cpu conditions                          processor, compiler, library, load
 //   bench_cpu gemm                                oneDNN and our own loop in fp32 and bf16 at the shapes of a 125m step
 //   bench_cpu attention                           the three branches, forward and backward, T = 2k .. 32k
+//   bench_cpu decode [options of train]           one decoded token behind 1k .. 64k others, NSA beside full attention
 //   bench_cpu step [options of train]             whole training steps, and the share of each kind of operation
 //   bench_cpu rate NAME STEPS [options of train]  whole training steps, one line "rate NAME tokens/s" each
 //   bench_cpu tokenize FILE VOCAB_DIR             the encoder on one thread, "rate tokenize-ours MB/s"
@@ -206,6 +207,74 @@ static void bench_attention(const Config& c, bool bf16) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// A model whose caches hold T tokens and which decodes the last of them. What the caches hold does not matter to the
+// time, so there is no prompt to be read: the keys and values are random.
+struct DecodeBench {
+    Timed<Cpu<float>> dev;
+    Model<Timed<Cpu<float>>> model;
+    Activations<Timed<Cpu<float>>> a;
+    const int T;
+    KeyReads reads;
+
+    DecodeBench(const Config& c, bool bf16, int tokens)
+        : model(dev, c, false), a(dev, c, 1, tokens, INFERENCE, 1), T(tokens) {
+        dev.gemm.bf16 = bf16;
+        model.initialise();
+        const std::vector<float> numbers = random_floats(size_t(1) << 20);
+        const auto fill = [&](float* x, size_t count) {
+            for (size_t i = 0; i < count; i += numbers.size())
+                std::copy_n(numbers.data(), std::min(numbers.size(), count - i), x + i);
+        };
+        const NsaShape& s = a.shape;
+        for (auto& y : a.layer) {
+            fill(y.kv, s.head_slots() * s.key_rows() * size_t(s.D));
+            fill(y.compressed, 2 * s.cmp_rows() * size_t(s.D));
+        }
+    }
+    void token() {
+        const DecodingThreads threads(model.table.total);
+        const int32_t token = 7;
+        forward(model, a, &token, T - 1, 1);
+        dev.matmul_forward(a.logits, a.normed, model.w.embed, nullptr, 1, int(a.C), int(a.Vp));
+    }
+    double attention_seconds() const {
+        double sum = 0;
+        for (const auto& [name, t] : dev.times)
+            if (name.compare(0, 17, "attention_forward") == 0 || name == "select_blocks") sum += t.seconds;
+        return sum;
+    }
+};
+
+static void bench_decode(Config c, bool bf16) {
+    std::printf("%s, %lld layers, %s: a token behind T - 1 others; keys: read in a layer and group\n", c.model.c_str(),
+                (long long)c.layers, bf16 ? "bf16" : "fp32");
+    std::printf("%-6s | %8s %8s %12s %12s | %8s %12s %12s | %s\n", "T", "NSA keys", "formula", "ms a token",
+                "attention ms", "full", "ms a token", "attention ms", "full / NSA");
+    for (int T = 1024; T <= 65536; T *= 2) {
+        std::vector<std::unique_ptr<DecodeBench>> kinds;
+        std::vector<std::function<void()>> tokens;
+        for (const char* kind : {"nsa", "full"}) {
+            c.attention = kind, c.seq_len = T;
+            kinds.push_back(std::make_unique<DecodeBench>(c, bf16, T));
+            tokens.push_back([bench = kinds.back().get()] { bench->token(); });
+        }
+        DecodeBench &nsa = *kinds[0], &full = *kinds[1];
+        nsa.dev.count_reads(&nsa.reads), nsa.token(), nsa.dev.count_reads(nullptr);
+        full.token();
+        nsa.dev.times.clear(), full.dev.times.clear();
+        constexpr int repetitions = 9;
+        const std::vector<double> seconds = alternate(repetitions, tokens);
+        const auto attention = [&](const DecodeBench& x) { return x.attention_seconds() / (repetitions + 1) * 1e3; };
+        const double keys =
+            (nsa.reads.keys[CMP] + nsa.reads.keys[SLC] + nsa.reads.keys[WIN]) / double(c.layers * c.kv_groups);
+        std::printf("%-6d | %8.0f %8.0f %12.2f %12.2f | %8d %12.2f %12.2f | %10.2f\n", T, keys,
+                    keys_by_formula(nsa.a.shape, T - 1), seconds[0] * 1e3, attention(nsa), T, seconds[1] * 1e3,
+                    attention(full), seconds[1] / seconds[0]);
+        std::fflush(stdout);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Training steps on random tokens; the engine clocks each operation.
 struct StepBench {
     Timed<Cpu<float>> dev;
@@ -304,8 +373,9 @@ static void bench_tokenize(const std::string& file, const std::string& vocab_dir
 static int run(int argc, char** argv) {
     const std::string mode = argc > 1 ? argv[1] : "";
     const int own = mode == "rate" ? 4 : 2;
-    if (!is_choice(mode, "conditions|gemm|attention|step|rate|tokenize"))
-        fail_usage("bench_cpu: mode '%s'; expected conditions, gemm, attention, step, rate or tokenize", mode.c_str());
+    if (!is_choice(mode, "conditions|gemm|attention|decode|step|rate|tokenize"))
+        fail_usage("bench_cpu: mode '%s'; expected conditions, gemm, attention, decode, step, rate or tokenize",
+                   mode.c_str());
     const LoadOfOthers load;
     if (mode == "tokenize") {
         if (argc != 4) fail_usage("bench_cpu tokenize FILE VOCAB_DIR");
@@ -326,6 +396,7 @@ static int run(int argc, char** argv) {
         if (mode == "conditions") print_conditions();
         if (mode == "gemm") bench_gemm();
         if (mode == "attention") bench_attention(c, device.cpu_bf16);
+        if (mode == "decode") bench_decode(c, device.cpu_bf16);
         if (mode == "step") bench_step(c, device.cpu_bf16, 3);
         if (mode == "rate") bench_rate(c, device.cpu_bf16, argv[2], std::atoi(argv[3]));
     }

@@ -42,6 +42,8 @@ echo; echo "== GEMM"
 "$bench" gemm
 echo; echo "== attention of one layer of 125m"
 "$bench" attention
+echo; echo "== decoding"
+"$bench" decode
 for dtype in fp32 bf16; do
     echo; echo "== one training step of 125m, T 2048, B 1, --cpu-dtype $dtype"
     "$bench" step --cpu-dtype $dtype

@@ -17,6 +17,7 @@
 #include "../../train_nsa.cu"
 #endif
 #include "../../nsa_kernels.cuh"
+#include "decode_check.h"
 #include "harness.h"
 
 constexpr bool MODEL_FP32 = std::is_same<Cuda::real, float>::value;
@@ -367,6 +368,38 @@ TEST(cuda_model_decoding_is_prefill) {
     check_cuda_decoding(cuda_config(), true);
     check_cuda_decoding(cuda_config("--attention full"), true);
     if (!MODEL_FP32) check_cuda_decoding(cuda_config(), false);
+}
+
+// Every position, its selections and what was counted. In emulation a row of a product does not depend on the others:
+// by the plain kernels every bit is the same.
+inline void check_cuda_decoding_to(int T, const std::string& options, bool level0) {
+    SelectionRecorder<Cuda> dev(0, size_t(1) << 20);
+    const Config c = options_of(
+        "--init random --dim 32 --heads 4 --kv-groups 2 --head-dim 16 --phi-hidden 16 "
+        "--mlp-hidden 64 --seq-len " +
+        std::to_string(T) + " " + options);
+    dev.plain_attention = level0 || MODEL_FP32;
+#ifdef __CUDACC__
+    check_decoding(dev, c, model_limit(c.layers));
+#else
+    check_decoding(dev, c, dev.plain_attention ? 0 : model_limit(c.layers));
+#endif
+}
+TEST(cuda_model_decoding_reads_what_the_formula_says) {
+    for (const bool level0 : {true, false}) {
+        check_cuda_decoding_to(130, "--layers 1 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 24 ",
+                               level0);
+        check_cuda_decoding_to(70, "--layers 1 --attention full ", level0);
+    }
+}
+// 4 of 64 blocks, and a window that is soon left behind.
+static const char* const DECODED_TO_4096 =
+    "--layers 2 --cmp-block 32 --cmp-stride 16 --slc-block 64 --slc-count 4 --window 128 ";
+TEST_LONG(cuda_model_decoding_is_the_forward_pass_up_to_4096_tokens) {
+    check_cuda_decoding_to(4096, DECODED_TO_4096, false);
+}
+TEST_LONG(cuda_model_plain_decoding_is_the_forward_pass_up_to_4096_tokens) {
+    check_cuda_decoding_to(4096, DECODED_TO_4096, true);
 }
 
 // ---- CUDA graphs. The oracle is the same training without them, which the tests above compare with Cpu: every bit has
