@@ -134,7 +134,7 @@ all: train_nsa
 info: ; @:
 train_nsa: $(BUILD)/train_nsa.o $(BUILD)/cpu_kernels.o
 	$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
-$(BUILD)/train_nsa.o: train_nsa.cu lib/hf/*.py $(BUILD)/command $(BUILD)/version
+$(BUILD)/train_nsa.o: train_nsa.cu lib/hf/*.py lib/html/* $(BUILD)/command $(BUILD)/version
 	$(COMPILE) $(LEVEL) -DCPU_KERNELS_APART -DPROGRAM_VERSION=$(VERSION) $(DEPENDS) -c $< -o $@
 $(BUILD)/cpu_kernels.o: lib/cpu_kernels.cpp $(BUILD)/command
 	$(HOST) $(KERNEL_LEVEL) $(DEPENDS) -c $< -o $@

@@ -42,6 +42,7 @@
 #include "dev/test/launch_tests.h"
 #include "dev/test/fuzz_tests.h"
 #include "dev/test/document_tests.h"
+#include "dev/test/inspect_tests.h"
 #include "dev/test/script_tests.h"
 #include "dev/test/cpu_speed_tests.h"
 #endif

@@ -35,6 +35,7 @@
 #include "lib/flops.h"
 #include "lib/gradient_check.h"
 #include "lib/help.h"
+#include "lib/inspect.h"
 #include "lib/prompts.h"
 #include "lib/report.h"
 #include "lib/run_report.h"
@@ -45,6 +46,7 @@
 #include "lib/tensors.h"
 #include "lib/tokenize.h"
 #include "lib/watchdog.h"
+#include "lib/worked_example.h"
 #include "tokenizer.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -455,23 +457,28 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
 
 // All layers for positions first .. first+queries-1 of B sequences, whose tokens [B, queries] are in a.tokens. Training
 // and evaluation take all T at once. Decoding takes a prompt, then one position at a time, and finds the earlier keys
-// and values in place. Leaves the normed residual stream of those positions in a.normed.
+// and values in place. Leaves the normed residual stream of those positions in a.normed. done(i), where given, is
+// called after layer i: later layers may write over its buffers.
 template <class Dev>
-void forward(const Model<Dev>& model, Activations<Dev>& a, int first, int queries) {
+void forward(
+    const Model<Dev>& model, Activations<Dev>& a, int first, int queries,
+    const std::function<void(size_t)>& done = [](size_t) {}) {
     Dev& dev = model.dev;
     NsaShape s = a.shape;
     s.first = first, s.queries = queries;
     const int N = s.B * queries, C = int(a.C);
     dev.embedding_forward(a.layer[0].x, a.tokens, model.w.embed, N, C);
-    for (size_t i = 0; i < a.layer.size(); i++) forward_layer(model, a, i, s);
+    for (size_t i = 0; i < a.layer.size(); i++) forward_layer(model, a, i, s), done(i);
     dev.rmsnorm_forward(a.normed, a.rstd, a.x_out, model.w.norm, N, C);
 }
 
 // The same for tokens on the host.
 template <class Dev>
-void forward(const Model<Dev>& model, Activations<Dev>& a, const int32_t* tokens, int first, int queries) {
+void forward(
+    const Model<Dev>& model, Activations<Dev>& a, const int32_t* tokens, int first, int queries,
+    const std::function<void(size_t)>& done = [](size_t) {}) {
     model.dev.upload(a.tokens, tokens, size_t(a.shape.B) * size_t(queries));
-    forward(model, a, first, queries);
+    forward(model, a, first, queries, done);
 }
 
 // Cross-entropy of the tied head after a forward pass over all T, against a.targets: a.losses [N]. It takes a chunk of
@@ -736,20 +743,15 @@ struct Decoder {
         model.dev.matmul_forward(a.logits, last, model.w.embed, nullptr, 1, int(a.C), int(a.Vp));
         std::vector<float> logits(static_cast<size_t>(a.V));
         model.dev.to_host(logits.data(), a.logits, logits.size());
-        for (const float x : logits)
-            if (!std::isfinite(x))
-                fail("sample: the model's logits at position %d are not finite: its weights are no use", position);
+        require_finite(logits, position);
         const double uniform = random_uniform(uint64_t(c.seed), random_stream(RANDOM_SAMPLE), uint64_t(position));
         return choose_token(logits, c.temperature, c.top_k, c.top_p, uniform);
     }
 
   private:
     static Dev& with_memory_for(Model<Dev>& m, int64_t prompted, int64_t length) {
-        require_memory_for(Activations<Dev>::bytes_needed(m.dev, m.config, 1, length, INFERENCE, prompted),
-                           m.dev.available_bytes(),
-                           format_text("a sample of %lld tokens after a prompt of %lld", (long long)(length - prompted),
-                                       (long long)prompted),
-                           "ask for fewer tokens");
+        const double needed = Activations<Dev>::bytes_needed(m.dev, m.config, 1, length, INFERENCE, prompted);
+        require_memory_to_decode(needed, m.dev.available_bytes(), prompted, length);
         return m.dev;
     }
 };
@@ -1208,12 +1210,6 @@ int train_run(Run<Dev>& run, const Device& device, const std::set<std::string>& 
 // ---------------------------------------------------------------------------------------------------------------------
 // Verbs.
 
-static Device choose_device(const Config& c, const World& world) {
-    const Device d = device_of(c, threads_of_rank(world));
-    require_same_kind_of_device(d, world);
-    return d;
-}
-
 // Calls use() with the engine for this device.
 template <class Use>
 void with_engine(const Device& device, [[maybe_unused]] const Config& c, World& world, Use use) {
@@ -1261,16 +1257,23 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     return status;
 }
 
-static void run_sample(Config c, World& world) {
-    const std::string folder = read_trained_config(c);
-    const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
-    if (!tokenizer) fail_usage("sample: --vocab-dir is missing: this model writes gpt2 tokens");
-    const std::vector<std::string> prompts = prompts_of(c);
+// Calls use() with the engine and the model of a checkpoint.
+template <class Use>
+void with_trained_model(const Config& c, const std::string& folder, World& world, Use use) {
     const SafeTensors weights(folder + "/model.safetensors");
     require_tensors(TensorTable(c).specs, weights);
     with_engine(choose_device(c, world), c, world, [&](auto& dev) {
         Model model(dev, c, false);
         read_parameters(model, weights);
+        use(dev, model);
+    });
+}
+
+static void run_sample(Config c, World& world) {
+    const std::string folder = read_trained_config(c);
+    const auto tokenizer = tokenizer_of_model<Tokenizer>(c);
+    const std::vector<std::string> prompts = prompts_of(c);
+    with_trained_model(c, folder, world, [&](auto&, auto& model) {
         if (c.interactive) {
             Decoder decoder(model, c.seq_len, c.seq_len);
             converse(*tokenizer, c.seq_len, c.tokens, [&](auto& tokens) { return decoder.next(tokens, c); });
@@ -1294,13 +1297,9 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
     const int64_t samples =
         given.count("eval-batches") ? std::min(data.samples(), c.eval_batches * c.batch) : data.samples();
     c.batch = std::min(c.batch, std::max<int64_t>(1, (samples + world.size - 1) / world.size));
-    const SafeTensors weights(folder + "/model.safetensors");
-    require_tensors(TensorTable(c).specs, weights);
-    with_engine(choose_device(c, world), c, world, [&](auto& dev) {
+    with_trained_model(c, folder, world, [&](auto& dev, auto& model) {
         using Engine = std::decay_t<decltype(dev)>;
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
-        Model model(dev, c, false);
-        read_parameters(model, weights);
         require_memory_to_evaluate(c, Activations<Engine>::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
                                    dev.available_bytes(world.local_size));
         for (const ValidationSet& s : data.sets) {
@@ -1314,6 +1313,19 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
     });
 }
 
+static void run_inspect(Config c, World& world) {
+    if (c.example) return print_worked_example<Cpu<double>>();
+    const std::string folder = read_trained_config(c);
+    Inspection inspection(c, folder, *tokenizer_of_model<Tokenizer>(c));
+    const int64_t T = int64_t(inspection.tokens.size());
+    with_trained_model(c, folder, world, [&](auto& dev, auto& model) {  // one pass, as of a prompt
+        Decoder decoder(model, T, T);
+        forward(model, decoder.a, inspection.tokens.data(), 0, int(T),
+                [&](size_t i) { inspection.add_layer(dev, decoder.a.shape, decoder.a.layer[i]); });
+    });
+    inspection.write(c.html, c.json);
+}
+
 // A small model in fp64: the backward pass against finite differences. Returns the worst relative error of a tensor.
 static double gradient_self_test() {
     const Config c = options_of(
@@ -1323,11 +1335,7 @@ static double gradient_self_test() {
     Model<Cpu<double>> model(dev, c, true);
     Activations<Cpu<double>> a(dev, c, 2, c.seq_len, TRAINING);
     model.initialise();
-    std::vector<int32_t> inputs(size_t(2 * c.seq_len)), targets(inputs.size());
-    for (size_t i = 0; i < inputs.size(); i++) {
-        inputs[i] = int32_t(random_below(256, 1, random_stream(RANDOM_TEST), i));
-        targets[i] = int32_t(random_below(256, 2, random_stream(RANDOM_TEST), i));
-    }
+    const auto inputs = bytes_to_check(size_t(2 * c.seq_len), 1), targets = bytes_to_check(inputs.size(), 2);
     auto loss = [&](bool gradient) {
         forward(model, a, inputs.data(), 0, int(c.seq_len));
         return classify(model, a, targets.data(), 1.0, gradient);
@@ -1347,8 +1355,7 @@ static int run_check(const Config& c, World& world) {
     print_build(r);
     const bool data_are_good = check_data<Tokenizer>(c.vocab_dir, open_shards);
     const double limit = 1e-6, worst = gradient_self_test();
-    std::printf("%s gradients    worst error of the fp64 self-test %.1e, limit %.0e\n", tick(worst < limit), worst,
-                limit);
+    print_check(worst < limit, "gradients    worst error of the fp64 self-test %.1e, limit %.0e", worst, limit);
     return data_are_good && worst < limit ? 0 : 1;
 }
 
@@ -1370,6 +1377,7 @@ static int run_check(const Config& c, World& world) {
     else if (verb == EXPORT) export_checkpoint<Tokenizer, TensorTable>(c);
     else if (verb == IMPORT) import_checkpoint<TensorTable>(c);
     else if (verb == REPORT) report_runs(c.runs, c.html, c.price);
+    else if (verb == INSPECT) run_inspect(c, world);
     else status = run_check(c, world);
     if (!output_is_whole()) report_lost_output(status, (verb == TRAIN || verb == TOKENIZE) && !only_prints);
     return status;

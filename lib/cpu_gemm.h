@@ -356,7 +356,7 @@ class Workspace {
 template <class real>
 class Gemm {
   public:
-    bool bf16 = false;        // round A and B to bf16
+    bool bf16 = false;  // round A and B to bf16
     // Use AMX and oneDNN where they are; tests switch them off.
     bool allow_tiles = true, allow_library = true;
 
@@ -555,7 +555,8 @@ void Gemm<real>::operator()(bool transpose_a, bool transpose_b, int M, int N, in
                             const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
     if constexpr (sizeof(real) == 4) {
 #ifdef USE_DNNL
-        if (K > 0 && allow_library) return library(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+        if (K > 0 && allow_library)
+            return library(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
 #endif
         if (bf16) return blocked<Bf16Pair>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
     }

@@ -167,3 +167,11 @@ void require_own_gpu(const World& world, int device) {
                        all[size_t(r)].c_str());
 }
 #endif
+
+// The device of this rank. All ranks ask.
+template <class World>
+Device choose_device(const Config& c, const World& world) {
+    const Device d = device_of(c, threads_of_rank(world));
+    require_same_kind_of_device(d, world);
+    return d;
+}

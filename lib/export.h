@@ -10,6 +10,7 @@
 
 #include "checkpoint.h"
 #include "config_files.h"
+#include "embed.h"
 #include "files.h"
 #include "json.h"
 #include "options.h"
@@ -19,17 +20,8 @@
 #include "vocabulary.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The files of lib/hf/ within the program: the assembler copies them in. Paths are from the folder of the Makefile.
+// The files of lib/hf/ within the program.
 
-#ifdef __CUDA_ARCH__
-#define EMBED_BYTES(symbol, path)  // nvcc compiles this file for the device too
-#else
-#define EMBED_BYTES(symbol, path) \
-    __asm__(".pushsection .rodata\n" symbol ": .incbin \"" path "\"\n" symbol "_end: .popsection\n");
-#endif
-#define EMBED_FILE(name, path)       \
-    EMBED_BYTES("file_" #name, path) \
-    extern const char file_##name[] __asm__("file_" #name), file_##name##_end[] __asm__("file_" #name "_end");
 EMBED_FILE(modeling_nsa, "lib/hf/modeling_nsa.py")
 EMBED_FILE(configuration_nsa, "lib/hf/configuration_nsa.py")
 

@@ -314,6 +314,14 @@ inline void rename_path(const std::string& from, const std::string& to) {
         fail("cannot rename %s to %s: %s", from.c_str(), to.c_str(), std::strerror(errno));
 }
 
+// Before the work whose result goes there: "" is nothing to write.
+inline void require_place_for_file(const char* option, const std::string& path) {
+    if (path.empty()) return;
+    if (!file_exists(folder_of(path) + "/."))
+        fail("--%s %s: there is no folder %s; make it first", option, path.c_str(), folder_of(path).c_str());
+    if (file_exists(path + "/.")) fail("--%s %s is a folder: give the name of a file", option, path.c_str());
+}
+
 // A crash at any moment leaves either the whole old text or the whole new one.
 inline void replace_text_file(const std::string& path, const std::string& text) {
     const std::string writing = path + ".writing";

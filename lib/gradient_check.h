@@ -8,6 +8,13 @@
 #include "progress.h"
 #include "util.h"
 
+// Test tokens, bytes each.
+inline std::vector<int32_t> bytes_to_check(size_t count, uint64_t seed) {
+    std::vector<int32_t> tokens(count);
+    for (size_t i = 0; i < count; i++) tokens[i] = int32_t(random_below(256, seed, random_stream(RANDOM_TEST), i));
+    return tokens;
+}
+
 // For each tensor of a flat array (specs with offset and size): the loss's central difference along a random direction
 // against the gradient. Returns the worst difference, relative to the L2 norm of that tensor's gradient. loss()
 // computes the loss from params; grads holds its gradient at the params given. With a step of 1e-5 in fp64, rounding

@@ -42,10 +42,10 @@ struct Config {
     bool resume = false, help = false, version = false;
     std::map<std::string, std::string> given_up;  // --resume: options that this machine cannot honour, and why
     // sampling and evaluation
-    std::string from, to, prompt, html;
+    std::string from, to, prompt, html, json, text;
     std::vector<std::string> runs;  // every --from, in order
     std::vector<std::string> prompt_file;
-    bool interactive = false, past_end = false;
+    bool interactive = false, past_end = false, example = false;
     std::string at_step;  // --step
     double price = 0;
     double temperature = 0, top_p = 0;
@@ -66,7 +66,8 @@ enum Verb : unsigned {
     EXPORT = 32,
     IMPORT = 64,
     REPORT = 128,
-    EVERY_VERB = 255
+    INSPECT = 256,
+    EVERY_VERB = 511
 };
 
 struct Option {
@@ -215,9 +216,9 @@ static const std::vector<Option>& option_table() {
          "...}; the command line goes before it"},
         {"tensorboard", TRAIN, &Config::tensorboard, "0", 0, 1,
          "1: the numbers of log.jsonl go into TensorBoard's event files too, beside it"},
-        {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB, &Config::device, "auto", "auto|cpu|cuda",
+        {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB | INSPECT, &Config::device, "auto", "auto|cpu|cuda",
          "auto: a GPU if there is one"},
-        {"cpu-dtype", TRAIN | SAMPLE | EVAL, &Config::cpu_dtype, "fp32", "fp32|bf16",
+        {"cpu-dtype", TRAIN | SAMPLE | EVAL | INSPECT, &Config::cpu_dtype, "fp32", "fp32|bf16",
          "of the CPU engine; bf16: the inputs of its matrix products are rounded to bf16, the sums stay fp32; needs "
          "AVX512_BF16"},
         {"selected-kernels", TRAIN, &Config::selected_kernels, "auto", "auto|tiles|gather",
@@ -232,14 +233,19 @@ static const std::vector<Option>& option_table() {
          "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and "
          "end"},
         // the other verbs
-        {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT, &Config::from, "", nullptr,
+        {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT, &Config::from, "", nullptr,
          "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several "
          "laid over each other"},
-        {"step", SAMPLE | EVAL | EXPORT, &Config::at_step, "last", nullptr,
+        {"step", SAMPLE | EVAL | EXPORT | INSPECT, &Config::at_step, "last", nullptr,
          "which of the run's checkpoints: that of this step; best: with the lowest validation loss; last: the newest "
          "that is whole"},
         {"to", EXPORT | IMPORT, &Config::to, "", nullptr, "folder to write: a new or an empty one"},
-        {"html", REPORT, &Config::html, "", nullptr, "page to write; without it the report is text on the terminal"},
+        {"html", REPORT | INSPECT, &Config::html, "", nullptr,
+         "page to write; without it the report is text on the terminal"},
+        {"json", INSPECT, &Config::json, "", nullptr, "file to write: what the page shows"},
+        {"text", INSPECT, &Config::text, "", nullptr, "file of text to look at, as it is, .gz or .zst; - for stdin"},
+        {"example", INSPECT, &Config::example,
+         "print eq. 8 to 12 with numbers for a dozen tokens instead, without a model"},
         {"price", REPORT, &Config::price, "0", 0, M,
          "of an hour of all ranks together: the report says what a run cost"},
         {"prompt-file", SAMPLE, &Config::prompt_file,
@@ -300,6 +306,7 @@ static const VerbName VERBS[] = {
     {"export", EXPORT, "a folder for Hugging Face's transformers: --from RUN_DIR --to DIR"},
     {"import", IMPORT, "such a folder as a run to begin from: --from DIR --to RUN_DIR"},
     {"report", REPORT, "loss curves and numbers of a run, or of several: --from RUN_DIR [--html FILE]"},
+    {"inspect", INSPECT, "which blocks a model selects in a text: --from RUN_DIR --text FILE --html FILE"},
     {"check", CHECK_VERB, "what this build and machine have, and a gradient self-test"},
 };
 

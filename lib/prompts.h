@@ -6,6 +6,14 @@
 #include "sampling.h"
 #include "tokenize.h"
 
+// The vocabulary of a checkpoint whose options are c.
+template <class Tokenizer>
+std::unique_ptr<Tokenizer> tokenizer_of_model(const Config& c) {
+    std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
+    if (!tokenizer) fail_usage("%s: --vocab-dir is missing: this model writes gpt2 tokens", c.verb.c_str());
+    return tokenizer;
+}
+
 // The prompts to continue: --prompt, or those of --prompt-file. A file is one, whose last line end is its editor's; of
 // a .jsonl each line's "text" is one; - is stdin.
 inline std::vector<std::string> prompts_of(const Config& c) {

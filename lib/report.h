@@ -179,6 +179,15 @@ inline void require_memory_to_evaluate(const Config& c, double needed, double av
         c.batch > 1 ? "choose a smaller --batch" : "choose a smaller --seq-len");
 }
 
+// prompted: tokens of the first pass; length: of all passes together.
+inline void require_memory_to_decode(double needed, double available, int64_t prompted, int64_t length) {
+    require_memory_for(needed, available,
+                       length == prompted ? format_text("a text of %lld tokens", (long long)length)
+                                          : format_text("a sample of %lld tokens after a prompt of %lld",
+                                                        (long long)(length - prompted), (long long)prompted),
+                       length == prompted ? "give a shorter one" : "ask for fewer tokens");
+}
+
 // What takes less than 4 % of the activations is summed up in one line.
 template <class Dev>
 void print_memory(double fixed_mib, const Arena<Dev>& arena) {

@@ -475,9 +475,7 @@ inline std::string report_text(const std::vector<RunHistory>& runs, double price
 inline void report_runs(const std::vector<std::string>& folders, const std::string& html, double price) {
     if (folders.empty()) fail_usage("report: --from is missing: the folder of a run, such as runs/tiny");
     if (folders.size() > 8) fail_usage("report: %zu runs; a page has colours for 8", folders.size());
-    if (!html.empty() && !file_exists(folder_of(html) + "/."))
-        fail("--html %s: there is no folder %s; make it first", html.c_str(), folder_of(html).c_str());
-    if (!html.empty() && file_exists(html + "/.")) fail("--html %s is a folder: give the name of a file", html.c_str());
+    require_place_for_file("html", html);
     std::vector<RunHistory> runs;
     for (const std::string& folder : folders) runs.push_back(read_run_history(folder));
     if (html.empty()) return void(std::fputs(report_text(runs, price, unix_time(), terminal_width()).c_str(), stdout));

@@ -21,6 +21,13 @@ inline void warn_beyond_trained(int64_t prompt, int64_t tokens, int64_t seq_len)
                         (long long)prompt, (long long)tokens, (long long)(prompt + tokens - 1), (long long)seq_len));
 }
 
+// The logits at a position, before a token is drawn from them.
+inline void require_finite(const std::vector<float>& logits, int position) {
+    for (const float x : logits)
+        if (!std::isfinite(x))
+            fail("sample: the model's logits at position %d are not finite: its weights are no use", position);
+}
+
 // The next token from its logits [V]: temperature, then the top_k likeliest, then the likeliest of total probability
 // top_p. uniform: a random number in [0, 1).
 inline int32_t choose_token(const std::vector<float>& logits, double temperature, int64_t top_k, double top_p,

@@ -10,8 +10,8 @@ CXX ?= g++
 BUILD ?= build
 RACE_PROGRAMS ?= 1000
 
-EMULATOR_HEADERS = $(wildcard *.cu *.cuh *.h lib/*.h lib/*.cuh lib/hf/*.py dev/emulator/*.h dev/ladder/* dev/bench/*.h \
-  dev/test/*.h dev/test/*.cuh)
+EMULATOR_HEADERS = $(wildcard *.cu *.cuh *.h lib/*.h lib/*.cuh lib/hf/*.py lib/html/* dev/emulator/*.h dev/ladder/* \
+  dev/bench/*.h dev/test/*.h dev/test/*.cuh)
 EMULATOR_FLAGS = -std=c++17 -g -Wall -Wextra -Wno-unknown-pragmas -fstack-clash-protection $(if $(WERROR),-Werror)
 # The CHECK build: compiled for the thread sanitizer but linked without it, since cuda_on_cpu_check.h has the functions
 # that the compiler calls.

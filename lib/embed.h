@@ -1,0 +1,14 @@
+// embed.h: files of the source tree within the program; the assembler copies them in. Paths are from the folder of the
+// Makefile, which names these files as what the program depends on. Used by export.h and inspect.h.
+#pragma once
+
+#ifdef __CUDA_ARCH__
+#define EMBED_BYTES(symbol, path)  // nvcc compiles this file for the device too
+#else
+#define EMBED_BYTES(symbol, path) \
+    __asm__(".pushsection .rodata\n" symbol ": .incbin \"" path "\"\n" symbol "_end: .popsection\n");
+#endif
+// The bytes are file_NAME .. file_NAME_end.
+#define EMBED_FILE(name, path)       \
+    EMBED_BYTES("file_" #name, path) \
+    extern const char file_##name[] __asm__("file_" #name), file_##name##_end[] __asm__("file_" #name "_end");

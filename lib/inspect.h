@@ -1,0 +1,176 @@
+// inspect.h: the verb `inspect`: what a trained model selects in a text. For every layer, group and query the chosen
+// blocks with their importances and the gates of the branches, as one JSON file and as one HTML page, lib/html/
+// inspect.html with that JSON in it, which reads nothing from elsewhere.
+#pragma once
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "config_files.h"
+#include "cpu_attention.h"
+#include "embed.h"
+#include "files.h"
+#include "json.h"
+#include "options.h"
+#include "shape.h"
+#include "tokenize.h"
+
+EMBED_FILE(inspect_page, "lib/html/inspect.html")
+
+// The whole text of --text.
+inline std::string text_to_inspect(const std::string& path) {
+    if (path.empty()) fail_usage("inspect: --text is missing: a file of text, or - for stdin");
+    TextInput input;
+    is_text_name(path, &input);
+    input.is_stdin = path == "-";
+    if (!input.is_stdin) file_size(path);  // refuses a folder
+    TextFile file(input);
+    while (!file.at_end) file.read_more(1 << 16);
+    return file.rest;
+}
+
+// What each token shows: the characters that begin in it, so that all of them together are the text. A byte that
+// belongs to no character is shown as U+FFFD.
+inline std::vector<std::string> texts_of_tokens(const std::vector<std::string>& bytes_of_tokens) {
+    std::string text;
+    std::vector<size_t> token_of_byte;
+    for (size_t i = 0; i < bytes_of_tokens.size(); i++) {
+        text += bytes_of_tokens[i];
+        token_of_byte.resize(text.size(), i);
+    }
+    std::vector<std::string> shown(bytes_of_tokens.size());
+    for (size_t at = 0, length; at < text.size(); at += length) {
+        uint32_t code;
+        const int bytes = utf8_decode(text.data() + at, text.size() - at, &code);
+        length = bytes ? size_t(bytes) : 1;
+        shown[token_of_byte[at]] += bytes ? text.substr(at, length) : "\xEF\xBF\xBD";
+    }
+    return shown;
+}
+
+class Inspection {
+  public:
+    static constexpr size_t MOST_TOKENS = 16384;  // the page would be of no use
+
+    std::vector<int32_t> tokens;  // an end-of-text, as before every document, and the text
+
+    template <class Tokenizer>
+    Inspection(const Config& c, const std::string& folder, const Tokenizer& tokenizer) {
+        if (c.attention == "full") fail("inspect: %s has full attention, which selects nothing", folder.c_str());
+        if (c.html.empty() && c.json.empty()) fail_usage("inspect: give --html FILE, --json FILE, or both");
+        require_place_for_file("html", c.html), require_place_for_file("json", c.json);
+        std::vector<std::string> bytes = {""};
+        tokens = {tokenizer.end_of_text};
+        for (const uint16_t id : tokenizer.encode(text_to_inspect(c.text))) {
+            tokens.push_back(id);
+            bytes.push_back(tokenizer.decode({id}));
+        }
+        if (tokens.size() > MOST_TOKENS)
+            fail("inspect: %s holds %zu tokens, and a page shows at most %zu: give a part of it", c.text.c_str(),
+                 tokens.size() - 1, MOST_TOKENS - 1);
+        if (int64_t(tokens.size()) > c.seq_len)
+            complain(
+                format_text("a text of %zu tokens, and the model was trained on %lld at a time: what it selects "
+                            "beyond that length it has not learnt",
+                            tokens.size() - 1, (long long)c.seq_len));
+        json = "{\"nsa_inspect\": 1, \"checkpoint\": " + json_quote(folder) + ", \"text\": " + json_quote(c.text) +
+               format_text(
+                   ",\n\"shape\": {\"layers\": %lld, \"heads\": %lld, \"kv_groups\": %lld, \"cmp_block\": %lld, "
+                   "\"cmp_stride\": %lld, \"slc_block\": %lld, \"slc_count\": %lld, \"window\": %lld, \"seq_len\": "
+                   "%lld},\n\"ids\": [",
+                   (long long)c.layers, (long long)c.heads, (long long)c.kv_groups, (long long)c.cmp_block,
+                   (long long)c.cmp_stride, (long long)c.slc_block, (long long)c.slc_count, (long long)c.window,
+                   (long long)c.seq_len);
+        add_list(tokens, [](int32_t id) { return std::to_string(id); });
+        json += "],\n\"tokens\": [";
+        add_list(texts_of_tokens(bytes), [](const std::string& text) { return json_quote(text); });
+        json += "],\n\"layers\": [";
+    }
+
+    // Takes over what a forward pass over all tokens has left of a layer.
+    template <class Dev, class Layer>
+    void add_layer(Dev& dev, const NsaShape& s, const Layer& y) {
+        const size_t rows = s.query_rows(), D = size_t(s.D), words = size_t(s.selection_words());
+        std::vector<float> q(rows * D), keys(s.cmp_rows() * D);
+        std::vector<typename Dev::Stat> lse(rows), gate(BRANCHES * rows);
+        std::vector<uint32_t> selection(size_t(s.G) * s.T * words);
+        dev.to_host(q.data(), y.q, q.size()), dev.to_host(keys.data(), y.compressed, keys.size());
+        dev.copy(lse.data(), (const typename Dev::Stat*)y.lse, rows);
+        dev.copy(gate.data(), (const typename Dev::Stat*)y.gate, gate.size());
+        dev.copy(selection.data(), (const uint32_t*)y.selection, selection.size());
+        json += layers++ ? ",\n{\"groups\": [" : "\n{\"groups\": [";
+        for (int g = 0; g < s.G; g++) {
+            std::vector<std::string> blocks(size_t(s.T)), importances(blocks), totals(blocks), gates(blocks);
+#pragma omp parallel for schedule(dynamic, 16)
+            for (int t = 0; t < s.T; t++) {
+                const std::vector<float> importance = importance_of_blocks(q, keys, lse, g, t, s);
+                float total = 0;
+                std::string chosen, values, of_heads;
+                for (int block = 0; block <= t / s.slc_block; block++) {
+                    total += importance[size_t(block)];
+                    if (!(selection[(size_t(g) * s.T + t) * words + block / 32] >> (block % 32) & 1)) continue;
+                    chosen += (chosen.empty() ? "" : ",") + std::to_string(block);
+                    values += (values.empty() ? "" : ",") + format_text("%.4g", double(importance[size_t(block)]));
+                }
+                for (int head = g * s.heads_per_group(); head < (g + 1) * s.heads_per_group(); head++) {
+                    const auto of = [&](Branch branch) {
+                        return double(gate[branch * rows + s.query_row(size_t(head), t)]);
+                    };
+                    of_heads +=
+                        (of_heads.empty() ? "" : ",") + format_text("[%.3f,%.3f,%.3f]", of(CMP), of(SLC), of(WIN));
+                }
+                blocks[size_t(t)] = "[" + chosen + "]", importances[size_t(t)] = "[" + values + "]";
+                totals[size_t(t)] = format_text("%.4g", double(total)), gates[size_t(t)] = "[" + of_heads + "]";
+            }
+            json += g ? ",\n {" : "\n {";
+            const std::pair<const char*, const std::vector<std::string>&> parts[] = {
+                {"blocks", blocks}, {"importances", importances}, {"all_importance", totals}, {"gates", gates}};
+            for (const auto& [name, values] : parts) {
+                json += std::string(&values == &blocks ? "\"" : ",\n  \"") + name + "\": [";
+                add_list(values, [](const std::string& text) { return text; });
+                json += "]";
+            }
+            json += "}";
+        }
+        json += "]}";
+    }
+
+    void write(const std::string& html_path, const std::string& json_path) {
+        json += "]}\n";
+        // In HTML this would end the script; in JSON it is the same.
+        for (size_t at = 0; (at = json.find("</", at)) != std::string::npos; at += 3) json.insert(at + 1, "\\");
+        if (!json_path.empty()) replace_text_file(json_path, json), std::printf("inspect: %s\n", json_path.c_str());
+        if (html_path.empty()) return;
+        std::string page(file_inspect_page, file_inspect_page_end);
+        const std::string place = "@JSON@";
+        page.replace(page.find(place), place.size(), json);
+        replace_text_file(html_path, page);
+        std::printf("inspect: %s\n", html_path.c_str());
+    }
+
+  private:
+    std::string json;
+    int layers = 0;
+
+    template <class List, class Text>
+    void add_list(const List& list, Text text) {
+        for (size_t i = 0; i < list.size(); i++) json += (i ? "," : "") + text(list[i]);
+    }
+    // Paper eq. 8 to 10: the importance of every block that query t may choose, from what the layer chose by.
+    template <class Stat>
+    static std::vector<float> importance_of_blocks(const std::vector<float>& q, const std::vector<float>& keys,
+                                                   const std::vector<Stat>& lse, int g, int t, const NsaShape& s) {
+        std::vector<float> weight(size_t(s.cmp_blocks(t + 1))), importance(size_t(t / s.slc_block + 1));
+        for (size_t i = 0; i < weight.size(); i++)
+            for (int head = g * s.heads_per_group(); head < (g + 1) * s.heads_per_group(); head++) {
+                const size_t row = s.query_row(size_t(head), t);
+                const float* const key = &keys[(size_t(g) * s.cmp_capacity() + i) * s.D];
+                float score = 0;
+                for (int x = 0; x < s.D; x++) score += q[row * s.D + x] * key[x];
+                weight[i] += exponential(score * float(s.scale()) - float(lse[row]));
+            }
+        TiledAttention::fold_importance(importance.data(), weight.data(), t, s);
+        return importance;
+    }
+};
