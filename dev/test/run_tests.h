@@ -220,7 +220,7 @@ inline EvalLine parse_eval(const std::string& out) {
     static const std::regex form(
         ".* on ([0-9]+) tokens \\(([0-9]+) of ([0-9]+) samples of 64\\): loss ([0-9.]+), perplexity ([0-9.]+), bits "
         "per byte ([0-9.]+)\n");
-    REQUIRE(std::regex_match(out, m, form));
+    REQUIRE(std::regex_search(out, m, form, std::regex_constants::match_continuous));
     e.tokens = std::stoull(m[1]), e.samples = std::stoull(m[2]), e.all_samples = std::stoull(m[3]);
     e.loss = std::stod(m[4]), e.perplexity = std::stod(m[5]), e.bits_per_byte = std::stod(m[6]);
     CHECK_NEAR(e.perplexity, std::exp(e.loss),
