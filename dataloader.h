@@ -18,6 +18,7 @@
 #include "lib/data_sets.h"
 #include "lib/errors.h"
 #include "lib/options.h"
+#include "lib/profile.h"
 #include "lib/token_source.h"
 #include "lib/train_state.h"
 
@@ -293,6 +294,7 @@ class DataLoader {
 template <class World>
 void read_samples(DataLoader& loader, const World& world, std::vector<int32_t>& inputs, std::vector<int32_t>& targets,
                   int B, uint8_t* answer = nullptr) {
+    const ProfileRange range("data");
     fail_together(world, error_of([&] { loader.next_batch(inputs.data(), targets.data(), B, answer); }));
 }
 
@@ -416,6 +418,9 @@ struct EvaluationData {
 template <class World, class Tokenizer>
 EvaluationData open_evaluation_data(const Config& c, const std::string& checkpoint, const World& world,
                                     const Tokenizer* tokenizer) {
+    if (c.val_data.empty() && c.hellaswag.empty())
+        fail_usage("eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic; or --hellaswag");
+    require_no_bytes(c);
     EvaluationData data;
     LoaderOptions options = loader_options(c, world, "--val-data", false);
     options.tail = true;

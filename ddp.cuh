@@ -21,6 +21,7 @@
 #endif
 
 #include "lib/launch.h"
+#include "lib/profile.h"
 #include "lib/util.h"
 #include "lib/watchdog.h"
 #include "nsa_cpu.h"
@@ -549,12 +550,14 @@ class MpiReducer {
     // Gradients at `offset` and behind are final. The step's first call has the largest offset.
     void ready(size_t offset) {
         if (options.deterministic) return;
+        const ProfileRange range("reduction");
         while (next > 0 && partition.begin(next - 1) >= offset) launch(--next);
         progress();
     }
 
     // Every gradient is final: waits until the sums are there, everywhere or, with --zero 1, in this rank's parts.
     void finish() {
+        const ProfileRange range("reduction");
         const double start = seconds_now();
         if (options.deterministic) {
             add_in_tree();
@@ -574,6 +577,7 @@ class MpiReducer {
     // --zero 1, after the update: every rank gets the others' parts of the parameters.
     template <class T>
     void gather(T* params) {
+        const ProfileRange range("gathering");
         const double start = seconds_now();
         for (size_t b = 0; b < partition.buckets(); b++)
             MPI_Allgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, params + partition.begin(b),
@@ -712,11 +716,13 @@ class NcclReducer {
 
     void ready(size_t offset) {
         if (options.deterministic || next == 0 || partition.begin(next - 1) < offset) return;
+        const ProfileRange range("reduction");
         follow_compute();
         if (next == partition.buckets()) start_clock(clocks[step % 2]);
         while (next > 0 && partition.begin(next - 1) >= offset) launch_bucket(--next);
     }
     void finish() {
+        const ProfileRange range("reduction");
         Clock& clock = clocks[step % 2];
         if (options.deterministic) {
             follow_compute();
@@ -741,6 +747,7 @@ class NcclReducer {
     }
     template <class T>
     void gather(T* params) {
+        const ProfileRange range("gathering");
         Clock& clock = clocks[(step + 1) % 2];  // of the step that finish() closed last
         follow_compute();
         CUDA_CHECK(cudaEventRecord(clock.gather, stream));

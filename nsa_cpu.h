@@ -15,7 +15,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <limits>
 #include <string>
 #include <type_traits>
@@ -24,6 +23,7 @@
 #include "lib/cpu_attention.h"
 #include "lib/cpu_gemm.h"
 #include "lib/memory.h"
+#include "lib/profile.h"
 #include "lib/shape.h"
 #include "lib/util.h"
 
@@ -357,6 +357,7 @@ struct Cpu {
     // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), rotated to position i*d if `rotated`; hidden [B, G, NC, F],
     // the values before the SiLU, is for the backward pass. Computes the blocks that end inside this call's positions.
     void compress_forward(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
+        const ProfileRange range("compression");
         prepare_rope(s.T, s.D);
         if constexpr (in_tiles) tiles.compress_forward(gemm, out, hidden, k, phi, s);
 #pragma omp parallel for schedule(static)
@@ -385,6 +386,7 @@ struct Cpu {
     // dk [B, G, T, D] =, dphi +=, from dout [B, G, NC, D], which is turned back in place. Training shapes.
     void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k,
                            const Phi& phi, bool rotated, const NsaShape& s) {
+        const ProfileRange range("compression");
         prepare_rope(s.T, s.D);
         const int NC = s.cmp_capacity();
         for (size_t row = 0; rotated && row < s.cmp_rows(); row++)
@@ -439,6 +441,7 @@ struct Cpu {
     // lse [B, H, queries] = ln of the softmax's denominator. A query without a key: out 0, lse +infinity.
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
                            const uint32_t* selection, const NsaShape& s) {
+        const ProfileRange range(ATTENTION_NAMES[branch]);
         if constexpr (in_tiles) return tiles.attention_forward(gemm.bf16, branch, out, lse, q, k, v, selection, s);
         const size_t h = size_t(s.heads_per_group());
 #pragma omp parallel for schedule(static)
@@ -525,6 +528,7 @@ struct Cpu {
     void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q,
                             const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
                             const uint32_t* selection, const NsaShape& s) {
+        const ProfileRange range(ATTENTION_NAMES[branch]);
         if constexpr (in_tiles)
             return tiles.attention_backward(gemm.bf16, branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated,
                                             selection, s);
@@ -565,6 +569,7 @@ struct Cpu {
     // the importance that fell on the chosen blocks, 1 where all were taken.
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse,
                        const NsaShape& s) {
+        const ProfileRange range("selection");
         if constexpr (in_tiles) return tiles.select_blocks(gemm.bf16, selection, chosen_importance, q, kc, lse, s);
         const size_t h = size_t(s.heads_per_group()), words = size_t(s.selection_words());
 #pragma omp parallel for schedule(static)

@@ -26,8 +26,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "lib/cuda_common.cuh"  // first: it says whether there is NVTX
+
 #include "nsa_cpu.h"
-#include "lib/cuda_common.cuh"
 #include "lib/cuda_runtime.cuh"
 #include "lib/attention_gathered.cuh"
 
@@ -1932,6 +1933,7 @@ struct Cuda : CudaRuntime {
     // the sum of its products with the block's l/d chunks of d tokens. Overlapping blocks are matrices with a row
     // stride of d*D, so this takes one product per chunk over all sequences and groups, and no copy.
     void compress_forward(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
+        const ProfileRange range("compression");
         const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin,
                   NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * count;
         if (count <= 0) return;
@@ -1953,6 +1955,7 @@ struct Cuda : CudaRuntime {
     // dk [B, G, T, D] =, dphi +=, from dout [B, G, NC, D] (rotated back in place). Training shapes.
     void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k,
                            const Phi& phi, bool rotated, const NsaShape& s) {
+        const ProfileRange range("compression");
         const int D = s.D, F = s.F, NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * NC;
         if (NC == 0) return zero(dk, s.key_rows() * D);
         const kernels::Rope rope = prepare_rope(s.T, D);
@@ -1994,6 +1997,7 @@ struct Cuda : CudaRuntime {
     // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys; lse [B, H, queries]
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
                            const uint32_t* selection, const NsaShape& s) {
+        const ProfileRange range(ATTENTION_NAMES[branch]);
         if (reads && branch == (s.full ? WIN : SLC))  // by now all is known
             launch<plain::count_reads_kernel>(1, kernels::SUM_THREADS, 0, stream, device_reads, selection, s);
 #ifndef PRECISION_FP32
@@ -2007,6 +2011,7 @@ struct Cuda : CudaRuntime {
     void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q,
                             const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
                             const uint32_t* selection, const NsaShape& s) {
+        const ProfileRange range(ATTENTION_NAMES[branch]);
 #ifndef PRECISION_FP32
         if (!plain_attention)
             return ::attention_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s,
@@ -2017,6 +2022,7 @@ struct Cuda : CudaRuntime {
     // selection [B, G, queries, words]; chosen_importance, where given, [B, G, queries]
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse,
                        const NsaShape& s) {
+        const ProfileRange range("selection");
 #ifndef PRECISION_FP32
         if (!plain_attention) return ::select_blocks(selection, chosen_importance, q, kc, lse, s, stream);
 #endif

@@ -33,6 +33,7 @@
 #include "dev/test/run_file_tests.h"
 #include "dev/test/export_tests.h"
 #include "dev/test/report_tests.h"
+#include "dev/test/profile_tests.h"
 #include "dev/test/run_tests.h"
 #include "dev/test/fault_tests.h"
 #include "dev/test/run_limit_tests.h"

@@ -31,11 +31,13 @@
 #include "lib/config_files.h"
 #include "lib/decode_report.h"
 #include "lib/device.h"
+#include "lib/environment.h"
 #include "lib/export.h"
 #include "lib/flops.h"
 #include "lib/gradient_check.h"
 #include "lib/help.h"
 #include "lib/inspect.h"
+#include "lib/profile.h"
 #include "lib/prompts.h"
 #include "lib/report.h"
 #include "lib/run_report.h"
@@ -215,6 +217,7 @@ struct Model {
     void progress(const char* phase) const {
         if (watchdog) watchdog->progress(step, phase);
     }
+    ProfileRange enter(const char* phase, int64_t i = -1) const { return progress(phase), ProfileRange(phase, i); }
 
     // Gradient buffers that --deterministic needs beside the first.
     static int64_t tree_levels(const Config& c, int ranks) {
@@ -427,8 +430,7 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     const size_t rows = s.query_rows(), kv = s.cmp_rows() * s.D, hidden = s.cmp_rows() * s.F;
     typename Dev::real* x_next = i + 1 < a.layer.size() ? a.layer[i + 1].x : a.x_out;
     const auto h = a.heads(y);
-
-    model.progress("forward");
+    const ProfileRange range = model.enter("forward", int64_t(i));
     dev.rmsnorm_forward(y.attn_normed, y.attn_rstd, y.x, w.attn_norm, N, C);
     dev.matmul_forward(a.projected, y.attn_normed, w.q_proj, nullptr, N, C, s.projected());
     dev.split_heads_forward(h, a.projected, s);
@@ -492,7 +494,7 @@ void classify_rows(Model<Dev>& model, Activations<Dev>& a, double dloss, bool wa
     if (logits_out) logits_out->resize(size_t(N * a.V));
     for (int64_t row = 0; row < N; row += a.logit_rows) {
         const int rows = int(std::min(a.logit_rows, N - row));
-        model.progress("classifier");
+        const ProfileRange range = model.enter("classifier");
         dev.matmul_forward(a.logits, a.normed + row * C, model.w.embed, nullptr, rows, int(C), int(a.Vp));
         if (logits_out)
             for (int r = 0; r < rows; r++)
@@ -612,7 +614,7 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
     // normed = rmsnorm(x_out)
     dev.rmsnorm_backward(a.dx, model.dw.norm, a.dnormed, a.x_out, a.rstd, model.w.norm, N, C);
     for (size_t i = a.layer.size(); i-- > 0;) {
-        model.progress("backward");
+        const ProfileRange range = model.enter("backward", int64_t(i));
         backward_layer(model, a, i);
         // attn_norm is the layer's first tensor; only later layers lie behind it
         if (ready) ready(size_t(model.dw.layer[i].attn_norm - model.dw.embed));
@@ -628,6 +630,7 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
 // rank's loss is not finite. Its bits depend on the gradients alone, not on which rank owns which part.
 template <class Dev>
 void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = nullptr) {
+    const ProfileRange range("gradient norm");
     double* squares = model.squares[step % 2];
     auto* guard = model.grads + model.table.total;
     if (model.sharded) model.dev.zero(squares, model.chunks());
@@ -647,6 +650,7 @@ void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = null
 // weights stay as they are.
 template <class Dev>
 void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = nullptr) {
+    const ProfileRange range("update");
     const Config& c = model.config;
     HyperAdamW h{lr, c.beta1, c.beta2, c.adam_eps, 0.0, step, uint64_t(c.seed), 0};
     h.squares = model.results + 1, h.grad_clip = c.grad_clip;
@@ -836,9 +840,8 @@ void dump_first_batch(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader
                  loss = classify(model, a, d.targets.data(), 1 / tokens, true, &d.logits) / tokens;
     d.loss = float(loss);
     backward(model, a);
-    d.tensors = views_of(model.dev, model.table.specs, model.master, "", buffers);
-    for (const TensorView& t : views_of(model.dev, model.table.specs, model.grads, "grad.", buffers))
-        d.tensors.push_back(t);
+    d.add(views_of(model.dev, model.table.specs, model.master, "", buffers));
+    d.add(views_of(model.dev, model.table.specs, model.grads, "grad.", buffers));
     d.add_selections(model.dev, s, a.layer);
     write_state_dump(c.dump_state, std::move(d), config_json(c), command_line(c, given, "dump-state"));
 }
@@ -979,7 +982,7 @@ struct Run {
     // ----- what a run does between steps
 
     void validate() {
-        model.progress("evaluation");
+        const ProfileRange range = model.enter("evaluation");
         if (!config().hellaswag.empty()) report.print_choices(state.step, answer_choices(model, data.choices, world));
         const int64_t wanted = config().eval_batches * (config().total_batch / config().seq_len);
         for (const ValidationSet& set : data.val) {
@@ -1103,7 +1106,9 @@ struct Run {
 
     void train() {
         const Config& c = config();
+        StepProfiler profiler(profiled_steps(c), is_first());
         while (state.step < c.steps && stop == GO_ON) {
+            profiler.before_step(state.step + 1, dev);
             launch_step();
             const bool last = state.step == c.steps;
             auto due = [&](int64_t every) { return last || (every && state.step % every == 0); };
@@ -1116,6 +1121,7 @@ struct Run {
             if (pause) report.last_report = seconds_now();  // the next step is not charged for the pause
         }
         while (!pending.empty()) report_step();
+        profiler.end(state.step, dev);
     }
 };
 
@@ -1142,12 +1148,12 @@ void begin_run(Run<Dev>& run, const Device& device, const std::set<std::string>&
     }
     std::unique_ptr<SafeTensors> initial;  // --init-from
     if (checkpoint.empty()) initial = open_initial_weights(c, run.model.table.specs, run.is_first());
-    if (run.is_first() && writes) prepare_run_folder(c.out, !checkpoint.empty(), manifest_json(c));
+    const std::string start = environment_json(world, run.dev.describe(), mpi_name(), checkpoint);
+    if (run.is_first() && writes) prepare_run_folder(c.out, !checkpoint.empty(), manifest_json(c), start);
     world.barrier();
     const std::string heartbeat = format_text("%s/heartbeat_rank%d.jsonl", c.out.c_str(), world.rank);
     run.watchdog = std::make_unique<Watchdog>(run.world, WatchdogOptions{c.stall_timeout, writes ? heartbeat : ""});
-    run.model.watchdog = run.watchdog.get();
-    run.model.progress("start");
+    run.model.watchdog = run.watchdog.get(), run.model.progress("start");
     if (world.size > 1)
         run.reducer =
             std::make_unique<Reducer<Dev>>(run.dev, run.world, run.model.partition, run.model.grads,
@@ -1260,11 +1266,10 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
 // Calls use() with the engine and the model of a checkpoint.
 template <class Use>
 void with_trained_model(const Config& c, const std::string& folder, World& world, Use use) {
-    const SafeTensors weights(folder + "/model.safetensors");
-    require_tensors(TensorTable(c).specs, weights);
+    const auto weights = open_weights(folder, TensorTable(c).specs);
     with_engine(choose_device(c, world), c, world, [&](auto& dev) {
         Model model(dev, c, false);
-        read_parameters(model, weights);
+        read_parameters(model, *weights);
         use(dev, model);
     });
 }
@@ -1288,9 +1293,6 @@ static void run_sample(Config c, World& world) {
 
 static void run_eval(Config c, const std::set<std::string>& given, World& world) {
     const std::string folder = read_trained_config(c);
-    if (c.val_data.empty() && c.hellaswag.empty())
-        fail_usage("eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic; or --hellaswag");
-    require_no_bytes(c);
     if (!given.count("batch")) c.batch = 1;
     const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
     const EvaluationData data = open_evaluation_data(c, folder, world, tokenizer.get());

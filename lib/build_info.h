@@ -2,9 +2,12 @@
 #pragma once
 #include <cstdio>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "background.h"
 #include "cpu_gemm.h"
+#include "embed.h"
 #include "files.h"
 #include "util.h"
 #ifdef HAVE_CUDA
@@ -12,11 +15,21 @@
 #endif
 
 // The Makefile gives PROGRAM_VERSION to the program alone, so that tests need not be built again at each commit.
+#define QUOTED(word) #word
+#define QUOTED_VALUE(macro) QUOTED(macro)
+#ifdef PROGRAM_VERSION
+EMBED_FILE(command, QUOTED_VALUE(BUILD_FOLDER) "/command")  // in which the Makefile keeps how it compiles
+#endif
+inline std::string compiler_flags() {
+#ifdef PROGRAM_VERSION
+    return std::string(file_command, file_command_end - 1);  // without the end of the line
+#else
+    return "unknown";
+#endif
+}
 #ifndef PROGRAM_VERSION
 #define PROGRAM_VERSION unknown
 #endif
-#define QUOTED(word) #word
-#define QUOTED_VALUE(macro) QUOTED(macro)
 inline const char* version_text() { return QUOTED_VALUE(PROGRAM_VERSION); }
 
 inline std::string compiler_name() {
@@ -37,6 +50,21 @@ inline std::string nccl_version() {
     return format_text("%d.%d.%d", nccl / 10000, nccl / 100 % 100, nccl % 100);
 #else
     return "";
+#endif
+}
+
+// CUDA's runtime, what the driver can do, and cuBLASLt, where the build has them.
+inline std::vector<std::pair<const char*, std::string>> cuda_versions() {
+#ifdef __CUDACC__
+    const auto text = [](int v) { return format_text("%d.%d", v / 1000, v % 1000 / 10); };
+    int runtime = 0, driver = 0;
+    CUDA_CHECK(cudaRuntimeGetVersion(&runtime));
+    CUDA_CHECK(cudaDriverGetVersion(&driver));  // 0: there is none
+    return {{"CUDA runtime", text(runtime)},
+            {"CUDA of the driver", driver ? text(driver) : "none"},
+            {"cuBLASLt", std::to_string(cublasLtGetVersion())}};
+#else
+    return {};
 #endif
 }
 

@@ -113,8 +113,7 @@ std::unique_ptr<SafeTensors> open_initial_weights(const Config& c, const Specs& 
     if (c.init_from.empty()) return nullptr;
     const std::string folder = checkpoint_of(c.init_from, "--init-from");
     require_same_model(c, folder, "begin");
-    auto weights = std::make_unique<SafeTensors>(folder + "/model.safetensors");
-    require_tensors(specs, *weights);
+    auto weights = open_weights(folder, specs);
     if (says) std::printf("weights: those of %s; moments, data and schedule begin anew\n", folder.c_str());
     return weights;
 }
@@ -175,6 +174,7 @@ static const struct {
     {"config", "what it gave is inherited itself"},
     {"allow-new-data", "it is for one resume"},
     {"dump-state", "it ends the program at the first batch, so no run that can be resumed had it"},
+    {"profile-steps", "it is for a look at one start of the program"},
     {"help", "it only prints"},
     {"version", "it only prints"},
 };
@@ -244,7 +244,7 @@ static void read_options_file(Config& c, std::set<std::string>& given, bool prin
     for (size_t i = 0; i < file.keys.size(); i++) {
         std::string name = file.keys[i];
         std::replace(name.begin(), name.end(), '_', '-');
-        if (of_run && (name == "program" || file.items[i].kind == Json::Object)) continue;
+        if (of_run && (name == "program" || name == "starts" || file.items[i].kind == Json::Object)) continue;
         if (of_full && std::find(std::begin(NSA_OPTIONS), std::end(NSA_OPTIONS), name) != std::end(NSA_OPTIONS))
             continue;
         const auto& table = option_table();

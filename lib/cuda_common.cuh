@@ -16,12 +16,23 @@
 #include "../dev/emulator/cuda_on_cpu.h"
 #include "../dev/emulator/cublaslt_on_cpu.h"
 #include "../dev/emulator/nccl_on_cpu.h"
+#define HAVE_NVTX
 #else
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #ifdef USE_NCCL
 #include <nccl.h>
+#endif
+#if __has_include(<cuda_profiler_api.h>)
+#include <cuda_profiler_api.h>
+#else  // a package of its own, which not every toolkit has; the functions are in the runtime
+extern "C" cudaError_t cudaProfilerStart(void);
+extern "C" cudaError_t cudaProfilerStop(void);
+#endif
+#if __has_include(<nvtx3/nvToolsExt.h>)  // a package of its own too; headers alone
+#include <nvtx3/nvToolsExt.h>
+#define HAVE_NVTX
 #endif
 #if CUDART_VERSION < 12000
 #error "CUDA 12 or later is needed: put its nvcc on PATH, or build with make NO_CUDA=1"

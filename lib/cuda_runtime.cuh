@@ -216,6 +216,16 @@ struct CudaRuntime {
         return 0;
     }
 
+    // ----- what lies between is for a profiler that was told to wait for it. Without one the calls may fail.
+    void start_profiler() {
+        CUDA_CHECK(cudaStreamSynchronize(stream));
+        if (cudaProfilerStart() != cudaSuccess) cudaGetLastError();  // it is the next launch's otherwise
+    }
+    void stop_profiler() {
+        CUDA_CHECK(cudaStreamSynchronize(stream));
+        if (cudaProfilerStop() != cudaSuccess) cudaGetLastError();
+    }
+
   protected:
     // Temporary memory that only grows; a slot's content is valid until the slot is used again. The last slot belongs
     // to add_column_sums, the others to whichever operation is running.

@@ -1,5 +1,6 @@
 // embed.h: files of the source tree within the program; the assembler copies them in. Paths are from the folder of the
-// Makefile, which names these files as what the program depends on. Used by export.h and inspect.h.
+// Makefile, which names these files as what the program depends on. Used by export.h, inspect.h and
+// build_info.h.
 #pragma once
 
 #ifdef __CUDA_ARCH__

@@ -13,6 +13,7 @@
 #include "embed.h"
 #include "files.h"
 #include "json.h"
+#include "embed.h"
 #include "options.h"
 #include "run_folder.h"
 #include "safetensors.h"

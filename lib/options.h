@@ -8,6 +8,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <unistd.h>
@@ -38,7 +39,7 @@ struct Config {
     int64_t eval_every = 0, eval_batches = 0, log_every = 0, stats_every = 0, sample_every = 0, sample_tokens = 0,
             save_every = 0, keep = 0, keep_every = 0, cuda_graph = 0, tensorboard = 0, allow_new_data = 0, threads = 0;
     double stall_timeout = 0;
-    std::string out, config, device, cpu_dtype, selected_kernels, dump_state;
+    std::string out, config, device, cpu_dtype, selected_kernels, dump_state, profile_steps;
     bool resume = false, help = false, version = false;
     std::map<std::string, std::string> given_up;  // --resume: options that this machine cannot honour, and why
     // sampling and evaluation
@@ -232,6 +233,9 @@ static const std::vector<Option>& option_table() {
         {"dump-state", TRAIN, &Config::dump_state, "", nullptr,
          "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and "
          "end"},
+        {"profile-steps", TRAIN, &Config::profile_steps, "", nullptr,
+         "steps to look at, such as 20-29: on a CPU a table of where their time went, on a GPU they stand between "
+         "cudaProfilerStart and cudaProfilerStop"},
         // the other verbs
         {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT, &Config::from, "", nullptr,
          "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several "
@@ -561,9 +565,25 @@ static void resolve_batch(Config& c, const std::set<std::string>& given, int ran
 static const char* const NSA_OPTIONS[] = {"cmp-block", "cmp-stride", "slc-block",       "slc-count",
                                           "window",    "phi-hidden", "selected-kernels"};
 
+// The first and the last step of --profile-steps; 0 and -1 where there are none.
+static std::pair<int64_t, int64_t> profiled_steps(const Config& c) {
+    if (c.profile_steps.empty()) return {0, -1};
+    long long first = 0, last = 0;
+    char behind = 0;
+    const int found = std::sscanf(c.profile_steps.c_str(), "%lld-%lld%c", &first, &last, &behind);
+    const bool digits = c.profile_steps.find_first_not_of("0123456789-") == std::string::npos,
+               ends = c.profile_steps.back() != '-';
+    if (found == 1) last = first;
+    if (found < 1 || found > 2 || !digits || !ends || first < 1 || last < first)
+        fail_usage("--profile-steps is '%s'; expected the first and the last step, such as 20-29, or one alone",
+                   c.profile_steps.c_str());
+    return {first, last};
+}
+
 // Options given for what dense attention does not have, or for a file that is there.
 static void validate_given(const Config& c, const std::set<std::string>& given) {
     if (!c.dump_state.empty()) require_new_file("--dump-state", c.dump_state);
+    profiled_steps(c);
     if (c.allow_new_data && !c.resume) fail_usage("--allow-new-data is for a resume: give --resume, or leave it out");
     for (const char* name : NSA_OPTIONS)
         if (c.attention == "full" && given.count(name))

@@ -80,9 +80,28 @@ inline std::string move_run_aside(const std::string& out, const std::vector<std:
                        has_checkpoint ? "; --resume would have continued it" : ", it has no checkpoint");
 }
 
+// run.json: the options, and a record of each start of the program on this run. earlier: the run.json up to now, or "".
+inline std::string run_json_with_start(const std::string& options, const std::string& earlier, const std::string& path,
+                                       const std::string& start) {
+    std::string starts;  // those of before, as they stand there
+    if (!earlier.empty()) try {
+            const Json root = parse_json(earlier, path);
+            const Json* const list = root.find("starts");
+            if (list && root.keys.back() != "starts") fail("%s: starts is not its last key", path.c_str());
+            if (list && !list->require(Json::Array, path + ": starts").items.empty()) {
+                const size_t begin = size_t(list->items[0].offset), end = earlier.rfind(']');
+                starts = earlier.substr(begin, earlier.find_last_not_of(" \n", end - 1) + 1 - begin) + ",\n  ";
+            }
+        } catch (const Error& e) {
+            complain(format_text("%s; the records of earlier starts are lost", e.what()));
+        }
+    return options.substr(0, options.rfind('}')) + ",\n \"starts\": [\n  " + starts + start + "\n ]}\n";
+}
+
 // A folder for the run, with its run.json. An earlier run's files are never overwritten: without --resume they move
 // into a folder beside it. A file that this program did not write stays, and is refused if it is in the way.
-inline void prepare_run_folder(const std::string& out, bool resuming, const std::string& run_json) {
+inline void prepare_run_folder(const std::string& out, bool resuming, const std::string& options,
+                               const std::string& start) {
     make_folders(out);
     lock_run_folder(out);
     std::vector<std::string> earlier;
@@ -95,7 +114,8 @@ inline void prepare_run_folder(const std::string& out, bool resuming, const std:
     const std::string note = !earlier.empty() ? move_run_aside(out, earlier) : resuming ? ", resumed" : "";
     std::printf("out:    %s%s\n", out.c_str(), note.c_str());
     clean_leftovers(out, complain);
-    replace_text_file(out + "/run.json", run_json);
+    const std::string path = out + "/run.json", before = file_exists(path) ? read_file(path) : "";
+    replace_text_file(path, run_json_with_start(options, before, path, start));
 }
 
 inline void remove_halt_file(const std::string& out) {

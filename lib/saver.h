@@ -16,6 +16,7 @@
 #include "background.h"
 #include "checkpoint.h"
 #include "errors.h"
+#include "profile.h"
 #include "run_folder.h"
 #include "safetensors.h"
 #include "util.h"
@@ -110,7 +111,9 @@ class CheckpointSaver {
     }
 
     void finish() {
-        const Progress progress("saving a checkpoint", 0, world.rank == 0 && phase != IDLE);
+        if (phase == IDLE) return;
+        const Progress progress("saving a checkpoint", 0, world.rank == 0);
+        const ProfileRange range("checkpoint", saving_step);
         if (phase == WRITING) commit();
         if (phase == COMMITTING) end_commit();
     }
@@ -145,6 +148,7 @@ class CheckpointSaver {
 
     void start(int64_t step, bool copy) {
         finish();
+        const ProfileRange range("checkpoint", step);
         options.progress("checkpoint");
         std::string error;
         try {
@@ -161,6 +165,7 @@ class CheckpointSaver {
         auto snapshot = std::make_shared<Snapshot>(options.take(copy));
         phase = WRITING;
         writer.start([this, snapshot] {
+            const ProfileRange of_thread("checkpoint", saving_step);
             written = write_snapshot(*snapshot, checkpoint_writing(options.run, saving_step), world.rank, world.size);
         });
     }
@@ -195,6 +200,7 @@ class CheckpointSaver {
         phase = COMMITTING;
         if (world.rank != 0) return report("");
         writer.start([this, records] {
+            const ProfileRange of_thread("checkpoint", saving_step);
             try {
                 options.before_commit();
             } catch (const Error& e) {

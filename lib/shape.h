@@ -10,6 +10,7 @@
 // holds something per branch.
 enum Branch { CMP = 0, SLC = 1, WIN = 2 };
 constexpr int BRANCHES = WIN + 1;
+constexpr const char* ATTENTION_NAMES[BRANCHES] = {"attention: compressed", "attention: selected", "attention: window"};
 
 // The order of the key and value projections. Full attention has the last two only.
 enum HeadSlot { K_CMP, V_CMP, K_SLC, V_SLC, K_WIN, V_WIN };

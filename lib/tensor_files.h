@@ -90,6 +90,14 @@ void require_tensors(const Specs& specs, const SafeTensors& file) {
     for (const auto& t : specs) file.get(t.name, "F32", t.shape());
 }
 
+// A checkpoint's weights, for this model.
+template <class Specs>
+std::unique_ptr<SafeTensors> open_weights(const std::string& checkpoint, const Specs& specs) {
+    auto weights = std::make_unique<SafeTensors>(checkpoint + "/model.safetensors");
+    require_tensors(specs, *weights);
+    return weights;
+}
+
 // For an engine with an fp32 master copy, which is what the file holds: rounds the parameters from it as the
 // optimiser's last update, in step last_update, rounded them.
 template <class Dev, class Specs, class T>
@@ -195,6 +203,7 @@ struct StateDump {
     std::vector<std::vector<uint32_t>> selection;  // per layer the bitmasks [rows, words]; none in full attention
     int64_t groups = 0, blocks = 0, words = 0;     // of a selection: rows = B * groups * T; bits, words of a bitmask
 
+    void add(const std::vector<TensorView>& more) { tensors.insert(tensors.end(), more.begin(), more.end()); }
     template <class Dev, class Layers>
     void add_selections(Dev& dev, const NsaShape& s, const Layers& layers) {
         groups = s.G, blocks = s.slc_blocks(), words = s.selection_words();

@@ -11,15 +11,6 @@
 #pragma once
 #include <map>
 #include <string>
-#ifdef __CUDACC__
-#if __has_include(<cuda_profiler_api.h>)
-#include <cuda_profiler_api.h>
-#else  // a package of its own, which not every toolkit has; the functions are in the runtime
-#include <cuda_runtime.h>
-extern "C" cudaError_t cudaProfilerStart(void);
-extern "C" cudaError_t cudaProfilerStop(void);
-#endif
-#endif
 
 #ifndef NSA_WITHOUT_MAIN
 #define NSA_WITHOUT_MAIN
@@ -426,11 +417,9 @@ void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& n
                  name.c_str(), tokens / plain.done, plain.done * 1e6, COUNT, plain.launched * 1e6,
                  clocked_seconds * 1e6);
     std::fflush(out);
-#ifdef __CUDACC__
-    if (cudaProfilerStart() != cudaSuccess) cudaGetLastError();  // it is the next launch's otherwise
+    dev.start_profiler();
     step.run();
-    if (cudaProfilerStop() != cudaSuccess) cudaGetLastError();
-#endif
+    dev.stop_profiler();
     dev.use_graphs = true;
     try {
         const auto graphs = step.medians(COUNT);

@@ -630,3 +630,40 @@ TEST(cuda_graph_refuses_what_cannot_be_repeated) {
     CHECK(std::memcmp(found, tokens, sizeof found) == 0);
     dev.release(device_tokens), dev.release(sum), dev.release(x), dev.release(never);
 }
+
+#ifndef __CUDACC__
+// What a profiler sees of a step of two micro-steps and two layers, and that it is asked for the chosen steps alone.
+TEST(cuda_profile_ranges_name_the_parts_of_a_step) {
+    const Config c = cuda_config("--batch 1 --total-batch 300");
+    Cuda dev(0, size_t(1) << 20);
+    Model<Cuda> model(dev, c, true);
+    Activations<Cuda> a(dev, c, 1, c.seq_len, TRAINING);
+    model.initialise();
+    const World world;
+    DataLoader data({synthetic_source(1, 60000, 0)}, loader_options(c, world, "--data", true));
+    StepProfiler profiler({2, 3}, false);
+    const auto profile = [&](long starts, long stops) {
+        CHECK(emu::profile.starts == starts && emu::profile.stops == stops && emu::open_ranges == 0);
+    };
+    emu::profile.starts = emu::profile.stops = 0;
+    for (int64_t step = 1; step <= 4; step++) {
+        profiler.before_step(step, dev);
+        profile(step >= 2, step >= 4);
+        emu::profile.ranges.clear();
+        accumulate_gradients(model, a, data, world, false);
+        update(model, step, 1e-3);
+        const std::map<std::string, long> expected = {
+            {"data", 1},       {"forward 0", 2},    {"forward 1", 2},           {"backward 0", 2},
+            {"backward 1", 2}, {"classifier", 2},   {"attention: selected", 8}, {"attention: compressed", 8},
+            {"selection", 4},  {"compression", 16}, {"attention: window", 8},   {"gradient norm", 1},
+            {"update", 1}};
+        CHECK(emu::profile.ranges == expected);
+    }
+    profiler.end(4, dev);
+    profile(1, 1);
+    StepProfiler until_the_end({4, 9}, false);  // the run ends first
+    until_the_end.before_step(4, dev);
+    until_the_end.end(4, dev);
+    profile(2, 2);
+}
+#endif

@@ -9,8 +9,8 @@
 TEST(resume_inherits_every_option) {
     using namespace program;
     TempFolder folder;
-    const std::set<std::string> not_inherited = {"out",        "resume", "config", "allow-new-data",
-                                                 "dump-state", "help",   "version"};
+    const std::set<std::string> not_inherited = {"out",           "resume",     "config", "allow-new-data",
+                                                 "profile-steps", "dump-state", "help",   "version"};
     const auto started = [](const Words& words) {
         std::set<std::string> given;
         Config c = parse(words, &given);
