@@ -1037,8 +1037,7 @@ struct Run {
         pending.push_back(std::move(s));
     }
 
-    // Waits for a step's results, sums them over the ranks, and lets the ranks tell each other who wants to stop and
-    // who has written its part of a checkpoint.
+    // Waits for a step's results and sums them over the ranks, which tell each other who will stop and who has saved.
     void exchange(StepResult& s) {
         enum { LOSS, TERMINATE, INTERRUPT, HALT, WRITTEN, COUNT };
         model.progress(Dev::on_host ? "update" : "waiting for the GPU");
@@ -1076,8 +1075,7 @@ struct Run {
         if (!s.skipped) state.last_update = s.step;
     }
 
-    // Loss or gradient is not finite, so the update changed nothing. Each rank writes the batch that led there into a
-    // file. Too many such steps in a row end the run.
+    // Not finite, so the update changed nothing. Each rank writes its batch to a file. Too many in a row end the run.
     void count_bad_step(const StepResult& s) {
         state.bad_steps++;
         std::vector<double> squares(model.chunks());
@@ -1311,7 +1309,7 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
         }
         if (data.choices.items.empty()) return;
         const ChoiceResult r = answer_choices(model, data.choices, world);
-        if (world.rank == 0) print_choices(folder, data.choices.file, r);
+        if (world.rank == 0) print_choices(folder, data.choices, r, c.items);
     });
 }
 

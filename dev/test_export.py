@@ -20,19 +20,18 @@ import subprocess
 import sys
 import tempfile
 
-try:
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(HERE, "bench"))
+
+from needs import needs
+
+with needs("transformers, torch, safetensors and numpy"):
     import numpy as np
     import torch
     from safetensors.numpy import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
-except ImportError as error:  # --help works without them
-    if not {"-h", "--help"} & set(sys.argv[1:]):
-        sys.exit(f"test_export.py: {error}: install transformers, torch, safetensors and numpy")
-    print(__doc__)
-    sys.exit()
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 LOGIT_LIMIT = 1e-4
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 300, 1025, 3000)
 GREEDY_TOKENS = 512

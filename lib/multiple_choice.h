@@ -27,8 +27,14 @@ struct ChoiceItem {
     size_t label = 0;
 };
 
+struct ChoiceAnswer {
+    size_t by_loss = 0, by_loss_per_token = 0;  // the endings chosen
+    std::vector<double> losses;                 // of each ending
+};
+
 struct ChoiceResult {
     size_t items = 0, right = 0, right_per_token = 0;
+    std::vector<ChoiceAnswer> answers;  // of each item
 
     double accuracy() const { return double(right) / double(items); }
     double accuracy_per_token() const { return double(right_per_token) / double(items); }  // what is usually reported
@@ -80,19 +86,38 @@ struct ChoiceTask {
         r.items = items.size();
         size_t row = 0;
         for (const ChoiceItem& item : items) {
-            size_t best = 0, best_per_token = 0;
-            const auto loss = [&](size_t i) { return sums[row + i].answer_loss; };
-            const auto per_token = [&](size_t i) { return loss(i) / double(item.endings[i].answers()); };
+            ChoiceAnswer answer;
+            for (size_t i = 0; i < item.endings.size(); i++) answer.losses.push_back(sums[row++].answer_loss);
+            size_t &best = answer.by_loss, &best_per_token = answer.by_loss_per_token;
+            const auto per_token = [&](size_t i) { return answer.losses[i] / double(item.endings[i].answers()); };
             for (size_t i = 1; i < item.endings.size(); i++) {
-                if (loss(i) < loss(best)) best = i;
+                if (answer.losses[i] < answer.losses[best]) best = i;
                 if (per_token(i) < per_token(best_per_token)) best_per_token = i;
             }
             r.right += best == item.label, r.right_per_token += best_per_token == item.label;
-            row += item.endings.size();
+            r.answers.push_back(std::move(answer));
         }
         return r;
     }
 };
+
+// A line of JSON for each item: the right ending and those chosen, counted from 0, and of every ending its loss and
+// tokens.
+inline std::string choice_items_text(const ChoiceTask& task, const ChoiceResult& r) {
+    std::string text;
+    for (size_t i = 0; i < task.items.size(); i++) {
+        const ChoiceAnswer& answer = r.answers[i];
+        std::string losses, tokens;
+        for (size_t e = 0; e < answer.losses.size(); e++) {
+            losses += format_text("%s%.9g", e ? ", " : "", answer.losses[e]);
+            tokens += format_text("%s%zu", e ? ", " : "", task.items[i].endings[e].answers());
+        }
+        text += format_text("{\"item\": %zu, \"label\": %zu, \"by_loss\": %zu, \"by_loss_per_token\": %zu, ", i,
+                            task.items[i].label, answer.by_loss, answer.by_loss_per_token) +
+                "\"losses\": [" + losses + "], \"tokens\": [" + tokens + "]}\n";
+    }
+    return text;
+}
 
 inline void require_choices(const ChoiceItem& item, int64_t label, const std::string& where) {
     if (item.endings.size() < 2) fail("%s: %zu endings, expected at least 2", where.c_str(), item.endings.size());

@@ -43,7 +43,7 @@ struct Config {
     bool resume = false, help = false, version = false;
     std::map<std::string, std::string> given_up;  // --resume: options that this machine cannot honour, and why
     // sampling and evaluation
-    std::string from, to, prompt, html, json, text;
+    std::string from, to, prompt, html, json, text, items;
     std::vector<std::string> runs;  // every --from, in order
     std::vector<std::string> prompt_file;
     bool interactive = false, past_end = false, example = false;
@@ -243,6 +243,9 @@ static const std::vector<Option>& option_table() {
         {"step", SAMPLE | EVAL | EXPORT | INSPECT, &Config::at_step, "last", nullptr,
          "which of the run's checkpoints: that of this step; best: with the lowest validation loss; last: the newest "
          "that is whole"},
+        {"items", EVAL, &Config::items, "", nullptr,
+         "file to write: of --hellaswag a line of JSON for each item, with what was chosen and the loss of every "
+         "ending"},
         {"to", EXPORT | IMPORT, &Config::to, "", nullptr, "folder to write: a new or an empty one"},
         {"html", REPORT | INSPECT, &Config::html, "", nullptr,
          "page to write; without it the report is text on the terminal"},

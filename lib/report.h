@@ -313,8 +313,11 @@ inline std::string choices_text(const ChoiceResult& r) {
                        r.accuracy(), r.items);
 }
 
-inline void print_choices(const std::string& checkpoint, const std::string& file, const ChoiceResult& r) {
-    std::printf("%s on %s: %s\n", checkpoint.c_str(), file.c_str(), choices_text(r).c_str());
+// items: file to write, or "".
+inline void print_choices(const std::string& checkpoint, const ChoiceTask& task, const ChoiceResult& r,
+                          const std::string& items) {
+    if (!items.empty()) write_text_file(items, choice_items_text(task, r));
+    std::printf("%s on %s: %s\n", checkpoint.c_str(), task.file.c_str(), choices_text(r).c_str());
 }
 
 // What the verb `eval` says of a set. samples: that it has.

@@ -154,6 +154,30 @@ TEST(run_answers_multiple_choice) {
     const Result e = run({"eval", "--from", out, "--hellaswag", file, "--threads=1"});
     REQUIRE_GOOD(e);
     CHECK(e.out.find(answer) != std::string::npos && e.out.find("3 items") != std::string::npos);
+    // Item by item.
+    const Words listed = {"eval", "--from", out, "--hellaswag", file, "--threads=1", "--items", folder.file("items")};
+    REQUIRE_GOOD(run(listed));
+    size_t items = 0, right = 0, right_per_token = 0;
+    for (const std::string& line : lines_of(read_file(folder.file("items")))) {
+        const Json item = parse_json(line, "items");
+        const ChoiceTask task = choices::read(file, 64);
+        const auto &losses = item.array("losses", ""), &tokens = item.array("tokens", "");
+        REQUIRE(item.integer("item", "") == int64_t(items) && losses.size() == task.items[items].endings.size());
+        std::vector<double> plain, mean;
+        for (size_t i = 0; i < losses.size(); i++) {
+            plain.push_back(losses[i].number("")), mean.push_back(plain[i] / tokens[i].number(""));
+            CHECK_EQUAL(size_t(tokens[i].number("")), task.items[items].endings[i].answers());
+        }
+        const auto best = [](const std::vector<double>& x) { return std::min_element(x.begin(), x.end()) - x.begin(); };
+        CHECK(item.integer("by_loss", "") == best(plain) && item.integer("by_loss_per_token", "") == best(mean));
+        CHECK_EQUAL(size_t(item.integer("label", "")), task.items[items].label);
+        right += size_t(best(plain)) == task.items[items].label;
+        right_per_token += size_t(best(mean)) == task.items[items].label, items++;
+    }
+    CHECK(items == 3 && e.out.find(format_text("%.4f by loss per token, %.4f by loss", double(right_per_token) / 3,
+                                               double(right) / 3)) != std::string::npos);
+    CHECK_REFUSED(run(listed), 1, "--items", "items");
+    CHECK_REFUSED(run({"eval", "--from", out, "--val-data", "synthetic", "--items", "x"}), 2, "--hellaswag");
     const std::string mpirun = find_mpirun("multiple choice on two ranks");
     if (mpirun.empty()) return;
     const Result two =
