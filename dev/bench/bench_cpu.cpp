@@ -207,69 +207,70 @@ static void bench_attention(const Config& c, bool bf16) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A model whose caches hold T tokens and which decodes the last of them. What the caches hold does not matter to the
-// time, so there is no prompt to be read: the keys and values are random.
+// A model whose caches hold T tokens and which decodes the last of them. What weights and caches hold does not matter
+// to the time, so they are random numbers and no prompt is read.
 struct DecodeBench {
-    Timed<Cpu<float>> dev;
-    Model<Timed<Cpu<float>>> model;
-    Activations<Timed<Cpu<float>>> a;
+    Cpu<float> dev;
+    Model<Cpu<float>> model;
+    Activations<Cpu<float>> a;
     const int T;
-    KeyReads reads;
 
     DecodeBench(const Config& c, bool bf16, int tokens)
         : model(dev, c, false), a(dev, c, 1, tokens, INFERENCE, 1), T(tokens) {
         dev.gemm.bf16 = bf16;
-        model.initialise();
-        const std::vector<float> numbers = random_floats(size_t(1) << 20);
-        const auto fill = [&](float* x, size_t count) {
-            for (size_t i = 0; i < count; i += numbers.size())
-                std::copy_n(numbers.data(), std::min(numbers.size(), count - i), x + i);
+        static const std::vector<float> numbers = random_floats(size_t(1) << 20);
+        const auto fill = [&](float* x, size_t count, float scale) {
+            for (size_t i = 0; i < count; i++) x[i] = scale * numbers[i % numbers.size()];
         };
         const NsaShape& s = a.shape;
+        fill(model.params, model.table.total, 0.02f);
         for (auto& y : a.layer) {
-            fill(y.kv, s.head_slots() * s.key_rows() * size_t(s.D));
-            fill(y.compressed, 2 * s.cmp_rows() * size_t(s.D));
+            fill(y.kv, s.head_slots() * s.key_rows() * size_t(s.D), 1);
+            fill(y.compressed, 2 * s.cmp_rows() * size_t(s.D), 1);
         }
     }
     void token() {
-        const DecodingThreads threads(model.table.total);
         const int32_t token = 7;
         forward(model, a, &token, T - 1, 1);
         dev.matmul_forward(a.logits, a.normed, model.w.embed, nullptr, 1, int(a.C), int(a.Vp));
     }
-    double attention_seconds() const {
-        double sum = 0;
-        for (const auto& [name, t] : dev.times)
-            if (name.compare(0, 17, "attention_forward") == 0 || name == "select_blocks") sum += t.seconds;
-        return sum;
-    }
 };
+// Processor time of one thread: what others do lengthens it less than the time on the clock.
+static double processor_seconds_of(const std::function<void()>& operation) {
+    const auto now = [] {
+        timespec t;
+        clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+        return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+    };
+    const double begin = now();
+    operation();
+    return now() - begin;
+}
 
 static void bench_decode(Config c, bool bf16) {
-    std::printf("%s, %lld layers, %s: a token behind T - 1 others; keys: read in a layer and group\n", c.model.c_str(),
-                (long long)c.layers, bf16 ? "bf16" : "fp32");
-    std::printf("%-6s | %8s %8s %12s %12s | %8s %12s %12s | %s\n", "T", "NSA keys", "formula", "ms a token",
-                "attention ms", "full", "ms a token", "attention ms", "full / NSA");
+    omp_set_num_threads(1);
+    std::printf(
+        "%s, %lld layers, %s, one thread, processor time: a token behind T - 1 others; keys are those read in a "
+        "layer and group, counted\n",
+        c.model.c_str(), (long long)c.layers, bf16 ? "bf16" : "fp32");
+    std::printf("%-6s | %8s %8s %8s %12s | %8s %12s | %s\n", "T", "NSA keys", "scored", "formula", "ms a token", "full",
+                "ms a token", "full / NSA");
     for (int T = 1024; T <= 65536; T *= 2) {
-        std::vector<std::unique_ptr<DecodeBench>> kinds;
-        std::vector<std::function<void()>> tokens;
-        for (const char* kind : {"nsa", "full"}) {
-            c.attention = kind, c.seq_len = T;
-            kinds.push_back(std::make_unique<DecodeBench>(c, bf16, T));
-            tokens.push_back([bench = kinds.back().get()] { bench->token(); });
+        std::vector<double> seconds[2];
+        KeyReads reads;
+        std::unique_ptr<DecodeBench> kinds[2];
+        for (const int full : {0, 1}) {
+            c.attention = full ? "full" : "nsa", c.seq_len = T;
+            kinds[full] = std::make_unique<DecodeBench>(c, bf16, T);
         }
-        DecodeBench &nsa = *kinds[0], &full = *kinds[1];
-        nsa.dev.count_reads(&nsa.reads), nsa.token(), nsa.dev.count_reads(nullptr);
-        full.token();
-        nsa.dev.times.clear(), full.dev.times.clear();
-        constexpr int repetitions = 9;
-        const std::vector<double> seconds = alternate(repetitions, tokens);
-        const auto attention = [&](const DecodeBench& x) { return x.attention_seconds() / (repetitions + 1) * 1e3; };
-        const double keys =
-            (nsa.reads.keys[CMP] + nsa.reads.keys[SLC] + nsa.reads.keys[WIN]) / double(c.layers * c.kv_groups);
-        std::printf("%-6d | %8.0f %8.0f %12.2f %12.2f | %8d %12.2f %12.2f | %10.2f\n", T, keys,
-                    keys_by_formula(nsa.a.shape, T - 1), seconds[0] * 1e3, attention(nsa), T, seconds[1] * 1e3,
-                    attention(full), seconds[1] / seconds[0]);
+        kinds[0]->dev.count_reads(&reads), kinds[0]->token(), kinds[0]->dev.count_reads(nullptr);
+        kinds[1]->token();
+        for (int i = 0; i < 9; i++)
+            for (const int full : {0, 1}) seconds[full].push_back(processor_seconds_of([&] { kinds[full]->token(); }));
+        const double places = double(c.layers * c.kv_groups), nsa = median(seconds[0]), full = median(seconds[1]);
+        std::printf("%-6d | %8.0f %8.0f %8.0f %12.2f | %8d %12.2f | %10.2f\n", T,
+                    (reads.keys[CMP] + reads.keys[SLC] + reads.keys[WIN]) / places, reads.scored / places,
+                    keys_by_formula(kinds[0]->a.shape, T - 1), nsa * 1e3, T, full * 1e3, full / nsa);
         std::fflush(stdout);
     }
 }
