@@ -8,9 +8,11 @@
 #
 # Settings, each with a default; a changed setting rebuilds:
 #   NO_CUDA=1 NO_NCCL=1 NO_MPI=1 NO_DNNL=1 NO_OMP=1 NO_ZLIB=1 NO_ZSTD=1   leave something out although it is there
+#   NO_CUBLAS=1                             matrix products on the GPU by a plain kernel of our own, slowly
 #   MARCH=native                            the processor to build for; MARCH= for a portable binary
 #   GPU_COMPUTE_CAPABILITY=90               GPU architecture; default: the GPU found here, else sm_80, sm_90 and PTX
 #   PRECISION=BF16|FP32                     of the CUDA engine; FP32 for diagnosis and for GPUs below sm_80
+#   GPU=hip GPU_ARCH=gfx1030                AMD's GPUs by hipcc, fp32 with plain kernels: compiled, never run
 #   WERROR=1                                warnings are errors          SAN=address,undefined   sanitizers
 #
 # Everything about tests and benchmarks is in dev/dev.mk; without dev/ the program builds all the same.
@@ -19,8 +21,8 @@ CXX ?= g++
 NVCC ?= nvcc
 MARCH ?= native
 BUILD ?= build
-PRECISION ?= BF16
-DEV_GOALS := test_nsa $(BUILD)/test_device test test_long goldens crash_test bench
+PRECISION ?= $(if $(filter hip,$(GPU)),FP32,BF16)
+DEV_GOALS := test_nsa $(BUILD)/test_device test test_long goldens crash_test bench hip_check
 GOALS := all train_nsa info $(DEV_GOALS)
 
 # A second make finds out what is there, by compiling and linking probes: so in `make deps train_nsa` they run after
@@ -45,6 +47,8 @@ links = $(if $(NO_$(1)),,$(shell mkdir -p $(BUILD); echo 'int main() { return 0;
   $(CXX) -x c++ - -include $(2) $(3) -o $(BUILD)/probe 2>/dev/null && echo yes))
 accepted = $(shell $(CXX) $(MARCH:%=-march=%) -Werror $(1) -x c++ -fsyntax-only /dev/null 2>/dev/null && echo '$(1)')
 
+# hipcc's clang and g++ have an OpenMP each; that part of the program then has none.
+NO_OMP := $(or $(NO_OMP),$(filter hip,$(GPU)))
 HAVE_OMP := $(call links,OMP,omp.h,-fopenmp)
 # The compiler wrappers of MPICH and Open MPI both print what they would run.
 MPI_WORDS := $(shell mpicxx -show 2>/dev/null)
@@ -54,7 +58,8 @@ HAVE_DNNL := $(if $(HAVE_OMP),$(call links,DNNL,oneapi/dnnl/dnnl.h,-ldnnl))
 # What `tokenize` reads compressed text with.
 HAVE_ZLIB := $(call links,ZLIB,zlib.h,-lz)
 HAVE_ZSTD := $(call links,ZSTD,zstd.h,-lzstd)
-HAVE_CUDA := $(if $(NO_CUDA),,$(shell command -v $(NVCC) 2>/dev/null))
+HAVE_CUDA := $(if $(NO_CUDA)$(filter hip,$(GPU)),,$(shell command -v $(NVCC) 2>/dev/null))
+HAVE_HIP := $(if $(filter hip,$(GPU)),$(shell command -v hipcc))
 HAVE_NCCL := $(if $(HAVE_CUDA),$(call links,NCCL,nccl.h,-I$(dir $(HAVE_CUDA))../include \
   -L$(dir $(HAVE_CUDA))../lib64 -lnccl))
 
@@ -85,29 +90,7 @@ COMPILE := $(HOST) -x c++
 LINK := $(HOST)
 HAVE_COMPILER := $(shell $(CXX) --version 2>/dev/null | head -1)
 
-ifneq ($(HAVE_CUDA),)
-  # Of the first GPU here, such as 90; empty without one.
-  GPU_FOUND := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
-    sed -n '1s/^\([0-9]*\)\.\([0-9]*\)$$/\1\2/p')
-  SM := $(addprefix sm_,$(or $(GPU_COMPUTE_CAPABILITY),$(GPU_FOUND)))
-  # No kernel asks for more than compute capability 8.0, so one PTX serves sm_80 and sm_90, compiled side by side.
-  ARCH := $(if $(SM),-arch=$(SM),--threads 2 $(addprefix -gencode=arch=compute_80$(comma)code=,sm_80 sm_90 compute_80))
-  ARCH_NAME := $(if $(GPU_COMPUTE_CAPABILITY),$(SM)$(comma) as GPU_COMPUTE_CAPABILITY says,$(if \
-    $(GPU_FOUND),$(SM)$(comma) the GPU found here,no GPU here: sm_80$(comma) sm_90$(comma) and PTX for later ones))
-  $(if $(filter BF16 FP32,$(PRECISION)),,$(error PRECISION=$(PRECISION): expected BF16 or FP32))
-  FLAGS += $(if $(filter FP32,$(PRECISION)),-DPRECISION_FP32) $(if $(HAVE_NCCL),-DUSE_NCCL)
-  # Where the toolkit lies is written into the program: not every installation tells the system's loader.
-  LIBS += $(if $(HAVE_NCCL),-lnccl) -lcublasLt $(addprefix -Xlinker -rpath -Xlinker ,$(realpath \
-    $(dir $(realpath $(HAVE_CUDA)))../lib64))
-  # What is for the host compiler alone. Diagnostic 1675: GCC's unroll pragma, which nvcc's front end passes on;
-  # parentheses: in the C++ that nvcc writes.
-  HOST_FLAGS := $(filter-out -std=% -D% -I%,$(FLAGS) $(filter-out -O%,$(LEVEL))) -Wno-parentheses
-  LINK := $(NVCC) $(ARCH) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(HOST_FLAGS)))
-  COMPILE := $(LINK) -x cu -std=c++17 -diag-suppress 1675 $(if $(WERROR),-Werror all-warnings) \
-    $(filter -D% -I%,$(FLAGS))
-  LEVEL := $(filter -O%,$(LEVEL))
-  HAVE_COMPILER := nvcc $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p') over $(CXX)
-endif
+include lib/gpu.mk
 DEPENDS = -MMD -MP -MF $@.d -MT $@
 # The line is kept in a file: when it changes, everything is built again.
 kept = $(shell mkdir -p $(BUILD); echo '$(2)' | cmp -s - $(1) || echo '$(2)' > $(1))
@@ -127,12 +110,13 @@ $(call line,ZLIB,zlib    ,text in .gz,not found: no .gz; make deps)
 $(call line,ZSTD,zstd    ,text in .zst,not found: no .zst; make deps)
 $(call line,NCCL,NCCL    ,gradients of several GPUs,$(if $(HAVE_CUDA),not found beside nvcc or in the system: one GPU \
   only,only with nvcc))
-$(call line,CUDA,nvcc    ,$(ARCH_NAME); PRECISION=$(PRECISION),not found)
+$(if $(GPU:cuda=),$(call line,HIP,hipcc   ,$(GPU_ARCH): compiled$(comma) never run; PRECISION=$(PRECISION),not \
+  found),$(call line,CUDA,nvcc    ,$(ARCH_NAME); PRECISION=$(PRECISION)$(if $(NO_CUBLAS),; no cuBLASLt),not found))
 
 .PHONY: all info
 all: train_nsa
 info: ; @:
-train_nsa: $(BUILD)/train_nsa.o $(BUILD)/cpu_kernels.o
+train_nsa $(BUILD)/train_nsa: $(BUILD)/train_nsa.o $(BUILD)/cpu_kernels.o
 	$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
 $(BUILD)/train_nsa.o: train_nsa.cu lib/hf/*.py lib/html/* $(BUILD)/command $(BUILD)/version
 	$(COMPILE) $(LEVEL) -DCPU_KERNELS_APART -DPROGRAM_VERSION=$(VERSION) $(DEPENDS) -c $< -o $@

@@ -26,7 +26,7 @@
 #include "lib/watchdog.h"
 #include "nsa_cpu.h"
 
-#if defined(CUDA_CHECK) && (defined(USE_NCCL) || !defined(__CUDACC__))  // without nvcc the emulator plays NCCL's part
+#if defined(CUDA_CHECK) && (defined(USE_NCCL) || !defined(GPU_COMPILER))  // under g++ the emulator plays NCCL's part
 #define HAVE_NCCL
 #endif
 

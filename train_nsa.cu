@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "nsa_cpu.h"
-#if defined(__CUDACC__) || defined(EMULATED_GPUS)  // the latter runs the kernels on a CPU, see dev/emulator/
+#if defined(GPU_COMPILER) || defined(EMULATED_GPUS)  // the latter runs the kernels on a CPU, see dev/emulator/
 #include "nsa_kernels.cuh"
 #define HAVE_CUDA
 #endif

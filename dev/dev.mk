@@ -20,14 +20,18 @@ $(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS): $(BUILD)/command
 EMULATED = $(if $(HAVE_MPI),$(BUILD)/train_nsa_emulated)
 DEVICE = $(if $(GPU_FOUND),$(BUILD)/test_device)
 
-.PHONY: test test_long goldens bench
+.PHONY: test test_long goldens bench hip_check
 # What takes longest to compile stands first, so that no core waits at the end.
 test: test_nsa $(BUILD)/cuda_tests train_nsa $(EMULATED) $(SHORT_EMULATOR_PROGRAMS) $(CRASH_PROGRAMS) $(DEVICE)
 	@dev/run_tests.sh '$(BUILD)/cuda_tests --short' './test_nsa --short --shard 1/2' './test_nsa --short --shard 2/2' \
 	    $(CRASH_TESTS) $(SHORT_EMULATOR_TESTS) $(DEVICE)
 test_long: train_nsa test_nsa $(EMULATOR_PROGRAMS) $(EMULATED)
 	@dev/run_tests.sh '$(BUILD)/cuda_tests_check' '$(BUILD)/cuda_tests --long' './test_nsa --long' $(LONG_EMULATOR_TESTS) \
-	    $(if $(HAVE_CUDA),dev/kernel_report.sh dev/loop_report.sh)
+	    $(if $(HAVE_CUDA),dev/kernel_report.sh dev/loop_report.sh) \
+	    $(if $(shell command -v hipcc),dev/hip_check.sh)
+# The program for AMD's GPUs, compiled and linked, never run
+hip_check:
+	dev/hip_check.sh
 goldens: train_nsa
 	bash dev/test/make_goldens.sh
 

@@ -35,6 +35,8 @@ inline const char* version_text() { return QUOTED_VALUE(PROGRAM_VERSION); }
 inline std::string compiler_name() {
 #if defined(__NVCC__)
     return format_text("nvcc %d.%d over g++ %s", __CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__, __VERSION__);
+#elif defined(__HIP__)
+    return std::string("hipcc, ") + __VERSION__;
 #elif defined(__clang__)
     return __VERSION__;
 #else
@@ -62,7 +64,11 @@ inline std::vector<std::pair<const char*, std::string>> cuda_versions() {
     CUDA_CHECK(cudaDriverGetVersion(&driver));  // 0: there is none
     return {{"CUDA runtime", text(runtime)},
             {"CUDA of the driver", driver ? text(driver) : "none"},
+#ifdef NO_CUBLAS
+            {"cuBLASLt", "left out"}};
+#else
             {"cuBLASLt", std::to_string(cublasLtGetVersion())}};
+#endif
 #else
     return {};
 #endif

@@ -1,8 +1,9 @@
-// cuda_common.cuh: the one seam between nvcc and g++, used by everything that touches CUDA. Kernels and the code that
-// launches them include this and nothing else of CUDA. Under nvcc (-x cu, sm_80 or later) it brings in the CUDA
-// runtime, cuBLASLt and, with -DUSE_NCCL, NCCL; under g++ it brings in the emulator, dev/emulator/cuda_on_cpu.h, which
-// runs the same kernels on a CPU for the tests. Both offer the same names: SHARED, DynamicShared, launch<>, the PTX
-// wrappers, CUDA_CHECK, CUBLAS_CHECK, NCCL_CHECK. PTX is written here and nowhere else.
+// cuda_common.cuh: the one seam between nvcc, hipcc and g++, used by everything that touches CUDA. Kernels and the code
+// that launches them include this and nothing else of CUDA. Under nvcc (-x cu, sm_80 or later) it brings in the CUDA
+// runtime, cuBLASLt and, with -DUSE_NCCL, NCCL; under hipcc hip_common.h, for AMD's GPUs; under g++ the emulator,
+// dev/emulator/cuda_on_cpu.h, which runs the same kernels on a CPU for the tests. All offer the same names: SHARED,
+// DynamicShared, launch<>, the PTX wrappers, CUDA_CHECK, CUBLAS_CHECK, NCCL_CHECK. PTX is written here and nowhere
+// else.
 //
 // A kernel runs on both if it
 //   - declares shared memory with SHARED(float, sums, [32]); or DynamicShared shared; bf16* q = shared.take<bf16>(64);
@@ -12,13 +13,17 @@
 #pragma once
 #include "util.h"
 
-#ifndef __CUDACC__
+#if defined(__HIP__)
+#include "hip_common.h"
+#elif !defined(GPU_COMPILER)
 #include "../dev/emulator/cuda_on_cpu.h"
 #include "../dev/emulator/cublaslt_on_cpu.h"
 #include "../dev/emulator/nccl_on_cpu.h"
 #define HAVE_NVTX
 #else
+#ifndef NO_CUBLAS
 #include <cublasLt.h>
+#endif
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #ifdef USE_NCCL
@@ -73,6 +78,7 @@ inline void cuda_check(cudaError_t e, const char* call, const char* file, int li
 }
 #define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
 
+#ifndef NO_CUBLAS
 inline void cublas_check(cublasStatus_t s, const char* call, const char* file, int line) {
     if (s != CUBLAS_STATUS_SUCCESS)
         fail(
@@ -81,8 +87,9 @@ inline void cublas_check(cublasStatus_t s, const char* call, const char* file, i
             file, line, call, cublasLtGetStatusString(s));
 }
 #define CUBLAS_CHECK(call) cublas_check((call), #call, __FILE__, __LINE__)
+#endif
 
-#if defined(USE_NCCL) || !defined(__CUDACC__)
+#if defined(USE_NCCL) || !defined(GPU_COMPILER)
 inline void nccl_check(ncclResult_t r, const char* call, const char* file, int line) {
     if (r != ncclSuccess)
         fail("%s:%d: %s failed: %s (%s). HINT: set NCCL_DEBUG=INFO and run again; look for the first rank that failed",
@@ -91,7 +98,7 @@ inline void nccl_check(ncclResult_t r, const char* call, const char* file, int l
 #define NCCL_CHECK(call) nccl_check((call), #call, __FILE__, __LINE__)
 #endif
 
-#ifdef __CUDACC__
+#ifdef GPU_COMPILER
 // ---------------------------------------------------------------------------------------------------------------------
 // Shared memory and launches.
 
@@ -123,6 +130,8 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, Arg
     cuda_check(cudaGetLastError(), __PRETTY_FUNCTION__, __FILE__, __LINE__);
 }
 
+#endif
+#ifdef __CUDACC__
 // ---------------------------------------------------------------------------------------------------------------------
 // PTX.
 
@@ -179,7 +188,21 @@ __device__ inline float reciprocal_approx(float x) {
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sums and maxima over lanes, from here on for both compilers.
+// From here on for both compilers.
+
+// blockIdx.x at the end of a kernel whose loop leaves no register free. From 10.0 on it is read from the hardware
+// again, so that nothing computed from it has to outlive the loop.
+__device__ inline unsigned block_index_again() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+    unsigned x;
+    asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(x));
+    return x;
+#else
+    return blockIdx.x;
+#endif
+}
+
+// Sums and maxima over lanes.
 
 // The sum over groups of `lanes` neighbouring lanes (a power of two), returned to each of them.
 template <int lanes = 32, class T>

@@ -1,6 +1,6 @@
 // cuda_runtime.cuh: struct CudaRuntime, what struct Cuda (nsa_kernels.cuh) needs of a GPU before the first kernel of
 // the model: device, memory, copies, pinned buffers, launches that repeat as CUDA graphs, and matrix products by
-// cuBLASLt. It knows nothing of the model.
+// cuBLASLt, or by the plain kernel of cuda_gemm.cuh in a build with -DNO_CUBLAS. It knows nothing of the model.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cuda_common.cuh"
+#include "cuda_gemm.cuh"
 
 // Does this binary hold code for this GPU?
 __global__ void probe_kernel() {}
@@ -70,27 +71,36 @@ struct CudaRuntime {
     cudaStream_t stream = nullptr;
     bool poison = false;      // tests: fresh memory holds NaN, so that a read before the first write shows
     bool use_graphs = false;  // --cuda-graph, see run()
+#ifdef NO_CUBLAS
+    static constexpr bool plain_matmul = true;
+#else
+    bool plain_matmul = false;  // tests: by the plain kernel
+#endif
     // GPU memory that is allocated here, now and at most; what the driver and cuBLASLt allocate is not counted
     size_t live_bytes = 0, peak_bytes = 0;
 
     // bf16: whether the caller's kernels need bf16 arithmetic
     CudaRuntime(int device_index, size_t workspace, bool bf16) : device(device_index), workspace_bytes(workspace) {
         open_device(bf16);
+#ifndef NO_CUBLAS
         CUBLAS_CHECK(cublasLtCreate(&cublas));
         set_matmul_preferences();
         cublas_workspace = allocate<char>(workspace_bytes);
+#endif
     }
     CudaRuntime(const CudaRuntime&) = delete;
     CudaRuntime& operator=(const CudaRuntime&) = delete;
     ~CudaRuntime() {  // nobody can use an error here
         cudaStreamSynchronize(stream);
-        for (auto& [shape, matmul] : matmuls) matmul.destroy();
         for (Scratch& s : scratches) release(s.data);
         for (PinnedBuffer& buffer : uploads) buffer.destroy();
         for (PinnedBuffer& buffer : downloads) buffer.destroy();
+#ifndef NO_CUBLAS
+        for (auto& [shape, matmul] : matmuls) matmul.destroy();
         release(cublas_workspace);
         cublasLtMatmulPreferenceDestroy(preference);
         cublasLtDestroy(cublas);
+#endif
         cudaStreamDestroy(stream);
     }
 
@@ -269,8 +279,7 @@ struct CudaRuntime {
                 "--dim, --head-dim, --mlp-hidden and --phi-hidden have to be multiples of %d; or use --device cpu",
                 bytes % 16, int(16 / element));
     }
-    // C[M,N] = op(A)[M,K] op(B)[K,N] (+ addend[M,N], where given, which may be C), row-major as everywhere. cuBLASLt is
-    // column-major, and reads the same memory as the transposed matrix: so it is asked for C^T = op(B)^T op(A)^T.
+    // C[M,N] = op(A)[M,K] op(B)[K,N] (+ addend[M,N], where given, which may be C), row-major as everywhere.
     template <class In, class Out>
     void gemm(bool transpose_a, bool transpose_b, int M, int N, int K, const In* A, size_t lda, const In* B, size_t ldb,
               const typename NotDeduced<Out>::type* addend, Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
@@ -279,6 +288,12 @@ struct CudaRuntime {
         const void* const pointers[] = {A, B, C, addend};
         for (const size_t bytes : row_bytes) check_aligned(bytes, sizeof(In));
         for (const void* p : pointers) check_aligned(reinterpret_cast<size_t>(p), sizeof(In));
+        if (plain_matmul)
+            return plain_gemm(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, addend, C, ldc, batch.count, batch.a,
+                              batch.b, batch.c, stream);
+#ifndef NO_CUBLAS
+        // cuBLASLt is column-major, and reads the same memory as the transposed matrix: so it is asked for C^T =
+        // op(B)^T op(A)^T.
         const MatmulShape shape = {{transpose_a, transpose_b, M, N, K, int64_t(lda), int64_t(ldb), int64_t(ldc),
                                     batch.count, int64_t(batch.a), int64_t(batch.b), int64_t(batch.c)},
                                    type_of<In>(),
@@ -289,6 +304,7 @@ struct CudaRuntime {
         const float alpha = 1, beta = addend ? 1 : 0;
         CUBLAS_CHECK(cublasLtMatmul(cublas, m.description, &alpha, B, m.a, A, m.b, &beta, addend ? addend : C, m.c, C,
                                     m.c, &m.algorithm, cublas_workspace, workspace_bytes, stream));
+#endif
     }
 
   private:
@@ -302,10 +318,7 @@ struct CudaRuntime {
         size_t bytes = 0;
     };
     Scratch scratches[SCRATCH_SLOTS];
-    cublasLtHandle_t cublas = nullptr;
-    cublasLtMatmulPreference_t preference = nullptr;
-    uint64_t workspace_bytes;
-    char* cublas_workspace = nullptr;
+    [[maybe_unused]] uint64_t workspace_bytes;  // of cuBLASLt
 
     void open_device(bool bf16) {
         CUDA_CHECK(cudaSetDevice(device));
@@ -326,22 +339,6 @@ struct CudaRuntime {
                 e.what());
         }
         CUDA_CHECK(cudaStreamSynchronize(stream));
-    }
-    void set_matmul_preferences() {
-        CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
-        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                                                          &workspace_bytes, sizeof workspace_bytes));
-#ifdef __CUDACC__
-        // 16 bytes is what gemm() checks; by default cuBLASLt assumes 256. Where it splits a long sum, the parts stay
-        // fp32.
-        const uint32_t alignment = 16, reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-                                                          &reduction, sizeof reduction));
-        for (const auto which :
-             {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-              CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
-            CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, which, &alignment, sizeof alignment));
-#endif
     }
     [[noreturn]] void fail_out_of_memory(size_t bytes) const {
         cudaGetLastError();  // cleared, else the next launch would report it
@@ -388,6 +385,26 @@ struct CudaRuntime {
         CUDA_CHECK(made);
     }
 
+#ifndef NO_CUBLAS
+    cublasLtHandle_t cublas = nullptr;
+    cublasLtMatmulPreference_t preference = nullptr;
+    char* cublas_workspace = nullptr;
+    void set_matmul_preferences() {
+        CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
+        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                          &workspace_bytes, sizeof workspace_bytes));
+#ifdef GPU_COMPILER
+        // 16 bytes is what gemm() checks; by default cuBLASLt assumes 256. Where it splits a long sum, the parts stay
+        // fp32.
+        const uint32_t alignment = 16, reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                                                          &reduction, sizeof reduction));
+        for (const auto which :
+             {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+              CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+            CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, which, &alignment, sizeof alignment));
+#endif
+    }
     // A matrix product as cuBLASLt describes it, and the algorithm it chose; made once per shape.
     struct MatmulShape {
         std::array<int64_t, 12>
@@ -445,10 +462,11 @@ struct CudaRuntime {
         if (found == 0)
             fail(
                 "cuBLASLt knows no way to multiply %lld x %lld x %lld (%lld at a time) on %s; please report the GPU "
-                "and "
-                "this line",
+                "and this line, and build with NO_CUBLAS=1 meanwhile, which multiplies by a plain kernel of our own, "
+                "slowly",
                 (long long)M, (long long)N, (long long)K, (long long)count, properties.name);
         m.algorithm = best.algo;
         return m;
     }
+#endif
 };

@@ -3,7 +3,7 @@
 // build_info.h.
 #pragma once
 
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) || defined(__HIP_DEVICE_COMPILE__)
 #define EMBED_BYTES(symbol, path)  // nvcc compiles this file for the device too
 #else
 #define EMBED_BYTES(symbol, path) \

@@ -107,7 +107,7 @@ inline void prepare_for_errors() {
     if (memory_is_limited()) mallopt(M_ARENA_MAX, 1);
 }
 
-#if !defined(NSA_WITHOUT_MAIN) && !defined(__CUDA_ARCH__)  // nvcc would compile these for the GPU too
+#if !defined(NSA_WITHOUT_MAIN) && !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)  // the host's alone
 // In place of the standard's: the error says how much was asked for.
 __attribute__((noinline)) void* operator new(size_t bytes) {
     if (void* const p = std::malloc(std::max<size_t>(bytes, 1))) return p;

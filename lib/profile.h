@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "util.h"
-#if defined(__CUDACC__) || defined(EMULATED_GPUS)
+#if defined(GPU_COMPILER) || defined(EMULATED_GPUS)
 #include "cuda_common.cuh"  // which says whether there is NVTX
 #endif
 

@@ -37,8 +37,10 @@ inline void look_at_hangup(int, char**, char**) {
     struct sigaction now;
     hangup_was_ignored = sigaction(SIGHUP, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
 }
+#ifndef __HIP_DEVICE_COMPILE__  // hipcc would have the GPU call it too
 __attribute__((section(".preinit_array"), used)) static void (*const before_libraries)(int, char**,
                                                                                        char**) = look_at_hangup;
+#endif
 
 // First of all in main(). A write beyond `ulimit -f` raises SIGXFSZ; ignored, it fails as on a full disk.
 inline void settle_signals() {

@@ -153,7 +153,8 @@ inline double unix_time() {
 // order, samples and rounding do not depend on how many ranks or threads there are, and there is no state to save.
 // Philox 4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; cuRAND has it too.
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(__HIP__)
+#define GPU_COMPILER  // nvcc, or hipcc, see cuda_common.cuh
 #define HOST_DEVICE __host__ __device__
 #else
 #define HOST_DEVICE

@@ -264,8 +264,11 @@ TEST(cuda_column_sums_of_many_rows) {  // more than 16 rows per part
     check_cuda_rmsnorm(512 * 16 + 5, 8);
 }
 
-inline void check_cuda_matmul(int N, int C, int OC) {
+inline void check_cuda_matmul(int N, int C, int OC, bool plain = false) {
     Cuda dev(0, TEST_WORKSPACE);
+#ifndef NO_CUBLAS
+    dev.plain_matmul = plain;
+#endif
     Random random(30);
     const HostArray inp = random_reals(random, size_t(N) * C), weight = random_reals(random, size_t(OC) * C),
                     residual = random_reals(random, size_t(N) * OC);
@@ -300,12 +303,71 @@ TEST(cuda_matmul) {
     check_cuda_matmul(1, 8, 8), check_cuda_matmul(33, 72, 136), check_cuda_matmul(130, 40, 24),
         check_cuda_matmul(1, 264, 64);
 }
+// The plain kernel: the same products by the engine, and shapes that fill no tile, transposed, in batches with gaps
+// between their matrices, in either precision.
+template <class In, class Out>
+void check_plain_gemm(int M, int N, int K, bool transpose_a, bool transpose_b, int count, bool add) {
+    Cuda dev(0, TEST_WORKSPACE);
+    Random random(31);
+    const size_t lda = size_t(transpose_a ? M : K) + 3, ldb = size_t(transpose_b ? K : N) + 1, ldc = size_t(N) + 2,
+                 next_a = lda * size_t(transpose_a ? K : M) + 5, next_b = ldb * size_t(transpose_b ? N : K),
+                 next_c = ldc * size_t(M) + 7;
+    const auto rounded = [](auto type, HostArray x) {
+        for (float& value : x) value = float(decltype(type)(value));
+        return x;
+    };
+    const HostArray a = rounded(In(), random_floats(random, next_a * size_t(count))),
+                    b = rounded(In(), random_floats(random, next_b * size_t(count))),
+                    before = rounded(Out(), random_floats(random, next_c * size_t(count)));
+    const auto outputs = in_every_order([&] {
+        In *A = dev.allocate<In>(a.size()), *B = dev.allocate<In>(b.size());
+        Out* C = dev.allocate<Out>(before.size());
+        dev.from_host(A, a.data(), a.size()), dev.from_host(B, b.data(), b.size());
+        dev.from_host(C, before.data(), before.size());
+        plain_gemm<In, Out>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, add ? C : nullptr, C, ldc, count, next_a,
+                            next_b, next_c, dev.stream);
+        HostArray out(before.size());
+        dev.to_host(out.data(), C, out.size());
+        dev.release(A), dev.release(B), dev.release(C);
+        return std::vector<HostArray>{out};
+    });
+    CudaNumbers expected;
+    for (const float x : before) expected.push_back(CudaNumber(x));  // what lies between the matrices stays
+    for (int z = 0; z < count; z++)
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < N; n++) {
+                CudaSum sum;
+                const size_t at = size_t(z) * next_c + size_t(m) * ldc + size_t(n);
+                if (add) sum.add(CudaNumber(before[at]));
+                for (int k = 0; k < K; k++)
+                    sum.add(
+                        CudaNumber(
+                            a[size_t(z) * next_a + size_t(transpose_a ? k : m) * lda + size_t(transpose_a ? m : k)]) *
+                        CudaNumber(
+                            b[size_t(z) * next_b + size_t(transpose_b ? n : k) * ldb + size_t(transpose_b ? k : n)]));
+                const CudaNumber number = oracle::numbers(std::vector<CudaSum>{sum})[0];
+                const double u = std::is_same<Out, float>::value ? 0 : 0x1p-8;
+                expected[at] = {number.value, number.error + u * (std::fabs(number.value) + number.error)};
+            }
+    CHECK_ARRAY(outputs[0], expected);
+}
+TEST(cuda_plain_matmul) {
+    check_cuda_matmul(33, 72, 136, true), check_cuda_matmul(130, 40, 24, true);
+    for (const bool transpose_a : {false, true})
+        for (const bool transpose_b : {false, true}) {
+            check_plain_gemm<float, float>(65, 67, 33, transpose_a, transpose_b, 1, transpose_a);
+            check_plain_gemm<__nv_bfloat16, float>(1, 130, 17, transpose_a, transpose_b, 3, transpose_b);
+        }
+    check_plain_gemm<__nv_bfloat16, __nv_bfloat16>(70, 3, 40, false, true, 2, true);
+}
 #ifndef __CUDACC__
 TEST(cuda_matmul_without_an_algorithm) {
     Cuda dev(0, TEST_WORKSPACE);
     DeviceReal x(dev, HostArray(8 * 16)), weight(dev, HostArray(24 * 16)), out(dev, 8 * 24);
     emu::no_matmul_algorithm = true;
-    CHECK_FAILS(1, "no way to multiply 8 x 24 x 16 (1 at a time)",
+    CHECK_FAILS(1,
+                "no way to multiply 8 x 24 x 16 (1 at a time) on cuda_on_cpu; please report the GPU and this line, "
+                "and build with NO_CUBLAS=1 meanwhile",
                 dev.matmul_forward(out, x, weight, nullptr, 8, 16, 24));
     emu::no_matmul_algorithm = false;
     dev.matmul_forward(out, x, weight, nullptr, 8, 16, 24);
