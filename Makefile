@@ -21,6 +21,10 @@ CXX ?= g++
 NVCC ?= nvcc
 MARCH ?= native
 BUILD ?= build
+ifneq ($(origin GPU),command line)
+  # In the environment it may mean anything.
+  GPU := cuda
+endif
 PRECISION ?= $(if $(filter hip,$(GPU)),FP32,BF16)
 DEV_GOALS := test_nsa $(BUILD)/test_device test test_long goldens crash_test bench hip_check
 GOALS := all train_nsa info $(DEV_GOALS)

@@ -1179,7 +1179,7 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
     const int first_tile = block.start(s);
     unsigned q_rows[M][D / 16][4], dout_rows[M][D / 16][4];
     load_rows<D>(q_rows, block.q_tile, block.first_row);
-    load_rows<D>(dout_rows, block.dout_tile, block.first_row);
+    if (COMPILED_SHAPE.dout_in_registers) load_rows<D>(dout_rows, block.dout_tile, block.first_row);
     float sums[M][D / 8][4], minus_shift[M][2], dot[M][2];
     clear(sums);
 #pragma unroll
@@ -1195,7 +1195,9 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
         for (int first = 0; first < KEY_TILE; first += KEYS) {
             float p[M][KEYS / 8][4] = {}, ds[M][KEYS / 8][4] = {};
             multiply_rows<D, M, KEYS / 16>(p, q_rows, k_tile, first);
-            multiply_rows<D, M, KEYS / 16>(ds, dout_rows, v_tile, first);
+            if constexpr (COMPILED_SHAPE.dout_in_registers)
+                multiply_rows<D, M, KEYS / 16>(ds, dout_rows, v_tile, first);
+            else multiply_rows<D, M, KEYS / 16>(ds, block.dout_tile, block.first_row, v_tile, first);
             if (view.masked) hide_keys<branch>(p, view, first, block.ends, s);
 #pragma unroll
             for (int m = 0; m < M; m++)
@@ -1308,8 +1310,12 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
             keys.add_tokens(
                 buffers, buffer, masked, [&](int row) { return t0 + row; }, s);
         });
-    if (branch == CMP && parts > 1) partial += ((size_t(bg) * key_tiles(s) + tile) * parts + part) * 2 * KEY_TILE * D;
-    keys.store(dk, dv, branch == CMP && parts > 1 ? partial : nullptr, bg, s);
+    const int index = int(block_index_again()), same_bg = index % s.batch_groups, item = index / s.batch_groups;
+    float* sums = nullptr;
+    if (branch == CMP && s.parts > 1)
+        sums =
+            partial + ((size_t(same_bg) * key_tiles(s) + item / s.parts) * s.parts + item % s.parts) * 2 * KEY_TILE * D;
+    keys.store(dk, dv, sums, same_bg, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the parts; one block per tile of keys and (sequence, group)
 template <int D>
@@ -1574,7 +1580,7 @@ inline unsigned query_tile_threads(const AttentionShape& a) {
 // Bytes of shared memory of a QueryBlock.
 template <Branch branch, int D>
 inline size_t query_block_bytes(const AttentionShape& a, bool backward) {
-    const size_t query_tile = QUERY_ROWS * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
+    const size_t query_tile = size_t(a.query_rows) * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
     const size_t bytes = shared_bytes({key_tiles, key_tiles, query_tile, backward ? query_tile : 0,
                                        branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
     check_shared_bytes(bytes, D);

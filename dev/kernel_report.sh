@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What the kernels cost on sm_80 and sm_90 according to ptxas: registers, shared memory, spills. A kernel that spills
-# fails.
+# What the kernels cost on sm_80, sm_90, sm_100 and sm_120 (or ARCHS) according to ptxas: registers, shared memory,
+# spills. A kernel that spills fails.
 #     dev/kernel_report.sh [SOURCE]        default train_nsa.cu, which instantiates every kernel that the trainer launches
 # Ends with "N passed, N failed".
 set -uo pipefail
@@ -15,7 +15,9 @@ fi
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 failed=0 passed=0
-for arch in sm_80 sm_90; do
+for arch in ${ARCHS:-sm_80 sm_90 sm_100 sm_120}; do
+    # an older nvcc does not know the latest
+    "${NVCC:-nvcc}" --list-gpu-code | grep -qx "$arch" || continue
     if ! "${NVCC:-nvcc}" -x cu -std=c++17 -O3 -arch=$arch -diag-suppress 1675 -Werror all-warnings -Xptxas -v -Xcompiler -w \
         -DNSA_WITHOUT_MAIN -cubin -o /dev/null "$source" >"$log" 2>&1; then
         cat "$log"

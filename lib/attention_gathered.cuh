@@ -515,9 +515,9 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     keys.load(buffers.k_tile, buffers.v_tile, first_key);
 
     // there are fewer than 2^31 rows
-    const int H = s.G * s.heads, q_row = bg * s.heads * s.queries,
-              dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
+    const int H = s.G * s.heads, dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
     auto fetch = [&](int buffer, int first, int head) {
+        const int q_row = int(block_index_again()) % s.batch_groups * s.heads * s.queries;
         const bf16 *q_head = q + size_t(q_row + head * s.queries) * D, *dout_head = dout + size_t(dout_row + head) * D;
         const int chunk = threadIdx.x % (D / 8), first_row = threadIdx.x / (D / 8);
 #pragma unroll
@@ -544,11 +544,14 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
                 buffers, buffer, masked, [&](int row) { return s.first + list[first + row]; }, s);
         });
     // computed again, because no register is free to keep it
-    const int same_tile = int(unsigned(keys.first_key) / KEY_TILE);
-    float* partial = plan.chunks(bg, same_tile) > 1
-                         ? plan.partial + plan.slot(bg, same_tile, chunk_of(same_tile)) * 2 * KEY_TILE * D
+    const int same_tile = int(unsigned(keys.first_key) / KEY_TILE), index = int(block_index_again()),
+              same_bg = index % s.batch_groups, same_item = index / s.batch_groups;
+    const int chunk =
+        same_item < plan.most_extra ? same_item - plan.extra[size_t(same_bg) * (plan.tiles + 1) + same_tile] + 1 : 0;
+    float* partial = plan.chunks(same_bg, same_tile) > 1
+                         ? plan.partial + plan.slot(same_bg, same_tile, chunk) * 2 * KEY_TILE * D
                          : nullptr;
-    keys.store(dk, dv, partial, bg, s);
+    keys.store(dk, dv, partial, same_bg, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the chunks; one block per tile of keys and (sequence, group)
 template <int D>

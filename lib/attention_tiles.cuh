@@ -22,6 +22,40 @@ constexpr int QUERY_ROWS = 128;       // rows of a tile of queries, at most
 constexpr int MOST_TILE_TOKENS = 64;  // with more tokens the union of a tile's selections would be too large
 constexpr float LOG2_E = 1.4426950408889634f;
 
+// The tile shapes by architecture, the one place for them: a GPU takes the last row that does not exceed its compute
+// capability. Rows of a tile of queries: what shared memory holds, 227 KB of it (163 on 8.0, 99 on 8.6, 8.9 and 12.0)
+// for a block of dQ: K and V twice, q, dout. Where registers do not suffice for dout's rows too (ptxas takes more of
+// them for the same code from 10.0 on), dQ reads them from shared memory again, for each tile of keys.
+struct TileShape {
+    int capability;                  // 10 major + minor
+    int query_rows, query_rows_128;  // heads of up to 64, and of 128
+    bool dout_in_registers;          // only for code compiled for this architecture
+};
+// clang-format off
+constexpr TileShape TILE_SHAPES[] = {{ 80, 128, 128, true},
+                                     { 86, 128,  64, true},
+                                     { 90, 128, 128, true},
+                                     {100, 128, 128, false},
+                                     {120, 128,  64, false}};
+// clang-format on
+constexpr TileShape tile_shape(int capability) {
+    TileShape shape = TILE_SHAPES[0];
+    for (const TileShape& row : TILE_SHAPES)
+        if (row.capability <= capability) shape = row;
+    return shape;
+}
+inline int query_rows_of_device(int D) {
+    const TileShape shape = tile_shape(properties_of_device().major * 10 + properties_of_device().minor);
+    return D > 64 ? shape.query_rows_128 : shape.query_rows;
+}
+#ifdef __CUDA_ARCH__
+constexpr TileShape COMPILED_SHAPE = tile_shape(__CUDA_ARCH__ / 10);
+#elif defined(EMULATED_CAPABILITY)
+constexpr TileShape COMPILED_SHAPE = tile_shape(EMULATED_CAPABILITY);
+#else  // the host's pass over kernels
+constexpr TileShape COMPILED_SHAPE = TILE_SHAPES[0];
+#endif
+
 // 16-row pieces of a query tile in one warp: two share each piece of K and V that is loaded, as long as registers
 // suffice. Queries (and dout) stay in registers; eight warps of 255 registers fill a multiprocessor: two blocks, or one
 // at D = 128.
@@ -49,6 +83,7 @@ struct AttentionShape {
     Divisor by_heads, by_slc_tiles;
     int first, queries;      // positions first .. first + queries - 1
     int keys, key_stride;    // keys that the last query may see; rows of the key arrays per group
+    int query_rows;          // that a tile of queries has room for
     int tile_tokens, tiles;  // tokens of a tile of queries, number of these tiles
     int l, d, window;        // compression block and stride; keys of the window
     int slc_block, slc_count, words;
@@ -58,14 +93,15 @@ struct AttentionShape {
     int parts, part_tokens;  // dK and dV: how many parts the queries are cut into, and their tokens; the parts' sums
                              // are added at the end
 };
-// branch: whose keys; tile_tokens 0: as many tokens as fill a tile
-inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile_tokens) {
+// branch: whose keys; tile_tokens 0: as many tokens as fill a tile of query_rows rows, by default those of this GPU
+inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile_tokens, int query_rows = 0) {
     AttentionShape a = {};
     a.batch_groups = s.B * s.G, a.G = s.G, a.heads = s.heads_per_group(), a.by_heads = Divisor(a.heads);
     a.first = s.first, a.queries = s.queries;
     a.keys = branch == CMP ? s.cmp_blocks(s.first + s.queries) : s.first + s.queries;
     a.key_stride = branch == CMP ? s.cmp_capacity() : s.T;
-    a.tile_tokens = tile_tokens ? tile_tokens : std::min({MOST_TILE_TOKENS, QUERY_ROWS / a.heads, s.queries});
+    a.query_rows = query_rows || tile_tokens ? query_rows : query_rows_of_device(s.D);
+    a.tile_tokens = tile_tokens ? tile_tokens : std::min({MOST_TILE_TOKENS, a.query_rows / a.heads, s.queries});
     a.tiles = (s.queries + a.tile_tokens - 1) / a.tile_tokens;
     a.l = s.l, a.d = s.d, a.window = s.full ? s.T : s.window;
     a.slc_block = s.slc_block, a.slc_count = s.slc_count, a.words = s.full ? 0 : s.selection_words();
@@ -84,9 +120,9 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
 HOST_DEVICE inline int key_tiles(const AttentionShape& a) { return (a.keys + KEY_TILE - 1) / KEY_TILE; }
 
 inline void check_attention_shape(Branch branch, const NsaShape& s) {
-    if (s.heads_per_group() * s.G != s.H || s.heads_per_group() > QUERY_ROWS)
+    if (const int most = query_rows_of_device(s.D); s.heads_per_group() * s.G != s.H || s.heads_per_group() > most)
         fail_usage("%d query heads in %d groups: the CUDA attention wants 1 to %d query heads for each group", s.H, s.G,
-                   QUERY_ROWS);
+                   most);
     if (branch == SLC && s.slc_block != 16 && s.slc_block != 32 && (s.slc_block < KEY_TILE || s.slc_block % KEY_TILE))
         fail_usage(
             "selection blocks of %d tokens: the CUDA attention has 16, 32 and multiples of 64; choose one of them, or "
@@ -416,10 +452,10 @@ struct QueryBlock {
         const int rows = blockDim.x / 32 * 16 * M;
         keys.k_tiles = shared.take<bf16>(2 * KEY_TILE * D), keys.v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
         keys.k = k, keys.v = v, keys.group = size_t(tile.bg) * s.key_stride * D;
-        q_tile = shared.take<bf16>(QUERY_ROWS * D), dout_tile = nullptr, used = nullptr;
+        q_tile = shared.take<bf16>(s.query_rows * D), dout_tile = nullptr, used = nullptr;
         copy_queries<D>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile.tokens, s);
         if constexpr (BACKWARD) {
-            dout_tile = shared.take<bf16>(QUERY_ROWS * D);
+            dout_tile = shared.take<bf16>(s.query_rows * D);
             copy_queries<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.G) * s.heads * D, rows, tile.tokens,
                             s);
         }

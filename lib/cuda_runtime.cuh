@@ -63,6 +63,12 @@ struct PinnedBuffer {
     }
 };
 
+// Lets a caller pass nullptr.
+template <class T>
+struct NotDeduced {
+    using type = T;
+};
+
 struct CudaRuntime {
     static constexpr size_t WORKSPACE = size_t(32) << 20;  // what NVIDIA recommends for cuBLASLt on sm_90
 
@@ -267,10 +273,6 @@ struct CudaRuntime {
         int count;
         size_t a, b, c;  // elements from one matrix to the next
     };
-    template <class T>
-    struct NotDeduced {  // lets a caller pass nullptr
-        using type = T;
-    };
     // Tensor cores read rows in pieces of 16 bytes.
     static void check_aligned(size_t bytes, size_t element) {
         if (bytes % 16)
@@ -289,8 +291,8 @@ struct CudaRuntime {
         for (const size_t bytes : row_bytes) check_aligned(bytes, sizeof(In));
         for (const void* p : pointers) check_aligned(reinterpret_cast<size_t>(p), sizeof(In));
         if (plain_matmul)
-            return plain_gemm(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, addend, C, ldc, batch.count, batch.a,
-                              batch.b, batch.c, stream);
+            return plain_gemm<In, Out>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, addend, C, ldc, batch.count,
+                                       batch.a, batch.b, batch.c, stream);
 #ifndef NO_CUBLAS
         // cuBLASLt is column-major, and reads the same memory as the transposed matrix: so it is asked for C^T =
         // op(B)^T op(A)^T.

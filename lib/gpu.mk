@@ -34,6 +34,6 @@ ifeq ($(GPU),hip)
     $(MARCH:%=-march=%) $(filter -D% -I%,$(FLAGS)) -DPRECISION_FP32 -DNO_CUBLAS
   LEVEL := -O2
   HAVE_COMPILER := hipcc $(shell hipcc --version 2>/dev/null | sed -n 's/^HIP version: //p') beside $(CXX)
-else ifneq ($(or $(GPU),cuda),cuda)
+else ifneq ($(strip $(GPU)),cuda)
   $(error GPU=$(GPU): expected cuda or hip)
 endif

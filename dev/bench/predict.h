@@ -113,7 +113,7 @@ constexpr double TILE_BYTES = KEY_TILE * PREDICTED_D * 2.0;
 
 // Forward and dQ of a branch without a selection: tiles of queries, the last first, as query_tile() has them.
 inline void predict_query_tiles(PredictedKernel& kernel, const PieceCounts& piece, Branch branch, const NsaShape& s) {
-    const AttentionShape a = attention_shape(branch, s, 0);
+    const AttentionShape a = attention_shape(branch, s, 0, QUERY_ROWS);
     const double pieces = (a.heads * a.tile_tokens + 15) / 16;
     for (int tile = a.tiles - 1; tile >= 0; tile--) {
         const int first = tile * a.tile_tokens, last = std::min(first + a.tile_tokens, s.T) - 1;
@@ -126,7 +126,7 @@ inline void predict_query_tiles(PredictedKernel& kernel, const PieceCounts& piec
 // dK and dV: tiles of keys, each of which meets tiles of tokens once for every head; four warps of 16 keys, each of
 // which leaves out what none of its keys is seen by.
 inline void predict_key_tiles(PredictedKernel& kernel, Branch branch, const NsaShape& s) {
-    const AttentionShape a = attention_shape(branch, s, 0);
+    const AttentionShape a = attention_shape(branch, s, 0, QUERY_ROWS);
     auto seen_from = [&](int key) { return branch == CMP ? key * s.d + s.l - 1 : key; };
     for (int tile = 0; tile < key_tiles(a); tile++)
         for (int part = 0; part < a.parts; part++) {
@@ -201,7 +201,7 @@ struct SelectedPrediction {
             }
     }
     void predict_dkdv(PredictedKernel& kernel, bool gathered) const {
-        const AttentionShape a = attention_shape(SLC, s, 0);
+        const AttentionShape a = attention_shape(SLC, s, 0, QUERY_ROWS);
         const size_t tiles = size_t(key_tiles(a));
         std::vector<double> visits(tiles * size_t(a.batch_groups));  // of tiles of 64 tokens, or tokens
         for (int bg = 0; bg < a.batch_groups; bg++)
@@ -230,8 +230,8 @@ struct SelectedPrediction {
         return double(gathered_piece_cost<PREDICTED_D>(mma_cycles(9, 0))) * pieces < masked;
     }
     Prediction pass(bool backward, bool gathered) const {
-        const AttentionShape a =
-            gathered ? gather_shape<PREDICTED_D>(s, backward, H100_SHARED_BYTES) : attention_shape(SLC, s, 0);
+        const AttentionShape a = gathered ? gather_shape<PREDICTED_D>(s, backward, H100_SHARED_BYTES)
+                                          : attention_shape(SLC, s, 0, QUERY_ROWS);
         PredictedKernel of_queries, of_keys;
         Prediction p;
         predict_tiles(

@@ -19,11 +19,13 @@ EMULATOR_CHECK = -O1 -fsanitize=thread,undefined -fno-sanitize-recover=undefined
 EMULATOR_PLAIN_PROGRAMS = $(addprefix $(BUILD)/,emulator_tests planted_faults cuda_tests)
 EMULATOR_CHECK_PROGRAMS = $(addprefix $(BUILD)/,emulator_tests_check planted_faults_check race_fuzz_check \
   cuda_tests_check)
-EMULATOR_PROGRAMS = $(EMULATOR_PLAIN_PROGRAMS) $(EMULATOR_CHECK_PROGRAMS)
+EMULATOR_PROGRAMS = $(EMULATOR_PLAIN_PROGRAMS) $(EMULATOR_CHECK_PROGRAMS) $(BUILD)/cuda_tests_120
 SHORT_EMULATOR_PROGRAMS = $(EMULATOR_PLAIN_PROGRAMS) $(BUILD)/emulator_tests_check
 # Programs with their arguments, each one word of dev/run_tests.sh; without cuda_tests, which takes longest.
 SHORT_EMULATOR_TESTS = $(BUILD)/emulator_tests $(BUILD)/emulator_tests_check '$(BUILD)/planted_faults 4'
-LONG_EMULATOR_TESTS = '$(BUILD)/planted_faults_check 2' '$(BUILD)/race_fuzz_check $(RACE_PROGRAMS)'
+# cuda_tests_120: a GPU of compute capability 12.0, which has other tile shapes.
+LONG_EMULATOR_TESTS = '$(BUILD)/cuda_tests_120 --only attention_kernels_head' '$(BUILD)/planted_faults_check 2' \
+  '$(BUILD)/race_fuzz_check $(RACE_PROGRAMS)'
 
 .PHONY: test_emulator
 test_emulator: $(EMULATOR_PROGRAMS)
@@ -32,6 +34,9 @@ test_emulator: $(EMULATOR_PROGRAMS)
 $(EMULATOR_PLAIN_PROGRAMS): $(BUILD)/%: dev/test/%.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(BUILD)
 	$(CXX) $(EMULATOR_FLAGS) -O2 -pthread $(SAN_FLAGS) $< -o $@
+$(BUILD)/cuda_tests_120: dev/test/cuda_tests.cpp $(EMULATOR_HEADERS)
+	@mkdir -p $(BUILD)
+	$(CXX) $(EMULATOR_FLAGS) -DEMULATED_CAPABILITY=120 -O2 -pthread $(SAN_FLAGS) $< -o $@
 $(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/%.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(BUILD)
 	$(CXX) $(EMULATOR_FLAGS) $(EMULATOR_CHECK) -c $< -o $@.o
