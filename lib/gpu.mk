@@ -31,7 +31,8 @@ ifeq ($(GPU),hip)
   $(if $(filter FP32,$(PRECISION)),,$(error GPU=hip with PRECISION=$(PRECISION): AMD's GPUs have FP32 only))
   LINK := hipcc --offload-arch=$(GPU_ARCH) -pthread -rdynamic
   COMPILE := $(LINK) -x hip -std=c++17 -Wall -Wno-unknown-pragmas -Wno-unused-result \
-    -Wno-deprecated-declarations $(if $(WERROR),-Werror) $(MARCH:%=-march=%) $(filter -D% -I%,$(FLAGS)) -DPRECISION_FP32 -DNO_CUBLAS
+    -Wno-deprecated-declarations $(if $(WERROR),-Werror) $(MARCH:%=-march=%) \
+    $(filter -D% -I%,$(FLAGS)) -DPRECISION_FP32 -DNO_CUBLAS
   LEVEL := -O2
   HAVE_COMPILER := hipcc $(shell hipcc --version 2>/dev/null | sed -n 's/^HIP version: //p') beside $(CXX)
 else ifneq ($(strip $(GPU)),cuda)
