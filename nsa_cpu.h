@@ -323,7 +323,7 @@ struct Cpu {
                 for (int head = 0; !s.full && head < s.H; head++)
                     for (int branch = 0; branch < BRANCHES; branch++)
                         out.gate[branch * s.query_rows() + s.query_row(b * s.H + head, t)] =
-                            sigmoid(in[s.gate_logit(head, branch)]);
+                            s.left_out >> branch & 1 ? 0 : sigmoid(in[s.gate_logit(head, branch)]);
             }
     }
     // dprojected = the heads' gradients, turned back and merged; 0 in the padding. Training shapes: (0, T).

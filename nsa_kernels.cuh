@@ -887,7 +887,8 @@ __global__ void __launch_bounds__(128)
     }
     if (s.full) return;
     for (int i = threadIdx.x; i < BRANCHES * s.H; i += blockDim.x)
-        out.gate[i % BRANCHES * rows + (b * s.H + i / BRANCHES) * s.queries + j] = sigmoid(float(in[units * s.D + i]));
+        out.gate[i % BRANCHES * rows + (b * s.H + i / BRANCHES) * s.queries + j] =
+            s.left_out >> i % BRANCHES & 1 ? 0 : sigmoid(float(in[units * s.D + i]));
 }
 template <int W>
 __global__ void __launch_bounds__(128) split_heads_backward_kernel(cuda_real* dprojected, HeadGradientPointers d,

@@ -27,6 +27,9 @@ static NsaShape shape_of(const Config& c, int64_t B, int64_t T) {
     s.slc_block = int(c.slc_block), s.slc_count = int(c.slc_count);
     s.window = int(c.window), s.F = int(c.phi_hidden);
     s.full = c.attention == "full";
+    const char* const names[BRANCHES] = {"cmp", "slc", "win"};
+    for (int branch = 0; branch < BRANCHES; branch++)
+        if (c.branches != "all" && c.branches.find(names[branch]) == std::string::npos) s.left_out |= 1u << branch;
     return s;
 }
 
@@ -35,20 +38,28 @@ static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",
                                             "cmp-block",  "cmp-stride", "slc-block", "slc-count", "window",
                                             "phi-hidden", "mlp-hidden", "seq-len"};
 
-static const char* const MODEL_WORDS[] = {"attention", "tokenizer"};
-
+static const char* const MODEL_WORDS[] = {"attention", "branches", "tokenizer"};
 static std::string config_json(const Config& c) {
     std::string text = "{\"architecture\": \"nsa\"";
     for (const char* name : MODEL_OPTIONS)
         text += ", \"" + underscored(name) + "\": " + value_text(c, option_named(name));
-    return text + ", \"attention\": \"" + c.attention + "\", \"tokenizer\": \"" + c.tokenizer +
-           "\", \"vocab_size\": " + std::to_string(c.vocab_size) +
+    for (const char* name : MODEL_WORDS)
+        text += ", \"" + std::string(name) + "\": \"" + value_text(c, option_named(name)) + "\"";
+    return text + ", \"vocab_size\": " + std::to_string(c.vocab_size) +
            format_text(", \"rope_base\": %g, \"norm_eps\": %g}\n", ROPE_BASE, NORM_EPS);
+}
+
+// Those of version 0.2 and before know no --branches.
+static Json parse_model_config(const std::string& path) {
+    Json config = parse_json(read_file(path), path);
+    if (config.kind != Json::Object || config.find("branches")) return config;
+    config.keys.push_back("branches"), config.items.push_back(parse_json("\"all\"", path));
+    return config;
 }
 
 // Reads a config.json into c, every field checked as the same option on the command line would be.
 static void read_config_json(Config& c, const std::string& path) {
-    const Json root = parse_json(read_file(path), path);
+    const Json root = parse_model_config(path);
     if (root.string("architecture", path) != "nsa")
         fail("%s: architecture is '%s', expected 'nsa'", path.c_str(), root.string("architecture", path).c_str());
     std::vector<std::pair<const char*, std::string>> values;  // read first: those errors name the path themselves
@@ -92,7 +103,7 @@ static void warn_of_doubtful_options(const Config& c, const std::set<std::string
 // verb: what cannot be done otherwise, "resume" or "begin".
 static void require_same_model(const Config& c, const std::string& checkpoint, const char* verb) {
     const std::string path = checkpoint + "/config.json";
-    const Json saved = parse_json(read_file(path), path), asked = parse_json(config_json(c), "this run's options");
+    const Json saved = parse_model_config(path), asked = parse_json(config_json(c), "this run's options");
     for (size_t i = 0; i < asked.keys.size(); i++) {
         if (asked.keys[i] == "seq_len" && !std::strcmp(verb, "begin")) continue;  // no weight depends on it
         const Json& now = asked.items[i];
@@ -341,13 +352,15 @@ static std::string chosen_checkpoint(const Config& c) {
 }
 
 // The trained model in c.from. Puts the options of the trained model over those given, which say where the
-// vocabulary is, what to sample and so on; but --seq-len stays, where it was given.
+// vocabulary is, what to sample and so on; but --seq-len and --branches stay, where they were given.
 static std::string read_trained_config(Config& c) {
     const std::string folder = chosen_checkpoint(c);
     const int64_t seq_len = c.seq_len;
+    const std::string branches = c.branches;
     read_config_json(c, folder + "/config.json");
     c.trained_seq_len = c.seq_len;
     if (seq_len) c.seq_len = seq_len;
+    if (branches != "all") c.branches = branches;
     if (c.vocab_dir.empty() && file_exists(folder + "/manifest.json")) {  // where training found it
         const Manifest manifest = read_manifest(folder);
         c.vocab_dir = manifest.state.get("options", manifest.path).string("vocab_dir", manifest.path);

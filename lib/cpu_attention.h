@@ -468,9 +468,8 @@ class TiledAttention {
         for (int r = 0; r < h; r++)
             softmax_step(&room.scores[size_t(r) * stride], columns, visible, room.largest[r], room.total[r],
                          &room.sums[size_t(r) * D], D);
-        // the weights behind the last visible key are 0
         const Element* const p =
-            sum_over_columns(room.p_room.data(), room.scores.data() + before, size_t(stride), h, per * pairs);
+            sum_over_columns(room.p_room.data(), room.scores.data() + before, size_t(stride), h, count);
         tile_matmul(h, D, pairs, p, size_t(stride) / per, 1, sum_over_rows(queries.keys.data(), v, D, count, D), D,
                     room.sums.data(), D, true);
     }

@@ -244,11 +244,11 @@ inline void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_
                     out[i * out_line + j * out_step] = room[i * room_line + j];
 }
 // x [rows][columns], rows ld apart, for a product that sums over the columns. Reals stay where they are; pairs are made
-// in `out`, rows ld / 2 apart. ld and columns are even.
+// in `out`, rows ld / 2 apart. ld is even; the last of an odd number of columns is paired with 0.
 template <class Element, class real>
 inline const Element* sum_over_columns(Element* out, const real* x, size_t ld, int rows, int columns) {
     if constexpr (PER<Element> == 1) return x;
-    else return pack(out, 1, ld / 2, x, 1, ld, columns / 2, rows, columns), out;
+    else return pack(out, 1, ld / 2, x, 1, ld, (columns + 1) / 2, rows, columns), out;
 }
 // The same for a product that sums over the rows: rows of pairs are ld apart.
 template <class Element, class real>

@@ -20,7 +20,7 @@
 struct Config {
     std::string verb = "train";
     // the model; 0 and "" mean: as the preset has it
-    std::string model, attention, tokenizer, init, init_from;
+    std::string model, attention, branches, tokenizer, init, init_from;
     int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0,
             slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0;
     int64_t vocab_size = 0;  // follows from the tokenizer
@@ -112,6 +112,8 @@ static const std::vector<Option>& option_table() {
         // the model; the letters are those of dev/MODEL.md and the paper
         {"model", TRAIN, &Config::model, "tiny", "tiny|125m", "preset for the options whose default is 'preset'"},
         {"attention", TRAIN, &Config::attention, "nsa", "nsa|full", "full: dense causal attention, the baseline"},
+        {"branches", TRAIN | EVAL, &Config::branches, "all", "all|cmp,slc|cmp,win|slc,win|cmp|slc|win",
+         "leaves the other branches' gates at 0, for comparisons; eval: all means those of the training"},
         {"layers", TRAIN, &Config::layers, "preset", 1, K, "transformer layers"},
         {"dim", TRAIN, &Config::dim, "preset", 1, 64 * K, "width of the residual stream, C"},
         {"heads", TRAIN, &Config::heads, "preset", 1, K, "query heads, H"},
@@ -130,8 +132,10 @@ static const std::vector<Option>& option_table() {
         {"init-from", TRAIN, &Config::init_from, "", nullptr,
          "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the model's options are "
          "taken from there"},
-        {"init", TRAIN, &Config::init, "standard", "standard|random",
-         "random: every tensor drawn, so that no path is silent; for comparisons"},
+        {"init", TRAIN, &Config::init, "preset", "standard|random",
+         "standard: GPT-2's deviation of 0.02; random: 1/sqrt(inputs) for it, and every tensor drawn: for narrow "
+         "models "
+         "and for comparisons"},
         // data
         {"data", TRAIN, &Config::data, "synthetic", nullptr,
          "training shards, a glob in quotes, or several with weights, 'a_*.bin:3,b_*.bin:1', which are mixed exactly; "
@@ -286,17 +290,20 @@ struct Preset {
     const char* name;
     int64_t layers, dim, heads, kv_groups, head_dim, cmp_block, cmp_stride, slc_block, slc_count, window, phi_hidden,
         mlp_hidden;
-    const char* tokenizer;
+    const char *init, *tokenizer;
     int64_t batch, seq_len, total_batch, steps, warmup, eval_every, save_every;
     double lr;
 };
-// tiny learns the synthetic corpus in a minute on two cores; 125m is the model of the paper's kind, of GPT-2 small's
+// tiny learns the synthetic corpus in two minutes on two cores; 125m is the model of the paper's kind, of GPT-2 small's
 // size.
 // clang-format off
 static const Preset PRESETS[] = {
-    // name  L   C    H   G  D   l   d   l'  n   w    F    M     vocab   B   T     total   steps  warm eval save lr
-    {"tiny", 2,  128, 4,  2, 32, 16, 8,  16, 6,  64,  32,  512,  "bytes", 8, 512,  4096,   300,   20,  100, 0, 2e-3},
-    {"125m", 12, 768, 12, 2, 64, 32, 16, 64, 16, 512, 128, 3072, "gpt2", 16, 2048, 524288, 19000, 700, 250, 1000, 6e-4},
+    // name  L   C    H   G  D   l   d   l'  n   w    F    M     init        vocab   B   T     total   steps  warm
+    //       eval  save  lr
+    {"tiny", 2,  128, 4,  2, 32, 8,  4,  8,  6,  16,  32,  512,  "random",   "bytes", 8, 256,  2048,   2100,  20,
+             100,  0,    3e-3},
+    {"125m", 12, 768, 12, 2, 64, 32, 16, 64, 16, 512, 128, 3072, "standard", "gpt2", 16, 2048, 524288, 19000, 700,
+             250,  1000, 6e-4},
 };
 // clang-format on
 
@@ -493,7 +500,8 @@ static void apply_preset(Config& c, const std::set<std::string>& given) {
     set("cmp-block", c.cmp_block, p.cmp_block), set("cmp-stride", c.cmp_stride, p.cmp_stride),
         set("slc-block", c.slc_block, p.slc_block), set("slc-count", c.slc_count, p.slc_count);
     set("window", c.window, p.window), set("phi-hidden", c.phi_hidden, p.phi_hidden),
-        set("mlp-hidden", c.mlp_hidden, p.mlp_hidden), set("tokenizer", c.tokenizer, p.tokenizer);
+        set("mlp-hidden", c.mlp_hidden, p.mlp_hidden);
+    set("init", c.init, p.init), set("tokenizer", c.tokenizer, p.tokenizer);
     set("seq-len", c.seq_len, p.seq_len), set("steps", c.steps, p.steps), set("warmup", c.warmup, p.warmup),
         set("lr", c.lr, p.lr);
     set("eval-every", c.eval_every, p.eval_every), set("save-every", c.save_every, p.save_every);
@@ -565,8 +573,8 @@ static void resolve_batch(Config& c, const std::set<std::string>& given, int ran
 }
 
 // What dense attention does not have.
-static const char* const NSA_OPTIONS[] = {"cmp-block", "cmp-stride", "slc-block",       "slc-count",
-                                          "window",    "phi-hidden", "selected-kernels"};
+static const char* const NSA_OPTIONS[] = {"cmp-block", "cmp-stride", "slc-block",        "slc-count",
+                                          "window",    "phi-hidden", "selected-kernels", "branches"};
 
 // The first and the last step of --profile-steps; 0 and -1 where there are none.
 static std::pair<int64_t, int64_t> profiled_steps(const Config& c) {

@@ -398,7 +398,7 @@ struct RunReport {
     std::vector<double> speed;                    // tokens/s of every reported step
     double begun = 0;                             // seconds_now() when the run was ready
     double started = 0, last_report = 0;          // when its first step began, when the last one was reported
-    double last_val_loss = 0;
+    double last_val_loss = 0, last_recall = -1;
     int64_t first_step = 0;  // a resumed run begins here
     int ranks = 1;
     double flops_per_token = 0, peak_flops = 0;  // of the model, for training; of one rank's processor, 0: unknown
@@ -453,7 +453,7 @@ struct RunReport {
 
     // A set of --val-data. decides: it is the first, whose numbers have no name behind theirs.
     void print_validation(int64_t step, const std::string& set, bool decides, const EvalResult& r) {
-        if (decides) last_val_loss = r.loss;
+        if (decides) last_val_loss = r.loss, last_recall = r.answers ? r.answer_loss : -1;
         if (!log) return;
         const std::string of = decides ? "" : "/" + set;
         std::string line = format_text("step %04lld | val loss %.4f", (long long)step, r.loss);
@@ -492,7 +492,21 @@ struct RunReport {
         return speed.empty() ? 0.0 : speed[speed.size() / 2];
     }
 
+    // What the recall loss of the built-in corpus means: the window does not reach back to the names that are asked
+    // for.
+    void print_recall() const {
+        const double chance = std::log(SYNTHETIC_ALPHABET);
+        if (last_recall < 0) return;
+        std::printf(
+            "recall: %.2f for a letter of a name that was last seen beyond the window, guessing costs %.2f: %s\n",
+            last_recall, chance,
+            last_recall < 1              ? "the model looks such names up"
+            : last_recall < 0.9 * chance ? "the model has begun to look such names up"
+                                         : "the model does not look such names up, it guesses");
+    }
+
     void print_done(int64_t step, double peak_gpu_mib) {
+        print_recall();
         const double tokens_per_second = median_speed(), rate = flops_per_token * tokens_per_second / ranks;
         std::printf("done:   %lld step%s in %s, median %.0f tokens/s, peak memory %s%.0f MiB%s\n",
                     (long long)(step - first_step), plural(step - first_step),

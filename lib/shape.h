@@ -31,6 +31,7 @@ struct NsaShape {
     int window = 0;           // w: keys a query sees in the window branch, its own included
     int F = 0;                // hidden width of the compressor phi
     bool full = false;        // --attention full: the window branch alone, over all tokens, its gate fixed to 1
+    unsigned left_out = 0;    // --branches: bit b is set where branch b is left out, which is a gate of 0
 
     int heads_per_group() const { return H / G; }
     double scale() const { return 1 / std::sqrt(double(D)); }

@@ -116,7 +116,7 @@ inline TokenSource synthetic_source(uint64_t seed, uint64_t tokens, uint64_t fir
     return memory_source("the synthetic corpus", std::move(corpus.tokens), std::move(corpus.is_answer), 0);
 }
 
-// 4096 steps of the tiny preset pass before a document is seen again, so that recalling names pays more than memorising
+// 8192 steps of the tiny preset pass before a document is seen again, so that recalling names pays more than memorising
 // documents. Made in 0.1 s. The same however long the run is, so that it can be extended.
 constexpr uint64_t SYNTHETIC_TOKENS = 1 << 24;
 

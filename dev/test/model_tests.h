@@ -106,6 +106,34 @@ TEST(model_gradients_match_finite_differences_short_sequence) {
     check_model_gradients(std::string(SMALL) + "--init random --seq-len 5");
 }
 
+TEST(model_gradients_match_finite_differences_without_a_branch) {
+    for (const char* branches : {"cmp,slc", "cmp,win", "slc,win"})
+        check_model_gradients(std::string(SMALL) + "--init random --branches " + branches);
+}
+
+// Keys and values of a branch that is left out change no bit of the loss and get no gradient. The compressed keys do
+// count where blocks are selected, but choosing carries no gradient.
+TEST(a_branch_that_is_left_out_says_nothing) {
+    const char* const names[BRANCHES] = {"cmp", "slc", "win"};
+    for (const char* branches : {"cmp", "slc", "win", "cmp,slc", "cmp,win", "slc,win"}) {
+        TestModel<Cpu<float>> t(std::string(SMALL) + "--init random --branches " + branches, 2);
+        const double loss = t.loss_and_gradients();
+        for (const TensorSpec& spec : t.model.table.specs)
+            for (const char* name : names) {
+                const bool compressor = !std::strcmp(name, "cmp") && spec.name.find("phi_") != std::string::npos;
+                if (spec.name.find(std::string("_") + name + "_proj") == std::string::npos && !compressor) continue;
+                const bool left_out = !std::strstr(branches, name);
+                double square = 0;
+                for (size_t i = 0; i < spec.size; i++) square += std::pow(double(t.model.grads[spec.offset + i]), 2);
+                CHECK_EQUAL(square > 0, !left_out);
+                const bool chooses = !std::strcmp(name, "cmp") && std::strstr(branches, "slc");
+                if (!left_out || chooses) continue;
+                for (size_t i = 0; i < spec.size; i++) t.model.params[spec.offset + i] += 1;
+                CHECK_EQUAL(t.loss(), loss);
+            }
+    }
+}
+
 TEST(every_weight_gets_a_gradient) {
     TestModel<Cpu<float>> t(std::string(SMALL) + "--init random", 2);
     t.loss_and_gradients();
@@ -123,7 +151,7 @@ TEST(every_weight_gets_a_gradient) {
 
 TEST(standard_initialisation_leaves_only_phi_fc1_silent) {  // phi's fc2 is 0, so fc1 and its bias get nothing in the
                                                             // first step; fc2 does
-    TestModel<Cpu<float>> t(SMALL, 2);
+    TestModel<Cpu<float>> t(std::string(SMALL) + "--init standard", 2);
     t.loss_and_gradients();
     for (const TensorSpec& spec : t.model.table.specs) {
         double square = 0;
@@ -422,7 +450,7 @@ TEST(one_batch_is_learnt_by_heart) {
 }
 
 TEST(random_labels_stay_at_the_entropy) {  // fresh random inputs and labels at every step: nothing to learn but ln V
-    TestModel<Cpu<float>> t(std::string(SMALL) + "--seq-len 100", 4);
+    TestModel<Cpu<float>> t(std::string(SMALL) + "--init standard --seq-len 100", 4);
     double sum = 0;
     const int steps = 60, last = 20;
     for (int step = 1; step <= steps; step++) {
@@ -554,7 +582,7 @@ TEST(model_flops_are_those_of_its_products) {
 }
 
 TEST(initial_weights_have_their_scales) {
-    const Config c = config_of("--model tiny --layers 4");
+    const Config c = config_of("--model tiny --layers 4 --init standard --cmp-block 16");
     const TensorTable table(c);
     for (size_t index = 0; index < table.specs.size(); index++) {
         const TensorSpec& t = table.specs[index];

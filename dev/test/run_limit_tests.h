@@ -263,7 +263,7 @@ TEST(run_doubtful_options_are_said) {
         return run({"--attention", "full", "--" + name, value, "--steps", "0", "--out", folder.file("refused")});
     };
     for (const char* name : {"window", "cmp-block", "cmp-stride", "slc-block", "slc-count", "phi-hidden"})
-        CHECK_REFUSED(full(name, "16"), 2, "--" + std::string(name), "--attention full");
+        CHECK_REFUSED(full(name, "4"), 2, "--" + std::string(name), "--attention full");
     CHECK_REFUSED(full("selected-kernels", "tiles"), 2, "--selected-kernels", "--attention full");
     CHECK(!file_exists(folder.file("refused")));
 

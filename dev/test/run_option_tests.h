@@ -382,7 +382,7 @@ TEST(run_bad_training_data_is_named) {
         return train(more);
     };
     CHECK_REFUSED(with_data(folder.file("none_*.bin")), 1, "--data", folder.file("none_*.bin"));
-    CHECK_REFUSED(with_data(""), 1, "--data");
+    CHECK_REFUSED(with_data(""), 2, "--data");
     CHECK_REFUSED(with_data(good, {{"val-data", folder.file("none_*.bin")}}), 1, "--val-data",
                   folder.file("none_*.bin"));
 

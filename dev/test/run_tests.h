@@ -274,6 +274,7 @@ TEST(run_from_text_to_sample_with_bytes) {
                                   {"eval-batches", "1000"},
                                   {"sample-tokens", "40"},
                                   {"prompt", "The"},
+                                  {"init", "standard"},
                                   {"seed", "3"}});
     REQUIRE_GOOD(trained);
     const std::vector<double> losses = logged(out, "val_loss");
@@ -287,11 +288,15 @@ TEST(run_from_text_to_sample_with_bytes) {
                  part = run(joined(eval, {"--batch", "8", "--eval-batches", "2"}));
     for (const Result* r : {&all, &same, &part}) REQUIRE_GOOD(*r);
     const EvalLine a = parse_eval(all.out), s = parse_eval(same.out), p = parse_eval(part.out);
-    CHECK(a.samples == a.all_samples && a.tokens == a.samples * 64);
-    CHECK_EQUAL(a.all_samples, (file_size(folder.file("shards/a_val_000000.bin")) - 1024) / 2 / 64 -
-                                   (((file_size(folder.file("shards/a_val_000000.bin")) - 1024) / 2) % 64 == 0));
-    CHECK_EQUAL(s.samples, a.samples);
-    CHECK_NEAR(s.loss, losses[1], 1e-4);  // what training said at its end, on the same samples
+    // Every token but the first is asked for once, those behind the last whole sample too.
+    const uint64_t targets = (file_size(folder.file("shards/a_val_000000.bin")) - 1024) / 2 - 1;
+    CHECK_EQUAL(a.tokens, targets);
+    CHECK_EQUAL(a.all_samples, (targets + 63) / 64);
+    CHECK(a.samples == a.all_samples && s.samples == a.samples);
+    // What training said at its end, on the same samples: the whole ones.
+    const Result ends = run(joined(eval, {"--batch", "1", "--eval-batches", std::to_string(targets / 64)}));
+    REQUIRE_GOOD(ends);
+    CHECK_NEAR(parse_eval(ends.out).loss, losses[1], 1e-4);
     CHECK_EQUAL(p.tokens, 2 * 8 * 64ull);
     for (const EvalLine* e : {&a, &s, &p})
         CHECK_NEAR(e->bits_per_byte, e->loss / std::log(2.0), 1.3e-4);  // both rounded to four digits
@@ -408,7 +413,7 @@ TEST(run_from_text_to_sample_with_gpt2) {
         return train(more);
     };
     const std::string out = folder.file("run");
-    REQUIRE_GOOD(with({{"out", out}, {"steps", "30"}, {"vocab-dir", vocab}, {"lr", "0.03"}}));
+    REQUIRE_GOOD(with({{"out", out}, {"init", "standard"}, {"steps", "30"}, {"vocab-dir", vocab}, {"lr", "0.03"}}));
     const std::vector<double> losses = logged(out, "val_loss");
     REQUIRE(losses.size() == 2);
     CHECK_NEAR(losses[0], std::log(50257.0), 0.1);
@@ -585,25 +590,25 @@ TEST(run_batch_sizes_follow_from_what_was_given) {
         int ranks;
         int64_t batch, total;
     } const good[] = {
-        // tiny: 8 sequences of 512 a step, however they are dealt
-        {{}, 1, 8, 4096},
-        {{}, 2, 4, 4096},
-        {{}, 8, 1, 4096},
-        {{}, 3, 2, 3072},
-        {{}, 16, 1, 8192},
-        {{"--seq-len", "64"}, 1, 8, 4096},
-        {{"--seq-len", "1024"}, 2, 2, 4096},
-        {{"--seq-len", "8192"}, 1, 1, 8192},
-        {{"--batch", "4"}, 1, 4, 4096},
-        {{"--batch", "1"}, 2, 1, 4096},
-        {{"--batch", "3"}, 1, 3, 3072},
-        {{"--batch", "16"}, 1, 16, 8192},
-        {{"--batch", "16"}, 2, 16, 16384},
-        {{"--total-batch", "2048"}, 1, 4, 2048},
-        {{"--total-batch", "5120"}, 1, 5, 5120},
-        {{"--total-batch", "6656"}, 1, 1, 6656},
-        {{"--total-batch", "16384"}, 4, 8, 16384},
-        {{"--total-batch", "4096", "--batch", "2"}, 2, 2, 4096},
+        // tiny: 8 sequences of 256 a step, however they are dealt
+        {{}, 1, 8, 2048},
+        {{}, 2, 4, 2048},
+        {{}, 8, 1, 2048},
+        {{}, 3, 2, 1536},
+        {{}, 16, 1, 4096},
+        {{"--seq-len", "32"}, 1, 8, 2048},
+        {{"--seq-len", "512"}, 2, 2, 2048},
+        {{"--seq-len", "4096"}, 1, 1, 4096},
+        {{"--batch", "4"}, 1, 4, 2048},
+        {{"--batch", "1"}, 2, 1, 2048},
+        {{"--batch", "3"}, 1, 3, 1536},
+        {{"--batch", "16"}, 1, 16, 4096},
+        {{"--batch", "16"}, 2, 16, 8192},
+        {{"--total-batch", "1024"}, 1, 4, 1024},
+        {{"--total-batch", "2560"}, 1, 5, 2560},
+        {{"--total-batch", "3328"}, 1, 1, 3328},
+        {{"--total-batch", "8192"}, 4, 8, 8192},
+        {{"--total-batch", "2048", "--batch", "2"}, 2, 2, 2048},
     };
     for (const auto& g : good) {
         std::set<std::string> given;
@@ -620,11 +625,11 @@ TEST(run_batch_sizes_follow_from_what_was_given) {
         int ranks;
         const char* named;
     } const bad[] = {{{"--total-batch", "1000"}, 1, "--total-batch 1000"},
-                     {{"--total-batch", "511"}, 1, "--seq-len 512"},
-                     {{"--total-batch", "1536"}, 2, "2 ranks"},
-                     {{"--total-batch", "4096", "--batch", "3"}, 1, "--batch 3"},
-                     {{"--total-batch", "4096", "--batch", "8"}, 2, "--batch 8"},
-                     {{"--total-batch", "4096", "--batch", "16"}, 1, "--batch 16"}};
+                     {{"--total-batch", "255"}, 1, "--seq-len 256"},
+                     {{"--total-batch", "768"}, 2, "2 ranks"},
+                     {{"--total-batch", "2048", "--batch", "3"}, 1, "--batch 3"},
+                     {{"--total-batch", "2048", "--batch", "8"}, 2, "--batch 8"},
+                     {{"--total-batch", "2048", "--batch", "16"}, 1, "--batch 16"}};
     for (const auto& b : bad) {
         std::set<std::string> given;
         Config c = program::parse(b.words, &given);

@@ -33,6 +33,7 @@ class NsaConfig(PretrainedConfig):
         mlp_hidden=512,      # M
         seq_len=512,         # T, tokens of the sequences it was trained on; longer ones work
         attention="nsa",     # or "full": dense causal attention
+        branches="all",      # or those of "cmp,slc,win" whose gates are not 0
         tokenizer="bytes",   # or "gpt2"
         vocab_size=256,      # V
         rope_base=10000,
@@ -57,6 +58,7 @@ class NsaConfig(PretrainedConfig):
         self.mlp_hidden = mlp_hidden
         self.seq_len = seq_len
         self.attention = attention
+        self.branches = branches
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.rope_base = rope_base

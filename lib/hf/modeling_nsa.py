@@ -161,6 +161,7 @@ class NsaAttention(nn.Module):
             keys["cmp"] = self.compress("k_cmp", x, self.phi_k, cache, block_angles)
             values["cmp"] = self.compress("v_cmp", x, self.phi_v, cache, None)
             gate = torch.sigmoid(self.gate_proj(x)).view(B, N, c.kv_groups, -1, 3).permute(0, 2, 3, 1, 4)
+            gate = gate * gate.new_tensor([c.branches == "all" or name in c.branches for name in self.branches])
         outputs = []
         for begin in range(0, N, QUERIES_AT_A_TIME):
             end = min(N, begin + QUERIES_AT_A_TIME)
