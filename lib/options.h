@@ -300,7 +300,7 @@ struct Preset {
 static const Preset PRESETS[] = {
     // name  L   C    H   G  D   l   d   l'  n   w    F    M     init        vocab   B   T     total   steps  warm
     //       eval  save  lr
-    {"tiny", 2,  128, 4,  2, 32, 8,  4,  8,  6,  16,  32,  512,  "random",   "bytes", 8, 256,  2048,   2100,  20,
+    {"tiny", 2,  128, 4,  2, 32, 8,  4,  16, 6,  16,  32,  512,  "random",   "bytes", 8, 256,  2048,   2100,  20,
              100,  0,    2e-3},
     {"125m", 12, 768, 12, 2, 64, 32, 16, 64, 16, 512, 128, 3072, "standard", "gpt2", 16, 2048, 524288, 19000, 700,
              250,  1000, 6e-4},
