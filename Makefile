@@ -26,7 +26,7 @@ ifneq ($(origin GPU),command line)
   GPU := cuda
 endif
 PRECISION ?= $(if $(filter hip,$(GPU)),FP32,BF16)
-DEV_GOALS := test_nsa $(BUILD)/test_device test test_long goldens crash_test bench hip_check
+DEV_GOALS := test_nsa $(BUILD)/test_device $(BUILD)/bench_cpu test test_long goldens crash_test bench hip_check
 GOALS := all train_nsa info $(DEV_GOALS)
 
 # A second make finds out what is there, by compiling and linking probes: so in `make deps train_nsa` they run after

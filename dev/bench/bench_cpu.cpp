@@ -4,6 +4,7 @@
 //   bench_cpu gemm                                oneDNN and our own loop in fp32 and bf16 at the shapes of a 125m step
 //   bench_cpu attention                           the three branches, forward and backward, T = 2k .. 32k
 //   bench_cpu decode [options of train]           one decoded token behind 1k .. 64k others, NSA beside full attention
+//   bench_cpu full [options of train]             a layer's training step, NSA beside full attention
 //   bench_cpu step [options of train]             whole training steps, and the share of each kind of operation
 //   bench_cpu rate NAME STEPS [options of train]  whole training steps, one line "rate NAME tokens/s" each
 //   bench_cpu tokenize FILE VOCAB_DIR             the encoder on one thread, "rate tokenize-ours MB/s"
@@ -293,9 +294,11 @@ struct StepBench {
         for (size_t i = 0; i < tokens.size(); i++)
             tokens[i] = int32_t(random_below(uint64_t(c.vocab_size), 1, random_stream(RANDOM_TEST), i));
     }
+    double forward_seconds = 0;  // of the last step: what prefill takes, without logits
+
     void step() {
         dev.zero(model->grads, model->table.total);
-        forward(*model, *activations, tokens.data(), 0, int(config.seq_len));
+        forward_seconds = seconds_of([&] { forward(*model, *activations, tokens.data(), 0, int(config.seq_len)); });
         classify(*model, *activations, tokens.data(), 1 / double(tokens.size()), true);
         backward(*model, *activations);
         update(*model, ++steps, 1e-4);
@@ -357,6 +360,77 @@ static void bench_rate(const Config& c, bool bf16, const std::string& name, int 
     }
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// One layer's training step with NSA and with full attention, in turn, microseconds a token. "by keys": the ratio if
+// NSA's attention took as long for a key as full attention does, and if it had no other cost.
+struct FullBench {
+    enum Row { STEP, FORWARD, ATTENTION_FORWARD, ATTENTION_BACKWARD, ATTENTION, ATTENTION_AND_CHOICE, CHOICE, ROWS };
+    static constexpr const char* names[ROWS] = {"step",
+                                                "forward",
+                                                "attention-forward",
+                                                "attention-backward",
+                                                "attention",
+                                                "attention+selection",
+                                                "compression+selection"};
+    StepBench bench;
+    std::vector<double> seconds[ROWS];
+    double keys = 0;  // that a query sees, on average
+
+    FullBench(const Config& c, bool bf16) : bench(c, bf16) {
+        const NsaShape& s = bench.activations->shape;
+        for (const Branch branch : {CMP, SLC, WIN})
+            if (s.has(branch)) keys += attention_pairs(branch, s) / double(s.query_rows());
+    }
+    double seconds_in(const char* operation) const {
+        double sum = 0;
+        for (const auto& [name, t] : bench.dev.times)
+            if (name.compare(0, std::strlen(operation), operation) == 0) sum += t.seconds;
+        return sum;
+    }
+    void step() {
+        bench.dev.times.clear();
+        double x[ROWS];
+        x[STEP] = seconds_of([&] { bench.step(); });
+        x[FORWARD] = bench.forward_seconds;
+        x[ATTENTION_FORWARD] = seconds_in("attention_forward,"),
+        x[ATTENTION_BACKWARD] = seconds_in("attention_backward,");
+        x[CHOICE] = seconds_in("compress_") + seconds_in("select_blocks");
+        x[ATTENTION] = x[ATTENTION_FORWARD] + x[ATTENTION_BACKWARD];
+        x[ATTENTION_AND_CHOICE] = x[ATTENTION] + x[CHOICE];
+        for (int row = 0; row < ROWS; row++) seconds[row].push_back(x[row]);
+    }
+    double us_a_token(int row) const { return 1e6 * median(seconds[row]) / double(bench.tokens.size()); }
+};
+
+static void bench_full(Config c, bool bf16) {
+    constexpr int LONG = 32768;  // a step of full attention takes minutes: one, and it has not been warmed up
+    FullBench nsa((c.attention = "nsa", c), bf16), full((c.attention = "full", c), bf16);
+    nsa.bench.step();
+    if (c.seq_len < LONG) full.bench.step();
+    const int repetitions = c.seq_len >= LONG ? 1 : c.seq_len > 8192 ? 3 : 5;
+    for (int i = 0; i < repetitions; i++) nsa.step(), full.step();
+    std::printf(
+        "%s, %lld of its layers, %s, B %lld, T %lld; keys a query: NSA %.0f, full %.0f; activations: %.0f and "
+        "%.0f MiB\n",
+        c.model.c_str(), (long long)c.layers, bf16 ? "bf16" : "fp32", (long long)c.batch, (long long)c.seq_len,
+        nsa.keys, full.keys, double(nsa.bench.activations->arena.bytes) / (1 << 20),
+        double(full.bench.activations->arena.bytes) / (1 << 20));
+    std::printf("    %-22s %10s %10s %10s %8s   us a token, medians of %d\n", "", "NSA", "full", "full/NSA", "by keys",
+                repetitions);
+    for (const int row : {FullBench::STEP, FullBench::FORWARD, FullBench::ATTENTION_FORWARD,
+                          FullBench::ATTENTION_BACKWARD, FullBench::ATTENTION, FullBench::ATTENTION_AND_CHOICE}) {
+        const double ours = nsa.us_a_token(row), theirs = full.us_a_token(row);
+        const int attention = row == FullBench::STEP      ? FullBench::ATTENTION
+                              : row == FullBench::FORWARD ? FullBench::ATTENTION_FORWARD
+                                                          : row;
+        const double saved = full.us_a_token(attention) * (1 - nsa.keys / full.keys);
+        std::printf("    %-22s %10.1f %10.1f %10.2f %8.2f\n", FullBench::names[row], ours, theirs, theirs / ours,
+                    theirs / (theirs - saved));
+    }
+    std::printf("    %-22s %10.1f\n", FullBench::names[FullBench::CHOICE], nsa.us_a_token(FullBench::CHOICE));
+    std::fflush(stdout);
+}
+
 static void bench_tokenize(const std::string& file, const std::string& vocab_dir) {
     const Tokenizer tokenizer = Tokenizer::gpt2(vocab_dir);
     std::ifstream in(file, std::ios::binary);
@@ -374,8 +448,8 @@ static void bench_tokenize(const std::string& file, const std::string& vocab_dir
 static int run(int argc, char** argv) {
     const std::string mode = argc > 1 ? argv[1] : "";
     const int own = mode == "rate" ? 4 : 2;
-    if (!is_choice(mode, "conditions|gemm|attention|decode|step|rate|tokenize"))
-        fail_usage("bench_cpu: mode '%s'; expected conditions, gemm, attention, decode, step, rate or tokenize",
+    if (!is_choice(mode, "conditions|gemm|attention|decode|full|step|rate|tokenize"))
+        fail_usage("bench_cpu: mode '%s'; expected conditions, gemm, attention, decode, full, step, rate or tokenize",
                    mode.c_str());
     const LoadOfOthers load;
     if (mode == "tokenize") {
@@ -388,6 +462,8 @@ static int run(int argc, char** argv) {
         std::set<std::string> given;
         Config c = parse_options(int(options.size()), options.data(), given);
         if (!given.count("model")) c.model = "125m";
+        if (mode == "full" && !given.count("layers")) c.layers = 1, given.insert("layers");
+        if (mode == "full" && !given.count("tokenizer")) c.tokenizer = "bytes", given.insert("tokenizer");
         apply_preset(c, given);
         validate_model(c, "options");
         c.device = "cpu";
@@ -398,6 +474,7 @@ static int run(int argc, char** argv) {
         if (mode == "gemm") bench_gemm();
         if (mode == "attention") bench_attention(c, device.cpu_bf16);
         if (mode == "decode") bench_decode(c, device.cpu_bf16);
+        if (mode == "full") bench_full(c, device.cpu_bf16);
         if (mode == "step") bench_step(c, device.cpu_bf16, 3);
         if (mode == "rate") bench_rate(c, device.cpu_bf16, argv[2], std::atoi(argv[3]));
     }

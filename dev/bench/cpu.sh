@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Times the CPU engine on this machine, and beside it those of its competitors that are installed: make bench, or
 #   dev/bench/cpu.sh build/bench_cpu [--python PYTHON] [--rounds N] [--ranks ./train_nsa] [--text FILE --vocab-dir DIR]
-#                    [--llmc FOLDER]
+#                    [--llmc FOLDER] [--longest T]
 #   --python    an interpreter that imports torch (default: python3, if it does); without one PyTorch is left out
 #   --rounds    how often the contenders take turns (default 2); a turn is two steps of warm-up and three that count
 #   --ranks     the program; two ranks of one thread then take turns with one rank of two threads under mpirun
 #   --text, --vocab-dir   an English text and GPT-2's vocabulary, for the tokenizer, and for tiktoken if PYTHON has it
+#   --longest   of NSA beside full attention, from 1024 tokens on (default 65536, where a step of full attention takes
+#               minutes)
 #   --llmc      a checkout of llm.c whose CPU trainer and starter files are ready (./train_gpt2, gpt2_124M.bin)
 # A timing counts only on a quiet machine, so each part prints the load of other processes. Nothing is downloaded.
 set -euo pipefail
@@ -14,7 +16,7 @@ case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; es
 bench=$1
 shift
 here=$(cd "$(dirname "$0")" && pwd)
-python=python3 rounds=2 ranks='' text='' vocab='' llmc=''
+python=python3 rounds=2 ranks='' text='' vocab='' llmc='' longest=65536
 while [ $# -gt 0 ]; do
     [ $# -gt 1 ] || { echo "cpu.sh: $1 needs a value (--help says more)" >&2; exit 2; }
     case $1 in
@@ -24,6 +26,7 @@ while [ $# -gt 0 ]; do
         --text) text=$2 ;;
         --vocab-dir) vocab=$2 ;;
         --llmc) llmc=$2 ;;
+        --longest) longest=$2 ;;
         *) echo "cpu.sh: unknown option $1 (--help lists them)" >&2; exit 2 ;;
     esac
     shift 2
@@ -49,9 +52,27 @@ for dtype in fp32 bf16; do
     "$bench" step --cpu-dtype $dtype
 done
 
-echo; echo "== tokens/s of whole training steps, T 2048, B 1; the contenders take turns"
 has_torch=$("$python" -c 'import torch' 2>/dev/null && echo yes || true)
 [ -n "$has_torch" ] || echo "# $python has no torch: PyTorch is left out (--python PYTHON)"
+echo; echo "== NSA beside full attention, one layer of 125m"
+for ((T = 1024; T <= longest; T *= 2)); do
+    "$bench" full --seq-len "$T" | tee -a "$rates"
+    [ -z "$has_torch" ] || "$python" "$here/torch_sdpa.py" --seq-len "$T"
+done
+# Between the last length at which full attention is faster and the next, on a line of log T over the ratio's logarithm.
+for row in step forward attention-forward attention-backward attention attention+selection; do
+    awk -v row="$row" '
+        match($0, /, T [0-9]+;/) { T = substr($0, RSTART + 4, RLENGTH - 5) }
+        $1 == row && NF == 5 {
+            if (last < 1 && $4 >= 1 && before)
+                at = exp(log(before) + log(T / before) * log(1 / last) / log($4 / last))
+            last = $4; before = T
+        }
+        END { if (at) printf "%s: NSA is faster from T = %.0f on\n", row, at; else print row ": no crossover here" }
+    ' "$rates"
+done
+
+echo; echo "== tokens/s of whole training steps, T 2048, B 1; the contenders take turns"
 for round in $(seq "$rounds"); do
     echo "# round $round"
     for dtype in fp32 bf16; do
