@@ -16,6 +16,7 @@
 #include "help.h"
 #include "progress.h"
 #include "run_history.h"
+#include "synthetic.h"
 #include "util.h"
 
 // Validation losses that GPT-2 124M reaches, as build-nanogpt (FineWeb-Edu) and llm.c (FineWeb) publish them.
@@ -77,6 +78,8 @@ inline std::vector<ReportRow> report_rows(const std::vector<RunHistory>& runs, d
     for (const std::string& set : other_sets_of(runs))
         add("validation loss, " + set,
             [&](const RunHistory& run) { return number_in("%.4f", last_value(run.of("val_loss/" + set))); });
+    if (has("recall_loss"))
+        add("recall loss", [](const RunHistory& run) { return number_in("%.4f", last_value(run.of("recall_loss"))); });
     if (has("hellaswag"))
         add("HellaSwag", [](const RunHistory& run) { return number_in("%.4f", last_value(run.of("hellaswag"))); });
     add("training loss", [](const RunHistory& run) { return number_in("%.4f", last_value(run.of("loss"))); });
@@ -199,6 +202,10 @@ inline std::string draw_step_charts(const std::vector<RunHistory>& runs) {
     html += draw_chart(number_chart(runs, "loss", "Training loss"));
     for (const std::string& set : other_sets_of(runs))
         html += draw_chart(number_chart(runs, ("val_loss/" + set).c_str(), "Validation loss, " + set));
+    Chart recall = number_chart(runs, "recall_loss", "Recall loss: names from beyond the window");
+    const double chance = std::log(SYNTHETIC_ALPHABET);
+    recall.levels.emplace_back(chance, format_text("guessing %.2f", chance));
+    if (has_points(recall)) html += draw_chart(recall);
     Chart choices = number_chart(runs, "hellaswag", "HellaSwag, by loss per token");
     choices.levels.emplace_back(GPT2_HELLASWAG, format_text("GPT-2 124M %.4f", GPT2_HELLASWAG));
     if (has_points(choices)) html += draw_chart(choices);

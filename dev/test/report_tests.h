@@ -126,6 +126,14 @@ TEST(report_reads_a_run_that_was_resumed) {
         folder, "choices", resumed_run() + "{\"step\":4,\"time\":4612,\"hellaswag\":0.271,\"hellaswag_plain\":0.3}\n");
     CHECK_EQUAL(value_of(report_rows({choices}, 0, 5000), "HellaSwag"), std::string("0.2710"));
     CHECK_EQUAL(choices.of("hellaswag")[0].tokens, 400.0);
+    // Recall of the built-in corpus, beside what guessing costs: ln 26.
+    const std::vector<RunHistory> recall = {history(
+        folder, "recall",
+        resumed_run() + "{\"step\":4,\"time\":4612,\"val_loss\":2.5,\"val_tokens\":64,\"recall_loss\":0.625}\n")};
+    CHECK_EQUAL(value_of(rows, "recall loss"), std::string("no such row"));
+    CHECK_EQUAL(value_of(report_rows(recall, 0, 5000), "recall loss"), std::string("0.6250"));
+    CHECK(holds(report_page(recall, 0, 5000), "guessing 3.26"));
+    CHECK(!holds(report_page({choices}, 0, 5000), "guessing"));
     CHECK(holds(report_page({choices}, 0, 5000), "GPT-2 124M 0.2945"));
 }
 
