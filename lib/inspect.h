@@ -18,18 +18,6 @@
 
 EMBED_FILE(inspect_page, "lib/html/inspect.html")
 
-// The whole text of --text.
-inline std::string text_to_inspect(const std::string& path) {
-    if (path.empty()) fail_usage("inspect: --text is missing: a file of text, or - for stdin");
-    TextInput input;
-    is_text_name(path, &input);
-    input.is_stdin = path == "-";
-    if (!input.is_stdin) file_size(path);  // refuses a folder
-    TextFile file(input);
-    while (!file.at_end) file.read_more(1 << 16);
-    return file.rest;
-}
-
 // What each token shows: the characters that begin in it, so that all of them together are the text. A byte that
 // belongs to no character is shown as U+FFFD.
 inline std::vector<std::string> texts_of_tokens(const std::vector<std::string>& bytes_of_tokens) {
@@ -60,9 +48,10 @@ class Inspection {
         if (c.attention == "full") fail("inspect: %s has full attention, which selects nothing", folder.c_str());
         if (c.html.empty() && c.json.empty()) fail_usage("inspect: give --html FILE, --json FILE, or both");
         require_place_for_file("html", c.html), require_place_for_file("json", c.json);
+        if (c.text.empty()) fail_usage("inspect: --text is missing: a file of text, or - for stdin");
         std::vector<std::string> bytes = {""};
         tokens = {tokenizer.end_of_text};
-        for (const uint16_t id : tokenizer.encode(text_to_inspect(c.text))) {
+        for (const uint16_t id : tokenizer.encode(whole_text(c.text).text)) {
             tokens.push_back(id);
             bytes.push_back(tokenizer.decode({id}));
         }

@@ -23,16 +23,10 @@ inline std::vector<std::string> prompts_of(const Config& c) {
     if (!c.prompt.empty()) fail_usage("--prompt and --prompt-file: give one of them");
     std::vector<std::string> prompts;
     for (const std::string& path : c.prompt_file) {
-        TextInput input;
-        is_text_name(path, &input);
-        input.is_stdin = path == "-";
-        if (!input.is_stdin) file_size(path);  // refuses a folder
-        TextFile file(input);
-        while (!file.at_end) file.read_more(1 << 16);
-        std::string& text = file.rest;
-        if (input.is_jsonl) {
+        auto [text, is_jsonl, mark_bytes] = whole_text(path);
+        if (is_jsonl) {
             TokenBlock block;
-            block.path = path, block.text_key = "text", block.first_byte = file.mark_bytes, block.bytes = text;
+            block.path = path, block.text_key = "text", block.first_byte = mark_bytes, block.bytes = text;
             TokenBlock::Line line = {0, 0, 1};
             for (; line.begin < text.size(); line.begin = line.end + 1, line.number++) {
                 line.end = std::min(text.find('\n', line.begin), text.size());

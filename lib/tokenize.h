@@ -296,6 +296,22 @@ struct TextFile {
     }
 };
 
+// A whole file of text, or stdin where the path is "-".
+struct WholeText {
+    std::string text;
+    bool is_jsonl;
+    size_t mark_bytes;  // of a byte order mark, which is not in the text
+};
+inline WholeText whole_text(const std::string& path) {
+    TextInput input;
+    is_text_name(path, &input);
+    input.is_stdin = path == "-";
+    if (!input.is_stdin) file_size(path);  // refuses a folder
+    TextFile file(input);
+    while (!file.at_end) file.read_more(1 << 16);
+    return {std::move(file.rest), input.is_jsonl, file.mark_bytes};
+}
+
 // A document longer than a block is handed on in fragments, cut only where the pre-tokeniser always cuts, so that it
 // has the tokens of the whole.
 template <class PreTokenizer>
