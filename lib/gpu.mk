@@ -30,7 +30,7 @@ ifeq ($(GPU),hip)
   $(if $(HAVE_HIP),,$(error GPU=hip needs hipcc, which is not here: apt-get install hipcc, or leave GPU=hip out))
   $(if $(filter FP32,$(PRECISION)),,$(error GPU=hip with PRECISION=$(PRECISION): AMD's GPUs have FP32 only))
   LINK := hipcc --offload-arch=$(GPU_ARCH) -pthread -rdynamic
-  COMPILE := $(LINK) -x hip -std=c++17 -Wall -Wno-unknown-pragmas -Wno-unused-result \
+  COMPILE := $(filter-out -rdynamic,$(LINK)) -x hip -std=c++17 -Wall -Wno-unknown-pragmas -Wno-unused-result \
     -Wno-deprecated-declarations $(if $(WERROR),-Werror) $(MARCH:%=-march=%) \
     $(filter -D% -I%,$(FLAGS)) -DPRECISION_FP32 -DNO_CUBLAS
   LEVEL := -O2
