@@ -26,21 +26,9 @@ inline double model_limit(int64_t layers) {
     return MODEL_FP32 ? std::sqrt(stored_arrays * 300) * 0x1p-24 : std::sqrt(stored_arrays) * 0x1p-8;
 }
 
-inline Config config_of_options(const std::string& options) {
-    std::vector<std::string> words;
-    std::vector<const char*> argv;
-    std::istringstream in("train_nsa " + options);
-    for (std::string word; in >> word;) words.push_back(word);
-    for (const std::string& word : words) argv.push_back(word.c_str());
-    std::set<std::string> given;
-    Config c = parse_options(int(argv.size()), argv.data(), given);
-    apply_preset(c, given);
-    validate_model(c, "test");
-    return c;
-}
 inline Config cuda_config(const std::string& more = "") {
     // T is no multiple of any block and larger than the window, most queries must choose, h = 3.
-    return config_of_options(
+    return options_of(
         "--init random --layers 2 --dim 32 --heads 6 --kv-groups 2 --head-dim 16 --cmp-block 8 --cmp-stride 4 "
         "--slc-block 16 --slc-count 4 --window 24 --phi-hidden 16 --mlp-hidden 64 --seq-len 150 " +
         more);
@@ -51,7 +39,7 @@ TEST(cuda_has_the_shapes_of_all_presets) {
     Cuda dev;
     for (const Preset& p : PRESETS) {
         for (const char* attention : {"nsa", "full"}) {
-            const Config c = config_of_options(std::string("--model ") + p.name + " --attention " + attention);
+            const Config c = options_of(std::string("--model ") + p.name + " --attention " + attention);
             std::string refusal;
             try {
                 dev.check_shape(shape_of(c, c.batch, c.seq_len));
