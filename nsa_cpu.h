@@ -46,14 +46,14 @@ struct HyperAdamW {
 // An engine is the model's operations on one kind of processor, and the memory they work on. Cpu says what each of them
 // must compute; Cuda in nsa_kernels.cuh has the same members. train_nsa.cu and ddp.cuh use nothing else of an engine:
 // clang-format off
-//   formats     real, Stat, Grad, Master; has_master, on_host
+//   formats     real, Stat, Grad, Master; has_master, on_host; check_shape
 //   memory      allocate, release, available_bytes, zero, copy; to_host, from_host (to and from fp32); upload (tokens)
 //   results     send and receive: numbers on their way to the host while the next step runs
 //   repetition  Sequence, run: launches that are the same every time
 //   layers      embedding_forward, _backward; rmsnorm_forward, _backward; matmul_forward, _backward_input,
 //               _backward_weight; silu_forward, _backward; classifier
 //   attention   split_heads_forward, _backward (Heads, HeadGradients); compress_forward, _backward (Phi, PhiGradients);
-//               attention_forward, _backward; select_blocks; combine_forward; attention_backward_rows; check_shape
+//               attention_forward, _backward; select_blocks; attend_and_select; combine_forward; attention_backward_rows
 //   update      add_sum, add; chunk_squares, total_squares, set_guard (the gradient's norm); set_step, adamw;
 //               round_master (if has_master)
 //   log         describe, describe_selected, count_reads, peak_flops, peak_bytes
@@ -80,10 +80,7 @@ struct Cpu {
         if (poison) std::memset(p, 0xFF, bytes);
         return static_cast<T*>(p);
     }
-    template <class T>
-    void release(T* p) {
-        std::free(p);
-    }
+    void release(void* p) { std::free(p); }
     double available_bytes(int processes = 1) const { return host_bytes_available(processes); }
     void check_shape(const NsaShape&) const {}  // every shape works here
     double peak_flops() const { return 0; }     // unknown
@@ -522,8 +519,7 @@ struct Cpu {
     }
 
     // Gradients of one branch, from those rows.  P' = e^(S - lse_gated) = g P,  dS = P' o (dout v^T - row_dot):
-    //     dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`;  dk [keys] = dS^T q / sqrt(D);  dv [keys] = P'^T
-    //     dout
+    //     dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`;  dk [keys] = dS^T q / sqrt(D);  dv = P'^T dout
     // dout [B*queries, H*D]. Training shapes.
     void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q,
                             const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
@@ -570,19 +566,25 @@ struct Cpu {
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse,
                        const NsaShape& s) {
         const ProfileRange range("selection");
-        if constexpr (in_tiles) return tiles.select_blocks(gemm.bf16, selection, chosen_importance, q, kc, lse, s);
-        const size_t h = size_t(s.heads_per_group()), words = size_t(s.selection_words());
 #pragma omp parallel for schedule(static)
         for (size_t group = 0; group < size_t(s.B) * s.G; group++) {
             std::vector<real> importance(s.slc_blocks());
             for (int t = s.first; t < s.first + s.queries; t++) {
-                const size_t head_row = s.query_row(group * h, t), row = group * s.queries + (t - s.first);
-                block_importance(importance.data(), q + head_row * s.D, lse + head_row,
-                                 kc + group * s.cmp_capacity() * s.D, t, s);
-                const real share = choose_blocks(selection + row * words, importance.data(), t, s);
+                const size_t row = group * s.queries + t - s.first, from = s.query_row(group * s.heads_per_group(), t);
+                block_importance(importance.data(), q + from * s.D, lse + from, kc + group * s.cmp_capacity() * s.D, t,
+                                 s);
+                const real share = choose_blocks(selection + row * s.selection_words(), importance.data(), t, s);
                 if (chosen_importance) chosen_importance[row] = share;
             }
         }
+    }
+    // attention_forward of the compressed branch and, unless selection is null, select_blocks
+    void attend_and_select(real* out, Stat* lse, uint32_t* selection, Stat* chosen_importance, const real* q,
+                           const real* kc, const real* vc, const NsaShape& s) {
+        if constexpr (in_tiles)
+            return tiles.attend_and_select(gemm.bf16, out, lse, selection, chosen_importance, q, kc, vc, s);
+        attention_forward(CMP, out, lse, q, kc, vc, nullptr, s);
+        if (selection) select_blocks(selection, chosen_importance, q, kc, lse, s);
     }
     // importance [t/l' + 1] of the selection blocks for query t and a group. q, lse: the row of the group's first head;
     // the other heads' follow, `queries` rows apart. kc: the group's compressed keys.
@@ -623,10 +625,8 @@ struct Cpu {
             take(best);
         }
         real chosen = 0, all = 0;
-        for (int block = 0; block <= last; block++) {
-            all += importance[block];
-            if (is_selected(mask, block)) chosen += importance[block];
-        }
+        for (int block = 0; block <= last; block++)
+            all += importance[block], chosen += is_selected(mask, block) ? importance[block] : real(0);
         return all > real(0) ? chosen / all : real(1);
     }
 

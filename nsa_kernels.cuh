@@ -2035,6 +2035,12 @@ struct Cuda : CudaRuntime {
 #endif
         plain::select_blocks(selection, chosen_importance, q, kc, lse, s, stream);
     }
+    // attention_forward of the compressed branch and, unless selection is null, select_blocks
+    void attend_and_select(real* out, Stat* lse, uint32_t* selection, Stat* chosen_importance, const real* q,
+                           const real* kc, const real* vc, const NsaShape& s) {
+        attention_forward(CMP, out, lse, q, kc, vc, nullptr, s);
+        if (selection) select_blocks(selection, chosen_importance, q, kc, lse, s);
+    }
     // out [B*queries, H*D] = sum over branches of gate * branch output.  o [3, B, H, queries, D], gate [3, B, H,
     // queries]; paper eq. 5
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {

@@ -439,10 +439,9 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
                              s);
         dev.compress_forward(y.compressed + kv, y.phi_hidden + hidden, h.kv[V_CMP],
                              {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false, s);
-        dev.attention_forward(CMP, y.o, y.lse, y.q, y.compressed, y.compressed + kv, nullptr, s);
-        if (!again)
-            dev.select_blocks(y.selection, a.collect_statistics ? y.chosen_importance : nullptr, y.q, y.compressed,
-                              y.lse, s);
+        dev.attend_and_select(y.o, y.lse, again ? nullptr : y.selection,
+                              a.collect_statistics ? y.chosen_importance : nullptr, y.q, y.compressed,
+                              y.compressed + kv, s);
         dev.attention_forward(SLC, y.o + SLC * rows * s.D, y.lse + SLC * rows, y.q, h.kv[K_SLC], h.kv[V_SLC],
                               y.selection, s);
     }

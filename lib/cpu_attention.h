@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cpu_gemm.h"
+#include "profile.h"
 #include "shape.h"
 
 // A step of the attention works on the keys of one tile and on about this many rows. With D = 64 the operands of a step
@@ -35,9 +36,10 @@ class TiledAttention {
     void attention_backward(bool bf16, Branch branch, float* dq, bool add, float* dk, float* dv, const float* dout,
                             const float* q, const float* k, const float* v, const float* row_dot,
                             const float* lse_gated, const uint32_t* selection, const NsaShape& s);
-    // selection [B, G, queries, words], chosen_importance [B, G, queries] or null; lse: the compressed branch's.
-    void select_blocks(bool bf16, uint32_t* selection, float* chosen_importance, const float* q, const float* kc,
-                       const float* lse, const NsaShape& s);
+    // The compressed branch's attention_forward, and the blocks that its scores choose: selection [B, G, queries,
+    // words] or null, chosen_importance [B, G, queries] or null.
+    void attend_and_select(bool bf16, float* out, float* lse, uint32_t* selection, float* chosen_importance,
+                           const float* q, const float* kc, const float* vc, const NsaShape& s);
     // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), hidden [B, G, NC, F] before the SiLU; the blocks that end
     // inside this call's positions. fc1's product over a block is the sum of its products over the block's l/d chunks
     // of d tokens, so overlapping blocks are plain matrices with a row stride of d*D: nothing is copied.
@@ -99,15 +101,16 @@ class TiledAttention {
     }
     // importance[j], j = 0..t/l', from the weights of the compressed blocks that query t sees; paper eq. 9.
     static void fold_importance(float* importance, const float* weight, int t, const NsaShape& s) {
-        const int visible = s.cmp_blocks(t + 1);
-        for (int j = 0; j <= t / s.slc_block; j++) {
-            const int begin = j * s.slc_block, end = begin + s.slc_block;
-            float sum = 0;
-            for (int i = std::max(0, (begin - s.l) / s.d); i < visible && i * s.d < end; i++) {
-                const int shared = std::min(end, i * s.d + s.l) - std::max(begin, i * s.d);
-                if (shared > 0) sum += weight[i] * shared / s.d;
-            }
-            importance[j] = sum;
+        // In units of d, which divides l and l': compressed block j * width + i shares `shared` units with block j.
+        const int visible = s.cmp_blocks(t + 1), blocks = t / s.slc_block + 1, length = s.l / s.d,
+                  width = s.slc_block / s.d;
+        std::fill_n(importance, blocks, 0.0f);
+        for (int i = 1 - length; i < width; i++) {
+            const float shared = float(std::min(width, i + length) - std::max(0, i));
+            const int begin = (std::max(0, -i) + width - 1) / width,
+                      end = std::min(blocks, (visible - i + width - 1) / width);
+#pragma omp simd
+            for (int j = begin; j < end; j++) importance[j] += weight[j * width + i] * shared;
         }
     }
 
@@ -121,6 +124,11 @@ class TiledAttention {
         const uint32_t* selection;
         const NsaShape& s;
         const uint32_t* mask(size_t bg, int t) const { return s.selection_mask(selection, bg, t); }
+    };
+    struct ForwardArrays {
+        float *out, *lse;
+        uint32_t* selection = nullptr;  // where blocks are chosen
+        float* chosen_importance = nullptr;
     };
     struct BackwardArrays {
         float *dk, *dv, *sums;  // sums [B, G, T, h, D]: dq before the scaling
@@ -276,21 +284,27 @@ class TiledAttention {
     // Forward. Each step takes some neighbouring queries and goes through their tiles; softmax accumulates tile by tile
     // (Milakov & Gimelshein 2018).
 
-    // A thread's memory for one step.
+    // A thread's memory for one step: of one tile's scores, or of all tiles' where blocks are chosen by them.
     template <class Element>
     struct ForwardRoom {
-        std::vector<float> rows, scores, sums, largest, total;
+        const size_t tile_size;  // of scores [tiles][rows][padded]
+        std::vector<float> rows, scores, p, sums, largest, total;
         std::vector<Element> q_room, p_room;
-        std::vector<int> tokens;
-        ForwardRoom(size_t row_count, int queries, int padded, int D)
-            : rows(row_count * D),
-              scores(row_count * padded),
-              sums(row_count * D),
+        std::vector<int> tokens, best;
+        std::vector<float> weight, importance;  // of a query's compressed blocks and its selection blocks
+        ForwardRoom(size_t row_count, int queries, int padded, size_t kept_tiles, const NsaShape& s)
+            : tile_size(row_count * padded),
+              rows(row_count * s.D),
+              scores(tile_size * std::max<size_t>(kept_tiles, 1)),
+              p(kept_tiles ? tile_size : 0),
+              sums(rows.size()),
               largest(row_count),
               total(row_count),
               q_room(rows.size()),
-              p_room(scores.size()),
-              tokens(queries) {}
+              p_room(tile_size),
+              tokens(queries),
+              weight(kept_tiles * padded),
+              importance(s.slc_blocks()) {}
     };
     template <class Element>
     static void start_softmax(ForwardRoom<Element>& room) {
@@ -300,19 +314,85 @@ class TiledAttention {
     }
     // The rows of queries t0 .. t0+count-1.
     template <class Element>
-    static void finish_softmax(float* out, float* lse, int bg, int t0, int count, const ForwardRoom<Element>& room,
+    static void finish_softmax(const ForwardArrays& to, int bg, int t0, int count, const ForwardRoom<Element>& room,
                                const NsaShape& s) {
         const int D = s.D, h = s.heads_per_group();
         for (int r = 0; r < h * count; r++) {
             const size_t row = query_row(bg, r % h, t0 + r / h, s);
             const float inverse = room.total[r] > 0 ? 1 / room.total[r] : 0.0f;
-            for (int x = 0; x < D; x++) out[row * D + x] = room.sums[size_t(r) * D + x] * inverse;
-            lse[row] =
+            for (int x = 0; x < D; x++) to.out[row * D + x] = room.sums[size_t(r) * D + x] * inverse;
+            to.lse[row] =
                 room.total[r] > 0 ? room.largest[r] + std::log(room.total[r]) : std::numeric_limits<float>::infinity();
         }
     }
+    // Whether a query may choose among its blocks; otherwise it takes them all.
+    static bool may_choose(int t, const NsaShape& s) { return t / s.slc_block + 1 > s.slc_count; }
+    static void add_weights(float* sum, const float* scores, int count, float lse) {
+#pragma omp simd
+        for (int key = 0; key < count; key++) sum[key] += exponential(scores[key] - lse);
+    }
+    // weight[i] = sum over the group's heads of the weight p[head, t, i] of compressed block i
     template <class Element>
-    void forward_pass(float* out, float* lse, const Branches& in) {
+    static void compressed_weights(const float* lse, int bg, int t, int j, int padded, ForwardRoom<Element>& room,
+                                   const NsaShape& s) {
+        const int h = s.heads_per_group(), visible = s.cmp_blocks(t + 1);
+        for (int begin = 0; begin < visible; begin += TILE_KEYS) {
+            const int count = whole_vectors(std::min(TILE_KEYS, visible - begin));  // hidden scores weigh 0
+            const float* const scores = &room.scores[begin / TILE_KEYS * room.tile_size + size_t(j) * h * padded];
+            float* const weight = &room.weight[begin];
+            std::fill_n(weight, count, 0.0f);
+            for (int head = 0; head < h; head++)
+                add_weights(weight, scores + head * padded, count, lse[query_row(bg, head, t, s)]);
+        }
+    }
+    static bool is_taken(const uint32_t* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
+    // Sets the bits of blocks 0, last-1, last and of the count-3 best others; of equal ones the first.
+    static void choose_best(uint32_t* mask, std::vector<int>& best, const float* importance, int last, int count) {
+        const auto take = [&](int block) { mask[block / 32] |= 1u << (block % 32); };
+        take(0), take(last - 1), take(last);
+        best.clear();  // the best so far, in falling order
+        const auto insert = [&](int block, size_t at) {
+            for (; at > 0 && importance[block] > importance[best[at - 1]]; at--) best[at] = best[at - 1];
+            best[at] = block;
+        };
+        int block = 1;
+        for (; int(best.size()) < count - 3; block++) best.push_back(block), insert(block, best.size() - 1);
+        for (; count > 3 && block < last - 1; block++)
+            if (importance[block] > importance[best.back()]) insert(block, best.size() - 1);
+        for (const int chosen : best) take(chosen);
+    }
+    static float chosen_share(const uint32_t* mask, const float* importance, int last) {
+        float chosen = 0, all = 0;
+        for (int block = 0; block <= last; block++)
+            all += importance[block], chosen += is_taken(mask, block) ? importance[block] : 0.0f;
+        return all > 0 ? chosen / all : 1.0f;
+    }
+    // The bitmask of query t, which is the step's query j, from the scores that the step has kept, and the share of the
+    // importance that fell on the chosen blocks, 1 if all are.
+    template <class Element>
+    static void select_for_query(const ForwardArrays& to, int bg, int t, int j, int padded, ForwardRoom<Element>& room,
+                                 const NsaShape& s) {
+        const size_t row = size_t(bg) * s.queries + (t - s.first);
+        uint32_t* const mask = to.selection + row * s.selection_words();
+        float share = 1;
+        std::fill_n(mask, s.selection_words(), 0u);
+        if (may_choose(t, s)) {
+            compressed_weights(to.lse, bg, t, j, padded, room, s);
+            fold_importance(room.importance.data(), room.weight.data(), t, s);
+            choose_best(mask, room.best, room.importance.data(), t / s.slc_block, s.slc_count);
+            if (to.chosen_importance) share = chosen_share(mask, room.importance.data(), t / s.slc_block);
+        } else
+            for (int block = 0; block <= t / s.slc_block; block++) mask[block / 32] |= 1u << (block % 32);
+        if (to.chosen_importance) to.chosen_importance[row] = share;
+    }
+
+    // How many tiles of scores are kept for choosing.
+    static size_t kept_tiles(const ForwardArrays& to, const NsaShape& s) {
+        const int last = s.first + s.queries;
+        return to.selection && may_choose(last - 1, s) ? size_t(tile_range(CMP, s.first, last, s).end) : 0;
+    }
+    template <class Element>
+    void forward_pass(const ForwardArrays& to, const Branches& in) {
         const NsaShape& s = in.s;
         const int step =
             (in.branch == SLC ? 4 : 1) * tile_queries(s);  // fetches a tile that few of them chose less often
@@ -320,16 +400,16 @@ class TiledAttention {
                              vs = operand_tiles<Element>(1, in.branch, in.v, s, OVER_KEYS);
 #pragma omp parallel
         {
-            ForwardRoom<Element> room(size_t(s.heads_per_group()) * step, step, kt.padded, s.D);
+            ForwardRoom<Element> room(size_t(s.heads_per_group()) * step, step, kt.padded, kept_tiles(to, s), s);
 #pragma omp for collapse(2) schedule(dynamic, 1)
             for (int bg = 0; bg < s.B * s.G; bg++)
                 for (int t0 = s.first; t0 < s.first + s.queries; t0 += step)
-                    forward_step(out, lse, bg, t0, std::min(step, s.first + s.queries - t0), room, kt, vs, in);
+                    forward_step(to, bg, t0, std::min(step, s.first + s.queries - t0), room, kt, vs, in);
         }
     }
     // Queries t0 .. t0+count-1. Each run of neighbours that see a tile of keys is one pair of products.
     template <class Element>
-    static void forward_step(float* out, float* lse, int bg, int t0, int count, ForwardRoom<Element>& room,
+    static void forward_step(const ForwardArrays& to, int bg, int t0, int count, ForwardRoom<Element>& room,
                              const Tiles<Element>& kt, const Tiles<Element>& vs, const Branches& in) {
         const NsaShape& s = in.s;
         const int D = s.D, h = s.heads_per_group();
@@ -340,19 +420,24 @@ class TiledAttention {
         const auto visible = [&](int j, int tile) {
             return j < count && sees(in.branch, t0 + j, tile, in.mask(bg, t0 + j), s);
         };
+        const bool keep = to.selection && may_choose(t0 + count - 1, s);
         const KeyRange tiles = tile_range(in.branch, t0, t0 + count, s);
         for (int tile = tiles.begin; tile < tiles.end; tile++)
             for (int j = 0, end; j < count; j = end) {
                 for (end = j; visible(end, tile);) end++;
                 if (end == j && ++end) continue;
-                forward_run(room, q_rows, j, end, tile, kt(bg, tile), kt.padded, vs(bg, tile), in);
+                float* const scores =
+                    room.scores.data() + (keep ? tile * room.tile_size : 0) + size_t(j) * h * kt.padded;
+                forward_run(room, scores, keep ? room.p.data() : scores, q_rows, j, end, tile, kt(bg, tile), kt.padded,
+                            vs(bg, tile), in);
             }
-        finish_softmax(out, lse, bg, t0, count, room, s);
+        finish_softmax(to, bg, t0, count, room, s);
+        for (int t = t0; to.selection && t < t0 + count; t++) select_for_query(to, bg, t, t - t0, kt.padded, room, s);
     }
-    // Queries j .. end-1 of a step with one tile of keys and values.
+    // Queries j .. end-1 of a step with one tile of keys and values. p may be scores.
     template <class Element>
-    static void forward_run(ForwardRoom<Element>& room, const Element* q_rows, int j, int end, int tile,
-                            const Element* keys, int padded, const Element* values, const Branches& in) {
+    static void forward_run(ForwardRoom<Element>& room, float* scores, float* p, const Element* q_rows, int j, int end,
+                            int tile, const Element* keys, int padded, const Element* values, const Branches& in) {
         const NsaShape& s = in.s;
         constexpr int per = PER<Element>;
         const int D = s.D, h = s.heads_per_group(), existing = s.key_count(in.branch) - tile * tile_keys(in.branch, s);
@@ -360,25 +445,29 @@ class TiledAttention {
         const int n_rows = h * (end - j), n = columns.end - columns.begin,
                   n_existing = std::min(columns.end, existing) - columns.begin;
         tile_matmul(n_rows, n, D / per, q_rows + size_t(j) * h * D / per, D / per, 1, keys + columns.begin, padded,
-                    room.scores.data(), padded, false);
-        for (int r = j * h; r < end * h; r++)
-            softmax_step(&room.scores[size_t(r - j * h) * padded], columns,
-                         visible_keys(in.branch, room.tokens[r / h], tile, s), room.largest[r], room.total[r],
-                         &room.sums[size_t(r) * D], D);
-        const Element* const p = sum_over_columns(room.p_room.data(), room.scores.data(), padded, n_rows, n);
-        tile_matmul(n_rows, D, (n_existing + per - 1) / per, p, padded / per, 1,
+                    scores, padded, false);
+        for (int query = j; query < end; query++) {
+            const KeyRange visible = visible_keys(in.branch, room.tokens[query], tile, s);
+            for (int r = query * h; r < (query + 1) * h; r++) {
+                const size_t at = size_t(r - j * h) * padded;
+                softmax_step(p + at, scores + at, columns, visible, room.largest[r], room.total[r],
+                             &room.sums[size_t(r) * D], D);
+            }
+        }
+        const Element* const weights = sum_over_columns(room.p_room.data(), p, padded, n_rows, n);
+        tile_matmul(n_rows, D, (n_existing + per - 1) / per, weights, padded / per, 1,
                     values + size_t(columns.begin) / per * D, D, &room.sums[size_t(j) * h * D], D, true);
     }
-    // One tile's part of the softmax of a row: p, the scores of `columns`, becomes e^(p - largest) in the visible range
-    // and 0 outside, with the largest score so far; total gets their sum, and what was summed under the old maximum is
-    // rescaled.
-    static void softmax_step(float* p, KeyRange columns, KeyRange visible, float& largest, float& total, float* sums,
-                             int D) {
+    // One tile's part of the softmax of a row, from the scores of `columns`, which are hidden outside the visible
+    // range: p = e^(score - largest), with the largest score so far; total gets their sum, and what was summed under
+    // the old maximum is rescaled. p may be scores.
+    static void softmax_step(float* p, float* scores, KeyRange columns, KeyRange visible, float& largest, float& total,
+                             float* sums, int D) {
         const int n = columns.end - columns.begin;
-        hide(p, n, visible.begin - columns.begin, visible.end - columns.begin);
+        hide(scores, n, visible.begin - columns.begin, visible.end - columns.begin);
         float m = largest, sum = 0;
 #pragma omp simd reduction(max : m)
-        for (int i = 0; i < n; i++) m = p[i] > m ? p[i] : m;
+        for (int i = 0; i < n; i++) m = scores[i] > m ? scores[i] : m;
         if (m > largest) {  // before the first tile there is nothing to rescale, and e^-inf = 0
             const float rescale = exponential(largest - m);
             total *= rescale;
@@ -387,10 +476,17 @@ class TiledAttention {
         }
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < n; i++) {
-            p[i] = exponential(p[i] - m);
+            p[i] = exponential(scores[i] - m);
             sum += p[i];
         }
         total += sum;
+    }
+
+    void forward(bool bf16, const ForwardArrays& to, const Branches& in) {
+        with_element(bf16, [&](auto element) {
+            if (in.s.queries == 1) decode_pass<decltype(element)>(to, in);
+            else forward_pass<decltype(element)>(to, in);
+        });
     }
 
     // -----------------------------------------------------------------------------------------------------------------
@@ -427,51 +523,56 @@ class TiledAttention {
         }
     };
     template <class Element>
-    void decode_pass(float* out, float* lse, const Branches& in) {
+    void decode_pass(const ForwardArrays& to, const Branches& in) {
         const NsaShape& s = in.s;
 #pragma omp parallel
         {
             TokenQueries<Element> queries(s);
-            ForwardRoom<Element> room(size_t(queries.h), 1, whole_vectors(tile_keys(in.branch, s)), s.D);
+            const int padded = whole_vectors(tile_keys(in.branch, s));
+            ForwardRoom<Element> room(size_t(queries.h), 1, padded, kept_tiles(to, s), s);
 #pragma omp for schedule(static)
-            for (int bg = 0; bg < s.B * s.G; bg++) decode_token(out, lse, bg, room, queries, in);
+            for (int bg = 0; bg < s.B * s.G; bg++) decode_token(to, bg, padded, room, queries, in);
         }
     }
     template <class Element>
-    void decode_token(float* out, float* lse, int bg, ForwardRoom<Element>& room, TokenQueries<Element>& queries,
-                      const Branches& in) const {
+    void decode_token(const ForwardArrays& to, int bg, int padded, ForwardRoom<Element>& room,
+                      TokenQueries<Element>& queries, const Branches& in) const {
         const NsaShape& s = in.s;
         const int t = s.first, width = tile_keys(in.branch, s);
         room.tokens[0] = t;
         queries.load(in.q, bg, s);
         start_softmax(room);
+        const bool keep = kept_tiles(to, s) > 0;
         int keys_read = 0;
         const KeyRange tiles = tile_range(in.branch, t, t + 1, s);
         for (int tile = tiles.begin; tile < tiles.end; tile++) {
             if (!sees(in.branch, t, tile, in.mask(bg, t), s)) continue;
             const KeyRange visible = visible_keys(in.branch, t, tile, s);
             const size_t at = (size_t(bg) * s.key_stride(in.branch) + size_t(tile) * width + visible.begin) * s.D;
-            decode_tile(room, queries, visible, columns_of(in.branch, &t, 1, tile, s), in.k + at, in.v + at, s.D);
+            float* const scores = room.scores.data() + (keep ? tile * room.tile_size : 0);
+            decode_tile(room, scores, keep ? room.p.data() : scores, padded, queries, visible,
+                        columns_of(in.branch, &t, 1, tile, s), in.k + at, in.v + at, s.D);
             keys_read += visible.end - visible.begin;
         }
-        finish_softmax(out, lse, bg, t, 1, room, s);
+        finish_softmax(to, bg, t, 1, room, s);
+        if (to.selection) select_for_query(to, bg, t, 0, padded, room, s);
         if (reads) KeyReads::add(reads->keys[in.branch], size_t(keys_read));
     }
-    // k, v: from the first visible key on.
+    // k, v: from the first visible key on. p may be scores.
     template <class Element>
-    static void decode_tile(ForwardRoom<Element>& room, TokenQueries<Element>& queries, KeyRange visible,
-                            KeyRange columns, const float* k, const float* v, int D) {
+    static void decode_tile(ForwardRoom<Element>& room, float* scores, float* p, int padded,
+                            TokenQueries<Element>& queries, KeyRange visible, KeyRange columns, const float* k,
+                            const float* v, int D) {
         constexpr int per = PER<Element>;
         const int h = queries.h, count = visible.end - visible.begin, before = visible.begin - columns.begin,
-                  stride = int(room.scores.size()) / h, pairs = (count + per - 1) / per;
-        queries.score(room.scores.data() + before, size_t(stride), k, count);
-        for (int r = 0; r < h; r++)
-            softmax_step(&room.scores[size_t(r) * stride], columns, visible, room.largest[r], room.total[r],
-                         &room.sums[size_t(r) * D], D);
-        const Element* const p =
-            sum_over_columns(room.p_room.data(), room.scores.data() + before, size_t(stride), h, count);
-        tile_matmul(h, D, pairs, p, size_t(stride) / per, 1, sum_over_rows(queries.keys.data(), v, D, count, D), D,
-                    room.sums.data(), D, true);
+                  pairs = (count + per - 1) / per;
+        queries.score(scores + before, size_t(padded), k, count);
+        for (size_t r = 0; r < size_t(h); r++)
+            softmax_step(p + r * padded, scores + r * padded, columns, visible, room.largest[r], room.total[r],
+                         &room.sums[r * D], D);
+        const Element* const weights = sum_over_columns(room.p_room.data(), p + before, size_t(padded), h, count);
+        tile_matmul(h, D, pairs, weights, size_t(padded) / per, 1, sum_over_rows(queries.keys.data(), v, D, count, D),
+                    D, room.sums.data(), D, true);
     }
 
     // -----------------------------------------------------------------------------------------------------------------
@@ -578,9 +679,13 @@ class TiledAttention {
                     tiles.k(bg, tile) + columns.begin, padded, x.p.data(), padded, false);
         tile_matmul(n_rows, n, D / per, sum_over_columns(x.room.data(), x.drows.data(), D, n_rows, D), D / per, 1,
                     tiles.v(bg, tile) + columns.begin, padded, x.ds.data(), padded, false);
-        for (int r = 0; r < n_rows; r++)
-            backward_row(&x.p[size_t(r) * padded], &x.ds[size_t(r) * padded], columns,
-                         visible_keys(in.branch, tokens[r / h], tile, s), query_row(bg, r % h, tokens[r / h], s), d);
+        for (int j = 0; j < count; j++) {
+            const KeyRange visible = visible_keys(in.branch, tokens[j], tile, s);
+            for (int i = 0; i < h; i++) {
+                const size_t row = (size_t(j) * h + i) * padded;
+                backward_row(&x.p[row], &x.ds[row], columns, visible, query_row(bg, i, tokens[j], s), d);
+            }
+        }
         // dv += P'^T dout, dk += dS^T q / sqrt(D)
         tile_matmul(n_existing, D, (n_rows + per - 1) / per,
                     sum_over_rows(x.room.data(), x.p.data(), padded, n_rows, n), 1, padded,
@@ -611,120 +716,6 @@ class TiledAttention {
             ds[x] = p[x] * (ds[x] - dot);
         }
     }
-
-    // -----------------------------------------------------------------------------------------------------------------
-    // Block selection.
-
-    template <class Element>
-    struct SelectionRoom {
-        std::vector<float> rows, scores, weight, importance;  // weight: one row per token, of all compressed blocks
-        std::vector<Element> room;
-        std::vector<int> tokens;
-    };
-    template <class Element>
-    void selection_pass(uint32_t* selection, float* chosen_importance, const float* lse, const Branches& in) {
-        const NsaShape& s = in.s;
-        const int D = s.D, h = s.heads_per_group(), words = s.selection_words(),
-                  step = std::min(tile_queries(s), s.queries);
-        const bool decoding = s.queries == 1;
-        const Tiles<Element> kt = decoding ? Tiles<Element>{} : operand_tiles<Element>(0, CMP, in.k, s, OVER_D);
-        const size_t stride = size_t(s.cmp_blocks(s.first + s.queries) + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS;
-#pragma omp parallel
-        {
-            SelectionRoom<Element> room;
-            room.rows.resize(size_t(h) * step * D), room.room.resize(room.rows.size());
-            room.scores.resize(size_t(h) * step * TILE_KEYS), room.weight.resize(step * stride);
-            room.importance.resize(s.slc_blocks()), room.tokens.resize(step);
-            TokenQueries<Element> queries(s);  // of decoding
-#pragma omp for collapse(2) schedule(dynamic, 1)
-            for (int bg = 0; bg < s.B * s.G; bg++)
-                for (int t0 = s.first; t0 < s.first + s.queries; t0 += step) {
-                    const int count = std::min(step, s.first + s.queries - t0);
-                    const bool must_choose = (t0 + count - 1) / s.slc_block + 1 > s.slc_count;
-                    if (must_choose && decoding) weights_of_token(bg, room, queries, lse, in);
-                    else if (must_choose) compressed_weights(bg, t0, count, stride, room, kt, lse, in);
-                    for (int t = t0; t < t0 + count; t++) {
-                        const size_t row = size_t(bg) * s.queries + (t - s.first);
-                        const float share = select_for_query(selection + row * words, room.importance.data(),
-                                                             room.weight.data() + (t - t0) * stride, t, s);
-                        if (chosen_importance) chosen_importance[row] = share;
-                    }
-                }
-        }
-    }
-    // weight[j][i] = sum over the group's heads of the weight p[head, t0 + j, i] of compressed block i
-    template <class Element>
-    static void compressed_weights(int bg, int t0, int count, size_t stride, SelectionRoom<Element>& room,
-                                   const Tiles<Element>& kt, const float* lse, const Branches& in) {
-        const NsaShape& s = in.s;
-        const int D = s.D, h = s.heads_per_group();
-        constexpr int per = PER<Element>;
-        for (int j = 0; j < count; j++) room.tokens[j] = t0 + j;
-        load_queries(room.rows.data(), in.q, bg, room.tokens.data(), count, s);
-        const Element* const q_rows = sum_over_columns(room.room.data(), room.rows.data(), D, h * count, D);
-        std::fill(room.weight.begin(), room.weight.end(), 0.0f);
-        const KeyRange tiles = tile_range(CMP, t0, t0 + count, s);
-        for (int tile = tiles.begin; tile < tiles.end; tile++) {
-            const KeyRange columns = columns_of(CMP, room.tokens.data(), count, tile, s);
-            tile_matmul(h * count, columns.end, D / per, q_rows, D / per, 1, kt(bg, tile), kt.padded,
-                        room.scores.data(), kt.padded, false);
-            for (int r = 0; r < h * count; r++) {
-                float* const p = &room.scores[size_t(r) * kt.padded];
-                hide(p, columns.end, 0, visible_keys(CMP, t0 + r / h, tile, s).end);
-                add_weights(&room.weight[r / h * stride + size_t(tile) * TILE_KEYS], p, columns.end,
-                            lse[query_row(bg, r % h, t0 + r / h, s)]);
-            }
-        }
-    }
-    static void add_weights(float* sum, const float* scores, int count, float lse) {
-#pragma omp simd
-        for (int key = 0; key < count; key++) sum[key] += exponential(scores[key] - lse);
-    }
-    // The same for the one token of decoding.
-    template <class Element>
-    void weights_of_token(int bg, SelectionRoom<Element>& room, TokenQueries<Element>& queries, const float* lse,
-                          const Branches& in) const {
-        const NsaShape& s = in.s;
-        const int t = s.first, visible = s.cmp_blocks(t + 1);
-        queries.load(in.q, bg, s);
-        std::fill(room.weight.begin(), room.weight.end(), 0.0f);
-        for (int begin = 0; begin < visible; begin += TILE_KEYS) {
-            const int count = std::min(TILE_KEYS, visible - begin);
-            queries.score(room.scores.data(), TILE_KEYS, in.k + (size_t(bg) * s.cmp_capacity() + begin) * s.D, count);
-            for (int head = 0; head < queries.h; head++)
-                add_weights(&room.weight[size_t(begin)], &room.scores[size_t(head) * TILE_KEYS], count,
-                            lse[query_row(bg, head, t, s)]);
-        }
-        if (reads) KeyReads::add(reads->scored, size_t(visible));
-    }
-    // The bitmask of query t. Returns the share of the importance that fell on the chosen blocks, 1 if all are.
-    static float select_for_query(uint32_t* mask, float* importance, const float* weight, int t, const NsaShape& s) {
-        const int last = t / s.slc_block;
-        std::fill_n(mask, s.selection_words(), 0u);
-        if (last + 1 > s.slc_count) {
-            fold_importance(importance, weight, t, s);
-            return choose_best(mask, importance, last, s.slc_count);
-        }
-        for (int block = 0; block <= last; block++) mask[block / 32] |= 1u << (block % 32);
-        return 1;
-    }
-    // Sets the bits of blocks 0, last-1, last and of the count-3 best others. Returns the chosen blocks' share of all
-    // importance.
-    static float choose_best(uint32_t* mask, const float* importance, int last, int count) {
-        auto take = [&](int block) { mask[block / 32] |= 1u << (block % 32); };
-        auto taken = [&](int block) { return mask[block / 32] >> (block % 32) & 1; };
-        take(0), take(last - 1), take(last);
-        for (int round = 3; round < count; round++) {
-            int best = -1;
-            for (int block = 0; block <= last; block++)
-                if (!taken(block) && (best < 0 || importance[block] > importance[best])) best = block;
-            take(best);
-        }
-        float chosen = 0, all = 0;
-        for (int block = 0; block <= last; block++)
-            all += importance[block], chosen += taken(block) ? importance[block] : 0.0f;
-        return all > 0 ? chosen / all : 1.0f;
-    }
 };
 
 // See lib/cpu_kernels.cpp.
@@ -732,10 +723,12 @@ class TiledAttention {
 void TiledAttention::attention_forward(bool bf16, Branch branch, float* out, float* lse, const float* q, const float* k,
                                        const float* v, const uint32_t* selection, const NsaShape& s) {
     const Branches in{branch, q, k, v, selection, s};
-    with_element(bf16, [&](auto element) {
-        if (s.queries == 1) decode_pass<decltype(element)>(out, lse, in);
-        else forward_pass<decltype(element)>(out, lse, in);
-    });
+    forward(bf16, {out, lse}, in);
+}
+void TiledAttention::attend_and_select(bool bf16, float* out, float* lse, uint32_t* selection, float* chosen_importance,
+                                       const float* q, const float* kc, const float* vc, const NsaShape& s) {
+    const ProfileRange range(ATTENTION_NAMES[CMP]);
+    forward(bf16, {out, lse, selection, chosen_importance}, {CMP, q, kc, vc, nullptr, s});
 }
 void TiledAttention::attention_backward(bool bf16, Branch branch, float* dq, bool add, float* dk, float* dv,
                                         const float* dout, const float* q, const float* k, const float* v,
@@ -745,10 +738,5 @@ void TiledAttention::attention_backward(bool bf16, Branch branch, float* dq, boo
     with_element(bf16, [&](auto element) {
         backward_pass<decltype(element)>(dq, add, {dk, dv, nullptr, dout, row_dot, lse_gated}, in);
     });
-}
-void TiledAttention::select_blocks(bool bf16, uint32_t* selection, float* chosen_importance, const float* q,
-                                   const float* kc, const float* lse, const NsaShape& s) {
-    const Branches in{CMP, q, kc, nullptr, nullptr, s};
-    with_element(bf16, [&](auto element) { selection_pass<decltype(element)>(selection, chosen_importance, lse, in); });
 }
 #endif

@@ -176,8 +176,7 @@ static void bench_attention(const Config& c, bool bf16) {
                                  dout = random_floats(rows * s.D);
         std::vector<float> out(rows * s.D), lse(rows), dot(rows, 0.1f), dq(rows * s.D), dk(keys), dv(keys);
         std::vector<uint32_t> selection(size_t(s.B) * s.G * s.T * s.selection_words());
-        cpu.attention_forward(CMP, out.data(), lse.data(), q.data(), k.data(), v.data(), nullptr, s);
-        cpu.select_blocks(selection.data(), nullptr, q.data(), k.data(), lse.data(), s);
+        cpu.attend_and_select(out.data(), lse.data(), selection.data(), nullptr, q.data(), k.data(), v.data(), s);
         auto print = [&](const char* name, double pairs, double gemm, const double seconds[2]) {
             std::printf("%-6d %-11s %10.1f |", T, name, pairs / double(rows));
             for (const int backward : {0, 1}) {
@@ -309,7 +308,7 @@ static std::string kind_of(const std::string& operation) {
     if (operation.compare(0, 7, "matmul_") == 0) return "GEMM";
     if (operation.compare(0, 18, "attention_forward,") == 0 || operation.compare(0, 19, "attention_backward,") == 0)
         return "attention";
-    if (operation.compare(0, 9, "compress_") == 0 || operation == "select_blocks") return "compression and selection";
+    if (operation.compare(0, 9, "compress_") == 0) return "compression";
     return "everything else";
 }
 
@@ -331,7 +330,7 @@ static void bench_step(const Config& c, bool bf16, int steps) {
             to->seconds += t.seconds, to->flops += t.flops, to->bytes += t.bytes;
     double whole = 0, flops = 0;
     for (double s : seconds) whole += s;
-    for (const char* kind : {"GEMM", "attention", "compression and selection"}) flops += kinds[kind].flops;
+    for (const char* kind : {"GEMM", "attention", "compression"}) flops += kinds[kind].flops;
     const double gemm = GemmRate::rate(median(gemm_seconds)),
                  tokens_per_second = double(bench.tokens.size()) / median(seconds);
     std::printf(

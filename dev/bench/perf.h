@@ -259,6 +259,16 @@ struct Timed : Dev {
         clock("select_blocks", select_blocks_work(s, sizeof(real)),
               [&] { Dev::select_blocks(selection, chosen_importance, q, kc, lse, s); });
     }
+    void attend_and_select(real* out, Stat* lse, uint32_t* selection, Stat* chosen_importance, const real* q,
+                           const real* kc, const real* vc, const NsaShape& s) {
+        if constexpr (Dev::on_host) {  // in one pass; the weights of the blocks are the only arithmetic of selection
+            clock("attention_forward, compressed, with selection", attention_forward_work(CMP, s, sizeof(real)),
+                  [&] { Dev::attend_and_select(out, lse, selection, chosen_importance, q, kc, vc, s); });
+        } else {
+            attention_forward(CMP, out, lse, q, kc, vc, nullptr, s);
+            if (selection) select_blocks(selection, chosen_importance, q, kc, lse, s);
+        }
+    }
     void combine_forward(real* out, const real* o, const Stat* gate, const NsaShape& s) {
         clock("combine_forward", combine_forward_work(s, sizeof(real)), [&] { Dev::combine_forward(out, o, gate, s); });
     }

@@ -20,9 +20,9 @@ struct SelectionRecorder : Engine {
     double limit = 0;                             // of the relative error of q and of compressed keys; 0: same bits
     std::vector<std::vector<uint32_t>> recorded;  // by layer: [G, T, words]
 
-    void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse,
-                       const NsaShape& s) {
-        Engine::select_blocks(selection, chosen_importance, q, kc, lse, s);
+    void attend_and_select(real* out, Stat* lse, uint32_t* selection, Stat* chosen_importance, const real* q,
+                           const real* kc, const real* vc, const NsaShape& s) {
+        Engine::attend_and_select(out, lse, selection, chosen_importance, q, kc, vc, s);
         const size_t words = size_t(s.selection_words());
         std::vector<uint32_t> found(size_t(s.G) * s.queries * words);
         this->copy(found.data(), (const uint32_t*)selection, found.size());
@@ -75,14 +75,19 @@ struct SelectionRecorder : Engine {
     }
 };
 
+// Whether the engine scores the compressed keys again to choose blocks. The CPU's tiles keep their scores.
+template <class Engine>
+constexpr bool SCORES_AGAIN = !(Engine::on_host && sizeof(typename Engine::real) == sizeof(float) && HAVE_VECTORS);
+
 // Keys that the query at position t must read in a layer and group, from the definition.
-inline KeyReads reads_by_definition(const NsaShape& s, int t) {
+template <class Engine>
+KeyReads reads_by_definition(const NsaShape& s, int t) {
     KeyReads r;
     for (int i = 0; !s.full && i * s.d + s.l - 1 <= t; i++) r.keys[CMP]++;
     for (int key = t; key >= 0 && (s.full || key > t - s.window); key--) r.keys[WIN]++;
     const bool chooses = t / s.slc_block + 1 > s.slc_count;
     if (!s.full) r.keys[SLC] = chooses ? (s.slc_count - 1) * s.slc_block + t % s.slc_block + 1 : t + 1;
-    r.scored = chooses && !s.full ? r.keys[CMP] : 0;
+    r.scored = SCORES_AGAIN<Engine> && chooses && !s.full ? r.keys[CMP] : 0;
     return r;
 }
 
@@ -112,7 +117,7 @@ void check_decoding(SelectionRecorder<Engine>& dev, const Config& c, double limi
         dev.count_reads(&reads);
         forward(model, steps, &tokens[size_t(t)], t, 1);
         dev.count_reads(nullptr);
-        const KeyReads must = reads_by_definition(steps.shape, t);
+        const KeyReads must = reads_by_definition<Engine>(steps.shape, t);
         for (int i = 0; i < BRANCHES; i++) CHECK_EQUAL(reads.keys[i], places * must.keys[i]);
         CHECK_EQUAL(reads.scored, places * must.scored);
         dev.matmul_forward(steps.logits, steps.normed, model.w.embed, nullptr, 1, int(c.dim), int(steps.Vp));

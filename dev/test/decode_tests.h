@@ -52,7 +52,7 @@ TEST(decoding_in_bytes_and_formula) {
     KeyReads sum;
     double formula = 0;
     for (int t = 500; t < 799; t++) {
-        const KeyReads r = reads_by_definition(decoder.a.shape, t);
+        const KeyReads r = reads_by_definition<Cpu<float>>(decoder.a.shape, t);
         for (int i = 0; i < BRANCHES; i++) sum.keys[i] += r.keys[i] / 299;
         sum.scored += r.scored / 299;
         formula += (double(t + 1) / 16 + 6 * 64 + 128) / 299;

@@ -300,6 +300,19 @@ template <class real>
 void check_selection(const uint32_t* found, const real* share, const real* q, const real* kc, const real* lse,
                      const NsaShape& s, bool bf16 = false);
 
+// The compressed branch, with and without the selection that its scores lead to.
+template <class real>
+void check_both_ways(Cpu<real>& cpu, Buffer<real>& out, Buffer<real>& lse, Buffer<uint32_t>& selection,
+                     const AttentionInputs<real>& in, const NsaShape& s) {
+    Buffer<real> share(size_t(s.B) * s.G * s.queries, "chosen_importance"), alone(out.size(), "out"),
+        alone_lse(lse.size(), "lse");
+    cpu.attend_and_select(out, lse, selection, share, in.q, in.k[CMP], in.v[CMP], s);
+    check_selection<real>(selection, share, in.q, in.k[CMP], lse, s, cpu.gemm.bf16);
+    cpu.attention_forward(CMP, alone, alone_lse, in.q, in.k[CMP], in.v[CMP], nullptr, s);
+    CHECK_SAME_BITS(alone.data(), out.data(), out.size());
+    CHECK_SAME_BITS(alone_lse.data(), lse.data(), lse.size());
+}
+
 // Forward of each branch, selection, combination; in training shapes the backward too, as one chain from the same
 // inputs as the oracle's.
 template <class real>
@@ -326,12 +339,8 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
     std::vector<oracle::Sum<real>> combined(out.size());
     for (Branch branch : branches) {
         Buffer<real> branch_out(values, "branch output"), branch_lse(rows, "branch lse");
-        cpu.attention_forward(branch, branch_out, branch_lse, in.q, in.k[branch], in.v[branch], selection, s);
-        if (branch == CMP) {
-            Buffer<real> share(size_t(s.B) * s.G * s.queries, "chosen_importance");
-            cpu.select_blocks(selection, share, in.q, in.k[CMP], branch_lse, s);
-            check_selection<real>(selection, share, in.q, in.k[CMP], branch_lse, s, bf16);
-        }
+        if (branch == CMP) check_both_ways(cpu, branch_out, branch_lse, selection, in, s);
+        else cpu.attention_forward(branch, branch_out, branch_lse, in.q, in.k[branch], in.v[branch], selection, s);
         const oracle::Attended<real> expected =
             oracle::attention(branch, q, k[branch], v[branch], selection.data(), s, bf16);
         CHECK_ARRAY(branch_out, expected.out, s.B, s.H, s.queries, s.D);
@@ -490,12 +499,12 @@ TEST(op_attention_reads_nothing_behind_its_positions) {
         for (Branch branch : {CMP, SLC, WIN}) {
             Buffer<float> out(in.q.size(), "out"), lse(s.query_rows(), "lse"), short_out(out.size()),
                 short_lse(lse.size());
-            cpu.attention_forward(branch, out, lse, in.q, in.k[branch], in.v[branch], selection, s);
-            cpu.attention_forward(branch, short_out, short_lse, in.q, in.k[size_t(branch) + 3],
-                                  in.v[size_t(branch) + 3], short_selection, prefix);
-            if (branch == CMP)
-                cpu.select_blocks(selection, nullptr, in.q, in.k[CMP], lse, s),
-                    cpu.select_blocks(short_selection, nullptr, in.q, in.k[3], short_lse, prefix);
+            const auto forward = [&](float* o, float* l, uint32_t* chosen, size_t i, const NsaShape& shape) {
+                if (branch == CMP) cpu.attend_and_select(o, l, chosen, nullptr, in.q, in.k[i], in.v[i], shape);
+                else cpu.attention_forward(branch, o, l, in.q, in.k[i], in.v[i], chosen, shape);
+            };
+            forward(out, lse, selection, size_t(branch), s);
+            forward(short_out, short_lse, short_selection, size_t(branch) + 3, prefix);
             CHECK_SAME_BITS(out.data(), short_out.data(), out.size());
             CHECK_SAME_BITS(lse.data(), short_lse.data(), lse.size());
         }
@@ -525,8 +534,7 @@ void check_dense_equivalences() {
     Buffer<real> out(in.q.size(), "out"), lse(s.query_rows(), "lse");
     Buffer<uint32_t> selection(size_t(s.B) * s.G * s.T * s.selection_words(), "selection");
 
-    cpu.attention_forward(CMP, out, lse, in.q, in.k[CMP], in.v[CMP], nullptr, s);
-    cpu.select_blocks(selection, nullptr, in.q, in.k[CMP], lse, s);
+    cpu.attend_and_select(out, lse, selection, nullptr, in.q, in.k[CMP], in.v[CMP], s);
     const oracle::Attended<real> dense_slc =
         dense_causal(q, oracle::numbers(in.k[SLC]), oracle::numbers(in.v[SLC]), 16, s);
     cpu.attention_forward(SLC, out, lse, in.q, in.k[SLC], in.v[SLC], selection, s);
@@ -653,8 +661,7 @@ void check_ties_of_zero_queries() {
     AttentionInputs<real> in(s, random, 0);
     Buffer<real> out(in.q.size(), "out"), lse(s.query_rows(), "lse");
     Buffer<uint32_t> selection(size_t(s.T) * s.selection_words(), "selection");
-    cpu.attention_forward(CMP, out, lse, in.q, in.k[CMP], in.v[CMP], nullptr, s);
-    cpu.select_blocks(selection, nullptr, in.q, in.k[CMP], lse, s);
+    cpu.attend_and_select(out, lse, selection, nullptr, in.q, in.k[CMP], in.v[CMP], s);
     for (int t = 0; t < s.T; t++) {
         const int b = t / 64;
         std::vector<int> expected;
@@ -678,8 +685,7 @@ void check_ties_of_classes(int heads, int first, int queries) {
     for (size_t i = 0; i < in.q.size(); i += 2) in.q[i] = real(0.7), in.q[i + 1] = 0;
     Buffer<real> out(in.q.size(), "out"), lse(s.query_rows(), "lse");
     Buffer<uint32_t> selection(size_t(s.queries) * s.selection_words(), "selection");
-    cpu.attention_forward(CMP, out, lse, in.q, in.k[CMP], in.v[CMP], nullptr, s);
-    cpu.select_blocks(selection, nullptr, in.q, in.k[CMP], lse, s);
+    cpu.attend_and_select(out, lse, selection, nullptr, in.q, in.k[CMP], in.v[CMP], s);
     for (int t = first; t < first + queries; t++) {
         std::vector<double> importance;
         for (int block = 0; block <= t / 4; block++)

@@ -234,9 +234,8 @@ struct Layer {
         cpu.compress_forward(kc, hidden_k, kv[K_CMP], phi_k.phi(), true, p);
         cpu.compress_forward(vc, hidden_v, kv[V_CMP], phi_v.phi(), false, p);
         const size_t rows = p.query_rows();
-        cpu.attention_forward(CMP, a.o, a.lse, a.q, kc, vc, nullptr, p);
+        cpu.attend_and_select(a.o, a.lse, selection ? nullptr : a.selection.data(), nullptr, a.q, kc, vc, p);
         if (selection) std::copy_n(selection->data(), a.selection.size(), a.selection.data());
-        else cpu.select_blocks(a.selection, nullptr, a.q, kc, a.lse, p);
         cpu.attention_forward(SLC, a.o + rows * s.D, a.lse + rows, a.q, kv[K_SLC], kv[V_SLC], a.selection, p);
         cpu.attention_forward(WIN, a.o + 2 * rows * s.D, a.lse + 2 * rows, a.q, kv[K_WIN], kv[V_WIN], nullptr, p);
         cpu.combine_forward(a.out, a.o, a.gate, p);
@@ -425,13 +424,15 @@ void check_decoding(const NsaShape& s, const std::vector<int>& chunks) {
         }
         const size_t n = p.query_rows();
         for (Branch branch : {CMP, SLC, WIN}) {
-            const bool cmp = branch == CMP, slc = branch == SLC;
-            parts.cpu.attention_forward(branch, a.o + branch * n * D, a.lse + branch * n, a.q,
-                                        cmp ? parts.kc : parts.kv[slc ? K_SLC : K_WIN],
-                                        cmp ? parts.vc : parts.kv[slc ? V_SLC : V_WIN], a.selection, p);
-            if (!cmp) continue;
+            if (branch != CMP) {
+                const bool slc = branch == SLC;
+                parts.cpu.attention_forward(branch, a.o + branch * n * D, a.lse + branch * n, a.q,
+                                            parts.kv[slc ? K_SLC : K_WIN], parts.kv[slc ? V_SLC : V_WIN], a.selection,
+                                            p);
+                continue;
+            }
+            parts.cpu.attend_and_select(a.o, a.lse, a.selection, nullptr, a.q, parts.kc, parts.vc, p);
             // kc as the oracle sees it: all of the prefill's, of which only what each query sees counts.
-            parts.cpu.select_blocks(a.selection, nullptr, a.q, parts.kc, a.lse, p);
             check_selection<real>(a.selection, nullptr, a.q, whole.kc, a.lse, p);
             for (int bg = 0; bg < s.B * s.G; bg++)
                 std::copy_n(all.selection + (size_t(bg) * T + first) * words, size_t(queries) * words,

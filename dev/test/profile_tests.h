@@ -85,7 +85,6 @@ TEST(run_profiles_steps) {
                                                  {"gradient norm", 1},
                                                  {"evaluation", 0.25},
                                                  {"attention: window", 6},
-                                                 {"selection", 6},
                                                  {"attention: selected", 6},
                                                  {"attention: compressed", 6},
                                                  {"compression", 12}};
