@@ -299,7 +299,7 @@ class TiledAttention {
               p(kept_tiles ? tile_size : 0),
               sums(rows.size()),
               largest(row_count),
-              total(row_count),
+              total(row_count * LANES),
               q_room(rows.size()),
               p_room(tile_size),
               tokens(queries),
@@ -319,10 +319,11 @@ class TiledAttention {
         const int D = s.D, h = s.heads_per_group();
         for (int r = 0; r < h * count; r++) {
             const size_t row = query_row(bg, r % h, t0 + r / h, s);
-            const float inverse = room.total[r] > 0 ? 1 / room.total[r] : 0.0f;
+            float total = 0;
+            for (int x = 0; x < LANES; x++) total += room.total[size_t(r) * LANES + x];
+            const float inverse = total > 0 ? 1 / total : 0.0f;
             for (int x = 0; x < D; x++) to.out[row * D + x] = room.sums[size_t(r) * D + x] * inverse;
-            to.lse[row] =
-                room.total[r] > 0 ? room.largest[r] + std::log(room.total[r]) : std::numeric_limits<float>::infinity();
+            to.lse[row] = total > 0 ? room.largest[r] + std::log(total) : std::numeric_limits<float>::infinity();
         }
     }
     // Whether a query may choose among its blocks; otherwise it takes them all.
@@ -450,7 +451,7 @@ class TiledAttention {
             const KeyRange visible = visible_keys(in.branch, room.tokens[query], tile, s);
             for (int r = query * h; r < (query + 1) * h; r++) {
                 const size_t at = size_t(r - j * h) * padded;
-                softmax_step(p + at, scores + at, columns, visible, room.largest[r], room.total[r],
+                softmax_step(p + at, scores + at, columns, visible, room.largest[r], &room.total[size_t(r) * LANES],
                              &room.sums[size_t(r) * D], D);
             }
         }
@@ -459,27 +460,27 @@ class TiledAttention {
                     values + size_t(columns.begin) / per * D, D, &room.sums[size_t(j) * h * D], D, true);
     }
     // One tile's part of the softmax of a row, from the scores of `columns`, which are hidden outside the visible
-    // range: p = e^(score - largest), with the largest score so far; total gets their sum, and what was summed under
-    // the old maximum is rescaled. p may be scores.
-    static void softmax_step(float* p, float* scores, KeyRange columns, KeyRange visible, float& largest, float& total,
+    // range: p = e^(score - largest), with the largest score so far; total [LANES] gets their sum, whose lanes are
+    // added at the end, and what was summed under the old maximum is rescaled. p may be scores.
+    static void softmax_step(float* p, float* scores, KeyRange columns, KeyRange visible, float& largest, float* total,
                              float* sums, int D) {
         const int n = columns.end - columns.begin;
         hide(scores, n, visible.begin - columns.begin, visible.end - columns.begin);
-        float m = largest, sum = 0;
+        float m = largest;
 #pragma omp simd reduction(max : m)
         for (int i = 0; i < n; i++) m = scores[i] > m ? scores[i] : m;
         if (m > largest) {  // before the first tile there is nothing to rescale, and e^-inf = 0
             const float rescale = exponential(largest - m);
-            total *= rescale;
+            for (int x = 0; x < LANES; x++) total[x] *= rescale;
             for (int x = 0; x < D; x++) sums[x] *= rescale;
             largest = m;
         }
-#pragma omp simd reduction(+ : sum)
-        for (int i = 0; i < n; i++) {
-            p[i] = exponential(scores[i] - m);
-            sum += p[i];
-        }
-        total += sum;
+        for (int i = 0; i < n; i += LANES)
+#pragma omp simd
+            for (int x = 0; x < LANES; x++) {
+                p[i + x] = exponential(scores[i + x] - m);
+                total[x] += p[i + x];
+            }
     }
 
     void forward(bool bf16, const ForwardArrays& to, const Branches& in) {
@@ -568,8 +569,8 @@ class TiledAttention {
                   pairs = (count + per - 1) / per;
         queries.score(scores + before, size_t(padded), k, count);
         for (size_t r = 0; r < size_t(h); r++)
-            softmax_step(p + r * padded, scores + r * padded, columns, visible, room.largest[r], room.total[r],
-                         &room.sums[r * D], D);
+            softmax_step(p + r * padded, scores + r * padded, columns, visible, room.largest[r],
+                         &room.total[size_t(r) * LANES], &room.sums[r * D], D);
         const Element* const weights = sum_over_columns(room.p_room.data(), p + before, size_t(padded), h, count);
         tile_matmul(h, D, pairs, weights, size_t(padded) / per, 1, sum_over_rows(queries.keys.data(), v, D, count, D),
                     D, room.sums.data(), D, true);
