@@ -570,9 +570,8 @@ struct Cpu {
         for (size_t group = 0; group < size_t(s.B) * s.G; group++) {
             std::vector<real> importance(s.slc_blocks());
             for (int t = s.first; t < s.first + s.queries; t++) {
-                const size_t row = group * s.queries + t - s.first, from = s.query_row(group * s.heads_per_group(), t);
-                block_importance(importance.data(), q + from * s.D, lse + from, kc + group * s.cmp_capacity() * s.D, t,
-                                 s);
+                const size_t row = group * s.queries + t - s.first, at = s.query_row(group * s.heads_per_group(), t);
+                block_importance(importance.data(), q + at * s.D, lse + at, kc + group * s.cmp_capacity() * s.D, t, s);
                 const real share = choose_blocks(selection + row * s.selection_words(), importance.data(), t, s);
                 if (chosen_importance) chosen_importance[row] = share;
             }
@@ -581,6 +580,7 @@ struct Cpu {
     // attention_forward of the compressed branch and, unless selection is null, select_blocks
     void attend_and_select(real* out, Stat* lse, uint32_t* selection, Stat* chosen_importance, const real* q,
                            const real* kc, const real* vc, const NsaShape& s) {
+        const ProfileRange range(ATTENTION_NAMES[CMP]);
         if constexpr (in_tiles)
             return tiles.attend_and_select(gemm.bf16, out, lse, selection, chosen_importance, q, kc, vc, s);
         attention_forward(CMP, out, lse, q, kc, vc, nullptr, s);
