@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "cpu_gemm.h"
-#include "profile.h"
 #include "shape.h"
 
 // A step of the attention works on the keys of one tile and on about this many rows. With D = 64 the operands of a step
@@ -194,17 +193,30 @@ class TiledAttention {
         return {visible_keys(branch, tokens[0], tile, s).begin / LANES * LANES,
                 whole_vectors(visible_keys(branch, tokens[count - 1], tile, s).end)};
     }
-    // The queries that see a tile of keys, in order. selection: the bitmasks of one (sequence, group).
-    static std::vector<int> query_list(Branch branch, int tile, const uint32_t* selection, const NsaShape& s) {
-        const int start = tile * tile_keys(branch, s);
+    // The queries that see a tile of keys, in order, in the branches whose queries do not choose.
+    static std::vector<int> query_list(Branch branch, int tile, const NsaShape& s) {
+        const int start = tile * TILE_KEYS;
         int begin = start, end = s.first + s.queries;
         if (branch == CMP) begin = start * s.d + s.l - 1;
         if (branch == WIN && !s.full) end = std::min(end, start + TILE_KEYS - 1 + s.window);
         std::vector<int> list;
-        for (int t = std::max(begin, s.first); t < end; t++)
-            if (branch != SLC || (selection[size_t(t - s.first) * s.selection_words() + tile / 32] >> (tile % 32) & 1))
-                list.push_back(t);
+        for (int t = std::max(begin, s.first); t < end; t++) list.push_back(t);
         return list;
+    }
+    // The queries that chose each block, in order: [B * G, blocks]. Looking for them block by block would read the
+    // whole selection for each.
+    static std::vector<std::vector<int>> query_lists(const Branches& in, int blocks) {
+        const NsaShape& s = in.s;
+        std::vector<std::vector<int>> lists(size_t(s.B) * s.G * blocks);
+#pragma omp parallel for schedule(static)
+        for (int bg = 0; bg < s.B * s.G; bg++)
+            for (int t = s.first; t < s.first + s.queries; t++)
+                for (int first = 0; first <= t / s.slc_block; first += 32)
+                    for (uint32_t bits = in.mask(bg, t)[first / 32]; bits; bits &= bits - 1) {
+                        const int block = first + __builtin_ctz(bits);
+                        if (block <= t / s.slc_block) lists[size_t(bg) * blocks + block].push_back(t);
+                    }
+        return lists;
     }
 
     // -----------------------------------------------------------------------------------------------------------------
@@ -615,6 +627,8 @@ class TiledAttention {
                                            operand_tiles<Element>(2, in.branch, in.k, s, OVER_KEYS)};
         const int count = tiles.k.count;
         std::vector<std::atomic<int>> progress(size_t(s.B) * s.G * count);
+        const std::vector<std::vector<int>> lists =
+            in.branch == SLC ? query_lists(in, count) : std::vector<std::vector<int>>();
         d.sums = scratch[3].get(s.query_rows() * D);
         zero(d.sums, s.query_rows() * D);
 #pragma omp parallel
@@ -624,7 +638,9 @@ class TiledAttention {
 #pragma omp for collapse(2) schedule(monotonic : dynamic, 1)
             for (int tile = 0; tile < count; tile++)
                 for (int bg = 0; bg < s.B * s.G; bg++)
-                    backward_tile(bg, tile, {progress.data() + size_t(bg) * count, tile}, room, tiles, d, in);
+                    backward_tile(bg, tile,
+                                  in.branch == SLC ? lists[size_t(bg) * count + tile] : query_list(in.branch, tile, s),
+                                  {progress.data() + size_t(bg) * count, tile}, room, tiles, d, in);
 #pragma omp for collapse(2) schedule(static)
             for (int bg = 0; bg < s.B * s.G; bg++)
                 for (int t = 0; t < s.T; t++)
@@ -636,14 +652,14 @@ class TiledAttention {
         }
     }
     template <class Element>
-    static void backward_tile(int bg, int tile, const Turns& turns, BackwardRoom<Element>& room,
-                              const BackwardTiles<Element>& tiles, const BackwardArrays& d, const Branches& in) {
+    static void backward_tile(int bg, int tile, const std::vector<int>& list, const Turns& turns,
+                              BackwardRoom<Element>& room, const BackwardTiles<Element>& tiles, const BackwardArrays& d,
+                              const Branches& in) {
         const NsaShape& s = in.s;
         const int width = tile_keys(in.branch, s), n_keys = std::min(width, s.key_count(in.branch) - tile * width);
         const size_t at = (size_t(bg) * s.key_stride(in.branch) + size_t(tile) * width) * s.D;
         std::fill_n(d.dk + at, size_t(n_keys) * s.D, 0.0f);
         std::fill_n(d.dv + at, size_t(n_keys) * s.D, 0.0f);
-        const std::vector<int> list = query_list(in.branch, tile, in.mask(bg, s.first), s);
         const size_t most = size_t(tile_queries(s));
         for (size_t i = 0; i < list.size(); i += most) {
             const int* const tokens = &list[i];
@@ -728,7 +744,6 @@ void TiledAttention::attention_forward(bool bf16, Branch branch, float* out, flo
 }
 void TiledAttention::attend_and_select(bool bf16, float* out, float* lse, uint32_t* selection, float* chosen_importance,
                                        const float* q, const float* kc, const float* vc, const NsaShape& s) {
-    const ProfileRange range(ATTENTION_NAMES[CMP]);
     forward(bf16, {out, lse, selection, chosen_importance}, {CMP, q, kc, vc, nullptr, s});
 }
 void TiledAttention::attention_backward(bool bf16, Branch branch, float* dq, bool add, float* dk, float* dv,
