@@ -24,6 +24,7 @@
 #include "lib/cpu_gemm.h"
 #include "lib/memory.h"
 #include "lib/profile.h"
+#include "lib/rope.h"
 #include "lib/shape.h"
 #include "lib/util.h"
 
@@ -50,6 +51,7 @@ struct HyperAdamW {
 //   memory      allocate, release, available_bytes, zero, copy; to_host, from_host (to and from fp32); upload (tokens)
 //   results     send and receive: numbers on their way to the host while the next step runs
 //   repetition  Sequence, run: launches that are the same every time
+//   documents   find_documents
 //   layers      embedding_forward, _backward; rmsnorm_forward, _backward; matmul_forward, _backward_input,
 //               _backward_weight; silu_forward, _backward; classifier
 //   attention   split_heads_forward, _backward (Heads, HeadGradients); compress_forward, _backward (Phi, PhiGradients);
@@ -119,6 +121,17 @@ struct Cpu {
     template <class Work>
     void run(Sequence&, Work work) {
         work();
+    }
+
+    // ----- documents.  start [B, T] = where the document of each token begins: at its end-of-text, which stands before
+    // a document, or at the sequence's first token. For positions first .. first + queries - 1 of tokens [B, queries];
+    // earlier calls have left those before.
+    void find_documents(int32_t* start, const int32_t* tokens, int end_of_text, const NsaShape& s) {
+        for (int b = 0; b < s.B; b++)
+            for (int t = s.first; t < s.first + s.queries; t++) {
+                const bool begins = t == 0 || tokens[size_t(b) * s.queries + t - s.first] == end_of_text;
+                start[size_t(b) * s.T + t] = begins ? t : start[size_t(b) * s.T + t - 1];
+            }
     }
 
     // ----- embedding.  x = embed[token].  tokens [N], embed [V, C], x [N, C]
@@ -293,7 +306,7 @@ struct Cpu {
     // RoPE of one head (Su et al. 2021), halves convention: element i is paired with i + D/2, and the angle is position
     // * base^(-2i/D). direction -1 turns back, which is the rotation's transpose and so its gradient. out may be in.
     void rotate(real* out, const real* in, int position, int D, int direction) const {
-        const real *c = &rope_cos[size_t(position) * (D / 2)], *s = &rope_sin[size_t(position) * (D / 2)];
+        const real *c = &rope.cosine[size_t(position) * (D / 2)], *s = &rope.sine[size_t(position) * (D / 2)];
         for (int i = 0; i < D / 2; i++) {
             const real a = in[i], b = in[i + D / 2], sine = direction > 0 ? s[i] : -s[i];
             out[i] = a * c[i] - b * sine;
@@ -303,7 +316,7 @@ struct Cpu {
 
     // heads = projected, split up; queries and keys rotated, gates through the sigmoid
     void split_heads_forward(Heads out, const real* projected, const NsaShape& s) {
-        prepare_rope(s.T, s.D);
+        rope.prepare(s.T, s.D);
         const int P = s.projected(), D = s.D;
 #pragma omp parallel for collapse(2) schedule(static)
         for (int b = 0; b < s.B; b++)
@@ -325,7 +338,7 @@ struct Cpu {
     }
     // dprojected = the heads' gradients, turned back and merged; 0 in the padding. Training shapes: (0, T).
     void split_heads_backward(real* dprojected, HeadGradients d, const NsaShape& s) {
-        prepare_rope(s.T, s.D);
+        rope.prepare(s.T, s.D);
         const int P = s.projected(), D = s.D;
 #pragma omp parallel for collapse(2) schedule(static)
         for (int b = 0; b < s.B; b++)
@@ -355,7 +368,7 @@ struct Cpu {
     // the values before the SiLU, is for the backward pass. Computes the blocks that end inside this call's positions.
     void compress_forward(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
         const ProfileRange range("compression");
-        prepare_rope(s.T, s.D);
+        rope.prepare(s.T, s.D);
         if constexpr (in_tiles) tiles.compress_forward(gemm, out, hidden, k, phi, s);
 #pragma omp parallel for schedule(static)
         for (size_t group = 0; group < size_t(s.B) * s.G; group++)
@@ -384,7 +397,7 @@ struct Cpu {
     void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k,
                            const Phi& phi, bool rotated, const NsaShape& s) {
         const ProfileRange range("compression");
-        prepare_rope(s.T, s.D);
+        rope.prepare(s.T, s.D);
         const int NC = s.cmp_capacity();
         for (size_t row = 0; rotated && row < s.cmp_rows(); row++)
             rotate(dout + row * s.D, dout + row * s.D, int(row % NC) * s.d, s.D, -1);
@@ -420,17 +433,19 @@ struct Cpu {
     //     CMP  the compressed blocks that end at or before t                    keys [B, G, NC, D]
     //     SLC  the tokens up to t in the blocks selected for (t, group)         keys [B, G, T, D]
     //     WIN  the last w tokens, t included; all up to t in full attention     keys [B, G, T, D]
-    static bool sees(Branch branch, int t, int key, const uint32_t* selected, const NsaShape& s) {
-        if (branch == CMP) return key * s.d + s.l - 1 <= t;
-        if (branch == SLC) return key <= t && is_selected(selected, key / s.slc_block);
-        return key <= t && (s.full || key > t - s.window);
+    // start: where t's document begins, with --reset-at-document; nothing that begins before it is seen.
+    static bool sees(Branch branch, int t, int key, const uint32_t* selected, const NsaShape& s, int start = 0) {
+        if (branch == CMP) return key * s.d >= start && key * s.d + s.l - 1 <= t;
+        if (key < start || key > t) return false;
+        return branch == SLC ? is_selected(selected, key / s.slc_block) : s.full || key > t - s.window;
     }
     static bool is_selected(const uint32_t* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
     // The keys that query t sees, oldest first. selected: the bitmask of (t, group), in the selected branch.
-    static std::vector<int> visible_keys(Branch branch, int t, const uint32_t* selected, const NsaShape& s) {
+    static std::vector<int> visible_keys(Branch branch, int t, const uint32_t* selected, const NsaShape& s,
+                                         int start = 0) {
         std::vector<int> keys;
         for (int key = 0; key < s.key_count(branch); key++)
-            if (sees(branch, t, key, selected, s)) keys.push_back(key);
+            if (sees(branch, t, key, selected, s, start)) keys.push_back(key);
         return keys;
     }
 
@@ -445,7 +460,8 @@ struct Cpu {
         for (size_t group = 0; group < size_t(s.B) * s.G; group++) {
             const size_t keys_at = group * s.key_stride(branch) * s.D;
             for (int t = s.first; t < s.first + s.queries; t++) {
-                const std::vector<int> keys = visible_keys(branch, t, s.selection_mask(selection, group, t), s);
+                const std::vector<int> keys =
+                    visible_keys(branch, t, s.selection_mask(selection, group, t), s, s.start_of(group / s.G, t));
                 if (reads) KeyReads::add(reads->keys[branch], keys.size());
                 for (size_t head = group * h; head < (group + 1) * h; head++) {
                     const size_t row = s.query_row(head, t);
@@ -536,7 +552,8 @@ struct Cpu {
             std::fill_n(dk + keys_at, s.key_count(branch) * D, real(0));
             std::fill_n(dv + keys_at, s.key_count(branch) * D, real(0));
             for (int t = s.first; t < s.first + s.queries; t++) {
-                const std::vector<int> keys = visible_keys(branch, t, s.selection_mask(selection, group, t), s);
+                const std::vector<int> keys =
+                    visible_keys(branch, t, s.selection_mask(selection, group, t), s, s.start_of(group / s.G, t));
                 for (size_t head = group * h; head < (group + 1) * h; head++) {
                     const size_t row = s.query_row(head, t);
                     const real *qr = q + row * D, *dO = dout + s.output_row(head, t) * D;
@@ -571,8 +588,10 @@ struct Cpu {
             std::vector<real> importance(s.slc_blocks());
             for (int t = s.first; t < s.first + s.queries; t++) {
                 const size_t row = group * s.queries + t - s.first, at = s.query_row(group * s.heads_per_group(), t);
-                block_importance(importance.data(), q + at * s.D, lse + at, kc + group * s.cmp_capacity() * s.D, t, s);
-                const real share = choose_blocks(selection + row * s.selection_words(), importance.data(), t, s);
+                const int start = s.start_of(group / s.G, t);
+                block_importance(importance.data(), q + at * s.D, lse + at, kc + group * s.cmp_capacity() * s.D, t, s,
+                                 start);
+                const real share = choose_blocks(selection + row * s.selection_words(), importance.data(), t, s, start);
                 if (chosen_importance) chosen_importance[row] = share;
             }
         }
@@ -588,11 +607,13 @@ struct Cpu {
     }
     // importance [t/l' + 1] of the selection blocks for query t and a group. q, lse: the row of the group's first head;
     // the other heads' follow, `queries` rows apart. kc: the group's compressed keys.
-    void block_importance(real* importance, const real* q, const Stat* lse, const real* kc, int t,
-                          const NsaShape& s) const {
+    void block_importance(real* importance, const real* q, const Stat* lse, const real* kc, int t, const NsaShape& s,
+                          int start = 0) const {
         std::vector<real> p(s.cmp_blocks(t + 1), real(0));
-        if (reads && t / s.slc_block >= s.slc_count) KeyReads::add(reads->scored, p.size());
-        for (size_t i = 0; i < p.size(); i++)
+        const size_t first = size_t(s.first_block(start));
+        if (reads && t / s.slc_block - start / s.slc_block >= s.slc_count)
+            KeyReads::add(reads->scored, p.size() - std::min(first, p.size()));
+        for (size_t i = first; i < p.size(); i++)
             for (size_t row = 0; row < size_t(s.heads_per_group()) * s.queries; row += s.queries)
                 p[i] += exponential(score(q + row * s.D, kc + i * s.D, s) - lse[row]);  // eq. 8, summed as eq. 10 says
         fold_importance(importance, p.data(), t, s);
@@ -612,20 +633,20 @@ struct Cpu {
         }
     }
     // Paper eq. 11 and 12: mask = the chosen blocks of query t; of equally important ones the lower index wins. Returns
-    // the chosen blocks' share of the importance.
-    static real choose_blocks(uint32_t* mask, const real* importance, int t, const NsaShape& s) {
-        const int last = t / s.slc_block;
+    // the chosen blocks' share of the importance. start: of t's document, whose first block takes the place of block 0.
+    static real choose_blocks(uint32_t* mask, const real* importance, int t, const NsaShape& s, int start = 0) {
+        const int last = t / s.slc_block, first = start / s.slc_block;
         const auto take = [&](int block) { mask[block / 32] |= 1u << (block % 32); };
         std::fill_n(mask, s.selection_words(), 0u);
-        take(0), take(std::max(last - 1, 0)), take(last);
-        for (int taken = 3; taken < std::min(s.slc_count, last + 1); taken++) {
+        take(first), take(std::max(last - 1, first)), take(last);
+        for (int taken = 3; taken < std::min(s.slc_count, last - first + 1); taken++) {
             int best = -1;
-            for (int block = 0; block <= last; block++)
+            for (int block = first; block <= last; block++)
                 if (!is_selected(mask, block) && (best < 0 || importance[block] > importance[best])) best = block;
             take(best);
         }
         real chosen = 0, all = 0;
-        for (int block = 0; block <= last; block++)
+        for (int block = first; block <= last; block++)
             all += importance[block], chosen += is_selected(mask, block) ? importance[block] : real(0);
         return all > real(0) ? chosen / all : real(1);
     }
@@ -639,21 +660,7 @@ struct Cpu {
     // What a matrix product takes of x: x itself or, with --cpu-dtype bf16, the nearest number of that format.
     real factor(real x) const { return gemm.bf16 ? round_to_bf16(x) : x; }
 
+    RopeTable<real> rope;
     Workspace<real> partial_sums;
     std::vector<std::vector<double>> sent;
-
-    std::vector<real> rope_cos, rope_sin;  // [positions, D/2]
-    int rope_positions = 0, rope_dim = 0;
-    void prepare_rope(int positions, int D) {
-        if (positions <= rope_positions && D == rope_dim) return;
-        rope_positions = positions, rope_dim = D;
-        for (std::vector<real>* table : {&rope_cos, &rope_sin}) table->resize(size_t(positions) * (D / 2));
-#pragma omp parallel for schedule(static)
-        for (int t = 0; t < positions; t++)
-            for (int i = 0; i < D / 2; i++) {
-                const double angle = t * std::pow(ROPE_BASE, -2.0 * i / D);
-                rope_cos[size_t(t) * (D / 2) + i] = real(std::cos(angle));
-                rope_sin[size_t(t) * (D / 2) + i] = real(std::sin(angle));
-            }
-    }
 };

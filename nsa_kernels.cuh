@@ -129,6 +129,21 @@ __global__ void embedding_forward_kernel(cuda_real* x, const int32_t* tokens, co
     store(x + i, values);
 }
 
+// Cpu::find_documents, one warp per sequence, which takes 32 tokens at a time. tokens [B, queries], start [B, T]
+__global__ void __launch_bounds__(32)
+    find_documents_kernel(int32_t* start, const int32_t* tokens, int end_of_text, NsaShape s) {
+    const int lane = threadIdx.x;
+    start += size_t(blockIdx.x) * s.T, tokens += size_t(blockIdx.x) * s.queries;
+    int current = s.first ? start[s.first - 1] : 0;
+    for (int j0 = 0; j0 < s.queries; j0 += 32) {
+        const int j = j0 + lane, t0 = s.first + j0;
+        const unsigned begins = __ballot_sync(~0u, j < s.queries && tokens[j] == end_of_text);
+        const unsigned before = begins & ~0u >> (31 - lane);  // its own token included
+        if (j < s.queries) start[t0 + lane] = before ? t0 + 31 - __clz(int(before)) : current;
+        if (begins) current = t0 + 31 - __clz(int(begins));
+    }
+}
+
 // The gradient is a sum over the positions that hold a token, so the positions are first sorted by token, and by
 // position within a token. The place of a position in that order is the number of positions before it: N^2 comparisons
 // of integers in shared memory, 10^9 at N = 32768, once per micro-step, but no counters, no atomics, no passes over
@@ -491,15 +506,21 @@ __device__ inline int blocks_before(int tokens, const NsaShape& s) {
 }
 __device__ inline bool is_selected(const uint32_t* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
 
+// Where t's document begins, with --reset-at-document: nothing that begins before it is seen.
+__device__ inline int start_of(size_t sequence, int t, const NsaShape& s) {
+    return s.document_start ? s.document_start[sequence * s.T + t] : 0;
+}
+
 // The keys of query t are the union of these ranges: one, or in the selected branch one per block, which is empty where
 // the block was not chosen.
 __device__ inline int range_count(Branch branch, int t, const NsaShape& s) {
     return branch == SLC ? t / s.slc_block + 1 : 1;
 }
-__device__ inline KeyRange key_range(Branch branch, int range, int t, const uint32_t* mask, const NsaShape& s) {
-    if (branch == CMP) return {0, blocks_before(t + 1, s)};
-    if (branch == WIN) return {s.full || t < s.window ? 0 : t - s.window + 1, t + 1};
-    const int begin = range * s.slc_block, end = min(begin + s.slc_block, t + 1);
+__device__ inline KeyRange key_range(Branch branch, int range, int t, int start, const uint32_t* mask,
+                                     const NsaShape& s) {
+    if (branch == CMP) return {(start + s.d - 1) / s.d, blocks_before(t + 1, s)};
+    if (branch == WIN) return {max(start, s.full || t < s.window ? 0 : t - s.window + 1), t + 1};
+    const int begin = max(start, range * s.slc_block), end = min((range + 1) * s.slc_block, t + 1);
     return {begin, is_selected(mask, range) ? end : begin};
 }
 // The queries that may see a key: begin .. end-1; in the selected branch those of them that chose its block do.
@@ -510,7 +531,7 @@ __device__ inline KeyRange query_range(Branch branch, int key, const NsaShape& s
 
 // Where a query's data is. row = (b*H + head)*queries + j counts the rows of q, the branch outputs and the LSEs.
 struct Query {
-    int t;                 // position
+    int t, start;          // position; where its document begins
     size_t group;          // b*G + g
     size_t dout;           // its row in [B*queries, H]
     const uint32_t* mask;  // its selection
@@ -518,7 +539,8 @@ struct Query {
         const int j = int(row % s.queries), head = int(row / s.queries % s.H),
                   words = ((s.T + s.slc_block - 1) / s.slc_block + 31) / 32;
         const size_t b = row / s.queries / s.H;
-        t = s.first + j, group = b * s.G + head / (s.H / s.G), dout = (b * s.queries + j) * s.H + head;
+        t = s.first + j, start = start_of(b, t, s), group = b * s.G + head / (s.H / s.G),
+        dout = (b * s.queries + j) * s.H + head;
         mask = selection ? selection + (group * s.queries + j) * words : nullptr;
     }
 };
@@ -558,7 +580,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     __syncwarp();
     float largest = -INFINITY, total = 0;  // total: of the keys of this lane
     for (int range = 0; range < range_count(branch, at.t, s); range++) {
-        const KeyRange keys = key_range(branch, range, at.t, at.mask, s);
+        const KeyRange keys = key_range(branch, range, at.t, at.start, at.mask, s);
         for (int key0 = keys.begin; key0 < keys.end; key0 += 32) {
             const int key = key0 + lane, count = min(32, keys.end - key0);
             const float score = lane < count ? dot(query, k + size_t(key) * D, D) : -INFINITY;
@@ -601,7 +623,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     __syncwarp();
     const float shift = lse_gated[row], r = row_dot[row];
     for (int range = 0; range < range_count(branch, at.t, s); range++) {
-        const KeyRange keys = key_range(branch, range, at.t, at.mask, s);
+        const KeyRange keys = key_range(branch, range, at.t, at.start, at.mask, s);
         for (int key0 = keys.begin; key0 < keys.end; key0 += 32) {
             const int key = key0 + lane, count = min(32, keys.end - key0);
             if (lane < count) {
@@ -646,6 +668,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
             const int t = t0 + lane;
             bool sees = t < queries.end;
             if (branch == SLC && sees) sees = is_selected(Query(first_row + t, selection, s).mask, block);
+            if (sees) sees = start_of(b, t, s) <= (branch == CMP ? key * s.d : key);
             const unsigned seen_by = __ballot_sync(~0u, sees);
             if (!seen_by) continue;
             if (sees) {
@@ -679,10 +702,10 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
 // scaled; kc of the group; lse of the token and the group's first head; visible: the compressed blocks that the token
 // sees.
 __device__ inline float importance_of(int block, const float* queries, const cuda_real* kc, const float* lse,
-                                      int visible, const NsaShape& s) {
+                                      KeyRange visible, const NsaShape& s) {
     const int begin = block * s.slc_block, end = begin + s.slc_block;
     float sum = 0;
-    for (int i = max(0, (begin - s.l) / s.d); i < visible && i * s.d < end; i++) {
+    for (int i = max(visible.begin, (begin - s.l) / s.d); i < visible.end && i * s.d < end; i++) {
         const int common = min(end, i * s.d + s.l) - max(begin, i * s.d);
         if (common <= 0) continue;
         float weight = 0;
@@ -692,11 +715,12 @@ __device__ inline float importance_of(int block, const float* queries, const cud
     }
     return sum;
 }
-// The most important block of 0 .. last that is not taken (importance -1); of equal ones the lowest; last + 1 if none.
-__device__ inline int best_block(const float* importance, int last) {
+// The most important block of first .. last that is not taken (importance -1); of equal ones the lowest; last + 1 if
+// none.
+__device__ inline int best_block(const float* importance, int first, int last) {
     float best = -1;
     int at = last + 1;
-    for (int block = threadIdx.x; block <= last; block += 32)
+    for (int block = first + int(threadIdx.x); block <= last; block += 32)
         if (importance[block] > best) best = importance[block], at = block;
     for (int flip = 16; flip > 0; flip /= 2) {
         const float other = __shfl_xor_sync(~0u, best, flip);
@@ -705,19 +729,19 @@ __device__ inline int best_block(const float* importance, int last) {
     }
     return at;
 }
-// Marks in `mask` the first, the two last and the slc_count - 3 most important blocks of 0 .. last; returns their share
-// of all importance. A lane owns every 32nd block.
-__device__ inline float choose_blocks(uint32_t* mask, float* importance, int last, int slc_count) {
+// Marks in `mask` the first, the two last and the slc_count - 3 most important blocks of first .. last; returns their
+// share of all importance. A lane owns every 32nd block.
+__device__ inline float choose_blocks(uint32_t* mask, float* importance, int first, int last, int slc_count) {
     float sum = 0;
-    for (int block = threadIdx.x; block <= last; block += 32) sum += importance[block];
+    for (int block = first + int(threadIdx.x); block <= last; block += 32) sum += importance[block];
     sum = lane_sum(sum);
-    float chosen = importance[0] + importance[last - 1] + importance[last];
+    float chosen = importance[first] + importance[last - 1] + importance[last];
     __syncwarp();
     auto take = [&](int block) { mask[block / 32] |= 1u << (block % 32), importance[block] = -1; };
-    if (threadIdx.x == 0) take(0), take(last - 1), take(last);
+    if (threadIdx.x == 0) take(first), take(last - 1), take(last);
     __syncwarp();
     for (int round = 3; round < slc_count; round++) {
-        const int best = best_block(importance, last);
+        const int best = best_block(importance, first, last);
         if (best > last) break;  // the others are NaN
         chosen += importance[best];
         __syncwarp();  // all have read it
@@ -734,11 +758,15 @@ __global__ void __launch_bounds__(32) select_kernel(uint32_t* selection, float* 
     float *queries = shared.take<float>(h * D), *importance = shared.take<float>(blocks);
     uint32_t* mask = shared.take<uint32_t>(words);
     const size_t row = blockIdx.x, bg = row / s.queries;
-    const int j = int(row % s.queries), t = s.first + j, last = t / s.slc_block, visible = blocks_before(t + 1, s);
-    const bool takes_all = last + 1 <= s.slc_count;
+    const int j = int(row % s.queries), t = s.first + j, start = start_of(bg / s.G, t, s), last = t / s.slc_block,
+              first = start / s.slc_block;
+    const KeyRange visible = key_range(CMP, 0, t, start, nullptr, s);
+    const bool takes_all = last - first + 1 <= s.slc_count;
     for (int word = lane; word < words; word += 32) {
-        const int bits = takes_all ? min(32, max(0, last + 1 - word * 32)) : 0;
-        mask[word] = bits == 32 ? ~0u : (1u << bits) - 1;
+        uint32_t bits = 0;
+        for (int block = max(first, word * 32); takes_all && block <= min(last, word * 32 + 31); block++)
+            bits |= 1u << (block % 32);
+        mask[word] = bits;
     }
     float share = 1;
     if (!takes_all) {
@@ -747,11 +775,11 @@ __global__ void __launch_bounds__(32) select_kernel(uint32_t* selection, float* 
         for (int head = 0; head < h; head++)
             load_row(queries + head * D, q + (first_row + size_t(head) * s.queries) * D, scale, D);
         __syncwarp();
-        for (int block = lane; block <= last; block += 32)
+        for (int block = first + lane; block <= last; block += 32)
             importance[block] =
                 importance_of(block, queries, kc + bg * key_stride(CMP, s) * D, lse + first_row, visible, s);
         __syncwarp();
-        share = choose_blocks(mask, importance, last, s.slc_count);
+        share = choose_blocks(mask, importance, first, last, s.slc_count);
     }
     __syncwarp();
     for (int word = lane; word < words; word += 32) selection[row * words + word] = mask[word];
@@ -766,11 +794,12 @@ __global__ void __launch_bounds__(kernels::SUM_THREADS)
     for (int i = s.full ? WIN : CMP; i < BRANCHES; i++) {
         double count = 0, scored = 0;
         for (int row = 0; row < s.B * s.G * s.queries; row++) {
-            const int t = s.first + row % s.queries;
+            const int t = s.first + row % s.queries, start = start_of(size_t(row) / s.queries / s.G, t, s);
             for (int range = threadIdx.x; range < range_count(Branch(i), t, s); range += kernels::SUM_THREADS) {
-                const KeyRange keys = key_range(Branch(i), range, t, selection + size_t(row) * words, s);
-                count += keys.end - keys.begin;
-                if (i == CMP && t / s.slc_block >= s.slc_count) scored += keys.end;
+                const KeyRange keys = key_range(Branch(i), range, t, start, selection + size_t(row) * words, s);
+                const int seen = max(0, keys.end - keys.begin);
+                count += seen;
+                if (i == CMP && t / s.slc_block - start / s.slc_block >= s.slc_count) scored += seen;
             }
         }
         count = kernels::block_sum(count, of_warps);
@@ -1251,8 +1280,8 @@ __device__ inline TokenRange tokens_of_tile(int first_key, int part, const Atten
 
 // dk [keys] = dS^T q / sqrt(D), dv [keys] = P'^T dout.  One block per tile of keys, which stay in registers, 32 in each
 // of 2 warps (D = 128: 16 in each of 4). partial [B*G, tiles of keys, parts, 2, KEY_TILE, D], where there is more than
-// one part.
-template <Branch branch, int D>
+// one part. DOCUMENTS: --reset-at-document, for which no register would be free in the same kernel.
+template <Branch branch, int D, bool DOCUMENTS>
 __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
                           const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
@@ -1265,7 +1294,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
               first_key = tile * KEY_TILE;
     if (branch == CMP && part < first_part(tile, s)) return;
     DynamicShared shared;
-    TokenBuffers<branch, D> buffers(shared);
+    TokenBuffers<branch, D> buffers(shared, s);
     buffers.copy_keys(k, v, bg, first_key, s);
     uint32_t* used = nullptr;
     if (branch == SLC) {
@@ -1294,7 +1323,11 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
             buffers.rows.chosen = chosen_blocks(selection + size_t(token_tile) * KEY_TILE * s.words, threadIdx.x,
                                                 tile_blocks(tile, s), s);
     };
-    const TokenRange tokens = tokens_of_tile<branch>(first_key, part, s);
+    TokenRange tokens = tokens_of_tile<branch>(first_key, part, s);
+    // Tokens behind the document of the last key see none. The end of a part, for which no register is free, stays.
+    const int end = DOCUMENTS ? buffers.end_of_key(KEY_TILE - 1) - s.first : s.queries;
+    if (DOCUMENTS && branch == WIN) tokens.end = min(tokens.end, end);
+    if (DOCUMENTS && branch == CMP && tokens.first >= end) tokens.first = tokens.end;
     const int end_tile = (tokens.end + KEY_TILE - 1) / KEY_TILE;
     for_token_tiles(
         next_tile<branch>(used, tokens.first / KEY_TILE, end_tile), end_tile, s.heads,
@@ -1306,9 +1339,9 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
                       t0 = s.first + token_tile * KEY_TILE;
             if (first_query<branch>(low_key, s) >= t0 + KEY_TILE || (branch == WIN && t0 >= high_key + s.window))
                 return;
-            const bool masked =
-                !query_sees<branch>(t0, high_key, s) || !query_sees<branch>(t0 + KEY_TILE - 1, low_key, s);
-            keys.add_tokens(
+            bool masked = !query_sees<branch>(t0, high_key, s) || !query_sees<branch>(t0 + KEY_TILE - 1, low_key, s);
+            if (DOCUMENTS) masked = masked || t0 + KEY_TILE > buffers.end_of_key(0);
+            keys.template add_tokens<DOCUMENTS>(
                 buffers, buffer, masked, [&](int row) { return t0 + row; }, s);
         });
     const int index = int(block_index_again()), same_bg = index % s.batch_groups, item = index / s.batch_groups;
@@ -1398,13 +1431,15 @@ __device__ inline float choose_best(float* importance, int last, int slc_count) 
 template <int D>
 struct ScoreBuffers {
     bf16 *k_tiles, *q_tile;  // [2, KEY_TILE, D], [heads * SCORE_TOKENS, D]
+    int* begins;             // [SCORE_TOKENS]: begin_of_keys, with --reset-at-document
     float* minus_shifts;     // [heads * SCORE_TOKENS]: -lse in base 2
     float* weights;          // [SCORE_TOKENS, WEIGHT_STRIDE]: of the tile's compressed blocks, summed over heads
     float* importances;      // [SCORE_TOKENS, importance_stride]: of selection blocks
     float* overlap;          // [overlaps]: how much a compressed block counts for a selection block
     __device__ explicit ScoreBuffers(const AttentionShape& s) {
         DynamicShared shared;
-        k_tiles = shared.take<bf16>(2 * KEY_TILE * D), q_tile = shared.take<bf16>(s.heads * SCORE_TOKENS * D);
+        k_tiles = shared.take<bf16>(2 * KEY_TILE * D), begins = shared.take<int>(SCORE_TOKENS);
+        q_tile = shared.take<bf16>(s.heads * SCORE_TOKENS * D);
         minus_shifts = shared.take<float>(s.heads * SCORE_TOKENS);
         weights = shared.take<float>(SCORE_TOKENS * WEIGHT_STRIDE);
         importances = shared.take<float>(SCORE_TOKENS * importance_stride(s));
@@ -1412,8 +1447,8 @@ struct ScoreBuffers {
     }
     static size_t bytes(const AttentionShape& s) {
         const size_t rows = size_t(s.heads) * SCORE_TOKENS;
-        return shared_bytes({2 * KEY_TILE * D * sizeof(bf16), rows * D * sizeof(bf16), rows * sizeof(float),
-                             SCORE_TOKENS * WEIGHT_STRIDE * sizeof(float),
+        return shared_bytes({2 * KEY_TILE * D * sizeof(bf16), SCORE_TOKENS * sizeof(int), rows * D * sizeof(bf16),
+                             rows * sizeof(float), SCORE_TOKENS * WEIGHT_STRIDE * sizeof(float),
                              SCORE_TOKENS * size_t(importance_stride(s)) * sizeof(float),
                              size_t(overlaps(s)) * sizeof(float)});
     }
@@ -1440,8 +1475,13 @@ __device__ inline void sum_over_heads(float (&sums)[SCORE_TOKENS / 8][4], const 
 #pragma unroll
             for (int n = 0; n < SCORE_TOKENS / 8; n++)
 #pragma unroll
-                for (int e = 0; e < 4; e++)
-                    if (ends[n][e % 2] <= key_tile * KEY_TILE + e / 2 * 8) p[0][n][e] = -INFINITY;
+                for (int e = 0; e < 4; e++) {
+                    const int block = key_tile * KEY_TILE + e / 2 * 8;
+                    if (ends[n][e % 2] <= block) p[0][n][e] = -INFINITY;
+                    if (s.document_start && buffers.begins[n * 8 + column + e % 2] >
+                                                block + int(threadIdx.x) / 32 * 16 + int(threadIdx.x) % 32 / 4)
+                        p[0][n][e] = -INFINITY;
+                }
         }
 #pragma unroll
         for (int n = 0; n < SCORE_TOKENS / 8; n++) {
@@ -1477,7 +1517,7 @@ template <int D>
 __device__ inline void compute_importances(const ScoreBuffers<D>& buffers, const QueryTile& tile, const bf16* q,
                                            const bf16* kc, const float* lse, int last_block, const AttentionShape& s) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = s.heads * SCORE_TOKENS,
-              end_tile = end_of_key_tiles<CMP>(tile, s);
+              first_tile = first_key_tile<CMP>(tile, s), end_tile = end_of_key_tiles<CMP>(tile, s);
     auto copy_keys = [&](int key_tile) {
         const bf16* from = kc + (size_t(tile.bg) * s.key_stride + size_t(key_tile) * KEY_TILE) * D;
         copy_tile<D, SCORE_THREADS>(buffers.k_tiles + key_tile % 2 * KEY_TILE * D, from, D,
@@ -1485,7 +1525,7 @@ __device__ inline void compute_importances(const ScoreBuffers<D>& buffers, const
         cp_async_commit();
     };
     copy_queries<D>(buffers.q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile.tokens, s);
-    copy_keys(0);
+    copy_keys(first_tile);
     for (int row = threadIdx.x; row < rows; row += SCORE_THREADS) {
         const long long at = query_row(tile, row, s);
         buffers.minus_shifts[row] = at < 0 ? -INFINITY : -lse[at] * LOG2_E;
@@ -1495,18 +1535,22 @@ __device__ inline void compute_importances(const ScoreBuffers<D>& buffers, const
         buffers.overlap[i] = float(min(s.slc_block, begin + s.l) - max(0, begin)) / s.d;
     }
     for (int i = threadIdx.x; i < SCORE_TOKENS * importance_stride(s); i += SCORE_THREADS) buffers.importances[i] = 0;
-    const int column = lane % 4 * 2, first_end = end_of_keys<CMP>(s.first + tile.j0, s);
+    const int column = lane % 4 * 2, t0 = s.first + tile.j0, first_end = end_of_keys<CMP>(t0, s);
     int ends[SCORE_TOKENS / 8][2];
     for (int n = 0; n < SCORE_TOKENS / 8; n++)
         for (int odd = 0; odd < 2; odd++)
-            ends[n][odd] = end_of_keys<CMP>(s.first + tile.j0 + n * 8 + column + odd, s) - warp * 16 - lane / 4;
+            ends[n][odd] = end_of_keys<CMP>(t0 + n * 8 + column + odd, s) - warp * 16 - lane / 4;
+    if (s.document_start && threadIdx.x < SCORE_TOKENS)
+        buffers.begins[threadIdx.x] = begin_of_keys<CMP>(t0 + min(int(threadIdx.x), tile.tokens - 1), s);
 
-    for (int key_tile = 0; key_tile < end_tile; key_tile++) {
+    for (int key_tile = first_tile; key_tile < end_tile; key_tile++) {
         cp_async_wait<0>();
         __syncthreads();  // this tile has arrived, the last one is folded
         if (key_tile + 1 < end_tile) copy_keys(key_tile + 1);
         float sums[SCORE_TOKENS / 8][4] = {};
-        sum_over_heads(sums, buffers, key_tile, ends, first_end < (key_tile + 1) * KEY_TILE, s);
+        const bool masked = first_end < (key_tile + 1) * KEY_TILE ||
+                            (s.document_start && buffers.begins[SCORE_TOKENS - 1] > key_tile * KEY_TILE);
+        sum_over_heads(sums, buffers, key_tile, ends, masked, s);
 #pragma unroll
         for (int n = 0; n < SCORE_TOKENS / 8; n++)
 #pragma unroll
@@ -1526,18 +1570,21 @@ __global__ void __launch_bounds__(SCORE_THREADS)
                          AttentionShape s) {
     const int lane = threadIdx.x % 32;
     const QueryTile tile = query_tile(s);
+    // With --reset-at-document a token chooses among the blocks from its document's first on, else from block 0 on.
+    const auto first_block = [&](int token) { return start_of_document(s.first + tile.j0 + token, s) / s.slc_block; };
     const int last_block = (s.first + tile.j0 + tile.tokens - 1) / s.slc_block;
     const ScoreBuffers<D> buffers(s);
-    if (last_block + 1 > s.slc_count) compute_importances(buffers, tile, q, kc, lse, last_block, s);
+    if (last_block - first_block(0) + 1 > s.slc_count) compute_importances(buffers, tile, q, kc, lse, last_block, s);
     for (int token = threadIdx.x / 32; token < tile.tokens; token += SCORE_THREADS / 32) {
-        const int last = (s.first + tile.j0 + token) / s.slc_block;
+        const int first = first_block(token), last = (s.first + tile.j0 + token) / s.slc_block;
         const size_t row = size_t(tile.bg) * s.queries + tile.j0 + token;
-        const bool takes_all = last + 1 <= s.slc_count;
+        const bool takes_all = last - first + 1 <= s.slc_count;
         float* importance = buffers.importances + token * importance_stride(s);
-        const float share = takes_all ? 1 : choose_best(importance, last, s.slc_count);
+        const float share = takes_all ? 1 : choose_best(importance + first, last - first, s.slc_count);
         for (int word = 0; word < s.words; word++) {
             const int block = word * 32 + lane;
-            const unsigned bits = __ballot_sync(~0u, block <= last && (takes_all || importance[block] < 0));
+            const unsigned bits =
+                __ballot_sync(~0u, block >= first && block <= last && (takes_all || importance[block] < 0));
             if (lane == 0) selection[row * s.words + word] = bits;
         }
         if (chosen_importance && lane == 0) chosen_importance[row] = share;
@@ -1582,8 +1629,9 @@ inline unsigned query_tile_threads(const AttentionShape& a) {
 template <Branch branch, int D>
 inline size_t query_block_bytes(const AttentionShape& a, bool backward) {
     const size_t query_tile = size_t(a.query_rows) * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
-    const size_t bytes = shared_bytes({key_tiles, key_tiles, query_tile, backward ? query_tile : 0,
-                                       branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
+    const size_t bytes =
+        shared_bytes({QUERY_ROWS * sizeof(int), key_tiles, key_tiles, query_tile, backward ? query_tile : 0,
+                      branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
     check_shared_bytes(bytes, D);
     return bytes;
 }
@@ -1631,10 +1679,15 @@ inline void launch_attention_backward(float* dq, bool add, bf16* dk, bf16* dv, c
                                            query_block_bytes<branch, D>(a, true), stream, dq, add, dout, q, k, v,
                                            row_dot, lse_gated, selection, choice, a);
     const unsigned tiles = unsigned(key_tiles(a) * a.batch_groups);
-    const size_t bytes =
-        TokenBuffers<branch, D>::bytes() + shared_bytes({branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
-    launch<attention_dkdv_kernel<branch, D>>(tiles * unsigned(a.parts), unsigned(dkdv_threads<D>()), bytes, stream, dk,
-                                             dv, partial, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
+    const size_t bytes = TokenBuffers<branch, D>::bytes(a) +
+                         shared_bytes({branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
+    const auto launch_dkdv = [&](auto documents) {
+        launch<attention_dkdv_kernel<branch, D, documents()>>(tiles * unsigned(a.parts), unsigned(dkdv_threads<D>()),
+                                                              bytes, stream, dk, dv, partial, dout, q, k, v, row_dot,
+                                                              lse_gated, selection, choice, a);
+    };
+    if (a.document_start) launch_dkdv(std::true_type());
+    else launch_dkdv(std::false_type());
     if constexpr (branch == CMP)
         if (a.parts > 1) launch<add_parts_kernel<D>>(tiles, 256, 0, stream, dk, dv, (const float*)partial, a);
 }
@@ -1753,6 +1806,11 @@ struct Cuda : CudaRuntime {
     }
     // FLOP/s of the tensor cores at best; 0: unknown, or not used.
     double peak_flops() const { return FP32 ? 0 : bf16_peak_flops(); }
+
+    // ----- documents.  start [B, T] = where the document of each token begins; tokens [B, queries]
+    void find_documents(int32_t* start, const int32_t* tokens, int end_of_text, const NsaShape& s) {
+        launch<kernels::find_documents_kernel>(unsigned(s.B), 32, 0, stream, start, tokens, end_of_text, s);
+    }
 
     // ----- embedding.  x = embed[token].  tokens [N], embed [V, C], x [N, C]
     void embedding_forward(real* x, const int32_t* tokens, const real* embed, int N, int C) {

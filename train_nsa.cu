@@ -305,6 +305,7 @@ enum Mode { INFERENCE, TRAINING };
 #define SHARED_BUFFERS(BUFFER)                                                                      \
     BUFFER(int32_t, tokens,      "tokens (N)",                   N,                       true)     \
     BUFFER(int32_t, targets,     "targets (N)",                  N,                       true)     \
+    BUFFER(int32_t, document_start, "document_start (B, T)",     size_t(s.B) * s.T,       s.documents) \
     BUFFER(Stat,    losses,      "losses (N)",                   N,                       true)     \
     BUFFER(real,    x_out,       "x_out (N, C)",                 N * C,                   true)     \
     BUFFER(real,    normed,      "normed (N, C)",                N * C,                   true)     \
@@ -364,7 +365,7 @@ struct Activations {
         place(mode == TRAINING);
         if (plan_only) return;
         arena.allocate();
-        place(mode == TRAINING);
+        place(mode == TRAINING), shape.document_start = document_start;
     }
 
     static double bytes_needed(Dev& dev, const Config& c, int64_t B, int64_t T, Mode mode, int64_t queries = 0) {
@@ -468,6 +469,7 @@ void forward(
     NsaShape s = a.shape;
     s.first = first, s.queries = queries;
     const int N = s.B * queries, C = int(a.C);
+    if (s.documents) dev.find_documents(a.document_start, a.tokens, model.config.end_of_text(), s);
     dev.embedding_forward(a.layer[0].x, a.tokens, model.w.embed, N, C);
     for (size_t i = 0; i < a.layer.size(); i++) forward_layer(model, a, i, s), done(i);
     dev.rmsnorm_forward(a.normed, a.rstd, a.x_out, model.w.norm, N, C);
@@ -861,8 +863,7 @@ void micro_step(Model<Dev>& model, Activations<Dev>& a, const int32_t* inputs, c
     model.progress("forward");
     dev.run(a.micro_steps[{model.dw.embed, last, with_backward, a.collect_statistics}], [&] {
         forward(model, a, 0, a.shape.T);
-        classify_rows(model, a, 1 / double(model.config.total_batch),
-                      true);  // the sum over all micro-batches is the mean
+        classify_rows(model, a, 1 / double(model.config.total_batch), true);  // over all micro-batches the mean
         dev.add_sum(model.results, a.losses, tokens);
         if (last) dev.set_guard(model.grads + model.table.total, model.results);
         if (with_backward) backward(model, a);
@@ -1007,8 +1008,7 @@ struct Run {
     void save() {
         if (!state.bad_steps) return saver.save(state.step);
         if (is_first())  // with --keep it would push out a good one
-            complain(
-                format_text("no checkpoint at step %lld, whose loss or gradient is not finite", (long long)state.step));
+            complain(format_text("no checkpoint at step %lld: loss or gradient is not finite", (long long)state.step));
     }
 
     // ----- one step

@@ -61,18 +61,25 @@ class Config:
     vocab_size: int
     rope_base: float
     norm_eps: float
+    reset_at_document: int = 0  # older files do not have it
+
+    @property
+    def end_of_text(self):
+        return 50256 if self.vocab_size == 50257 else 0
 
 
 def read_config(text, path):
     """config.json's text -> Config. Keys that do not describe the model (seq_len, tokenizer) are not needed here."""
     try:
         values = json.loads(text)
+        values.setdefault("reset_at_document", 0)
         c = Config(**{field.name: field.type(values[field.name]) for field in dataclasses.fields(Config)})
     except (ValueError, TypeError, KeyError) as e:
         raise Failure(f"{path}: metadata key 'config' is not a complete config.json: {type(e).__name__} {e}")
     rules = {
         "attention is nsa or full": c.attention in ("nsa", "full"),
-        "sizes are positive": min(v for v in dataclasses.astuple(c) if not isinstance(v, str)) > 0,
+        "sizes are positive": min(v for name, v in dataclasses.asdict(c).items()
+                                  if name not in ("attention", "reset_at_document")) > 0,
         "heads is a multiple of kv_groups": c.heads % max(c.kv_groups, 1) == 0,
         "head_dim is even": c.head_dim % 2 == 0,
         "cmp_stride divides cmp_block and slc_block": (
@@ -163,23 +170,37 @@ def shared_tokens(compressed, selection, c):
     return (end - torch.maximum(start_i, start_j)).clamp(min=0) / c.cmp_stride
 
 
-def select(importance, c):
-    """Eq. (11). importance [T, G, blocks] -> bool: the forced blocks {0, b-1, b} and the best others, n in all."""
+def document_start(tokens, c):
+    """tokens [T] -> [T]: the first position that each query may look back to."""
+    t = torch.arange(len(tokens))
+    if not c.reset_at_document:
+        return torch.zeros_like(t)
+    return torch.where(tokens == c.end_of_text, t, 0).cummax(0).values
+
+
+def select(importance, c, begin=None):
+    """Eq. (11). importance [T, G, blocks] -> bool: the forced blocks {first, b-1, b} and the best others, n in all.
+    begin [T]: where the query's document begins, in block `first`; 0 if not given."""
     T, _, blocks = importance.shape
     j, b = torch.arange(blocks), torch.arange(T)[:, None, None] // c.slc_block  # query t lies in block b
-    forced = (j == 0) | (j == b - 1) | (j == b)
-    rank_by = importance.masked_fill(forced, math.inf).masked_fill(j > b, -math.inf)
+    first = (torch.zeros(T, dtype=torch.long) if begin is None else begin)[:, None, None] // c.slc_block
+    seen = (j >= first) & (j <= b)
+    forced = ((j == first) | (j == b - 1) | (j == b)) & seen
+    rank_by = importance.masked_fill(forced, math.inf).masked_fill(~seen, -math.inf)
     # stable: equal scores go to the lower index
     best = rank_by.argsort(dim=-1, descending=True, stable=True)[..., :c.slc_count]
-    return torch.zeros_like(importance, dtype=torch.bool).scatter(-1, best, True) & (j <= b)
+    return torch.zeros_like(importance, dtype=torch.bool).scatter(-1, best, True) & seen
 
 
-def attention(x, w, c, given=None):
+def attention(x, w, c, given=None, begin=None):
     """x [T, C], w the layer's attn.* parameters -> [T, C] and the layer's Selection (None with full attention).
-    given [T, G, blocks] replaces the selection that the branch uses."""
+    given [T, G, blocks] replaces the selection that the branch uses. begin [T]: where each query's document begins;
+    0 if not given."""
     T, G, D, h = len(x), c.kv_groups, c.head_dim, c.heads // c.kv_groups
     t = torch.arange(T)
     past = t[:, None] - t  # [T, T]: how far key s lies behind query t
+    begin = torch.zeros(T, dtype=torch.long) if begin is None else begin
+    before = (past >= 0) & (t >= begin[:, None])  # [T, T]: what query t may look at
 
     # 1, 2. Project and rotate. Head a of group g is head g*h + a.
     def keys_or_values(name):
@@ -188,7 +209,7 @@ def attention(x, w, c, given=None):
     q = rope((x @ w["attn.q_proj.weight"].T).view(T, G, h, D), t, c.rope_base)
     k_win, v_win = rope(keys_or_values("k_win"), t, c.rope_base), keys_or_values("v_win")
     if c.attention == "full":
-        full, _ = attend(q, k_win, v_win, (past >= 0)[:, None])
+        full, _ = attend(q, k_win, v_win, before[:, None])
         return full.reshape(T, -1) @ w["attn.o_proj.weight"].T, None
     k_slc, v_slc = rope(keys_or_values("k_slc"), t, c.rope_base), keys_or_values("v_slc")
 
@@ -201,7 +222,8 @@ def attention(x, w, c, given=None):
     k_cmp = rope(k_cmp, start, c.rope_base)
 
     # 4. The compressed branch sees the blocks that end at or before the query. Eq. (8) is its softmax.
-    cmp, p_cmp = attend(q, k_cmp, v_cmp, (start + c.cmp_block - 1 <= t[:, None])[:, None])
+    whole = (start + c.cmp_block - 1 <= t[:, None]) & (start >= begin[:, None])
+    cmp, p_cmp = attend(q, k_cmp, v_cmp, whole[:, None])
 
     # 5, 6. Importance, Eq. (9), summed over the heads of a group, Eq. (10), so that the group reads one set of blocks.
     # No gradient. Eq. (9) adds p_cmp[j*l'/d - m - n]. With indices from 0 those would be the blocks before block j;
@@ -210,14 +232,14 @@ def attention(x, w, c, given=None):
         blocks = -(-T // c.slc_block)
         importance = p_cmp.sum(2) @ shared_tokens(len(k_cmp), blocks, c).to(x.dtype)
         largest_key = k_cmp.norm(dim=-1).amax(0) if len(k_cmp) else torch.zeros(G, dtype=x.dtype)
-        found = Selection(select(importance, c), importance, q.norm(dim=-1).amax(-1) * largest_key / math.sqrt(D))
+        found = Selection(select(importance, c, begin), importance, q.norm(dim=-1).amax(-1) * largest_key / math.sqrt(D))
         chosen = found.chosen if given is None else given
 
     # 7. The selected branch, Eq. (12): the tokens of the chosen blocks that are not ahead of the query.
-    slc, _ = attend(q, k_slc, v_slc, chosen[:, :, t // c.slc_block] & (past >= 0)[:, None])
+    slc, _ = attend(q, k_slc, v_slc, chosen[:, :, t // c.slc_block] & before[:, None])
 
     # 8. The window branch: the query's own key and the w - 1 before it.
-    win, _ = attend(q, k_win, v_win, ((past >= 0) & (past < c.window))[:, None])
+    win, _ = attend(q, k_win, v_win, (before & (past < c.window))[:, None])
 
     # 9. Gate, per head and branch. Eq. (5)
     gate = torch.sigmoid(x @ w["attn.gate_proj.weight"].T).view(T, G, h, 3, 1)
@@ -225,8 +247,8 @@ def attention(x, w, c, given=None):
     return out.reshape(T, -1) @ w["attn.o_proj.weight"].T, found
 
 
-def layer_forward(x, w, c, given):
-    attended, found = attention(rmsnorm(x, w["attn_norm.weight"], c.norm_eps), w, c, given)
+def layer_forward(x, w, c, given, begin):
+    attended, found = attention(rmsnorm(x, w["attn_norm.weight"], c.norm_eps), w, c, given, begin)
     x = x + attended
     hidden = F.silu(rmsnorm(x, w["mlp_norm.weight"], c.norm_eps) @ w["mlp.fc1.weight"].T)
     return x + hidden @ w["mlp.fc2.weight"].T, found
@@ -235,12 +257,12 @@ def layer_forward(x, w, c, given):
 def forward(tokens, params, c, given=None):
     """tokens [T] -> logits [T, V] and one Selection per layer.
     given: per layer, the selection to use instead of the one computed here."""
-    x, found = params["embed_tokens.weight"][tokens], []
+    x, found, begin = params["embed_tokens.weight"][tokens], [], document_start(tokens, c)
     for i in range(c.layers):
         prefix = f"layers.{i}."
         w = {name[len(prefix):]: p for name, p in params.items() if name.startswith(prefix)}
         # The backward pass computes the layer again: the T x T weights of one layer at a time are enough memory.
-        x, selection = checkpoint(layer_forward, x, w, c, given[i] if given else None, use_reentrant=False)
+        x, selection = checkpoint(layer_forward, x, w, c, given[i] if given else None, begin, use_reentrant=False)
         found.append(selection)
     return rmsnorm(x, params["norm.weight"], c.norm_eps) @ params["embed_tokens.weight"].T, found
 
@@ -427,12 +449,15 @@ def to_tgb(selection):
     return torch.from_numpy(np.array(selection)).transpose(1, 2)
 
 
-def check_selection(layer, found, dumped, c, precision, failures):
-    """One layer's dumped selection [B, T, G, blocks] against the importances. Prints one line, appends to failures."""
+def check_selection(layer, found, dumped, begin, c, precision, failures):
+    """One layer's dumped selection [B, T, G, blocks] against the importances. begin [B, T]: where each query's document
+    begins. Prints one line, appends to failures."""
     B, T, G, blocks = dumped.shape
     name = f"layers.{layer}.selection"
     j, b = torch.arange(blocks), torch.arange(T)[:, None, None] // c.slc_block
-    must, may = ((j == 0) | (j == b - 1) | (j == b)) & (j <= b), j <= b
+    low = begin[:, :, None, None] // c.slc_block
+    may = (j >= low) & (j <= b)
+    must, may_choose = ((j == low) | (j == b - 1) | (j == b)) & may, (b - low + 1).squeeze(-1)
 
     def first(rows):
         row, t, g = rows.nonzero()[0].tolist()
@@ -440,9 +465,9 @@ def check_selection(layer, found, dumped, c, precision, failures):
 
     for wrong, what in (
         ((dumped > 1).any(-1), "a value other than 0 and 1"),
-        ((dumped.bool() & ~may).any(-1), "a block ahead of the query's"),
+        ((dumped.bool() & ~may).any(-1), "a block ahead of the query's or of an earlier document"),
         ((~dumped.bool() & must).any(-1), "a forced block missing"),
-        (dumped.sum(-1, dtype=torch.int64) != (b.squeeze(-1) + 1).clamp(max=c.slc_count), "a wrong number of blocks"),
+        (dumped.sum(-1, dtype=torch.int64) != may_choose.clamp(max=c.slc_count), "a wrong number of blocks"),
     ):
         if wrong.any():
             failures.append(f"{name}: {what} in {int(wrong.sum())} rows, the first at {first(wrong)}")
@@ -488,8 +513,9 @@ def compare(path, use_selection="from-state", precision=None, rtol=None):
     results = run(c, state.params, state.inputs, state.targets, given)
 
     failures, beyond = [], []
+    begin = torch.stack([document_start(row, c) for row in state.inputs])
     for i, found in enumerate(results.selection):
-        check_selection(i, found, dumped[i], c, precision, failures)
+        check_selection(i, found, dumped[i], begin, c, precision, failures)
 
     rows = {"logits": results.logits, "loss": results.loss} | {
         "grad." + name: grad for name, grad in results.grads.items()

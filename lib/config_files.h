@@ -26,7 +26,7 @@ static NsaShape shape_of(const Config& c, int64_t B, int64_t T) {
     s.l = int(c.cmp_block), s.d = int(c.cmp_stride);
     s.slc_block = int(c.slc_block), s.slc_count = int(c.slc_count);
     s.window = int(c.window), s.F = int(c.phi_hidden);
-    s.full = c.attention == "full";
+    s.full = c.attention == "full", s.documents = c.reset_at_document;
     const char* const names[BRANCHES] = {"cmp", "slc", "win"};
     for (int branch = 0; branch < BRANCHES; branch++)
         if (c.branches != "all" && c.branches.find(names[branch]) == std::string::npos) s.left_out |= 1u << branch;
@@ -34,9 +34,9 @@ static NsaShape shape_of(const Config& c, int64_t B, int64_t T) {
 }
 
 // The options that make the model: its config.json.
-static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",     "kv-groups", "head-dim",
-                                            "cmp-block",  "cmp-stride", "slc-block", "slc-count", "window",
-                                            "phi-hidden", "mlp-hidden", "seq-len"};
+static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",     "kv-groups",        "head-dim",
+                                            "cmp-block",  "cmp-stride", "slc-block", "slc-count",        "window",
+                                            "phi-hidden", "mlp-hidden", "seq-len",   "reset-at-document"};
 
 static const char* const MODEL_WORDS[] = {"attention", "branches", "tokenizer"};
 static std::string config_json(const Config& c) {
@@ -49,11 +49,12 @@ static std::string config_json(const Config& c) {
            format_text(", \"rope_base\": %g, \"norm_eps\": %g}\n", ROPE_BASE, NORM_EPS);
 }
 
-// Those of version 0.2 and before know no --branches.
+// Those of version 0.2 and before know neither --branches nor --reset-at-document.
 static Json parse_model_config(const std::string& path) {
     Json config = parse_json(read_file(path), path);
-    if (config.kind != Json::Object || config.find("branches")) return config;
-    config.keys.push_back("branches"), config.items.push_back(parse_json("\"all\"", path));
+    for (const auto& [name, value] : {std::pair("branches", "\"all\""), std::pair("reset_at_document", "0")})
+        if (config.kind == Json::Object && !config.find(name))
+            config.keys.push_back(name), config.items.push_back(parse_json(value, path));
     return config;
 }
 

@@ -93,7 +93,9 @@ class Inspection {
             std::vector<std::string> blocks(size_t(s.T)), importances(blocks), totals(blocks), gates(blocks);
 #pragma omp parallel for schedule(dynamic, 16)
             for (int t = 0; t < s.T; t++) {
-                const std::vector<float> importance = importance_of_blocks(q, keys, lse, g, t, s);
+                int start = s.documents ? t : 0;  // of t's document, which an end-of-text begins
+                while (start > 0 && tokens[size_t(start)] != tokens[0]) start--;
+                const std::vector<float> importance = importance_of_blocks(q, keys, lse, g, t, start, s);
                 float total = 0;
                 std::string chosen, values, of_heads;
                 for (int block = 0; block <= t / s.slc_block; block++) {
@@ -149,9 +151,10 @@ class Inspection {
     // Paper eq. 8 to 10: the importance of every block that query t may choose, from what the layer chose by.
     template <class Stat>
     static std::vector<float> importance_of_blocks(const std::vector<float>& q, const std::vector<float>& keys,
-                                                   const std::vector<Stat>& lse, int g, int t, const NsaShape& s) {
+                                                   const std::vector<Stat>& lse, int g, int t, int start,
+                                                   const NsaShape& s) {
         std::vector<float> weight(size_t(s.cmp_blocks(t + 1))), importance(size_t(t / s.slc_block + 1));
-        for (size_t i = 0; i < weight.size(); i++)
+        for (size_t i = size_t(s.first_block(start)); i < weight.size(); i++)
             for (int head = g * s.heads_per_group(); head < (g + 1) * s.heads_per_group(); head++) {
                 const size_t row = s.query_row(size_t(head), t);
                 const float* const key = &keys[(size_t(g) * s.cmp_capacity() + i) * s.D];
