@@ -1294,7 +1294,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
               first_key = tile * KEY_TILE;
     if (branch == CMP && part < first_part(tile, s)) return;
     DynamicShared shared;
-    TokenBuffers<branch, D> buffers(shared, s);
+    TokenBuffers<branch, D, DOCUMENTS> buffers(shared);
     buffers.copy_keys(k, v, bg, first_key, s);
     uint32_t* used = nullptr;
     if (branch == SLC) {
@@ -1304,7 +1304,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     }
     cp_async_wait<0>();
     __syncthreads();
-    WarpKeys<branch, D> keys;
+    WarpKeys<branch, D, DOCUMENTS> keys;
     keys.load(buffers.k_tile, buffers.v_tile, first_key);
 
     // there are fewer than 2^31 rows
@@ -1341,7 +1341,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
                 return;
             bool masked = !query_sees<branch>(t0, high_key, s) || !query_sees<branch>(t0 + KEY_TILE - 1, low_key, s);
             if (DOCUMENTS) masked = masked || t0 + KEY_TILE > buffers.end_of_key(0);
-            keys.template add_tokens<DOCUMENTS>(
+            keys.add_tokens(
                 buffers, buffer, masked, [&](int row) { return t0 + row; }, s);
         });
     const int index = int(block_index_again()), same_bg = index % s.batch_groups, item = index / s.batch_groups;
@@ -1679,9 +1679,9 @@ inline void launch_attention_backward(float* dq, bool add, bf16* dk, bf16* dv, c
                                            query_block_bytes<branch, D>(a, true), stream, dq, add, dout, q, k, v,
                                            row_dot, lse_gated, selection, choice, a);
     const unsigned tiles = unsigned(key_tiles(a) * a.batch_groups);
-    const size_t bytes = TokenBuffers<branch, D>::bytes(a) +
-                         shared_bytes({branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
     const auto launch_dkdv = [&](auto documents) {
+        const size_t bytes = TokenBuffers<branch, D, documents()>::bytes() +
+                             shared_bytes({branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
         launch<attention_dkdv_kernel<branch, D, documents()>>(tiles * unsigned(a.parts), unsigned(dkdv_threads<D>()),
                                                               bytes, stream, dk, dv, partial, dout, q, k, v, row_dot,
                                                               lse_gated, selection, choice, a);

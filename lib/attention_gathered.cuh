@@ -515,7 +515,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     auto chunk_of = [&](int of_tile) { return item < plan.most_extra ? item - extra[of_tile] + 1 : 0; };
     const int first_key = tile * KEY_TILE;
     DynamicShared shared;
-    TokenBuffers<SLC, D> buffers(shared, s);
+    TokenBuffers<SLC, D, DOCUMENTS> buffers(shared);
     int* counts = shared.take<int>(THREADS / 32);
     int* list = shared.take<int>(GATHER_CHUNK);
     buffers.copy_keys(k, v, bg, first_key, s);
@@ -524,7 +524,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     const int tokens = list_tokens(list, counts, choosers, plan.token_words, chunk_of(tile) * GATHER_CHUNK);
     cp_async_wait<0>();
     __syncthreads();
-    WarpKeys<SLC, D> keys;
+    WarpKeys<SLC, D, DOCUMENTS> keys;
     keys.load(buffers.k_tile, buffers.v_tile, first_key);
 
     // there are fewer than 2^31 rows
@@ -555,7 +555,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
             bool masked = s.first + list[first] < first_key + KEY_TILE - 1;
             if (DOCUMENTS)
                 masked = masked || unsigned(list[first + KEY_TILE - 1]) >= unsigned(buffers.end_of_key(0) - s.first);
-            keys.template add_tokens<DOCUMENTS>(
+            keys.add_tokens(
                 buffers, buffer, masked, [&](int row) { return s.first + list[first + row]; }, s);
         });
     // computed again, because no register is free to keep it
@@ -747,9 +747,9 @@ inline void launch_gather_backward(float* dq, bool add, bf16* dk, bf16* dv, cons
                                        choice, a);
     launch<count_choosers_kernel>(unsigned(all_units + 3) / 4, 128, 0, stream, plan, all_units, choice);
     launch<plan_chunks_kernel>(unsigned(a.batch_groups), 32, 0, stream, plan, choice, a);
-    const size_t bytes = TokenBuffers<SLC, D>::bytes(a) +
-                         shared_bytes({dkdv_threads<D>() / 32 * sizeof(int), GATHER_CHUNK * sizeof(int)});
     const auto launch_dkdv = [&](auto documents) {
+        const size_t bytes = TokenBuffers<SLC, D, documents()>::bytes() +
+                             shared_bytes({dkdv_threads<D>() / 32 * sizeof(int), GATHER_CHUNK * sizeof(int)});
         launch<gather_dkdv_kernel<D, documents()>>(unsigned((plan.most_extra + plan.tiles) * a.batch_groups),
                                                    unsigned(dkdv_threads<D>()), bytes, stream, dk, dv, dout, q, k, v,
                                                    row_dot, lse_gated, selection, plan, choice, a);

@@ -580,6 +580,11 @@ template <int D>
 HOST_DEVICE constexpr bool keeps_v() {
     return D > 32;
 }
+// Whether K does too. DOCUMENTS: --reset-at-document, for whose bound no register would be free otherwise.
+template <int D, bool DOCUMENTS>
+HOST_DEVICE constexpr bool keeps_k() {
+    return DOCUMENTS && D == 64;
+}
 
 // lse_gated and row_dot of the rows of a tile of tokens (one head), in shared memory, for each of the two buffers. A
 // token that does not exist, or did not choose the selection block, has a shift that makes its weights 0.
@@ -607,27 +612,27 @@ struct RowStatistics {
 
 // The shared memory of a block that owns a tile of keys: two buffers for tiles of q and dout and for their statistics.
 // The keys pass through the second buffers on their way into registers.
-template <Branch branch, int D>
+template <Branch branch, int D, bool DOCUMENTS>
 struct TokenBuffers {
     bf16 *q_tiles, *dout_tiles, *k_tile, *v_tile;
     RowStatistics<branch> rows;
-    int* ends;  // [KEY_TILE], with --reset-at-document: the position from which on a key is not seen any more
+    int* ends;  // [KEY_TILE], with DOCUMENTS: the position from which on a key is not seen any more
 
-    __device__ TokenBuffers(DynamicShared& shared, const AttentionShape& s) {
+    __device__ explicit TokenBuffers(DynamicShared& shared) {
         q_tiles = shared.take<bf16>(2 * KEY_TILE * D), dout_tiles = shared.take<bf16>(2 * KEY_TILE * D);
         rows.minus_shift = shared.take<float>(2 * sub_blocks(branch) * KEY_TILE);
         rows.dot = shared.take<float>(2 * KEY_TILE);
-        k_tile = q_tiles + KEY_TILE * D;
+        k_tile = keeps_k<D, DOCUMENTS>() ? shared.take<bf16>(KEY_TILE * D) : q_tiles + KEY_TILE * D;
         v_tile = keeps_v<D>() ? shared.take<bf16>(KEY_TILE * D) : dout_tiles + KEY_TILE * D;
-        ends = s.document_start ? shared.take<int>(KEY_TILE) : nullptr;
+        ends = DOCUMENTS ? shared.take<int>(KEY_TILE) : nullptr;
     }
-    // Read anew each time, because no register is free to keep it.
+    // Read anew each time: volatile, because no register is free to keep it.
     __device__ int end_of_key(int key) const { return *static_cast<const volatile int*>(ends + key); }
     // Their bytes.
-    static size_t bytes(const AttentionShape& s) {
+    static size_t bytes() {
         const size_t tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
         return shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, keeps_v<D>() ? tiles / 2 : 0,
-                             s.document_start ? KEY_TILE * sizeof(int) : 0});
+                             keeps_k<D, DOCUMENTS>() ? tiles / 2 : 0, DOCUMENTS ? KEY_TILE * sizeof(int) : 0});
     }
     __device__ void copy_keys(const bf16* k, const bf16* v, int bg, int first_key, const AttentionShape& s) {
         constexpr int THREADS = dkdv_threads<D>();
@@ -635,42 +640,43 @@ struct TokenBuffers {
         copy_tile<D, THREADS>(k_tile, k + group, D, s.keys - first_key);
         copy_tile<D, THREADS>(v_tile, v + group, D, s.keys - first_key);
         cp_async_commit();
-        if (s.document_start && threadIdx.x < KEY_TILE) {
+        if (DOCUMENTS && threadIdx.x < KEY_TILE) {
             const int key = first_key + int(threadIdx.x), position = position_of_key<branch>(min(key, s.keys - 1), s);
             ends[threadIdx.x] = s.first + end_of_document(position, s);
         }
     }
 };
 
-// The keys of a warp as A fragments (v: or in shared memory), and their sums.
-template <Branch branch, int D>
+// The keys of a warp as A fragments (or in shared memory), and their sums.
+template <Branch branch, int D, bool DOCUMENTS>
 struct WarpKeys {
     static constexpr int M = key_pieces<D>(), TOKENS = 16;  // tokens at a time, as many as there are registers for
     int first_key;                                          // of the tile
     unsigned k_rows[M][D / 16][4], v_rows[M][D / 16][4];
-    const bf16* v_tile;
+    const bf16 *k_tile, *v_tile;
     float dk[M][D / 8][4], dv[M][D / 8][4];
     // The warp's first key, counted from the tile's; this lane's keys are lane / 4 behind it, and i * 8 and m * 16
     // further.
     __device__ int warp_key() const { return threadIdx.x / 32 * 16 * M; }
     __device__ int lane_key() const { return warp_key() + threadIdx.x % 32 / 4; }
     // There must be a barrier between the arrival of the tiles and this call.
-    __device__ void load(const bf16* k_tile, const bf16* v, int first) {
-        first_key = first, v_tile = v;
+    __device__ void load(const bf16* k, const bf16* v, int first) {
+        first_key = first, k_tile = k, v_tile = v;
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int x = 0; x < D; x += 16) {
-                load_a<D>(k_rows[m][x / 16], k_tile, warp_key() + m * 16, x);
+                if (!keeps_k<D, DOCUMENTS>()) load_a<D>(k_rows[m][x / 16], k_tile, warp_key() + m * 16, x);
                 if (!keeps_v<D>()) load_a<D>(v_rows[m][x / 16], v_tile, warp_key() + m * 16, x);
             }
         clear(dk), clear(dv);
     }
     // The scores p of tokens first .. first + TOKENS - 1 of a tile become -infinity where the token does not see the
     // key.
-    template <bool DOCUMENTS, class Token>
-    __device__ void hide_tokens(float (&p)[M][TOKENS / 8][4], int first, const TokenBuffers<branch, D>& buffers,
-                                Token token, const AttentionShape& s) const {
+    template <class Token>
+    __device__ void hide_tokens(float (&p)[M][TOKENS / 8][4], int first,
+                                const TokenBuffers<branch, D, DOCUMENTS>& buffers, Token token,
+                                const AttentionShape& s) const {
 #pragma unroll
         for (int n = 0; n < TOKENS / 8; n++)
 #pragma unroll
@@ -700,8 +706,8 @@ struct WarpKeys {
     // dv += P'^T dout and dk += dS^T q over the 64 rows of the tile of tokens in a buffer. token(row): the position of
     // the row's token; called only if `masked`; otherwise all tokens see all keys of the warp whose selection block
     // they chose.
-    template <bool DOCUMENTS, class Token>
-    __device__ void add_tokens(const TokenBuffers<branch, D>& buffers, int buffer, bool masked, Token token,
+    template <class Token>
+    __device__ void add_tokens(const TokenBuffers<branch, D, DOCUMENTS>& buffers, int buffer, bool masked, Token token,
                                const AttentionShape& s) {
         const int column = threadIdx.x % 4 * 2;
         const bf16 *q_tile = buffers.q_tiles + buffer * KEY_TILE * D,
@@ -711,10 +717,12 @@ struct WarpKeys {
 #pragma unroll 1
         for (int first = 0; first < KEY_TILE; first += TOKENS) {
             float p[M][TOKENS / 8][4] = {}, ds[M][TOKENS / 8][4] = {};
-            multiply_rows<D, M, TOKENS / 16>(p, k_rows, q_tile, first);
+            if constexpr (keeps_k<D, DOCUMENTS>())
+                multiply_rows<D, M, TOKENS / 16>(p, k_tile, warp_key(), q_tile, first);
+            else multiply_rows<D, M, TOKENS / 16>(p, k_rows, q_tile, first);
             if constexpr (keeps_v<D>()) multiply_rows<D, M, TOKENS / 16>(ds, v_tile, warp_key(), dout_tile, first);
             else multiply_rows<D, M, TOKENS / 16>(ds, v_rows, dout_tile, first);
-            if (masked) hide_tokens<DOCUMENTS>(p, first, buffers, token, s);
+            if (masked) hide_tokens(p, first, buffers, token, s);
 #pragma unroll
             for (int m = 0; m < M; m++) {
                 const int sub_block = branch == SLC ? (warp_key() + m * 16) >> s.slc_shift : 0;
