@@ -72,7 +72,7 @@ TEST(op_visible_keys_by_hand) {
 
 TEST(op_shapes) {
     for (const NsaShape& base : {NsaShape{1, 0, 0, 0, 12, 2, 64, 32, 16, 64}, NsaShape{1, 0, 0, 0, 3, 1, 2, 1, 1, 1},
-                                NsaShape{2, 0, 0, 0, 6, 3, 16, 8, 4, 48}})
+                                 NsaShape{2, 0, 0, 0, 6, 3, 16, 8, 4, 48}})
         for (int T : {1, 7, 8, 31, 32, 33, 47, 48, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049}) {
             NsaShape s = base;
             s.T = T;

@@ -96,8 +96,8 @@ def overlap(blocks, selection_blocks, c, device):
 
 
 def select(importance, t, start, c):
-    """Step 6: importance [B, G, N, blocks] of the queries at positions t, whose documents begin at start [B, N] -> bool:
-    the forced blocks {first, b-1, b} and the best others, n in all. No block ahead of the query, or before its
+    """Step 6: importance [B, G, N, blocks] of the queries at positions t, whose documents begin at start [B, N] ->
+    bool: the forced blocks {first, b-1, b} and the best others, n in all. No block ahead of the query, or before its
     document's first; of equal ones the lower."""
     j, b = torch.arange(importance.shape[-1], device=t.device), t[:, None] // c.slc_block
     first = start[:, None, :, None] // c.slc_block
