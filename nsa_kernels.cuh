@@ -1581,6 +1581,7 @@ __global__ void __launch_bounds__(SCORE_THREADS)
         const bool takes_all = last - first + 1 <= s.slc_count;
         float* importance = buffers.importances + token * importance_stride(s);
         const float share = takes_all ? 1 : choose_best(importance + first, last - first, s.slc_count);
+        __syncwarp();  // a lane reads what others have taken
         for (int word = 0; word < s.words; word++) {
             const int block = word * 32 + lane;
             const unsigned bits =
