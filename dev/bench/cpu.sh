@@ -60,7 +60,7 @@ for ((T = 1024; T <= longest; T *= 2)); do
     [ -z "$has_torch" ] || "$python" "$here/torch_sdpa.py" --seq-len "$T"
 done
 # Between the last length at which full attention is faster and the next, on a line of log T over the ratio's logarithm.
-for row in step forward attention-forward attention-backward attention attention+selection; do
+for row in step forward attention-forward attention-backward attention attention+compression; do
     awk -v row="$row" '
         match($0, /, T [0-9]+;/) { T = substr($0, RSTART + 4, RLENGTH - 5) }
         $1 == row && NF == 5 {
