@@ -399,11 +399,9 @@ struct FullBench {
 };
 
 static void bench_full(Config c, bool bf16) {
-    constexpr int LONG = 32768;  // a step of full attention takes minutes: one, and it has not been warmed up
     FullBench nsa((c.attention = "nsa", c), bf16), full((c.attention = "full", c), bf16);
-    nsa.bench.step();
-    if (c.seq_len < LONG) full.bench.step();
-    const int repetitions = c.seq_len >= LONG ? 1 : c.seq_len > 8192 ? 3 : 5;
+    nsa.bench.step(), full.bench.step();  // touch all memory once
+    const int repetitions = c.seq_len > 16384 ? 1 : c.seq_len > 8192 ? 3 : 5;
     for (int i = 0; i < repetitions; i++) nsa.step(), full.step();
     std::printf(
         "%s, %lld of its layers, %s, B %lld, T %lld; keys a query: NSA %.0f, full %.0f; activations: %.0f and "
