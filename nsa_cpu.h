@@ -22,7 +22,7 @@
 
 #include "lib/cpu_attention.h"
 #include "lib/cpu_gemm.h"
-#include "lib/memory.h"
+#include "lib/host_runtime.h"
 #include "lib/profile.h"
 #include "lib/rope.h"
 #include "lib/shape.h"
@@ -55,35 +55,21 @@ struct HyperAdamW {
 //   layers      embedding_forward, _backward; rmsnorm_forward, _backward; matmul_forward, _backward_input,
 //               _backward_weight; silu_forward, _backward; classifier
 //   attention   split_heads_forward, _backward (Heads, HeadGradients); compress_forward, _backward (Phi, PhiGradients);
-//               attention_forward, _backward; select_blocks; attend_and_select; combine_forward; attention_backward_rows
+//               attention_forward, _backward; select_blocks; attend_and_select; combine_forward;
+//               attention_backward_rows
 //   update      add_sum, add; chunk_squares, total_squares, set_guard (the gradient's norm); set_step, adamw;
 //               round_master (if has_master)
 //   log         describe, describe_selected, count_reads, peak_flops, peak_bytes
 // clang-format on
 template <class real_>
-struct Cpu {
+struct Cpu : HostRuntime {
     using real = real_;    // parameters and activations
     using Stat = real_;    // rstd, LSE, gates, losses and the gradient of q: fp32 on an engine whose real is narrower
     using Grad = real_;    // gradients of parameters
     using Master = real_;  // what the optimiser updates: the parameters themselves here, an fp32 copy elsewhere
     static constexpr bool has_master = false;
-    static constexpr bool on_host = true;  // its memory is the host's
-    Gemm<real> gemm;                       // every matrix product but attention's; gemm.bf16 is --cpu-dtype
-    bool poison = false;                   // for tests: fresh memory holds NaN, so that reading it unwritten shows
+    Gemm<real> gemm;  // every matrix product but attention's; gemm.bf16 is --cpu-dtype
 
-    // ----- memory: `count` elements, 64-byte aligned; fatal if there is none.
-    template <class T>
-    T* allocate(size_t count) {
-        const size_t bytes = (count * sizeof(T) + 63) / 64 * 64 + 64;
-        void* p = std::aligned_alloc(64, bytes);
-        if (!p)
-            fail("out of memory: %.1f MiB were asked for%s; choose a smaller --batch or --seq-len",
-                 double(bytes) / (1 << 20), memory_limit_text().c_str());
-        if (poison) std::memset(p, 0xFF, bytes);
-        return static_cast<T*>(p);
-    }
-    void release(void* p) { std::free(p); }
-    double available_bytes(int processes = 1) const { return host_bytes_available(processes); }
     void check_shape(const NsaShape&) const {}  // every shape works here
     double peak_flops() const { return 0; }     // unknown
     std::string describe() const {
@@ -94,34 +80,6 @@ struct Cpu {
     std::string describe_selected(const NsaShape&) const { return ""; }  // there is one way only
     // What attention and selection read from here on is added to *to; null ends it.
     void count_reads(KeyReads* to) { reads = tiles.reads = to; }
-    static constexpr size_t peak_bytes = 0;  // the host's memory is not the engine's own
-    template <class T>
-    void zero(T* p, size_t count) {
-#pragma omp parallel for schedule(static)
-        for (size_t i = 0; i < count; i++) p[i] = T(0);
-    }
-    // Tokens to the engine, and numbers back, received later in the same order. Another device works on meanwhile.
-    void upload(int32_t* out, const int32_t* in, size_t count) { std::memcpy(out, in, count * sizeof(int32_t)); }
-    void send(const double* numbers, size_t count) { sent.push_back({numbers, numbers + count}); }
-    std::vector<double> receive() {
-        const std::vector<double> oldest = sent.front();
-        sent.erase(sent.begin());
-        return oldest;
-    }
-    // Between the engine's numbers and fp32 on the host. copy: bytes as they are.
-    void to_host(float* out, const real* in, size_t count) { std::copy_n(in, count, out); }
-    void from_host(real* out, const float* in, size_t count) { std::copy_n(in, count, out); }
-    template <class T>
-    void copy(T* out, const T* in, size_t count) {
-        std::memcpy(out, in, count * sizeof(T));
-    }
-
-    // Work that repeats: a GPU can record and replay it (see Cuda::run), here it just runs.
-    struct Sequence {};
-    template <class Work>
-    void run(Sequence&, Work work) {
-        work();
-    }
 
     // ----- documents.  start [B, T] = where the document of each token begins: at its end-of-text, which stands before
     // a document, or at the sequence's first token. For positions first .. first + queries - 1 of tokens [B, queries];
@@ -439,7 +397,6 @@ struct Cpu {
         if (key < start || key > t) return false;
         return branch == SLC ? is_selected(selected, key / s.slc_block) : s.full || key > t - s.window;
     }
-    static bool is_selected(const uint32_t* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
     // The keys that query t sees, oldest first. selected: the bitmask of (t, group), in the selected branch.
     static std::vector<int> visible_keys(Branch branch, int t, const uint32_t* selected, const NsaShape& s,
                                          int start = 0) {
@@ -636,7 +593,7 @@ struct Cpu {
     // the chosen blocks' share of the importance. start: of t's document, whose first block takes the place of block 0.
     static real choose_blocks(uint32_t* mask, const real* importance, int t, const NsaShape& s, int start = 0) {
         const int last = t / s.slc_block, first = start / s.slc_block;
-        const auto take = [&](int block) { mask[block / 32] |= 1u << (block % 32); };
+        const auto take = [&](int block) { select_block(mask, block); };
         std::fill_n(mask, s.selection_words(), 0u);
         take(first), take(std::max(last - 1, first)), take(last);
         for (int taken = 3; taken < std::min(s.slc_count, last - first + 1); taken++) {
@@ -662,5 +619,4 @@ struct Cpu {
 
     RopeTable<real> rope;
     Workspace<real> partial_sums;
-    std::vector<std::vector<double>> sent;
 };

@@ -27,9 +27,9 @@ static NsaShape shape_of(const Config& c, int64_t B, int64_t T) {
     s.slc_block = int(c.slc_block), s.slc_count = int(c.slc_count);
     s.window = int(c.window), s.F = int(c.phi_hidden);
     s.full = c.attention == "full", s.documents = c.reset_at_document;
-    const char* const names[BRANCHES] = {"cmp", "slc", "win"};
     for (int branch = 0; branch < BRANCHES; branch++)
-        if (c.branches != "all" && c.branches.find(names[branch]) == std::string::npos) s.left_out |= 1u << branch;
+        if (c.branches != "all" && c.branches.find(BRANCH_NAMES[branch]) == std::string::npos)
+            s.left_out |= 1u << branch;
     return s;
 }
 

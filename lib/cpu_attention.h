@@ -185,7 +185,7 @@ class TiledAttention {
     }
     // Does query t see any key of the tile? mask: its selection, in the selected branch.
     static bool sees(Branch branch, size_t bg, int t, int tile, const uint32_t* mask, const NsaShape& s) {
-        if (branch == SLC && !(mask[tile / 32] >> (tile % 32) & 1)) return false;
+        if (branch == SLC && !is_selected(mask, tile)) return false;
         const KeyRange range = visible_keys(branch, bg, t, tile, s);
         return range.begin < range.end;
     }
@@ -369,12 +369,10 @@ class TiledAttention {
                 add_weights(weight, scores + head * padded, count, lse[query_row(bg, head, t, s)]);
         }
     }
-    static bool is_taken(const uint32_t* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
     // Sets the bits of blocks first, last-1, last and of the count-3 best between them; of equal ones the lowest.
     static void choose_best(uint32_t* mask, std::vector<int>& best, const float* importance, int first, int last,
                             int count) {
-        const auto take = [&](int block) { mask[block / 32] |= 1u << (block % 32); };
-        take(first), take(last - 1), take(last);
+        for (const int forced : {first, last - 1, last}) select_block(mask, forced);
         best.clear();  // the best so far, in falling order
         const auto insert = [&](int block, size_t at) {
             for (; at > 0 && importance[block] > importance[best[at - 1]]; at--) best[at] = best[at - 1];
@@ -384,12 +382,12 @@ class TiledAttention {
         for (; int(best.size()) < count - 3; block++) best.push_back(block), insert(block, best.size() - 1);
         for (; count > 3 && block < last - 1; block++)
             if (importance[block] > importance[best.back()]) insert(block, best.size() - 1);
-        for (const int chosen : best) take(chosen);
+        for (const int chosen : best) select_block(mask, chosen);
     }
     static float chosen_share(const uint32_t* mask, const float* importance, int first, int last) {
         float chosen = 0, all = 0;
         for (int block = first; block <= last; block++)
-            all += importance[block], chosen += is_taken(mask, block) ? importance[block] : 0.0f;
+            all += importance[block], chosen += is_selected(mask, block) ? importance[block] : 0.0f;
         return all > 0 ? chosen / all : 1.0f;
     }
     // The bitmask of query t, which is the step's query j, from the scores that the step has kept, and the share of the
@@ -408,7 +406,7 @@ class TiledAttention {
             choose_best(mask, room.best, room.importance.data(), first, last, s.slc_count);
             if (to.chosen_importance) share = chosen_share(mask, room.importance.data(), first, last);
         } else
-            for (int block = first; block <= last; block++) mask[block / 32] |= 1u << (block % 32);
+            for (int block = first; block <= last; block++) select_block(mask, block);
         if (to.chosen_importance) to.chosen_importance[row] = share;
     }
 

@@ -84,23 +84,24 @@ class Inspection {
         std::vector<float> q(rows * D), keys(s.cmp_rows() * D);
         std::vector<typename Dev::Stat> lse(rows), gate(BRANCHES * rows);
         std::vector<uint32_t> selection(size_t(s.G) * s.T * words);
+        std::vector<int32_t> document_start(size_t(s.T), 0);
         dev.to_host(q.data(), y.q, q.size()), dev.to_host(keys.data(), y.compressed, keys.size());
         dev.copy(lse.data(), (const typename Dev::Stat*)y.lse, rows);
         dev.copy(gate.data(), (const typename Dev::Stat*)y.gate, gate.size());
         dev.copy(selection.data(), (const uint32_t*)y.selection, selection.size());
+        if (s.documents) dev.copy(document_start.data(), s.document_start, document_start.size());
         json += layers++ ? ",\n{\"groups\": [" : "\n{\"groups\": [";
         for (int g = 0; g < s.G; g++) {
             std::vector<std::string> blocks(size_t(s.T)), importances(blocks), totals(blocks), gates(blocks);
 #pragma omp parallel for schedule(dynamic, 16)
             for (int t = 0; t < s.T; t++) {
-                int start = s.documents ? t : 0;  // of t's document, which an end-of-text begins
-                while (start > 0 && tokens[size_t(start)] != tokens[0]) start--;
-                const std::vector<float> importance = importance_of_blocks(q, keys, lse, g, t, start, s);
+                const std::vector<float> importance =
+                    importance_of_blocks(q, keys, lse, g, t, document_start[size_t(t)], s);
                 float total = 0;
                 std::string chosen, values, of_heads;
                 for (int block = 0; block <= t / s.slc_block; block++) {
                     total += importance[size_t(block)];
-                    if (!(selection[(size_t(g) * s.T + t) * words + block / 32] >> (block % 32) & 1)) continue;
+                    if (!is_selected(&selection[(size_t(g) * s.T + t) * words], block)) continue;
                     chosen += (chosen.empty() ? "" : ",") + std::to_string(block);
                     values += (values.empty() ? "" : ",") + format_text("%.4g", double(importance[size_t(block)]));
                 }

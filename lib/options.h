@@ -138,8 +138,7 @@ static const std::vector<Option>& option_table() {
          "taken from there"},
         {"init", TRAIN, &Config::init, "preset", "standard|random",
          "standard: GPT-2's deviation of 0.02; random: 1/sqrt(inputs) for it, and every tensor drawn: for narrow "
-         "models "
-         "and for comparisons"},
+         "models and for comparisons"},
         // data
         {"data", TRAIN, &Config::data, "synthetic", nullptr,
          "training shards, a glob in quotes, or several with weights, 'a_*.bin:3,b_*.bin:1', which are mixed exactly; "

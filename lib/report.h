@@ -492,8 +492,7 @@ struct RunReport {
         return speed.empty() ? 0.0 : speed[speed.size() / 2];
     }
 
-    // What the recall loss of the built-in corpus means: the window does not reach back to the names that are asked
-    // for.
+    // What the recall loss of the built-in corpus means: the window does not reach the names that are asked for.
     void print_recall() const {
         const double chance = std::log(SYNTHETIC_ALPHABET);
         if (last_recall < 0) return;

@@ -18,6 +18,7 @@
 
 #include "checkpoint.h"
 #include "json.h"
+#include "shape.h"
 #include "tensorboard.h"
 #include "util.h"
 
@@ -131,7 +132,6 @@ inline void remove_halt_file(const std::string& out) {
 // finite. The numbers of layer 3 are named like gate_cmp/layer_3.
 template <class Use>
 void for_each_number(const Json& line, Use use) {
-    const std::vector<std::string> names = {"cmp", "slc", "win"};
     const auto number = [&](const std::string& name, const Json& x) {
         if (x.kind == Json::Number) use(name, x.number_value);
         if (x.kind == Json::Null) use(name, std::numeric_limits<double>::quiet_NaN());
@@ -145,8 +145,8 @@ void for_each_number(const Json& line, Use use) {
             for (size_t j = 0; j < of_layer.keys.size(); j++) {
                 const std::vector<Json>& branches = of_layer.items[j].items;  // of a list alone
                 number(of_layer.keys[j] + end, of_layer.items[j]);
-                for (size_t b = 0; b < std::min(branches.size(), names.size()); b++)
-                    number(of_layer.keys[j] + "_" + names[b] + end, branches[b]);
+                for (size_t b = 0; b < std::min(branches.size(), size_t(BRANCHES)); b++)
+                    number(of_layer.keys[j] + "_" + BRANCH_NAMES[b] + end, branches[b]);
             }
         }
     }

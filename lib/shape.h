@@ -10,6 +10,7 @@
 // holds something per branch.
 enum Branch { CMP = 0, SLC = 1, WIN = 2 };
 constexpr int BRANCHES = WIN + 1;
+constexpr const char* BRANCH_NAMES[BRANCHES] = {"cmp", "slc", "win"};
 constexpr const char* ATTENTION_NAMES[BRANCHES] = {"attention: compressed", "attention: selected", "attention: window"};
 
 // The order of the key and value projections. Full attention has the last two only.
@@ -18,6 +19,10 @@ constexpr int HEAD_SLOTS = V_WIN + 1;
 
 constexpr double ROPE_BASE = 10000;
 constexpr double NORM_EPS = 1e-6;
+
+// Selections: block j is bit j%32 of word j/32.
+inline bool is_selected(const uint32_t* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
+inline void select_block(uint32_t* mask, int block) { mask[block / 32] |= 1u << (block % 32); }
 
 struct NsaShape {
     int B = 1;  // sequences
@@ -52,7 +57,7 @@ struct NsaShape {
     // Compressed blocks that end within the first `tokens` tokens; so query t sees cmp_blocks(t + 1) of them.
     int cmp_blocks(int tokens) const { return tokens < l ? 0 : (tokens - l) / d + 1; }
     int cmp_capacity() const { return full ? 0 : cmp_blocks(T); }
-    // A selection is a bitmask of selection_words() words: block j is bit j%32 of word j/32.
+    // A selection is a bitmask of selection_words() words, see is_selected.
     int slc_blocks() const { return (T + slc_block - 1) / slc_block; }
     int selection_words() const { return (slc_blocks() + 31) / 32; }
 

@@ -227,7 +227,7 @@ inline std::vector<uint8_t> bytes_of_masks(const std::vector<uint32_t>& masks, s
     const size_t rows = masks.size() / words;
     std::vector<uint8_t> bytes(rows * blocks);
     for (size_t r = 0; r < rows; r++)
-        for (size_t j = 0; j < blocks; j++) bytes[r * blocks + j] = masks[r * words + j / 32] >> (j % 32) & 1;
+        for (size_t j = 0; j < blocks; j++) bytes[r * blocks + j] = is_selected(&masks[r * words], int(j));
     return bytes;
 }
 

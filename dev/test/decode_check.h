@@ -66,7 +66,7 @@ struct SelectionRecorder : Engine {
         for (int a = 0; a < s.slc_blocks(); a++)
             for (int b = 0; b < s.slc_blocks(); b++) {
                 const auto only = [&](const uint32_t* x, const uint32_t* y, int block) {
-                    return Cpu<float>::is_selected(x, block) && !Cpu<float>::is_selected(y, block);
+                    return is_selected(x, block) && !is_selected(y, block);
                 };
                 if (!only(found, expected, a) || !only(expected, found, b)) continue;
                 const double larger = std::max(importance[size_t(a)], importance[size_t(b)]);

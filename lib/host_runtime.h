@@ -1,0 +1,67 @@
+// host_runtime.h: struct HostRuntime, what struct Cpu (nsa_cpu.h) has of memory, copies and repetition, with the names
+// of CudaRuntime (cuda_runtime.cuh). It knows nothing of the model.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "memory.h"
+#include "util.h"
+
+struct HostRuntime {
+    static constexpr bool on_host = true;
+    static constexpr size_t peak_bytes = 0;  // the host's memory is not the engine's own
+    bool poison = false;                     // for tests: fresh memory holds NaN, so that reading it unwritten shows
+
+    // `count` elements, 64-byte aligned; fatal if there is no memory.
+    template <class T>
+    T* allocate(size_t count) {
+        const size_t bytes = (count * sizeof(T) + 63) / 64 * 64 + 64;
+        void* p = std::aligned_alloc(64, bytes);
+        if (!p)
+            fail("out of memory: %.1f MiB were asked for%s; choose a smaller --batch or --seq-len",
+                 double(bytes) / (1 << 20), memory_limit_text().c_str());
+        if (poison) std::memset(p, 0xFF, bytes);
+        return static_cast<T*>(p);
+    }
+    void release(void* p) { std::free(p); }
+    double available_bytes(int processes = 1) const { return host_bytes_available(processes); }
+    template <class T>
+    void zero(T* p, size_t count) {
+#pragma omp parallel for schedule(static)
+        for (size_t i = 0; i < count; i++) p[i] = T(0);
+    }
+    // Tokens to the engine, and numbers back, received later in the same order. Another device works on meanwhile.
+    void upload(int32_t* out, const int32_t* in, size_t count) { std::memcpy(out, in, count * sizeof(int32_t)); }
+    void send(const double* numbers, size_t count) { sent.push_back({numbers, numbers + count}); }
+    std::vector<double> receive() {
+        const std::vector<double> oldest = sent.front();
+        sent.erase(sent.begin());
+        return oldest;
+    }
+    // Between the engine's numbers and fp32 on the host. copy: bytes as they are.
+    template <class real>
+    void to_host(float* out, const real* in, size_t count) {
+        std::copy_n(in, count, out);
+    }
+    template <class real>
+    void from_host(real* out, const float* in, size_t count) {
+        std::copy_n(in, count, out);
+    }
+    template <class T>
+    void copy(T* out, const T* in, size_t count) {
+        std::memcpy(out, in, count * sizeof(T));
+    }
+
+    // Work that repeats: a GPU can record and replay it (see Cuda::run), here it just runs.
+    struct Sequence {};
+    template <class Work>
+    void run(Sequence&, Work work) {
+        work();
+    }
+
+  private:
+    std::vector<std::vector<double>> sent;
+};
