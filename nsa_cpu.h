@@ -68,6 +68,8 @@ struct Cpu : HostRuntime {
     using Grad = real_;    // gradients of parameters
     using Master = real_;  // what the optimiser updates: the parameters themselves here, an fp32 copy elsewhere
     static constexpr bool has_master = false;
+    void to_host(float* out, const real* in, size_t count) { std::copy_n(in, count, out); }
+    void from_host(real* out, const float* in, size_t count) { std::copy_n(in, count, out); }
     Gemm<real> gemm;  // every matrix product but attention's; gemm.bf16 is --cpu-dtype
 
     void check_shape(const NsaShape&) const {}  // every shape works here

@@ -41,15 +41,7 @@ struct HostRuntime {
         sent.erase(sent.begin());
         return oldest;
     }
-    // Between the engine's numbers and fp32 on the host. copy: bytes as they are.
-    template <class real>
-    void to_host(float* out, const real* in, size_t count) {
-        std::copy_n(in, count, out);
-    }
-    template <class real>
-    void from_host(real* out, const float* in, size_t count) {
-        std::copy_n(in, count, out);
-    }
+    // Bytes as they are. Cpu, which knows its format, has to_host and from_host, between its numbers and fp32.
     template <class T>
     void copy(T* out, const T* in, size_t count) {
         std::memcpy(out, in, count * sizeof(T));
