@@ -626,8 +626,7 @@ struct TokenBuffers {
         v_tile = keeps_v<D>() ? shared.take<bf16>(KEY_TILE * D) : dout_tiles + KEY_TILE * D;
         ends = DOCUMENTS ? shared.take<int>(KEY_TILE) : nullptr;
     }
-    // Read anew each time: volatile, because no register is free to keep it.
-    __device__ int end_of_key(int key) const { return *static_cast<const volatile int*>(ends + key); }
+    __device__ int end_of_key(int key) const { return load_shared_again(ends + key); }
     // Their bytes.
     static size_t bytes() {
         const size_t tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
