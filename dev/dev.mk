@@ -7,14 +7,14 @@ include dev/crash_test/crash_test.mk
 HOST_LIBS := $(filter-out -lcublasLt -lnccl,$(LIBS))
 # The tests of the host, by the host compiler: a third of the time that nvcc takes. Where there is a GPU, test_device
 # runs too: the tests that run on the device, and its benchmarks, for dev/gpu_check.sh.
-test_nsa: $(BUILD)/test_nsa.o $(BUILD)/cpu_kernels.o
+test_nsa: $(BUILD)/test_nsa.o $(APART)
 	$(HOST) $(filter %.o,$^) -o $@ $(HOST_LIBS)
 $(BUILD)/test_nsa.o: test_nsa.cu $(BUILD)/command
-	$(HOST) -x c++ $(LEVEL) -DCPU_KERNELS_APART $(DEPENDS) -c $< -o $@
-$(BUILD)/test_device: $(BUILD)/test_device.o $(BUILD)/cpu_kernels.o
+	$(HOST) -x c++ $(LEVEL) -DCOMPILED_APART $(DEPENDS) -c $< -o $@
+$(BUILD)/test_device: $(BUILD)/test_device.o $(APART)
 	$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
 $(BUILD)/test_device.o: test_nsa.cu $(BUILD)/command
-	$(COMPILE) $(LEVEL) -DCPU_KERNELS_APART -DDEVICE_TESTS_ONLY $(DEPENDS) -c $< -o $@
+	$(COMPILE) $(LEVEL) -DCOMPILED_APART -DDEVICE_TESTS_ONLY $(DEPENDS) -c $< -o $@
 
 $(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS): $(BUILD)/command
 EMULATED = $(if $(HAVE_MPI),$(BUILD)/train_nsa_emulated)

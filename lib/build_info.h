@@ -10,6 +10,9 @@
 #include "embed.h"
 #include "files.h"
 #include "util.h"
+#ifdef USE_DNNL
+#include <oneapi/dnnl/dnnl.h>
+#endif
 #ifdef HAVE_CUDA
 #include "cuda_common.cuh"
 #endif

@@ -1,4 +1,4 @@
-// chart.h: line charts in SVG, and the text of their numbers. Used by run_report.h.
+// chart.h: line charts in SVG, and the text of their numbers. Used by run_page.h.
 #pragma once
 #include <algorithm>
 #include <cmath>

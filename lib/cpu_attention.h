@@ -749,7 +749,7 @@ class TiledAttention {
 };
 
 // See lib/cpu_kernels.cpp.
-#ifndef CPU_KERNELS_APART
+#ifndef COMPILED_APART
 void TiledAttention::attention_forward(bool bf16, Branch branch, float* out, float* lse, const float* q, const float* k,
                                        const float* v, const uint32_t* selection, const NsaShape& s) {
     const Branches in{branch, q, k, v, selection, s};

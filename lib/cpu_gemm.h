@@ -2,13 +2,11 @@
 // and an exponential that vectorises. Used by nsa_cpu.h and cpu_attention.h; nothing in here knows the model.
 #pragma once
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <map>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -28,34 +26,15 @@ inline int omp_get_thread_num() { return 0; }
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#ifdef USE_DNNL
-#include <oneapi/dnnl/dnnl.hpp>
-#endif
-
+#include "bf16.h"
 #include "memory.h"
 #include "util.h"
+#if defined(USE_DNNL) && !defined(COMPILED_APART)
+#include "onednn_gemm.h"
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// bf16: the upper half of a float, rounded to nearest, ties to even. With --cpu-dtype bf16 the inputs of matrix
-// products are rounded to it; sums and everything else stay fp32. Products take pairs of bf16: two neighbours along the
-// summed dimension.
-
-using Bf16 = uint16_t;
-inline Bf16 to_bf16(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    return Bf16(x == x ? rounded : bits >> 16 | 0x40);  // a NaN stays one
-}
-
-inline float from_bf16(Bf16 x) {
-    const uint32_t bits = uint32_t(x) << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-inline float round_to_bf16(float x) { return from_bf16(to_bf16(x)); }
-inline double round_to_bf16(double x) { return round_to_bf16(float(x)); }
+// Products take pairs of bf16: two neighbours along the summed dimension.
 
 struct Bf16Pair {
     Bf16 first, second;
@@ -325,31 +304,6 @@ inline void amx_kernel(int, const Bf16Pair*, size_t, const Bf16Pair*, size_t, fl
 // ---------------------------------------------------------------------------------------------------------------------
 // GEMM: C[M,N] = op(A)[M,K] op(B)[K,N], or += with `accumulate`; op transposes or does nothing.
 
-// Memory that only grows. What it holds is valid until the next get().
-template <class T>
-class Workspace {
-  public:
-    Workspace() = default;
-    Workspace(const Workspace&) = delete;
-    Workspace& operator=(const Workspace&) = delete;
-    ~Workspace() { std::free(data); }
-    T* get(size_t count) {
-        if (count > capacity) {
-            std::free(data);
-            data = static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 127) / 64 * 64));
-            if (!data)
-                fail("out of memory: %.1f MiB of scratch were asked for%s", double(count * sizeof(T)) / (1 << 20),
-                     memory_limit_text().c_str());
-            capacity = count;
-        }
-        return data;
-    }
-
-  private:
-    T* data = nullptr;
-    size_t capacity = 0;
-};
-
 // The one seam to a library: products of fp32, and of fp32 rounded to bf16, go to oneDNN if the build found it, all
 // others to our own loop. Either way C is cut into blocks by its shape alone and one thread computes each block: the
 // same bits on any number of threads.
@@ -422,6 +376,9 @@ class Gemm {
   private:
     static constexpr int PANEL = MICRO_VECTORS * VectorOf<real>::lanes;  // columns of a panel of B
     Workspace<real> a_memory, b_memory;
+#ifdef USE_DNNL
+    std::shared_ptr<class OneDnnGemm> library;  // from the first product on
+#endif
 
     // C [rows][width] (+)= a panel of A times a panel of B, both padded with zeros. Edges of C go through a buffer.
     template <class Element>
@@ -444,119 +401,18 @@ class Gemm {
         if (!whole)
             for (int y = 0; y < rows; y++) std::copy_n(edge + y * PANEL, width, c + y * ldc);
     }
-
-#ifdef USE_DNNL
-    // transpose_a, transpose_b, rows, columns, K, lda, ldb, ldc, accumulate
-    using Shape = std::array<size_t, 9>;
-    // oneDNN's product of one shape. One thread makes and runs it, inside a parallel region, so that oneDNN starts no
-    // threads of its own.
-    struct LibraryProduct {
-        dnnl::memory::desc a, b, c;
-        dnnl::matmul product;
-    };
-    struct LibraryThread {
-        std::map<Shape, LibraryProduct> products[2];  // fp32, bf16
-        std::unique_ptr<dnnl::stream> stream;
-    };
-    dnnl::engine library_engine{dnnl::engine::kind::cpu, 0};
-    std::vector<LibraryThread> library_threads;
-    Workspace<Bf16> a_rounded, b_rounded;
-
-    // n in blocks of at most `most`, all about equal, a multiple of 16 each.
-    static int block_size(int n, int most) {
-        const int blocks = (n + most - 1) / most;
-        return ((n + blocks - 1) / blocks + 15) / 16 * 16;
-    }
-    void library(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
-                 size_t ldb, bool accumulate, real* C, size_t ldc) {
-        const void *a = A, *b = B;
-        size_t element_bytes = sizeof(real);
-        if (bf16) {
-            a = round(a_rounded, A, lda, transpose_a ? K : M, transpose_a ? M : K), lda = transpose_a ? M : K;
-            b = round(b_rounded, B, ldb, transpose_b ? N : K, transpose_b ? K : N), ldb = transpose_b ? K : N;
-            element_bytes = sizeof(Bf16);
-        }
-        int most = 512;  // smaller if there would be fewer than 4 blocks
-        while (most > 64 && ((M + most - 1) / most) * ((N + most - 1) / most) < 4) most /= 2;
-        const int rows = block_size(M, most), columns = block_size(N, most), across = (N + columns - 1) / columns,
-                  blocks = (M + rows - 1) / rows * across;
-        if (int(library_threads.size()) < omp_get_max_threads()) library_threads.resize(size_t(omp_get_max_threads()));
-        // oneDNN allocates as it goes, on every thread, and version 2.6 writes through the null pointers that it gets
-        require_memory_left((24 + 8 * library_threads.size()) << 20, "a matrix product of oneDNN");
-        std::string error;
-#pragma omp parallel for schedule(dynamic, 1)
-        for (int i = 0; i < blocks; i++) {
-            const size_t m0 = size_t(i / across) * rows, n0 = size_t(i % across) * columns;
-            try {
-                multiply_block(library_threads[size_t(omp_get_thread_num())],
-                               {transpose_a, transpose_b, std::min<size_t>(rows, M - m0),
-                                std::min<size_t>(columns, N - n0), size_t(K), lda, ldb, ldc, accumulate},
-                               (const char*)a + (transpose_a ? m0 : m0 * lda) * element_bytes,
-                               (const char*)b + (transpose_b ? n0 * ldb : n0) * element_bytes, C + m0 * ldc + n0);
-            } catch (const std::exception& e) {
-#pragma omp critical
-                error = e.what();
-            }
-        }
-        if (!error.empty()) fail("oneDNN's product of %d x %d x %d failed: %s", M, N, K, error.c_str());
-    }
-    void multiply_block(LibraryThread& thread, const Shape& shape, const char* a, const char* b, real* c) {
-        std::map<Shape, LibraryProduct>& products = thread.products[bf16];
-        auto found = products.find(shape);
-        if (found == products.end()) {
-            using Desc = dnnl::memory::desc;
-            using Type = dnnl::memory::data_type;
-            const int threads = omp_get_max_threads();
-            omp_set_num_threads(1);  // oneDNN plans for this number
-            const auto [ta, tb, rows, columns, K, lda, ldb, ldc, accumulate] = shape;
-            const Type type = bf16 ? Type::bf16 : Type::f32;
-            const auto dims = [](size_t x, size_t y) { return dnnl::memory::dims{dnnl_dim_t(x), dnnl_dim_t(y)}; };
-            LibraryProduct p{Desc(dims(rows, K), type, ta ? dims(1, lda) : dims(lda, 1)),
-                             Desc(dims(K, columns), type, tb ? dims(1, ldb) : dims(ldb, 1)),
-                             Desc(dims(rows, columns), Type::f32, dims(ldc, 1)),
-                             {}};
-            dnnl::primitive_attr attributes;
-            dnnl::post_ops sum;
-            sum.append_sum(1.0f);
-            if (accumulate) attributes.set_post_ops(sum);
-#if DNNL_VERSION_MAJOR >= 3
-            p.product = dnnl::matmul(dnnl::matmul::primitive_desc(library_engine, p.a, p.b, p.c, attributes));
-#else
-            p.product = dnnl::matmul(
-                dnnl::matmul::primitive_desc(dnnl::matmul::desc(p.a, p.b, p.c), attributes, library_engine));
-#endif
-            omp_set_num_threads(threads);
-            if (!thread.stream) thread.stream = std::make_unique<dnnl::stream>(library_engine);
-            if (products.size() >= 256) products.clear();  // decoding makes a shape per length
-            found = products.emplace(shape, std::move(p)).first;
-        }
-        LibraryProduct& p = found->second;
-        p.product.execute(*thread.stream, {{DNNL_ARG_SRC, dnnl::memory(p.a, library_engine, const_cast<char*>(a))},
-                                           {DNNL_ARG_WEIGHTS, dnnl::memory(p.b, library_engine, const_cast<char*>(b))},
-                                           {DNNL_ARG_DST, dnnl::memory(p.c, library_engine, c)}});
-        thread.stream->wait();
-    }
-    // x [rows, columns], rounded to bf16, without gaps between the rows.
-    static const Bf16* round(Workspace<Bf16>& memory, const real* x, size_t ldx, int rows, int columns) {
-        Bf16* const out = memory.get(size_t(rows) * columns);
-#pragma omp parallel for schedule(static)
-        for (int r = 0; r < rows; r++)
-#pragma omp simd
-            for (int i = 0; i < columns; i++) out[size_t(r) * columns + i] = to_bf16(x[r * ldx + i]);
-        return out;
-    }
-#endif
 };
 
 // See lib/cpu_kernels.cpp.
-#ifndef CPU_KERNELS_APART
+#ifndef COMPILED_APART
 template <class real>
 void Gemm<real>::operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda,
                             const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
     if constexpr (sizeof(real) == 4) {
 #ifdef USE_DNNL
+        if (!library) library = std::make_shared<OneDnnGemm>();
         if (K > 0 && allow_library)
-            return library(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+            return (*library)(bf16, transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
 #endif
         if (bf16) return blocked<Bf16Pair>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
     }

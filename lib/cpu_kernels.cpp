@@ -1,6 +1,6 @@
 // cpu_kernels.cpp: matrix products and tiled attention of the CPU engine as an object of their own. They want -O3 and
 // are a third of what there is to compile; the Makefile compiles them once, beside the programs, which then have
-// -DCPU_KERNELS_APART. A program that is compiled in one piece has them from the headers.
+// -DCOMPILED_APART. A program that is compiled in one piece has them from the headers.
 #include "cpu_attention.h"
 
 template class Gemm<float>;

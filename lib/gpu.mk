@@ -5,8 +5,10 @@ ifneq ($(HAVE_CUDA),)
   GPU_FOUND := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
     sed -n '1s/^\([0-9]*\)\.\([0-9]*\)$$/\1\2/p')
   SM := $(addprefix sm_,$(or $(GPU_COMPUTE_CAPABILITY),$(GPU_FOUND)))
-  # No kernel asks for more than compute capability 8.0, so one PTX serves sm_80 and sm_90, compiled side by side.
-  ARCH := $(if $(SM),-arch=$(SM),--threads 2 $(addprefix -gencode=arch=compute_80$(comma)code=,sm_80 sm_90 compute_80))
+  # No kernel asks for more than compute capability 8.0, so one PTX serves sm_80 and sm_90, compiled side by side. nvcc
+  # 12.1 and later compile the kernels of one PTX on several cores.
+  ARCH := $(if $(shell $(NVCC) --help | grep split-compile),--split-compile 0) $(if $(SM),-arch=$(SM),--threads 2 \
+    $(addprefix -gencode=arch=compute_80$(comma)code=,sm_80 sm_90 compute_80))
   ARCH_NAME := $(if $(GPU_COMPUTE_CAPABILITY),$(SM)$(comma) as GPU_COMPUTE_CAPABILITY says,$(if \
     $(GPU_FOUND),$(SM)$(comma) the GPU found here,no GPU here: sm_80$(comma) sm_90$(comma) and PTX for later ones))
   $(if $(filter BF16 FP32,$(PRECISION)),,$(error PRECISION=$(PRECISION): expected BF16 or FP32))

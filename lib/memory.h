@@ -95,3 +95,28 @@ inline void require_memory_left(size_t bytes, const char* what) {
         fail("out of memory: %s needs up to %zu MiB%s", what, bytes >> 20, memory_limit_text().c_str());
     munmap(room, bytes);
 }
+
+// Memory that only grows. What it holds is valid until the next get().
+template <class T>
+class Workspace {
+  public:
+    Workspace() = default;
+    Workspace(const Workspace&) = delete;
+    Workspace& operator=(const Workspace&) = delete;
+    ~Workspace() { std::free(data); }
+    T* get(size_t count) {
+        if (count > capacity) {
+            std::free(data);
+            data = static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 127) / 64 * 64));
+            if (!data)
+                fail("out of memory: %.1f MiB of scratch were asked for%s", double(count * sizeof(T)) / (1 << 20),
+                     memory_limit_text().c_str());
+            capacity = count;
+        }
+        return data;
+    }
+
+  private:
+    T* data = nullptr;
+    size_t capacity = 0;
+};

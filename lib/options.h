@@ -108,7 +108,7 @@ struct Option {
         : name(n), verbs(v), default_text(d), low(lo), high(hi), help(h) {}
 };
 
-static const std::vector<Option>& option_table() {
+inline const std::vector<Option>& option_table() {
     constexpr double K = 1e3, M = 1e6, T = 1e12;
     static const std::vector<Option> table = {
         // the model; the letters are those of dev/MODEL.md and the paper
@@ -328,27 +328,27 @@ static const VerbName VERBS[] = {
 };
 
 // Null where no verb has this name.
-static const VerbName* verb_named(const std::string& name) {
+inline const VerbName* verb_named(const std::string& name) {
     const auto found =
         std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return name == v.name; });
     return found == std::end(VERBS) ? nullptr : found;
 }
 
-static const char* verb_name(Verb verb) {
+inline const char* verb_name(Verb verb) {
     return std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return v.verb == verb; })->name;
 }
 
-static const Option& option_named(const std::string& name) {
+inline const Option& option_named(const std::string& name) {
     return *std::find_if(option_table().begin(), option_table().end(), [&](const Option& o) { return name == o.name; });
 }
 
 // "seq-len" as JSON files spell it.
-static std::string underscored(std::string name) {
+inline std::string underscored(std::string name) {
     std::replace(name.begin(), name.end(), '-', '_');
     return name;
 }
 
-static std::string value_text(const Config& c, const Option& o) {
+inline std::string value_text(const Config& c, const Option& o) {
     if (o.integer) return std::to_string(c.*o.integer);
     if (o.real) return format_text("%.15g", c.*o.real);
     if (o.text) return c.*o.text;
@@ -358,17 +358,17 @@ static std::string value_text(const Config& c, const Option& o) {
     return all;
 }
 
-static std::string range_text(const Option& o) {
+inline std::string range_text(const Option& o) {
     if (o.integer || o.real) return format_text("%s %.7g..%.7g", o.integer ? "integer" : "number", o.low, o.high);
     if (o.choices) return o.choices;
     return o.flag ? "flag" : o.list ? "text..." : "text";
 }
 
-static bool is_choice(const std::string& word, const std::string& choices) {
+inline bool is_choice(const std::string& word, const std::string& choices) {
     return ("|" + choices + "|").find("|" + word + "|") != std::string::npos && word.find('|') == std::string::npos;
 }
 
-static void set_option(Config& c, const Option& o, const std::string& value) {
+inline void set_option(Config& c, const Option& o, const std::string& value) {
     if (o.flag) {
         if (!is_choice(value, "on|off"))
             fail_usage("--%s is '%s'; it is a flag: give it without a value", o.name, value.c_str());
@@ -394,7 +394,7 @@ static void set_option(Config& c, const Option& o, const std::string& value) {
 }
 
 // The option nearest to a mistyped word, by edit distance.
-static std::string nearest_option(const std::string& word, Verb verb) {
+inline std::string nearest_option(const std::string& word, Verb verb) {
     std::string best;
     size_t least = 4;
     for (const Option& o : option_table()) {
@@ -436,7 +436,7 @@ static std::string nearest_option(const std::string& word, Verb verb) {
 }
 
 // What was asked for: the command line over the table's defaults. Names of the options given are left in `given`.
-static Config parse_options(int argc, const char* const* argv, std::set<std::string>& given) {
+inline Config parse_options(int argc, const char* const* argv, std::set<std::string>& given) {
     Config c;
     int at = 1;
     Verb verb = TRAIN;
@@ -488,12 +488,12 @@ static Config parse_options(int argc, const char* const* argv, std::set<std::str
     return c;
 }
 
-static const Preset& preset_of(const Config& c) {
+inline const Preset& preset_of(const Config& c) {
     return *std::find_if(std::begin(PRESETS), std::end(PRESETS), [&](const Preset& p) { return c.model == p.name; });
 }
 
 // What the preset decides, where the command line was silent.
-static void apply_preset(Config& c, const std::set<std::string>& given) {
+inline void apply_preset(Config& c, const std::set<std::string>& given) {
     const Preset& p = preset_of(c);
     auto set = [&](const char* name, auto& field, auto value) {
         if (!given.count(name)) field = value;
@@ -515,7 +515,7 @@ static void apply_preset(Config& c, const std::set<std::string>& given) {
 }
 
 // A configuration as this command line would make it.
-static Config options_of(const std::string& words) {
+inline Config options_of(const std::string& words) {
     std::istringstream in(words);
     std::vector<std::string> all = {"train_nsa"};
     for (std::string word; in >> word;) all.push_back(word);
@@ -528,7 +528,7 @@ static Config options_of(const std::string& words) {
 }
 
 // Contradictions between options of the model. `where` names the source: the command line or a config.json.
-static void validate_model(const Config& c, const char* where) {
+inline void validate_model(const Config& c, const char* where) {
     if (c.heads % c.kv_groups)
         fail_usage("%s: --heads %lld is not divisible by --kv-groups %lld", where, (long long)c.heads,
                    (long long)c.kv_groups);
@@ -546,7 +546,7 @@ static void validate_model(const Config& c, const char* where) {
 
 // Batch sizes. What was not given follows from the preset, the device and the number of ranks; what was given must fit
 // together.
-static void resolve_batch(Config& c, const std::set<std::string>& given, int ranks, bool gpu) {
+inline void resolve_batch(Config& c, const std::set<std::string>& given, int ranks, bool gpu) {
     const Preset& p = preset_of(c);
     // Half a million tokens a step take hours on a CPU, so there it is one sequence per rank unless the user says
     // otherwise.
@@ -580,7 +580,7 @@ static const char* const NSA_OPTIONS[] = {"cmp-block", "cmp-stride", "slc-block"
                                           "window",    "phi-hidden", "selected-kernels", "branches"};
 
 // The first and the last step of --profile-steps; 0 and -1 where there are none.
-static std::pair<int64_t, int64_t> profiled_steps(const Config& c) {
+inline std::pair<int64_t, int64_t> profiled_steps(const Config& c) {
     if (c.profile_steps.empty()) return {0, -1};
     long long first = 0, last = 0;
     char behind = 0;
@@ -595,7 +595,7 @@ static std::pair<int64_t, int64_t> profiled_steps(const Config& c) {
 }
 
 // Options given for what dense attention does not have, or for a file that is there.
-static void validate_given(const Config& c, const std::set<std::string>& given) {
+inline void validate_given(const Config& c, const std::set<std::string>& given) {
     if (!c.dump_state.empty()) require_new_file("--dump-state", c.dump_state);
     profiled_steps(c);
     if (c.allow_new_data && !c.resume) fail_usage("--allow-new-data is for a resume: give --resume, or leave it out");
@@ -605,7 +605,7 @@ static void validate_given(const Config& c, const std::set<std::string>& given) 
 }
 
 // What can be done and was hardly meant: a line for each.
-static std::vector<std::string> doubtful_options(const Config& c, const std::set<std::string>& given) {
+inline std::vector<std::string> doubtful_options(const Config& c, const std::set<std::string>& given) {
     std::vector<std::string> lines;
     if (c.attention == "nsa" && c.seq_len < c.cmp_block)
         lines.push_back(
@@ -626,7 +626,7 @@ static std::vector<std::string> doubtful_options(const Config& c, const std::set
 }
 
 // The built-in corpus is no text of GPT-2's tokens.
-static void require_no_bytes(const Config& c) {
+inline void require_no_bytes(const Config& c) {
     if (c.tokenizer != "gpt2" || c.val_data.empty()) return;
     for (const DataSet& set : named_sets(c.val_data, "--val-data"))
         if (set.pattern == "synthetic")
@@ -634,7 +634,7 @@ static void require_no_bytes(const Config& c) {
 }
 
 // What only some numbers of ranks can do.
-static void validate_run(const Config& c, int ranks) {
+inline void validate_run(const Config& c, int ranks) {
     if (!c.dump_state.empty() && (ranks > 1 || c.batch * c.seq_len != c.total_batch))
         fail_usage(
             "--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld",
@@ -651,7 +651,7 @@ static void validate_run(const Config& c, int ranks) {
 inline std::string program_name = "./train_nsa";
 
 // The command that gives the same options again, but for one.
-static std::string command_line(const Config& c, const std::set<std::string>& given, const std::string& without) {
+inline std::string command_line(const Config& c, const std::set<std::string>& given, const std::string& without) {
     std::string command = program_name;
     for (const Option& o : option_table())
         if (given.count(o.name) && o.name != without) command += " --" + std::string(o.name) + " " + value_text(c, o);

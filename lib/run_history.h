@@ -1,5 +1,5 @@
 // run_history.h: what a run's folder says about it, as series of numbers: of a finished run, of one that is under way,
-// and of one that was killed. Used by run_report.h.
+// and of one that was killed. Used by run_page.h.
 #pragma once
 #include <algorithm>
 #include <cmath>
