@@ -336,7 +336,6 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
     classifier_kernel(float* losses, cuda_real* logits, const int32_t* targets, float dloss, bool want_gradient, int V,
                       int Vp) {
     SHARED(Softmax, of_warps, [CLASSIFIER_THREADS / 32]);
-    SHARED(float, target_logit, [1]);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, target = targets[blockIdx.x];
     cuda_real* row = logits + size_t(blockIdx.x) * Vp;
     Softmax softmax = {-INFINITY, 0};
@@ -356,11 +355,11 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
         softmax.add(largest, sum);
     }
     if (lane == 0) of_warps[warp] = softmax;
-    if (threadIdx.x == 0) target_logit[0] = float(row[target]);  // before anyone writes the row
+    const float target_logit = threadIdx.x == 0 ? float(row[target]) : 0;  // before anyone writes the row
     __syncthreads();
     softmax = of_warps[0];
     for (int i = 1; i < CLASSIFIER_THREADS / 32; i++) softmax.add(of_warps[i].largest, of_warps[i].sum);
-    if (threadIdx.x == 0) losses[blockIdx.x] = logf(softmax.sum) + softmax.largest - target_logit[0];
+    if (threadIdx.x == 0) losses[blockIdx.x] = logf(softmax.sum) + softmax.largest - target_logit;
     if (!want_gradient) return;
     const float factor = dloss / softmax.sum;
     for (int v0 = threadIdx.x * W; v0 < Vp; v0 += CLASSIFIER_THREADS * W) {
@@ -450,18 +449,18 @@ __device__ inline cuda_real parameter(float master, uint64_t seed, uint64_t stre
     return __ushort_as_bfloat16((unsigned short)((bits + (finite ? random & 0xffffu : 0)) >> 16));
 #endif
 }
+// What clipping multiplies the gradient by; NaN: no update.
+__device__ inline float clip_factor(const AdamWConstants& h) {
+    const double norm = h.squares ? sqrt(*h.squares) : 0;
+    if (!(norm < INFINITY)) return NAN;
+    return h.grad_clip > 0 && norm > h.grad_clip ? float(h.grad_clip / norm) : 1.0f;
+}
 __global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad, size_t count,
                              AdamWConstants h, const AdamWStep* step) {
-    // The factors of the gradient (NaN: no update) and of the parameter are computed in fp64, which is slow on many
-    // GPUs (1/64 of the rate of fp32), so only once per block.
+    // The factors of the gradient and of the parameter are computed in fp64, which is slow on many GPUs (1/64 of the
+    // rate of fp32), so only once per block.
     SHARED(float, factors, [2]);
-    if (threadIdx.x == 0) {
-        const double norm = h.squares ? sqrt(*h.squares) : 0;
-        factors[0] = !(norm < INFINITY)                      ? NAN
-                     : h.grad_clip > 0 && norm > h.grad_clip ? float(h.grad_clip / norm)
-                                                             : 1.0f;
-        factors[1] = float(1 - step->lr * h.decay);
-    }
+    if (threadIdx.x < 2) factors[threadIdx.x] = threadIdx.x == 0 ? clip_factor(h) : float(1 - step->lr * h.decay);
     __syncthreads();
     const size_t i = thread_index();
     const float scale = factors[0], keep = factors[1];
