@@ -114,7 +114,7 @@ class TiledAttention {
     }
 
   private:
-    Workspace<float> scratch[4];
+    Workspace<float> scratch[6];
 
     // What every pass reads: one branch's queries, keys and values.
     struct Branches {
@@ -131,7 +131,7 @@ class TiledAttention {
     };
     struct BackwardArrays {
         float *dk, *dv, *sums;  // sums [B, G, T, h, D]: dq before the scaling
-        const float *dout, *row_dot, *lse_gated;
+        const float *row_dot, *lse_gated;
     };
     // f(Element()), where Element is what products take: floats, or pairs of bf16.
     template <class F>
@@ -160,7 +160,18 @@ class TiledAttention {
     // Who sees what.
 
     static constexpr int LANES = VectorOf<float>::lanes;
-    static int whole_vectors(int n) { return (n + LANES - 1) / LANES * LANES; }
+    static constexpr int whole(int n, int step) { return (n + step - 1) / step * step; }
+    static int whole_vectors(int n) { return whole(n, LANES); }
+    // Tiles of keys are cut, and padded with zeros, at multiples of this: vectors, or what AMX takes at once.
+    template <class Element>
+    static constexpr bool FOR_AMX = PER<Element> == 2 && HAVE_AMX;
+    template <class Element>
+    static constexpr int KEY_STEP = FOR_AMX<Element> ? 32 : LANES;
+    // Over how many elements a product sums so many rows or keys.
+    template <class Element>
+    static int depth_of(int n) {
+        return FOR_AMX<Element> ? whole(n, 32) / 2 : (n + PER<Element> - 1) / PER<Element>;
+    }
 
     // In the selected branch a tile is a selection block, so a query sees whole tiles, but for its own block.
     static int tile_keys(Branch branch, const NsaShape& s) { return branch == SLC ? s.slc_block : TILE_KEYS; }
@@ -194,11 +205,13 @@ class TiledAttention {
         const int width = tile_keys(branch, s), end = branch == CMP ? s.cmp_blocks(t1) : t1;
         return {oldest_key(branch, bg, t0, s) / width, (end + width - 1) / width};
     }
-    // The columns of a tile that any of these queries sees, widened to whole vectors; in the compressed branch, whose
+    // The columns of a tile that any of these queries sees, widened to KEY_STEP; in the compressed branch, whose
     // scores choose blocks too, from the tile's first key on.
+    template <class Element>
     static KeyRange columns_of(Branch branch, size_t bg, const int* tokens, int count, int tile, const NsaShape& s) {
-        return {branch == CMP ? 0 : visible_keys(branch, bg, tokens[0], tile, s).begin / LANES * LANES,
-                whole_vectors(visible_keys(branch, bg, tokens[count - 1], tile, s).end)};
+        constexpr int step = KEY_STEP<Element>;
+        return {branch == CMP ? 0 : visible_keys(branch, bg, tokens[0], tile, s).begin / step * step,
+                whole(visible_keys(branch, bg, tokens[count - 1], tile, s).end, step)};
     }
     // The queries that see a tile of keys, in order, in the branches whose queries do not choose.
     static std::vector<int> query_list(Branch branch, size_t bg, int tile, const NsaShape& s) {
@@ -248,8 +261,8 @@ class TiledAttention {
     Tiles<Element> operand_tiles(int slot, Branch branch, const float* x, const NsaShape& s, SumOver sum_over) {
         static_assert(sizeof(Element) == sizeof(float), "they share scratch memory");
         constexpr int per = PER<Element>;
-        const int D = s.D, width = tile_keys(branch, s), padded = whole_vectors(width), keys = s.key_count(branch),
-                  count = (keys + width - 1) / width;
+        const int D = s.D, width = tile_keys(branch, s), padded = whole(width, KEY_STEP<Element>),
+                  keys = s.key_count(branch), count = (keys + width - 1) / width;
         const size_t group_stride = size_t(s.key_stride(branch)) * D, size = size_t(padded / per) * D;
         if constexpr (per == 1)
             if (sum_over == OVER_KEYS) return {x, group_stride, size_t(width) * D, count, padded};
@@ -274,9 +287,6 @@ class TiledAttention {
     static size_t query_row(size_t bg, int head_of_group, int t, const NsaShape& s) {
         return s.query_row(bg * s.heads_per_group() + head_of_group, t);
     }
-    static const float* dout_row(const float* dout, size_t bg, int t, const NsaShape& s) {
-        return dout + s.output_row(bg * s.heads_per_group(), t) * s.D;
-    }
     // The rows of some tokens from q [B, H, queries, D], scaled.
     static void load_queries(float* rows, const float* q, size_t bg, const int* tokens, int count, const NsaShape& s) {
         const float scale = float(s.scale());
@@ -286,14 +296,31 @@ class TiledAttention {
                 for (int x = 0; x < s.D; x++) rows[x] = in[x] * scale;
             }
     }
-    // The same rows of a gradient laid out as [B*queries, H*D].
-    static void load_dout(float* rows, const float* dout, size_t bg, const int* tokens, int count, const NsaShape& s) {
-        const size_t width = size_t(s.heads_per_group()) * s.D;
-        for (int j = 0; j < count; j++)
-            std::memcpy(rows + j * width, dout_row(dout, bg, tokens[j], s), sizeof(float) * width);
+    // The rows of all queries, or of their gradients, scaled, as operands that sum over D: [B, G, T, h, D / PER]. The
+    // rows of neighbouring queries lie behind one another. row_of(bg, head of group, t) is where a row is read.
+    template <class Element, class RowOf>
+    const Element* row_operands(int slot, float scale, RowOf row_of, const NsaShape& s) {
+        const int D = s.D, h = s.heads_per_group(), width = D / PER<Element>;
+        Element* const data = reinterpret_cast<Element*>(scratch[slot].get(s.query_rows() * width));
+#pragma omp parallel
+        {
+            std::vector<float> row(D);
+#pragma omp for collapse(2) schedule(static)
+            for (int bg = 0; bg < s.B * s.G; bg++)
+                for (int t = 0; t < s.T; t++)
+                    for (int i = 0; i < h; i++) {
+                        const float* const in = row_of(size_t(bg), i, t);
+                        Element* const out = data + ((size_t(bg) * s.T + t) * h + i) * width;
+                        for (int x = 0; x < D; x++) row[x] = in[x] * scale;
+                        if constexpr (PER<Element> == 2) round_row(out, row.data(), width);
+                        else std::copy_n(row.data(), D, out);
+                    }
+        }
+        return data;
     }
-    static void prefetch(const float* x, size_t count) {
-        for (size_t i = 0; i < count; i += 64 / sizeof(float)) __builtin_prefetch(x + i);
+    template <class T>
+    static void prefetch(const T* x, size_t count) {
+        for (size_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(x + i);
     }
     // Scores outside [begin, end) become -infinity, whose exponential is 0.
     static void hide(float* p, int n, int begin, int end) {
@@ -424,6 +451,7 @@ class TiledAttention {
                              vs = operand_tiles<Element>(1, in.branch, in.v, s, OVER_KEYS);
 #pragma omp parallel
         {
+            const AmxTiles registers(FOR_AMX<Element>);
             ForwardRoom<Element> room(size_t(s.heads_per_group()) * step, step, kt.padded, kept_tiles(to, s), s);
 #pragma omp for collapse(2) schedule(dynamic, 1)
             for (int bg = 0; bg < s.B * s.G; bg++)
@@ -466,7 +494,7 @@ class TiledAttention {
         const NsaShape& s = in.s;
         constexpr int per = PER<Element>;
         const int D = s.D, h = s.heads_per_group(), existing = s.key_count(in.branch) - tile * tile_keys(in.branch, s);
-        const KeyRange columns = columns_of(in.branch, bg, &room.tokens[j], end - j, tile, s);
+        const KeyRange columns = columns_of<Element>(in.branch, bg, &room.tokens[j], end - j, tile, s);
         const int n_rows = h * (end - j), n = columns.end - columns.begin,
                   n_existing = std::min(columns.end, existing) - columns.begin;
         tile_matmul(n_rows, n, D / per, q_rows + size_t(j) * h * D / per, D / per, 1, keys + columns.begin, padded,
@@ -480,7 +508,7 @@ class TiledAttention {
             }
         }
         const Element* const weights = sum_over_columns(room.p_room.data(), p, padded, n_rows, n);
-        tile_matmul(n_rows, D, (n_existing + per - 1) / per, weights, padded / per, 1,
+        tile_matmul(n_rows, D, depth_of<Element>(n_existing), weights, padded / per, 1,
                     values + size_t(columns.begin) / per * D, D, &room.sums[size_t(j) * h * D], D, true);
     }
     // One tile's part of the softmax of a row, from the scores of `columns`, which are hidden outside the visible
@@ -553,7 +581,7 @@ class TiledAttention {
 #pragma omp parallel
         {
             TokenQueries<Element> queries(s);
-            const int padded = whole_vectors(tile_keys(in.branch, s));
+            const int padded = whole(tile_keys(in.branch, s), KEY_STEP<Element>);
             ForwardRoom<Element> room(size_t(queries.h), 1, padded, kept_tiles(to, s), s);
 #pragma omp for schedule(static)
             for (int bg = 0; bg < s.B * s.G; bg++) decode_token(to, bg, padded, room, queries, in);
@@ -576,7 +604,7 @@ class TiledAttention {
             const size_t at = (size_t(bg) * s.key_stride(in.branch) + size_t(tile) * width + visible.begin) * s.D;
             float* const scores = room.scores.data() + (keep ? tile * room.tile_size : 0);
             decode_tile(room, scores, keep ? room.p.data() : scores, padded, queries, visible,
-                        columns_of(in.branch, size_t(bg), &t, 1, tile, s), in.k + at, in.v + at, s.D);
+                        columns_of<Element>(in.branch, size_t(bg), &t, 1, tile, s), in.k + at, in.v + at, s.D);
             keys_read += visible.end - visible.begin;
         }
         finish_softmax(to, bg, t, 1, room, s);
@@ -606,18 +634,21 @@ class TiledAttention {
     // to query; progress[tile] says how far that one is.
 
     template <class Element>
-    struct BackwardTiles {
+    struct BackwardOperands {
         Tiles<Element> k, v, k_by_keys;
+        const Element *q, *dout;  // row_operands
     };
     template <class Element>
     struct BackwardRoom {
-        std::vector<float> rows, drows, p, ds;
+        std::vector<Element> q, dout;
+        std::vector<float> p, ds, dq;
         std::vector<Element> room, second_room;
         BackwardRoom(size_t row_count, int padded, int D)
-            : rows(row_count * D),
-              drows(row_count * D),
+            : q(row_count * D / PER<Element>),
+              dout(q.size()),
               p(row_count * padded),
               ds(row_count * padded),
+              dq(row_count * D),
               room((row_count + 1) * std::max(D, padded)),
               second_room(room.size()) {}
     };
@@ -631,21 +662,26 @@ class TiledAttention {
         void done_before(int t) const { progress[tile].store(t, std::memory_order_release); }
     };
     template <class Element>
-    void backward_pass(float* dq, bool add, BackwardArrays d, const Branches& in) {
+    void backward_pass(float* dq, bool add, const float* dout, BackwardArrays d, const Branches& in) {
         const NsaShape& s = in.s;
         const int D = s.D, h = s.heads_per_group();
-        const BackwardTiles<Element> tiles{operand_tiles<Element>(0, in.branch, in.k, s, OVER_D),
-                                           operand_tiles<Element>(1, in.branch, in.v, s, OVER_D),
-                                           operand_tiles<Element>(2, in.branch, in.k, s, OVER_KEYS)};
-        const int count = tiles.k.count;
+        const auto query = [&](size_t bg, int i, int t) { return in.q + query_row(bg, i, t, s) * D; };
+        const auto gradient = [&](size_t bg, int i, int t) { return dout + s.output_row(bg * h + i, t) * D; };
+        const BackwardOperands<Element> x{operand_tiles<Element>(0, in.branch, in.k, s, OVER_D),
+                                          operand_tiles<Element>(1, in.branch, in.v, s, OVER_D),
+                                          operand_tiles<Element>(2, in.branch, in.k, s, OVER_KEYS),
+                                          row_operands<Element>(3, float(s.scale()), query, s),
+                                          row_operands<Element>(4, 1, gradient, s)};
+        const int count = x.k.count;
         std::vector<std::atomic<int>> progress(size_t(s.B) * s.G * count);
         const std::vector<std::vector<int>> lists =
             in.branch == SLC ? query_lists(in, count) : std::vector<std::vector<int>>();
-        d.sums = scratch[3].get(s.query_rows() * D);
+        d.sums = scratch[5].get(s.query_rows() * D);
         zero(d.sums, s.query_rows() * D);
 #pragma omp parallel
         {
-            BackwardRoom<Element> room(size_t(h) * tile_queries(s), tiles.k.padded, D);
+            const AmxTiles registers(FOR_AMX<Element>);
+            BackwardRoom<Element> room(size_t(h) * tile_queries(s), x.k.padded, D);
             // The order of the tiles matters: a tile waits for the one before it, which some thread has begun.
 #pragma omp for collapse(2) schedule(monotonic : dynamic, 1)
             for (int tile = 0; tile < count; tile++)
@@ -653,7 +689,7 @@ class TiledAttention {
                     backward_tile(bg, tile,
                                   in.branch == SLC ? lists[size_t(bg) * count + tile]
                                                    : query_list(in.branch, size_t(bg), tile, s),
-                                  {progress.data() + size_t(bg) * count, tile}, room, tiles, d, in);
+                                  {progress.data() + size_t(bg) * count, tile}, room, x, d, in);
 #pragma omp for collapse(2) schedule(static)
             for (int bg = 0; bg < s.B * s.G; bg++)
                 for (int t = 0; t < s.T; t++)
@@ -666,7 +702,7 @@ class TiledAttention {
     }
     template <class Element>
     static void backward_tile(int bg, int tile, const std::vector<int>& list, const Turns& turns,
-                              BackwardRoom<Element>& room, const BackwardTiles<Element>& tiles, const BackwardArrays& d,
+                              BackwardRoom<Element>& room, const BackwardOperands<Element>& x, const BackwardArrays& d,
                               const Branches& in) {
         const NsaShape& s = in.s;
         const int width = tile_keys(in.branch, s), n_keys = std::min(width, s.key_count(in.branch) - tile * width);
@@ -677,61 +713,87 @@ class TiledAttention {
         for (size_t i = 0; i < list.size(); i += most) {
             const int* const tokens = &list[i];
             const int count = int(std::min(most, list.size() - i));
-            load_queries(room.rows.data(), in.q, bg, tokens, count, s);
-            load_dout(room.drows.data(), d.dout, bg, tokens, count, s);
             const size_t ahead = std::min(list.size() - i - count, most);
-            for (size_t j = 0; j < ahead; j++) prefetch_query(bg, tokens[count + j], d, in);  // of the next step
-            backward_step(bg, tile, n_keys, at, tokens, count, turns, room, tiles, d, in);
+            for (size_t j = 0; j < ahead; j++) prefetch_query(bg, tokens[count + j], x, d, s);  // of the next step
+            backward_step(bg, tile, n_keys, at, tokens, count, turns, room, x, d, in);
         }
         turns.wait_until_past(s.T - 1);
         turns.done_before(s.T);
     }
-    static void prefetch_query(int bg, int t, const BackwardArrays& d, const Branches& in) {
-        const NsaShape& s = in.s;
-        const int D = s.D, h = s.heads_per_group();
-        for (int head = 0; head < h; head++) prefetch(in.q + query_row(bg, head, t, s) * D, D);
-        prefetch(dout_row(d.dout, bg, t, s), h * D);
-        prefetch(d.sums + (size_t(bg) * s.T + t) * h * D, h * D);
+    template <class Element>
+    static void prefetch_query(int bg, int t, const BackwardOperands<Element>& x, const BackwardArrays& d,
+                               const NsaShape& s) {
+        const size_t rows = size_t(s.heads_per_group()) * s.D, at = (size_t(bg) * s.T + t) * rows;
+        prefetch(x.q + at / PER<Element>, rows / PER<Element>);
+        prefetch(x.dout + at / PER<Element>, rows / PER<Element>);
+        prefetch(d.sums + at, rows);
+    }
+    // The rows of a step's queries from row_operands: as they lie there, if the queries are neighbours, or copied.
+    template <class Element>
+    static const Element* rows_of(Element* room, const Element* operands, int bg, const int* tokens, int count,
+                                  const NsaShape& s) {
+        const size_t rows = size_t(s.heads_per_group()) * s.D / PER<Element>;
+        const Element* const from = operands + size_t(bg) * s.T * rows;
+        if (are_neighbours(tokens, count)) return from + tokens[0] * rows;
+        for (int j = 0; j < count; j++) std::copy_n(from + tokens[j] * rows, rows, room + j * rows);
+        return room;
+    }
+    static bool are_neighbours(const int* tokens, int count) { return tokens[count - 1] - tokens[0] == count - 1; }
+    static void add_rows(float* __restrict to, const float* __restrict x, int count) {
+#pragma omp simd
+        for (int i = 0; i < count; i++) to[i] += x[i];
+    }
+    // sum_over_rows of floats or of pairs, with rows of zeros up to depth_of<Element>(rows).
+    template <class Element, class Number>
+    static const Element* sum_over_queries(Element* out, const Number* x, size_t ld, int rows, int columns) {
+        const Element* const operand = sum_over_rows(out, x, ld, rows, columns);
+        if constexpr (FOR_AMX<Element>)
+            for (int i = (rows + 1) / 2; i < depth_of<Element>(rows); i++)
+                std::fill_n(out + i * ld, columns, Element{});
+        return operand;
     }
     // Some queries with one tile, whose first key is at `at` of dk and dv.  P' = e^(S - lse_gated), dS = P' (dP - r)
     template <class Element>
     static void backward_step(int bg, int tile, int n_keys, size_t at, const int* tokens, int count, const Turns& turns,
-                              BackwardRoom<Element>& x, const BackwardTiles<Element>& tiles, const BackwardArrays& d,
+                              BackwardRoom<Element>& room, const BackwardOperands<Element>& x, const BackwardArrays& d,
                               const Branches& in) {
         const NsaShape& s = in.s;
         constexpr int per = PER<Element>;
-        const int D = s.D, h = s.heads_per_group(), n_rows = h * count, padded = tiles.k.padded;
-        const KeyRange columns = columns_of(in.branch, size_t(bg), tokens, count, tile, s);
+        const int D = s.D, h = s.heads_per_group(), n_rows = h * count, padded = x.k.padded;
+        const KeyRange columns = columns_of<Element>(in.branch, size_t(bg), tokens, count, tile, s);
         const int n = columns.end - columns.begin, n_existing = std::min(columns.end, n_keys) - columns.begin;
         const size_t first = size_t(columns.begin) * D;
+        const Element *const q = rows_of(room.q.data(), x.q, bg, tokens, count, s), *const dout = rows_of(
+                                                                                        room.dout.data(), x.dout, bg,
+                                                                                        tokens, count, s);
         // S = q k^T, dP = dout v^T
-        tile_matmul(n_rows, n, D / per, sum_over_columns(x.room.data(), x.rows.data(), D, n_rows, D), D / per, 1,
-                    tiles.k(bg, tile) + columns.begin, padded, x.p.data(), padded, false);
-        tile_matmul(n_rows, n, D / per, sum_over_columns(x.room.data(), x.drows.data(), D, n_rows, D), D / per, 1,
-                    tiles.v(bg, tile) + columns.begin, padded, x.ds.data(), padded, false);
+        float *const p = room.p.data(), *const ds = room.ds.data();
+        tile_matmul(n_rows, n, D / per, q, D / per, 1, x.k(bg, tile) + columns.begin, padded, p, padded, false);
+        tile_matmul(n_rows, n, D / per, dout, D / per, 1, x.v(bg, tile) + columns.begin, padded, ds, padded, false);
         for (int j = 0; j < count; j++) {
             const KeyRange visible = visible_keys(in.branch, size_t(bg), tokens[j], tile, s);
             for (int i = 0; i < h; i++) {
                 const size_t row = (size_t(j) * h + i) * padded;
-                backward_row(&x.p[row], &x.ds[row], columns, visible, query_row(bg, i, tokens[j], s), d);
+                backward_row(p + row, ds + row, columns, visible, query_row(bg, i, tokens[j], s), d);
             }
         }
         // dv += P'^T dout, dk += dS^T q / sqrt(D)
-        tile_matmul(n_existing, D, (n_rows + per - 1) / per,
-                    sum_over_rows(x.room.data(), x.p.data(), padded, n_rows, n), 1, padded,
-                    sum_over_rows(x.second_room.data(), x.drows.data(), D, n_rows, D), D, d.dv + at + first, D, true);
-        tile_matmul(n_existing, D, (n_rows + per - 1) / per,
-                    sum_over_rows(x.room.data(), x.ds.data(), padded, n_rows, n), 1, padded,
-                    sum_over_rows(x.second_room.data(), x.rows.data(), D, n_rows, D), D, d.dk + at + first, D, true);
-        // dq += dS k, runs of neighbouring queries together
-        const Element* const ds_rows = sum_over_columns(x.room.data(), x.ds.data(), padded, n_rows, n);
-        turns.wait_until_past(tokens[count - 1]);
-        for (int j = 0, end; j < count; j = end) {
-            for (end = j + 1; end < count && tokens[end] == tokens[end - 1] + 1;) end++;
-            tile_matmul((end - j) * h, D, (n_existing + per - 1) / per, ds_rows + size_t(j) * h * padded / per,
-                        padded / per, 1, tiles.k_by_keys(bg, tile) + first / per, D,
-                        d.sums + (size_t(bg) * s.T + tokens[j]) * h * D, D, true);
-        }
+        const int depth = depth_of<Element>(n_rows);
+        Element *const left = room.room.data(), *const right = room.second_room.data();
+        tile_matmul(n_existing, D, depth, sum_over_queries(left, p, padded, n_rows, n), 1, padded,
+                    sum_over_queries(right, dout, D, n_rows, D), D, d.dv + at + first, D, true);
+        tile_matmul(n_existing, D, depth, sum_over_queries(left, ds, padded, n_rows, n), 1, padded,
+                    sum_over_queries(right, q, D, n_rows, D), D, d.dk + at + first, D, true);
+        // dq += dS k. Rows of queries that are no neighbours are added one query at a time.
+        const Element* const ds_rows = sum_over_columns(left, ds, padded, n_rows, n);
+        float* const sums = d.sums + (size_t(bg) * s.T + tokens[0]) * h * D;
+        const bool in_place = are_neighbours(tokens, count);
+        if (in_place) turns.wait_until_past(tokens[count - 1]);
+        tile_matmul(n_rows, D, depth_of<Element>(n_existing), ds_rows, padded / per, 1,
+                    x.k_by_keys(bg, tile) + first / per, D, in_place ? sums : room.dq.data(), D, in_place);
+        if (!in_place) turns.wait_until_past(tokens[count - 1]);
+        for (int j = 0; !in_place && j < count; j++)
+            add_rows(sums + size_t(tokens[j] - tokens[0]) * h * D, &room.dq[size_t(j) * h * D], h * D);
         turns.done_before(tokens[count - 1] + 1);
     }
     // Scores p become P', and dP in ds becomes dS.
@@ -765,7 +827,7 @@ void TiledAttention::attention_backward(bool bf16, Branch branch, float* dq, boo
                                         const NsaShape& s) {
     const Branches in{branch, q, k, v, selection, s};
     with_element(bf16, [&](auto element) {
-        backward_pass<decltype(element)>(dq, add, {dk, dv, nullptr, dout, row_dot, lse_gated}, in);
+        backward_pass<decltype(element)>(dq, add, dout, {dk, dv, nullptr, row_dot, lse_gated}, in);
     });
 }
 #endif

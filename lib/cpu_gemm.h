@@ -22,10 +22,7 @@ inline int omp_get_thread_num() { return 0; }
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
-#ifdef __linux__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "amx.h"
 #include "bf16.h"
 #include "memory.h"
 #include "util.h"
@@ -33,14 +30,7 @@ inline int omp_get_thread_num() { return 0; }
 #include "onednn_gemm.h"
 #endif
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Products take pairs of bf16: two neighbours along the summed dimension.
-
-struct Bf16Pair {
-    Bf16 first, second;
-};
-
-// Whether the processor this is built for multiplies vectors of them (AVX512_BF16). For tiles of them see HAVE_AMX.
+// Whether the processor this is built for multiplies vectors of Bf16Pair (AVX512_BF16). For tiles of them see HAVE_AMX.
 #ifdef __AVX512BF16__
 constexpr bool HAVE_BF16 = true;
 #else
@@ -141,10 +131,14 @@ inline void tile_rows(int width, int depth, const Element* a, size_t a_row, size
         }
 }
 
-// C[rows][width] (+)= A[rows][depth] B[depth][width] for operands that fit in the cache; one thread.
+// C[rows][width] (+)= A[rows][depth] B[depth][width] for operands that fit in the cache; one thread. Pairs are
+// multiplied in AMX's registers where the thread has them and the shape fits them.
 template <class Element, class real>
 inline void tile_matmul(int rows, int width, int depth, const Element* a, size_t a_row, size_t a_depth,
                         const Element* b, size_t ldb, real* c, size_t ldc, bool accumulate) {
+    if constexpr (HAVE_AMX && std::is_same<Element, Bf16Pair>::value)
+        if (AmxTiles::here() && amx_takes(rows, width, depth, a_row, a_depth))
+            return amx_matmul(rows, width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate);
     int r = 0;
     for (; r + MICRO_ROWS <= rows; r += MICRO_ROWS)
         tile_rows<MICRO_ROWS>(width, depth, a + r * a_row, a_row, a_depth, b, ldb, c + r * ldc, ldc, accumulate);
@@ -166,14 +160,24 @@ inline void tile_matmul(int rows, int width, int depth, const Element* a, size_t
 template <class Element>
 constexpr int PER = std::is_same<Element, Bf16Pair>::value ? 2 : 1;
 
+#ifdef __AVX512BF16__
+// The order of 16-bit lanes that takes elements in turn: of both halves of a vector; of the lower halves of two
+// vectors.
+struct InTurn {
+    uint16_t halves[32], vectors[32];
+    constexpr InTurn() : halves(), vectors() {
+        for (int i = 0; i < 16; i++)
+            halves[2 * i] = vectors[2 * i] = uint16_t(i), halves[2 * i + 1] = uint16_t(16 + i),
+                       vectors[2 * i + 1] = uint16_t(32 + i);
+    }
+};
+alignas(64) constexpr InTurn IN_TURN;
+#endif
 // pairs[i] = (x[i], y[i])
 inline void round_two_rows(Bf16Pair* pairs, const float* x, const float* y, int count) {
     int i = 0;
 #ifdef __AVX512BF16__
-    alignas(64) static constexpr uint16_t INTERLEAVE[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                                            21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                                            11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i order = _mm512_load_si512(INTERLEAVE);
+    const __m512i order = _mm512_load_si512(IN_TURN.halves);
     for (; i + 16 <= count; i += 16)
         _mm512_storeu_si512(pairs + i,
                             _mm512_permutexvar_epi16(
@@ -190,6 +194,19 @@ inline void round_row(Bf16Pair* pairs, const float* x, int count) {
                             (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 2 * i + 16), _mm512_loadu_ps(x + 2 * i)));
 #endif
     for (; i < count; i++) pairs[i] = {to_bf16(x[2 * i]), to_bf16(x[2 * i + 1])};
+}
+// Pairs of rows from two rows of pairs: out[2 i] = (x[i].first, y[i].first), out[2 i + 1] = (x[i].second, y[i].second)
+inline void pair_rows(Bf16Pair* out, const Bf16Pair* x, const Bf16Pair* y, int count) {
+    int i = 0;
+#ifdef __AVX512BF16__
+    const __m512i low = _mm512_load_si512(IN_TURN.vectors), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (; i + 16 <= count; i += 16) {
+        const __m512i a = _mm512_loadu_si512(x + i), b = _mm512_loadu_si512(y + i);
+        _mm512_storeu_si512(out + 2 * i, _mm512_permutex2var_epi16(a, low, b));
+        _mm512_storeu_si512(out + 2 * i + 16, _mm512_permutex2var_epi16(a, high, b));
+    }
+#endif
+    for (; i < count; i++) out[2 * i] = {x[i].first, y[i].first}, out[2 * i + 1] = {x[i].second, y[i].second};
 }
 // Copies a [depth][width] matrix into the layout that the micro-kernel reads: element (k, x) is read at
 // in[k * in_k + x * in_x] and written to out[k * out_k + x * out_x]. Either in_k or in_x is 1: contiguous lines are
@@ -229,77 +246,20 @@ inline const Element* sum_over_columns(Element* out, const real* x, size_t ld, i
     if constexpr (PER<Element> == 1) return x;
     else return pack(out, 1, ld / 2, x, 1, ld, (columns + 1) / 2, rows, columns), out;
 }
-// The same for a product that sums over the rows: rows of pairs are ld apart.
-template <class Element, class real>
-inline const Element* sum_over_rows(Element* out, const real* x, size_t ld, int rows, int columns) {
+// The same for a product that sums over the rows: rows of pairs are ld apart. x may be what sum_over_columns has made,
+// rows of pairs that are ld / 2 apart.
+template <class Element, class Number>
+inline const Element* sum_over_rows(Element* out, const Number* x, size_t ld, int rows, int columns) {
     if constexpr (PER<Element> == 1) return x;
-    else return pack(out, ld, 1, x, ld, 1, (rows + 1) / 2, columns, rows), out;
+    else if constexpr (PER<Number> == 1) return pack(out, ld, 1, x, ld, 1, (rows + 1) / 2, columns, rows), out;
+    else {
+        const std::vector<Element> none(rows % 2 ? columns / 2 : 0);
+        for (int r = 0; r < rows; r += 2)
+            pair_rows(out + r / 2 * ld, x + r * (ld / 2), r + 1 < rows ? x + (r + 1) * (ld / 2) : none.data(),
+                      columns / 2);
+        return out;
+    }
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// AMX: eight registers of 16 rows by 64 bytes, and an instruction that multiplies two of them. The blocked GEMM uses it
-// for bf16.
-
-#if defined(__AMX_BF16__) && defined(__linux__)
-constexpr bool HAVE_AMX = true;
-// Linux lets a process use the tiles after it has asked for them.
-inline bool amx_granted() {
-    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-    static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-    return granted;
-}
-// Sets up all eight registers at full size for this thread while the object lives; does nothing if Linux refused.
-struct AmxTiles {
-    AmxTiles() {
-        if (!amx_granted()) return;
-        struct alignas(64) {
-            uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-        } config;
-        _tile_loadconfig(&config);
-    }
-    ~AmxTiles() {
-        if (amx_granted()) _tile_release();
-    }
-};
-// C[32][32] (+)= A[32][depth] B[depth][32]; depth in pairs, a multiple of 16.
-inline void amx_kernel(int depth, const Bf16Pair* a, size_t a_row, const Bf16Pair* b, size_t ldb, float* c, size_t ldc,
-                       bool accumulate) {
-    float* const c1 = c + 16 * ldc;
-    const size_t a_bytes = a_row * sizeof *a, b_bytes = ldb * sizeof *b, c_bytes = ldc * sizeof *c;
-    if (accumulate) {
-        _tile_loadd(0, c, c_bytes);
-        _tile_loadd(1, c + 16, c_bytes);
-        _tile_loadd(2, c1, c_bytes);
-        _tile_loadd(3, c1 + 16, c_bytes);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (int k = 0; k < depth; k += 16) {
-        _tile_loadd(4, a + k, a_bytes);
-        _tile_loadd(5, a + 16 * a_row + k, a_bytes);
-        _tile_loadd(6, b + k * ldb, b_bytes);
-        _tile_loadd(7, b + k * ldb + 16, b_bytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, c, c_bytes);
-    _tile_stored(1, c + 16, c_bytes);
-    _tile_stored(2, c1, c_bytes);
-    _tile_stored(3, c1 + 16, c_bytes);
-}
-#else
-constexpr bool HAVE_AMX = false;
-inline bool amx_granted() { return false; }
-struct AmxTiles {};
-inline void amx_kernel(int, const Bf16Pair*, size_t, const Bf16Pair*, size_t, float*, size_t, bool) {}
-#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // GEMM: C[M,N] = op(A)[M,K] op(B)[K,N], or += with `accumulate`; op transposes or does nothing.
@@ -340,8 +300,7 @@ class Gemm {
             reinterpret_cast<Element*>(a_memory.get(size_t(omp_get_max_threads()) * MC * a_stride));
 #pragma omp parallel if (size_t(M) * N * K > 100000)
         {
-            const std::conditional_t<paired, AmxTiles, int> registers{};
-            (void)registers;
+            const AmxTiles registers(tiles);
             Element* const a_block = a_blocks + size_t(omp_get_thread_num()) * MC * a_stride;
             std::vector<Element> room(size_t(KC + 16) * (std::max(PANEL, MC) + 16));
             for (int n0 = 0; n0 < N; n0 += NC)
@@ -396,7 +355,8 @@ class Gemm {
         } else if constexpr (HAVE_BF16) {
             if (!tiles) micro_kernel<MICRO_ROWS, MICRO_VECTORS>(depth, a, a_row, 1, b, PANEL, to, ldto, accumulate);
             else
-                for (int x = 0; x < PANEL; x += 32) amx_kernel(depth, a, a_row, b + x, PANEL, to + x, ldto, accumulate);
+                for (int x = 0; x < PANEL; x += 32)
+                    amx_block<2, 2>(depth, a, a_row, b + x, PANEL, to + x, ldto, accumulate);
         }
         if (!whole)
             for (int y = 0; y < rows; y++) std::copy_n(edge + y * PANEL, width, c + y * ldc);

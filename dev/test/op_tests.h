@@ -289,11 +289,15 @@ TEST(op_operands_in_pairs) {  // of a product that sums over the columns of a ma
                     by_rows(size_t(rows + 1) / 2 * ld, "pairs of rows");
                 CHECK(sum_over_columns(by_columns.data(), x.data(), ld, rows, columns) == by_columns.data());
                 CHECK(sum_over_rows(by_rows.data(), x.data(), ld, rows, columns) == by_rows.data());
+                Buffer<Bf16Pair> from_pairs(by_rows.size(), "pairs of rows from pairs of columns");
+                CHECK(sum_over_rows(from_pairs.data(), by_columns.data(), ld, rows, columns) == from_pairs.data());
                 for (int r = 0; r < rows + rows % 2; r++)
                     for (int c = 0; c < columns; c++) {
                         const double expected = r < rows ? oracle::rounded_to_bf16(double(x[r * ld + c])) : 0;
                         const Bf16Pair in_rows = by_rows[r / 2 * ld + c];
                         CHECK_EQUAL(double(from_bf16(r % 2 ? in_rows.second : in_rows.first)), expected);
+                        const Bf16Pair again = from_pairs[r / 2 * ld + c];
+                        CHECK_EQUAL(double(from_bf16(r % 2 ? again.second : again.first)), expected);
                         if (r == rows) continue;
                         const Bf16Pair in_columns = by_columns[r * (ld / 2) + c / 2];
                         CHECK_EQUAL(double(from_bf16(c % 2 ? in_columns.second : in_columns.first)), expected);
