@@ -126,8 +126,9 @@ train_nsa $(BUILD)/train_nsa: $(BUILD)/train_nsa.o $(APART)
 	$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
 $(BUILD)/train_nsa.o: train_nsa.cu lib/hf/*.py lib/html/* $(BUILD)/command $(BUILD)/version
 	$(COMPILE) $(LEVEL) -DCOMPILED_APART -DPROGRAM_VERSION=$(VERSION) $(DEPENDS) -c $< -o $@
+$(BUILD)/cpu_kernels.o: LEVEL := $(KERNEL_LEVEL)
 $(APART): $(BUILD)/%.o: lib/%.cpp $(BUILD)/command
-	$(HOST) $(if $(filter %kernels.o,$@),$(KERNEL_LEVEL),$(LEVEL)) $(DEPENDS) -c $< -o $@
+	$(HOST) $(LEVEL) $(DEPENDS) -c $< -o $@
 -include $(wildcard $(BUILD)/*.d)
 
 ifneq ($(wildcard dev/dev.mk),)

@@ -480,15 +480,18 @@ class TiledAttention {
                 if (end == j && ++end) continue;
                 float* const scores =
                     room.scores.data() + (keep ? tile * room.tile_size : 0) + size_t(j) * h * kt.padded;
-                forward_run(room, scores, keep ? room.p.data() : scores, q_rows, size_t(bg), j, end, tile, kt(bg, tile),
-                            kt.padded, vs(bg, tile), in);
+                forward_run(room, scores, weights_of(room, keep ? room.p.data() : scores), q_rows, size_t(bg), j, end,
+                            tile, kt(bg, tile), kt.padded, vs(bg, tile), in);
             }
         finish_softmax(to, bg, t0, count, room, s);
         for (int t = t0; to.selection && t < t0 + count; t++) select_for_query(to, bg, t, t - t0, kt.padded, room, s);
     }
+    // Where the softmax writes the operand of the product with the values: floats to p, pairs to room of their own.
+    static float* weights_of(ForwardRoom<float>&, float* p) { return p; }
+    static Bf16Pair* weights_of(ForwardRoom<Bf16Pair>& room, float*) { return room.p_room.data(); }
     // Queries j .. end-1 of a step with one tile of keys and values. p may be scores.
     template <class Element>
-    static void forward_run(ForwardRoom<Element>& room, float* scores, float* p, const Element* q_rows, size_t bg,
+    static void forward_run(ForwardRoom<Element>& room, float* scores, Element* p, const Element* q_rows, size_t bg,
                             int j, int end, int tile, const Element* keys, int padded, const Element* values,
                             const Branches& in) {
         const NsaShape& s = in.s;
@@ -503,19 +506,19 @@ class TiledAttention {
             const KeyRange visible = visible_keys(in.branch, bg, room.tokens[query], tile, s);
             for (int r = query * h; r < (query + 1) * h; r++) {
                 const size_t at = size_t(r - j * h) * padded;
-                softmax_step(p + at, scores + at, columns, visible, room.largest[r], &room.total[size_t(r) * LANES],
-                             &room.sums[size_t(r) * D], D);
+                softmax_step(p + at / per, scores + at, columns, visible, room.largest[r],
+                             &room.total[size_t(r) * LANES], &room.sums[size_t(r) * D], D);
             }
         }
-        const Element* const weights = sum_over_columns(room.p_room.data(), p, padded, n_rows, n);
-        tile_matmul(n_rows, D, depth_of<Element>(n_existing), weights, padded / per, 1,
+        tile_matmul(n_rows, D, depth_of<Element>(n_existing), p, padded / per, 1,
                     values + size_t(columns.begin) / per * D, D, &room.sums[size_t(j) * h * D], D, true);
     }
     // One tile's part of the softmax of a row, from the scores of `columns`, which are hidden outside the visible
     // range: p = e^(score - largest), with the largest score so far; total [LANES] gets their sum, whose lanes are
-    // added at the end, and what was summed under the old maximum is rescaled. p may be scores.
-    static void softmax_step(float* p, float* scores, KeyRange columns, KeyRange visible, float& largest, float* total,
-                             float* sums, int D) {
+    // added at the end, and what was summed under the old maximum is rescaled. p may be scores; as pairs it is rounded.
+    template <class Element>
+    static void softmax_step(Element* p, float* scores, KeyRange columns, KeyRange visible, float& largest,
+                             float* total, float* sums, int D) {
         const int n = columns.end - columns.begin;
         hide(scores, n, visible.begin - columns.begin, visible.end - columns.begin);
         float m = largest;
@@ -527,12 +530,16 @@ class TiledAttention {
             for (int x = 0; x < D; x++) sums[x] *= rescale;
             largest = m;
         }
-        for (int i = 0; i < n; i += LANES)
+        for (int i = 0; i < n; i += LANES) {
+            float weights[LANES];
 #pragma omp simd
             for (int x = 0; x < LANES; x++) {
-                p[i + x] = exponential(scores[i + x] - m);
-                total[x] += p[i + x];
+                weights[x] = exponential(scores[i + x] - m);
+                total[x] += weights[x];
             }
+            if constexpr (PER<Element> == 2) round_row(p + i / 2, weights, LANES / 2);
+            else std::copy_n(weights, LANES, p + i);
+        }
     }
 
     void forward(bool bf16, const ForwardArrays& to, const Branches& in) {

@@ -1,5 +1,6 @@
-// cpu_gemm.h: matrix products on the CPU: bf16, a micro-kernel in vector registers, AMX, a blocked GEMM or oneDNN's,
-// and an exponential that vectorises. Used by nsa_cpu.h and cpu_attention.h; nothing in here knows the model.
+// cpu_gemm.h: matrix products on the CPU: a micro-kernel in vector registers, for bf16 AMX's tiles (amx.h), a blocked
+// GEMM or oneDNN's, and an exponential that vectorises. Used by nsa_cpu.h and cpu_attention.h; nothing in here knows
+// the model.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -192,6 +193,8 @@ inline void round_row(Bf16Pair* pairs, const float* x, int count) {
     for (; i + 16 <= count; i += 16)
         _mm512_storeu_si512(pairs + i,
                             (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 2 * i + 16), _mm512_loadu_ps(x + 2 * i)));
+    for (; i + 8 <= count; i += 8)
+        _mm256_storeu_si256((__m256i*)(pairs + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + 2 * i)));
 #endif
     for (; i < count; i++) pairs[i] = {to_bf16(x[2 * i]), to_bf16(x[2 * i + 1])};
 }
@@ -370,9 +373,10 @@ void Gemm<real>::operator()(bool transpose_a, bool transpose_b, int M, int N, in
                             const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
     if constexpr (sizeof(real) == 4) {
 #ifdef USE_DNNL
-        if (!library) library = std::make_shared<OneDnnGemm>();
-        if (K > 0 && allow_library)
+        if (K > 0 && allow_library) {
+            if (!library) library = std::make_shared<OneDnnGemm>();
             return (*library)(bf16, transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+        }
 #endif
         if (bf16) return blocked<Bf16Pair>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
     }

@@ -1,6 +1,7 @@
 // amx_on_cpu.h: a program that is compiled for Intel's AMX and includes this runs on processors without AMX too. Any
 // other program takes it as a library:
-//   g++ -std=c++17 -shared -fPIC -include amx_on_cpu.h -x c++ /dev/null -o amx_on_cpu.so; LD_PRELOAD=./amx_on_cpu.so PROGRAM
+//   g++ -std=c++17 -shared -fPIC -include amx_on_cpu.h -x c++ /dev/null -o amx_on_cpu.so
+//   LD_PRELOAD=./amx_on_cpu.so PROGRAM
 // A processor without AMX stops at each of its instructions with SIGILL. The handler reads which one it is, does by
 // plain loops what Intel's manual says of it (Software Developer's Manual, volume 2; intrinsics guide), and goes on
 // behind it. Only what lib/amx.h uses is here. A wrong use of tiles ends the program with a line that says what.
