@@ -336,7 +336,7 @@ class TiledAttention {
     template <class Element>
     struct ForwardRoom {
         const size_t tile_size;  // of scores [tiles][rows][padded]
-        std::vector<float> rows, scores, p, sums, largest, total;
+        std::vector<float> rows, scores, p, sums, reference, total;
         std::vector<Element> q_room, p_room;
         std::vector<int> tokens, best;
         std::vector<float> weight, importance;  // of a query's compressed blocks and its selection blocks
@@ -346,7 +346,7 @@ class TiledAttention {
               scores(tile_size * std::max<size_t>(kept_tiles, 1)),
               p(kept_tiles ? tile_size : 0),
               sums(rows.size()),
-              largest(row_count),
+              reference(row_count),
               total(row_count * LANES),
               q_room(rows.size()),
               p_room(tile_size),
@@ -357,7 +357,7 @@ class TiledAttention {
     template <class Element>
     static void start_softmax(ForwardRoom<Element>& room) {
         std::fill(room.sums.begin(), room.sums.end(), 0.0f);
-        std::fill(room.largest.begin(), room.largest.end(), -std::numeric_limits<float>::infinity());
+        std::fill(room.reference.begin(), room.reference.end(), -std::numeric_limits<float>::infinity());
         std::fill(room.total.begin(), room.total.end(), 0.0f);
     }
     // The rows of queries t0 .. t0+count-1.
@@ -371,7 +371,7 @@ class TiledAttention {
             for (int x = 0; x < LANES; x++) total += room.total[size_t(r) * LANES + x];
             const float inverse = total > 0 ? 1 / total : 0.0f;
             for (int x = 0; x < D; x++) to.out[row * D + x] = room.sums[size_t(r) * D + x] * inverse;
-            to.lse[row] = total > 0 ? room.largest[r] + std::log(total) : std::numeric_limits<float>::infinity();
+            to.lse[row] = total > 0 ? room.reference[r] + std::log(total) : std::numeric_limits<float>::infinity();
         }
     }
     // Whether a query whose document begins in block `first` may choose among its blocks; otherwise it takes them all.
@@ -506,7 +506,7 @@ class TiledAttention {
             const KeyRange visible = visible_keys(in.branch, bg, room.tokens[query], tile, s);
             for (int r = query * h; r < (query + 1) * h; r++) {
                 const size_t at = size_t(r - j * h) * padded;
-                softmax_step(p + at / per, scores + at, columns, visible, room.largest[r],
+                softmax_step(p + at / per, scores + at, columns, visible, room.reference[r],
                              &room.total[size_t(r) * LANES], &room.sums[size_t(r) * D], D);
             }
         }
@@ -514,32 +514,36 @@ class TiledAttention {
                     values + size_t(columns.begin) / per * D, D, &room.sums[size_t(j) * h * D], D, true);
     }
     // One tile's part of the softmax of a row, from the scores of `columns`, which are hidden outside the visible
-    // range: p = e^(score - largest), with the largest score so far; total [LANES] gets their sum, whose lanes are
-    // added at the end, and what was summed under the old maximum is rescaled. p may be scores; as pairs it is rounded.
+    // range: p = e^(score - reference), and total [LANES] gets their sum, whose lanes are added at the end. The
+    // reference is the largest score of some tile so far. Only a score that exceeds it by more than SLACK takes its
+    // place, and what was summed before is rescaled; so few tiles rescale, and no weight is above e^SLACK. p may be
+    // scores; as pairs it is rounded.
+    static constexpr float SLACK = 8;
     template <class Element>
-    static void softmax_step(Element* p, float* scores, KeyRange columns, KeyRange visible, float& largest,
+    static void softmax_step(Element* p, float* scores, KeyRange columns, KeyRange visible, float& reference,
                              float* total, float* sums, int D) {
         const int n = columns.end - columns.begin;
         hide(scores, n, visible.begin - columns.begin, visible.end - columns.begin);
-        float m = largest;
-#pragma omp simd reduction(max : m)
-        for (int i = 0; i < n; i++) m = scores[i] > m ? scores[i] : m;
-        if (m > largest) {  // before the first tile there is nothing to rescale, and e^-inf = 0
-            const float rescale = exponential(largest - m);
+        float largest = -std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(max : largest)
+        for (int i = 0; i < n; i++) largest = scores[i] > largest ? scores[i] : largest;
+        if (largest > reference + SLACK) {  // before the first tile there is nothing to rescale, and e^-inf = 0
+            const float rescale = exponential(reference - largest);
             for (int x = 0; x < LANES; x++) total[x] *= rescale;
             for (int x = 0; x < D; x++) sums[x] *= rescale;
-            largest = m;
+            reference = largest;
         }
+        const float shift = reference;  // a copy that no store below can change
+        FloatVector sum = *(const FloatVector*)total;
         for (int i = 0; i < n; i += LANES) {
             float weights[LANES];
 #pragma omp simd
-            for (int x = 0; x < LANES; x++) {
-                weights[x] = exponential(scores[i + x] - m);
-                total[x] += weights[x];
-            }
+            for (int x = 0; x < LANES; x++) weights[x] = exponential(scores[i + x] - shift);
+            sum += *(const FloatVector*)weights;
             if constexpr (PER<Element> == 2) round_row(p + i / 2, weights, LANES / 2);
             else std::copy_n(weights, LANES, p + i);
         }
+        *(FloatVector*)total = sum;
     }
 
     void forward(bool bf16, const ForwardArrays& to, const Branches& in) {
@@ -628,7 +632,7 @@ class TiledAttention {
                   pairs = (count + per - 1) / per;
         queries.score(scores + before, size_t(padded), k, count);
         for (size_t r = 0; r < size_t(h); r++)
-            softmax_step(p + r * padded, scores + r * padded, columns, visible, room.largest[r],
+            softmax_step(p + r * padded, scores + r * padded, columns, visible, room.reference[r],
                          &room.total[size_t(r) * LANES], &room.sums[r * D], D);
         const Element* const weights = sum_over_columns(room.p_room.data(), p + before, size_t(padded), h, count);
         tile_matmul(h, D, pairs, weights, size_t(padded) / per, 1, sum_over_rows(queries.keys.data(), v, D, count, D),
