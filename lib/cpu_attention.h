@@ -445,8 +445,9 @@ class TiledAttention {
     template <class Element>
     void forward_pass(const ForwardArrays& to, const Branches& in) {
         const NsaShape& s = in.s;
-        const int step =
-            (in.branch == SLC ? 4 : 1) * tile_queries(s);  // fetches a tile that few of them chose less often
+        // A step of the selected branch fetches a tile once for all its queries that chose it: the more blocks there
+        // are, the fewer of them do.
+        const int step = tile_queries(s) * (in.branch != SLC ? 1 : s.slc_blocks() > 8 * s.slc_count ? 8 : 4);
         const Tiles<Element> kt = operand_tiles<Element>(0, in.branch, in.k, s, OVER_D),
                              vs = operand_tiles<Element>(1, in.branch, in.v, s, OVER_KEYS);
 #pragma omp parallel
