@@ -336,8 +336,8 @@ class TiledAttention {
     template <class Element>
     struct ForwardRoom {
         const size_t tile_size;  // of scores [tiles][rows][padded]
-        std::vector<float> rows, scores, p, sums, reference, total;
-        std::vector<Element> q_room, p_room;
+        AlignedVector<float> rows, scores, p, sums, reference, total;
+        AlignedVector<Element> q_room, p_room;
         std::vector<int> tokens, best;
         std::vector<float> weight, importance;  // of a query's compressed blocks and its selection blocks
         ForwardRoom(size_t row_count, int queries, int padded, size_t kept_tiles, const NsaShape& s)
@@ -562,8 +562,8 @@ class TiledAttention {
     template <class Element>
     struct TokenQueries {
         const int D, h, padded;  // padded: h in whole vectors
-        std::vector<float> rows, by_key;
-        std::vector<Element> q, keys;  // q [D / PER][padded]
+        AlignedVector<float> rows, by_key;
+        AlignedVector<Element> q, keys;  // q [D / PER][padded]
         explicit TokenQueries(const NsaShape& s)
             : D(s.D),
               h(s.heads_per_group()),
@@ -652,9 +652,9 @@ class TiledAttention {
     };
     template <class Element>
     struct BackwardRoom {
-        std::vector<Element> q, dout;
-        std::vector<float> p, ds, dq;
-        std::vector<Element> room, second_room;
+        AlignedVector<Element> q, dout;
+        AlignedVector<float> p, ds, dq;
+        AlignedVector<Element> room, second_room;
         BackwardRoom(size_t row_count, int padded, int D)
             : q(row_count * D / PER<Element>),
               dout(q.size()),

@@ -8,6 +8,7 @@
 #include <limits>
 #include <new>
 #include <string>
+#include <vector>
 
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -95,6 +96,25 @@ inline void require_memory_left(size_t bytes, const char* what) {
         fail("out of memory: %s needs up to %zu MiB%s", what, bytes >> 20, memory_limit_text().c_str());
     munmap(room, bytes);
 }
+
+// A std::vector that begins at a cache line: loads and stores of whole vector registers in it cross none.
+template <class T>
+struct CacheLines {
+    using value_type = T;
+    CacheLines() = default;
+    template <class U>
+    CacheLines(const CacheLines<U>&) {}
+    T* allocate(size_t count) {
+        const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+        if (void* const data = std::aligned_alloc(64, bytes)) return static_cast<T*>(data);
+        throw OutOfMemory(bytes);
+    }
+    void deallocate(T* data, size_t) { std::free(data); }
+    bool operator==(const CacheLines&) const { return true; }
+    bool operator!=(const CacheLines&) const { return false; }
+};
+template <class T>
+using AlignedVector = std::vector<T, CacheLines<T>>;
 
 // Memory that only grows. What it holds is valid until the next get().
 template <class T>
