@@ -19,7 +19,7 @@ struct HostRuntime {
     template <class T>
     T* allocate(size_t count) {
         const size_t bytes = (count * sizeof(T) + 63) / 64 * 64 + 64;
-        void* p = std::aligned_alloc(64, bytes);
+        void* p = aligned_memory(bytes);
         if (!p)
             fail("out of memory: %.1f MiB were asked for%s; choose a smaller --batch or --seq-len",
                  double(bytes) / (1 << 20), memory_limit_text().c_str());

@@ -97,6 +97,9 @@ inline void require_memory_left(size_t bytes, const char* what) {
     munmap(room, bytes);
 }
 
+// At least so many bytes that begin at a cache line, for std::free; null if there is no memory.
+inline void* aligned_memory(size_t bytes) { return std::aligned_alloc(64, (bytes + 63) / 64 * 64); }
+
 // A std::vector that begins at a cache line: loads and stores of whole vector registers in it cross none.
 template <class T>
 struct CacheLines {
@@ -105,9 +108,8 @@ struct CacheLines {
     template <class U>
     CacheLines(const CacheLines<U>&) {}
     T* allocate(size_t count) {
-        const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
-        if (void* const data = std::aligned_alloc(64, bytes)) return static_cast<T*>(data);
-        throw OutOfMemory(bytes);
+        if (void* const data = aligned_memory(count * sizeof(T))) return static_cast<T*>(data);
+        throw OutOfMemory(count * sizeof(T));
     }
     void deallocate(T* data, size_t) { std::free(data); }
     bool operator==(const CacheLines&) const { return true; }
@@ -127,7 +129,7 @@ class Workspace {
     T* get(size_t count) {
         if (count > capacity) {
             std::free(data);
-            data = static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 127) / 64 * 64));
+            data = static_cast<T*>(aligned_memory(count * sizeof(T) + 64));
             if (!data)
                 fail("out of memory: %.1f MiB of scratch were asked for%s", double(count * sizeof(T)) / (1 << 20),
                      memory_limit_text().c_str());
