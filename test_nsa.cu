@@ -37,6 +37,7 @@
 #include "dev/test/profile_tests.h"
 #include "dev/test/run_tests.h"
 #include "dev/test/fault_tests.h"
+#include "dev/test/stop_tests.h"
 #include "dev/test/run_limit_tests.h"
 #include "dev/test/ddp_tests.h"
 #include "dev/test/checkpoint_tests.h"

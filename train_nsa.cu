@@ -680,10 +680,12 @@ void update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = 
 // Evaluate.
 
 // Losses of the first `samples` samples, dealt out to the ranks. Always the same samples, added in their order,
-// whatever the ranks and the micro-batch. The last micro-batch may reach beyond them; those rows do not count.
+// whatever the ranks and the micro-batch. The last micro-batch may reach beyond them; those rows do not count. Empty if
+// asked_to_stop(), which all ranks call together after every micro-batch, says so before the end.
 template <class Dev>
-std::vector<EvalSums> evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, int64_t samples,
-                               const World& world, const Tokenizer* tokenizer) {
+std::vector<EvalSums> evaluate(
+    Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, int64_t samples, const World& world,
+    const Tokenizer* tokenizer, const std::function<bool()>& asked_to_stop = [] { return false; }) {
     const int B = a.shape.B, T = a.shape.T;
     std::vector<int32_t> inputs(size_t(B) * T), targets(size_t(B) * T);
     std::vector<uint8_t> answer(size_t(B) * T);
@@ -703,20 +705,23 @@ std::vector<EvalSums> evaluate(Model<Dev>& model, Activations<Dev>& a, DataLoade
             for (size_t j = size_t(b) * T; j < size_t(b + 1) * T; j++)
                 sums.add(losses[j], answer[j], tokenizer ? tokenizer->token_bytes(uint16_t(targets[j])) : 0);
         }
+        if (asked_to_stop()) return {};
     }
     model.progress("waiting for the other ranks");
     world.sum(&of_sample[0].loss, of_sample.size() * EvalSums::COUNT);
     return of_sample;
 }
 
-// Multiple choice: every ending behind its context is a sample.
+// Multiple choice: every ending behind its context is a sample. The losses of all of them, see evaluate().
 template <class Dev>
-ChoiceResult answer_choices(Model<Dev>& model, const ChoiceTask& task, const World& world) {
+std::vector<EvalSums> evaluate_choices(
+    Model<Dev>& model, const ChoiceTask& task, const World& world,
+    const std::function<bool()>& asked_to_stop = [] { return false; }) {
     Config c = model.config;
     c.seq_len = int64_t(task.longest()), c.batch = std::max<int64_t>(1, c.batch * model.config.seq_len / c.seq_len);
     DataLoader loader({choice_source(task, c.seq_len)}, loader_options(c, world, "--hellaswag", false));
     Activations<Dev> a(model.dev, c, c.batch, c.seq_len, INFERENCE);
-    return task.result(evaluate(model, a, loader, int64_t(task.rows.size()), world, nullptr));
+    return evaluate(model, a, loader, int64_t(task.rows.size()), world, nullptr, asked_to_stop);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -783,7 +788,7 @@ std::string print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Co
     if (c.verb == "sample") warn_beyond_trained(int64_t(ids.size()), count, c.seq_len);
     TokenPrinter<Tokenizer> printer = {tokenizer, past_end, prompt};
     generate(model, std::vector<int32_t>(ids.begin(), ids.end()), count, c,
-             [&](int32_t token) { return printer.print(token); });
+             [&](int32_t token) { return printer.print(token) && stop_signal == 0; });
     return printer.end();
 }
 
@@ -981,13 +986,30 @@ struct Run {
 
     // ----- what a run does between steps
 
+    // Have all ranks agreed to stop? They call this together.
+    bool asked_to_stop() {
+        if (world.size == 1 && stop_signal == 0) return stop != GO_ON;
+        double asked[2] = {double(asked_to_interrupt()), double(asked_to_terminate())};
+        world.sum(asked, 2);
+        if (stop == GO_ON) stop = stop_of(asked[0] > 0, asked[1] > 0, false);
+        return stop != GO_ON;
+    }
+
+    // Left at once by a signal: what is not validated is validated after the resume.
     void validate() {
         const ProfileRange range = model.enter("evaluation");
-        if (!config().hellaswag.empty()) report.print_choices(state.step, answer_choices(model, data.choices, world));
+        const auto asked = [this] { return asked_to_stop(); };
+        if (!config().hellaswag.empty()) {
+            const std::vector<EvalSums> losses = evaluate_choices(model, data.choices, world, asked);
+            if (losses.empty()) return;
+            report.print_choices(state.step, data.choices.result(losses));
+        }
         const int64_t wanted = config().eval_batches * (config().total_batch / config().seq_len);
         for (const ValidationSet& set : data.val) {
             const int64_t samples = std::min(wanted, set.samples());
-            const EvalResult r(evaluate(model, *activations, *set.loader, samples, world, tokenizer.get()));
+            const auto losses = evaluate(model, *activations, *set.loader, samples, world, tokenizer.get(), asked);
+            if (losses.empty()) return;
+            const EvalResult r(losses);
             const bool decides = &set == &data.val[0];
             if (decides) state.validation = {state.step, r.loss, set.loader->state().corpus, r.tokens};
             report.print_validation(state.step, set.name, decides, r);
@@ -1058,6 +1080,7 @@ struct Run {
             s.loss = std::accumulate(sums.begin() + COUNT, sums.end(), 0.0) / double(config().total_batch);
         s.norm = std::sqrt(results[1]);
         if (!s.is_bad()) s.loss_z = state.losses.z_score(s.loss), s.norm_z = state.norms.z_score(s.norm);
+        if (world.size == 1) stop_without_reader();
         if (stop == GO_ON) stop = stop_of(sums[INTERRUPT] > 0, sums[TERMINATE] > 0, sums[HALT] > 0);
         saver.advance(sums[WRITTEN] == world.size);
     }
@@ -1115,6 +1138,7 @@ struct Run {
             if (last || stop != GO_ON) continue;
             if (due(c.save_every)) save();
             if (due(c.sample_every)) sample();
+            if (pause && asked_to_stop()) continue;
             if (pause) report.last_report = seconds_now();  // the next step is not charged for the pause
         }
         while (!pending.empty()) report_step();
@@ -1195,7 +1219,8 @@ int train_run(Run<Dev>& run, const Device& device, const std::set<std::string>& 
         return dump_first_batch(run.model, *run.activations, *run.data.train, given), 0;
     const int64_t first_step = run.state.step;
     run.report.start(first_step);
-    if (first_step == 0) run.validate();
+    const bool left_last_validation = first_step == run.config().steps && !run.state.was_validated;
+    if (first_step == 0 || left_last_validation) run.validate();
     run.report.start_clock();
     try {
         run.train();
@@ -1247,7 +1272,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     resolve_batch(c, given, world.size, device.gpu);
     if (!given.count("stats-every")) c.stats_every = device.gpu ? 50 : 1;
     validate_run(c, world.size);
-    listen_for_stop_signals(world.size == 1);
+    finish_when_asked(world.size == 1);
     int status = 0;
     with_engine(device, c, world, [&](auto& dev) {
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
@@ -1307,7 +1332,7 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
             if (world.rank == 0) print_evaluation(folder, s.name, r, c, s.samples());
         }
         if (data.choices.items.empty()) return;
-        const ChoiceResult r = answer_choices(model, data.choices, world);
+        const ChoiceResult r = data.choices.result(evaluate_choices(model, data.choices, world));
         if (world.rank == 0) print_choices(folder, data.choices, r, c.items);
     });
 }
@@ -1388,7 +1413,11 @@ int main(int argc, char** argv) {
     prepare_for_errors();
     set_passive_omp_wait(argv);
     std::unique_ptr<World> world;
-    const int status = report_errors<World>(nullptr, [&] { return world = std::make_unique<World>(), 0; });
+    const int status = report_errors<World>(nullptr, [&] {
+        take_stop_signals();
+        world = std::make_unique<World>();
+        return 0;
+    });
     if (status) return status;
     return report_errors(world.get(), [&] {
         const int status = run_verb(argc, argv, *world);

@@ -99,7 +99,7 @@ inline void report_lost_output(int status, bool in_files) {
 // First of all in main(): streams, signals, and errors that come from libraries.
 inline void prepare_for_errors() {
     open_closed_streams();
-    settle_signals();
+    block_stop_signals();
     std::set_terminate(end_uncaught);
     void* frame;
     backtrace(&frame, 1);  // loads libgcc_s, without which a thread cannot end, while there is memory for it

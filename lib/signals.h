@@ -1,18 +1,28 @@
-// signals.h: how a run is asked to stop, and which signals end nothing. Used by main() and the training loop in
-// train_nsa.cu.
+// signals.h: how a run is asked to stop. Used by main() and the training loop in train_nsa.cu.
 //
 // A signal, or a file named halt in the run's folder: the run finishes its step, writes a checkpoint, and reports by
-// its exit status what a scheduler needs to know: 75 (try again) after SIGTERM, SIGUSR1, SIGHUP and SIGPIPE, 130 after
-// SIGINT, 0 after a halt file. A second signal ends the program at once.
+// its exit status what a scheduler needs to know: 75 (try again) after SIGTERM, SIGUSR1 and SIGHUP, 130 after SIGINT, 0
+// after a halt file. A second signal ends the program at once.
+//
+// No handler of ours runs on a thread that computes. Libraries of matrix products move the stack pointer into their own
+// workspace (oneDNN's generated GEMM does), and the frame of a handler would land on the heap. So these signals are
+// blocked before there is a second thread, every thread inherits that, and one thread of our own waits for them.
 #pragma once
+#include <atomic>
 #include <csignal>
 #include <initializer_list>
+#include <thread>
 
+#include <poll.h>
+#include <pthread.h>
 #include <unistd.h>
+
+#include "util.h"
 
 enum Stop { GO_ON, HALTED, TERMINATED, INTERRUPTED };
 
-inline volatile std::sig_atomic_t stop_signal = 0;
+inline std::atomic<int> stop_signal{0};               // the first that came; 0: none yet
+inline std::atomic<bool> finishes_when_asked{false};  // otherwise the first signal ends the program at once
 
 inline bool asked_to_interrupt() { return stop_signal == SIGINT; }
 inline bool asked_to_terminate() { return stop_signal && !asked_to_interrupt(); }
@@ -23,38 +33,75 @@ inline Stop stop_of(bool interrupt, bool terminate, bool halt) {
 
 inline int exit_status_of(Stop stop) { return stop == INTERRUPTED ? 130 : stop == TERMINATED ? 75 : 0; }
 
-extern "C" inline void on_stop_signal(int signal) {
-    // every further line of output raises SIGPIPE again, and a terminal that goes sends SIGHUP by the shell and itself
-    if (stop_signal && (signal == SIGPIPE || signal == SIGHUP)) return;
-    if (stop_signal) _exit(128 + signal);
-    stop_signal = signal;
+inline bool is_ignored(int number) {
+    struct sigaction now;
+    return sigaction(number, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
 }
 
 // UCX, which MPICH may use, catches SIGHUP as soon as it is loaded, before main() (it raises its log level): the signal
 // would end nothing, and nohup would be lost. So what the signal did at the start is found out earlier still.
 inline bool hangup_was_ignored = false;
-inline void look_at_hangup(int, char**, char**) {
-    struct sigaction now;
-    hangup_was_ignored = sigaction(SIGHUP, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
-}
-#ifndef __HIP_DEVICE_COMPILE__  // hipcc would have the GPU call it too
+inline void look_at_hangup(int, char**, char**) { hangup_was_ignored = is_ignored(SIGHUP); }
+#if defined(__ELF__) && !defined(__HIP_DEVICE_COMPILE__)  // hipcc would have the GPU call it too
 __attribute__((section(".preinit_array"), used)) static void (*const before_libraries)(int, char**,
                                                                                        char**) = look_at_hangup;
 #endif
 
-// First of all in main(). A write beyond `ulimit -f` raises SIGXFSZ; ignored, it fails as on a full disk.
-inline void settle_signals() {
-    signal(SIGHUP, hangup_was_ignored ? SIG_IGN : SIG_DFL);
-    signal(SIGXFSZ, SIG_IGN);
+inline sigset_t stop_signals() {
+    sigset_t set;
+    sigemptyset(&set);
+    for (const int signal : {SIGTERM, SIGINT, SIGUSR1}) sigaddset(&set, signal);
+    if (!hangup_was_ignored) sigaddset(&set, SIGHUP);
+    return set;
 }
 
-// owns_output: this process alone writes to the pipe behind stdout, so SIGPIPE means that the reader (| head, | less)
-// has gone. Under a launcher the pipe is the launcher's. After MPI_Init, which must not put its handlers over these.
-inline void listen_for_stop_signals(bool owns_output) {
-    struct sigaction action = {};
-    action.sa_handler = on_stop_signal;
-    action.sa_flags = SA_RESTART;
-    for (int signal : {SIGTERM, SIGINT, SIGUSR1}) sigaction(signal, &action, nullptr);
-    if (!hangup_was_ignored) sigaction(SIGHUP, &action, nullptr);
-    if (owns_output) sigaction(SIGPIPE, &action, nullptr);
+// First of all in main(), before anything starts a thread. A program that this one becomes by exec inherits it.
+// A write beyond `ulimit -f` raises SIGXFSZ; ignored, it fails as on a full disk.
+inline void block_stop_signals() {
+    signal(SIGHUP, hangup_was_ignored ? SIG_IGN : SIG_DFL);
+    signal(SIGXFSZ, SIG_IGN);
+    const sigset_t set = stop_signals();
+    pthread_sigmask(SIG_BLOCK, &set, nullptr);
+}
+
+// As the signal does where nobody waits for it.
+inline void end_by_signal(int number) {
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, number);
+    signal(number, SIG_DFL);
+    pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
+    raise(number);
+}
+
+inline void wait_for_stop_signals() {
+    const sigset_t set = stop_signals();
+    for (int number = 0;;) {
+        if (sigwait(&set, &number) != 0) continue;
+        const bool first = stop_signal == 0;
+        // a shell has SIGINT ignored by what it starts in the background
+        if (!finishes_when_asked && is_ignored(number)) continue;
+        if (!finishes_when_asked) end_by_signal(number);
+        else if (first) stop_signal = number;
+        // a terminal that goes sends SIGHUP twice, by the shell and by itself
+        else if (number != SIGHUP) end_by_signal(number);
+    }
+}
+
+// In main(), after block_stop_signals().
+inline void take_stop_signals() {
+    start_or_fail("for signals", [] { return std::thread(wait_for_stop_signals); }).detach();
+}
+
+// From here on the first signal asks, see stop_signal. owns_output: this process alone writes to the pipe behind
+// stdout. Under a launcher the pipe is the launcher's.
+inline void finish_when_asked(bool owns_output) {
+    finishes_when_asked = true;
+    if (owns_output) signal(SIGPIPE, SIG_IGN);
+}
+
+// Whoever read the pipe behind stdout (| head, | less) has gone. Counts as SIGTERM.
+inline void stop_without_reader() {
+    pollfd out = {STDOUT_FILENO, 0, 0};
+    if (poll(&out, 1, 0) == 1 && (out.revents & POLLERR) && stop_signal == 0) stop_signal = SIGPIPE;
 }

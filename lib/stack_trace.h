@@ -37,13 +37,19 @@ class MainThreadStack {
         thread = pthread_self();
         void* first[1];
         backtrace(first, 1);
+        // A stack of its own for the handler: a library may have the main thread's stack pointer in its workspace.
+        static char room[64 << 10];
+        stack_t alternative = {};
+        alternative.ss_sp = room;
+        alternative.ss_size = sizeof room;
+        sigaltstack(&alternative, nullptr);
         struct sigaction action = {};
         action.sa_handler = [](int) {
             const int error = errno;
             depth.store(backtrace(frames, MAX_DEPTH), std::memory_order_release);
             errno = error;
         };
-        action.sa_flags = SA_RESTART;
+        action.sa_flags = SA_RESTART | SA_ONSTACK;
         sigaction(SIGNAL, &action, nullptr);
     }
 

@@ -44,7 +44,8 @@ struct TrainState {
     std::array<uint64_t, 4> loader = {};  // the data loader's four integers
     std::vector<std::string> shards;      // of a checkpoint: those it was trained on, with their paths
     OutlierWindow losses, norms;
-    Validation validation;  // not resumed: it is of no later step
+    Validation validation;       // not resumed: it is of no later step
+    bool was_validated = false;  // of a checkpoint: its weights were
 };
 
 inline std::string numbers_json(const std::vector<double>& values) {
@@ -106,6 +107,7 @@ inline TrainState read_state(const Manifest& manifest) {
     if (manifest.state.find("shards"))  // older checkpoints have no list
         for (const Json& name : manifest.state.array("shards", path))
             state.shards.push_back(name.string(path + ": shards"));
+    state.was_validated = manifest.state.find("validation");
     read_window(state.losses, manifest, "losses");
     read_window(state.norms, manifest, "norms");
     return state;

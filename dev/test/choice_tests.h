@@ -133,7 +133,7 @@ TEST(choices_are_scored_as_each_row_alone) {
             CHECK_NEAR(sums[i].answer_loss, loss[i], 1e-11 * (1 + loss[i]));  // fp64, other shapes of GEMM
             CHECK_EQUAL(sums[i].answers, double(task.rows[i]->answers()));
         }
-        const ChoiceResult r = answer_choices(t.model, task, world);
+        const ChoiceResult r = task.result(evaluate_choices(t.model, task, world));
         CHECK(r.items == 3 && r.right == right && r.right_per_token == right_per_token);
     }
 }

@@ -346,12 +346,12 @@ TEST(stop_of_one_rank_stops_all) {
 TEST(stop_second_signal_leaves_at_once) {
     using namespace program;
     TempFolder folder;
+    write_file(folder.file("train.bin"), shard(random_tokens((2 << 20) + 1, 1)));
     Options options = small({{"steps", "1"},
                              {"total-batch", "2097152"},
                              {"batch", "1"},
                              {"threads", "1"},
-                             {"eval-every", "0"},
-                             {"eval-batches", "1"},
+                             {"data", folder.file("train.bin")},  // and nothing to validate with
                              {"out", folder.file("run")},
                              {"seq-len", "2048"}});
     Running program(joined({path()}, words_of(options)), folder);  // a thousand micro-steps
