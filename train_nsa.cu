@@ -936,17 +936,27 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
     model.progress("update");
 }
 
-// Before anything is allocated: fails if the run does not fit, and says what would.
+// Before anything is allocated: a micro-batch that nobody gave becomes the largest that fits on every rank; if that
+// does not help, fails and says what would.
 template <class Dev>
-void require_memory(Dev& dev, const Config& c, const World& world) {
+void require_memory(Dev& dev, Config& c, const World& world, bool batch_is_given) {
     const double mib = 1 << 20, fixed = Model<Dev>::flat_bytes(c, world.size) / mib;
-    const double available = dev.available_bytes(world.local_size) / mib;
-    require_memory_of(c, fixed, available, c.total_batch / c.seq_len / world.size,
-                      [&](int64_t batch, int64_t recompute) {
-                          Config other = c;
-                          other.recompute = recompute;
-                          return fixed + Activations<Dev>::bytes_needed(dev, other, batch, c.seq_len, TRAINING) / mib;
-                      });
+    const double available = world.lowest(dev.available_bytes(world.device_sharers) / mib);
+    const auto needed = [&](int64_t batch, int64_t recompute) {
+        Config other = c;
+        other.recompute = recompute;
+        return fixed + Activations<Dev>::bytes_needed(dev, other, batch, c.seq_len, TRAINING) / mib;
+    };
+    const int64_t samples = c.total_batch / c.seq_len / world.size;
+    const int64_t fits =
+        largest_batch(c.batch, samples, available, [&](int64_t batch) { return needed(batch, c.recompute); });
+    if (!batch_is_given && fits > 0 && fits < c.batch) {
+        if (world.rank == 0)
+            std::printf("batch:  %lld sequences at a time and not %lld, which do not fit into %.0f MiB\n",
+                        (long long)fits, (long long)c.batch, available);
+        c.batch = fits;
+    }
+    require_memory_of(c, fixed, available, samples, needed);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -962,7 +972,6 @@ struct Run {
     Model<Dev> model;
     std::unique_ptr<Reducer<Dev>> reducer;  // where there are several ranks
     std::unique_ptr<Activations<Dev>> activations;
-    std::unique_ptr<Watchdog> watchdog;
     TrainState state;
     RunReport report;
     CheckpointSaver<World> saver;
@@ -1090,7 +1099,7 @@ struct Run {
         pending.erase(pending.begin());
         if (!s.exchanged) exchange(s);
         const double seconds = report.lap();
-        watchdog->step_done(s.step, seconds, s.loss);
+        world.watchdog.step_done(s.step, seconds, s.loss);
         if (is_first()) report.print_step(s, seconds, double(dev.peak_bytes) / (1 << 20), stop != GO_ON);
         if (s.is_bad()) return count_bad_step(s);
         state.bad_steps = 0;
@@ -1151,7 +1160,7 @@ struct Run {
 
 // Everything up to the first step. Whatever a run can be refused for is looked at before anything is written.
 template <class Dev>
-void begin_run(Run<Dev>& run, const Device& device, const std::set<std::string>& given) {
+void begin_run(Run<Dev>& run, const Device& device, const GradientPath& path, const std::set<std::string>& given) {
     const Config& c = run.config();
     const World& world = run.world;
     const bool writes = c.dump_state.empty();
@@ -1160,9 +1169,9 @@ void begin_run(Run<Dev>& run, const Device& device, const std::set<std::string>&
                            "start all ranks with the same program, options and data");
     const std::string checkpoint = choose_checkpoint(c.out, c.resume, !writes, world);
     if (run.is_first())
-        print_run(c, given,
-                  {run.dev.describe(), device, world, world.size > 1 ? Reducer<Dev>::describe(world) : "",
-                   run.model.partition, run.model.table.parameters, run.data});
+        print_run(
+            c, given,
+            {run.dev.describe(), device, world, path.text, run.model.partition, run.model.table.parameters, run.data});
     if (!checkpoint.empty()) {
         require_same_model(c, checkpoint, "resume");
         resume_data(*run.data.train, c, read_state(read_manifest(checkpoint)), run.is_first());
@@ -1173,12 +1182,11 @@ void begin_run(Run<Dev>& run, const Device& device, const std::set<std::string>&
     if (run.is_first() && writes) prepare_run_folder(c.out, !checkpoint.empty(), manifest_json(c), start);
     world.barrier();
     const std::string heartbeat = format_text("%s/heartbeat_rank%d.jsonl", c.out.c_str(), world.rank);
-    run.watchdog = std::make_unique<Watchdog>(run.world, WatchdogOptions{c.stall_timeout, writes ? heartbeat : ""});
-    run.model.watchdog = run.watchdog.get(), run.model.progress("start");
-    if (world.size > 1)
-        run.reducer =
-            std::make_unique<Reducer<Dev>>(run.dev, run.world, run.model.partition, run.model.grads,
-                                           ReduceOptions{int(c.zero), c.grad_reduce == "bf16", c.deterministic});
+    if (writes) world.watchdog.write_heartbeats(heartbeat);
+    run.model.watchdog = &world.watchdog;
+    run.model.progress("start");
+    run.reducer = make_reducer(run.dev, world, run.model.partition, run.model.grads,
+                               {int(c.zero), c.grad_reduce == "bf16"}, path);
     run.activations = std::make_unique<Activations<Dev>>(run.dev, c, c.batch, c.seq_len, TRAINING);
     if (run.is_first()) print_memory(Model<Dev>::flat_bytes(c, world.size) / (1 << 20), run.activations->arena);
     if (run.is_first()) print_selected(run.dev.describe_selected(run.activations->shape));
@@ -1213,8 +1221,8 @@ void print_end(Run<Dev>& run) {
 
 // Returns the program's exit status.
 template <class Dev>
-int train_run(Run<Dev>& run, const Device& device, const std::set<std::string>& given) {
-    begin_run(run, device, given);
+int train_run(Run<Dev>& run, const Device& device, const GradientPath& path, const std::set<std::string>& given) {
+    begin_run(run, device, path, given);
     if (!run.config().dump_state.empty())
         return dump_first_batch(run.model, *run.activations, *run.data.train, given), 0;
     const int64_t first_step = run.state.step;
@@ -1230,7 +1238,7 @@ int train_run(Run<Dev>& run, const Device& device, const std::set<std::string>& 
     const bool trained = run.state.step > first_step;
     if (trained) run.saver.save_now(run.state.step);
     if (trained && run.stop == GO_ON) run.sample();
-    run.watchdog->progress(run.state.step, "end");
+    run.model.progress("end");
     if (run.is_first()) print_end(run);
     return exit_status_of(run.stop);
 }
@@ -1238,23 +1246,25 @@ int train_run(Run<Dev>& run, const Device& device, const std::set<std::string>& 
 // ---------------------------------------------------------------------------------------------------------------------
 // Verbs.
 
-// Calls use() with the engine for this device.
+// Calls use(engine, how gradients travel) with the engine for this device.
 template <class Use>
 void with_engine(const Device& device, [[maybe_unused]] const Config& c, World& world, Use use) {
 #ifdef HAVE_CUDA
     if (device.gpu) {
-        world.computes_on(format_text("GPU %d", gpu_of_rank(world)));
+        world.compute_on(format_text("GPU %d", gpu_of_rank(world)));
         Cuda dev(gpu_of_rank(world));
-        require_own_gpu(world, dev.device);
+        const GradientPath path = choose_path(world, world.device + " (" + dev.properties.name + ")", dev.bus());
+        if (world.device_sharers > 1) dev.divide_memory(world.device_sharers);
+        world.barrier();  // now the others may allocate
         dev.selected_kernel = selected_kernel_named(c.selected_kernels);
         dev.use_graphs = c.cuda_graph;
-        return use(dev);
+        return use(dev, path);
     }
 #endif
-    world.computes_on("CPU");
+    world.compute_on("CPU");
     Cpu<float> dev;
     dev.gemm.bf16 = device.cpu_bf16;
-    use(dev);
+    use(dev, choose_path(world, "", ""));
 }
 
 static int run_train(Config& c, const std::set<std::string>& on_command_line, World& world) {
@@ -1264,22 +1274,20 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     apply_preset(c, given);
     validate_model(c, "options");
     validate_given(c, on_command_line);
-    // From here on a rank that falls silent is noticed. Standing still is judged once progress() has been called.
-    if (world.size > 1) world.channel().watch(c.stall_timeout);
+    world.watchdog.start(c.stall_timeout, world.rank, world.size);
     give_up_what_cannot_be(c, on_command_line, threads_of_rank(world));  // only a resume has options that nobody gave
     const Device device = choose_device(c, world);
-    world.require_reducer(device.gpu);
     resolve_batch(c, given, world.size, device.gpu);
     if (!given.count("stats-every")) c.stats_every = device.gpu ? 50 : 1;
     validate_run(c, world.size);
     finish_when_asked(world.size == 1);
     int status = 0;
-    with_engine(device, c, world, [&](auto& dev) {
+    with_engine(device, c, world, [&](auto& dev, const GradientPath& path) {
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
-        require_memory(dev, c, world);
+        require_memory(dev, c, world, given.count("batch"));
         if (world.rank == 0) warn_of_doubtful_options(c, on_command_line);
         Run<std::decay_t<decltype(dev)>> run(dev, c, world);
-        const auto train = [&] { return train_run(run, device, given); };
+        const auto train = [&] { return train_run(run, device, path, given); };
         status = world.size > 1 ? report_errors(&world, train) : train();
     });
     return status;
@@ -1289,7 +1297,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
 template <class Use>
 void with_trained_model(const Config& c, const std::string& folder, World& world, Use use) {
     const auto weights = open_weights(folder, TensorTable(c).specs);
-    with_engine(choose_device(c, world), c, world, [&](auto& dev) {
+    with_engine(choose_device(c, world), c, world, [&](auto& dev, const GradientPath&) {
         Model model(dev, c, false);
         read_parameters(model, *weights);
         use(dev, model);
@@ -1325,7 +1333,7 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
         using Engine = std::decay_t<decltype(dev)>;
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
         require_memory_to_evaluate(c, Activations<Engine>::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
-                                   dev.available_bytes(world.local_size));
+                                   dev.available_bytes(world.device_sharers));
         for (const ValidationSet& s : data.sets) {
             Activations<Engine> a(dev, c, c.batch, c.seq_len, INFERENCE);
             const EvalResult r(evaluate(model, a, *s.loader, std::min(samples, s.samples()), world, tokenizer.get()));
@@ -1415,7 +1423,7 @@ int main(int argc, char** argv) {
     std::unique_ptr<World> world;
     const int status = report_errors<World>(nullptr, [&] {
         take_stop_signals();
-        world = std::make_unique<World>();
+        world = std::make_unique<World>(read_launch(mpi_name(), argc, argv));
         return 0;
     });
     if (status) return status;

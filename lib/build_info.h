@@ -87,10 +87,10 @@ inline std::string dnnl_version_text() {
 }
 
 // cuda: a line about the CUDA engine where it is in use, else ""; not_used: why it is not. mpi: the library's name, or
-// null.
+// "".
 struct BuildReport {
     std::string cuda, not_used;
-    const char* mpi = nullptr;
+    std::string mpi;
     int threads = 1, processors = 1;
     bool gpu = false;
     double available_bytes = 0;
@@ -109,11 +109,11 @@ inline void print_build(const BuildReport& r) {
 #else
     std::printf("%s CUDA engine  not in this build\n", tick(false));
 #endif
-    std::printf("%s MPI          %s\n", tick(r.mpi),
-                r.mpi ? r.mpi : "not in this build: one process only; make deps && make train_nsa");
+    std::printf("%s MPI          %s\n", tick(!r.mpi.empty()),
+                r.mpi.empty() ? "not in this build: one process only; make deps && make train_nsa" : r.mpi.c_str());
     const std::string nccl = nccl_version(), dnnl = dnnl_version_text();
     std::printf("%s NCCL         %s%s\n", tick(!nccl.empty()), nccl.empty() ? "not in this build" : nccl.c_str(),
-                nccl.empty() && r.gpu ? ": one GPU only; install NCCL and make train_nsa" : "");
+                nccl.empty() && r.gpu ? ": gradients of several GPUs travel through the host" : "");
     std::printf("%s oneDNN       %s\n", tick(!dnnl.empty()),
                 dnnl.empty() ? "not in this build: the GEMMs are our own" : dnnl.c_str());
 #ifdef USE_ZLIB

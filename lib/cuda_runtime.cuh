@@ -128,11 +128,13 @@ struct CudaRuntime {
         if (found != allocated.end()) live_bytes -= found->second, allocated.erase(found);
         if (cudaFree(p) != cudaSuccess) cudaGetLastError();  // cleared, else the next launch would report it
     }
-    double available_bytes(int = 1) const {  // a GPU belongs to one process
-        size_t free = 0, total = 0;
-        CUDA_CHECK(cudaMemGetInfo(&free, &total));
-        return free;
+    // What this process may still allocate. sharers: processes that compute on this GPU, which have called
+    // divide_memory() together.
+    double available_bytes(int sharers = 1) const {
+        return sharers == 1 ? free_bytes() : std::min(free_bytes(), share_of_memory - double(live_bytes));
     }
+    // When every process has its context and none has allocated anything for the model.
+    void divide_memory(int sharers) { share_of_memory = free_bytes() / sharers + double(live_bytes); }
     template <class T>
     void zero(T* p, size_t count) {
         if (count) CUDA_CHECK(cudaMemsetAsync(p, 0, count * sizeof(T), stream));
@@ -219,6 +221,12 @@ struct CudaRuntime {
         CUDA_CHECK(cudaGraphLaunch(s.graph, stream));
     }
 
+    // Tells this GPU from the others of the machine.
+    std::string bus() const {
+        char text[32] = "";
+        CUDA_CHECK(cudaDeviceGetPCIBusId(text, sizeof text, device));
+        return text;
+    }
     // FLOP/s of the tensor cores at best, dense bf16 with fp32 sums, from NVIDIA's data sheets; 0: unknown GPU.
     double bf16_peak_flops() const {
         static constexpr struct {
@@ -241,6 +249,61 @@ struct CudaRuntime {
         CUDA_CHECK(cudaStreamSynchronize(stream));
         if (cudaProfilerStop() != cudaSuccess) cudaGetLastError();
     }
+
+    // ----- copies beside the computation, on a stream of their own: gradients that MPI sums in the host's memory.
+    class HostCopies {
+        CudaRuntime& dev;
+        cudaStream_t stream = nullptr;
+        cudaEvent_t computed = nullptr, put_back = nullptr;
+        std::vector<cudaEvent_t> fetched;
+        void* pinned = nullptr;
+
+      public:
+        HostCopies(CudaRuntime& d, size_t pieces) : dev(d), fetched(pieces) {
+            CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+            CUDA_CHECK(cudaEventCreateWithFlags(&computed, cudaEventDisableTiming));
+            CUDA_CHECK(cudaEventCreateWithFlags(&put_back, cudaEventDisableTiming));
+            for (cudaEvent_t& e : fetched) CUDA_CHECK(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
+        }
+        ~HostCopies() {  // an error here would help nobody
+            cudaStreamSynchronize(stream);
+            for (cudaEvent_t e : fetched) cudaEventDestroy(e);
+            cudaEventDestroy(computed);
+            cudaEventDestroy(put_back);
+            cudaFreeHost(pinned);
+            cudaStreamDestroy(stream);
+        }
+        HostCopies(const HostCopies&) = delete;
+        HostCopies& operator=(const HostCopies&) = delete;
+
+        // Host memory for the `count` elements that the device has at p.
+        template <class T>
+        T* host_side(T*, size_t count) {
+            CUDA_CHECK(cudaMallocHost(&pinned, count * sizeof(T)));
+            return static_cast<T*>(pinned);
+        }
+        // host gets [count] from the device once all that was launched so far has run; then has(piece) is true.
+        template <class T>
+        void fetch(T* host, const T* device, size_t count, size_t piece) {
+            CUDA_CHECK(cudaEventRecord(computed, dev.stream));
+            CUDA_CHECK(cudaStreamWaitEvent(stream, computed, 0));
+            CUDA_CHECK(cudaMemcpyAsync(host, device, count * sizeof(T), cudaMemcpyDeviceToHost, stream));
+            CUDA_CHECK(cudaEventRecord(fetched[piece], stream));
+        }
+        bool has(size_t piece) const {
+            const cudaError_t state = cudaEventQuery(fetched[piece]);
+            if (state != cudaErrorNotReady) CUDA_CHECK(state);
+            else cudaGetLastError();  // so that the next launch does not find it
+            return state == cudaSuccess;
+        }
+        // What is launched from now on finds host [count] at `device`.
+        template <class T>
+        void put(T* device, const T* host, size_t count) {
+            CUDA_CHECK(cudaMemcpyAsync(device, host, count * sizeof(T), cudaMemcpyHostToDevice, stream));
+            CUDA_CHECK(cudaEventRecord(put_back, stream));
+            CUDA_CHECK(cudaStreamWaitEvent(dev.stream, put_back, 0));
+        }
+    };
 
   protected:
     // Temporary memory that only grows; a slot's content is valid until the slot is used again. The last slot belongs
@@ -311,6 +374,7 @@ struct CudaRuntime {
 
   private:
     std::map<const void*, size_t> allocated;  // bytes by address
+    double share_of_memory = 0;               // where processes share the GPU: what live_bytes may grow to
     PinnedBuffer uploads[4], downloads[2];
     size_t uploaded = 0, sent = 0, received = 0;
     int64_t memory_version = 0;  // counts the calls of replacing_memory()
@@ -322,6 +386,11 @@ struct CudaRuntime {
     Scratch scratches[SCRATCH_SLOTS];
     [[maybe_unused]] uint64_t workspace_bytes;  // of cuBLASLt
 
+    static double free_bytes() {
+        size_t free = 0, total = 0;
+        CUDA_CHECK(cudaMemGetInfo(&free, &total));
+        return double(free);
+    }
     void open_device(bool bf16) {
         CUDA_CHECK(cudaSetDevice(device));
         CUDA_CHECK(cudaGetDeviceProperties(&properties, device));

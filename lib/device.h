@@ -141,30 +141,12 @@ inline Device device_of(const Config& c, int share) {
 }
 
 #ifdef HAVE_CUDA
-// The GPU of a rank among those it sees: its own if the launcher has given it one, else the one of its number on this
-// machine.
+// The GPU of a rank among those it sees: its own if the launcher has given it one, else by its number on this machine.
 template <class World>
 int gpu_of_rank(const World& world) {
     int gpus = 0;
     CUDA_CHECK(cudaGetDeviceCount(&gpus));
-    if (gpus == 1) return 0;
-    if (world.local_rank >= gpus)
-        fail_usage("rank %d is number %d on %s, which shows it %d GPUs: start one rank per GPU", world.rank,
-                   world.local_rank, world.host.c_str(), gpus);
-    return world.local_rank;
-}
-
-// NCCL needs a GPU of its own for every rank; where two ranks share one it hangs, or fails late.
-template <class World>
-void require_own_gpu(const World& world, int device) {
-    if (world.size == 1) return;
-    char bus[32] = "";
-    CUDA_CHECK(cudaDeviceGetPCIBusId(bus, sizeof bus, device));
-    const std::vector<std::string> all = world.gather(world.host + " " + bus);
-    for (int r = 0; r < world.rank; r++)
-        if (all[size_t(r)] == all[size_t(world.rank)])
-            fail_usage("ranks %d and %d use the same GPU, %s: start one rank per GPU", r, world.rank,
-                       all[size_t(r)].c_str());
+    return world.local_rank % gpus;
 }
 #endif
 

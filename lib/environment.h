@@ -79,13 +79,13 @@ inline Facts variables() {
     return found;
 }
 
-// mpi: the library's name, or null.
-inline Facts libraries(const char* mpi) {
+// mpi: the library's name, or "".
+inline Facts libraries(const std::string& mpi) {
     Facts found;
     const auto add = [&](const char* name, const std::string& version) {
         if (!version.empty()) found.emplace_back(name, json_quote(version));
     };
-    add("MPI", mpi ? mpi : "");
+    add("MPI", mpi);
     add("oneDNN", dnnl_version_text());
     add("NCCL", nccl_version());
     for (const auto& [name, version] : cuda_versions()) add(name, version);
@@ -104,7 +104,7 @@ inline Facts commit_of(const std::string& version) {
 
 // engine: describe() of the one in use. checkpoint: from which the run goes on, or "".
 template <class World>
-std::string environment_json(const World& world, const std::string& engine, const char* mpi,
+std::string environment_json(const World& world, const std::string& engine, const std::string& mpi,
                              const std::string& checkpoint) {
     const std::string driver = system_line("/proc/driver/nvidia/version", "NVIDIA");
     struct utsname system = {};

@@ -18,18 +18,15 @@
 
 // The error of one of several ranks must not unwind to main(): ncclCommDestroy would wait for the other ranks, and
 // cudaFree for a reduction that they never join, while they wait for us. So it is printed, and the program ends, where
-// it was caught: one line on stderr, which names the rank.
+// it was caught: one line on stderr, which names the rank. Of an error that all ranks have, rank 0 prints the line, and
+// the launcher ends the others meanwhile.
 template <class World>
-int report_error(const World* world, int status, const char* text) {
+int report_error(const World* world, int status, const char* text, bool shared) {
     std::fflush(stdout);
-    if (world && world->rank > 0) {  // rank 0 reports an error that all ranks have, and meanwhile ends the others
-        usleep(unsigned(std::min(world->rank, 10)) * 100000);
-        while (world->channel().ended_by_another()) pause();
-    }
-    if (world && world->size > 1)
-        std::fprintf(stderr, "train_nsa: rank %d on %s%s%s: error: %s\n", world->rank, world->host.c_str(),
-                     world->device.empty() ? "" : ", ", world->device.c_str(), text);
-    else std::fprintf(stderr, "train_nsa: error: %s\n", text);
+    if (world && world->rank > 0) usleep(shared ? 2000000 : 600000 + 100000 * unsigned(std::min(world->rank, 10)));
+    if (world && world->size > 1 && !(shared && world->rank > 0))
+        std::fprintf(stderr, "train_nsa: %s: error: %s\n", world->name().c_str(), text);
+    else if (*text && !(world && world->rank > 0)) std::fprintf(stderr, "train_nsa: error: %s\n", text);
     if (world) world->abort(status);
     return status;
 }
@@ -39,17 +36,14 @@ template <class World, class Work>
 int report_errors(const World* world, Work work) {
     try {
         return work();
+    } catch (const SharedError& e) {
+        return report_error(world, e.status, e.what(), true);
     } catch (const Error& e) {
-        return report_error(world, e.status, e.what());
+        return report_error(world, e.status, e.what(), false);
     } catch (const std::exception& e) {
-        return report_error(world, 1, e.what());
+        return report_error(world, 1, e.what(), false);
     }
 }
-
-// An error that every rank throws at the same place, so that together they can still save what they have.
-struct SharedError : Error {
-    explicit SharedError(const std::string& text) : Error(1, text) {}
-};
 
 // All ranks fail with the first one's error, or none does. Also a barrier.
 template <class World>

@@ -1,11 +1,12 @@
-// heartbeat.h: one JSON line for every step, appended to a file for whoever watches the run from outside. The watchdog
-// writes it.
+// heartbeat.h: one JSON line for every step, appended to a file for whoever watches the run from outside, and for the
+// other ranks where one of them stands still. The watchdog writes it.
 #pragma once
 #include <cerrno>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <string>
 
 #include <fcntl.h>
@@ -32,11 +33,25 @@ class Heartbeat {
         if (f) std::fclose(f);
         return read ? double(resident) * double(sysconf(_SC_PAGESIZE)) / (1 << 20) : 0.0;
     }
+    // In one piece, so that lines of two threads do not mix.
+    void append(const std::string& line) {
+        for (size_t done = 0; done < line.size();) {
+            const ssize_t written = write(file, line.data() + done, line.size() - done);
+            if (written > 0) done += size_t(written);
+            else if (written == 0 || errno != EINTR) return warn();
+        }
+    }
+    static std::string last_line(const std::string& file) {
+        std::ifstream in(file);
+        std::string line;
+        in.seekg(0, std::ios::end);
+        in.seekg(std::max<std::streamoff>(0, std::streamoff(in.tellg()) - 1000));
+        for (std::string next; std::getline(in, next);) line = next;
+        return line;
+    }
 
   public:
-    // An empty path: no file.
     Heartbeat(const std::string& file_path, int my_rank) : path(file_path), rank(my_rank) {
-        if (path.empty()) return;
         file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0666);
         if (file < 0) warn();
     }
@@ -49,14 +64,33 @@ class Heartbeat {
     void step_done(int64_t step, const char* phase, double seconds, double loss) {
         if (file < 0) return;
         const std::string loss_text = std::isfinite(loss) ? format_text("%.6f", loss) : "null";
-        const std::string line = format_text(
+        append(format_text(
             "{\"time\":%.3f,\"rank\":%d,\"step\":%lld,\"phase\":\"%s\",\"ms\":%.2f,\"loss\":%s,\"memory_mib\":%.1f}\n",
             unix_time(), rank, (long long)step, phase ? phase : "start", seconds * 1000, loss_text.c_str(),
-            resident_mib());
-        for (size_t done = 0; done < line.size();) {
-            const ssize_t written = write(file, line.data() + done, line.size() - done);
-            if (written > 0) done += size_t(written);
-            else if (written == 0 || errno != EINTR) return warn();
+            resident_mib()));
+    }
+    // In the middle of a step: everything of this rank is there, and others' is missing.
+    void waits(int64_t step) {
+        if (file >= 0)
+            append(format_text("{\"time\":%.3f,\"rank\":%d,\"waiting_in_step\":%lld}\n", unix_time(), rank,
+                               (long long)step));
+    }
+
+    // Whose files, beside this one, end before this step's wait: "ranks 1, 3 have"; "" where that cannot be told.
+    std::string ranks_behind(int ranks, int64_t step) const {
+        const size_t number = path.rfind(std::to_string(rank));
+        std::string list;
+        int count = 0;
+        for (int r = 0; r < ranks && number != std::string::npos; r++) {
+            std::string other = path;
+            const std::string line = last_line(other.replace(number, std::to_string(rank).size(), std::to_string(r)));
+            long long at = -1;
+            const size_t waits = line.find("\"waiting_in_step\":"), done = line.find("\"step\":");
+            if (waits != std::string::npos) std::sscanf(line.c_str() + waits, "\"waiting_in_step\":%lld", &at);
+            else if (done != std::string::npos && std::sscanf(line.c_str() + done, "\"step\":%lld", &at) == 1) at--;
+            if (r == rank || line.empty() || at >= step) continue;
+            list += (count++ ? ", " : "") + std::to_string(r);
         }
+        return count == 0 ? "" : (count == 1 ? "rank " : "ranks ") + list + (count == 1 ? " has" : " have");
     }
 };

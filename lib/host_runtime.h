@@ -47,6 +47,20 @@ struct HostRuntime {
         std::memcpy(out, in, count * sizeof(T));
     }
 
+    // What sums gradients over the ranks in the host's memory finds them there already; a device has copies to make.
+    struct HostCopies {
+        HostCopies(HostRuntime&, size_t) {}
+        template <class T>
+        T* host_side(T* p, size_t) {
+            return p;
+        }
+        template <class T>
+        void fetch(T*, const T*, size_t, size_t) {}
+        bool has(size_t) const { return true; }
+        template <class T>
+        void put(T*, const T*, size_t) {}
+    };
+
     // Work that repeats: a GPU can record and replay it (see Cuda::run), here it just runs.
     struct Sequence {};
     template <class Work>

@@ -85,10 +85,8 @@ struct RunFacts {
 
 inline void print_run_ranks(const Config& c, const RunFacts& f) {
     if (f.ranks == 1) return;
-    const std::string buckets = format_text("%zu bucket%s of %.1f MB during the backward pass", f.buckets,
-                                            plural(int64_t(f.buckets)), f.bucket_mb);
-    std::printf("ranks:  gradients travel by %s in %s, %s%s\n", f.reducer.c_str(), c.grad_reduce.c_str(),
-                c.deterministic ? "in a fixed tree after the backward pass" : buckets.c_str(),
+    std::printf("ranks:  gradients travel %s, in %s, %zu bucket%s of %.1f MB, each as soon as it is final%s\n",
+                f.reducer.c_str(), c.grad_reduce.c_str(), f.buckets, plural(int64_t(f.buckets)), f.bucket_mb,
                 c.zero ? "; optimiser state is shared out over the ranks" : "");
 }
 
@@ -139,6 +137,14 @@ inline void print_run(const Config& c, const std::set<std::string>& given, const
     print_run_batch(c, f, given);
 }
 
+// The largest number of sequences, at most `batch`, that divides the samples of a rank and step and fits; 0 if none
+// fits. needed(batch): MiB.
+inline int64_t largest_batch(int64_t batch, int64_t samples, double available,
+                             const std::function<double(int64_t)>& needed) {
+    while (batch > 0 && (samples % batch || !(needed(batch) <= available))) batch--;
+    return batch;
+}
+
 // Fails if this run does not fit, and says what would. needed(batch, recompute): MiB of a rank; fixed: those of its
 // parameters, gradients and moments; samples: of a rank and step, which micro-batches divide.
 inline void require_memory_of(const Config& c, double fixed, double available, int64_t samples,
@@ -146,17 +152,14 @@ inline void require_memory_of(const Config& c, double fixed, double available, i
     if (needed(c.batch, c.recompute) <= available) return;
     std::string advice;
     const auto propose = [&](const std::string& text) { advice += (advice.empty() ? "" : ", or ") + text; };
-    const auto largest_batch = [&](int64_t recompute) {
-        int64_t batch = c.batch - 1;
-        while (batch > 0 && (samples % batch || needed(batch, recompute) > available)) batch--;
-        return batch;
+    const auto smaller = [&](int64_t recompute) {
+        return largest_batch(c.batch - 1, samples, available, [&](int64_t b) { return needed(b, recompute); });
     };
     for (int64_t level = c.recompute + 1; level <= 2 && advice.empty(); level++)
         if (needed(c.batch, level) <= available) propose(format_text("--recompute %lld", (long long)level));
-    if (const int64_t batch = largest_batch(c.recompute)) propose(format_text("--batch %lld", (long long)batch));
+    if (const int64_t batch = smaller(c.recompute)) propose(format_text("--batch %lld", (long long)batch));
     if (advice.empty() && c.recompute < 2)
-        if (const int64_t batch = largest_batch(2))
-            propose(format_text("--batch %lld with --recompute 2", (long long)batch));
+        if (const int64_t batch = smaller(2)) propose(format_text("--batch %lld with --recompute 2", (long long)batch));
     fail(
         "--batch %lld and --seq-len %lld need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and "
         "moments; "

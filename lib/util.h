@@ -87,6 +87,11 @@ struct Error : std::runtime_error {
     Error(int status, const std::string& text) : std::runtime_error(printable(text)), status(status) {}
 };
 
+// An error that every rank throws at the same place: rank 0 alone prints it.
+struct SharedError : Error {
+    explicit SharedError(const std::string& text, int status = 1) : Error(status, text) {}
+};
+
 __attribute__((format(printf, 1, 0))) inline std::string format_list(const char* format, va_list args) {
     va_list again;
     va_copy(again, args);

@@ -655,9 +655,10 @@ inline cudaError_t capture_error() { return error(cudaErrorStreamCaptureUnsuppor
 
 // ---- devices: emu::machine.device_count of them, which share everything
 inline cudaError_t cudaGetDeviceCount(int* n) { return *n = emu::machine.device_count, cudaSuccess; }
-inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = emu::machine.device, cudaSuccess; }
 inline cudaError_t cudaSetDevice(int device) {
-    return device >= 0 && device < emu::machine.device_count ? cudaSuccess : emu::error(cudaErrorInvalidDevice);
+    if (device < 0 || device >= emu::machine.device_count) return emu::error(cudaErrorInvalidDevice);
+    return emu::machine.device = device, cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetPCIBusId(char* bus, int length, int device) {
     return snprintf(bus, size_t(length), "0000:%02x:00.0", device), cudaSuccess;

@@ -269,7 +269,9 @@ struct Machine {
 #ifndef EMULATED_GPUS
 #define EMULATED_GPUS 1
 #endif
-    int device_count = EMULATED_GPUS;  // that the runtime API shows; they share everything
+    // That the runtime API shows; they share everything. EMULATED_GPUS in the environment: fewer of them.
+    int device_count = getenv("EMULATED_GPUS") ? atoi(getenv("EMULATED_GPUS")) : EMULATED_GPUS;
+    int device = 0;  // that cudaSetDevice has chosen
 };
 inline Machine machine;
 

@@ -12,7 +12,7 @@ RACE_PROGRAMS ?= 1000
 
 EMULATOR_HEADERS = $(wildcard *.cu *.cuh *.h lib/*.h lib/*.cuh lib/hf/*.py lib/html/* dev/emulator/*.h dev/ladder/* \
   dev/bench/*.h dev/test/*.h dev/test/*.cuh)
-EMULATOR_FLAGS = -std=c++17 -g -Wall -Wextra -Wno-unknown-pragmas -fstack-clash-protection $(if $(WERROR),-Werror)
+EMULATOR_FLAGS = -std=c++17 -g -DUSE_NCCL -Wall -Wextra -Wno-unknown-pragmas -fstack-clash-protection $(if $(WERROR),-Werror)
 # The CHECK build: compiled for the thread sanitizer but linked without it, since cuda_on_cpu_check.h has the functions
 # that the compiler calls.
 EMULATOR_CHECK = -O1 -fsanitize=thread,undefined -fno-sanitize-recover=undefined
@@ -45,5 +45,5 @@ $(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/%.cpp $(EMULATOR_HEADERS)
 # libraries behind it.
 $(BUILD)/train_nsa_emulated: train_nsa.cu $(EMULATOR_HEADERS)
 	@mkdir -p $(BUILD)
-	mpicxx $(EMULATOR_FLAGS) -O2 -pthread -rdynamic -DEMULATED_GPUS=4 -DUSE_MPI -DUSE_NCCL -DOMPI_SKIP_MPICXX \
+	mpicxx $(EMULATOR_FLAGS) -O2 -pthread -rdynamic -DEMULATED_GPUS=4 -DUSE_MPI -DOMPI_SKIP_MPICXX \
 	    -DMPICH_SKIP_MPICXX $(SAN_FLAGS) -x c++ $< -x none -o $@

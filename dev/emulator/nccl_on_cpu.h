@@ -46,6 +46,7 @@ struct SharedMemory {
     static constexpr size_t PAGE = 4096, SLOT = size_t(1) << 18;  // bytes
     struct Meeting {
         int arrived, number;
+        int devices[512];  // of every rank
     };
     int ranks = 1;
     char* memory = nullptr;  // nullptr: one process alone
@@ -77,9 +78,18 @@ struct SharedMemory {
         close(fd);
         if (mapped == MAP_FAILED) return false;
         memory = static_cast<char*>(mapped);
+        reinterpret_cast<Meeting*>(memory)->devices[rank] = machine.device;
         meet();
         if (rank == 0) unlink(path);
         return true;
+    }
+    // NCCL refuses two ranks on one GPU.
+    bool shares_a_device() const {
+        const Meeting* m = reinterpret_cast<const Meeting*>(memory);
+        for (int r = 0; m && r < ranks; r++)
+            for (int other = 0; other < r; other++)
+                if (m->devices[r] == m->devices[other]) return true;
+        return false;
     }
     void leave() {
         if (memory) munmap(memory, bytes());
@@ -123,6 +133,7 @@ inline ncclResult_t ncclCommInitRank(ncclComm_t* c, int ranks, ncclUniqueId id, 
     } else if (!shared.join(id.internal, ranks, rank)) {
         return ncclSystemError;
     }
+    if (shared.shares_a_device()) return ncclInvalidUsage;
     return *c = new emu::Communicator{ranks, rank, shared}, ncclSuccess;
 }
 inline ncclResult_t ncclCommDestroy(

@@ -1,20 +1,18 @@
-// ddp_tests.h: ranks as real processes. Each test forks them, with RANK and WORLD_SIZE in their environment, lets them
-// meet over the star of TCP connections, and looks at exit statuses and at what each printed: collectives against plain
-// loops, strangers at the rendezvous, and every way in which a rank can be lost. What needs the built program or mpirun
-// is in launch_tests.h and fault_tests.h.
+// ddp_tests.h: what makes processes the ranks of one run: launchers' variables, the rendezvous of ranks without MPI,
+// the watchdog, heartbeats. Each test forks processes and looks at exit statuses and at what each printed. What needs
+// the built program or mpirun is in launch_tests.h and fault_tests.h.
 #pragma once
 #include <array>
 #include <functional>
 #include <limits>
-#include <set>
 #include <sstream>
 #include <fcntl.h>
-#include <sched.h>
 #include <sys/wait.h>
 
 #include "harness.h"
 #include "../../ddp.cuh"
 #include "../../lib/json.h"
+#include "../../lib/rendezvous.h"
 
 namespace ranks {
 
@@ -35,20 +33,25 @@ inline void set_launch_variables(const Variables& variables) {
 
 // Another one each time, below those that systems hand out; test programs that run side by side have 200 each.
 inline int free_port() {
-    for (static int next = 10000 + int(getpid() % 100) * 200;;) {
-        int port = next++;
-        const auto listens = [&] { rendezvous::listen_on(port, true, port); };
-        if (error_of(listens).empty()) return port;
+    static int next = 10000 + int(getpid() % 100) * 200;
+    for (;; next++) {
+        const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        sockaddr_in at = {};
+        at.sin_family = AF_INET;
+        at.sin_port = htons(uint16_t(next));
+        const bool free = bind(fd, reinterpret_cast<sockaddr*>(&at), sizeof at) == 0;
+        close(fd);
+        if (free) return next++;
     }
 }
 
 struct Ended {
     int status = -1;  // of exit; 128 + number of the signal that ended it; 1000: it ran past the limit and was killed
+    double seconds = 0;
     std::string err;
 };
 
-// The processes of one test. A body returns its exit status; an Error is printed and ends all ranks, as in train_nsa's
-// main.
+// The processes of one test. A body returns its exit status; an Error is printed, as in train_nsa's main.
 struct Processes {
     TempFolder folder;
     std::vector<pid_t> pids;
@@ -56,7 +59,10 @@ struct Processes {
 
     ~Processes() {
         for (size_t i = 0; i < pids.size(); i++)
-            if (i >= ended.size() || ended[i].status < 0) kill(pids[i], SIGKILL), waitpid(pids[i], nullptr, 0);
+            if (i >= ended.size() || ended[i].status < 0) {
+                kill(pids[i], SIGKILL);
+                waitpid(pids[i], nullptr, 0);
+            }
     }
 
     void start(const Variables& variables, const std::function<int()>& body) {
@@ -66,7 +72,9 @@ struct Processes {
         if (pid < 0) fail("fork: %s", std::strerror(errno));
         if (pid == 0) {
             const int fd = open(err.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0666), null = open("/dev/null", O_RDWR);
-            dup2(fd, 2), dup2(null, 1), dup2(null, 0);
+            dup2(fd, 2);
+            dup2(null, 1);
+            dup2(null, 0);
             set_launch_variables(variables);
             int status;
             try {
@@ -80,32 +88,6 @@ struct Processes {
         pids.push_back(pid);
     }
 
-    // A world of `size` ranks on this machine, all with the same body.
-    void start_world(int size, const std::function<int(World&)>& body, double start_timeout = 20,
-                     const Variables& more = {}) {
-        const int port = free_port();
-        for (int r = 0; r < size; r++) start_rank(r, size, port, body, start_timeout, more);
-    }
-    void start_rank(int rank, int size, int port, const std::function<int(World&)>& body, double start_timeout = 20,
-                    const Variables& more = {}) {
-        Variables variables = {{"RANK", std::to_string(rank)},
-                               {"WORLD_SIZE", std::to_string(size)},
-                               {"MASTER_PORT", std::to_string(port)}};
-        variables.insert(variables.end(), more.begin(), more.end());
-        start(variables, [=] {
-            World world(read_launch(), start_timeout);
-            try {
-                const int status = body(world);
-                if (status == 0) world.finish();
-                else world.abort(status);
-                return status;
-            } catch (const Error& e) {
-                std::fprintf(stderr, "error: %s\n", e.what());
-                world.abort(e.status);
-            }
-        });
-    }
-
     std::string err(size_t i) const { return read_file(folder.file("err" + std::to_string(i))); }
 
     // Until the process has printed this to stderr, or 10 s.
@@ -116,37 +98,27 @@ struct Processes {
         return false;
     }
 
-    // Waits for all processes but those in `except`, which are killed then. Returns the seconds it took.
-    double wait(double limit = 20, const std::set<size_t>& except = {}) {
+    // Waits for all processes. Returns the seconds it took.
+    double wait(double limit = 20) {
         const double start = seconds_now();
         ended.resize(pids.size());
-        for (size_t i = 0; i < pids.size(); i++) {
-            int status = 0;
-            if (ended[i].status >= 0 || except.count(i)) continue;
-            while (waitpid(pids[i], &status, WNOHANG) == 0 && seconds_now() - start < limit) usleep(2000);
-            if (seconds_now() - start >= limit)
-                kill(pids[i], SIGKILL), waitpid(pids[i], &status, 0), ended[i].status = 1000;
-            else ended[i].status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+        for (bool some_run = true; some_run; usleep(2000)) {
+            some_run = false;
+            const bool late = seconds_now() - start > limit;
+            for (size_t i = 0; i < pids.size(); i++) {
+                int status = 0;
+                if (ended[i].status >= 0) continue;
+                if (late) kill(pids[i], SIGKILL);
+                if (waitpid(pids[i], &status, late ? 0 : WNOHANG) == 0) {
+                    some_run = true;
+                    continue;
+                }
+                ended[i].seconds = seconds_now() - start;
+                ended[i].status = late ? 1000 : WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+                ended[i].err = err(i);
+            }
         }
-        const double seconds = seconds_now() - start;
-        for (const size_t i : except) {
-            int status = 0;
-            kill(pids[i], SIGKILL), waitpid(pids[i], &status, 0);
-            ended[i].status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-        }
-        for (size_t i = 0; i < pids.size(); i++) ended[i].err = err(i);
-        return seconds;
-    }
-
-    // What all processes printed, without the lines that hold `without`.
-    std::string all_err(const std::string& without = "\n\n") const {
-        std::string all;
-        for (const Ended& e : ended) {
-            std::istringstream lines(e.err);
-            for (std::string line; std::getline(lines, line);)
-                if (line.find(without) == std::string::npos) all += line + "\n";
-        }
-        return all;
+        return seconds_now() - start;
     }
 };
 
@@ -225,69 +197,40 @@ inline int collectives(World& world) {
     return 0;
 }
 
-// Forward, then a sum, forever: a training loop. Prints "started" after the first step.
-inline int train_forever(World& world, double stall_timeout,
-                         const std::function<void(World&, Watchdog&, int64_t)>& in_forward) {
-    Watchdog watchdog(world, {stall_timeout, ""});
-    for (int64_t step = 1;; step++) {
-        watchdog.progress(step, "forward");
-        in_forward(world, watchdog, step);
-        usleep(20000);
-        watchdog.progress(step, "waiting for the other ranks");
-        world.sum(1.0);
-        if (step == 1) std::fprintf(stderr, "started\n");
-    }
-}
-
 }  // namespace ranks
 
-TEST(ddp_host_lists) {
-    using Names = std::vector<std::string>;
-    const auto expand = [](const char* list, const Names& expected) {
-        const Names found = expand_host_list(list);
-        tests().checks++;
-        if (found == expected) return;
-        std::string all;
-        for (const std::string& f : found) all += f + " ";
-        check_failed(__FILE__, __LINE__, "%s became %s", list, all.c_str());
-    };
-    expand("node1", {"node1"});
-    expand("a,b-2.example.org,c", {"a", "b-2.example.org", "c"});
-    expand("gpu[01-03,7],login", {"gpu01", "gpu02", "gpu03", "gpu7", "login"});
-    expand("n[098-101]", {"n098", "n099", "n100", "n101"});
-    expand("n[9-11]", {"n9", "n10", "n11"});
-    expand("rack[1-2]n[08-09]x", {"rack1n08x", "rack1n09x", "rack2n08x", "rack2n09x"});
-    for (const char* bad : {"", ",", "a,", "a[", "a[]", "a[1", "a[1-", "a[1-]", "a[3-1]", "a[x]", "a]", "a[1,]",
-                            "a[1-999999999]", "a[0-65535]b[0-65535]", "a[1111111111]"})
-        CHECK_FAILS(2, "MASTER_ADDR", expand_host_list(bad));
-}
+// ---------------------------------------------------------------------------------------------------------------------
+// What launchers say.
 
-// Every kind of launch, read in a process of its own so that the variables of the tests stay as they are.
+// Every kind of launch, read in a process of its own so that the variables of the tests stay as they are; by a build
+// whose MPI has this name.
 TEST(ddp_launch_variables) {
     ranks::Processes processes;
-    const auto reads = [&](const ranks::Variables& variables, const std::string& expected) {
+    const auto print_launch = [](const char* mpi) {
+        const Launch l = read_launch(mpi);
+        std::fprintf(stderr, "%s%s rank %d of %d local %d of %d at %s:%d run '%s'\n", l.launcher.c_str(),
+                     l.by_mpi ? " MPI" : "", l.rank, l.size, l.local_rank, l.local_size, l.address.c_str(), l.port,
+                     l.run.c_str());
+        return 0;
+    };
+    const auto reads = [&](const ranks::Variables& variables, const std::string& expected, const char* mpi = "") {
         const size_t i = processes.pids.size();
-        processes.start(variables, [] {
-            const Launch l = read_launch();
-            std::fprintf(stderr, "%s rank %d of %d local %d of %d at %s:%d run '%s'\n", l.launcher.c_str(), l.rank,
-                         l.size, l.local_rank, l.local_size, l.address.c_str(), l.port, l.run.c_str());
-            return 0;
-        });
+        processes.start(variables, [&] { return print_launch(mpi); });
         processes.wait();
         tests().checks++;
         if (processes.ended[i].err != expected + "\n" || processes.ended[i].status != 0)
             check_failed(__FILE__, __LINE__, "found '%s', expected '%s'", processes.ended[i].err.c_str(),
                          expected.c_str());
     };
-    const auto refused = [&](const ranks::Variables& variables, const std::string& words) {
+    const auto refused = [&](const ranks::Variables& variables, const std::string& words, const char* mpi = "") {
         const size_t i = processes.pids.size();
-        processes.start(variables, [] { return read_launch(), 0; });
+        processes.start(variables, [&] { return print_launch(mpi); });
         processes.wait();
         ranks::check_line(processes.ended[i], 2, {words});
     };
-    reads({}, "one process rank 0 of 1 local -1 of -1 at :0 run ''");
-    reads({{"MASTER_ADDR", "x"}, {"MASTER_PORT", "1"}}, "one process rank 0 of 1 local -1 of -1 at :0 run ''");
-    reads({{"RANK", "0"}, {"WORLD_SIZE", "1"}}, "RANK/WORLD_SIZE rank 0 of 1 local -1 of -1 at :0 run ''");
+    const std::string alone = "one process rank 0 of 1 local -1 of -1 at :0 run ''";
+    reads({}, alone);
+    reads({{"MASTER_ADDR", "x"}, {"MASTER_PORT", "1"}}, alone);
     reads({{"RANK", "2"}, {"WORLD_SIZE", "4"}}, "RANK/WORLD_SIZE rank 2 of 4 local -1 of -1 at 127.0.0.1:29500 run ''");
     reads({{"RANK", "5"},
            {"WORLD_SIZE", "8"},
@@ -303,29 +246,43 @@ TEST(ddp_launch_variables) {
            {"TORCHELASTIC_USE_AGENT_STORE", "True"},
            {"TORCHELASTIC_RUN_ID", "r7"}},
           "RANK/WORLD_SIZE rank 1 of 2 local -1 of -1 at n1:778 run 'r7'");
-    const ranks::Variables slurm = {{"SLURM_STEP_ID", "2"},
-                                    {"SLURM_JOB_ID", "100"},
-                                    {"SLURM_NTASKS", "4"},
-                                    {"SLURM_PROCID", "3"},
-                                    {"SLURM_LOCALID", "1"},
-                                    {"SLURM_JOB_NODELIST", "x[1-9]"},
-                                    {"SLURM_STEP_NODELIST", "n[07-08]"}};
-    const auto with = [&](const std::string& name, const char* value) {
-        ranks::Variables v;
-        for (const auto& s : slurm)
-            if (s.first != name) v.push_back(s);
-        if (value) v.push_back({name, value});
-        return v;
-    };
-    reads(slurm, "Slurm rank 3 of 4 local 1 of -1 at n07:10702 run '100.2'");
-    reads(with("SLURM_STEP_NODELIST", nullptr), "Slurm rank 3 of 4 local 1 of -1 at x1:10702 run '100.2'");
-    reads(with("MASTER_ADDR", "10.0.0.1"), "Slurm rank 3 of 4 local 1 of -1 at 10.0.0.1:10702 run '100.2'");
-    reads(with("MASTER_PORT", "5000"), "Slurm rank 3 of 4 local 1 of -1 at n07:5000 run '100.2'");
-    const std::string alone = "one process rank 0 of 1 local -1 of -1 at :0 run ''";
-    reads(with("SLURM_STEP_ID", nullptr), alone);
-    reads(with("SLURM_STEP_ID", "4294967290"), alone);  // the interactive step of salloc
-    reads(with("SLURM_NTASKS", "1"), alone);
+
+    // mpirun: what MPI sees counts; without MPI it is refused, by rank 0 alone.
+    for (const ranks::Variables& by : {ranks::Variables{{"PMI_SIZE", "4"}, {"PMI_RANK", "0"}},
+                                       ranks::Variables{{"OMPI_COMM_WORLD_SIZE", "4"}, {"PMIX_RANK", "0"}}}) {
+        reads(by, "mpirun MPI rank 0 of 4 local -1 of -1 at :0 run ''", "MPICH Version: 4.0");
+        refused(by, "built without MPI and would run as 4 independent copies");
+    }
     reads({{"PMI_SIZE", "1"}, {"PMI_RANK", "0"}}, "mpirun rank 0 of 1 local -1 of -1 at :0 run ''");
+    processes.start({{"PMI_SIZE", "4"}, {"PMI_RANK", "3"}}, [&] { return print_launch(""); });
+    processes.wait();
+    CHECK_EQUAL(processes.ended.back().status, 2);
+    CHECK_EQUAL(processes.ended.back().err, std::string("error: \n"));  // main prints no empty text
+
+    // srun with a PMI and without one.
+    const ranks::Variables slurm = {{"SLURM_STEP_ID", "2"}, {"SLURM_JOB_ID", "100"}, {"SLURM_NTASKS", "4"},
+                                    {"SLURM_PROCID", "0"},  {"SLURM_LOCALID", "0"},  {"SLURM_STEP_NUM_NODES", "1"}};
+    const auto with = [&](const std::string& name, const char* value, ranks::Variables more = {}) {
+        for (const auto& s : slurm)
+            if (s.first != name) more.push_back(s);
+        if (value) more.push_back({name, value});
+        return more;
+    };
+    const std::string as_slurm = "srun rank 0 of 4 local 0 of -1 at 127.0.0.1:10702 run '100.2'";
+    reads(slurm, as_slurm);
+    reads(with("PMI_SIZE", "4"), as_slurm);  // a build without MPI takes Slurm's own
+    reads(with("PMI_SIZE", "4"), "srun MPI rank 0 of 4 local -1 of -1 at :0 run ''", "MPICH Version: 4.0");
+    reads(with("PMIX_RANK", "0"), "srun MPI rank 0 of 4 local -1 of -1 at :0 run ''", "Open MPI v4.1.4");
+    reads({{"PMIX_RANK", "1"}}, "mpirun MPI rank 0 of 0 local -1 of -1 at :0 run ''", "Open MPI v5.0");
+    refused(slurm, "srun --mpi=pmi2 ./train_nsa", "MPICH Version: 4.0");
+    refused(slurm, "srun --mpi=pmix ./train_nsa", "Open MPI v4.1.4");
+    reads(with("SLURM_STEP_NUM_NODES", "2", {{"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "5000"}}),
+          "srun rank 0 of 4 local 0 of -1 at 10.0.0.1:5000 run '100.2'");
+    for (const char* mpi : {"", "MPICH"}) {
+        reads(with("SLURM_STEP_ID", nullptr), alone, mpi);
+        reads(with("SLURM_STEP_ID", "4294967290"), alone, mpi);  // the interactive step of salloc
+        reads(with("SLURM_NTASKS", "1"), alone, mpi);
+    }
 
     refused({{"RANK", "0"}}, "WORLD_SIZE is not");
     refused({{"WORLD_SIZE", "2"}}, "RANK is not");
@@ -343,29 +300,32 @@ TEST(ddp_launch_variables) {
     refused(with("SLURM_PROCID", "4"), "SLURM_PROCID=4");
     refused(with("SLURM_LOCALID", "9"), "SLURM_LOCALID=9");
     refused(with("SLURM_NTASKS", "many"), "SLURM_NTASKS='many'");
-    refused(with("SLURM_JOB_ID", nullptr), "MASTER_PORT");
-    refused(with("SLURM_STEP_NODELIST", "n[07"), "node list 'n[07'");
+    refused(with("SLURM_STEP_NUM_NODES", "2"), "scontrol show hostnames");
 }
 
 // Ranks that only NCCL could serve, where it cannot: refused before they wait for each other.
 TEST(ddp_ranks_without_mpi_or_nccl_are_refused) {
     ranks::Processes processes;
-    const ranks::Variables no_gpu = {{"CUDA_VISIBLE_DEVICES", ""}};
-    const auto refused = [&](ranks::Variables variables, const std::vector<std::string>& words) {
-        variables.insert(variables.end(), no_gpu.begin(), no_gpu.end());
+    const auto refused = [&](const ranks::Variables& variables, const std::vector<std::string>& words) {
         const size_t i = processes.pids.size();
-        processes.start(variables, [] { return World(), 0; });
+        processes.start(variables, [] {
+            const World world(read_launch(""));
+            return 0;
+        });
         CHECK(processes.wait() < 5);
         ranks::check_line(processes.ended[i], 2, words);
     };
-    refused({{"RANK", "1"}, {"WORLD_SIZE", "4"}}, {"RANK=1 and WORLD_SIZE=4", "mpirun -np 4 ./train_nsa", "NCCL"});
+    refused({{"RANK", "0"}, {"WORLD_SIZE", "4"}}, {"RANK/WORLD_SIZE makes", "mpirun -np 4 ./train_nsa", "NCCL"});
     refused({{"SLURM_STEP_ID", "2"},
              {"SLURM_JOB_ID", "100"},
              {"SLURM_NTASKS", "3"},
              {"SLURM_PROCID", "0"},
-             {"SLURM_STEP_NODELIST", "n[07-09]"}},
-            {"SLURM_PROCID=0 and SLURM_NTASKS=3", "mpirun -np 3 ./train_nsa", "NCCL"});
-    processes.start({{"RANK", "0"}, {"WORLD_SIZE", "1"}}, [] { return World(), 0; });  // alone it needs neither
+             {"SLURM_STEP_NUM_NODES", "1"}},
+            {"srun makes", "mpirun -np 3 ./train_nsa", "NCCL"});
+    processes.start({{"RANK", "0"}, {"WORLD_SIZE", "1"}}, [] {  // alone it needs neither
+        const World world(read_launch(""));
+        return 0;
+    });
     processes.wait();
     CHECK_EQUAL(processes.ended[2].status, 0);
 }
@@ -376,10 +336,13 @@ TEST(ddp_one_process_opens_nothing) {
         const auto descriptors = [] { return glob_files("/proc/self/fd/*").size(); };
         const size_t before = descriptors();
         World world;
-        RANK_CHECK(world.transport == Transport::NONE && world.size == 1 && world.local_size == 1 &&
-                   world.launcher == "one process" && descriptors() == before);
+        RANK_CHECK(!world.has_mpi() && world.size == 1 && world.local_size == 1 && world.launcher == "one process" &&
+                   descriptors() == before);
         float x[2] = {1, 2};
-        world.sum(x, 2), world.barrier(), world.broadcast(x, sizeof x, 0), world.require_same("a", "b");
+        world.sum(x, 2);
+        world.barrier();
+        world.broadcast(x, sizeof x, 0);
+        world.require_same("a", "b");
         RANK_CHECK(x[0] == 1 && x[1] == 2 && world.sum(3.0) == 3 &&
                    world.gather("text") == std::vector<std::string>{"text"});
         RANK_CHECK(descriptors() == before);
@@ -391,298 +354,107 @@ TEST(ddp_one_process_opens_nothing) {
     CHECK_EQUAL(processes.ended[0].err, std::string());
 }
 
-TEST(ddp_collectives_over_the_star) {
-    for (const int size : {2, 4}) {
-        ranks::Processes processes;
-        processes.start_world(size, ranks::collectives);
-        processes.wait(30);
-        for (int r = 0; r < size; r++) CHECK_EQUAL(processes.ended[size_t(r)].status, 0);
-        CHECK_EQUAL(processes.all_err(), std::string());
-    }
-}
+// ---------------------------------------------------------------------------------------------------------------------
+// The rendezvous of ranks without MPI.
 
-TEST(ddp_local_ranks) {
-    ranks::Processes processes;
-    processes.start_world(3, [](World& world) {
-        RANK_CHECK(world.transport == Transport::STAR && world.local_rank == world.rank && world.local_size == 3 &&
-                   world.hosts == std::vector<std::string>(3, host_name()));
-        return 0;
-    });
-    processes.wait();
-    CHECK_EQUAL(processes.all_err(), std::string());
-    // What the launcher says counts more than what is found.
-    ranks::Processes given;
-    const int port = ranks::free_port();
-    for (int r = 0; r < 2; r++)
-        given.start_rank(r, 2, port,
-                         [](World& world) {
-                             RANK_CHECK(world.local_rank == 0 && world.local_size == 1);
-                             return 0;
-                         },
-                         20, {{"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "1"}, {"MASTER_ADDR", "127.0.0.1"}});
-    given.wait();
-    CHECK_EQUAL(given.all_err(), std::string());
-}
+namespace ranks {
 
-TEST(ddp_strangers_are_refused) {
-    ranks::Processes processes;
-    const int port = ranks::free_port();
-    processes.start_rank(0, 2, port, ranks::collectives);
-    using namespace rendezvous;
-    const auto connect_raw = [&] {
-        std::string why;
-        for (int wait = 0; wait < 500; wait++, usleep(10000)) {
-            Socket s = try_connect("127.0.0.1", port, 5, why);
-            if (s.fd >= 0) return s;
-        }
-        fail("rank 0 does not listen: %s", why.c_str());
-    };
-    const auto refusal_of = [&](const Hello& hello) {
-        Socket s = connect_raw();
-        Answer a{};
-        CHECK_EQUAL(send_all(s.fd, &hello, sizeof hello, seconds_now() + 5), std::string());
-        CHECK_EQUAL(receive_all(s.fd, &a, sizeof a, seconds_now() + 5), std::string());
-        CHECK(!std::memcmp(a.magic, MAGIC, sizeof MAGIC) && !a.welcome);
-        return std::string(a.text);
-    };
-    const auto has = [](const std::string& text, const char* words) {
-        tests().checks++;
-        if (text.find(words) == std::string::npos)
-            check_failed(__FILE__, __LINE__, "'%s', expected '%s' in it", text.c_str(), words);
-    };
-    {  // a browser, one that says nothing, one that stops in the middle, one that says nothing and stays
-        Socket browser = connect_raw();
-        CHECK_EQUAL(send_all(browser.fd, "GET / HTTP/1.1\r\n\r\n", 18, seconds_now() + 5), std::string());
-        connect_raw();
-        Socket half = connect_raw();
-        CHECK_EQUAL(send_all(half.fd, MAGIC, sizeof MAGIC, seconds_now() + 5), std::string());
-    }
-    const Socket silent = connect_raw();
-    const Hello good = make_hello(MESSAGES, 1, 2, "elsewhere", "");
-    Hello hello = good;
-    hello.version = 99;
-    has(refusal_of(hello), "protocol 99, expected 2");
-    hello = good, hello.size = 3;
-    has(refusal_of(hello), "rank 1 on elsewhere");
-    has(refusal_of(hello), "belongs to 3 ranks, expected 2");
-    hello = good, hello.rank = 7;
-    has(refusal_of(hello), "not expected here");
-    hello = good, hello.kind = 9;
-    has(refusal_of(hello), "not expected here");
-    hello = make_hello(MESSAGES, 1, 2, "else\nwhere", "another run");
-    has(refusal_of(hello), "rank 1 on else?where");
-    has(refusal_of(hello), "run 'another run'");
-    processes.start_rank(1, 2, port, ranks::collectives);
-    processes.wait();
-    CHECK_EQUAL(processes.ended[0].status, 0);
-    CHECK_EQUAL(processes.ended[1].status, 0);
-    CHECK_EQUAL(processes.ended[1].err, std::string());
-    has(processes.ended[0].err, "it is no rank of this program");
-    has(processes.ended[0].err, "closed the connection before it said who it is");
-    CHECK_EQUAL(ranks::count_of(processes.ended[0].err, "refused a connection from 127.0.0.1"), size_t(10));
-    CHECK_EQUAL(ranks::count_of(processes.ended[0].err, "\n"), size_t(10));
+// A rank that asks for the id, or gives it out, and prints it.
+inline int meet(int rank, int size, const std::string& address, int port, const std::string& run, double seconds) {
+    Launch launch;
+    launch.rank = rank;
+    launch.size = size;
+    launch.address = address;
+    launch.port = port;
+    launch.run = run;
+    char id[128] = "";
+    if (rank == 0) std::snprintf(id, sizeof id, "id of %s", run.c_str());
+    rendezvous::share_id(id, launch, seconds);
+    std::fprintf(stderr, "%s\n", id);
+    return 0;
 }
+}  // namespace ranks
 
-TEST(ddp_rendezvous_errors) {
-    const auto nothing = [](World&) { return 0; };
-    const auto line = [](const ranks::Ended& e, const std::vector<std::string>& words) {
-        ranks::check_line(e, 1, words);
-    };
-    {  // two of four never arrive; the one that did learns why
+TEST(ddp_rendezvous_by_every_kind_of_address) {
+    std::vector<std::string> addresses = {"127.0.0.1", "localhost"};
+    if (file_exists("/proc/net/if_inet6") && !read_file("/proc/net/if_inet6").empty())
+        addresses.insert(addresses.end(), {"::1", "[::1]"});
+    else skip("a rendezvous by IPv6: this machine has none");
+    for (const std::string& address : addresses) {
         ranks::Processes processes;
         const int port = ranks::free_port();
-        processes.start_rank(0, 4, port, nothing, 1);
-        processes.start_rank(2, 4, port, nothing, 1);
+        for (const int rank : {2, 0, 1})
+            processes.start({}, [=] { return ranks::meet(rank, 3, address, port, "run", 10); });
         processes.wait();
-        line(processes.ended[0], {"ranks 1, 3 of 4 never came", format_text("127.0.0.1:%d", port), "waited 1 s"});
-        line(processes.ended[1], {"rank 0 at", "gave up", "ranks 1, 3 of 4 never came"});
-    }
-    {  // the same rank twice; no rank 0; a process that answers something else; a port in use
-        ranks::Processes processes;
-        const int port = ranks::free_port(), nobody = ranks::free_port();
-        int other_port = 0;
-        const rendezvous::Socket other = rendezvous::listen_on(0, true, other_port);
-        processes.start_rank(0, 3, port, nothing, 2);
-        processes.start_rank(1, 3, port, nothing, 2);
-        processes.start_rank(1, 2, nobody, nothing, 1);
-        processes.start_rank(1, 2, other_port, nothing, 2);
-        processes.start_rank(0, 2, other_port, nothing, 2);
-        usleep(500000);
-        processes.start_rank(1, 3, port, nothing, 2);
-        REQUIRE(rendezvous::wait_until(other.fd, POLLIN, seconds_now() + 5));
-        const rendezvous::Socket caller(accept4(other.fd, nullptr, nullptr, SOCK_NONBLOCK));
-        CHECK_EQUAL(rendezvous::send_all(caller.fd, "SSH-2.0-Server\r\n", 16, seconds_now() + 5), std::string());
-        shutdown(caller.fd, SHUT_WR);
-        processes.wait();
-        line(processes.ended[2], {format_text("rank 0 at 127.0.0.1:%d", nobody), "Connection refused", "waited 1 s"});
-        line(processes.ended[3], {"is not rank 0 of this program", "MASTER_PORT"});
-        line(processes.ended[4], {format_text("cannot listen on TCP port %d", other_port), "MASTER_PORT"});
-        line(processes.ended[5], {"refused this process", "is already here"});
-        CHECK(processes.ended[0].err.find("rank 2 of 3 never came; refused: ") != std::string::npos);
-    }
-    {  // a rank that dies while the others wait for the last
-        ranks::Processes processes;
-        const int port = ranks::free_port();
-        processes.start_rank(0, 3, port, nothing, 10);
-        processes.start_rank(1, 3, port, nothing, 10);
-        usleep(500000);
-        kill(processes.pids[1], SIGKILL);
-        CHECK(processes.wait() < 5);
-        line(processes.ended[0], {"rank 1 on " + host_name() + " is gone before the run began"});
+        for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.err, std::string("id of run\n"));
     }
 }
 
-// Names and addresses as on two machines: rank 0 and 1 on one, 2 and 3 on the other, with a cable between them.
-TEST(ddp_two_hosts) {
-    const std::string mine = format_text("nsa%d", int(getpid()));
-    const auto shell = [](const std::string& command) {
-        return std::system((command + " >/dev/null 2>&1").c_str()) == 0;
+// Strangers do not disturb: a browser, one that says nothing and goes, ranks of another run on the same port.
+TEST(ddp_rendezvous_with_strangers) {
+    ranks::Processes processes;
+    const int port = ranks::free_port();
+    const auto rank = [&](int r, const std::string& run, double seconds) {
+        processes.start({}, [=] { return ranks::meet(r, 3, "127.0.0.1", port, run, seconds); });
     };
-    struct Hosts {
-        std::string name;
-        ~Hosts() {
-            const int status =
-                std::system(("ip netns del " + name + "a 2>/dev/null; ip netns del " + name + "b 2>/dev/null").c_str());
-            (void)status;  // where they could not be made, there is nothing to remove
-        }
-    } hosts{mine};
-    bool ready = shell("ip netns add " + mine + "a") && shell("ip netns add " + mine + "b");
-    ready = ready && shell("ip link add v" + mine + "a netns " + mine + "a type veth peer name v" + mine + "b netns " +
-                           mine + "b");
-    for (const char* side : {"a", "b"}) {
-        const std::string in = "ip -n " + mine + side;
-        ready = ready && shell(in + " addr add 10.77.0." + (*side == 'a' ? "1" : "2") + "/24 dev v" + mine + side) &&
-                shell(in + " link set v" + mine + side + " up") && shell(in + " link set lo up");
+    rank(0, "mine", 15);
+    for (const char* said : {"GET / HTTP/1.1\r\nHost: a\r\nAccept: everything\r\n\r\n", ""}) {
+        sockaddr_in at = {};
+        at.sin_family = AF_INET;
+        at.sin_port = htons(uint16_t(port));
+        at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        const rendezvous::Socket s(socket(AF_INET, SOCK_STREAM, 0));
+        int connected = -1;
+        for (int wait = 0; wait < 500 && connected != 0; wait++, usleep(10000))
+            connected = connect(s.fd, reinterpret_cast<sockaddr*>(&at), sizeof at);
+        REQUIRE(connected == 0);
+        CHECK(rendezvous::send_all(s.fd, said, std::strlen(said)));
     }
-    if (!ready) return skip("ranks on two hosts: network namespaces cannot be made here (they need root and ip)");
+    rank(1, "another", 5);
+    rank(0, "another", 5);
+    processes.wait_for(1, "\n");
+    processes.wait_for(2, "\n");
+    rank(1, "mine", 15);
+    processes.wait_for(3, "\n");
+    rank(1, "mine", 15);  // a second time
+    processes.wait_for(4, "\n");
+    rank(2, "mine", 15);
+    processes.wait(30);
+    for (const size_t i : {0, 3, 5}) CHECK_EQUAL(processes.ended[i].err, std::string("id of mine\n"));
+    ranks::check_line(processes.ended[1], 1, {"belongs to another run", "MASTER_PORT"});
+    ranks::check_line(processes.ended[2], 1, {format_text("cannot listen on port %d", port), "MASTER_PORT"});
+    ranks::check_line(processes.ended[4], 1, {"has a rank 1 already"});
+}
+
+TEST(ddp_rendezvous_that_fails) {
     ranks::Processes processes;
-    const auto on_host = [&](int rank) {
-        const std::string side = rank < 2 ? "a" : "b";
-        processes.start(
-            {{"RANK", std::to_string(rank)},
-             {"WORLD_SIZE", "4"},
-             {"MASTER_ADDR", "10.77.0.1"},
-             {"MASTER_PORT", "29577"}},
-            [=] {
-                const int fd = open(("/var/run/netns/" + mine + side).c_str(), O_RDONLY | O_CLOEXEC);
-                const std::string name = "host-" + side;
-                RANK_CHECK(fd >= 0 && setns(fd, CLONE_NEWNET) == 0 && unshare(CLONE_NEWUTS) == 0 &&
-                           sethostname(name.data(), name.size()) == 0);
-                World world(read_launch(), 15);
-                RANK_CHECK(world.host == name && world.local_size == 2 && world.local_rank == rank % 2);
-                RANK_CHECK((world.hosts == std::vector<std::string>{"host-a", "host-a", "host-b", "host-b"}));
-                RANK_CHECK(ranks::collectives(world) == 0);
-                Watchdog watchdog(world, {10, ""});
-                watchdog.progress(4, "forward");
-                std::fprintf(stderr, "started\n");
-                if (rank == 3) sleep(10);
-                world.barrier();
-                return 0;
-            });
-    };
-    for (const int rank : {3, 1, 2, 0}) on_host(rank);
-    CHECK(processes.wait_for(0, "started"));
-    usleep(500000);  // the ranks tell rank 0 where they are several times a second
-    kill(processes.pids[0], SIGKILL);
-    processes.wait();
-    CHECK(processes.all_err().find("rank 3 on host-b is gone (its connection closed) at step 4 in 'forward'") !=
-          std::string::npos);
-    for (const size_t i : {1, 2, 3}) CHECK_EQUAL(processes.ended[i].status, 1);
+    const int port = ranks::free_port(), nobody = ranks::free_port();
+    processes.start({}, [=] { return ranks::meet(0, 4, "127.0.0.1", port, "run", 2); });
+    processes.start({}, [=] { return ranks::meet(2, 4, "127.0.0.1", port, "run", 2); });
+    processes.start({}, [=] { return ranks::meet(1, 2, "127.0.0.1", nobody, "run", 1); });
+    CHECK(processes.wait() < 10);
+    ranks::check_line(processes.ended[0], 1, {"waited 2 s at 127.0.0.1", "2 of 4 ranks never came"});
+    CHECK_EQUAL(processes.ended[1].err, std::string("id of run\n"));
+    ranks::check_line(processes.ended[2], 1,
+                      {format_text("rank 0 at 127.0.0.1:%d", nobody), "Connection refused", "waited 1 s"});
 }
 
-TEST(ddp_ranks_that_differ) {
-    ranks::Processes processes;
-    processes.start_world(4, [](World& world) {
-        world.require_same("digest: 1234\n", "nothing to do");
-        world.require_same(world.rank == 2 ? "digest: 1234\nsteps: 300\nseed: 7" : "digest: 1234\nsteps: 200\n",
-                           "start all ranks with the same options");
-        return 0;
-    });
-    processes.wait();
-    for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 1);
-    CHECK_EQUAL(
-        processes.all_err(),
-        "error: rank 2 on " + host_name() +
-            " has 'steps: 300', expected 'steps: 200' as on 3 of 4 ranks; start all ranks with the same options\n");
+// ---------------------------------------------------------------------------------------------------------------------
+// The watchdog.
 
-    ranks::Processes collective;
-    collective.start_world(2, [](World& world) {
-        std::vector<float> x(10, 1.0f);
-        world.sum(x.data(), world.rank == 0 ? 10 : 9);
-        return 0;
-    });
-    collective.wait();
-    CHECK(collective.ended[0].status == 1 && collective.ended[1].status == 1);
-    CHECK(collective.all_err().find("the ranks do not do the same") != std::string::npos);
-}
+namespace ranks {
 
-// A failing rank prints its error; the others end with its status and say nothing, wherever they are.
-TEST(ddp_a_failure_ends_all_ranks) {
-    for (const int failing : {0, 2}) {
-        ranks::Processes processes;
-        processes.start_world(4, [=](World& world) {
-            return ranks::train_forever(world, 30, [=](World& w, Watchdog&, int64_t step) {
-                if (w.rank == failing && step == 3) throw Error(7, "the disk is full");
-                if (w.rank == 3 && step == 3) sleep(20);  // not in a collective
-            });
-        });
-        CHECK(processes.wait(15) < 8);
-        for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 7);
-        CHECK_EQUAL(processes.all_err("started"), std::string("error: the disk is full\n"));
+// A rank's watchdog without a World; it waits two seconds longer for others than for itself.
+struct Watched {
+    Watchdog watchdog;
+    Watched(int rank, int size, double limit, const std::string& heartbeat = "") {
+        watchdog.patience_with_others = 2;
+        watchdog.call_it(format_text("rank %d on here", rank));
+        watchdog.start(limit, rank, size);
+        if (!heartbeat.empty()) watchdog.write_heartbeats(heartbeat);
     }
-}
-
-TEST(ddp_a_killed_rank_ends_all) {
-    for (const size_t victim : {size_t(0), size_t(2)}) {
-        ranks::Processes processes;
-        processes.start_world(
-            4, [](World& world) { return ranks::train_forever(world, 30, [](World&, Watchdog&, int64_t) {}); });
-        for (size_t i = 0; i < 4; i++) CHECK(processes.wait_for(i, "started"));
-        usleep(500000);  // the ranks tell rank 0 where they are several times a second
-        kill(processes.pids[victim], SIGKILL);
-        CHECK(processes.wait() < 3);
-        for (size_t i = 0; i < 4; i++) CHECK_EQUAL(processes.ended[i].status, i == victim ? 128 + SIGKILL : 1);
-        const std::string err = processes.all_err("started");
-        CHECK_EQUAL(ranks::count_of(err, "\n"), size_t(1));
-        CHECK(err.find(format_text("train_nsa: error: rank %zu on %s is gone (its connection closed)", victim,
-                                   host_name().c_str())) == 0);
-        CHECK(err.find("in '") != std::string::npos);
-    }
-}
-
-// A rank that is gone while another has finished already.
-TEST(ddp_a_rank_that_is_lost_at_the_end) {
-    ranks::Processes processes;
-    processes.start_world(3, [](World& world) {
-        if (world.rank == 1) raise(SIGKILL);
-        return 0;
-    });
-    CHECK(processes.wait() < 5);
-    CHECK(processes.ended[0].status == 1 && processes.ended[1].status == 128 + SIGKILL &&
-          processes.ended[2].status == 1);
-    CHECK_EQUAL(ranks::count_of(processes.all_err(), "\n"), size_t(1));
-    CHECK(processes.all_err().find("rank 1 on") != std::string::npos);
-}
-
-// The watchdog of a stopped process is stopped with it.
-TEST(ddp_a_stopped_rank_ends_all) {
-    for (const size_t victim : {size_t(0), size_t(1)}) {
-        ranks::Processes processes;
-        processes.start_world(
-            3, [](World& world) { return ranks::train_forever(world, 2, [](World&, Watchdog&, int64_t) {}); });
-        for (size_t i = 0; i < 3; i++) CHECK(processes.wait_for(i, "started"));
-        usleep(300000);
-        kill(processes.pids[victim], SIGSTOP);
-        const double seconds = processes.wait(15, {victim});
-        CHECK(seconds > 1 && seconds < 6);
-        for (size_t i = 0; i < 3; i++) CHECK_EQUAL(processes.ended[i].status, i == victim ? 128 + SIGKILL : 1);
-        const std::string err = processes.all_err("started");
-        CHECK_EQUAL(ranks::count_of(err, "\n"), size_t(1));
-        CHECK(err.find(format_text("rank %zu on %s is late: nothing was heard from it for 2.", victim,
-                                   host_name().c_str())) != std::string::npos);
-        CHECK(err.find("it was last at step") != std::string::npos);
-    }
-}
+};
+}  // namespace ranks
 
 // Linked by name, for the stack.
 __attribute__((noinline, noclone)) inline void stand_still_in_the_test(int seconds) {
@@ -700,157 +472,120 @@ inline void check_stack(const std::string& err) {
     std::free(const_cast<char**>(symbol));
 }
 
+// The rank that stands still speaks first, with its stack; those that wait for it give up later, if nobody has ended
+// them, and name it by the heartbeats.
 TEST(ddp_a_stalled_rank_shows_its_stack) {
+    TempFolder folder;
     ranks::Processes processes;
-    processes.start_world(3, [](World& world) {
-        return ranks::train_forever(world, 1, [](World& w, Watchdog& watchdog, int64_t step) {
-            if (w.rank == 1 && step == 5) watchdog.progress(5, "backward"), stand_still_in_the_test(20);
+    const auto heartbeat = [&](int rank) { return folder.file(format_text("heartbeat_rank%d.jsonl", rank)); };
+    for (const int rank : {0, 1, 2})
+        processes.start({}, [=] {
+            ranks::Watched w(rank, 3, 2, heartbeat(rank));
+            w.watchdog.progress(4, "forward");
+            w.watchdog.step_done(4, 0.1, 5);
+            w.watchdog.progress(5, rank == 1 ? "backward" : "waiting for the other ranks");
+            stand_still_in_the_test(20);
+            return 0;
         });
-    });
-    CHECK(processes.wait(15) < 6);
+    CHECK(processes.wait(15) < 9);
+    const std::string& err = processes.ended[1].err;
+    CHECK(err.find("train_nsa: error: rank 1 on here has made no progress for 2.") == 0);
+    CHECK(err.find("at step 5 in 'backward' (--stall-timeout 2); the stack of its main thread:\n") !=
+          std::string::npos);
+    check_stack(err);
+    for (const size_t waiting : {0, 2}) {
+        CHECK(processes.ended[waiting].seconds > processes.ended[1].seconds + 1);
+        ranks::check_line(processes.ended[waiting], 1,
+                          {format_text("rank %zu on here has waited 4.", waiting), "for the other ranks at step 5",
+                           "rank 1 has by their heartbeats not come as far"});
+    }
     for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 1);
-    const std::string err = processes.all_err("started");
-    CHECK_EQUAL(ranks::count_of(err, "error:"), size_t(1));
-    CHECK(processes.ended[1].err.find("rank 1 on " + host_name() + " has made no progress for 1.") !=
-          std::string::npos);
-    CHECK(err.find("at step 5 in 'backward' (--stall-timeout 1); the stack of its main thread:\n") !=
-          std::string::npos);
-    check_stack(processes.ended[1].err);
 }
 
-// Watched before anything is known of a rank's phases: that is when files are opened and GPUs found.
-TEST(ddp_a_rank_that_is_stopped_before_the_first_step) {
+// A collective that never ends, whatever the phase is called, and before the first step; nobody is behind.
+TEST(ddp_ranks_that_wait_for_each_other) {
     ranks::Processes processes;
-    processes.start_world(3, [](World& world) {
-        world.channel().watch(1);
-        if (world.rank == 1) raise(SIGSTOP);
-        world.barrier();
-        return 0;
-    });
-    CHECK(processes.wait(15, {1}) < 6);
-    for (const size_t i : {size_t(0), size_t(2)}) CHECK_EQUAL(processes.ended[i].status, 1);
-    const std::string err = processes.all_err();
-    CHECK_EQUAL(ranks::count_of(err, "\n"), size_t(1));
-    CHECK(err.find("rank 1 on " + host_name() + " is late: nothing was heard from it for 1.") != std::string::npos);
-    CHECK(err.find("before the first step") != std::string::npos);
+    for (const bool begun : {true, false})
+        processes.start({}, [=] {
+            ranks::Watched w(0, 2, 1);
+            if (begun) w.watchdog.progress(9, "evaluation");
+            const Watchdog::Waiting waiting(w.watchdog);
+            sleep(20);
+            return 0;
+        });
+    CHECK(processes.wait(15) < 8);
+    ranks::check_line(processes.ended[0], 1, {"has waited 3.", "at step 9 in 'evaluation'", "they do not do the same"});
+    ranks::check_line(processes.ended[1], 1, {"has waited 3.", "before the first step"});
 }
 
-// What ranks share is taken down together: one that stands still there holds up all.
-TEST(ddp_a_rank_that_stands_still_behind_the_last_step) {
+// Traffic that is slow but arrives, layers that take long but make progress, and a rank that waits for those.
+TEST(ddp_slow_is_no_alarm) {
     ranks::Processes processes;
-    processes.start_world(2, [](World& world) {
-        {
-            Watchdog watchdog(world, {1, ""});
-            watchdog.progress(7, "report");
-            world.barrier();
+    processes.start({}, [] {
+        ranks::Watched w(0, 2, 1);
+        w.watchdog.progress(3, "waiting for the other ranks");
+        for (int i = 0; i < 14; i++) {
+            const Watchdog::Waiting waiting(w.watchdog);
+            usleep(300000);
         }
-        if (world.rank == 1) stand_still_in_the_test(20);
+        w.watchdog.progress(4, "waiting for the other ranks");
+        usleep(2000000);  // longer than the limit, shorter than with the patience
         return 0;
     });
-    CHECK(processes.wait(15) < 6);
-    for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 1);
-    const std::string err = processes.all_err();
-    CHECK_EQUAL(ranks::count_of(err, "error:"), size_t(1));
-    CHECK(err.find("rank 1 at step 7 in 'waiting for all ranks to end'") != std::string::npos);
-}
-
-TEST(ddp_slow_traffic_is_no_alarm) {
-    ranks::Processes processes;
-    processes.start_world(2, [](World& world) {
-        Watchdog watchdog(world, {1, ""});
-        watchdog.progress(3, "waiting for the other ranks");
-        for (int i = 0; i < 12; i++) world.sum(1.0), usleep(200000);
+    processes.start({}, [] {
+        ranks::Watched w(0, 1, 1);
+        usleep(1500000);  // not judged before the first progress
+        for (int layer = 0; layer < 12; layer++) {
+            w.watchdog.progress(1, "forward");
+            usleep(300000);
+        }
         return 0;
     });
     processes.wait(15);
-    for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 0);
-    CHECK_EQUAL(processes.all_err(), std::string());
+    for (const ranks::Ended& e : processes.ended) CHECK(e.status == 0 && e.err.empty());
+}
+
+// Ctrl-Z and fg: the process stands still for longer than the limit, and is not to blame.
+TEST(ddp_a_pause_is_no_alarm) {
+    ranks::Processes processes;
+    processes.start({}, [] {
+        ranks::Watched w(0, 1, 2);
+        std::fprintf(stderr, "started\n");
+        for (int step = 1; step <= 20; step++) {
+            w.watchdog.progress(step, "forward");
+            usleep(100000);
+        }
+        return 0;
+    });
+    CHECK(processes.wait_for(0, "started"));
+    kill(processes.pids[0], SIGSTOP);
+    usleep(3500000);
+    kill(processes.pids[0], SIGCONT);
+    processes.wait(15);
+    CHECK_EQUAL(processes.ended[0].status, 0);
+    CHECK_EQUAL(processes.ended[0].err, std::string("started\n"));
 }
 
 TEST(ddp_one_process_has_a_watchdog) {
     ranks::Processes processes;
     processes.start({}, [] {
-        World world;
-        Watchdog watchdog(world, {1, ""});
-        usleep(1500000);  // not judged before the first progress
-        watchdog.progress(1, "waiting for nobody");
+        ranks::Watched w(0, 1, 1);
+        w.watchdog.progress(1, "waiting for the other ranks");  // there are none
         stand_still_in_the_test(20);
         return 0;
     });
     processes.start({}, [] {  // and none that is not asked for
-        World world;
-        Watchdog watchdog(world, {0, ""});
-        watchdog.progress(1, "forward");
+        ranks::Watched w(0, 1, 0);
+        w.watchdog.progress(1, "forward");
         usleep(1500000);
-        world.finish();
         return 0;
     });
     CHECK(processes.wait(15) < 8);
     CHECK_EQUAL(processes.ended[0].status, 1);
-    CHECK(processes.ended[0].err.find("at step 1 in 'waiting for nobody'") != std::string::npos);
+    CHECK(processes.ended[0].err.find("at step 1 in 'waiting for the other ranks' (--stall-timeout 1)") !=
+          std::string::npos);
     check_stack(processes.ended[0].err);
-    CHECK_EQUAL(processes.ended[1].status, 0);
-    CHECK_EQUAL(processes.ended[1].err, std::string());
-}
-
-// Steps of more than twice the limit, in layers that make progress; the
-// others wait, in a collective or in a phase called waiting, or are done.
-TEST(ddp_a_slow_rank_is_no_alarm) {
-    ranks::Processes processes;
-    processes.start_world(3, [](World& world) {
-        Watchdog watchdog(world, {1.5, ""});
-        if (world.rank == 0) watchdog.progress(1, "waiting for the other ranks"), usleep(4000000);
-        if (world.rank == 1)
-            for (int layer = 0; layer < 12; layer++) watchdog.progress(1, "forward"), usleep(300000);
-        if (world.rank == 2) watchdog.progress(1, "backward");
-        world.sum(1.0);
-        if (world.rank == 1)
-            for (int layer = 0; layer < 8; layer++) watchdog.progress(2, "checkpoint"), usleep(300000);
-        return 0;
-    });
-    processes.wait(15);
-    for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 0);
-    CHECK_EQUAL(processes.all_err(), std::string());
-}
-
-// Ctrl-Z and fg: all processes stand still for longer than the limit, and nobody is blamed for it.
-TEST(ddp_a_pause_of_all_is_no_alarm) {
-    ranks::Processes processes;
-    processes.start_world(2, [](World& world) {
-        Watchdog watchdog(world, {2, ""});
-        for (int64_t step = 1; step <= 100; step++) {
-            watchdog.progress(step, "forward");
-            usleep(20000);
-            world.sum(1.0);
-            if (step == 1) std::fprintf(stderr, "started\n");
-        }
-        return 0;
-    });
-    for (const size_t i : {0, 1}) CHECK(processes.wait_for(i, "started"));
-    for (const pid_t pid : processes.pids) kill(pid, SIGSTOP);
-    usleep(3500000);
-    for (const pid_t pid : processes.pids) kill(pid, SIGCONT);
-    processes.wait(15);
-    for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 0);
-    CHECK_EQUAL(processes.all_err("started"), std::string());
-}
-
-TEST(ddp_ranks_that_wait_for_each_other) {
-    ranks::Processes processes;
-    processes.start_world(3, [](World& world) {
-        Watchdog watchdog(world, {1, ""});
-        watchdog.progress(9, world.rank == 0 ? "evaluation" : "forward");
-        char byte;
-        if (world.rank != 2) world.broadcast(&byte, 1, 1 - world.rank);  // both receive, nobody sends
-        return 0;
-    });
-    CHECK(processes.wait(15) < 6);
-    for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 1);
-    const std::string err = processes.all_err();
-    CHECK_EQUAL(ranks::count_of(err, "error:"), size_t(1));
-    CHECK(err.find("all 3 ranks have waited for each other for 1.") != std::string::npos);
-    CHECK(err.find("rank 0 at step 9 in 'evaluation', rank 1 at step 9 in 'forward', rank 2 at step 9 in "
-                   "'waiting for all ranks to end'") != std::string::npos);
+    CHECK(processes.ended[1].status == 0 && processes.ended[1].err.empty());
 }
 
 TEST(ddp_heartbeat_file) {
@@ -860,11 +595,11 @@ TEST(ddp_heartbeat_file) {
     write_file(path, "{}\n");  // of an earlier run, which stays
     for (const std::string& file : {path, std::string("/dev/full"), folder.file("no/such/folder.jsonl")})
         processes.start({}, [=] {
-            World world;
-            Watchdog watchdog(world, {5, file});
-            watchdog.progress(1, "forward"), watchdog.step_done(1, 0.25, 5.5);
-            watchdog.progress(2, "update"), watchdog.step_done(2, 1.5, std::nan(""));
-            world.finish();
+            ranks::Watched w(0, 1, 5, file);
+            w.watchdog.progress(1, "forward");
+            w.watchdog.step_done(1, 0.25, 5.5);
+            w.watchdog.progress(2, "update");
+            w.watchdog.step_done(2, 1.5, std::nan(""));
             return 0;
         });
     processes.wait();

@@ -37,8 +37,23 @@ inline Options options_of(const Options& more) {
     for (const auto& [name, value] : more) options[name] = value;
     return options;
 }
-inline Result train_on(const Words& program, const Options& more) {
-    return execute(joined(program, words_of(options_of(more))), ranks_start());
+// gpus: those of the machine; 0: as many as the program has, four.
+inline Result train_on(const Words& program, const Options& more, int gpus = 0) {
+    Start start = ranks_start();
+    if (gpus) start.environment.push_back("EMULATED_GPUS=" + std::to_string(gpus));
+    return execute(joined(program, words_of(options_of(more))), start);
+}
+
+// The first step of a run on several ranks is that of one: the loss is the same, whoever computes which samples, and
+// the norm but for the roundings of sums: of samples in fp32, each at most 2^-24 of the norms of what is added, or of
+// --grad-reduce bf16, 2^-9 for each addend and each sum.
+constexpr double FP32_ROUNDINGS = 8 * 0x1p-24, BF16_ROUNDINGS = 4 * 0x1p-9;
+inline void check_first_step(const std::string& run, const std::string& one, double roundings) {
+    const std::vector<double> loss = logged(one, "loss"), norm = logged(one, "grad_norm"),
+                              loss_here = logged(run, "loss"), norm_here = logged(run, "grad_norm");
+    REQUIRE(!loss.empty() && !norm.empty() && loss_here.size() == loss.size() && norm_here.size() == norm.size());
+    CHECK_NEAR(loss_here[0], loss[0], 1e-6);  // the log's last digit
+    CHECK_NEAR(norm_here[0], norm[0], 2 * norm[0] * roundings + 1e-6);
 }
 
 }  // namespace emulated_runs
@@ -98,9 +113,7 @@ TEST(emulated_gpu_dumps_its_precision) {
     CHECK_EQUAL(read_raw(file).metadata.at("precision"), std::string("bf16"));
 }
 
-// Buckets that travel during the backward pass: the first step's loss is the same, whoever computes
-// which samples, and the norm but for the roundings of sums of four samples in fp32, each at most 2^-24
-// of the norms of what is added, or of --grad-reduce bf16, 2^-9 for each of two addends and their sum.
+// Buckets that travel during the backward pass, between GPUs of one rank each.
 TEST(emulated_gpus_sum_gradients) {
     using namespace emulated_runs;
     const char* what = "gradients of emulated GPUs";
@@ -108,25 +121,48 @@ TEST(emulated_gpus_sum_gradients) {
     if (one.empty()) return;
     TempFolder folder;
     REQUIRE_GOOD(train_on(one, {{"steps", "1"}, {"out", folder.file("one")}}));
-    const std::vector<double> loss = logged(folder.file("one"), "loss"), norm = logged(folder.file("one"), "grad_norm");
-    REQUIRE(loss.size() == 1 && norm.size() == 1);
+    for (const char* reduce : {"fp32", "bf16"})
+        for (const char* zero : {"0", "1"}) {
+            const std::string out = folder.file(std::string(reduce) + zero);
+            const Result r = train_on(two, {{"steps", "1"}, {"grad-reduce", reduce}, {"zero", zero}, {"out", out}});
+            CHECK_EQUAL(r.status, 0);
+            CHECK(r.out.find("gradients travel by NCCL, in ") != std::string::npos);
+            check_first_step(out, folder.file("one"), *reduce == 'b' ? BF16_ROUNDINGS : FP32_ROUNDINGS);
+        }
+}
+
+// More ranks than GPUs: gradients travel through the host, and the losses are those of one rank. Then a resume on one
+// rank, with a GPU for itself.
+TEST(emulated_ranks_share_a_gpu) {
+    using namespace emulated_runs;
+    const char* what = "ranks that share an emulated GPU";
+    const Words one = program_on(1, what);
+    if (one.empty()) return;
+    TempFolder folder;
+    const auto with = [&](const std::string& out, Options more = {}) {
+        more.insert({{"total-batch", "384"}, {"steps", "1"}, {"schedule", "constant"}, {"out", folder.file(out)}});
+        return more;
+    };
+    REQUIRE_GOOD(train_on(one, with("one")));
     const struct {
-        const char *out, *reduce, *zero;
-        double roundings;
-    } cases[] = {{"fp32", "fp32", "0", 8 * std::ldexp(1, -24)},
-                 {"zero", "fp32", "1", 8 * std::ldexp(1, -24)},
-                 {"bf16", "bf16", "0", 4 * std::ldexp(1, -9)},
-                 {"bf16_zero", "bf16", "1", 4 * std::ldexp(1, -9)}};
+        int ranks, gpus;
+        Options more;
+    } cases[] = {{2, 1, {}},
+                 {2, 1, {{"zero", "1"}, {"recompute", "2"}}},
+                 {3, 2, {{"grad-reduce", "bf16"}, {"zero", "1"}}},
+                 {3, 2, {{"grad-reduce", "bf16"}, {"recompute", "1"}}}};
     for (const auto& c : cases) {
-        const Result r =
-            train_on(two, {{"steps", "1"}, {"grad-reduce", c.reduce}, {"zero", c.zero}, {"out", folder.file(c.out)}});
+        const std::string out = format_text("case%d", int(&c - cases));
+        const Result r = train_on(program_on(c.ranks, what), with(out, c.more), c.gpus);
         CHECK_EQUAL(r.status, 0);
-        const std::vector<double> loss2 = logged(folder.file(c.out), "loss"),
-                                  norm2 = logged(folder.file(c.out), "grad_norm");
-        REQUIRE(loss2.size() == 1 && norm2.size() == 1);
-        CHECK_NEAR(loss2[0], loss[0], 1e-6);  // the log's last digit
-        CHECK_NEAR(norm2[0], norm[0], 2 * norm[0] * c.roundings + 1e-6);
+        CHECK(r.out.find("gradients travel by MPI through the host, because 2 ranks share GPU 0 (cuda_on_cpu") !=
+              std::string::npos);
+        CHECK(r.out.find("; one rank a GPU is faster, in ") != std::string::npos);
+        const bool bf16 = c.more.count("grad-reduce");
+        check_first_step(folder.file(out), folder.file("one"), bf16 ? BF16_ROUNDINGS : FP32_ROUNDINGS);
     }
+    CHECK_EQUAL(train_on(one, with("case1", {{"resume", "on"}, {"steps", "2"}}), 1).status, 0);
+    CHECK_EQUAL(logged(folder.file("case1"), "loss").size(), 2u);
 }
 
 // Each rank has its own --threads; GPUs and CPUs do not mix, which is said as it is.

@@ -385,7 +385,8 @@ TEST(what_does_not_fit_is_refused_with_what_would) {
     const auto refusal = [&](double available, const std::string& options) -> std::string {
         dev.available = available;
         try {
-            require_memory(dev, config_of("--model tiny --total-batch 4096 " + options), world);
+            Config c = config_of("--model tiny --total-batch 4096 " + options);
+            require_memory(dev, c, world, true);
         } catch (const Error& e) {
             return e.what();
         }
@@ -405,6 +406,17 @@ TEST(what_does_not_fit_is_refused_with_what_would) {
     CHECK_EQUAL(advice(needed(1, 2) - 1, "--batch 8"), "a smaller --seq-len or model");
     // 14 samples a step: 7, not 6
     CHECK_EQUAL(advice(needed(7, 2), "--batch 14 --total-batch 7168 --recompute 2"), "--batch 7");
+    // A micro-batch that nobody gave becomes the largest that fits, as long as one does.
+    const auto taken = [&](double available) {
+        dev.available = available;
+        Config c = config_of("--model tiny --total-batch 7168 --batch 14");
+        require_memory(dev, c, world, false);
+        return c.batch;
+    };
+    CHECK_EQUAL(taken(needed(14, 0)), int64_t(14));
+    CHECK_EQUAL(taken(needed(14, 0) - 1), int64_t(7));
+    CHECK_EQUAL(taken(needed(1, 0)), int64_t(1));
+    CHECK_FAILS(1, "choose --batch 1 with --recompute 2", taken(needed(1, 0) - 1));
 }
 
 TEST(samples_that_cannot_be_made_are_refused) {

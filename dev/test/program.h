@@ -443,7 +443,7 @@ inline std::string safetensors_bytes(const std::string& header, const std::strin
 
 // mpirun of the machine, "" with a note where the build or the machine has none.
 inline std::string find_mpirun(const char* what) {
-    if (!mpi_name()) return skip(format_text("%s: this build has no MPI", what)), "";
+    if (mpi_name().empty()) return skip(format_text("%s: this build has no MPI", what)), "";
     std::istringstream folders(std::getenv("PATH") ? std::getenv("PATH") : "");
     for (std::string folder; std::getline(folders, folder, ':');)
         if (access((folder + "/mpirun").c_str(), X_OK) == 0) return folder + "/mpirun";
