@@ -172,7 +172,7 @@ struct World {
 #endif
 
     template <class T>
-    void sum_of(T* x, size_t count) const {
+    void sum_of([[maybe_unused]] T* x, [[maybe_unused]] size_t count) const {
         if (size == 1) return;
         const Watchdog::Waiting waiting(watchdog);
 #ifdef USE_NCCL

@@ -262,7 +262,7 @@ struct Machine {
     bool rough = false;
 
     // Streams.
-    bool run_late = false;
+    bool run_late = getenv("EMULATED_LATE") != nullptr;
     Stream default_stream;
     std::vector<Stream*> streams = {&default_stream};
 

@@ -37,10 +37,12 @@ inline Options options_of(const Options& more) {
     for (const auto& [name, value] : more) options[name] = value;
     return options;
 }
-// gpus: those of the machine; 0: as many as the program has, four.
-inline Result train_on(const Words& program, const Options& more, int gpus = 0) {
+// gpus: those of the machine; 0: as many as the program has, four. late: streams run as late as the program's waits
+// allow, so that a missing one shows.
+inline Result train_on(const Words& program, const Options& more, int gpus = 0, bool late = false) {
     Start start = ranks_start();
     if (gpus) start.environment.push_back("EMULATED_GPUS=" + std::to_string(gpus));
+    if (late) start.environment.push_back("EMULATED_LATE=1");
     return execute(joined(program, words_of(options_of(more))), start);
 }
 
@@ -153,7 +155,8 @@ TEST(emulated_ranks_share_a_gpu) {
                  {3, 2, {{"grad-reduce", "bf16"}, {"recompute", "1"}}}};
     for (const auto& c : cases) {
         const std::string out = format_text("case%d", int(&c - cases));
-        const Result r = train_on(program_on(c.ranks, what), with(out, c.more), c.gpus);
+        const bool late = c.ranks == 2;
+        const Result r = train_on(program_on(c.ranks, what), with(out, c.more), c.gpus, late);
         CHECK_EQUAL(r.status, 0);
         CHECK(r.out.find("gradients travel by MPI through the host, because 2 ranks share GPU 0 (cuda_on_cpu") !=
               std::string::npos);
