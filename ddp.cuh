@@ -251,10 +251,10 @@ struct World {
     }
 
     // bytes of the root on every rank.
-    void broadcast(void* x, size_t bytes, int root) const {
+    void broadcast(void* x, [[maybe_unused]] size_t bytes, [[maybe_unused]] int root) const {
         if (size == 1) return;
         const Watchdog::Waiting waiting(watchdog);
-        char* const to = static_cast<char*>(x);
+        [[maybe_unused]] char* const to = static_cast<char*>(x);
 #ifdef USE_NCCL
         if (link)
             return link->gather(to, bytes, [&](size_t at, const char* all, size_t n) {
