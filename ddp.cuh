@@ -352,11 +352,11 @@ struct Partition {
 
     Partition() = default;
     // bucket_mb: megabytes of a bucket at most. There are at least four where there are that many units, so that
-    // something travels while the backward pass goes on.
+    // something travels while the backward pass goes on; of one rank nothing travels, and all is one bucket.
     Partition(size_t total, int number_of_ranks, double bucket_mb) : ranks(number_of_ranks) {
         const size_t unit = CHUNK * size_t(ranks), wanted = size_t(bucket_mb * 1e6 / sizeof(float));
         elements = (total + 1 + unit - 1) / unit * unit;
-        bucket = std::max(unit, std::min(wanted, elements / 4) / unit * unit);
+        bucket = ranks == 1 ? elements : std::max(unit, std::min(wanted, elements / 4) / unit * unit);
     }
     size_t buckets() const { return (elements + bucket - 1) / bucket; }
     size_t begin(size_t b) const { return b * bucket; }

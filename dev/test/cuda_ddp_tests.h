@@ -105,9 +105,9 @@ struct TwoRanks {
         emu::peers = &peers;
         emu::machine.run_late = true;
         bool same = true;
-        {
-            ncclComm_t communicator = nullptr;
-            NCCL_CHECK(ncclCommInitRank(&communicator, 2, {}, 0));
+        ncclComm_t communicator = nullptr;
+        NCCL_CHECK(ncclCommInitRank(&communicator, 2, {}, 0));
+        {  // the reducer's end waits for what it has launched, for which the communicator must still be there
             NcclReducer reducer(dev, world, p, model.grads, {int(c.zero), c.grad_reduce == "bf16"}, communicator);
             const auto receive = [&](int step) {
                 while (!reducer.arrived()) {
@@ -133,8 +133,8 @@ struct TwoRanks {
                 same = same && reducer.times.steps == steps && reducer.times.total >= reducer.times.exposed &&
                        reducer.times.total > 0;
             }
-            NCCL_CHECK(ncclCommDestroy(communicator));
         }
+        NCCL_CHECK(ncclCommDestroy(communicator));
         std::vector<Cuda::real> params(p.elements);
         dev.copy(params.data(), static_cast<const Cuda::real*>(model.params), p.elements);
         emu::machine.run_late = false;

@@ -871,9 +871,11 @@ TEST(emulator_nccl_three_processes) {
     NCCL_CHECK(ncclGetUniqueId(&id));
     std::fflush(nullptr);
     alarm(60);  // a rank that is alone waits for ever
+    emu::machine.device_count = 3;
     for (int rank = 1; rank < 3; rank++)
         if (fork() == 0) {
             alarm(60);
+            CUDA_CHECK(cudaSetDevice(rank));
             nccl_collectives(3, rank, id);
             std::fflush(nullptr);
             std::_Exit(tests().failed_checks ? 1 : 0);
@@ -883,6 +885,25 @@ TEST(emulator_nccl_three_processes) {
         int status = 1;
         CHECK(wait(&status) > 0 && status == 0);
     }
+    emu::machine.device_count = 1;
+    alarm(0);
+}
+TEST(emulator_nccl_refuses_two_ranks_on_one_gpu) {
+    ncclUniqueId id;
+    NCCL_CHECK(ncclGetUniqueId(&id));
+    std::fflush(nullptr);
+    alarm(60);
+    const auto refused = [&](int rank) {
+        ncclComm_t communicator = nullptr;
+        return ncclCommInitRank(&communicator, 2, id, rank) == ncclInvalidUsage;
+    };
+    if (fork() == 0) {
+        alarm(60);
+        std::_Exit(refused(1) ? 0 : 1);
+    }
+    CHECK(refused(0));
+    int status = 1;
+    CHECK(wait(&status) > 0 && status == 0);
     alarm(0);
 }
 #endif
