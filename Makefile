@@ -19,6 +19,7 @@
 
 CXX ?= g++
 NVCC ?= nvcc
+MPICXX ?= mpicxx
 MARCH ?= native
 BUILD ?= build
 ifneq ($(origin GPU),command line)
@@ -55,7 +56,7 @@ accepted = $(shell $(CXX) $(MARCH:%=-march=%) -Werror $(1) -x c++ -fsyntax-only 
 NO_OMP := $(or $(NO_OMP),$(filter hip,$(GPU)))
 HAVE_OMP := $(call links,OMP,omp.h,-fopenmp)
 # The compiler wrappers of MPICH and Open MPI both print what they would run.
-MPI_WORDS := $(shell mpicxx -show 2>/dev/null)
+MPI_WORDS := $(shell $(MPICXX) -show 2>/dev/null)
 HAVE_MPI := $(if $(MPI_WORDS),$(call links,MPI,mpi.h,$(filter -I% -L% -l%,$(MPI_WORDS))))
 # Without OpenMP one thread computes; oneDNN would bring threads of its own.
 HAVE_DNNL := $(if $(HAVE_OMP),$(call links,DNNL,oneapi/dnnl/dnnl.h,-ldnnl))

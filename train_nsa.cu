@@ -1401,7 +1401,7 @@ static int run_check(const Config& c, World& world) {
     if (!c.config.empty() && !only_prints) read_options_file(c, given, world.rank == 0);
     int status = 0;
     if (c.help) print_help(verb);
-    else if (c.version) print_version();
+    else if (c.version) print_version(mpi_name(), pmi_of(mpi_name()));
     else if (verb == TRAIN) status = run_train(c, given, world);
     else if (verb == TOKENIZE) run_tokenize<Tokenizer>(c, usable_processors());
     else if (verb == SAMPLE) run_sample(c, world);

@@ -129,8 +129,8 @@ inline void print_build(const BuildReport& r) {
     std::printf("  memory       %.0f MiB available\n", r.available_bytes / (1 << 20));
 }
 
-// --version: one line each.
-inline void print_version() {
+// --version: one line each. mpi: the MPI library's name, "" without one; pmi: what Slurm's srun has to offer it.
+inline void print_version(const std::string& mpi, const std::string& pmi) {
     std::printf("train_nsa %s\ncompiler: %s\n", version_text(), compiler_name().c_str());
     std::string engines = std::string("CPU (") + gemm_name() + ")";
 #ifdef HAVE_CUDA
@@ -141,6 +141,7 @@ inline void print_version() {
 #endif
 #endif
     std::printf("engines: %s\n", engines.c_str());
+    if (!mpi.empty()) std::printf("MPI: %s; under Slurm srun --mpi=%s\n", mpi.c_str(), pmi.c_str());
 }
 
 // One more line of the verb `check`.

@@ -83,7 +83,7 @@ class Watchdog {
         report_and_end(name + format_text(" has waited %.1f s for the other ranks ", idle) + where() +
                            format_text(" (--stall-timeout %g): ", limit) +
                            (behind.empty() ? "they do not do the same, are stopped, or the network lost something"
-                                           : behind + " by their heartbeats not come as far; look there"),
+                                           : behind + " not come as far, by the heartbeats; look there"),
                        false);
     }
 

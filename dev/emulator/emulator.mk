@@ -7,6 +7,7 @@
 # CXX: a g++ for C++17. BUILD: where objects and programs go. RACE_PROGRAMS: random programs that the race detector is
 # tried on.
 CXX ?= g++
+MPICXX ?= mpicxx
 BUILD ?= build
 RACE_PROGRAMS ?= 1000
 
@@ -45,5 +46,5 @@ $(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/%.cpp $(EMULATOR_HEADERS)
 # libraries behind it.
 $(BUILD)/train_nsa_emulated: train_nsa.cu $(EMULATOR_HEADERS)
 	@mkdir -p $(BUILD)
-	mpicxx $(EMULATOR_FLAGS) -O2 -pthread -rdynamic -DEMULATED_GPUS=4 -DUSE_MPI -DOMPI_SKIP_MPICXX \
+	$(MPICXX) $(EMULATOR_FLAGS) -O2 -pthread -rdynamic -DEMULATED_GPUS=4 -DUSE_MPI -DOMPI_SKIP_MPICXX \
 	    -DMPICH_SKIP_MPICXX $(SAN_FLAGS) -x c++ $< -x none -o $@

@@ -497,7 +497,7 @@ TEST(ddp_a_stalled_rank_shows_its_stack) {
         CHECK(processes.ended[waiting].seconds > processes.ended[1].seconds + 1);
         ranks::check_line(processes.ended[waiting], 1,
                           {format_text("rank %zu on here has waited 4.", waiting), "for the other ranks at step 5",
-                           "rank 1 has by their heartbeats not come as far"});
+                           "rank 1 has not come as far, by the heartbeats"});
     }
     for (const ranks::Ended& e : processes.ended) CHECK_EQUAL(e.status, 1);
 }

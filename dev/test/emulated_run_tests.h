@@ -40,7 +40,7 @@ inline Options options_of(const Options& more) {
 // gpus: those of the machine; 0: as many as the program has, four. late: streams run as late as the program's waits
 // allow, so that a missing one shows.
 inline Result train_on(const Words& program, const Options& more, int gpus = 0, bool late = false) {
-    Start start = ranks_start();
+    Start start;
     if (gpus) start.environment.push_back("EMULATED_GPUS=" + std::to_string(gpus));
     if (late) start.environment.push_back("EMULATED_LATE=1");
     return execute(joined(program, words_of(options_of(more))), start);
@@ -180,7 +180,7 @@ TEST(emulated_gpus_with_unlike_ranks) {
             if (more == &second) words.push_back(":");
             words = joined(words, {"-np", "1", two[3]}), words = joined(words, words_of(options_of(*more)));
         }
-        return execute(words, ranks_start());
+        return execute(words);
     };
     const std::string out = folder.file("run");
     CHECK_EQUAL(unlike({{"steps", "1"}, {"out", out}}, {{"steps", "1"}, {"out", out}, {"threads", "2"}}).status, 0);

@@ -101,8 +101,7 @@ TEST(run_evaluates_at_any_length) {
             for (const int ranks : {1, 2}) {
                 if (ranks == 2 && (mpirun.empty() || T != 100)) continue;
                 const Words command = joined(words, {"--batch", batch});
-                const Result r =
-                    ranks == 1 ? execute(command) : execute(joined({mpirun, "-np", "2"}, command), ranks_start());
+                const Result r = ranks == 1 ? execute(command) : execute(joined({mpirun, "-np", "2"}, command));
                 REQUIRE(r.status == 0);
                 if (first.empty()) first = r.out;
                 CHECK_EQUAL(r.out, first);

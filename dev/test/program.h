@@ -60,8 +60,17 @@ inline const std::string& path() {
     return absolute;
 }
 
+inline Words joined(Words words, const Words& more) {
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+}
+
 inline std::vector<std::string> child_environment(const Start& start) {
-    std::vector<std::string> all = start.environment;
+    // Open MPI refuses root and more ranks than cores unless told; MPICH does not look at these.
+    static const Words open_mpi = {"OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+                                   "OMPI_MCA_rmaps_base_oversubscribe=1",
+                                   "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"};
+    std::vector<std::string> all = joined(start.environment, open_mpi);
     all.push_back("CUDA_VISIBLE_DEVICES=");
     for (char** e = environ; *e && !start.only_this_environment; e++) {
         const std::string variable = *e, name = variable.substr(0, variable.find('=') + 1);
@@ -152,11 +161,6 @@ inline Result execute(const Words& words, const Start& start = {}) {
     result.seconds = seconds_now() - begin;
     result.status = late ? 1000 : WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
     return result;
-}
-
-inline Words joined(Words words, const Words& more) {
-    words.insert(words.end(), more.begin(), more.end());
-    return words;
 }
 
 inline Result run(const Words& arguments, const Start& start = {}) {
@@ -450,15 +454,7 @@ inline std::string find_mpirun(const char* what) {
     return skip(format_text("%s: no mpirun on this machine", what)), "";
 }
 
-// Open MPI refuses root and more ranks than cores unless told; MPICH does not look at these.
-inline program::Start ranks_start() {
-    program::Start start;
-    start.environment = {"OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
-                         "OMPI_MCA_rmaps_base_oversubscribe=1", "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"};
-    return start;
-}
 inline program::Result train_on_ranks(const std::string& mpirun, int ranks, const program::Options& more) {
     return program::execute(
-        program::joined({mpirun, "-np", std::to_string(ranks), program::path()}, program::small_words(more)),
-        ranks_start());
+        program::joined({mpirun, "-np", std::to_string(ranks), program::path()}, program::small_words(more)));
 }

@@ -49,8 +49,7 @@ class StopTrial {
         if (checkpoint.empty()) return "no checkpoint";
         const int64_t step = read_manifest(checkpoint).step, until = (step / SAVE_EVERY + 1) * SAVE_EVERY;
         if (until > REFERENCE_STEPS) return format_text("step %lld: the machine is too fast", (long long)step);
-        const Result resumed =
-            execute(command({{"out", out}, {"resume", "on"}, {"steps", std::to_string(until)}}), ranks_start());
+        const Result resumed = execute(command({{"out", out}, {"resume", "on"}, {"steps", std::to_string(until)}}));
         if (resumed.status != 0) return format_text("the resume ends with %d: ", resumed.status) + resumed.err;
         const std::vector<std::string> lines = training_losses(out);
         if (lines.size() != size_t(until))
@@ -98,7 +97,7 @@ class StopTrial {
                    {"save-every", std::to_string(SAVE_EVERY)}}) {}
 
     void run(int stops, int at_a_time) {
-        Start start = ranks_start();
+        Start start;
         start.seconds = 600;
         REQUIRE_GOOD(
             execute(command({{"out", folder.file("whole")}, {"steps", std::to_string(REFERENCE_STEPS)}}), start));
@@ -151,15 +150,15 @@ TEST(stop_signal_leaves_validation) {
         CHECK(newest_checkpoint(out).empty());  // it was the validation before the first step
         std::filesystem::remove_all(out);
 
-        CHECK_EQUAL(execute(command({{"steps", "3"}}), ranks_start()).status, 0);
+        CHECK_EQUAL(execute(command({{"steps", "3"}})).status, 0);
         const std::string whole = lines_of(losses_of(out)).back();
         CHECK_EQUAL(whole.substr(0, 8), std::string("s:3 tel:"));
         std::filesystem::remove_all(out);
 
-        CHECK_EQUAL(execute(command({{"steps", "2"}}), ranks_start()).status, 0);
+        CHECK_EQUAL(execute(command({{"steps", "2"}})).status, 0);
         stopped_in_validation({{"steps", "3"}, {"resume", "on"}, {"eval-batches", "1000000"}}, "step 0003 | loss");
         CHECK_EQUAL(read_manifest(newest_checkpoint(out)).step, int64_t(3));
-        CHECK_EQUAL(execute(command({{"steps", "3"}, {"resume", "on"}}), ranks_start()).status, 0);
+        CHECK_EQUAL(execute(command({{"steps", "3"}, {"resume", "on"}})).status, 0);
         CHECK_EQUAL(lines_of(losses_of(out)).back(), whole);
     }
 }

@@ -1,0 +1,220 @@
+#!/usr/bin/env bash
+# Ranks as real launchers start them: MPICH's and Open MPI's mpirun, each with a program of its own, and a Slurm of one
+# node that is set up here for the time of the check: srun with a PMI, srun without, and dev/slurm.sh, which is stopped
+# at its time limit, queued again and goes on. On CPUs, 2 ranks.
+#     dev/launcher_check.sh        BUILD=build MARCH=native
+# Of Debian's packages: mpich libmpich-dev libopenmpi-dev openmpi-bin munge slurmctld slurmd slurm-client. What is not
+# there is said and left out. Ends with "N passed, N failed".
+set -uo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+cd "$(dirname "$0")/.." || exit 2
+root=$PWD build=${BUILD:-build}
+work=$(mktemp -d)
+passed=0 failed=0
+finish() {
+    for daemon in slurmd slurmctld munged; do
+        [ -f "$work/slurm/$daemon.pid" ] && kill "$(cat "$work/slurm/$daemon.pid")" 2>/dev/null
+    done
+    rm -rf "$work"
+}
+trap finish EXIT
+
+# good NAME COMMAND...: counts the command's success; what it printed is shown where it fails.
+good() {
+    local name=$1
+    shift
+    if "$@" >"$work/output" 2>&1; then
+        echo "ok   $name"
+        passed=$((passed + 1))
+    else
+        echo "FAIL $name: $*"
+        sed 's/^/    /' "$work/output" | tail -30
+        failed=$((failed + 1))
+    fi
+}
+skipped() { echo "skipped: $*"; }
+# Slurm and Open MPI's mpirun leave variables behind that make a process believe it is a rank.
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+
+small=(--model tiny --seq-len 128 --total-batch 512 --batch 1 --threads 1 --sample-tokens 0 --eval-batches 1 --seed 5)
+losses() { sed -nE 's/.*"step": ?([0-9]+),.*"loss": ?([0-9.]+).*/\1 \2/p' "$1/log.jsonl"; }
+# Ranks add in another order, which is 2^-24 of a sum; twenty steps of it stay far below one in a thousand.
+same_losses() {
+    paste -d' ' <(losses "$1") <(losses "$2") | awk '
+        { n++; d = $2 - $4; if ($1 != $3 || !(d * d <= 1e-6 * $2 * $2)) bad = 1 }
+        END { if (n < 20 || bad) { print n " steps compared, not the same losses"; exit 1 } }'
+}
+says() { # says STATUS TEXT COMMAND...: one line on stderr with this text, and this status
+    local status=$1 text=$2 found
+    shift 2
+    timeout 60 "$@" >/dev/null 2>"$work/says"
+    found=$?
+    grep -v '^srun:\|^slurmstepd:\|^===\|^=  \|^$' "$work/says"
+    [ "$found" -eq "$status" ] && [ "$(grep -c 'train_nsa: error' "$work/says")" -eq 1 ] && grep -qF -e "$text" "$work/says"
+}
+stops_and_resumes() { # stops_and_resumes FOLDER MPIRUN PROGRAM
+    "$2" -np 2 "$3" "${small[@]}" --steps 100000 --eval-every 0 --out "$1" >"$work/stopped" 2>&1 &
+    local mpirun=$! status
+    for _ in $(seq 300); do
+        grep -q 'step 0*12 ' "$work/stopped" && break
+        sleep 0.1
+    done
+    kill -USR1 "$mpirun"
+    wait "$mpirun"
+    status=$?
+    cat "$work/stopped"
+    # MPICH's mpirun may return 0 where a signal ended its wait for the ranks; their own words and files count.
+    [ "$status" -eq 75 ] || { [ "$2" = mpirun.mpich ] && [ "$status" -eq 0 ]; } || {
+        echo "status $status, expected 75"
+        return 1
+    }
+    grep -q '^stopped by SIG' "$work/stopped" || return 1
+    local step
+    step=$(find "$1" -name 'step_*' -printf '%f\n' | sort | tail -1 | sed 's/step_0*//')
+    "$2" -np 2 "$3" "${small[@]}" --steps $((step + 3)) --eval-every 0 --out "$1" --resume
+}
+
+declare -A programs
+mpi_of() { # mpi_of NAME: builds with its compiler wrapper; trains under its mpirun
+    local name=$1
+    command -v "mpicxx.$name" >/dev/null && command -v "mpirun.$name" >/dev/null || {
+        skipped "no mpicxx.$name and mpirun.$name"
+        return
+    }
+    good "$name: builds" env MAKEFLAGS= make -s BUILD="$build/$name" MPICXX="mpicxx.$name" NO_CUDA=1 CONFIGURED=1 \
+        "$build/$name/train_nsa"
+    programs[$name]=$root/$build/$name/train_nsa
+    good "$name: one process" "${programs[$name]}" "${small[@]}" --steps 20 --out "$work/$name/one"
+    good "$name: mpirun -np 2" "mpirun.$name" -np 2 "${programs[$name]}" "${small[@]}" --steps 20 --out "$work/$name/two"
+    good "$name: two ranks learn what one does" same_losses "$work/$name/one" "$work/$name/two"
+    good "$name: SIGUSR1 to mpirun saves, --resume goes on" stops_and_resumes "$work/$name/stop" "mpirun.$name" \
+        "${programs[$name]}"
+}
+mpi_of mpich
+mpi_of openmpi
+if [ ${#programs[@]} -eq 2 ]; then
+    good "MPICH's program under Open MPI's mpirun is refused" says 2 "belongs to another MPI" \
+        mpirun.openmpi -np 2 "${programs[mpich]}" "${small[@]}" --steps 1 --out "$work/crossed"
+    good "Open MPI's program under MPICH's mpirun is refused" says 2 "belongs to another MPI" \
+        mpirun.mpich -np 2 "${programs[openmpi]}" "${small[@]}" --steps 1 --out "$work/crossed"
+fi
+
+# ---- Slurm
+
+for needed in slurmctld slurmd munged srun; do
+    PATH=$PATH:/usr/sbin command -v "$needed" >/dev/null || missing=${missing:-$needed}
+done
+[ "$(id -u)" -eq 0 ] || missing=${missing:-root}
+[ ${#programs[@]} -gt 0 ] || missing=${missing:-MPI}
+if [ -n "${missing:-}" ]; then
+    skipped "no $missing, so nothing was tried under Slurm"
+    echo "$passed passed, $failed failed"
+    [ "$failed" -eq 0 ]
+    exit
+fi
+
+start_slurm() {
+    export PATH=$PATH:/usr/sbin
+    local s=$work/slurm port=$((20000 + $$ % 20000 / 2 * 2)) host gpu
+    host=$(hostname -s)
+    chmod 755 "$work"
+    mkdir -p "$s/state" "$s/spool"
+    # dev/slurm.sh asks for eight GPUs a node; device files without a device stand for them.
+    for gpu in 0 1 2 3 4 5 6 7; do mknod "$s/gpu$gpu" c 1 3; done
+    echo "Name=gpu File=$s/gpu[0-7]" >"$s/gres.conf"
+    cat >"$s/slurm.conf" <<CONF
+ClusterName=launcher_check
+SlurmctldHost=$host(127.0.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket=$s/munge.socket
+SlurmctldPort=$port
+SlurmdPort=$((port + 1))
+StateSaveLocation=$s/state
+SlurmdSpoolDir=$s/spool
+SlurmctldPidFile=$s/slurmctld.pid
+SlurmdPidFile=$s/slurmd.pid
+SlurmctldLogFile=$s/slurmctld.log
+SlurmdLogFile=$s/slurmd.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+SelectType=select/cons_tres
+GresTypes=gpu
+SlurmdParameters=config_overrides
+ReturnToService=2
+NodeName=$host NodeAddr=127.0.0.1 CPUs=64 Gres=gpu:8 State=UNKNOWN
+PartitionName=all Nodes=$host Default=YES MaxTime=INFINITE State=UP
+CONF
+    export SLURM_CONF=$s/slurm.conf
+    head -c 1024 /dev/urandom >"$s/key"
+    chmod 600 "$s/key"
+    munged --force --key-file="$s/key" --socket="$s/munge.socket" --pid-file="$s/munged.pid" \
+        --log-file="$s/munged.log" --seed-file="$s/seed" --num-threads=2
+    slurmctld
+    slurmd
+    for _ in $(seq 60); do
+        [ "$(sinfo -h -o %T 2>/dev/null)" = idle ] && return 0
+        sleep 0.5
+    done
+    sinfo
+    scontrol show node
+    tail -n 20 "$s/slurmctld.log"
+    tail -n 20 "$s/slurmd.log"
+    return 1
+}
+good "a Slurm of one node" start_slurm
+if [ "$(sinfo -h -o %T)" = idle ]; then
+    for name in "${!programs[@]}"; do
+        case $name in mpich) pmi=pmi2 ;; *) pmi=pmix ;; esac
+        if ! srun --mpi=list 2>&1 | grep -qw "$pmi"; then
+            skipped "no --mpi=$pmi in this Slurm"
+            continue
+        fi
+        good "srun --mpi=$pmi -n 2, $name" srun --mpi=$pmi -n 2 "${programs[$name]}" "${small[@]}" --steps 20 \
+            --out "$work/$name/srun"
+        good "srun --mpi=$pmi: two ranks learn what one does" same_losses "$work/$name/one" "$work/$name/srun"
+        good "srun without a PMI names --mpi=$pmi, $name" says 2 "srun --mpi=$pmi ./train_nsa" \
+            srun -n 2 "${programs[$name]}" "${small[@]}" --steps 1 --out "$work/$name/none"
+    done
+
+    # At its limit of two minutes, Slurm sends USR1 90 to 30 seconds before it: a checkpoint, status 75, queued again.
+    name=${!programs[*]}
+    name=${name%% *}
+    mkdir "$work/batch"
+    ln -s "${programs[$name]}" "$work/batch/train_nsa"
+    job() { scontrol show job "$id" | grep -o "$1=[^ ]*" | cut -d= -f2; }
+    started() { [ "$(grep -c '^resume\|^run ' "$work/batch/out")" -ge "$1" ]; }
+    requeued() {
+        for _ in $(seq 150); do
+            [ "$(job Restarts)" = 1 ] && return 0
+            sleep 1
+        done
+        scontrol show job "$id"
+        cat "$work/batch/out"
+        return 1
+    }
+    continues() {
+        scontrol update JobId="$id" StartTime=now
+        local first last
+        first=$(find "$work/batch/run" -name 'step_*' -printf '%f\n' | sort | tail -1 | sed 's/step_0*//')
+        for _ in $(seq 120); do
+            last=$(losses "$work/batch/run" | tail -1 | cut -d' ' -f1)
+            [ "${last:-0}" -gt $((first + 10)) ] && return 0
+            sleep 1
+        done
+        scontrol show job "$id"
+        cat "$work/batch/out"
+        return 1
+    }
+    id=$(cd "$work/batch" && sbatch --parsable --nodes=1 --ntasks-per-node=2 --cpus-per-task=1 --time=2 \
+        --signal=USR1@30 --output="$work/batch/out" "$root/dev/slurm.sh" "${small[@]}" --steps 100000000 \
+        --eval-every 0 --out "$work/batch/run")
+    good "sbatch dev/slurm.sh, $name: at the time limit a checkpoint, and queued again" requeued
+    good "sbatch dev/slurm.sh, $name: the second start continues" continues
+    scancel "$id"
+    sleep 1
+fi
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]
