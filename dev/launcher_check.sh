@@ -15,6 +15,7 @@ finish() {
     for daemon in slurmd slurmctld munged; do
         [ -f "$work/slurm/$daemon.pid" ] && kill "$(cat "$work/slurm/$daemon.pid")" 2>/dev/null
     done
+    sleep 1
     rm -rf "$work"
 }
 trap finish EXIT
@@ -196,12 +197,13 @@ if [ "$(sinfo -h -o %T)" = idle ]; then
         return 1
     }
     continues() {
-        scontrol update JobId="$id" StartTime=now
         local first last
         first=$(find "$work/batch/run" -name 'step_*' -printf '%f\n' | sort | tail -1 | sed 's/step_0*//')
-        for _ in $(seq 120); do
+        for _ in $(seq 180); do
             last=$(losses "$work/batch/run" | tail -1 | cut -d' ' -f1)
             [ "${last:-0}" -gt $((first + 10)) ] && return 0
+            # Slurm lets a job that is queued again wait for two minutes, which this takes back.
+            [ "$(job JobState)" = PENDING ] && scontrol update JobId="$id" StartTime=now
             sleep 1
         done
         scontrol show job "$id"
