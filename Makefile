@@ -9,6 +9,7 @@
 # Settings, each with a default; a changed setting rebuilds:
 #   NO_CUDA=1 NO_NCCL=1 NO_MPI=1 NO_DNNL=1 NO_OMP=1 NO_ZLIB=1 NO_ZSTD=1   leave something out although it is there
 #   NO_CUBLAS=1                             matrix products on the GPU by a plain kernel of our own, slowly
+#   MPICXX=mpicxx.openmpi                   another MPI than the system's first, by its compiler wrapper
 #   MARCH=native                            the processor to build for; MARCH= for a portable binary
 #   GPU_COMPUTE_CAPABILITY=90               GPU architecture; default: the GPU found here, else sm_80, sm_90 and PTX
 #   PRECISION=BF16|FP32                     of the CUDA engine; FP32 for diagnosis and for GPUs below sm_80

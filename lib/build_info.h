@@ -86,6 +86,17 @@ inline std::string dnnl_version_text() {
 #endif
 }
 
+// Before 3.11 oneDNN's kernels keep the stack pointer in the heap (uxlfoundation/oneDNN #4845), where the frame of a
+// signal handler overwrites other memory. Our own signals are taken elsewhere; a profiler's are not.
+inline const char* dnnl_caveat() {
+#ifdef USE_DNNL
+    const dnnl_version_t* v = dnnl_version();
+    if (v->major < 3 || (v->major == 3 && v->minor < 11))
+        return ", older than 3.11: a sampling profiler's signals crash it; NO_DNNL=1 for profiles";
+#endif
+    return "";
+}
+
 // cuda: a line about the CUDA engine where it is in use, else ""; not_used: why it is not. mpi: the library's name, or
 // "".
 struct BuildReport {
@@ -115,7 +126,7 @@ inline void print_build(const BuildReport& r) {
     std::printf("%s NCCL         %s%s\n", tick(!nccl.empty()), nccl.empty() ? "not in this build" : nccl.c_str(),
                 nccl.empty() && r.gpu ? ": gradients of several GPUs travel through the host" : "");
     std::printf("%s oneDNN       %s\n", tick(!dnnl.empty()),
-                dnnl.empty() ? "not in this build: the GEMMs are our own" : dnnl.c_str());
+                dnnl.empty() ? "not in this build: the GEMMs are our own" : (dnnl + dnnl_caveat()).c_str());
 #ifdef USE_ZLIB
     std::printf("%s zlib         tokenize reads .gz\n", tick(true));
 #else
