@@ -877,9 +877,9 @@ void micro_step(Model<Dev>& model, Activations<Dev>& a, const int32_t* inputs, c
 
 // --deterministic: one sample at a time, forward and backward, with gradients added in a tree that depends on the
 // number of samples alone. The sum over the `count` samples first, first + stride, ... is the sum over the even ones of
-// them plus the sum over the odd ones, and so on down. With a power of two of ranks the samples of a rank are such a
-// set, and Reducer adds the ranks' sums further up the same tree: the same bits for any of these numbers of ranks. The
-// result is in the buffer of this level; level 0 is model.grads.
+// them plus the sum over the odd ones, and so on down. Of two ranks, one has the even samples and one the odd ones, and
+// Reducer adds the two sums at the top of the same tree: the same bits as one rank's. (What more ranks have, MPI and
+// NCCL add in an order of their own.) The result is in the buffer of this level; level 0 is model.grads.
 template <class Dev>
 void sum_in_tree(Model<Dev>& model, Activations<Dev>& a, const std::vector<int32_t>& inputs,
                  const std::vector<int32_t>& targets, size_t first, size_t stride, size_t count, size_t level = 0) {

@@ -190,8 +190,8 @@ inline const std::vector<Option>& option_table() {
         {"zero", TRAIN, &Config::zero, "0", 0, 1,
          "1: optimiser state (moments, fp32 master weights) is shared out over the ranks"},
         {"deterministic", TRAIN, &Config::deterministic,
-         "the same bits for any number of ranks (a power of two) and any accumulation: one sample at a time, sums in a "
-         "fixed tree; slower"},
+         "the same bits on one and on two ranks, with any accumulation: one sample at a time, sums in a fixed tree; "
+         "slower"},
         // the run
         {"seed", TRAIN | SAMPLE, &Config::seed, "1337", 0, 9e15, "of weights, data order and samples"},
         {"eval-every", TRAIN, &Config::eval_every, "preset", 0, T, "steps between validations; 0: only at the end"},
@@ -643,8 +643,11 @@ inline void validate_run(const Config& c, int ranks) {
         fail_usage("--stall-timeout %g: ranks are listened to five times a second; give at least 1, or 0 for none",
                    c.stall_timeout);
     if (c.data != "synthetic") require_no_bytes(c);
-    if (c.deterministic && (ranks & (ranks - 1)))
-        fail_usage("--deterministic on %d ranks: its tree needs a power of two of them", ranks);
+    if (c.deterministic && ranks > 2)
+        fail_usage(
+            "--deterministic on %d ranks: in which order MPI or NCCL adds what more than two of them have is theirs "
+            "to choose; start at most 2",
+            ranks);
 }
 
 // How the user calls the program, for commands that are printed.

@@ -178,8 +178,10 @@ TEST_LONG(emulated_gpus_started_by_variables_that_die) {
     const std::vector<Words> variables = variables_of_ranks(2);
     const Words words = with_options(
         program, {{"out", folders[0].file("run")}, {"steps", "1000000"}, {"eval-every", "0"}, {"stall-timeout", "5"}});
-    Running first(joined(joined({"/usr/bin/env"}, variables[0]), words), folders[0]),
-        second(joined(joined({"/usr/bin/env"}, variables[1]), words), folders[1]);
+    // A GPU's host does not wait inside of a collective that it launches, and so must the emulated one's.
+    const Words env = {"/usr/bin/env", "EMULATED_LATE=1"};
+    Running first(joined(joined(env, variables[0]), words), folders[0]),
+        second(joined(joined(env, variables[1]), words), folders[1]);
     REQUIRE(first.reaches("step 0002 | loss", 50));
     kill(second.launcher, SIGKILL);
     second.end(5);
