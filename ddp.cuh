@@ -732,6 +732,7 @@ class NcclReducer : public Reducer<Cuda> {
         return true;
     }
     void await_results(int64_t at_step) override {
+        world.watchdog.progress(at_step, "waiting for the other ranks' GPUs");
         while (!arrived()) {
             const std::string failure = nccl_error(communicator);
             if (!failure.empty())
