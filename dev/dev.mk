@@ -16,11 +16,6 @@ $(BUILD)/test_device: $(BUILD)/test_device.o $(APART)
 $(BUILD)/test_device.o: test_nsa.cu $(BUILD)/command
 	$(COMPILE) $(LEVEL) -DCOMPILED_APART -DDEVICE_TESTS_ONLY $(DEPENDS) -c $< -o $@
 
-# Compiled for AMX on any x86-64; what the processor lacks is emulated.
-AMX_TESTS := $(if $(call accepted,-mamx-tile -mamx-bf16),$(BUILD)/amx_tests)
-$(BUILD)/amx_tests: dev/test/amx_tests.cpp $(BUILD)/command
-	$(HOST) -O2 -mamx-tile -mamx-bf16 $(DEPENDS) $< -o $@ $(HOST_LIBS) -ldl
-
 $(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS): $(BUILD)/command
 EMULATED = $(if $(HAVE_MPI),$(BUILD)/train_nsa_emulated)
 DEVICE = $(if $(GPU_FOUND),$(BUILD)/test_device)
@@ -30,8 +25,8 @@ DEVICE = $(if $(GPU_FOUND),$(BUILD)/test_device)
 test: test_nsa $(BUILD)/cuda_tests train_nsa $(EMULATED) $(SHORT_EMULATOR_PROGRAMS) $(CRASH_PROGRAMS) $(DEVICE)
 	@dev/run_tests.sh '$(BUILD)/cuda_tests --short' './test_nsa --short --shard 1/2' './test_nsa --short --shard 2/2' \
 	    $(CRASH_TESTS) $(SHORT_EMULATOR_TESTS) $(DEVICE)
-test_long: train_nsa test_nsa $(EMULATOR_PROGRAMS) $(EMULATED) $(AMX_TESTS)
-	@dev/run_tests.sh '$(BUILD)/cuda_tests_check' '$(BUILD)/cuda_tests --long' './test_nsa --long' $(LONG_EMULATOR_TESTS) $(AMX_TESTS) \
+test_long: train_nsa test_nsa $(EMULATOR_PROGRAMS) $(EMULATED)
+	@dev/run_tests.sh '$(BUILD)/cuda_tests_check' '$(BUILD)/cuda_tests --long' './test_nsa --long' $(LONG_EMULATOR_TESTS) \
 	    $(if $(HAVE_CUDA),dev/kernel_report.sh dev/loop_report.sh) \
 	    dev/launcher_check.sh $(if $(shell command -v hipcc),dev/hip_check.sh)
 # The program for AMD's GPUs, compiled and linked, never run

@@ -160,17 +160,11 @@ class TiledAttention {
     // Who sees what.
 
     static constexpr int LANES = VectorOf<float>::lanes;
-    static constexpr int whole(int n, int step) { return (n + step - 1) / step * step; }
-    static int whole_vectors(int n) { return whole(n, LANES); }
-    // Tiles of keys are cut, and padded with zeros, at multiples of this: vectors, or what AMX takes at once.
-    template <class Element>
-    static constexpr bool FOR_AMX = PER<Element> == 2 && HAVE_AMX;
-    template <class Element>
-    static constexpr int KEY_STEP = FOR_AMX<Element> ? 32 : LANES;
+    static int whole_vectors(int n) { return (n + LANES - 1) / LANES * LANES; }
     // Over how many elements a product sums so many rows or keys.
     template <class Element>
     static int depth_of(int n) {
-        return FOR_AMX<Element> ? whole(n, 32) / 2 : (n + PER<Element> - 1) / PER<Element>;
+        return (n + PER<Element> - 1) / PER<Element>;
     }
 
     // In the selected branch a tile is a selection block, so a query sees whole tiles, but for its own block.
@@ -205,13 +199,11 @@ class TiledAttention {
         const int width = tile_keys(branch, s), end = branch == CMP ? s.cmp_blocks(t1) : t1;
         return {oldest_key(branch, bg, t0, s) / width, (end + width - 1) / width};
     }
-    // The columns of a tile that any of these queries sees, widened to KEY_STEP; in the compressed branch, whose
+    // The columns of a tile that any of these queries sees, widened to whole vectors; in the compressed branch, whose
     // scores choose blocks too, from the tile's first key on.
-    template <class Element>
     static KeyRange columns_of(Branch branch, size_t bg, const int* tokens, int count, int tile, const NsaShape& s) {
-        constexpr int step = KEY_STEP<Element>;
-        return {branch == CMP ? 0 : visible_keys(branch, bg, tokens[0], tile, s).begin / step * step,
-                whole(visible_keys(branch, bg, tokens[count - 1], tile, s).end, step)};
+        return {branch == CMP ? 0 : visible_keys(branch, bg, tokens[0], tile, s).begin / LANES * LANES,
+                whole_vectors(visible_keys(branch, bg, tokens[count - 1], tile, s).end)};
     }
     // The queries that see a tile of keys, in order, in the branches whose queries do not choose.
     static std::vector<int> query_list(Branch branch, size_t bg, int tile, const NsaShape& s) {
@@ -261,7 +253,7 @@ class TiledAttention {
     Tiles<Element> operand_tiles(int slot, Branch branch, const float* x, const NsaShape& s, SumOver sum_over) {
         static_assert(sizeof(Element) == sizeof(float), "they share scratch memory");
         constexpr int per = PER<Element>;
-        const int D = s.D, width = tile_keys(branch, s), padded = whole(width, KEY_STEP<Element>),
+        const int D = s.D, width = tile_keys(branch, s), padded = whole_vectors(width),
                   keys = s.key_count(branch), count = (keys + width - 1) / width;
         const size_t group_stride = size_t(s.key_stride(branch)) * D, size = size_t(padded / per) * D;
         if constexpr (per == 1)
@@ -452,7 +444,6 @@ class TiledAttention {
                              vs = operand_tiles<Element>(1, in.branch, in.v, s, OVER_KEYS);
 #pragma omp parallel
         {
-            const AmxTiles registers(FOR_AMX<Element>);
             ForwardRoom<Element> room(size_t(s.heads_per_group()) * step, step, kt.padded, kept_tiles(to, s), s);
 #pragma omp for collapse(2) schedule(dynamic, 1)
             for (int bg = 0; bg < s.B * s.G; bg++)
@@ -498,7 +489,7 @@ class TiledAttention {
         const NsaShape& s = in.s;
         constexpr int per = PER<Element>;
         const int D = s.D, h = s.heads_per_group(), existing = s.key_count(in.branch) - tile * tile_keys(in.branch, s);
-        const KeyRange columns = columns_of<Element>(in.branch, bg, &room.tokens[j], end - j, tile, s);
+        const KeyRange columns = columns_of(in.branch, bg, &room.tokens[j], end - j, tile, s);
         const int n_rows = h * (end - j), n = columns.end - columns.begin,
                   n_existing = std::min(columns.end, existing) - columns.begin;
         tile_matmul(n_rows, n, D / per, q_rows + size_t(j) * h * D / per, D / per, 1, keys + columns.begin, padded,
@@ -593,7 +584,7 @@ class TiledAttention {
 #pragma omp parallel
         {
             TokenQueries<Element> queries(s);
-            const int padded = whole(tile_keys(in.branch, s), KEY_STEP<Element>);
+            const int padded = whole_vectors(tile_keys(in.branch, s));
             ForwardRoom<Element> room(size_t(queries.h), 1, padded, kept_tiles(to, s), s);
 #pragma omp for schedule(static)
             for (int bg = 0; bg < s.B * s.G; bg++) decode_token(to, bg, padded, room, queries, in);
@@ -616,7 +607,7 @@ class TiledAttention {
             const size_t at = (size_t(bg) * s.key_stride(in.branch) + size_t(tile) * width + visible.begin) * s.D;
             float* const scores = room.scores.data() + (keep ? tile * room.tile_size : 0);
             decode_tile(room, scores, keep ? room.p.data() : scores, padded, queries, visible,
-                        columns_of<Element>(in.branch, size_t(bg), &t, 1, tile, s), in.k + at, in.v + at, s.D);
+                        columns_of(in.branch, size_t(bg), &t, 1, tile, s), in.k + at, in.v + at, s.D);
             keys_read += visible.end - visible.begin;
         }
         finish_softmax(to, bg, t, 1, room, s);
@@ -692,7 +683,6 @@ class TiledAttention {
         zero(d.sums, s.query_rows() * D);
 #pragma omp parallel
         {
-            const AmxTiles registers(FOR_AMX<Element>);
             BackwardRoom<Element> room(size_t(h) * tile_queries(s), x.k.padded, D);
             // The order of the tiles matters: a tile waits for the one before it, which some thread has begun.
 #pragma omp for collapse(2) schedule(monotonic : dynamic, 1)
@@ -755,15 +745,6 @@ class TiledAttention {
 #pragma omp simd
         for (int i = 0; i < count; i++) to[i] += x[i];
     }
-    // sum_over_rows of floats or of pairs, with rows of zeros up to depth_of<Element>(rows).
-    template <class Element, class Number>
-    static const Element* sum_over_queries(Element* out, const Number* x, size_t ld, int rows, int columns) {
-        const Element* const operand = sum_over_rows(out, x, ld, rows, columns);
-        if constexpr (FOR_AMX<Element>)
-            for (int i = (rows + 1) / 2; i < depth_of<Element>(rows); i++)
-                std::fill_n(out + i * ld, columns, Element{});
-        return operand;
-    }
     // Some queries with one tile, whose first key is at `at` of dk and dv.  P' = e^(S - lse_gated), dS = P' (dP - r)
     template <class Element>
     static void backward_step(int bg, int tile, int n_keys, size_t at, const int* tokens, int count, const Turns& turns,
@@ -772,7 +753,7 @@ class TiledAttention {
         const NsaShape& s = in.s;
         constexpr int per = PER<Element>;
         const int D = s.D, h = s.heads_per_group(), n_rows = h * count, padded = x.k.padded;
-        const KeyRange columns = columns_of<Element>(in.branch, size_t(bg), tokens, count, tile, s);
+        const KeyRange columns = columns_of(in.branch, size_t(bg), tokens, count, tile, s);
         const int n = columns.end - columns.begin, n_existing = std::min(columns.end, n_keys) - columns.begin;
         const size_t first = size_t(columns.begin) * D;
         const Element *const q = rows_of(room.q.data(), x.q, bg, tokens, count, s), *const dout = rows_of(
@@ -792,10 +773,10 @@ class TiledAttention {
         // dv += P'^T dout, dk += dS^T q / sqrt(D)
         const int depth = depth_of<Element>(n_rows);
         Element *const left = room.room.data(), *const right = room.second_room.data();
-        tile_matmul(n_existing, D, depth, sum_over_queries(left, p, padded, n_rows, n), 1, padded,
-                    sum_over_queries(right, dout, D, n_rows, D), D, d.dv + at + first, D, true);
-        tile_matmul(n_existing, D, depth, sum_over_queries(left, ds, padded, n_rows, n), 1, padded,
-                    sum_over_queries(right, q, D, n_rows, D), D, d.dk + at + first, D, true);
+        tile_matmul(n_existing, D, depth, sum_over_rows(left, p, padded, n_rows, n), 1, padded,
+                    sum_over_rows(right, dout, D, n_rows, D), D, d.dv + at + first, D, true);
+        tile_matmul(n_existing, D, depth, sum_over_rows(left, ds, padded, n_rows, n), 1, padded,
+                    sum_over_rows(right, q, D, n_rows, D), D, d.dk + at + first, D, true);
         // dq += dS k. Rows of queries that are no neighbours are added one query at a time.
         const Element* const ds_rows = sum_over_columns(left, ds, padded, n_rows, n);
         float* const sums = d.sums + (size_t(bg) * s.T + tokens[0]) * h * D;

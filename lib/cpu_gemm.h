@@ -1,6 +1,5 @@
-// cpu_gemm.h: matrix products on the CPU: a micro-kernel in vector registers, for bf16 AMX's tiles (amx.h), a blocked
-// GEMM or oneDNN's, and an exponential that vectorises. Used by nsa_cpu.h and cpu_attention.h; nothing in here knows
-// the model.
+// cpu_gemm.h: matrix products on the CPU: a micro-kernel in vector registers, a blocked GEMM or oneDNN's, and an
+// exponential that vectorises. Used by nsa_cpu.h and cpu_attention.h; nothing in here knows the model.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -23,7 +22,6 @@ inline int omp_get_thread_num() { return 0; }
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
-#include "amx.h"
 #include "bf16.h"
 #include "memory.h"
 #include "util.h"
@@ -31,7 +29,11 @@ inline int omp_get_thread_num() { return 0; }
 #include "onednn_gemm.h"
 #endif
 
-// Whether the processor this is built for multiplies vectors of Bf16Pair (AVX512_BF16). For tiles of them see HAVE_AMX.
+// Products of bf16 take pairs: two neighbours along the summed dimension.
+struct Bf16Pair {
+    Bf16 first, second;
+};
+// Whether the processor this is built for multiplies vectors of Bf16Pair (AVX512_BF16).
 #ifdef __AVX512BF16__
 constexpr bool HAVE_BF16 = true;
 #else
@@ -132,14 +134,10 @@ inline void tile_rows(int width, int depth, const Element* a, size_t a_row, size
         }
 }
 
-// C[rows][width] (+)= A[rows][depth] B[depth][width] for operands that fit in the cache; one thread. Pairs are
-// multiplied in AMX's registers where the thread has them and the shape fits them.
+// C[rows][width] (+)= A[rows][depth] B[depth][width] for operands that fit in the cache; one thread.
 template <class Element, class real>
 inline void tile_matmul(int rows, int width, int depth, const Element* a, size_t a_row, size_t a_depth,
                         const Element* b, size_t ldb, real* c, size_t ldc, bool accumulate) {
-    if constexpr (HAVE_AMX && std::is_same<Element, Bf16Pair>::value)
-        if (AmxTiles::here() && amx_takes(rows, width, depth, a_row, a_depth))
-            return amx_matmul(rows, width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate);
     int r = 0;
     for (; r + MICRO_ROWS <= rows; r += MICRO_ROWS)
         tile_rows<MICRO_ROWS>(width, depth, a + r * a_row, a_row, a_depth, b, ldb, c + r * ldc, ldc, accumulate);
@@ -274,8 +272,7 @@ template <class real>
 class Gemm {
   public:
     bool bf16 = false;  // round A and B to bf16
-    // Use AMX and oneDNN where they are; tests switch them off.
-    bool allow_tiles = true, allow_library = true;
+    bool allow_library = true;  // use oneDNN where it is; tests switch it off
 
     void operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
                     size_t ldb, bool accumulate, real* C, size_t ldc);
@@ -290,9 +287,7 @@ class Gemm {
         constexpr size_t per = PER<Element>;
         constexpr int KC = 256, NC = 1024, MC = 96;  // in fp32 a block of A takes 102 KiB, a block of B 1 MiB
         constexpr int a_stride = KC + 16;            // not a power of two: the rows would share cache sets
-        const bool tiles = paired && allow_tiles && amx_granted();
-        const int step = tiles ? 32 : MICRO_ROWS;  // rows that one call of the kernel computes
-        static_assert(MC % 32 == 0 && MC % MICRO_ROWS == 0 && NC % PANEL == 0, "blocks are whole calls of the kernels");
+        static_assert(MC % MICRO_ROWS == 0 && NC % PANEL == 0, "blocks are whole calls of the micro-kernel");
         const int depth = paired ? (K + 1) / 2 : K;
         if (K == 0 && !accumulate)
             for (int m = 0; m < M; m++) std::fill_n(C + m * ldc, N, real(0));
@@ -303,33 +298,30 @@ class Gemm {
             reinterpret_cast<Element*>(a_memory.get(size_t(omp_get_max_threads()) * MC * a_stride));
 #pragma omp parallel if (size_t(M) * N * K > 100000)
         {
-            const AmxTiles registers(tiles);
             Element* const a_block = a_blocks + size_t(omp_get_thread_num()) * MC * a_stride;
             std::vector<Element> room(size_t(KC + 16) * (std::max(PANEL, MC) + 16));
             for (int n0 = 0; n0 < N; n0 += NC)
                 for (int k0 = 0; k0 < depth; k0 += KC) {
-                    const int nc = std::min(NC, N - n0), kc = std::min(KC, depth - k0),
-                              kc_padded = tiles ? (kc + 15) / 16 * 16 : kc;
+                    const int nc = std::min(NC, N - n0), kc = std::min(KC, depth - k0);
 #pragma omp for schedule(static)
                     for (int j = 0; j < nc; j += PANEL) {
-                        Element* out = b_block + size_t(j) * kc_padded;
+                        Element* out = b_block + size_t(j) * kc;
                         const int width = std::min(PANEL, nc - j);
-                        if (width < PANEL || kc < kc_padded) std::fill_n(out, size_t(kc_padded) * PANEL, Element{});
+                        if (width < PANEL) std::fill_n(out, size_t(kc) * PANEL, Element{});
                         pack(out, PANEL, 1, B + (n0 + j) * b_column + per * k0 * b_depth, b_depth, b_column, kc, width,
                              K - per * k0, room.data());
                     }
 #pragma omp for schedule(dynamic, 1)
                     for (int m0 = 0; m0 < M; m0 += MC) {
                         const int mc = std::min(MC, M - m0);
-                        if (mc < MC || kc < kc_padded) std::fill_n(a_block, size_t(MC) * a_stride, Element{});
+                        if (mc < MC) std::fill_n(a_block, size_t(MC) * a_stride, Element{});
                         pack(a_block, 1, a_stride, A + m0 * a_row + per * k0 * a_depth, a_depth, a_row, kc, mc,
                              K - per * k0, room.data());
                         for (int j = 0; j < nc; j += PANEL)
-                            for (int i = 0; i < mc; i += step)
-                                multiply_panels(tiles, kc_padded, a_block + i * a_stride, a_stride,
-                                                b_block + size_t(j) * kc_padded, std::min(step, mc - i),
-                                                std::min(PANEL, nc - j), C + (m0 + i) * ldc + n0 + j, ldc,
-                                                accumulate || k0 > 0);
+                            for (int i = 0; i < mc; i += MICRO_ROWS)
+                                multiply_panels(kc, a_block + i * a_stride, a_stride, b_block + size_t(j) * kc,
+                                                std::min(MICRO_ROWS, mc - i), std::min(PANEL, nc - j),
+                                                C + (m0 + i) * ldc + n0 + j, ldc, accumulate || k0 > 0);
                     }
                 }
         }
@@ -344,23 +336,16 @@ class Gemm {
 
     // C [rows][width] (+)= a panel of A times a panel of B, both padded with zeros. Edges of C go through a buffer.
     template <class Element>
-    static void multiply_panels(bool tiles, int depth, const Element* a, size_t a_row, const Element* b, int rows,
-                                int width, real* c, size_t ldc, bool accumulate) {
-        constexpr int most_rows = 32;
-        const bool whole = rows == (tiles ? 32 : MICRO_ROWS) && width == PANEL;
-        alignas(64) real edge[most_rows * PANEL];
+    static void multiply_panels(int depth, const Element* a, size_t a_row, const Element* b, int rows, int width,
+                                real* c, size_t ldc, bool accumulate) {
+        const bool whole = rows == MICRO_ROWS && width == PANEL;
+        alignas(64) real edge[MICRO_ROWS * PANEL];
         real* const to = whole ? c : edge;
         const size_t ldto = whole ? ldc : PANEL;
         if (!whole && accumulate)
             for (int y = 0; y < rows; y++) std::copy_n(c + y * ldc, width, edge + y * PANEL);
-        if constexpr (std::is_same<Element, real>::value) {
+        if constexpr (HAVE_BF16 || std::is_same<Element, real>::value)
             micro_kernel<MICRO_ROWS, MICRO_VECTORS>(depth, a, a_row, 1, b, PANEL, to, ldto, accumulate);
-        } else if constexpr (HAVE_BF16) {
-            if (!tiles) micro_kernel<MICRO_ROWS, MICRO_VECTORS>(depth, a, a_row, 1, b, PANEL, to, ldto, accumulate);
-            else
-                for (int x = 0; x < PANEL; x += 32)
-                    amx_block<2, 2>(depth, a, a_row, b + x, PANEL, to + x, ldto, accumulate);
-        }
         if (!whole)
             for (int y = 0; y < rows; y++) std::copy_n(edge + y * PANEL, width, c + y * ldc);
     }

@@ -76,8 +76,8 @@ static void print_conditions() {
         if (line.compare(0, 10, "model name") == 0) processor = line.substr(line.find(':') + 2);
     double load[3] = {};
     if (getloadavg(load, 3) != 3) load[0] = -1;
-    std::printf("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s, AMX: %s\n", processor.c_str(),
-                usable_processors(), VECTOR_BYTES, HAVE_BF16 ? "yes" : "no", amx_granted() ? "yes" : "no");
+    std::printf("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s\n", processor.c_str(),
+                usable_processors(), VECTOR_BYTES, HAVE_BF16 ? "yes" : "no");
 #ifdef USE_DNNL
     const dnnl_version_t* v = dnnl_version();
     std::printf("# built by g++ %s, with oneDNN %d.%d.%d, %d threads\n", __VERSION__, v->major, v->minor, v->patch,

@@ -217,13 +217,13 @@ void check_gemm(GemmFunction gemm_function, int M, int N, int K, bool bf16 = fal
 }
 template <class real, class GemmFunction>
 void check_gemm_shapes(GemmFunction gemm_function, bool bf16 = false) {
-    // Every boundary of the blocking in each dimension: register blocks (6 rows, or 32 with AMX; vectors
-    // of columns), panels, MC 96, KC 256 (512 in pairs of bf16), NC 1024, oneDNN's blocks of 64 to 512.
+    // Every boundary of the blocking in each dimension: register blocks (6 rows, vectors of columns),
+    // panels, MC 96, KC 256 (512 in pairs of bf16), NC 1024, oneDNN's blocks of 64 to 512.
     const auto check = [&](int M, int N, int K) { check_gemm<real>(gemm_function, M, N, K, bf16); };
     const std::vector<int> all = {1,  2,  5,  6,  7,  15,  16,  17,  31,  32,  33, 63,
                                   64, 65, 95, 96, 97, 255, 256, 257, 511, 512, 513};
     const std::vector<int> some = {1,  2,  6,  16,  17,
-                                   32, 33, 97, 512, 513};  // the blocking is the same; what differs are pairs and tiles
+                                   32, 33, 97, 512, 513};  // the blocking is the same; what differs are pairs
     for (int x : bf16 ? some : all) check(x, 7, 9), check(7, x, 9), check(7, 9, x);
     for (int x : {1023, 1024, 1025}) check(x, 5, 3), check(5, x, 3), check(5, 3, x), check(7, x, 257);
     for (int K : {0, 1, 257}) check(13, 67, K);
@@ -248,9 +248,6 @@ TEST(op_gemm_bf16) {
     Gemm<float> gemm;
     gemm.bf16 = true;
     check_gemm_shapes<float>([&](auto... x) { gemm(x...); }, true);  // oneDNN, where the build has it
-    check_gemm_shapes<float>([&](auto... x) { gemm.blocked<Bf16Pair>(x...); }, true);
-    if (!amx_granted()) skip("op_gemm_bf16 with AMX: not in this build or not granted");
-    gemm.allow_tiles = false;
     check_gemm_shapes<float>([&](auto... x) { gemm.blocked<Bf16Pair>(x...); }, true);
 }
 TEST(op_to_bf16) {  // round to nearest, ties to even, over every float of a few binades, and the special ones
