@@ -51,7 +51,6 @@ struct HyperAdamW {
 //   memory      allocate, release, available_bytes, zero, copy; to_host, from_host (to and from fp32); upload (tokens)
 //   results     send and receive: numbers on their way to the host while the next step runs
 //   repetition  Sequence, run: launches that are the same every time
-//   documents   find_documents
 //   layers      embedding_forward, _backward; rmsnorm_forward, _backward; matmul_forward, _backward_input,
 //               _backward_weight; silu_forward, _backward; classifier
 //   attention   split_heads_forward, _backward (Heads, HeadGradients); compress_forward, _backward (Phi, PhiGradients);
@@ -82,17 +81,6 @@ struct Cpu : HostRuntime {
     std::string describe_selected(const NsaShape&) const { return ""; }  // there is one way only
     // What attention and selection read from here on is added to *to; null ends it.
     void count_reads(KeyReads* to) { reads = tiles.reads = to; }
-
-    // ----- documents.  start [B, T] = where the document of each token begins: at its end-of-text, which stands before
-    // a document, or at the sequence's first token. For positions first .. first + queries - 1 of tokens [B, queries];
-    // earlier calls have left those before.
-    void find_documents(int32_t* start, const int32_t* tokens, int end_of_text, const NsaShape& s) {
-        for (int b = 0; b < s.B; b++)
-            for (int t = s.first; t < s.first + s.queries; t++) {
-                const bool begins = t == 0 || tokens[size_t(b) * s.queries + t - s.first] == end_of_text;
-                start[size_t(b) * s.T + t] = begins ? t : start[size_t(b) * s.T + t - 1];
-            }
-    }
 
     // ----- embedding.  x = embed[token].  tokens [N], embed [V, C], x [N, C]
     void embedding_forward(real* x, const int32_t* tokens, const real* embed, int N, int C) {
@@ -393,18 +381,16 @@ struct Cpu : HostRuntime {
     //     CMP  the compressed blocks that end at or before t                    keys [B, G, NC, D]
     //     SLC  the tokens up to t in the blocks selected for (t, group)         keys [B, G, T, D]
     //     WIN  the last w tokens, t included; all up to t in full attention     keys [B, G, T, D]
-    // start: where t's document begins, with --reset-at-document; nothing that begins before it is seen.
-    static bool sees(Branch branch, int t, int key, const uint32_t* selected, const NsaShape& s, int start = 0) {
-        if (branch == CMP) return key * s.d >= start && key * s.d + s.l - 1 <= t;
-        if (key < start || key > t) return false;
+    static bool sees(Branch branch, int t, int key, const uint32_t* selected, const NsaShape& s) {
+        if (branch == CMP) return key * s.d + s.l - 1 <= t;
+        if (key > t) return false;
         return branch == SLC ? is_selected(selected, key / s.slc_block) : s.full || key > t - s.window;
     }
     // The keys that query t sees, oldest first. selected: the bitmask of (t, group), in the selected branch.
-    static std::vector<int> visible_keys(Branch branch, int t, const uint32_t* selected, const NsaShape& s,
-                                         int start = 0) {
+    static std::vector<int> visible_keys(Branch branch, int t, const uint32_t* selected, const NsaShape& s) {
         std::vector<int> keys;
         for (int key = 0; key < s.key_count(branch); key++)
-            if (sees(branch, t, key, selected, s, start)) keys.push_back(key);
+            if (sees(branch, t, key, selected, s)) keys.push_back(key);
         return keys;
     }
 
@@ -419,8 +405,7 @@ struct Cpu : HostRuntime {
         for (size_t group = 0; group < size_t(s.B) * s.G; group++) {
             const size_t keys_at = group * s.key_stride(branch) * s.D;
             for (int t = s.first; t < s.first + s.queries; t++) {
-                const std::vector<int> keys =
-                    visible_keys(branch, t, s.selection_mask(selection, group, t), s, s.start_of(group / s.G, t));
+                const std::vector<int> keys = visible_keys(branch, t, s.selection_mask(selection, group, t), s);
                 if (reads) KeyReads::add(reads->keys[branch], keys.size());
                 for (size_t head = group * h; head < (group + 1) * h; head++) {
                     const size_t row = s.query_row(head, t);
@@ -511,8 +496,7 @@ struct Cpu : HostRuntime {
             std::fill_n(dk + keys_at, s.key_count(branch) * D, real(0));
             std::fill_n(dv + keys_at, s.key_count(branch) * D, real(0));
             for (int t = s.first; t < s.first + s.queries; t++) {
-                const std::vector<int> keys =
-                    visible_keys(branch, t, s.selection_mask(selection, group, t), s, s.start_of(group / s.G, t));
+                const std::vector<int> keys = visible_keys(branch, t, s.selection_mask(selection, group, t), s);
                 for (size_t head = group * h; head < (group + 1) * h; head++) {
                     const size_t row = s.query_row(head, t);
                     const real *qr = q + row * D, *dO = dout + s.output_row(head, t) * D;
@@ -547,10 +531,8 @@ struct Cpu : HostRuntime {
             std::vector<real> importance(s.slc_blocks());
             for (int t = s.first; t < s.first + s.queries; t++) {
                 const size_t row = group * s.queries + t - s.first, at = s.query_row(group * s.heads_per_group(), t);
-                const int start = s.start_of(group / s.G, t);
-                block_importance(importance.data(), q + at * s.D, lse + at, kc + group * s.cmp_capacity() * s.D, t, s,
-                                 start);
-                const real share = choose_blocks(selection + row * s.selection_words(), importance.data(), t, s, start);
+                block_importance(importance.data(), q + at * s.D, lse + at, kc + group * s.cmp_capacity() * s.D, t, s);
+                const real share = choose_blocks(selection + row * s.selection_words(), importance.data(), t, s);
                 if (chosen_importance) chosen_importance[row] = share;
             }
         }
@@ -566,13 +548,11 @@ struct Cpu : HostRuntime {
     }
     // importance [t/l' + 1] of the selection blocks for query t and a group. q, lse: the row of the group's first head;
     // the other heads' follow, `queries` rows apart. kc: the group's compressed keys.
-    void block_importance(real* importance, const real* q, const Stat* lse, const real* kc, int t, const NsaShape& s,
-                          int start = 0) const {
+    void block_importance(real* importance, const real* q, const Stat* lse, const real* kc, int t,
+                          const NsaShape& s) const {
         std::vector<real> p(s.cmp_blocks(t + 1), real(0));
-        const size_t first = size_t(s.first_block(start));
-        if (reads && t / s.slc_block - start / s.slc_block >= s.slc_count)
-            KeyReads::add(reads->scored, p.size() - std::min(first, p.size()));
-        for (size_t i = first; i < p.size(); i++)
+        if (reads && t / s.slc_block >= s.slc_count) KeyReads::add(reads->scored, p.size());
+        for (size_t i = 0; i < p.size(); i++)
             for (size_t row = 0; row < size_t(s.heads_per_group()) * s.queries; row += s.queries)
                 p[i] += exponential(score(q + row * s.D, kc + i * s.D, s) - lse[row]);  // eq. 8, summed as eq. 10 says
         fold_importance(importance, p.data(), t, s);
@@ -592,21 +572,22 @@ struct Cpu : HostRuntime {
         }
     }
     // Paper eq. 11 and 12: mask = the chosen blocks of query t; of equally important ones the lower index wins. Returns
-    // the chosen blocks' share of the importance. start: of t's document, whose first block takes the place of block 0.
-    static real choose_blocks(uint32_t* mask, const real* importance, int t, const NsaShape& s, int start = 0) {
-        const int last = t / s.slc_block, first = start / s.slc_block;
-        const auto take = [&](int block) { select_block(mask, block); };
+    // the chosen blocks' share of the importance.
+    static real choose_blocks(uint32_t* mask, const real* importance, int t, const NsaShape& s) {
+        const int last = t / s.slc_block;
         std::fill_n(mask, s.selection_words(), 0u);
-        take(first), take(std::max(last - 1, first)), take(last);
-        for (int taken = 3; taken < std::min(s.slc_count, last - first + 1); taken++) {
+        for (const int forced : {0, std::max(last - 1, 0), last}) select_block(mask, forced);
+        for (int taken = 3; taken < std::min(s.slc_count, last + 1); taken++) {
             int best = -1;
-            for (int block = first; block <= last; block++)
+            for (int block = 0; block <= last; block++)
                 if (!is_selected(mask, block) && (best < 0 || importance[block] > importance[best])) best = block;
-            take(best);
+            select_block(mask, best);
         }
         real chosen = 0, all = 0;
-        for (int block = first; block <= last; block++)
-            all += importance[block], chosen += is_selected(mask, block) ? importance[block] : real(0);
+        for (int block = 0; block <= last; block++) {
+            all += importance[block];
+            chosen += is_selected(mask, block) ? importance[block] : real(0);
+        }
         return all > real(0) ? chosen / all : real(1);
     }
 

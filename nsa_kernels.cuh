@@ -129,21 +129,6 @@ __global__ void embedding_forward_kernel(cuda_real* x, const int32_t* tokens, co
     store(x + i, values);
 }
 
-// Cpu::find_documents, one warp per sequence, which takes 32 tokens at a time. tokens [B, queries], start [B, T]
-__global__ void __launch_bounds__(32)
-    find_documents_kernel(int32_t* start, const int32_t* tokens, int end_of_text, NsaShape s) {
-    const int lane = threadIdx.x;
-    start += size_t(blockIdx.x) * s.T, tokens += size_t(blockIdx.x) * s.queries;
-    int current = s.first ? start[s.first - 1] : 0;
-    for (int j0 = 0; j0 < s.queries; j0 += 32) {
-        const int j = j0 + lane, t0 = s.first + j0;
-        const unsigned begins = __ballot_sync(~0u, j < s.queries && tokens[j] == end_of_text);
-        const unsigned before = begins & ~0u >> (31 - lane);  // its own token included
-        if (j < s.queries) start[t0 + lane] = before ? t0 + 31 - __clz(int(before)) : current;
-        if (begins) current = t0 + 31 - __clz(int(begins));
-    }
-}
-
 // The gradient is a sum over the positions that hold a token, so the positions are first sorted by token, and by
 // position within a token. The place of a position in that order is the number of positions before it: N^2 comparisons
 // of integers in shared memory, 10^9 at N = 32768, once per micro-step, but no counters, no atomics, no passes over
@@ -505,21 +490,15 @@ __device__ inline int blocks_before(int tokens, const NsaShape& s) {
 }
 __device__ inline bool is_selected(const uint32_t* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
 
-// Where t's document begins, with --reset-at-document: nothing that begins before it is seen.
-__device__ inline int start_of(size_t sequence, int t, const NsaShape& s) {
-    return s.document_start ? s.document_start[sequence * s.T + t] : 0;
-}
-
 // The keys of query t are the union of these ranges: one, or in the selected branch one per block, which is empty where
 // the block was not chosen.
 __device__ inline int range_count(Branch branch, int t, const NsaShape& s) {
     return branch == SLC ? t / s.slc_block + 1 : 1;
 }
-__device__ inline KeyRange key_range(Branch branch, int range, int t, int start, const uint32_t* mask,
-                                     const NsaShape& s) {
-    if (branch == CMP) return {(start + s.d - 1) / s.d, blocks_before(t + 1, s)};
-    if (branch == WIN) return {max(start, s.full || t < s.window ? 0 : t - s.window + 1), t + 1};
-    const int begin = max(start, range * s.slc_block), end = min((range + 1) * s.slc_block, t + 1);
+__device__ inline KeyRange key_range(Branch branch, int range, int t, const uint32_t* mask, const NsaShape& s) {
+    if (branch == CMP) return {0, blocks_before(t + 1, s)};
+    if (branch == WIN) return {s.full || t < s.window ? 0 : t - s.window + 1, t + 1};
+    const int begin = range * s.slc_block, end = min((range + 1) * s.slc_block, t + 1);
     return {begin, is_selected(mask, range) ? end : begin};
 }
 // The queries that may see a key: begin .. end-1; in the selected branch those of them that chose its block do.
@@ -530,7 +509,7 @@ __device__ inline KeyRange query_range(Branch branch, int key, const NsaShape& s
 
 // Where a query's data is. row = (b*H + head)*queries + j counts the rows of q, the branch outputs and the LSEs.
 struct Query {
-    int t, start;          // position; where its document begins
+    int t;                 // position
     size_t group;          // b*G + g
     size_t dout;           // its row in [B*queries, H]
     const uint32_t* mask;  // its selection
@@ -538,8 +517,7 @@ struct Query {
         const int j = int(row % s.queries), head = int(row / s.queries % s.H),
                   words = ((s.T + s.slc_block - 1) / s.slc_block + 31) / 32;
         const size_t b = row / s.queries / s.H;
-        t = s.first + j, start = start_of(b, t, s), group = b * s.G + head / (s.H / s.G),
-        dout = (b * s.queries + j) * s.H + head;
+        t = s.first + j, group = b * s.G + head / (s.H / s.G), dout = (b * s.queries + j) * s.H + head;
         mask = selection ? selection + (group * s.queries + j) * words : nullptr;
     }
 };
@@ -579,7 +557,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     __syncwarp();
     float largest = -INFINITY, total = 0;  // total: of the keys of this lane
     for (int range = 0; range < range_count(branch, at.t, s); range++) {
-        const KeyRange keys = key_range(branch, range, at.t, at.start, at.mask, s);
+        const KeyRange keys = key_range(branch, range, at.t, at.mask, s);
         for (int key0 = keys.begin; key0 < keys.end; key0 += 32) {
             const int key = key0 + lane, count = min(32, keys.end - key0);
             const float score = lane < count ? dot(query, k + size_t(key) * D, D) : -INFINITY;
@@ -622,7 +600,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     __syncwarp();
     const float shift = lse_gated[row], r = row_dot[row];
     for (int range = 0; range < range_count(branch, at.t, s); range++) {
-        const KeyRange keys = key_range(branch, range, at.t, at.start, at.mask, s);
+        const KeyRange keys = key_range(branch, range, at.t, at.mask, s);
         for (int key0 = keys.begin; key0 < keys.end; key0 += 32) {
             const int key = key0 + lane, count = min(32, keys.end - key0);
             if (lane < count) {
@@ -667,7 +645,6 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
             const int t = t0 + lane;
             bool sees = t < queries.end;
             if (branch == SLC && sees) sees = is_selected(Query(first_row + t, selection, s).mask, block);
-            if (sees) sees = start_of(b, t, s) <= (branch == CMP ? key * s.d : key);
             const unsigned seen_by = __ballot_sync(~0u, sees);
             if (!seen_by) continue;
             if (sees) {
@@ -714,12 +691,11 @@ __device__ inline float importance_of(int block, const float* queries, const cud
     }
     return sum;
 }
-// The most important block of first .. last that is not taken (importance -1); of equal ones the lowest; last + 1 if
-// none.
-__device__ inline int best_block(const float* importance, int first, int last) {
+// The most important block of 0 .. last that is not taken (importance -1); of equal ones the lowest; last + 1 if none.
+__device__ inline int best_block(const float* importance, int last) {
     float best = -1;
     int at = last + 1;
-    for (int block = first + int(threadIdx.x); block <= last; block += 32)
+    for (int block = int(threadIdx.x); block <= last; block += 32)
         if (importance[block] > best) best = importance[block], at = block;
     for (int flip = 16; flip > 0; flip /= 2) {
         const float other = __shfl_xor_sync(~0u, best, flip);
@@ -728,19 +704,20 @@ __device__ inline int best_block(const float* importance, int first, int last) {
     }
     return at;
 }
-// Marks in `mask` the first, the two last and the slc_count - 3 most important blocks of first .. last; returns their
-// share of all importance. A lane owns every 32nd block.
-__device__ inline float choose_blocks(uint32_t* mask, float* importance, int first, int last, int slc_count) {
+// Marks in `mask` the first, the two last and the slc_count - 3 most important blocks of 0 .. last; returns their share
+// of all importance. A lane owns every 32nd block.
+__device__ inline float choose_blocks(uint32_t* mask, float* importance, int last, int slc_count) {
     float sum = 0;
-    for (int block = first + int(threadIdx.x); block <= last; block += 32) sum += importance[block];
+    for (int block = int(threadIdx.x); block <= last; block += 32) sum += importance[block];
     sum = lane_sum(sum);
-    float chosen = importance[first] + importance[last - 1] + importance[last];
+    float chosen = importance[0] + importance[last - 1] + importance[last];
     __syncwarp();
     auto take = [&](int block) { mask[block / 32] |= 1u << (block % 32), importance[block] = -1; };
-    if (threadIdx.x == 0) take(first), take(last - 1), take(last);
+    if (threadIdx.x == 0)
+        for (const int forced : {0, last - 1, last}) take(forced);
     __syncwarp();
     for (int round = 3; round < slc_count; round++) {
-        const int best = best_block(importance, first, last);
+        const int best = best_block(importance, last);
         if (best > last) break;  // the others are NaN
         chosen += importance[best];
         __syncwarp();  // all have read it
@@ -757,13 +734,12 @@ __global__ void __launch_bounds__(32) select_kernel(uint32_t* selection, float* 
     float *queries = shared.take<float>(h * D), *importance = shared.take<float>(blocks);
     uint32_t* mask = shared.take<uint32_t>(words);
     const size_t row = blockIdx.x, bg = row / s.queries;
-    const int j = int(row % s.queries), t = s.first + j, start = start_of(bg / s.G, t, s), last = t / s.slc_block,
-              first = start / s.slc_block;
-    const KeyRange visible = key_range(CMP, 0, t, start, nullptr, s);
-    const bool takes_all = last - first + 1 <= s.slc_count;
+    const int j = int(row % s.queries), t = s.first + j, last = t / s.slc_block;
+    const KeyRange visible = key_range(CMP, 0, t, nullptr, s);
+    const bool takes_all = last + 1 <= s.slc_count;
     for (int word = lane; word < words; word += 32) {
         uint32_t bits = 0;
-        for (int block = max(first, word * 32); takes_all && block <= min(last, word * 32 + 31); block++)
+        for (int block = word * 32; takes_all && block <= min(last, word * 32 + 31); block++)
             bits |= 1u << (block % 32);
         mask[word] = bits;
     }
@@ -774,11 +750,11 @@ __global__ void __launch_bounds__(32) select_kernel(uint32_t* selection, float* 
         for (int head = 0; head < h; head++)
             load_row(queries + head * D, q + (first_row + size_t(head) * s.queries) * D, scale, D);
         __syncwarp();
-        for (int block = first + lane; block <= last; block += 32)
+        for (int block = lane; block <= last; block += 32)
             importance[block] =
                 importance_of(block, queries, kc + bg * key_stride(CMP, s) * D, lse + first_row, visible, s);
         __syncwarp();
-        share = choose_blocks(mask, importance, first, last, s.slc_count);
+        share = choose_blocks(mask, importance, last, s.slc_count);
     }
     __syncwarp();
     for (int word = lane; word < words; word += 32) selection[row * words + word] = mask[word];
@@ -793,12 +769,12 @@ __global__ void __launch_bounds__(kernels::SUM_THREADS)
     for (int i = s.full ? WIN : CMP; i < BRANCHES; i++) {
         double count = 0, scored = 0;
         for (int row = 0; row < s.B * s.G * s.queries; row++) {
-            const int t = s.first + row % s.queries, start = start_of(size_t(row) / s.queries / s.G, t, s);
+            const int t = s.first + row % s.queries;
             for (int range = threadIdx.x; range < range_count(Branch(i), t, s); range += kernels::SUM_THREADS) {
-                const KeyRange keys = key_range(Branch(i), range, t, start, selection + size_t(row) * words, s);
+                const KeyRange keys = key_range(Branch(i), range, t, selection + size_t(row) * words, s);
                 const int seen = max(0, keys.end - keys.begin);
                 count += seen;
-                if (i == CMP && t / s.slc_block - start / s.slc_block >= s.slc_count) scored += seen;
+                if (i == CMP && t / s.slc_block >= s.slc_count) scored += seen;
             }
         }
         count = kernels::block_sum(count, of_warps);
@@ -1279,8 +1255,8 @@ __device__ inline TokenRange tokens_of_tile(int first_key, int part, const Atten
 
 // dk [keys] = dS^T q / sqrt(D), dv [keys] = P'^T dout.  One block per tile of keys, which stay in registers, 32 in each
 // of 2 warps (D = 128: 16 in each of 4). partial [B*G, tiles of keys, parts, 2, KEY_TILE, D], where there is more than
-// one part. DOCUMENTS: --reset-at-document, for which no register would be free in the same kernel.
-template <Branch branch, int D, bool DOCUMENTS>
+// one part.
+template <Branch branch, int D>
 __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
                           const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
@@ -1293,7 +1269,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
               first_key = tile * KEY_TILE;
     if (branch == CMP && part < first_part(tile, s)) return;
     DynamicShared shared;
-    TokenBuffers<branch, D, DOCUMENTS> buffers(shared);
+    TokenBuffers<branch, D> buffers(shared);
     buffers.copy_keys(k, v, bg, first_key, s);
     uint32_t* used = nullptr;
     if (branch == SLC) {
@@ -1303,7 +1279,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     }
     cp_async_wait<0>();
     __syncthreads();
-    WarpKeys<branch, D, DOCUMENTS> keys;
+    WarpKeys<branch, D> keys;
     keys.load(buffers.k_tile, buffers.v_tile, first_key);
 
     // there are fewer than 2^31 rows
@@ -1322,11 +1298,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
             buffers.rows.chosen = chosen_blocks(selection + size_t(token_tile) * KEY_TILE * s.words, threadIdx.x,
                                                 tile_blocks(tile, s), s);
     };
-    TokenRange tokens = tokens_of_tile<branch>(first_key, part, s);
-    // Tokens behind the document of the last key see none. The end of a part, for which no register is free, stays.
-    const int end = DOCUMENTS ? buffers.end_of_key(KEY_TILE - 1) - s.first : s.queries;
-    if (DOCUMENTS && branch == WIN) tokens.end = min(tokens.end, end);
-    if (DOCUMENTS && branch == CMP && tokens.first >= end) tokens.first = tokens.end;
+    const TokenRange tokens = tokens_of_tile<branch>(first_key, part, s);
     const int end_tile = (tokens.end + KEY_TILE - 1) / KEY_TILE;
     for_token_tiles(
         next_tile<branch>(used, tokens.first / KEY_TILE, end_tile), end_tile, s.heads,
@@ -1338,8 +1310,8 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
                       t0 = s.first + token_tile * KEY_TILE;
             if (first_query<branch>(low_key, s) >= t0 + KEY_TILE || (branch == WIN && t0 >= high_key + s.window))
                 return;
-            bool masked = !query_sees<branch>(t0, high_key, s) || !query_sees<branch>(t0 + KEY_TILE - 1, low_key, s);
-            if (DOCUMENTS) masked = masked || t0 + KEY_TILE > buffers.end_of_key(0);
+            const bool masked =
+                !query_sees<branch>(t0, high_key, s) || !query_sees<branch>(t0 + KEY_TILE - 1, low_key, s);
             keys.add_tokens(
                 buffers, buffer, masked, [&](int row) { return t0 + row; }, s);
         });
@@ -1430,14 +1402,13 @@ __device__ inline float choose_best(float* importance, int last, int slc_count) 
 template <int D>
 struct ScoreBuffers {
     bf16 *k_tiles, *q_tile;  // [2, KEY_TILE, D], [heads * SCORE_TOKENS, D]
-    int* begins;             // [SCORE_TOKENS]: begin_of_keys, with --reset-at-document
     float* minus_shifts;     // [heads * SCORE_TOKENS]: -lse in base 2
     float* weights;          // [SCORE_TOKENS, WEIGHT_STRIDE]: of the tile's compressed blocks, summed over heads
     float* importances;      // [SCORE_TOKENS, importance_stride]: of selection blocks
     float* overlap;          // [overlaps]: how much a compressed block counts for a selection block
     __device__ explicit ScoreBuffers(const AttentionShape& s) {
         DynamicShared shared;
-        k_tiles = shared.take<bf16>(2 * KEY_TILE * D), begins = shared.take<int>(SCORE_TOKENS);
+        k_tiles = shared.take<bf16>(2 * KEY_TILE * D);
         q_tile = shared.take<bf16>(s.heads * SCORE_TOKENS * D);
         minus_shifts = shared.take<float>(s.heads * SCORE_TOKENS);
         weights = shared.take<float>(SCORE_TOKENS * WEIGHT_STRIDE);
@@ -1446,8 +1417,8 @@ struct ScoreBuffers {
     }
     static size_t bytes(const AttentionShape& s) {
         const size_t rows = size_t(s.heads) * SCORE_TOKENS;
-        return shared_bytes({2 * KEY_TILE * D * sizeof(bf16), SCORE_TOKENS * sizeof(int), rows * D * sizeof(bf16),
-                             rows * sizeof(float), SCORE_TOKENS * WEIGHT_STRIDE * sizeof(float),
+        return shared_bytes({2 * KEY_TILE * D * sizeof(bf16), rows * D * sizeof(bf16), rows * sizeof(float),
+                             SCORE_TOKENS * WEIGHT_STRIDE * sizeof(float),
                              SCORE_TOKENS * size_t(importance_stride(s)) * sizeof(float),
                              size_t(overlaps(s)) * sizeof(float)});
     }
@@ -1477,9 +1448,6 @@ __device__ inline void sum_over_heads(float (&sums)[SCORE_TOKENS / 8][4], const 
                 for (int e = 0; e < 4; e++) {
                     const int block = key_tile * KEY_TILE + e / 2 * 8;
                     if (ends[n][e % 2] <= block) p[0][n][e] = -INFINITY;
-                    if (s.document_start && buffers.begins[n * 8 + column + e % 2] >
-                                                block + int(threadIdx.x) / 32 * 16 + int(threadIdx.x) % 32 / 4)
-                        p[0][n][e] = -INFINITY;
                 }
         }
 #pragma unroll
@@ -1516,7 +1484,7 @@ template <int D>
 __device__ inline void compute_importances(const ScoreBuffers<D>& buffers, const QueryTile& tile, const bf16* q,
                                            const bf16* kc, const float* lse, int last_block, const AttentionShape& s) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = s.heads * SCORE_TOKENS,
-              first_tile = first_key_tile<CMP>(tile, s), end_tile = end_of_key_tiles<CMP>(tile, s);
+              end_tile = end_of_key_tiles<CMP>(tile, s);
     auto copy_keys = [&](int key_tile) {
         const bf16* from = kc + (size_t(tile.bg) * s.key_stride + size_t(key_tile) * KEY_TILE) * D;
         copy_tile<D, SCORE_THREADS>(buffers.k_tiles + key_tile % 2 * KEY_TILE * D, from, D,
@@ -1524,7 +1492,7 @@ __device__ inline void compute_importances(const ScoreBuffers<D>& buffers, const
         cp_async_commit();
     };
     copy_queries<D>(buffers.q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile.tokens, s);
-    copy_keys(first_tile);
+    copy_keys(0);
     for (int row = threadIdx.x; row < rows; row += SCORE_THREADS) {
         const long long at = query_row(tile, row, s);
         buffers.minus_shifts[row] = at < 0 ? -INFINITY : -lse[at] * LOG2_E;
@@ -1539,16 +1507,13 @@ __device__ inline void compute_importances(const ScoreBuffers<D>& buffers, const
     for (int n = 0; n < SCORE_TOKENS / 8; n++)
         for (int odd = 0; odd < 2; odd++)
             ends[n][odd] = end_of_keys<CMP>(t0 + n * 8 + column + odd, s) - warp * 16 - lane / 4;
-    if (s.document_start && threadIdx.x < SCORE_TOKENS)
-        buffers.begins[threadIdx.x] = begin_of_keys<CMP>(t0 + min(int(threadIdx.x), tile.tokens - 1), s);
 
-    for (int key_tile = first_tile; key_tile < end_tile; key_tile++) {
+    for (int key_tile = 0; key_tile < end_tile; key_tile++) {
         cp_async_wait<0>();
         __syncthreads();  // this tile has arrived, the last one is folded
         if (key_tile + 1 < end_tile) copy_keys(key_tile + 1);
         float sums[SCORE_TOKENS / 8][4] = {};
-        const bool masked = first_end < (key_tile + 1) * KEY_TILE ||
-                            (s.document_start && buffers.begins[SCORE_TOKENS - 1] > key_tile * KEY_TILE);
+        const bool masked = first_end < (key_tile + 1) * KEY_TILE;
         sum_over_heads(sums, buffers, key_tile, ends, masked, s);
 #pragma unroll
         for (int n = 0; n < SCORE_TOKENS / 8; n++)
@@ -1569,22 +1534,19 @@ __global__ void __launch_bounds__(SCORE_THREADS)
                          AttentionShape s) {
     const int lane = threadIdx.x % 32;
     const QueryTile tile = query_tile(s);
-    // With --reset-at-document a token chooses among the blocks from its document's first on, else from block 0 on.
-    const auto first_block = [&](int token) { return start_of_document(s.first + tile.j0 + token, s) / s.slc_block; };
     const int last_block = (s.first + tile.j0 + tile.tokens - 1) / s.slc_block;
     const ScoreBuffers<D> buffers(s);
-    if (last_block - first_block(0) + 1 > s.slc_count) compute_importances(buffers, tile, q, kc, lse, last_block, s);
+    if (last_block + 1 > s.slc_count) compute_importances(buffers, tile, q, kc, lse, last_block, s);
     for (int token = threadIdx.x / 32; token < tile.tokens; token += SCORE_THREADS / 32) {
-        const int first = first_block(token), last = (s.first + tile.j0 + token) / s.slc_block;
+        const int last = (s.first + tile.j0 + token) / s.slc_block;
         const size_t row = size_t(tile.bg) * s.queries + tile.j0 + token;
-        const bool takes_all = last - first + 1 <= s.slc_count;
+        const bool takes_all = last + 1 <= s.slc_count;
         float* importance = buffers.importances + token * importance_stride(s);
-        const float share = takes_all ? 1 : choose_best(importance + first, last - first, s.slc_count);
+        const float share = takes_all ? 1 : choose_best(importance, last, s.slc_count);
         __syncwarp();  // a lane reads what others have taken
         for (int word = 0; word < s.words; word++) {
             const int block = word * 32 + lane;
-            const unsigned bits =
-                __ballot_sync(~0u, block >= first && block <= last && (takes_all || importance[block] < 0));
+            const unsigned bits = __ballot_sync(~0u, block <= last && (takes_all || importance[block] < 0));
             if (lane == 0) selection[row * s.words + word] = bits;
         }
         if (chosen_importance && lane == 0) chosen_importance[row] = share;
@@ -1629,9 +1591,8 @@ inline unsigned query_tile_threads(const AttentionShape& a) {
 template <Branch branch, int D>
 inline size_t query_block_bytes(const AttentionShape& a, bool backward) {
     const size_t query_tile = size_t(a.query_rows) * D * sizeof(bf16), key_tiles = 2 * KEY_TILE * D * sizeof(bf16);
-    const size_t bytes =
-        shared_bytes({QUERY_ROWS * sizeof(int), key_tiles, key_tiles, query_tile, backward ? query_tile : 0,
-                      branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
+    const size_t bytes = shared_bytes({key_tiles, key_tiles, query_tile, backward ? query_tile : 0,
+                                       branch == SLC ? tile_words(a.key_stride) * sizeof(uint32_t) : 0});
     check_shared_bytes(bytes, D);
     return bytes;
 }
@@ -1679,15 +1640,10 @@ inline void launch_attention_backward(float* dq, bool add, bf16* dk, bf16* dv, c
                                            query_block_bytes<branch, D>(a, true), stream, dq, add, dout, q, k, v,
                                            row_dot, lse_gated, selection, choice, a);
     const unsigned tiles = unsigned(key_tiles(a) * a.batch_groups);
-    const auto launch_dkdv = [&](auto documents) {
-        const size_t bytes = TokenBuffers<branch, D, documents()>::bytes() +
-                             shared_bytes({branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
-        launch<attention_dkdv_kernel<branch, D, documents()>>(tiles * unsigned(a.parts), unsigned(dkdv_threads<D>()),
-                                                              bytes, stream, dk, dv, partial, dout, q, k, v, row_dot,
-                                                              lse_gated, selection, choice, a);
-    };
-    if (a.document_start) launch_dkdv(std::true_type());
-    else launch_dkdv(std::false_type());
+    const size_t bytes =
+        TokenBuffers<branch, D>::bytes() + shared_bytes({branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
+    launch<attention_dkdv_kernel<branch, D>>(tiles * unsigned(a.parts), unsigned(dkdv_threads<D>()), bytes, stream, dk,
+                                             dv, partial, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
     if constexpr (branch == CMP)
         if (a.parts > 1) launch<add_parts_kernel<D>>(tiles, 256, 0, stream, dk, dv, (const float*)partial, a);
 }
@@ -1806,11 +1762,6 @@ struct Cuda : CudaRuntime {
     }
     // FLOP/s of the tensor cores at best; 0: unknown, or not used.
     double peak_flops() const { return FP32 ? 0 : bf16_peak_flops(); }
-
-    // ----- documents.  start [B, T] = where the document of each token begins; tokens [B, queries]
-    void find_documents(int32_t* start, const int32_t* tokens, int end_of_text, const NsaShape& s) {
-        launch<kernels::find_documents_kernel>(unsigned(s.B), 32, 0, stream, start, tokens, end_of_text, s);
-    }
 
     // ----- embedding.  x = embed[token].  tokens [N], embed [V, C], x [N, C]
     void embedding_forward(real* x, const int32_t* tokens, const real* embed, int N, int C) {

@@ -305,7 +305,6 @@ enum Mode { INFERENCE, TRAINING };
 #define SHARED_BUFFERS(BUFFER)                                                                      \
     BUFFER(int32_t, tokens,      "tokens (N)",                   N,                       true)     \
     BUFFER(int32_t, targets,     "targets (N)",                  N,                       true)     \
-    BUFFER(int32_t, document_start, "document_start (B, T)",     size_t(s.B) * s.T,       s.documents) \
     BUFFER(Stat,    losses,      "losses (N)",                   N,                       true)     \
     BUFFER(real,    x_out,       "x_out (N, C)",                 N * C,                   true)     \
     BUFFER(real,    normed,      "normed (N, C)",                N * C,                   true)     \
@@ -365,7 +364,7 @@ struct Activations {
         place(mode == TRAINING);
         if (plan_only) return;
         arena.allocate();
-        place(mode == TRAINING), shape.document_start = document_start;
+        place(mode == TRAINING);
     }
 
     static double bytes_needed(Dev& dev, const Config& c, int64_t B, int64_t T, Mode mode, int64_t queries = 0) {
@@ -469,7 +468,6 @@ void forward(
     NsaShape s = a.shape;
     s.first = first, s.queries = queries;
     const int N = s.B * queries, C = int(a.C);
-    if (s.documents) dev.find_documents(a.document_start, a.tokens, model.config.end_of_text(), s);
     dev.embedding_forward(a.layer[0].x, a.tokens, model.w.embed, N, C);
     for (size_t i = 0; i < a.layer.size(); i++) forward_layer(model, a, i, s), done(i);
     dev.rmsnorm_forward(a.normed, a.rstd, a.x_out, model.w.norm, N, C);

@@ -61,25 +61,19 @@ class Config:
     vocab_size: int
     rope_base: float
     norm_eps: float
-    reset_at_document: int = 0  # older files do not have it
-
-    @property
-    def end_of_text(self):
-        return 50256 if self.vocab_size == 50257 else 0
 
 
 def read_config(text, path):
     """config.json's text -> Config. Keys that do not describe the model (seq_len, tokenizer) are not needed here."""
     try:
         values = json.loads(text)
-        values.setdefault("reset_at_document", 0)
         c = Config(**{field.name: field.type(values[field.name]) for field in dataclasses.fields(Config)})
     except (ValueError, TypeError, KeyError) as e:
         raise Failure(f"{path}: metadata key 'config' is not a complete config.json: {type(e).__name__} {e}")
     rules = {
         "attention is nsa or full": c.attention in ("nsa", "full"),
-        "sizes are positive": min(v for name, v in dataclasses.asdict(c).items()
-                                  if name not in ("attention", "reset_at_document")) > 0,
+        "sizes are positive": min(v for name, v in dataclasses.asdict(c).items() if name != "attention") > 0,
+        "reset_at_document, which has left, is 0": values.get("reset_at_document", 0) == 0,
         "heads is a multiple of kv_groups": c.heads % max(c.kv_groups, 1) == 0,
         "head_dim is even": c.head_dim % 2 == 0,
         "cmp_stride divides cmp_block and slc_block": (
@@ -170,37 +164,25 @@ def shared_tokens(compressed, selection, c):
     return (end - torch.maximum(start_i, start_j)).clamp(min=0) / c.cmp_stride
 
 
-def document_start(tokens, c):
-    """tokens [T] -> [T]: the first position that each query may look back to."""
-    t = torch.arange(len(tokens))
-    if not c.reset_at_document:
-        return torch.zeros_like(t)
-    return torch.where(tokens == c.end_of_text, t, 0).cummax(0).values
-
-
-def select(importance, c, begin=None):
-    """Eq. (11). importance [T, G, blocks] -> bool: the forced blocks {first, b-1, b} and the best others, n in all.
-    begin [T]: where the query's document begins, in block `first`; 0 if not given."""
+def select(importance, c):
+    """Eq. (11). importance [T, G, blocks] -> bool: the forced blocks {0, b-1, b} and the best others, n in all."""
     T, _, blocks = importance.shape
     j, b = torch.arange(blocks), torch.arange(T)[:, None, None] // c.slc_block  # query t lies in block b
-    first = (torch.zeros(T, dtype=torch.long) if begin is None else begin)[:, None, None] // c.slc_block
-    seen = (j >= first) & (j <= b)
-    forced = ((j == first) | (j == b - 1) | (j == b)) & seen
+    seen = j <= b
+    forced = ((j == 0) | (j == b - 1) | (j == b)) & seen
     rank_by = importance.masked_fill(forced, math.inf).masked_fill(~seen, -math.inf)
     # stable: equal scores go to the lower index
     best = rank_by.argsort(dim=-1, descending=True, stable=True)[..., :c.slc_count]
     return torch.zeros_like(importance, dtype=torch.bool).scatter(-1, best, True) & seen
 
 
-def attention(x, w, c, given=None, begin=None):
+def attention(x, w, c, given=None):
     """x [T, C], w the layer's attn.* parameters -> [T, C] and the layer's Selection (None with full attention).
-    given [T, G, blocks] replaces the selection that the branch uses. begin [T]: where each query's document begins;
-    0 if not given."""
+    given [T, G, blocks] replaces the selection that the branch uses."""
     T, G, D, h = len(x), c.kv_groups, c.head_dim, c.heads // c.kv_groups
     t = torch.arange(T)
     past = t[:, None] - t  # [T, T]: how far key s lies behind query t
-    begin = torch.zeros(T, dtype=torch.long) if begin is None else begin
-    before = (past >= 0) & (t >= begin[:, None])  # [T, T]: what query t may look at
+    before = past >= 0  # [T, T]: what query t may look at
 
     # 1, 2. Project and rotate. Head a of group g is head g*h + a.
     def keys_or_values(name):
@@ -222,7 +204,7 @@ def attention(x, w, c, given=None, begin=None):
     k_cmp = rope(k_cmp, start, c.rope_base)
 
     # 4. The compressed branch sees the blocks that end at or before the query. Eq. (8) is its softmax.
-    whole = (start + c.cmp_block - 1 <= t[:, None]) & (start >= begin[:, None])
+    whole = start + c.cmp_block - 1 <= t[:, None]
     cmp, p_cmp = attend(q, k_cmp, v_cmp, whole[:, None])
 
     # 5, 6. Importance, Eq. (9), summed over the heads of a group, Eq. (10), so that the group reads one set of blocks.
@@ -232,7 +214,7 @@ def attention(x, w, c, given=None, begin=None):
         blocks = -(-T // c.slc_block)
         importance = p_cmp.sum(2) @ shared_tokens(len(k_cmp), blocks, c).to(x.dtype)
         largest_key = k_cmp.norm(dim=-1).amax(0) if len(k_cmp) else torch.zeros(G, dtype=x.dtype)
-        found = Selection(select(importance, c, begin), importance, q.norm(dim=-1).amax(-1) * largest_key / math.sqrt(D))
+        found = Selection(select(importance, c), importance, q.norm(dim=-1).amax(-1) * largest_key / math.sqrt(D))
         chosen = found.chosen if given is None else given
 
     # 7. The selected branch, Eq. (12): the tokens of the chosen blocks that are not ahead of the query.
@@ -247,8 +229,8 @@ def attention(x, w, c, given=None, begin=None):
     return out.reshape(T, -1) @ w["attn.o_proj.weight"].T, found
 
 
-def layer_forward(x, w, c, given, begin):
-    attended, found = attention(rmsnorm(x, w["attn_norm.weight"], c.norm_eps), w, c, given, begin)
+def layer_forward(x, w, c, given):
+    attended, found = attention(rmsnorm(x, w["attn_norm.weight"], c.norm_eps), w, c, given)
     x = x + attended
     hidden = F.silu(rmsnorm(x, w["mlp_norm.weight"], c.norm_eps) @ w["mlp.fc1.weight"].T)
     return x + hidden @ w["mlp.fc2.weight"].T, found
@@ -257,12 +239,12 @@ def layer_forward(x, w, c, given, begin):
 def forward(tokens, params, c, given=None):
     """tokens [T] -> logits [T, V] and one Selection per layer.
     given: per layer, the selection to use instead of the one computed here."""
-    x, found, begin = params["embed_tokens.weight"][tokens], [], document_start(tokens, c)
+    x, found = params["embed_tokens.weight"][tokens], []
     for i in range(c.layers):
         prefix = f"layers.{i}."
         w = {name[len(prefix):]: p for name, p in params.items() if name.startswith(prefix)}
         # The backward pass computes the layer again: the T x T weights of one layer at a time are enough memory.
-        x, selection = checkpoint(layer_forward, x, w, c, given[i] if given else None, begin, use_reentrant=False)
+        x, selection = checkpoint(layer_forward, x, w, c, given[i] if given else None, use_reentrant=False)
         found.append(selection)
     return rmsnorm(x, params["norm.weight"], c.norm_eps) @ params["embed_tokens.weight"].T, found
 
@@ -455,9 +437,8 @@ def check_selection(layer, found, dumped, begin, c, precision, failures):
     B, T, G, blocks = dumped.shape
     name = f"layers.{layer}.selection"
     j, b = torch.arange(blocks), torch.arange(T)[:, None, None] // c.slc_block
-    low = begin[:, :, None, None] // c.slc_block
-    may = (j >= low) & (j <= b)
-    must, may_choose = ((j == low) | (j == b - 1) | (j == b)) & may, (b - low + 1).squeeze(-1)
+    may = j <= b
+    must, may_choose = ((j == 0) | (j == b - 1) | (j == b)) & may, (b + 1).squeeze(-1)
 
     def first(rows):
         row, t, g = rows.nonzero()[0].tolist()
@@ -465,7 +446,7 @@ def check_selection(layer, found, dumped, begin, c, precision, failures):
 
     for wrong, what in (
         ((dumped > 1).any(-1), "a value other than 0 and 1"),
-        ((dumped.bool() & ~may).any(-1), "a block ahead of the query's or of an earlier document"),
+        ((dumped.bool() & ~may).any(-1), "a block ahead of the query's"),
         ((~dumped.bool() & must).any(-1), "a forced block missing"),
         (dumped.sum(-1, dtype=torch.int64) != may_choose.clamp(max=c.slc_count), "a wrong number of blocks"),
     ):
@@ -513,9 +494,8 @@ def compare(path, use_selection="from-state", precision=None, rtol=None):
     results = run(c, state.params, state.inputs, state.targets, given)
 
     failures, beyond = [], []
-    begin = torch.stack([document_start(row, c) for row in state.inputs])
     for i, found in enumerate(results.selection):
-        check_selection(i, found, dumped[i], begin, c, precision, failures)
+        check_selection(i, found, dumped[i], c, precision, failures)
 
     rows = {"logits": results.logits, "loss": results.loss} | {
         "grad." + name: grad for name, grad in results.grads.items()

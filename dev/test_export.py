@@ -51,9 +51,6 @@ MODELS = {
     "nsa, two branches": PAPER + " --branches cmp,win --init random --steps 1 --seq-len 64 --lr 1e-4",
     "full": "--attention full --layers 2 --dim 48 --heads 6 --kv-groups 2 --head-dim 16 --mlp-hidden 96"
     + TRAINED + "800",
-    "nsa, documents": PAPER + " --init random --steps 1 --seq-len 64 --lr 1e-4 --reset-at-document 1",
-    "full, documents": "--attention full --layers 2 --dim 48 --heads 6 --kv-groups 2 --head-dim 16 --mlp-hidden 96"
-    " --init random --steps 1 --seq-len 64 --lr 1e-4 --reset-at-document 1",
     "nsa, gpt2": PAPER + " --init random --steps 1 --seq-len 64 --lr 1e-4 --tokenizer gpt2",
 }
 failures = 0
@@ -255,11 +252,10 @@ def test(program, vocab_dir):
     for name, options in MODELS.items():
         run, export = (kind + "/" + name.replace(", ", "_").replace(" ", "_") for kind in ("runs", "exports"))
         gpt2 = "gpt2" in options
-        shards = "text_gpt2" if gpt2 else "text_documents" if "documents" in name else "text_bytes"
+        shards = "text_gpt2" if gpt2 else "text_bytes"
         vocabulary = ["--tokenizer", "gpt2", "--vocab-dir", vocab_dir] if gpt2 else ["--tokenizer", "bytes"]
         if not os.path.exists(program.file(shards + "_train_000001.bin")):
-            split = ["--split-documents", "\\n\\n"] if "documents" in name else []
-            program("tokenize", "--in", "text.txt", "--out", shards, "--val-fraction", "0", *split, *vocabulary)
+            program("tokenize", "--in", "text.txt", "--out", shards, "--val-fraction", "0", *vocabulary)
         data = shards + "_train_*.bin"
         program(*options.split(), "--out", run, "--eval-every", "0", "--sample-tokens", "0", "--data", data,
                 *(vocabulary[2:]))

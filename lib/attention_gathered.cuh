@@ -247,9 +247,7 @@ struct GatherBlock {
     __device__ void hide_keys(float (&p)[1][KEY_TILE / 8][4], const GatheredRows& r, int key_tile,
                               const AttentionShape& s) const {
         const bool shared_tile = blocks_per_tile(s) > 1;
-        if (!shared_tile && key_tile * KEY_TILE + KEY_TILE - 1 <= s.first + tile.j0 &&
-            start_of_document(s.first + tile.j0 + tile.tokens - 1, s) <= key_tile * KEY_TILE)
-            return;
+        if (!shared_tile && key_tile * KEY_TILE + KEY_TILE - 1 <= s.first + tile.j0) return;
         const TileBlocks blocks = tile_blocks(key_tile, s);
         int end[2];  // the row sees the first `end` keys of the selection blocks in `chosen`
         unsigned chosen[2];
@@ -267,17 +265,6 @@ struct GatherBlock {
                 for (int e = 0; e < 2; e++)
                     if (!is_chosen || n * 8 + int(threadIdx.x) % 4 * 2 + e >= end[i]) p[0][n][2 * i + e] = -INFINITY;
             }
-        if (!s.document_start) return;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int start = r.row[i] < 0 ? 0 : start_of_document(s.first + tile.j0 + r.token[i], s),
-                      begin = start - key_tile * KEY_TILE - int(threadIdx.x) % 4 * 2;
-#pragma unroll
-            for (int n = 0; n < KEY_TILE / 8; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++)
-                    if (n * 8 + e < begin) p[0][n][2 * i + e] = -INFINITY;
-        }
     }
     // Calls put(row, column, four) for all sums: `four` are those of column, column + 1, column + 8 and column + 9.
     template <class Put>
@@ -501,7 +488,7 @@ __device__ inline int tile_of_item(const GatherPlan& plan, const int* extra, int
 // As attention_dkdv_kernel<SLC>, but the tiles of 64 tokens are gathered: they hold only tokens that chose a block of
 // the tile of keys. A list of more than GATHER_CHUNK tokens (block 0 is chosen by all) is split into chunks, whose sums
 // go to plan.partial. The first most_extra * B*G thread blocks take the chunks beyond the first.
-template <int D, bool DOCUMENTS>
+template <int D>
 __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     gather_dkdv_kernel(bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
                        const float* row_dot, const float* lse_gated, const uint32_t* selection, GatherPlan plan,
@@ -515,7 +502,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     auto chunk_of = [&](int of_tile) { return item < plan.most_extra ? item - extra[of_tile] + 1 : 0; };
     const int first_key = tile * KEY_TILE;
     DynamicShared shared;
-    TokenBuffers<SLC, D, DOCUMENTS> buffers(shared);
+    TokenBuffers<SLC, D> buffers(shared);
     int* counts = shared.take<int>(THREADS / 32);
     int* list = shared.take<int>(GATHER_CHUNK);
     buffers.copy_keys(k, v, bg, first_key, s);
@@ -524,7 +511,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     const int tokens = list_tokens(list, counts, choosers, plan.token_words, chunk_of(tile) * GATHER_CHUNK);
     cp_async_wait<0>();
     __syncthreads();
-    WarpKeys<SLC, D, DOCUMENTS> keys;
+    WarpKeys<SLC, D> keys;
     keys.load(buffers.k_tile, buffers.v_tile, first_key);
 
     // there are fewer than 2^31 rows
@@ -551,10 +538,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
         0, tokens, s.heads, [](int first) { return first + KEY_TILE; }, fetch,
         [&](int buffer) { buffers.rows.store(buffer, s); },
         [&](int buffer, int first) {
-            // A tile's first token is the earliest. The last one is the latest; there is none where the list has ended.
-            bool masked = s.first + list[first] < first_key + KEY_TILE - 1;
-            if (DOCUMENTS)
-                masked = masked || unsigned(list[first + KEY_TILE - 1]) >= unsigned(buffers.end_of_key(0) - s.first);
+            const bool masked = s.first + list[first] < first_key + KEY_TILE - 1;  // its first token is the earliest
             keys.add_tokens(
                 buffers, buffer, masked, [&](int row) { return s.first + list[first + row]; }, s);
         });
@@ -747,15 +731,11 @@ inline void launch_gather_backward(float* dq, bool add, bf16* dk, bf16* dv, cons
                                        choice, a);
     launch<count_choosers_kernel>(unsigned(all_units + 3) / 4, 128, 0, stream, plan, all_units, choice);
     launch<plan_chunks_kernel>(unsigned(a.batch_groups), 32, 0, stream, plan, choice, a);
-    const auto launch_dkdv = [&](auto documents) {
-        const size_t bytes = TokenBuffers<SLC, D, documents()>::bytes() +
-                             shared_bytes({dkdv_threads<D>() / 32 * sizeof(int), GATHER_CHUNK * sizeof(int)});
-        launch<gather_dkdv_kernel<D, documents()>>(unsigned((plan.most_extra + plan.tiles) * a.batch_groups),
-                                                   unsigned(dkdv_threads<D>()), bytes, stream, dk, dv, dout, q, k, v,
-                                                   row_dot, lse_gated, selection, plan, choice, a);
-    };
-    if (a.document_start) launch_dkdv(std::true_type());
-    else launch_dkdv(std::false_type());
+    const size_t bytes = TokenBuffers<SLC, D>::bytes() +
+                         shared_bytes({dkdv_threads<D>() / 32 * sizeof(int), GATHER_CHUNK * sizeof(int)});
+    launch<gather_dkdv_kernel<D>>(unsigned((plan.most_extra + plan.tiles) * a.batch_groups),
+                                  unsigned(dkdv_threads<D>()), bytes, stream, dk, dv, dout, q, k, v, row_dot, lse_gated,
+                                  selection, plan, choice, a);
     if (plan.most_extra)
         launch<add_chunks_kernel<D>>(unsigned(plan.tiles * a.batch_groups), 256, 0, stream, dk, dv, plan, choice, a);
 }

@@ -92,8 +92,6 @@ struct AttentionShape {
     float scale;             // 1 / sqrt(D)
     int parts, part_tokens;  // dK and dV: how many parts the queries are cut into, and their tokens; the parts' sums
                              // are added at the end
-    const int32_t* document_start;  // [B, T], or null: see NsaShape
-    int T;
 };
 // branch: whose keys; tile_tokens 0: as many tokens as fill a tile of query_rows rows, by default those of this GPU
 inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile_tokens, int query_rows = 0) {
@@ -111,7 +109,6 @@ inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile
     while (a.slc_shift < 6 && (1 << a.slc_shift) < s.slc_block) a.slc_shift++;
     a.scale = float(s.scale());
     a.parts = 1, a.part_tokens = s.queries;
-    a.document_start = s.document_start, a.T = s.T;
     // There are few tiles of compressed keys, and most queries see each: parts of 256 tokens, up to 64 of them, and
     // beyond that 32 longer ones, because their sums take memory.
     if (branch == CMP) {
@@ -177,38 +174,6 @@ __device__ inline int first_query(int key, const AttentionShape& s) {
 template <Branch branch>
 __device__ inline bool query_sees(int t, int key, const AttentionShape& s) {
     return first_query<branch>(key, s) <= t && (branch != WIN || t < key + s.window);
-}
-
-// --reset-at-document: a query sees nothing that begins before its document does. That is a second bound, which never
-// falls from one query to the next; without the option it is 0 and not looked at. Kernels have no register for it in
-// their loops: it is read where a tile of keys holds one.
-
-// Where the document of the token at position t of this block's sequence begins
-__device__ inline int start_of_document(int t, const AttentionShape& s) {
-    if (!s.document_start) return 0;
-    const int sequence = int(block_index_again()) % s.batch_groups / s.G;
-    return s.document_start[size_t(sequence) * s.T + t];
-}
-// The position of a key's first token
-template <Branch branch>
-__device__ inline int position_of_key(int key, const AttentionShape& s) {
-    return branch == CMP ? key * s.d : key;
-}
-// The first key that the query at position t sees by its document alone
-template <Branch branch>
-__device__ inline int begin_of_keys(int t, const AttentionShape& s) {
-    const int start = start_of_document(t, s);
-    return branch == CMP && start ? (start - 1) / s.d + 1 : start;
-}
-// The first query behind `position` whose document begins behind it, counted from s.first; s.queries if there is none.
-__device__ inline int end_of_document(int position, const AttentionShape& s) {
-    int low = max(position - s.first, 0), high = s.queries;
-    while (low < high) {
-        const int middle = (low + high) / 2;
-        if (start_of_document(s.first + middle, s) > position) high = middle;
-        else low = middle + 1;
-    }
-    return high;
 }
 
 // A token's choice among the selection blocks of a tile of keys, as bits: bit i stands for the i-th of them. A
@@ -351,13 +316,6 @@ __device__ inline int end_of_row(int first_end, unsigned ends, int m, int i) {
     const int difference = row_byte(ends, m, i);
     return difference == NO_QUERY ? 0 : first_end + difference;
 }
-// Where the rows' documents begin, in keys, counted from the tile's first_end; for --reset-at-document. The first piece
-// of the shared memory of a QueryBlock, so that no register has to hold its address.
-__device__ inline int* starts_of_rows() { return DynamicShared().take<int>(QUERY_ROWS); }
-template <int M>
-__device__ inline int start_of_row(int m, int i) {
-    return starts_of_rows()[(threadIdx.x / 32 * M + m) * 16 + i * 8 + threadIdx.x % 32 / 4];
-}
 // What the rows of a warp see of a tile of keys. In the selected branch most tiles are seen whole by some rows and not
 // at all by the others; those others are `hidden` as rows, which costs nothing per key.
 struct TileView {
@@ -389,7 +347,6 @@ __device__ inline TileView look_at_tile(int key_tile, int first_end, unsigned en
             const bool all = sees_all(visible, KEY_TILE) && (branch != SLC || chosen == blocks.all);
             view.some = view.some || sees_some(visible, KEY_TILE);
             view.masked = view.masked || (query && !all && !view.hidden<branch>(m, i));
-            if (s.document_start) view.masked = view.masked || start_of_row<M>(m, i) + view.first_end > 0;
         }
     view.some = __any_sync(~0u, view.some);
     view.masked = __any_sync(~0u, view.masked);
@@ -415,24 +372,11 @@ __device__ inline void hide_keys(float (&p)[M][N][4], const TileView& view, int 
                     for (int e = 0; e < 2; e++)
                         if (!sees(visible, n * 8 + threadIdx.x % 4 * 2 + e)) p[m][part + n][2 * i + e] = -INFINITY;
             }
-    if (!s.document_start) return;
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int begin = start_of_row<M>(m, i) + view.first_end - first - int(threadIdx.x) % 4 * 2;
-#pragma unroll
-            for (int n = 0; n < N; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++)
-                    if (n * 8 + e < begin) p[m][n][2 * i + e] = -INFINITY;
-        }
 }
 // The tiles of keys that some query of the tile may see: begin .. end-1.
 template <Branch branch>
 __device__ inline int first_key_tile(const QueryTile& tile, const AttentionShape& s) {
-    const int begin = begin_of_keys<branch>(s.first + tile.j0, s);
-    return max(begin, branch == WIN ? s.first + tile.j0 + 1 - s.window : 0) / KEY_TILE;
+    return branch == WIN ? max(0, s.first + tile.j0 + 1 - s.window) / KEY_TILE : 0;
 }
 template <Branch branch>
 __device__ inline int end_of_key_tiles(const QueryTile& tile, const AttentionShape& s) {
@@ -506,7 +450,6 @@ struct QueryBlock {
         tile = query_tile(s), end_tile = end_of_key_tiles<branch>(tile, s);
         first_row = threadIdx.x / 32 * 16 * M;
         const int rows = blockDim.x / 32 * 16 * M;
-        int* const starts = shared.take<int>(QUERY_ROWS);  // see starts_of_rows
         keys.k_tiles = shared.take<bf16>(2 * KEY_TILE * D), keys.v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
         keys.k = k, keys.v = v, keys.group = size_t(tile.bg) * s.key_stride * D;
         q_tile = shared.take<bf16>(s.query_rows * D), dout_tile = nullptr, used = nullptr;
@@ -517,11 +460,6 @@ struct QueryBlock {
                             s);
         }
         cp_async_commit();
-        if (s.document_start)
-            for (int row = threadIdx.x; row < rows; row += int(blockDim.x)) {
-                const int t0 = s.first + tile.j0, token = min(row % s.tile_tokens, tile.tokens - 1);
-                starts[row] = begin_of_keys<branch>(t0 + token, s) - end_of_keys<branch>(t0, s);
-            }
         selection = all_selections;
         if (branch == SLC) {
             used = shared.take<uint32_t>(tile_words(s.key_stride));
@@ -580,11 +518,6 @@ template <int D>
 HOST_DEVICE constexpr bool keeps_v() {
     return D > 32;
 }
-// Whether K does too. DOCUMENTS: --reset-at-document, for whose bound no register would be free otherwise.
-template <int D, bool DOCUMENTS>
-HOST_DEVICE constexpr bool keeps_k() {
-    return DOCUMENTS && D == 64;
-}
 
 // lse_gated and row_dot of the rows of a tile of tokens (one head), in shared memory, for each of the two buffers. A
 // token that does not exist, or did not choose the selection block, has a shift that makes its weights 0.
@@ -612,26 +545,22 @@ struct RowStatistics {
 
 // The shared memory of a block that owns a tile of keys: two buffers for tiles of q and dout and for their statistics.
 // The keys pass through the second buffers on their way into registers.
-template <Branch branch, int D, bool DOCUMENTS>
+template <Branch branch, int D>
 struct TokenBuffers {
     bf16 *q_tiles, *dout_tiles, *k_tile, *v_tile;
     RowStatistics<branch> rows;
-    int* ends;  // [KEY_TILE], with DOCUMENTS: the position from which on a key is not seen any more
 
     __device__ explicit TokenBuffers(DynamicShared& shared) {
         q_tiles = shared.take<bf16>(2 * KEY_TILE * D), dout_tiles = shared.take<bf16>(2 * KEY_TILE * D);
         rows.minus_shift = shared.take<float>(2 * sub_blocks(branch) * KEY_TILE);
         rows.dot = shared.take<float>(2 * KEY_TILE);
-        k_tile = keeps_k<D, DOCUMENTS>() ? shared.take<bf16>(KEY_TILE * D) : q_tiles + KEY_TILE * D;
+        k_tile = q_tiles + KEY_TILE * D;
         v_tile = keeps_v<D>() ? shared.take<bf16>(KEY_TILE * D) : dout_tiles + KEY_TILE * D;
-        ends = DOCUMENTS ? shared.take<int>(KEY_TILE) : nullptr;
     }
-    __device__ int end_of_key(int key) const { return load_shared_again(ends + key); }
     // Their bytes.
     static size_t bytes() {
         const size_t tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
-        return shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, keeps_v<D>() ? tiles / 2 : 0,
-                             keeps_k<D, DOCUMENTS>() ? tiles / 2 : 0, DOCUMENTS ? KEY_TILE * sizeof(int) : 0});
+        return shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, keeps_v<D>() ? tiles / 2 : 0});
     }
     __device__ void copy_keys(const bf16* k, const bf16* v, int bg, int first_key, const AttentionShape& s) {
         constexpr int THREADS = dkdv_threads<D>();
@@ -639,33 +568,30 @@ struct TokenBuffers {
         copy_tile<D, THREADS>(k_tile, k + group, D, s.keys - first_key);
         copy_tile<D, THREADS>(v_tile, v + group, D, s.keys - first_key);
         cp_async_commit();
-        if (DOCUMENTS && threadIdx.x < KEY_TILE) {
-            const int key = first_key + int(threadIdx.x), position = position_of_key<branch>(min(key, s.keys - 1), s);
-            ends[threadIdx.x] = s.first + end_of_document(position, s);
-        }
     }
 };
 
 // The keys of a warp as A fragments (or in shared memory), and their sums.
-template <Branch branch, int D, bool DOCUMENTS>
+template <Branch branch, int D>
 struct WarpKeys {
     static constexpr int M = key_pieces<D>(), TOKENS = 16;  // tokens at a time, as many as there are registers for
     int first_key;                                          // of the tile
     unsigned k_rows[M][D / 16][4], v_rows[M][D / 16][4];
-    const bf16 *k_tile, *v_tile;
+    const bf16* v_tile;
     float dk[M][D / 8][4], dv[M][D / 8][4];
     // The warp's first key, counted from the tile's; this lane's keys are lane / 4 behind it, and i * 8 and m * 16
     // further.
     __device__ int warp_key() const { return threadIdx.x / 32 * 16 * M; }
     __device__ int lane_key() const { return warp_key() + threadIdx.x % 32 / 4; }
     // There must be a barrier between the arrival of the tiles and this call.
-    __device__ void load(const bf16* k, const bf16* v, int first) {
-        first_key = first, k_tile = k, v_tile = v;
+    __device__ void load(const bf16* k_tile, const bf16* v, int first) {
+        first_key = first;
+        v_tile = v;
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int x = 0; x < D; x += 16) {
-                if (!keeps_k<D, DOCUMENTS>()) load_a<D>(k_rows[m][x / 16], k_tile, warp_key() + m * 16, x);
+                load_a<D>(k_rows[m][x / 16], k_tile, warp_key() + m * 16, x);
                 if (!keeps_v<D>()) load_a<D>(v_rows[m][x / 16], v_tile, warp_key() + m * 16, x);
             }
         clear(dk), clear(dv);
@@ -673,9 +599,7 @@ struct WarpKeys {
     // The scores p of tokens first .. first + TOKENS - 1 of a tile become -infinity where the token does not see the
     // key.
     template <class Token>
-    __device__ void hide_tokens(float (&p)[M][TOKENS / 8][4], int first,
-                                const TokenBuffers<branch, D, DOCUMENTS>& buffers, Token token,
-                                const AttentionShape& s) const {
+    __device__ void hide_tokens(float (&p)[M][TOKENS / 8][4], int first, Token token, const AttentionShape& s) const {
 #pragma unroll
         for (int n = 0; n < TOKENS / 8; n++)
 #pragma unroll
@@ -691,22 +615,12 @@ struct WarpKeys {
                             p[m][n][2 * i + odd] = -INFINITY;
                     }
             }
-#pragma unroll
-        for (int row = 0; DOCUMENTS && row < 2 * M; row++) {
-            const int end = buffers.end_of_key(lane_key() + row * 8);
-#pragma unroll
-            for (int n = 0; n < TOKENS / 8; n++)
-#pragma unroll
-                for (int odd = 0; odd < 2; odd++)
-                    if (token(first + n * 8 + int(threadIdx.x) % 4 * 2 + odd) >= end)
-                        p[row / 2][n][row % 2 * 2 + odd] = -INFINITY;
-        }
     }
     // dv += P'^T dout and dk += dS^T q over the 64 rows of the tile of tokens in a buffer. token(row): the position of
     // the row's token; called only if `masked`; otherwise all tokens see all keys of the warp whose selection block
     // they chose.
     template <class Token>
-    __device__ void add_tokens(const TokenBuffers<branch, D, DOCUMENTS>& buffers, int buffer, bool masked, Token token,
+    __device__ void add_tokens(const TokenBuffers<branch, D>& buffers, int buffer, bool masked, Token token,
                                const AttentionShape& s) {
         const int column = threadIdx.x % 4 * 2;
         const bf16 *q_tile = buffers.q_tiles + buffer * KEY_TILE * D,
@@ -716,12 +630,10 @@ struct WarpKeys {
 #pragma unroll 1
         for (int first = 0; first < KEY_TILE; first += TOKENS) {
             float p[M][TOKENS / 8][4] = {}, ds[M][TOKENS / 8][4] = {};
-            if constexpr (keeps_k<D, DOCUMENTS>())
-                multiply_rows<D, M, TOKENS / 16>(p, k_tile, warp_key(), q_tile, first);
-            else multiply_rows<D, M, TOKENS / 16>(p, k_rows, q_tile, first);
+            multiply_rows<D, M, TOKENS / 16>(p, k_rows, q_tile, first);
             if constexpr (keeps_v<D>()) multiply_rows<D, M, TOKENS / 16>(ds, v_tile, warp_key(), dout_tile, first);
             else multiply_rows<D, M, TOKENS / 16>(ds, v_rows, dout_tile, first);
-            if (masked) hide_tokens(p, first, buffers, token, s);
+            if (masked) hide_tokens(p, first, token, s);
 #pragma unroll
             for (int m = 0; m < M; m++) {
                 const int sub_block = branch == SLC ? (warp_key() + m * 16) >> s.slc_shift : 0;

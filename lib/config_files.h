@@ -26,7 +26,7 @@ static NsaShape shape_of(const Config& c, int64_t B, int64_t T) {
     s.l = int(c.cmp_block), s.d = int(c.cmp_stride);
     s.slc_block = int(c.slc_block), s.slc_count = int(c.slc_count);
     s.window = int(c.window), s.F = int(c.phi_hidden);
-    s.full = c.attention == "full", s.documents = c.reset_at_document;
+    s.full = c.attention == "full";
     for (int branch = 0; branch < BRANCHES; branch++)
         if (c.branches != "all" && c.branches.find(BRANCH_NAMES[branch]) == std::string::npos)
             s.left_out |= 1u << branch;
@@ -34,9 +34,9 @@ static NsaShape shape_of(const Config& c, int64_t B, int64_t T) {
 }
 
 // The options that make the model: its config.json.
-static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",     "kv-groups",        "head-dim",
-                                            "cmp-block",  "cmp-stride", "slc-block", "slc-count",        "window",
-                                            "phi-hidden", "mlp-hidden", "seq-len",   "reset-at-document"};
+static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",     "kv-groups", "head-dim",
+                                            "cmp-block",  "cmp-stride", "slc-block", "slc-count", "window",
+                                            "phi-hidden", "mlp-hidden", "seq-len"};
 
 static const char* const MODEL_WORDS[] = {"attention", "branches", "tokenizer"};
 static std::string config_json(const Config& c) {
@@ -49,12 +49,36 @@ static std::string config_json(const Config& c) {
            format_text(", \"rope_base\": %g, \"norm_eps\": %g}\n", ROPE_BASE, NORM_EPS);
 }
 
-// Those of version 0.2 and before know neither --branches nor --reset-at-document.
+// Options that have left the program, and what they were where nobody gave them.
+static const struct {
+    const char *name, *default_text;
+    bool changes_results;
+} FORMER_OPTIONS[] = {{"reset-at-document", "0", true}};
+
+// Is this key of a run.json or a config.json one of them? Fails where nothing can go on without it as it was.
+static bool is_former_option(const std::string& key, const Json& value, const std::string& path) {
+    for (const auto& former : FORMER_OPTIONS) {
+        if (key != underscored(former.name)) continue;
+        const std::string was =
+            value.kind == Json::Number ? format_text("%g", value.number_value) : json_quote(value.text);
+        if (former.changes_results && was != former.default_text)
+            fail(
+                "%s: the run had --%s %s, which this program no longer has, and without it results change: use the "
+                "version that began the run, or take the line out of the file",
+                path.c_str(), former.name, was.c_str());
+        return true;
+    }
+    return false;
+}
+
+// Those of version 0.2 and before do not know --branches.
 static Json parse_model_config(const std::string& path) {
     Json config = parse_json(read_file(path), path);
-    for (const auto& [name, value] : {std::pair("branches", "\"all\""), std::pair("reset_at_document", "0")})
-        if (config.kind == Json::Object && !config.find(name))
-            config.keys.push_back(name), config.items.push_back(parse_json(value, path));
+    for (size_t i = 0; i < config.keys.size(); i++) is_former_option(config.keys[i], config.items[i], path);
+    if (config.kind == Json::Object && !config.find("branches")) {
+        config.keys.push_back("branches");
+        config.items.push_back(parse_json("\"all\"", path));
+    }
     return config;
 }
 
@@ -225,6 +249,7 @@ static bool inherit_options(Config& c, std::set<std::string>& given) {
             "cannot resume from %s with --seed %lld: the run began with %lld, on which data order and rounding depend; "
             "leave --seed out, or begin a new run with --init-from",
             folder.c_str(), (long long)c.seed, (long long)seed);
+    for (size_t i = 0; i < then.keys.size(); i++) is_former_option(then.keys[i], then.items[i], path);
     for (const Option& o : option_table()) {
         const Json* old = then.find(underscored(o.name));
         const std::string name = o.name;
@@ -259,6 +284,7 @@ static void read_options_file(Config& c, std::set<std::string>& given, bool prin
         if (of_run && (name == "program" || name == "starts" || file.items[i].kind == Json::Object)) continue;
         if (of_full && std::find(std::begin(NSA_OPTIONS), std::end(NSA_OPTIONS), name) != std::end(NSA_OPTIONS))
             continue;
+        if (of_run && is_former_option(file.keys[i], file.items[i], path)) continue;
         const auto& table = option_table();
         const auto o = std::find_if(table.begin(), table.end(), [&](const Option& x) { return name == x.name; });
         if (o == table.end() || !(o->verbs & TRAIN)) fail_unknown_option(name, TRAIN, path + ": ");

@@ -174,46 +174,42 @@ class TiledAttention {
     struct KeyRange {
         int begin, end;
     };
-    // The oldest key that query t of a sequence may see. It never falls from one query to the next.
-    static int oldest_key(Branch branch, size_t bg, int t, const NsaShape& s) {
-        const int of_window = branch == WIN && !s.full ? std::max(0, t - s.window + 1) : 0;
-        if (!s.document_start) return of_window;
-        const int start = s.start_of(bg / s.G, t);
-        return std::max(of_window, branch == CMP ? s.first_block(start) : start);
+    // The oldest key that query t may see.
+    static int oldest_key(Branch branch, int t, const NsaShape& s) {
+        return branch == WIN && !s.full ? std::max(0, t - s.window + 1) : 0;
     }
     // The keys of a tile that query t sees, counted from the tile's first; the caller looks at the selection.
-    static KeyRange visible_keys(Branch branch, size_t bg, int t, int tile, const NsaShape& s) {
+    static KeyRange visible_keys(Branch branch, int t, int tile, const NsaShape& s) {
         const int width = tile_keys(branch, s), start = tile * width;
-        const int oldest = oldest_key(branch, bg, t, s), newest = branch == CMP ? s.cmp_blocks(t + 1) - 1 : t;
+        const int oldest = oldest_key(branch, t, s), newest = branch == CMP ? s.cmp_blocks(t + 1) - 1 : t;
         const int begin = std::clamp(oldest - start, 0, width);
         return {begin, std::clamp(newest + 1 - start, begin, width)};
     }
     // Does query t see any key of the tile? mask: its selection, in the selected branch.
-    static bool sees(Branch branch, size_t bg, int t, int tile, const uint32_t* mask, const NsaShape& s) {
+    static bool sees(Branch branch, int t, int tile, const uint32_t* mask, const NsaShape& s) {
         if (branch == SLC && !is_selected(mask, tile)) return false;
-        const KeyRange range = visible_keys(branch, bg, t, tile, s);
+        const KeyRange range = visible_keys(branch, t, tile, s);
         return range.begin < range.end;
     }
     // The tiles of keys that any of the queries t0 .. t1-1 may see: the first, and one past the last.
-    static KeyRange tile_range(Branch branch, size_t bg, int t0, int t1, const NsaShape& s) {
+    static KeyRange tile_range(Branch branch, int t0, int t1, const NsaShape& s) {
         const int width = tile_keys(branch, s), end = branch == CMP ? s.cmp_blocks(t1) : t1;
-        return {oldest_key(branch, bg, t0, s) / width, (end + width - 1) / width};
+        return {oldest_key(branch, t0, s) / width, (end + width - 1) / width};
     }
     // The columns of a tile that any of these queries sees, widened to whole vectors; in the compressed branch, whose
     // scores choose blocks too, from the tile's first key on.
-    static KeyRange columns_of(Branch branch, size_t bg, const int* tokens, int count, int tile, const NsaShape& s) {
-        return {branch == CMP ? 0 : visible_keys(branch, bg, tokens[0], tile, s).begin / LANES * LANES,
-                whole_vectors(visible_keys(branch, bg, tokens[count - 1], tile, s).end)};
+    static KeyRange columns_of(Branch branch, const int* tokens, int count, int tile, const NsaShape& s) {
+        return {branch == CMP ? 0 : visible_keys(branch, tokens[0], tile, s).begin / LANES * LANES,
+                whole_vectors(visible_keys(branch, tokens[count - 1], tile, s).end)};
     }
     // The queries that see a tile of keys, in order, in the branches whose queries do not choose.
-    static std::vector<int> query_list(Branch branch, size_t bg, int tile, const NsaShape& s) {
+    static std::vector<int> query_list(Branch branch, int tile, const NsaShape& s) {
         const int start = tile * TILE_KEYS;
         int begin = start, end = s.first + s.queries;
         if (branch == CMP) begin = start * s.d + s.l - 1;
         if (branch == WIN && !s.full) end = std::min(end, start + TILE_KEYS - 1 + s.window);
         std::vector<int> list;
-        for (int t = std::max(begin, s.first); t < end && oldest_key(branch, bg, t, s) < start + TILE_KEYS; t++)
-            list.push_back(t);
+        for (int t = std::max(begin, s.first); t < end; t++) list.push_back(t);
         return list;
     }
     // The queries that chose each block, in order: [B * G, blocks]. Looking for them block by block would read the
@@ -227,8 +223,7 @@ class TiledAttention {
                 for (int first = 0; first <= t / s.slc_block; first += 32)
                     for (uint32_t bits = in.mask(bg, t)[first / 32]; bits; bits &= bits - 1) {
                         const int block = first + __builtin_ctz(bits);
-                        if (sees(SLC, size_t(bg), t, block, in.mask(bg, t), s))
-                            lists[size_t(bg) * blocks + block].push_back(t);
+                        if (sees(SLC, t, block, in.mask(bg, t), s)) lists[size_t(bg) * blocks + block].push_back(t);
                     }
         return lists;
     }
@@ -366,8 +361,8 @@ class TiledAttention {
             to.lse[row] = total > 0 ? room.reference[r] + std::log(total) : std::numeric_limits<float>::infinity();
         }
     }
-    // Whether a query whose document begins in block `first` may choose among its blocks; otherwise it takes them all.
-    static bool may_choose(int t, const NsaShape& s, int first = 0) { return t / s.slc_block - first >= s.slc_count; }
+    // Whether query t may choose among its blocks; otherwise it takes them all.
+    static bool may_choose(int t, const NsaShape& s) { return t / s.slc_block >= s.slc_count; }
     static void add_weights(float* sum, const float* scores, int count, float lse) {
 #pragma omp simd
         for (int key = 0; key < count; key++) sum[key] += exponential(scores[key] - lse);
@@ -377,9 +372,7 @@ class TiledAttention {
     static void compressed_weights(const float* lse, int bg, int t, int j, int padded, ForwardRoom<Element>& room,
                                    const NsaShape& s) {
         const int h = s.heads_per_group(), visible = s.cmp_blocks(t + 1);
-        const int first = std::min(visible, oldest_key(CMP, size_t(bg), t, s) / TILE_KEYS * TILE_KEYS);
-        std::fill_n(room.weight.begin(), first, 0.0f);  // nothing was computed for tiles before its document
-        for (int begin = first; begin < visible; begin += TILE_KEYS) {
+        for (int begin = 0; begin < visible; begin += TILE_KEYS) {
             const int count = whole_vectors(std::min(TILE_KEYS, visible - begin));  // hidden scores weigh 0
             const float* const scores = &room.scores[begin / TILE_KEYS * room.tile_size + size_t(j) * h * padded];
             float* const weight = &room.weight[begin];
@@ -388,25 +381,29 @@ class TiledAttention {
                 add_weights(weight, scores + head * padded, count, lse[query_row(bg, head, t, s)]);
         }
     }
-    // Sets the bits of blocks first, last-1, last and of the count-3 best between them; of equal ones the lowest.
-    static void choose_best(uint32_t* mask, std::vector<int>& best, const float* importance, int first, int last,
-                            int count) {
-        for (const int forced : {first, last - 1, last}) select_block(mask, forced);
+    // Sets the bits of blocks 0, last-1, last and of the count-3 best between them; of equal ones the lowest.
+    static void choose_best(uint32_t* mask, std::vector<int>& best, const float* importance, int last, int count) {
+        for (const int forced : {0, last - 1, last}) select_block(mask, forced);
         best.clear();  // the best so far, in falling order
         const auto insert = [&](int block, size_t at) {
             for (; at > 0 && importance[block] > importance[best[at - 1]]; at--) best[at] = best[at - 1];
             best[at] = block;
         };
-        int block = first + 1;
-        for (; int(best.size()) < count - 3; block++) best.push_back(block), insert(block, best.size() - 1);
+        int block = 1;
+        for (; int(best.size()) < count - 3; block++) {
+            best.push_back(block);
+            insert(block, best.size() - 1);
+        }
         for (; count > 3 && block < last - 1; block++)
             if (importance[block] > importance[best.back()]) insert(block, best.size() - 1);
         for (const int chosen : best) select_block(mask, chosen);
     }
-    static float chosen_share(const uint32_t* mask, const float* importance, int first, int last) {
+    static float chosen_share(const uint32_t* mask, const float* importance, int last) {
         float chosen = 0, all = 0;
-        for (int block = first; block <= last; block++)
-            all += importance[block], chosen += is_selected(mask, block) ? importance[block] : 0.0f;
+        for (int block = 0; block <= last; block++) {
+            all += importance[block];
+            chosen += is_selected(mask, block) ? importance[block] : 0.0f;
+        }
         return all > 0 ? chosen / all : 1.0f;
     }
     // The bitmask of query t, which is the step's query j, from the scores that the step has kept, and the share of the
@@ -416,23 +413,23 @@ class TiledAttention {
                                  const NsaShape& s) {
         const size_t row = size_t(bg) * s.queries + (t - s.first);
         uint32_t* const mask = to.selection + row * s.selection_words();
-        const int first = s.start_of(size_t(bg / s.G), t) / s.slc_block, last = t / s.slc_block;
+        const int last = t / s.slc_block;
         float share = 1;
         std::fill_n(mask, s.selection_words(), 0u);
-        if (may_choose(t, s, first)) {
+        if (may_choose(t, s)) {
             compressed_weights(to.lse, bg, t, j, padded, room, s);
             fold_importance(room.importance.data(), room.weight.data(), t, s);
-            choose_best(mask, room.best, room.importance.data(), first, last, s.slc_count);
-            if (to.chosen_importance) share = chosen_share(mask, room.importance.data(), first, last);
+            choose_best(mask, room.best, room.importance.data(), last, s.slc_count);
+            if (to.chosen_importance) share = chosen_share(mask, room.importance.data(), last);
         } else
-            for (int block = first; block <= last; block++) select_block(mask, block);
+            for (int block = 0; block <= last; block++) select_block(mask, block);
         if (to.chosen_importance) to.chosen_importance[row] = share;
     }
 
     // How many tiles of scores are kept for choosing.
     static size_t kept_tiles(const ForwardArrays& to, const NsaShape& s) {
         const int last = s.first + s.queries;
-        return to.selection && may_choose(last - 1, s) ? size_t(tile_range(CMP, 0, s.first, last, s).end) : 0;
+        return to.selection && may_choose(last - 1, s) ? size_t(tile_range(CMP, s.first, last, s).end) : 0;
     }
     template <class Element>
     void forward_pass(const ForwardArrays& to, const Branches& in) {
@@ -462,18 +459,18 @@ class TiledAttention {
         const Element* const q_rows = sum_over_columns(room.q_room.data(), room.rows.data(), D, h * count, D);
         start_softmax(room);
         const auto visible = [&](int j, int tile) {
-            return j < count && sees(in.branch, size_t(bg), t0 + j, tile, in.mask(bg, t0 + j), s);
+            return j < count && sees(in.branch, t0 + j, tile, in.mask(bg, t0 + j), s);
         };
         const bool keep = to.selection && may_choose(t0 + count - 1, s);
-        const KeyRange tiles = tile_range(in.branch, size_t(bg), t0, t0 + count, s);
+        const KeyRange tiles = tile_range(in.branch, t0, t0 + count, s);
         for (int tile = tiles.begin; tile < tiles.end; tile++)
             for (int j = 0, end; j < count; j = end) {
                 for (end = j; visible(end, tile);) end++;
                 if (end == j && ++end) continue;
                 float* const scores =
                     room.scores.data() + (keep ? tile * room.tile_size : 0) + size_t(j) * h * kt.padded;
-                forward_run(room, scores, weights_of(room, keep ? room.p.data() : scores), q_rows, size_t(bg), j, end,
-                            tile, kt(bg, tile), kt.padded, vs(bg, tile), in);
+                forward_run(room, scores, weights_of(room, keep ? room.p.data() : scores), q_rows, j, end, tile,
+                            kt(bg, tile), kt.padded, vs(bg, tile), in);
             }
         finish_softmax(to, bg, t0, count, room, s);
         for (int t = t0; to.selection && t < t0 + count; t++) select_for_query(to, bg, t, t - t0, kt.padded, room, s);
@@ -483,19 +480,19 @@ class TiledAttention {
     static Bf16Pair* weights_of(ForwardRoom<Bf16Pair>& room, float*) { return room.p_room.data(); }
     // Queries j .. end-1 of a step with one tile of keys and values. p may be scores.
     template <class Element>
-    static void forward_run(ForwardRoom<Element>& room, float* scores, Element* p, const Element* q_rows, size_t bg,
-                            int j, int end, int tile, const Element* keys, int padded, const Element* values,
+    static void forward_run(ForwardRoom<Element>& room, float* scores, Element* p, const Element* q_rows, int j,
+                            int end, int tile, const Element* keys, int padded, const Element* values,
                             const Branches& in) {
         const NsaShape& s = in.s;
         constexpr int per = PER<Element>;
         const int D = s.D, h = s.heads_per_group(), existing = s.key_count(in.branch) - tile * tile_keys(in.branch, s);
-        const KeyRange columns = columns_of(in.branch, bg, &room.tokens[j], end - j, tile, s);
+        const KeyRange columns = columns_of(in.branch, &room.tokens[j], end - j, tile, s);
         const int n_rows = h * (end - j), n = columns.end - columns.begin,
                   n_existing = std::min(columns.end, existing) - columns.begin;
         tile_matmul(n_rows, n, D / per, q_rows + size_t(j) * h * D / per, D / per, 1, keys + columns.begin, padded,
                     scores, padded, false);
         for (int query = j; query < end; query++) {
-            const KeyRange visible = visible_keys(in.branch, bg, room.tokens[query], tile, s);
+            const KeyRange visible = visible_keys(in.branch, room.tokens[query], tile, s);
             for (int r = query * h; r < (query + 1) * h; r++) {
                 const size_t at = size_t(r - j * h) * padded;
                 softmax_step(p + at / per, scores + at, columns, visible, room.reference[r],
@@ -600,14 +597,14 @@ class TiledAttention {
         start_softmax(room);
         const bool keep = kept_tiles(to, s) > 0;
         int keys_read = 0;
-        const KeyRange tiles = tile_range(in.branch, size_t(bg), t, t + 1, s);
+        const KeyRange tiles = tile_range(in.branch, t, t + 1, s);
         for (int tile = tiles.begin; tile < tiles.end; tile++) {
-            if (!sees(in.branch, size_t(bg), t, tile, in.mask(bg, t), s)) continue;
-            const KeyRange visible = visible_keys(in.branch, size_t(bg), t, tile, s);
+            if (!sees(in.branch, t, tile, in.mask(bg, t), s)) continue;
+            const KeyRange visible = visible_keys(in.branch, t, tile, s);
             const size_t at = (size_t(bg) * s.key_stride(in.branch) + size_t(tile) * width + visible.begin) * s.D;
             float* const scores = room.scores.data() + (keep ? tile * room.tile_size : 0);
             decode_tile(room, scores, keep ? room.p.data() : scores, padded, queries, visible,
-                        columns_of(in.branch, size_t(bg), &t, 1, tile, s), in.k + at, in.v + at, s.D);
+                        columns_of(in.branch, &t, 1, tile, s), in.k + at, in.v + at, s.D);
             keys_read += visible.end - visible.begin;
         }
         finish_softmax(to, bg, t, 1, room, s);
@@ -689,8 +686,7 @@ class TiledAttention {
             for (int tile = 0; tile < count; tile++)
                 for (int bg = 0; bg < s.B * s.G; bg++)
                     backward_tile(bg, tile,
-                                  in.branch == SLC ? lists[size_t(bg) * count + tile]
-                                                   : query_list(in.branch, size_t(bg), tile, s),
+                                  in.branch == SLC ? lists[size_t(bg) * count + tile] : query_list(in.branch, tile, s),
                                   {progress.data() + size_t(bg) * count, tile}, room, x, d, in);
 #pragma omp for collapse(2) schedule(static)
             for (int bg = 0; bg < s.B * s.G; bg++)
@@ -753,7 +749,7 @@ class TiledAttention {
         const NsaShape& s = in.s;
         constexpr int per = PER<Element>;
         const int D = s.D, h = s.heads_per_group(), n_rows = h * count, padded = x.k.padded;
-        const KeyRange columns = columns_of(in.branch, size_t(bg), tokens, count, tile, s);
+        const KeyRange columns = columns_of(in.branch, tokens, count, tile, s);
         const int n = columns.end - columns.begin, n_existing = std::min(columns.end, n_keys) - columns.begin;
         const size_t first = size_t(columns.begin) * D;
         const Element *const q = rows_of(room.q.data(), x.q, bg, tokens, count, s), *const dout = rows_of(
@@ -764,7 +760,7 @@ class TiledAttention {
         tile_matmul(n_rows, n, D / per, q, D / per, 1, x.k(bg, tile) + columns.begin, padded, p, padded, false);
         tile_matmul(n_rows, n, D / per, dout, D / per, 1, x.v(bg, tile) + columns.begin, padded, ds, padded, false);
         for (int j = 0; j < count; j++) {
-            const KeyRange visible = visible_keys(in.branch, size_t(bg), tokens[j], tile, s);
+            const KeyRange visible = visible_keys(in.branch, tokens[j], tile, s);
             for (int i = 0; i < h; i++) {
                 const size_t row = (size_t(j) * h + i) * padded;
                 backward_row(p + row, ds + row, columns, visible, query_row(bg, i, tokens[j], s), d);

@@ -202,17 +202,6 @@ __device__ inline unsigned block_index_again() {
 #endif
 }
 
-// An int of shared memory, read anew at each use, where no register is free to keep it.
-__device__ inline int load_shared_again(const int* p) {
-#ifdef __CUDA_ARCH__
-    int x;
-    asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(x) : "r"(unsigned(__cvta_generic_to_shared(p))) : "memory");
-    return x;
-#else
-    return *static_cast<const volatile int*>(p);
-#endif
-}
-
 // Sums and maxima over lanes.
 
 // The sum over groups of `lanes` neighbouring lanes (a power of two), returned to each of them.

@@ -84,19 +84,16 @@ class Inspection {
         std::vector<float> q(rows * D), keys(s.cmp_rows() * D);
         std::vector<typename Dev::Stat> lse(rows), gate(BRANCHES * rows);
         std::vector<uint32_t> selection(size_t(s.G) * s.T * words);
-        std::vector<int32_t> document_start(size_t(s.T), 0);
         dev.to_host(q.data(), y.q, q.size()), dev.to_host(keys.data(), y.compressed, keys.size());
         dev.copy(lse.data(), (const typename Dev::Stat*)y.lse, rows);
         dev.copy(gate.data(), (const typename Dev::Stat*)y.gate, gate.size());
         dev.copy(selection.data(), (const uint32_t*)y.selection, selection.size());
-        if (s.documents) dev.copy(document_start.data(), s.document_start, document_start.size());
         json += layers++ ? ",\n{\"groups\": [" : "\n{\"groups\": [";
         for (int g = 0; g < s.G; g++) {
             std::vector<std::string> blocks(size_t(s.T)), importances(blocks), totals(blocks), gates(blocks);
 #pragma omp parallel for schedule(dynamic, 16)
             for (int t = 0; t < s.T; t++) {
-                const std::vector<float> importance =
-                    importance_of_blocks(q, keys, lse, g, t, document_start[size_t(t)], s);
+                const std::vector<float> importance = importance_of_blocks(q, keys, lse, g, t, s);
                 float total = 0;
                 std::string chosen, values, of_heads;
                 for (int block = 0; block <= t / s.slc_block; block++) {
@@ -152,10 +149,9 @@ class Inspection {
     // Paper eq. 8 to 10: the importance of every block that query t may choose, from what the layer chose by.
     template <class Stat>
     static std::vector<float> importance_of_blocks(const std::vector<float>& q, const std::vector<float>& keys,
-                                                   const std::vector<Stat>& lse, int g, int t, int start,
-                                                   const NsaShape& s) {
+                                                   const std::vector<Stat>& lse, int g, int t, const NsaShape& s) {
         std::vector<float> weight(size_t(s.cmp_blocks(t + 1))), importance(size_t(t / s.slc_block + 1));
-        for (size_t i = size_t(s.first_block(start)); i < weight.size(); i++)
+        for (size_t i = 0; i < weight.size(); i++)
             for (int head = g * s.heads_per_group(); head < (g + 1) * s.heads_per_group(); head++) {
                 const size_t row = s.query_row(size_t(head), t);
                 const float* const key = &keys[(size_t(g) * s.cmp_capacity() + i) * s.D];

@@ -23,7 +23,6 @@ struct Config {
     std::string model, attention, branches, tokenizer, init, init_from;
     int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0,
             slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0;
-    int64_t reset_at_document = 0;
     int64_t vocab_size = 0;  // follows from the tokenizer
     int end_of_text() const { return tokenizer == "gpt2" ? 50256 : 0; }
     // data
@@ -131,8 +130,6 @@ inline const std::vector<Option>& option_table() {
         {"window", TRAIN, &Config::window, "preset", 1, M, "keys of the sliding window, w; the query's own included"},
         {"phi-hidden", TRAIN, &Config::phi_hidden, "preset", 1, 64 * K, "hidden width of the block compressor, F"},
         {"mlp-hidden", TRAIN, &Config::mlp_hidden, "preset", 1, 256 * K, "hidden width of the MLP"},
-        {"reset-at-document", TRAIN, &Config::reset_at_document, "0", 0, 1,
-         "1: attention, compression and selection do not look back beyond an end-of-text"},
         {"init-from", TRAIN, &Config::init_from, "", nullptr,
          "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the model's options are "
          "taken from there"},

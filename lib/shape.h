@@ -37,14 +37,6 @@ struct NsaShape {
     int F = 0;                // hidden width of the compressor phi
     bool full = false;        // --attention full: the window branch alone, over all tokens, its gate fixed to 1
     unsigned left_out = 0;    // --branches: bit b is set where branch b is left out, which is a gate of 0
-    bool documents = false;   // --reset-at-document: a query sees its own document alone
-    // Where that is so, [B, T] in the engine's memory: where the document of each token begins. Else null.
-    const int32_t* document_start = nullptr;
-
-    // The first position that query t of a sequence sees.
-    int start_of(size_t sequence, int t) const { return document_start ? document_start[sequence * T + t] : 0; }
-    // The first compressed block that begins at this position or behind it.
-    int first_block(int start) const { return (start + d - 1) / d; }
 
     int heads_per_group() const { return H / G; }
     double scale() const { return 1 / std::sqrt(double(D)); }

@@ -159,8 +159,8 @@ struct Inputs {
         }
     }
     bool visible(size_t bg, int t, int key) const {
-        return Cpu<double>::sees(branch, t, key, s.selection_mask(branch == SLC ? selection.data() : nullptr, bg, t), s,
-                                 s.start_of(bg / s.G, t));
+        return Cpu<double>::sees(branch, t, key, s.selection_mask(branch == SLC ? selection.data() : nullptr, bg, t),
+                                 s);
     }
     int tiles() const { return keys() / 64 + 1; }
 };
@@ -192,18 +192,6 @@ inline std::vector<double> exponent_errors(const Inputs& in, const std::vector<d
     });
     return delta;
 }
-
-// A shape whose document_start, where it has one, is in the memory that kernels read.
-struct DeviceShape {
-    DeviceArray<int32_t> start;
-    NsaShape s;
-    explicit DeviceShape(const NsaShape& on_host)
-        : start(std::vector<int32_t>(on_host.document_start,
-                                     on_host.document_start + (on_host.document_start ? on_host.B * on_host.T : 0))),
-          s(on_host) {
-        if (s.document_start) s.document_start = start.data;
-    }
-};
 
 struct Worst {
     double out = 0, lse = 0, dq = 0, dk = 0, dv = 0;
@@ -307,8 +295,7 @@ inline void expect_backward(Expected& e, const Inputs& in) {
 
 inline void check_attention(const Inputs& in, Worst* worst, bool backward = true,
                             SelectedKernel kernel = SelectedKernel::TILES) {
-    const DeviceShape on_device(in.s);
-    const NsaShape& s = on_device.s;
+    const NsaShape& s = in.s;
     const Branch branch = in.branch;
     const size_t D = size_t(s.D), rows = in.rows(), key_rows = size_t(s.B) * s.G * size_t(in.stride());
     Expected e = expected_forward(in);
@@ -481,8 +468,7 @@ struct SelectionRun {
     std::vector<float> share;
 };
 inline SelectionRun run_selection(const Inputs& in, const std::vector<float>& lse) {
-    const DeviceShape on_device(in.s);
-    const NsaShape& s = on_device.s;
+    const NsaShape& s = in.s;
     DeviceArray<bf16> q(in.q), kc(in.k);
     DeviceArray<float> device_lse(lse), share(size_t(s.B) * s.G * s.queries);
     DeviceArray<uint32_t> selection(size_t(s.B) * s.G * s.queries * s.selection_words()), alone(selection.count);
@@ -523,8 +509,7 @@ inline void check_selection(const NsaShape& s, double scale, long* tokens, long*
     std::vector<double> weight(size_t(in.keys()) + 1), importance(s.slc_blocks());
     for (int bg = 0; bg < s.B * s.G; bg++)
         for (int j = 0; j < s.queries; j++) {
-            const int t = s.first + j, start = s.start_of(size_t(bg / s.G), t), first = start / s.slc_block,
-                      last = t / s.slc_block, candidates = last - first + 1;
+            const int t = s.first + j, last = t / s.slc_block, candidates = last + 1;
             const size_t row = size_t(bg) * s.queries + j;
             (*tokens)++;
             double relative = 0;
@@ -532,7 +517,7 @@ inline void check_selection(const NsaShape& s, double scale, long* tokens, long*
             for (int head = 0; head < h; head++) {
                 const size_t at = (size_t(bg) * h + head) * s.queries + j;
                 relative = std::max(relative, std::expm1(delta[at]) + E32 * (h + (s.slc_block + s.l) / s.d + 2));
-                for (int i = s.first_block(start); i < s.cmp_blocks(t + 1); i++)
+                for (int i = 0; i < s.cmp_blocks(t + 1); i++)
                     weight[i] += std::exp(
                         dot(&in.q[at * s.D], &in.k[(size_t(bg) * in.stride() + i) * s.D], s.D) * s.scale() - shift[at]);
             }
@@ -546,8 +531,8 @@ inline void check_selection(const NsaShape& s, double scale, long* tokens, long*
                 count += bit(found.selection, block);
                 if (bit(found.selection, block) == bit(expected, block)) continue;
                 same = false;
-                CHECK(block >= first && block <= last);
-                for (int other = first; other <= last; other++)
+                CHECK(block <= last);
+                for (int other = 0; other <= last; other++)
                     if (bit(found.selection, other) != bit(expected, other) &&
                         bit(found.selection, other) != bit(found.selection, block)) {
                         tests().checks++;
@@ -562,7 +547,7 @@ inline void check_selection(const NsaShape& s, double scale, long* tokens, long*
             }
             CHECK_EQUAL(count, std::min(std::max(s.slc_count, 3), candidates));
             if (candidates > s.slc_count + 1)
-                CHECK(bit(found.selection, first) && bit(found.selection, last) && bit(found.selection, last - 1));
+                CHECK(bit(found.selection, 0) && bit(found.selection, last) && bit(found.selection, last - 1));
             // chosen / all: both sums of the same importances
             if (same) CHECK_NEAR(found.share[row], share[row], 2 * relative + E32 * (candidates + 2));
             else (*other_choices)++;

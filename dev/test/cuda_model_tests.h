@@ -73,7 +73,6 @@ struct ModelRun {
         for (uint64_t i = 0; i < uint64_t(B * c.seq_len); i++) {
             inputs.push_back(int32_t(random_below(256, 1, random_stream(RANDOM_TEST, 1), i)));
             targets.push_back(int32_t(random_below(256, 1, random_stream(RANDOM_TEST, 2), i)));
-            if (c.reset_at_document && i % 41 == 23) inputs.back() = c.end_of_text();
         }
     }
     double step_loss(bool gradients) {  // the mean
@@ -169,60 +168,6 @@ TEST(cuda_model_full_attention) { check_cuda_model(cuda_config("--attention full
 TEST(cuda_model_with_branches_left_out) {
     for (const char* branches : {"--branches cmp,win", "--branches slc"})
         for (const bool level0 : {true, false}) check_cuda_model(cuda_config(branches), level0);
-}
-// --reset-at-document 1 by the plain kernels and on tensor cores; and the blocks that were chosen, since the CPU takes
-// them over.
-TEST(cuda_model_documents) {
-    for (const bool level0 : {true, false})
-        for (const char* more : {"--reset-at-document 1", "--reset-at-document 1 --attention full"})
-            if (level0 || !MODEL_FP32) check_cuda_model(cuda_config(more), level0);
-    const Config c = cuda_config("--reset-at-document 1");
-    Cuda dev(0, size_t(1) << 20);
-    ModelRun<Cuda> run(dev, c, 2);
-    run.model.initialise();
-    run.step_loss(false);
-    const NsaShape& s = run.a.shape;
-    const int words = s.selection_words();
-    std::vector<int32_t> start(size_t(s.B) * size_t(s.T));
-    dev.copy(start.data(), (const int32_t*)run.a.document_start, start.size());
-    for (const auto& layer : run.a.layer) {
-        std::vector<uint32_t> masks(start.size() * size_t(s.G * words));
-        dev.copy(masks.data(), (const uint32_t*)layer.selection, masks.size());
-        for (size_t row = 0; row < start.size(); row++) {
-            const int t = int(row % size_t(s.T)), last = t / s.slc_block;
-            const bool begins = t == 0 || run.inputs[row] == 0;
-            CHECK_EQUAL(start[row], begins ? t : start[row - 1]);
-            const int first = start[row] / s.slc_block;
-            for (int g = 0; g < s.G; g++) {
-                const uint32_t* mask = &masks[((row / size_t(s.T) * s.G + g) * s.T + t) * words];
-                const std::vector<int> chosen = blocks_of(mask, words);
-                CHECK_EQUAL(int(chosen.size()), std::min(s.slc_count, last - first + 1));
-                REQUIRE(!chosen.empty());
-                CHECK(chosen.front() == first && chosen.back() == last);
-                CHECK(last == first || std::count(chosen.begin(), chosen.end(), last - 1) == 1);
-            }
-        }
-    }
-}
-TEST(cuda_finds_documents) {
-    Cuda dev(0, size_t(1) << 20);
-    Cpu<float> cpu;
-    NsaShape s;
-    s.B = 3, s.T = 300;
-    std::vector<int32_t> expected(size_t(s.B) * s.T, -1), found(expected.size());
-    int32_t *start = dev.allocate<int32_t>(found.size()), *on_device = dev.allocate<int32_t>(found.size());
-    for (const auto& [first, queries] : {std::make_pair(0, 1), {1, 31}, {32, 200}, {232, 1}, {233, 67}}) {
-        s.first = first, s.queries = queries;
-        std::vector<int32_t> tokens(size_t(s.B) * queries);
-        for (size_t i = 0; i < tokens.size(); i++)
-            tokens[i] = int32_t(random_below(20, 5, random_stream(RANDOM_TEST, uint64_t(first)), i));
-        cpu.find_documents(expected.data(), tokens.data(), 0, s);
-        dev.upload(on_device, tokens.data(), tokens.size());
-        dev.find_documents(start, on_device, 0, s);
-    }
-    dev.copy(found.data(), (const int32_t*)start, found.size());
-    CHECK(found == expected);
-    dev.release(start), dev.release(on_device);
 }
 TEST(cuda_model_tensor_cores) {
     if (MODEL_FP32) return skip("cuda_model_tensor_cores: fp32 has the scalar kernels only");
@@ -447,10 +392,8 @@ inline void check_cuda_decoding(const Config& c, bool level0) {
 TEST(cuda_model_decoding_is_prefill) {
     check_cuda_decoding(cuda_config(), true);
     check_cuda_decoding(cuda_config("--attention full"), true);
-    check_cuda_decoding(cuda_config("--reset-at-document 1"), true);
     if (MODEL_FP32) return;
     check_cuda_decoding(cuda_config(), false);
-    check_cuda_decoding(cuda_config("--reset-at-document 1"), false);
 }
 
 // Every position, its selections and what was counted. In emulation a row of a product does not depend on the others:

@@ -7,7 +7,6 @@
 #include "plain_attention_tests.h"
 #include "attention_kernel_tests.h"
 #include "long_context_tests.h"
-#include "document_kernel_tests.h"
 #include "cuda_model_tests.h"
 #include "cuda_ddp_tests.h"
 #include "bench_tests.h"

@@ -41,8 +41,7 @@ struct Results {
     SelectedChoice choice;
 };
 inline Results run_selected(const Inputs& in, SelectedKernel kernel) {
-    const DeviceShape on_device(in.s);
-    const NsaShape& s = on_device.s;
+    const NsaShape& s = in.s;
     const size_t D = size_t(s.D), rows = in.rows(), key_rows = s.key_rows();
     DeviceArray<bf16> q(in.q), k(in.k), v(in.v), dout(in.dout), out(rows * D), dk(key_rows * D), dv(key_rows * D);
     DeviceArray<uint32_t> selection(in.selection);

@@ -46,7 +46,6 @@ struct TestModel {
         for (int64_t i = 0; i < B * config.seq_len; i++) {
             inputs.push_back(int32_t(random_below(256, seed, random_stream(RANDOM_TEST, 1), uint64_t(i))));
             targets.push_back(int32_t(random_below(256, seed, random_stream(RANDOM_TEST, 2), uint64_t(i))));
-            if (config.reset_at_document && i % 41 == 23) inputs.back() = config.end_of_text();
         }
     }
     Dev& poisoned(bool on) {

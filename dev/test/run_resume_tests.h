@@ -52,6 +52,20 @@ TEST(resume_inherits_every_option) {
     }
 }
 
+// An option that has left: its default in a run.json says nothing, another value is refused.
+TEST(resume_knows_options_that_have_left) {
+    using namespace program;
+    TempFolder folder;
+    for (const int value : {0, 1}) try {
+            write_file(folder.file("run.json"), format_text("{\"reset_at_document\": %d, \"lr\": 0.5}", value));
+            std::set<std::string> given;
+            Config c = parse({"--resume", "--out", folder.path}, &given);
+            CHECK(inherit_options(c, given) && c.lr == 0.5 && value == 0);
+        } catch (const Error& e) {
+            CHECK(value == 1 && std::string(e.what()).find("--reset-at-document 1") != std::string::npos);
+        }
+}
+
 // What decides the bits of a run that nobody gives again, in the whole program: micro-batch, threads, statistics.
 TEST(run_resumed_bare_is_the_run) {
     using namespace program;

@@ -34,7 +34,6 @@ class NsaConfig(PretrainedConfig):
         seq_len=512,         # T, tokens of the sequences it was trained on; longer ones work
         attention="nsa",     # or "full": dense causal attention
         branches="all",      # or those of "cmp,slc,win" whose gates are not 0
-        reset_at_document=0, # 1: no query looks back beyond the last eos_token_id
         tokenizer="bytes",   # or "gpt2"
         vocab_size=256,      # V
         rope_base=10000,
@@ -60,7 +59,6 @@ class NsaConfig(PretrainedConfig):
         self.seq_len = seq_len
         self.attention = attention
         self.branches = branches
-        self.reset_at_document = reset_at_document
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.rope_base = rope_base

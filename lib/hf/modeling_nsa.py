@@ -30,7 +30,6 @@ class NsaCache:
         # Per layer, by name: k_win, v_win, k_slc, v_slc [B, G, S, D], compressed k_cmp, v_cmp [B, G, NC, D], and the
         # rows from which the next compressed block will be made, k_rows, v_rows [B, G, fewer than l, D].
         self.layers = [{} for _ in range(layers)]
-        self.start = torch.zeros(1, 1, dtype=torch.long)  # [B or 1, 1]: where the last token's document begins
 
     def get_seq_length(self, layer=0):
         return self.tokens
@@ -41,19 +40,7 @@ class NsaCache:
         self.layers[layer][name] = new if before is None else torch.cat([before, new], dim=2)
         return self.layers[layer][name]
 
-    def find_documents(self, tokens, config):
-        """tokens [B, N], the new ones -> [B, N]: the first position that each of them may look back to. A document
-        begins with the end-of-text before it."""
-        if not config.reset_at_document:
-            return torch.zeros_like(tokens)
-        t = self.tokens + torch.arange(tokens.shape[1], device=tokens.device)
-        starts = torch.where(tokens == config.eos_token_id, t, self.start.to(tokens.device)).cummax(dim=1).values
-        self.start = starts[:, -1:]
-        return starts
-
     def reorder_cache(self, beams):
-        if len(self.start) > 1:
-            self.start = self.start.index_select(0, beams.to(self.start.device))
         self.layers = [{name: x.index_select(0, beams.to(x.device)) for name, x in y.items()} for y in self.layers]
 
 
@@ -95,14 +82,12 @@ def overlap(blocks, selection_blocks, c, device):
     return shared.clamp(min=0).float() / c.cmp_stride
 
 
-def select(importance, t, start, c):
-    """Step 6: importance [B, G, N, blocks] of the queries at positions t, whose documents begin at start [B, N] ->
-    bool: the forced blocks {first, b-1, b} and the best others, n in all. No block ahead of the query, or before its
-    document's first; of equal ones the lower."""
+def select(importance, t, c):
+    """Step 6: importance [B, G, N, blocks] of the queries at positions t -> bool: the forced blocks {0, b-1, b} and
+    the best others, n in all. No block ahead of the query; of equal ones the lower."""
     j, b = torch.arange(importance.shape[-1], device=t.device), t[:, None] // c.slc_block
-    first = start[:, None, :, None] // c.slc_block
-    seen = (j >= first) & (j <= b)
-    forced = ((j == first) | (j == b - 1) | (j == b)) & seen
+    seen = j <= b
+    forced = ((j == 0) | (j == b - 1) | (j == b)) & seen
     order = importance.masked_fill(forced, math.inf).masked_fill(~seen, -math.inf)
     best = order.sort(dim=-1, descending=True, stable=True).indices[..., : c.slc_count]
     return torch.zeros_like(importance, dtype=torch.bool).scatter(-1, best, True) & seen
@@ -162,8 +147,8 @@ class NsaAttention(nn.Module):
         cache.layers[self.layer][name[0] + "_rows"] = rows[:, :, new * c.cmp_stride :]
         return cache.append(self.layer, name, rope(blocks, angles) if angles else blocks)
 
-    def forward(self, x, start, cache, angles, block_angles):
-        """x [B, N, C], the tokens behind those of the cache -> [B, N, C]. start [B, N]: what they may look back to."""
+    def forward(self, x, cache, angles, block_angles):
+        """x [B, N, C], the tokens behind those of the cache -> [B, N, C]."""
         c = self.config
         B, N, _ = x.shape
         q = self.q_proj(x).view(B, N, c.kv_groups, -1, c.head_dim).permute(0, 2, 3, 1, 4)  # [B, G, h, N, D]
@@ -182,7 +167,7 @@ class NsaAttention(nn.Module):
         for begin in range(0, N, QUERIES_AT_A_TIME):
             end = min(N, begin + QUERIES_AT_A_TIME)
             t = cache.tokens + torch.arange(begin, end, device=x.device)  # positions
-            args = (q[:, :, :, begin:end], keys, values, t, start[:, begin:end], cache.tokens + end)
+            args = (q[:, :, :, begin:end], keys, values, t, cache.tokens + end)
             if c.attention == "nsa":
                 outputs.append(self.three_branches(*args, gate[:, :, :, begin:end]))
             else:
@@ -190,37 +175,33 @@ class NsaAttention(nn.Module):
         out = torch.cat(outputs, dim=3).permute(0, 3, 1, 2, 4)  # [B, N, G, h, D]
         return self.o_proj(out.reshape(B, N, -1))
 
-    def dense(self, q, keys, values, t, start, S):
-        s = torch.arange(S, device=t.device)
-        visible = (s <= t[:, None]) & (s >= start[..., None])  # [B, queries, S]
-        return attend(q, keys["win"][:, :, :S], values["win"][:, :, :S], visible[:, None])[0]
+    def dense(self, q, keys, values, t, S):
+        visible = torch.arange(S, device=t.device) <= t[:, None]  # [queries, S]
+        return attend(q, keys["win"][:, :, :S], values["win"][:, :, :S], visible[None, None])[0]
 
-    def three_branches(self, q, keys, values, t, start, S, gate):
-        """Steps 4 to 9 for the queries at positions t, the last of which is S-1; start [B, queries]: the first position
-        that each may look back to. gate [B, G, h, queries, 3]."""
+    def three_branches(self, q, keys, values, t, S, gate):
+        """Steps 4 to 9 for the queries at positions t, the last of which is S-1. gate [B, G, h, queries, 3]."""
         c = self.config
         s, NC = torch.arange(S, device=t.device), compressed_blocks(S, c)
         past = t[:, None] - s  # [queries, S]: how far key s lies behind query t
-        before = (past >= 0) & (s >= start[..., None])  # [B, queries, S]: what a query may look at
 
-        # 4. The compressed branch sees the blocks that end at or before the query, and begin in its document. Eq. (8)
-        # is its softmax.
+        # 4. The compressed branch sees the blocks that end at or before the query. Eq. (8) is its softmax.
         begin = torch.arange(NC, device=t.device) * c.cmp_stride
-        visible = (begin + c.cmp_block - 1 <= t[:, None]) & (begin >= start[..., None])
-        cmp, p = attend(q, keys["cmp"][:, :, :NC], values["cmp"][:, :, :NC], visible[:, None])
+        visible = begin + c.cmp_block - 1 <= t[:, None]
+        cmp, p = attend(q, keys["cmp"][:, :, :NC], values["cmp"][:, :, :NC], visible[None, None])
 
         # 5, 6. Importance, Eq. (9), summed over the heads of a group, Eq. (10); the best blocks, Eq. (11). No gradient.
         with torch.no_grad():
             importance = p.sum(2) @ overlap(NC, -(-S // c.slc_block), c, t.device)
-            chosen = select(importance, t, start, c)
+            chosen = select(importance, t, c)
 
         # 7. The selected branch, Eq. (12): the tokens of the chosen blocks that are not ahead of the query.
-        visible = chosen[..., s // c.slc_block] & before[:, None]
+        visible = chosen[..., s // c.slc_block] & (past >= 0)
         slc, _ = attend(q, keys["slc"][:, :, :S], values["slc"][:, :, :S], visible)
 
         # 8. The window: the query's own key and the w - 1 before it.
-        visible = before & (past < c.window)
-        win, _ = attend(q, keys["win"][:, :, :S], values["win"][:, :, :S], visible[:, None])
+        visible = (past >= 0) & (past < c.window)
+        win, _ = attend(q, keys["win"][:, :, :S], values["win"][:, :, :S], visible[None, None])
 
         # 9. Gates, per head and branch. Eq. (5)
         return gate[..., 0:1] * cmp + gate[..., 1:2] * slc + gate[..., 2:3] * win
@@ -244,8 +225,8 @@ class NsaLayer(nn.Module):
         self.mlp_norm = NsaRMSNorm(c.dim, c.norm_eps)
         self.mlp = NsaMLP(c)
 
-    def forward(self, x, start, cache, angles, block_angles):
-        x = x + self.attn(self.attn_norm(x), start, cache, angles, block_angles)
+    def forward(self, x, cache, angles, block_angles):
+        x = x + self.attn(self.attn_norm(x), cache, angles, block_angles)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -292,10 +273,9 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
         angles = rope_angles(torch.arange(first, first + N), c, input_ids.device)
         blocks = torch.arange(compressed_blocks(first, c), compressed_blocks(first + N, c))
         block_angles = rope_angles(blocks * c.cmp_stride, c, input_ids.device)
-        start = past_key_values.find_documents(input_ids, c)
         x = self.embed_tokens(input_ids)
         for layer in self.layers:
-            x = layer(x, start, past_key_values, angles, block_angles)
+            x = layer(x, past_key_values, angles, block_angles)
         past_key_values.tokens += N
         logits = F.linear(self.norm(x[:, -logits_to_keep:]), self.embed_tokens.weight)
 
