@@ -27,6 +27,7 @@
 #include "lib/rope.h"
 #include "lib/shape.h"
 #include "lib/util.h"
+#include "lib/visible.h"
 
 // The gradient's norm is summed in chunks of this many elements. The parts of the flat array that ranks own are whole
 // chunks, and chunks are added in their order, so the norm has the same bits whichever rank computed which chunk.
@@ -377,20 +378,15 @@ struct Cpu : HostRuntime {
         }
     }
 
-    // ----- attention. One source for the three branches: they differ only in the keys that a query sees.
-    //     CMP  the compressed blocks that end at or before t                    keys [B, G, NC, D]
-    //     SLC  the tokens up to t in the blocks selected for (t, group)         keys [B, G, T, D]
-    //     WIN  the last w tokens, t included; all up to t in full attention     keys [B, G, T, D]
-    static bool sees(Branch branch, int t, int key, const uint32_t* selected, const NsaShape& s) {
-        if (branch == CMP) return key * s.d + s.l - 1 <= t;
-        if (key > t) return false;
-        return branch == SLC ? is_selected(selected, key / s.slc_block) : s.full || key > t - s.window;
-    }
+    // ----- attention. One source for the three branches: they differ only in the keys that a query sees, see
+    // lib/visible.h. Keys are [B, G, T, D], in the compressed branch [B, G, NC, D].
     // The keys that query t sees, oldest first. selected: the bitmask of (t, group), in the selected branch.
     static std::vector<int> visible_keys(Branch branch, int t, const uint32_t* selected, const NsaShape& s) {
         std::vector<int> keys;
-        for (int key = 0; key < s.key_count(branch); key++)
-            if (sees(branch, t, key, selected, s)) keys.push_back(key);
+        for (int i = 0; i < range_count(branch, t, s); i++) {
+            const KeyRange range = key_range(branch, i, t, selected, s);
+            for (int key = range.begin; key < range.end; key++) keys.push_back(key);
+        }
         return keys;
     }
 

@@ -480,32 +480,7 @@ constexpr int WARPS =
     4;  // of a block; the bounds ask for one block per multiprocessor, else ptxas spills to save registers
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What a query sees.
-
-struct KeyRange {
-    int begin, end;
-};
-__device__ inline int blocks_before(int tokens, const NsaShape& s) {
-    return tokens < s.l ? 0 : (tokens - s.l) / s.d + 1;
-}
-__device__ inline bool is_selected(const uint32_t* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
-
-// The keys of query t are the union of these ranges: one, or in the selected branch one per block, which is empty where
-// the block was not chosen.
-__device__ inline int range_count(Branch branch, int t, const NsaShape& s) {
-    return branch == SLC ? t / s.slc_block + 1 : 1;
-}
-__device__ inline KeyRange key_range(Branch branch, int range, int t, const uint32_t* mask, const NsaShape& s) {
-    if (branch == CMP) return {0, blocks_before(t + 1, s)};
-    if (branch == WIN) return {s.full || t < s.window ? 0 : t - s.window + 1, t + 1};
-    const int begin = range * s.slc_block, end = min((range + 1) * s.slc_block, t + 1);
-    return {begin, is_selected(mask, range) ? end : begin};
-}
-// The queries that may see a key: begin .. end-1; in the selected branch those of them that chose its block do.
-__device__ inline KeyRange query_range(Branch branch, int key, const NsaShape& s) {
-    const int begin = branch == CMP ? key * s.d + s.l - 1 : key;
-    return {begin, branch == WIN && !s.full ? int(min(int64_t(s.T), int64_t(key) + s.window)) : s.T};
-}
+// What the kernels share.
 
 // Where a query's data is. row = (b*H + head)*queries + j counts the rows of q, the branch outputs and the LSEs.
 struct Query {
@@ -514,17 +489,14 @@ struct Query {
     size_t dout;           // its row in [B*queries, H]
     const uint32_t* mask;  // its selection
     __device__ Query(size_t row, const uint32_t* selection, const NsaShape& s) {
-        const int j = int(row % s.queries), head = int(row / s.queries % s.H),
-                  words = ((s.T + s.slc_block - 1) / s.slc_block + 31) / 32;
+        const int j = int(row % s.queries), head = int(row / s.queries % s.H);
         const size_t b = row / s.queries / s.H;
-        t = s.first + j, group = b * s.G + head / (s.H / s.G), dout = (b * s.queries + j) * s.H + head;
-        mask = selection ? selection + (group * s.queries + j) * words : nullptr;
+        t = s.first + j;
+        group = b * s.G + head / s.heads_per_group();
+        dout = (b * s.queries + j) * s.H + head;
+        mask = s.selection_mask(selection, group, t);
     }
 };
-__device__ inline int key_stride(Branch branch, const NsaShape& s) {
-    return branch == CMP ? blocks_before(s.T, s) : s.T;
-}
-
 // a in shared memory, b in device memory
 __device__ inline float dot(const float* a, const cuda_real* b, int D) {
     float sum = 0;
@@ -551,7 +523,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;  // a whole warp; there is no barrier below
     const Query at(row, selection, s);
-    k += at.group * key_stride(branch, s) * D, v += at.group * key_stride(branch, s) * D;
+    k += at.group * s.key_stride(branch) * D, v += at.group * s.key_stride(branch) * D;
     load_row(query, q + row * D, scale, D);
     for (int x = lane; x < D; x += 32) sums[x] = 0;  // a column belongs to one lane from here to the end
     __syncwarp();
@@ -593,7 +565,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;
     const Query at(row, selection, s);
-    k += at.group * key_stride(branch, s) * D, v += at.group * key_stride(branch, s) * D;
+    k += at.group * s.key_stride(branch) * D, v += at.group * s.key_stride(branch) * D;
     load_row(query, q + row * D, scale, D);
     load_row(gradient, dout + at.dout * D, 1, D);
     for (int x = lane; x < D; x += 32) sums[x] = 0;
@@ -632,7 +604,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     float *p_weights = dv_sums + D, *ds_weights = p_weights + 32;
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;
-    const int stride = key_stride(branch, s), key = int(row % stride), block = key / s.slc_block;
+    const int stride = s.key_stride(branch), key = int(row % stride), block = key / s.slc_block;
     const size_t bg = row / stride, b = bg / s.G, g = bg % s.G;
     const KeyRange queries = query_range(branch, key, s);
     load_row(key_row, k + row * D, scale, D);
@@ -729,8 +701,7 @@ __device__ inline float choose_blocks(uint32_t* mask, float* importance, int las
 __global__ void __launch_bounds__(32) select_kernel(uint32_t* selection, float* chosen_importance, const cuda_real* q,
                                                     const cuda_real* kc, const float* lse, NsaShape s, float scale) {
     DynamicShared shared;
-    const int D = s.D, lane = threadIdx.x, h = s.H / s.G, blocks = (s.T + s.slc_block - 1) / s.slc_block,
-              words = (blocks + 31) / 32;
+    const int D = s.D, lane = threadIdx.x, h = s.H / s.G, blocks = s.slc_blocks(), words = s.selection_words();
     float *queries = shared.take<float>(h * D), *importance = shared.take<float>(blocks);
     uint32_t* mask = shared.take<uint32_t>(words);
     const size_t row = blockIdx.x, bg = row / s.queries;
@@ -752,7 +723,7 @@ __global__ void __launch_bounds__(32) select_kernel(uint32_t* selection, float* 
         __syncwarp();
         for (int block = lane; block <= last; block += 32)
             importance[block] =
-                importance_of(block, queries, kc + bg * key_stride(CMP, s) * D, lse + first_row, visible, s);
+                importance_of(block, queries, kc + bg * s.key_stride(CMP) * D, lse + first_row, visible, s);
         __syncwarp();
         share = choose_blocks(mask, importance, last, s.slc_count);
     }
@@ -765,7 +736,7 @@ __global__ void __launch_bounds__(32) select_kernel(uint32_t* selection, float* 
 __global__ void __launch_bounds__(kernels::SUM_THREADS)
     count_reads_kernel(KeyReads* to, const uint32_t* selection, NsaShape s) {
     SHARED(double, of_warps, [kernels::SUM_WARPS]);
-    const int words = ((s.T + s.slc_block - 1) / s.slc_block + 31) / 32;
+    const int words = s.selection_words();
     for (int i = s.full ? WIN : CMP; i < BRANCHES; i++) {
         double count = 0, scored = 0;
         for (int row = 0; row < s.B * s.G * s.queries; row++) {
@@ -823,8 +794,6 @@ namespace kernels {
 // ---------------------------------------------------------------------------------------------------------------------
 // Heads and RoPE. One row of `projected` [B*queries, P] is  q | k_cmp v_cmp k_slc v_slc k_win v_win | gate logits |
 // padding.
-
-HOST_DEVICE inline int branches(const NsaShape& s) { return s.full ? 1 : BRANCHES; }
 
 // cosine and sine [positions, D/2]
 struct Rope {
@@ -1026,7 +995,7 @@ __global__ void __launch_bounds__(256)
     cuda_real* to = out + place.by_token * s.D;
     for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
         float sum[W] = {}, term[W];
-        for (int i = 0; i < branches(s); i++) {
+        for (int i = 0; i < s.branches(); i++) {
             const float g = s.full ? 1 : gate[i * rows + row];
             load(term, o + (i * rows + row) * s.D + x);
             for (int k = 0; k < W; k++) sum[k] += g * term[k];
@@ -1041,7 +1010,7 @@ __global__ void __launch_bounds__(256)
                                    const cuda_real* o, const float* gate, const float* lse, size_t rows, NsaShape s) {
     const size_t index = row_index(), row = index < rows ? index : rows - 1;  // every lane takes part in the sums
     const cuda_real* d = dout + RowPlace(unsigned(row), s).by_token * s.D;
-    for (int i = 0; i < branches(s); i++) {
+    for (int i = 0; i < s.branches(); i++) {
         const size_t at = i * rows + row;
         float dot = 0, a[W], c[W];
         for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {

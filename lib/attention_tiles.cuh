@@ -157,18 +157,17 @@ inline void check_shared_bytes(size_t bytes, int D, size_t most_shared = most_sh
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Which keys a query sees.
+// Which keys a query sees: lib/visible.h, taken apart into the bounds that tiles are compared with.
 
 // The query at position t sees no key from this one on.
 template <Branch branch>
 __device__ inline int end_of_keys(int t, const AttentionShape& s) {
-    if (branch == CMP) return t + 1 < s.l ? 0 : (t + 1 - s.l) / s.d + 1;
-    return t + 1;
+    return branch == CMP ? blocks_within(t + 1, s.l, s.d) : t + 1;
 }
 // No query before this position sees the key.
 template <Branch branch>
 __device__ inline int first_query(int key, const AttentionShape& s) {
-    return branch == CMP ? key * s.d + s.l - 1 : key;
+    return branch == CMP ? last_token(key, s.l, s.d) : key;
 }
 // Whether the query at position t sees the key, provided that it chose the key's selection block.
 template <Branch branch>

@@ -17,6 +17,7 @@
 
 #include "cpu_gemm.h"
 #include "shape.h"
+#include "visible.h"
 
 // A step of the attention works on the keys of one tile and on about this many rows. With D = 64 the operands of a step
 // of the backward pass take 200 KiB, within the L2 cache.
@@ -171,19 +172,12 @@ class TiledAttention {
     static int tile_keys(Branch branch, const NsaShape& s) { return branch == SLC ? s.slc_block : TILE_KEYS; }
     static int tile_queries(const NsaShape& s) { return std::max(1, TILE_ROWS / s.heads_per_group()); }
 
-    struct KeyRange {
-        int begin, end;
-    };
-    // The oldest key that query t may see.
-    static int oldest_key(Branch branch, int t, const NsaShape& s) {
-        return branch == WIN && !s.full ? std::max(0, t - s.window + 1) : 0;
-    }
     // The keys of a tile that query t sees, counted from the tile's first; the caller looks at the selection.
     static KeyRange visible_keys(Branch branch, int t, int tile, const NsaShape& s) {
         const int width = tile_keys(branch, s), start = tile * width;
-        const int oldest = oldest_key(branch, t, s), newest = branch == CMP ? s.cmp_blocks(t + 1) - 1 : t;
-        const int begin = std::clamp(oldest - start, 0, width);
-        return {begin, std::clamp(newest + 1 - start, begin, width)};
+        const KeyRange keys = causal_range(branch, t, s);
+        const int begin = std::clamp(keys.begin - start, 0, width);
+        return {begin, std::clamp(keys.end - start, begin, width)};
     }
     // Does query t see any key of the tile? mask: its selection, in the selected branch.
     static bool sees(Branch branch, int t, int tile, const uint32_t* mask, const NsaShape& s) {
@@ -193,8 +187,8 @@ class TiledAttention {
     }
     // The tiles of keys that any of the queries t0 .. t1-1 may see: the first, and one past the last.
     static KeyRange tile_range(Branch branch, int t0, int t1, const NsaShape& s) {
-        const int width = tile_keys(branch, s), end = branch == CMP ? s.cmp_blocks(t1) : t1;
-        return {oldest_key(branch, t0, s) / width, (end + width - 1) / width};
+        const int width = tile_keys(branch, s), end = causal_range(branch, t1 - 1, s).end;
+        return {causal_range(branch, t0, s).begin / width, (end + width - 1) / width};
     }
     // The columns of a tile that any of these queries sees, widened to whole vectors; in the compressed branch, whose
     // scores choose blocks too, from the tile's first key on.
@@ -204,12 +198,10 @@ class TiledAttention {
     }
     // The queries that see a tile of keys, in order, in the branches whose queries do not choose.
     static std::vector<int> query_list(Branch branch, int tile, const NsaShape& s) {
-        const int start = tile * TILE_KEYS;
-        int begin = start, end = s.first + s.queries;
-        if (branch == CMP) begin = start * s.d + s.l - 1;
-        if (branch == WIN && !s.full) end = std::min(end, start + TILE_KEYS - 1 + s.window);
+        const int begin = query_range(branch, tile * TILE_KEYS, s).begin,
+                  end = query_range(branch, (tile + 1) * TILE_KEYS - 1, s).end;
         std::vector<int> list;
-        for (int t = std::max(begin, s.first); t < end; t++) list.push_back(t);
+        for (int t = std::max(begin, s.first); t < std::min(end, s.first + s.queries); t++) list.push_back(t);
         return list;
     }
     // The queries that chose each block, in order: [B * G, blocks]. Looking for them block by block would read the

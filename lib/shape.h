@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "util.h"
+
 // The three branches: compressed, selected, sliding window. This is the order of the gates, and of every array that
 // holds something per branch.
 enum Branch { CMP = 0, SLC = 1, WIN = 2 };
@@ -21,8 +23,12 @@ constexpr double ROPE_BASE = 10000;
 constexpr double NORM_EPS = 1e-6;
 
 // Selections: block j is bit j%32 of word j/32.
-inline bool is_selected(const uint32_t* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
-inline void select_block(uint32_t* mask, int block) { mask[block / 32] |= 1u << (block % 32); }
+HOST_DEVICE inline bool is_selected(const uint32_t* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
+HOST_DEVICE inline void select_block(uint32_t* mask, int block) { mask[block / 32] |= 1u << (block % 32); }
+
+// Compressed block i has tokens i*d .. last_token(i, l, d); blocks_within: those that end within the first `tokens`.
+HOST_DEVICE inline int last_token(int block, int l, int d) { return block * d + l - 1; }
+HOST_DEVICE inline int blocks_within(int tokens, int l, int d) { return tokens < l ? 0 : (tokens - l) / d + 1; }
 
 struct NsaShape {
     int B = 1;  // sequences
@@ -38,20 +44,20 @@ struct NsaShape {
     bool full = false;        // --attention full: the window branch alone, over all tokens, its gate fixed to 1
     unsigned left_out = 0;    // --branches: bit b is set where branch b is left out, which is a gate of 0
 
-    int heads_per_group() const { return H / G; }
+    HOST_DEVICE int heads_per_group() const { return H / G; }
     double scale() const { return 1 / std::sqrt(double(D)); }
 
     // Branches. Outputs, gates and row statistics are arrays [branches(), ...]; a branch's share is at branch_slot().
     bool has(Branch branch) const { return !full || branch == WIN; }
-    int branches() const { return full ? 1 : BRANCHES; }
+    HOST_DEVICE int branches() const { return full ? 1 : BRANCHES; }
     int branch_slot(Branch branch) const { return full ? 0 : int(branch); }
 
-    // Compressed blocks that end within the first `tokens` tokens; so query t sees cmp_blocks(t + 1) of them.
-    int cmp_blocks(int tokens) const { return tokens < l ? 0 : (tokens - l) / d + 1; }
-    int cmp_capacity() const { return full ? 0 : cmp_blocks(T); }
+    // Query t sees cmp_blocks(t + 1) compressed blocks.
+    HOST_DEVICE int cmp_blocks(int tokens) const { return blocks_within(tokens, l, d); }
+    HOST_DEVICE int cmp_capacity() const { return full ? 0 : cmp_blocks(T); }
     // A selection is a bitmask of selection_words() words, see is_selected.
-    int slc_blocks() const { return (T + slc_block - 1) / slc_block; }
-    int selection_words() const { return (slc_blocks() + 31) / 32; }
+    HOST_DEVICE int slc_blocks() const { return (T + slc_block - 1) / slc_block; }
+    HOST_DEVICE int selection_words() const { return (slc_blocks() + 31) / 32; }
 
     // Columns of the fused input projection: q | the keys and values, by HeadSlot | gate logits | padding to 8 columns.
     int first_slot() const { return full ? K_WIN : K_CMP; }
@@ -70,10 +76,10 @@ struct NsaShape {
     size_t query_row(size_t head, int t) const { return head * queries + (t - first); }
     size_t output_row(size_t head, int t) const { return (head / H * queries + (t - first)) * H + head % H; }
     // Rows of a branch's keys per sequence and group, and how many of them the last query of this call may see.
-    int key_stride(Branch branch) const { return branch == CMP ? cmp_capacity() : T; }
+    HOST_DEVICE int key_stride(Branch branch) const { return branch == CMP ? cmp_capacity() : T; }
     int key_count(Branch branch) const { return branch == CMP ? cmp_blocks(first + queries) : first + queries; }
     // The bitmask of query t in selection [B, G, queries, words]; null of null.
-    const uint32_t* selection_mask(const uint32_t* selection, size_t group, int t) const {
+    HOST_DEVICE const uint32_t* selection_mask(const uint32_t* selection, size_t group, int t) const {
         return selection ? selection + (group * queries + (t - first)) * selection_words() : nullptr;
     }
 };

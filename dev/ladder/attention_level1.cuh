@@ -16,7 +16,6 @@ namespace level1 {
 
 constexpr int TILE = 32, WARPS = 4, ROWS = TILE / WARPS;  // queries and keys of a tile; of these, the rows of a warp
 
-using plain::key_stride;
 using plain::Query;
 
 // A tile [TILE, D] in fp32; one more column puts the same column of all rows in different banks.
@@ -45,9 +44,9 @@ __device__ inline float dot(const float* a, const float* b, int D) {
 }
 // Whether query `row` of [B, H, T], at position t, sees a key.
 __device__ inline bool sees(Branch branch, size_t row, int t, int key, const uint32_t* selection, const NsaShape& s) {
-    if (branch == CMP) return key < plain::blocks_before(t + 1, s);
+    if (branch == CMP) return key < s.cmp_blocks(t + 1);
     if (key > t || (branch == WIN && !s.full && t - key >= s.window)) return false;
-    return branch != SLC || plain::is_selected(Query(row, selection, s).mask, key / s.slc_block);
+    return branch != SLC || is_selected(Query(row, selection, s).mask, key / s.slc_block);
 }
 // visible [TILE]: for each query of a tile, bit i is set where it sees key key0 + i. Returns whether one of them sees
 // one. Begins and ends with a barrier.
@@ -80,8 +79,8 @@ struct Place {
 };
 HOST_DEVICE inline int tiles_of(int rows) { return (rows + TILE - 1) / TILE; }
 // The tiles of keys that queries t0 .. t0 + TILE - 1 may see: begin .. end-1
-__device__ inline plain::KeyRange key_tiles(Branch branch, int t0, const NsaShape& s) {
-    const int last = min(t0 + TILE, s.T), end = branch == CMP ? plain::blocks_before(last, s) : last;
+__device__ inline KeyRange key_tiles(Branch branch, int t0, const NsaShape& s) {
+    const int last = min(t0 + TILE, s.T), end = branch == CMP ? s.cmp_blocks(last) : last;
     return {branch == WIN && !s.full ? max(0, t0 + 1 - s.window) / TILE : 0, tiles_of(end)};
 }
 
@@ -94,12 +93,12 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     unsigned* visible = shared.take<unsigned>(TILE);
     float2* softmax = shared.take<float2>(TILE);  // largest score, sum of the exponentials
     const Place at(tiles_of(s.T));
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t0 = at.tile * TILE, stride = key_stride(branch, s);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t0 = at.tile * TILE, stride = s.key_stride(branch);
     const size_t first_row = size_t(at.which) * s.T + t0, group = size_t(at.which / (s.H / s.G)) * stride;
     queries.load(q + first_row * s.D, s.D, s.T - t0, scale, s.D);
     sums.clear();
     if (threadIdx.x < TILE) softmax[threadIdx.x] = make_float2(-INFINITY, 0);
-    const plain::KeyRange tiles = key_tiles(branch, t0, s);
+    const KeyRange tiles = key_tiles(branch, t0, s);
     for (int tile = tiles.begin; tile < tiles.end; tile++) {
         const int key0 = tile * TILE;
         if (!find_visible(visible, branch, first_row, t0, key0, stride, selection, s)) continue;
@@ -135,12 +134,12 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     const Tile queries(shared, s.D), gradients(shared, s.D), keys(shared, s.D), values(shared, s.D), sums(shared, s.D);
     unsigned* visible = shared.take<unsigned>(TILE);
     const Place at(tiles_of(s.T));
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t0 = at.tile * TILE, stride = key_stride(branch, s);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t0 = at.tile * TILE, stride = s.key_stride(branch);
     const size_t first_row = size_t(at.which) * s.T + t0, group = size_t(at.which / (s.H / s.G)) * stride;
     queries.load(q + first_row * s.D, s.D, s.T - t0, scale, s.D);
     gradients.load(dout + Query(first_row, selection, s).dout * s.D, size_t(s.H) * s.D, s.T - t0, 1, s.D);
     sums.clear();
-    const plain::KeyRange tiles = key_tiles(branch, t0, s);
+    const KeyRange tiles = key_tiles(branch, t0, s);
     for (int tile = tiles.begin; tile < tiles.end; tile++) {
         const int key0 = tile * TILE;
         if (!find_visible(visible, branch, first_row, t0, key0, stride, selection, s)) continue;
@@ -174,15 +173,15 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     const Tile queries(shared, s.D), gradients(shared, s.D), keys(shared, s.D), values(shared, s.D),
         dk_sums(shared, s.D), dv_sums(shared, s.D);
     unsigned* visible = shared.take<unsigned>(TILE);
-    const int stride = key_stride(branch, s), heads = s.H / s.G;
+    const int stride = s.key_stride(branch), heads = s.H / s.G;
     const Place at(tiles_of(stride));
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, key0 = at.tile * TILE;
     const size_t group = size_t(at.which) * stride;
     keys.load(k + (group + key0) * s.D, s.D, stride - key0, scale, s.D);
     values.load(v + (group + key0) * s.D, s.D, stride - key0, 1, s.D);
     dk_sums.clear(), dv_sums.clear();
-    const int begin = plain::query_range(branch, key0, s).begin / TILE;
-    const int end = tiles_of(min(s.T, plain::query_range(branch, min(key0 + TILE, stride) - 1, s).end));
+    const int begin = query_range(branch, key0, s).begin / TILE;
+    const int end = tiles_of(min(s.T, query_range(branch, min(key0 + TILE, stride) - 1, s).end));
     for (int head = 0; head < heads; head++)
         for (int tile = begin; tile < end; tile++) {
             const int t0 = tile * TILE;

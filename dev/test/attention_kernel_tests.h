@@ -159,8 +159,7 @@ struct Inputs {
         }
     }
     bool visible(size_t bg, int t, int key) const {
-        return Cpu<double>::sees(branch, t, key, s.selection_mask(branch == SLC ? selection.data() : nullptr, bg, t),
-                                 s);
+        return oracle::sees(branch, t, key, s.selection_mask(branch == SLC ? selection.data() : nullptr, bg, t), s);
     }
     int tiles() const { return keys() / 64 + 1; }
 };

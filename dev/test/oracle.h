@@ -392,9 +392,19 @@ void compress_backward(CompressGradients<real>& d, const real* dout, const real*
                                             h.data(), tokens.data(), phi.phi(), rotated, s);
 }
 
-// The keys that query t sees, in order. mask: the selection's words for (t, group).
+// Whether query t sees a key. mask: the selection's words for (t, group). By the paper's sentences, not by visible.h.
+inline bool sees(Branch branch, int t, int key, const uint32_t* mask, const NsaShape& s) {
+    if (branch == CMP) return key * s.d + s.l - 1 <= t;
+    if (key > t) return false;
+    if (branch == SLC) return mask[key / s.slc_block / 32] >> (key / s.slc_block % 32) & 1;
+    return s.full || key > t - s.window;
+}
+// The keys that it sees, in order.
 inline std::vector<int> visible(Branch branch, int t, const uint32_t* mask, const NsaShape& s) {
-    return Cpu<double>::visible_keys(branch, t, mask, s);
+    std::vector<int> keys;
+    for (int key = 0; key < s.key_count(branch); key++)
+        if (sees(branch, t, key, mask, s)) keys.push_back(key);
+    return keys;
 }
 
 // One branch for the positions first .. first+queries-1. q [B, H, queries, D], k, v [B, G, key rows, D], selection [B,
