@@ -616,7 +616,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
         for (int t0 = queries.begin; t0 < queries.end; t0 += 32) {
             const int t = t0 + lane;
             bool sees = t < queries.end;
-            if (branch == SLC && sees) sees = is_selected(Query(first_row + t, selection, s).mask, block);
+            if (branch == SLC && sees) sees = is_selected(s.selection_mask(selection, bg, t), block);
             const unsigned seen_by = __ballot_sync(~0u, sees);
             if (!seen_by) continue;
             if (sees) {

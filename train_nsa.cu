@@ -48,7 +48,6 @@
 #include "lib/tensors.h"
 #include "lib/tokenize.h"
 #include "lib/watchdog.h"
-#include "lib/worked_example.h"
 #include "tokenizer.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1344,7 +1343,6 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
 }
 
 static void run_inspect(Config c, World& world) {
-    if (c.example) return print_worked_example<Cpu<double>>();
     const std::string folder = read_trained_config(c);
     Inspection inspection(c, folder, *tokenizer_of_model<Tokenizer>(c));
     const int64_t T = int64_t(inspection.tokens.size());

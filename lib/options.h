@@ -47,7 +47,7 @@ struct Config {
     std::string from, to, prompt, html, json, text, items;
     std::vector<std::string> runs;  // every --from, in order
     std::vector<std::string> prompt_file;
-    bool interactive = false, past_end = false, example = false;
+    bool interactive = false, past_end = false;
     std::string at_step;  // --step
     double price = 0;
     double temperature = 0, top_p = 0;
@@ -255,8 +255,6 @@ inline const std::vector<Option>& option_table() {
          "page to write; without it the report is text on the terminal"},
         {"json", INSPECT, &Config::json, "", nullptr, "file to write: what the page shows"},
         {"text", INSPECT, &Config::text, "", nullptr, "file of text to look at, as it is, .gz or .zst; - for stdin"},
-        {"example", INSPECT, &Config::example,
-         "print eq. 8 to 12 with numbers for a dozen tokens instead, without a model"},
         {"price", REPORT, &Config::price, "0", 0, M,
          "of an hour of all ranks together: the report says what a run cost"},
         {"prompt-file", SAMPLE, &Config::prompt_file,

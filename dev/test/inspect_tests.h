@@ -1,10 +1,11 @@
-// inspect_tests.h: the verb `inspect`: its JSON against the specification in fp64, its page against its JSON, its
+// inspect_tests.h: the verb `inspect`: its JSON against the specification in fp64, its page against its JSON, the
 // worked example against numbers by hand and against dev/MODEL.md. What a browser makes of the page,
 // dev/inspect_browser.py sees; it runs here where there is a Chromium.
 #pragma once
 #include "../../lib/inspect.h"
 #include "model_tests.h"
 #include "program.h"
+#include "worked_example.h"
 
 namespace inspect_test {
 
@@ -192,9 +193,7 @@ TEST(inspect_tokens_show_the_characters_that_begin_in_them) {
 
 // Numbers by hand: with means of 1 and 2 around a pair of keys, softmax weights are 1, 2, 4, 2 and nines of 1 over 16.
 TEST(worked_example_is_right_and_is_what_the_model_card_quotes) {
-    using namespace program;
-    const Result r = run({"inspect", "--example"});
-    CHECK_EQUAL(r.status, 0);
+    const std::string text = worked_example<Cpu<double>>();
     const std::vector<double> p0 = {1, 1, 1, 2, 4, 2, 1, 1, 1, 1, 1}, p1 = {1, 1, 1, 1, 1, 1, 2, 4, 2, 1, 1};
     const auto row = [](const char* label, const std::vector<double>& sixteenths) {
         std::string line = format_text("\n%-18s", label);
@@ -213,11 +212,11 @@ TEST(worked_example_is_right_and_is_what_the_model_card_quotes) {
          {row("p, head 0", p0), row("p, head 1", p1), row("p_slc, head 0", importance(p0)),
           row("p_slc, head 1", importance(p1)), row("p_slc", importance(both)), std::string("\nI = { 0 2 4 5 }\n"),
           std::string("of these blocks: 0 1 4 5 8 9 10 11\n"), std::string("\n  token  9: 0 2 3 4\n")})
-        if (r.out.find(line) == std::string::npos) check_failed(__FILE__, __LINE__, "no line %s", line.c_str());
+        if (text.find(line) == std::string::npos) check_failed(__FILE__, __LINE__, "no line %s", line.c_str());
     CHECK(importance(both) == std::vector<double>({6, 9, 16, 14, 13, 6}));
     tests().checks++;
-    if (read_file("dev/MODEL.md").find("\n```\n" + r.out + "```\n") == std::string::npos)
-        check_failed(__FILE__, __LINE__, "dev/MODEL.md does not quote what ./train_nsa inspect --example prints");
+    if (read_file("dev/MODEL.md").find("\n```\n" + text + "```\n") == std::string::npos)
+        check_failed(__FILE__, __LINE__, "dev/MODEL.md does not quote this:\n%s", text.c_str());
 }
 
 TEST_LONG(inspect_page_in_a_browser) {

@@ -1,13 +1,12 @@
-// worked_example.h: `inspect --example`: the paper's eq. 8 to 12 with numbers, for a dozen tokens, by the operations of
-// an engine. dev/MODEL.md quotes it, and a test compares the two.
+// worked_example.h: the paper's eq. 8 to 12 with numbers, for a dozen tokens, by the operations of an engine.
+// dev/MODEL.md quotes it, and a test in inspect_tests.h compares the two.
 #pragma once
 #include <cmath>
-#include <cstdio>
 #include <string>
 #include <vector>
 
-#include "shape.h"
-#include "util.h"
+#include "../../lib/shape.h"
+#include "../../lib/util.h"
 
 // Scores are whole multiples of ln 2, so the weights of a softmax are powers of two over their sum, which is 16.
 struct WorkedExample {
@@ -136,9 +135,4 @@ std::string worked_example() {
     for (int query = 0; query < s.T; query++)
         text += format_text("  token %2d: %s\n", query, worked_list(e.chosen(query)).c_str());
     return text;
-}
-
-template <class Engine>
-void print_worked_example() {
-    std::fputs(worked_example<Engine>().c_str(), stdout);
 }
