@@ -141,15 +141,15 @@ struct Cpu : HostRuntime {
     // ----- linear layers.  out [N, OC] = inp [N, C] weight^T  (+ residual [N, OC], if given).  weight [OC, C]
     void matmul_forward(real* out, const real* inp, const real* weight, const real* residual, int N, int C, int OC) {
         if (residual) copy(out, residual, size_t(N) * OC);
-        gemm(false, true, N, OC, C, inp, C, weight, C, residual != nullptr, out, OC);
+        gemm.nt({N, OC, C}, inp, C, weight, C, residual != nullptr, out, OC);
     }
     // dinp [N, C] = dout [N, OC] weight
     void matmul_backward_input(real* dinp, const real* dout, const real* weight, int N, int C, int OC) {
-        gemm(false, false, N, C, OC, dout, OC, weight, C, false, dinp, C);
+        gemm.nn({N, C, OC}, dout, OC, weight, C, false, dinp, C);
     }
     // dweight [OC, C] += dout^T inp
     void matmul_backward_weight(Grad* dweight, const real* dout, const real* inp, int N, int C, int OC) {
-        gemm(true, false, OC, C, N, dout, OC, inp, C, true, dweight, C);
+        gemm.tn({OC, C, N}, dout, OC, inp, C, true, dweight, C);
     }
 
     // ----- SiLU.  out = x * sigmoid(x), elementwise
@@ -475,38 +475,35 @@ struct Cpu : HostRuntime {
     }
 
     // Gradients of one branch, from those rows.  P' = e^(S - lse_gated) = g P,  dS = P' o (dout v^T - row_dot):
-    //     dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`;  dk [keys] = dS^T q / sqrt(D);  dv = P'^T dout
-    // dout [B*queries, H*D]. Training shapes.
-    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q,
-                            const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
-                            const uint32_t* selection, const NsaShape& s) {
+    //     dq = dS k / sqrt(D), or += with `add`;  dk = dS^T q / sqrt(D);  dv = P'^T dout
+    // Training shapes.
+    void attention_backward(Branch branch, const BackwardArrays<real, Stat>& d, const AttentionInputs<real>& in,
+                            const NsaShape& s) {
         const ProfileRange range(ATTENTION_NAMES[branch]);
-        if constexpr (in_tiles)
-            return tiles.attention_backward(gemm.bf16, branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated,
-                                            selection, s);
+        if constexpr (in_tiles) return tiles.attention_backward(gemm.bf16, branch, d, in, s);
         const size_t D = size_t(s.D), h = size_t(s.heads_per_group());
         const real scale = real(s.scale());
 #pragma omp parallel for schedule(static)
         for (size_t group = 0; group < size_t(s.B) * s.G; group++) {
             const size_t keys_at = group * s.key_stride(branch) * D;
-            std::fill_n(dk + keys_at, s.key_count(branch) * D, real(0));
-            std::fill_n(dv + keys_at, s.key_count(branch) * D, real(0));
+            std::fill_n(d.dk + keys_at, s.key_count(branch) * D, real(0));
+            std::fill_n(d.dv + keys_at, s.key_count(branch) * D, real(0));
             for (int t = s.first; t < s.first + s.queries; t++) {
-                const std::vector<int> keys = visible_keys(branch, t, s.selection_mask(selection, group, t), s);
+                const std::vector<int> keys = visible_keys(branch, t, s.selection_mask(in.selection, group, t), s);
                 for (size_t head = group * h; head < (group + 1) * h; head++) {
                     const size_t row = s.query_row(head, t);
-                    const real *qr = q + row * D, *dO = dout + s.output_row(head, t) * D;
-                    if (!add) std::fill_n(dq + row * D, D, real(0));
+                    const real *qr = in.q + row * D, *dO = d.dout + s.output_row(head, t) * D;
+                    if (!d.add) std::fill_n(d.dq + row * D, D, real(0));
                     for (int key : keys) {
                         const size_t at = keys_at + key * D;
-                        const real P = exponential(score(qr, k + at, s) - lse_gated[row]);
+                        const real P = exponential(score(qr, in.k + at, s) - d.lse_gated[row]);
                         real dP = 0;
-                        for (size_t x = 0; x < D; x++) dP += factor(dO[x]) * factor(v[at + x]);
-                        const real dS = P * (dP - row_dot[row]);
+                        for (size_t x = 0; x < D; x++) dP += factor(dO[x]) * factor(in.v[at + x]);
+                        const real dS = P * (dP - d.row_dot[row]);
                         for (size_t x = 0; x < D; x++) {
-                            dq[row * D + x] += factor(dS) * factor(k[at + x]) * scale;
-                            dk[at + x] += factor(dS) * factor(qr[x] * scale);
-                            dv[at + x] += factor(P) * factor(dO[x]);
+                            d.dq[row * D + x] += factor(dS) * factor(in.k[at + x]) * scale;
+                            d.dk[at + x] += factor(dS) * factor(qr[x] * scale);
+                            d.dv[at + x] += factor(P) * factor(dO[x]);
                         }
                     }
                 }

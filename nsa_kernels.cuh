@@ -555,48 +555,46 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
 // dq = dS k / sqrt(D), or += with `add`, one warp per query row.  P' = e^(score - lse_gated), dS = P' o (dout v^T -
 // row_dot)
 __global__ void __launch_bounds__(WARPS * 32, 1)
-    dq_kernel(Branch branch, float* dq, bool add, const cuda_real* dout, const cuda_real* q, const cuda_real* k,
-              const cuda_real* v, const float* row_dot, const float* lse_gated, const uint32_t* selection, NsaShape s,
-              float scale, size_t rows) {
+    dq_kernel(Branch branch, BackwardArrays<cuda_real, float> d, AttentionInputs<cuda_real> in, NsaShape s, float scale,
+              size_t rows) {
     DynamicShared shared;
     const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float *query = shared.take<float>(WARPS * (3 * D + 32)) + warp * (3 * D + 32), *gradient = query + D,
           *sums = gradient + D, *weights = sums + D;
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;
-    const Query at(row, selection, s);
-    k += at.group * s.key_stride(branch) * D, v += at.group * s.key_stride(branch) * D;
-    load_row(query, q + row * D, scale, D);
-    load_row(gradient, dout + at.dout * D, 1, D);
+    const Query at(row, in.selection, s);
+    in.k += at.group * s.key_stride(branch) * D, in.v += at.group * s.key_stride(branch) * D;
+    load_row(query, in.q + row * D, scale, D);
+    load_row(gradient, d.dout + at.dout * D, 1, D);
     for (int x = lane; x < D; x += 32) sums[x] = 0;
     __syncwarp();
-    const float shift = lse_gated[row], r = row_dot[row];
+    const float shift = d.lse_gated[row], r = d.row_dot[row];
     for (int range = 0; range < range_count(branch, at.t, s); range++) {
         const KeyRange keys = key_range(branch, range, at.t, at.mask, s);
         for (int key0 = keys.begin; key0 < keys.end; key0 += 32) {
             const int key = key0 + lane, count = min(32, keys.end - key0);
             if (lane < count) {
-                const float p = expf(dot(query, k + size_t(key) * D, D) - shift);
-                weights[lane] = p * (dot(gradient, v + size_t(key) * D, D) - r);  // dS
+                const float p = expf(dot(query, in.k + size_t(key) * D, D) - shift);
+                weights[lane] = p * (dot(gradient, in.v + size_t(key) * D, D) - r);  // dS
             }
             __syncwarp();
             for (int x = lane; x < D; x += 32) {
                 float sum = sums[x];
-                for (int i = 0; i < count; i++) sum += weights[i] * float(k[size_t(key0 + i) * D + x]);
+                for (int i = 0; i < count; i++) sum += weights[i] * float(in.k[size_t(key0 + i) * D + x]);
                 sums[x] = sum;
             }
             __syncwarp();
         }
     }
-    for (int x = lane; x < D; x += 32) dq[row * D + x] = (add ? dq[row * D + x] : 0) + sums[x] * scale;
+    for (int x = lane; x < D; x += 32) d.dq[row * D + x] = (d.add ? d.dq[row * D + x] : 0) + sums[x] * scale;
 }
 
 // dk = dS^T q / sqrt(D), dv = P'^T dout, one warp per key, which goes through the heads of its group and the queries
 // that see it, 32 at a time.
 __global__ void __launch_bounds__(WARPS * 32, 1)
-    dkdv_kernel(Branch branch, cuda_real* dk, cuda_real* dv, const cuda_real* dout, const cuda_real* q,
-                const cuda_real* k, const cuda_real* v, const float* row_dot, const float* lse_gated,
-                const uint32_t* selection, NsaShape s, float scale, size_t rows) {
+    dkdv_kernel(Branch branch, BackwardArrays<cuda_real, float> d, AttentionInputs<cuda_real> in, NsaShape s,
+                float scale, size_t rows) {
     DynamicShared shared;
     const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32, h = s.H / s.G;
     float *key_row = shared.take<float>(WARPS * (4 * D + 64)) + warp * (4 * D + 64), *value_row = key_row + D,
@@ -607,8 +605,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     const int stride = s.key_stride(branch), key = int(row % stride), block = key / s.slc_block;
     const size_t bg = row / stride, b = bg / s.G, g = bg % s.G;
     const KeyRange queries = query_range(branch, key, s);
-    load_row(key_row, k + row * D, scale, D);
-    load_row(value_row, v + row * D, 1, D);
+    load_row(key_row, in.k + row * D, scale, D);
+    load_row(value_row, in.v + row * D, 1, D);
     for (int x = lane; x < D; x += 32) dk_sums[x] = dv_sums[x] = 0;
     __syncwarp();
     for (int i = 0; i < h; i++) {
@@ -616,22 +614,22 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
         for (int t0 = queries.begin; t0 < queries.end; t0 += 32) {
             const int t = t0 + lane;
             bool sees = t < queries.end;
-            if (branch == SLC && sees) sees = is_selected(s.selection_mask(selection, bg, t), block);
+            if (branch == SLC && sees) sees = is_selected(s.selection_mask(in.selection, bg, t), block);
             const unsigned seen_by = __ballot_sync(~0u, sees);
             if (!seen_by) continue;
             if (sees) {
-                const float p = expf(dot(key_row, q + (first_row + t) * D, D) - lse_gated[first_row + t]);
+                const float p = expf(dot(key_row, in.q + (first_row + t) * D, D) - d.lse_gated[first_row + t]);
                 p_weights[lane] = p;
                 ds_weights[lane] =
-                    p * (dot(value_row, dout + ((b * s.T + t) * s.H + head) * D, D) - row_dot[first_row + t]);
+                    p * (dot(value_row, d.dout + ((b * s.T + t) * s.H + head) * D, D) - d.row_dot[first_row + t]);
             }
             __syncwarp();
             for (int x = lane; x < D; x += 32) {
                 float dk_sum = dk_sums[x], dv_sum = dv_sums[x];
                 for (unsigned rest = seen_by; rest; rest &= rest - 1) {
                     const int j = __ffs(int(rest)) - 1;
-                    dk_sum += ds_weights[j] * float(q[(first_row + t0 + j) * D + x]);
-                    dv_sum += p_weights[j] * float(dout[((b * s.T + t0 + j) * s.H + head) * D + x]);
+                    dk_sum += ds_weights[j] * float(in.q[(first_row + t0 + j) * D + x]);
+                    dv_sum += p_weights[j] * float(d.dout[((b * s.T + t0 + j) * s.H + head) * D + x]);
                 }
                 dk_sums[x] = dk_sum, dv_sums[x] = dv_sum;
             }
@@ -639,7 +637,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
         }
     }
     for (int x = lane; x < D; x += 32)
-        dk[row * D + x] = cuda_real(dk_sums[x] * scale), dv[row * D + x] = cuda_real(dv_sums[x]);
+        d.dk[row * D + x] = cuda_real(dk_sums[x] * scale), d.dv[row * D + x] = cuda_real(dv_sums[x]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -766,17 +764,15 @@ inline void attention_forward(Branch branch, cuda_real* out, float* lse, const c
                            out, lse, q, k, v, selection, s, float(s.scale()), rows);
 }
 // Training shapes (first = 0, queries = T).
-inline void attention_backward(Branch branch, float* dq, bool add, cuda_real* dk, cuda_real* dv, const cuda_real* dout,
-                               const cuda_real* q, const cuda_real* k, const cuda_real* v, const float* row_dot,
-                               const float* lse_gated, const uint32_t* selection, const NsaShape& s,
-                               cudaStream_t stream) {
+inline void attention_backward(Branch branch, const BackwardArrays<cuda_real, float>& d,
+                               const AttentionInputs<cuda_real>& in, const NsaShape& s, cudaStream_t stream) {
     const size_t rows = s.query_rows(), keys = branch == CMP ? s.cmp_rows() : s.key_rows();
     const float scale = float(s.scale());
-    launch<dq_kernel>(blocks_for(rows, WARPS), WARPS * 32, WARPS * (3 * s.D + 32) * sizeof(float), stream, branch, dq,
-                      add, dout, q, k, v, row_dot, lse_gated, selection, s, scale, rows);
+    launch<dq_kernel>(blocks_for(rows, WARPS), WARPS * 32, WARPS * (3 * s.D + 32) * sizeof(float), stream, branch, d,
+                      in, s, scale, rows);
     if (keys == 0) return;
-    launch<dkdv_kernel>(blocks_for(keys, WARPS), WARPS * 32, WARPS * (4 * s.D + 64) * sizeof(float), stream, branch, dk,
-                        dv, dout, q, k, v, row_dot, lse_gated, selection, s, scale, keys);
+    launch<dkdv_kernel>(blocks_for(keys, WARPS), WARPS * 32, WARPS * (4 * s.D + 64) * sizeof(float), stream, branch, d,
+                        in, s, scale, keys);
 }
 inline void select_blocks(uint32_t* selection, float* chosen_importance, const cuda_real* q, const cuda_real* kc,
                           const float* lse, const NsaShape& s, cudaStream_t stream) {
@@ -1144,12 +1140,11 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
 // softmax.
 template <Branch branch, int D>
 __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
-    attention_dq_kernel(float* dq, bool add, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
-                        const float* row_dot, const float* lse_gated, const uint32_t* selection,
-                        const SelectedChoice* choice, AttentionShape s) {
+    attention_dq_kernel(BackwardArrays<bf16, float> d, AttentionInputs<bf16> in, const SelectedChoice* choice,
+                        AttentionShape s) {
     constexpr int M = row_pieces<D>(), KEYS = 16;  // keys at a time, as many as there are registers for
     if (branch == SLC && choice && choice->gather) return;
-    QueryBlock<branch, D, true> block(q, dout, k, v, selection, s);
+    QueryBlock<branch, D, true> block(in.q, d.dout, in.k, in.v, in.selection, s);
     const int first_tile = block.start(s);
     unsigned q_rows[M][D / 16][4], dout_rows[M][D / 16][4];
     load_rows<D>(q_rows, block.q_tile, block.first_row);
@@ -1161,7 +1156,8 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const long long row = block.row(m, i, s);
-            minus_shift[m][i] = row < 0 ? -INFINITY : -lse_gated[row] * LOG2_E, dot[m][i] = row < 0 ? 0 : row_dot[row];
+            minus_shift[m][i] = row < 0 ? -INFINITY : -d.lse_gated[row] * LOG2_E,
+            dot[m][i] = row < 0 ? 0 : d.row_dot[row];
         }
 
     block.walk(first_tile, s, [&](const TileView& view, const bf16* k_tile, const bf16* v_tile) {
@@ -1197,8 +1193,8 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
             if (row < 0) continue;
 #pragma unroll
             for (int x = 0; x < D / 8; x++) {
-                float2* to = reinterpret_cast<float2*>(dq + size_t(row) * D + x * 8 + threadIdx.x % 4 * 2);
-                const float2 before = add ? *to : make_float2(0, 0);
+                float2* to = reinterpret_cast<float2*>(d.dq + size_t(row) * D + x * 8 + threadIdx.x % 4 * 2);
+                const float2 before = d.add ? *to : make_float2(0, 0);
                 *to = make_float2(before.x + sums[m][x][2 * i] * s.scale, before.y + sums[m][x][2 * i + 1] * s.scale);
             }
         }
@@ -1227,8 +1223,7 @@ __device__ inline TokenRange tokens_of_tile(int first_key, int part, const Atten
 // one part.
 template <Branch branch, int D>
 __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
-    attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
-                          const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
+    attention_dkdv_kernel(BackwardArrays<bf16, float> d, AttentionInputs<bf16> in, float* partial,
                           const SelectedChoice* choice, AttentionShape s) {
     constexpr int THREADS = dkdv_threads<D>();
     if (branch == SLC && choice && choice->gather) return;
@@ -1239,12 +1234,12 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     if (branch == CMP && part < first_part(tile, s)) return;
     DynamicShared shared;
     TokenBuffers<branch, D> buffers(shared);
-    buffers.copy_keys(k, v, bg, first_key, s);
+    buffers.copy_keys(in.k, in.v, bg, first_key, s);
     uint32_t* used = nullptr;
     if (branch == SLC) {
         used = shared.take<uint32_t>(tile_words(s.queries));
-        selection += size_t(bg) * s.queries * s.words;
-        find_used_token_tiles(used, selection, tile, s);
+        in.selection += size_t(bg) * s.queries * s.words;
+        find_used_token_tiles(used, in.selection, tile, s);
     }
     cp_async_wait<0>();
     __syncthreads();
@@ -1256,15 +1251,16 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
               dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
     auto fetch = [&](int buffer, int token_tile, int head) {
         const int j0 = token_tile * KEY_TILE, to = buffer * KEY_TILE * D;
-        copy_tile<D, THREADS>(buffers.q_tiles + to, q + size_t(q_row + head * s.queries + j0) * D, D, s.queries - j0);
-        copy_tile<D, THREADS>(buffers.dout_tiles + to, dout + size_t(dout_row + j0 * H + head) * D, size_t(H) * D,
+        copy_tile<D, THREADS>(buffers.q_tiles + to, in.q + size_t(q_row + head * s.queries + j0) * D, D,
+                              s.queries - j0);
+        copy_tile<D, THREADS>(buffers.dout_tiles + to, d.dout + size_t(dout_row + j0 * H + head) * D, size_t(H) * D,
                               s.queries - j0);
         cp_async_commit();
         const int j = j0 + int(threadIdx.x);
         const bool query = buffers.rows.has_row() && j < s.queries;
-        buffers.rows.load(query, q_row + head * s.queries + j, lse_gated, row_dot);
+        buffers.rows.load(query, q_row + head * s.queries + j, d.lse_gated, d.row_dot);
         if (branch == SLC && query)
-            buffers.rows.chosen = chosen_blocks(selection + size_t(token_tile) * KEY_TILE * s.words, threadIdx.x,
+            buffers.rows.chosen = chosen_blocks(in.selection + size_t(token_tile) * KEY_TILE * s.words, threadIdx.x,
                                                 tile_blocks(tile, s), s);
     };
     const TokenRange tokens = tokens_of_tile<branch>(first_key, part, s);
@@ -1289,7 +1285,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     if (branch == CMP && s.parts > 1)
         sums =
             partial + ((size_t(same_bg) * key_tiles(s) + item / s.parts) * s.parts + item % s.parts) * 2 * KEY_TILE * D;
-    keys.store(dk, dv, sums, same_bg, s);
+    keys.store(d.dk, d.dv, sums, same_bg, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the parts; one block per tile of keys and (sequence, group)
 template <int D>
@@ -1584,14 +1580,13 @@ inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const
                                                 selection, choice, a);
 }
 template <Branch branch, int D>
-inline void launch_attention_backward(float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q,
-                                      const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
-                                      const uint32_t* selection, const NsaShape& s, SelectedKernel asked,
-                                      AttentionWorkspace workspace, cudaStream_t stream) {
+inline void launch_attention_backward(const BackwardArrays<bf16, float>& d, const AttentionInputs<bf16>& in,
+                                      const NsaShape& s, SelectedKernel asked, AttentionWorkspace workspace,
+                                      cudaStream_t stream) {
     const AttentionShape a = attention_shape(branch, s, 0);
     const SelectedChoice* choice = nullptr;
     if (a.keys == 0) {  // dk and dv have no element
-        if (!add) CUDA_CHECK(cudaMemsetAsync(dq, 0, s.query_rows() * D * sizeof(float), stream));
+        if (!d.add) CUDA_CHECK(cudaMemsetAsync(d.dq, 0, s.query_rows() * D * sizeof(float), stream));
         return;
     }
     WorkspacePieces pieces{static_cast<char*>(workspace.data)};
@@ -1599,22 +1594,19 @@ inline void launch_attention_backward(float* dq, bool add, bf16* dk, bf16* dv, c
     if constexpr (branch == CMP) partial = cmp_partial_sums<D>(pieces, s);
     if constexpr (branch == SLC) {
         const SelectedKernel kernel = resolve_selected<D>(asked, s);
-        choice = choose_selected<D>(kernel, pieces, workspace.choice, selection, s, stream);
-        if (kernel != SelectedKernel::TILES)
-            launch_gather_backward<D>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, choice, pieces,
-                                      stream);
+        choice = choose_selected<D>(kernel, pieces, workspace.choice, in.selection, s, stream);
+        if (kernel != SelectedKernel::TILES) launch_gather_backward<D>(d, in, s, choice, pieces, stream);
         if (kernel == SelectedKernel::GATHER) return;
     }
     launch<attention_dq_kernel<branch, D>>(unsigned(a.tiles * a.batch_groups), query_tile_threads<D>(a),
-                                           query_block_bytes<branch, D>(a, true), stream, dq, add, dout, q, k, v,
-                                           row_dot, lse_gated, selection, choice, a);
+                                           query_block_bytes<branch, D>(a, true), stream, d, in, choice, a);
     const unsigned tiles = unsigned(key_tiles(a) * a.batch_groups);
     const size_t bytes =
         TokenBuffers<branch, D>::bytes() + shared_bytes({branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
-    launch<attention_dkdv_kernel<branch, D>>(tiles * unsigned(a.parts), unsigned(dkdv_threads<D>()), bytes, stream, dk,
-                                             dv, partial, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
+    launch<attention_dkdv_kernel<branch, D>>(tiles * unsigned(a.parts), unsigned(dkdv_threads<D>()), bytes, stream, d,
+                                             in, partial, choice, a);
     if constexpr (branch == CMP)
-        if (a.parts > 1) launch<add_parts_kernel<D>>(tiles, 256, 0, stream, dk, dv, (const float*)partial, a);
+        if (a.parts > 1) launch<add_parts_kernel<D>>(tiles, 256, 0, stream, d.dk, d.dv, (const float*)partial, a);
 }
 
 // Shared memory of a block of select_blocks_kernel, which holds the importances of all selection blocks for some
@@ -1664,18 +1656,14 @@ inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* 
         launch_attention_forward<b(), D()>(out, lse, q, k, v, selection, s, kernel, workspace, stream);
     });
 }
-// dq [B, H, queries, D] = , or += with `add`, dk and dv [keys] = , from dout [B*queries, H*D], row_dot and lse_gated
-// [B, H, queries]; shapes and formulas as in Cpu. A query has chosen at most max(slc_count, 3) blocks.
-inline void attention_backward(Branch branch, float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q,
-                               const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
-                               const uint32_t* selection, const NsaShape& s, SelectedKernel kernel,
-                               AttentionWorkspace workspace, cudaStream_t stream) {
+// Shapes and formulas as in Cpu. A query has chosen at most max(slc_count, 3) blocks.
+inline void attention_backward(Branch branch, const BackwardArrays<bf16, float>& d, const AttentionInputs<bf16>& in,
+                               const NsaShape& s, SelectedKernel kernel, AttentionWorkspace workspace,
+                               cudaStream_t stream) {
     check_attention_shape(branch, s);
     if (s.query_rows() == 0) return;
-    with_branch_and_dimension(branch, s.D, [&](auto b, auto D) {
-        launch_attention_backward<b(), D()>(dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, kernel,
-                                            workspace, stream);
-    });
+    with_branch_and_dimension(
+        branch, s.D, [&](auto b, auto D) { launch_attention_backward<b(), D()>(d, in, s, kernel, workspace, stream); });
 }
 // selection [B, G, queries, words] = the blocks that each query and group attends to, by q [B, H, queries, D], kc [B,
 // G, NC, D] and the compressed branch's lse [B, H, queries]; chosen_importance [B, G, queries], where given: their
@@ -1774,15 +1762,15 @@ struct Cuda : CudaRuntime {
     // ----- linear layers, weight [OC, C].
     // out [N, OC] = inp [N, C] weight^T  (+ residual [N, OC], where given)
     void matmul_forward(real* out, const real* inp, const real* weight, const real* residual, int N, int C, int OC) {
-        gemm(false, true, N, OC, C, inp, C, weight, C, residual, out, OC);
+        gemm_nt({N, OC, C}, inp, C, weight, C, residual, out, OC);
     }
     // dinp [N, C] = dout [N, OC] weight
     void matmul_backward_input(real* dinp, const real* dout, const real* weight, int N, int C, int OC) {
-        gemm(false, false, N, C, OC, dout, OC, weight, C, nullptr, dinp, C);
+        gemm_nn({N, C, OC}, dout, OC, weight, C, nullptr, dinp, C);
     }
     // dweight [OC, C] += dout^T inp
     void matmul_backward_weight(Grad* dweight, const real* dout, const real* inp, int N, int C, int OC) {
-        gemm(true, false, OC, C, N, dout, OC, inp, C, dweight, dweight, C);
+        gemm_tn({OC, C, N}, dout, OC, inp, C, dweight, dweight, C);
     }
 
     // ----- SiLU.  out = x * sigmoid(x), elementwise
@@ -1927,13 +1915,13 @@ struct Cuda : CudaRuntime {
         float *hidden_sum = scratch<float>(0, size_t(rows) * F), *out_sum = scratch<float>(1, size_t(rows) * D);
         real* activated = scratch<real>(2, size_t(rows) * F);
         for (int chunk = 0; chunk < s.l / s.d; chunk++)
-            gemm(false, true, count, F, int(chunk_size), k + size_t(begin + chunk) * chunk_size, chunk_size,
-                 phi.fc1 + chunk * chunk_size, size_t(s.l) * D, chunk ? hidden_sum : nullptr, hidden_sum, size_t(F),
-                 {groups, size_t(s.T) * D, 0, size_t(count) * F});
+            gemm_nt({count, F, int(chunk_size)}, k + size_t(begin + chunk) * chunk_size, chunk_size,
+                    phi.fc1 + chunk * chunk_size, size_t(s.l) * D, chunk ? hidden_sum : nullptr, hidden_sum, size_t(F),
+                    {groups, size_t(s.T) * D, 0, size_t(count) * F});
         launch<kernels::compress_activate_kernel>(blocks_for(size_t(rows) * F, 256), 256, 0, stream, hidden, activated,
                                                   (const float*)hidden_sum, (const real*)phi.bias, rows, count, begin,
                                                   NC, F);
-        gemm(false, true, rows, D, F, activated, size_t(F), phi.fc2, size_t(F), nullptr, out_sum, size_t(D));
+        gemm_nt({rows, D, F}, activated, size_t(F), phi.fc2, size_t(F), nullptr, out_sum, size_t(D));
         launch<kernels::compress_output_kernel>(blocks_for(size_t(rows) * D / 2, 128), 128, 0, stream, out,
                                                 (const float*)out_sum, k, rope, rotated, rows, count, begin, NC, s);
     }
@@ -1954,24 +1942,25 @@ struct Cuda : CudaRuntime {
                                                          rope, rows, NC, s.d, D);
         silu_forward(activated, hidden, size);
         // dfc2 += dout^T activated
-        gemm(true, false, D, F, rows, dout, size_t(D), activated, size_t(F), dphi.fc2, dphi.fc2, size_t(F));
+        gemm_tn({D, F, rows}, dout, size_t(D), activated, size_t(F), dphi.fc2, dphi.fc2, size_t(F));
         // dactivated = dout fc2
-        gemm(false, false, rows, F, D, dout, size_t(D), phi.fc2, size_t(F), nullptr, sums, size_t(F));
+        gemm_nn({rows, F, D}, dout, size_t(D), phi.fc2, size_t(F), nullptr, sums, size_t(F));
         launch<kernels::compress_dhidden_kernel>(blocks_for(size, 256), 256, 0, stream, dhidden, (const float*)sums,
                                                  hidden, size);
         add_column_sums<WIDE>(dphi.bias, kernels::RowsOf{dhidden}, rows, F);
         // dfc1 += dhidden^T chunk: a product per (sequence, group), then their sum
         for (int chunk = 0; chunk < s.l / s.d; chunk++) {
-            gemm(true, false, F, int(chunk_size), NC, dhidden, size_t(F), k + chunk * chunk_size, chunk_size, nullptr,
-                 sums, chunk_size, {groups, size_t(NC) * F, tokens, F * chunk_size});
+            gemm_tn({F, int(chunk_size), NC}, dhidden, size_t(F), k + chunk * chunk_size, chunk_size, nullptr, sums,
+                    chunk_size, {groups, size_t(NC) * F, tokens, F * chunk_size});
             launch<kernels::compress_dfc1_kernel>(blocks_for(F * chunk_size, 256), 256, 0, stream, dphi.fc1,
                                                   (const float*)sums, groups, F, int(chunk_size),
                                                   int(chunk * chunk_size), int(width));
         }
         zero(sums, groups * tokens);
         for (int chunk = 0; chunk < s.l / s.d; chunk++)  // dchunk += dhidden fc1
-            gemm(false, false, NC, int(chunk_size), F, dhidden, size_t(F), phi.fc1 + chunk * chunk_size, width,
-                 sums + chunk * chunk_size, sums + chunk * chunk_size, chunk_size, {groups, size_t(NC) * F, 0, tokens});
+            gemm_nn({NC, int(chunk_size), F}, dhidden, size_t(F), phi.fc1 + chunk * chunk_size, width,
+                    sums + chunk * chunk_size, sums + chunk * chunk_size, chunk_size,
+                    {groups, size_t(NC) * F, 0, tokens});
         const size_t all_rows = s.key_rows();
         check_aligned(reinterpret_cast<size_t>(dk), sizeof(real));
         launch<kernels::compress_dk_kernel>(blocks_for(all_rows * kernels::ROW_LANES, 256), 256, 0, stream, dk,
@@ -1992,17 +1981,15 @@ struct Cuda : CudaRuntime {
 #endif
         plain::attention_forward(branch, out, lse, q, k, v, selection, s, stream);
     }
-    // dq [B, H, queries, D] =, or += with `add`, dk, dv [keys] =
-    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q,
-                            const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
-                            const uint32_t* selection, const NsaShape& s) {
+    void attention_backward(Branch branch, const BackwardArrays<real, Stat>& d, const AttentionInputs<real>& in,
+                            const NsaShape& s) {
         const ProfileRange range(ATTENTION_NAMES[branch]);
 #ifndef PRECISION_FP32
         if (!plain_attention)
-            return ::attention_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s,
-                                        selected_kernel, attention_workspace(branch, s, true), stream);
+            return ::attention_backward(branch, d, in, s, selected_kernel, attention_workspace(branch, s, true),
+                                        stream);
 #endif
-        plain::attention_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s, stream);
+        plain::attention_backward(branch, d, in, s, stream);
     }
     // selection [B, G, queries, words]; chosen_importance, where given, [B, G, queries]
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse,

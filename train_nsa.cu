@@ -554,8 +554,8 @@ void backward_branches(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     // the other branches add to.
     auto branch_backward = [&](Branch branch, real* dk, real* dv, const real* k, const real* v) {
         const size_t at = size_t(s.branch_slot(branch)) * rows;
-        dev.attention_backward(branch, a.dq, branch != WIN, dk, dv, a.dattn, y.q, k, v, a.row_dot + at,
-                               a.lse_gated + at, y.selection, s);
+        dev.attention_backward(branch, {a.dq, branch != WIN, dk, dv, a.dattn, a.row_dot + at, a.lse_gated + at},
+                               {y.q, k, v, y.selection}, s);
     };
     branch_backward(WIN, d.kv[K_WIN], d.kv[V_WIN], h.kv[K_WIN], h.kv[V_WIN]);
     if (s.full) return;

@@ -338,13 +338,12 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
 // As attention_dq_kernel<SLC>.
 template <int D>
 __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
-    gather_dq_kernel(float* dq, bool add, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
-                     const float* row_dot, const float* lse_gated, const uint32_t* selection,
-                     const SelectedChoice* choice, AttentionShape s) {
+    gather_dq_kernel(BackwardArrays<bf16, float> d, AttentionInputs<bf16> in, const SelectedChoice* choice,
+                     AttentionShape s) {
     if (choice && !choice->gather) return;
-    const GatherBlock<D, true> block(q, dout, k, v, selection, s);
+    const GatherBlock<D, true> block(in.q, d.dout, in.k, in.v, in.selection, s);
     for (int i = threadIdx.x; i < block.rows; i += blockDim.x)  // -lse_gated in base 2, row_dot
-        block.statistics[i] = make_float2(-lse_gated[block.place_of(i, s)] * LOG2_E, row_dot[block.place_of(i, s)]);
+        block.statistics[i] = make_float2(-d.lse_gated[block.place_of(i, s)] * LOG2_E, d.row_dot[block.place_of(i, s)]);
     block.walk(s, [&](const GatheredRows& r, int key_tile, const bf16* k_tile, const bf16* v_tile) {
         float2 of_row[2];
 #pragma unroll
@@ -368,8 +367,8 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
         add_to_sums<D>(block.sums, r, keep, ds, k_tile);
     });
     block.for_sums([&](int row, int column, const float4& four) {
-        float2* const columns = reinterpret_cast<float2*>(dq + block.place_of(row, s) * D + column);
-        const float2 low = add ? columns[0] : make_float2(0, 0), high = add ? columns[4] : make_float2(0, 0);
+        float2* const columns = reinterpret_cast<float2*>(d.dq + block.place_of(row, s) * D + column);
+        const float2 low = d.add ? columns[0] : make_float2(0, 0), high = d.add ? columns[4] : make_float2(0, 0);
         columns[0] = make_float2(low.x + four.x * s.scale, low.y + four.y * s.scale);
         columns[4] = make_float2(high.x + four.z * s.scale, high.y + four.w * s.scale);
     });
@@ -490,8 +489,7 @@ __device__ inline int tile_of_item(const GatherPlan& plan, const int* extra, int
 // go to plan.partial. The first most_extra * B*G thread blocks take the chunks beyond the first.
 template <int D>
 __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
-    gather_dkdv_kernel(bf16* dk, bf16* dv, const bf16* dout, const bf16* q, const bf16* k, const bf16* v,
-                       const float* row_dot, const float* lse_gated, const uint32_t* selection, GatherPlan plan,
+    gather_dkdv_kernel(BackwardArrays<bf16, float> d, AttentionInputs<bf16> in, GatherPlan plan,
                        const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
     constexpr int THREADS = dkdv_threads<D>();
@@ -505,7 +503,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     TokenBuffers<SLC, D> buffers(shared);
     int* counts = shared.take<int>(THREADS / 32);
     int* list = shared.take<int>(GATHER_CHUNK);
-    buffers.copy_keys(k, v, bg, first_key, s);
+    buffers.copy_keys(in.k, in.v, bg, first_key, s);
     // a plain division: Divisor would take registers that are not there
     const uint32_t* choosers = plan.choosers + size_t(bg * plan.units + tile / s.slc_tiles) * plan.token_words;
     const int tokens = list_tokens(list, counts, choosers, plan.token_words, chunk_of(tile) * GATHER_CHUNK);
@@ -518,7 +516,8 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     const int H = s.G * s.heads, dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
     auto fetch = [&](int buffer, int first, int head) {
         const int q_row = int(block_index_again()) % s.batch_groups * s.heads * s.queries;
-        const bf16 *q_head = q + size_t(q_row + head * s.queries) * D, *dout_head = dout + size_t(dout_row + head) * D;
+        const bf16 *q_head = in.q + size_t(q_row + head * s.queries) * D,
+                   *dout_head = d.dout + size_t(dout_row + head) * D;
         const int chunk = threadIdx.x % (D / 8), first_row = threadIdx.x / (D / 8);
 #pragma unroll
         for (int done = 0; done < KEY_TILE; done += THREADS / (D / 8)) {  // as in copy_tile
@@ -529,10 +528,10 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
         }
         cp_async_commit();
         const int j = buffers.rows.has_row() ? list[first + int(threadIdx.x)] : -1;
-        buffers.rows.load(j >= 0, q_row + head * s.queries + j, lse_gated, row_dot);
+        buffers.rows.load(j >= 0, q_row + head * s.queries + j, d.lse_gated, d.row_dot);
         if (j >= 0 && s.slc_block < KEY_TILE)
             buffers.rows.chosen =
-                chosen_blocks(selection + size_t(bg * s.queries + j) * s.words, 0, tile_blocks(tile, s), s);
+                chosen_blocks(in.selection + size_t(bg * s.queries + j) * s.words, 0, tile_blocks(tile, s), s);
     };
     for_token_tiles(
         0, tokens, s.heads, [](int first) { return first + KEY_TILE; }, fetch,
@@ -550,7 +549,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     float* partial = plan.chunks(same_bg, same_tile) > 1
                          ? plan.partial + plan.slot(same_bg, same_tile, chunk) * 2 * KEY_TILE * D
                          : nullptr;
-    keys.store(dk, dv, partial, same_bg, s);
+    keys.store(d.dk, d.dv, partial, same_bg, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the chunks; one block per tile of keys and (sequence, group)
 template <int D>
@@ -717,27 +716,26 @@ inline void launch_gather_forward(bf16* out, float* lse, const bf16* q, const bf
                                      gather_shared_bytes<D>(a, false), stream, out, lse, q, k, v, selection, choice, a);
 }
 template <int D>
-inline void launch_gather_backward(float* dq, bool add, bf16* dk, bf16* dv, const bf16* dout, const bf16* q,
-                                   const bf16* k, const bf16* v, const float* row_dot, const float* lse_gated,
-                                   const uint32_t* selection, const NsaShape& s, const SelectedChoice* choice,
-                                   WorkspacePieces& pieces, cudaStream_t stream) {
+inline void launch_gather_backward(const BackwardArrays<bf16, float>& d, const AttentionInputs<bf16>& in,
+                                   const NsaShape& s, const SelectedChoice* choice, WorkspacePieces& pieces,
+                                   cudaStream_t stream) {
     const AttentionShape a = gather_shape<D>(s, true);
     const GatherPlan plan = gather_plan<D>(pieces, s);
     launch<gather_dq_kernel<D>>(unsigned(a.tiles * a.batch_groups), gather_threads(a), gather_shared_bytes<D>(a, true),
-                                stream, dq, add, dout, q, k, v, row_dot, lse_gated, selection, choice, a);
+                                stream, d, in, choice, a);
 
     const int all_units = plan.units * a.batch_groups;
-    launch<transpose_selection_kernel>(unsigned(plan.token_words * a.batch_groups), 128, 0, stream, plan, selection,
+    launch<transpose_selection_kernel>(unsigned(plan.token_words * a.batch_groups), 128, 0, stream, plan, in.selection,
                                        choice, a);
     launch<count_choosers_kernel>(unsigned(all_units + 3) / 4, 128, 0, stream, plan, all_units, choice);
     launch<plan_chunks_kernel>(unsigned(a.batch_groups), 32, 0, stream, plan, choice, a);
     const size_t bytes = TokenBuffers<SLC, D>::bytes() +
                          shared_bytes({dkdv_threads<D>() / 32 * sizeof(int), GATHER_CHUNK * sizeof(int)});
     launch<gather_dkdv_kernel<D>>(unsigned((plan.most_extra + plan.tiles) * a.batch_groups),
-                                  unsigned(dkdv_threads<D>()), bytes, stream, dk, dv, dout, q, k, v, row_dot, lse_gated,
-                                  selection, plan, choice, a);
+                                  unsigned(dkdv_threads<D>()), bytes, stream, d, in, plan, choice, a);
     if (plan.most_extra)
-        launch<add_chunks_kernel<D>>(unsigned(plan.tiles * a.batch_groups), 256, 0, stream, dk, dv, plan, choice, a);
+        launch<add_chunks_kernel<D>>(unsigned(plan.tiles * a.batch_groups), 256, 0, stream, d.dk, d.dv, plan, choice,
+                                     a);
 }
 
 #endif  // PRECISION_FP32

@@ -31,11 +31,9 @@ class TiledAttention {
     // softmax's denominator. A query without a key: out 0, lse +infinity.
     void attention_forward(bool bf16, Branch branch, float* out, float* lse, const float* q, const float* k,
                            const float* v, const uint32_t* selection, const NsaShape& s);
-    // dq [B, H, queries, D] = or +=, dk, dv [keys] =, from dout [B*queries, H*D] and what attention_backward_rows made
-    // of it. Training shapes.
-    void attention_backward(bool bf16, Branch branch, float* dq, bool add, float* dk, float* dv, const float* dout,
-                            const float* q, const float* k, const float* v, const float* row_dot,
-                            const float* lse_gated, const uint32_t* selection, const NsaShape& s);
+    // Training shapes.
+    void attention_backward(bool bf16, Branch branch, const BackwardArrays<float, float>& d,
+                            const AttentionInputs<float>& in, const NsaShape& s);
     // The compressed branch's attention_forward, and the blocks that its scores choose: selection [B, G, queries,
     // words] or null, chosen_importance [B, G, queries] or null.
     void attend_and_select(bool bf16, float* out, float* lse, uint32_t* selection, float* chosen_importance,
@@ -53,8 +51,8 @@ class TiledAttention {
             const float* tokens = k + (size_t(bg) * s.T + size_t(begin) * s.d) * D;
             float *h = hidden + (size_t(bg) * NC + begin) * F, *o = out + (size_t(bg) * NC + begin) * D;
             for (int chunk = 0; chunk < s.l / s.d; chunk++)
-                gemm(false, true, count, F, s.d * D, tokens + size_t(chunk) * s.d * D, size_t(s.d) * D,
-                     phi.fc1 + size_t(chunk) * s.d * D, size_t(s.l) * D, chunk > 0, h, F);
+                gemm.nt({count, F, s.d * D}, tokens + size_t(chunk) * s.d * D, size_t(s.d) * D,
+                        phi.fc1 + size_t(chunk) * s.d * D, size_t(s.l) * D, chunk > 0, h, F);
 #pragma omp parallel for schedule(static)
             for (int i = 0; i < count; i++) {
                 for (int f = 0; f < F; f++) {
@@ -67,7 +65,7 @@ class TiledAttention {
                     o[size_t(i) * D + x] = sum / s.l;
                 }
             }
-            gemm(false, true, count, D, F, activated, F, phi.fc2, F, true, o, D);
+            gemm.nt({count, D, F}, activated, F, phi.fc2, F, true, o, D);
         }
     }
     // dk [B, G, T, D] =, dphi +=, from dout [B, G, NC, D]. Training shapes.
@@ -82,8 +80,8 @@ class TiledAttention {
                         *o = dout + size_t(bg) * NC * D;
             float* dtokens = dk + size_t(bg) * s.T * D;
             activate(activated, h, size_t(NC) * F);
-            gemm(true, false, D, F, NC, o, D, activated, F, true, dphi.fc2, F);  // dfc2 += dout^T active
-            gemm(false, false, NC, F, D, o, D, phi.fc2, F, false, dhidden, F);   // dactive = dout fc2
+            gemm.tn({D, F, NC}, o, D, activated, F, true, dphi.fc2, F);  // dfc2 += dout^T active
+            gemm.nn({NC, F, D}, o, D, phi.fc2, F, false, dhidden, F);    // dactive = dout fc2
             through_silu(dhidden, h, size_t(NC) * F);
             for (int i = 0; i < NC; i++) {
                 for (int f = 0; f < F; f++) dphi.bias[f] += dhidden[size_t(i) * F + f];
@@ -92,10 +90,10 @@ class TiledAttention {
             }
             for (int chunk = 0; chunk < s.l / s.d; chunk++) {
                 const size_t at = size_t(chunk) * s.d * D;
-                gemm(true, false, F, s.d * D, NC, dhidden, F, tokens + at, size_t(s.d) * D, true, dphi.fc1 + at,
-                     size_t(s.l) * D);
-                gemm(false, false, NC, s.d * D, F, dhidden, F, phi.fc1 + at, size_t(s.l) * D, true, dtokens + at,
-                     size_t(s.d) * D);
+                gemm.tn({F, s.d * D, NC}, dhidden, F, tokens + at, size_t(s.d) * D, true, dphi.fc1 + at,
+                        size_t(s.l) * D);
+                gemm.nn({NC, s.d * D, F}, dhidden, F, phi.fc1 + at, size_t(s.l) * D, true, dtokens + at,
+                        size_t(s.d) * D);
             }
         }
     }
@@ -118,10 +116,8 @@ class TiledAttention {
     Workspace<float> scratch[6];
 
     // What every pass reads: one branch's queries, keys and values.
-    struct Branches {
+    struct Branches : AttentionInputs<float> {
         Branch branch;
-        const float *q, *k, *v;
-        const uint32_t* selection;
         const NsaShape& s;
         const uint32_t* mask(size_t bg, int t) const { return s.selection_mask(selection, bg, t); }
     };
@@ -130,10 +126,7 @@ class TiledAttention {
         uint32_t* selection = nullptr;  // where blocks are chosen
         float* chosen_importance = nullptr;
     };
-    struct BackwardArrays {
-        float *dk, *dv, *sums;  // sums [B, G, T, h, D]: dq before the scaling
-        const float *row_dot, *lse_gated;
-    };
+    using Gradients = BackwardArrays<float, float>;
     // f(Element()), where Element is what products take: floats, or pairs of bf16.
     template <class F>
     static void with_element(bool bf16, F f) {
@@ -317,6 +310,7 @@ class TiledAttention {
         const size_t tile_size;  // of scores [tiles][rows][padded]
         AlignedVector<float> rows, scores, p, sums, reference, total;
         AlignedVector<Element> q_room, p_room;
+        const Element* q_rows = nullptr;  // the step's queries as operands
         std::vector<int> tokens, best;
         std::vector<float> weight, importance;  // of a query's compressed blocks and its selection blocks
         ForwardRoom(size_t row_count, int queries, int padded, size_t kept_tiles, const NsaShape& s)
@@ -448,7 +442,7 @@ class TiledAttention {
         const int D = s.D, h = s.heads_per_group();
         for (int j = 0; j < count; j++) room.tokens[j] = t0 + j;
         load_queries(room.rows.data(), in.q, bg, room.tokens.data(), count, s);
-        const Element* const q_rows = sum_over_columns(room.q_room.data(), room.rows.data(), D, h * count, D);
+        room.q_rows = sum_over_columns(room.q_room.data(), room.rows.data(), D, h * count, D);
         start_softmax(room);
         const auto visible = [&](int j, int tile) {
             return j < count && sees(in.branch, t0 + j, tile, in.mask(bg, t0 + j), s);
@@ -461,8 +455,8 @@ class TiledAttention {
                 if (end == j && ++end) continue;
                 float* const scores =
                     room.scores.data() + (keep ? tile * room.tile_size : 0) + size_t(j) * h * kt.padded;
-                forward_run(room, scores, weights_of(room, keep ? room.p.data() : scores), q_rows, j, end, tile,
-                            kt(bg, tile), kt.padded, vs(bg, tile), in);
+                forward_run(room, scores, weights_of(room, keep ? room.p.data() : scores), j, end, tile, kt(bg, tile),
+                            kt.padded, vs(bg, tile), in);
             }
         finish_softmax(to, bg, t0, count, room, s);
         for (int t = t0; to.selection && t < t0 + count; t++) select_for_query(to, bg, t, t - t0, kt.padded, room, s);
@@ -472,17 +466,16 @@ class TiledAttention {
     static Bf16Pair* weights_of(ForwardRoom<Bf16Pair>& room, float*) { return room.p_room.data(); }
     // Queries j .. end-1 of a step with one tile of keys and values. p may be scores.
     template <class Element>
-    static void forward_run(ForwardRoom<Element>& room, float* scores, Element* p, const Element* q_rows, int j,
-                            int end, int tile, const Element* keys, int padded, const Element* values,
-                            const Branches& in) {
+    static void forward_run(ForwardRoom<Element>& room, float* scores, Element* p, int j, int end, int tile,
+                            const Element* keys, int padded, const Element* values, const Branches& in) {
         const NsaShape& s = in.s;
         constexpr int per = PER<Element>;
         const int D = s.D, h = s.heads_per_group(), existing = s.key_count(in.branch) - tile * tile_keys(in.branch, s);
         const KeyRange columns = columns_of(in.branch, &room.tokens[j], end - j, tile, s);
         const int n_rows = h * (end - j), n = columns.end - columns.begin,
                   n_existing = std::min(columns.end, existing) - columns.begin;
-        tile_matmul(n_rows, n, D / per, q_rows + size_t(j) * h * D / per, D / per, 1, keys + columns.begin, padded,
-                    scores, padded, false);
+        tile_matmul(n_rows, n, D / per, {room.q_rows + size_t(j) * h * D / per, size_t(D) / per, 1},
+                    keys + columns.begin, padded, scores, padded, false);
         for (int query = j; query < end; query++) {
             const KeyRange visible = visible_keys(in.branch, room.tokens[query], tile, s);
             for (int r = query * h; r < (query + 1) * h; r++) {
@@ -491,7 +484,7 @@ class TiledAttention {
                              &room.total[size_t(r) * LANES], &room.sums[size_t(r) * D], D);
             }
         }
-        tile_matmul(n_rows, D, depth_of<Element>(n_existing), p, padded / per, 1,
+        tile_matmul(n_rows, D, depth_of<Element>(n_existing), {p, size_t(padded) / per, 1},
                     values + size_t(columns.begin) / per * D, D, &room.sums[size_t(j) * h * D], D, true);
     }
     // One tile's part of the softmax of a row, from the scores of `columns`, which are hidden outside the visible
@@ -561,8 +554,8 @@ class TiledAttention {
         // scores[head * stride + key] = q . k for `count` rows k [count][D]
         void score(float* scores, size_t stride, const float* k, int count) {
             const int depth = D / PER<Element>;
-            tile_matmul(count, padded, depth, sum_over_columns(keys.data(), k, D, count, D), depth, 1, q.data(), padded,
-                        by_key.data(), padded, false);
+            tile_matmul(count, padded, depth, {sum_over_columns(keys.data(), k, D, count, D), size_t(depth), 1},
+                        q.data(), padded, by_key.data(), padded, false);
             for (int head = 0; head < h; head++)
                 for (int key = 0; key < count; key++) scores[head * stride + key] = by_key[size_t(key) * padded + head];
         }
@@ -616,7 +609,7 @@ class TiledAttention {
             softmax_step(p + r * padded, scores + r * padded, columns, visible, room.reference[r],
                          &room.total[size_t(r) * LANES], &room.sums[r * D], D);
         const Element* const weights = sum_over_columns(room.p_room.data(), p + before, size_t(padded), h, count);
-        tile_matmul(h, D, pairs, weights, size_t(padded) / per, 1, sum_over_rows(queries.keys.data(), v, D, count, D),
+        tile_matmul(h, D, pairs, {weights, size_t(padded) / per, 1}, sum_over_rows(queries.keys.data(), v, D, count, D),
                     D, room.sums.data(), D, true);
     }
 
@@ -629,6 +622,7 @@ class TiledAttention {
     struct BackwardOperands {
         Tiles<Element> k, v, k_by_keys;
         const Element *q, *dout;  // row_operands
+        float* sums;              // [B, G, T, h, D]: dq before the scaling
     };
     template <class Element>
     struct BackwardRoom {
@@ -654,22 +648,22 @@ class TiledAttention {
         void done_before(int t) const { progress[tile].store(t, std::memory_order_release); }
     };
     template <class Element>
-    void backward_pass(float* dq, bool add, const float* dout, BackwardArrays d, const Branches& in) {
+    void backward_pass(const Gradients& d, const Branches& in) {
         const NsaShape& s = in.s;
         const int D = s.D, h = s.heads_per_group();
         const auto query = [&](size_t bg, int i, int t) { return in.q + query_row(bg, i, t, s) * D; };
-        const auto gradient = [&](size_t bg, int i, int t) { return dout + s.output_row(bg * h + i, t) * D; };
+        const auto gradient = [&](size_t bg, int i, int t) { return d.dout + s.output_row(bg * h + i, t) * D; };
         const BackwardOperands<Element> x{operand_tiles<Element>(0, in.branch, in.k, s, OVER_D),
                                           operand_tiles<Element>(1, in.branch, in.v, s, OVER_D),
                                           operand_tiles<Element>(2, in.branch, in.k, s, OVER_KEYS),
                                           row_operands<Element>(3, float(s.scale()), query, s),
-                                          row_operands<Element>(4, 1, gradient, s)};
+                                          row_operands<Element>(4, 1, gradient, s),
+                                          scratch[5].get(s.query_rows() * D)};
         const int count = x.k.count;
         std::vector<std::atomic<int>> progress(size_t(s.B) * s.G * count);
         const std::vector<std::vector<int>> lists =
             in.branch == SLC ? query_lists(in, count) : std::vector<std::vector<int>>();
-        d.sums = scratch[5].get(s.query_rows() * D);
-        zero(d.sums, s.query_rows() * D);
+        zero(x.sums, s.query_rows() * D);
 #pragma omp parallel
         {
             BackwardRoom<Element> room(size_t(h) * tile_queries(s), x.k.padded, D);
@@ -684,15 +678,15 @@ class TiledAttention {
             for (int bg = 0; bg < s.B * s.G; bg++)
                 for (int t = 0; t < s.T; t++)
                     for (int head = 0; head < h; head++) {
-                        const float* from = d.sums + ((size_t(bg) * s.T + t) * h + head) * D;
-                        float* to = dq + query_row(bg, head, t, s) * D;
-                        for (int x = 0; x < D; x++) to[x] = (add ? to[x] : 0.0f) + from[x] * float(s.scale());
+                        const float* from = x.sums + ((size_t(bg) * s.T + t) * h + head) * D;
+                        float* to = d.dq + query_row(bg, head, t, s) * D;
+                        for (int i = 0; i < D; i++) to[i] = (d.add ? to[i] : 0.0f) + from[i] * float(s.scale());
                     }
         }
     }
     template <class Element>
     static void backward_tile(int bg, int tile, const std::vector<int>& list, const Turns& turns,
-                              BackwardRoom<Element>& room, const BackwardOperands<Element>& x, const BackwardArrays& d,
+                              BackwardRoom<Element>& room, const BackwardOperands<Element>& x, const Gradients& d,
                               const Branches& in) {
         const NsaShape& s = in.s;
         const int width = tile_keys(in.branch, s), n_keys = std::min(width, s.key_count(in.branch) - tile * width);
@@ -704,19 +698,18 @@ class TiledAttention {
             const int* const tokens = &list[i];
             const int count = int(std::min(most, list.size() - i));
             const size_t ahead = std::min(list.size() - i - count, most);
-            for (size_t j = 0; j < ahead; j++) prefetch_query(bg, tokens[count + j], x, d, s);  // of the next step
-            backward_step(bg, tile, n_keys, at, tokens, count, turns, room, x, d, in);
+            for (size_t j = 0; j < ahead; j++) prefetch_query(bg, tokens[count + j], x, s);  // of the next step
+            backward_step(bg, n_keys, at, tokens, count, turns, room, x, d, in);
         }
         turns.wait_until_past(s.T - 1);
         turns.done_before(s.T);
     }
     template <class Element>
-    static void prefetch_query(int bg, int t, const BackwardOperands<Element>& x, const BackwardArrays& d,
-                               const NsaShape& s) {
+    static void prefetch_query(int bg, int t, const BackwardOperands<Element>& x, const NsaShape& s) {
         const size_t rows = size_t(s.heads_per_group()) * s.D, at = (size_t(bg) * s.T + t) * rows;
         prefetch(x.q + at / PER<Element>, rows / PER<Element>);
         prefetch(x.dout + at / PER<Element>, rows / PER<Element>);
-        prefetch(d.sums + at, rows);
+        prefetch(x.sums + at, rows);
     }
     // The rows of a step's queries from row_operands: as they lie there, if the queries are neighbours, or copied.
     template <class Element>
@@ -735,22 +728,23 @@ class TiledAttention {
     }
     // Some queries with one tile, whose first key is at `at` of dk and dv.  P' = e^(S - lse_gated), dS = P' (dP - r)
     template <class Element>
-    static void backward_step(int bg, int tile, int n_keys, size_t at, const int* tokens, int count, const Turns& turns,
-                              BackwardRoom<Element>& room, const BackwardOperands<Element>& x, const BackwardArrays& d,
+    static void backward_step(int bg, int n_keys, size_t at, const int* tokens, int count, const Turns& turns,
+                              BackwardRoom<Element>& room, const BackwardOperands<Element>& x, const Gradients& d,
                               const Branches& in) {
         const NsaShape& s = in.s;
         constexpr int per = PER<Element>;
-        const int D = s.D, h = s.heads_per_group(), n_rows = h * count, padded = x.k.padded;
+        const int tile = turns.tile, D = s.D, h = s.heads_per_group(), n_rows = h * count, padded = x.k.padded;
         const KeyRange columns = columns_of(in.branch, tokens, count, tile, s);
         const int n = columns.end - columns.begin, n_existing = std::min(columns.end, n_keys) - columns.begin;
         const size_t first = size_t(columns.begin) * D;
-        const Element *const q = rows_of(room.q.data(), x.q, bg, tokens, count, s), *const dout = rows_of(
-                                                                                        room.dout.data(), x.dout, bg,
-                                                                                        tokens, count, s);
+        const Element* const q = rows_of(room.q.data(), x.q, bg, tokens, count, s);
+        const Element* const dout = rows_of(room.dout.data(), x.dout, bg, tokens, count, s);
         // S = q k^T, dP = dout v^T
         float *const p = room.p.data(), *const ds = room.ds.data();
-        tile_matmul(n_rows, n, D / per, q, D / per, 1, x.k(bg, tile) + columns.begin, padded, p, padded, false);
-        tile_matmul(n_rows, n, D / per, dout, D / per, 1, x.v(bg, tile) + columns.begin, padded, ds, padded, false);
+        tile_matmul(n_rows, n, D / per, {q, size_t(D) / per, 1}, x.k(bg, tile) + columns.begin, padded, p, padded,
+                    false);
+        tile_matmul(n_rows, n, D / per, {dout, size_t(D) / per, 1}, x.v(bg, tile) + columns.begin, padded, ds, padded,
+                    false);
         for (int j = 0; j < count; j++) {
             const KeyRange visible = visible_keys(in.branch, tokens[j], tile, s);
             for (int i = 0; i < h; i++) {
@@ -761,16 +755,16 @@ class TiledAttention {
         // dv += P'^T dout, dk += dS^T q / sqrt(D)
         const int depth = depth_of<Element>(n_rows);
         Element *const left = room.room.data(), *const right = room.second_room.data();
-        tile_matmul(n_existing, D, depth, sum_over_rows(left, p, padded, n_rows, n), 1, padded,
+        tile_matmul(n_existing, D, depth, {sum_over_rows(left, p, padded, n_rows, n), 1, size_t(padded)},
                     sum_over_rows(right, dout, D, n_rows, D), D, d.dv + at + first, D, true);
-        tile_matmul(n_existing, D, depth, sum_over_rows(left, ds, padded, n_rows, n), 1, padded,
+        tile_matmul(n_existing, D, depth, {sum_over_rows(left, ds, padded, n_rows, n), 1, size_t(padded)},
                     sum_over_rows(right, q, D, n_rows, D), D, d.dk + at + first, D, true);
         // dq += dS k. Rows of queries that are no neighbours are added one query at a time.
         const Element* const ds_rows = sum_over_columns(left, ds, padded, n_rows, n);
-        float* const sums = d.sums + (size_t(bg) * s.T + tokens[0]) * h * D;
+        float* const sums = x.sums + (size_t(bg) * s.T + tokens[0]) * h * D;
         const bool in_place = are_neighbours(tokens, count);
         if (in_place) turns.wait_until_past(tokens[count - 1]);
-        tile_matmul(n_rows, D, depth_of<Element>(n_existing), ds_rows, padded / per, 1,
+        tile_matmul(n_rows, D, depth_of<Element>(n_existing), {ds_rows, size_t(padded) / per, 1},
                     x.k_by_keys(bg, tile) + first / per, D, in_place ? sums : room.dq.data(), D, in_place);
         if (!in_place) turns.wait_until_past(tokens[count - 1]);
         for (int j = 0; !in_place && j < count; j++)
@@ -778,8 +772,7 @@ class TiledAttention {
         turns.done_before(tokens[count - 1] + 1);
     }
     // Scores p become P', and dP in ds becomes dS.
-    static void backward_row(float* p, float* ds, KeyRange columns, KeyRange visible, size_t row,
-                             const BackwardArrays& d) {
+    static void backward_row(float* p, float* ds, KeyRange columns, KeyRange visible, size_t row, const Gradients& d) {
         const int n = columns.end - columns.begin;
         const float shift = d.lse_gated[row], dot = d.row_dot[row];
         hide(p, n, visible.begin - columns.begin, visible.end - columns.begin);
@@ -795,20 +788,14 @@ class TiledAttention {
 #ifndef COMPILED_APART
 void TiledAttention::attention_forward(bool bf16, Branch branch, float* out, float* lse, const float* q, const float* k,
                                        const float* v, const uint32_t* selection, const NsaShape& s) {
-    const Branches in{branch, q, k, v, selection, s};
-    forward(bf16, {out, lse}, in);
+    forward(bf16, {out, lse}, {{q, k, v, selection}, branch, s});
 }
 void TiledAttention::attend_and_select(bool bf16, float* out, float* lse, uint32_t* selection, float* chosen_importance,
                                        const float* q, const float* kc, const float* vc, const NsaShape& s) {
-    forward(bf16, {out, lse, selection, chosen_importance}, {CMP, q, kc, vc, nullptr, s});
+    forward(bf16, {out, lse, selection, chosen_importance}, {{q, kc, vc, nullptr}, CMP, s});
 }
-void TiledAttention::attention_backward(bool bf16, Branch branch, float* dq, bool add, float* dk, float* dv,
-                                        const float* dout, const float* q, const float* k, const float* v,
-                                        const float* row_dot, const float* lse_gated, const uint32_t* selection,
-                                        const NsaShape& s) {
-    const Branches in{branch, q, k, v, selection, s};
-    with_element(bf16, [&](auto element) {
-        backward_pass<decltype(element)>(dq, add, dout, {dk, dv, nullptr, row_dot, lse_gated}, in);
-    });
+void TiledAttention::attention_backward(bool bf16, Branch branch, const BackwardArrays<float, float>& d,
+                                        const AttentionInputs<float>& in, const NsaShape& s) {
+    with_element(bf16, [&](auto element) { backward_pass<decltype(element)>(d, {in, branch, s}); });
 }
 #endif

@@ -134,14 +134,23 @@ inline void tile_rows(int width, int depth, const Element* a, size_t a_row, size
         }
 }
 
+// The left factor of a product: element (row, k) is data[row * next_row + k * next_k].
+template <class Element>
+struct LeftFactor {
+    const Element* data;
+    size_t next_row, next_k;
+};
 // C[rows][width] (+)= A[rows][depth] B[depth][width] for operands that fit in the cache; one thread.
 template <class Element, class real>
-inline void tile_matmul(int rows, int width, int depth, const Element* a, size_t a_row, size_t a_depth,
-                        const Element* b, size_t ldb, real* c, size_t ldc, bool accumulate) {
+inline void tile_matmul(int rows, int width, int depth, const LeftFactor<Element>& left, const Element* b, size_t ldb,
+                        real* c, size_t ldc, bool accumulate) {
+    const Element* a = left.data;
+    const size_t a_row = left.next_row, a_depth = left.next_k;
     int r = 0;
     for (; r + MICRO_ROWS <= rows; r += MICRO_ROWS)
         tile_rows<MICRO_ROWS>(width, depth, a + r * a_row, a_row, a_depth, b, ldb, c + r * ldc, ldc, accumulate);
-    a += r * a_row, c += r * ldc;
+    a += r * a_row;
+    c += r * ldc;
     switch (rows - r) {
         case 5: tile_rows<5>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
         case 4: tile_rows<4>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
@@ -274,6 +283,16 @@ class Gemm {
     bool bf16 = false;  // round A and B to bf16
     bool allow_library = true;  // use oneDNN where it is; tests switch it off
 
+    // C = A B^T, A B, A^T B, or += with `accumulate`.
+    void nt(GemmSize s, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
+        (*this)(false, true, s.M, s.N, s.K, A, lda, B, ldb, accumulate, C, ldc);
+    }
+    void nn(GemmSize s, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
+        (*this)(false, false, s.M, s.N, s.K, A, lda, B, ldb, accumulate, C, ldc);
+    }
+    void tn(GemmSize s, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
+        (*this)(true, false, s.M, s.N, s.K, A, lda, B, ldb, accumulate, C, ldc);
+    }
     void operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
                     size_t ldb, bool accumulate, real* C, size_t ldc);
 

@@ -371,6 +371,22 @@ struct CudaRuntime {
                                     m.c, &m.algorithm, cublas_workspace, workspace_bytes, stream));
 #endif
     }
+    // C = A B^T, A B, A^T B (+ addend).
+    template <class In, class Out>
+    void gemm_nt(GemmSize s, const In* A, size_t lda, const In* B, size_t ldb,
+                 const typename NotDeduced<Out>::type* addend, Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
+        gemm(false, true, s.M, s.N, s.K, A, lda, B, ldb, addend, C, ldc, batch);
+    }
+    template <class In, class Out>
+    void gemm_nn(GemmSize s, const In* A, size_t lda, const In* B, size_t ldb,
+                 const typename NotDeduced<Out>::type* addend, Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
+        gemm(false, false, s.M, s.N, s.K, A, lda, B, ldb, addend, C, ldc, batch);
+    }
+    template <class In, class Out>
+    void gemm_tn(GemmSize s, const In* A, size_t lda, const In* B, size_t ldb,
+                 const typename NotDeduced<Out>::type* addend, Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
+        gemm(true, false, s.M, s.N, s.K, A, lda, B, ldb, addend, C, ldc, batch);
+    }
 
   private:
     std::map<const void*, size_t> allocated;  // bytes by address

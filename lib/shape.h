@@ -90,6 +90,24 @@ struct PhiOf {
     T *fc1, *bias, *fc2;  // [F, l*D], [F], [D, F]
 };
 
+// What a branch's attention reads: q [B, H, queries, D], keys and values [B, G, key_stride(), D], and in the selected
+// branch selection [B, G, queries, words].
+template <class T>
+struct AttentionInputs {
+    const T *q, *k, *v;
+    const uint32_t* selection;
+};
+// And its backward pass besides: dq [B, H, queries, D] = or += with `add`, dk, dv =, from dout [B*queries, H*D] and
+// what attention_backward_rows made of it, row_dot, lse_gated [B, H, queries].
+template <class T, class Stat>
+struct BackwardArrays {
+    Stat* dq;
+    bool add;
+    T *dk, *dv;
+    const T* dout;
+    const Stat *row_dot, *lse_gated;
+};
+
 // What decoding has read, over all its tokens, layers and groups: keys with their values, by branch, and the keys that
 // choosing blocks scored a second time.
 struct KeyReads {

@@ -267,3 +267,8 @@ inline ResourceLimits cgroup_limits(const std::string& root = "/sys/fs/cgroup",
         if (group.empty()) return limits;
     }
 }
+
+// The sizes of a matrix product: C [M, N] = A [M, K] B [K, N].
+struct GemmSize {
+    int M, N, K;
+};

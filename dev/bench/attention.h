@@ -242,8 +242,8 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
             dev.Cuda::attention_forward(b, x.o + at * D, x.lse + at, x.q, k(x), k(x) + v, selected(x), shape);
         });
         row.us[1] = time([&](AttentionSet& x) {
-            dev.Cuda::attention_backward(b, x.dq, b != WIN, dk(x), dk(x) + v, x.dout, x.q, k(x), k(x) + v,
-                                         x.row_dot + at, x.lse + at, selected(x), shape);
+            dev.Cuda::attention_backward(b, {x.dq, b != WIN, dk(x), dk(x) + v, x.dout, x.row_dot + at, x.lse + at},
+                                         {x.q, k(x), k(x) + v, selected(x)}, shape);
         });
     };
     auto sum = [&](const std::string& name, const NsaShape& shape, int whole) {

@@ -155,7 +155,7 @@ struct GemmRate {
     std::vector<float> a = random_floats(size_t(M) * K), b = random_floats(size_t(N) * K),
                        c = std::vector<float>(size_t(M) * N);
     Gemm<float> gemm;
-    void run() { gemm(false, true, M, N, K, a.data(), K, b.data(), K, false, c.data(), N); }
+    void run() { gemm.nt({M, N, K}, a.data(), K, b.data(), K, false, c.data(), N); }
     static double rate(double seconds) { return 2.0 * M * N * K / seconds; }
 };
 
@@ -193,8 +193,9 @@ static void bench_attention(const Config& c, bool bf16) {
                                       s);
             };
             auto backward_pass = [&] {
-                cpu.attention_backward(branch, dq.data(), branch != WIN, dk.data(), dv.data(), dout.data(), q.data(),
-                                       k.data(), v.data(), dot.data(), lse.data(), selection.data(), s);
+                cpu.attention_backward(
+                    branch, {dq.data(), branch != WIN, dk.data(), dv.data(), dout.data(), dot.data(), lse.data()},
+                    {q.data(), k.data(), v.data(), selection.data()}, s);
             };
             const std::vector<double> seconds =
                 alternate(T <= 8192 ? 5 : 3, {[&] { reference.run(); }, forward_pass, backward_pass});

@@ -247,12 +247,10 @@ struct Timed : Dev {
         clock("attention_forward, " + branch_name(branch, s), attention_forward_work(branch, s, sizeof(real)),
               [&] { Dev::attention_forward(branch, out, lse, q, k, v, selection, s); });
     }
-    void attention_backward(Branch branch, Stat* dq, bool add, real* dk, real* dv, const real* dout, const real* q,
-                            const real* k, const real* v, const Stat* row_dot, const Stat* lse_gated,
-                            const uint32_t* selection, const NsaShape& s) {
-        clock("attention_backward, " + branch_name(branch, s), attention_backward_work(branch, s, sizeof(real)), [&] {
-            Dev::attention_backward(branch, dq, add, dk, dv, dout, q, k, v, row_dot, lse_gated, selection, s);
-        });
+    void attention_backward(Branch branch, const BackwardArrays<real, Stat>& d, const AttentionInputs<real>& in,
+                            const NsaShape& s) {
+        clock("attention_backward, " + branch_name(branch, s), attention_backward_work(branch, s, sizeof(real)),
+              [&] { Dev::attention_backward(branch, d, in, s); });
     }
     void select_blocks(uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc, const Stat* lse,
                        const NsaShape& s) {

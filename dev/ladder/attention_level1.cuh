@@ -126,32 +126,30 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
 }
 
 // As plain::dq_kernel. One block per 32 queries of a head.
-__global__ void __launch_bounds__(WARPS * 32, 1)
-    dq_kernel(Branch branch, float* dq, bool add, const cuda_real* dout, const cuda_real* q, const cuda_real* k,
-              const cuda_real* v, const float* row_dot, const float* lse_gated, const uint32_t* selection, NsaShape s,
-              float scale) {
+__global__ void __launch_bounds__(WARPS * 32, 1) dq_kernel(Branch branch, BackwardArrays<cuda_real, float> d,
+                                                           AttentionInputs<cuda_real> in, NsaShape s, float scale) {
     DynamicShared shared;
     const Tile queries(shared, s.D), gradients(shared, s.D), keys(shared, s.D), values(shared, s.D), sums(shared, s.D);
     unsigned* visible = shared.take<unsigned>(TILE);
     const Place at(tiles_of(s.T));
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t0 = at.tile * TILE, stride = s.key_stride(branch);
     const size_t first_row = size_t(at.which) * s.T + t0, group = size_t(at.which / (s.H / s.G)) * stride;
-    queries.load(q + first_row * s.D, s.D, s.T - t0, scale, s.D);
-    gradients.load(dout + Query(first_row, selection, s).dout * s.D, size_t(s.H) * s.D, s.T - t0, 1, s.D);
+    queries.load(in.q + first_row * s.D, s.D, s.T - t0, scale, s.D);
+    gradients.load(d.dout + Query(first_row, in.selection, s).dout * s.D, size_t(s.H) * s.D, s.T - t0, 1, s.D);
     sums.clear();
     const KeyRange tiles = key_tiles(branch, t0, s);
     for (int tile = tiles.begin; tile < tiles.end; tile++) {
         const int key0 = tile * TILE;
-        if (!find_visible(visible, branch, first_row, t0, key0, stride, selection, s)) continue;
-        keys.load(k + (group + key0) * s.D, s.D, stride - key0, 1, s.D);
-        values.load(v + (group + key0) * s.D, s.D, stride - key0, 1, s.D);
+        if (!find_visible(visible, branch, first_row, t0, key0, stride, in.selection, s)) continue;
+        keys.load(in.k + (group + key0) * s.D, s.D, stride - key0, 1, s.D);
+        values.load(in.v + (group + key0) * s.D, s.D, stride - key0, 1, s.D);
         __syncthreads();
         for (int row = warp * ROWS; row < (warp + 1) * ROWS; row++) {
             if (!visible[row]) continue;
             float ds = 0;
             if (visible[row] >> lane & 1) {
-                const float p = expf(dot(queries.row(row), keys.row(lane), s.D) - lse_gated[first_row + row]);
-                ds = p * (dot(gradients.row(row), values.row(lane), s.D) - row_dot[first_row + row]);
+                const float p = expf(dot(queries.row(row), keys.row(lane), s.D) - d.lse_gated[first_row + row]);
+                ds = p * (dot(gradients.row(row), values.row(lane), s.D) - d.row_dot[first_row + row]);
             }
             add_rows(sums.row(row), keys, ds, visible[row], s.D);
         }
@@ -159,16 +157,14 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     __syncthreads();
     for (int row = warp * ROWS; row < (warp + 1) * ROWS && t0 + row < s.T; row++)
         for (int x = lane; x < s.D; x += 32) {
-            float* to = dq + (first_row + row) * s.D + x;
-            *to = (add ? *to : 0) + sums.row(row)[x] * scale;
+            float* to = d.dq + (first_row + row) * s.D + x;
+            *to = (d.add ? *to : 0) + sums.row(row)[x] * scale;
         }
 }
 
 // As plain::dkdv_kernel. One block per 32 keys of a group; tiles of 32 queries go by, head by head.
-__global__ void __launch_bounds__(WARPS * 32, 1)
-    dkdv_kernel(Branch branch, cuda_real* dk, cuda_real* dv, const cuda_real* dout, const cuda_real* q,
-                const cuda_real* k, const cuda_real* v, const float* row_dot, const float* lse_gated,
-                const uint32_t* selection, NsaShape s, float scale) {
+__global__ void __launch_bounds__(WARPS * 32, 1) dkdv_kernel(Branch branch, BackwardArrays<cuda_real, float> d,
+                                                             AttentionInputs<cuda_real> in, NsaShape s, float scale) {
     DynamicShared shared;
     const Tile queries(shared, s.D), gradients(shared, s.D), keys(shared, s.D), values(shared, s.D),
         dk_sums(shared, s.D), dv_sums(shared, s.D);
@@ -177,8 +173,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     const Place at(tiles_of(stride));
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, key0 = at.tile * TILE;
     const size_t group = size_t(at.which) * stride;
-    keys.load(k + (group + key0) * s.D, s.D, stride - key0, scale, s.D);
-    values.load(v + (group + key0) * s.D, s.D, stride - key0, 1, s.D);
+    keys.load(in.k + (group + key0) * s.D, s.D, stride - key0, scale, s.D);
+    values.load(in.v + (group + key0) * s.D, s.D, stride - key0, 1, s.D);
     dk_sums.clear(), dv_sums.clear();
     const int begin = query_range(branch, key0, s).begin / TILE;
     const int end = tiles_of(min(s.T, query_range(branch, min(key0 + TILE, stride) - 1, s).end));
@@ -186,17 +182,17 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
         for (int tile = begin; tile < end; tile++) {
             const int t0 = tile * TILE;
             const size_t first_row = (size_t(at.which) * heads + head) * s.T + t0;
-            if (!find_visible(visible, branch, first_row, t0, key0, stride, selection, s)) continue;
-            queries.load(q + first_row * s.D, s.D, s.T - t0, 1, s.D);
-            gradients.load(dout + Query(first_row, selection, s).dout * s.D, size_t(s.H) * s.D, s.T - t0, 1, s.D);
+            if (!find_visible(visible, branch, first_row, t0, key0, stride, in.selection, s)) continue;
+            queries.load(in.q + first_row * s.D, s.D, s.T - t0, 1, s.D);
+            gradients.load(d.dout + Query(first_row, in.selection, s).dout * s.D, size_t(s.H) * s.D, s.T - t0, 1, s.D);
             __syncthreads();
             for (int row = warp * ROWS; row < (warp + 1) * ROWS; row++) {  // keys; lanes are queries
                 const bool yes = visible[lane] >> row & 1;
                 const unsigned seen_by = __ballot_sync(~0u, yes);
                 float p = 0, ds = 0;
                 if (yes) {
-                    p = expf(dot(keys.row(row), queries.row(lane), s.D) - lse_gated[first_row + lane]);
-                    ds = p * (dot(values.row(row), gradients.row(lane), s.D) - row_dot[first_row + lane]);
+                    p = expf(dot(keys.row(row), queries.row(lane), s.D) - d.lse_gated[first_row + lane]);
+                    ds = p * (dot(values.row(row), gradients.row(lane), s.D) - d.row_dot[first_row + lane]);
                 }
                 add_rows(dk_sums.row(row), queries, ds, seen_by, s.D);
                 add_rows(dv_sums.row(row), gradients, p, seen_by, s.D);
@@ -206,7 +202,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     for (int row = warp * ROWS; row < (warp + 1) * ROWS && key0 + row < stride; row++)
         for (int x = lane; x < s.D; x += 32) {
             const size_t to = (group + key0 + row) * s.D + x;
-            dk[to] = cuda_real(dk_sums.row(row)[x] * scale), dv[to] = cuda_real(dv_sums.row(row)[x]);
+            d.dk[to] = cuda_real(dk_sums.row(row)[x] * scale), d.dv[to] = cuda_real(dv_sums.row(row)[x]);
         }
 }
 
@@ -220,17 +216,15 @@ inline void attention_forward(Branch branch, cuda_real* out, float* lse, const c
     launch<forward_kernel>(unsigned(s.B * s.H * tiles_of(s.T)), WARPS * 32, block_bytes(4, s.D), stream, branch, out,
                            lse, q, k, v, selection, s, float(s.scale()));
 }
-inline void attention_backward(Branch branch, float* dq, bool add, cuda_real* dk, cuda_real* dv, const cuda_real* dout,
-                               const cuda_real* q, const cuda_real* k, const cuda_real* v, const float* row_dot,
-                               const float* lse_gated, const uint32_t* selection, const NsaShape& s,
-                               cudaStream_t stream) {
+inline void attention_backward(Branch branch, const BackwardArrays<cuda_real, float>& d,
+                               const AttentionInputs<cuda_real>& in, const NsaShape& s, cudaStream_t stream) {
     const float scale = float(s.scale());
-    launch<dq_kernel>(unsigned(s.B * s.H * tiles_of(s.T)), WARPS * 32, block_bytes(5, s.D), stream, branch, dq, add,
-                      dout, q, k, v, row_dot, lse_gated, selection, s, scale);
+    launch<dq_kernel>(unsigned(s.B * s.H * tiles_of(s.T)), WARPS * 32, block_bytes(5, s.D), stream, branch, d, in, s,
+                      scale);
     const int keys = branch == CMP ? s.cmp_capacity() : s.T;
     if (keys == 0) return;
-    launch<dkdv_kernel>(unsigned(s.B * s.G * tiles_of(keys)), WARPS * 32, block_bytes(6, s.D), stream, branch, dk, dv,
-                        dout, q, k, v, row_dot, lse_gated, selection, s, scale);
+    launch<dkdv_kernel>(unsigned(s.B * s.G * tiles_of(keys)), WARPS * 32, block_bytes(6, s.D), stream, branch, d, in, s,
+                        scale);
 }
 
 }  // namespace level1

@@ -58,10 +58,10 @@ struct LadderRun {
     }
     void backward(RungNumber rung) {
         if (rung == SHARED_TILES)
-            return level1::attention_backward(branch, dq, false, dk, dv, dout, q, k, v, row_dot, lse, selection, s,
+            return level1::attention_backward(branch, {dq, false, dk, dv, dout, row_dot, lse}, {q, k, v, selection}, s,
                                               dev.stream);
         choose(rung);
-        dev.attention_backward(branch, dq, false, dk, dv, dout, q, k, v, row_dot, lse, selection, s);
+        dev.attention_backward(branch, {dq, false, dk, dv, dout, row_dot, lse}, {q, k, v, selection}, s);
     }
     std::vector<float> results() {  // out, dq, dk, dv one after another
         const size_t rows = s.query_rows() * s.D, columns = keys * s.D;

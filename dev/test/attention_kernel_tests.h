@@ -260,9 +260,9 @@ inline void expect_backward(Expected& e, const Inputs& in) {
     const std::vector<double> row_dots(e.row_dot.begin(), e.row_dot.end()),
         lses(e.lse_gated.begin(), e.lse_gated.end());
     e.dq = in.dq, e.dk.resize(key_rows * D), e.dv.resize(key_rows * D);
-    Cpu<double>().attention_backward(in.branch, e.dq.data(), true, e.dk.data(), e.dv.data(), in.dout.data(),
-                                     in.q.data(), in.k.data(), in.v.data(), row_dots.data(), lses.data(),
-                                     in.selection.data(), s);
+    Cpu<double>().attention_backward(
+        in.branch, {e.dq.data(), true, e.dk.data(), e.dv.data(), in.dout.data(), row_dots.data(), lses.data()},
+        {in.q.data(), in.k.data(), in.v.data(), in.selection.data()}, s);
     e.dq_limit.resize(rows * D), e.dk_limit.resize(key_rows * D, TINY16), e.dv_limit.resize(key_rows * D, TINY16);
     const double sums = E32 * std::max(in.keys(), s.queries * s.heads_per_group());
     for_rows(s, [&](size_t bg, int head, int t, size_t row) {
@@ -311,9 +311,11 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
         attention_forward(branch, found_out.data, found_lse.data, q.data, k.data, v.data, selection.data, s, kernel,
                           AttentionScratch(branch, s, kernel, false), nullptr);
         if (backward)
-            attention_backward(branch, found_dq.data, true, found_dk.data, found_dv.data, dout.data, q.data, k.data,
-                               v.data, device_dot.data, device_lse.data, selection.data, s, kernel,
-                               AttentionScratch(branch, s, kernel, true), nullptr);
+            attention_backward(
+                branch,
+                {found_dq.data, true, found_dk.data, found_dv.data, dout.data, device_dot.data, device_lse.data},
+                {q.data, k.data, v.data, selection.data}, s, kernel, AttentionScratch(branch, s, kernel, true),
+                nullptr);
         if (run == 0) {
 #ifndef __CUDACC__
             CHECK_EQUAL(emu::unwritten(found_out.data, rows * D), 0L);
@@ -331,9 +333,11 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
             check_within("dv", s, found_dv.download(), e.dv, e.dv_limit, &worst->dv);
             // Written instead of added to: the old content is not read.
             DeviceArray<float> only_dq(rows * D);
-            attention_backward(branch, only_dq.data, false, found_dk.data, found_dv.data, dout.data, q.data, k.data,
-                               v.data, device_dot.data, device_lse.data, selection.data, s, kernel,
-                               AttentionScratch(branch, s, kernel, true), nullptr);
+            attention_backward(
+                branch,
+                {only_dq.data, false, found_dk.data, found_dv.data, dout.data, device_dot.data, device_lse.data},
+                {q.data, k.data, v.data, selection.data}, s, kernel, AttentionScratch(branch, s, kernel, true),
+                nullptr);
             std::vector<double> without(e.dq);
             for (size_t i = 0; i < rows * D; i++) without[i] -= in.dq[i];
             check_within("dq, written", s, only_dq.download(), without, e.dq_limit, &worst->dq);

@@ -415,8 +415,8 @@ TEST_LONG(cuda_bench_predicted_products) {
         return counted_mma([&] {
             if (!backward) dev.Cuda::attention_forward(b, x.o, x.lse, x.q, k, v, x.scattered, s);
             else
-                dev.Cuda::attention_backward(b, x.dq, false, x.dkey(0), x.dkey(1), x.dout, x.q, k, v, x.row_dot, x.lse,
-                                             x.scattered, s);
+                dev.Cuda::attention_backward(b, {x.dq, false, x.dkey(0), x.dkey(1), x.dout, x.row_dot, x.lse},
+                                             {x.q, k, v, x.scattered}, s);
             dev.wait();
         });
     };

@@ -113,9 +113,9 @@ inline void run_case(Arrays& found, const Arrays& file, const Case& c) {
     const DeviceArray<uint32_t> selection(std::vector<uint32_t>(chosen.begin(), chosen.end()));
     attention_forward(c.branch, out.data, lse.data, q.data, k.data, v.data, selection.data, s, c.kernel,
                       AttentionScratch(c.branch, s, c.kernel, false), nullptr);
-    attention_backward(c.branch, dq.data, true, dk.data, dv.data, dout.data, q.data, k.data, v.data, row_dot.data,
-                       lse_gated.data, selection.data, s, c.kernel, AttentionScratch(c.branch, s, c.kernel, true),
-                       nullptr);
+    attention_backward(c.branch, {dq.data, true, dk.data, dv.data, dout.data, row_dot.data, lse_gated.data},
+                       {q.data, k.data, v.data, selection.data}, s, c.kernel,
+                       AttentionScratch(c.branch, s, c.kernel, true), nullptr);
     const std::pair<const char*, std::vector<double>> arrays[] = {{"out", out.download()},
                                                                   {"lse", lse.download()},
                                                                   {"dq", dq.download()},

@@ -48,8 +48,8 @@ inline Results run_selected(const Inputs& in, SelectedKernel kernel) {
     DeviceArray<float> lse(rows), dq(in.dq), row_dot(std::vector<double>(rows, 0.25));
     const AttentionScratch forward(SLC, s, kernel, false), backward(SLC, s, kernel, true);
     attention_forward(SLC, out.data, lse.data, q.data, k.data, v.data, selection.data, s, kernel, forward, nullptr);
-    attention_backward(SLC, dq.data, true, dk.data, dv.data, dout.data, q.data, k.data, v.data, row_dot.data, lse.data,
-                       selection.data, s, kernel, backward, nullptr);
+    attention_backward(SLC, {dq.data, true, dk.data, dv.data, dout.data, row_dot.data, lse.data},
+                       {q.data, k.data, v.data, selection.data}, s, kernel, backward, nullptr);
     return {out.raw(), dk.raw(), dv.raw(),
             lse.raw(), dq.raw(), kernel == SelectedKernel::AUTO ? backward.choice.raw()[0] : SelectedChoice()};
 }

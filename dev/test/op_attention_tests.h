@@ -373,10 +373,10 @@ void check_attention(const NsaShape& s, double score_scale = 1, bool extreme_gat
         Buffer<real> dk(in.k[branch].size(), "dk"), dv(in.v[branch].size(), "dv");
         Buffer<real> only_dq(values, "dq, written");
         const size_t at = s.full ? 0 : branch * rows;
-        cpu.attention_backward(branch, only_dq, false, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + at,
-                               lse_gated + at, selection, s);
-        cpu.attention_backward(branch, dq, true, dk, dv, in.dout, in.q, in.k[branch], in.v[branch], row_dot + at,
-                               lse_gated + at, selection, s);
+        cpu.attention_backward(branch, {only_dq, false, dk, dv, in.dout, row_dot + at, lse_gated + at},
+                               {in.q, in.k[branch], in.v[branch], selection}, s);
+        cpu.attention_backward(branch, {dq, true, dk, dv, in.dout, row_dot + at, lse_gated + at},
+                               {in.q, in.k[branch], in.v[branch], selection}, s);
         const oracle::AttentionGradients<real> d =
             oracle::attention_backward(branch, q, k[branch], v[branch], s.full ? nullptr : in.gate + branch * rows,
                                        in.dout.data(), selection.data(), s, bf16);
@@ -737,8 +737,8 @@ void check_given_selection() {
     std::copy_n(lse.data(), rows, lses + SLC * rows);
     cpu.attention_backward_rows(row_dot, lse_gated, dz, in.dout, o, in.gate, lses, s);
     Buffer<real> dq(out.size(), "dq"), dk(in.k[SLC].size(), "dk"), dv(dk.size(), "dv");
-    cpu.attention_backward(SLC, dq, false, dk, dv, in.dout, in.q, in.k[SLC], in.v[SLC], row_dot + SLC * rows,
-                           lse_gated + SLC * rows, selection, s);
+    cpu.attention_backward(SLC, {dq, false, dk, dv, in.dout, row_dot + SLC * rows, lse_gated + SLC * rows},
+                           {in.q, in.k[SLC], in.v[SLC], selection}, s);
     const oracle::AttentionGradients<real> d =
         oracle::attention_backward(SLC, q, k, v, in.gate + SLC * rows, in.dout.data(), selection.data(), s);
     CHECK_ARRAY(dq, oracle::numbers(d.dq), s.B, s.H, T, s.D);

@@ -170,8 +170,8 @@ TEST(op_gradient_attention) {
             for (Branch branch : branches) {
                 Buffer<double> dk(in.k[branch].size(), "dk"), dv(in.v[branch].size(), "dv");
                 const size_t at = full ? 0 : branch * rows;
-                cpu.attention_backward(branch, dq, true, dk, dv, in.dout, in.q, in.k[branch], in.v[branch],
-                                       row_dot + at, lse_gated + at, selection, s);
+                cpu.attention_backward(branch, {dq, true, dk, dv, in.dout, row_dot + at, lse_gated + at},
+                                       {in.q, in.k[branch], in.v[branch], selection}, s);
                 if (dk.size() == 0) continue;  // T < l
                 CHECK_GRADIENT(in.k[branch], dk, loss);
                 CHECK_GRADIENT(in.v[branch], dv, loss);
@@ -250,11 +250,12 @@ struct Layer {
         HeadBuffers<real> d(s);
         d.q.zero(), dphi_k.zero(), dphi_v.zero();
         cpu.attention_backward_rows(row_dot, lse_gated, d.gate, dout, a.o, a.gate, a.lse, s);
-        cpu.attention_backward(CMP, d.q, true, dkc, dvc, dout, a.q, kc, vc, row_dot, lse_gated, nullptr, s);
-        cpu.attention_backward(SLC, d.q, true, d.kv[K_SLC], d.kv[V_SLC], dout, a.q, kv[K_SLC], kv[V_SLC],
-                               row_dot + rows, lse_gated + rows, a.selection, s);
-        cpu.attention_backward(WIN, d.q, true, d.kv[K_WIN], d.kv[V_WIN], dout, a.q, kv[K_WIN], kv[V_WIN],
-                               row_dot + 2 * rows, lse_gated + 2 * rows, nullptr, s);
+        cpu.attention_backward(CMP, {d.q, true, dkc, dvc, dout, row_dot, lse_gated}, {a.q, kc, vc, nullptr}, s);
+        cpu.attention_backward(SLC, {d.q, true, d.kv[K_SLC], d.kv[V_SLC], dout, row_dot + rows, lse_gated + rows},
+                               {a.q, kv[K_SLC], kv[V_SLC], a.selection}, s);
+        cpu.attention_backward(WIN,
+                               {d.q, true, d.kv[K_WIN], d.kv[V_WIN], dout, row_dot + 2 * rows, lse_gated + 2 * rows},
+                               {a.q, kv[K_WIN], kv[V_WIN], nullptr}, s);
         cpu.compress_backward(d.kv[K_CMP], dphi_k.phi(), dkc, hidden_k, kv[K_CMP], phi_k.phi(), true, s);
         cpu.compress_backward(d.kv[V_CMP], dphi_v.phi(), dvc, hidden_v, kv[V_CMP], phi_v.phi(), false, s);
         cpu.split_heads_backward(dprojected, d.gradients(), s);

@@ -463,8 +463,9 @@ AttentionGradients<real> branch_gradients(Branch branch, const Numbers<real>& q,
     Numbers<real> dq(q.size()), dk(k.size()), dv(v.size());
     Specification<real> specification;
     specification.gemm.bf16 = bf16;
-    specification.attention_backward(branch, dq.data(), false, dk.data(), dv.data(), dout.data(), q.data(), k.data(),
-                                     v.data(), row_dot.data(), lse_gated.data(), selection, s);
+    specification.attention_backward(
+        branch, {dq.data(), false, dk.data(), dv.data(), dout.data(), row_dot.data(), lse_gated.data()},
+        {q.data(), k.data(), v.data(), selection}, s);
     return {{dq.begin(), dq.end()}, {dk.begin(), dk.end()}, {dv.begin(), dv.end()}, {}};
 }
 // The same of sum(dout * gate * branch output), and dz. gate [B, H, queries] after the sigmoid; nullptr: fixed to 1.

@@ -224,10 +224,10 @@ inline void check_cuda_attention(const NsaShape& s, double score_scale = 1) {
             DeviceFloat dq_on_device(dev, dq), only_dq(dev, values), dots(dev, row_dot), gated(dev, lse_gated);
             OnDevice<uint32_t> selection(dev, masks_count);
             dev.copy(selection.data, (const uint32_t*)masks.data(), masks_count);
-            dev.attention_backward(branch, dq_on_device, true, dk, dv, d, q_on_device, keys, v_on_device, dots, gated,
-                                   selection, s);
-            dev.attention_backward(branch, only_dq, false, dk, dv, d, q_on_device, keys, v_on_device, dots, gated,
-                                   selection, s);
+            dev.attention_backward(branch, {dq_on_device, true, dk, dv, d, dots, gated},
+                                   {q_on_device, keys, v_on_device, selection}, s);
+            dev.attention_backward(branch, {only_dq, false, dk, dv, d, dots, gated},
+                                   {q_on_device, keys, v_on_device, selection}, s);
             CHECK_EQUAL(only_dq.unwritten(), 0L);
             CHECK_EQUAL((dk.count ? dk.unwritten() : 0) + (dv.count ? dv.unwritten() : 0), 0L);
             return std::vector<HostArray>{dq_on_device.host(), dk.host(), dv.host(), only_dq.host()};
