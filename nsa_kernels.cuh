@@ -53,7 +53,10 @@ __device__ inline void load(float (&x)[W], const float* p) {
     } else {
         for (int i = 0; i < W; i += 4) {
             const float4 four = *reinterpret_cast<const float4*>(p + i);
-            x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+            x[i] = four.x;
+            x[i + 1] = four.y;
+            x[i + 2] = four.z;
+            x[i + 3] = four.w;
         }
     }
 }
@@ -74,8 +77,10 @@ __device__ inline void load(float (&x)[W], const __nv_bfloat16* p) {
     } else {
         const uint4 eight = *reinterpret_cast<const uint4*>(p);
         const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-        for (int i = 0; i < 4; i++)
-            x[2 * i] = __uint_as_float(pairs[i] << 16), x[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+        for (int i = 0; i < 4; i++) {
+            x[2 * i] = __uint_as_float(pairs[i] << 16);
+            x[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+        }
     }
 }
 template <int W>
@@ -194,7 +199,8 @@ __global__ void __launch_bounds__(NORM_ROWS * 32)
     rmsnorm_forward_kernel(cuda_real* out, float* rstd, const cuda_real* x, const cuda_real* weight, int N, int C) {
     const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (n >= N) return;  // a whole warp
-    x += size_t(n) * C, out += size_t(n) * C;
+    x += size_t(n) * C;
+    out += size_t(n) * C;
     float squares = 0, a[W], g[W];
     for (int c = lane * W; c < C; c += 32 * W) {
         load(a, x + c);
@@ -202,7 +208,8 @@ __global__ void __launch_bounds__(NORM_ROWS * 32)
     }
     const float s = 1 / sqrtf(lane_sum(squares) / C + float(NORM_EPS));
     for (int c = lane * W; c < C; c += 32 * W) {
-        load(a, x + c), load(g, weight + c);
+        load(a, x + c);
+        load(g, weight + c);
         for (int k = 0; k < W; k++) a[k] *= s * g[k];
         store(out + c, a);
     }
@@ -216,15 +223,22 @@ __global__ void __launch_bounds__(NORM_ROWS * 32)
                             const cuda_real* weight, int N, int C) {
     const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (n >= N) return;
-    x += size_t(n) * C, dx += size_t(n) * C, dout += size_t(n) * C;
+    x += size_t(n) * C;
+    dx += size_t(n) * C;
+    dout += size_t(n) * C;
     float dot = 0, a[W], d[W], g[W], sum[W];
     for (int c = lane * W; c < C; c += 32 * W) {
-        load(a, x + c), load(d, dout + c), load(g, weight + c);
+        load(a, x + c);
+        load(d, dout + c);
+        load(g, weight + c);
         for (int k = 0; k < W; k++) dot += d[k] * g[k] * a[k];
     }
     const float s = rstd[n], correction = lane_sum(dot) * s * s / C;
     for (int c = lane * W; c < C; c += 32 * W) {
-        load(a, x + c), load(d, dout + c), load(g, weight + c), load(sum, dx + c);
+        load(a, x + c);
+        load(d, dout + c);
+        load(g, weight + c);
+        load(sum, dx + c);
         for (int k = 0; k < W; k++) sum[k] += s * (d[k] * g[k] - a[k] * correction);
         store(dx + c, sum);
     }
@@ -245,7 +259,8 @@ struct NormWeightGradient {  // dout * x * rstd
     template <int W>
     __device__ void load_terms(float (&term)[W], int n, int c, int C) const {
         float a[W];
-        load(term, dout + size_t(n) * C + c), load(a, x + size_t(n) * C + c);
+        load(term, dout + size_t(n) * C + c);
+        load(a, x + size_t(n) * C + c);
         for (int k = 0; k < W; k++) term[k] *= a[k] * rstd[n];
     }
 };
@@ -293,7 +308,8 @@ __global__ void silu_backward_kernel(cuda_real* dx, const cuda_real* dout, const
     const size_t i = thread_index() * W;
     if (i >= count) return;
     float a[W], d[W];
-    load(a, x + i), load(d, dout + i);
+    load(a, x + i);
+    load(d, dout + i);
     for (int k = 0; k < W; k++) {
         const float s = sigmoid(a[k]);
         d[k] *= s * (1 + a[k] * (1 - s));
@@ -310,7 +326,8 @@ struct Softmax {
     __device__ void add(float other_largest, float other_sum) {
         const float m = fmaxf(largest, other_largest);
         if (m == -INFINITY) return;  // nothing yet on either side
-        sum = sum * expf(largest - m) + other_sum * expf(other_largest - m), largest = m;
+        sum = sum * expf(largest - m) + other_sum * expf(other_largest - m);
+        largest = m;
     }
 };
 
@@ -523,7 +540,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;  // a whole warp; there is no barrier below
     const Query at(row, selection, s);
-    k += at.group * s.key_stride(branch) * D, v += at.group * s.key_stride(branch) * D;
+    k += at.group * s.key_stride(branch) * D;
+    v += at.group * s.key_stride(branch) * D;
     load_row(query, q + row * D, scale, D);
     for (int x = lane; x < D; x += 32) sums[x] = 0;  // a column belongs to one lane from here to the end
     __syncwarp();
@@ -535,7 +553,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
             const float score = lane < count ? dot(query, k + size_t(key) * D, D) : -INFINITY;
             // the first time, largest is -infinity and rescale 0
             const float m = fmaxf(largest, lane_max(score)), rescale = expf(largest - m), weight = expf(score - m);
-            largest = m, total = total * rescale + weight;
+            largest = m;
+            total = total * rescale + weight;
             weights[lane] = weight;
             __syncwarp();
             for (int x = lane; x < D; x += 32) {
@@ -564,7 +583,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     const size_t row = size_t(blockIdx.x) * WARPS + warp;
     if (row >= rows) return;
     const Query at(row, in.selection, s);
-    in.k += at.group * s.key_stride(branch) * D, in.v += at.group * s.key_stride(branch) * D;
+    in.k += at.group * s.key_stride(branch) * D;
+    in.v += at.group * s.key_stride(branch) * D;
     load_row(query, in.q + row * D, scale, D);
     load_row(gradient, d.dout + at.dout * D, 1, D);
     for (int x = lane; x < D; x += 32) sums[x] = 0;
@@ -631,13 +651,16 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
                     dk_sum += ds_weights[j] * float(in.q[(first_row + t0 + j) * D + x]);
                     dv_sum += p_weights[j] * float(d.dout[((b * s.T + t0 + j) * s.H + head) * D + x]);
                 }
-                dk_sums[x] = dk_sum, dv_sums[x] = dv_sum;
+                dk_sums[x] = dk_sum;
+                dv_sums[x] = dv_sum;
             }
             __syncwarp();
         }
     }
-    for (int x = lane; x < D; x += 32)
-        d.dk[row * D + x] = cuda_real(dk_sums[x] * scale), d.dv[row * D + x] = cuda_real(dv_sums[x]);
+    for (int x = lane; x < D; x += 32) {
+        d.dk[row * D + x] = cuda_real(dk_sums[x] * scale);
+        d.dv[row * D + x] = cuda_real(dv_sums[x]);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -666,11 +689,17 @@ __device__ inline int best_block(const float* importance, int last) {
     float best = -1;
     int at = last + 1;
     for (int block = int(threadIdx.x); block <= last; block += 32)
-        if (importance[block] > best) best = importance[block], at = block;
+        if (importance[block] > best) {
+            best = importance[block];
+            at = block;
+        }
     for (int flip = 16; flip > 0; flip /= 2) {
         const float other = __shfl_xor_sync(~0u, best, flip);
         const int other_at = __shfl_xor_sync(~0u, at, flip);
-        if (other > best || (other == best && other_at < at)) best = other, at = other_at;
+        if (other > best || (other == best && other_at < at)) {
+            best = other;
+            at = other_at;
+        }
     }
     return at;
 }
@@ -750,7 +779,10 @@ __global__ void __launch_bounds__(kernels::SUM_THREADS)
         __syncthreads();  // the sums of the warps have been read
         scored = kernels::block_sum(scored, of_warps);
         __syncthreads();
-        if (threadIdx.x == 0) to->keys[i] += count, to->scored += scored;
+        if (threadIdx.x == 0) {
+            to->keys[i] += count;
+            to->scored += scored;
+        }
     }
 }
 
@@ -799,10 +831,12 @@ struct Rope {
     template <int W>
     __device__ void rotate(float (&low)[W], float (&high)[W], int position, int i, int D, int direction) const {
         float c[W], s[W];
-        load(c, cosine + size_t(position) * (D / 2) + i), load(s, sine + size_t(position) * (D / 2) + i);
+        load(c, cosine + size_t(position) * (D / 2) + i);
+        load(s, sine + size_t(position) * (D / 2) + i);
         for (int k = 0; k < W; k++) {
             const float a = low[k], b = high[k], turn = direction * s[k];
-            low[k] = a * c[k] - b * turn, high[k] = a * turn + b * c[k];
+            low[k] = a * c[k] - b * turn;
+            high[k] = a * turn + b * c[k];
         }
     }
 };
@@ -814,7 +848,8 @@ struct HeadPlace {
     int slot;    // HeadSlot of a key or value
     size_t row;  // of q, or of the slot's buffer
     __device__ HeadPlace(int unit, size_t b, int j, const NsaShape& s) {
-        query = unit < s.H, slot = query ? 0 : (unit - s.H) / s.G + (s.full ? K_WIN : K_CMP);
+        query = unit < s.H;
+        slot = query ? 0 : (unit - s.H) / s.G + (s.full ? K_WIN : K_CMP);
         rotated = query || slot == K_SLC || slot == K_WIN;
         row = query ? (b * s.H + unit) * s.queries + j : (b * s.G + (unit - s.H) % s.G) * s.T + s.first + j;
     }
@@ -849,10 +884,12 @@ __global__ void __launch_bounds__(128)
         const int unit = piece / pieces, i = piece % pieces * W;
         const HeadPlace place(unit, b, j, s);
         float low[W], high[W];
-        load(low, in + unit * s.D + i), load(high, in + unit * s.D + s.D / 2 + i);
+        load(low, in + unit * s.D + i);
+        load(high, in + unit * s.D + s.D / 2 + i);
         if (place.rotated) rope.rotate(low, high, t, i, s.D, +1);
         cuda_real* to = (place.query ? out.q : out.kv(place.slot)) + place.row * s.D;
-        store(to + i, low), store(to + s.D / 2 + i, high);
+        store(to + i, low);
+        store(to + s.D / 2 + i, high);
     }
     if (s.full) return;
     for (int i = threadIdx.x; i < BRANCHES * s.H; i += blockDim.x)
@@ -870,13 +907,16 @@ __global__ void __launch_bounds__(128) split_heads_backward_kernel(cuda_real* dp
         const HeadPlace place(unit, b, t, s);
         float low[W], high[W];
         if (place.query) {
-            load(low, d.q + place.row * s.D + i), load(high, d.q + place.row * s.D + s.D / 2 + i);
+            load(low, d.q + place.row * s.D + i);
+            load(high, d.q + place.row * s.D + s.D / 2 + i);
         } else {
             const cuda_real* from = d.kv(place.slot) + place.row * s.D;
-            load(low, from + i), load(high, from + s.D / 2 + i);
+            load(low, from + i);
+            load(high, from + s.D / 2 + i);
         }
         if (place.rotated) rope.rotate(low, high, t, i, s.D, -1);
-        store(out + unit * s.D + i, low), store(out + unit * s.D + s.D / 2 + i, high);
+        store(out + unit * s.D + i, low);
+        store(out + unit * s.D + s.D / 2 + i, high);
     }
     for (int i = threadIdx.x; i < P - units * s.D; i += blockDim.x) {  // gates, then padding; neither in full attention
         const bool gate = i < BRANCHES * s.H;
@@ -909,12 +949,16 @@ __global__ void compress_output_kernel(cuda_real* out, const float* sum, const c
     const int x = int(index % pairs), block = begin + int(row % count);
     const cuda_real* tokens = k + (bg * s.T + size_t(block) * s.d) * s.D;
     float low[1] = {0}, high[1] = {0};
-    for (int i = 0; i < s.l; i++)
-        low[0] += float(tokens[size_t(i) * s.D + x]), high[0] += float(tokens[size_t(i) * s.D + pairs + x]);
-    low[0] = low[0] / s.l + sum[row * s.D + x], high[0] = high[0] / s.l + sum[row * s.D + pairs + x];
+    for (int i = 0; i < s.l; i++) {
+        low[0] += float(tokens[size_t(i) * s.D + x]);
+        high[0] += float(tokens[size_t(i) * s.D + pairs + x]);
+    }
+    low[0] = low[0] / s.l + sum[row * s.D + x];
+    high[0] = high[0] / s.l + sum[row * s.D + pairs + x];
     if (rotated) rope.rotate(low, high, block * s.d, x, s.D, +1);
     cuda_real* to = out + (bg * NC + block) * s.D;
-    to[x] = cuda_real(low[0]), to[pairs + x] = cuda_real(high[0]);
+    to[x] = cuda_real(low[0]);
+    to[pairs + x] = cuda_real(high[0]);
 }
 // Rotates dout [B, G, NC, D] back, in place.
 __global__ void compress_rotate_back_kernel(cuda_real* dout, Rope rope, int rows, int NC, int d, int D) {
@@ -925,7 +969,8 @@ __global__ void compress_rotate_back_kernel(cuda_real* dout, Rope rope, int rows
     const int x = int(index % pairs);
     float low[1] = {float(dout[row * D + x])}, high[1] = {float(dout[row * D + pairs + x])};
     rope.rotate(low, high, int(row % NC) * d, x, D, -1);
-    dout[row * D + x] = cuda_real(low[0]), dout[row * D + pairs + x] = cuda_real(high[0]);
+    dout[row * D + x] = cuda_real(low[0]);
+    dout[row * D + pairs + x] = cuda_real(high[0]);
 }
 // dhidden = dactivated * silu'(hidden)
 __global__ void compress_dhidden_kernel(cuda_real* dhidden, const float* dactivated, const cuda_real* hidden,
@@ -1010,7 +1055,8 @@ __global__ void __launch_bounds__(256)
         const size_t at = i * rows + row;
         float dot = 0, a[W], c[W];
         for (int x = threadIdx.x % ROW_LANES * W; x < s.D; x += ROW_LANES * W) {
-            load(a, d + x), load(c, o + at * s.D + x);
+            load(a, d + x);
+            load(c, o + at * s.D + x);
             for (int k = 0; k < W; k++) dot += a[k] * c[k];
         }
         dot = lane_sum<ROW_LANES>(dot);
@@ -1070,7 +1116,10 @@ __device__ inline void online_softmax(float (&p)[M][KEY_TILE / 8][4], float (&su
                 shift[m][i] = next[m][i];
                 total[m][i] *= rescale;
 #pragma unroll
-                for (int x = 0; x < D / 8; x++) sums[m][x][2 * i] *= rescale, sums[m][x][2 * i + 1] *= rescale;
+                for (int x = 0; x < D / 8; x++) {
+                    sums[m][x][2 * i] *= rescale;
+                    sums[m][x][2 * i + 1] *= rescale;
+                }
             }
     }
 #pragma unroll
@@ -1104,7 +1153,10 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) shift[m][i] = -FLT_MAX, total[m][i] = 0;
+        for (int i = 0; i < 2; i++) {
+            shift[m][i] = -FLT_MAX;
+            total[m][i] = 0;
+        }
 
     block.walk(first_tile, s, [&](const TileView& view, const bf16* k_tile, const bf16* v_tile) {
         float p[M][KEY_TILE / 8][4] = {};
@@ -1156,7 +1208,7 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const long long row = block.row(m, i, s);
-            minus_shift[m][i] = row < 0 ? -INFINITY : -d.lse_gated[row] * LOG2_E,
+            minus_shift[m][i] = row < 0 ? -INFINITY : -d.lse_gated[row] * LOG2_E;
             dot[m][i] = row < 0 ? 0 : d.row_dot[row];
         }
 
@@ -1320,7 +1372,10 @@ struct Best {
     // Blocks are compared in ascending order; of equal ones the lower stays.
     __device__ void compare(const float* importance, int other) {
         const int other_bits = importance[other] < 0 ? -1 : __float_as_int(importance[other]);
-        if (other_bits > bits) bits = other_bits, block = other;
+        if (other_bits > bits) {
+            bits = other_bits;
+            block = other;
+        }
     }
 };
 // The best of all lanes; of equal ones the lowest block.
@@ -2131,7 +2186,8 @@ struct Cuda : CudaRuntime {
             release(rope_table);
             rope_table = allocate<float>(table.size());
             copy(rope_table, (const float*)table.data(), table.size());
-            rope_positions = positions, rope_dim = D;
+            rope_positions = positions;
+            rope_dim = D;
         }
         return {rope_table, rope_table + rope_positions * half};
     }

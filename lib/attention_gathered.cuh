@@ -83,7 +83,11 @@ __device__ inline int nth_bit(unsigned bits, int n) {
 #pragma unroll
     for (int half = 16; half > 0; half /= 2) {
         const int below = __popc(bits & ((1u << half) - 1));
-        if (n >= below) n -= below, bits >>= half, place += half;
+        if (n >= below) {
+            n -= below;
+            bits >>= half;
+            place += half;
+        }
     }
     return place;
 }
@@ -132,7 +136,10 @@ __device__ inline GatheredRows gather(uint32_t choosers, int first, int items, c
     rows.source = source;
     const int low = __shfl_sync(~0u, place, lane / 4);
     const int high = __shfl_sync(~0u, place, lane / 4 + 8);
-    rows.row[0] = low >> 8, rows.token[0] = low & 255, rows.row[1] = high >> 8, rows.token[1] = high & 255;
+    rows.row[0] = low >> 8;
+    rows.token[0] = low & 255;
+    rows.row[1] = high >> 8;
+    rows.token[1] = high & 255;
     return rows;
 }
 // a = the A fragments of the gathered rows of a tile: ldmatrix takes an address from each lane, so scattered rows cost
@@ -173,8 +180,10 @@ __device__ inline void add_to_sums(float* sums, const GatheredRows& rows, const 
 #pragma unroll
         for (int x = 0; x < D / 8; x += 2) {
             const float4 four = rows.row[i] < 0 ? make_float4(0, 0, 0, 0) : *sums_at<D>(sums, rows.row[i], x / 2, t);
-            c[0][x][2 * i] = four.x * rescale[i], c[0][x][2 * i + 1] = four.y * rescale[i];
-            c[0][x + 1][2 * i] = four.z * rescale[i], c[0][x + 1][2 * i + 1] = four.w * rescale[i];
+            c[0][x][2 * i] = four.x * rescale[i];
+            c[0][x][2 * i + 1] = four.y * rescale[i];
+            c[0][x + 1][2 * i] = four.z * rescale[i];
+            c[0][x + 1][2 * i + 1] = four.w * rescale[i];
         }
     multiply_add<D, 1, KEY_TILE / 16>(c, p, b_tile, 0);
 #pragma unroll
@@ -202,13 +211,20 @@ struct GatherBlock {
     __device__ GatherBlock(const bf16* q, const bf16* dout, const bf16* k, const bf16* v,
                            const uint32_t* all_selections, const AttentionShape& s) {
         DynamicShared shared;
-        tile = query_tile(s), rows = tile.tokens * s.heads, end_tile = end_of_key_tiles<SLC>(tile, s);
-        keys.k_tiles = shared.take<bf16>(2 * KEY_TILE * D), keys.v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
-        keys.k = k, keys.v = v, keys.group = size_t(tile.bg) * s.key_stride * D;
+        tile = query_tile(s);
+        rows = tile.tokens * s.heads;
+        end_tile = end_of_key_tiles<SLC>(tile, s);
+        keys.k_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+        keys.v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+        keys.k = k;
+        keys.v = v;
+        keys.group = size_t(tile.bg) * s.key_stride * D;
         const int tile_rows = s.tile_tokens * s.heads;
-        q_tile = shared.take<bf16>(tile_rows * D), dout_tile = nullptr;
+        q_tile = shared.take<bf16>(tile_rows * D);
+        dout_tile = nullptr;
         if constexpr (BACKWARD) dout_tile = shared.take<bf16>(tile_rows * D);
-        sums = shared.take<float>(tile_rows * D), statistics = shared.take<float2>(tile_rows);
+        sums = shared.take<float>(tile_rows * D);
+        statistics = shared.take<float2>(tile_rows);
         choosers = shared.take<uint32_t>(units(s.key_stride, s));
         used = shared.take<uint32_t>(tile_words(s.key_stride));
 
@@ -600,11 +616,17 @@ __global__ void __launch_bounds__(128)
     for (int word = 0; word < s.words; word++) {
         const int choosers = __popc(transpose_choices(lane < tokens ? selected[lane * s.words + word] : 0, s));
         const int unit = word * per_word + lane, in_unit = min(s.slc_tiles, key_tiles(s) - unit * s.slc_tiles);
-        if (lane < per_word && choosers) visited += in_unit, pieces += in_unit * ((choosers * s.heads + 15) / 16);
+        if (lane < per_word && choosers) {
+            visited += in_unit;
+            pieces += in_unit * ((choosers * s.heads + 15) / 16);
+        }
     }
     visited = lane_sum(visited);
     pieces = lane_sum(pieces);
-    if (lane == 0) counts[2 * item] = visited, counts[2 * item + 1] = pieces;
+    if (lane == 0) {
+        counts[2 * item] = visited;
+        counts[2 * item + 1] = pieces;
+    }
 }
 // choice = what costs less by the counts of measure_selections_kernel; one block
 __global__ void __launch_bounds__(256)
@@ -613,17 +635,26 @@ __global__ void __launch_bounds__(256)
     double visited = 0, pieces = 0, masked = 0;  // whole numbers, exact in any order
     for (int item = threadIdx.x; item < s.tiles * s.batch_groups; item += int(blockDim.x)) {
         const int tokens = min(s.tile_tokens, s.queries - item % s.tiles * s.tile_tokens);
-        visited += counts[2 * item], pieces += counts[2 * item + 1];
+        visited += counts[2 * item];
+        pieces += counts[2 * item + 1];
         masked += double(counts[2 * item]) * ((tokens * s.heads + 15) / 16);
     }
     visited = lane_sum(visited);
     pieces = lane_sum(pieces);
     masked = lane_sum(masked);
     const int warp = threadIdx.x / 32;
-    if (threadIdx.x % 32 == 0) sums[0][warp] = visited, sums[1][warp] = pieces, sums[2][warp] = masked;
+    if (threadIdx.x % 32 == 0) {
+        sums[0][warp] = visited;
+        sums[1][warp] = pieces;
+        sums[2][warp] = masked;
+    }
     __syncthreads();
     if (threadIdx.x > 0) return;
-    for (int i = 1; i < 8; i++) visited += sums[0][i], pieces += sums[1][i], masked += sums[2][i];
+    for (int i = 1; i < 8; i++) {
+        visited += sums[0][i];
+        pieces += sums[1][i];
+        masked += sums[2][i];
+    }
     const float cost = masked > 0 ? float(piece_cost * pieces / masked) : 1;
     *choice = {cost < 1, float(s.tile_tokens), float(visited / (double(s.tiles) * s.batch_groups)), cost};
 }
@@ -684,7 +715,9 @@ template <int D>
 inline GatherPlan gather_plan(WorkspacePieces& pieces, const NsaShape& s) {
     const AttentionShape a = gather_shape<D>(s, true);
     GatherPlan plan = {};
-    plan.tiles = key_tiles(a), plan.units = units(a.keys, a), plan.token_words = (s.queries + 31) / 32;
+    plan.tiles = key_tiles(a);
+    plan.units = units(a.keys, a);
+    plan.token_words = (s.queries + 31) / 32;
     plan.most_extra = int(size_t(s.queries) * size_t(std::max(s.slc_count, 3)) * size_t(a.slc_tiles) / GATHER_CHUNK);
     plan.most_extra = int(std::min(size_t(plan.most_extra), size_t(plan.tiles) * size_t(s.queries / GATHER_CHUNK)));
     const size_t groups = size_t(a.batch_groups);

@@ -96,19 +96,29 @@ struct AttentionShape {
 // branch: whose keys; tile_tokens 0: as many tokens as fill a tile of query_rows rows, by default those of this GPU
 inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile_tokens, int query_rows = 0) {
     AttentionShape a = {};
-    a.batch_groups = s.B * s.G, a.G = s.G, a.heads = s.heads_per_group(), a.by_heads = Divisor(a.heads);
-    a.first = s.first, a.queries = s.queries;
+    a.batch_groups = s.B * s.G;
+    a.G = s.G;
+    a.heads = s.heads_per_group();
+    a.by_heads = Divisor(a.heads);
+    a.first = s.first;
+    a.queries = s.queries;
     a.keys = branch == CMP ? s.cmp_blocks(s.first + s.queries) : s.first + s.queries;
     a.key_stride = branch == CMP ? s.cmp_capacity() : s.T;
     a.query_rows = query_rows || tile_tokens ? query_rows : query_rows_of_device(s.D);
     a.tile_tokens = tile_tokens ? tile_tokens : std::min({MOST_TILE_TOKENS, a.query_rows / a.heads, s.queries});
     a.tiles = (s.queries + a.tile_tokens - 1) / a.tile_tokens;
-    a.l = s.l, a.d = s.d, a.window = s.full ? s.T : s.window;
-    a.slc_block = s.slc_block, a.slc_count = s.slc_count, a.words = s.full ? 0 : s.selection_words();
-    a.slc_tiles = std::max(1, s.slc_block / KEY_TILE), a.by_slc_tiles = Divisor(a.slc_tiles);
+    a.l = s.l;
+    a.d = s.d;
+    a.window = s.full ? s.T : s.window;
+    a.slc_block = s.slc_block;
+    a.slc_count = s.slc_count;
+    a.words = s.full ? 0 : s.selection_words();
+    a.slc_tiles = std::max(1, s.slc_block / KEY_TILE);
+    a.by_slc_tiles = Divisor(a.slc_tiles);
     while (a.slc_shift < 6 && (1 << a.slc_shift) < s.slc_block) a.slc_shift++;
     a.scale = float(s.scale());
-    a.parts = 1, a.part_tokens = s.queries;
+    a.parts = 1;
+    a.part_tokens = s.queries;
     // There are few tiles of compressed keys, and most queries see each: parts of 256 tokens, up to 64 of them, and
     // beyond that 32 longer ones, because their sums take memory.
     if (branch == CMP) {
@@ -446,12 +456,18 @@ struct QueryBlock {
     __device__ QueryBlock(const bf16* q, const bf16* dout, const bf16* k, const bf16* v, const uint32_t* all_selections,
                           const AttentionShape& s) {
         DynamicShared shared;
-        tile = query_tile(s), end_tile = end_of_key_tiles<branch>(tile, s);
+        tile = query_tile(s);
+        end_tile = end_of_key_tiles<branch>(tile, s);
         first_row = threadIdx.x / 32 * 16 * M;
         const int rows = blockDim.x / 32 * 16 * M;
-        keys.k_tiles = shared.take<bf16>(2 * KEY_TILE * D), keys.v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
-        keys.k = k, keys.v = v, keys.group = size_t(tile.bg) * s.key_stride * D;
-        q_tile = shared.take<bf16>(s.query_rows * D), dout_tile = nullptr, used = nullptr;
+        keys.k_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+        keys.v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+        keys.k = k;
+        keys.v = v;
+        keys.group = size_t(tile.bg) * s.key_stride * D;
+        q_tile = shared.take<bf16>(s.query_rows * D);
+        dout_tile = nullptr;
+        used = nullptr;
         copy_queries<D>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile.tokens, s);
         if constexpr (BACKWARD) {
             dout_tile = shared.take<bf16>(s.query_rows * D);
@@ -531,7 +547,8 @@ struct RowStatistics {
     __device__ static bool has_row() { return threadIdx.x < KEY_TILE; }
     // row: of [B, H, queries], if it is a query
     __device__ void load(bool query, int row, const float* lse_gated, const float* row_dot) {
-        own_shift = query ? -lse_gated[row] * LOG2_E : -INFINITY, own_dot = query ? row_dot[row] : 0;
+        own_shift = query ? -lse_gated[row] * LOG2_E : -INFINITY;
+        own_dot = query ? row_dot[row] : 0;
     }
     __device__ void store(int buffer, const AttentionShape& s) const {
         if (!has_row()) return;
@@ -550,7 +567,8 @@ struct TokenBuffers {
     RowStatistics<branch> rows;
 
     __device__ explicit TokenBuffers(DynamicShared& shared) {
-        q_tiles = shared.take<bf16>(2 * KEY_TILE * D), dout_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+        q_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+        dout_tiles = shared.take<bf16>(2 * KEY_TILE * D);
         rows.minus_shift = shared.take<float>(2 * sub_blocks(branch) * KEY_TILE);
         rows.dot = shared.take<float>(2 * KEY_TILE);
         k_tile = q_tiles + KEY_TILE * D;
@@ -593,7 +611,8 @@ struct WarpKeys {
                 load_a<D>(k_rows[m][x / 16], k_tile, warp_key() + m * 16, x);
                 if (!keeps_v<D>()) load_a<D>(v_rows[m][x / 16], v_tile, warp_key() + m * 16, x);
             }
-        clear(dk), clear(dv);
+        clear(dk);
+        clear(dv);
     }
     // The scores p of tokens first .. first + TOKENS - 1 of a tile become -infinity where the token does not see the
     // key.
@@ -691,7 +710,10 @@ __device__ inline void for_token_tiles(int at, int end, int heads, Next next, Fe
     }
     for (int buffer = 0; at < end; buffer ^= 1) {
         const int this_at = at;
-        if (++head == heads) head = 0, at = next(at);
+        if (++head == heads) {
+            head = 0;
+            at = next(at);
+        }
         cp_async_wait<0>();
         __syncthreads();  // this buffer has arrived, and all warps are done with the other one
         if (at < end) fetch(buffer ^ 1, at, head);
@@ -710,7 +732,8 @@ __device__ inline void add_partial_sums(bf16* out, const float* first, size_t st
         float2 sum = make_float2(0, 0);
         for (int part = 0; part < count; part++) {
             const float2 term = *reinterpret_cast<const float2*>(first + part * stride + i);
-            sum.x += term.x, sum.y += term.y;
+            sum.x += term.x;
+            sum.y += term.y;
         }
         *reinterpret_cast<__nv_bfloat162*>(out + (size_t(bg) * s.key_stride + size_t(tile) * KEY_TILE) * D + i) =
             __floats2bfloat162_rn(sum.x, sum.y);

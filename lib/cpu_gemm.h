@@ -174,9 +174,11 @@ constexpr int PER = std::is_same<Element, Bf16Pair>::value ? 2 : 1;
 struct InTurn {
     uint16_t halves[32], vectors[32];
     constexpr InTurn() : halves(), vectors() {
-        for (int i = 0; i < 16; i++)
-            halves[2 * i] = vectors[2 * i] = uint16_t(i), halves[2 * i + 1] = uint16_t(16 + i),
-                       vectors[2 * i + 1] = uint16_t(32 + i);
+        for (int i = 0; i < 16; i++) {
+            halves[2 * i] = vectors[2 * i] = uint16_t(i);
+            halves[2 * i + 1] = uint16_t(16 + i);
+            vectors[2 * i + 1] = uint16_t(32 + i);
+        }
     }
 };
 alignas(64) constexpr InTurn IN_TURN;
@@ -216,7 +218,10 @@ inline void pair_rows(Bf16Pair* out, const Bf16Pair* x, const Bf16Pair* y, int c
         _mm512_storeu_si512(out + 2 * i + 16, _mm512_permutex2var_epi16(a, high, b));
     }
 #endif
-    for (; i < count; i++) out[2 * i] = {x[i].first, y[i].first}, out[2 * i + 1] = {x[i].second, y[i].second};
+    for (; i < count; i++) {
+        out[2 * i] = {x[i].first, y[i].first};
+        out[2 * i + 1] = {x[i].second, y[i].second};
+    }
 }
 // Copies a [depth][width] matrix into the layout that the micro-kernel reads: element (k, x) is read at
 // in[k * in_k + x * in_x] and written to out[k * out_k + x * out_x]. Either in_k or in_x is 1: contiguous lines are
