@@ -1270,6 +1270,13 @@ __device__ inline TokenRange tokens_of_tile(int first_key, int part, const Atten
     return {max(first, 0), end};
 }
 
+// Where a part's sums for its tile of keys go. item: tile * parts + part
+template <int D>
+__device__ inline float* sums_of_part(float* partial, int bg, int item, const AttentionShape& s) {
+    const size_t tile = size_t(bg) * key_tiles(s) + item / s.parts;
+    return partial + (tile * s.parts + item % s.parts) * 2 * KEY_TILE * D;
+}
+
 // dk [keys] = dS^T q / sqrt(D), dv [keys] = P'^T dout.  One block per tile of keys, which stay in registers, 32 in each
 // of 2 warps (D = 128: 16 in each of 4). partial [B*G, tiles of keys, parts, 2, KEY_TILE, D], where there is more than
 // one part.
@@ -1333,11 +1340,8 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
                 buffers, buffer, masked, [&](int row) { return t0 + row; }, s);
         });
     const int index = int(block_index_again()), same_bg = index % s.batch_groups, item = index / s.batch_groups;
-    float* sums = nullptr;
-    if (branch == CMP && s.parts > 1)
-        sums =
-            partial + ((size_t(same_bg) * key_tiles(s) + item / s.parts) * s.parts + item % s.parts) * 2 * KEY_TILE * D;
-    keys.store(d.dk, d.dv, sums, same_bg, s);
+    const bool in_parts = branch == CMP && s.parts > 1;
+    keys.store(d.dk, d.dv, in_parts ? sums_of_part<D>(partial, same_bg, item, s) : nullptr, same_bg, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the parts; one block per tile of keys and (sequence, group)
 template <int D>

@@ -407,6 +407,10 @@ struct GatherPlan {
     __device__ size_t slot(int bg, int tile, int chunk) const {
         return size_t(bg) * 2 * most_extra + 2 * extra[size_t(bg) * (tiles + 1) + tile] + chunk;
     }
+    // Which chunk of its tile a thread block has; its number is `item` among those of the (sequence, group).
+    __device__ int chunk_of_item(int bg, int tile, int item) const {
+        return item < most_extra ? item - extra[size_t(bg) * (tiles + 1) + tile] + 1 : 0;
+    }
     __device__ int chunks(int bg, int tile) const {
         const int* e = extra + size_t(bg) * (tiles + 1) + tile;
         return e[1] - e[0] + 1;
@@ -513,7 +517,6 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     const int* extra = plan.extra + size_t(bg) * (plan.tiles + 1);
     const int tile = tile_of_item(plan, extra, item);
     if (tile < 0) return;
-    auto chunk_of = [&](int of_tile) { return item < plan.most_extra ? item - extra[of_tile] + 1 : 0; };
     const int first_key = tile * KEY_TILE;
     DynamicShared shared;
     TokenBuffers<SLC, D> buffers(shared);
@@ -522,7 +525,8 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     buffers.copy_keys(in.k, in.v, bg, first_key, s);
     // a plain division: Divisor would take registers that are not there
     const uint32_t* choosers = plan.choosers + size_t(bg * plan.units + tile / s.slc_tiles) * plan.token_words;
-    const int tokens = list_tokens(list, counts, choosers, plan.token_words, chunk_of(tile) * GATHER_CHUNK);
+    const int first_token = plan.chunk_of_item(bg, tile, item) * GATHER_CHUNK;
+    const int tokens = list_tokens(list, counts, choosers, plan.token_words, first_token);
     cp_async_wait<0>();
     __syncthreads();
     WarpKeys<SLC, D> keys;
@@ -559,13 +563,11 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
         });
     // computed again, because no register is free to keep it
     const int same_tile = int(unsigned(keys.first_key) / KEY_TILE), index = int(block_index_again()),
-              same_bg = index % s.batch_groups, same_item = index / s.batch_groups;
-    const int chunk =
-        same_item < plan.most_extra ? same_item - plan.extra[size_t(same_bg) * (plan.tiles + 1) + same_tile] + 1 : 0;
-    float* partial = plan.chunks(same_bg, same_tile) > 1
-                         ? plan.partial + plan.slot(same_bg, same_tile, chunk) * 2 * KEY_TILE * D
-                         : nullptr;
-    keys.store(d.dk, d.dv, partial, same_bg, s);
+              same_bg = index % s.batch_groups, chunk = plan.chunk_of_item(same_bg, same_tile, index / s.batch_groups);
+    float* sums = nullptr;
+    if (plan.chunks(same_bg, same_tile) > 1)
+        sums = plan.partial + plan.slot(same_bg, same_tile, chunk) * 2 * KEY_TILE * D;
+    keys.store(d.dk, d.dv, sums, same_bg, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the chunks; one block per tile of keys and (sequence, group)
 template <int D>

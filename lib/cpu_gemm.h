@@ -259,19 +259,24 @@ inline void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_
 template <class Element, class real>
 inline const Element* sum_over_columns(Element* out, const real* x, size_t ld, int rows, int columns) {
     if constexpr (PER<Element> == 1) return x;
-    else return pack(out, 1, ld / 2, x, 1, ld, (columns + 1) / 2, rows, columns), out;
+    else {
+        pack(out, 1, ld / 2, x, 1, ld, (columns + 1) / 2, rows, columns);
+        return out;
+    }
 }
 // The same for a product that sums over the rows: rows of pairs are ld apart. x may be what sum_over_columns has made,
 // rows of pairs that are ld / 2 apart.
 template <class Element, class Number>
 inline const Element* sum_over_rows(Element* out, const Number* x, size_t ld, int rows, int columns) {
     if constexpr (PER<Element> == 1) return x;
-    else if constexpr (PER<Number> == 1) return pack(out, ld, 1, x, ld, 1, (rows + 1) / 2, columns, rows), out;
     else {
-        const std::vector<Element> none(rows % 2 ? columns / 2 : 0);
-        for (int r = 0; r < rows; r += 2)
-            pair_rows(out + r / 2 * ld, x + r * (ld / 2), r + 1 < rows ? x + (r + 1) * (ld / 2) : none.data(),
-                      columns / 2);
+        if constexpr (PER<Number> == 1) pack(out, ld, 1, x, ld, 1, (rows + 1) / 2, columns, rows);
+        else {
+            const std::vector<Element> none(rows % 2 ? columns / 2 : 0);
+            for (int r = 0; r < rows; r += 2)
+                pair_rows(out + r / 2 * ld, x + r * (ld / 2), r + 1 < rows ? x + (r + 1) * (ld / 2) : none.data(),
+                          columns / 2);
+        }
         return out;
     }
 }
