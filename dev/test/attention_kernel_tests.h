@@ -351,115 +351,130 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
     }
     draw_order(0, s);
 }
-inline void check_attention(const NsaShape& s, Branch branch, Worst* worst, double scale = 1, bool backward = true,
-                            double density = 0.4) {
-    check_attention(Inputs(s, branch, scale, uint64_t(s.T) * 1000 + s.H, density), worst, backward);
+// A query may choose every block here, so slc_count says so: it bounds the workspace.
+inline Inputs gather_inputs(NsaShape s, double density = 0.4, double scale = 1) {
+    s.slc_count = s.slc_blocks();
+    return Inputs(s, SLC, scale, uint64_t(s.T) * 1000 + s.H, density);
+}
+
+// A row of the tables below: a shape, and how it is computed: by masked tiles in some branches, by gathered rows.
+constexpr unsigned BY_CMP = 1u << CMP, BY_SLC = 1u << SLC, BY_WIN = 1u << WIN, BY_TILES = BY_CMP | BY_SLC | BY_WIN,
+                   GATHERED = 8, BY_ALL = BY_TILES | GATHERED;
+struct Setup {
+    unsigned ways;
+    NsaShape s;
+    double density = 0.4;  // of the selection
+    bool backward = true;
+    double scale = 1;  // of q and k
+};
+inline void check_setups(const char* what, const std::vector<Setup>& table) {
+    Worst worst;
+    for (Setup x : table) {
+        if (x.s.T > LONGEST && x.backward) continue;
+        for (const Branch branch : {CMP, SLC, WIN})
+            if (x.ways >> branch & 1)
+                check_attention(Inputs(x.s, branch, x.scale, uint64_t(x.s.T) * 1000 + x.s.H, x.density), &worst,
+                                x.backward);
+        if (x.ways & GATHERED)
+            check_attention(gather_inputs(x.s, x.density, x.scale), &worst, x.backward, SelectedKernel::GATHER);
+    }
+    worst.print(what);
+}
+// Shapes with another compression, other selection blocks, another window, some of the queries.
+inline NsaShape compressed(NsaShape s, int l, int d) {
+    s.l = l;
+    s.d = d;
+    return s;
+}
+inline NsaShape blocks_of_tokens(NsaShape s, int slc_block) {
+    s.slc_block = slc_block;
+    return s;
+}
+inline NsaShape windowed(NsaShape s, int window, bool full = false) {
+    s.window = window;
+    s.full = full;
+    return s;
+}
+inline NsaShape from(NsaShape s, int first, int queries) {
+    s.first = first;
+    s.queries = queries;
+    return s;
 }
 
 }  // namespace attention_tests
 
 TEST(attention_kernels_heads) {
     using namespace attention_tests;
-    Worst worst;
-    for (const int heads : {1, 3, 5, 6, 12, 16, 128})  // 128: one token fills a tile of queries
-        for (const Branch branch : {CMP, SLC, WIN}) {
-            NsaShape s = shape(heads == 3     ? 200
-                               : heads == 128 ? 66
-                                              : 130,
-                               heads, heads < 3 ? 2 : 1, 64, heads == 1 ? 2 : 1);
-            s.l = 4, s.d = 1;
-            check_attention(s, branch, &worst);
-        }
-    worst.print("heads");
+    std::vector<Setup> table;
+    for (const int heads : {1, 3, 5, 6, 12, 16})
+        table.push_back(
+            {BY_ALL,
+             compressed(shape(heads == 3 ? 200 : 130, heads, heads < 3 ? 2 : 1, 64, heads == 1 ? 2 : 1), 4, 1)});
+    table.push_back({BY_TILES, compressed(shape(66, 128), 4, 1)});  // one token fills a tile of queries
+    table.push_back({GATHERED, shape(70, 96, 1, 16)});              // and one of the gathered backward pass
+    check_setups("heads", table);
 }
 TEST(attention_kernels_lengths) {
     using namespace attention_tests;
-    Worst worst;
+    std::vector<Setup> table = {{GATHERED, shape(15, 6)}};
     for (const int T : {1, 31, 32, 33, 63, 64, 65, 130, 200, 257}) {
-        if (T > LONGEST) continue;
-        for (const Branch branch : {CMP, SLC, WIN}) check_attention(shape(T, 3), branch, &worst);
+        table.push_back({BY_TILES, shape(T, 3)});
+        table.push_back({GATHERED, shape(T, 6, T == 65 ? 2 : 1, 64, T == 65 ? 2 : 1)});
     }
-    worst.print("lengths");
+    check_setups("lengths", table);
 }
 TEST(attention_kernels_compression) {
     using namespace attention_tests;
-    Worst worst;
-    // l, d, T: up to five tiles of compressed keys; with l = 12 and d = 1 a warp's first key becomes visible near the
-    // end of a tile of tokens
-    const int cases[][3] = {{1, 1, 257}, {12, 1, 200}, {4, 2, 300}, {8, 4, 129}, {12, 4, 66}, {32, 32, 200}};
-    for (const auto& c : cases) {
-        NsaShape s = shape(c[2], 3);
-        s.l = c[0], s.d = c[1];
-        if (s.T <= LONGEST) check_attention(s, CMP, &worst);
-    }
-    worst.print("compression");
+    // up to five tiles of compressed keys; with l = 12 and d = 1 a warp's first key becomes visible near the end of a
+    // tile of tokens
+    check_setups("compression", {{BY_CMP, compressed(shape(257, 3), 1, 1)},
+                                 {BY_CMP, compressed(shape(200, 3), 12, 1)},
+                                 {BY_CMP, compressed(shape(300, 3), 4, 2)},
+                                 {BY_CMP, compressed(shape(129, 3), 8, 4)},
+                                 {BY_CMP, compressed(shape(66, 3), 12, 4)},
+                                 {BY_CMP, compressed(shape(200, 3), 32, 32)}});
 }
 TEST(attention_kernels_windows) {
     using namespace attention_tests;
-    Worst worst;
-    for (const int window : {1, 37, 64, 79, 500}) {  // 79: its edge falls on the edge of a warp's keys
-        NsaShape s = shape(200, 3);
-        s.window = window;
-        check_attention(s, WIN, &worst);
-    }
-    NsaShape s = shape(200, 2);
-    s.full = true, s.window = 1;
-    check_attention(s, WIN, &worst);
-    worst.print("windows");
+    std::vector<Setup> table = {{BY_WIN, windowed(shape(200, 2), 1, true)}};
+    for (const int window : {1, 37, 64, 79, 500})  // 79: its edge falls on the edge of a warp's keys
+        table.push_back({BY_WIN, windowed(shape(200, 3), window)});
+    check_setups("windows", table);
 }
 TEST(attention_kernels_selection_blocks) {
     using namespace attention_tests;
-    Worst worst;
+    std::vector<Setup> table;
     for (const int block : {16, 32, 64, 128, 192}) {
-        NsaShape s = shape(block > 64 ? 270 : 200, 3);
-        s.slc_block = block;
-        if (s.T > LONGEST) s.T = s.queries = LONGEST;
-        check_attention(s, SLC, &worst);
-        s.T = s.queries = 150;
-        check_attention(s, SLC, &worst, 1, true, 0.03);  // most tiles are skipped
-        if (block < 64)
-            check_attention(s, SLC, &worst, 1, true, 0.9);  // all rows choose something of a tile, but not all of it
+        const unsigned ways = BY_SLC | GATHERED;
+        table.push_back({ways, blocks_of_tokens(shape(std::min(LONGEST, block > 64 ? 270 : 200), 3), block)});
+        table.push_back({ways, blocks_of_tokens(shape(150, 3), block), 0.03});  // most tiles are skipped
+        if (block < 64)  // all rows choose something of a tile, but not all of it
+            table.push_back({ways, blocks_of_tokens(shape(150, 3), block), 0.9});
     }
-    for (const double density : {0.4, 0.03}) {  // more than 32 blocks and tiles: bitmasks of several words
-        NsaShape s = shape(2200, 1);
-        s.first = 2150, s.queries = 10;
-        check_attention(s, SLC, &worst, 1, false, density);
-    }
-    worst.print("selection blocks");
+    for (const double density : {0.4, 0.03})  // more than 32 blocks and tiles: bitmasks of several words
+        table.push_back({BY_SLC, from(shape(2200, 1), 2150, 10), density, false});
+    check_setups("selection blocks", table);
 }
 TEST(attention_kernels_head_dimensions) {
     using namespace attention_tests;
-    Worst worst;
-    for (const int D : {16, 32, 128})
-        for (const Branch branch : {CMP, SLC, WIN}) {
-            NsaShape s = shape(150, 3, 1, D);
-            s.l = 4, s.d = 1;
-            check_attention(s, branch, &worst);
-        }
-    worst.print("head dimensions");
+    std::vector<Setup> table = {{GATHERED, shape(80, 12, 1, 128)}};
+    for (const int D : {16, 32, 128}) table.push_back({BY_ALL, compressed(shape(150, 3, 1, D), 4, 1)});
+    check_setups("head dimensions", table);
 }
 TEST(attention_kernels_decoding) {
     using namespace attention_tests;
-    Worst worst;
+    std::vector<Setup> table = {{GATHERED, from(shape(200, 6, 2, 64, 2), 130, 70), 0.4, false}};
     const int steps[][2] = {{0, 1},   {30, 1},  {31, 1},  {63, 1},   {64, 1},
                             {150, 1}, {199, 1}, {60, 10}, {100, 70}, {0, 40}};
-    for (const auto& step : steps)
-        for (const Branch branch : {CMP, SLC, WIN}) {
-            NsaShape s = shape(200, 6, 2, 64, 2);
-            s.first = step[0], s.queries = step[1];
-            check_attention(s, branch, &worst, 1, false);
-        }
-    worst.print("decoding");
+    for (const auto& [first, queries] : steps)
+        table.push_back({queries > 1 || first == 199 ? BY_ALL : BY_TILES, from(shape(200, 6, 2, 64, 2), first, queries),
+                         0.4, false});
+    check_setups("decoding", table);
 }
 TEST(attention_kernels_large_logits) {
     using namespace attention_tests;
-    Worst worst;
-    for (const Branch branch : {CMP, SLC, WIN}) {
-        NsaShape s = shape(150, 3);
-        s.l = 4, s.d = 1;
-        check_attention(s, branch, &worst, 18);  // scores of standard deviation 18^2, the largest about +-1500
-    }
-    worst.print("large logits");
+    // scores of standard deviation 18^2, the largest about +-1500
+    check_setups("large logits", {{BY_ALL, compressed(shape(150, 3), 4, 1), 0.4, true, 18}});
 }
 
 // ---- selection

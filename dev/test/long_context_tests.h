@@ -11,15 +11,6 @@ namespace long_context_tests {
 
 using namespace attention_tests;
 
-// A query may choose every block here, so slc_count says so: it bounds the workspace.
-inline Inputs gather_inputs(NsaShape s, double density = 0.4, double scale = 1) {
-    s.slc_count = s.slc_blocks();
-    return Inputs(s, SLC, scale, uint64_t(s.T) * 1000 + s.H, density);
-}
-inline void check_gather(const NsaShape& s, Worst* worst, double density = 0.4, bool backward = true,
-                         double scale = 1) {
-    check_attention(gather_inputs(s, density, scale), worst, backward, SelectedKernel::GATHER);
-}
 // Every query has the blocks `always`, its own, and one at random.
 inline std::vector<uint32_t> popular_selection(const NsaShape& s, const std::vector<int>& always) {
     std::vector<uint32_t> selection(size_t(s.B) * s.G * s.queries * s.selection_words());
@@ -79,47 +70,6 @@ inline void check_close(const Results& a, const Results& b) {
 
 }  // namespace long_context_tests
 
-TEST(attention_kernels_gather_heads) {
-    using namespace long_context_tests;
-    Worst worst;
-    for (const int heads : {1, 3, 5, 6, 12, 16})
-        check_gather(shape(heads == 3 ? 200 : 130, heads, heads < 3 ? 2 : 1, 64, heads == 1 ? 2 : 1), &worst);
-    check_gather(shape(70, 96, 1, 16), &worst);  // one token fills a tile of queries of the backward pass
-    worst.print("gathered rows, heads");
-}
-TEST(attention_kernels_gather_lengths) {
-    using namespace long_context_tests;
-    Worst worst;
-    for (const int T : {1, 15, 31, 32, 33, 64, 65, 130, 200, 257})
-        if (T <= LONGEST) check_gather(shape(T, 6, T == 65 ? 2 : 1, 64, T == 65 ? 2 : 1), &worst);
-    worst.print("gathered rows, lengths");
-}
-TEST(attention_kernels_gather_selection_blocks) {
-    using namespace long_context_tests;
-    Worst worst;
-    for (const int block : {16, 32, 64, 128, 192}) {
-        NsaShape s = shape(std::min(LONGEST, block > 64 ? 270 : 200), 3);
-        s.slc_block = block;
-        check_gather(s, &worst);
-        s.T = s.queries = 150;
-        check_gather(s, &worst, 0.03);  // most tokens choose nothing
-        if (block < 64) check_gather(s, &worst, 0.9);
-    }
-    worst.print("gathered rows, selection blocks");
-}
-TEST(attention_kernels_gather_head_dimensions) {
-    using namespace long_context_tests;
-    Worst worst;
-    for (const int D : {16, 32, 128}) check_gather(shape(150, 3, 1, D), &worst);
-    check_gather(shape(80, 12, 1, 128), &worst);
-    worst.print("gathered rows, head dimensions");
-}
-TEST(attention_kernels_gather_large_logits) {
-    using namespace long_context_tests;
-    Worst worst;
-    check_gather(shape(150, 3), &worst, 0.4, true, 18);
-    worst.print("gathered rows, large logits");
-}
 // A tile of tokens that chose nothing, or all of them.
 TEST(attention_kernels_gather_empty_selections) {
     using namespace long_context_tests;
@@ -135,17 +85,6 @@ TEST(attention_kernels_gather_empty_selections) {
     for (size_t i = 0; i < r.lse.size(); i++) CHECK(std::isinf(r.lse[i]) && r.lse[i] > 0);
     for (size_t i = 0; i < r.dq.size(); i++) CHECK_EQUAL(r.dq[i], float(in.dq[i]));
     for (size_t i = 0; i < r.dk.size(); i++) CHECK(float(r.dk[i]) == 0 && float(r.dv[i]) == 0);
-}
-TEST(attention_kernels_gather_in_parts) {
-    using namespace long_context_tests;
-    Worst worst;
-    const int steps[][2] = {{0, 40}, {60, 10}, {100, 70}, {199, 1}, {130, 70}};
-    for (const auto& step : steps) {
-        NsaShape s = shape(200, 6, 2, 64, 2);
-        s.first = step[0], s.queries = step[1];
-        check_gather(s, &worst, 0.4, false);
-    }
-    worst.print("gathered rows, in parts");
 }
 // 1024 selection blocks, as 64k tokens have, chosen by the kernel, attended to by gathered rows: the first tiles of
 // tokens, and the last.
@@ -392,7 +331,7 @@ TEST(attention_kernels_compressed_in_parts) {
         s.T = s.queries = 600;
 #endif
         CHECK(attention_shape(CMP, s, 0).parts > 1);
-        check_attention(s, CMP, &worst);
+        check_attention(Inputs(s, CMP, 1, uint64_t(s.T) * 1000 + s.H), &worst);
     }
     worst.print("compressed branch in parts");
     for (const std::array<int, 2> c : {std::array<int, 2>{256, 1}, {2048, 8}, {16384, 64}, {49152, 32}, {65536, 32}})
