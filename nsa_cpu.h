@@ -477,7 +477,7 @@ struct Cpu : HostRuntime {
     // Gradients of one branch, from those rows.  P' = e^(S - lse_gated) = g P,  dS = P' o (dout v^T - row_dot):
     //     dq = dS k / sqrt(D), or += with `add`;  dk = dS^T q / sqrt(D);  dv = P'^T dout
     // Training shapes.
-    void attention_backward(Branch branch, const BackwardArrays<real, Stat>& d, const AttentionInputs<real>& in,
+    void attention_backward(Branch branch, const BackwardArrays<real, Stat>& d, const InputArrays<real>& in,
                             const NsaShape& s) {
         const ProfileRange range(ATTENTION_NAMES[branch]);
         if constexpr (in_tiles) return tiles.attention_backward(gemm.bf16, branch, d, in, s);

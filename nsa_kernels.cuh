@@ -574,7 +574,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
 // dq = dS k / sqrt(D), or += with `add`, one warp per query row.  P' = e^(score - lse_gated), dS = P' o (dout v^T -
 // row_dot)
 __global__ void __launch_bounds__(WARPS * 32, 1)
-    dq_kernel(Branch branch, BackwardArrays<cuda_real, float> d, AttentionInputs<cuda_real> in, NsaShape s, float scale,
+    dq_kernel(Branch branch, BackwardArrays<cuda_real, float> d, InputArrays<cuda_real> in, NsaShape s, float scale,
               size_t rows) {
     DynamicShared shared;
     const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -613,8 +613,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
 // dk = dS^T q / sqrt(D), dv = P'^T dout, one warp per key, which goes through the heads of its group and the queries
 // that see it, 32 at a time.
 __global__ void __launch_bounds__(WARPS * 32, 1)
-    dkdv_kernel(Branch branch, BackwardArrays<cuda_real, float> d, AttentionInputs<cuda_real> in, NsaShape s,
-                float scale, size_t rows) {
+    dkdv_kernel(Branch branch, BackwardArrays<cuda_real, float> d, InputArrays<cuda_real> in, NsaShape s, float scale,
+                size_t rows) {
     DynamicShared shared;
     const int D = s.D, warp = threadIdx.x / 32, lane = threadIdx.x % 32, h = s.H / s.G;
     float *key_row = shared.take<float>(WARPS * (4 * D + 64)) + warp * (4 * D + 64), *value_row = key_row + D,
@@ -797,7 +797,7 @@ inline void attention_forward(Branch branch, cuda_real* out, float* lse, const c
 }
 // Training shapes (first = 0, queries = T).
 inline void attention_backward(Branch branch, const BackwardArrays<cuda_real, float>& d,
-                               const AttentionInputs<cuda_real>& in, const NsaShape& s, cudaStream_t stream) {
+                               const InputArrays<cuda_real>& in, const NsaShape& s, cudaStream_t stream) {
     const size_t rows = s.query_rows(), keys = branch == CMP ? s.cmp_rows() : s.key_rows();
     const float scale = float(s.scale());
     launch<dq_kernel>(blocks_for(rows, WARPS), WARPS * 32, WARPS * (3 * s.D + 32) * sizeof(float), stream, branch, d,
@@ -1192,7 +1192,7 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
 // softmax.
 template <Branch branch, int D>
 __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
-    attention_dq_kernel(BackwardArrays<bf16, float> d, AttentionInputs<bf16> in, const SelectedChoice* choice,
+    attention_dq_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, const SelectedChoice* choice,
                         AttentionShape s) {
     constexpr int M = row_pieces<D>(), KEYS = 16;  // keys at a time, as many as there are registers for
     if (branch == SLC && choice && choice->gather) return;
@@ -1282,7 +1282,7 @@ __device__ inline float* sums_of_part(float* partial, int bg, int item, const At
 // one part.
 template <Branch branch, int D>
 __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
-    attention_dkdv_kernel(BackwardArrays<bf16, float> d, AttentionInputs<bf16> in, float* partial,
+    attention_dkdv_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, float* partial,
                           const SelectedChoice* choice, AttentionShape s) {
     constexpr int THREADS = dkdv_threads<D>();
     if (branch == SLC && choice && choice->gather) return;
@@ -1639,7 +1639,7 @@ inline void launch_attention_forward(bf16* out, float* lse, const bf16* q, const
                                                 selection, choice, a);
 }
 template <Branch branch, int D>
-inline void launch_attention_backward(const BackwardArrays<bf16, float>& d, const AttentionInputs<bf16>& in,
+inline void launch_attention_backward(const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in,
                                       const NsaShape& s, SelectedKernel asked, AttentionWorkspace workspace,
                                       cudaStream_t stream) {
     const AttentionShape a = attention_shape(branch, s, 0);
@@ -1716,7 +1716,7 @@ inline void attention_forward(Branch branch, bf16* out, float* lse, const bf16* 
     });
 }
 // Shapes and formulas as in Cpu. A query has chosen at most max(slc_count, 3) blocks.
-inline void attention_backward(Branch branch, const BackwardArrays<bf16, float>& d, const AttentionInputs<bf16>& in,
+inline void attention_backward(Branch branch, const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in,
                                const NsaShape& s, SelectedKernel kernel, AttentionWorkspace workspace,
                                cudaStream_t stream) {
     check_attention_shape(branch, s);
@@ -2040,7 +2040,7 @@ struct Cuda : CudaRuntime {
 #endif
         plain::attention_forward(branch, out, lse, q, k, v, selection, s, stream);
     }
-    void attention_backward(Branch branch, const BackwardArrays<real, Stat>& d, const AttentionInputs<real>& in,
+    void attention_backward(Branch branch, const BackwardArrays<real, Stat>& d, const InputArrays<real>& in,
                             const NsaShape& s) {
         const ProfileRange range(ATTENTION_NAMES[branch]);
 #ifndef PRECISION_FP32

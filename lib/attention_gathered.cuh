@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
 // As attention_dq_kernel<SLC>.
 template <int D>
 __global__ void __launch_bounds__(GATHER_WARPS * 32, D > 64 ? 1 : 2)
-    gather_dq_kernel(BackwardArrays<bf16, float> d, AttentionInputs<bf16> in, const SelectedChoice* choice,
+    gather_dq_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, const SelectedChoice* choice,
                      AttentionShape s) {
     if (choice && !choice->gather) return;
     const GatherBlock<D, true> block(in.q, d.dout, in.k, in.v, in.selection, s);
@@ -509,7 +509,7 @@ __device__ inline int tile_of_item(const GatherPlan& plan, const int* extra, int
 // go to plan.partial. The first most_extra * B*G thread blocks take the chunks beyond the first.
 template <int D>
 __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
-    gather_dkdv_kernel(BackwardArrays<bf16, float> d, AttentionInputs<bf16> in, GatherPlan plan,
+    gather_dkdv_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, GatherPlan plan,
                        const SelectedChoice* choice, AttentionShape s) {
     if (choice && !choice->gather) return;
     constexpr int THREADS = dkdv_threads<D>();
@@ -751,9 +751,8 @@ inline void launch_gather_forward(bf16* out, float* lse, const bf16* q, const bf
                                      gather_shared_bytes<D>(a, false), stream, out, lse, q, k, v, selection, choice, a);
 }
 template <int D>
-inline void launch_gather_backward(const BackwardArrays<bf16, float>& d, const AttentionInputs<bf16>& in,
-                                   const NsaShape& s, const SelectedChoice* choice, WorkspacePieces& pieces,
-                                   cudaStream_t stream) {
+inline void launch_gather_backward(const BackwardArrays<bf16, float>& d, const InputArrays<bf16>& in, const NsaShape& s,
+                                   const SelectedChoice* choice, WorkspacePieces& pieces, cudaStream_t stream) {
     const AttentionShape a = gather_shape<D>(s, true);
     const GatherPlan plan = gather_plan<D>(pieces, s);
     launch<gather_dq_kernel<D>>(unsigned(a.tiles * a.batch_groups), gather_threads(a), gather_shared_bytes<D>(a, true),

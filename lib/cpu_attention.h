@@ -33,7 +33,7 @@ class TiledAttention {
                            const float* v, const uint32_t* selection, const NsaShape& s);
     // Training shapes.
     void attention_backward(bool bf16, Branch branch, const BackwardArrays<float, float>& d,
-                            const AttentionInputs<float>& in, const NsaShape& s);
+                            const InputArrays<float>& in, const NsaShape& s);
     // The compressed branch's attention_forward, and the blocks that its scores choose: selection [B, G, queries,
     // words] or null, chosen_importance [B, G, queries] or null.
     void attend_and_select(bool bf16, float* out, float* lse, uint32_t* selection, float* chosen_importance,
@@ -116,7 +116,7 @@ class TiledAttention {
     Workspace<float> scratch[6];
 
     // What every pass reads: one branch's queries, keys and values.
-    struct Branches : AttentionInputs<float> {
+    struct Branches : InputArrays<float> {
         Branch branch;
         const NsaShape& s;
         const uint32_t* mask(size_t bg, int t) const { return s.selection_mask(selection, bg, t); }
@@ -795,7 +795,7 @@ void TiledAttention::attend_and_select(bool bf16, float* out, float* lse, uint32
     forward(bf16, {out, lse, selection, chosen_importance}, {{q, kc, vc, nullptr}, CMP, s});
 }
 void TiledAttention::attention_backward(bool bf16, Branch branch, const BackwardArrays<float, float>& d,
-                                        const AttentionInputs<float>& in, const NsaShape& s) {
+                                        const InputArrays<float>& in, const NsaShape& s) {
     with_element(bf16, [&](auto element) { backward_pass<decltype(element)>(d, {in, branch, s}); });
 }
 #endif

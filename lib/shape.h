@@ -93,7 +93,7 @@ struct PhiOf {
 // What a branch's attention reads: q [B, H, queries, D], keys and values [B, G, key_stride(), D], and in the selected
 // branch selection [B, G, queries, words].
 template <class T>
-struct AttentionInputs {
+struct InputArrays {
     const T *q, *k, *v;
     const uint32_t* selection;
 };

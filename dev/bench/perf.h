@@ -247,7 +247,7 @@ struct Timed : Dev {
         clock("attention_forward, " + branch_name(branch, s), attention_forward_work(branch, s, sizeof(real)),
               [&] { Dev::attention_forward(branch, out, lse, q, k, v, selection, s); });
     }
-    void attention_backward(Branch branch, const BackwardArrays<real, Stat>& d, const AttentionInputs<real>& in,
+    void attention_backward(Branch branch, const BackwardArrays<real, Stat>& d, const InputArrays<real>& in,
                             const NsaShape& s) {
         clock("attention_backward, " + branch_name(branch, s), attention_backward_work(branch, s, sizeof(real)),
               [&] { Dev::attention_backward(branch, d, in, s); });

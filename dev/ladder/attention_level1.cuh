@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
 }
 
 // As plain::dq_kernel. One block per 32 queries of a head.
-__global__ void __launch_bounds__(WARPS * 32, 1) dq_kernel(Branch branch, BackwardArrays<cuda_real, float> d,
-                                                           AttentionInputs<cuda_real> in, NsaShape s, float scale) {
+__global__ void __launch_bounds__(WARPS * 32, 1)
+    dq_kernel(Branch branch, BackwardArrays<cuda_real, float> d, InputArrays<cuda_real> in, NsaShape s, float scale) {
     DynamicShared shared;
     const Tile queries(shared, s.D), gradients(shared, s.D), keys(shared, s.D), values(shared, s.D), sums(shared, s.D);
     unsigned* visible = shared.take<unsigned>(TILE);
@@ -163,8 +163,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) dq_kernel(Branch branch, Backwa
 }
 
 // As plain::dkdv_kernel. One block per 32 keys of a group; tiles of 32 queries go by, head by head.
-__global__ void __launch_bounds__(WARPS * 32, 1) dkdv_kernel(Branch branch, BackwardArrays<cuda_real, float> d,
-                                                             AttentionInputs<cuda_real> in, NsaShape s, float scale) {
+__global__ void __launch_bounds__(WARPS * 32, 1)
+    dkdv_kernel(Branch branch, BackwardArrays<cuda_real, float> d, InputArrays<cuda_real> in, NsaShape s, float scale) {
     DynamicShared shared;
     const Tile queries(shared, s.D), gradients(shared, s.D), keys(shared, s.D), values(shared, s.D),
         dk_sums(shared, s.D), dv_sums(shared, s.D);
@@ -217,7 +217,7 @@ inline void attention_forward(Branch branch, cuda_real* out, float* lse, const c
                            lse, q, k, v, selection, s, float(s.scale()));
 }
 inline void attention_backward(Branch branch, const BackwardArrays<cuda_real, float>& d,
-                               const AttentionInputs<cuda_real>& in, const NsaShape& s, cudaStream_t stream) {
+                               const InputArrays<cuda_real>& in, const NsaShape& s, cudaStream_t stream) {
     const float scale = float(s.scale());
     launch<dq_kernel>(unsigned(s.B * s.H * tiles_of(s.T)), WARPS * 32, block_bytes(5, s.D), stream, branch, d, in, s,
                       scale);
