@@ -357,6 +357,15 @@ inline Inputs gather_inputs(NsaShape s, double density = 0.4, double scale = 1) 
     return Inputs(s, SLC, scale, uint64_t(s.T) * 1000 + s.H, density);
 }
 
+inline void check_attention(const NsaShape& s, Branch branch, Worst* worst, double scale = 1, bool backward = true,
+                            double density = 0.4) {
+    check_attention(Inputs(s, branch, scale, uint64_t(s.T) * 1000 + s.H, density), worst, backward);
+}
+inline void check_gather(const NsaShape& s, Worst* worst, double density = 0.4, bool backward = true,
+                         double scale = 1) {
+    check_attention(gather_inputs(s, density, scale), worst, backward, SelectedKernel::GATHER);
+}
+
 // A row of the tables below: a shape, and how it is computed: by masked tiles in some branches, by gathered rows.
 constexpr unsigned BY_CMP = 1u << CMP, BY_SLC = 1u << SLC, BY_WIN = 1u << WIN, BY_TILES = BY_CMP | BY_SLC | BY_WIN,
                    GATHERED = 8, BY_ALL = BY_TILES | GATHERED;
@@ -369,14 +378,11 @@ struct Setup {
 };
 inline void check_setups(const char* what, const std::vector<Setup>& table) {
     Worst worst;
-    for (Setup x : table) {
+    for (const Setup& x : table) {
         if (x.s.T > LONGEST && x.backward) continue;
         for (const Branch branch : {CMP, SLC, WIN})
-            if (x.ways >> branch & 1)
-                check_attention(Inputs(x.s, branch, x.scale, uint64_t(x.s.T) * 1000 + x.s.H, x.density), &worst,
-                                x.backward);
-        if (x.ways & GATHERED)
-            check_attention(gather_inputs(x.s, x.density, x.scale), &worst, x.backward, SelectedKernel::GATHER);
+            if (x.ways >> branch & 1) check_attention(x.s, branch, &worst, x.scale, x.backward, x.density);
+        if (x.ways & GATHERED) check_gather(x.s, &worst, x.density, x.backward, x.scale);
     }
     worst.print(what);
 }
