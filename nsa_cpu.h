@@ -57,7 +57,7 @@ struct HyperAdamW {
 //   attention   split_heads_forward, _backward (Heads, HeadGradients); compress_forward, _backward (Phi, PhiGradients);
 //               attention_forward, _backward; select_blocks; attend_and_select; combine_forward;
 //               attention_backward_rows
-//   update      add_sum, add; chunk_squares, total_squares, set_guard (the gradient's norm); set_step, adamw;
+//   update      add_sum; chunk_squares, total_squares, set_guard (the gradient's norm); set_step, adamw;
 //               round_master (if has_master)
 //   log         describe, describe_selected, count_reads, peak_flops, peak_bytes
 // clang-format on
@@ -215,11 +215,6 @@ struct Cpu : HostRuntime {
     template <class T>
     void set_guard(T* guard, const double* loss) {
         *guard = T(*loss);
-    }
-    // x += y
-    void add(Grad* x, const Grad* y, size_t count) {
-#pragma omp parallel for simd schedule(static)
-        for (size_t i = 0; i < count; i++) x[i] += y[i];
     }
     void set_step(const HyperAdamW&) {}  // for an engine that replays its updates
     // AdamW (Loshchilov & Hutter 2019): decoupled decay, bias-corrected moments m, v. All arrays [count]. An engine

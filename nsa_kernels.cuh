@@ -422,9 +422,6 @@ template <class T>
 __global__ void set_guard_kernel(T* guard, const double* loss) {
     if (threadIdx.x == 0) *guard = T(*loss);
 }
-__global__ void add_arrays_kernel(float* x, const float* y, size_t count) {
-    for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) x[i] += y[i];
-}
 
 struct AdamWConstants {
     float beta1, beta2, eps;
@@ -1885,10 +1882,6 @@ struct Cuda : CudaRuntime {
     template <class T>
     void set_guard(T* guard, const double* loss) {
         launch<kernels::set_guard_kernel<T>>(1, 32, 0, stream, guard, loss);
-    }
-    // x += y
-    void add(Grad* x, const Grad* y, size_t count) {
-        if (count) launch<kernels::add_arrays_kernel>(grid_of(count), 256, 0, stream, x, y, count);
     }
     // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. All arrays [count]. master is
     // updated and rounded to param: in bf16 stochastically, by the random stream (RANDOM_ROUNDING, step) at h.offset +

@@ -13,7 +13,6 @@
 // nsa_kernels.cuh; `dev` is one of the two. Ranks are in ddp.cuh, token shards in dataloader.h, text in tokenizer.h,
 // and everything that is not about the model in lib/.
 #include <map>
-#include <numeric>
 #include <set>
 #include <string>
 #include <tuple>
@@ -159,13 +158,12 @@ struct Model {
     // Flat arrays of state_elements(), indexed by Piece::local. An engine without a master copy has params here.
     typename Dev::Master* master = nullptr;
     typename Dev::Stat *m = nullptr, *v = nullptr;
-    // Of the running step: sum of losses, sum of the gradient's squares; with --deterministic then every sample's loss.
+    // Of the running step: sum of losses, sum of the gradient's squares.
+    static constexpr size_t RESULTS = 2;
     double* results = nullptr;
-    size_t result_count = 2;
     // The gradient's sums of squares by chunk, then a guard: the running step's at [step % 2], the previous one's at
     // the other.
     double* squares[2] = {};
-    std::vector<Grad*> partial;  // --deterministic: gradients of subtrees, see sum_in_tree
     Weights<real> w;
     Weights<Grad> dw;
     typename Dev::Sequence update_sequence;
@@ -188,28 +186,24 @@ struct Model {
         allocate_zeros(grads, partition.elements);
         allocate_zeros(m, state_elements());
         allocate_zeros(v, state_elements());
-        if (c.deterministic) result_count += size_t(samples_per_rank());
-        allocate_zeros(results, result_count);
+        allocate_zeros(results, RESULTS);
         for (double*& s : squares) allocate_zeros(s, chunks() + 1);
-        partial.resize(size_t(tree_levels(c, ranks)));
-        for (Grad*& p : partial) allocate_zeros(p, partition.elements);
         dw = table.point_into(grads, c);
     }
     ~Model() {
         if constexpr (Dev::has_master) dev.release(master);
-        for (Grad* p : partial) dev.release(p);
-        dev.release(params), dev.release(grads);
-        dev.release(m), dev.release(v);
-        dev.release(results), dev.release(squares[0]), dev.release(squares[1]);
+        dev.release(params);
+        dev.release(grads);
+        dev.release(m);
+        dev.release(v);
+        dev.release(results);
+        for (double* s : squares) dev.release(s);
     }
     Model(const Model&) = delete;
     Model& operator=(const Model&) = delete;
 
     size_t state_elements() const { return sharded ? partition.shard() : partition.elements; }
     size_t chunks() const { return partition.elements / CHUNK; }
-    int64_t samples_per_rank() const {
-        return std::max<int64_t>(1, config.total_batch / std::max<int64_t>(1, config.seq_len) / partition.ranks);
-    }
     typename Dev::Master* master_at(const Piece& p, size_t i) const {
         return Dev::has_master ? master + p.local + (i - p.begin) : master + i;
     }
@@ -218,20 +212,12 @@ struct Model {
     }
     ProfileRange enter(const char* phase, int64_t i = -1) const { return progress(phase), ProfileRange(phase, i); }
 
-    // Gradient buffers that --deterministic needs beside the first.
-    static int64_t tree_levels(const Config& c, int ranks) {
-        int64_t levels = 0;
-        if (c.deterministic)
-            while ((int64_t(1) << levels) < c.total_batch / c.seq_len / ranks) levels++;
-        return levels;
-    }
     // Bytes of the flat arrays in training.
     static double flat_bytes(const Config& c, int ranks) {
         const Partition p(TensorTable(c).total, ranks, c.bucket_mb);
         const double state =
             double(Dev::has_master ? sizeof(typename Dev::Master) : 0) + 2 * sizeof(typename Dev::Stat);
-        return double(p.elements) * (double(sizeof(real)) + sizeof(Grad) * double(1 + tree_levels(c, ranks)) +
-                                     state / (c.zero == 1 ? ranks : 1));
+        return double(p.elements) * (sizeof(real) + sizeof(Grad) + state / (c.zero == 1 ? ranks : 1));
     }
 
     void set_parameter(const TensorSpec& t, const float* values) {
@@ -872,28 +858,6 @@ void micro_step(Model<Dev>& model, Activations<Dev>& a, const int32_t* inputs, c
     });
 }
 
-// --deterministic: one sample at a time, forward and backward, with gradients added in a tree that depends on the
-// number of samples alone. The sum over the `count` samples first, first + stride, ... is the sum over the even ones of
-// them plus the sum over the odd ones, and so on down. Of two ranks, one has the even samples and one the odd ones, and
-// Reducer adds the two sums at the top of the same tree: the same bits as one rank's. (What more ranks have, MPI and
-// NCCL add in an order of their own.) The result is in the buffer of this level; level 0 is model.grads.
-template <class Dev>
-void sum_in_tree(Model<Dev>& model, Activations<Dev>& a, const std::vector<int32_t>& inputs,
-                 const std::vector<int32_t>& targets, size_t first, size_t stride, size_t count, size_t level = 0) {
-    auto* sum = level ? model.partial[level - 1] : model.grads;
-    if (count > 1) {
-        sum_in_tree(model, a, inputs, targets, first, 2 * stride, (count + 1) / 2, level);
-        sum_in_tree(model, a, inputs, targets, first + stride, 2 * stride, count / 2, level + 1);
-        return model.dev.add(sum, model.partial[level], model.partition.elements);
-    }
-    const size_t tokens = size_t(a.shape.T), at = first * tokens;
-    model.dw = model.table.point_into(sum, model.config);
-    model.dev.zero(sum, model.partition.elements);
-    micro_step(model, a, inputs.data() + at, targets.data() + at, false, true);
-    model.dev.add_sum(model.results + 2 + first, a.losses, tokens);
-    model.dw = model.table.point_into(model.grads, model.config);
-}
-
 // One optimiser step's gradients: accumulated over micro-steps and summed over ranks, which begins while the last
 // micro-step's backward pass still runs. model.results gets the sum of this rank's losses. tokens, where given, gets
 // the step's inputs [samples, T]. Data that cannot be read are an error before anything has changed.
@@ -909,21 +873,15 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
     model.progress("data");
     read_samples(loader, world, inputs, targets, int(micro_steps) * B);
     Progress progress(format_text("step %lld", (long long)model.step), double(micro_steps), world.rank == 0);
-    model.dev.zero(model.results, model.result_count);
-    if (c.deterministic) {
-        a.collect_statistics = collect_statistics;
-        sum_in_tree(model, a, inputs, targets, 0, 1, size_t(micro_steps));
-        model.dev.set_guard(model.grads + model.table.total, model.results);
-    } else {
-        model.dev.zero(model.grads, model.partition.elements);
-        for (int64_t i = 0; i < micro_steps; i++) {
-            const bool last = i + 1 == micro_steps;
-            const size_t at = size_t(i) * micro_tokens;
-            a.collect_statistics = collect_statistics && last;
-            progress.done = double(i);
-            micro_step(model, a, inputs.data() + at, targets.data() + at, last, !(last && reducer));
-            if (last && reducer) backward(model, a, [&](size_t offset) { reducer->ready(offset); });
-        }
+    model.dev.zero(model.results, model.RESULTS);
+    model.dev.zero(model.grads, model.partition.elements);
+    for (int64_t i = 0; i < micro_steps; i++) {
+        const bool last = i + 1 == micro_steps;
+        const size_t at = size_t(i) * micro_tokens;
+        a.collect_statistics = collect_statistics && last;
+        progress.done = double(i);
+        micro_step(model, a, inputs.data() + at, targets.data() + at, last, !(last && reducer));
+        if (last && reducer) backward(model, a, [&](size_t offset) { reducer->ready(offset); });
     }
     a.collect_statistics = false;
     if (tokens) *tokens = std::move(inputs);
@@ -1050,7 +1008,7 @@ struct Run {
         const bool statistics = is_first() && c.stats_every && s.step % c.stats_every == 0;
         accumulate_gradients(model, *activations, *data.train, world, statistics, reducer.get(), &s.tokens);
         gradient_norm(model, s.step, reducer.get());
-        dev.send(model.results, model.result_count);
+        dev.send(model.results, model.RESULTS);
         if (reducer) reducer->mark();
         if (c.skip_outliers > 0) {
             exchange(s);
@@ -1070,20 +1028,18 @@ struct Run {
         model.progress(Dev::on_host ? "update" : "waiting for the GPU");
         if (reducer) reducer->await_results(model.step);
         const std::vector<double> results = dev.receive();
-        const size_t own = model.result_count - 2;  // --deterministic: the losses of this rank's samples
-        std::vector<double> sums(COUNT + own * size_t(world.size));
-        sums[LOSS] = s.own_loss = results[0];
-        sums[TERMINATE] = asked_to_terminate(), sums[INTERRUPT] = asked_to_interrupt();
+        s.own_loss = results[0];
+        double sums[COUNT];
+        sums[LOSS] = s.own_loss;
+        sums[TERMINATE] = asked_to_terminate();
+        sums[INTERRUPT] = asked_to_interrupt();
         sums[HALT] = is_first() && file_exists(config().out + "/halt");
         sums[WRITTEN] = saver.has_written();
-        for (size_t i = 0; i < own; i++) sums[COUNT + i * size_t(world.size) + size_t(world.rank)] = results[2 + i];
         model.progress("waiting for the other ranks");
-        world.sum(sums.data(), sums.size());
+        world.sum(sums, COUNT);
         model.progress("report");
         s.exchanged = true;
         s.loss = sums[LOSS] / double(config().total_batch);
-        if (own)  // in the order of the samples
-            s.loss = std::accumulate(sums.begin() + COUNT, sums.end(), 0.0) / double(config().total_batch);
         s.norm = std::sqrt(results[1]);
         if (!s.is_bad()) s.loss_z = state.losses.z_score(s.loss), s.norm_z = state.norms.z_score(s.norm);
         if (world.size == 1) stop_without_reader();

@@ -33,7 +33,6 @@ struct Config {
     int64_t zero = 0, max_bad_steps = 0;
     double bucket_mb = 0, skip_outliers = 0;
     std::string grad_reduce;
-    bool deterministic = false;
     double lr = 0, lr_final = 0, weight_decay = 0, beta1 = 0, beta2 = 0, adam_eps = 0, grad_clip = 0;
     std::string schedule;
     // the run
@@ -186,9 +185,6 @@ inline const std::vector<Option>& option_table() {
          "format in which gradients travel between ranks"},
         {"zero", TRAIN, &Config::zero, "0", 0, 1,
          "1: optimiser state (moments, fp32 master weights) is shared out over the ranks"},
-        {"deterministic", TRAIN, &Config::deterministic,
-         "the same bits on one and on two ranks, with any accumulation: one sample at a time, sums in a fixed tree; "
-         "slower"},
         // the run
         {"seed", TRAIN | SAMPLE, &Config::seed, "1337", 0, 9e15, "of weights, data order and samples"},
         {"eval-every", TRAIN, &Config::eval_every, "preset", 0, T, "steps between validations; 0: only at the end"},
@@ -558,11 +554,10 @@ inline void resolve_batch(Config& c, const std::set<std::string>& given, int ran
     }
     c.total_batch = sequences * c.seq_len;
     const int64_t per_rank = sequences / ranks;
-    if (c.deterministic) c.batch = 1;  // one sample at a time
     if (sequences % ranks)
         fail_usage("--total-batch %lld is %lld sequences of --seq-len %lld, not divisible by %d ranks",
                    (long long)c.total_batch, (long long)sequences, (long long)c.seq_len, ranks);
-    if (!given.count("batch") && !c.deterministic)
+    if (!given.count("batch"))
         for (c.batch = std::min(c.batch ? c.batch : as_preset ? p.batch : 1, per_rank); per_rank % c.batch; c.batch--) {
         }  // a resumed run has one already
     if (per_rank % c.batch)
@@ -638,11 +633,6 @@ inline void validate_run(const Config& c, int ranks) {
         fail_usage("--stall-timeout %g: ranks are listened to five times a second; give at least 1, or 0 for none",
                    c.stall_timeout);
     if (c.data != "synthetic") require_no_bytes(c);
-    if (c.deterministic && ranks > 2)
-        fail_usage(
-            "--deterministic on %d ranks: in which order MPI or NCCL adds what more than two of them have is theirs "
-            "to choose; start at most 2",
-            ranks);
 }
 
 // How the user calls the program, for commands that are printed.

@@ -104,12 +104,10 @@ inline void print_run_data(const Config& c, const RunFacts& f, const std::set<st
 
 inline void print_run_batch(const Config& c, const RunFacts& f, const std::set<std::string>& given) {
     std::printf(
-        "batch:  %lld tokens a step = %lld sequences of %lld x %d ranks x %lld micro-steps%s; %lld steps, %s "
+        "batch:  %lld tokens a step = %lld sequences of %lld x %d ranks x %lld micro-steps; %lld steps, %s "
         "schedule\n",
         (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len, f.ranks,
-        (long long)(c.total_batch / (c.batch * c.seq_len * f.ranks)),
-        c.deterministic ? " (--deterministic: one sequence at a time, whatever --batch is)" : "", (long long)c.steps,
-        c.schedule.c_str());
+        (long long)(c.total_batch / (c.batch * c.seq_len * f.ranks)), (long long)c.steps, c.schedule.c_str());
     if (!given.count("total-batch") && c.total_batch != preset_of(c).total_batch)
         std::printf("        not the preset's %lld tokens a step, %s; --total-batch sets them\n",
                     (long long)preset_of(c).total_batch,
@@ -119,9 +117,7 @@ inline void print_run_batch(const Config& c, const RunFacts& f, const std::set<s
         std::printf(
             "graphs: what a step launches is recorded as CUDA graphs when it comes for the second time, and replayed "
             "from then on%s\n",
-            f.ranks > 1 && !c.deterministic
-                ? "; but not the last micro-step's backward pass, during which gradients travel"
-                : "");
+            f.ranks > 1 ? "; but not the last micro-step's backward pass, during which gradients travel" : "");
 }
 
 // What a reader wants to know before the first step, one line each: device, ranks, model, data, batch.

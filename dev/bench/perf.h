@@ -382,7 +382,7 @@ struct PerfStep {
         Timed<Dev>& dev = model.dev;
         dev.wait();
         const double begin = seconds_now();
-        dev.zero(model.results, model.result_count);
+        dev.zero(model.results, model.RESULTS);
         dev.zero(model.grads, model.partition.elements);
         micro_step(model, a, tokens.data(), tokens.data(), true, true);
         update(model, ++steps, 1e-4);

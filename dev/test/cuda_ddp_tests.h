@@ -120,7 +120,7 @@ struct TwoRanks {
             for (int step = 1; step <= steps; step++) {
                 accumulate_gradients(model, a, loader, world, false, &reducer);
                 gradient_norm(model, step, &reducer);
-                dev.send(model.results, model.result_count);
+                dev.send(model.results, model.RESULTS);
                 reducer.mark();
                 apply_update(model, step, 1e-2, &reducer);
                 if (step > 1) receive(step - 1);

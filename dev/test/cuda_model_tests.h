@@ -489,7 +489,7 @@ inline TrainedBits train_ten_steps(const Config& c, bool graphs, bool interrupte
             dev.copy(&good, (const Cuda::real*)model->params + norm, 1), dev.copy(model->params + norm, &bad, 1);
         accumulate_gradients(*model, *a, data, world, step % 2 == 0);
         gradient_norm(*model, step);
-        dev.send(model->results, model->result_count);
+        dev.send(model->results, model->RESULTS);
         if (step != 9) apply_update(*model, step, learning_rate(config, step));
         if (step == 8) dev.copy(model->params + norm, (const Cuda::real*)&good, 1);
         receive(size_t(step - 1));
@@ -589,7 +589,7 @@ TEST(cuda_graph_makes_a_step_a_few_calls) {
             const long before = emu::machine.count.sent;
             accumulate_gradients(model, a, data, world, false);
             gradient_norm(model, step);
-            dev.send(model.results, model.result_count);
+            dev.send(model.results, model.RESULTS);
             apply_update(model, step, 1e-3);
             dev.receive();
             sent[step - 1] = emu::machine.count.sent - before;

@@ -184,7 +184,8 @@ TEST(run_resume_with_new_data) {
     CHECK_REFUSED(train({{"out", folder.file("x")}, {"allow-new-data", "1"}}), 2, "--allow-new-data", "--resume");
 }
 
-// The same weights, bit for bit, whether a mixture is trained on in one go or resumed on another number of ranks.
+// The same samples, and so the same losses but for rounding, whether a mixture is trained on in one go or resumed on
+// another number of ranks. The limit is that of run_ranks_and_accumulation_give_one_loss_curve: 5 steps of 256 tokens.
 TEST(run_resumes_a_mixture_on_other_ranks) {
     using namespace program;
     TempFolder folder;
@@ -192,7 +193,7 @@ TEST(run_resumes_a_mixture_on_other_ranks) {
     const std::string mpirun = find_mpirun("a mixture on two ranks");
     Options options = {{"data", a + ":2," + b + ":1"},
                        {"schedule", "constant"},
-                       {"deterministic", "on"},
+                       {"slc-count", "8"},  // all blocks, so that no rounding selects another one
                        {"total-batch", "256"},
                        {"batch", "1"}};
     for (const char* out : {"whole", "parts"}) {
@@ -202,9 +203,11 @@ TEST(run_resumes_a_mixture_on_other_ranks) {
     if (mpirun.empty()) return;
     options["steps"] = "9", options["resume"] = "on";
     REQUIRE_GOOD(train_on_ranks(mpirun, 2, options));
-    CHECK(read_file(folder.file("whole/step_00000009/model.safetensors")) ==
-          read_file(folder.file("parts/step_00000009/model.safetensors")));
-    CHECK(logged(folder.file("whole"), "loss") == logged(folder.file("parts"), "loss"));
+    const std::vector<double> whole = logged(folder.file("whole"), "loss"),
+                              parts = logged(folder.file("parts"), "loss");
+    REQUIRE(whole.size() == 9 && parts.size() == 9);
+    const double limit = 5 * 0.01 * std::sqrt(7712.0) * std::ldexp(256.0, -24) * 1.5 + 2e-6;
+    for (size_t i = 0; i < 9; i++) CHECK_NEAR(parts[i], whole[i], i < 4 ? 0 : limit);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

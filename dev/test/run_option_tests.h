@@ -332,10 +332,10 @@ TEST(run_options_come_from_a_file) {
     };
     const Config c = read(
         "{\"lr\": 0.003, \"seq_len\": 64, \"head-dim\": 16, \"attention\": \"full\", \"steps\": 7, "
-        "\"deterministic\": true, \"model\": \"125m\"}",
+        "\"resume\": true, \"model\": \"125m\"}",
         {"--lr", "0.5"});
     CHECK(c.lr == 0.5 && c.seq_len == 64 && c.head_dim == 16 && c.attention == "full" && c.steps == 7);
-    CHECK(c.deterministic && c.layers == 12 && c.warmup == 700);  // the rest as in the file's preset
+    CHECK(c.resume && c.layers == 12 && c.warmup == 700);  // the rest as in the file's preset
     for (const auto& [json, words] : std::vector<std::pair<std::string, std::string>>{
              {"{\"stepz\": 1}", "--stepz is no option; did you mean --steps?"},
              {"{\"tokens\": 1}", "--tokens is no option"},

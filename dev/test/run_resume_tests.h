@@ -151,6 +151,12 @@ TEST(run_resumed_elsewhere_and_without_run_json) {
     const std::string begin = "next:   ", next = r.out.substr(r.out.find(begin) + begin.size());
     const Result sample = execute({"/bin/sh", "-c", "cd " + folder.file("elsewhere") + " && " + next});
     CHECK_EQUAL(sample.status, 0);
+    // Options of earlier versions: what they were where nobody gave them says nothing.
+    write_file(folder.file("run/run.json"), "{\"deterministic\": \"on\"}");
+    CHECK_REFUSED(in("elsewhere", "--resume --out ../run"), 1, "../run/run.json", "--deterministic on",
+                  "no longer has");
+    write_file(folder.file("run/run.json"), "{\"deterministic\": \"off\", \"cuda_graph\": 1, \"batch\": 1}");
+    REQUIRE_GOOD(in("elsewhere", "--resume --out ../run --steps 3"));
     write_file(folder.file("run/run.json"), "{\"lr\": 11}");
     CHECK_REFUSED(in("elsewhere", "--resume --out ../run"), 1, "../run/run.json", "--lr", "remove the file");
 }
