@@ -51,13 +51,12 @@ struct HyperAdamW {
 //   formats     real, Stat, Grad, Master; has_master, on_host; check_shape
 //   memory      allocate, release, available_bytes, zero, copy; to_host, from_host (to and from fp32); upload (tokens)
 //   results     send and receive: numbers on their way to the host while the next step runs
-//   repetition  Sequence, run: launches that are the same every time
 //   layers      embedding_forward, _backward; rmsnorm_forward, _backward; matmul_forward, _backward_input,
 //               _backward_weight; silu_forward, _backward; classifier
 //   attention   split_heads_forward, _backward (Heads, HeadGradients); compress_forward, _backward (Phi, PhiGradients);
 //               attention_forward, _backward; select_blocks; attend_and_select; combine_forward;
 //               attention_backward_rows
-//   update      add_sum; chunk_squares, total_squares, set_guard (the gradient's norm); set_step, adamw;
+//   update      add_sum; chunk_squares, total_squares, set_guard (the gradient's norm); adamw;
 //               round_master (if has_master)
 //   log         describe, describe_selected, count_reads, peak_flops, peak_bytes
 // clang-format on
@@ -216,7 +215,6 @@ struct Cpu : HostRuntime {
     void set_guard(T* guard, const double* loss) {
         *guard = T(*loss);
     }
-    void set_step(const HyperAdamW&) {}  // for an engine that replays its updates
     // AdamW (Loshchilov & Hutter 2019): decoupled decay, bias-corrected moments m, v. All arrays [count]. An engine
     // with a master copy updates that and rounds it to param.
     void adamw(real* param, Master*, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {

@@ -425,16 +425,11 @@ __global__ void set_guard_kernel(T* guard, const double* loss) {
 
 struct AdamWConstants {
     float beta1, beta2, eps;
-    double decay;
-    uint64_t seed, counter;
-    const double* squares;  // of the whole gradient, or null; see HyperAdamW
+    float step_size, v_correction;  // with the bias corrections of this step
+    double lr, decay;
+    uint64_t seed, stream, counter;  // of random numbers for the rounding
+    const double* squares;           // of the whole gradient, or null; see HyperAdamW
     double grad_clip;
-};
-// What changes from step to step, in device memory, so that the launches of an update are the same every time.
-struct AdamWStep {
-    double lr;
-    float step_size, v_correction;
-    uint64_t stream;  // of random numbers for the rounding
 };
 // The parameter that belongs to its fp32 master. In bf16 it is rounded up in magnitude with the probability that keeps
 // the mean: 16 random bits are added to the 16 that are cut off.
@@ -455,20 +450,20 @@ __device__ inline float clip_factor(const AdamWConstants& h) {
     return h.grad_clip > 0 && norm > h.grad_clip ? float(h.grad_clip / norm) : 1.0f;
 }
 __global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad, size_t count,
-                             AdamWConstants h, const AdamWStep* step) {
+                             AdamWConstants h) {
     // The factors of the gradient and of the parameter are computed in fp64, which is slow on many GPUs (1/64 of the
     // rate of fp32), so only once per block.
     SHARED(float, factors, [2]);
-    if (threadIdx.x < 2) factors[threadIdx.x] = threadIdx.x == 0 ? clip_factor(h) : float(1 - step->lr * h.decay);
+    if (threadIdx.x < 2) factors[threadIdx.x] = threadIdx.x == 0 ? clip_factor(h) : float(1 - h.lr * h.decay);
     __syncthreads();
     const size_t i = thread_index();
     const float scale = factors[0], keep = factors[1];
     if (i >= count || scale != scale) return;
     const float g = grad[i] * scale;
     const float m_new = h.beta1 * m[i] + (1 - h.beta1) * g, v_new = h.beta2 * v[i] + (1 - h.beta2) * g * g;
-    const float updated = master[i] * keep - step->step_size * m_new / (sqrtf(v_new) * step->v_correction + h.eps);
+    const float updated = master[i] * keep - h.step_size * m_new / (sqrtf(v_new) * h.v_correction + h.eps);
     m[i] = m_new, v[i] = v_new, master[i] = updated;
-    param[i] = parameter(updated, h.seed, step->stream, h.counter + i);
+    param[i] = parameter(updated, h.seed, h.stream, h.counter + i);
 }
 __global__ void round_master_kernel(cuda_real* param, const float* master, size_t count, uint64_t seed, uint64_t stream,
                                     uint64_t counter) {
@@ -1759,12 +1754,10 @@ struct Cuda : CudaRuntime {
         sum_parts = allocate<double>(kernels::SUM_PARTS);
         selected_choice = allocate<SelectedChoice>(1);
         zero(selected_choice, 1);
-        adamw_step = allocate<kernels::AdamWStep>(1);
     }
     ~Cuda() {
         cudaStreamSynchronize(stream);
-        for (PinnedBuffer& buffer : step_uploads) buffer.destroy();
-        release(sum_parts), release(selected_choice), release(adamw_step), release(rope_table), release(device_reads);
+        release(sum_parts), release(selected_choice), release(rope_table), release(device_reads);
     }
 
     std::string describe() const {
@@ -1888,23 +1881,22 @@ struct Cuda : CudaRuntime {
     // i, since rounding to the nearest bf16 would lose most updates.
     void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
         if (count == 0) return;
-        set_step(h);
-        const kernels::AdamWConstants constants = {float(h.beta1), float(h.beta2), float(h.eps), h.decay,
-                                                   h.seed,         h.offset,       h.squares,    h.grad_clip};
+        const kernels::AdamWConstants constants = {
+            float(h.beta1),
+            float(h.beta2),
+            float(h.eps),
+            float(h.lr / (1 - std::pow(h.beta1, double(h.step)))),
+            float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))),
+            h.lr,
+            h.decay,
+            h.seed,
+            random_stream(RANDOM_ROUNDING, uint64_t(h.step)),
+            h.offset,
+            h.squares,
+            h.grad_clip,
+        };
         launch<kernels::adamw_kernel>(blocks_for(count, 256), 256, 0, stream, param, master, m, v, grad, count,
-                                      constants, (const kernels::AdamWStep*)adamw_step);
-    }
-    // Sends what adamw() needs of this step (h.lr, h.step) to the GPU, unless it is already there. To be called before
-    // an update that may be replayed.
-    void set_step(const HyperAdamW& h) {
-        const kernels::AdamWStep now = {h.lr, float(h.lr / (1 - std::pow(h.beta1, double(h.step)))),
-                                        float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))),
-                                        random_stream(RANDOM_ROUNDING, uint64_t(h.step))};
-        if (now.lr == sent_step.lr && now.step_size == sent_step.step_size &&
-            now.v_correction == sent_step.v_correction && now.stream == sent_step.stream)
-            return;
-        upload_through(step_uploads[steps_sent++ % 2], adamw_step, &now, sizeof now);
-        sent_step = now;
+                                      constants);
     }
     // The parameters as adamw left them after this step, from the master copy alone, so that a resumed run goes on with
     // the same bits. Arguments as in HyperAdamW.
@@ -2117,10 +2109,6 @@ struct Cuda : CudaRuntime {
   private:
     double* sum_parts = nullptr;  // of add_sum
     SelectedChoice* selected_choice = nullptr;
-    kernels::AdamWStep* adamw_step = nullptr;      // on the GPU
-    kernels::AdamWStep sent_step = {-1, 0, 0, 0};  // what was sent there last; no learning rate is negative
-    PinnedBuffer step_uploads[2];
-    size_t steps_sent = 0;
     float* rope_table = nullptr;
     int rope_positions = 0, rope_dim = 0;
     KeyReads *reads = nullptr, *device_reads = nullptr;  // the caller's, and the counts on the GPU
@@ -2179,7 +2167,6 @@ struct Cuda : CudaRuntime {
                     const double angle = double(i / half) * std::pow(ROPE_BASE, -2.0 * double(i % half) / D);
                     table.push_back(float(sine ? std::sin(angle) : std::cos(angle)));
                 }
-            replacing_memory();
             release(rope_table);
             rope_table = allocate<float>(table.size());
             copy(rope_table, (const float*)table.data(), table.size());

@@ -12,10 +12,8 @@
 // dev/MODEL.md specifies the model. The arithmetic of each operation is in an engine, Cpu in nsa_cpu.h or Cuda in
 // nsa_kernels.cuh; `dev` is one of the two. Ranks are in ddp.cuh, token shards in dataloader.h, text in tokenizer.h,
 // and everything that is not about the model in lib/.
-#include <map>
 #include <set>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "nsa_cpu.h"
@@ -166,7 +164,6 @@ struct Model {
     double* squares[2] = {};
     Weights<real> w;
     Weights<Grad> dw;
-    typename Dev::Sequence update_sequence;
     Watchdog* watchdog = nullptr;
     int64_t step = 0;  // the running one, for the watchdog
 
@@ -326,10 +323,6 @@ struct Activations {
     int64_t logit_rows;  // of a chunk
     std::vector<Layer> layer;
     bool collect_statistics = false;
-    // A recorded sequence of launches for each kind of micro-step, see micro_step(): the gradients it adds to, last,
-    // with_backward, collect_statistics.
-    using MicroStep = std::tuple<const void*, bool, bool, bool>;
-    std::map<MicroStep, typename Dev::Sequence> micro_steps;
     Arena<Dev> arena;
 
     // queries: positions computed at once, at most; 0: all T. plan_only: sizes are added up and nothing is allocated.
@@ -637,19 +630,18 @@ void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* redu
     const ProfileRange range("update");
     const Config& c = model.config;
     HyperAdamW h{lr, c.beta1, c.beta2, c.adam_eps, 0.0, step, uint64_t(c.seed), 0};
-    h.squares = model.results + 1, h.grad_clip = c.grad_clip;
-    model.dev.set_step(h);
-    model.dev.run(model.update_sequence, [&] {
-        for (const Piece& p : model.owned)
-            for (const TensorSpec& t : model.table.specs) {
-                const auto [first, last] = overlap(t, t.padded, p);
-                if (first >= last) continue;
-                h.decay = t.decay ? c.weight_decay : 0.0, h.offset = first;
-                const size_t local = p.local + (first - p.begin);
-                model.dev.adamw(model.params + first, model.master_at(p, first), model.m + local, model.v + local,
-                                model.grads + first, last - first, h);
-            }
-    });
+    h.squares = model.results + 1;
+    h.grad_clip = c.grad_clip;
+    for (const Piece& p : model.owned)
+        for (const TensorSpec& t : model.table.specs) {
+            const auto [first, last] = overlap(t, t.padded, p);
+            if (first >= last) continue;
+            h.decay = t.decay ? c.weight_decay : 0.0;
+            h.offset = first;
+            const size_t local = p.local + (first - p.begin);
+            model.dev.adamw(model.params + first, model.master_at(p, first), model.m + local, model.v + local,
+                            model.grads + first, last - first, h);
+        }
     if (model.sharded && reducer) reducer->gather(model.params);
 }
 
@@ -838,24 +830,20 @@ void dump_first_batch(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader
 // ---------------------------------------------------------------------------------------------------------------------
 // Steps.
 
-// Adds the losses of one micro-batch to model.results and its gradients to model.dw. Only tokens and targets [B, T]
-// differ from one micro-step to the next, and they are uploaded first, so that the rest can be recorded and replayed.
-// last: the optimiser step's last micro-step, after which its sum of losses is complete. Without with_backward the
-// caller runs backward().
+// Adds the losses of one micro-batch to model.results and its gradients to model.dw. inputs, targets [B, T]. last: the
+// optimiser step's last micro-step, after which its sum of losses is complete. Without with_backward the caller runs
+// backward().
 template <class Dev>
 void micro_step(Model<Dev>& model, Activations<Dev>& a, const int32_t* inputs, const int32_t* targets, bool last,
                 bool with_backward) {
     Dev& dev = model.dev;
     const size_t tokens = size_t(a.shape.B) * size_t(a.shape.T);
-    dev.upload(a.tokens, inputs, tokens), dev.upload(a.targets, targets, tokens);
-    model.progress("forward");
-    dev.run(a.micro_steps[{model.dw.embed, last, with_backward, a.collect_statistics}], [&] {
-        forward(model, a, 0, a.shape.T);
-        classify_rows(model, a, 1 / double(model.config.total_batch), true);  // over all micro-batches the mean
-        dev.add_sum(model.results, a.losses, tokens);
-        if (last) dev.set_guard(model.grads + model.table.total, model.results);
-        if (with_backward) backward(model, a);
-    });
+    forward(model, a, inputs, 0, a.shape.T);
+    dev.upload(a.targets, targets, tokens);
+    classify_rows(model, a, 1 / double(model.config.total_batch), true);  // over all micro-batches the mean
+    dev.add_sum(model.results, a.losses, tokens);
+    if (last) dev.set_guard(model.grads + model.table.total, model.results);
+    if (with_backward) backward(model, a);
 }
 
 // One optimiser step's gradients: accumulated over micro-steps and summed over ranks, which begins while the last
@@ -1210,7 +1198,6 @@ void with_engine(const Device& device, [[maybe_unused]] const Config& c, World& 
         if (world.device_sharers > 1) dev.divide_memory(world.device_sharers);
         world.barrier();  // now the others may allocate
         dev.selected_kernel = selected_kernel_named(c.selected_kernels);
-        dev.use_graphs = c.cuda_graph;
         return use(dev, path);
     }
 #endif

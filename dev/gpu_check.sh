@@ -17,7 +17,7 @@
 #       attention   attention alone, every branch and both sets of selected kernels, T from 2048 to 65536, 65536 tokens
 #       published   attention in the shape for which others have published times, theirs and the predicted beside ours
 #       train       125m for 50 steps; the time to its first step; the same 5 steps twice, bit for bit; one sequence per
-#                   step, without and with --cuda-graph 1
+#                   step
 #       batches     tokens/s as the micro-batch grows
 #       long        125m at T from 4096 to 65536, 65536 tokens a micro-step
 #       ranks       two GPUs over NCCL with --zero 0 and 1, bit for bit, and what the reductions cost
@@ -402,13 +402,10 @@ part_train() {
     local one="NSA, T=2048, one sequence a step" full="full attention, T=2048" status=0
     train "NSA, T=2048" --batch 16 --total-batch 65536 --steps 50 || status=1
     train "$full" --batch 16 --total-batch 65536 --steps 50 --attention full || status=1
-    train "NSA, T=2048, CUDA graphs" --batch 16 --total-batch 65536 --steps 50 --cuda-graph 1 || status=1
-    same_digits "with and without CUDA graphs" "NSA, T=2048" "NSA, T=2048, CUDA graphs" || status=1
     run "first" --batch 16 --total-batch 32768 --steps 5 || status=1
     run "second" --batch 16 --total-batch 32768 --steps 5 || status=1
     same_digits "the same 5 steps twice" first second || status=1
     train "$one" --batch 1 --total-batch 2048 --steps 50 || status=1
-    train "$one, CUDA graphs" --batch 1 --total-batch 2048 --steps 50 --cuda-graph 1 || status=1
     return "$status"
 }
 part_batches() {

@@ -53,14 +53,13 @@ static std::string config_json(const Config& c) {
 static const struct {
     const char *name, *default_text;
     bool changes_results;
-} FORMER_OPTIONS[] = {{"reset-at-document", "0", true}};
+} FORMER_OPTIONS[] = {{"reset-at-document", "0", true}, {"deterministic", "off", true}, {"cuda-graph", "0", false}};
 
 // Is this key of a run.json or a config.json one of them? Fails where nothing can go on without it as it was.
 static bool is_former_option(const std::string& key, const Json& value, const std::string& path) {
     for (const auto& former : FORMER_OPTIONS) {
         if (key != underscored(former.name)) continue;
-        const std::string was =
-            value.kind == Json::Number ? format_text("%g", value.number_value) : json_quote(value.text);
+        const std::string was = value.kind == Json::Number ? format_text("%g", value.number_value) : value.text;
         if (former.changes_results && was != former.default_text)
             fail(
                 "%s: the run had --%s %s, which this program no longer has, and without it results change: use the "
@@ -214,26 +213,6 @@ static const struct {
     {"help", "it only prints"},
     {"version", "it only prints"},
 };
-
-// Options that have left the program, and what they were where nobody gave them.
-static const struct {
-    const char *name, *default_text;
-    bool changes_results;
-} FORMER_OPTIONS[] = {{"deterministic", "off", true}};
-
-// Is this key of a run.json one of them? Fails where the run cannot go on without it as it was.
-static bool is_former_option(const std::string& key, const Json& value, const std::string& path) {
-    for (const auto& former : FORMER_OPTIONS) {
-        if (key != underscored(former.name)) continue;
-        if (former.changes_results && value.text != former.default_text)
-            fail(
-                "%s: the run had --%s %s, which this program no longer has, and without it results change: use the "
-                "version that began the run, or take the line out of the file",
-                path.c_str(), former.name, value.text.c_str());
-        return true;
-    }
-    return false;
-}
 
 static bool is_inherited(const Option& o) {
     const auto is_this = [&](const auto& x) { return !std::strcmp(x.option, o.name); };

@@ -65,9 +65,6 @@ inline const char* cuda_hint(cudaError_t e) {
         case cudaErrorMisalignedAddress:
         case cudaErrorLaunchFailure:
             return "a kernel launched earlier failed; run the same command under compute-sanitizer to see which";
-        case cudaErrorStreamCaptureUnsupported:
-        case cudaErrorStreamCaptureInvalidated:
-            return "a CUDA graph cannot hold what allocates memory or waits for the GPU; leave --cuda-graph out";
         default: return "run the same command with CUDA_LAUNCH_BLOCKING=1 to see the call that fails first";
     }
 }

@@ -1,6 +1,6 @@
 // cuda_runtime.cuh: struct CudaRuntime, what struct Cuda (nsa_kernels.cuh) needs of a GPU before the first kernel of
-// the model: device, memory, copies, pinned buffers, launches that repeat as CUDA graphs, and matrix products by
-// cuBLASLt, or by the plain kernel of cuda_gemm.cuh in a build with -DNO_CUBLAS. It knows nothing of the model.
+// the model: device, memory, copies, pinned buffers, and matrix products by cuBLASLt, or by the plain kernel of
+// cuda_gemm.cuh in a build with -DNO_CUBLAS. It knows nothing of the model.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -75,8 +75,7 @@ struct CudaRuntime {
     int device;
     cudaDeviceProp properties;
     cudaStream_t stream = nullptr;
-    bool poison = false;      // tests: fresh memory holds NaN, so that a read before the first write shows
-    bool use_graphs = false;  // --cuda-graph, see run()
+    bool poison = false;  // tests: fresh memory holds NaN, so that a read before the first write shows
 #ifdef NO_CUBLAS
     static constexpr bool plain_matmul = true;
 #else
@@ -172,11 +171,14 @@ struct CudaRuntime {
     // Sends token ids to the GPU without waiting for it; the caller may reuse its memory at once. With four buffers,
     // the tokens and targets of two micro-steps, the host can be at most two micro-steps ahead.
     void upload(int32_t* out, const int32_t* in, size_t count) {
-        upload_through(uploads[uploaded++ % 4], out, in, count * sizeof(int32_t));
+        const size_t bytes = count * sizeof(int32_t);
+        PinnedBuffer& buffer = uploads[uploaded++ % 4];
+        std::memcpy(buffer.prepare(bytes), in, bytes);
+        CUDA_CHECK(cudaMemcpyAsync(out, buffer.data, bytes, cudaMemcpyHostToDevice, stream));
+        CUDA_CHECK(cudaEventRecord(buffer.passed, stream));
     }
     // Sends numbers to the host, which receives them later and in the same order; two results may be on their way.
     void send(const double* numbers, size_t count) {
-        refuse_in_recording("Cuda::send");
         if (sent - received == 2) fail("Cuda::send: two results are waiting to be received already");
         PinnedBuffer& buffer = downloads[sent++ % 2];
         buffer.prepare(count * sizeof(double)), buffer.count = count;
@@ -188,37 +190,6 @@ struct CudaRuntime {
         CUDA_CHECK(cudaEventSynchronize(buffer.passed));
         const double* numbers = static_cast<const double*>(buffer.data);
         return {numbers, numbers + buffer.count};
-    }
-
-    // ----- work that repeats. A Sequence is a series of launches that is the same every time, down to the arguments.
-    // With use_graphs, run() executes it as it stands the first time, while scratch memory grows, tables are made and
-    // algorithms are chosen; the second time it records it as a CUDA graph; from then on a single call sends all of it
-    // to the GPU. What differs from one time to the next must be in GPU memory, and be sent there beforehand. A
-    // Sequence may outlive the memory it works on, but must not run again then.
-    struct Sequence {
-        cudaGraphExec_t graph = nullptr;
-        int64_t memory = -1;  // memory_version at the last run without a graph
-
-        Sequence() = default;
-        Sequence(const Sequence&) = delete;
-        Sequence& operator=(const Sequence&) = delete;
-        ~Sequence() { forget(); }
-        void forget() {
-            if (graph) cudaGraphExecDestroy(graph);
-            graph = nullptr;
-        }
-    };
-    template <class Work>
-    void run(Sequence& s, Work work) {
-        if (!use_graphs) return work();
-        if (s.memory != memory_version) {  // the first run, or memory that a graph would refer to has been replaced
-            s.forget();
-            work();
-            s.memory = memory_version;
-            return;
-        }
-        if (!s.graph) record(s, work);
-        CUDA_CHECK(cudaGraphLaunch(s.graph, stream));
     }
 
     // Tells this GPU from the others of the machine.
@@ -313,22 +284,10 @@ struct CudaRuntime {
     T* scratch(int slot, size_t count) {
         Scratch& s = scratches[slot];
         if (count * sizeof(T) > s.bytes) {
-            replacing_memory();
             release(s.data), s = Scratch();
             s.data = allocate<char>(count * sizeof(T)), s.bytes = count * sizeof(T);
         }
         return reinterpret_cast<T*>(s.data);
-    }
-    // To be called before memory is released whose address a recorded launch may hold.
-    void replacing_memory() {
-        CUDA_CHECK(cudaStreamSynchronize(stream));
-        memory_version++;
-    }
-    void upload_through(PinnedBuffer& buffer, void* out, const void* in, size_t bytes) {
-        refuse_in_recording("an upload");
-        std::memcpy(buffer.prepare(bytes), in, bytes);
-        CUDA_CHECK(cudaMemcpyAsync(out, buffer.data, bytes, cudaMemcpyHostToDevice, stream));
-        CUDA_CHECK(cudaEventRecord(buffer.passed, stream));
     }
 
     // ----- matrix products.
@@ -393,8 +352,6 @@ struct CudaRuntime {
     double share_of_memory = 0;               // where processes share the GPU: what live_bytes may grow to
     PinnedBuffer uploads[4], downloads[2];
     size_t uploaded = 0, sent = 0, received = 0;
-    int64_t memory_version = 0;  // counts the calls of replacing_memory()
-    bool recording = false;
     struct Scratch {
         char* data = nullptr;
         size_t bytes = 0;
@@ -435,41 +392,6 @@ struct CudaRuntime {
             "out of GPU memory: %.1f MiB were asked for, %.1f of %.1f MiB are free on GPU %d; choose a smaller "
             "--batch or --seq-len; nvidia-smi shows who else uses the GPU",
             double(bytes) / (1 << 20), double(free) / (1 << 20), double(total) / (1 << 20), device);
-    }
-
-    // Recording. Nothing runs meanwhile. CUDA itself refuses to allocate or to wait, which a replay would not repeat; a
-    // copy through a pinned buffer, whose replay would send the old content again, is refused here.
-    void refuse_in_recording(const char* what) const {
-        if (recording)
-            fail("%s is no part of a sequence that repeats: every replay would copy the same numbers again", what);
-    }
-    template <class Work>
-    void record(Sequence& s, Work work) {
-        cudaGraph_t graph = nullptr;
-        std::string error;
-        // thread-local: other threads, such as NCCL's, are not disturbed
-        CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-        recording = true;
-        try {
-            work();
-        } catch (const Error& e) {
-            error = e.what();
-        }
-        recording = false;
-        const cudaError_t ended = cudaStreamEndCapture(stream, &graph);
-        if (error.empty() && ended != cudaSuccess)
-            error = format_text("%s, %s", cudaGetErrorName(ended), cudaGetErrorString(ended));
-        if (!error.empty()) {
-            cudaGetLastError();  // cleared, else the next launch would report it
-            if (graph) cudaGraphDestroy(graph);
-            fail(
-                "a part of the training step cannot be recorded as a CUDA graph: leave --cuda-graph out, and please "
-                "report this line: %s",
-                error.c_str());
-        }
-        const cudaError_t made = cudaGraphInstantiate(&s.graph, graph, 0);
-        cudaGraphDestroy(graph);
-        CUDA_CHECK(made);
     }
 
 #ifndef NO_CUBLAS

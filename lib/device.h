@@ -109,7 +109,6 @@ inline void give_up_what_cannot_be(Config& c, const std::set<std::string>& given
         give_up("cpu-dtype", c.cpu_dtype, "fp32", "the run is on a GPU now");
     } else {
         give_up("selected-kernels", c.selected_kernels, "auto", "the run is on the CPU now");
-        give_up("cuda-graph", c.cuda_graph, 0, "the run is on the CPU now");
     }
     if (c.threads > share) give_up("threads", c.threads, 0, format_text("this rank has %d processors", share));
 }
@@ -130,9 +129,6 @@ inline Device device_of(const Config& c, int share) {
     if (c.selected_kernels != "auto" && !d.gpu)
         fail_usage("--selected-kernels %s is for GPUs and this run is on the CPU (%s); leave it out",
                    c.selected_kernels.c_str(), none.c_str());
-    if (c.cuda_graph && !d.gpu)
-        fail_usage("--cuda-graph %lld is for GPUs and this run is on the CPU (%s); leave it out",
-                   (long long)c.cuda_graph, none.c_str());
     d.cpu_bf16 = c.cpu_dtype == "bf16" && HAVE_BF16;
     if (c.cpu_dtype == "bf16" && !HAVE_BF16)
         d.reason +=

@@ -17,8 +17,6 @@
 using cudaError_t = hipError_t;
 using cudaStream_t = hipStream_t;
 using cudaEvent_t = hipEvent_t;
-using cudaGraph_t = hipGraph_t;
-using cudaGraphExec_t = hipGraphExec_t;
 using cudaMemcpyKind = hipMemcpyKind;
 
 constexpr auto cudaSuccess = hipSuccess, cudaErrorNotReady = hipErrorNotReady,
@@ -27,13 +25,10 @@ constexpr auto cudaSuccess = hipSuccess, cudaErrorNotReady = hipErrorNotReady,
                cudaErrorInvalidDevice = hipErrorInvalidDevice, cudaErrorNoKernelImageForDevice = hipErrorNoBinaryForGpu,
                cudaErrorLaunchOutOfResources = hipErrorLaunchOutOfResources,
                cudaErrorIllegalAddress = hipErrorIllegalAddress, cudaErrorLaunchFailure = hipErrorLaunchFailure,
-               cudaErrorMisalignedAddress = hipErrorUnknown,  // which HIP does not tell apart
-    cudaErrorStreamCaptureUnsupported = hipErrorStreamCaptureUnsupported,
-               cudaErrorStreamCaptureInvalidated = hipErrorStreamCaptureInvalidated;
+               cudaErrorMisalignedAddress = hipErrorUnknown;  // which HIP does not tell apart
 constexpr auto cudaMemcpyDefault = hipMemcpyDefault, cudaMemcpyHostToDevice = hipMemcpyHostToDevice,
                cudaMemcpyDeviceToHost = hipMemcpyDeviceToHost, cudaMemcpyDeviceToDevice = hipMemcpyDeviceToDevice;
 constexpr unsigned cudaEventDisableTiming = hipEventDisableTiming, cudaStreamNonBlocking = hipStreamNonBlocking;
-constexpr auto cudaStreamCaptureModeThreadLocal = hipStreamCaptureModeThreadLocal;
 constexpr auto cudaFuncAttributeMaxDynamicSharedMemorySize = hipFuncAttributeMaxDynamicSharedMemorySize;
 
 // A block has no more shared memory than that which every block may have.
@@ -99,19 +94,6 @@ inline cudaError_t cudaEventSynchronize(cudaEvent_t event) { return hipEventSync
 inline cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
     return hipEventElapsedTime(ms, begin, end);
 }
-
-inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, hipStreamCaptureMode mode) {
-    return hipStreamBeginCapture(stream, mode);
-}
-inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
-    return hipStreamEndCapture(stream, graph);
-}
-inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
-    return hipGraphInstantiate(exec, graph, nullptr, nullptr, 0);
-}
-inline cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) { return hipGraphLaunch(exec, stream); }
-inline cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return hipGraphDestroy(graph); }
-inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { return hipGraphExecDestroy(exec); }
 
 template <class... Args>
 inline cudaError_t cudaFuncSetAttribute(void (*kernel)(Args...), hipFuncAttribute attribute, int value) {

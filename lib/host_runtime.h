@@ -1,5 +1,5 @@
-// host_runtime.h: struct HostRuntime, what struct Cpu (nsa_cpu.h) has of memory, copies and repetition, with the names
-// of CudaRuntime (cuda_runtime.cuh). It knows nothing of the model.
+// host_runtime.h: struct HostRuntime, what struct Cpu (nsa_cpu.h) has of memory and copies, with the names of
+// CudaRuntime (cuda_runtime.cuh). It knows nothing of the model.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -60,13 +60,6 @@ struct HostRuntime {
         template <class T>
         void put(T*, const T*, size_t) {}
     };
-
-    // Work that repeats: a GPU can record and replay it (see Cuda::run), here it just runs.
-    struct Sequence {};
-    template <class Work>
-    void run(Sequence&, Work work) {
-        work();
-    }
 
   private:
     std::vector<std::vector<double>> sent;

@@ -37,7 +37,7 @@ struct Config {
     std::string schedule;
     // the run
     int64_t eval_every = 0, eval_batches = 0, log_every = 0, stats_every = 0, sample_every = 0, sample_tokens = 0,
-            save_every = 0, keep = 0, keep_every = 0, cuda_graph = 0, tensorboard = 0, allow_new_data = 0, threads = 0;
+            save_every = 0, keep = 0, keep_every = 0, tensorboard = 0, allow_new_data = 0, threads = 0;
     double stall_timeout = 0;
     std::string out, config, device, cpu_dtype, selected_kernels, dump_state, profile_steps;
     bool resume = false, help = false, version = false;
@@ -225,9 +225,6 @@ inline const std::vector<Option>& option_table() {
         {"selected-kernels", TRAIN, &Config::selected_kernels, "auto", "auto|tiles|gather",
          "of a GPU's selected branch; auto: by sequence length and by how many blocks neighbouring tokens choose "
          "together"},
-        {"cuda-graph", TRAIN, &Config::cuda_graph, "0", 0, 1,
-         "1: a GPU's training step is recorded as CUDA graphs and replayed by a few calls instead of a launch per "
-         "kernel; same results; whether it pays is not measured"},
         {"threads", EVERY_VERB & ~(EXPORT | IMPORT), &Config::threads, "auto", 1, 1024,
          "CPU threads of this rank; auto: OMP_NUM_THREADS where it is set, else its share of the machine's cores"},
         {"dump-state", TRAIN, &Config::dump_state, "", nullptr,

@@ -113,11 +113,6 @@ inline void print_run_batch(const Config& c, const RunFacts& f, const std::set<s
                     (long long)preset_of(c).total_batch,
                     f.on_host && c.model != "tiny" ? "which would take long on a CPU"
                                                    : "which ranks and --batch do not divide");
-    if (c.cuda_graph)
-        std::printf(
-            "graphs: what a step launches is recorded as CUDA graphs when it comes for the second time, and replayed "
-            "from then on%s\n",
-            f.ranks > 1 ? "; but not the last micro-step's backward pass, during which gradients travel" : "");
 }
 
 // What a reader wants to know before the first step, one line each: device, ranks, model, data, batch.

@@ -3,8 +3,8 @@
 // length is printed; arithmetic and memory traffic are counted from the shapes, so rates can be put beside the
 // machine's. On a GPU the clock is two events of the stream around each operation, for which nobody waits; every
 // layer has memory of its own, so that an operation finds its inputs no warmer in the caches than in training.
-// Then, on a GPU, the same steps without clocks: how far the host runs ahead of the
-// GPU, and what --cuda-graph 1 makes of it. One of them is marked for a profiler:
+// Then, on a GPU, the same steps without clocks: how far the host runs ahead of the GPU. One of them is marked for a
+// profiler:
 //   ncu --profile-from-start off --metrics gpu__time_duration.sum ./test_nsa --perf ...
 // gives the time of every kernel of one step; their sum, beside the time of the step without clocks, shows what is lost
 // between kernels.
@@ -390,7 +390,7 @@ struct PerfStep {
         dev.wait();
         done = seconds_now() - begin;
     }
-    // Medians of `count` steps, after two to warm up: with graphs one is launched as it is, and one recorded.
+    // Medians of `count` steps, after two to warm up.
     struct Medians {
         double launched, done;
     };
@@ -404,7 +404,7 @@ struct PerfStep {
     }
 };
 
-// A step without clocks, beside one of clocked_seconds, and by graphs. A GPU takes about a thousand launches ahead
+// A step without clocks, beside one of clocked_seconds. A GPU takes about a thousand launches ahead
 // of what it does; behind those the host waits, so a long step's launches seem to take longer than they would.
 template <class Dev>
 void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& name, double clocked_seconds,
@@ -428,24 +428,7 @@ void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& n
     dev.start_profiler();
     step.run();
     dev.stop_profiler();
-    dev.use_graphs = true;
-    try {
-        const auto graphs = step.medians(COUNT);
-        std::fprintf(out,
-                     "a step with --cuda-graph 1: the host had launched the step after %.1f us, the GPU was done after "
-                     "%.1f us, medians of "
-                     "%d: %.1f tokens/s\n",
-                     graphs.launched * 1e6, graphs.done * 1e6, COUNT, tokens / graphs.done);
-        std::fprintf(out,
-                     "result: %s: step with --cuda-graph 1 | %.0f | tokens/s | %.1f us, median of %d; launched by the "
-                     "host within %.1f us; "
-                     "without graphs %.1f us\n",
-                     name.c_str(), tokens / graphs.done, graphs.done * 1e6, COUNT, graphs.launched * 1e6,
-                     plain.done * 1e6);
-    } catch (const Error& e) {  // what was measured without them stands
-        std::fprintf(out, "a step with --cuda-graph 1: not measured: %s\n", e.what());
-    }
-    dev.use_graphs = false, dev.clocks = true;
+    dev.clocks = true;
     std::fflush(out);
 }
 

@@ -22,8 +22,8 @@
 //
 // Stricter than the hardware, on purpose: masks name exactly the lanes that take part; no return before a barrier; one
 // barrier or warp function per source line (the line is what identifies it); SHARED instead of __shared__; (float)x for
-// a bf16 x; pointers to device memory only (those inside a struct argument are not checked). Not modelled: graphs of
-// more than one stream, warps in lockstep, memory orders weaker than the host's, speed, registers, bank conflicts, one
+// a bf16 x; pointers to device memory only (those inside a struct argument are not checked). Not modelled: graphs,
+// warps in lockstep, memory orders weaker than the host's, speed, registers, bank conflicts, one
 // block waiting for another (hangs). Results agree with a GPU's within tolerances, not bit for bit. With
 // emu::machine.rough the approximations and the sums in an mma are as bad as a GPU's may be; there is no __expf,
 // __logf, __fdividef or rsqrtf, whose errors nobody here has modelled.
@@ -570,14 +570,11 @@ enum cudaError_t {
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
     cudaErrorNoKernelImageForDevice = 209,
-    cudaErrorIllegalState = 401,
     cudaErrorNotReady = 600,
     cudaErrorIllegalAddress = 700,
     cudaErrorLaunchOutOfResources = 701,
     cudaErrorMisalignedAddress = 716,
-    cudaErrorLaunchFailure = 719,
-    cudaErrorStreamCaptureUnsupported = 900,
-    cudaErrorStreamCaptureInvalidated = 901
+    cudaErrorLaunchFailure = 719
 };
 enum cudaMemcpyKind {
     cudaMemcpyHostToHost,
@@ -615,20 +612,16 @@ inline cudaError_t last_error = cudaSuccess;
 inline cudaError_t error(cudaError_t e) { return last_error = e; }
 }  // namespace emu
 inline const char* cudaGetErrorName(cudaError_t e) {
-    return e == cudaSuccess                         ? "cudaSuccess"
-           : e == cudaErrorMemoryAllocation         ? "cudaErrorMemoryAllocation"
-           : e == cudaErrorNotReady                 ? "cudaErrorNotReady"
-           : e == cudaErrorStreamCaptureUnsupported ? "cudaErrorStreamCaptureUnsupported"
-           : e == cudaErrorStreamCaptureInvalidated ? "cudaErrorStreamCaptureInvalidated"
-                                                    : "cudaError";
+    return e == cudaSuccess                 ? "cudaSuccess"
+           : e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation"
+           : e == cudaErrorNotReady         ? "cudaErrorNotReady"
+                                            : "cudaError";
 }
 inline const char* cudaGetErrorString(cudaError_t e) {
-    return e == cudaSuccess                         ? "no error"
-           : e == cudaErrorMemoryAllocation         ? "out of memory"
-           : e == cudaErrorNotReady                 ? "device not ready"
-           : e == cudaErrorStreamCaptureUnsupported ? "operation not permitted when stream is capturing"
-           : e == cudaErrorStreamCaptureInvalidated ? "operation failed due to a previous error during capture"
-                                                    : "an error of cuda_on_cpu";
+    return e == cudaSuccess                 ? "no error"
+           : e == cudaErrorMemoryAllocation ? "out of memory"
+           : e == cudaErrorNotReady         ? "device not ready"
+                                            : "an error of cuda_on_cpu";
 }
 inline cudaError_t cudaPeekAtLastError() { return emu::last_error; }
 inline cudaError_t cudaGetLastError() {
@@ -636,22 +629,6 @@ inline cudaError_t cudaGetLastError() {
     emu::last_error = cudaSuccess;
     return e;
 }
-
-// ---- what a capture refuses. A call that waits for a capturing stream, or for everything, is always refused; one that
-// may wait inside, or that asks the device (memory, events), is refused unless the capture is relaxed. CUDA publishes
-// no complete list of the latter, so this one is strict. A refused call invalidates the capture.
-namespace emu {
-inline bool refuses(Stream* s, bool even_relaxed = false) {
-    if (!s->capture || (s->capture->relaxed && !even_relaxed)) return false;
-    return s->capture->invalidated = true;
-}
-inline bool any_refuses(bool even_relaxed = false) {
-    bool any = false;
-    for (Stream* s : machine.streams) any |= refuses(s, even_relaxed);
-    return any;
-}
-inline cudaError_t capture_error() { return error(cudaErrorStreamCaptureUnsupported); }
-}  // namespace emu
 
 // ---- devices: emu::machine.device_count of them, which share everything
 inline cudaError_t cudaGetDeviceCount(int* n) { return *n = emu::machine.device_count, cudaSuccess; }
@@ -668,22 +645,17 @@ inline cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
     *total = emu::machine.device_bytes, *free = *total - emu::machine.live_bytes;
     return cudaSuccess;
 }
-inline cudaError_t cudaDeviceSynchronize() {
-    if (emu::any_refuses(true)) return emu::capture_error();
-    return emu::run_all_streams(), cudaSuccess;
-}
+inline cudaError_t cudaDeviceSynchronize() { return emu::run_all_streams(), cudaSuccess; }
 
 // ---- memory
 template <class T>
 inline cudaError_t cudaMalloc(T** p, size_t bytes) {
     *p = nullptr;
-    if (emu::any_refuses()) return emu::capture_error();
     *p = (T*)emu::device_alloc(bytes);
     return *p ? cudaSuccess : emu::error(cudaErrorMemoryAllocation);
 }
 inline cudaError_t cudaFree(void* p) {
     if (!p) return cudaSuccess;
-    if (emu::any_refuses()) return emu::capture_error();
     emu::run_all_streams();
     emu::device_free(p);
     return cudaSuccess;
@@ -691,7 +663,6 @@ inline cudaError_t cudaFree(void* p) {
 template <class T>
 inline cudaError_t cudaHostAlloc(T** p, size_t bytes, unsigned) {
     *p = nullptr;
-    if (emu::any_refuses()) return emu::capture_error();
     *p = (T*)malloc(bytes);
     if (!*p) return emu::error(cudaErrorMemoryAllocation);
     emu::poison(*p, bytes, emu::DEVICE_POISON);
@@ -702,7 +673,6 @@ inline cudaError_t cudaMallocHost(T** p, size_t bytes) {
     return cudaHostAlloc(p, bytes, cudaHostAllocDefault);
 }
 inline cudaError_t cudaFreeHost(void* p) {
-    if (emu::any_refuses()) return emu::capture_error();
     if (p && emu::is_device(p)) emu::stop("cudaFreeHost of device memory");
     emu::run_all_streams();
     free(p);
@@ -730,23 +700,17 @@ inline cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cud
     if (bytes && kind != cudaMemcpyDefault && (to != to_device || from != from_device))
         emu::stop("cudaMemcpy: the addresses do not match the direction (to %s, from %s)", to ? "device" : "host",
                   from ? "device" : "host");
-    auto check_arrays = [=] {
-        if (to) emu::check_device_array("cudaMemcpy, destination", dst, bytes);
-        if (from) emu::check_device_array("cudaMemcpy, source", src, bytes);
-    };
-    check_arrays();
-    emu::enqueue(stream, [=] { check_arrays(), emu::copy_now(dst, src, bytes); });
+    if (to) emu::check_device_array("cudaMemcpy, destination", dst, bytes);
+    if (from) emu::check_device_array("cudaMemcpy, source", src, bytes);
+    emu::enqueue(stream, [=] { emu::copy_now(dst, src, bytes); });
     return cudaSuccess;
 }
 inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream = nullptr) {
     emu::check_device_array("cudaMemset", p, bytes);
-    emu::enqueue(stream, [=] { emu::check_device_array("cudaMemset", p, bytes), emu::set_now(p, value, bytes); });
+    emu::enqueue(stream, [=] { emu::set_now(p, value, bytes); });
     return cudaSuccess;
 }
-inline cudaError_t cudaMemset(void* p, int value, size_t bytes) {
-    if (emu::any_refuses(true)) return emu::capture_error();
-    return cudaMemsetAsync(p, value, bytes);
-}
+inline cudaError_t cudaMemset(void* p, int value, size_t bytes) { return cudaMemsetAsync(p, value, bytes); }
 
 // ---- streams and events
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
@@ -758,20 +722,17 @@ inline cudaError_t cudaStreamCreate(cudaStream_t* stream) {
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     emu::Stream* s = emu::stream_or_default(stream);
-    if (emu::refuses(s, true)) return emu::capture_error();
     emu::run_until(s, s->sent);
     return cudaSuccess;
 }
 // Every query makes a little progress, so that a program that polls ends.
 inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
     emu::Stream* s = emu::stream_or_default(stream);
-    if (emu::refuses(s, true)) return emu::capture_error();
     if (s->done == s->sent) return cudaSuccess;
     emu::run_until(s, s->done + 1);
     return cudaErrorNotReady;
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-    if (stream->capture) emu::stop("cudaStreamDestroy of a stream that captures");
     cudaStreamSynchronize(stream);
     auto& all = emu::machine.streams;
     for (size_t i = 1; i < all.size(); i++)
@@ -783,7 +744,6 @@ inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 // Waits for the default stream only, as CUDA does if the others were made with cudaStreamNonBlocking.
 inline cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind) {
-    if (emu::any_refuses(true)) return emu::capture_error();
     cudaMemcpyAsync(dst, src, bytes, kind);
     return cudaStreamSynchronize(nullptr);
 }
@@ -832,8 +792,6 @@ inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
     return emu::live_event(event, "cudaEventDestroy")->destroyed = true, cudaSuccess;
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr) {
-    if (emu::stream_or_default(stream)->capture)
-        emu::stop("cudaEventRecord in a capture: cuda_on_cpu has graphs of one stream only");
     emu::live_event(event, "cudaEventRecord")->stream = emu::stream_or_default(stream);
     event->upto = event->stream->sent + 1;
     emu::enqueue(stream, [event] {
@@ -844,12 +802,10 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = null
     return cudaSuccess;
 }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-    if (emu::any_refuses()) return emu::capture_error();
     if (emu::live_event(event, "cudaEventSynchronize")->stream) emu::run_until(event->stream, event->upto);
     return cudaSuccess;
 }
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
-    if (emu::any_refuses()) return emu::capture_error();
     if (!emu::live_event(event, "cudaEventQuery")->stream || event->stream->done >= event->upto) return cudaSuccess;
     emu::run_until(event->stream, event->stream->done + 1);
     return cudaErrorNotReady;
@@ -861,52 +817,8 @@ inline cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, 
 // Waits for the event as recorded now: as in CUDA, a later record does not count, and an event that was never recorded
 // is not waited for.
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = 0) {
-    if (emu::stream_or_default(stream)->capture)
-        emu::stop("cudaStreamWaitEvent in a capture: cuda_on_cpu has graphs of one stream only");
     emu::Stream* from = emu::live_event(event, "cudaStreamWaitEvent")->stream;
     const long upto = event->upto;
     if (from) emu::enqueue(stream, [=] { emu::run_until(from, upto); });
-    return cudaSuccess;
-}
-
-// ---- graphs of one stream. While it captures, work is recorded instead of run: kernels with copies of their
-// arguments, copies and memsets with their addresses, calls of cuBLASLt and NCCL. Memory is read at the replay, which
-// is one piece of its stream's work.
-enum cudaStreamCaptureMode {
-    cudaStreamCaptureModeGlobal = 0,
-    cudaStreamCaptureModeThreadLocal = 1,
-    cudaStreamCaptureModeRelaxed = 2
-};
-using cudaGraph_t = emu::Graph*;
-using cudaGraphExec_t =
-    std::shared_ptr<const emu::Graph>*;  // shared by queued replays, so that it can be destroyed before they run
-
-inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
-    if (!stream) return emu::error(cudaErrorStreamCaptureUnsupported);
-    if (stream->capture) return emu::error(cudaErrorIllegalState);
-    stream->capture = std::make_unique<emu::Capture>();
-    stream->capture->relaxed = mode == cudaStreamCaptureModeRelaxed;
-    return cudaSuccess;
-}
-inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
-    *graph = nullptr;
-    if (!stream || !stream->capture) return emu::error(cudaErrorIllegalState);
-    const std::unique_ptr<emu::Capture> capture = std::move(stream->capture);
-    if (capture->invalidated) return emu::error(cudaErrorStreamCaptureInvalidated);
-    return *graph = new emu::Graph(std::move(capture->graph)), cudaSuccess;
-}
-inline cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return delete graph, cudaSuccess; }
-inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long = 0) {
-    *exec = nullptr;
-    if (!graph) return emu::error(cudaErrorInvalidValue);
-    return *exec = new std::shared_ptr<const emu::Graph>(new emu::Graph(*graph)), cudaSuccess;
-}
-inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { return delete exec, cudaSuccess; }
-inline cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
-    if (!exec) return emu::error(cudaErrorInvalidValue);
-    emu::machine.count.graphs++;
-    emu::enqueue(stream, [graph = *exec] {
-        for (const std::function<void()>& work : graph->work) work();
-    });
     return cudaSuccess;
 }

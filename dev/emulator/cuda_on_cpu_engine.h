@@ -196,21 +196,10 @@ struct Allocation {
     bool live;
 };
 
-// Work that a stream was given while it captured, with the arguments of that time, in order.
-struct Graph {
-    std::vector<std::function<void()>> work;
-};
-struct Capture {
-    Graph graph;
-    bool relaxed = false;      // cudaStreamCaptureModeRelaxed
-    bool invalidated = false;  // by a call that it refused
-};
-
 // Work is queued here and runs at once or, with run_late, no sooner than the program's own synchronisation asks for it.
 struct Stream {
     std::deque<std::function<void()>> queue;
-    long sent = 0, done = 0;                // pieces of work
-    std::unique_ptr<Capture> capture = {};  // while it captures, where its work goes instead
+    long sent = 0, done = 0;  // pieces of work
 };
 
 // Where the running kernel is in time, for the CHECK build. Intervals are numbered; each launch, block and barrier
@@ -224,8 +213,7 @@ struct Clock {
 };
 
 struct Counters {
-    // sent: pieces of work given to streams; graphs: those of them that were graphs
-    long launches, blocks, switches, barriers, warp_functions, accesses, sent, graphs, mma;
+    long launches, blocks, switches, barriers, warp_functions, accesses, mma;
 };
 
 struct Machine {
@@ -860,9 +848,8 @@ inline void run_all_streams() {
 inline Stream* stream_or_default(Stream* s) { return s ? s : &machine.default_stream; }
 inline void enqueue(Stream* stream, std::function<void()> work) {
     Stream* s = stream_or_default(stream);
-    if (s->capture) return s->capture->graph.work.push_back(std::move(work));
     s->queue.push_back(std::move(work));
-    s->sent++, machine.count.sent++;
+    s->sent++;
     if (!machine.run_late) run_until(s, s->sent);
 }
 
@@ -872,13 +859,9 @@ inline void enqueue(Stream* stream, std::function<void()> work) {
 template <auto kernel, class... Args>
 void launch(dim3 grid, dim3 block, size_t shared_bytes, emu::Stream* stream, Args... args) {
     static const std::string name = emu::kernel_name(__PRETTY_FUNCTION__);
-    auto check_arguments = [=] {
-        int position = 0;
-        (emu::check_argument(name.c_str(), position++, args), ...);
-    };
-    check_arguments();
+    int position = 0;
+    (emu::check_argument(name.c_str(), position++, args), ...);
     emu::enqueue(stream, [=] {
-        check_arguments();  // again: a graph may have outlived its arrays
         auto body = [&] { kernel(args...); };
         emu::run_grid(
             name.c_str(), grid, block, shared_bytes, [](void* b) { (*(decltype(body)*)b)(); }, &body);

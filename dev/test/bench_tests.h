@@ -146,15 +146,11 @@ inline void check_perf_report(const std::string& text, const std::string& name,
         us += row.numbers[1], floors += row.numbers[2], gflop += row.numbers[4], megabytes += row.numbers[5];
     }
     const std::map<std::string, Result> results = results_of(text);
-    CHECK_EQUAL(results.size(), size_t(gpu ? 5 : 4));
+    CHECK_EQUAL(results.size(), size_t(4));
     for (const auto& [what, unit] :
          {std::pair("all operations", "us"), std::pair("step", "tokens/s"),
-          std::pair("ceiling of matrix products", "TFLOP/s"), std::pair("ceiling of copies", "GB/s"),
-          std::pair("step with --cuda-graph 1", "tokens/s")}) {
-        const auto found = results.find(name + ": " + what);
-        CHECK((found != results.end()) == (gpu || std::strcmp(what, "step with --cuda-graph 1") != 0));
-        if (found != results.end()) CHECK_EQUAL(found->second.unit, std::string(unit));
-    }
+          std::pair("ceiling of matrix products", "TFLOP/s"), std::pair("ceiling of copies", "GB/s")})
+        CHECK_EQUAL(results.at(name + ": " + what).unit, std::string(unit));
     CHECK_NEAR(results.at(name + ": all operations").figure, rows.back().numbers[1], 0);
 }
 
@@ -528,19 +524,11 @@ TEST(cuda_bench_step_runs) {
     c.seq_len = 64, c.batch = 1;
     Timed<Cuda> dev(0, size_t(1) << 20);
     const bench_tests::Report report;
-#ifndef __CUDACC__
-    const long graphs = emu::machine.count.graphs;
-#endif
     CHECK_EQUAL(perf_on<Cuda>(dev, c, 2, 64, report.file), 0);
-#ifndef __CUDACC__
-    // of nine steps by graphs the first is launched as it is; the gradient's is one, the update's another
-    CHECK_EQUAL(emu::machine.count.graphs - graphs, 2L * 8);
-#endif
-    CHECK(dev.clocks && !dev.use_graphs);
+    CHECK(dev.clocks);
     const std::string text = report.text();
     for (const char* part : {"one training step of tiny, nsa attention", "the median of 2",
                              "a step without clocks: the host had launched the step after ",
-                             "a step with --cuda-graph 1: the host had launched the step after ",
                              "ceilings measured in this run, at its end", "relative to the ceilings at the beginning"})
         CHECK(text.find(part) != std::string::npos);
     bench_tests::check_perf_report(text, "perf, NSA, 1 x 64", dev.times);

@@ -256,21 +256,6 @@ static void host_reads_early(bool wait) {
         std::exit(1);
     }
 }
-static void graph_outlives(bool array_is_freed) {  // a replay after its array has been given back
-    float *x = nullptr, *y = nullptr;
-    cudaMalloc(&x, 256), cudaMalloc(&y, 256);
-    cudaStream_t stream;
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t exec = nullptr;
-    cudaStreamCreate(&stream);
-    cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);
-    launch<set_to>(1, 64, 0, stream, x, 1.0f);
-    cudaStreamEndCapture(stream, &graph);
-    cudaGraphInstantiate(&exec, graph, 0);
-    cudaFree(array_is_freed ? x : y);
-    cudaGraphLaunch(exec, stream);
-    cudaStreamSynchronize(stream);
-}
 static void matmul_outside() {  // a matrix one column longer than its array
     DeviceArray<float> a(16 * 16), b(16 * 16), out(16 * 17);
     cublasLtHandle_t handle;
@@ -464,8 +449,6 @@ static const Planted faults[] = {
     {"two streams without an event", [] { streams(false); }, "add_to", WRONG, "wrong result|never written"},
     {"a gradient reduced without an event", [] { reduction(false); }, "set_to and ncclAllReduce", WRONG, WRONG},
     {"the host reads before the copy is done", [] { host_reads_early(false); }, "set_to", WRONG, WRONG},
-    {"a graph outlives its array", [] { graph_outlives(true); }, "set_to", "not to device memory",
-     "not to device memory"},
     {"cublasLtMatmul outside of an array", matmul_outside, "", "cublasLtMatmul, matrix b", "cublasLtMatmul, matrix b"},
 };
 // The same programs without a fault: nothing may be reported.
@@ -476,7 +459,6 @@ static const Planted controls[] = {
     {"matmul", matmul<NONE>, "", "", ""},
     {"two streams with an event", [] { streams(true); }, "", "", ""},
     {"a gradient reduced after an event", [] { reduction(true); }, "", "", ""},
-    {"a graph and its array", [] { graph_outlives(false); }, "", "", ""},
     {"the host waits for the copy", [] { host_reads_early(true); }, "", "", ""},
 };
 

@@ -140,7 +140,6 @@ TEST(run_contradictions_between_options_are_refused) {
         {{{"total-batch", "100"}}, {"--total-batch 100", "--seq-len 64"}},
         {{{"total-batch", "32"}}, {"--total-batch 32", "--seq-len 64"}},
         {{{"total-batch", "192"}}, {"--total-batch 192", "--batch 2"}},
-        {{{"cuda-graph", "1"}}, {"--cuda-graph 1", "on the CPU"}},
         {{{"stall-timeout", "0.5"}}, {"--stall-timeout 0.5", "at least 1"}},
         {{{"batch", "1"}, {"dump-state", folder.file("state.safetensors")}},
          {"--dump-state", "--total-batch 128", "--batch 1"}},

@@ -102,7 +102,7 @@ TEST(resume_gives_up_what_the_machine_cannot_give) {
     const bool gpu = count_gpus(none) > 0;
     const auto on_two_processors = [](const std::set<std::string>& given) {
         Config c;
-        c.device = "cuda", c.cpu_dtype = "bf16", c.selected_kernels = "tiles", c.cuda_graph = 1;
+        c.device = "cuda", c.cpu_dtype = "bf16", c.selected_kernels = "tiles";
         c.threads = 3;
         give_up_what_cannot_be(c, given, 2);
         return c;
@@ -113,9 +113,8 @@ TEST(resume_gives_up_what_the_machine_cannot_give) {
     CHECK_EQUAL(c.device, gpu ? "cuda" : "auto");
     CHECK_EQUAL(c.cpu_dtype, gpu ? "fp32" : "bf16");
     CHECK_EQUAL(c.selected_kernels, gpu ? "tiles" : "auto");
-    CHECK_EQUAL(c.cuda_graph, gpu ? 1 : 0);
     if (!gpu) CHECK_EQUAL(c.given_up.at("device"), none);
-    const Config kept = on_two_processors({"threads", "device", "cpu-dtype", "selected-kernels", "cuda-graph"});
+    const Config kept = on_two_processors({"threads", "device", "cpu-dtype", "selected-kernels"});
     CHECK(kept.given_up.empty() && kept.threads == 3 && kept.device == "cuda");
 
     using namespace program;
