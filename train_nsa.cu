@@ -770,11 +770,11 @@ std::string print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Co
 // ---------------------------------------------------------------------------------------------------------------------
 // Checkpoints: RUN/step_00001000/ holds model.safetensors, config.json, one optimizer_<rank>-of-<ranks>.safetensors per
 // rank, and manifest.json with checksums and the TrainState. Any number of ranks can resume it. lib/checkpoint.h says
-// how such a folder becomes whole, lib/saver.h how it is written while training goes on.
+// how such a folder becomes whole, lib/saver.h how the ranks write it.
 
-// What this rank writes of the model; copy: as it is now, whatever happens to it afterwards. All ranks call it.
+// What this rank writes of the model. All ranks call it.
 template <class Dev>
-Snapshot take_snapshot(const Model<Dev>& model, const World& world, bool copy) {
+Snapshot take_snapshot(const Model<Dev>& model, const World& world) {
     Dev& dev = model.dev;
     const auto& specs = model.table.specs;
     const std::vector<Piece> pieces = model.partition.parts(model.rank);
@@ -782,9 +782,9 @@ Snapshot take_snapshot(const Model<Dev>& model, const World& world, bool copy) {
     s.config = config_json(model.config);
     if (model.sharded && Dev::has_master)
         s.weights = views_of_shards(dev, specs, model.master, model.owned, world, s.buffers);
-    else if (world.rank == 0) s.weights = views_of(dev, specs, model.master, "", s.buffers, copy);
-    add_moments(s.moments, dev, specs, model.m, 'm', pieces, model.sharded, s.buffers, copy);
-    add_moments(s.moments, dev, specs, model.v, 'v', pieces, model.sharded, s.buffers, copy);
+    else if (world.rank == 0) s.weights = views_of(dev, specs, model.master, "", s.buffers);
+    add_moments(s.moments, dev, specs, model.m, 'm', pieces, model.sharded, s.buffers);
+    add_moments(s.moments, dev, specs, model.v, 'v', pieces, model.sharded, s.buffers);
     return s;
 }
 
@@ -931,7 +931,7 @@ struct Run {
           saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.progress(phase); },
                     [this] { report.log->sync(); },
                     [this] { return state_json(state, manifest_json(config()), world.size, data.train->files()); },
-                    [this](bool copy) { return take_snapshot(model, world, copy); }}) {}
+                    [this] { return take_snapshot(model, world); }}) {}
 
     const Config& config() const { return model.config; }
     bool is_first() const { return world.rank == 0; }
@@ -1010,9 +1010,9 @@ struct Run {
         pending.push_back(std::move(s));
     }
 
-    // Waits for a step's results and sums them over the ranks, which tell each other who will stop and who has saved.
+    // Waits for a step's results and sums them over the ranks, which tell each other who will stop.
     void exchange(StepResult& s) {
-        enum { LOSS, TERMINATE, INTERRUPT, HALT, WRITTEN, COUNT };
+        enum { LOSS, TERMINATE, INTERRUPT, HALT, COUNT };
         model.progress(Dev::on_host ? "update" : "waiting for the GPU");
         if (reducer) reducer->await_results(model.step);
         const std::vector<double> results = dev.receive();
@@ -1022,7 +1022,6 @@ struct Run {
         sums[TERMINATE] = asked_to_terminate();
         sums[INTERRUPT] = asked_to_interrupt();
         sums[HALT] = is_first() && file_exists(config().out + "/halt");
-        sums[WRITTEN] = saver.has_written();
         model.progress("waiting for the other ranks");
         world.sum(sums, COUNT);
         model.progress("report");
@@ -1032,7 +1031,6 @@ struct Run {
         if (!s.is_bad()) s.loss_z = state.losses.z_score(s.loss), s.norm_z = state.norms.z_score(s.norm);
         if (world.size == 1) stop_without_reader();
         if (stop == GO_ON) stop = stop_of(sums[INTERRUPT] > 0, sums[TERMINATE] > 0, sums[HALT] > 0);
-        saver.advance(sums[WRITTEN] == world.size);
     }
 
     void report_step() {
@@ -1065,8 +1063,7 @@ struct Run {
     // An error between two steps that all ranks have must not cost what was learnt. Returns what its line says of that.
     std::string save_despite_error() {
         while (!pending.empty()) error_of([&] { report_step(); });  // which of them changed the weights
-        saver.finish();
-        if (state.last_update > saver.last_saved_step()) saver.save_now(state.step);
+        if (state.last_update > saver.last_saved_step()) saver.save_last(state.step);
         if (!is_first()) world.barrier();  // rank 0 ends all
         if (!saver.last_error.empty()) return "saving failed too: " + saver.last_error;
         return "the last good checkpoint is " + (saver.last_saved.empty() ? "none" : saver.last_saved);
@@ -1131,13 +1128,8 @@ void begin_run(Run<Dev>& run, const Device& device, const GradientPath& path, co
     run.activations = std::make_unique<Activations<Dev>>(run.dev, c, c.batch, c.seq_len, TRAINING);
     if (run.is_first()) print_memory(Model<Dev>::flat_bytes(c, world.size) / (1 << 20), run.activations->arena);
     if (run.is_first()) print_selected(run.dev.describe_selected(run.activations->shape));
-    // Rank 0 saves the weights, all ranks their share of the moments. The activations of a CPU are allocated by now,
-    // but the system counts their pages only once they are written.
-    const double copy = double(run.model.table.total) * (8.0 / world.size + (run.is_first() ? 4 : 0));
-    const double available =
-        host_bytes_available(world.local_size) - (Dev::on_host ? double(run.activations->arena.bytes) : 0);
-    run.saver.choose_background(copy, available, !Dev::on_host, c.save_every);
-    if (!checkpoint.empty()) run.state = load_checkpoint(run.model, checkpoint), run.saver.last_saved = checkpoint;
+    run.saver.last_saved = checkpoint;
+    if (!checkpoint.empty()) run.state = load_checkpoint(run.model, checkpoint);
     else if (initial) read_parameters(run.model, *initial);
     else run.model.initialise();
     if (!run.is_first() || !writes) return;
@@ -1177,7 +1169,7 @@ int train_run(Run<Dev>& run, const Device& device, const GradientPath& path, con
         fail("%s; %s", e.what(), run.save_despite_error().c_str());
     }
     const bool trained = run.state.step > first_step;
-    if (trained) run.saver.save_now(run.state.step);
+    if (trained) run.saver.save_last(run.state.step);
     if (trained && run.stop == GO_ON) run.sample();
     run.model.progress("end");
     if (run.is_first()) print_end(run);

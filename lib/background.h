@@ -1,4 +1,4 @@
-// background.h: jobs that a thread does while the run goes on: checkpoints are written and shards looked through by it.
+// background.h: a job that a thread does while the run goes on: shards are looked through by it.
 #pragma once
 #include <atomic>
 #include <exception>

@@ -257,7 +257,7 @@ inline void sync_folder(const std::string& path) {
     if (error && error != EINVAL) fail("cannot sync folder %s: %s", path.c_str(), std::strerror(error));
 }
 
-// By all FileWriters together: a thread that waits for one sees that it makes progress.
+// By all FileWriters together: a slow disk is no stall to the watchdog as long as bytes arrive there.
 inline std::atomic<uint64_t> bytes_written_to_files{0};
 
 // Writes a file, which is synced to disk when close() returns its record. Not atomic by itself: a checkpoint is written

@@ -20,12 +20,11 @@
 // What views point into, where the engine's own memory will not do.
 using Buffers = std::vector<std::vector<float>>;
 
-// `count` numbers of the engine as fp32 in the host's memory: where they are, if they are that already and no copy is
-// asked for; else in `buffers`.
+// `count` numbers of the engine as fp32 in the host's memory: where they are, if they are that already; else in
+// `buffers`.
 template <class Dev, class T>
-const float* host_floats(Dev& dev, const T* p, size_t count, bool copy, Buffers& buffers) {
-    if constexpr (Dev::on_host && std::is_same<T, float>::value)
-        if (!copy) return p;
+const float* host_floats(Dev& dev, const T* p, size_t count, Buffers& buffers) {
+    if constexpr (Dev::on_host && std::is_same<T, float>::value) return p;
     buffers.emplace_back(count);
     dev.to_host(buffers.back().data(), p, count);
     return buffers.back().data();
@@ -34,11 +33,10 @@ const float* host_floats(Dev& dev, const T* p, size_t count, bool copy, Buffers&
 // A whole flat array, padding left out.
 template <class Dev, class Specs, class T>
 std::vector<TensorView> views_of(Dev& dev, const Specs& specs, const T* flat, const std::string& prefix,
-                                 Buffers& buffers, bool copy = false) {
+                                 Buffers& buffers) {
     std::vector<TensorView> views;
     for (const auto& t : specs)
-        views.push_back(
-            tensor_view(prefix + t.name, t.shape(), host_floats(dev, flat + t.offset, t.size, copy, buffers)));
+        views.push_back(tensor_view(prefix + t.name, t.shape(), host_floats(dev, flat + t.offset, t.size, buffers)));
     return views;
 }
 
@@ -124,7 +122,7 @@ void round_parameters(Dev& dev, const Specs& specs, T* params, const SafeTensors
 // array.
 template <class Dev, class Specs, class T, class Pieces>
 void add_moments(std::vector<TensorView>& views, Dev& dev, const Specs& specs, const T* flat, char moment,
-                 const Pieces& pieces, bool local, Buffers& buffers, bool copy) {
+                 const Pieces& pieces, bool local, Buffers& buffers) {
     for (const auto& p : pieces)
         for (const auto& t : specs) {
             const auto [first, last] = overlap(t, t.size, p);
@@ -133,7 +131,7 @@ void add_moments(std::vector<TensorView>& views, Dev& dev, const Specs& specs, c
             const std::string name =
                 format_text("%c.%s[%zu:%zu]", moment, t.name.c_str(), first - t.offset, last - t.offset);
             views.push_back(
-                tensor_view(name, {int64_t(last - first)}, host_floats(dev, flat + at, last - first, copy, buffers)));
+                tensor_view(name, {int64_t(last - first)}, host_floats(dev, flat + at, last - first, buffers)));
         }
 }
 

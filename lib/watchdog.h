@@ -19,6 +19,7 @@
 
 #include <unistd.h>
 
+#include "files.h"
 #include "heartbeat.h"
 #include "stack_trace.h"
 #include "util.h"
@@ -96,7 +97,7 @@ class Watchdog {
             // This thread stood still too: Ctrl-Z, or a machine that was suspended. Nobody is to blame.
             if (now - last_look > 1) last_progress = now;
             last_look = now;
-            if (const uint64_t t = ticks; t != seen) {
+            if (const uint64_t t = ticks + bytes_written_to_files; t != seen) {
                 seen = t;
                 last_progress = now;
             }

@@ -304,7 +304,7 @@ TEST(cuda_model_resumed_equals_uninterrupted) {
         state.step = state.last_update = 2, state.loader = loader_numbers(first_data->state());
         const std::string writing = begin_checkpoint(c.out, 2);
         const std::string folder_of_2 =
-            commit_checkpoint(c.out, 2, write_snapshot(take_snapshot(first, world, level > 0), writing, 0, 1),
+            commit_checkpoint(c.out, 2, write_snapshot(take_snapshot(first, world), writing, 0, 1),
                               state_json(state, manifest_json(c), 1));
         const TrainState loaded = load_checkpoint(second, folder_of_2);
         CHECK_EQUAL(loaded.step, int64_t(2));
@@ -345,9 +345,9 @@ TEST(cuda_model_checkpoint_holds_the_master) {
     state.step = 1;
     state.last_update = 1;
     const std::string writing = begin_checkpoint(c.out, 1),
-                      saved = commit_checkpoint(c.out, 1,
-                                                write_snapshot(take_snapshot(run.model, World(), false), writing, 0, 1),
-                                                state_json(state, manifest_json(c), 1));
+                      saved =
+                          commit_checkpoint(c.out, 1, write_snapshot(take_snapshot(run.model, World()), writing, 0, 1),
+                                            state_json(state, manifest_json(c), 1));
     ModelRun<Cuda> other(dev, c, 1);
     CHECK_EQUAL(load_checkpoint(other.model, saved).step, int64_t(1));
     for (auto field : {&Model<Cuda>::master, &Model<Cuda>::m, &Model<Cuda>::v}) {
