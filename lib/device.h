@@ -129,6 +129,9 @@ inline Device device_of(const Config& c, int share) {
     if (c.selected_kernels != "auto" && !d.gpu)
         fail_usage("--selected-kernels %s is for GPUs and this run is on the CPU (%s); leave it out",
                    c.selected_kernels.c_str(), none.c_str());
+    if (!c.profile_steps.empty() && !d.gpu)
+        fail_usage("--profile-steps %s is for a profiler of GPUs and this run is on the CPU (%s); leave it out",
+                   c.profile_steps.c_str(), none.c_str());
     d.cpu_bf16 = c.cpu_dtype == "bf16" && HAVE_BF16;
     if (c.cpu_dtype == "bf16" && !HAVE_BF16)
         d.reason +=

@@ -231,8 +231,7 @@ inline const std::vector<Option>& option_table() {
          "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and "
          "end"},
         {"profile-steps", TRAIN, &Config::profile_steps, "", nullptr,
-         "steps to look at, such as 20-29: on a CPU a table of where their time went, on a GPU they stand between "
-         "cudaProfilerStart and cudaProfilerStop"},
+         "steps of a GPU to look at, such as 20-29: they stand between cudaProfilerStart and cudaProfilerStop"},
         // the other verbs
         {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT, &Config::from, "", nullptr,
          "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several "
