@@ -1,19 +1,18 @@
 // ddp.cuh: data parallelism, from the ranks of a run to the summed gradient and the shares of the optimiser's state.
-//   World        the ranks, and collectives on small host data between them
+//   Transport    MPI, or NCCL for GPUs that no MPI brought together
+//   World        the ranks of the run, and collectives on small host data
 //   Partition    the flat gradient cut into buckets and, with --zero 1, into the parts that each rank owns
 //   Reducer      sums the buckets over the ranks while the backward pass goes on: by MPI through the host's memory, for
 //                every engine, or by NCCL between GPUs
-// How a rank learns what it is stands in lib/launch.h. MPI brings the ranks together and carries whatever is small; the
-// launcher ends the others where one dies. GPUs that no MPI brought together (torchrun) have NCCL for both.
+// What a launcher says is in lib/launch.h. The launcher ends the others where a rank dies.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
 #include <memory>
-#include <sstream>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -23,8 +22,8 @@
 #endif
 
 #include "lib/launch.h"
+#include "lib/machine.h"
 #include "lib/profile.h"
-#include "lib/util.h"
 #include "lib/watchdog.h"
 #include "nsa_cpu.h"
 #ifdef USE_NCCL
@@ -32,23 +31,43 @@
 #include "nsa_kernels.cuh"
 #endif
 
-// The name and version of the MPI library; "" without one.
-inline std::string mpi_name() {
-#ifdef USE_MPI
-    char text[MPI_MAX_LIBRARY_VERSION_STRING];
-    int length = 0;
-    MPI_Get_library_version(text, &length);  // allowed before MPI_Init
-    std::string name(text, size_t(length));
-    name.erase(std::min(name.find('\n'), name.size()));
-    std::replace(name.begin(), name.end(), '\t', ' ');
-    return name;
-#else
-    return "";
-#endif
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
-// NCCL alone, for GPUs that no MPI brought together: small host data travel through a little device memory.
+// What brings the ranks together. One operation is enough for every collective of World.
+
+class Transport {
+  public:
+    int rank = 0, size = 1;
+#ifdef USE_NCCL
+    ncclComm_t communicator = nullptr;  // of all ranks, if it has one
+#endif
+    virtual ~Transport() = default;
+    // Bytes of a rank at a time; a multiple of 8.
+    size_t piece() const { return std::max(4096, (4 << 20) / size / 8 * 8); }
+    // all [size, bytes] = every rank's mine [bytes]. bytes: at most piece().
+    virtual void all_gather(const char* mine, char* all, size_t bytes) = 0;
+    // After an error of this rank, whose process ends.
+    virtual void abort(int) {}
+};
+
+#ifdef USE_MPI
+class MpiTransport : public Transport {
+  public:
+    explicit MpiTransport(const Launch& launch) {
+        int provided;
+        MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);  // only the main thread calls MPI
+        if (provided < MPI_THREAD_FUNNELED)
+            fail("this MPI cannot serve a program that has threads (MPI_THREAD_FUNNELED): install another");
+        MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+        MPI_Comm_size(MPI_COMM_WORLD, &size);
+        if (launch.size > 0 && launch.size != size) refuse_other_mpi(launch, size);
+    }
+    ~MpiTransport() override { MPI_Finalize(); }
+    void all_gather(const char* mine, char* all, size_t bytes) override {
+        MPI_Allgather(mine, int(bytes), MPI_BYTE, all, int(bytes), MPI_BYTE, MPI_COMM_WORLD);
+    }
+    void abort(int status) override { MPI_Abort(MPI_COMM_WORLD, status); }
+};
+#endif
 
 #ifdef USE_NCCL
 // What has gone wrong with a collective under way, on this or another rank; "" while nothing has.
@@ -59,54 +78,54 @@ inline std::string nccl_error(ncclComm_t communicator) {
     return format_text("NCCL: %s (%s)", ncclGetErrorString(result), ncclGetLastError(communicator));
 }
 
-class NcclLink {
-    const int ranks;
-    const size_t piece;  // bytes of a rank at a time
+// Returns when arrived() says so. A collective that fails does not end its stream's work, so errors are asked for
+// meanwhile. what: that it is the end of.
+template <class Arrived>
+void await(ncclComm_t communicator, const std::string& what, Arrived arrived) {
+    for (; !arrived(); usleep(20)) {
+        const std::string failure = nccl_error(communicator);
+        if (!failure.empty()) fail("%s: %s", what.c_str(), failure.c_str());
+    }
+}
+
+// Small host data travel through a little device memory.
+class NcclTransport : public Transport {
     cudaStream_t stream = nullptr;
     cudaEvent_t passed = nullptr;
-    char *mine = nullptr, *all = nullptr;  // [piece], [ranks, piece]
+    char *sent = nullptr, *received = nullptr;  // [piece], [size, piece]
 
   public:
-    ncclComm_t communicator = nullptr;
-
-    NcclLink(int rank, int size, int gpu, const ncclUniqueId& id)
-        : ranks(size), piece(std::max(4096, (4 << 20) / size / 8 * 8)) {
-        CUDA_CHECK(cudaSetDevice(gpu));
+    // start_timeout: seconds that all ranks may take to come.
+    NcclTransport(const Launch& launch, double start_timeout) {
+        rank = launch.rank;
+        size = launch.size;
+        int gpus = 0;
+        if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0)
+            refuse_launch("this process sees no GPU, and only ranks on GPUs can be started by " + launch.launcher +
+                          " alone: on CPUs start them with mpirun");
+        ncclUniqueId id = {};
+        if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
+        rendezvous::share_id(id.internal, launch, start_timeout);
+        CUDA_CHECK(cudaSetDevice((launch.local_rank < 0 ? rank : launch.local_rank) % gpus));
         NCCL_CHECK(ncclCommInitRank(&communicator, size, id, rank));
         CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         CUDA_CHECK(cudaEventCreateWithFlags(&passed, cudaEventDisableTiming));
-        CUDA_CHECK(cudaMalloc(&mine, piece));
-        CUDA_CHECK(cudaMalloc(&all, piece * size_t(size)));
+        CUDA_CHECK(cudaMalloc(&sent, piece()));
+        CUDA_CHECK(cudaMalloc(&received, piece() * size_t(size)));
     }
-    ~NcclLink() {  // an error here would help nobody
+    ~NcclTransport() override {  // an error here would help nobody
         ncclCommDestroy(communicator);
-        cudaFree(mine);
-        cudaFree(all);
+        cudaFree(sent);
+        cudaFree(received);
         cudaEventDestroy(passed);
         cudaStreamDestroy(stream);
     }
-    NcclLink(const NcclLink&) = delete;
-    NcclLink& operator=(const NcclLink&) = delete;
-
-    // Calls take(offset, every rank's bytes from there on, one rank after the other, how many of each) piece by piece.
-    template <class Take>
-    void gather(const char* bytes, size_t count, Take take) {
-        std::vector<char> gathered(piece * size_t(ranks));
-        for (size_t at = 0; at < count; at += piece) {
-            const size_t n = std::min(piece, count - at);
-            CUDA_CHECK(cudaMemcpyAsync(mine, bytes + at, n, cudaMemcpyHostToDevice, stream));
-            NCCL_CHECK(ncclAllGather(mine, all, n, ncclUint8, communicator, stream));
-            CUDA_CHECK(cudaEventRecord(passed, stream));
-            // A collective that fails does not end the stream's work, so errors are asked for meanwhile.
-            for (cudaError_t state; (state = cudaEventQuery(passed)) != cudaSuccess; usleep(20)) {
-                if (state != cudaErrorNotReady) CUDA_CHECK(state);
-                cudaGetLastError();  // so that the next launch does not find it
-                const std::string failure = nccl_error(communicator);
-                if (!failure.empty()) fail("the ranks have lost each other: %s", failure.c_str());
-            }
-            CUDA_CHECK(cudaMemcpy(gathered.data(), all, n * size_t(ranks), cudaMemcpyDeviceToHost));
-            take(at, gathered.data(), n);
-        }
+    void all_gather(const char* mine, char* all, size_t bytes) override {
+        CUDA_CHECK(cudaMemcpyAsync(sent, mine, bytes, cudaMemcpyHostToDevice, stream));
+        NCCL_CHECK(ncclAllGather(sent, received, bytes, ncclUint8, communicator, stream));
+        CUDA_CHECK(cudaEventRecord(passed, stream));
+        await(communicator, "the ranks have lost each other", [this] { return has_passed(passed); });
+        CUDA_CHECK(cudaMemcpy(all, received, bytes * size_t(size), cudaMemcpyDeviceToHost));
     }
 };
 #endif
@@ -122,123 +141,86 @@ struct World {
     std::string launcher;            // "one process", "mpirun", "srun", "RANK/WORLD_SIZE"
     std::vector<std::string> hosts;  // of every rank
     std::string device;              // what this rank computes on, for messages; "" until it is known
+    bool has_mpi = false;            // gradients can travel through the host's memory
     mutable Watchdog watchdog;
 #ifdef USE_NCCL
-    std::unique_ptr<NcclLink> link;  // instead of MPI
+    ncclComm_t communicator = nullptr;  // of all ranks, where NCCL alone brings them together
 #endif
 
   private:
-    bool by_mpi = false;
+    std::unique_ptr<Transport> transport;  // none for one process alone
 
+    static std::unique_ptr<Transport> connect(const Launch& launch, [[maybe_unused]] double start_timeout) {
 #ifdef USE_MPI
-    static constexpr size_t MPI_PIECE = size_t(1) << 30;  // MPI counts are 32-bit
-
-    void start_mpi(const Launch& launch) {
-        int provided;
-        MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);  // only the main thread calls MPI
-        if (provided < MPI_THREAD_FUNNELED)
-            fail("this MPI cannot serve a program that has threads (MPI_THREAD_FUNNELED): install another");
-        by_mpi = true;
-        MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-        MPI_Comm_size(MPI_COMM_WORLD, &size);
-        MPI_Comm local;
-        MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &local);
-        MPI_Comm_rank(local, &local_rank);
-        MPI_Comm_size(local, &local_size);
-        MPI_Comm_free(&local);
-        if (launch.size > 0 && launch.size != size)
-            refuse_launch(format_text("%s has started %d processes, but this program's MPI (%.60s) sees %d: %s",
-                                      launch.launcher.c_str(), launch.size, mpi_name().c_str(), size,
-                                      launch.launcher == "srun"
-                                          ? ("give srun --mpi=" + pmi_of(mpi_name())).c_str()
-                                          : "mpirun belongs to another MPI than the one it was built with; use the "
-                                            "mpirun beside the mpicxx of the build"));
-    }
+        if (launch.by_mpi) return std::make_unique<MpiTransport>(launch);
 #endif
-
 #ifdef USE_NCCL
-    void start_link(const Launch& launch, double start_timeout) {
-        rank = launch.rank;
-        size = launch.size;
-        int gpus = 0;
-        if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0)
-            refuse_launch("this process sees no GPU, and only ranks on GPUs can be started by " + launch.launcher +
-                          " alone: on CPUs start them with mpirun");
-        ncclUniqueId id = {};
-        if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
-        rendezvous::share_id(id.internal, launch, start_timeout);
-        link = std::make_unique<NcclLink>(rank, size, (launch.local_rank < 0 ? rank : launch.local_rank) % gpus, id);
-    }
+        return std::make_unique<NcclTransport>(launch, start_timeout);
+#else
+        refuse_launch(format_text(
+            "%s makes this process one of %d ranks, but this build has no NCCL, the only way to sum the gradients of "
+            "ranks that were started this way: start them with mpirun -np %d ./train_nsa ...",
+            launch.launcher.c_str(), launch.size, launch.size));
 #endif
+    }
 
-    template <class T>
-    void sum_of([[maybe_unused]] T* x, [[maybe_unused]] size_t count) const {
-        if (size == 1) return;
+    // Calls take(offset, every rank's bytes from there on, one rank after the other, how many of each) piece by piece.
+    template <class Take>
+    void all_gather(const void* mine, size_t bytes, Take take) const {
         const Watchdog::Waiting waiting(watchdog);
-#ifdef USE_NCCL
-        if (link)
-            return link->gather(reinterpret_cast<const char*>(x), count * sizeof(T),
-                                [&](size_t at, const char* all, size_t bytes) {
-                                    T* const sums = x + at / sizeof(T);
-                                    const T* const theirs = reinterpret_cast<const T*>(all);
-                                    const size_t n = bytes / sizeof(T);
-                                    std::fill_n(sums, n, T(0));
-                                    for (size_t i = 0; i < n * size_t(size); i++) sums[i % n] += theirs[i];
-                                    watchdog.tick();
-                                });
-#endif
-#ifdef USE_MPI
-        const size_t piece = 25'000'000 / sizeof(T);  // stays in cache on the way
-        for (size_t i = 0; i < count; i += piece, watchdog.tick())
-            MPI_Allreduce(MPI_IN_PLACE, x + i, int(std::min(piece, count - i)),
-                          sizeof(T) == sizeof(float) ? MPI_FLOAT : MPI_DOUBLE, MPI_SUM, MPI_COMM_WORLD);
-#endif
+        std::vector<char> all(std::min(bytes, transport->piece()) * size_t(size));
+        for (size_t at = 0; at < bytes; at += transport->piece()) {
+            const size_t count = std::min(transport->piece(), bytes - at);
+            transport->all_gather(static_cast<const char*>(mine) + at, all.data(), count);
+            take(at, all.data(), count);
+            watchdog.tick();
+        }
     }
 
   public:
     // Returns when all ranks are there. start_timeout: seconds that they may take.
-    explicit World(const Launch& launch = {}, [[maybe_unused]] double start_timeout = 300) : launcher(launch.launcher) {
-#ifdef USE_MPI
-        if (launch.by_mpi) start_mpi(launch);
-#endif
-        if (launch.size > 1 && !launch.by_mpi) {
+    explicit World(const Launch& launch = {}, double start_timeout = 300)
+        : launcher(launch.launcher), has_mpi(launch.by_mpi) {
+        if (launch.by_mpi || launch.size > 1) {
+            transport = connect(launch, start_timeout);
+            rank = transport->rank;
+            size = transport->size;
 #ifdef USE_NCCL
-            start_link(launch, start_timeout);
-#else
-            refuse_launch(format_text(
-                "%s makes this process one of %d ranks, but this build has no NCCL, the only way to sum the gradients "
-                "of ranks that were started this way: start them with mpirun -np %d ./train_nsa ...",
-                launcher.c_str(), launch.size, launch.size));
+            communicator = transport->communicator;
 #endif
         }
         hosts = gather(host);
-        if (by_mpi || size == 1) return;
         for (int r = 0; r < size; r++) {
             local_size += r != rank && hosts[size_t(r)] == host;
             local_rank += r < rank && hosts[size_t(r)] == host;
         }
     }
-    World(const World&) = delete;
-    World& operator=(const World&) = delete;
 
-    // Can gradients travel through the host's memory?
-    bool has_mpi() const { return by_mpi; }
     // For messages, of this rank and of its watchdog.
     void compute_on(const std::string& what) {
         device = what;
         watchdog.call_it(name());
     }
     std::string name() const {
-        return size == 1
-                   ? "this process"
-                   : format_text("rank %d on %s%s%s", rank, host.c_str(), device.empty() ? "" : ", ", device.c_str());
+        if (size == 1) return "this process";
+        return format_text("rank %d on %s%s%s", rank, host.c_str(), device.empty() ? "" : ", ", device.c_str());
     }
 
-    // x [count] = sum of every rank's x, the same bits on every rank.
-    void sum(float* x, size_t count) const { sum_of(x, count); }
-    void sum(double* x, size_t count) const { sum_of(x, count); }
+    // x [count] = sum of every rank's x in the order of ranks, the same bits on every rank.
+    template <class T>
+    void sum(T* x, size_t count) const {
+        if (!transport) return;
+        all_gather(x, count * sizeof(T), [&](size_t at, const char* all, size_t bytes) {
+            T* const sums = x + at / sizeof(T);
+            const T* const values = reinterpret_cast<const T*>(all);
+            const size_t n = bytes / sizeof(T);
+            std::copy_n(values, n, sums);
+            for (int r = 1; r < size; r++)
+                for (size_t i = 0; i < n; i++) sums[i] += values[size_t(r) * n + i];
+        });
+    }
     double sum(double x) const {
-        sum_of(&x, 1);
+        sum(&x, 1);
         return x;
     }
     void barrier() const { sum(0.0); }
@@ -249,88 +231,34 @@ struct World {
         sum(all.data(), all.size());
         return *std::min_element(all.begin(), all.end());
     }
-
-    // bytes of the root on every rank.
-    void broadcast(void* x, [[maybe_unused]] size_t bytes, [[maybe_unused]] int root) const {
-        if (size == 1) return;
-        const Watchdog::Waiting waiting(watchdog);
-        [[maybe_unused]] char* const to = static_cast<char*>(x);
-#ifdef USE_NCCL
-        if (link)
-            return link->gather(to, bytes, [&](size_t at, const char* all, size_t n) {
-                std::copy_n(all + size_t(root) * n, n, to + at);
-            });
-#endif
-#ifdef USE_MPI
-        for (size_t i = 0; i < bytes; i += MPI_PIECE)
-            MPI_Bcast(to + i, int(std::min(MPI_PIECE, bytes - i)), MPI_BYTE, root, MPI_COMM_WORLD);
-#endif
-    }
-
     // Every rank's text, on every rank. Meant for names and digests.
     std::vector<std::string> gather(const std::string& mine) const {
+        if (!transport) return {mine};
         std::vector<double> lengths(size_t(size), 0.0);
         lengths[size_t(rank)] = double(mine.size());
         sum(lengths.data(), lengths.size());
-        std::vector<std::string> all;
-        for (int r = 0; r < size; r++) {
-            all.push_back(r == rank ? mine : std::string(size_t(lengths[size_t(r)]), '\0'));
-            broadcast(&all.back()[0], all.back().size(), r);
-        }
-        return all;
-    }
-
-    // Fails on all ranks if a text is not the same everywhere. One line names the first of the text's lines that
-    // differs: the first rank that has another one than most ranks, and both. The hint says what to do.
-    void require_same(const std::string& text, const std::string& hint) const {
-        if (size == 1) return;
-        std::vector<std::istringstream> texts;
-        for (const std::string& t : gather(text)) texts.emplace_back(t);
-        for (bool more = true; more;) {
-            more = false;
-            std::vector<std::string> lines_now(size_t(size), "(nothing)");
-            std::map<std::string, int> ranks_with;
-            for (size_t r = 0; r < lines_now.size(); r++) {
-                std::string line;
-                if (std::getline(texts[r], line)) {
-                    lines_now[r] = line;
-                    more = true;
-                }
-                ranks_with[lines_now[r]]++;
-            }
-            if (ranks_with.size() == 1) continue;
-            std::string expected = lines_now[0];
-            for (const std::string& line : lines_now)
-                if (ranks_with[line] > ranks_with[expected]) expected = line;
-            size_t odd = 0;
-            while (lines_now[odd] == expected) odd++;
-            throw SharedError(format_text("rank %zu on %s has '%s', expected '%s' as on %d of %d ranks; %s", odd,
-                                          hosts[odd].c_str(), lines_now[odd].c_str(), expected.c_str(),
-                                          ranks_with[expected], size, hint.c_str()));
-        }
+        std::string padded = mine;
+        padded.resize(size_t(*std::max_element(lengths.begin(), lengths.end())));
+        std::vector<std::string> texts(static_cast<size_t>(size));
+        all_gather(padded.data(), padded.size(), [&](size_t, const char* all, size_t bytes) {
+            for (size_t r = 0; r < texts.size(); r++) texts[r].append(all + r * bytes, bytes);
+        });
+        for (size_t r = 0; r < texts.size(); r++) texts[r].resize(size_t(lengths[r]));
+        return texts;
     }
 
     // Every rank has finished its work: returns when all have.
     void finish() {
         barrier();
         watchdog.stop();
-#ifdef USE_NCCL
-        link.reset();
-#endif
-#ifdef USE_MPI
-        if (by_mpi) MPI_Finalize();
-#endif
-        by_mpi = false;
+        transport.reset();
     }
-
     // After an error on this rank, which it has printed: the launcher ends the others, which would wait for ever.
     [[noreturn]] void abort(int status) const {
         std::fflush(nullptr);
         // mpirun forwards what was printed, but not after an abort: without the pause 2 of 30 messages were lost
         if (size > 1) usleep(200000);
-#ifdef USE_MPI
-        if (by_mpi) MPI_Abort(MPI_COMM_WORLD, status);
-#endif
+        if (transport) transport->abort(status);
         std::_Exit(status);
     }
 };
@@ -350,7 +278,6 @@ struct Partition {
     size_t bucket = 0;    // elements of a bucket; the last one may be shorter
     int ranks = 1;
 
-    Partition() = default;
     // bucket_mb: megabytes of a bucket at most. There are at least four where there are that many units, so that
     // something travels while the backward pass goes on; of one rank nothing travels, and all is one bucket.
     Partition(size_t total, int number_of_ranks, double bucket_mb) : ranks(number_of_ranks) {
@@ -396,11 +323,7 @@ template <class Dev>
 struct Reducer {
     ReduceTimes times;
 
-    Reducer() = default;
-    Reducer(const Reducer&) = delete;
-    Reducer& operator=(const Reducer&) = delete;
     virtual ~Reducer() = default;
-
     // Gradients at `offset` and behind are final. The step's first call has the largest offset.
     virtual void ready(size_t offset) = 0;
     // Every gradient is final: what is launched on the engine from now on finds the sums, everywhere or, with --zero 1,
@@ -413,8 +336,7 @@ struct Reducer {
     virtual void gather(typename Dev::real* params) = 0;
 
     // The host asks for errors until a step's results are there, instead of waiting for them: NCCL's failures do not
-    // end a stream's work. mark(): the results were sent off.
-    virtual void mark() {}
+    // end a stream's work.
     virtual void await_results(int64_t) {}
     // At the end, when the engine has done all its work: adds the times of the last steps.
     virtual void read_clocks() {}
@@ -425,23 +347,22 @@ struct Reducer {
 // back beside its computation (Dev::HostCopies). MPI progresses whenever it is asked how far it is.
 template <class Dev>
 class HostReducer : public Reducer<Dev> {
-    using Grad = typename Dev::Grad;
     using real = typename Dev::real;
-    static_assert(std::is_same<Grad, float>::value, "ranks exchange fp32");
+    static_assert(std::is_same<typename Dev::Grad, float>::value, "ranks exchange fp32");
 
     Dev& dev;
     const World& world;
     const Partition partition;
     const ReduceOptions options;
     typename Dev::HostCopies copies;
-    Grad* const grads;
+    float* const grads;
     float* const host;  // the gradients where MPI can read them
     // Buckets go this way one after the other, the last one first. From `fetched` on they are on their way to the host,
     // from `sent` on MPI has them.
     size_t fetched, sent;
     double first_sent = 0, all_here = 0, last_end = 0;  // of this step; seconds_now()
-    std::vector<uint16_t> narrow, narrow_received;      // --grad-reduce bf16: what travels
-    std::vector<float> received;                        // --zero 1: the sums of this rank's parts
+    std::vector<uint16_t> narrow;                       // --grad-reduce bf16: what travels
+    std::vector<float> shard;                           // --zero 1: the sums of this rank's parts, as they travel
     std::vector<MPI_Request> requests;
     MPI_Op sum_bf16 = MPI_OP_NULL;
 
@@ -454,21 +375,17 @@ class HostReducer : public Reducer<Dev> {
     void send(size_t b) {
         if (b + 1 == partition.buckets()) first_sent = seconds_now();
         if (b == 0) all_here = seconds_now();
-        float* x = host + partition.begin(b);
-        uint16_t* y = narrow.data() + partition.begin(b) * options.bf16;
-        const size_t count = partition.size(b), place = partition.part(b, world.rank).local;
-        const int share = int(count / size_t(partition.ranks));
-        MPI_Request* const request = &requests[b];
+        const Piece part = partition.part(b, world.rank);
+        const size_t begin = partition.begin(b), count = partition.size(b);
         if (options.bf16)
-            for (size_t i = 0; i < count; i++) y[i] = to_bf16(x[i]);
-        if (options.bf16 && options.zero)
-            MPI_Ireduce_scatter_block(y, narrow_received.data() + place, share, MPI_UINT16_T, sum_bf16, MPI_COMM_WORLD,
-                                      request);
-        else if (options.bf16)
-            MPI_Iallreduce(MPI_IN_PLACE, y, int(count), MPI_UINT16_T, sum_bf16, MPI_COMM_WORLD, request);
-        else if (options.zero)
-            MPI_Ireduce_scatter_block(x, received.data() + place, share, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD, request);
-        else MPI_Iallreduce(MPI_IN_PLACE, x, int(count), MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD, request);
+            for (size_t i = begin; i < begin + count; i++) narrow[i] = to_bf16(host[i]);
+        void* const sums = options.bf16 ? static_cast<void*>(narrow.data() + begin) : host + begin;
+        const MPI_Datatype type = options.bf16 ? MPI_UINT16_T : MPI_FLOAT;
+        const MPI_Op add = options.bf16 ? sum_bf16 : MPI_SUM;
+        if (options.zero)
+            MPI_Ireduce_scatter_block(sums, &shard[part.local], int(part.count), type, add, MPI_COMM_WORLD,
+                                      &requests[b]);
+        else MPI_Iallreduce(MPI_IN_PLACE, sums, int(count), type, add, MPI_COMM_WORLD, &requests[b]);
     }
 
     // The sums of a bucket have arrived: back to where the gradients are.
@@ -478,32 +395,30 @@ class HostReducer : public Reducer<Dev> {
                                         : Piece{partition.begin(b), partition.size(b), partition.begin(b)};
         float* const to = host + part.begin;
         if (options.bf16) {
-            const uint16_t* from = (options.zero ? narrow_received : narrow).data() + part.local;
+            const uint16_t* const from =
+                options.zero ? reinterpret_cast<uint16_t*>(&shard[part.local]) : &narrow[part.begin];
             for (size_t i = 0; i < part.count; i++) to[i] = from_bf16(from[i]);
         } else if (options.zero) {
-            std::copy_n(received.data() + part.local, part.count, to);
+            std::copy_n(shard.data() + part.local, part.count, to);
         }
         copies.put(grads + part.begin, to, part.count);
     }
 
-    void progress() {
+    // Hands over what has come to the host, and takes what has been summed. Returns whether anything is under way.
+    bool progress() {
         while (sent > fetched && copies.has(sent - 1)) send(--sent);
-        int done = 0, which = 0;
-        do {
+        for (;;) {
+            int done = 0, which = MPI_UNDEFINED;
             MPI_Testany(int(requests.size()), requests.data(), &which, &done, MPI_STATUS_IGNORE);
-            if (done && which != MPI_UNDEFINED) {
-                take(size_t(which));
-                world.watchdog.tick();  // a slow network is no stall
-            }
-        } while (done && which != MPI_UNDEFINED);
-    }
-    bool under_way() const {
-        return sent > 0 || std::any_of(requests.begin(), requests.end(),
-                                       [](const MPI_Request& r) { return r != MPI_REQUEST_NULL; });
+            if (!done) return true;
+            if (which == MPI_UNDEFINED) return sent > 0;
+            take(size_t(which));
+            world.watchdog.tick();  // a slow network is no stall
+        }
     }
 
   public:
-    HostReducer(Dev& d, const World& w, const Partition& p, Grad* g, const ReduceOptions& o)
+    HostReducer(Dev& d, const World& w, const Partition& p, float* g, const ReduceOptions& o)
         : dev(d),
           world(w),
           partition(p),
@@ -516,8 +431,7 @@ class HostReducer : public Reducer<Dev> {
           requests(p.buckets(), MPI_REQUEST_NULL) {
         if (options.bf16) MPI_Op_create(add_bf16, 1, &sum_bf16);
         if (options.bf16) narrow.resize(partition.elements);
-        if (options.zero) received.resize(partition.shard());
-        if (options.zero && options.bf16) narrow_received.resize(partition.shard());
+        if (options.zero) shard.resize(partition.shard());
     }
     ~HostReducer() override {
         if (options.bf16) MPI_Op_free(&sum_bf16);
@@ -534,13 +448,12 @@ class HostReducer : public Reducer<Dev> {
     void finish() override {
         const ProfileRange range("reduction");
         ready(0);
-        for (; under_way(); std::this_thread::yield()) progress();
+        while (progress()) std::this_thread::yield();
         fetched = sent = partition.buckets();
         this->times.add(last_end - first_sent, last_end - all_here);
         this->times.steps++;
     }
     void complete(double* x, size_t count) override {
-        if (Dev::on_host) return world.sum(x, count);
         std::vector<double> sums(count);
         dev.copy(sums.data(), static_cast<const double*>(x), count);
         world.sum(sums.data(), count);
@@ -564,16 +477,6 @@ class HostReducer : public Reducer<Dev> {
 #endif
 
 #ifdef USE_NCCL
-namespace kernels {
-
-__global__ void narrow_kernel(__nv_bfloat16* y, const float* x, size_t count) {
-    for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) y[i] = __nv_bfloat16(x[i]);
-}
-__global__ void widen_kernel(float* y, const __nv_bfloat16* x, size_t count) {
-    for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) y[i] = float(x[i]);
-}
-}  // namespace kernels
-
 // By NCCL between GPUs, one rank a GPU, on a stream of its own. Events order the two streams; the host waits for
 // neither.
 class NcclReducer : public Reducer<Cuda> {
@@ -583,202 +486,116 @@ class NcclReducer : public Reducer<Cuda> {
     float* grads;
     const ReduceOptions options;
     size_t next;  // buckets below this one are not handed over yet
-    const bool own_communicator;
-    ncclComm_t communicator = nullptr;
-    cudaStream_t stream = nullptr;  // the reductions'
-    cudaEvent_t computed = nullptr, reduced = nullptr, marks[2] = {};
-    int64_t marked = 0, seen = 0;
+    const ncclComm_t communicator;
+    Cuda::SideStream side;
     __nv_bfloat16* narrow = nullptr;
-    struct Clock {  // of one step, read two steps later, when it has surely passed
-        cudaEvent_t first, last, backward, gather, gathered;
-        bool used = false, has_gather = false;
-    } clocks[2];
+    // Read two steps later, when they have surely passed.
+    StreamClock reductions[2], gathers[2];
     int64_t step = 0;  // calls of finish()
 
-    // The reductions' stream waits for what has been computed so far, and the other way round.
-    void follow_compute() {
-        CUDA_CHECK(cudaEventRecord(computed, dev.stream));
-        CUDA_CHECK(cudaStreamWaitEvent(stream, computed, 0));
-    }
-    void lead_compute() {
-        CUDA_CHECK(cudaEventRecord(reduced, stream));
-        CUDA_CHECK(cudaStreamWaitEvent(dev.stream, reduced, 0));
-    }
-    void read_clock(Clock& c) {
-        if (!c.used) return;
-        const bool with_gather = c.has_gather;
-        c.used = c.has_gather = false;
-        float under_way = 0, exposed = 0, gather = 0;  // milliseconds
-        if (cudaEventQuery(with_gather ? c.gathered : c.last) != cudaSuccess ||
-            cudaEventElapsedTime(&under_way, c.first, c.last) != cudaSuccess ||
-            cudaEventElapsedTime(&exposed, c.backward, c.last) != cudaSuccess ||
-            (with_gather && cudaEventElapsedTime(&gather, c.gather, c.gathered) != cudaSuccess))
-            return void(cudaGetLastError());
-        times.add((under_way + gather) * 1e-3, (std::max(0.0f, exposed) + gather) * 1e-3);
-        times.steps++;
-    }
-    void start_clock(Clock& c) {
-        read_clock(c);
-        CUDA_CHECK(cudaEventRecord(c.first, stream));
+    void read_clocks_of(int64_t which) {
+        double under_way, exposed;
+        if (reductions[which].read(under_way, exposed)) {
+            times.add(under_way, exposed);
+            times.steps++;
+        }
+        if (gathers[which].read(under_way, exposed)) times.add(under_way, exposed);
     }
     void launch_bucket(size_t b) {
-        float* x = grads + partition.begin(b);
-        const size_t count = partition.size(b), share = count / size_t(world.size);
-        const Piece part = partition.part(b, world.rank);
-        if (!options.bf16) {
-            if (options.zero)
-                NCCL_CHECK(ncclReduceScatter(x, grads + part.begin, share, ncclFloat, ncclSum, communicator, stream));
-            else NCCL_CHECK(ncclAllReduce(x, x, count, ncclFloat, ncclSum, communicator, stream));
-            return;
+        const Piece whole = {partition.begin(b), partition.size(b), 0}, own = partition.part(b, world.rank);
+        const Piece& sums = options.zero ? own : whole;
+        float* const x = grads + whole.begin;
+        void *all = x, *part = grads + own.begin;
+        if (options.bf16) {
+            launch<kernels::narrow_kernel>(grid_of(whole.count), 256, 0, side.stream, narrow, x, whole.count);
+            all = narrow;
+            part = narrow + (own.begin - whole.begin);
         }
-        launch<kernels::narrow_kernel>(grid_of(count), 256, 0, stream, narrow, x, count);
-        __nv_bfloat16* sums = options.zero ? narrow + share * size_t(world.rank) : narrow;
-        if (options.zero)
-            NCCL_CHECK(ncclReduceScatter(narrow, sums, share, ncclBfloat16, ncclSum, communicator, stream));
-        else NCCL_CHECK(ncclAllReduce(narrow, sums, count, ncclBfloat16, ncclSum, communicator, stream));
-        if (options.zero)
-            launch<kernels::widen_kernel>(grid_of(share), 256, 0, stream, grads + part.begin, sums, share);
-        else launch<kernels::widen_kernel>(grid_of(count), 256, 0, stream, x, sums, count);
+        const ncclDataType_t type = options.bf16 ? ncclBfloat16 : ncclFloat;
+        if (options.zero) NCCL_CHECK(ncclReduceScatter(all, part, own.count, type, ncclSum, communicator, side.stream));
+        else NCCL_CHECK(ncclAllReduce(all, all, whole.count, type, ncclSum, communicator, side.stream));
+        if (options.bf16)
+            launch<kernels::widen_kernel>(grid_of(sums.count), 256, 0, side.stream, grads + sums.begin,
+                                          narrow + (sums.begin - whole.begin), sums.count);
     }
 
     static ncclComm_t make_communicator(const World& world) {
         ncclUniqueId id = {};
         if (world.rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
-        world.broadcast(&id, sizeof id, 0);
+        const std::string of_rank_0 = world.gather(std::string(id.internal, sizeof id.internal))[0];
+        std::copy(of_rank_0.begin(), of_rank_0.end(), id.internal);
         ncclComm_t made = nullptr;
         NCCL_CHECK(ncclCommInitRank(&made, world.size, id, world.rank));
         return made;
     }
 
   public:
-    // given: a communicator of all ranks; nullptr: this object makes one.
-    NcclReducer(Cuda& d, const World& w, const Partition& p, float* g, const ReduceOptions& o, ncclComm_t given)
+    NcclReducer(Cuda& d, const World& w, const Partition& p, float* g, const ReduceOptions& o)
         : dev(d),
           world(w),
           partition(p),
           grads(g),
           options(o),
           next(p.buckets()),
-          own_communicator(!given),
-          communicator(given ? given : make_communicator(w)) {
-        CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-        CUDA_CHECK(cudaEventCreateWithFlags(&computed, cudaEventDisableTiming));
-        CUDA_CHECK(cudaEventCreateWithFlags(&reduced, cudaEventDisableTiming));
-        for (cudaEvent_t& e : marks) CUDA_CHECK(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
-        for (Clock& c : clocks)
-            for (cudaEvent_t* e : {&c.first, &c.last, &c.backward, &c.gather, &c.gathered})
-                CUDA_CHECK(cudaEventCreate(e));
+          communicator(w.communicator ? w.communicator : make_communicator(w)),
+          side(d) {
         if (options.bf16) narrow = dev.allocate<__nv_bfloat16>(partition.bucket);
     }
     ~NcclReducer() override {  // an error here would help nobody
-        cudaStreamSynchronize(stream);
+        cudaStreamSynchronize(side.stream);
         dev.release(narrow);
-        for (Clock& c : clocks)
-            for (cudaEvent_t e : {c.first, c.last, c.backward, c.gather, c.gathered}) cudaEventDestroy(e);
-        for (cudaEvent_t e : {computed, reduced, marks[0], marks[1]}) cudaEventDestroy(e);
-        if (own_communicator) ncclCommDestroy(communicator);
-        cudaStreamDestroy(stream);
+        if (!world.communicator) ncclCommDestroy(communicator);
     }
 
     void ready(size_t offset) override {
         if (next == 0 || partition.begin(next - 1) < offset) return;
         const ProfileRange range("reduction");
-        follow_compute();
-        if (next == partition.buckets()) start_clock(clocks[step % 2]);
+        side.follow();
+        if (next == partition.buckets()) {  // the step's first
+            read_clocks_of(step % 2);
+            reductions[step % 2].begins(side.stream);
+        }
         while (next > 0 && partition.begin(next - 1) >= offset) launch_bucket(--next);
     }
     void finish() override {
         const ProfileRange range("reduction");
-        Clock& clock = clocks[step % 2];
-        CUDA_CHECK(cudaEventRecord(clock.backward, dev.stream));
+        StreamClock& clock = reductions[step % 2];
+        clock.is_alone(dev.stream);
         ready(0);
-        CUDA_CHECK(cudaEventRecord(clock.last, stream));
-        lead_compute();
-        clock.used = true;
+        clock.ends(side.stream);
+        side.lead();
         step++;
         next = partition.buckets();
     }
     void read_clocks() override {
-        for (Clock& c : clocks) read_clock(c);
+        for (const int64_t which : {0, 1}) read_clocks_of(which);
     }
     void complete(double* x, size_t count) override {
-        follow_compute();
-        NCCL_CHECK(ncclAllReduce(x, x, count, ncclDouble, ncclSum, communicator, stream));
-        lead_compute();
+        side.follow();
+        NCCL_CHECK(ncclAllReduce(x, x, count, ncclDouble, ncclSum, communicator, side.stream));
+        side.lead();
     }
     void gather(Cuda::real* params) override {
         const ProfileRange range("gathering");
-        Clock& clock = clocks[(step + 1) % 2];  // of the step that finish() closed last
-        follow_compute();
-        CUDA_CHECK(cudaEventRecord(clock.gather, stream));
-        for (size_t b = 0; b < partition.buckets(); b++)
-            NCCL_CHECK(ncclAllGather(params + partition.part(b, world.rank).begin, params + partition.begin(b),
-                                     partition.size(b) / size_t(world.size) * sizeof(Cuda::real), ncclUint8,
-                                     communicator, stream));
-        CUDA_CHECK(cudaEventRecord(clock.gathered, stream));
-        clock.has_gather = true;
-        lead_compute();
-    }
-    void mark() override { CUDA_CHECK(cudaEventRecord(marks[marked++ % 2], dev.stream)); }
-    // True once the oldest mark that has not arrived yet has passed.
-    bool arrived() {
-        const cudaError_t state = cudaEventQuery(marks[seen % 2]);
-        if (state == cudaErrorNotReady) {
-            cudaGetLastError();  // so that the next launch does not find it
-            return false;
+        StreamClock& clock = gathers[(step + 1) % 2];  // of the step that finish() closed last
+        side.follow();
+        clock.begins(side.stream);
+        clock.is_alone(side.stream);
+        for (size_t b = 0; b < partition.buckets(); b++) {
+            const Piece own = partition.part(b, world.rank);
+            NCCL_CHECK(ncclAllGather(params + own.begin, params + partition.begin(b), own.count * sizeof(Cuda::real),
+                                     ncclUint8, communicator, side.stream));
         }
-        CUDA_CHECK(state);
-        seen++;
-        return true;
+        clock.ends(side.stream);
+        side.lead();
     }
     void await_results(int64_t at_step) override {
         world.watchdog.progress(at_step, "waiting for the other ranks' GPUs");
-        while (!arrived()) {
-            const std::string failure = nccl_error(communicator);
-            if (!failure.empty())
-                fail("step %lld: gradients could not be summed over the ranks: %s", (long long)at_step,
-                     failure.c_str());
-            usleep(50);
-        }
+        await(communicator, format_text("step %lld: gradients could not be summed over the ranks", (long long)at_step),
+              [this] { return dev.has_results(); });
     }
 };
 #endif
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Which of them a run takes.
-
-struct GradientPath {
-    bool by_nccl = false;
-    std::string text;  // for the run's first lines
-};
-
-// All ranks ask. gpu: its name and bus, such as "GPU 0 (NVIDIA H200)" and "0000:4b:00.0"; "" on a CPU.
-inline GradientPath choose_path(World& world, const std::string& gpu, const std::string& bus) {
-    world.device_sharers = gpu.empty() ? world.local_size : 1;
-    if (world.size == 1) return {};
-    if (gpu.empty() && !world.has_mpi())
-        throw SharedError(format_text("%d ranks were started by %s, without MPI, and only NCCL between GPUs serves "
-                                      "such ranks: this run computes on CPUs, so start it with mpirun -np %d "
-                                      "./train_nsa ...",
-                                      world.size, world.launcher.c_str(), world.size),
-                          2);
-    if (gpu.empty()) return {false, "by MPI"};
-    const std::vector<std::string> all = world.gather(world.host + " " + bus);
-    std::map<std::string, int> ranks_on;
-    for (const std::string& place : all) ranks_on[place]++;
-    world.device_sharers = ranks_on[all[size_t(world.rank)]];
-    const bool shared = ranks_on.size() < all.size();
-    const std::string shares =
-        format_text("%d ranks share %s", world.device_sharers, world.device_sharers > 1 ? gpu.c_str() : "a GPU");
-    if (shared && !world.has_mpi())
-        throw SharedError(shares + ", and NCCL needs a GPU for each: start them with mpirun, or fewer");
-    if (shared) return {false, "by MPI through the host, because " + shares + "; one rank a GPU is faster"};
-#ifdef USE_NCCL
-    return {true, "by NCCL"};
-#else
-    return {false, "by MPI through the host, because this build has no NCCL"};
-#endif
-}
 
 // nullptr for one rank alone.
 template <class Dev>
@@ -786,16 +603,14 @@ std::unique_ptr<Reducer<Dev>> make_reducer([[maybe_unused]] Dev& dev, const Worl
                                            [[maybe_unused]] const Partition& partition,
                                            [[maybe_unused]] typename Dev::Grad* grads,
                                            [[maybe_unused]] const ReduceOptions& options,
-                                           [[maybe_unused]] const GradientPath& path) {
+                                           [[maybe_unused]] bool by_nccl) {
     if (world.size == 1) return nullptr;
 #ifdef USE_NCCL
     if constexpr (std::is_same<Dev, Cuda>::value)
-        if (path.by_nccl)
-            return std::make_unique<NcclReducer>(dev, world, partition, grads, options,
-                                                 world.link ? world.link->communicator : nullptr);
+        if (by_nccl) return std::make_unique<NcclReducer>(dev, world, partition, grads, options);
 #endif
 #ifdef USE_MPI
-    if (world.has_mpi()) return std::make_unique<HostReducer<Dev>>(dev, world, partition, grads, options);
+    if (world.has_mpi) return std::make_unique<HostReducer<Dev>>(dev, world, partition, grads, options);
 #endif
     fail("%d ranks and nothing that sums their gradients: start them with mpirun", world.size);
 }

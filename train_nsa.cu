@@ -997,7 +997,6 @@ struct Run {
         accumulate_gradients(model, *activations, *data.train, world, statistics, reducer.get(), &s.tokens);
         gradient_norm(model, s.step, reducer.get());
         dev.send(model.results, model.RESULTS);
-        if (reducer) reducer->mark();
         if (c.skip_outliers > 0) {
             exchange(s);
             s.skipped =
@@ -1103,8 +1102,8 @@ void begin_run(Run<Dev>& run, const Device& device, const GradientPath& path, co
     const World& world = run.world;
     const bool writes = c.dump_state.empty();
     if (world.size > 1)
-        world.require_same(same_run_lines(c, binary_digest(), run.data.train->state().corpus, run.data.val_corpus()),
-                           "start all ranks with the same program, options and data");
+        require_same(world, same_run_lines(c, binary_digest(), run.data.train->state().corpus, run.data.val_corpus()),
+                     "start all ranks with the same program, options and data");
     const std::string checkpoint = choose_checkpoint(c.out, c.resume, !writes, world);
     if (run.is_first())
         print_run(
@@ -1120,11 +1119,11 @@ void begin_run(Run<Dev>& run, const Device& device, const GradientPath& path, co
     if (run.is_first() && writes) prepare_run_folder(c.out, !checkpoint.empty(), manifest_json(c), start);
     world.barrier();
     const std::string heartbeat = format_text("%s/heartbeat_rank%d.jsonl", c.out.c_str(), world.rank);
-    if (writes) world.watchdog.write_heartbeats(heartbeat);
+    if (writes) world.watchdog.write_heartbeats(heartbeat, world.rank);
     run.model.watchdog = &world.watchdog;
     run.model.progress("start");
     run.reducer = make_reducer(run.dev, world, run.model.partition, run.model.grads,
-                               {int(c.zero), c.grad_reduce == "bf16"}, path);
+                               {int(c.zero), c.grad_reduce == "bf16"}, path.by_nccl);
     run.activations = std::make_unique<Activations<Dev>>(run.dev, c, c.batch, c.seq_len, TRAINING);
     if (run.is_first()) print_memory(Model<Dev>::flat_bytes(c, world.size) / (1 << 20), run.activations->arena);
     if (run.is_first()) print_selected(run.dev.describe_selected(run.activations->shape));
@@ -1206,7 +1205,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     apply_preset(c, given);
     validate_model(c, "options");
     validate_given(c, on_command_line);
-    world.watchdog.start(c.stall_timeout, world.rank, world.size);
+    world.watchdog.start(c.stall_timeout, world.size);
     give_up_what_cannot_be(c, on_command_line, threads_of_rank(world));  // only a resume has options that nobody gave
     const Device device = choose_device(c, world);
     resolve_batch(c, given, world.size, device.gpu);

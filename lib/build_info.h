@@ -1,5 +1,6 @@
 // build_info.h: what this program was built from and with. Used by the verb `check` and by --version in train_nsa.cu.
 #pragma once
+#include <algorithm>
 #include <cstdio>
 #include <string>
 #include <utility>
@@ -12,6 +13,9 @@
 #include "util.h"
 #ifdef USE_DNNL
 #include <oneapi/dnnl/dnnl.h>
+#endif
+#ifdef USE_MPI
+#include <mpi.h>
 #endif
 #ifdef HAVE_CUDA
 #include "cuda_common.cuh"
@@ -44,6 +48,21 @@ inline std::string compiler_name() {
     return __VERSION__;
 #else
     return std::string("g++ ") + __VERSION__;
+#endif
+}
+
+// The name and version of the MPI library; "" without one.
+inline std::string mpi_name() {
+#ifdef USE_MPI
+    char text[MPI_MAX_LIBRARY_VERSION_STRING];
+    int length = 0;
+    MPI_Get_library_version(text, &length);  // allowed before MPI_Init
+    std::string name(text, size_t(length));
+    name.erase(std::min(name.find('\n'), name.size()));
+    std::replace(name.begin(), name.end(), '\t', ' ');
+    return name;
+#else
+    return "";
 #endif
 }
 

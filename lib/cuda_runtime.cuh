@@ -41,6 +41,14 @@ inline unsigned blocks_for(size_t count, size_t per_block) { return unsigned((co
 // The grid for a loop over `count` elements with blocks of 256 threads, each of which goes on by the grid.
 inline unsigned grid_of(size_t count) { return std::min(1024u, blocks_for(count, 256)); }
 
+// Has the GPU come as far as this event? Does not wait.
+inline bool has_passed(cudaEvent_t event) {
+    const cudaError_t state = cudaEventQuery(event);
+    if (state != cudaErrorNotReady) CUDA_CHECK(state);
+    else cudaGetLastError();  // so that the next launch does not find it
+    return state == cudaSuccess;
+}
+
 // A pinned host buffer for copies to or from the GPU; `passed` is reached when the copy is done.
 struct PinnedBuffer {
     void* data = nullptr;
@@ -60,6 +68,44 @@ struct PinnedBuffer {
     void destroy() {
         if (passed) cudaEventDestroy(passed);
         if (data) cudaFreeHost(data);
+    }
+};
+
+// How long something was under way on a stream, and how much of that another stream waited for it.
+class StreamClock {
+    cudaEvent_t begin, alone, end;
+    bool used = false;
+
+  public:
+    StreamClock() {
+        for (cudaEvent_t* e : {&begin, &alone, &end}) CUDA_CHECK(cudaEventCreate(e));
+    }
+    ~StreamClock() {  // an error here would help nobody
+        for (cudaEvent_t e : {begin, alone, end}) cudaEventDestroy(e);
+    }
+    StreamClock(const StreamClock&) = delete;
+    StreamClock& operator=(const StreamClock&) = delete;
+
+    void begins(cudaStream_t stream) { CUDA_CHECK(cudaEventRecord(begin, stream)); }
+    void is_alone(cudaStream_t waiting) { CUDA_CHECK(cudaEventRecord(alone, waiting)); }
+    void ends(cudaStream_t stream) {
+        CUDA_CHECK(cudaEventRecord(end, stream));
+        used = true;
+    }
+    // Seconds, once. False where it has not ended, or was not used.
+    bool read(double& under_way, double& exposed) {
+        float all = 0, rest = 0;  // milliseconds
+        const bool was_used = used;
+        used = false;
+        if (!was_used) return false;
+        if (cudaEventQuery(end) != cudaSuccess || cudaEventElapsedTime(&all, begin, end) != cudaSuccess ||
+            cudaEventElapsedTime(&rest, alone, end) != cudaSuccess) {
+            cudaGetLastError();
+            return false;
+        }
+        under_way = all * 1e-3;
+        exposed = std::max(0.0f, rest) * 1e-3;
+        return true;
     }
 };
 
@@ -185,6 +231,7 @@ struct CudaRuntime {
         CUDA_CHECK(cudaMemcpyAsync(buffer.data, numbers, count * sizeof(double), cudaMemcpyDeviceToHost, stream));
         CUDA_CHECK(cudaEventRecord(buffer.passed, stream));
     }
+    bool has_results() const { return has_passed(downloads[received % 2].passed); }
     std::vector<double> receive() {
         PinnedBuffer& buffer = downloads[received++ % 2];
         CUDA_CHECK(cudaEventSynchronize(buffer.passed));
@@ -221,28 +268,52 @@ struct CudaRuntime {
         if (cudaProfilerStop() != cudaSuccess) cudaGetLastError();
     }
 
-    // ----- copies beside the computation, on a stream of their own: gradients that MPI sums in the host's memory.
-    class HostCopies {
+    // ----- a stream beside the computation's. Events order the two; the host waits for neither.
+    class SideStream {
         CudaRuntime& dev;
+        cudaEvent_t computed = nullptr, led = nullptr;
+
+      public:
         cudaStream_t stream = nullptr;
-        cudaEvent_t computed = nullptr, put_back = nullptr;
+
+        explicit SideStream(CudaRuntime& d) : dev(d) {
+            CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+            for (cudaEvent_t* e : {&computed, &led}) CUDA_CHECK(cudaEventCreateWithFlags(e, cudaEventDisableTiming));
+        }
+        ~SideStream() {  // an error here would help nobody
+            cudaStreamSynchronize(stream);
+            for (cudaEvent_t e : {computed, led}) cudaEventDestroy(e);
+            cudaStreamDestroy(stream);
+        }
+        SideStream(const SideStream&) = delete;
+        SideStream& operator=(const SideStream&) = delete;
+
+        // What it is given from now on waits for what has been computed so far.
+        void follow() {
+            CUDA_CHECK(cudaEventRecord(computed, dev.stream));
+            CUDA_CHECK(cudaStreamWaitEvent(stream, computed, 0));
+        }
+        // What is computed from now on waits for what it has been given so far.
+        void lead() {
+            CUDA_CHECK(cudaEventRecord(led, stream));
+            CUDA_CHECK(cudaStreamWaitEvent(dev.stream, led, 0));
+        }
+    };
+
+    // ----- copies beside the computation: gradients that MPI sums in the host's memory.
+    class HostCopies {
+        SideStream side;
         std::vector<cudaEvent_t> fetched;
         void* pinned = nullptr;
 
       public:
-        HostCopies(CudaRuntime& d, size_t pieces) : dev(d), fetched(pieces) {
-            CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-            CUDA_CHECK(cudaEventCreateWithFlags(&computed, cudaEventDisableTiming));
-            CUDA_CHECK(cudaEventCreateWithFlags(&put_back, cudaEventDisableTiming));
+        HostCopies(CudaRuntime& d, size_t pieces) : side(d), fetched(pieces) {
             for (cudaEvent_t& e : fetched) CUDA_CHECK(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
         }
         ~HostCopies() {  // an error here would help nobody
-            cudaStreamSynchronize(stream);
+            cudaStreamSynchronize(side.stream);
             for (cudaEvent_t e : fetched) cudaEventDestroy(e);
-            cudaEventDestroy(computed);
-            cudaEventDestroy(put_back);
             cudaFreeHost(pinned);
-            cudaStreamDestroy(stream);
         }
         HostCopies(const HostCopies&) = delete;
         HostCopies& operator=(const HostCopies&) = delete;
@@ -256,23 +327,16 @@ struct CudaRuntime {
         // host gets [count] from the device once all that was launched so far has run; then has(piece) is true.
         template <class T>
         void fetch(T* host, const T* device, size_t count, size_t piece) {
-            CUDA_CHECK(cudaEventRecord(computed, dev.stream));
-            CUDA_CHECK(cudaStreamWaitEvent(stream, computed, 0));
-            CUDA_CHECK(cudaMemcpyAsync(host, device, count * sizeof(T), cudaMemcpyDeviceToHost, stream));
-            CUDA_CHECK(cudaEventRecord(fetched[piece], stream));
+            side.follow();
+            CUDA_CHECK(cudaMemcpyAsync(host, device, count * sizeof(T), cudaMemcpyDeviceToHost, side.stream));
+            CUDA_CHECK(cudaEventRecord(fetched[piece], side.stream));
         }
-        bool has(size_t piece) const {
-            const cudaError_t state = cudaEventQuery(fetched[piece]);
-            if (state != cudaErrorNotReady) CUDA_CHECK(state);
-            else cudaGetLastError();  // so that the next launch does not find it
-            return state == cudaSuccess;
-        }
+        bool has(size_t piece) const { return has_passed(fetched[piece]); }
         // What is launched from now on finds host [count] at `device`.
         template <class T>
         void put(T* device, const T* host, size_t count) {
-            CUDA_CHECK(cudaMemcpyAsync(device, host, count * sizeof(T), cudaMemcpyHostToDevice, stream));
-            CUDA_CHECK(cudaEventRecord(put_back, stream));
-            CUDA_CHECK(cudaStreamWaitEvent(dev.stream, put_back, 0));
+            CUDA_CHECK(cudaMemcpyAsync(device, host, count * sizeof(T), cudaMemcpyHostToDevice, side.stream));
+            side.lead();
         }
     };
 

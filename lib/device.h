@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdlib>
+#include <map>
 #include <mutex>
 #include <set>
 #include <string>
@@ -10,7 +11,8 @@
 #include <vector>
 
 #include "cpu_gemm.h"
-#include "launch.h"
+#include "errors.h"
+#include "machine.h"
 #include "options.h"
 #include "util.h"
 #ifdef HAVE_CUDA
@@ -53,9 +55,9 @@ void require_same_kind_of_device(const Device& d, const World& world) {
     const std::vector<std::string> all = world.gather(mine);
     const auto differs = [&](const std::string& device) { return device.compare(0, 3, all[0], 0, 3) != 0; };
     if (std::any_of(all.begin(), all.end(), differs))
-        world.require_same("device: " + mine,
-                           "all ranks compute on GPUs or all on CPUs: make every rank see a GPU, or start all with "
-                           "--device cpu");
+        require_same(world, "device: " + mine,
+                     "all ranks compute on GPUs or all on CPUs: make every rank see a GPU, or start all with "
+                     "--device cpu");
 }
 
 // Makes OpenMP start its threads now, while an error can say what was asked for: where the system gives it none, OpenMP
@@ -155,4 +157,39 @@ Device choose_device(const Config& c, const World& world) {
     const Device d = device_of(c, threads_of_rank(world));
     require_same_kind_of_device(d, world);
     return d;
+}
+
+// How gradients get from rank to rank.
+struct GradientPath {
+    bool by_nccl = false;
+    std::string text;  // for the run's first lines
+};
+
+// All ranks ask. gpu: its name and bus, such as "GPU 0 (NVIDIA H200)" and "0000:4b:00.0"; "" on a CPU.
+template <class World>
+GradientPath choose_path(World& world, const std::string& gpu, const std::string& bus) {
+    world.device_sharers = gpu.empty() ? world.local_size : 1;
+    if (world.size == 1) return {};
+    if (gpu.empty() && !world.has_mpi)
+        throw SharedError(format_text("%d ranks were started by %s, without MPI, and only NCCL between GPUs serves "
+                                      "such ranks: this run computes on CPUs, so start it with mpirun -np %d "
+                                      "./train_nsa ...",
+                                      world.size, world.launcher.c_str(), world.size),
+                          2);
+    if (gpu.empty()) return {false, "by MPI"};
+    const std::vector<std::string> all = world.gather(world.host + " " + bus);
+    std::map<std::string, int> ranks_on;
+    for (const std::string& place : all) ranks_on[place]++;
+    world.device_sharers = ranks_on[all[size_t(world.rank)]];
+    const std::string shares =
+        format_text("%d ranks share %s", world.device_sharers, world.device_sharers > 1 ? gpu.c_str() : "a GPU");
+    const bool shared = ranks_on.size() < all.size();
+    if (shared && !world.has_mpi)
+        throw SharedError(shares + ", and NCCL needs a GPU for each: start them with mpirun, or fewer");
+    if (shared) return {false, "by MPI through the host, because " + shares + "; one rank a GPU is faster"};
+#ifdef USE_NCCL
+    return {true, "by NCCL"};
+#else
+    return {false, "by MPI through the host, because this build has no NCCL"};
+#endif
 }

@@ -4,6 +4,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <map>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -53,6 +55,37 @@ void fail_together(const World& world, const std::string& error) {
     const std::vector<std::string> errors = world.gather(error);
     for (size_t r = 0; r < errors.size(); r++)
         if (!errors[r].empty()) throw SharedError(format_text("rank %zu: %s", r, errors[r].c_str()));
+}
+
+// All ranks fail if a text is not the same everywhere. One line names the first of the text's lines that differs: the
+// first rank that has another one than most ranks, and both. The hint says what to do.
+template <class World>
+void require_same(const World& world, const std::string& text, const std::string& hint) {
+    if (world.size == 1) return;
+    std::vector<std::istringstream> texts;
+    for (const std::string& t : world.gather(text)) texts.emplace_back(t);
+    for (bool more = true; more;) {
+        more = false;
+        std::vector<std::string> lines_now(texts.size(), "(nothing)");
+        std::map<std::string, int> ranks_with;
+        for (size_t r = 0; r < texts.size(); r++) {
+            std::string line;
+            if (std::getline(texts[r], line)) {
+                lines_now[r] = line;
+                more = true;
+            }
+            ranks_with[lines_now[r]]++;
+        }
+        if (ranks_with.size() == 1) continue;
+        std::string expected = lines_now[0];
+        for (const std::string& line : lines_now)
+            if (ranks_with[line] > ranks_with[expected]) expected = line;
+        size_t odd = 0;
+        while (lines_now[odd] == expected) odd++;
+        throw SharedError(format_text("rank %zu on %s has '%s', expected '%s' as on %d of %d ranks; %s", odd,
+                                      world.hosts[odd].c_str(), lines_now[odd].c_str(), expected.c_str(),
+                                      ranks_with[expected], world.size, hint.c_str()));
+    }
 }
 
 // Where stdin, stdout or stderr is closed (2>&- in a script), the next file that is opened would get its number, and

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 
 #include <dirent.h>
@@ -255,6 +256,16 @@ inline void sync_folder(const std::string& path) {
     ::close(fd);
     // EINVAL: this file system cannot sync folders; its renames are as durable as it makes them.
     if (error && error != EINVAL) fail("cannot sync folder %s: %s", path.c_str(), std::strerror(error));
+}
+
+// The last line of a growing file, of at most 1000 bytes; "" where there is none.
+inline std::string last_line(const std::string& path) {
+    std::ifstream in(path);
+    std::string line;
+    in.seekg(0, std::ios::end);
+    in.seekg(std::max<std::streamoff>(0, std::streamoff(in.tellg()) - 1000));
+    for (std::string next; std::getline(in, next);) line = next;
+    return line;
 }
 
 // By all FileWriters together: a slow disk is no stall to the watchdog as long as bytes arrive there.

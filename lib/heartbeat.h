@@ -6,12 +6,13 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <string>
 
 #include <fcntl.h>
 #include <unistd.h>
 
+#include "files.h"
+#include "memory.h"
 #include "util.h"
 
 class Heartbeat {
@@ -21,33 +22,14 @@ class Heartbeat {
 
     // A file that cannot be written is reported once and does not stop the run.
     void warn() {
-        if (!warned)
+        if (!warned)  // not by complain(), which would wait for whoever holds stdout
             std::fprintf(stderr, "train_nsa: warning: cannot write the heartbeat file %s: %s; training goes on\n",
                          path.c_str(), std::strerror(errno));
         warned = true;
     }
-    static double resident_mib() {
-        std::FILE* f = std::fopen("/proc/self/statm", "r");
-        long long size = 0, resident = 0;
-        const bool read = f && std::fscanf(f, "%lld %lld", &size, &resident) == 2;
-        if (f) std::fclose(f);
-        return read ? double(resident) * double(sysconf(_SC_PAGESIZE)) / (1 << 20) : 0.0;
-    }
     // In one piece, so that lines of two threads do not mix.
     void append(const std::string& line) {
-        for (size_t done = 0; done < line.size();) {
-            const ssize_t written = write(file, line.data() + done, line.size() - done);
-            if (written > 0) done += size_t(written);
-            else if (written == 0 || errno != EINTR) return warn();
-        }
-    }
-    static std::string last_line(const std::string& file) {
-        std::ifstream in(file);
-        std::string line;
-        in.seekg(0, std::ios::end);
-        in.seekg(std::max<std::streamoff>(0, std::streamoff(in.tellg()) - 1000));
-        for (std::string next; std::getline(in, next);) line = next;
-        return line;
+        if (file >= 0 && write(file, line.data(), line.size()) != ssize_t(line.size())) warn();
     }
 
   public:
@@ -62,18 +44,16 @@ class Heartbeat {
     Heartbeat& operator=(const Heartbeat&) = delete;
 
     void step_done(int64_t step, const char* phase, double seconds, double loss) {
-        if (file < 0) return;
         const std::string loss_text = std::isfinite(loss) ? format_text("%.6f", loss) : "null";
         append(format_text(
             "{\"time\":%.3f,\"rank\":%d,\"step\":%lld,\"phase\":\"%s\",\"ms\":%.2f,\"loss\":%s,\"memory_mib\":%.1f}\n",
             unix_time(), rank, (long long)step, phase ? phase : "start", seconds * 1000, loss_text.c_str(),
-            resident_mib()));
+            resident_bytes() / (1 << 20)));
     }
     // In the middle of a step: everything of this rank is there, and others' is missing.
     void waits(int64_t step) {
-        if (file >= 0)
-            append(format_text("{\"time\":%.3f,\"rank\":%d,\"waiting_in_step\":%lld}\n", unix_time(), rank,
-                               (long long)step));
+        append(
+            format_text("{\"time\":%.3f,\"rank\":%d,\"waiting_in_step\":%lld}\n", unix_time(), rank, (long long)step));
     }
 
     // Whose files, beside this one, end before this step's wait: "ranks 1, 3 have"; "" where that cannot be told.

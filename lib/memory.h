@@ -30,14 +30,19 @@ inline double limit_bytes(const MemoryLimit& limit) {
     return limited ? double(r.rlim_cur) : std::numeric_limits<double>::infinity();
 }
 
-// Bytes that the limits leave this process; infinity where there are none.
-inline double limits_leave() {
-    double left = std::numeric_limits<double>::infinity();
+// Bytes of this process, by a field of /proc/self/statm.
+inline double own_bytes(int field) {
     double pages[6] = {};
     std::ifstream statm("/proc/self/statm");
     for (double& p : pages) statm >> p;
-    for (const MemoryLimit& limit : MEMORY_LIMITS)
-        left = std::min(left, limit_bytes(limit) - pages[limit.field] * double(sysconf(_SC_PAGESIZE)));
+    return pages[field] * double(sysconf(_SC_PAGESIZE));
+}
+inline double resident_bytes() { return own_bytes(1); }
+
+// Bytes that the limits leave this process; infinity where there are none.
+inline double limits_leave() {
+    double left = std::numeric_limits<double>::infinity();
+    for (const MemoryLimit& limit : MEMORY_LIMITS) left = std::min(left, limit_bytes(limit) - own_bytes(limit.field));
     return std::max(0.0, left);
 }
 

@@ -4,8 +4,8 @@
 #pragma once
 #include <cerrno>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -20,17 +20,17 @@
 
 namespace rendezvous {
 
-constexpr char MAGIC[8] = {'N', 'S', 'A', 'R', 'A', 'N', 'K', '3'};
+constexpr uint64_t MAGIC = 0x334b4e415241534eu;  // "NSARANK3"
 
 struct Request {
-    char magic[8];
-    uint64_t run;  // a digest of the run's name, the number of ranks and the options
-    int64_t rank;
+    uint64_t magic = MAGIC;
+    uint64_t run = 0;  // a digest of the run's name, the number of ranks and the options
+    int64_t rank = 0;
 };
 struct Answer {
-    char magic[8];
-    int64_t welcome;
-    char id[128];
+    uint64_t magic = 0;
+    int64_t welcome = 0;
+    char id[128] = {};
 };
 
 struct Socket {
@@ -46,8 +46,8 @@ struct Socket {
 };
 
 // So that no call on this socket waits for longer.
-inline void limit_waiting(int fd, double seconds) {
-    const timeval limit = {time_t(seconds), suseconds_t((seconds - double(time_t(seconds))) * 1e6)};
+inline void limit_waiting(int fd, int seconds) {
+    const timeval limit = {seconds, 0};
     setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
     setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
 }
@@ -58,11 +58,9 @@ inline bool receive_all(int fd, void* bytes, size_t count) {
     return recv(fd, bytes, count, MSG_WAITALL) == ssize_t(count);
 }
 
-// FNV-1a of what all ranks of a run have in common.
+// Of what all ranks of a run have in common; they run the same program.
 inline uint64_t digest_of(const Launch& launch) {
-    uint64_t hash = 0xcbf29ce484222325u;
-    for (const char c : launch.run + '\n' + std::to_string(launch.size)) hash = (hash ^ uint8_t(c)) * 0x100000001b3u;
-    return hash;
+    return std::hash<std::string>()(launch.run + '\n' + std::to_string(launch.size));
 }
 inline std::string place_of(const Launch& launch) {
     return format_text(launch.address.find(':') == std::string::npos ? "%s:%d" : "[%s]:%d", launch.address.c_str(),
@@ -108,8 +106,7 @@ inline void give_out(const char (&id)[128], const Launch& launch, double seconds
     if (!error.empty())
         fail("rank 0 cannot listen on port %d: %s; set MASTER_PORT to a free port on all ranks", launch.port,
              error.c_str());
-    limit_waiting(listener.fd, 0.5);
-    const uint64_t run = digest_of(launch);
+    limit_waiting(listener.fd, 1);
     std::vector<bool> served(size_t(launch.size), false);
     const double begun = seconds_now();
     int strangers = 0;
@@ -117,18 +114,16 @@ inline void give_out(const char (&id)[128], const Launch& launch, double seconds
         if (seconds_now() - begun > seconds)
             fail(
                 "rank 0 has waited %.0f s at %s, and %d of %d ranks never came (%d calls of other runs were refused); "
-                "are they started, with the same "
-                "MASTER_ADDR and MASTER_PORT, and does a firewall let them through?",
+                "are they started, with the same MASTER_ADDR and MASTER_PORT, and does a firewall let them through?",
                 seconds, place_of(launch).c_str(), missing, launch.size, strangers);
         const Socket caller(accept(listener.fd, nullptr, nullptr));
         Request r;
         if (caller.fd < 0) continue;
         limit_waiting(caller.fd, 5);
-        if (!receive_all(caller.fd, &r, sizeof r) || std::memcmp(r.magic, MAGIC, sizeof MAGIC) != 0) continue;
-        const bool welcome = r.run == run && r.rank > 0 && r.rank < launch.size && !served[size_t(r.rank)];
-        Answer answer = {};
-        std::memcpy(answer.magic, MAGIC, sizeof MAGIC);
-        answer.welcome = welcome;
+        if (!receive_all(caller.fd, &r, sizeof r) || r.magic != MAGIC) continue;
+        const bool welcome =
+            r.run == digest_of(launch) && r.rank > 0 && r.rank < launch.size && !served[size_t(r.rank)];
+        Answer answer = {MAGIC, welcome, {}};
         if (welcome) std::memcpy(answer.id, id, sizeof answer.id);
         if (!send_all(caller.fd, &answer, sizeof answer)) continue;
         strangers += !welcome;
@@ -141,9 +136,8 @@ inline void give_out(const char (&id)[128], const Launch& launch, double seconds
 inline std::string ask_once(char (&id)[128], const Launch& launch) {
     std::string host = launch.address;
     if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
-    Request request = {{}, digest_of(launch), launch.rank};
-    std::memcpy(request.magic, MAGIC, sizeof MAGIC);
-    Answer answer = {};
+    const Request request = {MAGIC, digest_of(launch), launch.rank};
+    Answer answer;
     const std::string why = visit_addresses(host.c_str(), launch.port, [&](const addrinfo& a) {
         const Socket s(socket(a.ai_family, SOCK_STREAM, 0));
         limit_waiting(s.fd, 10);
@@ -151,7 +145,7 @@ inline std::string ask_once(char (&id)[128], const Launch& launch) {
                receive_all(s.fd, &answer, sizeof answer);
     });
     if (!why.empty()) return why;
-    if (std::memcmp(answer.magic, MAGIC, sizeof MAGIC) != 0)
+    if (answer.magic != MAGIC)
         fail("what answers rank %d at %s is no rank of this program; set another MASTER_PORT on all ranks", launch.rank,
              place_of(launch).c_str());
     if (!answer.welcome)
@@ -163,7 +157,9 @@ inline std::string ask_once(char (&id)[128], const Launch& launch) {
     return "";
 }
 
-inline void ask(char (&id)[128], const Launch& launch, double seconds) {
+// id: rank 0's, on every rank.
+inline void share_id(char (&id)[128], const Launch& launch, double seconds) {
+    if (launch.rank == 0) return give_out(id, launch, seconds);
     const double begun = seconds_now();
     for (std::string why; !(why = ask_once(id, launch)).empty(); usleep(200000))
         if (seconds_now() - begun > seconds)
@@ -171,12 +167,6 @@ inline void ask(char (&id)[128], const Launch& launch, double seconds) {
                 "rank %d has waited %.0f s for rank 0 at %s: %s; is rank 0 started, is the address (MASTER_ADDR, "
                 "MASTER_PORT) its own, and does a firewall let it through?",
                 launch.rank, seconds, place_of(launch).c_str(), why.c_str());
-}
-
-// id: rank 0's, on every rank.
-inline void share_id(char (&id)[128], const Launch& launch, double seconds) {
-    if (launch.rank == 0) give_out(id, launch, seconds);
-    else ask(id, launch, seconds);
 }
 
 }  // namespace rendezvous

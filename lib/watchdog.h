@@ -27,7 +27,7 @@
 class Watchdog {
     static constexpr double LOOK_EVERY = 0.2, BEAT_WHEN_WAITING = 1;  // seconds
 
-    int rank = 0, ranks = 1;
+    int ranks = 1;
     std::string name = "this process";  // in messages
     double limit = 0;                   // seconds; 0: for ever
     std::thread thread;
@@ -35,18 +35,14 @@ class Watchdog {
     std::condition_variable woken;
     bool ends = false;
     MainThreadStack stack;
-    std::unique_ptr<Heartbeat> heartbeat;
+    std::unique_ptr<Heartbeat> heartbeat;  // changed under the mutex
 
     // The main thread writes these, the watchdog's reads them.
     std::atomic<uint64_t> ticks{0};
     std::atomic<int64_t> step{-1};            // -1: before the first
     std::atomic<const char*> phase{nullptr};  // nullptr: nothing counts as a stall yet
     std::atomic<bool> in_collective{false};
-    std::atomic<Heartbeat*> beats{nullptr};
 
-    std::string where() const {
-        return step < 0 ? "before the first step" : format_text("at step %lld in '%s'", (long long)step, phase.load());
-    }
     bool waits_for_others() const {
         const char* const p = phase;
         return ranks > 1 && (in_collective || (p && !std::strncmp(p, "waiting for the other", 21)));
@@ -76,15 +72,18 @@ class Watchdog {
         const bool waiting = waits_for_others();
         if (!phase.load() && !waiting) return;
         if (idle <= limit + (waiting ? patience_with_others : 0)) return;
+        std::string where = "before the first step";
+        if (step >= 0) where = format_text("at step %lld in '%s'", (long long)step, phase.load());
+        where += format_text(" (--stall-timeout %g)", limit);
         if (!waiting)
-            report_and_end(name + format_text(" has made no progress for %.1f s ", idle) + where() +
-                               format_text(" (--stall-timeout %g); the stack of its main thread:", limit),
+            report_and_end(format_text("%s has made no progress for %.1f s %s; the stack of its main thread:",
+                                       name.c_str(), idle, where.c_str()),
                            true);
         const std::string behind = heartbeat ? heartbeat->ranks_behind(ranks, step) : "";
-        report_and_end(name + format_text(" has waited %.1f s for the other ranks ", idle) + where() +
-                           format_text(" (--stall-timeout %g): ", limit) +
-                           (behind.empty() ? "they do not do the same, are stopped, or the network lost something"
-                                           : behind + " not come as far, by the heartbeats; look there"),
+        const std::string why = behind.empty() ? "they do not do the same, are stopped, or the network lost something"
+                                               : behind + " not come as far, by the heartbeats; look there";
+        report_and_end(format_text("%s has waited %.1f s for the other ranks %s: %s", name.c_str(), idle, where.c_str(),
+                                   why.c_str()),
                        false);
     }
 
@@ -101,10 +100,10 @@ class Watchdog {
                 seen = t;
                 last_progress = now;
             }
-            Heartbeat* const file = beats;
             const double idle = now - last_progress;
-            if (file && phase.load() && waits_for_others() && idle > BEAT_WHEN_WAITING && last_beat < last_progress) {
-                file->waits(step);  // so that the others see that this rank has come as far
+            if (heartbeat && phase.load() && waits_for_others() && idle > BEAT_WHEN_WAITING &&
+                last_beat < last_progress) {
+                heartbeat->waits(step);  // so that the others see that this rank has come as far
                 last_beat = now;
             }
             if (limit > 0) judge(idle);
@@ -114,18 +113,12 @@ class Watchdog {
   public:
     double patience_with_others = 10;  // seconds beyond the limit
 
-    Watchdog() = default;
-    Watchdog(const Watchdog&) = delete;
-    Watchdog& operator=(const Watchdog&) = delete;
     ~Watchdog() { stop(); }
 
-    // Called by the main thread. seconds: without progress, after which the process ends; 0: never.
-    void start(double seconds, int my_rank, int number_of_ranks) {
-        stop();
+    // Called once, by the main thread. seconds: without progress, after which the process ends; 0: never.
+    void start(double seconds, int number_of_ranks) {
         limit = seconds;
-        rank = my_rank;
         ranks = number_of_ranks;
-        ends = false;
         if (limit <= 0 && ranks == 1) return;
         stack.prepare();
         thread = start_or_fail("for the watchdog", [this] { return std::thread([this] { watch(); }); });
@@ -145,9 +138,9 @@ class Watchdog {
         name = who;
     }
     // From here on step_done() appends a line to this file, beside which the other ranks have theirs.
-    void write_heartbeats(const std::string& file) {
+    void write_heartbeats(const std::string& file, int rank) {
+        const std::lock_guard lock(mutex);
         heartbeat = std::make_unique<Heartbeat>(file, rank);
-        beats = heartbeat.get();
     }
 
     // The main thread has got this far; costs a few nanoseconds. at_phase: a string that lives as long as the program;
@@ -170,6 +163,5 @@ class Watchdog {
             watchdog.tick();
             watchdog.in_collective = false;
         }
-        Waiting(const Waiting&) = delete;
     };
 };
