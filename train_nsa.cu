@@ -53,33 +53,32 @@
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensors. One list makes the struct's fields, the names on disk, shapes, initialisation, weight decay and checkpoints.
-//   TENSOR(field, name on disk, rows, columns (0: a vector), rows in memory, initialisation, decay, when, joined)
-// A "joined" tensor follows the one before it without a gap: q, the keys and values and the gate are one matrix, so
-// that the layer has one input GEMM. lib/tensors.h says what each initialisation draws.
-
-enum { ALWAYS, NSA_ONLY };
+//   TENSOR(field, name on disk, what it is)
+// What it is: matrix_of(rows, columns) or vector_of(elements), and where that is not enough, what lib/tensors.h has
+// beside them: with(what it begins with), padded_to(rows in memory), joined() to the tensor before it, of_nsa(). q, the
+// keys and values and the gate are joined: they are one matrix, so that the layer has one input GEMM.
 
 // clang-format off
-#define LAYER_TENSORS(TENSOR)                                                                                       \
-    TENSOR(attn_norm,  "attn_norm.weight",       C,            0,     C,     INIT_ONE,      false, ALWAYS,   false) \
-    TENSOR(q_proj,     "attn.q_proj.weight",     H * D,        C,     H * D, INIT_WEIGHT,   true,  ALWAYS,   false) \
-    TENSOR(k_cmp_proj, "attn.k_cmp_proj.weight", G * D,        C,     G * D, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
-    TENSOR(v_cmp_proj, "attn.v_cmp_proj.weight", G * D,        C,     G * D, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
-    TENSOR(k_slc_proj, "attn.k_slc_proj.weight", G * D,        C,     G * D, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
-    TENSOR(v_slc_proj, "attn.v_slc_proj.weight", G * D,        C,     G * D, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
-    TENSOR(k_win_proj, "attn.k_win_proj.weight", G * D,        C,     G * D, INIT_WEIGHT,   true,  ALWAYS,   true)  \
-    TENSOR(v_win_proj, "attn.v_win_proj.weight", G * D,        C,     G * D, INIT_WEIGHT,   true,  ALWAYS,   true)  \
-    TENSOR(gate_proj,  "attn.gate_proj.weight",  BRANCHES * H, C,     gates, INIT_WEIGHT,   true,  NSA_ONLY, true)  \
-    TENSOR(phi_k_fc1,  "attn.phi_k.fc1.weight",  F,            l * D, F,     INIT_PHI,      true,  NSA_ONLY, false) \
-    TENSOR(phi_k_bias, "attn.phi_k.fc1.bias",    F,            0,     F,     INIT_ZERO,     false, NSA_ONLY, false) \
-    TENSOR(phi_k_fc2,  "attn.phi_k.fc2.weight",  D,            F,     D,     INIT_ZERO,     true,  NSA_ONLY, false) \
-    TENSOR(phi_v_fc1,  "attn.phi_v.fc1.weight",  F,            l * D, F,     INIT_PHI,      true,  NSA_ONLY, false) \
-    TENSOR(phi_v_bias, "attn.phi_v.fc1.bias",    F,            0,     F,     INIT_ZERO,     false, NSA_ONLY, false) \
-    TENSOR(phi_v_fc2,  "attn.phi_v.fc2.weight",  D,            F,     D,     INIT_ZERO,     true,  NSA_ONLY, false) \
-    TENSOR(o_proj,     "attn.o_proj.weight",     C,            H * D, C,     INIT_RESIDUAL, true,  ALWAYS,   false) \
-    TENSOR(mlp_norm,   "mlp_norm.weight",        C,            0,     C,     INIT_ONE,      false, ALWAYS,   false) \
-    TENSOR(mlp_fc1,    "mlp.fc1.weight",         M,            C,     M,     INIT_WEIGHT,   true,  ALWAYS,   false) \
-    TENSOR(mlp_fc2,    "mlp.fc2.weight",         C,            M,     C,     INIT_RESIDUAL, true,  ALWAYS,   false)
+#define LAYER_TENSORS(TENSOR)                                                                                          \
+    TENSOR(attn_norm,  "attn_norm.weight",       vector_of(C).with(INIT_ONE))                                          \
+    TENSOR(q_proj,     "attn.q_proj.weight",     matrix_of(H * D, C))                                                  \
+    TENSOR(k_cmp_proj, "attn.k_cmp_proj.weight", matrix_of(G * D, C).joined().of_nsa())                                \
+    TENSOR(v_cmp_proj, "attn.v_cmp_proj.weight", matrix_of(G * D, C).joined().of_nsa())                                \
+    TENSOR(k_slc_proj, "attn.k_slc_proj.weight", matrix_of(G * D, C).joined().of_nsa())                                \
+    TENSOR(v_slc_proj, "attn.v_slc_proj.weight", matrix_of(G * D, C).joined().of_nsa())                                \
+    TENSOR(k_win_proj, "attn.k_win_proj.weight", matrix_of(G * D, C).joined())                                         \
+    TENSOR(v_win_proj, "attn.v_win_proj.weight", matrix_of(G * D, C).joined())                                         \
+    TENSOR(gate_proj,  "attn.gate_proj.weight",  matrix_of(BRANCHES * H, C).padded_to(gate_columns).joined().of_nsa()) \
+    TENSOR(phi_k_fc1,  "attn.phi_k.fc1.weight",  matrix_of(F, l * D).with(INIT_PHI).of_nsa())                          \
+    TENSOR(phi_k_bias, "attn.phi_k.fc1.bias",    vector_of(F).with(INIT_ZERO).of_nsa())                                \
+    TENSOR(phi_k_fc2,  "attn.phi_k.fc2.weight",  matrix_of(D, F).with(INIT_ZERO).of_nsa())                             \
+    TENSOR(phi_v_fc1,  "attn.phi_v.fc1.weight",  matrix_of(F, l * D).with(INIT_PHI).of_nsa())                          \
+    TENSOR(phi_v_bias, "attn.phi_v.fc1.bias",    vector_of(F).with(INIT_ZERO).of_nsa())                                \
+    TENSOR(phi_v_fc2,  "attn.phi_v.fc2.weight",  matrix_of(D, F).with(INIT_ZERO).of_nsa())                             \
+    TENSOR(o_proj,     "attn.o_proj.weight",     matrix_of(C, H * D).with(INIT_RESIDUAL))                              \
+    TENSOR(mlp_norm,   "mlp_norm.weight",        vector_of(C).with(INIT_ONE))                                          \
+    TENSOR(mlp_fc1,    "mlp.fc1.weight",         matrix_of(M, C))                                                      \
+    TENSOR(mlp_fc2,    "mlp.fc2.weight",         matrix_of(C, M).with(INIT_RESIDUAL))
 // clang-format on
 
 template <class T>
@@ -101,34 +100,34 @@ struct TensorTable : TensorList {
 
     explicit TensorTable(const Config& c) {
         const int64_t C = c.dim, H = c.heads, G = c.kv_groups, D = c.head_dim, l = c.cmp_block, F = c.phi_hidden,
-                      M = c.mlp_hidden, gates = shape_of(c, 1, 1).gate_columns();
-        const bool nsa = c.attention == "nsa";
+                      M = c.mlp_hidden, gate_columns = shape_of(c, 1, 1).gate_columns();
         padded_vocab = (c.vocab_size + 127) / 128 * 128;
-        add("embed_tokens.weight", c.vocab_size, C, padded_vocab, INIT_WEIGHT, true, false);
+        add("embed_tokens.weight", matrix_of(c.vocab_size, C).padded_to(padded_vocab));
         for (int64_t i = 0; i < c.layers; i++) {
-            const std::string prefix = "layers." + std::to_string(i) + ".";
-#define ADD(field, name, rows, columns, memory_rows, init, decay, when, joined) \
-    if (nsa || when == ALWAYS) add(prefix + name, rows, columns, memory_rows, init, decay, joined);
+#define ADD(field, on_disk, form) \
+    if (c.attention == "nsa" || !form.only_nsa) add(name_in_layer(i, on_disk), form);
             LAYER_TENSORS(ADD)
 #undef ADD
         }
-        add("norm.weight", C, 0, C, INIT_ONE, false, false);
+        add("norm.weight", vector_of(C).with(INIT_ONE));
     }
 
-    // Pointers to every tensor inside a flat array, in the order of the list.
+    static std::string name_in_layer(int64_t layer, const char* name) {
+        return "layers." + std::to_string(layer) + "." + name;
+    }
+
+    // Pointers to every tensor inside a flat array, in the order of the list; null where the model has no such tensor.
     template <class T>
     Weights<T> point_into(T* flat, const Config& c) const {
         Weights<T> w;
+        w.layer.resize(size_t(c.layers));
         size_t i = 0;
-        const bool nsa = c.attention == "nsa";
         w.embed = flat + specs[i++].offset;
         for (int64_t layer = 0; layer < c.layers; layer++) {
-            LayerWeights<T> y;
-#define POINT(field, name, rows, columns, memory_rows, init, decay, when, joined) \
-    if (nsa || when == ALWAYS) y.field = flat + specs[i++].offset;
+#define POINT(field, on_disk, form) \
+    if (specs[i].name == name_in_layer(layer, on_disk)) w.layer[size_t(layer)].field = flat + specs[i++].offset;
             LAYER_TENSORS(POINT)
 #undef POINT
-            w.layer.push_back(y);
         }
         w.norm = flat + specs[i].offset;
         return w;
@@ -207,7 +206,10 @@ struct Model {
     void progress(const char* phase) const {
         if (watchdog) watchdog->progress(step, phase);
     }
-    ProfileRange enter(const char* phase, int64_t i = -1) const { return progress(phase), ProfileRange(phase, i); }
+    ProfileRange enter(const char* phase, int64_t i = -1) const {
+        progress(phase);
+        return ProfileRange(phase, i);
+    }
 
     // Bytes of the flat arrays in training.
     static double flat_bytes(const Config& c, int ranks) {
@@ -258,51 +260,53 @@ struct Model {
 // What is not kept has one buffer for all layers, and the backward pass computes it again, to the same bits.
 enum Mode { INFERENCE, TRAINING };
 
-// One list of a layer's buffers: type, field, name and shape in training (where queries = T and N = B*queries),
-// elements, and whether each layer keeps its own; if not, the first layer's serves all. NSA has BRANCHES branches and
-// HEAD_SLOTS keys and values, by Branch and by HeadSlot; full attention has the window's alone.
+// The list of a layer's buffers.
+//   BUFFER(type, field, count(elements), kept(does each layer keep its own? else the first one's serves all), name)
+// name: with the shape in training, where queries = T and N = B*queries. NSA has BRANCHES branches and HEAD_SLOTS keys
+// and values, by Branch and by HeadSlot; full attention has the window's alone.
 // clang-format off
-#define LAYER_BUFFERS(BUFFER)                                                                                        \
-    BUFFER(real,     kv,                "keys and values (6, B, G, T, D)",             kv_rows * D,        cached)   \
-    BUFFER(real,     compressed,        "compressed keys and values (2, B, G, NC, D)", cmp_rows * D,       cached)   \
-    BUFFER(Stat,     gate,              "gate (3, B, H, T)",                           gates,              training) \
-    BUFFER(uint32_t, selection,         "selection (B, G, T, words)",                  selections * words, training) \
-    BUFFER(Stat,     chosen_importance, "chosen importance (B, G, T)",                 selections,         training) \
-    BUFFER(Stat,     attn_rstd,         "attn_rstd (N)",                               N,                  costly)   \
-    BUFFER(real,     q,                 "q (B, H, T, D)",                              N * HD,             costly)   \
-    BUFFER(real,     phi_hidden,        "phi_hidden (2, B, G, NC, F)",                 cmp_rows * s.F,     costly)   \
-    BUFFER(real,     o,                 "branch outputs (3, B, H, T, D)",              branch_rows * D,    costly)   \
-    BUFFER(Stat,     lse,               "lse (3, B, H, T)",                            branch_rows,        costly)   \
-    BUFFER(real,     x_mid,             "x_mid (N, C)",                                N * C,              costly)   \
-    BUFFER(Stat,     mlp_rstd,          "mlp_rstd (N)",                                N,                  costly)   \
-    BUFFER(real,     fc1,               "fc1 (N, M)",                                  N * M,              costly)   \
-    BUFFER(real,     attn_normed,       "attn_normed (N, C)",                          N * C,              cheap)    \
-    BUFFER(real,     attn,              "attn (N, H*D)",                               N * HD,             cheap)    \
-    BUFFER(real,     mlp_normed,        "mlp_normed (N, C)",                           N * C,              cheap)    \
-    BUFFER(real,     act,               "act (N, M)",                                  N * M,              cheap)
+#define LAYER_BUFFERS(BUFFER)                                                                                         \
+    BUFFER(real, kv,                count(kv_rows * D), kept(cached), "keys and values (6, B, G, T, D)")              \
+    BUFFER(real, compressed,        count(cmp_rows * D), kept(cached), "compressed keys and values (2, B, G, NC, D)") \
+    BUFFER(Stat, gate,              count(gates), kept(training), "gate (3, B, H, T)")                                \
+    BUFFER(uint32_t, selection,     count(selections * words), kept(training), "selection (B, G, T, words)")          \
+    BUFFER(Stat, chosen_importance, count(selections), kept(training), "chosen importance (B, G, T)")                 \
+    BUFFER(Stat, attn_rstd,         count(N), kept(costly), "attn_rstd (N)")                                          \
+    BUFFER(real, q,                 count(N * HD), kept(costly), "q (B, H, T, D)")                                    \
+    BUFFER(real, phi_hidden,        count(cmp_rows * s.F), kept(costly), "phi_hidden (2, B, G, NC, F)")               \
+    BUFFER(real, o,                 count(branch_rows * D), kept(costly), "branch outputs (3, B, H, T, D)")           \
+    BUFFER(Stat, lse,               count(branch_rows), kept(costly), "lse (3, B, H, T)")                             \
+    BUFFER(real, x_mid,             count(N * C), kept(costly), "x_mid (N, C)")                                       \
+    BUFFER(Stat, mlp_rstd,          count(N), kept(costly), "mlp_rstd (N)")                                           \
+    BUFFER(real, fc1,               count(N * M), kept(costly), "fc1 (N, M)")                                         \
+    BUFFER(real, attn_normed,       count(N * C), kept(cheap), "attn_normed (N, C)")                                  \
+    BUFFER(real, attn,              count(N * HD), kept(cheap), "attn (N, H*D)")                                      \
+    BUFFER(real, mlp_normed,        count(N * C), kept(cheap), "mlp_normed (N, C)")                                   \
+    BUFFER(real, act,               count(N * M), kept(cheap), "act (N, M)")
 
-// One list of the buffers that all layers share, and whether they are there. x_out is the last residual stream and
-// normed its norm; projected is a layer's input projection or its gradient; logits are of a chunk of rows, since there
-// is no N x V array anywhere.
+// The list of the buffers that all layers share.
+//   BUFFER(type, field, count(elements), there(is it there at all?), name)
+// x_out is the last residual stream and normed its norm; projected is a layer's input projection or its gradient;
+// logits are of a chunk of rows, since there is no N x V array anywhere.
 #define SHARED_BUFFERS(BUFFER)                                                                      \
-    BUFFER(int32_t, tokens,      "tokens (N)",                   N,                       true)     \
-    BUFFER(int32_t, targets,     "targets (N)",                  N,                       true)     \
-    BUFFER(Stat,    losses,      "losses (N)",                   N,                       true)     \
-    BUFFER(real,    x_out,       "x_out (N, C)",                 N * C,                   true)     \
-    BUFFER(real,    normed,      "normed (N, C)",                N * C,                   true)     \
-    BUFFER(Stat,    rstd,        "rstd (N)",                     N,                       true)     \
-    BUFFER(real,    projected,   "projected (N, P)",             N * s.projected(),       true)     \
-    BUFFER(real,    logits,      "logits (rows, Vp)",            size_t(logit_rows * Vp), true)     \
-    BUFFER(real,    dx,          "dx (N, C)",                    N * C,                   training) \
-    BUFFER(real,    dnormed,     "dnormed (N, C)",               N * C,                   training) \
-    BUFFER(real,    dattn,       "dattn (N, H*D)",               N * HD,                  training) \
-    BUFFER(real,    dmlp,        "dmlp (N, M)",                  N * M,                   training) \
-    BUFFER(Stat,    dq,          "dq (B, H, T, D)",              N * HD,                  training) \
-    BUFFER(real,    dkv,         "dkv (6, B, G, T, D)",          kv_rows * D,             training) \
-    BUFFER(Stat,    dgate,       "dgate (3, B, H, T)",           gates,                   training) \
-    BUFFER(real,    dcompressed, "dcompressed (2, B, G, NC, D)", cmp_rows * D,            training) \
-    BUFFER(Stat,    row_dot,     "row_dot (3, B, H, T)",         branch_rows,             training) \
-    BUFFER(Stat,    lse_gated,   "lse_gated (3, B, H, T)",       branch_rows,             training)
+    BUFFER(int32_t, tokens,   count(N), there(true), "tokens (N)")                                  \
+    BUFFER(int32_t, targets,  count(N), there(true), "targets (N)")                                 \
+    BUFFER(Stat, losses,      count(N), there(true), "losses (N)")                                  \
+    BUFFER(real, x_out,       count(N * C), there(true), "x_out (N, C)")                            \
+    BUFFER(real, normed,      count(N * C), there(true), "normed (N, C)")                           \
+    BUFFER(Stat, rstd,        count(N), there(true), "rstd (N)")                                    \
+    BUFFER(real, projected,   count(N * s.projected()), there(true), "projected (N, P)")            \
+    BUFFER(real, logits,      count(size_t(logit_rows * Vp)), there(true), "logits (rows, Vp)")     \
+    BUFFER(real, dx,          count(N * C), there(training), "dx (N, C)")                           \
+    BUFFER(real, dnormed,     count(N * C), there(training), "dnormed (N, C)")                      \
+    BUFFER(real, dattn,       count(N * HD), there(training), "dattn (N, H*D)")                     \
+    BUFFER(real, dmlp,        count(N * M), there(training), "dmlp (N, M)")                         \
+    BUFFER(Stat, dq,          count(N * HD), there(training), "dq (B, H, T, D)")                    \
+    BUFFER(real, dkv,         count(kv_rows * D), there(training), "dkv (6, B, G, T, D)")           \
+    BUFFER(Stat, dgate,       count(gates), there(training), "dgate (3, B, H, T)")                  \
+    BUFFER(real, dcompressed, count(cmp_rows * D), there(training), "dcompressed (2, B, G, NC, D)") \
+    BUFFER(Stat, row_dot,     count(branch_rows), there(training), "row_dot (3, B, H, T)")          \
+    BUFFER(Stat, lse_gated,   count(branch_rows), there(training), "lse_gated (3, B, H, T)")
 // clang-format on
 
 template <class Dev>
@@ -349,7 +353,9 @@ struct Activations {
         return Activations(dev, c, B, T, mode, queries, true).arena.wanted;
     }
 
-    typename Dev::Heads heads(const Layer& y) const { return with_slots(typename Dev::Heads{y.q, {}, y.gate}, y.kv); }
+    typename Dev::Heads heads(const Layer& acts) const {
+        return with_slots(typename Dev::Heads{acts.q, {}, acts.gate}, acts.kv);
+    }
     typename Dev::HeadGradients head_gradients() const {
         return with_slots(typename Dev::HeadGradients{dq, {}, dgate}, dkv);
     }
@@ -366,7 +372,10 @@ struct Activations {
   private:
     template <class H>
     H with_slots(H h, real* kv) const {
-        for (int i = shape.first_slot(); i < HEAD_SLOTS; i++, kv += shape.key_rows() * shape.D) h.kv[i] = kv;
+        for (int i = shape.first_slot(); i < HEAD_SLOTS; i++) {
+            h.kv[i] = kv;
+            kv += shape.key_rows() * shape.D;
+        }
         return h;
     }
 
@@ -377,15 +386,19 @@ struct Activations {
         const size_t branch_rows = s.branches() * N * s.H, gates = s.full ? 0 : branch_rows,
                      selections = s.full ? 0 : N * s.G;
         const bool costly = training && recompute < 2, cheap = training && recompute < 1, cached = costly || !training;
-#define PLACE(type, field, name, count, needed) \
-    if (needed) arena.take(field, name, count);
-#define PLACE_IN_LAYER(type, field, name, count, kept)    \
-    if (kept || i == 0) arena.take(y.field, name, count); \
-    else y.field = layer[0].field;
+        // The words of the lists.
+        const auto count = [](size_t elements) { return elements; };
+        const auto kept = [](bool by_each_layer) { return by_each_layer; };
+        const auto there = [](bool at_all) { return at_all; };
+#define PLACE(type, field, elements, is_there, name) \
+    if (is_there) arena.take(field, name, elements);
+#define PLACE_IN_LAYER(type, field, elements, is_kept, name)       \
+    if (is_kept || i == 0) arena.take(acts.field, name, elements); \
+    else acts.field = layer[0].field;
         for (size_t i = 0; i < layer.size(); i++) {
-            Layer& y = layer[i];
-            if (training || i < 2) arena.take(y.x, "x (N, C)", N * C);
-            else y.x = layer[i - 2].x;  // in inference a layer reads one and writes the other
+            Layer& acts = layer[i];
+            if (training || i < 2) arena.take(acts.x, "x (N, C)", N * C);
+            else acts.x = layer[i - 2].x;  // in inference a layer reads one and writes the other
             LAYER_BUFFERS(PLACE_IN_LAYER)
         }
         SHARED_BUFFERS(PLACE)
@@ -397,41 +410,41 @@ struct Activations {
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward.
 
-// One layer for positions s.first .. s.first + s.queries - 1, from y.x to x_next. again: for the backward pass under
+// One layer for positions s.first .. s.first + s.queries - 1, from acts.x to x_next. again: for the backward pass under
 // --recompute 2, which needs no x_next and has kept the selection.
 template <class Dev>
 void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const NsaShape& s, bool again = false) {
     Dev& dev = model.dev;
-    auto& y = a.layer[i];
+    auto& acts = a.layer[i];
     const auto& w = model.w.layer[i];
     const int N = s.B * s.queries, C = int(a.C), M = int(a.M), HD = s.H * s.D;
     const size_t rows = s.query_rows(), kv = s.cmp_rows() * s.D, hidden = s.cmp_rows() * s.F;
     typename Dev::real* x_next = i + 1 < a.layer.size() ? a.layer[i + 1].x : a.x_out;
-    const auto h = a.heads(y);
+    const auto h = a.heads(acts);
     const ProfileRange range = model.enter("forward", int64_t(i));
-    dev.rmsnorm_forward(y.attn_normed, y.attn_rstd, y.x, w.attn_norm, N, C);
-    dev.matmul_forward(a.projected, y.attn_normed, w.q_proj, nullptr, N, C, s.projected());
+    dev.rmsnorm_forward(acts.attn_normed, acts.attn_rstd, acts.x, w.attn_norm, N, C);
+    dev.matmul_forward(a.projected, acts.attn_normed, w.q_proj, nullptr, N, C, s.projected());
     dev.split_heads_forward(h, a.projected, s);
     if (!s.full) {
-        dev.compress_forward(y.compressed, y.phi_hidden, h.kv[K_CMP], {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2}, true,
-                             s);
-        dev.compress_forward(y.compressed + kv, y.phi_hidden + hidden, h.kv[V_CMP],
+        dev.compress_forward(acts.compressed, acts.phi_hidden, h.kv[K_CMP], {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2},
+                             true, s);
+        dev.compress_forward(acts.compressed + kv, acts.phi_hidden + hidden, h.kv[V_CMP],
                              {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false, s);
-        dev.attend_and_select(y.o, y.lse, again ? nullptr : y.selection,
-                              a.collect_statistics ? y.chosen_importance : nullptr, y.q, y.compressed,
-                              y.compressed + kv, s);
-        dev.attention_forward(SLC, y.o + SLC * rows * s.D, y.lse + SLC * rows, y.q, h.kv[K_SLC], h.kv[V_SLC],
-                              y.selection, s);
+        dev.attend_and_select(acts.o, acts.lse, again ? nullptr : acts.selection,
+                              a.collect_statistics ? acts.chosen_importance : nullptr, acts.q, acts.compressed,
+                              acts.compressed + kv, s);
+        dev.attention_forward(SLC, acts.o + SLC * rows * s.D, acts.lse + SLC * rows, acts.q, h.kv[K_SLC], h.kv[V_SLC],
+                              acts.selection, s);
     }
     const size_t win = size_t(s.branch_slot(WIN)) * rows;
-    dev.attention_forward(WIN, y.o + win * s.D, y.lse + win, y.q, h.kv[K_WIN], h.kv[V_WIN], nullptr, s);
-    dev.combine_forward(y.attn, y.o, y.gate, s);
-    dev.matmul_forward(y.x_mid, y.attn, w.o_proj, y.x, N, HD, C);  // x += o_proj(attention)
+    dev.attention_forward(WIN, acts.o + win * s.D, acts.lse + win, acts.q, h.kv[K_WIN], h.kv[V_WIN], nullptr, s);
+    dev.combine_forward(acts.attn, acts.o, acts.gate, s);
+    dev.matmul_forward(acts.x_mid, acts.attn, w.o_proj, acts.x, N, HD, C);  // x += o_proj(attention)
 
-    dev.rmsnorm_forward(y.mlp_normed, y.mlp_rstd, y.x_mid, w.mlp_norm, N, C);
-    dev.matmul_forward(y.fc1, y.mlp_normed, w.mlp_fc1, nullptr, N, C, M);
-    dev.silu_forward(y.act, y.fc1, size_t(N) * M);
-    if (!again) dev.matmul_forward(x_next, y.act, w.mlp_fc2, y.x_mid, N, M, C);  // x += fc2(silu(fc1))
+    dev.rmsnorm_forward(acts.mlp_normed, acts.mlp_rstd, acts.x_mid, w.mlp_norm, N, C);
+    dev.matmul_forward(acts.fc1, acts.mlp_normed, w.mlp_fc1, nullptr, N, C, M);
+    dev.silu_forward(acts.act, acts.fc1, size_t(N) * M);
+    if (!again) dev.matmul_forward(x_next, acts.act, w.mlp_fc2, acts.x_mid, N, M, C);  // x += fc2(silu(fc1))
 }
 
 // All layers for positions first .. first+queries-1 of B sequences, whose tokens [B, queries] are in a.tokens. Training
@@ -444,10 +457,14 @@ void forward(
     const std::function<void(size_t)>& done = [](size_t) {}) {
     Dev& dev = model.dev;
     NsaShape s = a.shape;
-    s.first = first, s.queries = queries;
+    s.first = first;
+    s.queries = queries;
     const int N = s.B * queries, C = int(a.C);
     dev.embedding_forward(a.layer[0].x, a.tokens, model.w.embed, N, C);
-    for (size_t i = 0; i < a.layer.size(); i++) forward_layer(model, a, i, s), done(i);
+    for (size_t i = 0; i < a.layer.size(); i++) {
+        forward_layer(model, a, i, s);
+        done(i);
+    }
     dev.rmsnorm_forward(a.normed, a.rstd, a.x_out, model.w.norm, N, C);
 }
 
@@ -503,15 +520,15 @@ double classify(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, 
 template <class Dev>
 void recompute_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     Dev& dev = model.dev;
-    auto& y = a.layer[i];
+    auto& acts = a.layer[i];
     const auto& w = model.w.layer[i];
     const int N = a.shape.B * a.shape.T, C = int(a.C);
     if (a.recompute == 2) forward_layer(model, a, i, a.shape, true);
     if (a.recompute != 1) return;
-    dev.rmsnorm_forward(y.attn_normed, y.attn_rstd, y.x, w.attn_norm, N, C);
-    dev.combine_forward(y.attn, y.o, y.gate, a.shape);
-    dev.rmsnorm_forward(y.mlp_normed, y.mlp_rstd, y.x_mid, w.mlp_norm, N, C);
-    dev.silu_forward(y.act, y.fc1, size_t(N) * a.M);
+    dev.rmsnorm_forward(acts.attn_normed, acts.attn_rstd, acts.x, w.attn_norm, N, C);
+    dev.combine_forward(acts.attn, acts.o, acts.gate, a.shape);
+    dev.rmsnorm_forward(acts.mlp_normed, acts.mlp_rstd, acts.x_mid, w.mlp_norm, N, C);
+    dev.silu_forward(acts.act, acts.fc1, size_t(N) * a.M);
 }
 
 // The gradient of q, the keys and values and the gate, from a.dattn.
@@ -520,65 +537,65 @@ void backward_branches(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     using real = typename Dev::real;
     Dev& dev = model.dev;
     const NsaShape& s = a.shape;
-    auto& y = a.layer[i];
+    auto& acts = a.layer[i];
     const auto& w = model.w.layer[i];
     const auto& dw = model.dw.layer[i];
-    const auto h = a.heads(y);
+    const auto h = a.heads(acts);
     const auto d = a.head_gradients();
     const size_t rows = s.query_rows(), kv = s.cmp_rows() * s.D, hidden = s.cmp_rows() * s.F;
 
     // attn = sum of gate * branch
-    dev.attention_backward_rows(a.row_dot, a.lse_gated, a.dgate, a.dattn, y.o, y.gate, y.lse, s);
+    dev.attention_backward_rows(a.row_dot, a.lse_gated, a.dgate, a.dattn, acts.o, acts.gate, acts.lse, s);
     // branch = softmax(q k^T / sqrt(D)) v. The window goes first: every query has keys there, so it writes the dq that
     // the other branches add to.
     auto branch_backward = [&](Branch branch, real* dk, real* dv, const real* k, const real* v) {
         const size_t at = size_t(s.branch_slot(branch)) * rows;
         dev.attention_backward(branch, {a.dq, branch != WIN, dk, dv, a.dattn, a.row_dot + at, a.lse_gated + at},
-                               {y.q, k, v, y.selection}, s);
+                               {acts.q, k, v, acts.selection}, s);
     };
     branch_backward(WIN, d.kv[K_WIN], d.kv[V_WIN], h.kv[K_WIN], h.kv[V_WIN]);
     if (s.full) return;
     branch_backward(SLC, d.kv[K_SLC], d.kv[V_SLC], h.kv[K_SLC], h.kv[V_SLC]);
-    branch_backward(CMP, a.dcompressed, a.dcompressed + kv, y.compressed, y.compressed + kv);
+    branch_backward(CMP, a.dcompressed, a.dcompressed + kv, acts.compressed, acts.compressed + kv);
     // compressed = phi(blocks of k_cmp), phi(blocks of v_cmp)
-    dev.compress_backward(d.kv[K_CMP], {dw.phi_k_fc1, dw.phi_k_bias, dw.phi_k_fc2}, a.dcompressed, y.phi_hidden,
+    dev.compress_backward(d.kv[K_CMP], {dw.phi_k_fc1, dw.phi_k_bias, dw.phi_k_fc2}, a.dcompressed, acts.phi_hidden,
                           h.kv[K_CMP], {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2}, true, s);
     dev.compress_backward(d.kv[V_CMP], {dw.phi_v_fc1, dw.phi_v_bias, dw.phi_v_fc2}, a.dcompressed + kv,
-                          y.phi_hidden + hidden, h.kv[V_CMP], {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false, s);
+                          acts.phi_hidden + hidden, h.kv[V_CMP], {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false, s);
 }
 
-// a.dx is the gradient of x_next; it becomes that of y.x.
+// a.dx is the gradient of x_next; it becomes that of acts.x.
 template <class Dev>
 void backward_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     Dev& dev = model.dev;
     const NsaShape& s = a.shape;
-    auto& y = a.layer[i];
+    auto& acts = a.layer[i];
     const auto& w = model.w.layer[i];
     const auto& dw = model.dw.layer[i];
     const int N = s.B * s.T, C = int(a.C), M = int(a.M), HD = s.H * s.D, P = s.projected();
 
     recompute_layer(model, a, i);
     // x_next = x_mid + fc2(act); a.dx is, along the residual, the gradient of x_mid too
-    dev.matmul_backward_weight(dw.mlp_fc2, a.dx, y.act, N, M, C);
+    dev.matmul_backward_weight(dw.mlp_fc2, a.dx, acts.act, N, M, C);
     dev.matmul_backward_input(a.dmlp, a.dx, w.mlp_fc2, N, M, C);
     // act = silu(fc1)
-    dev.silu_backward(a.dmlp, a.dmlp, y.fc1, size_t(N) * M);
+    dev.silu_backward(a.dmlp, a.dmlp, acts.fc1, size_t(N) * M);
     // fc1 = mlp_normed mlp_fc1^T
-    dev.matmul_backward_weight(dw.mlp_fc1, a.dmlp, y.mlp_normed, N, C, M);
+    dev.matmul_backward_weight(dw.mlp_fc1, a.dmlp, acts.mlp_normed, N, C, M);
     dev.matmul_backward_input(a.dnormed, a.dmlp, w.mlp_fc1, N, C, M);
     // mlp_normed = rmsnorm(x_mid)
-    dev.rmsnorm_backward(a.dx, dw.mlp_norm, a.dnormed, y.x_mid, y.mlp_rstd, w.mlp_norm, N, C);
+    dev.rmsnorm_backward(a.dx, dw.mlp_norm, a.dnormed, acts.x_mid, acts.mlp_rstd, w.mlp_norm, N, C);
 
     // x_mid = x + o_proj(attn)
-    dev.matmul_backward_weight(dw.o_proj, a.dx, y.attn, N, HD, C);
+    dev.matmul_backward_weight(dw.o_proj, a.dx, acts.attn, N, HD, C);
     dev.matmul_backward_input(a.dattn, a.dx, w.o_proj, N, HD, C);
     backward_branches(model, a, i);
     // heads = split(attn_normed [q; k; v; gate]^T)
     dev.split_heads_backward(a.projected, a.head_gradients(), s);
-    dev.matmul_backward_weight(dw.q_proj, a.projected, y.attn_normed, N, C, P);
+    dev.matmul_backward_weight(dw.q_proj, a.projected, acts.attn_normed, N, C, P);
     dev.matmul_backward_input(a.dnormed, a.projected, w.q_proj, N, C, P);
     // attn_normed = rmsnorm(x)
-    dev.rmsnorm_backward(a.dx, dw.attn_norm, a.dnormed, y.x, y.attn_rstd, w.attn_norm, N, C);
+    dev.rmsnorm_backward(a.dx, dw.attn_norm, a.dnormed, acts.x, acts.attn_rstd, w.attn_norm, N, C);
 }
 
 // Adds the gradient of everything below the head to the model's gradients, from a.dnormed. ready(offset), where given,
@@ -693,7 +710,8 @@ std::vector<EvalSums> evaluate_choices(
     Model<Dev>& model, const ChoiceTask& task, const World& world,
     const std::function<bool()>& asked_to_stop = [] { return false; }) {
     Config c = model.config;
-    c.seq_len = int64_t(task.longest()), c.batch = std::max<int64_t>(1, c.batch * model.config.seq_len / c.seq_len);
+    c.seq_len = int64_t(task.longest());
+    c.batch = std::max<int64_t>(1, c.batch * model.config.seq_len / c.seq_len);
     DataLoader loader({choice_source(task, c.seq_len)}, loader_options(c, world, "--hellaswag", false));
     Activations<Dev> a(model.dev, c, c.batch, c.seq_len, INFERENCE);
     return evaluate(model, a, loader, int64_t(task.rows.size()), world, nullptr, asked_to_stop);
@@ -722,8 +740,10 @@ struct Decoder {
         const typename DecodeMeter<Dev>::Call call(meter, position, tokens.size());
         std::unique_ptr<DecodingThreads> threads;
         if (position > 0) threads = std::make_unique<DecodingThreads>(model.table.total);  // a prompt has all threads
-        for (size_t at = 0; at < tokens.size(); at += pass, position += int(pass))
+        for (size_t at = 0; at < tokens.size(); at += pass) {
             forward(model, a, tokens.data() + at, position, int(pass));
+            position += int(pass);
+        }
         const auto* last = a.normed + (pass - 1) * size_t(a.C);
         model.dev.matmul_forward(a.logits, last, model.w.embed, nullptr, 1, int(a.C), int(a.Vp));
         std::vector<float> logits(static_cast<size_t>(a.V));
@@ -813,8 +833,12 @@ void dump_first_batch(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader
     const NsaShape& s = a.shape;
     Buffers buffers;
     StateDump d;
-    d.precision = precision_of(model.dev), d.B = s.B, d.T = s.T, d.V = a.V;
-    d.inputs.resize(size_t(c.total_batch)), d.targets.resize(size_t(c.total_batch));
+    d.precision = precision_of(model.dev);
+    d.B = s.B;
+    d.T = s.T;
+    d.V = a.V;
+    d.inputs.resize(size_t(c.total_batch));
+    d.targets.resize(size_t(c.total_batch));
     loader.next_batch(d.inputs.data(), d.targets.data(), s.B);
     forward(model, a, d.inputs.data(), 0, s.T);
     const double tokens = double(c.total_batch),
@@ -1004,7 +1028,8 @@ struct Run {
         }
         if (!s.skipped) apply_update(model, s.step, s.lr, reducer.get());
         if (statistics) s.statistics = layer_statistics(dev, activations->shape, activations->layer);
-        state.step = s.step, state.loader = loader_numbers(data.train->state());
+        state.step = s.step;
+        state.loader = loader_numbers(data.train->state());
         s.samples = data.train->state().next_sample;
         pending.push_back(std::move(s));
     }
@@ -1027,7 +1052,10 @@ struct Run {
         s.exchanged = true;
         s.loss = sums[LOSS] / double(config().total_batch);
         s.norm = std::sqrt(results[1]);
-        if (!s.is_bad()) s.loss_z = state.losses.z_score(s.loss), s.norm_z = state.norms.z_score(s.norm);
+        if (!s.is_bad()) {
+            s.loss_z = state.losses.z_score(s.loss);
+            s.norm_z = state.norms.z_score(s.norm);
+        }
         if (world.size == 1) stop_without_reader();
         if (stop == GO_ON) stop = stop_of(sums[INTERRUPT] > 0, sums[TERMINATE] > 0, sums[HALT] > 0);
     }
@@ -1146,7 +1174,10 @@ void print_end(Run<Dev>& run) {
     const Config& c = run.config();
     if (run.stop == HALTED) remove_halt_file(c.out);
     run.report.print_done(run.state.step, double(run.dev.peak_bytes) / (1 << 20));
-    if (run.reducer) run.reducer->read_clocks(), run.report.print_reductions(run.reducer->times);
+    if (run.reducer) {
+        run.reducer->read_clocks();
+        run.report.print_reductions(run.reducer->times);
+    }
     print_selected(run.dev.describe_selected(run.activations->shape));
     run.report.print_end(run.stop, run.state, c, run.saver.last_error, run.saver.last_saved, run.tokenizer != nullptr);
 }
@@ -1155,8 +1186,10 @@ void print_end(Run<Dev>& run) {
 template <class Dev>
 int train_run(Run<Dev>& run, const Device& device, const GradientPath& path, const std::set<std::string>& given) {
     begin_run(run, device, path, given);
-    if (!run.config().dump_state.empty())
-        return dump_first_batch(run.model, *run.activations, *run.data.train, given), 0;
+    if (!run.config().dump_state.empty()) {
+        dump_first_batch(run.model, *run.activations, *run.data.train, given);
+        return 0;
+    }
     const int64_t first_step = run.state.step;
     run.report.start(first_step);
     const bool left_last_validation = first_step == run.config().steps && !run.state.was_validated;

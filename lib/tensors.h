@@ -11,11 +11,44 @@
 
 enum Init { INIT_ONE, INIT_ZERO, INIT_WEIGHT, INIT_RESIDUAL, INIT_PHI };
 
+// What a list says of a tensor, as in matrix_of(rows, columns).with(INIT_PHI).joined().
+struct TensorForm {
+    int64_t rows;
+    int64_t columns;          // 0: a vector
+    int64_t memory_rows;      // rows of zeros follow in memory, up to these
+    Init init = INIT_WEIGHT;  // the values that it begins with, see initial_value()
+    bool is_joined = false;   // follows the tensor before it without a gap; else it begins at a multiple of 64 elements
+    bool only_nsa = false;    // full attention has no such tensor
+
+    TensorForm with(Init i) const {
+        TensorForm form = *this;
+        form.init = i;
+        return form;
+    }
+    TensorForm padded_to(int64_t r) const {
+        TensorForm form = *this;
+        form.memory_rows = r;
+        return form;
+    }
+    TensorForm joined() const {
+        TensorForm form = *this;
+        form.is_joined = true;
+        return form;
+    }
+    TensorForm of_nsa() const {
+        TensorForm form = *this;
+        form.only_nsa = true;
+        return form;
+    }
+};
+inline TensorForm matrix_of(int64_t rows, int64_t columns) { return {rows, columns, rows}; }
+inline TensorForm vector_of(int64_t elements) { return {elements, 0, elements}; }
+
 struct TensorSpec {
     std::string name;
     int64_t rows, columns;  // columns 0: a vector
     Init init;
-    bool decay;
+    bool decay;           // of matrices alone
     size_t offset;        // in elements, into each flat array (parameters, gradients, moments)
     size_t size, padded;  // elements on disk; in memory, where rows of zeros follow
 
@@ -29,13 +62,12 @@ struct TensorList {
     size_t total = 0;        // elements of a flat array, padding included
     int64_t parameters = 0;  // without padding
 
-    // joined: without a gap behind the tensor before it; else at the next multiple of 64 elements.
-    void add(const std::string& name, int64_t rows, int64_t columns, int64_t memory_rows, Init init, bool decay,
-             bool joined) {
-        const size_t width = size_t(columns ? columns : 1), offset = joined ? total : (total + 63) / 64 * 64;
-        specs.push_back({name, rows, columns, init, decay, offset, size_t(rows) * width, size_t(memory_rows) * width});
+    void add(const std::string& name, const TensorForm& f) {
+        const size_t width = size_t(f.columns ? f.columns : 1), offset = f.is_joined ? total : (total + 63) / 64 * 64;
+        specs.push_back({name, f.rows, f.columns, f.init, f.columns > 0, offset, size_t(f.rows) * width,
+                         size_t(f.memory_rows) * width});
         total = offset + specs.back().padded;
-        parameters += rows * int64_t(width);
+        parameters += f.rows * int64_t(width);
     }
 };
 
