@@ -17,6 +17,7 @@
 #include "checkpoint.h"
 #include "files.h"
 #include "json.h"
+#include "system.h"
 #include "util.h"
 
 extern char** environ;
@@ -33,14 +34,6 @@ inline std::string words_json(const std::vector<std::string>& words) {
     std::string text;
     for (const std::string& word : words) text += (text.empty() ? "[" : ", ") + json_quote(word);
     return text.empty() ? "[]" : text + "]";
-}
-
-// The words of the command, as they were given.
-inline std::vector<std::string> command_words() {
-    std::ifstream in("/proc/self/cmdline", std::ios::binary);
-    std::vector<std::string> words;
-    for (std::string word; std::getline(in, word, '\0');) words.push_back(word);
-    return words;
 }
 
 // The first line of a file of the system that holds `name`, from there on; "" if there is none.

@@ -11,11 +11,11 @@
 
 #include <execinfo.h>
 #include <fcntl.h>
-#include <malloc.h>
 #include <unistd.h>
 
 #include "memory.h"
 #include "signals.h"
+#include "system.h"
 #include "util.h"
 
 // The error of one of several ranks must not unwind to main(): ncclCommDestroy would wait for the other ranks, and
@@ -130,8 +130,7 @@ inline void prepare_for_errors() {
     std::set_terminate(end_uncaught);
     void* frame;
     backtrace(&frame, 1);  // loads libgcc_s, without which a thread cannot end, while there is memory for it
-    // a heap for each thread reserves 64 MiB, which count as taken
-    if (memory_is_limited()) mallopt(M_ARENA_MAX, 1);
+    if (memory_is_limited()) share_one_heap();
 }
 
 #if !defined(NSA_WITHOUT_MAIN) && !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)  // the host's alone

@@ -13,6 +13,7 @@
 
 #include "files.h"
 #include "memory.h"
+#include "system.h"
 #include "util.h"
 
 class Heartbeat {

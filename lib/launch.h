@@ -7,6 +7,7 @@
 #include <cstring>
 #include <string>
 
+#include "system.h"
 #include "util.h"
 
 struct Launch {

@@ -7,31 +7,25 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
 #include <string>
 #include <vector>
 
-#include <sched.h>
 #include <unistd.h>
 
+#include "system.h"
 #include "util.h"
 
 // The processors this process may use: what the launcher or the container left of the machine.
 inline int usable_processors() {
     static const double quota = cgroup_limits().processors;
-    cpu_set_t set;
-    const int allowed = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-    return std::max(1, int(std::min(double(allowed), std::ceil(quota))));
+    return std::max(1, int(std::min(double(processors_allowed().size()), std::ceil(quota))));
 }
 
 // Which processors the launcher left, as text such as "0 1 5".
 inline std::string processor_list() {
-    cpu_set_t set;
     std::string text;
-    if (sched_getaffinity(0, sizeof set, &set) == 0)
-        for (int i = 0; i < CPU_SETSIZE; i++)
-            if (CPU_ISSET(i, &set)) text += (text.empty() ? "" : " ") + std::to_string(i);
+    for (const int i : processors_allowed()) text += (text.empty() ? "" : " ") + std::to_string(i);
     return text;
 }
 
@@ -43,10 +37,8 @@ inline void set_passive_omp_wait(char** argv) {
 #ifdef _OPENMP
     if (std::getenv("OMP_WAIT_POLICY") || std::getenv("GOMP_SPINCOUNT")) return;
     if (setenv("OMP_WAIT_POLICY", "passive", 1) != 0) return;
-    std::error_code error;
-    // by its own name, the one that top and pkill show
-    execv(std::filesystem::read_symlink("/proc/self/exe", error).c_str(), argv);
-    execv("/proc/self/exe", argv);  // the file has been moved away meanwhile
+    execv(program_path().c_str(), argv);  // by its own name, the one that top and pkill show
+    execv("/proc/self/exe", argv);        // the file has been moved away meanwhile
 #else
     (void)argv;
 #endif
@@ -60,11 +52,12 @@ inline std::string host_name() {
 // FNV-1a, 64 bits, of the running program's file, as text: ranks must run the same program.
 inline std::string binary_digest() {
     std::ifstream in("/proc/self/exe", std::ios::binary);
-    if (!in) fail("cannot open /proc/self/exe: %s", std::strerror(errno));
+    if (!in) in.open(program_path(), std::ios::binary);  // macOS has no /proc
+    if (!in) fail("cannot open the running program: %s", std::strerror(errno));
     uint64_t hash = 0xcbf29ce484222325u;
     std::vector<char> piece(1 << 20);
     while (in.read(piece.data(), std::streamsize(piece.size())), in.gcount() > 0)
         for (std::streamsize i = 0; i < in.gcount(); i++) hash = (hash ^ uint8_t(piece[size_t(i)])) * 0x100000001b3u;
-    if (in.bad()) fail("cannot read /proc/self/exe: %s", std::strerror(errno));
+    if (in.bad()) fail("cannot read the running program: %s", std::strerror(errno));
     return format_text("%016llx", (unsigned long long)hash);
 }

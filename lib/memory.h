@@ -14,6 +14,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include "system.h"
 #include "util.h"
 
 struct MemoryLimit {
@@ -37,7 +38,6 @@ inline double own_bytes(int field) {
     for (double& p : pages) statm >> p;
     return pages[field] * double(sysconf(_SC_PAGESIZE));
 }
-inline double resident_bytes() { return own_bytes(1); }
 
 // Bytes that the limits leave this process; infinity where there are none.
 inline double limits_leave() {
@@ -46,15 +46,10 @@ inline double limits_leave() {
     return std::max(0.0, left);
 }
 
-// What the machine has left for each of so many processes, by /proc/meminfo, and the container and the limits of this
-// process allow; infinity where none of them is known.
+// What the machine has left for each of so many processes, and the container and the limits of this process allow;
+// infinity where none of them is known.
 inline double host_bytes_available(int processes = 1) {
-    std::ifstream in("/proc/meminfo");
-    std::string key, rest;
-    double available = std::numeric_limits<double>::infinity();
-    for (double kib; in >> key >> kib && std::getline(in, rest);)
-        if (key == "MemAvailable:") available = kib * 1024;
-    return std::min(std::min(available, cgroup_limits().bytes) / processes, limits_leave());
+    return std::min(std::min(system_bytes_available(), cgroup_limits().bytes) / processes, limits_leave());
 }
 
 // "; the process is limited to 300 MiB (ulimit -v)", or "". Takes no memory. to: of at least 80 bytes.

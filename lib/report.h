@@ -10,8 +10,6 @@
 #include <string>
 #include <vector>
 
-#include <sys/resource.h>
-
 #include "arena.h"
 #include "multiple_choice.h"
 #include "options.h"
@@ -21,6 +19,7 @@
 #include "shards.h"
 #include "signals.h"
 #include "synthetic.h"
+#include "system.h"
 #include "train_state.h"
 #include "util.h"
 
@@ -42,11 +41,7 @@ inline std::string shell_word(const std::string& path) {
 inline const char* plural(int64_t n) { return n == 1 ? "" : "s"; }
 
 // Of this process on the host.
-inline double peak_memory_mib() {
-    struct rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    return double(usage.ru_maxrss) / 1024;
-}
+inline double peak_memory_mib() { return peak_resident_bytes() / (1 << 20); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Before the first step.

@@ -45,6 +45,8 @@ inline void look_at_hangup(int, char**, char**) { hangup_was_ignored = is_ignore
 #if defined(__ELF__) && !defined(__HIP_DEVICE_COMPILE__)  // hipcc would have the GPU call it too
 __attribute__((section(".preinit_array"), used)) static void (*const before_libraries)(int, char**,
                                                                                        char**) = look_at_hangup;
+#elif defined(__APPLE__)
+__attribute__((constructor)) static void before_main() { look_at_hangup(0, nullptr, nullptr); }
 #endif
 
 inline sigset_t stop_signals() {

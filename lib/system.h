@@ -1,0 +1,111 @@
+// system.h: what Linux and macOS know of a process and its machine under different names. Used by launch.h, memory.h,
+// errors.h, environment.h, heartbeat.h and report.h. macOS: compiled and linked, never run.
+#pragma once
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#ifdef __APPLE__
+#include <crt_externs.h>
+#include <mach-o/dyld.h>
+#include <mach/mach.h>
+#include <sys/sysctl.h>
+#else
+#include <malloc.h>
+#include <sched.h>
+#endif
+
+// The numbers of the processors that this process may use; macOS binds no process to some.
+inline std::vector<int> processors_allowed() {
+    std::vector<int> allowed;
+#ifdef __APPLE__
+    for (int i = 0; i < int(sysconf(_SC_NPROCESSORS_ONLN)); i++) allowed.push_back(i);
+#else
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) != 0) return allowed;
+    for (int i = 0; i < CPU_SETSIZE; i++)
+        if (CPU_ISSET(i, &set)) allowed.push_back(i);
+#endif
+    return allowed;
+}
+
+// The file of the running program; "" where the system does not say.
+inline std::string program_path() {
+#ifdef __APPLE__
+    char path[4096];
+    uint32_t size = sizeof path;
+    return _NSGetExecutablePath(path, &size) == 0 ? path : "";
+#else
+    std::error_code error;
+    return std::filesystem::read_symlink("/proc/self/exe", error).string();
+#endif
+}
+
+// The words of the command, as they were given.
+inline std::vector<std::string> command_words() {
+    std::vector<std::string> words;
+#ifdef __APPLE__
+    words.assign(*_NSGetArgv(), *_NSGetArgv() + *_NSGetArgc());
+#else
+    std::ifstream in("/proc/self/cmdline", std::ios::binary);
+    for (std::string word; std::getline(in, word, '\0');) words.push_back(word);
+#endif
+    return words;
+}
+
+// Bytes that the system could give out now; of macOS, all that the machine has. Infinity where it does not say.
+inline double system_bytes_available() {
+    double available = std::numeric_limits<double>::infinity();
+#ifdef __APPLE__
+    uint64_t bytes = 0;
+    size_t size = sizeof bytes;
+    if (sysctlbyname("hw.memsize", &bytes, &size, nullptr, 0) == 0) available = double(bytes);
+#else
+    std::ifstream in("/proc/meminfo");
+    std::string key, rest;
+    for (double kib; in >> key >> kib && std::getline(in, rest);)
+        if (key == "MemAvailable:") available = kib * 1024;
+#endif
+    return available;
+}
+
+// Bytes of memory that the process has now; 0 where the system does not say.
+inline double resident_bytes() {
+#ifdef __APPLE__
+    mach_task_basic_info info;
+    mach_msg_type_number_t size = MACH_TASK_BASIC_INFO_COUNT;
+    const auto to = reinterpret_cast<task_info_t>(&info);
+    return task_info(mach_task_self(), MACH_TASK_BASIC_INFO, to, &size) == KERN_SUCCESS ? double(info.resident_size)
+                                                                                        : 0;
+#else
+    std::FILE* f = std::fopen("/proc/self/statm", "r");
+    long long size = 0, resident = 0;
+    const bool read = f && std::fscanf(f, "%lld %lld", &size, &resident) == 2;
+    if (f) std::fclose(f);
+    return read ? double(resident) * double(sysconf(_SC_PAGESIZE)) : 0;
+#endif
+}
+
+// The most that it ever had.
+inline double peak_resident_bytes() {
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+#ifdef __APPLE__
+    return double(usage.ru_maxrss);
+#else
+    return double(usage.ru_maxrss) * 1024;
+#endif
+}
+
+// glibc's heap for each thread reserves 64 MiB, which count as taken where memory is limited.
+inline void share_one_heap() {
+#ifdef __GLIBC__
+    mallopt(M_ARENA_MAX, 1);
+#endif
+}
