@@ -133,12 +133,8 @@ inline void print_build(const BuildReport& r) {
     std::printf("%s version      %s\n", tick(true), version_text());
     std::printf("%s compiler     %s, vectors of %d bytes\n", tick(true), compiler_name().c_str(), VECTOR_BYTES);
     std::printf("%s CPU engine   %d of %d usable processors, %s\n", tick(true), r.threads, r.processors, gemm_name());
-#ifdef HAVE_CUDA
     if (r.gpu) std::printf("%s CUDA engine  %s\n", tick(true), r.cuda.c_str());
-    else std::printf("%s CUDA engine  in this build, not used: %s\n", tick(false), r.not_used.c_str());
-#else
-    std::printf("%s CUDA engine  not in this build\n", tick(false));
-#endif
+    else std::printf("%s CUDA engine  not used: %s\n", tick(false), r.not_used.c_str());
     std::printf("%s MPI          %s\n", tick(!r.mpi.empty()),
                 r.mpi.empty() ? "not in this build: one process only; make deps && make train_nsa" : r.mpi.c_str());
     const std::string nccl = nccl_version(), dnnl = dnnl_version_text();

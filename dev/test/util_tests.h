@@ -1,5 +1,6 @@
 // util_tests.h: the random numbers against published vectors and moments, the errors' form.
 #pragma once
+#include "../../lib/device.h"
 #include "../../lib/files.h"
 #include "harness.h"
 
@@ -73,4 +74,32 @@ TEST(errors_are_one_line_with_a_status) {
     CHECK_FAILS(2, "--lr", fail_usage("--lr %d is out of range", -1));
     CHECK_FAILS(1, "no_such_file", read_file("/no_such_file"));
     CHECK_FAILS(1, "folder", read_file("/tmp"));
+}
+
+// CUDA has one error for three states of a machine; each has a remedy of its own.
+TEST(no_gpu_has_its_own_reason_and_remedy) {
+    const auto says = [](const GpuSearch& search, const char* what) {
+        tests().checks++;
+        const std::string text = why_no_gpu(search);
+        if (text.find(what) == std::string::npos)
+            check_failed(__FILE__, __LINE__, "'%s' is missing in '%s'", what, text.c_str());
+    };
+    GpuSearch search;
+    says(search, "holds no CUDA engine");
+    search.nvidia_module = true;
+    says(search, "built without nvcc");
+
+    search = {};
+    search.cuda_engine = search.driver_too_old = true;
+    search.toolkit = 13000;
+    search.error = "CUDA driver version is insufficient for CUDA runtime version";
+    says(search, "there is no NVIDIA driver here");
+    search.nvidia_module = true;
+    says(search, "--gpus all");
+    search.driver = 12020;
+    says(search, "the NVIDIA driver knows CUDA 12.2 at most and this program was built with CUDA 13.0");
+    search.driver = 13010;
+    search.driver_too_old = false;
+    search.error = "no CUDA-capable device is detected";
+    says(search, "CUDA finds no GPU: no CUDA-capable device is detected");
 }
