@@ -1,24 +1,65 @@
 # dev.mk: tests, goldens and benchmarks. Included by the Makefile, which knows the compilers and libraries.
 #   make test        the tests, ten minutes on two cores with the building: programs are built and run side by side
 #   make test_long   the others: the CHECK build of the emulator at full length, faults that take their time, registers
-include dev/emulator/emulator.mk
-include dev/crash_test/crash_test.mk
+#   make build/cuda_tests               any of the programs below
+#   make build/train_nsa_emulated && mpirun -np 2 build/train_nsa_emulated --device cuda ...
+#                    the whole program on emulated GPUs, with NCCL's part played over shared memory
+#   make crash_test && build/crash_test --kills 300       the long form, some minutes
 
-HOST_LIBS := $(filter-out -lcublasLt -lnccl,$(LIBS))
 # The tests of the host, by the host compiler: a third of the time that nvcc takes. Where there is a GPU, test_device
 # runs too: the tests that run on the device, and its benchmarks, for dev/gpu_check.sh.
 test_nsa: $(BUILD)/test_nsa.o $(APART)
-	$(HOST) $(filter %.o,$^) -o $@ $(HOST_LIBS)
+	$(call quiet,LINK)$(HOST_LINK) $(filter %.o,$^) -o $@ $(HOST_LIBS)
 $(BUILD)/test_nsa.o: test_nsa.cu $(BUILD)/command
-	$(HOST) -x c++ $(LEVEL) -DCOMPILED_APART $(DEPENDS) -c $< -o $@
+	$(call quiet,CXX )$(HOST) -x c++ -DCOMPILED_APART $(DEPENDS) -c $< -o $@
 $(BUILD)/test_device: $(BUILD)/test_device.o $(APART)
-	$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
+	$(call quiet,LINK)$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
 $(BUILD)/test_device.o: test_nsa.cu $(BUILD)/command
-	$(COMPILE) $(LEVEL) -DCOMPILED_APART -DDEVICE_TESTS_ONLY $(DEPENDS) -c $< -o $@
+	$(call quiet,$(COMPILER))$(COMPILE) -DCOMPILED_APART -DDEVICE_TESTS_ONLY $(DEPENDS) -c $< -o $@
 
-$(EMULATOR_PROGRAMS) $(CRASH_PROGRAMS): $(BUILD)/command
-EMULATED = $(if $(HAVE_MPI),$(BUILD)/train_nsa_emulated)
-DEVICE = $(if $(GPU_FOUND),$(BUILD)/test_device)
+# ---- The emulator: tests that execute CUDA kernels on the CPU, in the plain and in the CHECK build of cuda_on_cpu.h:
+# of the emulator itself, and of the CUDA engine (cuda_tests: every kernel, every operation, whole training steps).
+RACE_PROGRAMS ?= 1000  # random programs that the race detector is tried on
+EMULATOR := $(CXX) -std=c++17 -g -DUSE_NCCL -Wall -Wextra -Wno-unknown-pragmas -fstack-clash-protection -pthread \
+  $(if $(WERROR),-Werror)
+# The CHECK build: compiled for the thread sanitizer but linked without it, since cuda_on_cpu_check.h has the functions
+# that the compiler calls.
+EMULATOR_CHECK := -O1 -fsanitize=thread,undefined -fno-sanitize-recover=undefined
+EMULATOR_PLAIN_PROGRAMS := $(addprefix $(BUILD)/,emulator_tests planted_faults cuda_tests)
+EMULATOR_CHECK_PROGRAMS := $(addprefix $(BUILD)/,emulator_tests_check planted_faults_check race_fuzz_check \
+  cuda_tests_check)
+EMULATOR_PROGRAMS := $(EMULATOR_PLAIN_PROGRAMS) $(EMULATOR_CHECK_PROGRAMS) $(BUILD)/cuda_tests_120
+SHORT_EMULATOR_PROGRAMS := $(EMULATOR_PLAIN_PROGRAMS) $(BUILD)/emulator_tests_check
+# Programs with their arguments, each one word of dev/run_tests.sh; without cuda_tests, which takes longest.
+SHORT_EMULATOR_TESTS := $(BUILD)/emulator_tests $(BUILD)/emulator_tests_check '$(BUILD)/planted_faults 4'
+# cuda_tests_120: a GPU of compute capability 12.0, which has other tile shapes.
+LONG_EMULATOR_TESTS := '$(BUILD)/cuda_tests_120 --only attention_kernels_head' '$(BUILD)/planted_faults_check 2' \
+  '$(BUILD)/race_fuzz_check $(strip $(RACE_PROGRAMS))'
+EMULATED := $(if $(HAVE_MPI),$(BUILD)/train_nsa_emulated)
+DEVICE := $(if $(GPU_FOUND),$(BUILD)/test_device)
+
+$(EMULATOR_PLAIN_PROGRAMS): $(BUILD)/%: dev/test/%.cpp $(BUILD)/command
+	$(call quiet,CXX )$(EMULATOR) -O2 $(SAN_FLAGS) $(DEPENDS) $< -o $@
+$(BUILD)/cuda_tests_120: dev/test/cuda_tests.cpp $(BUILD)/command
+	$(call quiet,CXX )$(EMULATOR) -DEMULATED_CAPABILITY=120 -O2 $(SAN_FLAGS) $(DEPENDS) $< -o $@
+$(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/%.cpp $(BUILD)/command
+	$(call quiet,CXX )$(EMULATOR) $(EMULATOR_CHECK) $(DEPENDS) -c $< -o $@.o
+	$(call quiet,LINK)$(CXX) $@.o -fsanitize=undefined -pthread -o $@
+# The whole program on up to four emulated GPUs, one for each rank.
+$(BUILD)/train_nsa_emulated: train_nsa.cu lib/hf/*.py lib/html/* $(BUILD)/command
+	$(call quiet,CXX )$(EMULATOR) -O2 -rdynamic -DEMULATED_GPUS=4 -DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX \
+	    $(MPI_FLAGS) $(SAN_FLAGS) $(DEPENDS) -x c++ $< -x none -o $@ $(MPI_LIBS)
+
+# ---- The crash tester, and the shim that makes disks fail; see crash_test.cpp.
+CRASH_PROGRAMS := $(BUILD)/crash_test $(BUILD)/faults.so
+CRASH_TESTS := '$(BUILD)/crash_test --shim $(BUILD)/faults.so'
+.PHONY: crash_test
+crash_test: train_nsa $(CRASH_PROGRAMS)
+$(BUILD)/crash_test: dev/crash_test/crash_test.cpp $(BUILD)/command
+	$(call quiet,CXX )$(CXX) -std=c++17 -O1 -Wall -Wextra $(if $(WERROR),-Werror) -pthread $(SAN_FLAGS) $(DEPENDS) $< \
+	    -o $@
+$(BUILD)/faults.so: dev/crash_test/faults.c $(BUILD)/command
+	$(call quiet,CC  )$(CC) -shared -fPIC -O1 -Wall -Wextra $(if $(WERROR),-Werror) -pthread $< -o $@ -ldl
 
 .PHONY: test test_long goldens bench hip_check
 # What takes longest to compile stands first, so that no core waits at the end.
@@ -26,8 +67,8 @@ test: test_nsa $(BUILD)/cuda_tests train_nsa $(EMULATED) $(SHORT_EMULATOR_PROGRA
 	@dev/run_tests.sh '$(BUILD)/cuda_tests --short' './test_nsa --short --shard 1/2' './test_nsa --short --shard 2/2' \
 	    $(CRASH_TESTS) $(SHORT_EMULATOR_TESTS) $(DEVICE)
 test_long: train_nsa test_nsa $(EMULATOR_PROGRAMS) $(EMULATED)
-	@dev/run_tests.sh '$(BUILD)/cuda_tests_check' '$(BUILD)/cuda_tests --long' './test_nsa --long' $(LONG_EMULATOR_TESTS) \
-	    $(if $(HAVE_CUDA),dev/kernel_report.sh dev/loop_report.sh) \
+	@dev/run_tests.sh '$(BUILD)/cuda_tests_check' '$(BUILD)/cuda_tests --long' './test_nsa --long' \
+	    $(LONG_EMULATOR_TESTS) $(if $(HAVE_CUDA),dev/kernel_report.sh dev/loop_report.sh) \
 	    dev/launcher_check.sh dev/other_machines_check.sh $(if $(shell command -v hipcc),dev/hip_check.sh)
 # The program for AMD's GPUs, compiled and linked, never run
 hip_check:
@@ -39,4 +80,4 @@ goldens: train_nsa
 bench: $(BUILD)/bench_cpu train_nsa
 	dev/bench/cpu.sh $(BUILD)/bench_cpu --ranks ./train_nsa $(BENCH)
 $(BUILD)/bench_cpu: dev/bench/bench_cpu.cpp $(BUILD)/command
-	$(HOST) $(KERNEL_LEVEL) $(DEPENDS) $< -o $@ $(HOST_LIBS)
+	$(call quiet,CXX )$(HOST) $(DEPENDS) $< -o $@ $(HOST_LIBS)

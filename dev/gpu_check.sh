@@ -276,9 +276,9 @@ train() {
 # about this processor, build for a plainer one.
 part_build() {
     [ -z "${NVCC_APPEND_FLAGS:-}" ] || echo "NVCC_APPEND_FLAGS=$NVCC_APPEND_FLAGS"
-    make -j2 CONFIGURED=1 train_nsa build/test_device || {
+    make -j2 train_nsa build/test_device || {
         echo "-- again, for a plainer processor"
-        make -j2 CONFIGURED=1 MARCH=x86-64-v3 train_nsa build/test_device
+        make -j2 MARCH=x86-64-v3 train_nsa build/test_device
     } || return 1
     mkdir -p build && echo "$FINGERPRINT" >build/built_for
 }
@@ -384,7 +384,7 @@ no_tensor_cores() { fp32 && echo "skipped: PRECISION=FP32 has the plain kernels 
 part_emulator() {
     local file=$WORK/emulator.safetensors
     no_tensor_cores && return
-    make -f dev/emulator/emulator.mk build/cuda_tests && within 120 ./build/cuda_tests --write-results "$file" &&
+    make build/cuda_tests && within 120 ./build/cuda_tests --write-results "$file" &&
         within 120 ./build/test_device --compare-results "$file"
 }
 part_attention() { no_tensor_cores || ./build/test_device --perf-attention --batch 1 --seq-len 65536; }

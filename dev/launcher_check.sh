@@ -82,7 +82,7 @@ mpi_of() { # mpi_of NAME: builds with its compiler wrapper; trains under its mpi
         skipped "no mpicxx.$name and mpirun.$name"
         return
     }
-    good "$name: builds" env MAKEFLAGS= make -s BUILD="$build/$name" MPICXX="mpicxx.$name" NO_CUDA=1 CONFIGURED=1 \
+    good "$name: builds" env MAKEFLAGS= make -s BUILD="$build/$name" MPICXX="mpicxx.$name" NO_CUDA=1 \
         "$build/$name/train_nsa"
     programs[$name]=$root/$build/$name/train_nsa
     good "$name: one process" "${programs[$name]}" "${small[@]}" --steps 20 --out "$work/$name/one"

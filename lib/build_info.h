@@ -29,7 +29,8 @@ EMBED_FILE(command, QUOTED_VALUE(BUILD_FOLDER) "/command")  // in which the Make
 #endif
 inline std::string compiler_flags() {
 #ifdef PROGRAM_VERSION
-    return std::string(file_command, file_command_end - 1);  // without the end of the line
+    std::string line(file_command, file_command_end);
+    return line.substr(0, line.find('\n'));
 #else
     return "unknown";
 #endif

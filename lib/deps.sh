@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # deps.sh: `make deps`: installs what train_nsa needs and the machine lacks: a C++ compiler, an MPI (MPICH, whose mpirun
-# works as root too), oneDNN, and zlib and zstd for compressed text. Prints what it does. On systems without apt-get it
-# prints what to install.
+# works as root too), and oneDNN. Prints what it does. On systems without apt-get it prints what to install.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 
@@ -11,12 +10,14 @@ missing=()
 command -v g++ >/dev/null || missing+=(g++)
 command -v mpicxx >/dev/null && command -v mpirun >/dev/null || missing+=(mpich libmpich-dev)
 { command -v g++ >/dev/null && probe '#include <oneapi/dnnl/dnnl.h>' -ldnnl; } || missing+=(libdnnl-dev)
-{ command -v g++ >/dev/null && probe '#include <zlib.h>' -lz; } || missing+=(zlib1g-dev)
-{ command -v g++ >/dev/null && probe '#include <zstd.h>' -lzstd; } || missing+=(libzstd-dev)
 
 if [ ${#missing[@]} -eq 0 ]; then
-    echo "deps: nothing is missing (g++, mpicxx, oneDNN, zlib, zstd are there)"
+    echo "deps: nothing is missing (g++, mpicxx, oneDNN are there)"
     exit 0
+fi
+if [ "$(uname)" = Darwin ]; then
+    echo "deps: on macOS: xcode-select --install && brew install libomp open-mpi; one process needs neither of the two" >&2
+    exit 1
 fi
 if ! command -v apt-get >/dev/null; then
     echo "deps: this system has no apt-get; install by hand what these Debian packages hold: ${missing[*]}" >&2

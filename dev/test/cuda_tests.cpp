@@ -1,6 +1,6 @@
 // cuda_tests.cpp: the CUDA engine's kernels executed on the CPU by dev/emulator/cuda_on_cpu.h and compared with struct
 // Cpu. Compiled by g++, plain and as the CHECK build, which reports races, reads of memory that nothing wrote and
-// accesses outside any array; see dev/emulator/emulator.mk.
+// accesses outside any array; see dev/dev.mk.
 #include "harness.h"
 
 #include "cuda_op_tests.h"

@@ -246,7 +246,7 @@ TEST_LONG(run_gpu_check_stops_what_takes_too_long) {
     // A program that is not there is built first.
     std::filesystem::remove(machine.folder.file("build/test_device"));
     machine.run({"dev/gpu_check.sh", "perf"});
-    CHECK(read_file(machine.report()).find("built: -j2 CONFIGURED=1 train_nsa build/test_device") != std::string::npos);
+    CHECK(read_file(machine.report()).find("built: -j2 train_nsa build/test_device") != std::string::npos);
     // A toolkit without cuBLASLt takes PyTorch's.
     machine.script(
         "bin/nvcc",
@@ -287,7 +287,7 @@ TEST_LONG(run_gpu_check_stops_what_takes_too_long) {
                    "case $* in *MARCH=*) echo \"built: $*\" ;; *) echo 'unknown intrinsic'; exit 1 ;; esac\n");
     CHECK_EQUAL(machine.run({"dev/gpu_check.sh", "build"}).status, 0);
     CHECK(read_file(machine.report())
-              .find("unknown intrinsic\n-- again, for a plainer processor\nbuilt: -j2 CONFIGURED=1 MARCH=x86-64-v3 "
+              .find("unknown intrinsic\n-- again, for a plainer processor\nbuilt: -j2 MARCH=x86-64-v3 "
                     "train_nsa build/test_device\n") != std::string::npos);
 }
 // A test that hangs or crashes costs its group its seconds, the tests that did not pass are run again alone, and the
