@@ -48,7 +48,7 @@
 #include "dev/test/script_tests.h"
 #include "dev/test/cpu_speed_tests.h"
 #endif
-#ifdef HAVE_CUDA
+#ifdef USE_CUDA
 #include "dev/test/cuda_op_tests.h"
 #include "dev/test/plain_attention_tests.h"
 #include "dev/test/attention_kernel_tests.h"
@@ -59,7 +59,7 @@
 #include "dev/test/device_results.h"
 #endif
 #include "dev/bench/perf.h"
-#ifdef HAVE_CUDA
+#ifdef USE_CUDA
 #include "dev/bench/attention.h"
 #include "dev/bench/predict.h"
 #endif
@@ -74,7 +74,7 @@ static int ladder(int argc, char** argv) {
     World world;
     if (!choose_device(c, world).gpu)
         fail("--ladder: there is no GPU to time the kernels on (or the build holds no CUDA engine)");
-#ifdef HAVE_CUDA
+#ifdef USE_CUDA
     Cuda dev(0);
     return run_ladder(dev, shape_of(c, c.batch, c.seq_len));
 #else
@@ -84,7 +84,7 @@ static int ladder(int argc, char** argv) {
 
 // Without a GPU the tests of the CUDA engine have nothing to run on.
 static void leave_out_device_tests() {
-#ifdef HAVE_CUDA
+#ifdef USE_CUDA
     int gpus = 0;
     if (cudaGetDeviceCount(&gpus) == cudaSuccess && gpus > 0) return;
     std::vector<TestCase>& cases = tests().cases;
@@ -102,7 +102,7 @@ int main(int argc, char** argv) {
     leave_out_device_tests();
     try {
         if (argc > 1 && !std::strcmp(argv[1], "--perf")) return run_perf(argc - 1, argv + 1);
-#ifdef HAVE_CUDA
+#ifdef USE_CUDA
         if (const int status = device_results::main_of(argc, argv); status >= 0) return status;
         if (const int status = prediction_main(argc, argv); status >= 0) return status;
         if (argc > 1 && !std::strcmp(argv[1], "--perf-attention")) return run_attention_bench(argc - 1, argv + 1);

@@ -17,9 +17,8 @@
 #include <vector>
 
 #include "nsa_cpu.h"
-#if defined(GPU_COMPILER) || defined(EMULATED_GPUS)  // the latter runs the kernels on a CPU, see dev/emulator/
+#ifdef USE_CUDA
 #include "nsa_kernels.cuh"
-#define HAVE_CUDA
 #endif
 #include "dataloader.h"
 #include "ddp.cuh"  // after the engines, whose gradients it sums
@@ -1214,7 +1213,7 @@ int train_run(Run<Dev>& run, const Device& device, const GradientPath& path, con
 // Calls use(engine, how gradients travel) with the engine for this device.
 template <class Use>
 void with_engine(const Device& device, [[maybe_unused]] const Config& c, World& world, Use use) {
-#ifdef HAVE_CUDA
+#ifdef USE_CUDA
     if (device.gpu) {
         world.compute_on(format_text("GPU %d", gpu_of_rank(world)));
         Cuda dev(gpu_of_rank(world));
@@ -1344,7 +1343,7 @@ static int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world);
     BuildReport r = {"",         device.reason,         mpi_name(), device.threads, usable_processors(),
                      device.gpu, host_bytes_available()};
-#ifdef HAVE_CUDA
+#ifdef USE_CUDA
     if (device.gpu) r.cuda = Cuda(gpu_of_rank(world)).describe();
 #endif
     print_build(r);

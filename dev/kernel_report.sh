@@ -19,7 +19,7 @@ for arch in ${ARCHS:-sm_80 sm_90 sm_100 sm_120}; do
     # an older nvcc does not know the latest
     "${NVCC:-nvcc}" --list-gpu-code | grep -qx "$arch" || continue
     if ! "${NVCC:-nvcc}" -x cu -std=c++17 -O3 -arch=$arch -diag-suppress 1675 -Werror all-warnings -Xptxas -v -Xcompiler -w \
-        -DNSA_WITHOUT_MAIN -cubin -o /dev/null "$source" >"$log" 2>&1; then
+        -DUSE_CUDA -DNSA_WITHOUT_MAIN -cubin -o /dev/null "$source" >"$log" 2>&1; then
         cat "$log"
         echo "$source does not compile for $arch"
         failed=$((failed + 1))

@@ -17,7 +17,7 @@
 #ifdef USE_MPI
 #include <mpi.h>
 #endif
-#ifdef HAVE_CUDA
+#ifdef USE_CUDA
 #include "cuda_common.cuh"
 #endif
 
@@ -69,7 +69,7 @@ inline std::string mpi_name() {
 
 // "2.21.5"; "" where the build has no NCCL.
 inline std::string nccl_version() {
-#if defined(USE_NCCL) && defined(HAVE_CUDA)
+#if defined(USE_NCCL) && defined(USE_CUDA)
     int nccl = 0;
     NCCL_CHECK(ncclGetVersion(&nccl));
     return format_text("%d.%d.%d", nccl / 10000, nccl / 100 % 100, nccl % 100);
@@ -160,7 +160,7 @@ inline void print_build(const BuildReport& r) {
 inline void print_version(const std::string& mpi, const std::string& pmi) {
     std::printf("train_nsa %s\ncompiler: %s\n", version_text(), compiler_name().c_str());
     std::string engines = std::string("CPU (") + gemm_name() + ")";
-#ifdef HAVE_CUDA
+#ifdef USE_CUDA
 #ifdef PRECISION_FP32
     engines += ", CUDA (fp32)";
 #else

@@ -1,9 +1,8 @@
 // cuda_common.cuh: the one seam between nvcc, hipcc and g++, used by everything that touches CUDA. Kernels and the code
 // that launches them include this and nothing else of CUDA. Under nvcc (-x cu, sm_80 or later) it brings in the CUDA
-// runtime, cuBLASLt and, with -DUSE_NCCL, NCCL; under hipcc hip_common.h, for AMD's GPUs; under g++ the emulator,
-// dev/emulator/cuda_on_cpu.h, which runs the same kernels on a CPU for the tests. All offer the same names: SHARED,
-// DynamicShared, launch<>, the PTX wrappers, CUDA_CHECK, CUBLAS_CHECK, NCCL_CHECK. PTX is written here and nowhere
-// else.
+// runtime, cuBLASLt and, with -DUSE_NCCL, NCCL; under hipcc hip_common.h, for AMD's GPUs. For the tests, g++ finds
+// headers of the same names that run the same kernels on a CPU. All offer the same names: SHARED, DynamicShared,
+// launch<>, the PTX wrappers, CUDA_CHECK, CUBLAS_CHECK, NCCL_CHECK. PTX is written here and nowhere else.
 //
 // A kernel runs on both if it
 //   - declares shared memory with SHARED(float, sums, [32]); or DynamicShared shared; bf16* q = shared.take<bf16>(64);
@@ -15,11 +14,6 @@
 
 #if defined(__HIP__)
 #include "hip_common.h"
-#elif !defined(GPU_COMPILER)
-#include "../dev/emulator/cuda_on_cpu.h"
-#include "../dev/emulator/cublaslt_on_cpu.h"
-#include "../dev/emulator/nccl_on_cpu.h"
-#define HAVE_NVTX
 #else
 #ifndef NO_CUBLAS
 #include <cublasLt.h>
@@ -86,7 +80,7 @@ inline void cublas_check(cublasStatus_t s, const char* call, const char* file, i
 #define CUBLAS_CHECK(call) cublas_check((call), #call, __FILE__, __LINE__)
 #endif
 
-#if defined(USE_NCCL) || !defined(GPU_COMPILER)
+#ifdef USE_NCCL
 inline void nccl_check(ncclResult_t r, const char* call, const char* file, int line) {
     if (r != ncclSuccess)
         fail("%s:%d: %s failed: %s (%s). HINT: set NCCL_DEBUG=INFO and run again; look for the first rank that failed",
@@ -95,7 +89,7 @@ inline void nccl_check(ncclResult_t r, const char* call, const char* file, int l
 #define NCCL_CHECK(call) nccl_check((call), #call, __FILE__, __LINE__)
 #endif
 
-#ifdef GPU_COMPILER
+#ifndef SHARED  // the headers of the tests have these three themselves
 // ---------------------------------------------------------------------------------------------------------------------
 // Shared memory and launches.
 

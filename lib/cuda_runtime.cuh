@@ -466,7 +466,6 @@ struct CudaRuntime {
         CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
         CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                                                           &workspace_bytes, sizeof workspace_bytes));
-#ifdef GPU_COMPILER
         // 16 bytes is what gemm() checks; by default cuBLASLt assumes 256. Where it splits a long sum, the parts stay
         // fp32.
         const uint32_t alignment = 16, reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
@@ -476,7 +475,6 @@ struct CudaRuntime {
              {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
               CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
             CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, which, &alignment, sizeof alignment));
-#endif
     }
     // A matrix product as cuBLASLt describes it, and the algorithm it chose; made once per shape.
     struct MatmulShape {

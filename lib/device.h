@@ -16,7 +16,7 @@
 #include "machine.h"
 #include "options.h"
 #include "util.h"
-#ifdef HAVE_CUDA
+#ifdef USE_CUDA
 #include "cuda_common.cuh"
 #endif
 
@@ -119,7 +119,7 @@ inline int count_gpus(std::string& none) {
     int gpus = 0;
     GpuSearch search;
     search.nvidia_module = file_exists("/proc/driver/nvidia/version") || file_exists("/dev/nvidiactl");
-#ifdef HAVE_CUDA
+#ifdef USE_CUDA
     search.cuda_engine = true;
     const cudaError_t error = cudaGetDeviceCount(&gpus);
     if (error != cudaSuccess) gpus = 0;
@@ -178,7 +178,7 @@ inline Device device_of(const Config& c, int share) {
     return d;
 }
 
-#ifdef HAVE_CUDA
+#ifdef USE_CUDA
 // The GPU of a rank among those it sees: its own if the launcher has given it one, else by its number on this machine.
 template <class World>
 int gpu_of_rank(const World& world) {

@@ -15,7 +15,7 @@ ifneq ($(HAVE_CUDA),)
   ARCH_NAME := $(if $(CAPABILITY),sm_$(CAPABILITY)$(comma) $(if $(GPU_COMPUTE_CAPABILITY),as GPU_COMPUTE_CAPABILITY \
     says,the GPU found here),no GPU here: sm_80$(comma) sm_90$(comma) and PTX for later ones); \
     PRECISION=$(PRECISION)$(if $(BEFORE_BF16),$(comma) since bf16 needs sm_80 or later)
-  FLAGS += $(if $(filter FP32,$(PRECISION)),-DPRECISION_FP32) $(if $(HAVE_NCCL),-DUSE_NCCL) \
+  FLAGS += -DUSE_CUDA $(if $(filter FP32,$(PRECISION)),-DPRECISION_FP32) $(if $(HAVE_NCCL),-DUSE_NCCL) \
     $(if $(NO_CUBLAS),-DNO_CUBLAS)
   # Words for g++ as nvcc passes them on; it knows these and no others itself.
   for_nvcc = $(foreach w,$(1),$(if $(filter -Wl$(comma)%,$(w)),-Xlinker $(w:-Wl$(comma)%=%),$(if \
@@ -41,7 +41,7 @@ ifeq ($(GPU),hip)
   LINK := hipcc --offload-arch=$(GPU_ARCH) -pthread -rdynamic $(LDFLAGS)
   COMPILE := hipcc --offload-arch=$(GPU_ARCH) -pthread -x hip -std=c++17 -O2 -Wall -Wno-unknown-pragmas \
     -Wno-unused-result -Wno-deprecated-declarations $(if $(WERROR),-Werror) $(MARCH:%=-march=%) \
-    $(filter -D% -I%,$(FLAGS)) -DPRECISION_FP32 -DNO_CUBLAS $(CPPFLAGS) $(CXXFLAGS)
+    $(filter -D% -I%,$(FLAGS)) -DUSE_CUDA -DPRECISION_FP32 -DNO_CUBLAS $(CPPFLAGS) $(CXXFLAGS)
   HAVE_COMPILER := hipcc $(shell hipcc --version 2>/dev/null | sed -n 's/^HIP version: //p') beside $(CXX)
   COMPILER := HIP
 else ifneq ($(strip $(GPU)),cuda)

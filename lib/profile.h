@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "util.h"
-#if defined(GPU_COMPILER) || defined(EMULATED_GPUS)
+#ifdef USE_CUDA
 #include "cuda_common.cuh"  // which says whether there is NVTX
 #endif
 

@@ -159,7 +159,6 @@ inline double unix_time() {
 // Philox 4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; cuRAND has it too.
 
 #if defined(__CUDACC__) || defined(__HIP__)
-#define GPU_COMPILER  // nvcc, or hipcc, see cuda_common.cuh
 #define HOST_DEVICE __host__ __device__
 #else
 #define HOST_DEVICE

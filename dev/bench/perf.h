@@ -520,7 +520,7 @@ inline int run_perf(int argc, const char* const* argv) {
     World world;
     const Device device = choose_device(c, world);
     if (!given.count("batch")) c.batch = device.gpu ? preset_of(c).batch : 1;
-#ifdef HAVE_CUDA
+#ifdef USE_CUDA
     if (device.gpu) {
         Timed<Cuda> dev(0);
         dev.selected_kernel = c.selected_kernels == "tiles"    ? SelectedKernel::TILES

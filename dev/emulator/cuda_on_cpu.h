@@ -1,5 +1,5 @@
 // cuda_on_cpu.h: runs CUDA kernels on the CPU, for tests on machines without a GPU. A plain g++ (C++17, Linux, x86-64
-// or arm64) includes it where nvcc includes cuda_runtime.h and cuda_bf16.h; no CUDA toolkit is needed. Kernels are
+// or arm64) finds it where nvcc finds cuda_runtime.h and cuda_bf16.h; no CUDA toolkit is needed. Kernels are
 // compiled as ordinary functions. Three files:
 //   cuda_on_cpu_engine.h   memory, the fibers that are a block's threads, launches, streams
 //   cuda_on_cpu_check.h    the CHECK build's checks of every access
@@ -35,6 +35,8 @@
 #include <map>
 #include <mutex>
 #include <string>
+
+#define CUDART_VERSION 13000
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The language.

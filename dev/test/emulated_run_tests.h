@@ -1,6 +1,6 @@
 // emulated_run_tests.h: the whole program on several GPUs, where there is none: BUILD/train_nsa_emulated
 // (dev/dev.mk) has the CUDA engine run by dev/emulator/cuda_on_cpu.h and NCCL by
-// dev/emulator/nccl_on_cpu.h, one emulated GPU a rank. Its ncclCommDestroy waits for all ranks, as the real
+// dev/emulator/nccl.h, one emulated GPU a rank. Its ncclCommDestroy waits for all ranks, as the real
 // one does, so a rank that leaves alone hangs.
 #pragma once
 #include "program.h"

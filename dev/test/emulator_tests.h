@@ -1,4 +1,4 @@
-// emulator_tests.h: dev/emulator/cuda_on_cpu.h, cublaslt_on_cpu.h and nccl_on_cpu.h against formulas and plain loops.
+// emulator_tests.h: dev/emulator/cuda_on_cpu.h, cublasLt.h and nccl.h against formulas and plain loops.
 // Compiled by nvcc, the tests of the language ask the same of a GPU: that is how the emulator's fragment layouts are
 // compared with the hardware's.
 #pragma once

@@ -1,4 +1,4 @@
-// cublaslt_on_cpu.h: stands in for the part of cuBLASLt that the trainer uses: d = alpha op(a) op(b) + beta c,
+// cublasLt.h: stands in for the part of cuBLASLt that the trainer uses: d = alpha op(a) op(b) + beta c,
 // column-major, fp32 or bf16 matrices, fp32 arithmetic, strided batches, and the epilogues DEFAULT, BIAS and BGRADB.
 // What cuBLASLt refuses with a status, this refuses with the same status; a matrix that reaches outside its array ends
 // the process with a message that names it. Not modelled: speed, TF32 rounding, other orders of summation.
@@ -31,7 +31,15 @@ enum cublasLtMatrixLayoutAttribute_t {
     CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT = 5,
     CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET = 6
 };
-enum cublasLtMatmulPreferenceAttributes_t { CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES = 1 };
+enum cublasLtMatmulPreferenceAttributes_t {
+    CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES = 1,
+    CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK = 3,
+    CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES = 5,
+    CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES = 6,
+    CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES = 7,
+    CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES = 8
+};
+enum { CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE = 2 };
 
 namespace emu {
 struct BlasHandle {};
@@ -122,8 +130,10 @@ inline cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t
     return delete p, CUBLAS_STATUS_SUCCESS;
 }
 inline cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p,
-                                                           cublasLtMatmulPreferenceAttributes_t, const void* value,
-                                                           size_t bytes) {
+                                                           cublasLtMatmulPreferenceAttributes_t which,
+                                                           const void* value, size_t bytes) {
+    if (which != CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES)  // alignment and splits: there is one algorithm here
+        return value && bytes == sizeof(uint32_t) ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_INVALID_VALUE;
     return emu::set_attribute(p->workspace_bytes, value, bytes);
 }
 

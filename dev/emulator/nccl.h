@@ -1,5 +1,5 @@
-// nccl_on_cpu.h: stands in for the part of NCCL that the trainer uses. Ranks are processes of one machine, however they
-// were started; like NCCL's, they find each other by the unique id, which here names a piece of shared memory. Sums are
+// nccl.h: stands in for the part of NCCL that the trainer uses. Ranks are processes of one machine, however they were
+// started; like NCCL's, they find each other by the unique id, which here names a piece of shared memory. Sums are
 // made in fp32, in the order of ranks, and rounded once, where NCCL rounds bf16 at every hop. Like kernels, collectives
 // run when their stream does, so that with machine.run_late a reduction that was not ordered after the gradients
 // reduces what was there before.

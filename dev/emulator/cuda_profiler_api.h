@@ -1,0 +1,2 @@
+// cuda_profiler_api.h: the emulator in place of the toolkit's, found by -I.
+#include "cuda_on_cpu.h"
