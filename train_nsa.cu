@@ -512,6 +512,17 @@ double classify(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, 
     return sum;
 }
 
+// The blocks that the layers selected in the last forward pass, as bits.
+template <class Dev>
+std::vector<uint32_t> selections_of(const Activations<Dev>& a) {
+    const NsaShape& s = a.shape;
+    const size_t words = s.full ? 0 : size_t(s.B) * s.G * s.T * s.selection_words();
+    std::vector<uint32_t> all(words * a.layer.size());
+    for (size_t i = 0; words && i < a.layer.size(); i++)
+        a.dev.copy(all.data() + i * words, a.layer[i].selection, words);
+    return all;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward. Every step repeats, in a comment, the forward line that it differentiates.
 
@@ -1320,23 +1331,53 @@ static void run_inspect(Config c, World& world) {
     inspection.write(c.html, c.json);
 }
 
-// A small model in fp64: the backward pass against finite differences. Returns the worst relative error of a tensor.
-static double gradient_self_test() {
-    const Config c = options_of(
-        "--init random --seq-len 70 --dim 24 --heads 4 --head-dim 6 --mlp-hidden 40 --phi-hidden 5 --cmp-block 8 "
-        "--cmp-stride 4 --slc-block 8 --slc-count 4 --window 9");
-    Cpu<double> dev;
-    Model<Cpu<double>> model(dev, c, true);
-    Activations<Cpu<double>> a(dev, c, 2, c.seq_len, TRAINING);
-    model.initialise();
-    const auto inputs = bytes_to_check(size_t(2 * c.seq_len), 1), targets = bytes_to_check(inputs.size(), 2);
-    auto loss = [&](bool gradient) {
-        forward(model, a, inputs.data(), 0, int(c.seq_len));
+// A small model in fp64 and its gradient under --recompute.
+struct SelfTest {
+    using Engine = Cpu<double>;
+    Engine dev;
+    Config config;
+    Model<Engine> model;
+    Activations<Engine> a;
+    std::vector<int32_t> inputs, targets;
+
+    explicit SelfTest(int64_t recompute, const std::string& options = "")
+        : config(options_of("--init random --seq-len 70 --dim 24 --heads 4 --head-dim 6 --mlp-hidden 40 "
+                            "--phi-hidden 5 --cmp-block 8 --cmp-stride 4 --slc-block 8 --slc-count 4 --window 9 "
+                            "--recompute " +
+                            std::to_string(recompute) + " " + options)),
+          model(dev, config, true),
+          a(dev, config, 2, config.seq_len, TRAINING),
+          inputs(bytes_to_check(size_t(2 * config.seq_len), 1)),
+          targets(bytes_to_check(inputs.size(), 2)) {
+        model.initialise();
+        loss(true);
+        backward(model, a);
+    }
+    double loss(bool gradient) {
+        forward(model, a, inputs.data(), 0, int(config.seq_len));
         return classify(model, a, targets.data(), 1.0, gradient);
-    };
-    loss(true);
-    backward(model, a);
-    return worst_gradient_error(model.table.specs, model.params, model.grads, [&] { return loss(false); });
+    }
+    // The backward pass against finite differences.
+    GradientErrors errors() {
+        return gradient_errors(
+            model.table.specs, model.params, model.grads, [&] { return loss(false); },
+            [&] { return selections_of(a); });
+    }
+    bool has_gradients_of(const SelfTest& other) const {
+        return !std::memcmp(model.grads, other.model.grads, model.table.total * sizeof(double));
+    }
+};
+
+static bool check_gradients() {
+    const double limit = 1e-6;
+    SelfTest keeps_all(0);
+    const double worst = keeps_all.errors().worst;
+    const bool right = worst < limit;  // false for NaN
+    const bool recomputed = SelfTest(1).has_gradients_of(keeps_all) && SelfTest(2).has_gradients_of(keeps_all);
+    print_check(right, "gradients    worst error of the fp64 self-test %.1e, limit %.0e", worst, limit);
+    print_check(recomputed, "recompute    --recompute 1 and 2 %s the gradients' bits",
+                recomputed ? "keep" : "change");
+    return right && recomputed;
 }
 
 static int run_check(const Config& c, World& world) {
@@ -1348,9 +1389,7 @@ static int run_check(const Config& c, World& world) {
 #endif
     print_build(r);
     const bool data_are_good = check_data<Tokenizer>(c.vocab_dir, open_shards);
-    const double limit = 1e-6, worst = gradient_self_test();
-    print_check(worst < limit, "gradients    worst error of the fp64 self-test %.1e, limit %.0e", worst, limit);
-    return data_are_good && worst < limit ? 0 : 1;
+    return check_gradients() && data_are_good ? 0 : 1;
 }
 
 [[maybe_unused]] static int run_verb(int argc, char** argv, World& world) {

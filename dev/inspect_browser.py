@@ -116,7 +116,7 @@ class Checker:
 
     def close(self, what, found, expected, limit):
         self.checks += 1
-        if len(found) != len(expected) or any(abs(a - b) > limit for a, b in zip(found, expected)):
+        if len(found) != len(expected) or not all(abs(a - b) <= limit for a, b in zip(found, expected)):
             sys.exit(f"inspect_browser.py: {what}: the page shows {found}, the JSON says {expected}")
 
     def page(self, shown, layer, group, t):

@@ -139,7 +139,8 @@ def compare_logits(name, program, run, shards, model):
             found = model(torch.from_numpy(state["inputs"]).long()).logits.numpy()
         worst[length] = float(np.abs(found - state["logits"]).max())
     at = max(worst, key=worst.get)
-    report(worst[at] < LOGIT_LIMIT, f"{name}: logits of {min(LENGTHS)} to {max(LENGTHS)} tokens differ by at most"
+    close = all(error < LOGIT_LIMIT for error in worst.values())  # max passes over NaN
+    report(close, f"{name}: logits of {min(LENGTHS)} to {max(LENGTHS)} tokens differ by at most"
            f" {worst[at]:.1e} (at {at}); the largest is {np.abs(state['logits']).max():.1f}")
 
 

@@ -144,6 +144,9 @@ auto start_or_fail(const char* purpose, Start start) {
     }
 }
 
+// The larger of two errors, and NaN if either is: std::max(0.0, NAN) is 0, which every limit lets pass.
+inline double worse_error(double a, double b) { return a > b || std::isnan(a) ? a : b; }
+
 // Seconds on a clock that never goes back.
 inline double seconds_now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();

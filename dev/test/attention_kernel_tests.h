@@ -110,7 +110,7 @@ inline void check_within(const char* what, const NsaShape& s, const std::vector<
                      "l' %d, w %d)",
                      what, at, found[at], expected[at], std::fabs(found[at] - expected[at]), limit[at], s.T, s.first,
                      s.queries, s.H, s.G, s.D, s.l, s.d, s.slc_block, s.window);
-    *worst = std::max(*worst, most);
+    *worst = worse_error(*worst, most);
 }
 
 inline NsaShape shape(int T, int heads, int G = 1, int D = 64, int B = 1) {
@@ -540,7 +540,7 @@ inline void check_selection(const NsaShape& s, double scale, long* tokens, long*
             std::fill(weight.begin(), weight.end(), 0.0);
             for (int head = 0; head < h; head++) {
                 const size_t at = (size_t(bg) * h + head) * s.queries + j;
-                relative = std::max(relative, std::expm1(delta[at]) + E32 * (h + (s.slc_block + s.l) / s.d + 2));
+                relative = worse_error(relative, std::expm1(delta[at]) + E32 * (h + (s.slc_block + s.l) / s.d + 2));
                 for (int i = 0; i < s.cmp_blocks(t + 1); i++)
                     weight[i] += std::exp(
                         dot(&in.q[at * s.D], &in.k[(size_t(bg) * in.stride() + i) * s.D], s.D) * s.scale() - shift[at]);

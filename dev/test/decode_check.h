@@ -127,7 +127,7 @@ void check_decoding(SelectionRecorder<Engine>& dev, const Config& c, double limi
         double difference = 0, size = 0;
         for (size_t v = 0; v < size_t(V); v++)
             difference += std::pow(double(found[v]) - row[v], 2), size += std::pow(double(row[v]), 2);
-        worst = std::max(worst, std::sqrt(difference / size));
+        worst = worse_error(worst, std::sqrt(difference / size));
     }
     // An array's relative error is a mean over its rows; the worst of thousands of rows is off by a few times that.
     CHECK_NEAR(worst, 0, 4 * limit);

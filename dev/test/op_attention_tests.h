@@ -425,6 +425,7 @@ void check_selection(const uint32_t* found, const real* share, const real* q, co
                     if (is_chosen && !forced) least = std::min(least, x.value + x.error);
                     if (!is_chosen) most = std::max(most, x.value - x.error);
                 }
+                CHECK(all.value >= 0);  // no importance is NaN, which `least` and `most` would pass over
                 CHECK(s.slc_count == 3 || least >= most);
                 const oracle::Number<real> expected = oracle::Number<real>(taken) / oracle::Number<real>(all);
                 if (share && all.value > 0) CHECK_NEAR(share[at], expected.value, expected.error);

@@ -53,6 +53,7 @@ inline void check_cuda_selection(const std::vector<uint32_t>& masks, const HostA
                     if (is_chosen && !forced) least = std::min(least, x.value + x.error);
                     if (!is_chosen) most = std::max(most, x.value - x.error);
                 }
+                CHECK(all.value >= 0);  // no importance is NaN, which `least` and `most` would pass over
                 CHECK(s.slc_count == 3 || least >= most);
                 const CudaNumber expected = CudaNumber(taken) / CudaNumber(all);
                 if (all.value > 0) CHECK_NEAR(share[at], expected.value, expected.error);

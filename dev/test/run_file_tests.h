@@ -423,7 +423,7 @@ inline void check_dumped_gradients(const program::RawFile& dump, size_t N, size_
     double worst = 0, largest = 0;
     for (size_t v = 0; v < V; v++)
         for (size_t c = 0; c < C && !read.count(int32_t(v)); c++) {
-            worst = std::max(worst, std::fabs(dembed[v * C + c] - expected_embed[v * C + c]));
+            worst = worse_error(worst, std::fabs(dembed[v * C + c] - expected_embed[v * C + c]));
             largest = std::max(largest, std::fabs(expected_embed[v * C + c]));
         }
     CHECK(largest > 0);
