@@ -1375,8 +1375,7 @@ static bool check_gradients() {
     const bool right = worst < limit;  // false for NaN
     const bool recomputed = SelfTest(1).has_gradients_of(keeps_all) && SelfTest(2).has_gradients_of(keeps_all);
     print_check(right, "gradients    worst error of the fp64 self-test %.1e, limit %.0e", worst, limit);
-    print_check(recomputed, "recompute    --recompute 1 and 2 %s the gradients' bits",
-                recomputed ? "keep" : "change");
+    print_check(recomputed, "recompute    --recompute 1 and 2 %s the gradients' bits", recomputed ? "keep" : "change");
     return right && recomputed;
 }
 

@@ -109,6 +109,40 @@ static void require_empty_folder(const std::string& to, const char* verb) {
              entries[0].c_str());
 }
 
+// The tensors of a file in the order of a checkpoint. Neither one too few nor one too many.
+template <class Table>
+std::vector<TensorView> tensors_of_model(const Table& table, const SafeTensors& file) {
+    std::vector<TensorView> tensors;
+    std::set<std::string> names;
+    for (const TensorView& t : file.tensors)
+        if (t.dtype != "F32")
+            fail("%s: tensor %s has dtype %s, expected F32: save the model with model.float().save_pretrained(...)",
+                 file.path.c_str(), t.name.c_str(), t.dtype.c_str());
+    for (const auto& spec : table.specs) {
+        tensors.push_back(file.get(spec.name, "F32", spec.shape()));
+        names.insert(spec.name);
+    }
+    for (const TensorView& t : file.tensors)
+        if (!names.count(t.name))
+            fail("%s: tensor %s is none of this model's", file.path.c_str(), json_quote(t.name).c_str());
+    return tensors;
+}
+
+// Someone who gives the model a tensor has to teach the PyTorch model what it does.
+template <class Table>
+void require_known_to_pytorch(const Table& table) {
+    const std::string python(file_modeling_nsa, file_modeling_nsa_end);
+    for (const auto& spec : table.specs) {
+        std::string name = spec.name;
+        if (name.compare(0, 7, "layers.") == 0) name.erase(0, name.find('.', 7) + 1);
+        if (python.find("\"" + name + "\"") == std::string::npos)
+            fail(
+                "export: lib/hf/modeling_nsa.py does not know the tensor %s and would compute without it: add it "
+                "there, to its TENSORS too",
+                spec.name.c_str());
+    }
+}
+
 // Table: the list of the model's tensors.
 template <class Tokenizer, class Table>
 void export_checkpoint(Config c) {
@@ -117,7 +151,8 @@ void export_checkpoint(Config c) {
     if (!tokenizer) fail_usage("export: --vocab-dir is missing: this model writes gpt2 tokens");
     const SafeTensors weights(folder + "/model.safetensors");
     const Table table(c);
-    require_tensors(table.specs, weights);
+    require_known_to_pytorch(table);
+    const std::vector<TensorView> tensors = tensors_of_model(table, weights);
     TextFiles files = tokenizer_files(*tokenizer);
     files.emplace_back("modeling_nsa.py", std::string(file_modeling_nsa, file_modeling_nsa_end));
     files.emplace_back("configuration_nsa.py", std::string(file_configuration_nsa, file_configuration_nsa_end));
@@ -128,7 +163,7 @@ void export_checkpoint(Config c) {
     files.emplace_back("config.json", hf_config_json(c, end_of_text));  // the last: without it nobody takes the folder
     require_empty_folder(to, "export");
     try {
-        write_safetensors(to + "/model.safetensors", {{"format", "pt"}}, weights.tensors);
+        write_safetensors(to + "/model.safetensors", {{"format", "pt"}}, tensors);
         for (const auto& [name, text] : files) write_text_file(to + "/" + name, text);
         sync_folder(to);
     } catch (const Error&) {
@@ -151,25 +186,6 @@ static void read_hf_config(Config& c, const std::string& folder) {
     read_config_json(c, path);
 }
 
-// The tensors in the order of a checkpoint.
-template <class Table>
-std::vector<TensorView> imported_tensors(const Table& table, const SafeTensors& file) {
-    std::vector<TensorView> tensors;
-    std::set<std::string> names;
-    for (const TensorView& t : file.tensors)
-        if (t.dtype != "F32")
-            fail("%s: tensor %s has dtype %s, expected F32: save the model with model.float().save_pretrained(...)",
-                 file.path.c_str(), t.name.c_str(), t.dtype.c_str());
-    for (const auto& spec : table.specs) {
-        tensors.push_back(file.get(spec.name, "F32", spec.shape()));
-        names.insert(spec.name);
-    }
-    for (const TensorView& t : file.tensors)
-        if (!names.count(t.name))
-            fail("%s: tensor %s is none of this model's", file.path.c_str(), json_quote(t.name).c_str());
-    return tensors;
-}
-
 // A checkpoint of step 0 without moments, whose options are those of a new run with this model.
 template <class Table>
 void import_checkpoint(Config c) {
@@ -181,7 +197,7 @@ void import_checkpoint(Config c) {
     if (file_exists(from + "/vocab.json") && file_exists(from + "/merges.txt")) c.vocab_dir = from;
     const SafeTensors file(from + "/model.safetensors");
     const Table table(c);
-    const std::vector<TensorView> tensors = imported_tensors(table, file);
+    const std::vector<TensorView> tensors = tensors_of_model(table, file);
     require_empty_folder(to, "import");
     const std::string writing = begin_checkpoint(to, 0);
     std::vector<FileRecord> records;

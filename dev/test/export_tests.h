@@ -196,6 +196,29 @@ TEST(export_and_import_refuse_in_one_line) {
     CHECK(!file_exists(to));  // none of them left anything
 }
 
+// A tensor that somebody gave the model, or its checkpoint, and that the PyTorch model does not have.
+TEST(export_refuses_what_the_pytorch_model_does_not_know) {
+    using namespace program;
+    TempFolder folder;
+    for (const char* attention : {"nsa", "full"}) {
+        TensorTable table(options_of(std::string("--attention ") + attention));
+        require_known_to_pytorch(table);
+        table.add("layers.1.attn.q_norm.weight", 32, 0, 32, INIT_ONE, false, false);
+        CHECK_FAILS(1, "layers.1.attn.q_norm.weight", require_known_to_pytorch(table));
+    }
+    REQUIRE_GOOD(train({{"out", folder.file("run")}}));
+    const std::string checkpoint = folder.file("run/step_00000002"), alone = folder.file("alone");
+    std::filesystem::create_directory(alone);
+    std::filesystem::copy_file(checkpoint + "/config.json", alone + "/config.json");
+    const SafeTensors file(checkpoint + "/model.safetensors");
+    std::vector<TensorView> tensors = file.tensors;
+    tensors.push_back(tensors.back());
+    tensors.back().name = "layers.0.attn.q_norm.weight";
+    write_safetensors(alone + "/model.safetensors", {}, tensors);
+    CHECK_REFUSED(export_to(folder.file("to"), alone), 1, "layers.0.attn.q_norm.weight", "none of this model");
+    CHECK(!file_exists(folder.file("to")));
+}
+
 TEST(export_leaves_nothing_half_done_on_a_full_disk) {
     using namespace program;
     TempFolder folder;

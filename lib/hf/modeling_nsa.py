@@ -16,6 +16,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .configuration_nsa import NsaConfig
 
 QUERIES_AT_A_TIME = 256  # the weights of so many queries are in memory at once, so memory grows linearly with S
+# The tensors of the model and of each layer. `export` refuses a model that has others, which this file would not use.
+TENSORS = (
+    "embed_tokens.weight", "norm.weight",
+    "attn_norm.weight", "attn.q_proj.weight", "attn.k_cmp_proj.weight", "attn.v_cmp_proj.weight",
+    "attn.k_slc_proj.weight", "attn.v_slc_proj.weight", "attn.k_win_proj.weight", "attn.v_win_proj.weight",
+    "attn.gate_proj.weight", "attn.phi_k.fc1.weight", "attn.phi_k.fc1.bias", "attn.phi_k.fc2.weight",
+    "attn.phi_v.fc1.weight", "attn.phi_v.fc1.bias", "attn.phi_v.fc2.weight", "attn.o_proj.weight",
+    "mlp_norm.weight", "mlp.fc1.weight", "mlp.fc2.weight",
+)
 SMALLEST_WEIGHT = math.exp(-87)  # the trainer takes smaller ones, where fp32 loses precision, as 0: so blocks tie alike
 
 
