@@ -278,9 +278,9 @@ class DataLoader {
 
     std::string describe() const {
         std::string text =
-            format_text("%zu shard%s, %llu tokens, %llu samples of %d tokens, %s", sources.size(),
-                        sources.size() == 1 ? "" : "s", (unsigned long long)total_tokens,
-                        (unsigned long long)all_samples(), options.seq_len, options.shuffle ? "shuffled" : "in order");
+            format_text("%s, %llu tokens, %s of %d tokens, %s", counted(int64_t(sources.size()), "shard").c_str(),
+                        (unsigned long long)total_tokens, counted(int64_t(all_samples()), "sample").c_str(),
+                        options.seq_len, options.shuffle ? "shuffled" : "in order");
         for (size_t set = 0; samples.size() > 1 && set < samples.size(); set++)
             text += format_text("%s %llu of %zu from %s (%llu samples, all seen after %llu)", set ? "," : ";",
                                 (unsigned long long)options.sets[set].weight, mixture->turns(),

@@ -771,17 +771,19 @@ struct Decoder {
     }
 };
 
-// Continues a prompt of at least one token by `count` tokens, as long as emit(token) returns true.
+// Continues a prompt of at least one token by `count` tokens, as long as emit(token) returns true. Then end().
 template <class Dev>
-void generate(Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t count, const Config& c,
-              const std::function<bool(int32_t)>& emit) {
+void generate(
+    Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t count, const Config& c,
+    const std::function<bool(int32_t)>& emit, const std::function<void()>& end = [] {}) {
     Decoder<Dev> decoder(model, int64_t(prompt.size()), int64_t(prompt.size()) + count);
     std::vector<int32_t> next = prompt;
     for (int64_t i = 0; i < count; i++) {
         next = {decoder.next(next, c)};
         if (!emit(next[0])) break;
     }
-    if (c.verb == "sample") decoder.meter.print();
+    end();
+    if (c.stats) decoder.meter.print();
 }
 
 // Prints a sample token by token: the prompt (a new document if there is none), then the model's words. Returns it.
@@ -792,9 +794,10 @@ std::string print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Co
     Encoder(tokenizer).append(prompt, ids);
     if (c.verb == "sample") warn_beyond_trained(int64_t(ids.size()), count, c.seq_len);
     TokenPrinter<Tokenizer> printer = {tokenizer, past_end, prompt};
-    generate(model, std::vector<int32_t>(ids.begin(), ids.end()), count, c,
-             [&](int32_t token) { return printer.print(token) && stop_signal == 0; });
-    return printer.end();
+    generate(
+        model, std::vector<int32_t>(ids.begin(), ids.end()), count, c,
+        [&](int32_t token) { return printer.print(token) && stop_signal == 0; }, [&] { printer.end(); });
+    return printer.all;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -914,9 +917,9 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
 }
 
 // Before anything is allocated: a micro-batch that nobody gave becomes the largest that fits on every rank; if that
-// does not help, fails and says what would.
+// does not help, fails and says what would. Returns whether more than three quarters of the memory will be taken.
 template <class Dev>
-void require_memory(Dev& dev, Config& c, const World& world, bool batch_is_given) {
+bool require_memory(Dev& dev, Config& c, const World& world, bool batch_is_given) {
     const double mib = 1 << 20, fixed = Model<Dev>::flat_bytes(c, world.size) / mib;
     const double available = world.lowest(dev.available_bytes(world.device_sharers) / mib);
     const auto needed = [&](int64_t batch, int64_t recompute) {
@@ -929,11 +932,12 @@ void require_memory(Dev& dev, Config& c, const World& world, bool batch_is_given
         largest_batch(c.batch, samples, available, [&](int64_t batch) { return needed(batch, c.recompute); });
     if (!batch_is_given && fits > 0 && fits < c.batch) {
         if (world.rank == 0)
-            std::printf("batch:  %lld sequences at a time and not %lld, which do not fit into %.0f MiB\n",
-                        (long long)fits, (long long)c.batch, available);
+            std::printf("batch:  %s at a time and not %lld, which do not fit into %.0f MiB\n",
+                        counted(fits, "sequence").c_str(), (long long)c.batch, available);
         c.batch = fits;
     }
     require_memory_of(c, fixed, available, samples, needed);
+    return needed(c.batch, c.recompute) > 0.75 * available;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -954,6 +958,7 @@ struct Run {
     CheckpointSaver<World> saver;
     std::vector<StepResult> pending;  // given to the engine and not yet reported
     Stop stop = GO_ON;
+    bool memory_is_tight = false;
 
     Run(Dev& device, const Config& c, World& w)
         : dev(device),
@@ -1006,7 +1011,8 @@ struct Run {
         const Config& c = config();
         if (!is_first() || c.sample_tokens == 0) return;
         if (!tokenizer) return void(std::printf("no sample: --vocab-dir is needed to turn gpt2 tokens into text\n"));
-        std::printf("--- sample at step %lld, %lld tokens ---\n", (long long)state.step, (long long)c.sample_tokens);
+        std::printf("--- sample at step %lld, %s ---\n", (long long)state.step,
+                    counted(c.sample_tokens, "token").c_str());
         const auto print = [&] { return print_sample(model, *tokenizer, c, c.sample_tokens, true, c.prompt); };
         const std::string error = error_of([&] { report.log_sample(state.step, print()); });
         if (!error.empty()) complain("no sample: " + error);
@@ -1143,10 +1149,14 @@ void begin_run(Run<Dev>& run, const Device& device, const GradientPath& path, co
         require_same(world, same_run_lines(c, binary_digest(), run.data.train->state().corpus, run.data.val_corpus()),
                      "start all ranks with the same program, options and data");
     const std::string checkpoint = choose_checkpoint(c.out, c.resume, !writes, world);
+    const std::string weights = !checkpoint.empty()    ? "weights of " + checkpoint
+                                : !c.init_from.empty() ? "weights of " + c.init_from
+                                : c.init == "random"   ? "every tensor random"
+                                                       : "standard initialisation";
     if (run.is_first())
-        print_run(
-            c, given,
-            {run.dev.describe(), device, world, path.text, run.model.partition, run.model.table.parameters, run.data});
+        print_run(c, given,
+                  {run.dev.describe(), device, world, path.text, run.model.partition, run.model.table.parameters,
+                   run.data, weights});
     if (!checkpoint.empty()) {
         require_same_model(c, checkpoint, "resume");
         resume_data(*run.data.train, c, read_state(read_manifest(checkpoint)), run.is_first());
@@ -1163,7 +1173,8 @@ void begin_run(Run<Dev>& run, const Device& device, const GradientPath& path, co
     run.reducer = make_reducer(run.dev, world, run.model.partition, run.model.grads,
                                {int(c.zero), c.grad_reduce == "bf16"}, path.by_nccl);
     run.activations = std::make_unique<Activations<Dev>>(run.dev, c, c.batch, c.seq_len, TRAINING);
-    if (run.is_first()) print_memory(Model<Dev>::flat_bytes(c, world.size) / (1 << 20), run.activations->arena);
+    if (run.is_first())
+        print_memory(Model<Dev>::flat_bytes(c, world.size) / (1 << 20), run.activations->arena, run.memory_is_tight);
     if (run.is_first()) print_selected(run.dev.describe_selected(run.activations->shape));
     run.saver.last_saved = checkpoint;
     if (!checkpoint.empty()) run.state = load_checkpoint(run.model, checkpoint);
@@ -1258,9 +1269,10 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     int status = 0;
     with_engine(device, c, world, [&](auto& dev, const GradientPath& path) {
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
-        require_memory(dev, c, world, given.count("batch"));
+        const bool tight = require_memory(dev, c, world, given.count("batch"));
         if (world.rank == 0) warn_of_doubtful_options(c, on_command_line);
         Run<std::decay_t<decltype(dev)>> run(dev, c, world);
+        run.memory_is_tight = tight;
         const auto train = [&] { return train_run(run, device, path, given); };
         status = world.size > 1 ? report_errors(&world, train) : train();
     });
@@ -1286,7 +1298,8 @@ static void run_sample(Config c, World& world) {
         if (c.interactive) {
             Decoder decoder(model, c.seq_len, c.seq_len);
             converse(*tokenizer, c.seq_len, c.tokens, [&](auto& tokens) { return decoder.next(tokens, c); });
-            return decoder.meter.print();
+            if (c.stats) decoder.meter.print();
+            return;
         }
         for (size_t i = 0; i < prompts.size(); i++) {
             announce_prompt(i, prompts.size());
@@ -1379,6 +1392,15 @@ static bool check_gradients() {
     return right && recomputed;
 }
 
+// What a rank of the larger preset would take.
+template <class Dev>
+void print_memory_of_125m(Dev& dev) {
+    const Config c = options_of(Dev::on_host ? "--model 125m --batch 1" : "--model 125m --batch 16");
+    std::printf("  --model 125m --batch %lld takes\n", (long long)c.batch);
+    print_memory(Model<Dev>::flat_bytes(c, 1) / (1 << 20),
+                 Activations<Dev>(dev, c, c.batch, c.seq_len, TRAINING, 0, true).arena, true);
+}
+
 static int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world);
     BuildReport r = {"",         device.reason,         mpi_name(), device.threads, usable_processors(),
@@ -1388,6 +1410,7 @@ static int run_check(const Config& c, World& world) {
 #endif
     print_build(r);
     const bool data_are_good = check_data<Tokenizer>(c.vocab_dir, open_shards);
+    with_engine(device, c, world, [](auto& dev, const GradientPath&) { print_memory_of_125m(dev); });
     return check_gradients() && data_are_good ? 0 : 1;
 }
 

@@ -309,7 +309,8 @@ static void read_options_file(Config& c, std::set<std::string>& given, bool prin
         c = there, count++;
     }
     if (prints)
-        std::printf("config: %zu option%s from %s%s\n", count, count == 1 ? "" : "s", path.c_str(), overridden.c_str());
+        std::printf("config: %s from %s%s\n", counted(int64_t(count), "option").c_str(), path.c_str(),
+                    overridden.c_str());
 }
 
 // One line for each option that differs from the run that wrote the checkpoint, as far as a resume allows it. then: its

@@ -71,11 +71,11 @@ struct DecodeMeter {
         if (tokens == 0) return;
         std::fflush(stdout);
         std::fprintf(stderr,
-                     "decoding: %lld tokens in %.3g s, %.4g tokens/s, behind a prompt of %lld in %.3g s\n"
+                     "decoding: %s in %.3g s, %.4g tokens/s, behind a prompt of %lld in %.3g s\n"
                      "          read per token and layer       keys a group          KiB\n"
                      "          counted %34.1f %12.1f",
-                     (long long)tokens, seconds, double(tokens) / seconds, (long long)prompted, prompt_seconds, m.all,
-                     m.KiB);
+                     counted(tokens, "token").c_str(), seconds, double(tokens) / seconds, (long long)prompted,
+                     prompt_seconds, m.all, m.KiB);
         if (!shape.full) {
             std::fprintf(stderr, "   compressed %.1f, selected %.1f, window %.1f; %.1f scored again to choose blocks\n",
                          m.keys[CMP], m.keys[SLC], m.keys[WIN], m.scored);

@@ -152,10 +152,25 @@ inline void give_up_what_cannot_be(Config& c, const std::set<std::string>& given
     if (c.threads > share) give_up("threads", c.threads, 0, format_text("this rank has %d processors", share));
 }
 
+// OMP_NUM_THREADS, of which a list's first number counts, or `share`, the processors of this rank, where it is not set.
+// More threads than processors wait for each other in every loop.
+inline int threads_of_variable(int share) {
+    const char* const text = std::getenv("OMP_NUM_THREADS");
+    if (!text || !*text) return share;
+    char* end = nullptr;
+    const long asked = std::strtol(text, &end, 10);
+    if (end == text || (*end && *end != ',') || asked < 1)
+        fail_usage("OMP_NUM_THREADS is '%s'; expected a number of threads, such as %d here, or unset it", text, share);
+    if (asked > share)
+        complain(format_text("OMP_NUM_THREADS is %ld, and this rank has %s: it starts no more threads than that", asked,
+                             counted(share, "processor").c_str()));
+    return int(std::min<long>(asked, share));
+}
+
 // The device of the options --device, --cpu-dtype and --threads on this machine. share: this rank's processors.
 inline Device device_of(const Config& c, int share) {
     Device d;
-    d.threads = c.threads ? int(c.threads) : std::getenv("OMP_NUM_THREADS") ? omp_get_max_threads() : share;
+    d.threads = c.threads ? int(c.threads) : threads_of_variable(share);
     omp_set_num_threads(d.threads);
     start_threads(d.threads);
     std::string none;

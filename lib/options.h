@@ -46,7 +46,7 @@ struct Config {
     std::string from, to, prompt, html, json, text, items;
     std::vector<std::string> runs;  // every --from, in order
     std::vector<std::string> prompt_file;
-    bool interactive = false, past_end = false;
+    bool interactive = false, past_end = false, stats = false;
     std::string at_step;  // --step
     double price = 0;
     double temperature = 0, top_p = 0;
@@ -254,6 +254,7 @@ inline const std::vector<Option>& option_table() {
         {"interactive", SAMPLE, &Config::interactive,
          "continue each line of stdin in turn; what was said before stays the beginning, up to the model's --seq-len"},
         {"tokens", SAMPLE, &Config::tokens, "256", 0, M, "tokens to write at most"},
+        {"stats", SAMPLE, &Config::stats, "tokens per second, and what each token read of the caches, on stderr"},
         {"past-end", SAMPLE, &Config::past_end, "go on behind an end-of-text, in place of ending there"},
         {"temperature", TRAIN | SAMPLE, &Config::temperature, "0.8", 0, 100, "0: always the likeliest token"},
         {"top-k", TRAIN | SAMPLE, &Config::top_k, "0", 0, M, "choose among the k likeliest tokens; 0: all"},
@@ -380,33 +381,74 @@ inline void set_option(Config& c, const Option& o, const std::string& value) {
     }
 }
 
-// The option nearest to a mistyped word, by edit distance.
-inline std::string nearest_option(const std::string& word, Verb verb) {
-    std::string best;
-    size_t least = 4;
+// What people type who come from other programs.
+static const struct {
+    const char *typed, *option;
+} OTHER_NAMES[] = {
+    {"learning-rate", "lr"},
+    {"min-lr", "lr-final"},
+    {"lr-decay-style", "schedule"},
+    {"lr-scheduler-type", "schedule"},
+    {"warmup-iters", "warmup"},
+    {"warmup-steps", "warmup"},
+    {"wd", "weight-decay"},
+    {"clip-grad", "grad-clip"},
+    {"max-grad-norm", "grad-clip"},
+    {"batch-size", "batch"},
+    {"micro-batch-size", "batch"},
+    {"global-batch-size", "total-batch"},
+    {"gradient-accumulation-steps", "total-batch"},
+    {"block-size", "seq-len"},
+    {"context-length", "seq-len"},
+    {"max-length", "seq-len"},
+    {"max-steps", "steps"},
+    {"max-iters", "steps"},
+    {"num-iterations", "steps"},
+    {"eval-interval", "eval-every"},
+    {"log-interval", "log-every"},
+    {"save-interval", "save-every"},
+    {"n-layer", "layers"},
+    {"n-head", "heads"},
+    {"n-embd", "dim"},
+    {"hidden-size", "dim"},
+    {"window-size", "window"},
+    {"train-data", "data"},
+    {"dataset", "data"},
+    {"dtype", "cpu-dtype"},
+    {"num-threads", "threads"},
+    {"output", "out"},
+    {"output", "to"},
+    {"output-dir", "out"},
+    {"out-dir", "out"},
+    {"input", "data"},
+    {"input", "in"},
+    {"input", "text"},
+    {"checkpoint", "from"},
+    {"ckpt", "from"},
+    {"max-tokens", "tokens"},
+    {"max-new-tokens", "tokens"},
+    {"num-samples", "seed"},  // one sample for each seed
+    {"temp", "temperature"},
+};
+
+// Another program's name for an option of this verb, or our own name as JSON files spell it; "" where there is none.
+inline std::string familiar_option(std::string word, Verb verb) {
+    std::replace(word.begin(), word.end(), '_', '-');
     for (const Option& o : option_table()) {
         if (!(o.verbs & verb)) continue;
-        const std::string name = o.name;
-        std::vector<size_t> row(name.size() + 1);
-        for (size_t j = 0; j <= name.size(); j++) row[j] = j;
-        for (size_t i = 1; i <= word.size(); i++) {
-            size_t diagonal = row[0]++;
-            for (size_t j = 1; j <= name.size(); j++) {
-                const size_t above = row[j];
-                row[j] = std::min({row[j] + 1, row[j - 1] + 1, diagonal + (word[i - 1] != name[j - 1])});
-                diagonal = above;
-            }
-        }
-        if (row.back() < least) least = row.back(), best = name;
+        if (word == o.name) return word;
+        for (const auto& other : OTHER_NAMES)
+            if (word == other.typed && !std::strcmp(o.name, other.option)) return o.name;
     }
-    return best;
+    return "";
 }
 
 // where: what stands before the message.
 [[noreturn]] static void fail_unknown_option(const std::string& name, Verb verb, const std::string& where) {
-    const std::string near = nearest_option(name, verb);
-    fail_usage("%s--%s is no option%s%s%s (--help lists them)", where.c_str(), name.c_str(),
-               near.empty() ? "" : "; did you mean --", near.c_str(), near.empty() ? "" : "?");
+    const std::string meant = familiar_option(name, verb);
+    if (!meant.empty())
+        fail_usage("%s--%s is no option; did you mean --%s?", where.c_str(), name.c_str(), meant.c_str());
+    fail_usage("%s--%s is no option (--help lists them)", where.c_str(), name.c_str());
 }
 
 // A word that is neither an option nor a value. option: the last one before it, without --, or "".
@@ -420,6 +462,17 @@ inline std::string nearest_option(const std::string& word, Verb verb) {
             "Put it in quotes, as in --%s 'data/*.%s'",
             word.c_str(), option.c_str(), option.c_str(), option == "in" ? "txt" : "bin");
     fail_usage("'%s' is no option; options begin with -- (--help lists them)", word.c_str());
+}
+
+// The option that a word without one is the value of: the folder of a run behind a verb that reads one, or behind
+// --resume. "": none.
+inline std::string option_of_folder(const std::string& word, Verb verb, const std::string& last,
+                                    const std::set<std::string>& given) {
+    const bool is_file = access(word.c_str(), F_OK) == 0 && access((word + "/.").c_str(), F_OK) != 0;
+    if (word.empty() || is_file) return "";
+    if (verb == TRAIN) return last == "resume" && !given.count("out") ? "out" : "";
+    const bool reads_runs = verb & (SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT);
+    return reads_runs && (verb == REPORT || !given.count("from")) ? "from" : "";
 }
 
 // What was asked for: the command line over the table's defaults. Names of the options given are left in `given`.
@@ -447,7 +500,13 @@ inline Config parse_options(int argc, const char* const* argv, std::set<std::str
     while (at < argc) {
         std::string word = argv[at++];
         if (word == "-h") word = "--help";
-        if (word.compare(0, 2, "--") != 0) fail_stray_word(word, option);
+        if (word.compare(0, 2, "--") != 0) {
+            const std::string name = verb_named(word) ? "" : option_of_folder(word, verb, option, given);
+            if (name.empty()) fail_stray_word(word, option);
+            set_option(c, option_named(name), word);
+            given.insert(name);
+            continue;
+        }
         const size_t equals = word.find('=');
         const std::string name = word.substr(2, equals == std::string::npos ? equals : equals - 2);
         const auto& table = option_table();
@@ -551,14 +610,14 @@ inline void resolve_batch(Config& c, const std::set<std::string>& given, int ran
     c.total_batch = sequences * c.seq_len;
     const int64_t per_rank = sequences / ranks;
     if (sequences % ranks)
-        fail_usage("--total-batch %lld is %lld sequences of --seq-len %lld, not divisible by %d ranks",
-                   (long long)c.total_batch, (long long)sequences, (long long)c.seq_len, ranks);
+        fail_usage("--total-batch %lld is %s of --seq-len %lld, not divisible by %d ranks", (long long)c.total_batch,
+                   counted(sequences, "sequence").c_str(), (long long)c.seq_len, ranks);
     if (!given.count("batch"))
         for (c.batch = std::min(c.batch ? c.batch : as_preset ? p.batch : 1, per_rank); per_rank % c.batch; c.batch--) {
         }  // a resumed run has one already
     if (per_rank % c.batch)
-        fail_usage("--total-batch %lld is %lld sequences for each of %d ranks, not divisible by --batch %lld",
-                   (long long)c.total_batch, (long long)per_rank, ranks, (long long)c.batch);
+        fail_usage("--total-batch %lld is %s for each rank, not divisible by --batch %lld", (long long)c.total_batch,
+                   counted(per_rank, "sequence").c_str(), (long long)c.batch);
 }
 
 // What dense attention does not have.
@@ -598,7 +657,9 @@ inline std::vector<std::string> doubtful_options(const Config& c, const std::set
             format_text("--seq-len %lld is shorter than --cmp-block %lld: the compressed branch never has "
                         "a block, and the selection has nothing to go by",
                         (long long)c.seq_len, (long long)c.cmp_block));
-    if (c.dump_state.empty() && c.steps > 0 && c.steps < c.warmup)
+    if (c.lr == 0 && c.dump_state.empty())
+        lines.push_back("--lr 0: nothing is learnt, every step leaves the weights as they are");
+    if (c.dump_state.empty() && c.lr > 0 && c.steps > 0 && c.steps < c.warmup)
         lines.push_back(
             format_text("--steps %lld ends within the %lld steps of --warmup: the learning rate never gets "
                         "beyond %.2g of --lr %g",

@@ -38,8 +38,6 @@ inline std::string shell_word(const std::string& path) {
     return word + "'";
 }
 
-inline const char* plural(int64_t n) { return n == 1 ? "" : "s"; }
-
 // Of this process on the host.
 inline double peak_memory_mib() { return peak_resident_bytes() / (1 << 20); }
 
@@ -58,10 +56,11 @@ struct RunFacts {
     double bucket_mb;
     int64_t parameters;
     std::string train_data, val_data;  // val_data "": none
+    std::string weights;               // where they come from
 
     template <class Device, class World, class Partition, class Data>
     RunFacts(const std::string& dev, const Device& device, const World& world, const std::string& reduced_by,
-             const Partition& p, int64_t n, const Data& data)
+             const Partition& p, int64_t n, const Data& data, const std::string& weights)
         : engine(dev),
           on_host(!device.gpu),
           device_reason(device.reason),
@@ -75,13 +74,15 @@ struct RunFacts {
           bucket_mb(double(p.bucket) * 4e-6),
           parameters(n),
           train_data(data.train->describe()),
-          val_data(data.describe_val()) {}
+          val_data(data.describe_val()),
+          weights(weights) {}
 };
 
 inline void print_run_ranks(const Config& c, const RunFacts& f) {
     if (f.ranks == 1) return;
-    std::printf("ranks:  gradients travel %s, in %s, %zu bucket%s of %.1f MB, each as soon as it is final%s\n",
-                f.reducer.c_str(), c.grad_reduce.c_str(), f.buckets, plural(int64_t(f.buckets)), f.bucket_mb,
+    std::printf("ranks:  gradients travel %s, in %s, %s of %.1f MB, %s%s\n", f.reducer.c_str(), c.grad_reduce.c_str(),
+                counted(int64_t(f.buckets), "bucket").c_str(), f.bucket_mb,
+                f.buckets > 1 ? "each as soon as it is final" : "at the end of the backward pass",
                 c.zero ? "; optimiser state is shared out over the ranks" : "");
 }
 
@@ -98,11 +99,11 @@ inline void print_run_data(const Config& c, const RunFacts& f, const std::set<st
 }
 
 inline void print_run_batch(const Config& c, const RunFacts& f, const std::set<std::string>& given) {
-    std::printf(
-        "batch:  %lld tokens a step = %lld sequences of %lld x %d ranks x %lld micro-steps; %lld steps, %s "
-        "schedule\n",
-        (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len, f.ranks,
-        (long long)(c.total_batch / (c.batch * c.seq_len * f.ranks)), (long long)c.steps, c.schedule.c_str());
+    std::printf("batch:  %lld tokens a step = %s of %lld x %s x %s; %s, %s schedule\n", (long long)c.total_batch,
+                counted(c.batch, "sequence").c_str(), (long long)c.seq_len, counted(f.ranks, "rank").c_str(),
+                counted(c.total_batch / (c.batch * c.seq_len * f.ranks), "micro-step").c_str(),
+                c.deterministic ? " (--deterministic: one sequence at a time, whatever --batch is)" : "",
+                counted(c.steps, "step").c_str(), c.schedule.c_str());
     if (!given.count("total-batch") && c.total_batch != preset_of(c).total_batch)
         std::printf("        not the preset's %lld tokens a step, %s; --total-batch sets them\n",
                     (long long)preset_of(c).total_batch,
@@ -112,13 +113,12 @@ inline void print_run_batch(const Config& c, const RunFacts& f, const std::set<s
 
 // What a reader wants to know before the first step, one line each: device, ranks, model, data, batch.
 inline void print_run(const Config& c, const std::set<std::string>& given, const RunFacts& f) {
-    std::printf("device: %s, because %s; %d rank%s (%s), %d on %s, %d CPU thread%s each\n", f.engine.c_str(),
-                f.device_reason.c_str(), f.ranks, plural(f.ranks), f.launcher.c_str(), f.local_ranks, f.host.c_str(),
-                f.threads, plural(f.threads));
+    std::printf("device: %s, because %s; %s (%s), %d on %s, %s each\n", f.engine.c_str(), f.device_reason.c_str(),
+                counted(f.ranks, "rank").c_str(), f.launcher.c_str(), f.local_ranks, f.host.c_str(),
+                counted(f.threads, "CPU thread").c_str());
     print_run_ranks(c, f);
     std::printf("model:  %s, %lld parameters (%lld layers, width %lld, %s attention), %s\n", c.model.c_str(),
-                (long long)f.parameters, (long long)c.layers, (long long)c.dim, c.attention.c_str(),
-                c.init == "random" ? "every tensor random" : "standard initialisation");
+                (long long)f.parameters, (long long)c.layers, (long long)c.dim, c.attention.c_str(), f.weights.c_str());
     print_run_data(c, f, given);
     print_run_batch(c, f, given);
 }
@@ -171,17 +171,19 @@ inline void require_memory_to_evaluate(const Config& c, double needed, double av
 // prompted: tokens of the first pass; length: of all passes together.
 inline void require_memory_to_decode(double needed, double available, int64_t prompted, int64_t length) {
     require_memory_for(needed, available,
-                       length == prompted ? format_text("a text of %lld tokens", (long long)length)
-                                          : format_text("a sample of %lld tokens after a prompt of %lld",
-                                                        (long long)(length - prompted), (long long)prompted),
+                       length == prompted
+                           ? "a text of " + counted(length, "token")
+                           : format_text("a sample of %s after a prompt of %lld",
+                                         counted(length - prompted, "token").c_str(), (long long)prompted),
                        length == prompted ? "give a shorter one" : "ask for fewer tokens");
 }
 
-// What takes less than 4 % of the activations is summed up in one line.
+// in_full: a line for every buffer, and one for all that take less than 4 % of the activations.
 template <class Dev>
-void print_memory(double fixed_mib, const Arena<Dev>& arena) {
+void print_memory(double fixed_mib, const Arena<Dev>& arena, bool in_full) {
     std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", fixed_mib,
                 double(arena.bytes) / (1 << 20));
+    if (!in_full) return;
     std::vector<MemoryEntry> entries = arena.memory;
     std::sort(entries.begin(), entries.end(), [](const auto& x, const auto& y) { return x.bytes > y.bytes; });
     size_t rest = 0;
@@ -298,8 +300,8 @@ inline std::string write_bad_step(const std::string& out, const StepResult& s, i
 }
 
 inline std::string choices_text(const ChoiceResult& r) {
-    return format_text("hellaswag %.4f by loss per token, %.4f by loss, of %zu items", r.accuracy_per_token(),
-                       r.accuracy(), r.items);
+    return format_text("hellaswag %.4f by loss per token, %.4f by loss, of %s", r.accuracy_per_token(), r.accuracy(),
+                       counted(int64_t(r.items), "item").c_str());
 }
 
 // items: file to write, or "".
@@ -496,9 +498,9 @@ struct RunReport {
     void print_done(int64_t step, double peak_gpu_mib) {
         print_recall();
         const double tokens_per_second = median_speed(), rate = flops_per_token * tokens_per_second / ranks;
-        std::printf("done:   %lld step%s in %s, median %.0f tokens/s, peak memory %s%.0f MiB%s\n",
-                    (long long)(step - first_step), plural(step - first_step),
-                    duration_text(seconds_now() - begun).c_str(), tokens_per_second,
+        std::printf("done:   %s in %s, median %.0f tokens/s, peak memory %s%.0f MiB%s\n",
+                    counted(step - first_step, "step").c_str(), duration_text(seconds_now() - begun).c_str(),
+                    tokens_per_second,
                     peak_gpu_mib ? format_text("%.0f MiB on the GPU, of the host ", peak_gpu_mib).c_str() : "",
                     peak_memory_mib(), ranks > 1 ? " on rank 0" : "");
         if (speed.empty()) return;

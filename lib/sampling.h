@@ -15,10 +15,10 @@
 // prompt, tokens: of a sample. The last token is written and not read.
 inline void warn_beyond_trained(int64_t prompt, int64_t tokens, int64_t seq_len) {
     if (prompt + tokens - 1 > seq_len)
-        complain(
-            format_text("a prompt of %lld tokens and --tokens %lld make %lld, and the model was trained on %lld at "
-                        "a time: what it writes beyond that length it has not learnt",
-                        (long long)prompt, (long long)tokens, (long long)(prompt + tokens - 1), (long long)seq_len));
+        complain(format_text(
+            "a prompt of %s and --tokens %lld make %lld, and the model was trained on %lld at a time: "
+            "what it writes beyond that length it has not learnt",
+            counted(prompt, "token").c_str(), (long long)tokens, (long long)(prompt + tokens - 1), (long long)seq_len));
 }
 
 // The logits at a position, before a token is drawn from them.

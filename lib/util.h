@@ -144,6 +144,9 @@ auto start_or_fail(const char* purpose, Start start) {
     }
 }
 
+// "1 rank", "2 ranks".
+inline std::string counted(int64_t n, const char* noun) { return std::to_string(n) + " " + noun + (n == 1 ? "" : "s"); }
+
 // The larger of two errors, and NaN if either is: std::max(0.0, NAN) is 0, which every limit lets pass.
 inline double worse_error(double a, double b) { return a > b || std::isnan(a) ? a : b; }
 

@@ -81,18 +81,17 @@ TEST(sample_says_what_decoding_read) {
         train.insert(train.end(), model.begin(), model.end());
         train.push_back(folder.file("run"));
         CHECK_EQUAL(execute(train).status, 0);
-        const Result r = execute({path(), "sample", "--from", folder.file("run"), "--tokens", "64", "--past-end"});
+        const Result r = execute({path(), "sample", "--from", folder.file("run"), "--tokens", "64", "--past-end", "--stats"});
         CHECK_EQUAL(r.status, 0);
-        CHECK_EQUAL(r.err, "");
-        CHECK(r.decoding.find("decoding: 63 tokens in ") != std::string::npos);
+        CHECK(r.err.find("decoding: 63 tokens in ") != std::string::npos);
         // T = 2 .. 64 on average 33 of full attention; 33 numbers of 16 x 4 bytes, twice
-        CHECK(std::regex_search(r.decoding, std::regex("full attention +33\\.0 +4\\.1\n")));
+        CHECK(std::regex_search(r.err, std::regex("full attention +33\\.0 +4\\.1\n")));
         // NSA with blocks of 8 at every 4th token, 6 selected ones of 16, a window of 16
         double keys = 0;
         for (int t = 1; t < 64; t++)
             keys += (t < 7 ? 0 : (t - 7) / 4 + 1) + std::min(t / 16, 5) * 16 + t % 16 + 1 + std::min(t + 1, 16);
         const std::string counted = *kind == 'f' ? "33\\.0 +4\\.1" : format_text("%.1f", keys / 63);
-        CHECK(std::regex_search(r.decoding, std::regex("counted +" + counted)));
-        CHECK_EQUAL(r.decoding.find("T/d + n l' + w") != std::string::npos, *kind == 'n');
+        CHECK(std::regex_search(r.err, std::regex("counted +" + counted)));
+        CHECK_EQUAL(r.err.find("T/d + n l' + w") != std::string::npos, *kind == 'n');
     }
 }

@@ -40,7 +40,6 @@ struct Result {
     int status = 0;  // of exit; 128 + number of the signal that ended it; 1000: it ran past the limit and was killed
     double seconds = 0;
     std::string out, err;
-    std::string decoding;  // what `sample` says of its speed and its reads on stderr, taken out of err
 };
 
 struct Start {
@@ -152,11 +151,6 @@ inline Result execute(const Words& words, const Start& start = {}) {
     }
     int status;
     while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
-    }
-    static const std::regex of_decoding("decoding: [^\n]*\n( {10}[^\n]*\n)+");
-    for (std::smatch m; std::regex_search(result.err, m, of_decoding);) {
-        result.decoding += m.str();
-        result.err = m.prefix().str() + m.suffix().str();
     }
     result.seconds = seconds_now() - begin;
     result.status = late ? 1000 : WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);

@@ -280,6 +280,7 @@ TEST(run_doubtful_options_are_said) {
         CHECK_EQUAL(r.err.substr(0, warning.size() + text.size()), warning + text);
     };
     said(train({{"out", out}, {"warmup", "3"}}), "--steps 2 ends within the 3 steps of --warmup");
+    said(train({{"out", out}, {"lr", "0"}}), "--lr 0: nothing is learnt");
     said(train({{"out", out}, {"seq-len", "4"}, {"total-batch", "8"}}), "--seq-len 4 is shorter than --cmp-block 8");
     said(train({{"out", out}, {"sample-tokens", "65"}}), "--sample-tokens 65 is more than --seq-len 64");
     REQUIRE_GOOD(train({{"out", out}, {"warmup", "2"}, {"seq-len", "8"}, {"total-batch", "16"}}));
