@@ -246,7 +246,7 @@ class DataLoader {
         if (saved.corpus != corpus)
             fail(
                 "cannot continue on %s: the checkpoint was made on another corpus (fingerprint %016llx, of these "
-                "tokens %016llx): use the same shards, or for the synthetic corpus the same --seed; --allow-new-data 1 "
+                "tokens %016llx): use the same shards, or for the synthetic corpus the same --seed; --allow-new-data "
                 "goes on with these",
                 options.name.c_str(), (unsigned long long)saved.corpus, (unsigned long long)corpus);
         pending = {};  // waits for its thread

@@ -650,13 +650,15 @@ void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = null
     model.dev.total_squares(model.results + 1, squares, model.chunks(), guard);
 }
 
+constexpr double ADAM_BETA1 = 0.9, ADAM_BETA2 = 0.95, ADAM_EPS = 1e-8;
+
 // One AdamW step on the summed gradients, clipped to the norm that gradient_norm() found. If that is not finite, the
 // weights stay as they are.
 template <class Dev>
 void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = nullptr) {
     const ProfileRange range("update");
     const Config& c = model.config;
-    HyperAdamW h{lr, c.beta1, c.beta2, c.adam_eps, 0.0, step, uint64_t(c.seed), 0};
+    HyperAdamW h{lr, ADAM_BETA1, ADAM_BETA2, ADAM_EPS, 0.0, step, uint64_t(c.seed), 0};
     h.squares = model.results + 1;
     h.grad_clip = c.grad_clip;
     for (const Piece& p : model.owned)
@@ -959,6 +961,9 @@ struct Run {
     std::vector<StepResult> pending;  // given to the engine and not yet reported
     Stop stop = GO_ON;
     bool memory_is_tight = false;
+    // A GPU has to be waited for before they can be read.
+    static constexpr int64_t steps_between_statistics = Dev::on_host ? 1 : 50;
+    static constexpr int64_t max_bad_steps = 3;  // in a row
 
     Run(Dev& device, const Config& c, World& w)
         : dev(device),
@@ -966,9 +971,8 @@ struct Run {
           tokenizer(Tokenizer::find(c.tokenizer, c.vocab_dir)),
           data(open_training_data(c, w, tokenizer.get())),
           model(dev, c, true, w.rank, w.size),
-          report(c.steps, c.total_batch, c.log_every, data.train->samples_per_epoch()),
-          saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.progress(phase); },
-                    [this] { report.log->sync(); },
+          report(c.steps, c.total_batch, data.train->samples_per_epoch()),
+          saver(w, {c.out, c.keep, [this](const char* phase) { model.progress(phase); }, [this] { report.log->sync(); },
                     [this] { return state_json(state, manifest_json(config()), world.size, data.train->files()); },
                     [this] { return take_snapshot(model, world); }}) {}
 
@@ -1033,7 +1037,7 @@ struct Run {
         StepResult s;
         s.step = model.step = state.step + 1;
         s.lr = learning_rate(c, s.step);
-        const bool statistics = is_first() && c.stats_every && s.step % c.stats_every == 0;
+        const bool statistics = is_first() && s.step % steps_between_statistics == 0;
         accumulate_gradients(model, *activations, *data.train, world, statistics, reducer.get(), &s.tokens);
         gradient_norm(model, s.step, reducer.get());
         dev.send(model.results, model.RESULTS);
@@ -1082,7 +1086,7 @@ struct Run {
         if (!s.exchanged) exchange(s);
         const double seconds = report.lap();
         world.watchdog.step_done(s.step, seconds, s.loss);
-        if (is_first()) report.print_step(s, seconds, double(dev.peak_bytes) / (1 << 20), stop != GO_ON);
+        if (is_first()) report.print_step(s, seconds, double(dev.peak_bytes) / (1 << 20));
         if (s.is_bad()) return count_bad_step(s);
         state.bad_steps = 0;
         if (!s.skipped) state.last_update = s.step;
@@ -1096,11 +1100,10 @@ struct Run {
         const std::string tensor = first_bad_tensor(model.table.specs, squares, CHUNK);
         const std::string file = write_bad_step(config().out, s, world.rank, tensor, size_t(config().seq_len));
         const std::string text = bad_step_text(s, world.gather(std::isfinite(s.own_loss) ? "yes" : ""), tensor, file);
-        if (state.bad_steps < config().max_bad_steps) return is_first() ? complain(text) : void();
+        if (state.bad_steps < max_bad_steps) return is_first() ? complain(text) : void();
         saver.remove_old = false;  // the weights may have been bad before the loss was
-        throw SharedError(
-            format_text("%s; that was bad step %lld in a row (--max-bad-steps); lower --lr or look at the data",
-                        text.c_str(), (long long)state.bad_steps));
+        throw SharedError(format_text("%s; that was bad step %lld in a row; lower --lr or look at the data",
+                                      text.c_str(), (long long)state.bad_steps));
     }
 
     // An error between two steps that all ranks have must not cost what was learnt. Returns what its line says of that.
@@ -1263,7 +1266,6 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     give_up_what_cannot_be(c, on_command_line, threads_of_rank(world));  // only a resume has options that nobody gave
     const Device device = choose_device(c, world);
     resolve_batch(c, given, world.size, device.gpu);
-    if (!given.count("stats-every")) c.stats_every = device.gpu ? 50 : 1;
     validate_run(c, world.size);
     finish_when_asked(world.size == 1);
     int status = 0;
@@ -1431,7 +1433,7 @@ static int run_check(const Config& c, World& world) {
     else if (verb == EVAL) run_eval(c, given, world);
     else if (verb == EXPORT) export_checkpoint<Tokenizer, TensorTable>(c);
     else if (verb == IMPORT) import_checkpoint<TensorTable>(c);
-    else if (verb == REPORT) report_runs(c.runs, c.html, c.price);
+    else if (verb == REPORT) report_runs(c.runs, c.html);
     else if (verb == INSPECT) run_inspect(c, world);
     else status = run_check(c, world);
     if (!output_is_whole()) report_lost_output(status, (verb == TRAIN || verb == TOKENIZE) && !only_prints);

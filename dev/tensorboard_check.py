@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Opens the event files of a run with the tensorboard package and compares them with the run's log.jsonl.
 
-usage: python3 dev/tensorboard_check.py RUN        (needs: pip install tensorboard; the run: --tensorboard 1)
+usage: python3 dev/tensorboard_check.py RUN        (needs: pip install tensorboard; the run: --tensorboard)
 
 Every scalar that TensorBoard shows must be the log's number rounded to a float, and none may be missing. Of steps that
 a resume has done again the log has the second time only, and TensorBoard must show that one too.

@@ -53,7 +53,12 @@ static std::string config_json(const Config& c) {
 static const struct {
     const char *name, *default_text;
     bool changes_results;
-} FORMER_OPTIONS[] = {{"reset-at-document", "0", true}, {"deterministic", "off", true}, {"cuda-graph", "0", false}};
+} FORMER_OPTIONS[] = {
+    {"beta1", "0.9", true},    {"beta2", "0.95", true},          {"adam-eps", "1e-08", true},
+    {"log-every", "1", false}, {"stats-every", "0", false},      {"max-bad-steps", "3", false},
+    {"keep-every", "0", true}, {"reset-at-document", "0", true}, {"deterministic", "off", true},
+    {"cuda-graph", "0", false},
+};
 
 // Is this key of a run.json or a config.json one of them? Fails where nothing can go on without it as it was.
 static bool is_former_option(const std::string& key, const Json& value, const std::string& path) {
@@ -191,6 +196,7 @@ static std::string manifest_json(const Config& c) { return options_json(with_abs
 static std::string value_text(const Json& value, const Option& o) {
     if (value.kind == Json::String) return value.text;
     value.require(Json::Number, underscored(o.name));
+    if (o.flag) return value.number_value ? "on" : "off";  // as version 0.2 wrote some of them
     return o.integer && value.is_integer ? std::to_string(value.integer_value)
                                          : format_text("%.17g", value.number_value);
 }

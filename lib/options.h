@@ -8,6 +8,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -30,17 +31,17 @@ struct Config {
     // the optimiser
     int64_t batch = 0, seq_len = 0, trained_seq_len = 0, total_batch = 0, recompute = 0, steps = 0, warmup = 0,
             seed = 0;
-    int64_t zero = 0, max_bad_steps = 0;
+    int64_t zero = 0;
     double bucket_mb = 0, skip_outliers = 0;
     std::string grad_reduce;
-    double lr = 0, lr_final = 0, weight_decay = 0, beta1 = 0, beta2 = 0, adam_eps = 0, grad_clip = 0;
+    double lr = 0, lr_final = 0, weight_decay = 0, grad_clip = 0;
     std::string schedule;
     // the run
-    int64_t eval_every = 0, eval_batches = 0, log_every = 0, stats_every = 0, sample_every = 0, sample_tokens = 0,
-            save_every = 0, keep = 0, keep_every = 0, tensorboard = 0, allow_new_data = 0, threads = 0;
+    int64_t eval_every = 0, eval_batches = 0, sample_every = 0, sample_tokens = 0, save_every = 0, keep = 0,
+            cuda_graph = 0, threads = 0;
     double stall_timeout = 0;
     std::string out, config, device, cpu_dtype, selected_kernels, dump_state, profile_steps;
-    bool resume = false, help = false, version = false;
+    bool resume = false, help = false, version = false, tensorboard = false, allow_new_data = false;
     std::map<std::string, std::string> given_up;  // --resume: options that this machine cannot honour, and why
     // sampling and evaluation
     std::string from, to, prompt, html, json, text, items;
@@ -48,7 +49,6 @@ struct Config {
     std::vector<std::string> prompt_file;
     bool interactive = false, past_end = false, stats = false;
     std::string at_step;  // --step
-    double price = 0;
     double temperature = 0, top_p = 0;
     int64_t top_k = 0, tokens = 0;
     // tokenize
@@ -71,39 +71,49 @@ enum Verb : unsigned {
     EVERY_VERB = 511
 };
 
+// The values that an option takes: a range of numbers, words "a|b|c", or, where there is neither, any text.
+struct Values {
+    double low = 0, high = 0;
+    const char* choices = nullptr;
+
+    Values(const char* choices) : choices(choices) {}
+};
+static const Values ANY(nullptr);
+inline Values between(double low, double high) {
+    Values v = ANY;
+    v.low = low, v.high = high;
+    return v;
+}
+
 struct Option {
     const char* name;
     unsigned verbs;
     const char* default_text;  // "preset" and "auto" are worked out later
-    double low, high;          // of a number
-    const char* help;
-    const char* choices = nullptr;  // of a word: "a|b|c"; null = free text
+    double low, high;
+    const char *help, *choices;
+    // Where its value is; one of these.
     int64_t Config::*integer = nullptr;
     double Config::*real = nullptr;
     std::string Config::*text = nullptr;
     bool Config::*flag = nullptr;
     std::vector<std::string> Config::*list = nullptr;
 
-    Option(const char* n, unsigned v, int64_t Config::*f, const char* d, double lo, double hi, const char* h)
-        : Option(n, v, d, h, lo, hi) {
-        integer = f;
+    template <class T>
+    Option(const char* name, unsigned verbs, T Config::*field, const char* default_text, Values values,
+           const char* help)
+        : name(name),
+          verbs(verbs),
+          default_text(default_text),
+          low(values.low),
+          high(values.high),
+          help(help),
+          choices(values.choices) {
+        if constexpr (std::is_same_v<T, int64_t>) integer = field;
+        else if constexpr (std::is_same_v<T, double>) real = field;
+        else if constexpr (std::is_same_v<T, std::string>) text = field;
+        else if constexpr (std::is_same_v<T, bool>) flag = field;
+        else list = field;
     }
-    Option(const char* n, unsigned v, double Config::*f, const char* d, double lo, double hi, const char* h)
-        : Option(n, v, d, h, lo, hi) {
-        real = f;
-    }
-    Option(const char* n, unsigned v, std::string Config::*f, const char* d, const char* c, const char* h)
-        : Option(n, v, d, h) {
-        text = f, choices = c;
-    }
-    Option(const char* n, unsigned v, bool Config::*f, const char* h) : Option(n, v, "off", h) { flag = f; }
-    Option(const char* n, unsigned v, std::vector<std::string> Config::*f, const char* h) : Option(n, v, "", h) {
-        list = f;
-    }
-
-  private:
-    Option(const char* n, unsigned v, const char* d, const char* h, double lo = 0, double hi = 0)
-        : name(n), verbs(v), default_text(d), low(lo), high(hi), help(h) {}
 };
 
 inline const std::vector<Option>& option_table() {
@@ -114,109 +124,100 @@ inline const std::vector<Option>& option_table() {
         {"attention", TRAIN, &Config::attention, "nsa", "nsa|full", "full: dense causal attention, the baseline"},
         {"branches", TRAIN | EVAL, &Config::branches, "all", "all|cmp,slc|cmp,win|slc,win|cmp|slc|win",
          "leaves the other branches' gates at 0, for comparisons; eval: all means those of the training"},
-        {"layers", TRAIN, &Config::layers, "preset", 1, K, "transformer layers"},
-        {"dim", TRAIN, &Config::dim, "preset", 1, 64 * K, "width of the residual stream, C"},
-        {"heads", TRAIN, &Config::heads, "preset", 1, K, "query heads, H"},
-        {"kv-groups", TRAIN, &Config::kv_groups, "preset", 1, K,
+        {"layers", TRAIN, &Config::layers, "preset", between(1, K), "transformer layers"},
+        {"dim", TRAIN, &Config::dim, "preset", between(1, 64 * K), "width of the residual stream, C"},
+        {"heads", TRAIN, &Config::heads, "preset", between(1, K), "query heads, H"},
+        {"kv-groups", TRAIN, &Config::kv_groups, "preset", between(1, K),
          "groups of heads that share keys and values, G; divides --heads"},
-        {"head-dim", TRAIN, &Config::head_dim, "preset", 2, 512, "dimension of a head, D; even"},
-        {"cmp-block", TRAIN, &Config::cmp_block, "preset", 1, 4096, "tokens of a compressed block, l"},
-        {"cmp-stride", TRAIN, &Config::cmp_stride, "preset", 1, 4096,
+        {"head-dim", TRAIN, &Config::head_dim, "preset", between(2, 512), "dimension of a head, D; even"},
+        {"cmp-block", TRAIN, &Config::cmp_block, "preset", between(1, 4096), "tokens of a compressed block, l"},
+        {"cmp-stride", TRAIN, &Config::cmp_stride, "preset", between(1, 4096),
          "tokens between compressed blocks, d; divides --cmp-block and --slc-block"},
-        {"slc-block", TRAIN, &Config::slc_block, "preset", 1, 4096, "tokens of a selection block, l'"},
-        {"slc-count", TRAIN, &Config::slc_count, "preset", 3, 4096,
+        {"slc-block", TRAIN, &Config::slc_block, "preset", between(1, 4096), "tokens of a selection block, l'"},
+        {"slc-count", TRAIN, &Config::slc_count, "preset", between(3, 4096),
          "selected blocks per query and group, n; the first, the last two are always among them"},
-        {"window", TRAIN, &Config::window, "preset", 1, M, "keys of the sliding window, w; the query's own included"},
-        {"phi-hidden", TRAIN, &Config::phi_hidden, "preset", 1, 64 * K, "hidden width of the block compressor, F"},
-        {"mlp-hidden", TRAIN, &Config::mlp_hidden, "preset", 1, 256 * K, "hidden width of the MLP"},
-        {"init-from", TRAIN, &Config::init_from, "", nullptr,
+        {"window", TRAIN, &Config::window, "preset", between(1, M),
+         "keys of the sliding window, w; the query's own included"},
+        {"phi-hidden", TRAIN, &Config::phi_hidden, "preset", between(1, 64 * K),
+         "hidden width of the block compressor, F"},
+        {"mlp-hidden", TRAIN, &Config::mlp_hidden, "preset", between(1, 256 * K), "hidden width of the MLP"},
+        {"init-from", TRAIN, &Config::init_from, "", ANY,
          "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the model's options are "
          "taken from there"},
         {"init", TRAIN, &Config::init, "preset", "standard|random",
          "standard: GPT-2's deviation of 0.02; random: 1/sqrt(inputs) for it, and every tensor drawn: for narrow "
          "models and for comparisons"},
         // data
-        {"data", TRAIN, &Config::data, "synthetic", nullptr,
+        {"data", TRAIN, &Config::data, "synthetic", ANY,
          "training shards, a glob in quotes, or several with weights, 'a_*.bin:3,b_*.bin:1', which are mixed exactly; "
          "or "
          "synthetic: the built-in corpus"},
-        {"val-data", TRAIN | EVAL, &Config::val_data, "", nullptr,
+        {"val-data", TRAIN | EVAL, &Config::val_data, "", ANY,
          "validation shards, a glob in quotes, or several by name, 'web=a_*.bin,code=b_*.bin', of which the first "
          "decides; "
          "or synthetic: of the built-in corpus"},
-        {"hellaswag", TRAIN | EVAL, &Config::hellaswag, "", nullptr,
+        {"hellaswag", TRAIN | EVAL, &Config::hellaswag, "", ANY,
          "multiple choice: HellaSwag's .jsonl, llm.c's .bin of it, or any file of these forms; in training with every "
          "validation"},
         {"tokenizer", TRAIN | TOKENIZE, &Config::tokenizer, "preset", "bytes|gpt2",
          "vocabulary: 256 bytes, or GPT-2's 50257 tokens; tokenize without it: gpt2"},
-        {"vocab-dir", EVERY_VERB & ~IMPORT, &Config::vocab_dir, "", nullptr,
+        {"vocab-dir", EVERY_VERB & ~IMPORT, &Config::vocab_dir, "", ANY,
          "folder with vocab.bpe + encoder.json, a .tiktoken file or gpt2_tokenizer.bin"},
         // the optimiser
-        {"batch", TRAIN | EVAL, &Config::batch, "auto", 1, 64 * K, "sequences per rank and micro-step"},
-        {"seq-len", TRAIN | EVAL, &Config::seq_len, "preset", 1, M,
+        {"batch", TRAIN | EVAL, &Config::batch, "auto", between(1, 64 * K), "sequences per rank and micro-step"},
+        {"seq-len", TRAIN | EVAL, &Config::seq_len, "preset", between(1, M),
          "tokens per sequence, T; in eval without it the trained length"},
-        {"total-batch", TRAIN, &Config::total_batch, "preset", 1, 1e10,
+        {"total-batch", TRAIN, &Config::total_batch, "preset", between(1, 1e10),
          "tokens per optimiser step, over all ranks and micro-steps; without it near the preset's, in whole "
          "micro-batches; 125m on a CPU: one sequence per rank"},
-        {"recompute", TRAIN, &Config::recompute, "0", 0, 2,
+        {"recompute", TRAIN, &Config::recompute, "0", between(0, 2),
          "activations kept: 0 all, 1 not the cheap elementwise ones, 2 only each layer's input; same results, less "
          "memory"},
-        {"steps", TRAIN, &Config::steps, "preset", 0, T, "optimiser steps"},
-        {"lr", TRAIN, &Config::lr, "preset", 0, 10, "highest learning rate"},
-        {"warmup", TRAIN, &Config::warmup, "preset", 0, T, "steps of linear warm-up"},
+        {"steps", TRAIN, &Config::steps, "preset", between(0, T), "optimiser steps"},
+        {"lr", TRAIN, &Config::lr, "preset", between(0, 10), "highest learning rate"},
+        {"warmup", TRAIN, &Config::warmup, "preset", between(0, T), "steps of linear warm-up"},
         {"schedule", TRAIN, &Config::schedule, "cosine", "cosine|linear|constant|wsd",
          "after warm-up; wsd: constant, then linear over the last fifth"},
-        {"lr-final", TRAIN, &Config::lr_final, "0.1", 0, 1, "the schedule ends at this fraction of --lr"},
-        {"weight-decay", TRAIN, &Config::weight_decay, "0.1", 0, 10, "of matrices; norms and biases have none"},
-        {"beta1", TRAIN, &Config::beta1, "0.9", 0, 0.9999999, "AdamW"},
-        {"beta2", TRAIN, &Config::beta2, "0.95", 0, 0.9999999, "AdamW"},
-        {"adam-eps", TRAIN, &Config::adam_eps, "1e-8", 1e-20, 1, "AdamW"},
-        {"grad-clip", TRAIN, &Config::grad_clip, "1.0", 0, T, "largest global L2 norm of the gradient; 0: no clipping"},
-        {"max-bad-steps", TRAIN, &Config::max_bad_steps, "3", 1, M,
-         "the run ends after this many steps in a row whose loss or gradient is not finite; such a step changes no "
-         "weight"},
-        {"skip-outliers", TRAIN, &Config::skip_outliers, "0", 0, 11,
+        {"lr-final", TRAIN, &Config::lr_final, "0.1", between(0, 1), "the schedule ends at this fraction of --lr"},
+        {"weight-decay", TRAIN, &Config::weight_decay, "0.1", between(0, 10),
+         "of matrices; norms and biases have none"},
+        {"grad-clip", TRAIN, &Config::grad_clip, "1.0", between(0, T),
+         "largest global L2 norm of the gradient; 0: no clipping"},
+        {"skip-outliers", TRAIN, &Config::skip_outliers, "0", between(0, 11),
          "no update where the loss or the gradient's norm lies more than this many standard deviations above the last "
          "128 steps, of which it is one, so at most 11.2; 0: never"},
         // ranks
-        {"bucket-mb", TRAIN, &Config::bucket_mb, "25", 0.001, 4096,
+        {"bucket-mb", TRAIN, &Config::bucket_mb, "25", between(0.001, 4096),
          "megabytes of fp32 gradients that are reduced at a time, while the backward pass goes on"},
         {"grad-reduce", TRAIN, &Config::grad_reduce, "fp32", "fp32|bf16",
          "format in which gradients travel between ranks"},
-        {"zero", TRAIN, &Config::zero, "0", 0, 1,
+        {"zero", TRAIN, &Config::zero, "0", between(0, 1),
          "1: optimiser state (moments, fp32 master weights) is shared out over the ranks"},
         // the run
-        {"seed", TRAIN | SAMPLE, &Config::seed, "1337", 0, 9e15, "of weights, data order and samples"},
-        {"eval-every", TRAIN, &Config::eval_every, "preset", 0, T, "steps between validations; 0: only at the end"},
-        {"eval-batches", TRAIN | EVAL, &Config::eval_batches, "8", 1, M,
+        {"seed", TRAIN | SAMPLE, &Config::seed, "1337", between(0, 9e15), "of weights, data order and samples"},
+        {"eval-every", TRAIN, &Config::eval_every, "preset", between(0, T),
+         "steps between validations; 0: only at the end"},
+        {"eval-batches", TRAIN | EVAL, &Config::eval_batches, "8", between(1, M),
          "validation tokens, in units of --total-batch; in eval of --batch sequences, where all is the default"},
-        {"log-every", TRAIN, &Config::log_every, "1", 1, T,
-         "steps between the lines printed; the first, the last and those that changed no weight have theirs always, "
-         "and the logs have all"},
-        {"stats-every", TRAIN, &Config::stats_every, "auto", 0, T,
-         "steps between gate and selection statistics in log.jsonl; auto: 1 on a CPU, 50 on a GPU, which has to be "
-         "waited for; 0: none"},
-        {"sample-every", TRAIN, &Config::sample_every, "0", 0, T, "steps between samples; 0: only at the end"},
-        {"sample-tokens", TRAIN, &Config::sample_tokens, "256", 0, M, "tokens of such a sample; 0: none"},
-        {"prompt", TRAIN | SAMPLE, &Config::prompt, "", nullptr, "text to continue; none: a new document"},
-        {"save-every", TRAIN, &Config::save_every, "preset", 0, T,
+        {"sample-every", TRAIN, &Config::sample_every, "0", between(0, T), "steps between samples; 0: only at the end"},
+        {"sample-tokens", TRAIN, &Config::sample_tokens, "256", between(0, M), "tokens of such a sample; 0: none"},
+        {"prompt", TRAIN | SAMPLE, &Config::prompt, "", ANY, "text to continue; none: a new document"},
+        {"save-every", TRAIN, &Config::save_every, "preset", between(0, T),
          "steps between checkpoints; 0: only at the end, whatever ends the run"},
-        {"keep", TRAIN, &Config::keep, "0", 0, M,
+        {"keep", TRAIN, &Config::keep, "0", between(0, M),
          "newest checkpoints to keep, beside the one with the lowest validation loss; 0: all"},
-        {"keep-every", TRAIN, &Config::keep_every, "0", 0, T,
-         "checkpoints of steps divisible by this are kept for ever; 0: none"},
-        {"stall-timeout", TRAIN, &Config::stall_timeout, "180", 0, M,
+        {"stall-timeout", TRAIN, &Config::stall_timeout, "180", between(0, M),
          "seconds without any progress on a rank after which the run ends; 0: wait for ever"},
-        {"out", TRAIN | TOKENIZE, &Config::out, "auto", nullptr,
+        {"out", TRAIN | TOKENIZE, &Config::out, "auto", ANY,
          "folder of the run; of tokenize: prefix of the shards, which has to be given"},
-        {"resume", TRAIN, &Config::resume, "continue from the newest checkpoint under --out"},
-        {"allow-new-data", TRAIN, &Config::allow_new_data, "0", 0, 1,
-         "1: a resume may go on with other shards than the checkpoint's, in a new order, and says what has changed"},
-        {"config", TRAIN, &Config::config, "", nullptr,
+        {"resume", TRAIN, &Config::resume, "off", ANY, "continue from the newest checkpoint under --out"},
+        {"allow-new-data", TRAIN, &Config::allow_new_data, "off", ANY,
+         "a resume may go on with other shards than the checkpoint's, in a new order, and says what has changed"},
+        {"config", TRAIN, &Config::config, "", ANY,
          "JSON file of options: the run.json of a run, of which all but --out count, or one by hand, {\"lr\": 1e-3, "
          "...}; the command line goes before it"},
-        {"tensorboard", TRAIN, &Config::tensorboard, "0", 0, 1,
-         "1: the numbers of log.jsonl go into TensorBoard's event files too, beside it"},
+        {"tensorboard", TRAIN, &Config::tensorboard, "off", ANY,
+         "the numbers of log.jsonl go into TensorBoard's event files too, beside it"},
         {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB | INSPECT, &Config::device, "auto", "auto|cpu|cuda",
          "auto: a GPU if there is one"},
         {"cpu-dtype", TRAIN | SAMPLE | EVAL | INSPECT, &Config::cpu_dtype, "fp32", "fp32|bf16",
@@ -225,54 +226,52 @@ inline const std::vector<Option>& option_table() {
         {"selected-kernels", TRAIN, &Config::selected_kernels, "auto", "auto|tiles|gather",
          "of a GPU's selected branch; auto: by sequence length and by how many blocks neighbouring tokens choose "
          "together"},
-        {"threads", EVERY_VERB & ~(EXPORT | IMPORT), &Config::threads, "auto", 1, 1024,
+        {"threads", EVERY_VERB & ~(EXPORT | IMPORT), &Config::threads, "auto", between(1, 1024),
          "CPU threads of this rank; auto: OMP_NUM_THREADS where it is set, else its share of the machine's cores"},
-        {"dump-state", TRAIN, &Config::dump_state, "", nullptr,
+        {"dump-state", TRAIN, &Config::dump_state, "", ANY,
          "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and "
          "end"},
-        {"profile-steps", TRAIN, &Config::profile_steps, "", nullptr,
+        {"profile-steps", TRAIN, &Config::profile_steps, "", ANY,
          "steps of a GPU to look at, such as 20-29: they stand between cudaProfilerStart and cudaProfilerStop"},
         // the other verbs
-        {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT, &Config::from, "", nullptr,
+        {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT, &Config::from, "", ANY,
          "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several "
          "laid over each other"},
-        {"step", SAMPLE | EVAL | EXPORT | INSPECT, &Config::at_step, "last", nullptr,
+        {"step", SAMPLE | EVAL | EXPORT | INSPECT, &Config::at_step, "last", ANY,
          "which of the run's checkpoints: that of this step; best: with the lowest validation loss; last: the newest "
          "that is whole"},
-        {"items", EVAL, &Config::items, "", nullptr,
+        {"items", EVAL, &Config::items, "", ANY,
          "file to write: of --hellaswag a line of JSON for each item, with what was chosen and the loss of every "
          "ending"},
-        {"to", EXPORT | IMPORT, &Config::to, "", nullptr, "folder to write: a new or an empty one"},
-        {"html", REPORT | INSPECT, &Config::html, "", nullptr,
+        {"to", EXPORT | IMPORT, &Config::to, "", ANY, "folder to write: a new or an empty one"},
+        {"html", REPORT | INSPECT, &Config::html, "", ANY,
          "page to write; without it the report is text on the terminal"},
-        {"json", INSPECT, &Config::json, "", nullptr, "file to write: what the page shows"},
-        {"text", INSPECT, &Config::text, "", nullptr, "file of text to look at, as it is, .gz or .zst; - for stdin"},
-        {"price", REPORT, &Config::price, "0", 0, M,
-         "of an hour of all ranks together: the report says what a run cost"},
-        {"prompt-file", SAMPLE, &Config::prompt_file,
+        {"json", INSPECT, &Config::json, "", ANY, "file to write: what the page shows"},
+        {"text", INSPECT, &Config::text, "", ANY, "file of text to look at, as it is, .gz or .zst; - for stdin"},
+        {"prompt-file", SAMPLE, &Config::prompt_file, "", ANY,
          "files with a prompt each, or of .jsonl one in each line's \"text\"; - for stdin"},
-        {"interactive", SAMPLE, &Config::interactive,
+        {"interactive", SAMPLE, &Config::interactive, "off", ANY,
          "continue each line of stdin in turn; what was said before stays the beginning, up to the model's --seq-len"},
-        {"tokens", SAMPLE, &Config::tokens, "256", 0, M, "tokens to write at most"},
-        {"stats", SAMPLE, &Config::stats, "tokens per second, and what each token read of the caches, on stderr"},
-        {"past-end", SAMPLE, &Config::past_end, "go on behind an end-of-text, in place of ending there"},
-        {"temperature", TRAIN | SAMPLE, &Config::temperature, "0.8", 0, 100, "0: always the likeliest token"},
-        {"top-k", TRAIN | SAMPLE, &Config::top_k, "0", 0, M, "choose among the k likeliest tokens; 0: all"},
-        {"top-p", TRAIN | SAMPLE, &Config::top_p, "1", 0, 1,
+        {"tokens", SAMPLE, &Config::tokens, "256", between(0, M), "tokens to write at most"},
+        {"stats", SAMPLE, &Config::stats, "off", ANY,
+         "tokens per second, and what each token read of the caches, on stderr"},
+        {"past-end", SAMPLE, &Config::past_end, "off", ANY, "go on behind an end-of-text, in place of ending there"},
+        {"temperature", TRAIN | SAMPLE, &Config::temperature, "0.8", between(0, 100), "0: always the likeliest token"},
+        {"top-k", TRAIN | SAMPLE, &Config::top_k, "0", between(0, M), "choose among the k likeliest tokens; 0: all"},
+        {"top-p", TRAIN | SAMPLE, &Config::top_p, "1", between(0, 1),
          "choose among the likeliest tokens of this total probability"},
-        {"in", TOKENIZE, &Config::in,
+        {"in", TOKENIZE, &Config::in, "", ANY,
          "text: files .txt (one document each) or .jsonl (an object a line), as they are, .gz or .zst; folders, with "
          "all such files under them; patterns; - for stdin"},
-        {"text-key", TOKENIZE, &Config::text_key, "text", nullptr, "key of the text in a line of .jsonl"},
-        {"skip-bad-lines", TOKENIZE, &Config::skip_bad_lines, "0", 0, T,
+        {"text-key", TOKENIZE, &Config::text_key, "text", ANY, "key of the text in a line of .jsonl"},
+        {"skip-bad-lines", TOKENIZE, &Config::skip_bad_lines, "0", between(0, T),
          "so many lines of .jsonl without such a text are passed over, and counted; one more is an error"},
-        {"val-fraction", TOKENIZE, &Config::val_fraction, "0.01", 0, 0.9,
+        {"val-fraction", TOKENIZE, &Config::val_fraction, "0.01", between(0, 0.9),
          "share of the tokens that goes to the validation shards"},
-        {"shard-tokens", TOKENIZE, &Config::shard_tokens, "100000000", 1, 2e9, "tokens per shard"},
-        {"split-documents", TOKENIZE, &Config::split_documents, "", nullptr,
-         "text that separates documents inside a .txt"},
-        {"help", EVERY_VERB, &Config::help, "this text"},
-        {"version", EVERY_VERB, &Config::version, "what was built: version, compiler, engines; and end"},
+        {"shard-tokens", TOKENIZE, &Config::shard_tokens, "100000000", between(1, 2e9), "tokens per shard"},
+        {"split-documents", TOKENIZE, &Config::split_documents, "", ANY, "text that separates documents inside a .txt"},
+        {"help", EVERY_VERB, &Config::help, "off", ANY, "this text"},
+        {"version", EVERY_VERB, &Config::version, "off", ANY, "what was built: version, compiler, engines; and end"},
     };
     return table;
 }
@@ -358,9 +357,9 @@ inline bool is_choice(const std::string& word, const std::string& choices) {
 
 inline void set_option(Config& c, const Option& o, const std::string& value) {
     if (o.flag) {
-        if (!is_choice(value, "on|off"))
-            fail_usage("--%s is '%s'; it is a flag: give it without a value", o.name, value.c_str());
-        c.*o.flag = value == "on";
+        if (!is_choice(value, "on|off|1|0"))
+            fail_usage("--%s is '%s'; it is a flag: give it without a value, or 0 for off", o.name, value.c_str());
+        c.*o.flag = value == "on" || value == "1";
     } else if (o.list) {
         (c.*o.list).push_back(value);
     } else if (o.text) {
@@ -405,7 +404,6 @@ static const struct {
     {"max-iters", "steps"},
     {"num-iterations", "steps"},
     {"eval-interval", "eval-every"},
-    {"log-interval", "log-every"},
     {"save-interval", "save-every"},
     {"n-layer", "layers"},
     {"n-head", "heads"},
@@ -519,7 +517,8 @@ inline Config parse_options(int argc, const char* const* argv, std::set<std::str
         if (!given.insert(name).second && (o->list || !several)) fail_usage("--%s is given twice", name.c_str());
         option = name;
         if (o->flag && equals == std::string::npos) {
-            set_option(c, *o, "on");
+            const bool has_value = at < argc && is_choice(argv[at], "0|1");
+            set_option(c, *o, has_value ? argv[at++] : "on");
             continue;
         }
         if (equals != std::string::npos) {

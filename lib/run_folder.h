@@ -153,7 +153,7 @@ void for_each_number(const Json& line, Use use) {
 }
 
 // main.log in the form that existing plotting notebooks read ("s:<step> tel:<validation loss>", "s:<step> trl:<training
-// loss> lr:<lr> norm:<norm>"), and log.jsonl with more. With --tensorboard 1 the numbers of log.jsonl are TensorBoard's
+// loss> lr:<lr> norm:<norm>"), and log.jsonl with more. With --tensorboard the numbers of log.jsonl are TensorBoard's
 // too.
 struct RunLog {
     FILE *text = nullptr, *json = nullptr;

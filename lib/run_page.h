@@ -48,8 +48,8 @@ inline std::set<std::string> other_sets_of(const std::vector<RunHistory>& runs) 
     return names;
 }
 
-// price: of an hour; 0: not asked for. now: since 1970.
-inline std::vector<ReportRow> report_rows(const std::vector<RunHistory>& runs, double price, double now) {
+// now: since 1970.
+inline std::vector<ReportRow> report_rows(const std::vector<RunHistory>& runs, double now) {
     std::vector<ReportRow> rows;
     const auto add = [&](const std::string& name, const std::function<std::string(const RunHistory&)>& value) {
         rows.push_back({name, {}});
@@ -98,7 +98,6 @@ inline std::vector<ReportRow> report_rows(const std::vector<RunHistory>& runs, d
         const double mib = peak_memory_of(run);
         return std::isfinite(mib) ? format_text("%.0f MiB", mib) : "n/a";
     });
-    if (price > 0) add("cost", [&](const RunHistory& run) { return format_text("%.2f", price * run.hours); });
     add("skipped", [](const RunHistory& run) { return std::to_string(run.skipped.size()); });
     add("resumes", [](const RunHistory& run) { return std::to_string(run.resumes()); });
     return rows;
@@ -403,8 +402,8 @@ inline std::string page_options(const std::vector<RunHistory>& runs) {
            "</table>\n";
 }
 
-inline std::string report_page(const std::vector<RunHistory>& runs, double price, double now) {
-    return page_head(runs, now) + page_numbers(runs, report_rows(runs, price, now)) + draw_loss_charts(runs) +
+inline std::string report_page(const std::vector<RunHistory>& runs, double now) {
+    return page_head(runs, now) + page_numbers(runs, report_rows(runs, now)) + draw_loss_charts(runs) +
            page_samples(runs) + draw_step_charts(runs) + draw_layer_charts(runs) + page_starts(runs) +
            page_options(runs) + "<div id=\"tip\"></div><script>" + page_script() + "</script></body></html>\n";
 }
@@ -460,14 +459,14 @@ inline std::string text_chart(const Chart& c, size_t runs, size_t width) {
            under.substr(0, under.find_last_not_of(' ') + 1) + "\n";
 }
 
-inline std::string report_text(const std::vector<RunHistory>& runs, double price, double now, size_t width) {
+inline std::string report_text(const std::vector<RunHistory>& runs, double now, size_t width) {
     const Chart c = loss_chart(runs, &LogPoint::tokens, 1, "");
     const bool one = runs.size() == 1;
     std::string text = one ? "loss: o validation, . training\n" : "loss:";
     for (size_t r = 0; !one && r < runs.size(); r++)
         text += format_text(" %c %s", int('a' + r), runs[r].folder.c_str());
     text += (one ? "" : "\n") + text_chart(c, runs.size(), width) + "\n";
-    const std::vector<ReportRow> rows = report_rows(runs, price, now);
+    const std::vector<ReportRow> rows = report_rows(runs, now);
     std::vector<size_t> widths(runs.size());
     for (const auto& [name, values] : rows)
         for (size_t r = 0; r < runs.size(); r++) widths[r] = std::max(widths[r], values[r].size());

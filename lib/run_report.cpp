@@ -1,13 +1,13 @@
 // run_report.cpp: the verb `report` as an object of its own, a tenth of what there is to compile; see cpu_kernels.cpp.
 #include "run_page.h"
 
-void report_runs(const std::vector<std::string>& folders, const std::string& html, double price) {
+void report_runs(const std::vector<std::string>& folders, const std::string& html) {
     if (folders.empty()) fail_usage("report: --from is missing: the folder of a run, such as runs/tiny");
     if (folders.size() > 8) fail_usage("report: %zu runs; a page has colours for 8", folders.size());
     require_place_for_file("html", html);
     std::vector<RunHistory> runs;
     for (const std::string& folder : folders) runs.push_back(read_run_history(folder));
-    if (html.empty()) return void(std::fputs(report_text(runs, price, unix_time(), terminal_width()).c_str(), stdout));
-    replace_text_file(html, report_page(runs, price, unix_time()));
+    if (html.empty()) return void(std::fputs(report_text(runs, unix_time(), terminal_width()).c_str(), stdout));
+    replace_text_file(html, report_page(runs, unix_time()));
     std::printf("report: %s\n", html.c_str());
 }

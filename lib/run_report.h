@@ -4,7 +4,7 @@
 #include <vector>
 
 // Shows runs (run_page.h) in a file, or on the terminal if html is "".
-void report_runs(const std::vector<std::string>& folders, const std::string& html, double price);
+void report_runs(const std::vector<std::string>& folders, const std::string& html);
 #ifndef COMPILED_APART  // see cpu_kernels.cpp
 #include "run_report.cpp"
 #endif

@@ -423,19 +423,18 @@ TEST(checkpoint_retention_against_an_oracle) {
                 best = step;
         CHECK_EQUAL(best_step(folder.path, no_complaint()), best);
         write_file(folder.file("main.log"), "s:1\n");
-        const int64_t keep = int64_t(draw(5)), keep_every = int64_t(draw(3) * 5);
+        const int64_t keep = int64_t(draw(5));
         std::set<std::string> expected = {"main.log"};
         int64_t newer = 0;  // checkpoints with a higher step
         bool intact_seen = false;
         for (auto i = intact.rbegin(); i != intact.rend(); ++i, newer++) {
             const bool newest_intact = i->second && !intact_seen;
             intact_seen = intact_seen || i->second;
-            if (keep == 0 || newer < keep || (keep_every && i->first % keep_every == 0) || newest_intact ||
-                i->first == best)
+            if (keep == 0 || newer < keep || newest_intact || i->first == best)
                 expected.insert(format_text("step_%08lld", (long long)i->first));
         }
         Lines lines;
-        remove_old_checkpoints(folder.path, keep, keep_every, into(lines));
+        remove_old_checkpoints(folder.path, keep, into(lines));
         CHECK_EQUAL(joined(names_in(folder.path)), joined(expected));
         for (const std::string& line : lines) CHECK(line.find(" is damaged: ") != std::string::npos);
     }

@@ -215,7 +215,9 @@ TEST(export_refuses_what_the_pytorch_model_does_not_know) {
     tensors.push_back(tensors.back());
     tensors.back().name = "layers.0.attn.q_norm.weight";
     write_safetensors(alone + "/model.safetensors", {}, tensors);
-    CHECK_REFUSED(export_to(folder.file("to"), alone), 1, "layers.0.attn.q_norm.weight", "none of this model");
+    const Result more = export_to(folder.file("to"), alone);
+    CHECK_EQUAL(more.status, 1);
+    CHECK(more.err.find("\"layers.0.attn.q_norm.weight\" is none of this model's") != std::string::npos);
     CHECK(!file_exists(folder.file("to")));
 }
 

@@ -163,7 +163,7 @@ TEST(run_resume_with_new_data) {
     REQUIRE_GOOD(train({{"out", out}, {"data", a}, {"schedule", "constant"}}));
     write_small_corpus(folder, "a_2.bin", 3);
     const std::string before = read_file(out + "/run.json");
-    CHECK_REFUSED(resume({"--steps=3"}), 1, "another corpus", "--allow-new-data 1 goes on with these");
+    CHECK_REFUSED(resume({"--steps=3"}), 1, "another corpus", "--allow-new-data goes on with these");
     CHECK_EQUAL(read_file(out + "/run.json"), before);
     const Result added = resume({"--steps=4", "--allow-new-data=1"});
     REQUIRE_GOOD(added);

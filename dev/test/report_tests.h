@@ -339,7 +339,7 @@ TEST(report_follows_the_run_that_names_it) {
     REQUIRE(run_read.starts.size() == 1);
     CHECK_EQUAL(run_read.fact("parameters"), 7712.0);
     CHECK_EQUAL(run_read.fact("ranks"), 1.0);
-    const Result on_terminal = run({"report", "--from", out, out, "--price=3"});
+    const Result on_terminal = run({"report", "--from", out, out});
     REQUIRE_GOOD(on_terminal);
     CHECK(holds(on_terminal.out, "finished, step 3 of 3") && holds(on_terminal.out, "cost"));
     // A resume is another start.

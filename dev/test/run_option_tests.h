@@ -56,8 +56,10 @@ TEST(run_options_are_parsed_strictly) {
             CHECK((parse({verb, name, "a.txt", "b.txt", "--threads", "1"}).*o.list ==
                    std::vector<std::string>{"a.txt", "b.txt"}));
         } else {
-            CHECK(parse({verb, name}).*o.flag && parse({verb, name + "=on"}).*o.flag &&
-                  !(parse({verb, name + "=off"}).*o.flag) && !(parse({verb}).*o.flag));
+            CHECK(parse({verb, name}).*o.flag && parse({verb, name, "1"}).*o.flag &&
+                  parse({verb, name + "=on"}).*o.flag && !(parse({verb, name + "=off"}).*o.flag) &&
+                  !(parse({verb, name, "0"}).*o.flag) && !(parse({verb}).*o.flag));
+            CHECK_FAILS(2, "it is a flag", parse({verb, name + "=yes"}));
         }
         // A verb takes the options that the table gives it, and no other.
         for (const VerbName& v : VERBS) {
@@ -77,15 +79,15 @@ TEST(run_options_are_parsed_strictly) {
 
 TEST(run_usage_errors_end_with_status_2) {
     using namespace program;
-    for (const auto& [words, meant] : std::vector<std::pair<Words, std::string>>{{{"--learning-rate", "1"}, "--lr"},
-                                                                                 {{"--batch-size=8"}, "--batch"},
-                                                                                 {{"--block_size", "8"}, "--seq-len"},
-                                                                                 {{"--max-steps", "8"}, "--steps"},
-                                                                                 {{"--input", "x"}, "--data"},
-                                                                                 {{"tokenize", "--input", "x"}, "--in"},
-                                                                                 {{"export", "--output", "x"}, "--to"},
-                                                                                 {{"sample", "--max-new-tokens", "8"},
-                                                                                  "--tokens"}})
+    for (const auto& [words, meant] :
+         std::vector<std::pair<Words, std::string>>{{{"--learning-rate", "1"}, "--lr"},
+                                                    {{"--batch-size=8"}, "--batch"},
+                                                    {{"--block_size", "8"}, "--seq-len"},
+                                                    {{"--max-steps", "8"}, "--steps"},
+                                                    {{"--input", "x"}, "--data"},
+                                                    {{"tokenize", "--input", "x"}, "--in"},
+                                                    {{"export", "--output", "x"}, "--to"},
+                                                    {{"sample", "--max-new-tokens", "8"}, "--tokens"}})
         CHECK_REFUSED(run(words), 2, " is no option; did you mean " + meant + "?");
     for (const auto& other : OTHER_NAMES)  // each leads to an option, and none is one
         CHECK(std::strcmp(option_named(other.option).name, other.option) == 0 &&
@@ -568,32 +570,6 @@ TEST(run_progress_is_shown_on_a_terminal) {
     }
 }
 
-// Every step is in the logs, whatever is printed.
-TEST(run_log_every_thins_out_what_is_printed) {
-    using namespace program;
-    TempFolder folder;
-    const auto printed = [&](const Options& options) {
-        const Result r = train(options);
-        REQUIRE_GOOD(r);
-        std::string steps;
-        for (const std::string& line : lines_of(r.out)) {
-            int step;
-            if (std::sscanf(line.c_str(), "step %d | loss", &step) == 1 && line.find("grad_norm") != std::string::npos)
-                steps += std::to_string(step) + " ";
-        }
-        return steps;
-    };
-    const std::string out = folder.file("run");
-    CHECK_EQUAL(printed({{"steps", "8"}, {"log-every", "3"}, {"out", out}}), std::string("1 3 6 8 "));
-    CHECK_EQUAL(printed({{"steps", "14"}, {"resume", "on"}, {"out", out}}), std::string("9 12 14 "));
-    CHECK_EQUAL(printed({{"steps", "16"}, {"resume", "on"}, {"log-every", "1"}, {"out", out}}), std::string("15 16 "));
-    CHECK_EQUAL(logged(out, "loss").size(), size_t(16));
-    size_t lines = 0;
-    for (const std::string& line : lines_of(read_file(out + "/main.log")))
-        lines += line.find(" trl:") != std::string::npos;
-    CHECK_EQUAL(lines, size_t(16));
-}
-
 TEST(run_places_that_cannot_be_written_are_named) {
     using namespace program;
     TempFolder folder;
@@ -631,9 +607,9 @@ TEST(run_omp_num_threads_is_bounded_by_the_processors) {
     using namespace program;
     TempFolder folder;
     const auto with_threads = [&](const char* count) {
-        return execute(joined({"/usr/bin/env", std::string("OMP_NUM_THREADS=") + count, path(), "--out",
-                               folder.file("run")},
-                              words_of(small({{"threads", "-"}, {"out", "-"}, {"steps", "1"}}))));
+        return execute(
+            joined({"/usr/bin/env", std::string("OMP_NUM_THREADS=") + count, path(), "--out", folder.file("run")},
+                   words_of(small({{"threads", "-"}, {"out", "-"}, {"steps", "1"}}))));
     };
     const int processors = usable_processors();
     const Result many = with_threads("100000");

@@ -93,7 +93,6 @@ class StopTrial {
                    {"eval-every", "0"},
                    {"eval-batches", "1"},
                    {"sample-tokens", "0"},
-                   {"log-every", "1"},
                    {"save-every", std::to_string(SAVE_EVERY)}}) {}
 
     void run(int stops, int at_a_time) {
