@@ -62,7 +62,7 @@ inline std::vector<ReportRow> report_rows(const std::vector<RunHistory>& runs, d
     add("state", [&](const RunHistory& run) {
         std::string text = state_of(run, now);
         if (run.torn) text += "; the last line is torn";
-        if (run.unreadable) text += format_text("; %zu lines of the log cannot be read", run.unreadable);
+        if (run.unreadable) text += "; " + counted(int64_t(run.unreadable), "line") + " of the log cannot be read";
         return text;
     });
     if (has("val_loss")) {

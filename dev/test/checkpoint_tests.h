@@ -449,7 +449,7 @@ TEST(checkpoint_failing_deletes_are_complaints) {
     CHECK(mkdir(folder.file("step_00000003.removing").c_str(), 0777) == 0);
     make_unremovable(folder.file("step_00000003.removing"));
     Lines lines;
-    remove_old_checkpoints(run, 1, 0, into(lines));
+    remove_old_checkpoints(run, 1, into(lines));
     REQUIRE(lines.size() == 2);
     for (const std::string& line : lines)
         CHECK(line.find("cannot ") == 0 && line.find(std::strerror(ENAMETOOLONG)) != std::string::npos &&
@@ -460,11 +460,11 @@ TEST(checkpoint_failing_deletes_are_complaints) {
     lines.clear();
     clean_leftovers(run, into(lines));
     CHECK_EQUAL(lines.size(), size_t(2));
-    remove_old_checkpoints(folder.file("nowhere"), 1, 0, no_complaint());
+    remove_old_checkpoints(folder.file("nowhere"), 1, no_complaint());
     clean_leftovers(folder.file("nowhere"), no_complaint());
     write_file(folder.file("file"), "");
     lines.clear();
-    remove_old_checkpoints(folder.file("file"), 1, 0, into(lines));
+    remove_old_checkpoints(folder.file("file"), 1, into(lines));
     clean_leftovers(folder.file("file"), into(lines));
     CHECK_EQUAL(lines.size(), size_t(2));
 }
@@ -546,7 +546,7 @@ TEST(checkpoint_in_a_folder_that_may_not_be_written) {
     CHECK_FAILS(1, denied.c_str(), commit_checkpoint(folder.path, 3, {file}, "{}"));
     CHECK_FAILS(1, denied.c_str(), write_text_file(folder.file("x"), "x"));
     Lines lines;
-    remove_old_checkpoints(folder.path, 1, 0, into(lines));
+    remove_old_checkpoints(folder.path, 1, into(lines));
     clean_leftovers(folder.path, into(lines));
     abandon_checkpoint(folder.path, 3, into(lines));
     if (user == 0) CHECK(seteuid(0) == 0);
