@@ -522,9 +522,6 @@ TEST(bad_numbers_outliers_are_skipped) {
             CHECK(line.find("step 0161 |") == 0);
         }
     CHECK_EQUAL(skipped, 1u);
-    CHECK_EQUAL(std::count_if(shown.begin(), shown.end(),
-                              [](const std::string& s) { return s.find(" | grad_norm ") != std::string::npos; }),
-                6);  // 1, 50, 100, 150, 161, 170
     // Interrupted in front of it: the windows travel with the checkpoint.
     REQUIRE_GOOD(train(with({{"out", folder.file("parts")}, {"steps", "155"}})));
     REQUIRE_GOOD(train(with({{"out", folder.file("parts")}, {"resume", "on"}})));

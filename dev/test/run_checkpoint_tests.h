@@ -416,7 +416,7 @@ TEST(run_begins_with_the_weights_of_another) {
     REQUIRE_GOOD(train({{"out", shorter},
                         {"init-from", first + "/step_00000030"},
                         {"steps", "1"},
-                        {"lr", "0"},
+                        {"lr", "1e-30"},
                         {"seq-len", "32"},
                         {"total-batch", "64"},
                         {"weight-decay", "0"}}));

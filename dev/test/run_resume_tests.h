@@ -69,6 +69,29 @@ TEST(resume_knows_options_that_have_left) {
                 resumes("\"deterministic\": \"on\""));
 }
 
+// The run.json of an earlier version: options that have left are taken at their defaults and refused elsewhere, and the
+// 0 and 1 that were some flags' are on and off.
+TEST(run_resumes_with_the_options_of_earlier_versions) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run"), path = out + "/run.json";
+    REQUIRE_GOOD(train({{"out", out}}));
+    const std::string now = read_file(path);
+    const auto resumed_with = [&](const std::string& old) {
+        write_file(path, "{" + old + ", " + now.substr(1));
+        return run({"--resume", "--out", out, "--steps", "2"});
+    };
+    const Result same = resumed_with("\"beta1\": 0.9, \"adam_eps\": 1e-08, \"log_every\": 5, \"max_bad_steps\": 7");
+    REQUIRE_GOOD(same);
+    CHECK_REFUSED(resumed_with("\"beta1\": 0.8"), 1, path, "--beta1 0.8", "no longer has");
+    std::string flag = now;
+    flag.replace(flag.find("\"tensorboard\": \"off\""), 20, "\"tensorboard\": 1");
+    write_file(path, flag);
+    const Result events = run({"--resume", "--out", out, "--steps", "3"});
+    REQUIRE_GOOD(events);
+    CHECK_EQUAL(glob_files(out + "/events.out.tfevents.*").size(), 1u);
+}
+
 // What decides the bits of a run that nobody gives again, in the whole program: micro-batch, threads, statistics.
 TEST(run_resumed_bare_is_the_run) {
     using namespace program;
