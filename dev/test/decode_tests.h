@@ -81,7 +81,8 @@ TEST(sample_says_what_decoding_read) {
         train.insert(train.end(), model.begin(), model.end());
         train.push_back(folder.file("run"));
         CHECK_EQUAL(execute(train).status, 0);
-        const Result r = execute({path(), "sample", "--from", folder.file("run"), "--tokens", "64", "--past-end", "--stats"});
+        const Result r =
+            execute({path(), "sample", "--from", folder.file("run"), "--tokens", "64", "--past-end", "--stats"});
         CHECK_EQUAL(r.status, 0);
         CHECK(r.err.find("decoding: 63 tokens in ") != std::string::npos);
         // T = 2 .. 64 on average 33 of full attention; 33 numbers of 16 x 4 bytes, twice
