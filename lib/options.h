@@ -38,7 +38,7 @@ struct Config {
     std::string schedule;
     // the run
     int64_t eval_every = 0, eval_batches = 0, sample_every = 0, sample_tokens = 0, save_every = 0, keep = 0,
-            cuda_graph = 0, threads = 0;
+            threads = 0;
     double stall_timeout = 0;
     std::string out, config, device, cpu_dtype, selected_kernels, dump_state, profile_steps;
     bool resume = false, help = false, version = false, tensorboard = false, allow_new_data = false;

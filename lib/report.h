@@ -102,7 +102,6 @@ inline void print_run_batch(const Config& c, const RunFacts& f, const std::set<s
     std::printf("batch:  %lld tokens a step = %s of %lld x %s x %s; %s, %s schedule\n", (long long)c.total_batch,
                 counted(c.batch, "sequence").c_str(), (long long)c.seq_len, counted(f.ranks, "rank").c_str(),
                 counted(c.total_batch / (c.batch * c.seq_len * f.ranks), "micro-step").c_str(),
-                c.deterministic ? " (--deterministic: one sequence at a time, whatever --batch is)" : "",
                 counted(c.steps, "step").c_str(), c.schedule.c_str());
     if (!given.count("total-batch") && c.total_batch != preset_of(c).total_batch)
         std::printf("        not the preset's %lld tokens a step, %s; --total-batch sets them\n",
