@@ -35,11 +35,12 @@ inline uint64_t file_size(const std::string& path, bool regular = false) {
     return uint64_t(s.st_size);
 }
 
-// For an option that names a file to write, which is never one that is there.
-inline void require_new_file(const char* option, const std::string& path) {
+// Which file a path leads to, however it is written: device and inode.
+using FileIdentity = std::pair<dev_t, ino_t>;
+inline FileIdentity file_identity(const std::string& path) {
     struct stat s;
-    if (lstat(path.c_str(), &s) == 0)
-        fail("%s %s is there already and is not overwritten: choose another name, or remove it", option, path.c_str());
+    if (stat(path.c_str(), &s) != 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
+    return {s.st_dev, s.st_ino};
 }
 
 // A file that exists but cannot be read, because of permissions, a limit of the machine or the network. Its content may

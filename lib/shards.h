@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include <sys/file.h>
+
 #include "files.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "shards are little endian and are used in place");
@@ -18,10 +20,64 @@ constexpr uint8_t NO_TARGET = 2;  // among the flags of targets, beside 1 for an
 // ---------------------------------------------------------------------------------------------------------------------
 // Writing.
 
+// Shards that are there are never replaced.
+inline void require_no_shards(const std::string& prefix) {
+    for (const char* split : {"train", "val"}) {
+        const std::vector<std::string> old = glob_files(glob_literal(prefix) + "_" + split + "_[0-9]*.bin");
+        if (!old.empty())
+            fail(
+                "--out %s: %s exists already; shards are not overwritten: remove the %zu %s shards or choose another "
+                "PREFIX",
+                prefix.c_str(), old[0].c_str(), old.size(), split);
+    }
+}
+
+// One writer at a time for a prefix: two would mix their shards. The kernel ends the lock with the process, however
+// that ends; of one that was killed an empty file stays, which the next one takes over.
+class PrefixLock {
+  public:
+    explicit PrefixLock(const std::string& prefix) : path(prefix + ".lock") {
+        make_folders(folder_of(path));
+        while (!lock_file()) {
+        }
+    }
+    PrefixLock(const PrefixLock&) = delete;
+    PrefixLock& operator=(const PrefixLock&) = delete;
+    ~PrefixLock() {
+        unlink(path.c_str());
+        ::close(fd);
+    }
+
+  private:
+    const std::string path;
+    int fd = -1;
+
+    // False where the file that was locked is no longer the one of this name: its owner has just removed it.
+    bool lock_file() {
+        fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
+        if (fd < 0) fail("cannot create %s: %s", path.c_str(), std::strerror(errno));
+        struct stat locked, named;
+        if (fstat(fd, &locked) != 0 || !S_ISREG(locked.st_mode) || locked.st_size != 0) {
+            ::close(fd);
+            fail("%s is no lock of this program, which is an empty file: choose another PREFIX", path.c_str());
+        }
+        if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {  // some file systems have no locks
+            ::close(fd);
+            fail("another tokenize writes shards of the same name (%s is locked): wait for its end, or choose another "
+                 "PREFIX",
+                 path.c_str());
+        }
+        if (lstat(path.c_str(), &named) == 0 && named.st_ino == locked.st_ino && named.st_dev == locked.st_dev)
+            return true;
+        ::close(fd);
+        return false;
+    }
+};
+
 // Writes <prefix>_<split>_000000.bin and so on, counting from first_index, with shard_tokens tokens in each file but
 // the last; a document may straddle two files. A shard gets its name once it is complete: it grows as <name>.tmp and is
 // renamed after its header has been filled in and synced. A writer that ends without close() removes its unfinished
-// file. A shard that exists already is never replaced: the writer fails.
+// file. A shard that exists already is never replaced: the writer fails. Its caller holds the PrefixLock.
 class ShardWriter {
   public:
     ShardWriter(std::string prefix, std::string split, int first_index, uint64_t shard_tokens, int vocab_size)
@@ -85,7 +141,8 @@ class ShardWriter {
         path = format_text("%s_%s_%06d.bin", prefix.c_str(), split.c_str(), index);
         if (file_exists(path))
             fail("%s exists already: remove the old shards or choose another output name", path.c_str());
-        file = std::fopen((path + ".tmp").c_str(), "wb");
+        std::remove((path + ".tmp").c_str());  // of a writer that was killed
+        file = std::fopen((path + ".tmp").c_str(), "wbx");
         if (!file) fail("cannot create %s.tmp: %s", path.c_str(), std::strerror(errno));
         in_shard = 0;
         write_header(0);  // no valid shard until finish_shard() writes the count
@@ -141,15 +198,10 @@ inline std::vector<std::string> shard_files(const std::string& pattern, const st
 
 // No file may be used for both training and validation. A link counts as the file it leads to; copies go unnoticed.
 inline void check_disjoint(const std::vector<std::string>& train_files, const std::vector<std::string>& val_files) {
-    const auto identity = [](const std::string& path) {
-        struct stat s;
-        if (stat(path.c_str(), &s) != 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
-        return std::make_pair(s.st_dev, s.st_ino);
-    };
-    std::map<std::pair<dev_t, ino_t>, std::string> train;
-    for (const std::string& file : train_files) train.emplace(identity(file), file);
+    std::map<FileIdentity, std::string> train;
+    for (const std::string& file : train_files) train.emplace(file_identity(file), file);
     for (const std::string& file : val_files) {
-        const auto same = train.find(identity(file));
+        const auto same = train.find(file_identity(file));
         if (same != train.end())
             fail_usage(
                 "validation file %s is the training file %s: the validation loss would be a training loss; give "

@@ -379,9 +379,8 @@ class TokenSpool {
     uint64_t tokens = 0;
 
     explicit TokenSpool(const std::string& prefix)
-        : path(prefix + "_tokens.tmp"), file(std::fopen(path.c_str(), "w+b")) {
+        : path(prefix + "_tokens.tmp"), file(create()) {
         if (!file) fail("cannot create %s: %s", path.c_str(), std::strerror(errno));
-        std::remove(path.c_str());  // the file stays open, without a name
     }
     TokenSpool(const TokenSpool&) = delete;
     TokenSpool& operator=(const TokenSpool&) = delete;
@@ -414,6 +413,15 @@ class TokenSpool {
   private:
     const std::string path;
     std::FILE* const file;
+
+    // It stays open without a name. None that is there is touched.
+    std::FILE* create() const {
+        std::string name = path + "XXXXXX";
+        const int fd = mkstemp(&name[0]);
+        if (fd < 0) return nullptr;
+        unlink(name.c_str());
+        return fdopen(fd, "w+b");
+    }
 };
 
 // Where the validation tokens begin: at the document that begins nearest to the last `fraction` of the tokens. If that
@@ -441,14 +449,7 @@ inline void check_tokenize_options(const TokenizeOptions& options) {
         fail_usage("--val-fraction %g: expected 0 or more and below 1", options.val_fraction);
     if (options.threads < 0 || options.threads > 1024)
         fail_usage("--threads %d: expected 1 to 1024, or 0 for one per core", options.threads);
-    for (const char* split : {"train", "val"}) {
-        const std::vector<std::string> old = glob_files(glob_literal(options.out) + "_" + split + "_[0-9]*.bin");
-        if (!old.empty())
-            fail(
-                "--out %s: %s exists already; shards are not overwritten: remove the %zu %s shards or choose another "
-                "PREFIX",
-                options.out.c_str(), old[0].c_str(), old.size(), split);
-    }
+    require_no_shards(options.out);
 }
 
 // What was found in the files.
@@ -577,6 +578,8 @@ void tokenize_files(const TokenizeOptions& options) {
         if (!input.is_pipe) ByteSource probe(input);  // better now than after hours
     const Tokenizer tokenizer = Tokenizer::open(options.tokenizer, options.vocab_dir);
     const int threads = options.threads ? options.threads : int(std::max(1u, std::thread::hardware_concurrency()));
+    const PrefixLock lock(options.out);
+    require_no_shards(options.out);  // another process may have written some since
     ShardWriter train(options.out, "train", 1, options.shard_tokens, tokenizer.vocab_size());
     ShardWriter val(options.out, "val", 0, options.shard_tokens, tokenizer.vocab_size());
 

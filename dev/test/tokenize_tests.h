@@ -74,6 +74,32 @@ TEST(tokenize_one_document_is_cut_at_a_token) {
     CHECK_FAILS(1, "train_000001.bin exists already", tokenize_files(f.options));
 }
 
+// Two writers of one prefix would mix their shards; of one that was killed nothing is in the way.
+TEST(tokenize_has_its_prefix_for_itself) {
+    TokenizeFixture f;
+    f.input("a.txt", "text");
+    make_folders(f.folder.file("shards"));
+    const std::string lock = f.options.out + ".lock";
+    {
+        const PrefixLock other(f.folder.file("shards/../shards/x"));
+        CHECK_FAILS(1, "another tokenize writes shards of the same name", tokenize_files(f.options));
+        CHECK(file_exists(lock));
+    }
+    write_file(lock, "");
+    write_file(f.options.out + "_train_000001.bin.tmp", "half a shard");
+    f.options.val_fraction = 0;
+    tokenize_files(f.options);
+    CHECK_EQUAL(f.train(), std::string("|text"));
+    CHECK_EQUAL(glob_files(f.options.out + "*").size(), size_t(1));
+    // Files of others stay as they are.
+    f.options.out = f.folder.file("shards/y");
+    write_file(f.options.out + ".lock", "theirs"), write_file(f.options.out + "_tokens.tmp", "theirs");
+    CHECK_FAILS(1, "y.lock is no lock of this program", tokenize_files(f.options));
+    std::remove((f.options.out + ".lock").c_str());
+    tokenize_files(f.options);
+    CHECK_EQUAL(read_file(f.options.out + "_tokens.tmp"), std::string("theirs"));
+}
+
 TEST(tokenize_splits_documents_at_the_separator) {
     TokenizeFixture f;
     f.input("a.txt", "one\\n\n\t--\ntwo\n\t--\n\n\t--\nthree\n\t--\n");  // the third is empty, and so is what follows
