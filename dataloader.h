@@ -421,7 +421,7 @@ EvaluationData open_evaluation_data(const Config& c, const std::string& checkpoi
     if (c.val_data.empty() && c.hellaswag.empty())
         fail_usage("eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic; or --hellaswag");
     if (!c.items.empty() && c.hellaswag.empty()) fail_usage("--items %s needs --hellaswag", c.items.c_str());
-    if (!c.items.empty()) require_new_file("--items", c.items);
+    require_output_file("items", c.items);
     require_no_bytes(c);
     EvaluationData data;
     LoaderOptions options = loader_options(c, world, "--val-data", false);

@@ -326,18 +326,45 @@ inline void rename_path(const std::string& from, const std::string& to) {
         fail("cannot rename %s to %s: %s", from.c_str(), to.c_str(), std::strerror(errno));
 }
 
-// Before the work whose result goes there: "" is nothing to write.
-inline void require_place_for_file(const char* option, const std::string& path) {
+// How the files begin that may be replaced: pages of this program and their data.
+constexpr const char* PAGE_BEGINNING = "<!DOCTYPE html>\n<!-- page of ./train_nsa ";
+constexpr const char* INSPECTED_BEGINNING = "{\"nsa_inspect\": 1, ";
+
+// For an option that names a file to write, before the work whose result goes there: "" is nothing to write. A file
+// that is there already is replaced only if it begins like one of this program; beginning "": none is.
+inline void require_output_file(const char* option, const std::string& path, const std::string& beginning = "") {
     if (path.empty()) return;
+    struct stat s;
     if (!file_exists(folder_of(path) + "/."))
         fail("--%s %s: there is no folder %s; make it first", option, path.c_str(), folder_of(path).c_str());
-    if (file_exists(path + "/.")) fail("--%s %s is a folder: give the name of a file", option, path.c_str());
+    if (lstat(path.c_str(), &s) != 0) {
+        if (errno == ENOENT) return;
+        fail("--%s %s: %s", option, path.c_str(), std::strerror(errno));
+    }
+    if (S_ISDIR(s.st_mode)) fail("--%s %s is a folder: give the name of a file", option, path.c_str());
+    if (!S_ISREG(s.st_mode)) fail("--%s %s is a link, a pipe or a device: give the name of a file", option, path.c_str());
+    if (beginning.empty())
+        fail("--%s %s is there already and is not overwritten: choose another name, or remove it", option,
+             path.c_str());
+    std::string found(beginning.size(), '\0');
+    std::ifstream(path, std::ios::binary).read(&found[0], std::streamsize(found.size()));
+    if (found != beginning)
+        fail("--%s %s is there already, and this program has not written it: choose another name, or remove it", option,
+             path.c_str());
 }
 
 // A crash at any moment leaves either the whole old text or the whole new one.
 inline void replace_text_file(const std::string& path, const std::string& text) {
     const std::string writing = path + ".writing";
+    unlink(writing.c_str());  // of a writer that died
     write_text_file(writing, text);
     rename_path(writing, path);
     sync_folder(folder_of(path));
+}
+
+// The file that an option names. It may have come there meanwhile.
+inline void write_output_file(const char* option, const std::string& path, const std::string& text,
+                              const std::string& beginning = "") {
+    require_output_file(option, path, beginning);
+    replace_text_file(path, text);
 }

@@ -47,7 +47,8 @@ class Inspection {
     Inspection(const Config& c, const std::string& folder, const Tokenizer& tokenizer) {
         if (c.attention == "full") fail("inspect: %s has full attention, which selects nothing", folder.c_str());
         if (c.html.empty() && c.json.empty()) fail_usage("inspect: give --html FILE, --json FILE, or both");
-        require_place_for_file("html", c.html), require_place_for_file("json", c.json);
+        require_output_file("html", c.html, PAGE_BEGINNING);
+        require_output_file("json", c.json, INSPECTED_BEGINNING);
         if (c.text.empty()) fail_usage("inspect: --text is missing: a file of text, or - for stdin");
         std::vector<std::string> bytes = {""};
         tokens = {tokenizer.end_of_text};
@@ -63,7 +64,7 @@ class Inspection {
                 format_text("a text of %zu tokens, and the model was trained on %lld at a time: what it selects "
                             "beyond that length it has not learnt",
                             tokens.size() - 1, (long long)c.seq_len));
-        json = "{\"nsa_inspect\": 1, \"checkpoint\": " + json_quote(folder) + ", \"text\": " + json_quote(c.text) +
+        json = INSPECTED_BEGINNING + ("\"checkpoint\": " + json_quote(folder) + ", \"text\": " + json_quote(c.text) +
                format_text(
                    ",\n\"shape\": {\"layers\": %lld, \"heads\": %lld, \"kv_groups\": %lld, \"cmp_block\": %lld, "
                    "\"cmp_stride\": %lld, \"slc_block\": %lld, \"slc_count\": %lld, \"window\": %lld, \"seq_len\": "
@@ -129,12 +130,15 @@ class Inspection {
         json += "]}\n";
         // In HTML this would end the script; in JSON it is the same.
         for (size_t at = 0; (at = json.find("</", at)) != std::string::npos; at += 3) json.insert(at + 1, "\\");
-        if (!json_path.empty()) replace_text_file(json_path, json), std::printf("inspect: %s\n", json_path.c_str());
+        if (!json_path.empty()) {
+            write_output_file("json", json_path, json, INSPECTED_BEGINNING);
+            std::printf("inspect: %s\n", json_path.c_str());
+        }
         if (html_path.empty()) return;
         std::string page(file_inspect_page, file_inspect_page_end);
         const std::string place = "@JSON@";
         page.replace(page.find(place), place.size(), json);
-        replace_text_file(html_path, page);
+        write_output_file("html", html_path, page, PAGE_BEGINNING);
         std::printf("inspect: %s\n", html_path.c_str());
     }
 

@@ -641,7 +641,7 @@ inline std::pair<int64_t, int64_t> profiled_steps(const Config& c) {
 
 // Options given for what dense attention does not have, or for a file that is there.
 inline void validate_given(const Config& c, const std::set<std::string>& given) {
-    if (!c.dump_state.empty()) require_new_file("--dump-state", c.dump_state);
+    require_output_file("dump-state", c.dump_state);
     profiled_steps(c);
     if (c.allow_new_data && !c.resume) fail_usage("--allow-new-data is for a resume: give --resume, or leave it out");
     for (const char* name : NSA_OPTIONS)

@@ -306,7 +306,7 @@ inline std::string choices_text(const ChoiceResult& r) {
 // items: file to write, or "".
 inline void print_choices(const std::string& checkpoint, const ChoiceTask& task, const ChoiceResult& r,
                           const std::string& items) {
-    if (!items.empty()) write_text_file(items, choice_items_text(task, r));
+    if (!items.empty()) write_output_file("items", items, choice_items_text(task, r));
     std::printf("%s on %s: %s\n", checkpoint.c_str(), task.file.c_str(), choices_text(r).c_str());
 }
 

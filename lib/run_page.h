@@ -111,7 +111,11 @@ inline bool has_gpt2_vocabulary(const std::vector<RunHistory>& runs) {
                        [](const RunHistory& run) { return run.option("tokenizer") == "gpt2"; });
 }
 
-inline std::string run_color(size_t run) { return format_text("var(--c%zu)", run % 8); }
+// Eight chosen ones, then hues that lie as far from those before as can be.
+inline std::string run_color(size_t run) {
+    if (run < 8) return format_text("var(--c%zu)", run);
+    return format_text("hsl(%.0f 48%% 52%%)", std::fmod(137.508 * double(run), 360));
+}
 
 // From violet to amber; they are as light as each other.
 inline std::string layer_color(size_t layer, size_t layers) {
@@ -321,7 +325,8 @@ inline std::string page_head(const std::vector<RunHistory>& runs, double now) {
     const RunHistory& first = runs[0];
     const std::string title = runs.size() == 1 ? first.folder : format_text("%zu runs", runs.size());
     std::string html =
-        "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n<meta name=\"viewport\" "
+        std::string(PAGE_BEGINNING) +
+        "report -->\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n<meta name=\"viewport\" "
         "content=\"width=device-width\"><title>" +
         html_text(title) + "</title><style>" + page_style() + "</style></head><body>\n<h1>" + html_text(title) +
         "</h1>\n<p>";
@@ -428,6 +433,12 @@ inline std::vector<double> column_values(const ChartLine& line, double x_high, s
     return value;
 }
 
+// In the text; beyond 62 runs all share one.
+inline char run_letter(size_t run) {
+    static const char letters[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789*";
+    return letters[std::min(run, sizeof letters - 2)];
+}
+
 // One run: its validation loss as o, its training loss as a dot; several: a letter each.
 inline std::string text_chart(const Chart& c, size_t runs, size_t width) {
     const size_t margin = 9, columns = std::max<size_t>(width, 40) - margin - 1, rows = 16;
@@ -438,7 +449,7 @@ inline std::string text_chart(const Chart& c, size_t runs, size_t width) {
         for (size_t column = 0; column < columns; column++) {
             const double row = std::floor((1 - Y.share(values[column])) * double(rows));
             if (row >= 0 && row < double(rows))
-                cells[size_t(row)][column] = runs > 1 ? char('a' + i) : c.lines[i].faint ? '.' : 'o';
+                cells[size_t(row)][column] = runs > 1 ? run_letter(i) : c.lines[i].faint ? '.' : 'o';
         }
     }
     std::vector<std::string> labels(rows);
@@ -464,7 +475,7 @@ inline std::string report_text(const std::vector<RunHistory>& runs, double now, 
     const bool one = runs.size() == 1;
     std::string text = one ? "loss: o validation, . training\n" : "loss:";
     for (size_t r = 0; !one && r < runs.size(); r++)
-        text += format_text(" %c %s", int('a' + r), runs[r].folder.c_str());
+        text += format_text(" %c %s", run_letter(r), runs[r].folder.c_str());
     text += (one ? "" : "\n") + text_chart(c, runs.size(), width) + "\n";
     const std::vector<ReportRow> rows = report_rows(runs, now);
     std::vector<size_t> widths(runs.size());

@@ -172,6 +172,11 @@ TEST(inspect_says_what_is_wrong) {
     CHECK_REFUSED(with(good), 2, "--html FILE, --json FILE");
     CHECK_REFUSED(with(joined(good, {"--html", folder.file("no/x.html")})), 1, "there is no folder");
     CHECK_REFUSED(with(joined(good, {"--json", folder.path})), 1, "is a folder");
+    REQUIRE_GOOD(with(joined(good, {"--json", folder.file("x.json"), "--html", folder.file("x.html")})));
+    REQUIRE_GOOD(with(joined(good, {"--json", folder.file("x.json"), "--html", folder.file("x.html")})));
+    CHECK_REFUSED(with(joined(good, {"--json", folder.file("x.html")})), 1, "this program has not written it");
+    CHECK_REFUSED(with(joined(good, {"--html", folder.file("text.txt")})), 1, "this program has not written it");
+    CHECK_EQUAL(read_file(folder.file("text.txt")), std::string("Some words."));
     CHECK_REFUSED(with({"--from", folder.file("run"), "--text", folder.file("none"), "--json", folder.file("x")}), 1,
                   "none");
     write_file(folder.file("text.txt"), std::string(20000, 'x'));

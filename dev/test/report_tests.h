@@ -303,7 +303,20 @@ TEST(report_refuses_what_is_no_run) {
     CHECK_REFUSED(report({"--from", run_folder, "--html", none + "/x.html"}), 1, "no folder " + none, "make it");
     CHECK_REFUSED(report({"--from", run_folder, "--html", plain}), 1, "--html " + plain + " is a folder");
     CHECK_REFUSED(report({"--from", run_folder, "--html", "a", "--html", "b"}), 2, "--html is given twice");
-    CHECK_REFUSED(report(joined({"--from"}, Words(9, run_folder))), 2, "9 runs", "8");
+    const std::string pipe = folder.file("pipe.html"), link = folder.file("link.html"), page = folder.file("page.html");
+    CHECK_EQUAL(mkfifo(pipe.c_str(), 0600), 0);
+    CHECK_EQUAL(symlink(page.c_str(), link.c_str()), 0);
+    for (const std::string& odd : {pipe, link, std::string("/dev/full")})
+        CHECK_REFUSED(report({"--from", run_folder, "--html", odd}), 1, odd + " is a link, a pipe or a device");
+    write_file(page, "<!DOCTYPE html>\n<html>theirs</html>\n");
+    CHECK_REFUSED(report({"--from", run_folder, "--html", page}), 1, page, "this program has not written it");
+    std::remove(page.c_str());
+    // As many as a shell puts there for a *; the page may be made again.
+    for (const Words& runs : {Words(30, run_folder), Words(2, run_folder)})
+        REQUIRE_GOOD(report(joined(joined({"--from"}, runs), {"--html", page})));
+    const Result on_terminal = report(joined({"--from"}, Words(60, run_folder)));
+    REQUIRE_GOOD(on_terminal);
+    CHECK(on_terminal.out.find(" 7 " + run_folder) != std::string::npos);  // the 60th
     write_file(run_folder + "/run.json", "{");
     CHECK_REFUSED(report({"--from", run_folder}), 1, "run.json", "not valid JSON");
     REQUIRE_GOOD(report({"--help"}));
