@@ -19,7 +19,9 @@
 #include "lib/errors.h"
 #include "lib/options.h"
 #include "lib/profile.h"
+#include "lib/progress.h"
 #include "lib/token_source.h"
+#include "lib/tokenize.h"
 #include "lib/train_state.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -414,12 +416,27 @@ struct EvaluationData {
     }
 };
 
+// --text: the documents of a file, each behind an end-of-text.
+template <class Tokenizer>
+TokenSource text_source(const std::string& file, const Tokenizer& tokenizer) {
+    const Progress progress("reading " + file);
+    std::vector<uint16_t> tokens;
+    typename Tokenizer::Encoder encoder(tokenizer);
+    for (const std::string& document : documents_of(file).texts) {
+        tokens.push_back(tokenizer.end_of_text);
+        encoder.append(document, tokens);
+    }
+    return memory_source(file, std::move(tokens), {}, tokenizer.vocab_size());
+}
+
 // checkpoint: whose training says what "synthetic" is: the samples that the run itself was validated on.
 template <class World, class Tokenizer>
 EvaluationData open_evaluation_data(const Config& c, const std::string& checkpoint, const World& world,
                                     const Tokenizer* tokenizer) {
-    if (c.val_data.empty() && c.hellaswag.empty())
-        fail_usage("eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic; or --hellaswag");
+    if (c.val_data.empty() && c.hellaswag.empty() && c.text.empty())
+        fail_usage(
+            "eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic; or --text FILE..., or "
+            "--hellaswag FILE");
     if (!c.items.empty() && c.hellaswag.empty()) fail_usage("--items %s needs --hellaswag", c.items.c_str());
     require_output_file("items", c.items);
     require_no_bytes(c);
@@ -431,6 +448,13 @@ EvaluationData open_evaluation_data(const Config& c, const std::string& checkpoi
         const uint64_t wanted = uint64_t(trained.eval_batches * trained.total_batch);
         return synthetic_validation(uint64_t(trained.seed), wanted, c.seq_len);
     });
+    for (const std::string& file : c.text) {
+        if (!tokenizer) fail_usage("--text %s: --vocab-dir is missing, which has GPT-2's tokens", file.c_str());
+        if (file == "-" && world.size > 1) fail_usage("--text -: of several ranks only the first has stdin: give a file");
+        options.name = "--text " + file;
+        data.sets.push_back({file, std::make_unique<DataLoader>(
+                                       std::vector<TokenSource>{text_source(file, *tokenizer)}, options)});
+    }
     if (!c.hellaswag.empty()) data.choices = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
     return data;
 }

@@ -748,12 +748,13 @@ struct Decoder {
     // over a single position. The random numbers depend on seed and position alone.
     int32_t next(const std::vector<int32_t>& tokens, const Config& c) {
         const size_t pass = position == 0 ? tokens.size() : 1;
-        const Progress progress(format_text("prompt of %zu tokens", tokens.size()), 0, tokens.size() > 1);
+        const bool is_prompt = tokens.size() > 1;
+        Progress progress(format_text("prompt of %zu tokens", tokens.size()), double(a.layer.size()), is_prompt);
         const typename DecodeMeter<Dev>::Call call(meter, position, tokens.size());
         std::unique_ptr<DecodingThreads> threads;
         if (position > 0) threads = std::make_unique<DecodingThreads>(model.table.total);  // a prompt has all threads
         for (size_t at = 0; at < tokens.size(); at += pass) {
-            forward(model, a, tokens.data() + at, position, int(pass));
+            forward(model, a, tokens.data() + at, position, int(pass), [&](size_t i) { progress.done = double(i + 1); });
             position += int(pass);
         }
         const auto* last = a.normed + (pass - 1) * size_t(a.C);

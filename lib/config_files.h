@@ -225,14 +225,19 @@ static bool is_inherited(const Option& o) {
     return (o.verbs & TRAIN) && std::none_of(std::begin(NOT_INHERITED), std::end(NOT_INHERITED), is_this);
 }
 
+static const char* const MEND_RUN_JSON = "mend it, or remove the file: the checkpoints hold the options too";
+
 // The options of the run in this folder: its run.json or, where that is missing, the manifest of its newest checkpoint.
 // Returns the file; "" where there is neither.
 static std::string find_run_options(const std::string& folder, Json& options) {
     const std::string path = folder + "/run.json";
-    if (file_exists(path)) {
-        options = parse_json(read_file(path), path);
-        return path;
-    }
+    if (file_exists(path)) try {
+            options = parse_json(read_file(path), path);
+            options.require(Json::Object, path);
+            return path;
+        } catch (const Error& e) {
+            fail("%s; %s", e.what(), MEND_RUN_JSON);
+        }
     for (const int64_t step : checkpoint_steps(folder)) try {
             const Manifest manifest = read_manifest(checkpoint_folder(folder, step));
             options = manifest.state.get("options", manifest.path);
@@ -264,7 +269,7 @@ static bool inherit_options(Config& c, std::set<std::string>& given) {
             if (is_automatic(o, value)) continue;
             set_option(c, o, value);
         } catch (const Error& e) {
-            fail("%s: %s; mend it, or remove the file: the checkpoints hold the options too", path.c_str(), e.what());
+            fail("%s: %s; %s", path.c_str(), e.what(), MEND_RUN_JSON);
         }
         if (name != "batch") given.insert(name);  // another number of ranks may need another micro-batch
     }

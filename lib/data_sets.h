@@ -98,17 +98,24 @@ inline std::vector<DataSet> named_sets(const std::string& text, const char* opti
     return sets;
 }
 
-// The files of each set, in which no file is twice: its samples would count by two weights.
+// The files of each set, in which no file is twice, by a link or another path either: its samples would count twice.
 inline std::vector<std::vector<std::string>> files_of(const std::vector<DataSet>& sets, const char* option) {
     std::vector<std::vector<std::string>> files;
-    std::map<std::string, std::string> pattern;  // of a file
+    struct Seen {
+        std::string file, pattern;
+    };
+    std::map<FileIdentity, Seen> seen;
     for (const DataSet& set : sets) {
         files.push_back(shard_files(set.pattern, option));
         for (const std::string& file : files.back()) {
-            const auto [at, is_new] = pattern.emplace(file, set.pattern);
-            if (!is_new)
-                fail_usage("%s: %s matches both '%s' and '%s': which weight it has would be unclear", option,
-                           file.c_str(), at->second.c_str(), set.pattern.c_str());
+            const auto [same, is_new] = seen.emplace(file_identity(file), Seen{file, set.pattern});
+            const auto& [other, pattern] = same->second;
+            if (is_new) continue;
+            if (other != file)
+                fail_usage("%s: %s is the same file as %s: its samples would count twice; leave one of them out",
+                           option, file.c_str(), other.c_str());
+            fail_usage("%s: %s matches both '%s' and '%s': which weight it has would be unclear", option, file.c_str(),
+                       pattern.c_str(), set.pattern.c_str());
         }
     }
     return files;

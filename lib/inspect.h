@@ -49,23 +49,20 @@ class Inspection {
         if (c.html.empty() && c.json.empty()) fail_usage("inspect: give --html FILE, --json FILE, or both");
         require_output_file("html", c.html, PAGE_BEGINNING);
         require_output_file("json", c.json, INSPECTED_BEGINNING);
-        if (c.text.empty()) fail_usage("inspect: --text is missing: a file of text, or - for stdin");
+        if (c.text.size() != 1) fail_usage("inspect: --text is missing: one file of text, or - for stdin");
+        const std::string& file = c.text[0];
+        take_tokens(tokenizer.encode(whole_text(file).text), size_t(c.from_token), file);
         std::vector<std::string> bytes = {""};
-        tokens = {tokenizer.end_of_text};
-        for (const uint16_t id : tokenizer.encode(whole_text(c.text).text)) {
-            tokens.push_back(id);
-            bytes.push_back(tokenizer.decode({id}));
-        }
-        if (tokens.size() > MOST_TOKENS)
-            fail("inspect: %s holds %zu tokens, and a page shows at most %zu: give a part of it", c.text.c_str(),
-                 tokens.size() - 1, MOST_TOKENS - 1);
+        for (size_t i = 1; i < tokens.size(); i++) bytes.push_back(tokenizer.decode({uint16_t(tokens[i])}));
+        tokens[0] = tokenizer.end_of_text;
         if (int64_t(tokens.size()) > c.seq_len)
             complain(
                 format_text("a text of %zu tokens, and the model was trained on %lld at a time: what it selects "
                             "beyond that length it has not learnt",
                             tokens.size() - 1, (long long)c.seq_len));
-        json = INSPECTED_BEGINNING + ("\"checkpoint\": " + json_quote(folder) + ", \"text\": " + json_quote(c.text) +
-               format_text(
+        json = INSPECTED_BEGINNING;
+        json += "\"checkpoint\": " + json_quote(folder) + ", \"text\": " + json_quote(file) +
+                format_text(
                    ",\n\"shape\": {\"layers\": %lld, \"heads\": %lld, \"kv_groups\": %lld, \"cmp_block\": %lld, "
                    "\"cmp_stride\": %lld, \"slc_block\": %lld, \"slc_count\": %lld, \"window\": %lld, \"seq_len\": "
                    "%lld},\n\"ids\": [",
@@ -145,6 +142,19 @@ class Inspection {
   private:
     std::string json;
     int layers = 0;
+
+    // Those of a text from `first` on, as many as a page shows, behind the end-of-text before every document.
+    void take_tokens(const std::vector<uint16_t>& text, size_t first, const std::string& file) {
+        if (first > 0 && first >= text.size())
+            fail("--from-token %zu: %s holds %zu tokens, which count from 0", first, file.c_str(), text.size());
+        const size_t end = std::min(text.size(), first + MOST_TOKENS - 1);
+        tokens = {0};
+        tokens.insert(tokens.end(), text.begin() + std::ptrdiff_t(first), text.begin() + std::ptrdiff_t(end));
+        if (tokens.size() - 1 == text.size()) return;
+        std::printf("inspect: tokens %zu to %zu of the %zu in %s", first, end - 1, text.size(), file.c_str());
+        if (end < text.size()) std::printf("; --from-token %zu shows those that follow", end);
+        std::printf("\n");
+    }
 
     template <class List, class Text>
     void add_list(const List& list, Text text) {

@@ -331,6 +331,7 @@ struct JsonParser {
     }
 
     Json parse() {
+        if (bytes.compare(0, 3, "\xEF\xBB\xBF") == 0) at = 3;  // a byte order mark, which Windows' editors write
         Json value = parse_value(0);
         skip_space();
         if (at < bytes.size()) error("the end of the text");

@@ -44,13 +44,13 @@ struct Config {
     bool resume = false, help = false, version = false, tensorboard = false, allow_new_data = false;
     std::map<std::string, std::string> given_up;  // --resume: options that this machine cannot honour, and why
     // sampling and evaluation
-    std::string from, to, prompt, html, json, text, items;
+    std::string from, to, prompt, html, json, items;
     std::vector<std::string> runs;  // every --from, in order
-    std::vector<std::string> prompt_file;
+    std::vector<std::string> prompt_file, text;
     bool interactive = false, past_end = false, stats = false;
     std::string at_step;  // --step
     double temperature = 0, top_p = 0;
-    int64_t top_k = 0, tokens = 0;
+    int64_t top_k = 0, tokens = 0, from_token = 0;
     // tokenize
     std::vector<std::string> in;
     double val_fraction = 0;
@@ -248,7 +248,10 @@ inline const std::vector<Option>& option_table() {
         {"html", REPORT | INSPECT, &Config::html, "", ANY,
          "page to write; without it the report is text on the terminal"},
         {"json", INSPECT, &Config::json, "", ANY, "file to write: what the page shows"},
-        {"text", INSPECT, &Config::text, "", ANY, "file of text to look at, as it is, .gz or .zst; - for stdin"},
+        {"text", EVAL | INSPECT, &Config::text, "", ANY,
+         "files of text as it is, or .jsonl; - for stdin; inspect shows one, eval measures each"},
+        {"from-token", INSPECT, &Config::from_token, "0", between(0, T),
+         "token of --text to begin at, where it holds more than a page shows"},
         {"prompt-file", SAMPLE, &Config::prompt_file, "", ANY,
          "files with a prompt each, or of .jsonl one in each line's \"text\"; - for stdin"},
         {"interactive", SAMPLE, &Config::interactive, "off", ANY,
@@ -267,7 +270,7 @@ inline const std::vector<Option>& option_table() {
         {"text-key", TOKENIZE, &Config::text_key, "text", ANY, "key of the text in a line of .jsonl"},
         {"skip-bad-lines", TOKENIZE, &Config::skip_bad_lines, "0", between(0, T),
          "so many lines of .jsonl without such a text are passed over, and counted; one more is an error"},
-        {"val-fraction", TOKENIZE, &Config::val_fraction, "0.01", between(0, 0.9),
+        {"val-fraction", TOKENIZE, &Config::val_fraction, "0.01", between(0, 1),
          "share of the tokens that goes to the validation shards"},
         {"shard-tokens", TOKENIZE, &Config::shard_tokens, "100000000", between(1, 2e9), "tokens per shard"},
         {"split-documents", TOKENIZE, &Config::split_documents, "", ANY, "text that separates documents inside a .txt"},
@@ -307,7 +310,7 @@ static const VerbName VERBS[] = {
     {"train", TRAIN, "train a model (this is the verb when none is given)"},
     {"tokenize", TOKENIZE, "turn text into token shards: --in FILE... --out PREFIX"},
     {"sample", SAMPLE, "continue a prompt: --from RUN_DIR --prompt TEXT"},
-    {"eval", EVAL, "loss, perplexity and bits per byte: --from RUN_DIR --val-data GLOB"},
+    {"eval", EVAL, "loss, perplexity and bits per byte: --from RUN_DIR --val-data GLOB, or --text FILE..."},
     {"export", EXPORT, "a folder for Hugging Face's transformers: --from RUN_DIR --to DIR"},
     {"import", IMPORT, "such a folder as a run to begin from: --from DIR --to RUN_DIR"},
     {"report", REPORT, "loss curves and numbers of a run, or of several: --from RUN_DIR [--html FILE]"},

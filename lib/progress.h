@@ -1,4 +1,4 @@
-// progress.h: a line on the terminal for what takes more than two seconds. Used by every verb. Where stderr is no
+// progress.h: a line on the terminal for what takes more than a second. Used by every verb. Where stderr is no
 // terminal nothing is printed, so that logs hold no progress.
 #pragma once
 #include <atomic>
@@ -57,7 +57,7 @@ class Progress {
 
     void show() {
         std::unique_lock<std::mutex> lock(mutex);
-        if (wake.wait_for(lock, std::chrono::seconds(2), [&] { return ended; })) return;
+        if (wake.wait_for(lock, std::chrono::seconds(1), [&] { return ended; })) return;
         do {
             const double share = total > 0 ? std::min(1.0, done / total) : 0;
             std::string line = text + ": ";

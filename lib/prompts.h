@@ -23,21 +23,12 @@ inline std::vector<std::string> prompts_of(const Config& c) {
     if (!c.prompt.empty()) fail_usage("--prompt and --prompt-file: give one of them");
     std::vector<std::string> prompts;
     for (const std::string& path : c.prompt_file) {
-        auto [text, is_jsonl, mark_bytes] = whole_text(path);
-        if (is_jsonl) {
-            TokenBlock block;
-            block.path = path, block.text_key = "text", block.first_byte = mark_bytes, block.bytes = text;
-            TokenBlock::Line line = {0, 0, 1};
-            for (; line.begin < text.size(); line.begin = line.end + 1, line.number++) {
-                line.end = std::min(text.find('\n', line.begin), text.size());
-                prompts.push_back(text_of_line(block, line));
-                if (prompts.back().empty()) prompts.pop_back();  // an empty line
-            }
-            continue;
+        Documents of_file = documents_of(path);
+        for (std::string& text : of_file.texts) {
+            for (const char end : {'\n', '\r'})
+                if (!of_file.is_jsonl && !text.empty() && text.back() == end) text.pop_back();
+            prompts.push_back(text);
         }
-        for (const char end : {'\n', '\r'})
-            if (!text.empty() && text.back() == end) text.pop_back();
-        prompts.push_back(text);
     }
     if (prompts.empty()) fail("--prompt-file: there is no prompt in %s", c.prompt_file[0].c_str());
     return prompts;

@@ -88,11 +88,24 @@ void require_tensors(const Specs& specs, const SafeTensors& file) {
     for (const auto& t : specs) file.get(t.name, "F32", t.shape());
 }
 
+// With weights that are not finite nothing can be computed.
+inline void require_finite(const SafeTensors& file) {
+    for (const TensorView& t : file.tensors) {
+        const float* const values = static_cast<const float*>(t.data);
+        const size_t n = size_t(t.bytes / sizeof *values);
+        const float* const bad = std::find_if(values, values + n, [](float x) { return !std::isfinite(x); });
+        if (t.dtype == "F32" && bad != values + n)
+            fail("%s: number %zu of %s is %g: the weights are no use; take an earlier checkpoint", file.path.c_str(),
+                 size_t(bad - values), t.name.c_str(), double(*bad));
+    }
+}
+
 // A checkpoint's weights, for this model.
 template <class Specs>
 std::unique_ptr<SafeTensors> open_weights(const std::string& checkpoint, const Specs& specs) {
     auto weights = std::make_unique<SafeTensors>(checkpoint + "/model.safetensors");
     require_tensors(specs, *weights);
+    require_finite(*weights);
     return weights;
 }
 

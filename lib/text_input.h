@@ -21,7 +21,6 @@ struct TextInput {
     bool is_stdin = false;
     bool is_jsonl = false;  // of stdin its first character decides
     Packing packing = Packing::NONE;
-    bool is_pipe = false;  // or another thing whose size is not known
     uint64_t bytes = 0;    // as it lies on the disk
 
     std::string name() const { return is_stdin ? "stdin" : path; }
@@ -32,6 +31,13 @@ struct TextInput {
 
 inline bool has_ending(const std::string& name, const std::string& ending) {
     return name.size() >= ending.size() && name.compare(name.size() - ending.size(), ending.size(), ending) == 0;
+}
+
+// A pipe may never begin and a device never end, so they are read only where the user says so by a -.
+inline uint64_t text_file_size(const std::string& path) {
+    const uint64_t bytes = file_size(path);
+    if (std::filesystem::is_regular_file(path)) return bytes;
+    fail("%s is a pipe or a device: give a file, or - and the text on stdin", path.c_str());
 }
 
 constexpr const char* TEXT_ENDINGS = ".txt or .jsonl, or with .gz or .zst behind it";
@@ -68,7 +74,7 @@ class TextInputs {
     uint64_t bytes() const {
         uint64_t sum = 0;
         for (const TextInput& file : files) {
-            if (file.is_pipe) return 0;
+            if (file.is_stdin) return 0;
             sum += file.bytes;
         }
         return sum;
@@ -80,13 +86,13 @@ class TextInputs {
         return stat(path.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
     }
 
-    std::map<std::pair<dev_t, ino_t>, std::string> seen;
+    std::map<FileIdentity, std::string> seen;
 
     void add_stdin() {
         for (const TextInput& file : files)
             if (file.is_stdin) fail_usage("--in names stdin twice, which can be read once");
         files.emplace_back();
-        files.back().is_stdin = files.back().is_pipe = true;
+        files.back().is_stdin = true;
     }
     void add_file(const std::string& path, bool must_be_text) {
         TextInput input;
@@ -94,13 +100,11 @@ class TextInputs {
             if (must_be_text) fail_usage("--in %s: expected a file that ends in %s", path.c_str(), TEXT_ENDINGS);
             return passed_over.push_back(path);
         }
-        struct stat s;
-        if (stat(path.c_str(), &s) != 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
-        const auto [same, is_new] = seen.emplace(std::make_pair(s.st_dev, s.st_ino), path);
+        input.bytes = text_file_size(path);
+        const auto [same, is_new] = seen.emplace(file_identity(path), path);
         if (!is_new)
             fail_usage("--in names the file %s twice%s: its text would count twice", path.c_str(),
                        same->second == path ? "" : (", here and as " + same->second).c_str());
-        input.is_pipe = !S_ISREG(s.st_mode), input.bytes = input.is_pipe ? 0 : uint64_t(s.st_size);
         files.push_back(input);
     }
     // All files in it and below, but not what is hidden by a dot, and no folder that is a link.

@@ -32,7 +32,7 @@ struct TokenizeOptions {
     std::string split_documents;
     std::string text_key = "text";  // --text-key: of a line of .jsonl
     uint64_t skip_bad_lines = 0;    // --skip-bad-lines
-    double val_fraction = 0.01;     // --val-fraction: the validation shards' share of the tokens, 0 or more and below 1
+    double val_fraction = 0.01;     // --val-fraction: the validation shards' share of the tokens, 0 to 1
     uint64_t shard_tokens = 100000000;  // --shard-tokens
     int threads = 0;                    // --threads; 0: one per core
     size_t block_bytes = 1 << 20;       // read and encoded at a time; only tests change this and the next
@@ -306,10 +306,33 @@ inline WholeText whole_text(const std::string& path) {
     TextInput input;
     is_text_name(path, &input);
     input.is_stdin = path == "-";
-    if (!input.is_stdin) file_size(path);  // refuses a folder
+    if (!input.is_stdin) text_file_size(path);
     TextFile file(input);
     while (!file.at_end) file.read_more(1 << 16);
     return {std::move(file.rest), input.is_jsonl, file.mark_bytes};
+}
+
+// The documents of a file of text: of a .jsonl each line's "text", else all of it.
+struct Documents {
+    std::vector<std::string> texts;
+    bool is_jsonl;
+};
+inline Documents documents_of(const std::string& path) {
+    auto [text, is_jsonl, mark_bytes] = whole_text(path);
+    if (!is_jsonl) return {{std::move(text)}, false};
+    Documents documents = {{}, true};
+    TokenBlock block;
+    block.path = path;
+    block.text_key = "text";
+    block.first_byte = mark_bytes;
+    block.bytes = std::move(text);
+    TokenBlock::Line line = {0, 0, 1};
+    for (; line.begin < block.bytes.size(); line.begin = line.end + 1, line.number++) {
+        line.end = std::min(block.bytes.find('\n', line.begin), block.bytes.size());
+        const std::string document = text_of_line(block, line);
+        if (!document.empty()) documents.texts.push_back(document);  // an empty line
+    }
+    return documents;
 }
 
 // A document longer than a block is handed on in fragments, cut only where the pre-tokeniser always cuts, so that it
@@ -429,6 +452,7 @@ class TokenSpool {
 // exactly that place, in the middle of a document.
 inline uint64_t validation_begin(uint64_t tokens, const std::vector<uint64_t>& documents, double fraction) {
     if (fraction == 0) return tokens;
+    if (fraction == 1) return 0;
     const uint64_t target = tokens - uint64_t(double(tokens) * fraction);
     if (documents.size() < 2) return target;
     // the first document that does not begin before the target, or else the last one
@@ -445,8 +469,8 @@ inline uint64_t validation_begin(uint64_t tokens, const std::vector<uint64_t>& d
 inline void check_tokenize_options(const TokenizeOptions& options) {
     if (options.in.empty()) fail_usage("tokenize: no input; give --in FILE...");
     if (options.out.empty()) fail_usage("tokenize: no output; give --out PREFIX");
-    if (!(options.val_fraction >= 0 && options.val_fraction < 1))
-        fail_usage("--val-fraction %g: expected 0 or more and below 1", options.val_fraction);
+    if (!(options.val_fraction >= 0 && options.val_fraction <= 1))
+        fail_usage("--val-fraction %g: expected 0 to 1", options.val_fraction);
     if (options.threads < 0 || options.threads > 1024)
         fail_usage("--threads %d: expected 1 to 1024, or 0 for one per core", options.threads);
     require_no_shards(options.out);
@@ -575,7 +599,7 @@ void tokenize_files(const TokenizeOptions& options) {
     const std::string separator = read_separator(options.split_documents);
     const TextInputs inputs(options.in);
     for (const TextInput& input : inputs.files)
-        if (!input.is_pipe) ByteSource probe(input);  // better now than after hours
+        if (!input.is_stdin) ByteSource probe(input);  // better now than after hours
     const Tokenizer tokenizer = Tokenizer::open(options.tokenizer, options.vocab_dir);
     const int threads = options.threads ? options.threads : int(std::max(1u, std::thread::hardware_concurrency()));
     const PrefixLock lock(options.out);

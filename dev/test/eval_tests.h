@@ -123,6 +123,21 @@ TEST(run_evaluates_at_any_length) {
                   "--seq-len");
     write_file(folder.file("one.bin"), shard({7}));
     CHECK_REFUSED(run({"eval", "--from", out, "--val-data", folder.file("one.bin")}), 1, "too few", "needs 2");
+    // Text, without shards: every document behind an end-of-text, none of which is predicted here but the second.
+    write_file(folder.file("a.txt"), "Some words of a book.");
+    write_file(folder.file("b.jsonl"), "{\"text\": \"one\"}\n\n{\"text\": \"two\"}\n");
+    write_file(folder.file("a.bin"), shard({0, 'o', 'n', 'e', 0, 't', 'w', 'o'}));
+    const Result of_text = run({"eval", "--from", out, "--text", folder.file("a.txt"), folder.file("b.jsonl")}),
+                 of_shard = run({"eval", "--from", out, "--val-data", folder.file("a.bin")});
+    REQUIRE_GOOD(of_text);
+    CHECK(of_text.out.find(folder.file("a.txt") + ", 21 tokens (1 of 1 samples") != std::string::npos);
+    const size_t second = of_text.out.find("b.jsonl, ");
+    REQUIRE(second != std::string::npos);
+    CHECK_EQUAL(of_text.out.substr(second + 9), of_shard.out.substr(of_shard.out.find("7 tokens")));
+    CHECK(of_shard.out.find("bits per byte") != std::string::npos);
+    write_file(folder.file("a.txt"), "");
+    CHECK_REFUSED(run({"eval", "--from", out, "--text", folder.file("a.txt")}), 1, "a.txt holds no text");
+    CHECK_REFUSED(run({"eval", "--from", out}), 2, "--val-data is missing", "--text");
     CHECK_REFUSED(run({"sample", "--from", out, "--seq-len", "7"}), 2, "--seq-len is no option of 'sample'");
 }
 

@@ -180,12 +180,47 @@ TEST(inspect_says_what_is_wrong) {
     CHECK_REFUSED(with({"--from", folder.file("run"), "--text", folder.file("none"), "--json", folder.file("x")}), 1,
                   "none");
     write_file(folder.file("text.txt"), std::string(20000, 'x'));
-    CHECK_REFUSED(with(joined(good, {"--json", folder.file("x")})), 1, "give a part of it");
+    CHECK_REFUSED(with(joined(good, {"--json", folder.file("x"), "--from-token", "20000"})), 1, "--from-token 20000",
+                  "20000 tokens");
     CHECK(!file_exists(folder.file("x")));
+    const std::string pipe = folder.file("pipe.txt");
+    CHECK_EQUAL(mkfifo(pipe.c_str(), 0600), 0);
+    for (const std::string& endless : {pipe, std::string("/dev/zero")}) {
+        const Words inspect = {"inspect", "--from", folder.file("run"), "--text", endless, "--json", folder.file("x")},
+                    sample = {"sample", "--from", folder.file("run"), "--prompt-file", endless};
+        for (const Words& words : {inspect, sample})
+            CHECK_REFUSED(run(words), 1, endless + " is a pipe or a device", "or -");
+    }
     TempFolder dense;
     REQUIRE_GOOD(train({{"attention", "full"}, {"out", dense.file("run")}}));
     CHECK_REFUSED(with({"--from", dense.file("run"), "--text", folder.file("text.txt"), "--json", folder.file("x")}), 1,
                   "full attention");
+}
+
+// Of a text that is longer than a page shows, the first tokens that fit, or those from --from-token on.
+TEST(inspect_shows_a_part_of_a_long_text) {
+    using namespace inspect_test;
+    TempFolder folder;
+    trained(folder);
+    std::string text;
+    for (int i = 0; i < 20000; i++) text += char('a' + i % 7);
+    write_file(folder.file("text.txt"), text);
+    const auto shown = [&](const Words& more, const std::string& says) {
+        const Result r = run(joined({"inspect", "--from", folder.file("run"), "--text", folder.file("text.txt"),
+                                     "--json", folder.file("x.json")},
+                                    more));
+        CHECK_EQUAL(r.status, 0);
+        CHECK(r.out.find(says) != std::string::npos);
+        const std::string json = read_file(folder.file("x.json")), begin = ""tokens": ";
+        const size_t at = json.find(begin) + begin.size();
+        std::string all;
+        for (const Json& token : parse_json(json.substr(at, json.find("]", at) + 1 - at), "x.json").items)
+            all += token.string("x.json");
+        return all;
+    };
+    CHECK(shown({}, "tokens 0 to 16382 of the 20000") == text.substr(0, 16383));
+    CHECK(shown({}, "--from-token 16383 shows those that follow") == text.substr(0, 16383));
+    CHECK(shown({"--from-token", "19990"}, "tokens 19990 to 19999 of the 20000") == text.substr(19990));
 }
 
 TEST(inspect_tokens_show_the_characters_that_begin_in_them) {

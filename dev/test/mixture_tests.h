@@ -40,6 +40,9 @@ TEST(patterns_from_the_root_match_the_same_files) {
           std::filesystem::equivalent(files[1][0], odd + "/y.bin"));
     CHECK_EQUAL(with_absolute_patterns("/a/../b*.bin", false), std::string("/b*.bin"));
     CHECK_FAILS(2, "matches both", files_of(weighted_sets(absolute + "," + absolute, "--data"), "--data"));
+    std::filesystem::create_symlink(odd + "/y.bin", folder.file("link.bin"));
+    const std::string linked = "/y.bin," + folder.file("link.bin");
+    CHECK_FAILS(2, "is the same file as", files_of(weighted_sets(folder.file("*") + linked, "--data"), "--data"));
 }
 
 TEST(turns_of_a_mixture_are_exact_and_even) {

@@ -176,8 +176,12 @@ TEST(run_resumed_elsewhere_and_without_run_json) {
     const std::string begin = "next:   ", next = r.out.substr(r.out.find(begin) + begin.size());
     const Result sample = execute({"/bin/sh", "-c", "cd " + folder.file("elsewhere") + " && " + next});
     CHECK_EQUAL(sample.status, 0);
-    write_file(folder.file("run/run.json"), "{\"lr\": 11}");
+    write_file(folder.file("run/run.json"), "{\"program\": \"train_nsa\", \"lr\": 11}");
     CHECK_REFUSED(in("elsewhere", "--resume --out ../run"), 1, "../run/run.json", "--lr", "remove the file");
+    for (const char* damaged : {"", "[]", "{}", "{\"lr\""}) {
+        write_file(folder.file("run/run.json"), damaged);
+        CHECK_REFUSED(in("elsewhere", "--resume --out ../run"), 1, "../run/run.json: byte", "remove the file");
+    }
 }
 
 // --init-from brings the model's shape; only what was given can contradict it.

@@ -149,14 +149,20 @@ TEST(tokenize_passes_over_a_byte_order_mark) {
     }
     write_file(f.folder.file("b.jsonl"), "\xEF\xBB\xBF{\"text\": \"two\"}\n[]\n");
     CHECK_FAILS(1, "line 2: byte 19: found an array", tokenize_files(f.options));
-    // A pipe cannot go back to its beginning.
-    const std::string pipe = f.folder.file("pipe.txt");
+}
+
+// A pipe nobody writes to and a device without an end are refused, by name, in a folder and in a pattern.
+TEST(tokenize_waits_for_no_pipe) {
+    TokenizeFixture f;
+    make_folders(f.folder.file("in"));
+    f.input("in/a.txt", "one");
+    const std::string pipe = f.folder.file("in/pipe.txt"), zeros = f.folder.file("zeros.txt");
     CHECK_EQUAL(mkfifo(pipe.c_str(), 0600), 0);
-    std::thread writer([&] { write_file(pipe, "three"); });
-    f.options.in = {f.folder.file("a.txt"), pipe}, f.options.out = f.folder.file("z");
-    tokenize_files(f.options);
-    writer.join();
-    CHECK_EQUAL(f.train() + f.val(), std::string("|one|three"));
+    CHECK_EQUAL(symlink("/dev/zero", zeros.c_str()), 0);
+    for (const std::string& word : {pipe, f.folder.file("in"), f.folder.file("in/*"), zeros}) {
+        f.options.in = {word};
+        CHECK_FAILS(1, ".txt is a pipe or a device: give a file, or -", tokenize_files(f.options));
+    }
 }
 
 TEST(tokenize_bad_json_line_is_named) {
@@ -336,8 +342,8 @@ TEST(tokenize_refuses_wrong_options) {
     TokenizeOptions o = f.options;
     o.out = "";
     CHECK_FAILS(2, "give --out PREFIX", tokenize_files(o));
-    o = f.options, o.val_fraction = 1;
-    CHECK_FAILS(2, "--val-fraction 1: expected", tokenize_files(o));
+    o = f.options, o.val_fraction = 1.01;
+    CHECK_FAILS(2, "--val-fraction 1.01: expected", tokenize_files(o));
     o = f.options, o.val_fraction = std::nan("");
     CHECK_FAILS(2, "--val-fraction", tokenize_files(o));
     o = f.options, o.threads = -1;
@@ -354,6 +360,7 @@ TEST(tokenize_refuses_wrong_options) {
 TEST(validation_begins_at_the_nearest_document) {
     const std::vector<uint64_t> documents = {0, 10, 50, 60, 90};  // of 100 tokens
     CHECK_EQUAL(validation_begin(100, documents, 0), uint64_t(100));
+    CHECK_EQUAL(validation_begin(100, documents, 1), uint64_t(0));
     CHECK_EQUAL(validation_begin(100, documents, 0.01), uint64_t(99));  // ten times what was asked for is too much
     CHECK_EQUAL(validation_begin(100, documents, 0.24), uint64_t(90));
     CHECK_EQUAL(validation_begin(100, documents, 0.26), uint64_t(60));

@@ -655,7 +655,7 @@ TEST(bpe_of_long_runs_is_not_quadratic) {
 TEST(vocabulary_formats_agree) {
     const NaiveBpe& naive = small_bpe();
     const int size = int(naive.size());
-    TempFolder openai, hugging_face, tiktoken, llmc1, llmc2;
+    TempFolder openai, windows, hugging_face, tiktoken, llmc1, llmc2;
     write_openai(openai.path, naive.merge_lines(), naive.id_entries());
     std::vector<std::string> lines = naive.merge_lines(), entries = naive.id_entries();
     lines.erase(lines.begin());
@@ -670,7 +670,10 @@ TEST(vocabulary_formats_agree) {
     CHECK_EQUAL(first.describe(), "gpt2: 327 tokens from " + openai.path + "/vocab.bpe and encoder.json");
     RandomText random(6);
     const std::string text = random.of({"a", "b", "c", "ab", "aa", "\xC3\xA9", " "}, 5000);
-    for (const TempFolder* folder : {&hugging_face, &tiktoken, &llmc1, &llmc2}) {
+    const std::string mark = "\xEF\xBB\xBF";
+    write_file(windows.file("vocab.bpe"), mark + lines_text(naive.merge_lines(), "\r\n"));
+    write_file(windows.file("encoder.json"), mark + read_file(openai.file("encoder.json")));
+    for (const TempFolder* folder : {&windows, &hugging_face, &tiktoken, &llmc1, &llmc2}) {
         const Tokenizer t = Tokenizer::gpt2(folder->path, size);
         CHECK(t.tokens == first.tokens);
         CHECK_EQUAL(t.end_of_text, first.end_of_text);
@@ -712,7 +715,7 @@ TEST(damaged_vocabularies_are_refused_with_their_place) {
     merges_with("stands here a second time", [](Lines& l) { l[20] = l[10]; });
     merges_with("line 31: found \"abc\", expected two tokens", [](Lines& l) { l[30] = "abc"; });
     merges_with("line 31: found \"a \\u0007\"", [](Lines& l) { l[30] = "a \x07"; });
-    merges_with("line 31: found \"a b\\r\"", [](Lines& l) { l[30] = "a b\r"; });
+    merges_with("line 31: found \"a\\rb\"", [](Lines& l) { l[30] = "a\rb"; });
     merges_with("line 31: found \"\"", [](Lines& l) { l[30] = ""; });
     merges_with("line 2: the token \"xyz\" of this merge is made by no line before", [](Lines& l) { l[1] = "xyz a"; });
     {
