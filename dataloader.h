@@ -426,6 +426,7 @@ TokenSource text_source(const std::string& file, const Tokenizer& tokenizer) {
         tokens.push_back(tokenizer.end_of_text);
         encoder.append(document, tokens);
     }
+    if (tokens.size() < 2) fail("--text %s holds no text", file.c_str());
     return memory_source(file, std::move(tokens), {}, tokenizer.vocab_size());
 }
 
@@ -450,10 +451,11 @@ EvaluationData open_evaluation_data(const Config& c, const std::string& checkpoi
     });
     for (const std::string& file : c.text) {
         if (!tokenizer) fail_usage("--text %s: --vocab-dir is missing, which has GPT-2's tokens", file.c_str());
-        if (file == "-" && world.size > 1) fail_usage("--text -: of several ranks only the first has stdin: give a file");
+        if (file == "-" && world.size > 1)
+            fail_usage("--text -: of several ranks only the first has stdin: give a file");
         options.name = "--text " + file;
-        data.sets.push_back({file, std::make_unique<DataLoader>(
-                                       std::vector<TokenSource>{text_source(file, *tokenizer)}, options)});
+        data.sets.push_back(
+            {file, std::make_unique<DataLoader>(std::vector<TokenSource>{text_source(file, *tokenizer)}, options)});
     }
     if (!c.hellaswag.empty()) data.choices = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
     return data;

@@ -754,7 +754,8 @@ struct Decoder {
         std::unique_ptr<DecodingThreads> threads;
         if (position > 0) threads = std::make_unique<DecodingThreads>(model.table.total);  // a prompt has all threads
         for (size_t at = 0; at < tokens.size(); at += pass) {
-            forward(model, a, tokens.data() + at, position, int(pass), [&](size_t i) { progress.done = double(i + 1); });
+            forward(model, a, tokens.data() + at, position, int(pass),
+                    [&](size_t i) { progress.done = double(i + 1); });
             position += int(pass);
         }
         const auto* last = a.normed + (pass - 1) * size_t(a.C);
@@ -1112,8 +1113,7 @@ struct Run {
         while (!pending.empty()) error_of([&] { report_step(); });  // which of them changed the weights
         if (state.last_update > saver.last_saved_step()) saver.save_last(state.step);
         if (!is_first()) world.barrier();  // rank 0 ends all
-        if (!saver.last_error.empty()) return "saving failed too: " + saver.last_error;
-        return "the last good checkpoint is " + (saver.last_saved.empty() ? "none" : saver.last_saved);
+        return saver.describe_last();
     }
 
     // ----- the training loop
@@ -1204,6 +1204,8 @@ void print_end(Run<Dev>& run) {
         run.report.print_reductions(run.reducer->times);
     }
     print_selected(run.dev.describe_selected(run.activations->shape));
+    if (!run.saver.lost_folder.empty())
+        fail("%s; %s", run.saver.lost_folder.c_str(), run.saver.describe_last().c_str());
     run.report.print_end(run.stop, run.state, c, run.saver.last_error, run.saver.last_saved, run.tokenizer != nullptr);
 }
 
@@ -1282,22 +1284,21 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     return status;
 }
 
-// Calls use() with the engine and the model of a checkpoint.
+// Calls use() with the engine and a model of these weights.
 template <class Use>
-void with_trained_model(const Config& c, const std::string& folder, World& world, Use use) {
-    const auto weights = open_weights(folder, TensorTable(c).specs);
+void with_trained_model(const Config& c, const SafeTensors& weights, World& world, Use use) {
     with_engine(choose_device(c, world), c, world, [&](auto& dev, const GradientPath&) {
         Model model(dev, c, false);
-        read_parameters(model, *weights);
+        read_parameters(model, weights);
         use(dev, model);
     });
 }
 
 static void run_sample(Config c, World& world) {
-    const std::string folder = read_trained_config(c);
+    const TrainedModel trained = open_trained_model<TensorTable>(c);
     const auto tokenizer = tokenizer_of_model<Tokenizer>(c);
     const std::vector<std::string> prompts = prompts_of(c);
-    with_trained_model(c, folder, world, [&](auto&, auto& model) {
+    with_trained_model(c, *trained.weights, world, [&](auto&, auto& model) {
         if (c.interactive) {
             Decoder decoder(model, c.seq_len, c.seq_len);
             converse(*tokenizer, c.seq_len, c.tokens, [&](auto& tokens) { return decoder.next(tokens, c); });
@@ -1312,14 +1313,14 @@ static void run_sample(Config c, World& world) {
 }
 
 static void run_eval(Config c, const std::set<std::string>& given, World& world) {
-    const std::string folder = read_trained_config(c);
+    const auto [folder, weights] = open_trained_model<TensorTable>(c);
     if (!given.count("batch")) c.batch = 1;
     const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
     const EvaluationData data = open_evaluation_data(c, folder, world, tokenizer.get());
     const int64_t samples =
         given.count("eval-batches") ? std::min(data.samples(), c.eval_batches * c.batch) : data.samples();
     c.batch = std::min(c.batch, std::max<int64_t>(1, (samples + world.size - 1) / world.size));
-    with_trained_model(c, folder, world, [&](auto& dev, auto& model) {
+    with_trained_model(c, *weights, world, [&, &folder = folder](auto& dev, auto& model) {
         using Engine = std::decay_t<decltype(dev)>;
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
         require_memory_to_evaluate(c, Activations<Engine>::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
@@ -1336,10 +1337,10 @@ static void run_eval(Config c, const std::set<std::string>& given, World& world)
 }
 
 static void run_inspect(Config c, World& world) {
-    const std::string folder = read_trained_config(c);
-    Inspection inspection(c, folder, *tokenizer_of_model<Tokenizer>(c));
+    const TrainedModel trained = open_trained_model<TensorTable>(c);
+    Inspection inspection(c, trained.folder, *tokenizer_of_model<Tokenizer>(c));
     const int64_t T = int64_t(inspection.tokens.size());
-    with_trained_model(c, folder, world, [&](auto& dev, auto& model) {  // one pass, as of a prompt
+    with_trained_model(c, *trained.weights, world, [&](auto& dev, auto& model) {  // one pass, as of a prompt
         Decoder decoder(model, T, T);
         forward(model, decoder.a, inspection.tokens.data(), 0, int(T),
                 [&](size_t i) { inspection.add_layer(dev, decoder.a.shape, decoder.a.layer[i]); });

@@ -272,6 +272,8 @@ inline std::string newest_intact_checkpoint(const std::string& run, const Compla
         } catch (const Unreadable& e) {  // it may well be whole: from the one before a run would write over it
             fail("%s; make it readable, or move %s away to take the checkpoint before it", e.what(), folder.c_str());
         } catch (const Error& e) {
+            // A run that goes on has removed it meanwhile (--keep), so there is a newer one.
+            if (is_gone(folder)) return newest_intact_checkpoint(run, complain, wanted);
             complain(format_text("%s is damaged: %s; %s", folder.c_str(), e.what(),
                                  i + 1 < steps.size() ? "taking the one before" : "there is none before it"));
         }

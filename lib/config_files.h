@@ -233,7 +233,7 @@ static std::string find_run_options(const std::string& folder, Json& options) {
     const std::string path = folder + "/run.json";
     if (file_exists(path)) try {
             options = parse_json(read_file(path), path);
-            options.require(Json::Object, path);
+            options.string("program", path);
             return path;
         } catch (const Error& e) {
             fail("%s; %s", e.what(), MEND_RUN_JSON);
@@ -389,10 +389,9 @@ static std::string chosen_checkpoint(const Config& c) {
     return folder;
 }
 
-// The trained model in c.from. Puts the options of the trained model over those given, which say where the
-// vocabulary is, what to sample and so on; but --seq-len and --branches stay, where they were given.
-static std::string read_trained_config(Config& c) {
-    const std::string folder = chosen_checkpoint(c);
+// Puts the options of the trained model in a checkpoint over those given, which say where the vocabulary is, what to
+// sample and so on; but --seq-len and --branches stay, where they were given.
+static void read_trained_config(Config& c, const std::string& folder) {
     const int64_t seq_len = c.seq_len;
     const std::string branches = c.branches;
     read_config_json(c, folder + "/config.json");
@@ -403,7 +402,29 @@ static std::string read_trained_config(Config& c) {
         const Manifest manifest = read_manifest(folder);
         c.vocab_dir = manifest.state.get("options", manifest.path).string("vocab_dir", manifest.path);
     }
-    return folder;
+}
+
+struct TrainedModel {
+    std::string folder;
+    std::unique_ptr<SafeTensors> weights;
+};
+
+// The model that --from names; c gets its options. A run that goes on training removes old checkpoints (--keep): where
+// one goes while it is read here, the newest of then takes its place. Table: the list of a model's tensors.
+template <class Table>
+TrainedModel open_trained_model(Config& c) {
+    while (true) {
+        Config trained = c;
+        const std::string folder = chosen_checkpoint(c);
+        try {
+            read_trained_config(trained, folder);
+            TrainedModel model = {folder, open_weights(folder, Table(trained).specs)};
+            c = trained;
+            return model;
+        } catch (const Error&) {
+            if (c.at_step != "last" || folder == c.from || !is_gone(folder)) throw;
+        }
+    }
 }
 
 // The options that decided what the run behind a checkpoint was validated on.

@@ -146,13 +146,13 @@ void require_known_to_pytorch(const Table& table) {
 // Table: the list of the model's tensors.
 template <class Tokenizer, class Table>
 void export_checkpoint(Config c) {
-    const std::string to = c.to, folder = read_trained_config(c);
+    const std::string to = c.to;
+    const TrainedModel model = open_trained_model<Table>(c);
     const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
     if (!tokenizer) fail_usage("export: --vocab-dir is missing: this model writes gpt2 tokens");
-    const SafeTensors weights(folder + "/model.safetensors");
     const Table table(c);
     require_known_to_pytorch(table);
-    const std::vector<TensorView> tensors = tensors_of_model(table, weights);
+    const std::vector<TensorView> tensors = tensors_of_model(table, *model.weights);
     TextFiles files = tokenizer_files(*tokenizer);
     files.emplace_back("modeling_nsa.py", std::string(file_modeling_nsa, file_modeling_nsa_end));
     files.emplace_back("configuration_nsa.py", std::string(file_configuration_nsa, file_configuration_nsa_end));
@@ -170,7 +170,7 @@ void export_checkpoint(Config c) {
         for (const std::string& name : folder_entries(to)) remove_tree(to + "/" + name);
         throw;
     }
-    std::printf("export: %s, %lld parameters, to %s\n", folder.c_str(), (long long)table.parameters, to.c_str());
+    std::printf("export: %s, %lld parameters, to %s\n", model.folder.c_str(), (long long)table.parameters, to.c_str());
     std::printf("load it with: AutoModelForCausalLM.from_pretrained(\"%s\", trust_remote_code=True)\n", to.c_str());
 }
 

@@ -26,6 +26,12 @@ inline bool file_exists(const std::string& path) {
     return stat(path.c_str(), &s) == 0;
 }
 
+// Not even a link that leads nowhere has this name.
+inline bool is_gone(const std::string& path) {
+    struct stat s;
+    return lstat(path.c_str(), &s) != 0 && errno == ENOENT;
+}
+
 // regular: a pipe would be waited for, and a device has no end.
 inline uint64_t file_size(const std::string& path, bool regular = false) {
     struct stat s;
@@ -342,7 +348,8 @@ inline void require_output_file(const char* option, const std::string& path, con
         fail("--%s %s: %s", option, path.c_str(), std::strerror(errno));
     }
     if (S_ISDIR(s.st_mode)) fail("--%s %s is a folder: give the name of a file", option, path.c_str());
-    if (!S_ISREG(s.st_mode)) fail("--%s %s is a link, a pipe or a device: give the name of a file", option, path.c_str());
+    if (!S_ISREG(s.st_mode))
+        fail("--%s %s is a link, a pipe or a device: give the name of a file", option, path.c_str());
     if (beginning.empty())
         fail("--%s %s is there already and is not overwritten: choose another name, or remove it", option,
              path.c_str());

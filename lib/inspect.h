@@ -63,12 +63,12 @@ class Inspection {
         json = INSPECTED_BEGINNING;
         json += "\"checkpoint\": " + json_quote(folder) + ", \"text\": " + json_quote(file) +
                 format_text(
-                   ",\n\"shape\": {\"layers\": %lld, \"heads\": %lld, \"kv_groups\": %lld, \"cmp_block\": %lld, "
-                   "\"cmp_stride\": %lld, \"slc_block\": %lld, \"slc_count\": %lld, \"window\": %lld, \"seq_len\": "
-                   "%lld},\n\"ids\": [",
-                   (long long)c.layers, (long long)c.heads, (long long)c.kv_groups, (long long)c.cmp_block,
-                   (long long)c.cmp_stride, (long long)c.slc_block, (long long)c.slc_count, (long long)c.window,
-                   (long long)c.seq_len);
+                    ",\n\"shape\": {\"layers\": %lld, \"heads\": %lld, \"kv_groups\": %lld, \"cmp_block\": %lld, "
+                    "\"cmp_stride\": %lld, \"slc_block\": %lld, \"slc_count\": %lld, \"window\": %lld, \"seq_len\": "
+                    "%lld},\n\"ids\": [",
+                    (long long)c.layers, (long long)c.heads, (long long)c.kv_groups, (long long)c.cmp_block,
+                    (long long)c.cmp_stride, (long long)c.slc_block, (long long)c.slc_count, (long long)c.window,
+                    (long long)c.seq_len);
         add_list(tokens, [](int32_t id) { return std::to_string(id); });
         json += "],\n\"tokens\": [";
         add_list(texts_of_tokens(bytes), [](const std::string& text) { return json_quote(text); });

@@ -27,14 +27,29 @@
 
 // Two runs in one folder would overwrite each other's logs and checkpoints. The kernel's lock on the folder itself
 // leaves no file behind, and it ends with the process, however that ends. A process works on one run at a time.
+inline int run_folder_lock = -1;
 inline void lock_run_folder(const std::string& folder) {
-    static int lock = -1;
+    int& lock = run_folder_lock;
     if (lock >= 0) close(lock);
     lock = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (lock < 0) fail("cannot open folder %s: %s", folder.c_str(), std::strerror(errno));
     if (flock(lock, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)  // any other error: the file system has no locks
         fail("--out %s: another run is at work there; wait until it has ended, or give this one a folder of its own",
              folder.c_str());
+}
+
+// Is it still there, the one that was locked, with what the start of the run has left in it?
+inline bool has_run_folder(const std::string& folder) {
+    struct stat locked, named;
+    return file_exists(folder + "/run.json") && fstat(run_folder_lock, &locked) == 0 &&
+           stat(folder.c_str(), &named) == 0 && locked.st_dev == named.st_dev && locked.st_ino == named.st_ino;
+}
+
+// A name beside this one that nothing has yet.
+inline std::string unused_name_beside(const std::string& path) {
+    int n = 1;
+    while (file_exists(path + "." + std::to_string(n))) n++;
+    return path + "." + std::to_string(n);
 }
 
 // Is this the name of a file or folder that a run writes?
@@ -66,9 +81,7 @@ inline std::string move_run_aside(const std::string& out, const std::vector<std:
     std::error_code error;
     const std::string real = std::filesystem::canonical(out, error).string();  // where a link or . leads
     if (error) fail("cannot find where %s leads: %s", out.c_str(), error.message().c_str());
-    int n = 1;
-    while (file_exists(real + "." + std::to_string(n))) n++;
-    const std::string aside = real + "." + std::to_string(n);
+    const std::string aside = unused_name_beside(real);
     make_folders(aside);
     for (const std::string& name : files)
         if (std::rename((real + "/" + name).c_str(), (aside + "/" + name).c_str()) != 0)
@@ -77,7 +90,7 @@ inline std::string move_run_aside(const std::string& out, const std::vector<std:
     sync_folder(aside);
     const bool plain = real == std::filesystem::absolute(out).lexically_normal();
     return format_text(" (the earlier run there was moved to %s%s)",
-                       (plain ? out + "." + std::to_string(n) : aside).c_str(),
+                       (plain ? out + aside.substr(real.size()) : aside).c_str(),
                        has_checkpoint ? "; --resume would have continued it" : ", it has no checkpoint");
 }
 

@@ -324,12 +324,11 @@ document.querySelectorAll("svg").forEach(svg=>{
 inline std::string page_head(const std::vector<RunHistory>& runs, double now) {
     const RunHistory& first = runs[0];
     const std::string title = runs.size() == 1 ? first.folder : format_text("%zu runs", runs.size());
-    std::string html =
-        std::string(PAGE_BEGINNING) +
-        "report -->\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n<meta name=\"viewport\" "
-        "content=\"width=device-width\"><title>" +
-        html_text(title) + "</title><style>" + page_style() + "</style></head><body>\n<h1>" + html_text(title) +
-        "</h1>\n<p>";
+    std::string html = std::string(PAGE_BEGINNING) +
+                       "report -->\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n<meta name=\"viewport\" "
+                       "content=\"width=device-width\"><title>" +
+                       html_text(title) + "</title><style>" + page_style() + "</style></head><body>\n<h1>" +
+                       html_text(title) + "</h1>\n<p>";
     if (runs.size() == 1 && !first.options.empty())
         html += html_text(format_text("%s preset, %s attention, %s vocabulary, sequences of %s, %s tokens a step. ",
                                       first.option("model").c_str(), first.option("attention").c_str(),

@@ -59,14 +59,16 @@ class CheckpointSaver {
         std::function<std::string()> state;         // the manifest's JSON
         std::function<Snapshot()> take;             // this rank's files
     };
-    bool remove_old = true;  // what --keep does not ask for
-    std::string last_saved;  // folder of the last good checkpoint; rank 0
-    std::string last_error;  // of save_last(), "" if all is well; rank 0
+    bool remove_old = true;   // what --keep does not ask for
+    std::string last_saved;   // folder of the last good checkpoint; rank 0
+    std::string last_error;   // of save_last(), "" if all is well; rank 0
+    std::string lost_folder;  // what to say where the run's folder is gone and `run` is one beside it; else ""
 
-    CheckpointSaver(const World& w, Options o) : world(w), options(std::move(o)) {}
+    CheckpointSaver(const World& w, Options o) : world(w), options(std::move(o)), run(options.run) {}
 
     // All ranks, after the same step. A checkpoint that fails is reported, and the run goes on with the last good one.
     void save(int64_t step) {
+        if (has_lost_folder()) throw SharedError(lost_folder);
         const std::string error = write(step, complain);
         if (world.rank == 0 && !error.empty())
             complain(format_text("checkpoint of step %lld failed: %s; training goes on, the last good one is %s",
@@ -75,15 +77,35 @@ class CheckpointSaver {
 
     // At the end of a run, which has no other error then. What cannot be removed, the next run in this folder removes.
     void save_last(int64_t step) {
+        has_lost_folder();
         last_error = write(step, [](const std::string&) {});
     }
 
     // Of last_saved; 0 where there is none.
     int64_t last_saved_step() const { return std::max<int64_t>(0, step_of_name(name_of(last_saved))); }
 
+    // What the end of a run that failed says of it.
+    std::string describe_last() const {
+        if (!last_error.empty()) return "saving failed too: " + last_error;
+        return "the last good checkpoint is " + (last_saved.empty() ? "none" : last_saved);
+    }
+
   private:
     const World& world;
     const Options options;
+    std::string run;  // where checkpoints go
+
+    // Has somebody removed or moved the run's folder? A new one of that name would be half a run, so what was learnt
+    // goes beside it, and the run ends.
+    bool has_lost_folder() {
+        const bool lost = world.rank == 0 && lost_folder.empty() && !has_run_folder(run);
+        if (world.sum(lost ? 1.0 : 0.0) == 0) return false;
+        lost_folder = format_text("--out %s was removed or moved while the run went on", run.c_str());
+        const std::string beside = unused_name_beside(run);
+        run = world.size > 1 ? world.gather(beside)[0] : beside;
+        last_saved.clear();
+        return true;
+    }
 
     // Returns what went wrong, "" if nothing did. abandoned: takes what cannot be removed after that.
     std::string write(int64_t step, const Complain& abandoned) {
@@ -91,10 +113,10 @@ class CheckpointSaver {
         const ProfileRange range("checkpoint", step);
         options.progress("checkpoint");
         try {
-            fail_together(world, world.rank == 0 ? error_of([&] { begin_checkpoint(options.run, step); }) : "");
+            fail_together(world, world.rank == 0 ? error_of([&] { begin_checkpoint(run, step); }) : "");
             // the other ranks have waited until the folder exists
             const Snapshot snapshot = options.take();
-            const std::string folder = checkpoint_writing(options.run, step);
+            const std::string folder = checkpoint_writing(run, step);
             std::vector<FileRecord> mine;
             const std::string error =
                 error_of([&] { mine = write_snapshot(snapshot, folder, world.rank, world.size); });
@@ -102,7 +124,7 @@ class CheckpointSaver {
             if (world.rank == 0) commit(step, all);
             return "";
         } catch (const Error& e) {
-            if (world.rank == 0) abandon_checkpoint(options.run, step, abandoned);
+            if (world.rank == 0) abandon_checkpoint(run, step, abandoned);
             return e.what();
         }
     }
@@ -111,24 +133,9 @@ class CheckpointSaver {
     void commit(int64_t step, const std::vector<FileRecord>& records) {
         const std::string error = error_of(options.before_commit);
         if (!error.empty()) complain(error);
-        commit_checkpoint(options.run, step, records, options.state());
-        if (remove_old) remove_old_checkpoints(options.run, options.keep, complain);
-        last_saved = checkpoint_folder(options.run, step);
+        commit_checkpoint(run, step, records, options.state());
+        if (remove_old) remove_old_checkpoints(run, options.keep, complain);
+        last_saved = checkpoint_folder(run, step);
         std::printf("saved %s\n", last_saved.c_str());
     }
 };
-
-// The checkpoint under --out to resume; "" to begin anew. Rank 0 chooses, so that all ranks take the same one. dry: the
-// run writes nothing.
-template <class World>
-std::string choose_checkpoint(const std::string& out, bool resume, bool dry, const World& world) {
-    std::string chosen, error;
-    try {
-        if (world.rank == 0 && !dry && file_exists(out)) lock_run_folder(out);
-        if (world.rank == 0 && resume) chosen = newest_checkpoint(out);
-    } catch (const Error& e) {
-        error = e.what();
-    }
-    fail_together(world, error);
-    return world.size > 1 ? world.gather(chosen)[0] : chosen;
-}

@@ -63,9 +63,10 @@ class PrefixLock {
         }
         if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {  // some file systems have no locks
             ::close(fd);
-            fail("another tokenize writes shards of the same name (%s is locked): wait for its end, or choose another "
-                 "PREFIX",
-                 path.c_str());
+            fail(
+                "another tokenize writes shards of the same name (%s is locked): wait for its end, or choose another "
+                "PREFIX",
+                path.c_str());
         }
         if (lstat(path.c_str(), &named) == 0 && named.st_ino == locked.st_ino && named.st_dev == locked.st_dev)
             return true;

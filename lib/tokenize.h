@@ -401,8 +401,7 @@ class TokenSpool {
     std::vector<uint64_t> documents;  // where each document begins, with its end-of-text
     uint64_t tokens = 0;
 
-    explicit TokenSpool(const std::string& prefix)
-        : path(prefix + "_tokens.tmp"), file(create()) {
+    explicit TokenSpool(const std::string& prefix) : path(prefix + "_tokens.tmp"), file(create()) {
         if (!file) fail("cannot create %s: %s", path.c_str(), std::strerror(errno));
     }
     TokenSpool(const TokenSpool&) = delete;

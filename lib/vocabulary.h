@@ -62,8 +62,8 @@ using Place = std::function<std::string()>;  // file and position, for a message
 // Gives the next id, from 256 on, to these bytes, or fails, naming the place; returns the two ids that it merges.
 using AddToken = std::function<std::pair<uint16_t, uint16_t>(const std::string& bytes, const Place& where)>;
 
-// Calls use(line) for every line of the file, without its line end, which is Windows' in some copies, as is a byte order
-// mark; the last line need not have an end.
+// Calls use(line) for every line of the file, without its line end, which is Windows' in some copies, as is a byte
+// order mark; the last line need not have an end.
 inline void for_each_line(const std::string& path, const std::function<void(const std::string&)>& use) {
     const std::string file = read_file(path);
     for (size_t begin = file.compare(0, 3, "\xEF\xBB\xBF") == 0 ? 3 : 0; begin < file.size();) {

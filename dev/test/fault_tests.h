@@ -408,6 +408,64 @@ TEST(checkpoints_kept_and_removed) {
     CHECK((names == std::vector<std::string>{"00000010", "00000011"}));
 }
 
+// A run with --keep removes what somebody reads; the newest is there at any time.
+TEST(checkpoints_removed_while_they_are_read_are_no_damage) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    REQUIRE_GOOD(train({{"out", out}, {"dim", "256"}, {"mlp-hidden", "2048"}}));
+    std::atomic<bool> read_enough{false};
+    std::thread trainer([&] {
+        for (int64_t step = 3; !read_enough; step++) {
+            const std::string from = checkpoint_folder(out, step - 1), to = checkpoint_folder(out, step);
+            copy_folder(from, to + ".writing");
+            replace_in_file(to + ".writing/config.json", "{", "{ ");
+            const Manifest before = read_manifest(from);
+            std::vector<FileRecord> files = before.files;
+            for (FileRecord& file : files)
+                if (file.name == "config.json") {
+                    const std::string bytes = read_file(to + ".writing/config.json");
+                    file.size = bytes.size(), file.crc32c = crc32c(0, bytes.data(), bytes.size());
+                }
+            commit_checkpoint(out, step, files, before.state_text);
+            rename_path(from, from + ".removing");
+            remove_tree(from + ".removing");
+        }
+    });
+    for (int i = 0; i < 300; i++) {
+        Config c;
+        c.from = out, c.at_step = "last", c.branches = "all";
+        std::string error = error_of([&] { open_trained_model<TensorTable>(c); });
+        CHECK_EQUAL(error, std::string());
+    }
+    read_enough = true;
+    trainer.join();
+}
+
+// What is learnt into a folder that is gone goes beside it, and the end claims no success.
+TEST(run_whose_folder_is_removed_ends_with_an_error) {
+    using namespace program;
+    TempFolder folder;
+    for (const char* save_every : {"0", "5000"})
+        for (const bool moved : {false, true}) {
+            const std::string out = folder.file("run");
+            std::thread other([&] {
+                while (!file_exists(out + "/main.log") ||
+                       read_file(out + "/main.log").find("s:20 ") == std::string::npos)
+                    usleep(1000);
+                if (moved) rename_path(out, folder.file("moved"));
+                else remove_tree(out);
+            });
+            const Result r = train({{"out", out}, {"steps", "5010"}, {"save-every", save_every}, {"eval-every", "0"}});
+            other.join();
+            const std::string step = save_every[0] == '0' ? "/step_00005010" : "/step_00005000";
+            CHECK_REFUSED(r, 1, "--out " + out + " was removed or moved", "the last good checkpoint is " + out + ".1");
+            CHECK(!file_exists(out));
+            CHECK_EQUAL(run({"sample", "--from", out + ".1" + step, "--tokens", "1"}).status, 0);
+            remove_tree(out + ".1"), remove_tree(folder.file("moved"));
+        }
+}
+
 // A disk that is full for a while: the checkpoints of that time fail, training goes on, and the
 // log says so. Here a file stands where the checkpoint's folder is to be, which stops root too.
 TEST(checkpoints_that_fail_do_not_stop_the_run) {

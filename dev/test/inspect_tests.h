@@ -211,7 +211,7 @@ TEST(inspect_shows_a_part_of_a_long_text) {
                                     more));
         CHECK_EQUAL(r.status, 0);
         CHECK(r.out.find(says) != std::string::npos);
-        const std::string json = read_file(folder.file("x.json")), begin = ""tokens": ";
+        const std::string json = read_file(folder.file("x.json")), begin = "\"tokens\": ";
         const size_t at = json.find(begin) + begin.size();
         std::string all;
         for (const Json& token : parse_json(json.substr(at, json.find("]", at) + 1 - at), "x.json").items)
