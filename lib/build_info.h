@@ -143,16 +143,6 @@ inline void print_build(const BuildReport& r) {
                 nccl.empty() && r.gpu ? ": gradients of several GPUs travel through the host" : "");
     std::printf("%s oneDNN       %s\n", tick(!dnnl.empty()),
                 dnnl.empty() ? "not in this build: the GEMMs are our own" : (dnnl + dnnl_caveat()).c_str());
-#ifdef USE_ZLIB
-    std::printf("%s zlib         tokenize reads .gz\n", tick(true));
-#else
-    std::printf("%s zlib         not in this build: no .gz for tokenize\n", tick(false));
-#endif
-#ifdef USE_ZSTD
-    std::printf("%s zstd         tokenize reads .zst\n", tick(true));
-#else
-    std::printf("%s zstd         not in this build: no .zst for tokenize\n", tick(false));
-#endif
     std::printf("  memory       %.0f MiB available\n", r.available_bytes / (1 << 20));
 }
 

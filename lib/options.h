@@ -265,8 +265,8 @@ inline const std::vector<Option>& option_table() {
         {"top-p", TRAIN | SAMPLE, &Config::top_p, "1", between(0, 1),
          "choose among the likeliest tokens of this total probability"},
         {"in", TOKENIZE, &Config::in, "", ANY,
-         "text: files .txt (one document each) or .jsonl (an object a line), as they are, .gz or .zst; folders, with "
-         "all such files under them; patterns; - for stdin"},
+         "text: files .txt (one document each) or .jsonl (an object a line); folders, with all such files under them; "
+         "patterns; - for stdin"},
         {"text-key", TOKENIZE, &Config::text_key, "text", ANY, "key of the text in a line of .jsonl"},
         {"skip-bad-lines", TOKENIZE, &Config::skip_bad_lines, "0", between(0, T),
          "so many lines of .jsonl without such a text are passed over, and counted; one more is an error"},

@@ -215,32 +215,12 @@ inline void check_disjoint(const std::vector<std::string>& train_files, const st
 // of it.
 inline std::string name_foreign_format(const std::string& head) {
     const std::string tokenize = "make shards from the text with ./train_nsa tokenize";
-    const struct {
-        int32_t magic;
-        const char* what;
-    } llmc[] = {
-        {20240326, "a model of llm.c, not tokens: give it where a checkpoint is asked for, and token shards here"},
-        {20240327, "a debug state of llm.c, not tokens: give token shards here"},
-        {20240328, "a tokenizer file of llm.c, not tokens: give it as the vocabulary, and token shards here"},
-        {20240522, "an evaluation file of llm.c, not tokens to train on: give token shards here"},
-        {20240527, "a loader and optimiser state of llm.c, not tokens: give token shards here"},
-        {20240801, "a llama3 shard of llm.c with 32-bit tokens; shards here hold 16-bit GPT-2 or byte tokens: "}};
     int32_t magic = 0;
     std::memcpy(&magic, head.data(), std::min(head.size(), sizeof magic));
-    for (const auto& format : llmc)
-        if (magic == format.magic) return format.what + (magic == 20240801 ? tokenize : "");
-    const struct {
-        std::string start;
-        const char* what;
-    } signatures[] = {
-        {"\x1f\x8b", "a gzip archive: unpack it first"},
-        {"PK\x03\x04", "a zip archive: unpack it first"},
-        {"\x28\xb5\x2f\xfd", "a zstd archive: unpack it first"},
-        {"PAR1", "a parquet file: turn it into .jsonl with data/parquet_to_jsonl.py, then run ./train_nsa tokenize"},
-        {"\x93NUMPY", "a numpy array: save its tokens as uint16 behind a shard header"},
-        {"version https://git-lfs", "a Git LFS pointer instead of the file itself: fetch the file with git lfs pull"}};
-    for (const auto& format : signatures)
-        if (head.compare(0, format.start.size(), format.start) == 0) return format.what;
+    if (magic / 10000 == SHARD_MAGIC / 10000)  // llm.c numbers its formats by their dates
+        return format_text("a file of llm.c of another kind, number %d; token shards have %d and 16-bit tokens: ",
+                           magic, SHARD_MAGIC) +
+               tokenize;
     const auto is_text = [](unsigned char c) { return c >= ' ' || (c >= '\t' && c <= '\r'); };
     if (std::all_of(head.begin(), head.end(), is_text)) return "text, not tokens: " + tokenize;
     return "no token shard: its first number is " + std::to_string(magic) + ", expected " +

@@ -103,7 +103,7 @@ struct TokenBlock {
     bool is_jsonl = false;
     std::string path, text_key;
     uint64_t first_line = 0, first_byte = 0;  // line number (from 1) and offset in the file of bytes[0]
-    uint64_t stored = 0;                      // bytes of all files that had been read with this block
+    uint64_t bytes_before = 0;                // of all files, read before the end of this block
 
     // From the worker.
     std::vector<uint16_t> tokens;
@@ -264,7 +264,7 @@ struct TextFile {
     ByteSource source;
     std::string rest;
     bool at_end = false;
-    uint64_t bytes = 0;  // of text, unpacked, that have been read
+    uint64_t bytes = 0;  // that have been read
     size_t mark_bytes;   // of a byte order mark, which is skipped
 
     explicit TextFile(const TextInput& input) : name(input.name()), source(input) {
@@ -477,7 +477,7 @@ inline void check_tokenize_options(const TokenizeOptions& options) {
 
 // What was found in the files.
 struct TokenizeCounts {
-    uint64_t stored = 0, bytes = 0, text_bytes = 0;  // bytes on the disk, unpacked, in documents
+    uint64_t bytes = 0, text_bytes = 0;  // of the files, in documents
     uint64_t text_files = 0, separators = 0, files_without_text = 0, bad_lines = 0;
     std::string first_bad_line;
     Oddity invalid_utf8, nul;
@@ -514,15 +514,15 @@ TokenizeCounts encode_files(const TokenizeOptions& options, const TextInputs& in
         count_bad_lines(*block, options.skip_bad_lines, counts);
         spool.write(*block);
         counts.text_bytes += block->text_bytes;
-        progress.done = double(block->stored);
+        progress.done = double(block->bytes_before);
         counts.invalid_utf8.add(block->invalid_utf8), counts.nul.add(block->nul);
     };
     for (const TextInput& input : inputs.files) {
         TextFile file(input);
-        const uint64_t before = counts.stored;
+        const uint64_t before = counts.bytes;
         const UseBlock use = [&](std::unique_ptr<TokenBlock> block) {
             while (pool.full()) take();
-            block->stored = before + file.source.stored;
+            block->bytes_before = before + file.bytes;
             pool.hand_in(std::move(block));
         };
         const bool is_jsonl = input.is_jsonl || (input.is_stdin && file.begins_with_brace());
@@ -530,7 +530,7 @@ TokenizeCounts encode_files(const TokenizeOptions& options, const TextInputs& in
         if (is_jsonl) read_jsonl(file, options.text_key, options.block_bytes, use);
         else read_text(file, separator, options.block_bytes, tokenizer.pre_tokenizer, use, &counts.separators);
         counts.text_files += !is_jsonl, counts.files_without_text += file.bytes == file.mark_bytes;
-        counts.bytes += file.bytes, counts.stored += file.source.stored;
+        counts.bytes += file.bytes;
     }
     while (!pool.empty()) take();
     counts.seconds = progress.seconds();
@@ -570,10 +570,8 @@ inline void warn_of_oddities(const TokenizeOptions& options, const TextInputs& i
 inline void print_tokenized(const TokenizeOptions& options, const TextInputs& inputs, const TokenizeCounts& counts,
                             size_t documents, bool added, const ShardWriter& train, const ShardWriter& val) {
     const uint64_t tokens = train.tokens() + val.tokens(), marks = documents + added;
-    const std::string packed =
-        counts.stored == counts.bytes ? "" : format_text(" (%llu packed)", (unsigned long long)counts.stored);
-    std::printf("tokenize: read %zu file%s, %llu bytes%s in %.2f s, %.1f MB/s\n", inputs.files.size(),
-                inputs.files.size() == 1 ? "" : "s", (unsigned long long)counts.bytes, packed.c_str(), counts.seconds,
+    std::printf("tokenize: read %zu file%s, %llu bytes in %.2f s, %.1f MB/s\n", inputs.files.size(),
+                inputs.files.size() == 1 ? "" : "s", (unsigned long long)counts.bytes, counts.seconds,
                 double(counts.bytes) / 1e6 / std::max(counts.seconds, 1e-9));
     std::printf("tokenize: %zu document%s, %llu bytes of text: %llu tokens + %llu end-of-text%s = %llu tokens\n",
                 documents, documents == 1 ? "" : "s", (unsigned long long)counts.text_bytes,

@@ -539,9 +539,7 @@ TEST(run_tokenize_reads_stdin) {
     const std::string refused = tokens("{this is no JSON}");
     CHECK(refused.find("stdin, taken as JSON lines since it begins with {: line 1: byte 1: ") != std::string::npos);
     CHECK(tokens("").find("no text in") != std::string::npos);
-#ifdef USE_ZLIB
-    CHECK_EQUAL(tokens(GZIP_TEXT), std::string("|text one\n"));
-#endif
+    CHECK(tokens(GZIP_TEXT).find("stdin is compressed by gzip") != std::string::npos);
 }
 
 // On a terminal, and only there, what takes more than a second shows how far it is.

@@ -262,53 +262,22 @@ inline const std::string GZIP_TEXT(
     29),
     ZSTD_TEXT("\x28\xb5\x2f\xfd\x04\x58\x49\0\0text one\n\xd9\xb1\x3c\xdc", 22);
 
-inline void check_packed_text(const std::string& ending, const std::string& packed, [[maybe_unused]] bool readable) {
+// Compressed text is refused, by its name and by its bytes, with the command that unpacks it.
+TEST(tokenize_says_how_to_unpack) {
     TokenizeFixture f;
-    f.options.val_fraction = 0;
-    f.input("plain.txt", packed);
-    CHECK_FAILS(1, "by its name it is plain", tokenize_files(f.options));
-    f.input("a.txt" + ending, "text one\n");
-    CHECK_FAILS(1, "its bytes are plain", tokenize_files(f.options));
-    f.input("b.TXT" + ending, packed + packed);  // one stream behind the other, as parallel packers write them
-    if (!readable) {
-        CHECK_FAILS(1, "this program was built without", tokenize_files(f.options));
-        return;
+    const std::pair<const char*, const std::string&> kinds[] = {{"zcat", GZIP_TEXT}, {"zstdcat", ZSTD_TEXT}};
+    for (const auto& [unpacks, packed] : kinds) {
+        const std::string remedy = std::string(unpacks) + " " + f.folder.file(unpacks);
+        for (const std::string& name :
+             {std::string("/a.TXT"), "/b.jsonl" + std::string(unpacks[1] == 'c' ? ".gz" : ".zst")}) {
+            make_folders(f.folder.file(unpacks));
+            const std::string path = f.input(unpacks + name, name[1] == 'a' ? packed : "by its name");
+            CHECK_FAILS(1, (remedy + name + " | ./train_nsa tokenize --in -").c_str(), tokenize_files(f.options));
+            f.options.in = {f.folder.file(unpacks)};
+            CHECK_FAILS(1, remedy.c_str(), tokenize_files(f.options));
+            remove_tree(path);
+        }
     }
-    tokenize_files(f.options);
-    CHECK_EQUAL(f.train(), std::string("|text one\ntext one\n"));
-    f.options.out = f.folder.file("y");
-    for (size_t n = 4; n < packed.size(); n++) {
-        f.input("c.txt" + ending, packed.substr(0, n));
-        CHECK_FAILS(1, format_text("cut off after %zu bytes", n).c_str(), tokenize_files(f.options));
-    }
-    std::string damaged = packed;
-    damaged[packed.size() - 6] ^= 1;
-    f.input("d.txt" + ending, damaged);
-    CHECK_FAILS(1, "damaged before byte", tokenize_files(f.options));
-    // Longer than any buffer, in blocks of a few bytes and in large ones.
-    std::string lines, expected, all;
-    for (int i = 0; i < 20000; i++) lines += packed, expected += "text one\n";
-    for (const size_t block_bytes : {700, 1 << 20}) {
-        f.input("e.txt" + ending, lines);
-        f.options.block_bytes = block_bytes, f.options.out = f.folder.file("z" + std::to_string(block_bytes));
-        tokenize_files(f.options);
-        CHECK(f.train() == "|" + expected);
-    }
-    CHECK_EQUAL(TextInputs(f.options.in).bytes(), lines.size());
-}
-TEST(tokenize_reads_gzip) {
-#ifdef USE_ZLIB
-    check_packed_text(".gz", GZIP_TEXT, true);
-#else
-    check_packed_text(".gz", GZIP_TEXT, false);
-#endif
-}
-TEST(tokenize_reads_zstd) {
-#ifdef USE_ZSTD
-    check_packed_text(".zst", ZSTD_TEXT, true);
-#else
-    check_packed_text(".zst", ZSTD_TEXT, false);
-#endif
 }
 
 // What is no error and may not be meant is counted.
