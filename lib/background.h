@@ -7,6 +7,7 @@
 #include <system_error>
 #include <thread>
 
+#include "memory.h"
 #include "util.h"
 
 // What job() throws, as text; "" where it throws nothing.
@@ -16,7 +17,7 @@ std::string error_of(const Job& job) {
         job();
         return "";
     } catch (const std::exception& e) {
-        return *e.what() ? e.what() : "an exception without text";
+        return error_text(e);
     } catch (...) {
         return "an exception of unknown type";
     }

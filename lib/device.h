@@ -72,7 +72,7 @@ inline void start_threads(int count) {
         try {
             for (int i = 1; i < count; i++) threads.emplace_back([&] { const std::lock_guard<std::mutex> wait(held); });
         } catch (const std::exception& e) {
-            error = e.what();
+            error = error_text(e);
         }
     }
     for (std::thread& thread : threads) thread.join();

@@ -43,7 +43,7 @@ int report_errors(const World* world, Work work) {
     } catch (const Error& e) {
         return report_error(world, e.status, e.what(), false);
     } catch (const std::exception& e) {
-        return report_error(world, 1, e.what(), false);
+        return report_error(world, 1, error_text(e).c_str(), false);
     }
 }
 
@@ -116,7 +116,7 @@ inline void report_lost_output(int status, bool in_files) {
         if (std::current_exception()) std::rethrow_exception(std::current_exception());
         std::fprintf(stderr, "train_nsa: error: the program ended itself\n");
     } catch (const std::exception& e) {
-        std::fprintf(stderr, "train_nsa: error: %s\n", e.what());
+        std::fprintf(stderr, "train_nsa: error: %s\n", error_text(e).c_str());
     } catch (...) {
         std::fprintf(stderr, "train_nsa: error: an exception of unknown type\n");
     }
@@ -132,13 +132,3 @@ inline void prepare_for_errors() {
     backtrace(&frame, 1);  // loads libgcc_s, without which a thread cannot end, while there is memory for it
     if (memory_is_limited()) share_one_heap();
 }
-
-#if !defined(NSA_WITHOUT_MAIN) && !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)  // the host's alone
-// In place of the standard's: the error says how much was asked for.
-__attribute__((noinline)) void* operator new(size_t bytes) {
-    if (void* const p = std::malloc(std::max<size_t>(bytes, 1))) return p;
-    throw OutOfMemory(bytes);
-}
-__attribute__((noinline)) void operator delete(void* p) noexcept { std::free(p); }
-__attribute__((noinline)) void operator delete(void* p, size_t) noexcept { std::free(p); }
-#endif

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <fstream>
 #include <limits>
 #include <new>
@@ -17,75 +18,34 @@
 #include "system.h"
 #include "util.h"
 
-struct MemoryLimit {
-    int resource;      // of getrlimit
-    int field;         // of /proc/self/statm: what counts against it, in pages
-    const char* name;  // as the shell calls it
-};
-constexpr MemoryLimit MEMORY_LIMITS[] = {{RLIMIT_AS, 0, "ulimit -v"}, {RLIMIT_DATA, 5, "ulimit -d"}};
-
-// Bytes of a limit; infinity where there is none.
-inline double limit_bytes(const MemoryLimit& limit) {
+// Bytes of addresses that this process may have (ulimit -v); infinity where there is no limit.
+inline double address_limit() {
     struct rlimit r;
-    const bool limited = getrlimit(limit.resource, &r) == 0 && r.rlim_cur != RLIM_INFINITY;
+    const bool limited = getrlimit(RLIMIT_AS, &r) == 0 && r.rlim_cur != RLIM_INFINITY;
     return limited ? double(r.rlim_cur) : std::numeric_limits<double>::infinity();
 }
 
-// Bytes of this process, by a field of /proc/self/statm.
-inline double own_bytes(int field) {
-    double pages[6] = {};
-    std::ifstream statm("/proc/self/statm");
-    for (double& p : pages) statm >> p;
-    return pages[field] * double(sysconf(_SC_PAGESIZE));
+inline bool memory_is_limited() { return address_limit() < std::numeric_limits<double>::infinity(); }
+
+// "; the process is limited to 300 MiB (ulimit -v)", or "".
+inline std::string memory_limit_text() {
+    if (!memory_is_limited()) return "";
+    return format_text("; the process is limited to %.0f MiB (ulimit -v)", address_limit() / (1 << 20));
 }
 
-// Bytes that the limits leave this process; infinity where there are none.
-inline double limits_leave() {
-    double left = std::numeric_limits<double>::infinity();
-    for (const MemoryLimit& limit : MEMORY_LIMITS) left = std::min(left, limit_bytes(limit) - own_bytes(limit.field));
-    return std::max(0.0, left);
+// What went wrong, in words that the standard library does not have.
+inline std::string error_text(const std::exception& e) {
+    if (dynamic_cast<const std::bad_alloc*>(&e)) return "out of memory" + memory_limit_text();
+    return *e.what() ? e.what() : "an exception without text";
 }
 
-// What the machine has left for each of so many processes, and the container and the limits of this process allow;
+// What the machine has left for each of so many processes, and the container and the limit of this process allow;
 // infinity where none of them is known.
 inline double host_bytes_available(int processes = 1) {
-    return std::min(std::min(system_bytes_available(), cgroup_limits().bytes) / processes, limits_leave());
-}
-
-// "; the process is limited to 300 MiB (ulimit -v)", or "". Takes no memory. to: of at least 80 bytes.
-inline void describe_limit(char* to, size_t size) {
-    to[0] = '\0';
-    for (const MemoryLimit& limit : MEMORY_LIMITS)
-        if (const double bytes = limit_bytes(limit); !to[0] && bytes < 1e15)
-            std::snprintf(to, size, "; the process is limited to %.0f MiB (%s)", bytes / (1 << 20), limit.name);
-}
-inline std::string memory_limit_text() {
-    char text[100];
-    describe_limit(text, sizeof text);
-    return text;
-}
-
-// What operator new throws, see errors.h. Its text is made without memory, because there is none.
-class OutOfMemory : public std::bad_alloc {
-    char text[200];
-
-  public:
-    explicit OutOfMemory(size_t bytes) {
-        char limit[100];
-        describe_limit(limit, sizeof limit);
-        std::snprintf(text, sizeof text, "out of memory: %.3f MiB were asked for%s", double(bytes) / (1 << 20), limit);
-    }
-    const char* what() const noexcept override { return text; }
-};
-
-// Is there a limit that an allocation can meet? (Without one the kernel ends a process instead.)
-inline bool memory_is_limited() {
-    static const bool limited = [] {
-        int overcommit = 0;
-        std::ifstream("/proc/sys/vm/overcommit_memory") >> overcommit;
-        return overcommit == 2 || limit_bytes(MEMORY_LIMITS[0]) < 1e15 || limit_bytes(MEMORY_LIMITS[1]) < 1e15;
-    }();
-    return limited;
+    double pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    const double addresses = address_limit() - pages * double(sysconf(_SC_PAGESIZE));
+    return std::min(std::min(system_bytes_available(), cgroup_limits().bytes) / processes, std::max(0.0, addresses));
 }
 
 // Fails unless this much memory could be had now. For libraries that end the program by a signal where there is none.
@@ -109,7 +69,7 @@ struct CacheLines {
     CacheLines(const CacheLines<U>&) {}
     T* allocate(size_t count) {
         if (void* const data = aligned_memory(count * sizeof(T))) return static_cast<T*>(data);
-        throw OutOfMemory(count * sizeof(T));
+        throw std::bad_alloc();
     }
     void deallocate(T* data, size_t) { std::free(data); }
     bool operator==(const CacheLines&) const { return true; }

@@ -102,7 +102,6 @@ TEST(crc32c_published_values) {  // RFC 3720 B.4, and the check value of the CRC
                                                       {read10, 0xD9963A56u}};
     for (const auto& [text, expected] : cases) {
         CHECK_EQUAL(crc32c(0, text.data(), text.size()), expected);
-        CHECK_EQUAL(crc32c_by_table(0, text.data(), text.size()), expected);
     }
 }
 
@@ -117,9 +116,7 @@ TEST(crc32c_in_pieces_and_unaligned) {
             }
             const char* p = bytes.data() + begin;
             CHECK_EQUAL(crc32c(0, p, n), ~plain);
-            CHECK_EQUAL(crc32c_by_table(0, p, n), ~plain);
             CHECK_EQUAL(crc32c(crc32c(0, p, n / 3), p + n / 3, n - n / 3), ~plain);
-            CHECK_EQUAL(crc32c_by_table(crc32c_by_table(0, p, n / 3), p + n / 3, n - n / 3), ~plain);
         }
 }
 
@@ -591,7 +588,7 @@ TEST(background_task) {
     CHECK(!task.error().empty());
     task.start([] { throw std::bad_alloc(); });
     task.wait();
-    CHECK(task.error().find("bad_alloc") != std::string::npos);
+    CHECK(task.error().find("out of memory") != std::string::npos);
     task.start([] {});
     task.wait();
     CHECK_EQUAL(task.error(), "");
