@@ -58,7 +58,7 @@ TEST(resume_knows_options_that_have_left) {
     using namespace program;
     TempFolder folder;
     const auto resumes = [&](const char* options) {
-        write_file(folder.file("run.json"), format_text("{%s, \"lr\": 0.5}", options));
+        write_file(folder.file("run.json"), format_text("{\"program\": \"train_nsa\", %s, \"lr\": 0.5}", options));
         std::set<std::string> given;
         Config c = parse({"--resume", "--out", folder.path}, &given);
         return inherit_options(c, given) && c.lr == 0.5;
