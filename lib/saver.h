@@ -139,3 +139,18 @@ class CheckpointSaver {
         std::printf("saved %s\n", last_saved.c_str());
     }
 };
+
+// The checkpoint under --out to resume; "" to begin anew. Rank 0 chooses, so that all ranks take the same one. dry: the
+// run writes nothing.
+template <class World>
+std::string choose_checkpoint(const std::string& out, bool resume, bool dry, const World& world) {
+    std::string chosen, error;
+    try {
+        if (world.rank == 0 && !dry && file_exists(out)) lock_run_folder(out);
+        if (world.rank == 0 && resume) chosen = newest_checkpoint(out);
+    } catch (const Error& e) {
+        error = e.what();
+    }
+    fail_together(world, error);
+    return world.size > 1 ? world.gather(chosen)[0] : chosen;
+}
