@@ -973,8 +973,8 @@ struct Run {
           tokenizer(Tokenizer::find(c.tokenizer, c.vocab_dir)),
           data(open_training_data(c, w, tokenizer.get())),
           model(dev, c, true, w.rank, w.size),
-          report(c.steps, c.total_batch, data.train->samples_per_epoch()),
-          saver(w, {c.out, c.keep, [this](const char* phase) { model.progress(phase); }, [this] { report.log->sync(); },
+          report(c.steps, c.total_batch, c.log_every, data.train->samples_per_epoch()),
+          saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.progress(phase); }, [this] { report.log->sync(); },
                     [this] { return state_json(state, manifest_json(config()), world.size, data.train->files()); },
                     [this] { return take_snapshot(model, world); }}) {}
 
@@ -1088,7 +1088,7 @@ struct Run {
         if (!s.exchanged) exchange(s);
         const double seconds = report.lap();
         world.watchdog.step_done(s.step, seconds, s.loss);
-        if (is_first()) report.print_step(s, seconds, double(dev.peak_bytes) / (1 << 20));
+        if (is_first()) report.print_step(s, seconds, double(dev.peak_bytes) / (1 << 20), stop != GO_ON);
         if (s.is_bad()) return count_bad_step(s);
         state.bad_steps = 0;
         if (!s.skipped) state.last_update = s.step;

@@ -321,13 +321,15 @@ inline void remove_renamed(const std::string& run, const std::vector<std::string
     }
 }
 
-// Keeps the `keep` newest checkpoints (0: all), and the best; and, should all of these be damaged, the newest that is
-// intact. What cannot be removed is a complaint.
-inline void remove_old_checkpoints(const std::string& run, int64_t keep, const Complain& complain) {
+// Keeps the `keep` newest checkpoints (0: all), those whose step is a multiple of keep_every (0: no others), and the
+// best; and, should all of these be damaged, the newest that is intact. What cannot be removed is a complaint.
+inline void remove_old_checkpoints(const std::string& run, int64_t keep, int64_t keep_every, const Complain& complain) {
     if (keep <= 0) return;
     try {
         const std::vector<int64_t> steps = checkpoint_steps(run);
-        const std::vector<int64_t> old(steps.begin() + std::min(int64_t(steps.size()), keep), steps.end());
+        std::vector<int64_t> old;
+        for (size_t i = size_t(keep); i < steps.size(); i++)
+            if (keep_every <= 0 || steps[i] % keep_every != 0) old.push_back(steps[i]);
         if (old.empty()) return;
         const int64_t best = best_step(run, [](const std::string&) {});  // a reader is told what is damaged
         const std::string intact = newest_intact_checkpoint(run, complain);

@@ -55,9 +55,8 @@ static const struct {
     bool changes_results;
 } FORMER_OPTIONS[] = {
     {"beta1", "0.9", true},    {"beta2", "0.95", true},          {"adam-eps", "1e-08", true},
-    {"log-every", "1", false}, {"stats-every", "0", false},      {"max-bad-steps", "3", false},
-    {"keep-every", "0", true}, {"reset-at-document", "0", true}, {"deterministic", "off", true},
-    {"cuda-graph", "0", false},
+    {"stats-every", "0", false},      {"max-bad-steps", "3", false},  {"cuda-graph", "0", false},
+    {"reset-at-document", "0", true}, {"deterministic", "off", true},
 };
 
 // Is this key of a run.json or a config.json one of them? Fails where nothing can go on without it as it was.

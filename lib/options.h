@@ -37,8 +37,8 @@ struct Config {
     double lr = 0, lr_final = 0, weight_decay = 0, grad_clip = 0;
     std::string schedule;
     // the run
-    int64_t eval_every = 0, eval_batches = 0, sample_every = 0, sample_tokens = 0, save_every = 0, keep = 0,
-            threads = 0;
+    int64_t eval_every = 0, eval_batches = 0, log_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0,
+            keep = 0, keep_every = 0, threads = 0;
     double stall_timeout = 0;
     std::string out, config, device, cpu_dtype, selected_kernels, dump_state, profile_steps;
     bool resume = false, help = false, version = false, tensorboard = false, allow_new_data = false;
@@ -199,6 +199,9 @@ inline const std::vector<Option>& option_table() {
          "steps between validations; 0: only at the end"},
         {"eval-batches", TRAIN | EVAL, &Config::eval_batches, "8", between(1, M),
          "validation tokens, in units of --total-batch; in eval of --batch sequences, where all is the default"},
+        {"log-every", TRAIN, &Config::log_every, "auto", between(1, T),
+         "steps between the lines printed; auto: a line a second at most; the first, the last and those that changed no "
+         "weight have theirs always, and the logs have all"},
         {"sample-every", TRAIN, &Config::sample_every, "0", between(0, T), "steps between samples; 0: only at the end"},
         {"sample-tokens", TRAIN, &Config::sample_tokens, "256", between(0, M), "tokens of such a sample; 0: none"},
         {"prompt", TRAIN | SAMPLE, &Config::prompt, "", ANY, "text to continue; none: a new document"},
@@ -206,6 +209,8 @@ inline const std::vector<Option>& option_table() {
          "steps between checkpoints; 0: only at the end, whatever ends the run"},
         {"keep", TRAIN, &Config::keep, "0", between(0, M),
          "newest checkpoints to keep, beside the one with the lowest validation loss; 0: all"},
+        {"keep-every", TRAIN, &Config::keep_every, "0", between(0, T),
+         "checkpoints of steps divisible by this are kept for ever; 0: none"},
         {"stall-timeout", TRAIN, &Config::stall_timeout, "180", between(0, M),
          "seconds without any progress on a rank after which the run ends; 0: wait for ever"},
         {"out", TRAIN | TOKENIZE, &Config::out, "auto", ANY,

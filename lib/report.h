@@ -382,19 +382,20 @@ std::string layer_statistics(Dev& dev, const NsaShape& s, const Layers& layers) 
 
 // What rank 0 prints and logs while the run goes on. The other ranks have one too, for its clocks.
 struct RunReport {
-    const int64_t steps, total_batch;     // --steps, --total-batch
-    const uint64_t epoch_samples;         // samples in an epoch of the training data
-    std::unique_ptr<RunLog> log;          // on rank 0, once the folder is there
-    std::vector<double> speed;            // tokens/s of every reported step
-    double begun = 0;                     // seconds_now() when the run was ready
-    double started = 0, last_report = 0;  // when its first step began, when the last one was reported
+    const int64_t steps, total_batch, log_every;  // --steps, --total-batch, --log-every
+    const uint64_t epoch_samples;                 // samples in an epoch of the training data
+    std::unique_ptr<RunLog> log;                  // on rank 0, once the folder is there
+    std::vector<double> speed;                    // tokens/s of every reported step
+    double begun = 0;                             // seconds_now() when the run was ready
+    double started = 0, last_report = 0;          // when its first step began, when the last one was reported
+    double last_printed = 0;                      // when the last line of a step was printed
     double last_val_loss = 0, last_recall = -1;
     int64_t first_step = 0;  // a resumed run begins here
     int ranks = 1;
     double flops_per_token = 0, peak_flops = 0;  // of the model, for training; of one rank's processor, 0: unknown
 
-    RunReport(int64_t run_steps, int64_t step_tokens, uint64_t samples_per_epoch)
-        : steps(run_steps), total_batch(step_tokens), epoch_samples(samples_per_epoch) {}
+    RunReport(int64_t run_steps, int64_t step_tokens, int64_t every, uint64_t samples_per_epoch)
+        : steps(run_steps), total_batch(step_tokens), log_every(every), epoch_samples(samples_per_epoch) {}
 
     // What the log says about each start of the program on this run: at its first step, or at a resume.
     void log_start(int64_t step, const std::string& version, const std::string& device, int of_ranks,
@@ -424,9 +425,14 @@ struct RunReport {
         return seconds;
     }
 
-    void print_step(const StepResult& s, double seconds, double peak_gpu_mib) {
+    // Both logs have every step. stdout has one in log_every, or one a second, and what is out of the ordinary: the
+    // first, the last, and those that changed no weight.
+    void print_step(const StepResult& s, double seconds, double peak_gpu_mib, bool last) {
         log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
         log->line(log->json, step_json(s, seconds, peak_gpu_mib));
+        const bool due = log_every ? s.step % log_every == 0 : seconds_now() >= last_printed + 1;
+        if (!due && s.step != first_step + 1 && s.step != steps && !last && !s.skipped && !s.is_bad()) return;
+        last_printed = seconds_now();
         const double left = (last_report - started) / double(s.step - first_step) * double(steps - s.step);
         std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s%s\n",
                     (long long)s.step, s.loss, s.lr, speed.back(), s.norm, seconds * 1e3, duration_text(left).c_str(),

@@ -53,7 +53,7 @@ class CheckpointSaver {
   public:
     struct Options {
         std::string run;                            // the run's folder
-        int64_t keep;                               // see remove_old_checkpoints
+        int64_t keep, keep_every;                   // see remove_old_checkpoints
         std::function<void(const char*)> progress;  // takes a phase's name, for the watchdog
         std::function<void()> before_commit;        // on rank 0: what must be on the disk before the checkpoint is
         std::function<std::string()> state;         // the manifest's JSON
@@ -134,7 +134,7 @@ class CheckpointSaver {
         const std::string error = error_of(options.before_commit);
         if (!error.empty()) complain(error);
         commit_checkpoint(run, step, records, options.state());
-        if (remove_old) remove_old_checkpoints(run, options.keep, complain);
+        if (remove_old) remove_old_checkpoints(run, options.keep, options.keep_every, complain);
         last_saved = checkpoint_folder(run, step);
         std::printf("saved %s\n", last_saved.c_str());
     }

@@ -420,18 +420,19 @@ TEST(checkpoint_retention_against_an_oracle) {
                 best = step;
         CHECK_EQUAL(best_step(folder.path, no_complaint()), best);
         write_file(folder.file("main.log"), "s:1\n");
-        const int64_t keep = int64_t(draw(5));
+        const int64_t keep = int64_t(draw(5)), keep_every = int64_t(draw(3) * 5);
         std::set<std::string> expected = {"main.log"};
         int64_t newer = 0;  // checkpoints with a higher step
         bool intact_seen = false;
         for (auto i = intact.rbegin(); i != intact.rend(); ++i, newer++) {
             const bool newest_intact = i->second && !intact_seen;
             intact_seen = intact_seen || i->second;
-            if (keep == 0 || newer < keep || newest_intact || i->first == best)
+            if (keep == 0 || newer < keep || (keep_every && i->first % keep_every == 0) || newest_intact ||
+                i->first == best)
                 expected.insert(format_text("step_%08lld", (long long)i->first));
         }
         Lines lines;
-        remove_old_checkpoints(folder.path, keep, into(lines));
+        remove_old_checkpoints(folder.path, keep, keep_every, into(lines));
         CHECK_EQUAL(joined(names_in(folder.path)), joined(expected));
         for (const std::string& line : lines) CHECK(line.find(" is damaged: ") != std::string::npos);
     }
@@ -446,7 +447,7 @@ TEST(checkpoint_failing_deletes_are_complaints) {
     CHECK(mkdir(folder.file("step_00000003.removing").c_str(), 0777) == 0);
     make_unremovable(folder.file("step_00000003.removing"));
     Lines lines;
-    remove_old_checkpoints(run, 1, into(lines));
+    remove_old_checkpoints(run, 1, 0, into(lines));
     REQUIRE(lines.size() == 2);
     for (const std::string& line : lines)
         CHECK(line.find("cannot ") == 0 && line.find(std::strerror(ENAMETOOLONG)) != std::string::npos &&
@@ -457,11 +458,11 @@ TEST(checkpoint_failing_deletes_are_complaints) {
     lines.clear();
     clean_leftovers(run, into(lines));
     CHECK_EQUAL(lines.size(), size_t(2));
-    remove_old_checkpoints(folder.file("nowhere"), 1, no_complaint());
+    remove_old_checkpoints(folder.file("nowhere"), 1, 0, no_complaint());
     clean_leftovers(folder.file("nowhere"), no_complaint());
     write_file(folder.file("file"), "");
     lines.clear();
-    remove_old_checkpoints(folder.file("file"), 1, into(lines));
+    remove_old_checkpoints(folder.file("file"), 1, 0, into(lines));
     clean_leftovers(folder.file("file"), into(lines));
     CHECK_EQUAL(lines.size(), size_t(2));
 }
@@ -543,7 +544,7 @@ TEST(checkpoint_in_a_folder_that_may_not_be_written) {
     CHECK_FAILS(1, denied.c_str(), commit_checkpoint(folder.path, 3, {file}, "{}"));
     CHECK_FAILS(1, denied.c_str(), write_text_file(folder.file("x"), "x"));
     Lines lines;
-    remove_old_checkpoints(folder.path, 1, into(lines));
+    remove_old_checkpoints(folder.path, 1, 0, into(lines));
     clean_leftovers(folder.path, into(lines));
     abandon_checkpoint(folder.path, 3, into(lines));
     if (user == 0) CHECK(seteuid(0) == 0);

@@ -402,10 +402,10 @@ TEST(checkpoints_kept_and_removed) {
     using namespace program;
     TempFolder folder;
     const std::string out = folder.file("run");
-    REQUIRE_GOOD(train({{"out", out}, {"steps", "11"}, {"save-every", "1"}, {"keep", "2"}}));
+    REQUIRE_GOOD(train({{"out", out}, {"steps", "11"}, {"save-every", "1"}, {"keep", "2"}, {"keep-every", "4"}}));
     std::vector<std::string> names;
     for (const std::string& path : glob_files(out + "/step_*")) names.push_back(path.substr(out.size() + 6));
-    CHECK((names == std::vector<std::string>{"00000010", "00000011"}));
+    CHECK((names == std::vector<std::string>{"00000004", "00000008", "00000010", "00000011"}));
 }
 
 // A run with --keep removes what somebody reads; the newest is there at any time.

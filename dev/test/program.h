@@ -174,7 +174,7 @@ inline Options small(const Options& more = {}) {
                        {"slc-count", "4"}, {"window", "16"},   {"phi-hidden", "8"},   {"mlp-hidden", "32"},
                        {"seq-len", "64"},  {"threads", "1"},   {"batch", "2"},        {"total-batch", "128"},
                        {"warmup", "0"},    {"lr", "0.01"},     {"eval-batches", "2"}, {"sample-tokens", "0"},
-                       {"steps", "2"}};
+                       {"steps", "2"},     {"log-every", "1"}};
     for (const auto& [name, value] : more) {
         if (value == "-") options.erase(name);  // not given
         else options[name] = value;

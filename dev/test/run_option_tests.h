@@ -569,6 +569,38 @@ TEST(run_progress_is_shown_on_a_terminal) {
     }
 }
 
+// Every step is in the logs, whatever is printed: one in --log-every, or a line a second.
+TEST(run_log_every_thins_out_what_is_printed) {
+    using namespace program;
+    TempFolder folder;
+    const auto printed = [&](const Options& options) {
+        const Result r = train(options);
+        REQUIRE_GOOD(r);
+        std::string steps;
+        for (const std::string& line : lines_of(r.out)) {
+            int step;
+            if (std::sscanf(line.c_str(), "step %d | loss", &step) == 1 && line.find("grad_norm") != std::string::npos)
+                steps += std::to_string(step) + " ";
+        }
+        return steps;
+    };
+    const std::string out = folder.file("run");
+    CHECK_EQUAL(printed({{"steps", "8"}, {"log-every", "3"}, {"out", out}}), std::string("1 3 6 8 "));
+    CHECK_EQUAL(printed({{"steps", "14"}, {"resume", "on"}, {"log-every", "-"}, {"out", out}}),
+                std::string("9 12 14 "));
+    CHECK_EQUAL(printed({{"steps", "16"}, {"resume", "on"}, {"log-every", "1"}, {"out", out}}), std::string("15 16 "));
+    CHECK_EQUAL(logged(out, "loss").size(), size_t(16));
+    size_t lines = 0;
+    for (const std::string& line : lines_of(read_file(out + "/main.log")))
+        lines += line.find(" trl:") != std::string::npos;
+    CHECK_EQUAL(lines, size_t(16));
+    // Two hundred steps of a millisecond or two take a second or two: the first, the last, and a line for each second.
+    const double begun = seconds_now();
+    const std::string by_second = printed({{"steps", "200"}, {"log-every", "-"}, {"out", folder.file("by_second")}});
+    CHECK(by_second.compare(0, 2, "1 ") == 0 && by_second.compare(by_second.size() - 5, 5, " 200 ") == 0);
+    CHECK(double(std::count(by_second.begin(), by_second.end(), ' ')) <= 3 + (seconds_now() - begun));
+}
+
 TEST(run_places_that_cannot_be_written_are_named) {
     using namespace program;
     TempFolder folder;
