@@ -45,7 +45,7 @@ space := $() $()
 
 # In `make deps train_nsa` the probes run after deps; then make reads what they found and starts again.
 deps:
-	@$(if $(MAKE_RESTARTS),:,bash lib/deps.sh)
+	@$(if $(MAKE_RESTARTS),:,bash lib/run/deps.sh)
 clean:
 	rm -rf $(BUILD) train_nsa test_nsa
 help:
@@ -66,8 +66,8 @@ export $(PROBED)
 $(if $(MAKE_RESTARTS),,$(if $(filter deps,$(MAKECMDGOALS)),$(shell rm -f $(BUILD)/config.mk)))
 $(call kept,$(BUILD)/settings,$(foreach v,$(PROBED),$(v)=$($(v))) $(shell uname -nm; \
   command -v $(firstword $(CXX)) $(NVCC) $(MPICXX)),rm -f $(BUILD)/config.mk)
-$(BUILD)/config.mk: $(BUILD)/settings lib/config.sh $(if $(MAKE_RESTARTS),,$(filter deps,$(MAKECMDGOALS)))
-	@bash lib/config.sh > $@.new && mv $@.new $@
+$(BUILD)/config.mk: $(BUILD)/settings lib/run/config.sh $(if $(MAKE_RESTARTS),,$(filter deps,$(MAKECMDGOALS)))
+	@bash lib/run/config.sh > $@.new && mv $@.new $@
 include $(BUILD)/config.mk
 
 # -rdynamic: the watchdog's stack has names. -fno-math-errno and -fno-trapping-math: loops with sqrt and comparisons
@@ -88,7 +88,7 @@ COMPILE := $(HOST) -x c++
 LINK := $(HOST) $(LDFLAGS)
 HOST_LINK := $(LINK)
 HOST_LIBS := $(LIBS)
-include lib/gpu.mk
+include lib/cuda/gpu.mk
 $(call kept,$(BUILD)/command,$(COMPILE) $(LIBS) $(LDFLAGS))
 # For --version: of CHANGELOG.md and, in a clone, of git.
 VERSION := $(shell sed -n 's/^[#][#] \([0-9][0-9.]*\).*/\1/p' CHANGELOG.md 2>/dev/null | head -1)$(shell \
@@ -112,14 +112,14 @@ info: ; @:
 quiet = $(if $(V),,@$(if $(findstring s,$(firstword -$(MAKEFLAGS))),,echo '  $(1)  $@';))
 DEPENDS = -MMD -MP -MF $@.d -MT $@
 # What is compiled beside a program, which then has -DCOMPILED_APART.
-APART := $(BUILD)/cpu_kernels.o $(BUILD)/run_report.o
+APART := $(BUILD)/cpu/kernels.o $(BUILD)/report/run_report.o
 train_nsa $(BUILD)/train_nsa: $(BUILD)/train_nsa.o $(APART)
 	$(call quiet,LINK)$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
-$(BUILD)/train_nsa.o: train_nsa.cu lib/hf/*.py lib/html/* $(BUILD)/command $(BUILD)/version
+$(BUILD)/train_nsa.o: train_nsa.cu lib/report/hf/*.py lib/report/html/* $(BUILD)/command $(BUILD)/version
 	$(call quiet,$(COMPILER))$(COMPILE) -DCOMPILED_APART -DPROGRAM_VERSION=$(VERSION) $(DEPENDS) -c $< -o $@
 $(APART): $(BUILD)/%.o: lib/%.cpp $(BUILD)/command
-	$(call quiet,CXX )$(HOST) $(DEPENDS) -c $< -o $@
--include $(wildcard $(BUILD)/*.d)
+	$(call quiet,CXX )mkdir -p $(@D) && $(HOST) $(DEPENDS) -c $< -o $@
+-include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d)
 
 ifneq ($(wildcard dev/dev.mk),)
   include dev/dev.mk

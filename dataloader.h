@@ -2,9 +2,9 @@
 //
 // A shard is 256 int32 {20240520, 1, number of tokens, vocabulary size or 0, 0 ...}, then that many uint16 tokens, all
 // little endian: the format of llm.c and modded-nanogpt, whose published FineWeb shards (vocabulary size 0 = not
-// recorded) work unchanged; lib/shards.h writes it. A sample is T+1 consecutive tokens of one shard. All ranks walk one
-// global sequence of samples, so the data of a step does not depend on how many ranks share it, and the loader's whole
-// state is four integers.
+// recorded) work unchanged; lib/data/shards.h writes it. A sample is T+1 consecutive tokens of one shard. All ranks
+// walk one global sequence of samples, so the data of a step does not depend on how many ranks share it, and the
+// loader's whole state is four integers.
 //
 // --data may mix sets of shards: 'a_*.bin:3,b_*.bin:1'. The mixture is exact: with W the sum of the weights, here 4, of
 // the samples 0..W-1 of the global sequence, of W..2W-1 and so on, 3 are of a and 1 is of b, spread evenly and always
@@ -14,15 +14,15 @@
 #include <array>
 #include <future>
 
-#include "lib/config_files.h"
-#include "lib/data_sets.h"
-#include "lib/errors.h"
-#include "lib/options.h"
-#include "lib/profile.h"
-#include "lib/progress.h"
-#include "lib/token_source.h"
-#include "lib/tokenize.h"
-#include "lib/train_state.h"
+#include "lib/run/config_files.h"
+#include "lib/data/data_sets.h"
+#include "lib/base/errors.h"
+#include "lib/run/options.h"
+#include "lib/base/profile.h"
+#include "lib/base/progress.h"
+#include "lib/data/token_source.h"
+#include "lib/data/tokenize.h"
+#include "lib/run/train_state.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The order.

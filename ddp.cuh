@@ -4,7 +4,7 @@
 //   Partition    the flat gradient cut into buckets and, with --zero 1, into the parts that each rank owns
 //   Reducer      sums the buckets over the ranks while the backward pass goes on: by MPI through the host's memory, for
 //                every engine, or by NCCL between GPUs
-// What a launcher says is in lib/launch.h. The launcher ends the others where a rank dies.
+// What a launcher says is in lib/run/launch.h. The launcher ends the others where a rank dies.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -21,13 +21,13 @@
 #include <mpi.h>
 #endif
 
-#include "lib/launch.h"
-#include "lib/machine.h"
-#include "lib/profile.h"
-#include "lib/watchdog.h"
+#include "lib/run/launch.h"
+#include "lib/base/machine.h"
+#include "lib/base/profile.h"
+#include "lib/run/watchdog.h"
 #include "nsa_cpu.h"
 #ifdef USE_NCCL
-#include "lib/rendezvous.h"
+#include "lib/run/rendezvous.h"
 #include "nsa_kernels.cuh"
 #endif
 

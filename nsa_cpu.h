@@ -1,10 +1,10 @@
 // nsa_cpu.h: struct Cpu, every operation of the model as plain C++: the executable specification. Attention, block
 // selection and compression are the loops of the paper's equations (Native Sparse Attention, arXiv 2502.11089) and bear
-// their numbers; dev/MODEL.md says the same in one page. lib/shape.h names the branches and the shapes.
+// their numbers; dev/MODEL.md says the same in one page. lib/model/shape.h names the branches and the shapes.
 //
 // Cpu<double> runs this file as it stands. Finite differences and the golden values of an independent PyTorch model
 // (dev/reference.py) judge it, and every faster version is compared with it: Cpu<float>, which trains, computes
-// compression, attention and selection in lib/cpu_attention.h where the processor has vectors, and with this file's
+// compression, attention and selection in lib/cpu/attention.h where the processor has vectors, and with this file's
 // loops elsewhere; nsa_kernels.cuh holds the GPU's version.
 //
 // Conventions. Row-major. Outputs come first, gradients start with d. "=" or "+=" in a comment says whether an output
@@ -20,14 +20,14 @@
 #include <type_traits>
 #include <vector>
 
-#include "lib/cpu_attention.h"
-#include "lib/cpu_gemm.h"
-#include "lib/host_runtime.h"
-#include "lib/profile.h"
-#include "lib/rope.h"
-#include "lib/shape.h"
-#include "lib/util.h"
-#include "lib/visible.h"
+#include "lib/cpu/attention.h"
+#include "lib/cpu/gemm.h"
+#include "lib/cpu/runtime.h"
+#include "lib/base/profile.h"
+#include "lib/model/rope.h"
+#include "lib/model/shape.h"
+#include "lib/base/util.h"
+#include "lib/model/visible.h"
 
 // The gradient's norm is summed in chunks of this many elements. The parts of the flat array that ranks own are whole
 // chunks, and chunks are added in their order, so the norm has the same bits whichever rank computed which chunk.
@@ -372,7 +372,7 @@ struct Cpu : HostRuntime {
     }
 
     // ----- attention. One source for the three branches: they differ only in the keys that a query sees, see
-    // lib/visible.h. Keys are [B, G, T, D], in the compressed branch [B, G, NC, D].
+    // lib/model/visible.h. Keys are [B, G, T, D], in the compressed branch [B, G, NC, D].
     // The keys that query t sees, oldest first. selected: the bitmask of (t, group), in the selected branch.
     static std::vector<int> visible_keys(Branch branch, int t, const uint32_t* selected, const NsaShape& s) {
         std::vector<int> keys;

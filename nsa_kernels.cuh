@@ -5,9 +5,9 @@
 // The file reads in this order:  loads and stores  ->  row operations (embedding, norm, SiLU, classifier, optimiser) ->
 // attention and selection by plain kernels, which compute what the paper says in the fewest ideas  ->  heads and RoPE
 // -> compression  ->  the gated sum  ->  attention and selection on tensor cores  ->  struct Cuda, which launches them
-// all. lib/ holds the rest: cuda_common.cuh (the seam to CUDA), cuda_runtime.cuh (memory, streams, graphs, cuBLASLt),
-// cuda_tiles.cuh and attention_tiles.cuh (what the tensor-core kernels are built from), attention_gathered.cuh (the
-// selected branch for long sequences).
+// all. lib/ holds the rest: lib/cuda/common.cuh (the seam to CUDA), lib/cuda/runtime.cuh (memory, streams, graphs,
+// cuBLASLt), lib/cuda/tiles.cuh and attention_tiles.cuh (what the tensor-core kernels are built from),
+// attention_gathered.cuh (the selected branch for long sequences).
 //
 // Precision. Parameters and activations are bf16, or fp32 when compiled with -DPRECISION_FP32; attention is then
 // computed by the plain kernels. All arithmetic is in fp32; statistics, the gradients of parameters, the optimiser's
@@ -26,11 +26,11 @@
 #include <type_traits>
 #include <vector>
 
-#include "lib/cuda_common.cuh"  // first: it says whether there is NVTX
+#include "lib/cuda/common.cuh"
 
 #include "nsa_cpu.h"
-#include "lib/cuda_runtime.cuh"
-#include "lib/attention_gathered.cuh"
+#include "lib/cuda/runtime.cuh"
+#include "lib/cuda/attention_gathered.cuh"
 
 #ifdef PRECISION_FP32
 using cuda_real = float;
@@ -1075,7 +1075,7 @@ __global__ void __launch_bounds__(256)
 // =====================================================================================================================
 // Attention of the three branches and block selection on tensor cores, in bf16 with fp32 sums. Tiles of 64 keys are
 // shared by the queries of all heads of a group, and arrive while the tile before is used. The pieces are in
-// lib/attention_tiles.cuh: tiles, masks (which keys a query sees), the walk over tiles.
+// lib/cuda/attention_tiles.cuh: tiles, masks (which keys a query sees), the walk over tiles.
 // =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------

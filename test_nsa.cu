@@ -72,7 +72,7 @@ static int ladder(int argc, char** argv) {
     validate_model(c, "options");
     if (!given.count("batch")) c.batch = preset_of(c).batch;
     World world;
-    if (!choose_device(c, world).gpu)
+    if (!choose_device(c, world, search_gpus()).gpu)
         fail("--ladder: there is no GPU to time the kernels on (or the build holds no CUDA engine)");
 #ifdef USE_CUDA
     Cuda dev(0);

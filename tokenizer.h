@@ -10,8 +10,8 @@
 #include <algorithm>
 #include <functional>
 
-#include "lib/unicode_classes.h"
-#include "lib/vocabulary.h"
+#include "lib/data/unicode_classes.h"
+#include "lib/data/vocabulary.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The pre-tokeniser: GPT-2's regular expression, by hand. At each position the first alternative that matches wins:
@@ -209,9 +209,9 @@ struct Tokenizer {
         for (uint32_t i = 0; i != none; i = parts[i].next) ids.push_back(uint16_t(parts[i].id));
     }
 
-    // `gpt2`, from a folder with any of the files that lib/vocabulary.h reads. Whatever the file, each token must be
-    // what its bytes encode to with the tokens before it, so a damaged or foreign vocabulary is refused, with file and
-    // place. The last id, end-of-text, is never made from text: "<|endoftext|>" in a text is encoded as ordinary
+    // `gpt2`, from a folder with any of the files that lib/data/vocabulary.h reads. Whatever the file, each token must
+    // be what its bytes encode to with the tokens before it, so a damaged or foreign vocabulary is refused, with file
+    // and place. The last id, end-of-text, is never made from text: "<|endoftext|>" in a text is encoded as ordinary
     // characters.
     static Tokenizer gpt2(const std::string& folder, int vocab_size = gpt2_size) {
         Tokenizer t;

@@ -22,40 +22,40 @@
 #endif
 #include "dataloader.h"
 #include "ddp.cuh"  // after the engines, whose gradients it sums
-#include "lib/arena.h"
-#include "lib/build_info.h"
-#include "lib/config_files.h"
-#include "lib/decode_report.h"
-#include "lib/device.h"
-#include "lib/environment.h"
-#include "lib/export.h"
-#include "lib/flops.h"
-#include "lib/gradient_check.h"
-#include "lib/help.h"
-#include "lib/inspect.h"
-#include "lib/profile.h"
-#include "lib/prompts.h"
-#include "lib/report.h"
-#include "lib/run_report.h"
-#include "lib/sampling.h"
-#include "lib/saver.h"
-#include "lib/schedule.h"
-#include "lib/tensor_files.h"
-#include "lib/tensors.h"
-#include "lib/tokenize.h"
-#include "lib/watchdog.h"
+#include "lib/cuda/devices.cuh"
+#include "lib/model/arena.h"
+#include "lib/run/build_info.h"
+#include "lib/run/config_files.h"
+#include "lib/run/decode_report.h"
+#include "lib/run/device.h"
+#include "lib/run/environment.h"
+#include "lib/report/export.h"
+#include "lib/model/flops.h"
+#include "lib/model/gradient_check.h"
+#include "lib/run/help.h"
+#include "lib/report/inspect.h"
+#include "lib/base/profile.h"
+#include "lib/run/prompts.h"
+#include "lib/run/report.h"
+#include "lib/report/run_report.h"
+#include "lib/model/sampling.h"
+#include "lib/run/saver.h"
+#include "lib/run/tensor_files.h"
+#include "lib/model/tensors.h"
+#include "lib/data/tokenize.h"
+#include "lib/run/watchdog.h"
 #include "tokenizer.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Options. `Config c` holds them; lib/options.h has the table of their names, defaults, ranges and presets. shape_of()
-// in lib/config_files.h is what the attention needs to know of them.
+// Options. `Config c` holds them; lib/run/options.h has the table of their names, defaults, ranges and presets.
+// shape_of() in lib/run/config_files.h is what the attention needs to know of them.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensors. One list makes the struct's fields, the names on disk, shapes, initialisation, weight decay and checkpoints.
 //   TENSOR(field, name on disk, what it is)
-// What it is: matrix_of(rows, columns) or vector_of(elements), and where that is not enough, what lib/tensors.h has
-// beside them: with(what it begins with), padded_to(rows in memory), joined() to the tensor before it, of_nsa(). q, the
-// keys and values and the gate are joined: they are one matrix, so that the layer has one input GEMM.
+// What it is: matrix_of(rows, columns) or vector_of(elements), and where that is not enough, what lib/model/tensors.h
+// has beside them: with(what it begins with), padded_to(rows in memory), joined() to the tensor before it, of_nsa(). q,
+// the keys and values and the gate are joined: they are one matrix, so that the layer has one input GEMM.
 
 // clang-format off
 #define LAYER_TENSORS(TENSOR)                                                                                          \
@@ -806,8 +806,8 @@ std::string print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Co
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Checkpoints: RUN/step_00001000/ holds model.safetensors, config.json, one optimizer_<rank>-of-<ranks>.safetensors per
-// rank, and manifest.json with checksums and the TrainState. Any number of ranks can resume it. lib/checkpoint.h says
-// how such a folder becomes whole, lib/saver.h how the ranks write it.
+// rank, and manifest.json with checksums and the TrainState. Any number of ranks can resume it. lib/run/checkpoint.h
+// says how such a folder becomes whole, lib/run/saver.h how the ranks write it.
 
 // What this rank writes of the model. All ranks call it.
 template <class Dev>
@@ -974,7 +974,8 @@ struct Run {
           data(open_training_data(c, w, tokenizer.get())),
           model(dev, c, true, w.rank, w.size),
           report(c.steps, c.total_batch, c.log_every, data.train->samples_per_epoch()),
-          saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.progress(phase); }, [this] { report.log->sync(); },
+          saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.progress(phase); },
+                    [this] { report.log->sync(); },
                     [this] { return state_json(state, manifest_json(config()), world.size, data.train->files()); },
                     [this] { return take_snapshot(model, world); }}) {}
 
@@ -1143,6 +1144,12 @@ struct Run {
 // ---------------------------------------------------------------------------------------------------------------------
 // The beginning and the end of a run.
 
+static Versions library_versions() {
+    Versions all = {{"MPI", mpi_name()}, {"oneDNN", dnnl_version_text()}, {"NCCL", nccl_version()}};
+    for (const auto& version : cuda_versions()) all.push_back(version);
+    return all;
+}
+
 // Everything up to the first step. Whatever a run can be refused for is looked at before anything is written.
 template <class Dev>
 void begin_run(Run<Dev>& run, const Device& device, const GradientPath& path, const std::set<std::string>& given) {
@@ -1167,7 +1174,7 @@ void begin_run(Run<Dev>& run, const Device& device, const GradientPath& path, co
     }
     std::unique_ptr<SafeTensors> initial;  // --init-from
     if (checkpoint.empty()) initial = open_initial_weights(c, run.model.table.specs, run.is_first());
-    const std::string start = environment_json(world, run.dev.describe(), mpi_name(), checkpoint);
+    const std::string start = environment_json(world, run.dev.describe(), library_versions(), checkpoint);
     if (run.is_first() && writes) prepare_run_folder(c.out, !checkpoint.empty(), manifest_json(c), start);
     world.barrier();
     const std::string heartbeat = format_text("%s/heartbeat_rank%d.jsonl", c.out.c_str(), world.rank);
@@ -1189,7 +1196,7 @@ void begin_run(Run<Dev>& run, const Device& device, const GradientPath& path, co
     run.report.log_start(run.state.step, version_text(), run.dev.describe(), world.size, run.model.table.parameters,
                          model_flops_per_token(run.model.table.specs, shape_of(c, 1, c.seq_len), c.layers),
                          run.dev.peak_flops());
-    print_resume(c, checkpoint, run.state.step, learning_rate);
+    print_resume(c, checkpoint, run.state.step);
     std::fflush(stdout);
 }
 
@@ -1243,8 +1250,8 @@ template <class Use>
 void with_engine(const Device& device, [[maybe_unused]] const Config& c, World& world, Use use) {
 #ifdef USE_CUDA
     if (device.gpu) {
-        world.compute_on(format_text("GPU %d", gpu_of_rank(world)));
-        Cuda dev(gpu_of_rank(world));
+        world.compute_on(format_text("GPU %d", device.gpu_number));
+        Cuda dev(device.gpu_number);
         const GradientPath path = choose_path(world, world.device + " (" + dev.properties.name + ")", dev.bus());
         if (world.device_sharers > 1) dev.divide_memory(world.device_sharers);
         world.barrier();  // now the others may allocate
@@ -1266,8 +1273,9 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     validate_model(c, "options");
     validate_given(c, on_command_line);
     world.watchdog.start(c.stall_timeout, world.size);
-    give_up_what_cannot_be(c, on_command_line, threads_of_rank(world));  // only a resume has options that nobody gave
-    const Device device = choose_device(c, world);
+    const GpuSearch gpus = search_gpus();
+    drop_unsupported_options(c, on_command_line, threads_of_rank(world), gpus);  // a resume has options nobody gave
+    const Device device = choose_device(c, world, gpus);
     resolve_batch(c, given, world.size, device.gpu);
     validate_run(c, world.size);
     finish_when_asked(world.size == 1);
@@ -1287,7 +1295,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
 // Calls use() with the engine and a model of these weights.
 template <class Use>
 void with_trained_model(const Config& c, const SafeTensors& weights, World& world, Use use) {
-    with_engine(choose_device(c, world), c, world, [&](auto& dev, const GradientPath&) {
+    with_engine(choose_device(c, world, search_gpus()), c, world, [&](auto& dev, const GradientPath&) {
         Model model(dev, c, false);
         read_parameters(model, weights);
         use(dev, model);
@@ -1342,8 +1350,9 @@ static void run_inspect(Config c, World& world) {
     const int64_t T = int64_t(inspection.tokens.size());
     with_trained_model(c, *trained.weights, world, [&](auto& dev, auto& model) {  // one pass, as of a prompt
         Decoder decoder(model, T, T);
-        forward(model, decoder.a, inspection.tokens.data(), 0, int(T),
-                [&](size_t i) { inspection.add_layer(dev, decoder.a.shape, decoder.a.layer[i]); });
+        forward(model, decoder.a, inspection.tokens.data(), 0, int(T), [&](size_t i) {
+            inspection.add_layer(dev, decoder.a.shape, decoder.a.layer[i], TiledAttention::fold_importance);
+        });
     });
     inspection.write(c.html, c.json);
 }
@@ -1406,11 +1415,11 @@ void print_memory_of_125m(Dev& dev) {
 }
 
 static int run_check(const Config& c, World& world) {
-    const Device device = choose_device(c, world);
-    BuildReport r = {"",         device.reason,         mpi_name(), device.threads, usable_processors(),
-                     device.gpu, host_bytes_available()};
+    const Device device = choose_device(c, world, search_gpus());
+    BuildReport r = {gemm_name(),         "",         device.reason,         mpi_name(), nccl_version(), device.threads,
+                     usable_processors(), device.gpu, host_bytes_available()};
 #ifdef USE_CUDA
-    if (device.gpu) r.cuda = Cuda(gpu_of_rank(world)).describe();
+    if (device.gpu) r.cuda = Cuda(device.gpu_number).describe();
 #endif
     print_build(r);
     const bool data_are_good = check_data<Tokenizer>(c.vocab_dir, open_shards);
@@ -1428,7 +1437,7 @@ static int run_check(const Config& c, World& world) {
     if (!c.config.empty() && !only_prints) read_options_file(c, given, world.rank == 0);
     int status = 0;
     if (c.help) print_help(verb);
-    else if (c.version) print_version(mpi_name(), pmi_of(mpi_name()));
+    else if (c.version) print_version(gemm_name(), mpi_name(), pmi_of(mpi_name()));
     else if (verb == TRAIN) status = run_train(c, given, world);
     else if (verb == TOKENIZE) run_tokenize<Tokenizer>(c, usable_processors());
     else if (verb == SAMPLE) run_sample(c, world);

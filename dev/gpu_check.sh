@@ -77,7 +77,7 @@ else commit="unknown commit"; fi
 # What the programs of `part_build` were built from and for, as one word.
 fingerprint() {
     {
-        cat Makefile ./*.cu ./*.cuh ./*.h lib/*.h lib/*.cuh lib/*.cpp dev/*/*.h dev/*/*.cuh
+        cat Makefile ./*.cu ./*.cuh ./*.h lib/*/*.h lib/*/*.cuh lib/*/*.cpp dev/*/*.h dev/*/*.cuh
         nvcc --version
         grep -m 1 'model name' /proc/cpuinfo
         echo "$gpu"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Writes lib/unicode_classes.h: the letters, numbers and white space of Unicode, for GPT-2's pre-tokeniser.
+"""Writes lib/data/unicode_classes.h: the letters, numbers and white space of Unicode, for GPT-2's pre-tokeniser.
 
-    python3 dev/make_unicode_classes.py > lib/unicode_classes.h
+    python3 dev/make_unicode_classes.py > lib/data/unicode_classes.h
 
 The version of Unicode is that of Python's unicodedata module, or of the package unicodedata2 if it is installed
 (unicodedata2==16.0.0 made the file in the repository). tiktoken 0.14 uses Unicode 16.0 too: the two agree on every code

@@ -473,7 +473,7 @@ inline int run_attention_bench(int argc, const char* const* argv) {
     if (named) apply_named_shape(c, *named, given);
     validate_model(c, "options");
     World world;
-    if (!choose_device(c, world).gpu)
+    if (!choose_device(c, world, search_gpus()).gpu)
         fail("--perf-attention: there is no GPU to time attention on (or the build holds no CUDA engine)");
     Timed<Cuda> dev(0);
     const std::vector<AttentionRow> rows =

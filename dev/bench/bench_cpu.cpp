@@ -463,7 +463,7 @@ static int run(int argc, char** argv) {
         c.device = "cpu";
         if (!given.count("batch")) c.batch = 1;
         World world;
-        const Device device = choose_device(c, world);
+        const Device device = choose_device(c, world, search_gpus());
         if (mode == "conditions") print_conditions();
         if (mode == "gemm") bench_gemm();
         if (mode == "attention") bench_attention(c, device.cpu_bf16);

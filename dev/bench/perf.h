@@ -518,7 +518,7 @@ inline int run_perf(int argc, const char* const* argv) {
     apply_preset(c, given);
     validate_model(c, "options");
     World world;
-    const Device device = choose_device(c, world);
+    const Device device = choose_device(c, world, search_gpus());
     if (!given.count("batch")) c.batch = device.gpu ? preset_of(c).batch : 1;
 #ifdef USE_CUDA
     if (device.gpu) {

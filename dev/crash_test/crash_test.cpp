@@ -25,7 +25,7 @@
 #include <signal.h>
 #include <sys/wait.h>
 
-#include "../../lib/checkpoint.h"
+#include "../../lib/run/checkpoint.h"
 
 extern char** environ;
 

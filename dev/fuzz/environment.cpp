@@ -1,6 +1,6 @@
 // environment.cpp: the input's lines, NAME=VALUE, as the launcher's variables in the environment. What is accepted
 // names one process or a rank of a world.
-#include "../../lib/launch.h"
+#include "../../lib/run/launch.h"
 #include "fuzz.h"
 
 // clang-format off

@@ -20,7 +20,7 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-#include "../../lib/files.h"
+#include "../../lib/base/files.h"
 
 // The inputs that a target starts from: small valid files, written by the project's own code where it can.
 std::vector<std::string> seeds();

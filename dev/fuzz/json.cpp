@@ -1,5 +1,5 @@
 // json.cpp: parse_json on any text. Accepted text is written again, and must read the same.
-#include "../../lib/json.h"
+#include "../../lib/base/json.h"
 #include "fuzz.h"
 
 std::vector<std::string> seeds() {

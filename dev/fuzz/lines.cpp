@@ -1,7 +1,7 @@
 // lines.cpp: the input as a .txt or .jsonl for the verb tokenize, read in blocks of a few bytes and in one block:
 // tokens, documents and errors must be the same, and the documents those of the input. The first byte chooses the kind
 // of file, the separator and the size of the blocks.
-#include "../../lib/tokenize.h"
+#include "../../lib/data/tokenize.h"
 #include "../../tokenizer.h"
 #include "fuzz.h"
 

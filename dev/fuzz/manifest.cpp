@@ -1,7 +1,7 @@
 // manifest.cpp: the input as a checkpoint's manifest.json. Unless its first byte is 0, its checksum is made right
 // first, so that the rest is read. Names stay in the folder, and an accepted manifest reads the same once it is written
 // again.
-#include "../../lib/checkpoint.h"
+#include "../../lib/run/checkpoint.h"
 #include "fuzz.h"
 
 std::vector<std::string> seeds() {

@@ -1,5 +1,5 @@
 // safetensors.cpp: opens the input as a safetensors file, reads every element of every tensor, and writes it again.
-#include "../../lib/safetensors.h"
+#include "../../lib/base/safetensors.h"
 #include "fuzz.h"
 
 static const MemoryFile file, again;

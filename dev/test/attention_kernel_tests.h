@@ -445,8 +445,7 @@ TEST(attention_kernels_windows) {
     std::vector<Setup> table = {{BY_WIN, windowed(shape(200, 2), 1, true)}};
     // 79, 95: its edge falls on the edge of a warp's keys, 16 of them or 32. 125: of a tile of queries the last alone
     // does not see the first key of a tile.
-    for (const int window : {1, 37, 64, 79, 95, 125, 500})
-        table.push_back({BY_WIN, windowed(shape(200, 3), window)});
+    for (const int window : {1, 37, 64, 79, 95, 125, 500}) table.push_back({BY_WIN, windowed(shape(200, 3), window)});
     check_setups("windows", table);
 }
 TEST(attention_kernels_selection_blocks) {

@@ -1,4 +1,4 @@
-// checkpoint_tests.h: lib/checkpoint.h and the writers of lib/safetensors.h: checksums
+// checkpoint_tests.h: lib/run/checkpoint.h and the writers of lib/base/safetensors.h: checksums
 // against published values, manifests and files damaged in every way, retention against a plain
 // oracle, disks that refuse. What a crash at any moment leaves is dev/crash_test's business.
 #pragma once
@@ -9,8 +9,8 @@
 
 #include <sys/resource.h>
 
-#include "../../lib/checkpoint.h"
-#include "../../lib/train_state.h"
+#include "../../lib/run/checkpoint.h"
+#include "../../lib/run/train_state.h"
 #include "harness.h"
 
 namespace checkpoint_test {

@@ -75,9 +75,10 @@ TEST(cpu_bf16_rounds_products_and_nothing_else) {
 
 TEST(cpu_dtype_is_an_option) {
     World world;
-    const Device plain = choose_device(config_of(std::string(SMALL) + "--device cpu"), world);
+    const Device plain = choose_device(config_of(std::string(SMALL) + "--device cpu"), world, search_gpus());
     CHECK(!plain.cpu_bf16);
-    const Device rounded = choose_device(config_of(std::string(SMALL) + "--device cpu --cpu-dtype bf16"), world);
+    const Device rounded =
+        choose_device(config_of(std::string(SMALL) + "--device cpu --cpu-dtype bf16"), world, search_gpus());
     CHECK_EQUAL(rounded.cpu_bf16, HAVE_BF16);
     // If the processor cannot, the reason says so.
     CHECK_EQUAL(rounded.reason.find("AVX512_BF16") != std::string::npos, !HAVE_BF16);

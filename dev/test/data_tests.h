@@ -3,7 +3,7 @@
 #include <map>
 #include <set>
 
-#include "../../lib/synthetic.h"
+#include "../../lib/data/synthetic.h"
 #include "../../dataloader.h"
 #include "harness.h"
 

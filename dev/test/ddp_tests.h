@@ -11,9 +11,9 @@
 
 #include "harness.h"
 #include "../../ddp.cuh"
-#include "../../lib/errors.h"
-#include "../../lib/json.h"
-#include "../../lib/rendezvous.h"
+#include "../../lib/base/errors.h"
+#include "../../lib/base/json.h"
+#include "../../lib/run/rendezvous.h"
 
 namespace ranks {
 

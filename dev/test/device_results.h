@@ -6,7 +6,7 @@
 // what the emulator shows of the kernels holds on the GPU.
 #pragma once
 #include "long_context_tests.h"
-#include "../../lib/safetensors.h"
+#include "../../lib/base/safetensors.h"
 
 #ifndef PRECISION_FP32  // which has the plain kernels only
 

@@ -183,11 +183,8 @@ TEST(emulated_gpus_error_on_one_rank_ends_all) {
     const Words two = program_on(2, "an error on one of two emulated GPUs");
     if (two.empty()) return;
     TempFolder folder;
-    const Result bad = train_on(two, {{"lr", "10"},
-                                      {"grad-clip", "0"},
-                                      {"weight-decay", "10"},
-                                      {"steps", "12"},
-                                      {"out", folder.file("bad")}});
+    const Result bad = train_on(
+        two, {{"lr", "10"}, {"grad-clip", "0"}, {"weight-decay", "10"}, {"steps", "12"}, {"out", folder.file("bad")}});
     CHECK(bad.status != 0 && bad.status != 1000);
     for (const char* words : {"train_nsa: rank 0 on ", "GPU 0: error: step ", "3 in a row"})
         CHECK(bad.err.find(words) != std::string::npos);

@@ -52,7 +52,7 @@ TEST(export_has_the_files_of_transformers_and_the_run_s_bytes) {
         CHECK(read_file(to + "/model.safetensors") == read_file(checkpoint + "/model.safetensors"));
         CHECK_EQUAL(read_raw(to + "/model.safetensors").metadata.at("format"), "pt");
         for (const char* name : {"modeling_nsa.py", "configuration_nsa.py"})
-            CHECK(read_file(to + "/" + name) == read_file(std::string("lib/hf/") + name));
+            CHECK(read_file(to + "/" + name) == read_file(std::string("lib/report/hf/") + name));
         const Json config = parse_json(read_file(to + "/config.json"), "config.json"),
                    trained = parse_json(read_file(checkpoint + "/config.json"), "config.json of the run");
         CHECK_EQUAL(config.string("model_type", ""), "nsa");

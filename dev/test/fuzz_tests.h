@@ -3,8 +3,8 @@
 #pragma once
 #include "harness.h"
 
-#include "../../lib/checkpoint.h"
-#include "../../lib/tokenize.h"
+#include "../../lib/run/checkpoint.h"
+#include "../../lib/data/tokenize.h"
 #include "../../dataloader.h"
 #include "../../tokenizer.h"
 

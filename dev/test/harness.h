@@ -11,7 +11,7 @@
 #include <vector>
 #include <unistd.h>
 
-#include "../../lib/util.h"
+#include "../../lib/base/util.h"
 
 struct TestCase {
     const char* name;

@@ -2,7 +2,7 @@
 // worked example against numbers by hand and against dev/MODEL.md. What a browser makes of the page,
 // dev/inspect_browser.py sees; it runs here where there is a Chromium.
 #pragma once
-#include "../../lib/inspect.h"
+#include "../../lib/report/inspect.h"
 #include "model_tests.h"
 #include "program.h"
 #include "worked_example.h"
@@ -145,7 +145,7 @@ TEST(inspect_page_holds_its_json_and_refers_to_nothing_outside) {
     const size_t at = page.find(open) + open.size(), end = page.find("</script>", at);
     CHECK(page.substr(at, end - at) == json);
     const std::string frame = page.substr(0, at) + page.substr(end);
-    const std::string source = read_file("lib/html/inspect.html");
+    const std::string source = read_file("lib/report/html/inspect.html");
     CHECK(frame == std::regex_replace(source, std::regex("@JSON@"), ""));
     for (const char* word : {"http:", "https:", "//cdn", " src=", "href=", "url(", "@import", "fetch(", "XMLHttp",
                              "import(", "WebSocket", "sendBeacon"})

@@ -111,7 +111,7 @@ inline double rounded_to_bf16(double x) {
 //   a * b      |a|eb + |b|ea + ea eb + u|ab|
 //   a / b      (ea + |a/b| eb) / (|b| - eb) + u|a/b|
 //   sqrt(a)    ea / sqrt(a) + u sqrt(a)
-//   e^a        e^a (e^ea - 1 + 4u): cpu_gemm.h claims 2 ulp (op_exponential tests it), an ulp is at most 2u of it
+//   e^a        e^a (e^ea - 1 + 4u): lib/cpu/gemm.h claims 2 ulp (op_exponential tests it), an ulp is at most 2u of it
 //   ln(a)      ea / (a - ea) + 2u|ln a|: libm's logarithm is within one ulp
 // clang-format on
 // Products and exponentials may also underflow: e^x is 0 below x = -87 by definition, and e^-87 = 1.4 of the smallest

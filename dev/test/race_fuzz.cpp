@@ -7,7 +7,7 @@
 //       -c dev/test/race_fuzz.cpp -o build/race_fuzz_check.o
 //   g++ build/race_fuzz_check.o -fsanitize=undefined -o build/race_fuzz_check
 // ./race_fuzz_check [number of programs, standard 1000] [first program, standard 0]
-#include "../../lib/cuda_common.cuh"
+#include "../../lib/cuda/common.cuh"
 
 #include <sys/wait.h>
 

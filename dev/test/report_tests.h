@@ -1,7 +1,7 @@
 // report_tests.h: the verb `report` on logs of all kinds, its page's numbers against the log's, and TensorBoard's
 // records read by a few lines of their own.
 #pragma once
-#include "../../lib/run_page.h"
+#include "../../lib/report/run_page.h"
 #include "program.h"
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ TEST(run_resumes_with_the_options_of_earlier_versions) {
         write_file(path, "{" + old + ", " + now.substr(1));
         return run({"--resume", "--out", out, "--steps", "2"});
     };
-    const Result same = resumed_with("\"beta1\": 0.9, \"adam_eps\": 1e-08, \"log_every\": 5, \"max_bad_steps\": 7");
+    const Result same = resumed_with("\"beta1\": 0.9, \"adam_eps\": 1e-08, \"stats_every\": 5, \"max_bad_steps\": 7");
     REQUIRE_GOOD(same);
     CHECK_REFUSED(resumed_with("\"beta1\": 0.8"), 1, path, "--beta1 0.8", "no longer has");
     std::string flag = now;
@@ -124,13 +124,13 @@ TEST(run_resumed_bare_is_the_run) {
 // What the machine cannot give is said in the line that names the change; what was given with --resume is kept, or
 // refused elsewhere.
 TEST(resume_gives_up_what_the_machine_cannot_give) {
-    std::string none;
-    const bool gpu = count_gpus(none) > 0;
-    const auto on_two_processors = [](const std::set<std::string>& given) {
+    const GpuSearch gpus = search_gpus();
+    const bool gpu = gpus.count > 0;
+    const auto on_two_processors = [&](const std::set<std::string>& given) {
         Config c;
         c.device = "cuda", c.cpu_dtype = "bf16", c.selected_kernels = "tiles";
         c.threads = 3;
-        give_up_what_cannot_be(c, given, 2);
+        drop_unsupported_options(c, given, 2, gpus);
         return c;
     };
     const Config c = on_two_processors({});

@@ -6,7 +6,7 @@
 #include <map>
 #include <set>
 
-#include "../../lib/tokenize.h"
+#include "../../lib/data/tokenize.h"
 #include "../../tokenizer.h"
 #include "harness.h"
 

@@ -1,7 +1,7 @@
 // util_tests.h: the random numbers against published vectors and moments, the errors' form.
 #pragma once
-#include "../../lib/device.h"
-#include "../../lib/files.h"
+#include "../../lib/run/device.h"
+#include "../../lib/base/files.h"
 #include "harness.h"
 
 TEST(philox_known_answers) {  // Random123's kat_vectors, philox4x32 10: counter words, key words, result

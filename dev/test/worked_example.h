@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "../../lib/shape.h"
-#include "../../lib/util.h"
+#include "../../lib/model/shape.h"
+#include "../../lib/base/util.h"
 
 // Scores are whole multiples of ln 2, so the weights of a softmax are powers of two over their sum, which is 16.
 struct WorkedExample {

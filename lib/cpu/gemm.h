@@ -1,0 +1,414 @@
+// gemm.h: matrix products on the CPU: a micro-kernel in vector registers, a blocked GEMM or oneDNN's, and an
+// exponential that vectorises. Used by nsa_cpu.h and lib/cpu/attention.h; nothing in here knows the model.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+#include "../model/bf16.h"
+#include "../base/memory.h"
+#include "../base/processor.h"
+#include "../base/util.h"
+#if defined(USE_DNNL) && !defined(COMPILED_APART)
+#include "onednn_gemm.h"
+#endif
+
+// Products of bf16 take pairs: two neighbours along the summed dimension.
+struct Bf16Pair {
+    Bf16 first, second;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The micro-kernel, C[R rows][NV vectors] (+)= A[R][depth] B[depth][NV vectors], with C in registers. GCC's vector
+// extension, so the same lines are AVX-512, AVX2, NEON or SSE. A is read at a + row*a_row + k*a_depth: transposed
+// operands cost nothing. Element is real, or Bf16Pair: then depth counts pairs.
+
+// 6 x 4 accumulators + 4 + 1 of AVX-512's 32 registers, 6 x 2 + 2 + 1 of the 16 that others have.
+constexpr int MICRO_VECTORS = VECTOR_BYTES == 64 ? 4 : 2;
+constexpr int MICRO_ROWS = 6;
+
+template <class real>
+struct VectorOf {
+    static constexpr int lanes = VECTOR_BYTES / sizeof(real);
+    typedef real type __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
+};
+using FloatVector = VectorOf<float>::type;
+
+// sum + x * y, of vectors or of single numbers. By value: GCC would keep a sum passed by reference in memory too, and
+// store it in every iteration.
+template <class T, class Element>
+inline T multiply_add(T sum, Element x, T y) {
+    return sum + x * y;
+}
+inline float multiply_add(float sum, Bf16Pair x, Bf16Pair y) {
+    return sum + from_bf16(x.first) * from_bf16(y.first) + from_bf16(x.second) * from_bf16(y.second);
+}
+#ifdef __AVX512BF16__
+inline FloatVector multiply_add(FloatVector sum, Bf16Pair x, FloatVector y) {
+    int32_t both;
+    std::memcpy(&both, &x, 4);
+    return (FloatVector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(both), (__m512bh)y);
+}
+#endif
+
+template <int R, int NV, class Element, class real>
+inline void micro_kernel(int depth, const Element* __restrict a, size_t a_row, size_t a_depth,
+                         const Element* __restrict b, size_t ldb, real* __restrict c, size_t ldc, bool accumulate) {
+    static_assert(sizeof(Element) == sizeof(real), "a vector of elements goes with a vector of sums");
+    using vector = typename VectorOf<real>::type;
+    constexpr int lanes = VectorOf<real>::lanes;
+    vector sum[R][NV];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < NV; v++) sum[r][v] = accumulate ? *(const vector*)(c + r * ldc + v * lanes) : vector{};
+    for (int k = 0; k < depth; k++) {
+        vector row[NV];
+#pragma GCC unroll 16
+        for (int v = 0; v < NV; v++) row[v] = *(const vector*)(b + k * ldb + v * lanes);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const Element x = a[r * a_row + k * a_depth];
+#pragma GCC unroll 16
+            for (int v = 0; v < NV; v++) sum[r][v] = multiply_add(sum[r][v], x, row[v]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < NV; v++) *(vector*)(c + r * ldc + v * lanes) = sum[r][v];
+}
+
+// R rows, any width: full register blocks, then the remaining whole vectors, then single columns.
+template <int R, class Element, class real>
+inline void tile_rows(int width, int depth, const Element* a, size_t a_row, size_t a_depth, const Element* b,
+                      size_t ldb, real* c, size_t ldc, bool accumulate) {
+    constexpr int lanes = VectorOf<real>::lanes;
+    int x = 0;
+    for (; x + MICRO_VECTORS * lanes <= width; x += MICRO_VECTORS * lanes)
+        micro_kernel<R, MICRO_VECTORS>(depth, a, a_row, a_depth, b + x, ldb, c + x, ldc, accumulate);
+    const int vectors = (width - x) / lanes;  // below MICRO_VECTORS, which is at most 4
+    if (vectors == 3) micro_kernel<R, 3>(depth, a, a_row, a_depth, b + x, ldb, c + x, ldc, accumulate);
+    if (vectors == 2) micro_kernel<R, 2>(depth, a, a_row, a_depth, b + x, ldb, c + x, ldc, accumulate);
+    if (vectors == 1) micro_kernel<R, 1>(depth, a, a_row, a_depth, b + x, ldb, c + x, ldc, accumulate);
+    for (x += vectors * lanes; x < width; x++)
+        for (int r = 0; r < R; r++) {
+            real sum = accumulate ? c[r * ldc + x] : real(0);
+            for (int k = 0; k < depth; k++) sum = multiply_add(sum, a[r * a_row + k * a_depth], b[k * ldb + x]);
+            c[r * ldc + x] = sum;
+        }
+}
+
+// The left factor of a product: element (row, k) is data[row * next_row + k * next_k].
+template <class Element>
+struct LeftFactor {
+    const Element* data;
+    size_t next_row, next_k;
+};
+// C[rows][width] (+)= A[rows][depth] B[depth][width] for operands that fit in the cache; one thread.
+template <class Element, class real>
+inline void tile_matmul(int rows, int width, int depth, const LeftFactor<Element>& left, const Element* b, size_t ldb,
+                        real* c, size_t ldc, bool accumulate) {
+    const Element* a = left.data;
+    const size_t a_row = left.next_row, a_depth = left.next_k;
+    int r = 0;
+    for (; r + MICRO_ROWS <= rows; r += MICRO_ROWS)
+        tile_rows<MICRO_ROWS>(width, depth, a + r * a_row, a_row, a_depth, b, ldb, c + r * ldc, ldc, accumulate);
+    a += r * a_row;
+    c += r * ldc;
+    switch (rows - r) {
+        case 5: tile_rows<5>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
+        case 4: tile_rows<4>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
+        case 3: tile_rows<3>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
+        case 2: tile_rows<2>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
+        case 1: tile_rows<1>(width, depth, a, a_row, a_depth, b, ldb, c, ldc, accumulate); break;
+        default: break;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Packing of operands for the micro-kernel. Element is real or Bf16Pair, which holds PER = 2 values that are adjacent
+// along the summed dimension. So the layout depends on that dimension: a product that sums over columns reads
+// [rows][columns / PER], one that sums over rows reads [rows / PER][columns].
+template <class Element>
+constexpr int PER = std::is_same<Element, Bf16Pair>::value ? 2 : 1;
+
+#ifdef __AVX512BF16__
+// The order of 16-bit lanes that takes elements in turn: of both halves of a vector; of the lower halves of two
+// vectors.
+struct InTurn {
+    uint16_t halves[32], vectors[32];
+    constexpr InTurn() : halves(), vectors() {
+        for (int i = 0; i < 16; i++) {
+            halves[2 * i] = vectors[2 * i] = uint16_t(i);
+            halves[2 * i + 1] = uint16_t(16 + i);
+            vectors[2 * i + 1] = uint16_t(32 + i);
+        }
+    }
+};
+alignas(64) constexpr InTurn IN_TURN;
+#endif
+// pairs[i] = (x[i], y[i])
+inline void round_two_rows(Bf16Pair* pairs, const float* x, const float* y, int count) {
+    int i = 0;
+#ifdef __AVX512BF16__
+    const __m512i order = _mm512_load_si512(IN_TURN.halves);
+    for (; i + 16 <= count; i += 16)
+        _mm512_storeu_si512(pairs + i,
+                            _mm512_permutexvar_epi16(
+                                order, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(y + i), _mm512_loadu_ps(x + i))));
+#endif
+    for (; i < count; i++) pairs[i] = {to_bf16(x[i]), to_bf16(y[i])};
+}
+// pairs[i] = (x[2 i], x[2 i + 1])
+inline void round_row(Bf16Pair* pairs, const float* x, int count) {
+    int i = 0;
+#ifdef __AVX512BF16__
+    for (; i + 16 <= count; i += 16)
+        _mm512_storeu_si512(pairs + i,
+                            (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 2 * i + 16), _mm512_loadu_ps(x + 2 * i)));
+    for (; i + 8 <= count; i += 8)
+        _mm256_storeu_si256((__m256i*)(pairs + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + 2 * i)));
+#endif
+    for (; i < count; i++) pairs[i] = {to_bf16(x[2 * i]), to_bf16(x[2 * i + 1])};
+}
+// Pairs of rows from two rows of pairs: out[2 i] = (x[i].first, y[i].first), out[2 i + 1] = (x[i].second, y[i].second)
+inline void pair_rows(Bf16Pair* out, const Bf16Pair* x, const Bf16Pair* y, int count) {
+    int i = 0;
+#ifdef __AVX512BF16__
+    const __m512i low = _mm512_load_si512(IN_TURN.vectors), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (; i + 16 <= count; i += 16) {
+        const __m512i a = _mm512_loadu_si512(x + i), b = _mm512_loadu_si512(y + i);
+        _mm512_storeu_si512(out + 2 * i, _mm512_permutex2var_epi16(a, low, b));
+        _mm512_storeu_si512(out + 2 * i + 16, _mm512_permutex2var_epi16(a, high, b));
+    }
+#endif
+    for (; i < count; i++) {
+        out[2 * i] = {x[i].first, y[i].first};
+        out[2 * i + 1] = {x[i].second, y[i].second};
+    }
+}
+// Copies a [depth][width] matrix into the layout that the micro-kernel reads: element (k, x) is read at
+// in[k * in_k + x * in_x] and written to out[k * out_k + x * out_x]. Either in_k or in_x is 1: contiguous lines are
+// read whole and, if out has the other order, transposed in the cache, in `room` (16 elements more per line). For
+// Bf16Pair, k counts pairs; `numbers` is how many values there are along k from here on, and if the last pair has only
+// one, its other half is 0.
+template <class Element, class real>
+inline void pack(Element* out, size_t out_k, size_t out_x, const real* in, size_t in_k, size_t in_x, int depth,
+                 int width, size_t numbers, Element* room = nullptr) {
+    constexpr int per = PER<Element>;
+    const bool along_k = in_k == 1;
+    const int lines = along_k ? width : depth, length = along_k ? depth : width;
+    const size_t out_line = along_k ? out_x : out_k, out_step = along_k ? out_k : out_x,
+                 room_line = size_t(length) + 16;
+    for (int i = 0; i < lines; i++) {
+        Element* const line = out_step == 1 ? out + i * out_line : room + i * room_line;
+        const real* const x = in + i * (along_k ? in_x : per * in_k);
+        if constexpr (per == 1) std::copy_n(x, length, line);
+        else if (along_k) {
+            const int whole = int(std::min<size_t>(length, numbers / 2));
+            round_row(line, x, whole);
+            if (whole < length) line[whole] = {to_bf16(x[2 * whole]), 0};
+        } else if (size_t(2 * i + 1) < numbers) round_two_rows(line, x, x + in_k, length);
+        else
+            for (int j = 0; j < length; j++) line[j] = {to_bf16(x[j]), 0};
+    }
+    if (out_step != 1)
+        for (int j0 = 0; j0 < length; j0 += 16)
+            for (int i = 0; i < lines; i++)
+                for (int j = j0; j < std::min(length, j0 + 16); j++)
+                    out[i * out_line + j * out_step] = room[i * room_line + j];
+}
+// x [rows][columns], rows ld apart, for a product that sums over the columns. Reals stay where they are; pairs are made
+// in `out`, rows ld / 2 apart. ld is even; the last of an odd number of columns is paired with 0.
+template <class Element, class real>
+inline const Element* sum_over_columns(Element* out, const real* x, size_t ld, int rows, int columns) {
+    if constexpr (PER<Element> == 1) return x;
+    else {
+        pack(out, 1, ld / 2, x, 1, ld, (columns + 1) / 2, rows, columns);
+        return out;
+    }
+}
+// The same for a product that sums over the rows: rows of pairs are ld apart. x may be what sum_over_columns has made,
+// rows of pairs that are ld / 2 apart.
+template <class Element, class Number>
+inline const Element* sum_over_rows(Element* out, const Number* x, size_t ld, int rows, int columns) {
+    if constexpr (PER<Element> == 1) return x;
+    else {
+        if constexpr (PER<Number> == 1) pack(out, ld, 1, x, ld, 1, (rows + 1) / 2, columns, rows);
+        else {
+            const std::vector<Element> none(rows % 2 ? columns / 2 : 0);
+            for (int r = 0; r < rows; r += 2)
+                pair_rows(out + r / 2 * ld, x + r * (ld / 2), r + 1 < rows ? x + (r + 1) * (ld / 2) : none.data(),
+                          columns / 2);
+        }
+        return out;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// GEMM: C[M,N] = op(A)[M,K] op(B)[K,N], or += with `accumulate`; op transposes or does nothing.
+
+// The one seam to a library: products of fp32, and of fp32 rounded to bf16, go to oneDNN if the build found it, all
+// others to our own loop. Either way C is cut into blocks by its shape alone and one thread computes each block: the
+// same bits on any number of threads.
+template <class real>
+class Gemm {
+  public:
+    bool bf16 = false;          // round A and B to bf16
+    bool allow_library = true;  // use oneDNN where it is; tests switch it off
+
+    // C = A B^T, A B, A^T B, or += with `accumulate`.
+    void nt(GemmSize s, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
+        (*this)(false, true, s.M, s.N, s.K, A, lda, B, ldb, accumulate, C, ldc);
+    }
+    void nn(GemmSize s, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
+        (*this)(false, false, s.M, s.N, s.K, A, lda, B, ldb, accumulate, C, ldc);
+    }
+    void tn(GemmSize s, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
+        (*this)(true, false, s.M, s.N, s.K, A, lda, B, ldb, accumulate, C, ldc);
+    }
+    void operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
+                    size_t ldb, bool accumulate, real* C, size_t ldc);
+
+    // Our own: panels of A and B are copied so that the micro-kernel reads memory in order (Goto & van de Geijn,
+    // "Anatomy of high-performance matrix multiplication", 2008). Element is real, or Bf16Pair: then the copies round,
+    // and depth, KC and k count pairs.
+    template <class Element>
+    void blocked(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
+                 size_t ldb, bool accumulate, real* C, size_t ldc) {
+        constexpr bool paired = std::is_same<Element, Bf16Pair>::value;
+        constexpr size_t per = PER<Element>;
+        constexpr int KC = 256, NC = 1024, MC = 96;  // in fp32 a block of A takes 102 KiB, a block of B 1 MiB
+        constexpr int a_stride = KC + 16;            // not a power of two: the rows would share cache sets
+        static_assert(MC % MICRO_ROWS == 0 && NC % PANEL == 0, "blocks are whole calls of the micro-kernel");
+        const int depth = paired ? (K + 1) / 2 : K;
+        if (K == 0 && !accumulate)
+            for (int m = 0; m < M; m++) std::fill_n(C + m * ldc, N, real(0));
+        const size_t a_row = transpose_a ? 1 : lda, a_depth = transpose_a ? lda : 1;
+        const size_t b_depth = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
+        Element* const b_block = reinterpret_cast<Element*>(b_memory.get(size_t(KC) * NC));
+        Element* const a_blocks =
+            reinterpret_cast<Element*>(a_memory.get(size_t(omp_get_max_threads()) * MC * a_stride));
+#pragma omp parallel if (size_t(M) * N * K > 100000)
+        {
+            Element* const a_block = a_blocks + size_t(omp_get_thread_num()) * MC * a_stride;
+            std::vector<Element> room(size_t(KC + 16) * (std::max(PANEL, MC) + 16));
+            for (int n0 = 0; n0 < N; n0 += NC)
+                for (int k0 = 0; k0 < depth; k0 += KC) {
+                    const int nc = std::min(NC, N - n0), kc = std::min(KC, depth - k0);
+#pragma omp for schedule(static)
+                    for (int j = 0; j < nc; j += PANEL) {
+                        Element* out = b_block + size_t(j) * kc;
+                        const int width = std::min(PANEL, nc - j);
+                        if (width < PANEL) std::fill_n(out, size_t(kc) * PANEL, Element{});
+                        pack(out, PANEL, 1, B + (n0 + j) * b_column + per * k0 * b_depth, b_depth, b_column, kc, width,
+                             K - per * k0, room.data());
+                    }
+#pragma omp for schedule(dynamic, 1)
+                    for (int m0 = 0; m0 < M; m0 += MC) {
+                        const int mc = std::min(MC, M - m0);
+                        if (mc < MC) std::fill_n(a_block, size_t(MC) * a_stride, Element{});
+                        pack(a_block, 1, a_stride, A + m0 * a_row + per * k0 * a_depth, a_depth, a_row, kc, mc,
+                             K - per * k0, room.data());
+                        for (int j = 0; j < nc; j += PANEL)
+                            for (int i = 0; i < mc; i += MICRO_ROWS)
+                                multiply_panels(kc, a_block + i * a_stride, a_stride, b_block + size_t(j) * kc,
+                                                std::min(MICRO_ROWS, mc - i), std::min(PANEL, nc - j),
+                                                C + (m0 + i) * ldc + n0 + j, ldc, accumulate || k0 > 0);
+                    }
+                }
+        }
+    }
+
+  private:
+    static constexpr int PANEL = MICRO_VECTORS * VectorOf<real>::lanes;  // columns of a panel of B
+    Workspace<real> a_memory, b_memory;
+#ifdef USE_DNNL
+    std::shared_ptr<class OneDnnGemm> library;  // from the first product on
+#endif
+
+    // C [rows][width] (+)= a panel of A times a panel of B, both padded with zeros. Edges of C go through a buffer.
+    template <class Element>
+    static void multiply_panels(int depth, const Element* a, size_t a_row, const Element* b, int rows, int width,
+                                real* c, size_t ldc, bool accumulate) {
+        const bool whole = rows == MICRO_ROWS && width == PANEL;
+        alignas(64) real edge[MICRO_ROWS * PANEL];
+        real* const to = whole ? c : edge;
+        const size_t ldto = whole ? ldc : PANEL;
+        if (!whole && accumulate)
+            for (int y = 0; y < rows; y++) std::copy_n(c + y * ldc, width, edge + y * PANEL);
+        if constexpr (HAVE_BF16 || std::is_same<Element, real>::value)
+            micro_kernel<MICRO_ROWS, MICRO_VECTORS>(depth, a, a_row, 1, b, PANEL, to, ldto, accumulate);
+        if (!whole)
+            for (int y = 0; y < rows; y++) std::copy_n(edge + y * PANEL, width, c + y * ldc);
+    }
+};
+
+// See lib/cpu/kernels.cpp.
+#ifndef COMPILED_APART
+template <class real>
+void Gemm<real>::operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda,
+                            const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
+    if constexpr (sizeof(real) == 4) {
+#ifdef USE_DNNL
+        if (K > 0 && allow_library) {
+            if (!library) library = std::make_shared<OneDnnGemm>();
+            return (*library)(bf16, transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+        }
+#endif
+        if (bf16) return blocked<Bf16Pair>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+    }
+    blocked<real>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+}
+#endif
+
+// The name of what multiplies fp32 matrices.
+inline const char* gemm_name() {
+#ifdef USE_DNNL
+    return "oneDNN";
+#else
+    return "own blocked GEMM";
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The exponential, written so that compilers vectorise it without -ffast-math. e^x = 2^n e^r with |r| <= ln(2)/2, and
+// e^r by its Taylor polynomial of degree 7 (truncation 7e-9), n*ln(2) in two parts (Cody & Waite). Relative error below
+// 2 ulp on [-87, 88]: the test op_exponential compares every 1000th float there with libm. Below -87 the result is 0.
+inline float exponential(float x) {
+    // Adding 1.5 * 2^23 rounds to an integer and leaves it in the lowest bits; here that integer is n + 127.
+    const float magic = 12582912.0f + 127;
+    const float clamped = x > 88.0f ? 88.0f : x, shifted = clamped * 1.44269504f + magic, n = shifted - magic;
+    const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    bits <<= 23;  // 2^n
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    return x < -87.0f ? 0.0f : p * power;  // if x is NaN, p is too
+}
+inline double exponential(double x) { return std::exp(x); }
+
+template <class real>
+inline real sigmoid(real x) {
+    return 1 / (1 + exponential(-x));
+}

@@ -1,0 +1,756 @@
+// attention_tiles.cuh: what the attention kernels on tensor cores (nsa_kernels.cuh, attention_gathered.cuh) share: the
+// shape they work on, which keys of a tile a query sees, and the walks over tiles of keys and of tokens.
+//
+// A tile of queries has as its rows all query heads of one group for a few consecutive tokens, head by head: row r is
+// head r / tile_tokens, token r % tile_tokens. All of them share the tile's keys, so any number of heads per group
+// fills the tensor cores. A tile of keys has 64 rows. Softmax is computed in base 2: 2^(c q.k - lse), c = log2(e) /
+// sqrt(D); the lse in memory is the natural logarithm.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <type_traits>
+
+#include "../model/shape.h"
+#include "runtime.cuh"
+#include "tiles.cuh"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Shape.
+
+constexpr int QUERY_ROWS = 128;       // rows of a tile of queries, at most
+constexpr int MOST_TILE_TOKENS = 64;  // with more tokens the union of a tile's selections would be too large
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// The tile shapes by architecture, the one place for them: a GPU takes the last row that does not exceed its compute
+// capability. Rows of a tile of queries: what shared memory holds, 227 KB of it (163 on 8.0, 99 on 8.6, 8.9 and 12.0)
+// for a block of dQ: K and V twice, q, dout. Where registers do not suffice for dout's rows too (ptxas takes more of
+// them for the same code from 10.0 on), dQ reads them from shared memory again, for each tile of keys.
+struct TileShape {
+    int capability;                  // 10 major + minor
+    int query_rows, query_rows_128;  // heads of up to 64, and of 128
+    bool dout_in_registers;          // only for code compiled for this architecture
+};
+// clang-format off
+constexpr TileShape TILE_SHAPES[] = {{ 80, 128, 128, true},
+                                     { 86, 128,  64, true},
+                                     { 90, 128, 128, true},
+                                     {100, 128, 128, false},
+                                     {120, 128,  64, false}};
+// clang-format on
+constexpr TileShape tile_shape(int capability) {
+    TileShape shape = TILE_SHAPES[0];
+    for (const TileShape& row : TILE_SHAPES)
+        if (row.capability <= capability) shape = row;
+    return shape;
+}
+inline int query_rows_of_device(int D) {
+    const TileShape shape = tile_shape(properties_of_device().major * 10 + properties_of_device().minor);
+    return D > 64 ? shape.query_rows_128 : shape.query_rows;
+}
+#ifdef __CUDA_ARCH__
+constexpr TileShape COMPILED_SHAPE = tile_shape(__CUDA_ARCH__ / 10);
+#elif defined(EMULATED_CAPABILITY)
+constexpr TileShape COMPILED_SHAPE = tile_shape(EMULATED_CAPABILITY);
+#else  // the host's pass over kernels
+constexpr TileShape COMPILED_SHAPE = TILE_SHAPES[0];
+#endif
+
+// 16-row pieces of a query tile in one warp: two share each piece of K and V that is loaded, as long as registers
+// suffice. Queries (and dout) stay in registers; eight warps of 255 registers fill a multiprocessor: two blocks, or one
+// at D = 128.
+template <int D>
+HOST_DEVICE constexpr int row_pieces() {
+    return D > 64 ? 1 : 2;
+}
+template <int D>
+HOST_DEVICE constexpr int tile_threads() {
+    return QUERY_ROWS / 16 / row_pieces<D>() * 32;
+}
+
+// Divides by a number of the shape without the 20 instructions of an integer division: i / n = i * ceil(2^31 / n) >> 31
+// for all i with i * (n - 1) < 2^31.
+struct Divisor {
+    unsigned reciprocal = 0;
+    Divisor() = default;
+    explicit Divisor(int n) : reciprocal(((1u << 31) + unsigned(n) - 1) / unsigned(n)) {}
+    HOST_DEVICE int of(int i) const { return int(uint64_t(unsigned(i)) * reciprocal >> 31); }
+};
+
+// What kernels need to know of NsaShape. Index bg = b * G + g counts the groups of all sequences.
+struct AttentionShape {
+    int batch_groups, G, heads;  // B * G; groups; query heads of a group
+    Divisor by_heads, by_slc_tiles;
+    int first, queries;      // positions first .. first + queries - 1
+    int keys, key_stride;    // keys that the last query may see; rows of the key arrays per group
+    int query_rows;          // that a tile of queries has room for
+    int tile_tokens, tiles;  // tokens of a tile of queries, number of these tiles
+    int l, d, window;        // compression block and stride; keys of the window
+    int slc_block, slc_count, words;
+    int slc_shift;           // selection block of a key within a tile: key >> slc_shift, 0 where a block fills the tile
+    int slc_tiles;           // tiles of keys of a selection block, at least 1
+    float scale;             // 1 / sqrt(D)
+    int parts, part_tokens;  // dK and dV: how many parts the queries are cut into, and their tokens; the parts' sums
+                             // are added at the end
+};
+// branch: whose keys; tile_tokens 0: as many tokens as fill a tile of query_rows rows, by default those of this GPU
+inline AttentionShape attention_shape(Branch branch, const NsaShape& s, int tile_tokens, int query_rows = 0) {
+    AttentionShape a = {};
+    a.batch_groups = s.B * s.G;
+    a.G = s.G;
+    a.heads = s.heads_per_group();
+    a.by_heads = Divisor(a.heads);
+    a.first = s.first;
+    a.queries = s.queries;
+    a.keys = branch == CMP ? s.cmp_blocks(s.first + s.queries) : s.first + s.queries;
+    a.key_stride = branch == CMP ? s.cmp_capacity() : s.T;
+    a.query_rows = query_rows || tile_tokens ? query_rows : query_rows_of_device(s.D);
+    a.tile_tokens = tile_tokens ? tile_tokens : std::min({MOST_TILE_TOKENS, a.query_rows / a.heads, s.queries});
+    a.tiles = (s.queries + a.tile_tokens - 1) / a.tile_tokens;
+    a.l = s.l;
+    a.d = s.d;
+    a.window = s.full ? s.T : s.window;
+    a.slc_block = s.slc_block;
+    a.slc_count = s.slc_count;
+    a.words = s.full ? 0 : s.selection_words();
+    a.slc_tiles = std::max(1, s.slc_block / KEY_TILE);
+    a.by_slc_tiles = Divisor(a.slc_tiles);
+    while (a.slc_shift < 6 && (1 << a.slc_shift) < s.slc_block) a.slc_shift++;
+    a.scale = float(s.scale());
+    a.parts = 1;
+    a.part_tokens = s.queries;
+    // There are few tiles of compressed keys, and most queries see each: parts of 256 tokens, up to 64 of them, and
+    // beyond that 32 longer ones, because their sums take memory.
+    if (branch == CMP) {
+        a.part_tokens = s.queries <= 64 * 256 ? 256 : (s.queries / 32 + KEY_TILE - 1) / KEY_TILE * KEY_TILE;
+        a.parts = (s.queries + a.part_tokens - 1) / a.part_tokens;
+    }
+    return a;
+}
+HOST_DEVICE inline int key_tiles(const AttentionShape& a) { return (a.keys + KEY_TILE - 1) / KEY_TILE; }
+
+inline void check_attention_shape(Branch branch, const NsaShape& s) {
+    if (const int most = query_rows_of_device(s.D); s.heads_per_group() * s.G != s.H || s.heads_per_group() > most)
+        fail_usage("%d query heads in %d groups: the CUDA attention wants 1 to %d query heads for each group", s.H, s.G,
+                   most);
+    if (branch == SLC && s.slc_block != 16 && s.slc_block != 32 && (s.slc_block < KEY_TILE || s.slc_block % KEY_TILE))
+        fail_usage(
+            "selection blocks of %d tokens: the CUDA attention has 16, 32 and multiples of 64; choose one of them, or "
+            "the CPU",
+            s.slc_block);
+    if (branch != WIN && s.slc_block % s.d)
+        fail_usage(
+            "selection blocks of %d tokens and compression blocks every %d: the CUDA attention wants a multiple; "
+            "choose one, or the CPU",
+            s.slc_block, s.d);
+}
+// Calls f(std::integral_constant<int, D>()) for the head dimension D.
+template <class F>
+inline void with_head_dimension(int D, F f) {
+    switch (D) {
+        case 16: return f(std::integral_constant<int, 16>());
+        case 32: return f(std::integral_constant<int, 32>());
+        case 64: return f(std::integral_constant<int, 64>());
+        case 128: return f(std::integral_constant<int, 128>());
+        default:
+            fail_usage(
+                "a head dimension of %d: the CUDA attention has 16, 32, 64 and 128; choose one of them, or the CPU", D);
+    }
+}
+// Head dimensions of 128 do not fit on every GPU.
+inline void check_shared_bytes(size_t bytes, int D, size_t most_shared = most_shared_of_device()) {
+    if (bytes > most_shared)
+        fail_usage(
+            "a head dimension of %d: attention takes %zu bytes of shared memory for a block, this GPU has %zu; choose "
+            "--head-dim 64, or PRECISION=FP32",
+            D, bytes, most_shared);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Which keys a query sees: lib/model/visible.h, taken apart into the bounds that tiles are compared with.
+
+// The query at position t sees no key from this one on.
+template <Branch branch>
+__device__ inline int end_of_keys(int t, const AttentionShape& s) {
+    return branch == CMP ? blocks_within(t + 1, s.l, s.d) : t + 1;
+}
+// No query before this position sees the key.
+template <Branch branch>
+__device__ inline int first_query(int key, const AttentionShape& s) {
+    return branch == CMP ? last_token(key, s.l, s.d) : key;
+}
+// Whether the query at position t sees the key, provided that it chose the key's selection block.
+template <Branch branch>
+__device__ inline bool query_sees(int t, int key, const AttentionShape& s) {
+    return first_query<branch>(key, s) <= t && (branch != WIN || t < key + s.window);
+}
+
+// A token's choice among the selection blocks of a tile of keys, as bits: bit i stands for the i-th of them. A
+// selection block of 64 or more tokens is the only one in each of its tiles.
+__device__ inline int blocks_per_tile(const AttentionShape& s) { return KEY_TILE >> s.slc_shift; }
+struct TileBlocks {
+    int word, bit;  // where the bits of the tile's blocks are in a token's bitmask
+    unsigned all;   // a bit for each of them
+};
+__device__ inline TileBlocks tile_blocks(int tile, const AttentionShape& s) {
+    const int block = s.by_slc_tiles.of(tile) * blocks_per_tile(s);  // the divisor or the factor is 1
+    return {block / 32, block % 32, (1u << blocks_per_tile(s)) - 1};
+}
+// selected: the bitmasks of a tile of tokens (at most 64, so 32 bits are enough for the index)
+__device__ inline unsigned chosen_blocks(const uint32_t* selected, int token, const TileBlocks& blocks,
+                                         const AttentionShape& s) {
+    return selected[token * s.words + blocks.word] >> blocks.bit & blocks.all;
+}
+
+// Words of a bitmask over the 64-row tiles of this many rows.
+HOST_DEVICE inline int tile_words(int rows) { return (rows + KEY_TILE * 32 - 1) / (KEY_TILE * 32); }
+// The next tile in [tile, end) to visit; `end` or more if there is none. The selected branch visits the tiles whose bit
+// is set in the bitmask `used`, the others visit all.
+template <Branch branch>
+__device__ inline int next_tile(const uint32_t* used, int tile, int end) {
+    while (branch == SLC && tile < end) {
+        const uint32_t rest = used[tile / 32] >> tile % 32;
+        if (rest) return tile + __ffs(int(rest)) - 1;
+        tile = (tile / 32 + 1) * 32;
+    }
+    return tile;
+}
+// used = bitmask over tiles of keys: whether one of the tile's `tokens` tokens, whose bitmasks are `selected`, chose a
+// block in it. The block's threads share the work; a barrier must follow.
+__device__ inline void find_used_key_tiles(uint32_t* used, const uint32_t* selected, int tokens, int tiles,
+                                           const AttentionShape& s) {
+    const int lane = threadIdx.x % 32;
+    for (int word = threadIdx.x / 32; word * 32 < tiles; word += blockDim.x / 32) {
+        const int tile = word * 32 + lane;
+        const TileBlocks blocks = tile_blocks(tile, s);
+        unsigned chosen = 0;
+        for (int j = 0; j < tokens && tile < tiles; j++) chosen |= chosen_blocks(selected, j, blocks, s);
+        const unsigned bits = __ballot_sync(~0u, chosen != 0);
+        if (lane == 0) used[word] = bits;
+    }
+}
+// used = bitmask over tiles of tokens: whether one of the tile's tokens chose a block in tile `key_tile` of keys.
+// selected: the bitmasks of all tokens. A barrier must follow.
+__device__ inline void find_used_token_tiles(uint32_t* used, const uint32_t* selected, int key_tile,
+                                             const AttentionShape& s) {
+    const int lane = threadIdx.x % 32, tiles = (s.queries + KEY_TILE - 1) / KEY_TILE;
+    const TileBlocks blocks = tile_blocks(key_tile, s);
+    for (int word = threadIdx.x / 32; word * 32 < tiles; word += blockDim.x / 32) {
+        unsigned bits = 0;
+        for (int tile = word * 32; tile < min(word * 32 + 32, tiles); tile++) {
+            unsigned chosen = 0;
+            for (int j = lane; j < min(KEY_TILE, s.queries - tile * KEY_TILE); j += 32)
+                chosen |= chosen_blocks(selected + size_t(tile) * KEY_TILE * s.words, j, blocks, s);
+            if (__any_sync(~0u, chosen != 0)) bits |= 1u << tile % 32;
+        }
+        if (lane == 0) used[word] = bits;
+    }
+}
+
+// Which keys a query sees, counted from some key of a tile: begin .. end-1.
+struct Visible {
+    int begin, end;
+};
+// end: the query's end_of_keys, counted from the same key. chosen: whether the query chose the selection block that the
+// keys belong to.
+template <Branch branch>
+__device__ inline Visible visible_keys(int end, bool chosen, const AttentionShape& s) {
+    return {branch == WIN ? end - s.window : 0, branch != SLC || chosen ? end : 0};
+}
+__device__ inline bool sees_all(const Visible& v, int keys) { return v.begin <= 0 && v.end >= keys; }
+__device__ inline bool sees_some(const Visible& v, int keys) { return v.begin < keys && v.end > 0 && v.begin < v.end; }
+__device__ inline bool sees(const Visible& v, int key) { return v.begin <= key && v.end > key; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// A tile of queries.
+
+// The tile of this block. Later tiles have more keys and start first.
+struct QueryTile {
+    int bg, j0, tokens;  // group; first token, counted from s.first; how many there are
+};
+__device__ inline QueryTile query_tile(const AttentionShape& s) {
+    const int tile = s.tiles - 1 - int(blockIdx.x) / s.batch_groups, j0 = tile * s.tile_tokens;
+    return {int(blockIdx.x) % s.batch_groups, j0, min(s.tile_tokens, s.queries - j0)};
+}
+// Row of [B, H, queries] for a query of the tile
+__device__ inline long long row_of_query(const QueryTile& tile, int head, int token, const AttentionShape& s) {
+    return ((long long)tile.bg * s.heads + head) * s.queries + tile.j0 + token;
+}
+// The same for a row of the tile, or -1 if it is no query.
+__device__ inline long long query_row(const QueryTile& tile, int row, const AttentionShape& s) {
+    const int head = row / s.tile_tokens, token = row % s.tile_tokens;
+    return head < s.heads && token < tile.tokens ? row_of_query(tile, head, token, s) : -1;
+}
+// Where the tile's first row begins in q [B, H, queries, D] and in dout [B, queries, H, D]
+template <int D>
+__device__ inline size_t q_offset(const QueryTile& tile, const AttentionShape& s) {
+    return (size_t(tile.bg) * s.heads * s.queries + tile.j0) * D;
+}
+template <int D>
+__device__ inline size_t dout_offset(const QueryTile& tile, const AttentionShape& s) {
+    const size_t H = size_t(s.G) * s.heads;
+    return ((size_t(tile.bg / s.G) * s.queries + tile.j0) * H + size_t(tile.bg % s.G) * s.heads) * D;
+}
+// The rows of a tile of queries, from heads and tokens that are head_stride and token_stride elements apart; the first
+// `tokens` of the tile exist.
+template <int D>
+__device__ inline void copy_queries(bf16* tile, const bf16* in, size_t head_stride, size_t token_stride, int rows,
+                                    int tokens, const AttentionShape& s) {
+    for (int i = threadIdx.x; i < rows * (D / 8); i += blockDim.x) {
+        const int row = i / (D / 8), chunk = i % (D / 8), head = row / s.tile_tokens, token = row % s.tile_tokens;
+        const bool valid = head < s.heads && token < tokens;
+        cp_async_16(tile + chunk_at<D>(row, chunk),
+                    valid ? in + head * head_stride + token * token_stride + chunk * 8 : in, valid);
+    }
+}
+
+// Of every 16-row piece m a lane owns rows lane / 4 (i = 0) and lane / 4 + 8 (i = 1). One register holds a byte for
+// each.
+__device__ inline int row_byte(unsigned bytes, int m, int i) { return int(bytes >> (m * 16 + i * 8) & 255); }
+// The rows' end_of_keys as differences from that of the tile's first token, which are below 64; NO_QUERY for rows that
+// are no query.
+constexpr int NO_QUERY = 255;
+template <Branch branch, int M>
+__device__ inline unsigned ends_of_rows(const QueryTile& tile, int first_row, const AttentionShape& s) {
+    unsigned bytes = 0;
+    for (int m = 0; m < M; m++)
+        for (int i = 0; i < 2; i++) {
+            const int row = first_row + m * 16 + i * 8 + threadIdx.x % 32 / 4, t0 = s.first + tile.j0;
+            const int difference = end_of_keys<branch>(t0 + row % s.tile_tokens, s) - end_of_keys<branch>(t0, s);
+            bytes |= unsigned(query_row(tile, row, s) < 0 ? NO_QUERY : difference) << (m * 16 + i * 8);
+        }
+    return bytes;
+}
+__device__ inline int end_of_row(int first_end, unsigned ends, int m, int i) {
+    const int difference = row_byte(ends, m, i);
+    return difference == NO_QUERY ? 0 : first_end + difference;
+}
+// What the rows of a warp see of a tile of keys. In the selected branch most tiles are seen whole by some rows and not
+// at all by the others; those others are `hidden` as rows, which costs nothing per key.
+struct TileView {
+    int first_end;    // of the tile of queries, counted from the tile's first key; used with `ends`, see ends_of_rows
+    bool some;        // whether a row of the warp sees a key
+    bool masked;      // whether a row of the warp that is not hidden sees only a part
+    unsigned blocks;  // chosen_blocks of this lane's rows, a byte each
+    template <Branch branch>
+    __device__ bool hidden(int m, int i) const {
+        return branch == SLC && row_byte(blocks, m, i) == 0;
+    }
+};
+// selected: the bitmasks of the tile of queries.
+template <Branch branch, int M>
+__device__ inline TileView look_at_tile(int key_tile, int first_end, unsigned ends, const uint32_t* selected,
+                                        const AttentionShape& s) {
+    TileView view = {first_end - key_tile * KEY_TILE, false, false, 0};
+    const TileBlocks blocks = branch == SLC ? tile_blocks(key_tile, s) : TileBlocks{0, 0, 0};
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int token =
+                row_byte(ends, m, i);  // true in the selected branch, where a token's end is its place + 1
+            const bool query = token != NO_QUERY;
+            const unsigned chosen = branch == SLC && query ? chosen_blocks(selected, token, blocks, s) : 0;
+            view.blocks |= chosen << (m * 16 + i * 8);
+            const Visible visible = visible_keys<branch>(end_of_row(view.first_end, ends, m, i), chosen, s);
+            const bool all = sees_all(visible, KEY_TILE) && (branch != SLC || chosen == blocks.all);
+            view.some = view.some || sees_some(visible, KEY_TILE);
+            view.masked = view.masked || (query && !all && !view.hidden<branch>(m, i));
+        }
+    view.some = __any_sync(~0u, view.some);
+    view.masked = __any_sync(~0u, view.masked);
+    return view;
+}
+// The scores p of keys first .. first + 8 N - 1 of a tile become -infinity where the row does not see the key; the
+// exponential turns that into 0.
+template <Branch branch, int M, int N>
+__device__ inline void hide_keys(float (&p)[M][N][4], const TileView& view, int first, unsigned ends,
+                                 const AttentionShape& s) {
+#pragma unroll
+    for (int part = 0; part < N; part += 2)  // 16 keys, which belong to one selection block
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int key = first + part * 8;
+                const bool chosen = row_byte(view.blocks, m, i) >> (key >> s.slc_shift) & 1;
+                const Visible visible = visible_keys<branch>(end_of_row(view.first_end - key, ends, m, i), chosen, s);
+#pragma unroll
+                for (int n = 0; n < 2; n++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++)
+                        if (!sees(visible, n * 8 + threadIdx.x % 4 * 2 + e)) p[m][part + n][2 * i + e] = -INFINITY;
+            }
+}
+// The tiles of keys that some query of the tile may see: begin .. end-1.
+template <Branch branch>
+__device__ inline int first_key_tile(const QueryTile& tile, const AttentionShape& s) {
+    return branch == WIN ? max(0, s.first + tile.j0 + 1 - s.window) / KEY_TILE : 0;
+}
+template <Branch branch>
+__device__ inline int end_of_key_tiles(const QueryTile& tile, const AttentionShape& s) {
+    return (end_of_keys<branch>(s.first + tile.j0 + tile.tokens - 1, s) + KEY_TILE - 1) / KEY_TILE;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The walk over tiles of keys: forward and dQ, by masked tiles and by gathered rows.
+
+// Keys and values of one (sequence, group), and two buffers in shared memory for a tile of each.
+template <int D>
+struct KeyBuffers {
+    bf16 *k_tiles, *v_tiles;
+    const bf16 *k, *v;
+    size_t group;  // where the (sequence, group) begins in k and v
+
+    // Starts to copy a tile of keys and one of values, as one group of copies.
+    __device__ void copy(int buffer, int key_tile, const AttentionShape& s) const {
+        constexpr int THREADS =
+            tile_threads<D>();  // most blocks have this size, which gives a whole tile fixed distances
+        const int valid = s.keys - key_tile * KEY_TILE, chunk = threadIdx.x % (D / 8);
+        const size_t from = group + size_t(key_tile) * KEY_TILE * D;
+        if (blockDim.x == THREADS && valid >= KEY_TILE) {
+            copy_tile<D, THREADS>(k_tiles + buffer * KEY_TILE * D, k + from, D, KEY_TILE);
+            copy_tile<D, THREADS>(v_tiles + buffer * KEY_TILE * D, v + from, D, KEY_TILE);
+            return cp_async_commit();
+        }
+        for (int row = threadIdx.x / (D / 8); row < KEY_TILE; row += blockDim.x / (D / 8)) {
+            const int to = buffer * KEY_TILE * D + chunk_at<D>(row, chunk);
+            const size_t at = from + (row < valid ? row * D + chunk * 8 : 0);
+            cp_async_16(k_tiles + to, k + at, row < valid);
+            cp_async_16(v_tiles + to, v + at, row < valid);
+        }
+        cp_async_commit();
+    }
+};
+// Calls visit(key_tile, k_tile, v_tile) for key_tile, which is being copied into buffer 0, and for those that next_tile
+// finds after it. While one is used, the next one arrives in the other buffer.
+template <Branch branch, int D, class Visit>
+__device__ inline void for_key_tiles(const KeyBuffers<D>& keys, const uint32_t* used, int key_tile, int end_tile,
+                                     const AttentionShape& s, Visit visit) {
+    for (int buffer = 0; key_tile < end_tile; buffer ^= 1) {
+        const int this_tile = key_tile;
+        key_tile = next_tile<branch>(used, key_tile + 1, end_tile);
+        cp_async_wait<0>();
+        __syncthreads();  // this buffer has arrived, and all warps are done with the last tile
+        if (key_tile < end_tile) keys.copy(buffer ^ 1, key_tile, s);
+        visit(this_tile, keys.k_tiles + buffer * KEY_TILE * D, keys.v_tiles + buffer * KEY_TILE * D);
+    }
+}
+
+// The block of the forward and the dQ kernel by masked tiles: it owns a tile of queries, each of its warps some of the
+// rows, and walks the tiles of keys that one of the queries may see.
+// BACKWARD: dQ, which needs the rows of dout too.
+template <Branch branch, int D, bool BACKWARD>
+struct QueryBlock {
+    static constexpr int M = row_pieces<D>();
+    QueryTile tile;
+    int first_row, end_tile;    // the warp's first row; where the tiles of keys end
+    int first_end;              // end_of_keys of the tile's first token
+    unsigned ends;              // of this lane's rows, see ends_of_rows
+    const uint32_t* selection;  // of the tile's tokens
+    bf16 *q_tile, *dout_tile;
+    KeyBuffers<D> keys;
+    uint32_t* used;
+
+    // dout: not read in the forward pass
+    __device__ QueryBlock(const bf16* q, const bf16* dout, const bf16* k, const bf16* v, const uint32_t* all_selections,
+                          const AttentionShape& s) {
+        DynamicShared shared;
+        tile = query_tile(s);
+        end_tile = end_of_key_tiles<branch>(tile, s);
+        first_row = threadIdx.x / 32 * 16 * M;
+        const int rows = blockDim.x / 32 * 16 * M;
+        keys.k_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+        keys.v_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+        keys.k = k;
+        keys.v = v;
+        keys.group = size_t(tile.bg) * s.key_stride * D;
+        q_tile = shared.take<bf16>(s.query_rows * D);
+        dout_tile = nullptr;
+        used = nullptr;
+        copy_queries<D>(q_tile, q + q_offset<D>(tile, s), size_t(s.queries) * D, D, rows, tile.tokens, s);
+        if constexpr (BACKWARD) {
+            dout_tile = shared.take<bf16>(s.query_rows * D);
+            copy_queries<D>(dout_tile, dout + dout_offset<D>(tile, s), D, size_t(s.G) * s.heads * D, rows, tile.tokens,
+                            s);
+        }
+        cp_async_commit();
+        selection = all_selections;
+        if (branch == SLC) {
+            used = shared.take<uint32_t>(tile_words(s.key_stride));
+            selection += (size_t(tile.bg) * s.queries + tile.j0) * s.words;
+            find_used_key_tiles(used, selection, tile.tokens, end_tile, s);
+            __syncthreads();
+        }
+    }
+    // Starts to copy the first tile of keys, which it returns, and waits for the queries.
+    __device__ int start(const AttentionShape& s) {
+        const int key_tile = next_tile<branch>(used, first_key_tile<branch>(tile, s), end_tile);
+        if (key_tile >= end_tile) cp_async_commit();  // an empty group
+        else keys.copy(0, key_tile, s);
+        cp_async_wait<1>();
+        __syncthreads();  // the queries have arrived
+        first_end = end_of_keys<branch>(s.first + tile.j0, s);
+        ends = ends_of_rows<branch, M>(tile, first_row, s);
+        return key_tile;
+    }
+    // Row of [B, H, queries] for this lane's row i of piece m, or -1
+    __device__ long long row(int m, int i, const AttentionShape& s) const {
+        // As query_row, but with unsigned divisions: otherwise the compiler keeps the quotients of ends_of_rows, which
+        // are the same, in 8 registers throughout the walk.
+        const unsigned row = first_row + m * 16 + i * 8 + threadIdx.x % 32 / 4, tokens = unsigned(s.tile_tokens);
+        const int head = int(row / tokens), token = int(row % tokens);
+        return head < s.heads && token < tile.tokens ? row_of_query(tile, head, token, s) : -1;
+    }
+    // Calls visit(view, k_tile, v_tile) for each tile of keys of which this warp sees something.
+    template <class Visit>
+    __device__ void walk(int key_tile, const AttentionShape& s, Visit visit) const {
+        for_key_tiles<branch>(
+            keys, used, key_tile, end_tile, s, [&](int this_tile, const bf16* k_tile, const bf16* v_tile) {
+                const TileView view = look_at_tile<branch, M>(this_tile, first_end, ends, selection, s);
+                if (view.some) visit(view, k_tile, v_tile);
+            });
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// dK and dV: the keys stay in registers, and the tokens go by in tiles of 64, once for each head. S^T = k q^T and v
+// dout^T are left in registers just as the next products need them.
+
+// Pieces of 16 keys in a warp: two share each piece of q and dout that is loaded.
+template <int D>
+HOST_DEVICE constexpr int key_pieces() {
+    return D > 64 ? 1 : 2;
+}
+template <int D>
+HOST_DEVICE constexpr int dkdv_threads() {
+    return KEY_TILE / 16 / key_pieces<D>() * 32;
+}
+// Selection blocks of a tile, at most
+HOST_DEVICE constexpr int sub_blocks(Branch branch) { return branch == SLC ? KEY_TILE / 16 : 1; }
+// Whether V stays in shared memory, for lack of registers
+template <int D>
+HOST_DEVICE constexpr bool keeps_v() {
+    return D > 32;
+}
+
+// lse_gated and row_dot of the rows of a tile of tokens (one head), in shared memory, for each of the two buffers. A
+// token that does not exist, or did not choose the selection block, has a shift that makes its weights 0.
+template <Branch branch>
+struct RowStatistics {
+    float* minus_shift;  // [2, selection blocks of a tile of keys, KEY_TILE]: -lse_gated in base 2, or -infinity
+    float* dot;          // [2, KEY_TILE]: row_dot
+    // Of this thread's row, on the way into shared memory; the first KEY_TILE threads have one.
+    float own_shift = 0, own_dot = 0;
+    unsigned chosen = ~0u;  // the selection blocks that its token chose
+
+    __device__ static bool has_row() { return threadIdx.x < KEY_TILE; }
+    // row: of [B, H, queries], if it is a query
+    __device__ void load(bool query, int row, const float* lse_gated, const float* row_dot) {
+        own_shift = query ? -lse_gated[row] * LOG2_E : -INFINITY;
+        own_dot = query ? row_dot[row] : 0;
+    }
+    __device__ void store(int buffer, const AttentionShape& s) const {
+        if (!has_row()) return;
+        dot[buffer * KEY_TILE + threadIdx.x] = own_dot;
+        for (int sub = 0; sub < (branch == SLC ? blocks_per_tile(s) : 1); sub++)
+            minus_shift[(buffer * sub_blocks(branch) + sub) * KEY_TILE + threadIdx.x] =
+                chosen >> sub & 1 ? own_shift : -INFINITY;
+    }
+};
+
+// The shared memory of a block that owns a tile of keys: two buffers for tiles of q and dout and for their statistics.
+// The keys pass through the second buffers on their way into registers.
+template <Branch branch, int D>
+struct TokenBuffers {
+    bf16 *q_tiles, *dout_tiles, *k_tile, *v_tile;
+    RowStatistics<branch> rows;
+
+    __device__ explicit TokenBuffers(DynamicShared& shared) {
+        q_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+        dout_tiles = shared.take<bf16>(2 * KEY_TILE * D);
+        rows.minus_shift = shared.take<float>(2 * sub_blocks(branch) * KEY_TILE);
+        rows.dot = shared.take<float>(2 * KEY_TILE);
+        k_tile = q_tiles + KEY_TILE * D;
+        v_tile = keeps_v<D>() ? shared.take<bf16>(KEY_TILE * D) : dout_tiles + KEY_TILE * D;
+    }
+    // Their bytes.
+    static size_t bytes() {
+        const size_t tiles = 2 * KEY_TILE * D * sizeof(bf16), statistics = 2 * KEY_TILE * sizeof(float);
+        return shared_bytes({tiles, tiles, statistics * sub_blocks(branch), statistics, keeps_v<D>() ? tiles / 2 : 0});
+    }
+    __device__ void copy_keys(const bf16* k, const bf16* v, int bg, int first_key, const AttentionShape& s) {
+        constexpr int THREADS = dkdv_threads<D>();
+        const size_t group = size_t(bg * s.key_stride + first_key) * D;
+        copy_tile<D, THREADS>(k_tile, k + group, D, s.keys - first_key);
+        copy_tile<D, THREADS>(v_tile, v + group, D, s.keys - first_key);
+        cp_async_commit();
+    }
+};
+
+// The keys of a warp as A fragments (or in shared memory), and their sums.
+template <Branch branch, int D>
+struct WarpKeys {
+    static constexpr int M = key_pieces<D>(), TOKENS = 16;  // tokens at a time, as many as there are registers for
+    int first_key;                                          // of the tile
+    unsigned k_rows[M][D / 16][4], v_rows[M][D / 16][4];
+    const bf16* v_tile;
+    float dk[M][D / 8][4], dv[M][D / 8][4];
+    // The warp's first key, counted from the tile's; this lane's keys are lane / 4 behind it, and i * 8 and m * 16
+    // further.
+    __device__ int warp_key() const { return threadIdx.x / 32 * 16 * M; }
+    __device__ int lane_key() const { return warp_key() + threadIdx.x % 32 / 4; }
+    // There must be a barrier between the arrival of the tiles and this call.
+    __device__ void load(const bf16* k_tile, const bf16* v, int first) {
+        first_key = first;
+        v_tile = v;
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int x = 0; x < D; x += 16) {
+                load_a<D>(k_rows[m][x / 16], k_tile, warp_key() + m * 16, x);
+                if (!keeps_v<D>()) load_a<D>(v_rows[m][x / 16], v_tile, warp_key() + m * 16, x);
+            }
+        clear(dk);
+        clear(dv);
+    }
+    // The scores p of tokens first .. first + TOKENS - 1 of a tile become -infinity where the token does not see the
+    // key.
+    template <class Token>
+    __device__ void hide_tokens(float (&p)[M][TOKENS / 8][4], int first, Token token, const AttentionShape& s) const {
+#pragma unroll
+        for (int n = 0; n < TOKENS / 8; n++)
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) {
+                const int age = token(first + n * 8 + int(threadIdx.x) % 4 * 2 + odd) -
+                                first_query<branch>(first_key + lane_key(), s);
+#pragma unroll
+                for (int m = 0; m < M; m++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {  // query_sees(), for a key further on
+                        const int key = m * 16 + i * 8;
+                        if (age < (branch == CMP ? key * s.d : key) || (branch == WIN && age >= key + s.window))
+                            p[m][n][2 * i + odd] = -INFINITY;
+                    }
+            }
+    }
+    // dv += P'^T dout and dk += dS^T q over the 64 rows of the tile of tokens in a buffer. token(row): the position of
+    // the row's token; called only if `masked`; otherwise all tokens see all keys of the warp whose selection block
+    // they chose.
+    template <class Token>
+    __device__ void add_tokens(const TokenBuffers<branch, D>& buffers, int buffer, bool masked, Token token,
+                               const AttentionShape& s) {
+        const int column = threadIdx.x % 4 * 2;
+        const bf16 *q_tile = buffers.q_tiles + buffer * KEY_TILE * D,
+                   *dout_tile = buffers.dout_tiles + buffer * KEY_TILE * D;
+        const float* dot = buffers.rows.dot + buffer * KEY_TILE + column;
+        const float* minus_shift = buffers.rows.minus_shift + buffer * sub_blocks(branch) * KEY_TILE + column;
+#pragma unroll 1
+        for (int first = 0; first < KEY_TILE; first += TOKENS) {
+            float p[M][TOKENS / 8][4] = {}, ds[M][TOKENS / 8][4] = {};
+            multiply_rows<D, M, TOKENS / 16>(p, k_rows, q_tile, first);
+            if constexpr (keeps_v<D>()) multiply_rows<D, M, TOKENS / 16>(ds, v_tile, warp_key(), dout_tile, first);
+            else multiply_rows<D, M, TOKENS / 16>(ds, v_rows, dout_tile, first);
+            if (masked) hide_tokens(p, first, token, s);
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                const int sub_block = branch == SLC ? (warp_key() + m * 16) >> s.slc_shift : 0;
+#pragma unroll
+                for (int n = 0; n < TOKENS / 8; n++) {
+                    const float2 minus_lse =
+                        *reinterpret_cast<const float2*>(minus_shift + sub_block * KEY_TILE + first + n * 8);
+                    const float2 of_dot = *reinterpret_cast<const float2*>(dot + first + n * 8);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        p[m][n][e] = exp2_approx(fmaf(p[m][n][e], s.scale * LOG2_E, e % 2 ? minus_lse.y : minus_lse.x));
+                        ds[m][n][e] = p[m][n][e] * (ds[m][n][e] - (e % 2 ? of_dot.y : of_dot.x));
+                    }
+                }
+            }
+            multiply_add<D, M, TOKENS / 16>(dv, p, dout_tile, first);
+            multiply_add<D, M, TOKENS / 16>(dk, ds, q_tile, first);
+        }
+    }
+    // Stores the sums in rows first_key.. of dk and dv [B, G, key_stride, D], or, where given, unrounded in partial [2,
+    // KEY_TILE, D].
+    __device__ void store(bf16* dk_out, bf16* dv_out, float* partial, int bg, const AttentionShape& s) const {
+        const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int row = 0; row < 2 * M; row++) {
+            const int m = row / 2, i = row % 2, key = lane_key() + row * 8;
+            if (first_key + key >= s.keys) continue;
+            const size_t at = size_t(bg * s.key_stride + first_key + key) * D + column;
+#pragma unroll
+            for (int x = 0; x < D / 8; x++) {
+                const float2 dk_pair = make_float2(dk[m][x][2 * i] * s.scale, dk[m][x][2 * i + 1] * s.scale);
+                const float2 dv_pair = make_float2(dv[m][x][2 * i], dv[m][x][2 * i + 1]);
+                if (partial) {
+                    *reinterpret_cast<float2*>(partial + key * D + column + x * 8) = dk_pair;
+                    *reinterpret_cast<float2*>(partial + (KEY_TILE + key) * D + column + x * 8) = dv_pair;
+                } else {
+                    *reinterpret_cast<__nv_bfloat162*>(dk_out + at + x * 8) =
+                        __floats2bfloat162_rn(dk_pair.x, dk_pair.y);
+                    *reinterpret_cast<__nv_bfloat162*>(dv_out + at + x * 8) =
+                        __floats2bfloat162_rn(dv_pair.x, dv_pair.y);
+                }
+            }
+        }
+    }
+};
+
+// Walks tiles of tokens, each once for every head, from `at` (a tile, or a place in a list of tokens) to `end`;
+// next(at) is the one after. fetch(buffer, at, head) starts to copy and to load, store(buffer) puts the statistics it
+// loaded in their place, use(buffer, at) computes. While one is used, the next one arrives in the other buffer.
+template <class Next, class Fetch, class Store, class Use>
+__device__ inline void for_token_tiles(int at, int end, int heads, Next next, Fetch fetch, Store store, Use use) {
+    int head = 0;
+    if (at < end) {
+        fetch(0, at, head);
+        store(0);
+    }
+    for (int buffer = 0; at < end; buffer ^= 1) {
+        const int this_at = at;
+        if (++head == heads) {
+            head = 0;
+            at = next(at);
+        }
+        cp_async_wait<0>();
+        __syncthreads();  // this buffer has arrived, and all warps are done with the other one
+        if (at < end) fetch(buffer ^ 1, at, head);
+        use(buffer, this_at);
+        if (at < end) store(buffer ^ 1);  // only now, so that nobody waits for the load
+    }
+}
+
+// out [B, G, key_stride, D] = the sums in first[part * stride ..], of `count` parts in their order, for the keys of a
+// tile
+template <int D>
+__device__ inline void add_partial_sums(bf16* out, const float* first, size_t stride, int count, int bg, int tile,
+                                        const AttentionShape& s) {
+    const int keys = min(KEY_TILE, s.keys - tile * KEY_TILE);
+    for (int i = threadIdx.x * 2; i < keys * D; i += int(blockDim.x) * 2) {
+        float2 sum = make_float2(0, 0);
+        for (int part = 0; part < count; part++) {
+            const float2 term = *reinterpret_cast<const float2*>(first + part * stride + i);
+            sum.x += term.x;
+            sum.y += term.y;
+        }
+        *reinterpret_cast<__nv_bfloat162*>(out + (size_t(bg) * s.key_stride + size_t(tile) * KEY_TILE) * D + i) =
+            __floats2bfloat162_rn(sum.x, sum.y);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Scratch memory.
+
+// Hands out pieces of a workspace on the GPU; from null it only adds up their sizes.
+struct WorkspacePieces {
+    char* base;
+    size_t used = 0;
+    template <class T>
+    T* take(size_t count) {
+        T* piece = base ? reinterpret_cast<T*>(base + used) : nullptr;
+        used += (count * sizeof(T) + 255) / 256 * 256;
+        return piece;
+    }
+};

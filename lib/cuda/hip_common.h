@@ -1,0 +1,134 @@
+// hip_common.h: the seam to AMD's GPUs. lib/cuda/common.cuh includes it under hipcc (make GPU=hip), where nvcc finds
+// CUDA's headers and g++ the emulator: it gives HIP's functions the names that the program knows, for waves of 32
+// (RDNA, such as gfx1030). COMPILED, NEVER RUN: nobody here has such a GPU.
+//
+// What is here serves PRECISION=FP32: row kernels, plain attention, the plain matrix product. Tensor-core attention
+// needs stand-ins for mma_m16n8k16, ldmatrix_x4, cp_async_16 (WMMA has other fragments), and tile shapes; NCCL's part
+// would be RCCL's.
+#pragma once
+#ifndef PRECISION_FP32
+#error "AMD's GPUs have the plain kernels only: build with PRECISION=FP32"
+#endif
+#include <hip/hip_runtime.h>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Types and values.
+
+using cudaError_t = hipError_t;
+using cudaStream_t = hipStream_t;
+using cudaEvent_t = hipEvent_t;
+using cudaMemcpyKind = hipMemcpyKind;
+
+constexpr auto cudaSuccess = hipSuccess, cudaErrorNotReady = hipErrorNotReady,
+               cudaErrorMemoryAllocation = hipErrorOutOfMemory,
+               cudaErrorInsufficientDriver = hipErrorInsufficientDriver, cudaErrorNoDevice = hipErrorNoDevice,
+               cudaErrorInvalidDevice = hipErrorInvalidDevice, cudaErrorNoKernelImageForDevice = hipErrorNoBinaryForGpu,
+               cudaErrorLaunchOutOfResources = hipErrorLaunchOutOfResources,
+               cudaErrorIllegalAddress = hipErrorIllegalAddress, cudaErrorLaunchFailure = hipErrorLaunchFailure,
+               cudaErrorMisalignedAddress = hipErrorUnknown;  // which HIP does not tell apart
+constexpr auto cudaMemcpyDefault = hipMemcpyDefault, cudaMemcpyHostToDevice = hipMemcpyHostToDevice,
+               cudaMemcpyDeviceToHost = hipMemcpyDeviceToHost, cudaMemcpyDeviceToDevice = hipMemcpyDeviceToDevice;
+constexpr unsigned cudaEventDisableTiming = hipEventDisableTiming, cudaStreamNonBlocking = hipStreamNonBlocking;
+constexpr auto cudaFuncAttributeMaxDynamicSharedMemorySize = hipFuncAttributeMaxDynamicSharedMemorySize;
+
+// A block has no more shared memory than that which every block may have.
+struct cudaDeviceProp : hipDeviceProp_t {
+    size_t sharedMemPerBlockOptin = 0;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The runtime, as far as the program calls it.
+
+inline const char* cudaGetErrorName(cudaError_t e) { return hipGetErrorName(e); }
+inline const char* cudaGetErrorString(cudaError_t e) { return hipGetErrorString(e); }
+inline cudaError_t cudaGetLastError() { return hipGetLastError(); }
+inline cudaError_t cudaProfilerStart() { return hipProfilerStart(); }
+inline cudaError_t cudaProfilerStop() { return hipProfilerStop(); }
+
+inline cudaError_t cudaGetDeviceCount(int* count) { return hipGetDeviceCount(count); }
+inline cudaError_t cudaGetDevice(int* device) { return hipGetDevice(device); }
+inline cudaError_t cudaSetDevice(int device) { return hipSetDevice(device); }
+inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
+    const cudaError_t error = hipGetDeviceProperties(properties, device);
+    properties->sharedMemPerBlockOptin = properties->sharedMemPerBlock;
+    return error;
+}
+inline cudaError_t cudaDeviceGetPCIBusId(char* bus, int length, int device) {
+    return hipDeviceGetPCIBusId(bus, length, device);
+}
+
+template <class T>
+inline cudaError_t cudaMalloc(T** p, size_t bytes) {
+    return hipMalloc(reinterpret_cast<void**>(p), bytes);
+}
+inline cudaError_t cudaFree(void* p) { return hipFree(p); }
+template <class T>
+inline cudaError_t cudaMallocHost(T** p, size_t bytes) {
+    return hipHostMalloc(reinterpret_cast<void**>(p), bytes, hipHostMallocDefault);
+}
+inline cudaError_t cudaFreeHost(void* p) { return hipHostFree(p); }
+inline cudaError_t cudaMemGetInfo(size_t* free, size_t* total) { return hipMemGetInfo(free, total); }
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+    return hipMemcpyAsync(to, from, bytes, kind, stream);
+}
+inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
+    return hipMemsetAsync(p, value, bytes, stream);
+}
+
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+    return hipStreamCreateWithFlags(stream, flags);
+}
+inline cudaError_t cudaStreamDestroy(cudaStream_t stream) { return hipStreamDestroy(stream); }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return hipStreamSynchronize(stream); }
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags = 0) {
+    return hipStreamWaitEvent(stream, event, flags);
+}
+inline cudaError_t cudaEventCreate(cudaEvent_t* event) { return hipEventCreate(event); }
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+    return hipEventCreateWithFlags(event, flags);
+}
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) { return hipEventDestroy(event); }
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return hipEventRecord(event, stream); }
+inline cudaError_t cudaEventQuery(cudaEvent_t event) { return hipEventQuery(event); }
+inline cudaError_t cudaEventSynchronize(cudaEvent_t event) { return hipEventSynchronize(event); }
+inline cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
+    return hipEventElapsedTime(ms, begin, end);
+}
+
+template <class... Args>
+inline cudaError_t cudaFuncSetAttribute(void (*kernel)(Args...), hipFuncAttribute attribute, int value) {
+    return hipFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Warps, which are waves of 32. HIP's functions take no mask: all lanes that have not left take part, in lockstep.
+
+#if defined(__HIP_DEVICE_COMPILE__) && __AMDGCN_WAVEFRONT_SIZE != 32
+#error "the kernels need waves of 32 lanes: --offload-arch=gfx1030 or another RDNA GPU"
+#endif
+
+template <class T>
+__device__ inline T __shfl_sync(unsigned, T value, int source) {
+    return __shfl(value, source, 32);
+}
+template <class T>
+__device__ inline T __shfl_xor_sync(unsigned, T value, int flip) {
+    return __shfl_xor(value, flip, 32);
+}
+template <class T>
+__device__ inline T __shfl_up_sync(unsigned, T value, unsigned delta) {
+    return __shfl_up(value, delta, 32);
+}
+__device__ inline unsigned __ballot_sync(unsigned, int predicate) { return unsigned(__ballot(predicate)); }
+__device__ inline int __any_sync(unsigned, int predicate) { return __any(predicate); }
+// Lanes run in lockstep, so it is the compiler and the order of memory that have to be held.
+__device__ inline void __syncwarp() {
+    __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+    __builtin_amdgcn_wave_barrier();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Instructions.
+
+// 1/x to within 1 unit in the last place; 1/infinity is 0.
+__device__ inline float reciprocal_approx(float x) { return __builtin_amdgcn_rcpf(x); }

@@ -1,0 +1,220 @@
+// multiple_choice.h: tasks that ask which of several endings continues a context, such as HellaSwag. A model answers
+// with the ending to which it gives the highest probability, plain or per token. Used by `eval` and by validation in
+// train_nsa.cu.
+//
+// Two forms of file. JSON lines, as HellaSwag is published: {"ctx": text, "endings": [text, ...], "label": number},
+// other keys are ignored; an ending is tokenised with a blank before it, as llm.c does. And llm.c's .bin: a header of
+// 256 int32 {20240522, 1, items, longest item in bytes}, then for each item the uint16 {65535, its bytes, its number,
+// label, endings, tokens of the context, context ..., tokens of ending 0, ending 0 ..., ...}.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "../base/json.h"
+#include "../base/files.h"
+
+// One ending behind its context.
+struct ChoiceRow {
+    std::vector<uint16_t> tokens;
+    size_t first = 0;  // token at which the ending begins, at least 1
+
+    size_t answers() const { return tokens.size() - first; }
+};
+struct ChoiceItem {
+    std::vector<ChoiceRow> endings;
+    size_t label = 0;
+};
+
+struct ChoiceAnswer {
+    size_t by_loss = 0, by_loss_per_token = 0;  // the endings chosen
+    std::vector<double> losses;                 // of each ending
+};
+
+struct ChoiceResult {
+    size_t items = 0, right = 0, right_per_token = 0;
+    std::vector<ChoiceAnswer> answers;  // of each item
+
+    double accuracy() const { return double(right) / double(items); }
+    double accuracy_per_token() const { return double(right_per_token) / double(items); }  // what is usually reported
+};
+
+struct ChoiceTask {
+    std::string file;
+    std::vector<ChoiceItem> items;
+    std::vector<const ChoiceRow*> rows;  // of all items
+    size_t cut = 0;                      // rows whose context lost its beginning
+
+    ChoiceTask() = default;
+    ChoiceTask(ChoiceTask&&) = default;
+    ChoiceTask& operator=(ChoiceTask&&) = default;  // no copies: `rows` points into `items`
+
+    // A row has at most seq_len tokens: a longer one keeps its end.
+    void finish(size_t seq_len) {
+        for (ChoiceItem& item : items)
+            for (ChoiceRow& row : item.endings) {
+                const size_t excess = row.tokens.size() > seq_len ? row.tokens.size() - seq_len : 0;
+                row.tokens.erase(row.tokens.begin(), row.tokens.begin() + std::ptrdiff_t(excess));
+                row.first = row.first > excess ? row.first - excess : 1;
+                cut += excess > 0;
+                rows.push_back(&row);
+            }
+    }
+
+    // Tokens of the longest row.
+    size_t longest() const {
+        size_t n = 0;
+        for (const ChoiceRow* row : rows) n = std::max(n, row->tokens.size());
+        return n;
+    }
+
+    // The rows one behind the other, T tokens each, as a corpus of samples in order; is_answer marks the endings. What
+    // stands behind a row's end changes nothing before it.
+    void lay_out(size_t T, std::vector<uint16_t>& tokens, std::vector<uint8_t>& is_answer) const {
+        tokens.assign(rows.size() * T + 1, 0), is_answer.assign(tokens.size(), 0);
+        for (size_t i = 0; i < rows.size(); i++) {
+            std::copy(rows[i]->tokens.begin(), rows[i]->tokens.end(), tokens.begin() + std::ptrdiff_t(i * T));
+            std::fill_n(is_answer.begin() + std::ptrdiff_t(i * T + rows[i]->first), rows[i]->answers(), uint8_t(1));
+        }
+    }
+
+    // sums: of every row, with answer_loss, the loss of its ending. Of equally likely endings the first counts.
+    template <class Sums>
+    ChoiceResult result(const std::vector<Sums>& sums) const {
+        ChoiceResult r;
+        r.items = items.size();
+        size_t row = 0;
+        for (const ChoiceItem& item : items) {
+            ChoiceAnswer answer;
+            for (size_t i = 0; i < item.endings.size(); i++) answer.losses.push_back(sums[row++].answer_loss);
+            size_t &best = answer.by_loss, &best_per_token = answer.by_loss_per_token;
+            const auto per_token = [&](size_t i) { return answer.losses[i] / double(item.endings[i].answers()); };
+            for (size_t i = 1; i < item.endings.size(); i++) {
+                if (answer.losses[i] < answer.losses[best]) best = i;
+                if (per_token(i) < per_token(best_per_token)) best_per_token = i;
+            }
+            r.right += best == item.label, r.right_per_token += best_per_token == item.label;
+            r.answers.push_back(std::move(answer));
+        }
+        return r;
+    }
+};
+
+// A line of JSON for each item: the right ending and those chosen, counted from 0, and of every ending its loss and
+// tokens.
+inline std::string choice_items_text(const ChoiceTask& task, const ChoiceResult& r) {
+    std::string text;
+    for (size_t i = 0; i < task.items.size(); i++) {
+        const ChoiceAnswer& answer = r.answers[i];
+        std::string losses, tokens;
+        for (size_t e = 0; e < answer.losses.size(); e++) {
+            losses += format_text("%s%.9g", e ? ", " : "", answer.losses[e]);
+            tokens += format_text("%s%zu", e ? ", " : "", task.items[i].endings[e].answers());
+        }
+        text += format_text("{\"item\": %zu, \"label\": %zu, \"by_loss\": %zu, \"by_loss_per_token\": %zu, ", i,
+                            task.items[i].label, answer.by_loss, answer.by_loss_per_token) +
+                "\"losses\": [" + losses + "], \"tokens\": [" + tokens + "]}\n";
+    }
+    return text;
+}
+
+inline void require_choices(const ChoiceItem& item, int64_t label, const std::string& where) {
+    if (item.endings.size() < 2) fail("%s: %zu endings, expected at least 2", where.c_str(), item.endings.size());
+    if (label < 0 || size_t(label) >= item.endings.size())
+        fail("%s: label %lld, expected 0..%zu, the number of the right ending", where.c_str(), (long long)label,
+             item.endings.size() - 1);
+    for (const ChoiceRow& row : item.endings)
+        if (row.first < 1 || row.first >= row.tokens.size())
+            fail("%s: a context or an ending without a token", where.c_str());
+}
+
+// encode: text to tokens.
+template <class Encode>
+ChoiceTask read_choices_of_lines(const std::string& file, const std::string& text, Encode encode) {
+    ChoiceTask task;
+    size_t line = 0;
+    for (size_t begin = 0, end; begin < text.size(); begin = end + 1) {
+        end = std::min(text.find('\n', begin), text.size());
+        line++;
+        if (text.find_first_not_of(" \t\r", begin) >= end) continue;
+        const std::string where = format_text("%s: line %zu", file.c_str(), line);
+        const Json root = parse_json(text.substr(begin, end - begin), where);
+        const std::vector<uint16_t> context = encode(root.string("ctx", where));
+        ChoiceItem item;
+        for (const Json& ending : root.array("endings", where)) {
+            ChoiceRow row{context, context.size()};
+            const std::vector<uint16_t> tokens = encode(" " + ending.string(where + ": endings"));
+            row.tokens.insert(row.tokens.end(), tokens.begin(), tokens.end());
+            item.endings.push_back(std::move(row));
+        }
+        const Json& label = root.get("label", where);  // some copies write it as a string
+        const int64_t number =
+            label.kind == Json::String && label.text.size() == 1 ? label.text[0] - '0' : root.integer("label", where);
+        require_choices(item, number, where);
+        item.label = size_t(number);
+        task.items.push_back(std::move(item));
+    }
+    return task;
+}
+
+inline ChoiceTask read_choices_of_llmc(const std::string& file, const std::string& bytes, int vocab_size) {
+    int32_t header[256];
+    if (bytes.size() < sizeof header) fail("%s is cut off: %zu bytes, its header has 1024", file.c_str(), bytes.size());
+    std::memcpy(header, bytes.data(), sizeof header);
+    if (header[1] != 1) fail("%s: version %d, expected 1", file.c_str(), header[1]);
+    ChoiceTask task;
+    size_t at = sizeof header;
+    const auto next = [&] {
+        uint16_t x;
+        if (at + sizeof x > bytes.size())
+            fail("%s is cut off at byte %zu, within item %zu of %d", file.c_str(), at, task.items.size(), header[2]);
+        std::memcpy(&x, bytes.data() + at, sizeof x);
+        at += sizeof x;
+        return x;
+    };
+    const auto next_tokens = [&](std::vector<uint16_t>& to) {
+        for (int n = next(); n > 0; n--) {
+            to.push_back(next());
+            if (to.back() >= vocab_size)
+                fail("%s: token %d at byte %zu is outside the vocabulary of %d: it was made with another tokenizer",
+                     file.c_str(), to.back(), at - 2, vocab_size);
+        }
+    };
+    for (int32_t i = 0; i < header[2]; i++) {
+        const std::string where = format_text("%s: byte %zu: item %d", file.c_str(), at, i);
+        if (next() != 65535) fail("%s: found no 65535 at its beginning: the file is damaged", where.c_str());
+        next(), next();  // bytes, number
+        const int label = next(), endings = next();
+        std::vector<uint16_t> context;
+        next_tokens(context);
+        ChoiceItem item;
+        for (int e = 0; e < endings; e++) {
+            item.endings.push_back({context, context.size()});
+            next_tokens(item.endings.back().tokens);
+        }
+        require_choices(item, label, where);
+        item.label = size_t(label);
+        task.items.push_back(std::move(item));
+    }
+    return task;
+}
+
+// seq_len: tokens that the model takes. tokenizer: null where GPT-2's vocabulary is not known; a .bin needs none.
+template <class Tokenizer>
+ChoiceTask read_choices(const std::string& file, const Tokenizer* tokenizer, int vocab_size, size_t seq_len) {
+    const std::string bytes = read_file(file);
+    constexpr int32_t magic = 20240522;
+    ChoiceTask task;
+    if (bytes.size() >= 4 && !std::memcmp(bytes.data(), &magic, 4)) {
+        task = read_choices_of_llmc(file, bytes, vocab_size);
+    } else {
+        if (!tokenizer)
+            fail_usage("--hellaswag %s is text: --vocab-dir is missing, which has GPT-2's tokens", file.c_str());
+        task = read_choices_of_lines(file, bytes, [&](const std::string& text) { return tokenizer->encode(text); });
+    }
+    if (task.items.empty()) fail("%s holds no item: expected lines of {\"ctx\", \"endings\", \"label\"}", file.c_str());
+    task.file = file;
+    task.finish(seq_len);
+    return task;
+}

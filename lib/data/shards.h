@@ -1,0 +1,231 @@
+// shards.h: the files that hold token shards: constants of their header, the writer (`train_nsa tokenize`), finding and
+// checking files, and names for other formats. dataloader.h, which describes the format, reads them.
+#pragma once
+#include <algorithm>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sys/file.h>
+
+#include "../base/files.h"
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "shards are little endian and are used in place");
+
+constexpr int32_t SHARD_MAGIC = 20240520, SHARD_VERSION = 1;
+constexpr size_t SHARD_HEADER_BYTES = 256 * sizeof(int32_t);
+constexpr uint8_t NO_TARGET = 2;  // among the flags of targets, beside 1 for an answer: the shard has ended before
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Writing.
+
+// Shards that are there are never replaced.
+inline void require_no_shards(const std::string& prefix) {
+    for (const char* split : {"train", "val"}) {
+        const std::vector<std::string> old = glob_files(glob_literal(prefix) + "_" + split + "_[0-9]*.bin");
+        if (!old.empty())
+            fail(
+                "--out %s: %s exists already; shards are not overwritten: remove the %zu %s shards or choose another "
+                "PREFIX",
+                prefix.c_str(), old[0].c_str(), old.size(), split);
+    }
+}
+
+// One writer at a time for a prefix: two would mix their shards. The kernel ends the lock with the process, however
+// that ends; of one that was killed an empty file stays, which the next one takes over.
+class PrefixLock {
+  public:
+    explicit PrefixLock(const std::string& prefix) : path(prefix + ".lock") {
+        make_folders(folder_of(path));
+        while (!lock_file()) {
+        }
+    }
+    PrefixLock(const PrefixLock&) = delete;
+    PrefixLock& operator=(const PrefixLock&) = delete;
+    ~PrefixLock() {
+        unlink(path.c_str());
+        ::close(fd);
+    }
+
+  private:
+    const std::string path;
+    int fd = -1;
+
+    // False where the file that was locked is no longer the one of this name: its owner has just removed it.
+    bool lock_file() {
+        fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
+        if (fd < 0) fail("cannot create %s: %s", path.c_str(), std::strerror(errno));
+        struct stat locked, named;
+        if (fstat(fd, &locked) != 0 || !S_ISREG(locked.st_mode) || locked.st_size != 0) {
+            ::close(fd);
+            fail("%s is no lock of this program, which is an empty file: choose another PREFIX", path.c_str());
+        }
+        if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {  // some file systems have no locks
+            ::close(fd);
+            fail(
+                "another tokenize writes shards of the same name (%s is locked): wait for its end, or choose another "
+                "PREFIX",
+                path.c_str());
+        }
+        if (lstat(path.c_str(), &named) == 0 && named.st_ino == locked.st_ino && named.st_dev == locked.st_dev)
+            return true;
+        ::close(fd);
+        return false;
+    }
+};
+
+// Writes <prefix>_<split>_000000.bin and so on, counting from first_index, with shard_tokens tokens in each file but
+// the last; a document may straddle two files. A shard gets its name once it is complete: it grows as <name>.tmp and is
+// renamed after its header has been filled in and synced. A writer that ends without close() removes its unfinished
+// file. A shard that exists already is never replaced: the writer fails. Its caller holds the PrefixLock.
+class ShardWriter {
+  public:
+    ShardWriter(std::string prefix, std::string split, int first_index, uint64_t shard_tokens, int vocab_size)
+        : prefix(std::move(prefix)),
+          split(std::move(split)),
+          index(first_index),
+          shard_tokens(shard_tokens),
+          vocab_size(vocab_size) {
+        if (this->split != "train" && this->split != "val")
+            fail_usage("shards of split '%s': expected train or val", this->split.c_str());
+        if (first_index < 0 || first_index > 999999)
+            fail_usage("first shard number %d: expected 0..999999", first_index);
+        if (shard_tokens < 1 || shard_tokens > uint64_t(INT32_MAX))
+            fail_usage("%llu tokens per shard: expected 1..%d, the header counts them in 32 bits",
+                       (unsigned long long)shard_tokens, INT32_MAX);
+        if (vocab_size < 1 || vocab_size > 65536)
+            fail_usage("vocabulary of %d tokens: shards hold 16-bit tokens, so 1..65536", vocab_size);
+        const size_t slash = this->prefix.rfind('/');
+        if (slash != std::string::npos && slash > 0) make_folders(this->prefix.substr(0, slash));
+    }
+    ShardWriter(const ShardWriter&) = delete;
+    ShardWriter& operator=(const ShardWriter&) = delete;
+    ~ShardWriter() { discard(); }
+
+    void write(const uint16_t* tokens, size_t n) {
+        for (size_t i = 0; i < n; i++)
+            if (tokens[i] >= vocab_size)
+                fail(
+                    "token %d of %s_%s shards is outside the vocabulary of %d: the tokenizer and the vocabulary size "
+                    "differ",
+                    tokens[i], prefix.c_str(), split.c_str(), vocab_size);
+        while (n > 0) {
+            if (!file) open_shard();
+            const size_t part = size_t(std::min<uint64_t>(n, shard_tokens - in_shard));
+            if (std::fwrite(tokens, sizeof(uint16_t), part, file) != part) fail_write();
+            tokens += part, n -= part, in_shard += part, total += part;
+            if (in_shard == shard_tokens) finish_shard();
+        }
+    }
+
+    // Completes the last shard. If there were no tokens, there is no file.
+    void close() {
+        if (file) finish_shard();
+    }
+
+    uint64_t tokens() const { return total; }  // written so far, in all shards together
+
+  private:
+    std::string prefix, split;
+    int index;
+    uint64_t shard_tokens;
+    int vocab_size;
+    std::string path;           // of the open shard, without .tmp
+    std::FILE* file = nullptr;  // null between shards
+    uint64_t in_shard = 0, total = 0;
+
+    void open_shard() {
+        if (index > 999999)
+            fail("more than 1000000 shards of %s_%s: raise the number of tokens per shard", prefix.c_str(),
+                 split.c_str());
+        path = format_text("%s_%s_%06d.bin", prefix.c_str(), split.c_str(), index);
+        if (file_exists(path))
+            fail("%s exists already: remove the old shards or choose another output name", path.c_str());
+        std::remove((path + ".tmp").c_str());  // of a writer that was killed
+        file = std::fopen((path + ".tmp").c_str(), "wbx");
+        if (!file) fail("cannot create %s.tmp: %s", path.c_str(), std::strerror(errno));
+        in_shard = 0;
+        write_header(0);  // no valid shard until finish_shard() writes the count
+    }
+
+    void write_header(int32_t tokens) {
+        const int32_t header[256] = {SHARD_MAGIC, SHARD_VERSION, tokens, vocab_size};
+        if (std::fwrite(header, 1, SHARD_HEADER_BYTES, file) != SHARD_HEADER_BYTES) fail_write();
+    }
+
+    void finish_shard() {
+        if (std::fseek(file, 0, SEEK_SET) != 0) fail_write();
+        write_header(int32_t(in_shard));
+        if (std::fflush(file) != 0 || fsync(fileno(file)) != 0) fail_write();
+        std::FILE* whole = file;
+        file = nullptr;
+        if (std::fclose(whole) != 0 || std::rename((path + ".tmp").c_str(), path.c_str()) != 0) {
+            const int error = errno;
+            std::remove((path + ".tmp").c_str());
+            fail("cannot complete %s: %s", path.c_str(), std::strerror(error));
+        }
+        index++;
+    }
+
+    [[noreturn]] void fail_write() {
+        const int error = errno;
+        discard();
+        fail("cannot write %s.tmp: %s; shards before this one are complete, this one was removed", path.c_str(),
+             std::strerror(error));
+    }
+
+    void discard() {
+        if (!file) return;
+        std::fclose(file);
+        file = nullptr;
+        std::remove((path + ".tmp").c_str());
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Finding shards, and telling them from other files.
+
+// The files that match a shell pattern, sorted by name; option is the one that gave the pattern, for the message.
+inline std::vector<std::string> shard_files(const std::string& pattern, const std::string& option) {
+    const std::vector<std::string> files = glob_files(pattern);
+    if (files.empty())
+        fail(
+            "%s: no file matches '%s': make shards with ./train_nsa tokenize or data/fetch_shards.sh, and quote the "
+            "pattern",
+            option.c_str(), pattern.c_str());
+    return files;
+}
+
+// No file may be used for both training and validation. A link counts as the file it leads to; copies go unnoticed.
+inline void check_disjoint(const std::vector<std::string>& train_files, const std::vector<std::string>& val_files) {
+    std::map<FileIdentity, std::string> train;
+    for (const std::string& file : train_files) train.emplace(file_identity(file), file);
+    for (const std::string& file : val_files) {
+        const auto same = train.find(file_identity(file));
+        if (same != train.end())
+            fail_usage(
+                "validation file %s is the training file %s: the validation loss would be a training loss; give "
+                "separate shards",
+                file.c_str(), same->second.c_str());
+    }
+}
+
+// What a file without the shard magic is, and what to do about it. `head` is its first SHARD_HEADER_BYTES bytes, or all
+// of it.
+inline std::string name_foreign_format(const std::string& head) {
+    const std::string tokenize = "make shards from the text with ./train_nsa tokenize";
+    int32_t magic = 0;
+    std::memcpy(&magic, head.data(), std::min(head.size(), sizeof magic));
+    if (magic / 10000 == SHARD_MAGIC / 10000)  // llm.c numbers its formats by their dates
+        return format_text("a file of llm.c of another kind, number %d; token shards have %d and 16-bit tokens: ",
+                           magic, SHARD_MAGIC) +
+               tokenize;
+    const auto is_text = [](unsigned char c) { return c >= ' ' || (c >= '\t' && c <= '\r'); };
+    if (std::all_of(head.begin(), head.end(), is_text)) return "text, not tokens: " + tokenize;
+    return "no token shard: its first number is " + std::to_string(magic) + ", expected " +
+           std::to_string(SHARD_MAGIC) +
+           "; if it is a header-less .bin of nanoGPT, put 256 int32 {20240520, 1, number of tokens, 0, 0 ...} before "
+           "its tokens, or " +
+           tokenize;
+}

@@ -1,0 +1,171 @@
+// token_source.h: tokens to train on: a shard, which is checked when it is opened, or a corpus in memory. dataloader.h,
+// which describes the format, reads them.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../base/background.h"
+#include "multiple_choice.h"
+#include "shards.h"
+#include "synthetic.h"
+
+// Tokens to train on: a shard, or a corpus that the program made.
+struct TokenSource {
+    std::string name;  // a shard's path
+    uint64_t count = 0;
+    int vocab_size = 0;  // 0 = not recorded
+    size_t set = 0;      // of those that --data mixes
+    // Of a corpus in memory; copies share it. is_answer: 1 where the token has to be recalled, empty where none has.
+    std::shared_ptr<const std::vector<uint16_t>> tokens;
+    std::shared_ptr<const std::vector<uint8_t>> is_answer;
+
+    bool is_shard() const { return !tokens; }
+    static uint64_t byte_of(uint64_t token) { return SHARD_HEADER_BYTES + sizeof(uint16_t) * token; }
+
+    // Tokens first .. first + n - 1. A shard is opened for each sample, 10 us, because a corpus of a thousand shards
+    // would hit the limit on open files; and it is not mapped, because a shard that is cut off would then be a signal
+    // instead of an error.
+    void read(uint16_t* to, uint64_t first, size_t n) const {
+        if (is_shard()) FileReader(name).read(to, n * sizeof *to, byte_of(first));
+        else std::copy_n(tokens->begin() + std::ptrdiff_t(first), n, to);
+    }
+
+    // Fails at the first of these tokens, which stand at `first`, that is outside the vocabulary.
+    void require_vocabulary(const uint16_t* t, uint64_t first, size_t n, int vocabulary) const {
+        uint16_t largest = 0;
+        for (size_t i = 0; i < n; i++) largest = std::max(largest, t[i]);
+        if (largest < vocabulary) return;
+        const uint16_t* bad = std::find_if(t, t + n, [&](uint16_t token) { return token >= vocabulary; });
+        fail(
+            "%s: token %d at byte %llu is outside the vocabulary of %d: the shard is damaged or was made with another "
+            "tokenizer",
+            name.c_str(), *bad, (unsigned long long)byte_of(first + uint64_t(bad - t)), vocabulary);
+    }
+};
+
+// A corpus in memory as a source; is_answer is empty or as long as tokens.
+inline TokenSource memory_source(std::string name, std::vector<uint16_t> tokens, std::vector<uint8_t> is_answer,
+                                 int vocab_size) {
+    if (!is_answer.empty() && is_answer.size() != tokens.size())
+        fail("%s: %zu answer flags for %zu tokens", name.c_str(), is_answer.size(), tokens.size());
+    TokenSource source;
+    source.name = std::move(name), source.count = tokens.size(), source.vocab_size = vocab_size;
+    source.tokens = std::make_shared<const std::vector<uint16_t>>(std::move(tokens));
+    source.is_answer = std::make_shared<const std::vector<uint8_t>>(std::move(is_answer));
+    return source;
+}
+
+struct ShardHeader {
+    int32_t magic, version, tokens, vocab_size, zeros[252];
+};
+
+// Checks a shard's header. `head` is the file's first SHARD_HEADER_BYTES bytes, or all of a shorter file; `bytes` is
+// the file's size, which must agree with the header to the byte.
+inline ShardHeader parse_shard_header(const char* path, const std::string& head, uint64_t bytes) {
+    ShardHeader header = {};
+    std::memcpy(&header, head.data(), head.size());
+    if (header.magic != SHARD_MAGIC) fail("%s is %s", path, name_foreign_format(head).c_str());
+    if (bytes < SHARD_HEADER_BYTES)
+        fail("%s is cut off: %llu bytes, the header alone has %zu: fetch or write it again", path,
+             (unsigned long long)bytes, SHARD_HEADER_BYTES);
+    if (header.version != SHARD_VERSION)
+        fail("%s: version %d at byte 4, expected %d", path, header.version, SHARD_VERSION);
+    if (header.tokens < 1)
+        fail("%s: number of tokens %d at byte 8, expected 1..%d: the header is damaged or the shard was never finished",
+             path, header.tokens, INT32_MAX);
+    if (header.vocab_size < 0 || header.vocab_size > 65536)
+        fail("%s: vocabulary size %d at byte 12, expected 1..65536, or 0 for not recorded", path, header.vocab_size);
+    for (int i = 0; i < 252; i++)
+        if (header.zeros[i] != 0)
+            fail(
+                "%s: number %d at byte %d of the header, expected 0: the header is damaged or of a format unknown here",
+                path, header.zeros[i], 16 + 4 * i);
+    const uint64_t expected = SHARD_HEADER_BYTES + sizeof(uint16_t) * uint64_t(header.tokens);
+    if (bytes != expected)
+        fail(
+            "%s is %s: its header counts %d tokens (byte 8), which makes %llu bytes, but the file has %llu: fetch or "
+            "write it again",
+            path, bytes < expected ? "cut off" : "too long", header.tokens, (unsigned long long)expected,
+            (unsigned long long)bytes);
+    return header;
+}
+
+inline TokenSource open_shard(const std::string& path, size_t set = 0) {
+    const uint64_t bytes = file_size(path, true);
+    if (bytes == 0) fail("%s is empty, a token shard was expected", path.c_str());
+    std::string head(size_t(std::min<uint64_t>(bytes, SHARD_HEADER_BYTES)), '\0');
+    FileReader(path).read(&head[0], head.size(), 0);
+    const ShardHeader header = parse_shard_header(path.c_str(), head, bytes);
+    TokenSource source;
+    source.name = path, source.count = uint64_t(header.tokens), source.vocab_size = header.vocab_size;
+    source.set = set;
+    return source;
+}
+
+inline std::vector<TokenSource> open_shards(const std::vector<std::string>& files) {
+    std::vector<TokenSource> sources;
+    for (const std::string& file : files) sources.push_back(open_shard(file));
+    return sources;
+}
+
+inline TokenSource synthetic_source(uint64_t seed, uint64_t tokens, uint64_t first_document) {
+    SyntheticCorpus corpus = synthetic_corpus(seed, tokens, first_document);
+    return memory_source("the synthetic corpus", std::move(corpus.tokens), std::move(corpus.is_answer), 0);
+}
+
+// 8192 steps of the tiny preset pass before a document is seen again, so that recalling names pays more than memorising
+// documents. Made in 0.1 s. The same however long the run is, so that it can be extended.
+constexpr uint64_t SYNTHETIC_TOKENS = 1 << 24;
+
+// A validation set for `wanted` tokens, but at least one sample; it shares no document with the training data.
+inline TokenSource synthetic_validation(uint64_t seed, uint64_t wanted, int64_t seq_len) {
+    const uint64_t tokens = std::max(std::min(SYNTHETIC_TOKENS, wanted), uint64_t(seq_len)) + 1;
+    return synthetic_source(seed, tokens, SYNTHETIC_FIRST_VALIDATION_DOCUMENT);
+}
+
+// The rows of a task as samples of T tokens.
+inline TokenSource choice_source(const ChoiceTask& task, int64_t T) {
+    std::vector<uint16_t> tokens;
+    std::vector<uint8_t> is_answer;
+    task.lay_out(size_t(T), tokens, is_answer);
+    return memory_source(task.file, std::move(tokens), std::move(is_answer), 0);
+}
+
+// Reads this rank's share of the shards once, in the background, so that the first token outside the vocabulary is
+// known early instead of when a step meets it.
+class ShardScan {
+  public:
+    // The ranks take the shards in turn.
+    ShardScan(const std::vector<TokenSource>& sources, int rank, int world_size, int vocabulary) {
+        for (size_t i = size_t(rank); i < sources.size(); i += size_t(world_size))
+            if (sources[i].is_shard()) shards.push_back(sources[i]), tokens += sources[i].count;
+        job.start([this, vocabulary] {
+            std::vector<uint16_t> piece(1 << 20);
+            for (const TokenSource& shard : shards)
+                for (uint64_t first = 0; first < shard.count && !stop; first += piece.size()) {
+                    const size_t n = size_t(std::min<uint64_t>(piece.size(), shard.count - first));
+                    shard.read(piece.data(), first, n);
+                    shard.require_vocabulary(piece.data(), first, n, vocabulary);
+                }
+        });
+    }
+    ~ShardScan() { stop = true; }
+
+    // What is wrong, as far as it is known; "" if nothing.
+    std::string error() const { return job.error(); }
+
+    // Waits for the end, at most a second for each GB: with a slow disk the rest is read while the run goes on.
+    void wait() const {
+        const double end = seconds_now() + 1 + double(tokens) * sizeof(uint16_t) * 1e-9;
+        while (job.running() && seconds_now() < end) usleep(1000);
+    }
+
+  private:
+    std::vector<TokenSource> shards;
+    uint64_t tokens = 0;
+    std::atomic<bool> stop{false};
+    BackgroundTask job;  // last, so that its thread ends first
+};

@@ -1,0 +1,640 @@
+// tokenize.h: the verb `tokenize`: text files to token shards.
+//
+// The caller's thread reads the files in blocks of about 1 MB. Worker threads parse and encode them, and the caller
+// takes them back in the order in which it read them, so the tokens do not depend on the number of threads. Where
+// validation begins depends on the number of tokens, which is known only at the end; so the tokens first go to a file
+// beside the shards (2 bytes each; it has no name, so nothing of it stays behind whatever happens) and are copied from
+// there. Memory holds a few blocks per thread and 8 bytes per document; a block grows beyond 1 MB only for a longer
+// line of JSON or a longer run of characters without a place to cut.
+//
+// The tokenizer is a template parameter, so that lib/ includes nothing from above: it is the Tokenizer of tokenizer.h.
+#pragma once
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "../base/json.h"
+#include "../base/progress.h"
+#include "shards.h"
+#include "text_input.h"
+
+struct TokenizeOptions {
+    std::vector<std::string> in;     // --in: see TextInputs
+    std::string out;                 // --out: PREFIX of the shards
+    std::string tokenizer = "gpt2";  // --tokenizer: gpt2 or bytes
+    std::string vocab_dir;           // --vocab-dir: see Tokenizer::gpt2
+    // --split-documents: what separates the documents of a .txt, with escapes \n \r \t \0 \\; empty: the file is one
+    // document
+    std::string split_documents;
+    std::string text_key = "text";      // --text-key: of a line of .jsonl
+    uint64_t skip_bad_lines = 0;        // --skip-bad-lines
+    double val_fraction = 0.01;         // --val-fraction: the validation shards' share of the tokens, 0 to 1
+    uint64_t shard_tokens = 100000000;  // --shard-tokens
+    int threads = 0;                    // --threads; 0: one per core
+    size_t block_bytes = 1 << 20;       // read and encoded at a time; only tests change this and the next
+    bool report = true;                 // print the summary
+};
+
+// The separator that --split-documents stands for. It must be UTF-8, so that it never cuts a character.
+inline std::string read_separator(const std::string& written) {
+    std::string out;
+    for (size_t i = 0; i < written.size(); i++) {
+        if (written[i] != '\\') {
+            out += written[i];
+            continue;
+        }
+        const char c = ++i < written.size() ? written[i] : ' ';
+        if (c == 'n') out += '\n';
+        else if (c == 'r') out += '\r';
+        else if (c == 't') out += '\t';
+        else if (c == '0') out += '\0';
+        else if (c == '\\') out += '\\';
+        else
+            fail_usage("--split-documents %s: the backslash at byte %zu begins none of \\n \\r \\t \\0 \\\\",
+                       json_quote(written).c_str(), i - 1);
+    }
+    uint32_t code;
+    for (size_t i = 0; i < out.size();) {
+        const int length = utf8_decode(out.data() + i, out.size() - i, &code);
+        if (length == 0) fail_usage("--split-documents %s: not valid UTF-8", json_quote(written).c_str());
+        i += size_t(length);
+    }
+    return out;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Blocks: what a worker is given, and what it makes of it.
+
+// How often something odd was found in the text, and where first.
+struct Oddity {
+    uint64_t count = 0, first_byte = 0;  // in the file
+    std::string first_file;
+
+    void add(const std::string& file, uint64_t byte, uint64_t times = 1) {
+        if (count == 0) first_file = file, first_byte = byte;
+        count += times;
+    }
+    void add(const Oddity& other) {
+        if (other.count) add(other.first_file, other.first_byte, other.count);
+    }
+    std::string words() const {
+        return format_text("%llu %s, the first in %s at byte %llu", (unsigned long long)count,
+                           count == 1 ? "time" : "times", first_file.c_str(), (unsigned long long)first_byte);
+    }
+};
+
+struct TokenBlock {
+    // Of a .txt: parts of `bytes`, each a document or a fragment of one.
+    struct Part {
+        size_t begin, end;
+        bool begins_document;
+    };
+    // Of a .jsonl, which is given in whole lines.
+    struct Line {
+        size_t begin, end;
+        uint64_t number;  // in the file, from 1
+    };
+    std::string bytes;
+    std::vector<Part> parts;
+    bool is_jsonl = false;
+    std::string path, text_key;
+    uint64_t first_line = 0, first_byte = 0;  // line number (from 1) and offset in the file of bytes[0]
+    uint64_t bytes_before = 0;                // of all files, read before the end of this block
+
+    // From the worker.
+    std::vector<uint16_t> tokens;
+    std::vector<size_t> documents;  // where documents begin in `tokens`, each with end-of-text
+    uint64_t text_bytes = 0;        // in the documents
+    std::vector<Line> bad_lines;
+    Oddity invalid_utf8, nul;  // nul: bytes that have the id of end-of-text
+    std::exception_ptr error;
+    bool done = false;  // guarded by TokenizePool::mutex
+};
+
+// The text of one line of a .jsonl; "" if it is empty, an error if it is bad.
+inline std::string text_of_line(const TokenBlock& block, const TokenBlock::Line& line) {
+    const std::string json = block.bytes.substr(line.begin, line.end - line.begin);
+    if (json.find_first_not_of(" \t\r") == std::string::npos) return "";
+    const std::string where = format_text("%s: line %llu", block.path.c_str(), (unsigned long long)line.number);
+    return parse_json(json, where, block.first_byte + line.begin).string(block.text_key, where);
+}
+
+// Bytes of a .txt that are not what they seem. Neither is an error: a vocabulary of bytes takes any.
+inline void find_oddities(TokenBlock& block, const TokenBlock::Part& part, bool nul_is_end_of_text) {
+    uint32_t code;
+    for (size_t i = part.begin; i < part.end;) {
+        const unsigned char c = static_cast<unsigned char>(block.bytes[i]);
+        if (c == 0 && nul_is_end_of_text) block.nul.add(block.path, block.first_byte + i);
+        const int length = c < 0x80 ? 1 : utf8_decode(block.bytes.data() + i, part.end - i, &code);
+        if (length == 0) block.invalid_utf8.add(block.path, block.first_byte + i);
+        i += size_t(length ? length : 1);
+    }
+}
+
+template <class Encoder>
+void encode_block(TokenBlock& block, Encoder& encoder) {
+    const bool nul_is_end_of_text = encoder.tokenizer.end_of_text == 0;
+    const auto encode = [&](const char* text, size_t n, bool begins_document) {
+        if (begins_document) {
+            block.documents.push_back(block.tokens.size());
+            block.tokens.push_back(encoder.tokenizer.end_of_text);
+        }
+        encoder.append(text, n, block.tokens);
+        block.text_bytes += n;
+    };
+    for (const TokenBlock::Part& part : block.parts) {
+        find_oddities(block, part, nul_is_end_of_text);
+        encode(block.bytes.data() + part.begin, part.end - part.begin, part.begins_document);
+    }
+    if (!block.is_jsonl) return;
+    TokenBlock::Line line = {0, 0, block.first_line};
+    for (; line.begin < block.bytes.size(); line.begin = line.end + 1, line.number++) {
+        line.end = std::min(block.bytes.find('\n', line.begin), block.bytes.size());
+        try {
+            const std::string text = text_of_line(block, line);
+            if (text.empty()) continue;
+            if (nul_is_end_of_text)
+                if (const auto nuls = std::count(text.begin(), text.end(), '\0'))
+                    block.nul.add(block.path, block.first_byte + line.begin, uint64_t(nuls));
+            encode(text.data(), text.size(), true);
+        } catch (const Error&) {
+            block.bad_lines.push_back(line);
+        }
+    }
+}
+
+// The workers, and the blocks in progress in the order in which they were handed in.
+template <class Tokenizer>
+class TokenizePool {
+  public:
+    TokenizePool(const Tokenizer& tokenizer, int threads) : limit(4 * size_t(threads)) {
+        try {
+            for (int i = 0; i < threads; i++)
+                start_or_fail("that encodes", [&] {
+                    workers.emplace_back([this, &tokenizer] { work(tokenizer); });
+                    return true;
+                });
+        } catch (...) {
+            end_workers();
+            throw;
+        }
+    }
+    ~TokenizePool() { end_workers(); }
+
+    bool full() const { return in_progress.size() >= limit; }
+    bool empty() const { return in_progress.empty(); }
+
+    void hand_in(std::unique_ptr<TokenBlock> block) {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            waiting.push_back(block.get());
+        }
+        in_progress.push_back(std::move(block));
+        to_do.notify_one();
+    }
+
+    // Waits for the oldest block. If its worker threw, this throws, so the first error in the files is the one
+    // reported.
+    std::unique_ptr<TokenBlock> take_oldest() {
+        {
+            std::unique_lock<std::mutex> lock(mutex);
+            finished.wait(lock, [&] { return in_progress.front()->done; });
+        }
+        std::unique_ptr<TokenBlock> block = std::move(in_progress.front());
+        in_progress.pop_front();
+        if (block->error) std::rethrow_exception(block->error);
+        return block;
+    }
+
+  private:
+    const size_t limit;
+    std::vector<std::thread> workers;
+    std::deque<std::unique_ptr<TokenBlock>> in_progress;  // used by the caller's thread only
+    std::mutex mutex;                                     // guards what follows and TokenBlock::done
+    std::condition_variable to_do, finished;
+    std::deque<TokenBlock*> waiting;
+    bool stopping = false;
+
+    void end_workers() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            stopping = true;
+        }
+        to_do.notify_all();
+        for (std::thread& worker : workers) worker.join();
+    }
+
+    void work(const Tokenizer& tokenizer) {
+        typename Tokenizer::Encoder encoder(tokenizer);
+        while (true) {
+            TokenBlock* block;
+            {
+                std::unique_lock<std::mutex> lock(mutex);
+                to_do.wait(lock, [&] { return stopping || !waiting.empty(); });
+                if (stopping) return;
+                block = waiting.front();
+                waiting.pop_front();
+            }
+            try {
+                encode_block(*block, encoder);
+            } catch (...) {
+                block->error = std::current_exception();
+            }
+            {
+                std::lock_guard<std::mutex> lock(mutex);
+                block->done = true;
+            }
+            finished.notify_one();
+        }
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reading files into blocks.
+
+using UseBlock = std::function<void(std::unique_ptr<TokenBlock>)>;
+
+// A file that is read from front to back; `rest` holds what has been read but not used.
+struct TextFile {
+    std::string name;
+    ByteSource source;
+    std::string rest;
+    bool at_end = false;
+    uint64_t bytes = 0;  // that have been read
+    size_t mark_bytes;   // of a byte order mark, which is skipped
+
+    explicit TextFile(const TextInput& input) : name(input.name()), source(input) {
+        rest.resize(3);
+        rest.resize(source.read(&rest[0], 3));
+        bytes = rest.size();
+        if (rest.compare(0, 2, "\xFF\xFE") == 0 || rest.compare(0, 2, "\xFE\xFF") == 0)
+            fail(
+                "%s: it begins with a byte order mark of UTF-16, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8 "
+                "FILE > NEW",
+                name.c_str());
+        mark_bytes = rest == "\xEF\xBB\xBF" ? 3 : 0;
+        rest.erase(0, mark_bytes);
+    }
+
+    bool begins_with_brace() {
+        size_t first;
+        while ((first = rest.find_first_not_of(" \t\r\n")) == std::string::npos && !at_end) read_more(1);
+        return first != std::string::npos && rest[first] == '{';
+    }
+
+    // Reads at least as much as is left over, so that the time to find the end of a long line is linear in its length.
+    void read_more(size_t block_bytes) {
+        const size_t old = rest.size(), want = std::max(block_bytes, old);
+        rest.resize(old + want);
+        const size_t got = source.read(&rest[old], want);
+        rest.resize(old + got);
+        bytes += got, at_end = got < want;
+    }
+};
+
+// A whole file of text, or stdin where the path is "-".
+struct WholeText {
+    std::string text;
+    bool is_jsonl;
+    size_t mark_bytes;  // of a byte order mark, which is not in the text
+};
+inline WholeText whole_text(const std::string& path) {
+    TextInput input;
+    is_text_name(path, &input);
+    input.is_stdin = path == "-";
+    if (!input.is_stdin) text_file_size(path);
+    TextFile file(input);
+    while (!file.at_end) file.read_more(1 << 16);
+    return {std::move(file.rest), input.is_jsonl, file.mark_bytes};
+}
+
+// The documents of a file of text: of a .jsonl each line's "text", else all of it.
+struct Documents {
+    std::vector<std::string> texts;
+    bool is_jsonl;
+};
+inline Documents documents_of(const std::string& path) {
+    auto [text, is_jsonl, mark_bytes] = whole_text(path);
+    if (!is_jsonl) return {{std::move(text)}, false};
+    Documents documents = {{}, true};
+    TokenBlock block;
+    block.path = path;
+    block.text_key = "text";
+    block.first_byte = mark_bytes;
+    block.bytes = std::move(text);
+    TokenBlock::Line line = {0, 0, 1};
+    for (; line.begin < block.bytes.size(); line.begin = line.end + 1, line.number++) {
+        line.end = std::min(block.bytes.find('\n', line.begin), block.bytes.size());
+        const std::string document = text_of_line(block, line);
+        if (!document.empty()) documents.texts.push_back(document);  // an empty line
+    }
+    return documents;
+}
+
+// A document longer than a block is handed on in fragments, cut only where the pre-tokeniser always cuts, so that it
+// has the tokens of the whole.
+template <class PreTokenizer>
+void read_text(TextFile& file, const std::string& separator, size_t block_bytes, const PreTokenizer& pre_tokenizer,
+               const UseBlock& use, uint64_t* separators = nullptr) {
+    bool begins_document = true;  // the next byte is a document's first
+    uint64_t byte = file.mark_bytes;
+    while (!file.at_end || !file.rest.empty()) {
+        file.read_more(block_bytes);
+        auto block = std::make_unique<TokenBlock>();
+        size_t begin = 0;
+        const auto add_part = [&](size_t end) {  // an empty document adds nothing
+            if (end > begin) block->parts.push_back({begin, end, begins_document}), begins_document = false;
+            begin = end;
+        };
+        if (!separator.empty())
+            for (size_t found; (found = file.rest.find(separator, begin)) != std::string::npos;) {
+                add_part(found);
+                begin = found + separator.size();
+                begins_document = true;
+                if (separators) ++*separators;
+            }
+        if (file.at_end) {
+            add_part(file.rest.size());
+        } else {
+            // Behind the cut there must be a whole character, and the beginning of a separator whose end may not have
+            // been read yet.
+            const size_t keep = std::max<size_t>(4, separator.size());
+            size_t cut = file.rest.size() > keep ? file.rest.size() - keep : 0;
+            while (cut > begin && !pre_tokenizer.always_cuts(file.rest.data(), file.rest.size(), cut)) cut--;
+            if (cut > begin) add_part(cut);
+        }
+        block->path = file.name, block->first_byte = byte;
+        block->bytes = file.rest.substr(0, begin);
+        file.rest.erase(0, begin);
+        byte += begin;
+        if (!block->parts.empty()) use(std::move(block));
+    }
+}
+
+inline void read_jsonl(TextFile& file, const std::string& text_key, size_t block_bytes, const UseBlock& use) {
+    uint64_t line = 1, byte = file.mark_bytes;
+    while (!file.at_end || !file.rest.empty()) {
+        file.read_more(block_bytes);
+        const size_t newline = file.rest.rfind('\n');
+        size_t end = newline == std::string::npos ? 0 : newline + 1;
+        if (file.at_end) end = file.rest.size();
+        if (end == 0) continue;
+        auto block = std::make_unique<TokenBlock>();
+        block->is_jsonl = true, block->path = file.name, block->text_key = text_key, block->first_line = line,
+        block->first_byte = byte;
+        block->bytes = file.rest.substr(0, end);
+        file.rest.erase(0, end);
+        line += uint64_t(std::count(block->bytes.begin(), block->bytes.end(), '\n')), byte += end;
+        use(std::move(block));
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// All the tokens, before they are split into training and validation.
+
+class TokenSpool {
+  public:
+    std::vector<uint64_t> documents;  // where each document begins, with its end-of-text
+    uint64_t tokens = 0;
+
+    explicit TokenSpool(const std::string& prefix) : path(prefix + "_tokens.tmp"), file(create()) {
+        if (!file) fail("cannot create %s: %s", path.c_str(), std::strerror(errno));
+    }
+    TokenSpool(const TokenSpool&) = delete;
+    TokenSpool& operator=(const TokenSpool&) = delete;
+    ~TokenSpool() { std::fclose(file); }
+
+    void write(const TokenBlock& block) {
+        for (const size_t at : block.documents) documents.push_back(tokens + at);
+        if (!block.tokens.empty() &&
+            std::fwrite(block.tokens.data(), sizeof(uint16_t), block.tokens.size(), file) != block.tokens.size())
+            fail("cannot write %s: %s (all tokens go there before the shards, 2 bytes each)", path.c_str(),
+                 std::strerror(errno));
+        tokens += block.tokens.size();
+    }
+
+    // Copies the tokens [begin, end) to a shard.
+    void copy(uint64_t begin, uint64_t end, ShardWriter& shards) {
+        Progress progress("writing shards", double(end - begin));
+        std::vector<uint16_t> part(size_t(std::min<uint64_t>(1 << 20, end - begin)));
+        if (fseeko(file, off_t(begin * sizeof(uint16_t)), SEEK_SET) != 0)
+            fail("cannot seek in %s: %s", path.c_str(), std::strerror(errno));
+        for (uint64_t at = begin; at < end; at += part.size()) {
+            part.resize(size_t(std::min<uint64_t>(part.size(), end - at)));
+            if (std::fread(part.data(), sizeof(uint16_t), part.size(), file) != part.size())
+                fail("cannot read %s back: %s", path.c_str(), std::strerror(errno));
+            shards.write(part.data(), part.size());
+            progress.done = double(at - begin);
+        }
+    }
+
+  private:
+    const std::string path;
+    std::FILE* const file;
+
+    // It stays open without a name. None that is there is touched.
+    std::FILE* create() const {
+        std::string name = path + "XXXXXX";
+        const int fd = mkstemp(&name[0]);
+        if (fd < 0) return nullptr;
+        unlink(name.c_str());
+        return fdopen(fd, "w+b");
+    }
+};
+
+// Where the validation tokens begin: at the document that begins nearest to the last `fraction` of the tokens. If that
+// gives more than twice as many tokens as asked for (few long documents), or there is only one document, they begin at
+// exactly that place, in the middle of a document.
+inline uint64_t validation_begin(uint64_t tokens, const std::vector<uint64_t>& documents, double fraction) {
+    if (fraction == 0) return tokens;
+    if (fraction == 1) return 0;
+    const uint64_t target = tokens - uint64_t(double(tokens) * fraction);
+    if (documents.size() < 2) return target;
+    // the first document that does not begin before the target, or else the last one
+    const auto above = std::lower_bound(documents.begin() + 1, documents.end() - 1, target);
+    uint64_t nearest = *above;
+    if (above != documents.begin() + 1 && nearest > target && target - *(above - 1) < nearest - target)
+        nearest = *(above - 1);
+    return target < tokens && tokens - nearest > 2 * (tokens - target) ? target : nearest;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+// Refuses everything that can be refused before any work is done.
+inline void check_tokenize_options(const TokenizeOptions& options) {
+    if (options.in.empty()) fail_usage("tokenize: no input; give --in FILE...");
+    if (options.out.empty()) fail_usage("tokenize: no output; give --out PREFIX");
+    if (!(options.val_fraction >= 0 && options.val_fraction <= 1))
+        fail_usage("--val-fraction %g: expected 0 to 1", options.val_fraction);
+    if (options.threads < 0 || options.threads > 1024)
+        fail_usage("--threads %d: expected 1 to 1024, or 0 for one per core", options.threads);
+    require_no_shards(options.out);
+}
+
+// What was found in the files.
+struct TokenizeCounts {
+    uint64_t bytes = 0, text_bytes = 0;  // of the files, in documents
+    uint64_t text_files = 0, separators = 0, files_without_text = 0, bad_lines = 0;
+    std::string first_bad_line;
+    Oddity invalid_utf8, nul;
+    double seconds = 0;
+};
+
+// Counts the bad lines of a block, and fails at the first too many.
+inline void count_bad_lines(const TokenBlock& block, uint64_t most, TokenizeCounts& counts) {
+    for (const TokenBlock::Line& line : block.bad_lines) {
+        counts.bad_lines++;
+        const bool too_many = counts.bad_lines > most;
+        if (!too_many && counts.bad_lines > 1) continue;
+        try {
+            text_of_line(block, line);
+        } catch (const Error& e) {
+            if (too_many && most)
+                fail("%s; this is bad line %llu, of which --skip-bad-lines allows %llu", e.what(),
+                     (unsigned long long)counts.bad_lines, (unsigned long long)most);
+            if (too_many) fail("%s; --skip-bad-lines N passes over N such lines", e.what());
+            counts.first_bad_line = e.what();
+        }
+    }
+}
+
+// Reads and encodes all the files into the spool.
+template <class Tokenizer>
+TokenizeCounts encode_files(const TokenizeOptions& options, const TextInputs& inputs, const std::string& separator,
+                            const Tokenizer& tokenizer, int threads, TokenSpool& spool) {
+    TokenizeCounts counts;
+    Progress progress("tokenize", double(inputs.bytes()));
+    TokenizePool<Tokenizer> pool(tokenizer, threads);
+    const auto take = [&] {
+        const auto block = pool.take_oldest();
+        count_bad_lines(*block, options.skip_bad_lines, counts);
+        spool.write(*block);
+        counts.text_bytes += block->text_bytes;
+        progress.done = double(block->bytes_before);
+        counts.invalid_utf8.add(block->invalid_utf8), counts.nul.add(block->nul);
+    };
+    for (const TextInput& input : inputs.files) {
+        TextFile file(input);
+        const uint64_t before = counts.bytes;
+        const UseBlock use = [&](std::unique_ptr<TokenBlock> block) {
+            while (pool.full()) take();
+            block->bytes_before = before + file.bytes;
+            pool.hand_in(std::move(block));
+        };
+        const bool is_jsonl = input.is_jsonl || (input.is_stdin && file.begins_with_brace());
+        if (is_jsonl && input.is_stdin) file.name += ", taken as JSON lines since it begins with {";
+        if (is_jsonl) read_jsonl(file, options.text_key, options.block_bytes, use);
+        else read_text(file, separator, options.block_bytes, tokenizer.pre_tokenizer, use, &counts.separators);
+        counts.text_files += !is_jsonl, counts.files_without_text += file.bytes == file.mark_bytes;
+        counts.bytes += file.bytes;
+    }
+    while (!pool.empty()) take();
+    counts.seconds = progress.seconds();
+    return counts;
+}
+
+// One line each about what is no error and may not be meant.
+inline void warn_of_oddities(const TokenizeOptions& options, const TextInputs& inputs, const TokenizeCounts& counts) {
+    if (!inputs.passed_over.empty())
+        complain(format_text("--in: passed over %zu that do not end in %s, or are links to folders; the first is %s",
+                             inputs.passed_over.size(), TEXT_ENDINGS, inputs.passed_over[0].c_str()));
+    if (counts.files_without_text && counts.text_bytes)
+        complain(format_text("--in: of %zu files %llu %s empty", inputs.files.size(),
+                             (unsigned long long)counts.files_without_text,
+                             counts.files_without_text == 1 ? "is" : "are"));
+    if (counts.bad_lines)
+        complain(format_text("passed over %llu bad line%s of .jsonl (--skip-bad-lines %llu); the first is %s",
+                             (unsigned long long)counts.bad_lines, counts.bad_lines == 1 ? "" : "s",
+                             (unsigned long long)options.skip_bad_lines, counts.first_bad_line.c_str()));
+    if (!options.split_documents.empty() && counts.text_files && !counts.separators)
+        complain(
+            format_text("--split-documents %s stands nowhere in the .txt files, so that each is one document; "
+                        "lines of files from Windows end in \\r\\n",
+                        json_quote(options.split_documents).c_str()));
+    if (counts.invalid_utf8.count)
+        complain(
+            format_text("bytes that are not valid UTF-8 were kept as they are, %s; text in another encoding can "
+                        "be converted: iconv -f LATIN1 -t UTF-8 FILE > NEW",
+                        counts.invalid_utf8.words().c_str()));
+    if (counts.nul.count)
+        complain(format_text("NUL bytes are read as end-of-text by the vocabulary of bytes; the text has them %s",
+                             counts.nul.words().c_str()));
+}
+
+// The summary, in numbers that add up. documents: with an end-of-text each; added: 1 if validation begins inside of one
+// and has an end-of-text more.
+inline void print_tokenized(const TokenizeOptions& options, const TextInputs& inputs, const TokenizeCounts& counts,
+                            size_t documents, bool added, const ShardWriter& train, const ShardWriter& val) {
+    const uint64_t tokens = train.tokens() + val.tokens(), marks = documents + added;
+    std::printf("tokenize: read %zu file%s, %llu bytes in %.2f s, %.1f MB/s\n", inputs.files.size(),
+                inputs.files.size() == 1 ? "" : "s", (unsigned long long)counts.bytes, counts.seconds,
+                double(counts.bytes) / 1e6 / std::max(counts.seconds, 1e-9));
+    std::printf("tokenize: %zu document%s, %llu bytes of text: %llu tokens + %llu end-of-text%s = %llu tokens\n",
+                documents, documents == 1 ? "" : "s", (unsigned long long)counts.text_bytes,
+                (unsigned long long)(tokens - marks), (unsigned long long)marks,
+                added ? " (one more, since validation begins inside a document)" : "", (unsigned long long)tokens);
+    for (const ShardWriter* shards : {&train, &val}) {
+        const uint64_t n = shards->tokens(), files = (n + options.shard_tokens - 1) / options.shard_tokens;
+        const char* const name = shards == &train ? "train" : "val";
+        if (n == 0) std::printf("tokenize: %s: no tokens, no shard\n", name);
+        else
+            std::printf("tokenize: %s: %llu tokens in %llu shard%s %s_%s_%06d.bin%s\n", name, (unsigned long long)n,
+                        (unsigned long long)files, files == 1 ? "" : "s", options.out.c_str(), name,
+                        shards == &train ? 1 : 0, files == 1 ? "" : " ...");
+    }
+    std::printf("tokenize: train %llu + val %llu = %llu tokens\n", (unsigned long long)train.tokens(),
+                (unsigned long long)val.tokens(), (unsigned long long)tokens);
+}
+
+template <class Tokenizer>
+void tokenize_files(const TokenizeOptions& options) {
+    check_tokenize_options(options);
+    const std::string separator = read_separator(options.split_documents);
+    const TextInputs inputs(options.in);
+    for (const TextInput& input : inputs.files)
+        if (!input.is_stdin) ByteSource probe(input);  // better now than after hours
+    const Tokenizer tokenizer = Tokenizer::open(options.tokenizer, options.vocab_dir);
+    const int threads = options.threads ? options.threads : int(std::max(1u, std::thread::hardware_concurrency()));
+    const PrefixLock lock(options.out);
+    require_no_shards(options.out);  // another process may have written some since
+    ShardWriter train(options.out, "train", 1, options.shard_tokens, tokenizer.vocab_size());
+    ShardWriter val(options.out, "val", 0, options.shard_tokens, tokenizer.vocab_size());
+
+    TokenSpool spool(options.out);
+    const TokenizeCounts counts = encode_files(options, inputs, separator, tokenizer, threads, spool);
+    const size_t documents = spool.documents.size();
+    if (options.report) warn_of_oddities(options, inputs, counts);
+    if (documents == 0)
+        fail("--in %s: no text in %s", options.in[0].c_str(),
+             inputs.files.size() > 1 ? "any of the files" : "the file");
+
+    const uint64_t begin = validation_begin(spool.tokens, spool.documents, options.val_fraction);
+    spool.copy(0, begin, train);
+    train.close();
+    const bool at_document = std::binary_search(spool.documents.begin(), spool.documents.end(), begin);
+    const bool added = !at_document && begin < spool.tokens;
+    if (added) val.write(&tokenizer.end_of_text, 1);  // so that val begins with one too
+    spool.copy(begin, spool.tokens, val);
+    val.close();
+
+    if (!options.report) return;
+    std::printf("tokenize: %d thread%s; %s\n", threads, threads == 1 ? "" : "s", tokenizer.describe().c_str());
+    print_tokenized(options, inputs, counts, documents, added, train, val);
+}
+
+// The verb, from the program's options.
+template <class Tokenizer, class Config>
+void run_tokenize(const Config& c, int processors) {
+    if (c.in.empty()) fail_usage("tokenize: --in is missing: .txt or .jsonl files, folders, patterns, or - for stdin");
+    if (c.out.empty()) fail_usage("tokenize: --out is missing: the prefix of the shards, such as data/my");
+    TokenizeOptions o;
+    o.in = c.in, o.out = c.out, o.tokenizer = c.tokenizer.empty() ? "gpt2" : c.tokenizer, o.vocab_dir = c.vocab_dir;
+    o.val_fraction = c.val_fraction, o.shard_tokens = uint64_t(c.shard_tokens);
+    o.text_key = c.text_key, o.skip_bad_lines = uint64_t(c.skip_bad_lines);
+    o.split_documents = c.split_documents, o.threads = c.threads ? int(c.threads) : processors;
+    tokenize_files<Tokenizer>(o);
+}

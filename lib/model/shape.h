@@ -1,0 +1,134 @@
+// shape.h: the shapes of the attention and the constants of the model, by name. Used by the engines (nsa_cpu.h,
+// nsa_kernels.cuh), by lib/cpu/attention.h and by the options. Symbols are the paper's (arXiv 2502.11089).
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+
+#include "../base/util.h"
+
+// The three branches: compressed, selected, sliding window. This is the order of the gates, and of every array that
+// holds something per branch.
+enum Branch { CMP = 0, SLC = 1, WIN = 2 };
+constexpr int BRANCHES = WIN + 1;
+constexpr const char* BRANCH_NAMES[BRANCHES] = {"cmp", "slc", "win"};
+constexpr const char* ATTENTION_NAMES[BRANCHES] = {"attention: compressed", "attention: selected", "attention: window"};
+
+// The order of the key and value projections. Full attention has the last two only.
+enum HeadSlot { K_CMP, V_CMP, K_SLC, V_SLC, K_WIN, V_WIN };
+constexpr int HEAD_SLOTS = V_WIN + 1;
+
+constexpr double ROPE_BASE = 10000;
+constexpr double NORM_EPS = 1e-6;
+
+// Selections: block j is bit j%32 of word j/32.
+HOST_DEVICE inline bool is_selected(const uint32_t* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
+HOST_DEVICE inline void select_block(uint32_t* mask, int block) { mask[block / 32] |= 1u << (block % 32); }
+
+// Compressed block i has tokens i*d .. last_token(i, l, d); blocks_within: those that end within the first `tokens`.
+HOST_DEVICE inline int last_token(int block, int l, int d) { return block * d + l - 1; }
+HOST_DEVICE inline int blocks_within(int tokens, int l, int d) { return tokens < l ? 0 : (tokens - l) / d + 1; }
+
+struct NsaShape {
+    int B = 1;  // sequences
+    int T = 0;  // tokens that the key and value buffers hold per sequence
+    // A call computes positions first .. first+queries-1: (0, T) in training, (t, 1) when decoding.
+    int first = 0, queries = 0;
+    int H = 0, G = 0, D = 0;  // query heads, key/value groups, head dimension
+    int l = 0, d = 0;         // compression block and stride
+    int slc_block = 0;        // l': tokens of a selection block
+    int slc_count = 0;        // n: selected blocks per query and group
+    int window = 0;           // w: keys a query sees in the window branch, its own included
+    int F = 0;                // hidden width of the compressor phi
+    bool full = false;        // --attention full: the window branch alone, over all tokens, its gate fixed to 1
+    unsigned left_out = 0;    // --branches: bit b is set where branch b is left out, which is a gate of 0
+
+    HOST_DEVICE int heads_per_group() const { return H / G; }
+    double scale() const { return 1 / std::sqrt(double(D)); }
+
+    // Branches. Outputs, gates and row statistics are arrays [branches(), ...]; a branch's share is at branch_slot().
+    bool has(Branch branch) const { return !full || branch == WIN; }
+    HOST_DEVICE int branches() const { return full ? 1 : BRANCHES; }
+    int branch_slot(Branch branch) const { return full ? 0 : int(branch); }
+
+    // Query t sees cmp_blocks(t + 1) compressed blocks.
+    HOST_DEVICE int cmp_blocks(int tokens) const { return blocks_within(tokens, l, d); }
+    HOST_DEVICE int cmp_capacity() const { return full ? 0 : cmp_blocks(T); }
+    // A selection is a bitmask of selection_words() words, see is_selected.
+    HOST_DEVICE int slc_blocks() const { return (T + slc_block - 1) / slc_block; }
+    HOST_DEVICE int selection_words() const { return (slc_blocks() + 31) / 32; }
+
+    // Columns of the fused input projection: q | the keys and values, by HeadSlot | gate logits | padding to 8 columns.
+    int first_slot() const { return full ? K_WIN : K_CMP; }
+    int head_slots() const { return HEAD_SLOTS - first_slot(); }
+    static int gate_logit(int head, int branch) { return BRANCHES * head + branch; }
+    int gate_logits() const { return full ? 0 : BRANCHES * H; }
+    int gate_columns() const { return (gate_logits() + 7) / 8 * 8; }
+    int projected() const { return H * D + head_slots() * G * D + gate_columns(); }
+
+    // Rows of the buffers. Those of q, of a branch's output and of an LSE are [B, H, queries], those of the combined
+    // output [B, queries, H]; those of keys and values are [B, G, T], compressed ones [B, G, cmp_capacity()].
+    size_t query_rows() const { return size_t(B) * H * queries; }
+    size_t key_rows() const { return size_t(B) * G * T; }
+    size_t cmp_rows() const { return size_t(B) * G * cmp_capacity(); }
+    // head and group count through all sequences: 0 .. B*H-1 and 0 .. B*G-1.
+    size_t query_row(size_t head, int t) const { return head * queries + (t - first); }
+    size_t output_row(size_t head, int t) const { return (head / H * queries + (t - first)) * H + head % H; }
+    // Rows of a branch's keys per sequence and group, and how many of them the last query of this call may see.
+    HOST_DEVICE int key_stride(Branch branch) const { return branch == CMP ? cmp_capacity() : T; }
+    int key_count(Branch branch) const { return branch == CMP ? cmp_blocks(first + queries) : first + queries; }
+    // The bitmask of query t in selection [B, G, queries, words]; null of null.
+    HOST_DEVICE const uint32_t* selection_mask(const uint32_t* selection, size_t group, int t) const {
+        return selection ? selection + (group * queries + (t - first)) * selection_words() : nullptr;
+    }
+};
+
+// The compressor phi: its weights, or the gradients of them.
+template <class T>
+struct PhiOf {
+    T *fc1, *bias, *fc2;  // [F, l*D], [F], [D, F]
+};
+
+// What a branch's attention reads: q [B, H, queries, D], keys and values [B, G, key_stride(), D], and in the selected
+// branch selection [B, G, queries, words].
+template <class T>
+struct InputArrays {
+    const T *q, *k, *v;
+    const uint32_t* selection;
+};
+// And its backward pass besides: dq [B, H, queries, D] = or += with `add`, dk, dv =, from dout [B*queries, H*D] and
+// what attention_backward_rows made of it, row_dot, lse_gated [B, H, queries].
+template <class T, class Stat>
+struct BackwardArrays {
+    Stat* dq;
+    bool add;
+    T *dk, *dv;
+    const T* dout;
+    const Stat *row_dot, *lse_gated;
+};
+
+// What decoding has read, over all its tokens, layers and groups: keys with their values, by branch, and the keys that
+// choosing blocks scored a second time.
+struct KeyReads {
+    double keys[BRANCHES] = {}, scored = 0;
+
+    static void add(double& to, size_t count) {  // from any thread; whole numbers, so the order does not matter
+#pragma omp atomic
+        to += double(count);
+    }
+};
+
+// Pairs of a key and a query that a branch's mask allows, over all heads. Each costs 4*D FLOPs in the forward pass (two
+// products) and 8*D in the backward pass (dV, dP, dQ, dK; computing the scores a second time does not count). Counted,
+// not estimated, except that every selected block counts as full; a query that may choose has n of them, the last cut
+// by causality.
+inline double attention_pairs(Branch branch, const NsaShape& s) {
+    double pairs = 0;
+    for (int t = s.first; t < s.first + s.queries; t++) {
+        if (branch == CMP) pairs += s.cmp_blocks(t + 1);
+        else if (branch == WIN) pairs += s.full ? t + 1 : std::min(t + 1, s.window);
+        else pairs += std::min(t / s.slc_block, s.slc_count - 1) * s.slc_block + t % s.slc_block + 1;
+    }
+    return pairs * s.B * s.H;
+}

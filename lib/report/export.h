@@ -1,0 +1,215 @@
+// export.h: the verbs export and import: a checkpoint as a folder that Hugging Face's transformers loads, and such a
+// folder as a checkpoint again. Neither computes anything: the tensors are copied as they are. lib/report/hf/ holds the
+// model in PyTorch, which goes with every export; the program carries those files in itself.
+#pragma once
+#include <cstdio>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../run/checkpoint.h"
+#include "../run/config_files.h"
+#include "../base/embed.h"
+#include "../base/files.h"
+#include "../base/json.h"
+#include "../base/embed.h"
+#include "../run/options.h"
+#include "../run/run_folder.h"
+#include "../base/safetensors.h"
+#include "../run/tensor_files.h"
+#include "../data/vocabulary.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The files of lib/report/hf/ within the program.
+
+EMBED_FILE(modeling_nsa, "lib/report/hf/modeling_nsa.py")
+EMBED_FILE(configuration_nsa, "lib/report/hf/configuration_nsa.py")
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What transformers needs beside the tensors.
+
+using TextFiles = std::vector<std::pair<std::string, std::string>>;  // name, text
+
+// Our own config.json with the keys that transformers looks for.
+static std::string hf_config_json(const Config& c, int end_of_text) {
+    std::string text = config_json(c);
+    text.resize(text.rfind('}'));
+    text +=
+        ", \"model_type\": \"nsa\", \"architectures\": [\"NsaForCausalLM\"],\n \"auto_map\": {\"AutoConfig\": "
+        "\"configuration_nsa.NsaConfig\", \"AutoModelForCausalLM\": \"modeling_nsa.NsaForCausalLM\"},\n ";
+    return text + format_text("\"bos_token_id\": %d, \"eos_token_id\": %d, \"tie_word_embeddings\": false}\n",
+                              end_of_text, end_of_text);
+}
+
+// A token that stands before and between documents serves as padding too: it is never trained to look back.
+static std::string special_tokens_json(const std::string& token) {
+    std::string text;
+    for (const char* name : {"bos_token", "eos_token", "pad_token", "unk_token"})
+        text += std::string(", \"") + name + "\": " + token;
+    return text +
+           ", \"model_input_names\": [\"input_ids\", \"attention_mask\"], \"padding_side\": \"right\", "
+           "\"clean_up_tokenization_spaces\": false}\n";
+}
+
+// One token per byte, whose id is the byte, as a BPE without merges. Byte 0, which text does not contain and which
+// stands before documents, is the special token.
+static TextFiles bytes_tokenizer_files() {
+    const ByteAlphabet alphabet;
+    std::string vocabulary = "\"\\u0000\": 0";
+    for (int b = 1; b < 256; b++)
+        vocabulary += ", " + json_quote(alphabet.written(std::string(1, char(b)))) + ": " + std::to_string(b);
+    const std::string byte_level =
+        "{\"type\": \"ByteLevel\", \"add_prefix_space\": false, \"trim_offsets\": true, \"use_regex\": false}";
+    const std::string tokenizer =
+        "{\"version\": \"1.0\", \"truncation\": null, \"padding\": null,\n \"added_tokens\": [{\"id\": 0, \"content\": "
+        "\"\\u0000\", \"single_word\": false, \"lstrip\": false, \"rstrip\": false, \"normalized\": false, "
+        "\"special\": true}],\n \"normalizer\": null, \"pre_tokenizer\": " +
+        byte_level + ",\n \"post_processor\": null, \"decoder\": " + byte_level +
+        ",\n \"model\": {\"type\": \"BPE\", \"dropout\": null, \"unk_token\": null, \"continuing_subword_prefix\": "
+        "null, \"end_of_word_suffix\": null, \"fuse_unk\": false, \"byte_fallback\": false, \"vocab\": {" +
+        vocabulary + "}, \"merges\": []}}\n";
+    return {
+        {"tokenizer.json", tokenizer},
+        {"tokenizer_config.json",
+         "{\"tokenizer_class\": \"PreTrainedTokenizerFast\"" + special_tokens_json("\"\\u0000\"")},
+    };
+}
+
+// GPT-2's vocabulary under Hugging Face's names; this program reads them too, as --vocab-dir.
+template <class Tokenizer>
+TextFiles tokenizer_files(const Tokenizer& t) {
+    if (t.is_bytes) return bytes_tokenizer_files();
+    const ByteAlphabet alphabet;
+    std::string ids, merges = "#version: 0.2\n";
+    for (size_t id = 0; id + 1 < t.tokens.size(); id++)
+        ids += (id ? ", " : "{") + json_quote(alphabet.written(t.tokens[id])) + ": " + std::to_string(id);
+    ids += ", " + json_quote(t.tokens.back()) + ": " + std::to_string(t.tokens.size() - 1) + "}\n";
+    for (const auto& [left, right] : t.merged)
+        merges += alphabet.written(t.tokens[left]) + " " + alphabet.written(t.tokens[right]) + "\n";
+    return {
+        {"vocab.json", ids},
+        {"merges.txt", merges},
+        {"tokenizer_config.json", "{\"tokenizer_class\": \"GPT2Tokenizer\", \"add_prefix_space\": false" +
+                                      special_tokens_json(json_quote(t.tokens.back()))},
+    };
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The verbs.
+
+// Nothing is written over: the folder is made, or is empty.
+static void require_empty_folder(const std::string& to, const char* verb) {
+    if (to.empty()) fail_usage("%s: --to is missing: the folder to write", verb);
+    if (!file_exists(to)) return make_folders(to);
+    if (!file_exists(to + "/.")) fail("--to %s is a file: give a folder that does not exist yet", to.c_str());
+    const std::vector<std::string> entries = folder_entries(to);
+    if (!entries.empty())
+        fail("--to %s is not empty, it holds %s: remove what is there, or give another folder", to.c_str(),
+             entries[0].c_str());
+}
+
+// The tensors of a file in the order of a checkpoint. Neither one too few nor one too many.
+template <class Table>
+std::vector<TensorView> tensors_of_model(const Table& table, const SafeTensors& file) {
+    std::vector<TensorView> tensors;
+    std::set<std::string> names;
+    for (const TensorView& t : file.tensors)
+        if (t.dtype != "F32")
+            fail("%s: tensor %s has dtype %s, expected F32: save the model with model.float().save_pretrained(...)",
+                 file.path.c_str(), t.name.c_str(), t.dtype.c_str());
+    for (const auto& spec : table.specs) {
+        tensors.push_back(file.get(spec.name, "F32", spec.shape()));
+        names.insert(spec.name);
+    }
+    for (const TensorView& t : file.tensors)
+        if (!names.count(t.name))
+            fail("%s: tensor %s is none of this model's", file.path.c_str(), json_quote(t.name).c_str());
+    return tensors;
+}
+
+// Someone who gives the model a tensor has to teach the PyTorch model what it does.
+template <class Table>
+void require_known_to_pytorch(const Table& table) {
+    const std::string python(file_modeling_nsa, file_modeling_nsa_end);
+    for (const auto& spec : table.specs) {
+        std::string name = spec.name;
+        if (name.compare(0, 7, "layers.") == 0) name.erase(0, name.find('.', 7) + 1);
+        if (python.find("\"" + name + "\"") == std::string::npos)
+            fail(
+                "export: lib/report/hf/modeling_nsa.py does not know the tensor %s and would compute without it: add "
+                "it "
+                "there, to its TENSORS too",
+                spec.name.c_str());
+    }
+}
+
+// Table: the list of the model's tensors.
+template <class Tokenizer, class Table>
+void export_checkpoint(Config c) {
+    const std::string to = c.to;
+    const TrainedModel model = open_trained_model<Table>(c);
+    const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
+    if (!tokenizer) fail_usage("export: --vocab-dir is missing: this model writes gpt2 tokens");
+    const Table table(c);
+    require_known_to_pytorch(table);
+    const std::vector<TensorView> tensors = tensors_of_model(table, *model.weights);
+    TextFiles files = tokenizer_files(*tokenizer);
+    files.emplace_back("modeling_nsa.py", std::string(file_modeling_nsa, file_modeling_nsa_end));
+    files.emplace_back("configuration_nsa.py", std::string(file_configuration_nsa, file_configuration_nsa_end));
+    const int end_of_text = tokenizer->end_of_text;
+    files.emplace_back("generation_config.json",
+                       format_text("{\"bos_token_id\": %d, \"eos_token_id\": %d, \"pad_token_id\": %d}\n", end_of_text,
+                                   end_of_text, end_of_text));
+    files.emplace_back("config.json", hf_config_json(c, end_of_text));  // the last: without it nobody takes the folder
+    require_empty_folder(to, "export");
+    try {
+        write_safetensors(to + "/model.safetensors", {{"format", "pt"}}, tensors);
+        for (const auto& [name, text] : files) write_text_file(to + "/" + name, text);
+        sync_folder(to);
+    } catch (const Error&) {
+        for (const std::string& name : folder_entries(to)) remove_tree(to + "/" + name);
+        throw;
+    }
+    std::printf("export: %s, %lld parameters, to %s\n", model.folder.c_str(), (long long)table.parameters, to.c_str());
+    std::printf("load it with: AutoModelForCausalLM.from_pretrained(\"%s\", trust_remote_code=True)\n", to.c_str());
+}
+
+// The config.json of an export, or of what transformers saved again, in c.
+static void read_hf_config(Config& c, const std::string& folder) {
+    const std::string path = folder + "/config.json";
+    if (!file_exists(path)) fail("--from %s holds no config.json: it is no folder that export wrote", folder.c_str());
+    const Json root = parse_json(read_file(path), path);
+    const Json* type = root.find("model_type");
+    if (!type || type->kind != Json::String || type->text != "nsa" || !root.find("architecture"))
+        fail("%s: model_type is %s, expected \"nsa\": it is no folder that export wrote", path.c_str(),
+             type && type->kind == Json::String ? json_quote(type->text).c_str() : "missing");
+    read_config_json(c, path);
+}
+
+// A checkpoint of step 0 without moments, whose options are those of a new run with this model.
+template <class Table>
+void import_checkpoint(Config c) {
+    if (c.from.empty()) fail_usage("import: --from is missing: a folder that export wrote");
+    const std::string from = c.from, to = c.to;
+    apply_preset(c, {});
+    read_hf_config(c, from);
+    resolve_batch(c, {}, 1, false);
+    if (file_exists(from + "/vocab.json") && file_exists(from + "/merges.txt")) c.vocab_dir = from;
+    const SafeTensors file(from + "/model.safetensors");
+    const Table table(c);
+    const std::vector<TensorView> tensors = tensors_of_model(table, file);
+    require_empty_folder(to, "import");
+    const std::string writing = begin_checkpoint(to, 0);
+    std::vector<FileRecord> records;
+    try {
+        records.push_back(write_safetensors(writing + "/model.safetensors", {{"format", "pt"}}, tensors));
+        records.push_back(write_text_file(writing + "/config.json", config_json(c)));
+        commit_checkpoint(to, 0, records, "{\"imported\": true, \"options\": " + manifest_json(c) + "}");
+    } catch (const Error&) {
+        abandon_checkpoint(to, 0, complain);
+        throw;
+    }
+    std::printf("import: %s, %lld parameters, to %s\n", from.c_str(), (long long)table.parameters, to.c_str());
+    std::printf("begin a run with these weights: %s --init-from %s\n", program_name.c_str(), to.c_str());
+}

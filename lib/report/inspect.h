@@ -1,0 +1,181 @@
+// inspect.h: the verb `inspect`: what a trained model selects in a text. For every layer, group and query the chosen
+// blocks with their importances and the gates of the branches, as one JSON file and as one HTML page, lib/report/html/
+// inspect.html with that JSON in it, which reads nothing from elsewhere.
+#pragma once
+#include <algorithm>
+#include <cstdio>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "../run/config_files.h"
+#include "../base/embed.h"
+#include "../base/files.h"
+#include "../base/json.h"
+#include "../run/options.h"
+#include "../model/shape.h"
+#include "../data/tokenize.h"
+
+EMBED_FILE(inspect_page, "lib/report/html/inspect.html")
+
+// What each token shows: the characters that begin in it, so that all of them together are the text. A byte that
+// belongs to no character is shown as U+FFFD.
+inline std::vector<std::string> texts_of_tokens(const std::vector<std::string>& bytes_of_tokens) {
+    std::string text;
+    std::vector<size_t> token_of_byte;
+    for (size_t i = 0; i < bytes_of_tokens.size(); i++) {
+        text += bytes_of_tokens[i];
+        token_of_byte.resize(text.size(), i);
+    }
+    std::vector<std::string> shown(bytes_of_tokens.size());
+    for (size_t at = 0, length; at < text.size(); at += length) {
+        uint32_t code;
+        const int bytes = utf8_decode(text.data() + at, text.size() - at, &code);
+        length = bytes ? size_t(bytes) : 1;
+        shown[token_of_byte[at]] += bytes ? text.substr(at, length) : "\xEF\xBF\xBD";
+    }
+    return shown;
+}
+
+class Inspection {
+  public:
+    static constexpr size_t MOST_TOKENS = 16384;  // the page would be of no use
+
+    std::vector<int32_t> tokens;  // an end-of-text, as before every document, and the text
+
+    template <class Tokenizer>
+    Inspection(const Config& c, const std::string& folder, const Tokenizer& tokenizer) {
+        if (c.attention == "full") fail("inspect: %s has full attention, which selects nothing", folder.c_str());
+        if (c.html.empty() && c.json.empty()) fail_usage("inspect: give --html FILE, --json FILE, or both");
+        require_output_file("html", c.html, PAGE_BEGINNING);
+        require_output_file("json", c.json, INSPECTED_BEGINNING);
+        if (c.text.size() != 1) fail_usage("inspect: --text is missing: one file of text, or - for stdin");
+        const std::string& file = c.text[0];
+        take_tokens(tokenizer.encode(whole_text(file).text), size_t(c.from_token), file);
+        std::vector<std::string> bytes = {""};
+        for (size_t i = 1; i < tokens.size(); i++) bytes.push_back(tokenizer.decode({uint16_t(tokens[i])}));
+        tokens[0] = tokenizer.end_of_text;
+        if (int64_t(tokens.size()) > c.seq_len)
+            complain(
+                format_text("a text of %zu tokens, and the model was trained on %lld at a time: what it selects "
+                            "beyond that length it has not learnt",
+                            tokens.size() - 1, (long long)c.seq_len));
+        json = INSPECTED_BEGINNING;
+        json += "\"checkpoint\": " + json_quote(folder) + ", \"text\": " + json_quote(file) +
+                format_text(
+                    ",\n\"shape\": {\"layers\": %lld, \"heads\": %lld, \"kv_groups\": %lld, \"cmp_block\": %lld, "
+                    "\"cmp_stride\": %lld, \"slc_block\": %lld, \"slc_count\": %lld, \"window\": %lld, \"seq_len\": "
+                    "%lld},\n\"ids\": [",
+                    (long long)c.layers, (long long)c.heads, (long long)c.kv_groups, (long long)c.cmp_block,
+                    (long long)c.cmp_stride, (long long)c.slc_block, (long long)c.slc_count, (long long)c.window,
+                    (long long)c.seq_len);
+        add_list(tokens, [](int32_t id) { return std::to_string(id); });
+        json += "],\n\"tokens\": [";
+        add_list(texts_of_tokens(bytes), [](const std::string& text) { return json_quote(text); });
+        json += "],\n\"layers\": [";
+    }
+
+    // Takes over what a forward pass over all tokens has left of a layer. fold: the engine's eq. 9, see
+    // Cpu::fold_importance.
+    template <class Dev, class Layer, class Fold>
+    void add_layer(Dev& dev, const NsaShape& s, const Layer& y, Fold fold) {
+        const size_t rows = s.query_rows(), D = size_t(s.D), words = size_t(s.selection_words());
+        std::vector<float> q(rows * D), keys(s.cmp_rows() * D);
+        std::vector<typename Dev::Stat> lse(rows), gate(BRANCHES * rows);
+        std::vector<uint32_t> selection(size_t(s.G) * s.T * words);
+        dev.to_host(q.data(), y.q, q.size()), dev.to_host(keys.data(), y.compressed, keys.size());
+        dev.copy(lse.data(), (const typename Dev::Stat*)y.lse, rows);
+        dev.copy(gate.data(), (const typename Dev::Stat*)y.gate, gate.size());
+        dev.copy(selection.data(), (const uint32_t*)y.selection, selection.size());
+        json += layers++ ? ",\n{\"groups\": [" : "\n{\"groups\": [";
+        for (int g = 0; g < s.G; g++) {
+            std::vector<std::string> blocks(size_t(s.T)), importances(blocks), totals(blocks), gates(blocks);
+#pragma omp parallel for schedule(dynamic, 16)
+            for (int t = 0; t < s.T; t++) {
+                const std::vector<float> importance = importance_of_blocks(q, keys, lse, g, t, s, fold);
+                float total = 0;
+                std::string chosen, values, of_heads;
+                for (int block = 0; block <= t / s.slc_block; block++) {
+                    total += importance[size_t(block)];
+                    if (!is_selected(&selection[(size_t(g) * s.T + t) * words], block)) continue;
+                    chosen += (chosen.empty() ? "" : ",") + std::to_string(block);
+                    values += (values.empty() ? "" : ",") + format_text("%.4g", double(importance[size_t(block)]));
+                }
+                for (int head = g * s.heads_per_group(); head < (g + 1) * s.heads_per_group(); head++) {
+                    const auto of = [&](Branch branch) {
+                        return double(gate[branch * rows + s.query_row(size_t(head), t)]);
+                    };
+                    of_heads +=
+                        (of_heads.empty() ? "" : ",") + format_text("[%.3f,%.3f,%.3f]", of(CMP), of(SLC), of(WIN));
+                }
+                blocks[size_t(t)] = "[" + chosen + "]", importances[size_t(t)] = "[" + values + "]";
+                totals[size_t(t)] = format_text("%.4g", double(total)), gates[size_t(t)] = "[" + of_heads + "]";
+            }
+            json += g ? ",\n {" : "\n {";
+            const std::pair<const char*, const std::vector<std::string>&> parts[] = {
+                {"blocks", blocks}, {"importances", importances}, {"all_importance", totals}, {"gates", gates}};
+            for (const auto& [name, values] : parts) {
+                json += std::string(&values == &blocks ? "\"" : ",\n  \"") + name + "\": [";
+                add_list(values, [](const std::string& text) { return text; });
+                json += "]";
+            }
+            json += "}";
+        }
+        json += "]}";
+    }
+
+    void write(const std::string& html_path, const std::string& json_path) {
+        json += "]}\n";
+        // In HTML this would end the script; in JSON it is the same.
+        for (size_t at = 0; (at = json.find("</", at)) != std::string::npos; at += 3) json.insert(at + 1, "\\");
+        if (!json_path.empty()) {
+            write_output_file("json", json_path, json, INSPECTED_BEGINNING);
+            std::printf("inspect: %s\n", json_path.c_str());
+        }
+        if (html_path.empty()) return;
+        std::string page(file_inspect_page, file_inspect_page_end);
+        const std::string place = "@JSON@";
+        page.replace(page.find(place), place.size(), json);
+        write_output_file("html", html_path, page, PAGE_BEGINNING);
+        std::printf("inspect: %s\n", html_path.c_str());
+    }
+
+  private:
+    std::string json;
+    int layers = 0;
+
+    // Those of a text from `first` on, as many as a page shows, behind the end-of-text before every document.
+    void take_tokens(const std::vector<uint16_t>& text, size_t first, const std::string& file) {
+        if (first > 0 && first >= text.size())
+            fail("--from-token %zu: %s holds %zu tokens, which count from 0", first, file.c_str(), text.size());
+        const size_t end = std::min(text.size(), first + MOST_TOKENS - 1);
+        tokens = {0};
+        tokens.insert(tokens.end(), text.begin() + std::ptrdiff_t(first), text.begin() + std::ptrdiff_t(end));
+        if (tokens.size() - 1 == text.size()) return;
+        std::printf("inspect: tokens %zu to %zu of the %zu in %s", first, end - 1, text.size(), file.c_str());
+        if (end < text.size()) std::printf("; --from-token %zu shows those that follow", end);
+        std::printf("\n");
+    }
+
+    template <class List, class Text>
+    void add_list(const List& list, Text text) {
+        for (size_t i = 0; i < list.size(); i++) json += (i ? "," : "") + text(list[i]);
+    }
+    // Paper eq. 8 to 10: the importance of every block that query t may choose, from what the layer chose by.
+    template <class Stat, class Fold>
+    static std::vector<float> importance_of_blocks(const std::vector<float>& q, const std::vector<float>& keys,
+                                                   const std::vector<Stat>& lse, int g, int t, const NsaShape& s,
+                                                   Fold fold) {
+        std::vector<float> weight(size_t(s.cmp_blocks(t + 1))), importance(size_t(t / s.slc_block + 1));
+        for (size_t i = 0; i < weight.size(); i++)
+            for (int head = g * s.heads_per_group(); head < (g + 1) * s.heads_per_group(); head++) {
+                const size_t row = s.query_row(size_t(head), t);
+                const float* const key = &keys[(size_t(g) * s.cmp_capacity() + i) * s.D];
+                float score = 0;
+                for (int x = 0; x < s.D; x++) score += q[row * s.D + x] * key[x];
+                weight[i] += std::exp(score * float(s.scale()) - float(lse[row]));
+            }
+        fold(importance.data(), weight.data(), t, s);
+        return importance;
+    }
+};

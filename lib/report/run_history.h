@@ -1,0 +1,180 @@
+// run_history.h: what a run's folder says about it, as series of numbers: of a finished run, of one that is under way,
+// and of one that was killed. Used by run_page.h.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../base/files.h"
+#include "../base/json.h"
+#include "../base/progress.h"
+#include "../run/run_folder.h"
+#include "../base/util.h"
+
+struct LogPoint {
+    double step, tokens, hours, value;
+};
+using LogSeries = std::vector<LogPoint>;
+
+// The program was started on this run, at its beginning or for a resume.
+struct LogStart {
+    LogPoint at;
+    double time;  // since 1970
+    Json facts;   // version, device, ranks, parameters, flops_per_token, peak_flops
+};
+
+struct RunHistory {
+    std::string folder;
+    std::map<std::string, std::string> options;  // of run.json, names spelt as there
+    std::map<std::string, LogSeries> numbers;    // by the names of for_each_number()
+    std::vector<LogStart> starts;
+    LogSeries skipped;            // steps that changed no weight
+    std::string sample, val_set;  // val_set: name of the validation set that decides
+    int64_t sample_step = 0, last_step = 0;
+    double hours = 0;      // at work: from start to start, without what lies between
+    double last_time = 0;  // of the last line, since 1970
+    size_t unreadable = 0;
+    bool torn = false;  // the last line is not whole
+
+    const LogSeries& of(const std::string& name) const {
+        static const LogSeries none;
+        const auto found = numbers.find(name);
+        return found == numbers.end() ? none : found->second;
+    }
+    std::string option(const std::string& name) const {
+        const auto found = options.find(name);
+        return found == options.end() ? "" : found->second;
+    }
+    // Names of the validation sets beside the one that decides.
+    std::vector<std::string> other_sets() const {
+        std::vector<std::string> names;
+        for (const auto& [name, series] : numbers)
+            if (name.compare(0, 9, "val_loss/") == 0) names.push_back(name.substr(9));
+        return names;
+    }
+    size_t layers() const {
+        size_t n = 0;
+        while (numbers.count("gate_entropy/layer_" + std::to_string(n))) n++;
+        return n;
+    }
+    // A number of the last start; 0 where the log does not have it.
+    double fact(const std::string& name) const {
+        const Json* const x = starts.empty() ? nullptr : starts.back().facts.find(name);
+        return x ? x->number_value : 0;
+    }
+    size_t resumes() const {
+        return size_t(std::count_if(starts.begin(), starts.end(), [](const LogStart& s) { return s.at.step > 0; }));
+    }
+};
+
+// NaN where there is none.
+inline double last_value(const LogSeries& series) {
+    return series.empty() ? std::numeric_limits<double>::quiet_NaN() : series.back().value;
+}
+
+inline LogPoint lowest_point(const LogSeries& series) {
+    LogPoint best = {0, 0, 0, std::numeric_limits<double>::infinity()};
+    for (const LogPoint& p : series)
+        if (p.value < best.value) best = p;
+    return best;
+}
+
+// The upper median of the finite values, as a run itself prints it; NaN where there are none.
+inline double median_value(const LogSeries& series) {
+    std::vector<double> values;
+    for (const LogPoint& p : series)
+        if (std::isfinite(p.value)) values.push_back(p.value);
+    std::sort(values.begin(), values.end());
+    return values.empty() ? std::numeric_limits<double>::quiet_NaN() : values[values.size() / 2];
+}
+
+// Share of the peak of the processors; NaN where the peak is unknown.
+inline double flops_utilisation(const RunHistory& run) {
+    const double peak = run.fact("peak_flops") * run.fact("ranks");
+    if (!(peak > 0)) return std::numeric_limits<double>::quiet_NaN();
+    return median_value(run.of("tokens_per_s")) * run.fact("flops_per_token") / peak;
+}
+
+// The largest that was logged, of a GPU where there is one; NaN where none was.
+inline double peak_memory_of(const RunHistory& run) {
+    double most = std::numeric_limits<double>::quiet_NaN();
+    const bool gpu = run.numbers.count("peak_gpu_memory_mib");
+    for (const LogPoint& p : run.of(gpu ? "peak_gpu_memory_mib" : "peak_memory_mib")) most = std::fmax(most, p.value);
+    return most;
+}
+
+// now: since 1970. A run whose last line is no older than a minute, or than a few of its steps, is taken to be at work.
+inline std::string state_of(const RunHistory& run, double now) {
+    const std::string steps = run.option("steps");
+    std::string at = format_text("step %lld", (long long)run.last_step);
+    if (!steps.empty()) at += " of " + steps;
+    if (!steps.empty() && run.last_step >= std::atoll(steps.c_str())) return "finished, " + at;
+    const double age = now - run.last_time, step_ms = median_value(run.of("ms"));
+    const double patience = std::fmax(60, std::isfinite(step_ms) ? step_ms * 5e-3 : 0);
+    return (age < patience ? "running, " : "ended early, ") + at;
+}
+
+inline void add_log_line(RunHistory& run, const Json& line, const std::string& path) {
+    const double step = double(line.integer("step", path)), time = line.number("time", path);
+    const Json *const start = line.find("start"), *const tokens = line.find("tokens");
+    const double seen = tokens ? tokens->number(path) : 0;
+    if (!(time >= 0 && time < 1e11 && seen >= 0 && seen < 1e18 && step >= 0))
+        fail("%s: byte %llu: no step, time and tokens of a run", path.c_str(), (unsigned long long)line.offset);
+    if (run.last_time > 0 && !start) run.hours += std::fmax(0, time - run.last_time) / 3600;
+    run.last_time = time;
+    run.last_step = std::max(run.last_step, int64_t(step));
+    LogPoint point = {step, seen, run.hours, 0};
+    if (!tokens && !run.of("tokens").empty()) point.tokens = run.of("tokens").back().value;
+    if (start) run.starts.push_back({point, time, *start});
+    if (const Json* sample = line.find("sample")) run.sample = sample->string(path), run.sample_step = int64_t(step);
+    if (const Json* set = line.find("val_set")) run.val_set = set->string(path);
+    const Json* const skipped = line.find("skipped");
+    if (skipped && skipped->is_true) run.skipped.push_back(point);
+    for_each_number(line, [&](const std::string& name, double value) {
+        point.value = value;
+        run.numbers[name].push_back(point);
+    });
+}
+
+// A line that is no whole line of a log is counted: the last one of a run that was killed, or that is just being
+// written.
+inline void read_log(RunHistory& run, const std::string& path) {
+    const std::string text = read_file(path);
+    for (size_t begin = 0, end; begin < text.size(); begin = end + 1) {
+        end = std::min(text.find('\n', begin), text.size());
+        try {
+            add_log_line(run, parse_json(text.substr(begin, end - begin), path, begin), path);
+        } catch (const Error&) {
+            if (end == text.size()) run.torn = true;
+            else run.unreadable++;
+        }
+    }
+}
+
+inline RunHistory read_run_history(std::string folder) {
+    while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
+    const std::string path = folder + "/log.jsonl";
+    if (!file_exists(folder)) fail("--from %s: no such folder; give that of a run, such as runs/tiny", folder.c_str());
+    if (!file_exists(folder + "/.")) fail("--from %s is a file: give the folder of a run", folder.c_str());
+    if (!file_exists(path) && file_exists(folder + "/model.safetensors"))
+        fail("--from %s is a checkpoint, which has no log: give the folder of its run", folder.c_str());
+    if (!file_exists(path)) fail("--from %s holds no log.jsonl: give the folder of a run", folder.c_str());
+    RunHistory run;
+    run.folder = folder;
+    read_log(run, path);
+    if (run.numbers.empty() && run.starts.empty())
+        fail("%s: none of its lines is one of a run's log%s", path.c_str(), run.torn ? "; the last is torn" : "");
+    const std::string options = folder + "/run.json";
+    if (!file_exists(options)) return run;
+    const Json json = parse_json(read_file(options), options);
+    for (size_t i = 0; i < json.keys.size(); i++) {
+        const Json& x = json.items[i];
+        if (x.kind == Json::String) run.options[json.keys[i]] = x.text;
+        else if (x.kind == Json::Number) run.options[json.keys[i]] = format_text("%.15g", x.number_value);
+    }
+    return run;
+}

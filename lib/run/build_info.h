@@ -1,0 +1,159 @@
+// build_info.h: what this program was built from and with. Used by the verb `check` and by --version in train_nsa.cu.
+#pragma once
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../base/background.h"
+#include "../base/embed.h"
+#include "../base/files.h"
+#include "../base/processor.h"
+#include "../base/util.h"
+#ifdef USE_DNNL
+#include <oneapi/dnnl/dnnl.h>
+#endif
+#ifdef USE_MPI
+#include <mpi.h>
+#endif
+
+// The Makefile gives PROGRAM_VERSION to the program alone, so that tests need not be built again at each commit.
+#define QUOTED(word) #word
+#define QUOTED_VALUE(macro) QUOTED(macro)
+#ifdef PROGRAM_VERSION
+EMBED_FILE(command, QUOTED_VALUE(BUILD_FOLDER) "/command")  // in which the Makefile keeps how it compiles
+#endif
+inline std::string compiler_flags() {
+#ifdef PROGRAM_VERSION
+    std::string line(file_command, file_command_end);
+    return line.substr(0, line.find('\n'));
+#else
+    return "unknown";
+#endif
+}
+#ifndef PROGRAM_VERSION
+#define PROGRAM_VERSION unknown
+#endif
+inline const char* version_text() { return QUOTED_VALUE(PROGRAM_VERSION); }
+
+inline std::string compiler_name() {
+#if defined(__NVCC__)
+    return format_text("nvcc %d.%d over g++ %s", __CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__, __VERSION__);
+#elif defined(__HIP__)
+    return std::string("hipcc, ") + __VERSION__;
+#elif defined(__clang__)
+    return __VERSION__;
+#else
+    return std::string("g++ ") + __VERSION__;
+#endif
+}
+
+// The name and version of the MPI library; "" without one.
+inline std::string mpi_name() {
+#ifdef USE_MPI
+    char text[MPI_MAX_LIBRARY_VERSION_STRING];
+    int length = 0;
+    MPI_Get_library_version(text, &length);  // allowed before MPI_Init
+    std::string name(text, size_t(length));
+    name.erase(std::min(name.find('\n'), name.size()));
+    std::replace(name.begin(), name.end(), '\t', ' ');
+    return name;
+#else
+    return "";
+#endif
+}
+
+inline std::string dnnl_version_text() {
+#ifdef USE_DNNL
+    const dnnl_version_t* v = dnnl_version();
+    return format_text("%d.%d.%d", v->major, v->minor, v->patch);
+#else
+    return "";
+#endif
+}
+
+// Before 3.11 oneDNN's kernels keep the stack pointer in the heap (uxlfoundation/oneDNN #4845), where the frame of a
+// signal handler overwrites other memory. Our own signals are taken elsewhere; a profiler's are not.
+inline const char* dnnl_caveat() {
+#ifdef USE_DNNL
+    const dnnl_version_t* v = dnnl_version();
+    if (v->major < 3 || (v->major == 3 && v->minor < 11))
+        return ", older than 3.11: a sampling profiler's signals crash it; NO_DNNL=1 for profiles";
+#endif
+    return "";
+}
+
+// gemm: what multiplies matrices on the CPU. cuda: a line about the CUDA engine where it is in use, else ""; not_used:
+// why it is not. mpi, nccl: the library's name and version, or "".
+struct BuildReport {
+    std::string gemm, cuda, not_used, mpi, nccl;
+    int threads = 1, processors = 1;
+    bool gpu = false;
+    double available_bytes = 0;
+};
+
+inline const char* tick(bool there) { return there ? "\u2713" : "\u2717"; }
+
+// What the build and the machine have, one line each with a tick or a cross.
+inline void print_build(const BuildReport& r) {
+    std::printf("%s version      %s\n", tick(true), version_text());
+    std::printf("%s compiler     %s, vectors of %d bytes\n", tick(true), compiler_name().c_str(), VECTOR_BYTES);
+    std::printf("%s CPU engine   %d of %d usable processors, %s\n", tick(true), r.threads, r.processors,
+                r.gemm.c_str());
+    if (r.gpu) std::printf("%s CUDA engine  %s\n", tick(true), r.cuda.c_str());
+    else std::printf("%s CUDA engine  not used: %s\n", tick(false), r.not_used.c_str());
+    std::printf("%s MPI          %s\n", tick(!r.mpi.empty()),
+                r.mpi.empty() ? "not in this build: one process only; make deps && make train_nsa" : r.mpi.c_str());
+    const std::string dnnl = dnnl_version_text();
+    std::printf("%s NCCL         %s%s\n", tick(!r.nccl.empty()), r.nccl.empty() ? "not in this build" : r.nccl.c_str(),
+                r.nccl.empty() && r.gpu ? ": gradients of several GPUs travel through the host" : "");
+    std::printf("%s oneDNN       %s\n", tick(!dnnl.empty()),
+                dnnl.empty() ? "not in this build: the GEMMs are our own" : (dnnl + dnnl_caveat()).c_str());
+    std::printf("  memory       %.0f MiB available\n", r.available_bytes / (1 << 20));
+}
+
+// --version: one line each. gemm: what multiplies matrices on the CPU; mpi: the MPI library's name, "" without one;
+// pmi: what Slurm's srun has to offer it.
+inline void print_version(const std::string& gemm, const std::string& mpi, const std::string& pmi) {
+    std::printf("train_nsa %s\ncompiler: %s\n", version_text(), compiler_name().c_str());
+    std::string engines = "CPU (" + gemm + ")";
+#ifdef USE_CUDA
+#ifdef PRECISION_FP32
+    engines += ", CUDA (fp32)";
+#else
+    engines += ", CUDA (bf16)";
+#endif
+#endif
+    std::printf("engines: %s\n", engines.c_str());
+    if (!mpi.empty()) std::printf("MPI: %s; under Slurm srun --mpi=%s\n", mpi.c_str(), pmi.c_str());
+}
+
+// One more line of the verb `check`.
+__attribute__((format(printf, 2, 3))) inline void print_check(bool good, const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    std::printf("%s %s\n", tick(good), format_list(format, args).c_str());
+    va_end(args);
+}
+
+// The check of what lies in data/ and of the vocabulary. False, with a line, where something is damaged. open(files):
+// looks through token shards.
+template <class Tokenizer, class Open>
+bool check_data(const std::string& vocab_dir, Open open) {
+    const std::string damage = error_of([&] {
+        const std::vector<std::string> shards = glob_files("data/*_train_*.bin");
+        if (shards.empty())
+            print_check(false, "data         no data/*_train_*.bin: the built-in synthetic corpus is used");
+        else
+            print_check(true, "data         %zu training shards in data/, the first %s", shards.size(),
+                        shards[0].c_str());
+        open(shards);
+        const auto vocabulary = Tokenizer::find("gpt2", vocab_dir);
+        print_check(true, "vocabulary   %s",
+                    vocabulary ? vocabulary->describe().c_str()
+                               : "bytes; GPT-2's is looked for in --vocab-dir, which was not given");
+    });
+    if (!damage.empty()) print_check(false, "%s", damage.c_str());
+    return damage.empty();
+}

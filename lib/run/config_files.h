@@ -1,0 +1,439 @@
+// config_files.h: options in files: a model's config.json, a run's run.json and manifest, and what they mean for a
+// resume. Used by the verbs in train_nsa.cu.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <set>
+#include <sstream>
+#include <string>
+
+#include "checkpoint.h"
+#include "../data/data_sets.h"
+#include "../base/json.h"
+#include "options.h"
+#include "run_folder.h"
+#include "../model/shape.h"
+#include "tensor_files.h"
+#include "../base/util.h"
+
+// What the attention needs to know, for B sequences of T tokens.
+static NsaShape shape_of(const Config& c, int64_t B, int64_t T) {
+    NsaShape s;
+    s.B = int(B), s.T = int(T), s.first = 0, s.queries = int(T);
+    s.H = int(c.heads), s.G = int(c.kv_groups), s.D = int(c.head_dim);
+    s.l = int(c.cmp_block), s.d = int(c.cmp_stride);
+    s.slc_block = int(c.slc_block), s.slc_count = int(c.slc_count);
+    s.window = int(c.window), s.F = int(c.phi_hidden);
+    s.full = c.attention == "full";
+    for (int branch = 0; branch < BRANCHES; branch++)
+        if (c.branches != "all" && c.branches.find(BRANCH_NAMES[branch]) == std::string::npos)
+            s.left_out |= 1u << branch;
+    return s;
+}
+
+// The options that make the model: its config.json.
+static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",     "kv-groups", "head-dim",
+                                            "cmp-block",  "cmp-stride", "slc-block", "slc-count", "window",
+                                            "phi-hidden", "mlp-hidden", "seq-len"};
+
+static const char* const MODEL_WORDS[] = {"attention", "branches", "tokenizer"};
+static std::string config_json(const Config& c) {
+    std::string text = "{\"architecture\": \"nsa\"";
+    for (const char* name : MODEL_OPTIONS)
+        text += ", \"" + underscored(name) + "\": " + value_text(c, option_named(name));
+    for (const char* name : MODEL_WORDS)
+        text += ", \"" + std::string(name) + "\": \"" + value_text(c, option_named(name)) + "\"";
+    return text + ", \"vocab_size\": " + std::to_string(c.vocab_size) +
+           format_text(", \"rope_base\": %g, \"norm_eps\": %g}\n", ROPE_BASE, NORM_EPS);
+}
+
+// Options that have left the program, and what they were where nobody gave them.
+static const struct {
+    const char *name, *default_text;
+    bool changes_results;
+} FORMER_OPTIONS[] = {
+    {"beta1", "0.9", true},           {"beta2", "0.95", true},        {"adam-eps", "1e-08", true},
+    {"stats-every", "0", false},      {"max-bad-steps", "3", false},  {"cuda-graph", "0", false},
+    {"reset-at-document", "0", true}, {"deterministic", "off", true},
+};
+
+// Is this key of a run.json or a config.json one of them? Fails where nothing can go on without it as it was.
+static bool is_former_option(const std::string& key, const Json& value, const std::string& path) {
+    for (const auto& former : FORMER_OPTIONS) {
+        if (key != underscored(former.name)) continue;
+        const std::string was = value.kind == Json::Number ? format_text("%g", value.number_value) : value.text;
+        if (former.changes_results && was != former.default_text)
+            fail(
+                "%s: the run had --%s %s, which this program no longer has, and without it results change: use the "
+                "version that began the run, or take the line out of the file",
+                path.c_str(), former.name, was.c_str());
+        return true;
+    }
+    return false;
+}
+
+// Those of version 0.2 and before do not know --branches.
+static Json parse_model_config(const std::string& path) {
+    Json config = parse_json(read_file(path), path);
+    for (size_t i = 0; i < config.keys.size(); i++) is_former_option(config.keys[i], config.items[i], path);
+    if (config.kind == Json::Object && !config.find("branches")) {
+        config.keys.push_back("branches");
+        config.items.push_back(parse_json("\"all\"", path));
+    }
+    return config;
+}
+
+// Reads a config.json into c, every field checked as the same option on the command line would be.
+static void read_config_json(Config& c, const std::string& path) {
+    const Json root = parse_model_config(path);
+    if (root.string("architecture", path) != "nsa")
+        fail("%s: architecture is '%s', expected 'nsa'", path.c_str(), root.string("architecture", path).c_str());
+    std::vector<std::pair<const char*, std::string>> values;  // read first: those errors name the path themselves
+    for (const char* name : MODEL_OPTIONS)
+        values.emplace_back(name, std::to_string(root.integer(underscored(name), path)));
+    for (const char* name : MODEL_WORDS) values.emplace_back(name, root.string(name, path));
+    try {
+        for (const auto& [name, value] : values) set_option(c, option_named(name), value);
+        validate_model(c, "contradiction");
+    } catch (const Error& e) {
+        fail("%s: %s", path.c_str(), e.what());
+    }
+    c.vocab_size = c.tokenizer == "gpt2" ? 50257 : 256;
+    if (root.integer("vocab_size", path) != c.vocab_size)
+        fail("%s: vocab_size is %lld, tokenizer %s has %lld", path.c_str(), (long long)root.integer("vocab_size", path),
+             c.tokenizer.c_str(), (long long)c.vocab_size);
+    if (root.number("rope_base", path) != ROPE_BASE || root.number("norm_eps", path) != NORM_EPS)
+        fail("%s: rope_base or norm_eps differ from this program's %g and %g", path.c_str(), ROPE_BASE, NORM_EPS);
+}
+
+// --init-from: what was not given of the model is as it is there. Refusals are left to checkpoint_of().
+static void inherit_model(Config& c, std::set<std::string>& given) {
+    if (!file_exists(c.init_from + "/.")) return;
+    std::string path = c.init_from + "/config.json";
+    for (const int64_t step : checkpoint_steps(c.init_from))
+        if (!file_exists(path)) path = checkpoint_folder(c.init_from, step) + "/config.json";
+    if (!file_exists(path)) return;
+    Config there = c;
+    read_config_json(there, path);
+    const auto take = [&](const char* name) {
+        if (given.insert(name).second) set_option(c, option_named(name), value_text(there, option_named(name)));
+    };
+    for (const char* name : MODEL_OPTIONS) take(name);
+    for (const char* name : MODEL_WORDS) take(name);
+}
+
+static void warn_of_doubtful_options(const Config& c, const std::set<std::string>& given) {
+    for (const std::string& line : doubtful_options(c, given)) complain(line);
+}
+
+// verb: what cannot be done otherwise, "resume" or "begin".
+static void require_same_model(const Config& c, const std::string& checkpoint, const char* verb) {
+    const std::string path = checkpoint + "/config.json";
+    const Json saved = parse_model_config(path), asked = parse_json(config_json(c), "this run's options");
+    for (size_t i = 0; i < asked.keys.size(); i++) {
+        if (asked.keys[i] == "seq_len" && !std::strcmp(verb, "begin")) continue;  // no weight depends on it
+        const Json& now = asked.items[i];
+        const Json& then = saved.get(asked.keys[i], path);
+        const bool same =
+            now.kind == Json::String ? then.string(path) == now.text : then.number(path) == now.number_value;
+        if (same) continue;
+        fail("cannot %s from %s: %s is %s there and %s in this run; leave the option out, or give the same", verb,
+             path.c_str(), asked.keys[i].c_str(),
+             then.kind == Json::String ? then.text.c_str() : format_text("%g", then.number_value).c_str(),
+             now.kind == Json::String ? now.text.c_str() : format_text("%g", now.number_value).c_str());
+    }
+}
+
+// --init-from: the weights to begin with; null where none are asked for. says: on the rank that prints.
+template <class Specs>
+std::unique_ptr<SafeTensors> open_initial_weights(const Config& c, const Specs& specs, bool says) {
+    if (c.init_from.empty()) return nullptr;
+    const std::string folder = checkpoint_of(c.init_from, "--init-from");
+    require_same_model(c, folder, "begin");
+    auto weights = open_weights(folder, specs);
+    if (says) std::printf("weights: those of %s; moments, data and schedule begin anew\n", folder.c_str());
+    return weights;
+}
+
+// All options of a run, as they are.
+static std::string options_json(const Config& c) {
+    std::string text = "{\"program\": \"train_nsa\"";
+    for (const Option& o : option_table()) {
+        const std::string name = o.name;
+        if (!(o.verbs & TRAIN) || name == "help" || name == "version" || name == "resume") continue;
+        text += ",\n \"" + underscored(name) +
+                "\": " + (o.integer || o.real ? value_text(c, o) : json_quote(value_text(c, o)));
+    }
+    return text + "}\n";
+}
+
+// What the ranks of a run must have in common, a line each. train, val: fingerprints of the data; 0: no validation.
+static std::string same_run_lines(const Config& c, const std::string& program, uint64_t train, uint64_t val) {
+    std::string lines = "program: " + program + "\n";
+    std::istringstream options(options_json(c));
+    for (std::string line; std::getline(options, line);)
+        if (line.find("\"threads\"") == std::string::npos) lines += "option " + line + "\n";
+    lines += format_text("training data: %016llx\n", (unsigned long long)train);
+    return lines + (val ? format_text("validation data: %016llx\n", (unsigned long long)val) : "");
+}
+
+// Paths from the root, so that a later command finds them from wherever it is started.
+static Config with_absolute_paths(Config c) {
+    for (std::string* path : {&c.vocab_dir, &c.hellaswag, &c.init_from, &c.config})
+        if (!path->empty()) *path = absolute_path(*path);
+    if (!c.data.empty()) c.data = with_absolute_patterns(c.data, false);
+    if (!c.val_data.empty()) c.val_data = with_absolute_patterns(c.val_data, true);
+    return c;
+}
+
+// The options as run.json and the manifest keep them for a resume.
+static std::string manifest_json(const Config& c) { return options_json(with_absolute_paths(c)); }
+
+// An option's value in a manifest, as on the command line.
+static std::string value_text(const Json& value, const Option& o) {
+    if (value.kind == Json::String) return value.text;
+    value.require(Json::Number, underscored(o.name));
+    if (o.flag) return value.number_value ? "on" : "off";  // as version 0.2 wrote some of them
+    return o.integer && value.is_integer ? std::to_string(value.integer_value)
+                                         : format_text("%.17g", value.number_value);
+}
+
+// Nobody chose: the 0 of an option that counts from 1.
+static bool is_automatic(const Option& o, const std::string& value) {
+    return o.integer && o.low > 0 && value == "0" && !std::strcmp(o.default_text, "auto");
+}
+
+// A resume takes over every option of the run but these.
+static const struct {
+    const char *option, *reason;
+} NOT_INHERITED[] = {
+    {"out", "it names the run"},
+    {"resume", "it is the resume"},
+    {"config", "what it gave is inherited itself"},
+    {"allow-new-data", "it is for one resume"},
+    {"dump-state", "it ends the program at the first batch, so no run that can be resumed had it"},
+    {"profile-steps", "it is for a look at one start of the program"},
+    {"help", "it only prints"},
+    {"version", "it only prints"},
+};
+
+static bool is_inherited(const Option& o) {
+    const auto is_this = [&](const auto& x) { return !std::strcmp(x.option, o.name); };
+    return (o.verbs & TRAIN) && std::none_of(std::begin(NOT_INHERITED), std::end(NOT_INHERITED), is_this);
+}
+
+static const char* const MEND_RUN_JSON = "mend it, or remove the file: the checkpoints hold the options too";
+
+// The options of the run in this folder: its run.json or, where that is missing, the manifest of its newest checkpoint.
+// Returns the file; "" where there is neither.
+static std::string find_run_options(const std::string& folder, Json& options) {
+    const std::string path = folder + "/run.json";
+    if (file_exists(path)) try {
+            options = parse_json(read_file(path), path);
+            options.string("program", path);
+            return path;
+        } catch (const Error& e) {
+            fail("%s; %s", e.what(), MEND_RUN_JSON);
+        }
+    for (const int64_t step : checkpoint_steps(folder)) try {
+            const Manifest manifest = read_manifest(checkpoint_folder(folder, step));
+            options = manifest.state.get("options", manifest.path);
+            return manifest.path;
+        } catch (const Error&) {  // a damaged checkpoint is reported when the one to resume is chosen
+        }
+    return "";
+}
+
+// --resume: what was not given is as in the run that is resumed. False where there is no such run.
+static bool inherit_options(Config& c, std::set<std::string>& given) {
+    const std::string folder = given.count("out") ? c.out : "runs/" + c.model;
+    Json then;
+    const std::string path = find_run_options(folder, then);
+    if (path.empty()) return false;
+    const int64_t seed = then.find("seed") ? then.integer("seed", path) : c.seed;
+    if (given.count("seed") && c.seed != seed && !checkpoint_steps(folder).empty())
+        fail(
+            "cannot resume from %s with --seed %lld: the run began with %lld, on which data order and rounding depend; "
+            "leave --seed out, or begin a new run with --init-from",
+            folder.c_str(), (long long)c.seed, (long long)seed);
+    for (size_t i = 0; i < then.keys.size(); i++) is_former_option(then.keys[i], then.items[i], path);
+    for (const Option& o : option_table()) {
+        const Json* old = then.find(underscored(o.name));
+        const std::string name = o.name;
+        if (!old || !is_inherited(o) || given.count(name)) continue;
+        try {
+            const std::string value = value_text(*old, o);
+            if (is_automatic(o, value)) continue;
+            set_option(c, o, value);
+        } catch (const Error& e) {
+            fail("%s: %s; %s", path.c_str(), e.what(), MEND_RUN_JSON);
+        }
+        if (name != "batch") given.insert(name);  // another number of ranks may need another micro-batch
+    }
+    return true;
+}
+
+// --config: options from a file, as if they had been given, where the command line does not give them. Says which those
+// are, if it is to print.
+static void read_options_file(Config& c, std::set<std::string>& given, bool prints) {
+    const std::string& path = c.config;
+    const std::set<std::string> on_command_line = given;
+    const Json file = parse_json(read_file(path), path);
+    file.require(Json::Object, path);
+    const bool of_run = file.find("program");  // a run.json; by hand, everything in it is meant
+    const Json* const attention = file.find("attention");
+    const bool of_full = of_run && attention && attention->text == "full";
+    size_t count = 0;
+    std::string overridden;
+    for (size_t i = 0; i < file.keys.size(); i++) {
+        std::string name = file.keys[i];
+        std::replace(name.begin(), name.end(), '_', '-');
+        if (of_run && (name == "program" || name == "starts" || file.items[i].kind == Json::Object)) continue;
+        if (of_full && std::find(std::begin(NSA_OPTIONS), std::end(NSA_OPTIONS), name) != std::end(NSA_OPTIONS))
+            continue;
+        if (of_run && is_former_option(file.keys[i], file.items[i], path)) continue;
+        const auto& table = option_table();
+        const auto o = std::find_if(table.begin(), table.end(), [&](const Option& x) { return name == x.name; });
+        if (o == table.end() || !(o->verbs & TRAIN)) fail_unknown_option(name, TRAIN, path + ": ");
+        if (of_run && !is_inherited(*o)) continue;
+        if (name == "config") fail_usage("%s: --config is for the command line alone", path.c_str());
+        const Json& value = file.items[i];
+        if (value.kind == Json::Object || value.kind == Json::Array || value.kind == Json::Null)
+            fail_usage("%s: --%s is neither a number nor a text", path.c_str(), o->name);
+        const std::string text = value.kind == Json::Bool ? (value.is_true ? "on" : "off") : value_text(value, *o);
+        if (of_run && is_automatic(*o, text)) continue;
+        Config there = c;
+        try {
+            set_option(there, *o, text);
+        } catch (const Error& e) {
+            fail_usage("%s: %s", path.c_str(), e.what());
+        }
+        if (on_command_line.count(name)) {
+            overridden += format_text("%s --%s %s (there %s)", overridden.empty() ? "; the command line:" : ",",
+                                      o->name, value_text(c, *o).c_str(), value_text(there, *o).c_str());
+            continue;
+        }
+        if (!given.insert(name).second) fail_usage("%s: --%s stands there twice", path.c_str(), o->name);
+        c = there, count++;
+    }
+    if (prints)
+        std::printf("config: %s from %s%s\n", counted(int64_t(count), "option").c_str(), path.c_str(),
+                    overridden.c_str());
+}
+
+// One line for each option that differs from the run that wrote the checkpoint, as far as a resume allows it. then: its
+// options. Returns them as a Config.
+static Config print_changed_options(const Config& c, const Json& then) {
+    Config before = c;
+    for (const Option& o : option_table()) {
+        const Json* old = then.find(underscored(o.name));
+        if (!old || !is_inherited(o)) continue;
+        const std::string was = value_text(*old, o), now = value_text(with_absolute_paths(c), o);
+        const bool same = o.real ? old->number_value == c.*o.real : was == now;
+        if (same) continue;
+        const auto reason = c.given_up.find(o.name);
+        std::printf("resume: --%s is %s, was %s%s\n", o.name, is_automatic(o, now) ? "auto" : now.c_str(),
+                    is_automatic(o, was) ? "auto"
+                    : o.real             ? format_text("%.15g", old->number_value).c_str()
+                                         : was.c_str(),
+                    reason == c.given_up.end() ? "" : (": " + reason->second).c_str());
+        if (!is_automatic(o, was)) set_option(before, o, was);
+    }
+    return before;
+}
+
+// What a resumed run says about itself. checkpoint "": there was none.
+static void print_resume(const Config& c, const std::string& checkpoint, int64_t step) {
+    if (checkpoint.empty()) {
+        if (c.resume) std::printf("resume: nothing to resume under %s, this run starts at step 0\n", c.out.c_str());
+        return;
+    }
+    std::printf("resume: %s, step %lld\n", checkpoint.c_str(), (long long)step);
+    const Manifest manifest = read_manifest(checkpoint);
+    const Config before = print_changed_options(c, manifest.state.get("options", manifest.path));
+    const double is = learning_rate(c, step + 1), was = learning_rate(before, step + 1);
+    if (std::fabs(is - was) > 0.01 * std::max(is, was))
+        std::printf("resume: the learning rate of step %lld is %.2e, by the earlier options %.2e\n",
+                    (long long)step + 1, is, was);
+}
+
+// --from and --step: the checkpoint they name.
+static std::string chosen_checkpoint(const Config& c) {
+    if (c.from.empty()) fail_usage("--from is missing: the folder of a run, such as runs/tiny");
+    if (c.at_step == "last") return checkpoint_of(c.from, "--from");
+    const bool best = c.at_step == "best", is_number = c.at_step.find_first_not_of("0123456789") == std::string::npos;
+    if (!best && (c.at_step.empty() || c.at_step.size() > 18 || !is_number))
+        fail_usage("--step is '%s'; expected a step, or best, or last", c.at_step.c_str());
+    const bool is_checkpoint = file_exists(c.from + "/model.safetensors") || file_exists(c.from + "/manifest.json");
+    if (is_checkpoint)
+        fail("--step %s: %s is one checkpoint: leave --step out, or give the folder of its run", c.at_step.c_str(),
+             c.from.c_str());
+    const int64_t step = best ? best_step(c.from, complain) : std::atoll(c.at_step.c_str());
+    const std::string folder = checkpoint_folder(c.from, step);
+    std::string steps;
+    for (const int64_t other : checkpoint_steps(c.from)) steps = " " + std::to_string(other) + steps;
+    if (steps.empty()) steps = " none";
+    if (best && step < 0)
+        fail(
+            "--step best: none of the checkpoints of %s was validated, take one of:%s (a run validates what it saves "
+            "where --save-every is a multiple of --eval-every)",
+            c.from.c_str(), steps.c_str());
+    if (!file_exists(folder))
+        fail("--step %s: %s has no checkpoint of this step, only of:%s", c.at_step.c_str(), c.from.c_str(),
+             steps.c_str());
+    verify_model(folder, complain);
+    return folder;
+}
+
+// Puts the options of the trained model in a checkpoint over those given, which say where the vocabulary is, what to
+// sample and so on; but --seq-len and --branches stay, where they were given.
+static void read_trained_config(Config& c, const std::string& folder) {
+    const int64_t seq_len = c.seq_len;
+    const std::string branches = c.branches;
+    read_config_json(c, folder + "/config.json");
+    c.trained_seq_len = c.seq_len;
+    if (seq_len) c.seq_len = seq_len;
+    if (branches != "all") c.branches = branches;
+    if (c.vocab_dir.empty() && file_exists(folder + "/manifest.json")) {  // where training found it
+        const Manifest manifest = read_manifest(folder);
+        c.vocab_dir = manifest.state.get("options", manifest.path).string("vocab_dir", manifest.path);
+    }
+}
+
+struct TrainedModel {
+    std::string folder;
+    std::unique_ptr<SafeTensors> weights;
+};
+
+// The model that --from names; c gets its options. A run that goes on training removes old checkpoints (--keep): where
+// one goes while it is read here, the newest of then takes its place. Table: the list of a model's tensors.
+template <class Table>
+TrainedModel open_trained_model(Config& c) {
+    while (true) {
+        Config trained = c;
+        const std::string folder = chosen_checkpoint(c);
+        try {
+            read_trained_config(trained, folder);
+            TrainedModel model = {folder, open_weights(folder, Table(trained).specs)};
+            c = trained;
+            return model;
+        } catch (const Error&) {
+            if (c.at_step != "last" || folder == c.from || !is_gone(folder)) throw;
+        }
+    }
+}
+
+// The options that decided what the run behind a checkpoint was validated on.
+static Config trained_options(Config c, const std::string& checkpoint) {
+    if (!file_exists(checkpoint + "/manifest.json"))
+        fail("%s/manifest.json is missing, which says what the run was validated on: give shards to --val-data",
+             checkpoint.c_str());
+    const Manifest manifest = read_manifest(checkpoint);
+    const Json& then = manifest.state.get("options", manifest.path);
+    c.seed = then.integer("seed", manifest.path);
+    c.eval_batches = then.integer("eval_batches", manifest.path);
+    c.total_batch = then.integer("total_batch", manifest.path);
+    return c;
+}

@@ -1,0 +1,93 @@
+// decode_report.h: how fast `sample` decodes and what it reads of the caches, counted by the engine, beside NSA's
+// formula and full attention. Used by Decoder and print_sample() in train_nsa.cu.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+
+#include "../model/shape.h"
+#include "../base/util.h"
+
+// Keys that the token at position t reads by the paper's count, per layer and group, T = t + 1: T/d + n l' + w, where
+// no branch has more than T.
+inline double keys_by_formula(const NsaShape& s, int t) {
+    const double T = t + 1;
+    return s.full ? T : T / s.d + std::min(T, double(s.slc_count) * s.slc_block) + std::min(T, double(s.window));
+}
+
+// The means over the tokens that were decoded; keys are those of a layer and group.
+struct DecodeMeans {
+    double keys[BRANCHES], scored, all, formula, full;
+    double KiB, formula_KiB, full_KiB;  // of a layer, over its groups
+};
+
+template <class Dev>
+struct DecodeMeter {
+    Dev& dev;
+    const NsaShape shape;
+    const int64_t layers;
+    int64_t prompted = 0, tokens = 0;
+    double prompt_seconds = 0, seconds = 0, formula = 0, full = 0;  // the latter two summed over tokens
+    KeyReads reads;
+
+    DecodeMeter(Dev& device, const NsaShape& s, int64_t layers) : dev(device), shape(s), layers(layers) {}
+    DecodeMeter(const DecodeMeter&) = delete;
+    ~DecodeMeter() { stop(); }
+
+    // Times a call that reads `count` tokens from `position` on. The first call reads the prompt, in one pass.
+    struct Call {
+        DecodeMeter& meter;
+        const int position;
+        const size_t count;
+        const double begin = seconds_now();
+        Call(DecodeMeter& m, int position, size_t count) : meter(m), position(position), count(count) {
+            if (position > 0 && !meter.counting) meter.dev.count_reads(&meter.reads), meter.counting = true;
+        }
+        ~Call() {
+            (position > 0 ? meter.seconds : meter.prompt_seconds) += seconds_now() - begin;
+            (position > 0 ? meter.tokens : meter.prompted) += int64_t(count);
+            for (size_t i = 0; position > 0 && i < count; i++) {
+                meter.formula += keys_by_formula(meter.shape, position + int(i));
+                meter.full += double(position) + double(i) + 1;
+            }
+        }
+    };
+
+    DecodeMeans means() {
+        stop();
+        DecodeMeans m = {};
+        if (tokens == 0) return m;
+        const double places = double(tokens * layers * shape.B * shape.G),
+                     row = double(shape.G * shape.D) * sizeof(typename Dev::real) / 1024;  // KiB of a layer's keys
+        for (int i = 0; i < BRANCHES; i++) m.all += m.keys[i] = reads.keys[i] / places;
+        m.scored = reads.scored / places, m.formula = formula / double(tokens), m.full = full / double(tokens);
+        m.KiB = (2 * m.all + m.scored) * row, m.formula_KiB = 2 * m.formula * row, m.full_KiB = 2 * m.full * row;
+        return m;
+    }
+
+    // On stderr: stdout is the text's.
+    void print() {
+        const DecodeMeans m = means();
+        if (tokens == 0) return;
+        std::fflush(stdout);
+        std::fprintf(stderr,
+                     "decoding: %s in %.3g s, %.4g tokens/s, behind a prompt of %lld in %.3g s\n"
+                     "          read per token and layer       keys a group          KiB\n"
+                     "          counted %34.1f %12.1f",
+                     counted(tokens, "token").c_str(), seconds, double(tokens) / seconds, (long long)prompted,
+                     prompt_seconds, m.all, m.KiB);
+        if (!shape.full) {
+            std::fprintf(stderr, "   compressed %.1f, selected %.1f, window %.1f; %.1f scored again to choose blocks\n",
+                         m.keys[CMP], m.keys[SLC], m.keys[WIN], m.scored);
+            std::fprintf(stderr, "          formula, T/d + n l' + w %18.1f %12.1f", m.formula, m.formula_KiB);
+        }
+        std::fprintf(stderr, "\n          full attention %27.1f %12.1f\n", m.full, m.full_KiB);
+    }
+
+  private:
+    bool counting = false;
+    void stop() {
+        if (counting) dev.count_reads(nullptr);
+        counting = false;
+    }
+};

@@ -1,0 +1,186 @@
+// device.h: what a rank computes on: which engine, which GPU, how many threads, and why. Used by the verbs in
+// train_nsa.cu.
+#pragma once
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../base/errors.h"
+#include "../base/gpu_search.h"
+#include "../base/machine.h"
+#include "../base/processor.h"
+#include "options.h"
+#include "../base/util.h"
+
+// Chosen at the start of a run, which prints it.
+struct Device {
+    bool gpu = false;
+    int gpu_number = 0;     // among those that the rank sees: its own if the launcher has given it one
+    bool cpu_bf16 = false;  // the CPU engine rounds the inputs of its matrix products to bf16
+    int threads = 1;
+    std::string reason;
+};
+
+// A rank's share of its machine's processors. Where the launcher has bound ranks to processors of their own, all of
+// those. own: the usable processors of this process, list: which ones, as text.
+template <class World>
+int threads_of_rank(const World& world, int own, const std::string& list) {
+    if (world.size == 1) return own;
+    const std::vector<std::string> places = world.gather(world.host + " " + list);
+    int sharers = 0, neighbours = 0;
+    for (const std::string& place : places) {
+        sharers += place == places[size_t(world.rank)];
+        neighbours += place.substr(0, place.find(' ')) == world.host;
+    }
+    return std::max(1, own / (sharers == neighbours ? world.local_size : sharers));
+}
+
+// All ranks ask, because they answer each other here.
+template <class World>
+int threads_of_rank(const World& world) {
+    return threads_of_rank(world, usable_processors(), processor_list());
+}
+
+// Ranks on GPUs and ranks on CPUs cannot sum gradients together.
+template <class World>
+void require_same_kind_of_device(const Device& d, const World& world) {
+    if (world.size == 1) return;
+    const std::string mine = (d.gpu ? "GPU, because " : "CPU, because ") + d.reason;
+    const std::vector<std::string> all = world.gather(mine);
+    const auto differs = [&](const std::string& device) { return device.compare(0, 3, all[0], 0, 3) != 0; };
+    if (std::any_of(all.begin(), all.end(), differs))
+        require_same(world, "device: " + mine,
+                     "all ranks compute on GPUs or all on CPUs: make every rank see a GPU, or start all with "
+                     "--device cpu");
+}
+
+// Makes OpenMP start its threads now, while an error can say what was asked for: where the system gives it none, OpenMP
+// ends the program by itself. So first as many threads are started and ended as it will want.
+inline void start_threads(int count) {
+    std::mutex held;
+    std::vector<std::thread> threads;
+    std::string error;
+    {
+        const std::lock_guard<std::mutex> until_all_are_there(held);
+        try {
+            for (int i = 1; i < count; i++) threads.emplace_back([&] { const std::lock_guard<std::mutex> wait(held); });
+        } catch (const std::exception& e) {
+            error = error_text(e);
+        }
+    }
+    for (std::thread& thread : threads) thread.join();
+    if (!error.empty())
+        fail(
+            "%d CPU threads were asked for and the system starts only %zu: %s%s; choose a smaller --threads, or raise "
+            "the limit on threads (ulimit -u) or memory",
+            count, threads.size() + 1, error.c_str(), memory_limit_text().c_str());
+#ifdef _OPENMP
+#pragma omp parallel num_threads(count)
+    {}
+#endif
+}
+
+// --resume on another machine: options of the run that this one cannot honour give way, and c.given_up keeps the reason
+// for the line that says so. What was given with --resume is refused instead. share: this rank's processors.
+inline void drop_unsupported_options(Config& c, const std::set<std::string>& given, int share, const GpuSearch& gpus) {
+    const auto give_up = [&](const char* name, auto& field, const auto& instead, const std::string& reason) {
+        if (given.count(name) || field == instead) return;
+        field = instead, c.given_up[name] = reason;
+    };
+    if (c.device == "cuda" && gpus.count == 0) give_up("device", c.device, "auto", why_no_gpu(gpus));
+    if (c.device != "cpu" && gpus.count > 0) {
+        give_up("cpu-dtype", c.cpu_dtype, "fp32", "the run is on a GPU now");
+    } else {
+        give_up("selected-kernels", c.selected_kernels, "auto", "the run is on the CPU now");
+    }
+    if (c.threads > share) give_up("threads", c.threads, 0, format_text("this rank has %d processors", share));
+}
+
+// OMP_NUM_THREADS, of which a list's first number counts, or `share`, the processors of this rank, where it is not set.
+// More threads than processors wait for each other in every loop.
+inline int threads_of_variable(int share) {
+    const char* const text = std::getenv("OMP_NUM_THREADS");
+    if (!text || !*text) return share;
+    char* end = nullptr;
+    const long asked = std::strtol(text, &end, 10);
+    if (end == text || (*end && *end != ',') || asked < 1)
+        fail_usage("OMP_NUM_THREADS is '%s'; expected a number of threads, such as %d here, or unset it", text, share);
+    if (asked > share)
+        complain(format_text("OMP_NUM_THREADS is %ld, and this rank has %s: it starts no more threads than that", asked,
+                             counted(share, "processor").c_str()));
+    return int(std::min<long>(asked, share));
+}
+
+// The device of the options --device, --cpu-dtype and --threads on this machine. share: this rank's processors.
+inline Device device_of(const Config& c, int share, const GpuSearch& gpus) {
+    Device d;
+    d.threads = c.threads ? int(c.threads) : threads_of_variable(share);
+    omp_set_num_threads(d.threads);
+    start_threads(d.threads);
+    const std::string none = why_no_gpu(gpus);
+    if (c.device == "cuda" && gpus.count == 0) fail_usage("--device cuda: %s; use --device cpu or auto", none.c_str());
+    d.gpu = c.device != "cpu" && gpus.count > 0;
+    d.reason = c.device != "auto" ? "--device " + c.device : d.gpu ? "there is a GPU" : none;
+    if (c.cpu_dtype == "bf16" && d.gpu)
+        fail_usage("--cpu-dtype bf16 is for the CPU engine and this run is on a GPU; leave it out or add --device cpu");
+    if (c.selected_kernels != "auto" && !d.gpu)
+        fail_usage("--selected-kernels %s is for GPUs and this run is on the CPU (%s); leave it out",
+                   c.selected_kernels.c_str(), none.c_str());
+    if (!c.profile_steps.empty() && !d.gpu)
+        fail_usage("--profile-steps %s is for a profiler of GPUs and this run is on the CPU (%s); leave it out",
+                   c.profile_steps.c_str(), none.c_str());
+    d.cpu_bf16 = c.cpu_dtype == "bf16" && HAVE_BF16;
+    if (c.cpu_dtype == "bf16" && !HAVE_BF16)
+        d.reason +=
+            "; fp32, because --cpu-dtype bf16 needs AVX512_BF16, which the processor of this build does not have";
+    return d;
+}
+
+// The device of this rank. All ranks ask.
+template <class World>
+Device choose_device(const Config& c, const World& world, const GpuSearch& gpus) {
+    Device d = device_of(c, threads_of_rank(world), gpus);
+    if (d.gpu) d.gpu_number = world.local_rank % gpus.count;
+    require_same_kind_of_device(d, world);
+    return d;
+}
+
+// How gradients get from rank to rank.
+struct GradientPath {
+    bool by_nccl = false;
+    std::string text;  // for the run's first lines
+};
+
+// All ranks ask. gpu: its name and bus, such as "GPU 0 (NVIDIA H200)" and "0000:4b:00.0"; "" on a CPU.
+template <class World>
+GradientPath choose_path(World& world, const std::string& gpu, const std::string& bus) {
+    world.device_sharers = gpu.empty() ? world.local_size : 1;
+    if (world.size == 1) return {};
+    if (gpu.empty() && !world.has_mpi)
+        throw SharedError(format_text("%d ranks were started by %s, without MPI, and only NCCL between GPUs serves "
+                                      "such ranks: this run computes on CPUs, so start it with mpirun -np %d "
+                                      "./train_nsa ...",
+                                      world.size, world.launcher.c_str(), world.size),
+                          2);
+    if (gpu.empty()) return {false, "by MPI"};
+    const std::vector<std::string> all = world.gather(world.host + " " + bus);
+    std::map<std::string, int> ranks_on;
+    for (const std::string& place : all) ranks_on[place]++;
+    world.device_sharers = ranks_on[all[size_t(world.rank)]];
+    const std::string shares =
+        format_text("%d ranks share %s", world.device_sharers, world.device_sharers > 1 ? gpu.c_str() : "a GPU");
+    const bool shared = ranks_on.size() < all.size();
+    if (shared && !world.has_mpi)
+        throw SharedError(shares + ", and NCCL needs a GPU for each: start them with mpirun, or fewer");
+    if (shared) return {false, "by MPI through the host, because " + shares + "; one rank a GPU is faster"};
+#ifdef USE_NCCL
+    return {true, "by NCCL"};
+#else
+    return {false, "by MPI through the host, because this build has no NCCL"};
+#endif
+}

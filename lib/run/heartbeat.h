@@ -1,0 +1,76 @@
+// heartbeat.h: one JSON line for every step, appended to a file for whoever watches the run from outside, and for the
+// other ranks where one of them stands still. The watchdog writes it.
+#pragma once
+#include <cerrno>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include "../base/files.h"
+#include "../base/system.h"
+#include "../base/util.h"
+
+class Heartbeat {
+    std::string path;
+    int rank, file = -1;
+    bool warned = false;
+
+    // A file that cannot be written is reported once and does not stop the run.
+    void warn() {
+        if (!warned)  // not by complain(), which would wait for whoever holds stdout
+            std::fprintf(stderr, "train_nsa: warning: cannot write the heartbeat file %s: %s; training goes on\n",
+                         path.c_str(), std::strerror(errno));
+        warned = true;
+    }
+    // In one piece, so that lines of two threads do not mix.
+    void append(const std::string& line) {
+        if (file >= 0 && write(file, line.data(), line.size()) != ssize_t(line.size())) warn();
+    }
+
+  public:
+    Heartbeat(const std::string& file_path, int my_rank) : path(file_path), rank(my_rank) {
+        file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0666);
+        if (file < 0) warn();
+    }
+    ~Heartbeat() {
+        if (file >= 0) close(file);
+    }
+    Heartbeat(const Heartbeat&) = delete;
+    Heartbeat& operator=(const Heartbeat&) = delete;
+
+    void step_done(int64_t step, const char* phase, double seconds, double loss) {
+        const std::string loss_text = std::isfinite(loss) ? format_text("%.6f", loss) : "null";
+        append(format_text(
+            "{\"time\":%.3f,\"rank\":%d,\"step\":%lld,\"phase\":\"%s\",\"ms\":%.2f,\"loss\":%s,\"memory_mib\":%.1f}\n",
+            unix_time(), rank, (long long)step, phase ? phase : "start", seconds * 1000, loss_text.c_str(),
+            resident_bytes() / (1 << 20)));
+    }
+    // In the middle of a step: everything of this rank is there, and others' is missing.
+    void waits(int64_t step) {
+        append(
+            format_text("{\"time\":%.3f,\"rank\":%d,\"waiting_in_step\":%lld}\n", unix_time(), rank, (long long)step));
+    }
+
+    // Whose files, beside this one, end before this step's wait: "ranks 1, 3 have"; "" where that cannot be told.
+    std::string ranks_behind(int ranks, int64_t step) const {
+        const size_t number = path.rfind(std::to_string(rank));
+        std::string list;
+        int count = 0;
+        for (int r = 0; r < ranks && number != std::string::npos; r++) {
+            std::string other = path;
+            const std::string line = last_line(other.replace(number, std::to_string(rank).size(), std::to_string(r)));
+            long long at = -1;
+            const size_t waits = line.find("\"waiting_in_step\":"), done = line.find("\"step\":");
+            if (waits != std::string::npos) std::sscanf(line.c_str() + waits, "\"waiting_in_step\":%lld", &at);
+            else if (done != std::string::npos && std::sscanf(line.c_str() + done, "\"step\":%lld", &at) == 1) at--;
+            if (r == rank || line.empty() || at >= step) continue;
+            list += (count++ ? ", " : "") + std::to_string(r);
+        }
+        return count == 0 ? "" : (count == 1 ? "rank " : "ranks ") + list + (count == 1 ? " has" : " have");
+    }
+};

@@ -1,0 +1,718 @@
+// options.h: what the user can set. One table makes parsing, validation, --help and the run's manifest. Used by
+// train_nsa.cu; options in files are in config_files.h, the printing of --help in help.h.
+#pragma once
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <set>
+#include <sstream>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <unistd.h>
+
+#include "../data/data_sets.h"
+#include "../base/files.h"
+#include "../base/util.h"
+#include "../model/schedule.h"
+
+struct Config {
+    std::string verb = "train";
+    // the model; 0 and "" mean: as the preset has it
+    std::string model, attention, branches, tokenizer, init, init_from;
+    int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0,
+            slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0;
+    int64_t vocab_size = 0;  // follows from the tokenizer
+    int end_of_text() const { return tokenizer == "gpt2" ? 50256 : 0; }
+    // data
+    std::string data, val_data, vocab_dir, hellaswag;
+    // the optimiser
+    int64_t batch = 0, seq_len = 0, trained_seq_len = 0, total_batch = 0, recompute = 0, steps = 0, warmup = 0,
+            seed = 0;
+    int64_t zero = 0;
+    double bucket_mb = 0, skip_outliers = 0;
+    std::string grad_reduce;
+    double lr = 0, lr_final = 0, weight_decay = 0, grad_clip = 0;
+    std::string schedule;
+    // the run
+    int64_t eval_every = 0, eval_batches = 0, log_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0,
+            keep = 0, keep_every = 0, threads = 0;
+    double stall_timeout = 0;
+    std::string out, config, device, cpu_dtype, selected_kernels, dump_state, profile_steps;
+    bool resume = false, help = false, version = false, tensorboard = false, allow_new_data = false;
+    std::map<std::string, std::string> given_up;  // --resume: options that this machine cannot honour, and why
+    // sampling and evaluation
+    std::string from, to, prompt, html, json, items;
+    std::vector<std::string> runs;  // every --from, in order
+    std::vector<std::string> prompt_file, text;
+    bool interactive = false, past_end = false, stats = false;
+    std::string at_step;  // --step
+    double temperature = 0, top_p = 0;
+    int64_t top_k = 0, tokens = 0, from_token = 0;
+    // tokenize
+    std::vector<std::string> in;
+    double val_fraction = 0;
+    int64_t shard_tokens = 0, skip_bad_lines = 0;
+    std::string split_documents, text_key;
+};
+
+enum Verb : unsigned {
+    TRAIN = 1,
+    TOKENIZE = 2,
+    SAMPLE = 4,
+    EVAL = 8,
+    CHECK_VERB = 16,
+    EXPORT = 32,
+    IMPORT = 64,
+    REPORT = 128,
+    INSPECT = 256,
+    EVERY_VERB = 511
+};
+
+// The values that an option takes: a range of numbers, words "a|b|c", or, where there is neither, any text.
+struct Values {
+    double low = 0, high = 0;
+    const char* choices = nullptr;
+
+    Values(const char* choices) : choices(choices) {}
+};
+static const Values ANY(nullptr);
+inline Values between(double low, double high) {
+    Values v = ANY;
+    v.low = low, v.high = high;
+    return v;
+}
+
+struct Option {
+    const char* name;
+    unsigned verbs;
+    const char* default_text;  // "preset" and "auto" are worked out later
+    double low, high;
+    const char *help, *choices;
+    // Where its value is; one of these.
+    int64_t Config::*integer = nullptr;
+    double Config::*real = nullptr;
+    std::string Config::*text = nullptr;
+    bool Config::*flag = nullptr;
+    std::vector<std::string> Config::*list = nullptr;
+
+    template <class T>
+    Option(const char* name, unsigned verbs, T Config::*field, const char* default_text, Values values,
+           const char* help)
+        : name(name),
+          verbs(verbs),
+          default_text(default_text),
+          low(values.low),
+          high(values.high),
+          help(help),
+          choices(values.choices) {
+        if constexpr (std::is_same_v<T, int64_t>) integer = field;
+        else if constexpr (std::is_same_v<T, double>) real = field;
+        else if constexpr (std::is_same_v<T, std::string>) text = field;
+        else if constexpr (std::is_same_v<T, bool>) flag = field;
+        else list = field;
+    }
+};
+
+inline const std::vector<Option>& option_table() {
+    constexpr double K = 1e3, M = 1e6, T = 1e12;
+    static const std::vector<Option> table = {
+        // the model; the letters are those of dev/MODEL.md and the paper
+        {"model", TRAIN, &Config::model, "tiny", "tiny|125m", "preset for the options whose default is 'preset'"},
+        {"attention", TRAIN, &Config::attention, "nsa", "nsa|full", "full: dense causal attention, the baseline"},
+        {"branches", TRAIN | EVAL, &Config::branches, "all", "all|cmp,slc|cmp,win|slc,win|cmp|slc|win",
+         "leaves the other branches' gates at 0, for comparisons; eval: all means those of the training"},
+        {"layers", TRAIN, &Config::layers, "preset", between(1, K), "transformer layers"},
+        {"dim", TRAIN, &Config::dim, "preset", between(1, 64 * K), "width of the residual stream, C"},
+        {"heads", TRAIN, &Config::heads, "preset", between(1, K), "query heads, H"},
+        {"kv-groups", TRAIN, &Config::kv_groups, "preset", between(1, K),
+         "groups of heads that share keys and values, G; divides --heads"},
+        {"head-dim", TRAIN, &Config::head_dim, "preset", between(2, 512), "dimension of a head, D; even"},
+        {"cmp-block", TRAIN, &Config::cmp_block, "preset", between(1, 4096), "tokens of a compressed block, l"},
+        {"cmp-stride", TRAIN, &Config::cmp_stride, "preset", between(1, 4096),
+         "tokens between compressed blocks, d; divides --cmp-block and --slc-block"},
+        {"slc-block", TRAIN, &Config::slc_block, "preset", between(1, 4096), "tokens of a selection block, l'"},
+        {"slc-count", TRAIN, &Config::slc_count, "preset", between(3, 4096),
+         "selected blocks per query and group, n; the first, the last two are always among them"},
+        {"window", TRAIN, &Config::window, "preset", between(1, M),
+         "keys of the sliding window, w; the query's own included"},
+        {"phi-hidden", TRAIN, &Config::phi_hidden, "preset", between(1, 64 * K),
+         "hidden width of the block compressor, F"},
+        {"mlp-hidden", TRAIN, &Config::mlp_hidden, "preset", between(1, 256 * K), "hidden width of the MLP"},
+        {"init-from", TRAIN, &Config::init_from, "", ANY,
+         "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the model's options are "
+         "taken from there"},
+        {"init", TRAIN, &Config::init, "preset", "standard|random",
+         "standard: GPT-2's deviation of 0.02; random: 1/sqrt(inputs) for it, and every tensor drawn: for narrow "
+         "models and for comparisons"},
+        // data
+        {"data", TRAIN, &Config::data, "synthetic", ANY,
+         "training shards, a glob in quotes, or several with weights, 'a_*.bin:3,b_*.bin:1', which are mixed exactly; "
+         "or "
+         "synthetic: the built-in corpus"},
+        {"val-data", TRAIN | EVAL, &Config::val_data, "", ANY,
+         "validation shards, a glob in quotes, or several by name, 'web=a_*.bin,code=b_*.bin', of which the first "
+         "decides; "
+         "or synthetic: of the built-in corpus"},
+        {"hellaswag", TRAIN | EVAL, &Config::hellaswag, "", ANY,
+         "multiple choice: HellaSwag's .jsonl, llm.c's .bin of it, or any file of these forms; in training with every "
+         "validation"},
+        {"tokenizer", TRAIN | TOKENIZE, &Config::tokenizer, "preset", "bytes|gpt2",
+         "vocabulary: 256 bytes, or GPT-2's 50257 tokens; tokenize without it: gpt2"},
+        {"vocab-dir", EVERY_VERB & ~IMPORT, &Config::vocab_dir, "", ANY,
+         "folder with vocab.bpe + encoder.json, a .tiktoken file or gpt2_tokenizer.bin"},
+        // the optimiser
+        {"batch", TRAIN | EVAL, &Config::batch, "auto", between(1, 64 * K), "sequences per rank and micro-step"},
+        {"seq-len", TRAIN | EVAL, &Config::seq_len, "preset", between(1, M),
+         "tokens per sequence, T; in eval without it the trained length"},
+        {"total-batch", TRAIN, &Config::total_batch, "preset", between(1, 1e10),
+         "tokens per optimiser step, over all ranks and micro-steps; without it near the preset's, in whole "
+         "micro-batches; 125m on a CPU: one sequence per rank"},
+        {"recompute", TRAIN, &Config::recompute, "0", between(0, 2),
+         "activations kept: 0 all, 1 not the cheap elementwise ones, 2 only each layer's input; same results, less "
+         "memory"},
+        {"steps", TRAIN, &Config::steps, "preset", between(0, T), "optimiser steps"},
+        {"lr", TRAIN, &Config::lr, "preset", between(0, 10), "highest learning rate"},
+        {"warmup", TRAIN, &Config::warmup, "preset", between(0, T), "steps of linear warm-up"},
+        {"schedule", TRAIN, &Config::schedule, "cosine", "cosine|linear|constant|wsd",
+         "after warm-up; wsd: constant, then linear over the last fifth"},
+        {"lr-final", TRAIN, &Config::lr_final, "0.1", between(0, 1), "the schedule ends at this fraction of --lr"},
+        {"weight-decay", TRAIN, &Config::weight_decay, "0.1", between(0, 10),
+         "of matrices; norms and biases have none"},
+        {"grad-clip", TRAIN, &Config::grad_clip, "1.0", between(0, T),
+         "largest global L2 norm of the gradient; 0: no clipping"},
+        {"skip-outliers", TRAIN, &Config::skip_outliers, "0", between(0, 11),
+         "no update where the loss or the gradient's norm lies more than this many standard deviations above the last "
+         "128 steps, of which it is one, so at most 11.2; 0: never"},
+        // ranks
+        {"bucket-mb", TRAIN, &Config::bucket_mb, "25", between(0.001, 4096),
+         "megabytes of fp32 gradients that are reduced at a time, while the backward pass goes on"},
+        {"grad-reduce", TRAIN, &Config::grad_reduce, "fp32", "fp32|bf16",
+         "format in which gradients travel between ranks"},
+        {"zero", TRAIN, &Config::zero, "0", between(0, 1),
+         "1: optimiser state (moments, fp32 master weights) is shared out over the ranks"},
+        // the run
+        {"seed", TRAIN | SAMPLE, &Config::seed, "1337", between(0, 9e15), "of weights, data order and samples"},
+        {"eval-every", TRAIN, &Config::eval_every, "preset", between(0, T),
+         "steps between validations; 0: only at the end"},
+        {"eval-batches", TRAIN | EVAL, &Config::eval_batches, "8", between(1, M),
+         "validation tokens, in units of --total-batch; in eval of --batch sequences, where all is the default"},
+        {"log-every", TRAIN, &Config::log_every, "auto", between(1, T),
+         "steps between the lines printed; auto: a line a second at most; the first, the last and those that changed "
+         "no "
+         "weight have theirs always, and the logs have all"},
+        {"sample-every", TRAIN, &Config::sample_every, "0", between(0, T), "steps between samples; 0: only at the end"},
+        {"sample-tokens", TRAIN, &Config::sample_tokens, "256", between(0, M), "tokens of such a sample; 0: none"},
+        {"prompt", TRAIN | SAMPLE, &Config::prompt, "", ANY, "text to continue; none: a new document"},
+        {"save-every", TRAIN, &Config::save_every, "preset", between(0, T),
+         "steps between checkpoints; 0: only at the end, whatever ends the run"},
+        {"keep", TRAIN, &Config::keep, "0", between(0, M),
+         "newest checkpoints to keep, beside the one with the lowest validation loss; 0: all"},
+        {"keep-every", TRAIN, &Config::keep_every, "0", between(0, T),
+         "checkpoints of steps divisible by this are kept for ever; 0: none"},
+        {"stall-timeout", TRAIN, &Config::stall_timeout, "180", between(0, M),
+         "seconds without any progress on a rank after which the run ends; 0: wait for ever"},
+        {"out", TRAIN | TOKENIZE, &Config::out, "auto", ANY,
+         "folder of the run; of tokenize: prefix of the shards, which has to be given"},
+        {"resume", TRAIN, &Config::resume, "off", ANY,
+         "continue from the newest checkpoint under --out; --resume RUN is --resume --out RUN"},
+        {"allow-new-data", TRAIN, &Config::allow_new_data, "off", ANY,
+         "a resume may go on with other shards than the checkpoint's, in a new order, and says what has changed"},
+        {"config", TRAIN, &Config::config, "", ANY,
+         "JSON file of options: the run.json of a run, of which all but --out count, or one by hand, {\"lr\": 1e-3, "
+         "...}; the command line goes before it"},
+        {"tensorboard", TRAIN, &Config::tensorboard, "off", ANY,
+         "the numbers of log.jsonl go into TensorBoard's event files too, beside it"},
+        {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB | INSPECT, &Config::device, "auto", "auto|cpu|cuda",
+         "auto: a GPU if there is one"},
+        {"cpu-dtype", TRAIN | SAMPLE | EVAL | INSPECT, &Config::cpu_dtype, "fp32", "fp32|bf16",
+         "of the CPU engine; bf16: the inputs of its matrix products are rounded to bf16, the sums stay fp32; needs "
+         "AVX512_BF16"},
+        {"selected-kernels", TRAIN, &Config::selected_kernels, "auto", "auto|tiles|gather",
+         "of a GPU's selected branch; auto: by sequence length and by how many blocks neighbouring tokens choose "
+         "together"},
+        {"threads", EVERY_VERB & ~(EXPORT | IMPORT), &Config::threads, "auto", between(1, 1024),
+         "CPU threads of this rank; auto: OMP_NUM_THREADS where it is set, else its share of the machine's cores"},
+        {"dump-state", TRAIN, &Config::dump_state, "", ANY,
+         "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and "
+         "end"},
+        {"profile-steps", TRAIN, &Config::profile_steps, "", ANY,
+         "steps of a GPU to look at, such as 20-29: they stand between cudaProfilerStart and cudaProfilerStop"},
+        // the other verbs
+        {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT, &Config::from, "", ANY,
+         "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several "
+         "laid over each other"},
+        {"step", SAMPLE | EVAL | EXPORT | INSPECT, &Config::at_step, "last", ANY,
+         "which of the run's checkpoints: that of this step; best: with the lowest validation loss; last: the newest "
+         "that is whole"},
+        {"items", EVAL, &Config::items, "", ANY,
+         "file to write: of --hellaswag a line of JSON for each item, with what was chosen and the loss of every "
+         "ending"},
+        {"to", EXPORT | IMPORT, &Config::to, "", ANY, "folder to write: a new or an empty one"},
+        {"html", REPORT | INSPECT, &Config::html, "", ANY,
+         "page to write; without it the report is text on the terminal"},
+        {"json", INSPECT, &Config::json, "", ANY, "file to write: what the page shows"},
+        {"text", EVAL | INSPECT, &Config::text, "", ANY,
+         "files of text as it is, or .jsonl; - for stdin; inspect shows one, eval measures each"},
+        {"from-token", INSPECT, &Config::from_token, "0", between(0, T),
+         "token of --text to begin at, where it holds more than a page shows"},
+        {"prompt-file", SAMPLE, &Config::prompt_file, "", ANY,
+         "files with a prompt each, or of .jsonl one in each line's \"text\"; - for stdin"},
+        {"interactive", SAMPLE, &Config::interactive, "off", ANY,
+         "continue each line of stdin in turn; what was said before stays the beginning, up to the model's --seq-len"},
+        {"tokens", SAMPLE, &Config::tokens, "256", between(0, M), "tokens to write at most"},
+        {"stats", SAMPLE, &Config::stats, "off", ANY,
+         "tokens per second, and what each token read of the caches, on stderr"},
+        {"past-end", SAMPLE, &Config::past_end, "off", ANY, "go on behind an end-of-text, in place of ending there"},
+        {"temperature", TRAIN | SAMPLE, &Config::temperature, "0.8", between(0, 100), "0: always the likeliest token"},
+        {"top-k", TRAIN | SAMPLE, &Config::top_k, "0", between(0, M), "choose among the k likeliest tokens; 0: all"},
+        {"top-p", TRAIN | SAMPLE, &Config::top_p, "1", between(0, 1),
+         "choose among the likeliest tokens of this total probability"},
+        {"in", TOKENIZE, &Config::in, "", ANY,
+         "text: files .txt (one document each) or .jsonl (an object a line); folders, with all such files under them; "
+         "patterns; - for stdin"},
+        {"text-key", TOKENIZE, &Config::text_key, "text", ANY, "key of the text in a line of .jsonl"},
+        {"skip-bad-lines", TOKENIZE, &Config::skip_bad_lines, "0", between(0, T),
+         "so many lines of .jsonl without such a text are passed over, and counted; one more is an error"},
+        {"val-fraction", TOKENIZE, &Config::val_fraction, "0.01", between(0, 1),
+         "share of the tokens that goes to the validation shards"},
+        {"shard-tokens", TOKENIZE, &Config::shard_tokens, "100000000", between(1, 2e9), "tokens per shard"},
+        {"split-documents", TOKENIZE, &Config::split_documents, "", ANY, "text that separates documents inside a .txt"},
+        {"help", EVERY_VERB, &Config::help, "off", ANY, "this text"},
+        {"version", EVERY_VERB, &Config::version, "off", ANY, "what was built: version, compiler, engines; and end"},
+    };
+    return table;
+}
+
+struct Preset {
+    const char* name;
+    int64_t layers, dim, heads, kv_groups, head_dim, cmp_block, cmp_stride, slc_block, slc_count, window, phi_hidden,
+        mlp_hidden;
+    const char *init, *tokenizer;
+    int64_t batch, seq_len, total_batch, steps, warmup, eval_every, save_every;
+    double lr;
+};
+// tiny learns the synthetic corpus in two minutes on two cores; 125m is the model of the paper's kind, of GPT-2 small's
+// size.
+// clang-format off
+static const Preset PRESETS[] = {
+    // name  L   C    H   G  D   l   d   l'  n   w    F    M     init        vocab   B   T     total   steps  warm
+    //       eval  save  lr
+    {"tiny", 2,  128, 4,  2, 32, 8,  4,  16, 6,  16,  32,  512,  "random",   "bytes", 8, 256,  2048,   2100,  20,
+             100,  0,    2e-3},
+    {"125m", 12, 768, 12, 2, 64, 32, 16, 64, 16, 512, 128, 3072, "standard", "gpt2", 16, 2048, 524288, 19000, 700,
+             250,  1000, 6e-4},
+};
+// clang-format on
+
+struct VerbName {
+    const char* name;
+    Verb verb;
+    const char* help;
+};
+static const VerbName VERBS[] = {
+    {"train", TRAIN, "train a model (this is the verb when none is given)"},
+    {"tokenize", TOKENIZE, "turn text into token shards: --in FILE... --out PREFIX"},
+    {"sample", SAMPLE, "continue a prompt: --from RUN_DIR --prompt TEXT"},
+    {"eval", EVAL, "loss, perplexity and bits per byte: --from RUN_DIR --val-data GLOB, or --text FILE..."},
+    {"export", EXPORT, "a folder for Hugging Face's transformers: --from RUN_DIR --to DIR"},
+    {"import", IMPORT, "such a folder as a run to begin from: --from DIR --to RUN_DIR"},
+    {"report", REPORT, "loss curves and numbers of a run, or of several: --from RUN_DIR [--html FILE]"},
+    {"inspect", INSPECT, "which blocks a model selects in a text: --from RUN_DIR --text FILE --html FILE"},
+    {"check", CHECK_VERB, "what this build and machine have, and a gradient self-test"},
+};
+
+// Null where no verb has this name.
+inline const VerbName* verb_named(const std::string& name) {
+    const auto found =
+        std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return name == v.name; });
+    return found == std::end(VERBS) ? nullptr : found;
+}
+
+inline const char* verb_name(Verb verb) {
+    return std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return v.verb == verb; })->name;
+}
+
+inline const Option& option_named(const std::string& name) {
+    return *std::find_if(option_table().begin(), option_table().end(), [&](const Option& o) { return name == o.name; });
+}
+
+// "seq-len" as JSON files spell it.
+inline std::string underscored(std::string name) {
+    std::replace(name.begin(), name.end(), '-', '_');
+    return name;
+}
+
+inline std::string value_text(const Config& c, const Option& o) {
+    if (o.integer) return std::to_string(c.*o.integer);
+    if (o.real) return format_text("%.15g", c.*o.real);
+    if (o.text) return c.*o.text;
+    if (o.flag) return c.*o.flag ? "on" : "off";
+    std::string all;
+    for (const std::string& s : c.*o.list) all += (all.empty() ? "" : " ") + s;
+    return all;
+}
+
+inline std::string range_text(const Option& o) {
+    if (o.integer || o.real) return format_text("%s %.7g..%.7g", o.integer ? "integer" : "number", o.low, o.high);
+    if (o.choices) return o.choices;
+    return o.flag ? "flag" : o.list ? "text..." : "text";
+}
+
+inline bool is_choice(const std::string& word, const std::string& choices) {
+    return ("|" + choices + "|").find("|" + word + "|") != std::string::npos && word.find('|') == std::string::npos;
+}
+
+inline void set_option(Config& c, const Option& o, const std::string& value) {
+    if (o.flag) {
+        if (!is_choice(value, "on|off|1|0"))
+            fail_usage("--%s is '%s'; it is a flag: give it without a value, or 0 for off", o.name, value.c_str());
+        c.*o.flag = value == "on" || value == "1";
+    } else if (o.list) {
+        (c.*o.list).push_back(value);
+    } else if (o.text) {
+        if (o.text == &Config::from) c.runs.push_back(value);
+        if (o.choices && !is_choice(value, o.choices))
+            fail_usage("--%s is '%s'; expected one of %s", o.name, value.c_str(), o.choices);
+        c.*o.text = value;
+    } else {
+        char* end = nullptr;
+        const double number = std::strtod(value.c_str(), &end);  // takes more: hexadecimal, nan, blanks in front
+        const bool decimal =
+            value.find_first_not_of(o.integer ? "-0123456789" : "+-.0123456789eE") == std::string::npos;
+        if (value.empty() || *end || !decimal || !(number >= o.low && number <= o.high))
+            fail_usage("--%s is '%s'; expected %s in %.15g..%.15g", o.name, value.c_str(),
+                       o.integer ? "an integer, in decimal digits," : "a number", o.low, o.high);
+        if (o.integer) c.*o.integer = int64_t(number);
+        else c.*o.real = number;
+    }
+}
+
+// What people type who come from other programs.
+static const struct {
+    const char *typed, *option;
+} OTHER_NAMES[] = {
+    {"learning-rate", "lr"},
+    {"min-lr", "lr-final"},
+    {"lr-decay-style", "schedule"},
+    {"lr-scheduler-type", "schedule"},
+    {"warmup-iters", "warmup"},
+    {"warmup-steps", "warmup"},
+    {"wd", "weight-decay"},
+    {"clip-grad", "grad-clip"},
+    {"max-grad-norm", "grad-clip"},
+    {"batch-size", "batch"},
+    {"micro-batch-size", "batch"},
+    {"global-batch-size", "total-batch"},
+    {"gradient-accumulation-steps", "total-batch"},
+    {"block-size", "seq-len"},
+    {"context-length", "seq-len"},
+    {"max-length", "seq-len"},
+    {"max-steps", "steps"},
+    {"max-iters", "steps"},
+    {"num-iterations", "steps"},
+    {"eval-interval", "eval-every"},
+    {"save-interval", "save-every"},
+    {"n-layer", "layers"},
+    {"n-head", "heads"},
+    {"n-embd", "dim"},
+    {"hidden-size", "dim"},
+    {"window-size", "window"},
+    {"train-data", "data"},
+    {"dataset", "data"},
+    {"dtype", "cpu-dtype"},
+    {"num-threads", "threads"},
+    {"output", "out"},
+    {"output", "to"},
+    {"output-dir", "out"},
+    {"out-dir", "out"},
+    {"input", "data"},
+    {"input", "in"},
+    {"input", "text"},
+    {"checkpoint", "from"},
+    {"ckpt", "from"},
+    {"max-tokens", "tokens"},
+    {"max-new-tokens", "tokens"},
+    {"num-samples", "seed"},  // one sample for each seed
+    {"temp", "temperature"},
+};
+
+// Another program's name for an option of this verb, or our own name as JSON files spell it; "" where there is none.
+inline std::string familiar_option(std::string word, Verb verb) {
+    std::replace(word.begin(), word.end(), '_', '-');
+    for (const Option& o : option_table()) {
+        if (!(o.verbs & verb)) continue;
+        if (word == o.name) return word;
+        for (const auto& other : OTHER_NAMES)
+            if (word == other.typed && !std::strcmp(o.name, other.option)) return o.name;
+    }
+    return "";
+}
+
+// where: what stands before the message.
+[[noreturn]] static void fail_unknown_option(const std::string& name, Verb verb, const std::string& where) {
+    const std::string meant = familiar_option(name, verb);
+    if (!meant.empty())
+        fail_usage("%s--%s is no option; did you mean --%s?", where.c_str(), name.c_str(), meant.c_str());
+    fail_usage("%s--%s is no option (--help lists them)", where.c_str(), name.c_str());
+}
+
+// A word that is neither an option nor a value. option: the last one before it, without --, or "".
+[[noreturn]] static void fail_stray_word(const std::string& word, const std::string& option) {
+    if (verb_named(word))
+        fail_usage("'%s' is a verb, which comes first: ./train_nsa %s ...", word.c_str(), word.c_str());
+    const bool takes_files = option == "data" || option == "val-data" || option == "in";
+    if (takes_files && access(word.c_str(), F_OK) == 0)
+        fail_usage(
+            "'%s' is no option, but a file behind --%s: has the shell put the names of files in place of a pattern? "
+            "Put it in quotes, as in --%s 'data/*.%s'",
+            word.c_str(), option.c_str(), option.c_str(), option == "in" ? "txt" : "bin");
+    fail_usage("'%s' is no option; options begin with -- (--help lists them)", word.c_str());
+}
+
+// The option that a word without one is the value of: the folder of a run behind a verb that reads one, or behind
+// --resume. "": none.
+inline std::string option_of_folder(const std::string& word, Verb verb, const std::string& last,
+                                    const std::set<std::string>& given) {
+    const bool is_file = access(word.c_str(), F_OK) == 0 && access((word + "/.").c_str(), F_OK) != 0;
+    if (word.empty() || is_file) return "";
+    if (verb == TRAIN) return last == "resume" && !given.count("out") ? "out" : "";
+    const bool reads_runs = verb & (SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT);
+    return reads_runs && (verb == REPORT || !given.count("from")) ? "from" : "";
+}
+
+// What was asked for: the command line over the table's defaults. Names of the options given are left in `given`.
+inline Config parse_options(int argc, const char* const* argv, std::set<std::string>& given) {
+    Config c;
+    int at = 1;
+    Verb verb = TRAIN;
+    while (argc > at && !std::strcmp(argv[at], "help")) at++;  // `help sample` is `sample --help`
+    const bool help = at > 1;
+    if (argc > at && argv[at][0] != '-') {
+        c.verb = argv[at++];
+        const VerbName* const found = verb_named(c.verb);
+        std::string names;
+        for (const VerbName& v : VERBS) names += std::string(v.name) + ", ";
+        if (!found) fail_usage("'%s' is no verb; expected one of %shelp", c.verb.c_str(), names.c_str());
+        verb = found->verb;
+    }
+    std::string option;  // the last one so far
+    for (const Option& o : option_table())
+        if (*o.default_text &&
+            (o.choices ? is_choice(o.default_text, o.choices)
+                       : std::strcmp(o.default_text, "preset") && std::strcmp(o.default_text, "auto")))
+            set_option(c, o, o.default_text);
+    c.help = help;
+    while (at < argc) {
+        std::string word = argv[at++];
+        if (word == "-h") word = "--help";
+        if (word.compare(0, 2, "--") != 0) {
+            const std::string name = verb_named(word) ? "" : option_of_folder(word, verb, option, given);
+            if (name.empty()) fail_stray_word(word, option);
+            set_option(c, option_named(name), word);
+            given.insert(name);
+            continue;
+        }
+        const size_t equals = word.find('=');
+        const std::string name = word.substr(2, equals == std::string::npos ? equals : equals - 2);
+        const auto& table = option_table();
+        const auto o = std::find_if(table.begin(), table.end(), [&](const Option& x) { return name == x.name; });
+        if (o == table.end()) fail_unknown_option(name, verb, "");
+        if (!(o->verbs & verb))
+            fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name.c_str(),
+                       c.verb.c_str(), c.verb.c_str());
+        const bool several = o->list || (verb == REPORT && name == "from");  // runs to be laid over each other
+        if (!given.insert(name).second && (o->list || !several)) fail_usage("--%s is given twice", name.c_str());
+        option = name;
+        if (o->flag && equals == std::string::npos) {
+            const bool has_value = at < argc && is_choice(argv[at], "0|1");
+            set_option(c, *o, has_value ? argv[at++] : "on");
+            continue;
+        }
+        if (equals != std::string::npos) {
+            set_option(c, *o, word.substr(equals + 1));
+            continue;
+        }
+        if (at == argc || !std::strncmp(argv[at], "--", 2))
+            fail_usage("--%s needs a value: %s", name.c_str(), range_text(*o).c_str());
+        set_option(c, *o, argv[at++]);
+        while (several && at < argc && std::strncmp(argv[at], "--", 2)) set_option(c, *o, argv[at++]);
+    }
+    return c;
+}
+
+inline const Preset& preset_of(const Config& c) {
+    return *std::find_if(std::begin(PRESETS), std::end(PRESETS), [&](const Preset& p) { return c.model == p.name; });
+}
+
+// What the preset decides, where the command line was silent.
+inline void apply_preset(Config& c, const std::set<std::string>& given) {
+    const Preset& p = preset_of(c);
+    auto set = [&](const char* name, auto& field, auto value) {
+        if (!given.count(name)) field = value;
+    };
+    set("layers", c.layers, p.layers), set("dim", c.dim, p.dim), set("heads", c.heads, p.heads),
+        set("kv-groups", c.kv_groups, p.kv_groups), set("head-dim", c.head_dim, p.head_dim);
+    set("cmp-block", c.cmp_block, p.cmp_block), set("cmp-stride", c.cmp_stride, p.cmp_stride),
+        set("slc-block", c.slc_block, p.slc_block), set("slc-count", c.slc_count, p.slc_count);
+    set("window", c.window, p.window), set("phi-hidden", c.phi_hidden, p.phi_hidden),
+        set("mlp-hidden", c.mlp_hidden, p.mlp_hidden);
+    set("init", c.init, p.init), set("tokenizer", c.tokenizer, p.tokenizer);
+    set("seq-len", c.seq_len, p.seq_len), set("steps", c.steps, p.steps), set("warmup", c.warmup, p.warmup),
+        set("lr", c.lr, p.lr);
+    set("eval-every", c.eval_every, p.eval_every), set("save-every", c.save_every, p.save_every);
+    set("out", c.out, "runs/" + c.model);
+    while (c.out.size() > 1 && c.out.back() == '/') c.out.pop_back();
+    if (c.out.empty()) fail_usage("--out is empty; expected a folder for the run");
+    c.vocab_size = c.tokenizer == "gpt2" ? 50257 : 256;
+}
+
+// A configuration as this command line would make it.
+inline Config options_of(const std::string& words) {
+    std::istringstream in(words);
+    std::vector<std::string> all = {"train_nsa"};
+    for (std::string word; in >> word;) all.push_back(word);
+    std::vector<const char*> argv;
+    for (const std::string& word : all) argv.push_back(word.c_str());
+    std::set<std::string> given;
+    Config c = parse_options(int(argv.size()), argv.data(), given);
+    apply_preset(c, given);
+    return c;
+}
+
+// Contradictions between options of the model. `where` names the source: the command line or a config.json.
+inline void validate_model(const Config& c, const char* where) {
+    if (c.heads % c.kv_groups)
+        fail_usage("%s: --heads %lld is not divisible by --kv-groups %lld", where, (long long)c.heads,
+                   (long long)c.kv_groups);
+    if (c.head_dim % 2)
+        fail_usage("%s: --head-dim %lld is odd; rotary embedding pairs its elements", where, (long long)c.head_dim);
+    if (c.cmp_block % c.cmp_stride)
+        fail_usage("%s: --cmp-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.cmp_block,
+                   (long long)c.cmp_stride);
+    if (c.slc_block % c.cmp_stride)
+        fail_usage("%s: --slc-block %lld is not a multiple of --cmp-stride %lld", where, (long long)c.slc_block,
+                   (long long)c.cmp_stride);
+    if (c.slc_count < 3)
+        fail_usage("%s: --slc-count %lld; at least 3 blocks are always selected", where, (long long)c.slc_count);
+}
+
+// Batch sizes. What was not given follows from the preset, the device and the number of ranks; what was given must fit
+// together.
+inline void resolve_batch(Config& c, const std::set<std::string>& given, int ranks, bool gpu) {
+    const Preset& p = preset_of(c);
+    // Half a million tokens a step take hours on a CPU, so there it is one sequence per rank unless the user says
+    // otherwise.
+    const bool as_preset = gpu || c.model == "tiny";
+    int64_t sequences = as_preset ? p.total_batch / c.seq_len : 1;
+    if (given.count("total-batch")) {
+        sequences = c.total_batch / c.seq_len;
+        if (c.total_batch % c.seq_len)
+            fail_usage("--total-batch %lld is not a multiple of --seq-len %lld", (long long)c.total_batch,
+                       (long long)c.seq_len);
+    } else {
+        const int64_t unit = ranks * (given.count("batch") ? c.batch : 1);
+        sequences = std::max<int64_t>(sequences / unit, 1) * unit;
+    }
+    c.total_batch = sequences * c.seq_len;
+    const int64_t per_rank = sequences / ranks;
+    if (sequences % ranks)
+        fail_usage("--total-batch %lld is %s of --seq-len %lld, not divisible by %d ranks", (long long)c.total_batch,
+                   counted(sequences, "sequence").c_str(), (long long)c.seq_len, ranks);
+    if (!given.count("batch"))
+        for (c.batch = std::min(c.batch ? c.batch : as_preset ? p.batch : 1, per_rank); per_rank % c.batch; c.batch--) {
+        }  // a resumed run has one already
+    if (per_rank % c.batch)
+        fail_usage("--total-batch %lld is %s for each rank, not divisible by --batch %lld", (long long)c.total_batch,
+                   counted(per_rank, "sequence").c_str(), (long long)c.batch);
+}
+
+// What dense attention does not have.
+static const char* const NSA_OPTIONS[] = {"cmp-block", "cmp-stride", "slc-block",        "slc-count",
+                                          "window",    "phi-hidden", "selected-kernels", "branches"};
+
+// The first and the last step of --profile-steps; 0 and -1 where there are none.
+inline std::pair<int64_t, int64_t> profiled_steps(const Config& c) {
+    if (c.profile_steps.empty()) return {0, -1};
+    long long first = 0, last = 0;
+    char behind = 0;
+    const int found = std::sscanf(c.profile_steps.c_str(), "%lld-%lld%c", &first, &last, &behind);
+    const bool digits = c.profile_steps.find_first_not_of("0123456789-") == std::string::npos,
+               ends = c.profile_steps.back() != '-';
+    if (found == 1) last = first;
+    if (found < 1 || found > 2 || !digits || !ends || first < 1 || last < first)
+        fail_usage("--profile-steps is '%s'; expected the first and the last step, such as 20-29, or one alone",
+                   c.profile_steps.c_str());
+    return {first, last};
+}
+
+// Options given for what dense attention does not have, or for a file that is there.
+inline void validate_given(const Config& c, const std::set<std::string>& given) {
+    require_output_file("dump-state", c.dump_state);
+    profiled_steps(c);
+    if (c.allow_new_data && !c.resume) fail_usage("--allow-new-data is for a resume: give --resume, or leave it out");
+    for (const char* name : NSA_OPTIONS)
+        if (c.attention == "full" && given.count(name))
+            fail_usage("--%s is of --attention nsa, and this run has --attention full: leave one of them out", name);
+}
+
+// What can be done and was hardly meant: a line for each.
+inline std::vector<std::string> doubtful_options(const Config& c, const std::set<std::string>& given) {
+    std::vector<std::string> lines;
+    if (c.attention == "nsa" && c.seq_len < c.cmp_block)
+        lines.push_back(
+            format_text("--seq-len %lld is shorter than --cmp-block %lld: the compressed branch never has "
+                        "a block, and the selection has nothing to go by",
+                        (long long)c.seq_len, (long long)c.cmp_block));
+    if (c.lr == 0 && c.dump_state.empty())
+        lines.push_back("--lr 0: nothing is learnt, every step leaves the weights as they are");
+    if (c.dump_state.empty() && c.lr > 0 && c.steps > 0 && c.steps < c.warmup)
+        lines.push_back(
+            format_text("--steps %lld ends within the %lld steps of --warmup: the learning rate never gets "
+                        "beyond %.2g of --lr %g",
+                        (long long)c.steps, (long long)c.warmup, double(c.steps) / double(c.warmup), c.lr));
+    if (c.sample_tokens > c.seq_len && given.count("sample-tokens"))
+        lines.push_back(
+            format_text("--sample-tokens %lld is more than --seq-len %lld: what the model writes beyond "
+                        "that length it has not learnt",
+                        (long long)c.sample_tokens, (long long)c.seq_len));
+    return lines;
+}
+
+// The built-in corpus is no text of GPT-2's tokens.
+inline void require_no_bytes(const Config& c) {
+    if (c.tokenizer != "gpt2" || c.val_data.empty()) return;
+    for (const DataSet& set : named_sets(c.val_data, "--val-data"))
+        if (set.pattern == "synthetic")
+            fail_usage("--val-data synthetic is bytes, and this model reads gpt2 tokens: give shards of them");
+}
+
+// What only some numbers of ranks can do.
+inline void validate_run(const Config& c, int ranks) {
+    if (!c.dump_state.empty() && (ranks > 1 || c.batch * c.seq_len != c.total_batch))
+        fail_usage(
+            "--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld",
+            (long long)c.total_batch, (long long)c.batch, (long long)c.seq_len);
+    if (c.stall_timeout > 0 && c.stall_timeout < 1)
+        fail_usage("--stall-timeout %g: ranks are listened to five times a second; give at least 1, or 0 for none",
+                   c.stall_timeout);
+    if (c.data != "synthetic") require_no_bytes(c);
+}
+
+// How the user calls the program, for commands that are printed.
+inline std::string program_name = "./train_nsa";
+
+// The command that gives the same options again, but for one.
+inline std::string command_line(const Config& c, const std::set<std::string>& given, const std::string& without) {
+    std::string command = program_name;
+    for (const Option& o : option_table())
+        if (given.count(o.name) && o.name != without) command += " --" + std::string(o.name) + " " + value_text(c, o);
+    return command;
+}
+
+inline double learning_rate(const Config& c, int64_t step) {
+    return learning_rate(Schedule{c.schedule, c.lr, c.lr_final, c.warmup, c.steps}, step);
+}

@@ -1,0 +1,580 @@
+// report.h: everything that a run prints on stdout or writes into its logs, from plain numbers. Used by the training
+// loop and the verbs in train_nsa.cu.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "../model/arena.h"
+#include "../data/multiple_choice.h"
+#include "options.h"
+#include "../base/progress.h"
+#include "run_folder.h"
+#include "../model/shape.h"
+#include "../data/shards.h"
+#include "../base/signals.h"
+#include "../data/synthetic.h"
+#include "../base/system.h"
+#include "train_state.h"
+#include "../base/util.h"
+
+// JSON has no NaN.
+inline std::string json_number(const char* format, double x) {
+    return std::isfinite(x) ? format_text(format, x) : "null";
+}
+
+// A path as it can be pasted into a shell.
+inline std::string shell_word(const std::string& path) {
+    if (path.find_first_not_of("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-+=.,:/@%") ==
+        std::string::npos)
+        return path;
+    std::string word = "'";
+    for (char c : path) word += c == '\'' ? "'\\''" : std::string(1, c);
+    return word + "'";
+}
+
+// Of this process on the host.
+inline double peak_memory_mib() { return peak_resident_bytes() / (1 << 20); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Before the first step.
+
+// What print_run() cannot read in the options.
+struct RunFacts {
+    std::string engine;         // "CPU, fp32, ..."
+    bool on_host;               // the engine is the CPU
+    std::string device_reason;  // why it was chosen
+    int threads, ranks, local_ranks;
+    std::string launcher, host;
+    std::string reducer;  // how gradients travel
+    size_t buckets;
+    double bucket_mb;
+    int64_t parameters;
+    std::string train_data, val_data;  // val_data "": none
+    std::string weights;               // where they come from
+
+    template <class Device, class World, class Partition, class Data>
+    RunFacts(const std::string& dev, const Device& device, const World& world, const std::string& reduced_by,
+             const Partition& p, int64_t n, const Data& data, const std::string& weights)
+        : engine(dev),
+          on_host(!device.gpu),
+          device_reason(device.reason),
+          threads(device.threads),
+          ranks(world.size),
+          local_ranks(world.local_size),
+          launcher(world.launcher),
+          host(world.host),
+          reducer(reduced_by),
+          buckets(p.buckets()),
+          bucket_mb(double(p.bucket) * 4e-6),
+          parameters(n),
+          train_data(data.train->describe()),
+          val_data(data.describe_val()),
+          weights(weights) {}
+};
+
+inline void print_run_ranks(const Config& c, const RunFacts& f) {
+    if (f.ranks == 1) return;
+    std::printf("ranks:  gradients travel %s, in %s, %s of %.1f MB, %s%s\n", f.reducer.c_str(), c.grad_reduce.c_str(),
+                counted(int64_t(f.buckets), "bucket").c_str(), f.bucket_mb,
+                f.buckets > 1 ? "each as soon as it is final" : "at the end of the backward pass",
+                c.zero ? "; optimiser state is shared out over the ranks" : "");
+}
+
+inline void print_run_data(const Config& c, const RunFacts& f, const std::set<std::string>& given) {
+    std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n",
+                c.data == "synthetic" ? "the built-in synthetic corpus" : c.data.c_str(),
+                given.count("data") ? "" : ", because no --data was given", f.train_data.c_str(), c.tokenizer.c_str(),
+                (long long)c.vocab_size);
+    if (c.data == "synthetic" && c.tokenizer == "gpt2")
+        std::printf(
+            "        its bytes are taken as the token ids 0..255: good for timing, not for learning GPT-2's tokens\n");
+    if (f.val_data.empty()) std::printf("        no validation: --val-data was not given\n");
+    else std::printf("valid.: %s\n", f.val_data.c_str());
+}
+
+inline void print_run_batch(const Config& c, const RunFacts& f, const std::set<std::string>& given) {
+    std::printf("batch:  %lld tokens a step = %s of %lld x %s x %s; %s, %s schedule\n", (long long)c.total_batch,
+                counted(c.batch, "sequence").c_str(), (long long)c.seq_len, counted(f.ranks, "rank").c_str(),
+                counted(c.total_batch / (c.batch * c.seq_len * f.ranks), "micro-step").c_str(),
+                counted(c.steps, "step").c_str(), c.schedule.c_str());
+    if (!given.count("total-batch") && c.total_batch != preset_of(c).total_batch)
+        std::printf("        not the preset's %lld tokens a step, %s; --total-batch sets them\n",
+                    (long long)preset_of(c).total_batch,
+                    f.on_host && c.model != "tiny" ? "which would take long on a CPU"
+                                                   : "which ranks and --batch do not divide");
+}
+
+// What a reader wants to know before the first step, one line each: device, ranks, model, data, batch.
+inline void print_run(const Config& c, const std::set<std::string>& given, const RunFacts& f) {
+    std::printf("device: %s, because %s; %s (%s), %d on %s, %s each\n", f.engine.c_str(), f.device_reason.c_str(),
+                counted(f.ranks, "rank").c_str(), f.launcher.c_str(), f.local_ranks, f.host.c_str(),
+                counted(f.threads, "CPU thread").c_str());
+    print_run_ranks(c, f);
+    std::printf("model:  %s, %lld parameters (%lld layers, width %lld, %s attention), %s\n", c.model.c_str(),
+                (long long)f.parameters, (long long)c.layers, (long long)c.dim, c.attention.c_str(), f.weights.c_str());
+    print_run_data(c, f, given);
+    print_run_batch(c, f, given);
+}
+
+// The largest number of sequences, at most `batch`, that divides the samples of a rank and step and fits; 0 if none
+// fits. needed(batch): MiB.
+inline int64_t largest_batch(int64_t batch, int64_t samples, double available,
+                             const std::function<double(int64_t)>& needed) {
+    while (batch > 0 && (samples % batch || !(needed(batch) <= available))) batch--;
+    return batch;
+}
+
+// Fails if this run does not fit, and says what would. needed(batch, recompute): MiB of a rank; fixed: those of its
+// parameters, gradients and moments; samples: of a rank and step, which micro-batches divide.
+inline void require_memory_of(const Config& c, double fixed, double available, int64_t samples,
+                              const std::function<double(int64_t, int64_t)>& needed) {
+    if (needed(c.batch, c.recompute) <= available) return;
+    std::string advice;
+    const auto propose = [&](const std::string& text) { advice += (advice.empty() ? "" : ", or ") + text; };
+    const auto smaller = [&](int64_t recompute) {
+        return largest_batch(c.batch - 1, samples, available, [&](int64_t b) { return needed(b, recompute); });
+    };
+    for (int64_t level = c.recompute + 1; level <= 2 && advice.empty(); level++)
+        if (needed(c.batch, level) <= available) propose(format_text("--recompute %lld", (long long)level));
+    if (const int64_t batch = smaller(c.recompute)) propose(format_text("--batch %lld", (long long)batch));
+    if (advice.empty() && c.recompute < 2)
+        if (const int64_t batch = smaller(2)) propose(format_text("--batch %lld with --recompute 2", (long long)batch));
+    fail(
+        "--batch %lld and --seq-len %lld need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and "
+        "moments; "
+        "%.0f MiB are available: choose %s",
+        (long long)c.batch, (long long)c.seq_len, needed(c.batch, c.recompute), fixed, available,
+        advice.empty() ? "a smaller --seq-len or model" : advice.c_str());
+}
+
+// Bytes of a rank, for something that only runs forward.
+inline void require_memory_for(double needed, double available, const std::string& what, const char* advice) {
+    if (needed > available)
+        fail("%s needs %.0f MiB per rank; %.0f MiB are available: %s", what.c_str(), needed / (1 << 20),
+             available / (1 << 20), advice);
+}
+
+inline void require_memory_to_evaluate(const Config& c, double needed, double available) {
+    require_memory_for(
+        needed, available,
+        format_text("eval: --batch %lld with sequences of %lld", (long long)c.batch, (long long)c.seq_len),
+        c.batch > 1 ? "choose a smaller --batch" : "choose a smaller --seq-len");
+}
+
+// prompted: tokens of the first pass; length: of all passes together.
+inline void require_memory_to_decode(double needed, double available, int64_t prompted, int64_t length) {
+    require_memory_for(needed, available,
+                       length == prompted
+                           ? "a text of " + counted(length, "token")
+                           : format_text("a sample of %s after a prompt of %lld",
+                                         counted(length - prompted, "token").c_str(), (long long)prompted),
+                       length == prompted ? "give a shorter one" : "ask for fewer tokens");
+}
+
+// in_full: a line for every buffer, and one for all that take less than 4 % of the activations.
+template <class Dev>
+void print_memory(double fixed_mib, const Arena<Dev>& arena, bool in_full) {
+    std::printf("memory: %.1f MiB of parameters, gradients and moments, %.1f MiB of activations per rank\n", fixed_mib,
+                double(arena.bytes) / (1 << 20));
+    if (!in_full) return;
+    std::vector<MemoryEntry> entries = arena.memory;
+    std::sort(entries.begin(), entries.end(), [](const auto& x, const auto& y) { return x.bytes > y.bytes; });
+    size_t rest = 0;
+    for (const MemoryEntry& e : entries) {
+        if (e.bytes * 25 < arena.bytes) rest += e.bytes;
+        else std::printf("        %8.1f MiB  %3zu x %s\n", double(e.bytes) / (1 << 20), e.count, e.name.c_str());
+    }
+    std::printf("        %8.1f MiB  the rest\n", double(rest) / (1 << 20));
+}
+
+// Which kernels a GPU takes for the selected branch; at the end of a run, what the last selection made of that choice.
+inline void print_selected(const std::string& kernels) {
+    if (!kernels.empty()) std::printf("        %s\n", kernels.c_str());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Steps and validations.
+
+// Places in a sample, in ranges that double: 0..15, 16..31, 32..63, ..., of which a million tokens have 17.
+constexpr size_t POSITION_RANGES = 17;
+inline size_t range_begin(size_t range) { return range ? size_t(8) << range : 0; }
+inline size_t range_of(size_t position) {
+    return position < 16 ? 0 : std::min<size_t>(60 - size_t(__builtin_clzll(position)), POSITION_RANGES - 1);
+}
+
+// What is added up over the tokens of one sample: numbers of one kind, so that ranks can add them too.
+struct EvalSums {
+    double loss = 0, answer_loss = 0, tokens = 0, answers = 0, bytes = 0;
+    double range_loss[POSITION_RANGES] = {};
+    static constexpr size_t COUNT = 5 + POSITION_RANGES;
+
+    // The sample's next token. target: 1 for an answer, 0 for any other, NO_TARGET behind the end of the data.
+    void add(double of_token, uint8_t target, size_t text_bytes) {
+        if (target == NO_TARGET) return;
+        range_loss[range_of(size_t(tokens))] += of_token;
+        loss += of_token, tokens++, bytes += double(text_bytes);
+        if (target) answer_loss += of_token, answers++;
+    }
+};
+
+struct EvalResult {
+    double loss = 0;         // mean over the tokens
+    double answer_loss = 0;  // mean over the answers of the synthetic corpus
+    uint64_t tokens = 0, answers = 0;
+    uint64_t bytes = 0;  // of the text that the targets stand for; 0 where unknown
+    uint64_t samples = 0;
+    double range_loss[POSITION_RANGES] = {};  // mean over the tokens of a range of positions
+    uint64_t range_tokens[POSITION_RANGES] = {};
+
+    EvalResult() = default;
+    explicit EvalResult(const std::vector<EvalSums>& sums) : samples(sums.size()) {
+        EvalSums total;
+        for (const EvalSums& s : sums) {
+            total.loss += s.loss, total.answer_loss += s.answer_loss;
+            total.tokens += s.tokens, total.answers += s.answers, total.bytes += s.bytes;
+            for (size_t r = 0; r < POSITION_RANGES; r++) {
+                const size_t begin = range_begin(r), end = range_begin(r + 1), size = size_t(s.tokens);
+                range_loss[r] += s.range_loss[r], range_tokens[r] += std::min(std::max(size, begin), end) - begin;
+            }
+        }
+        tokens = uint64_t(total.tokens), answers = uint64_t(total.answers), bytes = uint64_t(total.bytes);
+        loss = total.loss / total.tokens;
+        if (answers) answer_loss = total.answer_loss / total.answers;
+        for (size_t r = 0; r < POSITION_RANGES; r++) range_loss[r] /= double(range_tokens[r]);
+    }
+
+    double bits_per_byte() const { return loss * double(tokens) / std::log(2.0) / double(bytes); }
+};
+
+// A step that the engine has been given; what stands below `exchanged` is known once the ranks have exchanged their
+// results.
+struct StepResult {
+    int64_t step = 0;
+    double lr = 0;
+    std::string statistics;       // ",\"layers\": ..." or ""
+    uint64_t samples = 0;         // that the loader has dealt out by the end of this step
+    std::vector<int32_t> tokens;  // [samples of this rank, T]
+    bool exchanged = false;
+    bool skipped = false;  // by --skip-outliers
+    double own_loss = 0;   // this rank's sum of losses
+    double loss = 0, norm = 0, loss_z = 0, norm_z = 0;
+
+    bool is_bad() const { return !std::isfinite(loss) || !std::isfinite(norm); }
+};
+
+// finite: per rank, "" where its loss is not. tensor: the first whose gradient is not. file: the batch that led there.
+inline std::string bad_step_text(const StepResult& s, const std::vector<std::string>& finite, const std::string& tensor,
+                                 const std::string& file) {
+    std::string culprits;
+    for (size_t r = 0; finite.size() > 1 && r < finite.size(); r++)
+        if (finite[r].empty()) culprits += (culprits.empty() ? ", from rank " : ", ") + std::to_string(r);
+    return format_text(
+        "step %lld: loss %g, gradient norm %g%s: not finite; first tensor: %s; the step changed no weight, its batch "
+        "is in %s",
+        (long long)s.step, s.loss, s.norm, culprits.c_str(), tensor.c_str(), file.c_str());
+}
+
+// Writes the batch behind a step that was not finite into a file of this rank, for later. Returns its path.
+inline std::string write_bad_step(const std::string& out, const StepResult& s, int rank, const std::string& tensor,
+                                  size_t seq_len) {
+    const std::string path = format_text("%s/bad_step_%08lld_rank%d.json", out.c_str(), (long long)s.step, rank);
+    std::string text = format_text(
+        "{\"step\": %lld, \"rank\": %d, \"loss\": \"%g\", \"loss_of_this_rank\": \"%g\", \"grad_norm\": \"%g\", "
+        "\"first_nonfinite_gradient\": %s, \"tokens\": [",
+        (long long)s.step, rank, s.loss, s.own_loss, s.norm, json_quote(tensor).c_str());
+    for (size_t i = 0; i < s.tokens.size(); i++)
+        text += (i % seq_len ? "," : i ? "],\n [" : "\n [") + std::to_string(s.tokens[i]);
+    try {
+        write_text_file(path, text + "]]}\n");
+    } catch (const Error& e) {
+        complain(e.what());
+    }
+    return path;
+}
+
+inline std::string choices_text(const ChoiceResult& r) {
+    return format_text("hellaswag %.4f by loss per token, %.4f by loss, of %s", r.accuracy_per_token(), r.accuracy(),
+                       counted(int64_t(r.items), "item").c_str());
+}
+
+// items: file to write, or "".
+inline void print_choices(const std::string& checkpoint, const ChoiceTask& task, const ChoiceResult& r,
+                          const std::string& items) {
+    if (!items.empty()) write_output_file("items", items, choice_items_text(task, r));
+    std::printf("%s on %s: %s\n", checkpoint.c_str(), task.file.c_str(), choices_text(r).c_str());
+}
+
+// What the verb `eval` says of a set. samples: that it has.
+inline void print_evaluation(const std::string& checkpoint, const std::string& set, const EvalResult& r,
+                             const Config& c, int64_t samples) {
+    std::printf("%s on %s%s%llu tokens (%llu of %lld samples of %lld): loss %.4f, perplexity %.3f", checkpoint.c_str(),
+                set.c_str(), set.empty() ? "" : ", ", (unsigned long long)r.tokens, (unsigned long long)r.samples,
+                (long long)samples, (long long)c.seq_len, r.loss, std::exp(r.loss));
+    if (r.answers) std::printf(", recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
+    if (r.bytes) std::printf(", bits per byte %.4f\n", r.bits_per_byte());
+    else std::printf("; bits per byte are unknown without --vocab-dir\n");
+    std::printf("  tokens in sight        loss      tokens\n");
+    for (size_t i = 0; i < POSITION_RANGES && r.range_tokens[i]; i++) {
+        const size_t first = range_begin(i) + 1, last = std::min(range_begin(i + 1), size_t(c.seq_len));
+        std::printf("  %15s  %10.4f  %10llu%s\n", format_text("%zu..%zu", first, last).c_str(), r.range_loss[i],
+                    (unsigned long long)r.range_tokens[i],
+                    first > size_t(c.trained_seq_len)  ? "  beyond the trained length"
+                    : last > size_t(c.trained_seq_len) ? "  in part beyond the trained length"
+                                                       : "");
+    }
+}
+
+// One layer's gates (3, rows), selection masks (queries, words) and chosen shares of the importance (queries), as JSON:
+// mean gate and share of each branch, the gates' entropy, selected blocks, share of the importance that fell on them.
+inline std::string layer_statistics_json(const std::vector<float>& gate, const std::vector<uint32_t>& masks,
+                                         size_t words, const std::vector<float>& chosen) {
+    const size_t rows = gate.size() / 3, queries = masks.size() / words;
+    double mean[3] = {}, entropy = 0, importance = 0;
+    for (size_t r = 0; r < rows; r++) {
+        const double sum = gate[r] + gate[rows + r] + gate[2 * rows + r];
+        for (int b = 0; b < 3; b++) {
+            const double share = gate[b * rows + r] / sum;
+            mean[b] += gate[b * rows + r] / double(rows);
+            if (share > 0) entropy -= share * std::log(share) / double(rows);
+        }
+    }
+    uint64_t selected = 0, most = 0;
+    for (size_t q = 0; q < queries; q++) {
+        uint64_t count = 0;
+        for (size_t j = 0; j < words; j++) count += uint64_t(__builtin_popcount(masks[q * words + j]));
+        selected += count, most = std::max(most, count);
+    }
+    for (float share : chosen) importance += share / double(chosen.size());
+    const double all = mean[0] + mean[1] + mean[2];
+    const auto number = [](double x) { return json_number("%.4f", x); };
+    const auto three = [&](double by) {
+        return number(mean[0] / by) + "," + number(mean[1] / by) + "," + number(mean[2] / by);
+    };
+    return "{\"gate\":[" + three(1) + "],\"gate_share\":[" + three(all) + "],\"gate_entropy\":" + number(entropy) +
+           format_text(",\"blocks_mean\":%.2f,\"blocks_max\":%llu", double(selected) / double(queries),
+                       (unsigned long long)most) +
+           ",\"importance_selected\":" + number(importance) + "}";
+}
+
+// Gates and selections of the last forward pass, layer by layer, for log.jsonl; "" in full attention. layers: their
+// buffers gate, selection and chosen_importance.
+template <class Dev, class Layers>
+std::string layer_statistics(Dev& dev, const NsaShape& s, const Layers& layers) {
+    if (s.full) return "";
+    std::string text = ",\"layers\":[";
+    const size_t words = size_t(s.selection_words()), queries = size_t(s.B) * s.G * s.T;
+    std::vector<float> gate(s.branches() * s.query_rows()), chosen(queries);
+    std::vector<uint32_t> masks(queries * words);
+    for (const auto& y : layers) {
+        dev.to_host(gate.data(), y.gate, gate.size());
+        dev.copy(masks.data(), y.selection, masks.size());
+        dev.to_host(chosen.data(), y.chosen_importance, chosen.size());
+        text += (text.back() == '[' ? "" : ",") + layer_statistics_json(gate, masks, words, chosen);
+    }
+    return text + "]";
+}
+
+// What rank 0 prints and logs while the run goes on. The other ranks have one too, for its clocks.
+struct RunReport {
+    const int64_t steps, total_batch, log_every;  // --steps, --total-batch, --log-every
+    const uint64_t epoch_samples;                 // samples in an epoch of the training data
+    std::unique_ptr<RunLog> log;                  // on rank 0, once the folder is there
+    std::vector<double> speed;                    // tokens/s of every reported step
+    double begun = 0;                             // seconds_now() when the run was ready
+    double started = 0, last_report = 0;          // when its first step began, when the last one was reported
+    double last_printed = 0;                      // when the last line of a step was printed
+    double last_val_loss = 0, last_recall = -1;
+    int64_t first_step = 0;  // a resumed run begins here
+    int ranks = 1;
+    double flops_per_token = 0, peak_flops = 0;  // of the model, for training; of one rank's processor, 0: unknown
+
+    RunReport(int64_t run_steps, int64_t step_tokens, int64_t every, uint64_t samples_per_epoch)
+        : steps(run_steps), total_batch(step_tokens), log_every(every), epoch_samples(samples_per_epoch) {}
+
+    // What the log says about each start of the program on this run: at its first step, or at a resume.
+    void log_start(int64_t step, const std::string& version, const std::string& device, int of_ranks,
+                   int64_t parameters, double flops, double peak) {
+        ranks = of_ranks, flops_per_token = flops, peak_flops = peak;
+        log->line(
+            log->json,
+            format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%lld,\"start\":{\"version\":%s,\"device\":%s,"
+                        "\"ranks\":%d,\"parameters\":%lld,\"flops_per_token\":%.0f,\"peak_flops\":%.6g}}",
+                        (long long)step, unix_time(), (long long)(step * total_batch), json_quote(version).c_str(),
+                        json_quote(device).c_str(), ranks, (long long)parameters, flops, peak));
+    }
+
+    void log_sample(int64_t step, const std::string& text) {
+        log->line(log->json, format_text("{\"step\":%lld,\"time\":%.3f,\"sample\":%s}", (long long)step, unix_time(),
+                                         json_quote(text).c_str()));
+    }
+
+    void start(int64_t step) { first_step = step, begun = seconds_now(); }
+    void start_clock() { started = last_report = seconds_now(); }
+
+    // The seconds of the step that is reported now.
+    double lap() {
+        const double now = seconds_now(), seconds = now - last_report;
+        last_report = now;
+        speed.push_back(double(total_batch) / seconds);
+        return seconds;
+    }
+
+    // Both logs have every step. stdout has one in log_every, or one a second, and what is out of the ordinary: the
+    // first, the last, and those that changed no weight.
+    void print_step(const StepResult& s, double seconds, double peak_gpu_mib, bool last) {
+        log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
+        log->line(log->json, step_json(s, seconds, peak_gpu_mib));
+        const bool due = log_every ? s.step % log_every == 0 : seconds_now() >= last_printed + 1;
+        if (!due && s.step != first_step + 1 && s.step != steps && !last && !s.skipped && !s.is_bad()) return;
+        last_printed = seconds_now();
+        const double left = (last_report - started) / double(s.step - first_step) * double(steps - s.step);
+        std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s%s\n",
+                    (long long)s.step, s.loss, s.lr, speed.back(), s.norm, seconds * 1e3, duration_text(left).c_str(),
+                    s.skipped
+                        ? format_text(" | no update: loss %.1f, norm %.1f standard deviations above the last %zu steps",
+                                      s.loss_z, s.norm_z, OutlierWindow::SIZE)
+                              .c_str()
+                        : "");
+        std::fflush(stdout);
+    }
+
+    // A set of --val-data. decides: it is the first, whose numbers have no name behind theirs.
+    void print_validation(int64_t step, const std::string& set, bool decides, const EvalResult& r) {
+        if (decides) last_val_loss = r.loss, last_recall = r.answers ? r.answer_loss : -1;
+        if (!log) return;
+        const std::string of = decides ? "" : "/" + set;
+        std::string line = format_text("step %04lld | val loss %.4f", (long long)step, r.loss);
+        if (!set.empty()) line += " (" + set + ")";
+        std::string fields = format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%lld", (long long)step, unix_time(),
+                                         (long long)(step * total_batch));
+        const auto add = [&](const char* name, const std::string& value) {
+            fields += ",\"" + (name + of) + "\":" + value;
+        };
+        add("val_loss", json_number("%.6f", r.loss));
+        add("val_tokens", std::to_string(r.tokens));
+        if (decides && !set.empty()) add("val_set", json_quote(set));
+        if (r.bytes) {
+            line += format_text(" | bits/byte %.4f", r.bits_per_byte());
+            add("bits_per_byte", json_number("%.6f", r.bits_per_byte()));
+        }
+        if (r.answers) {
+            line += format_text(" | recall loss %.4f (chance %.4f)", r.answer_loss, std::log(SYNTHETIC_ALPHABET));
+            add("recall_loss", json_number("%.6f", r.answer_loss));
+        }
+        std::printf("%s\n", line.c_str());
+        log->line(log->text, format_text("s:%lld tel%s:%.6f", (long long)step, of.c_str(), r.loss));
+        log->line(log->json, fields + "}");
+    }
+
+    void print_choices(int64_t step, const ChoiceResult& r) {
+        if (!log) return;
+        std::printf("step %04lld | %s\n", (long long)step, choices_text(r).c_str());
+        log->line(log->text, format_text("s:%lld eval:%.6f", (long long)step, r.accuracy_per_token()));
+        log->line(log->json, format_text("{\"step\":%lld,\"time\":%.3f,\"hellaswag\":%.6f,\"hellaswag_plain\":%.6f}",
+                                         (long long)step, unix_time(), r.accuracy_per_token(), r.accuracy()));
+    }
+
+    double median_speed() {
+        std::sort(speed.begin(), speed.end());
+        return speed.empty() ? 0.0 : speed[speed.size() / 2];
+    }
+
+    // What the recall loss of the built-in corpus means: the window does not reach the names that are asked for.
+    void print_recall() const {
+        const double chance = std::log(SYNTHETIC_ALPHABET);
+        if (last_recall < 0) return;
+        std::printf(
+            "recall: %.2f for a letter of a name that was last seen beyond the window, guessing costs %.2f: %s\n",
+            last_recall, chance,
+            last_recall < 1              ? "the model looks such names up"
+            : last_recall < 0.9 * chance ? "the model has begun to look such names up"
+                                         : "the model does not look such names up, it guesses");
+    }
+
+    void print_done(int64_t step, double peak_gpu_mib) {
+        print_recall();
+        const double tokens_per_second = median_speed(), rate = flops_per_token * tokens_per_second / ranks;
+        std::printf("done:   %s in %s, median %.0f tokens/s, peak memory %s%.0f MiB%s\n",
+                    counted(step - first_step, "step").c_str(), duration_text(seconds_now() - begun).c_str(),
+                    tokens_per_second,
+                    peak_gpu_mib ? format_text("%.0f MiB on the GPU, of the host ", peak_gpu_mib).c_str() : "",
+                    peak_memory_mib(), ranks > 1 ? " on rank 0" : "");
+        if (speed.empty()) return;
+        std::printf(
+            "        %.1f MFLOP a token by the model's own count: %.*f TFLOP/s%s%s\n", flops_per_token * 1e-6,
+            rate < 1e13 ? 3 : 1, rate * 1e-12, ranks > 1 ? " on each rank" : "",
+            peak_flops > 0
+                ? format_text(", MFU %.1f %% of %.1f TFLOP/s", 100 * rate / peak_flops, peak_flops * 1e-12).c_str()
+                : "");
+    }
+
+    // times: total and exposed seconds of all steps together.
+    template <class Times>
+    static void print_reductions(const Times& times) {
+        if (times.steps)
+            std::printf(
+                "ranks:  reductions %.1f ms a step, of which %.1f ms exposed: not hidden behind the backward pass\n",
+                times.total * 1e3 / double(times.steps),
+                std::min(times.exposed, times.total) * 1e3 / double(times.steps));
+    }
+
+    // The run's last lines, or the error that it ends with although it reached its end.
+    void print_end(Stop stop, const TrainState& state, const Config& c, const std::string& save_error,
+                   const std::string& last_saved, bool has_vocabulary) const {
+        if (!save_error.empty())
+            fail(
+                "the last checkpoint could not be written: %s; what was learnt since %s is lost; mend that and run "
+                "again%s",
+                save_error.c_str(), last_saved.empty() ? "the start" : last_saved.c_str(),
+                last_saved.empty() ? "" : " with --resume");
+        if (stop != GO_ON)  // such a run is to be resumed, and its exit status says so
+            return void(std::printf("stopped by %s after step %lld of %lld; the same command with --resume goes on\n",
+                                    stop == HALTED        ? "the halt file"
+                                    : stop == INTERRUPTED ? "SIGINT"
+                                                          : "SIGTERM, SIGUSR1 or SIGHUP",
+                                    (long long)state.step, (long long)steps));
+        if (state.bad_steps)
+            fail(
+                "the last %s not finite, so the weights are those of step %lld; lower --lr or look at the data: the "
+                "batch "
+                "is in %s/bad_step_*.json",
+                state.bad_steps == 1 ? "step is" : format_text("%lld steps are", (long long)state.bad_steps).c_str(),
+                (long long)state.last_update, c.out.c_str());
+        if (!std::isfinite(last_val_loss))
+            fail(
+                "the last validation loss is not finite: the weights are no use any more; lower --lr, and --resume "
+                "from an "
+                "earlier checkpoint in %s",
+                c.out.c_str());
+        if (state.step == first_step)
+            std::printf(
+                "no step was to be done: --steps is %lld%s\n", (long long)steps,
+                first_step ? format_text(", and step %lld is reached already", (long long)first_step).c_str() : "");
+        if (!last_saved.empty())
+            std::printf("next:   %s sample --from %s%s --prompt \"...\"\n        %s report --from %s --html %s\n",
+                        shell_word(program_name).c_str(), shell_word(c.out).c_str(),
+                        has_vocabulary ? "" : " --vocab-dir DIR", shell_word(program_name).c_str(),
+                        shell_word(c.out).c_str(), shell_word(c.out + ".html").c_str());
+    }
+
+  private:
+    std::string step_json(const StepResult& s, double seconds, double peak_gpu_mib) const {
+        std::string text =
+            format_text("{\"step\":%lld,\"time\":%.3f,\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s", (long long)s.step,
+                        unix_time(), json_number("%.6f", s.loss).c_str(), s.lr, json_number("%.6f", s.norm).c_str());
+        text += format_text(",\"loss_z\":%s,\"norm_z\":%s,\"skipped\":%s", json_number("%.3f", s.loss_z).c_str(),
+                            json_number("%.3f", s.norm_z).c_str(), s.skipped || s.is_bad() ? "true" : "false");
+        text +=
+            format_text(",\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%lld,\"epoch\":%.6f,\"peak_memory_mib\":%.1f",
+                        seconds * 1e3, speed.back(), (long long)(s.step * total_batch),
+                        double(s.samples) / double(epoch_samples), peak_memory_mib());
+        if (peak_gpu_mib) text += format_text(",\"peak_gpu_memory_mib\":%.1f", peak_gpu_mib);
+        return text + s.statistics + "}";
+    }
+};

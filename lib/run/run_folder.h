@@ -1,0 +1,263 @@
+// run_folder.h: the folder of a run: which files in it are ours, whose turn it is to write there, its logs, and the
+// checkpoint that an option names. Used by the training loop and the verbs in train_nsa.cu.
+#pragma once
+#include <cerrno>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include "checkpoint.h"
+#include "../base/json.h"
+#include "../model/shape.h"
+#include "tensorboard.h"
+#include "../base/util.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Whose folder it is.
+
+// Two runs in one folder would overwrite each other's logs and checkpoints. The kernel's lock on the folder itself
+// leaves no file behind, and it ends with the process, however that ends. A process works on one run at a time.
+inline int run_folder_lock = -1;
+inline void lock_run_folder(const std::string& folder) {
+    int& lock = run_folder_lock;
+    if (lock >= 0) close(lock);
+    lock = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (lock < 0) fail("cannot open folder %s: %s", folder.c_str(), std::strerror(errno));
+    if (flock(lock, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)  // any other error: the file system has no locks
+        fail("--out %s: another run is at work there; wait until it has ended, or give this one a folder of its own",
+             folder.c_str());
+}
+
+// Is it still there, the one that was locked, with what the start of the run has left in it?
+inline bool has_run_folder(const std::string& folder) {
+    struct stat locked, named;
+    return file_exists(folder + "/run.json") && fstat(run_folder_lock, &locked) == 0 &&
+           stat(folder.c_str(), &named) == 0 && locked.st_dev == named.st_dev && locked.st_ino == named.st_ino;
+}
+
+// A name beside this one that nothing has yet.
+inline std::string unused_name_beside(const std::string& path) {
+    int n = 1;
+    while (file_exists(path + "." + std::to_string(n))) n++;
+    return path + "." + std::to_string(n);
+}
+
+// Is this the name of a file or folder that a run writes?
+inline bool is_run_file(const std::string& name) {
+    const auto like = [&](const char* begin, const char* end) {
+        const size_t b = std::strlen(begin), e = std::strlen(end);
+        return name.size() > b + e && !name.compare(0, b, begin) && !name.compare(name.size() - e, e, end);
+    };
+    for (const char* file : {"run.json", "main.log", "log.jsonl", "halt"})
+        if (name == file) return true;
+    if (like("events.out.tfevents.", "")) return true;
+    return step_of_name(name) >= 0 || step_of_name(name, ".writing") >= 0 || step_of_name(name, ".removing") >= 0 ||
+           like("heartbeat_rank", ".jsonl") || like("bad_step_", ".json");
+}
+
+inline bool is_run_folder(const std::string& folder) {
+    if (!checkpoint_steps(folder).empty()) return true;
+    try {
+        const std::string path = folder + "/run.json";
+        return file_exists(path) && parse_json(read_file(path), path).string("program", path) == "train_nsa";
+    } catch (const Error&) {
+        return false;
+    }
+}
+
+// Moves the files of an earlier run into a new folder beside this one. Returns what to print about it.
+inline std::string move_run_aside(const std::string& out, const std::vector<std::string>& files) {
+    const bool has_checkpoint = !checkpoint_steps(out).empty();
+    std::error_code error;
+    const std::string real = std::filesystem::canonical(out, error).string();  // where a link or . leads
+    if (error) fail("cannot find where %s leads: %s", out.c_str(), error.message().c_str());
+    const std::string aside = unused_name_beside(real);
+    make_folders(aside);
+    for (const std::string& name : files)
+        if (std::rename((real + "/" + name).c_str(), (aside + "/" + name).c_str()) != 0)
+            fail("cannot move %s of the earlier run in %s to %s: %s", name.c_str(), out.c_str(), aside.c_str(),
+                 std::strerror(errno));
+    sync_folder(aside);
+    const bool plain = real == std::filesystem::absolute(out).lexically_normal();
+    return format_text(" (the earlier run there was moved to %s%s)",
+                       (plain ? out + aside.substr(real.size()) : aside).c_str(),
+                       has_checkpoint ? "; --resume would have continued it" : ", it has no checkpoint");
+}
+
+// run.json: the options, and a record of each start of the program on this run. earlier: the run.json up to now, or "".
+inline std::string run_json_with_start(const std::string& options, const std::string& earlier, const std::string& path,
+                                       const std::string& start) {
+    std::string starts;  // those of before, as they stand there
+    if (!earlier.empty()) try {
+            const Json root = parse_json(earlier, path);
+            const Json* const list = root.find("starts");
+            if (list && root.keys.back() != "starts") fail("%s: starts is not its last key", path.c_str());
+            if (list && !list->require(Json::Array, path + ": starts").items.empty()) {
+                const size_t begin = size_t(list->items[0].offset), end = earlier.rfind(']');
+                starts = earlier.substr(begin, earlier.find_last_not_of(" \n", end - 1) + 1 - begin) + ",\n  ";
+            }
+        } catch (const Error& e) {
+            complain(format_text("%s; the records of earlier starts are lost", e.what()));
+        }
+    return options.substr(0, options.rfind('}')) + ",\n \"starts\": [\n  " + starts + start + "\n ]}\n";
+}
+
+// A folder for the run, with its run.json. An earlier run's files are never overwritten: without --resume they move
+// into a folder beside it. A file that this program did not write stays, and is refused if it is in the way.
+inline void prepare_run_folder(const std::string& out, bool resuming, const std::string& options,
+                               const std::string& start) {
+    make_folders(out);
+    lock_run_folder(out);
+    std::vector<std::string> earlier;
+    if (!resuming)
+        for (const std::string& name : folder_entries(out))
+            if (is_run_file(name) && (name != "halt" || is_run_folder(out))) earlier.push_back(name);
+    if (!earlier.empty() && !is_run_folder(out))
+        fail("--out %s holds %s, which no run of this program has written: choose another folder", out.c_str(),
+             earlier[0].c_str());
+    const std::string note = !earlier.empty() ? move_run_aside(out, earlier) : resuming ? ", resumed" : "";
+    std::printf("out:    %s%s\n", out.c_str(), note.c_str());
+    clean_leftovers(out, complain);
+    const std::string path = out + "/run.json", before = file_exists(path) ? read_file(path) : "";
+    replace_text_file(path, run_json_with_start(options, before, path, start));
+}
+
+inline void remove_halt_file(const std::string& out) {
+    if (std::remove((out + "/halt").c_str()) != 0)
+        complain(format_text("cannot remove %s/halt: %s; the next run will stop at once", out.c_str(),
+                             std::strerror(errno)));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Its logs.
+
+// Calls use(name, number) for every number of a line of log.jsonl but its step and time; null stands for what is not
+// finite. The numbers of layer 3 are named like gate_cmp/layer_3.
+template <class Use>
+void for_each_number(const Json& line, Use use) {
+    const auto number = [&](const std::string& name, const Json& x) {
+        if (x.kind == Json::Number) use(name, x.number_value);
+        if (x.kind == Json::Null) use(name, std::numeric_limits<double>::quiet_NaN());
+    };
+    for (size_t i = 0; i < line.keys.size(); i++) {
+        const std::string& key = line.keys[i];
+        if (key != "layers" && key != "step" && key != "time") number(key, line.items[i]);
+        for (size_t layer = 0; key == "layers" && layer < line.items[i].items.size(); layer++) {
+            const Json& of_layer = line.items[i].items[layer];
+            const std::string end = "/layer_" + std::to_string(layer);
+            for (size_t j = 0; j < of_layer.keys.size(); j++) {
+                const std::vector<Json>& branches = of_layer.items[j].items;  // of a list alone
+                number(of_layer.keys[j] + end, of_layer.items[j]);
+                for (size_t b = 0; b < std::min(branches.size(), size_t(BRANCHES)); b++)
+                    number(of_layer.keys[j] + "_" + BRANCH_NAMES[b] + end, branches[b]);
+            }
+        }
+    }
+}
+
+// main.log in the form that existing plotting notebooks read ("s:<step> tel:<validation loss>", "s:<step> trl:<training
+// loss> lr:<lr> norm:<norm>"), and log.jsonl with more. With --tensorboard the numbers of log.jsonl are TensorBoard's
+// too.
+struct RunLog {
+    FILE *text = nullptr, *json = nullptr;
+    std::unique_ptr<EventFile> events;
+
+    // append: a resumed run continues behind its checkpoint's step. Lines that an interrupted run logged after that
+    // step are dropped, since the steps are done again.
+    RunLog(const std::string& folder, bool append, int64_t last_step, bool tensorboard) {
+        for (auto [file, name, step] :
+             {std::make_tuple(&text, "/main.log", "s:"), std::make_tuple(&json, "/log.jsonl", "{\"step\":")}) {
+            if (append && file_exists(folder + name)) drop_lines_after(folder + name, step, last_step);
+            *file = std::fopen((folder + name).c_str(), append ? "a" : "w");
+            if (!*file) fail("cannot open %s%s: %s", folder.c_str(), name, std::strerror(errno));
+        }
+        if (tensorboard) events = std::make_unique<EventFile>(folder, last_step + 1);
+    }
+    RunLog(const RunLog&) = delete;
+    RunLog& operator=(const RunLog&) = delete;
+    ~RunLog() { std::fclose(text), std::fclose(json); }
+
+    // A full disk costs lines, not the run.
+    void line(FILE* file, const std::string& s) {
+        const bool written = std::fprintf(file, "%s\n", s.c_str()) >= 0 && std::fflush(file) == 0;
+        if (written && (file == text || !events || add_event(parse_json(s, "log.jsonl")))) return;
+        if (!warned)
+            complain(format_text("cannot write the run's log: %s; lines are missing there from now on, stdout has them",
+                                 std::strerror(errno)));
+        warned = true;
+        std::clearerr(file);
+    }
+
+    // Before a checkpoint is committed: nobody will write the lines up to its step again.
+    void sync() {
+        for (FILE* file : {text, json})
+            if (fsync(fileno(file)) != 0) fail("cannot sync the run's log: %s", std::strerror(errno));
+    }
+
+  private:
+    bool warned = false;
+
+    // The z-scores of the first 128 steps are not known yet; whatever else is not finite is shown as such.
+    bool add_event(const Json& line) {
+        const bool validation = std::any_of(line.keys.begin(), line.keys.end(),
+                                            [](const std::string& key) { return key.compare(0, 8, "val_loss") == 0; });
+        std::vector<std::pair<std::string, double>> scalars;
+        for_each_number(line, [&](std::string name, double x) {
+            if (validation) name = "val/" + (name.compare(0, 8, "val_loss") ? name : name.substr(4));
+            else if (name.find('/') == std::string::npos) name = "train/" + name;
+            if (std::isfinite(x) || (name != "train/loss_z" && name != "train/norm_z")) scalars.emplace_back(name, x);
+        });
+        return scalars.empty() ||
+               events->add(line.number("time", "log.jsonl"), line.integer("step", "log.jsonl"), scalars);
+    }
+
+    static void drop_lines_after(const std::string& path, const char* before_step, int64_t last_step) {
+        std::istringstream in(read_file(path));
+        std::string kept;
+        for (std::string line; std::getline(in, line) && !in.eof();)  // a crash may have torn the last line
+            if (line.compare(0, std::strlen(before_step), before_step) == 0 &&
+                std::atoll(line.c_str() + std::strlen(before_step)) <= last_step)
+                kept += line + "\n";
+        replace_text_file(path, kept);
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Its checkpoints.
+
+// The newest intact checkpoint in a run's folder, with a warning about each newer one that is damaged. "" if there are
+// no checkpoints; an error if all of them are damaged.
+inline std::string newest_checkpoint(const std::string& run, Wanted wanted = Wanted::ALL) {
+    std::vector<std::string> damages;
+    const std::string newest = newest_intact_checkpoint(
+        run, [&](const std::string& text) { damages.push_back(text); }, wanted);
+    if (newest.empty() && !damages.empty())  // the first complaint, without its "; taking the one before"
+        fail("no checkpoint under %s is intact; %s; %s", run.c_str(),
+             damages[0].substr(0, damages[0].rfind("; ")).c_str(),
+             wanted == Wanted::MODEL
+                 ? "give another run, or a folder with the model.safetensors and config.json of this one from a copy"
+                 : "without --resume the run starts anew and this folder is moved aside");
+    for (const std::string& text : damages) complain(text);
+    return newest;
+}
+
+// The checkpoint that an option names, for its model: the folder itself, or the newest one of a run's folder.
+inline std::string checkpoint_of(const std::string& from, const char* option) {
+    if (file_exists(from) && !file_exists(from + "/."))
+        fail("%s %s is a file: give the folder of a run or of one checkpoint", option, from.c_str());
+    const bool is_checkpoint = file_exists(from + "/model.safetensors") || file_exists(from + "/manifest.json");
+    if (is_checkpoint) verify_model(from, complain);
+    const std::string folder = is_checkpoint ? from : newest_checkpoint(from, Wanted::MODEL);
+    if (folder.empty()) fail("%s %s holds no checkpoint: no step_*/model.safetensors in it", option, from.c_str());
+    return folder;
+}

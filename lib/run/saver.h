@@ -1,0 +1,156 @@
+// saver.h: writes a run's checkpoints. Every rank writes its files; when all have, rank 0 turns the folder into a
+// checkpoint, see checkpoint.h. Used by the training loop in train_nsa.cu.
+#pragma once
+#include <functional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "../base/background.h"
+#include "checkpoint.h"
+#include "../base/errors.h"
+#include "../base/profile.h"
+#include "run_folder.h"
+#include "../base/safetensors.h"
+#include "../base/util.h"
+
+// The records of all ranks' files. If one rank could not write its own, with `error` there, all fail with its text.
+template <class World>
+std::vector<FileRecord> gather_records(const World& world, const std::vector<FileRecord>& mine,
+                                       const std::string& error) {
+    fail_together(world, error);
+    std::string text;
+    for (const FileRecord& r : mine)
+        text += format_text("%s %llu %u\n", r.name.c_str(), (unsigned long long)r.size, r.crc32c);
+    std::string all;
+    for (const std::string& t : world.gather(text)) all += t;
+    std::vector<FileRecord> records;
+    std::istringstream in(all);
+    for (FileRecord r; in >> r.name >> r.size >> r.crc32c;) records.push_back(r);
+    return records;
+}
+
+// What one rank writes of a checkpoint. The views point into `buffers`, or straight into the model's arrays.
+struct Snapshot {
+    std::vector<std::vector<float>> buffers;
+    std::vector<TensorView> weights;  // on rank 0
+    std::vector<TensorView> moments;  // this rank's share
+    std::string config;               // config.json
+};
+
+inline std::vector<FileRecord> write_snapshot(const Snapshot& s, const std::string& folder, int rank, int ranks) {
+    std::vector<FileRecord> records;
+    const std::string moments = format_text("/optimizer_%05d-of-%05d.safetensors", rank, ranks);
+    records.push_back(write_safetensors(folder + moments, {}, s.moments));
+    if (rank != 0) return records;
+    records.push_back(write_safetensors(folder + "/model.safetensors", {{"format", "pt"}}, s.weights));
+    records.push_back(write_text_file(folder + "/config.json", s.config));
+    return records;
+}
+
+template <class World>
+class CheckpointSaver {
+  public:
+    struct Options {
+        std::string run;                            // the run's folder
+        int64_t keep, keep_every;                   // see remove_old_checkpoints
+        std::function<void(const char*)> progress;  // takes a phase's name, for the watchdog
+        std::function<void()> before_commit;        // on rank 0: what must be on the disk before the checkpoint is
+        std::function<std::string()> state;         // the manifest's JSON
+        std::function<Snapshot()> take;             // this rank's files
+    };
+    bool remove_old = true;   // what --keep does not ask for
+    std::string last_saved;   // folder of the last good checkpoint; rank 0
+    std::string last_error;   // of save_last(), "" if all is well; rank 0
+    std::string lost_folder;  // what to say where the run's folder is gone and `run` is one beside it; else ""
+
+    CheckpointSaver(const World& w, Options o) : world(w), options(std::move(o)), run(options.run) {}
+
+    // All ranks, after the same step. A checkpoint that fails is reported, and the run goes on with the last good one.
+    void save(int64_t step) {
+        if (has_lost_folder()) throw SharedError(lost_folder);
+        const std::string error = write(step, complain);
+        if (world.rank == 0 && !error.empty())
+            complain(format_text("checkpoint of step %lld failed: %s; training goes on, the last good one is %s",
+                                 (long long)step, error.c_str(), last_saved.empty() ? "none" : last_saved.c_str()));
+    }
+
+    // At the end of a run, which has no other error then. What cannot be removed, the next run in this folder removes.
+    void save_last(int64_t step) {
+        has_lost_folder();
+        last_error = write(step, [](const std::string&) {});
+    }
+
+    // Of last_saved; 0 where there is none.
+    int64_t last_saved_step() const { return std::max<int64_t>(0, step_of_name(name_of(last_saved))); }
+
+    // What the end of a run that failed says of it.
+    std::string describe_last() const {
+        if (!last_error.empty()) return "saving failed too: " + last_error;
+        return "the last good checkpoint is " + (last_saved.empty() ? "none" : last_saved);
+    }
+
+  private:
+    const World& world;
+    const Options options;
+    std::string run;  // where checkpoints go
+
+    // Has somebody removed or moved the run's folder? A new one of that name would be half a run, so what was learnt
+    // goes beside it, and the run ends.
+    bool has_lost_folder() {
+        const bool lost = world.rank == 0 && lost_folder.empty() && !has_run_folder(run);
+        if (world.sum(lost ? 1.0 : 0.0) == 0) return false;
+        lost_folder = format_text("--out %s was removed or moved while the run went on", run.c_str());
+        const std::string beside = unused_name_beside(run);
+        run = world.size > 1 ? world.gather(beside)[0] : beside;
+        last_saved.clear();
+        return true;
+    }
+
+    // Returns what went wrong, "" if nothing did. abandoned: takes what cannot be removed after that.
+    std::string write(int64_t step, const Complain& abandoned) {
+        const Progress progress("saving a checkpoint", 0, world.rank == 0);
+        const ProfileRange range("checkpoint", step);
+        options.progress("checkpoint");
+        try {
+            fail_together(world, world.rank == 0 ? error_of([&] { begin_checkpoint(run, step); }) : "");
+            // the other ranks have waited until the folder exists
+            const Snapshot snapshot = options.take();
+            const std::string folder = checkpoint_writing(run, step);
+            std::vector<FileRecord> mine;
+            const std::string error =
+                error_of([&] { mine = write_snapshot(snapshot, folder, world.rank, world.size); });
+            const std::vector<FileRecord> all = gather_records(world, mine, error);
+            if (world.rank == 0) commit(step, all);
+            return "";
+        } catch (const Error& e) {
+            if (world.rank == 0) abandon_checkpoint(run, step, abandoned);
+            return e.what();
+        }
+    }
+
+    // Rank 0, when all files of all ranks are there.
+    void commit(int64_t step, const std::vector<FileRecord>& records) {
+        const std::string error = error_of(options.before_commit);
+        if (!error.empty()) complain(error);
+        commit_checkpoint(run, step, records, options.state());
+        if (remove_old) remove_old_checkpoints(run, options.keep, options.keep_every, complain);
+        last_saved = checkpoint_folder(run, step);
+        std::printf("saved %s\n", last_saved.c_str());
+    }
+};
+
+// The checkpoint under --out to resume; "" to begin anew. Rank 0 chooses, so that all ranks take the same one. dry: the
+// run writes nothing.
+template <class World>
+std::string choose_checkpoint(const std::string& out, bool resume, bool dry, const World& world) {
+    std::string chosen, error;
+    try {
+        if (world.rank == 0 && !dry && file_exists(out)) lock_run_folder(out);
+        if (world.rank == 0 && resume) chosen = newest_checkpoint(out);
+    } catch (const Error& e) {
+        error = e.what();
+    }
+    fail_together(world, error);
+    return world.size > 1 ? world.gather(chosen)[0] : chosen;
+}
