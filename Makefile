@@ -37,7 +37,7 @@ ifneq ($(origin GPU),command line)
   # In the environment it may mean anything.
   GPU := cuda
 endif
-DEV_GOALS := test_nsa $(BUILD)/test_device $(BUILD)/bench_cpu test test_long goldens crash_test bench hip_check
+DEV_GOALS := test_nsa $(BUILD)/tests $(BUILD)/test_device $(BUILD)/bench_cpu test test_long goldens crash_test bench hip_check
 .DEFAULT_GOAL := train_nsa
 .PHONY: all info deps clean help
 comma := ,

@@ -6,15 +6,20 @@
 #                    the whole program on emulated GPUs, with NCCL's part played over shared memory
 #   make crash_test && build/crash_test --kills 300       the long form, some minutes
 
-# The tests of the host, by the host compiler: a third of the time that nvcc takes. Where there is a GPU, test_device
-# runs too: the tests that run on the device, and its benchmarks, for dev/gpu_check.sh.
+# The test to learn from: on the CPU, and on the GPU where there is one.
 test_nsa: $(BUILD)/test_nsa.o $(APART)
-	$(call quiet,LINK)$(HOST_LINK) $(filter %.o,$^) -o $@ $(HOST_LIBS)
+	$(call quiet,LINK)$(if $(GPU_FOUND),$(LINK),$(HOST_LINK)) $(filter %.o,$^) -o $@ $(if $(GPU_FOUND),$(LIBS),$(HOST_LIBS))
 $(BUILD)/test_nsa.o: test_nsa.cu $(BUILD)/command
+	$(call quiet,CXX )$(if $(GPU_FOUND),$(COMPILE),$(HOST) -x c++) -DCOMPILED_APART $(DEPENDS) -c $< -o $@
+# All tests of the host, by the host compiler: a third of the time that nvcc takes. Where there is a GPU, test_device
+# runs too: the tests that run on the device, and its benchmarks, for dev/gpu_check.sh.
+$(BUILD)/tests: $(BUILD)/tests.o $(APART)
+	$(call quiet,LINK)$(HOST_LINK) $(filter %.o,$^) -o $@ $(HOST_LIBS)
+$(BUILD)/tests.o: dev/test/tests.cu $(BUILD)/command
 	$(call quiet,CXX )$(HOST) -x c++ -DCOMPILED_APART $(DEPENDS) -c $< -o $@
 $(BUILD)/test_device: $(BUILD)/test_device.o $(APART)
 	$(call quiet,LINK)$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
-$(BUILD)/test_device.o: test_nsa.cu $(BUILD)/command
+$(BUILD)/test_device.o: dev/test/tests.cu $(BUILD)/command
 	$(call quiet,$(COMPILER))$(COMPILE) -DCOMPILED_APART -DDEVICE_TESTS_ONLY $(DEPENDS) -c $< -o $@
 
 # ---- The emulator: tests that execute CUDA kernels on the CPU, in the plain and in the CHECK build of cuda_on_cpu.h:
@@ -38,11 +43,11 @@ LONG_EMULATOR_TESTS := '$(BUILD)/cuda_tests_120 --only attention_kernels_head' '
 EMULATED := $(if $(HAVE_MPI),$(BUILD)/train_nsa_emulated)
 DEVICE := $(if $(GPU_FOUND),$(BUILD)/test_device)
 
-$(EMULATOR_PLAIN_PROGRAMS): $(BUILD)/%: dev/test/%.cpp $(BUILD)/command
+$(EMULATOR_PLAIN_PROGRAMS): $(BUILD)/%: dev/test/emulator/%.cpp $(BUILD)/command
 	$(call quiet,CXX )$(EMULATOR) -O2 $(SAN_FLAGS) $(DEPENDS) $< -o $@
-$(BUILD)/cuda_tests_120: dev/test/cuda_tests.cpp $(BUILD)/command
+$(BUILD)/cuda_tests_120: dev/test/emulator/cuda_tests.cpp $(BUILD)/command
 	$(call quiet,CXX )$(EMULATOR) -DEMULATED_CAPABILITY=120 -O2 $(SAN_FLAGS) $(DEPENDS) $< -o $@
-$(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/%.cpp $(BUILD)/command
+$(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/emulator/%.cpp $(BUILD)/command
 	$(call quiet,CXX )$(EMULATOR) $(EMULATOR_CHECK) $(DEPENDS) -c $< -o $@.o
 	$(call quiet,LINK)$(CXX) $@.o -fsanitize=undefined -pthread -o $@
 # The whole program on up to four emulated GPUs, one for each rank.
@@ -63,11 +68,11 @@ $(BUILD)/faults.so: dev/crash_test/faults.c $(BUILD)/command
 
 .PHONY: test test_long goldens bench hip_check
 # What takes longest to compile stands first, so that no core waits at the end.
-test: test_nsa $(BUILD)/cuda_tests train_nsa $(EMULATED) $(SHORT_EMULATOR_PROGRAMS) $(CRASH_PROGRAMS) $(DEVICE)
-	@dev/run_tests.sh '$(BUILD)/cuda_tests --short' './test_nsa --short --shard 1/2' './test_nsa --short --shard 2/2' \
+test: $(BUILD)/tests $(BUILD)/cuda_tests train_nsa test_nsa $(EMULATED) $(SHORT_EMULATOR_PROGRAMS) $(CRASH_PROGRAMS) $(DEVICE)
+	@dev/run_tests.sh '$(BUILD)/cuda_tests --short' '$(BUILD)/tests --short --shard 1/2' '$(BUILD)/tests --short --shard 2/2' ./test_nsa \
 	    $(CRASH_TESTS) $(SHORT_EMULATOR_TESTS) $(DEVICE)
-test_long: train_nsa test_nsa $(EMULATOR_PROGRAMS) $(EMULATED)
-	@dev/run_tests.sh '$(BUILD)/cuda_tests_check' '$(BUILD)/cuda_tests --long' './test_nsa --long' \
+test_long: train_nsa $(BUILD)/tests $(EMULATOR_PROGRAMS) $(EMULATED)
+	@dev/run_tests.sh '$(BUILD)/cuda_tests_check' '$(BUILD)/cuda_tests --long' '$(BUILD)/tests --long' \
 	    $(LONG_EMULATOR_TESTS) $(if $(HAVE_CUDA),dev/kernel_report.sh dev/loop_report.sh) \
 	    dev/launcher_check.sh dev/other_machines_check.sh $(if $(shell command -v hipcc),dev/hip_check.sh)
 # The program for AMD's GPUs, compiled and linked, never run

@@ -4,7 +4,7 @@
     python3 dev/reference.py compare STATE
         compares a dump of `train_nsa --dump-state` with this file: logits, loss, gradients, selection
     python3 dev/reference.py golden STATE GOLDEN
-        writes a small file of expected results, with which test_nsa checks itself without Python
+        writes a small file of expected results, with which the tests check themselves without Python
     python3 dev/reference.py selftest
         compares this file with plain loops over tokens, and tries the checks on planted errors
 
@@ -1198,7 +1198,7 @@ def main():
         type=float,
         help="limit of max |error| / max |tensor| (default: derived from precision, depth and sizes)",
     )
-    mode = modes.add_parser("golden", help="write a small file of expected results for test_nsa")
+    mode = modes.add_parser("golden", help="write a small file of expected results for the tests")
     mode.add_argument("state", metavar="STATE", help="a dump, whose parameters and batch are used")
     mode.add_argument("golden", metavar="GOLDEN", help="the file to write")
     modes.add_parser("selftest", help="check this file; exit status 1 on failure")

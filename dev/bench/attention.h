@@ -1,4 +1,4 @@
-// attention.h: test_nsa --perf-attention [options of train]: attention alone, from 2048 tokens to --seq-len (default
+// attention.h: test_device --perf-attention [options of train]: attention alone, from 2048 tokens to --seq-len (default
 // 65536) at a constant number of tokens (--batch times --seq-len): everything between the input projection and the
 // output projection, for NSA and for full attention, operation by operation, forward and backward. Runs on a GPU, or in
 // emulation at a toy size, where only the arithmetic means something.

@@ -1,11 +1,11 @@
-// perf.h: test_nsa --perf [options of train]: where a training step's time goes, operation by operation. Real
+// perf.h: tests --perf [options of train]: where a training step's time goes, operation by operation. Real
 // steps of the chosen model run on the chosen engine with a clock around every operation, and the step of median
 // length is printed; arithmetic and memory traffic are counted from the shapes, so rates can be put beside the
 // machine's. On a GPU the clock is two events of the stream around each operation, for which nobody waits; every
 // layer has memory of its own, so that an operation finds its inputs no warmer in the caches than in training.
 // Then, on a GPU, the same steps without clocks: how far the host runs ahead of the GPU. One of them is marked for a
 // profiler:
-//   ncu --profile-from-start off --metrics gpu__time_duration.sum ./test_nsa --perf ...
+//   ncu --profile-from-start off --metrics gpu__time_duration.sum build/tests --perf ...
 // gives the time of every kernel of one step; their sum, beside the time of the step without clocks, shows what is lost
 // between kernels.
 #pragma once

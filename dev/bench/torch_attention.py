@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Times PyTorch's scaled_dot_product_attention, causal, forward and backward, in bf16, with its flash and its cuDNN
-backend: the dense baseline for test_nsa --perf-attention. It uses the same shapes (12 heads of 64, a constant number of
+backend: the dense baseline for test_device --perf-attention. It uses the same shapes (12 heads of 64, a constant number of
 tokens) and the same method: medians of CUDA-event timings after warm-up, three sets of inputs in turn. FLOPs are
 counted as there: 4 D for each pair of query and key forward, 8 D backward. It runs once with as many heads of keys and
 values as we have groups (2, enable_gqa: our shape) and once with as many as there are queries (12, as in GPT-2). It

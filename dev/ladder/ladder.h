@@ -2,10 +2,10 @@
 // by side. Each rung says what it buys. The kernels of rungs 0, 2 and 3 are the trainer's own, called through struct
 // Cuda.
 //
-//   test_nsa --ladder [options of train]      or, alone, dev/ladder/ladder.cu
+//   test_device --ladder [options of train]      or, alone, dev/ladder/ladder.cu
 //
 // On a machine without a GPU there is nothing to time; the tests compare the rungs in emulation
-// (dev/test/ladder_tests.h).
+// (dev/test/cuda/ladder_tests.h).
 #pragma once
 #include "../../nsa_kernels.cuh"
 #include "attention_level1.cuh"

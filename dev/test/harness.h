@@ -149,7 +149,7 @@ inline bool choose_tests(int argc, char** argv) {
             leave_out([&](const TestCase& t) { return t.is_long != (option == "--long"); });
         } else if (option != "--list") {
             std::fprintf(stderr,
-                         "test_nsa: unknown option %s; usage: test_nsa [--list] [--only SUBSTRING] [--short | --long] "
+                         "tests: unknown option %s; usage: tests [--list] [--only SUBSTRING] [--short | --long] "
                          "[--shard I/N]\n",
                          argv[i]);
             return false;

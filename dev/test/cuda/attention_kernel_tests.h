@@ -1,0 +1,676 @@
+// attention_kernel_tests.h: the attention of nsa_kernels.cuh on tensor cores against struct Cpu in fp64, which gets the
+// same bf16 numbers. Runs on a GPU, or under g++ in dev/emulator/cuda_on_cpu.h, where it tries several orders of
+// threads and blocks.
+//
+// Error limits are derived. With u = 2^-8, the largest relative error of rounding to bf16, and e = 2^-23, that of one
+// step in fp32 (tensor cores may truncate): a score in the exponent is off by at most
+//     delta = e ((D + 8) S + 2 |lse| + 16 + tiles),   S = the largest sum over D of |q k| / sqrt(D)
+// (D sums, the scaling, the shift, 2 ulp of the exponential, one rescaling a tile), and every weight by the factor
+// e^delta. Sums of n terms add n e times the sum of their magnitudes. Where a weight or dS enters a tensor core it is
+// rounded to bf16, and so is each bf16 output.
+//
+// Below 2^-126 numbers are subnormal. ex2.approx.ftz gives 0 there, so a weight that may be so small may be missing:
+// the whole weight P' of the backward pass, and with it all of its dS. In the forward pass weights are relative to a
+// shift that may lie 2^8 below the row's largest, and a factor that rescales sums is flushed too: up to 2^8 2^-126 of
+// each key's share in a total of at least 1 may be missing. Elsewhere fp32 keeps subnormal numbers, as multiples of
+// 2^-149, and bf16 as multiples of 2^-133.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "../../../nsa_cpu.h"
+#include "../../../nsa_kernels.cuh"
+#include "../harness.h"
+
+#ifndef PRECISION_FP32  // which has the plain kernels only
+
+namespace attention_tests {
+
+constexpr double U16 = 0x1p-8, E32 = 0x1p-23;
+constexpr double FLUSHED = 0x1p-126;                    // what is smaller may be 0
+constexpr double TINY16 = 0x1p-134, TINY32 = 0x1p-149;  // rounding a subnormal bf16; cutting off a subnormal fp32
+
+#ifdef EMU_CHECK
+constexpr int RUNS = 1, LONGEST = 200;  // every access is checked, so one order of threads is enough
+#else
+constexpr int RUNS = 2, LONGEST = 1 << 30;
+#endif
+
+// Run 0 takes the threads in the order of their index, the others in an order that depends on the shape, so that the
+// tests try many.
+inline void draw_order(int run, const NsaShape& s) {
+#ifdef __CUDACC__
+    (void)run, (void)s;
+#else
+    emu::seed(run ? uint64_t(1 + (s.T + s.H + s.window + run) % 6) : 0);
+#endif
+}
+inline float bf16_value(double x) { return float(__float2bfloat16(float(x))); }
+
+// A device array with an allocation of its own, exactly as long, so that compute-sanitizer sees an access beyond its
+// end. The emulator poisons fresh memory; on a GPU it is filled with NaN here.
+template <class T>
+struct DeviceArray {
+    T* data = nullptr;
+    size_t count;
+    explicit DeviceArray(size_t count) : count(count) {
+        CUDA_CHECK(cudaMalloc(&data, std::max(count, size_t(1)) * sizeof(T)));
+#ifdef __CUDACC__
+        CUDA_CHECK(cudaMemset(data, 0xFF, std::max(count, size_t(1)) * sizeof(T)));
+#endif
+    }
+    template <class From>
+    explicit DeviceArray(const std::vector<From>& values) : DeviceArray(values.size()) {
+        std::vector<T> converted(values.size());
+        for (size_t i = 0; i < values.size(); i++) converted[i] = T(float(values[i]));
+        CUDA_CHECK(cudaMemcpy(data, converted.data(), count * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    DeviceArray(const DeviceArray&) = delete;
+    ~DeviceArray() { cudaFree(data); }
+    std::vector<T> raw() const {
+        std::vector<T> values(count);
+        CUDA_CHECK(cudaDeviceSynchronize());
+        CUDA_CHECK(cudaMemcpy(values.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost));
+        return values;
+    }
+    std::vector<double> download() const {
+        std::vector<double> values;
+        for (const T& x : raw()) values.push_back(double(float(x)));
+        return values;
+    }
+};
+template <>
+template <class From>
+inline DeviceArray<uint32_t>::DeviceArray(const std::vector<From>& values) : DeviceArray(values.size()) {
+    CUDA_CHECK(cudaMemcpy(data, values.data(), count * sizeof(uint32_t), cudaMemcpyHostToDevice));
+}
+
+template <class T>
+void check_same_bits(const char* what, const std::vector<T>& a, const std::vector<T>& b) {
+    tests().checks++;
+    if (!a.empty() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)))
+        check_failed(__FILE__, __LINE__, "%s: two runs with the same input differ", what);
+}
+// Checks |found - expected| <= limit everywhere; *worst is the largest ratio of the two so far.
+inline void check_within(const char* what, const NsaShape& s, const std::vector<double>& found,
+                         const std::vector<double>& expected, const std::vector<double>& limit, double* worst) {
+    tests().checks++;
+    size_t at = found.size();
+    double most = 0;
+    for (size_t i = 0; i < found.size(); i++) {
+        if (found[i] == expected[i]) continue;  // infinities too
+        const double share = std::fabs(found[i] - expected[i]) / limit[i];
+        if (!(share <= most)) most = share, at = i;
+        if (std::isnan(share)) break;
+    }
+    if (!(most <= 1))
+        check_failed(__FILE__, __LINE__,
+                     "%s[%zu] is %.9g, expected %.9g, off by %.3g, limit %.3g (T %d, first %d, queries %d, H %d, G %d, "
+                     "D %d, l %d, d %d, "
+                     "l' %d, w %d)",
+                     what, at, found[at], expected[at], std::fabs(found[at] - expected[at]), limit[at], s.T, s.first,
+                     s.queries, s.H, s.G, s.D, s.l, s.d, s.slc_block, s.window);
+    *worst = worse_error(*worst, most);
+}
+
+inline NsaShape shape(int T, int heads, int G = 1, int D = 64, int B = 1) {
+    NsaShape s;
+    s.B = B, s.T = T, s.first = 0, s.queries = T, s.H = heads * G, s.G = G, s.D = D;
+    s.l = 32, s.d = 16, s.slc_block = 64, s.slc_count = 4, s.window = 100, s.F = 8;
+    return s;
+}
+
+// Inputs of one branch, already rounded to bf16. Keys beyond the last query are NaN, since nobody may read them.
+struct Inputs {
+    NsaShape s;
+    Branch branch;
+    std::vector<double> q, k, v, dout, dq;  // dq: what is added to
+    std::vector<uint32_t> selection;
+    uint64_t counter = 0;
+    uint64_t seed;
+
+    double normal() { return random_normal(seed, random_stream(RANDOM_TEST, 77), counter++); }
+    std::vector<double> normals(size_t n, double scale) {
+        std::vector<double> x(n);
+        for (double& e : x) e = bf16_value(scale * normal());
+        return x;
+    }
+    int keys() const { return s.key_count(branch); }
+    int stride() const { return s.key_stride(branch); }
+    size_t rows() const { return s.query_rows(); }
+
+    // density: the share of blocks that a typical token selects
+    Inputs(const NsaShape& s, Branch branch, double scale, uint64_t seed, double density = 0.4)
+        : s(s), branch(branch), seed(seed) {
+        const size_t D = size_t(s.D), key_rows = size_t(s.B) * s.G * size_t(stride());
+        q = normals(rows() * D, scale), k = normals(key_rows * D, scale), v = normals(key_rows * D, 1);
+        dout = normals(rows() * D, 1), dq = normals(rows() * D, 1);
+        for (size_t i = 0; i < key_rows * D; i++)
+            if (int(i / D) % stride() >= keys()) k[i] = v[i] = std::nan("");
+        if (branch != SLC) return;
+        // Random sets, with and without the query's own block; at the usual density some rows choose all and some none.
+        selection.assign(size_t(s.B) * s.G * s.queries * s.selection_words(), 0);
+        for (size_t row = 0; row < size_t(s.B) * s.G * s.queries; row++) {
+            const int t = s.first + int(row % size_t(s.queries));
+            const double chance = density != 0.4 ? density : row % 7 == 0 ? 1.1 : row % 11 == 0 ? -1 : density;
+            for (int block = 0; block <= t / s.slc_block; block++)
+                if (random_uniform(seed, random_stream(RANDOM_TEST, 78), counter++) < chance)
+                    selection[row * s.selection_words() + block / 32] |= 1u << block % 32;
+        }
+    }
+    bool visible(size_t bg, int t, int key) const {
+        return oracle::sees(branch, t, key, s.selection_mask(branch == SLC ? selection.data() : nullptr, bg, t), s);
+    }
+    int tiles() const { return keys() / 64 + 1; }
+};
+
+// Calls visit(bg, head, t, row of [B, H, queries]) for every query row.
+template <class Visit>
+void for_rows(const NsaShape& s, Visit visit) {
+    for (int b = 0; b < s.B; b++)
+        for (int head = 0; head < s.H; head++)
+            for (int j = 0; j < s.queries; j++)
+                visit(size_t(b) * s.G + head / s.heads_per_group(), head, s.first + j,
+                      (size_t(b) * s.H + head) * s.queries + j);
+}
+inline double dot(const double* a, const double* b, int n, bool magnitudes = false) {
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += magnitudes ? std::fabs(a[i] * b[i]) : a[i] * b[i];
+    return sum;
+}
+// delta of each query row
+inline std::vector<double> exponent_errors(const Inputs& in, const std::vector<double>& lse) {
+    std::vector<double> delta(in.rows());
+    for_rows(in.s, [&](size_t bg, int, int t, size_t row) {
+        double most = 0;
+        for (int key = 0; key < in.keys(); key++)
+            if (in.visible(bg, t, key))
+                most = std::max(most, dot(&in.q[row * in.s.D], &in.k[(bg * in.stride() + key) * in.s.D], in.s.D, true));
+        delta[row] = E32 * ((in.s.D + 8) * most * in.s.scale() + 2 * (std::isinf(lse[row]) ? 0 : std::fabs(lse[row])) +
+                            16 + in.tiles());
+    });
+    return delta;
+}
+
+struct Worst {
+    double out = 0, lse = 0, dq = 0, dk = 0, dv = 0;
+    void print(const char* what) const {
+        std::printf("    %s: worst error as a share of its limit: out %.2f, lse %.2f, dq %.2f, dk %.2f, dv %.2f\n",
+                    what, out, lse, dq, dk, dv);
+    }
+};
+
+// Scratch memory for the kernels, and AUTO's choice.
+struct AttentionScratch {
+    DeviceArray<char> data;
+    DeviceArray<SelectedChoice> choice;
+    AttentionScratch(Branch branch, const NsaShape& s, SelectedKernel kernel, bool backward)
+        : data(attention_workspace_bytes(branch, s, kernel, backward)), choice(1) {}
+    operator AttentionWorkspace() const { return {data.data, choice.data}; }
+};
+
+// What Cpu computes in fp64, and how far the kernels may be off.
+struct Expected {
+    std::vector<double> out, lse, dq, dk, dv;
+    std::vector<double> out_limit, lse_limit, dq_limit, dk_limit, dv_limit;
+    std::vector<double> delta;              // of each query row
+    std::vector<float> row_dot, lse_gated;  // what the backward pass is given
+};
+inline Expected expected_forward(const Inputs& in) {
+    const NsaShape& s = in.s;
+    const size_t D = size_t(s.D), rows = in.rows();
+    Expected e;
+    e.out.resize(rows * D), e.lse.resize(rows), e.out_limit.resize(rows * D, TINY16), e.lse_limit.resize(rows);
+    Cpu<double> cpu;
+    const auto forward = [&](std::vector<double>& out, const std::vector<double>& v) {
+        cpu.attention_forward(in.branch, out.data(), e.lse.data(), in.q.data(), in.k.data(), v.data(),
+                              in.selection.data(), s);
+    };
+    std::vector<double> magnitude(rows * D), absolute_v(in.v);  // of the weighted values
+    for (double& x : absolute_v) x = std::fabs(x);
+    forward(magnitude, absolute_v), forward(e.out, in.v);
+    e.delta = exponent_errors(in, e.lse);
+    for_rows(s, [&](size_t bg, int, int t, size_t row) {
+        const double weight_error = std::expm1(e.delta[row]);
+        e.lse_limit[row] = weight_error + E32 * in.keys();
+        double* limit = &e.out_limit[row * D];
+        for (size_t x = 0; x < D; x++)
+            limit[x] += (1 + U16) * (U16 + 2 * weight_error + 2 * E32 * in.keys()) * magnitude[row * D + x] +
+                        U16 * std::fabs(e.out[row * D + x]);
+        for (int key = 0; key < in.keys(); key++) {
+            if (!in.visible(bg, t, key)) continue;
+            const double* v = &absolute_v[(bg * in.stride() + key) * D];
+            for (size_t x = 0; x < D; x++) limit[x] += std::exp2(MOST_GROWTH) * FLUSHED * v[x];
+        }
+    });
+    return e;
+}
+inline void expect_backward(Expected& e, const Inputs& in) {
+    const NsaShape& s = in.s;
+    const size_t D = size_t(s.D), rows = in.rows(), key_rows = size_t(s.B) * s.G * size_t(in.stride());
+    const auto dout_of = [&](size_t bg, int head, int t) {
+        return &in.dout[((bg / s.G * s.queries + t - s.first) * s.H + head) * D];
+    };
+    e.row_dot.resize(rows), e.lse_gated.resize(rows);
+    for_rows(s, [&](size_t bg, int head, int t, size_t row) {
+        const double gate = 0.05 + 0.9 * random_uniform(3, random_stream(RANDOM_TEST, 79), row);
+        e.row_dot[row] = float(dot(dout_of(bg, head, t), &e.out[row * D], s.D));
+        e.lse_gated[row] = float(e.lse[row] - std::log(gate));
+    });
+    const std::vector<double> row_dots(e.row_dot.begin(), e.row_dot.end()),
+        lses(e.lse_gated.begin(), e.lse_gated.end());
+    e.dq = in.dq, e.dk.resize(key_rows * D), e.dv.resize(key_rows * D);
+    Cpu<double>().attention_backward(
+        in.branch, {e.dq.data(), true, e.dk.data(), e.dv.data(), in.dout.data(), row_dots.data(), lses.data()},
+        {in.q.data(), in.k.data(), in.v.data(), in.selection.data()}, s);
+    e.dq_limit.resize(rows * D), e.dk_limit.resize(key_rows * D, TINY16), e.dv_limit.resize(key_rows * D, TINY16);
+    const double sums = E32 * std::max(in.keys(), s.queries * s.heads_per_group());
+    for_rows(s, [&](size_t bg, int head, int t, size_t row) {
+        const double *q = &in.q[row * D], *dout = dout_of(bg, head, t), weight_error = std::expm1(e.delta[row]);
+        for (int key = 0; key < in.keys(); key++) {
+            if (!in.visible(bg, t, key)) continue;
+            const size_t at = (bg * in.stride() + key) * D;
+            const double p = std::exp(dot(q, &in.k[at], s.D) * s.scale() - lses[row]),
+                         missing = p < FLUSHED * (1 + weight_error) ? p : 0;
+            const double dout_v = dot(dout, &in.v[at], s.D), ds = p * (dout_v - row_dots[row]);
+            // dS: weight, product with v (D sums), subtraction, product, then bf16
+            const double product_error = E32 * ((s.D + 1) * dot(dout, &in.v[at], s.D, true) + std::fabs(row_dots[row]));
+            const double ds_error = (1 + U16) * (std::fabs(ds) * (U16 + weight_error + sums + 2 * E32) +
+                                                 p * (1 + weight_error) * product_error) +
+                                    missing * (std::fabs(dout_v) + std::fabs(row_dots[row])) + TINY16;
+            const double p_error = (1 + U16) * p * (U16 + weight_error + sums) + missing;
+            for (size_t x = 0; x < D; x++) {
+                e.dq_limit[row * D + x] += ds_error * std::fabs(in.k[at + x]) * s.scale() + TINY32;
+                e.dk_limit[at + x] += ds_error * std::fabs(q[x]) * s.scale() + TINY32;
+                e.dv_limit[at + x] += p_error * std::fabs(dout[x]) + TINY32;
+            }
+        }
+    });
+    for (size_t i = 0; i < rows * D; i++)
+        e.dq_limit[i] += E32 * (std::fabs(e.dq[i]) + std::fabs(in.dq[i]) + std::fabs(e.dq[i] - in.dq[i]));
+    for (size_t i = 0; i < key_rows * D; i++)
+        e.dk_limit[i] += (U16 + 2 * E32) * std::fabs(e.dk[i]), e.dv_limit[i] += (U16 + 2 * E32) * std::fabs(e.dv[i]);
+}
+
+inline void check_attention(const Inputs& in, Worst* worst, bool backward = true,
+                            SelectedKernel kernel = SelectedKernel::TILES) {
+    const NsaShape& s = in.s;
+    const Branch branch = in.branch;
+    const size_t D = size_t(s.D), rows = in.rows(), key_rows = size_t(s.B) * s.G * size_t(in.stride());
+    Expected e = expected_forward(in);
+    if (backward) expect_backward(e, in);
+    DeviceArray<bf16> q(in.q), k(in.k), v(in.v), dout(in.dout);
+    DeviceArray<uint32_t> selection(in.selection);
+    DeviceArray<float> device_dot(e.row_dot), device_lse(e.lse_gated);
+    std::vector<bf16> first_out, first_dk, first_dv;
+    std::vector<float> first_lse, first_dq;
+    for (int run = 0; run < RUNS; run++) {
+        draw_order(run, s);
+        DeviceArray<bf16> found_out(rows * D), found_dk(key_rows * D), found_dv(key_rows * D);
+        DeviceArray<float> found_lse(rows), found_dq(in.dq);
+        attention_forward(branch, found_out.data, found_lse.data, q.data, k.data, v.data, selection.data, s, kernel,
+                          AttentionScratch(branch, s, kernel, false), nullptr);
+        if (backward)
+            attention_backward(
+                branch,
+                {found_dq.data, true, found_dk.data, found_dv.data, dout.data, device_dot.data, device_lse.data},
+                {q.data, k.data, v.data, selection.data}, s, kernel, AttentionScratch(branch, s, kernel, true),
+                nullptr);
+        if (run == 0) {
+#ifndef __CUDACC__
+            CHECK_EQUAL(emu::unwritten(found_out.data, rows * D), 0L);
+            CHECK_EQUAL(emu::unwritten(found_lse.data, rows), 0L);
+#endif
+            check_within("out", s, found_out.download(), e.out, e.out_limit, &worst->out);
+            check_within("lse", s, found_lse.download(), e.lse, e.lse_limit, &worst->lse);
+            first_out = found_out.raw(), first_lse = found_lse.raw();
+            if (!backward) continue;
+#ifndef __CUDACC__
+            CHECK_EQUAL(emu::unwritten(found_dk.data, key_rows * D) + emu::unwritten(found_dv.data, key_rows * D), 0L);
+#endif
+            check_within("dq", s, found_dq.download(), e.dq, e.dq_limit, &worst->dq);
+            check_within("dk", s, found_dk.download(), e.dk, e.dk_limit, &worst->dk);
+            check_within("dv", s, found_dv.download(), e.dv, e.dv_limit, &worst->dv);
+            // Written instead of added to: the old content is not read.
+            DeviceArray<float> only_dq(rows * D);
+            attention_backward(
+                branch,
+                {only_dq.data, false, found_dk.data, found_dv.data, dout.data, device_dot.data, device_lse.data},
+                {q.data, k.data, v.data, selection.data}, s, kernel, AttentionScratch(branch, s, kernel, true),
+                nullptr);
+            std::vector<double> without(e.dq);
+            for (size_t i = 0; i < rows * D; i++) without[i] -= in.dq[i];
+            check_within("dq, written", s, only_dq.download(), without, e.dq_limit, &worst->dq);
+            first_dq = found_dq.raw(), first_dk = found_dk.raw(), first_dv = found_dv.raw();
+        } else {
+            check_same_bits("out", found_out.raw(), first_out), check_same_bits("lse", found_lse.raw(), first_lse);
+            if (!backward) continue;
+            check_same_bits("dq", found_dq.raw(), first_dq);
+            check_same_bits("dk", found_dk.raw(), first_dk), check_same_bits("dv", found_dv.raw(), first_dv);
+        }
+    }
+    draw_order(0, s);
+}
+// A query may choose every block here, so slc_count says so: it bounds the workspace.
+inline Inputs gather_inputs(NsaShape s, double density = 0.4, double scale = 1) {
+    s.slc_count = s.slc_blocks();
+    return Inputs(s, SLC, scale, uint64_t(s.T) * 1000 + s.H, density);
+}
+
+inline void check_attention(const NsaShape& s, Branch branch, Worst* worst, double scale = 1, bool backward = true,
+                            double density = 0.4) {
+    check_attention(Inputs(s, branch, scale, uint64_t(s.T) * 1000 + s.H, density), worst, backward);
+}
+inline void check_gather(const NsaShape& s, Worst* worst, double density = 0.4, bool backward = true,
+                         double scale = 1) {
+    check_attention(gather_inputs(s, density, scale), worst, backward, SelectedKernel::GATHER);
+}
+
+// A row of the tables below: a shape, and how it is computed: by masked tiles in some branches, by gathered rows.
+constexpr unsigned BY_CMP = 1u << CMP, BY_SLC = 1u << SLC, BY_WIN = 1u << WIN, BY_TILES = BY_CMP | BY_SLC | BY_WIN,
+                   GATHERED = 8, BY_ALL = BY_TILES | GATHERED;
+struct Setup {
+    unsigned ways;
+    NsaShape s;
+    double density = 0.4;  // of the selection
+    bool backward = true;
+    double scale = 1;  // of q and k
+};
+inline void check_setups(const char* what, const std::vector<Setup>& table) {
+    Worst worst;
+    for (const Setup& x : table) {
+        if (x.s.T > LONGEST && x.backward) continue;
+        for (const Branch branch : {CMP, SLC, WIN})
+            if (x.ways >> branch & 1) check_attention(x.s, branch, &worst, x.scale, x.backward, x.density);
+        if (x.ways & GATHERED) check_gather(x.s, &worst, x.density, x.backward, x.scale);
+    }
+    worst.print(what);
+}
+// Shapes with another compression, other selection blocks, another window, some of the queries.
+inline NsaShape compressed(NsaShape s, int l, int d) {
+    s.l = l;
+    s.d = d;
+    return s;
+}
+inline NsaShape blocks_of_tokens(NsaShape s, int slc_block) {
+    s.slc_block = slc_block;
+    return s;
+}
+inline NsaShape windowed(NsaShape s, int window, bool full = false) {
+    s.window = window;
+    s.full = full;
+    return s;
+}
+inline NsaShape from(NsaShape s, int first, int queries) {
+    s.first = first;
+    s.queries = queries;
+    return s;
+}
+
+}  // namespace attention_tests
+
+TEST(attention_kernels_heads) {
+    using namespace attention_tests;
+    std::vector<Setup> table;
+    for (const int heads : {1, 3, 5, 6, 12, 16})
+        table.push_back(
+            {BY_ALL,
+             compressed(shape(heads == 3 ? 200 : 130, heads, heads < 3 ? 2 : 1, 64, heads == 1 ? 2 : 1), 4, 1)});
+    table.push_back({BY_TILES, compressed(shape(66, 128), 4, 1)});  // one token fills a tile of queries
+    table.push_back({GATHERED, shape(70, 96, 1, 16)});              // and one of the gathered backward pass
+    check_setups("heads", table);
+}
+TEST(attention_kernels_lengths) {
+    using namespace attention_tests;
+    std::vector<Setup> table = {{GATHERED, shape(15, 6)}};
+    for (const int T : {1, 31, 32, 33, 63, 64, 65, 130, 200, 257}) {
+        table.push_back({BY_TILES, shape(T, 3)});
+        table.push_back({GATHERED, shape(T, 6, T == 65 ? 2 : 1, 64, T == 65 ? 2 : 1)});
+    }
+    check_setups("lengths", table);
+}
+TEST(attention_kernels_compression) {
+    using namespace attention_tests;
+    // up to five tiles of compressed keys; with l = 12 and d = 1 a warp's first key becomes visible near the end of a
+    // tile of tokens
+    check_setups("compression", {{BY_CMP, compressed(shape(257, 3), 1, 1)},
+                                 {BY_CMP, compressed(shape(200, 3), 12, 1)},
+                                 {BY_CMP, compressed(shape(300, 3), 4, 2)},
+                                 {BY_CMP, compressed(shape(129, 3), 8, 4)},
+                                 {BY_CMP, compressed(shape(66, 3), 12, 4)},
+                                 {BY_CMP, compressed(shape(200, 3), 32, 32)}});
+}
+TEST(attention_kernels_windows) {
+    using namespace attention_tests;
+    std::vector<Setup> table = {{BY_WIN, windowed(shape(200, 2), 1, true)}};
+    // 79, 95: its edge falls on the edge of a warp's keys, 16 of them or 32. 125: of a tile of queries the last alone
+    // does not see the first key of a tile.
+    for (const int window : {1, 37, 64, 79, 95, 125, 500}) table.push_back({BY_WIN, windowed(shape(200, 3), window)});
+    check_setups("windows", table);
+}
+TEST(attention_kernels_selection_blocks) {
+    using namespace attention_tests;
+    std::vector<Setup> table;
+    for (const int block : {16, 32, 64, 128, 192}) {
+        const unsigned ways = BY_SLC | GATHERED;
+        table.push_back({ways, blocks_of_tokens(shape(std::min(LONGEST, block > 64 ? 270 : 200), 3), block)});
+        table.push_back({ways, blocks_of_tokens(shape(150, 3), block), 0.03});  // most tiles are skipped
+        if (block < 64)  // all rows choose something of a tile, but not all of it
+            table.push_back({ways, blocks_of_tokens(shape(150, 3), block), 0.9});
+    }
+    for (const double density : {0.4, 0.03})  // more than 32 blocks and tiles: bitmasks of several words
+        table.push_back({BY_SLC, from(shape(2200, 1), 2150, 10), density, false});
+    check_setups("selection blocks", table);
+}
+TEST(attention_kernels_head_dimensions) {
+    using namespace attention_tests;
+    std::vector<Setup> table = {{GATHERED, shape(80, 12, 1, 128)}};
+    for (const int D : {16, 32, 128}) table.push_back({BY_ALL, compressed(shape(150, 3, 1, D), 4, 1)});
+    check_setups("head dimensions", table);
+}
+TEST(attention_kernels_decoding) {
+    using namespace attention_tests;
+    std::vector<Setup> table = {{GATHERED, from(shape(200, 6, 2, 64, 2), 130, 70), 0.4, false}};
+    const int steps[][2] = {{0, 1},   {30, 1},  {31, 1},  {63, 1},   {64, 1},
+                            {150, 1}, {199, 1}, {60, 10}, {100, 70}, {0, 40}};
+    for (const auto& [first, queries] : steps)
+        table.push_back({queries > 1 || first == 199 ? BY_ALL : BY_TILES, from(shape(200, 6, 2, 64, 2), first, queries),
+                         0.4, false});
+    check_setups("decoding", table);
+}
+TEST(attention_kernels_large_logits) {
+    using namespace attention_tests;
+    // scores of standard deviation 18^2, the largest about +-1500
+    check_setups("large logits", {{BY_ALL, compressed(shape(150, 3), 4, 1), 0.4, true, 18}});
+}
+
+// ---- selection
+
+namespace attention_tests {
+
+struct SelectionRun {
+    std::vector<uint32_t> selection;
+    std::vector<float> share;
+};
+inline SelectionRun run_selection(const Inputs& in, const std::vector<float>& lse) {
+    const NsaShape& s = in.s;
+    DeviceArray<bf16> q(in.q), kc(in.k);
+    DeviceArray<float> device_lse(lse), share(size_t(s.B) * s.G * s.queries);
+    DeviceArray<uint32_t> selection(size_t(s.B) * s.G * s.queries * s.selection_words()), alone(selection.count);
+    select_blocks(selection.data, share.data, q.data, kc.data, device_lse.data, s, nullptr);
+    select_blocks(alone.data, nullptr, q.data, kc.data, device_lse.data, s, nullptr);
+#ifndef __CUDACC__
+    CHECK_EQUAL(emu::unwritten(selection.data, selection.count) + emu::unwritten(share.data, share.count), 0L);
+#endif
+    check_same_bits("selection with and without shares", selection.raw(), alone.raw());
+    return {selection.raw(), share.raw()};
+}
+
+// The kernel chooses Cpu's set, except among blocks whose importances differ by less than the rounding: an importance
+// is a sum of positive weights, so its relative error is at most e^delta - 1 + e (heads + compressed blocks in it).
+// Weights below 2^-126 may be missing: in each head one of every compressed block, and l / d of these share each of the
+// block's l' tokens, which count 1 / d each.
+inline void check_selection(const NsaShape& s, double scale, long* tokens, long* other_choices) {
+    const Inputs in(s, CMP, scale, 5);
+    Cpu<double> cpu;
+    const size_t rows = in.rows(), words = size_t(s.selection_words());
+    std::vector<double> out(rows * s.D), lse(rows), share(size_t(s.B) * s.G * s.queries);
+    std::vector<uint32_t> expected(share.size() * words);
+    cpu.attention_forward(CMP, out.data(), lse.data(), in.q.data(), in.k.data(), in.v.data(), nullptr, s);
+    const std::vector<float> rounded(lse.begin(), lse.end());
+    const std::vector<double> shift(rounded.begin(), rounded.end()), delta = exponent_errors(in, lse);
+    cpu.select_blocks(expected.data(), share.data(), in.q.data(), in.k.data(), shift.data(), s);
+    const SelectionRun found = run_selection(in, rounded);
+    for (int run = 1; run < RUNS; run++) {
+        draw_order(run, s);
+        const SelectionRun again = run_selection(in, rounded);
+        check_same_bits("selection", again.selection, found.selection),
+            check_same_bits("share", again.share, found.share);
+    }
+    draw_order(0, s);
+
+    const int h = s.heads_per_group();
+    const double missing = FLUSHED * h * s.slc_block * s.l / (double(s.d) * s.d);
+    std::vector<double> weight(size_t(in.keys()) + 1), importance(s.slc_blocks());
+    for (int bg = 0; bg < s.B * s.G; bg++)
+        for (int j = 0; j < s.queries; j++) {
+            const int t = s.first + j, last = t / s.slc_block, candidates = last + 1;
+            const size_t row = size_t(bg) * s.queries + j;
+            (*tokens)++;
+            double relative = 0;
+            std::fill(weight.begin(), weight.end(), 0.0);
+            for (int head = 0; head < h; head++) {
+                const size_t at = (size_t(bg) * h + head) * s.queries + j;
+                relative = worse_error(relative, std::expm1(delta[at]) + E32 * (h + (s.slc_block + s.l) / s.d + 2));
+                for (int i = 0; i < s.cmp_blocks(t + 1); i++)
+                    weight[i] += std::exp(
+                        dot(&in.q[at * s.D], &in.k[(size_t(bg) * in.stride() + i) * s.D], s.D) * s.scale() - shift[at]);
+            }
+            Cpu<double>::fold_importance(importance.data(), weight.data(), t, s);
+            bool same = true;
+            int count = 0;
+            auto bit = [&](const std::vector<uint32_t>& mask, int block) {
+                return mask[row * words + block / 32] >> block % 32 & 1;
+            };
+            for (int block = 0; block < int(words) * 32; block++) {
+                count += bit(found.selection, block);
+                if (bit(found.selection, block) == bit(expected, block)) continue;
+                same = false;
+                CHECK(block <= last);
+                for (int other = 0; other <= last; other++)
+                    if (bit(found.selection, other) != bit(expected, other) &&
+                        bit(found.selection, other) != bit(found.selection, block)) {
+                        tests().checks++;
+                        const double gap = std::fabs(importance[block] - importance[other]);
+                        const double limit = relative * (importance[block] + importance[other]) + 2 * missing;
+                        if (!(gap <= limit))
+                            check_failed(__FILE__, __LINE__,
+                                         "token %d: blocks %d and %d differ by %.3g in importance, limit %.3g, but the "
+                                         "wrong one is selected",
+                                         t, block, other, gap, limit);
+                    }
+            }
+            CHECK_EQUAL(count, std::min(std::max(s.slc_count, 3), candidates));
+            if (candidates > s.slc_count + 1)
+                CHECK(bit(found.selection, 0) && bit(found.selection, last) && bit(found.selection, last - 1));
+            // chosen / all: both sums of the same importances
+            if (same) CHECK_NEAR(found.share[row], share[row], 2 * relative + E32 * (candidates + 2));
+            else (*other_choices)++;
+        }
+}
+
+}  // namespace attention_tests
+
+TEST(attention_kernels_select_blocks) {
+    using namespace attention_tests;
+    long tokens = 0, other = 0;
+    const int cases[][9] = {
+        // l, d, l', n, T, first, heads, G, D
+        // up to three tiles of compressed keys
+        {32, 16, 64, 4, 500, 0, 6, 1, 64},        {8, 4, 16, 5, 300, 0, 3, 2, 64},
+        {4, 2, 16, 6, 300, 0, 1, 2, 64},          {1, 1, 16, 4, 200, 0, 6, 1, 64},
+        {16, 8, 32, 4, 200, 0, 12, 1, 64},        {64, 16, 32, 3, 200, 0, 2, 2, 64},
+        {12, 4, 20, 5, 190, 0, 2, 1, 64},         {8, 4, 16, 1, 100, 0, 1, 1, 64},
+        {8, 4, 16, 2, 100, 0, 1, 1, 64},          {32, 16, 64, 64, 31, 0, 1, 1, 64},
+        {8, 4, 16, 5, 130, 0, 3, 1, 16},          {8, 4, 16, 5, 130, 0, 16, 1, 32},
+        {8, 4, 16, 5, 130, 0, 3, 1, 128},         {32, 16, 64, 16, 4096, 4070, 6, 1, 64},  // decoding: 64 blocks
+        {32, 16, 64, 16, 2048, 1023, 6, 2, 64},    // from tokens that take all to tokens that choose
+        {8, 4, 16, 64, 1200, 1190, 3, 1, 64},      // n = 64, 75 blocks, three words
+        {32, 16, 16, 20, 16384, 16380, 6, 1, 64},  // 1024 blocks, 16 tiles of compressed keys
+        {32, 16, 64, 4, 300, 299, 6, 2, 64},
+    };
+    for (const auto& c : cases) {
+        NsaShape s = shape(c[4], c[6], c[7], c[8], c[8] == 16 ? 2 : 1);
+        s.l = c[0], s.d = c[1], s.slc_block = c[2], s.slc_count = c[3], s.first = c[5],
+        s.queries = c[4] == 2048 ? 20 : c[4] - c[5];
+        if (s.queries > LONGEST) s.T = s.queries = LONGEST;
+        check_selection(s, 1, &tokens, &other);
+    }
+    std::printf("    select_blocks: %ld of %ld rows chose another block of equal importance within rounding\n", other,
+                tokens);
+    NsaShape s = shape(200, 3);
+    s.l = 8, s.d = 4, s.slc_block = 16, tokens = other = 0;
+    check_selection(s, 18, &tokens, &other);  // scores about +-1500: most importances are 0 in fp32
+    std::printf("    select_blocks, large logits: %ld of %ld\n", other, tokens);
+}
+TEST(attention_kernels_ties_go_to_the_lower_block) {
+    using namespace attention_tests;
+    for (const int first : {0, 1050}) {  // up to 19 blocks; 66 to 69, of which a lane has several
+        NsaShape s = shape(first ? 1100 : 300, 3, 2);
+        s.l = 8, s.d = 4, s.slc_block = 16, s.slc_count = 6, s.first = first, s.queries = s.T - first;
+        Inputs in(s, CMP, 1, 9);
+        for (size_t i = 0; i < in.k.size(); i++) in.k[i] = in.k[i % 64];  // all compressed keys alike
+        std::vector<double> out(in.rows() * s.D), lse(in.rows());
+        Cpu<double> cpu;
+        cpu.attention_forward(CMP, out.data(), lse.data(), in.q.data(), in.k.data(), in.v.data(), nullptr, s);
+        const SelectionRun found = run_selection(in, std::vector<float>(lse.begin(), lse.end()));
+        for (int row = 0; row < s.G * s.queries; row++) {
+            const int last = (first + row % s.queries) / s.slc_block;
+            for (int block = 0; block < s.selection_words() * 32; block++) {  // blocks 1, 2 and 3 equal all the others
+                const bool expected = block <= last && (last + 1 <= s.slc_count || block <= 3 || block >= last - 1);
+                CHECK_EQUAL(int(found.selection[size_t(row) * s.selection_words() + block / 32] >> block % 32 & 1),
+                            int(expected));
+            }
+        }
+    }
+}
+TEST(attention_kernels_refuse) {
+    using namespace attention_tests;
+    const bf16* none = nullptr;
+    auto forward = [&](Branch branch, const NsaShape& s) {
+        attention_forward(branch, (bf16*)nullptr, nullptr, none, none, none, nullptr, s, SelectedKernel::AUTO, {},
+                          nullptr);
+    };
+    NsaShape s = shape(64, 3);
+    s.D = 48;
+    CHECK_FAILS(2, "head dimension of 48", forward(WIN, s));
+    CHECK_FAILS(2, "head dimension of 48", select_blocks(nullptr, nullptr, none, none, nullptr, s, nullptr));
+    s = shape(64, 3), s.slc_block = 24;
+    CHECK_FAILS(2, "selection blocks of 24 tokens", forward(SLC, s));
+    s.slc_block = 96;
+    CHECK_FAILS(2, "selection blocks of 96 tokens", forward(SLC, s));
+    s = shape(64, 3), s.H = 7, s.G = 2;
+    CHECK_FAILS(2, "7 query heads in 2 groups", forward(CMP, s));
+    s = shape(64, 129);
+    CHECK_FAILS(2, "129 query heads in 1 groups", forward(CMP, s));
+    check_shared_bytes(131072, 128, 131072);
+    CHECK_FAILS(
+        2, "a head dimension of 128: attention takes 131072 bytes of shared memory for a block, this GPU has 101376",
+        check_shared_bytes(131072, 128, 101376));
+    s = shape(1 << 20, 1), s.first = (1 << 20) - 1, s.queries = 1, s.slc_block = 16;
+    CHECK_FAILS(2, "shared memory", select_blocks(nullptr, nullptr, none, none, nullptr, s, nullptr));
+    s = shape(0, 3), s.queries = 0;
+    forward(WIN, s);  // nothing to do
+    // All of that at once, before a run begins.
+    s = shape(64, 3);
+    check_shape(s);
+    s.slc_block = 24;
+    CHECK_FAILS(2, "selection blocks of 24 tokens", check_shape(s));
+    s.full = true;  // has none
+    check_shape(s);
+    s.D = 48;
+    CHECK_FAILS(2, "head dimension of 48", check_shape(s));
+    s = shape(1 << 20, 1), s.slc_block = 16;
+    CHECK_FAILS(2, "1048576 tokens in selection blocks of 16", check_shape(s));
+}
+#endif

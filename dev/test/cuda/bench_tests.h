@@ -1,0 +1,611 @@
+// bench_tests.h: what the benchmarks count, against independent counts; and that they run. The times mean nothing in
+// emulation.
+#pragma once
+#include "cuda_model_tests.h"
+#include "../../bench/attention.h"
+#include "../../bench/predict.h"
+
+namespace bench_tests {
+
+inline NsaShape bench_shape(int T, bool full = false) {
+    NsaShape s;
+    s.B = 2, s.T = s.queries = T, s.H = 6, s.G = 2, s.D = 16, s.l = 8, s.d = 4, s.slc_block = 16, s.slc_count = 4,
+    s.window = 24, s.F = 8, s.full = full;
+    return s;
+}
+// Pairs of queries and keys, one by one, by the definition of the branch.
+inline double counted_pairs(Branch branch, const NsaShape& s, bool only_choosing) {
+    double pairs = 0;
+    for (int t = 0; t < s.T; t++) {
+        const int own = t / s.slc_block;
+        if (only_choosing && own + 1 <= s.slc_count) continue;
+        for (int key = 0; key < s.T; key++) {
+            if (branch == CMP) pairs += key * s.d + s.l - 1 <= t;
+            else if (branch == WIN) pairs += key <= t && (s.full || key > t - s.window);
+            else pairs += key <= t && (own + 1 <= s.slc_count || key / s.slc_block > own - s.slc_count);
+            // any n blocks with its own: the last n, here
+        }
+    }
+    return pairs * s.B * s.H;
+}
+
+// What a benchmark has printed.
+struct Report {
+    std::FILE* file = std::tmpfile();
+    ~Report() { std::fclose(file); }
+    std::string text() const {
+        std::string all;
+        std::rewind(file);
+        for (int c = std::fgetc(file); c != EOF; c = std::fgetc(file)) all += char(c);
+        return all;
+    }
+};
+
+inline std::vector<std::string> lines_of(const std::string& text) {
+    std::istringstream in(text);
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(in, line);) lines.push_back(line);
+    return lines;
+}
+// The result lines by their first field; each has four, a number as the second, and a name of its own.
+struct Result {
+    double figure;
+    std::string unit, conditions;
+};
+inline std::map<std::string, Result> results_of(const std::string& text) {
+    std::map<std::string, Result> results;
+    for (const std::string& line : lines_of(text)) {
+        if (line.compare(0, 8, "result: ")) continue;
+        std::vector<std::string> fields;
+        for (size_t at = 8; at <= line.size();) {
+            const size_t end = std::min(line.find(" | ", at), line.size());
+            fields.push_back(line.substr(at, end - at));
+            at = end + 3;
+        }
+        CHECK_EQUAL(fields.size(), size_t(4));
+        if (fields.size() != 4) continue;
+        char* end = nullptr;
+        const double figure = std::strtod(fields[1].c_str(), &end);
+        CHECK(end != fields[1].c_str() && *end == 0 && figure > 0 && !fields[0].empty() && !fields[2].empty() &&
+              !fields[3].empty());
+        CHECK(results.count(fields[0]) == 0);
+        results[fields[0]] = {figure, fields[2], fields[3]};
+    }
+    return results;
+}
+// The two ceilings of a report's first line of them, in FLOP/s and bytes/s.
+inline std::array<double, 2> printed_ceilings(const std::string& text) {
+    std::array<double, 2> found = {0, 0};
+    for (const std::string& line : lines_of(text))
+        if (std::sscanf(line.c_str(),
+                        "ceilings measured in this run, at its beginning: product of matrices %lf TFLOP/s (64 x 64 x "
+                        "64), copy %lf GB/s",
+                        &found[0], &found[1]) == 2)
+            break;
+    return {found[0] * 1e12, found[1] * 1e9};
+}
+// The rows of a table whose lines end in `columns` numbers: what stands before them,
+// and the numbers (a % is dropped). The first row follows the line that begins a table.
+struct PrintedRow {
+    std::string name;
+    std::vector<double> numbers;
+};
+inline std::vector<PrintedRow> printed_rows(const std::string& text, const char* last_title, size_t columns) {
+    std::vector<PrintedRow> rows;
+    bool inside = false;
+    for (const std::string& line : lines_of(text)) {
+        const std::string title = last_title;
+        if (line.size() > title.size() && line.compare(line.size() - title.size(), title.size(), title) == 0) {
+            inside = true;
+            continue;
+        }
+        std::istringstream in(line);
+        std::vector<std::string> words;
+        for (std::string word; in >> word;) words.push_back(word);
+        PrintedRow row;
+        for (size_t i = 0; i < words.size(); i++) {
+            char* end = nullptr;
+            const double number = std::strtod(words[i].c_str(), &end);
+            if (i + columns < words.size()) row.name += (i ? " " : "") + words[i];
+            else if (*end == 0 || (*end == '%' && end[1] == 0)) row.numbers.push_back(number);
+        }
+        inside = inside && words.size() > columns && row.numbers.size() == columns;
+        if (inside) rows.push_back(row);
+    }
+    return rows;
+}
+// A row's floor is the longer of its two quotients, as far as the printed digits tell: six of each number, and 0.1 us.
+inline void check_floor(double floor_us, double gflop, double megabytes, const std::array<double, 2>& ceilings) {
+    const double expected = 1e6 * std::max(gflop * 1e9 / ceilings[0], megabytes * 1e6 / ceilings[1]);
+    CHECK_NEAR(floor_us, expected, 0.051 + 2e-5 * expected);
+}
+// The table and the results of --perf; times: of any of its steps, which all count the same.
+inline void check_perf_report(const std::string& text, const std::string& name,
+                              const std::map<std::string, OperationTime>& times, bool gpu = true) {
+    const std::array<double, 2> ceilings = printed_ceilings(text);
+    REQUIRE(ceilings[0] > 0 && ceilings[1] > 0);
+    const std::vector<PrintedRow> rows = printed_rows(text, "of peak", 10);
+    REQUIRE(rows.size() == times.size() + 1);
+    double floors = 0, us = 0, gflop = 0, megabytes = 0;
+    for (const PrintedRow& row : rows) {  // calls, us, floor, share of the step, GFLOP, MB, rates
+        if (row.name == "all operations") {
+            CHECK(&row == &rows.back());
+            CHECK_NEAR(row.numbers[1], us, 0.05 * double(rows.size()));
+            CHECK_NEAR(row.numbers[2], floors, 0.05 * double(rows.size()));
+            CHECK_NEAR(row.numbers[4], gflop, 1e-5 * gflop);
+            CHECK_NEAR(row.numbers[5], megabytes, 1e-5 * megabytes);
+            continue;
+        }
+        REQUIRE(times.count(row.name) == 1);
+        const OperationTime& o = times.at(row.name);
+        CHECK_EQUAL(row.numbers[0], double(o.calls));
+        CHECK_EQUAL(o.each.size(), size_t(o.calls));
+        CHECK_NEAR(row.numbers[4], o.flops * 1e-9, 1e-5 * row.numbers[4]);
+        CHECK_NEAR(row.numbers[5], o.bytes * 1e-6, 1e-5 * row.numbers[5]);
+        check_floor(row.numbers[2], row.numbers[4], row.numbers[5], ceilings);
+        us += row.numbers[1], floors += row.numbers[2], gflop += row.numbers[4], megabytes += row.numbers[5];
+    }
+    const std::map<std::string, Result> results = results_of(text);
+    CHECK_EQUAL(results.size(), size_t(4));
+    for (const auto& [what, unit] :
+         {std::pair("all operations", "us"), std::pair("step", "tokens/s"),
+          std::pair("ceiling of matrix products", "TFLOP/s"), std::pair("ceiling of copies", "GB/s")})
+        CHECK_EQUAL(results.at(name + ": " + what).unit, std::string(unit));
+    CHECK_NEAR(results.at(name + ": all operations").figure, rows.back().numbers[1], 0);
+}
+
+}  // namespace bench_tests
+
+TEST(cuda_bench_counts) {
+    using namespace bench_tests;
+    for (const bool full : {false, true})
+        for (const int T : {8, 30, 64, 65, 150}) {
+            const NsaShape s = bench_shape(T, full);
+            for (const Branch branch : {CMP, SLC, WIN}) {
+                if (!s.has(branch)) continue;
+                // Two products of D multiply-adds for each pair forward, four backward.
+                const double pairs = counted_pairs(branch, s, false);
+                CHECK_EQUAL(attention_forward_work(branch, s, 2).flops, 2.0 * 2 * s.D * pairs);
+                CHECK_EQUAL(attention_backward_work(branch, s, 2).flops, 4.0 * 2 * s.D * pairs);
+                // The arrays, one by one.
+                const size_t keys = branch == CMP ? size_t(s.B) * s.G * s.cmp_blocks(T) : size_t(s.B) * s.G * T,
+                             rows = size_t(s.B) * s.H * T;
+                const std::vector<uint16_t> q(rows * s.D), k(keys * s.D);
+                const std::vector<float> lse(rows), dq(rows * s.D);
+                const std::vector<uint32_t> selection(
+                    branch == SLC ? size_t(s.B) * s.G * T * ((s.slc_blocks() + 31) / 32) : 0);
+                const double wide = double(q.size() * sizeof(uint16_t)), key = double(k.size() * sizeof(uint16_t)),
+                             statistic = double(lse.size() * sizeof(float)),
+                             masks = double(selection.size() * sizeof(uint32_t));
+                CHECK_EQUAL(attention_forward_work(branch, s, 2).bytes, wide + wide + key + key + statistic + masks);
+                CHECK_EQUAL(attention_backward_work(branch, s, 2).bytes,
+                            wide + wide + 4 * key + (branch == WIN ? 1 : 2) * double(dq.size() * sizeof(float)) +
+                                2 * statistic + masks);
+            }
+            if (!full) CHECK_EQUAL(select_blocks_work(s, 2).flops, 2.0 * s.D * counted_pairs(CMP, s, true));
+        }
+}
+// The operations beside attention: array by array, and their arithmetic in loops.
+TEST(cuda_bench_counts_beside_attention) {
+    using namespace bench_tests;
+    for (const bool full : {false, true})
+        for (const int T : {6, 8, 65, 150}) {
+            const NsaShape s = bench_shape(T, full);
+            const double real = 2, N = s.B * T, wide = N * s.H * s.D * real, narrow = N * s.G * s.D * real,
+                         statistic = N * s.H * 4.0;
+            // Heads. In: a row of the projection. Out: q, keys and values of one branch or of
+            // three, three gates a head. Rotated: q and every key but the compressed branch's.
+            const int branches = full ? 1 : 3;
+            double rotations = 0;
+            for (int token = 0; token < s.B * T; token++)
+                for (int head = 0; head < s.H + (full ? 1 : 2) * s.G; head++)
+                    for (int pair = 0; pair < s.D / 2; pair++) rotations++;
+            const double heads = wide + 2 * branches * narrow + (full ? 0 : 3 * statistic),
+                         row = N * s.projected() * real;
+            CHECK_EQUAL(split_heads_forward_work(s, real).flops, 6 * rotations);
+            CHECK_EQUAL(split_heads_forward_work(s, real).bytes, row + heads);
+            CHECK_EQUAL(split_heads_backward_work(s, real).flops, 6 * rotations);
+            CHECK_EQUAL(split_heads_backward_work(s, real).bytes, row + heads + wide);  // dq has twice the bytes
+            // Gated sum: a product and an addition a branch and element. Backwards the dot products.
+            CHECK_EQUAL(combine_forward_work(s, real).flops, 2.0 * branches * N * s.H * s.D);
+            CHECK_EQUAL(combine_forward_work(s, real).bytes, branches * wide + wide + (full ? 0 : 3 * statistic));
+            CHECK_EQUAL(attention_backward_rows_work(s, real).flops, 2.0 * branches * N * s.H * s.D);
+            CHECK_EQUAL(attention_backward_rows_work(s, real).bytes,
+                        branches * wide + wide + (full ? 3 : 15) * statistic);
+            if (full) continue;
+            // phi: for each block that fits, F sums of l D products, and D sums of F.
+            double products = 0, blocks = 0;
+            for (int sequence = 0; sequence < s.B * s.G; sequence++)
+                for (int begin = 0; begin + s.l <= T; begin += s.d) blocks++, products += s.F * (s.l * s.D) + s.D * s.F;
+            const double weights = s.F * s.l * s.D + s.F + s.D * s.F;
+            CHECK_EQUAL(compress_forward_work(s, real).flops, 2 * products);
+            CHECK_EQUAL(compress_forward_work(s, real).bytes, narrow + real * (blocks * s.D + blocks * s.F + weights));
+            CHECK_EQUAL(compress_backward_work(s, real).flops, 2 * 2 * products);
+            CHECK_EQUAL(compress_backward_work(s, real).bytes,
+                        2 * narrow + real * (blocks * s.D + blocks * s.F + weights) + 2 * 4 * weights);
+        }
+}
+TEST(cuda_bench_selections) {
+    using namespace bench_tests;
+    const NsaShape s = bench_shape(300);
+    for (const int common : {0, 1}) {
+        const std::vector<uint32_t> masks = AttentionSet::selection(s, 7, common, 1);
+        for (int row = 0; row < s.B * s.G * s.T; row++) {
+            const int last = row % s.T / s.slc_block;
+            int count = 0;
+            for (int block = 0; block < s.selection_words() * 32; block++) {
+                const bool bit = masks[size_t(row) * s.selection_words() + block / 32] >> block % 32 & 1;
+                count += bit;
+                if (bit) CHECK(block <= last);
+                else CHECK(block != 0 && block != last && block != last - 1);
+            }
+            CHECK_EQUAL(count, std::min(last + 1, s.slc_count));
+        }
+    }
+}
+TEST(cuda_bench_attention_runs) {
+    if (MODEL_FP32) return skip("the attention benchmark: PRECISION=FP32 has the scalar kernels only");
+    Config c = cuda_config();
+#ifdef EMU_CHECK
+    const int lengths = 1, sets = 1;  // every access is judged, which takes its time
+#else
+    const int lengths = 2, sets = 2;
+#endif
+    c.seq_len = 64 * lengths, c.batch = 1;
+    Timed<Cuda> dev(0, size_t(1) << 20);
+    const bench_tests::Report report;
+    const std::vector<AttentionRow> rows = run_attention(dev, c, 64, sets, sets, 64, report.file);
+    constexpr size_t ROWS = 18;
+    REQUIRE(rows.size() == size_t(lengths) * ROWS);
+    const std::string text = report.text();
+    const std::array<double, 2> ceilings = bench_tests::printed_ceilings(text);
+    REQUIRE(ceilings[0] > 0 && ceilings[1] > 0);
+    const std::vector<bench_tests::PrintedRow> printed = bench_tests::printed_rows(text, "of peak", 8);
+    REQUIRE(printed.size() == size_t(lengths) * (2 * ROWS - 1));  // of the choice there is one pass
+    const std::map<std::string, bench_tests::Result> results = bench_tests::results_of(text);
+    CHECK_EQUAL(results.size(), size_t(2 + 4 * lengths));
+    for (const char* which : {"matrix products", "copies"})
+        CHECK(results.count(format_text("attention, %d tokens: ceiling of %s", 64 * lengths, which)) == 1);
+    const std::set<std::string> of_both = {"compressed",           "scores and choice",      "window",
+                                           "gated sum, row terms", "phi of keys and values", "split and rotated heads"},
+                                of_full = {"full: attention", "full: merged heads, row terms",
+                                           "full: split and rotated heads"};
+    size_t line = 0;
+    for (size_t length = 0; length < size_t(lengths); length++) {
+        const int T = length ? 128 : 64, B = length ? 1 : lengths;
+        const NsaShape s = shape_of(c, B, T);
+        NsaShape full = s;
+        full.full = true;
+        std::map<std::string, AttentionRow> totals, found;
+        std::map<std::string, double> floors[2];
+        for (size_t i = length * ROWS; i < (length + 1) * ROWS; i++) {
+            CHECK_EQUAL(rows[i].T, T);
+            CHECK_EQUAL(rows[i].B, B);
+            CHECK(rows[i].us[0] > 0 && (rows[i].us[1] > 0 || rows[i].name == "scores and choice"));
+            const std::string& name = rows[i].name;
+            CHECK(found.count(name) == 0);
+            found[name] = rows[i];
+            std::vector<const char*> wholes;
+            if (of_both.count(name)) wholes = {WHOLE_SHARED, WHOLE_SCATTERED};
+            if (name == "selected, shared, auto") wholes = {WHOLE_SHARED};
+            if (name == "selected, scattered, auto") wholes = {WHOLE_SCATTERED};
+            if (of_full.count(name)) wholes = {WHOLE_FULL};
+            for (int pass = 0; pass < 2; pass++) {
+                for (const char* whole : wholes) {
+                    AttentionRow& total = totals[whole];
+                    total.work[pass].flops += rows[i].work[pass].flops,
+                        total.work[pass].bytes += rows[i].work[pass].bytes, total.us[pass] += rows[i].us[pass];
+                }
+                if (rows[i].us[pass] <= 0) continue;
+                // T, B and the operation with its pass; us, floor, GFLOP, MB, rates
+                const bench_tests::PrintedRow& p = printed[line++];
+                CHECK_EQUAL(p.name, format_text("%d %d %s %s", T, B, name.c_str(), pass ? "backward" : "forward"));
+                CHECK_NEAR(p.numbers[0], rows[i].us[pass], 0.051);
+                CHECK_NEAR(p.numbers[2], rows[i].work[pass].flops * 1e-9, 1e-5 * p.numbers[2]);
+                CHECK_NEAR(p.numbers[3], rows[i].work[pass].bytes * 1e-6, 1e-5 * p.numbers[3]);
+                for (const char* whole : wholes) floors[pass][whole] += p.numbers[1];
+                if (name == WHOLE_SHARED || name == WHOLE_SCATTERED || name == WHOLE_FULL)
+                    CHECK_NEAR(p.numbers[1], floors[pass][name],
+                               0.05 * 9);  // of at most eight rows' and its own rounding
+                else bench_tests::check_floor(p.numbers[1], p.numbers[2], p.numbers[3], ceilings);
+            }
+        }
+        for (const auto& [name, total] : totals)
+            for (int pass = 0; pass < 2; pass++) {
+                REQUIRE(found.count(name) == 1);
+                CHECK_EQUAL(found[name].work[pass].flops, total.work[pass].flops);
+                CHECK_EQUAL(found[name].work[pass].bytes, total.work[pass].bytes);
+                CHECK_NEAR(found[name].us[pass], total.us[pass], 1e-9 * total.us[pass]);
+                const bool dense = name == WHOLE_FULL;
+                if (name == WHOLE_SCATTERED) continue;  // in the conditions of the other
+                const auto result = results.find(format_text("attention, %s, %d x %d: %s", dense ? "full" : "NSA", B, T,
+                                                             pass ? "backward" : "forward"));
+                REQUIRE(result != results.end());
+                CHECK_NEAR(result->second.figure, total.us[pass], 0.051);
+                CHECK_EQUAL(result->second.unit, std::string("us"));
+                const std::string& conditions = result->second.conditions;
+                CHECK(conditions.find(format_text("%d x %d, 6 heads in 2 groups of dimension 16", B, T)) == 0 &&
+                      conditions.find(" us at the measured ceilings") != std::string::npos);
+                if (!dense)
+                    CHECK(conditions.find(format_text(", %.2f of full attention; selection scattered: ",
+                                                      total.us[pass] / found[WHOLE_FULL].us[pass])) !=
+                          std::string::npos);
+            }
+        CHECK_EQUAL(found["phi of keys and values"].work[1].flops,
+                    2 * compress_backward_work(s, sizeof(Cuda::real)).flops);
+        CHECK_EQUAL(found["full: split and rotated heads"].work[0].bytes,
+                    split_heads_forward_work(full, sizeof(Cuda::real)).bytes);
+        CHECK_EQUAL(found["full: attention"].work[0].flops, 4.0 * s.D * B * s.H * T * (T + 1) / 2);
+    }
+    CHECK_EQUAL(line, printed.size());
+    for (const char* part : {"ceilings measured in this run, at its end", "T 64, scattered: selected branch by",
+                             "selected, shared, gathered", "NSA / full attention, shared",
+                             "NSA / full attention, scattered", "relative to the ceilings at the beginning"})
+        CHECK(text.find(part) != std::string::npos);
+    CHECK(text.find("nan") == std::string::npos && text.find("inf ") == std::string::npos);
+}
+// What was counted by hand for a length stands in that length's results, for as many sequences as there are.
+TEST(cuda_bench_counted_floors) {
+    const Ceilings ceilings = {790e12, 4.8e12, 0, 0, 0};
+    for (const int T : {2048, 4096, 8192}) {
+        NsaShape s = bench_tests::bench_shape(T);
+        s.B = 65536 / T;
+        std::vector<AttentionRow> rows;
+        for (const char* name : {WHOLE_SHARED, WHOLE_SCATTERED, WHOLE_FULL}) {
+            AttentionRow row{T, s.B, name, {}};
+            row.us[0] = row.us[1] = name == WHOLE_FULL ? 400 : 300;
+            rows.push_back(row);
+        }
+        const bench_tests::Report report;
+        print_attention_rows(rows, s, ceilings, report.file);
+        const std::map<std::string, bench_tests::Result> results = bench_tests::results_of(report.text());
+        CHECK_EQUAL(results.size(), size_t(4));
+        auto counted = [&](const char* what) {  // 0: none
+            const auto result = results.find(format_text("attention, %s", what));
+            REQUIRE(result != results.end());
+            const size_t at = result->second.conditions.find(" us at the measured ceilings, ");
+            return at == std::string::npos ? 0 : std::atoi(result->second.conditions.c_str() + at + 30);
+        };
+        CHECK(results.begin()->second.conditions.find("0.75 of full attention; selection scattered: 300.0 us, 0.75") !=
+              std::string::npos);
+        if (T == 2048)
+            CHECK(counted("NSA, 32 x 2048: forward") == 466 && counted("NSA, 32 x 2048: backward") == 930 &&
+                  counted("full, 32 x 2048: forward") == 262 && counted("full, 32 x 2048: backward") == 652);
+        if (T == 4096) CHECK(counted("NSA, 16 x 4096: forward") == 0 && counted("full, 16 x 4096: backward") == 0);
+        if (T == 8192) CHECK(counted("NSA, 8 x 8192: backward") == 1168 && counted("full, 8 x 8192: forward") == 1040);
+    }
+}
+#if !defined(__CUDACC__) && !defined(PRECISION_FP32)
+namespace bench_tests {
+inline double predicted_mma(const Prediction& p) { return p.of_all_blocks.of[PRODUCTS] / double(mma_cycles(9, 0)); }
+// 16 heads of 128 in a group, as in the published shape; lengths that fill no tile, and compressed blocks that fill
+// more than one
+inline NsaShape wide_shape(int T) {
+    NsaShape s;
+    s.B = 1, s.T = s.queries = T, s.H = 16, s.G = 1, s.D = 128, s.l = 8, s.d = 4, s.slc_block = 64, s.slc_count = 4,
+    s.window = 100, s.F = 8;
+    return s;
+}
+// What the forward passes before these would have written: the number of products does not depend on it.
+inline void zero_inputs(AttentionSet& x) {
+    const size_t D = size_t(x.s.D);
+    x.dev.zero(x.q, x.s.query_rows() * D), x.dev.zero(x.kv, 6 * x.s.key_rows() * D);
+    x.dev.zero(x.compressed, 2 * x.s.cmp_rows() * D), x.dev.zero(x.lse, 3 * x.s.query_rows());
+}
+template <class F>
+double counted_mma(F work) {
+    const long before = emu::machine.count.mma;
+    work();
+    return double(emu::machine.count.mma - before);
+}
+}  // namespace bench_tests
+// The predicted number of products is what the kernels execute.
+TEST_LONG(cuda_bench_predicted_products) {
+    using namespace bench_tests;
+    Timed<Cuda> dev(0, size_t(1) << 20);
+    auto count = [&](Branch b, const NsaShape& s, bool backward) {
+        AttentionSet x(dev, s, 3);
+        zero_inputs(x);
+        const Cuda::real* const k = b == CMP ? x.compressed : x.key(K_WIN);
+        const Cuda::real* const v = b == CMP ? k + s.cmp_rows() * size_t(s.D) : x.key(V_WIN);
+        return counted_mma([&] {
+            if (!backward) dev.Cuda::attention_forward(b, x.o, x.lse, x.q, k, v, x.scattered, s);
+            else
+                dev.Cuda::attention_backward(b, {x.dq, false, x.dkey(0), x.dkey(1), x.dout, x.row_dot, x.lse},
+                                             {x.q, k, v, x.scattered}, s);
+            dev.wait();
+        });
+    };
+    const long barriers = emu::machine.count.barriers;
+    count(WIN, wide_shape(200), false);
+    if (emu::machine.count.barriers == barriers)
+        return skip("cuda_bench_predicted_products: the kernels do not run in the emulator, so nothing is counted");
+    for (const Branch b : {CMP, WIN})
+        for (const bool backward : {false, true}) {
+            const NsaShape s = wide_shape(b == CMP ? 330 : 200);
+            CHECK_NEAR(predicted_mma(predict_branch(b, s, backward)), count(b, s, backward), 0.5);
+        }
+    const NsaShape s = wide_shape(350);
+    const std::vector<uint32_t> masks = AttentionSet::selection(s, 3, 0, 1);  // of AttentionSet(.., 3), scattered
+    const SelectedPrediction selected{s, masks};
+    for (const bool gathered : {false, true}) {
+        dev.selected_kernel = gathered ? SelectedKernel::GATHER : SelectedKernel::TILES;
+        for (const bool backward : {false, true}) {
+            CHECK_NEAR(predicted_mma(selected.pass(backward, gathered)), count(SLC, s, backward), 0.5);
+        }
+    }
+    AttentionSet x(dev, s, 3);
+    zero_inputs(x);
+    CHECK_NEAR(
+        predicted_mma(predict_scores(s)),
+        counted_mma([&] { dev.Cuda::select_blocks(x.chosen, nullptr, x.q, x.compressed, x.lse, s), dev.wait(); }), 0.5);
+}
+#endif
+// Others' times beside ours: from rows whose sums are known, at two of the three lengths that others have.
+TEST(cuda_bench_published_times) {
+    std::vector<AttentionRow> rows;
+    for (const int T : {4096, 8192, 32768})
+        for (const auto& [name, us] :
+             {std::pair("compressed", 1000.0), std::pair("scores and choice", 610.0),
+              std::pair("selected, shared, auto", 1700.0), std::pair("selected, scattered, auto", 6800.0),
+              std::pair(WHOLE_SHARED, 5000.0), std::pair(WHOLE_SCATTERED, 20000.0),
+              std::pair(WHOLE_FULL, T == 4096   ? 4000.0
+                                    : T == 8192 ? 10000.0
+                                                : 30000.0)}) {
+            AttentionRow row{T, 1, name, {}};
+            row.us[0] = us, row.us[1] = std::string(name) == "scores and choice" ? 0 : 2 * us;
+            rows.push_back(row);
+        }
+    const bench_tests::Report report;
+    print_published(rows, report.file);
+    const std::string text = report.text();
+    const std::map<std::string, bench_tests::Result> results = bench_tests::results_of(text);
+    CHECK_EQUAL(results.size(), size_t(5 * 2 * 2));  // five kinds, two lengths, two passes
+    const struct {
+        const char *name, *conditions;
+        double ms;
+    } cases[] = {{"selected alone, H100, 8192: forward",
+                  "theirs 3.40 on an H100, ratio 0.50; selection scattered: 6.800 ms, 2.00", 1.7},
+                 {"selected alone, H100, 8192: backward",
+                  "theirs 3.95 on an H100, ratio 0.86; selection scattered: 13.600 ms, 3.44", 3.4},
+                 {"compressed, with scores, H100, 8192: forward",
+                  "theirs 1.61 on an H100, ratio 1.00; selection scattered: 1.610 ms, 1.00", 1.61},
+                 {"compressed, with scores, H100, 8192: backward",
+                  "theirs 1.25 on an H100, ratio 1.60; selection scattered: 2.000 ms, 1.60", 2},
+                 {"NSA, all of it, H800, 32768: backward",
+                  "theirs 29.00 on an H800, ratio 0.34; selection scattered: 40.000 ms, 1.38", 10},
+                 {"dense, FlashAttention-3, H800, 32768: forward",
+                  "theirs 26.70 on an H800, ratio 1.12; selection scattered: 30.000 ms, 1.12", 30}};
+    for (const auto& c : cases) {
+        const auto result = results.find(format_text("published shape, %s", c.name));
+        REQUIRE(result != results.end());
+        CHECK_NEAR(result->second.figure, c.ms, 1e-9);
+        CHECK_EQUAL(result->second.conditions, std::string(c.conditions));
+    }
+    for (const char* line :
+         {"from 8192 tokens on (forward, selection shared)", "from 8192 tokens on (backward, selection shared)",
+          "from 32768 tokens on (forward, selection scattered)"})
+        CHECK(text.find(std::string("NSA is faster than our dense attention ") + line) != std::string::npos);
+    std::vector<const char*> words = {"--perf-attention", "--shape=published", "--batch", "2"};
+    CHECK(take_named_shape(words) == &NAMED_SHAPES[0] && words.size() == 3 && !std::strcmp(words[1], "--batch"));
+    CHECK(take_named_shape(words) == nullptr && words.size() == 3);
+    words = {"--perf-attention", "--shape", "square"};
+    CHECK_FAILS(2, "--shape square: expected one of published", take_named_shape(words));
+#ifndef PRECISION_FP32
+    // The longest sequence is within an H100's shared memory.
+    Config c;
+    c.model = "125m";
+    apply_preset(c, {});
+    apply_named_shape(c, NAMED_SHAPES[0], {});
+    const NsaShape s = shape_of(c, 1, NAMED_SHAPES[0].last_length);
+    CHECK_EQUAL(s.heads_per_group(), 16);
+    check_shape(s);
+#endif
+    const char* const both[] = {"--perf-attention", "--shape", "published", "--heads", "4"};
+    CHECK_FAILS(2, "--shape published decides --heads", run_attention_bench(5, both));
+}
+// The median of single calls, of sizes that are known; and what the caller had timed is left alone.
+TEST(cuda_bench_ceilings) {
+    Timed<Cuda> dev(0, size_t(1) << 20);
+    dev.add("earlier", 1, 2, 3);
+    const Ceilings found = measure_ceilings(dev, 64);
+    CHECK(found.flops_per_second > 0 && found.bytes_per_second > 0 && found.size == 64 && found.repetitions >= 30);
+    CHECK_EQUAL(found.copied_bytes, size_t(64) * 64 * sizeof(Cuda::real));
+    CHECK(dev.times.size() == 1 && dev.times.count("earlier") == 1 && dev.times["earlier"].calls == 1);
+    // Powers of two, so that the quotients are exact.
+    CHECK_EQUAL(found.floor(2 * found.flops_per_second, found.bytes_per_second), 2.0);
+    CHECK_EQUAL(found.floor(found.flops_per_second, 4 * found.bytes_per_second), 4.0);
+    CHECK_EQUAL(median_of({5, 1, 9}), 5.0);
+}
+// The clock around a whole training step: every operation is timed, and the sum of the products' arithmetic is that of
+// the layers.
+TEST(cuda_bench_step_runs) {
+    Config c = cuda_config();
+    c.seq_len = 64, c.batch = 1;
+    Timed<Cuda> dev(0, size_t(1) << 20);
+    const bench_tests::Report report;
+    CHECK_EQUAL(perf_on<Cuda>(dev, c, 2, 64, report.file), 0);
+    CHECK(dev.clocks);
+    const std::string text = report.text();
+    for (const char* part : {"one training step of tiny, nsa attention", "the median of 2",
+                             "a step without clocks: the host had launched the step after ",
+                             "ceilings measured in this run, at its end", "relative to the ceilings at the beginning"})
+        CHECK(text.find(part) != std::string::npos);
+    bench_tests::check_perf_report(text, "perf, NSA, 1 x 64", dev.times);
+    const auto& times = dev.times;
+    for (const char* name : {"embedding_forward", "rmsnorm_backward", "matmul_forward", "attention_forward, compressed",
+                             "attention_forward, selected", "attention_forward, window", "attention_backward, selected",
+                             "select_blocks", "compress_backward", "classifier", "adamw"}) {
+        REQUIRE(times.count(name) == 1);
+        CHECK(times.at(name).seconds > 0 && times.at(name).calls > 0);
+    }
+    const double N = 64, C = double(c.dim), P = shape_of(c, 1, 64).projected(), HD = double(c.heads * c.head_dim),
+                 M = double(c.mlp_hidden), Vp = double(TensorTable(c).padded_vocab);
+    CHECK_EQUAL(times.at("matmul_forward").flops, 2 * N * (double(c.layers) * (C * P + HD * C + 2 * C * M) + C * Vp));
+    CHECK_EQUAL(times.at("attention_forward, window").calls, c.layers);
+    CHECK_EQUAL(times.at("split_heads_forward").bytes,
+                c.layers * split_heads_forward_work(shape_of(c, 1, 64), sizeof(Cuda::real)).bytes);
+    // keys and values
+    CHECK_EQUAL(times.at("compress_backward").flops,
+                2 * c.layers * compress_backward_work(shape_of(c, 1, 64), sizeof(Cuda::real)).flops);
+    CHECK_EQUAL(times.at("classifier").bytes, 2 * N * Vp * sizeof(Cuda::real));  // logits read, gradients written
+}
+// Full attention has names of its own, and so has a step that computes again what was not kept.
+TEST(cuda_bench_full_step_runs) {
+    Config c = cuda_config("--attention full --recompute 1");
+    c.seq_len = 64, c.batch = 1;
+    Timed<Cuda> dev(0, size_t(1) << 20);
+    const bench_tests::Report report;
+    CHECK_EQUAL(perf_on<Cuda>(dev, c, 1, 64, report.file), 0);
+    for (const char* name : {"attention_forward, full attention", "attention_backward, full attention"})
+        CHECK(dev.times.count(name) == 1);
+    for (const auto& [name, time] : dev.times) CHECK(name.find("window") == std::string::npos);
+    bench_tests::check_perf_report(report.text(), "perf, full attention, 1 x 64, recompute 1", dev.times);
+}
+// The CPU's steps have a clock around every operation, and no others.
+TEST(cuda_bench_cpu_step_runs) {
+    Config c = cuda_config();
+    c.seq_len = 64, c.batch = 1;
+    Timed<Cpu<float>> dev;
+    const bench_tests::Report report;
+    CHECK_EQUAL(perf_on<Cpu<float>>(dev, c, 1, 64, report.file), 0);
+    CHECK(report.text().find("without clocks") == std::string::npos);
+    bench_tests::check_perf_report(report.text(), "perf, NSA, 1 x 64", dev.times, false);
+}
+#ifndef PRECISION_FP32
+// 64k tokens on one GPU of 80 GB (80 GiB less what driver and context take: 79 GiB are counted on): the preset 125m at
+// B = 1 with --recompute 1 or 2, with parameters, gradients and moments, cuBLASLt's workspace, and the scratch memory
+// of the kernels.
+TEST(cuda_bench_64k_tokens_fit_80_gb) {
+    Cuda dev(0, size_t(1) << 20);
+    double before = 1e30;
+    for (const char* recompute : {"0", "1", "2"}) {
+        const char* words[] = {"train_nsa", "--model", "125m", "--seq-len",   "65536",  "--total-batch",
+                               "65536",     "--batch", "1",    "--recompute", recompute};
+        std::set<std::string> given;
+        Config c = parse_options(int(std::size(words)), words, given);
+        apply_preset(c, given);
+        validate_model(c, "test");
+        const NsaShape s = shape_of(c, 1, 65536);
+        size_t scratch = 0;
+        for (const Branch branch : {CMP, SLC, WIN})
+            for (const bool backward : {false, true})
+                scratch = std::max(scratch, attention_workspace_bytes(branch, s, SelectedKernel::GATHER, backward));
+        // of compress_backward
+        scratch += 2 * s.key_rows() * s.D * sizeof(float) + s.cmp_rows() * s.F * (sizeof(float) + 2 * sizeof(uint16_t));
+        const double GiB = double(size_t(1) << 30),
+                     per_parameter = 2 + 4 + 4 + 2 * 4;  // bf16, its master, gradient, two moments
+        const double fixed = (double(TensorTable(c).total) * per_parameter + double(Cuda::WORKSPACE)) / GiB;
+        const double activations = double(Activations<Cuda>::bytes_needed(dev, c, 1, 65536, TRAINING)) / GiB,
+                     all = fixed + activations + double(scratch) / GiB;
+        std::printf(
+            "    125m, 1 x 65536, --recompute %s: %.2f GiB = activations %.2f, parameters, gradients and moments %.2f, "
+            "scratch %.2f\n",
+            recompute, all, activations, fixed, double(scratch) / GiB);
+        if (c.recompute > 0) CHECK(all < 79);
+        CHECK(double(scratch) / GiB < 0.5);
+        CHECK(all < before);
+        before = all;
+    }
+}
+#endif

@@ -1,0 +1,180 @@
+// fuzz_tests.h: what the fuzz targets of dev/fuzz/ found, and the promises they hold the readers to, as tests that need
+// no fuzzer: messages that are one printable line, memory in proportion to the file, paths that stay in their folder.
+#pragma once
+#include "../harness.h"
+
+#include "../../../lib/run/checkpoint.h"
+#include "../../../lib/data/tokenize.h"
+#include "../../../dataloader.h"
+#include "../../../tokenizer.h"
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+
+namespace fuzz_tests {
+
+inline std::string message_of(const std::function<void()>& read) {
+    try {
+        read();
+    } catch (const Error& e) {
+        return e.what();
+    }
+    return "";
+}
+
+inline std::string safetensors_bytes(const std::string& header, const std::string& data) {
+    const uint64_t length = header.size();
+    return std::string(reinterpret_cast<const char*>(&length), 8) + header + data;
+}
+
+// Runs `read` in a process that may take 64 MB more than it has now: 0 = it ended in an Error, 1 = it accepted, 2 = it
+// ran out of memory.
+inline int with_little_memory(const std::function<void()>& read) {
+    const pid_t child = fork();
+    if (child == 0) {
+        std::ifstream statm("/proc/self/statm");
+        uint64_t pages = 0;
+        statm >> pages;
+        const rlim_t most = pages * uint64_t(sysconf(_SC_PAGESIZE)) + (64u << 20);
+        const struct rlimit limit = {most, most};
+        setrlimit(RLIMIT_AS, &limit);
+        try {
+            read();
+            _exit(1);
+        } catch (const Error&) {
+            _exit(0);
+        } catch (...) {
+            _exit(2);
+        }
+    }
+    int status = -1;
+    waitpid(child, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 3;
+}
+
+}  // namespace fuzz_tests
+
+TEST(messages_are_one_printable_line) {
+    using fuzz_tests::message_of;
+    const auto shown = [](const std::string& text) { return message_of([&] { fail("%s", text.c_str()); }); };
+    CHECK_EQUAL(shown("a\nb\r\tc\x1b[31m\x7F"), "a\\x0ab\\x0d\\x09c\\x1b[31m\\x7f");
+    CHECK_EQUAL(shown("caf\xC3\xA9 \xE4\xB8\xAD \xF0\x9F\x98\x80"), "caf\xC3\xA9 \xE4\xB8\xAD \xF0\x9F\x98\x80");
+    CHECK_EQUAL(shown("\xC2\x85|\xC2\xA0|\xE2\x80\xA8|\xE2\x80\xAE|\xE2\x81\xA6|\xEF\xBB\xBF"),
+                "\\xc2\\x85|\xC2\xA0|\\xe2\\x80\\xa8|\\xe2\\x80\\xae|\\xe2\\x81\\xa6|\\xef\\xbb\\xbf");
+    CHECK_EQUAL(shown("\xFF\xC3 \xE4\xB8|\xED\xA0\x80"), "\\xff\\xc3 \\xe4\\xb8|\\xed\\xa0\\x80");
+    // A long one loses its middle and no half character is left at the gap.
+    CHECK_EQUAL(shown(std::string(2000, 'x')), std::string(2000, 'x'));
+    const std::string long_text = shown("begin" + std::string(1000000, 'x') + "end");
+    CHECK_EQUAL(long_text.size(), size_t(2005));
+    CHECK(long_text.compare(0, 6, "beginx") == 0 && long_text.compare(long_text.size() - 4, 4, "xend") == 0);
+    for (size_t before = 0; before < 4; before++) {
+        std::string text(before, 'x');
+        while (text.size() < 5000) text += "\xF0\x9F\x98\x80";
+        CHECK(shown(text).find("\\x") == std::string::npos);
+        CHECK(shown(text + std::string(before, 'y')).find("\\x") == std::string::npos);
+    }
+    CHECK(shown(std::string(5000, '\x80')).size() <= 4 * 2010);
+
+    // Wherever the text comes from: a path, a key, a value.
+    TempFolder folder;
+    CHECK_FAILS(1, "no\\x0awhere", read_file(folder.file("no\nwhere")));
+    CHECK_FAILS(1, "file: k\\x1b]0;title\\x07: byte 26: found null",
+                parse_json("{\"k\\u001b]0;title\\u0007\": null}", "file").integer("k\x1b]0;title\x07", "file"));
+    write_file(
+        folder.file("t.safetensors"),
+        fuzz_tests::safetensors_bytes("{\"a\\nb\":{\"dtype\":\"F\\n\",\"shape\":[],\"data_offsets\":[0,4]}}", "abcd"));
+    CHECK_FAILS(1, "a\\x0ab: dtype F\\x0a is unknown", SafeTensors(folder.file("t.safetensors")));
+}
+
+TEST(json_of_too_many_values_is_refused) {
+    std::string text = "[";
+    for (size_t i = 1; i < JsonParser::max_values; i++) text += "0,";
+    text.back() = ']';
+    CHECK_EQUAL(parse_json(text, "file").items.size(), JsonParser::max_values - 1);
+    text.back() = ',';
+    CHECK_FAILS(1, "file: byte 2097151: JSON of more than 1048576 values", parse_json(text + "0]", "file"));
+}
+
+TEST(safetensors_errors_count_bytes_from_the_file) {
+    TempFolder folder;
+    const std::string path = folder.file("t.safetensors");
+    write_file(path, fuzz_tests::safetensors_bytes("{\"a\":x}", ""));
+    CHECK_FAILS(1, "t.safetensors: byte 13: not valid JSON: found 'x'", SafeTensors{path});
+}
+
+TEST(safetensors_at_odd_places_are_read_once) {
+    TempFolder folder;
+    const std::string path = folder.file("t.safetensors");
+    float x = 1.5f;
+    const std::string number(reinterpret_cast<const char*>(&x), 4);
+    write_file(path, fuzz_tests::safetensors_bytes("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},"
+                                                   "\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[1,5]}}",
+                                                   "a" + number));
+    const SafeTensors file(path);
+    const TensorView& b = file.get("b", "F32", {1});
+    REQUIRE(reinterpret_cast<uintptr_t>(b.data) % 4 == 0);
+    CHECK_EQUAL(*static_cast<const float*>(b.data), 1.5f);
+
+    // Tensors that claim the same bytes are refused before any of them is copied: 2000 copies of 1 MB would be 2 GB.
+    std::string header = "{";
+    for (int i = 0; i < 2000; i++)
+        header += format_text("%s\"%d\":{\"dtype\":\"F32\",\"shape\":[262144],\"data_offsets\":[1,1048577]}",
+                              i ? "," : "", i);
+    header += "}";
+    header.append((8 - header.size() % 8) % 8, ' ');
+    write_file(path, fuzz_tests::safetensors_bytes(header, std::string((1 << 20) + 1, 'x')));
+    CHECK_FAILS(1, "t.safetensors: tensors overlap or leave a hole at byte 0", SafeTensors{path});
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+    CHECK_EQUAL(fuzz_tests::with_little_memory([&] { SafeTensors tensors(path); }), 0);
+#endif
+}
+
+TEST(hostile_lengths_allocate_nothing) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    skip(
+        "hostile_lengths_allocate_nothing: the sanitizer's shadow memory does not fit under a limit of the address "
+        "space; dev/fuzz counts allocations instead");
+#else
+    using fuzz_tests::with_little_memory;
+    CHECK_EQUAL(with_little_memory([] { std::string big(size_t(1) << 30, 'x'); }), 2);  // the limit works
+    TempFolder folder;
+    const std::string path = folder.file("hostile");
+    const auto refused = [&](const std::string& bytes, const std::function<void()>& read) {
+        write_file(path, bytes);
+        CHECK_EQUAL(with_little_memory(read), 0);
+    };
+    const auto open_tensors = [&] { SafeTensors tensors(path); };
+    for (const uint64_t length : {uint64_t(1) << 33, uint64_t(1) << 62, ~uint64_t(0), ~uint64_t(0) - 7}) {
+        std::string bytes = fuzz_tests::safetensors_bytes("{}", "");
+        std::memcpy(&bytes[0], &length, 8);
+        refused(bytes, open_tensors);
+    }
+    for (const char* shape : {"4294967296", "2305843009213693952", "9223372036854775807,9223372036854775807",
+                              "4294967296,4294967296", "-1", "1e3"})
+        refused(
+            fuzz_tests::safetensors_bytes(
+                format_text("{\"t\":{\"dtype\":\"F64\",\"shape\":[%s],\"data_offsets\":[0,8]}}", shape), "12345678"),
+            open_tensors);
+
+    // 2^64 bytes, which would count as none.
+    refused(fuzz_tests::safetensors_bytes(
+                "{\"t\":{\"dtype\":\"U8\",\"shape\":[4294967296,4294967296],\"data_offsets\":[0,0]}}", ""),
+            open_tensors);
+
+    int32_t head[257] = {SHARD_MAGIC, 1, INT32_MAX};
+    refused(std::string(reinterpret_cast<const char*>(head), sizeof head), [&] { open_shard(path); });
+    uint32_t llmc[256] = {20240328, 2, ~0u, ~0u - 1};
+    write_file(folder.file("gpt2_tokenizer.bin"), std::string(reinterpret_cast<const char*>(llmc), sizeof llmc));
+    CHECK_EQUAL(with_little_memory([&] { Tokenizer::gpt2(folder.path); }), 0);
+    write_file(folder.file("manifest.json"), manifest_text(7, {{"model.safetensors", uint64_t(INT64_MAX), 0}}, "{}"));
+    CHECK_EQUAL(with_little_memory([&] { verify_checkpoint(folder.path); }), 0);
+#endif
+}
+
+TEST(names_in_a_manifest_stay_in_its_folder) {
+    for (const char* name : {"../model.safetensors", "/etc/passwd", "a/b", ".", "..", ".hidden", "", "manifest.json",
+                             "a\nb", "a\\b", "\xC3\xA9", "a b"})
+        CHECK_FAILS(1, "m: files[0]: name: found ", parse_manifest(manifest_text(7, {{name, 1, 0}}, "{}"), "m"));
+    CHECK_EQUAL(parse_manifest(manifest_text(7, {{"model-00001.safetensors", 1, 0}}, "{}"), "m").files.size(),
+                size_t(1));
+}

@@ -1,0 +1,239 @@
+// emulator_kernels.cuh: small kernels that use everything the trainer's kernels use, for the tests of
+// dev/emulator/cuda_on_cpu.h. They compile under g++ and nvcc. Those with a template parameter are right with FAULT =
+// NONE; planted_faults.cpp asks for the others.
+#pragma once
+#include "../../../lib/cuda/common.cuh"
+
+using bf16 = __nv_bfloat16;
+
+enum Fault {
+    NONE,
+    NO_BARRIER_BEFORE_READ,
+    NO_BARRIER_BEFORE_REUSE,
+    MASK_LEAVES_LANE_OUT,
+    READS_UNWRITTEN_SHARED,
+    READS_PAST_END,
+    LEAVES_OUTPUT_UNWRITTEN,
+    ADDS_WITHOUT_ATOMIC,
+    NO_ASYNC_WAIT,
+    WAITS_FOR_TOO_FEW,
+    NO_COMMIT,
+    NO_BARRIER_AFTER_WAIT,
+    NO_BARRIER_BEFORE_REFILL,
+    TRANSPOSED_FRAGMENT,
+    NO_ZERO_FILL,
+    NO_FENCE
+};
+
+// A device array with a copy on the host.
+template <class T>
+struct DeviceArray {
+    std::vector<T> host;
+    T* device = nullptr;
+    explicit DeviceArray(size_t n) : host(n) { CUDA_CHECK(cudaMalloc(&device, n * sizeof(T))); }
+    explicit DeviceArray(const std::vector<T>& values) : DeviceArray(values.size()) {
+        host = values;
+        CUDA_CHECK(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    DeviceArray(const DeviceArray&) = delete;
+    ~DeviceArray() { cudaFree(device); }
+    const std::vector<T>& download() {
+        CUDA_CHECK(cudaDeviceSynchronize());
+        CUDA_CHECK(cudaMemcpy(host.data(), device, host.size() * sizeof(T), cudaMemcpyDeviceToHost));
+        return host;
+    }
+};
+
+// ---- warp sums, block sums, rows
+
+template <int FAULT>
+__device__ inline float warp_sum(float v) {
+    for (int offset = 16; offset > 0; offset /= 2)
+        v += __shfl_xor_sync(FAULT == MASK_LEAVES_LANE_OUT && offset == 1 ? 0x7fffffffu : 0xffffffffu, v, offset);
+    return v;
+}
+// The sum over the block, in every thread. Called twice in a row, so that the array is reused while slow threads may
+// still read it.
+template <int FAULT>
+__device__ inline float block_sum(float v) {
+    SHARED(float, sums, [32]);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    v = warp_sum<FAULT>(v);
+    if (FAULT != NO_BARRIER_BEFORE_REUSE) __syncthreads();
+    if (lane == 0) sums[warp] = v;
+    if (FAULT != NO_BARRIER_BEFORE_READ) __syncthreads();
+    return warp_sum<NONE>(lane < (FAULT == READS_UNWRITTEN_SHARED ? warps + 1 : warps) ? sums[lane] : 0.0f);
+}
+// out (rows, C) = (in - mean) / standard deviation, by row; one block per row
+template <int FAULT>
+__global__ void normalize_rows(float* out, const float* in, int C) {
+    const size_t row = size_t(blockIdx.x) * C;
+    const int columns = FAULT == READS_PAST_END ? C + 1 : C;
+    float sum = 0, squares = 0;
+    for (int c = threadIdx.x; c < columns; c += blockDim.x) sum += in[row + c], squares += in[row + c] * in[row + c];
+    const float mean = block_sum<FAULT>(sum) / C;
+    const float variance = block_sum<FAULT>(squares) / C - mean * mean;
+    for (int c = threadIdx.x; c < (FAULT == LEAVES_OUTPUT_UNWRITTEN ? C - 1 : C); c += blockDim.x)
+        out[row + c] = (in[row + c] - mean) / sqrtf(variance);
+}
+
+// out (C) += the sum over rows of in (rows, C); one block per row
+template <int FAULT>
+__global__ void add_rows(float* out, const float* in, int C) {
+    for (int c = threadIdx.x; c < C; c += blockDim.x) {
+        if (FAULT == ADDS_WITHOUT_ATOMIC) out[c] += in[size_t(blockIdx.x) * C + c];
+        else atomicAdd(&out[c], in[size_t(blockIdx.x) * C + c]);
+    }
+}
+
+// sum = the number of blocks: each leaves a part, and the last one adds them up
+template <int FAULT>
+__global__ void sum_in_last_block(float* sum, float* parts, unsigned* arrived) {
+    SHARED(bool, is_last, [1]);
+    if (threadIdx.x == 0) {
+        parts[blockIdx.x] = 1;
+        if (FAULT != NO_FENCE) __threadfence();
+        is_last[0] = atomicAdd(arrived, 1u) == gridDim.x - 1;
+        if (FAULT != NO_FENCE) __threadfence();
+    }
+    __syncthreads();
+    if (is_last[0] && threadIdx.x == 0) {
+        float total = 0;
+        for (unsigned i = 0; i < gridDim.x; i++) total += parts[i];
+        *sum = total;
+    }
+}
+
+// ---- tensor cores: out (M, N) fp32 = a (M, K) b (N, K)^T, bf16, K a multiple of 8. A block of 4 warps makes 64 x 16
+// elements, each warp 16 rows. K goes by in tiles of 32, double-buffered: while one is multiplied, the next is on its
+// way.
+constexpr int TILE_M = 64, TILE_N = 16, TILE_K = 32, TILE_STRIDE = TILE_K + 8;  // 16 bytes more, against bank conflicts
+template <int FAULT>
+__device__ inline void copy_tile(bf16 (*tile)[TILE_STRIDE], const bf16* in, int row, int rows, int height, int k,
+                                 int K) {
+    for (int i = threadIdx.x; i < height * (TILE_K / 8); i += blockDim.x) {
+        const int r = i / (TILE_K / 8), c = i % (TILE_K / 8) * 8;
+        const bool valid = row + r < rows && k + c < K;
+        if (valid || FAULT != NO_ZERO_FILL)
+            cp_async_16(&tile[r][c], valid ? in + size_t(row + r) * K + k + c : in, valid);
+    }
+}
+template <int FAULT>
+__global__ void __launch_bounds__(128) matmul_tiles(float* out, const bf16* a, const bf16* b, int M, int N, int K) {
+    DynamicShared shared;
+    auto* tile_a = (bf16(*)[TILE_M][TILE_STRIDE])shared.take<bf16>(2 * TILE_M * TILE_STRIDE);
+    auto* tile_b = (bf16(*)[TILE_N][TILE_STRIDE])shared.take<bf16>(2 * TILE_N * TILE_STRIDE);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.x * TILE_M, column = blockIdx.y * TILE_N;
+    copy_tile<FAULT>(tile_a[0], a, row, M, TILE_M, 0, K);
+    copy_tile<FAULT>(tile_b[0], b, column, N, TILE_N, 0, K);
+    cp_async_commit();
+    float sums[2][4] = {};  // columns 0-7 and 8-15
+    for (int k = 0, buffer = 0; k < K; k += TILE_K, buffer ^= 1) {
+        copy_tile<FAULT>(tile_a[buffer ^ 1], a, row, M, TILE_M, k + TILE_K, K);  // past K: zeros that no one reads
+        copy_tile<FAULT>(tile_b[buffer ^ 1], b, column, N, TILE_N, k + TILE_K, K);
+        if (FAULT != NO_COMMIT || k > 0) cp_async_commit();
+        if (FAULT == WAITS_FOR_TOO_FEW) cp_async_wait<2>();
+        else if (FAULT != NO_ASYNC_WAIT) cp_async_wait<1>();
+        if (FAULT != NO_BARRIER_AFTER_WAIT) __syncthreads();
+        for (int step = 0; step < TILE_K; step += 16) {
+            unsigned fa[4], fb[4];
+            ldmatrix_x4(fa, &tile_a[buffer][warp * 16 + lane % 16][step + lane / 16 * 8]);
+            const bf16* row_of_b = &tile_b[buffer][lane % 8 + lane / 16 * 8][step + lane / 8 % 2 * 8];
+            if (FAULT == TRANSPOSED_FRAGMENT) ldmatrix_x4_trans(fb, row_of_b);
+            else ldmatrix_x4(fb, row_of_b);
+            const unsigned left[2] = {fb[0], fb[1]}, right[2] = {fb[2], fb[3]};
+            mma_m16n8k16(sums[0], fa, left, sums[0]);
+            mma_m16n8k16(sums[1], fa, right, sums[1]);
+        }
+        if (FAULT != NO_BARRIER_BEFORE_REFILL) __syncthreads();
+    }
+    cp_async_wait<0>();
+    for (int half = 0; half < 2; half++)
+        for (int e = 0; e < 4; e++) {
+            const int r = row + warp * 16 + lane / 4 + e / 2 * 8, c = column + half * 8 + lane % 4 * 2 + e % 2;
+            if (r < M && c < N) out[size_t(r) * N + c] = sums[half][e];
+        }
+}
+constexpr size_t MATMUL_SHARED_BYTES = 2 * (TILE_M + TILE_N) * TILE_STRIDE * 2;
+
+// ---- one warp each, for the tests of single functions
+
+__global__ void one_mma(float* d, const unsigned* a, const unsigned* b, const float* c) {  // (32, registers) each
+    const int l = threadIdx.x;
+    unsigned fa[4], fb[2];
+    float fc[4], fd[4];
+    for (int i = 0; i < 4; i++) fa[i] = a[l * 4 + i], fc[i] = c[l * 4 + i];
+    for (int i = 0; i < 2; i++) fb[i] = b[l * 2 + i];
+    mma_m16n8k16(fd, fa, fb, fc);
+    for (int i = 0; i < 4; i++) d[l * 4 + i] = fd[i];
+}
+
+__global__ void one_ldmatrix(unsigned* out, const unsigned short* in, bool transposed,
+                             int matrices) {  // out (32, 4), in (32, 8)
+    SHARED(uint4, rows, [32]);
+    const int l = threadIdx.x;
+    rows[l] = reinterpret_cast<const uint4*>(in)[l];
+    __syncwarp();
+    unsigned r[4] = {}, two[2] = {};
+    if (matrices == 4) {
+        if (transposed) ldmatrix_x4_trans(r, &rows[l]);
+        else ldmatrix_x4(r, &rows[l]);
+    } else {
+        if (transposed) ldmatrix_x2_trans(two, &rows[l % 16]);
+        else ldmatrix_x2(two, &rows[l % 16]);
+        r[0] = two[0], r[1] = two[1];
+    }
+    for (int i = 0; i < 4; i++) out[l * 4 + i] = r[i];
+}
+
+constexpr int WARP_RESULTS = 18;
+__global__ void one_of_each_warp_function(int* out, const int* in) {  // out (WARP_RESULTS, 32), in (32)
+    const unsigned all = 0xffffffffu;
+    const int l = threadIdx.x, v = in[l];
+    int r = 0;
+    out[32 * r++ + l] = __shfl_sync(all, v, 5);
+    out[32 * r++ + l] = __shfl_sync(all, v, l * 7);
+    out[32 * r++ + l] = __shfl_sync(all, v, 3, 8);
+    out[32 * r++ + l] = __shfl_xor_sync(all, v, 9);
+    out[32 * r++ + l] = __shfl_up_sync(all, v, 3);
+    out[32 * r++ + l] = __shfl_down_sync(all, v, 3);
+    out[32 * r++ + l] = __shfl_down_sync(all, v, 3, 8);
+    out[32 * r++ + l] = __shfl_up_sync(all, v, 3, 8);
+    out[32 * r++ + l] = __shfl_xor_sync(all, v, 12, 8);
+    out[32 * r++ + l] = int(__ballot_sync(all, v > 0));
+    out[32 * r++ + l] = __any_sync(all, v == in[7]);
+    out[32 * r++ + l] = __all_sync(all, v == in[7]);
+    out[32 * r++ + l] = __reduce_add_sync(all, v);
+    out[32 * r++ + l] = __reduce_max_sync(all, v);
+    out[32 * r++ + l] = __reduce_min_sync(all, v);
+    out[32 * r++ + l] = int(__reduce_or_sync(all, unsigned(v)));
+    out[32 * r++ + l] = int(__reduce_and_sync(all, unsigned(v)));
+    // The halves of the warp apart, each with its own mask.
+    if (l < 16) out[32 * r + l] = __reduce_add_sync(0x0000ffffu, v);
+    else out[32 * r + l] = __reduce_max_sync(0xffff0000u, v);
+}
+
+__global__ void copy_async(float* out, const float* in, int valid) {  // 4 floats a thread, zeros from thread `valid` on
+    SHARED(float4, tile, [32]);
+    cp_async_16(&tile[threadIdx.x], in + threadIdx.x * 4, int(threadIdx.x) < valid);
+    cp_async_commit();
+    cp_async_wait<0>();
+    reinterpret_cast<float4*>(out)[threadIdx.x] = tile[threadIdx.x];
+}
+
+__global__ void count_and_sum(int* counts, float* sum, unsigned long long* wide) {  // counts (10): one per digit
+    atomicAdd(&counts[(blockIdx.x * blockDim.x + threadIdx.x) % 10], 1);
+    atomicAdd(sum, 0.5f);
+    atomicAdd(wide, 1ull << 33);
+}
+
+__global__ void mark_place(
+    int* out) {  // out (all threads of the grid) += 1 + the thread's own number, each by the one thread that owns it
+    const unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x,
+                   threads = blockDim.x * blockDim.y * blockDim.z;
+    const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    out[block * threads + thread] += 1 + int(block * threads + thread);
+}
+
+__global__ void set_to(float* x, float value) { x[threadIdx.x] = value; }
+__global__ void add_to(float* x, float value) { x[threadIdx.x] += value; }

@@ -1,0 +1,747 @@
+// emulator_tests.h: dev/emulator/cuda_on_cpu.h, cublasLt.h and nccl.h against formulas and plain loops.
+// Compiled by nvcc, the tests of the language ask the same of a GPU: that is how the emulator's fragment layouts are
+// compared with the hardware's.
+#pragma once
+#include <sys/wait.h>
+
+#include "emulator_kernels.cuh"
+#include "../harness.h"
+
+inline float emulator_noise(size_t i) { return float(random_uniform(7, random_stream(RANDOM_TEST), i)) * 2 - 1; }
+template <class T>
+inline std::vector<T> emulator_noises(size_t n, size_t first = 0) {
+    std::vector<T> x(n);
+    for (size_t i = 0; i < n; i++) x[i] = T(emulator_noise(first + i));
+    return x;
+}
+
+// Under the emulator: once for each of a few orders of threads and blocks, of every kind. On a GPU: once.
+template <class Test>
+inline void for_seeds(Test test) {
+#ifdef __CUDACC__
+    test();
+#else
+    for (int seed = 0; seed < 5; seed++) {
+        emu::seed(uint64_t(seed));
+        test();
+    }
+    emu::seed(0);
+#endif
+}
+
+// ---- the language
+
+TEST(emulator_every_thread_runs_once) {
+    for_seeds([] {
+        const dim3 grid(3, 4, 2), block(8, 4, 3);
+        const int n = 3 * 4 * 2 * 8 * 4 * 3;
+        DeviceArray<int> out(std::vector<int>(n, 0));
+        launch<mark_place>(grid, block, 0, nullptr, out.device);
+        out.download();
+        for (int i = 0; i < n; i++) CHECK_EQUAL(out.host[size_t(i)], i + 1);
+    });
+}
+
+TEST(emulator_warp_functions) {
+    for_seeds([] {
+        std::vector<int> in(32);
+        for (int i = 0; i < 32; i++) in[size_t(i)] = i * 37 % 101 - 40;
+        DeviceArray<int> device_in(in), out(WARP_RESULTS * 32);
+        launch<one_of_each_warp_function>(1, 32, 0, nullptr, out.device, device_in.device);
+        out.download();
+        int sum = 0, largest = in[0], smallest = in[0], any_bit = 0, every_bit = -1, ballot = 0, low_sum = 0,
+            high_largest = in[16];
+        for (int i = 0; i < 32; i++) {
+            const int v = in[size_t(i)];
+            sum += v, largest = std::max(largest, v), smallest = std::min(smallest, v), any_bit |= v, every_bit &= v;
+            if (v > 0) ballot |= int(1u << i);
+            if (i < 16) low_sum += v;
+            else high_largest = std::max(high_largest, v);
+        }
+        for (int l = 0; l < 32; l++) {
+            auto at = [&](int lane) { return in[size_t(lane)]; };
+            const int expected[WARP_RESULTS] = {
+                at(5),
+                at(l * 7 % 32),
+                at(l / 8 * 8 + 3),
+                at(l ^ 9),  // shfl, the third in groups of 8
+                at(l >= 3 ? l - 3 : l),
+                at(l + 3 < 32 ? l + 3 : l),  // up, down
+                at(l % 8 + 3 < 8 ? l + 3 : l),
+                at(l % 8 >= 3 ? l - 3 : l),             // down, up, in groups of 8
+                at((l ^ 12) / 8 > l / 8 ? l : l ^ 12),  // xor: not into a later group of 8
+                ballot,
+                1,
+                0,
+                sum,
+                largest,
+                smallest,
+                any_bit,
+                every_bit,
+                l < 16 ? low_sum : high_largest};
+            for (int r = 0; r < WARP_RESULTS; r++) CHECK_EQUAL(out.host[size_t(r * 32 + l)], expected[r]);
+        }
+    });
+}
+
+TEST(emulator_barriers_and_block_sums) {
+    for (const int threads : {32, 96, 256, 1024})
+        for_seeds([threads] {
+            const int R = 5, C = 300;
+            DeviceArray<float> in(emulator_noises<float>(R * C)), out(R * C), sums(std::vector<float>(C, 0.0f));
+            launch<normalize_rows<NONE>>(R, threads, 0, nullptr, out.device, in.device, C);
+            launch<add_rows<NONE>>(R, threads, 0, nullptr, sums.device, in.device, C);
+            out.download(), sums.download();
+            for (int r = 0; r < R; r++) {
+                double sum = 0, squares = 0;
+                for (int c = 0; c < C; c++)
+                    sum += in.host[size_t(r * C + c)], squares += std::pow(in.host[size_t(r * C + c)], 2);
+                const double deviation = std::sqrt(squares / C - sum * sum / C / C);
+                for (int c = 0; c < C; c++)
+                    CHECK_NEAR(out.host[size_t(r * C + c)], (in.host[size_t(r * C + c)] - sum / C) / deviation, 1e-5);
+            }
+            for (int c = 0; c < C; c++) {
+                double sum = 0;
+                for (int r = 0; r < R; r++) sum += in.host[size_t(r * C + c)];
+                CHECK_NEAR(sums.host[size_t(c)], sum, 1e-5);
+            }
+        });
+}
+
+TEST(emulator_atomics_and_last_block) {
+    for_seeds([] {
+        DeviceArray<int> counts(std::vector<int>(10, 0));
+        DeviceArray<float> sum(std::vector<float>(1, 0.0f)), total(1), parts(9);
+        DeviceArray<unsigned long long> wide(std::vector<unsigned long long>(1, 0ull));
+        DeviceArray<unsigned> arrived(std::vector<unsigned>(1, 0u));
+        launch<count_and_sum>(7, 64, 0, nullptr, counts.device, sum.device, wide.device);
+        launch<sum_in_last_block<NONE>>(9, 64, 0, nullptr, total.device, parts.device, arrived.device);
+        counts.download();
+        for (int digit = 0; digit < 10; digit++) CHECK_EQUAL(counts.host[size_t(digit)], 448 / 10 + (digit < 448 % 10));
+        CHECK_EQUAL(sum.download()[0], 224.0f);
+        CHECK_EQUAL(wide.download()[0], 448ull << 33);
+        CHECK_EQUAL(total.download()[0], 9.0f);
+    });
+}
+
+TEST(emulator_bf16_rounds_to_nearest_even) {
+    auto bits = [](float f) {
+        const bf16 b = __float2bfloat16(f);
+        unsigned short u;
+        std::memcpy(&u, &b, 2);
+        return int(u);
+    };
+    auto value = [](int b) {
+        const unsigned short u = (unsigned short)b;
+        bf16 x;
+        std::memcpy((void*)&x, &u, 2);  // a cast, since nvcc's bf16 has constructors
+        return float(x);
+    };
+    for (int b = 0; b < 65536; b++) {  // all of them, and the points between each and the next
+        const float x = value(b), next = value(b + 1);
+        if ((b & 0x7f80) == 0x7f80) {
+            CHECK((b & 0x7f) == 0 ? std::isinf(x) : std::isnan(x));
+            CHECK((b & 0x7f) == 0 ? bits(x) == b : std::isnan(value(bits(x))));
+            continue;
+        }
+        CHECK_EQUAL(bits(x), b);
+        if ((b + 1) % 0x80 == 0) continue;  // the step changes
+        const float middle = float((double(x) + double(next)) / 2);
+        CHECK_EQUAL(bits(middle), b % 2 ? b + 1 : b);
+        CHECK_EQUAL(bits(std::nextafterf(middle, x)), b);
+        CHECK_EQUAL(bits(std::nextafterf(middle, next)), b + 1);
+    }
+    CHECK_EQUAL(bits(3.4e38f), 0x7f80);  // past the largest: infinity
+}
+
+// ---- tensor cores. The oracle is CuTe's description of the fragments (cute/atom/mma_traits_sm80.hpp and
+// copy_traits_sm75.hpp), which gives shapes and strides of (thread, value) where the emulator follows the formulas of
+// the PTX manual.
+
+TEST(emulator_mma_fragments) {
+    std::vector<double> A(16 * 16), B(8 * 16), C(16 * 8);  // column-major: (M, K), (N, K), (M, N)
+    for (size_t i = 0; i < A.size(); i++)
+        A[i] = double(i * 37 % 101) - 50;  // small integers are exact in bf16, and their sums in fp32
+    for (size_t i = 0; i < B.size(); i++) B[i] = double(i * 53 % 97) - 48, C[i] = double(i);
+    std::vector<unsigned> a(128, 0), b(64, 0);
+    std::vector<float> c(128);
+    auto bits = [](double x) {
+        const bf16 h = __float2bfloat16(float(x));
+        unsigned short u;
+        std::memcpy(&u, &h, 2);
+        return unsigned(u);
+    };
+    auto place_c = [](int t, int v) { return size_t(t % 4 * 32 + t / 4 + v % 2 * 16 + v / 2 * 8); };
+    for (int t = 0; t < 32; t++) {
+        for (int v = 0; v < 8; v++)
+            a[size_t(t * 4 + v / 2)] |= bits(A[size_t(t % 4 * 32 + t / 4 + v % 2 * 16 + v / 2 % 2 * 8 + v / 4 * 128)])
+                                        << v % 2 * 16;
+        for (int v = 0; v < 4; v++)
+            b[size_t(t * 2 + v / 2)] |= bits(B[size_t(t % 4 * 16 + t / 4 + v % 2 * 8 + v / 2 * 64)]) << v % 2 * 16;
+        for (int v = 0; v < 4; v++) c[size_t(t * 4 + v)] = float(C[place_c(t, v)]);
+    }
+    DeviceArray<unsigned> device_a(a), device_b(b);
+    DeviceArray<float> device_c(c), d(128);
+    launch<one_mma>(1, 32, 0, nullptr, d.device, device_a.device, device_b.device, device_c.device);
+    d.download();
+    for (int t = 0; t < 32; t++)
+        for (int v = 0; v < 4; v++) {
+            const size_t place = place_c(t, v), m = place % 16, n = place / 16;
+            double sum = C[place];
+            for (size_t k = 0; k < 16; k++) sum += A[m + 16 * k] * B[n + 8 * k];
+            CHECK_EQUAL(double(d.host[size_t(t * 4 + v)]), sum);
+        }
+}
+
+#ifndef __CUDACC__
+// The sums of a rough mma: what they lose is known, and both ways to compute them agree.
+TEST(emulator_rough_mma_cuts_sums_off) {
+    using Vector = emu::Mma::Vector;
+    const auto sum_of = [](float c, std::vector<float> products) {
+        Vector terms[8] = {};
+        for (size_t k = 0; k < products.size(); k++) terms[k] = Vector{} + products[k];
+        return emu::Mma::cut_sum(Vector{} + c, terms)[0];
+    };
+    // Beside 1 each of these is below the unit, although together they are nearly 4 of them.
+    CHECK_EQUAL(sum_of(1, std::vector<float>(8, 0x1.fp-25f)), 1.0f);
+    CHECK_EQUAL(sum_of(-1, std::vector<float>(8, -0x1.fp-25f)), -1.0f);
+    CHECK_EQUAL(sum_of(1, {0x1.8p-23f}), 1 + 0x1p-23f);      // cut off, not rounded
+    CHECK_EQUAL(sum_of(0x1.fffffep0f, {0x1.8p-23f}), 2.0f);  // the sum, too
+    CHECK_EQUAL(sum_of(0x1.fffffep0f, {0x1.8p-23f, 1}), 3.0f);
+    CHECK_EQUAL(sum_of(0, {}), 0.0f);
+    CHECK_EQUAL(sum_of(0, {INFINITY, 1}), INFINITY);
+    CHECK(std::isnan(sum_of(INFINITY, {-INFINITY})));
+    CHECK_EQUAL(sum_of(0x1p-149f, {0x1p-149f, 0x1p-126f}), 0x1p-126f + 0x1p-148f);  // subnormal numbers count
+    for (size_t n = 0; n < 1000; n++) {
+        float terms[9];
+        for (size_t k = 0; k < 9; k++)
+            terms[k] = std::ldexp(emulator_noise(n * 9 + k), int(n * 7 + k * k * n % 31) % 60 - 40);
+        double sum = 0, magnitude = 0;
+        for (const float x : terms) sum += x, magnitude = std::max(magnitude, std::fabs(double(x)));
+        const float found = sum_of(terms[0], std::vector<float>(terms + 1, terms + 9));
+        CHECK_EQUAL(found, emu::Mma::cut_sum_of_any(terms));
+        CHECK_NEAR(found, sum, 9 * 0x1p-23 * magnitude + 0x1p-23 * std::fabs(sum));
+    }
+}
+#endif
+
+TEST(emulator_ldmatrix_fragments) {
+    std::vector<unsigned short> in(32 * 8);
+    for (size_t i = 0; i < in.size(); i++) in[i] = (unsigned short)(i * 257 % 4096);
+    DeviceArray<unsigned short> device_in(in);
+    DeviceArray<unsigned> out(128);
+    for (const bool transposed : {false, true})
+        for (const int matrices : {2, 4}) {
+            launch<one_ldmatrix>(1, 32, 0, nullptr, out.device, device_in.device, transposed, matrices);
+            out.download();
+            for (int t = 0; t < 32; t++)
+                for (int m = 0; m < matrices; m++)
+                    for (int half = 0; half < 2; half++) {
+                        const int bit =
+                            m * 1024 + (transposed ? t % 4 * 256 + t / 4 * 16 + half * 128 : t * 32 + half * 16);
+                        CHECK_EQUAL(int(out.host[size_t(t * 4 + m)] >> half * 16 & 0xffff), int(in[size_t(bit / 16)]));
+                    }
+        }
+}
+
+TEST(emulator_matmul_by_double_buffered_tiles) {
+    struct {
+        int M, N, K;
+    } const shapes[] = {{64, 16, 32}, {70, 20, 104}, {1, 1, 8}, {65, 17, 160}};
+    for (const auto& s : shapes)
+        for_seeds([&] {
+            const size_t M = size_t(s.M), N = size_t(s.N), K = size_t(s.K);
+            DeviceArray<bf16> a(emulator_noises<bf16>(M * K)), b(emulator_noises<bf16>(N * K, 5000));
+            DeviceArray<float> out(M * N);
+            launch<matmul_tiles<NONE>>(dim3(unsigned(M + 63) / 64, unsigned(N + 15) / 16), 128, MATMUL_SHARED_BYTES,
+                                       nullptr, out.device, a.device, b.device, s.M, s.N, s.K);
+            out.download();
+            for (size_t i = 0; i < M; i++)
+                for (size_t j = 0; j < N; j++) {
+                    double sum = 0;
+                    for (size_t k = 0; k < K; k++)
+                        sum += double(float(a.host[i * K + k])) * double(float(b.host[j * K + k]));
+                    CHECK_NEAR(out.host[i * N + j], sum,
+                               double(K) * 0x1p-23);  // |products| <= 1, K roundings of a sum below K
+                }
+        });
+}
+
+TEST(emulator_async_copy_fills_with_zeros) {
+    DeviceArray<float> in(emulator_noises<float>(128)), out(128);
+    launch<copy_async>(1, 32, 0, nullptr, out.device, in.device, 20);
+    out.download();
+    for (int i = 0; i < 128; i++) CHECK_EQUAL(out.host[size_t(i)], i < 80 ? in.host[size_t(i)] : 0.0f);
+}
+
+// ---- the host's side
+
+TEST(emulator_host_api) {
+    int devices = 0;
+    CUDA_CHECK(cudaGetDeviceCount(&devices));
+    CHECK(devices >= 1);
+    CUDA_CHECK(cudaSetDevice(0));
+    CHECK_FAILS(1, "HINT: there are fewer GPUs than ranks", CUDA_CHECK(cudaSetDevice(devices)));
+    CHECK_FAILS(1, "emulator_tests.h:", CUDA_CHECK(cudaSetDevice(devices)));
+    CHECK(cudaGetLastError() != cudaSuccess);
+    CHECK(cudaGetLastError() == cudaSuccess);
+
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+    CHECK(properties.major >= 8 && properties.multiProcessorCount > 0 && properties.warpSize == 32 &&
+          properties.sharedMemPerBlockOptin > 48 * 1024);
+    size_t free_before, free_after, total;
+    CUDA_CHECK(cudaMemGetInfo(&free_before, &total));
+    CHECK(total == properties.totalGlobalMem && free_before <= total);
+    char* large;
+    CHECK_FAILS(1, "cudaMalloc(&large, total + 1) failed: cudaErrorMemoryAllocation",
+                CUDA_CHECK(cudaMalloc(&large, total + 1)));
+    cudaGetLastError();
+    CUDA_CHECK(cudaMalloc(&large, 64 << 20));
+    CUDA_CHECK(cudaMemGetInfo(&free_after, &total));
+    CHECK(free_after + (64 << 20) <= free_before);
+    CUDA_CHECK(cudaFree(large));
+
+    float* pinned;
+    CUDA_CHECK(cudaMallocHost(&pinned, 64 * sizeof(float)));
+    DeviceArray<float> x(64), y(64);
+    cudaStream_t stream;
+    cudaEvent_t start, end;
+    CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CUDA_CHECK(cudaEventCreate(&start));
+    CUDA_CHECK(cudaEventCreate(&end));
+    CUDA_CHECK(cudaEventRecord(start, stream));
+    CUDA_CHECK(cudaMemsetAsync(x.device, 0, 256, stream));
+    launch<add_to>(1, 64, 0, stream, x.device, 2.5f);
+    CUDA_CHECK(cudaMemcpyAsync(y.device, x.device, 256, cudaMemcpyDeviceToDevice, stream));
+    CUDA_CHECK(cudaMemcpyAsync(pinned, y.device, 256, cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(cudaEventRecord(end, stream));
+    while (cudaEventQuery(end) == cudaErrorNotReady) {
+    }
+    CHECK(cudaStreamQuery(stream) == cudaSuccess);
+    float milliseconds = -1;
+    CUDA_CHECK(cudaEventElapsedTime(&milliseconds, start, end));
+    CHECK(milliseconds >= 0 && milliseconds < 60e3);
+    for (int i = 0; i < 64; i++) CHECK_EQUAL(pinned[i], 2.5f);
+    CUDA_CHECK(cudaEventDestroy(start));
+    CUDA_CHECK(cudaEventDestroy(end));
+    CUDA_CHECK(cudaStreamDestroy(stream));
+    CUDA_CHECK(cudaFreeHost(pinned));
+}
+
+__global__ void take_tickets(int* tickets, int* next) { tickets[threadIdx.x] = atomicAdd(next, 1); }
+TEST(emulator_seed_draws_the_order_of_threads) {
+    for (uint64_t seed = 0; seed < 6; seed++) {
+        emu::seed(seed);
+        DeviceArray<int> tickets(128), next(std::vector<int>(1, 0));
+        launch<take_tickets>(1, 128, 0, nullptr, tickets.device, next.device);
+        tickets.download();
+        int in_index_order = 0, in_whole_warps = 0;
+        std::vector<int> threads(128, -1);
+        for (int i = 0; i < 128; i++) threads[size_t(tickets.host[size_t(i)])] = i;
+        for (int i = 0; i < 128; i++)
+            in_index_order += threads[size_t(i)] == i,
+                in_whole_warps += threads[size_t(i)] / 32 == threads[size_t(i / 32 * 32)] / 32;
+        CHECK(seed == 0 ? in_index_order == 128 : in_index_order < 64);
+        CHECK(seed % 2 ? in_whole_warps < 100 : in_whole_warps == 128);
+    }
+    emu::seed(0);
+}
+
+TEST(emulator_same_seed_same_schedule) {
+    auto sum_of = [](uint64_t seed) {  // fp32 additions in the order of the blocks
+        emu::seed(seed);
+        DeviceArray<float> in(emulator_noises<float>(200)), out(std::vector<float>(1, 0.0f));
+        emu::machine.count.launches = 0;
+        launch<add_rows<NONE>>(200, 32, 0, nullptr, out.device, in.device, 1);
+        emu::seed(0);
+        return out.download()[0];
+    };
+    bool any_differs = false;
+    for (uint64_t seed = 0; seed < 8; seed++) {
+        CHECK_EQUAL(sum_of(seed), sum_of(seed));
+        any_differs = any_differs || sum_of(seed) != sum_of(0);
+    }
+    CHECK(any_differs);
+}
+
+TEST(emulator_fresh_memory_is_nan_until_written) {
+    DeviceArray<float> x(100);
+    CHECK_EQUAL(emu::unwritten(x.device, 100), 100L);
+    launch<set_to>(1, 64, 0, nullptr, x.device, 3.0f);
+    CHECK_EQUAL(emu::unwritten(x.device, 100), 36L);
+    x.download();
+    CHECK(x.host[63] == 3 && std::isnan(x.host[64]));
+    emu::make_fresh(x.device, 400);
+    CHECK_EQUAL(emu::unwritten(x.device, 100), 100L);
+    DeviceArray<bf16> h(10);
+    h.download();
+    CHECK(std::isnan(float(h.host[9])));
+}
+
+// out (4, 4): the first of two copies before the wait for it and after, the second before the wait for it and after
+__global__ void look_before_waiting(float* out, const float* in) {
+    SHARED(float4, tile, [2]);
+    cp_async_16(&tile[0], in);
+    cp_async_commit();
+    cp_async_16(&tile[1], in + 4);
+    cp_async_commit();
+    float4* rows = reinterpret_cast<float4*>(out);
+    rows[0] = tile[0];
+    cp_async_wait<1>();
+    rows[1] = tile[0];
+    rows[2] = tile[1];
+    cp_async_wait<0>();
+    rows[3] = tile[1];
+}
+TEST(emulator_async_copy_is_nan_until_waited_for) {
+#ifdef EMU_CHECK
+    emu::report_unwritten = false;
+#endif
+    DeviceArray<float> in(std::vector<float>{1, 2, 3, 4, 5, 6, 7, 8}), out(16);
+    launch<look_before_waiting>(1, 1, 0, nullptr, out.device, in.device);
+    out.download();
+    for (size_t i = 0; i < 4; i++) {
+        CHECK(std::isnan(out.host[i]) && std::isnan(out.host[8 + i]));
+        CHECK_EQUAL(out.host[4 + i], in.host[i]);
+        CHECK_EQUAL(out.host[12 + i], in.host[4 + i]);
+    }
+#ifdef EMU_CHECK
+    emu::report_unwritten = true;
+#endif
+}
+
+TEST(emulator_late_streams_need_events) {
+    // Three steps in a chain over two streams, 0 -> 2 -> 7 -> 8. With both events the number is right under every seed;
+    // without, it is wrong under some.
+    auto chain = [](bool with_events, uint64_t seed) {
+        emu::seed(seed);
+        emu::machine.run_late = true;
+        DeviceArray<float> x(32);
+        cudaStream_t a, b;
+        cudaEvent_t first, second;
+        cudaStreamCreate(&a), cudaStreamCreate(&b), cudaEventCreate(&first), cudaEventCreate(&second);
+        cudaMemsetAsync(x.device, 0, 128, a);
+        cudaStreamSynchronize(a);
+        launch<set_to>(1, 32, 0, a, x.device, 2.0f);
+        cudaEventRecord(first, a);
+        if (with_events) cudaStreamWaitEvent(b, first);
+        launch<add_to>(1, 32, 0, b, x.device, 5.0f);
+        cudaEventRecord(second, b);
+        if (with_events) cudaStreamWaitEvent(a, second);
+        launch<add_to>(1, 32, 0, a, x.device, 1.0f);
+        const float found = x.download()[31];
+        cudaStreamDestroy(a), cudaStreamDestroy(b), cudaEventDestroy(first), cudaEventDestroy(second);
+        emu::machine.run_late = false;
+        emu::seed(0);
+        return found;
+    };
+    int wrong = 0;
+    for (uint64_t seed = 0; seed < 10; seed++) {
+        CHECK_EQUAL(chain(true, seed), 8.0f);
+        wrong += chain(false, seed) != 8;
+    }
+    CHECK(wrong > 0);
+}
+
+TEST(emulator_late_work_runs_when_polled) {
+    emu::machine.run_late = true;
+    DeviceArray<float> x(32);
+    cudaEvent_t done;
+    cudaEventCreate(&done);
+    launch<set_to>(1, 32, 0, nullptr, x.device, 2.0f);
+    cudaEventRecord(done);
+    CHECK_EQUAL(emu::unwritten(x.device, 32), 32L);
+    CHECK(cudaEventQuery(done) == cudaErrorNotReady);
+    int polls = 0;
+    while (cudaEventQuery(done) == cudaErrorNotReady && polls < 10) polls++;
+    CHECK(polls < 10);
+    CHECK_EQUAL(emu::unwritten(x.device, 32), 0L);
+    emu::machine.run_late = false;
+}
+#endif
+
+// ---- cublasLt
+
+struct MatmulCase {
+    uint64_t m, n, k;
+    bool transpose_a, transpose_b;
+    cudaDataType_t in, out;
+    float beta = 0;
+    cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+    int batches = 1;
+    uint64_t padding = 0;  // elements between columns
+};
+// Bytes on the device, as T or as bf16 and back.
+inline size_t element_bytes(cudaDataType_t type) { return type == CUDA_R_32F ? 4 : 2; }
+inline std::vector<char> encode(const std::vector<float>& values, cudaDataType_t type) {
+    std::vector<char> bytes(values.size() * element_bytes(type));
+    for (size_t i = 0; i < values.size(); i++) {
+        const bf16 rounded = __float2bfloat16(values[i]);
+        std::memcpy(&bytes[i * element_bytes(type)],
+                    type == CUDA_R_32F ? (const void*)&values[i] : (const void*)&rounded, element_bytes(type));
+    }
+    return bytes;
+}
+inline std::vector<float> decode(const std::vector<char>& bytes, cudaDataType_t type) {
+    std::vector<float> values(bytes.size() / element_bytes(type));
+    for (size_t i = 0; i < values.size(); i++) {
+        bf16 rounded;
+        std::memcpy(type == CUDA_R_32F ? (void*)&values[i] : (void*)&rounded, &bytes[i * element_bytes(type)],
+                    element_bytes(type));
+        if (type != CUDA_R_32F) values[i] = float(rounded);
+    }
+    return values;
+}
+inline void check_matmul(const MatmulCase& s) {
+    const uint64_t a_rows = s.transpose_a ? s.k : s.m, a_columns = s.transpose_a ? s.m : s.k,
+                   b_rows = s.transpose_b ? s.n : s.k, b_columns = s.transpose_b ? s.k : s.n;
+    const uint64_t lda = a_rows + s.padding, ldb = b_rows + s.padding, ldd = s.m + s.padding;
+    const uint64_t a_stride = lda * a_columns, b_stride = ldb * b_columns, d_stride = ldd * s.n,
+                   batches = uint64_t(s.batches);
+    const uint64_t bias_length = s.epilogue == CUBLASLT_EPILOGUE_BGRADB ? s.n : s.m;
+    DeviceArray<char> a(encode(emulator_noises<float>(a_stride * batches), s.in)),
+        b(encode(emulator_noises<float>(b_stride * batches, 9000), s.in));
+    DeviceArray<char> d(encode(emulator_noises<float>(d_stride * batches, 20000), s.out)),
+        bias(encode(emulator_noises<float>(bias_length, 40000), s.out)), workspace(4096);
+    const std::vector<float> fa = decode(a.host, s.in), fb = decode(b.host, s.in), before = decode(d.host, s.out),
+                             bias_before = decode(bias.host, s.out);
+
+    cublasLtHandle_t handle;
+    cublasLtMatmulDesc_t description;
+    cublasLtMatrixLayout_t la, lb, ld;
+    cublasLtMatmulPreference_t preference;
+    cublasLtMatmulHeuristicResult_t algorithm;
+    CUBLAS_CHECK(cublasLtCreate(&handle));
+    CUBLAS_CHECK(cublasLtMatmulDescCreate(&description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    const cublasOperation_t ta = s.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N,
+                            tb = s.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSA, &ta, sizeof ta));
+    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSB, &tb, sizeof tb));
+    CUBLAS_CHECK(
+        cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_EPILOGUE, &s.epilogue, sizeof s.epilogue));
+    if (s.epilogue != CUBLASLT_EPILOGUE_DEFAULT)
+        CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.device,
+                                                    sizeof bias.device));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&la, s.in, a_rows, a_columns, int64_t(lda)));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&lb, s.in, b_rows, b_columns, int64_t(ldb)));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&ld, s.out, s.m, s.n, int64_t(ldd)));
+    const std::pair<cublasLtMatrixLayout_t, uint64_t> strides[] = {{la, a_stride}, {lb, b_stride}, {ld, d_stride}};
+    for (const auto& [layout, stride] : strides) {
+        const int64_t offset = int64_t(stride);
+        CUBLAS_CHECK(
+            cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &s.batches, sizeof s.batches));
+        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &offset,
+                                                      sizeof offset));
+    }
+    const size_t workspace_bytes = workspace.host.size();
+    int found = 0;
+    CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
+    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                      &workspace_bytes, sizeof workspace_bytes));
+    CUBLAS_CHECK(
+        cublasLtMatmulAlgoGetHeuristic(handle, description, la, lb, ld, ld, preference, 1, &algorithm, &found));
+    CHECK_EQUAL(found, 1);
+    const float alpha = 0.5f;
+    CUBLAS_CHECK(cublasLtMatmul(handle, description, &alpha, a.device, la, b.device, lb, &s.beta, d.device, ld,
+                                d.device, ld, &algorithm.algo, workspace.device, workspace_bytes, nullptr));
+    const std::vector<float> after = decode(d.download(), s.out), bias_after = decode(bias.download(), s.out);
+
+    for (uint64_t batch = 0; batch < batches; batch++)
+        for (uint64_t j = 0; j < s.n; j++)
+            for (uint64_t i = 0; i < ldd; i++) {
+                const uint64_t at = batch * d_stride + j * ldd + i;
+                if (i >= s.m) {  // between the columns nothing is written
+                    CHECK_EQUAL(after[at], before[at]);
+                    continue;
+                }
+                double sum = 0;
+                for (uint64_t k = 0; k < s.k; k++)
+                    sum += double(fa[batch * a_stride + (s.transpose_a ? i * lda + k : k * lda + i)]) *
+                           double(fb[batch * b_stride + (s.transpose_b ? k * ldb + j : j * ldb + k)]);
+                const double expected = double(alpha) * sum + double(s.beta) * double(before[at]) +
+                                        (s.epilogue == CUBLASLT_EPILOGUE_BIAS ? double(bias_before[i]) : 0);
+                // fp32: k roundings of a sum below k; bf16: one more, of 8 bits
+                CHECK_NEAR(after[at], expected,
+                           double(s.k) * 0x1p-23 + (s.out == CUDA_R_32F ? 0 : std::fabs(expected) * 0x1p-8));
+            }
+    for (uint64_t j = 0; j < bias_length; j++) {
+        double expected = bias_before[j];
+        if (s.epilogue == CUBLASLT_EPILOGUE_BGRADB) {
+            expected = 0;
+            for (uint64_t k = 0; k < s.k; k++) expected += double(fb[s.transpose_b ? k * ldb + j : j * ldb + k]);
+        }
+        CHECK_NEAR(bias_after[j], expected,
+                   double(s.k) * 0x1p-23 + (s.out == CUDA_R_32F ? 0 : std::fabs(expected) * 0x1p-8));
+    }
+    cublasLtMatmulPreferenceDestroy(preference), cublasLtMatmulDescDestroy(description);
+    cublasLtMatrixLayoutDestroy(la), cublasLtMatrixLayoutDestroy(lb), cublasLtMatrixLayoutDestroy(ld),
+        cublasLtDestroy(handle);
+}
+
+TEST(emulator_cublaslt_every_transposition_and_type) {
+    const std::pair<cudaDataType_t, cudaDataType_t> types[] = {
+        {CUDA_R_16BF, CUDA_R_16BF}, {CUDA_R_16BF, CUDA_R_32F}, {CUDA_R_32F, CUDA_R_32F}};
+    for (const auto& [in, out] : types)
+        for (const bool ta : {false, true})
+            for (const bool tb : {false, true})
+                for (const float beta : {0.0f, 1.0f}) {
+                    MatmulCase s = {40, 24, 56, ta, tb, in, out};
+                    s.beta = beta;
+                    check_matmul(s);
+                    s.padding = 8;
+                    check_matmul(s);
+                }
+}
+
+TEST(emulator_cublaslt_epilogues_batches_and_odd_sizes) {
+    for (const bool ta : {false, true})
+        for (const bool tb : {false, true}) {
+            MatmulCase s = {32, 16, 24, ta, tb, CUDA_R_16BF, CUDA_R_16BF};
+            s.epilogue = CUBLASLT_EPILOGUE_BIAS;
+            check_matmul(s);
+            s.epilogue = CUBLASLT_EPILOGUE_BGRADB;
+            check_matmul(s);
+            s.epilogue = CUBLASLT_EPILOGUE_DEFAULT, s.batches = 3;
+            check_matmul(s);
+            s.m = 17, s.n = 5, s.k = 9, s.in = s.out = CUDA_R_32F, s.batches = 1;  // no multiple of the tile
+            check_matmul(s);
+        }
+}
+
+#ifndef __CUDACC__
+TEST(emulator_cublaslt_refuses_what_does_not_fit) {
+    cublasLtHandle_t handle;
+    cublasLtMatmulDesc_t description;
+    cublasLtMatmulPreference_t preference;
+    CUBLAS_CHECK(cublasLtCreate(&handle));
+    CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
+    CUBLAS_CHECK(cublasLtMatmulDescCreate(&description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    DeviceArray<float> x(32 * 32), y(32 * 32), z(32 * 32);
+    const float alpha = 1, beta = 0;
+    const emu::MatrixLayout right = {CUDA_R_32F, 16, 16, 16};
+    auto status = [&](emu::MatrixLayout a, emu::MatrixLayout b, emu::MatrixLayout d, size_t wanted_workspace = 0,
+                      size_t offset = 0) {
+        cublasLtMatmulHeuristicResult_t algorithm;
+        int found;
+        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                          &wanted_workspace, sizeof wanted_workspace));
+        const cublasStatus_t s =
+            cublasLtMatmulAlgoGetHeuristic(handle, description, &a, &b, &d, &d, preference, 1, &algorithm, &found);
+        CHECK_EQUAL(found, s == CUBLAS_STATUS_SUCCESS ? 1 : 0);
+        if (s != CUBLAS_STATUS_SUCCESS) return s;
+        return cublasLtMatmul(handle, description, &alpha, x.device + offset, &a, y.device, &b, &beta, z.device, &d,
+                              z.device, &d, &algorithm.algo, nullptr, 0, nullptr);
+    };
+    CHECK(status(right, right, right) == CUBLAS_STATUS_SUCCESS);
+    CHECK(status({CUDA_R_32F, 16, 15, 16}, right, right) == CUBLAS_STATUS_INVALID_VALUE);  // k of a and of b
+    CHECK(status(right, right, {CUDA_R_32F, 16, 15, 16}) == CUBLAS_STATUS_INVALID_VALUE);  // columns of d
+    // leading dimension
+    CHECK(status({CUDA_R_32F, 16, 16, 15}, right, right) == CUBLAS_STATUS_INVALID_VALUE);
+    CHECK(status({CUDA_R_32F, 16, 16, 16, 2, 256}, right, right) ==
+          CUBLAS_STATUS_INVALID_VALUE);  // batches of a and of d
+    // types of a and of b
+    CHECK(status({CUDA_R_16BF, 16, 16, 16}, right, right) == CUBLAS_STATUS_NOT_SUPPORTED);
+    CHECK(status(right, right, {CUDA_R_16BF, 16, 16, 16}) == CUBLAS_STATUS_NOT_SUPPORTED);  // fp32 into bf16
+    CHECK(status({CUDA_R_32F, 16, 16, 16, 2, 256}, {CUDA_R_32F, 16, 16, 16, 2, 256},
+                 {CUDA_R_32F, 16, 16, 16, 2, 128}) == CUBLAS_STATUS_INVALID_VALUE);  // results overlap
+    CHECK(status(right, right, right, 1024) == CUBLAS_STATUS_INVALID_VALUE);         // less workspace than promised
+    // an unaligned matrix
+    CHECK(status(right, right, right, 0, 1) == CUBLAS_STATUS_INVALID_VALUE);
+    CHECK_FAILS(1, "not supported", CUBLAS_CHECK(status({CUDA_R_16BF, 16, 16, 16}, right, right)));
+    const char* wrong_size = "";
+    CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSA, wrong_size, 1) ==
+          CUBLAS_STATUS_INVALID_VALUE);
+    cublasLtMatmulDescDestroy(description), cublasLtMatmulPreferenceDestroy(preference), cublasLtDestroy(handle);
+}
+
+// ---- NCCL
+
+inline void nccl_collectives(int ranks, int rank, ncclUniqueId id) {
+    ncclComm_t communicator = nullptr;
+    CHECK_FAILS(1, "invalid argument", NCCL_CHECK(ncclCommInitRank(&communicator, ranks, id, ranks)));
+    NCCL_CHECK(ncclCommInitRank(&communicator, ranks, id, rank));
+    const size_t n = 50, R = size_t(ranks), all = n * R;
+    std::vector<float> mine(all);  // element i of rank r is i + 100 r
+    for (size_t i = 0; i < all; i++) mine[i] = float(i) + 100 * float(rank);
+    const double others = 100 * double(R - 1) / 2;  // what the average adds to i
+
+    DeviceArray<float> x(mine), sum(all), part(n), gathered(all), from_last(all);
+    NCCL_CHECK(ncclAllReduce(x.device, sum.device, all, ncclFloat, ncclSum, communicator, nullptr));
+    NCCL_CHECK(ncclReduceScatter(x.device, part.device, n, ncclFloat, ncclAvg, communicator, nullptr));
+    NCCL_CHECK(ncclAllGather(part.device, gathered.device, n, ncclFloat, communicator, nullptr));
+    NCCL_CHECK(ncclBroadcast(x.device, from_last.device, all, ncclFloat, ranks - 1, communicator, nullptr));
+    NCCL_CHECK(ncclAllReduce(x.device, x.device, all, ncclFloat, ncclMax, communicator, nullptr));  // in place
+    sum.download(), part.download(), gathered.download(), from_last.download(), x.download();
+    for (size_t i = 0; i < all; i++) {
+        const double average = double(i) + others;
+        CHECK_EQUAL(double(sum.host[i]), double(R) * average);
+        CHECK_EQUAL(double(gathered.host[i]), average);
+        CHECK_EQUAL(double(from_last.host[i]), double(i) + 100 * double(R - 1));
+        CHECK_EQUAL(double(x.host[i]), double(i) + 100 * double(R - 1));
+        if (i < n) CHECK_EQUAL(double(part.host[i]), double(size_t(rank) * n + i) + others);
+    }
+    DeviceArray<bf16> h(std::vector<bf16>(8, bf16(1.5f))), hops(std::vector<bf16>(1, bf16(rank ? 0x1p-8f : 1.0f)));
+    DeviceArray<int> counts(std::vector<int>{3, 1 << 30});
+    NCCL_CHECK(ncclAllReduce(h.device, h.device, 8, ncclBfloat16, ncclSum, communicator, nullptr));
+    NCCL_CHECK(ncclAllReduce(counts.device, counts.device, 1, ncclInt32, ncclSum, communicator, nullptr));
+    NCCL_CHECK(ncclAllReduce(hops.device, hops.device, 1, ncclBfloat16, ncclSum, communicator, nullptr));
+    CHECK_EQUAL(float(h.download()[7]), 1.5f * float(ranks));
+    CHECK_EQUAL(float(hops.download()[0]), 1.0f);  // each hop is a tie, which goes to 1
+    CHECK_EQUAL(counts.download()[0], 3 * ranks);
+    CHECK_EQUAL(counts.host[1], 1 << 30);
+
+    ncclResult_t error = ncclInternalError;
+    NCCL_CHECK(ncclCommGetAsyncError(communicator, &error));
+    CHECK(error == ncclSuccess);
+    communicator->asynchronous_error = ncclRemoteError;  // what a lost rank looks like to the program
+    NCCL_CHECK(ncclCommGetAsyncError(communicator, &error));
+    CHECK_FAILS(1, "remote process exited", NCCL_CHECK(error));
+    NCCL_CHECK(ncclCommAbort(communicator));
+}
+TEST(emulator_nccl_collectives) {
+    ncclUniqueId id;
+    NCCL_CHECK(ncclGetUniqueId(&id));
+    nccl_collectives(1, 0, id);
+}
+TEST(emulator_nccl_three_processes) {
+    ncclUniqueId id;
+    NCCL_CHECK(ncclGetUniqueId(&id));
+    std::fflush(nullptr);
+    alarm(60);  // a rank that is alone waits for ever
+    emu::machine.device_count = 3;
+    for (int rank = 1; rank < 3; rank++)
+        if (fork() == 0) {
+            alarm(60);
+            CUDA_CHECK(cudaSetDevice(rank));
+            nccl_collectives(3, rank, id);
+            std::fflush(nullptr);
+            std::_Exit(tests().failed_checks ? 1 : 0);
+        }
+    nccl_collectives(3, 0, id);
+    for (int rank = 1; rank < 3; rank++) {
+        int status = 1;
+        CHECK(wait(&status) > 0 && status == 0);
+    }
+    emu::machine.device_count = 1;
+    alarm(0);
+}
+TEST(emulator_nccl_refuses_two_ranks_on_one_gpu) {
+    ncclUniqueId id;
+    NCCL_CHECK(ncclGetUniqueId(&id));
+    std::fflush(nullptr);
+    alarm(60);
+    const auto refused = [&](int rank) {
+        ncclComm_t communicator = nullptr;
+        return ncclCommInitRank(&communicator, 2, id, rank) == ncclInvalidUsage;
+    };
+    if (fork() == 0) {
+        alarm(60);
+        std::_Exit(refused(1) ? 0 : 1);
+    }
+    CHECK(refused(0));
+    int status = 1;
+    CHECK(wait(&status) > 0 && status == 0);
+    alarm(0);
+}
+#endif

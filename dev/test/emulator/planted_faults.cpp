@@ -1,0 +1,547 @@
+// planted_faults.cpp: plants one fault after another in kernels and host code, each in a process of its own, and asks
+// that the emulator's report names the kernel and the kind of fault. A faulty program that is let pass fails the test,
+// and so does a right one that is accused.
+//   plain: g++ -std=c++17 -O2 -g -Wall -Wextra -fstack-clash-protection dev/test/emulator/planted_faults.cpp -o
+//   build/planted_faults CHECK: g++ -std=c++17 -O1 -g -Wall -Wextra -fstack-clash-protection
+//   -fsanitize=thread,undefined -fno-sanitize-recover=undefined
+//              -c dev/test/emulator/planted_faults.cpp -o build/planted_faults_check.o
+//          g++ build/planted_faults_check.o -fsanitize=undefined -o build/planted_faults_check
+// ./planted_faults [number of seeds, standard 4] [name of one fault: runs it with seed 0 in this process]
+#include "emulator_kernels.cuh"
+
+#include <algorithm>
+
+#include <sys/wait.h>
+
+// ---- kernels whose fault needs no template
+
+__global__ void barrier_for_half(float* x) {
+    if (threadIdx.x < 32) __syncthreads();
+    x[threadIdx.x] = 1;
+}
+__global__ void two_barriers(float* x) {
+    if (threadIdx.x < 32) {
+        x[threadIdx.x] = 1;
+        __syncthreads();
+    } else {
+        x[threadIdx.x] = 2;
+        __syncthreads();
+    }
+}
+__global__ void barrier_meets_shuffle(float* x) {
+    float v = threadIdx.x;
+    if (threadIdx.x % 2) __syncthreads();
+    else v = __shfl_xor_sync(0xffffffffu, v, 1);
+    x[threadIdx.x] = v;
+}
+__global__ void return_before_barrier(float* x, int n) {
+    if (int(threadIdx.x) >= n) return;
+    __syncthreads();
+    x[threadIdx.x] = 1;
+}
+__global__ void return_before_shuffle(float* x) {
+    if (threadIdx.x == 31) return;
+    x[threadIdx.x] = __shfl_xor_sync(0xffffffffu, float(threadIdx.x), 1);
+}
+__global__ void half_warp_shuffles(float* x) {
+    float v = threadIdx.x;
+    if (threadIdx.x < 16) v += __shfl_down_sync(0xffffffffu, v, 8);
+    x[threadIdx.x] = v;
+}
+__global__ void two_shuffles_meet(float* x) {
+    float v = threadIdx.x;
+    if (threadIdx.x % 2) v += __shfl_xor_sync(0xffffffffu, v, 1);
+    else v -= __shfl_xor_sync(0xffffffffu, v, 1);
+    x[threadIdx.x] = v;
+}
+__global__ void syncwarp_leaves_caller_out(float* x) {
+    __syncwarp(0x7fffffffu);
+    x[threadIdx.x] = 1;
+}
+__global__ void shuffle_from_outside_mask(float* x) {
+    float v = threadIdx.x;
+    if (threadIdx.x < 16) v = __shfl_sync(0x0000ffffu, v, 20);
+    x[threadIdx.x] = v;
+}
+__global__ void no_syncwarp(float* x, const float* y) {
+    SHARED(float, s, [32]);
+    s[threadIdx.x] = y[threadIdx.x];
+    x[threadIdx.x] = s[threadIdx.x ^ 1];
+}
+__global__ void ldmatrix_without_sync(unsigned* out, const uint4* in) {
+    SHARED(uint4, rows, [32]);
+    rows[31 - threadIdx.x] = in[threadIdx.x];
+    unsigned r[4];
+    ldmatrix_x4(r, &rows[threadIdx.x]);
+    out[threadIdx.x] = r[0] + r[1] + r[2] + r[3];
+}
+__global__ void ldmatrix_of_device_memory(unsigned* out, const uint4* in) {
+    unsigned r[4];
+    ldmatrix_x4(r, in + threadIdx.x);
+    out[threadIdx.x] = r[0];
+}
+__global__ void async_copy_of_odd_address(float* out, const float* in) {
+    SHARED(float4, tile, [32]);
+    cp_async_16(&tile[threadIdx.x], in + 1 + threadIdx.x * 4);
+    cp_async_commit();
+    cp_async_wait<0>();
+    out[threadIdx.x] = tile[threadIdx.x].x;
+}
+__global__ void async_copy_never_waited_for(float* out, const float* in) {
+    SHARED(float4, tile, [32]);
+    cp_async_16(&tile[threadIdx.x], in + threadIdx.x * 4);
+    cp_async_commit();
+    out[threadIdx.x] = 1;
+}
+__global__ void shared_overrun_by_one(float* x) {
+    SHARED(float, s, [64]);
+    float* p = s;  // the compiler does not know the bounds behind a pointer
+    p[threadIdx.x + 1] = 1;
+    __syncthreads();
+    x[threadIdx.x] = threadIdx.x ? p[threadIdx.x] : 1;
+}
+__global__ void shared_underrun(float* x, int before) {
+    SHARED(float, s, [64]);
+    float* p = s;
+    p[int(threadIdx.x) - before] = 1;
+    x[threadIdx.x] = 1;
+}
+__global__ void shared_overrun_into_next(float* x, int far) {
+    SHARED(float, s, [64]);
+    SHARED(float, next, [64]);
+    float* p = s;
+    next[threadIdx.x] = p[threadIdx.x] = 1;
+    p[(threadIdx.x + 1) % 64 + far] = 2;
+    __syncthreads();
+    x[threadIdx.x] = next[threadIdx.x];
+}
+__global__ void device_overrun(float* x) { x[threadIdx.x + 1] = 1; }
+__global__ void too_much_dynamic_shared(float* x) {
+    DynamicShared shared;
+    float *a = shared.take<float>(64), *b = shared.take<float>(64);
+    a[threadIdx.x] = b[threadIdx.x] = 1;
+    x[threadIdx.x] = a[threadIdx.x];
+}
+__global__ void misaligned_load(float4* out, const float* in) {
+    out[threadIdx.x] = *reinterpret_cast<const float4*>(in + 1 + threadIdx.x * 4);
+}
+__global__ void int_overflow(float* x, int T, int C) { x[0] = float(T * C); }
+__global__ void stack_overrun(float* x) {
+    volatile float large[100000];  // more than a fiber's stack
+    for (int i = 0; i < 100000; i++) large[i] = float(i);
+    x[threadIdx.x] = large[threadIdx.x];
+}
+__global__ void shared_of_last_block(float* x) {  // takes for granted what an earlier block left in shared memory
+    SHARED(float, s, [32]);
+    if (blockIdx.x == 0) s[threadIdx.x] = 1;
+    x[blockIdx.x * 32 + threadIdx.x] = s[threadIdx.x];
+}
+
+// ---- what a fault's process does
+
+// Ends the process with a report of its own when an output is unwritten or wrong: what a test of the kernel would say.
+template <class T>
+static void expect(const char* kernel, DeviceArray<T>& found, const std::vector<double>& expected,
+                   double limit = 1e-4) {
+    CUDA_CHECK(cudaDeviceSynchronize());
+    if (const long n = emu::unwritten(found.device, found.host.size())) {
+        std::printf("kernel %s, %ld outputs unwritten\n", kernel, n);
+        std::exit(1);
+    }
+    found.download();
+    for (size_t i = 0; i < expected.size(); i++)
+        if (!(std::fabs(double(float(found.host[i])) - expected[i]) <= limit)) {
+            std::printf("kernel %s, wrong result: element %zu is %g, expected %g\n", kernel, i,
+                        double(float(found.host[i])), expected[i]);
+            std::exit(1);
+        }
+}
+static float noise(size_t i) { return float(random_uniform(1, random_stream(RANDOM_TEST), i)) * 2 - 1; }
+template <class T>
+static std::vector<T> noises(size_t n) {
+    std::vector<T> x(n);
+    for (size_t i = 0; i < n; i++) x[i] = T(noise(i));
+    return x;
+}
+
+template <int FAULT>
+static void rows() {
+    const int R = 5, C = 200;
+    DeviceArray<float> in(noises<float>(R * C)), out(R * C);
+    launch<normalize_rows<FAULT>>(R, 96, 0, nullptr, out.device, in.device, C);
+    std::vector<double> expected(R * C);
+    for (int r = 0; r < R; r++) {
+        double sum = 0, squares = 0;
+        for (int c = 0; c < C; c++)
+            sum += in.host[r * C + c], squares += double(in.host[r * C + c]) * in.host[r * C + c];
+        for (int c = 0; c < C; c++)
+            expected[r * C + c] = (in.host[r * C + c] - sum / C) / std::sqrt(squares / C - sum * sum / C / C);
+    }
+    expect("normalize_rows", out, expected);
+}
+template <int FAULT>
+static void column_sums() {
+    const int R = 7, C = 100;
+    DeviceArray<float> in(noises<float>(R * C)), out(std::vector<float>(C, 0.0f));
+    launch<add_rows<FAULT>>(R, 64, 0, nullptr, out.device, in.device, C);
+    std::vector<double> expected(C);
+    for (int i = 0; i < R * C; i++) expected[i % C] += in.host[i];
+    expect("add_rows", out, expected);
+}
+template <int FAULT>
+static void last_block() {
+    DeviceArray<float> sum(1), parts(8);
+    DeviceArray<unsigned> arrived(std::vector<unsigned>{0});
+    launch<sum_in_last_block<FAULT>>(8, 32, 0, nullptr, sum.device, parts.device, arrived.device);
+    expect("sum_in_last_block", sum, {8});
+}
+template <int FAULT>
+static void matmul() {
+    const int M = 70, N = 20, K = 104;  // four tiles of K, the last one ragged; ragged rows and columns
+    DeviceArray<bf16> a(noises<bf16>(M * K)), b(noises<bf16>(N * K));
+    DeviceArray<float> out(M * N);
+    launch<matmul_tiles<FAULT>>(dim3(2, 2), 128, MATMUL_SHARED_BYTES, nullptr, out.device, a.device, b.device, M, N, K);
+    std::vector<double> expected(M * N);
+    for (int i = 0; i < M * N; i++)
+        for (int k = 0; k < K; k++)
+            expected[i] += double(float(a.host[i / N * K + k])) * double(float(b.host[i % N * K + k]));
+    expect("matmul_tiles", out, expected);
+}
+// One block of a kernel that writes n floats, of which each is to be `expected(i)`.
+template <auto kernel, class Expected, class... Args>
+static void one_block(const char* name, int threads, size_t n, Expected expected, Args... args) {
+    DeviceArray<float> x(n);
+    launch<kernel>(1, threads, 0, nullptr, x.device, args...);
+    std::vector<double> values(n);
+    for (size_t i = 0; i < n; i++) values[i] = expected(i);
+    expect(name, x, values);
+}
+static double one(size_t) { return 1; }
+
+static void streams(bool with_event) {  // one stream makes the numbers, the other adds to them
+    emu::machine.run_late = true;
+    DeviceArray<float> x(64);
+    cudaStream_t first, second;
+    cudaEvent_t made;
+    cudaStreamCreate(&first), cudaStreamCreate(&second), cudaEventCreate(&made);
+    launch<set_to>(1, 64, 0, first, x.device, 1.0f);
+    cudaEventRecord(made, first);
+    if (with_event) cudaStreamWaitEvent(second, made);
+    launch<add_to>(1, 64, 0, second, x.device, 2.0f);
+    expect("add_to", x, std::vector<double>(64, 3.0));
+}
+static void reduction(bool with_event) {  // a gradient is made on one stream and reduced on another
+    emu::machine.run_late = true;
+    ncclComm_t communicator = nullptr;
+    ncclCommInitRank(&communicator, 1, ncclUniqueId(), 0);
+    DeviceArray<float> gradient(std::vector<float>(64, 0.0f)), reduced(64);
+    cudaStream_t compute, reduce;
+    cudaEvent_t made;
+    cudaStreamCreate(&compute), cudaStreamCreate(&reduce), cudaEventCreate(&made);
+    launch<set_to>(1, 64, 0, compute, gradient.device, 5.0f);
+    cudaEventRecord(made, compute);
+    if (with_event) cudaStreamWaitEvent(reduce, made);
+    ncclAllReduce(gradient.device, reduced.device, 64, ncclFloat, ncclSum, communicator, reduce);
+    expect("set_to and ncclAllReduce", reduced, std::vector<double>(64, 5.0));
+}
+static void host_reads_early(bool wait) {
+    emu::machine.run_late = true;
+    DeviceArray<float> x(64);
+    std::vector<float> host(64, 0.0f);
+    launch<set_to>(1, 64, 0, nullptr, x.device, 1.0f);
+    cudaMemcpyAsync(host.data(), x.device, 256, cudaMemcpyDeviceToHost, nullptr);
+    if (wait) cudaStreamSynchronize(nullptr);
+    if (host[5] != 1) {
+        std::printf("kernel set_to, wrong result: the host reads %g before the copy\n", host[5]);
+        std::exit(1);
+    }
+}
+static void matmul_outside() {  // a matrix one column longer than its array
+    DeviceArray<float> a(16 * 16), b(16 * 16), out(16 * 17);
+    cublasLtHandle_t handle;
+    cublasLtMatmulDesc_t description;
+    cublasLtMatrixLayout_t la, lb, lc;
+    cublasLtCreate(&handle), cublasLtMatmulDescCreate(&description, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    cublasLtMatrixLayoutCreate(&la, CUDA_R_32F, 16, 16, 16), cublasLtMatrixLayoutCreate(&lb, CUDA_R_32F, 16, 17, 16),
+        cublasLtMatrixLayoutCreate(&lc, CUDA_R_32F, 16, 17, 16);
+    const float alpha = 1, beta = 0;
+    cublasLtMatmul(handle, description, &alpha, a.device, la, b.device, lb, &beta, out.device, lc, out.device, lc,
+                   nullptr, nullptr, 0, nullptr);
+    CUDA_CHECK(cudaDeviceSynchronize());
+}
+
+// ---- the table
+
+struct Planted {
+    const char* name;
+    void (*run)();
+    const char* kernel;  // that the report must name; "" for host code
+    // Words that the report must hold, several kinds apart by |; nullptr: that build cannot see this fault.
+    const char* plain;
+    const char* check;
+};
+static const char* const RACE = "race between threads";
+static const char* const BLOCKS = "race between blocks";
+static const char* const UNWRITTEN = "never written";
+static const char* const RACE_OR_UNWRITTEN = "race between threads|never written";
+static const char* const OUTSIDE_ARRAY = "outside of any array";
+static const char* const WRONG = "wrong result";
+static const char* const BARRIER = "not all threads of the block reach the same barrier";
+static const char* const LEFT_OUT = "which leaves it out|which takes no part";
+static const char* const GONE = "a lane returns while others of its warp wait for it|names lanes that have returned";
+
+static const Planted faults[] = {
+    {"no barrier between write and read", rows<NO_BARRIER_BEFORE_READ>, "normalize_rows", WRONG, RACE_OR_UNWRITTEN},
+    {"no barrier before the next write", rows<NO_BARRIER_BEFORE_REUSE>, "normalize_rows", WRONG, RACE},
+    {"a mask leaves a lane out", rows<MASK_LEAVES_LANE_OUT>, "normalize_rows", LEFT_OUT, LEFT_OUT},
+    {"reads a shared element that nothing wrote", rows<READS_UNWRITTEN_SHARED>, "normalize_rows", WRONG, UNWRITTEN},
+    {"reads past the end of an array", rows<READS_PAST_END>, "normalize_rows", WRONG, OUTSIDE_ARRAY},
+    {"leaves outputs unwritten", rows<LEAVES_OUTPUT_UNWRITTEN>, "normalize_rows", "outputs unwritten",
+     "outputs unwritten"},
+    {"blocks add without atomicAdd", column_sums<ADDS_WITHOUT_ATOMIC>, "add_rows", nullptr, BLOCKS},
+    {"last block without __threadfence", last_block<NO_FENCE>, "sum_in_last_block", nullptr, BLOCKS},
+    {"no cp.async wait", matmul<NO_ASYNC_WAIT>, "matmul_tiles", WRONG, UNWRITTEN},
+    {"cp.async waits for too few groups", matmul<WAITS_FOR_TOO_FEW>, "matmul_tiles", WRONG, UNWRITTEN},
+    {"a cp.async group is not committed", matmul<NO_COMMIT>, "matmul_tiles", WRONG, UNWRITTEN},
+    {"no barrier after the cp.async wait", matmul<NO_BARRIER_AFTER_WAIT>, "matmul_tiles", WRONG, RACE_OR_UNWRITTEN},
+    {"no barrier before a buffer is filled again", matmul<NO_BARRIER_BEFORE_REFILL>, "matmul_tiles", WRONG,
+     RACE_OR_UNWRITTEN},
+    {"a transposed fragment", matmul<TRANSPOSED_FRAGMENT>, "matmul_tiles", WRONG, WRONG},
+    {"no zeros past the end", matmul<NO_ZERO_FILL>, "matmul_tiles", WRONG, UNWRITTEN},
+    {"a barrier that half the threads reach", [] { one_block<barrier_for_half>("barrier_for_half", 64, 64, one); },
+     "barrier_for_half", BARRIER, BARRIER},
+    {"two different barriers", [] { one_block<two_barriers>("two_barriers", 64, 64, one); }, "two_barriers", BARRIER,
+     BARRIER},
+    {"a barrier meets a shuffle", [] { one_block<barrier_meets_shuffle>("barrier_meets_shuffle", 64, 64, one); },
+     "barrier_meets_shuffle", "deadlock", "deadlock"},
+    {"return before a barrier", [] { one_block<return_before_barrier>("return_before_barrier", 64, 64, one, 50); },
+     "return_before_barrier", BARRIER, BARRIER},
+    {"return before a shuffle", [] { one_block<return_before_shuffle>("return_before_shuffle", 32, 32, one); },
+     "return_before_shuffle", GONE, GONE},
+    {"half a warp shuffles with a full mask", [] { one_block<half_warp_shuffles>("half_warp_shuffles", 32, 32, one); },
+     "half_warp_shuffles", GONE, GONE},
+    {"two shuffles meet", [] { one_block<two_shuffles_meet>("two_shuffles_meet", 32, 32, one); }, "two_shuffles_meet",
+     "different warp functions", "different warp functions"},
+    {"__syncwarp by a lane outside its mask",
+     [] { one_block<syncwarp_leaves_caller_out>("syncwarp_leaves_caller_out", 32, 32, one); },
+     "syncwarp_leaves_caller_out", "lane 31 calls __syncwarp with the mask 7fffffff, which leaves it out",
+     "lane 31 calls __syncwarp with the mask 7fffffff, which leaves it out"},
+    {"shuffle from a lane outside the mask",
+     [] { one_block<shuffle_from_outside_mask>("shuffle_from_outside_mask", 32, 32, one); },
+     "shuffle_from_outside_mask", "takes no part", "takes no part"},
+    {"no __syncwarp",
+     [] {
+         DeviceArray<float> y(noises<float>(32));
+         one_block<no_syncwarp>(
+             "no_syncwarp", 32, 32, [](size_t i) { return noise(i ^ 1); }, y.device);
+     },
+     "no_syncwarp", WRONG, RACE_OR_UNWRITTEN},
+    {"no __syncwarp before ldmatrix",
+     [] {
+         DeviceArray<uint4> in(std::vector<uint4>(32, make_uint4(1, 1, 1, 1)));
+         DeviceArray<unsigned> out(32);
+         launch<ldmatrix_without_sync>(1, 32, 0, nullptr, out.device, in.device);
+         expect("ldmatrix_without_sync", out, std::vector<double>(32, 4.0));
+     },
+     "ldmatrix_without_sync", WRONG, RACE_OR_UNWRITTEN},
+    {"ldmatrix of device memory",
+     [] {
+         DeviceArray<uint4> in(std::vector<uint4>(32, make_uint4(1, 1, 1, 1)));
+         DeviceArray<unsigned> out(32);
+         launch<ldmatrix_of_device_memory>(1, 32, 0, nullptr, out.device, in.device);
+     },
+     "ldmatrix_of_device_memory", "not in shared memory", "not in shared memory"},
+    {"cp.async from an odd address",
+     [] {
+         DeviceArray<float> in(noises<float>(132));
+         one_block<async_copy_of_odd_address>("", 32, 32, one, in.device);
+     },
+     "async_copy_of_odd_address", "not a multiple of 16", "not a multiple of 16"},
+    {"cp.async that nothing waits for",
+     [] {
+         DeviceArray<float> in(noises<float>(128));
+         one_block<async_copy_never_waited_for>("", 32, 32, one, in.device);
+     },
+     "async_copy_never_waited_for", "has not waited for", "has not waited for"},
+    {"shared array overrun by one", [] { one_block<shared_overrun_by_one>("", 64, 64, one); }, "shared_overrun_by_one",
+     "past the end of the shared array s", OUTSIDE_ARRAY},
+    {"shared array written before its start", [] { one_block<shared_underrun>("", 64, 64, one, 2); }, "shared_underrun",
+     "before the start of the shared array s", OUTSIDE_ARRAY},
+    {"shared array overrun into the next",
+     [] { one_block<shared_overrun_into_next>("shared_overrun_into_next", 64, 64, one, 128); },
+     "shared_overrun_into_next", WRONG, RACE},
+    {"device array overrun by one", [] { one_block<device_overrun>("", 64, 64, one); }, "device_overrun",
+     "a write past the end of the 256 bytes", OUTSIDE_ARRAY},
+    {"a stack overrun", [] { one_block<stack_overrun>("stack_overrun", 32, 32, one); }, "stack_overrun",
+     "the stack is full", "the stack is full"},
+    {"too little dynamic shared memory",
+     [] {
+         DeviceArray<float> x(64);
+         launch<too_much_dynamic_shared>(1, 64, 256, nullptr, x.device);
+     },
+     "too_much_dynamic_shared", "DynamicShared hands out 512 bytes", "DynamicShared hands out 512 bytes"},
+    {"shared memory taken over from an earlier block",
+     [] {
+         DeviceArray<float> x(64);
+         launch<shared_of_last_block>(2, 32, 0, nullptr, x.device);
+         expect("shared_of_last_block", x, std::vector<double>(64, 1.0));
+     },
+     "shared_of_last_block", WRONG, UNWRITTEN},
+    {"misaligned 128-bit load",
+     [] {
+         DeviceArray<float> in(noises<float>(132));
+         DeviceArray<float4> out(32);
+         launch<misaligned_load>(1, 32, 0, nullptr, out.device, in.device);
+     },
+     "misaligned_load", nullptr, "misaligned"},
+    {"int overflow",
+     [] {
+         volatile int T = 65536;
+         one_block<int_overflow>(
+             "int_overflow", 1, 1, [](size_t) { return 65536.0 * 65536; }, int(T), int(T));
+     },
+     "int_overflow", nullptr, "runtime error: signed integer overflow"},
+    {"a host pointer for a kernel",
+     [] {
+         float host[64];
+         launch<set_to>(1, 64, 0, nullptr, host, 1.0f);
+     },
+     "set_to", "argument 0 is a pointer, but not to device memory",
+     "argument 0 is a pointer, but not to device memory"},
+    {"a freed pointer for a kernel",
+     [] {
+         float* x;
+         cudaMalloc(&x, 256), cudaFree(x);
+         launch<set_to>(1, 64, 0, nullptr, x, 1.0f);
+     },
+     "set_to", "not to device memory", "not to device memory"},
+    {"a grid of 70000 in y",
+     [] {
+         DeviceArray<float> x(64);
+         launch<set_to>(dim3(1, 70000), 64, 0, nullptr, x.device, 1.0f);
+     },
+     "set_to", "a grid of (1,70000,1)", "a grid of (1,70000,1)"},
+    {"a block of 2048 threads",
+     [] {
+         DeviceArray<float> x(2048);
+         launch<set_to>(1, 2048, 0, nullptr, x.device, 1.0f);
+     },
+     "set_to", "a block of (2048,1,1)", "a block of (2048,1,1)"},
+    {"host code reads device memory",
+     [] {
+         DeviceArray<float> x(std::vector<float>(64, 1.0f));
+         if (x.device[3] == 2) std::printf("cannot be\n");
+     },
+     "", "host code touches device memory", "host code touches device memory"},
+    {"cudaMemcpy in the wrong direction",
+     [] {
+         DeviceArray<float> x(64);
+         cudaMemcpy(x.device, x.host.data(), 256, cudaMemcpyDeviceToHost);
+     },
+     "", "do not match the direction", "do not match the direction"},
+    {"cudaMemcpy of more than there is",
+     [] {
+         DeviceArray<float> x(64);
+         std::vector<float> host(65);
+         cudaMemcpy(host.data(), x.device, 260, cudaMemcpyDeviceToHost);
+     },
+     "", "not inside one device array", "not inside one device array"},
+    {"two streams without an event", [] { streams(false); }, "add_to", WRONG, "wrong result|never written"},
+    {"a gradient reduced without an event", [] { reduction(false); }, "set_to and ncclAllReduce", WRONG, WRONG},
+    {"the host reads before the copy is done", [] { host_reads_early(false); }, "set_to", WRONG, WRONG},
+    {"cublasLtMatmul outside of an array", matmul_outside, "", "cublasLtMatmul, matrix b", "cublasLtMatmul, matrix b"},
+};
+// The same programs without a fault: nothing may be reported.
+static const Planted controls[] = {
+    {"rows", rows<NONE>, "", "", ""},
+    {"column sums by atomicAdd", column_sums<NONE>, "", "", ""},
+    {"last block with __threadfence", last_block<NONE>, "", "", ""},
+    {"matmul", matmul<NONE>, "", "", ""},
+    {"two streams with an event", [] { streams(true); }, "", "", ""},
+    {"a gradient reduced after an event", [] { reduction(true); }, "", "", ""},
+    {"the host waits for the copy", [] { host_reads_early(true); }, "", "", ""},
+};
+
+// Whether the text holds one of the alternatives, which are set apart by |.
+static bool holds_one_of(const std::string& text, const std::string& alternatives) {
+    for (size_t at = 0, end; at <= alternatives.size(); at = end + 1) {
+        end = std::min(alternatives.find('|', at), alternatives.size());
+        if (text.find(alternatives.substr(at, end - at)) != std::string::npos) return true;
+    }
+    return false;
+}
+
+struct Outcome {
+    bool ended_well;
+    std::string text;
+};
+static Outcome run_in_child(const Planted& p, int seed) {
+    int ends[2];
+    if (pipe(ends)) fail("cannot make a pipe: %s", std::strerror(errno));
+    std::fflush(stdout);
+    const pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], 1), dup2(ends[1], 2), close(ends[0]), close(ends[1]);
+        emu::seed(uint64_t(seed));
+        p.run();
+        std::fflush(stdout);
+        _exit(0);
+    }
+    close(ends[1]);
+    Outcome o;
+    char buffer[4096];
+    for (ssize_t n; (n = read(ends[0], buffer, sizeof buffer)) > 0;) o.text.append(buffer, size_t(n));
+    close(ends[0]);
+    int status;
+    waitpid(child, &status, 0);
+    o.ended_well = status == 0;
+    return o;
+}
+
+int main(int argc, char** argv) {
+    const int seeds = argc > 1 ? std::atoi(argv[1]) : 4;
+    if (argc > 2) {
+        for (const Planted& p : faults)
+            if (!std::strcmp(p.name, argv[2])) p.run();
+        return 0;
+    }
+    int passed = 0, failed = 0, invisible = 0;
+    for (const Planted& p : faults) {
+        const char* words = emu::CHECK_BUILD ? p.check : p.plain;
+        if (!words) {
+            invisible++;
+            continue;
+        }
+        // A judged access must be reported whatever the schedule, and come with its source line.
+        const bool judged = words == RACE || words == BLOCKS || words == OUTSIDE_ARRAY || words == UNWRITTEN ||
+                            words == RACE_OR_UNWRITTEN;
+        const int needed = emu::CHECK_BUILD && judged ? seeds : 1;
+        int found = 0;
+        std::string report = "nothing was reported";
+        for (int seed = 0; seed < seeds; seed++) {
+            const Outcome o = run_in_child(p, seed);
+            if (o.ended_well) continue;
+            const bool named = o.text.find(*p.kernel ? "kernel " + std::string(p.kernel) : "") != std::string::npos &&
+                               holds_one_of(o.text, words);
+            const bool placed = !judged || o.text.find("emulator_kernels.cuh:") != std::string::npos ||
+                                o.text.find("planted_faults.cpp:") != std::string::npos;
+            found += named && placed;
+            if (found <= 1) report = found ? o.text.substr(0, o.text.find('\n')) : o.text;
+        }
+        (found >= needed ? passed : failed)++;
+        std::printf("%s %-48s found with %d of %d seeds: %s\n", found >= needed ? "ok  " : "FAIL", p.name, found, seeds,
+                    report.c_str());
+    }
+    for (const Planted& p : controls) {
+        std::string report;
+        for (int seed = 0; seed < seeds && report.empty(); seed++) {
+            const Outcome o = run_in_child(p, seed);
+            if (!o.ended_well || !o.text.empty()) report = format_text("seed %d: ", seed) + o.text;
+        }
+        (report.empty() ? passed : failed)++;
+        std::printf("%s (no fault) %-37s %s\n", report.empty() ? "ok  " : "FAIL", p.name, report.c_str());
+    }
+    if (invisible) std::printf("%d faults that only the CHECK build can see were not planted\n", invisible);
+    std::printf("%d passed, %d failed\n", passed, failed);
+    return failed ? 1 : 0;
+}

@@ -1,0 +1,185 @@
+// choice_tests.h: multiple choice: the two forms of file, the score of an ending against a forward pass over its row
+// alone, and the same number from training and `eval`, for any micro-batch and any ranks.
+#pragma once
+#include "model_tests.h"
+#include "../program/program.h"
+
+namespace choices {
+
+// Three items of two to four endings; the second's context is longer than a short sequence.
+inline const char* const LINES =
+    "{\"ind\": 1, \"ctx\": \"The old man\", \"endings\": [\"sleeps.\", \"is a boat full of green water\"], \"label\": "
+    "0}\n"
+    "\n"
+    "{\"ctx\": \"After the rain the children went out to\", \"endings\": [\"play\", \"rain\", \"b\", \"zz zz\"], "
+    "\"label\": \"2\"}\r\n"
+    "{\"label\": 1, \"ctx\": \"x\", \"endings\": [\"y\", \"x\", \"xx\"]}";
+
+inline ChoiceTask read(const std::string& file, size_t seq_len) {
+    static const Tokenizer bytes = Tokenizer::bytes();
+    return read_choices(file, &bytes, 256, seq_len);
+}
+
+// The same items as llm.c writes them.
+inline std::string as_llmc(const ChoiceTask& task) {
+    std::vector<int32_t> header(256, 0);
+    header[0] = 20240522, header[1] = 1, header[2] = int32_t(task.items.size());
+    std::vector<uint16_t> body;
+    for (size_t i = 0; i < task.items.size(); i++) {
+        const ChoiceItem& item = task.items[i];
+        const size_t context = item.endings[0].first;
+        for (size_t x : {size_t(65535), size_t(0), i, item.label, item.endings.size(), context})
+            body.push_back(uint16_t(x));
+        const auto tokens = item.endings[0].tokens.begin();
+        body.insert(body.end(), tokens, tokens + std::ptrdiff_t(context));
+        for (const ChoiceRow& row : item.endings) {
+            body.push_back(uint16_t(row.answers()));
+            body.insert(body.end(), row.tokens.begin() + std::ptrdiff_t(context), row.tokens.end());
+        }
+    }
+    return std::string(reinterpret_cast<const char*>(header.data()), 1024) +
+           std::string(reinterpret_cast<const char*>(body.data()), 2 * body.size());
+}
+
+}  // namespace choices
+
+TEST(choices_of_both_forms_are_read) {
+    TempFolder folder;
+    write_file(folder.file("a.jsonl"), choices::LINES);
+    const ChoiceTask task = choices::read(folder.file("a.jsonl"), 100);
+    REQUIRE(task.items.size() == 3 && task.rows.size() == 9);
+    CHECK_EQUAL(task.items[0].label, 0u);
+    CHECK_EQUAL(task.items[1].label, 2u);
+    const std::string row = "After the rain the children went out to zz zz";
+    CHECK(std::string(task.rows[5]->tokens.begin(), task.rows[5]->tokens.end()) == row);
+    CHECK_EQUAL(task.rows[5]->first, row.size() - 6);  // the blank is the ending's
+    CHECK_EQUAL(task.longest(), row.size());
+    CHECK_EQUAL(task.cut, 0u);
+    write_file(folder.file("a.bin"), choices::as_llmc(task));
+    const ChoiceTask same = choices::read(folder.file("a.bin"), 100);
+    REQUIRE(same.rows.size() == 9);
+    for (size_t i = 0; i < 9; i++)
+        CHECK(same.rows[i]->tokens == task.rows[i]->tokens && same.rows[i]->first == task.rows[i]->first);
+    for (size_t i = 0; i < 3; i++) CHECK_EQUAL(same.items[i].label, task.items[i].label);
+    // Too long for the model: the context loses its beginning.
+    const ChoiceTask cut = choices::read(folder.file("a.jsonl"), 12);
+    CHECK_EQUAL(cut.longest(), 12u);
+    CHECK(std::string(cut.rows[5]->tokens.begin(), cut.rows[5]->tokens.end()) == row.substr(row.size() - 12));
+    CHECK_EQUAL(cut.rows[5]->first, 6u);
+    CHECK_EQUAL(cut.cut, 6u);  // the rows of the second item, and the longer two of the first
+}
+
+TEST(choices_that_are_damaged_are_refused) {
+    TempFolder folder;
+    const std::string file = folder.file("x"), good = "{\"ctx\": \"a\", \"endings\": [\"b\", \"c\"], \"label\": 1}\n";
+    const auto refused = [&](const std::string& bytes, const char* words) {
+        write_file(file, bytes);
+        CHECK_FAILS(1, words, choices::read(file, 100));
+    };
+    refused("", "holds no item");
+    refused(good + "{\"ctx\": \"a\"}\n", "line 2");
+    refused(good + "{\"ctx\": \"a\", \"endings\": [\"b\", \"c\"], \"label\": 2}", "line 2: label 2, expected 0..1");
+    refused("{\"ctx\": \"a\", \"endings\": [\"b\"], \"label\": 0}", "1 endings");
+    refused("{\"ctx\": \"\", \"endings\": [\"b\", \"c\"], \"label\": 0}", "without a token");
+    write_file(file, good);
+    std::string bytes = choices::as_llmc(choices::read(file, 100));
+    refused(bytes.substr(0, 1000), "cut off");
+    refused(bytes.substr(0, bytes.size() - 1), "cut off at byte");
+    bytes[1024] = 0;
+    refused(bytes, "65535");
+    write_file(file, good);
+    CHECK_FAILS(2, "--vocab-dir is missing", read_choices(file, static_cast<const Tokenizer*>(nullptr), 50257, 100));
+}
+
+// Each ending's loss against a forward pass over its row alone, with no padding and no neighbours; the answers counted
+// here from these losses.
+TEST(choices_are_scored_as_each_row_alone) {
+    TempFolder folder;
+    write_file(folder.file("a.jsonl"), choices::LINES);
+    const ChoiceTask task = choices::read(folder.file("a.jsonl"), 100);
+    World world;
+    std::vector<double> loss;
+    for (const ChoiceRow* row : task.rows) {
+        const int64_t T = int64_t(row->tokens.size()) - 1;
+        TestModel<Cpu<double>> t(std::string(SMALL) + "--init random --seq-len " + std::to_string(T), 1);
+        t.inputs.assign(row->tokens.begin(), row->tokens.end() - 1);
+        t.targets.assign(row->tokens.begin() + 1, row->tokens.end());
+        t.loss();
+        double sum = 0;
+        for (size_t i = row->first - 1; i < size_t(T); i++) sum += t.a.losses[i];
+        loss.push_back(sum);
+    }
+    size_t right = 0, right_per_token = 0, row = 0;
+    for (const ChoiceItem& item : task.items) {
+        const auto first = loss.begin() + std::ptrdiff_t(row), last = first + std::ptrdiff_t(item.endings.size());
+        std::vector<double> mean(first, last);
+        for (size_t i = 0; i < mean.size(); i++) mean[i] /= double(item.endings[i].answers());
+        right += size_t(std::min_element(first, last) - first) == item.label;
+        right_per_token += size_t(std::min_element(mean.begin(), mean.end()) - mean.begin()) == item.label;
+        row += item.endings.size();
+    }
+    for (const char* batch : {"1", "4", "30"}) {
+        TestModel<Cpu<double>> t(std::string(SMALL) + "--init random --batch " + batch, 1);
+        const size_t T = task.longest();
+        DataLoader loader({choice_source(task, int64_t(T))}, [&] {
+            Config c = t.config;
+            c.seq_len = int64_t(T);
+            return loader_options(c, world, "--hellaswag", false);
+        }());
+        Activations<Cpu<double>> a(t.dev, t.config, std::atoi(batch), int64_t(T), INFERENCE);
+        const std::vector<EvalSums> sums = evaluate(t.model, a, loader, int64_t(task.rows.size()), world, nullptr);
+        REQUIRE(sums.size() == loss.size());
+        for (size_t i = 0; i < loss.size(); i++) {
+            CHECK_NEAR(sums[i].answer_loss, loss[i], 1e-11 * (1 + loss[i]));  // fp64, other shapes of GEMM
+            CHECK_EQUAL(sums[i].answers, double(task.rows[i]->answers()));
+        }
+        const ChoiceResult r = task.result(evaluate_choices(t.model, task, world));
+        CHECK(r.items == 3 && r.right == right && r.right_per_token == right_per_token);
+    }
+}
+
+TEST(run_answers_multiple_choice) {
+    using namespace program;
+    TempFolder folder;
+    const std::string file = folder.file("task.jsonl"), out = folder.file("run");
+    write_file(file, choices::LINES);
+    const Result r = train({{"out", out}, {"hellaswag", file}, {"eval-every", "1"}});
+    REQUIRE_GOOD(r);
+    const std::vector<double> accuracy = logged(out, "hellaswag");
+    REQUIRE(accuracy.size() == 3);
+    CHECK(read_file(out + "/main.log").find(format_text("s:2 eval:%.6f\n", accuracy[2])) != std::string::npos);
+    CHECK_REFUSED(train({{"out", folder.file("x")}, {"hellaswag", folder.file("none")}}), 1, "none");
+    CHECK(!file_exists(folder.file("x")));
+    const std::string answer = "hellaswag " + format_text("%.4f", accuracy[2]);
+    const Result e = run({"eval", "--from", out, "--hellaswag", file, "--threads=1"});
+    REQUIRE_GOOD(e);
+    CHECK(e.out.find(answer) != std::string::npos && e.out.find("3 items") != std::string::npos);
+    // Item by item.
+    const Words listed = {"eval", "--from", out, "--hellaswag", file, "--threads=1", "--items", folder.file("items")};
+    REQUIRE_GOOD(run(listed));
+    size_t items = 0, right = 0, right_per_token = 0;
+    for (const std::string& line : lines_of(read_file(folder.file("items")))) {
+        const Json item = parse_json(line, "items");
+        const ChoiceTask task = choices::read(file, 64);
+        const auto &losses = item.array("losses", ""), &tokens = item.array("tokens", "");
+        REQUIRE(item.integer("item", "") == int64_t(items) && losses.size() == task.items[items].endings.size());
+        std::vector<double> plain, mean;
+        for (size_t i = 0; i < losses.size(); i++) {
+            plain.push_back(losses[i].number("")), mean.push_back(plain[i] / tokens[i].number(""));
+            CHECK_EQUAL(size_t(tokens[i].number("")), task.items[items].endings[i].answers());
+        }
+        const auto best = [](const std::vector<double>& x) { return std::min_element(x.begin(), x.end()) - x.begin(); };
+        CHECK(item.integer("by_loss", "") == best(plain) && item.integer("by_loss_per_token", "") == best(mean));
+        CHECK_EQUAL(size_t(item.integer("label", "")), task.items[items].label);
+        right += size_t(best(plain)) == task.items[items].label;
+        right_per_token += size_t(best(mean)) == task.items[items].label, items++;
+    }
+    CHECK(items == 3 && e.out.find(format_text("%.4f by loss per token, %.4f by loss", double(right_per_token) / 3,
+                                               double(right) / 3)) != std::string::npos);
+    CHECK_REFUSED(run(listed), 1, "--items", "items");
+    CHECK_REFUSED(run({"eval", "--from", out, "--val-data", "synthetic", "--items", "x"}), 2, "--hellaswag");
+    const std::string mpirun = find_mpirun("multiple choice on two ranks");
+    if (mpirun.empty()) return;
+    const Result two = execute({mpirun, "-np", "2", path(), "eval", "--from", out, "--hellaswag", file, "--threads=1"});
+    CHECK(two.status == 0 && two.out.find(answer) != std::string::npos);
+}

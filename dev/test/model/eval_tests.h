@@ -1,0 +1,197 @@
+// eval_tests.h: the verb `eval`: every token counts once, also those of the last sample of a shard, at any length, for
+// any micro-batch and any ranks; the loss by position; and which checkpoint --step takes.
+#pragma once
+#include "model_tests.h"
+#include "../program/program.h"
+
+namespace evaluation {
+
+// The samples that T tokens at a time make of two shards, each with its shard's last one.
+inline std::vector<std::vector<uint16_t>> samples_of(const std::vector<std::vector<uint16_t>>& shards, size_t T) {
+    std::vector<std::vector<uint16_t>> samples;
+    for (const auto& shard : shards)
+        for (size_t at = 0; at + 1 < shard.size(); at += T)
+            samples.emplace_back(shard.begin() + std::ptrdiff_t(at),
+                                 shard.begin() + std::ptrdiff_t(std::min(at + T + 1, shard.size())));
+    return samples;
+}
+
+// The rows "first..last  loss  tokens" of eval's table.
+struct Row {
+    size_t first, last;
+    double loss, tokens;
+};
+inline std::vector<Row> table_of(const std::string& out) {
+    std::vector<Row> rows;
+    const std::regex row(" *(\\d+)\\.\\.(\\d+) +([0-9.]+) +(\\d+)");
+    for (const std::string& line : program::lines_of(out)) {
+        std::smatch m;
+        if (std::regex_search(line, m, row, std::regex_constants::match_continuous))
+            rows.push_back({std::stoul(m[1]), std::stoul(m[2]), std::stod(m[3]), std::stod(m[4])});
+    }
+    return rows;
+}
+
+inline double number_behind(const std::string& text, const std::string& words) {
+    const size_t at = text.find(words);
+    return at == std::string::npos ? -1 : std::atof(text.c_str() + at + words.size());
+}
+
+}  // namespace evaluation
+
+// Losses of every sample and range of positions against a forward pass over that sample alone, with no padding.
+TEST(evaluation_covers_every_token_once) {
+    const std::vector<std::vector<uint16_t>> shards = {program::random_tokens(101, 1), program::random_tokens(60, 2),
+                                                       program::random_tokens(2, 3), program::random_tokens(1, 4)};
+    const size_t T = 40;
+    double total[3] = {}, count[3] = {};  // of positions 0..15, 16..31, 32..39
+    std::vector<double> loss;
+    for (const std::vector<uint16_t>& sample : evaluation::samples_of(shards, T)) {
+        TestModel<Cpu<double>> t(SMALL + ("--init random --seq-len " + std::to_string(sample.size() - 1)), 1);
+        t.inputs.assign(sample.begin(), sample.end() - 1);
+        t.targets.assign(sample.begin() + 1, sample.end());
+        t.loss();
+        loss.push_back(0);
+        for (size_t i = 0; i + 1 < sample.size(); i++)
+            loss.back() += t.a.losses[i], total[i / 16] += t.a.losses[i], count[i / 16]++;
+    }
+    CHECK_EQUAL(loss.size(), 6u);  // 100 = 40 + 40 + 20, 59 = 40 + 19, 1
+    for (const int batch : {1, 4, 9}) {
+        TestModel<Cpu<double>> t(SMALL + ("--init random --seq-len " + std::to_string(T)), batch);
+        std::vector<TokenSource> sources;
+        for (const auto& tokens : shards) sources.push_back(memory_source("memory", tokens, {}, 0));
+        World world;
+        LoaderOptions options = loader_options(t.config, world, "--val-data", false);
+        CHECK_EQUAL(DataLoader(sources, options).samples_per_epoch(), 3u);  // training takes whole ones
+        options.tail = true;
+        DataLoader loader(sources, options);
+        REQUIRE(loader.samples_per_epoch() == loss.size());
+        const std::vector<EvalSums> sums = evaluate(t.model, t.a, loader, int64_t(loss.size()), world, nullptr);
+        for (size_t i = 0; i < loss.size(); i++)
+            CHECK_NEAR(sums[i].loss, loss[i], 1e-11 * (1 + loss[i]));  // fp64, other shapes of GEMM
+        const EvalResult r(sums);
+        CHECK(r.tokens == 160 && r.samples == 6);
+        for (size_t range = 0; range < 3; range++) {
+            CHECK_EQUAL(double(r.range_tokens[range]), count[range]);
+            CHECK_NEAR(r.range_loss[range], total[range] / count[range], 1e-11 * (1 + r.range_loss[range]));
+        }
+        CHECK_EQUAL(r.range_tokens[3], 0u);
+    }
+    for (size_t position = 0; position < (1 << 20); position++) {
+        const size_t range = range_of(position);
+        if (position < range_begin(range) || position >= range_begin(range + 1) || range >= POSITION_RANGES)
+            check_failed(__FILE__, __LINE__, "position %zu is in range %zu", position, range);
+    }
+}
+
+TEST(run_evaluates_at_any_length) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    REQUIRE_GOOD(train({{"out", out}}));
+    write_file(folder.file("val_0.bin"), shard(random_tokens(1000, 1)));
+    write_file(folder.file("val_1.bin"), shard(random_tokens(333, 2)));
+    const double tokens = (1000 - 1) + (333 - 1);  // each but its shard's first is predicted once
+    const std::string mpirun = find_mpirun("eval on two ranks");
+    for (const int T : {1, 64, 100, 2000}) {
+        Words words = {path(),        "eval",      "--from",         out, "--val-data", folder.file("val_*.bin"),
+                       "--threads=1", "--seq-len", std::to_string(T)};
+        std::string first;
+        for (const char* batch : {"1", "3", "50"})
+            for (const int ranks : {1, 2}) {
+                if (ranks == 2 && (mpirun.empty() || T != 100)) continue;
+                const Words command = joined(words, {"--batch", batch});
+                const Result r = ranks == 1 ? execute(command) : execute(joined({mpirun, "-np", "2"}, command));
+                REQUIRE(r.status == 0);
+                if (first.empty()) first = r.out;
+                CHECK_EQUAL(r.out, first);
+            }
+        CHECK_EQUAL(evaluation::number_behind(first, "step_00000002 on "), tokens);
+        const int samples = (999 + T - 1) / T + (332 + T - 1) / T;
+        CHECK(first.find(format_text("(%d of %d samples of %d)", samples, samples, T)) != std::string::npos);
+        double counted = 0, loss = 0;
+        size_t next = 1;
+        for (const evaluation::Row& row : evaluation::table_of(first)) {
+            CHECK(row.first == next && row.last <= size_t(T));
+            next = row.last + 1, counted += row.tokens, loss += row.loss * row.tokens;
+        }
+        CHECK_EQUAL(counted, tokens);
+        CHECK_NEAR(loss / counted, evaluation::number_behind(first, "loss "), 1e-4);  // two times four digits
+        CHECK((first.find("beyond the trained length") != std::string::npos) == (T > 64));
+    }
+    CHECK_REFUSED(run({"eval", "--from", out, "--val-data", folder.file("val_0.bin"), "--seq-len", "0"}), 2,
+                  "--seq-len");
+    write_file(folder.file("one.bin"), shard({7}));
+    CHECK_REFUSED(run({"eval", "--from", out, "--val-data", folder.file("one.bin")}), 1, "too few", "needs 2");
+    // Text, without shards: every document behind an end-of-text, none of which is predicted here but the second.
+    write_file(folder.file("a.txt"), "Some words of a book.");
+    write_file(folder.file("b.jsonl"), "{\"text\": \"one\"}\n\n{\"text\": \"two\"}\n");
+    write_file(folder.file("a.bin"), shard({0, 'o', 'n', 'e', 0, 't', 'w', 'o'}));
+    const Result of_text = run({"eval", "--from", out, "--text", folder.file("a.txt"), folder.file("b.jsonl")}),
+                 of_shard = run({"eval", "--from", out, "--val-data", folder.file("a.bin")});
+    REQUIRE_GOOD(of_text);
+    CHECK(of_text.out.find(folder.file("a.txt") + ", 21 tokens (1 of 1 samples") != std::string::npos);
+    const size_t second = of_text.out.find("b.jsonl, ");
+    REQUIRE(second != std::string::npos);
+    CHECK_EQUAL(of_text.out.substr(second + 9), of_shard.out.substr(of_shard.out.find("7 tokens")));
+    CHECK(of_shard.out.find("bits per byte") != std::string::npos);
+    write_file(folder.file("a.txt"), "");
+    CHECK_REFUSED(run({"eval", "--from", out, "--text", folder.file("a.txt")}), 1, "a.txt holds no text");
+    CHECK_REFUSED(run({"eval", "--from", out}), 2, "--val-data is missing", "--text");
+    CHECK_REFUSED(run({"sample", "--from", out, "--seq-len", "7"}), 2, "--seq-len is no option of 'sample'");
+}
+
+// Text of one letter teaches nothing about noise, so the first validated checkpoint stays the best.
+TEST(run_keeps_and_finds_the_best_checkpoint) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run"), val = folder.file("val.bin");
+    write_file(folder.file("train.bin"), shard(std::vector<uint16_t>(5000, 'a')));
+    write_file(val, shard(random_tokens(64 * 5, 1)));
+    const Options options = {
+        {"out", out},  {"data", folder.file("train.bin")}, {"val-data", val}, {"eval-every", "4"}, {"save-every", "2"},
+        {"keep", "1"}, {"schedule", "constant"},           {"lr", "0.05"}};
+    const auto with = [&](Options more) {
+        more.insert(options.begin(), options.end());
+        return more;
+    };
+    REQUIRE_GOOD(train(with({{"steps", "11"}})));
+    const auto losses = [&] {
+        std::map<int64_t, double> found;
+        for (const Json& line : log_of(out))
+            if (line.find("val_loss")) found[line.integer("step", "")] = line.number("val_loss", "");
+        return found;
+    };
+    REQUIRE(losses().size() == 4);
+    REQUIRE(losses()[4] < losses()[8] && losses()[8] < losses()[11]);
+    CHECK(checkpoint_steps(out) == (std::vector<int64_t>{11, 4}));
+    // A resume knows it, whatever has become of the first checkpoint's moments.
+    std::filesystem::remove(out + "/step_00000004/optimizer_00000-of-00001.safetensors");
+    REQUIRE_GOOD(train(with({{"steps", "16"}, {"resume", "on"}})));
+    CHECK(checkpoint_steps(out) == (std::vector<int64_t>{16, 4}));
+    const auto evaluate = [&](const std::string& step) {
+        return run({"eval", "--from", out, "--val-data", val, "--eval-batches", "4", "--threads", "1", "--step", step});
+    };
+    for (const auto& [step, of] :
+         {std::pair("best", 4), std::pair("last", 16), std::pair("4", 4), std::pair("16", 16)}) {
+        const Result r = evaluate(step);
+        REQUIRE_GOOD(r);
+        CHECK(r.out.find(checkpoint_folder(out, of) + " on 256 tokens") == 0);
+        CHECK_NEAR(evaluation::number_behind(r.out, "loss "), losses()[of], 6e-5);  // four digits
+    }
+    CHECK_EQUAL(run({"sample", "--from", out, "--step", "best", "--tokens", "3", "--threads", "1"}).status, 0);
+    const Result exported = run({"export", "--from", out, "--step", "best", "--to", folder.file("hf")});
+    CHECK(exported.status == 0 && exported.out.find("step_00000004") != std::string::npos);
+    CHECK(read_file(folder.file("hf/model.safetensors")) == read_file(out + "/step_00000004/model.safetensors"));
+    // Other validation data: only losses on them compare.
+    write_file(val, shard(std::vector<uint16_t>(64 * 5, 'a')));
+    REQUIRE_GOOD(train(with({{"steps", "20"}, {"resume", "on"}})));
+    CHECK(checkpoint_steps(out) == (std::vector<int64_t>{20}));
+    CHECK_REFUSED(evaluate("4"), 1, "--step 4", "only of: 20");
+    for (const char* wrong : {"newest", "-1", "1e3", ""}) CHECK_REFUSED(evaluate(wrong), 2, "--step", "best, or last");
+    CHECK_REFUSED(run({"eval", "--from", out + "/step_00000020", "--val-data", val, "--step", "best"}), 1,
+                  "--step best", "is one checkpoint");
+    write_file(out + "/step_00000020/manifest.json", "{}");
+    const Result damaged = evaluate("best");
+    CHECK(damaged.status == 1 && damaged.err.find("none of the checkpoints") != std::string::npos);
+}

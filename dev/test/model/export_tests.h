@@ -1,0 +1,265 @@
+// export_tests.h: export and import through the built ./train_nsa: the files, that nothing is lost on the way there and
+// back, and what is refused. That transformers loads an export and computes the same is dev/test_export.py's to see.
+#pragma once
+#include "../program/program.h"
+
+namespace program {
+inline Result export_to(const std::string& to, const std::string& from, const Words& more = {}) {
+    return run(joined({"export", "--from", from, "--to", to}, more));
+}
+inline Result import_to(const std::string& to, const std::string& from) {
+    return run({"import", "--from", from, "--to", to});
+}
+
+// Merges of two bytes each: a vocabulary of GPT-2's size that needs no file. Returns vocab.bpe.
+inline std::string write_pair_vocabulary(const std::string& folder) {
+    const ByteAlphabet alphabet;
+    std::map<int, std::string> written;  // by byte
+    for (int code = 0; code < 256 + 68; code++)
+        if (alphabet.byte_of[code] >= 0) utf8_append(written[alphabet.byte_of[code]], uint32_t(code));
+    const auto name = [&](int id) { return written.at(alphabet.order[id]); };
+    std::string merges = "#version: 0.2\n", ids;
+    for (int id = 0; id < 256; id++) ids += json_quote(name(id)) + ":" + std::to_string(id) + ",";
+    for (int i = 0; i < 50000; i++) {
+        const std::string left = name(i / 256), right = name(i % 256);
+        merges += left + " " + right + "\n";
+        ids += json_quote(left + right) + ":" + std::to_string(256 + i) + ",";
+    }
+    make_folders(folder);
+    write_file(folder + "/vocab.bpe", merges);
+    write_file(folder + "/encoder.json", "{" + ids + "\"<|endoftext|>\":50256}");
+    return merges;
+}
+
+inline std::set<std::string> names_in(const std::string& folder) {
+    std::set<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(folder)) names.insert(entry.path().filename());
+    return names;
+}
+}  // namespace program
+
+TEST(export_has_the_files_of_transformers_and_the_run_s_bytes) {
+    using namespace program;
+    TempFolder folder;
+    const std::string run_folder = folder.file("run"), to = folder.file("new/hf");
+    for (const char* attention : {"nsa", "full"}) {
+        REQUIRE_GOOD(train({{"out", run_folder}, {"attention", attention}, {"init", "random"}}));
+        REQUIRE_GOOD(export_to(to, run_folder));
+        CHECK(names_in(to) == std::set<std::string>({"config.json", "configuration_nsa.py", "generation_config.json",
+                                                     "model.safetensors", "modeling_nsa.py", "tokenizer.json",
+                                                     "tokenizer_config.json"}));
+        const std::string checkpoint = run_folder + "/step_00000002";
+        CHECK(read_file(to + "/model.safetensors") == read_file(checkpoint + "/model.safetensors"));
+        CHECK_EQUAL(read_raw(to + "/model.safetensors").metadata.at("format"), "pt");
+        for (const char* name : {"modeling_nsa.py", "configuration_nsa.py"})
+            CHECK(read_file(to + "/" + name) == read_file(std::string("lib/report/hf/") + name));
+        const Json config = parse_json(read_file(to + "/config.json"), "config.json"),
+                   trained = parse_json(read_file(checkpoint + "/config.json"), "config.json of the run");
+        CHECK_EQUAL(config.string("model_type", ""), "nsa");
+        CHECK_EQUAL(config.get("auto_map", "").string("AutoModelForCausalLM", ""), "modeling_nsa.NsaForCausalLM");
+        CHECK_EQUAL(config.get("auto_map", "").string("AutoConfig", ""), "configuration_nsa.NsaConfig");
+        CHECK_EQUAL(config.string("attention", ""), attention);
+        const std::string python = read_file(to + "/configuration_nsa.py");
+        for (size_t i = 0; i < trained.keys.size(); i++) {  // what the run has: there too, and known to the Python
+            const Json& value = config.get(trained.keys[i], "config.json");
+            CHECK_EQUAL(value.text, trained.items[i].text);
+            CHECK_EQUAL(value.number_value, trained.items[i].number_value);
+            CHECK(python.find("self." + trained.keys[i] + " = " + trained.keys[i]) != std::string::npos);
+        }
+        std::filesystem::remove_all(to), std::filesystem::remove_all(run_folder);
+    }
+}
+
+// Ids by the rule of the byte alphabet, which tokenizer_tests.h checks against the published files.
+TEST(export_tokenizer_of_bytes_gives_each_byte_its_value) {
+    using namespace program;
+    TempFolder folder;
+    REQUIRE_GOOD(train({{"out", folder.file("run")}, {"steps", "1"}}));
+    REQUIRE_GOOD(export_to(folder.file("hf"), folder.file("run")));
+    const std::string path = folder.file("hf/tokenizer.json");
+    const Json root = parse_json(read_file(path), path), &model = root.get("model", path);
+    const Json& vocabulary = model.get("vocab", path);
+    CHECK_EQUAL(vocabulary.keys.size(), 256u);
+    CHECK_EQUAL(model.array("merges", path).size(), 0u);
+    CHECK_EQUAL(vocabulary.integer(std::string(1, '\0'), path), 0);
+    CHECK_EQUAL(vocabulary.integer("A", path), 'A');
+    CHECK_EQUAL(vocabulary.integer("\u0120", path), ' ');
+    CHECK_EQUAL(vocabulary.integer("\u010A", path), '\n');
+    CHECK_EQUAL(vocabulary.integer("\u00FF", path), 255);
+    CHECK_EQUAL(vocabulary.integer("\u0143", path), 0xAD);
+    std::set<int64_t> ids;
+    for (const Json& id : vocabulary.items) ids.insert(id.integer(path));
+    CHECK(ids.size() == 256 && *ids.begin() == 0 && *ids.rbegin() == 255);
+    const std::string generation = folder.file("hf/generation_config.json");
+    CHECK_EQUAL(parse_json(read_file(generation), generation).integer("eos_token_id", generation), 0);
+}
+
+TEST(export_of_gpt2_carries_the_vocabulary) {
+    using namespace program;
+    TempFolder folder;
+    const std::string run_folder = folder.file("run"), to = folder.file("hf"), vocabulary = folder.file("vocabulary");
+    const std::string merges = write_pair_vocabulary(vocabulary);
+    write_file(folder.file("a.bin"), shard(random_tokens(1000, 1, 50257)));
+    REQUIRE_GOOD(train({{"out", run_folder}, {"tokenizer", "gpt2"}, {"data", folder.file("a.bin")}, {"steps", "1"}}));
+    CHECK_REFUSED(export_to(to, run_folder), 2, "export", "--vocab-dir is missing");
+    CHECK_REFUSED(export_to(to, run_folder, {"--vocab-dir", folder.file("none")}), 1, folder.file("none"));
+    CHECK(!file_exists(to));
+    REQUIRE_GOOD(export_to(to, run_folder, {"--vocab-dir", vocabulary}));
+    CHECK(names_in(to) ==
+          std::set<std::string>({"config.json", "configuration_nsa.py", "generation_config.json", "merges.txt",
+                                 "model.safetensors", "modeling_nsa.py", "tokenizer_config.json", "vocab.json"}));
+    CHECK(read_file(to + "/merges.txt") == merges);
+    const std::string from = vocabulary + "/encoder.json", written = to + "/vocab.json";
+    const Json expected = parse_json(read_file(from), from), found = parse_json(read_file(written), written);
+    CHECK(found.keys == expected.keys);
+    REQUIRE(found.items.size() == 50257);
+    for (size_t i = 0; i < found.items.size(); i++) CHECK_EQUAL(found.items[i].integer_value, int64_t(i));
+    // an import knows where its vocabulary is
+    REQUIRE_GOOD(import_to(folder.file("back"), to));
+    const Words greedy = {"--temperature", "0", "--tokens", "8", "--prompt", "two words", "--threads", "1"};
+    const Result original = run(joined({"sample", "--from", run_folder, "--vocab-dir", vocabulary}, greedy)),
+                 back = run(joined({"sample", "--from", folder.file("back")}, greedy));
+    REQUIRE_GOOD(original);
+    REQUIRE_GOOD(back);
+    CHECK_EQUAL(back.out, original.out);
+}
+
+TEST(import_of_an_export_is_the_run) {
+    using namespace program;
+    TempFolder folder;
+    const std::string run_folder = folder.file("run"), back = folder.file("back");
+    REQUIRE_GOOD(train({{"out", run_folder}, {"init", "random"}, {"steps", "3"}, {"save-every", "1"}}));
+    REQUIRE_GOOD(export_to(folder.file("hf"), run_folder));
+    REQUIRE_GOOD(import_to(back, folder.file("hf") + "/"));
+    for (const char* name : {"model.safetensors", "config.json"})
+        CHECK(read_file(back + "/step_00000000/" + name) == read_file(run_folder + "/step_00000003/" + name));
+    // trained on, both give the same losses; a model's shape that is not given is inherited
+    for (const char* source : {"run", "back"})
+        REQUIRE_GOOD(
+            run({"--init-from", folder.file(source), "--out", folder.file(std::string("on_") + source), "--steps", "2",
+                 "--batch", "2", "--total-batch", "128", "--sample-tokens", "0", "--threads", "1", "--warmup", "0"}));
+    const std::vector<double> losses = logged(folder.file("on_run"), "loss");
+    CHECK_EQUAL(losses.size(), 2u);
+    CHECK(losses == logged(folder.file("on_back"), "loss"));
+    // eval on the synthetic corpus takes its size from the options that import wrote
+    REQUIRE_GOOD(run({"eval", "--from", back, "--val-data", "synthetic", "--eval-batches", "1", "--threads", "1"}));
+    CHECK_REFUSED(run({"--resume", "--out", back, "--steps", "2", "--warmup", "0", "--threads", "1"}), 1, back,
+                  "--init-from");
+    // as transformers saves it: other keys, other order of the tensors
+    const std::string again = folder.file("again"), config = read_file(folder.file("hf/config.json"));
+    make_folders(again);
+    write_file(again + "/config.json", "{\"dtype\": \"float32\", " + config.substr(1));
+    const SafeTensors file(folder.file("hf/model.safetensors"));
+    write_safetensors(again + "/model.safetensors", {{"format", "pt"}}, {file.tensors.rbegin(), file.tensors.rend()});
+    REQUIRE_GOOD(import_to(folder.file("back2"), again));
+    CHECK(read_file(folder.file("back2/step_00000000/model.safetensors")) ==
+          read_file(run_folder + "/step_00000003/model.safetensors"));
+}
+
+TEST(export_and_import_refuse_in_one_line) {
+    using namespace program;
+    TempFolder folder;
+    const std::string run_folder = folder.file("run"), hf = folder.file("hf"), to = folder.file("to");
+    REQUIRE_GOOD(train({{"out", run_folder}}));
+    CHECK_REFUSED(run({"export", "--to", to}), 2, "--from is missing");
+    CHECK_REFUSED(run({"import", "--to", to}), 2, "--from is missing");
+    CHECK_REFUSED(run({"export", "--from", run_folder}), 2, "export", "--to is missing");
+    CHECK_REFUSED(export_to(to, folder.file("none")), 1, folder.file("none"), "no checkpoint");
+    REQUIRE_GOOD(export_to(hf, run_folder));
+    CHECK_REFUSED(run({"import", "--from", hf}), 2, "import", "--to is missing");
+    CHECK_REFUSED(export_to(hf, run_folder), 1, "--to " + hf, "not empty");
+    CHECK_REFUSED(import_to(run_folder, hf), 1, "--to " + run_folder, "not empty");
+    CHECK_REFUSED(export_to(hf + "/config.json", run_folder), 1, "--to " + hf + "/config.json", "is a file");
+    CHECK_REFUSED(import_to(to, folder.path), 1, folder.path, "no config.json", "export");
+    CHECK_REFUSED(import_to(to, run_folder + "/step_00000002"), 1, "model_type is missing", "export");
+
+    const std::string config = hf + "/config.json", model = hf + "/model.safetensors", good = read_file(config);
+    write_file(config, "{\"model_type\": \"gpt2\"}");
+    CHECK_REFUSED(import_to(to, hf), 1, config, "\"gpt2\"", "expected \"nsa\"");
+    write_file(config, with_json_value(good, "heads", "3000"));
+    CHECK_REFUSED(import_to(to, hf), 1, config, "--heads", "3000");
+    write_file(config, with_json_value(good, "mlp_hidden", "33"));
+    CHECK_REFUSED(import_to(to, hf), 1, model, "layers.0.mlp.fc1.weight", "[33, 16]");
+    write_file(config, with_json_value(good, "layers", "2"));
+    CHECK_REFUSED(import_to(to, hf), 1, model, "layers.1", "missing");
+    write_file(config, good);
+    const SafeTensors file(run_folder + "/step_00000002/model.safetensors");
+    std::vector<TensorView> tensors = file.tensors;
+    tensors.push_back(tensors.back());
+    tensors.back().name = "lm_head.weight";
+    write_safetensors(model, {}, tensors);
+    CHECK_REFUSED(import_to(to, hf), 1, model, "lm_head.weight", "none of this model");
+    tensors = file.tensors;
+    tensors.back().dtype = "BF16", tensors.back().bytes /= 2;
+    write_safetensors(model, {}, tensors);
+    CHECK_REFUSED(import_to(to, hf), 1, model, tensors.back().name, "BF16", "float()");
+    CHECK(!file_exists(to));  // none of them left anything
+}
+
+// A tensor that somebody gave the model, or its checkpoint, and that the PyTorch model does not have.
+TEST(export_refuses_what_the_pytorch_model_does_not_know) {
+    using namespace program;
+    TempFolder folder;
+    for (const char* attention : {"nsa", "full"}) {
+        TensorTable table(options_of(std::string("--attention ") + attention));
+        require_known_to_pytorch(table);
+        table.add("layers.1.attn.q_norm.weight", vector_of(32).with(INIT_ONE));
+        CHECK_FAILS(1, "layers.1.attn.q_norm.weight", require_known_to_pytorch(table));
+    }
+    REQUIRE_GOOD(train({{"out", folder.file("run")}}));
+    const std::string checkpoint = folder.file("run/step_00000002"), alone = folder.file("alone");
+    std::filesystem::create_directory(alone);
+    std::filesystem::copy_file(checkpoint + "/config.json", alone + "/config.json");
+    const SafeTensors file(checkpoint + "/model.safetensors");
+    std::vector<TensorView> tensors = file.tensors;
+    tensors.push_back(tensors.back());
+    tensors.back().name = "layers.0.attn.q_norm.weight";
+    write_safetensors(alone + "/model.safetensors", {}, tensors);
+    const Result more = export_to(folder.file("to"), alone);
+    CHECK_EQUAL(more.status, 1);
+    CHECK(more.err.find("\"layers.0.attn.q_norm.weight\" is none of this model's") != std::string::npos);
+    CHECK(!file_exists(folder.file("to")));
+}
+
+TEST(export_leaves_nothing_half_done_on_a_full_disk) {
+    using namespace program;
+    TempFolder folder;
+    Start full;
+    full.largest_file = 5000;
+    REQUIRE_GOOD(train({{"out", folder.file("run")}}));
+    CHECK_REFUSED(run({"export", "--from", folder.file("run"), "--to", folder.file("hf")}, full), 1, "cannot write",
+                  folder.file("hf"));
+    CHECK(names_in(folder.file("hf")).empty());
+    REQUIRE_GOOD(export_to(folder.file("hf"), folder.file("run")));  // an empty folder is taken
+    CHECK_REFUSED(run({"import", "--from", folder.file("hf"), "--to", folder.file("back")}, full), 1, "cannot write",
+                  folder.file("back"));
+    CHECK(names_in(folder.file("back")).empty());
+    REQUIRE_GOOD(import_to(folder.file("back"), folder.file("hf")));
+}
+
+TEST(verbs_take_the_checkpoint_of_step) {
+    using namespace program;
+    TempFolder folder;
+    const std::string run_folder = folder.file("run");
+    REQUIRE_GOOD(train({{"out", run_folder}, {"steps", "3"}, {"save-every", "1"}}));
+    write_file(folder.file("val.bin"), shard(random_tokens(300, 1)));
+    const std::string second = run_folder + "/step_00000002";
+    REQUIRE_GOOD(export_to(folder.file("hf"), run_folder, {"--step", "2"}));
+    CHECK(read_file(folder.file("hf/model.safetensors")) == read_file(second + "/model.safetensors"));
+    for (const Words& verb : {Words{"sample", "--tokens", "4", "--prompt", "a"},
+                              Words{"eval", "--val-data", folder.file("val.bin")}, Words{"export", "--to", "x"}}) {
+        const Words threads = verb[0] == "export" ? Words() : Words{"--threads", "1"};
+        CHECK_REFUSED(run(joined(joined(verb, threads), {"--from", run_folder, "--step", "4"})), 1, run_folder,
+                      "--step 4", "only of: 1 2 3");
+        if (verb[0] == "export") continue;
+        const Result by_step = run(joined(joined(verb, threads), {"--from", run_folder, "--step", "2"})),
+                     by_folder = run(joined(joined(verb, threads), {"--from", second}));
+        REQUIRE_GOOD(by_step);
+        REQUIRE_GOOD(by_folder);
+        CHECK_EQUAL(by_step.out, by_folder.out);
+    }
+    std::string bytes = read_file(second + "/model.safetensors");
+    bytes.back() ^= 1;
+    write_file(second + "/model.safetensors", bytes);
+    CHECK_REFUSED(export_to(folder.file("hf2"), run_folder, {"--step", "2"}), 1, second, "checksum");
+}

@@ -1,0 +1,274 @@
+// inspect_tests.h: the verb `inspect`: its JSON against the specification in fp64, its page against its JSON, the
+// worked example against numbers by hand and against dev/MODEL.md. What a browser makes of the page,
+// dev/inspect_browser.py sees; it runs here where there is a Chromium.
+#pragma once
+#include "../../../lib/report/inspect.h"
+#include "model_tests.h"
+#include "../program/program.h"
+#include "worked_example.h"
+
+namespace inspect_test {
+
+using namespace program;
+
+// Words, lines, characters of two to four bytes, bytes that are none, and what HTML and JSON would take for their own.
+inline std::string strange_text() {
+    std::string text = "For all the love, \"romance\" and <b>scandal</b>\\ in books:\n\ttoo\r\n";
+    text += "</script><script>alert(1)</script> <!-- & \xC3\xA9\xE2\x82\xAC\xF0\x9F\x8E\xBC \xFF\xC3 end \x01.\n";
+    for (int i = 0; i < 6; i++) text += format_text("line %d of some more words to read; ", i);
+    return text;
+}
+
+// A run of the program with two layers and two groups; returns its checkpoint.
+inline std::string trained(const TempFolder& folder, const Options& more = {}) {
+    Options options = small({{"layers", "2"},
+                             {"heads", "4"},
+                             {"kv-groups", "2"},
+                             {"init", "random"},
+                             {"seq-len", "512"},
+                             {"batch", "1"},
+                             {"total-batch", "512"}});
+    for (const auto& [name, value] : more) options[name] = value;
+    options["out"] = folder.file("run");
+    const Result r = run(words_of(options));
+    if (r.status) fail("training failed: %s", r.err.c_str());
+    return folder.file("run") + "/step_00000002";
+}
+inline Json array_at(const Json& x, size_t i) { return x.array("inspect").at(i); }
+
+// What the specification finds in a layer: importances of all blocks of a query, and its gates.
+struct Found {
+    std::vector<std::vector<std::vector<double>>> importance;  // [G][T][blocks]
+    std::vector<double> gate;                                  // [3][H][T]
+};
+inline std::vector<Found> by_the_specification(const Config& c, const std::string& checkpoint,
+                                               const std::vector<int32_t>& tokens) {
+    Cpu<double> dev;
+    Model<Cpu<double>> model(dev, c, false);
+    read_parameters(model, SafeTensors(checkpoint + "/model.safetensors"));
+    const int T = int(tokens.size());
+    Activations<Cpu<double>> a(dev, c, 1, T, INFERENCE);
+    std::vector<Found> layers;
+    forward(model, a, tokens.data(), 0, T, [&](size_t i) {
+        const NsaShape& s = a.shape;
+        const auto& y = a.layer[i];
+        Found found;
+        found.importance.resize(size_t(s.G));
+        found.gate.assign(y.gate, y.gate + 3 * s.H * T);
+        for (int g = 0; g < s.G; g++)
+            for (int t = 0; t < T; t++) {
+                std::vector<double> importance(size_t(t / s.slc_block + 1));
+                const size_t row = size_t(g * s.heads_per_group()) * size_t(T) + size_t(t);
+                dev.block_importance(importance.data(), y.q + row * size_t(s.D), y.lse + row,
+                                     y.compressed + size_t(g * s.cmp_capacity() * s.D), t, s);
+                found.importance[size_t(g)].push_back(importance);
+            }
+        layers.push_back(found);
+    });
+    return layers;
+}
+
+// Eq. 11: as many blocks as must be, the forced ones among them, and no other that is less important than one left out.
+// Importances are printed with four digits, and fp32 is off by 1e-5 at most: so are those that it orders.
+inline void check_query(const Json& blocks, const Json& importances, double all, const std::vector<double>& expected,
+                        int t, const NsaShape& s) {
+    const int last = t / s.slc_block;
+    std::set<int> chosen;
+    double sum = 0, largest = 0;
+    for (const double x : expected) sum += x, largest = std::max(largest, x);
+    CHECK_NEAR(all, sum, 6e-4 * sum);
+    REQUIRE(blocks.items.size() == importances.items.size());
+    for (size_t i = 0; i < blocks.items.size(); i++) {
+        const int block = int(array_at(blocks, i).integer("blocks"));
+        REQUIRE(block >= 0 && block <= last);
+        CHECK(chosen.insert(block).second);
+        CHECK_NEAR(array_at(importances, i).number(""), expected[size_t(block)], 6e-4 * expected[size_t(block)] + 1e-6);
+    }
+    CHECK_EQUAL(chosen.size(), size_t(std::min(last + 1, s.slc_count)));
+    for (const int block : {0, std::max(0, last - 1), last}) CHECK(chosen.count(block) == 1);
+    for (const int a : chosen)
+        for (int b = 0; b <= last; b++)
+            if (!chosen.count(b) && a != 0 && a < last - 1)
+                CHECK(expected[size_t(a)] >= expected[size_t(b)] - 1e-5 * largest);
+}
+
+}  // namespace inspect_test
+
+TEST(inspect_json_is_what_the_specification_selects) {
+    using namespace inspect_test;
+    TempFolder folder;
+    const std::string checkpoint = trained(folder), text = strange_text();
+    write_file(folder.file("text.txt"), text);
+    REQUIRE_GOOD(run({"inspect", "--from", folder.file("run"), "--text", folder.file("text.txt"), "--json",
+                      folder.file("x.json"), "--threads", "2"}));
+    const Json x = parse_json(read_file(folder.file("x.json")), "x.json");
+    Config c;
+    read_config_json(c, checkpoint + "/config.json");
+    std::vector<int32_t> tokens = {0};  // the bytes, behind an end-of-text
+    for (const char byte : text) tokens.push_back(uint8_t(byte));
+    const int T = int(tokens.size());
+    const NsaShape s = shape_of(c, 1, T);
+    REQUIRE(x.array("ids", "").size() == size_t(T) && x.array("layers", "").size() == 2);
+    std::string joined_texts;
+    for (int t = 0; t < T; t++) {
+        CHECK_EQUAL(array_at(x.get("ids", ""), size_t(t)).integer(""), int64_t(tokens[size_t(t)]));
+        joined_texts += array_at(x.get("tokens", ""), size_t(t)).string("");
+    }
+    // the two bytes that are no characters
+    CHECK_EQUAL(joined_texts, std::regex_replace(text, std::regex("\xFF\xC3"), "\xEF\xBF\xBD\xEF\xBF\xBD"));
+    const std::vector<Found> expected = by_the_specification(c, checkpoint, tokens);
+    for (size_t i = 0; i < 2; i++)
+        for (size_t g = 0; g < 2; g++) {
+            const Json group = array_at(array_at(x.get("layers", ""), i).get("groups", ""), g);
+            for (int t = 0; t < T; t++) {
+                const auto at = [&](const char* name) { return array_at(group.get(name, ""), size_t(t)); };
+                check_query(at("blocks"), at("importances"), at("all_importance").number(""),
+                            expected[i].importance[g][size_t(t)], t, s);
+                for (size_t head = 0; head < 2; head++)
+                    for (size_t branch = 0; branch < 3; branch++)  // three decimals
+                        CHECK_NEAR(array_at(array_at(at("gates"), head), branch).number(""),
+                                   expected[i].gate[(branch * 4 + 2 * g + head) * size_t(T) + size_t(t)], 5.1e-4);
+            }
+        }
+}
+
+// All that the page shows is in it, and it asks for nothing else.
+TEST(inspect_page_holds_its_json_and_refers_to_nothing_outside) {
+    using namespace inspect_test;
+    TempFolder folder;
+    trained(folder);
+    write_file(folder.file("text.txt"), strange_text());
+    REQUIRE_GOOD(run({"inspect", "--from", folder.file("run"), "--text", folder.file("text.txt"), "--json",
+                      folder.file("x.json"), "--html", folder.file("x.html")}));
+    const std::string page = read_file(folder.file("x.html")), json = read_file(folder.file("x.json"));
+    const std::string open = "<script type=\"application/json\" id=\"data\">";
+    const size_t at = page.find(open) + open.size(), end = page.find("</script>", at);
+    CHECK(page.substr(at, end - at) == json);
+    const std::string frame = page.substr(0, at) + page.substr(end);
+    const std::string source = read_file("lib/report/html/inspect.html");
+    CHECK(frame == std::regex_replace(source, std::regex("@JSON@"), ""));
+    for (const char* word : {"http:", "https:", "//cdn", " src=", "href=", "url(", "@import", "fetch(", "XMLHttp",
+                             "import(", "WebSocket", "sendBeacon"})
+        if (frame.find(word) != std::string::npos) check_failed(__FILE__, __LINE__, "the page holds %s", word);
+    CHECK(frame.find("default-src 'none'") != std::string::npos);
+    // from stdin, the same
+    Start from_stdin;
+    from_stdin.input = folder.file("text.txt");
+    REQUIRE_GOOD(
+        run({"inspect", "--from", folder.file("run"), "--text", "-", "--json", folder.file("y.json")}, from_stdin));
+    const auto layers = [](const std::string& text) { return text.substr(text.find("\"ids\"")); };
+    CHECK(layers(read_file(folder.file("y.json"))) == layers(json));
+}
+
+TEST(inspect_says_what_is_wrong) {
+    using namespace inspect_test;
+    TempFolder folder;
+    trained(folder);
+    write_file(folder.file("text.txt"), "Some words.");
+    const auto with = [&](const Words& words) { return run(joined({"inspect"}, words)); };
+    const Words good = {"--from", folder.file("run"), "--text", folder.file("text.txt")};
+    CHECK_REFUSED(with({}), 2, "--from");
+    CHECK_REFUSED(with({"--from", folder.file("run"), "--html", folder.file("x")}), 2, "--text is missing");
+    CHECK_REFUSED(with(good), 2, "--html FILE, --json FILE");
+    CHECK_REFUSED(with(joined(good, {"--html", folder.file("no/x.html")})), 1, "there is no folder");
+    CHECK_REFUSED(with(joined(good, {"--json", folder.path})), 1, "is a folder");
+    REQUIRE_GOOD(with(joined(good, {"--json", folder.file("x.json"), "--html", folder.file("x.html")})));
+    REQUIRE_GOOD(with(joined(good, {"--json", folder.file("x.json"), "--html", folder.file("x.html")})));
+    CHECK_REFUSED(with(joined(good, {"--json", folder.file("x.html")})), 1, "this program has not written it");
+    CHECK_REFUSED(with(joined(good, {"--html", folder.file("text.txt")})), 1, "this program has not written it");
+    CHECK_EQUAL(read_file(folder.file("text.txt")), std::string("Some words."));
+    CHECK_REFUSED(with({"--from", folder.file("run"), "--text", folder.file("none"), "--json", folder.file("x")}), 1,
+                  "none");
+    write_file(folder.file("text.txt"), std::string(20000, 'x'));
+    CHECK_REFUSED(with(joined(good, {"--json", folder.file("x"), "--from-token", "20000"})), 1, "--from-token 20000",
+                  "20000 tokens");
+    CHECK(!file_exists(folder.file("x")));
+    const std::string pipe = folder.file("pipe.txt");
+    CHECK_EQUAL(mkfifo(pipe.c_str(), 0600), 0);
+    for (const std::string& endless : {pipe, std::string("/dev/zero")}) {
+        const Words inspect = {"inspect", "--from", folder.file("run"), "--text", endless, "--json", folder.file("x")},
+                    sample = {"sample", "--from", folder.file("run"), "--prompt-file", endless};
+        for (const Words& words : {inspect, sample})
+            CHECK_REFUSED(run(words), 1, endless + " is a pipe or a device", "or -");
+    }
+    TempFolder dense;
+    REQUIRE_GOOD(train({{"attention", "full"}, {"out", dense.file("run")}}));
+    CHECK_REFUSED(with({"--from", dense.file("run"), "--text", folder.file("text.txt"), "--json", folder.file("x")}), 1,
+                  "full attention");
+}
+
+// Of a text that is longer than a page shows, the first tokens that fit, or those from --from-token on.
+TEST(inspect_shows_a_part_of_a_long_text) {
+    using namespace inspect_test;
+    TempFolder folder;
+    trained(folder);
+    std::string text;
+    for (int i = 0; i < 20000; i++) text += char('a' + i % 7);
+    write_file(folder.file("text.txt"), text);
+    const auto shown = [&](const Words& more, const Words& says) {
+        const Result r = run(joined({"inspect", "--from", folder.file("run"), "--text", folder.file("text.txt"),
+                                     "--json", folder.file("x.json")},
+                                    more));
+        CHECK_EQUAL(r.status, 0);
+        for (const std::string& words : says) CHECK(r.out.find(words) != std::string::npos);
+        const std::string json = read_file(folder.file("x.json")), begin = "\"tokens\": ";
+        const size_t at = json.find(begin) + begin.size();
+        std::string all;
+        for (const Json& token : parse_json(json.substr(at, json.find("]", at) + 1 - at), "x.json").items)
+            all += token.string("x.json");
+        return all;
+    };
+    CHECK(shown({}, {"tokens 0 to 16382 of the 20000", "--from-token 16383 shows"}) == text.substr(0, 16383));
+    CHECK(shown({"--from-token", "19990"}, {"tokens 19990 to 19999 of the 20000"}) == text.substr(19990));
+}
+
+TEST(inspect_tokens_show_the_characters_that_begin_in_them) {
+    using List = std::vector<std::string>;
+    CHECK(texts_of_tokens({"", "a", "\xC3", "\xA9", "b"}) == List({"", "a", "\xC3\xA9", "", "b"}));
+    CHECK(texts_of_tokens({"x\xE2", "\x82", "\xACy"}) == List({"x\xE2\x82\xAC", "", "y"}));
+    CHECK(texts_of_tokens({"\xFF", "a\xC3"}) == List({"\xEF\xBF\xBD", "a\xEF\xBF\xBD"}));
+    CHECK(texts_of_tokens({}).empty());
+}
+
+// Numbers by hand: with means of 1 and 2 around a pair of keys, softmax weights are 1, 2, 4, 2 and nines of 1 over 16.
+TEST(worked_example_is_right_and_is_what_the_model_card_quotes) {
+    const std::string text = worked_example<Cpu<double>>();
+    const std::vector<double> p0 = {1, 1, 1, 2, 4, 2, 1, 1, 1, 1, 1}, p1 = {1, 1, 1, 1, 1, 1, 2, 4, 2, 1, 1};
+    const auto row = [](const char* label, const std::vector<double>& sixteenths) {
+        std::string line = format_text("\n%-18s", label);
+        for (const double x : sixteenths) line += format_text("%7.4f", x / 16);
+        return line + "\n";
+    };
+    const auto importance = [](const std::vector<double>& p) {  // block j: tokens 2j, 2j+1; compressed i: i, i+1
+        std::vector<double> sums(6);
+        for (int i = 0; i < 11; i++)
+            for (const int token : {i, i + 1}) sums[size_t(token / 2)] += p[size_t(i)];
+        return sums;
+    };
+    std::vector<double> both;
+    for (size_t i = 0; i < 11; i++) both.push_back(p0[i] + p1[i]);
+    for (const std::string& line :
+         {row("p, head 0", p0), row("p, head 1", p1), row("p_slc, head 0", importance(p0)),
+          row("p_slc, head 1", importance(p1)), row("p_slc", importance(both)), std::string("\nI = { 0 2 4 5 }\n"),
+          std::string("of these blocks: 0 1 4 5 8 9 10 11\n"), std::string("\n  token  9: 0 2 3 4\n")})
+        if (text.find(line) == std::string::npos) check_failed(__FILE__, __LINE__, "no line %s", line.c_str());
+    CHECK(importance(both) == std::vector<double>({6, 9, 16, 14, 13, 6}));
+    tests().checks++;
+    if (read_file("dev/MODEL.md").find("\n```\n" + text + "```\n") == std::string::npos)
+        check_failed(__FILE__, __LINE__, "dev/MODEL.md does not quote this:\n%s", text.c_str());
+}
+
+TEST_LONG(inspect_page_in_a_browser) {
+    using namespace inspect_test;
+    if (std::system("command -v chromium >/dev/null && command -v python3 >/dev/null") != 0)
+        return skip("the page of inspect in a browser: there is no chromium (or no python3)");
+    TempFolder folder;
+    trained(folder);
+    write_file(folder.file("text.txt"), strange_text());
+    REQUIRE_GOOD(run({"inspect", "--from", folder.file("run"), "--text", folder.file("text.txt"), "--json",
+                      folder.file("x.json"), "--html", folder.file("x.html")}));
+    const Result r =
+        execute({"/usr/bin/env", "python3", "dev/inspect_browser.py", folder.file("x.html"), folder.file("x.json")});
+    CHECK_EQUAL(r.err, "");
+    CHECK(std::regex_search(r.out, std::regex("^[0-9]{3,} checks, all good\n$")));
+}

@@ -1,0 +1,680 @@
+// model_tests.h: the whole model on the CPU engine: gradients against finite differences and against
+// the PyTorch reference's golden values, and what MODEL.md says must hold: causality bit for bit,
+// decoding = prefill, no silent weight, overfitting, random labels, the dense equivalences.
+#pragma once
+#ifndef NSA_WITHOUT_MAIN
+#define NSA_WITHOUT_MAIN
+#include "../../../train_nsa.cu"
+#endif
+#include "../harness.h"
+
+#include <map>
+#include <sstream>
+
+// A configuration as the command line would make it; of an option given twice, the later counts here.
+static Config config_of(const std::string& options) {
+    std::istringstream in(options);
+    std::map<std::string, std::string> values;
+    for (std::string name, value; in >> name >> value;) values[name] = value;
+    std::string words;
+    for (const auto& [name, value] : values) words += name + " " + value + " ";
+    const Config c = options_of(words);
+    validate_model(c, "test");
+    return c;
+}
+
+// Small, but with every mechanism at work: T = 150 is no multiple of any block, T > window, and most queries must
+// choose their blocks.
+static const char* const SMALL =
+    "--layers 2 --dim 48 --heads 6 --kv-groups 2 --head-dim 8 --cmp-block 8 --cmp-stride 4 --slc-block 8 --slc-count 5 "
+    "--window 20 --phi-hidden 12 --mlp-hidden 64 --seq-len 150 ";
+
+template <class Dev>
+struct TestModel {
+    Dev dev;
+    Config config;
+    Model<Dev> model;
+    Activations<Dev> a;
+    std::vector<int32_t> inputs, targets;  // (B, T) random
+
+    TestModel(const std::string& options, int B, uint64_t seed = 1, bool poison = false)
+        : dev(),
+          config(config_of(options)),
+          model(poisoned(poison), config, true),
+          a(dev, config, B, config.seq_len, TRAINING) {
+        model.initialise();
+        for (int64_t i = 0; i < B * config.seq_len; i++) {
+            inputs.push_back(int32_t(random_below(256, seed, random_stream(RANDOM_TEST, 1), uint64_t(i))));
+            targets.push_back(int32_t(random_below(256, seed, random_stream(RANDOM_TEST, 2), uint64_t(i))));
+        }
+    }
+    Dev& poisoned(bool on) {
+        dev.poison = on;
+        return dev;
+    }
+    size_t tokens() const { return inputs.size(); }
+    double loss() {  // mean
+        forward(model, a, inputs.data(), 0, a.shape.T);
+        return classify(model, a, targets.data(), 0, false) / double(tokens());
+    }
+    double loss_and_gradients(std::vector<float>* logits = nullptr) {
+        dev.zero(model.grads, model.table.total);
+        forward(model, a, inputs.data(), 0, a.shape.T);
+        const double sum = classify(model, a, targets.data(), 1 / double(tokens()), true, logits);
+        backward(model, a);
+        return sum / double(tokens());
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Gradients.
+
+// Central differences of the whole model's loss in fp64: single coordinates of every tensor. With a loss of order 5 the
+// difference of two losses carries 1e-15 of rounding, so a step of 1e-5 leaves 1e-10, and truncation of the order of
+// step^2. The backward pass holds the selection fixed, so a coordinate whose step flips a block has no slope to compare
+// with and is passed over. A near tie of one token flips under many a coordinate: an eighth of them at most.
+static void check_model_gradients(const std::string& options, uint64_t data_seed = 1) {
+    TestModel<Cpu<double>> t(options, 2, data_seed);
+    t.loss_and_gradients();
+    const std::vector<double> grads(t.model.grads, t.model.grads + t.model.table.total);
+    const double step = 1e-5;
+    size_t flipped = 0;
+    for (const TensorSpec& spec : t.model.table.specs)
+        for (int trial = 0; trial < 3; trial++) {
+            size_t i = size_t(random_below(spec.size, 7, random_stream(RANDOM_TEST, 3), spec.offset + trial));
+            // a row that occurs
+            if (spec.name == "embed_tokens.weight")
+                i = size_t(t.inputs[size_t(trial) * 31 % t.inputs.size()]) * t.config.dim + i % t.config.dim;
+            double* p = t.model.params + spec.offset + i;
+            const double saved = *p;
+            *p = saved + step;
+            const double above = t.loss();
+            const std::vector<uint32_t> selected = selections_of(t.a);
+            *p = saved - step;
+            const double below = t.loss();
+            *p = saved;
+            const bool same = selections_of(t.a) == selected;
+            flipped += !same;
+            if (!same) continue;
+            tests().checks++;
+            const double found = grads[spec.offset + i], expected = (above - below) / (2 * step);
+            if (!(std::fabs(found - expected) <= 1e-9 + 1e-6 * std::fabs(expected)))
+                check_failed(__FILE__, __LINE__, "%s[%zu]: gradient %.10g, finite difference %.10g", spec.name.c_str(),
+                             i, found, expected);
+        }
+    CHECK(flipped * 8 <= 3 * t.model.table.specs.size());
+}
+TEST(model_gradients_match_finite_differences) {
+    for (const uint64_t seed : {1, 13})  // with the tokens of seed 13, 14 of 120 steps flip a block
+        check_model_gradients(std::string(SMALL) + "--init random", seed);
+}
+TEST(model_gradients_match_finite_differences_full_attention) {
+    check_model_gradients(std::string(SMALL) + "--init random --attention full");
+}
+// T < l: no compressed block
+TEST(model_gradients_match_finite_differences_short_sequence) {
+    check_model_gradients(std::string(SMALL) + "--init random --seq-len 5");
+}
+
+TEST(model_gradients_match_finite_differences_without_a_branch) {
+    for (const char* branches : {"cmp,slc", "cmp,win", "slc,win"})
+        check_model_gradients(std::string(SMALL) + "--init random --branches " + branches);
+}
+
+// What `check` runs. Under --seed 23 the first direction of one tensor flips a block, under 1337 none does.
+TEST(check_takes_right_gradients_and_no_others) {
+    for (const int flipped : {0, 1}) {
+        SelfTest t(0, flipped ? "--seed 23" : "");
+        const GradientErrors errors = t.errors();
+        CHECK(errors.worst < 1e-6);
+        CHECK_EQUAL(errors.flipped, flipped);
+    }
+    for (const double wrong : {double(NAN), double(INFINITY), 1e-3}) {
+        SelfTest t(0);
+        t.model.grads[t.model.table.specs[3].offset] += wrong;
+        CHECK(!(t.errors().worst < 1e-6));
+        CHECK(!SelfTest(1).has_gradients_of(t));
+    }
+}
+
+// Keys and values of a branch that is left out change no bit of the loss and get no gradient. The compressed keys do
+// count where blocks are selected, but choosing carries no gradient.
+TEST(a_branch_that_is_left_out_says_nothing) {
+    const char* const names[BRANCHES] = {"cmp", "slc", "win"};
+    for (const char* branches : {"cmp", "slc", "win", "cmp,slc", "cmp,win", "slc,win"}) {
+        TestModel<Cpu<float>> t(std::string(SMALL) + "--init random --branches " + branches, 2);
+        const double loss = t.loss_and_gradients();
+        for (const TensorSpec& spec : t.model.table.specs)
+            for (const char* name : names) {
+                const bool compressor = !std::strcmp(name, "cmp") && spec.name.find("phi_") != std::string::npos;
+                if (spec.name.find(std::string("_") + name + "_proj") == std::string::npos && !compressor) continue;
+                const bool left_out = !std::strstr(branches, name);
+                double square = 0;
+                for (size_t i = 0; i < spec.size; i++) square += std::pow(double(t.model.grads[spec.offset + i]), 2);
+                CHECK(left_out ? square == 0 : square > 0);
+                const bool chooses = !std::strcmp(name, "cmp") && std::strstr(branches, "slc");
+                if (!left_out || chooses) continue;
+                for (size_t i = 0; i < spec.size; i++) t.model.params[spec.offset + i] += 1;
+                CHECK_EQUAL(t.loss(), loss);
+            }
+    }
+}
+
+TEST(every_weight_gets_a_gradient) {
+    TestModel<Cpu<float>> t(std::string(SMALL) + "--init random", 2);
+    t.loss_and_gradients();
+    for (const TensorSpec& spec : t.model.table.specs)
+        // every row of every tensor; of the embedding, those of tokens seen (as labels all are)
+        for (size_t row = 0; row < size_t(spec.rows); row++) {
+            const size_t width = size_t(spec.columns ? spec.columns : 1);
+            double square = 0;
+            for (size_t i = 0; i < width; i++)
+                square += std::pow(double(t.model.grads[spec.offset + row * width + i]), 2);
+            tests().checks++;
+            if (!(square > 0)) check_failed(__FILE__, __LINE__, "%s: row %zu has no gradient", spec.name.c_str(), row);
+        }
+}
+
+TEST(standard_initialisation_leaves_only_phi_fc1_silent) {  // phi's fc2 is 0, so fc1 and its bias get nothing in the
+                                                            // first step; fc2 does
+    TestModel<Cpu<float>> t(std::string(SMALL) + "--init standard", 2);
+    t.loss_and_gradients();
+    for (const TensorSpec& spec : t.model.table.specs) {
+        double square = 0;
+        for (size_t i = 0; i < spec.size; i++) square += std::pow(double(t.model.grads[spec.offset + i]), 2);
+        const bool phi_fc1 = spec.name.find("phi_") != std::string::npos && spec.name.find("fc1") != std::string::npos;
+        tests().checks++;
+        if (!(phi_fc1 ? square == 0 : square > 0))
+            check_failed(__FILE__, __LINE__, "%s: squared gradient %g", spec.name.c_str(), square);
+    }
+}
+
+TEST(padding_stays_zero) {
+    TestModel<Cpu<float>> t(std::string(SMALL) + "--tokenizer gpt2", 1);  // 50257 of 50304 rows; gate rows 18 of 24
+    for (int step = 1; step <= 2; step++) {
+        t.loss_and_gradients();
+        update(t.model, step, 1e-2);
+    }
+    for (const TensorSpec& spec : t.model.table.specs)
+        for (size_t i = spec.size; i < spec.padded; i++) {
+            CHECK_EQUAL(t.model.grads[spec.offset + i], 0.0f);
+            CHECK_EQUAL(t.model.params[spec.offset + i], 0.0f);
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Golden values of dev/reference.py, an independent implementation in PyTorch, fp64. The parameters are drawn anew from
+// the same seed.
+
+template <class Dev>
+static void check_golden(const std::string& name, double limit) {
+    const std::string path = "dev/test/golden_" + name + ".safetensors";
+    REQUIRE(file_exists(path));
+    const SafeTensors golden(path);
+    const std::string command = golden.metadata.at("options");
+    Config c = config_of(command.substr(command.find(' ') + 1));
+    const int B = int(c.batch);
+    TestModel<Dev> t(command.substr(command.find(' ') + 1), B);
+    // The batch is the first of the synthetic corpus, as --dump-state took it.
+    World world;
+    c.total_batch = c.batch * c.seq_len;
+    c.val_data = "none";
+    DataLoader loader({synthetic_source(uint64_t(c.seed), SYNTHETIC_TOKENS, 0)},
+                      loader_options(c, world, "--data", true));
+    loader.next_batch(t.inputs.data(), t.targets.data(), B);
+    auto value = [&](const std::string& tensor, size_t i = 0) {
+        const TensorView* view = golden.find(tensor);
+        if (!view || view->dtype != "F64" || (i + 1) * 8 > view->bytes)
+            fail("%s: no %s[%zu] in fp64", path.c_str(), tensor.c_str(), i);
+        double x;
+        std::memcpy(&x, static_cast<const char*>(view->data) + i * 8, 8);
+        return x;
+    };
+    for (const TensorSpec& spec : t.model.table.specs) {
+        double sum = 0;
+        for (size_t i = 0; i < spec.size; i++) sum += double(float(t.model.params[spec.offset + i]));
+        if (!(std::fabs(sum - value("param_sum." + spec.name)) <= 1e-9 * double(spec.size)))
+            fail("%s was made from other parameters (%s differs): make goldens", path.c_str(), spec.name.c_str());
+    }
+    std::vector<float> logits;
+    CHECK_NEAR(t.loss_and_gradients(&logits), value("loss"), limit * std::fabs(value("loss")));
+    // Selection first: it explains everything after it.
+    const NsaShape& s = t.a.shape;
+    for (size_t layer = 0; !s.full && layer < t.a.layer.size(); layer++) {
+        const size_t rows = size_t(s.B) * s.G * s.T, blocks = size_t(s.slc_blocks());
+        const TensorView& view =
+            golden.get(format_text("layers.%zu.selection", layer), "U8", {s.B, s.G, s.T, int64_t(blocks)});
+        size_t different = 0;
+        for (size_t r = 0; r < rows; r++)
+            for (size_t j = 0; j < blocks; j++)
+                different += (t.a.layer[layer].selection[r * s.selection_words() + j / 32] >> (j % 32) & 1) !=
+                             static_cast<const uint8_t*>(view.data)[r * blocks + j];
+        CHECK_EQUAL(different, size_t(0));
+    }
+    const TensorView* rows = golden.find("logits_rows");
+    REQUIRE(rows && rows->dtype == "I32");
+    for (int64_t r = 0; r < rows->elements(); r++) {
+        double largest = 0;
+        for (int64_t v = 0; v < c.vocab_size; v++)
+            largest = std::max(largest, std::fabs(value("logits", size_t(r * c.vocab_size + v))));
+        for (int64_t v = 0; v < c.vocab_size; v++)  // the logits were copied out as fp32
+            CHECK_NEAR(logits[size_t(static_cast<const int32_t*>(rows->data)[r] * c.vocab_size + v)],
+                       value("logits", size_t(r * c.vocab_size + v)), (limit + 6e-8) * largest);
+    }
+    for (const TensorSpec& spec : t.model.table.specs) {
+        const auto* grad = t.model.grads + spec.offset;
+        const double norm = value("grad_norm." + spec.name);
+        double square = 0, dot = 0;
+        for (size_t i = 0; i < spec.size; i++) {
+            square += double(grad[i]) * grad[i];
+            dot += (uint32_t(i) * 2654435761u >> 16 & 1) ? double(grad[i]) : -double(grad[i]);
+        }
+        CHECK_NEAR(std::sqrt(square), norm, limit * norm);
+        CHECK_NEAR(dot, value("grad_sign_dot." + spec.name), limit * norm * std::sqrt(double(spec.size)));
+        const size_t samples = std::min<size_t>(64, spec.size);
+        for (size_t k = 0; k < samples; k++)
+            CHECK_NEAR(grad[k * spec.size / samples], value("grad_sample." + spec.name, k), limit * norm);
+    }
+}
+// fp64 against fp64: both round at 1e-16 in sums of up to 1e5 terms. fp32: 6e-8 a rounding, sums of up to 1e3
+// to 1e4 terms in the GEMMs and the gradient's sum over tokens, through a few layers: 2e-5 of a tensor's norm.
+TEST(golden_nsa_fp64) { check_golden<Cpu<double>>("nsa", 1e-10); }
+TEST(golden_nsa_fp32) { check_golden<Cpu<float>>("nsa", 2e-5); }
+TEST(golden_nsa_paper_fp64) { check_golden<Cpu<double>>("nsa_paper", 1e-10); }
+TEST(golden_nsa_paper_fp32) { check_golden<Cpu<float>>("nsa_paper", 2e-5); }
+TEST(golden_nsa_h1_fp64) { check_golden<Cpu<double>>("nsa_h1", 1e-10); }
+TEST(golden_nsa_h1_fp32) { check_golden<Cpu<float>>("nsa_h1", 2e-5); }
+TEST(golden_full_fp64) { check_golden<Cpu<double>>("full", 1e-10); }
+TEST(golden_full_fp32) { check_golden<Cpu<float>>("full", 2e-5); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Causality, decoding, memory.
+
+TEST(changing_a_token_changes_nothing_before_it) {
+    TestModel<Cpu<float>> t(std::string(SMALL) + "--init random", 1);
+    const int T = t.a.shape.T;
+    const NsaShape& s = t.a.shape;
+    forward(t.model, t.a, t.inputs.data(), 0, T);
+    const size_t C = size_t(t.a.C), rows = s.query_rows(), words = size_t(s.selection_words());
+    const std::vector<float> normed(t.a.normed, t.a.normed + T * C);
+    std::vector<std::vector<float>> branches;
+    std::vector<std::vector<uint32_t>> selections;
+    for (const auto& y : t.a.layer)
+        branches.emplace_back(y.o, y.o + 3 * rows * s.D),
+            selections.emplace_back(y.selection, y.selection + size_t(s.G) * T * words);
+    for (int changed : {1, 7, 8, 19, 20, 63, 64, 65, 100, 127, 128, 149}) {
+        std::vector<int32_t> tokens = t.inputs;
+        tokens[size_t(changed)] = (tokens[size_t(changed)] + 1) % 256;
+        forward(t.model, t.a, tokens.data(), 0, T);
+        CHECK(std::memcmp(t.a.normed, normed.data(), size_t(changed) * C * sizeof(float)) == 0);
+        // and it does change itself
+        CHECK(std::memcmp(t.a.normed + size_t(changed) * C, &normed[size_t(changed) * C], C * sizeof(float)) != 0);
+        for (size_t layer = 0; layer < t.a.layer.size(); layer++) {
+            for (size_t row = 0; row < 3 * size_t(s.H); row++)  // branch outputs are (3, B, H, T, D)
+                CHECK(std::memcmp(t.a.layer[layer].o + row * T * s.D, &branches[layer][row * T * s.D],
+                                  size_t(changed) * s.D * sizeof(float)) == 0);
+            for (size_t g = 0; g < size_t(s.G); g++)
+                CHECK(std::memcmp(t.a.layer[layer].selection + g * T * words, &selections[layer][g * T * words],
+                                  size_t(changed) * words * 4) == 0);
+        }
+    }
+}
+
+// Position by position, and in pieces, with caches: the logits of one prefill. The same
+// sums in another tiling: fp64, so rounding is 1e-12 at most and no selection hangs on it.
+TEST(decoding_equals_prefill) {
+    for (const char* kind : {"nsa", "full"}) {
+        TestModel<Cpu<double>> t(std::string(SMALL) + "--init random --attention " + kind, 1);
+        const int T = t.a.shape.T;
+        forward(t.model, t.a, t.inputs.data(), 0, T);
+        const size_t C = size_t(t.a.C);
+        const std::vector<double> expected(t.a.normed, t.a.normed + T * C);
+        for (int piece : {1, 7, 64}) {
+            Activations<Cpu<double>> caches(t.dev, t.config, 1, T, INFERENCE);
+            double worst = 0;
+            for (int at = 0; at < T; at += piece) {
+                const int count = std::min(piece, T - at);
+                forward(t.model, caches, &t.inputs[size_t(at)], at, count);
+                for (size_t i = 0; i < count * C; i++)
+                    worst = worse_error(worst, std::fabs(caches.normed[i] - expected[size_t(at) * C + i]));
+            }
+            CHECK_NEAR(worst, 0, 1e-11);
+        }
+    }
+}
+
+TEST(poisoned_memory_changes_no_bit) {
+    TestModel<Cpu<float>> clean(std::string(SMALL) + "--init random", 2, 1, false),
+        poisoned(std::string(SMALL) + "--init random", 2, 1, true);
+    const double a = clean.loss_and_gradients(), b = poisoned.loss_and_gradients();
+    CHECK_EQUAL(a, b);
+    CHECK(std::memcmp(clean.model.grads, poisoned.model.grads, clean.model.table.total * sizeof(float)) == 0);
+}
+
+TEST(recomputing_changes_no_bit_and_saves_memory) {
+    for (const char* kind : {"nsa", "full"}) {
+        const std::string options = std::string(SMALL) + "--init random --attention " + kind + " --recompute ";
+        TestModel<Cpu<float>> keep(options + "0", 2, 1, true), cheap(options + "1", 2, 1, true),
+            all(options + "2", 2, 1, true);
+        const double loss = keep.loss_and_gradients();
+        for (TestModel<Cpu<float>>* t : {&cheap, &all}) {
+            CHECK_EQUAL(t->loss_and_gradients(), loss);
+            CHECK(std::memcmp(keep.model.grads, t->model.grads, keep.model.table.total * sizeof(float)) == 0);
+        }
+        CHECK(cheap.a.arena.bytes < keep.a.arena.bytes);
+        CHECK(all.a.arena.bytes < cheap.a.arena.bytes);
+    }
+}
+
+// The head in chunks of 7 rows, the last one shorter, is the head at once: sums
+// of fp64 in another order. And the chunks of real sizes are few, even and fit.
+TEST(logits_in_chunks_are_logits_at_once) {
+    const std::string options = std::string(SMALL) + "--init random";
+    TestModel<Cpu<double>> whole(options, 2), chunked(options, 2);
+    CHECK_EQUAL(whole.a.logit_rows, int64_t(whole.tokens()));
+    chunked.a.logit_rows = 7;
+    CHECK(whole.tokens() % 7 != 0);
+    std::vector<float> logits, other;
+    CHECK_NEAR(chunked.loss_and_gradients(&other), whole.loss_and_gradients(&logits), 1e-13);
+    CHECK(logits == other);
+    double largest = 0, difference = 0;
+    for (size_t i = 0; i < whole.model.table.total; i++) {
+        largest = std::max(largest, std::abs(whole.model.grads[i]));
+        difference = worse_error(difference, std::abs(whole.model.grads[i] - chunked.model.grads[i]));
+    }
+    CHECK(difference <= 1e-13 * largest);
+    Cpu<float> dev;
+    const Activations<Cpu<float>> a(dev, config_of("--model tiny"), 1, 64, INFERENCE);
+    // 52 M logits are 212992 rows of 256
+    for (const int64_t N : {int64_t(1), int64_t(100), int64_t(204800), int64_t(204801), int64_t(1000000)}) {
+        const int64_t rows = a.rows_of_chunk(N), chunks = (N + rows - 1) / rows;
+        CHECK(rows >= 1 && rows <= N && (rows == N || rows % 128 == 0) && rows <= 212992 + 127);
+        CHECK(chunks == (N + 212991) / 212992 && N - rows * (chunks - 1) > rows - 128 * chunks);
+    }
+}
+
+// A run that does not fit says what would, and that then fits: a level of --recompute, the largest micro-batch that
+// divides the step, or both.
+struct SmallCpu : Cpu<float> {
+    double available = 0;
+    double available_bytes(int = 1) const { return available; }
+};
+TEST(what_does_not_fit_is_refused_with_what_would) {
+    SmallCpu dev;
+    const World world;
+    const auto needed = [&](int batch, int recompute) {
+        const Config c = config_of(format_text("--model tiny --recompute %d", recompute));
+        return Model<SmallCpu>::flat_bytes(c, 1) +
+               Activations<SmallCpu>::bytes_needed(dev, c, batch, c.seq_len, TRAINING);
+    };
+    const auto refusal = [&](double available, const std::string& options) -> std::string {
+        dev.available = available;
+        try {
+            Config c = config_of("--model tiny --total-batch 4096 " + options);
+            require_memory(dev, c, world, true);
+        } catch (const Error& e) {
+            return e.what();
+        }
+        return "";
+    };
+    CHECK_EQUAL(refusal(needed(8, 0), "--batch 8"), "");
+    const auto advice = [&](double available, const std::string& options) {
+        const std::string text = refusal(available, options);
+        const size_t at = text.find("choose ");
+        return at == std::string::npos ? text : text.substr(at + 7);
+    };
+    CHECK_EQUAL(advice(needed(8, 1), "--batch 8"), "--recompute 1, or --batch 4");  // 4096 tokens a step are 8 samples
+    CHECK_EQUAL(advice(needed(8, 2), "--batch 8"), "--recompute 2, or --batch 4");
+    CHECK_EQUAL(advice(needed(8, 2), "--batch 8 --recompute 1"), "--recompute 2, or --batch 4");
+    CHECK_EQUAL(advice(needed(4, 2), "--batch 8 --recompute 2"), "--batch 4");
+    CHECK_EQUAL(advice(needed(1, 2), "--batch 8"), "--batch 1 with --recompute 2");
+    CHECK_EQUAL(advice(needed(1, 2) - 1, "--batch 8"), "a smaller --seq-len or model");
+    // 14 samples a step: 7, not 6
+    CHECK_EQUAL(advice(needed(7, 2), "--batch 14 --total-batch 7168 --recompute 2"), "--batch 7");
+    // A micro-batch that nobody gave becomes the largest that fits, as long as one does.
+    const auto taken = [&](double available) {
+        dev.available = available;
+        Config c = config_of("--model tiny --total-batch 7168 --batch 14");
+        require_memory(dev, c, world, false);
+        return c.batch;
+    };
+    CHECK_EQUAL(taken(needed(14, 0)), int64_t(14));
+    CHECK_EQUAL(taken(needed(14, 0) - 1), int64_t(7));
+    CHECK_EQUAL(taken(needed(1, 0)), int64_t(1));
+    CHECK_FAILS(1, "choose --batch 1 with --recompute 2", taken(needed(1, 0) - 1));
+}
+
+TEST(samples_that_cannot_be_made_are_refused) {
+    SmallCpu dev;
+    const Config c = config_of("--model tiny");
+    Model<SmallCpu> model(dev, c, false);
+    model.initialise();
+    int emitted = 0;
+    const auto sample = [&](int count) {
+        generate(model, {256 - 1, 10, 20}, count, c, [&](int32_t) { return emitted++, true; });
+    };
+    // Three positions at once, and keys and values for all.
+    dev.available = Activations<SmallCpu>::bytes_needed(dev, c, 1, 103, INFERENCE, 3);
+    sample(100);
+    CHECK_EQUAL(emitted, 100);
+    CHECK_FAILS(1, "101 tokens after a prompt of 3", sample(101));
+    CHECK(dev.available < 0.25 * Activations<SmallCpu>::bytes_needed(dev, c, 1, 103, INFERENCE));
+    model.params[model.w.norm - model.params] = std::nanf("");
+    CHECK_FAILS(1, "not finite", sample(1));
+    CHECK_EQUAL(emitted, 100);
+}
+
+TEST(memory_is_linear_in_sequence_length) {
+    Cpu<float> dev;
+    const Config c = config_of("--model tiny");
+    // Selection masks have a word per 32 blocks of every token: 1/32 bit per
+    // token and block, the one term above linear; a byte in ten thousand here.
+    const Activations<Cpu<float>> once(dev, c, 1, 4096, TRAINING), twice(dev, c, 1, 8192, TRAINING);
+    CHECK(double(twice.arena.bytes) < 2.05 * double(once.arena.bytes));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Learning.
+
+TEST(one_batch_is_learnt_by_heart) {
+    TestModel<Cpu<float>> t(
+        std::string(SMALL) + "--weight-decay 0 --warmup 10 --schedule constant --seq-len 64 --slc-count 3", 2);
+    double loss = 0;
+    for (int step = 1; step <= 300; step++) {
+        loss = t.loss_and_gradients();
+        update(t.model, step, step < 10 ? 3e-4 * step : 3e-3);
+    }
+    CHECK_NEAR(loss, 0, 0.02);  // 128 random labels, known by heart
+}
+
+TEST(random_labels_stay_at_the_entropy) {  // fresh random inputs and labels at every step: nothing to learn but ln V
+    TestModel<Cpu<float>> t(std::string(SMALL) + "--init standard --seq-len 100", 4);
+    double sum = 0;
+    const int steps = 60, last = 20;
+    for (int step = 1; step <= steps; step++) {
+        for (size_t i = 0; i < t.tokens(); i++) {
+            t.inputs[i] = int32_t(random_below(256, 11, random_stream(RANDOM_TEST, uint64_t(step)), 2 * i));
+            t.targets[i] = int32_t(random_below(256, 11, random_stream(RANDOM_TEST, uint64_t(step)), 2 * i + 1));
+        }
+        const double loss = t.loss_and_gradients();
+        update(t.model, step, 1e-3);
+        if (step > steps - last) sum += loss / last;
+    }
+    // Never below ln 256 by more than the noise of the mean: a label's
+    // log-probability deviates by about 0.2, over 8000 labels 0.002; 5 sigma.
+    CHECK(sum > std::log(256.0) - 0.011);
+    CHECK(sum < std::log(256.0) + 0.1);
+}
+
+TEST(an_update_is_clipped_adamw) {
+    TestModel<Cpu<float>> t(std::string(SMALL) + "--grad-clip 0.01 --lr 0.02 --weight-decay 0.3 --init random", 1);
+    t.loss_and_gradients();
+    const std::vector<float> before(t.model.params, t.model.params + t.model.table.total),
+        grads(t.model.grads, t.model.grads + t.model.table.total);
+    double square = 0;
+    for (float g : grads) square += double(g) * g;
+    REQUIRE(std::sqrt(square) > 0.1);  // so that it must be clipped
+    update(t.model, 1, 0.02);
+    CHECK_NEAR(std::sqrt(t.model.results[1]), std::sqrt(square), 1e-6 * std::sqrt(square));
+    // First step of AdamW by hand, in fp64: m = 0.1 g, v = 0.05 g^2, both corrected to g and g^2.
+    for (const TensorSpec& spec : t.model.table.specs)
+        for (size_t i = spec.offset; i < spec.offset + spec.size; i++) {
+            const double g = grads[i] * 0.01 / std::sqrt(square), decay = spec.columns ? 0.3 : 0;
+            const double expected = before[i] * (1 - 0.02 * decay) - 0.02 * g / (std::fabs(g) + 1e-8);
+            // The step is at most lr; a rounding of each operand, and g's own
+            // 6e-8 through g / (|g| + eps), whose slope in log g is at most 1/4.
+            CHECK_NEAR(t.model.params[i], expected, 4e-7 * (std::fabs(before[i]) + 0.02));
+            CHECK_NEAR(t.model.m[i], 0.1 * g, 1e-6 * std::fabs(g) + 1e-30);
+        }
+}
+
+TEST(accumulation_equals_one_batch) {  // fp64: gradients of two halves add up to those of the whole
+    TestModel<Cpu<double>> whole(std::string(SMALL) + "--init random", 2),
+        half(std::string(SMALL) + "--init random", 1);
+    const double loss = whole.loss_and_gradients();
+    half.dev.zero(half.model.grads, half.model.table.total);
+    const size_t T = size_t(half.config.seq_len);
+    double sum = 0;
+    for (size_t i = 0; i < 2; i++) {
+        forward(half.model, half.a, &whole.inputs[i * T], 0, int(T));
+        sum += classify(half.model, half.a, &whole.targets[i * T], 1 / double(2 * T), true);
+        backward(half.model, half.a);
+    }
+    CHECK_NEAR(sum / double(2 * T), loss, 1e-13 * loss);
+    for (const TensorSpec& spec : whole.model.table.specs) {
+        double difference = 0, square = 0;
+        for (size_t i = spec.offset; i < spec.offset + spec.size; i++)
+            difference += std::pow(half.model.grads[i] - whole.model.grads[i], 2),
+                square += std::pow(whole.model.grads[i], 2);
+        CHECK(std::sqrt(difference) <= 1e-13 * std::sqrt(square) * std::sqrt(double(spec.size)));
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Equivalences of the whole model.
+
+TEST(the_125m_model_has_the_tensors_of_the_specification) {
+    const Config c = config_of("--model 125m");
+    const TensorTable table(c);
+    std::map<std::string, std::vector<int64_t>> expected = {{"embed_tokens.weight", {50257, 768}},
+                                                            {"norm.weight", {768}}};
+    for (int i = 0; i < 12; i++) {
+        const std::string layer = "layers." + std::to_string(i) + ".";
+        for (const char* norm : {"attn_norm.weight", "mlp_norm.weight"}) expected[layer + norm] = {768};
+        expected[layer + "attn.q_proj.weight"] = {768, 768};
+        for (const char* x : {"k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win"})
+            expected[layer + "attn." + x + "_proj.weight"] = {128, 768};
+        expected[layer + "attn.gate_proj.weight"] = {36, 768};
+        for (const char* phi : {"phi_k", "phi_v"}) {
+            expected[layer + "attn." + phi + ".fc1.weight"] = {128, 2048};
+            expected[layer + "attn." + phi + ".fc1.bias"] = {128};
+            expected[layer + "attn." + phi + ".fc2.weight"] = {64, 128};
+        }
+        expected[layer + "attn.o_proj.weight"] = {768, 768};
+        expected[layer + "mlp.fc1.weight"] = {3072, 768};
+        expected[layer + "mlp.fc2.weight"] = {768, 3072};
+    }
+    int64_t count = 0;
+    for (const TensorSpec& t : table.specs) {
+        CHECK(expected.count(t.name));
+        CHECK(expected[t.name] == t.shape());
+        CHECK_EQUAL(t.decay, t.name.find("norm") == std::string::npos && t.name.find("bias") == std::string::npos);
+        int64_t n = 1;
+        for (int64_t e : t.shape()) n *= e;
+        count += n;
+    }
+    CHECK_EQUAL(table.specs.size(), expected.size());
+    CHECK_EQUAL(table.parameters, count);
+}
+
+// The FLOPs of a token, by hand: the products of one sequence, one by one.
+TEST(model_flops_are_those_of_its_products) {
+    for (const char* options : {"--model tiny --seq-len 150", "--model tiny --seq-len 150 --attention full",
+                                "--model 125m --seq-len 2048", "--model 125m --seq-len 2048 --attention full"}) {
+        const Config c = config_of(options);
+        const bool nsa = c.attention == "nsa";
+        const double T = double(c.seq_len), C = double(c.dim), H = double(c.heads), G = double(c.kv_groups),
+                     D = double(c.head_dim), F = double(c.phi_hidden), l = double(c.cmp_block);
+        // of one token
+        double weights = C * (H * D + (nsa ? 6 : 2) * G * D + (nsa ? 3 * H : 0) + H * D + 2 * double(c.mlp_hidden)) *
+                             double(c.layers) +
+                         C * double(c.vocab_size);
+        double pairs = 0, blocks = 0;  // of one head; compressed blocks of one group
+        for (int t = 0; t < c.seq_len; t++) {
+            if (!nsa) pairs += t + 1;
+            else
+                for (int key = 0; key <= t; key++) {
+                    // any n blocks with its own: the last n, here
+                    const int own = t / int(c.slc_block), first = std::max(0, own + 1 - int(c.slc_count));
+                    pairs += key > t - c.window;
+                    pairs += key / int(c.slc_block) >= first;
+                    pairs += key * c.cmp_stride + c.cmp_block - 1 <= t;
+                    blocks += t == c.seq_len - 1 && key * c.cmp_stride + c.cmp_block - 1 <= t;
+                }
+        }
+        const double phi = nsa ? 2 * G * blocks * (l * D * F + F * D) * double(c.layers) : 0;
+        const double expected = 6 * weights + (6 * phi + 12 * D * H * pairs * double(c.layers)) / T;
+        CHECK_NEAR(model_flops_per_token(TensorTable(c).specs, shape_of(c, 1, c.seq_len), c.layers), expected,
+                   1e-12 * expected);
+    }
+}
+
+TEST(initial_weights_have_their_scales) {
+    const Config c = config_of("--model tiny --layers 4 --init standard --cmp-block 16");
+    const TensorTable table(c);
+    for (size_t index = 0; index < table.specs.size(); index++) {
+        const TensorSpec& t = table.specs[index];
+        double expected = 0.02;
+        if (t.name.find("o_proj") != std::string::npos || t.name.find("mlp.fc2") != std::string::npos)
+            expected = 0.02 / std::sqrt(8.0);
+        if (t.name.find("phi_") != std::string::npos)
+            expected = t.name.find("fc1.weight") != std::string::npos ? 1 / std::sqrt(16.0 * 32) : 0;
+        const bool norm = t.name.find("norm") != std::string::npos;
+        double sum = 0, square = 0;
+        for (size_t i = 0; i < t.size; i++) {
+            const double x =
+                double(initial_value(t, index, i, uint64_t(c.seed), c.layers, c.init == "random")) - (norm ? 1 : 0);
+            sum += x, square += x * x;
+        }
+        if (norm) expected = 0;
+        // The standard deviation of n draws is known to 1/sqrt(2n), the mean to 1/sqrt(n); 5 sigma.
+        CHECK_NEAR(std::sqrt(square / double(t.size)), expected, 5 * expected / std::sqrt(2.0 * double(t.size)));
+        CHECK_NEAR(sum / double(t.size), 0, 5 * expected / std::sqrt(double(t.size)));
+    }
+}
+
+// With a gate that passes the window branch alone and a window of T keys, NSA is dense attention: the same losses as
+// --attention full with the same weights. The gates' logits are +-40, so the closed ones are 4e-18 and the open one
+// is 1.
+TEST(window_branch_alone_is_the_dense_model) {
+    const std::string options = std::string(SMALL) + "--init random --window 150 ";
+    TestModel<Cpu<double>> nsa(options, 2), full(options + "--attention full", 2);
+    auto find = [](auto& t, const std::string& name) {
+        return std::find_if(t.model.table.specs.begin(), t.model.table.specs.end(),
+                            [&](const TensorSpec& s) { return s.name == name; });
+    };
+    for (const TensorSpec& spec : full.model.table.specs) {
+        const auto from = find(nsa, spec.name);
+        std::copy_n(nsa.model.params + from->offset, spec.size, full.model.params + spec.offset);
+    }
+    // The gate sees rmsnorm(x): make its logit constant by giving one residual channel a known value in every token and
+    // layer.
+    const size_t C = size_t(nsa.config.dim), H = size_t(nsa.config.heads);
+    for (auto* t : {&nsa, &full}) {
+        for (size_t v = 0; v < 256; v++) t->model.w.embed[v * C] = 30;  // channel 0 dominates every row ...
+        for (auto& layer : t->model.w.layer) {
+            std::fill_n(layer.o_proj, size_t(t->config.heads * t->config.head_dim),
+                        0.0);  // ... and nothing writes to it
+            std::fill_n(layer.mlp_fc2, size_t(t->config.mlp_hidden), 0.0);
+            layer.attn_norm[0] = 1;
+        }
+    }
+    for (auto& layer : nsa.model.w.layer)
+        for (size_t head = 0; head < H; head++)
+            for (size_t branch = 0; branch < 3; branch++) {
+                double* row = layer.gate_proj + (3 * head + branch) * C;
+                std::fill_n(row, C, 0.0);
+                row[0] = branch == WIN ? 8 : -8;  // times the normed channel, about 6 to 7
+            }
+    CHECK_NEAR(nsa.loss(), full.loss(), 1e-9);
+}

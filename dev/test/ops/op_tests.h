@@ -1,0 +1,521 @@
+// op_tests.h: the tools of the operations' tests, and the exponential, GEMM and the row operations of struct Cpu, in
+// fp32 and fp64, against the oracles of oracle.h.
+
+//
+// Error limits come with the oracles' Numbers, which derive them from the number format and the lengths of the sums;
+// finite differences state theirs in check_gradient. No limit is written by hand here unless its derivation stands
+// beside it.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "../../../nsa_cpu.h"
+#include "../harness.h"
+#include "oracle.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The tools themselves.
+
+TEST(op_guard_zones_see_a_write) {
+    for (size_t count : {size_t(0), size_t(1), size_t(37)}) {
+        Buffer<float> x(count, "x");
+        CHECK(x.intact());
+        for (ptrdiff_t at : {ptrdiff_t(-1), ptrdiff_t(-64), ptrdiff_t(count), ptrdiff_t(count + 63)}) {
+            const float before = x.data()[at];
+            CHECK(std::isnan(before));
+            x.data()[at] = 0;
+            CHECK(!x.intact());
+            std::memcpy(x.data() + at, &before, sizeof before);
+            CHECK(x.intact());
+        }
+        for (size_t i = 0; i < count; i++) CHECK(std::isnan(x[i]));
+    }
+    CHECK(std::isnan(Buffer<double>(1).data()[0]) && std::isnan(Buffer<double>(1).data()[1]));
+}
+
+TEST(op_oracle_knows_closed_forms) {  // the oracles themselves, where the answer is known without them
+    // One query, two keys, D = 2: scores 0 and ln 3 give the weights 1/4 and 3/4, lse = ln 4.
+    const double log3 = std::log(3.0) * std::sqrt(2.0);
+    const oracle::Numbers<double> q{1.0, 0.0}, k{0.0, 5.0, log3, -7.0}, v{4.0, 8.0, 0.0, 4.0};
+    NsaShape s;
+    s.T = 2, s.first = 1, s.queries = 1, s.H = s.G = 1, s.D = 2, s.full = true;
+    const oracle::Attended<double> row = oracle::attention(WIN, q, k, v, nullptr, s);
+    CHECK_NEAR(row.out[0].value, 1, 1e-14);  // a dozen roundings of 1e-16
+    CHECK_NEAR(row.out[1].value, 5, 1e-14);
+    CHECK_NEAR(row.lse[0].value, std::log(4.0), 1e-14);
+    // RoPE turns a quarter at position pi/2 only; at position 1, element 0 of D = 2 by one radian.
+    const double x[] = {1, 0};
+    CHECK_NEAR(oracle::rope(x, 1, 2, +1)[0].value, 0.54030230586813972, 1e-15);
+    CHECK_NEAR(oracle::rope(x, 1, 2, +1)[1].value, 0.84147098480789651, 1e-15);
+    // The rule of selection, by hand: 7 candidates, 5 may be taken, 0, 5 and 6 are forced; 2 and 4 tie below 3, the
+    // lower one wins.
+    CHECK(oracle::select({9, 1, 2, 3, 2, 0, 0}, 5) == (std::vector<int>{0, 2, 3, 5, 6}));
+    CHECK(oracle::select({9, 1, 2}, 5) == (std::vector<int>{0, 1, 2}));
+}
+
+TEST(op_visible_keys_by_hand) {
+    NsaShape s;
+    s.T = s.queries = 12, s.l = 4, s.d = 2, s.slc_block = 4, s.window = 3;
+    const uint32_t second = 0b010, both = 0b011, third = 0b100;
+    using Keys = std::vector<int>;
+    CHECK(Cpu<double>::visible_keys(CMP, 2, nullptr, s) == Keys{});
+    CHECK(Cpu<double>::visible_keys(CMP, 6, nullptr, s) == (Keys{0, 1}));  // which end at tokens 3 and 5
+    CHECK(Cpu<double>::visible_keys(CMP, 7, nullptr, s) == (Keys{0, 1, 2}));
+    CHECK(Cpu<double>::visible_keys(SLC, 6, &second, s) == (Keys{4, 5, 6}));
+    CHECK(Cpu<double>::visible_keys(SLC, 4, &both, s) == (Keys{0, 1, 2, 3, 4}));
+    CHECK(Cpu<double>::visible_keys(SLC, 7, &third, s) == Keys{});
+    CHECK(Cpu<double>::visible_keys(WIN, 1, nullptr, s) == (Keys{0, 1}));
+    CHECK(Cpu<double>::visible_keys(WIN, 7, nullptr, s) == (Keys{5, 6, 7}));
+    s.full = true;
+    CHECK(Cpu<double>::visible_keys(WIN, 4, nullptr, s) == (Keys{0, 1, 2, 3, 4}));
+}
+
+TEST(op_shapes) {
+    for (const NsaShape& base : {NsaShape{1, 0, 0, 0, 12, 2, 64, 32, 16, 64}, NsaShape{1, 0, 0, 0, 3, 1, 2, 1, 1, 1},
+                                 NsaShape{2, 0, 0, 0, 6, 3, 16, 8, 4, 48}})
+        for (int T : {1, 7, 8, 31, 32, 33, 47, 48, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049}) {
+            NsaShape s = base;
+            s.T = T;
+            CHECK_EQUAL(s.cmp_blocks(T), oracle::blocks(T, s));
+            CHECK_EQUAL(s.selection_words(), oracle::selection_words(s));
+            // gate logits 3*head + branch, in rows of whole 8
+            CHECK(s.gate_columns() % 8 == 0 && s.gate_columns() >= 3 * s.H && s.gate_columns() < 3 * s.H + 8);
+            CHECK_EQUAL(s.projected(), (s.H + 6 * s.G) * s.D + s.gate_columns());
+            s.full = true;
+            CHECK_EQUAL(s.projected(), (s.H + 2 * s.G) * s.D);
+            CHECK_EQUAL(s.cmp_capacity(), 0);
+        }
+}
+
+template <class real>
+void check_memory() {
+    Cpu<real> cpu;
+    cpu.poison = true;
+    real* x = cpu.template allocate<real>(1001);
+    CHECK(size_t(x) % 64 == 0);
+    for (int i = 0; i < 1001; i++) CHECK(std::isnan(x[i]));
+    cpu.zero(x, size_t(1000));
+    for (int i = 0; i < 1000; i++) CHECK_EQUAL(x[i], real(0));
+    CHECK(std::isnan(x[1000]));
+    Random random(1);
+    Buffer<float> host(1001), back(1001);
+    Buffer<real> other(1001);
+    host.fill(random);
+    cpu.from_host(x, host, 1001);
+    cpu.copy(other.data(), (const real*)x, 1001);
+    cpu.to_host(back, other, 1001);
+    CHECK_SAME_BITS(back.data(), host.data(), 1001);
+    cpu.release(x);
+}
+TEST(op_memory) { check_memory<float>(), check_memory<double>(); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The exponential.
+
+TEST(op_exponential) {
+    // Every 1000th float of [-87, 88], with both ends: relative error in ulps of the result against libm in fp64.
+    // nsa_cpu.h claims 2.
+    double worst = 0;
+    float worst_at = 0;
+    auto measure = [&](float x) {
+        const double expected = std::exp(double(x));
+        const float rounded = float(expected);
+        const double ulp = std::ldexp(1.0, std::ilogb(rounded) - 23),
+                     error = std::fabs(exponential(x) - expected) / ulp;
+        if (!(error <= worst)) worst = error, worst_at = x;
+    };
+    for (float bound : {-87.0f, 88.0f}) {
+        uint32_t last;
+        std::memcpy(&last, &bound, 4);
+        for (uint32_t bits = last & 0x80000000u; bits <= last; bits += 1000) {
+            float x;
+            std::memcpy(&x, &bits, 4);
+            measure(x);
+        }
+        measure(bound);
+    }
+    std::printf("    exponential: worst error %.3f ulp at %.9g\n", worst, worst_at);
+    CHECK(worst < 2);
+    CHECK_EQUAL(exponential(0.0f), 1.0f);
+    CHECK_EQUAL(exponential(-0.0f), 1.0f);
+    for (float x : {std::nextafter(-87.0f, -100.0f), -87.5f, -88.0f, -104.0f, -1e4f, -3e38f,
+                    -std::numeric_limits<float>::infinity()})
+        CHECK_EQUAL(exponential(x), 0.0f);
+    for (float x : {88.5f, 1e4f, 3e38f, std::numeric_limits<float>::infinity()})
+        CHECK_EQUAL(exponential(x), exponential(88.0f));
+    CHECK(std::isnan(exponential(std::numeric_limits<float>::quiet_NaN())));
+    CHECK_EQUAL(sigmoid(0.0f), 0.5f);
+    CHECK_EQUAL(sigmoid(100.0f), 1.0f);
+    CHECK(sigmoid(-1e4f) >= 0 && sigmoid(-1e4f) < 1e-38f);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// GEMM.
+
+// One product, in all transpositions, with and without accumulation. Leading dimensions exceed the widths;
+// what lies between the rows is NaN in A and B, so that reading it shows, and must keep its bits in C.
+// bf16: the function rounds its inputs. The expected sum is that of the rounded ones; their
+// products are exact in fp32 (8 bits times 8 bits), so the same limit holds for the sum.
+template <class real, class GemmFunction>
+void check_gemm(GemmFunction gemm_function, int M, int N, int K, bool bf16 = false) {
+    using Num = oracle::Number<real>;
+    const auto inputs = [bf16](const Buffer<real>& x) {
+        std::vector<double> values(x.data(), x.data() + x.size());
+        if (bf16)
+            for (double& value : values) value = oracle::rounded_to_bf16(value);
+        return values;
+    };
+    static const std::vector<double> pool = [] {  // random numbers cost more than the products
+        std::vector<double> pool(65521);
+        Random random(5);
+        fill_normal(pool.data(), pool.size(), random);
+        return pool;
+    }();
+    size_t next = 0;
+    auto fill = [&](real* row, int count) {
+        for (int i = 0; i < count; i++) row[i] = real(pool[next++ % pool.size()]);
+    };
+    for (int mode = 0; mode < 8; mode++) {
+        const bool ta = mode & 1, tb = mode & 2, accumulate = mode & 4;
+        const int a_rows = ta ? K : M, a_width = ta ? M : K, b_rows = tb ? N : K, b_width = tb ? K : N;
+        const int lda = a_width + 3, ldb = b_width + 5, ldc = N + 7;
+        Buffer<real> A(size_t(a_rows) * lda, "A"), B(size_t(b_rows) * ldb, "B"), C(size_t(M) * ldc, "C"),
+            before(C.size());
+        for (int i = 0; i < a_rows; i++) fill(A + size_t(i) * lda, a_width);
+        for (int i = 0; i < b_rows; i++) fill(B + size_t(i) * ldb, b_width);
+        if (accumulate)
+            for (int i = 0; i < M; i++) fill(C + size_t(i) * ldc, N);
+        std::memcpy(before.data(), C.data(), C.size() * sizeof(real));
+        gemm_function(ta, tb, M, N, K, A.data(), size_t(lda), B.data(), size_t(ldb), accumulate, C.data(), size_t(ldc));
+        const std::vector<double> a = inputs(A), b = inputs(B);
+        oracle::Numbers<real> expected;
+        Buffer<real> found(size_t(M) * N, "product");
+        for (int m = 0; m < M; m++) {
+            for (int n = 0; n < N; n++) {
+                double value = 0,
+                       magnitude =
+                           0;  // Sum's rule written out: K products and one addition, gamma(K + 1) * sum of |terms|
+                for (int k = 0; k < K; k++) {
+                    const double term = a[ta ? size_t(k) * lda + m : size_t(m) * lda + k] *
+                                        b[tb ? size_t(n) * ldb + k : size_t(k) * ldb + n];
+                    value += term, magnitude += std::fabs(term);
+                }
+                if (accumulate)
+                    value += double(before[size_t(m) * ldc + n]),
+                        magnitude += std::fabs(double(before[size_t(m) * ldc + n]));
+                expected.push_back(Num(value, oracle::gamma<real>(K + 1) * magnitude));
+                found[size_t(m) * N + n] = C[size_t(m) * ldc + n];
+            }
+            CHECK_SAME_BITS(C + size_t(m) * ldc + N, before + size_t(m) * ldc + N, 7);
+        }
+        const int failed = tests().failed_checks;
+        CHECK_ARRAY(found, expected, M, N);
+        if (tests().failed_checks > failed)
+            std::printf("    in the product M %d N %d K %d, transposed A %d B %d, accumulate %d\n", M, N, K, ta, tb,
+                        accumulate);
+    }
+}
+template <class real, class GemmFunction>
+void check_gemm_shapes(GemmFunction gemm_function, bool bf16 = false) {
+    // Every boundary of the blocking in each dimension: register blocks (6 rows, vectors of columns),
+    // panels, MC 96, KC 256 (512 in pairs of bf16), NC 1024, oneDNN's blocks of 64 to 512.
+    const auto check = [&](int M, int N, int K) { check_gemm<real>(gemm_function, M, N, K, bf16); };
+    const std::vector<int> all = {1,  2,  5,  6,  7,  15,  16,  17,  31,  32,  33, 63,
+                                  64, 65, 95, 96, 97, 255, 256, 257, 511, 512, 513};
+    const std::vector<int> some = {1,  2,  6,  16,  17,
+                                   32, 33, 97, 512, 513};  // the blocking is the same; what differs are pairs
+    for (int x : bf16 ? some : all) check(x, 7, 9), check(7, x, 9), check(7, 9, x);
+    for (int x : {1023, 1024, 1025}) check(x, 5, 3), check(5, x, 3), check(5, 3, x), check(7, x, 257);
+    for (int K : {0, 1, 257}) check(13, 67, K);
+    check(97, 129, 65);
+    check(200, 65, 300);
+    check(1, 1, 1);
+}
+TEST(op_gemm_blocked) {
+    Gemm<float> gemm;
+    Gemm<double> gemm_fp64;
+    check_gemm_shapes<float>([&](auto... x) { gemm.blocked<float>(x...); }),
+        check_gemm_shapes<double>([&](auto... x) { gemm_fp64.blocked<double>(x...); });
+}
+TEST(op_gemm) {
+    Gemm<float> gemm;
+    Gemm<double> gemm_fp64;
+    check_gemm_shapes<float>([&](auto... x) { gemm(x...); }),
+        check_gemm_shapes<double>([&](auto... x) { gemm_fp64(x...); });
+}
+TEST(op_gemm_bf16) {
+    if (!HAVE_BF16) return skip("op_gemm_bf16: this build's processor has no AVX512_BF16");
+    Gemm<float> gemm;
+    gemm.bf16 = true;
+    check_gemm_shapes<float>([&](auto... x) { gemm(x...); }, true);  // oneDNN, where the build has it
+    check_gemm_shapes<float>([&](auto... x) { gemm.blocked<Bf16Pair>(x...); }, true);
+}
+TEST(op_to_bf16) {  // round to nearest, ties to even, over every float of a few binades, and the special ones
+    for (uint32_t high : {0x0000u, 0x0001u, 0x3F80u, 0x3F81u, 0x7F7Fu, 0x8000u, 0xBF80u, 0xBFFFu})
+        for (uint32_t low = 0; low <= 0xFFFF; low += high == 0x3F81 ? 1 : 257) {
+            const uint32_t bits = high << 16 | low;
+            float x;
+            std::memcpy(&x, &bits, 4);
+            const uint32_t expected = high + (low > 0x8000 || (low == 0x8000 && (high & 1)));
+            CHECK_EQUAL(uint32_t(to_bf16(x)), expected);
+            const uint32_t widened = expected << 16;
+            float rounded;
+            std::memcpy(&rounded, &widened, 4);
+            if (expected != 0x7F80)
+                CHECK_EQUAL(oracle::rounded_to_bf16(double(x)), double(rounded));  // 0x7F80: it has become infinite
+        }
+    CHECK_EQUAL(uint32_t(to_bf16(std::numeric_limits<float>::infinity())), 0x7F80u);
+    CHECK_EQUAL(uint32_t(to_bf16(-std::numeric_limits<float>::infinity())), 0xFF80u);
+    for (uint32_t bits : {0x7F800001u, 0x7FFFFFFFu, 0xFFFFFFFFu, 0x7FC00000u}) {
+        float nan;
+        std::memcpy(&nan, &bits, 4);
+        CHECK((to_bf16(nan) & 0x7F80) == 0x7F80 && (to_bf16(nan) & 0x7F) != 0);
+    }
+}
+TEST(op_operands_in_pairs) {  // of a product that sums over the columns of a matrix, or over its rows
+    Random random(6);
+    for (int rows : {1, 2, 5, 6})
+        for (int columns : {2, 14, 16, 32, 34, 64, 66, 130})
+            for (int gap : {0, 6}) {
+                const size_t ld = size_t(columns + gap);
+                Buffer<float> x(rows * ld, "matrix");
+                for (int r = 0; r < rows; r++) fill_normal(x + r * ld, size_t(columns), random);
+                CHECK(sum_over_columns<float>(nullptr, x.data(), ld, rows, columns) == x.data());
+                CHECK(sum_over_rows<float>(nullptr, x.data(), ld, rows, columns) == x.data());
+                Buffer<Bf16Pair> by_columns(size_t(rows) * ld / 2, "pairs of columns"),
+                    by_rows(size_t(rows + 1) / 2 * ld, "pairs of rows");
+                CHECK(sum_over_columns(by_columns.data(), x.data(), ld, rows, columns) == by_columns.data());
+                CHECK(sum_over_rows(by_rows.data(), x.data(), ld, rows, columns) == by_rows.data());
+                Buffer<Bf16Pair> from_pairs(by_rows.size(), "pairs of rows from pairs of columns");
+                CHECK(sum_over_rows(from_pairs.data(), by_columns.data(), ld, rows, columns) == from_pairs.data());
+                for (int r = 0; r < rows + rows % 2; r++)
+                    for (int c = 0; c < columns; c++) {
+                        const double expected = r < rows ? oracle::rounded_to_bf16(double(x[r * ld + c])) : 0;
+                        const Bf16Pair in_rows = by_rows[r / 2 * ld + c];
+                        CHECK_EQUAL(double(from_bf16(r % 2 ? in_rows.second : in_rows.first)), expected);
+                        const Bf16Pair again = from_pairs[r / 2 * ld + c];
+                        CHECK_EQUAL(double(from_bf16(r % 2 ? again.second : again.first)), expected);
+                        if (r == rows) continue;
+                        const Bf16Pair in_columns = by_columns[r * (ld / 2) + c / 2];
+                        CHECK_EQUAL(double(from_bf16(c % 2 ? in_columns.second : in_columns.first)), expected);
+                    }
+            }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Row operations against their oracles.
+
+template <class real>
+void check_embedding(int N, int C, int V) {
+    Random random(10);
+    Cpu<real> cpu;
+    Buffer<int32_t> tokens(size_t(N), "tokens");
+    for (int n = 0; n < N; n++) tokens[n] = n == 0 ? V - 1 : random.below(V);  // N > V: tokens repeat
+    Buffer<real> embed(size_t(V) * C, "embed"), x(size_t(N) * C, "x"), dx(size_t(N) * C, "dx"),
+        dembed(size_t(V) * C, "dembed");
+    embed.fill(random), dx.fill(random), dembed.fill(random);
+    cpu.embedding_forward(x, tokens, embed, N, C);
+    std::vector<oracle::Sum<real>> sums(dembed.size());
+    for (size_t i = 0; i < sums.size(); i++) sums[i].add(oracle::Number<real>(dembed[i]));
+    for (int n = 0; n < N; n++) {
+        CHECK_SAME_BITS(x + size_t(n) * C, embed + size_t(tokens[n]) * C, size_t(C));
+        for (int c = 0; c < C; c++) sums[size_t(tokens[n]) * C + c].add(oracle::Number<real>(dx[size_t(n) * C + c]));
+    }
+    cpu.embedding_backward(dembed, dx, tokens, N, C);
+    CHECK_ARRAY(dembed, oracle::numbers(sums), V, C);
+}
+TEST(op_embedding) {
+    for (int C : {1, 63, 64, 65, 130}) check_embedding<float>(200, C, 30), check_embedding<double>(200, C, 30);
+}
+
+template <class real>
+void check_rmsnorm(int N, int C) {
+    using Num = oracle::Number<real>;
+    Random random(20);
+    Cpu<real> cpu;
+    Buffer<real> x(size_t(N) * C, "x"), weight(size_t(C), "weight"), out(x.size(), "out"), rstd(size_t(N), "rstd");
+    Buffer<real> dx(x.size(), "dx"), dweight(weight.size(), "dweight"), dout(x.size(), "dout");
+    x.fill(random), weight.fill(random), dout.fill(random), dx.fill(random), dweight.fill(random);
+    // Rows of every scale around sqrt(epsilon) = 1e-3, and a row of zeros: there epsilon decides.
+    for (int n = 0; n < N; n++)
+        for (int c = 0; c < C; c++)
+            x[size_t(n) * C + c] *= real(n % 4 == 0 ? 1 : n % 4 == 1 ? 1e-3 : n % 4 == 2 ? 1e3 : 0);
+    cpu.rmsnorm_forward(out, rstd, x, weight, N, C);
+    oracle::Numbers<real> expected, expected_rstd, expected_dx;
+    std::vector<oracle::Sum<real>> sums(static_cast<size_t>(C));
+    for (int c = 0; c < C; c++) sums[size_t(c)].add(Num(dweight[c]));
+    for (int n = 0; n < N; n++) {
+        const real *row = x + size_t(n) * C, *drow = dout + size_t(n) * C;
+        const oracle::Normed<real> normed = oracle::rmsnorm<real>(row, weight, C);
+        expected.insert(expected.end(), normed.out.begin(), normed.out.end());
+        expected_rstd.push_back(normed.rstd);
+        const oracle::Numbers<real> gradient = oracle::rmsnorm_dx<real>(drow, row, normed.rstd, weight, C);
+        for (int c = 0; c < C; c++) expected_dx.push_back(Num(dx[size_t(n) * C + c]) + gradient[size_t(c)]);
+        for (int c = 0; c < C; c++) sums[size_t(c)].add(Num(drow[c]) * Num(row[c]) * normed.rstd);
+    }
+    CHECK_ARRAY(out, expected, N, C);
+    CHECK_ARRAY(rstd, expected_rstd);
+    cpu.rmsnorm_backward(dx, dweight, dout, x, rstd, weight, N, C);
+    CHECK_ARRAY(dx, expected_dx, N, C);
+    CHECK_ARRAY(dweight, oracle::numbers(sums));
+}
+TEST(op_rmsnorm) {
+    for (int C : {1, 2, 63, 64, 65, 768}) check_rmsnorm<float>(18, C), check_rmsnorm<double>(18, C);
+    check_rmsnorm<float>(64, 33), check_rmsnorm<float>(200, 33),
+        check_rmsnorm<double>(129, 20);  // dweight is summed in parts of 64 rows
+}
+
+template <class real>
+void check_matmul(int N, int C, int OC) {
+    using Num = oracle::Number<real>;
+    Random random(30);
+    Cpu<real> cpu;
+    Buffer<real> inp(size_t(N) * C, "inp"), weight(size_t(OC) * C, "weight"), residual(size_t(N) * OC, "residual"),
+        out(residual.size(), "out");
+    Buffer<real> dinp(inp.size(), "dinp"), dweight(weight.size(), "dweight"), dout(out.size(), "dout");
+    inp.fill(random), weight.fill(random), residual.fill(random), dout.fill(random), dweight.fill(random);
+    for (bool with_residual : {false, true}) {
+        std::vector<oracle::Sum<real>> sums(out.size());
+        for (int n = 0; n < N; n++)
+            for (int o = 0; o < OC; o++) {
+                for (int c = 0; c < C; c++)
+                    sums[size_t(n) * OC + o].add(Num(inp[size_t(n) * C + c]) * Num(weight[size_t(o) * C + c]));
+                if (with_residual) sums[size_t(n) * OC + o].add(Num(residual[size_t(n) * OC + o]));
+            }
+        out.poison();
+        cpu.matmul_forward(out, inp, weight, with_residual ? residual.data() : nullptr, N, C, OC);
+        CHECK_ARRAY(out, oracle::numbers(sums), N, OC);
+    }
+    std::vector<oracle::Sum<real>> dinp_sums(dinp.size()), dweight_sums(dweight.size());
+    for (size_t i = 0; i < dweight.size(); i++) dweight_sums[i].add(Num(dweight[i]));
+    for (int n = 0; n < N; n++)
+        for (int o = 0; o < OC; o++)
+            for (int c = 0; c < C; c++) {
+                const Num d(dout[size_t(n) * OC + o]);
+                dinp_sums[size_t(n) * C + c].add(d * Num(weight[size_t(o) * C + c]));
+                dweight_sums[size_t(o) * C + c].add(d * Num(inp[size_t(n) * C + c]));
+            }
+    cpu.matmul_backward_input(dinp, dout, weight, N, C, OC);
+    cpu.matmul_backward_weight(dweight, dout, inp, N, C, OC);
+    CHECK_ARRAY(dinp, oracle::numbers(dinp_sums), N, C);
+    CHECK_ARRAY(dweight, oracle::numbers(dweight_sums), OC, C);
+}
+TEST(op_matmul) {
+    check_matmul<float>(1, 1, 1), check_matmul<float>(33, 70, 130), check_matmul<float>(130, 33, 65),
+        check_matmul<float>(1, 257, 66);
+    check_matmul<double>(33, 70, 130), check_matmul<double>(5, 257, 66);
+}
+
+template <class real>
+void check_silu() {
+    using Num = oracle::Number<real>;
+    Random random(40);
+    Cpu<real> cpu;
+    Buffer<real> x(2051, "x"), out(x.size(), "out"), dout(x.size(), "dout"), dx(x.size(), "dx");
+    x.fill(random, 3), dout.fill(random);
+    for (int i = 0; i < 400; i++) x[i] = real(-100 + 0.5 * i);
+    x[400] = 0, x[401] = 1000, x[402] = -1000, x[403] = real(-0.0);
+    oracle::Numbers<real> expected, expected_dx;
+    for (size_t i = 0; i < x.size(); i++) {
+        Num silu = oracle::silu(Num(x[i])), slope = oracle::silu_slope(Num(x[i]));
+        // Where e^-x leaves the format, the engine's sigmoid ends at e^-88 instead of 0 (fp32), the oracle's at 0: x
+        // e^-88.
+        const double end = (std::exp(-88.0) + Num::tiny) * std::fabs(double(x[i]));
+        if (x[i] < -80) silu = Num(silu.value, silu.error + end), slope = Num(slope.value, slope.error + end);
+        if (x[i] < -700) silu = Num(0, end), slope = Num(0, end);
+        expected.push_back(silu), expected_dx.push_back(Num(dout[i]) * slope);
+    }
+    cpu.silu_forward(out, x, x.size());
+    cpu.silu_backward(dx, dout, x, x.size());
+    CHECK_ARRAY(out, expected);
+    CHECK_ARRAY(dx, expected_dx);
+    cpu.silu_backward(dout, dout, x, x.size());  // in place
+    CHECK_SAME_BITS(dout.data(), dx.data(), dx.size());
+}
+TEST(op_silu) { check_silu<float>(), check_silu<double>(); }
+
+template <class real>
+void check_classifier(int N, int V, int Vp, double scale) {
+    using Num = oracle::Number<real>;
+    Random random(50);
+    Cpu<real> cpu;
+    const double dloss = 1.0 / 48;
+    Buffer<real> logits(size_t(N) * Vp, "logits"), before(logits.size());
+    Buffer<typename Cpu<real>::Stat> losses(size_t(N), "losses"), again(size_t(N), "losses");
+    Buffer<int32_t> targets(size_t(N), "targets");
+    logits.fill(random, scale);
+    for (int n = 0; n < N; n++) {
+        targets[n] = n == 0 ? 0 : n == 1 ? V - 1 : random.below(V);
+        // Padded columns may hold anything: the largest logit of all, or NaN.
+        for (int v = V; v < Vp; v++)
+            logits[size_t(n) * Vp + v] = v % 2 ? real(1e30) : std::numeric_limits<real>::quiet_NaN();
+    }
+    std::memcpy(before.data(), logits.data(), logits.size() * sizeof(real));
+    cpu.classifier(losses, logits, targets, dloss, false, N, V, Vp);
+    CHECK_SAME_BITS(logits.data(), before.data(), logits.size());
+    cpu.classifier(again, logits, targets, dloss, true, N, V, Vp);
+    CHECK_SAME_BITS(again.data(), losses.data(), size_t(N));
+    oracle::Numbers<real> expected, expected_losses;
+    for (int n = 0; n < N; n++) {
+        const oracle::Classified<real> row = oracle::cross_entropy<real>(before + size_t(n) * Vp, targets[n], dloss, V);
+        expected_losses.push_back(row.loss);
+        for (int v = 0; v < Vp; v++) expected.push_back(v < V ? row.dlogits[size_t(v)] : Num(0));
+    }
+    CHECK_ARRAY(losses, expected_losses);
+    CHECK_ARRAY(logits, expected, N, Vp);
+}
+TEST(op_classifier) {
+    for (double scale : {1.0, 1e3}) {  // logits of +-1e3 stay finite
+        check_classifier<float>(9, 256, 256, scale), check_classifier<float>(7, 1000, 1024, scale),
+            check_classifier<float>(3, 5, 128, scale);
+        check_classifier<double>(9, 256, 256, scale), check_classifier<double>(7, 1000, 1024, scale);
+    }
+    check_classifier<float>(2, 50257, 50304, 2);
+}
+
+// The sum of squares as an update makes it: chunk by chunk, then the chunks in order.
+template <class real>
+double sum_of_squares(Cpu<real>& cpu, const real* x, size_t count) {
+    std::vector<double> squares((count + CHUNK - 1) / CHUNK, std::numeric_limits<double>::quiet_NaN());
+    const real guard = 1;
+    double sum;
+    cpu.chunk_squares(squares.data(), x, count, 0, squares.size() * CHUNK);
+    cpu.total_squares(&sum, squares.data(), squares.size(), &guard);
+    return sum;
+}
+
+template <class real>
+void check_optimiser() {
+    Random random(60);
+    Cpu<real> cpu;
+    for (size_t count : {size_t(0), size_t(1), size_t(16383), size_t(16384), size_t(16385), size_t(50001), CHUNK - 1,
+                         CHUNK, CHUNK + 1}) {
+        Buffer<real> x(count, "x");
+        x.fill(random);
+        oracle::Sum<double> sum;
+        for (size_t i = 0; i < count; i++)
+            sum.add(oracle::Number<double>(x[i]) * oracle::Number<double>(x[i]));  // fp64 in both engines
+        CHECK_NEAR(sum_of_squares(cpu, x.data(), count), sum.value, oracle::Number<double>(sum).error);
+    }
+    const size_t count = 1003;
+    for (int step : {1, 2, 10, 1000}) {
+        const double decay = step == 2 ? 0 : 0.1, clip = step == 1 ? 1 : 0.37,
+                     squares = 16;  // a norm of 4, clipped to 4 or 1.48
+        Buffer<real> param(count, "param"), m(count, "m"), v(count, "v"), grad(count, "grad");
+        param.fill(random), m.fill(random, step == 1 ? 0 : 0.1), v.fill(random, step == 1 ? 0 : 0.1), grad.fill(random);
+        for (size_t i = 0; i < count; i++) v[i] *= v[i];  // a second moment is not negative
+        grad[3] = 0, grad[4] = real(1e-6), grad[5] = real(1e4);
+        oracle::Numbers<real> expected_param, expected_m, expected_v;
+        for (size_t i = 0; i < count; i++) {
+            const oracle::Adam<real> after =
+                oracle::adamw(param[i], m[i], v[i], grad[i], 1e-2, 0.9, 0.95, 1e-8, decay, step, clip);
+            expected_param.push_back(after.param), expected_m.push_back(after.m), expected_v.push_back(after.v);
+        }
+        cpu.adamw(param, nullptr, m, v, grad, count,
+                  HyperAdamW{1e-2, 0.9, 0.95, 1e-8, decay, step, 0, 0, &squares, 4 * clip});
+        CHECK_ARRAY(param, expected_param);
+        CHECK_ARRAY(m, expected_m);
+        CHECK_ARRAY(v, expected_v);
+    }
+}
+TEST(op_optimiser) { check_optimiser<float>(), check_optimiser<double>(); }

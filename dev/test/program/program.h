@@ -1,0 +1,454 @@
+// program.h: for tests of the program as its user meets it: starts the built ./train_nsa in a folder of its own and
+// looks at exit status, stderr and the files it leaves.
+
+#pragma once
+#include <array>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <regex>
+#include <set>
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/ioctl.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+
+#include "../harness.h"
+
+#ifndef NSA_WITHOUT_MAIN
+#define NSA_WITHOUT_MAIN
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"  // main's helpers, which nobody calls here
+#include "../../../train_nsa.cu"
+#pragma GCC diagnostic pop
+#endif
+
+extern char** environ;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Starting the program, on the CPU engine: GPUs are hidden from it, whose bf16 sums no limit here is made for.
+
+namespace program {
+
+using Words = std::vector<std::string>;
+using Options = std::map<std::string, std::string>;  // name without dashes -> value
+
+struct Result {
+    int status = 0;  // of exit; 128 + number of the signal that ended it; 1000: it ran past the limit and was killed
+    double seconds = 0;
+    std::string out, err;
+};
+
+struct Start {
+    Words environment;  // NAME=VALUE, over the test's own without what MPI launchers set
+    bool only_this_environment = false;
+    uint64_t largest_file = 0;   // bytes; 0: no limit. Writing beyond it fails like a full disk
+    uint64_t address_space = 0;  // bytes; 0: no limit
+    std::string kill_after;      // SIGKILL when stdout holds this
+    std::string input;           // stdin: a file; "": empty
+    int terminal_columns = 0;    // not 0: stdout and stderr are one terminal of this width, all in Result::out
+    double seconds = 60;         // limit
+};
+
+// ./train_nsa of the folder the tests were started in.
+inline const std::string& path() {
+    static const std::string absolute = std::filesystem::absolute("train_nsa").string();
+    return absolute;
+}
+
+inline Words joined(Words words, const Words& more) {
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+}
+
+inline std::vector<std::string> child_environment(const Start& start) {
+    // Open MPI refuses root and more ranks than cores unless told; MPICH does not look at these.
+    static const Words open_mpi = {"OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+                                   "OMPI_MCA_rmaps_base_oversubscribe=1",
+                                   "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"};
+    std::vector<std::string> all = joined(start.environment, open_mpi);
+    all.push_back("CUDA_VISIBLE_DEVICES=");
+    for (char** e = environ; *e && !start.only_this_environment; e++) {
+        const std::string variable = *e, name = variable.substr(0, variable.find('=') + 1);
+        // the last: the tests' own, see set_passive_omp_wait
+        bool launcher = name == "RANK=" || name == "WORLD_SIZE=" || name == "OMP_WAIT_POLICY=";
+        for (const char* beginning : {"PMI_", "PMIX_", "OMPI_", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_"})
+            launcher = launcher || name.compare(0, std::strlen(beginning), beginning) == 0;
+        const bool replaced = std::any_of(start.environment.begin(), start.environment.end(),
+                                          [&](const std::string& s) { return s.compare(0, name.size(), name) == 0; });
+        if (!launcher && !replaced) all.push_back(variable);
+    }
+    return all;
+}
+
+// Both ends of a new terminal, like those of a pipe.
+inline void open_terminal(int ends[2], int columns) {
+    const int master = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
+    if (master < 0 || grantpt(master) != 0 || unlockpt(master) != 0)
+        fail("cannot make a terminal: %s", std::strerror(errno));
+    struct winsize size = {};
+    size.ws_row = 24, size.ws_col = static_cast<unsigned short>(columns);
+    ends[0] = master, ends[1] = open(ptsname(master), O_RDWR | O_NOCTTY | O_CLOEXEC);
+    if (ends[1] < 0 || ioctl(master, TIOCSWINSZ, &size) != 0) fail("no terminal: %s", std::strerror(errno));
+}
+
+// Runs words[0] with the others as arguments, without a shell, in a process group of its own; waits for its end.
+inline Result execute(const Words& words, const Start& start = {}) {
+    const std::vector<std::string> environment = child_environment(start);
+    std::vector<char*> argv, envp;
+    for (const std::string& word : words) argv.push_back(const_cast<char*>(word.c_str()));
+    for (const std::string& variable : environment) envp.push_back(const_cast<char*>(variable.c_str()));
+    argv.push_back(nullptr), envp.push_back(nullptr);
+    int out[2], err[2];
+    if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) fail("cannot make a pipe: %s", std::strerror(errno));
+    if (start.terminal_columns) {
+        close(out[0]), close(out[1]), close(err[1]);
+        open_terminal(out, start.terminal_columns);
+        err[1] = dup(out[1]);
+    }
+    const int null = open(start.input.empty() ? "/dev/null" : start.input.c_str(), O_RDONLY | O_CLOEXEC);
+    const double begin = seconds_now();
+    const pid_t child = fork();
+    if (child < 0) fail("cannot fork: %s", std::strerror(errno));
+    if (child == 0) {
+        setpgid(0, 0);
+        if (start.largest_file) {
+            const struct rlimit limit = {start.largest_file, start.largest_file};
+            setrlimit(RLIMIT_FSIZE, &limit);
+            signal(SIGXFSZ, SIG_IGN);  // write() then fails with EFBIG
+        }
+        if (start.address_space) {
+            const struct rlimit limit = {start.address_space, start.address_space};
+            setrlimit(RLIMIT_AS, &limit);
+        }
+        if (dup2(null, 0) < 0 || dup2(out[1], 1) < 0 || dup2(err[1], 2) < 0) _exit(127);
+        execve(argv[0], argv.data(), envp.data());
+        _exit(127);
+    }
+    setpgid(child, child);
+    close(out[1]), close(err[1]), close(null);
+    Result result;
+    bool killed = false, late = false;
+    struct pollfd streams[2] = {{out[0], POLLIN, 0}, {err[0], POLLIN, 0}};
+    while (streams[0].fd >= 0 || streams[1].fd >= 0) {
+        poll(streams, 2, 100);
+        for (int i = 0; i < 2; i++) {
+            if (streams[i].fd < 0 || !streams[i].revents) continue;
+            char bytes[4096];
+            const ssize_t n = read(streams[i].fd, bytes, sizeof bytes);
+            if (n > 0) (i ? result.err : result.out).append(bytes, size_t(n));
+            else if (n == 0 || errno != EINTR) close(streams[i].fd), streams[i].fd = -1;
+        }
+        late = seconds_now() - begin > start.seconds;
+        if (!killed &&
+            (late || (!start.kill_after.empty() && result.out.find(start.kill_after) != std::string::npos))) {
+            kill(-child, SIGKILL);  // the group: its own children too
+            killed = true;
+        }
+    }
+    int status;
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+    }
+    result.seconds = seconds_now() - begin;
+    result.status = late ? 1000 : WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    return result;
+}
+
+inline Result run(const Words& arguments, const Start& start = {}) {
+    return execute(joined({path()}, arguments), start);
+}
+
+inline Words words_of(const Options& options) {
+    Words words;
+    for (const auto& [name, value] : options) words.push_back("--" + name + "=" + value);
+    return words;
+}
+
+// The smallest model in which every branch has something to do: 7712 parameters, a step takes a millisecond.
+inline Options small(const Options& more = {}) {
+    Options options = {{"layers", "1"},    {"dim", "16"},      {"heads", "2"},        {"kv-groups", "1"},
+                       {"head-dim", "8"},  {"cmp-block", "8"}, {"cmp-stride", "4"},   {"slc-block", "8"},
+                       {"slc-count", "4"}, {"window", "16"},   {"phi-hidden", "8"},   {"mlp-hidden", "32"},
+                       {"seq-len", "64"},  {"threads", "1"},   {"batch", "2"},        {"total-batch", "128"},
+                       {"warmup", "0"},    {"lr", "0.01"},     {"eval-batches", "2"}, {"sample-tokens", "0"},
+                       {"steps", "2"},     {"log-every", "1"}};
+    for (const auto& [name, value] : more) {
+        if (value == "-") options.erase(name);  // not given
+        else options[name] = value;
+    }
+    if (options.count("attention") && options["attention"] == "full")
+        for (const char* of_nsa : {"cmp-block", "cmp-stride", "slc-block", "slc-count", "window", "phi-hidden"})
+            if (!more.count(of_nsa)) options.erase(of_nsa);
+    return options;
+}
+inline Words small_words(const Options& more = {}) { return words_of(small(more)); }
+inline Result train(const Options& more, const Start& start = {}) { return run(small_words(more), start); }
+
+// What lies wrong with a refusal, "" if nothing: the status, one line on stderr that begins as all errors do and holds
+// all of `expected`.
+inline std::string refusal_fault(const Result& r, int status, const Words& expected) {
+    const std::string prefix = "train_nsa: error: ";
+    std::string fault;
+    if (r.status != status) fault += format_text("status %d, expected %d; ", r.status, status);
+    if (r.err.compare(0, prefix.size(), prefix) != 0 || r.err.back() != '\n' ||
+        std::count(r.err.begin(), r.err.end(), '\n') != 1)
+        fault += "not one line of error; ";
+    for (const std::string& word : expected)
+        if (r.err.find(word) == std::string::npos) fault += "'" + word + "' is missing; ";
+    return fault.empty() ? "" : fault + "stderr: '" + r.err + "'";
+}
+
+// The words are those that make the case; __VA_ARGS__: what the line must name.
+#define CHECK_REFUSED(result, status, ...)                                                        \
+    do {                                                                                          \
+        tests().checks++;                                                                         \
+        const std::string fault_ = program::refusal_fault(result, status, {__VA_ARGS__});         \
+        if (!fault_.empty()) check_failed(__FILE__, __LINE__, "%s: %s", #result, fault_.c_str()); \
+    } while (0)
+
+// It ended well and had nothing to complain about.
+#define REQUIRE_GOOD(result)                                                                                 \
+    do {                                                                                                     \
+        tests().checks++;                                                                                    \
+        const program::Result& result_ = (result);                                                           \
+        if (result_.status != 0 || !result_.err.empty()) {                                                   \
+            check_failed(__FILE__, __LINE__, "status %d, stderr '%s'", result_.status, result_.err.c_str()); \
+            throw TestAbort();                                                                               \
+        }                                                                                                    \
+    } while (0)
+
+// A value of each option that it accepts; text options get a word.
+inline std::string good_value(const Option& o) {
+    if (o.integer || o.real) return format_text("%.17g", o.low);
+    if (o.choices) return std::string(o.choices).substr(0, std::string(o.choices).find('|'));
+    return o.flag ? "on" : "word";
+}
+inline std::string first_verb(const Option& o) {
+    for (const VerbName& v : VERBS)
+        if (o.verbs & v.verb) return v.name;
+    return "";
+}
+
+// parse_options on a list of words, in this process.
+inline Config parse(const Words& words, std::set<std::string>* given_out = nullptr) {
+    std::vector<const char*> argv = {"train_nsa"};
+    for (const std::string& word : words) argv.push_back(word.c_str());
+    std::set<std::string> given;
+    Config c = parse_options(int(argv.size()), argv.data(), given);
+    if (given_out) *given_out = given;
+    return c;
+}
+inline Config parse_and_preset(const Words& words) {
+    std::set<std::string> given;
+    Config c = parse(words, &given);
+    apply_preset(c, given);
+    return c;
+}
+
+// ----- files
+
+inline std::string shard(const std::vector<uint16_t>& tokens, int32_t vocab_size = 0) {
+    std::vector<int32_t> header(256, 0);
+    header[0] = 20240520, header[1] = 1, header[2] = int32_t(tokens.size()), header[3] = vocab_size;
+    return std::string(reinterpret_cast<const char*>(header.data()), 1024) +
+           std::string(reinterpret_cast<const char*>(tokens.data()), 2 * tokens.size());
+}
+inline std::vector<uint16_t> random_tokens(size_t n, uint64_t seed, uint64_t below = 256) {
+    std::vector<uint16_t> tokens(n);
+    for (size_t i = 0; i < n; i++) tokens[i] = uint16_t(random_below(below, seed, random_stream(RANDOM_TEST), i));
+    return tokens;
+}
+
+// train_0.bin and train_1.bin. The ranks look through the shards in turn, so rank 1 finds the token in the second.
+inline void write_good_and_bad_shard(const TempFolder& folder) {
+    std::vector<uint16_t> tokens = random_tokens(64 * 40 + 1, 1);
+    write_file(folder.file("train_0.bin"), shard(tokens));
+    tokens[1000] = 300;
+    write_file(folder.file("train_1.bin"), shard(tokens));
+}
+
+inline void copy_folder(const std::string& from, const std::string& to) {
+    std::filesystem::copy(from, to, std::filesystem::copy_options::recursive);
+}
+
+inline void replace_in_file(const std::string& file, const std::string& old, const std::string& now) {
+    std::string text = read_file(file);
+    const size_t at = text.find(old);
+    if (at == std::string::npos) fail("%s does not hold %s", file.c_str(), old.c_str());
+    write_file(file, text.replace(at, old.size(), now));
+}
+
+// The value of a key in one of the program's JSON files, replaced as text: "dim": 16 -> "dim": `value`.
+inline std::string with_json_value(std::string text, const std::string& key, const std::string& value) {
+    const std::string quoted = "\"" + key + "\": ";
+    const size_t at = text.find(quoted);
+    if (at == std::string::npos) fail("no key %s in %s", key.c_str(), text.c_str());
+    const size_t begin = at + quoted.size(),
+                 end = text[begin] == '[' ? text.find(']', begin) + 1 : text.find_first_of(",}\n", begin);
+    return text.replace(begin, end - begin, value);
+}
+
+inline std::vector<std::string> lines_of(const std::string& text) {
+    std::vector<std::string> lines;
+    std::istringstream in(text);
+    for (std::string line; std::getline(in, line);) lines.push_back(line);
+    return lines;
+}
+
+// log.jsonl, a value per line.
+inline std::vector<Json> log_of(const std::string& folder) {
+    std::vector<Json> values;
+    const std::string file = folder + "/log.jsonl";
+    for (const std::string& line : lines_of(read_file(file))) values.push_back(parse_json(line, file));
+    return values;
+}
+// A field of every line that has it, in order.
+inline std::vector<double> logged(const std::string& folder, const std::string& field) {
+    std::vector<double> values;
+    for (const Json& line : log_of(folder))
+        if (line.find(field) && (field != "tokens" || line.find("loss")))
+            values.push_back(line.number(field, "log.jsonl"));  // of steps
+    return values;
+}
+
+// A safetensors file read by this file's own few lines: the JSON header, offsets that follow each other without holes,
+// nothing behind.
+struct RawTensor {
+    std::string dtype;
+    std::vector<int64_t> shape;
+    std::string bytes;
+
+    size_t count() const {
+        size_t n = 1;
+        for (int64_t extent : shape) n *= size_t(extent);
+        return n;
+    }
+    template <class T>
+    std::vector<T> values() const {
+        std::vector<T> v(bytes.size() / sizeof(T));
+        std::memcpy(v.data(), bytes.data(), v.size() * sizeof(T));
+        return v;
+    }
+};
+struct RawFile {
+    std::map<std::string, RawTensor> tensors;
+    std::map<std::string, std::string> metadata;
+};
+inline RawFile read_raw(const std::string& file) {
+    const std::string bytes = read_file(file);
+    RawFile raw;
+    uint64_t length = 0;
+    REQUIRE(bytes.size() >= 8);
+    std::memcpy(&length, bytes.data(), 8);
+    REQUIRE(length <= bytes.size() - 8);
+    CHECK_EQUAL(length % 8, 0u);
+    const Json header = parse_json(bytes.substr(8, length), file);
+    const size_t data = 8 + length;
+    std::map<int64_t, int64_t> spans;
+    for (size_t i = 0; i < header.keys.size(); i++) {
+        const Json& entry = header.items[i];
+        if (header.keys[i] == "__metadata__") {
+            for (size_t j = 0; j < entry.keys.size(); j++) raw.metadata[entry.keys[j]] = entry.items[j].string(file);
+            continue;
+        }
+        RawTensor t;
+        t.dtype = entry.string("dtype", file);
+        for (const Json& extent : entry.array("shape", file)) t.shape.push_back(extent.integer(file));
+        const int64_t begin = entry.array("data_offsets", file)[0].integer(file),
+                      end = entry.array("data_offsets", file)[1].integer(file);
+        REQUIRE(begin >= 0 && end >= begin && uint64_t(end) <= bytes.size() - data);
+        t.bytes = bytes.substr(data + size_t(begin), size_t(end - begin));
+        CHECK_EQUAL(t.bytes.size(), t.count() * (t.dtype == "U8" ? 1 : 4));
+        CHECK(spans.emplace(begin, end).second);
+        raw.tensors[header.keys[i]] = t;
+    }
+    int64_t at = 0;
+    for (const auto& [begin, end] : spans) {
+        CHECK_EQUAL(begin, at);
+        at = end;
+    }
+    CHECK_EQUAL(data + size_t(at), bytes.size());
+    return raw;
+}
+
+// The tensors of MODEL.md with their shapes.
+inline std::map<std::string, std::vector<int64_t>> tensors_of_the_design(int64_t V, int64_t C, int64_t L, int64_t H,
+                                                                         int64_t G, int64_t D, int64_t l, int64_t F,
+                                                                         int64_t M, bool nsa) {
+    std::map<std::string, std::vector<int64_t>> t = {{"embed_tokens.weight", {V, C}}, {"norm.weight", {C}}};
+    for (int64_t i = 0; i < L; i++) {
+        const std::string layer = "layers." + std::to_string(i) + ".", attn = layer + "attn.";
+        t[layer + "attn_norm.weight"] = t[layer + "mlp_norm.weight"] = {C};
+        t[attn + "q_proj.weight"] = {H * D, C}, t[attn + "o_proj.weight"] = {C, H * D};
+        t[attn + "k_win_proj.weight"] = t[attn + "v_win_proj.weight"] = {G * D, C};
+        t[layer + "mlp.fc1.weight"] = {M, C}, t[layer + "mlp.fc2.weight"] = {C, M};
+        if (!nsa) continue;
+        for (const char* name : {"k_cmp_proj", "v_cmp_proj", "k_slc_proj", "v_slc_proj"})
+            t[attn + name + ".weight"] = {G * D, C};
+        t[attn + "gate_proj.weight"] = {3 * H, C};
+        for (const char* phi : {"phi_k", "phi_v"}) {
+            t[attn + phi + ".fc1.weight"] = {F, l * D}, t[attn + phi + ".fc1.bias"] = {F},
+                           t[attn + phi + ".fc2.weight"] = {D, F};
+        }
+    }
+    return t;
+}
+
+// Every tensor of `expected` is there under the prefix as F32; returns how many.
+inline size_t check_tensors(const RawFile& raw, const std::map<std::string, std::vector<int64_t>>& expected,
+                            const std::string& prefix) {
+    for (const auto& [name, shape] : expected) {
+        const auto found = raw.tensors.find(prefix + name);
+        tests().checks++;
+        if (found == raw.tensors.end())
+            check_failed(__FILE__, __LINE__, "tensor %s%s is missing", prefix.c_str(), name.c_str());
+        else if (found->second.dtype != "F32" || found->second.shape != shape)
+            check_failed(__FILE__, __LINE__, "tensor %s%s has another type or shape", prefix.c_str(), name.c_str());
+    }
+    return expected.size();
+}
+
+}  // namespace program
+
+// Writes a checkpoint's manifest anew for the files as they are now: damage
+// that checksums cannot see. state: the manifest's, if it is to be another.
+inline void seal(const std::string& checkpoint, const std::string& state = "") {
+    const Manifest manifest = read_manifest(checkpoint);
+    std::vector<FileRecord> records;
+    for (const FileRecord& file : manifest.files) {
+        if (!file_exists(checkpoint + "/" + file.name)) continue;
+        const std::string bytes = read_file(checkpoint + "/" + file.name);
+        records.push_back({file.name, bytes.size(), crc32c(0, bytes.data(), bytes.size())});
+    }
+    const std::string old_state = manifest.state_text;
+    write_file(checkpoint + "/manifest.json", manifest_text(manifest.step, records, state.empty() ? old_state : state));
+}
+
+namespace program {
+// The program with small_words(more) behind `verb`, under a shell that does what `redirection` says, such as ">&-".
+inline Result in_shell(const Words& words, const std::string& redirection) {
+    return execute(joined({"/bin/bash", "-c", "set -o pipefail; \"$0\" \"$@\" " + redirection, path()}, words));
+}
+
+inline std::string safetensors_bytes(const std::string& header, const std::string& data) {
+    const uint64_t length = header.size();
+    return std::string(reinterpret_cast<const char*>(&length), 8) + header + data;
+}
+}  // namespace program
+
+// mpirun of the machine, "" with a note where the build or the machine has none.
+inline std::string find_mpirun(const char* what) {
+    if (mpi_name().empty()) return skip(format_text("%s: this build has no MPI", what)), "";
+    std::istringstream folders(std::getenv("PATH") ? std::getenv("PATH") : "");
+    for (std::string folder; std::getline(folders, folder, ':');)
+        if (access((folder + "/mpirun").c_str(), X_OK) == 0) return folder + "/mpirun";
+    return skip(format_text("%s: no mpirun on this machine", what)), "";
+}
+
+inline program::Result train_on_ranks(const std::string& mpirun, int ranks, const program::Options& more) {
+    return program::execute(
+        program::joined({mpirun, "-np", std::to_string(ranks), program::path()}, program::small_words(more)));
+}

@@ -1,0 +1,316 @@
+// Tests of what a run keeps: all of its options over a resume, and what was learnt when an error ends it.
+#pragma once
+#include "run_checkpoint_tests.h"  // write_small_corpus
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Options.
+
+// Every option of the table, given at the start, is in force after a bare --resume; but for those of the list.
+TEST(resume_inherits_every_option) {
+    using namespace program;
+    TempFolder folder;
+    const std::set<std::string> not_inherited = {"out",           "resume",     "config", "allow-new-data",
+                                                 "profile-steps", "dump-state", "help",   "version"};
+    const auto started = [](const Words& words) {
+        std::set<std::string> given;
+        Config c = parse(words, &given);
+        apply_preset(c, given);
+        resolve_batch(c, given, 1, false);
+        return c;
+    };
+    const Config standard = started({});
+    for (const Option& o : option_table()) {
+        if (!(o.verbs & TRAIN)) continue;
+        CHECK_EQUAL(is_inherited(o), !not_inherited.count(o.name));
+        if (!is_inherited(o)) continue;
+        // Another value than the one that a run without the option has.
+        const std::string name = o.name, now = value_text(standard, o), choices = o.choices ? o.choices : "";
+        std::string value = o.flag ? "on" : "some/file";
+        if (o.choices)
+            value = choices.substr(0, now.size()) == now ? choices.substr(choices.rfind('|') + 1)
+                                                         : choices.substr(0, choices.find('|'));
+        if (o.integer || o.real)
+            value = format_text("%.15g", std::atof(now.c_str()) != o.low ? o.low : std::min(o.high, 5.0));
+        if (name == "total-batch") value = "8192";
+        const Config first = started({"--" + name + "=" + value});
+        CHECK(value_text(first, o) != now);
+        write_file(folder.file("run.json"), manifest_json(first));
+        std::set<std::string> given;
+        Config resumed = parse({"--resume", "--out", folder.path}, &given);
+        CHECK(inherit_options(resumed, given));
+        apply_preset(resumed, given);
+        CHECK_EQUAL(value_text(resumed, o), value_text(with_absolute_paths(first), o));
+        if (o.flag) continue;  // cannot be given as off, and need not
+        // What is given with --resume counts.
+        const std::string other = o.text && !o.choices ? "/another" : now;
+        if (o.integer && std::atof(other.c_str()) < o.low) continue;
+        given.clear();
+        Config changed = parse({"--resume", "--out=" + folder.path, "--" + name + "=" + other}, &given);
+        CHECK(inherit_options(changed, given));
+        apply_preset(changed, given);
+        CHECK_EQUAL(value_text(changed, o), other);
+    }
+}
+
+// An option that has left: its default in a run.json says nothing, nor does a value that changed no results; another
+// value is refused.
+TEST(resume_knows_options_that_have_left) {
+    using namespace program;
+    TempFolder folder;
+    const auto resumes = [&](const char* options) {
+        write_file(folder.file("run.json"), format_text("{\"program\": \"train_nsa\", %s, \"lr\": 0.5}", options));
+        std::set<std::string> given;
+        Config c = parse({"--resume", "--out", folder.path}, &given);
+        return inherit_options(c, given) && c.lr == 0.5;
+    };
+    CHECK(resumes("\"deterministic\": \"off\", \"cuda_graph\": 1, \"reset_at_document\": 0"));
+    CHECK_FAILS(1, "--reset-at-document 1", resumes("\"reset_at_document\": 1"));
+    CHECK_FAILS(1, "run.json: the run had --deterministic on, which this program no longer has",
+                resumes("\"deterministic\": \"on\""));
+}
+
+// The run.json of an earlier version: options that have left are taken at their defaults and refused elsewhere, and the
+// 0 and 1 that were some flags' are on and off.
+TEST(run_resumes_with_the_options_of_earlier_versions) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run"), path = out + "/run.json";
+    REQUIRE_GOOD(train({{"out", out}}));
+    const std::string now = read_file(path);
+    const auto resumed_with = [&](const std::string& old) {
+        write_file(path, "{" + old + ", " + now.substr(1));
+        return run({"--resume", "--out", out, "--steps", "2"});
+    };
+    const Result same = resumed_with("\"beta1\": 0.9, \"adam_eps\": 1e-08, \"stats_every\": 5, \"max_bad_steps\": 7");
+    REQUIRE_GOOD(same);
+    CHECK_REFUSED(resumed_with("\"beta1\": 0.8"), 1, path, "--beta1 0.8", "no longer has");
+    std::string flag = now;
+    flag.replace(flag.find("\"tensorboard\": \"off\""), 20, "\"tensorboard\": 1");
+    write_file(path, flag);
+    const Result events = run({"--resume", "--out", out, "--steps", "3"});
+    REQUIRE_GOOD(events);
+    CHECK_EQUAL(glob_files(out + "/events.out.tfevents.*").size(), 1u);
+}
+
+// What decides the bits of a run that nobody gives again, in the whole program: micro-batch, threads, statistics.
+TEST(run_resumed_bare_is_the_run) {
+    using namespace program;
+    TempFolder folder;
+    Options options = {{"batch", "1"}, {"save-every", "2"}, {"schedule", "constant"}};
+    if (HAVE_BF16) options["cpu-dtype"] = "bf16";
+    for (const char* out : {"whole", "parts"}) {
+        options["steps"] = "4", options["out"] = folder.file(out);
+        REQUIRE_GOOD(train(options));
+    }
+    std::filesystem::remove_all(folder.file("parts/step_00000004"));
+    const Result resumed = run({"--resume", "--out", folder.file("parts")});
+    REQUIRE_GOOD(resumed);
+    CHECK(resumed.out.find("resume: --") == std::string::npos);  // nothing has changed
+    CHECK(read_file(folder.file("whole/step_00000004/model.safetensors")) ==
+          read_file(folder.file("parts/step_00000004/model.safetensors")));
+    const auto with_statistics = [&](const char* out) {
+        std::vector<int64_t> steps;
+        for (const Json& line : log_of(folder.file(out)))
+            if (line.find("layers")) steps.push_back(line.integer("step", out));
+        return steps;
+    };
+    CHECK(with_statistics("parts") == std::vector<int64_t>({1, 2, 3, 4}) &&
+          with_statistics("whole") == with_statistics("parts"));
+    CHECK(resumed.out.find("1 CPU thread each") != std::string::npos);
+    CHECK_REFUSED(run({"--resume", "--out", folder.file("parts"), "--seed", "4"}), 1, "--seed 4", "began with 1337",
+                  "leave --seed out");
+}
+
+// What the machine cannot give is said in the line that names the change; what was given with --resume is kept, or
+// refused elsewhere.
+TEST(resume_gives_up_what_the_machine_cannot_give) {
+    const GpuSearch gpus = search_gpus();
+    const bool gpu = gpus.count > 0;
+    const auto on_two_processors = [&](const std::set<std::string>& given) {
+        Config c;
+        c.device = "cuda", c.cpu_dtype = "bf16", c.selected_kernels = "tiles";
+        c.threads = 3;
+        drop_unsupported_options(c, given, 2, gpus);
+        return c;
+    };
+    const Config c = on_two_processors({});
+    CHECK_EQUAL(c.threads, 0);
+    CHECK_EQUAL(c.given_up.at("threads"), "this rank has 2 processors");
+    CHECK_EQUAL(c.device, gpu ? "cuda" : "auto");
+    CHECK_EQUAL(c.cpu_dtype, gpu ? "fp32" : "bf16");
+    CHECK_EQUAL(c.selected_kernels, gpu ? "tiles" : "auto");
+    if (!gpu) CHECK_EQUAL(c.given_up.at("device"), why_no_gpu(gpus));
+    const Config kept = on_two_processors({"threads", "device", "cpu-dtype", "selected-kernels"});
+    CHECK(kept.given_up.empty() && kept.threads == 3 && kept.device == "cuda");
+
+    using namespace program;
+    TempFolder folder;
+    const int more = usable_processors() + 1;
+    REQUIRE_GOOD(train({{"out", folder.path}, {"threads", std::to_string(more)}}));
+    const Result r = run({"--resume", "--steps=3", "--out", folder.path});
+    REQUIRE_GOOD(r);
+    CHECK(r.out.find(format_text("resume: --threads is auto, was %d: this rank has %d processors\n", more, more - 1)) !=
+          std::string::npos);
+}
+
+// run.json may be lost: the newest checkpoint's manifest holds the options. Paths are found from another folder, and
+// the closing command works from there.
+TEST(run_resumed_elsewhere_and_without_run_json) {
+    using namespace program;
+    TempFolder folder;
+    write_small_corpus(folder, "train.bin", 1);
+    make_folders(folder.file("elsewhere"));
+    const auto in = [&](const std::string& where, const std::string& words) {
+        return execute({"/bin/sh", "-c", "cd " + folder.file(where) + " && " + path() + " " + words});
+    };
+    std::string words;
+    for (const std::string& word :
+         small_words({{"data", "train.bin"}, {"out", "run"}, {"lr", "0.003"}, {"batch", "1"}}))
+        words += word + " ";
+    REQUIRE_GOOD(in("", words));
+    REQUIRE(std::remove(folder.file("run/run.json").c_str()) == 0);
+    const Result r = in("elsewhere", "--resume --out ../run --steps 3");
+    REQUIRE_GOOD(r);
+    CHECK(r.out.find("resume: --steps is 3, was 2\n") != std::string::npos);
+    CHECK_EQUAL(logged(folder.file("run"), "lr").back(), 3e-4);  // the end of a schedule from 0.003
+    const std::string begin = "next:   ", next = r.out.substr(r.out.find(begin) + begin.size());
+    const Result sample = execute({"/bin/sh", "-c", "cd " + folder.file("elsewhere") + " && " + next});
+    CHECK_EQUAL(sample.status, 0);
+    write_file(folder.file("run/run.json"), "{\"program\": \"train_nsa\", \"lr\": 11}");
+    CHECK_REFUSED(in("elsewhere", "--resume --out ../run"), 1, "../run/run.json", "--lr", "remove the file");
+    for (const char* damaged : {"", "[]", "{}", "{\"lr\""}) {
+        write_file(folder.file("run/run.json"), damaged);
+        CHECK_REFUSED(in("elsewhere", "--resume --out ../run"), 1, "../run/run.json: byte", "remove the file");
+    }
+}
+
+// --init-from brings the model's shape; only what was given can contradict it.
+TEST(run_begins_with_the_shape_of_the_weights) {
+    using namespace program;
+    TempFolder folder;
+    REQUIRE_GOOD(train({{"out", folder.file("first")}}));
+    const Words second = {"--init-from=" + folder.file("first"), "--out=" + folder.file("second"), "--steps=0"};
+    const Result r = run(second);
+    REQUIRE_GOOD(r);
+    CHECK(r.out.find("7712 parameters (1 layers, width 16") != std::string::npos);
+    CHECK(r.out.find("samples of 64 tokens") != std::string::npos);
+    CHECK_EQUAL(run(joined(second, {"--seq-len=128"})).status, 0);
+    CHECK_REFUSED(run(joined(second, {"--dim=32"})), 1, "cannot begin from", "dim is 16 there and 32", "leave");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Errors that end a run.
+
+// A token outside the vocabulary is found before step 1, wherever it is.
+TEST(run_bad_token_is_named_before_the_first_step) {
+    using namespace program;
+    TempFolder folder;
+    const std::string file = folder.file("train.bin"), good = folder.file("good.bin");
+    std::vector<uint16_t> tokens = random_tokens(3000000, 1);
+    write_file(good, shard(std::vector<uint16_t>(tokens.begin(), tokens.begin() + 1000)));
+    tokens[2999990] = 256;
+    write_file(file, shard(tokens));
+    const Options options = {{"out", folder.file("run")}, {"data", file}, {"steps", "1"}, {"batch", "1"}};
+    const std::string byte = format_text("token 256 at byte %d", 1024 + 2 * 2999990);
+    const Result r = train(options);
+    CHECK_REFUSED(r, 1, file, byte, "vocabulary of 256");
+    CHECK(r.out.find("step 0") == std::string::npos && !file_exists(folder.file("run")));
+    CHECK_REFUSED(train({{"out", folder.file("run")}, {"data", good}, {"val-data", file}}), 1, file, byte);
+    const std::string mpirun = find_mpirun("bad token on two ranks");
+    if (mpirun.empty()) return;
+    const Result ranks = train_on_ranks(mpirun, 2, options);
+    CHECK(ranks.status != 0 && !file_exists(folder.file("run")));
+    CHECK(ranks.err.find(byte) != std::string::npos);
+}
+
+// Damages a shard once the run has logged step 3.
+struct ShardDamage {
+    std::thread thread;
+    template <class Damage>
+    ShardDamage(const std::string& log, Damage damage)
+        : thread([=] {
+              for (int i = 0; i < 3000 && (!file_exists(log) || read_file(log).find("s:3 ") == std::string::npos); i++)
+                  usleep(10000);
+              damage();
+          }) {}
+    ~ShardDamage() { thread.join(); }
+};
+
+// A shard that is cut off or damaged in the middle of a run without --save-every: what was learnt is saved, on one rank
+// and on two, and the run goes on from there.
+TEST(run_bad_data_in_the_middle_keeps_what_was_learnt) {
+    using namespace program;
+    TempFolder folder;
+    const std::string file = folder.file("train.bin"), whole = shard(random_tokens(64 * 4000 + 1, 1));
+    const std::string mpirun = find_mpirun("bad data on two ranks");
+    for (const int ranks : {1, 2}) {
+        if (ranks == 2 && mpirun.empty()) continue;
+        const std::string out = folder.file(format_text("run%d", ranks));
+        write_file(file, whole);
+        const Options options = {
+            {"data", file}, {"out", out}, {"steps", "1000000"}, {"batch", "1"}, {"eval-every", "0"}};
+        Result r;
+        {
+            const ShardDamage damage(out + "/main.log", [=] {
+                if (ranks == 1) std::filesystem::resize_file(file, 1024);
+                const std::string bad = shard(std::vector<uint16_t>(64 * 4000 + 1, 300));
+                if (ranks == 2) std::fstream(file, std::ios::in | std::ios::out).write(bad.data(), bad.size());
+            });
+            r = ranks == 1 ? train(options) : train_on_ranks(mpirun, 2, options);
+        }
+        const int64_t last = checkpoint_steps(out).empty() ? 0 : checkpoint_steps(out)[0];
+        CHECK(last >= 3);
+        const std::string saved = checkpoint_folder(out, last);
+        CHECK_EQUAL(int64_t(logged(out, "loss").size()), last);
+        if (ranks == 1) CHECK_REFUSED(r, 1, file, "was cut off", "the last good checkpoint is " + saved);
+        else
+            CHECK(r.status != 0 && r.err.find("token 300 at byte") != std::string::npos &&
+                  r.err.find("the last good checkpoint is " + saved) != std::string::npos);
+        write_file(file, whole);
+        const std::string steps = "--steps=" + std::to_string(last + 2);
+        Result again = run({"--resume", "--out", out, steps});
+        for (int i = 0; i < 50 && again.err.find("another run is at work") != std::string::npos; i++) {
+            usleep(100000);  // mpirun may end before its ranks have let go of the folder
+            again = run({"--resume", "--out", out, steps});
+        }
+        REQUIRE_GOOD(again);
+        CHECK(file_exists(checkpoint_folder(out, last + 2)));
+    }
+}
+
+// Weights that grow without bounds: each step multiplies them by 1 - lr * decay = -99, until products overflow. The
+// last ones that were good are kept, and nothing is removed for them.
+TEST(run_bad_numbers_keep_what_was_learnt) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    const Result r = train({{"out", out},
+                            {"steps", "100"},
+                            {"lr", "10"},
+                            {"weight-decay", "10"},
+                            {"schedule", "constant"},
+                            {"keep", "1"}});
+    CHECK_EQUAL(r.status, 1);
+    REQUIRE(checkpoint_steps(out).size() == 1);
+    const std::string saved = checkpoint_folder(out, checkpoint_steps(out)[0]);
+    CHECK(r.err.find("3 in a row") != std::string::npos &&
+          r.err.find("the last good checkpoint is " + saved) != std::string::npos);
+    for (const auto& [name, tensor] : read_raw(saved + "/model.safetensors").tensors)
+        for (const float x : tensor.values<float>()) CHECK(std::isfinite(x));
+}
+
+// A sample that cannot be made, here one of more than a terabyte of keys and values, is a warning and not the end.
+TEST(run_goes_on_without_a_sample) {
+    using namespace program;
+    TempFolder folder;
+    const Result r = train({{"out", folder.path},
+                            {"layers", "100"},
+                            {"heads", "1"},
+                            {"head-dim", "512"},
+                            {"batch", "1"},
+                            {"total-batch", "64"},
+                            {"steps", "1"},
+                            {"sample-tokens", "1000000"}});
+    CHECK_EQUAL(r.status, 0);
+    CHECK(r.err.find("warning: no sample: a sample of 1000000 tokens") != std::string::npos);
+}

@@ -1,0 +1,105 @@
+// util_tests.h: the random numbers against published vectors and moments, the errors' form.
+#pragma once
+#include "../../../lib/run/device.h"
+#include "../../../lib/base/files.h"
+#include "../harness.h"
+
+TEST(philox_known_answers) {  // Random123's kat_vectors, philox4x32 10: counter words, key words, result
+    struct {
+        uint64_t counter, stream, seed;
+        uint32_t expected[4];
+    } const cases[] = {{0, 0, 0, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+                       {~0ull, ~0ull, ~0ull, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+                       {0x85a308d3243f6a88ull,
+                        0x0370734413198a2eull,
+                        0x299f31d0a4093822ull,
+                        {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}};
+    for (const auto& c : cases) {
+        const Philox p = philox4x32(c.counter, c.stream, c.seed);
+        for (int i = 0; i < 4; i++) CHECK_EQUAL(p.word[i], c.expected[i]);
+    }
+}
+
+TEST(random_normal_is_normal) {
+    // Moments of n standard normals: mean 0 +- 1/sqrt(n), variance 1 +- sqrt(2/n), fourth moment 3 +- sqrt(96/n);
+    // limits are 5 sigma.
+    const int n = 1 << 20;
+    double sum = 0, squares = 0, fourths = 0, largest = 0;
+    int below_one = 0;
+    for (int i = 0; i < n; i++) {
+        const double x = random_normal(1234, random_stream(RANDOM_TEST), i);
+        sum += x, squares += x * x, fourths += x * x * x * x, largest = std::fmax(largest, std::fabs(x)),
+                                                              below_one += x < 1;
+    }
+    CHECK_NEAR(sum / n, 0, 5 / std::sqrt(n));
+    CHECK_NEAR(squares / n, 1, 5 * std::sqrt(2.0 / n));
+    CHECK_NEAR(fourths / n, 3, 5 * std::sqrt(96.0 / n));
+    CHECK_NEAR(double(below_one) / n, 0.841344746, 5 * 0.3653 / std::sqrt(n));
+    CHECK(largest > 4 && largest < 7);
+    // Against libm's Box-Muller on the same bits: equal to a few units in the last place of a double.
+    for (int i = 0; i < 1000; i++) {
+        const Philox p = philox4x32(i, 7, 99);
+        const double u = double(((uint64_t(p.word[1]) << 32 | p.word[0]) >> 11) + 1) * 0x1p-53;
+        const double angle = double((uint64_t(p.word[3]) << 32 | p.word[2]) >> 11) * 0x1p-53 * 2 * M_PI - M_PI / 4;
+        CHECK_NEAR(random_normal(99, 7, i), std::sqrt(-2 * std::log(u)) * std::cos(angle), 1e-14);
+    }
+}
+
+// The tightest of the limits of the group and of those above it; pages of files do not count as used.
+TEST(cgroup_limits_are_the_tightest_of_all_levels) {
+    const TempFolder folder;
+    const auto write = [&](const std::string& name, const std::string& text) {
+        make_folders((folder.path + "/" + name).substr(0, (folder.path + "/" + name).rfind('/')));
+        std::ofstream(folder.path + "/" + name) << text;
+    };
+    const auto limits = [&] { return cgroup_limits(folder.path + "/fs", folder.path + "/own"); };
+    CHECK(std::isinf(limits().bytes) && std::isinf(limits().processors));  // no such file
+    write("own", "4:memory:/v1\n0::/job/step\n");
+    CHECK(std::isinf(limits().bytes) && std::isinf(limits().processors));
+    write("fs/job/step/memory.max", "max\n"), write("fs/job/step/cpu.max", "max 100000\n");
+    CHECK(std::isinf(limits().bytes) && std::isinf(limits().processors));
+    write("fs/job/memory.max", "1000000\n"), write("fs/job/memory.current", "700000\n");
+    CHECK_EQUAL(limits().bytes, 300000.0);
+    write("fs/job/memory.stat", "anon 600000\nfile 100000\ninactive_file 70000\nactive_file 20000\n");
+    CHECK_EQUAL(limits().bytes, 390000.0);
+    write("fs/job/step/cpu.max", "250000 100000\n"), write("fs/cpu.max", "400000 100000\n");
+    CHECK_EQUAL(limits().processors, 2.5);
+    write("fs/memory.max", "100\n"), write("fs/memory.current", "200\n");
+    CHECK_EQUAL(limits().bytes, 0.0);
+    write("own", "0::/\n");  // in a container its own group is the root
+    CHECK_EQUAL(limits().processors, 4.0);
+}
+
+TEST(errors_are_one_line_with_a_status) {
+    CHECK_FAILS(2, "--lr", fail_usage("--lr %d is out of range", -1));
+    CHECK_FAILS(1, "no_such_file", read_file("/no_such_file"));
+    CHECK_FAILS(1, "folder", read_file("/tmp"));
+}
+
+// CUDA has one error for three states of a machine; each has a remedy of its own.
+TEST(no_gpu_has_its_own_reason_and_remedy) {
+    const auto says = [](const GpuSearch& search, const char* what) {
+        tests().checks++;
+        const std::string text = why_no_gpu(search);
+        if (text.find(what) == std::string::npos)
+            check_failed(__FILE__, __LINE__, "'%s' is missing in '%s'", what, text.c_str());
+    };
+    GpuSearch search;
+    says(search, "holds no CUDA engine");
+    search.nvidia_module = true;
+    says(search, "built without nvcc");
+
+    search = {};
+    search.cuda_engine = search.driver_too_old = true;
+    search.toolkit = 13000;
+    search.error = "CUDA driver version is insufficient for CUDA runtime version";
+    says(search, "there is no NVIDIA driver here");
+    search.nvidia_module = true;
+    says(search, "--gpus all");
+    search.driver = 12020;
+    says(search, "the NVIDIA driver knows CUDA 12.2 at most and this program was built with CUDA 13.0");
+    search.driver = 13010;
+    search.driver_too_old = false;
+    search.error = "no CUDA-capable device is detected";
+    says(search, "CUDA finds no GPU: no CUDA-capable device is detected");
+}

@@ -1,0 +1,116 @@
+// tests.cu: all tests of the host, and those of the device where nvcc compiles this. Every test is a TEST(name) in a
+// folder beside this file; read them in the order of the includes. ../../test_nsa.cu is a first test to learn from.
+//   build/tests [--list] [--only SUBSTRING]     the last line is "N passed, N failed", the exit status 1 if any failed
+//   build/tests --perf [options of train]       times every operation of a training step against the machine's ceilings
+// and, compiled by nvcc as build/test_device,
+//   --perf-attention [options]                  times attention alone, every branch, at several sequence lengths
+//   --ladder [options of train]                 times the attention kernels from the plainest to the trainer's
+//   --write-results FILE, --compare-results FILE   the kernels' results here beside another device's
+// -DDEVICE_TESTS_ONLY leaves out the tests of the host: that is build/test_device, which is built in less than half the
+// time. Built by nvcc, the tests of the CUDA engine are here too and run on the GPU, if there is one; without nvcc see
+// dev/test/emulator/cuda_tests.cpp.
+#include "harness.h"
+
+#ifdef DEVICE_TESTS_ONLY
+#define NSA_WITHOUT_MAIN
+#include "../../train_nsa.cu"  // which says whether there is a CUDA engine
+#else
+#include "ops/op_tests.h"
+#include "ops/op_attention_tests.h"
+#include "ops/op_layer_tests.h"
+#include "model/model_tests.h"
+#include "model/decode_tests.h"
+#include "model/choice_tests.h"
+#include "model/eval_tests.h"
+#include "model/export_tests.h"
+#include "model/inspect_tests.h"
+#include "model/cpu_speed_tests.h"
+#include "cuda/profile_tests.h"
+#include "ranks/ddp_tests.h"
+#include "ranks/emulated_run_tests.h"
+#include "ranks/launch_tests.h"
+#include "data/tokenizer_tests.h"
+#include "data/tokenize_tests.h"
+#include "data/data_tests.h"
+#include "data/mixture_tests.h"
+#include "data/fuzz_tests.h"
+#include "program/util_tests.h"
+#include "program/run_option_tests.h"
+#include "program/run_checkpoint_tests.h"
+#include "program/run_resume_tests.h"
+#include "program/run_file_tests.h"
+#include "program/report_tests.h"
+#include "program/run_tests.h"
+#include "program/fault_tests.h"
+#include "program/stop_tests.h"
+#include "program/run_limit_tests.h"
+#include "program/checkpoint_tests.h"
+#include "program/document_tests.h"
+#include "program/script_tests.h"
+#endif
+#ifdef USE_CUDA
+#include "cuda/cuda_op_tests.h"
+#include "cuda/plain_attention_tests.h"
+#include "cuda/attention_kernel_tests.h"
+#include "cuda/long_context_tests.h"
+#include "cuda/cuda_model_tests.h"
+#include "cuda/bench_tests.h"
+#include "cuda/ladder_tests.h"
+#include "cuda/device_results.h"
+#endif
+#include "../bench/perf.h"
+#ifdef USE_CUDA
+#include "../bench/attention.h"
+#include "../bench/predict.h"
+#endif
+
+static int ladder(int argc, char** argv) {
+    std::set<std::string> given;
+    Config c = parse_options(argc, argv, given);
+    if (!given.count("model")) c.model = "125m";
+    apply_preset(c, given);
+    validate_model(c, "options");
+    if (!given.count("batch")) c.batch = preset_of(c).batch;
+    World world;
+    if (!choose_device(c, world, search_gpus()).gpu)
+        fail("--ladder: there is no GPU to time the kernels on (or the build holds no CUDA engine)");
+#ifdef USE_CUDA
+    Cuda dev(0);
+    return run_ladder(dev, shape_of(c, c.batch, c.seq_len));
+#else
+    return 1;
+#endif
+}
+
+// Without a GPU the tests of the CUDA engine have nothing to run on.
+static void leave_out_device_tests() {
+#ifdef USE_CUDA
+    int gpus = 0;
+    if (cudaGetDeviceCount(&gpus) == cudaSuccess && gpus > 0) return;
+    std::vector<TestCase>& cases = tests().cases;
+    const auto on_device = [](const TestCase& t) {
+        return !std::strncmp(t.name, "cuda_", 5) || !std::strncmp(t.name, "attention_kernels_", 18) ||
+               !std::strncmp(t.name, "ladder_", 7);
+    };
+    cases.erase(std::remove_if(cases.begin(), cases.end(), on_device), cases.end());
+    skip("the tests of the CUDA engine on the device: there is no GPU here (make test runs them in emulation)");
+#endif
+}
+
+int main(int argc, char** argv) {
+    set_passive_omp_wait(argv);
+    leave_out_device_tests();
+    try {
+        if (argc > 1 && !std::strcmp(argv[1], "--perf")) return run_perf(argc - 1, argv + 1);
+#ifdef USE_CUDA
+        if (const int status = device_results::main_of(argc, argv); status >= 0) return status;
+        if (const int status = prediction_main(argc, argv); status >= 0) return status;
+        if (argc > 1 && !std::strcmp(argv[1], "--perf-attention")) return run_attention_bench(argc - 1, argv + 1);
+#endif
+        if (argc > 1 && !std::strcmp(argv[1], "--ladder")) return ladder(argc - 1, argv + 1);
+    } catch (const Error& e) {
+        std::fprintf(stderr, "tests: error: %s\n", e.what());
+        return e.status;
+    }
+    return run_tests(argc, argv);
+}
