@@ -4,7 +4,7 @@
 //   -fsanitize=thread,undefined -fno-sanitize-recover=undefined
 //              -c dev/test/emulator/emulator_tests.cpp -o build/emulator_tests_check.o
 //          g++ build/emulator_tests_check.o -fsanitize=undefined -o build/emulator_tests_check
-//   GPU:   nvcc -std=c++17 -arch=native -x cu dev/test/emulator/emulator_tests.cpp -lcublasLt -o build/emulator_tests_gpu
+//   GPU:   nvcc -std=c++17 -arch=native -x cu dev/test/emulator/emulator_tests.cpp -lcublasLt -o build/on_gpu
 #include "emulator_tests.h"
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }
