@@ -121,7 +121,7 @@ inline void check_floor(double floor_us, double gflop, double megabytes, const s
 }
 // The table and the results of --perf; times: of any of its steps, which all count the same.
 inline void check_perf_report(const std::string& text, const std::string& name,
-                              const std::map<std::string, OperationTime>& times, bool gpu = true) {
+                              const std::map<std::string, OperationTime>& times) {
     const std::array<double, 2> ceilings = printed_ceilings(text);
     REQUIRE(ceilings[0] > 0 && ceilings[1] > 0);
     const std::vector<PrintedRow> rows = printed_rows(text, "of peak", 10);
@@ -570,7 +570,7 @@ TEST(cuda_bench_cpu_step_runs) {
     const bench_tests::Report report;
     CHECK_EQUAL(perf_on<Cpu<float>>(dev, c, 1, 64, report.file), 0);
     CHECK(report.text().find("without clocks") == std::string::npos);
-    bench_tests::check_perf_report(report.text(), "perf, NSA, 1 x 64", dev.times, false);
+    bench_tests::check_perf_report(report.text(), "perf, NSA, 1 x 64", dev.times);
 }
 #ifndef PRECISION_FP32
 // 64k tokens on one GPU of 80 GB (80 GiB less what driver and context take: 79 GiB are counted on): the preset 125m at
