@@ -22,27 +22,29 @@
 #endif
 #include "dataloader.h"
 #include "ddp.cuh"  // after the engines, whose gradients it sums
+#include "lib/base/profile.h"
 #include "lib/cuda/devices.cuh"
+#include "lib/data/tokenize.h"
 #include "lib/model/arena.h"
+#include "lib/model/flops.h"
+#include "lib/model/sampling.h"
+#include "lib/model/tensors.h"
+#include "lib/report/export.h"
+#include "lib/report/inspect.h"
+#include "lib/report/run_report.h"
 #include "lib/run/build_info.h"
+#include "lib/run/check.h"
 #include "lib/run/config_files.h"
 #include "lib/run/decode_report.h"
 #include "lib/run/device.h"
 #include "lib/run/environment.h"
-#include "lib/report/export.h"
-#include "lib/model/flops.h"
-#include "lib/model/gradient_check.h"
 #include "lib/run/help.h"
-#include "lib/report/inspect.h"
-#include "lib/base/profile.h"
+#include "lib/run/model_files.h"
 #include "lib/run/prompts.h"
 #include "lib/run/report.h"
-#include "lib/report/run_report.h"
-#include "lib/model/sampling.h"
 #include "lib/run/saver.h"
-#include "lib/run/tensor_files.h"
-#include "lib/model/tensors.h"
-#include "lib/data/tokenize.h"
+#include "lib/run/start.h"
+#include "lib/run/verbs.h"
 #include "lib/run/watchdog.h"
 #include "tokenizer.h"
 
@@ -257,7 +259,6 @@ struct Model {
 //   1  not what is cheap to compute again: norms' outputs, SiLU, gated sum
 //   2  only the layer's input (and small statistics)
 // What is not kept has one buffer for all layers, and the backward pass computes it again, to the same bits.
-enum Mode { INFERENCE, TRAINING };
 
 // The list of a layer's buffers.
 //   BUFFER(type, field, count(elements), kept(does each layer keep its own? else the first one's serves all), name)
@@ -805,70 +806,6 @@ std::string print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Co
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Checkpoints: RUN/step_00001000/ holds model.safetensors, config.json, one optimizer_<rank>-of-<ranks>.safetensors per
-// rank, and manifest.json with checksums and the TrainState. Any number of ranks can resume it. lib/run/checkpoint.h
-// says how such a folder becomes whole, lib/run/saver.h how the ranks write it.
-
-// What this rank writes of the model. All ranks call it.
-template <class Dev>
-Snapshot take_snapshot(const Model<Dev>& model, const World& world) {
-    Dev& dev = model.dev;
-    const auto& specs = model.table.specs;
-    const std::vector<Piece> pieces = model.partition.parts(model.rank);
-    Snapshot s;
-    s.config = config_json(model.config);
-    if (model.sharded && Dev::has_master)
-        s.weights = views_of_shards(dev, specs, model.master, model.owned, world, s.buffers);
-    else if (world.rank == 0) s.weights = views_of(dev, specs, model.master, "", s.buffers);
-    add_moments(s.moments, dev, specs, model.m, 'm', pieces, model.sharded, s.buffers);
-    add_moments(s.moments, dev, specs, model.v, 'v', pieces, model.sharded, s.buffers);
-    return s;
-}
-
-template <class Dev>
-void read_parameters(Model<Dev>& model, const SafeTensors& file) {
-    for (const TensorSpec& t : model.table.specs)
-        model.set_parameter(t, static_cast<const float*>(file.get(t.name, "F32", t.shape()).data));
-}
-
-template <class Dev>
-TrainState load_checkpoint(Model<Dev>& model, const std::string& folder) {
-    const Manifest manifest = read_manifest(folder);
-    const TrainState state = read_state(manifest);
-    const SafeTensors weights(folder + "/model.safetensors");
-    read_parameters(model, weights);
-    round_parameters(model.dev, model.table.specs, model.params, weights, uint64_t(model.config.seed),
-                     state.last_update);
-    read_moments(model.dev, model.table.specs, model.m, model.v, model.owned, manifest, folder);
-    return state;
-}
-
-// --dump-state: the first batch with everything that it leads to, for another program to compare itself with.
-template <class Dev>
-void dump_first_batch(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const std::set<std::string>& given) {
-    const Config& c = model.config;
-    const NsaShape& s = a.shape;
-    Buffers buffers;
-    StateDump d;
-    d.precision = precision_of(model.dev);
-    d.B = s.B;
-    d.T = s.T;
-    d.V = a.V;
-    d.inputs.resize(size_t(c.total_batch));
-    d.targets.resize(size_t(c.total_batch));
-    loader.next_batch(d.inputs.data(), d.targets.data(), s.B);
-    forward(model, a, d.inputs.data(), 0, s.T);
-    const double tokens = double(c.total_batch),
-                 loss = classify(model, a, d.targets.data(), 1 / tokens, true, &d.logits) / tokens;
-    d.loss = float(loss);
-    backward(model, a);
-    d.add(views_of(model.dev, model.table.specs, model.master, "", buffers));
-    d.add(views_of(model.dev, model.table.specs, model.grads, "grad.", buffers));
-    d.add_selections(model.dev, s, a.layer);
-    write_state_dump(c.dump_state, std::move(d), config_json(c), command_line(c, given, "dump-state"));
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // Steps.
 
 // Adds the losses of one micro-batch to model.results and its gradients to model.dw. inputs, targets [B, T]. last: the
@@ -920,28 +857,17 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
     model.progress("update");
 }
 
-// Before anything is allocated: a micro-batch that nobody gave becomes the largest that fits on every rank; if that
-// does not help, fails and says what would. Returns whether more than three quarters of the memory will be taken.
+// Before anything is allocated, see fit_batch(). Returns whether memory is tight.
 template <class Dev>
 bool require_memory(Dev& dev, Config& c, const World& world, bool batch_is_given) {
-    const double mib = 1 << 20, fixed = Model<Dev>::flat_bytes(c, world.size) / mib;
+    const double mib = 1 << 20;
+    const double fixed = Model<Dev>::flat_bytes(c, world.size) / mib;
     const double available = world.lowest(dev.available_bytes(world.device_sharers) / mib);
-    const auto needed = [&](int64_t batch, int64_t recompute) {
+    return fit_batch(c, world, batch_is_given, fixed, available, [&](int64_t batch, int64_t recompute) {
         Config other = c;
         other.recompute = recompute;
         return fixed + Activations<Dev>::bytes_needed(dev, other, batch, c.seq_len, TRAINING) / mib;
-    };
-    const int64_t samples = c.total_batch / c.seq_len / world.size;
-    const int64_t fits =
-        largest_batch(c.batch, samples, available, [&](int64_t batch) { return needed(batch, c.recompute); });
-    if (!batch_is_given && fits > 0 && fits < c.batch) {
-        if (world.rank == 0)
-            std::printf("batch:  %s at a time and not %lld, which do not fit into %.0f MiB\n",
-                        counted(fits, "sequence").c_str(), (long long)c.batch, available);
-        c.batch = fits;
-    }
-    require_memory_of(c, fixed, available, samples, needed);
-    return needed(c.batch, c.recompute) > 0.75 * available;
+    });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -962,7 +888,6 @@ struct Run {
     CheckpointSaver<World> saver;
     std::vector<StepResult> pending;  // given to the engine and not yet reported
     Stop stop = GO_ON;
-    bool memory_is_tight = false;
     // A GPU has to be waited for before they can be read.
     static constexpr int64_t steps_between_statistics = Dev::on_host ? 1 : 50;
     static constexpr int64_t max_bad_steps = 3;  // in a row
@@ -1144,82 +1069,54 @@ struct Run {
 // ---------------------------------------------------------------------------------------------------------------------
 // The beginning and the end of a run.
 
-static Versions library_versions() {
-    Versions all = {{"MPI", mpi_name()}, {"oneDNN", dnnl_version_text()}, {"NCCL", nccl_version()}};
-    for (const auto& version : cuda_versions()) all.push_back(version);
-    return all;
-}
-
-// Everything up to the first step. Whatever a run can be refused for is looked at before anything is written.
+// Everything up to the first step.
 template <class Dev>
-void begin_run(Run<Dev>& run, const Device& device, const GradientPath& path, const std::set<std::string>& given) {
+void begin_run(Run<Dev>& run, const Device& device, const GradientPath& path, const std::set<std::string>& given,
+               bool memory_is_tight) {
     const Config& c = run.config();
     const World& world = run.world;
-    const bool writes = c.dump_state.empty();
-    if (world.size > 1)
-        require_same(world, same_run_lines(c, binary_digest(), run.data.train->state().corpus, run.data.val_corpus()),
-                     "start all ranks with the same program, options and data");
-    const std::string checkpoint = choose_checkpoint(c.out, c.resume, !writes, world);
-    const std::string weights = !checkpoint.empty()    ? "weights of " + checkpoint
-                                : !c.init_from.empty() ? "weights of " + c.init_from
-                                : c.init == "random"   ? "every tensor random"
-                                                       : "standard initialisation";
-    if (run.is_first())
-        print_run(c, given,
-                  {run.dev.describe(), device, world, path.text, run.model.partition, run.model.table.parameters,
-                   run.data, weights});
-    if (!checkpoint.empty()) {
-        require_same_model(c, checkpoint, "resume");
-        resume_data(*run.data.train, c, read_state(read_manifest(checkpoint)), run.is_first());
-    }
-    std::unique_ptr<SafeTensors> initial;  // --init-from
-    if (checkpoint.empty()) initial = open_initial_weights(c, run.model.table.specs, run.is_first());
-    const std::string start = environment_json(world, run.dev.describe(), library_versions(), checkpoint);
-    if (run.is_first() && writes) prepare_run_folder(c.out, !checkpoint.empty(), manifest_json(c), start);
-    world.barrier();
-    const std::string heartbeat = format_text("%s/heartbeat_rank%d.jsonl", c.out.c_str(), world.rank);
-    if (writes) world.watchdog.write_heartbeats(heartbeat, world.rank);
-    run.model.watchdog = &world.watchdog;
-    run.model.progress("start");
-    run.reducer = make_reducer(run.dev, world, run.model.partition, run.model.grads,
-                               {int(c.zero), c.grad_reduce == "bf16"}, path.by_nccl);
+    Model<Dev>& model = run.model;
+    const Versions libraries = library_versions(nccl_version(), cuda_versions());
+    const RunStart start = open_run(c, given, world, device, path, model, run.data, libraries);
+    model.watchdog = &world.watchdog;
+    model.progress("start");
+    run.reducer = make_reducer(run.dev, world, model.partition, model.grads, {int(c.zero), c.grad_reduce == "bf16"},
+                               path.by_nccl);
     run.activations = std::make_unique<Activations<Dev>>(run.dev, c, c.batch, c.seq_len, TRAINING);
-    if (run.is_first())
-        print_memory(Model<Dev>::flat_bytes(c, world.size) / (1 << 20), run.activations->arena, run.memory_is_tight);
-    if (run.is_first()) print_selected(run.dev.describe_selected(run.activations->shape));
-    run.saver.last_saved = checkpoint;
-    if (!checkpoint.empty()) run.state = load_checkpoint(run.model, checkpoint);
-    else if (initial) read_parameters(run.model, *initial);
-    else run.model.initialise();
-    if (!run.is_first() || !writes) return;
-    run.report.log = std::make_unique<RunLog>(c.out, !checkpoint.empty(), run.state.step, c.tensorboard);
-    run.report.log_start(run.state.step, version_text(), run.dev.describe(), world.size, run.model.table.parameters,
-                         model_flops_per_token(run.model.table.specs, shape_of(c, 1, c.seq_len), c.layers),
+    if (run.is_first()) {
+        print_memory(Model<Dev>::flat_bytes(c, world.size) / (1 << 20), run.activations->arena, memory_is_tight);
+        print_selected(run.dev.describe_selected(run.activations->shape));
+    }
+    run.saver.last_saved = start.checkpoint;
+    if (!start.checkpoint.empty()) run.state = load_checkpoint(model, start.checkpoint);
+    else if (start.weights) read_parameters(model, *start.weights);
+    else model.initialise();
+    if (!run.is_first() || !c.dump_state.empty()) return;
+    run.report.log = std::make_unique<RunLog>(c.out, !start.checkpoint.empty(), run.state.step, c.tensorboard);
+    run.report.log_start(run.state.step, version_text(), run.dev.describe(), world.size, model.table.parameters,
+                         model_flops_per_token(model.table.specs, shape_of(c, 1, c.seq_len), c.layers),
                          run.dev.peak_flops());
-    print_resume(c, checkpoint, run.state.step);
+    print_resume(c, start.checkpoint, run.state.step);
     std::fflush(stdout);
 }
 
 // What rank 0 says about a run that has reached its end. Some ends are errors.
 template <class Dev>
 void print_end(Run<Dev>& run) {
-    const Config& c = run.config();
-    if (run.stop == HALTED) remove_halt_file(c.out);
     run.report.print_done(run.state.step, double(run.dev.peak_bytes) / (1 << 20));
     if (run.reducer) {
         run.reducer->read_clocks();
         run.report.print_reductions(run.reducer->times);
     }
     print_selected(run.dev.describe_selected(run.activations->shape));
-    if (!run.saver.lost_folder.empty())
-        fail("%s; %s", run.saver.lost_folder.c_str(), run.saver.describe_last().c_str());
-    run.report.print_end(run.stop, run.state, c, run.saver.last_error, run.saver.last_saved, run.tokenizer != nullptr);
+    run.report.print_end(run.stop, run.state, run.config(), run.saver, run.tokenizer != nullptr);
 }
 
 // Returns the program's exit status.
 template <class Dev>
-int train_run(Run<Dev>& run, const Device& device, const GradientPath& path, const std::set<std::string>& given) {
-    begin_run(run, device, path, given);
+int train_run(Run<Dev>& run, const Device& device, const GradientPath& path, const std::set<std::string>& given,
+              bool memory_is_tight) {
+    begin_run(run, device, path, given, memory_is_tight);
     if (!run.config().dump_state.empty()) {
         dump_first_batch(run.model, *run.activations, *run.data.train, given);
         return 0;
@@ -1266,12 +1163,7 @@ void with_engine(const Device& device, [[maybe_unused]] const Config& c, World& 
 }
 
 static int run_train(Config& c, const std::set<std::string>& on_command_line, World& world) {
-    std::set<std::string> given = on_command_line;
-    const bool resumes = c.resume && inherit_options(c, given);
-    if (!resumes && !c.init_from.empty()) inherit_model(c, given);
-    apply_preset(c, given);
-    validate_model(c, "options");
-    validate_given(c, on_command_line);
+    const std::set<std::string> given = complete_options(c, on_command_line);
     world.watchdog.start(c.stall_timeout, world.size);
     const GpuSearch gpus = search_gpus();
     drop_unsupported_options(c, on_command_line, threads_of_rank(world), gpus);  // a resume has options nobody gave
@@ -1285,134 +1177,24 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
         const bool tight = require_memory(dev, c, world, given.count("batch"));
         if (world.rank == 0) warn_of_doubtful_options(c, on_command_line);
         Run<std::decay_t<decltype(dev)>> run(dev, c, world);
-        run.memory_is_tight = tight;
-        const auto train = [&] { return train_run(run, device, path, given); };
+        const auto train = [&] { return train_run(run, device, path, given, tight); };
         status = world.size > 1 ? report_errors(&world, train) : train();
     });
     return status;
 }
 
-// Calls use() with the engine and a model of these weights.
+// Calls use() with a model of these weights.
 template <class Use>
 void with_trained_model(const Config& c, const SafeTensors& weights, World& world, Use use) {
     with_engine(choose_device(c, world, search_gpus()), c, world, [&](auto& dev, const GradientPath&) {
         Model model(dev, c, false);
         read_parameters(model, weights);
-        use(dev, model);
+        use(model);
     });
 }
 
-static void run_sample(Config c, World& world) {
-    const TrainedModel trained = open_trained_model<TensorTable>(c);
-    const auto tokenizer = tokenizer_of_model<Tokenizer>(c);
-    const std::vector<std::string> prompts = prompts_of(c);
-    with_trained_model(c, *trained.weights, world, [&](auto&, auto& model) {
-        if (c.interactive) {
-            Decoder decoder(model, c.seq_len, c.seq_len);
-            converse(*tokenizer, c.seq_len, c.tokens, [&](auto& tokens) { return decoder.next(tokens, c); });
-            if (c.stats) decoder.meter.print();
-            return;
-        }
-        for (size_t i = 0; i < prompts.size(); i++) {
-            announce_prompt(i, prompts.size());
-            print_sample(model, *tokenizer, c, c.tokens, c.past_end, prompts[i]);
-        }
-    });
-}
-
-static void run_eval(Config c, const std::set<std::string>& given, World& world) {
-    const auto [folder, weights] = open_trained_model<TensorTable>(c);
-    if (!given.count("batch")) c.batch = 1;
-    const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
-    const EvaluationData data = open_evaluation_data(c, folder, world, tokenizer.get());
-    const int64_t samples =
-        given.count("eval-batches") ? std::min(data.samples(), c.eval_batches * c.batch) : data.samples();
-    c.batch = std::min(c.batch, std::max<int64_t>(1, (samples + world.size - 1) / world.size));
-    with_trained_model(c, *weights, world, [&, &folder = folder](auto& dev, auto& model) {
-        using Engine = std::decay_t<decltype(dev)>;
-        dev.check_shape(shape_of(c, c.batch, c.seq_len));
-        require_memory_to_evaluate(c, Activations<Engine>::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
-                                   dev.available_bytes(world.device_sharers));
-        for (const ValidationSet& s : data.sets) {
-            Activations<Engine> a(dev, c, c.batch, c.seq_len, INFERENCE);
-            const EvalResult r(evaluate(model, a, *s.loader, std::min(samples, s.samples()), world, tokenizer.get()));
-            if (world.rank == 0) print_evaluation(folder, s.name, r, c, s.samples());
-        }
-        if (data.choices.items.empty()) return;
-        const ChoiceResult r = data.choices.result(evaluate_choices(model, data.choices, world));
-        if (world.rank == 0) print_choices(folder, data.choices, r, c.items);
-    });
-}
-
-static void run_inspect(Config c, World& world) {
-    const TrainedModel trained = open_trained_model<TensorTable>(c);
-    Inspection inspection(c, trained.folder, *tokenizer_of_model<Tokenizer>(c));
-    const int64_t T = int64_t(inspection.tokens.size());
-    with_trained_model(c, *trained.weights, world, [&](auto& dev, auto& model) {  // one pass, as of a prompt
-        Decoder decoder(model, T, T);
-        forward(model, decoder.a, inspection.tokens.data(), 0, int(T), [&](size_t i) {
-            inspection.add_layer(dev, decoder.a.shape, decoder.a.layer[i], TiledAttention::fold_importance);
-        });
-    });
-    inspection.write(c.html, c.json);
-}
-
-// A small model in fp64 and its gradient under --recompute.
-struct SelfTest {
-    using Engine = Cpu<double>;
-    Engine dev;
-    Config config;
-    Model<Engine> model;
-    Activations<Engine> a;
-    std::vector<int32_t> inputs, targets;
-
-    explicit SelfTest(int64_t recompute, const std::string& options = "")
-        : config(options_of("--init random --seq-len 70 --dim 24 --heads 4 --head-dim 6 --mlp-hidden 40 "
-                            "--phi-hidden 5 --cmp-block 8 --cmp-stride 4 --slc-block 8 --slc-count 4 --window 9 "
-                            "--recompute " +
-                            std::to_string(recompute) + " " + options)),
-          model(dev, config, true),
-          a(dev, config, 2, config.seq_len, TRAINING),
-          inputs(bytes_to_check(size_t(2 * config.seq_len), 1)),
-          targets(bytes_to_check(inputs.size(), 2)) {
-        model.initialise();
-        loss(true);
-        backward(model, a);
-    }
-    double loss(bool gradient) {
-        forward(model, a, inputs.data(), 0, int(config.seq_len));
-        return classify(model, a, targets.data(), 1.0, gradient);
-    }
-    // The backward pass against finite differences.
-    GradientErrors errors() {
-        return gradient_errors(
-            model.table.specs, model.params, model.grads, [&] { return loss(false); },
-            [&] { return selections_of(a); });
-    }
-    bool has_gradients_of(const SelfTest& other) const {
-        return !std::memcmp(model.grads, other.model.grads, model.table.total * sizeof(double));
-    }
-};
-
-static bool check_gradients() {
-    const double limit = 1e-6;
-    SelfTest keeps_all(0);
-    const double worst = keeps_all.errors().worst;
-    const bool right = worst < limit;  // false for NaN
-    const bool recomputed = SelfTest(1).has_gradients_of(keeps_all) && SelfTest(2).has_gradients_of(keeps_all);
-    print_check(right, "gradients    worst error of the fp64 self-test %.1e, limit %.0e", worst, limit);
-    print_check(recomputed, "recompute    --recompute 1 and 2 %s the gradients' bits", recomputed ? "keep" : "change");
-    return right && recomputed;
-}
-
-// What a rank of the larger preset would take.
-template <class Dev>
-void print_memory_of_125m(Dev& dev) {
-    const Config c = options_of(Dev::on_host ? "--model 125m --batch 1" : "--model 125m --batch 16");
-    std::printf("  --model 125m --batch %lld takes\n", (long long)c.batch);
-    print_memory(Model<Dev>::flat_bytes(c, 1) / (1 << 20),
-                 Activations<Dev>(dev, c, c.batch, c.seq_len, TRAINING, 0, true).arena, true);
-}
+// The small model of `check` and of the tests.
+using SelfTest = GradientSelfTest<Model<Cpu<double>>, Activations<Cpu<double>>>;
 
 static int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world, search_gpus());
@@ -1423,8 +1205,11 @@ static int run_check(const Config& c, World& world) {
 #endif
     print_build(r);
     const bool data_are_good = check_data<Tokenizer>(c.vocab_dir, open_shards);
-    with_engine(device, c, world, [](auto& dev, const GradientPath&) { print_memory_of_125m(dev); });
-    return check_gradients() && data_are_good ? 0 : 1;
+    with_engine(device, c, world, [](auto& dev, const GradientPath&) {
+        using Engine = std::decay_t<decltype(dev)>;
+        print_memory_of_125m<Model<Engine>, Activations<Engine>>(dev);
+    });
+    return check_gradients<SelfTest>() && data_are_good ? 0 : 1;
 }
 
 [[maybe_unused]] static int run_verb(int argc, char** argv, World& world) {
@@ -1435,17 +1220,21 @@ static int run_check(const Config& c, World& world) {
     if (world.size > 1 && verb != TRAIN && verb != EVAL && !only_prints)
         fail_usage("'%s' runs in one process: start it without mpirun", c.verb.c_str());
     if (!c.config.empty() && !only_prints) read_options_file(c, given, world.rank == 0);
+    const auto with_model = [&](const Config& options, const SafeTensors& weights, auto use) {
+        with_trained_model(options, weights, world, use);
+    };
     int status = 0;
     if (c.help) print_help(verb);
     else if (c.version) print_version(gemm_name(), mpi_name(), pmi_of(mpi_name()));
     else if (verb == TRAIN) status = run_train(c, given, world);
     else if (verb == TOKENIZE) run_tokenize<Tokenizer>(c, usable_processors());
-    else if (verb == SAMPLE) run_sample(c, world);
-    else if (verb == EVAL) run_eval(c, given, world);
+    else if (verb == SAMPLE) run_sample<TensorTable, Tokenizer, Decoder>(c, with_model);
+    else if (verb == EVAL) run_eval<TensorTable, Tokenizer, Activations>(c, given, world, with_model);
     else if (verb == EXPORT) export_checkpoint<Tokenizer, TensorTable>(c);
     else if (verb == IMPORT) import_checkpoint<TensorTable>(c);
     else if (verb == REPORT) report_runs(c.runs, c.html);
-    else if (verb == INSPECT) run_inspect(c, world);
+    else if (verb == INSPECT)
+        run_inspect<TensorTable, Tokenizer, Decoder>(c, with_model, TiledAttention::fold_importance);
     else status = run_check(c, world);
     if (!output_is_whole()) report_lost_output(status, (verb == TRAIN || verb == TOKENIZE) && !only_prints);
     return status;

@@ -5,6 +5,9 @@
 
 #include "../base/util.h"
 
+// What activations are for, which decides how many there are.
+enum Mode { INFERENCE, TRAINING };
+
 // Buffers of one name, together.
 struct MemoryEntry {
     std::string name;

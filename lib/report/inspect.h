@@ -1,6 +1,6 @@
 // inspect.h: the verb `inspect`: what a trained model selects in a text. For every layer, group and query the chosen
 // blocks with their importances and the gates of the branches, as one JSON file and as one HTML page, lib/report/html/
-// inspect.html with that JSON in it, which reads nothing from elsewhere.
+// inspect.html with that JSON in it, which reads nothing from elsewhere. Used by run_verb() in train_nsa.cu.
 #pragma once
 #include <algorithm>
 #include <cstdio>
@@ -13,6 +13,7 @@
 #include "../base/files.h"
 #include "../base/json.h"
 #include "../run/options.h"
+#include "../run/prompts.h"
 #include "../model/shape.h"
 #include "../data/tokenize.h"
 
@@ -179,3 +180,18 @@ class Inspection {
         return importance;
     }
 };
+
+// The verb. with_model(options, weights, use) calls use(model) with a model of these weights.
+template <class Table, class Tokenizer, template <class> class Decoder, class WithModel, class Fold>
+void run_inspect(Config c, WithModel with_model, Fold fold) {
+    const TrainedModel trained = open_trained_model<Table>(c);
+    Inspection inspection(c, trained.folder, *tokenizer_of_model<Tokenizer>(c));
+    const int64_t T = int64_t(inspection.tokens.size());
+    with_model(c, *trained.weights, [&](auto& model) {  // one pass, as of a prompt
+        Decoder<std::decay_t<decltype(model.dev)>> decoder(model, T, T);
+        forward(model, decoder.a, inspection.tokens.data(), 0, int(T), [&](size_t i) {
+            inspection.add_layer(model.dev, decoder.a.shape, decoder.a.layer[i], fold);
+        });
+    });
+    inspection.write(c.html, c.json);
+}

@@ -275,6 +275,18 @@ static bool inherit_options(Config& c, std::set<std::string>& given) {
     return true;
 }
 
+// A training's options: those on the command line, then those of the run that it resumes or the model that it begins
+// with, then the preset's. Returns the names of those that somebody gave.
+static std::set<std::string> complete_options(Config& c, const std::set<std::string>& on_command_line) {
+    std::set<std::string> given = on_command_line;
+    const bool resumes = c.resume && inherit_options(c, given);
+    if (!resumes && !c.init_from.empty()) inherit_model(c, given);
+    apply_preset(c, given);
+    validate_model(c, "options");
+    validate_given(c, on_command_line);
+    return given;
+}
+
 // --config: options from a file, as if they had been given, where the command line does not give them. Says which those
 // are, if it is to print.
 static void read_options_file(Config& c, std::set<std::string>& given, bool prints) {

@@ -153,6 +153,24 @@ inline void require_memory_of(const Config& c, double fixed, double available, i
         advice.empty() ? "a smaller --seq-len or model" : advice.c_str());
 }
 
+// Before anything is allocated: a micro-batch that nobody gave becomes the largest that fits on every rank; if that
+// does not help, fails and says what would. Returns whether more than three quarters of the memory will be taken. The
+// numbers are those of require_memory_of().
+template <class World, class Needed>
+bool fit_batch(Config& c, const World& world, bool batch_is_given, double fixed, double available, Needed needed) {
+    const int64_t samples = c.total_batch / c.seq_len / world.size;
+    const int64_t fits =
+        largest_batch(c.batch, samples, available, [&](int64_t batch) { return needed(batch, c.recompute); });
+    if (!batch_is_given && fits > 0 && fits < c.batch) {
+        if (world.rank == 0)
+            std::printf("batch:  %s at a time and not %lld, which do not fit into %.0f MiB\n",
+                        counted(fits, "sequence").c_str(), (long long)c.batch, available);
+        c.batch = fits;
+    }
+    require_memory_of(c, fixed, available, samples, needed);
+    return needed(c.batch, c.recompute) > 0.75 * available;
+}
+
 // Bytes of a rank, for something that only runs forward.
 inline void require_memory_for(double needed, double available, const std::string& what, const char* advice) {
     if (needed > available)
@@ -525,8 +543,11 @@ struct RunReport {
     }
 
     // The run's last lines, or the error that it ends with although it reached its end.
-    void print_end(Stop stop, const TrainState& state, const Config& c, const std::string& save_error,
-                   const std::string& last_saved, bool has_vocabulary) const {
+    template <class Saver>
+    void print_end(Stop stop, const TrainState& state, const Config& c, const Saver& saver, bool has_vocabulary) const {
+        const std::string &save_error = saver.last_error, &last_saved = saver.last_saved;
+        if (stop == HALTED) remove_halt_file(c.out);
+        if (!saver.lost_folder.empty()) fail("%s; %s", saver.lost_folder.c_str(), saver.describe_last().c_str());
         if (!save_error.empty())
             fail(
                 "the last checkpoint could not be written: %s; what was learnt since %s is lost; mend that and run "

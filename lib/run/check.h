@@ -1,0 +1,71 @@
+// check.h: what the verb `check` works out: a gradient self-test, and the memory that the larger preset takes. Used by
+// run_check() in train_nsa.cu, whose Model, Activations, forward(), classify() and backward() these templates take.
+#pragma once
+#include <cstring>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "../model/arena.h"
+#include "../model/gradient_check.h"
+#include "build_info.h"
+#include "options.h"
+#include "report.h"
+
+// A small model in fp64 and its gradient under --recompute.
+template <class Model, class Activations>
+struct GradientSelfTest {
+    std::decay_t<decltype(Model::dev)> dev;
+    Config config;
+    Model model;
+    Activations a;
+    std::vector<int32_t> inputs, targets;
+
+    explicit GradientSelfTest(int64_t recompute, const std::string& options = "")
+        : config(options_of("--init random --seq-len 70 --dim 24 --heads 4 --head-dim 6 --mlp-hidden 40 "
+                            "--phi-hidden 5 --cmp-block 8 --cmp-stride 4 --slc-block 8 --slc-count 4 --window 9 "
+                            "--recompute " +
+                            std::to_string(recompute) + " " + options)),
+          model(dev, config, true),
+          a(dev, config, 2, config.seq_len, TRAINING),
+          inputs(bytes_to_check(size_t(2 * config.seq_len), 1)),
+          targets(bytes_to_check(inputs.size(), 2)) {
+        model.initialise();
+        loss(true);
+        backward(model, a);
+    }
+    double loss(bool gradient) {
+        forward(model, a, inputs.data(), 0, int(config.seq_len));
+        return classify(model, a, targets.data(), 1.0, gradient);
+    }
+    // The backward pass against finite differences.
+    GradientErrors errors() {
+        return gradient_errors(
+            model.table.specs, model.params, model.grads, [&] { return loss(false); },
+            [&] { return selections_of(a); });
+    }
+    bool has_gradients_of(const GradientSelfTest& other) const {
+        return !std::memcmp(model.grads, other.model.grads, model.table.total * sizeof(double));
+    }
+};
+
+template <class SelfTest>
+bool check_gradients() {
+    const double limit = 1e-6;
+    SelfTest keeps_all(0);
+    const double worst = keeps_all.errors().worst;
+    const bool right = worst < limit;  // false for NaN
+    const bool recomputed = SelfTest(1).has_gradients_of(keeps_all) && SelfTest(2).has_gradients_of(keeps_all);
+    print_check(right, "gradients    worst error of the fp64 self-test %.1e, limit %.0e", worst, limit);
+    print_check(recomputed, "recompute    --recompute 1 and 2 %s the gradients' bits", recomputed ? "keep" : "change");
+    return right && recomputed;
+}
+
+// What a rank of the larger preset would take.
+template <class Model, class Activations, class Dev>
+void print_memory_of_125m(Dev& dev) {
+    const Config c = options_of(Dev::on_host ? "--model 125m --batch 1" : "--model 125m --batch 16");
+    std::printf("  --model 125m --batch %lld takes\n", (long long)c.batch);
+    print_memory(Model::flat_bytes(c, 1) / (1 << 20),
+                 Activations(dev, c, c.batch, c.seq_len, TRAINING, 0, true).arena, true);
+}

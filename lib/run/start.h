@@ -1,0 +1,55 @@
+// start.h: what a run does before it allocates anything but its parameters. Used by begin_run() in train_nsa.cu.
+#pragma once
+#include <memory>
+#include <set>
+#include <string>
+
+#include "../base/errors.h"
+#include "../base/machine.h"
+#include "config_files.h"
+#include "device.h"
+#include "environment.h"
+#include "report.h"
+#include "run_folder.h"
+#include "saver.h"
+#include "train_state.h"
+
+// What a run begins with. Both are empty where it draws its weights.
+struct RunStart {
+    std::string checkpoint;                // the one to resume
+    std::unique_ptr<SafeTensors> weights;  // those of --init-from
+};
+
+// Looks at whatever a run can be refused for, prints its first lines, and only then writes into its folder. All ranks
+// call it.
+template <class World, class Model, class Data>
+RunStart open_run(const Config& c, const std::set<std::string>& given, const World& world, const Device& device,
+                  const GradientPath& path, const Model& model, const Data& data, const Versions& libraries) {
+    const bool writes = c.dump_state.empty(), says = world.rank == 0;
+    if (world.size > 1)
+        require_same(world, same_run_lines(c, binary_digest(), data.train->state().corpus, data.val_corpus()),
+                     "start all ranks with the same program, options and data");
+    RunStart start;
+    start.checkpoint = choose_checkpoint(c.out, c.resume, !writes, world);
+    const bool resumes = !start.checkpoint.empty();
+    const std::string weights = resumes                ? "weights of " + start.checkpoint
+                                : !c.init_from.empty() ? "weights of " + c.init_from
+                                : c.init == "random"   ? "every tensor random"
+                                                       : "standard initialisation";
+    if (says)
+        print_run(c, given,
+                  {model.dev.describe(), device, world, path.text, model.partition, model.table.parameters, data,
+                   weights});
+    if (resumes) {
+        require_same_model(c, start.checkpoint, "resume");
+        resume_data(*data.train, c, read_state(read_manifest(start.checkpoint)), says);
+    } else {
+        start.weights = open_initial_weights(c, model.table.specs, says);
+    }
+    const std::string record = environment_json(world, model.dev.describe(), libraries, start.checkpoint);
+    if (says && writes) prepare_run_folder(c.out, resumes, manifest_json(c), record);
+    world.barrier();
+    const std::string heartbeat = format_text("%s/heartbeat_rank%d.jsonl", c.out.c_str(), world.rank);
+    if (writes) world.watchdog.write_heartbeats(heartbeat, world.rank);
+    return start;
+}

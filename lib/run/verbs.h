@@ -1,0 +1,61 @@
+// verbs.h: the verbs `sample` and `eval`. Used by run_verb() in train_nsa.cu, whose types and functions these templates
+// take. with_model(options, weights, use) calls use(model) with a model of these weights.
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <set>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "../model/arena.h"
+#include "config_files.h"
+#include "options.h"
+#include "prompts.h"
+#include "report.h"
+
+template <class Table, class Tokenizer, template <class> class Decoder, class WithModel>
+void run_sample(Config c, WithModel with_model) {
+    const TrainedModel trained = open_trained_model<Table>(c);
+    const auto tokenizer = tokenizer_of_model<Tokenizer>(c);
+    const std::vector<std::string> prompts = prompts_of(c);
+    with_model(c, *trained.weights, [&](auto& model) {
+        if (c.interactive) {
+            Decoder<std::decay_t<decltype(model.dev)>> decoder(model, c.seq_len, c.seq_len);
+            converse(*tokenizer, c.seq_len, c.tokens, [&](auto& tokens) { return decoder.next(tokens, c); });
+            if (c.stats) decoder.meter.print();
+            return;
+        }
+        for (size_t i = 0; i < prompts.size(); i++) {
+            announce_prompt(i, prompts.size());
+            print_sample(model, *tokenizer, c, c.tokens, c.past_end, prompts[i]);
+        }
+    });
+}
+
+template <class Table, class Tokenizer, template <class> class Activations, class World, class WithModel>
+void run_eval(Config c, const std::set<std::string>& given, World& world, WithModel with_model) {
+    const TrainedModel trained = open_trained_model<Table>(c);
+    if (!given.count("batch")) c.batch = 1;
+    const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
+    const auto data = open_evaluation_data(c, trained.folder, world, tokenizer.get());
+    const int64_t samples =
+        given.count("eval-batches") ? std::min(data.samples(), c.eval_batches * c.batch) : data.samples();
+    c.batch = std::min(c.batch, std::max<int64_t>(1, (samples + world.size - 1) / world.size));
+    with_model(c, *trained.weights, [&](auto& model) {
+        auto& dev = model.dev;
+        using Buffers = Activations<std::decay_t<decltype(dev)>>;
+        dev.check_shape(shape_of(c, c.batch, c.seq_len));
+        require_memory_to_evaluate(c, Buffers::bytes_needed(dev, c, c.batch, c.seq_len, INFERENCE),
+                                   dev.available_bytes(world.device_sharers));
+        for (const auto& set : data.sets) {
+            Buffers a(dev, c, c.batch, c.seq_len, INFERENCE);
+            const int64_t wanted = std::min(samples, set.samples());
+            const EvalResult r(evaluate(model, a, *set.loader, wanted, world, tokenizer.get()));
+            if (world.rank == 0) print_evaluation(trained.folder, set.name, r, c, set.samples());
+        }
+        if (data.choices.items.empty()) return;
+        const ChoiceResult r = data.choices.result(evaluate_choices(model, data.choices, world));
+        if (world.rank == 0) print_choices(trained.folder, data.choices, r, c.items);
+    });
+}
