@@ -1,17 +1,17 @@
 // train_nsa.cu: trains a language model with Native Sparse Attention (arXiv 2502.11089).
 //
 // Read it from top to bottom:
-//   options      which shapes follow from what the user asked for
-//   tensors      one list of the model's parameters: names, shapes, initialisation, weight decay
-//   model        parameters, gradients and moments; activations and their memory
+//   tensors   one list of the model's parameters: names, shapes, initialisation, weight decay
+//   model     parameters, gradients and moments; activations and their memory
 //   forward, backward, update, evaluate, sample
-//   checkpoints  the model's tensors on their way to and from files
-//   steps        a micro-step, gradient accumulation, and what a run does once a step
-//   the run      start, training loop, end
+//   steps     a micro-step, and the gradients of an optimiser step
+//   the run   what it does in a step and between steps, the training loop, its beginning and its end
 //   verbs, main
-// dev/MODEL.md specifies the model. The arithmetic of each operation is in an engine, Cpu in nsa_cpu.h or Cuda in
-// nsa_kernels.cuh; `dev` is one of the two. Ranks are in ddp.cuh, token shards in dataloader.h, text in tokenizer.h,
-// and everything that is not about the model in lib/.
+// dev/MODEL.md specifies the model. An engine does the arithmetic of each operation: Cpu in nsa_cpu.h or Cuda in
+// nsa_kernels.cuh; `dev` is one of the two. `Config c` holds the options, which lib/run/options.h lists; shape_of() in
+// lib/run/config_files.h turns them into the shapes of the attention. Ranks are in ddp.cuh, token shards in
+// dataloader.h, text in tokenizer.h, and all that is not about the model in lib/: checkpoints in lib/run/model_files.h,
+// the start of a run in lib/run/start.h, the verbs in lib/run/verbs.h, lib/run/check.h and lib/report.
 #include <set>
 #include <string>
 #include <vector>
@@ -26,7 +26,6 @@
 #include "lib/cuda/devices.cuh"
 #include "lib/data/tokenize.h"
 #include "lib/model/arena.h"
-#include "lib/model/flops.h"
 #include "lib/model/sampling.h"
 #include "lib/model/tensors.h"
 #include "lib/report/export.h"
@@ -47,10 +46,6 @@
 #include "lib/run/verbs.h"
 #include "lib/run/watchdog.h"
 #include "tokenizer.h"
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Options. `Config c` holds them; lib/run/options.h has the table of their names, defaults, ranges and presets.
-// shape_of() in lib/run/config_files.h is what the attention needs to know of them.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensors. One list makes the struct's fields, the names on disk, shapes, initialisation, weight decay and checkpoints.
@@ -1092,12 +1087,7 @@ void begin_run(Run<Dev>& run, const Device& device, const GradientPath& path, co
     else if (start.weights) read_parameters(model, *start.weights);
     else model.initialise();
     if (!run.is_first() || !c.dump_state.empty()) return;
-    run.report.log = std::make_unique<RunLog>(c.out, !start.checkpoint.empty(), run.state.step, c.tensorboard);
-    run.report.log_start(run.state.step, version_text(), run.dev.describe(), world.size, model.table.parameters,
-                         model_flops_per_token(model.table.specs, shape_of(c, 1, c.seq_len), c.layers),
-                         run.dev.peak_flops());
-    print_resume(c, start.checkpoint, run.state.step);
-    std::fflush(stdout);
+    begin_log(run.report, c, start.checkpoint, run.state.step, model, world.size);
 }
 
 // What rank 0 says about a run that has reached its end. Some ends are errors.
@@ -1183,16 +1173,6 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     return status;
 }
 
-// Calls use() with a model of these weights.
-template <class Use>
-void with_trained_model(const Config& c, const SafeTensors& weights, World& world, Use use) {
-    with_engine(choose_device(c, world, search_gpus()), c, world, [&](auto& dev, const GradientPath&) {
-        Model model(dev, c, false);
-        read_parameters(model, weights);
-        use(model);
-    });
-}
-
 // The small model of `check` and of the tests.
 using SelfTest = GradientSelfTest<Model<Cpu<double>>, Activations<Cpu<double>>>;
 
@@ -1220,8 +1200,13 @@ static int run_check(const Config& c, World& world) {
     if (world.size > 1 && verb != TRAIN && verb != EVAL && !only_prints)
         fail_usage("'%s' runs in one process: start it without mpirun", c.verb.c_str());
     if (!c.config.empty() && !only_prints) read_options_file(c, given, world.rank == 0);
+    // Calls use(model) with a model of these weights.
     const auto with_model = [&](const Config& options, const SafeTensors& weights, auto use) {
-        with_trained_model(options, weights, world, use);
+        with_engine(choose_device(options, world, search_gpus()), options, world, [&](auto& dev, const GradientPath&) {
+            Model model(dev, options, false);
+            read_parameters(model, weights);
+            use(model);
+        });
     };
     int status = 0;
     if (c.help) print_help(verb);

@@ -66,6 +66,6 @@ template <class Model, class Activations, class Dev>
 void print_memory_of_125m(Dev& dev) {
     const Config c = options_of(Dev::on_host ? "--model 125m --batch 1" : "--model 125m --batch 16");
     std::printf("  --model 125m --batch %lld takes\n", (long long)c.batch);
-    print_memory(Model::flat_bytes(c, 1) / (1 << 20),
-                 Activations(dev, c, c.batch, c.seq_len, TRAINING, 0, true).arena, true);
+    print_memory(Model::flat_bytes(c, 1) / (1 << 20), Activations(dev, c, c.batch, c.seq_len, TRAINING, 0, true).arena,
+                 true);
 }

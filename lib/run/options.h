@@ -287,26 +287,91 @@ inline const std::vector<Option>& option_table() {
     return table;
 }
 
+// What --model stands for: the options whose default is 'preset', and the size of a batch.
 struct Preset {
-    const char* name;
-    int64_t layers, dim, heads, kv_groups, head_dim, cmp_block, cmp_stride, slc_block, slc_count, window, phi_hidden,
-        mlp_hidden;
-    const char *init, *tokenizer;
-    int64_t batch, seq_len, total_batch, steps, warmup, eval_every, save_every;
-    double lr;
+    const char* name = "";
+    int64_t layers = 0;          // L
+    int64_t dim = 0;             // width of the residual stream, C
+    int64_t heads = 0;           // query heads, H
+    int64_t kv_groups = 0;       // groups of heads that share keys and values, G
+    int64_t head_dim = 0;        // D
+    int64_t cmp_block = 0;       // tokens of a compressed block, l
+    int64_t cmp_stride = 0;      // tokens from one compressed block to the next, d
+    int64_t slc_block = 0;       // tokens of a selection block, l'
+    int64_t slc_count = 0;       // blocks that a query selects, n
+    int64_t window = 0;          // keys of the sliding window, w
+    int64_t phi_hidden = 0;      // hidden width of the block compressor, F
+    int64_t mlp_hidden = 0;      // hidden width of the MLP, M
+    const char* init = "";       // of the weights: standard or random
+    const char* tokenizer = "";  // bytes or gpt2
+    int64_t batch = 0;           // sequences per rank and micro-step
+    int64_t seq_len = 0;         // tokens per sequence, T
+    int64_t total_batch = 0;     // tokens per optimiser step
+    int64_t steps = 0;           // optimiser steps of the whole run
+    int64_t warmup = 0;          // steps of linear warm-up
+    double lr = 0;               // highest learning rate
+    int64_t eval_every = 0;      // steps between validations
+    int64_t save_every = 0;      // steps between checkpoints; 0: only at the end
 };
-// tiny learns the synthetic corpus in two minutes on two cores; 125m is the model of the paper's kind, of GPT-2 small's
-// size.
-// clang-format off
-static const Preset PRESETS[] = {
-    // name  L   C    H   G  D   l   d   l'  n   w    F    M     init        vocab   B   T     total   steps  warm
-    //       eval  save  lr
-    {"tiny", 2,  128, 4,  2, 32, 8,  4,  16, 6,  16,  32,  512,  "random",   "bytes", 8, 256,  2048,   2100,  20,
-             100,  0,    2e-3},
-    {"125m", 12, 768, 12, 2, 64, 32, 16, 64, 16, 512, 128, 3072, "standard", "gpt2", 16, 2048, 524288, 19000, 700,
-             250,  1000, 6e-4},
-};
-// clang-format on
+
+// Learns the synthetic corpus in two minutes on two cores.
+inline Preset preset_tiny() {
+    Preset p;
+    p.name = "tiny";
+    p.layers = 2;
+    p.dim = 128;
+    p.heads = 4;
+    p.kv_groups = 2;
+    p.head_dim = 32;
+    p.cmp_block = 8;
+    p.cmp_stride = 4;
+    p.slc_block = 16;
+    p.slc_count = 6;
+    p.window = 16;
+    p.phi_hidden = 32;
+    p.mlp_hidden = 512;
+    p.init = "random";
+    p.tokenizer = "bytes";
+    p.batch = 8;
+    p.seq_len = 256;
+    p.total_batch = 2048;
+    p.steps = 2100;
+    p.warmup = 20;
+    p.lr = 2e-3;
+    p.eval_every = 100;
+    return p;
+}
+
+// A model of the paper's kind, and of the size of GPT-2 small.
+inline Preset preset_125m() {
+    Preset p;
+    p.name = "125m";
+    p.layers = 12;
+    p.dim = 768;
+    p.heads = 12;
+    p.kv_groups = 2;
+    p.head_dim = 64;
+    p.cmp_block = 32;
+    p.cmp_stride = 16;
+    p.slc_block = 64;
+    p.slc_count = 16;
+    p.window = 512;
+    p.phi_hidden = 128;
+    p.mlp_hidden = 3072;
+    p.init = "standard";
+    p.tokenizer = "gpt2";
+    p.batch = 16;
+    p.seq_len = 2048;
+    p.total_batch = 524288;
+    p.steps = 19000;
+    p.warmup = 700;
+    p.lr = 6e-4;
+    p.eval_every = 250;
+    p.save_every = 1000;
+    return p;
+}
+
+inline const Preset PRESETS[] = {preset_tiny(), preset_125m()};
 
 struct VerbName {
     const char* name;
@@ -554,16 +619,26 @@ inline void apply_preset(Config& c, const std::set<std::string>& given) {
     auto set = [&](const char* name, auto& field, auto value) {
         if (!given.count(name)) field = value;
     };
-    set("layers", c.layers, p.layers), set("dim", c.dim, p.dim), set("heads", c.heads, p.heads),
-        set("kv-groups", c.kv_groups, p.kv_groups), set("head-dim", c.head_dim, p.head_dim);
-    set("cmp-block", c.cmp_block, p.cmp_block), set("cmp-stride", c.cmp_stride, p.cmp_stride),
-        set("slc-block", c.slc_block, p.slc_block), set("slc-count", c.slc_count, p.slc_count);
-    set("window", c.window, p.window), set("phi-hidden", c.phi_hidden, p.phi_hidden),
-        set("mlp-hidden", c.mlp_hidden, p.mlp_hidden);
-    set("init", c.init, p.init), set("tokenizer", c.tokenizer, p.tokenizer);
-    set("seq-len", c.seq_len, p.seq_len), set("steps", c.steps, p.steps), set("warmup", c.warmup, p.warmup),
-        set("lr", c.lr, p.lr);
-    set("eval-every", c.eval_every, p.eval_every), set("save-every", c.save_every, p.save_every);
+    set("layers", c.layers, p.layers);
+    set("dim", c.dim, p.dim);
+    set("heads", c.heads, p.heads);
+    set("kv-groups", c.kv_groups, p.kv_groups);
+    set("head-dim", c.head_dim, p.head_dim);
+    set("cmp-block", c.cmp_block, p.cmp_block);
+    set("cmp-stride", c.cmp_stride, p.cmp_stride);
+    set("slc-block", c.slc_block, p.slc_block);
+    set("slc-count", c.slc_count, p.slc_count);
+    set("window", c.window, p.window);
+    set("phi-hidden", c.phi_hidden, p.phi_hidden);
+    set("mlp-hidden", c.mlp_hidden, p.mlp_hidden);
+    set("init", c.init, p.init);
+    set("tokenizer", c.tokenizer, p.tokenizer);
+    set("seq-len", c.seq_len, p.seq_len);
+    set("steps", c.steps, p.steps);
+    set("warmup", c.warmup, p.warmup);
+    set("lr", c.lr, p.lr);
+    set("eval-every", c.eval_every, p.eval_every);
+    set("save-every", c.save_every, p.save_every);
     set("out", c.out, "runs/" + c.model);
     while (c.out.size() > 1 && c.out.back() == '/') c.out.pop_back();
     if (c.out.empty()) fail_usage("--out is empty; expected a folder for the run");

@@ -1,4 +1,4 @@
-// start.h: what a run does before it allocates anything but its parameters. Used by begin_run() in train_nsa.cu.
+// start.h: the start of a run, before its first step. Used by begin_run() in train_nsa.cu.
 #pragma once
 #include <memory>
 #include <set>
@@ -6,6 +6,8 @@
 
 #include "../base/errors.h"
 #include "../base/machine.h"
+#include "../model/flops.h"
+#include "build_info.h"
 #include "config_files.h"
 #include "device.h"
 #include "environment.h"
@@ -37,9 +39,9 @@ RunStart open_run(const Config& c, const std::set<std::string>& given, const Wor
                                 : c.init == "random"   ? "every tensor random"
                                                        : "standard initialisation";
     if (says)
-        print_run(c, given,
-                  {model.dev.describe(), device, world, path.text, model.partition, model.table.parameters, data,
-                   weights});
+        print_run(
+            c, given,
+            {model.dev.describe(), device, world, path.text, model.partition, model.table.parameters, data, weights});
     if (resumes) {
         require_same_model(c, start.checkpoint, "resume");
         resume_data(*data.train, c, read_state(read_manifest(start.checkpoint)), says);
@@ -52,4 +54,16 @@ RunStart open_run(const Config& c, const std::set<std::string>& given, const Wor
     const std::string heartbeat = format_text("%s/heartbeat_rank%d.jsonl", c.out.c_str(), world.rank);
     if (writes) world.watchdog.write_heartbeats(heartbeat, world.rank);
     return start;
+}
+
+// On rank 0, when the folder is there and the weights are: opens the logs and writes the run's first lines into them.
+template <class Model>
+void begin_log(RunReport& report, const Config& c, const std::string& checkpoint, int64_t step, const Model& model,
+               int ranks) {
+    report.log = std::make_unique<RunLog>(c.out, !checkpoint.empty(), step, c.tensorboard);
+    report.log_start(step, version_text(), model.dev.describe(), ranks, model.table.parameters,
+                     model_flops_per_token(model.table.specs, shape_of(c, 1, c.seq_len), c.layers),
+                     model.dev.peak_flops());
+    print_resume(c, checkpoint, step);
+    std::fflush(stdout);
 }
