@@ -11,18 +11,12 @@
 // in the same order. Each set has a shuffle and epochs of its own: none of its samples comes again before all of them
 // have come. Where a set is at follows from the number of the global sample, so a mixture needs no more state.
 #pragma once
-#include <array>
 #include <future>
 
-#include "lib/run/config_files.h"
-#include "lib/data/data_sets.h"
 #include "lib/base/errors.h"
-#include "lib/run/options.h"
 #include "lib/base/profile.h"
-#include "lib/base/progress.h"
+#include "lib/data/data_sets.h"
 #include "lib/data/token_source.h"
-#include "lib/data/tokenize.h"
-#include "lib/run/train_state.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The order.
@@ -50,30 +44,6 @@ inline uint64_t shuffled_position(uint64_t position, uint64_t n, uint64_t seed, 
     } while (x >= n);
     return x;
 }
-
-struct LoaderState {
-    uint64_t seed;         // of the shuffle
-    uint64_t seq_len;      // T: samples are cut by it
-    uint64_t corpus;       // see DataLoader::fingerprint
-    uint64_t next_sample;  // its global number: the same on every rank, and on any number of ranks
-};
-
-// The state as a checkpoint keeps it.
-inline std::array<uint64_t, 4> loader_numbers(const LoaderState& s) {
-    return {s.seed, s.seq_len, s.corpus, s.next_sample};
-}
-inline LoaderState loader_state(const std::array<uint64_t, 4>& n) { return {n[0], n[1], n[2], n[3]}; }
-
-struct LoaderOptions {
-    std::string name = "--data";  // the option that gave the tokens, for messages
-    int seq_len = 0;              // T
-    int vocab_size = 0;           // of the model's tokenizer
-    uint64_t seed = 0;
-    bool shuffle = true;
-    bool tail = false;  // the last sample of a shard may be shorter, so that every token but the first is a target
-    int rank = 0, world_size = 1;
-    std::vector<DataSet> sets = {{}};  // TokenSource::set counts them
-};
 
 // Deals samples to ranks. Sample i of a shard is its tokens i*T .. i*T+T: the first T are the inputs, the last T the
 // targets. Global sample s = 0, 1, 2 ... of a single set is at position s % n of epoch s / n, where n is the number of
@@ -298,165 +268,4 @@ void read_samples(DataLoader& loader, const World& world, std::vector<int32_t>& 
                   int B, uint8_t* answer = nullptr) {
     const ProfileRange range("data");
     fail_together(world, error_of([&] { loader.next_batch(inputs.data(), targets.data(), B, answer); }));
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The data of a run.
-
-template <class World>
-LoaderOptions loader_options(const Config& c, const World& world, const char* name, bool shuffle) {
-    LoaderOptions o;
-    o.name = name, o.seq_len = int(c.seq_len), o.vocab_size = int(c.vocab_size), o.seed = uint64_t(c.seed);
-    o.shuffle = shuffle, o.rank = world.rank, o.world_size = world.size;
-    return o;
-}
-
-// A set of --val-data.
-struct ValidationSet {
-    std::string name;  // "": it is the only one
-    std::unique_ptr<DataLoader> loader;
-
-    int64_t samples() const { return int64_t(loader->samples_per_epoch()); }
-};
-
-// val: the option. synthetic(): the source that stands for that word.
-template <class Synthetic>
-std::vector<ValidationSet> open_validation(const std::string& val, LoaderOptions options, Synthetic synthetic) {
-    options.name = "--val-data", options.shuffle = false, options.sets = {{}};
-    std::vector<ValidationSet> all;
-    if (val.empty()) return all;
-    for (const DataSet& set : named_sets(val, "--val-data")) {
-        std::vector<TokenSource> sources;
-        if (set.pattern == "synthetic") sources = {synthetic()};
-        else sources = open_shards(shard_files(set.pattern, "--val-data"));
-        all.push_back({set.name, std::make_unique<DataLoader>(std::move(sources), options)});
-    }
-    return all;
-}
-
-struct TrainingData {
-    std::unique_ptr<DataLoader> train;
-    std::vector<ValidationSet> val;  // the first decides; may be empty
-    ChoiceTask choices;              // --hellaswag
-
-    // Of all validation sets together; 0: there are none.
-    uint64_t val_corpus() const {
-        uint64_t hash = 0;
-        for (const ValidationSet& set : val) hash = random_bits(hash, set.loader->state().corpus, 0);
-        return hash;
-    }
-    std::string describe_val() const {
-        std::string text;
-        for (const ValidationSet& set : val)
-            text +=
-                (text.empty() ? "" : "\n        ") + set.name + (set.name.empty() ? "" : ": ") + set.loader->describe();
-        return text;
-    }
-};
-
-// train, val: the options --data and --val-data. val "": none, or the synthetic corpus' own. val_tokens: of that
-// validation.
-inline TrainingData open_training_data(const std::string& train, const std::string& val, uint64_t val_tokens,
-                                       LoaderOptions options) {
-    TrainingData data;
-    std::vector<TokenSource> sources;
-    if (train == "synthetic") {
-        sources = {synthetic_source(options.seed, SYNTHETIC_TOKENS, 0)};
-    } else {
-        options.sets = weighted_sets(train, "--data");
-        const std::vector<std::vector<std::string>> files = files_of(options.sets, "--data");
-        for (size_t set = 0; set < files.size(); set++)
-            for (const std::string& file : files[set]) sources.push_back(open_shard(file, set));
-    }
-    options.name = "--data", options.shuffle = true;
-    data.train = std::make_unique<DataLoader>(std::move(sources), options);
-    data.val = open_validation(val.empty() && train == "synthetic" ? "synthetic" : val, options,
-                               [&] { return synthetic_validation(options.seed, val_tokens, options.seq_len); });
-    for (const ValidationSet& set : data.val) check_disjoint(data.train->files(), set.loader->files());
-    data.train->scan_shards();
-    for (const ValidationSet& set : data.val) set.loader->scan_shards();
-    return data;
-}
-
-// What the options of a run ask for. tokenizer: null where GPT-2's vocabulary is not known.
-template <class World, class Tokenizer>
-TrainingData open_training_data(const Config& c, const World& world, const Tokenizer* tokenizer) {
-    const uint64_t val_tokens = uint64_t(c.eval_batches) * uint64_t(c.total_batch);
-    TrainingData data = open_training_data(c.data, c.val_data, val_tokens, loader_options(c, world, "--data", true));
-    data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
-    if (!c.hellaswag.empty()) data.choices = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
-    return data;
-}
-
-// A resume: the data go on behind the checkpoint, with --allow-new-data on other shards too. says: on the rank that
-// prints.
-inline void resume_data(DataLoader& loader, const Config& c, const TrainState& state, bool says) {
-    const LoaderState saved = loader_state(state.loader);
-    if (!c.allow_new_data || loader.has_same_corpus(saved)) return loader.restore(saved);
-    loader.restore_other_corpus(saved);
-    const std::string changes = changed_shards(state.shards, loader.files());
-    if (says)
-        std::printf("resume: new data: %s; all of it in a new order from now on, after %llu samples of the old one\n",
-                    state.shards.empty() ? "the checkpoint names no shards of its own"
-                    : changes.empty()    ? "the same files with other contents or weights"
-                                         : changes.c_str(),
-                    (unsigned long long)saved.next_sample);
-}
-
-// What `eval` measures on, each where it was asked for.
-struct EvaluationData {
-    std::vector<ValidationSet> sets;
-    ChoiceTask choices;
-
-    // Of the largest set.
-    int64_t samples() const {
-        int64_t most = 0;
-        for (const ValidationSet& set : sets) most = std::max(most, set.samples());
-        return most;
-    }
-};
-
-// --text: the documents of a file, each behind an end-of-text.
-template <class Tokenizer>
-TokenSource text_source(const std::string& file, const Tokenizer& tokenizer) {
-    const Progress progress("reading " + file);
-    std::vector<uint16_t> tokens;
-    typename Tokenizer::Encoder encoder(tokenizer);
-    for (const std::string& document : documents_of(file).texts) {
-        tokens.push_back(tokenizer.end_of_text);
-        encoder.append(document, tokens);
-    }
-    if (tokens.size() < 2) fail("--text %s holds no text", file.c_str());
-    return memory_source(file, std::move(tokens), {}, tokenizer.vocab_size());
-}
-
-// checkpoint: whose training says what "synthetic" is: the samples that the run itself was validated on.
-template <class World, class Tokenizer>
-EvaluationData open_evaluation_data(const Config& c, const std::string& checkpoint, const World& world,
-                                    const Tokenizer* tokenizer) {
-    if (c.val_data.empty() && c.hellaswag.empty() && c.text.empty())
-        fail_usage(
-            "eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic; or --text FILE..., or "
-            "--hellaswag FILE");
-    if (!c.items.empty() && c.hellaswag.empty()) fail_usage("--items %s needs --hellaswag", c.items.c_str());
-    require_output_file("items", c.items);
-    require_no_bytes(c);
-    EvaluationData data;
-    LoaderOptions options = loader_options(c, world, "--val-data", false);
-    options.tail = true;
-    data.sets = open_validation(c.val_data, options, [&] {
-        const Config trained = trained_options(c, checkpoint);
-        const uint64_t wanted = uint64_t(trained.eval_batches * trained.total_batch);
-        return synthetic_validation(uint64_t(trained.seed), wanted, c.seq_len);
-    });
-    for (const std::string& file : c.text) {
-        if (!tokenizer) fail_usage("--text %s: --vocab-dir is missing, which has GPT-2's tokens", file.c_str());
-        if (file == "-" && world.size > 1)
-            fail_usage("--text -: of several ranks only the first has stdin: give a file");
-        options.name = "--text " + file;
-        data.sets.push_back(
-            {file, std::make_unique<DataLoader>(std::vector<TokenSource>{text_source(file, *tokenizer)}, options)});
-    }
-    if (!c.hellaswag.empty()) data.choices = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
-    return data;
 }

@@ -43,6 +43,7 @@
 #include "lib/run/report.h"
 #include "lib/run/saver.h"
 #include "lib/run/start.h"
+#include "lib/run/training_data.h"
 #include "lib/run/verbs.h"
 #include "lib/run/watchdog.h"
 #include "tokenizer.h"
@@ -874,7 +875,7 @@ struct Run {
     Dev& dev;
     World& world;
     std::unique_ptr<Tokenizer> tokenizer;  // null where GPT-2's vocabulary is not known
-    TrainingData data;
+    TrainingData<DataLoader> data;
     Model<Dev> model;
     std::unique_ptr<Reducer<Dev>> reducer;  // where there are several ranks
     std::unique_ptr<Activations<Dev>> activations;
@@ -891,7 +892,7 @@ struct Run {
         : dev(device),
           world(w),
           tokenizer(Tokenizer::find(c.tokenizer, c.vocab_dir)),
-          data(open_training_data(c, w, tokenizer.get())),
+          data(open_training_data<DataLoader>(c, w, tokenizer.get())),
           model(dev, c, true, w.rank, w.size),
           report(c.steps, c.total_batch, c.log_every, data.train->samples_per_epoch()),
           saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.progress(phase); },
@@ -923,7 +924,7 @@ struct Run {
             report.print_choices(state.step, data.choices.result(losses));
         }
         const int64_t wanted = config().eval_batches * (config().total_batch / config().seq_len);
-        for (const ValidationSet& set : data.val) {
+        for (const auto& set : data.val) {
             const int64_t samples = std::min(wanted, set.samples());
             const auto losses = evaluate(model, *activations, *set.loader, samples, world, tokenizer.get(), asked);
             if (losses.empty()) return;
@@ -1214,7 +1215,7 @@ static int run_check(const Config& c, World& world) {
     else if (verb == TRAIN) status = run_train(c, given, world);
     else if (verb == TOKENIZE) run_tokenize<Tokenizer>(c, usable_processors());
     else if (verb == SAMPLE) run_sample<TensorTable, Tokenizer, Decoder>(c, with_model);
-    else if (verb == EVAL) run_eval<TensorTable, Tokenizer, Activations>(c, given, world, with_model);
+    else if (verb == EVAL) run_eval<TensorTable, Tokenizer, DataLoader, Activations>(c, given, world, with_model);
     else if (verb == EXPORT) export_checkpoint<Tokenizer, TensorTable>(c);
     else if (verb == IMPORT) import_checkpoint<TensorTable>(c);
     else if (verb == REPORT) report_runs(c.runs, c.html);

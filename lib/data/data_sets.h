@@ -2,6 +2,7 @@
 // they are mixed. Takes plain values; used by dataloader.h.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <cstring>
 #include <filesystem>
@@ -210,3 +211,30 @@ inline std::string changed_shards(const std::vector<std::string>& then, const st
     const std::string more = words(without(now, then), "added"), fewer = words(without(then, now), "gone");
     return more + (more.empty() || fewer.empty() ? "" : ", ") + fewer;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What a loader of these sets is told, and where it stands.
+
+struct LoaderState {
+    uint64_t seed;         // of the shuffle
+    uint64_t seq_len;      // T: samples are cut by it
+    uint64_t corpus;       // see DataLoader::fingerprint
+    uint64_t next_sample;  // its global number: the same on every rank, and on any number of ranks
+};
+
+// The state as a checkpoint keeps it.
+inline std::array<uint64_t, 4> loader_numbers(const LoaderState& s) {
+    return {s.seed, s.seq_len, s.corpus, s.next_sample};
+}
+inline LoaderState loader_state(const std::array<uint64_t, 4>& n) { return {n[0], n[1], n[2], n[3]}; }
+
+struct LoaderOptions {
+    std::string name = "--data";  // the option that gave the tokens, for messages
+    int seq_len = 0;              // T
+    int vocab_size = 0;           // of the model's tokenizer
+    uint64_t seed = 0;
+    bool shuffle = true;
+    bool tail = false;  // the last sample of a shard may be shorter, so that every token but the first is a target
+    int rank = 0, world_size = 1;
+    std::vector<DataSet> sets = {{}};  // TokenSource::set counts them
+};

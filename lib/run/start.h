@@ -15,6 +15,7 @@
 #include "run_folder.h"
 #include "saver.h"
 #include "train_state.h"
+#include "training_data.h"
 
 // What a run begins with. Both are empty where it draws its weights.
 struct RunStart {

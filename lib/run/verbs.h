@@ -13,6 +13,7 @@
 #include "options.h"
 #include "prompts.h"
 #include "report.h"
+#include "training_data.h"
 
 template <class Table, class Tokenizer, template <class> class Decoder, class WithModel>
 void run_sample(Config c, WithModel with_model) {
@@ -33,12 +34,12 @@ void run_sample(Config c, WithModel with_model) {
     });
 }
 
-template <class Table, class Tokenizer, template <class> class Activations, class World, class WithModel>
+template <class Table, class Tokenizer, class Loader, template <class> class Activations, class World, class WithModel>
 void run_eval(Config c, const std::set<std::string>& given, World& world, WithModel with_model) {
     const TrainedModel trained = open_trained_model<Table>(c);
     if (!given.count("batch")) c.batch = 1;
     const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
-    const auto data = open_evaluation_data(c, trained.folder, world, tokenizer.get());
+    const EvaluationData<Loader> data = open_evaluation_data<Loader>(c, trained.folder, world, tokenizer.get());
     const int64_t samples =
         given.count("eval-batches") ? std::min(data.samples(), c.eval_batches * c.batch) : data.samples();
     c.batch = std::min(c.batch, std::max<int64_t>(1, (samples + world.size - 1) / world.size));

@@ -1,0 +1,189 @@
+// training_data.h: the data that a run trains on and is validated on, and those that the verb `eval` measures, as the
+// options name them. Used by train_nsa.cu. Loader: DataLoader in dataloader.h.
+#pragma once
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../base/progress.h"
+#include "../data/data_sets.h"
+#include "../data/multiple_choice.h"
+#include "../data/token_source.h"
+#include "../data/tokenize.h"
+#include "config_files.h"
+#include "options.h"
+#include "train_state.h"
+
+template <class World>
+LoaderOptions loader_options(const Config& c, const World& world, const char* name, bool shuffle) {
+    LoaderOptions o;
+    o.name = name;
+    o.seq_len = int(c.seq_len);
+    o.vocab_size = int(c.vocab_size);
+    o.seed = uint64_t(c.seed);
+    o.shuffle = shuffle;
+    o.rank = world.rank;
+    o.world_size = world.size;
+    return o;
+}
+
+// A set of --val-data.
+template <class Loader>
+struct ValidationSet {
+    std::string name;  // "": it is the only one
+    std::unique_ptr<Loader> loader;
+
+    int64_t samples() const { return int64_t(loader->samples_per_epoch()); }
+};
+
+// val: the option. synthetic(): the source that stands for that word.
+template <class Loader, class Synthetic>
+std::vector<ValidationSet<Loader>> open_validation(const std::string& val, LoaderOptions options, Synthetic synthetic) {
+    options.name = "--val-data";
+    options.shuffle = false;
+    options.sets = {{}};
+    std::vector<ValidationSet<Loader>> all;
+    if (val.empty()) return all;
+    for (const DataSet& set : named_sets(val, "--val-data")) {
+        std::vector<TokenSource> sources;
+        if (set.pattern == "synthetic") sources = {synthetic()};
+        else sources = open_shards(shard_files(set.pattern, "--val-data"));
+        all.push_back({set.name, std::make_unique<Loader>(std::move(sources), options)});
+    }
+    return all;
+}
+
+template <class Loader>
+struct TrainingData {
+    std::unique_ptr<Loader> train;
+    std::vector<ValidationSet<Loader>> val;  // the first decides; may be empty
+    ChoiceTask choices;                      // --hellaswag
+
+    // Of all validation sets together; 0: there are none.
+    uint64_t val_corpus() const {
+        uint64_t hash = 0;
+        for (const auto& set : val) hash = random_bits(hash, set.loader->state().corpus, 0);
+        return hash;
+    }
+    std::string describe_val() const {
+        std::string text;
+        for (const auto& set : val)
+            text +=
+                (text.empty() ? "" : "\n        ") + set.name + (set.name.empty() ? "" : ": ") + set.loader->describe();
+        return text;
+    }
+};
+
+// train, val: the options --data and --val-data. val "": none, or the synthetic corpus' own. val_tokens: of that
+// validation.
+template <class Loader>
+TrainingData<Loader> open_training_data(const std::string& train, const std::string& val, uint64_t val_tokens,
+                                        LoaderOptions options) {
+    TrainingData<Loader> data;
+    std::vector<TokenSource> sources;
+    if (train == "synthetic") {
+        sources = {synthetic_source(options.seed, SYNTHETIC_TOKENS, 0)};
+    } else {
+        options.sets = weighted_sets(train, "--data");
+        const std::vector<std::vector<std::string>> files = files_of(options.sets, "--data");
+        for (size_t set = 0; set < files.size(); set++)
+            for (const std::string& file : files[set]) sources.push_back(open_shard(file, set));
+    }
+    options.name = "--data";
+    options.shuffle = true;
+    data.train = std::make_unique<Loader>(std::move(sources), options);
+    data.val = open_validation<Loader>(val.empty() && train == "synthetic" ? "synthetic" : val, options,
+                                       [&] { return synthetic_validation(options.seed, val_tokens, options.seq_len); });
+    for (const auto& set : data.val) check_disjoint(data.train->files(), set.loader->files());
+    data.train->scan_shards();
+    for (const auto& set : data.val) set.loader->scan_shards();
+    return data;
+}
+
+// What the options of a run ask for. tokenizer: null where GPT-2's vocabulary is not known.
+template <class Loader, class World, class Tokenizer>
+TrainingData<Loader> open_training_data(const Config& c, const World& world, const Tokenizer* tokenizer) {
+    const uint64_t val_tokens = uint64_t(c.eval_batches) * uint64_t(c.total_batch);
+    TrainingData<Loader> data =
+        open_training_data<Loader>(c.data, c.val_data, val_tokens, loader_options(c, world, "--data", true));
+    data.train->require_global_batch(uint64_t(c.total_batch / c.seq_len));
+    if (!c.hellaswag.empty()) data.choices = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
+    return data;
+}
+
+// A resume: the data go on behind the checkpoint, with --allow-new-data on other shards too. says: on the rank that
+// prints.
+template <class Loader>
+void resume_data(Loader& loader, const Config& c, const TrainState& state, bool says) {
+    const LoaderState saved = loader_state(state.loader);
+    if (!c.allow_new_data || loader.has_same_corpus(saved)) return loader.restore(saved);
+    loader.restore_other_corpus(saved);
+    const std::string changes = changed_shards(state.shards, loader.files());
+    if (says)
+        std::printf("resume: new data: %s; all of it in a new order from now on, after %llu samples of the old one\n",
+                    state.shards.empty() ? "the checkpoint names no shards of its own"
+                    : changes.empty()    ? "the same files with other contents or weights"
+                                         : changes.c_str(),
+                    (unsigned long long)saved.next_sample);
+}
+
+// What `eval` measures on, each where it was asked for.
+template <class Loader>
+struct EvaluationData {
+    std::vector<ValidationSet<Loader>> sets;
+    ChoiceTask choices;
+
+    // Of the largest set.
+    int64_t samples() const {
+        int64_t largest = 0;
+        for (const auto& set : sets) largest = std::max(largest, set.samples());
+        return largest;
+    }
+};
+
+// --text: the documents of a file, each behind an end-of-text.
+template <class Tokenizer>
+TokenSource text_source(const std::string& file, const Tokenizer& tokenizer) {
+    const Progress progress("reading " + file);
+    std::vector<uint16_t> tokens;
+    typename Tokenizer::Encoder encoder(tokenizer);
+    for (const std::string& document : documents_of(file).texts) {
+        tokens.push_back(tokenizer.end_of_text);
+        encoder.append(document, tokens);
+    }
+    if (tokens.size() < 2) fail("--text %s holds no text", file.c_str());
+    return memory_source(file, std::move(tokens), {}, tokenizer.vocab_size());
+}
+
+// checkpoint: whose training says what "synthetic" is: the samples that the run itself was validated on.
+template <class Loader, class World, class Tokenizer>
+EvaluationData<Loader> open_evaluation_data(const Config& c, const std::string& checkpoint, const World& world,
+                                            const Tokenizer* tokenizer) {
+    if (c.val_data.empty() && c.hellaswag.empty() && c.text.empty())
+        fail_usage(
+            "eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic; or --text FILE..., or "
+            "--hellaswag FILE");
+    if (!c.items.empty() && c.hellaswag.empty()) fail_usage("--items %s needs --hellaswag", c.items.c_str());
+    require_output_file("items", c.items);
+    require_no_bytes(c);
+    EvaluationData<Loader> data;
+    LoaderOptions options = loader_options(c, world, "--val-data", false);
+    options.tail = true;
+    data.sets = open_validation<Loader>(c.val_data, options, [&] {
+        const Config trained = trained_options(c, checkpoint);
+        const uint64_t wanted = uint64_t(trained.eval_batches * trained.total_batch);
+        return synthetic_validation(uint64_t(trained.seed), wanted, c.seq_len);
+    });
+    for (const std::string& file : c.text) {
+        if (!tokenizer) fail_usage("--text %s: --vocab-dir is missing, which has GPT-2's tokens", file.c_str());
+        if (file == "-" && world.size > 1)
+            fail_usage("--text -: of several ranks only the first has stdin: give a file");
+        options.name = "--text " + file;
+        data.sets.push_back(
+            {file, std::make_unique<Loader>(std::vector<TokenSource>{text_source(file, *tokenizer)}, options)});
+    }
+    if (!c.hellaswag.empty()) data.choices = read_choices(c.hellaswag, tokenizer, int(c.vocab_size), size_t(c.seq_len));
+    return data;
+}
