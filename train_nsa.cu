@@ -49,11 +49,11 @@
 #include "tokenizer.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tensors. One list makes the struct's fields, the names on disk, shapes, initialisation, weight decay and checkpoints.
+// Tensors. One list gives the struct its fields, and every tensor its name on disk, shape, initialisation and decay.
 //   TENSOR(field, name on disk, what it is)
-// What it is: matrix_of(rows, columns) or vector_of(elements), and where that is not enough, what lib/model/tensors.h
-// has beside them: with(what it begins with), padded_to(rows in memory), joined() to the tensor before it, of_nsa(). q,
-// the keys and values and the gate are joined: they are one matrix, so that the layer has one input GEMM.
+// A tensor is matrix_of(rows, columns) or vector_of(elements). lib/model/tensors.h says what may follow: with(the
+// values it begins with), padded_to(rows in memory), joined() to the tensor before it, of_nsa(). The projections to q,
+// the keys and values and the gate are joined into one matrix, so that the layer has a single input GEMM.
 
 // clang-format off
 #define LAYER_TENSORS(TENSOR)                                                                                          \
@@ -132,7 +132,7 @@ struct TensorTable : TensorList {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Model: parameters, gradients and moments on an engine. Written once, for every engine.
+// Model: parameters, gradients and moments, which lie in an engine's memory. This code is the same for every engine.
 
 template <class Dev>
 struct Model {
@@ -141,27 +141,27 @@ struct Model {
     Dev& dev;
     Config config;
     TensorTable table;
-    Partition partition;  // of the flat arrays into buckets and, over the ranks, parts
+    Partition partition;  // cuts the flat arrays into buckets, and each bucket into the ranks' parts
     int rank;
     bool sharded;              // --zero 1 on several ranks
     std::vector<Piece> owned;  // what this rank updates: everything, or its parts
-    // Flat arrays of partition.elements: the table's tensors, one more element (guard), padding. Inference has params
-    // alone.
+    // Flat arrays of partition.elements: the tensors of the table, one more element (the guard), and padding. Inference
+    // needs only params.
     real* params = nullptr;
     Grad* grads = nullptr;
-    // Flat arrays of state_elements(), indexed by Piece::local. An engine without a master copy has params here.
+    // Flat arrays of state_elements(), indexed by Piece::local. Without a master copy, master points to params.
     typename Dev::Master* master = nullptr;
     typename Dev::Stat *m = nullptr, *v = nullptr;
-    // Of the running step: sum of losses, sum of the gradient's squares.
+    // The running step's sum of losses, and its sum of squared gradients.
     static constexpr size_t RESULTS = 2;
     double* results = nullptr;
-    // The gradient's sums of squares by chunk, then a guard: the running step's at [step % 2], the previous one's at
-    // the other.
+    // The sum of squared gradients of each chunk, then a guard. [step % 2] belongs to the running step, the other one
+    // to the step before.
     double* squares[2] = {};
     Weights<real> w;
     Weights<Grad> dw;
     Watchdog* watchdog = nullptr;
-    int64_t step = 0;  // the running one, for the watchdog
+    int64_t step = 0;  // the running step, which the watchdog is told
 
     Model(Dev& device, const Config& c, bool training, int my_rank = 0, int ranks = 1)
         : dev(device),
@@ -208,7 +208,7 @@ struct Model {
         return ProfileRange(phase, i);
     }
 
-    // Bytes of the flat arrays in training.
+    // What the flat arrays take in training, in bytes.
     static double flat_bytes(const Config& c, int ranks) {
         const Partition p(TensorTable(c).total, ranks, c.bucket_mb);
         const double state =
@@ -248,18 +248,18 @@ struct Model {
 // Activations: what the forward pass leaves for the backward pass, and the backward pass's own temporaries, in one
 // allocation.
 //
-// In inference the layers share everything but their keys and values, which are the caches of step-by-step decoding:
-// those hold T tokens, all else the `queries` positions that are computed at once. In training, where that is all T,
-// --recompute decides what each layer keeps:
+// In inference the layers share all buffers but their keys and values, which are the caches of step-by-step decoding.
+// The caches hold T tokens, the shared buffers only the `queries` positions that are computed at once. In training
+// these are all T positions, and --recompute decides what each layer keeps:
 //   0  everything
-//   1  not what is cheap to compute again: norms' outputs, SiLU, gated sum
-//   2  only the layer's input (and small statistics)
-// What is not kept has one buffer for all layers, and the backward pass computes it again, to the same bits.
+//   1  all but what is cheap to compute again: the outputs of the norms, SiLU and the gated sum
+//   2  only the layer's input and small statistics
+// All layers share one buffer for what they do not keep. The backward pass computes it again, to the same bits.
 
-// The list of a layer's buffers.
-//   BUFFER(type, field, count(elements), kept(does each layer keep its own? else the first one's serves all), name)
-// name: with the shape in training, where queries = T and N = B*queries. NSA has BRANCHES branches and HEAD_SLOTS keys
-// and values, by Branch and by HeadSlot; full attention has the window's alone.
+// The buffers of a layer.
+//   BUFFER(type, field, count(elements), kept(does each layer keep its own, or do all use the first one's?), name)
+// The name gives the shape in training, where queries = T and N = B*queries. NSA has BRANCHES branches, indexed by
+// Branch, and HEAD_SLOTS keys and values, indexed by HeadSlot; full attention has only those of the window.
 // clang-format off
 #define LAYER_BUFFERS(BUFFER)                                                                                         \
     BUFFER(real, kv,                count(kv_rows * D), kept(cached), "keys and values (6, B, G, T, D)")              \
@@ -280,10 +280,10 @@ struct Model {
     BUFFER(real, mlp_normed,        count(N * C), kept(cheap), "mlp_normed (N, C)")                                   \
     BUFFER(real, act,               count(N * M), kept(cheap), "act (N, M)")
 
-// The list of the buffers that all layers share.
-//   BUFFER(type, field, count(elements), there(is it there at all?), name)
-// x_out is the last residual stream and normed its norm; projected is a layer's input projection or its gradient;
-// logits are of a chunk of rows, since there is no N x V array anywhere.
+// The buffers that all layers share.
+//   BUFFER(type, field, count(elements), there(does this mode need it?), name)
+// x_out is the last residual stream, and normed its norm. projected is a layer's input projection, or the gradient of
+// it. The logits cover one chunk of rows, so that no N x V array ever exists.
 #define SHARED_BUFFERS(BUFFER)                                                                      \
     BUFFER(int32_t, tokens,   count(N), there(true), "tokens (N)")                                  \
     BUFFER(int32_t, targets,  count(N), there(true), "targets (N)")                                 \
@@ -319,13 +319,13 @@ struct Activations {
     Dev& dev;
     NsaShape shape;
     int64_t C, M, V, Vp;
-    int recompute;       // 0, 1, 2; 0 in inference
-    int64_t logit_rows;  // of a chunk
+    int recompute;       // --recompute, but 0 in inference
+    int64_t logit_rows;  // rows of a chunk of logits
     std::vector<Layer> layer;
     bool collect_statistics = false;
     Arena<Dev> arena;
 
-    // queries: positions computed at once, at most; 0: all T. plan_only: sizes are added up and nothing is allocated.
+    // At most `queries` positions are computed at once; 0 means all T. plan_only adds up sizes and allocates nothing.
     Activations(Dev& device, const Config& c, int64_t B, int64_t T, Mode mode, int64_t queries = 0,
                 bool plan_only = false)
         : dev(device),
@@ -356,9 +356,9 @@ struct Activations {
         return with_slots(typename Dev::HeadGradients{dq, {}, dgate}, dkv);
     }
 
-    // Chunks of equal size with at most 52 M logits (208 MiB of fp32), on a GPU 416 M (832 MiB of bf16), rounded up to
-    // whole tiles of its GEMM. Each chunk reads the head twice and reads and writes its gradient: 0.5 GB for GPT-2's
-    // vocabulary, while a micro-batch of 16 x 2048 has 3.3 GB of logits.
+    // Cuts the rows into equal chunks of at most 52 M logits (208 MiB of fp32), or 416 M (832 MiB of bf16) on a GPU,
+    // and rounds these up to whole tiles of the GEMM. Each chunk reads the head twice and reads and writes its
+    // gradient: 0.5 GB for GPT-2's vocabulary, while a micro-batch of 16 x 2048 has 3.3 GB of logits.
     int64_t rows_of_chunk(int64_t N) const {
         const int64_t most = std::max<int64_t>(1, (int64_t(Dev::on_host ? 52 : 416) << 20) / Vp);
         const int64_t chunks = (N + most - 1) / most;
@@ -382,7 +382,7 @@ struct Activations {
         const size_t branch_rows = s.branches() * N * s.H, gates = s.full ? 0 : branch_rows,
                      selections = s.full ? 0 : N * s.G;
         const bool costly = training && recompute < 2, cheap = training && recompute < 1, cached = costly || !training;
-        // The words of the lists.
+        // These words only tell the reader of the lists what each argument means.
         const auto count = [](size_t elements) { return elements; };
         const auto kept = [](bool by_each_layer) { return by_each_layer; };
         const auto there = [](bool at_all) { return at_all; };
@@ -394,7 +394,7 @@ struct Activations {
         for (size_t i = 0; i < layer.size(); i++) {
             Layer& acts = layer[i];
             if (training || i < 2) arena.take(acts.x, "x (N, C)", N * C);
-            else acts.x = layer[i - 2].x;  // in inference a layer reads one and writes the other
+            else acts.x = layer[i - 2].x;  // in inference a layer reads one of two and writes the other
             LAYER_BUFFERS(PLACE_IN_LAYER)
         }
         SHARED_BUFFERS(PLACE)
@@ -406,8 +406,8 @@ struct Activations {
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward.
 
-// One layer for positions s.first .. s.first + s.queries - 1, from acts.x to x_next. again: for the backward pass under
-// --recompute 2, which needs no x_next and has kept the selection.
+// Takes one layer from acts.x to x_next, for positions s.first .. s.first + s.queries - 1. With `again` it serves the
+// backward pass under --recompute 2, which needs no x_next and has kept the selection.
 template <class Dev>
 void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const NsaShape& s, bool again = false) {
     Dev& dev = model.dev;
@@ -443,10 +443,10 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     if (!again) dev.matmul_forward(x_next, acts.act, w.mlp_fc2, acts.x_mid, N, M, C);  // x += fc2(silu(fc1))
 }
 
-// All layers for positions first .. first+queries-1 of B sequences, whose tokens [B, queries] are in a.tokens. Training
-// and evaluation take all T at once. Decoding takes a prompt, then one position at a time, and finds the earlier keys
-// and values in place. Leaves the normed residual stream of those positions in a.normed. done(i), where given, is
-// called after layer i: later layers may write over its buffers.
+// Runs all layers for positions first .. first+queries-1 of B sequences, whose tokens [B, queries] are in a.tokens, and
+// leaves the normed residual stream of these positions in a.normed. Training and evaluation take all T at once.
+// Decoding takes a prompt, then one position at a time, and finds the earlier keys and values in place. Calls done(i)
+// after layer i, because later layers may write over its buffers.
 template <class Dev>
 void forward(
     const Model<Dev>& model, Activations<Dev>& a, int first, int queries,
@@ -473,9 +473,9 @@ void forward(
     forward(model, a, first, queries, done);
 }
 
-// Cross-entropy of the tied head after a forward pass over all T, against a.targets: a.losses [N]. It takes a chunk of
-// rows at a time, so that the logits never exist as a whole. want_gradient: each loss counts dloss in the gradient,
-// a.dnormed = and dembed +=. logits_out, where given: [N, V].
+// After a forward pass over all T, computes the cross-entropy of the tied head against a.targets, and leaves it in
+// a.losses [N]. It takes a chunk of rows at a time, so that the logits never exist as a whole. With want_gradient it
+// sets a.dnormed and adds to the embedding's gradient, where each loss weighs dloss. logits_out gets [N, V].
 template <class Dev>
 void classify_rows(Model<Dev>& model, Activations<Dev>& a, double dloss, bool want_gradient,
                    std::vector<float>* logits_out = nullptr) {
@@ -496,7 +496,7 @@ void classify_rows(Model<Dev>& model, Activations<Dev>& a, double dloss, bool wa
     }
 }
 
-// The same for targets on the host. Waits for the result: the sum of the N losses.
+// The same for targets on the host. Waits for the losses and returns their sum.
 template <class Dev>
 double classify(Model<Dev>& model, Activations<Dev>& a, const int32_t* targets, double dloss, bool want_gradient,
                 std::vector<float>* logits_out = nullptr) {
@@ -523,7 +523,7 @@ std::vector<uint32_t> selections_of(const Activations<Dev>& a) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward. Every step repeats, in a comment, the forward line that it differentiates.
 
-// What the layer did not keep, by the forward pass's own operations.
+// Computes again what the layer did not keep, by the forward pass's own operations.
 template <class Dev>
 void recompute_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     Dev& dev = model.dev;
@@ -538,7 +538,7 @@ void recompute_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     dev.silu_forward(acts.act, acts.fc1, size_t(N) * a.M);
 }
 
-// The gradient of q, the keys and values and the gate, from a.dattn.
+// From a.dattn to the gradients of q, the keys, the values and the gate.
 template <class Dev>
 void backward_branches(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     using real = typename Dev::real;
@@ -571,7 +571,7 @@ void backward_branches(Model<Dev>& model, Activations<Dev>& a, size_t i) {
                           acts.phi_hidden + hidden, h.kv[V_CMP], {w.phi_v_fc1, w.phi_v_bias, w.phi_v_fc2}, false, s);
 }
 
-// a.dx is the gradient of x_next; it becomes that of acts.x.
+// Turns a.dx from the gradient of x_next into that of acts.x.
 template <class Dev>
 void backward_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     Dev& dev = model.dev;
@@ -582,7 +582,7 @@ void backward_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     const int N = s.B * s.T, C = int(a.C), M = int(a.M), HD = s.H * s.D, P = s.projected();
 
     recompute_layer(model, a, i);
-    // x_next = x_mid + fc2(act); a.dx is, along the residual, the gradient of x_mid too
+    // x_next = x_mid + fc2(act); along the residual stream, a.dx is the gradient of x_mid as well
     dev.matmul_backward_weight(dw.mlp_fc2, a.dx, acts.act, N, M, C);
     dev.matmul_backward_input(a.dmlp, a.dx, w.mlp_fc2, N, M, C);
     // act = silu(fc1)
@@ -605,8 +605,8 @@ void backward_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     dev.rmsnorm_backward(a.dx, dw.attn_norm, a.dnormed, acts.x, acts.attn_rstd, w.attn_norm, N, C);
 }
 
-// Adds the gradient of everything below the head to the model's gradients, from a.dnormed. ready(offset), where given,
-// is called when all gradients from that place of the flat array on are final.
+// Starts from a.dnormed and adds to the model's gradients all but what the head adds. Calls ready(offset), if there is
+// one, when all gradients from that offset of the flat array to its end are final.
 template <class Dev>
 void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(size_t)>& ready = nullptr) {
     Dev& dev = model.dev;
@@ -617,7 +617,7 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
     for (size_t i = a.layer.size(); i-- > 0;) {
         const ProfileRange range = model.enter("backward", int64_t(i));
         backward_layer(model, a, i);
-        // attn_norm is the layer's first tensor; only later layers lie behind it
+        // attn_norm is the layer's first tensor, so all that follows it in the array is final
         if (ready) ready(size_t(model.dw.layer[i].attn_norm - model.dw.embed));
     }
     // x = embed[token]
@@ -627,8 +627,8 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
 // ---------------------------------------------------------------------------------------------------------------------
 // Update.
 
-// Leaves the squared global L2 norm of the summed gradients in model.results[1], without waiting for it: NaN where a
-// rank's loss is not finite. Its bits depend on the gradients alone, not on which rank owns which part.
+// Leaves the squared global L2 norm of the summed gradients in model.results[1], without waiting for it. It is NaN if
+// the loss of any rank is not finite. Its bits depend only on the gradients, not on which rank owns which part.
 template <class Dev>
 void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = nullptr) {
     const ProfileRange range("gradient norm");
@@ -680,9 +680,9 @@ void update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = 
 // ---------------------------------------------------------------------------------------------------------------------
 // Evaluate.
 
-// Losses of the first `samples` samples, dealt out to the ranks. Always the same samples, added in their order,
-// whatever the ranks and the micro-batch. The last micro-batch may reach beyond them; those rows do not count. Empty if
-// asked_to_stop(), which all ranks call together after every micro-batch, says so before the end.
+// Returns the losses of the first `samples` samples, which the ranks share. These are the same samples for any number
+// of ranks and any micro-batch; rows of the last micro-batch that lie beyond them do not count. All ranks call
+// asked_to_stop() together after every micro-batch; if it says yes before the end, the result is empty.
 template <class Dev>
 std::vector<EvalSums> evaluate(
     Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, int64_t samples, const World& world,
@@ -713,7 +713,7 @@ std::vector<EvalSums> evaluate(
     return of_sample;
 }
 
-// Multiple choice: every ending behind its context is a sample. The losses of all of them, see evaluate().
+// The same for multiple choice, where each context with one of its endings is a sample.
 template <class Dev>
 std::vector<EvalSums> evaluate_choices(
     Model<Dev>& model, const ChoiceTask& task, const World& world,
@@ -729,27 +729,27 @@ std::vector<EvalSums> evaluate_choices(
 // ---------------------------------------------------------------------------------------------------------------------
 // Sample.
 
-// A text in progress. What it has read stays in the caches.
+// Writes a text, token by token. The keys and values of what it has read stay in the caches.
 template <class Dev>
 struct Decoder {
     Model<Dev>& model;
     Activations<Dev> a;
-    int position = 0;  // of the next token to be read
+    int position = 0;  // where the next token that it reads will stand
     DecodeMeter<Dev> meter{model.dev, a.shape, int64_t(a.layer.size())};
 
-    // prompted: tokens of the first call; length: of all calls together.
+    // The first call of next() reads `prompted` tokens, and all calls together read `length`.
     Decoder(Model<Dev>& m, int64_t prompted, int64_t length)
         : model(m), a(with_memory_for(m, prompted, length), m.config, 1, length, INFERENCE, prompted) {}
 
-    // Reads the tokens and returns the one that follows. A prompt is one forward pass; later tokens are one pass each
-    // over a single position. The random numbers depend on seed and position alone.
+    // Reads the tokens and returns the one that follows. A prompt takes one forward pass, and each later token a pass
+    // over a single position. The random numbers depend only on the seed and the position.
     int32_t next(const std::vector<int32_t>& tokens, const Config& c) {
         const size_t pass = position == 0 ? tokens.size() : 1;
         const bool is_prompt = tokens.size() > 1;
         Progress progress(format_text("prompt of %zu tokens", tokens.size()), double(a.layer.size()), is_prompt);
         const typename DecodeMeter<Dev>::Call call(meter, position, tokens.size());
         std::unique_ptr<DecodingThreads> threads;
-        if (position > 0) threads = std::make_unique<DecodingThreads>(model.table.total);  // a prompt has all threads
+        if (position > 0) threads = std::make_unique<DecodingThreads>(model.table.total);  // a prompt uses all threads
         for (size_t at = 0; at < tokens.size(); at += pass) {
             forward(model, a, tokens.data() + at, position, int(pass),
                     [&](size_t i) { progress.done = double(i + 1); });
@@ -772,7 +772,7 @@ struct Decoder {
     }
 };
 
-// Continues a prompt of at least one token by `count` tokens, as long as emit(token) returns true. Then end().
+// Continues a prompt of at least one token by `count` tokens, or until emit(token) returns false, and calls end().
 template <class Dev>
 void generate(
     Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t count, const Config& c,
@@ -787,7 +787,7 @@ void generate(
     if (c.stats) decoder.meter.print();
 }
 
-// Prints a sample token by token: the prompt (a new document if there is none), then the model's words. Returns it.
+// Prints and returns a sample: the prompt, or the beginning of a new document, and what the model makes of it.
 template <class Dev>
 std::string print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c, int64_t count, bool past_end,
                          const std::string& prompt) {
@@ -804,9 +804,9 @@ std::string print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Co
 // ---------------------------------------------------------------------------------------------------------------------
 // Steps.
 
-// Adds the losses of one micro-batch to model.results and its gradients to model.dw. inputs, targets [B, T]. last: the
-// optimiser step's last micro-step, after which its sum of losses is complete. Without with_backward the caller runs
-// backward().
+// Adds the losses of one micro-batch to model.results and its gradients to model.dw. inputs and targets are [B, T].
+// After the last micro-step of an optimiser step, the sum of its losses is complete. Without with_backward the caller
+// has to run backward().
 template <class Dev>
 void micro_step(Model<Dev>& model, Activations<Dev>& a, const int32_t* inputs, const int32_t* targets, bool last,
                 bool with_backward) {
@@ -814,15 +814,15 @@ void micro_step(Model<Dev>& model, Activations<Dev>& a, const int32_t* inputs, c
     const size_t tokens = size_t(a.shape.B) * size_t(a.shape.T);
     forward(model, a, inputs, 0, a.shape.T);
     dev.upload(a.targets, targets, tokens);
-    classify_rows(model, a, 1 / double(model.config.total_batch), true);  // over all micro-batches the mean
+    classify_rows(model, a, 1 / double(model.config.total_batch), true);  // the mean over all micro-batches
     dev.add_sum(model.results, a.losses, tokens);
     if (last) dev.set_guard(model.grads + model.table.total, model.results);
     if (with_backward) backward(model, a);
 }
 
-// One optimiser step's gradients: accumulated over micro-steps and summed over ranks, which begins while the last
-// micro-step's backward pass still runs. model.results gets the sum of this rank's losses. tokens, where given, gets
-// the step's inputs [samples, T]. Data that cannot be read are an error before anything has changed.
+// Accumulates the gradients of an optimiser step over its micro-steps and sums them over the ranks. The sum begins
+// while the last micro-step's backward pass still runs. model.results gets this rank's sum of losses, and `tokens` the
+// step's inputs [samples, T]. If data cannot be read, it fails before anything has changed.
 template <class Dev>
 void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const World& world,
                           bool collect_statistics, Reducer<Dev>* reducer = nullptr,
@@ -853,7 +853,7 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
     model.progress("update");
 }
 
-// Before anything is allocated, see fit_batch(). Returns whether memory is tight.
+// Runs before anything is allocated, as fit_batch() describes. Returns whether memory is tight.
 template <class Dev>
 bool require_memory(Dev& dev, Config& c, const World& world, bool batch_is_given) {
     const double mib = 1 << 20;
@@ -867,24 +867,24 @@ bool require_memory(Dev& dev, Config& c, const World& world, bool batch_is_given
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The run. On a GPU the host stays one step ahead: it reports a step while the next one computes, and waits for the GPU
-// only where statistics are read or --skip-outliers has to decide.
+// The run. On a GPU the host stays one step ahead: it reports a step while the GPU computes the next one, and waits for
+// the GPU only to read statistics or to let --skip-outliers decide.
 
 template <class Dev>
 struct Run {
     Dev& dev;
     World& world;
-    std::unique_ptr<Tokenizer> tokenizer;  // null where GPT-2's vocabulary is not known
+    std::unique_ptr<Tokenizer> tokenizer;  // null if GPT-2's vocabulary has not been found
     TrainingData<DataLoader> data;
     Model<Dev> model;
-    std::unique_ptr<Reducer<Dev>> reducer;  // where there are several ranks
+    std::unique_ptr<Reducer<Dev>> reducer;  // null on one rank
     std::unique_ptr<Activations<Dev>> activations;
     TrainState state;
     RunReport report;
     CheckpointSaver<World> saver;
-    std::vector<StepResult> pending;  // given to the engine and not yet reported
+    std::vector<StepResult> pending;  // the engine has them, and they are not yet reported
     Stop stop = GO_ON;
-    // A GPU has to be waited for before they can be read.
+    // To read them, the host has to wait for the GPU.
     static constexpr int64_t steps_between_statistics = Dev::on_host ? 1 : 50;
     static constexpr int64_t max_bad_steps = 3;  // in a row
 
@@ -905,7 +905,7 @@ struct Run {
 
     // ----- what a run does between steps
 
-    // Have all ranks agreed to stop? They call this together.
+    // Says whether any rank has been asked to stop. All ranks call it together.
     bool asked_to_stop() {
         if (world.size == 1 && stop_signal == 0) return stop != GO_ON;
         double asked[2] = {double(asked_to_interrupt()), double(asked_to_terminate())};
@@ -914,7 +914,7 @@ struct Run {
         return stop != GO_ON;
     }
 
-    // Left at once by a signal: what is not validated is validated after the resume.
+    // A signal ends it at once. What it has not validated by then is validated after the resume.
     void validate() {
         const ProfileRange range = model.enter("evaluation");
         const auto asked = [this] { return asked_to_stop(); };
@@ -949,13 +949,13 @@ struct Run {
 
     void save() {
         if (!state.bad_steps) return saver.save(state.step);
-        if (is_first())  // with --keep it would push out a good one
+        if (is_first())  // because of --keep it could push out a good one
             complain(format_text("no checkpoint at step %lld: loss or gradient is not finite", (long long)state.step));
     }
 
     // ----- one step
 
-    // Hands a step to the engine: gradients, their norm, the update.
+    // Gives the engine a step to do: the gradients, their norm, and the update.
     void launch_step() {
         const Config& c = config();
         StepResult s;
@@ -967,8 +967,8 @@ struct Run {
         dev.send(model.results, model.RESULTS);
         if (c.skip_outliers > 0) {
             exchange(s);
-            s.skipped =
-                s.loss_z > c.skip_outliers || s.norm_z > c.skip_outliers;  // false for NaN, while the window fills
+            // While the window fills, both are NaN and this is false.
+            s.skipped = s.loss_z > c.skip_outliers || s.norm_z > c.skip_outliers;
         }
         if (!s.skipped) apply_update(model, s.step, s.lr, reducer.get());
         if (statistics) s.statistics = layer_statistics(dev, activations->shape, activations->layer);
@@ -978,7 +978,7 @@ struct Run {
         pending.push_back(std::move(s));
     }
 
-    // Waits for a step's results and sums them over the ranks, which tell each other who will stop.
+    // Waits for a step's results and sums them over the ranks, and with them the ranks' wishes to stop.
     void exchange(StepResult& s) {
         enum { LOSS, TERMINATE, INTERRUPT, HALT, COUNT };
         model.progress(Dev::on_host ? "update" : "waiting for the GPU");
@@ -1016,7 +1016,7 @@ struct Run {
         if (!s.skipped) state.last_update = s.step;
     }
 
-    // Not finite, so the update changed nothing. Each rank writes its batch to a file. Too many in a row end the run.
+    // The step was not finite and changed no weight. Each rank writes its batch to a file; too many in a row are fatal.
     void count_bad_step(const StepResult& s) {
         state.bad_steps++;
         std::vector<double> squares(model.chunks());
@@ -1030,11 +1030,11 @@ struct Run {
                                       text.c_str(), (long long)state.bad_steps));
     }
 
-    // An error between two steps that all ranks have must not cost what was learnt. Returns what its line says of that.
+    // If all ranks fail between two steps, what they have learnt must not be lost. Returns what the error says of it.
     std::string save_despite_error() {
-        while (!pending.empty()) error_of([&] { report_step(); });  // which of them changed the weights
+        while (!pending.empty()) error_of([&] { report_step(); });  // to learn which of them changed the weights
         if (state.last_update > saver.last_saved_step()) saver.save_last(state.step);
-        if (!is_first()) world.barrier();  // rank 0 ends all
+        if (!is_first()) world.barrier();  // rank 0 ends the program on all ranks
         return saver.describe_last();
     }
 
@@ -1063,9 +1063,9 @@ struct Run {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The beginning and the end of a run.
+// How a run begins and ends.
 
-// Everything up to the first step.
+// Does all that comes before the first step.
 template <class Dev>
 void begin_run(Run<Dev>& run, const Device& device, const GradientPath& path, const std::set<std::string>& given,
                bool memory_is_tight) {
@@ -1091,7 +1091,7 @@ void begin_run(Run<Dev>& run, const Device& device, const GradientPath& path, co
     begin_log(run.report, c, start.checkpoint, run.state.step, model, world.size);
 }
 
-// What rank 0 says about a run that has reached its end. Some ends are errors.
+// Prints, on rank 0, what there is to say at the end of a run. Some ends are errors.
 template <class Dev>
 void print_end(Run<Dev>& run) {
     run.report.print_done(run.state.step, double(run.dev.peak_bytes) / (1 << 20));
@@ -1133,7 +1133,7 @@ int train_run(Run<Dev>& run, const Device& device, const GradientPath& path, con
 // ---------------------------------------------------------------------------------------------------------------------
 // Verbs.
 
-// Calls use(engine, how gradients travel) with the engine for this device.
+// Calls use(engine, path) with the engine for this device, and with the path that gradients take between ranks.
 template <class Use>
 void with_engine(const Device& device, [[maybe_unused]] const Config& c, World& world, Use use) {
 #ifdef USE_CUDA
@@ -1157,7 +1157,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     const std::set<std::string> given = complete_options(c, on_command_line);
     world.watchdog.start(c.stall_timeout, world.size);
     const GpuSearch gpus = search_gpus();
-    drop_unsupported_options(c, on_command_line, threads_of_rank(world), gpus);  // a resume has options nobody gave
+    drop_unsupported_options(c, on_command_line, threads_of_rank(world), gpus);
     const Device device = choose_device(c, world, gpus);
     resolve_batch(c, given, world.size, device.gpu);
     validate_run(c, world.size);
@@ -1174,7 +1174,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     return status;
 }
 
-// The small model of `check` and of the tests.
+// `check` and the tests take this small model.
 using SelfTest = GradientSelfTest<Model<Cpu<double>>, Activations<Cpu<double>>>;
 
 static int run_check(const Config& c, World& world) {

@@ -1,5 +1,5 @@
 // prompts.h: what the verb `sample` continues: prompts of the command line, of files and of a conversation, and what it
-// prints of them. Used by print_sample() and run_sample() in train_nsa.cu.
+// prints of them. Used by print_sample() in train_nsa.cu and run_sample() in verbs.h.
 #pragma once
 #include <iostream>
 
