@@ -189,9 +189,8 @@ void run_inspect(Config c, WithModel with_model, Fold fold) {
     const int64_t T = int64_t(inspection.tokens.size());
     with_model(c, *trained.weights, [&](auto& model) {  // one pass, as of a prompt
         Decoder<std::decay_t<decltype(model.dev)>> decoder(model, T, T);
-        forward(model, decoder.a, inspection.tokens.data(), 0, int(T), [&](size_t i) {
-            inspection.add_layer(model.dev, decoder.a.shape, decoder.a.layer[i], fold);
-        });
+        forward(model, decoder.a, inspection.tokens.data(), 0, int(T),
+                [&](size_t i) { inspection.add_layer(model.dev, decoder.a.shape, decoder.a.layer[i], fold); });
     });
     inspection.write(c.html, c.json);
 }
