@@ -25,7 +25,7 @@ $(BUILD)/test_device.o: dev/test/tests.cu $(BUILD)/command
 # ---- The emulator: tests that execute CUDA kernels on the CPU, in the plain and in the CHECK build of cuda_on_cpu.h:
 # of the emulator itself, and of the CUDA engine (cuda_tests: every kernel, every operation, whole training steps).
 RACE_PROGRAMS ?= 1000  # random programs that the race detector is tried on
-EMULATOR := $(CXX) -std=c++17 -g -Idev/emulator -DUSE_NCCL -Wall -Wextra -Wno-unknown-pragmas -fstack-clash-protection -pthread \
+EMULATOR := $(CXX) -std=c++17 -g -Idev/emulator -DUSE_CUDA -DUSE_NCCL -Wall -Wextra -Wno-unknown-pragmas -fstack-clash-protection -pthread \
   $(if $(WERROR),-Werror)
 # The CHECK build: compiled for the thread sanitizer but linked without it, since cuda_on_cpu_check.h has the functions
 # that the compiler calls.
@@ -52,7 +52,7 @@ $(EMULATOR_CHECK_PROGRAMS): $(BUILD)/%_check: dev/test/emulator/%.cpp $(BUILD)/c
 	$(call quiet,LINK)$(CXX) $@.o -fsanitize=undefined -pthread -o $@
 # The whole program on up to four emulated GPUs, one for each rank.
 $(BUILD)/train_nsa_emulated: train_nsa.cu lib/report/hf/*.py lib/report/html/* $(BUILD)/command
-	$(call quiet,CXX )$(EMULATOR) -O2 -rdynamic -DUSE_CUDA -DEMULATED_GPUS=4 -DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX \
+	$(call quiet,CXX )$(EMULATOR) -O2 -rdynamic -DEMULATED_GPUS=4 -DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX \
 	    $(MPI_FLAGS) $(SAN_FLAGS) $(DEPENDS) -x c++ $< -x none -o $@ $(MPI_LIBS)
 
 # ---- The crash tester, and the shim that makes disks fail; see crash_test.cpp.

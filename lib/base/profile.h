@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "util.h"
-#if defined(__CUDACC__) && __has_include(<nvtx3/nvToolsExt.h>)  // a package of its own; headers alone
+#if defined(USE_CUDA) && !defined(__HIP__) && __has_include(<nvtx3/nvToolsExt.h>)  // a package of its own
 #include <nvtx3/nvToolsExt.h>
 #define HAVE_NVTX
 #endif
