@@ -102,24 +102,27 @@ inline void drop_unsupported_options(Config& c, const std::set<std::string>& giv
 }
 
 // OMP_NUM_THREADS, of which a list's first number counts, or `share`, the processors of this rank, where it is not set.
-// More threads than processors wait for each other in every loop.
-inline int threads_of_variable(int share) {
+// More threads than processors wait for each other in every loop. speaks: of several ranks one warns.
+inline int threads_of_variable(int share, bool speaks) {
     const char* const text = std::getenv("OMP_NUM_THREADS");
     if (!text || !*text) return share;
     char* end = nullptr;
     const long asked = std::strtol(text, &end, 10);
     if (end == text || (*end && *end != ',') || asked < 1)
         fail_usage("OMP_NUM_THREADS is '%s'; expected a number of threads, such as %d here, or unset it", text, share);
-    if (asked > share)
+    if (asked > share && speaks)
         complain(format_text("OMP_NUM_THREADS is %ld, and this rank has %s: it starts no more threads than that", asked,
                              counted(share, "processor").c_str()));
     return int(std::min<long>(asked, share));
 }
 
 // The device of the options --device, --cpu-dtype and --threads on this machine. share: this rank's processors.
-inline Device device_of(const Config& c, int share, const GpuSearch& gpus) {
+inline Device device_of(const Config& c, int share, const GpuSearch& gpus, bool speaks) {
     Device d;
-    d.threads = c.threads ? int(c.threads) : threads_of_variable(share);
+    d.threads = c.threads ? int(c.threads) : threads_of_variable(share, speaks);
+    if (d.threads > share && speaks)
+        complain(format_text("--threads %d, and this rank has %s: more threads than that wait for each other",
+                             d.threads, counted(share, "processor").c_str()));
     omp_set_num_threads(d.threads);
     start_threads(d.threads);
     const std::string none = why_no_gpu(gpus);
@@ -144,7 +147,7 @@ inline Device device_of(const Config& c, int share, const GpuSearch& gpus) {
 // The device of this rank. All ranks ask.
 template <class World>
 Device choose_device(const Config& c, const World& world, const GpuSearch& gpus) {
-    Device d = device_of(c, threads_of_rank(world), gpus);
+    Device d = device_of(c, threads_of_rank(world), gpus, world.rank == 0);
     if (d.gpu) d.gpu_number = world.local_rank % gpus.count;
     require_same_kind_of_device(d, world);
     return d;
