@@ -199,6 +199,7 @@ void import_checkpoint(Config c) {
     const SafeTensors file(from + "/model.safetensors");
     const Table table(c);
     const std::vector<TensorView> tensors = tensors_of_model(table, file);
+    require_finite(file);
     require_empty_folder(to, "import");
     const std::string writing = begin_checkpoint(to, 0);
     std::vector<FileRecord> records;

@@ -193,6 +193,12 @@ TEST(export_and_import_refuse_in_one_line) {
     tensors.back().dtype = "BF16", tensors.back().bytes /= 2;
     write_safetensors(model, {}, tensors);
     CHECK_REFUSED(import_to(to, hf), 1, model, tensors.back().name, "BF16", "float()");
+    std::vector<float> bad(size_t(file.tensors.back().bytes / 4), 1.0f);
+    bad[1] = NAN;
+    tensors.back() = file.tensors.back();
+    tensors.back().data = bad.data();
+    write_safetensors(model, {}, tensors);
+    CHECK_REFUSED(import_to(to, hf), 1, model, "number 1 of " + tensors.back().name, "nan");
     CHECK(!file_exists(to));  // none of them left anything
 }
 
