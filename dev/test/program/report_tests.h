@@ -297,7 +297,12 @@ TEST(report_refuses_what_is_no_run) {
     const auto report = [](const Words& more) { return run(joined({"report"}, more)); };
     CHECK_REFUSED(report({}), 2, "--from is missing");
     CHECK_REFUSED(report({"--from", none}), 1, "--from " + none, "no such folder");
-    CHECK_REFUSED(report({"--from", run_folder, "--from", plain}), 1, "--from " + plain, "no log.jsonl");
+    CHECK_REFUSED(report({"--from", plain}), 1, "--from " + plain, "no log.jsonl");
+    // Of several, those without a log are left out, with a warning.
+    const Result rest = report({"--from", run_folder, "--from", plain});
+    CHECK_EQUAL(rest.status, 0);
+    CHECK(rest.err.find("--from " + plain + " holds no log.jsonl and is left out") != std::string::npos);
+    CHECK_EQUAL(report({"--from", plain, "--from", folder.file("checkpoint")}).status, 1);
     CHECK_REFUSED(report({"--from", run_folder + "/log.jsonl"}), 1, "is a file", "folder of a run");
     CHECK_REFUSED(report({"--from", folder.file("checkpoint")}), 1, "is a checkpoint", "folder of its run");
     CHECK_REFUSED(report({"--from", run_folder, "--html", none + "/x.html"}), 1, "no folder " + none, "make it");
