@@ -116,8 +116,9 @@ inline void print_run(const Config& c, const std::set<std::string>& given, const
                 counted(f.ranks, "rank").c_str(), f.launcher.c_str(), f.local_ranks, f.host.c_str(),
                 counted(f.threads, "CPU thread").c_str());
     print_run_ranks(c, f);
-    std::printf("model:  %s, %lld parameters (%lld layers, width %lld, %s attention), %s\n", c.model.c_str(),
-                (long long)f.parameters, (long long)c.layers, (long long)c.dim, c.attention.c_str(), f.weights.c_str());
+    std::printf("model:  %s, %lld parameters (%s, width %lld, %s attention), %s\n", c.model.c_str(),
+                (long long)f.parameters, counted(c.layers, "layer").c_str(), (long long)c.dim, c.attention.c_str(),
+                f.weights.c_str());
     print_run_data(c, f, given);
     print_run_batch(c, f, given);
 }

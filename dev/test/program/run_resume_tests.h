@@ -192,7 +192,7 @@ TEST(run_begins_with_the_shape_of_the_weights) {
     const Words second = {"--init-from=" + folder.file("first"), "--out=" + folder.file("second"), "--steps=0"};
     const Result r = run(second);
     REQUIRE_GOOD(r);
-    CHECK(r.out.find("7712 parameters (1 layers, width 16") != std::string::npos);
+    CHECK(r.out.find("7712 parameters (1 layer, width 16") != std::string::npos);
     CHECK(r.out.find("samples of 64 tokens") != std::string::npos);
     CHECK_EQUAL(run(joined(second, {"--seq-len=128"})).status, 0);
     CHECK_REFUSED(run(joined(second, {"--dim=32"})), 1, "cannot begin from", "dim is 16 there and 32", "leave");
