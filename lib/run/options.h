@@ -443,6 +443,8 @@ inline void set_option(Config& c, const Option& o, const std::string& value) {
         if (o.choices && !is_choice(value, o.choices))
             fail_usage("--%s is '%s'; expected one of %s", o.name, value.c_str(), o.choices);
         c.*o.text = value;
+    } else if (o.integer && value == "auto" && value == o.default_text) {
+        c.*o.integer = 0;  // worked out later
     } else {
         char* end = nullptr;
         const double number = std::strtod(value.c_str(), &end);  // takes more: hexadecimal, nan, blanks in front
@@ -606,6 +608,7 @@ inline Config parse_options(int argc, const char* const* argv, std::set<std::str
         set_option(c, *o, argv[at++]);
         while (several && at < argc && std::strncmp(argv[at], "--", 2)) set_option(c, *o, argv[at++]);
     }
+    if (!c.batch) given.erase("batch");  // --batch auto
     return c;
 }
 

@@ -69,6 +69,9 @@ TEST(run_options_are_parsed_strictly) {
         }
         CHECK_FAILS(2, (name + " is given twice").c_str(),
                     parse({verb, name + "=" + good_value(o), name + "=" + good_value(o)}));
+        // The default that help names can be typed.
+        if (o.integer && o.default_text == std::string("auto"))
+            CHECK_EQUAL(parse({verb, name, "auto"}).*o.integer, 0);
         if (!o.flag) CHECK_FAILS(2, (name + " needs a value").c_str(), parse({verb, name}));
         if (!o.flag) CHECK_FAILS(2, (name + " needs a value").c_str(), parse({verb, name, "--threads=1"}));
         if (name.find('-', 2) == std::string::npos) continue;  // as JSON files spell it
@@ -651,4 +654,10 @@ TEST(run_omp_num_threads_is_bounded_by_the_processors) {
         CHECK(with_threads(none).status == 2 &&
               with_threads(none).err.find(std::string("OMP_NUM_THREADS is '") + none + "'") != std::string::npos);
     CHECK(with_threads("1,2").out.find("1 CPU thread each") != std::string::npos);
+    // The option is taken at its word, with a warning.
+    const std::string more = std::to_string(processors + 1);
+    const Result asked = train({{"out", folder.file("run")}, {"steps", "1"}, {"threads", more}});
+    CHECK_EQUAL(asked.status, 0);
+    CHECK(asked.err.find("--threads " + more + ", and this rank has ") != std::string::npos);
+    CHECK(asked.out.find(more + " CPU threads each") != std::string::npos);
 }
