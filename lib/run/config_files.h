@@ -316,6 +316,7 @@ static void read_options_file(Config& c, std::set<std::string>& given, bool prin
             fail_usage("%s: --%s is neither a number nor a text", path.c_str(), o->name);
         const std::string text = value.kind == Json::Bool ? (value.is_true ? "on" : "off") : value_text(value, *o);
         if (of_run && is_automatic(*o, text)) continue;
+        if (name == "batch" && text == "auto") continue;  // as if it were not there
         Config there = c;
         try {
             set_option(there, *o, text);

@@ -351,6 +351,11 @@ TEST(run_options_come_from_a_file) {
         {"--lr", "0.5"});
     CHECK(c.lr == 0.5 && c.seq_len == 64 && c.head_dim == 16 && c.attention == "full" && c.steps == 7);
     CHECK(c.resume && c.layers == 12 && c.warmup == 700);  // the rest as in the file's preset
+    std::set<std::string> given;
+    write_file(file, "{\"batch\": \"auto\", \"log_every\": \"auto\"}");
+    Config automatic = parse({"--config", file}, &given);
+    read_options_file(automatic, given, false);
+    CHECK(!given.count("batch") && automatic.log_every == 0);
     for (const auto& [json, words] : std::vector<std::pair<std::string, std::string>>{
              {"{\"stepz\": 1}", "--stepz is no option (--help lists them)"},
              {"{\"tokens\": 1}", "--tokens is no option"},
