@@ -70,8 +70,7 @@ TEST(run_options_are_parsed_strictly) {
         CHECK_FAILS(2, (name + " is given twice").c_str(),
                     parse({verb, name + "=" + good_value(o), name + "=" + good_value(o)}));
         // The default that help names can be typed.
-        if (o.integer && o.default_text == std::string("auto"))
-            CHECK_EQUAL(parse({verb, name, "auto"}).*o.integer, 0);
+        if (o.integer && o.default_text == std::string("auto")) CHECK_EQUAL(parse({verb, name, "auto"}).*o.integer, 0);
         if (!o.flag) CHECK_FAILS(2, (name + " needs a value").c_str(), parse({verb, name}));
         if (!o.flag) CHECK_FAILS(2, (name + " needs a value").c_str(), parse({verb, name, "--threads=1"}));
         if (name.find('-', 2) == std::string::npos) continue;  // as JSON files spell it
