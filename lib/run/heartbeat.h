@@ -27,9 +27,9 @@ class Heartbeat {
                          path.c_str(), std::strerror(errno));
         warned = true;
     }
-    // In one piece, so that lines of two threads do not mix.
+    // In one piece where the disk takes it so, and then lines of two threads do not mix.
     void append(const std::string& line) {
-        if (file >= 0 && write(file, line.data(), line.size()) != ssize_t(line.size())) warn();
+        if (file >= 0 && !error_of([&] { write_all(file, line.data(), line.size(), path); }).empty()) warn();
     }
 
   public:
