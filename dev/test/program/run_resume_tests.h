@@ -146,7 +146,9 @@ TEST(resume_gives_up_what_the_machine_cannot_give) {
     using namespace program;
     TempFolder folder;
     const int more = usable_processors() + 1;
-    REQUIRE_GOOD(train({{"out", folder.path}, {"threads", std::to_string(more)}}));
+    const Result many = train({{"out", folder.path}, {"threads", std::to_string(more)}});
+    CHECK_EQUAL(many.status, 0);
+    CHECK(many.err.find("warning: --threads " + std::to_string(more)) != std::string::npos);
     const Result r = run({"--resume", "--steps=3", "--out", folder.path});
     REQUIRE_GOOD(r);
     CHECK(r.out.find(format_text("resume: --threads is auto, was %d: this rank has %d processors\n", more, more - 1)) !=
