@@ -120,9 +120,6 @@ inline int threads_of_variable(int share, bool speaks) {
 inline Device device_of(const Config& c, int share, const GpuSearch& gpus, bool speaks) {
     Device d;
     d.threads = c.threads ? int(c.threads) : threads_of_variable(share, speaks);
-    if (d.threads > share && speaks)
-        complain(format_text("--threads %d, and this rank has %s: more threads than that wait for each other",
-                             d.threads, counted(share, "processor").c_str()));
     omp_set_num_threads(d.threads);
     start_threads(d.threads);
     const std::string none = why_no_gpu(gpus);
@@ -141,6 +138,9 @@ inline Device device_of(const Config& c, int share, const GpuSearch& gpus, bool 
     if (c.cpu_dtype == "bf16" && !HAVE_BF16)
         d.reason +=
             "; fp32, because --cpu-dtype bf16 needs AVX512_BF16, which the processor of this build does not have";
+    if (d.threads > share && speaks)
+        complain(format_text("--threads %d, and this rank has %s: more threads than that wait for each other",
+                             d.threads, counted(share, "processor").c_str()));
     return d;
 }
 
