@@ -1279,10 +1279,11 @@ __device__ inline float* sums_of_part(float* partial, int bg, int item, const At
 
 // dk [keys] = dS^T q / sqrt(D), dv [keys] = P'^T dout.  One block per tile of keys, which stay in registers, 32 in each
 // of 2 warps (D = 128: 16 in each of 4). partial [B*G, tiles of keys, parts, 2, KEY_TILE, D], where there is more than
-// one part.
+// one part. Single arguments in place of two structs: those cost registers that sm_100 and sm_120 do not have.
 template <Branch branch, int D>
 __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
-    attention_dkdv_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, float* partial,
+    attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
+                          const bf16* v, const float* row_dot, const float* lse_gated, const uint32_t* selection,
                           const SelectedChoice* choice, AttentionShape s) {
     constexpr int THREADS = dkdv_threads<D>();
     if (branch == SLC && choice && choice->gather) return;
@@ -1293,12 +1294,12 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     if (branch == CMP && part < first_part(tile, s)) return;
     DynamicShared shared;
     TokenBuffers<branch, D> buffers(shared);
-    buffers.copy_keys(in.k, in.v, bg, first_key, s);
+    buffers.copy_keys(k, v, bg, first_key, s);
     uint32_t* used = nullptr;
     if (branch == SLC) {
         used = shared.take<uint32_t>(tile_words(s.queries));
-        in.selection += size_t(bg) * s.queries * s.words;
-        find_used_token_tiles(used, in.selection, tile, s);
+        selection += size_t(bg) * s.queries * s.words;
+        find_used_token_tiles(used, selection, tile, s);
     }
     cp_async_wait<0>();
     __syncthreads();
@@ -1310,16 +1311,15 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
               dout_row = bg / s.G * s.queries * H + bg % s.G * s.heads;
     auto fetch = [&](int buffer, int token_tile, int head) {
         const int j0 = token_tile * KEY_TILE, to = buffer * KEY_TILE * D;
-        copy_tile<D, THREADS>(buffers.q_tiles + to, in.q + size_t(q_row + head * s.queries + j0) * D, D,
-                              s.queries - j0);
-        copy_tile<D, THREADS>(buffers.dout_tiles + to, d.dout + size_t(dout_row + j0 * H + head) * D, size_t(H) * D,
+        copy_tile<D, THREADS>(buffers.q_tiles + to, q + size_t(q_row + head * s.queries + j0) * D, D, s.queries - j0);
+        copy_tile<D, THREADS>(buffers.dout_tiles + to, dout + size_t(dout_row + j0 * H + head) * D, size_t(H) * D,
                               s.queries - j0);
         cp_async_commit();
         const int j = j0 + int(threadIdx.x);
         const bool query = buffers.rows.has_row() && j < s.queries;
-        buffers.rows.load(query, q_row + head * s.queries + j, d.lse_gated, d.row_dot);
+        buffers.rows.load(query, q_row + head * s.queries + j, lse_gated, row_dot);
         if (branch == SLC && query)
-            buffers.rows.chosen = chosen_blocks(in.selection + size_t(token_tile) * KEY_TILE * s.words, threadIdx.x,
+            buffers.rows.chosen = chosen_blocks(selection + size_t(token_tile) * KEY_TILE * s.words, threadIdx.x,
                                                 tile_blocks(tile, s), s);
     };
     const TokenRange tokens = tokens_of_tile<branch>(first_key, part, s);
@@ -1341,7 +1341,7 @@ __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
         });
     const int index = int(block_index_again()), same_bg = index % s.batch_groups, item = index / s.batch_groups;
     const bool in_parts = branch == CMP && s.parts > 1;
-    keys.store(d.dk, d.dv, in_parts ? sums_of_part<D>(partial, same_bg, item, s) : nullptr, same_bg, s);
+    keys.store(dk, dv, in_parts ? sums_of_part<D>(partial, same_bg, item, s) : nullptr, same_bg, s);
 }
 // dk, dv [B, G, key_stride, D] = the sums of the parts; one block per tile of keys and (sequence, group)
 template <int D>
@@ -1662,8 +1662,9 @@ inline void launch_attention_backward(const BackwardArrays<bf16, float>& d, cons
     const unsigned tiles = unsigned(key_tiles(a) * a.batch_groups);
     const size_t bytes =
         TokenBuffers<branch, D>::bytes() + shared_bytes({branch == SLC ? tile_words(a.queries) * sizeof(uint32_t) : 0});
-    launch<attention_dkdv_kernel<branch, D>>(tiles * unsigned(a.parts), unsigned(dkdv_threads<D>()), bytes, stream, d,
-                                             in, partial, choice, a);
+    launch<attention_dkdv_kernel<branch, D>>(tiles * unsigned(a.parts), unsigned(dkdv_threads<D>()), bytes, stream,
+                                             d.dk, d.dv, partial, d.dout, in.q, in.k, in.v, d.row_dot, d.lse_gated,
+                                             in.selection, choice, a);
     if constexpr (branch == CMP)
         if (a.parts > 1) launch<add_parts_kernel<D>>(tiles, 256, 0, stream, d.dk, d.dv, (const float*)partial, a);
 }
