@@ -1,4 +1,4 @@
-// memory.h: what the limits of a process leave it (ulimit -v, ulimit -d), and errors that say so where there is no
+// memory.h: what the limits of a process leave it (ulimit -v), and errors that say so where there is no
 // memory left. Used by the engines and by errors.h.
 #pragma once
 #include <algorithm>
