@@ -441,9 +441,9 @@ struct AdamWConstants {
 };
 // The parameter that belongs to its fp32 master. In bf16 it is rounded up in magnitude with the probability that keeps
 // the mean: 16 random bits are added to the 16 that are cut off.
-__device__ inline cuda_real parameter(float master, uint64_t seed, uint64_t stream, uint64_t counter) {
+__device__ inline cuda_real parameter(float master, [[maybe_unused]] uint64_t seed, [[maybe_unused]] uint64_t stream,
+                                      [[maybe_unused]] uint64_t counter) {
 #ifdef PRECISION_FP32
-    (void)seed, (void)stream, (void)counter;
     return master;
 #else
     const uint32_t bits = __float_as_uint(master), random = philox4x32(counter, stream, seed).word[0];
@@ -470,7 +470,9 @@ __global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v
     const float g = grad[i] * scale;
     const float m_new = h.beta1 * m[i] + (1 - h.beta1) * g, v_new = h.beta2 * v[i] + (1 - h.beta2) * g * g;
     const float updated = master[i] * keep - h.step_size * m_new / (sqrtf(v_new) * h.v_correction + h.eps);
-    m[i] = m_new, v[i] = v_new, master[i] = updated;
+    m[i] = m_new;
+    v[i] = v_new;
+    master[i] = updated;
     param[i] = parameter(updated, h.seed, h.stream, h.counter + i);
 }
 __global__ void round_master_kernel(cuda_real* param, const float* master, size_t count, uint64_t seed, uint64_t stream,
@@ -711,7 +713,10 @@ __device__ inline float choose_blocks(uint32_t* mask, float* importance, int las
     sum = lane_sum(sum);
     float chosen = importance[0] + importance[last - 1] + importance[last];
     __syncwarp();
-    auto take = [&](int block) { mask[block / 32] |= 1u << (block % 32), importance[block] = -1; };
+    auto take = [&](int block) {
+        mask[block / 32] |= 1u << (block % 32);
+        importance[block] = -1;
+    };
     if (threadIdx.x == 0)
         for (const int forced : {0, last - 1, last}) take(forced);
     __syncwarp();
@@ -1766,7 +1771,10 @@ struct Cuda : CudaRuntime {
     }
     ~Cuda() {
         cudaStreamSynchronize(stream);
-        release(sum_parts), release(selected_choice), release(rope_table), release(device_reads);
+        release(sum_parts);
+        release(selected_choice);
+        release(rope_table);
+        release(device_reads);
     }
 
     std::string describe() const {

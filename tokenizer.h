@@ -72,10 +72,17 @@ struct PreTokenizer {
         if (text[at] == ' ' && at + 1 < n) {
             int next_length;
             const CharClass next = class_at(text, n, at + 1, &next_length);
-            if (next != SPACE) run = next, length = next_length, last = at + 1;
+            if (next != SPACE) {
+                run = next;
+                length = next_length;
+                last = at + 1;
+            }
         }
         size_t end = last + size_t(length);
-        while (end < n && class_at(text, n, end, &length) == run) last = end, end += size_t(length);
+        while (end < n && class_at(text, n, end, &length) == run) {
+            last = end;
+            end += size_t(length);
+        }
         // \s+(?!\S): a run of white space leaves its last character to the word behind it, unless that is all it has.
         return run == SPACE && end < n && last > at ? last : end;
     }
@@ -178,7 +185,8 @@ struct Tokenizer {
         std::vector<uint64_t>& heap = scratch.heap;
         const uint32_t count = uint32_t(n), none = NO_TOKEN;
         const auto later = std::greater<uint64_t>();
-        parts.resize(n), heap.clear();
+        parts.resize(n);
+        heap.clear();
         for (uint32_t i = 0; i < count; i++) {
             const uint32_t id = id_of_byte[static_cast<unsigned char>(piece[i])];
             parts[i] = {id, i ? i - 1 : none, i + 1 < count ? i + 1 : none, none};
@@ -200,7 +208,8 @@ struct Tokenizer {
             MergeScratch::Part& part = parts[left];
             if (part.merged != merged) continue;  // an old entry
             MergeScratch::Part& right = parts[part.next];
-            part.id = merged, part.next = right.next;
+            part.id = merged;
+            part.next = right.next;
             if (part.next != none) parts[part.next].previous = left;
             right.merged = none;  // so its entry is skipped
             pair_up(left);
@@ -335,7 +344,9 @@ struct Encoder {
             const size_t begin = ids.size();
             tokenizer.merge_piece(piece, n, scratch, ids);
             if (ids.size() - begin > most_ids) return;
-            word.key[0] = key[0], word.key[1] = key[1], word.count = uint16_t(ids.size() - begin);
+            word.key[0] = key[0];
+            word.key[1] = key[1];
+            word.count = uint16_t(ids.size() - begin);
             std::copy(ids.begin() + ptrdiff_t(begin), ids.end(), word.ids);
             return;
         }

@@ -480,9 +480,11 @@ __device__ inline int list_tokens(int* list, int* counts, const uint32_t* row, i
             if (w < warp) number += counts[w];
             before += counts[w];
         }
-        for (; bits; bits &= bits - 1, number++)
+        for (; bits; bits &= bits - 1) {
             if (number >= first && number < first + GATHER_CHUNK)
                 list[number - first] = word * 32 + __ffs(int(bits)) - 1;
+            number++;
+        }
     }
     const int found = max(0, min(before - first, GATHER_CHUNK));
     for (int i = found + int(threadIdx.x); i < (found + KEY_TILE - 1) / KEY_TILE * KEY_TILE; i += int(blockDim.x))

@@ -48,8 +48,10 @@ __global__ void __launch_bounds__(GEMM_THREADS)
         __syncthreads();
         for (int k = 0; k < GEMM_DEPTH; k++) {
             float of_a[GEMM_EACH], of_b[GEMM_EACH];
-            for (int i = 0; i < GEMM_EACH; i++)
-                of_a[i] = a_slice[k][row + i * GEMM_SIDE], of_b[i] = b_slice[k][column + i * GEMM_SIDE];
+            for (int i = 0; i < GEMM_EACH; i++) {
+                of_a[i] = a_slice[k][row + i * GEMM_SIDE];
+                of_b[i] = b_slice[k][column + i * GEMM_SIDE];
+            }
             for (int i = 0; i < GEMM_EACH; i++)
                 for (int j = 0; j < GEMM_EACH; j++) sums[i][j] += of_a[i] * of_b[j];
         }

@@ -163,14 +163,19 @@ struct CudaRuntime {
         const cudaError_t error = cudaMalloc(&p, bytes);
         if (error == cudaErrorMemoryAllocation) fail_out_of_memory(bytes);
         CUDA_CHECK(error);
-        live_bytes += allocated[p] = bytes, peak_bytes = std::max(peak_bytes, live_bytes);
+        allocated[p] = bytes;
+        live_bytes += bytes;
+        peak_bytes = std::max(peak_bytes, live_bytes);
         if (poison) CUDA_CHECK(cudaMemsetAsync(p, 0xFF, bytes, stream));
         return p;
     }
     template <class T>
     void release(T* p) {
         const auto found = allocated.find(p);
-        if (found != allocated.end()) live_bytes -= found->second, allocated.erase(found);
+        if (found != allocated.end()) {
+            live_bytes -= found->second;
+            allocated.erase(found);
+        }
         if (cudaFree(p) != cudaSuccess) cudaGetLastError();  // cleared, else the next launch would report it
     }
     // What this process may still allocate. sharers: processes that compute on this GPU, which have called
@@ -227,7 +232,8 @@ struct CudaRuntime {
     void send(const double* numbers, size_t count) {
         if (sent - received == 2) fail("Cuda::send: two results are waiting to be received already");
         PinnedBuffer& buffer = downloads[sent++ % 2];
-        buffer.prepare(count * sizeof(double)), buffer.count = count;
+        buffer.prepare(count * sizeof(double));
+        buffer.count = count;
         CUDA_CHECK(cudaMemcpyAsync(buffer.data, numbers, count * sizeof(double), cudaMemcpyDeviceToHost, stream));
         CUDA_CHECK(cudaEventRecord(buffer.passed, stream));
     }
@@ -348,8 +354,10 @@ struct CudaRuntime {
     T* scratch(int slot, size_t count) {
         Scratch& s = scratches[slot];
         if (count * sizeof(T) > s.bytes) {
-            release(s.data), s = Scratch();
-            s.data = allocate<char>(count * sizeof(T)), s.bytes = count * sizeof(T);
+            release(s.data);
+            s = Scratch();
+            s.data = allocate<char>(count * sizeof(T));
+            s.bytes = count * sizeof(T);
         }
         return reinterpret_cast<T*>(s.data);
     }

@@ -29,16 +29,23 @@ struct Arena {
 
     void allocate() {
         base = dev.template allocate<char>(bytes);
-        memory.clear(), bytes = 0, wanted = 0;
+        memory.clear();
+        bytes = 0;
+        wanted = 0;
     }
 
     template <class T>
     void take(T*& p, const char* name, size_t count) {
         p = base ? reinterpret_cast<T*>(base + bytes) : nullptr;
         const size_t size = (count * sizeof(T) + 255) / 256 * 256;
-        bytes += size, wanted += double(count) * sizeof(T);
-        for (MemoryEntry& e : memory)
-            if (e.name == name) return void((e.count++, e.bytes += size));
+        bytes += size;
+        wanted += double(count) * sizeof(T);
+        for (MemoryEntry& e : memory) {
+            if (e.name != name) continue;
+            e.count++;
+            e.bytes += size;
+            return;
+        }
         memory.push_back({name, 1, size});
     }
 

@@ -13,7 +13,8 @@ struct RopeTable {
     // Makes the tables for so many positions, unless they are there.
     void prepare(int for_positions, int for_D) {
         if (for_positions <= positions && for_D == D) return;
-        positions = for_positions, D = for_D;
+        positions = for_positions;
+        D = for_D;
         for (std::vector<real>* table : {&cosine, &sine}) table->resize(size_t(positions) * (D / 2));
 #pragma omp parallel for schedule(static)
         for (int t = 0; t < positions; t++)

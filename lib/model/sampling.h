@@ -36,11 +36,15 @@ inline int32_t choose_token(const std::vector<float>& logits, double temperature
         double sum = 0;
         size_t n = 0;
         while (n < keep && (n == 0 || sum < top_p * total)) sum += weight[n++];
-        order.resize(n), total = sum;
+        order.resize(n);
+        total = sum;
     }
     double left = uniform * total;
     size_t chosen = 0;  // the last token of non-zero weight, if rounding leaves anything over
-    for (size_t i = 0; i < order.size() && left >= 0; i++)
-        if (weight[i] > 0) chosen = i, left -= weight[i];
+    for (size_t i = 0; i < order.size() && left >= 0; i++) {
+        if (weight[i] <= 0) continue;
+        chosen = i;
+        left -= weight[i];
+    }
     return order[chosen];
 }
