@@ -1205,7 +1205,7 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
     const int first_tile = block.start(s);
     unsigned q_rows[M][D / 16][4], dout_rows[M][D / 16][4];
     load_rows<D>(q_rows, block.q_tile, block.first_row);
-    if (COMPILED_SHAPE.dout_in_registers) load_rows<D>(dout_rows, block.dout_tile, block.first_row);
+    if (COMPILED_GENERATION.dout_in_registers) load_rows<D>(dout_rows, block.dout_tile, block.first_row);
     float sums[M][D / 8][4], minus_shift[M][2], dot[M][2];
     clear(sums);
 #pragma unroll
@@ -1222,7 +1222,7 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
         for (int first = 0; first < KEY_TILE; first += KEYS) {
             float p[M][KEYS / 8][4] = {}, ds[M][KEYS / 8][4] = {};
             multiply_rows<D, M, KEYS / 16>(p, q_rows, k_tile, first);
-            if constexpr (COMPILED_SHAPE.dout_in_registers)
+            if constexpr (COMPILED_GENERATION.dout_in_registers)
                 multiply_rows<D, M, KEYS / 16>(ds, dout_rows, v_tile, first);
             else multiply_rows<D, M, KEYS / 16>(ds, block.dout_tile, block.first_row, v_tile, first);
             if (view.masked) hide_keys<branch>(p, view, first, block.ends, s);
@@ -1778,10 +1778,11 @@ struct Cuda : CudaRuntime {
     }
 
     std::string describe() const {
-        return format_text("GPU %d, %s, compute capability %d.%d, %d multiprocessors, %.1f GiB, %s, attention %s",
-                           device, properties.name, properties.major, properties.minor, properties.multiProcessorCount,
-                           double(properties.totalGlobalMem) / (1 << 30), FP32 ? "fp32" : "bf16",
-                           plain_attention ? "scalar" : "on tensor cores");
+        return format_text(
+            "GPU %d, %s, compute capability %d.%d, code for %s, %d multiprocessors, %.1f GiB, %s, attention %s", device,
+            properties.name, properties.major, properties.minor, code.c_str(), properties.multiProcessorCount,
+            double(properties.totalGlobalMem) / (1 << 30), FP32 ? "fp32" : "bf16",
+            plain_attention ? "scalar" : "on tensor cores");
     }
     // FLOP/s of the tensor cores at best; 0: unknown, or not used.
     double peak_flops() const { return FP32 ? 0 : bf16_peak_flops(); }

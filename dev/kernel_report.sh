@@ -43,5 +43,9 @@ for arch in ${ARCHS:-sm_80 sm_90 sm_100 sm_120}; do
     passed=$((passed + $(grep -c '^ok' "$log.table"))) failed=$((failed + $(grep -c '^FAIL' "$log.table")))
     rm -f "$log.table"
 done
+if [ $((passed + failed)) -eq 0 ]; then
+    echo "no kernel was counted: nvcc knows none of ${ARCHS:-sm_80 sm_90 sm_100 sm_120}, or $source has none"
+    failed=1
+fi
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]

@@ -20,7 +20,7 @@
 // NVIDIA's data sheet for the H100 SXM: 989.4 TFLOP/s dense in bf16, 132 multiprocessors, 3.35 TB/s. Its clock is the
 // one at which 132 multiprocessors of 2048 multiply-adds a cycle reach the former. Shared memory (128 bytes),
 // exponentials (16) and instructions (4) per cycle and multiprocessor: CUDA's programming guide for 9.0. L2: the 5120
-// bytes a cycle of the A100's white paper, since none is given for the H100. mma_cycles() has mma.sync at 62 % of that
+// bytes a cycle of the A100's white paper, since none is given for the H100. GENERATIONS has mma.sync at 62 % of that
 // peak.
 constexpr double H100_FLOPS = 989.4e12, H100_BYTES = 3.35e12, H100_L2_BYTES_PER_CYCLE = 5120;
 constexpr int H100_MULTIPROCESSORS = 132;
@@ -56,7 +56,7 @@ constexpr PieceCounts FORWARD_PIECE        = {128,  64, 34,  732,     0},
 // `pieces` of them and `fetched` bytes that come from the L2 cache into shared memory.
 inline Cycles cycles_of(const PieceCounts& p, double pieces, double fetched) {
     Cycles c;
-    c.of[PRODUCTS] = pieces * p.mma * double(mma_cycles(9, 0));
+    c.of[PRODUCTS] = pieces * p.mma * double(generation_of(90).mma_cycles);
     c.of[SHARED_MEMORY] = (pieces * (p.ldmatrix * 512.0 + p.sums) + fetched) / 128;
     c.of[EXPONENTIALS] = pieces * p.exponentials * 32 / 16;
     c.of[INSTRUCTIONS] = pieces * p.instructions / 4;
@@ -227,7 +227,7 @@ struct SelectedPrediction {
                 const int tokens = std::min(a.tile_tokens, s.T - tile * a.tile_tokens);
                 pieces += v.pieces, masked += v.tiles * ((tokens * a.heads + 15) / 16);
             }
-        return double(gathered_piece_cost<PREDICTED_D>(mma_cycles(9, 0))) * pieces < masked;
+        return double(gathered_piece_cost<PREDICTED_D>(generation_of(90).mma_cycles)) * pieces < masked;
     }
     Prediction pass(bool backward, bool gathered) const {
         const AttentionShape a = gathered ? gather_shape<PREDICTED_D>(s, backward, H100_SHARED_BYTES)

@@ -609,6 +609,15 @@ struct cudaDeviceProp {
         maxThreadsPerMultiProcessor = 2048, warpSize = 32, l2CacheSize = 1 << 20;
 };
 
+struct cudaFuncAttributes {
+    int binaryVersion;
+};
+template <class Kernel>
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
+    attributes->binaryVersion = EMULATED_CAPABILITY;
+    return cudaSuccess;
+}
+
 namespace emu {
 inline cudaError_t last_error = cudaSuccess;
 inline cudaError_t error(cudaError_t e) { return last_error = e; }

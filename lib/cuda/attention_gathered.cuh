@@ -592,13 +592,6 @@ __global__ void __launch_bounds__(256)
 //   gathered rows    forward: Q 32, K and V 256, sums in and out 128; dQ: Q and dout 64, K, V, K 384, sums 128
 // dK and dV by gathered rows never cost more. These are counts, not measurements: a GPU may disagree.
 
-// Cycles of one multiprocessor for an mma_m16n8k16, 2048 multiply-adds. By NVIDIA's figures sm_80 does 1024 a cycle;
-// sm_90 2048, some 62 % of which this way (sm_100 is assumed to be like it); 8.6, 8.9 and 12.0 do 512 (GeForce 256, for
-// which the costs have the same ratio).
-inline float mma_cycles(int major, int minor) {
-    return major == 9 || major == 10 ? 1.6f : major == 8 && minor == 0 ? 2.0f : 4.0f;
-}
-inline float mma_cycles_of_device() { return mma_cycles(properties_of_device().major, properties_of_device().minor); }
 template <int D>
 HOST_DEVICE constexpr float gathered_piece_cost(float mma_cycles) {
     // 2.5 D mma
@@ -741,7 +734,7 @@ inline const SelectedChoice* choose_selected(SelectedKernel kernel, WorkspacePie
     int* counts = selection_counts<D>(pieces, s);
     launch<measure_selections_kernel>(unsigned(a.tiles * a.batch_groups + 3) / 4, 128, 0, stream, counts, selection, a);
     launch<choose_selected_kernel>(1, 256, 0, stream, choice, (const int*)counts,
-                                   gathered_piece_cost<D>(mma_cycles_of_device()), a);
+                                   gathered_piece_cost<D>(generation_of_device().mma_cycles), a);
     return choice;
 }
 template <int D>

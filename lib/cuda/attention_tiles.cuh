@@ -22,38 +22,49 @@ constexpr int QUERY_ROWS = 128;       // rows of a tile of queries, at most
 constexpr int MOST_TILE_TOKENS = 64;  // with more tokens the union of a tile's selections would be too large
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// The tile shapes by architecture, the one place for them: a GPU takes the last row that does not exceed its compute
-// capability. Rows of a tile of queries: what shared memory holds, 227 KB of it (163 on 8.0, 99 on 8.6, 8.9 and 12.0)
-// for a block of dQ: K and V twice, q, dout. Where registers do not suffice for dout's rows too (ptxas takes more of
-// them for the same code from 10.0 on), dQ reads them from shared memory again, for each tile of keys.
-struct TileShape {
+// What differs from one generation of GPUs to the next, in the attention on tensor cores; the one place for it. A GPU
+// takes the last row that does not exceed its compute capability.
+//
+// query_rows: of a tile of queries. Shared memory, 227 KB of it (163 on 8.0, 99 on 8.6, 8.9 and 12.0), holds a block of
+// dQ: K and V twice, q, dout.
+//
+// dout_in_registers: where registers do not suffice for dout's rows too (ptxas takes more of them for the same code
+// from 10.0 on), dQ reads them from shared memory again, for each tile of keys.
+//
+// mma_cycles: of one multiprocessor for an mma_m16n8k16, 2048 multiply-adds. By NVIDIA's figures sm_80 does 1024 a
+// cycle; sm_90 2048, some 62 % of which this way (sm_100 is assumed to be like it); 8.6, 8.9 and 12.0 do 512 (GeForce
+// 256, for which the costs in attention_gathered.cuh have the same ratio).
+struct Generation {
     int capability;                  // 10 major + minor
     int query_rows, query_rows_128;  // heads of up to 64, and of 128
-    bool dout_in_registers;          // only for code compiled for this architecture
+    bool dout_in_registers;          // only for code compiled for this generation
+    float mma_cycles;
 };
 // clang-format off
-constexpr TileShape TILE_SHAPES[] = {{ 80, 128, 128, true},
-                                     { 86, 128,  64, true},
-                                     { 90, 128, 128, true},
-                                     {100, 128, 128, false},
-                                     {120, 128,  64, false}};
+constexpr Generation GENERATIONS[] = {{ 80, 128, 128, true,  2.0f},
+                                      { 86, 128,  64, true,  4.0f},
+                                      { 90, 128, 128, true,  1.6f},
+                                      {100, 128, 128, false, 1.6f},
+                                      {120, 128,  64, false, 4.0f}};
 // clang-format on
-constexpr TileShape tile_shape(int capability) {
-    TileShape shape = TILE_SHAPES[0];
-    for (const TileShape& row : TILE_SHAPES)
-        if (row.capability <= capability) shape = row;
-    return shape;
+constexpr Generation generation_of(int capability) {
+    Generation generation = GENERATIONS[0];
+    for (const Generation& row : GENERATIONS)
+        if (row.capability <= capability) generation = row;
+    return generation;
+}
+inline Generation generation_of_device() {
+    return generation_of(properties_of_device().major * 10 + properties_of_device().minor);
 }
 inline int query_rows_of_device(int D) {
-    const TileShape shape = tile_shape(properties_of_device().major * 10 + properties_of_device().minor);
-    return D > 64 ? shape.query_rows_128 : shape.query_rows;
+    return D > 64 ? generation_of_device().query_rows_128 : generation_of_device().query_rows;
 }
 #ifdef __CUDA_ARCH__
-constexpr TileShape COMPILED_SHAPE = tile_shape(__CUDA_ARCH__ / 10);
+constexpr Generation COMPILED_GENERATION = generation_of(__CUDA_ARCH__ / 10);
 #elif defined(EMULATED_CAPABILITY)
-constexpr TileShape COMPILED_SHAPE = tile_shape(EMULATED_CAPABILITY);
+constexpr Generation COMPILED_GENERATION = generation_of(EMULATED_CAPABILITY);
 #else  // the host's pass over kernels
-constexpr TileShape COMPILED_SHAPE = TILE_SHAPES[0];
+constexpr Generation COMPILED_GENERATION = GENERATIONS[0];
 #endif
 
 // 16-row pieces of a query tile in one warp: two share each piece of K and V that is loaded, as long as registers

@@ -32,6 +32,14 @@ extern "C" cudaError_t cudaProfilerStop(void);
 #if CUDART_VERSION < 12000
 #error "CUDA 12 or later is needed: put its nvcc on PATH, or build with make NO_CUDA=1"
 #endif
+// The architecture whose machine code a GPU runs for this kernel: that of the program, or what the driver made of PTX.
+template <class Kernel>
+cudaError_t name_of_code(std::string& name, const cudaDeviceProp&, Kernel* kernel) {
+    cudaFuncAttributes found = {};
+    const cudaError_t error = cudaFuncGetAttributes(&found, kernel);
+    name = "sm_" + std::to_string(found.binaryVersion);
+    return error;
+}
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -83,6 +83,11 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return hipStream
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags = 0) {
     return hipStreamWaitEvent(stream, event, flags);
 }
+template <class Kernel>
+cudaError_t name_of_code(std::string& name, const cudaDeviceProp& properties, Kernel*) {
+    name = properties.gcnArchName;
+    return hipSuccess;
+}
 inline cudaError_t cudaEventCreate(cudaEvent_t* event) { return hipEventCreate(event); }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
     return hipEventCreateWithFlags(event, flags);
@@ -107,25 +112,32 @@ inline cudaError_t cudaFuncSetAttribute(void (*kernel)(Args...), hipFuncAttribut
 #error "the kernels need waves of 32 lanes: --offload-arch=gfx1030 or another RDNA GPU"
 #endif
 
+// The names are ours, since ROCm has functions of CUDA's names from 6.2 on, whose masks have 64 bits.
 template <class T>
-__device__ inline T __shfl_sync(unsigned, T value, int source) {
+__device__ inline T wave_shfl(unsigned, T value, int source) {
     return __shfl(value, source, 32);
 }
 template <class T>
-__device__ inline T __shfl_xor_sync(unsigned, T value, int flip) {
+__device__ inline T wave_shfl_xor(unsigned, T value, int flip) {
     return __shfl_xor(value, flip, 32);
 }
 template <class T>
-__device__ inline T __shfl_up_sync(unsigned, T value, unsigned delta) {
+__device__ inline T wave_shfl_up(unsigned, T value, unsigned delta) {
     return __shfl_up(value, delta, 32);
 }
-__device__ inline unsigned __ballot_sync(unsigned, int predicate) { return unsigned(__ballot(predicate)); }
-__device__ inline int __any_sync(unsigned, int predicate) { return __any(predicate); }
+__device__ inline unsigned wave_ballot(unsigned, int predicate) { return unsigned(__ballot(predicate)); }
+__device__ inline int wave_any(unsigned, int predicate) { return __any(predicate); }
 // Lanes run in lockstep, so it is the compiler and the order of memory that have to be held.
-__device__ inline void __syncwarp() {
+__device__ inline void wave_sync() {
     __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
     __builtin_amdgcn_wave_barrier();
 }
+#define __shfl_sync wave_shfl
+#define __shfl_xor_sync wave_shfl_xor
+#define __shfl_up_sync wave_shfl_up
+#define __ballot_sync wave_ballot
+#define __any_sync wave_any
+#define __syncwarp wave_sync
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Instructions.

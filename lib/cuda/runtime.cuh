@@ -121,6 +121,7 @@ struct CudaRuntime {
     int device;
     cudaDeviceProp properties;
     cudaStream_t stream = nullptr;
+    std::string code;     // the architecture whose machine code this GPU runs, such as sm_90
     bool poison = false;  // tests: fresh memory holds NaN, so that a read before the first write shows
 #ifdef NO_CUBLAS
     static constexpr bool plain_matmul = true;
@@ -455,6 +456,7 @@ struct CudaRuntime {
                 e.what());
         }
         CUDA_CHECK(cudaStreamSynchronize(stream));
+        CUDA_CHECK(name_of_code(code, properties, probe_kernel));
     }
     [[noreturn]] void fail_out_of_memory(size_t bytes) const {
         cudaGetLastError();  // cleared, else the next launch would report it

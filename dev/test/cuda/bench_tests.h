@@ -377,7 +377,9 @@ TEST(cuda_bench_counted_floors) {
 }
 #if !defined(__CUDACC__) && !defined(PRECISION_FP32)
 namespace bench_tests {
-inline double predicted_mma(const Prediction& p) { return p.of_all_blocks.of[PRODUCTS] / double(mma_cycles(9, 0)); }
+inline double predicted_mma(const Prediction& p) {
+    return p.of_all_blocks.of[PRODUCTS] / double(generation_of(90).mma_cycles);
+}
 // 16 heads of 128 in a group, as in the published shape; lengths that fill no tile, and compressed blocks that fill
 // more than one
 inline NsaShape wide_shape(int T) {

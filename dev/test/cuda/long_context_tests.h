@@ -265,18 +265,18 @@ TEST(attention_kernels_gather_automatic_choice) {
                     if (tokens) visited++, pieces += (tokens * 3 + 15) / 16, masked += (all * 3 + 15) / 16;
                 }
             CHECK_NEAR(found.choice.tile_blocks, visited / token_tiles, 1e-4 * visited / token_tiles);
-            CHECK_NEAR(found.choice.cost, double(gathered_piece_cost<16>(mma_cycles_of_device())) * pieces / masked,
-                       1e-5);
+            CHECK_NEAR(found.choice.cost,
+                       double(gathered_piece_cost<16>(generation_of_device().mma_cycles)) * pieces / masked, 1e-5);
             CHECK_EQUAL(found.choice.gather, int(found.choice.cost < 1));
             CHECK_EQUAL(found.choice.gather, int(!together));
             check_same(found, run_selected(in, together ? SelectedKernel::TILES : SelectedKernel::GATHER));
             CHECK(describe(found.choice, s).find(together ? "by masked tiles" : "by gathered rows") !=
                   std::string::npos);
         }
-    CHECK_NEAR(gathered_piece_cost<64>(mma_cycles(9, 0)), 1.94, 0.005);
-    CHECK_NEAR(gathered_piece_cost<64>(mma_cycles(8, 0)), 1.55, 0.005);
-    CHECK_EQUAL(gathered_piece_cost<64>(mma_cycles(8, 6)), 1.0f);  // bound by the products, both ways
-    CHECK_EQUAL(gathered_piece_cost<64>(mma_cycles(12, 0)), gathered_piece_cost<64>(8.0f));
+    CHECK_NEAR(gathered_piece_cost<64>(generation_of(90).mma_cycles), 1.94, 0.005);
+    CHECK_NEAR(gathered_piece_cost<64>(generation_of(80).mma_cycles), 1.55, 0.005);
+    CHECK_EQUAL(gathered_piece_cost<64>(generation_of(86).mma_cycles), 1.0f);  // bound by the products, both ways
+    CHECK_EQUAL(gathered_piece_cost<64>(generation_of(120).mma_cycles), gathered_piece_cost<64>(8.0f));
     NsaShape s = shape(512, 3);
     CHECK(resolve_selected<64>(SelectedKernel::AUTO, s) ==
           SelectedKernel::TILES);  // 8 blocks, of which a query takes 4
