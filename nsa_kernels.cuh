@@ -423,6 +423,7 @@ __global__ void set_guard_kernel(T* guard, const double* loss) {
     if (threadIdx.x == 0) *guard = T(*loss);
 }
 
+#ifdef USE_NCCL
 // Gradients that travel between ranks as bf16.
 __global__ void narrow_kernel(__nv_bfloat16* y, const float* x, size_t count) {
     for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) y[i] = __nv_bfloat16(x[i]);
@@ -430,6 +431,7 @@ __global__ void narrow_kernel(__nv_bfloat16* y, const float* x, size_t count) {
 __global__ void widen_kernel(float* y, const __nv_bfloat16* x, size_t count) {
     for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) y[i] = float(x[i]);
 }
+#endif
 
 struct AdamWConstants {
     float beta1, beta2, eps;
