@@ -13,6 +13,7 @@
 //     eio_write:AT:COUNT      COUNT writes fail with EIO, the first of them is number AT
 //     eio_fsync:AT:COUNT      the same for fsync and fdatasync, of files and folders
 //     eio_rename:AT:COUNT     the same for rename
+//     slow_fsync:AT:SECONDS   fsync AT takes that long
 //     power_cut:AT            the power fails during operation AT (all kinds counted together), see below
 //     torn:AT:MORE            fsync AT of a checkpoint's file reports success and writes nothing; the power fails MORE
 //                             operations later
@@ -322,6 +323,12 @@ static int sync_file(int fd, int (*real)(int)) {
             note("eio_fsync", path);
             errno = EIO;
             result = -1;
+        }
+        if (is_kind("slow_fsync") && fsyncs == fault_at) {
+            note("slow_fsync", path);
+            pthread_mutex_unlock(&lock);  // other threads write meanwhile
+            sleep((unsigned)fault_count);
+            pthread_mutex_lock(&lock);
         }
         if (is_kind("torn") && of_checkpoint && file_fsyncs == fault_at) {
             note("torn", path);

@@ -52,8 +52,8 @@ class Heartbeat {
     }
     // In the middle of a step: everything of this rank is there, and others' is missing.
     void waits(int64_t step) {
-        append(
-            format_text("{\"time\":%.3f,\"rank\":%d,\"waiting_in_step\":%lld}\n", unix_time(), rank, (long long)step));
+        const auto at = (long long)step;
+        append(format_text("{\"time\":%.3f,\"rank\":%d,\"waiting_in_step\":%lld}\n", unix_time(), rank, at));
     }
 
     // Whose files, beside this one, end before this step's wait: "ranks 1, 3 have"; "" where that cannot be told.

@@ -214,7 +214,9 @@ inline const std::vector<Option>& option_table() {
         {"keep-every", TRAIN, &Config::keep_every, "0", between(0, T),
          "checkpoints of steps divisible by this are kept for ever; 0: none"},
         {"stall-timeout", TRAIN, &Config::stall_timeout, "180", between(0, M),
-         "seconds without any progress on a rank after which the run ends; 0: wait for ever"},
+         "seconds without any progress on a rank after which the run ends, ten times that while a checkpoint is "
+         "written; "
+         "0: wait for ever"},
         {"out", TRAIN | TOKENIZE, &Config::out, "auto", ANY,
          "folder of the run; of tokenize: prefix of the shards, which has to be given"},
         {"resume", TRAIN, &Config::resume, "off", ANY,

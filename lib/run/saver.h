@@ -112,6 +112,7 @@ class CheckpointSaver {
         const Progress progress("saving a checkpoint", 0, world.rank == 0);
         const ProfileRange range("checkpoint", step);
         options.progress("checkpoint");
+        std::string failure;
         try {
             fail_together(world, world.rank == 0 ? error_of([&] { begin_checkpoint(run, step); }) : "");
             // the other ranks have waited until the folder exists
@@ -122,11 +123,13 @@ class CheckpointSaver {
                 error_of([&] { mine = write_snapshot(snapshot, folder, world.rank, world.size); });
             const std::vector<FileRecord> all = gather_records(world, mine, error);
             if (world.rank == 0) commit(step, all);
-            return "";
         } catch (const Error& e) {
             if (world.rank == 0) abandon_checkpoint(run, step, abandoned);
-            return e.what();
+            failure = e.what();
         }
+        world.barrier();  // the others wait for rank 0's disk here, where the watchdog knows why
+        options.progress("report");
+        return failure;
     }
 
     // Rank 0, when all files of all ranks are there.

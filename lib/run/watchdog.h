@@ -3,7 +3,7 @@
 // in what, with the main thread's stack, and ends the process; the launcher ends the others. A rank that waits for
 // others gives up ten seconds later, so that the guilty one speaks first, and names those that have not come as far by
 // their heartbeats. A slow step that makes progress, a slow network that still delivers and a rank that waits for a
-// slow one are no stalls.
+// slow one are no stalls. While a checkpoint is written, all ranks have ten times the limit: fsync may take minutes.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -70,10 +70,11 @@ class Watchdog {
     // idle: seconds without progress.
     void judge(double idle) {
         const bool waiting = waits_for_others();
-        if (!phase.load() && !waiting) return;
-        if (idle <= limit + (waiting ? patience_with_others : 0)) return;
-        std::string where = "before the first step";
-        if (step >= 0) where = format_text("at step %lld in '%s'", (long long)step, phase.load());
+        const char* const p = phase;
+        const double own_limit = p && !std::strcmp(p, "checkpoint") ? 10 * limit : limit;
+        if ((!p && !waiting) || idle <= own_limit + (waiting ? patience_with_others : 0)) return;
+        const long long at = step;
+        std::string where = at < 0 ? "before the first step" : format_text("at step %lld in '%s'", at, p);
         where += format_text(" (--stall-timeout %g)", limit);
         if (!waiting)
             report_and_end(format_text("%s has made no progress for %.1f s %s; the stack of its main thread:",
@@ -125,10 +126,9 @@ class Watchdog {
     }
     void stop() {
         if (!thread.joinable()) return;
-        {
-            const std::lock_guard lock(mutex);
-            ends = true;
-        }
+        std::unique_lock lock(mutex);
+        ends = true;
+        lock.unlock();
         woken.notify_one();
         thread.join();
     }

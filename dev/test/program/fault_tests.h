@@ -289,6 +289,26 @@ TEST_LONG(ranks_that_die_or_stall_end_the_run) {
     }
 }
 
+// A disk that takes longer over an fsync than --stall-timeout ends no run: not by rank 0, which writes, nor by rank 1,
+// which waits for it.
+TEST(a_slow_fsync_is_no_stall) {
+    using namespace program;
+    const std::string mpirun = find_mpirun("a slow disk under mpirun");
+    const std::string shim = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "faults.so";
+    if (!file_exists(shim)) skip(shim + ", which make test builds");
+    if (mpirun.empty() || !file_exists(shim)) return;
+    TempFolder folder;
+    const std::string out = folder.file("run"), log = folder.file("events");
+    Start start;
+    // The second fsync of a checkpoint is one of rank 0 alone.
+    start.environment = {"LD_PRELOAD=" + shim, "FAULT=slow_fsync:2:3", "FAULT_FOLDER=" + out, "FAULT_LOG=" + log};
+    const Options options = {{"out", out}, {"steps", "4"}, {"save-every", "2"}, {"stall-timeout", "1"}};
+    const Result r = execute(joined({mpirun, "-np", "2", path()}, small_words(ranks_options(options))), start);
+    REQUIRE_GOOD(r);
+    CHECK(r.seconds > 3 && file_exists(log) && read_file(log).find("slow_fsync") == 0);
+    CHECK(r.out.find("step 0004 | loss") != std::string::npos && file_exists(out + "/step_00000004/manifest.json"));
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Being asked to stop.
 

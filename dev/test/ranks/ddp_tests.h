@@ -511,7 +511,8 @@ TEST(ddp_ranks_that_wait_for_each_other) {
     ranks::check_line(processes.ended[1], 1, {"has waited 3.", "before the first step"});
 }
 
-// Traffic that is slow but arrives, layers that take long but make progress, and a rank that waits for those.
+// Traffic that is slow but arrives, layers that take long but make progress, and a rank that waits for those; a
+// checkpoint that takes longer than the limit, on the rank that writes it and on one that waits.
 TEST(ddp_slow_is_no_alarm) {
     ranks::Processes processes;
     processes.start({}, [] {
@@ -534,6 +535,15 @@ TEST(ddp_slow_is_no_alarm) {
         }
         return 0;
     });
+    for (const bool waits : {true, false})
+        processes.start({}, [=] {
+            ranks::Watched w(0, 2, 1);
+            w.watchdog.progress(5, "checkpoint");
+            std::unique_ptr<Watchdog::Waiting> waiting;
+            if (waits) waiting = std::make_unique<Watchdog::Waiting>(w.watchdog);
+            usleep(4500000);
+            return 0;
+        });
     processes.wait(15);
     for (const ranks::Ended& e : processes.ended) CHECK(e.status == 0 && e.err.empty());
 }
