@@ -868,7 +868,7 @@ bool require_memory(Dev& dev, Config& c, const World& world, bool batch_is_given
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The run. On a GPU the host stays one step ahead: it reports a step while the GPU computes the next one, and waits for
-// the GPU only to read statistics or to let --skip-outliers decide.
+// the GPU only to read statistics.
 
 template <class Dev>
 struct Run {
@@ -965,12 +965,7 @@ struct Run {
         accumulate_gradients(model, *activations, *data.train, world, statistics, reducer.get(), &s.tokens);
         gradient_norm(model, s.step, reducer.get());
         dev.send(model.results, model.RESULTS);
-        if (c.skip_outliers > 0) {
-            exchange(s);
-            // While the window fills, both are NaN and this is false.
-            s.skipped = s.loss_z > c.skip_outliers || s.norm_z > c.skip_outliers;
-        }
-        if (!s.skipped) apply_update(model, s.step, s.lr, reducer.get());
+        apply_update(model, s.step, s.lr, reducer.get());
         if (statistics) s.statistics = layer_statistics(dev, activations->shape, activations->layer);
         state.step = s.step;
         state.loader = loader_numbers(data.train->state());
@@ -993,7 +988,6 @@ struct Run {
         model.progress("waiting for the other ranks");
         world.sum(sums, COUNT);
         model.progress("report");
-        s.exchanged = true;
         s.loss = sums[LOSS] / double(config().total_batch);
         s.norm = std::sqrt(results[1]);
         if (!s.is_bad()) {
@@ -1007,13 +1001,13 @@ struct Run {
     void report_step() {
         StepResult s = std::move(pending.front());
         pending.erase(pending.begin());
-        if (!s.exchanged) exchange(s);
+        exchange(s);
         const double seconds = report.lap();
         world.watchdog.step_done(s.step, seconds, s.loss);
         if (is_first()) report.print_step(s, seconds, double(dev.peak_bytes) / (1 << 20), stop != GO_ON);
         if (s.is_bad()) return count_bad_step(s);
         state.bad_steps = 0;
-        if (!s.skipped) state.last_update = s.step;
+        state.last_update = s.step;
     }
 
     // The step was not finite and changed no weight. Each rank writes its batch to a file; too many in a row are fatal.
@@ -1135,7 +1129,7 @@ int train_run(Run<Dev>& run, const Device& device, const GradientPath& path, con
 
 // Calls use(engine, path) with the engine for this device, and with the path that gradients take between ranks.
 template <class Use>
-void with_engine(const Device& device, [[maybe_unused]] const Config& c, World& world, Use use) {
+void with_engine(const Device& device, World& world, Use use) {
 #ifdef USE_CUDA
     if (device.gpu) {
         world.compute_on(format_text("GPU %d", device.gpu_number));
@@ -1143,7 +1137,6 @@ void with_engine(const Device& device, [[maybe_unused]] const Config& c, World& 
         const GradientPath path = choose_path(world, world.device + " (" + dev.properties.name + ")", dev.bus());
         if (world.device_sharers > 1) dev.divide_memory(world.device_sharers);
         world.barrier();  // now the others may allocate
-        dev.selected_kernel = selected_kernel_named(c.selected_kernels);
         return use(dev, path);
     }
 #endif
@@ -1163,7 +1156,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     validate_run(c, world.size);
     finish_when_asked(world.size == 1);
     int status = 0;
-    with_engine(device, c, world, [&](auto& dev, const GradientPath& path) {
+    with_engine(device, world, [&](auto& dev, const GradientPath& path) {
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
         const bool tight = require_memory(dev, c, world, given.count("batch"));
         if (world.rank == 0) warn_of_doubtful_options(c, on_command_line);
@@ -1186,7 +1179,7 @@ static int run_check(const Config& c, World& world) {
 #endif
     print_build(r);
     const bool data_are_good = check_data<Tokenizer>(c.vocab_dir, open_shards);
-    with_engine(device, c, world, [](auto& dev, const GradientPath&) {
+    with_engine(device, world, [](auto& dev, const GradientPath&) {
         using Engine = std::decay_t<decltype(dev)>;
         print_memory_of_125m<Model<Engine>, Activations<Engine>>(dev);
     });
@@ -1203,7 +1196,7 @@ static int run_check(const Config& c, World& world) {
     if (!c.config.empty() && !only_prints) read_options_file(c, given, world.rank == 0);
     // Calls use(model) with a model of these weights.
     const auto with_model = [&](const Config& options, const SafeTensors& weights, auto use) {
-        with_engine(choose_device(options, world, search_gpus()), options, world, [&](auto& dev, const GradientPath&) {
+        with_engine(choose_device(options, world, search_gpus()), world, [&](auto& dev, const GradientPath&) {
             Model model(dev, options, false);
             read_parameters(model, weights);
             use(model);

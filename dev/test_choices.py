@@ -70,7 +70,7 @@ def compare(name, program, run, export, file, seq_len):
     model = load(program.file(export))
     tokenizer = AutoTokenizer.from_pretrained(program.file(export), trust_remote_code=True)
     items = program.file(export + ".items")
-    out = program("eval", "--from", run, "--hellaswag", file, "--items", items).decode().strip()
+    out = program("eval", "--from", run, "--hellaswag", file, "--json", items).decode().strip()
     ours = [json.loads(line) for line in open(items)]
     questions = [json.loads(line) for line in open(file, encoding="utf-8") if line.strip()]
     worst, close, ties, differ, right = 0.0, True, {}, {}, {"by_loss": 0, "by_loss_per_token": 0}
@@ -117,7 +117,7 @@ def test(program, file, vocab_dir, count):
             program("tokenize", "--in", "text.txt", "--out", kind, "--val-fraction", "0", *vocabulary)
         program(*options.split(), "--out", run, "--eval-every", "0", "--sample-tokens", "0", "--data",
                 kind + "_train_*.bin", *vocabulary[2:])
-        program("export", "--from", run, "--to", export)
+        program("export", "--from", run, "--out", export)
         compare(name, program, run, export, file, SEQ_LEN)
 
 

@@ -194,7 +194,7 @@ def compare_import(name, program, run, export, model):
     model.save_pretrained(program.file(again))
     original = open(glob.glob(program.file(run, "step_*", "model.safetensors"))[0], "rb").read()
     for folder in (export, again):
-        program("import", "--from", folder, "--to", folder + "_back")
+        program("import", "--from", folder, "--out", folder + "_back")
         back = open(program.file(folder + "_back", "step_00000000", "model.safetensors"), "rb").read()
         report(back == original, f"{name}: import of the {'export' if folder == export else 're-saved export'} has the"
                f" {len(back)} bytes of the run's model.safetensors")
@@ -260,7 +260,7 @@ def test(program, vocab_dir):
         data = shards + "_train_*.bin"
         program(*options.split(), "--out", run, "--eval-every", "0", "--sample-tokens", "0", "--data", data,
                 *(vocabulary[2:]))
-        program("export", "--from", run, "--to", export)
+        program("export", "--from", run, "--out", export)
         model = load(program.file(export))
         tokenizer = AutoTokenizer.from_pretrained(program.file(export), trust_remote_code=True)
         compare_logits(name, program, run, data, model)

@@ -523,9 +523,6 @@ inline int run_perf(int argc, const char* const* argv) {
 #ifdef USE_CUDA
     if (device.gpu) {
         Timed<Cuda> dev(0);
-        dev.selected_kernel = c.selected_kernels == "tiles"    ? SelectedKernel::TILES
-                              : c.selected_kernels == "gather" ? SelectedKernel::GATHER
-                                                               : SelectedKernel::AUTO;
         return perf_on<Cuda>(dev, c);
     }
 #endif

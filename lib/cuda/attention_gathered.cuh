@@ -22,9 +22,6 @@
 
 // AUTO takes whichever costs less for the selection at hand, see measure_selections_kernel.
 enum class SelectedKernel { AUTO, TILES, GATHER };
-inline SelectedKernel selected_kernel_named(const std::string& name) {
-    return name == "tiles" ? SelectedKernel::TILES : name == "gather" ? SelectedKernel::GATHER : SelectedKernel::AUTO;
-}
 // AUTO's decision and its reasons, in GPU memory. Both sets of kernels are launched; those that were not chosen return
 // at once.
 struct SelectedChoice {

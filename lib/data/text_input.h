@@ -94,11 +94,10 @@ class TextInputs {
     }
     void add_file(const std::string& path, bool must_be_text) {
         TextInput input;
-        if (!is_text_name(path, &input)) {
-            if (must_be_text) fail_usage("--in %s: expected a file that ends in %s", path.c_str(), TEXT_ENDINGS);
-            return passed_over.push_back(path);
-        }
+        const bool is_text = is_text_name(path, &input);
+        if (!is_text && !must_be_text) return passed_over.push_back(path);
         input.bytes = text_file_size(path);
+        if (!is_text) fail_usage("--in %s: expected a file that ends in %s", path.c_str(), TEXT_ENDINGS);
         const auto [same, is_new] = seen.emplace(file_identity(path), path);
         if (!is_new)
             fail_usage("--in names the file %s twice%s: its text would count twice", path.c_str(),

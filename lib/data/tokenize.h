@@ -31,7 +31,6 @@ struct TokenizeOptions {
     // document
     std::string split_documents;
     std::string text_key = "text";      // --text-key: of a line of .jsonl
-    uint64_t skip_bad_lines = 0;        // --skip-bad-lines
     double val_fraction = 0.01;         // --val-fraction: the validation shards' share of the tokens, 0 to 1
     uint64_t shard_tokens = 100000000;  // --shard-tokens
     int threads = 0;                    // --threads; 0: one per core
@@ -109,7 +108,6 @@ struct TokenBlock {
     std::vector<uint16_t> tokens;
     std::vector<size_t> documents;  // where documents begin in `tokens`, each with end-of-text
     uint64_t text_bytes = 0;        // in the documents
-    std::vector<Line> bad_lines;
     Oddity invalid_utf8, nul;  // nul: bytes that have the id of end-of-text
     std::exception_ptr error;
     bool done = false;  // guarded by TokenizePool::mutex
@@ -154,16 +152,12 @@ void encode_block(TokenBlock& block, Encoder& encoder) {
     TokenBlock::Line line = {0, 0, block.first_line};
     for (; line.begin < block.bytes.size(); line.begin = line.end + 1, line.number++) {
         line.end = std::min(block.bytes.find('\n', line.begin), block.bytes.size());
-        try {
-            const std::string text = text_of_line(block, line);
-            if (text.empty()) continue;
-            if (nul_is_end_of_text)
-                if (const auto nuls = std::count(text.begin(), text.end(), '\0'))
-                    block.nul.add(block.path, block.first_byte + line.begin, uint64_t(nuls));
-            encode(text.data(), text.size(), true);
-        } catch (const Error&) {
-            block.bad_lines.push_back(line);
-        }
+        const std::string text = text_of_line(block, line);
+        if (text.empty()) continue;
+        if (nul_is_end_of_text)
+            if (const auto nuls = std::count(text.begin(), text.end(), '\0'))
+                block.nul.add(block.path, block.first_byte + line.begin, uint64_t(nuls));
+        encode(text.data(), text.size(), true);
     }
 }
 
@@ -478,29 +472,10 @@ inline void check_tokenize_options(const TokenizeOptions& options) {
 // What was found in the files.
 struct TokenizeCounts {
     uint64_t bytes = 0, text_bytes = 0;  // of the files, in documents
-    uint64_t text_files = 0, separators = 0, files_without_text = 0, bad_lines = 0;
-    std::string first_bad_line;
+    uint64_t text_files = 0, separators = 0, files_without_text = 0;
     Oddity invalid_utf8, nul;
     double seconds = 0;
 };
-
-// Counts the bad lines of a block, and fails at the first too many.
-inline void count_bad_lines(const TokenBlock& block, uint64_t most, TokenizeCounts& counts) {
-    for (const TokenBlock::Line& line : block.bad_lines) {
-        counts.bad_lines++;
-        const bool too_many = counts.bad_lines > most;
-        if (!too_many && counts.bad_lines > 1) continue;
-        try {
-            text_of_line(block, line);
-        } catch (const Error& e) {
-            if (too_many && most)
-                fail("%s; this is bad line %llu, of which --skip-bad-lines allows %llu", e.what(),
-                     (unsigned long long)counts.bad_lines, (unsigned long long)most);
-            if (too_many) fail("%s; --skip-bad-lines N passes over N such lines", e.what());
-            counts.first_bad_line = e.what();
-        }
-    }
-}
 
 // Reads and encodes all the files into the spool.
 template <class Tokenizer>
@@ -511,7 +486,6 @@ TokenizeCounts encode_files(const TokenizeOptions& options, const TextInputs& in
     TokenizePool<Tokenizer> pool(tokenizer, threads);
     const auto take = [&] {
         const auto block = pool.take_oldest();
-        count_bad_lines(*block, options.skip_bad_lines, counts);
         spool.write(*block);
         counts.text_bytes += block->text_bytes;
         progress.done = double(block->bytes_before);
@@ -546,10 +520,6 @@ inline void warn_of_oddities(const TokenizeOptions& options, const TextInputs& i
         complain(format_text("--in: of %zu files %llu %s empty", inputs.files.size(),
                              (unsigned long long)counts.files_without_text,
                              counts.files_without_text == 1 ? "is" : "are"));
-    if (counts.bad_lines)
-        complain(format_text("passed over %llu bad line%s of .jsonl (--skip-bad-lines %llu); the first is %s",
-                             (unsigned long long)counts.bad_lines, counts.bad_lines == 1 ? "" : "s",
-                             (unsigned long long)options.skip_bad_lines, counts.first_bad_line.c_str()));
     if (!options.split_documents.empty() && counts.text_files && !counts.separators)
         complain(
             format_text("--split-documents %s stands nowhere in the .txt files, so that each is one document; "
@@ -634,7 +604,7 @@ void run_tokenize(const Config& c, int processors) {
     TokenizeOptions o;
     o.in = c.in, o.out = c.out, o.tokenizer = c.tokenizer.empty() ? "gpt2" : c.tokenizer, o.vocab_dir = c.vocab_dir;
     o.val_fraction = c.val_fraction, o.shard_tokens = uint64_t(c.shard_tokens);
-    o.text_key = c.text_key, o.skip_bad_lines = uint64_t(c.skip_bad_lines);
+    o.text_key = c.text_key;
     o.split_documents = c.split_documents, o.threads = c.threads ? int(c.threads) : processors;
     tokenize_files<Tokenizer>(o);
 }

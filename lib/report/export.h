@@ -100,12 +100,12 @@ TextFiles tokenizer_files(const Tokenizer& t) {
 
 // Nothing is written over: the folder is made, or is empty.
 static void require_empty_folder(const std::string& to, const char* verb) {
-    if (to.empty()) fail_usage("%s: --to is missing: the folder to write", verb);
+    if (to.empty()) fail_usage("%s: --out is missing: the folder to write", verb);
     if (!file_exists(to)) return make_folders(to);
-    if (!file_exists(to + "/.")) fail("--to %s is a file: give a folder that does not exist yet", to.c_str());
+    if (!file_exists(to + "/.")) fail("--out %s is a file: give a folder that does not exist yet", to.c_str());
     const std::vector<std::string> entries = folder_entries(to);
     if (!entries.empty())
-        fail("--to %s is not empty, it holds %s: remove what is there, or give another folder", to.c_str(),
+        fail("--out %s is not empty, it holds %s: remove what is there, or give another folder", to.c_str(),
              entries[0].c_str());
 }
 
@@ -147,7 +147,7 @@ void require_known_to_pytorch(const Table& table) {
 // Table: the list of the model's tensors.
 template <class Tokenizer, class Table>
 void export_checkpoint(Config c) {
-    const std::string to = c.to;
+    const std::string to = c.out;
     const TrainedModel model = open_trained_model<Table>(c);
     const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
     if (!tokenizer) fail_usage("export: --vocab-dir is missing: this model writes gpt2 tokens");
@@ -191,7 +191,7 @@ static void read_hf_config(Config& c, const std::string& folder) {
 template <class Table>
 void import_checkpoint(Config c) {
     if (c.from.empty()) fail_usage("import: --from is missing: a folder that export wrote");
-    const std::string from = c.from, to = c.to;
+    const std::string from = c.from, to = c.out;
     apply_preset(c, {});
     read_hf_config(c, from);
     resolve_batch(c, {}, 1, false);

@@ -40,7 +40,7 @@ inline std::vector<std::string> texts_of_tokens(const std::vector<std::string>& 
 
 class Inspection {
   public:
-    static constexpr size_t MOST_TOKENS = 16384;  // the page would be of no use
+    static constexpr size_t MAX_TOKENS = 16384;  // the page would be of no use
 
     std::vector<int32_t> tokens;  // an end-of-text, as before every document, and the text
 
@@ -52,7 +52,7 @@ class Inspection {
         require_output_file("json", c.json, INSPECTED_BEGINNING);
         if (c.text.size() != 1) fail_usage("inspect: --text is missing: one file of text, or - for stdin");
         const std::string& file = c.text[0];
-        take_tokens(tokenizer.encode(whole_text(file).text), size_t(c.from_token), file);
+        take_tokens(tokenizer.encode(whole_text(file).text), file);
         std::vector<std::string> bytes = {""};
         for (size_t i = 1; i < tokens.size(); i++) bytes.push_back(tokenizer.decode({uint16_t(tokens[i])}));
         tokens[0] = tokenizer.end_of_text;
@@ -145,17 +145,14 @@ class Inspection {
     std::string json;
     int layers = 0;
 
-    // Those of a text from `first` on, as many as a page shows, behind the end-of-text before every document.
-    void take_tokens(const std::vector<uint16_t>& text, size_t first, const std::string& file) {
-        if (first > 0 && first >= text.size())
-            fail("--from-token %zu: %s holds %zu tokens, which count from 0", first, file.c_str(), text.size());
-        const size_t end = std::min(text.size(), first + MOST_TOKENS - 1);
+    // The text's first tokens, as many as a page shows, behind the end-of-text before every document.
+    void take_tokens(const std::vector<uint16_t>& text, const std::string& file) {
+        const size_t shown = std::min(text.size(), MAX_TOKENS - 1);
         tokens = {0};
-        tokens.insert(tokens.end(), text.begin() + std::ptrdiff_t(first), text.begin() + std::ptrdiff_t(end));
-        if (tokens.size() - 1 == text.size()) return;
-        std::printf("inspect: tokens %zu to %zu of the %zu in %s", first, end - 1, text.size(), file.c_str());
-        if (end < text.size()) std::printf("; --from-token %zu shows those that follow", end);
-        std::printf("\n");
+        tokens.insert(tokens.end(), text.begin(), text.begin() + std::ptrdiff_t(shown));
+        if (shown < text.size())
+            std::printf("inspect: the first %zu of the %zu tokens in %s; a page shows no more: cut the text\n", shown,
+                        text.size(), file.c_str());
     }
 
     template <class List, class Text>

@@ -223,8 +223,6 @@ inline std::string draw_step_charts(const std::vector<RunHistory>& runs) {
     for (const auto& [name, of] : {std::make_pair("loss_z", "loss"), std::make_pair("norm_z", "gradient norm")}) {
         Chart outliers = number_chart(runs, name, std::string("Outliers of the ") + of + ", in standard deviations");
         outliers.low = -3;
-        const double limit = std::atof(runs[0].option("skip_outliers").c_str());
-        if (runs.size() == 1 && limit > 0) outliers.levels.emplace_back(limit, "--skip-outliers");
         html += draw_chart(outliers);
     }
     return html + "</div>\n";

@@ -54,9 +54,11 @@ static const struct {
     const char *name, *default_text;
     bool changes_results;
 } FORMER_OPTIONS[] = {
-    {"beta1", "0.9", true},           {"beta2", "0.95", true},        {"adam-eps", "1e-08", true},
-    {"stats-every", "0", false},      {"max-bad-steps", "3", false},  {"cuda-graph", "0", false},
+    {"beta1", "0.9", true},           {"beta2", "0.95", true},
+    {"adam-eps", "1e-08", true},      {"stats-every", "0", false},
+    {"max-bad-steps", "3", false},    {"cuda-graph", "0", false},
     {"reset-at-document", "0", true}, {"deterministic", "off", true},
+    {"skip-outliers", "0", true},     {"selected-kernels", "auto", false},
 };
 
 // Is this key of a run.json or a config.json one of them? Fails where nothing can go on without it as it was.

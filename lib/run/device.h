@@ -93,11 +93,7 @@ inline void drop_unsupported_options(Config& c, const std::set<std::string>& giv
         field = instead, c.given_up[name] = reason;
     };
     if (c.device == "cuda" && gpus.count == 0) give_up("device", c.device, "auto", why_no_gpu(gpus));
-    if (c.device != "cpu" && gpus.count > 0) {
-        give_up("cpu-dtype", c.cpu_dtype, "fp32", "the run is on a GPU now");
-    } else {
-        give_up("selected-kernels", c.selected_kernels, "auto", "the run is on the CPU now");
-    }
+    if (c.device != "cpu" && gpus.count > 0) give_up("cpu-dtype", c.cpu_dtype, "fp32", "the run is on a GPU now");
     if (c.threads > share) give_up("threads", c.threads, 0, format_text("this rank has %d processors", share));
 }
 
@@ -128,9 +124,6 @@ inline Device device_of(const Config& c, int share, const GpuSearch& gpus, bool 
     d.reason = c.device != "auto" ? "--device " + c.device : d.gpu ? "there is a GPU" : none;
     if (c.cpu_dtype == "bf16" && d.gpu)
         fail_usage("--cpu-dtype bf16 is for the CPU engine and this run is on a GPU; leave it out or add --device cpu");
-    if (c.selected_kernels != "auto" && !d.gpu)
-        fail_usage("--selected-kernels %s is for GPUs and this run is on the CPU (%s); leave it out",
-                   c.selected_kernels.c_str(), none.c_str());
     if (!c.profile_steps.empty() && !d.gpu)
         fail_usage("--profile-steps %s is for a profiler of GPUs and this run is on the CPU (%s); leave it out",
                    c.profile_steps.c_str(), none.c_str());

@@ -33,7 +33,7 @@ struct Config {
     int64_t batch = 0, seq_len = 0, trained_seq_len = 0, total_batch = 0, recompute = 0, steps = 0, warmup = 0,
             seed = 0;
     int64_t zero = 0;
-    double bucket_mb = 0, skip_outliers = 0;
+    double bucket_mb = 0;
     std::string grad_reduce;
     double lr = 0, lr_final = 0, weight_decay = 0, grad_clip = 0;
     std::string schedule;
@@ -41,21 +41,21 @@ struct Config {
     int64_t eval_every = 0, eval_batches = 0, log_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0,
             keep = 0, keep_every = 0, threads = 0;
     double stall_timeout = 0;
-    std::string out, config, device, cpu_dtype, selected_kernels, dump_state, profile_steps;
+    std::string out, config, device, cpu_dtype, dump_state, profile_steps;
     bool resume = false, help = false, version = false, tensorboard = false, allow_new_data = false;
     std::map<std::string, std::string> given_up;  // --resume: options that this machine cannot honour, and why
     // sampling and evaluation
-    std::string from, to, prompt, html, json, items;
+    std::string from, prompt, html, json;
     std::vector<std::string> runs;  // every --from, in order
     std::vector<std::string> prompt_file, text;
     bool interactive = false, past_end = false, stats = false;
     std::string at_step;  // --step
     double temperature = 0, top_p = 0;
-    int64_t top_k = 0, tokens = 0, from_token = 0;
+    int64_t top_k = 0, tokens = 0;
     // tokenize
     std::vector<std::string> in;
     double val_fraction = 0;
-    int64_t shard_tokens = 0, skip_bad_lines = 0;
+    int64_t shard_tokens = 0;
     std::string split_documents, text_key;
 };
 
@@ -184,9 +184,6 @@ inline const std::vector<Option>& option_table() {
          "of matrices; norms and biases have none"},
         {"grad-clip", TRAIN, &Config::grad_clip, "1.0", between(0, T),
          "largest global L2 norm of the gradient; 0: no clipping"},
-        {"skip-outliers", TRAIN, &Config::skip_outliers, "0", between(0, 11),
-         "no update where the loss or the gradient's norm lies more than this many standard deviations above the last "
-         "128 steps, of which it is one, so at most 11.2; 0: never"},
         // ranks
         {"bucket-mb", TRAIN, &Config::bucket_mb, "25", between(0.001, 4096),
          "megabytes of fp32 gradients that are reduced at a time, while the backward pass goes on"},
@@ -217,8 +214,8 @@ inline const std::vector<Option>& option_table() {
          "seconds without any progress on a rank after which the run ends, ten times that while a checkpoint is "
          "written; "
          "0: wait for ever"},
-        {"out", TRAIN | TOKENIZE, &Config::out, "auto", ANY,
-         "folder of the run; of tokenize: prefix of the shards, which has to be given"},
+        {"out", TRAIN | TOKENIZE | EXPORT | IMPORT, &Config::out, "auto", ANY,
+         "folder of the run; of tokenize: prefix of the shards; of export and import: a new or an empty folder"},
         {"resume", TRAIN, &Config::resume, "off", ANY,
          "continue from the newest checkpoint under --out; --resume RUN is --resume --out RUN"},
         {"allow-new-data", TRAIN, &Config::allow_new_data, "off", ANY,
@@ -233,9 +230,6 @@ inline const std::vector<Option>& option_table() {
         {"cpu-dtype", TRAIN | SAMPLE | EVAL | INSPECT, &Config::cpu_dtype, "fp32", "fp32|bf16",
          "of the CPU engine; bf16: the inputs of its matrix products are rounded to bf16, the sums stay fp32; needs "
          "AVX512_BF16"},
-        {"selected-kernels", TRAIN, &Config::selected_kernels, "auto", "auto|tiles|gather",
-         "of a GPU's selected branch; auto: by sequence length and by how many blocks neighbouring tokens choose "
-         "together"},
         {"threads", EVERY_VERB & ~(EXPORT | IMPORT), &Config::threads, "auto", between(1, 1024),
          "CPU threads of this rank; auto: OMP_NUM_THREADS where it is set, else its share of the machine's cores"},
         {"dump-state", TRAIN, &Config::dump_state, "", ANY,
@@ -250,17 +244,14 @@ inline const std::vector<Option>& option_table() {
         {"step", SAMPLE | EVAL | EXPORT | INSPECT, &Config::at_step, "last", ANY,
          "which of the run's checkpoints: that of this step; best: with the lowest validation loss; last: the newest "
          "that is whole"},
-        {"items", EVAL, &Config::items, "", ANY,
-         "file to write: of --hellaswag a line of JSON for each item, with what was chosen and the loss of every "
-         "ending"},
-        {"to", EXPORT | IMPORT, &Config::to, "", ANY, "folder to write: a new or an empty one"},
         {"html", REPORT | INSPECT, &Config::html, "", ANY,
          "page to write; without it the report is text on the terminal"},
-        {"json", INSPECT, &Config::json, "", ANY, "file to write: what the page shows"},
+        {"json", EVAL | INSPECT, &Config::json, "", ANY,
+         "file to write: what the page of inspect shows; of eval --hellaswag a line for each item, with what was "
+         "chosen "
+         "and the loss of every ending"},
         {"text", EVAL | INSPECT, &Config::text, "", ANY,
          "files of text as it is, or .jsonl; - for stdin; inspect shows one, eval measures each"},
-        {"from-token", INSPECT, &Config::from_token, "0", between(0, T),
-         "token of --text to begin at, where it holds more than a page shows"},
         {"prompt-file", SAMPLE, &Config::prompt_file, "", ANY,
          "files with a prompt each, or of .jsonl one in each line's \"text\"; - for stdin"},
         {"interactive", SAMPLE, &Config::interactive, "off", ANY,
@@ -277,8 +268,6 @@ inline const std::vector<Option>& option_table() {
          "text: files .txt (one document each) or .jsonl (an object a line); folders, with all such files under them; "
          "patterns; - for stdin"},
         {"text-key", TOKENIZE, &Config::text_key, "text", ANY, "key of the text in a line of .jsonl"},
-        {"skip-bad-lines", TOKENIZE, &Config::skip_bad_lines, "0", between(0, T),
-         "so many lines of .jsonl without such a text are passed over, and counted; one more is an error"},
         {"val-fraction", TOKENIZE, &Config::val_fraction, "0.01", between(0, 1),
          "share of the tokens that goes to the validation shards"},
         {"shard-tokens", TOKENIZE, &Config::shard_tokens, "100000000", between(1, 2e9), "tokens per shard"},
@@ -385,8 +374,8 @@ static const VerbName VERBS[] = {
     {"tokenize", TOKENIZE, "turn text into token shards: --in FILE... --out PREFIX"},
     {"sample", SAMPLE, "continue a prompt: --from RUN_DIR --prompt TEXT"},
     {"eval", EVAL, "loss, perplexity and bits per byte: --from RUN_DIR --val-data GLOB, or --text FILE..."},
-    {"export", EXPORT, "a folder for Hugging Face's transformers: --from RUN_DIR --to DIR"},
-    {"import", IMPORT, "such a folder as a run to begin from: --from DIR --to RUN_DIR"},
+    {"export", EXPORT, "a folder for Hugging Face's transformers: --from RUN_DIR --out DIR"},
+    {"import", IMPORT, "such a folder as a run to begin from: --from DIR --out RUN_DIR"},
     {"report", REPORT, "loss curves and numbers of a run, or of several: --from RUN_DIR [--html FILE]"},
     {"inspect", INSPECT, "which blocks a model selects in a text: --from RUN_DIR --text FILE --html FILE"},
     {"check", CHECK_VERB, "what this build and machine have, and a gradient self-test"},
@@ -495,7 +484,7 @@ static const struct {
     {"dtype", "cpu-dtype"},
     {"num-threads", "threads"},
     {"output", "out"},
-    {"output", "to"},
+    {"to", "out"},
     {"output-dir", "out"},
     {"out-dir", "out"},
     {"input", "data"},
@@ -711,8 +700,8 @@ inline void resolve_batch(Config& c, const std::set<std::string>& given, int ran
 }
 
 // What dense attention does not have.
-static const char* const NSA_OPTIONS[] = {"cmp-block", "cmp-stride", "slc-block",        "slc-count",
-                                          "window",    "phi-hidden", "selected-kernels", "branches"};
+static const char* const NSA_OPTIONS[] = {"cmp-block", "cmp-stride", "slc-block", "slc-count",
+                                          "window",    "phi-hidden", "branches"};
 
 // The first and the last step of --profile-steps; 0 and -1 where there are none.
 inline std::pair<int64_t, int64_t> profiled_steps(const Config& c) {

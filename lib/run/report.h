@@ -271,7 +271,7 @@ struct EvalResult {
     double bits_per_byte() const { return loss * double(tokens) / std::log(2.0) / double(bytes); }
 };
 
-// A step that the engine has been given; what stands below `exchanged` is known once the ranks have exchanged their
+// A step that the engine has been given; what stands below `tokens` is known once the ranks have exchanged their
 // results.
 struct StepResult {
     int64_t step = 0;
@@ -279,9 +279,7 @@ struct StepResult {
     std::string statistics;       // ",\"layers\": ..." or ""
     uint64_t samples = 0;         // that the loader has dealt out by the end of this step
     std::vector<int32_t> tokens;  // [samples of this rank, T]
-    bool exchanged = false;
-    bool skipped = false;  // by --skip-outliers
-    double own_loss = 0;   // this rank's sum of losses
+    double own_loss = 0;          // this rank's sum of losses
     double loss = 0, norm = 0, loss_z = 0, norm_z = 0;
 
     bool is_bad() const { return !std::isfinite(loss) || !std::isfinite(norm); }
@@ -322,10 +320,10 @@ inline std::string choices_text(const ChoiceResult& r) {
                        counted(int64_t(r.items), "item").c_str());
 }
 
-// items: file to write, or "".
+// json: file to write, or "".
 inline void print_choices(const std::string& checkpoint, const ChoiceTask& task, const ChoiceResult& r,
-                          const std::string& items) {
-    if (!items.empty()) write_output_file("items", items, choice_items_text(task, r));
+                          const std::string& json) {
+    if (!json.empty()) write_output_file("json", json, choice_items_text(task, r));
     std::printf("%s on %s: %s\n", checkpoint.c_str(), task.file.c_str(), choices_text(r).c_str());
 }
 
@@ -450,16 +448,11 @@ struct RunReport {
         log->line(log->text, format_text("s:%lld trl:%.6f lr:%.6e norm:%.4f", (long long)s.step, s.loss, s.lr, s.norm));
         log->line(log->json, step_json(s, seconds, peak_gpu_mib));
         const bool due = log_every ? s.step % log_every == 0 : seconds_now() >= last_printed + 1;
-        if (!due && s.step != first_step + 1 && s.step != steps && !last && !s.skipped && !s.is_bad()) return;
+        if (!due && s.step != first_step + 1 && s.step != steps && !last && !s.is_bad()) return;
         last_printed = seconds_now();
         const double left = (last_report - started) / double(s.step - first_step) * double(steps - s.step);
-        std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s%s\n",
-                    (long long)s.step, s.loss, s.lr, speed.back(), s.norm, seconds * 1e3, duration_text(left).c_str(),
-                    s.skipped
-                        ? format_text(" | no update: loss %.1f, norm %.1f standard deviations above the last %zu steps",
-                                      s.loss_z, s.norm_z, OutlierWindow::SIZE)
-                              .c_str()
-                        : "");
+        std::printf("step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f | %.0f ms | eta %s\n",
+                    (long long)s.step, s.loss, s.lr, speed.back(), s.norm, seconds * 1e3, duration_text(left).c_str());
         std::fflush(stdout);
     }
 
@@ -519,9 +512,9 @@ struct RunReport {
     void print_done(int64_t step, double peak_gpu_mib) {
         print_recall();
         const double tokens_per_second = median_speed(), rate = flops_per_token * tokens_per_second / ranks;
-        std::printf("done:   %s in %s, median %.0f tokens/s, peak memory %s%.0f MiB%s\n",
-                    counted(step - first_step, "step").c_str(), duration_text(seconds_now() - begun).c_str(),
-                    tokens_per_second,
+        std::printf("done:   %s in %s, %speak memory %s%.0f MiB%s\n", counted(step - first_step, "step").c_str(),
+                    duration_text(seconds_now() - begun).c_str(),
+                    speed.empty() ? "" : format_text("median %.0f tokens/s, ", tokens_per_second).c_str(),
                     peak_gpu_mib ? format_text("%.0f MiB on the GPU, of the host ", peak_gpu_mib).c_str() : "",
                     peak_memory_mib(), ranks > 1 ? " on rank 0" : "");
         if (speed.empty()) return;
@@ -591,7 +584,7 @@ struct RunReport {
             format_text("{\"step\":%lld,\"time\":%.3f,\"loss\":%s,\"lr\":%.6e,\"grad_norm\":%s", (long long)s.step,
                         unix_time(), json_number("%.6f", s.loss).c_str(), s.lr, json_number("%.6f", s.norm).c_str());
         text += format_text(",\"loss_z\":%s,\"norm_z\":%s,\"skipped\":%s", json_number("%.3f", s.loss_z).c_str(),
-                            json_number("%.3f", s.norm_z).c_str(), s.skipped || s.is_bad() ? "true" : "false");
+                            json_number("%.3f", s.norm_z).c_str(), s.is_bad() ? "true" : "false");
         text +=
             format_text(",\"ms\":%.2f,\"tokens_per_s\":%.1f,\"tokens\":%lld,\"epoch\":%.6f,\"peak_memory_mib\":%.1f",
                         seconds * 1e3, speed.back(), (long long)(s.step * total_batch),

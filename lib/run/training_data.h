@@ -165,8 +165,8 @@ EvaluationData<Loader> open_evaluation_data(const Config& c, const std::string& 
         fail_usage(
             "eval: --val-data is missing: a glob of validation shards, in quotes, or synthetic; or --text FILE..., or "
             "--hellaswag FILE");
-    if (!c.items.empty() && c.hellaswag.empty()) fail_usage("--items %s needs --hellaswag", c.items.c_str());
-    require_output_file("items", c.items);
+    if (!c.json.empty() && c.hellaswag.empty()) fail_usage("--json %s needs --hellaswag", c.json.c_str());
+    require_output_file("json", c.json);
     require_no_bytes(c);
     EvaluationData<Loader> data;
     LoaderOptions options = loader_options(c, world, "--val-data", false);

@@ -57,6 +57,6 @@ void run_eval(Config c, const std::set<std::string>& given, World& world, WithMo
         }
         if (data.choices.items.empty()) return;
         const ChoiceResult r = data.choices.result(evaluate_choices(model, data.choices, world));
-        if (world.rank == 0) print_choices(trained.folder, data.choices, r, c.items);
+        if (world.rank == 0) print_choices(trained.folder, data.choices, r, c.json);
     });
 }

@@ -191,32 +191,30 @@ TEST(tokenize_bad_json_line_is_named) {
     CHECK(glob_files(f.options.out + "*").empty());  // neither shards nor temporary files
 }
 
-// Up to so many lines, over all files and however the blocks fall; the file and line of the first too many is told.
-TEST(tokenize_skips_so_many_bad_lines) {
+// However the blocks fall, the file and line of the first bad line is told; empty lines are none.
+TEST(tokenize_refuses_a_bad_line) {
     TokenizeFixture f;
-    const std::string first = f.input("a.jsonl", "{\"text\": \"one\"}\n{\"text\": 2}\nthree\n{\"text\": \"four\"}\n"),
+    const std::string first = f.input("a.jsonl", "{\"text\": \"one\"}\n\n{\"text\": \"four\"}\n"),
                       second = f.folder.file("b.jsonl");
-    write_file(second, "{\"text\": \"five\"}\n\n{\"txt\": \"six\"}\n\xFF\n{\"text\": \"last\"}");
-    f.options.in = {first, second}, f.options.val_fraction = 0;
+    f.options.val_fraction = 0;
     for (const size_t block_bytes : {1, 1 << 20}) {
-        f.options.block_bytes = block_bytes, f.options.out = f.folder.file("x" + std::to_string(block_bytes));
-        f.options.skip_bad_lines = 0;
-        CHECK_FAILS(1,
-                    (first + ": line 2: text: byte 25: found a number, expected a string; --skip-bad-lines N").c_str(),
+        f.options.in = {first, second};
+        f.options.block_bytes = block_bytes;
+        f.options.out = f.folder.file("x" + std::to_string(block_bytes));
+        write_file(second, "{\"text\": \"five\"}\n{\"text\": 2}\nthree\n");
+        CHECK_FAILS(1, (second + ": line 2: text: byte 26: found a number, expected a string").c_str(),
                     tokenize_files(f.options));
-        f.options.skip_bad_lines = 3;
-        CHECK_FAILS(1, (second + ": line 4: byte 33: not valid JSON").c_str(), tokenize_files(f.options));
-        CHECK_FAILS(1, "this is bad line 4, of which --skip-bad-lines allows 3", tokenize_files(f.options));
-        f.options.skip_bad_lines = 4;
+        write_file(second, "{\"text\": \"five\"}\n\xFF\n{\"text\": \"last\"}");
+        CHECK_FAILS(1, (second + ": line 2: byte 17: not valid JSON").c_str(), tokenize_files(f.options));
+        f.options.in = {first};
         tokenize_files(f.options);
-        CHECK_EQUAL(f.train(), std::string("|one|four|five|last"));
+        CHECK_EQUAL(f.train(), std::string("|one|four"));
     }
     f.input("c.jsonl", "{\"text\": \"no\", \"body\": \"yes\"}\n");
     f.options.text_key = "body", f.options.out = f.folder.file("y");
     tokenize_files(f.options);
     CHECK_EQUAL(f.train(), std::string("|yes"));
-    f.options.text_key = "title";
-    f.options.skip_bad_lines = 0, f.options.out = f.folder.file("z");
+    f.options.text_key = "title", f.options.out = f.folder.file("z");
     CHECK_FAILS(1, "no key \"title\"", tokenize_files(f.options));
 }
 

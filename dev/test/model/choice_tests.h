@@ -155,7 +155,7 @@ TEST(run_answers_multiple_choice) {
     REQUIRE_GOOD(e);
     CHECK(e.out.find(answer) != std::string::npos && e.out.find("3 items") != std::string::npos);
     // Item by item.
-    const Words listed = {"eval", "--from", out, "--hellaswag", file, "--threads=1", "--items", folder.file("items")};
+    const Words listed = {"eval", "--from", out, "--hellaswag", file, "--threads=1", "--json", folder.file("items")};
     REQUIRE_GOOD(run(listed));
     size_t items = 0, right = 0, right_per_token = 0;
     for (const std::string& line : lines_of(read_file(folder.file("items")))) {
@@ -176,8 +176,8 @@ TEST(run_answers_multiple_choice) {
     }
     CHECK(items == 3 && e.out.find(format_text("%.4f by loss per token, %.4f by loss", double(right_per_token) / 3,
                                                double(right) / 3)) != std::string::npos);
-    CHECK_REFUSED(run(listed), 1, "--items", "items");
-    CHECK_REFUSED(run({"eval", "--from", out, "--val-data", "synthetic", "--items", "x"}), 2, "--hellaswag");
+    CHECK_REFUSED(run(listed), 1, "--json", "items");
+    CHECK_REFUSED(run({"eval", "--from", out, "--val-data", "synthetic", "--json", "x"}), 2, "--hellaswag");
     const std::string mpirun = find_mpirun("multiple choice on two ranks");
     if (mpirun.empty()) return;
     const Result two = execute({mpirun, "-np", "2", path(), "eval", "--from", out, "--hellaswag", file, "--threads=1"});

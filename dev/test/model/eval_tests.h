@@ -180,7 +180,7 @@ TEST(run_keeps_and_finds_the_best_checkpoint) {
         CHECK_NEAR(evaluation::number_behind(r.out, "loss "), losses()[of], 6e-5);  // four digits
     }
     CHECK_EQUAL(run({"sample", "--from", out, "--step", "best", "--tokens", "3", "--threads", "1"}).status, 0);
-    const Result exported = run({"export", "--from", out, "--step", "best", "--to", folder.file("hf")});
+    const Result exported = run({"export", "--from", out, "--step", "best", "--out", folder.file("hf")});
     CHECK(exported.status == 0 && exported.out.find("step_00000004") != std::string::npos);
     CHECK(read_file(folder.file("hf/model.safetensors")) == read_file(out + "/step_00000004/model.safetensors"));
     // Other validation data: only losses on them compare.

@@ -5,10 +5,10 @@
 
 namespace program {
 inline Result export_to(const std::string& to, const std::string& from, const Words& more = {}) {
-    return run(joined({"export", "--from", from, "--to", to}, more));
+    return run(joined({"export", "--from", from, "--out", to}, more));
 }
 inline Result import_to(const std::string& to, const std::string& from) {
-    return run({"import", "--from", from, "--to", to});
+    return run({"import", "--from", from, "--out", to});
 }
 
 // Merges of two bytes each: a vocabulary of GPT-2's size that needs no file. Returns vocab.bpe.
@@ -161,15 +161,15 @@ TEST(export_and_import_refuse_in_one_line) {
     TempFolder folder;
     const std::string run_folder = folder.file("run"), hf = folder.file("hf"), to = folder.file("to");
     REQUIRE_GOOD(train({{"out", run_folder}}));
-    CHECK_REFUSED(run({"export", "--to", to}), 2, "--from is missing");
-    CHECK_REFUSED(run({"import", "--to", to}), 2, "--from is missing");
-    CHECK_REFUSED(run({"export", "--from", run_folder}), 2, "export", "--to is missing");
+    CHECK_REFUSED(run({"export", "--out", to}), 2, "--from is missing");
+    CHECK_REFUSED(run({"import", "--out", to}), 2, "--from is missing");
+    CHECK_REFUSED(run({"export", "--from", run_folder}), 2, "export", "--out is missing");
     CHECK_REFUSED(export_to(to, folder.file("none")), 1, folder.file("none"), "no checkpoint");
     REQUIRE_GOOD(export_to(hf, run_folder));
-    CHECK_REFUSED(run({"import", "--from", hf}), 2, "import", "--to is missing");
-    CHECK_REFUSED(export_to(hf, run_folder), 1, "--to " + hf, "not empty");
-    CHECK_REFUSED(import_to(run_folder, hf), 1, "--to " + run_folder, "not empty");
-    CHECK_REFUSED(export_to(hf + "/config.json", run_folder), 1, "--to " + hf + "/config.json", "is a file");
+    CHECK_REFUSED(run({"import", "--from", hf}), 2, "import", "--out is missing");
+    CHECK_REFUSED(export_to(hf, run_folder), 1, "--out " + hf, "not empty");
+    CHECK_REFUSED(import_to(run_folder, hf), 1, "--out " + run_folder, "not empty");
+    CHECK_REFUSED(export_to(hf + "/config.json", run_folder), 1, "--out " + hf + "/config.json", "is a file");
     CHECK_REFUSED(import_to(to, folder.path), 1, folder.path, "no config.json", "export");
     CHECK_REFUSED(import_to(to, run_folder + "/step_00000002"), 1, "model_type is missing", "export");
 
@@ -233,11 +233,11 @@ TEST(export_leaves_nothing_half_done_on_a_full_disk) {
     Start full;
     full.largest_file = 5000;
     REQUIRE_GOOD(train({{"out", folder.file("run")}}));
-    CHECK_REFUSED(run({"export", "--from", folder.file("run"), "--to", folder.file("hf")}, full), 1, "cannot write",
+    CHECK_REFUSED(run({"export", "--from", folder.file("run"), "--out", folder.file("hf")}, full), 1, "cannot write",
                   folder.file("hf"));
     CHECK(names_in(folder.file("hf")).empty());
     REQUIRE_GOOD(export_to(folder.file("hf"), folder.file("run")));  // an empty folder is taken
-    CHECK_REFUSED(run({"import", "--from", folder.file("hf"), "--to", folder.file("back")}, full), 1, "cannot write",
+    CHECK_REFUSED(run({"import", "--from", folder.file("hf"), "--out", folder.file("back")}, full), 1, "cannot write",
                   folder.file("back"));
     CHECK(names_in(folder.file("back")).empty());
     REQUIRE_GOOD(import_to(folder.file("back"), folder.file("hf")));
@@ -253,7 +253,7 @@ TEST(verbs_take_the_checkpoint_of_step) {
     REQUIRE_GOOD(export_to(folder.file("hf"), run_folder, {"--step", "2"}));
     CHECK(read_file(folder.file("hf/model.safetensors")) == read_file(second + "/model.safetensors"));
     for (const Words& verb : {Words{"sample", "--tokens", "4", "--prompt", "a"},
-                              Words{"eval", "--val-data", folder.file("val.bin")}, Words{"export", "--to", "x"}}) {
+                              Words{"eval", "--val-data", folder.file("val.bin")}, Words{"export", "--out", "x"}}) {
         const Words threads = verb[0] == "export" ? Words() : Words{"--threads", "1"};
         CHECK_REFUSED(run(joined(joined(verb, threads), {"--from", run_folder, "--step", "4"})), 1, run_folder,
                       "--step 4", "only of: 1 2 3");

@@ -221,8 +221,7 @@ TEST(run_resumed_equals_uninterrupted) {
                           parts = folder.file(std::string("parts") + batch);
         const Options options = {{"data", data},           {"val-data", val},     {"batch", batch},
                                  {"schedule", "constant"}, {"eval-every", "2"},   {"seed", "5"},
-                                 {"recompute", batch},     {"sample-every", "3"}, {"sample-tokens", "5"},
-                                 {"skip-outliers", "11"}};
+                                 {"recompute", batch},     {"sample-every", "3"}, {"sample-tokens", "5"}};
         const auto run_to = [&](const char* steps, const std::string& out, const char* resume) {
             Options more = options;
             more["steps"] = steps, more["out"] = out, more["resume"] = resume;

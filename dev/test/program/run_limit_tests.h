@@ -264,7 +264,6 @@ TEST(run_doubtful_options_are_said) {
     };
     for (const char* name : {"window", "cmp-block", "cmp-stride", "slc-block", "slc-count", "phi-hidden"})
         CHECK_REFUSED(full(name, "4"), 2, "--" + std::string(name), "--attention full");
-    CHECK_REFUSED(full("selected-kernels", "tiles"), 2, "--selected-kernels", "--attention full");
     CHECK(!file_exists(folder.file("refused")));
 
     // A run.json has every option, whether or not the run used it.

@@ -64,6 +64,8 @@ TEST(resume_knows_options_that_have_left) {
         return inherit_options(c, given) && c.lr == 0.5;
     };
     CHECK(resumes("\"deterministic\": \"off\", \"cuda_graph\": 1, \"reset_at_document\": 0"));
+    CHECK(resumes("\"skip_outliers\": 0, \"selected_kernels\": \"tiles\""));
+    CHECK_FAILS(1, "--skip-outliers 6", resumes("\"skip_outliers\": 6"));
     CHECK_FAILS(1, "--reset-at-document 1", resumes("\"reset_at_document\": 1"));
     CHECK_FAILS(1, "run.json: the run had --deterministic on, which this program no longer has",
                 resumes("\"deterministic\": \"on\""));
@@ -128,7 +130,7 @@ TEST(resume_gives_up_what_the_machine_cannot_give) {
     const bool gpu = gpus.count > 0;
     const auto on_two_processors = [&](const std::set<std::string>& given) {
         Config c;
-        c.device = "cuda", c.cpu_dtype = "bf16", c.selected_kernels = "tiles";
+        c.device = "cuda", c.cpu_dtype = "bf16";
         c.threads = 3;
         drop_unsupported_options(c, given, 2, gpus);
         return c;
@@ -138,9 +140,8 @@ TEST(resume_gives_up_what_the_machine_cannot_give) {
     CHECK_EQUAL(c.given_up.at("threads"), "this rank has 2 processors");
     CHECK_EQUAL(c.device, gpu ? "cuda" : "auto");
     CHECK_EQUAL(c.cpu_dtype, gpu ? "fp32" : "bf16");
-    CHECK_EQUAL(c.selected_kernels, gpu ? "tiles" : "auto");
     if (!gpu) CHECK_EQUAL(c.given_up.at("device"), why_no_gpu(gpus));
-    const Config kept = on_two_processors({"threads", "device", "cpu-dtype", "selected-kernels"});
+    const Config kept = on_two_processors({"threads", "device", "cpu-dtype"});
     CHECK(kept.given_up.empty() && kept.threads == 3 && kept.device == "cuda");
 
     using namespace program;
