@@ -8,9 +8,9 @@
 //   the run   what it does in a step and between steps, the training loop, its beginning and its end
 //   verbs, main
 // dev/MODEL.md specifies the model. An engine does the arithmetic of each operation: Cpu in nsa_cpu.h or Cuda in
-// nsa_kernels.cuh; `dev` is one of the two. `Config c` holds the options, which lib/run/options.h lists; shape_of() in
-// lib/run/config_files.h turns them into the shapes of the attention. Ranks are in ddp.cuh, token shards in
-// dataloader.h, text in tokenizer.h, and all that is not about the model in lib/: checkpoints in lib/run/model_files.h,
+// nsa_kernels.cuh; `dev` is one of the two. `c` holds options: what a model sees is a ModelConfig, what the loop sees a
+// TrainConfig, and Config is all that a command line gives, see lib/run/options.h; shape_of() in lib/run/config_files.h
+// turns them into the shapes of the attention. Ranks are in ddp.cuh, token shards in dataloader.h, text in tokenizer.h, and all that is not about the model in lib/: checkpoints in lib/run/model_files.h,
 // the start of a run in lib/run/start.h, the verbs in lib/run/verbs.h, lib/run/check.h and lib/report.
 #include <set>
 #include <string>
@@ -95,7 +95,7 @@ struct Weights {
 struct TensorTable : TensorList {
     int64_t padded_vocab = 0;
 
-    explicit TensorTable(const Config& c) {
+    explicit TensorTable(const ModelConfig& c) {
         const int64_t C = c.dim, H = c.heads, G = c.kv_groups, D = c.head_dim, l = c.cmp_block, F = c.phi_hidden,
                       M = c.mlp_hidden, gate_columns = shape_of(c, 1, 1).gate_columns();
         padded_vocab = (c.vocab_size + 127) / 128 * 128;
@@ -115,7 +115,7 @@ struct TensorTable : TensorList {
 
     // Pointers to every tensor inside a flat array, in the order of the list; null where the model has no such tensor.
     template <class T>
-    Weights<T> point_into(T* flat, const Config& c) const {
+    Weights<T> point_into(T* flat, const ModelConfig& c) const {
         Weights<T> w;
         w.layer.resize(size_t(c.layers));
         size_t i = 0;
@@ -139,7 +139,7 @@ struct Model {
     using real = typename Dev::real;
     using Grad = typename Dev::Grad;
     Dev& dev;
-    Config config;
+    ModelConfig config;
     TensorTable table;
     Partition partition;  // cuts the flat arrays into buckets, and each bucket into the ranks' parts
     int rank;
@@ -163,7 +163,7 @@ struct Model {
     Watchdog* watchdog = nullptr;
     int64_t step = 0;  // the running step, which the watchdog is told
 
-    Model(Dev& device, const Config& c, bool training, int my_rank = 0, int ranks = 1)
+    Model(Dev& device, const ModelConfig& c, bool training, int my_rank = 0, int ranks = 1)
         : dev(device),
           config(c),
           table(c),
@@ -209,7 +209,7 @@ struct Model {
     }
 
     // What the flat arrays take in training, in bytes.
-    static double flat_bytes(const Config& c, int ranks) {
+    static double flat_bytes(const ModelConfig& c, int ranks) {
         const Partition p(TensorTable(c).total, ranks, c.bucket_mb);
         const double state =
             double(Dev::has_master ? sizeof(typename Dev::Master) : 0) + 2 * sizeof(typename Dev::Stat);
@@ -326,7 +326,7 @@ struct Activations {
     Arena<Dev> arena;
 
     // At most `queries` positions are computed at once; 0 means all T. plan_only adds up sizes and allocates nothing.
-    Activations(Dev& device, const Config& c, int64_t B, int64_t T, Mode mode, int64_t queries = 0,
+    Activations(Dev& device, const ModelConfig& c, int64_t B, int64_t T, Mode mode, int64_t queries = 0,
                 bool plan_only = false)
         : dev(device),
           shape(shape_of(c, B, T)),
@@ -345,7 +345,7 @@ struct Activations {
         place(mode == TRAINING);
     }
 
-    static double bytes_needed(Dev& dev, const Config& c, int64_t B, int64_t T, Mode mode, int64_t queries = 0) {
+    static double bytes_needed(Dev& dev, const ModelConfig& c, int64_t B, int64_t T, Mode mode, int64_t queries = 0) {
         return Activations(dev, c, B, T, mode, queries, true).arena.wanted;
     }
 
@@ -654,7 +654,7 @@ constexpr double ADAM_BETA1 = 0.9, ADAM_BETA2 = 0.95, ADAM_EPS = 1e-8;
 template <class Dev>
 void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = nullptr) {
     const ProfileRange range("update");
-    const Config& c = model.config;
+    const ModelConfig& c = model.config;
     HyperAdamW h{lr, ADAM_BETA1, ADAM_BETA2, ADAM_EPS, 0.0, step, uint64_t(c.seed), 0};
     h.squares = model.results + 1;
     h.grad_clip = c.grad_clip;
@@ -718,7 +718,7 @@ template <class Dev>
 std::vector<EvalSums> evaluate_choices(
     Model<Dev>& model, const ChoiceTask& task, const World& world,
     const std::function<bool()>& asked_to_stop = [] { return false; }) {
-    Config c = model.config;
+    ModelConfig c = model.config;
     c.seq_len = int64_t(task.longest());
     c.batch = std::max<int64_t>(1, c.batch * model.config.seq_len / c.seq_len);
     DataLoader loader({choice_source(task, c.seq_len)}, loader_options(c, world, "--hellaswag", false));
@@ -743,7 +743,7 @@ struct Decoder {
 
     // Reads the tokens and returns the one that follows. A prompt takes one forward pass, and each later token a pass
     // over a single position. The random numbers depend only on the seed and the position.
-    int32_t next(const std::vector<int32_t>& tokens, const Config& c) {
+    int32_t next(const std::vector<int32_t>& tokens, const SampleConfig& c) {
         const size_t pass = position == 0 ? tokens.size() : 1;
         const bool is_prompt = tokens.size() > 1;
         Progress progress(format_text("prompt of %zu tokens", tokens.size()), double(a.layer.size()), is_prompt);
@@ -760,7 +760,7 @@ struct Decoder {
         std::vector<float> logits(static_cast<size_t>(a.V));
         model.dev.to_host(logits.data(), a.logits, logits.size());
         require_finite(logits, position);
-        const double uniform = random_uniform(uint64_t(c.seed), random_stream(RANDOM_SAMPLE), uint64_t(position));
+        const double uniform = random_uniform(uint64_t(model.config.seed), random_stream(RANDOM_SAMPLE), uint64_t(position));
         return choose_token(logits, c.temperature, c.top_k, c.top_p, uniform);
     }
 
@@ -775,7 +775,7 @@ struct Decoder {
 // Continues a prompt of at least one token by `count` tokens, or until emit(token) returns false, and calls end().
 template <class Dev>
 void generate(
-    Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t count, const Config& c,
+    Model<Dev>& model, const std::vector<int32_t>& prompt, int64_t count, const SampleConfig& c,
     const std::function<bool(int32_t)>& emit, const std::function<void()>& end = [] {}) {
     Decoder<Dev> decoder(model, int64_t(prompt.size()), int64_t(prompt.size()) + count);
     std::vector<int32_t> next = prompt;
@@ -789,12 +789,12 @@ void generate(
 
 // Prints and returns a sample: the prompt, or the beginning of a new document, and what the model makes of it.
 template <class Dev>
-std::string print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const Config& c, int64_t count, bool past_end,
+std::string print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const SampleConfig& c, int64_t count, bool in_training,
                          const std::string& prompt) {
     std::vector<uint16_t> ids = {tokenizer.end_of_text};
     Encoder(tokenizer).append(prompt, ids);
-    if (c.verb == "sample") warn_beyond_trained(int64_t(ids.size()), count, c.seq_len);
-    TokenPrinter<Tokenizer> printer = {tokenizer, past_end, prompt};
+    if (!in_training) warn_beyond_trained(int64_t(ids.size()), count, model.config.seq_len);
+    TokenPrinter<Tokenizer> printer = {tokenizer, in_training || c.past_end, prompt};
     generate(
         model, std::vector<int32_t>(ids.begin(), ids.end()), count, c,
         [&](int32_t token) { return printer.print(token) && stop_signal == 0; }, [&] { printer.end(); });
@@ -827,7 +827,7 @@ template <class Dev>
 void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& loader, const World& world,
                           bool collect_statistics, Reducer<Dev>* reducer = nullptr,
                           std::vector<int32_t>* tokens = nullptr) {
-    const Config& c = model.config;
+    const ModelConfig& c = model.config;
     const int B = a.shape.B;
     const int64_t micro_steps = c.total_batch / (c.seq_len * B * world.size);
     const size_t micro_tokens = size_t(B) * a.shape.T;
@@ -855,12 +855,12 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
 
 // Runs before anything is allocated, as fit_batch() describes. Returns whether memory is tight.
 template <class Dev>
-bool require_memory(Dev& dev, Config& c, const World& world, bool batch_is_given) {
+bool require_memory(Dev& dev, ModelConfig& c, const World& world, bool batch_is_given) {
     const double mib = 1 << 20;
     const double fixed = Model<Dev>::flat_bytes(c, world.size) / mib;
     const double available = world.lowest(dev.available_bytes(world.device_sharers) / mib);
     return fit_batch(c, world, batch_is_given, fixed, available, [&](int64_t batch, int64_t recompute) {
-        Config other = c;
+        ModelConfig other = c;
         other.recompute = recompute;
         return fixed + Activations<Dev>::bytes_needed(dev, other, batch, c.seq_len, TRAINING) / mib;
     });
@@ -874,6 +874,7 @@ template <class Dev>
 struct Run {
     Dev& dev;
     World& world;
+    const TrainConfig config;
     std::unique_ptr<Tokenizer> tokenizer;  // null if GPT-2's vocabulary has not been found
     TrainingData<DataLoader> data;
     Model<Dev> model;
@@ -888,19 +889,19 @@ struct Run {
     static constexpr int64_t steps_between_statistics = Dev::on_host ? 1 : 50;
     static constexpr int64_t max_bad_steps = 3;  // in a row
 
-    Run(Dev& device, const Config& c, World& w)
+    Run(Dev& device, const TrainConfig& c, World& w, const std::string& manifest)
         : dev(device),
           world(w),
+          config(c),
           tokenizer(Tokenizer::find(c.tokenizer, c.vocab_dir)),
           data(open_training_data<DataLoader>(c, w, tokenizer.get())),
           model(dev, c, true, w.rank, w.size),
           report(c.steps, c.total_batch, c.log_every, data.train->samples_per_epoch()),
           saver(w, {c.out, c.keep, c.keep_every, [this](const char* phase) { model.progress(phase); },
                     [this] { report.log->sync(); },
-                    [this] { return state_json(state, manifest_json(config()), world.size, data.train->files()); },
+                    [this, manifest] { return state_json(state, manifest, world.size, data.train->files()); },
                     [this] { return take_snapshot(model, world); }}) {}
 
-    const Config& config() const { return model.config; }
     bool is_first() const { return world.rank == 0; }
 
     // ----- what a run does between steps
@@ -918,12 +919,12 @@ struct Run {
     void validate() {
         const ProfileRange range = model.enter("evaluation");
         const auto asked = [this] { return asked_to_stop(); };
-        if (!config().hellaswag.empty()) {
+        if (!config.hellaswag.empty()) {
             const std::vector<EvalSums> losses = evaluate_choices(model, data.choices, world, asked);
             if (losses.empty()) return;
             report.print_choices(state.step, data.choices.result(losses));
         }
-        const int64_t wanted = config().eval_batches * (config().total_batch / config().seq_len);
+        const int64_t wanted = config.eval_batches * (config.total_batch / config.seq_len);
         for (const auto& set : data.val) {
             const int64_t samples = std::min(wanted, set.samples());
             const auto losses = evaluate(model, *activations, *set.loader, samples, world, tokenizer.get(), asked);
@@ -936,7 +937,7 @@ struct Run {
     }
 
     void sample() {
-        const Config& c = config();
+        const TrainConfig& c = config;
         if (!is_first() || c.sample_tokens == 0) return;
         if (!tokenizer) return void(std::printf("no sample: --vocab-dir is needed to turn gpt2 tokens into text\n"));
         std::printf("--- sample at step %lld, %s ---\n", (long long)state.step,
@@ -957,7 +958,7 @@ struct Run {
 
     // Gives the engine a step to do: the gradients, their norm, and the update.
     void launch_step() {
-        const Config& c = config();
+        const TrainConfig& c = config;
         StepResult s;
         s.step = model.step = state.step + 1;
         s.lr = learning_rate(c, s.step);
@@ -984,11 +985,11 @@ struct Run {
         sums[LOSS] = s.own_loss;
         sums[TERMINATE] = asked_to_terminate();
         sums[INTERRUPT] = asked_to_interrupt();
-        sums[HALT] = is_first() && file_exists(config().out + "/halt");
+        sums[HALT] = is_first() && file_exists(config.out + "/halt");
         model.progress("waiting for the other ranks");
         world.sum(sums, COUNT);
         model.progress("report");
-        s.loss = sums[LOSS] / double(config().total_batch);
+        s.loss = sums[LOSS] / double(config.total_batch);
         s.norm = std::sqrt(results[1]);
         if (!s.is_bad()) {
             s.loss_z = state.losses.z_score(s.loss);
@@ -1016,7 +1017,7 @@ struct Run {
         std::vector<double> squares(model.chunks());
         dev.copy(squares.data(), model.squares[s.step % 2], squares.size());
         const std::string tensor = first_bad_tensor(model.table.specs, squares, CHUNK);
-        const std::string file = write_bad_step(config().out, s, world.rank, tensor, size_t(config().seq_len));
+        const std::string file = write_bad_step(config.out, s, world.rank, tensor, size_t(config.seq_len));
         const std::string text = bad_step_text(s, world.gather(std::isfinite(s.own_loss) ? "yes" : ""), tensor, file);
         if (state.bad_steps < max_bad_steps) return is_first() ? complain(text) : void();
         saver.remove_old = false;  // the weights may have been bad before the loss was
@@ -1035,7 +1036,7 @@ struct Run {
     // ----- the training loop
 
     void train() {
-        const Config& c = config();
+        const TrainConfig& c = config;
         StepProfiler profiler(profiled_steps(c), is_first());
         while (state.step < c.steps && stop == GO_ON) {
             profiler.before_step(state.step + 1, dev);
@@ -1061,9 +1062,8 @@ struct Run {
 
 // Does all that comes before the first step.
 template <class Dev>
-void begin_run(Run<Dev>& run, const Device& device, const GradientPath& path, const std::set<std::string>& given,
+void begin_run(Run<Dev>& run, const Config& c, const Device& device, const GradientPath& path, const std::set<std::string>& given,
                bool memory_is_tight) {
-    const Config& c = run.config();
     const World& world = run.world;
     Model<Dev>& model = run.model;
     const Versions libraries = library_versions(nccl_version(), cuda_versions());
@@ -1094,21 +1094,21 @@ void print_end(Run<Dev>& run) {
         run.report.print_reductions(run.reducer->times);
     }
     print_selected(run.dev.describe_selected(run.activations->shape));
-    run.report.print_end(run.stop, run.state, run.config(), run.saver, run.tokenizer != nullptr);
+    run.report.print_end(run.stop, run.state, run.config, run.saver, run.tokenizer != nullptr);
 }
 
 // Returns the program's exit status.
 template <class Dev>
-int train_run(Run<Dev>& run, const Device& device, const GradientPath& path, const std::set<std::string>& given,
+int train_run(Run<Dev>& run, const Config& c, const Device& device, const GradientPath& path, const std::set<std::string>& given,
               bool memory_is_tight) {
-    begin_run(run, device, path, given, memory_is_tight);
-    if (!run.config().dump_state.empty()) {
-        dump_first_batch(run.model, *run.activations, *run.data.train, given);
+    begin_run(run, c, device, path, given, memory_is_tight);
+    if (!c.dump_state.empty()) {
+        dump_first_batch(c, run.model, *run.activations, *run.data.train, given);
         return 0;
     }
     const int64_t first_step = run.state.step;
     run.report.start(first_step);
-    const bool left_last_validation = first_step == run.config().steps && !run.state.was_validated;
+    const bool left_last_validation = first_step == c.steps && !run.state.was_validated;
     if (first_step == 0 || left_last_validation) run.validate();
     run.report.start_clock();
     try {
@@ -1160,8 +1160,8 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
         const bool tight = require_memory(dev, c, world, given.count("batch"));
         if (world.rank == 0) warn_of_doubtful_options(c, on_command_line);
-        Run<std::decay_t<decltype(dev)>> run(dev, c, world);
-        const auto train = [&] { return train_run(run, device, path, given, tight); };
+        Run<std::decay_t<decltype(dev)>> run(dev, c, world, manifest_json(c));
+        const auto train = [&] { return train_run(run, c, device, path, given, tight); };
         status = world.size > 1 ? report_errors(&world, train) : train();
     });
     return status;
@@ -1206,7 +1206,7 @@ static int run_check(const Config& c, World& world) {
     if (c.help) print_help(verb);
     else if (c.version) print_version(gemm_name(), mpi_name(), pmi_of(mpi_name()));
     else if (verb == TRAIN) status = run_train(c, given, world);
-    else if (verb == TOKENIZE) run_tokenize<Tokenizer>(c, usable_processors());
+    else if (verb == TOKENIZE) tokenize_files<Tokenizer>(tokenize_options(c));
     else if (verb == SAMPLE) run_sample<TensorTable, Tokenizer, Decoder>(c, with_model);
     else if (verb == EVAL) run_eval<TensorTable, Tokenizer, DataLoader, Activations>(c, given, world, with_model);
     else if (verb == EXPORT) export_checkpoint<Tokenizer, TensorTable>(c);

@@ -22,20 +22,24 @@
 #include "shards.h"
 #include "text_input.h"
 
-struct TokenizeOptions {
-    std::vector<std::string> in;     // --in: see TextInputs
-    std::string out;                 // --out: PREFIX of the shards
-    std::string tokenizer = "gpt2";  // --tokenizer: gpt2 or bytes
-    std::string vocab_dir;           // --vocab-dir: see Tokenizer::gpt2
+// The options of this verb alone.
+struct TokenizeConfig {
+    std::vector<std::string> in;  // see TextInputs
     // --split-documents: what separates the documents of a .txt, with escapes \n \r \t \0 \\; empty: the file is one
     // document
     std::string split_documents;
-    std::string text_key = "text";      // --text-key: of a line of .jsonl
-    double val_fraction = 0.01;         // --val-fraction: the validation shards' share of the tokens, 0 to 1
-    uint64_t shard_tokens = 100000000;  // --shard-tokens
-    int threads = 0;                    // --threads; 0: one per core
-    size_t block_bytes = 1 << 20;       // read and encoded at a time; only tests change this and the next
-    bool report = true;                 // print the summary
+    std::string text_key = "text";     // of a line of .jsonl
+    double val_fraction = 0.01;        // the validation shards' share of the tokens, 0 to 1
+    int64_t shard_tokens = 100000000;  // of one file
+};
+
+struct TokenizeOptions : TokenizeConfig {
+    std::string out;                 // --out: PREFIX of the shards
+    std::string tokenizer = "gpt2";  // --tokenizer: gpt2 or bytes
+    std::string vocab_dir;           // --vocab-dir: see Tokenizer::gpt2
+    int threads = 0;                 // --threads; 0: one per core
+    size_t block_bytes = 1 << 20;    // read and encoded at a time; only tests change this and the next
+    bool report = true;              // print the summary
 };
 
 // The separator that --split-documents stands for. It must be UTF-8, so that it never cuts a character.
@@ -460,8 +464,9 @@ inline uint64_t validation_begin(uint64_t tokens, const std::vector<uint64_t>& d
 
 // Refuses everything that can be refused before any work is done.
 inline void check_tokenize_options(const TokenizeOptions& options) {
-    if (options.in.empty()) fail_usage("tokenize: no input; give --in FILE...");
-    if (options.out.empty()) fail_usage("tokenize: no output; give --out PREFIX");
+    if (options.in.empty())
+        fail_usage("tokenize: --in is missing: .txt or .jsonl files, folders, patterns, or - for stdin");
+    if (options.out.empty()) fail_usage("tokenize: --out is missing: the prefix of the shards, such as data/my");
     if (!(options.val_fraction >= 0 && options.val_fraction <= 1))
         fail_usage("--val-fraction %g: expected 0 to 1", options.val_fraction);
     if (options.threads < 0 || options.threads > 1024)
@@ -596,15 +601,3 @@ void tokenize_files(const TokenizeOptions& options) {
     print_tokenized(options, inputs, counts, documents, added, train, val);
 }
 
-// The verb, from the program's options.
-template <class Tokenizer, class Config>
-void run_tokenize(const Config& c, int processors) {
-    if (c.in.empty()) fail_usage("tokenize: --in is missing: .txt or .jsonl files, folders, patterns, or - for stdin");
-    if (c.out.empty()) fail_usage("tokenize: --out is missing: the prefix of the shards, such as data/my");
-    TokenizeOptions o;
-    o.in = c.in, o.out = c.out, o.tokenizer = c.tokenizer.empty() ? "gpt2" : c.tokenizer, o.vocab_dir = c.vocab_dir;
-    o.val_fraction = c.val_fraction, o.shard_tokens = uint64_t(c.shard_tokens);
-    o.text_key = c.text_key;
-    o.split_documents = c.split_documents, o.threads = c.threads ? int(c.threads) : processors;
-    tokenize_files<Tokenizer>(o);
-}

@@ -19,7 +19,7 @@
 #include "../base/util.h"
 
 // What the attention needs to know, for B sequences of T tokens.
-static NsaShape shape_of(const Config& c, int64_t B, int64_t T) {
+static NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T) {
     NsaShape s;
     s.B = int(B), s.T = int(T), s.first = 0, s.queries = int(T);
     s.H = int(c.heads), s.G = int(c.kv_groups), s.D = int(c.head_dim);
@@ -39,7 +39,9 @@ static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",
                                             "phi-hidden", "mlp-hidden", "seq-len"};
 
 static const char* const MODEL_WORDS[] = {"attention", "branches", "tokenizer"};
-static std::string config_json(const Config& c) {
+static std::string config_json(const ModelConfig& model) {
+    Config c;
+    static_cast<ModelConfig&>(c) = model;
     std::string text = "{\"architecture\": \"nsa\"";
     for (const char* name : MODEL_OPTIONS)
         text += ", \"" + underscored(name) + "\": " + value_text(c, option_named(name));
@@ -126,12 +128,12 @@ static void inherit_model(Config& c, std::set<std::string>& given) {
     for (const char* name : MODEL_WORDS) take(name);
 }
 
-static void warn_of_doubtful_options(const Config& c, const std::set<std::string>& given) {
+static void warn_of_doubtful_options(const TrainConfig& c, const std::set<std::string>& given) {
     for (const std::string& line : doubtful_options(c, given)) complain(line);
 }
 
 // verb: what cannot be done otherwise, "resume" or "begin".
-static void require_same_model(const Config& c, const std::string& checkpoint, const char* verb) {
+static void require_same_model(const ModelConfig& c, const std::string& checkpoint, const char* verb) {
     const std::string path = checkpoint + "/config.json";
     const Json saved = parse_model_config(path), asked = parse_json(config_json(c), "this run's options");
     for (size_t i = 0; i < asked.keys.size(); i++) {
@@ -150,7 +152,7 @@ static void require_same_model(const Config& c, const std::string& checkpoint, c
 
 // --init-from: the weights to begin with; null where none are asked for. says: on the rank that prints.
 template <class Specs>
-std::unique_ptr<SafeTensors> open_initial_weights(const Config& c, const Specs& specs, bool says) {
+std::unique_ptr<SafeTensors> open_initial_weights(const TrainConfig& c, const Specs& specs, bool says) {
     if (c.init_from.empty()) return nullptr;
     const std::string folder = checkpoint_of(c.init_from, "--init-from");
     require_same_model(c, folder, "begin");
@@ -441,7 +443,7 @@ TrainedModel open_trained_model(Config& c) {
 }
 
 // The options that decided what the run behind a checkpoint was validated on.
-static Config trained_options(Config c, const std::string& checkpoint) {
+static TrainConfig trained_options(TrainConfig c, const std::string& checkpoint) {
     if (!file_exists(checkpoint + "/manifest.json"))
         fail("%s/manifest.json is missing, which says what the run was validated on: give shards to --val-data",
              checkpoint.c_str());

@@ -87,7 +87,7 @@ inline void start_threads(int count) {
 
 // --resume on another machine: options of the run that this one cannot honour give way, and c.given_up keeps the reason
 // for the line that says so. What was given with --resume is refused instead. share: this rank's processors.
-inline void drop_unsupported_options(Config& c, const std::set<std::string>& given, int share, const GpuSearch& gpus) {
+inline void drop_unsupported_options(TrainConfig& c, const std::set<std::string>& given, int share, const GpuSearch& gpus) {
     const auto give_up = [&](const char* name, auto& field, const auto& instead, const std::string& reason) {
         if (given.count(name) || field == instead) return;
         field = instead, c.given_up[name] = reason;
@@ -113,7 +113,7 @@ inline int threads_of_variable(int share, bool speaks) {
 }
 
 // The device of the options --device, --cpu-dtype and --threads on this machine. share: this rank's processors.
-inline Device device_of(const Config& c, int share, const GpuSearch& gpus, bool speaks) {
+inline Device device_of(const MachineConfig& c, int share, const GpuSearch& gpus, bool speaks) {
     Device d;
     d.threads = c.threads ? int(c.threads) : threads_of_variable(share, speaks);
     omp_set_num_threads(d.threads);
@@ -139,7 +139,7 @@ inline Device device_of(const Config& c, int share, const GpuSearch& gpus, bool 
 
 // The device of this rank. All ranks ask.
 template <class World>
-Device choose_device(const Config& c, const World& world, const GpuSearch& gpus) {
+Device choose_device(const MachineConfig& c, const World& world, const GpuSearch& gpus) {
     Device d = device_of(c, threads_of_rank(world), gpus, world.rank == 0);
     if (d.gpu) d.gpu_number = world.local_rank % gpus.count;
     require_same_kind_of_device(d, world);

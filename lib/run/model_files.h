@@ -51,10 +51,11 @@ TrainState load_checkpoint(Model& model, const std::string& folder) {
     return state;
 }
 
-// --dump-state: the first batch with everything that it leads to, for another program to compare itself with.
+// --dump-state: the first batch with everything that it leads to, for another program to compare itself with. c: of
+// the model.
 template <class Model, class Activations, class Loader>
-void dump_first_batch(Model& model, Activations& a, Loader& loader, const std::set<std::string>& given) {
-    const Config& c = model.config;
+void dump_first_batch(const Config& c, Model& model, Activations& a, Loader& loader,
+                      const std::set<std::string>& given) {
     const NsaShape& s = a.shape;
     Buffers buffers;
     StateDump d;

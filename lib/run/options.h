@@ -15,48 +15,69 @@
 #include <unistd.h>
 
 #include "../data/data_sets.h"
+#include "../data/tokenize.h"
 #include "../base/files.h"
 #include "../base/util.h"
 #include "../model/schedule.h"
 
-struct Config {
-    std::string verb = "train";
-    // the model; 0 and "" mean: as the preset has it
-    std::string model, attention, branches, tokenizer, init, init_from;
+// What Model and Activations see: the architecture, which config.json keeps, and what a step does with it. 0 and "" mean:
+// as the preset has it.
+struct ModelConfig {
+    std::string attention, branches, tokenizer;
     int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0,
-            slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0;
+            slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0, seq_len = 0;
     int64_t vocab_size = 0;  // follows from the tokenizer
-    int end_of_text() const { return tokenizer == "gpt2" ? 50256 : 0; }
-    // data
-    std::string data, val_data, vocab_dir, hellaswag;
-    // the optimiser
-    int64_t batch = 0, seq_len = 0, trained_seq_len = 0, total_batch = 0, recompute = 0, steps = 0, warmup = 0,
-            seed = 0;
-    int64_t zero = 0;
+    // its weights and their update
+    std::string init;
+    int64_t seed = 0;
+    double weight_decay = 0, grad_clip = 0;
+    // a step on the ranks
+    int64_t batch = 0, total_batch = 0, recompute = 0, zero = 0;
     double bucket_mb = 0;
-    std::string grad_reduce;
-    double lr = 0, lr_final = 0, weight_decay = 0, grad_clip = 0;
-    std::string schedule;
-    // the run
-    int64_t eval_every = 0, eval_batches = 0, log_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0,
-            keep = 0, keep_every = 0, threads = 0;
-    double stall_timeout = 0;
-    std::string out, config, device, cpu_dtype, dump_state, profile_steps;
-    bool resume = false, help = false, version = false, tensorboard = false, allow_new_data = false;
-    std::map<std::string, std::string> given_up;  // --resume: options that this machine cannot honour, and why
-    // sampling and evaluation
-    std::string from, prompt, html, json;
-    std::vector<std::string> runs;  // every --from, in order
-    std::vector<std::string> prompt_file, text;
-    bool interactive = false, past_end = false, stats = false;
-    std::string at_step;  // --step
+};
+
+// What choose_device() sees.
+struct MachineConfig {
+    std::string device, cpu_dtype, profile_steps;
+    int64_t threads = 0;
+};
+
+// How a model writes text: in training, and in the verb `sample`.
+struct SampleConfig {
+    std::string prompt;
+    std::vector<std::string> prompt_file;
     double temperature = 0, top_p = 0;
     int64_t top_k = 0, tokens = 0;
-    // tokenize
-    std::vector<std::string> in;
-    double val_fraction = 0;
-    int64_t shard_tokens = 0;
-    std::string split_documents, text_key;
+    bool interactive = false, past_end = false, stats = false;
+};
+
+// What the training loop sees.
+struct TrainConfig : ModelConfig, MachineConfig, SampleConfig {
+    std::string model, init_from, data, val_data, vocab_dir, hellaswag;
+    int64_t steps = 0, warmup = 0;
+    double lr = 0, lr_final = 0;
+    std::string schedule, grad_reduce;
+    int64_t eval_every = 0, eval_batches = 0, log_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0,
+            keep = 0, keep_every = 0;
+    double stall_timeout = 0;
+    std::string out, config, dump_state;
+    bool resume = false, tensorboard = false, allow_new_data = false;
+    std::map<std::string, std::string> given_up;  // --resume: options that this machine cannot honour, and why
+};
+
+// The checkpoint that a verb reads, and what those that measure it read and write beside it.
+struct CheckpointConfig {
+    std::string from, at_step;
+    std::vector<std::string> runs;  // every --from, in order
+    int64_t trained_seq_len = 0;
+    std::string html, json;
+    std::vector<std::string> text;
+};
+
+// All that a command line can give. Whoever needs a part takes one of the structs above, or TokenizeConfig.
+struct Config : TrainConfig, CheckpointConfig, TokenizeConfig {
+    std::string verb = "train";
+    bool help = false, version = false;
 };
 
 enum Verb : unsigned {
@@ -99,8 +120,8 @@ struct Option {
     bool Config::*flag = nullptr;
     std::vector<std::string> Config::*list = nullptr;
 
-    template <class T>
-    Option(const char* name, unsigned verbs, T Config::*field, const char* default_text, Values values,
+    template <class Part, class T>
+    Option(const char* name, unsigned verbs, T Part::*field, const char* default_text, Values values,
            const char* help)
         : name(name),
           verbs(verbs),
@@ -121,157 +142,157 @@ inline const std::vector<Option>& option_table() {
     constexpr double K = 1e3, M = 1e6, T = 1e12;
     static const std::vector<Option> table = {
         // the model; the letters are those of dev/MODEL.md and the paper
-        {"model", TRAIN, &Config::model, "tiny", "tiny|125m", "preset for the options whose default is 'preset'"},
-        {"attention", TRAIN, &Config::attention, "nsa", "nsa|full", "full: dense causal attention, the baseline"},
-        {"branches", TRAIN | EVAL, &Config::branches, "all", "all|cmp,slc|cmp,win|slc,win|cmp|slc|win",
+        {"model", TRAIN, &TrainConfig::model, "tiny", "tiny|125m", "preset for the options whose default is 'preset'"},
+        {"attention", TRAIN, &ModelConfig::attention, "nsa", "nsa|full", "full: dense causal attention, the baseline"},
+        {"branches", TRAIN | EVAL, &ModelConfig::branches, "all", "all|cmp,slc|cmp,win|slc,win|cmp|slc|win",
          "leaves the other branches' gates at 0, for comparisons; eval: all means those of the training"},
-        {"layers", TRAIN, &Config::layers, "preset", between(1, K), "transformer layers"},
-        {"dim", TRAIN, &Config::dim, "preset", between(1, 64 * K), "width of the residual stream, C"},
-        {"heads", TRAIN, &Config::heads, "preset", between(1, K), "query heads, H"},
-        {"kv-groups", TRAIN, &Config::kv_groups, "preset", between(1, K),
+        {"layers", TRAIN, &ModelConfig::layers, "preset", between(1, K), "transformer layers"},
+        {"dim", TRAIN, &ModelConfig::dim, "preset", between(1, 64 * K), "width of the residual stream, C"},
+        {"heads", TRAIN, &ModelConfig::heads, "preset", between(1, K), "query heads, H"},
+        {"kv-groups", TRAIN, &ModelConfig::kv_groups, "preset", between(1, K),
          "groups of heads that share keys and values, G; divides --heads"},
-        {"head-dim", TRAIN, &Config::head_dim, "preset", between(2, 512), "dimension of a head, D; even"},
-        {"cmp-block", TRAIN, &Config::cmp_block, "preset", between(1, 4096), "tokens of a compressed block, l"},
-        {"cmp-stride", TRAIN, &Config::cmp_stride, "preset", between(1, 4096),
+        {"head-dim", TRAIN, &ModelConfig::head_dim, "preset", between(2, 512), "dimension of a head, D; even"},
+        {"cmp-block", TRAIN, &ModelConfig::cmp_block, "preset", between(1, 4096), "tokens of a compressed block, l"},
+        {"cmp-stride", TRAIN, &ModelConfig::cmp_stride, "preset", between(1, 4096),
          "tokens between compressed blocks, d; divides --cmp-block and --slc-block"},
-        {"slc-block", TRAIN, &Config::slc_block, "preset", between(1, 4096), "tokens of a selection block, l'"},
-        {"slc-count", TRAIN, &Config::slc_count, "preset", between(3, 4096),
+        {"slc-block", TRAIN, &ModelConfig::slc_block, "preset", between(1, 4096), "tokens of a selection block, l'"},
+        {"slc-count", TRAIN, &ModelConfig::slc_count, "preset", between(3, 4096),
          "selected blocks per query and group, n; the first, the last two are always among them"},
-        {"window", TRAIN, &Config::window, "preset", between(1, M),
+        {"window", TRAIN, &ModelConfig::window, "preset", between(1, M),
          "keys of the sliding window, w; the query's own included"},
-        {"phi-hidden", TRAIN, &Config::phi_hidden, "preset", between(1, 64 * K),
+        {"phi-hidden", TRAIN, &ModelConfig::phi_hidden, "preset", between(1, 64 * K),
          "hidden width of the block compressor, F"},
-        {"mlp-hidden", TRAIN, &Config::mlp_hidden, "preset", between(1, 256 * K), "hidden width of the MLP"},
-        {"init-from", TRAIN, &Config::init_from, "", ANY,
+        {"mlp-hidden", TRAIN, &ModelConfig::mlp_hidden, "preset", between(1, 256 * K), "hidden width of the MLP"},
+        {"init-from", TRAIN, &TrainConfig::init_from, "", ANY,
          "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the model's options are "
          "taken from there"},
-        {"init", TRAIN, &Config::init, "preset", "standard|random",
+        {"init", TRAIN, &ModelConfig::init, "preset", "standard|random",
          "standard: GPT-2's deviation of 0.02; random: 1/sqrt(inputs) for it, and every tensor drawn: for narrow "
          "models and for comparisons"},
         // data
-        {"data", TRAIN, &Config::data, "synthetic", ANY,
+        {"data", TRAIN, &TrainConfig::data, "synthetic", ANY,
          "training shards, a glob in quotes, or several with weights, 'a_*.bin:3,b_*.bin:1', which are mixed exactly; "
          "or "
          "synthetic: the built-in corpus"},
-        {"val-data", TRAIN | EVAL, &Config::val_data, "", ANY,
+        {"val-data", TRAIN | EVAL, &TrainConfig::val_data, "", ANY,
          "validation shards, a glob in quotes, or several by name, 'web=a_*.bin,code=b_*.bin', of which the first "
          "decides; "
          "or synthetic: of the built-in corpus"},
-        {"hellaswag", TRAIN | EVAL, &Config::hellaswag, "", ANY,
+        {"hellaswag", TRAIN | EVAL, &TrainConfig::hellaswag, "", ANY,
          "multiple choice: HellaSwag's .jsonl, llm.c's .bin of it, or any file of these forms; in training with every "
          "validation"},
-        {"tokenizer", TRAIN | TOKENIZE, &Config::tokenizer, "preset", "bytes|gpt2",
+        {"tokenizer", TRAIN | TOKENIZE, &ModelConfig::tokenizer, "preset", "bytes|gpt2",
          "vocabulary: 256 bytes, or GPT-2's 50257 tokens; tokenize without it: gpt2"},
-        {"vocab-dir", EVERY_VERB & ~IMPORT, &Config::vocab_dir, "", ANY,
+        {"vocab-dir", EVERY_VERB & ~IMPORT, &TrainConfig::vocab_dir, "", ANY,
          "folder with vocab.bpe + encoder.json, a .tiktoken file or gpt2_tokenizer.bin"},
         // the optimiser
-        {"batch", TRAIN | EVAL, &Config::batch, "auto", between(1, 64 * K), "sequences per rank and micro-step"},
-        {"seq-len", TRAIN | EVAL, &Config::seq_len, "preset", between(1, M),
+        {"batch", TRAIN | EVAL, &ModelConfig::batch, "auto", between(1, 64 * K), "sequences per rank and micro-step"},
+        {"seq-len", TRAIN | EVAL, &ModelConfig::seq_len, "preset", between(1, M),
          "tokens per sequence, T; in eval without it the trained length"},
-        {"total-batch", TRAIN, &Config::total_batch, "preset", between(1, 1e10),
+        {"total-batch", TRAIN, &ModelConfig::total_batch, "preset", between(1, 1e10),
          "tokens per optimiser step, over all ranks and micro-steps; without it near the preset's, in whole "
          "micro-batches; 125m on a CPU: one sequence per rank"},
-        {"recompute", TRAIN, &Config::recompute, "0", between(0, 2),
+        {"recompute", TRAIN, &ModelConfig::recompute, "0", between(0, 2),
          "activations kept: 0 all, 1 not the cheap elementwise ones, 2 only each layer's input; same results, less "
          "memory"},
-        {"steps", TRAIN, &Config::steps, "preset", between(0, T), "optimiser steps"},
-        {"lr", TRAIN, &Config::lr, "preset", between(0, 10), "highest learning rate"},
-        {"warmup", TRAIN, &Config::warmup, "preset", between(0, T), "steps of linear warm-up"},
-        {"schedule", TRAIN, &Config::schedule, "cosine", "cosine|linear|constant|wsd",
+        {"steps", TRAIN, &TrainConfig::steps, "preset", between(0, T), "optimiser steps"},
+        {"lr", TRAIN, &TrainConfig::lr, "preset", between(0, 10), "highest learning rate"},
+        {"warmup", TRAIN, &TrainConfig::warmup, "preset", between(0, T), "steps of linear warm-up"},
+        {"schedule", TRAIN, &TrainConfig::schedule, "cosine", "cosine|linear|constant|wsd",
          "after warm-up; wsd: constant, then linear over the last fifth"},
-        {"lr-final", TRAIN, &Config::lr_final, "0.1", between(0, 1), "the schedule ends at this fraction of --lr"},
-        {"weight-decay", TRAIN, &Config::weight_decay, "0.1", between(0, 10),
+        {"lr-final", TRAIN, &TrainConfig::lr_final, "0.1", between(0, 1), "the schedule ends at this fraction of --lr"},
+        {"weight-decay", TRAIN, &ModelConfig::weight_decay, "0.1", between(0, 10),
          "of matrices; norms and biases have none"},
-        {"grad-clip", TRAIN, &Config::grad_clip, "1.0", between(0, T),
+        {"grad-clip", TRAIN, &ModelConfig::grad_clip, "1.0", between(0, T),
          "largest global L2 norm of the gradient; 0: no clipping"},
         // ranks
-        {"bucket-mb", TRAIN, &Config::bucket_mb, "25", between(0.001, 4096),
+        {"bucket-mb", TRAIN, &ModelConfig::bucket_mb, "25", between(0.001, 4096),
          "megabytes of fp32 gradients that are reduced at a time, while the backward pass goes on"},
-        {"grad-reduce", TRAIN, &Config::grad_reduce, "fp32", "fp32|bf16",
+        {"grad-reduce", TRAIN, &TrainConfig::grad_reduce, "fp32", "fp32|bf16",
          "format in which gradients travel between ranks"},
-        {"zero", TRAIN, &Config::zero, "0", between(0, 1),
+        {"zero", TRAIN, &ModelConfig::zero, "0", between(0, 1),
          "1: optimiser state (moments, fp32 master weights) is shared out over the ranks"},
         // the run
-        {"seed", TRAIN | SAMPLE, &Config::seed, "1337", between(0, 9e15), "of weights, data order and samples"},
-        {"eval-every", TRAIN, &Config::eval_every, "preset", between(0, T),
+        {"seed", TRAIN | SAMPLE, &ModelConfig::seed, "1337", between(0, 9e15), "of weights, data order and samples"},
+        {"eval-every", TRAIN, &TrainConfig::eval_every, "preset", between(0, T),
          "steps between validations; 0: only at the end"},
-        {"eval-batches", TRAIN | EVAL, &Config::eval_batches, "8", between(1, M),
+        {"eval-batches", TRAIN | EVAL, &TrainConfig::eval_batches, "8", between(1, M),
          "validation tokens, in units of --total-batch; in eval of --batch sequences, where all is the default"},
-        {"log-every", TRAIN, &Config::log_every, "auto", between(1, T),
+        {"log-every", TRAIN, &TrainConfig::log_every, "auto", between(1, T),
          "steps between the lines printed; auto: a line a second at most; the first, the last and those that changed "
          "no "
          "weight have theirs always, and the logs have all"},
-        {"sample-every", TRAIN, &Config::sample_every, "0", between(0, T), "steps between samples; 0: only at the end"},
-        {"sample-tokens", TRAIN, &Config::sample_tokens, "256", between(0, M), "tokens of such a sample; 0: none"},
-        {"prompt", TRAIN | SAMPLE, &Config::prompt, "", ANY, "text to continue; none: a new document"},
-        {"save-every", TRAIN, &Config::save_every, "preset", between(0, T),
+        {"sample-every", TRAIN, &TrainConfig::sample_every, "0", between(0, T), "steps between samples; 0: only at the end"},
+        {"sample-tokens", TRAIN, &TrainConfig::sample_tokens, "256", between(0, M), "tokens of such a sample; 0: none"},
+        {"prompt", TRAIN | SAMPLE, &SampleConfig::prompt, "", ANY, "text to continue; none: a new document"},
+        {"save-every", TRAIN, &TrainConfig::save_every, "preset", between(0, T),
          "steps between checkpoints; 0: only at the end, whatever ends the run"},
-        {"keep", TRAIN, &Config::keep, "0", between(0, M),
+        {"keep", TRAIN, &TrainConfig::keep, "0", between(0, M),
          "newest checkpoints to keep, beside the one with the lowest validation loss; 0: all"},
-        {"keep-every", TRAIN, &Config::keep_every, "0", between(0, T),
+        {"keep-every", TRAIN, &TrainConfig::keep_every, "0", between(0, T),
          "checkpoints of steps divisible by this are kept for ever; 0: none"},
-        {"stall-timeout", TRAIN, &Config::stall_timeout, "180", between(0, M),
+        {"stall-timeout", TRAIN, &TrainConfig::stall_timeout, "180", between(0, M),
          "seconds without any progress on a rank after which the run ends, ten times that while a checkpoint is "
          "written; "
          "0: wait for ever"},
-        {"out", TRAIN | TOKENIZE | EXPORT | IMPORT, &Config::out, "auto", ANY,
+        {"out", TRAIN | TOKENIZE | EXPORT | IMPORT, &TrainConfig::out, "auto", ANY,
          "folder of the run; of tokenize: prefix of the shards; of export and import: a new or an empty folder"},
-        {"resume", TRAIN, &Config::resume, "off", ANY,
+        {"resume", TRAIN, &TrainConfig::resume, "off", ANY,
          "continue from the newest checkpoint under --out; --resume RUN is --resume --out RUN"},
-        {"allow-new-data", TRAIN, &Config::allow_new_data, "off", ANY,
+        {"allow-new-data", TRAIN, &TrainConfig::allow_new_data, "off", ANY,
          "a resume may go on with other shards than the checkpoint's, in a new order, and says what has changed"},
-        {"config", TRAIN, &Config::config, "", ANY,
+        {"config", TRAIN, &TrainConfig::config, "", ANY,
          "JSON file of options: the run.json of a run, of which all but --out count, or one by hand, {\"lr\": 1e-3, "
          "...}; the command line goes before it"},
-        {"tensorboard", TRAIN, &Config::tensorboard, "off", ANY,
+        {"tensorboard", TRAIN, &TrainConfig::tensorboard, "off", ANY,
          "the numbers of log.jsonl go into TensorBoard's event files too, beside it"},
-        {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB | INSPECT, &Config::device, "auto", "auto|cpu|cuda",
+        {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB | INSPECT, &MachineConfig::device, "auto", "auto|cpu|cuda",
          "auto: a GPU if there is one"},
-        {"cpu-dtype", TRAIN | SAMPLE | EVAL | INSPECT, &Config::cpu_dtype, "fp32", "fp32|bf16",
+        {"cpu-dtype", TRAIN | SAMPLE | EVAL | INSPECT, &MachineConfig::cpu_dtype, "fp32", "fp32|bf16",
          "of the CPU engine; bf16: the inputs of its matrix products are rounded to bf16, the sums stay fp32; needs "
          "AVX512_BF16"},
-        {"threads", EVERY_VERB & ~(EXPORT | IMPORT), &Config::threads, "auto", between(1, 1024),
+        {"threads", EVERY_VERB & ~(EXPORT | IMPORT), &MachineConfig::threads, "auto", between(1, 1024),
          "CPU threads of this rank; auto: OMP_NUM_THREADS where it is set, else its share of the machine's cores"},
-        {"dump-state", TRAIN, &Config::dump_state, "", ANY,
+        {"dump-state", TRAIN, &TrainConfig::dump_state, "", ANY,
          "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and "
          "end"},
-        {"profile-steps", TRAIN, &Config::profile_steps, "", ANY,
+        {"profile-steps", TRAIN, &MachineConfig::profile_steps, "", ANY,
          "steps of a GPU to look at, such as 20-29: they stand between cudaProfilerStart and cudaProfilerStop"},
         // the other verbs
-        {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT, &Config::from, "", ANY,
+        {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT, &CheckpointConfig::from, "", ANY,
          "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several "
          "laid over each other"},
-        {"step", SAMPLE | EVAL | EXPORT | INSPECT, &Config::at_step, "last", ANY,
+        {"step", SAMPLE | EVAL | EXPORT | INSPECT, &CheckpointConfig::at_step, "last", ANY,
          "which of the run's checkpoints: that of this step; best: with the lowest validation loss; last: the newest "
          "that is whole"},
-        {"html", REPORT | INSPECT, &Config::html, "", ANY,
+        {"html", REPORT | INSPECT, &CheckpointConfig::html, "", ANY,
          "page to write; without it the report is text on the terminal"},
-        {"json", EVAL | INSPECT, &Config::json, "", ANY,
+        {"json", EVAL | INSPECT, &CheckpointConfig::json, "", ANY,
          "file to write: what the page of inspect shows; of eval --hellaswag a line for each item, with what was "
          "chosen "
          "and the loss of every ending"},
-        {"text", EVAL | INSPECT, &Config::text, "", ANY,
+        {"text", EVAL | INSPECT, &CheckpointConfig::text, "", ANY,
          "files of text as it is, or .jsonl; - for stdin; inspect shows one, eval measures each"},
-        {"prompt-file", SAMPLE, &Config::prompt_file, "", ANY,
+        {"prompt-file", SAMPLE, &SampleConfig::prompt_file, "", ANY,
          "files with a prompt each, or of .jsonl one in each line's \"text\"; - for stdin"},
-        {"interactive", SAMPLE, &Config::interactive, "off", ANY,
+        {"interactive", SAMPLE, &SampleConfig::interactive, "off", ANY,
          "continue each line of stdin in turn; what was said before stays the beginning, up to the model's --seq-len"},
-        {"tokens", SAMPLE, &Config::tokens, "256", between(0, M), "tokens to write at most"},
-        {"stats", SAMPLE, &Config::stats, "off", ANY,
+        {"tokens", SAMPLE, &SampleConfig::tokens, "256", between(0, M), "tokens to write at most"},
+        {"stats", SAMPLE, &SampleConfig::stats, "off", ANY,
          "tokens per second, and what each token read of the caches, on stderr"},
-        {"past-end", SAMPLE, &Config::past_end, "off", ANY, "go on behind an end-of-text, in place of ending there"},
-        {"temperature", TRAIN | SAMPLE, &Config::temperature, "0.8", between(0, 100), "0: always the likeliest token"},
-        {"top-k", TRAIN | SAMPLE, &Config::top_k, "0", between(0, M), "choose among the k likeliest tokens; 0: all"},
-        {"top-p", TRAIN | SAMPLE, &Config::top_p, "1", between(0, 1),
+        {"past-end", SAMPLE, &SampleConfig::past_end, "off", ANY, "go on behind an end-of-text, in place of ending there"},
+        {"temperature", TRAIN | SAMPLE, &SampleConfig::temperature, "0.8", between(0, 100), "0: always the likeliest token"},
+        {"top-k", TRAIN | SAMPLE, &SampleConfig::top_k, "0", between(0, M), "choose among the k likeliest tokens; 0: all"},
+        {"top-p", TRAIN | SAMPLE, &SampleConfig::top_p, "1", between(0, 1),
          "choose among the likeliest tokens of this total probability"},
-        {"in", TOKENIZE, &Config::in, "", ANY,
+        {"in", TOKENIZE, &TokenizeConfig::in, "", ANY,
          "text: files .txt (one document each) or .jsonl (an object a line); folders, with all such files under them; "
          "patterns; - for stdin"},
-        {"text-key", TOKENIZE, &Config::text_key, "text", ANY, "key of the text in a line of .jsonl"},
-        {"val-fraction", TOKENIZE, &Config::val_fraction, "0.01", between(0, 1),
+        {"text-key", TOKENIZE, &TokenizeConfig::text_key, "text", ANY, "key of the text in a line of .jsonl"},
+        {"val-fraction", TOKENIZE, &TokenizeConfig::val_fraction, "0.01", between(0, 1),
          "share of the tokens that goes to the validation shards"},
-        {"shard-tokens", TOKENIZE, &Config::shard_tokens, "100000000", between(1, 2e9), "tokens per shard"},
-        {"split-documents", TOKENIZE, &Config::split_documents, "", ANY, "text that separates documents inside a .txt"},
+        {"shard-tokens", TOKENIZE, &TokenizeConfig::shard_tokens, "100000000", between(1, 2e9), "tokens per shard"},
+        {"split-documents", TOKENIZE, &TokenizeConfig::split_documents, "", ANY, "text that separates documents inside a .txt"},
         {"help", EVERY_VERB, &Config::help, "off", ANY, "this text"},
         {"version", EVERY_VERB, &Config::version, "off", ANY, "what was built: version, compiler, engines; and end"},
     };
@@ -603,12 +624,12 @@ inline Config parse_options(int argc, const char* const* argv, std::set<std::str
     return c;
 }
 
-inline const Preset& preset_of(const Config& c) {
+inline const Preset& preset_of(const TrainConfig& c) {
     return *std::find_if(std::begin(PRESETS), std::end(PRESETS), [&](const Preset& p) { return c.model == p.name; });
 }
 
 // What the preset decides, where the command line was silent.
-inline void apply_preset(Config& c, const std::set<std::string>& given) {
+inline void apply_preset(TrainConfig& c, const std::set<std::string>& given) {
     const Preset& p = preset_of(c);
     auto set = [&](const char* name, auto& field, auto value) {
         if (!given.count(name)) field = value;
@@ -653,7 +674,7 @@ inline Config options_of(const std::string& words) {
 }
 
 // Contradictions between options of the model. `where` names the source: the command line or a config.json.
-inline void validate_model(const Config& c, const char* where) {
+inline void validate_model(const ModelConfig& c, const char* where) {
     if (c.heads % c.kv_groups)
         fail_usage("%s: --heads %lld is not divisible by --kv-groups %lld", where, (long long)c.heads,
                    (long long)c.kv_groups);
@@ -671,7 +692,7 @@ inline void validate_model(const Config& c, const char* where) {
 
 // Batch sizes. What was not given follows from the preset, the device and the number of ranks; what was given must fit
 // together.
-inline void resolve_batch(Config& c, const std::set<std::string>& given, int ranks, bool gpu) {
+inline void resolve_batch(TrainConfig& c, const std::set<std::string>& given, int ranks, bool gpu) {
     const Preset& p = preset_of(c);
     // Half a million tokens a step take hours on a CPU, so there it is one sequence per rank unless the user says
     // otherwise.
@@ -704,7 +725,7 @@ static const char* const NSA_OPTIONS[] = {"cmp-block", "cmp-stride", "slc-block"
                                           "window",    "phi-hidden", "branches"};
 
 // The first and the last step of --profile-steps; 0 and -1 where there are none.
-inline std::pair<int64_t, int64_t> profiled_steps(const Config& c) {
+inline std::pair<int64_t, int64_t> profiled_steps(const MachineConfig& c) {
     if (c.profile_steps.empty()) return {0, -1};
     long long first = 0, last = 0;
     char behind = 0;
@@ -719,7 +740,7 @@ inline std::pair<int64_t, int64_t> profiled_steps(const Config& c) {
 }
 
 // Options given for what dense attention does not have, or for a file that is there.
-inline void validate_given(const Config& c, const std::set<std::string>& given) {
+inline void validate_given(const TrainConfig& c, const std::set<std::string>& given) {
     require_output_file("dump-state", c.dump_state);
     profiled_steps(c);
     if (c.allow_new_data && !c.resume) fail_usage("--allow-new-data is for a resume: give --resume, or leave it out");
@@ -729,7 +750,7 @@ inline void validate_given(const Config& c, const std::set<std::string>& given) 
 }
 
 // What can be done and was hardly meant: a line for each.
-inline std::vector<std::string> doubtful_options(const Config& c, const std::set<std::string>& given) {
+inline std::vector<std::string> doubtful_options(const TrainConfig& c, const std::set<std::string>& given) {
     std::vector<std::string> lines;
     if (c.attention == "nsa" && c.seq_len < c.cmp_block)
         lines.push_back(
@@ -752,7 +773,7 @@ inline std::vector<std::string> doubtful_options(const Config& c, const std::set
 }
 
 // The built-in corpus is no text of GPT-2's tokens.
-inline void require_no_bytes(const Config& c) {
+inline void require_no_bytes(const TrainConfig& c) {
     if (c.tokenizer != "gpt2" || c.val_data.empty()) return;
     for (const DataSet& set : named_sets(c.val_data, "--val-data"))
         if (set.pattern == "synthetic")
@@ -760,7 +781,7 @@ inline void require_no_bytes(const Config& c) {
 }
 
 // What only some numbers of ranks can do.
-inline void validate_run(const Config& c, int ranks) {
+inline void validate_run(const TrainConfig& c, int ranks) {
     if (!c.dump_state.empty() && (ranks > 1 || c.batch * c.seq_len != c.total_batch))
         fail_usage(
             "--dump-state needs one rank and no accumulation: --total-batch %lld must be --batch %lld x --seq-len %lld",
@@ -782,6 +803,6 @@ inline std::string command_line(const Config& c, const std::set<std::string>& gi
     return command;
 }
 
-inline double learning_rate(const Config& c, int64_t step) {
+inline double learning_rate(const TrainConfig& c, int64_t step) {
     return learning_rate(Schedule{c.schedule, c.lr, c.lr_final, c.warmup, c.steps}, step);
 }

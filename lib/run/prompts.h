@@ -34,7 +34,7 @@ std::unique_ptr<Tokenizer> tokenizer_of_model(const Config& c) {
 
 // The prompts to continue: --prompt, or those of --prompt-file. A file is one, whose last line end is its editor's; of
 // a .jsonl each line's "text" is one; - is stdin.
-inline std::vector<std::string> prompts_of(const Config& c) {
+inline std::vector<std::string> prompts_of(const SampleConfig& c) {
     if (c.interactive && (!c.prompt.empty() || !c.prompt_file.empty()))
         fail_usage("--interactive reads its prompts from stdin: leave out --prompt and --prompt-file");
     if (c.prompt_file.empty()) return {c.prompt};

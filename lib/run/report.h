@@ -78,7 +78,7 @@ struct RunFacts {
           weights(weights) {}
 };
 
-inline void print_run_ranks(const Config& c, const RunFacts& f) {
+inline void print_run_ranks(const TrainConfig& c, const RunFacts& f) {
     if (f.ranks == 1) return;
     std::printf("ranks:  gradients travel %s, in %s, %s of %.1f MB, %s%s\n", f.reducer.c_str(), c.grad_reduce.c_str(),
                 counted(int64_t(f.buckets), "bucket").c_str(), f.bucket_mb,
@@ -86,7 +86,7 @@ inline void print_run_ranks(const Config& c, const RunFacts& f) {
                 c.zero ? "; optimiser state is shared out over the ranks" : "");
 }
 
-inline void print_run_data(const Config& c, const RunFacts& f, const std::set<std::string>& given) {
+inline void print_run_data(const TrainConfig& c, const RunFacts& f, const std::set<std::string>& given) {
     std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n",
                 c.data == "synthetic" ? "the built-in synthetic corpus" : c.data.c_str(),
                 given.count("data") ? "" : ", because no --data was given", f.train_data.c_str(), c.tokenizer.c_str(),
@@ -98,7 +98,7 @@ inline void print_run_data(const Config& c, const RunFacts& f, const std::set<st
     else std::printf("valid.: %s\n", f.val_data.c_str());
 }
 
-inline void print_run_batch(const Config& c, const RunFacts& f, const std::set<std::string>& given) {
+inline void print_run_batch(const TrainConfig& c, const RunFacts& f, const std::set<std::string>& given) {
     std::printf("batch:  %lld tokens a step = %s of %lld x %s x %s; %s, %s schedule\n", (long long)c.total_batch,
                 counted(c.batch, "sequence").c_str(), (long long)c.seq_len, counted(f.ranks, "rank").c_str(),
                 counted(c.total_batch / (c.batch * c.seq_len * f.ranks), "micro-step").c_str(),
@@ -111,7 +111,7 @@ inline void print_run_batch(const Config& c, const RunFacts& f, const std::set<s
 }
 
 // What a reader wants to know before the first step, one line each: device, ranks, model, data, batch.
-inline void print_run(const Config& c, const std::set<std::string>& given, const RunFacts& f) {
+inline void print_run(const TrainConfig& c, const std::set<std::string>& given, const RunFacts& f) {
     std::printf("device: %s, because %s; %s (%s), %d on %s, %s each\n", f.engine.c_str(), f.device_reason.c_str(),
                 counted(f.ranks, "rank").c_str(), f.launcher.c_str(), f.local_ranks, f.host.c_str(),
                 counted(f.threads, "CPU thread").c_str());
@@ -133,7 +133,7 @@ inline int64_t largest_batch(int64_t batch, int64_t samples, double available,
 
 // Fails if this run does not fit, and says what would. needed(batch, recompute): MiB of a rank; fixed: those of its
 // parameters, gradients and moments; samples: of a rank and step, which micro-batches divide.
-inline void require_memory_of(const Config& c, double fixed, double available, int64_t samples,
+inline void require_memory_of(const ModelConfig& c, double fixed, double available, int64_t samples,
                               const std::function<double(int64_t, int64_t)>& needed) {
     if (needed(c.batch, c.recompute) <= available) return;
     std::string advice;
@@ -158,7 +158,7 @@ inline void require_memory_of(const Config& c, double fixed, double available, i
 // does not help, fails and says what would. Returns whether more than three quarters of the memory will be taken. The
 // numbers are those of require_memory_of().
 template <class World, class Needed>
-bool fit_batch(Config& c, const World& world, bool batch_is_given, double fixed, double available, Needed needed) {
+bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, double fixed, double available, Needed needed) {
     const int64_t samples = c.total_batch / c.seq_len / world.size;
     const int64_t fits =
         largest_batch(c.batch, samples, available, [&](int64_t batch) { return needed(batch, c.recompute); });
@@ -179,7 +179,7 @@ inline void require_memory_for(double needed, double available, const std::strin
              available / (1 << 20), advice);
 }
 
-inline void require_memory_to_evaluate(const Config& c, double needed, double available) {
+inline void require_memory_to_evaluate(const ModelConfig& c, double needed, double available) {
     require_memory_for(
         needed, available,
         format_text("eval: --batch %lld with sequences of %lld", (long long)c.batch, (long long)c.seq_len),
@@ -538,7 +538,7 @@ struct RunReport {
 
     // The run's last lines, or the error that it ends with although it reached its end.
     template <class Saver>
-    void print_end(Stop stop, const TrainState& state, const Config& c, const Saver& saver, bool has_vocabulary) const {
+    void print_end(Stop stop, const TrainState& state, const TrainConfig& c, const Saver& saver, bool has_vocabulary) const {
         const std::string &save_error = saver.last_error, &last_saved = saver.last_saved;
         if (stop == HALTED) remove_halt_file(c.out);
         if (!saver.lost_folder.empty()) fail("%s; %s", saver.lost_folder.c_str(), saver.describe_last().c_str());

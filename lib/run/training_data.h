@@ -17,7 +17,7 @@
 #include "train_state.h"
 
 template <class World>
-LoaderOptions loader_options(const Config& c, const World& world, const char* name, bool shuffle) {
+LoaderOptions loader_options(const ModelConfig& c, const World& world, const char* name, bool shuffle) {
     LoaderOptions o;
     o.name = name;
     o.seq_len = int(c.seq_len);
@@ -104,7 +104,7 @@ TrainingData<Loader> open_training_data(const std::string& train, const std::str
 
 // What the options of a run ask for. tokenizer: null where GPT-2's vocabulary is not known.
 template <class Loader, class World, class Tokenizer>
-TrainingData<Loader> open_training_data(const Config& c, const World& world, const Tokenizer* tokenizer) {
+TrainingData<Loader> open_training_data(const TrainConfig& c, const World& world, const Tokenizer* tokenizer) {
     const uint64_t val_tokens = uint64_t(c.eval_batches) * uint64_t(c.total_batch);
     TrainingData<Loader> data =
         open_training_data<Loader>(c.data, c.val_data, val_tokens, loader_options(c, world, "--data", true));
@@ -116,7 +116,7 @@ TrainingData<Loader> open_training_data(const Config& c, const World& world, con
 // A resume: the data go on behind the checkpoint, with --allow-new-data on other shards too. says: on the rank that
 // prints.
 template <class Loader>
-void resume_data(Loader& loader, const Config& c, const TrainState& state, bool says) {
+void resume_data(Loader& loader, const TrainConfig& c, const TrainState& state, bool says) {
     const LoaderState saved = loader_state(state.loader);
     if (!c.allow_new_data || loader.has_same_corpus(saved)) return loader.restore(saved);
     loader.restore_other_corpus(saved);
@@ -172,7 +172,7 @@ EvaluationData<Loader> open_evaluation_data(const Config& c, const std::string& 
     LoaderOptions options = loader_options(c, world, "--val-data", false);
     options.tail = true;
     data.sets = open_validation<Loader>(c.val_data, options, [&] {
-        const Config trained = trained_options(c, checkpoint);
+        const TrainConfig trained = trained_options(c, checkpoint);
         const uint64_t wanted = uint64_t(trained.eval_batches * trained.total_batch);
         return synthetic_validation(uint64_t(trained.seed), wanted, c.seq_len);
     });

@@ -1,4 +1,4 @@
-// verbs.h: the verbs `sample` and `eval`. Used by run_verb() in train_nsa.cu, whose types and functions these templates
+// verbs.h: the verbs `tokenize`, `sample` and `eval`. Used by run_verb() in train_nsa.cu, whose types and functions these templates
 // take. with_model(options, weights, use) calls use(model) with a model of these weights.
 #pragma once
 #include <algorithm>
@@ -15,6 +15,16 @@
 #include "report.h"
 #include "training_data.h"
 
+inline TokenizeOptions tokenize_options(const Config& c) {
+    TokenizeOptions o;
+    static_cast<TokenizeConfig&>(o) = c;
+    o.out = c.out;
+    o.vocab_dir = c.vocab_dir;
+    o.threads = int(c.threads ? c.threads : usable_processors());
+    if (!c.tokenizer.empty()) o.tokenizer = c.tokenizer;
+    return o;
+}
+
 template <class Table, class Tokenizer, template <class> class Decoder, class WithModel>
 void run_sample(Config c, WithModel with_model) {
     const TrainedModel trained = open_trained_model<Table>(c);
@@ -29,7 +39,7 @@ void run_sample(Config c, WithModel with_model) {
         }
         for (size_t i = 0; i < prompts.size(); i++) {
             announce_prompt(i, prompts.size());
-            print_sample(model, *tokenizer, c, c.tokens, c.past_end, prompts[i]);
+            print_sample(model, *tokenizer, c, c.tokens, false, prompts[i]);
         }
     });
 }
