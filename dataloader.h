@@ -38,7 +38,8 @@ inline uint64_t shuffled_position(uint64_t position, uint64_t n, uint64_t seed, 
         for (uint64_t round = 0; round < 6; round++) {
             const uint64_t next =
                 left ^ (random_bits(seed, random_stream(RANDOM_SHUFFLE, epoch), round << 32 | right) & mask);
-            left = right, right = next;
+            left = right;
+            right = next;
         }
         x = left << half | right;
     } while (x >= n);
@@ -76,7 +77,10 @@ class DataLoader {
         uint64_t hash = 0;
         const auto mix = [&](uint64_t x) { hash = random_bits(hash, x, 0); };
         for (const TokenSource& source : sources) {
-            if (options.sets.size() > 1) mix(source.set), mix(options.sets[source.set].weight);
+            if (options.sets.size() > 1) {
+                mix(source.set);
+                mix(options.sets[source.set].weight);
+            }
             mix(source.count);
             const std::unique_ptr<FileReader> file(source.is_shard() ? new FileReader(source.name) : nullptr);
             for (uint64_t i = 0; i < 64 && source.count > 0; i++) {
@@ -105,7 +109,8 @@ class DataLoader {
         const TokenSource& source = sources[shard];
         const uint64_t start = (index - first_sample[shard]) * T();
         Sample sample;
-        sample.tokens.resize(T() + 1), sample.size = size_t(std::min(T() + 1, source.count - start));
+        sample.tokens.resize(T() + 1);
+        sample.size = size_t(std::min(T() + 1, source.count - start));
         source.read(sample.tokens.data(), start, sample.size);
         source.require_vocabulary(sample.tokens.data(), start, sample.size, options.vocab_size);
         if (source.is_answer && !source.is_answer->empty()) {
@@ -135,7 +140,8 @@ class DataLoader {
                     source.name.c_str(), source.vocab_size, options.vocab_size);
             first_sample.push_back(all_samples() + n);
             n += source.count > 0 ? (source.count - 1 + (options.tail ? T() - 1 : 0)) / T() : 0;
-            tokens += source.count, shards++;
+            tokens += source.count;
+            shards++;
             largest = std::max(largest, source.count);
         }
         if (n == 0)
@@ -145,7 +151,8 @@ class DataLoader {
                 options.name.c_str(), (unsigned long long)tokens, shards,
                 options.sets.size() > 1 ? (" of '" + options.sets[set].pattern + "'").c_str() : "",
                 (unsigned long long)largest, (unsigned long long)(options.tail ? 2 : T() + 1), options.seq_len);
-        samples.push_back(n), total_tokens += tokens;
+        samples.push_back(n);
+        total_tokens += tokens;
     }
 
   public:
@@ -155,8 +162,10 @@ class DataLoader {
         if (options.world_size < 1 || options.rank < 0 || options.rank >= options.world_size)
             fail("rank %d of %d ranks does not exist", options.rank, options.world_size);
         std::vector<uint64_t> weights;
-        for (size_t set = 0; set < options.sets.size(); set++)
-            add_set(set), weights.push_back(options.sets[set].weight);
+        for (size_t set = 0; set < options.sets.size(); set++) {
+            add_set(set);
+            weights.push_back(options.sets[set].weight);
+        }
         mixture = std::make_unique<Mixture>(samples, weights);
         corpus = fingerprint();
     }

@@ -79,7 +79,9 @@ class FileReader {
             if (n == 0)
                 fail("%s was cut off at byte %llu while it was read: put it back", path.c_str(),
                      (unsigned long long)offset);
-            p += n, bytes -= size_t(n), offset += uint64_t(n);
+            p += n;
+            bytes -= size_t(n);
+            offset += uint64_t(n);
         }
     }
 
@@ -232,7 +234,8 @@ inline void write_all(int fd, const void* data, uint64_t bytes, const std::strin
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0)
             fail("cannot write %s: %s", path.c_str(), n < 0 ? std::strerror(errno) : "the device took no bytes");
-        p += n, bytes -= uint64_t(n);
+        p += n;
+        bytes -= uint64_t(n);
     }
 }
 
@@ -282,7 +285,9 @@ class FileWriter {
             const uint64_t n = std::min(bytes, piece);
             record.crc32c = crc32c(record.crc32c, p, size_t(n));
             write_all(fd, p, n, path);
-            record.size += n, p += n, bytes -= n;
+            record.size += n;
+            p += n;
+            bytes -= n;
             bytes_written_to_files.fetch_add(n, std::memory_order_relaxed);
         }
     }

@@ -167,11 +167,13 @@ struct JsonParser {
             parse_digits();
         }
         if (peek() == '.') {
-            at++, whole = false;
+            at++;
+            whole = false;
             parse_digits();
         }
         if (peek() == 'e' || peek() == 'E') {
-            at++, whole = false;
+            at++;
+            whole = false;
             if (peek() == '+' || peek() == '-') at++;
             parse_digits();
         }
@@ -321,9 +323,12 @@ struct JsonParser {
         } else if (bytes.compare(at, 4, "null") == 0) {
             at += 4;
         } else if (bytes.compare(at, 4, "true") == 0) {
-            value.kind = Json::Bool, value.is_true = true, at += 4;
+            value.kind = Json::Bool;
+            value.is_true = true;
+            at += 4;
         } else if (bytes.compare(at, 5, "false") == 0) {
-            value.kind = Json::Bool, at += 5;
+            value.kind = Json::Bool;
+            at += 5;
         } else {
             error("a value");
         }

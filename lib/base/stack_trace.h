@@ -58,7 +58,10 @@ class MainThreadStack {
         depth.store(0, std::memory_order_relaxed);
         pthread_kill(thread, SIGNAL);
         int found = 0;
-        for (int wait = 0; wait < 100 && !found; wait++) usleep(10000), found = depth.load(std::memory_order_acquire);
+        for (int wait = 0; wait < 100 && !found; wait++) {
+            usleep(10000);
+            found = depth.load(std::memory_order_acquire);
+        }
         if (!found)
             return "    the main thread does not answer a signal: it is inside a system call that cannot be "
                    "interrupted (a disk, a network file system, a driver)\n";

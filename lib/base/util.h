@@ -52,7 +52,8 @@ inline std::string printable(const std::string& text) {
     size_t gap_begin = text.size(), gap_end = text.size();
     if (text.size() > limit) {
         const auto in_character = [&](size_t i) { return (text[i] & 0xC0) == 0x80; };  // not at its first byte
-        gap_begin = limit - tail, gap_end = text.size() - tail;
+        gap_begin = limit - tail;
+        gap_end = text.size() - tail;
         for (int back = 0; back < 3 && in_character(gap_end); back++) gap_end--;
     }
     std::string out;
@@ -70,7 +71,7 @@ inline std::string printable(const std::string& text) {
         for (; i < end; i++) {
             const unsigned char byte = static_cast<unsigned char>(text[i]);
             if (length == 0 || hidden)
-                out += "\\x", out += "0123456789abcdef"[byte >> 4], out += "0123456789abcdef"[byte & 15];
+                out += std::string("\\x") + "0123456789abcdef"[byte >> 4] + "0123456789abcdef"[byte & 15];
             else out += text[i];
         }
     }
@@ -225,7 +226,10 @@ inline double random_normal(uint64_t seed, uint64_t stream, uint64_t counter) {
     const double u = double(((uint64_t(p.word[1]) << 32 | p.word[0]) >> 11) + 1) * 0x1p-53;  // (0, 1]
     int exponent;
     double m = std::frexp(u, &exponent);  // u = m * 2^exponent, m in [0.5, 1)
-    if (m < 0.70710678118654752) m *= 2, exponent--;
+    if (m < 0.70710678118654752) {
+        m *= 2;
+        exponent--;
+    }
     const double s = (m - 1) / (m + 1), s2 = s * s;  // ln m = 2 artanh(s), |s| < 0.172
     double series = 0;
     for (int k = 21; k >= 1; k -= 2) series = std::fma(series, s2, 1.0 / k);
@@ -235,8 +239,10 @@ inline double random_normal(uint64_t seed, uint64_t stream, uint64_t counter) {
     const int quadrant = int(turn >> 51);
     const double f = std::fma(double(turn & ((1ull << 51) - 1)), 0x1p-51, -0.5) * 1.5707963267948966, f2 = f * f;
     double cosine = 1, sine = 1;
-    for (int k = 18; k >= 2; k -= 2)
-        cosine = std::fma(cosine, -f2 / (k * (k - 1)), 1.0), sine = std::fma(sine, -f2 / (k * (k + 1)), 1.0);
+    for (int k = 18; k >= 2; k -= 2) {
+        cosine = std::fma(cosine, -f2 / (k * (k - 1)), 1.0);
+        sine = std::fma(sine, -f2 / (k * (k + 1)), 1.0);
+    }
     sine *= f;
     const double projection = quadrant == 0 ? cosine : quadrant == 1 ? -sine : quadrant == 2 ? -cosine : sine;
     return std::sqrt(-2 * log_u) * projection;

@@ -36,7 +36,10 @@ inline std::vector<std::string> set_texts(const std::string& text) {
     ends.push_back(text.size());
     std::vector<std::string> sets;
     size_t begin = 0;
-    for (const size_t end : ends) sets.push_back(text.substr(begin, end - begin)), begin = end + 1;
+    for (const size_t end : ends) {
+        sets.push_back(text.substr(begin, end - begin));
+        begin = end + 1;
+    }
     return sets;
 }
 

@@ -72,7 +72,8 @@ struct ChoiceTask {
     // The rows one behind the other, T tokens each, as a corpus of samples in order; is_answer marks the endings. What
     // stands behind a row's end changes nothing before it.
     void lay_out(size_t T, std::vector<uint16_t>& tokens, std::vector<uint8_t>& is_answer) const {
-        tokens.assign(rows.size() * T + 1, 0), is_answer.assign(tokens.size(), 0);
+        tokens.assign(rows.size() * T + 1, 0);
+        is_answer.assign(tokens.size(), 0);
         for (size_t i = 0; i < rows.size(); i++) {
             std::copy(rows[i]->tokens.begin(), rows[i]->tokens.end(), tokens.begin() + std::ptrdiff_t(i * T));
             std::fill_n(is_answer.begin() + std::ptrdiff_t(i * T + rows[i]->first), rows[i]->answers(), uint8_t(1));
@@ -94,7 +95,8 @@ struct ChoiceTask {
                 if (answer.losses[i] < answer.losses[best]) best = i;
                 if (per_token(i) < per_token(best_per_token)) best_per_token = i;
             }
-            r.right += best == item.label, r.right_per_token += best_per_token == item.label;
+            r.right += best == item.label;
+            r.right_per_token += best_per_token == item.label;
             r.answers.push_back(std::move(answer));
         }
         return r;
@@ -184,7 +186,8 @@ inline ChoiceTask read_choices_of_llmc(const std::string& file, const std::strin
     for (int32_t i = 0; i < header[2]; i++) {
         const std::string where = format_text("%s: byte %zu: item %d", file.c_str(), at, i);
         if (next() != 65535) fail("%s: found no 65535 at its beginning: the file is damaged", where.c_str());
-        next(), next();  // bytes, number
+        next();  // bytes, number
+        next();
         const int label = next(), endings = next();
         std::vector<uint16_t> context;
         next_tokens(context);

@@ -114,7 +114,10 @@ class ShardWriter {
             if (!file) open_shard();
             const size_t part = size_t(std::min<uint64_t>(n, shard_tokens - in_shard));
             if (std::fwrite(tokens, sizeof(uint16_t), part, file) != part) fail_write();
-            tokens += part, n -= part, in_shard += part, total += part;
+            tokens += part;
+            n -= part;
+            in_shard += part;
+            total += part;
             if (in_shard == shard_tokens) finish_shard();
         }
     }

@@ -43,7 +43,10 @@ class SyntheticRandom {
     SyntheticRandom(uint64_t seed, uint64_t document) : seed(seed), stream(random_stream(RANDOM_SYNTHETIC, document)) {}
 
     int below(int n) {
-        if (used == 4) numbers = philox4x32(calls++, stream, seed), used = 0;
+        if (used == 4) {
+            numbers = philox4x32(calls++, stream, seed);
+            used = 0;
+        }
         return int(uint64_t(numbers.word[used++]) * uint64_t(n) >> 32);
     }
     template <int N>

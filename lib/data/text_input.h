@@ -50,7 +50,8 @@ inline bool is_text_name(const std::string& path, TextInput* input) {
             input->path = path;
             fail_packed(*input, has_ending(name, ".gz"));
         }
-    input->path = path, input->is_jsonl = has_ending(name, ".jsonl");
+    input->path = path;
+    input->is_jsonl = has_ending(name, ".jsonl");
     return input->is_jsonl || has_ending(name, ".txt");
 }
 

@@ -52,7 +52,9 @@ inline TokenSource memory_source(std::string name, std::vector<uint16_t> tokens,
     if (!is_answer.empty() && is_answer.size() != tokens.size())
         fail("%s: %zu answer flags for %zu tokens", name.c_str(), is_answer.size(), tokens.size());
     TokenSource source;
-    source.name = std::move(name), source.count = tokens.size(), source.vocab_size = vocab_size;
+    source.name = std::move(name);
+    source.count = tokens.size();
+    source.vocab_size = vocab_size;
     source.tokens = std::make_shared<const std::vector<uint16_t>>(std::move(tokens));
     source.is_answer = std::make_shared<const std::vector<uint8_t>>(std::move(is_answer));
     return source;
@@ -100,7 +102,9 @@ inline TokenSource open_shard(const std::string& path, size_t set = 0) {
     FileReader(path).read(&head[0], head.size(), 0);
     const ShardHeader header = parse_shard_header(path.c_str(), head, bytes);
     TokenSource source;
-    source.name = path, source.count = uint64_t(header.tokens), source.vocab_size = header.vocab_size;
+    source.name = path;
+    source.count = uint64_t(header.tokens);
+    source.vocab_size = header.vocab_size;
     source.set = set;
     return source;
 }
@@ -140,8 +144,11 @@ class ShardScan {
   public:
     // The ranks take the shards in turn.
     ShardScan(const std::vector<TokenSource>& sources, int rank, int world_size, int vocabulary) {
-        for (size_t i = size_t(rank); i < sources.size(); i += size_t(world_size))
-            if (sources[i].is_shard()) shards.push_back(sources[i]), tokens += sources[i].count;
+        for (size_t i = size_t(rank); i < sources.size(); i += size_t(world_size)) {
+            if (!sources[i].is_shard()) continue;
+            shards.push_back(sources[i]);
+            tokens += sources[i].count;
+        }
         job.start([this, vocabulary] {
             std::vector<uint16_t> piece(1 << 20);
             for (const TokenSource& shard : shards)

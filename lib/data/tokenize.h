@@ -78,7 +78,10 @@ struct Oddity {
     std::string first_file;
 
     void add(const std::string& file, uint64_t byte, uint64_t times = 1) {
-        if (count == 0) first_file = file, first_byte = byte;
+        if (count == 0) {
+            first_file = file;
+            first_byte = byte;
+        }
         count += times;
     }
     void add(const Oddity& other) {
@@ -290,7 +293,8 @@ struct TextFile {
         rest.resize(old + want);
         const size_t got = source.read(&rest[old], want);
         rest.resize(old + got);
-        bytes += got, at_end = got < want;
+        bytes += got;
+        at_end = got < want;
     }
 };
 
@@ -345,7 +349,10 @@ void read_text(TextFile& file, const std::string& separator, size_t block_bytes,
         auto block = std::make_unique<TokenBlock>();
         size_t begin = 0;
         const auto add_part = [&](size_t end) {  // an empty document adds nothing
-            if (end > begin) block->parts.push_back({begin, end, begins_document}), begins_document = false;
+            if (end > begin) {
+                block->parts.push_back({begin, end, begins_document});
+                begins_document = false;
+            }
             begin = end;
         };
         if (!separator.empty())
@@ -365,7 +372,8 @@ void read_text(TextFile& file, const std::string& separator, size_t block_bytes,
             while (cut > begin && !pre_tokenizer.always_cuts(file.rest.data(), file.rest.size(), cut)) cut--;
             if (cut > begin) add_part(cut);
         }
-        block->path = file.name, block->first_byte = byte;
+        block->path = file.name;
+        block->first_byte = byte;
         block->bytes = file.rest.substr(0, begin);
         file.rest.erase(0, begin);
         byte += begin;
@@ -382,11 +390,15 @@ inline void read_jsonl(TextFile& file, const std::string& text_key, size_t block
         if (file.at_end) end = file.rest.size();
         if (end == 0) continue;
         auto block = std::make_unique<TokenBlock>();
-        block->is_jsonl = true, block->path = file.name, block->text_key = text_key, block->first_line = line,
+        block->is_jsonl = true;
+        block->path = file.name;
+        block->text_key = text_key;
+        block->first_line = line;
         block->first_byte = byte;
         block->bytes = file.rest.substr(0, end);
         file.rest.erase(0, end);
-        line += uint64_t(std::count(block->bytes.begin(), block->bytes.end(), '\n')), byte += end;
+        line += uint64_t(std::count(block->bytes.begin(), block->bytes.end(), '\n'));
+        byte += end;
         use(std::move(block));
     }
 }
@@ -494,7 +506,8 @@ TokenizeCounts encode_files(const TokenizeOptions& options, const TextInputs& in
         spool.write(*block);
         counts.text_bytes += block->text_bytes;
         progress.done = double(block->bytes_before);
-        counts.invalid_utf8.add(block->invalid_utf8), counts.nul.add(block->nul);
+        counts.invalid_utf8.add(block->invalid_utf8);
+        counts.nul.add(block->nul);
     };
     for (const TextInput& input : inputs.files) {
         TextFile file(input);
@@ -508,7 +521,8 @@ TokenizeCounts encode_files(const TokenizeOptions& options, const TextInputs& in
         if (is_jsonl && input.is_stdin) file.name += ", taken as JSON lines since it begins with {";
         if (is_jsonl) read_jsonl(file, options.text_key, options.block_bytes, use);
         else read_text(file, separator, options.block_bytes, tokenizer.pre_tokenizer, use, &counts.separators);
-        counts.text_files += !is_jsonl, counts.files_without_text += file.bytes == file.mark_bytes;
+        counts.text_files += !is_jsonl;
+        counts.files_without_text += file.bytes == file.mark_bytes;
         counts.bytes += file.bytes;
     }
     while (!pool.empty()) take();

@@ -20,11 +20,13 @@ struct ByteAlphabet {
 
     ByteAlphabet() {
         std::fill(byte_of, byte_of + 256 + 68, -1);
-        int printable = 0, others = 0;
-        for (int b = 0; b < 256; b++)
-            if (is_printable(b)) order[printable++] = uint8_t(b), byte_of[b] = b;
-        for (int b = 0; b < 256; b++)
-            if (!is_printable(b)) byte_of[256 + others] = b, order[printable + others++] = uint8_t(b);
+        int id = 0, others = 0;
+        for (const bool shown : {true, false})
+            for (int b = 0; b < 256; b++) {
+                if (is_printable(b) != shown) continue;
+                byte_of[shown ? b : 256 + others++] = b;
+                order[id++] = uint8_t(b);
+            }
     }
 
     // The bytes of a token as the files write it, in *bytes; false if a character stands for no byte.

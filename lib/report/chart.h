@@ -108,7 +108,10 @@ inline Axis x_axis_of(const Chart& c) {
 inline Axis y_axis_of(const Chart& c, double x_high) {
     double low = INFINITY, high = -INFINITY;
     const auto include = [&](double y) {
-        if (std::isfinite(y) && (y > 0 || !c.by_factors)) low = std::min(low, y), high = std::max(high, y);
+        if (std::isfinite(y) && (y > 0 || !c.by_factors)) {
+            low = std::min(low, y);
+            high = std::max(high, y);
+        }
     };
     for (const ChartLine& line : c.lines)
         for (const auto& [x, y] : line.points)
@@ -116,11 +119,17 @@ inline Axis y_axis_of(const Chart& c, double x_high) {
     for (const auto& level : c.levels) include(level.first);
     if (std::isfinite(c.low)) include(std::max(c.low, 0.0));
     if (c.levels.size() > 1) include(low - 0.08 * (high - low));  // room for the lower label
-    if (low > high) low = c.by_factors ? 0.1 : 0, high = 1;
-    if (low == high) low -= low ? std::fabs(low) * 0.1 : 1, high += high ? std::fabs(high) * 0.1 : 1;
+    if (low > high) {
+        low = c.by_factors ? 0.1 : 0;
+        high = 1;
+    }
+    if (low == high) {
+        low -= low ? std::fabs(low) * 0.1 : 1;
+        high += high ? std::fabs(high) * 0.1 : 1;
+    }
     const double pad = 0.05 * (high - low);
-    if (c.by_factors) low /= 1.1, high *= 1.1;
-    else low -= low >= 0 && low < pad ? low : pad, high += pad;
+    low = c.by_factors ? low / 1.1 : low - (low >= 0 && low < pad ? low : pad);
+    high = c.by_factors ? high * 1.1 : high + pad;
     return {std::isfinite(c.low) ? c.low : low, std::isfinite(c.high) ? c.high : high, c.by_factors};
 }
 
@@ -138,7 +147,8 @@ inline std::string svg_path(const std::vector<std::pair<double, double>>& at) {
             if (at[end].second > at[high].second) high = end;
         }
         if (end == i) {
-            pen_down = false, end++;
+            pen_down = false;
+            end++;
             continue;
         }
         for (const size_t k : std::set<size_t>{i, low, high, end - 1}) {

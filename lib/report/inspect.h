@@ -84,7 +84,8 @@ class Inspection {
         std::vector<float> q(rows * D), keys(s.cmp_rows() * D);
         std::vector<typename Dev::Stat> lse(rows), gate(BRANCHES * rows);
         std::vector<uint32_t> selection(size_t(s.G) * s.T * words);
-        dev.to_host(q.data(), y.q, q.size()), dev.to_host(keys.data(), y.compressed, keys.size());
+        dev.to_host(q.data(), y.q, q.size());
+        dev.to_host(keys.data(), y.compressed, keys.size());
         dev.copy(lse.data(), (const typename Dev::Stat*)y.lse, rows);
         dev.copy(gate.data(), (const typename Dev::Stat*)y.gate, gate.size());
         dev.copy(selection.data(), (const uint32_t*)y.selection, selection.size());
@@ -109,8 +110,10 @@ class Inspection {
                     of_heads +=
                         (of_heads.empty() ? "" : ",") + format_text("[%.3f,%.3f,%.3f]", of(CMP), of(SLC), of(WIN));
                 }
-                blocks[size_t(t)] = "[" + chosen + "]", importances[size_t(t)] = "[" + values + "]";
-                totals[size_t(t)] = format_text("%.4g", double(total)), gates[size_t(t)] = "[" + of_heads + "]";
+                blocks[size_t(t)] = "[" + chosen + "]";
+                importances[size_t(t)] = "[" + values + "]";
+                totals[size_t(t)] = format_text("%.4g", double(total));
+                gates[size_t(t)] = "[" + of_heads + "]";
             }
             json += g ? ",\n {" : "\n {";
             const std::pair<const char*, const std::vector<std::string>&> parts[] = {

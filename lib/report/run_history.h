@@ -130,7 +130,10 @@ inline void add_log_line(RunHistory& run, const Json& line, const std::string& p
     LogPoint point = {step, seen, run.hours, 0};
     if (!tokens && !run.of("tokens").empty()) point.tokens = run.of("tokens").back().value;
     if (start) run.starts.push_back({point, time, *start});
-    if (const Json* sample = line.find("sample")) run.sample = sample->string(path), run.sample_step = int64_t(step);
+    if (const Json* sample = line.find("sample")) {
+        run.sample = sample->string(path);
+        run.sample_step = int64_t(step);
+    }
     if (const Json* set = line.find("val_set")) run.val_set = set->string(path);
     const Json* const skipped = line.find("skipped");
     if (skipped && skipped->is_true) run.skipped.push_back(point);

@@ -137,7 +137,9 @@ inline ChartLine line_of(const LogSeries& series, const std::string& color, cons
 inline Chart loss_chart(const std::vector<RunHistory>& runs, double LogPoint::*x, double unit,
                         const std::string& caption) {
     Chart c;
-    c.width = 620, c.height = 290, c.caption = caption;
+    c.width = 620;
+    c.height = 290;
+    c.caption = caption;
     for (size_t r = 0; r < runs.size(); r++) {
         const LogSeries &val = runs[r].of("val_loss"), &train = runs[r].of("loss");
         if (runs.size() == 1 || val.empty()) {
@@ -170,7 +172,8 @@ inline Chart number_chart(const std::vector<RunHistory>& runs, const char* name,
 // One number of every layer; of several runs, the mean over the layers.
 inline Chart layer_chart(const std::vector<RunHistory>& runs, const std::string& name, const std::string& caption) {
     Chart c;
-    c.caption = caption, c.low = 0;
+    c.caption = caption;
+    c.low = 0;
     for (size_t r = 0; r < runs.size(); r++) {
         const size_t layers = runs[r].layers();
         LogSeries mean;
@@ -418,7 +421,10 @@ inline std::vector<double> column_values(const ChartLine& line, double x_high, s
     std::vector<double> sum(columns), count(columns), value(columns, NAN);
     for (const auto& [x, y] : line.points) {
         const size_t column = std::min(columns - 1, size_t(x / x_high * double(columns)));
-        if (std::isfinite(y)) sum[column] += y, count[column]++;
+        if (std::isfinite(y)) {
+            sum[column] += y;
+            count[column]++;
+        }
     }
     for (size_t i = 0, before = columns; i < columns; i++) {
         if (count[i] == 0) continue;

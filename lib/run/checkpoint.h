@@ -297,7 +297,10 @@ inline int64_t best_step(const std::string& run, const Complain& complain) {
             const double loss = validation->number("loss", where);
             const std::string& on = validation->string("data", where);
             if (data.empty()) data = on;
-            if (on == data && loss < least) best = step, least = loss;
+            if (on == data && loss < least) {
+                best = step;
+                least = loss;
+            }
         } catch (const Unreadable&) {  // it may well be the best
             throw;
         } catch (const Error& e) {

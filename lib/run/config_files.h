@@ -21,11 +21,19 @@
 // What the attention needs to know, for B sequences of T tokens.
 static NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T) {
     NsaShape s;
-    s.B = int(B), s.T = int(T), s.first = 0, s.queries = int(T);
-    s.H = int(c.heads), s.G = int(c.kv_groups), s.D = int(c.head_dim);
-    s.l = int(c.cmp_block), s.d = int(c.cmp_stride);
-    s.slc_block = int(c.slc_block), s.slc_count = int(c.slc_count);
-    s.window = int(c.window), s.F = int(c.phi_hidden);
+    s.B = int(B);
+    s.T = int(T);
+    s.first = 0;
+    s.queries = int(T);
+    s.H = int(c.heads);
+    s.G = int(c.kv_groups);
+    s.D = int(c.head_dim);
+    s.l = int(c.cmp_block);
+    s.d = int(c.cmp_stride);
+    s.slc_block = int(c.slc_block);
+    s.slc_count = int(c.slc_count);
+    s.window = int(c.window);
+    s.F = int(c.phi_hidden);
     s.full = c.attention == "full";
     for (int branch = 0; branch < BRANCHES; branch++)
         if (c.branches != "all" && c.branches.find(BRANCH_NAMES[branch]) == std::string::npos)
@@ -333,7 +341,8 @@ static void read_options_file(Config& c, std::set<std::string>& given, bool prin
             continue;
         }
         if (!given.insert(name).second) fail_usage("%s: --%s stands there twice", path.c_str(), o->name);
-        c = there, count++;
+        c = there;
+        count++;
     }
     if (prints)
         std::printf("config: %s from %s%s\n", counted(int64_t(count), "option").c_str(), path.c_str(),

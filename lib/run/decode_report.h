@@ -41,7 +41,10 @@ struct DecodeMeter {
         const size_t count;
         const double begin = seconds_now();
         Call(DecodeMeter& m, int position, size_t count) : meter(m), position(position), count(count) {
-            if (position > 0 && !meter.counting) meter.dev.count_reads(&meter.reads), meter.counting = true;
+            if (position > 0 && !meter.counting) {
+                meter.dev.count_reads(&meter.reads);
+                meter.counting = true;
+            }
         }
         ~Call() {
             (position > 0 ? meter.seconds : meter.prompt_seconds) += seconds_now() - begin;
@@ -60,8 +63,12 @@ struct DecodeMeter {
         const double places = double(tokens * layers * shape.B * shape.G),
                      row = double(shape.G * shape.D) * sizeof(typename Dev::real) / 1024;  // KiB of a layer's keys
         for (int i = 0; i < BRANCHES; i++) m.all += m.keys[i] = reads.keys[i] / places;
-        m.scored = reads.scored / places, m.formula = formula / double(tokens), m.full = full / double(tokens);
-        m.KiB = (2 * m.all + m.scored) * row, m.formula_KiB = 2 * m.formula * row, m.full_KiB = 2 * m.full * row;
+        m.scored = reads.scored / places;
+        m.formula = formula / double(tokens);
+        m.full = full / double(tokens);
+        m.KiB = (2 * m.all + m.scored) * row;
+        m.formula_KiB = 2 * m.formula * row;
+        m.full_KiB = 2 * m.full * row;
         return m;
     }
 

@@ -90,7 +90,8 @@ inline void start_threads(int count) {
 inline void drop_unsupported_options(TrainConfig& c, const std::set<std::string>& given, int share, const GpuSearch& gpus) {
     const auto give_up = [&](const char* name, auto& field, const auto& instead, const std::string& reason) {
         if (given.count(name) || field == instead) return;
-        field = instead, c.given_up[name] = reason;
+        field = instead;
+        c.given_up[name] = reason;
     };
     if (c.device == "cuda" && gpus.count == 0) give_up("device", c.device, "auto", why_no_gpu(gpus));
     if (c.device != "cpu" && gpus.count > 0) give_up("cpu-dtype", c.cpu_dtype, "fp32", "the run is on a GPU now");

@@ -48,7 +48,8 @@ inline std::vector<std::string> words_of_preset(const Preset& p) {
     Config c;
     c.model = p.name;
     apply_preset(c, {});
-    c.batch = p.batch, c.total_batch = p.total_batch;
+    c.batch = p.batch;
+    c.total_batch = p.total_batch;
     std::vector<std::string> words = {"="};
     for (const Option& o : option_table())
         if (!std::strcmp(o.default_text, "preset") || !std::strcmp(o.name, "batch"))

@@ -103,7 +103,8 @@ struct Values {
 static const Values ANY(nullptr);
 inline Values between(double low, double high) {
     Values v = ANY;
-    v.low = low, v.high = high;
+    v.low = low;
+    v.high = high;
     return v;
 }
 

@@ -237,8 +237,13 @@ struct EvalSums {
     void add(double of_token, uint8_t target, size_t text_bytes) {
         if (target == NO_TARGET) return;
         range_loss[range_of(size_t(tokens))] += of_token;
-        loss += of_token, tokens++, bytes += double(text_bytes);
-        if (target) answer_loss += of_token, answers++;
+        loss += of_token;
+        tokens++;
+        bytes += double(text_bytes);
+        if (target) {
+            answer_loss += of_token;
+            answers++;
+        }
     }
 };
 
@@ -255,14 +260,20 @@ struct EvalResult {
     explicit EvalResult(const std::vector<EvalSums>& sums) : samples(sums.size()) {
         EvalSums total;
         for (const EvalSums& s : sums) {
-            total.loss += s.loss, total.answer_loss += s.answer_loss;
-            total.tokens += s.tokens, total.answers += s.answers, total.bytes += s.bytes;
+            total.loss += s.loss;
+            total.answer_loss += s.answer_loss;
+            total.tokens += s.tokens;
+            total.answers += s.answers;
+            total.bytes += s.bytes;
             for (size_t r = 0; r < POSITION_RANGES; r++) {
                 const size_t begin = range_begin(r), end = range_begin(r + 1), size = size_t(s.tokens);
-                range_loss[r] += s.range_loss[r], range_tokens[r] += std::min(std::max(size, begin), end) - begin;
+                range_loss[r] += s.range_loss[r];
+                range_tokens[r] += std::min(std::max(size, begin), end) - begin;
             }
         }
-        tokens = uint64_t(total.tokens), answers = uint64_t(total.answers), bytes = uint64_t(total.bytes);
+        tokens = uint64_t(total.tokens);
+        answers = uint64_t(total.answers);
+        bytes = uint64_t(total.bytes);
         loss = total.loss / total.tokens;
         if (answers) answer_loss = total.answer_loss / total.answers;
         for (size_t r = 0; r < POSITION_RANGES; r++) range_loss[r] /= double(range_tokens[r]);
@@ -365,7 +376,8 @@ inline std::string layer_statistics_json(const std::vector<float>& gate, const s
     for (size_t q = 0; q < queries; q++) {
         uint64_t count = 0;
         for (size_t j = 0; j < words; j++) count += uint64_t(__builtin_popcount(masks[q * words + j]));
-        selected += count, most = std::max(most, count);
+        selected += count;
+        most = std::max(most, count);
     }
     for (float share : chosen) importance += share / double(chosen.size());
     const double all = mean[0] + mean[1] + mean[2];
@@ -417,7 +429,9 @@ struct RunReport {
     // What the log says about each start of the program on this run: at its first step, or at a resume.
     void log_start(int64_t step, const std::string& version, const std::string& device, int of_ranks,
                    int64_t parameters, double flops, double peak) {
-        ranks = of_ranks, flops_per_token = flops, peak_flops = peak;
+        ranks = of_ranks;
+        flops_per_token = flops;
+        peak_flops = peak;
         log->line(
             log->json,
             format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%lld,\"start\":{\"version\":%s,\"device\":%s,"
@@ -431,7 +445,10 @@ struct RunReport {
                                          json_quote(text).c_str()));
     }
 
-    void start(int64_t step) { first_step = step, begun = seconds_now(); }
+    void start(int64_t step) {
+        first_step = step;
+        begun = seconds_now();
+    }
     void start_clock() { started = last_report = seconds_now(); }
 
     // The seconds of the step that is reported now.
@@ -458,7 +475,10 @@ struct RunReport {
 
     // A set of --val-data. decides: it is the first, whose numbers have no name behind theirs.
     void print_validation(int64_t step, const std::string& set, bool decides, const EvalResult& r) {
-        if (decides) last_val_loss = r.loss, last_recall = r.answers ? r.answer_loss : -1;
+        if (decides) {
+            last_val_loss = r.loss;
+            last_recall = r.answers ? r.answer_loss : -1;
+        }
         if (!log) return;
         const std::string of = decides ? "" : "/" + set;
         std::string line = format_text("step %04lld | val loss %.4f", (long long)step, r.loss);

@@ -217,7 +217,9 @@ struct StateDump {
     void add(const std::vector<TensorView>& more) { tensors.insert(tensors.end(), more.begin(), more.end()); }
     template <class Dev, class Layers>
     void add_selections(Dev& dev, const NsaShape& s, const Layers& layers) {
-        groups = s.G, blocks = s.slc_blocks(), words = s.selection_words();
+        groups = s.G;
+        blocks = s.slc_blocks();
+        words = s.selection_words();
         for (const auto& y : layers) {
             if (s.full) return;
             selection.emplace_back(size_t(s.B) * s.G * s.T * s.selection_words());

@@ -37,7 +37,7 @@ struct TokenizeFixture {
             CHECK_EQUAL(header[3], options.tokenizer == "bytes" ? 256 : 50257);
             for (int j = 4; j < 256; j++) CHECK(header[j] == 0);
             CHECK_EQUAL(bytes.size(), 1024 + 2 * size_t(header[2]));
-            CHECK(header[2] > 0 && uint64_t(header[2]) <= options.shard_tokens);
+            CHECK(header[2] > 0 && header[2] <= options.shard_tokens);
             for (size_t j = 1024; j + 1 < bytes.size(); j += 2)
                 tokens.push_back(uint16_t(uint8_t(bytes[j]) | uint8_t(bytes[j + 1]) << 8));
         }
@@ -302,21 +302,23 @@ TEST(tokenize_finds_odd_bytes) {
 
 TEST(tokenize_refuses_wrong_options) {
     TokenizeFixture f;
-    CHECK_FAILS(2, "give --in FILE", tokenize_files(f.options));
+    CHECK_FAILS(2, "--in is missing", tokenize_files(f.options));
     f.input("a.txt", "");
     CHECK_FAILS(1, "no text in the file", tokenize_files(f.options));
     f.input("a.txt", "abc");
     TokenizeOptions o = f.options;
     o.out = "";
-    CHECK_FAILS(2, "give --out PREFIX", tokenize_files(o));
+    CHECK_FAILS(2, "--out is missing", tokenize_files(o));
     o = f.options, o.val_fraction = 1.01;
     CHECK_FAILS(2, "--val-fraction 1.01: expected", tokenize_files(o));
     o = f.options, o.val_fraction = std::nan("");
     CHECK_FAILS(2, "--val-fraction", tokenize_files(o));
     o = f.options, o.threads = -1;
     CHECK_FAILS(2, "--threads -1", tokenize_files(o));
-    o = f.options, o.in = {f.folder.file("a.csv")};
+    o = f.options, o.in = {f.input("a.csv", "text")};
     CHECK_FAILS(2, "expected a file that ends in .txt or .jsonl", tokenize_files(o));
+    o.in = {f.folder.file("nofile")};
+    CHECK_FAILS(1, "nofile: No such file", tokenize_files(o));
     o = f.options, o.in = {f.folder.file("none.txt")};
     CHECK_FAILS(1, "cannot open", tokenize_files(o));
     o = f.options, o.tokenizer = "gpt2", o.vocab_dir = f.folder.path;  // 70 merges are not GPT-2's
