@@ -1172,8 +1172,15 @@ using SelfTest = GradientSelfTest<Model<Cpu<double>>, Activations<Cpu<double>>>;
 
 static int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world, search_gpus());
-    BuildReport r = {gemm_name(),         "",         device.reason,         mpi_name(), nccl_version(), device.threads,
-                     usable_processors(), device.gpu, host_bytes_available()};
+    BuildReport r;
+    r.gemm = gemm_name();
+    r.not_used = device.reason;
+    r.mpi = mpi_name();
+    r.nccl = nccl_version();
+    r.threads = device.threads;
+    r.processors = usable_processors();
+    r.gpu = device.gpu;
+    r.available_bytes = host_bytes_available();
 #ifdef USE_CUDA
     if (device.gpu) r.cuda = Cuda(device.gpu_number).describe();
 #endif

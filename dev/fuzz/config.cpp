@@ -27,7 +27,6 @@ void fuzz_one(const std::string& input) {
     Config c;
     {
         const std::string& path = file.fill(input);
-        option_table();
         MemoryLimit limit(input.size(), 64 << 10, 400);
         if (!accepts([&] { read_config_json(c, path); })) return;
     }

@@ -43,7 +43,7 @@ void fuzz_one(const std::string& input) {
         resolve_batch(c, given, world.size, input.size() % 8 < 4);
     });
     if (!accepted) return;
-    for (const Option& o : option_table()) {
+    for (const Option& o : OPTIONS) {
         if (!given.count(o.name)) continue;
         if (o.integer) EXPECT(double(c.*o.integer) >= o.low && double(c.*o.integer) <= o.high);
         if (o.real) EXPECT(c.*o.real >= o.low && c.*o.real <= o.high);
@@ -53,6 +53,6 @@ void fuzz_one(const std::string& input) {
     EXPECT(c.batch >= 1 && c.seq_len >= 1 && c.total_batch % (c.batch * c.seq_len * world.size) == 0 &&
            c.total_batch >= c.batch * c.seq_len * world.size);
     const Json manifest = parse_json(manifest_json(c), "manifest");
-    for (const Option& o : option_table())
+    for (const Option& o : OPTIONS)
         if (o.integer && (o.verbs & TRAIN)) EXPECT(manifest.integer(underscored(o.name), "manifest") == c.*o.integer);
 }

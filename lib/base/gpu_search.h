@@ -14,9 +14,11 @@ struct GpuSearch {
     std::string error;            // CUDA's own text
 };
 
+// "12.4"; "none" for 0.
+inline std::string cuda_version_text(int v) { return v ? format_text("%d.%d", v / 1000, v % 1000 / 10) : "none"; }
+
 // Why no GPU was found, and what helps: a driver that is missing and one that is too old are one error to CUDA.
 inline std::string why_no_gpu(const GpuSearch& s) {
-    const auto version = [](int v) { return format_text("%d.%d", v / 1000, v % 1000 / 10); };
     if (!s.cuda_engine && s.nvidia_module)
         return "there is an NVIDIA GPU but this program was built without nvcc: put the CUDA toolkit's nvcc on PATH "
                "and run make again";
@@ -28,6 +30,6 @@ inline std::string why_no_gpu(const GpuSearch& s) {
         return format_text(
             "the NVIDIA driver knows CUDA %s at most and this program was built with CUDA %s: update the driver, or "
             "build again with a toolkit of CUDA %d (make NVCC=.../nvcc)",
-            version(s.driver).c_str(), version(s.toolkit).c_str(), s.driver / 1000);
+            cuda_version_text(s.driver).c_str(), cuda_version_text(s.toolkit).c_str(), s.driver / 1000);
     return "CUDA finds no GPU: " + s.error;
 }

@@ -42,12 +42,9 @@ inline std::string nccl_version() {
 // CUDA's runtime, what the driver can do, and cuBLASLt, where the build has them.
 inline std::vector<std::pair<const char*, std::string>> cuda_versions() {
 #ifdef __CUDACC__
-    const auto text = [](int v) { return format_text("%d.%d", v / 1000, v % 1000 / 10); };
-    int runtime = 0, driver = 0;
-    CUDA_CHECK(cudaRuntimeGetVersion(&runtime));
-    CUDA_CHECK(cudaDriverGetVersion(&driver));  // 0: there is none
-    return {{"CUDA runtime", text(runtime)},
-            {"CUDA of the driver", driver ? text(driver) : "none"},
+    const GpuSearch found = search_gpus();
+    return {{"CUDA runtime", cuda_version_text(found.toolkit)},
+            {"CUDA of the driver", cuda_version_text(found.driver)},
 #ifdef NO_CUBLAS
             {"cuBLASLt", "left out"}};
 #else

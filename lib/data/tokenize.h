@@ -37,7 +37,7 @@ struct TokenizeOptions : TokenizeConfig {
     std::string out;                 // --out: PREFIX of the shards
     std::string tokenizer = "gpt2";  // --tokenizer: gpt2 or bytes
     std::string vocab_dir;           // --vocab-dir: see Tokenizer::gpt2
-    int threads = 0;                 // --threads; 0: one per core
+    int threads = 1;                 // --threads
     size_t block_bytes = 1 << 20;    // read and encoded at a time; only tests change this and the next
     bool report = true;              // print the summary
 };
@@ -99,16 +99,11 @@ struct TokenBlock {
         size_t begin, end;
         bool begins_document;
     };
-    // Of a .jsonl, which is given in whole lines.
-    struct Line {
-        size_t begin, end;
-        uint64_t number;  // in the file, from 1
-    };
-    std::string bytes;
+    std::string bytes;  // of a .jsonl whole lines
     std::vector<Part> parts;
     bool is_jsonl = false;
     std::string path, text_key;
-    uint64_t first_line = 0, first_byte = 0;  // line number (from 1) and offset in the file of bytes[0]
+    uint64_t first_line = 1, first_byte = 0;  // line number (from 1) and offset in the file of bytes[0]
     uint64_t bytes_before = 0;                // of all files, read before the end of this block
 
     // From the worker.
@@ -120,12 +115,18 @@ struct TokenBlock {
     bool done = false;  // guarded by TokenizePool::mutex
 };
 
-// The text of one line of a .jsonl; "" if it is empty, an error if it is bad.
-inline std::string text_of_line(const TokenBlock& block, const TokenBlock::Line& line) {
-    const std::string json = block.bytes.substr(line.begin, line.end - line.begin);
-    if (json.find_first_not_of(" \t\r") == std::string::npos) return "";
-    const std::string where = format_text("%s: line %llu", block.path.c_str(), (unsigned long long)line.number);
-    return parse_json(json, where, block.first_byte + line.begin).string(block.text_key, where);
+// Calls use(text, its line's offset in the file) for every line of a .jsonl but empty ones.
+template <class Use>
+void for_each_text(const TokenBlock& block, Use use) {
+    uint64_t number = block.first_line;
+    for (size_t begin = 0, end; begin < block.bytes.size(); begin = end + 1) {
+        end = std::min(block.bytes.find('\n', begin), block.bytes.size());
+        const std::string json = block.bytes.substr(begin, end - begin);
+        const std::string where = format_text("%s: line %llu", block.path.c_str(), (unsigned long long)number++);
+        if (json.find_first_not_of(" \t\r") == std::string::npos) continue;
+        const std::string text = parse_json(json, where, block.first_byte + begin).string(block.text_key, where);
+        if (!text.empty()) use(text, block.first_byte + begin);
+    }
 }
 
 // Bytes of a .txt that are not what they seem. Neither is an error: a vocabulary of bytes takes any.
@@ -156,16 +157,12 @@ void encode_block(TokenBlock& block, Encoder& encoder) {
         encode(block.bytes.data() + part.begin, part.end - part.begin, part.begins_document);
     }
     if (!block.is_jsonl) return;
-    TokenBlock::Line line = {0, 0, block.first_line};
-    for (; line.begin < block.bytes.size(); line.begin = line.end + 1, line.number++) {
-        line.end = std::min(block.bytes.find('\n', line.begin), block.bytes.size());
-        const std::string text = text_of_line(block, line);
-        if (text.empty()) continue;
+    for_each_text(block, [&](const std::string& text, uint64_t byte) {
         if (nul_is_end_of_text)
             if (const auto nuls = std::count(text.begin(), text.end(), '\0'))
-                block.nul.add(block.path, block.first_byte + line.begin, uint64_t(nuls));
+                block.nul.add(block.path, byte, uint64_t(nuls));
         encode(text.data(), text.size(), true);
-    }
+    });
 }
 
 // The workers, and the blocks in progress in the order in which they were handed in.
@@ -328,12 +325,7 @@ inline Documents documents_of(const std::string& path) {
     block.text_key = "text";
     block.first_byte = mark_bytes;
     block.bytes = std::move(text);
-    TokenBlock::Line line = {0, 0, 1};
-    for (; line.begin < block.bytes.size(); line.begin = line.end + 1, line.number++) {
-        line.end = std::min(block.bytes.find('\n', line.begin), block.bytes.size());
-        const std::string document = text_of_line(block, line);
-        if (!document.empty()) documents.texts.push_back(document);  // an empty line
-    }
+    for_each_text(block, [&](const std::string& document, uint64_t) { documents.texts.push_back(document); });
     return documents;
 }
 
@@ -479,10 +471,6 @@ inline void check_tokenize_options(const TokenizeOptions& options) {
     if (options.in.empty())
         fail_usage("tokenize: --in is missing: .txt or .jsonl files, folders, patterns, or - for stdin");
     if (options.out.empty()) fail_usage("tokenize: --out is missing: the prefix of the shards, such as data/my");
-    if (!(options.val_fraction >= 0 && options.val_fraction <= 1))
-        fail_usage("--val-fraction %g: expected 0 to 1", options.val_fraction);
-    if (options.threads < 0 || options.threads > 1024)
-        fail_usage("--threads %d: expected 1 to 1024, or 0 for one per core", options.threads);
     require_no_shards(options.out);
 }
 
@@ -559,21 +547,21 @@ inline void warn_of_oddities(const TokenizeOptions& options, const TextInputs& i
 inline void print_tokenized(const TokenizeOptions& options, const TextInputs& inputs, const TokenizeCounts& counts,
                             size_t documents, bool added, const ShardWriter& train, const ShardWriter& val) {
     const uint64_t tokens = train.tokens() + val.tokens(), marks = documents + added;
-    std::printf("tokenize: read %zu file%s, %llu bytes in %.2f s, %.1f MB/s\n", inputs.files.size(),
-                inputs.files.size() == 1 ? "" : "s", (unsigned long long)counts.bytes, counts.seconds,
+    std::printf("tokenize: read %s, %llu bytes in %.2f s, %.1f MB/s\n",
+                counted(int64_t(inputs.files.size()), "file").c_str(), (unsigned long long)counts.bytes, counts.seconds,
                 double(counts.bytes) / 1e6 / std::max(counts.seconds, 1e-9));
-    std::printf("tokenize: %zu document%s, %llu bytes of text: %llu tokens + %llu end-of-text%s = %llu tokens\n",
-                documents, documents == 1 ? "" : "s", (unsigned long long)counts.text_bytes,
+    std::printf("tokenize: %s, %llu bytes of text: %llu tokens + %llu end-of-text%s = %llu tokens\n",
+                counted(int64_t(documents), "document").c_str(), (unsigned long long)counts.text_bytes,
                 (unsigned long long)(tokens - marks), (unsigned long long)marks,
                 added ? " (one more, since validation begins inside a document)" : "", (unsigned long long)tokens);
     for (const ShardWriter* shards : {&train, &val}) {
-        const uint64_t n = shards->tokens(), files = (n + options.shard_tokens - 1) / options.shard_tokens;
+        const int64_t n = int64_t(shards->tokens()), files = (n + options.shard_tokens - 1) / options.shard_tokens;
         const char* const name = shards == &train ? "train" : "val";
         if (n == 0) std::printf("tokenize: %s: no tokens, no shard\n", name);
         else
-            std::printf("tokenize: %s: %llu tokens in %llu shard%s %s_%s_%06d.bin%s\n", name, (unsigned long long)n,
-                        (unsigned long long)files, files == 1 ? "" : "s", options.out.c_str(), name,
-                        shards == &train ? 1 : 0, files == 1 ? "" : " ...");
+            std::printf("tokenize: %s: %lld tokens in %s %s_%s_%06d.bin%s\n", name, (long long)n,
+                        counted(files, "shard").c_str(), options.out.c_str(), name, shards == &train,
+                        files == 1 ? "" : " ...");
     }
     std::printf("tokenize: train %llu + val %llu = %llu tokens\n", (unsigned long long)train.tokens(),
                 (unsigned long long)val.tokens(), (unsigned long long)tokens);
@@ -587,14 +575,13 @@ void tokenize_files(const TokenizeOptions& options) {
     for (const TextInput& input : inputs.files)
         if (!input.is_stdin) ByteSource probe(input);  // better now than after hours
     const Tokenizer tokenizer = Tokenizer::open(options.tokenizer, options.vocab_dir);
-    const int threads = options.threads ? options.threads : int(std::max(1u, std::thread::hardware_concurrency()));
     const PrefixLock lock(options.out);
     require_no_shards(options.out);  // another process may have written some since
     ShardWriter train(options.out, "train", 1, options.shard_tokens, tokenizer.vocab_size());
     ShardWriter val(options.out, "val", 0, options.shard_tokens, tokenizer.vocab_size());
 
     TokenSpool spool(options.out);
-    const TokenizeCounts counts = encode_files(options, inputs, separator, tokenizer, threads, spool);
+    const TokenizeCounts counts = encode_files(options, inputs, separator, tokenizer, options.threads, spool);
     const size_t documents = spool.documents.size();
     if (options.report) warn_of_oddities(options, inputs, counts);
     if (documents == 0)
@@ -611,7 +598,7 @@ void tokenize_files(const TokenizeOptions& options) {
     val.close();
 
     if (!options.report) return;
-    std::printf("tokenize: %d thread%s; %s\n", threads, threads == 1 ? "" : "s", tokenizer.describe().c_str());
+    std::printf("tokenize: %s; %s\n", counted(options.threads, "thread").c_str(), tokenizer.describe().c_str());
     print_tokenized(options, inputs, counts, documents, added, train, val);
 }
 

@@ -136,10 +136,6 @@ static void inherit_model(Config& c, std::set<std::string>& given) {
     for (const char* name : MODEL_WORDS) take(name);
 }
 
-static void warn_of_doubtful_options(const TrainConfig& c, const std::set<std::string>& given) {
-    for (const std::string& line : doubtful_options(c, given)) complain(line);
-}
-
 // verb: what cannot be done otherwise, "resume" or "begin".
 static void require_same_model(const ModelConfig& c, const std::string& checkpoint, const char* verb) {
     const std::string path = checkpoint + "/config.json";
@@ -172,7 +168,7 @@ std::unique_ptr<SafeTensors> open_initial_weights(const TrainConfig& c, const Sp
 // All options of a run, as they are.
 static std::string options_json(const Config& c) {
     std::string text = "{\"program\": \"train_nsa\"";
-    for (const Option& o : option_table()) {
+    for (const Option& o : OPTIONS) {
         const std::string name = o.name;
         if (!(o.verbs & TRAIN) || name == "help" || name == "version" || name == "resume") continue;
         text += ",\n \"" + underscored(name) +
@@ -271,7 +267,7 @@ static bool inherit_options(Config& c, std::set<std::string>& given) {
             "leave --seed out, or begin a new run with --init-from",
             folder.c_str(), (long long)c.seed, (long long)seed);
     for (size_t i = 0; i < then.keys.size(); i++) is_former_option(then.keys[i], then.items[i], path);
-    for (const Option& o : option_table()) {
+    for (const Option& o : OPTIONS) {
         const Json* old = then.find(underscored(o.name));
         const std::string name = o.name;
         if (!old || !is_inherited(o) || given.count(name)) continue;
@@ -318,9 +314,8 @@ static void read_options_file(Config& c, std::set<std::string>& given, bool prin
         if (of_full && std::find(std::begin(NSA_OPTIONS), std::end(NSA_OPTIONS), name) != std::end(NSA_OPTIONS))
             continue;
         if (of_run && is_former_option(file.keys[i], file.items[i], path)) continue;
-        const auto& table = option_table();
-        const auto o = std::find_if(table.begin(), table.end(), [&](const Option& x) { return name == x.name; });
-        if (o == table.end() || !(o->verbs & TRAIN)) fail_unknown_option(name, TRAIN, path + ": ");
+        const Option* const o = find_option(name);
+        if (!o || !(o->verbs & TRAIN)) fail_unknown_option(name, TRAIN, path + ": ");
         if (of_run && !is_inherited(*o)) continue;
         if (name == "config") fail_usage("%s: --config is for the command line alone", path.c_str());
         const Json& value = file.items[i];
@@ -353,7 +348,7 @@ static void read_options_file(Config& c, std::set<std::string>& given, bool prin
 // options. Returns them as a Config.
 static Config print_changed_options(const Config& c, const Json& then) {
     Config before = c;
-    for (const Option& o : option_table()) {
+    for (const Option& o : OPTIONS) {
         const Json* old = then.find(underscored(o.name));
         if (!old || !is_inherited(o)) continue;
         const std::string was = value_text(*old, o), now = value_text(with_absolute_paths(c), o);

@@ -44,16 +44,11 @@ inline std::vector<std::string> words_of_text(const std::string& text) {
 }
 
 // What a preset stands for, as options.
-inline std::vector<std::string> words_of_preset(const Preset& p) {
-    Config c;
-    c.model = p.name;
-    apply_preset(c, {});
-    c.batch = p.batch;
-    c.total_batch = p.total_batch;
+inline std::vector<std::string> words_of_preset(const Config& p) {
     std::vector<std::string> words = {"="};
-    for (const Option& o : option_table())
+    for (const Option& o : OPTIONS)
         if (!std::strcmp(o.default_text, "preset") || !std::strcmp(o.name, "batch"))
-            words.push_back("--" + std::string(o.name) + " " + value_text(c, o));
+            words.push_back("--" + std::string(o.name) + " " + value_text(p, o));
     return words;
 }
 
@@ -63,12 +58,12 @@ inline void print_help(Verb verb) {
     for (const VerbName& v : VERBS) print_wrapped("  " + std::string(v.name), words_of_text(v.help), width);
     print_wrapped("  help", words_of_text("this text; of another verb: help VERB, or VERB --help"), width);
     std::printf("\noptions of %s:\n", verb_name(verb));
-    for (const Option& o : option_table())
+    for (const Option& o : OPTIONS)
         if (o.verbs & verb)
             print_wrapped("  --" + std::string(o.name),
                           words_of_text(format_text("%s (%s, default %s)", o.help, range_text(o).c_str(),
                                                     *o.default_text ? o.default_text : "none")),
                           width);
     std::printf("\npresets:\n");
-    for (const Preset& p : PRESETS) print_wrapped("  --model " + std::string(p.name), words_of_preset(p), width);
+    for (const Config& p : PRESETS) print_wrapped("  --model " + p.model, words_of_preset(p), width);
 }

@@ -99,21 +99,15 @@ struct Values {
     const char* choices = nullptr;
 
     Values(const char* choices) : choices(choices) {}
+    Values(double low, double high) : low(low), high(high) {}
 };
+using between = Values;
 static const Values ANY(nullptr);
-inline Values between(double low, double high) {
-    Values v = ANY;
-    v.low = low;
-    v.high = high;
-    return v;
-}
 
-struct Option {
+struct Option : Values {
     const char* name;
     unsigned verbs;
-    const char* default_text;  // "preset" and "auto" are worked out later
-    double low, high;
-    const char *help, *choices;
+    const char *default_text, *help;  // "preset" and "auto" are worked out later
     // Where its value is; one of these.
     int64_t Config::*integer = nullptr;
     double Config::*real = nullptr;
@@ -122,15 +116,8 @@ struct Option {
     std::vector<std::string> Config::*list = nullptr;
 
     template <class Part, class T>
-    Option(const char* name, unsigned verbs, T Part::*field, const char* default_text, Values values,
-           const char* help)
-        : name(name),
-          verbs(verbs),
-          default_text(default_text),
-          low(values.low),
-          high(values.high),
-          help(help),
-          choices(values.choices) {
+    Option(const char* name, unsigned verbs, T Part::*field, const char* default_text, Values values, const char* help)
+        : Values(values), name(name), verbs(verbs), default_text(default_text), help(help) {
         if constexpr (std::is_same_v<T, int64_t>) integer = field;
         else if constexpr (std::is_same_v<T, double>) real = field;
         else if constexpr (std::is_same_v<T, std::string>) text = field;
@@ -139,198 +126,174 @@ struct Option {
     }
 };
 
-inline const std::vector<Option>& option_table() {
-    constexpr double K = 1e3, M = 1e6, T = 1e12;
-    static const std::vector<Option> table = {
-        // the model; the letters are those of dev/MODEL.md and the paper
-        {"model", TRAIN, &TrainConfig::model, "tiny", "tiny|125m", "preset for the options whose default is 'preset'"},
-        {"attention", TRAIN, &ModelConfig::attention, "nsa", "nsa|full", "full: dense causal attention, the baseline"},
-        {"branches", TRAIN | EVAL, &ModelConfig::branches, "all", "all|cmp,slc|cmp,win|slc,win|cmp|slc|win",
-         "leaves the other branches' gates at 0, for comparisons; eval: all means those of the training"},
-        {"layers", TRAIN, &ModelConfig::layers, "preset", between(1, K), "transformer layers"},
-        {"dim", TRAIN, &ModelConfig::dim, "preset", between(1, 64 * K), "width of the residual stream, C"},
-        {"heads", TRAIN, &ModelConfig::heads, "preset", between(1, K), "query heads, H"},
-        {"kv-groups", TRAIN, &ModelConfig::kv_groups, "preset", between(1, K),
-         "groups of heads that share keys and values, G; divides --heads"},
-        {"head-dim", TRAIN, &ModelConfig::head_dim, "preset", between(2, 512), "dimension of a head, D; even"},
-        {"cmp-block", TRAIN, &ModelConfig::cmp_block, "preset", between(1, 4096), "tokens of a compressed block, l"},
-        {"cmp-stride", TRAIN, &ModelConfig::cmp_stride, "preset", between(1, 4096),
-         "tokens between compressed blocks, d; divides --cmp-block and --slc-block"},
-        {"slc-block", TRAIN, &ModelConfig::slc_block, "preset", between(1, 4096), "tokens of a selection block, l'"},
-        {"slc-count", TRAIN, &ModelConfig::slc_count, "preset", between(3, 4096),
-         "selected blocks per query and group, n; the first, the last two are always among them"},
-        {"window", TRAIN, &ModelConfig::window, "preset", between(1, M),
-         "keys of the sliding window, w; the query's own included"},
-        {"phi-hidden", TRAIN, &ModelConfig::phi_hidden, "preset", between(1, 64 * K),
-         "hidden width of the block compressor, F"},
-        {"mlp-hidden", TRAIN, &ModelConfig::mlp_hidden, "preset", between(1, 256 * K), "hidden width of the MLP"},
-        {"init-from", TRAIN, &TrainConfig::init_from, "", ANY,
-         "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the model's options are "
-         "taken from there"},
-        {"init", TRAIN, &ModelConfig::init, "preset", "standard|random",
-         "standard: GPT-2's deviation of 0.02; random: 1/sqrt(inputs) for it, and every tensor drawn: for narrow "
-         "models and for comparisons"},
-        // data
-        {"data", TRAIN, &TrainConfig::data, "synthetic", ANY,
-         "training shards, a glob in quotes, or several with weights, 'a_*.bin:3,b_*.bin:1', which are mixed exactly; "
-         "or "
-         "synthetic: the built-in corpus"},
-        {"val-data", TRAIN | EVAL, &TrainConfig::val_data, "", ANY,
-         "validation shards, a glob in quotes, or several by name, 'web=a_*.bin,code=b_*.bin', of which the first "
-         "decides; "
-         "or synthetic: of the built-in corpus"},
-        {"hellaswag", TRAIN | EVAL, &TrainConfig::hellaswag, "", ANY,
-         "multiple choice: HellaSwag's .jsonl, llm.c's .bin of it, or any file of these forms; in training with every "
-         "validation"},
-        {"tokenizer", TRAIN | TOKENIZE, &ModelConfig::tokenizer, "preset", "bytes|gpt2",
-         "vocabulary: 256 bytes, or GPT-2's 50257 tokens; tokenize without it: gpt2"},
-        {"vocab-dir", EVERY_VERB & ~IMPORT, &TrainConfig::vocab_dir, "", ANY,
-         "folder with vocab.bpe + encoder.json, a .tiktoken file or gpt2_tokenizer.bin"},
-        // the optimiser
-        {"batch", TRAIN | EVAL, &ModelConfig::batch, "auto", between(1, 64 * K), "sequences per rank and micro-step"},
-        {"seq-len", TRAIN | EVAL, &ModelConfig::seq_len, "preset", between(1, M),
-         "tokens per sequence, T; in eval without it the trained length"},
-        {"total-batch", TRAIN, &ModelConfig::total_batch, "preset", between(1, 1e10),
-         "tokens per optimiser step, over all ranks and micro-steps; without it near the preset's, in whole "
-         "micro-batches; 125m on a CPU: one sequence per rank"},
-        {"recompute", TRAIN, &ModelConfig::recompute, "0", between(0, 2),
-         "activations kept: 0 all, 1 not the cheap elementwise ones, 2 only each layer's input; same results, less "
-         "memory"},
-        {"steps", TRAIN, &TrainConfig::steps, "preset", between(0, T), "optimiser steps"},
-        {"lr", TRAIN, &TrainConfig::lr, "preset", between(0, 10), "highest learning rate"},
-        {"warmup", TRAIN, &TrainConfig::warmup, "preset", between(0, T), "steps of linear warm-up"},
-        {"schedule", TRAIN, &TrainConfig::schedule, "cosine", "cosine|linear|constant|wsd",
-         "after warm-up; wsd: constant, then linear over the last fifth"},
-        {"lr-final", TRAIN, &TrainConfig::lr_final, "0.1", between(0, 1), "the schedule ends at this fraction of --lr"},
-        {"weight-decay", TRAIN, &ModelConfig::weight_decay, "0.1", between(0, 10),
-         "of matrices; norms and biases have none"},
-        {"grad-clip", TRAIN, &ModelConfig::grad_clip, "1.0", between(0, T),
-         "largest global L2 norm of the gradient; 0: no clipping"},
-        // ranks
-        {"bucket-mb", TRAIN, &ModelConfig::bucket_mb, "25", between(0.001, 4096),
-         "megabytes of fp32 gradients that are reduced at a time, while the backward pass goes on"},
-        {"grad-reduce", TRAIN, &TrainConfig::grad_reduce, "fp32", "fp32|bf16",
-         "format in which gradients travel between ranks"},
-        {"zero", TRAIN, &ModelConfig::zero, "0", between(0, 1),
-         "1: optimiser state (moments, fp32 master weights) is shared out over the ranks"},
-        // the run
-        {"seed", TRAIN | SAMPLE, &ModelConfig::seed, "1337", between(0, 9e15), "of weights, data order and samples"},
-        {"eval-every", TRAIN, &TrainConfig::eval_every, "preset", between(0, T),
-         "steps between validations; 0: only at the end"},
-        {"eval-batches", TRAIN | EVAL, &TrainConfig::eval_batches, "8", between(1, M),
-         "validation tokens, in units of --total-batch; in eval of --batch sequences, where all is the default"},
-        {"log-every", TRAIN, &TrainConfig::log_every, "auto", between(1, T),
-         "steps between the lines printed; auto: a line a second at most; the first, the last and those that changed "
-         "no "
-         "weight have theirs always, and the logs have all"},
-        {"sample-every", TRAIN, &TrainConfig::sample_every, "0", between(0, T), "steps between samples; 0: only at the end"},
-        {"sample-tokens", TRAIN, &TrainConfig::sample_tokens, "256", between(0, M), "tokens of such a sample; 0: none"},
-        {"prompt", TRAIN | SAMPLE, &SampleConfig::prompt, "", ANY, "text to continue; none: a new document"},
-        {"save-every", TRAIN, &TrainConfig::save_every, "preset", between(0, T),
-         "steps between checkpoints; 0: only at the end, whatever ends the run"},
-        {"keep", TRAIN, &TrainConfig::keep, "0", between(0, M),
-         "newest checkpoints to keep, beside the one with the lowest validation loss; 0: all"},
-        {"keep-every", TRAIN, &TrainConfig::keep_every, "0", between(0, T),
-         "checkpoints of steps divisible by this are kept for ever; 0: none"},
-        {"stall-timeout", TRAIN, &TrainConfig::stall_timeout, "180", between(0, M),
-         "seconds without any progress on a rank after which the run ends, ten times that while a checkpoint is "
-         "written; "
-         "0: wait for ever"},
-        {"out", TRAIN | TOKENIZE | EXPORT | IMPORT, &TrainConfig::out, "auto", ANY,
-         "folder of the run; of tokenize: prefix of the shards; of export and import: a new or an empty folder"},
-        {"resume", TRAIN, &TrainConfig::resume, "off", ANY,
-         "continue from the newest checkpoint under --out; --resume RUN is --resume --out RUN"},
-        {"allow-new-data", TRAIN, &TrainConfig::allow_new_data, "off", ANY,
-         "a resume may go on with other shards than the checkpoint's, in a new order, and says what has changed"},
-        {"config", TRAIN, &TrainConfig::config, "", ANY,
-         "JSON file of options: the run.json of a run, of which all but --out count, or one by hand, {\"lr\": 1e-3, "
-         "...}; the command line goes before it"},
-        {"tensorboard", TRAIN, &TrainConfig::tensorboard, "off", ANY,
-         "the numbers of log.jsonl go into TensorBoard's event files too, beside it"},
-        {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB | INSPECT, &MachineConfig::device, "auto", "auto|cpu|cuda",
-         "auto: a GPU if there is one"},
-        {"cpu-dtype", TRAIN | SAMPLE | EVAL | INSPECT, &MachineConfig::cpu_dtype, "fp32", "fp32|bf16",
-         "of the CPU engine; bf16: the inputs of its matrix products are rounded to bf16, the sums stay fp32; needs "
-         "AVX512_BF16"},
-        {"threads", EVERY_VERB & ~(EXPORT | IMPORT), &MachineConfig::threads, "auto", between(1, 1024),
-         "CPU threads of this rank; auto: OMP_NUM_THREADS where it is set, else its share of the machine's cores"},
-        {"dump-state", TRAIN, &TrainConfig::dump_state, "", ANY,
-         "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and "
-         "end"},
-        {"profile-steps", TRAIN, &MachineConfig::profile_steps, "", ANY,
-         "steps of a GPU to look at, such as 20-29: they stand between cudaProfilerStart and cudaProfilerStop"},
-        // the other verbs
-        {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT, &CheckpointConfig::from, "", ANY,
-         "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several "
-         "laid over each other"},
-        {"step", SAMPLE | EVAL | EXPORT | INSPECT, &CheckpointConfig::at_step, "last", ANY,
-         "which of the run's checkpoints: that of this step; best: with the lowest validation loss; last: the newest "
-         "that is whole"},
-        {"html", REPORT | INSPECT, &CheckpointConfig::html, "", ANY,
-         "page to write; without it the report is text on the terminal"},
-        {"json", EVAL | INSPECT, &CheckpointConfig::json, "", ANY,
-         "file to write: what the page of inspect shows; of eval --hellaswag a line for each item, with what was "
-         "chosen "
-         "and the loss of every ending"},
-        {"text", EVAL | INSPECT, &CheckpointConfig::text, "", ANY,
-         "files of text as it is, or .jsonl; - for stdin; inspect shows one, eval measures each"},
-        {"prompt-file", SAMPLE, &SampleConfig::prompt_file, "", ANY,
-         "files with a prompt each, or of .jsonl one in each line's \"text\"; - for stdin"},
-        {"interactive", SAMPLE, &SampleConfig::interactive, "off", ANY,
-         "continue each line of stdin in turn; what was said before stays the beginning, up to the model's --seq-len"},
-        {"tokens", SAMPLE, &SampleConfig::tokens, "256", between(0, M), "tokens to write at most"},
-        {"stats", SAMPLE, &SampleConfig::stats, "off", ANY,
-         "tokens per second, and what each token read of the caches, on stderr"},
-        {"past-end", SAMPLE, &SampleConfig::past_end, "off", ANY, "go on behind an end-of-text, in place of ending there"},
-        {"temperature", TRAIN | SAMPLE, &SampleConfig::temperature, "0.8", between(0, 100), "0: always the likeliest token"},
-        {"top-k", TRAIN | SAMPLE, &SampleConfig::top_k, "0", between(0, M), "choose among the k likeliest tokens; 0: all"},
-        {"top-p", TRAIN | SAMPLE, &SampleConfig::top_p, "1", between(0, 1),
-         "choose among the likeliest tokens of this total probability"},
-        {"in", TOKENIZE, &TokenizeConfig::in, "", ANY,
-         "text: files .txt (one document each) or .jsonl (an object a line); folders, with all such files under them; "
-         "patterns; - for stdin"},
-        {"text-key", TOKENIZE, &TokenizeConfig::text_key, "text", ANY, "key of the text in a line of .jsonl"},
-        {"val-fraction", TOKENIZE, &TokenizeConfig::val_fraction, "0.01", between(0, 1),
-         "share of the tokens that goes to the validation shards"},
-        {"shard-tokens", TOKENIZE, &TokenizeConfig::shard_tokens, "100000000", between(1, 2e9), "tokens per shard"},
-        {"split-documents", TOKENIZE, &TokenizeConfig::split_documents, "", ANY, "text that separates documents inside a .txt"},
-        {"help", EVERY_VERB, &Config::help, "off", ANY, "this text"},
-        {"version", EVERY_VERB, &Config::version, "off", ANY, "what was built: version, compiler, engines; and end"},
-    };
-    return table;
-}
+constexpr double K = 1e3, M = 1e6, T = 1e12;
 
-// What --model stands for: the options whose default is 'preset', and the size of a batch.
-struct Preset {
-    const char* name = "";
-    int64_t layers = 0;          // L
-    int64_t dim = 0;             // width of the residual stream, C
-    int64_t heads = 0;           // query heads, H
-    int64_t kv_groups = 0;       // groups of heads that share keys and values, G
-    int64_t head_dim = 0;        // D
-    int64_t cmp_block = 0;       // tokens of a compressed block, l
-    int64_t cmp_stride = 0;      // tokens from one compressed block to the next, d
-    int64_t slc_block = 0;       // tokens of a selection block, l'
-    int64_t slc_count = 0;       // blocks that a query selects, n
-    int64_t window = 0;          // keys of the sliding window, w
-    int64_t phi_hidden = 0;      // hidden width of the block compressor, F
-    int64_t mlp_hidden = 0;      // hidden width of the MLP, M
-    const char* init = "";       // of the weights: standard or random
-    const char* tokenizer = "";  // bytes or gpt2
-    int64_t batch = 0;           // sequences per rank and micro-step
-    int64_t seq_len = 0;         // tokens per sequence, T
-    int64_t total_batch = 0;     // tokens per optimiser step
-    int64_t steps = 0;           // optimiser steps of the whole run
-    int64_t warmup = 0;          // steps of linear warm-up
-    double lr = 0;               // highest learning rate
-    int64_t eval_every = 0;      // steps between validations
-    int64_t save_every = 0;      // steps between checkpoints; 0: only at the end
+static const Option OPTIONS[] = {
+    // the model; the letters are those of dev/MODEL.md and the paper
+    {"model", TRAIN, &TrainConfig::model, "tiny", "tiny|125m", "preset for the options whose default is 'preset'"},
+    {"attention", TRAIN, &ModelConfig::attention, "nsa", "nsa|full", "full: dense causal attention, the baseline"},
+    {"branches", TRAIN | EVAL, &ModelConfig::branches, "all", "all|cmp,slc|cmp,win|slc,win|cmp|slc|win",
+     "leaves the other branches' gates at 0, for comparisons; eval: all means those of the training"},
+    {"layers", TRAIN, &ModelConfig::layers, "preset", between(1, K), "transformer layers"},
+    {"dim", TRAIN, &ModelConfig::dim, "preset", between(1, 64 * K), "width of the residual stream, C"},
+    {"heads", TRAIN, &ModelConfig::heads, "preset", between(1, K), "query heads, H"},
+    {"kv-groups", TRAIN, &ModelConfig::kv_groups, "preset", between(1, K),
+     "groups of heads that share keys and values, G; divides --heads"},
+    {"head-dim", TRAIN, &ModelConfig::head_dim, "preset", between(2, 512), "dimension of a head, D; even"},
+    {"cmp-block", TRAIN, &ModelConfig::cmp_block, "preset", between(1, 4096), "tokens of a compressed block, l"},
+    {"cmp-stride", TRAIN, &ModelConfig::cmp_stride, "preset", between(1, 4096),
+     "tokens between compressed blocks, d; divides --cmp-block and --slc-block"},
+    {"slc-block", TRAIN, &ModelConfig::slc_block, "preset", between(1, 4096), "tokens of a selection block, l'"},
+    {"slc-count", TRAIN, &ModelConfig::slc_count, "preset", between(3, 4096),
+     "selected blocks per query and group, n; the first, the last two are always among them"},
+    {"window", TRAIN, &ModelConfig::window, "preset", between(1, M),
+     "keys of the sliding window, w; the query's own included"},
+    {"phi-hidden", TRAIN, &ModelConfig::phi_hidden, "preset", between(1, 64 * K),
+     "hidden width of the block compressor, F"},
+    {"mlp-hidden", TRAIN, &ModelConfig::mlp_hidden, "preset", between(1, 256 * K), "hidden width of the MLP"},
+    {"init-from", TRAIN, &TrainConfig::init_from, "", ANY,
+     "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the model's options are "
+     "taken from there"},
+    {"init", TRAIN, &ModelConfig::init, "preset", "standard|random",
+     "standard: GPT-2's deviation of 0.02; random: 1/sqrt(inputs) for it, and every tensor drawn: for narrow "
+     "models and for comparisons"},
+    // data
+    {"data", TRAIN, &TrainConfig::data, "synthetic", ANY,
+     "training shards, a glob in quotes, or several with weights, 'a_*.bin:3,b_*.bin:1', which are mixed exactly; "
+     "or "
+     "synthetic: the built-in corpus"},
+    {"val-data", TRAIN | EVAL, &TrainConfig::val_data, "", ANY,
+     "validation shards, a glob in quotes, or several by name, 'web=a_*.bin,code=b_*.bin', of which the first "
+     "decides; "
+     "or synthetic: of the built-in corpus"},
+    {"hellaswag", TRAIN | EVAL, &TrainConfig::hellaswag, "", ANY,
+     "multiple choice: HellaSwag's .jsonl, llm.c's .bin of it, or any file of these forms; in training with every "
+     "validation"},
+    {"tokenizer", TRAIN | TOKENIZE, &ModelConfig::tokenizer, "preset", "bytes|gpt2",
+     "vocabulary: 256 bytes, or GPT-2's 50257 tokens; tokenize without it: gpt2"},
+    {"vocab-dir", EVERY_VERB & ~IMPORT, &TrainConfig::vocab_dir, "", ANY,
+     "folder with vocab.bpe + encoder.json, a .tiktoken file or gpt2_tokenizer.bin"},
+    // the optimiser
+    {"batch", TRAIN | EVAL, &ModelConfig::batch, "auto", between(1, 64 * K), "sequences per rank and micro-step"},
+    {"seq-len", TRAIN | EVAL, &ModelConfig::seq_len, "preset", between(1, M),
+     "tokens per sequence, T; in eval without it the trained length"},
+    {"total-batch", TRAIN, &ModelConfig::total_batch, "preset", between(1, 1e10),
+     "tokens per optimiser step, over all ranks and micro-steps; without it near the preset's, in whole "
+     "micro-batches; 125m on a CPU: one sequence per rank"},
+    {"recompute", TRAIN, &ModelConfig::recompute, "0", between(0, 2),
+     "activations kept: 0 all, 1 not the cheap elementwise ones, 2 only each layer's input; same results, less "
+     "memory"},
+    {"steps", TRAIN, &TrainConfig::steps, "preset", between(0, T), "optimiser steps"},
+    {"lr", TRAIN, &TrainConfig::lr, "preset", between(0, 10), "highest learning rate"},
+    {"warmup", TRAIN, &TrainConfig::warmup, "preset", between(0, T), "steps of linear warm-up"},
+    {"schedule", TRAIN, &TrainConfig::schedule, "cosine", "cosine|linear|constant|wsd",
+     "after warm-up; wsd: constant, then linear over the last fifth"},
+    {"lr-final", TRAIN, &TrainConfig::lr_final, "0.1", between(0, 1), "the schedule ends at this fraction of --lr"},
+    {"weight-decay", TRAIN, &ModelConfig::weight_decay, "0.1", between(0, 10),
+     "of matrices; norms and biases have none"},
+    {"grad-clip", TRAIN, &ModelConfig::grad_clip, "1.0", between(0, T),
+     "largest global L2 norm of the gradient; 0: no clipping"},
+    // ranks
+    {"bucket-mb", TRAIN, &ModelConfig::bucket_mb, "25", between(0.001, 4096),
+     "megabytes of fp32 gradients that are reduced at a time, while the backward pass goes on"},
+    {"grad-reduce", TRAIN, &TrainConfig::grad_reduce, "fp32", "fp32|bf16",
+     "format in which gradients travel between ranks"},
+    {"zero", TRAIN, &ModelConfig::zero, "0", between(0, 1),
+     "1: optimiser state (moments, fp32 master weights) is shared out over the ranks"},
+    // the run
+    {"seed", TRAIN | SAMPLE, &ModelConfig::seed, "1337", between(0, 9e15), "of weights, data order and samples"},
+    {"eval-every", TRAIN, &TrainConfig::eval_every, "preset", between(0, T),
+     "steps between validations; 0: only at the end"},
+    {"eval-batches", TRAIN | EVAL, &TrainConfig::eval_batches, "8", between(1, M),
+     "validation tokens, in units of --total-batch; in eval of --batch sequences, where all is the default"},
+    {"log-every", TRAIN, &TrainConfig::log_every, "auto", between(1, T),
+     "steps between the lines printed; auto: a line a second at most; the first, the last and those that changed "
+     "no "
+     "weight have theirs always, and the logs have all"},
+    {"sample-every", TRAIN, &TrainConfig::sample_every, "0", between(0, T),
+     "steps between samples; 0: only at the end"},
+    {"sample-tokens", TRAIN, &TrainConfig::sample_tokens, "256", between(0, M), "tokens of such a sample; 0: none"},
+    {"prompt", TRAIN | SAMPLE, &SampleConfig::prompt, "", ANY, "text to continue; none: a new document"},
+    {"save-every", TRAIN, &TrainConfig::save_every, "preset", between(0, T),
+     "steps between checkpoints; 0: only at the end, whatever ends the run"},
+    {"keep", TRAIN, &TrainConfig::keep, "0", between(0, M),
+     "newest checkpoints to keep, beside the one with the lowest validation loss; 0: all"},
+    {"keep-every", TRAIN, &TrainConfig::keep_every, "0", between(0, T),
+     "checkpoints of steps divisible by this are kept for ever; 0: none"},
+    {"stall-timeout", TRAIN, &TrainConfig::stall_timeout, "180", between(0, M),
+     "seconds without any progress on a rank after which the run ends, ten times that while a checkpoint is "
+     "written; "
+     "0: wait for ever"},
+    {"out", TRAIN | TOKENIZE | EXPORT | IMPORT, &TrainConfig::out, "auto", ANY,
+     "folder of the run; of tokenize: prefix of the shards; of export and import: a new or an empty folder"},
+    {"resume", TRAIN, &TrainConfig::resume, "off", ANY,
+     "continue from the newest checkpoint under --out; --resume RUN is --resume --out RUN"},
+    {"allow-new-data", TRAIN, &TrainConfig::allow_new_data, "off", ANY,
+     "a resume may go on with other shards than the checkpoint's, in a new order, and says what has changed"},
+    {"config", TRAIN, &TrainConfig::config, "", ANY,
+     "JSON file of options: the run.json of a run, of which all but --out count, or one by hand, {\"lr\": 1e-3, "
+     "...}; the command line goes before it"},
+    {"tensorboard", TRAIN, &TrainConfig::tensorboard, "off", ANY,
+     "the numbers of log.jsonl go into TensorBoard's event files too, beside it"},
+    {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB | INSPECT, &MachineConfig::device, "auto", "auto|cpu|cuda",
+     "auto: a GPU if there is one"},
+    {"cpu-dtype", TRAIN | SAMPLE | EVAL | INSPECT, &MachineConfig::cpu_dtype, "fp32", "fp32|bf16",
+     "of the CPU engine; bf16: the inputs of its matrix products are rounded to bf16, the sums stay fp32; needs "
+     "AVX512_BF16"},
+    {"threads", EVERY_VERB & ~(EXPORT | IMPORT), &MachineConfig::threads, "auto", between(1, 1024),
+     "CPU threads of this rank; auto: OMP_NUM_THREADS where it is set, else its share of the machine's cores"},
+    {"dump-state", TRAIN, &TrainConfig::dump_state, "", ANY,
+     "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and "
+     "end"},
+    {"profile-steps", TRAIN, &MachineConfig::profile_steps, "", ANY,
+     "steps of a GPU to look at, such as 20-29: they stand between cudaProfilerStart and cudaProfilerStop"},
+    // the other verbs
+    {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT, &CheckpointConfig::from, "", ANY,
+     "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several "
+     "laid over each other"},
+    {"step", SAMPLE | EVAL | EXPORT | INSPECT, &CheckpointConfig::at_step, "last", ANY,
+     "which of the run's checkpoints: that of this step; best: with the lowest validation loss; last: the newest "
+     "that is whole"},
+    {"html", REPORT | INSPECT, &CheckpointConfig::html, "", ANY,
+     "page to write; without it the report is text on the terminal"},
+    {"json", EVAL | INSPECT, &CheckpointConfig::json, "", ANY,
+     "file to write: what the page of inspect shows; of eval --hellaswag a line for each item, with what was "
+     "chosen "
+     "and the loss of every ending"},
+    {"text", EVAL | INSPECT, &CheckpointConfig::text, "", ANY,
+     "files of text as it is, or .jsonl; - for stdin; inspect shows one, eval measures each"},
+    {"prompt-file", SAMPLE, &SampleConfig::prompt_file, "", ANY,
+     "files with a prompt each, or of .jsonl one in each line's \"text\"; - for stdin"},
+    {"interactive", SAMPLE, &SampleConfig::interactive, "off", ANY,
+     "continue each line of stdin in turn; what was said before stays the beginning, up to the model's --seq-len"},
+    {"tokens", SAMPLE, &SampleConfig::tokens, "256", between(0, M), "tokens to write at most"},
+    {"stats", SAMPLE, &SampleConfig::stats, "off", ANY,
+     "tokens per second, and what each token read of the caches, on stderr"},
+    {"past-end", SAMPLE, &SampleConfig::past_end, "off", ANY, "go on behind an end-of-text, in place of ending there"},
+    {"temperature", TRAIN | SAMPLE, &SampleConfig::temperature, "0.8", between(0, 100),
+     "0: always the likeliest token"},
+    {"top-k", TRAIN | SAMPLE, &SampleConfig::top_k, "0", between(0, M), "choose among the k likeliest tokens; 0: all"},
+    {"top-p", TRAIN | SAMPLE, &SampleConfig::top_p, "1", between(0, 1),
+     "choose among the likeliest tokens of this total probability"},
+    {"in", TOKENIZE, &TokenizeConfig::in, "", ANY,
+     "text: files .txt (one document each) or .jsonl (an object a line); folders, with all such files under them; "
+     "patterns; - for stdin"},
+    {"text-key", TOKENIZE, &TokenizeConfig::text_key, "text", ANY, "key of the text in a line of .jsonl"},
+    {"val-fraction", TOKENIZE, &TokenizeConfig::val_fraction, "0.01", between(0, 1),
+     "share of the tokens that goes to the validation shards"},
+    {"shard-tokens", TOKENIZE, &TokenizeConfig::shard_tokens, "100000000", between(1, 2e9), "tokens per shard"},
+    {"split-documents", TOKENIZE, &TokenizeConfig::split_documents, "", ANY,
+     "text that separates documents inside a .txt"},
+    {"help", EVERY_VERB, &Config::help, "off", ANY, "this text"},
+    {"version", EVERY_VERB, &Config::version, "off", ANY, "what was built: version, compiler, engines; and end"},
 };
 
+// What --model stands for: the options whose default is 'preset', and --batch.
+
 // Learns the synthetic corpus in two minutes on two cores.
-inline Preset preset_tiny() {
-    Preset p;
-    p.name = "tiny";
+inline Config preset_tiny() {
+    Config p;
+    p.model = "tiny";
     p.layers = 2;
     p.dim = 128;
     p.heads = 4;
@@ -356,9 +319,9 @@ inline Preset preset_tiny() {
 }
 
 // A model of the paper's kind, and of the size of GPT-2 small.
-inline Preset preset_125m() {
-    Preset p;
-    p.name = "125m";
+inline Config preset_125m() {
+    Config p;
+    p.model = "125m";
     p.layers = 12;
     p.dim = 768;
     p.heads = 12;
@@ -384,7 +347,7 @@ inline Preset preset_125m() {
     return p;
 }
 
-inline const Preset PRESETS[] = {preset_tiny(), preset_125m()};
+static const Config PRESETS[] = {preset_tiny(), preset_125m()};
 
 struct VerbName {
     const char* name;
@@ -414,9 +377,13 @@ inline const char* verb_name(Verb verb) {
     return std::find_if(std::begin(VERBS), std::end(VERBS), [&](const VerbName& v) { return v.verb == verb; })->name;
 }
 
-inline const Option& option_named(const std::string& name) {
-    return *std::find_if(option_table().begin(), option_table().end(), [&](const Option& o) { return name == o.name; });
+// Null where no option has this name.
+inline const Option* find_option(const std::string& name) {
+    const auto found =
+        std::find_if(std::begin(OPTIONS), std::end(OPTIONS), [&](const Option& o) { return name == o.name; });
+    return found == std::end(OPTIONS) ? nullptr : found;
 }
+inline const Option& option_named(const std::string& name) { return *find_option(name); }
 
 // "seq-len" as JSON files spell it.
 inline std::string underscored(std::string name) {
@@ -471,63 +438,46 @@ inline void set_option(Config& c, const Option& o, const std::string& value) {
     }
 }
 
-// What people type who come from other programs.
+// What people type who come from other programs, for each of our options.
 static const struct {
-    const char *typed, *option;
+    const char *option, *typed;
 } OTHER_NAMES[] = {
-    {"learning-rate", "lr"},
-    {"min-lr", "lr-final"},
-    {"lr-decay-style", "schedule"},
-    {"lr-scheduler-type", "schedule"},
-    {"warmup-iters", "warmup"},
-    {"warmup-steps", "warmup"},
-    {"wd", "weight-decay"},
-    {"clip-grad", "grad-clip"},
-    {"max-grad-norm", "grad-clip"},
-    {"batch-size", "batch"},
-    {"micro-batch-size", "batch"},
-    {"global-batch-size", "total-batch"},
-    {"gradient-accumulation-steps", "total-batch"},
-    {"block-size", "seq-len"},
-    {"context-length", "seq-len"},
-    {"max-length", "seq-len"},
-    {"max-steps", "steps"},
-    {"max-iters", "steps"},
-    {"num-iterations", "steps"},
-    {"eval-interval", "eval-every"},
-    {"save-interval", "save-every"},
-    {"n-layer", "layers"},
-    {"n-head", "heads"},
-    {"n-embd", "dim"},
-    {"hidden-size", "dim"},
-    {"window-size", "window"},
-    {"train-data", "data"},
-    {"dataset", "data"},
-    {"dtype", "cpu-dtype"},
-    {"num-threads", "threads"},
-    {"output", "out"},
-    {"to", "out"},
-    {"output-dir", "out"},
-    {"out-dir", "out"},
-    {"input", "data"},
-    {"input", "in"},
-    {"input", "text"},
-    {"checkpoint", "from"},
-    {"ckpt", "from"},
-    {"max-tokens", "tokens"},
-    {"max-new-tokens", "tokens"},
-    {"num-samples", "seed"},  // one sample for each seed
-    {"temp", "temperature"},
+    {"lr", "learning-rate"},
+    {"lr-final", "min-lr"},
+    {"schedule", "lr-decay-style|lr-scheduler-type"},
+    {"warmup", "warmup-iters|warmup-steps"},
+    {"weight-decay", "wd"},
+    {"grad-clip", "clip-grad|max-grad-norm"},
+    {"batch", "batch-size|micro-batch-size"},
+    {"total-batch", "global-batch-size|gradient-accumulation-steps"},
+    {"seq-len", "block-size|context-length|max-length"},
+    {"steps", "max-steps|max-iters|num-iterations"},
+    {"eval-every", "eval-interval"},
+    {"save-every", "save-interval"},
+    {"layers", "n-layer"},
+    {"heads", "n-head"},
+    {"dim", "n-embd|hidden-size"},
+    {"window", "window-size"},
+    {"data", "train-data|dataset|input"},
+    {"in", "input"},
+    {"text", "input"},
+    {"cpu-dtype", "dtype"},
+    {"threads", "num-threads"},
+    {"out", "output|output-dir|out-dir|to"},
+    {"from", "checkpoint|ckpt"},
+    {"tokens", "max-tokens|max-new-tokens"},
+    {"seed", "num-samples"},  // one sample for each seed
+    {"temperature", "temp"},
 };
 
 // Another program's name for an option of this verb, or our own name as JSON files spell it; "" where there is none.
 inline std::string familiar_option(std::string word, Verb verb) {
     std::replace(word.begin(), word.end(), '_', '-');
-    for (const Option& o : option_table()) {
+    for (const Option& o : OPTIONS) {
         if (!(o.verbs & verb)) continue;
         if (word == o.name) return word;
         for (const auto& other : OTHER_NAMES)
-            if (word == other.typed && !std::strcmp(o.name, other.option)) return o.name;
+            if (is_choice(word, other.typed) && !std::strcmp(o.name, other.option)) return o.name;
     }
     return "";
 }
@@ -564,28 +514,30 @@ inline std::string option_of_folder(const std::string& word, Verb verb, const st
     return reads_runs && (verb == REPORT || !given.count("from")) ? "from" : "";
 }
 
+// The verb that a command line begins with, `train` where it names none. at: gets the place of the word behind it.
+inline Verb read_verb(int argc, const char* const* argv, Config& c, int& at) {
+    at = 1;
+    while (argc > at && !std::strcmp(argv[at], "help")) at++;  // `help sample` is `sample --help`
+    c.help = at > 1;
+    if (argc == at || argv[at][0] == '-') return TRAIN;
+    c.verb = argv[at++];
+    std::string names;
+    for (const VerbName& v : VERBS) names += std::string(v.name) + ", ";
+    if (!verb_named(c.verb)) fail_usage("'%s' is no verb; expected one of %shelp", c.verb.c_str(), names.c_str());
+    return verb_named(c.verb)->verb;
+}
+
 // What was asked for: the command line over the table's defaults. Names of the options given are left in `given`.
 inline Config parse_options(int argc, const char* const* argv, std::set<std::string>& given) {
     Config c;
-    int at = 1;
-    Verb verb = TRAIN;
-    while (argc > at && !std::strcmp(argv[at], "help")) at++;  // `help sample` is `sample --help`
-    const bool help = at > 1;
-    if (argc > at && argv[at][0] != '-') {
-        c.verb = argv[at++];
-        const VerbName* const found = verb_named(c.verb);
-        std::string names;
-        for (const VerbName& v : VERBS) names += std::string(v.name) + ", ";
-        if (!found) fail_usage("'%s' is no verb; expected one of %shelp", c.verb.c_str(), names.c_str());
-        verb = found->verb;
-    }
     std::string option;  // the last one so far
-    for (const Option& o : option_table())
+    for (const Option& o : OPTIONS)
         if (*o.default_text &&
             (o.choices ? is_choice(o.default_text, o.choices)
                        : std::strcmp(o.default_text, "preset") && std::strcmp(o.default_text, "auto")))
             set_option(c, o, o.default_text);
-    c.help = help;
+    int at;
+    const Verb verb = read_verb(argc, argv, c, at);
     while (at < argc) {
         std::string word = argv[at++];
         if (word == "-h") word = "--help";
@@ -598,9 +550,8 @@ inline Config parse_options(int argc, const char* const* argv, std::set<std::str
         }
         const size_t equals = word.find('=');
         const std::string name = word.substr(2, equals == std::string::npos ? equals : equals - 2);
-        const auto& table = option_table();
-        const auto o = std::find_if(table.begin(), table.end(), [&](const Option& x) { return name == x.name; });
-        if (o == table.end()) fail_unknown_option(name, verb, "");
+        const Option* const o = find_option(name);
+        if (!o) fail_unknown_option(name, verb, "");
         if (!(o->verbs & verb))
             fail_usage("--%s is no option of '%s' (./train_nsa %s --help lists its options)", name.c_str(),
                        c.verb.c_str(), c.verb.c_str());
@@ -625,37 +576,16 @@ inline Config parse_options(int argc, const char* const* argv, std::set<std::str
     return c;
 }
 
-inline const Preset& preset_of(const TrainConfig& c) {
-    return *std::find_if(std::begin(PRESETS), std::end(PRESETS), [&](const Preset& p) { return c.model == p.name; });
+inline const Config& preset_of(const TrainConfig& c) {
+    return *std::find_if(std::begin(PRESETS), std::end(PRESETS), [&](const Config& p) { return c.model == p.model; });
 }
 
 // What the preset decides, where the command line was silent.
-inline void apply_preset(TrainConfig& c, const std::set<std::string>& given) {
-    const Preset& p = preset_of(c);
-    auto set = [&](const char* name, auto& field, auto value) {
-        if (!given.count(name)) field = value;
-    };
-    set("layers", c.layers, p.layers);
-    set("dim", c.dim, p.dim);
-    set("heads", c.heads, p.heads);
-    set("kv-groups", c.kv_groups, p.kv_groups);
-    set("head-dim", c.head_dim, p.head_dim);
-    set("cmp-block", c.cmp_block, p.cmp_block);
-    set("cmp-stride", c.cmp_stride, p.cmp_stride);
-    set("slc-block", c.slc_block, p.slc_block);
-    set("slc-count", c.slc_count, p.slc_count);
-    set("window", c.window, p.window);
-    set("phi-hidden", c.phi_hidden, p.phi_hidden);
-    set("mlp-hidden", c.mlp_hidden, p.mlp_hidden);
-    set("init", c.init, p.init);
-    set("tokenizer", c.tokenizer, p.tokenizer);
-    set("seq-len", c.seq_len, p.seq_len);
-    set("steps", c.steps, p.steps);
-    set("warmup", c.warmup, p.warmup);
-    set("lr", c.lr, p.lr);
-    set("eval-every", c.eval_every, p.eval_every);
-    set("save-every", c.save_every, p.save_every);
-    set("out", c.out, "runs/" + c.model);
+inline void apply_preset(Config& c, const std::set<std::string>& given) {
+    for (const Option& o : OPTIONS)
+        if (!std::strcmp(o.default_text, "preset") && !given.count(o.name))
+            set_option(c, o, value_text(preset_of(c), o));
+    if (!given.count("out")) c.out = "runs/" + c.model;
     while (c.out.size() > 1 && c.out.back() == '/') c.out.pop_back();
     if (c.out.empty()) fail_usage("--out is empty; expected a folder for the run");
     c.vocab_size = c.tokenizer == "gpt2" ? 50257 : 256;
@@ -694,7 +624,7 @@ inline void validate_model(const ModelConfig& c, const char* where) {
 // Batch sizes. What was not given follows from the preset, the device and the number of ranks; what was given must fit
 // together.
 inline void resolve_batch(TrainConfig& c, const std::set<std::string>& given, int ranks, bool gpu) {
-    const Preset& p = preset_of(c);
+    const Config& p = preset_of(c);
     // Half a million tokens a step take hours on a CPU, so there it is one sequence per rank unless the user says
     // otherwise.
     const bool as_preset = gpu || c.model == "tiny";
@@ -750,27 +680,25 @@ inline void validate_given(const TrainConfig& c, const std::set<std::string>& gi
             fail_usage("--%s is of --attention nsa, and this run has --attention full: leave one of them out", name);
 }
 
-// What can be done and was hardly meant: a line for each.
-inline std::vector<std::string> doubtful_options(const TrainConfig& c, const std::set<std::string>& given) {
-    std::vector<std::string> lines;
+// A warning for each option whose effect the user may not expect.
+inline void warn_of_doubtful_options(const TrainConfig& c, const std::set<std::string>& given) {
     if (c.attention == "nsa" && c.seq_len < c.cmp_block)
-        lines.push_back(
+        complain(
             format_text("--seq-len %lld is shorter than --cmp-block %lld: the compressed branch never has "
                         "a block, and the selection has nothing to go by",
                         (long long)c.seq_len, (long long)c.cmp_block));
     if (c.lr == 0 && c.dump_state.empty())
-        lines.push_back("--lr 0: nothing is learnt, every step leaves the weights as they are");
+        complain("--lr 0: nothing is learnt, every step leaves the weights as they are");
     if (c.dump_state.empty() && c.lr > 0 && c.steps > 0 && c.steps < c.warmup)
-        lines.push_back(
+        complain(
             format_text("--steps %lld ends within the %lld steps of --warmup: the learning rate never gets "
                         "beyond %.2g of --lr %g",
                         (long long)c.steps, (long long)c.warmup, double(c.steps) / double(c.warmup), c.lr));
     if (c.sample_tokens > c.seq_len && given.count("sample-tokens"))
-        lines.push_back(
+        complain(
             format_text("--sample-tokens %lld is more than --seq-len %lld: what the model writes beyond "
                         "that length it has not learnt",
                         (long long)c.sample_tokens, (long long)c.seq_len));
-    return lines;
 }
 
 // The built-in corpus is no text of GPT-2's tokens.
@@ -799,7 +727,7 @@ inline std::string program_name = "./train_nsa";
 // The command that gives the same options again, but for one.
 inline std::string command_line(const Config& c, const std::set<std::string>& given, const std::string& without) {
     std::string command = program_name;
-    for (const Option& o : option_table())
+    for (const Option& o : OPTIONS)
         if (given.count(o.name) && o.name != without) command += " --" + std::string(o.name) + " " + value_text(c, o);
     return command;
 }

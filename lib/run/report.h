@@ -232,6 +232,8 @@ struct EvalSums {
     double loss = 0, answer_loss = 0, tokens = 0, answers = 0, bytes = 0;
     double range_loss[POSITION_RANGES] = {};
     static constexpr size_t COUNT = 5 + POSITION_RANGES;
+    double* numbers() { return reinterpret_cast<double*>(this); }
+    const double* numbers() const { return reinterpret_cast<const double*>(this); }
 
     // The sample's next token. target: 1 for an answer, 0 for any other, NO_TARGET behind the end of the data.
     void add(double of_token, uint8_t target, size_t text_bytes) {
@@ -260,14 +262,9 @@ struct EvalResult {
     explicit EvalResult(const std::vector<EvalSums>& sums) : samples(sums.size()) {
         EvalSums total;
         for (const EvalSums& s : sums) {
-            total.loss += s.loss;
-            total.answer_loss += s.answer_loss;
-            total.tokens += s.tokens;
-            total.answers += s.answers;
-            total.bytes += s.bytes;
+            for (size_t i = 0; i < EvalSums::COUNT; i++) total.numbers()[i] += s.numbers()[i];
             for (size_t r = 0; r < POSITION_RANGES; r++) {
                 const size_t begin = range_begin(r), end = range_begin(r + 1), size = size_t(s.tokens);
-                range_loss[r] += s.range_loss[r];
                 range_tokens[r] += std::min(std::max(size, begin), end) - begin;
             }
         }
@@ -276,7 +273,7 @@ struct EvalResult {
         bytes = uint64_t(total.bytes);
         loss = total.loss / total.tokens;
         if (answers) answer_loss = total.answer_loss / total.answers;
-        for (size_t r = 0; r < POSITION_RANGES; r++) range_loss[r] /= double(range_tokens[r]);
+        for (size_t r = 0; r < POSITION_RANGES; r++) range_loss[r] = total.range_loss[r] / double(range_tokens[r]);
     }
 
     double bits_per_byte() const { return loss * double(tokens) / std::log(2.0) / double(bytes); }

@@ -185,7 +185,9 @@ struct RunLog {
     }
     RunLog(const RunLog&) = delete;
     RunLog& operator=(const RunLog&) = delete;
-    ~RunLog() { std::fclose(text), std::fclose(json); }
+    ~RunLog() {
+        for (FILE* file : {text, json}) std::fclose(file);
+    }
 
     // A full disk costs lines, not the run.
     void line(FILE* file, const std::string& s) {

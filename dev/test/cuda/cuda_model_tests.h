@@ -37,9 +37,9 @@ inline Config cuda_config(const std::string& more = "") {
 // Every preset runs on a GPU, with NSA and with full attention.
 TEST(cuda_has_the_shapes_of_all_presets) {
     Cuda dev;
-    for (const Preset& p : PRESETS) {
+    for (const Config& p : PRESETS) {
         for (const char* attention : {"nsa", "full"}) {
-            const Config c = options_of(std::string("--model ") + p.name + " --attention " + attention);
+            const Config c = options_of(std::string("--model ") + p.model + " --attention " + attention);
             std::string refusal;
             try {
                 dev.check_shape(shape_of(c, c.batch, c.seq_len));

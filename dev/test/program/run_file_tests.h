@@ -76,7 +76,7 @@ TEST(run_config_and_manifest_hold_every_field) {
     for (const Json* run : {&manifest, state.find("options")}) {
         REQUIRE(run != nullptr);
         CHECK_EQUAL(run->string("program", ""), std::string("train_nsa"));
-        for (const Option& o : option_table()) {
+        for (const Option& o : OPTIONS) {
             if (!(o.verbs & TRAIN) || o.flag) continue;
             const Json* value = run->find(underscored(o.name));
             tests().checks++;

@@ -9,7 +9,7 @@
 // option of the table.
 TEST(run_options_out_of_range_are_refused) {
     using namespace program;
-    for (const Option& o : option_table()) {
+    for (const Option& o : OPTIONS) {
         const std::string name = "--" + std::string(o.name), verb = first_verb(o);
         Words wrong;
         if (o.integer || o.real)
@@ -28,7 +28,7 @@ TEST(run_options_out_of_range_are_refused) {
 
 TEST(run_options_are_parsed_strictly) {
     using namespace program;
-    for (const Option& o : option_table()) {
+    for (const Option& o : OPTIONS) {
         const std::string name = "--" + std::string(o.name), verb = first_verb(o);
         if (o.integer || o.real) {
             for (const char* wrong : {"", "nan", "-nan", "inf", "-inf", "1e999", "x", "1x", "1 ", " 1", "\t1", "1,5",
@@ -93,7 +93,7 @@ TEST(run_usage_errors_end_with_status_2) {
         CHECK_REFUSED(run(words), 2, " is no option; did you mean " + meant + "?");
     for (const auto& other : OTHER_NAMES)  // each leads to an option, and none is one
         CHECK(std::strcmp(option_named(other.option).name, other.option) == 0 &&
-              std::none_of(option_table().begin(), option_table().end(),
+              std::none_of(std::begin(OPTIONS), std::end(OPTIONS),
                            [&](const Option& o) { return !std::strcmp(o.name, other.typed); }));
     const Result far = run({"--qwertyuiop", "2"});
     CHECK_REFUSED(far, 2, "--qwertyuiop is no option", "--help");
@@ -269,7 +269,7 @@ TEST(run_help_lists_every_option_with_default_and_range) {
         const std::vector<std::string> lines = lines_of(help.out.substr(0, help.out.find("\npresets:")));
         for (const VerbName& other : VERBS)
             CHECK(help.out.find("\n  " + std::string(other.name) + " ") != std::string::npos);
-        for (const Option& o : option_table()) {
+        for (const Option& o : OPTIONS) {
             const std::string start = "  --" + std::string(o.name) + " ";
             const auto line = std::find_if(lines.begin(), lines.end(), [&](const std::string& s) {
                 return s.compare(0, start.size(), start) == 0;
@@ -310,8 +310,8 @@ TEST(run_help_lists_every_option_with_default_and_range) {
 TEST(run_help_tells_the_presets_as_they_are) {
     using namespace program;
     const std::string help = run({"--help"}, UNWRAPPED).out;
-    for (const Preset& p : PRESETS) {
-        const std::string start = "  --model " + std::string(p.name) + std::string(7, ' ') + "= ";
+    for (const Config& p : PRESETS) {
+        const std::string start = "  --model " + std::string(p.model) + std::string(7, ' ') + "= ";
         const auto lines = lines_of(help);
         const auto line = std::find_if(lines.begin(), lines.end(),
                                        [&](const std::string& s) { return s.compare(0, start.size(), start) == 0; });
@@ -320,8 +320,8 @@ TEST(run_help_tells_the_presets_as_they_are) {
         std::istringstream in(line->substr(start.size()));
         for (std::string word; in >> word;) words.push_back(word);
         std::set<std::string> given;
-        const Config told = parse(words, &given), preset = parse_and_preset({"--model", p.name});
-        for (const Option& o : option_table()) {
+        const Config told = parse(words, &given), preset = parse_and_preset({"--model", p.model});
+        for (const Option& o : OPTIONS) {
             if (std::string(o.default_text) != "preset") continue;
             CHECK(given.count(o.name) == 1);
             if (std::string(o.name) != "total-batch") CHECK_EQUAL(value_text(told, o), value_text(preset, o));

@@ -19,7 +19,7 @@ TEST(resume_inherits_every_option) {
         return c;
     };
     const Config standard = started({});
-    for (const Option& o : option_table()) {
+    for (const Option& o : OPTIONS) {
         if (!(o.verbs & TRAIN)) continue;
         CHECK_EQUAL(is_inherited(o), !not_inherited.count(o.name));
         if (!is_inherited(o)) continue;
