@@ -10,8 +10,9 @@
 // dev/MODEL.md specifies the model. An engine does the arithmetic of each operation: Cpu in nsa_cpu.h or Cuda in
 // nsa_kernels.cuh; `dev` is one of the two. `c` holds options: what a model sees is a ModelConfig, what the loop sees a
 // TrainConfig, and Config is all that a command line gives, see lib/run/options.h; shape_of() in lib/run/config_files.h
-// turns them into the shapes of the attention. Ranks are in ddp.cuh, token shards in dataloader.h, text in tokenizer.h, and all that is not about the model in lib/: checkpoints in lib/run/model_files.h,
-// the start of a run in lib/run/start.h, the verbs in lib/run/verbs.h, lib/run/check.h and lib/report.
+// turns them into the shapes of the attention. Ranks are in ddp.cuh, token shards in dataloader.h, text in tokenizer.h,
+// and all that is not about the model in lib/: checkpoints in lib/run/model_files.h, the start of a run in
+// lib/run/start.h, the verbs in lib/run/verbs.h, lib/run/check.h and lib/report.
 #include <set>
 #include <string>
 #include <vector>
@@ -760,7 +761,8 @@ struct Decoder {
         std::vector<float> logits(static_cast<size_t>(a.V));
         model.dev.to_host(logits.data(), a.logits, logits.size());
         require_finite(logits, position);
-        const double uniform = random_uniform(uint64_t(model.config.seed), random_stream(RANDOM_SAMPLE), uint64_t(position));
+        const double uniform =
+            random_uniform(uint64_t(model.config.seed), random_stream(RANDOM_SAMPLE), uint64_t(position));
         return choose_token(logits, c.temperature, c.top_k, c.top_p, uniform);
     }
 
@@ -789,8 +791,8 @@ void generate(
 
 // Prints and returns a sample: the prompt, or the beginning of a new document, and what the model makes of it.
 template <class Dev>
-std::string print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const SampleConfig& c, int64_t count, bool in_training,
-                         const std::string& prompt) {
+std::string print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const SampleConfig& c, int64_t count,
+                         bool in_training, const std::string& prompt) {
     std::vector<uint16_t> ids = {tokenizer.end_of_text};
     Encoder(tokenizer).append(prompt, ids);
     if (!in_training) warn_beyond_trained(int64_t(ids.size()), count, model.config.seq_len);
@@ -1062,8 +1064,8 @@ struct Run {
 
 // Does all that comes before the first step.
 template <class Dev>
-void begin_run(Run<Dev>& run, const Config& c, const Device& device, const GradientPath& path, const std::set<std::string>& given,
-               bool memory_is_tight) {
+void begin_run(Run<Dev>& run, const Config& c, const Device& device, const GradientPath& path,
+               const std::set<std::string>& given, bool memory_is_tight) {
     const World& world = run.world;
     Model<Dev>& model = run.model;
     const Versions libraries = library_versions(nccl_version(), cuda_versions());
@@ -1099,8 +1101,8 @@ void print_end(Run<Dev>& run) {
 
 // Returns the program's exit status.
 template <class Dev>
-int train_run(Run<Dev>& run, const Config& c, const Device& device, const GradientPath& path, const std::set<std::string>& given,
-              bool memory_is_tight) {
+int train_run(Run<Dev>& run, const Config& c, const Device& device, const GradientPath& path,
+              const std::set<std::string>& given, bool memory_is_tight) {
     begin_run(run, c, device, path, given, memory_is_tight);
     if (!c.dump_state.empty()) {
         dump_first_batch(c, run.model, *run.activations, *run.data.train, given);

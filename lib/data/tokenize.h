@@ -601,4 +601,3 @@ void tokenize_files(const TokenizeOptions& options) {
     std::printf("tokenize: %s; %s\n", counted(options.threads, "thread").c_str(), tokenizer.describe().c_str());
     print_tokenized(options, inputs, counts, documents, added, train, val);
 }
-

@@ -87,7 +87,8 @@ inline void start_threads(int count) {
 
 // --resume on another machine: options of the run that this one cannot honour give way, and c.given_up keeps the reason
 // for the line that says so. What was given with --resume is refused instead. share: this rank's processors.
-inline void drop_unsupported_options(TrainConfig& c, const std::set<std::string>& given, int share, const GpuSearch& gpus) {
+inline void drop_unsupported_options(TrainConfig& c, const std::set<std::string>& given, int share,
+                                     const GpuSearch& gpus) {
     const auto give_up = [&](const char* name, auto& field, const auto& instead, const std::string& reason) {
         if (given.count(name) || field == instead) return;
         field = instead;

@@ -51,8 +51,8 @@ TrainState load_checkpoint(Model& model, const std::string& folder) {
     return state;
 }
 
-// --dump-state: the first batch with everything that it leads to, for another program to compare itself with. c: of
-// the model.
+// --dump-state: the first batch with everything that it leads to, for another program to compare itself with. c:
+// all options of the run.
 template <class Model, class Activations, class Loader>
 void dump_first_batch(const Config& c, Model& model, Activations& a, Loader& loader,
                       const std::set<std::string>& given) {

@@ -20,8 +20,8 @@
 #include "../base/util.h"
 #include "../model/schedule.h"
 
-// What Model and Activations see: the architecture, which config.json keeps, and what a step does with it. 0 and "" mean:
-// as the preset has it.
+// What Model and Activations see: the architecture, which config.json keeps, and what a step does with it. 0 and ""
+// mean "as the preset has it".
 struct ModelConfig {
     std::string attention, branches, tokenizer;
     int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0,
@@ -65,7 +65,7 @@ struct TrainConfig : ModelConfig, MachineConfig, SampleConfig {
     std::map<std::string, std::string> given_up;  // --resume: options that this machine cannot honour, and why
 };
 
-// The checkpoint that a verb reads, and what those that measure it read and write beside it.
+// The checkpoint that a verb reads. eval and inspect take texts too, inspect and report write a page.
 struct CheckpointConfig {
     std::string from, at_step;
     std::vector<std::string> runs;  // every --from, in order

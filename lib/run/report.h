@@ -555,7 +555,8 @@ struct RunReport {
 
     // The run's last lines, or the error that it ends with although it reached its end.
     template <class Saver>
-    void print_end(Stop stop, const TrainState& state, const TrainConfig& c, const Saver& saver, bool has_vocabulary) const {
+    void print_end(Stop stop, const TrainState& state, const TrainConfig& c, const Saver& saver,
+                   bool has_vocabulary) const {
         const std::string &save_error = saver.last_error, &last_saved = saver.last_saved;
         if (stop == HALTED) remove_halt_file(c.out);
         if (!saver.lost_folder.empty()) fail("%s; %s", saver.lost_folder.c_str(), saver.describe_last().c_str());

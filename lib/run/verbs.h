@@ -1,5 +1,5 @@
-// verbs.h: the verbs `tokenize`, `sample` and `eval`. Used by run_verb() in train_nsa.cu, whose types and functions these templates
-// take. with_model(options, weights, use) calls use(model) with a model of these weights.
+// verbs.h: the verbs `tokenize`, `sample` and `eval`. Used by run_verb() in train_nsa.cu, whose types and functions
+// these templates take. with_model(options, weights, use) calls use(model) with a model of these weights.
 #pragma once
 #include <algorithm>
 #include <memory>
