@@ -62,6 +62,7 @@ TEST(run_closing_lines_can_be_followed) {
     CHECK(first.out.find("next:   " + path() + " sample --from '" + out + "' --prompt") != std::string::npos);
     const Result again = train({{"out", out}, {"resume", "on"}});
     CHECK(again.out.find("no step was to be done: --steps is 2, and step 2 is reached already") != std::string::npos);
+    CHECK(again.out.find("median") == std::string::npos && first.out.find(", median ") != std::string::npos);
     const Result none = train({{"out", folder.file("none")}, {"steps", "0"}});
     CHECK(none.out.find("no step was to be done: --steps is 0\n") != std::string::npos &&
           none.out.find("next:") == std::string::npos);
