@@ -115,9 +115,12 @@ TEST(run_usage_errors_end_with_status_2) {
     CHECK_REFUSED(run({"tokenize", "--in", "x.txt"}), 2, "--out");
     TempFolder folder;
     write_file(folder.file("a.txt"), "words");
+    write_file(folder.file("a.png"), "words");
     CHECK_REFUSED(run({"tokenize", "--in", folder.file("a.txt"), "--out", folder.file("t")}), 2, "--vocab-dir");
     CHECK_REFUSED(run({"tokenize", "--in", folder.file("a.png"), "--out", folder.file("t"), "--tokenizer", "bytes"}), 2,
                   "--in", "a.png");
+    CHECK_REFUSED(run({"tokenize", "--in", folder.file("nofile"), "--out", folder.file("t")}), 1,
+                  "nofile: No such file");
     CHECK_EQUAL(glob_files(folder.file("t*")).size(), 0u);
 }
 
