@@ -44,58 +44,64 @@ class TiledAttention {
     void compress_forward(Gemm<float>& gemm, float* out, float* hidden, const float* k, const PhiOf<float>& phi,
                           const NsaShape& s) {
         const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin,
-                  NC = s.cmp_capacity();
+                  NC = s.cmp_capacity(), groups = s.B * s.G;
         if (count <= 0) return;
-        float* activated = scratch[0].get(size_t(count) * F);
-        for (int bg = 0; bg < s.B * s.G; bg++) {
-            const float* tokens = k + (size_t(bg) * s.T + size_t(begin) * s.d) * D;
-            float *h = hidden + (size_t(bg) * NC + begin) * F, *o = out + (size_t(bg) * NC + begin) * D;
+        const BlockRows rows(s, count);
+        float* const sums = scratch[0].get(size_t(groups) * rows.stride * F);
+        float* const activated = scratch[1].get(size_t(groups) * count * F);
+        for (int part = 0; part < rows.parts; part++)
             for (int chunk = 0; chunk < s.l / s.d; chunk++)
-                gemm.nt({count, F, s.d * D}, tokens + size_t(chunk) * s.d * D, size_t(s.d) * D,
-                        phi.fc1 + size_t(chunk) * s.d * D, size_t(s.l) * D, chunk > 0, h, F);
-#pragma omp parallel for schedule(static)
+                gemm.nt({rows.count, F, s.d * D}, k + (size_t(part) * s.T + size_t(begin + chunk) * s.d) * D,
+                        size_t(s.d) * D, phi.fc1 + size_t(chunk) * s.d * D, size_t(s.l) * D, chunk > 0,
+                        sums + size_t(part) * rows.stride * F, F);
+#pragma omp parallel for collapse(2) schedule(static)
+        for (int bg = 0; bg < groups; bg++)
             for (int i = 0; i < count; i++) {
+                const size_t row = size_t(bg) * NC + begin + i;
+                const float *sum = sums + (size_t(bg) * rows.stride + i) * F,
+                            *tokens = k + (size_t(bg) * s.T + size_t(begin + i) * s.d) * D;
+                float *h = hidden + row * F, *active = activated + (size_t(bg) * count + i) * F;
                 for (int f = 0; f < F; f++) {
-                    h[size_t(i) * F + f] += phi.bias[f];
-                    activated[size_t(i) * F + f] = h[size_t(i) * F + f] * sigmoid(h[size_t(i) * F + f]);
+                    h[f] = sum[f] + phi.bias[f];
+                    active[f] = h[f] * sigmoid(h[f]);
                 }
-                for (int x = 0; x < D; x++) {
-                    float sum = 0;
-                    for (int row = 0; row < s.l; row++) sum += tokens[(size_t(i) * s.d + row) * D + x];
-                    o[size_t(i) * D + x] = sum / s.l;
-                }
+                mean_of_rows(out + row * D, tokens, s.l, D);
             }
-            gemm.nt({count, D, F}, activated, F, phi.fc2, F, true, o, D);
-        }
+        const int parts = count == NC ? 1 : groups;  // the rows of all groups follow one another, or there are gaps
+        for (int part = 0; part < parts; part++)
+            gemm.nt({groups / parts * count, D, F}, activated + size_t(part) * count * F, F, phi.fc2, F, true,
+                    out + (size_t(part) * NC + begin) * D, D);
     }
     // dk [B, G, T, D] =, dphi +=, from dout [B, G, NC, D]. Training shapes.
     void compress_backward(Gemm<float>& gemm, float* dk, const PhiOf<float>& dphi, const float* dout,
                            const float* hidden, const float* k, const PhiOf<float>& phi, const NsaShape& s) {
-        const int D = s.D, F = s.F, NC = s.cmp_capacity();
-        float *activated = scratch[0].get(size_t(NC) * F), *dhidden = scratch[1].get(size_t(NC) * F);
-        zero(dk, s.key_rows() * D);
-        if (NC == 0) return;
-        for (int bg = 0; bg < s.B * s.G; bg++) {
-            const float *tokens = k + size_t(bg) * s.T * D, *h = hidden + size_t(bg) * NC * F,
-                        *o = dout + size_t(bg) * NC * D;
-            float* dtokens = dk + size_t(bg) * s.T * D;
-            activate(activated, h, size_t(NC) * F);
-            gemm.tn({D, F, NC}, o, D, activated, F, true, dphi.fc2, F);  // dfc2 += dout^T active
-            gemm.nn({NC, F, D}, o, D, phi.fc2, F, false, dhidden, F);    // dactive = dout fc2
-            through_silu(dhidden, h, size_t(NC) * F);
-            for (int i = 0; i < NC; i++) {
-                for (int f = 0; f < F; f++) dphi.bias[f] += dhidden[size_t(i) * F + f];
-                for (int row = 0; row < s.l; row++)
-                    for (int x = 0; x < D; x++) dtokens[(size_t(i) * s.d + row) * D + x] += o[size_t(i) * D + x] / s.l;
-            }
+        const int D = s.D, F = s.F, NC = s.cmp_capacity(), groups = s.B * s.G, all = groups * NC;
+        if (NC == 0) return zero(dk, s.key_rows() * D);
+        const BlockRows rows(s, NC);
+        float *activated = scratch[0].get(size_t(all) * F), *dactive = scratch[1].get(size_t(all) * F),
+              *dhidden = scratch[2].get(size_t(groups) * rows.stride * F);
+        gemm.nn({all, F, D}, dout, D, phi.fc2, F, false, dactive, F);  // dactive = dout fc2
+#pragma omp parallel for schedule(static)
+        for (int bg = 0; bg < groups; bg++) {
+            const size_t at = size_t(bg) * NC * F, count = size_t(NC) * F;
+            float* const to = dhidden + size_t(bg) * rows.stride * F;
+            activate(activated + at, hidden + at, count);
+            through_silu(to, dactive + at, hidden + at, count);
+            std::fill(to + count, to + size_t(rows.stride) * F, 0.0f);
+            spread_mean(dk + size_t(bg) * s.T * D, dout + size_t(bg) * NC * D, NC, s);
+        }
+        for (int row = 0; row < groups * rows.stride; row++)
+            for (int f = 0; f < F; f++) dphi.bias[f] += dhidden[size_t(row) * F + f];
+        gemm.tn({D, F, all}, dout, D, activated, F, true, dphi.fc2, F);  // dfc2 += dout^T active
+        for (int part = 0; part < rows.parts; part++)
             for (int chunk = 0; chunk < s.l / s.d; chunk++) {
-                const size_t at = size_t(chunk) * s.d * D;
-                gemm.tn({F, s.d * D, NC}, dhidden, F, tokens + at, size_t(s.d) * D, true, dphi.fc1 + at,
+                const float* const from = dhidden + size_t(part) * rows.stride * F;
+                const size_t at = size_t(chunk) * s.d * D, tokens = size_t(part) * s.T * D + at;
+                gemm.tn({F, s.d * D, rows.count}, from, F, k + tokens, size_t(s.d) * D, true, dphi.fc1 + at,
                         size_t(s.l) * D);
-                gemm.nn({NC, s.d * D, F}, dhidden, F, phi.fc1 + at, size_t(s.l) * D, true, dtokens + at,
+                gemm.nn({rows.count, s.d * D, F}, from, F, phi.fc1 + at, size_t(s.l) * D, true, dk + tokens,
                         size_t(s.d) * D);
             }
-        }
     }
     // importance[j], j = 0..t/l', from the weights of the compressed blocks that query t sees; paper eq. 9.
     static void fold_importance(float* importance, const float* weight, int t, const NsaShape& s) {
@@ -139,15 +145,45 @@ class TiledAttention {
         for (size_t i = 0; i < count; i++) x[i] = 0;
     }
     static void activate(float* out, const float* x, size_t count) {
-#pragma omp parallel for simd schedule(static)
+#pragma omp simd
         for (size_t i = 0; i < count; i++) out[i] = x[i] * sigmoid(x[i]);
     }
-    static void through_silu(float* dx, const float* x, size_t count) {
-#pragma omp parallel for simd schedule(static)
+    static void through_silu(float* dx, const float* dout, const float* x, size_t count) {
+#pragma omp simd
         for (size_t i = 0; i < count; i++) {
             const float s = sigmoid(x[i]);
-            dx[i] = dx[i] * s * (1 + x[i] * (1 - s));
+            dx[i] = dout[i] * s * (1 + x[i] * (1 - s));
         }
+    }
+
+    // -----------------------------------------------------------------------------------------------------------------
+    // Compression.
+
+    // Which blocks one product takes: `count` of each group or, where every group begins d tokens after the last of
+    // the group before, those of all groups. Then a few rows lie across two groups. They are computed and not used in
+    // the forward pass, and 0 in the backward pass. A group's first row is `stride` rows after the group before's.
+    struct BlockRows {
+        int parts, count, stride;
+        BlockRows(const NsaShape& s, int blocks) : parts(s.B * s.G), count(blocks), stride(blocks) {
+            if (s.T % s.d || blocks != s.cmp_capacity()) return;
+            stride = s.T / s.d;
+            count = parts * stride - (stride - blocks);
+            parts = 1;
+        }
+    };
+    static void mean_of_rows(float* out, const float* x, int rows, int D) {
+        for (int i = 0; i < D; i++) {
+            float sum = 0;
+            for (int row = 0; row < rows; row++) sum += x[size_t(row) * D + i];
+            out[i] = sum / rows;
+        }
+    }
+    // dk [T, D] = the gradient of the blocks' means, whose gradients are dout [NC, D]
+    static void spread_mean(float* dk, const float* dout, int NC, const NsaShape& s) {
+        std::fill_n(dk, size_t(s.T) * s.D, 0.0f);
+        for (int i = 0; i < NC; i++)
+            for (int row = 0; row < s.l; row++)
+                for (int x = 0; x < s.D; x++) dk[(size_t(i) * s.d + row) * s.D + x] += dout[size_t(i) * s.D + x] / s.l;
     }
 
     // -----------------------------------------------------------------------------------------------------------------
