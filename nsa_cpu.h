@@ -33,6 +33,9 @@
 // chunks, and chunks are added in their order, so the norm has the same bits whichever rank computed which chunk.
 constexpr size_t CHUNK = 4096;
 
+// The update of a tensor of so few elements is over before another thread has woken up.
+constexpr size_t FEW = 8192;
+
 // One step of the optimiser.
 struct HyperAdamW {
     double lr, beta1, beta2, eps, decay;  // decay is already 0 for tensors without it
@@ -227,7 +230,7 @@ struct Cpu : HostRuntime {
         const real beta1 = real(h.beta1), beta2 = real(h.beta2), eps = real(h.eps), scale = real(clip);
         const real step_size = real(h.lr / (1 - std::pow(h.beta1, double(h.step)))), keep = real(1 - h.lr * h.decay);
         const real v_correction = real(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step))));
-#pragma omp parallel for simd schedule(static)
+#pragma omp parallel for simd schedule(static) if (count > FEW)
         for (size_t i = 0; i < count; i++) {
             const real g = grad[i] * scale;
             m[i] = beta1 * m[i] + (1 - beta1) * g;
@@ -312,6 +315,7 @@ struct Cpu : HostRuntime {
         const ProfileRange range("compression");
         rope.prepare(s.T, s.D);
         if constexpr (in_tiles) tiles.compress_forward(gemm, out, hidden, k, phi, s);
+        if (in_tiles && !rotated) return;
 #pragma omp parallel for schedule(static)
         for (size_t group = 0; group < size_t(s.B) * s.G; group++)
             for (int i = s.cmp_blocks(s.first); i < s.cmp_blocks(s.first + s.queries); i++) {

@@ -182,7 +182,7 @@ static void compare_gpu_with_cpu(const Golden& golden) {
 #endif
 
 int main(int, char** argv) {
-    set_passive_omp_wait(argv);
+    set_omp_wait(argv);
     const int status = report_errors<World>(nullptr, [] {
         const Golden golden;
         compare_with_pytorch(golden);

@@ -1232,7 +1232,7 @@ static int run_check(const Config& c, World& world) {
 int main(int argc, char** argv) {
     if (argc > 0) program_name = argv[0];
     prepare_for_errors();
-    set_passive_omp_wait(argv);
+    set_omp_wait(argv);
     std::unique_ptr<World> world;
     const int status = report_errors<World>(nullptr, [&] {
         take_stop_signals();

@@ -477,7 +477,7 @@ static int run(int argc, char** argv) {
 }
 
 int main(int argc, char** argv) {
-    set_passive_omp_wait(argv);
+    set_omp_wait(argv);
     try {
         return run(argc, argv);
     } catch (const Error& e) {

@@ -98,7 +98,7 @@ static void leave_out_device_tests() {
 }
 
 int main(int argc, char** argv) {
-    set_passive_omp_wait(argv);
+    set_omp_wait(argv);
     leave_out_device_tests();
     try {
         if (argc > 1 && !std::strcmp(argv[1], "--perf")) return run_perf(argc - 1, argv + 1);

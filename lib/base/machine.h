@@ -29,14 +29,17 @@ inline std::string processor_list() {
     return text;
 }
 
-// GCC's OpenMP lets a thread that waits at the end of a loop spin for milliseconds. Where another process wants the
-// core (a second rank, a compiler, a neighbour), each of a step's hundreds of loops then waits for a time slice: 3.4
-// times slower was measured, see dev/NOTES.md. The runtime reads its setting before main, so the program sets it and
-// starts itself again. A policy that the user has set stays.
-inline void set_passive_omp_wait(char** argv) {
+// A thread that waits at the end of a loop may spin, by default for milliseconds. Where another process wants the core
+// (a second rank, a compiler, a neighbour), each of a step's hundreds of loops then waits for a time slice. If it
+// sleeps at once, it is woken late in each. GCC's runtime spins a few microseconds here, which has most of both
+// (figures: dev/NOTES.md); LLVM's knows milliseconds only, so there it sleeps. Runtimes read their setting before
+// main() and before anything of the program that could change the environment, so the program sets it and starts itself
+// again. What the user has set stays.
+inline void set_omp_wait(char** argv) {
 #ifdef _OPENMP
-    if (std::getenv("OMP_WAIT_POLICY") || std::getenv("GOMP_SPINCOUNT")) return;
-    if (setenv("OMP_WAIT_POLICY", "passive", 1) != 0) return;
+    for (const char* theirs : {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"})
+        if (std::getenv(theirs)) return;
+    if (setenv("GOMP_SPINCOUNT", "1000", 1) || setenv("OMP_WAIT_POLICY", "passive", 1)) return;
     execv(program_path().c_str(), argv);  // by its own name, the one that top and pkill show
     execv("/proc/self/exe", argv);        // the file has been moved away meanwhile
 #else

@@ -76,7 +76,7 @@ class TiledAttention {
     void compress_backward(Gemm<float>& gemm, float* dk, const PhiOf<float>& dphi, const float* dout,
                            const float* hidden, const float* k, const PhiOf<float>& phi, const NsaShape& s) {
         const int D = s.D, F = s.F, NC = s.cmp_capacity(), groups = s.B * s.G, all = groups * NC;
-        if (NC == 0) return zero(dk, s.key_rows() * D);
+        if (NC == 0) return void(std::fill_n(dk, s.key_rows() * D, 0.0f));
         const BlockRows rows(s, NC);
         float *activated = scratch[0].get(size_t(all) * F), *dactive = scratch[1].get(size_t(all) * F),
               *dhidden = scratch[2].get(size_t(groups) * rows.stride * F);
@@ -139,10 +139,6 @@ class TiledAttention {
         if constexpr (HAVE_BF16)
             if (bf16) return f(Bf16Pair());
         f(float());
-    }
-    static void zero(float* x, size_t count) {
-#pragma omp parallel for schedule(static)
-        for (size_t i = 0; i < count; i++) x[i] = 0;
     }
     static void activate(float* out, const float* x, size_t count) {
 #pragma omp simd
@@ -259,6 +255,7 @@ class TiledAttention {
         const Element* data;
         size_t group_stride, tile_stride;
         int count, padded;
+        Element* packed = nullptr;  // data, if pack_tiles() has to write it
         const Element* operator()(size_t bg, int tile) const { return data + bg * group_stride + tile * tile_stride; }
     };
     // The tiles of x [B, G, stride, D]. For products that sum over D they are [D / PER][padded], so that the scores of
@@ -275,21 +272,26 @@ class TiledAttention {
         if constexpr (per == 1)
             if (sum_over == OVER_KEYS) return {x, group_stride, size_t(width) * D, count, padded};
         Element* const data = reinterpret_cast<Element*>(scratch[slot].get(size * count * s.B * s.G));
-#pragma omp parallel
-        {
-            std::vector<Element> room(size_t(padded) * (D + 16));
-#pragma omp for collapse(2) schedule(static)
-            for (int bg = 0; bg < s.B * s.G; bg++)
-                for (int tile = 0; tile < count; tile++) {
-                    const int existing = std::min(width, keys - tile * width);
-                    const float* const in = x + bg * group_stride + size_t(tile) * width * D;
-                    Element* const out = data + (size_t(bg) * count + tile) * size;
-                    if (existing < padded) std::fill_n(out, size, Element{});
-                    if (sum_over == OVER_D) pack(out, padded, 1, in, 1, D, D / per, existing, D, room.data());
-                    else pack(out, D, 1, in, D, 1, (existing + per - 1) / per, D, existing);
-                }
-        }
-        return {data, size * count, size, count, padded};
+        return {data, size * count, size, count, padded, data};
+    }
+    // The threads of a parallel region share the work and do not wait for one another at the end.
+    template <class Element>
+    static void pack_tiles(const Tiles<Element>& tiles, Branch branch, const float* x, const NsaShape& s,
+                           SumOver sum_over) {
+        if (!tiles.packed) return;
+        constexpr int per = PER<Element>;
+        const int D = s.D, width = tile_keys(branch, s), keys = s.key_count(branch), padded = tiles.padded;
+        std::vector<Element> room(size_t(padded) * (D + 16));
+#pragma omp for collapse(2) schedule(static) nowait
+        for (int bg = 0; bg < s.B * s.G; bg++)
+            for (int tile = 0; tile < tiles.count; tile++) {
+                const int existing = std::min(width, keys - tile * width);
+                const float* const in = x + (size_t(bg) * s.key_stride(branch) + size_t(tile) * width) * D;
+                Element* const out = tiles.packed + bg * tiles.group_stride + tile * tiles.tile_stride;
+                if (existing < padded) std::fill_n(out, tiles.tile_stride, Element{});
+                if (sum_over == OVER_D) pack(out, padded, 1, in, 1, D, D / per, existing, D, room.data());
+                else pack(out, D, 1, in, D, 1, (existing + per - 1) / per, D, existing);
+            }
     }
 
     static size_t query_row(size_t bg, int head_of_group, int t, const NsaShape& s) {
@@ -305,26 +307,22 @@ class TiledAttention {
             }
     }
     // The rows of all queries, or of their gradients, scaled, as operands that sum over D: [B, G, T, h, D / PER]. The
-    // rows of neighbouring queries lie behind one another. row_of(bg, head of group, t) is where a row is read.
+    // rows of neighbouring queries lie behind one another. row_of(bg, head of group, t) is where a row is read. The
+    // threads share the work as in pack_tiles().
     template <class Element, class RowOf>
-    const Element* row_operands(int slot, float scale, RowOf row_of, const NsaShape& s) {
+    static void pack_query_rows(Element* rows, float scale, RowOf row_of, const NsaShape& s) {
         const int D = s.D, h = s.heads_per_group(), width = D / PER<Element>;
-        Element* const data = reinterpret_cast<Element*>(scratch[slot].get(s.query_rows() * width));
-#pragma omp parallel
-        {
-            std::vector<float> row(D);
-#pragma omp for collapse(2) schedule(static)
-            for (int bg = 0; bg < s.B * s.G; bg++)
-                for (int t = 0; t < s.T; t++)
-                    for (int i = 0; i < h; i++) {
-                        const float* const in = row_of(size_t(bg), i, t);
-                        Element* const out = data + ((size_t(bg) * s.T + t) * h + i) * width;
-                        for (int x = 0; x < D; x++) row[x] = in[x] * scale;
-                        if constexpr (PER<Element> == 2) round_row(out, row.data(), width);
-                        else std::copy_n(row.data(), D, out);
-                    }
-        }
-        return data;
+        std::vector<float> row(D);
+#pragma omp for collapse(2) schedule(static) nowait
+        for (int bg = 0; bg < s.B * s.G; bg++)
+            for (int t = 0; t < s.T; t++)
+                for (int i = 0; i < h; i++) {
+                    const float* const in = row_of(size_t(bg), i, t);
+                    Element* const out = rows + ((size_t(bg) * s.T + t) * h + i) * width;
+                    for (int x = 0; x < D; x++) row[x] = in[x] * scale;
+                    if constexpr (PER<Element> == 2) round_row(out, row.data(), width);
+                    else std::copy_n(row.data(), D, out);
+                }
     }
     template <class T>
     static void prefetch(const T* x, size_t count) {
@@ -463,7 +461,10 @@ class TiledAttention {
                              vs = operand_tiles<Element>(1, in.branch, in.v, s, OVER_KEYS);
 #pragma omp parallel
         {
+            pack_tiles(kt, in.branch, in.k, s, OVER_D);
+            pack_tiles(vs, in.branch, in.v, s, OVER_KEYS);
             ForwardRoom<Element> room(size_t(s.heads_per_group()) * step, step, kt.padded, kept_tiles(to, s), s);
+#pragma omp barrier
 #pragma omp for collapse(2) schedule(dynamic, 1)
             for (int bg = 0; bg < s.B * s.G; bg++)
                 for (int t0 = s.first; t0 < s.first + s.queries; t0 += step)
@@ -657,8 +658,8 @@ class TiledAttention {
     template <class Element>
     struct BackwardOperands {
         Tiles<Element> k, v, k_by_keys;
-        const Element *q, *dout;  // row_operands
-        float* sums;              // [B, G, T, h, D]: dq before the scaling
+        Element *q, *dout;  // of pack_query_rows()
+        float* sums;        // [B, G, T, h, D]: dq before the scaling
     };
     template <class Element>
     struct BackwardRoom {
@@ -692,18 +693,24 @@ class TiledAttention {
         const BackwardOperands<Element> x{operand_tiles<Element>(0, in.branch, in.k, s, OVER_D),
                                           operand_tiles<Element>(1, in.branch, in.v, s, OVER_D),
                                           operand_tiles<Element>(2, in.branch, in.k, s, OVER_KEYS),
-                                          row_operands<Element>(3, float(s.scale()), query, s),
-                                          row_operands<Element>(4, 1, gradient, s),
+                                          reinterpret_cast<Element*>(scratch[3].get(s.query_rows() * D)),
+                                          reinterpret_cast<Element*>(scratch[4].get(s.query_rows() * D)),
                                           scratch[5].get(s.query_rows() * D)};
         const int count = x.k.count;
         std::vector<std::atomic<int>> progress(size_t(s.B) * s.G * count);
         const std::vector<std::vector<int>> lists =
             in.branch == SLC ? query_lists(in, count) : std::vector<std::vector<int>>();
-        zero(x.sums, s.query_rows() * D);
 #pragma omp parallel
         {
+            pack_tiles(x.k, in.branch, in.k, s, OVER_D);
+            pack_tiles(x.v, in.branch, in.v, s, OVER_D);
+            pack_tiles(x.k_by_keys, in.branch, in.k, s, OVER_KEYS);
+            pack_query_rows(x.q, float(s.scale()), query, s);
+            pack_query_rows(x.dout, 1, gradient, s);
             BackwardRoom<Element> room(size_t(h) * tile_queries(s), x.k.padded, D);
-            // The order of the tiles matters: a tile waits for the one before it, which some thread has begun.
+#pragma omp for schedule(static)
+            for (size_t i = 0; i < s.query_rows() * D; i++) x.sums[i] = 0;
+                // The order of the tiles matters: a tile waits for the one before it, which some thread has begun.
 #pragma omp for collapse(2) schedule(monotonic : dynamic, 1)
             for (int tile = 0; tile < count; tile++)
                 for (int bg = 0; bg < s.B * s.G; bg++)

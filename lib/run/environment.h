@@ -63,7 +63,7 @@ inline Facts variables() {
         const std::string variable = *e;
         const size_t equals = std::min(variable.find('='), variable.size());
         for (const char* beginning :
-             {"OMP_", "NCCL_", "CUDA_", "MPICH_", "UCX_", "FI_", "SLURM_JOB_ID", "SLURM_NNODES"})
+             {"OMP_", "GOMP_", "KMP_", "NCCL_", "CUDA_", "MPICH_", "UCX_", "FI_", "SLURM_JOB_ID", "SLURM_NNODES"})
             if (variable.compare(0, std::string(beginning).size(), beginning) == 0)
                 found.emplace_back(variable.substr(0, equals),
                                    json_quote(variable.substr(std::min(equals + 1, variable.size()))));

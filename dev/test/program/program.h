@@ -73,9 +73,9 @@ inline std::vector<std::string> child_environment(const Start& start) {
     all.push_back("CUDA_VISIBLE_DEVICES=");
     for (char** e = environ; *e && !start.only_this_environment; e++) {
         const std::string variable = *e, name = variable.substr(0, variable.find('=') + 1);
-        // the last: the tests' own, see set_passive_omp_wait
-        bool launcher = name == "RANK=" || name == "WORLD_SIZE=" || name == "OMP_WAIT_POLICY=";
-        for (const char* beginning : {"PMI_", "PMIX_", "OMPI_", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_"})
+        bool launcher = name == "RANK=" || name == "WORLD_SIZE=";
+        for (const char* beginning : {"PMI_", "PMIX_", "OMPI_", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_",
+                                      "OMP_WAIT_", "GOMP_"})  // the last two: the tests' own, see set_omp_wait
             launcher = launcher || name.compare(0, std::strlen(beginning), beginning) == 0;
         const bool replaced = std::any_of(start.environment.begin(), start.environment.end(),
                                           [&](const std::string& s) { return s.compare(0, name.size(), name) == 0; });
