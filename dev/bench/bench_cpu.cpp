@@ -78,6 +78,7 @@ static void print_conditions() {
     if (getloadavg(load, 3) != 3) load[0] = -1;
     std::printf("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s\n", processor.c_str(),
                 usable_processors(), VECTOR_BYTES, HAVE_BF16 ? "yes" : "no");
+    if (!HAVE_BF16) std::printf("# no bf16 dot products here: what is measured in bf16 elsewhere is left out\n");
 #ifdef USE_DNNL
     const dnnl_version_t* v = dnnl_version();
     std::printf("# built by g++ %s, with oneDNN %d.%d.%d, %d threads\n", __VERSION__, v->major, v->minor, v->patch,

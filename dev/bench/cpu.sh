@@ -33,21 +33,37 @@ while [ $# -gt 0 ]; do
 done
 rates=$(mktemp)
 trap 'rm -f "$rates"' EXIT
-contend() { "$@" | tee -a "$rates"; }  # keeps its lines "rate NAME VALUE"
+contend() { "$@" | sed "s/^rate [^ ]*/&$as/" | tee -a "$rates"; }  # keeps its lines "rate NAME VALUE"
+as=''  # what it adds to their names
 median() {
     awk -v name="$1" '$1 == "rate" && $2 == name { print $3 }' "$rates" | sort -n |
         awk '{ x[NR] = $1 } END { if (NR) print (x[int((NR + 1) / 2)] + x[int(NR / 2) + 1]) / 2 }'
 }
 
+compare() {  # fp32 or bf16, then the names of the others
+    local dtype=$1 ours theirs other
+    shift
+    ours=$(median "ours-$dtype$as")
+    echo "ours, $dtype: $ours tokens/s"
+    for other; do
+        theirs=$(median "$other-$dtype$as")
+        [ -z "$theirs" ] || awk -v a="$ours" -v b="$theirs" -v name="$other-$dtype" 'BEGIN {
+            printf "    %-26s %8.1f tokens/s; ours is %.2f times that\n", name, b, a / b
+        }'
+    done
+}
+
 date -u '+# %Y-%m-%d %H:%M UTC'
-"$bench" conditions
+"$bench" conditions | tee -a "$rates"
+dtypes='fp32 bf16'
+grep -q '^# no bf16' "$rates" && dtypes=fp32
 echo; echo "== GEMM"
 "$bench" gemm
 echo; echo "== attention of one layer of 125m"
 "$bench" attention
 echo; echo "== decoding"
 "$bench" decode
-for dtype in fp32 bf16; do
+for dtype in $dtypes; do
     echo; echo "== one training step of 125m, T 2048, B 1, --cpu-dtype $dtype"
     "$bench" step --cpu-dtype $dtype
 done
@@ -75,7 +91,7 @@ done
 echo; echo "== tokens/s of whole training steps, T 2048, B 1; the contenders take turns"
 for round in $(seq "$rounds"); do
     echo "# round $round"
-    for dtype in fp32 bf16; do
+    for dtype in $dtypes; do
         contend "$bench" rate ours-$dtype 3 --cpu-dtype $dtype
         [ -z "$has_torch" ] || for model in nsa gpt2; do
             contend "$python" "$here/${model}_torch.py" --dtype $dtype
@@ -92,16 +108,25 @@ for round in $(seq "$rounds"); do
     fi
 done
 echo; echo "== medians"
-for dtype in fp32 bf16; do
-    ours=$(median ours-$dtype)
-    echo "ours, $dtype: $ours tokens/s"
-    for other in torch-nsa torch-nsa-compiled torch-dense torch-dense-compiled llm.c; do
-        theirs=$(median $other-$dtype)
-        [ -z "$theirs" ] || awk -v a="$ours" -v b="$theirs" -v name="$other-$dtype" 'BEGIN {
-            printf "    %-26s %8.1f tokens/s; ours is %.2f times that\n", name, b, a / b
-        }'
-    done
+for dtype in $dtypes; do
+    compare "$dtype" torch-nsa torch-nsa-compiled torch-dense torch-dense-compiled llm.c
 done
+
+# Whole steps of small models, where every loop is short. PyTorch's models have the same sizes.
+small() {  # NAME, options of ours alone, and those that both take
+    local as=-$1 ours_too=$2 round model
+    shift 2
+    echo; echo "== $*: tokens/s of whole training steps, fp32; the contenders take turns"
+    for round in $(seq "$rounds"); do
+        contend "$bench" rate ours-fp32 10 "$@" $ours_too
+        [ -z "$has_torch" ] || for model in nsa gpt2; do
+            contend "$python" "$here/${model}_torch.py" --steps 10 "$@"
+        done
+    done
+    compare fp32 torch-nsa torch-dense
+}
+small tiny "" --model tiny --seq-len 256 --batch 8
+small 4x192 "--head-dim 32 --mlp-hidden 768" --model tiny --layers 4 --dim 192 --heads 6 --seq-len 1024 --batch 4
 
 if [ -n "$ranks" ]; then
     echo; echo "== 125m's width with 6 layers and bytes, T 1024, 4 sequences a step: ranks x threads"

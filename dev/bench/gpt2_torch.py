@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""gpt2_torch.py: training steps of a dense GPT-2 124M in plain PyTorch on the CPU, with PyTorch's fused attention.
+"""gpt2_torch.py: training steps of a dense GPT-2 in plain PyTorch on the CPU, with PyTorch's fused attention.
 For dev/bench/cpu.sh.
 """
 
@@ -12,7 +12,9 @@ with needs("PyTorch"):
 
 from torch_timing import arguments, time_steps
 
-WIDTH, HEADS, VOCAB = 768, 12, 50257
+args = arguments()
+SIZES = args.sizes
+WIDTH, HEADS, VOCAB = SIZES.dim, SIZES.heads, SIZES.vocab
 
 
 class Block(nn.Module):
@@ -20,7 +22,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.fc1, self.fc2 = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.fc1, self.fc2 = nn.Linear(WIDTH, SIZES.hidden), nn.Linear(SIZES.hidden, WIDTH)
 
     def forward(self, x):
         B, T, _ = x.shape
@@ -48,6 +50,5 @@ class GPT2(nn.Module):
 
 
 if __name__ == "__main__":
-    args = arguments()
     torch.manual_seed(0)
-    time_steps("torch-dense", GPT2(args.layers, args.seq_len), VOCAB, args)
+    time_steps("torch-dense", GPT2(SIZES.layers, args.seq_len), VOCAB, args)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""nsa_torch.py: training steps of the 125m model in plain PyTorch on the CPU, as one would write it without custom
+"""nsa_torch.py: training steps of the same model in plain PyTorch on the CPU, as one would write it without custom
 kernels: the branches are dense attention under masks, in chunks of queries that see only the keys before them.
 For dev/bench/cpu.sh. To compare values, use dev/reference.py.
 """
@@ -14,9 +14,9 @@ with needs("PyTorch"):
 
 from torch_timing import arguments, time_steps
 
-C, H, G, D, VOCAB, HIDDEN = 768, 12, 2, 64, 50257, 3072
-# compression block and stride, selection block and count, window, hidden width of phi
-BLOCK, STRIDE, SELECT, COUNT, WINDOW, PHI = 32, 16, 64, 16, 512, 128
+args = arguments()
+LAYERS, C, H, G, HIDDEN, VOCAB, BLOCK, STRIDE, SELECT, COUNT, WINDOW, PHI = args.sizes
+D = C // H
 HEADS_PER_GROUP, CHUNK = H // G, 256
 
 
@@ -155,6 +155,5 @@ class Model(nn.Module):
 
 
 if __name__ == "__main__":
-    args = arguments()
     torch.manual_seed(0)
-    time_steps("torch-nsa", Model(args.layers, args.seq_len), VOCAB, args)
+    time_steps("torch-nsa", Model(LAYERS, args.seq_len), VOCAB, args)

@@ -3,6 +3,7 @@ clipping, AdamW. Prints one line per step, "rate NAME tokens/s", and a line of c
 in gpt2_torch.py and nsa_torch.py.
 """
 import argparse
+import collections
 import contextlib
 import os
 import resource
@@ -15,6 +16,14 @@ with needs("PyTorch"):
     import torch
 
 
+# As lib/run/options.h has them. block, stride: of compression; select, count: selection blocks; phi: its hidden width.
+Sizes = collections.namedtuple("Sizes", "layers dim heads groups hidden vocab block stride select count window phi")
+SIZES = {
+    "125m": Sizes(12, 768, 12, 2, 3072, 50257, 32, 16, 64, 16, 512, 128),
+    "tiny": Sizes(2, 128, 4, 2, 512, 256, 8, 4, 16, 6, 16, 32),
+}
+
+
 def arguments():
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--batch", type=int, default=1)
@@ -24,9 +33,16 @@ def arguments():
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile the model; that happens while it warms up"
     )
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--model", choices=list(SIZES), default="125m", help="the preset of train_nsa")
+    parser.add_argument("--layers", type=int, help="another number than the preset's; so with --dim and --heads")
+    parser.add_argument("--dim", type=int)
+    parser.add_argument("--heads", type=int)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.sizes = SIZES[args.model]
+    given = {name: getattr(args, name) for name in ("layers", "dim", "heads") if getattr(args, name)}
+    args.sizes = args.sizes._replace(**given, **({"hidden": 4 * args.dim} if args.dim else {}))
+    return args
 
 
 def busy_seconds():
