@@ -1,7 +1,7 @@
 # Builds train_nsa with what the machine has:  make deps train_nsa && mpirun -np 2 ./train_nsa
 #
 # Settings, each with a default; a changed setting rebuilds:
-#   NO_CUDA=1 NO_NCCL=1 NO_MPI=1 NO_DNNL=1 NO_OMP=1   leave something out although it is there
+#   NO_CUDA=1 NO_NCCL=1 NO_MPI=1 NO_OMP=1             leave something out although it is there
 #   NO_CUBLAS=1                             matrix products on the GPU by a plain kernel of our own, slowly
 #   CXX CPPFLAGS CXXFLAGS LDFLAGS NVCCFLAGS yours, from the environment too; they stand last, so that they win
 #   MPICXX=mpicxx.openmpi                   another MPI than the system's first, by its compiler wrapper
@@ -16,7 +16,7 @@
 # Everything about tests and benchmarks is in dev/dev.mk; without dev/ the program builds all the same.
 
 define HELP
-make deps        installs what is missing (compiler, MPI, oneDNN) through the system's package manager
+make deps        installs what is missing (compiler, MPI) through the system's package manager
 make train_nsa   the program; what it is built with is printed first
 make info        what it would be built with
 make test        the tests, ten minutes
@@ -61,7 +61,7 @@ quoted = '$(subst ','\'',$(1))'
 kept = $(shell mkdir -p $(BUILD); echo $(call quoted,$(2)) | cmp -s - $(1) || { echo $(call quoted,$(2)) > $(1); $(or $(3),:); })
 
 # What is there is found out once for each machine, compiler and setting; then make starts again.
-PROBED := CXX CPPFLAGS CXXFLAGS LDFLAGS NVCC MPICXX MARCH GPU NO_CUDA NO_NCCL NO_MPI NO_DNNL NO_OMP
+PROBED := CXX CPPFLAGS CXXFLAGS LDFLAGS NVCC MPICXX MARCH GPU NO_CUDA NO_NCCL NO_MPI NO_OMP
 export $(PROBED)
 $(if $(MAKE_RESTARTS),,$(if $(filter deps,$(MAKECMDGOALS)),$(shell rm -f $(BUILD)/config.mk)))
 $(call kept,$(BUILD)/settings,$(foreach v,$(PROBED),$(v)=$($(v))) $(shell uname -nm; \
@@ -75,8 +75,8 @@ include $(BUILD)/config.mk
 LEVEL := $(if $(SAN),-O1,-O3)
 FLAGS := -std=c++17 -DBUILD_FOLDER=$(BUILD) -fno-math-errno -fno-trapping-math -pthread -rdynamic -Wall -Wextra \
   $(if $(WERROR),-Werror) $(MARCH:%=-march=%) $(ACCEPTED) $(or $(OMP_FLAGS),-Wno-unknown-pragmas) \
-  $(if $(HAVE_DNNL),-DUSE_DNNL) $(if $(HAVE_MPI),-DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(MPI_FLAGS))
-LIBS := $(MPI_LIBS) $(if $(HAVE_DNNL),-ldnnl) $(OMP_LIBS)
+  $(if $(HAVE_MPI),-DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(MPI_FLAGS))
+LIBS := $(MPI_LIBS) $(OMP_LIBS)
 ifdef SAN
   # GCC takes what they add for uninitialized.
   SAN_FLAGS := $(addprefix -fsanitize=,$(subst $(comma),$(space),$(SAN))) -fno-sanitize-recover=all
@@ -99,8 +99,6 @@ line = $(if $(wildcard $(BUILD)/config.mk),$(info $(if $(HAVE_$(1)),✓ $(2)  $(
 $(call line,COMPILER,compiler,$(HAVE_COMPILER),not found: make deps)
 $(call line,OMP,OpenMP  ,all cores,not found: one core)
 $(call line,MPI,MPI     ,$(filter -l%,$(MPI_LIBS)),$(MPICXX) not found or does not link: one process only; make deps)
-$(call line,DNNL,oneDNN  ,GEMMs$(comma) fp32 and bf16,$(if $(HAVE_OMP),not found: our own GEMM; make deps,left out \
-  without OpenMP))
 $(call line,NCCL,NCCL    ,gradients of several GPUs,$(if $(HAVE_CUDA),not found beside nvcc or in the system: one GPU \
   only,only with nvcc))
 $(if $(GPU:cuda=),$(call line,HIP,hipcc   ,$(GPU_ARCH): compiled$(comma) never run; PRECISION=$(PRECISION),not \

@@ -77,9 +77,8 @@ struct Cpu : HostRuntime {
     void check_shape(const NsaShape&) const {}  // every shape works here
     double peak_flops() const { return 0; }     // unknown
     std::string describe() const {
-        const char* const rounding = gemm.bf16 ? " with the inputs of GEMMs rounded to bf16" : "";
-        if (sizeof(real) == 8) return format_text("CPU, fp64%s, GEMM: own blocked GEMM", rounding);
-        return format_text("CPU, fp32%s, GEMM: %s", rounding, gemm_name());
+        return format_text("CPU, fp%d%s", int(8 * sizeof(real)),
+                           gemm.bf16 ? " with the inputs of GEMMs rounded to bf16" : "");
     }
     std::string describe_selected(const NsaShape&) const { return ""; }  // there is one way only
     // What attention and selection read from here on is added to *to; null ends it.

@@ -1175,7 +1175,6 @@ using SelfTest = GradientSelfTest<Model<Cpu<double>>, Activations<Cpu<double>>>;
 static int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world, search_gpus());
     BuildReport r;
-    r.gemm = gemm_name();
     r.not_used = device.reason;
     r.mpi = mpi_name();
     r.nccl = nccl_version();
@@ -1213,7 +1212,7 @@ static int run_check(const Config& c, World& world) {
     };
     int status = 0;
     if (c.help) print_help(verb);
-    else if (c.version) print_version(gemm_name(), mpi_name(), pmi_of(mpi_name()));
+    else if (c.version) print_version(mpi_name(), pmi_of(mpi_name()));
     else if (verb == TRAIN) status = run_train(c, given, world);
     else if (verb == TOKENIZE) tokenize_files<Tokenizer>(tokenize_options(c));
     else if (verb == SAMPLE) run_sample<TensorTable, Tokenizer, Decoder>(c, with_model);

@@ -36,7 +36,7 @@ have() {
 build() {
     local folder=$1
     shift
-    MAKEFLAGS='' make -s BUILD="$folder" NO_CUDA=1 NO_MPI=1 NO_DNNL=1 WERROR=1 "$@" "$folder/train_nsa"
+    MAKEFLAGS='' make -s BUILD="$folder" NO_CUDA=1 NO_MPI=1 WERROR=1 "$@" "$folder/train_nsa"
 }
 
 small=(--model tiny --seq-len 128 --total-batch 256 --batch 1 --threads 1 --sample-tokens 0 --eval-batches 1 --steps 20)

@@ -1,7 +1,7 @@
 // bench_cpu.cpp: how fast the CPU engine is, beside what this machine's GEMM reaches in the same run. `make bench`
 // builds it, dev/bench/cpu.sh runs it.
-//   bench_cpu conditions                          processor, compiler, library, load
-//   bench_cpu gemm                                oneDNN and our own loop in fp32 and bf16 at the shapes of a 125m step
+//   bench_cpu conditions                          processor, compiler, load
+//   bench_cpu gemm [options of train]             the products of a step, in fp32 and bf16
 //   bench_cpu attention                           the three branches, forward and backward, T = 2k .. 32k
 //   bench_cpu decode [options of train]           one decoded token behind 1k .. 64k others, NSA beside full attention
 //   bench_cpu full [options of train]             a layer's training step, NSA beside full attention
@@ -79,75 +79,59 @@ static void print_conditions() {
     std::printf("# processor: %s, %d usable, vectors of %d bytes, bf16 dot products: %s\n", processor.c_str(),
                 usable_processors(), VECTOR_BYTES, HAVE_BF16 ? "yes" : "no");
     if (!HAVE_BF16) std::printf("# no bf16 dot products here: what is measured in bf16 elsewhere is left out\n");
-#ifdef USE_DNNL
-    const dnnl_version_t* v = dnnl_version();
-    std::printf("# built by g++ %s, with oneDNN %d.%d.%d, %d threads\n", __VERSION__, v->major, v->minor, v->patch,
-                omp_get_max_threads());
-#else
-    std::printf("# built by g++ %s, without oneDNN, %d threads\n", __VERSION__, omp_get_max_threads());
-#endif
+    std::printf("# built by g++ %s, %d threads\n", __VERSION__, omp_get_max_threads());
     std::printf("# load averages now: %.2f %.2f %.2f\n", load[0], load[1], load[2]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-static void bench_gemm() {
-    struct Product {
+// The products of a step's linear layers; the head is computed in chunks of rows.
+static void bench_gemm(const Config& c) {
+    const NsaShape shape = shape_of(c, c.batch, c.seq_len);
+    const int N = shape.B * shape.T, HD = shape.H * shape.D, rows = std::min(N, 1024),
+              Vp = int(TensorTable(c).padded_vocab);
+    const struct {
         const char* name;
-        bool ta, tb;
-        int M, N, K;
-        bool accumulate;
-    };
-    // 125m at B = 1; the head is computed in chunks of rows.
-    const int T = 2048, C = 768, P = 1576, M = 3072, rows = 1024, Vp = 50304;
-    const Product products[] = {
-        {"projection, forward", false, true, T, P, C, false}, {"projection, inputs", false, false, T, C, P, false},
-        {"projection, weights", true, false, P, C, T, true},  {"o_proj, forward", false, true, T, C, C, true},
-        {"fc1, forward", false, true, T, M, C, false},        {"fc1, inputs", false, false, T, C, M, false},
-        {"fc1, weights", true, false, M, C, T, true},         {"fc2, forward", false, true, T, C, M, true},
-        {"fc2, inputs", false, false, T, M, C, false},        {"fc2, weights", true, false, C, M, T, true},
-        {"head, forward", false, true, rows, Vp, C, false},   {"head, inputs", false, false, rows, C, Vp, false},
-        {"head, weights", true, false, Vp, C, rows, true},
-    };
-    const std::vector<float> A = random_floats(size_t(rows) * Vp), B = random_floats(size_t(rows) * Vp);
-    std::vector<float> out(A.size());
-    Gemm<float> gemm;
-    std::printf(
-        "GFLOP/s             oneDNN fp32  own fp32   own/oneDNN | oneDNN bf16  own bf16   own/oneDNN   "
-        "(bf16 with the rounding of the inputs)\n");
-    auto print_row = [](const char* name, double library, double own, double library_bf16, double own_bf16) {
-        std::printf("%-20s %10.0f %9.0f %12.2f | %10.0f %9.0f %12.2f\n", name, library, own, own / library,
-                    library_bf16, own_bf16, HAVE_BF16 ? own_bf16 / library_bf16 : 0);
-        std::fflush(stdout);
-    };
-    double flops = 0, seconds[4] = {};
-    for (const Product& p : products) {
-        const size_t lda = p.ta ? p.M : p.K, ldb = p.tb ? p.K : p.N;
-        const bool head = p.M == Vp || p.N == Vp || p.K == Vp;
-        const int calls = head ? 2 : 12;  // in a step
-        auto call = [&](bool bf16, bool own) {
-            gemm.bf16 = bf16;
-            if (!own) gemm(p.ta, p.tb, p.M, p.N, p.K, A.data(), lda, B.data(), ldb, p.accumulate, out.data(), p.N);
-            else if (!bf16)
-                gemm.blocked<float>(p.ta, p.tb, p.M, p.N, p.K, A.data(), lda, B.data(), ldb, p.accumulate, out.data(),
-                                    p.N);
-            else if constexpr (HAVE_BF16)
-                gemm.blocked<Bf16Pair>(p.ta, p.tb, p.M, p.N, p.K, A.data(), lda, B.data(), ldb, p.accumulate,
-                                       out.data(), p.N);
-        };
-        std::vector<std::function<void()>> contenders = {[&] { call(false, false); }, [&] { call(false, true); }};
-        if (HAVE_BF16)
-            contenders.push_back([&] { call(true, false); }), contenders.push_back([&] { call(true, true); });
-        const std::vector<double> s = alternate(head ? 3 : 7, contenders);
-        flops += 2.0 * p.M * p.N * p.K * calls;
-        for (size_t i = 0; i < s.size(); i++) seconds[i] += s[i] * calls;
-        auto rate = [&](size_t i) { return i < s.size() ? 2e-9 * p.M * p.N * p.K / s[i] : 0; };
-        print_row(p.name, rate(0), rate(1), rate(2), rate(3));
-    }
-    auto rate = [&](int i) { return seconds[i] > 0 ? flops / seconds[i] * 1e-9 : 0; };
-    print_row("all of a step", rate(0), rate(1), rate(2), rate(3));
-#ifndef USE_DNNL
-    std::printf("# this build has no oneDNN: its columns are our own loop too\n");
-#endif
+        int rows, in, out, calls;
+    } layers[] = {{"projection", N, int(c.dim), shape.projected(), int(c.layers)},
+                  {"o_proj", N, HD, int(c.dim), int(c.layers)},
+                  {"fc1", N, int(c.dim), int(c.mlp_hidden), int(c.layers)},
+                  {"fc2", N, int(c.mlp_hidden), int(c.dim), int(c.layers)},
+                  {"head", rows, int(c.dim), Vp, N / rows}};
+    size_t most = 0;
+    for (const auto& l : layers)
+        for (const size_t size : {size_t(l.rows) * l.in, size_t(l.rows) * l.out, size_t(l.in) * l.out})
+            most = std::max(most, size);
+    const std::vector<float> A = random_floats(most), B = random_floats(most);
+    std::vector<float> C(most);
+    Gemm<float> fp32, bf16;
+    bf16.bf16 = true;
+    std::printf("GFLOP/s                   fp32   bf16   (with the rounding of the inputs)\n");
+    double flops = 0, seconds[2] = {};
+    for (const auto& l : layers)
+        for (const char* const pass : {"forward", "inputs", "weights"}) {
+            const auto multiply = [&](Gemm<float>& gemm) {
+                if (*pass == 'f')
+                    gemm.nt({l.rows, l.out, l.in}, A.data(), l.in, B.data(), l.in, false, C.data(), l.out);
+                if (*pass == 'i')
+                    gemm.nn({l.rows, l.in, l.out}, A.data(), l.out, B.data(), l.in, false, C.data(), l.in);
+                if (*pass == 'w') gemm.tn({l.out, l.in, l.rows}, A.data(), l.out, B.data(), l.in, true, C.data(), l.in);
+            };
+            const double work = 2.0 * l.rows * l.in * l.out;
+            std::vector<std::function<void()>> contenders = {[&] { multiply(fp32); }};
+            if (HAVE_BF16) contenders.push_back([&] { multiply(bf16); });
+            const std::vector<double> s = alternate(work > 1e10 ? 5 : 15, contenders);
+            flops += work * l.calls;
+            std::printf("%-10s %-8s ", l.name, pass);
+            for (size_t i = 0; i < s.size(); i++) {
+                seconds[i] += s[i] * l.calls;
+                std::printf(" %6.0f", 1e-9 * work / s[i]);
+            }
+            std::printf("\n");
+            std::fflush(stdout);
+        }
+    std::printf("all of a step       ");
+    for (int i = 0; i < 1 + HAVE_BF16; i++) std::printf(" %6.0f", 1e-9 * flops / seconds[i]);
+    std::printf("\n");
 }
 
 // One product of a step, as the yardstick.
@@ -466,7 +450,7 @@ static int run(int argc, char** argv) {
         World world;
         const Device device = choose_device(c, world, search_gpus());
         if (mode == "conditions") print_conditions();
-        if (mode == "gemm") bench_gemm();
+        if (mode == "gemm") bench_gemm(c);
         if (mode == "attention") bench_attention(c, device.cpu_bf16);
         if (mode == "decode") bench_decode(c, device.cpu_bf16);
         if (mode == "full") bench_full(c, device.cpu_bf16);

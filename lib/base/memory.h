@@ -48,15 +48,6 @@ inline double host_bytes_available(int processes = 1) {
     return std::min(std::min(system_bytes_available(), cgroup_limits().bytes) / processes, std::max(0.0, addresses));
 }
 
-// Fails unless this much memory could be had now. For libraries that end the program by a signal where there is none.
-inline void require_memory_left(size_t bytes, const char* what) {
-    if (!memory_is_limited()) return;
-    void* const room = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (room == MAP_FAILED)
-        fail("out of memory: %s needs up to %zu MiB%s", what, bytes >> 20, memory_limit_text().c_str());
-    munmap(room, bytes);
-}
-
 // At least so many bytes that begin at a cache line, for std::free; null if there is no memory.
 inline void* aligned_memory(size_t bytes) { return std::aligned_alloc(64, (bytes + 63) / 64 * 64); }
 

@@ -4,9 +4,8 @@
 // its exit status what a scheduler needs to know: 75 (try again) after SIGTERM, SIGUSR1 and SIGHUP, 130 after SIGINT, 0
 // after a halt file. A second signal ends the program at once.
 //
-// No handler of ours runs on a thread that computes. Libraries of matrix products move the stack pointer into their own
-// workspace (oneDNN's generated GEMM does), and the frame of a handler would land on the heap. So these signals are
-// blocked before there is a second thread, every thread inherits that, and one thread of our own waits for them.
+// No handler of ours runs on a thread that computes: these signals are blocked before there is a second thread, every
+// thread inherits that, and one thread of our own waits for them.
 #pragma once
 #include <atomic>
 #include <csignal>

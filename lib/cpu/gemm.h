@@ -1,5 +1,5 @@
-// gemm.h: matrix products on the CPU: a micro-kernel in vector registers, a blocked GEMM or oneDNN's, and an
-// exponential that vectorises. Used by nsa_cpu.h and lib/cpu/attention.h; nothing in here knows the model.
+// gemm.h: matrix products on the CPU: a micro-kernel in vector registers, a blocked GEMM, and an exponential
+// that vectorises. Used by nsa_cpu.h and lib/cpu/attention.h; nothing in here knows the model.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -19,9 +19,6 @@
 #include "../base/memory.h"
 #include "../base/processor.h"
 #include "../base/util.h"
-#if defined(USE_DNNL) && !defined(COMPILED_APART)
-#include "onednn_gemm.h"
-#endif
 
 // Products of bf16 take pairs: two neighbours along the summed dimension.
 struct Bf16Pair {
@@ -259,14 +256,10 @@ inline const Element* sum_over_rows(Element* out, const Number* x, size_t ld, in
 // ---------------------------------------------------------------------------------------------------------------------
 // GEMM: C[M,N] = op(A)[M,K] op(B)[K,N], or += with `accumulate`; op transposes or does nothing.
 
-// The one seam to a library: products of fp32, and of fp32 rounded to bf16, go to oneDNN if the build found it, all
-// others to our own loop. Either way C is cut into blocks by its shape alone and one thread computes each block: the
-// same bits on any number of threads.
 template <class real>
 class Gemm {
   public:
-    bool bf16 = false;          // round A and B to bf16
-    bool allow_library = true;  // use oneDNN where it is; tests switch it off
+    bool bf16 = false;  // round A and B to bf16
 
     // C = A B^T, A B, A^T B, or += with `accumulate`.
     void nt(GemmSize s, const real* A, size_t lda, const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
@@ -279,108 +272,219 @@ class Gemm {
         (*this)(true, false, s.M, s.N, s.K, A, lda, B, ldb, accumulate, C, ldc);
     }
     void operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
-                    size_t ldb, bool accumulate, real* C, size_t ldc);
+                    size_t ldb, bool accumulate, real* C, size_t ldc) {
+        if constexpr (sizeof(real) == sizeof(Bf16Pair))
+            if (bf16) return blocked<Bf16Pair>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+        blocked<real>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
+    }
 
-    // Our own: panels of A and B are copied so that the micro-kernel reads memory in order (Goto & van de Geijn,
-    // "Anatomy of high-performance matrix multiplication", 2008). Element is real, or Bf16Pair: then the copies round,
-    // and depth, KC and k count pairs.
+    // The idea (Goto & van de Geijn, "Anatomy of high-performance matrix multiplication", 2008): A and B are copied, so
+    // that the micro-kernel reads memory in order. B is packed in panels of PANEL columns, each KC deep, which all
+    // threads share; then each thread takes blocks of C, packs the rows of A that a block needs and goes over the
+    // panels. Every element of C is one sum over k in order, whatever the blocks: the same bits on any number of
+    // threads. Element is real, or Bf16Pair: then the copies round, and depth, KC and k count pairs.
     template <class Element>
     void blocked(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda, const real* B,
                  size_t ldb, bool accumulate, real* C, size_t ldc) {
-        constexpr bool paired = std::is_same<Element, Bf16Pair>::value;
-        constexpr size_t per = PER<Element>;
-        constexpr int KC = 256, NC = 1024, MC = 96;  // in fp32 a block of A takes 102 KiB, a block of B 1 MiB
-        constexpr int a_stride = KC + 16;            // not a power of two: the rows would share cache sets
-        static_assert(MC % MICRO_ROWS == 0 && NC % PANEL == 0, "blocks are whole calls of the micro-kernel");
-        const int depth = paired ? (K + 1) / 2 : K;
         if (K == 0 && !accumulate)
             for (int m = 0; m < M; m++) std::fill_n(C + m * ldc, N, real(0));
-        const size_t a_row = transpose_a ? 1 : lda, a_depth = transpose_a ? lda : 1;
-        const size_t b_depth = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
-        Element* const b_block = reinterpret_cast<Element*>(b_memory.get(size_t(KC) * NC));
-        Element* const a_blocks =
-            reinterpret_cast<Element*>(a_memory.get(size_t(omp_get_max_threads()) * MC * a_stride));
-#pragma omp parallel if (size_t(M) * N * K > 100000)
-        {
-            Element* const a_block = a_blocks + size_t(omp_get_thread_num()) * MC * a_stride;
-            std::vector<Element> room(size_t(KC + 16) * (std::max(PANEL, MC) + 16));
-            for (int n0 = 0; n0 < N; n0 += NC)
-                for (int k0 = 0; k0 < depth; k0 += KC) {
-                    const int nc = std::min(NC, N - n0), kc = std::min(KC, depth - k0);
-#pragma omp for schedule(static)
-                    for (int j = 0; j < nc; j += PANEL) {
-                        Element* out = b_block + size_t(j) * kc;
-                        const int width = std::min(PANEL, nc - j);
-                        if (width < PANEL) std::fill_n(out, size_t(kc) * PANEL, Element{});
-                        pack(out, PANEL, 1, B + (n0 + j) * b_column + per * k0 * b_depth, b_depth, b_column, kc, width,
-                             K - per * k0, room.data());
-                    }
+        if (M == 0 || N == 0 || K == 0) return;
+        const Factor<real> a{A, lda, transpose_a, M}, b{B, ldb, !transpose_b, N};
+        const int depth = (K + PER<Element> - 1) / PER<Element>, steps = (depth + KC - 1) / KC,
+                  panels = (N + PANEL - 1) / PANEL, threads = size_t(M) * N * K > 100000 ? omp_get_max_threads() : 1;
+        const Parts across{panels, (panels + MOST_PANELS - 1) / MOST_PANELS};
+        // What is packed of B at a time, as deep as its memory allows: each time all threads wait for one another.
+        const Parts slabs{steps, (steps + MOST_PACKED / across.most() - 1) / (MOST_PACKED / across.most())};
+        Element* const b_packed =
+            reinterpret_cast<Element*>(b_memory.get(size_t(slabs.most()) * across.most() * KC * PANEL));
+        Element* const a_packed = reinterpret_cast<Element*>(a_memory.get(size_t(threads) * A_BLOCK));
+#pragma omp parallel num_threads(threads) if (threads > 1)
+        for (int slice = 0; slice < across.count; slice++)
+            for (int slab = 0; slab < slabs.count; slab++) {
+                const int panel0 = across.begin(slice), width = across.begin(slice + 1) - panel0,
+                          step0 = slabs.begin(slab), step1 = slabs.begin(slab + 1);
+#pragma omp for collapse(2) schedule(static)
+                for (int step = step0; step < step1; step++)
+                    for (int j = 0; j < width; j++)
+                        pack_panel(b_packed + (size_t(step - step0) * width + j) * KC * PANEL, b, (panel0 + j) * PANEL,
+                                   step * KC, depth, K);
+                const Blocks blocks(M, width, threads);
 #pragma omp for schedule(dynamic, 1)
-                    for (int m0 = 0; m0 < M; m0 += MC) {
-                        const int mc = std::min(MC, M - m0);
-                        if (mc < MC) std::fill_n(a_block, size_t(MC) * a_stride, Element{});
-                        pack(a_block, 1, a_stride, A + m0 * a_row + per * k0 * a_depth, a_depth, a_row, kc, mc,
-                             K - per * k0, room.data());
-                        for (int j = 0; j < nc; j += PANEL)
-                            for (int i = 0; i < mc; i += MICRO_ROWS)
-                                multiply_panels(kc, a_block + i * a_stride, a_stride, b_block + size_t(j) * kc,
-                                                std::min(MICRO_ROWS, mc - i), std::min(PANEL, nc - j),
-                                                C + (m0 + i) * ldc + n0 + j, ldc, accumulate || k0 > 0);
+                for (int block = 0; block < blocks.count(); block++) {
+                    Element* const a_block = a_packed + size_t(omp_get_thread_num()) * A_BLOCK;
+                    const int row0 = blocks.rows.begin(block / blocks.columns.count) * MICRO_ROWS,
+                              row1 = std::min(M, blocks.rows.begin(block / blocks.columns.count + 1) * MICRO_ROWS),
+                              j0 = blocks.columns.begin(block % blocks.columns.count),
+                              j1 = blocks.columns.begin(block % blocks.columns.count + 1);
+                    for (int step = step0; step < step1; step++) {
+                        pack_rows(a_block, a, row0, row1 - row0, step * KC, depth, K);
+                        for (int j = j0; j < j1; j++)
+                            multiply_panel(
+                                a_block, transpose_a, b_packed + (size_t(step - step0) * width + j) * KC * PANEL,
+                                std::min(KC, depth - step * KC), row1 - row0, std::min(PANEL, N - (panel0 + j) * PANEL),
+                                C + row0 * ldc + (panel0 + j) * PANEL, ldc, accumulate || step > 0);
                     }
                 }
-        }
+            }
     }
 
   private:
-    static constexpr int PANEL = MICRO_VECTORS * VectorOf<real>::lanes;  // columns of a panel of B
+    static constexpr int LANES = VectorOf<real>::lanes;
+    static constexpr int PANEL = MICRO_VECTORS * LANES;  // columns of a panel of B
+    static constexpr int KC = 256;                       // depth of a panel: in fp32 it takes 64 KiB, or 16 with AVX2
+    static constexpr int MOST_PANELS = 1024 / PANEL;     // of B at a time
+    static constexpr int MOST_PACKED = 4 * MOST_PANELS;  // panels of KC: 4 MiB of fp32
+    static constexpr int MC = 96;                        // most rows of a block of A: 102 KiB, a part of the L2 cache
+    static constexpr int A_ROW = KC + 16;  // from row to row: if it were a power of two they would share cache sets
+    static constexpr int A_LINE = MC + 16;
+    static constexpr int A_BLOCK = A_LINE * KC;
     Workspace<real> a_memory, b_memory;
-#ifdef USE_DNNL
-    std::shared_ptr<class OneDnnGemm> library;  // from the first product on
-#endif
 
-    // C [rows][width] (+)= a panel of A times a panel of B, both padded with zeros. Edges of C go through a buffer.
+    // 0..size-1 in `count` parts of about equal size.
+    struct Parts {
+        int size, count;
+        int begin(int part) const { return int(int64_t(size) * part / count); }
+        int most() const { return (size + count - 1) / count; }
+    };
+    // The blocks of C that one thread computes at a time: of at most MC rows, and so many that all threads end at about
+    // the same time.
+    struct Blocks {
+        Parts rows{0, 0}, columns{0, 0};  // of rows of tiles, and of panels
+        int count() const { return rows.count * columns.count; }
+        Blocks(int M, int panels, int threads) {
+            const int tiles = (M + MICRO_ROWS - 1) / MICRO_ROWS, fewest = (tiles * MICRO_ROWS + MC - 1) / MC;
+            double best = std::numeric_limits<double>::infinity();
+            for (int c = 1; c <= panels && c <= 2 * threads; c *= 2)
+                for (int r = fewest; r <= std::min(tiles, fewest + threads); r++) {
+                    const Parts y{tiles, r}, x{panels, c};
+                    // Each block packs its rows anew, which takes about half as long as to multiply them by a panel.
+                    const double time = double((r * c + threads - 1) / threads) * y.most() * (x.most() + 0.5);
+                    if (time < best) best = time, rows = y, columns = x;
+                }
+        }
+    };
+    // A factor as packing sees it: element (k, x) is at data[k * ld + x] where along_x, else at data[x * ld + k]; x
+    // counts rows of A or columns of B.
+    template <class T>
+    struct Factor {
+        const T* data;
+        size_t ld;
+        bool along_x;
+        int width;
+    };
+
+    // line[i] = element (k, x + i), i < count: one number, or the pair (2 k, 2 k + 1), whose second is 0 behind the
+    // end.
     template <class Element>
-    static void multiply_panels(int depth, const Element* a, size_t a_row, const Element* b, int rows, int width,
-                                real* c, size_t ldc, bool accumulate) {
-        const bool whole = rows == MICRO_ROWS && width == PANEL;
-        alignas(64) real edge[MICRO_ROWS * PANEL];
-        real* const to = whole ? c : edge;
-        const size_t ldto = whole ? ldc : PANEL;
-        if (!whole && accumulate)
-            for (int y = 0; y < rows; y++) std::copy_n(c + y * ldc, width, edge + y * PANEL);
-        if constexpr (HAVE_BF16 || std::is_same<Element, real>::value)
-            micro_kernel<MICRO_ROWS, MICRO_VECTORS>(depth, a, a_row, 1, b, PANEL, to, ldto, accumulate);
-        if (!whole)
-            for (int y = 0; y < rows; y++) std::copy_n(edge + y * PANEL, width, c + y * ldc);
+    static void read_across(Element* line, const Factor<real>& in, int k, int x, int count, int K) {
+        const real* const from = in.data + size_t(PER<Element>) * k * in.ld + x;
+        for (int i = 0; i < count; i += 64 / int(sizeof(real)))
+            for (int p = 0; p < PER<Element>; p++) __builtin_prefetch(from + (8 + p) * in.ld + i);
+        if constexpr (PER<Element> == 1) std::copy_n(from, count, line);
+        else if (2 * k + 1 < K) round_two_rows(line, from, from + in.ld, count);
+        else
+            for (int i = 0; i < count; i++) line[i] = {to_bf16(from[i]), 0};
+    }
+    // line[i] = element (k + i, x)
+    template <class Element>
+    static void read_down(Element* line, const Factor<real>& in, int k, int x, int count, int K) {
+        const real* const from = in.data + in.ld * x + size_t(PER<Element>) * k;
+        if constexpr (PER<Element> == 1) std::copy_n(from, count, line);
+        else {
+            const int whole = std::min(count, K / 2 - k);
+            round_row(line, from, whole);
+            if (whole < count) line[whole] = {to_bf16(from[2 * whole]), 0};
+        }
+    }
+    // panel [kc][PANEL] = columns x .. of B, from k on; columns behind the last are 0 up to a whole vector.
+    template <class Element>
+    static void pack_panel(Element* panel, const Factor<real>& b, int x, int k, int depth, int K) {
+        const int kc = std::min(KC, depth - k), width = std::min(PANEL, b.width - x),
+                  padded = (width + LANES - 1) / LANES * LANES;
+        if (b.along_x)
+            for (int i = 0; i < kc; i++, panel += PANEL) {
+                read_across(panel, b, k + i, x, width, K);
+                std::fill(panel + width, panel + padded, Element{});
+            }
+        else
+            for (int j = 0; j < padded; j += LANES)
+                transpose_lines(panel + j, b, x + j, std::min(LANES, width - j), k, kc, K);
+    }
+    // out [kc][PANEL] = LANES columns x .. of B, of which `count` are there; they lie along k in memory. They are read
+    // as a whole first: short reads of many lines defeat the processor's prefetching.
+    template <class Element>
+    static void transpose_lines(Element* out, const Factor<real>& b, int x, int count, int k, int kc, int K) {
+        alignas(64) Element lines[LANES][A_ROW], square[2][LANES * LANES];
+        for (int y = 0; y < count; y++) read_down(lines[y], b, k, x + y, kc, K);
+        for (int y = count; y < LANES; y++) std::fill_n(lines[y], kc, Element{});
+        for (int i = 0; i < kc; i += LANES) {
+            for (int y = 0; y < LANES; y++) std::copy_n(lines[y] + i, LANES, square[0] + y * LANES);
+            // Each step interleaves the square's two halves, which rotates the bits of the index (row, column) by one.
+            int now = 0;
+            for (int n = 1; n < LANES; n *= 2, now = 1 - now) interleave(square[1 - now], square[now]);
+            for (int y = 0; y < std::min(LANES, kc - i); y++)
+                std::copy_n(square[now] + y * LANES, LANES, out + (i + y) * PANEL);
+        }
+    }
+    template <class Element>
+    static void interleave(Element* __restrict out, const Element* __restrict in) {
+        for (int i = 0; i < LANES * LANES / 2; i++) {
+            out[2 * i] = in[i];
+            out[2 * i + 1] = in[i + LANES * LANES / 2];
+        }
+    }
+    // `count` rows of A from x on; rows up to a whole tile are 0. Whatever way A lies in memory, its lines are copied
+    // as they are: to rows A_ROW apart, or to tiles [kc][MICRO_ROWS], A_TILE apart.
+    template <class Element>
+    static void pack_rows(Element* block, const Factor<real>& a, int x, int count, int k, int depth, int K) {
+        const int kc = std::min(KC, depth - k), padded = (count + MICRO_ROWS - 1) / MICRO_ROWS * MICRO_ROWS;
+        if (a.along_x) {
+            for (int i = 0; i < kc; i++, block += A_LINE) {
+                read_across(block, a, k + i, x, count, K);
+                std::fill(block + count, block + padded, Element{});
+            }
+        } else {
+            for (int y = 0; y < count; y++) read_down(block + y * A_ROW, a, k, x + y, kc, K);
+            for (int y = count; y < padded; y++) std::fill_n(block + y * A_ROW, kc, Element{});
+        }
+    }
+    // C [rows][width] (+)= packed rows of A times a panel of B. Edges of C go through a buffer.
+    template <class Element>
+    static void multiply_panel(const Element* a, bool in_tiles, const Element* b, int depth, int rows, int width,
+                               real* c, size_t ldc, bool accumulate) {
+        for (int y = 0; y < rows; y += MICRO_ROWS) {
+            const int left = std::min(MICRO_ROWS, rows - y);
+            const bool whole = left == MICRO_ROWS && width % LANES == 0;
+            alignas(64) real edge[MICRO_ROWS * PANEL];
+            real* const here = c + y * ldc;
+            if (!whole && accumulate)
+                for (int i = 0; i < left; i++) std::copy_n(here + i * ldc, width, edge + i * PANEL);
+            if (whole)
+                for (int i = 0; i < MICRO_ROWS; i++)
+                    for (int v = 0; v < width; v += 64 / int(sizeof(real))) __builtin_prefetch(here + i * ldc + v, 1);
+            real* const to = whole ? here : edge;
+            const size_t ldto = whole ? ldc : PANEL;
+            if (in_tiles) multiply_tile<1, A_LINE>(depth, a + y, b, width, to, ldto, accumulate);
+            else multiply_tile<A_ROW, 1>(depth, a + y * A_ROW, b, width, to, ldto, accumulate);
+            if (!whole)
+                for (int i = 0; i < left; i++) std::copy_n(edge + i * PANEL, width, here + i * ldc);
+        }
+    }
+    template <int NEXT_ROW, int NEXT_K, class Element>
+    static void multiply_tile(int depth, const Element* a, const Element* b, int width, real* c, size_t ldc,
+                              bool accumulate) {
+        const int vectors = (width + LANES - 1) / LANES;
+        if constexpr (HAVE_BF16 || std::is_same<Element, real>::value) {
+            if (vectors == MICRO_VECTORS)
+                micro_kernel<MICRO_ROWS, MICRO_VECTORS>(depth, a, NEXT_ROW, NEXT_K, b, PANEL, c, ldc, accumulate);
+            else if (vectors == 3)
+                micro_kernel<MICRO_ROWS, 3>(depth, a, NEXT_ROW, NEXT_K, b, PANEL, c, ldc, accumulate);
+            else if (vectors == 2)
+                micro_kernel<MICRO_ROWS, 2>(depth, a, NEXT_ROW, NEXT_K, b, PANEL, c, ldc, accumulate);
+            else micro_kernel<MICRO_ROWS, 1>(depth, a, NEXT_ROW, NEXT_K, b, PANEL, c, ldc, accumulate);
+        }
     }
 };
-
-// See lib/cpu/kernels.cpp.
-#ifndef COMPILED_APART
-template <class real>
-void Gemm<real>::operator()(bool transpose_a, bool transpose_b, int M, int N, int K, const real* A, size_t lda,
-                            const real* B, size_t ldb, bool accumulate, real* C, size_t ldc) {
-    if constexpr (sizeof(real) == 4) {
-#ifdef USE_DNNL
-        if (K > 0 && allow_library) {
-            if (!library) library = std::make_shared<OneDnnGemm>();
-            return (*library)(bf16, transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
-        }
-#endif
-        if (bf16) return blocked<Bf16Pair>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
-    }
-    blocked<real>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, accumulate, C, ldc);
-}
-#endif
-
-// The name of what multiplies fp32 matrices.
-inline const char* gemm_name() {
-#ifdef USE_DNNL
-    return "oneDNN";
-#else
-    return "own blocked GEMM";
-#endif
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The exponential, written so that compilers vectorise it without -ffast-math. e^x = 2^n e^r with |r| <= ln(2)/2, and

@@ -11,9 +11,6 @@
 #include "../base/files.h"
 #include "../base/processor.h"
 #include "../base/util.h"
-#ifdef USE_DNNL
-#include <oneapi/dnnl/dnnl.h>
-#endif
 #ifdef USE_MPI
 #include <mpi.h>
 #endif
@@ -64,30 +61,10 @@ inline std::string mpi_name() {
 #endif
 }
 
-inline std::string dnnl_version_text() {
-#ifdef USE_DNNL
-    const dnnl_version_t* v = dnnl_version();
-    return format_text("%d.%d.%d", v->major, v->minor, v->patch);
-#else
-    return "";
-#endif
-}
-
-// Before 3.11 oneDNN's kernels keep the stack pointer in the heap (uxlfoundation/oneDNN #4845), where the frame of a
-// signal handler overwrites other memory. Our own signals are taken elsewhere; a profiler's are not.
-inline const char* dnnl_caveat() {
-#ifdef USE_DNNL
-    const dnnl_version_t* v = dnnl_version();
-    if (v->major < 3 || (v->major == 3 && v->minor < 11))
-        return ", older than 3.11: a sampling profiler's signals crash it; NO_DNNL=1 for profiles";
-#endif
-    return "";
-}
-
-// gemm: what multiplies matrices on the CPU. cuda: a line about the CUDA engine where it is in use, else ""; not_used:
-// why it is not. mpi, nccl: the library's name and version, or "".
+// cuda: a line about the CUDA engine where it is in use, else ""; not_used: why it is not. mpi, nccl: the library's
+// name and version, or "".
 struct BuildReport {
-    std::string gemm, cuda, not_used, mpi, nccl;
+    std::string cuda, not_used, mpi, nccl;
     int threads = 1, processors = 1;
     bool gpu = false;
     double available_bytes = 0;
@@ -99,25 +76,20 @@ inline const char* tick(bool there) { return there ? "\u2713" : "\u2717"; }
 inline void print_build(const BuildReport& r) {
     std::printf("%s version      %s\n", tick(true), version_text());
     std::printf("%s compiler     %s, vectors of %d bytes\n", tick(true), compiler_name().c_str(), VECTOR_BYTES);
-    std::printf("%s CPU engine   %d of %d usable processors, %s\n", tick(true), r.threads, r.processors,
-                r.gemm.c_str());
+    std::printf("%s CPU engine   %d of %d usable processors\n", tick(true), r.threads, r.processors);
     if (r.gpu) std::printf("%s CUDA engine  %s\n", tick(true), r.cuda.c_str());
     else std::printf("%s CUDA engine  not used: %s\n", tick(false), r.not_used.c_str());
     std::printf("%s MPI          %s\n", tick(!r.mpi.empty()),
                 r.mpi.empty() ? "not in this build: one process only; make deps && make train_nsa" : r.mpi.c_str());
-    const std::string dnnl = dnnl_version_text();
     std::printf("%s NCCL         %s%s\n", tick(!r.nccl.empty()), r.nccl.empty() ? "not in this build" : r.nccl.c_str(),
                 r.nccl.empty() && r.gpu ? ": gradients of several GPUs travel through the host" : "");
-    std::printf("%s oneDNN       %s\n", tick(!dnnl.empty()),
-                dnnl.empty() ? "not in this build: the GEMMs are our own" : (dnnl + dnnl_caveat()).c_str());
     std::printf("  memory       %.0f MiB available\n", r.available_bytes / (1 << 20));
 }
 
-// --version: one line each. gemm: what multiplies matrices on the CPU; mpi: the MPI library's name, "" without one;
-// pmi: what Slurm's srun has to offer it.
-inline void print_version(const std::string& gemm, const std::string& mpi, const std::string& pmi) {
+// --version: one line each. mpi: the MPI library's name, "" without one; pmi: what Slurm's srun has to offer it.
+inline void print_version(const std::string& mpi, const std::string& pmi) {
     std::printf("train_nsa %s\ncompiler: %s\n", version_text(), compiler_name().c_str());
-    std::string engines = "CPU (" + gemm + ")";
+    std::string engines = "CPU";
 #ifdef USE_CUDA
 #ifdef PRECISION_FP32
     engines += ", CUDA (fp32)";

@@ -60,9 +60,6 @@ if wanted NO_MPI && shown=$($MPICXX -show 2>/dev/null); then
     fi
 fi
 
-# Without OpenMP one thread computes; oneDNN would bring threads of its own.
-wanted NO_DNNL && [ -n "$omp" ] && links oneapi/dnnl/dnnl.h -ldnnl && echo "HAVE_DNNL := yes"
-
 nvcc=$(wanted NO_CUDA && [ "$GPU" = cuda ] && command -v "$NVCC")
 if [ -n "$nvcc" ]; then
     echo "HAVE_CUDA := $nvcc"

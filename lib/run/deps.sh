@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# deps.sh: `make deps`: installs what train_nsa needs and the machine lacks: a C++ compiler, an MPI (MPICH, whose mpirun
-# works as root too), and oneDNN. Prints what it does. On systems without apt-get it prints what to install.
+# deps.sh: `make deps`: installs what train_nsa needs and the machine lacks: a C++ compiler and an MPI (MPICH, whose
+# mpirun works as root too). Prints what it does. On systems without apt-get it prints what to install.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 
@@ -9,10 +9,9 @@ probe() { printf '%s\nint main() { return 0; }\n' "$1" | g++ -x c++ - "${@:2}" -
 missing=()
 command -v g++ >/dev/null || missing+=(g++)
 command -v mpicxx >/dev/null && command -v mpirun >/dev/null || missing+=(mpich libmpich-dev)
-{ command -v g++ >/dev/null && probe '#include <oneapi/dnnl/dnnl.h>' -ldnnl; } || missing+=(libdnnl-dev)
 
 if [ ${#missing[@]} -eq 0 ]; then
-    echo "deps: nothing is missing (g++, mpicxx, oneDNN are there)"
+    echo "deps: nothing is missing (g++ and mpicxx are there)"
     exit 0
 fi
 if [ "$(uname)" = Darwin ]; then

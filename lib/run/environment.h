@@ -77,7 +77,7 @@ using Versions = std::vector<std::pair<const char*, std::string>>;
 
 // Of the libraries in this build. nccl: "" without it; cuda: those of CUDA.
 inline Versions library_versions(const std::string& nccl, const Versions& cuda) {
-    Versions all = {{"MPI", mpi_name()}, {"oneDNN", dnnl_version_text()}, {"NCCL", nccl}};
+    Versions all = {{"MPI", mpi_name()}, {"NCCL", nccl}};
     all.insert(all.end(), cuda.begin(), cuda.end());
     return all;
 }
