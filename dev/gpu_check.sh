@@ -340,7 +340,7 @@ part_sanitizer() {
     done
     # racecheck misjudges cuBLASLt's kernels, so it runs on the attention kernels only. In these tests every array is an
     # allocation of its own, so memcheck sees the end of each.
-    fp32 && tests="cuda_plain_attention_full ladder_rungs_agree"
+    fp32 && tests="cuda_attention_full ladder_rungs_agree"
     for more in $tests; do
         sanitize memcheck ./build/test_device --only "$more" || status=1
         sanitize racecheck ./build/test_device --only "$more" || status=1

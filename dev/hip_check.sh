@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Does the program still build for AMD's GPUs? Compiles and links it with hipcc (make GPU=hip), and counts the kernels
-# in the machine code for the GPU. Nothing runs.
+# Do the program and the tests of the device still build for AMD's GPUs? Compiles and links them with hipcc (make
+# GPU=hip), and counts the program's kernels in the machine code for the GPU. Nothing runs.
 #     dev/hip_check.sh        GPU_ARCH=gfx1030 BUILD=build/hip
 # Ends with "N passed, N failed".
 set -uo pipefail
@@ -12,7 +12,7 @@ if ! command -v hipcc >/dev/null; then
     echo "0 passed, 0 failed"
     exit 0
 fi
-MAKEFLAGS='' make -s GPU=hip GPU_ARCH="$arch" BUILD="$build" "$build/train_nsa" || {
+MAKEFLAGS='' make -s GPU=hip GPU_ARCH="$arch" BUILD="$build" "$build/train_nsa" "$build/test_device" || {
     echo "0 passed, 1 failed"
     exit 1
 }

@@ -37,6 +37,7 @@
 #include <string>
 
 #define CUDART_VERSION 13000
+#define CUDA_ON_CPU  // for tests that set the emulator, or ask it what no GPU tells
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The language.

@@ -1,5 +1,6 @@
-// tests.cu: all tests of the host, and those of the device where nvcc compiles this. Every test is a TEST(name) in a
-// folder beside this file; read them in the order of the includes. ../../test_nsa.cu is a first test to learn from.
+// tests.cu: all tests of the host, and those of the device where nvcc or hipcc compiles this. Every test is a TEST(name)
+// in a folder beside this file, or an ENGINE_TEST(name), which every engine of the build gets under a name of its own
+// (engines.h); read them in the order of the includes. ../../test_nsa.cu is a first test to learn from.
 //   build/tests [--list] [--only SUBSTRING]     the last line is "N passed, N failed", the exit status 1 if any failed
 //   build/tests --perf [options of train]       times every operation of a training step against the machine's ceilings
 // and, compiled by nvcc as build/test_device,
@@ -19,6 +20,7 @@
 #include "ops/op_attention_tests.h"
 #include "ops/op_layer_tests.h"
 #include "model/model_tests.h"
+#include "model/engine_model_tests.h"
 #include "model/decode_tests.h"
 #include "model/choice_tests.h"
 #include "model/eval_tests.h"
@@ -50,7 +52,6 @@
 #endif
 #ifdef USE_CUDA
 #include "cuda/cuda_op_tests.h"
-#include "cuda/plain_attention_tests.h"
 #include "cuda/attention_kernel_tests.h"
 #include "cuda/long_context_tests.h"
 #include "cuda/cuda_model_tests.h"

@@ -39,7 +39,7 @@ constexpr int RUNS = 2, LONGEST = 1 << 30;
 // Run 0 takes the threads in the order of their index, the others in an order that depends on the shape, so that the
 // tests try many.
 inline void draw_order(int run, const NsaShape& s) {
-#ifdef __CUDACC__
+#ifndef CUDA_ON_CPU
     (void)run, (void)s;
 #else
     emu::seed(run ? uint64_t(1 + (s.T + s.H + s.window + run) % 6) : 0);
@@ -55,7 +55,7 @@ struct DeviceArray {
     size_t count;
     explicit DeviceArray(size_t count) : count(count) {
         CUDA_CHECK(cudaMalloc(&data, std::max(count, size_t(1)) * sizeof(T)));
-#ifdef __CUDACC__
+#ifndef CUDA_ON_CPU
         CUDA_CHECK(cudaMemset(data, 0xFF, std::max(count, size_t(1)) * sizeof(T)));
 #endif
     }
@@ -317,7 +317,7 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
                 {q.data, k.data, v.data, selection.data}, s, kernel, AttentionScratch(branch, s, kernel, true),
                 nullptr);
         if (run == 0) {
-#ifndef __CUDACC__
+#ifdef CUDA_ON_CPU
             CHECK_EQUAL(emu::unwritten(found_out.data, rows * D), 0L);
             CHECK_EQUAL(emu::unwritten(found_lse.data, rows), 0L);
 #endif
@@ -325,7 +325,7 @@ inline void check_attention(const Inputs& in, Worst* worst, bool backward = true
             check_within("lse", s, found_lse.download(), e.lse, e.lse_limit, &worst->lse);
             first_out = found_out.raw(), first_lse = found_lse.raw();
             if (!backward) continue;
-#ifndef __CUDACC__
+#ifdef CUDA_ON_CPU
             CHECK_EQUAL(emu::unwritten(found_dk.data, key_rows * D) + emu::unwritten(found_dv.data, key_rows * D), 0L);
 #endif
             check_within("dq", s, found_dq.download(), e.dq, e.dq_limit, &worst->dq);
@@ -499,7 +499,7 @@ inline SelectionRun run_selection(const Inputs& in, const std::vector<float>& ls
     DeviceArray<uint32_t> selection(size_t(s.B) * s.G * s.queries * s.selection_words()), alone(selection.count);
     select_blocks(selection.data, share.data, q.data, kc.data, device_lse.data, s, nullptr);
     select_blocks(alone.data, nullptr, q.data, kc.data, device_lse.data, s, nullptr);
-#ifndef __CUDACC__
+#ifdef CUDA_ON_CPU
     CHECK_EQUAL(emu::unwritten(selection.data, selection.count) + emu::unwritten(share.data, share.count), 0L);
 #endif
     check_same_bits("selection with and without shares", selection.raw(), alone.raw());

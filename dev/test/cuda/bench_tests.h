@@ -244,8 +244,8 @@ TEST(cuda_bench_selections) {
     }
 }
 TEST(cuda_bench_attention_runs) {
-    if (MODEL_FP32) return skip("the attention benchmark: PRECISION=FP32 has the scalar kernels only");
-    Config c = cuda_config();
+    if (Cuda::FP32) return skip("the attention benchmark: PRECISION=FP32 has the scalar kernels only");
+    Config c = engine_config();
 #ifdef EMU_CHECK
     const int lengths = 1, sets = 1;  // every access is judged, which takes its time
 #else
@@ -375,7 +375,7 @@ TEST(cuda_bench_counted_floors) {
         if (T == 8192) CHECK(counted("NSA, 8 x 8192: backward") == 1168 && counted("full, 8 x 8192: forward") == 1040);
     }
 }
-#if !defined(__CUDACC__) && !defined(PRECISION_FP32)
+#if defined(CUDA_ON_CPU) && !defined(PRECISION_FP32)
 namespace bench_tests {
 inline double predicted_mma(const Prediction& p) {
     return p.of_all_blocks.of[PRODUCTS] / double(generation_of(90).mma_cycles);
@@ -522,7 +522,7 @@ TEST(cuda_bench_ceilings) {
 // The clock around a whole training step: every operation is timed, and the sum of the products' arithmetic is that of
 // the layers.
 TEST(cuda_bench_step_runs) {
-    Config c = cuda_config();
+    Config c = engine_config();
     c.seq_len = 64, c.batch = 1;
     Timed<Cuda> dev(0, size_t(1) << 20);
     const bench_tests::Report report;
@@ -554,7 +554,7 @@ TEST(cuda_bench_step_runs) {
 }
 // Full attention has names of its own, and so has a step that computes again what was not kept.
 TEST(cuda_bench_full_step_runs) {
-    Config c = cuda_config("--attention full --recompute 1");
+    Config c = engine_config("--attention full --recompute 1");
     c.seq_len = 64, c.batch = 1;
     Timed<Cuda> dev(0, size_t(1) << 20);
     const bench_tests::Report report;
@@ -566,7 +566,7 @@ TEST(cuda_bench_full_step_runs) {
 }
 // The CPU's steps have a clock around every operation, and no others.
 TEST(cuda_bench_cpu_step_runs) {
-    Config c = cuda_config();
+    Config c = engine_config();
     c.seq_len = 64, c.batch = 1;
     Timed<Cpu<float>> dev;
     const bench_tests::Report report;

@@ -5,7 +5,7 @@
 #pragma once
 #include "cuda_model_tests.h"
 
-#ifndef __CUDACC__
+#ifdef CUDA_ON_CPU
 struct TwoRanks {
     static constexpr int STEPS = 3;
     Config c;
@@ -22,7 +22,7 @@ struct TwoRanks {
     std::vector<Expected> expected;
     std::vector<float> m, v, master;  // at the end
 
-    explicit TwoRanks(const char* options) : c(cuda_config(options)) {
+    explicit TwoRanks(const char* options) : c(engine_config(options)) {
         c.layers = 1, c.seq_len = 32, c.total_batch = 128, c.init = "standard", c.batch = 1;  // two micro-steps a rank
         world.size = 2;
     }

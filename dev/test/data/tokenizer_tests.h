@@ -5,6 +5,7 @@
 #pragma once
 #include <map>
 #include <set>
+#include <sstream>
 
 #include "../../../lib/data/tokenize.h"
 #include "../../../tokenizer.h"
@@ -49,58 +50,19 @@ struct RandomText {
 // A character and everything that the pre-tokeniser may trip over: each class in each length of UTF-8, halves of
 // characters, contractions.
 inline const std::vector<std::string>& tricky_text() {
-    static const std::vector<std::string> pieces = {" ",
-                                                    " ",
-                                                    " ",
-                                                    "\n",
-                                                    "\t",
-                                                    "\r",
-                                                    "\v",
-                                                    "'",
-                                                    "'s",
-                                                    "'t",
-                                                    "'re",
-                                                    "'ve",
-                                                    "'m",
-                                                    "'ll",
-                                                    "'d",
-                                                    "'S",
-                                                    "a",
-                                                    "l",
-                                                    "v",
-                                                    "e",
-                                                    "Z",
-                                                    "0",
-                                                    "9",
-                                                    ".",
-                                                    "!",
-                                                    "-",
-                                                    "\xC3\xA9",
-                                                    "\xC2\xB2",
-                                                    "\xC2\xA0",
-                                                    "\xC2\x85",
-                                                    "\xE4\xB8\xAD",
-                                                    "\xE2\x85\xB7",
-                                                    "\xE3\x80\x80",
-                                                    "\xE2\x80\xA8",
-                                                    "\xE2\x80\x99",
-                                                    "\xCC\x81",
-                                                    "\xF0\x9F\x98\x80",
-                                                    "\xF0\x9D\x94\xB8",
-                                                    "\xF0\x9D\x9F\x99",
-                                                    "\xE2\x80\x8B",
-                                                    std::string(1, '\0'),
-                                                    "\x1C",
-                                                    "\x7F",
-                                                    "\xFF",
-                                                    "\x80",
-                                                    "\xE2",
-                                                    "\xE2\x80",
-                                                    "\xF0\x9F",
-                                                    "\xC3",
-                                                    "\xED\xA0\x80",
-                                                    "\xC0\x80",
-                                                    "\xF4\x90\x80\x80"};
+    // clang-format off
+    static const char TEXT[] =
+        " | | |\n|\t|\r|\v|'|'s|'t|'re|'ve|'m|'ll|'d|'S|a|l|v|e|Z|0|9|.|!|-|\xC3\xA9|\xC2\xB2|\xC2\xA0|"
+        "\xC2\x85|\xE4\xB8\xAD|\xE2\x85\xB7|\xE3\x80\x80|\xE2\x80\xA8|\xE2\x80\x99|\xCC\x81|\xF0\x9F\x98\x80|"
+        "\xF0\x9D\x94\xB8|\xF0\x9D\x9F\x99|\xE2\x80\x8B|\0|\x1C|\x7F|\xFF|\x80|\xE2|\xE2\x80|\xF0\x9F|\xC3|"
+        "\xED\xA0\x80|\xC0\x80|\xF4\x90\x80\x80";
+    // clang-format on
+    static const std::vector<std::string> pieces = [] {
+        std::istringstream in(std::string(TEXT, sizeof TEXT - 1));
+        std::vector<std::string> all;
+        for (std::string piece; std::getline(in, piece, '|');) all.push_back(piece);
+        return all;
+    }();
     return pieces;
 }
 

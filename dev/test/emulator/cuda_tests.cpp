@@ -4,7 +4,6 @@
 #include "../harness.h"
 
 #include "../cuda/cuda_op_tests.h"
-#include "../cuda/plain_attention_tests.h"
 #include "../cuda/attention_kernel_tests.h"
 #include "../cuda/long_context_tests.h"
 #include "../cuda/cuda_model_tests.h"

@@ -18,7 +18,7 @@ inline std::vector<T> emulator_noises(size_t n, size_t first = 0) {
 // Under the emulator: once for each of a few orders of threads and blocks, of every kind. On a GPU: once.
 template <class Test>
 inline void for_seeds(Test test) {
-#ifdef __CUDACC__
+#ifndef CUDA_ON_CPU
     test();
 #else
     for (int seed = 0; seed < 5; seed++) {
@@ -193,7 +193,7 @@ TEST(emulator_mma_fragments) {
         }
 }
 
-#ifndef __CUDACC__
+#ifdef CUDA_ON_CPU
 // The sums of a rough mma: what they lose is known, and both ways to compute them agree.
 TEST(emulator_rough_mma_cuts_sums_off) {
     using Vector = emu::Mma::Vector;
@@ -329,7 +329,7 @@ TEST(emulator_host_api) {
     CUDA_CHECK(cudaFreeHost(pinned));
 }
 
-#ifndef __CUDACC__  // a GPU draws no seeds
+#ifdef CUDA_ON_CPU  // a GPU draws no seeds
 __global__ void take_tickets(int* tickets, int* next) { tickets[threadIdx.x] = atomicAdd(next, 1); }
 TEST(emulator_seed_draws_the_order_of_threads) {
     for (uint64_t seed = 0; seed < 6; seed++) {
@@ -610,7 +610,7 @@ TEST(emulator_cublaslt_epilogues_batches_and_odd_sizes) {
         }
 }
 
-#ifndef __CUDACC__
+#ifdef CUDA_ON_CPU
 TEST(emulator_cublaslt_refuses_what_does_not_fit) {
     cublasLtHandle_t handle;
     cublasLtMatmulDesc_t description;

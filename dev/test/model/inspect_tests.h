@@ -21,14 +21,14 @@ inline std::string strange_text() {
 
 // A run of the program with two layers and two groups; returns its checkpoint.
 inline std::string trained(const TempFolder& folder, const Options& more = {}) {
-    Options options = small({{"layers", "2"},
-                             {"heads", "4"},
-                             {"kv-groups", "2"},
-                             {"init", "random"},
-                             {"seq-len", "512"},
-                             {"batch", "1"},
-                             {"total-batch", "512"}});
-    for (const auto& [name, value] : more) options[name] = value;
+    Options options = merged(small({{"layers", "2"},
+                                    {"heads", "4"},
+                                    {"kv-groups", "2"},
+                                    {"init", "random"},
+                                    {"seq-len", "512"},
+                                    {"batch", "1"},
+                                    {"total-batch", "512"}}),
+                             more);
     options["out"] = folder.file("run");
     const Result r = run(words_of(options));
     if (r.status) fail("training failed: %s", r.err.c_str());

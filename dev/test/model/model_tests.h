@@ -1,6 +1,6 @@
-// model_tests.h: the whole model on the CPU engine: gradients against finite differences and against
-// the PyTorch reference's golden values, and what MODEL.md says must hold: causality bit for bit,
-// decoding = prefill, no silent weight, overfitting, random labels, the dense equivalences.
+// model_tests.h: the whole model on the CPU engine: gradients against finite differences, and what MODEL.md says must
+// hold: causality bit for bit, no silent weight, overfitting, random labels, the dense equivalences.
+// engine_model_tests.h has what is asked of every engine.
 #pragma once
 #ifndef NSA_WITHOUT_MAIN
 #define NSA_WITHOUT_MAIN
@@ -203,145 +203,7 @@ TEST(padding_stays_zero) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Golden values of dev/reference.py, an independent implementation in PyTorch, fp64. The parameters are drawn anew from
-// the same seed.
-
-template <class Dev>
-static void check_golden(const std::string& name, double limit) {
-    const std::string path = "dev/test/golden_" + name + ".safetensors";
-    REQUIRE(file_exists(path));
-    const SafeTensors golden(path);
-    const std::string command = golden.metadata.at("options");
-    Config c = config_of(command.substr(command.find(' ') + 1));
-    const int B = int(c.batch);
-    TestModel<Dev> t(command.substr(command.find(' ') + 1), B);
-    // The batch is the first of the synthetic corpus, as --dump-state took it.
-    World world;
-    c.total_batch = c.batch * c.seq_len;
-    c.val_data = "none";
-    DataLoader loader({synthetic_source(uint64_t(c.seed), SYNTHETIC_TOKENS, 0)},
-                      loader_options(c, world, "--data", true));
-    loader.next_batch(t.inputs.data(), t.targets.data(), B);
-    auto value = [&](const std::string& tensor, size_t i = 0) {
-        const TensorView* view = golden.find(tensor);
-        if (!view || view->dtype != "F64" || (i + 1) * 8 > view->bytes)
-            fail("%s: no %s[%zu] in fp64", path.c_str(), tensor.c_str(), i);
-        double x;
-        std::memcpy(&x, static_cast<const char*>(view->data) + i * 8, 8);
-        return x;
-    };
-    for (const TensorSpec& spec : t.model.table.specs) {
-        double sum = 0;
-        for (size_t i = 0; i < spec.size; i++) sum += double(float(t.model.params[spec.offset + i]));
-        if (!(std::fabs(sum - value("param_sum." + spec.name)) <= 1e-9 * double(spec.size)))
-            fail("%s was made from other parameters (%s differs): make goldens", path.c_str(), spec.name.c_str());
-    }
-    std::vector<float> logits;
-    CHECK_NEAR(t.loss_and_gradients(&logits), value("loss"), limit * std::fabs(value("loss")));
-    // Selection first: it explains everything after it.
-    const NsaShape& s = t.a.shape;
-    for (size_t layer = 0; !s.full && layer < t.a.layer.size(); layer++) {
-        const size_t rows = size_t(s.B) * s.G * s.T, blocks = size_t(s.slc_blocks());
-        const TensorView& view =
-            golden.get(format_text("layers.%zu.selection", layer), "U8", {s.B, s.G, s.T, int64_t(blocks)});
-        size_t different = 0;
-        for (size_t r = 0; r < rows; r++)
-            for (size_t j = 0; j < blocks; j++)
-                different += (t.a.layer[layer].selection[r * s.selection_words() + j / 32] >> (j % 32) & 1) !=
-                             static_cast<const uint8_t*>(view.data)[r * blocks + j];
-        CHECK_EQUAL(different, size_t(0));
-    }
-    const TensorView* rows = golden.find("logits_rows");
-    REQUIRE(rows && rows->dtype == "I32");
-    for (int64_t r = 0; r < rows->elements(); r++) {
-        double largest = 0;
-        for (int64_t v = 0; v < c.vocab_size; v++)
-            largest = std::max(largest, std::fabs(value("logits", size_t(r * c.vocab_size + v))));
-        for (int64_t v = 0; v < c.vocab_size; v++)  // the logits were copied out as fp32
-            CHECK_NEAR(logits[size_t(static_cast<const int32_t*>(rows->data)[r] * c.vocab_size + v)],
-                       value("logits", size_t(r * c.vocab_size + v)), (limit + 6e-8) * largest);
-    }
-    for (const TensorSpec& spec : t.model.table.specs) {
-        const auto* grad = t.model.grads + spec.offset;
-        const double norm = value("grad_norm." + spec.name);
-        double square = 0, dot = 0;
-        for (size_t i = 0; i < spec.size; i++) {
-            square += double(grad[i]) * grad[i];
-            dot += (uint32_t(i) * 2654435761u >> 16 & 1) ? double(grad[i]) : -double(grad[i]);
-        }
-        CHECK_NEAR(std::sqrt(square), norm, limit * norm);
-        CHECK_NEAR(dot, value("grad_sign_dot." + spec.name), limit * norm * std::sqrt(double(spec.size)));
-        const size_t samples = std::min<size_t>(64, spec.size);
-        for (size_t k = 0; k < samples; k++)
-            CHECK_NEAR(grad[k * spec.size / samples], value("grad_sample." + spec.name, k), limit * norm);
-    }
-}
-// fp64 against fp64: both round at 1e-16 in sums of up to 1e5 terms. fp32: 6e-8 a rounding, sums of up to 1e3
-// to 1e4 terms in the GEMMs and the gradient's sum over tokens, through a few layers: 2e-5 of a tensor's norm.
-TEST(golden_nsa_fp64) { check_golden<Cpu<double>>("nsa", 1e-10); }
-TEST(golden_nsa_fp32) { check_golden<Cpu<float>>("nsa", 2e-5); }
-TEST(golden_nsa_paper_fp64) { check_golden<Cpu<double>>("nsa_paper", 1e-10); }
-TEST(golden_nsa_paper_fp32) { check_golden<Cpu<float>>("nsa_paper", 2e-5); }
-TEST(golden_nsa_h1_fp64) { check_golden<Cpu<double>>("nsa_h1", 1e-10); }
-TEST(golden_nsa_h1_fp32) { check_golden<Cpu<float>>("nsa_h1", 2e-5); }
-TEST(golden_full_fp64) { check_golden<Cpu<double>>("full", 1e-10); }
-TEST(golden_full_fp32) { check_golden<Cpu<float>>("full", 2e-5); }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Causality, decoding, memory.
-
-TEST(changing_a_token_changes_nothing_before_it) {
-    TestModel<Cpu<float>> t(std::string(SMALL) + "--init random", 1);
-    const int T = t.a.shape.T;
-    const NsaShape& s = t.a.shape;
-    forward(t.model, t.a, t.inputs.data(), 0, T);
-    const size_t C = size_t(t.a.C), rows = s.query_rows(), words = size_t(s.selection_words());
-    const std::vector<float> normed(t.a.normed, t.a.normed + T * C);
-    std::vector<std::vector<float>> branches;
-    std::vector<std::vector<uint32_t>> selections;
-    for (const auto& y : t.a.layer)
-        branches.emplace_back(y.o, y.o + 3 * rows * s.D),
-            selections.emplace_back(y.selection, y.selection + size_t(s.G) * T * words);
-    for (int changed : {1, 7, 8, 19, 20, 63, 64, 65, 100, 127, 128, 149}) {
-        std::vector<int32_t> tokens = t.inputs;
-        tokens[size_t(changed)] = (tokens[size_t(changed)] + 1) % 256;
-        forward(t.model, t.a, tokens.data(), 0, T);
-        CHECK(std::memcmp(t.a.normed, normed.data(), size_t(changed) * C * sizeof(float)) == 0);
-        // and it does change itself
-        CHECK(std::memcmp(t.a.normed + size_t(changed) * C, &normed[size_t(changed) * C], C * sizeof(float)) != 0);
-        for (size_t layer = 0; layer < t.a.layer.size(); layer++) {
-            for (size_t row = 0; row < 3 * size_t(s.H); row++)  // branch outputs are (3, B, H, T, D)
-                CHECK(std::memcmp(t.a.layer[layer].o + row * T * s.D, &branches[layer][row * T * s.D],
-                                  size_t(changed) * s.D * sizeof(float)) == 0);
-            for (size_t g = 0; g < size_t(s.G); g++)
-                CHECK(std::memcmp(t.a.layer[layer].selection + g * T * words, &selections[layer][g * T * words],
-                                  size_t(changed) * words * 4) == 0);
-        }
-    }
-}
-
-// Position by position, and in pieces, with caches: the logits of one prefill. The same
-// sums in another tiling: fp64, so rounding is 1e-12 at most and no selection hangs on it.
-TEST(decoding_equals_prefill) {
-    for (const char* kind : {"nsa", "full"}) {
-        TestModel<Cpu<double>> t(std::string(SMALL) + "--init random --attention " + kind, 1);
-        const int T = t.a.shape.T;
-        forward(t.model, t.a, t.inputs.data(), 0, T);
-        const size_t C = size_t(t.a.C);
-        const std::vector<double> expected(t.a.normed, t.a.normed + T * C);
-        for (int piece : {1, 7, 64}) {
-            Activations<Cpu<double>> caches(t.dev, t.config, 1, T, INFERENCE);
-            double worst = 0;
-            for (int at = 0; at < T; at += piece) {
-                const int count = std::min(piece, T - at);
-                forward(t.model, caches, &t.inputs[size_t(at)], at, count);
-                for (size_t i = 0; i < count * C; i++)
-                    worst = worse_error(worst, std::fabs(caches.normed[i] - expected[size_t(at) * C + i]));
-            }
-            CHECK_NEAR(worst, 0, 1e-11);
-        }
-    }
-}
+// Memory.
 
 TEST(poisoned_memory_changes_no_bit) {
     TestModel<Cpu<float>> clean(std::string(SMALL) + "--init random", 2, 1, false),
@@ -349,21 +211,6 @@ TEST(poisoned_memory_changes_no_bit) {
     const double a = clean.loss_and_gradients(), b = poisoned.loss_and_gradients();
     CHECK_EQUAL(a, b);
     CHECK(std::memcmp(clean.model.grads, poisoned.model.grads, clean.model.table.total * sizeof(float)) == 0);
-}
-
-TEST(recomputing_changes_no_bit_and_saves_memory) {
-    for (const char* kind : {"nsa", "full"}) {
-        const std::string options = std::string(SMALL) + "--init random --attention " + kind + " --recompute ";
-        TestModel<Cpu<float>> keep(options + "0", 2, 1, true), cheap(options + "1", 2, 1, true),
-            all(options + "2", 2, 1, true);
-        const double loss = keep.loss_and_gradients();
-        for (TestModel<Cpu<float>>* t : {&cheap, &all}) {
-            CHECK_EQUAL(t->loss_and_gradients(), loss);
-            CHECK(std::memcmp(keep.model.grads, t->model.grads, keep.model.table.total * sizeof(float)) == 0);
-        }
-        CHECK(cheap.a.arena.bytes < keep.a.arena.bytes);
-        CHECK(all.a.arena.bytes < cheap.a.arena.bytes);
-    }
 }
 
 // The head in chunks of 7 rows, the last one shorter, is the head at once: sums

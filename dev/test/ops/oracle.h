@@ -1,8 +1,8 @@
 // oracle.h: what the operations' tests share. Oracles; error limits; buffers with guard zones; comparisons that name
 // the worst element; random inputs; finite differences.
 //
-// The oracles of the row operations and of RoPE are plain loops of their own and call no engine. The oracle of
-// compression, attention and selection is the specification, the plain loops of struct Cpu in nsa_cpu.h, which golden
+// The oracles of the row operations, RoPE and compression are plain loops of their own and call no engine. The oracle
+// of attention and selection is the specification, the plain loops of struct Cpu in nsa_cpu.h, which golden
 // values of an independent PyTorch model and finite differences judge. It is compared here with the engines that
 // compute the same in another way: Cpu<float>, which works in tiles, and Cuda.
 //
@@ -329,10 +329,10 @@ Numbers<real> rope(const real* x, int position, int D, int direction) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Compression, attention and selection: the plain loops of the specification, Cpu in nsa_cpu.h, run on Numbers. What is
+// Attention and selection: the plain loops of the specification, Cpu in nsa_cpu.h, run on Numbers. What is
 // here only hands over arrays. The specification itself is judged by golden values of an independent PyTorch model and
-// by finite differences, both in fp64: golden_*_fp64 and model_gradients_* in model_tests.h, op_gradient_* in
-// op_tests.h.
+// by finite differences, both in fp64: cpu_fp64_golden_* in engine_model_tests.h, model_gradients_* in
+// model_tests.h, op_gradient_* in op_layer_tests.h.
 
 template <class real>
 using Specification = Cpu<Number<real>>;
@@ -347,50 +347,6 @@ inline int blocks(int tokens, const NsaShape& s) {
 inline int key_rows(Branch branch, const NsaShape& s) { return branch == CMP ? blocks(s.T, s) : s.T; }
 inline int smallest_tile(Branch branch, const NsaShape& s) { return branch == SLC ? std::min(s.slc_block, 64) : 64; }
 inline int selection_words(const NsaShape& s) { return ((s.T + s.slc_block - 1) / s.slc_block + 31) / 32; }
-
-template <class real>
-struct PhiWeights {
-    const real *fc1, *bias, *fc2;  // [F, l*D], [F], [D, F]
-};
-// The same as Numbers, in memory of its own.
-template <class real>
-struct PhiNumbers {
-    Numbers<real> fc1, bias, fc2;
-    PhiNumbers(PhiWeights<real> phi, const NsaShape& s)
-        : fc1(numbers(phi.fc1, size_t(s.F) * s.l * s.D)),
-          bias(numbers(phi.bias, size_t(s.F))),
-          fc2(numbers(phi.fc2, size_t(s.D) * s.F)) {}
-    PhiOf<Number<real>> phi() { return {fc1.data(), bias.data(), fc2.data()}; }
-};
-template <class real>
-struct Compressed {
-    Numbers<real> out, hidden;  // [B, G, NC, D], [B, G, NC, F]
-};
-template <class real>
-Compressed<real> compress(const real* k, PhiWeights<real> weights, bool rotated, const NsaShape& s) {
-    PhiNumbers<real> phi(weights, s);
-    const size_t rows = size_t(s.B) * s.G * blocks(s.T, s);
-    Compressed<real> c{Numbers<real>(rows * s.D), Numbers<real>(rows * s.F)};
-    const Numbers<real> tokens = numbers(k, s.key_rows() * s.D);
-    Specification<real>().compress_forward(c.out.data(), c.hidden.data(), tokens.data(), phi.phi(), rotated, s);
-    return c;
-}
-// Gradients of the same, from the hidden values before the SiLU. dfc1, dbias, dfc2 continue from what they hold.
-template <class real>
-struct CompressGradients {
-    Numbers<real> dk, dfc1, dbias, dfc2;
-};
-template <class real>
-void compress_backward(CompressGradients<real>& d, const real* dout, const real* hidden, const real* k,
-                       PhiWeights<real> weights, bool rotated, const NsaShape& s) {
-    PhiNumbers<real> phi(weights, s);
-    const size_t rows = size_t(s.B) * s.G * blocks(s.T, s);
-    Numbers<real> turned = numbers(dout, rows * s.D);
-    const Numbers<real> h = numbers(hidden, rows * s.F), tokens = numbers(k, s.key_rows() * s.D);
-    d.dk.resize(tokens.size());
-    Specification<real>().compress_backward(d.dk.data(), {d.dfc1.data(), d.dbias.data(), d.dfc2.data()}, turned.data(),
-                                            h.data(), tokens.data(), phi.phi(), rotated, s);
-}
 
 // Whether query t sees a key. mask: the selection's words for (t, group). By the paper's sentences, not by visible.h.
 inline bool sees(Branch branch, int t, int key, const uint32_t* mask, const NsaShape& s) {
@@ -575,15 +531,6 @@ void check_same_bits(const char* file, int line, const char* what, const T* a, c
 }
 #define CHECK_SAME_BITS(a, b, count, ...) \
     check_same_bits(__FILE__, __LINE__, #a, a, b, count, std::vector<int>{__VA_ARGS__})
-
-template <class T>
-void check_finite(const char* file, int line, const char* what, const T* x, size_t count) {
-    tests().checks++;
-    for (size_t i = 0; i < count; i++)
-        if (!std::isfinite(x[i]))
-            return check_failed(file, line, "%s[%zu] is %g, a finite number was expected", what, i, double(x[i]));
-}
-#define CHECK_FINITE(x) check_finite(__FILE__, __LINE__, #x, (x).data(), (x).size())
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Finite differences in fp64. The gradient of loss() at x [count] is compared along 3 random directions of length 1 and

@@ -10,11 +10,17 @@ namespace program {
 
 // Four layers, so that several small buckets exist and are ready one after the other.
 inline Options ranks_options(const Options& more) {
-    Options options = {{"layers", "4"},       {"total-batch", "512"}, {"batch", "1"},      {"slc-count", "8"},
-                       {"lr", "0.001"},       {"steps", "8"},         {"eval-every", "4"}, {"eval-batches", "2"},
-                       {"bucket-mb", "0.04"}, {"threads", "1"}};
-    for (const auto& [name, value] : more) options[name] = value;
-    return options;
+    return merged({{"layers", "4"},
+                   {"total-batch", "512"},
+                   {"batch", "1"},
+                   {"slc-count", "8"},
+                   {"lr", "0.001"},
+                   {"steps", "8"},
+                   {"eval-every", "4"},
+                   {"eval-batches", "2"},
+                   {"bucket-mb", "0.04"},
+                   {"threads", "1"}},
+                  more);
 }
 
 inline std::string losses_of(const std::string& run_folder) { return read_file(run_folder + "/main.log"); }
@@ -28,23 +34,11 @@ struct Running {
     Running(const Words& words, const TempFolder& folder)
         : out_file(folder.file("running.out")), err_file(folder.file("running.err")) {
         std::filesystem::remove(out_file), std::filesystem::remove(err_file);
-        Start start;
-        const std::vector<std::string> environment = child_environment(start);
-        std::vector<char*> argv, envp;
-        for (const std::string& word : words) argv.push_back(const_cast<char*>(word.c_str()));
-        for (const std::string& variable : environment) envp.push_back(const_cast<char*>(variable.c_str()));
-        argv.push_back(nullptr), envp.push_back(nullptr);
-        launcher = fork();
-        if (launcher == 0) {
-            setpgid(0, 0);
-            const int null = open("/dev/null", O_RDONLY),
-                      out = open(out_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600),
-                      err = open(err_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-            dup2(null, 0), dup2(out, 1), dup2(err, 2);
-            execve(argv[0], argv.data(), envp.data());
-            _exit(127);
-        }
-        setpgid(launcher, launcher);
+        const int null = open("/dev/null", O_RDONLY | O_CLOEXEC),
+                  out = open(out_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600),
+                  err = open(err_file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+        launcher = spawn(words, {}, {null, out, err});
+        close(null), close(out), close(err);
     }
     ~Running() { kill(-launcher, SIGKILL); }
 
@@ -72,7 +66,7 @@ struct Running {
         pid_t ended = 0;
         while ((ended = waitpid(launcher, &status, WNOHANG)) == 0 && seconds_now() < limit) usleep(10000);
         if (ended == 0) kill(-launcher, SIGKILL), waitpid(launcher, &status, 0);
-        result.status = ended == 0 ? 1000 : WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+        result.status = ended == 0 ? 1000 : exit_status(status);
         result.out = read_file(out_file), result.err = read_file(err_file), result.seconds = seconds_now() - begun;
         return result;
     }
@@ -137,8 +131,7 @@ TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
                        // three ranks cannot share the batch of the others: the run itself is the test
                        {"three_zero", 3, {{"zero", "1"}, {"total-batch", "576"}}, 1e9}};
     for (const auto& c : cases) {
-        Options options = ranks_options({{"out", folder.file(c.name)}});
-        for (const auto& [name, value] : c.more) options[name] = value;
+        Options options = merged(ranks_options({{"out", folder.file(c.name)}}), c.more);
         if (mpirun.empty()) continue;
         const Result r = train_on_ranks(mpirun, c.ranks, options);
         CHECK_EQUAL(r.status, 0);
@@ -173,9 +166,7 @@ TEST(ranks_resume_on_another_number_of_ranks) {
     if (mpirun.empty()) return;
     const double limit = 8 * 1e-3 * std::sqrt(19000.0) * std::ldexp(512.0, -24) * 1.5 + 2e-6;
     const auto with = [&](const std::string& out, const char* steps, const Options& more) {
-        Options options = ranks_options({{"schedule", "constant"}, {"out", folder.file(out)}, {"steps", steps}});
-        for (const auto& [name, value] : more) options[name] = value;
-        return options;
+        return merged(ranks_options({{"schedule", "constant"}, {"out", folder.file(out)}, {"steps", steps}}), more);
     };
     const auto on = [&](int ranks, const Options& options) {
         return ranks == 1 ? train(options) : train_on_ranks(mpirun, ranks, options);
@@ -239,8 +230,7 @@ TEST(ranks_that_differ_are_found_at_the_start) {
     const auto found = [&](const Options& first, const Options& second, const char* what) {
         Words words = {mpirun};
         for (const Options* more : {&first, &second}) {
-            Options options = ranks_options({{"out", out}});
-            for (const auto& [name, value] : *more) options[name] = value;
+            Options options = merged(ranks_options({{"out", out}}), *more);
             if (more == &second) words.push_back(":");
             words = joined(joined(words, {"-np", "1", path()}), small_words(options));
         }

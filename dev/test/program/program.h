@@ -95,13 +95,31 @@ inline void open_terminal(int ends[2], int columns) {
     if (ends[1] < 0 || ioctl(master, TIOCSWINSZ, &size) != 0) fail("no terminal: %s", std::strerror(errno));
 }
 
-// Runs words[0] with the others as arguments, without a shell, in a process group of its own; waits for its end.
-inline Result execute(const Words& words, const Start& start = {}) {
+// words[0] with the others as arguments, without a shell, in a process group of its own; prepare() runs in it before.
+inline pid_t spawn(const Words& words, const Start& start, const std::array<int, 3>& streams,
+                   const std::function<void()>& prepare = {}) {
     const std::vector<std::string> environment = child_environment(start);
     std::vector<char*> argv, envp;
     for (const std::string& word : words) argv.push_back(const_cast<char*>(word.c_str()));
     for (const std::string& variable : environment) envp.push_back(const_cast<char*>(variable.c_str()));
     argv.push_back(nullptr), envp.push_back(nullptr);
+    const pid_t child = fork();
+    if (child < 0) fail("cannot fork: %s", std::strerror(errno));
+    if (child == 0) {
+        setpgid(0, 0);
+        if (prepare) prepare();
+        for (int i = 0; i < 3; i++)
+            if (dup2(streams[size_t(i)], i) < 0) _exit(127);
+        execve(argv[0], argv.data(), envp.data());
+        _exit(127);
+    }
+    setpgid(child, child);
+    return child;
+}
+inline int exit_status(int status) { return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status); }
+
+// The same, and waits for its end.
+inline Result execute(const Words& words, const Start& start = {}) {
     int out[2], err[2];
     if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) fail("cannot make a pipe: %s", std::strerror(errno));
     if (start.terminal_columns) {
@@ -111,10 +129,7 @@ inline Result execute(const Words& words, const Start& start = {}) {
     }
     const int null = open(start.input.empty() ? "/dev/null" : start.input.c_str(), O_RDONLY | O_CLOEXEC);
     const double begin = seconds_now();
-    const pid_t child = fork();
-    if (child < 0) fail("cannot fork: %s", std::strerror(errno));
-    if (child == 0) {
-        setpgid(0, 0);
+    const pid_t child = spawn(words, start, {null, out[1], err[1]}, [&] {
         if (start.largest_file) {
             const struct rlimit limit = {start.largest_file, start.largest_file};
             setrlimit(RLIMIT_FSIZE, &limit);
@@ -124,11 +139,7 @@ inline Result execute(const Words& words, const Start& start = {}) {
             const struct rlimit limit = {start.address_space, start.address_space};
             setrlimit(RLIMIT_AS, &limit);
         }
-        if (dup2(null, 0) < 0 || dup2(out[1], 1) < 0 || dup2(err[1], 2) < 0) _exit(127);
-        execve(argv[0], argv.data(), envp.data());
-        _exit(127);
-    }
-    setpgid(child, child);
+    });
     close(out[1]), close(err[1]), close(null);
     Result result;
     bool killed = false, late = false;
@@ -153,7 +164,7 @@ inline Result execute(const Words& words, const Start& start = {}) {
     while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
     }
     result.seconds = seconds_now() - begin;
-    result.status = late ? 1000 : WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    result.status = late ? 1000 : exit_status(status);
     return result;
 }
 
@@ -165,6 +176,12 @@ inline Words words_of(const Options& options) {
     Words words;
     for (const auto& [name, value] : options) words.push_back("--" + name + "=" + value);
     return words;
+}
+
+// `base`, with what `more` says in place of its own.
+inline Options merged(Options base, const Options& more) {
+    for (const auto& [name, value] : more) base[name] = value;
+    return base;
 }
 
 // The smallest model in which every branch has something to do: 7712 parameters, a step takes a millisecond.
@@ -272,6 +289,13 @@ inline void write_good_and_bad_shard(const TempFolder& folder) {
 
 inline void copy_folder(const std::string& from, const std::string& to) {
     std::filesystem::copy(from, to, std::filesystem::copy_options::recursive);
+}
+
+constexpr const char* OPTIMIZER = "optimizer_00000-of-00001.safetensors";
+// Of two checkpoints' folders, each with a slash behind it: weights and moments, byte for byte.
+inline bool same_weights(const std::string& a, const std::string& b) {
+    return read_file(a + "model.safetensors") == read_file(b + "model.safetensors") &&
+           read_file(a + OPTIMIZER) == read_file(b + OPTIMIZER);
 }
 
 inline void replace_in_file(const std::string& file, const std::string& old, const std::string& now) {

@@ -411,20 +411,10 @@ TEST(run_bad_training_data_is_named) {
     std::string bytes = read_file(good);
     write_file(bad, bytes.substr(0, bytes.size() - 1));
     CHECK_REFUSED(with_data(bad), 1, bad, "cut off", "byte 8");
-    write_file(bad, bytes.substr(0, 1000));
-    CHECK_REFUSED(with_data(bad), 1, bad, "cut off");
-    write_file(bad, "");
-    CHECK_REFUSED(with_data(bad), 1, bad, "empty");
-    write_file(bad, std::string(1, '\1') + bytes.substr(1));
-    CHECK_REFUSED(with_data(bad), 1, bad, "20240520");
-    write_file(bad, bytes.substr(0, 40) + '\1' + bytes.substr(41));
-    CHECK_REFUSED(with_data(bad), 1, bad, "byte 40");
     write_file(bad, "It was a dark and stormy night.");
     CHECK_REFUSED(with_data(bad), 1, bad, "tokenize");
-    CHECK_REFUSED(with_data(folder.path), 1, folder.path, "folder");
-
+    CHECK_REFUSED(with_data(folder.path), 1, folder.path, "folder");  // shard_header_damage_is_named has the others
     write_file(bad, shard(random_tokens(1000, 1), 50257));
-    CHECK_REFUSED(with_data(bad), 1, bad, "50257", "256");
     CHECK_REFUSED(with_data(good, {{"val-data", bad}}), 1, bad, "50257", "256");
 
     // A token outside the vocabulary, somewhere in the only three samples, is found when it is read, with its byte in
@@ -450,8 +440,6 @@ TEST(run_bad_training_data_is_named) {
 
     // The same file for both, under whatever name.
     CHECK_REFUSED(with_data(good, {{"val-data", good}}), 2, good, "training");
-    std::filesystem::create_symlink(good, folder.file("link.bin"));
-    CHECK_REFUSED(with_data(good, {{"val-data", folder.file("li*.bin")}}), 2, good, folder.file("link.bin"));
     CHECK_REFUSED(with_data(folder.file("*.bin"), {{"val-data", folder.file("good.bin")}}), 2, good);
 }
 

@@ -133,8 +133,7 @@ TEST(stop_signal_leaves_validation) {
         if (ranks == 2 && mpirun.empty()) continue;
         const std::string out = folder.file("run" + std::to_string(ranks));
         const auto command = [&](const Options& more) {
-            Options options = small({{"batch", "1"}, {"out", out}, {"schedule", "constant"}});
-            for (const auto& [name, value] : more) options[name] = value;
+            Options options = merged(small({{"batch", "1"}, {"out", out}, {"schedule", "constant"}}), more);
             const Words launcher = ranks == 2 ? Words{mpirun, "-np", "2", path()} : Words{path()};
             return joined(launcher, words_of(options));
         };

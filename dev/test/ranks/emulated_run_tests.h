@@ -26,16 +26,15 @@ inline Words program_on(int gpus, const char* what) {
 }
 // The smallest model that the tensor-core kernels take; a step of four samples.
 inline Options options_of(const Options& more) {
-    Options options = small({{"dim", "32"},
-                             {"head-dim", "16"},
-                             {"slc-block", "16"},
-                             {"total-batch", "256"},
-                             {"batch", "1"},
-                             {"eval-batches", "1"},
-                             {"bucket-mb", "0.02"},
-                             {"device", "cuda"}});
-    for (const auto& [name, value] : more) options[name] = value;
-    return options;
+    return merged(small({{"dim", "32"},
+                         {"head-dim", "16"},
+                         {"slc-block", "16"},
+                         {"total-batch", "256"},
+                         {"batch", "1"},
+                         {"eval-batches", "1"},
+                         {"bucket-mb", "0.02"},
+                         {"device", "cuda"}}),
+                  more);
 }
 // gpus: those of the machine; 0: as many as the program has, four. late: streams run as late as the program's waits
 // allow, so that a missing one shows.
@@ -68,9 +67,9 @@ TEST_LONG(emulated_gpus_give_the_same_bits) {
     if (two.empty()) return;
     TempFolder folder;
     const auto with = [&](const char* out, const Options& more) {
-        Options options = {{"steps", "4"}, {"save-every", "2"}, {"schedule", "constant"}, {"out", folder.file(out)}};
-        for (const auto& [name, value] : more) options[name] = value;
-        return train_on(two, options);
+        return train_on(
+            two,
+            merged({{"steps", "4"}, {"save-every", "2"}, {"schedule", "constant"}, {"out", folder.file(out)}}, more));
     };
     const Result first = with("two", {});
     REQUIRE_GOOD(first);

@@ -1,0 +1,637 @@
+// attention_tests.h: heads and RoPE, compression, the attention branches, selection and the gated sum of every engine
+// against the oracles of oracle.h.
+#pragma once
+#include "../engines.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Shapes: B, T, G, heads per group, D, l, d, l', n, w.
+
+inline NsaShape nsa_shape(int B, int T, int G, int h, int D, int l, int d, int slc_block, int slc_count, int window) {
+    NsaShape s;
+    s.B = B, s.T = T, s.first = 0, s.queries = T, s.H = G * h, s.G = G, s.D = D, s.l = l, s.d = d;
+    s.slc_block = slc_block, s.slc_count = slc_count, s.window = window, s.F = 8;
+    return s;
+}
+inline NsaShape part_of(NsaShape s, int first, int queries) {
+    s.first = first, s.queries = queries;
+    return s;
+}
+inline NsaShape full(NsaShape s) {
+    s.full = true;
+    return s;
+}
+// And as in decoding: a prompt, one position, the rest.
+inline std::vector<NsaShape> with_parts(const std::vector<NsaShape>& shapes) {
+    std::vector<NsaShape> all = shapes;
+    for (const NsaShape& s : shapes)
+        if (s.T > 2)
+            for (const auto& [first, queries] :
+                 {std::pair<int, int>{0, s.T / 2}, {s.T / 2, 1}, {s.T - 1, 1}, {s.T / 3, s.T - s.T / 3}})
+                all.push_back(part_of(s, first, queries));
+    return all;
+}
+// For every engine; then those that only a fast one takes.
+inline std::vector<NsaShape> attention_shapes(bool fast) {
+    std::vector<NsaShape> shapes = {
+        nsa_shape(2, 1, 2, 3, 2, 1, 1, 1, 3, 1),          // one token
+        nsa_shape(1, 31, 1, 1, 16, 32, 16, 64, 16, 512),  // no compressed block at all
+        nsa_shape(2, 33, 1, 6, 16, 32, 16, 16, 3, 2),     // one or two, for the last queries
+        nsa_shape(2, 65, 1, 3, 64, 8, 4, 16, 3, 33),
+        nsa_shape(1, 40, 2, 3, 2, 1, 1, 1, 16, 64),      // l = d = l' = 1: blocks are tokens
+        nsa_shape(2, 65, 2, 1, 16, 32, 16, 48, 3, 65),   // l' = 48
+        nsa_shape(1, 130, 1, 3, 40, 32, 16, 16, 4, 64),  // l > l'; D no multiple of 32
+        nsa_shape(1, 130, 2, 2, 16, 16, 4, 20, 3, 7),    // l = 4 d
+        nsa_shape(1, 270, 1, 2, 2, 8, 4, 4, 5, 300),     // 68 selection blocks: three words; w > T
+    };
+    if (fast)
+        for (const NsaShape& s :
+             {nsa_shape(2, 1, 1, 1, 64, 32, 16, 64, 16, 512), nsa_shape(2, 32, 1, 6, 16, 32, 16, 64, 16, 2),
+              nsa_shape(1, 33, 2, 12, 2, 32, 16, 16, 3, 1), nsa_shape(2, 33, 1, 3, 64, 8, 4, 16, 3, 63),
+              nsa_shape(1, 63, 1, 1, 16, 8, 4, 16, 3, 63), nsa_shape(2, 64, 2, 3, 2, 1, 1, 1, 16, 64),
+              nsa_shape(1, 64, 1, 6, 64, 8, 4, 16, 4, 65), nsa_shape(1, 65, 1, 12, 16, 8, 4, 8, 4, 64),
+              nsa_shape(1, 130, 1, 3, 64, 32, 16, 16, 4, 64), nsa_shape(2, 130, 2, 6, 16, 8, 4, 16, 5, 63),
+              nsa_shape(1, 130, 1, 12, 2, 1, 1, 48, 3, 65), nsa_shape(1, 130, 1, 1, 2, 4, 4, 12, 3, 300),  // l = d
+              nsa_shape(1, 1023, 1, 3, 2, 32, 16, 64, 4, 512),
+              nsa_shape(1, 1025, 2, 1, 2, 32, 16, 64, 16, 65),  // the 17th block: the first query that must choose
+              nsa_shape(1, 1025, 1, 6, 2, 8, 4, 16, 16, 64)})   // 65 selection blocks: three words
+            shapes.push_back(s);
+    return shapes;
+}
+inline std::vector<Branch> branches_of(const NsaShape& s) {
+    return s.full ? std::vector<Branch>{WIN} : std::vector<Branch>{CMP, SLC, WIN};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Heads and RoPE.
+
+template <class E>
+struct HeadArrays {
+    std::vector<std::unique_ptr<Reals<E>>> kv;
+    // q and gate of the type that Heads or HeadGradients has them in
+    template <class Heads, class Q, class Gate>
+    Heads pointers(Q* q, Gate* gate) {
+        return {q, {*kv[0], *kv[1], *kv[2], *kv[3], *kv[4], *kv[5]}, gate};
+    }
+};
+
+template <class E>
+void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
+    using Num = typename E::Num;
+    using Nums = typename E::Nums;
+    using Values = typename E::Values;
+    const ShapeReport report(s, E::name);
+    Random random(70);
+    const int P = s.projected(), D = s.D, first_slot = s.full ? K_WIN : K_CMP;
+    Values projected = E::random_reals(random, size_t(s.B) * s.queries * P);
+    const auto turned_in = [](int slot) { return slot == K_SLC || slot == K_WIN; };
+    Nums q(s.query_rows() * D), gate(s.full ? 0 : 3 * s.query_rows());
+    std::vector<Nums> kv(6, Nums(s.key_rows() * D));
+    for (int b = 0; b < s.B; b++)
+        for (int j = 0; j < s.queries; j++) {
+            auto* row = &projected[(size_t(b) * s.queries + j) * P];
+            for (int head = 0; head < s.H; head++, row += D) {
+                const Nums turned = E::stored(oracle::rope(row, s.first + j, D, +1));
+                std::copy(turned.begin(), turned.end(), &q[((size_t(b) * s.H + head) * s.queries + j) * D]);
+            }
+            for (int slot = first_slot; slot <= V_WIN; slot++)
+                for (int g = 0; g < s.G; g++, row += D) {
+                    const Nums values = turned_in(slot) ? E::stored(oracle::rope(row, s.first + j, D, +1))
+                                                        : oracle::numbers(row, size_t(D));
+                    std::copy(values.begin(), values.end(),
+                              &kv[size_t(slot)][((size_t(b) * s.G + g) * s.T + s.first + j) * D]);
+                }
+            if (s.full) continue;
+            if (j == 0) row[0] = 1000;
+            for (int i = 0; i < 3 * s.H; i++)  // column 3*head + branch
+                gate[i % 3 * s.query_rows() + (size_t(b) * s.H + i / 3) * s.queries + j] = oracle::sigmoid(Num(row[i]));
+            for (int i = 3 * s.H; i < s.gate_columns(); i++)  // padding is not read
+                row[i] = std::numeric_limits<typename E::Value>::quiet_NaN();
+        }
+    const auto make_kv = [&](const std::vector<Values>& from) {
+        HeadArrays<E> heads;
+        for (size_t slot = 0; slot < 6; slot++) {
+            const bool unused = int(slot) < first_slot;
+            if (from.empty()) heads.kv.push_back(std::make_unique<Reals<E>>(dev, unused ? 0 : s.key_rows() * D));
+            else heads.kv.push_back(std::make_unique<Reals<E>>(dev, unused ? Values() : from[slot]));
+        }
+        return heads;
+    };
+    const auto outputs = in_every_order<E>([&]() -> std::vector<Values> {
+        const Reals<E> in(dev, projected);
+        Reals<E> q_out(dev, q.size());
+        Stats<E> gate_out(dev, gate.size());
+        HeadArrays<E> heads = make_kv({});
+        dev.split_heads_forward(heads.template pointers<typename E::Dev::Heads>(q_out.data, gate_out.data), in, s);
+        std::vector<Values> all = {q_out.host(), gate_out.host()};
+        const long outside = long(s.B) * s.G * (s.T - s.queries) * D;  // positions of other calls
+        for (int slot = first_slot; slot <= V_WIN; slot++) {
+            CHECK_EQUAL(heads.kv[size_t(slot)]->unwritten(), outside);
+            all.push_back(heads.kv[size_t(slot)]->host());
+            for (size_t i = 0; i < all.back().size(); i++)
+                if (const int t = int(i / D % s.T); t < s.first || t >= s.first + s.queries)
+                    all.back()[i] = 0;  // as in the oracle's array
+        }
+        return all;
+    });
+    CHECK_ARRAY(outputs[0], q, s.B, s.H, s.queries, D);
+    CHECK_ARRAY(outputs[1], gate, 3, s.B, s.H, s.queries);
+    for (size_t i = 2; i < outputs.size(); i++)
+        CHECK_ARRAY(outputs[i], kv[size_t(first_slot) + i - 2], s.B, s.G, s.T, D);
+    if (s.queries != s.T) return;
+
+    // Backward: each gradient goes to the columns its head came from, turned back.
+    const Values dq = E::random_values(random, q.size()), dgate = E::random_values(random, gate.size());
+    std::vector<Values> dkv;
+    for (int slot = 0; slot < 6; slot++) dkv.push_back(E::random_reals(random, s.key_rows() * D));
+    const auto gradients = in_every_order<E>([&]() -> std::vector<Values> {
+        Stats<E> q_in(dev, dq), gate_in(dev, dgate);
+        HeadArrays<E> heads = make_kv(dkv);
+        Reals<E> out(dev, projected.size());
+        dev.split_heads_backward(
+            out, heads.template pointers<typename E::Dev::HeadGradients>(q_in.data, s.full ? nullptr : gate_in.data),
+            s);
+        return {out.host()};
+    });
+    Nums expected;
+    const auto append = [&](const Nums& values) { expected.insert(expected.end(), values.begin(), values.end()); };
+    for (int b = 0; b < s.B; b++)
+        for (int t = 0; t < s.T; t++) {
+            for (int head = 0; head < s.H; head++)
+                append(E::stored(oracle::rope(&dq[((size_t(b) * s.H + head) * s.T + t) * D], t, D, -1)));
+            for (int slot = first_slot; slot <= V_WIN; slot++)
+                for (int g = 0; g < s.G; g++) {
+                    const auto* row = &dkv[size_t(slot)][((size_t(b) * s.G + g) * s.T + t) * D];
+                    append(turned_in(slot) ? E::stored(oracle::rope(row, t, D, -1)) : oracle::numbers(row, size_t(D)));
+                }
+            for (int i = 0; i < s.gate_columns(); i++)
+                expected.push_back(
+                    i < 3 * s.H ? E::stored(Num(dgate[((size_t(i % 3) * s.B + b) * s.H + i / 3) * s.T + t])) : Num(0));
+        }
+    CHECK_ARRAY(gradients[0], expected, s.B * s.T, P);
+}
+ENGINE_TEST(split_heads) {
+    const auto dev = E::open();  // one engine for all: its RoPE table has to follow D and T
+    for (const NsaShape& s :
+         with_parts({nsa_shape(2, 33, 2, 3, 16, 8, 4, 16, 3, 9), nsa_shape(1, 70, 1, 1, 64, 8, 4, 16, 3, 9),
+                     nsa_shape(1, 513, 1, 2, 2, 8, 4, 16, 3, 9), nsa_shape(1, 5, 2, 4, 32, 8, 4, 16, 3, 9),
+                     nsa_shape(1, 7, 3, 5, 6, 8, 4, 16, 3, 9), nsa_shape(2, 5, 1, 3, 58, 8, 4, 16, 3, 9),
+                     nsa_shape(2, 40, 1, 1, 16, 8, 4, 16, 3, 9)}))
+        for (const NsaShape& shape : {s, full(s)})
+            if (has_shape<E>(*dev, "split_heads", shape)) check_split_heads<E>(*dev, shape);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Compression, by plain loops, with the roundings of what an engine stores on the way: the hidden values, the activated
+// ones, dout turned back, and the gradient of the hidden values.
+
+template <class E>
+struct HostPhi {
+    typename E::Values fc1, bias, fc2;
+    HostPhi(Random& random, const NsaShape& s)
+        : fc1(E::random_reals(random, size_t(s.F) * s.l * s.D, 0.3)),
+          bias(E::random_reals(random, size_t(s.F))),
+          fc2(E::random_reals(random, size_t(s.D) * s.F)) {}
+};
+
+template <class E>
+void check_compress_backward(typename E::Dev& dev, const NsaShape& s, bool rotated, Random& random,
+                             const typename E::Values& k, const HostPhi<E>& phi) {
+    using Num = typename E::Num;
+    using Sum = typename E::Sum;
+    using Values = typename E::Values;
+    const int NC = oracle::blocks(s.T, s), D = s.D, F = s.F, width = s.l * D;
+    const size_t groups = size_t(s.B) * s.G;
+    const Values dout = E::random_reals(random, groups * NC * D), hidden = E::random_reals(random, groups * NC * F);
+    const Values dfc1 = E::random_values(random, phi.fc1.size()), dbias = E::random_values(random, phi.bias.size()),
+                 dfc2 = E::random_values(random, phi.fc2.size());
+    const auto gradients = in_every_order<E>([&]() -> std::vector<Values> {
+        Reals<E> in(dev, k), fc1(dev, phi.fc1), bias(dev, phi.bias), fc2(dev, phi.fc2), d(dev, dout), h(dev, hidden),
+            dk(dev, k.size());
+        Stats<E> d1(dev, dfc1), db(dev, dbias), d2(dev, dfc2);
+        dev.compress_backward(dk, {d1, db, d2}, d, h, in, {fc1, bias, fc2}, rotated, s);
+        return {dk.host(), d1.host(), db.host(), d2.host()};
+    });
+    std::vector<Sum> sum_dk(k.size()), sum_d1(dfc1.size()), sum_db(dbias.size()), sum_d2(dfc2.size());
+    for (size_t i = 0; i < dfc1.size(); i++) sum_d1[i].add(dfc1[i]);
+    for (size_t i = 0; i < dbias.size(); i++) sum_db[i].add(dbias[i]);
+    for (size_t i = 0; i < dfc2.size(); i++) sum_d2[i].add(dfc2[i]);
+    for (size_t bg = 0; bg < groups; bg++)
+        for (int block = 0; block < NC; block++) {
+            const size_t at = (bg * s.T + size_t(block) * s.d) * D;
+            auto o = oracle::numbers(&dout[(bg * NC + block) * D], size_t(D));
+            if (rotated) o = E::stored(oracle::rope(o.data(), block * s.d, D, -1));
+            for (int token = 0; token < s.l; token++)
+                for (int x = 0; x < D; x++) sum_dk[at + size_t(token) * D + x].add(o[size_t(x)] / Num(s.l));
+            for (int f = 0; f < F; f++) {
+                const Num h(hidden[(bg * NC + block) * F + f]), active = E::stored(oracle::silu(h));
+                Sum dactive;
+                for (int x = 0; x < D; x++) {
+                    sum_d2[size_t(x) * F + f].add(o[size_t(x)] * active);
+                    dactive.add(o[size_t(x)] * Num(phi.fc2[size_t(x) * F + f]));
+                }
+                const Num dh = E::stored(Num(dactive) * oracle::silu_slope(h));
+                sum_db[size_t(f)].add(dh);
+                for (int i = 0; i < width; i++) {
+                    sum_d1[size_t(f) * width + i].add(dh * Num(k[at + i]));
+                    sum_dk[at + i].add(dh * Num(phi.fc1[size_t(f) * width + i]));
+                }
+            }
+        }
+    CHECK_ARRAY(gradients[0], E::stored(oracle::numbers(sum_dk)), int(groups), s.T, D);
+    CHECK_ARRAY(gradients[1], oracle::numbers(sum_d1), F, s.l, D);
+    CHECK_ARRAY(gradients[2], oracle::numbers(sum_db));
+    CHECK_ARRAY(gradients[3], oracle::numbers(sum_d2), D, F);
+}
+template <class E>
+void check_compress(typename E::Dev& dev, const NsaShape& s, bool rotated) {
+    using Num = typename E::Num;
+    using Sum = typename E::Sum;
+    using Values = typename E::Values;
+    if (s.D % E::COLUMNS || s.F % E::COLUMNS) return;
+    const ShapeReport report(s, E::name);
+    Random random(80);
+    const int NC = oracle::blocks(s.T, s), begin = oracle::blocks(s.first, s),
+              end = oracle::blocks(s.first + s.queries, s), D = s.D, F = s.F, width = s.l * D;
+    const size_t groups = size_t(s.B) * s.G;
+    const Values k = E::random_reals(random, groups * s.T * D);
+    const HostPhi<E> phi(random, s);
+    const auto rows_of = [&](const Values& whole, int columns) {  // the blocks of this call
+        Values rows;
+        for (size_t bg = 0; bg < groups; bg++)
+            for (size_t i = (bg * NC + begin) * columns; i < (bg * NC + end) * columns; i++) rows.push_back(whole[i]);
+        return rows;
+    };
+    const auto outputs = in_every_order<E>([&]() -> std::vector<Values> {
+        Reals<E> in(dev, k), fc1(dev, phi.fc1), bias(dev, phi.bias), fc2(dev, phi.fc2), out(dev, groups * NC * D),
+            hidden(dev, groups * NC * F);
+        dev.compress_forward(out, hidden, in, {fc1, bias, fc2}, rotated, s);
+        const long left = long(groups) * (NC - (end - begin));
+        CHECK_EQUAL(out.unwritten(), left * D);
+        CHECK_EQUAL(hidden.unwritten(), left * F);
+        return {rows_of(out.host(), D), rows_of(hidden.host(), F)};
+    });
+    typename E::Nums expected, expected_hidden;
+    for (size_t bg = 0; bg < groups; bg++)
+        for (int block = begin; block < end; block++) {
+            const auto* X = &k[(bg * s.T + size_t(block) * s.d) * D];
+            typename E::Nums active, row;
+            for (int f = 0; f < F; f++) {
+                Sum sum;
+                for (int i = 0; i < width; i++) sum.add(Num(phi.fc1[size_t(f) * width + i]) * Num(X[i]));
+                sum.add(phi.bias[size_t(f)]);
+                expected_hidden.push_back(E::stored(Num(sum)));
+                active.push_back(E::stored(oracle::silu(expected_hidden.back())));
+                // |silu'| <= 1.0999 amplifies; Number takes x and sigmoid(x) as independent, which covers it
+                active.back().error += expected_hidden.back().error * 0.1;
+            }
+            for (int x = 0; x < D; x++) {
+                Sum mean, sum;
+                for (int token = 0; token < s.l; token++) mean.add(X[token * D + x]);
+                sum.add(Num(mean) / Num(s.l));
+                for (int f = 0; f < F; f++) sum.add(Num(phi.fc2[size_t(x) * F + f]) * active[size_t(f)]);
+                row.push_back(sum);
+            }
+            if (rotated) row = oracle::rope(row.data(), block * s.d, D, +1);
+            for (const Num& x : row) expected.push_back(E::stored(x));
+        }
+    CHECK_ARRAY(outputs[0], expected, int(groups), end - begin, D);
+    CHECK_ARRAY(outputs[1], expected_hidden, int(groups), end - begin, F);
+    if (s.queries == s.T) check_compress_backward<E>(dev, s, rotated, random, k, phi);
+}
+ENGINE_TEST(compress) {
+    const auto dev = E::open();
+    std::vector<NsaShape> shapes =
+        with_parts({nsa_shape(2, 33, 2, 1, 8, 8, 4, 16, 3, 9), nsa_shape(1, 31, 1, 1, 8, 32, 16, 64, 3, 9),
+                    nsa_shape(2, 32, 1, 1, 16, 32, 16, 64, 3, 9), nsa_shape(1, 70, 2, 1, 16, 16, 4, 16, 3, 9),
+                    nsa_shape(1, 9, 1, 1, 8, 1, 1, 4, 3, 9), nsa_shape(1, 41, 1, 1, 8, 12, 4, 16, 3, 9),
+                    nsa_shape(2, 50, 1, 1, 8, 4, 4, 16, 3, 9)});
+    for (const NsaShape& s : attention_shapes(true))
+        if (E::FAST && s.T * s.D * s.l / s.d < 20000) shapes.push_back(s);
+    shapes.push_back(nsa_shape(1, 100, 1, 1, 64, 32, 16, 64, 16, 512));  // the preset's l, d, D
+    shapes.back().F = 24;
+    for (const NsaShape& s : shapes)
+        for (const bool rotated : {false, true})
+            if (has_shape<E>(*dev, "compress", s)) check_compress<E>(*dev, s, rotated);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Selection.
+
+// Whether masks are what the rule gives: forced blocks, count, no block of the future, and no block left out that is
+// more important than one taken by more than the rounding of both. share: what select_blocks says about the share of
+// the importance that fell on the taken.
+template <class real>
+void check_selection(const uint32_t* found, const real* share, const real* q, const real* kc, const real* lse,
+                     const NsaShape& s, bool bf16 = false) {
+    const int words = oracle::selection_words(s), h = s.H / s.G, NC = oracle::blocks(s.T, s);
+    for (int b = 0; b < s.B; b++)
+        for (int g = 0; g < s.G; g++)
+            for (int j = 0; j < s.queries; j++) {
+                const int t = s.first + j, last = t / s.slc_block;
+                const size_t at = (size_t(b) * s.G + g) * s.queries + j,
+                             row = (size_t(b) * s.H + g * h) * s.queries + j;
+                const std::vector<int> chosen = blocks_of(found + at * words, words);
+                CHECK_EQUAL(int(chosen.size()), std::min(s.slc_count, last + 1));
+                REQUIRE(!chosen.empty());
+                CHECK(chosen.back() == last && chosen.front() == 0);
+                if (last > 0) CHECK(std::count(chosen.begin(), chosen.end(), last - 1) == 1);
+                if (last + 1 <= s.slc_count) {
+                    if (share) CHECK_EQUAL(share[at], real(1));
+                    continue;
+                }
+                const oracle::Numbers<real> importance = oracle::importance(
+                    q + row * s.D, lse + row, size_t(s.queries), kc + (size_t(b) * s.G + g) * NC * s.D, t, s, bf16);
+                oracle::Sum<real> taken, all;
+                double least = 1e300,
+                       most = -1e300;  // the least important block taken (at most), the most important left (at least)
+                for (int block = 0; block <= last; block++) {
+                    const oracle::Number<real> x = importance[size_t(block)];
+                    const bool is_chosen = std::count(chosen.begin(), chosen.end(), block) == 1,
+                               forced = block == 0 || block >= last - 1;
+                    all.add(x);
+                    if (is_chosen) taken.add(x);
+                    if (is_chosen && !forced) least = std::min(least, x.value + x.error);
+                    if (!is_chosen) most = std::max(most, x.value - x.error);
+                }
+                CHECK(all.value >= 0);  // no importance is NaN, which `least` and `most` would pass over
+                CHECK(s.slc_count == 3 || least >= most);
+                const oracle::Number<real> expected = oracle::Number<real>(taken) / oracle::Number<real>(all);
+                if (share && all.value > 0) CHECK_NEAR(share[at], expected.value, expected.error);
+            }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The attention branches and the gated sum. o [branches, B, H, queries, D], gate and lse [branches, B, H, queries], out
+// and dout [B, queries, H, D]; full attention has one branch, whose gate is 1.
+
+// Calls visit(row of [branches, B, H, queries], row of [B, queries, H]).
+template <class Visit>
+void for_branch_rows(const NsaShape& s, Visit visit) {
+    for (size_t row = 0; row < s.branches() * s.query_rows(); row++) {
+        const size_t j = row % s.queries, head = row / s.queries % s.H, b = row / s.queries / s.H % s.B;
+        visit(row, (b * s.queries + j) * s.H + head);
+    }
+}
+template <class E>
+typename E::Nums expected_gated_sum(const typename E::Values& o, const typename E::Values& gate, const NsaShape& s) {
+    std::vector<typename E::Sum> sums(s.query_rows() * s.D);
+    for_branch_rows(s, [&](size_t row, size_t by_token) {
+        for (int x = 0; x < s.D; x++)
+            sums[by_token * s.D + x].add(typename E::Num(s.full ? 1 : gate[row]) * typename E::Num(o[row * s.D + x]));
+    });
+    return E::stored(oracle::numbers(sums));
+}
+template <class E>
+struct RowTerms {
+    typename E::Values row_dot, lse_gated;
+};
+// The gated sum and the row terms of the backward pass, checked.
+template <class E>
+RowTerms<E> check_sum_and_rows(typename E::Dev& dev, const typename E::Values& dout, const typename E::Values& o,
+                               const typename E::Values& gate, const typename E::Values& lse, const NsaShape& s) {
+    using Num = typename E::Num;
+    const size_t count = s.branches() * s.query_rows();
+    const auto found = in_every_order<E>([&]() -> std::vector<typename E::Values> {
+        Reals<E> o_on_device(dev, o), d(dev, dout), out(dev, dout.size());
+        Stats<E> lse_on_device(dev, lse), gates(dev, gate), row_dot(dev, count), lse_gated(dev, count),
+            dz(dev, s.full ? 0 : count);
+        const typename E::Value* const open = s.full ? nullptr : gates.data;
+        dev.combine_forward(out, o_on_device, open, s);
+        dev.attention_backward_rows(row_dot, lse_gated, s.full ? nullptr : dz.data, d, o_on_device, open, lse_on_device,
+                                    s);
+        return {row_dot.host(), lse_gated.host(), dz.host(), out.host()};
+    });
+    typename E::Nums expected_dot, expected_gated, expected_dz;
+    for_branch_rows(s, [&](size_t row, size_t by_token) {
+        typename E::Sum dot;
+        for (int x = 0; x < s.D; x++) dot.add(Num(dout[by_token * s.D + x]) * Num(o[row * s.D + x]));
+        const Num g(s.full ? 1 : gate[row]), shift(lse[row]);
+        expected_dot.push_back(dot);
+        expected_gated.push_back(std::isinf(shift.value) ? shift : shift - log(g));
+        if (!s.full) expected_dz.push_back(Num(dot) * g * (Num(1) - g));
+    });
+    CHECK_ARRAY(found[0], expected_dot);
+    CHECK_ARRAY(found[1], expected_gated);
+    CHECK_ARRAY(found[2], expected_dz);
+    CHECK_ARRAY(found[3], expected_gated_sum<E>(o, gate, s), s.B, s.queries, s.H, s.D);
+    return {found[0], found[1]};
+}
+template <class E>
+typename E::Values random_gates(Random& random, size_t count, bool extreme = false) {
+    typename E::Values gate(count);
+    for (auto& g : gate) g = typename E::Value(1 / (1 + std::exp(-2 * random.normal())));
+    if (extreme)  // sigmoid(-87), and a gate that rounds to 1
+        for (size_t i = 0; i < count; i += 3) gate[i] = typename E::Value(i % 2 ? 1 : std::exp(-87.0));
+    return gate;
+}
+// Head dimensions that whole attention may not have, odd ones too, and more than lanes take at once.
+ENGINE_TEST(gated_sum_and_row_terms) {
+    const auto dev = E::open();
+    for (const int D : {1, 3, 37, 63, 64, 128, 296, 320})
+        for (const bool is_full : {false, true}) {
+            NsaShape s = part_of(nsa_shape(2, 17, 2, 3, D, 8, 4, 16, 3, 9), 4, 13);
+            s.full = is_full;
+            const ShapeReport report(s, E::name);
+            Random random(97);
+            const size_t rows = s.query_rows(), count = s.branches() * rows;
+            const auto o = E::random_reals(random, count * D), dout = E::random_reals(random, rows * D),
+                       gate = random_gates<E>(random, count), lse = E::random_values(random, count, 10);
+            check_sum_and_rows<E>(*dev, dout, o, gate, lse, s);
+        }
+}
+
+// One row of a table: a shape, and how it is tried.
+struct AttentionSetup {
+    NsaShape s;
+    double score_scale = 1;
+    bool extreme_gates = false;
+    bool bf16 = false;  // Cpu<float> with --cpu-dtype bf16
+};
+template <class E>
+struct AttentionInputs {
+    typename E::Values q, dout, gate;
+    std::vector<typename E::Values> k, v;  // by branch
+    AttentionInputs(const AttentionSetup& x, Random& random) {
+        const NsaShape& s = x.s;
+        q = E::random_reals(random, s.query_rows() * s.D, x.score_scale);
+        dout = E::random_reals(random, q.size());
+        gate = random_gates<E>(random, 3 * s.query_rows(), x.extreme_gates);
+        for (Branch branch : {CMP, SLC, WIN}) {
+            const size_t count = s.has(branch) ? size_t(s.B) * s.G * oracle::key_rows(branch, s) * s.D : 0;
+            k.push_back(E::random_reals(random, count)), v.push_back(E::random_reals(random, count));
+        }
+    }
+};
+// Forward of each branch, selection by itself and together with the compressed branch.
+template <class E>
+struct AttentionOutputs {
+    typename E::Values o, lse;
+    std::vector<uint32_t> masks;
+};
+template <class E>
+AttentionOutputs<E> run_attention(typename E::Dev& dev, const AttentionInputs<E>& in, const AttentionSetup& x) {
+    using Values = typename E::Values;
+    const NsaShape& s = x.s;
+    const size_t rows = s.query_rows(), values = rows * s.D, tokens = size_t(s.B) * s.G * s.queries,
+                 words = s.full ? 0 : tokens * oracle::selection_words(s);
+    std::vector<uint32_t> masks, masks_alone;
+    const auto outputs = in_every_order<E>([&]() -> std::vector<Values> {
+        const Reals<E> q(dev, in.q);
+        Reals<E> o(dev, s.branches() * values);
+        Stats<E> lse(dev, s.branches() * rows), share(dev, tokens), share_alone(dev, tokens);
+        Array<E, uint32_t> selection(dev, words), alone(dev, words), without_share(dev, words);
+        for (Branch branch : branches_of(s)) {
+            const Reals<E> k(dev, in.k[branch]), v(dev, in.v[branch]);
+            Reals<E> twice(dev, values);
+            Stats<E> lse_twice(dev, rows);
+            const size_t slot = size_t(s.branch_slot(branch));
+            dev.attention_forward(branch, o + slot * values, lse + slot * rows, q, k, v,
+                                  branch == SLC ? selection.data : nullptr, s);
+            if (branch != CMP) continue;
+            dev.attend_and_select(twice, lse_twice, selection, share, q, k, v, s);
+            CHECK(std::memcmp(twice.raw().data(), o.raw().data(), values * sizeof(typename E::Real)) == 0);
+            CHECK(std::memcmp(lse_twice.raw().data(), lse.raw().data(), rows * sizeof(typename E::Value)) == 0);
+            dev.select_blocks(alone, share_alone, q, k, lse, s);
+            dev.select_blocks(without_share, nullptr, q, k, lse, s);
+            masks = selection.raw(), masks_alone = alone.raw();
+            CHECK(without_share.raw() == masks_alone);
+        }
+        if (s.full) return {o.host(), lse.host()};
+        return {o.host(),
+                lse.host(),
+                Values(masks.begin(), masks.end()),
+                share.host(),
+                Values(masks_alone.begin(), masks_alone.end()),
+                share_alone.host()};
+    });
+    if (!s.full) {
+        const auto *q = in.q.data(), *kc = in.k[CMP].data(), *lse = outputs[1].data();
+        check_selection<typename E::Value>(masks.data(), outputs[3].data(), q, kc, lse, s, x.bf16);
+        check_selection<typename E::Value>(masks_alone.data(), outputs[5].data(), q, kc, lse, s, x.bf16);
+    }
+    return {outputs[0], outputs[1], masks};
+}
+template <class E>
+void check_attention(typename E::Dev& dev, const AttentionSetup& x) {
+    using Values = typename E::Values;
+    using Nums = typename E::Nums;
+    const NsaShape& s = x.s;
+    const ShapeReport report(s, E::name);
+    Random random(90);
+    const AttentionInputs<E> in(x, random);
+    const size_t rows = s.query_rows(), values = rows * s.D;
+    const auto numbers = [](const Values& all) { return Nums(all.begin(), all.end()); };
+    const auto part = [&](const Values& all, Branch branch, size_t count) {
+        const auto from = all.begin() + ptrdiff_t(size_t(s.branch_slot(branch)) * count);
+        return Values(from, from + ptrdiff_t(count));
+    };
+    const AttentionOutputs<E> found = run_attention<E>(dev, in, x);
+    for (Branch branch : branches_of(s)) {
+        const auto expected = oracle::attention<typename E::Value>(
+            branch, numbers(in.q), numbers(in.k[branch]), numbers(in.v[branch]), found.masks.data(), s, x.bf16);
+        CHECK_ARRAY(part(found.o, branch, values), E::stored(expected.out), s.B, s.H, s.queries, s.D);
+        CHECK_ARRAY(part(found.lse, branch, rows), expected.lse, s.B, s.H, s.queries);
+    }
+    // From the outputs as they were stored.
+    const RowTerms<E> terms = check_sum_and_rows<E>(dev, in.dout, found.o, in.gate, found.lse, s);
+    if (s.queries != s.T) return;
+
+    const Values dq = E::random_values(random, values);  // the operation adds to it
+    for (Branch branch : branches_of(s)) {
+        const Values row_dot = part(terms.row_dot, branch, rows), lse_gated = part(terms.lse_gated, branch, rows);
+        const auto gradients = in_every_order<E>([&]() -> std::vector<Values> {
+            const Reals<E> q(dev, in.q), k(dev, in.k[branch]), v(dev, in.v[branch]), d(dev, in.dout);
+            Reals<E> dk(dev, in.k[branch].size()), dv(dev, in.v[branch].size());
+            Stats<E> added(dev, dq), written(dev, values), dots(dev, row_dot), gated(dev, lse_gated);
+            const Array<E, uint32_t> selection(dev, found.masks);
+            for (const bool add : {true, false})
+                dev.attention_backward(branch, {add ? added.data : written.data, add, dk, dv, d, dots, gated},
+                                       {q, k, v, selection}, s);
+            return {added.host(), dk.host(), dv.host(), written.host()};
+        });
+        auto expected = oracle::branch_gradients<typename E::Value>(
+            branch, numbers(in.q), numbers(in.k[branch]), numbers(in.v[branch]), numbers(in.dout), numbers(row_dot),
+            numbers(lse_gated), found.masks.data(), s, x.bf16);
+        const int key_rows = oracle::key_rows(branch, s);
+        CHECK_ARRAY(gradients[1], E::stored(oracle::numbers(expected.dk)), s.B, s.G, key_rows, s.D);
+        CHECK_ARRAY(gradients[2], E::stored(oracle::numbers(expected.dv)), s.B, s.G, key_rows, s.D);
+        CHECK_ARRAY(gradients[3], oracle::numbers(expected.dq), s.B, s.H, s.T, s.D);
+        for (size_t i = 0; i < values; i++) {
+            expected.dq[i].add(dq[i]);
+            if (E::ADDS_TERM_BY_TERM)
+                expected.dq[i].error += oracle::gamma<typename E::Value>(key_rows + 1) * std::fabs(double(dq[i]));
+        }
+        CHECK_ARRAY(gradients[0], oracle::numbers(expected.dq), s.B, s.H, s.T, s.D);
+    }
+}
+// Engines whose sums run in fp64 are the specification itself; what shows there is that it writes all of its outputs
+// and nothing else, and reads nothing that was not written. The longest shapes are too slow for that.
+template <class E>
+void check_attention_table(const char* test, const std::vector<AttentionSetup>& table) {
+    const auto dev = E::open();
+    for (const AttentionSetup& x : table)
+        if ((sizeof(typename E::Value) == 4 || x.s.T <= 130) && has_shape<E>(*dev, test, x.s))
+            check_attention<E>(*dev, x);
+}
+ENGINE_TEST(attention) {
+    std::vector<AttentionSetup> table;
+    for (const NsaShape& s : attention_shapes(E::FAST)) table.push_back({s});
+    check_attention_table<E>("attention", table);
+}
+// Decoding: some positions of a sequence, or one, that starts anywhere.
+inline std::vector<AttentionSetup> attention_parts(bool fast) {
+    std::vector<AttentionSetup> table;
+    std::vector<NsaShape> shapes = {nsa_shape(2, 65, 1, 3, 16, 8, 4, 16, 3, 33),
+                                    nsa_shape(1, 130, 2, 2, 8, 16, 4, 20, 4, 7)};
+    if (fast) shapes = attention_shapes(true);
+    for (const NsaShape& s : with_parts(shapes))
+        if (s.queries < s.T && (s.first > 0 || s.T <= 130))
+            table.push_back({part_of(s, s.first, std::min(s.queries, 90))});
+    return table;
+}
+ENGINE_TEST(attention_in_parts) { check_attention_table<E>("attention_in_parts", attention_parts(E::FAST)); }
+inline std::vector<AttentionSetup> full_attention() {
+    std::vector<AttentionSetup> table;  // over all tokens, whatever the window
+    for (const NsaShape& s : {nsa_shape(2, 1, 1, 2, 16, 8, 4, 16, 3, 1), nsa_shape(1, 65, 2, 3, 16, 8, 4, 16, 3, 2),
+                              nsa_shape(2, 70, 2, 3, 16, 8, 4, 16, 3, 5), nsa_shape(1, 130, 1, 2, 2, 8, 4, 16, 3, 2)})
+        table.push_back({full(s)});
+    return table;
+}
+ENGINE_TEST(attention_full) { check_attention_table<E>("attention_full", full_attention()); }
+// Scores q.k/sqrt(D) of standard deviation 1e3, and gates down to sigmoid(-87): within limits that grow with them.
+ENGINE_TEST(attention_large_logits) {
+    std::vector<AttentionSetup> table = {{nsa_shape(1, 65, 1, 3, 16, 8, 4, 16, 4, 33), 300}};
+    for (const NsaShape& s : attention_shapes(E::FAST))
+        if (E::FAST && s.T <= (sizeof(typename E::Value) == 4 ? 130 : 65)) table.push_back({s, 1e3, true});
+    check_attention_table<E>("attention_large_logits", table);
+}
+
+// Compressed keys that are all the same, and queries of zero: every weight ties, and the rule alone decides.
+ENGINE_TEST(ties_go_to_the_lower_block) {
+    for (const bool same_keys : {true, false}) {
+        const NsaShape s =
+            same_keys ? nsa_shape(1, 200, 1, 2, 8, 8, 4, 8, 6, 16) : nsa_shape(1, 200, 1, 3, 2, 8, 4, 16, 6, 64);
+        const auto dev = E::open();
+        if (!has_shape<E>(*dev, "ties_go_to_the_lower_block", s)) continue;
+        Random random(95);
+        auto q = E::random_reals(random, s.query_rows() * s.D), kc = E::random_reals(random, s.cmp_rows() * s.D);
+        if (same_keys) std::fill(kc.begin(), kc.end(), typename E::Value(0.5));
+        else std::fill(q.begin(), q.end(), typename E::Value(0));
+        const Reals<E> queries(*dev, q), keys(*dev, kc);
+        Reals<E> o(*dev, q.size());
+        Stats<E> lse(*dev, s.query_rows());
+        Array<E, uint32_t> selection(*dev, size_t(s.T) * s.selection_words()), alone(*dev, selection.count);
+        dev->attend_and_select(o, lse, selection, nullptr, queries, keys, keys, s);
+        dev->select_blocks(alone, nullptr, queries, keys, lse, s);
+        for (const std::vector<uint32_t>& masks : {selection.raw(), alone.raw()})
+            // l = 2d: block 0 shares fewer tokens with compressed blocks than every later one, which are alike but for
+            // the last. So 1, 2, 3 come before the rest.
+            for (int t = 0; t < s.T; t++) {
+                const int b = t / s.slc_block;
+                std::vector<int> expected;
+                for (int block = 0; block <= b; block++)
+                    if (b + 1 <= 6 || block <= 3 || block >= b - 1) expected.push_back(block);
+                CHECK(blocks_of(&masks[size_t(t) * s.selection_words()], s.selection_words()) == expected);
+            }
+    }
+}
