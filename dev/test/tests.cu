@@ -1,6 +1,6 @@
-// tests.cu: all tests of the host, and those of the device where nvcc or hipcc compiles this. Every test is a TEST(name)
-// in a folder beside this file, or an ENGINE_TEST(name), which every engine of the build gets under a name of its own
-// (engines.h); read them in the order of the includes. ../../test_nsa.cu is a first test to learn from.
+// tests.cu: all tests of the host, and those of the device where nvcc or hipcc compiles this. Every test is a
+// TEST(name) in a folder beside this file, or an ENGINE_TEST(name), which every engine of the build gets under a name
+// of its own (engines.h); read them in the order of the includes. ../../test_nsa.cu is a first test to learn from.
 //   build/tests [--list] [--only SUBSTRING]     the last line is "N passed, N failed", the exit status 1 if any failed
 //   build/tests --perf [options of train]       times every operation of a training step against the machine's ceilings
 // and, compiled by nvcc as build/test_device,
