@@ -151,17 +151,19 @@ struct AttentionSet {
         for (size_t row = 0; row < masks.size() / words; row++) {
             const int last = int(row % size_t(s.T)) / s.slc_block, count = std::min(last + 1, s.slc_count);
             int chosen = 0;
-            auto take = [&](int block) {
-                uint32_t& word = masks[row * words + size_t(block) / 32];
-                if (!(word >> (block % 32) & 1)) word |= 1u << (block % 32), chosen++;
+            const auto take = [&](int block) {  // how many that adds
+                uint32_t* const mask = &masks[row * words];
+                const bool is_new = !is_selected(mask, block);
+                select_block(mask, block);
+                return int(is_new);
             };
-            for (int block : {0, std::max(last - 1, 0), last}) take(block);
+            for (int block : {0, std::max(last - 1, 0), last}) chosen += take(block);
             const int together = chosen + (count - chosen) * common / of;
             const uint64_t blocks = uint64_t(last) + 1;
             for (uint64_t i = 0; chosen < together; i++)
-                take(int(random_below(blocks, seed, random_stream(RANDOM_TEST, 91 + row / 64), i)));
+                chosen += take(int(random_below(blocks, seed, random_stream(RANDOM_TEST, 91 + row / 64), i)));
             for (uint64_t i = 0; chosen < count; i++)
-                take(int(random_below(blocks, seed, random_stream(RANDOM_TEST, 1000000007 + row), i)));
+                chosen += take(int(random_below(blocks, seed, random_stream(RANDOM_TEST, 1000000007 + row), i)));
         }
         return masks;
     }
