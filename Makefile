@@ -73,10 +73,10 @@ include $(BUILD)/config.mk
 # -rdynamic: the watchdog's stack has names. -fno-math-errno and -fno-trapping-math: loops with sqrt and comparisons
 # become vectors, and results do not change. Never -ffast-math.
 LEVEL := $(if $(SAN),-O1,-O3)
-FLAGS := -std=c++17 -DBUILD_FOLDER=$(BUILD) -fno-math-errno -fno-trapping-math -pthread -rdynamic -Wall -Wextra \
+FLAGS := -std=c++17 -DBUILD_FOLDER=$(BUILD) -fno-math-errno -fno-trapping-math -pthread -Wall -Wextra \
   $(if $(WERROR),-Werror) $(MARCH:%=-march=%) $(ACCEPTED) $(or $(OMP_FLAGS),-Wno-unknown-pragmas) \
   $(if $(HAVE_MPI),-DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(MPI_FLAGS))
-LIBS := $(MPI_LIBS) $(OMP_LIBS)
+LIBS := -rdynamic $(MPI_LIBS) $(OMP_LIBS)
 ifdef SAN
   # GCC takes what they add for uninitialized.
   SAN_FLAGS := $(addprefix -fsanitize=,$(subst $(comma),$(space),$(SAN))) -fno-sanitize-recover=all
