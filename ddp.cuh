@@ -331,7 +331,7 @@ struct Reducer {
     virtual void finish() = 0;
     // x [count], in the engine's memory: sums arrays of which every rank filled other elements and left zeros
     // elsewhere.
-    virtual void complete(double* x, size_t count) = 0;
+    virtual void complete(typename Dev::Sum* x, size_t count) = 0;
     // --zero 1, after the update: every rank gets the others' parts of the parameters.
     virtual void gather(typename Dev::real* params) = 0;
 
@@ -453,11 +453,11 @@ class HostReducer : public Reducer<Dev> {
         this->times.add(last_end - first_sent, last_end - all_here);
         this->times.steps++;
     }
-    void complete(double* x, size_t count) override {
-        std::vector<double> sums(count);
-        dev.copy(sums.data(), static_cast<const double*>(x), count);
+    void complete(typename Dev::Sum* x, size_t count) override {
+        std::vector<typename Dev::Sum> sums(count);
+        dev.copy(sums.data(), std::as_const(x), count);
         world.sum(sums.data(), count);
-        dev.copy(x, static_cast<const double*>(sums.data()), count);
+        dev.copy(x, std::as_const(sums).data(), count);
     }
     void gather(real* params) override {
         const ProfileRange range("gathering");

@@ -24,57 +24,31 @@
 #include "lib/cpu/gemm.h"
 #include "lib/cpu/runtime.h"
 #include "lib/base/profile.h"
+#include "lib/model/engine.h"
 #include "lib/model/rope.h"
 #include "lib/model/shape.h"
 #include "lib/base/util.h"
 #include "lib/model/visible.h"
 
-// The gradient's norm is summed in chunks of this many elements. The parts of the flat array that ranks own are whole
-// chunks, and chunks are added in their order, so the norm has the same bits whichever rank computed which chunk.
-constexpr size_t CHUNK = 4096;
-
 // The update of a tensor of so few elements is over before another thread has woken up.
 constexpr size_t FEW = 8192;
 
-// One step of the optimiser.
-struct HyperAdamW {
-    double lr, beta1, beta2, eps, decay;  // decay is already 0 for tensors without it
-    int64_t step;                         // 1-based, for the bias corrections
-    uint64_t seed;                        // of stochastic rounding, where param is narrower than its master; element i
-    size_t offset;                        // draws number offset + i, its place in the flat array of all parameters
-    // The sum of the squares of the whole gradient, in the engine's memory. If given, the gradient is clipped to the L2
-    // norm grad_clip (0: it is not), and nothing is updated when the norm is not finite.
-    const double* squares = nullptr;
-    double grad_clip = 0;
-};
-
-// An engine is the model's operations on one kind of processor, and the memory they work on. Cpu says what each of them
-// must compute; Cuda in nsa_kernels.cuh has the same members. train_nsa.cu and ddp.cuh use nothing else of an engine:
-// clang-format off
-//   formats     real, Stat, Grad, Master; has_master, on_host; check_shape
-//   memory      allocate, release, available_bytes, zero, copy; to_host, from_host (to and from fp32); upload (tokens)
-//   results     send and receive: numbers on their way to the host while the next step runs
-//   layers      embedding_forward, _backward; rmsnorm_forward, _backward; matmul_forward, _backward_input,
-//               _backward_weight; silu_forward, _backward; classifier
-//   attention   split_heads_forward, _backward (Heads, HeadGradients); compress_forward, _backward (Phi, PhiGradients);
-//               attention_forward, _backward; select_blocks; attend_and_select; combine_forward;
-//               attention_backward_rows
-//   update      add_sum; chunk_squares, total_squares, set_guard (the gradient's norm); adamw;
-//               round_master (if has_master)
-//   log         describe, describe_selected, count_reads, peak_flops, peak_bytes
-// clang-format on
+// The executable specification of an engine. lib/model/engine.h lists the members that the program calls, with shapes
+// and rules; what stands here beside those is how Cpu does it.
 template <class real_>
 struct Cpu : HostRuntime {
     using real = real_;    // parameters and activations
     using Stat = real_;    // rstd, LSE, gates, losses and the gradient of q: fp32 on an engine whose real is narrower
     using Grad = real_;    // gradients of parameters
     using Master = real_;  // what the optimiser updates: the parameters themselves here, an fp32 copy elsewhere
+    using Sum = double;    // sums over the batch and over all parameters
     static constexpr bool has_master = false;
     void to_host(float* out, const real* in, size_t count) { std::copy_n(in, count, out); }
     void from_host(real* out, const float* in, size_t count) { std::copy_n(in, count, out); }
     Gemm<real> gemm;  // every matrix product but attention's; gemm.bf16 is --cpu-dtype
 
     void check_shape(const NsaShape&) const {}  // every shape works here
+    std::string format() const { return gemm.bf16 ? "bf16" : sizeof(real) == 8 ? "fp64" : "fp32"; }
     double peak_flops() const { return 0; }     // unknown
     std::string describe() const {
         return format_text("CPU, fp%d%s", int(8 * sizeof(real)),
@@ -82,7 +56,10 @@ struct Cpu : HostRuntime {
     }
     std::string describe_selected(const NsaShape&) const { return ""; }  // there is one way only
     // What attention and selection read from here on is added to *to; null ends it.
-    void count_reads(KeyReads* to) { reads = tiles.reads = to; }
+    bool count_reads(KeyReads* to) {
+        reads = tiles.reads = to;
+        return true;
+    }
 
     // ----- embedding.  x = embed[token].  tokens [N], embed [V, C], x [N, C]
     void embedding_forward(real* x, const int32_t* tokens, const real* embed, int N, int C) {
@@ -592,3 +569,4 @@ struct Cpu : HostRuntime {
     RopeTable<real> rope;
     Workspace<real> partial_sums;
 };
+static_assert(is_engine<Cpu<float>> && is_engine<Cpu<double>>);

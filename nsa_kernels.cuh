@@ -1758,8 +1758,10 @@ struct Cuda : CudaRuntime {
     using Stat = float;
     using Grad = float;
     using Master = float;
+    using Sum = double;
     static constexpr bool has_master = true;
     static constexpr bool on_host = false;
+    static constexpr unsigned steps_ahead = 1;
     static constexpr int WIDE = kernels::WIDE;
     static constexpr bool FP32 = std::is_same<real, float>::value;
 
@@ -1786,6 +1788,7 @@ struct Cuda : CudaRuntime {
             double(properties.totalGlobalMem) / (1 << 30), FP32 ? "fp32" : "bf16",
             plain_attention ? "scalar" : "on tensor cores");
     }
+    std::string format() const { return FP32 ? "fp32" : "bf16"; }
     // FLOP/s of the tensor cores at best; 0: unknown, or not used.
     double peak_flops() const { return FP32 ? 0 : bf16_peak_flops(); }
 
@@ -2091,11 +2094,12 @@ struct Cuda : CudaRuntime {
     }
     // What attention and selection read from here on is added to *to, once per group; null ends it and waits for the
     // counts. They come from the selection, by a kernel of their own.
-    void count_reads(KeyReads* to) {
+    bool count_reads(KeyReads* to) {
         if (!device_reads) device_reads = allocate<KeyReads>(1);
         if (reads) copy(reads, (const KeyReads*)device_reads, 1);
         reads = to;
         if (reads) copy(device_reads, (const KeyReads*)reads, 1);
+        return true;
     }
     // Refuses shapes that the attention kernels do not have.
     void check_shape(const NsaShape& s) const {
@@ -2196,3 +2200,4 @@ struct Cuda : CudaRuntime {
         return {rope_table, rope_table + rope_positions * half};
     }
 };
+static_assert(is_engine<Cuda>);

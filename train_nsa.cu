@@ -155,10 +155,10 @@ struct Model {
     typename Dev::Stat *m = nullptr, *v = nullptr;
     // The running step's sum of losses, and its sum of squared gradients.
     static constexpr size_t RESULTS = 2;
-    double* results = nullptr;
+    typename Dev::Sum* results = nullptr;
     // The sum of squared gradients of each chunk, then a guard. [step % 2] belongs to the running step, the other one
     // to the step before.
-    double* squares[2] = {};
+    typename Dev::Sum* squares[2] = {};
     Weights<real> w;
     Weights<Grad> dw;
     Watchdog* watchdog = nullptr;
@@ -181,7 +181,7 @@ struct Model {
         allocate_zeros(m, state_elements());
         allocate_zeros(v, state_elements());
         allocate_zeros(results, RESULTS);
-        for (double*& s : squares) allocate_zeros(s, chunks() + 1);
+        for (auto*& s : squares) allocate_zeros(s, chunks() + 1);
         dw = table.point_into(grads, c);
     }
     ~Model() {
@@ -191,7 +191,7 @@ struct Model {
         dev.release(m);
         dev.release(v);
         dev.release(results);
-        for (double* s : squares) dev.release(s);
+        for (auto* s : squares) dev.release(s);
     }
     Model(const Model&) = delete;
     Model& operator=(const Model&) = delete;
@@ -633,7 +633,7 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
 template <class Dev>
 void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = nullptr) {
     const ProfileRange range("gradient norm");
-    double* squares = model.squares[step % 2];
+    auto* squares = model.squares[step % 2];
     auto* guard = model.grads + model.table.total;
     if (model.sharded) model.dev.zero(squares, model.chunks());
     for (const Piece& p : model.owned)
@@ -656,7 +656,7 @@ template <class Dev>
 void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = nullptr) {
     const ProfileRange range("update");
     const ModelConfig& c = model.config;
-    HyperAdamW h{lr, ADAM_BETA1, ADAM_BETA2, ADAM_EPS, 0.0, step, uint64_t(c.seed), 0};
+    HyperAdamWOf<typename Dev::Sum> h{lr, ADAM_BETA1, ADAM_BETA2, ADAM_EPS, 0.0, step, uint64_t(c.seed), 0};
     h.squares = model.results + 1;
     h.grad_clip = c.grad_clip;
     for (const Piece& p : model.owned)
@@ -1016,7 +1016,7 @@ struct Run {
     // The step was not finite and changed no weight. Each rank writes its batch to a file; too many in a row are fatal.
     void count_bad_step(const StepResult& s) {
         state.bad_steps++;
-        std::vector<double> squares(model.chunks());
+        std::vector<typename Dev::Sum> squares(model.chunks());
         dev.copy(squares.data(), model.squares[s.step % 2], squares.size());
         const std::string tensor = first_bad_tensor(model.table.specs, squares, CHUNK);
         const std::string file = write_bad_step(config.out, s, world.rank, tensor, size_t(config.seq_len));
@@ -1046,7 +1046,7 @@ struct Run {
             const bool last = state.step == c.steps;
             auto due = [&](int64_t every) { return last || (every && state.step % every == 0); };
             const bool pause = due(c.eval_every) || due(c.save_every) || due(c.sample_every);
-            while (pending.size() > (Dev::on_host || pause || stop != GO_ON ? 0u : 1u)) report_step();
+            while (pending.size() > (pause || stop != GO_ON ? 0u : Dev::steps_ahead)) report_step();
             if (due(c.eval_every)) validate();
             if (last || stop != GO_ON) continue;
             if (due(c.save_every)) save();

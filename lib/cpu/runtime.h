@@ -13,6 +13,7 @@
 
 struct HostRuntime {
     static constexpr bool on_host = true;
+    static constexpr unsigned steps_ahead = 0;
     static constexpr size_t peak_bytes = 0;  // the host's memory is not the engine's own
     bool poison = false;                     // for tests: fresh memory holds NaN, so that reading it unwritten shows
 

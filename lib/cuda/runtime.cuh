@@ -246,6 +246,7 @@ struct CudaRuntime {
         return {numbers, numbers + buffer.count};
     }
 
+    std::string name() const { return properties.name; }
     // Tells this GPU from the others of the machine.
     std::string bus() const {
         char text[32] = "";

@@ -30,6 +30,7 @@ HOST_DEVICE inline void select_block(uint32_t* mask, int block) { mask[block / 3
 HOST_DEVICE inline int last_token(int block, int l, int d) { return block * d + l - 1; }
 HOST_DEVICE inline int blocks_within(int tokens, int l, int d) { return tokens < l ? 0 : (tokens - l) / d + 1; }
 
+// Plain numbers of four bytes: kernels take it as it is, in any language.
 struct NsaShape {
     int B = 1;  // sequences
     int T = 0;  // tokens that the key and value buffers hold per sequence
@@ -41,7 +42,7 @@ struct NsaShape {
     int slc_count = 0;        // n: selected blocks per query and group
     int window = 0;           // w: keys a query sees in the window branch, its own included
     int F = 0;                // hidden width of the compressor phi
-    bool full = false;        // --attention full: the window branch alone, over all tokens, its gate fixed to 1
+    int full = 0;             // 1: --attention full: the window branch alone, over all tokens, its gate fixed to 1
     unsigned left_out = 0;    // --branches: bit b is set where branch b is left out, which is a gate of 0
 
     HOST_DEVICE int heads_per_group() const { return H / G; }

@@ -41,10 +41,8 @@ struct DecodeMeter {
         const size_t count;
         const double begin = seconds_now();
         Call(DecodeMeter& m, int position, size_t count) : meter(m), position(position), count(count) {
-            if (position > 0 && !meter.counting) {
-                meter.dev.count_reads(&meter.reads);
-                meter.counting = true;
-            }
+            if (position > 0 && !meter.counting && meter.counts)
+                meter.counting = meter.counts = meter.dev.count_reads(&meter.reads);
         }
         ~Call() {
             (position > 0 ? meter.seconds : meter.prompt_seconds) += seconds_now() - begin;
@@ -79,20 +77,22 @@ struct DecodeMeter {
         std::fflush(stdout);
         std::fprintf(stderr,
                      "decoding: %s in %.3g s, %.4g tokens/s, behind a prompt of %lld in %.3g s\n"
-                     "          read per token and layer       keys a group          KiB\n"
-                     "          counted %34.1f %12.1f",
+                     "          read per token and layer       keys a group          KiB\n",
                      counted(tokens, "token").c_str(), seconds, double(tokens) / seconds, (long long)prompted,
-                     prompt_seconds, m.all, m.KiB);
-        if (!shape.full) {
+                     prompt_seconds);
+        if (counts) std::fprintf(stderr, "          counted %34.1f %12.1f", m.all, m.KiB);
+        else std::fprintf(stderr, "          not counted: this engine does not");
+        if (!shape.full && counts)
             std::fprintf(stderr, "   compressed %.1f, selected %.1f, window %.1f; %.1f scored again to choose blocks\n",
                          m.keys[CMP], m.keys[SLC], m.keys[WIN], m.scored);
-            std::fprintf(stderr, "          formula, T/d + n l' + w %18.1f %12.1f", m.formula, m.formula_KiB);
-        }
-        std::fprintf(stderr, "\n          full attention %27.1f %12.1f\n", m.full, m.full_KiB);
+        else std::fprintf(stderr, "\n");
+        if (!shape.full)
+            std::fprintf(stderr, "          formula, T/d + n l' + w %18.1f %12.1f\n", m.formula, m.formula_KiB);
+        std::fprintf(stderr, "          full attention %27.1f %12.1f\n", m.full, m.full_KiB);
     }
 
   private:
-    bool counting = false;
+    bool counting = false, counts = true;  // now, and whether the engine can
     void stop() {
         if (counting) dev.count_reads(nullptr);
         counting = false;

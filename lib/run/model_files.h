@@ -59,7 +59,7 @@ void dump_first_batch(const Config& c, Model& model, Activations& a, Loader& loa
     const NsaShape& s = a.shape;
     Buffers buffers;
     StateDump d;
-    d.precision = precision_of(model.dev);
+    d.precision = model.dev.format();
     d.B = s.B;
     d.T = s.T;
     d.V = a.V;

@@ -42,8 +42,8 @@ std::vector<TensorView> views_of(Dev& dev, const Specs& specs, const T* flat, co
 
 // The tensors in the first chunk whose sum of squares is not finite, for messages. chunk: elements of a chunk; squares:
 // one sum for each.
-template <class Specs>
-std::string first_bad_tensor(const Specs& specs, const std::vector<double>& squares, size_t chunk) {
+template <class Specs, class Sum>
+std::string first_bad_tensor(const Specs& specs, const std::vector<Sum>& squares, size_t chunk) {
     for (size_t i = 0; i < squares.size(); i++) {
         if (std::isfinite(squares[i])) continue;
         std::string names;
@@ -205,7 +205,7 @@ void read_moments(Dev& dev, const Specs& specs, T* m, T* v, const Pieces& owned,
 // --dump-state: what another program needs to compare itself with this one.
 
 struct StateDump {
-    std::string precision;                         // precision_of the engine
+    std::string precision;                         // format() of the engine
     std::vector<TensorView> tensors;               // parameters, and gradients named grad.<tensor>
     int64_t B = 0, T = 0, V = 0;                   // sequences, tokens of each, vocabulary
     std::vector<int32_t> inputs, targets;          // [B, T]
@@ -227,13 +227,6 @@ struct StateDump {
         }
     }
 };
-
-// What the engine rounds activations, or the inputs of its products, to: how close the dump can be to exact arithmetic.
-template <class Dev>
-std::string precision_of(const Dev& dev) {
-    if constexpr (Dev::on_host) return dev.gemm.bf16 ? "bf16" : "fp32";
-    else return sizeof(typename Dev::real) == 2 ? "bf16" : "fp32";
-}
 
 // A bitmask becomes a byte per block.
 inline std::vector<uint8_t> bytes_of_masks(const std::vector<uint32_t>& masks, size_t words, size_t blocks) {

@@ -1,0 +1,281 @@
+// engine.h: the contract between the program and an engine. An engine is the model's operations on one kind of
+// processor, and the memory that they work on; train_nsa.cu, ddp.cuh and lib/ know nothing else of it. What stands here
+// is all that a new engine needs to have: static_assert(is_engine<Dev>) names each member that is missing or has other
+// arguments. Cpu in nsa_cpu.h says in plain loops what an operation computes; Cuda in nsa_kernels.cuh and OpenCl in
+// dev/ports/opencl have the same members.
+//
+// What holds for every member:
+//   Addresses    allocate() returns an address of the engine's memory. The program adds to it, subtracts two of one
+//                allocation, compares it with null and hands it back, from any place within the allocation and for any
+//                type; it never reads or writes through it unless on_host. An engine that has no addresses makes some
+//                up (OpenCl does). An operation may get addresses that are aligned to one element only.
+//   Arrays       row-major and without gaps. Outputs come first; gradients start with d. "=" overwrites whatever was
+//                there, "+=" adds to it. Arrays may be null where a comment says so and nowhere else; no two arrays of
+//                a call overlap unless a comment allows it. Padding is written as 0 where a comment says so.
+//   Order        operations run in the order of the calls, as if each ended before the next began; an engine may return
+//                before it has computed. Who waits: copy(), to_host(), from_host() and receive() return when the data
+//                are there. Nothing else needs to wait, and upload() has copied its argument when it returns.
+//   Sums         in an order that the shapes fix, without atomics, so that the same input gives the same bits. They are
+//                of Sum where a comment says Sum, else of fp32 at least. Sum is double where the processor has it;
+//                an engine without (OpenCl, Metal) takes float, and adds in a tree or in chunks.
+//   Arithmetic   IEEE 754's infinities and NaN go through every operation: no fast math. A lse of +infinity has to make
+//                a weight of 0, and a NaN in a gradient has to reach total_squares().
+//   Shapes       NsaShape is plain numbers, which any kernel can take as they are. "Training shapes" are first = 0 and
+//                queries = T; all other calls may have any `first` and `queries`, B = 1 and one query included.
+//   Errors       are thrown by fail(): one line that says what happened and what to do.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "shape.h"
+
+// The gradient's norm is summed in chunks of this many elements. The parts of the flat array that ranks own are whole
+// chunks, and chunks are added in their order, so the norm has the same bits whichever rank computed which chunk.
+constexpr size_t CHUNK = 4096;
+
+// One step of the optimiser.
+template <class Sum>
+struct HyperAdamWOf {
+    double lr, beta1, beta2, eps, decay;  // decay is already 0 for tensors without it
+    int64_t step;                         // 1-based, for the bias corrections
+    uint64_t seed;                        // of stochastic rounding, where param is narrower than its master; element i
+    size_t offset;                        // draws number offset + i, its place in the flat array of all parameters
+    // The sum of the squares of the whole gradient, in the engine's memory. If given, the gradient is clipped to the L2
+    // norm grad_clip (0: it is not), and nothing is updated when the norm is not finite.
+    const Sum* squares = nullptr;
+    double grad_clip = 0;
+};
+using HyperAdamW = HyperAdamWOf<double>;
+
+namespace contract {
+template <class Dev, class Signature, template <class, class...> class Call, class = void>
+struct Answers : std::false_type {};
+template <class Dev, class R, class... A, template <class, class...> class Call>
+struct Answers<Dev, R(A...), Call, std::void_t<Call<Dev, A...>>>
+    : std::bool_constant<std::is_void<R>::value || std::is_convertible<Call<Dev, A...>, R>::value> {};
+
+// NEEDS(result, name, (arguments)): a member function, or with NEEDS_AS one that is called in another way.
+#define NEEDS_AS(result, name, call, arguments)                                  \
+    template <class D, class... A>                                               \
+    using call_##name = decltype(std::declval<D&>().call(std::declval<A>()...)); \
+    static_assert(Answers<Dev, result arguments, call_##name>::value,            \
+                  "this engine lacks  " #result " " #name #arguments "  of lib/model/engine.h")
+#define NEEDS(result, name, arguments) NEEDS_AS(result, name, name, arguments)
+#define NEEDS_TYPE(name)                                                     \
+    template <class D, class = void>                                         \
+    struct has_##name : std::false_type {};                                  \
+    template <class D>                                                       \
+    struct has_##name<D, std::void_t<typename D::name>> : std::true_type {}; \
+    static_assert(has_##name<Dev>::value, "this engine lacks the type  " #name "  of lib/model/engine.h")
+#define NEEDS_NUMBER(name)                                                                    \
+    template <class D, class = void>                                                          \
+    struct has_##name : std::false_type {};                                                   \
+    template <class D>                                                                        \
+    struct has_##name<D, std::void_t<decltype(std::declval<D&>().name)>> : std::true_type {}; \
+    static_assert(has_##name<Dev>::value, "this engine lacks the number  " #name "  of lib/model/engine.h")
+
+// ----- ten types and four numbers
+template <class Dev>
+struct Formats {
+    NEEDS_TYPE(real);           // of parameters and activations: float, double or a 16-bit type
+    NEEDS_TYPE(Stat);           // of rstd, LSE, gates, losses and the gradient of q: float, or double if real is
+    NEEDS_TYPE(Grad);           // of the parameters' gradients: float; ranks exchange nothing else
+    NEEDS_TYPE(Master);         // of what the optimiser updates
+    NEEDS_TYPE(Sum);            // of sums over the batch or over all parameters: double or float
+    NEEDS_TYPE(Heads);          // {real* q; real* kv[HEAD_SLOTS]; Stat* gate}, see split_heads_forward
+    NEEDS_TYPE(HeadGradients);  // {Stat* q; real* kv[HEAD_SLOTS]; Stat* gate}
+    NEEDS_TYPE(Phi);            // {real *fc1, *bias, *fc2}: [F, l*D], [F], [D, F]
+    NEEDS_TYPE(PhiGradients);   // the same of Grad
+    NEEDS_TYPE(HostCopies);     // see CopiesMembers
+
+    NEEDS_NUMBER(has_master);   // constexpr bool: master is an array of its own, from which param is rounded
+    NEEDS_NUMBER(on_host);      // constexpr bool: the engine's memory is the host's and the program may read it
+    NEEDS_NUMBER(steps_ahead);  // constexpr unsigned: 1: the host may launch a step before it has the results of the
+                                // one before; 0 where send() waits, whose times would be wrong otherwise
+    NEEDS_NUMBER(peak_bytes);   // size_t: the engine's own memory at most, so far; 0: it is the host's
+};
+
+template <class Dev>
+struct Members : Formats<Dev> {
+    using real = typename Dev::real;
+    using Stat = typename Dev::Stat;
+    using Grad = typename Dev::Grad;
+    using Master = typename Dev::Master;
+    using Sum = typename Dev::Sum;
+    using Heads = typename Dev::Heads;
+    using HeadGradients = typename Dev::HeadGradients;
+    using Phi = typename Dev::Phi;
+    using PhiGradients = typename Dev::PhiGradients;
+    using Hyper = HyperAdamWOf<Sum>;
+
+    // ----- memory. allocate<T> and the other templates serve all types above, char, int32_t and uint32_t.
+    // [count], aligned for every type; a count of 0 gives an address too. fail() if there is no memory.
+    NEEDS_AS(real*, allocate, template allocate<real>, (size_t count));
+    NEEDS(void, release, (real * p));  // null does nothing
+    // What can be allocated still, by each of so many processes that share the device.
+    NEEDS(double, available_bytes, (int processes));
+    NEEDS(void, zero, (real * p, size_t count));  // p [count] = 0
+    // Bytes as they are; either side may be the host's or the engine's. Waits.
+    NEEDS(void, copy, (real * out, const real* in, size_t count));
+    // The same between the engine's numbers and the host's fp32. Waits.
+    NEEDS(void, to_host, (float* out, const real* in, size_t count));
+    NEEDS(void, from_host, (real * out, const float* in, size_t count));
+    // out [count], the engine's, = in, the host's: tokens. Does not wait for the engine.
+    NEEDS(void, upload, (int32_t * out, const int32_t* in, size_t count));
+    // The numbers at this address as they are when the operations so far have run; receive() waits for the oldest that
+    // were sent. At most two are on their way.
+    NEEDS(void, send, (const Sum* numbers, size_t count));
+    NEEDS(std::vector<double>, receive, ());
+
+    // ----- layers. tokens, targets [N]; x, dx, inp, dinp [N, C]; out, dout [N, OC] of a product; weight [OC, C]
+    // x = embed[token].  embed [V, C]
+    NEEDS(void, embedding_forward, (real * x, const int32_t* tokens, const real* embed, int N, int C));
+    // dembed [V, C] += the rows of dx, those of one token in order of n
+    NEEDS(void, embedding_backward, (Grad * dembed, const real* dx, const int32_t* tokens, int N, int C));
+    // rstd [N] = 1/sqrt(mean(x^2) + NORM_EPS), out [N, C] = x * rstd * weight [C]
+    NEEDS(void, rmsnorm_forward, (real * out, Stat* rstd, const real* x, const real* weight, int N, int C));
+    // dx += rstd * (g - x * rstd^2 * mean(g * x)) with g = dout * weight;  dweight [C] += sum over n of dout * x * rstd
+    NEEDS(void, rmsnorm_backward,
+          (real * dx, Grad* dweight, const real* dout, const real* x, const Stat* rstd, const real* weight, int N,
+           int C));
+    // out = inp weight^T (+ residual [N, OC], which may be null). N may be 1.
+    NEEDS(void, matmul_forward,
+          (real * out, const real* inp, const real* weight, const real* residual, int N, int C, int OC));
+    NEEDS(void, matmul_backward_input, (real * dinp, const real* dout, const real* weight, int N, int C, int OC));  // =
+    NEEDS(void, matmul_backward_weight,
+          (Grad * dweight, const real* dout, const real* inp, int N, int C, int OC));  // +=
+    // out = x * sigmoid(x);  dx = dout * s * (1 + x * (1 - s)), s = sigmoid(x), where dx may be dout
+    NEEDS(void, silu_forward, (real * out, const real* x, size_t count));
+    NEEDS(void, silu_backward, (real * dx, const real* dout, const real* x, size_t count));
+    // losses [N] = cross-entropy of logits [N, Vp] against targets; columns V..Vp-1 are padding and do not count. With
+    // want_gradient, logits become (softmax - onehot) * dloss in place, 0 in the padding.
+    NEEDS(void, classifier,
+          (Stat * losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V,
+           int Vp));
+
+    // ----- heads. projected [B*queries, s.projected()]: a row is  q | keys and values by HeadSlot | gate logits |
+    // padding. q [B, H, queries, D]; kv[slot] [B, G, T, D], null below s.first_slot(); gate [branches, B, H, queries].
+    // q and K_SLC, K_WIN are turned by RoPE at their position, halves convention, angle position * ROPE_BASE^(-2i/D);
+    // gate = sigmoid(logit), 0 for a branch in s.left_out. Writes keys at positions first.. only. Full attention has no
+    // gates: gate is not written.
+    NEEDS(void, split_heads_forward, (Heads out, const real* projected, const NsaShape& s));
+    // dprojected = those gradients turned back; gate is already the logit's. 0 in the padding. Training shapes.
+    NEEDS(void, split_heads_backward, (real * dprojected, HeadGradients d, const NsaShape& s));
+
+    // ----- compression. out [B, G, NC, D] = mean + fc2 silu(fc1 X + bias) of every block X of l tokens, d apart, of k
+    // [B, G, T, D], turned to position i*d if `rotated`; hidden [B, G, NC, F] = before the SiLU. NC = s.cmp_capacity().
+    // Only the blocks that end within positions first .. first+queries-1: there may be none.
+    NEEDS(void, compress_forward,
+          (real * out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s));
+    // dk =, dphi +=, from dout, which may be written over. NC may be 0: then dk = 0. Training shapes.
+    NEEDS(void, compress_backward,
+          (real * dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k, const Phi& phi,
+           bool rotated, const NsaShape& s));
+
+    // ----- attention. out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the keys that lib/model/visible.h names
+    // for the branch; lse [B, H, queries] = ln of the denominator. No key: out 0, lse +infinity. k, v [B, G,
+    // s.key_stride(branch), D]. selection [B, G, queries, words]: null but in SLC.
+    NEEDS(void, attention_forward,
+          (Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v, const uint32_t* selection,
+           const NsaShape& s));
+    // attention_forward of CMP and, unless selection is null, eq. 8 to 12: selection = the blocks of each query and
+    // group; equal importances go to the lower block. chosen_importance [B, G, queries], the share of the importance
+    // that was chosen, may be null.
+    NEEDS(void, attend_and_select,
+          (real * out, Stat* lse, uint32_t* selection, Stat* chosen_importance, const real* q, const real* kc,
+           const real* vc, const NsaShape& s));
+    // out [B*queries, H*D] = sum over branches of gate * o.  o [branches, B, H, queries, D]. In full attention the gate
+    // is 1 and `gate` may be anything.
+    NEEDS(void, combine_forward, (real * out, const real* o, const Stat* gate, const NsaShape& s));
+    // row_dot = dout . o, lse_gated = lse - ln(gate), dgate_logit = row_dot gate (1 - gate), all [branches, B, H,
+    // queries]; dout [B*queries, H*D]. A gate of 0 makes lse_gated +infinity. Full attention: dgate_logit stays.
+    NEEDS(void, attention_backward_rows,
+          (Stat * row_dot, Stat* lse_gated, Stat* dgate_logit, const real* dout, const real* o, const Stat* gate,
+           const Stat* lse, const NsaShape& s));
+    // P' = e^(q k^T / sqrt(D) - lse_gated), dS = P' (dout v^T - row_dot): d.dq = or, with d.add, += dS k / sqrt(D);
+    // d.dk = dS^T q / sqrt(D), d.dv = P'^T dout, 0 for keys that nobody sees. Training shapes.
+    using ToBackward = BackwardArrays<real, Stat>;
+    using Inputs = InputArrays<real>;
+    NEEDS(void, attention_backward, (Branch branch, const ToBackward& d, const Inputs& in, const NsaShape& s));
+
+    // ----- update
+    NEEDS(void, add_sum, (Sum * total, const Stat* x, size_t count));  // *total += sum of x, in Sum
+    // squares[i] = sum of the squares of chunk i of x [total], in Sum, for the chunks that begin in [begin, begin +
+    // count). begin is a multiple of CHUNK; the last chunk ends at `total`, which may lie before its beginning: then 0.
+    NEEDS(void, chunk_squares, (Sum * squares, const Grad* x, size_t total, size_t begin, size_t count));
+    // *sum = squares[0] + squares[1] + ..., but NaN if *guard is not finite
+    NEEDS(void, total_squares, (Sum * sum, const Sum* squares, size_t chunks, const Grad* guard));
+    NEEDS(void, set_guard, (Grad * guard, const Sum* loss));  // *guard = *loss; for a guard of Sum too
+    // m, v, master and param [count] take a step of AdamW; with has_master, param is rounded from master. Reads
+    // h.squares in the engine's memory: the host does not know the norm yet.
+    NEEDS(void, adamw,
+          (real * param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const Hyper& h));
+
+    // ----- what it says of itself
+    NEEDS(void, check_shape, (const NsaShape& s));  // fail_usage() if the engine cannot compute this shape
+    NEEDS(std::string, describe, ());               // "GPU 0, NVIDIA H100, ..., bf16": for the run's first line
+    NEEDS(std::string, describe_selected,
+          (const NsaShape& s));      // how the selected branch is computed; "": one way only
+    NEEDS(std::string, format, ());  // what products take: "fp32" or "bf16"
+    NEEDS(double, peak_flops, ());   // of the products, FLOP/s at best; 0: unknown
+    // What attention and selection read from here on, once per group, is added to *to; null ends it, and then *to is
+    // complete. For `sample --stats`. Returns false where the engine counts nothing.
+    NEEDS(bool, count_reads, (KeyReads * to));
+};
+
+// HostCopies(dev, pieces): gradients on their way to the host's memory, where ranks sum them, and back, beside the
+// computation. `piece` counts the parts of the one array.
+template <class Dev, class Engine>
+struct CopiesMembers {
+    using Grad = typename Engine::Grad;
+    static_assert(std::is_constructible<Dev, Engine&, size_t>::value, "this engine lacks  HostCopies(dev, pieces)");
+    // Memory of the host for the `count` numbers at p, as long as the HostCopies lives; p itself if on_host.
+    NEEDS(Grad*, host_side, (Grad * p, size_t count));
+    // host [count] = device, once all operations so far have run. Does not wait: has(piece) is true when it is there.
+    NEEDS(void, fetch, (Grad * host, const Grad* device, size_t count, size_t piece));
+    NEEDS(bool, has, (size_t piece));
+    // Operations from here on find host [count] at `device`. Does not wait: host stays as it is until the next fetch.
+    NEEDS(void, put, (Grad * device, const Grad* host, size_t count));
+};
+
+// An engine with its own copy of the parameters in another format, for a resumed run.
+template <class Dev>
+struct MasterMembers {
+    using real = typename Dev::real;
+    using Master = typename Dev::Master;
+    // param = what adamw made of master in this step, from master alone; arguments as in HyperAdamW
+    NEEDS(void, round_master,
+          (real * param, const Master* master, size_t count, uint64_t seed, int64_t step, size_t offset));
+};
+
+// An engine for devices, of which a rank takes one: Dev(number).
+template <class Dev>
+struct DeviceMembers {
+    static_assert(std::is_constructible<Dev, int>::value, "this engine lacks its constructor from a device's number");
+    NEEDS(std::string, name, ());                 // of the device: "NVIDIA H100"
+    NEEDS(std::string, bus, ());                  // tells it from the machine's other devices
+    NEEDS(void, divide_memory, (int processes));  // called by all processes that share the device, before they allocate
+    NEEDS(void, start_profiler, ());              // waits; what follows is for a profiler. May do nothing
+    NEEDS(void, stop_profiler, ());
+};
+#undef NEEDS
+#undef NEEDS_AS
+#undef NEEDS_TYPE
+#undef NEEDS_NUMBER
+
+struct Nothing {};
+template <class Dev>
+constexpr bool fulfils() {
+    return sizeof(Members<Dev>) && sizeof(CopiesMembers<typename Dev::HostCopies, Dev>) &&
+           sizeof(std::conditional_t<Dev::has_master, MasterMembers<Dev>, Nothing>) &&
+           sizeof(std::conditional_t<Dev::on_host, Nothing, DeviceMembers<Dev>>);
+}
+}  // namespace contract
+
+// True, or an error that names what is missing.
+template <class Dev>
+constexpr bool is_engine = contract::fulfils<Dev>();
