@@ -10,6 +10,7 @@
 #   GPU_COMPUTE_CAPABILITY=90               GPU architecture; default: the GPU found here, else sm_80, sm_90 and PTX
 #   PRECISION=BF16|FP32                     of the CUDA engine; FP32 for diagnosis, and by itself for GPUs before sm_80
 #   GPU=hip GPU_ARCH=gfx1030                AMD's GPUs by hipcc, fp32 with plain kernels: compiled, never run
+#   GPU=opencl                              GPUs with a driver of OpenCL, fp32: ran on a CPU by PoCL, never on a GPU
 #   WERROR=1                                warnings are errors          SAN=address,undefined   sanitizers
 #   V=1                                     prints whole commands        BUILD=build             where objects go
 #
@@ -75,6 +76,7 @@ include $(BUILD)/config.mk
 LEVEL := $(if $(SAN),-O1,-O3)
 FLAGS := -std=c++17 -DBUILD_FOLDER=$(BUILD) -fno-math-errno -fno-trapping-math -pthread -Wall -Wextra \
   $(if $(WERROR),-Werror) $(MARCH:%=-march=%) $(ACCEPTED) $(or $(OMP_FLAGS),-Wno-unknown-pragmas) \
+  $(if $(filter-out cuda hip,$(GPU)),-DENGINE=$(GPU) -Idev/ports/$(GPU)) \
   $(if $(HAVE_MPI),-DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(MPI_FLAGS))
 LIBS := -rdynamic $(MPI_LIBS) $(OMP_LIBS)
 ifdef SAN
@@ -101,8 +103,8 @@ $(call line,OMP,OpenMP  ,all cores,not found: one core)
 $(call line,MPI,MPI     ,$(filter -l%,$(MPI_LIBS)),$(MPICXX) not found or does not link: one process only; make deps)
 $(call line,NCCL,NCCL    ,gradients of several GPUs,$(if $(HAVE_CUDA),not found beside nvcc or in the system: one GPU \
   only,only with nvcc))
-$(if $(GPU:cuda=),$(call line,HIP,hipcc   ,$(GPU_ARCH): compiled$(comma) never run; PRECISION=$(PRECISION),not \
-  found),$(call line,CUDA,nvcc    ,$(ARCH_NAME)$(if $(NO_CUBLAS),; no cuBLASLt),not found))
+$(if $(GPU:cuda=),$(call line,PORT,$(PORT_NAME),$(PORT_TEXT),not found),$(call line,CUDA,nvcc    ,$(ARCH_NAME)$(if \
+  $(NO_CUBLAS),; no cuBLASLt),not found))
 
 all: train_nsa
 info: ; @:

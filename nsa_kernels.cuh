@@ -28,6 +28,7 @@
 
 #include "lib/cuda/common.cuh"
 
+#include "lib/cuda/devices.cuh"
 #include "nsa_cpu.h"
 #include "lib/cuda/runtime.cuh"
 #include "lib/cuda/attention_gathered.cuh"
@@ -1767,6 +1768,10 @@ struct Cuda : CudaRuntime {
 
     bool plain_attention = FP32;  // attention by the plain kernels; fp32 has no others
     SelectedKernel selected_kernel = SelectedKernel::AUTO;
+
+    static EngineInfo info() { return cuda_info(FP32); }
+    static GpuSearch search() { return search_for_cuda(FP32); }
+    static Versions versions() { return cuda_versions(); }
 
     explicit Cuda(int device_index = 0, size_t workspace = WORKSPACE) : CudaRuntime(device_index, workspace, !FP32) {
         sum_parts = allocate<double>(kernels::SUM_PARTS);

@@ -17,14 +17,10 @@
 #include <string>
 #include <vector>
 
-#include "nsa_cpu.h"
-#ifdef USE_CUDA
-#include "nsa_kernels.cuh"
-#endif
 #include "dataloader.h"
+#include "engines.h"
 #include "ddp.cuh"  // after the engines, whose gradients it sums
 #include "lib/base/profile.h"
-#include "lib/cuda/devices.cuh"
 #include "lib/data/tokenize.h"
 #include "lib/model/arena.h"
 #include "lib/model/sampling.h"
@@ -1068,7 +1064,7 @@ void begin_run(Run<Dev>& run, const Config& c, const Device& device, const Gradi
                const std::set<std::string>& given, bool memory_is_tight) {
     const World& world = run.world;
     Model<Dev>& model = run.model;
-    const Versions libraries = library_versions(nccl_version(), cuda_versions());
+    const Versions libraries = library_versions(device_versions());
     const RunStart start = open_run(c, given, world, device, path, model, run.data, libraries);
     model.watchdog = &world.watchdog;
     model.progress("start");
@@ -1130,22 +1126,22 @@ int train_run(Run<Dev>& run, const Config& c, const Device& device, const Gradie
 // Verbs.
 
 // Calls use(engine, path) with the engine for this device, and with the path that gradients take between ranks.
-template <class Use>
+template <class Accelerator = DeviceEngine, class Use>
 void with_engine(const Device& device, World& world, Use use) {
-#ifdef USE_CUDA
-    if (device.gpu) {
-        world.compute_on(format_text("GPU %d", device.gpu_number));
-        Cuda dev(device.gpu_number);
-        const GradientPath path = choose_path(world, world.device + " (" + dev.properties.name + ")", dev.bus());
-        if (world.device_sharers > 1) dev.divide_memory(world.device_sharers);
-        world.barrier();  // now the others may allocate
-        return use(dev, path);
-    }
-#endif
+    if constexpr (!std::is_void<Accelerator>::value)
+        if (device.gpu) {
+            world.compute_on(format_text("%s %d", device.engine.device.c_str(), device.gpu_number));
+            Accelerator dev(device.gpu_number);
+            const GradientPath path =
+                choose_path(world, device.engine, world.device + " (" + dev.name() + ")", dev.bus());
+            if (world.device_sharers > 1) dev.divide_memory(world.device_sharers);
+            world.barrier();  // now the others may allocate
+            return use(dev, path);
+        }
     world.compute_on("CPU");
     Cpu<float> dev;
     dev.gemm.bf16 = device.cpu_bf16;
-    use(dev, choose_path(world, "", ""));
+    use(dev, choose_path(world, device.engine, "", ""));
 }
 
 static int run_train(Config& c, const std::set<std::string>& on_command_line, World& world) {
@@ -1175,20 +1171,20 @@ using SelfTest = GradientSelfTest<Model<Cpu<double>>, Activations<Cpu<double>>>;
 static int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world, search_gpus());
     BuildReport r;
+    r.engine = device.engine;
+    r.versions = device_versions();
     r.not_used = device.reason;
     r.mpi = mpi_name();
-    r.nccl = nccl_version();
     r.threads = device.threads;
     r.processors = usable_processors();
     r.gpu = device.gpu;
     r.available_bytes = host_bytes_available();
-#ifdef USE_CUDA
-    if (device.gpu) r.cuda = Cuda(device.gpu_number).describe();
-#endif
-    print_build(r);
-    const bool data_are_good = check_data<Tokenizer>(c.vocab_dir, open_shards);
-    with_engine(device, world, [](auto& dev, const GradientPath&) {
+    bool data_are_good = false;
+    with_engine(device, world, [&](auto& dev, const GradientPath&) {
         using Engine = std::decay_t<decltype(dev)>;
+        r.device = dev.describe();
+        print_build(r);
+        data_are_good = check_data<Tokenizer>(c.vocab_dir, open_shards);
         print_memory_of_125m<Model<Engine>, Activations<Engine>>(dev);
     });
     return check_gradients<SelfTest>() && data_are_good ? 0 : 1;
@@ -1212,7 +1208,7 @@ static int run_check(const Config& c, World& world) {
     };
     int status = 0;
     if (c.help) print_help(verb);
-    else if (c.version) print_version(mpi_name(), pmi_of(mpi_name()));
+    else if (c.version) print_version(device_engine(), mpi_name(), pmi_of(mpi_name()));
     else if (verb == TRAIN) status = run_train(c, given, world);
     else if (verb == TOKENIZE) tokenize_files<Tokenizer>(tokenize_options(c));
     else if (verb == SAMPLE) run_sample<TensorTable, Tokenizer, Decoder>(c, with_model);

@@ -1,12 +1,39 @@
-// gpu_search.h: what a search for GPUs met, and in words why it found none. lib/cuda/devices.cuh searches.
+// gpu_search.h: what an engine for devices says of itself before one is opened, what a search for devices met, and in
+// words why it found none. Each such engine has info() and search(); engines.h knows which one this build holds.
 #pragma once
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "files.h"
 #include "util.h"
 
-// What a search for GPUs met. CUDA's versions are its own numbers, such as 12040 for 12.4; 0: there is none.
+// What --device may be. A build for another engine than CUDA has -DENGINE=NAME.
+#ifdef ENGINE
+#define DEVICE_CHOICES "auto|cpu|cuda|" QUOTED_VALUE(ENGINE)
+#else
+#define DEVICE_CHOICES "auto|cpu|cuda"
+#endif
+
+// Names of libraries and their versions; "" is left out.
+using Versions = std::vector<std::pair<const char*, std::string>>;
+
+// By default that of a build without such an engine, whose users may expect CUDA.
+struct EngineInfo {
+    std::string option = "cuda", name = "CUDA";  // what --device calls it, and sentences
+    std::string device = "GPU";                  // one of its devices
+    std::string format;                          // of products; "": there is no such engine in this build
+    std::string collective;                      // what sums gradients between its devices, such as "NCCL"; "": MPI
+    std::string no_collective;                   // why nothing does: "this build has no NCCL"
+    bool profiler = false;                       // it can do --profile-steps
+};
+
+// What a search for devices met. CUDA's versions are its own numbers, such as 12040 for 12.4; 0: there is none.
 struct GpuSearch {
-    int count = 0;                // of the GPUs that this process sees
+    EngineInfo engine;
+    int count = 0;                // of the devices that this process sees
+    bool by_auto = true;          // --device auto takes them: they are faster than the processor
+    std::string why;              // in the engine's own words: why there are none, or why auto takes none
     bool cuda_engine = false;     // in this build
     bool nvidia_module = false;   // NVIDIA's driver is in the kernel, so there is a GPU
     int toolkit = 0, driver = 0;  // the CUDA that this build was made with, and the latest that the driver knows
@@ -14,11 +41,14 @@ struct GpuSearch {
     std::string error;            // CUDA's own text
 };
 
+inline bool has_nvidia_module() { return file_exists("/proc/driver/nvidia/version") || file_exists("/dev/nvidiactl"); }
+
 // "12.4"; "none" for 0.
 inline std::string cuda_version_text(int v) { return v ? format_text("%d.%d", v / 1000, v % 1000 / 10) : "none"; }
 
 // Why no GPU was found, and what helps: a driver that is missing and one that is too old are one error to CUDA.
 inline std::string why_no_gpu(const GpuSearch& s) {
+    if (!s.why.empty()) return s.why;
     if (!s.cuda_engine && s.nvidia_module)
         return "there is an NVIDIA GPU but this program was built without nvcc: put the CUDA toolkit's nvcc on PATH "
                "and run make again";

@@ -16,6 +16,10 @@
 #include <system_error>
 #include <vector>
 
+// The text of a macro's value.
+#define QUOTED(word) #word
+#define QUOTED_VALUE(macro) QUOTED(macro)
+
 // ---------------------------------------------------------------------------------------------------------------------
 // UTF-8 (RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF), and text that is safe to print.
 

@@ -1,26 +1,36 @@
-// devices.cuh: which GPUs are here, and which versions of CUDA's libraries; nothing of either in a build without CUDA.
-// Used by the verbs in train_nsa.cu.
+// devices.cuh: what CUDA says of itself before a GPU is used: which GPUs are here, and which versions of its libraries.
+// struct Cuda has it from here; HIP's names are hip_common.h's.
 #pragma once
 #include <string>
-#include <utility>
-#include <vector>
 
-#include "../base/files.h"
 #include "../base/gpu_search.h"
-#ifdef USE_CUDA
 #include "common.cuh"
-#endif
 
-inline GpuSearch search_gpus() {
+// fp32: whether this build computes in it.
+inline EngineInfo cuda_info(bool fp32) {
+    EngineInfo info;
+#ifdef __HIP__
+    info.name = "HIP";
+#endif
+    info.format = fp32 ? "fp32" : "bf16";
+#ifdef USE_NCCL
+    info.collective = "NCCL";
+#else
+    info.no_collective = "this build has no NCCL";
+#endif
+    info.profiler = true;
+    return info;
+}
+
+inline GpuSearch search_for_cuda(bool fp32) {
     GpuSearch search;
-    search.nvidia_module = file_exists("/proc/driver/nvidia/version") || file_exists("/dev/nvidiactl");
-#ifdef USE_CUDA
+    search.engine = cuda_info(fp32);
+    search.nvidia_module = has_nvidia_module();
     search.cuda_engine = true;
     const cudaError_t error = cudaGetDeviceCount(&search.count);
     if (error != cudaSuccess) search.count = 0;
     search.driver_too_old = error == cudaErrorInsufficientDriver;
     search.error = cudaGetErrorString(error);
-#endif
 #ifdef __CUDACC__
     cudaRuntimeGetVersion(&search.toolkit);
     cudaDriverGetVersion(&search.driver);
@@ -28,29 +38,23 @@ inline GpuSearch search_gpus() {
     return search;
 }
 
-// "2.21.5"; "" where the build has no NCCL.
-inline std::string nccl_version() {
-#if defined(USE_NCCL) && defined(USE_CUDA)
+// CUDA's runtime, what the driver can do, cuBLASLt and NCCL, where the build has them.
+inline Versions cuda_versions() {
+    Versions all;
+#ifdef USE_NCCL
     int nccl = 0;
     NCCL_CHECK(ncclGetVersion(&nccl));
-    return format_text("%d.%d.%d", nccl / 10000, nccl / 100 % 100, nccl % 100);
-#else
-    return "";
+    all.emplace_back("NCCL", format_text("%d.%d.%d", nccl / 10000, nccl / 100 % 100, nccl % 100));
 #endif
-}
-
-// CUDA's runtime, what the driver can do, and cuBLASLt, where the build has them.
-inline std::vector<std::pair<const char*, std::string>> cuda_versions() {
 #ifdef __CUDACC__
-    const GpuSearch found = search_gpus();
-    return {{"CUDA runtime", cuda_version_text(found.toolkit)},
-            {"CUDA of the driver", cuda_version_text(found.driver)},
+    const GpuSearch found = search_for_cuda(false);
+    all.emplace_back("CUDA runtime", cuda_version_text(found.toolkit));
+    all.emplace_back("CUDA of the driver", cuda_version_text(found.driver));
 #ifdef NO_CUBLAS
-            {"cuBLASLt", "left out"}};
+    all.emplace_back("cuBLASLt", "left out");
 #else
-            {"cuBLASLt", std::to_string(cublasLtGetVersion())}};
+    all.emplace_back("cuBLASLt", std::to_string(cublasLtGetVersion()));
 #endif
-#else
-    return {};
 #endif
+    return all;
 }

@@ -44,6 +44,14 @@ ifeq ($(GPU),hip)
     $(filter -D% -I%,$(FLAGS)) -DUSE_CUDA -DPRECISION_FP32 -DNO_CUBLAS $(CPPFLAGS) $(CXXFLAGS)
   HAVE_COMPILER := hipcc $(shell hipcc --version 2>/dev/null | sed -n 's/^HIP version: //p') beside $(CXX)
   COMPILER := HIP
+  HAVE_PORT := $(HAVE_HIP)
+  PORT_NAME := hipcc$(space)$(space)
+  PORT_TEXT := $(GPU_ARCH): compiled$(comma) never run; PRECISION=$(PRECISION)
 else ifneq ($(strip $(GPU)),cuda)
-  $(error GPU=$(GPU): expected cuda or hip)
+  # Another engine, by the host's compiler; see engines.h. Its port.mk sets PORT_LIBS and what `make info` says of it.
+  $(if $(wildcard dev/ports/$(strip $(GPU))/port.mk),,$(error GPU=$(GPU): expected cuda, hip or one of \
+    $(patsubst dev/ports/%/port.mk,%,$(wildcard dev/ports/*/port.mk))))
+  include dev/ports/$(strip $(GPU))/port.mk
+  LIBS += $(PORT_LIBS)
+  HOST_LIBS += $(PORT_LIBS)
 endif

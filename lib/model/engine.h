@@ -31,6 +31,7 @@
 #include <utility>
 #include <vector>
 
+#include "../base/gpu_search.h"
 #include "shape.h"
 
 // The gradient's norm is summed in chunks of this many elements. The parts of the flat array that ranks own are whole
@@ -252,14 +253,19 @@ struct MasterMembers {
           (real * param, const Master* master, size_t count, uint64_t seed, int64_t step, size_t offset));
 };
 
-// An engine for devices, of which a rank takes one: Dev(number).
+// An engine for devices, of which a rank takes one: Dev(number), as --device NAME or auto asks. What it says of itself
+// is in lib/base/gpu_search.h: names, remedies and what it cannot do.
 template <class Dev>
 struct DeviceMembers {
     static_assert(std::is_constructible<Dev, int>::value, "this engine lacks its constructor from a device's number");
+    // These three are static, and the second may run before a process has decided to use a device.
+    NEEDS(EngineInfo, info, ());
+    NEEDS(GpuSearch, search, ());
+    NEEDS(Versions, versions, ());                // of its libraries and driver
     NEEDS(std::string, name, ());                 // of the device: "NVIDIA H100"
     NEEDS(std::string, bus, ());                  // tells it from the machine's other devices
     NEEDS(void, divide_memory, (int processes));  // called by all processes that share the device, before they allocate
-    NEEDS(void, start_profiler, ());              // waits; what follows is for a profiler. May do nothing
+    NEEDS(void, start_profiler, ());  // waits; what follows is for a profiler. May do nothing
     NEEDS(void, stop_profiler, ());
 };
 #undef NEEDS

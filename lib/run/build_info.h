@@ -9,6 +9,7 @@
 #include "../base/background.h"
 #include "../base/embed.h"
 #include "../base/files.h"
+#include "../base/gpu_search.h"
 #include "../base/processor.h"
 #include "../base/util.h"
 #ifdef USE_MPI
@@ -16,8 +17,6 @@
 #endif
 
 // The Makefile gives PROGRAM_VERSION to the program alone, so that tests need not be built again at each commit.
-#define QUOTED(word) #word
-#define QUOTED_VALUE(macro) QUOTED(macro)
 #ifdef PROGRAM_VERSION
 EMBED_FILE(command, QUOTED_VALUE(BUILD_FOLDER) "/command")  // in which the Makefile keeps how it compiles
 #endif
@@ -61,10 +60,12 @@ inline std::string mpi_name() {
 #endif
 }
 
-// cuda: a line about the CUDA engine where it is in use, else ""; not_used: why it is not. mpi, nccl: the library's
-// name and version, or "".
+// engine: the one for devices; device: a line about the one in use, else ""; not_used: why there is none. mpi: the
+// library's name and version, or "".
 struct BuildReport {
-    std::string cuda, not_used, mpi, nccl;
+    EngineInfo engine;
+    Versions versions;  // of the engine's libraries
+    std::string device, not_used, mpi;
     int threads = 1, processors = 1;
     bool gpu = false;
     double available_bytes = 0;
@@ -77,26 +78,22 @@ inline void print_build(const BuildReport& r) {
     std::printf("%s version      %s\n", tick(true), version_text());
     std::printf("%s compiler     %s, vectors of %d bytes\n", tick(true), compiler_name().c_str(), VECTOR_BYTES);
     std::printf("%s CPU engine   %d of %d usable processors\n", tick(true), r.threads, r.processors);
-    if (r.gpu) std::printf("%s CUDA engine  %s\n", tick(true), r.cuda.c_str());
-    else std::printf("%s CUDA engine  not used: %s\n", tick(false), r.not_used.c_str());
+    std::printf("%s %-12s %s%s\n", tick(r.gpu), (r.engine.name + " engine").c_str(),
+                r.gpu ? "" : "not used: ", r.gpu ? r.device.c_str() : r.not_used.c_str());
     std::printf("%s MPI          %s\n", tick(!r.mpi.empty()),
                 r.mpi.empty() ? "not in this build: one process only; make deps && make train_nsa" : r.mpi.c_str());
-    std::printf("%s NCCL         %s%s\n", tick(!r.nccl.empty()), r.nccl.empty() ? "not in this build" : r.nccl.c_str(),
-                r.nccl.empty() && r.gpu ? ": gradients of several GPUs travel through the host" : "");
+    if (r.engine.collective.empty() && !r.engine.format.empty())
+        std::printf("  gradients    of several devices travel through the host, because %s\n",
+                    r.engine.no_collective.c_str());
+    for (const auto& [name, version] : r.versions) std::printf("  %-12s %s\n", name, version.c_str());
     std::printf("  memory       %.0f MiB available\n", r.available_bytes / (1 << 20));
 }
 
 // --version: one line each. mpi: the MPI library's name, "" without one; pmi: what Slurm's srun has to offer it.
-inline void print_version(const std::string& mpi, const std::string& pmi) {
+inline void print_version(const EngineInfo& engine, const std::string& mpi, const std::string& pmi) {
     std::printf("train_nsa %s\ncompiler: %s\n", version_text(), compiler_name().c_str());
     std::string engines = "CPU";
-#ifdef USE_CUDA
-#ifdef PRECISION_FP32
-    engines += ", CUDA (fp32)";
-#else
-    engines += ", CUDA (bf16)";
-#endif
-#endif
+    if (!engine.format.empty()) engines += ", " + engine.name + " (" + engine.format + ")";
     std::printf("engines: %s\n", engines.c_str());
     if (!mpi.empty()) std::printf("MPI: %s; under Slurm srun --mpi=%s\n", mpi.c_str(), pmi.c_str());
 }

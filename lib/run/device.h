@@ -24,6 +24,7 @@ struct Device {
     bool cpu_bf16 = false;  // the CPU engine rounds the inputs of its matrix products to bf16
     int threads = 1;
     std::string reason;
+    EngineInfo engine;  // the one for devices, whether it is in use or not
 };
 
 // A rank's share of its machine's processors. Where the launcher has bound ranks to processors of their own, all of
@@ -85,6 +86,16 @@ inline void start_threads(int count) {
 #endif
 }
 
+// --device names an engine for devices, and whether this machine and build have what it, or auto, asks for.
+inline bool asks_for_device(const MachineConfig& c) { return c.device != "cpu" && c.device != "auto"; }
+inline bool has_device(const MachineConfig& c, const GpuSearch& gpus) {
+    return gpus.count > 0 && (c.device == "auto" ? gpus.by_auto : c.device == gpus.engine.option);
+}
+inline std::string why_no_device(const MachineConfig& c, const GpuSearch& gpus) {
+    if (!asks_for_device(c) || c.device == gpus.engine.option) return why_no_gpu(gpus);
+    return "this build has the engines cpu and " + gpus.engine.option;
+}
+
 // --resume on another machine: options of the run that this one cannot honour give way, and c.given_up keeps the reason
 // for the line that says so. What was given with --resume is refused instead. share: this rank's processors.
 inline void drop_unsupported_options(TrainConfig& c, const std::set<std::string>& given, int share,
@@ -94,8 +105,8 @@ inline void drop_unsupported_options(TrainConfig& c, const std::set<std::string>
         field = instead;
         c.given_up[name] = reason;
     };
-    if (c.device == "cuda" && gpus.count == 0) give_up("device", c.device, "auto", why_no_gpu(gpus));
-    if (c.device != "cpu" && gpus.count > 0) give_up("cpu-dtype", c.cpu_dtype, "fp32", "the run is on a GPU now");
+    if (asks_for_device(c) && !has_device(c, gpus)) give_up("device", c.device, "auto", why_no_device(c, gpus));
+    if (has_device(c, gpus)) give_up("cpu-dtype", c.cpu_dtype, "fp32", "the run is on a GPU now");
     if (c.threads > share) give_up("threads", c.threads, 0, format_text("this rank has %d processors", share));
 }
 
@@ -120,15 +131,20 @@ inline Device device_of(const MachineConfig& c, int share, const GpuSearch& gpus
     d.threads = c.threads ? int(c.threads) : threads_of_variable(share, speaks);
     omp_set_num_threads(d.threads);
     start_threads(d.threads);
-    const std::string none = why_no_gpu(gpus);
-    if (c.device == "cuda" && gpus.count == 0) fail_usage("--device cuda: %s; use --device cpu or auto", none.c_str());
-    d.gpu = c.device != "cpu" && gpus.count > 0;
+    const std::string none = why_no_device(c, gpus);
+    d.engine = gpus.engine;
+    d.gpu = has_device(c, gpus);
+    if (asks_for_device(c) && !d.gpu)
+        fail_usage("--device %s: %s; use --device cpu or auto", c.device.c_str(), none.c_str());
     d.reason = c.device != "auto" ? "--device " + c.device : d.gpu ? "there is a GPU" : none;
     if (c.cpu_dtype == "bf16" && d.gpu)
         fail_usage("--cpu-dtype bf16 is for the CPU engine and this run is on a GPU; leave it out or add --device cpu");
     if (!c.profile_steps.empty() && !d.gpu)
         fail_usage("--profile-steps %s is for a profiler of GPUs and this run is on the CPU (%s); leave it out",
                    c.profile_steps.c_str(), none.c_str());
+    if (!c.profile_steps.empty() && !d.engine.profiler)
+        fail_usage("--profile-steps %s: the %s engine knows no profiler; leave it out", c.profile_steps.c_str(),
+                   d.engine.name.c_str());
     d.cpu_bf16 = c.cpu_dtype == "bf16" && HAVE_BF16;
     if (c.cpu_dtype == "bf16" && !HAVE_BF16)
         d.reason +=
@@ -156,7 +172,7 @@ struct GradientPath {
 
 // All ranks ask. gpu: its name and bus, such as "GPU 0 (NVIDIA H200)" and "0000:4b:00.0"; "" on a CPU.
 template <class World>
-GradientPath choose_path(World& world, const std::string& gpu, const std::string& bus) {
+GradientPath choose_path(World& world, const EngineInfo& engine, const std::string& gpu, const std::string& bus) {
     world.device_sharers = gpu.empty() ? world.local_size : 1;
     if (world.size == 1) return {};
     if (gpu.empty() && !world.has_mpi)
@@ -175,10 +191,7 @@ GradientPath choose_path(World& world, const std::string& gpu, const std::string
     const bool shared = ranks_on.size() < all.size();
     if (shared && !world.has_mpi)
         throw SharedError(shares + ", and NCCL needs a GPU for each: start them with mpirun, or fewer");
+    if (engine.collective.empty()) return {false, "by MPI through the host, because " + engine.no_collective};
     if (shared) return {false, "by MPI through the host, because " + shares + "; one rank a GPU is faster"};
-#ifdef USE_NCCL
-    return {true, "by NCCL"};
-#else
-    return {false, "by MPI through the host, because this build has no NCCL"};
-#endif
+    return {true, "by " + engine.collective};
 }

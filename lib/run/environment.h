@@ -72,13 +72,10 @@ inline Facts variables() {
     return found;
 }
 
-// Names and versions; "" is left out.
-using Versions = std::vector<std::pair<const char*, std::string>>;
-
-// Of the libraries in this build. nccl: "" without it; cuda: those of CUDA.
-inline Versions library_versions(const std::string& nccl, const Versions& cuda) {
-    Versions all = {{"MPI", mpi_name()}, {"NCCL", nccl}};
-    all.insert(all.end(), cuda.begin(), cuda.end());
+// Of the libraries in this build. of_engine: those of the engine for devices.
+inline Versions library_versions(const Versions& of_engine) {
+    Versions all = {{"MPI", mpi_name()}};
+    all.insert(all.end(), of_engine.begin(), of_engine.end());
     return all;
 }
 inline Facts facts_of(const Versions& versions) {

@@ -16,6 +16,7 @@
 
 #include "../data/data_sets.h"
 #include "../data/tokenize.h"
+#include "../base/gpu_search.h"
 #include "../base/files.h"
 #include "../base/util.h"
 #include "../model/schedule.h"
@@ -235,7 +236,7 @@ static const Option OPTIONS[] = {
      "...}; the command line goes before it"},
     {"tensorboard", TRAIN, &TrainConfig::tensorboard, "off", ANY,
      "the numbers of log.jsonl go into TensorBoard's event files too, beside it"},
-    {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB | INSPECT, &MachineConfig::device, "auto", "auto|cpu|cuda",
+    {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB | INSPECT, &MachineConfig::device, "auto", DEVICE_CHOICES,
      "auto: a GPU if there is one"},
     {"cpu-dtype", TRAIN | SAMPLE | EVAL | INSPECT, &MachineConfig::cpu_dtype, "fp32", "fp32|bf16",
      "of the CPU engine; bf16: the inputs of its matrix products are rounded to bf16, the sums stay fp32; needs "

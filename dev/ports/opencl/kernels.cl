@@ -1,0 +1,706 @@
+// kernels.cl: the model's operations as OpenCL C 1.2, in fp32, for any device. port.h launches them; what each
+// computes is said in lib/model/engine.h, and here only how. Every work-group has ITEMS work-items, and no barrier
+// stands where a part of them could miss it. All sums are fp32, in trees or in chunks: many devices have no double.
+//
+// An array comes as a buffer and an offset in elements, ARRAY(float, x), and AT(x) moves the pointer there; null stays
+// null.
+#pragma OPENCL FP_CONTRACT ON
+#define ARRAY(T, x) global T *x, ulong x##_at
+#define AT(x) x += x##_at;
+#define ITEM ((int)get_local_id(0))
+#define GROUP get_group_id(0)
+#define SYNC barrier(CLK_LOCAL_MEM_FENCE)
+
+// lib/model/shape.h has the same, and more of it.
+typedef struct {
+    int B, T, first, queries, H, G, D, l, d, slc_block, slc_count, window, F, full;
+    uint left_out;
+} Shape;
+enum { CMP, SLC, WIN, BRANCHES };
+enum { K_CMP, V_CMP, K_SLC, V_SLC, K_WIN, V_WIN };
+
+int heads_per_group(const Shape* s) { return s->H / s->G; }
+int cmp_blocks(const Shape* s, int tokens) { return s->full || tokens < s->l ? 0 : (tokens - s->l) / s->d + 1; }
+int key_stride(const Shape* s, int branch) { return branch == CMP ? cmp_blocks(s, s->T) : s->T; }
+int mask_words(const Shape* s) { return ((s->T + s->slc_block - 1) / s->slc_block + 31) / 32; }
+bool has_block(global const uint* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
+float sigmoid(float x) { return 1 / (1 + exp(-x)); }
+
+// The sum and the largest of every work-item's x, the same for each of them. room [ITEMS].
+float group_sum(float x, local float* room) {
+    SYNC;  // the room may still be read
+    room[ITEM] = x;
+    for (int half_of = ITEMS / 2; half_of > 0; half_of /= 2) {
+        SYNC;
+        if (ITEM < half_of) room[ITEM] += room[ITEM + half_of];
+    }
+    SYNC;
+    return room[0];
+}
+float group_max(float x, local float* room) {
+    SYNC;
+    room[ITEM] = x;
+    for (int half_of = ITEMS / 2; half_of > 0; half_of /= 2) {
+        SYNC;
+        if (ITEM < half_of) room[ITEM] = fmax(room[ITEM], room[ITEM + half_of]);
+    }
+    SYNC;
+    return room[0];
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Layers.
+
+kernel void embedding_forward(ARRAY(float, x), ARRAY(const int, tokens), ARRAY(const float, embed), int C, ulong count) {
+    AT(x) AT(tokens) AT(embed)
+    const ulong i = get_global_id(0);
+    if (i < count) x[i] = embed[(ulong)tokens[i / C] * C + i % C];
+}
+// sorted [N]: the positions ordered by token, and those of one token by position
+kernel void sort_positions(ARRAY(int, sorted), ARRAY(const int, tokens), int N) {
+    AT(sorted) AT(tokens)
+    local int tile[ITEMS];
+    const int n = get_global_id(0), own = tokens[min(n, N - 1)];
+    int rank = 0;
+    for (int first = 0; first < N; first += ITEMS) {
+        SYNC;
+        tile[ITEM] = tokens[min(first + ITEM, N - 1)];
+        SYNC;
+        for (int i = 0; i < min(ITEMS, N - first); i++) rank += tile[i] < own || (tile[i] == own && first + i < n);
+    }
+    if (n < N) sorted[rank] = n;
+}
+// A work-group for each sorted position: the first one of a token adds up all of that token's.
+kernel void embedding_backward(ARRAY(float, dembed), ARRAY(const float, dx), ARRAY(const int, tokens),
+                               ARRAY(const int, sorted), int N, int C) {
+    AT(dembed) AT(dx) AT(tokens) AT(sorted)
+    const int at = GROUP, token = tokens[sorted[at]];
+    if (at > 0 && tokens[sorted[at - 1]] == token) return;
+    for (int c = ITEM; c < C; c += ITEMS) {
+        float sum = 0;
+        for (int i = at; i < N && tokens[sorted[i]] == token; i++) sum += dx[(ulong)sorted[i] * C + c];
+        dembed[(ulong)token * C + c] += sum;
+    }
+}
+
+// A work-group for each row.
+kernel void rmsnorm_forward(ARRAY(float, out), ARRAY(float, rstd), ARRAY(const float, x), ARRAY(const float, weight),
+                            int C, float eps) {
+    AT(out) AT(rstd) AT(x) AT(weight)
+    local float room[ITEMS];
+    const ulong row = (ulong)GROUP * C;
+    float sum = 0;
+    for (int c = ITEM; c < C; c += ITEMS) sum += x[row + c] * x[row + c];
+    const float s = 1 / sqrt(group_sum(sum, room) / C + eps);
+    for (int c = ITEM; c < C; c += ITEMS) out[row + c] = x[row + c] * s * weight[c];
+    if (ITEM == 0) rstd[GROUP] = s;
+}
+kernel void rmsnorm_backward(ARRAY(float, dx), ARRAY(const float, dout), ARRAY(const float, x), ARRAY(const float, rstd),
+                             ARRAY(const float, weight), int C) {
+    AT(dx) AT(dout) AT(x) AT(rstd) AT(weight)
+    local float room[ITEMS];
+    const ulong row = (ulong)GROUP * C;
+    float sum = 0;
+    for (int c = ITEM; c < C; c += ITEMS) sum += dout[row + c] * weight[c] * x[row + c];
+    const float s = rstd[GROUP], correction = group_sum(sum, room) * s * s / C;
+    for (int c = ITEM; c < C; c += ITEMS) dx[row + c] += s * (dout[row + c] * weight[c] - x[row + c] * correction);
+}
+// Sums over rows in two steps: parts [., C] of PART_ROWS rows each, then out [C] += their sums. The terms are a, or
+// a * x * rstd where x is given.
+kernel void column_parts(ARRAY(float, parts), ARRAY(const float, a), ARRAY(const float, x), ARRAY(const float, rstd),
+                         int N, int C) {
+    AT(parts) AT(a) AT(x) AT(rstd)
+    const int c = get_global_id(0), part = get_group_id(1);
+    if (c >= C) return;
+    float sum = 0;
+    for (int n = part * PART_ROWS; n < min(N, (part + 1) * PART_ROWS); n++) {
+        const ulong i = (ulong)n * C + c;
+        sum += x ? a[i] * x[i] * rstd[n] : a[i];
+    }
+    parts[(ulong)part * C + c] = sum;
+}
+kernel void column_totals(ARRAY(float, out), ARRAY(const float, parts), int count, int C) {
+    AT(out) AT(parts)
+    const int c = get_global_id(0);
+    if (c >= C) return;
+    float sum = 0;
+    for (int part = 0; part < count; part++) sum += parts[(ulong)part * C + c];
+    out[c] += sum;
+}
+
+kernel void silu_forward(ARRAY(float, out), ARRAY(const float, x), ulong count) {
+    AT(out) AT(x)
+    const ulong i = get_global_id(0);
+    if (i < count) out[i] = x[i] * sigmoid(x[i]);
+}
+kernel void silu_backward(ARRAY(float, dx), ARRAY(const float, dout), ARRAY(const float, x), ulong count) {
+    AT(dx) AT(dout) AT(x)
+    const ulong i = get_global_id(0);
+    if (i >= count) return;
+    const float s = sigmoid(x[i]);
+    dx[i] = dout[i] * s * (1 + x[i] * (1 - s));
+}
+
+// A work-group for each row.
+kernel void classifier(ARRAY(float, losses), ARRAY(float, logits), ARRAY(const int, targets), float dloss,
+                       int want_gradient, int V, int Vp) {
+    AT(losses) AT(logits) AT(targets)
+    local float room[ITEMS];
+    logits += (ulong)GROUP * Vp;
+    const int target = targets[GROUP];
+    float largest = -INFINITY, sum = 0;
+    for (int v = ITEM; v < V; v += ITEMS) largest = fmax(largest, logits[v]);
+    largest = group_max(largest, room);
+    for (int v = ITEM; v < V; v += ITEMS) sum += exp(logits[v] - largest);
+    sum = group_sum(sum, room);
+    if (ITEM == 0) losses[GROUP] = log(sum) + largest - logits[target];
+    barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);  // the target's logit has been read
+    if (!want_gradient) return;
+    for (int v = ITEM; v < Vp; v += ITEMS)
+        logits[v] = v < V ? exp(logits[v] - largest) * (dloss / sum) - (v == target ? dloss : 0) : 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Matrix products. A work-group owns a tile of TILE x TILE of C and a work-item 4 x 4 of its elements in registers;
+// slices of A and B that are DEPTH deep pass through local memory, so that each number is read from global memory once
+// for TILE uses. Element (row, k) of a factor is at row * its_row + k * its_k, so one kernel serves A B^T, A B, A^T B.
+
+#define SIDE 16
+#define EACH (TILE / SIDE)
+typedef struct {
+    ulong row, k, matrix;  // elements from one row, one k and one matrix of the batch to the next
+} Strides;
+
+void load_slice(local float* slice, global const float* x, Strides at, int first_row, int rows, int first_k, int K) {
+    for (int i = ITEM; i < TILE * DEPTH; i += SIDE * SIDE) {
+        // neighbouring work-items take neighbouring addresses
+        const int row = at.k == 1 ? i / DEPTH : i % TILE, k = at.k == 1 ? i % DEPTH : i / TILE;
+        const bool there = first_row + row < rows && first_k + k < K;
+        slice[k * (TILE + 1) + row] = there ? x[(first_row + row) * at.row + (first_k + k) * at.k] : 0;
+    }
+}
+// C [M, N] = A [M, K] B [N, K]^T (+ addend, which may be C or null)
+kernel void gemm(ARRAY(float, C), ARRAY(const float, A), ARRAY(const float, B), ARRAY(const float, addend), int M, int N,
+                 int K, Strides of_a, Strides of_b, Strides of_c) {
+    AT(C) AT(A) AT(B) AT(addend)
+    local float a_slice[DEPTH * (TILE + 1)], b_slice[DEPTH * (TILE + 1)];
+    const int first_row = get_group_id(1) * TILE, first_column = get_group_id(0) * TILE;
+    const int row = ITEM / SIDE, column = ITEM % SIDE;  // and every SIDE-th behind them
+    A += get_group_id(2) * of_a.matrix;
+    B += get_group_id(2) * of_b.matrix;
+    float sums[EACH][EACH];
+    for (int i = 0; i < EACH; i++)
+        for (int j = 0; j < EACH; j++) sums[i][j] = 0;
+    for (int first_k = 0; first_k < K; first_k += DEPTH) {
+        SYNC;
+        load_slice(a_slice, A, of_a, first_row, M, first_k, K);
+        load_slice(b_slice, B, of_b, first_column, N, first_k, K);
+        SYNC;
+        for (int k = 0; k < DEPTH; k++) {
+            float a[EACH], b[EACH];
+            for (int i = 0; i < EACH; i++) {
+                a[i] = a_slice[k * (TILE + 1) + row + i * SIDE];
+                b[i] = b_slice[k * (TILE + 1) + column + i * SIDE];
+            }
+            for (int i = 0; i < EACH; i++)
+                for (int j = 0; j < EACH; j++) sums[i][j] += a[i] * b[j];
+        }
+    }
+    for (int i = 0; i < EACH; i++)
+        for (int j = 0; j < EACH; j++) {
+            const int m = first_row + row + i * SIDE, n = first_column + column + j * SIDE;
+            const ulong at = get_group_id(2) * of_c.matrix + m * of_c.row + n;
+            if (m < M && n < N) C[at] = sums[i][j] + (addend ? addend[at] : 0);
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Heads. rope: cosines [T, D/2], then sines [T, D/2].
+
+// Element x of a head that is turned by its position's angle; direction -1 turns back.
+float turned(global const float* head, int x, int position, float direction, global const float* rope, const Shape* s) {
+    const int pairs = s->D / 2, i = position * pairs + x % pairs;
+    const float cosine = rope[i], sine = rope[s->T * pairs + i] * direction;
+    return x < pairs ? head[x] * cosine - head[x + pairs] * sine : head[x - pairs] * sine + head[x] * cosine;
+}
+// Where element `column` of row n of `projected` belongs: the head's row within q or kv[slot], or the gate.
+typedef struct {
+    int t, slot, x;  // slot -1: q; -2: a gate; -3: padding
+    ulong row;       // of q, of kv[slot], or of gate [branches, B, H, queries]
+} Place;
+Place place_of(int n, int column, const Shape* s) {
+    const int b = n / s->queries, j = n % s->queries, head = column / s->D, first_slot = s->full ? K_WIN : K_CMP;
+    const int keys = (V_WIN + 1 - first_slot) * s->G, logit = column - (s->H + keys) * s->D;
+    Place p = {s->first + j, -1, column % s->D, ((ulong)b * s->H + head) * s->queries + j};
+    if (head >= s->H && logit < 0) {
+        p.slot = first_slot + (head - s->H) / s->G;
+        p.row = ((ulong)b * s->G + (head - s->H) % s->G) * s->T + p.t;
+    }
+    if (logit < 0) return p;
+    p.slot = !s->full && logit < BRANCHES * s->H ? -2 : -3;
+    p.x = logit % BRANCHES;
+    p.row = (((ulong)p.x * s->B + b) * s->H + logit / BRANCHES) * s->queries + j;
+    return p;
+}
+bool is_rotated(int slot) { return slot == -1 || slot == K_SLC || slot == K_WIN; }
+
+// The keys and values by slot, arrays of their own.
+#define SLOTS(T) \
+    ARRAY(T, k_cmp), ARRAY(T, v_cmp), ARRAY(T, k_slc), ARRAY(T, v_slc), ARRAY(T, k_win), ARRAY(T, v_win)
+#define IN_SLOT(slot)                                                                                  \
+    (slot == K_CMP   ? k_cmp + k_cmp_at                                                                \
+     : slot == V_CMP ? v_cmp + v_cmp_at                                                                \
+     : slot == K_SLC ? k_slc + k_slc_at                                                                \
+     : slot == V_SLC ? v_slc + v_slc_at : slot == K_WIN ? k_win + k_win_at : v_win + v_win_at)
+
+// A work-item for each element of `projected`.
+kernel void split_heads_forward(ARRAY(float, q), SLOTS(float), ARRAY(float, gate), ARRAY(const float, projected),
+                                ARRAY(const float, rope), int P, Shape s) {
+    AT(q) AT(gate) AT(projected) AT(rope)
+    const ulong i = get_global_id(0);
+    if (i >= (ulong)s.B * s.queries * P) return;
+    const Place p = place_of(i / P, i % P, &s);
+    if (p.slot == -3) return;
+    if (p.slot == -2) {
+        gate[p.row] = s.left_out >> p.x & 1 ? 0 : sigmoid(projected[i]);
+        return;
+    }
+    const float y = is_rotated(p.slot) ? turned(projected + i - p.x, p.x, p.t, 1, rope, &s) : projected[i];
+    global float* heads = p.slot == -1 ? q : IN_SLOT(p.slot);
+    heads[p.row * s.D + p.x] = y;
+}
+kernel void split_heads_backward(ARRAY(float, dprojected), ARRAY(const float, dq), SLOTS(const float),
+                                 ARRAY(const float, dgate), ARRAY(const float, rope), int P, Shape s) {
+    AT(dprojected) AT(dq) AT(dgate) AT(rope)
+    const ulong i = get_global_id(0);
+    if (i >= (ulong)s.B * s.queries * P) return;
+    const Place p = place_of(i / P, i % P, &s);
+    if (p.slot < -1) {
+        dprojected[i] = p.slot == -2 ? dgate[p.row] : 0;
+        return;
+    }
+    global const float* head = p.slot == -1 ? dq : IN_SLOT(p.slot);
+    head += p.row * s.D;
+    dprojected[i] = is_rotated(p.slot) ? turned(head, p.x, p.t, -1, rope, &s) : head[p.x];
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Compression. The products with fc1 and fc2 are gemm's: a block's l tokens are l*D neighbouring numbers, so the blocks
+// are the rows of a matrix whose rows overlap.
+
+// hidden and activated of `count` blocks from `begin` on, for each of B*G groups; sums [B*G*count, F] are fc1 X
+kernel void compress_activate(ARRAY(float, hidden), ARRAY(float, activated), ARRAY(const float, sums),
+                              ARRAY(const float, bias), int begin, int count, int NC, Shape s) {
+    AT(hidden) AT(activated) AT(sums) AT(bias)
+    const ulong i = get_global_id(0), row = i / s.F;
+    if (row >= (ulong)s.B * s.G * count) return;
+    const float x = sums[i] + bias[i % s.F];
+    hidden[(row / count * NC + begin + row % count) * s.F + i % s.F] = x;
+    activated[i] = x * sigmoid(x);
+}
+// out = sums + the mean of the block's tokens, turned. A work-item for each pair that RoPE turns.
+kernel void compress_output(ARRAY(float, out), ARRAY(const float, sums), ARRAY(const float, k), ARRAY(const float, rope),
+                            int rotated, int begin, int count, int NC, Shape s) {
+    AT(out) AT(sums) AT(k) AT(rope)
+    const int pairs = s.D / 2, x = get_global_id(0) % pairs;
+    const ulong row = get_global_id(0) / pairs, group = row / count;
+    if (row >= (ulong)s.B * s.G * count) return;
+    const int block = begin + row % count;
+    float low = 0, high = 0;
+    for (int i = 0; i < s.l; i++) {
+        const ulong token = (group * s.T + block * s.d + i) * s.D;
+        low += k[token + x];
+        high += k[token + x + pairs];
+    }
+    low = low / s.l + sums[row * s.D + x];
+    high = high / s.l + sums[row * s.D + x + pairs];
+    const int angle = block * s.d * pairs + x;
+    const float cosine = rotated ? rope[angle] : 1, sine = rotated ? rope[s.T * pairs + angle] : 0;
+    out += (group * NC + block) * s.D;
+    out[x] = low * cosine - high * sine;
+    out[x + pairs] = low * sine + high * cosine;
+}
+// dout turned back, in place
+kernel void compress_turn_back(ARRAY(float, dout), ARRAY(const float, rope), int NC, Shape s) {
+    AT(dout) AT(rope)
+    const int pairs = s.D / 2, x = get_global_id(0) % pairs;
+    const ulong row = get_global_id(0) / pairs;
+    if (row >= (ulong)s.B * s.G * NC) return;
+    const int angle = row % NC * s.d * pairs + x;
+    const float cosine = rope[angle], sine = rope[s.T * pairs + angle];
+    dout += row * s.D;
+    const float low = dout[x], high = dout[x + pairs];
+    dout[x] = low * cosine + high * sine;
+    dout[x + pairs] = high * cosine - low * sine;
+}
+// dk of each token: of the blocks that contain it, dblocks [B*G*NC, l*D] and its share of the mean's gradient
+kernel void compress_dk(ARRAY(float, dk), ARRAY(const float, dblocks), ARRAY(const float, dout), int NC, Shape s) {
+    AT(dk) AT(dblocks) AT(dout)
+    const ulong i = get_global_id(0), row = i / s.D;
+    if (row >= (ulong)s.B * s.G * s.T) return;
+    const int x = i % s.D, t = row % s.T;
+    float sum = 0;
+    for (int block = t < s.l ? 0 : (t - s.l) / s.d + 1; block < NC && block * s.d <= t; block++) {
+        const ulong at = row / s.T * NC + block;
+        sum += dblocks[(at * s.l + t - block * s.d) * s.D + x] + dout[at * s.D + x] / s.l;
+    }
+    dk[i] = sum;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Attention. A work-group takes one query of one group and all h heads of it, which see the same keys: these pass
+// through local memory in tiles and serve every head. `most` keys make a tile; the host finds out how many fit.
+
+typedef struct {
+    int begin, end;
+} Range;
+// The keys of query t are the union of these ranges, oldest first; lib/model/visible.h has the same.
+int range_count(int branch, int t, const Shape* s) { return branch == SLC ? t / s->slc_block + 1 : 1; }
+Range key_range(int branch, int i, int t, global const uint* mask, const Shape* s) {
+    Range r = {0, t + 1};
+    if (branch == CMP) r.end = cmp_blocks(s, t + 1);
+    if (branch == WIN && !s->full) r.begin = max(0, t - s->window + 1);
+    if (branch != SLC) return r;
+    r.begin = i * s->slc_block;
+    r.end = has_block(mask, i) ? min(r.begin + s->slc_block, t + 1) : r.begin;
+    return r;
+}
+
+// Which query and group this is: one work-group for each of [B*G, queries].
+typedef struct {
+    int t, h;
+    ulong group, row;   // row: of the first head's query; the others' follow, `queries` rows apart
+    ulong dout;         // the first head's row in [B*queries, H]; the others' follow at once
+    ulong mask, keys;   // where its selection and the group's keys begin
+} Query;
+Query query_of(int branch, const Shape* s) {
+    const int j = GROUP % s->queries, h = heads_per_group(s);
+    const ulong group = GROUP / s->queries, b = group / s->G, g = group % s->G;
+    Query at = {s->first + j, h, group, (group * h) * s->queries + j, (b * s->queries + j) * s->H + g * h,
+                GROUP * mask_words(s), group * key_stride(s, branch) * s->D};
+    return at;
+}
+// rows [h, D] = the heads' rows of x, `apart` rows from one to the next, times scale
+void load_heads(local float* rows, global const float* x, ulong apart, int h, float scale, int D) {
+    for (int i = ITEM; i < h * D; i += ITEMS) rows[i] = x[i / D * apart * D + i % D] * scale;
+}
+// tile [count, D + 1]; the gap puts the rows into different banks
+void load_tile(local float* tile, global const float* x, int count, int D) {
+    for (int i = ITEM; i < count * D; i += ITEMS) tile[i / D * (D + 1) + i % D] = x[i];
+}
+float dot_product(local const float* a, local const float* b, int D) {
+    float sum = 0;
+    for (int x = 0; x < D; x++) sum += a[x] * b[x];
+    return sum;
+}
+float largest_of(float x, local const float* row, int count) {
+    for (int i = 0; i < count; i++) x = fmax(x, row[i]);
+    return x;
+}
+
+// The softmax is accumulated tile by tile (Milakov & Gimelshein 2018).
+// room: query, sums [h, D], tile [most, D + 1], scores, weights [h, most], largest, total, rescale [h]
+kernel void attention_forward(ARRAY(float, out), ARRAY(float, lse), ARRAY(const float, q), ARRAY(const float, k),
+                              ARRAY(const float, v), ARRAY(const uint, selection), int branch, int most, float scale,
+                              Shape s, local float* room) {
+    AT(out) AT(lse) AT(q) AT(k) AT(v) AT(selection)
+    const Query at = query_of(branch, &s);
+    const int D = s.D, h = at.h;
+    local float *query = room, *sums = query + h * D, *tile = sums + h * D, *scores = tile + most * (D + 1);
+    local float *weights = scores + h * most, *largest = weights + h * most, *total = largest + h;
+    local float* rescale = total + h;
+    load_heads(query, q + at.row * D, s.queries, h, scale, D);
+    for (int i = ITEM; i < h * D; i += ITEMS) sums[i] = 0;
+    for (int i = ITEM; i < h; i += ITEMS) {
+        largest[i] = -INFINITY;
+        total[i] = 0;
+    }
+    for (int range = 0; range < range_count(branch, at.t, &s); range++) {
+        const Range keys = key_range(branch, range, at.t, selection + at.mask, &s);
+        for (int key = keys.begin; key < keys.end; key += most) {
+            const int count = min(most, keys.end - key);
+            SYNC;
+            load_tile(tile, k + at.keys + (ulong)key * D, count, D);
+            SYNC;
+            for (int i = ITEM; i < h * count; i += ITEMS)
+                scores[i / count * most + i % count] =
+                    dot_product(query + i / count * D, tile + i % count * (D + 1), D);
+            SYNC;
+            load_tile(tile, v + at.keys + (ulong)key * D, count, D);
+            for (int i = ITEM; i < h * count; i += ITEMS) {
+                local const float* row = scores + i / count * most;
+                weights[i / count * most + i % count] =
+                    exp(row[i % count] - largest_of(largest[i / count], row, count));
+            }
+            SYNC;
+            for (int i = ITEM; i < h; i += ITEMS) {
+                const float m = largest_of(largest[i], scores + i * most, count);
+                rescale[i] = exp(largest[i] - m);  // the first time 0
+                total[i] *= rescale[i];
+                for (int j = 0; j < count; j++) total[i] += weights[i * most + j];
+                largest[i] = m;
+            }
+            SYNC;
+            for (int i = ITEM; i < h * D; i += ITEMS) {
+                float sum = sums[i] * rescale[i / D];
+                for (int j = 0; j < count; j++) sum += weights[i / D * most + j] * tile[j * (D + 1) + i % D];
+                sums[i] = sum;
+            }
+        }
+    }
+    SYNC;
+    for (int i = ITEM; i < h * D; i += ITEMS) {
+        const float sum = total[i / D];
+        out[(at.row + i / D * (ulong)s.queries) * D + i % D] = sum > 0 ? sums[i] / sum : sum;
+    }
+    for (int i = ITEM; i < h; i += ITEMS)
+        lse[at.row + i * (ulong)s.queries] = total[i] == 0 ? INFINITY : largest[i] + log(total[i]);
+}
+
+// dq = dS k / sqrt(D), or +=.  P' = e^(score - lse_gated), dS = P' (dout v^T - row_dot)
+// room: query, gradient, sums [h, D], tile [most, D + 1], products [h, most]
+kernel void attention_dq(ARRAY(float, dq), ARRAY(const float, dout), ARRAY(const float, row_dot),
+                         ARRAY(const float, lse_gated), ARRAY(const float, q), ARRAY(const float, k),
+                         ARRAY(const float, v), ARRAY(const uint, selection), int add, int branch, int most, float scale,
+                         Shape s, local float* room) {
+    AT(dq) AT(dout) AT(row_dot) AT(lse_gated) AT(q) AT(k) AT(v) AT(selection)
+    const Query at = query_of(branch, &s);
+    const int D = s.D, h = at.h;
+    local float *query = room, *gradient = query + h * D, *sums = gradient + h * D, *tile = sums + h * D;
+    local float* products = tile + most * (D + 1);
+    load_heads(query, q + at.row * D, s.queries, h, scale, D);
+    load_heads(gradient, dout + at.dout * D, 1, h, 1, D);
+    for (int i = ITEM; i < h * D; i += ITEMS) sums[i] = 0;
+    for (int range = 0; range < range_count(branch, at.t, &s); range++) {
+        const Range keys = key_range(branch, range, at.t, selection + at.mask, &s);
+        for (int key = keys.begin; key < keys.end; key += most) {
+            const int count = min(most, keys.end - key);
+            SYNC;
+            load_tile(tile, v + at.keys + (ulong)key * D, count, D);
+            SYNC;
+            for (int i = ITEM; i < h * count; i += ITEMS)
+                products[i / count * most + i % count] =
+                    dot_product(gradient + i / count * D, tile + i % count * (D + 1), D);
+            SYNC;
+            load_tile(tile, k + at.keys + (ulong)key * D, count, D);
+            SYNC;
+            for (int i = ITEM; i < h * count; i += ITEMS) {
+                const ulong row = at.row + i / count * (ulong)s.queries;
+                const float score = dot_product(query + i / count * D, tile + i % count * (D + 1), D);
+                products[i / count * most + i % count] =
+                    exp(score - lse_gated[row]) * (products[i / count * most + i % count] - row_dot[row]);
+            }
+            SYNC;
+            for (int i = ITEM; i < h * D; i += ITEMS) {
+                float sum = sums[i];
+                for (int j = 0; j < count; j++) sum += products[i / D * most + j] * tile[j * (D + 1) + i % D];
+                sums[i] = sum;
+            }
+        }
+    }
+    SYNC;
+    for (int i = ITEM; i < h * D; i += ITEMS) {
+        const ulong to = (at.row + i / D * (ulong)s.queries) * D + i % D;
+        dq[to] = (add ? dq[to] : 0) + sums[i] * scale;
+    }
+}
+
+bool sees(int branch, int t, int key, global const uint* mask, const Shape* s) {
+    if (branch == CMP) return key * s->d + s->l - 1 <= t;
+    if (key > t) return false;
+    return branch == SLC ? has_block(mask, key / s->slc_block) : s->full || t - key < s->window;
+}
+// Whether one of `rows` queries from t on, whose selections begin at mask, chose a block that has keys first .. last.
+bool any_sees(int branch, int t, int rows, int first, int last, global const uint* mask, const Shape* s) {
+    if (branch != SLC) return true;
+    for (int i = 0; i < rows; i++)
+        for (int block = first / s->slc_block; block <= last / s->slc_block; block++)
+            if (t + i >= block * s->slc_block && has_block(mask + (ulong)i * mask_words(s), block)) return true;
+    return false;
+}
+// dk = dS^T q / sqrt(D), dv = P'^T dout. A work-group takes `most` keys of a group and goes through the queries that may
+// see them, `most` at a time, and through their heads.
+// room: key, value, dk, dv [most, D + 1], query, gradient [most, D + 1], P, dS [most queries, most keys]
+kernel void attention_dkdv(ARRAY(float, dk), ARRAY(float, dv), ARRAY(const float, dout), ARRAY(const float, row_dot),
+                           ARRAY(const float, lse_gated), ARRAY(const float, q), ARRAY(const float, k),
+                           ARRAY(const float, v), ARRAY(const uint, selection), int branch, int most, float scale,
+                           Shape s, local float* room) {
+    AT(dk) AT(dv) AT(dout) AT(row_dot) AT(lse_gated) AT(q) AT(k) AT(v) AT(selection)
+    const int D = s.D, W = D + 1, h = heads_per_group(&s), stride = key_stride(&s, branch);
+    const int first = GROUP * most, keys = min(most, stride - first), last = first + keys - 1;
+    const ulong group = get_group_id(1), b = group / s.G, at = (group * stride + first) * D;
+    local float *key = room, *value = key + most * W, *dk_sums = value + most * W, *dv_sums = dk_sums + most * W;
+    local float *query = dv_sums + most * W, *gradient = query + most * W, *P = gradient + most * W;
+    local float* dS = P + most * most;
+    load_tile(key, k + at, keys, D);
+    load_tile(value, v + at, keys, D);
+    for (int i = ITEM; i < keys * W; i += ITEMS) dk_sums[i] = dv_sums[i] = 0;
+    const int begin = branch == CMP ? first * s.d + s.l - 1 : first;
+    const int end = branch == WIN && !s.full ? min(s.T, last + s.window) : s.T;
+    for (int t = begin; t < end; t += most) {
+        const int rows = min(most, end - t);
+        global const uint* mask = selection + (group * s.T + t) * mask_words(&s);
+        const int heads = any_sees(branch, t, rows, first, last, mask, &s) ? h : 0;
+        for (int head = group % s.G * h; head < (int)(group % s.G) * h + heads; head++) {
+            const ulong row = (b * s.H + head) * s.T + t;
+            SYNC;
+            load_tile(query, q + row * D, rows, D);
+            for (int i = ITEM; i < rows * D; i += ITEMS)
+                gradient[i / D * W + i % D] = dout[((b * s.T + t + i / D) * s.H + head) * D + i % D];
+            SYNC;
+            for (int i = ITEM; i < rows * keys; i += ITEMS) {
+                const int r = i / keys, c = i % keys;
+                const bool seen = sees(branch, t + r, first + c, mask + (ulong)r * mask_words(&s), &s);
+                const float score = dot_product(query + r * W, key + c * W, D) * scale;
+                const float p = seen ? exp(score - lse_gated[row + r]) : 0;
+                P[r * most + c] = p;
+                dS[r * most + c] = seen ? p * (dot_product(gradient + r * W, value + c * W, D) - row_dot[row + r]) : 0;
+            }
+            SYNC;
+            for (int i = ITEM; i < keys * D; i += ITEMS) {
+                const int c = i / D, x = i % D;
+                float of_k = dk_sums[c * W + x], of_v = dv_sums[c * W + x];
+                for (int r = 0; r < rows; r++) {
+                    of_k += dS[r * most + c] * query[r * W + x];
+                    of_v += P[r * most + c] * gradient[r * W + x];
+                }
+                dk_sums[c * W + x] = of_k;
+                dv_sums[c * W + x] = of_v;
+            }
+        }
+    }
+    SYNC;
+    for (int i = ITEM; i < keys * D; i += ITEMS) {
+        dk[at + i] = dk_sums[i / D * W + i % D] * scale;
+        dv[at + i] = dv_sums[i / D * W + i % D];
+    }
+}
+
+// Paper eq. 8 to 12, a work-group for each query of a group. A block is chosen if fewer than n - 3 of those that nobody
+// forces go before it.
+// room: query [h, D], importance, chosen [blocks]
+kernel void select_blocks(ARRAY(uint, selection), ARRAY(float, chosen_importance), ARRAY(const float, q),
+                          ARRAY(const float, kc), ARRAY(const float, lse), float scale, Shape s, local float* room) {
+    AT(selection) AT(chosen_importance) AT(q) AT(kc) AT(lse)
+    const Query at = query_of(CMP, &s);
+    const int D = s.D, h = at.h, last = at.t / s.slc_block, visible = cmp_blocks(&s, at.t + 1);
+    local float *query = room, *importance = query + h * D, *chosen = importance + last + 1;
+    load_heads(query, q + at.row * D, s.queries, h, scale, D);
+    SYNC;
+    for (int block = ITEM; block <= last; block += ITEMS) {
+        const int begin = block * s.slc_block, end = begin + s.slc_block;
+        float sum = 0;
+        for (int i = max(0, (begin - s.l) / s.d); i < visible && i * s.d < end; i++) {
+            const int shared = min(end, i * s.d + s.l) - max(begin, i * s.d);
+            float p = 0;
+            for (int head = 0; head < h && shared > 0; head++) {
+                float score = 0;
+                for (int x = 0; x < D; x++) score += query[head * D + x] * kc[at.keys + (ulong)i * D + x];
+                p += exp(score - lse[at.row + head * (ulong)s.queries]);
+            }
+            if (shared > 0) sum += p * shared / s.d;
+        }
+        importance[block] = sum;
+    }
+    SYNC;
+    for (int block = ITEM; block <= last; block += ITEMS) {
+        int before = 0;
+        for (int other = 1; other < last - 1; other++)
+            before += importance[other] > importance[block] ||
+                      (importance[other] == importance[block] && other < block);
+        const bool forced = block == 0 || block >= last - 1;
+        chosen[block] = forced || before < s.slc_count - 3;
+    }
+    SYNC;
+    selection += at.mask;
+    for (int word = ITEM; word < mask_words(&s); word += ITEMS) {
+        uint bits = 0;
+        for (int block = word * 32; block <= min(last, word * 32 + 31); block++)
+            if (chosen[block] != 0) bits |= 1u << (block % 32);
+        selection[word] = bits;
+    }
+    if (ITEM > 0 || !chosen_importance) return;
+    float of_chosen = 0, all = 0;
+    for (int block = 0; block <= last; block++) {
+        all += importance[block];
+        of_chosen += chosen[block] * importance[block];
+    }
+    chosen_importance[GROUP] = all > 0 ? of_chosen / all : 1;
+}
+
+// A work-item for each number of the output [B*queries, H*D].
+kernel void combine_forward(ARRAY(float, out), ARRAY(const float, o), ARRAY(const float, gate), Shape s) {
+    AT(out) AT(o) AT(gate)
+    const ulong i = get_global_id(0), rows = (ulong)s.B * s.H * s.queries, to = i / s.D;
+    if (to >= rows) return;
+    const int head = to % s.H, x = i % s.D;
+    const ulong n = to / s.H, row = (n / s.queries * s.H + head) * s.queries + n % s.queries;
+    float sum = 0;
+    for (int branch = 0; branch < (s.full ? 1 : BRANCHES); branch++)
+        sum += (s.full ? 1 : gate[branch * rows + row]) * o[(branch * rows + row) * s.D + x];
+    out[i] = sum;
+}
+// A work-item for each branch and query row.
+kernel void attention_backward_rows(ARRAY(float, row_dot), ARRAY(float, lse_gated), ARRAY(float, dgate_logit),
+                                    ARRAY(const float, dout), ARRAY(const float, o), ARRAY(const float, gate),
+                                    ARRAY(const float, lse), Shape s) {
+    AT(row_dot) AT(lse_gated) AT(dgate_logit) AT(dout) AT(o) AT(gate) AT(lse)
+    const ulong row = get_global_id(0), rows = (ulong)s.B * s.H * s.queries;
+    if (row >= rows * (s.full ? 1 : BRANCHES)) return;
+    const ulong head = row % rows / s.queries, n = head / s.H * s.queries + row % s.queries;
+    dout += (n * s.H + head % s.H) * s.D;
+    float r = 0;
+    for (int x = 0; x < s.D; x++) r += dout[x] * o[row * s.D + x];
+    const float g = s.full ? 1 : gate[row];
+    row_dot[row] = r;
+    lse_gated[row] = lse[row] - log(g);
+    if (!s.full) dgate_logit[row] = r * g * (1 - g);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Update.
+
+// One work-group.
+kernel void add_sum(ARRAY(float, total), ARRAY(const float, x), ulong count) {
+    AT(total) AT(x)
+    local float room[ITEMS];
+    float sum = 0;
+    for (ulong i = ITEM; i < count; i += ITEMS) sum += x[i];
+    sum = group_sum(sum, room);
+    if (ITEM == 0) total[0] += sum;
+}
+// A work-group for each chunk.
+kernel void chunk_squares(ARRAY(float, squares), ARRAY(const float, x), ulong total, ulong first_chunk) {
+    AT(squares) AT(x)
+    local float room[ITEMS];
+    const ulong chunk = first_chunk + GROUP;
+    float sum = 0;
+    for (ulong i = chunk * CHUNK + ITEM; i < min(total, (chunk + 1) * CHUNK); i += ITEMS) sum += x[i] * x[i];
+    sum = group_sum(sum, room);
+    if (ITEM == 0) squares[chunk] = sum;
+}
+kernel void total_squares(ARRAY(float, to), ARRAY(const float, squares), ulong chunks, ARRAY(const float, guard)) {
+    AT(to) AT(squares) AT(guard)
+    local float room[ITEMS];
+    float sum = 0;
+    for (ulong i = ITEM; i < chunks; i += ITEMS) sum += squares[i];
+    sum = group_sum(sum, room);
+    if (ITEM == 0) to[0] = isfinite(guard[0]) ? sum : NAN;
+}
+kernel void set_guard(ARRAY(float, guard), ARRAY(const float, loss)) {
+    AT(guard) AT(loss)
+    if (get_global_id(0) == 0) guard[0] = loss[0];
+}
+kernel void adamw(ARRAY(float, param), ARRAY(float, m), ARRAY(float, v), ARRAY(const float, grad),
+                  ARRAY(const float, squares), ulong count, float beta1, float beta2, float eps, float step_size,
+                  float keep, float v_correction, float grad_clip) {
+    AT(param) AT(m) AT(v) AT(grad) AT(squares)
+    const ulong i = get_global_id(0);
+    if (i >= count) return;
+    const float norm = squares ? sqrt(squares[0]) : 0;
+    if (!isfinite(norm)) return;
+    const float g = grad[i] * (grad_clip > 0 && norm > grad_clip ? grad_clip / norm : 1);
+    m[i] = beta1 * m[i] + (1 - beta1) * g;
+    v[i] = beta2 * v[i] + (1 - beta2) * g * g;
+    param[i] = param[i] * keep - step_size * m[i] / (sqrt(v[i]) * v_correction + eps);
+}

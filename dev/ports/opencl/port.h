@@ -1,0 +1,634 @@
+// port.h: struct OpenCl, an engine for GPUs of any vendor that have a driver of OpenCL 1.2, in fp32. It was written
+// from lib/model/engine.h, as an example of a port: plain kernels (kernels.cl) that use local memory and nothing else
+// of a GPU. It has run on a CPU by PoCL, which implements OpenCL there, and never on a GPU.
+//
+// OpenCL has buffers where the program wants addresses. So every buffer gets as many addresses that nobody can read,
+// and a pointer among them means its buffer and an offset: a host that reads through one stops at once.
+#pragma once
+#include <array>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <sys/mman.h>
+
+#define CL_TARGET_OPENCL_VERSION 120
+#ifdef __APPLE__
+#include <OpenCL/opencl.h>
+#else
+#include <CL/cl.h>
+#endif
+
+#include "../../../lib/base/embed.h"
+#include "../../../lib/base/gpu_search.h"
+#include "../../../lib/base/profile.h"
+#include "../../../lib/base/util.h"
+#include "../../../lib/model/engine.h"
+#include "../../../lib/model/rope.h"
+#include "../../../lib/model/visible.h"
+
+EMBED_FILE(opencl_kernels, "dev/ports/opencl/kernels.cl")
+
+inline void cl_check(cl_int error, const std::string& what) {
+    const bool memory = error == CL_MEM_OBJECT_ALLOCATION_FAILURE || error == CL_OUT_OF_RESOURCES ||
+                        error == CL_OUT_OF_HOST_MEMORY || error == CL_INVALID_BUFFER_SIZE;
+    if (error != CL_SUCCESS)
+        fail("OpenCL: %s failed with error %d of cl.h. HINT: %s", what.c_str(), error,
+             memory ? "the device has no memory for it; choose a smaller --batch or --seq-len"
+                    : "clinfo shows what the driver has; --device cpu computes without it");
+}
+
+class OpenCl {
+  public:
+    using real = float;
+    using Stat = float;
+    using Grad = float;
+    using Master = float;
+    using Sum = float;
+    using Phi = PhiOf<float>;
+    using PhiGradients = PhiOf<float>;
+    struct Heads {
+        float *q, *kv[HEAD_SLOTS], *gate;
+    };
+    using HeadGradients = Heads;
+    static constexpr bool has_master = false, on_host = false;
+    static constexpr unsigned steps_ahead = 1;
+    size_t peak_bytes = 0;
+    bool poison = false;  // tests: fresh memory holds NaN
+
+    // ----- what it is, before one is opened
+    static EngineInfo info() {
+        EngineInfo i;
+        i.option = "opencl";
+        i.name = "OpenCL";
+        i.device = "OpenCL device";
+        i.format = "fp32";
+        i.no_collective = "OpenCL has no library for that";
+        i.selected_kernels = i.profiler = false;
+        return i;
+    }
+    static GpuSearch search() {
+        GpuSearch s;
+        s.engine = info();
+        const std::vector<cl_device_id> found = devices();
+        s.count = int(found.size());
+        s.by_auto = s.count > 0 && is_gpu(found[0]);
+        if (s.count == 0) s.why = "OpenCL finds no device: install the GPU's driver for OpenCL, until clinfo lists it";
+        else if (!s.by_auto)
+            s.why =
+                "OpenCL has no GPU here, only " + text_of(found[0], CL_DEVICE_NAME) + ", which --device opencl takes";
+        return s;
+    }
+    static Versions versions() {
+        const std::vector<cl_device_id> found = devices();
+        if (found.empty()) return {};
+        return {{"OpenCL", text_of(found[0], CL_DEVICE_VERSION)},
+                {"OpenCL driver", text_of(found[0], CL_DRIVER_VERSION)}};
+    }
+
+    explicit OpenCl(int number) : index(number) {
+        const std::vector<cl_device_id> all = devices();
+        if (index >= int(all.size())) fail("OpenCL has no device %d; clinfo lists what there is", index);
+        device = all[size_t(index)];
+        cl_int error;
+        context = clCreateContext(nullptr, 1, &device, nullptr, nullptr, &error);
+        cl_check(error, "clCreateContext");
+        queue = make_queue();
+        build();
+    }
+    ~OpenCl() {
+        clFinish(queue);
+        for (Slot& s : scratches) release(s.data);
+        for (const Transfer& t : uploads)
+            if (t.event) clReleaseEvent(t.event);
+        for (auto& [name, kernel] : kernels) clReleaseKernel(kernel);
+        clReleaseProgram(program);
+        clReleaseCommandQueue(queue);
+        clReleaseContext(context);
+    }
+    OpenCl(const OpenCl&) = delete;
+    OpenCl& operator=(const OpenCl&) = delete;
+
+    std::string name() const { return text_of(device, CL_DEVICE_NAME); }
+    std::string bus() const { return format_text("OpenCL device %d", index); }
+    std::string describe() const {
+        return format_text("OpenCL device %d, %s, %u compute units, %.1f GiB, fp32, GEMM: own", index, name().c_str(),
+                           number_of<cl_uint>(CL_DEVICE_MAX_COMPUTE_UNITS), total_memory() / (1 << 30));
+    }
+    std::string describe_selected(const NsaShape&) const { return ""; }
+    std::string format() const { return "fp32"; }
+    double peak_flops() const { return 0; }
+    void select_kernels(const std::string&) {}
+    void start_profiler() {}
+    void stop_profiler() {}
+    void check_shape(const NsaShape& s) const {
+        if (s.D % 2) fail_usage("--head-dim %d: OpenCL's kernels take an even one", s.D);
+        tile_of(s);
+        const size_t blocks = size_t(s.heads_per_group()) * s.D + 2 * size_t(s.slc_blocks());
+        if (!s.full && blocks * sizeof(float) > local_memory())
+            fail_usage(
+                "%d selection blocks of a sequence need more local memory than the %zu bytes of %s: choose a "
+                "shorter --seq-len or a larger --slc-block",
+                s.slc_blocks(), local_memory(), name().c_str());
+    }
+
+    // ----- memory
+    template <class T>
+    T* allocate(size_t count) {
+        const size_t bytes = (std::max<size_t>(count * sizeof(T), 1) + 255) / 256 * 256;
+        void* const at = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
+        if (at == MAP_FAILED) fail("no %zu addresses for a buffer of OpenCL; see ulimit -v", bytes);
+        const std::string what = format_text("a buffer of %.1f MiB", double(bytes) / (1 << 20));
+        cl_int error;
+        const cl_mem buffer = clCreateBuffer(context, CL_MEM_READ_WRITE, bytes, nullptr, &error);
+        cl_check(error, what);
+        buffers[static_cast<char*>(at)] = {buffer, bytes};
+        peak_bytes = std::max(peak_bytes, live_bytes += bytes);
+        const cl_uint fresh = poison ? ~0u : 0;  // written now, so that an error comes here
+        cl_check(clEnqueueFillBuffer(queue, buffer, &fresh, sizeof fresh, 0, bytes, 0, nullptr, nullptr), what);
+        return static_cast<T*>(at);
+    }
+    void release(void* p) {
+        const auto found = buffers.find(static_cast<char*>(p));
+        if (found == buffers.end()) return;
+        clReleaseMemObject(found->second.buffer);
+        live_bytes -= found->second.bytes;
+        munmap(p, found->second.bytes);
+        buffers.erase(found);
+    }
+    // OpenCL does not tell what others have taken.
+    double available_bytes(int processes = 1) const { return total_memory() / processes - double(live_bytes); }
+    void divide_memory(int) {}
+    template <class T>
+    void zero(T* p, size_t count) {
+        const cl_uint nothing = 0;
+        const Place to = place_of(p);
+        static_assert(sizeof(T) == 4, "whole words");
+        if (count)
+            cl_check(clEnqueueFillBuffer(queue, to.buffer, &nothing, 4, to.at, count * 4, 0, nullptr, nullptr), "zero");
+    }
+    template <class T>
+    void copy(T* out, const T* in, size_t count) {
+        const Place to = place_of(out), from = place_of(in);
+        const size_t bytes = count * sizeof(T);
+        cl_int error = CL_SUCCESS;
+        if (bytes && to.buffer && from.buffer)
+            error = clEnqueueCopyBuffer(queue, from.buffer, to.buffer, from.at, to.at, bytes, 0, nullptr, nullptr);
+        else if (bytes && from.buffer)
+            error = clEnqueueReadBuffer(queue, from.buffer, CL_TRUE, from.at, bytes, out, 0, nullptr, nullptr);
+        else if (bytes && to.buffer)
+            error = clEnqueueWriteBuffer(queue, to.buffer, CL_TRUE, to.at, bytes, in, 0, nullptr, nullptr);
+        else if (bytes) std::copy_n(in, count, out);
+        cl_check(error, "a copy");
+        cl_check(clFinish(queue), "what was launched before a copy");
+    }
+    void to_host(float* out, const float* in, size_t count) { copy(out, in, count); }
+    void from_host(float* out, const float* in, size_t count) { copy(out, in, count); }
+    // The tokens and targets of two micro-steps can be on their way.
+    void upload(int32_t* out, const int32_t* in, size_t count) {
+        Transfer& t = uploads[uploaded++ % uploads.size()];
+        wait_for(t.event);
+        t.tokens.assign(in, in + count);
+        const Place to = place_of(out);
+        cl_check(clEnqueueWriteBuffer(queue, to.buffer, CL_FALSE, to.at, count * sizeof(int32_t), t.tokens.data(), 0,
+                                      nullptr, &t.event),
+                 "the copy of tokens");
+    }
+    void send(const float* numbers, size_t count) {
+        Results& r = downloads[sent++ % downloads.size()];
+        r.numbers.resize(count);
+        const Place from = place_of(numbers);
+        cl_check(clEnqueueReadBuffer(queue, from.buffer, CL_FALSE, from.at, count * sizeof(float), r.numbers.data(), 0,
+                                     nullptr, &r.event),
+                 "the copy of results");
+        cl_check(clFlush(queue), "clFlush");
+    }
+    std::vector<double> receive() {
+        Results& r = downloads[received++ % downloads.size()];
+        wait_for(r.event);
+        return {r.numbers.begin(), r.numbers.end()};
+    }
+
+    // On a queue of its own; events order the two.
+    class HostCopies {
+        OpenCl& dev;
+        cl_command_queue side;
+        std::vector<cl_event> fetched;
+        std::vector<float> host;
+
+      public:
+        HostCopies(OpenCl& d, size_t pieces) : dev(d), side(d.make_queue()), fetched(pieces) {}
+        ~HostCopies() {
+            clFinish(side);
+            for (cl_event e : fetched)
+                if (e) clReleaseEvent(e);
+            clReleaseCommandQueue(side);
+        }
+        HostCopies(const HostCopies&) = delete;
+        HostCopies& operator=(const HostCopies&) = delete;
+
+        float* host_side(float*, size_t count) {
+            host.resize(count);
+            return host.data();
+        }
+        void fetch(float* to, const float* from, size_t count, size_t piece) {
+            const Place p = dev.place_of(from);
+            cl_event computed;
+            cl_check(clEnqueueMarkerWithWaitList(dev.queue, 0, nullptr, &computed), "a marker");
+            if (fetched[piece]) clReleaseEvent(fetched[piece]);
+            cl_check(clEnqueueReadBuffer(side, p.buffer, CL_FALSE, p.at, count * sizeof(float), to, 1, &computed,
+                                         &fetched[piece]),
+                     "the copy of gradients to the host");
+            clReleaseEvent(computed);
+            clFlush(dev.queue);
+            clFlush(side);
+        }
+        bool has(size_t piece) const {
+            cl_int state;
+            cl_check(clGetEventInfo(fetched[piece], CL_EVENT_COMMAND_EXECUTION_STATUS, sizeof state, &state, nullptr),
+                     "clGetEventInfo");
+            if (state < 0) cl_check(state, "the copy of gradients to the host");
+            return state == CL_COMPLETE;
+        }
+        void put(float* to, const float* from, size_t count) {
+            const Place p = dev.place_of(to);
+            cl_event written;
+            cl_check(
+                clEnqueueWriteBuffer(side, p.buffer, CL_FALSE, p.at, count * sizeof(float), from, 0, nullptr, &written),
+                "the copy of gradients from the host");
+            clFlush(side);
+            cl_check(clEnqueueBarrierWithWaitList(dev.queue, 1, &written, nullptr), "a barrier");
+            clReleaseEvent(written);
+        }
+    };
+
+    // ----- layers
+    void embedding_forward(float* x, const int32_t* tokens, const float* embed, int N, int C) {
+        const size_t count = size_t(N) * C;
+        over(count, "embedding_forward", x, tokens, embed, C, count);
+    }
+    void embedding_backward(float* dembed, const float* dx, const int32_t* tokens, int N, int C) {
+        int32_t* const sorted = scratch<int32_t>(0, size_t(N));
+        over(size_t(N), "sort_positions", sorted, tokens, N);
+        groups({size_t(N)}, "embedding_backward", dembed, dx, tokens, sorted, N, C);
+    }
+    void rmsnorm_forward(float* out, float* rstd, const float* x, const float* weight, int N, int C) {
+        groups({size_t(N)}, "rmsnorm_forward", out, rstd, x, weight, C, float(NORM_EPS));
+    }
+    void rmsnorm_backward(float* dx, float* dweight, const float* dout, const float* x, const float* rstd,
+                          const float* weight, int N, int C) {
+        groups({size_t(N)}, "rmsnorm_backward", dx, dout, x, rstd, weight, C);
+        add_column_sums(dweight, dout, x, rstd, N, C);
+    }
+    void matmul_forward(float* out, const float* inp, const float* weight, const float* residual, int N, int C,
+                        int OC) {
+        gemm({N, OC, C}, out, inp, weight, residual, {size_t(C), 1, 0}, {size_t(C), 1, 0}, {size_t(OC), 1, 0});
+    }
+    void matmul_backward_input(float* dinp, const float* dout, const float* weight, int N, int C, int OC) {
+        gemm({N, C, OC}, dinp, dout, weight, null, {size_t(OC), 1, 0}, {1, size_t(C), 0}, {size_t(C), 1, 0});
+    }
+    void matmul_backward_weight(float* dweight, const float* dout, const float* inp, int N, int C, int OC) {
+        gemm({OC, C, N}, dweight, dout, inp, dweight, {1, size_t(OC), 0}, {1, size_t(C), 0}, {size_t(C), 1, 0});
+    }
+    void silu_forward(float* out, const float* x, size_t count) { over(count, "silu_forward", out, x, count); }
+    void silu_backward(float* dx, const float* dout, const float* x, size_t count) {
+        over(count, "silu_backward", dx, dout, x, count);
+    }
+    void classifier(float* losses, float* logits, const int32_t* targets, double dloss, bool want_gradient, int N,
+                    int V, int Vp) {
+        groups({size_t(N)}, "classifier", losses, logits, targets, float(dloss), int(want_gradient), V, Vp);
+    }
+
+    // ----- heads
+    void split_heads_forward(Heads out, const float* projected, const NsaShape& s) {
+        over(size_t(s.B) * s.queries * s.projected(), "split_heads_forward", out.q, out.kv[0], out.kv[1], out.kv[2],
+             out.kv[3], out.kv[4], out.kv[5], out.gate, projected, rope_of(s), s.projected(), s);
+    }
+    void split_heads_backward(float* dprojected, HeadGradients d, const NsaShape& s) {
+        over(size_t(s.B) * s.queries * s.projected(), "split_heads_backward", dprojected, d.q, d.kv[0], d.kv[1],
+             d.kv[2], d.kv[3], d.kv[4], d.kv[5], d.gate, rope_of(s), s.projected(), s);
+    }
+
+    // ----- compression
+    void compress_forward(float* out, float* hidden, const float* k, const Phi& phi, bool rotated, const NsaShape& s) {
+        const ProfileRange range("compression");
+        const int begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin;
+        if (count <= 0) return;
+        const int rows = s.B * s.G * count, NC = s.cmp_capacity();
+        const size_t D = size_t(s.D), F = size_t(s.F), width = s.l * D;
+        float *sums = scratch<float>(0, rows * F), *activated = scratch<float>(1, rows * F);
+        float* const outputs = scratch<float>(2, rows * D);
+        gemm({count, s.F, int(width)}, sums, k + begin * s.d * D, phi.fc1, null, {s.d * D, 1, s.T * D}, {width, 1, 0},
+             {F, 1, count * F}, size_t(s.B) * s.G);
+        over(rows * F, "compress_activate", hidden, activated, sums, phi.bias, begin, count, NC, s);
+        gemm({rows, s.D, s.F}, outputs, activated, phi.fc2, null, {F, 1, 0}, {F, 1, 0}, {D, 1, 0});
+        over(rows * D / 2, "compress_output", out, outputs, k, rope_of(s), int(rotated), begin, count, NC, s);
+    }
+    void compress_backward(float* dk, const PhiGradients& dphi, float* dout, const float* hidden, const float* k,
+                           const Phi& phi, bool rotated, const NsaShape& s) {
+        const ProfileRange range("compression");
+        const int NC = s.cmp_capacity(), rows = s.B * s.G * NC;
+        const size_t D = size_t(s.D), F = size_t(s.F), width = s.l * D;
+        if (rows == 0) return zero(dk, s.key_rows() * D);
+        float *activated = scratch<float>(0, rows * F), *dhidden = scratch<float>(1, rows * F);
+        float* const dblocks = scratch<float>(2, rows * width);
+        if (rotated) over(rows * D / 2, "compress_turn_back", dout, rope_of(s), NC, s);
+        silu_forward(activated, hidden, rows * F);
+        gemm({s.D, s.F, rows}, dphi.fc2, dout, activated, dphi.fc2, {1, D, 0}, {1, F, 0}, {F, 1, 0});
+        gemm({rows, s.F, s.D}, dhidden, dout, phi.fc2, null, {D, 1, 0}, {1, F, 0}, {F, 1, 0});
+        silu_backward(dhidden, dhidden, hidden, rows * F);
+        add_column_sums(dphi.bias, dhidden, null, null, rows, s.F);
+        for (size_t group = 0; group < size_t(s.B) * s.G; group++)  // one after the other, as they share fc1's gradient
+            gemm({s.F, int(width), NC}, dphi.fc1, dhidden + group * NC * F, k + group * s.T * D, dphi.fc1, {1, F, 0},
+                 {1, s.d * D, 0}, {width, 1, 0});
+        gemm({rows, int(width), s.F}, dblocks, dhidden, phi.fc1, null, {F, 1, 0}, {1, width, 0}, {width, 1, 0});
+        over(s.key_rows() * D, "compress_dk", dk, dblocks, dout, NC, s);
+    }
+
+    // ----- attention
+    void attention_forward(Branch branch, float* out, float* lse, const float* q, const float* k, const float* v,
+                           const uint32_t* selection, const NsaShape& s) {
+        const ProfileRange range(ATTENTION_NAMES[branch]);
+        const int tile = tile_of(s);
+        groups({size_t(s.B) * s.G * s.queries}, "attention_forward", out, lse, q, k, v, selection, int(branch), tile,
+               float(s.scale()), s, Local{forward_floats(s, size_t(tile))});
+        if (reads && branch == (s.full ? WIN : SLC)) count_what_was_read(selection, s);
+    }
+    void attend_and_select(float* out, float* lse, uint32_t* selection, float* chosen_importance, const float* q,
+                           const float* kc, const float* vc, const NsaShape& s) {
+        attention_forward(CMP, out, lse, q, kc, vc, nullptr, s);
+        const size_t floats = size_t(s.heads_per_group()) * s.D + 2 * size_t(s.slc_blocks());
+        if (selection)
+            groups({size_t(s.B) * s.G * s.queries}, "select_blocks", selection, chosen_importance, q, kc, lse,
+                   float(s.scale()), s, Local{floats});
+    }
+    void combine_forward(float* out, const float* o, const float* gate, const NsaShape& s) {
+        over(s.query_rows() * s.D, "combine_forward", out, o, gate, s);
+    }
+    void attention_backward_rows(float* row_dot, float* lse_gated, float* dgate_logit, const float* dout,
+                                 const float* o, const float* gate, const float* lse, const NsaShape& s) {
+        over(s.branches() * s.query_rows(), "attention_backward_rows", row_dot, lse_gated, dgate_logit, dout, o, gate,
+             lse, s);
+    }
+    void attention_backward(Branch branch, const BackwardArrays<float, float>& d, const InputArrays<float>& in,
+                            const NsaShape& s) {
+        const ProfileRange range(ATTENTION_NAMES[branch]);
+        const int tile = tile_of(s), keys = s.key_stride(branch);
+        groups({size_t(s.B) * s.G * s.queries}, "attention_dq", d.dq, d.dout, d.row_dot, d.lse_gated, in.q, in.k, in.v,
+               in.selection, int(d.add), int(branch), tile, float(s.scale()), s, Local{dq_floats(s, size_t(tile))});
+        if (keys == 0) return;
+        groups({size_t(keys + tile - 1) / tile, size_t(s.B) * s.G}, "attention_dkdv", d.dk, d.dv, d.dout, d.row_dot,
+               d.lse_gated, in.q, in.k, in.v, in.selection, int(branch), tile, float(s.scale()), s,
+               Local{dkdv_floats(s, size_t(tile))});
+    }
+    bool count_reads(KeyReads* to) {
+        reads = to;
+        return true;
+    }
+
+    // ----- update
+    void add_sum(float* total, const float* x, size_t count) { groups({1}, "add_sum", total, x, count); }
+    void chunk_squares(float* squares, const float* x, size_t total, size_t begin, size_t count) {
+        if (count) groups({count / CHUNK}, "chunk_squares", squares, x, total, begin / CHUNK);
+    }
+    void total_squares(float* sum, const float* squares, size_t chunks, const float* guard) {
+        groups({1}, "total_squares", sum, squares, chunks, guard);
+    }
+    void set_guard(float* guard, const float* loss) { groups({1}, "set_guard", guard, loss); }
+    void adamw(float* param, float*, float* m, float* v, const float* grad, size_t count,
+               const HyperAdamWOf<float>& h) {
+        over(count, "adamw", param, m, v, grad, h.squares, count, float(h.beta1), float(h.beta2), float(h.eps),
+             float(h.lr / (1 - std::pow(h.beta1, double(h.step)))), float(1 - h.lr * h.decay),
+             float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))), float(h.grad_clip));
+    }
+
+  private:
+    static constexpr size_t ITEMS = 64, TILE = 64, DEPTH = 16, PART_ROWS = 64;
+    static constexpr const float* null = nullptr;
+
+    struct Buffer {
+        cl_mem buffer;
+        size_t bytes;
+    };
+    struct Place {
+        cl_mem buffer = nullptr;  // null: this is an address of the host
+        size_t at = 0;            // bytes
+    };
+    struct Transfer {
+        std::vector<int32_t> tokens;
+        cl_event event = nullptr;
+    };
+    struct Results {
+        std::vector<float> numbers;
+        cl_event event = nullptr;
+    };
+    struct Slot {
+        char* data = nullptr;
+        size_t bytes = 0;
+    };
+    struct Strides {
+        cl_ulong row, k, matrix;
+    };
+    struct Local {  // an argument: so many floats of local memory
+        size_t floats;
+    };
+
+    const int index;
+    cl_device_id device;
+    cl_context context;
+    cl_command_queue queue;
+    cl_program program;
+    std::map<std::string, cl_kernel> kernels;
+    std::map<char*, Buffer> buffers;  // by their first address
+    size_t live_bytes = 0, uploaded = 0, sent = 0, received = 0;
+    std::array<Transfer, 4> uploads;
+    std::array<Results, 2> downloads;
+    std::array<Slot, 5> scratches;  // the last is add_column_sums', the one before RoPE's table
+    RopeTable<float> rope;
+    KeyReads* reads = nullptr;
+
+    // ----- devices: the GPUs or, where there are none, whatever else there is
+    static bool is_gpu(cl_device_id d) {
+        cl_device_type type = 0;
+        clGetDeviceInfo(d, CL_DEVICE_TYPE, sizeof type, &type, nullptr);
+        return type & (CL_DEVICE_TYPE_GPU | CL_DEVICE_TYPE_ACCELERATOR);
+    }
+    static std::vector<cl_device_id> devices() {
+        std::vector<cl_device_id> gpus, others;
+        cl_uint platforms = 0;
+        if (clGetPlatformIDs(0, nullptr, &platforms) != CL_SUCCESS || platforms == 0) return {};
+        std::vector<cl_platform_id> all(platforms);
+        clGetPlatformIDs(platforms, all.data(), nullptr);
+        for (cl_platform_id p : all) {
+            cl_uint count = 0;
+            if (clGetDeviceIDs(p, CL_DEVICE_TYPE_ALL, 0, nullptr, &count) != CL_SUCCESS) continue;
+            std::vector<cl_device_id> found(count);
+            clGetDeviceIDs(p, CL_DEVICE_TYPE_ALL, count, found.data(), nullptr);
+            for (cl_device_id d : found) (is_gpu(d) ? gpus : others).push_back(d);
+        }
+        return gpus.empty() ? others : gpus;
+    }
+    static std::string text_of(cl_device_id d, cl_device_info what) {
+        char text[256] = "";
+        clGetDeviceInfo(d, what, sizeof text, text, nullptr);
+        return text;
+    }
+    template <class T>
+    T number_of(cl_device_info what) const {
+        T number = 0;
+        clGetDeviceInfo(device, what, sizeof number, &number, nullptr);
+        return number;
+    }
+    double total_memory() const { return double(number_of<cl_ulong>(CL_DEVICE_GLOBAL_MEM_SIZE)); }
+    size_t local_memory() const { return size_t(number_of<cl_ulong>(CL_DEVICE_LOCAL_MEM_SIZE)); }
+    cl_command_queue make_queue() const {
+        cl_int error;
+        const cl_command_queue made = clCreateCommandQueue(context, device, 0, &error);
+        cl_check(error, "clCreateCommandQueue");
+        return made;
+    }
+    void build() {
+        const char* text = file_opencl_kernels;
+        const size_t length = size_t(file_opencl_kernels_end - file_opencl_kernels);
+        cl_int error;
+        program = clCreateProgramWithSource(context, 1, &text, &length, &error);
+        cl_check(error, "clCreateProgramWithSource");
+        const std::string options =
+            format_text("-cl-std=CL1.2 -DITEMS=%zu -DTILE=%zu -DDEPTH=%zu -DPART_ROWS=%zu -DCHUNK=%zu", ITEMS, TILE,
+                        DEPTH, PART_ROWS, CHUNK);
+        if (clBuildProgram(program, 1, &device, options.c_str(), nullptr, nullptr) == CL_SUCCESS) return;
+        std::vector<char> log(1 << 16);
+        clGetProgramBuildInfo(program, device, CL_PROGRAM_BUILD_LOG, log.size() - 1, log.data(), nullptr);
+        fail("OpenCL: the driver of %s cannot compile the kernels: %s", name().c_str(), log.data());
+    }
+
+    // ----- launches
+    Place place_of(const void* p) const {
+        char* const address = static_cast<char*>(const_cast<void*>(p));
+        auto after = buffers.upper_bound(address);
+        if (!p || after == buffers.begin()) return {};
+        const auto& [first, buffer] = *--after;
+        const size_t at = size_t(address - first);
+        return at < buffer.bytes ? Place{buffer.buffer, at} : Place{};
+    }
+    static void set(cl_kernel kernel, cl_uint& i, size_t bytes, const void* value) {
+        cl_check(clSetKernelArg(kernel, i, bytes, value), format_text("argument %u of a kernel", i));
+        i++;
+    }
+    template <class T>
+    void argument(cl_kernel kernel, cl_uint& i, T* p) {
+        const Place place = place_of(p);
+        if (p && !place.buffer) fail("OpenCL: argument %u of a kernel is an address of the host", i);
+        const cl_ulong elements = place.at / sizeof(T);
+        set(kernel, i, sizeof(cl_mem), p ? &place.buffer : nullptr);
+        set(kernel, i, sizeof elements, &elements);
+    }
+    void argument(cl_kernel kernel, cl_uint& i, const Local& room) {
+        set(kernel, i, room.floats * sizeof(float), nullptr);
+    }
+    template <class T>
+    void argument(cl_kernel kernel, cl_uint& i, const T& value) {
+        set(kernel, i, sizeof value, &value);
+    }
+    // A work-group of `items` for each place of the grid.
+    template <class... A>
+    void launch(std::array<size_t, 3> grid, size_t items, const char* name, const A&... arguments) {
+        for (size_t& n : grid) n = std::max<size_t>(n, 1);
+        cl_kernel& kernel = kernels[name];
+        cl_int error = CL_SUCCESS;
+        if (!kernel) kernel = clCreateKernel(program, name, &error);
+        cl_check(error, name);
+        cl_uint i = 0;
+        (argument(kernel, i, arguments), ...);
+        const size_t local[] = {items, 1, 1}, global[] = {grid[0] * items, grid[1], grid[2]};
+        cl_check(clEnqueueNDRangeKernel(queue, kernel, 3, nullptr, global, local, 0, nullptr, nullptr), name);
+    }
+    template <class... A>
+    void groups(std::array<size_t, 3> grid, const char* name, const A&... arguments) {
+        launch(grid, ITEMS, name, arguments...);
+    }
+    // A work-item for each of `count`, and some that have nothing to do.
+    template <class... A>
+    void over(size_t count, const char* name, const A&... arguments) {
+        if (count) launch({(count + ITEMS - 1) / ITEMS}, ITEMS, name, arguments...);
+    }
+    static void wait_for(cl_event& event) {
+        if (!event) return;
+        cl_check(clWaitForEvents(1, &event), "what was launched before a copy");
+        clReleaseEvent(event);
+        event = nullptr;
+    }
+    // Temporary memory that only grows. The queue is in order, so what was launched with the old one has its own hold.
+    template <class T>
+    T* scratch(size_t slot, size_t count) {
+        Slot& s = scratches[slot];
+        if (count * sizeof(T) > s.bytes) {
+            release(s.data);
+            s.data = allocate<char>(count * sizeof(T));
+            s.bytes = count * sizeof(T);
+        }
+        return reinterpret_cast<T*>(s.data);
+    }
+
+    // C [M, N] = A B^T (+ addend), element (row, k) of a factor by its strides, for `count` matrices
+    void gemm(GemmSize s, float* C, const float* A, const float* B, const float* addend, Strides a, Strides b,
+              Strides c, size_t count = 1) {
+        const auto tiles = [](int n) { return (size_t(n) + TILE - 1) / TILE; };
+        launch({tiles(s.N), tiles(s.M), count}, 256, "gemm", C, A, B, addend, s.M, s.N, s.K, a, b, c);
+    }
+    // out [C] += the sums over N rows of a, or of a x rstd
+    void add_column_sums(float* out, const float* a, const float* x, const float* rstd, int N, int C) {
+        const size_t parts = (size_t(N) + PART_ROWS - 1) / PART_ROWS, across = (size_t(C) + ITEMS - 1) / ITEMS;
+        float* const sums = scratch<float>(4, parts * C);
+        groups({across, parts}, "column_parts", sums, a, x, rstd, N, C);
+        groups({across}, "column_totals", out, sums, int(parts), C);
+    }
+    // Cosines [T, D/2], then sines.
+    const float* rope_of(const NsaShape& s) {
+        if (s.T == rope.positions && s.D == rope.D) return reinterpret_cast<float*>(scratches[3].data);
+        rope = {};
+        rope.prepare(s.T, s.D);
+        float* const table = scratch<float>(3, 2 * rope.cosine.size());
+        copy(table, std::as_const(rope.cosine).data(), rope.cosine.size());
+        copy(table + rope.cosine.size(), std::as_const(rope.sine).data(), rope.sine.size());
+        return table;
+    }
+
+    // Floats of local memory of the attention kernels, as kernels.cl lists them, for tiles of `keys`.
+    static size_t forward_floats(const NsaShape& s, size_t keys) {
+        const size_t h = size_t(s.heads_per_group()), D = size_t(s.D);
+        return 2 * h * D + keys * (D + 1) + 2 * h * keys + 3 * h;
+    }
+    static size_t dq_floats(const NsaShape& s, size_t keys) {
+        const size_t h = size_t(s.heads_per_group()), D = size_t(s.D);
+        return 3 * h * D + keys * (D + 1) + h * keys;
+    }
+    static size_t dkdv_floats(const NsaShape& s, size_t keys) { return 6 * keys * (size_t(s.D) + 1) + 2 * keys * keys; }
+    // Keys of a tile: as many as fit.
+    int tile_of(const NsaShape& s) const {
+        const size_t floats = std::min<size_t>(local_memory(), 48 << 10) / sizeof(float);
+        for (const int keys : {32, 16, 8, 4})
+            if (std::max({forward_floats(s, keys), dq_floats(s, keys), dkdv_floats(s, keys)}) <= floats) return keys;
+        fail_usage(
+            "%d heads of %d in a group need more local memory than the %zu bytes of %s: choose fewer --heads for "
+            "each of --kv-groups, or a smaller --head-dim",
+            s.heads_per_group(), s.D, local_memory(), name().c_str());
+    }
+    // On the host: it is for `sample --stats` alone.
+    void count_what_was_read(const uint32_t* selection, const NsaShape& s) {
+        const size_t words = size_t(s.selection_words()), rows = size_t(s.B) * s.G * s.queries;
+        std::vector<uint32_t> masks(s.full ? 0 : rows * words);
+        copy(masks.data(), selection, masks.size());
+        for (size_t row = 0; row < rows; row++)
+            for (int branch = s.full ? WIN : CMP; branch < BRANCHES; branch++) {
+                const int t = s.first + int(row % s.queries);
+                for (int i = 0; i < range_count(Branch(branch), t, s); i++) {
+                    const KeyRange keys = key_range(Branch(branch), i, t, masks.data() + row * words, s);
+                    reads->keys[branch] += keys.end - keys.begin;
+                    if (branch == CMP && t / s.slc_block >= s.slc_count) reads->scored += keys.end - keys.begin;
+                }
+            }
+    }
+};
+static_assert(is_engine<OpenCl>);
+using DeviceEngine = OpenCl;
