@@ -431,9 +431,8 @@ def to_tgb(selection):
     return torch.from_numpy(np.array(selection)).transpose(1, 2)
 
 
-def check_selection(layer, found, dumped, begin, c, precision, failures):
-    """One layer's dumped selection [B, T, G, blocks] against the importances. begin [B, T]: where each query's document
-    begins. Prints one line, appends to failures."""
+def check_selection(layer, found, dumped, c, precision, failures):
+    """One layer's dumped selection [B, T, G, blocks] against the importances. Prints one line, appends to failures."""
     B, T, G, blocks = dumped.shape
     name = f"layers.{layer}.selection"
     j, b = torch.arange(blocks), torch.arange(T)[:, None, None] // c.slc_block

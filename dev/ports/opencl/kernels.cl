@@ -165,8 +165,8 @@ kernel void classifier(ARRAY(float, losses), ARRAY(float, logits), ARRAY(const i
 // slices of A and B that are DEPTH deep pass through local memory, so that each number is read from global memory once
 // for TILE uses. Element (row, k) of a factor is at row * its_row + k * its_k, so one kernel serves A B^T, A B, A^T B.
 
-#define SIDE 16
-#define EACH (TILE / SIDE)
+#define SIDE (TILE / 4)
+#define STEP (TILE + 4)  // from one k of a slice to the next
 typedef struct {
     ulong row, k, matrix;  // elements from one row, one k and one matrix of the batch to the next
 } Strides;
@@ -176,42 +176,39 @@ void load_slice(local float* slice, global const float* x, Strides at, int first
         // neighbouring work-items take neighbouring addresses
         const int row = at.k == 1 ? i / DEPTH : i % TILE, k = at.k == 1 ? i % DEPTH : i / TILE;
         const bool there = first_row + row < rows && first_k + k < K;
-        slice[k * (TILE + 1) + row] = there ? x[(first_row + row) * at.row + (first_k + k) * at.k] : 0;
+        slice[k * STEP + row] = there ? x[(first_row + row) * at.row + (first_k + k) * at.k] : 0;
     }
 }
 // C [M, N] = A [M, K] B [N, K]^T (+ addend, which may be C or null)
 kernel void gemm(ARRAY(float, C), ARRAY(const float, A), ARRAY(const float, B), ARRAY(const float, addend), int M, int N,
                  int K, Strides of_a, Strides of_b, Strides of_c) {
     AT(C) AT(A) AT(B) AT(addend)
-    local float a_slice[DEPTH * (TILE + 1)], b_slice[DEPTH * (TILE + 1)];
+    local float a_slice[DEPTH * STEP], b_slice[DEPTH * STEP];
     const int first_row = get_group_id(1) * TILE, first_column = get_group_id(0) * TILE;
-    const int row = ITEM / SIDE, column = ITEM % SIDE;  // and every SIDE-th behind them
+    const int row = ITEM / SIDE * 4, column = ITEM % SIDE * 4;
+    float4 sums[4] = {0, 0, 0, 0};
     A += get_group_id(2) * of_a.matrix;
     B += get_group_id(2) * of_b.matrix;
-    float sums[EACH][EACH];
-    for (int i = 0; i < EACH; i++)
-        for (int j = 0; j < EACH; j++) sums[i][j] = 0;
     for (int first_k = 0; first_k < K; first_k += DEPTH) {
         SYNC;
         load_slice(a_slice, A, of_a, first_row, M, first_k, K);
         load_slice(b_slice, B, of_b, first_column, N, first_k, K);
         SYNC;
         for (int k = 0; k < DEPTH; k++) {
-            float a[EACH], b[EACH];
-            for (int i = 0; i < EACH; i++) {
-                a[i] = a_slice[k * (TILE + 1) + row + i * SIDE];
-                b[i] = b_slice[k * (TILE + 1) + column + i * SIDE];
-            }
-            for (int i = 0; i < EACH; i++)
-                for (int j = 0; j < EACH; j++) sums[i][j] += a[i] * b[j];
+            const float4 a = vload4(0, a_slice + k * STEP + row), b = vload4(0, b_slice + k * STEP + column);
+            sums[0] += a.x * b;
+            sums[1] += a.y * b;
+            sums[2] += a.z * b;
+            sums[3] += a.w * b;
         }
     }
-    for (int i = 0; i < EACH; i++)
-        for (int j = 0; j < EACH; j++) {
-            const int m = first_row + row + i * SIDE, n = first_column + column + j * SIDE;
-            const ulong at = get_group_id(2) * of_c.matrix + m * of_c.row + n;
-            if (m < M && n < N) C[at] = sums[i][j] + (addend ? addend[at] : 0);
-        }
+    for (int i = 0; i < 4 && first_row + row + i < M; i++) {
+        float values[4];
+        vstore4(sums[i], 0, values);
+        const ulong at = get_group_id(2) * of_c.matrix + (first_row + row + i) * of_c.row + first_column + column;
+        for (int j = 0; j < 4 && first_column + column + j < N; j++)
+            C[at + j] = values[j] + (addend ? addend[at + j] : 0);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

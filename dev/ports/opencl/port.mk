@@ -8,3 +8,5 @@ $(if $(HAVE_PORT),,$(error GPU=opencl needs OpenCL's headers and loader: apt-get
   ocl-icd-opencl-dev, and a driver such as pocl-opencl-icd))
 PORT_NAME := OpenCL$(space)$(space)
 PORT_TEXT := fp32$(comma) own GEMM; never run on a GPU
+# They are within the program.
+$(BUILD)/train_nsa.o $(BUILD)/tests.o $(BUILD)/test_device.o: dev/ports/opencl/kernels.cl
