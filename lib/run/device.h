@@ -138,7 +138,9 @@ inline Device device_of(const MachineConfig& c, int share, const GpuSearch& gpus
         fail_usage("--device %s: %s; use --device cpu or auto", c.device.c_str(), none.c_str());
     d.reason = c.device != "auto" ? "--device " + c.device : d.gpu ? "there is a GPU" : none;
     if (c.cpu_dtype == "bf16" && d.gpu)
-        fail_usage("--cpu-dtype bf16 is for the CPU engine and this run is on a GPU; leave it out or add --device cpu");
+        fail_usage(
+            "--cpu-dtype bf16 is for the CPU engine and this run computes by %s; leave it out or add --device cpu",
+            d.engine.name.c_str());
     if (!c.profile_steps.empty() && !d.gpu)
         fail_usage("--profile-steps %s is for a profiler of GPUs and this run is on the CPU (%s); leave it out",
                    c.profile_steps.c_str(), none.c_str());

@@ -2,10 +2,12 @@
 // computes is said in lib/model/engine.h, and here only how. Every work-group has ITEMS work-items, and no barrier
 // stands where a part of them could miss it. All sums are fp32, in trees or in chunks: many devices have no double.
 //
-// An array comes as a buffer and an offset in elements, ARRAY(float, x), and AT(x) moves the pointer there; null stays
+// An array comes as a buffer and an offset in elements, OUT(x), and AT(x) moves the pointer there; null stays
 // null.
 #pragma OPENCL FP_CONTRACT ON
 #define ARRAY(T, x) global T *x, ulong x##_at
+#define IN(x) ARRAY(const float, x)
+#define OUT(x) ARRAY(float, x)
 #define AT(x) x += x##_at;
 #define ITEM ((int)get_local_id(0))
 #define GROUP get_group_id(0)
@@ -17,7 +19,6 @@ typedef struct {
     uint left_out;
 } Shape;
 enum { CMP, SLC, WIN, BRANCHES };
-enum { K_CMP, V_CMP, K_SLC, V_SLC, K_WIN, V_WIN };
 
 int heads_per_group(const Shape* s) { return s->H / s->G; }
 int cmp_blocks(const Shape* s, int tokens) { return s->full || tokens < s->l ? 0 : (tokens - s->l) / s->d + 1; }
@@ -26,66 +27,48 @@ int mask_words(const Shape* s) { return ((s->T + s->slc_block - 1) / s->slc_bloc
 bool has_block(global const uint* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
 float sigmoid(float x) { return 1 / (1 + exp(-x)); }
 
-// The sum and the largest of every work-item's x, the same for each of them. room [ITEMS].
-float group_sum(float x, local float* room) {
+// The sum, or the largest, of every work-item's x, the same for each of them. room [ITEMS].
+float over_group(float x, bool largest, local float* room) {
     SYNC;  // the room may still be read
     room[ITEM] = x;
     for (int half_of = ITEMS / 2; half_of > 0; half_of /= 2) {
         SYNC;
-        if (ITEM < half_of) room[ITEM] += room[ITEM + half_of];
+        if (ITEM >= half_of) continue;
+        const float other = room[ITEM + half_of];
+        room[ITEM] = largest ? fmax(room[ITEM], other) : room[ITEM] + other;
     }
     SYNC;
     return room[0];
 }
-float group_max(float x, local float* room) {
-    SYNC;
-    room[ITEM] = x;
-    for (int half_of = ITEMS / 2; half_of > 0; half_of /= 2) {
-        SYNC;
-        if (ITEM < half_of) room[ITEM] = fmax(room[ITEM], room[ITEM + half_of]);
-    }
-    SYNC;
-    return room[0];
-}
+float group_sum(float x, local float* room) { return over_group(x, false, room); }
+float group_max(float x, local float* room) { return over_group(x, true, room); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Layers.
 
-kernel void embedding_forward(ARRAY(float, x), ARRAY(const int, tokens), ARRAY(const float, embed), int C, ulong count) {
+kernel void embedding_forward(OUT(x), ARRAY(const int, tokens), IN(embed), int C, ulong count) {
     AT(x) AT(tokens) AT(embed)
     const ulong i = get_global_id(0);
     if (i < count) x[i] = embed[(ulong)tokens[i / C] * C + i % C];
 }
-// sorted [N]: the positions ordered by token, and those of one token by position
-kernel void sort_positions(ARRAY(int, sorted), ARRAY(const int, tokens), int N) {
-    AT(sorted) AT(tokens)
-    local int tile[ITEMS];
-    const int n = get_global_id(0), own = tokens[min(n, N - 1)];
-    int rank = 0;
-    for (int first = 0; first < N; first += ITEMS) {
-        SYNC;
-        tile[ITEM] = tokens[min(first + ITEM, N - 1)];
-        SYNC;
-        for (int i = 0; i < min(ITEMS, N - first); i++) rank += tile[i] < own || (tile[i] == own && first + i < n);
-    }
-    if (n < N) sorted[rank] = n;
-}
-// A work-group for each sorted position: the first one of a token adds up all of that token's.
-kernel void embedding_backward(ARRAY(float, dembed), ARRAY(const float, dx), ARRAY(const int, tokens),
-                               ARRAY(const int, sorted), int N, int C) {
-    AT(dembed) AT(dx) AT(tokens) AT(sorted)
-    const int at = GROUP, token = tokens[sorted[at]];
-    if (at > 0 && tokens[sorted[at - 1]] == token) return;
+// A work-group for each position: the first one of a token adds up all of that token's.
+kernel void embedding_backward(OUT(dembed), IN(dx), ARRAY(const int, tokens), int N, int C) {
+    AT(dembed) AT(dx) AT(tokens)
+    local float room[ITEMS];
+    const int first = GROUP, token = tokens[first];
+    float earlier = 0;
+    for (int n = ITEM; n < first; n += ITEMS) earlier += tokens[n] == token;
+    if (group_sum(earlier, room) > 0) return;
     for (int c = ITEM; c < C; c += ITEMS) {
         float sum = 0;
-        for (int i = at; i < N && tokens[sorted[i]] == token; i++) sum += dx[(ulong)sorted[i] * C + c];
+        for (int n = first; n < N; n++)
+            if (tokens[n] == token) sum += dx[(ulong)n * C + c];
         dembed[(ulong)token * C + c] += sum;
     }
 }
 
 // A work-group for each row.
-kernel void rmsnorm_forward(ARRAY(float, out), ARRAY(float, rstd), ARRAY(const float, x), ARRAY(const float, weight),
-                            int C, float eps) {
+kernel void rmsnorm_forward(OUT(out), OUT(rstd), IN(x), IN(weight), int C, float eps) {
     AT(out) AT(rstd) AT(x) AT(weight)
     local float room[ITEMS];
     const ulong row = (ulong)GROUP * C;
@@ -95,8 +78,7 @@ kernel void rmsnorm_forward(ARRAY(float, out), ARRAY(float, rstd), ARRAY(const f
     for (int c = ITEM; c < C; c += ITEMS) out[row + c] = x[row + c] * s * weight[c];
     if (ITEM == 0) rstd[GROUP] = s;
 }
-kernel void rmsnorm_backward(ARRAY(float, dx), ARRAY(const float, dout), ARRAY(const float, x), ARRAY(const float, rstd),
-                             ARRAY(const float, weight), int C) {
+kernel void rmsnorm_backward(OUT(dx), IN(dout), IN(x), IN(rstd), IN(weight), int C) {
     AT(dx) AT(dout) AT(x) AT(rstd) AT(weight)
     local float room[ITEMS];
     const ulong row = (ulong)GROUP * C;
@@ -107,8 +89,7 @@ kernel void rmsnorm_backward(ARRAY(float, dx), ARRAY(const float, dout), ARRAY(c
 }
 // Sums over rows in two steps: parts [., C] of PART_ROWS rows each, then out [C] += their sums. The terms are a, or
 // a * x * rstd where x is given.
-kernel void column_parts(ARRAY(float, parts), ARRAY(const float, a), ARRAY(const float, x), ARRAY(const float, rstd),
-                         int N, int C) {
+kernel void column_parts(OUT(parts), IN(a), IN(x), IN(rstd), int N, int C) {
     AT(parts) AT(a) AT(x) AT(rstd)
     const int c = get_global_id(0), part = get_group_id(1);
     if (c >= C) return;
@@ -119,7 +100,7 @@ kernel void column_parts(ARRAY(float, parts), ARRAY(const float, a), ARRAY(const
     }
     parts[(ulong)part * C + c] = sum;
 }
-kernel void column_totals(ARRAY(float, out), ARRAY(const float, parts), int count, int C) {
+kernel void column_totals(OUT(out), IN(parts), int count, int C) {
     AT(out) AT(parts)
     const int c = get_global_id(0);
     if (c >= C) return;
@@ -128,12 +109,12 @@ kernel void column_totals(ARRAY(float, out), ARRAY(const float, parts), int coun
     out[c] += sum;
 }
 
-kernel void silu_forward(ARRAY(float, out), ARRAY(const float, x), ulong count) {
+kernel void silu_forward(OUT(out), IN(x), ulong count) {
     AT(out) AT(x)
     const ulong i = get_global_id(0);
     if (i < count) out[i] = x[i] * sigmoid(x[i]);
 }
-kernel void silu_backward(ARRAY(float, dx), ARRAY(const float, dout), ARRAY(const float, x), ulong count) {
+kernel void silu_backward(OUT(dx), IN(dout), IN(x), ulong count) {
     AT(dx) AT(dout) AT(x)
     const ulong i = get_global_id(0);
     if (i >= count) return;
@@ -142,8 +123,8 @@ kernel void silu_backward(ARRAY(float, dx), ARRAY(const float, dout), ARRAY(cons
 }
 
 // A work-group for each row.
-kernel void classifier(ARRAY(float, losses), ARRAY(float, logits), ARRAY(const int, targets), float dloss,
-                       int want_gradient, int V, int Vp) {
+kernel void classifier(OUT(losses), OUT(logits), ARRAY(const int, targets), float dloss, int want_gradient, int V,
+                       int Vp) {
     AT(losses) AT(logits) AT(targets)
     local float room[ITEMS];
     logits += (ulong)GROUP * Vp;
@@ -180,8 +161,7 @@ void load_slice(local float* slice, global const float* x, Strides at, int first
     }
 }
 // C [M, N] = A [M, K] B [N, K]^T (+ addend, which may be C or null)
-kernel void gemm(ARRAY(float, C), ARRAY(const float, A), ARRAY(const float, B), ARRAY(const float, addend), int M, int N,
-                 int K, Strides of_a, Strides of_b, Strides of_c) {
+kernel void gemm(OUT(C), IN(A), IN(B), IN(addend), int M, int N, int K, Strides of_a, Strides of_b, Strides of_c) {
     AT(C) AT(A) AT(B) AT(addend)
     local float a_slice[DEPTH * STEP], b_slice[DEPTH * STEP];
     const int first_row = get_group_id(1) * TILE, first_column = get_group_id(0) * TILE;
@@ -220,65 +200,31 @@ float turned(global const float* head, int x, int position, float direction, glo
     const float cosine = rope[i], sine = rope[s->T * pairs + i] * direction;
     return x < pairs ? head[x] * cosine - head[x + pairs] * sine : head[x - pairs] * sine + head[x] * cosine;
 }
-// Where element `column` of row n of `projected` belongs: the head's row within q or kv[slot], or the gate.
-typedef struct {
-    int t, slot, x;  // slot -1: q; -2: a gate; -3: padding
-    ulong row;       // of q, of kv[slot], or of gate [branches, B, H, queries]
-} Place;
-Place place_of(int n, int column, const Shape* s) {
-    const int b = n / s->queries, j = n % s->queries, head = column / s->D, first_slot = s->full ? K_WIN : K_CMP;
-    const int keys = (V_WIN + 1 - first_slot) * s->G, logit = column - (s->H + keys) * s->D;
-    Place p = {s->first + j, -1, column % s->D, ((ulong)b * s->H + head) * s->queries + j};
-    if (head >= s->H && logit < 0) {
-        p.slot = first_slot + (head - s->H) / s->G;
-        p.row = ((ulong)b * s->G + (head - s->H) % s->G) * s->T + p.t;
-    }
-    if (logit < 0) return p;
-    p.slot = !s->full && logit < BRANCHES * s->H ? -2 : -3;
-    p.x = logit % BRANCHES;
-    p.row = (((ulong)p.x * s->B + b) * s->H + logit / BRANCHES) * s->queries + j;
-    return p;
+// q, or the keys or values of a slot: `count` heads, which begin at a column of `projected` [B*queries, P]; of each are
+// `length` rows kept, queries or T. Backward it is dprojected = the heads' gradients. A work-item for each element.
+kernel void split_heads(OUT(heads), OUT(projected), IN(rope), int column, int count, int length, int is_turned,
+                        int back, int P, Shape s) {
+    AT(heads) AT(projected) AT(rope)
+    const ulong i = get_global_id(0), n = i / s.D / count, b = n / s.queries;
+    const int x = i % s.D, unit = i / s.D % count, j = n % s.queries, t = s.first + j;
+    if (b >= (ulong)s.B) return;
+    global float* const head = heads + ((b * count + unit) * length + (length == s.queries ? j : t)) * s.D;
+    global float* const in = projected + n * P + column + unit * s.D;
+    if (back) in[x] = is_turned ? turned(head, x, t, -1, rope, &s) : head[x];
+    else head[x] = is_turned ? turned(in, x, t, 1, rope, &s) : in[x];
 }
-bool is_rotated(int slot) { return slot == -1 || slot == K_SLC || slot == K_WIN; }
-
-// The keys and values by slot, arrays of their own.
-#define SLOTS(T) \
-    ARRAY(T, k_cmp), ARRAY(T, v_cmp), ARRAY(T, k_slc), ARRAY(T, v_slc), ARRAY(T, k_win), ARRAY(T, v_win)
-#define IN_SLOT(slot)                                                                                  \
-    (slot == K_CMP   ? k_cmp + k_cmp_at                                                                \
-     : slot == V_CMP ? v_cmp + v_cmp_at                                                                \
-     : slot == K_SLC ? k_slc + k_slc_at                                                                \
-     : slot == V_SLC ? v_slc + v_slc_at : slot == K_WIN ? k_win + k_win_at : v_win + v_win_at)
-
-// A work-item for each element of `projected`.
-kernel void split_heads_forward(ARRAY(float, q), SLOTS(float), ARRAY(float, gate), ARRAY(const float, projected),
-                                ARRAY(const float, rope), int P, Shape s) {
-    AT(q) AT(gate) AT(projected) AT(rope)
-    const ulong i = get_global_id(0);
-    if (i >= (ulong)s.B * s.queries * P) return;
-    const Place p = place_of(i / P, i % P, &s);
-    if (p.slot == -3) return;
-    if (p.slot == -2) {
-        gate[p.row] = s.left_out >> p.x & 1 ? 0 : sigmoid(projected[i]);
-        return;
-    }
-    const float y = is_rotated(p.slot) ? turned(projected + i - p.x, p.x, p.t, 1, rope, &s) : projected[i];
-    global float* heads = p.slot == -1 ? q : IN_SLOT(p.slot);
-    heads[p.row * s.D + p.x] = y;
-}
-kernel void split_heads_backward(ARRAY(float, dprojected), ARRAY(const float, dq), SLOTS(const float),
-                                 ARRAY(const float, dgate), ARRAY(const float, rope), int P, Shape s) {
-    AT(dprojected) AT(dq) AT(dgate) AT(rope)
-    const ulong i = get_global_id(0);
-    if (i >= (ulong)s.B * s.queries * P) return;
-    const Place p = place_of(i / P, i % P, &s);
-    if (p.slot < -1) {
-        dprojected[i] = p.slot == -2 ? dgate[p.row] : 0;
-        return;
-    }
-    global const float* head = p.slot == -1 ? dq : IN_SLOT(p.slot);
-    head += p.row * s.D;
-    dprojected[i] = is_rotated(p.slot) ? turned(head, p.x, p.t, -1, rope, &s) : head[p.x];
+// The same for the gates [branches, B, H, queries], whose logits begin at a column, and for the padding behind them. A
+// work-item for each.
+kernel void split_gates(OUT(gate), OUT(projected), int column, int back, int P, Shape s) {
+    AT(gate) AT(projected)
+    const int columns = P - column, logit = get_global_id(0) % columns, head = logit / BRANCHES, branch = logit % BRANCHES;
+    const ulong n = get_global_id(0) / columns, b = n / s.queries;
+    if (b >= (ulong)s.B) return;
+    global float* const z = projected + n * P + column + logit;
+    gate += ((branch * (ulong)s.B + b) * s.H + head) * s.queries + n % s.queries;
+    if (head >= s.H) *z = back ? 0 : *z;
+    else if (back) *z = *gate;
+    else *gate = s.left_out >> branch & 1 ? 0 : sigmoid(*z);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -286,8 +232,7 @@ kernel void split_heads_backward(ARRAY(float, dprojected), ARRAY(const float, dq
 // are the rows of a matrix whose rows overlap.
 
 // hidden and activated of `count` blocks from `begin` on, for each of B*G groups; sums [B*G*count, F] are fc1 X
-kernel void compress_activate(ARRAY(float, hidden), ARRAY(float, activated), ARRAY(const float, sums),
-                              ARRAY(const float, bias), int begin, int count, int NC, Shape s) {
+kernel void compress_activate(OUT(hidden), OUT(activated), IN(sums), IN(bias), int begin, int count, int NC, Shape s) {
     AT(hidden) AT(activated) AT(sums) AT(bias)
     const ulong i = get_global_id(0), row = i / s.F;
     if (row >= (ulong)s.B * s.G * count) return;
@@ -295,43 +240,28 @@ kernel void compress_activate(ARRAY(float, hidden), ARRAY(float, activated), ARR
     hidden[(row / count * NC + begin + row % count) * s.F + i % s.F] = x;
     activated[i] = x * sigmoid(x);
 }
-// out = sums + the mean of the block's tokens, turned. A work-item for each pair that RoPE turns.
-kernel void compress_output(ARRAY(float, out), ARRAY(const float, sums), ARRAY(const float, k), ARRAY(const float, rope),
-                            int rotated, int begin, int count, int NC, Shape s) {
-    AT(out) AT(sums) AT(k) AT(rope)
-    const int pairs = s.D / 2, x = get_global_id(0) % pairs;
-    const ulong row = get_global_id(0) / pairs, group = row / count;
+// out = sums + the mean of the block's tokens
+kernel void compress_output(OUT(out), IN(sums), IN(k), int begin, int count, int NC, Shape s) {
+    AT(out) AT(sums) AT(k)
+    const ulong i = get_global_id(0), row = i / s.D, group = row / count, block = begin + row % count;
     if (row >= (ulong)s.B * s.G * count) return;
-    const int block = begin + row % count;
-    float low = 0, high = 0;
-    for (int i = 0; i < s.l; i++) {
-        const ulong token = (group * s.T + block * s.d + i) * s.D;
-        low += k[token + x];
-        high += k[token + x + pairs];
-    }
-    low = low / s.l + sums[row * s.D + x];
-    high = high / s.l + sums[row * s.D + x + pairs];
-    const int angle = block * s.d * pairs + x;
-    const float cosine = rotated ? rope[angle] : 1, sine = rotated ? rope[s.T * pairs + angle] : 0;
-    out += (group * NC + block) * s.D;
-    out[x] = low * cosine - high * sine;
-    out[x + pairs] = low * sine + high * cosine;
+    float sum = 0;
+    for (int token = 0; token < s.l; token++) sum += k[(group * s.T + block * s.d + token) * s.D + i % s.D];
+    out[(group * NC + block) * s.D + i % s.D] = sums[i] + sum / s.l;
 }
-// dout turned back, in place
-kernel void compress_turn_back(ARRAY(float, dout), ARRAY(const float, rope), int NC, Shape s) {
-    AT(dout) AT(rope)
-    const int pairs = s.D / 2, x = get_global_id(0) % pairs;
-    const ulong row = get_global_id(0) / pairs;
-    if (row >= (ulong)s.B * s.G * NC) return;
-    const int angle = row % NC * s.d * pairs + x;
-    const float cosine = rope[angle], sine = rope[s.T * pairs + angle];
-    dout += row * s.D;
-    const float low = dout[x], high = dout[x + pairs];
-    dout[x] = low * cosine + high * sine;
-    dout[x + pairs] = high * cosine - low * sine;
+// The same blocks of x turned in place, to their positions or back. A work-item for each pair that RoPE turns.
+kernel void turn_blocks(OUT(x), IN(rope), float direction, int begin, int count, int NC, Shape s) {
+    AT(x) AT(rope)
+    const int pairs = s.D / 2, i = get_global_id(0) % pairs;
+    const ulong row = get_global_id(0) / pairs, block = begin + row % count;
+    if (row >= (ulong)s.B * s.G * count) return;
+    global float* head = x + (row / count * NC + block) * s.D;
+    const float low = turned(head, i, block * s.d, direction, rope, &s);
+    head[i + pairs] = turned(head, i + pairs, block * s.d, direction, rope, &s);
+    head[i] = low;
 }
 // dk of each token: of the blocks that contain it, dblocks [B*G*NC, l*D] and its share of the mean's gradient
-kernel void compress_dk(ARRAY(float, dk), ARRAY(const float, dblocks), ARRAY(const float, dout), int NC, Shape s) {
+kernel void compress_dk(OUT(dk), IN(dblocks), IN(dout), int NC, Shape s) {
     AT(dk) AT(dblocks) AT(dout)
     const ulong i = get_global_id(0), row = i / s.D;
     if (row >= (ulong)s.B * s.G * s.T) return;
@@ -381,14 +311,27 @@ Query query_of(int branch, const Shape* s) {
 void load_heads(local float* rows, global const float* x, ulong apart, int h, float scale, int D) {
     for (int i = ITEM; i < h * D; i += ITEMS) rows[i] = x[i / D * apart * D + i % D] * scale;
 }
-// tile [count, D + 1]; the gap puts the rows into different banks
-void load_tile(local float* tile, global const float* x, int count, int D) {
-    for (int i = ITEM; i < count * D; i += ITEMS) tile[i / D * (D + 1) + i % D] = x[i];
+// tile [count, D + 1] = rows of x, `apart` rows from one to the next; the gap puts them into different banks
+void load_tile(local float* tile, global const float* x, ulong apart, int count, int D) {
+    for (int i = ITEM; i < count * D; i += ITEMS) tile[i / D * (D + 1) + i % D] = x[i / D * apart * D + i % D];
 }
-float dot_product(local const float* a, local const float* b, int D) {
-    float sum = 0;
-    for (int x = 0; x < D; x++) sum += a[x] * b[x];
-    return sum;
+// products [h, most] = the dot products of rows [h, D] and the tile's `count` rows
+void multiply(local float* products, local const float* rows, local const float* tile, int h, int count, int most, int D) {
+    for (int i = ITEM; i < h * count; i += ITEMS) {
+        local const float *a = rows + i / count * D, *b = tile + i % count * (D + 1);
+        float sum = 0;
+        for (int x = 0; x < D; x++) sum += a[x] * b[x];
+        products[i / count * most + i % count] = sum;
+    }
+}
+// sums [h, D] += weights [h, most] times the tile's `count` rows
+void accumulate(local float* sums, local const float* weights, local const float* tile, int h, int count, int most,
+                int D) {
+    for (int i = ITEM; i < h * D; i += ITEMS) {
+        float sum = sums[i];
+        for (int j = 0; j < count; j++) sum += weights[i / D * most + j] * tile[j * (D + 1) + i % D];
+        sums[i] = sum;
+    }
 }
 float largest_of(float x, local const float* row, int count) {
     for (int i = 0; i < count; i++) x = fmax(x, row[i]);
@@ -396,16 +339,14 @@ float largest_of(float x, local const float* row, int count) {
 }
 
 // The softmax is accumulated tile by tile (Milakov & Gimelshein 2018).
-// room: query, sums [h, D], tile [most, D + 1], scores, weights [h, most], largest, total, rescale [h]
-kernel void attention_forward(ARRAY(float, out), ARRAY(float, lse), ARRAY(const float, q), ARRAY(const float, k),
-                              ARRAY(const float, v), ARRAY(const uint, selection), int branch, int most, float scale,
-                              Shape s, local float* room) {
+// room: query, sums [h, D], tile [most, D + 1], scores, weights [h, most], largest, total [h]
+kernel void attention_forward(OUT(out), OUT(lse), IN(q), IN(k), IN(v), ARRAY(const uint, selection), int branch,
+                              int most, float scale, Shape s, local float* room) {
     AT(out) AT(lse) AT(q) AT(k) AT(v) AT(selection)
     const Query at = query_of(branch, &s);
     const int D = s.D, h = at.h;
     local float *query = room, *sums = query + h * D, *tile = sums + h * D, *scores = tile + most * (D + 1);
     local float *weights = scores + h * most, *largest = weights + h * most, *total = largest + h;
-    local float* rescale = total + h;
     load_heads(query, q + at.row * D, s.queries, h, scale, D);
     for (int i = ITEM; i < h * D; i += ITEMS) sums[i] = 0;
     for (int i = ITEM; i < h; i += ITEMS) {
@@ -417,32 +358,25 @@ kernel void attention_forward(ARRAY(float, out), ARRAY(float, lse), ARRAY(const 
         for (int key = keys.begin; key < keys.end; key += most) {
             const int count = min(most, keys.end - key);
             SYNC;
-            load_tile(tile, k + at.keys + (ulong)key * D, count, D);
+            load_tile(tile, k + at.keys + (ulong)key * D, 1, count, D);
             SYNC;
-            for (int i = ITEM; i < h * count; i += ITEMS)
-                scores[i / count * most + i % count] =
-                    dot_product(query + i / count * D, tile + i % count * (D + 1), D);
+            multiply(scores, query, tile, h, count, most, D);
             SYNC;
-            load_tile(tile, v + at.keys + (ulong)key * D, count, D);
+            load_tile(tile, v + at.keys + (ulong)key * D, 1, count, D);
             for (int i = ITEM; i < h * count; i += ITEMS) {
                 local const float* row = scores + i / count * most;
-                weights[i / count * most + i % count] =
-                    exp(row[i % count] - largest_of(largest[i / count], row, count));
+                weights[i / count * most + i % count] = exp(row[i % count] - largest_of(largest[i / count], row, count));
             }
+            for (int i = ITEM; i < h * D; i += ITEMS)  // the first time by 0
+                sums[i] *= exp(largest[i / D] - largest_of(largest[i / D], scores + i / D * most, count));
             SYNC;
             for (int i = ITEM; i < h; i += ITEMS) {
                 const float m = largest_of(largest[i], scores + i * most, count);
-                rescale[i] = exp(largest[i] - m);  // the first time 0
-                total[i] *= rescale[i];
+                total[i] *= exp(largest[i] - m);
                 for (int j = 0; j < count; j++) total[i] += weights[i * most + j];
                 largest[i] = m;
             }
-            SYNC;
-            for (int i = ITEM; i < h * D; i += ITEMS) {
-                float sum = sums[i] * rescale[i / D];
-                for (int j = 0; j < count; j++) sum += weights[i / D * most + j] * tile[j * (D + 1) + i % D];
-                sums[i] = sum;
-            }
+            accumulate(sums, weights, tile, h, count, most, D);
         }
     }
     SYNC;
@@ -455,16 +389,15 @@ kernel void attention_forward(ARRAY(float, out), ARRAY(float, lse), ARRAY(const 
 }
 
 // dq = dS k / sqrt(D), or +=.  P' = e^(score - lse_gated), dS = P' (dout v^T - row_dot)
-// room: query, gradient, sums [h, D], tile [most, D + 1], products [h, most]
-kernel void attention_dq(ARRAY(float, dq), ARRAY(const float, dout), ARRAY(const float, row_dot),
-                         ARRAY(const float, lse_gated), ARRAY(const float, q), ARRAY(const float, k),
-                         ARRAY(const float, v), ARRAY(const uint, selection), int add, int branch, int most, float scale,
-                         Shape s, local float* room) {
+// room: query, gradient, sums [h, D], tile [most, D + 1], scores, products [h, most]
+kernel void attention_dq(OUT(dq), IN(dout), IN(row_dot), IN(lse_gated), IN(q), IN(k), IN(v),
+                         ARRAY(const uint, selection), int add, int branch, int most, float scale, Shape s,
+                         local float* room) {
     AT(dq) AT(dout) AT(row_dot) AT(lse_gated) AT(q) AT(k) AT(v) AT(selection)
     const Query at = query_of(branch, &s);
     const int D = s.D, h = at.h;
     local float *query = room, *gradient = query + h * D, *sums = gradient + h * D, *tile = sums + h * D;
-    local float* products = tile + most * (D + 1);
+    local float *scores = tile + most * (D + 1), *products = scores + h * most;
     load_heads(query, q + at.row * D, s.queries, h, scale, D);
     load_heads(gradient, dout + at.dout * D, 1, h, 1, D);
     for (int i = ITEM; i < h * D; i += ITEMS) sums[i] = 0;
@@ -473,26 +406,21 @@ kernel void attention_dq(ARRAY(float, dq), ARRAY(const float, dout), ARRAY(const
         for (int key = keys.begin; key < keys.end; key += most) {
             const int count = min(most, keys.end - key);
             SYNC;
-            load_tile(tile, v + at.keys + (ulong)key * D, count, D);
+            load_tile(tile, v + at.keys + (ulong)key * D, 1, count, D);
             SYNC;
-            for (int i = ITEM; i < h * count; i += ITEMS)
-                products[i / count * most + i % count] =
-                    dot_product(gradient + i / count * D, tile + i % count * (D + 1), D);
+            multiply(products, gradient, tile, h, count, most, D);
             SYNC;
-            load_tile(tile, k + at.keys + (ulong)key * D, count, D);
+            load_tile(tile, k + at.keys + (ulong)key * D, 1, count, D);
+            SYNC;
+            multiply(scores, query, tile, h, count, most, D);
             SYNC;
             for (int i = ITEM; i < h * count; i += ITEMS) {
                 const ulong row = at.row + i / count * (ulong)s.queries;
-                const float score = dot_product(query + i / count * D, tile + i % count * (D + 1), D);
-                products[i / count * most + i % count] =
-                    exp(score - lse_gated[row]) * (products[i / count * most + i % count] - row_dot[row]);
+                const int to = i / count * most + i % count;
+                products[to] = exp(scores[to] - lse_gated[row]) * (products[to] - row_dot[row]);
             }
             SYNC;
-            for (int i = ITEM; i < h * D; i += ITEMS) {
-                float sum = sums[i];
-                for (int j = 0; j < count; j++) sum += products[i / D * most + j] * tile[j * (D + 1) + i % D];
-                sums[i] = sum;
-            }
+            accumulate(sums, products, tile, h, count, most, D);
         }
     }
     SYNC;
@@ -517,67 +445,57 @@ bool any_sees(int branch, int t, int rows, int first, int last, global const uin
 }
 // dk = dS^T q / sqrt(D), dv = P'^T dout. A work-group takes `most` keys of a group and goes through the queries that may
 // see them, `most` at a time, and through their heads.
-// room: key, value, dk, dv [most, D + 1], query, gradient [most, D + 1], P, dS [most queries, most keys]
-kernel void attention_dkdv(ARRAY(float, dk), ARRAY(float, dv), ARRAY(const float, dout), ARRAY(const float, row_dot),
-                           ARRAY(const float, lse_gated), ARRAY(const float, q), ARRAY(const float, k),
-                           ARRAY(const float, v), ARRAY(const uint, selection), int branch, int most, float scale,
-                           Shape s, local float* room) {
+// room: key, value, dk, dv [most, D], query, gradient [most, D + 1], P, dS [most keys, most queries]
+kernel void attention_dkdv(OUT(dk), OUT(dv), IN(dout), IN(row_dot), IN(lse_gated), IN(q), IN(k), IN(v),
+                           ARRAY(const uint, selection), int branch, int most, float scale, Shape s,
+                           local float* room) {
     AT(dk) AT(dv) AT(dout) AT(row_dot) AT(lse_gated) AT(q) AT(k) AT(v) AT(selection)
-    const int D = s.D, W = D + 1, h = heads_per_group(&s), stride = key_stride(&s, branch);
+    const int D = s.D, h = heads_per_group(&s), stride = key_stride(&s, branch), words = mask_words(&s);
     const int first = GROUP * most, keys = min(most, stride - first), last = first + keys - 1;
     const ulong group = get_group_id(1), b = group / s.G, at = (group * stride + first) * D;
-    local float *key = room, *value = key + most * W, *dk_sums = value + most * W, *dv_sums = dk_sums + most * W;
-    local float *query = dv_sums + most * W, *gradient = query + most * W, *P = gradient + most * W;
+    local float *key = room, *value = key + most * D, *dk_sums = value + most * D, *dv_sums = dk_sums + most * D;
+    local float *query = dv_sums + most * D, *gradient = query + most * (D + 1), *P = gradient + most * (D + 1);
     local float* dS = P + most * most;
-    load_tile(key, k + at, keys, D);
-    load_tile(value, v + at, keys, D);
-    for (int i = ITEM; i < keys * W; i += ITEMS) dk_sums[i] = dv_sums[i] = 0;
-    const int begin = branch == CMP ? first * s.d + s.l - 1 : first;
+    load_heads(key, k + at, 1, keys, scale, D);
+    load_heads(value, v + at, 1, keys, 1, D);
+    for (int i = ITEM; i < keys * D; i += ITEMS) dk_sums[i] = dv_sums[i] = 0;
     const int end = branch == WIN && !s.full ? min(s.T, last + s.window) : s.T;
-    for (int t = begin; t < end; t += most) {
+    for (int t = branch == CMP ? first * s.d + s.l - 1 : first; t < end; t += most) {
         const int rows = min(most, end - t);
-        global const uint* mask = selection + (group * s.T + t) * mask_words(&s);
+        global const uint* mask = selection + (group * s.T + t) * words;
         const int heads = any_sees(branch, t, rows, first, last, mask, &s) ? h : 0;
         for (int head = group % s.G * h; head < (int)(group % s.G) * h + heads; head++) {
             const ulong row = (b * s.H + head) * s.T + t;
             SYNC;
-            load_tile(query, q + row * D, rows, D);
-            for (int i = ITEM; i < rows * D; i += ITEMS)
-                gradient[i / D * W + i % D] = dout[((b * s.T + t + i / D) * s.H + head) * D + i % D];
+            load_tile(query, q + row * D, 1, rows, D);
+            load_tile(gradient, dout + ((b * s.T + t) * s.H + head) * D, s.H, rows, D);
             SYNC;
-            for (int i = ITEM; i < rows * keys; i += ITEMS) {
-                const int r = i / keys, c = i % keys;
-                const bool seen = sees(branch, t + r, first + c, mask + (ulong)r * mask_words(&s), &s);
-                const float score = dot_product(query + r * W, key + c * W, D) * scale;
-                const float p = seen ? exp(score - lse_gated[row + r]) : 0;
-                P[r * most + c] = p;
-                dS[r * most + c] = seen ? p * (dot_product(gradient + r * W, value + c * W, D) - row_dot[row + r]) : 0;
+            multiply(P, key, query, keys, rows, most, D);
+            multiply(dS, value, gradient, keys, rows, most, D);
+            SYNC;
+            for (int i = ITEM; i < keys * rows; i += ITEMS) {
+                const int c = i / rows, r = i % rows, to = c * most + r;
+                const bool seen = sees(branch, t + r, first + c, mask + (ulong)r * words, &s);
+                P[to] = seen ? exp(P[to] - lse_gated[row + r]) : 0;
+                dS[to] = seen ? P[to] * (dS[to] - row_dot[row + r]) : 0;
             }
             SYNC;
-            for (int i = ITEM; i < keys * D; i += ITEMS) {
-                const int c = i / D, x = i % D;
-                float of_k = dk_sums[c * W + x], of_v = dv_sums[c * W + x];
-                for (int r = 0; r < rows; r++) {
-                    of_k += dS[r * most + c] * query[r * W + x];
-                    of_v += P[r * most + c] * gradient[r * W + x];
-                }
-                dk_sums[c * W + x] = of_k;
-                dv_sums[c * W + x] = of_v;
-            }
+            accumulate(dk_sums, dS, query, keys, rows, most, D);
+            accumulate(dv_sums, P, gradient, keys, rows, most, D);
         }
     }
     SYNC;
     for (int i = ITEM; i < keys * D; i += ITEMS) {
-        dk[at + i] = dk_sums[i / D * W + i % D] * scale;
-        dv[at + i] = dv_sums[i / D * W + i % D];
+        dk[at + i] = dk_sums[i] * scale;
+        dv[at + i] = dv_sums[i];
     }
 }
 
 // Paper eq. 8 to 12, a work-group for each query of a group. A block is chosen if fewer than n - 3 of those that nobody
 // forces go before it.
 // room: query [h, D], importance, chosen [blocks]
-kernel void select_blocks(ARRAY(uint, selection), ARRAY(float, chosen_importance), ARRAY(const float, q),
-                          ARRAY(const float, kc), ARRAY(const float, lse), float scale, Shape s, local float* room) {
+kernel void select_blocks(ARRAY(uint, selection), OUT(chosen_importance), IN(q), IN(kc), IN(lse), float scale, Shape s,
+                          local float* room) {
     AT(selection) AT(chosen_importance) AT(q) AT(kc) AT(lse)
     const Query at = query_of(CMP, &s);
     const int D = s.D, h = at.h, last = at.t / s.slc_block, visible = cmp_blocks(&s, at.t + 1);
@@ -626,7 +544,7 @@ kernel void select_blocks(ARRAY(uint, selection), ARRAY(float, chosen_importance
 }
 
 // A work-item for each number of the output [B*queries, H*D].
-kernel void combine_forward(ARRAY(float, out), ARRAY(const float, o), ARRAY(const float, gate), Shape s) {
+kernel void combine_forward(OUT(out), IN(o), IN(gate), Shape s) {
     AT(out) AT(o) AT(gate)
     const ulong i = get_global_id(0), rows = (ulong)s.B * s.H * s.queries, to = i / s.D;
     if (to >= rows) return;
@@ -638,9 +556,8 @@ kernel void combine_forward(ARRAY(float, out), ARRAY(const float, o), ARRAY(cons
     out[i] = sum;
 }
 // A work-item for each branch and query row.
-kernel void attention_backward_rows(ARRAY(float, row_dot), ARRAY(float, lse_gated), ARRAY(float, dgate_logit),
-                                    ARRAY(const float, dout), ARRAY(const float, o), ARRAY(const float, gate),
-                                    ARRAY(const float, lse), Shape s) {
+kernel void attention_backward_rows(OUT(row_dot), OUT(lse_gated), OUT(dgate_logit), IN(dout), IN(o), IN(gate), IN(lse),
+                                    Shape s) {
     AT(row_dot) AT(lse_gated) AT(dgate_logit) AT(dout) AT(o) AT(gate) AT(lse)
     const ulong row = get_global_id(0), rows = (ulong)s.B * s.H * s.queries;
     if (row >= rows * (s.full ? 1 : BRANCHES)) return;
@@ -657,40 +574,23 @@ kernel void attention_backward_rows(ARRAY(float, row_dot), ARRAY(float, lse_gate
 // ---------------------------------------------------------------------------------------------------------------------
 // Update.
 
-// One work-group.
-kernel void add_sum(ARRAY(float, total), ARRAY(const float, x), ulong count) {
-    AT(total) AT(x)
+// to[i] = (or, with add, +=) the sum of x or, with squares, of x^2, over chunk i of x, which ends at `total`. A
+// work-group for each chunk from the first on. NaN where a guard is given and not finite.
+kernel void sums(OUT(to), IN(x), IN(guard), int add, int squares, ulong chunk, ulong first, ulong total) {
+    AT(to) AT(x) AT(guard)
     local float room[ITEMS];
+    const ulong at = first + GROUP;
     float sum = 0;
-    for (ulong i = ITEM; i < count; i += ITEMS) sum += x[i];
+    for (ulong i = at * chunk + ITEM; i < min(total, (at + 1) * chunk); i += ITEMS) sum += squares ? x[i] * x[i] : x[i];
     sum = group_sum(sum, room);
-    if (ITEM == 0) total[0] += sum;
+    if (ITEM == 0) to[at] = guard && !isfinite(guard[0]) ? NAN : add ? to[at] + sum : sum;
 }
-// A work-group for each chunk.
-kernel void chunk_squares(ARRAY(float, squares), ARRAY(const float, x), ulong total, ulong first_chunk) {
-    AT(squares) AT(x)
-    local float room[ITEMS];
-    const ulong chunk = first_chunk + GROUP;
-    float sum = 0;
-    for (ulong i = chunk * CHUNK + ITEM; i < min(total, (chunk + 1) * CHUNK); i += ITEMS) sum += x[i] * x[i];
-    sum = group_sum(sum, room);
-    if (ITEM == 0) squares[chunk] = sum;
-}
-kernel void total_squares(ARRAY(float, to), ARRAY(const float, squares), ulong chunks, ARRAY(const float, guard)) {
-    AT(to) AT(squares) AT(guard)
-    local float room[ITEMS];
-    float sum = 0;
-    for (ulong i = ITEM; i < chunks; i += ITEMS) sum += squares[i];
-    sum = group_sum(sum, room);
-    if (ITEM == 0) to[0] = isfinite(guard[0]) ? sum : NAN;
-}
-kernel void set_guard(ARRAY(float, guard), ARRAY(const float, loss)) {
+kernel void set_guard(OUT(guard), IN(loss)) {
     AT(guard) AT(loss)
     if (get_global_id(0) == 0) guard[0] = loss[0];
 }
-kernel void adamw(ARRAY(float, param), ARRAY(float, m), ARRAY(float, v), ARRAY(const float, grad),
-                  ARRAY(const float, squares), ulong count, float beta1, float beta2, float eps, float step_size,
-                  float keep, float v_correction, float grad_clip) {
+kernel void adamw(OUT(param), OUT(m), OUT(v), IN(grad), IN(squares), ulong count, float beta1, float beta2, float eps,
+                  float step_size, float keep, float v_correction, float grad_clip) {
     AT(param) AT(m) AT(v) AT(grad) AT(squares)
     const ulong i = get_global_id(0);
     if (i >= count) return;

@@ -29,14 +29,17 @@
 
 EMBED_FILE(opencl_kernels, "dev/ports/opencl/kernels.cl")
 
-inline void cl_check(cl_int error, const std::string& what) {
-    const bool memory = error == CL_MEM_OBJECT_ALLOCATION_FAILURE || error == CL_OUT_OF_RESOURCES ||
-                        error == CL_OUT_OF_HOST_MEMORY || error == CL_INVALID_BUFFER_SIZE;
+inline void cl_check(cl_int error, const char* call) {
+    if (error == CL_MEM_OBJECT_ALLOCATION_FAILURE || error == CL_OUT_OF_RESOURCES || error == CL_OUT_OF_HOST_MEMORY ||
+        error == CL_INVALID_BUFFER_SIZE)
+        fail("OpenCL: the device has no memory for %s (error %d); choose a smaller --batch or --seq-len", call, error);
     if (error != CL_SUCCESS)
-        fail("OpenCL: %s failed with error %d of cl.h. HINT: %s", what.c_str(), error,
-             memory ? "the device has no memory for it; choose a smaller --batch or --seq-len"
-                    : "clinfo shows what the driver has; --device cpu computes without it");
+        fail(
+            "OpenCL: %s failed with error %d of cl.h; clinfo shows what the driver has, and --device cpu computes "
+            "without it",
+            call, error);
 }
+#define CL(call) cl_check((call), #call)
 
 class OpenCl {
   public:
@@ -58,25 +61,17 @@ class OpenCl {
 
     // ----- what it is, before one is opened
     static EngineInfo info() {
-        EngineInfo i;
-        i.option = "opencl";
-        i.name = "OpenCL";
-        i.device = "OpenCL device";
-        i.format = "fp32";
-        i.no_collective = "OpenCL has no library for that";
-        i.selected_kernels = i.profiler = false;
-        return i;
+        return {"opencl", "OpenCL", "OpenCL device", "fp32", "", "OpenCL has no library for that", false, false};
     }
     static GpuSearch search() {
         GpuSearch s;
-        s.engine = info();
         const std::vector<cl_device_id> found = devices();
+        s.engine = info();
         s.count = int(found.size());
-        s.by_auto = s.count > 0 && is_gpu(found[0]);
-        if (s.count == 0) s.why = "OpenCL finds no device: install the GPU's driver for OpenCL, until clinfo lists it";
+        s.by_auto = !devices(CL_DEVICE_TYPE_GPU | CL_DEVICE_TYPE_ACCELERATOR).empty();
+        if (found.empty()) s.why = "OpenCL finds no device: install the GPU's driver for OpenCL, until clinfo lists it";
         else if (!s.by_auto)
-            s.why =
-                "OpenCL has no GPU here, only " + text_of(found[0], CL_DEVICE_NAME) + ", which --device opencl takes";
+            s.why = "OpenCL has no GPU here, only " + text_of(found[0], CL_DEVICE_NAME) + ", for --device opencl";
         return s;
     }
     static Versions versions() {
@@ -93,14 +88,14 @@ class OpenCl {
         cl_int error;
         context = clCreateContext(nullptr, 1, &device, nullptr, nullptr, &error);
         cl_check(error, "clCreateContext");
-        queue = make_queue();
+        queue = clCreateCommandQueue(context, device, 0, &error);
+        cl_check(error, "clCreateCommandQueue");
         build();
     }
     ~OpenCl() {
         clFinish(queue);
         for (Slot& s : scratches) release(s.data);
-        for (const Transfer& t : uploads)
-            if (t.event) clReleaseEvent(t.event);
+        for (Upload& u : uploads) wait_for(u.event);
         for (auto& [name, kernel] : kernels) clReleaseKernel(kernel);
         clReleaseProgram(program);
         clReleaseCommandQueue(queue);
@@ -139,13 +134,13 @@ class OpenCl {
         void* const at = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
         if (at == MAP_FAILED) fail("no %zu addresses for a buffer of OpenCL; see ulimit -v", bytes);
         const std::string what = format_text("a buffer of %.1f MiB", double(bytes) / (1 << 20));
+        const cl_uint fresh = poison ? ~0u : 0;  // written now, so that an error comes here
         cl_int error;
         const cl_mem buffer = clCreateBuffer(context, CL_MEM_READ_WRITE, bytes, nullptr, &error);
-        cl_check(error, what);
+        cl_check(error, what.c_str());
+        cl_check(clEnqueueFillBuffer(queue, buffer, &fresh, 4, 0, bytes, 0, nullptr, nullptr), what.c_str());
         buffers[static_cast<char*>(at)] = {buffer, bytes};
         peak_bytes = std::max(peak_bytes, live_bytes += bytes);
-        const cl_uint fresh = poison ? ~0u : 0;  // written now, so that an error comes here
-        cl_check(clEnqueueFillBuffer(queue, buffer, &fresh, sizeof fresh, 0, bytes, 0, nullptr, nullptr), what);
         return static_cast<T*>(at);
     }
     void release(void* p) {
@@ -161,68 +156,47 @@ class OpenCl {
     void divide_memory(int) {}
     template <class T>
     void zero(T* p, size_t count) {
+        static_assert(sizeof(T) == 4, "whole words");
         const cl_uint nothing = 0;
         const Place to = place_of(p);
-        static_assert(sizeof(T) == 4, "whole words");
-        if (count)
-            cl_check(clEnqueueFillBuffer(queue, to.buffer, &nothing, 4, to.at, count * 4, 0, nullptr, nullptr), "zero");
+        if (count) CL(clEnqueueFillBuffer(queue, to.buffer, &nothing, 4, to.at, count * 4, 0, nullptr, nullptr));
     }
     template <class T>
     void copy(T* out, const T* in, size_t count) {
-        const Place to = place_of(out), from = place_of(in);
-        const size_t bytes = count * sizeof(T);
-        cl_int error = CL_SUCCESS;
-        if (bytes && to.buffer && from.buffer)
-            error = clEnqueueCopyBuffer(queue, from.buffer, to.buffer, from.at, to.at, bytes, 0, nullptr, nullptr);
-        else if (bytes && from.buffer)
-            error = clEnqueueReadBuffer(queue, from.buffer, CL_TRUE, from.at, bytes, out, 0, nullptr, nullptr);
-        else if (bytes && to.buffer)
-            error = clEnqueueWriteBuffer(queue, to.buffer, CL_TRUE, to.at, bytes, in, 0, nullptr, nullptr);
-        else if (bytes) std::copy_n(in, count, out);
-        cl_check(error, "a copy");
-        cl_check(clFinish(queue), "what was launched before a copy");
+        if (count) transfer(out, in, count * sizeof(T), nullptr);
+        else CL(clFinish(queue));
     }
     void to_host(float* out, const float* in, size_t count) { copy(out, in, count); }
     void from_host(float* out, const float* in, size_t count) { copy(out, in, count); }
     // The tokens and targets of two micro-steps can be on their way.
     void upload(int32_t* out, const int32_t* in, size_t count) {
-        Transfer& t = uploads[uploaded++ % uploads.size()];
-        wait_for(t.event);
-        t.tokens.assign(in, in + count);
-        const Place to = place_of(out);
-        cl_check(clEnqueueWriteBuffer(queue, to.buffer, CL_FALSE, to.at, count * sizeof(int32_t), t.tokens.data(), 0,
-                                      nullptr, &t.event),
-                 "the copy of tokens");
+        Upload& u = uploads[uploaded++ % uploads.size()];
+        wait_for(u.event);
+        u.tokens.assign(in, in + count);
+        transfer(out, u.tokens.data(), count * sizeof(int32_t), &u.event);
     }
     void send(const float* numbers, size_t count) {
-        Results& r = downloads[sent++ % downloads.size()];
-        r.numbers.resize(count);
-        const Place from = place_of(numbers);
-        cl_check(clEnqueueReadBuffer(queue, from.buffer, CL_FALSE, from.at, count * sizeof(float), r.numbers.data(), 0,
-                                     nullptr, &r.event),
-                 "the copy of results");
-        cl_check(clFlush(queue), "clFlush");
+        Download& d = downloads[sent++ % downloads.size()];
+        d.numbers.resize(count);
+        transfer(d.numbers.data(), numbers, count * sizeof(float), &d.event);
     }
     std::vector<double> receive() {
-        Results& r = downloads[received++ % downloads.size()];
-        wait_for(r.event);
-        return {r.numbers.begin(), r.numbers.end()};
+        Download& d = downloads[received++ % downloads.size()];
+        wait_for(d.event);
+        return {d.numbers.begin(), d.numbers.end()};
     }
 
-    // On a queue of its own; events order the two.
+    // In the one queue, so a copy holds up what is launched behind it; the host waits for none.
     class HostCopies {
         OpenCl& dev;
-        cl_command_queue side;
         std::vector<cl_event> fetched;
         std::vector<float> host;
 
       public:
-        HostCopies(OpenCl& d, size_t pieces) : dev(d), side(d.make_queue()), fetched(pieces) {}
+        HostCopies(OpenCl& d, size_t pieces) : dev(d), fetched(pieces) {}
         ~HostCopies() {
-            clFinish(side);
-            for (cl_event e : fetched)
-                if (e) clReleaseEvent(e);
-            clReleaseCommandQueue(side);
+            clFinish(dev.queue);
+            for (cl_event& e : fetched) wait_for(e);
         }
         HostCopies(const HostCopies&) = delete;
         HostCopies& operator=(const HostCopies&) = delete;
@@ -232,33 +206,19 @@ class OpenCl {
             return host.data();
         }
         void fetch(float* to, const float* from, size_t count, size_t piece) {
-            const Place p = dev.place_of(from);
-            cl_event computed;
-            cl_check(clEnqueueMarkerWithWaitList(dev.queue, 0, nullptr, &computed), "a marker");
-            if (fetched[piece]) clReleaseEvent(fetched[piece]);
-            cl_check(clEnqueueReadBuffer(side, p.buffer, CL_FALSE, p.at, count * sizeof(float), to, 1, &computed,
-                                         &fetched[piece]),
-                     "the copy of gradients to the host");
-            clReleaseEvent(computed);
-            clFlush(dev.queue);
-            clFlush(side);
+            wait_for(fetched[piece]);
+            dev.transfer(to, from, count * sizeof(float), &fetched[piece]);
         }
         bool has(size_t piece) const {
             cl_int state;
-            cl_check(clGetEventInfo(fetched[piece], CL_EVENT_COMMAND_EXECUTION_STATUS, sizeof state, &state, nullptr),
-                     "clGetEventInfo");
+            CL(clGetEventInfo(fetched[piece], CL_EVENT_COMMAND_EXECUTION_STATUS, sizeof state, &state, nullptr));
             if (state < 0) cl_check(state, "the copy of gradients to the host");
             return state == CL_COMPLETE;
         }
         void put(float* to, const float* from, size_t count) {
-            const Place p = dev.place_of(to);
-            cl_event written;
-            cl_check(
-                clEnqueueWriteBuffer(side, p.buffer, CL_FALSE, p.at, count * sizeof(float), from, 0, nullptr, &written),
-                "the copy of gradients from the host");
-            clFlush(side);
-            cl_check(clEnqueueBarrierWithWaitList(dev.queue, 1, &written, nullptr), "a barrier");
-            clReleaseEvent(written);
+            cl_event event;
+            dev.transfer(to, from, count * sizeof(float), &event);
+            clReleaseEvent(event);
         }
     };
 
@@ -268,9 +228,7 @@ class OpenCl {
         over(count, "embedding_forward", x, tokens, embed, C, count);
     }
     void embedding_backward(float* dembed, const float* dx, const int32_t* tokens, int N, int C) {
-        int32_t* const sorted = scratch<int32_t>(0, size_t(N));
-        over(size_t(N), "sort_positions", sorted, tokens, N);
-        groups({size_t(N)}, "embedding_backward", dembed, dx, tokens, sorted, N, C);
+        groups({size_t(N)}, "embedding_backward", dembed, dx, tokens, N, C);
     }
     void rmsnorm_forward(float* out, float* rstd, const float* x, const float* weight, int N, int C) {
         groups({size_t(N)}, "rmsnorm_forward", out, rstd, x, weight, C, float(NORM_EPS));
@@ -301,12 +259,10 @@ class OpenCl {
 
     // ----- heads
     void split_heads_forward(Heads out, const float* projected, const NsaShape& s) {
-        over(size_t(s.B) * s.queries * s.projected(), "split_heads_forward", out.q, out.kv[0], out.kv[1], out.kv[2],
-             out.kv[3], out.kv[4], out.kv[5], out.gate, projected, rope_of(s), s.projected(), s);
+        split_heads(out, const_cast<float*>(projected), false, s);
     }
     void split_heads_backward(float* dprojected, HeadGradients d, const NsaShape& s) {
-        over(size_t(s.B) * s.queries * s.projected(), "split_heads_backward", dprojected, d.q, d.kv[0], d.kv[1],
-             d.kv[2], d.kv[3], d.kv[4], d.kv[5], d.gate, rope_of(s), s.projected(), s);
+        split_heads(d, dprojected, true, s);
     }
 
     // ----- compression
@@ -322,7 +278,8 @@ class OpenCl {
              {F, 1, count * F}, size_t(s.B) * s.G);
         over(rows * F, "compress_activate", hidden, activated, sums, phi.bias, begin, count, NC, s);
         gemm({rows, s.D, s.F}, outputs, activated, phi.fc2, null, {F, 1, 0}, {F, 1, 0}, {D, 1, 0});
-        over(rows * D / 2, "compress_output", out, outputs, k, rope_of(s), int(rotated), begin, count, NC, s);
+        over(rows * D, "compress_output", out, outputs, k, begin, count, NC, s);
+        if (rotated) over(rows * D / 2, "turn_blocks", out, rope_of(s), 1.0f, begin, count, NC, s);
     }
     void compress_backward(float* dk, const PhiGradients& dphi, float* dout, const float* hidden, const float* k,
                            const Phi& phi, bool rotated, const NsaShape& s) {
@@ -332,7 +289,7 @@ class OpenCl {
         if (rows == 0) return zero(dk, s.key_rows() * D);
         float *activated = scratch<float>(0, rows * F), *dhidden = scratch<float>(1, rows * F);
         float* const dblocks = scratch<float>(2, rows * width);
-        if (rotated) over(rows * D / 2, "compress_turn_back", dout, rope_of(s), NC, s);
+        if (rotated) over(rows * D / 2, "turn_blocks", dout, rope_of(s), -1.0f, 0, NC, NC, s);
         silu_forward(activated, hidden, rows * F);
         gemm({s.D, s.F, rows}, dphi.fc2, dout, activated, dphi.fc2, {1, D, 0}, {1, F, 0}, {F, 1, 0});
         gemm({rows, s.F, s.D}, dhidden, dout, phi.fc2, null, {D, 1, 0}, {1, F, 0}, {F, 1, 0});
@@ -351,7 +308,7 @@ class OpenCl {
         const ProfileRange range(ATTENTION_NAMES[branch]);
         const int tile = tile_of(s);
         groups({size_t(s.B) * s.G * s.queries}, "attention_forward", out, lse, q, k, v, selection, int(branch), tile,
-               float(s.scale()), s, Local{forward_floats(s, size_t(tile))});
+               float(s.scale()), s, Local{room_of(s, size_t(tile))});
         if (reads && branch == (s.full ? WIN : SLC)) count_what_was_read(selection, s);
     }
     void attend_and_select(float* out, float* lse, uint32_t* selection, float* chosen_importance, const float* q,
@@ -375,11 +332,11 @@ class OpenCl {
         const ProfileRange range(ATTENTION_NAMES[branch]);
         const int tile = tile_of(s), keys = s.key_stride(branch);
         groups({size_t(s.B) * s.G * s.queries}, "attention_dq", d.dq, d.dout, d.row_dot, d.lse_gated, in.q, in.k, in.v,
-               in.selection, int(d.add), int(branch), tile, float(s.scale()), s, Local{dq_floats(s, size_t(tile))});
+               in.selection, int(d.add), int(branch), tile, float(s.scale()), s, Local{room_of(s, size_t(tile))});
         if (keys == 0) return;
         groups({size_t(keys + tile - 1) / tile, size_t(s.B) * s.G}, "attention_dkdv", d.dk, d.dv, d.dout, d.row_dot,
                d.lse_gated, in.q, in.k, in.v, in.selection, int(branch), tile, float(s.scale()), s,
-               Local{dkdv_floats(s, size_t(tile))});
+               Local{room_of(s, size_t(tile))});
     }
     bool count_reads(KeyReads* to) {
         reads = to;
@@ -387,12 +344,14 @@ class OpenCl {
     }
 
     // ----- update
-    void add_sum(float* total, const float* x, size_t count) { groups({1}, "add_sum", total, x, count); }
+    void add_sum(float* total, const float* x, size_t count) {
+        groups({1}, "sums", total, x, null, 1, 0, count, size_t(0), count);
+    }
     void chunk_squares(float* squares, const float* x, size_t total, size_t begin, size_t count) {
-        if (count) groups({count / CHUNK}, "chunk_squares", squares, x, total, begin / CHUNK);
+        if (count) groups({count / CHUNK}, "sums", squares, x, null, 0, 1, CHUNK, begin / CHUNK, total);
     }
     void total_squares(float* sum, const float* squares, size_t chunks, const float* guard) {
-        groups({1}, "total_squares", sum, squares, chunks, guard);
+        groups({1}, "sums", sum, squares, guard, 0, 0, chunks, size_t(0), chunks);
     }
     void set_guard(float* guard, const float* loss) { groups({1}, "set_guard", guard, loss); }
     void adamw(float* param, float*, float* m, float* v, const float* grad, size_t count,
@@ -414,11 +373,11 @@ class OpenCl {
         cl_mem buffer = nullptr;  // null: this is an address of the host
         size_t at = 0;            // bytes
     };
-    struct Transfer {
+    struct Upload {
         std::vector<int32_t> tokens;
         cl_event event = nullptr;
     };
-    struct Results {
+    struct Download {
         std::vector<float> numbers;
         cl_event event = nullptr;
     };
@@ -441,32 +400,28 @@ class OpenCl {
     std::map<std::string, cl_kernel> kernels;
     std::map<char*, Buffer> buffers;  // by their first address
     size_t live_bytes = 0, uploaded = 0, sent = 0, received = 0;
-    std::array<Transfer, 4> uploads;
-    std::array<Results, 2> downloads;
+    std::array<Upload, 4> uploads;
+    std::array<Download, 2> downloads;
     std::array<Slot, 5> scratches;  // the last is add_column_sums', the one before RoPE's table
     RopeTable<float> rope;
     KeyReads* reads = nullptr;
 
     // ----- devices: the GPUs or, where there are none, whatever else there is
-    static bool is_gpu(cl_device_id d) {
-        cl_device_type type = 0;
-        clGetDeviceInfo(d, CL_DEVICE_TYPE, sizeof type, &type, nullptr);
-        return type & (CL_DEVICE_TYPE_GPU | CL_DEVICE_TYPE_ACCELERATOR);
+    static std::vector<cl_device_id> devices(cl_device_type type) {
+        std::vector<cl_device_id> all;
+        cl_platform_id platforms[16];
+        cl_uint count = 0, number = 0;
+        if (clGetPlatformIDs(16, platforms, &count) != CL_SUCCESS) return {};
+        for (cl_uint i = 0; i < std::min(count, 16u); i++) {
+            cl_device_id found[16];
+            if (clGetDeviceIDs(platforms[i], type, 16, found, &number) == CL_SUCCESS)
+                all.insert(all.end(), found, found + std::min(number, 16u));
+        }
+        return all;
     }
     static std::vector<cl_device_id> devices() {
-        std::vector<cl_device_id> gpus, others;
-        cl_uint platforms = 0;
-        if (clGetPlatformIDs(0, nullptr, &platforms) != CL_SUCCESS || platforms == 0) return {};
-        std::vector<cl_platform_id> all(platforms);
-        clGetPlatformIDs(platforms, all.data(), nullptr);
-        for (cl_platform_id p : all) {
-            cl_uint count = 0;
-            if (clGetDeviceIDs(p, CL_DEVICE_TYPE_ALL, 0, nullptr, &count) != CL_SUCCESS) continue;
-            std::vector<cl_device_id> found(count);
-            clGetDeviceIDs(p, CL_DEVICE_TYPE_ALL, count, found.data(), nullptr);
-            for (cl_device_id d : found) (is_gpu(d) ? gpus : others).push_back(d);
-        }
-        return gpus.empty() ? others : gpus;
+        const std::vector<cl_device_id> gpus = devices(CL_DEVICE_TYPE_GPU | CL_DEVICE_TYPE_ACCELERATOR);
+        return gpus.empty() ? devices(CL_DEVICE_TYPE_ALL) : gpus;
     }
     static std::string text_of(cl_device_id d, cl_device_info what) {
         char text[256] = "";
@@ -481,12 +436,6 @@ class OpenCl {
     }
     double total_memory() const { return double(number_of<cl_ulong>(CL_DEVICE_GLOBAL_MEM_SIZE)); }
     size_t local_memory() const { return size_t(number_of<cl_ulong>(CL_DEVICE_LOCAL_MEM_SIZE)); }
-    cl_command_queue make_queue() const {
-        cl_int error;
-        const cl_command_queue made = clCreateCommandQueue(context, device, 0, &error);
-        cl_check(error, "clCreateCommandQueue");
-        return made;
-    }
     void build() {
         const char* text = file_opencl_kernels;
         const size_t length = size_t(file_opencl_kernels_end - file_opencl_kernels);
@@ -511,9 +460,19 @@ class OpenCl {
         const size_t at = size_t(address - first);
         return at < buffer.bytes ? Place{buffer.buffer, at} : Place{};
     }
+    // Bytes out = in, each the host's or the device's. With an event, nobody waits and the host's side has to stay.
+    void transfer(void* out, const void* in, size_t bytes, cl_event* event) {
+        const Place to = place_of(out), from = place_of(in);
+        const cl_bool waits = event ? CL_FALSE : CL_TRUE;
+        if (to.buffer && from.buffer)
+            CL(clEnqueueCopyBuffer(queue, from.buffer, to.buffer, from.at, to.at, bytes, 0, nullptr, event));
+        else if (from.buffer)
+            CL(clEnqueueReadBuffer(queue, from.buffer, waits, from.at, bytes, out, 0, nullptr, event));
+        else CL(clEnqueueWriteBuffer(queue, to.buffer, waits, to.at, bytes, in, 0, nullptr, event));
+        CL(event ? clFlush(queue) : clFinish(queue));
+    }
     static void set(cl_kernel kernel, cl_uint& i, size_t bytes, const void* value) {
-        cl_check(clSetKernelArg(kernel, i, bytes, value), format_text("argument %u of a kernel", i));
-        i++;
+        CL(clSetKernelArg(kernel, i++, bytes, value));
     }
     template <class T>
     void argument(cl_kernel kernel, cl_uint& i, T* p) {
@@ -554,7 +513,7 @@ class OpenCl {
     }
     static void wait_for(cl_event& event) {
         if (!event) return;
-        cl_check(clWaitForEvents(1, &event), "what was launched before a copy");
+        CL(clWaitForEvents(1, &event));
         clReleaseEvent(event);
         event = nullptr;
     }
@@ -594,21 +553,25 @@ class OpenCl {
         return table;
     }
 
-    // Floats of local memory of the attention kernels, as kernels.cl lists them, for tiles of `keys`.
-    static size_t forward_floats(const NsaShape& s, size_t keys) {
-        const size_t h = size_t(s.heads_per_group()), D = size_t(s.D);
-        return 2 * h * D + keys * (D + 1) + 2 * h * keys + 3 * h;
+    void split_heads(const Heads& h, float* projected, bool back, const NsaShape& s) {
+        const size_t N = size_t(s.B) * s.queries, D = size_t(s.D);
+        const int P = s.projected();
+        int column = s.H * s.D;
+        over(N * column, "split_heads", h.q, projected, rope_of(s), 0, s.H, s.queries, 1, int(back), P, s);
+        for (int slot = s.first_slot(); slot < HEAD_SLOTS; slot++, column += s.G * s.D)
+            over(N * s.G * D, "split_heads", h.kv[slot], projected, rope_of(s), column, s.G, s.T,
+                 int(slot == K_SLC || slot == K_WIN), int(back), P, s);
+        over(N * (P - column), "split_gates", h.gate, projected, column, int(back), P, s);
     }
-    static size_t dq_floats(const NsaShape& s, size_t keys) {
+    // Floats of local memory that suffice for each of the attention kernels, as kernels.cl lists them.
+    static size_t room_of(const NsaShape& s, size_t tile) {
         const size_t h = size_t(s.heads_per_group()), D = size_t(s.D);
-        return 3 * h * D + keys * (D + 1) + h * keys;
+        return std::max(3 * h * D + tile * (D + 1) + 2 * h * tile + 2 * h, 6 * tile * (D + 1) + 2 * tile * tile);
     }
-    static size_t dkdv_floats(const NsaShape& s, size_t keys) { return 6 * keys * (size_t(s.D) + 1) + 2 * keys * keys; }
     // Keys of a tile: as many as fit.
     int tile_of(const NsaShape& s) const {
-        const size_t floats = std::min<size_t>(local_memory(), 48 << 10) / sizeof(float);
-        for (const int keys : {32, 16, 8, 4})
-            if (std::max({forward_floats(s, keys), dq_floats(s, keys), dkdv_floats(s, keys)}) <= floats) return keys;
+        for (const int tile : {32, 16, 8, 4})
+            if (room_of(s, size_t(tile)) * sizeof(float) <= std::min<size_t>(local_memory(), 48 << 10)) return tile;
         fail_usage(
             "%d heads of %d in a group need more local memory than the %zu bytes of %s: choose fewer --heads for "
             "each of --kv-groups, or a smaller --head-dim",
