@@ -5,6 +5,7 @@
 #     dev/opencl_check.sh        BUILD=build PYTHON=python3
 # As root it installs what it needs with apt-get. What cannot be had is said and left out. Ends with "N passed, N
 # failed".
+# shellcheck disable=SC2317  # good calls the functions
 set -uo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.." || exit 2
