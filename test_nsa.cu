@@ -160,15 +160,15 @@ static void compare_decoding(const Golden& golden) {
     check(format_text("logits of %d tokens, one by one", T), error, std::sqrt(40 * 300.0) * 0x1p-24);
 }
 
-#ifdef USE_CUDA
-// 4. A GPU's parameters are bf16, so the CPU takes the rounded ones over. Every block is selected: two blocks of nearly
+// 4. A GPU's parameters may be bf16, so the CPU takes the rounded ones over. Every block is selected: two blocks of nearly
 // equal importance may otherwise be ordered differently, and then the engines compute different functions. Between a
 // token and a gradient lie some 80 arrays, each rounded to 2^-8: sqrt(80) 2^-8 (fp32: as above).
+template <class Gpu>
 static void compare_gpu_with_cpu(const Golden& golden) {
-    const double limit = sizeof(Cuda::real) == 2 ? std::sqrt(80.0) * 0x1p-8 : std::sqrt(80 * 300.0) * 0x1p-24;
+    const double limit = sizeof(typename Gpu::real) == 2 ? std::sqrt(80.0) * 0x1p-8 : std::sqrt(80 * 300.0) * 0x1p-24;
     Config c = golden.config();
     c.slc_count = (c.seq_len + c.slc_block - 1) / c.slc_block;
-    Trial<Cuda> gpu(c, golden);
+    Trial<Gpu> gpu(c, golden);
     Trial<Cpu<float>> cpu(c, golden);
     const std::vector<float> rounded = gpu.on_host(gpu.model.params);
     std::copy(rounded.begin(), rounded.end(), cpu.model.params);
@@ -179,7 +179,6 @@ static void compare_gpu_with_cpu(const Golden& golden) {
         check("d " + spec.name + " on the GPU", relative_error(&found[spec.offset], &expected[spec.offset], spec.size),
               limit);
 }
-#endif
 
 int main(int, char** argv) {
     set_omp_wait(argv);
@@ -190,9 +189,7 @@ int main(int, char** argv) {
         compare_decoding(golden);
         const GpuSearch gpus = search_gpus();
         if (gpus.count == 0) std::printf("skipped: the GPU beside the CPU: %s\n", why_no_gpu(gpus).c_str());
-#ifdef USE_CUDA
-        else compare_gpu_with_cpu(golden);
-#endif
+        else if constexpr (!std::is_void<DeviceEngine>::value) compare_gpu_with_cpu<DeviceEngine>(golden);
         return 0;
     });
     std::printf("%d passed, %d failed\n", passed, failed);

@@ -52,6 +52,10 @@ if ! has_opencl; then
 fi
 good "builds" env MAKEFLAGS='' make -s GPU=opencl WERROR=1 BUILD="$build" "$build/train_nsa" || finish
 
+good "test_nsa builds" env MAKEFLAGS='' make -s GPU=opencl WERROR=1 BUILD="$build" test_nsa
+good "test_nsa" ./test_nsa
+rm -f test_nsa  # that of this engine
+
 small=(--model tiny --seq-len 128 --total-batch 256 --batch 1 --threads 1 --sample-tokens 0 --eval-batches 1)
 # train ENGINE FOLDER OPTION...
 train() { "$build/train_nsa" "${small[@]}" --device "$1" --out "$work/$2" "${@:3}"; }

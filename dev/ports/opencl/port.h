@@ -81,7 +81,7 @@ class OpenCl {
                 {"OpenCL driver", text_of(found[0], CL_DRIVER_VERSION)}};
     }
 
-    explicit OpenCl(int number) : index(number) {
+    explicit OpenCl(int number = 0) : index(number) {
         const std::vector<cl_device_id> all = devices();
         if (index >= int(all.size())) fail("OpenCL has no device %d; clinfo lists what there is", index);
         device = all[size_t(index)];

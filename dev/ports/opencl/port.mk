@@ -9,4 +9,4 @@ $(if $(HAVE_PORT),,$(error GPU=opencl needs OpenCL's headers and loader: apt-get
 PORT_NAME := OpenCL$(space)$(space)
 PORT_TEXT := fp32$(comma) own GEMM; never run on a GPU
 # They are within the program.
-$(BUILD)/train_nsa.o $(BUILD)/tests.o $(BUILD)/test_device.o: dev/ports/opencl/kernels.cl
+$(BUILD)/train_nsa.o $(BUILD)/tests.o $(BUILD)/test_device.o $(BUILD)/test_nsa.o: dev/ports/opencl/kernels.cl
