@@ -49,7 +49,7 @@ struct Cpu : HostRuntime {
 
     void check_shape(const NsaShape&) const {}  // every shape works here
     std::string format() const { return gemm.bf16 ? "bf16" : sizeof(real) == 8 ? "fp64" : "fp32"; }
-    double peak_flops() const { return 0; }     // unknown
+    double peak_flops() const { return 0; }  // unknown
     std::string describe() const {
         return format_text("CPU, fp%d%s", int(8 * sizeof(real)),
                            gemm.bf16 ? " with the inputs of GEMMs rounded to bf16" : "");

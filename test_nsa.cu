@@ -160,9 +160,9 @@ static void compare_decoding(const Golden& golden) {
     check(format_text("logits of %d tokens, one by one", T), error, std::sqrt(40 * 300.0) * 0x1p-24);
 }
 
-// 4. A GPU's parameters may be bf16, so the CPU takes the rounded ones over. Every block is selected: two blocks of nearly
-// equal importance may otherwise be ordered differently, and then the engines compute different functions. Between a
-// token and a gradient lie some 80 arrays, each rounded to 2^-8: sqrt(80) 2^-8 (fp32: as above).
+// 4. A GPU's parameters may be bf16, so the CPU takes the rounded ones over. Every block is selected: two blocks of
+// nearly equal importance may otherwise be ordered differently, and then the engines compute different functions.
+// Between a token and a gradient lie some 80 arrays, each rounded to 2^-8: sqrt(80) 2^-8 (fp32: as above).
 template <class Gpu>
 static void compare_gpu_with_cpu(const Golden& golden) {
     const double limit = sizeof(typename Gpu::real) == 2 ? std::sqrt(80.0) * 0x1p-8 : std::sqrt(80 * 300.0) * 0x1p-24;

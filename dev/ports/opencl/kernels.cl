@@ -217,7 +217,8 @@ kernel void split_heads(OUT(heads), OUT(projected), IN(rope), int column, int co
 // work-item for each.
 kernel void split_gates(OUT(gate), OUT(projected), int column, int back, int P, Shape s) {
     AT(gate) AT(projected)
-    const int columns = P - column, logit = get_global_id(0) % columns, head = logit / BRANCHES, branch = logit % BRANCHES;
+    const int columns = P - column, logit = get_global_id(0) % columns;
+    const int head = logit / BRANCHES, branch = logit % BRANCHES;
     const ulong n = get_global_id(0) / columns, b = n / s.queries;
     if (b >= (ulong)s.B) return;
     global float* const z = projected + n * P + column + logit;
@@ -316,7 +317,8 @@ void load_tile(local float* tile, global const float* x, ulong apart, int count,
     for (int i = ITEM; i < count * D; i += ITEMS) tile[i / D * (D + 1) + i % D] = x[i / D * apart * D + i % D];
 }
 // products [h, most] = the dot products of rows [h, D] and the tile's `count` rows
-void multiply(local float* products, local const float* rows, local const float* tile, int h, int count, int most, int D) {
+void multiply(local float* products, local const float* rows, local const float* tile, int h, int count, int most,
+              int D) {
     for (int i = ITEM; i < h * count; i += ITEMS) {
         local const float *a = rows + i / count * D, *b = tile + i % count * (D + 1);
         float sum = 0;
@@ -365,7 +367,8 @@ kernel void attention_forward(OUT(out), OUT(lse), IN(q), IN(k), IN(v), ARRAY(con
             load_tile(tile, v + at.keys + (ulong)key * D, 1, count, D);
             for (int i = ITEM; i < h * count; i += ITEMS) {
                 local const float* row = scores + i / count * most;
-                weights[i / count * most + i % count] = exp(row[i % count] - largest_of(largest[i / count], row, count));
+                const float m = largest_of(largest[i / count], row, count);
+                weights[i / count * most + i % count] = exp(row[i % count] - m);
             }
             for (int i = ITEM; i < h * D; i += ITEMS)  // the first time by 0
                 sums[i] *= exp(largest[i / D] - largest_of(largest[i / D], scores + i / D * most, count));
@@ -443,8 +446,8 @@ bool any_sees(int branch, int t, int rows, int first, int last, global const uin
             if (t + i >= block * s->slc_block && has_block(mask + (ulong)i * mask_words(s), block)) return true;
     return false;
 }
-// dk = dS^T q / sqrt(D), dv = P'^T dout. A work-group takes `most` keys of a group and goes through the queries that may
-// see them, `most` at a time, and through their heads.
+// dk = dS^T q / sqrt(D), dv = P'^T dout. A work-group takes `most` keys of a group and goes through the queries that
+// may see them, `most` at a time, and through their heads.
 // room: key, value, dk, dv [most, D], query, gradient [most, D + 1], P, dS [most keys, most queries]
 kernel void attention_dkdv(OUT(dk), OUT(dv), IN(dout), IN(row_dot), IN(lse_gated), IN(q), IN(k), IN(v),
                            ARRAY(const uint, selection), int branch, int most, float scale, Shape s,

@@ -3,7 +3,8 @@ PRECISION ?= FP32
 $(if $(filter FP32,$(PRECISION)),,$(error GPU=opencl with PRECISION=$(PRECISION): OpenCL's kernels have FP32 only))
 PORT_LIBS := $(if $(filter Darwin,$(shell uname)),-framework OpenCL,-lOpenCL)
 HAVE_PORT := $(shell echo 'int main() {}' | $(CXX) $(CPPFLAGS) $(CXXFLAGS) -x c++ - $(if $(filter Darwin,$(shell \
-  uname)),,-include CL/cl.h) -DCL_TARGET_OPENCL_VERSION=120 -x none $(LDFLAGS) $(PORT_LIBS) -o /dev/null 2>/dev/null && echo yes)
+  uname)),,-include CL/cl.h) -DCL_TARGET_OPENCL_VERSION=120 -x none $(LDFLAGS) $(PORT_LIBS) \
+  -o /dev/null 2>/dev/null && echo yes)
 $(if $(HAVE_PORT),,$(error GPU=opencl needs OpenCL's headers and loader: apt-get install opencl-headers \
   ocl-icd-opencl-dev, and a driver such as pocl-opencl-icd))
 PORT_NAME := OpenCL$(space)$(space)
