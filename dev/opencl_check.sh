@@ -89,7 +89,7 @@ else
     echo "skipped: no mpirun, so two ranks were not tried"
 fi
 good "refuses bf16 by name" refuses "--cpu-dtype bf16" train opencl no --steps 1 --cpu-dtype bf16
-good "refuses other kernels by name" refuses "--selected-kernels tiles: OpenCL" train opencl no --selected-kernels tiles
+good "refuses a profiler by name" refuses "--profile-steps 1-2: the OpenCL" train opencl no --profile-steps 1-2
 if "$python" -c 'import torch' 2>/dev/null; then
     good "a dump" train opencl none --init random --batch 2 --seq-len 200 --total-batch 400 \
         --dump-state "$work/state.safetensors" &&

@@ -61,7 +61,7 @@ class OpenCl {
 
     // ----- what it is, before one is opened
     static EngineInfo info() {
-        return {"opencl", "OpenCL", "OpenCL device", "fp32", "", "OpenCL has no library for that", false, false};
+        return {"opencl", "OpenCL", "OpenCL device", "fp32", "", "OpenCL has no library for that", false};
     }
     static GpuSearch search() {
         GpuSearch s;
@@ -113,7 +113,6 @@ class OpenCl {
     std::string describe_selected(const NsaShape&) const { return ""; }
     std::string format() const { return "fp32"; }
     double peak_flops() const { return 0; }
-    void select_kernels(const std::string&) {}
     void start_profiler() {}
     void stop_profiler() {}
     void check_shape(const NsaShape& s) const {
