@@ -265,7 +265,7 @@ struct DeviceMembers {
     NEEDS(std::string, name, ());                 // of the device: "NVIDIA H100"
     NEEDS(std::string, bus, ());                  // tells it from the machine's other devices
     NEEDS(void, divide_memory, (int processes));  // called by all processes that share the device, before they allocate
-    NEEDS(void, start_profiler, ());  // waits; what follows is for a profiler. May do nothing
+    NEEDS(void, start_profiler, ());              // waits; what follows is for a profiler. May do nothing
     NEEDS(void, stop_profiler, ());
 };
 #undef NEEDS
