@@ -17,11 +17,18 @@
 #include <string>
 #include <vector>
 
+// The engines of this build, registered here and nowhere else: Cpu, and at most one for devices.
+#include "nsa_cpu.h"
+#if defined(USE_CUDA)  // HIP too
+#include "nsa_kernels.cuh"
+using DeviceEngine = Cuda;
+#elif defined(ENGINE)  // make GPU=NAME: dev/ports/NAME defines DeviceEngine
+#include <port.h>
+#else
+using DeviceEngine = void;
+#endif
 #include "dataloader.h"
-#include "engines.h"
 #include "ddp.cuh"  // after the engines, whose gradients it sums
-#include "lib/base/profile.h"
-#include "lib/data/tokenize.h"
 #include "lib/model/arena.h"
 #include "lib/model/sampling.h"
 #include "lib/model/tensors.h"
@@ -33,16 +40,13 @@
 #include "lib/run/config_files.h"
 #include "lib/run/decode_report.h"
 #include "lib/run/device.h"
-#include "lib/run/environment.h"
 #include "lib/run/help.h"
 #include "lib/run/model_files.h"
-#include "lib/run/prompts.h"
 #include "lib/run/report.h"
 #include "lib/run/saver.h"
 #include "lib/run/start.h"
 #include "lib/run/training_data.h"
 #include "lib/run/verbs.h"
-#include "lib/run/watchdog.h"
 #include "tokenizer.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1064,7 +1068,7 @@ void begin_run(Run<Dev>& run, const Config& c, const Device& device, const Gradi
                const std::set<std::string>& given, bool memory_is_tight) {
     const World& world = run.world;
     Model<Dev>& model = run.model;
-    const Versions libraries = library_versions(device_versions());
+    const Versions libraries = library_versions(versions_of_engine<DeviceEngine>());
     const RunStart start = open_run(c, given, world, device, path, model, run.data, libraries);
     model.watchdog = &world.watchdog;
     model.progress("start");
@@ -1125,6 +1129,8 @@ int train_run(Run<Dev>& run, const Config& c, const Device& device, const Gradie
 // ---------------------------------------------------------------------------------------------------------------------
 // Verbs.
 
+static GpuSearch search_gpus() { return search_by_engine<DeviceEngine>(); }
+
 // Calls use(engine, path) with the engine for this device, and with the path that gradients take between ranks.
 template <class Accelerator = DeviceEngine, class Use>
 void with_engine(const Device& device, World& world, Use use) {
@@ -1172,7 +1178,7 @@ static int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world, search_gpus());
     BuildReport r;
     r.engine = device.engine;
-    r.versions = device_versions();
+    r.versions = versions_of_engine<DeviceEngine>();
     r.not_used = device.reason;
     r.mpi = mpi_name();
     r.threads = device.threads;
@@ -1208,7 +1214,7 @@ static int run_check(const Config& c, World& world) {
     };
     int status = 0;
     if (c.help) print_help(verb);
-    else if (c.version) print_version(device_engine(), mpi_name(), pmi_of(mpi_name()));
+    else if (c.version) print_version(info_of_engine<DeviceEngine>(), mpi_name(), pmi_of(mpi_name()));
     else if (verb == TRAIN) status = run_train(c, given, world);
     else if (verb == TOKENIZE) tokenize_files<Tokenizer>(tokenize_options(c));
     else if (verb == SAMPLE) run_sample<TensorTable, Tokenizer, Decoder>(c, with_model);

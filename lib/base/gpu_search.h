@@ -1,5 +1,5 @@
 // gpu_search.h: what an engine for devices says of itself before one is opened, what a search for devices met, and in
-// words why it found none. Each such engine has info() and search(); engines.h knows which one this build holds.
+// words why it found none. Each such engine has info() and search(); train_nsa.cu knows which one this build holds.
 #pragma once
 #include <string>
 #include <utility>

@@ -285,3 +285,24 @@ constexpr bool fulfils() {
 // True, or an error that names what is missing.
 template <class Dev>
 constexpr bool is_engine = contract::fulfils<Dev>();
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What a build's engine for devices says of itself; Dev is void where the build has none.
+
+template <class Dev>
+EngineInfo info_of_engine() {
+    if constexpr (std::is_void<Dev>::value) return {};
+    else return Dev::info();
+}
+template <class Dev>
+GpuSearch search_by_engine() {
+    GpuSearch none;
+    none.nvidia_module = has_nvidia_module();
+    if constexpr (std::is_void<Dev>::value) return none;
+    else return Dev::search();
+}
+template <class Dev>
+Versions versions_of_engine() {
+    if constexpr (std::is_void<Dev>::value) return {};
+    else return Dev::versions();
+}
