@@ -32,6 +32,14 @@ extern "C" cudaError_t cudaProfilerStop(void);
 #if CUDART_VERSION < 12000
 #error "CUDA 12 or later is needed: put its nvcc on PATH, or build with make NO_CUDA=1"
 #endif
+// What messages name; HIP's are in hip_common.h.
+#define GPU_MONITOR "nvidia-smi"
+#define GPU_CHOICE "CUDA_VISIBLE_DEVICES"
+#define ONE_LAUNCH_AT_A_TIME "CUDA_LAUNCH_BLOCKING=1"
+#define MEMORY_CHECKER "under compute-sanitizer"
+inline std::string setting_for(const cudaDeviceProp& properties) {
+    return "GPU_COMPUTE_CAPABILITY=" + std::to_string(properties.major * 10 + properties.minor);
+}
 // The architecture whose machine code a GPU runs for this kernel: that of the program, or what the driver made of PTX.
 template <class Kernel>
 cudaError_t name_of_code(std::string& name, const cudaDeviceProp&, Kernel* kernel) {
@@ -49,12 +57,12 @@ cudaError_t name_of_code(std::string& name, const cudaDeviceProp&, Kernel* kerne
 inline const char* cuda_hint(cudaError_t e) {
     switch (e) {
         case cudaErrorMemoryAllocation:
-            return "take a smaller micro-batch or a shorter sequence; nvidia-smi shows who else uses the GPU's memory";
+            return "take a smaller micro-batch or a shorter sequence; " GPU_MONITOR
+                   " shows who else uses the GPU's memory";
         case cudaErrorInsufficientDriver:
-        case cudaErrorNoDevice:
-            return "nvidia-smi shows whether there is a GPU and which CUDA version its driver supports";
+        case cudaErrorNoDevice: return GPU_MONITOR " shows whether there is a GPU and which driver";
         case cudaErrorInvalidDevice:
-            return "there are fewer GPUs than ranks on this machine, or CUDA_VISIBLE_DEVICES hides some";
+            return "there are fewer GPUs than ranks on this machine, or " GPU_CHOICE " hides some";
         case cudaErrorNoKernelImageForDevice:
             return "the program was built for another GPU; build it again on this machine";
         case cudaErrorLaunchOutOfResources:
@@ -62,8 +70,8 @@ inline const char* cuda_hint(cudaError_t e) {
         case cudaErrorIllegalAddress:
         case cudaErrorMisalignedAddress:
         case cudaErrorLaunchFailure:
-            return "a kernel launched earlier failed; run the same command under compute-sanitizer to see which";
-        default: return "run the same command with CUDA_LAUNCH_BLOCKING=1 to see the call that fails first";
+            return "a kernel launched earlier failed; run the same command " MEMORY_CHECKER " to see which";
+        default: return "run the same command with " ONE_LAUNCH_AT_A_TIME " to see the call that fails first";
     }
 }
 inline void cuda_check(cudaError_t e, const char* call, const char* file, int line) {

@@ -33,7 +33,9 @@ ifneq ($(HAVE_CUDA),)
 endif
 
 ifeq ($(GPU),hip)
-  GPU_ARCH ?= gfx1030
+  ifndef GPU_ARCH
+    GPU_ARCH := $(or $(shell rocminfo 2>/dev/null | grep -om1 'gfx[0-9a-f]*'),gfx1030)
+  endif
   PRECISION ?= FP32
   HAVE_HIP := $(shell command -v hipcc)
   $(if $(HAVE_HIP),,$(error GPU=hip needs hipcc, which is not here: apt-get install hipcc, or leave GPU=hip out))

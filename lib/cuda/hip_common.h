@@ -83,6 +83,13 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return hipStream
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags = 0) {
     return hipStreamWaitEvent(stream, event, flags);
 }
+#define GPU_MONITOR "rocm-smi"
+#define GPU_CHOICE "HIP_VISIBLE_DEVICES"
+#define ONE_LAUNCH_AT_A_TIME "AMD_SERIALIZE_KERNEL=3"
+#define MEMORY_CHECKER "with AMD_SERIALIZE_KERNEL=3"
+inline std::string setting_for(const cudaDeviceProp& properties) {
+    return std::string("GPU=hip GPU_ARCH=") + properties.gcnArchName;
+}
 template <class Kernel>
 cudaError_t name_of_code(std::string& name, const cudaDeviceProp& properties, Kernel*) {
     name = properties.gcnArchName;

@@ -444,17 +444,16 @@ struct CudaRuntime {
         if (bf16 && properties.major < 8)
             fail(
                 "GPU %d, %s, has compute capability %d.%d; bf16 needs 8.0 or later: build again with PRECISION=FP32 "
-                "GPU_COMPUTE_CAPABILITY=%d%d, or use --device cpu",
-                device, properties.name, properties.major, properties.minor, properties.major, properties.minor);
+                "%s, or use --device cpu",
+                device, properties.name, properties.major, properties.minor, setting_for(properties).c_str());
         CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         try {
             launch<probe_kernel>(1, 32, 0, stream);
         } catch (const Error& e) {
             fail(
-                "this program was not built for GPU %d, %s, of compute capability %d.%d: build it again with make "
-                "GPU_COMPUTE_CAPABILITY=%d%d (%s)",
-                device, properties.name, properties.major, properties.minor, properties.major, properties.minor,
-                e.what());
+                "this program was not built for GPU %d, %s, of compute capability %d.%d: build it again with make %s "
+                "(%s)",
+                device, properties.name, properties.major, properties.minor, setting_for(properties).c_str(), e.what());
         }
         CUDA_CHECK(cudaStreamSynchronize(stream));
         CUDA_CHECK(name_of_code(code, properties, probe_kernel));
@@ -465,7 +464,7 @@ struct CudaRuntime {
         CUDA_CHECK(cudaMemGetInfo(&free, &total));
         fail(
             "out of GPU memory: %.1f MiB were asked for, %.1f of %.1f MiB are free on GPU %d; choose a smaller "
-            "--batch or --seq-len; nvidia-smi shows who else uses the GPU",
+            "--batch or --seq-len; " GPU_MONITOR " shows who else uses the GPU",
             double(bytes) / (1 << 20), double(free) / (1 << 20), double(total) / (1 << 20), device);
     }
 
