@@ -194,15 +194,17 @@ struct Cpu : HostRuntime {
     void set_guard(T* guard, const double* loss) {
         *guard = T(*loss);
     }
+    // What clipping multiplies the gradient by; NaN: no update.
+    static double clip_factor(const HyperAdamW& h) {
+        const double norm = h.squares ? std::sqrt(*h.squares) : 0;
+        if (!std::isfinite(norm)) return std::numeric_limits<double>::quiet_NaN();
+        return h.grad_clip > 0 && norm > h.grad_clip ? h.grad_clip / norm : 1;
+    }
     // AdamW (Loshchilov & Hutter 2019): decoupled decay, bias-corrected moments m, v. All arrays [count]. An engine
     // with a master copy updates that and rounds it to param.
     void adamw(real* param, Master*, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
-        double clip = 1;
-        if (h.squares) {
-            const double norm = std::sqrt(*h.squares);
-            if (!std::isfinite(norm)) return;
-            if (h.grad_clip > 0 && norm > h.grad_clip) clip = h.grad_clip / norm;
-        }
+        const double clip = clip_factor(h);
+        if (std::isnan(clip)) return;
         const real beta1 = real(h.beta1), beta2 = real(h.beta2), eps = real(h.eps), scale = real(clip);
         const real step_size = real(h.lr / (1 - std::pow(h.beta1, double(h.step)))), keep = real(1 - h.lr * h.decay);
         const real v_correction = real(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step))));
@@ -213,6 +215,44 @@ struct Cpu : HostRuntime {
             v[i] = beta2 * v[i] + (1 - beta2) * g * g;
             param[i] = param[i] * keep - step_size * m[i] / (std::sqrt(v[i]) * v_correction + eps);
         }
+    }
+    // Muon, lib/model/muon.h, for matrices [rows, columns]. Momentum with Nesterov's look ahead: m = beta1 m + (1 -
+    // beta1) grad, direction = beta1 m + (1 - beta1) grad. A matrix that is taller than wide is transposed in
+    // direction, and so in y.
+    void muon_momentum(Grad* direction, Stat* m, const Grad* grad, int64_t rows, int64_t columns, const HyperAdamW& h) {
+        const double clip = clip_factor(h);
+        if (std::isnan(clip)) return;
+        const real beta1 = real(h.beta1), scale = real(clip);
+        const size_t next_row = rows > columns ? 1 : size_t(columns), next_column = rows > columns ? size_t(rows) : 1;
+#pragma omp parallel for schedule(static)
+        for (int64_t c0 = 0; c0 < columns; c0 += 16)
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t c = c0; c < std::min(columns, c0 + 16); c++) {
+                    const size_t i = size_t(r * columns + c);
+                    const real g = grad[i] * scale;
+                    m[i] = beta1 * m[i] + (1 - beta1) * g;
+                    direction[size_t(r) * next_row + size_t(c) * next_column] = beta1 * m[i] + (1 - beta1) * g;
+                }
+    }
+    // y = factor * direction / sqrt(*squares), 0 where all is 0. [count]
+    void muon_normalise(real* y, const Grad* direction, const double* squares, double factor, size_t count) {
+        const real scale = real(*squares > 0 ? factor / std::sqrt(*squares) : 0);
+#pragma omp parallel for simd schedule(static)
+        for (size_t i = 0; i < count; i++) y[i] = direction[i] * scale;
+    }
+    // param = param * (1 - lr * decay) - step_size * y
+    void muon_apply(real* param, Master*, const real* y, double step_size, int64_t rows, int64_t columns,
+                    const HyperAdamW& h) {
+        if (std::isnan(clip_factor(h))) return;
+        const real keep = real(1 - h.lr * h.decay), step = real(step_size);
+        const size_t next_row = rows > columns ? 1 : size_t(columns), next_column = rows > columns ? size_t(rows) : 1;
+#pragma omp parallel for schedule(static)
+        for (int64_t c0 = 0; c0 < columns; c0 += 16)
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t c = c0; c < std::min(columns, c0 + 16); c++) {
+                    real& x = param[r * columns + c];
+                    x = x * keep - step * y[size_t(r) * next_row + size_t(c) * next_column];
+                }
     }
 
     // ----- heads.  A row of `projected` [B*queries, P] is  q | keys and values, by HeadSlot | gate logits | padding

@@ -478,6 +478,40 @@ __global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v
     master[i] = updated;
     param[i] = parameter(updated, h.seed, h.stream, h.counter + i);
 }
+// Muon, as Cpu has it: the matrices are [rows, columns], but transposed in direction and y where rows > columns.
+__device__ inline size_t muon_index(size_t i, size_t rows, size_t columns) {
+    return rows > columns ? i % columns * rows + i / columns : i;
+}
+__global__ void muon_momentum_kernel(float* direction, float* m, const float* grad, size_t rows, size_t columns,
+                                     AdamWConstants h) {
+    SHARED(float, scale, [1]);
+    if (threadIdx.x == 0) scale[0] = clip_factor(h);
+    __syncthreads();
+    const size_t i = thread_index();
+    if (i >= rows * columns || scale[0] != scale[0]) return;
+    const float g = grad[i] * scale[0], m_new = h.beta1 * m[i] + (1 - h.beta1) * g;
+    m[i] = m_new;
+    direction[muon_index(i, rows, columns)] = h.beta1 * m_new + (1 - h.beta1) * g;
+}
+__global__ void muon_normalise_kernel(cuda_real* y, const float* direction, const double* squares, double factor,
+                                      size_t count) {
+    SHARED(float, scale, [1]);
+    if (threadIdx.x == 0) scale[0] = float(*squares > 0 ? factor / sqrt(*squares) : 0);
+    __syncthreads();
+    const size_t i = thread_index();
+    if (i < count) y[i] = cuda_real(direction[i] * scale[0]);
+}
+__global__ void muon_apply_kernel(cuda_real* param, float* master, const cuda_real* y, size_t rows, size_t columns,
+                                  AdamWConstants h) {
+    SHARED(float, factors, [2]);
+    if (threadIdx.x < 2) factors[threadIdx.x] = threadIdx.x == 0 ? clip_factor(h) : float(1 - h.lr * h.decay);
+    __syncthreads();
+    const size_t i = thread_index();
+    if (i >= rows * columns || factors[0] != factors[0]) return;
+    const float updated = master[i] * factors[1] - h.step_size * float(y[muon_index(i, rows, columns)]);
+    master[i] = updated;
+    param[i] = parameter(updated, h.seed, h.stream, h.counter + i);
+}
 __global__ void round_master_kernel(cuda_real* param, const float* master, size_t count, uint64_t seed, uint64_t stream,
                                     uint64_t counter) {
     const size_t i = thread_index();
@@ -1909,22 +1943,25 @@ struct Cuda : CudaRuntime {
     // i, since rounding to the nearest bf16 would lose most updates.
     void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
         if (count == 0) return;
-        const kernels::AdamWConstants constants = {
-            float(h.beta1),
-            float(h.beta2),
-            float(h.eps),
-            float(h.lr / (1 - std::pow(h.beta1, double(h.step)))),
-            float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))),
-            h.lr,
-            h.decay,
-            h.seed,
-            random_stream(RANDOM_ROUNDING, uint64_t(h.step)),
-            h.offset,
-            h.squares,
-            h.grad_clip,
-        };
         launch<kernels::adamw_kernel>(blocks_for(count, 256), 256, 0, stream, param, master, m, v, grad, count,
-                                      constants);
+                                      constants_of(h, h.lr / (1 - std::pow(h.beta1, double(h.step)))));
+    }
+    // Muon, lib/model/muon.h, for matrices [rows, columns]. m = beta1 m + (1 - beta1) grad, direction = beta1 m + (1 -
+    // beta1) grad; transposed in direction, and so in y, where rows > columns.
+    void muon_momentum(Grad* direction, Stat* m, const Grad* grad, int64_t rows, int64_t columns, const HyperAdamW& h) {
+        launch<kernels::muon_momentum_kernel>(blocks_for(size_t(rows * columns), 256), 256, 0, stream, direction, m,
+                                              grad, size_t(rows), size_t(columns), constants_of(h, 0));
+    }
+    // y = factor * direction / sqrt(*squares), 0 where all is 0. [count]
+    void muon_normalise(real* y, const Grad* direction, const double* squares, double factor, size_t count) {
+        launch<kernels::muon_normalise_kernel>(blocks_for(count, 256), 256, 0, stream, y, direction, squares, factor,
+                                               count);
+    }
+    // master = master * (1 - lr * decay) - step_size * y, rounded to param as in adamw
+    void muon_apply(real* param, Master* master, const real* y, double step_size, int64_t rows, int64_t columns,
+                    const HyperAdamW& h) {
+        launch<kernels::muon_apply_kernel>(blocks_for(size_t(rows * columns), 256), 256, 0, stream, param, master, y,
+                                           size_t(rows), size_t(columns), constants_of(h, step_size));
     }
     // The parameters as adamw left them after this step, from the master copy alone, so that a resumed run goes on with
     // the same bits. Arguments as in HyperAdamW.
@@ -2172,6 +2209,23 @@ struct Cuda : CudaRuntime {
     template <class Pointers, class H>
     static Pointers pointers_of(const H& h) {
         return {h.q, h.kv[K_CMP], h.kv[V_CMP], h.kv[K_SLC], h.kv[V_SLC], h.kv[K_WIN], h.kv[V_WIN], h.gate};
+    }
+
+    static kernels::AdamWConstants constants_of(const HyperAdamW& h, double step_size) {
+        return {
+            float(h.beta1),
+            float(h.beta2),
+            float(h.eps),
+            float(step_size),
+            float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))),
+            h.lr,
+            h.decay,
+            h.seed,
+            random_stream(RANDOM_ROUNDING, uint64_t(h.step)),
+            h.offset,
+            h.squares,
+            h.grad_clip,
+        };
     }
 
     // out [C] += the sums over the N rows of what Term gives

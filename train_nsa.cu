@@ -30,6 +30,7 @@ using DeviceEngine = void;
 #include "dataloader.h"
 #include "ddp.cuh"  // after the engines, whose gradients it sums
 #include "lib/model/arena.h"
+#include "lib/model/muon.h"
 #include "lib/model/sampling.h"
 #include "lib/model/tensors.h"
 #include "lib/report/export.h"
@@ -53,8 +54,8 @@ using DeviceEngine = void;
 // Tensors. One list gives the struct its fields, and every tensor its name on disk, shape, initialisation and decay.
 //   TENSOR(field, name on disk, what it is)
 // A tensor is matrix_of(rows, columns) or vector_of(elements). lib/model/tensors.h says what may follow: with(the
-// values it begins with), padded_to(rows in memory), joined() to the tensor before it, of_nsa(). The projections to q,
-// the keys and values and the gate are joined into one matrix, so that the layer has a single input GEMM.
+// values it begins with), padded_to(rows in memory), joined() to the tensor before it, of_nsa(), elementwise(). The
+// projections to q, keys and values and the gate are joined into one matrix, for a single input GEMM of the layer.
 
 // clang-format off
 #define LAYER_TENSORS(TENSOR)                                                                                          \
@@ -66,7 +67,8 @@ using DeviceEngine = void;
     TENSOR(v_slc_proj, "attn.v_slc_proj.weight", matrix_of(G * D, C).joined().of_nsa())                                \
     TENSOR(k_win_proj, "attn.k_win_proj.weight", matrix_of(G * D, C).joined())                                         \
     TENSOR(v_win_proj, "attn.v_win_proj.weight", matrix_of(G * D, C).joined())                                         \
-    TENSOR(gate_proj,  "attn.gate_proj.weight",  matrix_of(BRANCHES * H, C).padded_to(gate_columns).joined().of_nsa()) \
+    TENSOR(gate_proj,  "attn.gate_proj.weight",                                                                        \
+           matrix_of(BRANCHES * H, C).padded_to(gate_columns).joined().of_nsa().elementwise())                         \
     TENSOR(phi_k_fc1,  "attn.phi_k.fc1.weight",  matrix_of(F, l * D).with(INIT_PHI).of_nsa())                          \
     TENSOR(phi_k_bias, "attn.phi_k.fc1.bias",    vector_of(F).with(INIT_ZERO).of_nsa())                                \
     TENSOR(phi_k_fc2,  "attn.phi_k.fc2.weight",  matrix_of(D, F).with(INIT_ZERO).of_nsa())                             \
@@ -100,7 +102,7 @@ struct TensorTable : TensorList {
         const int64_t C = c.dim, H = c.heads, G = c.kv_groups, D = c.head_dim, l = c.cmp_block, F = c.phi_hidden,
                       M = c.mlp_hidden, gate_columns = shape_of(c, 1, 1).gate_columns();
         padded_vocab = (c.vocab_size + 127) / 128 * 128;
-        add("embed_tokens.weight", matrix_of(c.vocab_size, C).padded_to(padded_vocab));
+        add("embed_tokens.weight", matrix_of(c.vocab_size, C).padded_to(padded_vocab).elementwise());
         for (int64_t i = 0; i < c.layers; i++) {
 #define ADD(field, on_disk, form) \
     if (c.attention == "nsa" || !form.only_nsa) add(name_in_layer(i, on_disk), form);
@@ -108,10 +110,6 @@ struct TensorTable : TensorList {
 #undef ADD
         }
         add("norm.weight", vector_of(C).with(INIT_ONE));
-    }
-
-    static std::string name_in_layer(int64_t layer, const char* name) {
-        return "layers." + std::to_string(layer) + "." + name;
     }
 
     // Pointers to every tensor inside a flat array, in the order of the list; null where the model has no such tensor.
@@ -153,6 +151,7 @@ struct Model {
     // Flat arrays of state_elements(), indexed by Piece::local. Without a master copy, master points to params.
     typename Dev::Master* master = nullptr;
     typename Dev::Stat *m = nullptr, *v = nullptr;
+    std::unique_ptr<Muon<Dev>> muon;  // --optimizer muon: what it updates has its momentum in m, and zeros in v
     // The running step's sum of losses, and its sum of squared gradients.
     static constexpr size_t RESULTS = 2;
     typename Dev::Sum* results = nullptr;
@@ -183,15 +182,12 @@ struct Model {
         allocate_zeros(results, RESULTS);
         for (auto*& s : squares) allocate_zeros(s, chunks() + 1);
         dw = table.point_into(grads, c);
+        if (c.optimizer == "muon") muon = std::make_unique<Muon<Dev>>(dev, table);
     }
     ~Model() {
         if constexpr (Dev::has_master) dev.release(master);
-        dev.release(params);
-        dev.release(grads);
-        dev.release(m);
-        dev.release(v);
-        dev.release(results);
-        for (auto* s : squares) dev.release(s);
+        for (void* p : std::initializer_list<void*>{params, grads, m, v, results, squares[0], squares[1]})
+            dev.release(p);
     }
     Model(const Model&) = delete;
     Model& operator=(const Model&) = delete;
@@ -211,10 +207,11 @@ struct Model {
 
     // What the flat arrays take in training, in bytes.
     static double flat_bytes(const ModelConfig& c, int ranks) {
-        const Partition p(TensorTable(c).total, ranks, c.bucket_mb);
-        const double state =
-            double(Dev::has_master ? sizeof(typename Dev::Master) : 0) + 2 * sizeof(typename Dev::Stat);
-        return double(p.elements) * (sizeof(real) + sizeof(Grad) + state / (c.zero == 1 ? ranks : 1));
+        const TensorTable t(c);
+        const double state = (Dev::has_master ? sizeof(typename Dev::Master) : 0) + 2 * sizeof(typename Dev::Stat),
+                     of_element = sizeof(real) + sizeof(Grad) + state / (c.zero == 1 ? ranks : 1);
+        return double(Partition(t.total, ranks, c.bucket_mb).elements) * of_element +
+               (c.optimizer == "muon" ? Muon<Dev>::bytes_needed(t) : 0);
     }
 
     void set_parameter(const TensorSpec& t, const float* values) {
@@ -638,8 +635,7 @@ void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = null
     if (model.sharded) model.dev.zero(squares, model.chunks());
     for (const Piece& p : model.owned)
         model.dev.chunk_squares(squares, model.grads, model.table.total, p.begin, p.count);
-    // A rank has only its parts of the summed gradients, and only one rank has the guard. So each rank's loss travels
-    // with the squares.
+    // A rank has only its parts of the sums, and only one rank the guard: so each rank's loss travels with the squares.
     if (model.sharded && reducer) {
         model.dev.set_guard(squares + model.chunks(), model.results);
         reducer->complete(squares, model.chunks() + 1);
@@ -650,8 +646,8 @@ void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = null
 
 constexpr double ADAM_BETA1 = 0.9, ADAM_BETA2 = 0.95, ADAM_EPS = 1e-8;
 
-// One AdamW step on the summed gradients, clipped to the norm that gradient_norm() found. If that is not finite, the
-// weights stay as they are.
+// One step of AdamW, or of Muon where --optimizer and the tensor say so, on the summed gradients, clipped to the norm
+// that gradient_norm() found. If that is not finite, the weights stay as they are.
 template <class Dev>
 void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = nullptr) {
     const ProfileRange range("update");
@@ -666,8 +662,12 @@ void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* redu
             h.decay = t.decay ? c.weight_decay : 0.0;
             h.offset = first;
             const size_t local = p.local + (first - p.begin);
-            model.dev.adamw(model.params + first, model.master_at(p, first), model.m + local, model.v + local,
-                            model.grads + first, last - first, h);
+            if (model.muon && t.orthogonal)
+                model.muon->update(model.params + first, model.master_at(p, first), model.m + local,
+                                   model.grads + first, t, h);
+            else
+                model.dev.adamw(model.params + first, model.master_at(p, first), model.m + local, model.v + local,
+                                model.grads + first, last - first, h);
         }
     if (model.sharded && reducer) reducer->gather(model.params);
 }

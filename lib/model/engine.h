@@ -38,7 +38,7 @@
 // chunks, and chunks are added in their order, so the norm has the same bits whichever rank computed which chunk.
 constexpr size_t CHUNK = 4096;
 
-// One step of the optimiser.
+// One step of the optimiser. Muon takes beta1 as its momentum, and neither beta2 nor eps.
 template <class Sum>
 struct HyperAdamWOf {
     double lr, beta1, beta2, eps, decay;  // decay is already 0 for tensors without it
@@ -215,6 +215,17 @@ struct Members : Formats<Dev> {
     // h.squares in the engine's memory: the host does not know the norm yet.
     NEEDS(void, adamw,
           (real * param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const Hyper& h));
+    // Muon, see lib/model/muon.h, of m, grad, master and param [rows, columns]. m = beta1 m + (1 - beta1) grad and
+    // direction = beta1 m + (1 - beta1) grad, clipped and left alone as in adamw. Where rows > columns, direction and
+    // y are transposed: [columns, rows].
+    NEEDS(void, muon_momentum,
+          (Grad * direction, Stat* m, const Grad* grad, int64_t rows, int64_t columns, const Hyper& h));
+    // y [count] = factor * direction / sqrt(*squares), 0 where *squares is 0
+    NEEDS(void, muon_normalise, (real * y, const Grad* direction, const Sum* squares, double factor, size_t count));
+    // master = master * (1 - lr * decay) - step_size * y, and param and the exceptions as in adamw
+    NEEDS(void, muon_apply,
+          (real * param, Master* master, const real* y, double step_size, int64_t rows, int64_t columns,
+           const Hyper& h));
 
     // ----- what it says of itself
     NEEDS(void, check_shape, (const NsaShape& s));  // fail_usage() if the engine cannot compute this shape
@@ -248,7 +259,7 @@ template <class Dev>
 struct MasterMembers {
     using real = typename Dev::real;
     using Master = typename Dev::Master;
-    // param = what adamw made of master in this step, from master alone; arguments as in HyperAdamW
+    // param = what adamw or muon_apply made of master in this step, from master alone; arguments as in HyperAdamW
     NEEDS(void, round_master,
           (real * param, const Master* master, size_t count, uint64_t seed, int64_t step, size_t offset));
 };

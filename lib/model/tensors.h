@@ -19,6 +19,7 @@ struct TensorForm {
     Init init = INIT_WEIGHT;  // the values that it begins with, see initial_value()
     bool is_joined = false;   // follows the tensor before it without a gap; else it begins at a multiple of 64 elements
     bool only_nsa = false;    // full attention has no such tensor
+    bool by_element = false;  // a matrix whose elements are updated one by one, whatever --optimizer says
 
     TensorForm with(Init i) const {
         TensorForm form = *this;
@@ -40,6 +41,11 @@ struct TensorForm {
         form.only_nsa = true;
         return form;
     }
+    TensorForm elementwise() const {
+        TensorForm form = *this;
+        form.by_element = true;
+        return form;
+    }
 };
 inline TensorForm matrix_of(int64_t rows, int64_t columns) { return {rows, columns, rows}; }
 inline TensorForm vector_of(int64_t elements) { return {elements, 0, elements}; }
@@ -49,6 +55,7 @@ struct TensorSpec {
     int64_t rows, columns;  // columns 0: a vector
     Init init;
     bool decay;           // of matrices alone
+    bool orthogonal;      // --optimizer muon updates it as a whole; of joined tensors each by itself
     size_t offset;        // in elements, into each flat array (parameters, gradients, moments)
     size_t size, padded;  // elements on disk; in memory, where rows of zeros follow
 
@@ -64,10 +71,14 @@ struct TensorList {
 
     void add(const std::string& name, const TensorForm& f) {
         const size_t width = size_t(f.columns ? f.columns : 1), offset = f.is_joined ? total : (total + 63) / 64 * 64;
-        specs.push_back({name, f.rows, f.columns, f.init, f.columns > 0, offset, size_t(f.rows) * width,
-                         size_t(f.memory_rows) * width});
+        specs.push_back({name, f.rows, f.columns, f.init, f.columns > 0, f.columns > 0 && !f.by_element, offset,
+                         size_t(f.rows) * width, size_t(f.memory_rows) * width});
         total = offset + specs.back().padded;
         parameters += f.rows * int64_t(width);
+    }
+
+    static std::string name_in_layer(int64_t layer, const char* name) {
+        return "layers." + std::to_string(layer) + "." + name;
     }
 };
 

@@ -266,6 +266,12 @@ static bool inherit_options(Config& c, std::set<std::string>& given) {
             "cannot resume from %s with --seed %lld: the run began with %lld, on which data order and rounding depend; "
             "leave --seed out, or begin a new run with --init-from",
             folder.c_str(), (long long)c.seed, (long long)seed);
+    const std::string optimizer = then.find("optimizer") ? then.string("optimizer", path) : "adamw";
+    if (given.count("optimizer") && c.optimizer != optimizer && !checkpoint_steps(folder).empty())
+        fail(
+            "cannot resume from %s with --optimizer %s: its moments are those of %s; leave --optimizer out, or begin a "
+            "new run with --init-from",
+            folder.c_str(), c.optimizer.c_str(), optimizer.c_str());
     for (size_t i = 0; i < then.keys.size(); i++) is_former_option(then.keys[i], then.items[i], path);
     for (const Option& o : OPTIONS) {
         const Json* old = then.find(underscored(o.name));

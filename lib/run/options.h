@@ -29,7 +29,7 @@ struct ModelConfig {
             slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0, seq_len = 0;
     int64_t vocab_size = 0;  // follows from the tokenizer
     // its weights and their update
-    std::string init;
+    std::string init, optimizer;
     int64_t seed = 0;
     double weight_decay = 0, grad_clip = 0;
     // a step on the ranks
@@ -190,6 +190,8 @@ static const Option OPTIONS[] = {
     {"schedule", TRAIN, &TrainConfig::schedule, "cosine", "cosine|linear|constant|wsd",
      "after warm-up; wsd: constant, then linear over the last fifth"},
     {"lr-final", TRAIN, &TrainConfig::lr_final, "0.1", between(0, 1), "the schedule ends at this fraction of --lr"},
+    {"optimizer", TRAIN, &ModelConfig::optimizer, "adamw", "adamw|muon",
+     "muon: orthogonal updates for the layers' matrices, but AdamW for embedding, norms, biases and gates"},
     {"weight-decay", TRAIN, &ModelConfig::weight_decay, "0.1", between(0, 10),
      "of matrices; norms and biases have none"},
     {"grad-clip", TRAIN, &ModelConfig::grad_clip, "1.0", between(0, T),
@@ -719,6 +721,8 @@ inline void validate_run(const TrainConfig& c, int ranks) {
     if (c.stall_timeout > 0 && c.stall_timeout < 1)
         fail_usage("--stall-timeout %g: ranks are listened to five times a second; give at least 1, or 0 for none",
                    c.stall_timeout);
+    if (c.optimizer == "muon" && c.zero)
+        fail_usage("--zero 1 cuts matrices, and --optimizer muon updates them as wholes: leave --zero out");
     if (c.data != "synthetic") require_no_bytes(c);
 }
 

@@ -604,3 +604,27 @@ kernel void adamw(OUT(param), OUT(m), OUT(v), IN(grad), IN(squares), ulong count
     v[i] = beta2 * v[i] + (1 - beta2) * g * g;
     param[i] = param[i] * keep - step_size * m[i] / (sqrt(v[i]) * v_correction + eps);
 }
+// Where element i of a matrix lies in direction and y.
+ulong muon_index(ulong i, ulong rows, ulong columns) { return rows > columns ? i % columns * rows + i / columns : i; }
+kernel void muon_momentum(OUT(direction), OUT(m), IN(grad), IN(squares), ulong rows, ulong columns, float beta1,
+                          float grad_clip) {
+    AT(direction) AT(m) AT(grad) AT(squares)
+    const ulong i = get_global_id(0);
+    if (i >= rows * columns) return;
+    const float norm = squares ? sqrt(squares[0]) : 0;
+    if (!isfinite(norm)) return;
+    const float g = grad[i] * (grad_clip > 0 && norm > grad_clip ? grad_clip / norm : 1);
+    m[i] = beta1 * m[i] + (1 - beta1) * g;
+    direction[muon_index(i, rows, columns)] = beta1 * m[i] + (1 - beta1) * g;
+}
+kernel void muon_normalise(OUT(y), IN(direction), IN(squares), float factor, ulong count) {
+    AT(y) AT(direction) AT(squares)
+    const ulong i = get_global_id(0);
+    if (i < count) y[i] = direction[i] * (squares[0] > 0 ? factor / sqrt(squares[0]) : 0);
+}
+kernel void muon_apply(OUT(param), IN(y), IN(squares), ulong rows, ulong columns, float step_size, float keep) {
+    AT(param) AT(y) AT(squares)
+    const ulong i = get_global_id(0);
+    if (i >= rows * columns || (squares && !isfinite(squares[0]))) return;
+    param[i] = param[i] * keep - step_size * y[muon_index(i, rows, columns)];
+}

@@ -359,6 +359,19 @@ class OpenCl {
              float(h.lr / (1 - std::pow(h.beta1, double(h.step)))), float(1 - h.lr * h.decay),
              float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))), float(h.grad_clip));
     }
+    void muon_momentum(float* direction, float* m, const float* grad, int64_t rows, int64_t columns,
+                       const HyperAdamWOf<float>& h) {
+        over(size_t(rows * columns), "muon_momentum", direction, m, grad, h.squares, size_t(rows), size_t(columns),
+             float(h.beta1), float(h.grad_clip));
+    }
+    void muon_normalise(float* y, const float* direction, const float* squares, double factor, size_t count) {
+        over(count, "muon_normalise", y, direction, squares, float(factor), count);
+    }
+    void muon_apply(float* param, float*, const float* y, double step_size, int64_t rows, int64_t columns,
+                    const HyperAdamWOf<float>& h) {
+        over(size_t(rows * columns), "muon_apply", param, y, h.squares, size_t(rows), size_t(columns),
+             float(step_size), float(1 - h.lr * h.decay));
+    }
 
   private:
     static constexpr size_t ITEMS = 64, TILE = 64, DEPTH = 16, PART_ROWS = 64;
