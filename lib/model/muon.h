@@ -15,13 +15,12 @@
 
 constexpr double MUON_MOMENTUM = 0.95;
 // Five steps of Newton-Schulz, X <- a X + b A X + c A^2 X with A = X X^T, by Keller Jordan's coefficients: they take
-// every singular value s through s <- a s + b s^3 + c s^5, which brings those from 0.002 to 1 near 1 quickly.
+// every singular value s through s <- a s + b s^3 + c s^5, those from 0.0016 to 1 into [0.68, 1.21].
 constexpr int NEWTON_SCHULZ_STEPS = 5;
 constexpr double NEWTON_SCHULZ_A = 3.4445, NEWTON_SCHULZ_B = -4.7750, NEWTON_SCHULZ_C = 2.0315;
 
-// An orthogonal matrix with a larger side of n has elements of size 1 / sqrt(n), an update of AdamW mostly elements of
-// 0.2 to 0.4 times its learning rate. By Moonlight's rule (Liu et al., arXiv 2502.16982) both optimisers take the same
-// learning rate and the same decay.
+// An orthogonal matrix with a larger side of n has elements of size 1 / sqrt(n), an update of AdamW elements of 0.2 to
+// 0.4 times its learning rate. By Moonlight's rule (Liu et al., arXiv 2502.16982) both take the same rate and decay.
 inline double muon_scale(int64_t rows, int64_t columns) { return 0.2 * std::sqrt(double(std::max(rows, columns))); }
 
 // Working memory for one matrix at a time, and the update.

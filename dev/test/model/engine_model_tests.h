@@ -19,6 +19,7 @@
 #include "../../../train_nsa.cu"
 #endif
 #include "decode_check.h"
+#include "muon_check.h"
 
 template <class E>
 double model_limit(int64_t layers) {
@@ -196,6 +197,38 @@ ENGINE_TEST(model_recompute_gives_the_same_bits) {
     }
 }
 
+// The matrices' updates by Muon. In fp64 the diagonals alone are rounded, to fp32, and move the update by a few 2^-24.
+// In fp32 each of the fifteen products rounds at most 96 terms; what it loses of a small singular value grows with
+// that, by up to 3.4 a step. bf16 rounds the matrix to 2^-9 of itself in each of five steps, and its polynomial, 2.3
+// times the largest singular value, as much: 5 * (1 + 2.3) * 2^-9 is 3 %; twice that, since small ones share the large
+// ones' error.
+ENGINE_TEST(update_of_matrices_is_muon) {
+    const double lr = 0.02, decay = 0.3, limit = E::NARROW ? 0.06 : sizeof(typename E::Value) == 8 ? 1e-6 : 2e-5;
+    const auto dev = E::open();
+    E::set_way(*dev, E::WAYS - 1);
+    ModelRun<typename E::Dev> run(*dev, engine_config("--optimizer muon --grad-clip 0.01 --weight-decay 0.3"), 1);
+    auto& model = run.model;
+    model.initialise();
+    check_muon_steps(model, lr, limit, [&] { run.step_loss(true); });
+    // A gradient that is not finite changes nothing.
+    const auto params = run.raw(model.params);
+    const auto master = run.raw(model.master);
+    const auto m = run.raw(model.m);
+    const typename E::Dev::Grad infinite = std::numeric_limits<float>::infinity();
+    dev->copy(model.grads + model.table.total, &infinite, 1);
+    update(model, 4, lr);
+    CHECK(same_bits(run.raw(model.params), params) && same_bits(run.raw(model.master), master) &&
+          same_bits(run.raw(model.m), m));
+    // A gradient of zeros moves nothing but by decay.
+    dev->zero(model.grads, model.partition.elements);
+    dev->zero(model.m, model.table.total);
+    update(model, 5, lr);
+    const auto decayed = run.raw(model.master);
+    for (const TensorSpec& t : model.table.specs)
+        for (size_t i = t.offset; t.orthogonal && i < t.offset + t.size; i++)
+            CHECK_NEAR(decayed[i], master[i] * (1 - lr * decay), 0x1p-22 * std::fabs(master[i]));
+}
+
 // Three optimiser steps on one batch. AdamW divides the gradient by its size, so where a gradient is smaller than its
 // error the two engines may step in opposite directions; what has to agree is the gradient's norm and the loss that the
 // weights reach, whose error is first order in that of the weights.
@@ -285,6 +318,7 @@ TEST_ON(ModelEngines, model_resumed_equals_uninterrupted, false) {  // checkpoin
         TempFolder folder;
         Config c = engine_config("--batch 1 --recompute 0");
         c.out = folder.path, c.recompute = level, c.layers = 1, c.seq_len = 32, c.total_batch = 64, c.init = "standard";
+        c.optimizer = level == 1 ? "muon" : "adamw";
         const World world;
         const auto dev = E::open();
         E::set_way(*dev, E::WAYS - 1);

@@ -375,6 +375,25 @@ TEST(an_update_is_clipped_adamw) {
         }
 }
 
+// What is no matrix of a layer, and the gates, have AdamW's bits.
+TEST(muon_leaves_the_rest_to_adamw) {
+    TestModel<Cpu<float>> muon(std::string(SMALL) + "--optimizer muon --init random", 1),
+        adamw(std::string(SMALL) + "--init random", 1);
+    muon.loss_and_gradients();
+    adamw.loss_and_gradients();
+    update(muon.model, 1, 0.02);
+    update(adamw.model, 1, 0.02);
+    size_t same = 0;
+    for (const TensorSpec& t : adamw.model.table.specs) {
+        const bool is_same = !std::memcmp(&muon.model.params[t.offset], &adamw.model.params[t.offset], t.size * 4);
+        const bool of_adamw =
+            !t.columns || t.name == "embed_tokens.weight" || t.name.find("gate_proj") != std::string::npos;
+        CHECK_EQUAL(is_same, of_adamw);
+        same += is_same;
+    }
+    CHECK_EQUAL(same, size_t(2 + 2 * 5));  // embedding, norm; of a layer two norms, two biases, the gates
+}
+
 TEST(accumulation_equals_one_batch) {  // fp64: gradients of two halves add up to those of the whole
     TestModel<Cpu<double>> whole(std::string(SMALL) + "--init random", 2),
         half(std::string(SMALL) + "--init random", 1);

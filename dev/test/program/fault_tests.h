@@ -156,6 +156,37 @@ TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
     CHECK(losses_of(folder.file("bf16")) != losses_of(folder.file("four")));
 }
 
+// With Muon every rank updates every matrix, to the same bits, and goes on with the momentum that other ranks wrote.
+// The limit is that of ranks_buckets_zero_and_bf16_give_one_curve: only a gradient's direction counts, as for AdamW.
+TEST(ranks_agree_with_muon) {
+    using namespace program;
+    TempFolder folder;
+    const std::string mpirun = find_mpirun("--optimizer muon on 1 and 2 ranks");
+    if (mpirun.empty()) return;
+    const double limit = 8 * 1e-3 * std::sqrt(19000.0) * std::ldexp(512.0, -24) * 1.5 + 2e-6;
+    const auto with = [&](const char* out, const char* steps, const char* resume) {
+        return ranks_options({{"optimizer", "muon"},
+                              {"schedule", "constant"},
+                              {"out", folder.file(out)},
+                              {"steps", steps},
+                              {"resume", resume}});
+    };
+    REQUIRE_GOOD(train(with("one", "8", "off")));
+    REQUIRE_GOOD(train_on_ranks(mpirun, 2, with("two", "8", "off")));
+    REQUIRE_GOOD(train_on_ranks(mpirun, 2, with("parts", "3", "off")));
+    REQUIRE_GOOD(train_on_ranks(mpirun, 2, with("parts", "8", "on")));
+    REQUIRE_GOOD(train_on_ranks(mpirun, 2, with("others", "3", "off")));
+    REQUIRE_GOOD(train(with("others", "8", "on")));
+    CHECK(read_file(folder.file("parts/step_00000008/model.safetensors")) ==
+          read_file(folder.file("two/step_00000008/model.safetensors")));
+    const std::vector<double> loss = logged(folder.file("one"), "loss");
+    REQUIRE(loss.size() == 8);
+    for (const char* run : {"two", "others"})
+        for (size_t i = 0; i < 8; i++) CHECK_NEAR(logged(folder.file(run), "loss")[i], loss[i], limit);
+    REQUIRE_GOOD(train(ranks_options({{"schedule", "constant"}, {"out", folder.file("adamw")}})));
+    CHECK(std::fabs(logged(folder.file("adamw"), "loss")[7] - loss[7]) > 10 * limit);
+}
+
 // A checkpoint of N ranks at any --zero is continued by M ranks at any other: with as many ranks as before it is the
 // run that was never interrupted, bit for bit (a + b has one order), and to rounding with others. The limit is that of
 // ranks_buckets_zero_and_bf16_give_one_curve.

@@ -98,7 +98,7 @@ TEST(run_resumes_with_the_options_of_earlier_versions) {
 TEST(run_resumed_bare_is_the_run) {
     using namespace program;
     TempFolder folder;
-    Options options = {{"batch", "1"}, {"save-every", "2"}, {"schedule", "constant"}};
+    Options options = {{"batch", "1"}, {"save-every", "2"}, {"schedule", "constant"}, {"optimizer", "muon"}};
     if (HAVE_BF16) options["cpu-dtype"] = "bf16";
     for (const char* out : {"whole", "parts"}) {
         options["steps"] = "4", options["out"] = folder.file(out);
@@ -121,6 +121,8 @@ TEST(run_resumed_bare_is_the_run) {
     CHECK(resumed.out.find("1 CPU thread each") != std::string::npos);
     CHECK_REFUSED(run({"--resume", "--out", folder.file("parts"), "--seed", "4"}), 1, "--seed 4", "began with 1337",
                   "leave --seed out");
+    CHECK_REFUSED(run({"--resume", "--out", folder.file("parts"), "--optimizer", "adamw"}), 1, "--optimizer adamw",
+                  "moments are those of muon", "leave --optimizer out");
 }
 
 // What the machine cannot give is said in the line that names the change; what was given with --resume is kept, or
