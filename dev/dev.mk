@@ -20,7 +20,7 @@ $(BUILD)/tests.o: dev/test/tests.cu $(BUILD)/command
 $(BUILD)/test_device: $(BUILD)/test_device.o $(APART)
 	$(call quiet,LINK)$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
 $(BUILD)/test_device.o: dev/test/tests.cu $(BUILD)/command
-	$(call quiet,$(COMPILER))$(COMPILE) -DCOMPILED_APART -DDEVICE_TESTS_ONLY $(DEPENDS) -c $< -o $@
+	$(call quiet,$(COMPILER))$(COMPILE) $(if $(PORT_LIBS),-O1) -DCOMPILED_APART -DDEVICE_TESTS_ONLY $(DEPENDS) -c $< -o $@
 
 # ---- The emulator: tests that execute CUDA kernels on the CPU, in the plain and in the CHECK build of cuda_on_cpu.h:
 # of the emulator itself, and of the CUDA engine (cuda_tests: every kernel, every operation, whole training steps).

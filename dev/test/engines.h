@@ -2,8 +2,8 @@
 // template over a row E of the list Engines, and every row of the build gets a test of its own: cpu_rmsnorm,
 // cpu_fp64_rmsnorm, cuda_rmsnorm. What an engine cannot do is a skip that says what is missing: has_shape(), skip().
 //
-// A new engine joins by one line at the end of this file, Engines = EngineList<NewEngine>, and a struct like CudaEngine
-// that says how it is opened and where it may differ from plain sums.
+// The engine of dev/ports/NAME joins by port_test.h in that folder: PortEngine, a struct like CudaEngine that says how
+// the engine is opened and where it may differ from plain sums. make GPU=NAME build/test_device then has its tests.
 //
 // Inputs are numbers that the engine's format holds exactly. The oracle, in Numbers of the type that the engine
 // computes in, says what its arithmetic may do to each element; an element that is stored in a narrower format is
@@ -28,6 +28,7 @@ struct EngineTypes {
     using Num = oracle::Number<Value>;
     using Nums = oracle::Numbers<Value>;
     using Sum = oracle::Sum<Value>;
+    using DevSum = typename Dev::Sum;  // of sums over the batch or over all parameters
     using Values = std::vector<Value>;
     static constexpr bool NARROW = sizeof(Real) < sizeof(Value);  // bf16: 8 bits of significand, rounded to nearest
 
@@ -253,6 +254,10 @@ struct EngineList {
 // ModelEngines: those that are compared with whole models in fp64.
 #ifdef USE_CUDA
 using Engines = EngineList<CudaEngine>;
+using ModelEngines = Engines;
+#elif defined(ENGINE) && defined(DEVICE_TESTS_ONLY)
+#include <port_test.h>
+using Engines = EngineList<PortEngine>;
 using ModelEngines = Engines;
 #else
 using Engines = EngineList<CpuEngine<float>, CpuEngine<double>>;

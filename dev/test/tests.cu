@@ -9,7 +9,7 @@
 //   --write-results FILE, --compare-results FILE   the kernels' results here beside another device's
 // -DDEVICE_TESTS_ONLY leaves out the tests of the host: that is build/test_device, which is built in less than half the
 // time. Built by nvcc, the tests of the CUDA engine are here too and run on the GPU, if there is one; without nvcc see
-// dev/test/emulator/cuda_tests.cpp.
+// dev/test/emulator/cuda_tests.cpp. With GPU=NAME they are those of the engine in dev/ports/NAME.
 #include "harness.h"
 
 #ifdef DEVICE_TESTS_ONLY
@@ -50,6 +50,11 @@
 #include "program/document_tests.h"
 #include "program/script_tests.h"
 #endif
+#if defined(ENGINE) && defined(DEVICE_TESTS_ONLY)  // of dev/ports/NAME
+#include "ops/row_tests.h"
+#include "ops/attention_tests.h"
+#include "model/engine_model_tests.h"
+#endif
 #ifdef USE_CUDA
 #include "cuda/cuda_op_tests.h"
 #include "cuda/attention_kernel_tests.h"
@@ -85,7 +90,12 @@ static int ladder(int argc, char** argv) {
 
 // Without a GPU the tests of the CUDA engine have nothing to run on.
 static void leave_out_device_tests() {
-#ifdef USE_CUDA
+#if defined(ENGINE) && defined(DEVICE_TESTS_ONLY)
+    const GpuSearch found = search_by_engine<DeviceEngine>();
+    if (found.count > 0) return;
+    tests().cases.clear();
+    skip("the tests of the " + found.engine.name + " engine: " + found.why);
+#elif defined(USE_CUDA)
     int gpus = 0;
     if (cudaGetDeviceCount(&gpus) == cudaSuccess && gpus > 0) return;
     std::vector<TestCase>& cases = tests().cases;

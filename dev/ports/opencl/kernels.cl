@@ -87,26 +87,18 @@ kernel void rmsnorm_backward(OUT(dx), IN(dout), IN(x), IN(rstd), IN(weight), int
     const float s = rstd[GROUP], correction = group_sum(sum, room) * s * s / C;
     for (int c = ITEM; c < C; c += ITEMS) dx[row + c] += s * (dout[row + c] * weight[c] - x[row + c] * correction);
 }
-// Sums over rows in two steps: parts [., C] of PART_ROWS rows each, then out [C] += their sums. The terms are a, or
-// a * x * rstd where x is given.
-kernel void column_parts(OUT(parts), IN(a), IN(x), IN(rstd), int N, int C) {
-    AT(parts) AT(a) AT(x) AT(rstd)
+// out [parts, C] = (with add, +=) the sums over `rows` rows each of a [N, C], or of a * x * rstd where x is given.
+kernel void column_sums(OUT(out), IN(a), IN(x), IN(rstd), int rows, int add, int N, int C) {
+    AT(out) AT(a) AT(x) AT(rstd)
     const int c = get_global_id(0), part = get_group_id(1);
     if (c >= C) return;
-    float sum = 0;
-    for (int n = part * PART_ROWS; n < min(N, (part + 1) * PART_ROWS); n++) {
+    const ulong to = (ulong)part * C + c;
+    float sum = add ? out[to] : 0;
+    for (int n = part * rows; n < min(N, (part + 1) * rows); n++) {
         const ulong i = (ulong)n * C + c;
         sum += x ? a[i] * x[i] * rstd[n] : a[i];
     }
-    parts[(ulong)part * C + c] = sum;
-}
-kernel void column_totals(OUT(out), IN(parts), int count, int C) {
-    AT(out) AT(parts)
-    const int c = get_global_id(0);
-    if (c >= C) return;
-    float sum = 0;
-    for (int part = 0; part < count; part++) sum += parts[(ulong)part * C + c];
-    out[c] += sum;
+    out[to] = sum;
 }
 
 kernel void silu_forward(OUT(out), IN(x), ulong count) {
@@ -276,274 +268,200 @@ kernel void compress_dk(OUT(dk), IN(dblocks), IN(dout), int NC, Shape s) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Attention. A work-group takes one query of one group and all h heads of it, which see the same keys: these pass
-// through local memory in tiles and serve every head. `most` keys make a tile; the host finds out how many fit.
+// Attention. A work-group takes one query of one head, or one key of a group, and goes through what it sees, ITEMS rows
+// at a time: first each work-item makes the weight of one row, from dot products; then it adds up all of these rows in
+// some of the D columns. The work-group's own row and the weights are in local memory.
 
+// The query of this work-group, one for each row of [B*H, queries]. Keys begin .. end-1 are what it may see by its
+// position; in the selected branch it sees those of them whose block it chose. lib/model/visible.h has the same.
 typedef struct {
     int begin, end;
-} Range;
-// The keys of query t are the union of these ranges, oldest first; lib/model/visible.h has the same.
-int range_count(int branch, int t, const Shape* s) { return branch == SLC ? t / s->slc_block + 1 : 1; }
-Range key_range(int branch, int i, int t, global const uint* mask, const Shape* s) {
-    Range r = {0, t + 1};
-    if (branch == CMP) r.end = cmp_blocks(s, t + 1);
-    if (branch == WIN && !s->full) r.begin = max(0, t - s->window + 1);
-    if (branch != SLC) return r;
-    r.begin = i * s->slc_block;
-    r.end = has_block(mask, i) ? min(r.begin + s->slc_block, t + 1) : r.begin;
-    return r;
-}
-
-// Which query and group this is: one work-group for each of [B*G, queries].
-typedef struct {
-    int t, h;
-    ulong group, row;   // row: of the first head's query; the others' follow, `queries` rows apart
-    ulong dout;         // the first head's row in [B*queries, H]; the others' follow at once
-    ulong mask, keys;   // where its selection and the group's keys begin
+    ulong keys, mask;  // where its group's keys and its selection begin
+    ulong dout;        // its row in [B*queries, H]
 } Query;
 Query query_of(int branch, const Shape* s) {
-    const int j = GROUP % s->queries, h = heads_per_group(s);
-    const ulong group = GROUP / s->queries, b = group / s->G, g = group % s->G;
-    Query at = {s->first + j, h, group, (group * h) * s->queries + j, (b * s->queries + j) * s->H + g * h,
-                GROUP * mask_words(s), group * key_stride(s, branch) * s->D};
+    const ulong j = GROUP % s->queries, head = GROUP / s->queries, group = head / heads_per_group(s);
+    const int t = s->first + j;
+    Query at;
+    at.begin = branch == WIN && !s->full ? max(0, t - s->window + 1) : 0;
+    at.end = branch == CMP ? cmp_blocks(s, t + 1) : t + 1;
+    at.keys = group * key_stride(s, branch) * s->D;
+    at.mask = (group * s->queries + j) * mask_words(s);
+    at.dout = (head / s->H * s->queries + j) * s->H + head % s->H;
     return at;
 }
-// rows [h, D] = the heads' rows of x, `apart` rows from one to the next, times scale
-void load_heads(local float* rows, global const float* x, ulong apart, int h, float scale, int D) {
-    for (int i = ITEM; i < h * D; i += ITEMS) rows[i] = x[i / D * apart * D + i % D] * scale;
+bool sees(int branch, global const uint* mask, int key, const Shape* s) {
+    return branch != SLC || has_block(mask, key / s->slc_block);
 }
-// tile [count, D + 1] = rows of x, `apart` rows from one to the next; the gap puts them into different banks
-void load_tile(local float* tile, global const float* x, ulong apart, int count, int D) {
-    for (int i = ITEM; i < count * D; i += ITEMS) tile[i / D * (D + 1) + i % D] = x[i / D * apart * D + i % D];
+bool sees_any(int branch, global const uint* mask, int key, int count, const Shape* s) {
+    bool any = branch != SLC;
+    for (int i = 0; i < count && !any; i++) any = has_block(mask, (key + i) / s->slc_block);
+    return any;
 }
-// products [h, most] = the dot products of rows [h, D] and the tile's `count` rows
-void multiply(local float* products, local const float* rows, local const float* tile, int h, int count, int most,
-              int D) {
-    for (int i = ITEM; i < h * count; i += ITEMS) {
-        local const float *a = rows + i / count * D, *b = tile + i % count * (D + 1);
-        float sum = 0;
-        for (int x = 0; x < D; x++) sum += a[x] * b[x];
-        products[i / count * most + i % count] = sum;
+// row [D] = x times scale, sums [D] = 0
+void begin_row(local float* row, local float* sums, global const float* x, float scale, int D) {
+    for (int i = ITEM; i < D; i += ITEMS) {
+        row[i] = x[i] * scale;
+        sums[i] = 0;
     }
 }
-// sums [h, D] += weights [h, most] times the tile's `count` rows
-void accumulate(local float* sums, local const float* weights, local const float* tile, int h, int count, int most,
-                int D) {
-    for (int i = ITEM; i < h * D; i += ITEMS) {
-        float sum = sums[i];
-        for (int j = 0; j < count; j++) sum += weights[i / D * most + j] * tile[j * (D + 1) + i % D];
+float product(local const float* a, global const float* b, int D) {
+    float sum = 0;
+    for (int i = 0; i < D; i++) sum += a[i] * b[i];
+    return sum;
+}
+// sums [D] = keep * sums + weights [count] times rows of x, `apart` elements from one to the next
+void add_rows(local float* sums, float keep, local const float* weights, global const float* x, ulong apart, int count,
+              int D) {
+    for (int i = ITEM; i < D; i += ITEMS) {
+        float sum = keep * sums[i];
+        for (int j = 0; j < count; j++)
+            if (weights[j] != 0) sum += weights[j] * x[j * apart + i];
         sums[i] = sum;
     }
 }
-float largest_of(float x, local const float* row, int count) {
-    for (int i = 0; i < count; i++) x = fmax(x, row[i]);
-    return x;
-}
 
-// The softmax is accumulated tile by tile (Milakov & Gimelshein 2018).
-// room: query, sums [h, D], tile [most, D + 1], scores, weights [h, most], largest, total [h]
+// The softmax is accumulated piece by piece (Milakov & Gimelshein 2018).
 kernel void attention_forward(OUT(out), OUT(lse), IN(q), IN(k), IN(v), ARRAY(const uint, selection), int branch,
-                              int most, float scale, Shape s, local float* room) {
+                              float scale, Shape s) {
     AT(out) AT(lse) AT(q) AT(k) AT(v) AT(selection)
+    local float query[MAX_D], sums[MAX_D], scores[ITEMS], weights[ITEMS];
     const Query at = query_of(branch, &s);
-    const int D = s.D, h = at.h;
-    local float *query = room, *sums = query + h * D, *tile = sums + h * D, *scores = tile + most * (D + 1);
-    local float *weights = scores + h * most, *largest = weights + h * most, *total = largest + h;
-    load_heads(query, q + at.row * D, s.queries, h, scale, D);
-    for (int i = ITEM; i < h * D; i += ITEMS) sums[i] = 0;
-    for (int i = ITEM; i < h; i += ITEMS) {
-        largest[i] = -INFINITY;
-        total[i] = 0;
+    float largest = -INFINITY, total = 0;  // the same for every work-item
+    selection += at.mask;
+    begin_row(query, sums, q + GROUP * s.D, scale, s.D);
+    for (int key = at.begin; key < at.end; key += ITEMS) {
+        const int count = min(ITEMS, at.end - key);
+        const ulong first = at.keys + (ulong)key * s.D;
+        if (!sees_any(branch, selection, key, count, &s)) continue;
+        SYNC;
+        if (ITEM < count)
+            scores[ITEM] = sees(branch, selection, key + ITEM, &s) ? product(query, k + first + ITEM * s.D, s.D)
+                                                                   : -INFINITY;
+        SYNC;
+        float most = largest;
+        for (int j = 0; j < count; j++) most = fmax(most, scores[j]);
+        if (ITEM < count) weights[ITEM] = exp(scores[ITEM] - most);
+        SYNC;
+        const float keep = exp(largest - most);  // 0 the first time
+        total *= keep;
+        for (int j = 0; j < count; j++) total += weights[j];
+        add_rows(sums, keep, weights, v + first, s.D, count, s.D);
+        largest = most;
     }
-    for (int range = 0; range < range_count(branch, at.t, &s); range++) {
-        const Range keys = key_range(branch, range, at.t, selection + at.mask, &s);
-        for (int key = keys.begin; key < keys.end; key += most) {
-            const int count = min(most, keys.end - key);
-            SYNC;
-            load_tile(tile, k + at.keys + (ulong)key * D, 1, count, D);
-            SYNC;
-            multiply(scores, query, tile, h, count, most, D);
-            SYNC;
-            load_tile(tile, v + at.keys + (ulong)key * D, 1, count, D);
-            for (int i = ITEM; i < h * count; i += ITEMS) {
-                local const float* row = scores + i / count * most;
-                const float m = largest_of(largest[i / count], row, count);
-                weights[i / count * most + i % count] = exp(row[i % count] - m);
-            }
-            for (int i = ITEM; i < h * D; i += ITEMS)  // the first time by 0
-                sums[i] *= exp(largest[i / D] - largest_of(largest[i / D], scores + i / D * most, count));
-            SYNC;
-            for (int i = ITEM; i < h; i += ITEMS) {
-                const float m = largest_of(largest[i], scores + i * most, count);
-                total[i] *= exp(largest[i] - m);
-                for (int j = 0; j < count; j++) total[i] += weights[i * most + j];
-                largest[i] = m;
-            }
-            accumulate(sums, weights, tile, h, count, most, D);
-        }
-    }
-    SYNC;
-    for (int i = ITEM; i < h * D; i += ITEMS) {
-        const float sum = total[i / D];
-        out[(at.row + i / D * (ulong)s.queries) * D + i % D] = sum > 0 ? sums[i] / sum : sum;
-    }
-    for (int i = ITEM; i < h; i += ITEMS)
-        lse[at.row + i * (ulong)s.queries] = total[i] == 0 ? INFINITY : largest[i] + log(total[i]);
+    for (int i = ITEM; i < s.D; i += ITEMS) out[GROUP * s.D + i] = total > 0 ? sums[i] / total : total;
+    if (ITEM == 0) lse[GROUP] = total == 0 ? INFINITY : largest + log(total);
 }
 
 // dq = dS k / sqrt(D), or +=.  P' = e^(score - lse_gated), dS = P' (dout v^T - row_dot)
-// room: query, gradient, sums [h, D], tile [most, D + 1], scores, products [h, most]
 kernel void attention_dq(OUT(dq), IN(dout), IN(row_dot), IN(lse_gated), IN(q), IN(k), IN(v),
-                         ARRAY(const uint, selection), int add, int branch, int most, float scale, Shape s,
-                         local float* room) {
+                         ARRAY(const uint, selection), int add, int branch, float scale, Shape s) {
     AT(dq) AT(dout) AT(row_dot) AT(lse_gated) AT(q) AT(k) AT(v) AT(selection)
+    local float query[MAX_D], gradient[MAX_D], sums[MAX_D], dS[ITEMS];
     const Query at = query_of(branch, &s);
-    const int D = s.D, h = at.h;
-    local float *query = room, *gradient = query + h * D, *sums = gradient + h * D, *tile = sums + h * D;
-    local float *scores = tile + most * (D + 1), *products = scores + h * most;
-    load_heads(query, q + at.row * D, s.queries, h, scale, D);
-    load_heads(gradient, dout + at.dout * D, 1, h, 1, D);
-    for (int i = ITEM; i < h * D; i += ITEMS) sums[i] = 0;
-    for (int range = 0; range < range_count(branch, at.t, &s); range++) {
-        const Range keys = key_range(branch, range, at.t, selection + at.mask, &s);
-        for (int key = keys.begin; key < keys.end; key += most) {
-            const int count = min(most, keys.end - key);
-            SYNC;
-            load_tile(tile, v + at.keys + (ulong)key * D, 1, count, D);
-            SYNC;
-            multiply(products, gradient, tile, h, count, most, D);
-            SYNC;
-            load_tile(tile, k + at.keys + (ulong)key * D, 1, count, D);
-            SYNC;
-            multiply(scores, query, tile, h, count, most, D);
-            SYNC;
-            for (int i = ITEM; i < h * count; i += ITEMS) {
-                const ulong row = at.row + i / count * (ulong)s.queries;
-                const int to = i / count * most + i % count;
-                products[to] = exp(scores[to] - lse_gated[row]) * (products[to] - row_dot[row]);
-            }
-            SYNC;
-            accumulate(sums, products, tile, h, count, most, D);
+    selection += at.mask;
+    begin_row(query, sums, q + GROUP * s.D, scale, s.D);
+    begin_row(gradient, sums, dout + at.dout * s.D, 1, s.D);
+    for (int key = at.begin; key < at.end; key += ITEMS) {
+        const int count = min(ITEMS, at.end - key);
+        const ulong first = at.keys + (ulong)key * s.D, mine = first + ITEM * s.D;
+        if (!sees_any(branch, selection, key, count, &s)) continue;
+        SYNC;
+        if (ITEM < count) {
+            const bool seen = sees(branch, selection, key + ITEM, &s);
+            const float P = seen ? exp(product(query, k + mine, s.D) - lse_gated[GROUP]) : 0;
+            dS[ITEM] = seen ? P * (product(gradient, v + mine, s.D) - row_dot[GROUP]) : 0;
         }
+        SYNC;
+        add_rows(sums, 1, dS, k + first, s.D, count, s.D);
     }
-    SYNC;
-    for (int i = ITEM; i < h * D; i += ITEMS) {
-        const ulong to = (at.row + i / D * (ulong)s.queries) * D + i % D;
+    for (int i = ITEM; i < s.D; i += ITEMS) {
+        const ulong to = GROUP * s.D + i;
         dq[to] = (add ? dq[to] : 0) + sums[i] * scale;
     }
 }
 
-bool sees(int branch, int t, int key, global const uint* mask, const Shape* s) {
-    if (branch == CMP) return key * s->d + s->l - 1 <= t;
-    if (key > t) return false;
-    return branch == SLC ? has_block(mask, key / s->slc_block) : s->full || t - key < s->window;
-}
-// Whether one of `rows` queries from t on, whose selections begin at mask, chose a block that has keys first .. last.
-bool any_sees(int branch, int t, int rows, int first, int last, global const uint* mask, const Shape* s) {
-    if (branch != SLC) return true;
-    for (int i = 0; i < rows; i++)
-        for (int block = first / s->slc_block; block <= last / s->slc_block; block++)
-            if (t + i >= block * s->slc_block && has_block(mask + (ulong)i * mask_words(s), block)) return true;
-    return false;
-}
-// dk = dS^T q / sqrt(D), dv = P'^T dout. A work-group takes `most` keys of a group and goes through the queries that
-// may see them, `most` at a time, and through their heads.
-// room: key, value, dk, dv [most, D], query, gradient [most, D + 1], P, dS [most keys, most queries]
+// dk = dS^T q / sqrt(D), dv = P'^T dout. A work-group for each key [keys, B*G], which goes through the heads of its
+// group and the queries that may see it.
 kernel void attention_dkdv(OUT(dk), OUT(dv), IN(dout), IN(row_dot), IN(lse_gated), IN(q), IN(k), IN(v),
-                           ARRAY(const uint, selection), int branch, int most, float scale, Shape s,
-                           local float* room) {
+                           ARRAY(const uint, selection), int branch, float scale, Shape s) {
     AT(dk) AT(dv) AT(dout) AT(row_dot) AT(lse_gated) AT(q) AT(k) AT(v) AT(selection)
-    const int D = s.D, h = heads_per_group(&s), stride = key_stride(&s, branch), words = mask_words(&s);
-    const int first = GROUP * most, keys = min(most, stride - first), last = first + keys - 1;
-    const ulong group = get_group_id(1), b = group / s.G, at = (group * stride + first) * D;
-    local float *key = room, *value = key + most * D, *dk_sums = value + most * D, *dv_sums = dk_sums + most * D;
-    local float *query = dv_sums + most * D, *gradient = query + most * (D + 1), *P = gradient + most * (D + 1);
-    local float* dS = P + most * most;
-    load_heads(key, k + at, 1, keys, scale, D);
-    load_heads(value, v + at, 1, keys, 1, D);
-    for (int i = ITEM; i < keys * D; i += ITEMS) dk_sums[i] = dv_sums[i] = 0;
-    const int end = branch == WIN && !s.full ? min(s.T, last + s.window) : s.T;
-    for (int t = branch == CMP ? first * s.d + s.l - 1 : first; t < end; t += most) {
-        const int rows = min(most, end - t);
-        global const uint* mask = selection + (group * s.T + t) * words;
-        const int heads = any_sees(branch, t, rows, first, last, mask, &s) ? h : 0;
-        for (int head = group % s.G * h; head < (int)(group % s.G) * h + heads; head++) {
-            const ulong row = (b * s.H + head) * s.T + t;
+    local float row_of_k[MAX_D], row_of_v[MAX_D], dk_sums[MAX_D], dv_sums[MAX_D], P[ITEMS], dS[ITEMS];
+    const int D = s.D, key = GROUP, h = heads_per_group(&s), words = mask_words(&s);
+    const ulong group = get_group_id(1), at = (group * key_stride(&s, branch) + key) * D;
+    const int begin = branch == CMP ? key * s.d + s.l - 1 : key;
+    const int end = branch == WIN && !s.full && s.window < s.T - key ? key + s.window : s.T;
+    begin_row(row_of_k, dk_sums, k + at, scale, D);
+    begin_row(row_of_v, dv_sums, v + at, 1, D);
+    for (ulong head = group * h; head < (group + 1) * h; head++)
+        for (int t = begin; t < end; t += ITEMS) {
+            const int count = min(ITEMS, end - t);
+            const ulong rows = head * s.T + t, row = rows + ITEM;
+            global const float* const gradient = dout + ((head / s.H * s.T + t) * s.H + head % s.H) * D;
             SYNC;
-            load_tile(query, q + row * D, 1, rows, D);
-            load_tile(gradient, dout + ((b * s.T + t) * s.H + head) * D, s.H, rows, D);
-            SYNC;
-            multiply(P, key, query, keys, rows, most, D);
-            multiply(dS, value, gradient, keys, rows, most, D);
-            SYNC;
-            for (int i = ITEM; i < keys * rows; i += ITEMS) {
-                const int c = i / rows, r = i % rows, to = c * most + r;
-                const bool seen = sees(branch, t + r, first + c, mask + (ulong)r * words, &s);
-                P[to] = seen ? exp(P[to] - lse_gated[row + r]) : 0;
-                dS[to] = seen ? P[to] * (dS[to] - row_dot[row + r]) : 0;
+            if (ITEM < count) {
+                const bool seen = sees(branch, selection + (group * s.T + t + ITEM) * words, key, &s);
+                P[ITEM] = seen ? exp(product(row_of_k, q + row * D, D) - lse_gated[row]) : 0;
+                dS[ITEM] = seen ? P[ITEM] * (product(row_of_v, gradient + (ulong)ITEM * s.H * D, D) - row_dot[row]) : 0;
             }
             SYNC;
-            accumulate(dk_sums, dS, query, keys, rows, most, D);
-            accumulate(dv_sums, P, gradient, keys, rows, most, D);
+            add_rows(dk_sums, 1, dS, q + rows * D, D, count, D);
+            add_rows(dv_sums, 1, P, gradient, s.H * D, count, D);
         }
-    }
-    SYNC;
-    for (int i = ITEM; i < keys * D; i += ITEMS) {
+    for (int i = ITEM; i < D; i += ITEMS) {
         dk[at + i] = dk_sums[i] * scale;
         dv[at + i] = dv_sums[i];
     }
 }
 
-// Paper eq. 8 to 12, a work-group for each query of a group. A block is chosen if fewer than n - 3 of those that nobody
-// forces go before it.
-// room: query [h, D], importance, chosen [blocks]
-kernel void select_blocks(ARRAY(uint, selection), OUT(chosen_importance), IN(q), IN(kc), IN(lse), float scale, Shape s,
-                          local float* room) {
-    AT(selection) AT(chosen_importance) AT(q) AT(kc) AT(lse)
-    const Query at = query_of(CMP, &s);
-    const int D = s.D, h = at.h, last = at.t / s.slc_block, visible = cmp_blocks(&s, at.t + 1);
-    local float *query = room, *importance = query + h * D, *chosen = importance + last + 1;
-    load_heads(query, q + at.row * D, s.queries, h, scale, D);
-    SYNC;
-    for (int block = ITEM; block <= last; block += ITEMS) {
-        const int begin = block * s.slc_block, end = begin + s.slc_block;
-        float sum = 0;
-        for (int i = max(0, (begin - s.l) / s.d); i < visible && i * s.d < end; i++) {
-            const int shared = min(end, i * s.d + s.l) - max(begin, i * s.d);
-            float p = 0;
-            for (int head = 0; head < h && shared > 0; head++) {
-                float score = 0;
-                for (int x = 0; x < D; x++) score += query[head * D + x] * kc[at.keys + (ulong)i * D + x];
-                p += exp(score - lse[at.row + head * (ulong)s.queries]);
-            }
-            if (shared > 0) sum += p * shared / s.d;
+// Paper eq. 8 to 10: the importance of a block for a query, over all h heads of its group, whose rows of q and lse are
+// `queries` apart.
+float importance_of(int block, int visible, global const float* q, global const float* kc, global const float* lse,
+                    float scale, const Shape* s) {
+    const int begin = block * s->slc_block, end = begin + s->slc_block;
+    float importance = 0;
+    for (int i = max(0, (begin - s->l) / s->d); i < visible && i * s->d < end; i++) {
+        const int shared = min(end, i * s->d + s->l) - max(begin, i * s->d);
+        if (shared <= 0) continue;
+        float p = 0;
+        for (ulong head = 0; head < (ulong)heads_per_group(s); head++) {
+            float score = 0;
+            for (int x = 0; x < s->D; x++) score += q[head * s->queries * s->D + x] * scale * kc[(ulong)i * s->D + x];
+            p += exp(score - lse[head * s->queries]);
         }
-        importance[block] = sum;
+        importance += p * shared / s->d;
     }
-    SYNC;
+    return importance;
+}
+// Eq. 11 and 12, a work-group for each query of a group. A block is chosen if it is forced, or if fewer than n - 3 of
+// those that nobody forces go before it. room [B*G*queries, blocks].
+kernel void select_blocks(ARRAY(uint, selection), OUT(chosen_importance), OUT(room), IN(q), IN(kc), IN(lse),
+                          float scale, Shape s) {
+    AT(selection) AT(chosen_importance) AT(room) AT(q) AT(kc) AT(lse)
+    local float of_group[ITEMS];
+    const int t = s.first + GROUP % s.queries, last = t / s.slc_block, words = mask_words(&s);
+    const ulong group = GROUP / s.queries, row = group * heads_per_group(&s) * s.queries + GROUP % s.queries;
+    global float* const importance = room + GROUP * ((s.T + s.slc_block - 1) / s.slc_block);
+    selection += GROUP * words;
+    kc += group * key_stride(&s, CMP) * s.D;
+    for (int block = ITEM; block <= last; block += ITEMS)
+        importance[block] = importance_of(block, cmp_blocks(&s, t + 1), q + row * s.D, kc, lse + row, scale, &s);
+    for (int word = ITEM; word < words; word += ITEMS) selection[word] = 0;
+    barrier(CLK_GLOBAL_MEM_FENCE);
+    float of_chosen = 0, all = 0;
     for (int block = ITEM; block <= last; block += ITEMS) {
+        const float mine = importance[block];
         int before = 0;
         for (int other = 1; other < last - 1; other++)
-            before += importance[other] > importance[block] ||
-                      (importance[other] == importance[block] && other < block);
-        const bool forced = block == 0 || block >= last - 1;
-        chosen[block] = forced || before < s.slc_count - 3;
+            before += importance[other] > mine || (importance[other] == mine && other < block);
+        all += mine;
+        if (block != 0 && block < last - 1 && before >= s.slc_count - 3) continue;
+        atomic_or(selection + block / 32, 1u << (block % 32));
+        of_chosen += mine;
     }
-    SYNC;
-    selection += at.mask;
-    for (int word = ITEM; word < mask_words(&s); word += ITEMS) {
-        uint bits = 0;
-        for (int block = word * 32; block <= min(last, word * 32 + 31); block++)
-            if (chosen[block] != 0) bits |= 1u << (block % 32);
-        selection[word] = bits;
-    }
-    if (ITEM > 0 || !chosen_importance) return;
-    float of_chosen = 0, all = 0;
-    for (int block = 0; block <= last; block++) {
-        all += importance[block];
-        of_chosen += chosen[block] * importance[block];
-    }
-    chosen_importance[GROUP] = all > 0 ? of_chosen / all : 1;
+    all = group_sum(all, of_group);
+    of_chosen = group_sum(of_chosen, of_group);
+    if (ITEM == 0 && chosen_importance) chosen_importance[GROUP] = all > 0 ? of_chosen / all : 1;
 }
 
 // A work-item for each number of the output [B*queries, H*D].
@@ -587,10 +505,6 @@ kernel void sums(OUT(to), IN(x), IN(guard), int add, int squares, ulong chunk, u
     for (ulong i = at * chunk + ITEM; i < min(total, (at + 1) * chunk); i += ITEMS) sum += squares ? x[i] * x[i] : x[i];
     sum = group_sum(sum, room);
     if (ITEM == 0) to[at] = guard && !isfinite(guard[0]) ? NAN : add ? to[at] + sum : sum;
-}
-kernel void set_guard(OUT(guard), IN(loss)) {
-    AT(guard) AT(loss)
-    if (get_global_id(0) == 0) guard[0] = loss[0];
 }
 kernel void adamw(OUT(param), OUT(m), OUT(v), IN(grad), IN(squares), ulong count, float beta1, float beta2, float eps,
                   float step_size, float keep, float v_correction, float grad_clip) {

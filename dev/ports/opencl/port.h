@@ -95,7 +95,7 @@ class OpenCl {
     ~OpenCl() {
         clFinish(queue);
         for (Slot& s : scratches) release(s.data);
-        for (Upload& u : uploads) wait_for(u.event);
+        for (auto& u : uploads) wait_for(u.event);
         for (auto& [name, kernel] : kernels) clReleaseKernel(kernel);
         clReleaseProgram(program);
         clReleaseCommandQueue(queue);
@@ -116,14 +116,8 @@ class OpenCl {
     void start_profiler() {}
     void stop_profiler() {}
     void check_shape(const NsaShape& s) const {
-        if (s.D % 2) fail_usage("--head-dim %d: OpenCL's kernels take an even one", s.D);
-        tile_of(s);
-        const size_t blocks = size_t(s.heads_per_group()) * s.D + 2 * size_t(s.slc_blocks());
-        if (!s.full && blocks * sizeof(float) > local_memory())
-            fail_usage(
-                "%d selection blocks of a sequence need more local memory than the %zu bytes of %s: choose a "
-                "shorter --seq-len or a larger --slc-block",
-                s.slc_blocks(), local_memory(), name().c_str());
+        if (s.D % 2 || size_t(s.D) > MAX_D)
+            fail_usage("--head-dim %d: OpenCL's kernels take even ones up to %zu", s.D, MAX_D);
     }
 
     // ----- memory
@@ -169,20 +163,20 @@ class OpenCl {
     void from_host(float* out, const float* in, size_t count) { copy(out, in, count); }
     // The tokens and targets of two micro-steps can be on their way.
     void upload(int32_t* out, const int32_t* in, size_t count) {
-        Upload& u = uploads[uploaded++ % uploads.size()];
+        auto& u = uploads[uploaded++ % uploads.size()];
         wait_for(u.event);
-        u.tokens.assign(in, in + count);
-        transfer(out, u.tokens.data(), count * sizeof(int32_t), &u.event);
+        u.host.assign(in, in + count);
+        transfer(out, u.host.data(), count * sizeof(int32_t), &u.event);
     }
     void send(const float* numbers, size_t count) {
-        Download& d = downloads[sent++ % downloads.size()];
-        d.numbers.resize(count);
-        transfer(d.numbers.data(), numbers, count * sizeof(float), &d.event);
+        auto& d = downloads[sent++ % downloads.size()];
+        d.host.resize(count);
+        transfer(d.host.data(), numbers, count * sizeof(float), &d.event);
     }
     std::vector<double> receive() {
-        Download& d = downloads[received++ % downloads.size()];
+        auto& d = downloads[received++ % downloads.size()];
         wait_for(d.event);
-        return {d.numbers.begin(), d.numbers.end()};
+        return {d.host.begin(), d.host.end()};
     }
 
     // In the one queue, so a copy holds up what is launched behind it; the host waits for none.
@@ -271,8 +265,8 @@ class OpenCl {
         if (count <= 0) return;
         const int rows = s.B * s.G * count, NC = s.cmp_capacity();
         const size_t D = size_t(s.D), F = size_t(s.F), width = s.l * D;
-        float *sums = scratch<float>(0, rows * F), *activated = scratch<float>(1, rows * F);
-        float* const outputs = scratch<float>(2, rows * D);
+        float *sums = scratch(0, rows * F), *activated = scratch(1, rows * F);
+        float* const outputs = scratch(2, rows * D);
         gemm({count, s.F, int(width)}, sums, k + begin * s.d * D, phi.fc1, null, {s.d * D, 1, s.T * D}, {width, 1, 0},
              {F, 1, count * F}, size_t(s.B) * s.G);
         over(rows * F, "compress_activate", hidden, activated, sums, phi.bias, begin, count, NC, s);
@@ -286,8 +280,8 @@ class OpenCl {
         const int NC = s.cmp_capacity(), rows = s.B * s.G * NC;
         const size_t D = size_t(s.D), F = size_t(s.F), width = s.l * D;
         if (rows == 0) return zero(dk, s.key_rows() * D);
-        float *activated = scratch<float>(0, rows * F), *dhidden = scratch<float>(1, rows * F);
-        float* const dblocks = scratch<float>(2, rows * width);
+        float *activated = scratch(0, rows * F), *dhidden = scratch(1, rows * F);
+        float* const dblocks = scratch(2, rows * width);
         if (rotated) over(rows * D / 2, "turn_blocks", dout, rope_of(s), -1.0f, 0, NC, NC, s);
         silu_forward(activated, hidden, rows * F);
         gemm({s.D, s.F, rows}, dphi.fc2, dout, activated, dphi.fc2, {1, D, 0}, {1, F, 0}, {F, 1, 0});
@@ -305,18 +299,16 @@ class OpenCl {
     void attention_forward(Branch branch, float* out, float* lse, const float* q, const float* k, const float* v,
                            const uint32_t* selection, const NsaShape& s) {
         const ProfileRange range(ATTENTION_NAMES[branch]);
-        const int tile = tile_of(s);
-        groups({size_t(s.B) * s.G * s.queries}, "attention_forward", out, lse, q, k, v, selection, int(branch), tile,
-               float(s.scale()), s, Local{room_of(s, size_t(tile))});
+        groups({s.query_rows()}, "attention_forward", out, lse, q, k, v, selection, int(branch), float(s.scale()), s);
         if (reads && branch == (s.full ? WIN : SLC)) count_what_was_read(selection, s);
     }
     void attend_and_select(float* out, float* lse, uint32_t* selection, float* chosen_importance, const float* q,
                            const float* kc, const float* vc, const NsaShape& s) {
         attention_forward(CMP, out, lse, q, kc, vc, nullptr, s);
-        const size_t floats = size_t(s.heads_per_group()) * s.D + 2 * size_t(s.slc_blocks());
-        if (selection)
-            groups({size_t(s.B) * s.G * s.queries}, "select_blocks", selection, chosen_importance, q, kc, lse,
-                   float(s.scale()), s, Local{floats});
+        if (!selection) return;
+        const size_t queries = size_t(s.B) * s.G * s.queries;
+        groups({queries}, "select_blocks", selection, chosen_importance, scratch(0, queries * s.slc_blocks()), q, kc,
+               lse, float(s.scale()), s);
     }
     void combine_forward(float* out, const float* o, const float* gate, const NsaShape& s) {
         over(s.query_rows() * s.D, "combine_forward", out, o, gate, s);
@@ -329,13 +321,11 @@ class OpenCl {
     void attention_backward(Branch branch, const BackwardArrays<float, float>& d, const InputArrays<float>& in,
                             const NsaShape& s) {
         const ProfileRange range(ATTENTION_NAMES[branch]);
-        const int tile = tile_of(s), keys = s.key_stride(branch);
-        groups({size_t(s.B) * s.G * s.queries}, "attention_dq", d.dq, d.dout, d.row_dot, d.lse_gated, in.q, in.k, in.v,
-               in.selection, int(d.add), int(branch), tile, float(s.scale()), s, Local{room_of(s, size_t(tile))});
-        if (keys == 0) return;
-        groups({size_t(keys + tile - 1) / tile, size_t(s.B) * s.G}, "attention_dkdv", d.dk, d.dv, d.dout, d.row_dot,
-               d.lse_gated, in.q, in.k, in.v, in.selection, int(branch), tile, float(s.scale()), s,
-               Local{room_of(s, size_t(tile))});
+        groups({s.query_rows()}, "attention_dq", d.dq, d.dout, d.row_dot, d.lse_gated, in.q, in.k, in.v, in.selection,
+               int(d.add), int(branch), float(s.scale()), s);
+        if (const size_t keys = size_t(s.key_stride(branch)))
+            groups({keys, size_t(s.B) * s.G}, "attention_dkdv", d.dk, d.dv, d.dout, d.row_dot, d.lse_gated, in.q, in.k,
+                   in.v, in.selection, int(branch), float(s.scale()), s);
     }
     bool count_reads(KeyReads* to) {
         reads = to;
@@ -352,7 +342,7 @@ class OpenCl {
     void total_squares(float* sum, const float* squares, size_t chunks, const float* guard) {
         groups({1}, "sums", sum, squares, guard, 0, 0, chunks, size_t(0), chunks);
     }
-    void set_guard(float* guard, const float* loss) { groups({1}, "set_guard", guard, loss); }
+    void set_guard(float* guard, const float* loss) { total_squares(guard, loss, 1, nullptr); }
     void adamw(float* param, float*, float* m, float* v, const float* grad, size_t count,
                const HyperAdamWOf<float>& h) {
         over(count, "adamw", param, m, v, grad, h.squares, count, float(h.beta1), float(h.beta2), float(h.eps),
@@ -374,7 +364,8 @@ class OpenCl {
     }
 
   private:
-    static constexpr size_t ITEMS = 64, TILE = 64, DEPTH = 16, PART_ROWS = 64;
+    static constexpr size_t ITEMS = 64, MAX_D = 256, TILE = 64, DEPTH = 16;
+    static constexpr int PART_ROWS = 64;
     static constexpr const float* null = nullptr;
 
     struct Buffer {
@@ -385,25 +376,18 @@ class OpenCl {
         cl_mem buffer = nullptr;  // null: this is an address of the host
         size_t at = 0;            // bytes
     };
-    struct Upload {
-        std::vector<int32_t> tokens;
-        cl_event event = nullptr;
-    };
-    struct Download {
-        std::vector<float> numbers;
+    template <class T>
+    struct OnItsWay {
+        std::vector<T> host;
         cl_event event = nullptr;
     };
     struct Slot {
-        char* data = nullptr;
-        size_t bytes = 0;
+        float* data = nullptr;
+        size_t count = 0;
     };
     struct Strides {
         cl_ulong row, k, matrix;
     };
-    struct Local {  // an argument: so many floats of local memory
-        size_t floats;
-    };
-
     const int index;
     cl_device_id device;
     cl_context context;
@@ -412,8 +396,8 @@ class OpenCl {
     std::map<std::string, cl_kernel> kernels;
     std::map<char*, Buffer> buffers;  // by their first address
     size_t live_bytes = 0, uploaded = 0, sent = 0, received = 0;
-    std::array<Upload, 4> uploads;
-    std::array<Download, 2> downloads;
+    std::array<OnItsWay<int32_t>, 4> uploads;
+    std::array<OnItsWay<float>, 2> downloads;
     std::array<Slot, 5> scratches;  // the last is add_column_sums', the one before RoPE's table
     RopeTable<float> rope;
     KeyReads* reads = nullptr;
@@ -447,7 +431,6 @@ class OpenCl {
         return number;
     }
     double total_memory() const { return double(number_of<cl_ulong>(CL_DEVICE_GLOBAL_MEM_SIZE)); }
-    size_t local_memory() const { return size_t(number_of<cl_ulong>(CL_DEVICE_LOCAL_MEM_SIZE)); }
     void build() {
         const char* text = file_opencl_kernels;
         const size_t length = size_t(file_opencl_kernels_end - file_opencl_kernels);
@@ -455,8 +438,7 @@ class OpenCl {
         program = clCreateProgramWithSource(context, 1, &text, &length, &error);
         cl_check(error, "clCreateProgramWithSource");
         const std::string options =
-            format_text("-cl-std=CL1.2 -DITEMS=%zu -DTILE=%zu -DDEPTH=%zu -DPART_ROWS=%zu -DCHUNK=%zu", ITEMS, TILE,
-                        DEPTH, PART_ROWS, CHUNK);
+            format_text("-cl-std=CL1.2 -DITEMS=%zu -DMAX_D=%zu -DTILE=%zu -DDEPTH=%zu", ITEMS, MAX_D, TILE, DEPTH);
         if (clBuildProgram(program, 1, &device, options.c_str(), nullptr, nullptr) == CL_SUCCESS) return;
         std::vector<char> log(1 << 16);
         clGetProgramBuildInfo(program, device, CL_PROGRAM_BUILD_LOG, log.size() - 1, log.data(), nullptr);
@@ -494,9 +476,6 @@ class OpenCl {
         set(kernel, i, sizeof(cl_mem), p ? &place.buffer : nullptr);
         set(kernel, i, sizeof elements, &elements);
     }
-    void argument(cl_kernel kernel, cl_uint& i, const Local& room) {
-        set(kernel, i, room.floats * sizeof(float), nullptr);
-    }
     template <class T>
     void argument(cl_kernel kernel, cl_uint& i, const T& value) {
         set(kernel, i, sizeof value, &value);
@@ -530,15 +509,13 @@ class OpenCl {
         event = nullptr;
     }
     // Temporary memory that only grows. The queue is in order, so what was launched with the old one has its own hold.
-    template <class T>
-    T* scratch(size_t slot, size_t count) {
+    float* scratch(size_t slot, size_t count) {
         Slot& s = scratches[slot];
-        if (count * sizeof(T) > s.bytes) {
-            release(s.data);
-            s.data = allocate<char>(count * sizeof(T));
-            s.bytes = count * sizeof(T);
-        }
-        return reinterpret_cast<T*>(s.data);
+        if (count <= s.count) return s.data;
+        release(s.data);
+        s.data = allocate<float>(count);
+        s.count = count;
+        return s.data;
     }
 
     // C [M, N] = A B^T (+ addend), element (row, k) of a factor by its strides, for `count` matrices
@@ -547,19 +524,20 @@ class OpenCl {
         const auto tiles = [](int n) { return (size_t(n) + TILE - 1) / TILE; };
         launch({tiles(s.N), tiles(s.M), count}, 256, "gemm", C, A, B, addend, s.M, s.N, s.K, a, b, c);
     }
-    // out [C] += the sums over N rows of a, or of a x rstd
+    // out [C] += the sums over N rows of a, or of a x rstd: parts of PART_ROWS rows, then their sum
     void add_column_sums(float* out, const float* a, const float* x, const float* rstd, int N, int C) {
-        const size_t parts = (size_t(N) + PART_ROWS - 1) / PART_ROWS, across = (size_t(C) + ITEMS - 1) / ITEMS;
-        float* const sums = scratch<float>(4, parts * C);
-        groups({across, parts}, "column_parts", sums, a, x, rstd, N, C);
-        groups({across}, "column_totals", out, sums, int(parts), C);
+        const int parts = (N + PART_ROWS - 1) / PART_ROWS;
+        const size_t across = (size_t(C) + ITEMS - 1) / ITEMS;
+        float* const sums = scratch(4, size_t(parts) * C);
+        groups({across, size_t(parts)}, "column_sums", sums, a, x, rstd, PART_ROWS, 0, N, C);
+        groups({across}, "column_sums", out, sums, null, null, parts, 1, parts, C);
     }
     // Cosines [T, D/2], then sines.
     const float* rope_of(const NsaShape& s) {
-        if (s.T == rope.positions && s.D == rope.D) return reinterpret_cast<float*>(scratches[3].data);
+        if (s.T == rope.positions && s.D == rope.D) return scratches[3].data;
         rope = {};
         rope.prepare(s.T, s.D);
-        float* const table = scratch<float>(3, 2 * rope.cosine.size());
+        float* const table = scratch(3, 2 * rope.cosine.size());
         copy(table, std::as_const(rope.cosine).data(), rope.cosine.size());
         copy(table + rope.cosine.size(), std::as_const(rope.sine).data(), rope.sine.size());
         return table;
@@ -574,20 +552,6 @@ class OpenCl {
             over(N * s.G * D, "split_heads", h.kv[slot], projected, rope_of(s), column, s.G, s.T,
                  int(slot == K_SLC || slot == K_WIN), int(back), P, s);
         over(N * (P - column), "split_gates", h.gate, projected, column, int(back), P, s);
-    }
-    // Floats of local memory that suffice for each of the attention kernels, as kernels.cl lists them.
-    static size_t room_of(const NsaShape& s, size_t tile) {
-        const size_t h = size_t(s.heads_per_group()), D = size_t(s.D);
-        return std::max(3 * h * D + tile * (D + 1) + 2 * h * tile + 2 * h, 6 * tile * (D + 1) + 2 * tile * tile);
-    }
-    // Keys of a tile: as many as fit.
-    int tile_of(const NsaShape& s) const {
-        for (const int tile : {32, 16, 8, 4})
-            if (room_of(s, size_t(tile)) * sizeof(float) <= std::min<size_t>(local_memory(), 48 << 10)) return tile;
-        fail_usage(
-            "%d heads of %d in a group need more local memory than the %zu bytes of %s: choose fewer --heads for "
-            "each of --kv-groups, or a smaller --head-dim",
-            s.heads_per_group(), s.D, local_memory(), name().c_str());
     }
     // On the host: it is for `sample --stats` alone.
     void count_what_was_read(const uint32_t* selection, const NsaShape& s) {

@@ -241,10 +241,10 @@ TEST_ON(ModelEngines, model_three_steps, false) {
         const auto [loss, expected] = pair.step_losses();
         CHECK_NEAR(loss, expected, 2 * pair.limit * expected);  // of the forward pass, and of the weights
         update(model, step, lr), update(pair.reference.model, step, lr);
-        double square = 0;
+        typename E::DevSum square = 0;
         const double expected_norm = std::sqrt(pair.reference.model.results[1]);
-        pair.dev->copy(&square, static_cast<const double*>(model.results + 1), 1);
-        CHECK_NEAR(std::sqrt(square), expected_norm, 2 * pair.limit * expected_norm);
+        pair.dev->copy(&square, static_cast<const typename E::DevSum*>(model.results + 1), 1);
+        CHECK_NEAR(std::sqrt(double(square)), expected_norm, 2 * pair.limit * expected_norm);
         if (step == 1) first = loss;
         last = loss;
     }

@@ -317,6 +317,24 @@ ENGINE_TEST(compress) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Selection.
 
+// An engine may have select_blocks for itself, which lib/model/engine.h does not ask for.
+template <class Dev, class = void>
+struct SelectsAlone : std::false_type {};
+template <class Dev>
+struct SelectsAlone<Dev, std::void_t<decltype(&Dev::select_blocks)>> : std::true_type {};
+template <class Dev, class real, class Stat>
+void select_alone(Dev& dev, uint32_t* selection, Stat* share, const real* q, const real* kc, const real* vc,
+                  const Stat* lse, const NsaShape& s) {
+    if constexpr (SelectsAlone<Dev>::value) {
+        dev.select_blocks(selection, share, q, kc, lse, s);
+    } else {
+        real* const out = dev.template allocate<real>(s.query_rows() * s.D);
+        Stat* const again = dev.template allocate<Stat>(s.query_rows());
+        dev.attend_and_select(out, again, selection, share, q, kc, vc, s);
+        dev.release(out);
+        dev.release(again);
+    }
+}
 // Whether masks are what the rule gives: forced blocks, count, no block of the future, and no block left out that is
 // more important than one taken by more than the rounding of both. share: what select_blocks says about the share of
 // the importance that fell on the taken.
@@ -491,8 +509,11 @@ AttentionOutputs<E> run_attention(typename E::Dev& dev, const AttentionInputs<E>
             dev.attend_and_select(twice, lse_twice, selection, share, q, k, v, s);
             CHECK(std::memcmp(twice.raw().data(), o.raw().data(), values * sizeof(typename E::Real)) == 0);
             CHECK(std::memcmp(lse_twice.raw().data(), lse.raw().data(), rows * sizeof(typename E::Value)) == 0);
-            dev.select_blocks(alone, share_alone, q, k, lse, s);
-            dev.select_blocks(without_share, nullptr, q, k, lse, s);
+            const auto select = [&](uint32_t* to, typename E::Value* its_share) {
+                select_alone<typename E::Dev, typename E::Real, typename E::Value>(dev, to, its_share, q, k, v, lse, s);
+            };
+            select(alone, share_alone);
+            select(without_share, nullptr);
             masks = selection.raw(), masks_alone = alone.raw();
             CHECK(without_share.raw() == masks_alone);
         }
@@ -622,7 +643,8 @@ ENGINE_TEST(ties_go_to_the_lower_block) {
         Stats<E> lse(*dev, s.query_rows());
         Array<E, uint32_t> selection(*dev, size_t(s.T) * s.selection_words()), alone(*dev, selection.count);
         dev->attend_and_select(o, lse, selection, nullptr, queries, keys, keys, s);
-        dev->select_blocks(alone, nullptr, queries, keys, lse, s);
+        select_alone<typename E::Dev, typename E::Real, typename E::Value>(*dev, alone, nullptr, queries, keys, keys,
+                                                                           lse, s);
         for (const std::vector<uint32_t>& masks : {selection.raw(), alone.raw()})
             // l = 2d: block 0 shares fewer tokens with compressed blocks than every later one, which are alike but for
             // the last. So 1, 2, 3 come before the rest.

@@ -252,27 +252,29 @@ ENGINE_TEST(classifier) {
 
 // The sum of squares as an update makes it: chunk by chunk, then the chunks in order; and the plain sum.
 ENGINE_TEST(sums) {
+    using DevSum = typename E::DevSum;
+    using SumNum = oracle::Number<DevSum>;
     const auto dev = E::open();
     Random random(60);
     for (const size_t count : {size_t(0), size_t(1), size_t(1023), CHUNK - 1, CHUNK, CHUNK + 1, size_t(16383),
                                size_t(16385), size_t(50001)}) {
         const auto x = E::random_values(random, count);
-        oracle::Sum<double> squares, sum;  // in fp64 on every engine
-        for (const double e : x) squares.add(oracle::Number<double>(e) * oracle::Number<double>(e)), sum.add(e);
+        oracle::Sum<DevSum> squares, sum;
+        for (const double e : x) squares.add(SumNum(e) * SumNum(e)), sum.add(e);
         sum.add(3);
-        std::vector<double> first;
+        std::vector<DevSum> first;
         in_every_order<E>([&]() -> std::vector<typename E::Values> {
             const size_t chunks = (count + CHUNK - 1) / CHUNK;
             const Stats<E> on_device(*dev, x);
-            const Array<E, double> of_chunks(*dev, chunks), totals(*dev, std::vector<double>{0, 3, 0});
+            const Array<E, DevSum> of_chunks(*dev, chunks), totals(*dev, std::vector<double>{0, 3, 0});
             const Array<E, typename E::Dev::Grad> guards(*dev, std::vector<double>{1, INFINITY});
             dev->chunk_squares(of_chunks, on_device, count, 0, chunks * CHUNK);
             dev->total_squares(totals, of_chunks, chunks, guards);
             dev->add_sum(totals + 1, on_device, count);
             dev->total_squares(totals + 2, of_chunks, chunks, guards + 1);  // of which nothing is known
-            std::vector<double> found = totals.raw();
-            CHECK_NEAR(found[0], squares.value, oracle::Number<double>(squares).error);
-            CHECK_NEAR(found[1], sum.value, oracle::Number<double>(sum).error);
+            std::vector<DevSum> found = totals.raw();
+            CHECK_NEAR(found[0], squares.value, SumNum(squares).error);
+            CHECK_NEAR(found[1], sum.value, SumNum(sum).error);
             CHECK(std::isnan(found[2]));
             found.pop_back();
             if (first.empty()) first = found;
@@ -289,12 +291,12 @@ struct Updated {
 };
 // The result of dev.adamw in pieces of so many elements.
 template <class E>
-Updated<E> after_adamw(typename E::Dev& dev, const Updated<E>& before, const typename E::Values& grad, HyperAdamW h,
-                       double squares, size_t piece) {
+Updated<E> after_adamw(typename E::Dev& dev, const Updated<E>& before, const typename E::Values& grad,
+                       HyperAdamWOf<typename E::DevSum> h, double squares, size_t piece) {
     using Master = typename E::Dev::Master;
     constexpr bool has_master = E::Dev::has_master;
     const size_t count = grad.size(), offset = h.offset;
-    const Array<E, double> norm(dev, std::vector<double>{squares});
+    const Array<E, typename E::DevSum> norm(dev, std::vector<double>{squares});
     Stats<E> m(dev, before.m), v(dev, before.v), g(dev, grad);
     Array<E, Master> master(dev, has_master ? before.master : typename E::Values());
     Reals<E> param(dev, before.master);
@@ -311,7 +313,8 @@ Updated<E> after_adamw(typename E::Dev& dev, const Updated<E>& before, const typ
     }
     return {has_master ? master.host() : param.host(), m.host(), v.host(), param.host()};
 }
-static const double GIVEN_NORM = 0;  // HyperAdamW::squares points at it: take the norm on the engine
+template <class Sum>
+const Sum GIVEN_NORM = 0;  // HyperAdamW::squares points at it: take the norm on the engine
 
 ENGINE_TEST(adamw) {
     const auto dev = E::open();
@@ -327,7 +330,9 @@ ENGINE_TEST(adamw) {
         auto grad = E::random_values(random, count);
         for (auto& e : before.v) e *= e;  // a second moment is not negative
         grad[3] = 0, grad[4] = typename E::Value(1e-6), grad[5] = typename E::Value(1e4);
-        const HyperAdamW h{1e-2, 0.9, 0.95, 1e-8, decay, step, 1337, (size_t(1) << 33) + 77, &GIVEN_NORM, 4 * clip};
+        const HyperAdamWOf<typename E::DevSum> h{
+            1e-2, 0.9, 0.95, 1e-8, decay, step, 1337, (size_t(1) << 33) + 77, &GIVEN_NORM<typename E::DevSum>,
+            4 * clip};
         const auto outputs = in_every_order<E>([&]() -> std::vector<typename E::Values> {
             const Updated<E> whole = after_adamw<E>(*dev, before, grad, h, 16, count),
                              pieces = after_adamw<E>(*dev, before, grad, h, 16, 400);
@@ -369,8 +374,8 @@ ENGINE_TEST(adamw_clips_by_the_norm) {
     const auto after = [&](double squares, double grad_clip, double scale, bool by_norm) {
         auto scaled = grad;
         for (auto& x : scaled) x *= typename E::Value(scale);
-        HyperAdamW h{1e-2, 0.9, 0.95, 1e-8, 0.1, 3, 7, 0};
-        if (by_norm) h.squares = &GIVEN_NORM, h.grad_clip = grad_clip;
+        HyperAdamWOf<typename E::DevSum> h{1e-2, 0.9, 0.95, 1e-8, 0.1, 3, 7, 0};
+        if (by_norm) h.squares = &GIVEN_NORM<typename E::DevSum>, h.grad_clip = grad_clip;
         return after_adamw<E>(*dev, before, scaled, h, squares, count);
     };
     const auto same = [](const Updated<E>& a, const Updated<E>& b) {
@@ -395,7 +400,7 @@ ENGINE_TEST(stochastic_rounding_keeps_the_mean) {
         const Updated<E> before{typename E::Values(count, 1.0f + 0.3f * 0x1p-7f), zeros, zeros, {}};
         double up = 0;
         for (float x :
-             after_adamw<E>(*dev, before, zeros, HyperAdamW{0, 0.9, 0.95, 1e-8, 0, 1, 7, 0}, 0, count).param) {
+             after_adamw<E>(*dev, before, zeros, HyperAdamWOf<typename E::DevSum>{0, 0.9, 0.95, 1e-8, 0, 1, 7, 0}, 0, count).param) {
             CHECK(x == 1.0f || x == 1.0f + 0x1p-7f);  // one of the two neighbours
             up += x > 1;
         }
