@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The engine of dev/ports/opencl on this machine's processor, by PoCL: builds the program with GPU=opencl and trains
-# fifty steps, which have to be the CPU engine's; full attention, two ranks and a resume for ten; and compares a dump of
-# the first batch with dev/reference.py.
+# The engine of dev/ports/opencl on this machine's processor, by PoCL: builds with GPU=opencl, runs the tests of every
+# operation and of the model, and trains fifty steps, which have to be the CPU engine's; full attention, two ranks and a
+# resume for ten; samples, inspects, and compares a dump of the first batch with dev/reference.py.
 #     dev/opencl_check.sh        BUILD=build PYTHON=python3
 # As root it installs what it needs with apt-get. What cannot be had is said and left out. Ends with "N passed, N
 # failed".
@@ -50,8 +50,9 @@ if ! has_opencl; then
     echo "skipped: no pocl-opencl-icd and opencl-headers, so nothing was tried with OpenCL"
     finish
 fi
-good "builds" env MAKEFLAGS='' make -s GPU=opencl WERROR=1 BUILD="$build" "$build/train_nsa" || finish
-
+good "builds" env MAKEFLAGS='' make -s GPU=opencl WERROR=1 BUILD="$build" "$build/train_nsa" "$build/test_device" ||
+    finish
+good "tests of the operations and of the model" timeout 300 "$build/test_device"
 good "test_nsa builds" env MAKEFLAGS='' make -s GPU=opencl WERROR=1 BUILD="$build" test_nsa
 good "test_nsa" ./test_nsa
 rm -f test_nsa  # that of this engine
@@ -88,6 +89,12 @@ if command -v mpirun >/dev/null; then
 else
     echo "skipped: no mpirun, so two ranks were not tried"
 fi
+text=data/tiny_text.txt
+good "samples" "$build/train_nsa" sample --from "$work/nsa" --device opencl --prompt "To be" --tokens 20 --stats
+for engine in opencl cpu; do
+    good "inspects by $engine" "$build/train_nsa" inspect --from "$work/nsa" --device $engine --text README.md \
+        --json "$work/$engine.json" --html "$work/$engine.html"
+done
 good "refuses bf16 by name" refuses "--cpu-dtype bf16" train opencl no --steps 1 --cpu-dtype bf16
 good "refuses a profiler by name" refuses "--profile-steps 1-2: the OpenCL" train opencl no --profile-steps 1-2
 if "$python" -c 'import torch' 2>/dev/null; then

@@ -2,8 +2,7 @@
 // computes is said in lib/model/engine.h, and here only how. Every work-group has ITEMS work-items, and no barrier
 // stands where a part of them could miss it. All sums are fp32, in trees or in chunks: many devices have no double.
 //
-// An array comes as a buffer and an offset in elements, OUT(x), and AT(x) moves the pointer there; null stays
-// null.
+// An array comes as a buffer and an offset in elements, OUT(x), and AT(x) moves the pointer there; null stays null.
 #pragma OPENCL FP_CONTRACT ON
 #define ARRAY(T, x) global T *x, ulong x##_at
 #define IN(x) ARRAY(const float, x)
@@ -31,14 +30,10 @@ float sigmoid(float x) { return 1 / (1 + exp(-x)); }
 float over_group(float x, bool largest, local float* room) {
     SYNC;  // the room may still be read
     room[ITEM] = x;
-    for (int half_of = ITEMS / 2; half_of > 0; half_of /= 2) {
-        SYNC;
-        if (ITEM >= half_of) continue;
-        const float other = room[ITEM + half_of];
-        room[ITEM] = largest ? fmax(room[ITEM], other) : room[ITEM] + other;
-    }
     SYNC;
-    return room[0];
+    float result = room[0];
+    for (int i = 1; i < ITEMS; i++) result = largest ? fmax(result, room[i]) : result + room[i];
+    return result;
 }
 float group_sum(float x, local float* room) { return over_group(x, false, room); }
 float group_max(float x, local float* room) { return over_group(x, true, room); }
@@ -51,20 +46,17 @@ kernel void embedding_forward(OUT(x), ARRAY(const int, tokens), IN(embed), int C
     const ulong i = get_global_id(0);
     if (i < count) x[i] = embed[(ulong)tokens[i / C] * C + i % C];
 }
-// A work-group for each position: the first one of a token adds up all of that token's.
+// A work-item for each number of dx: at a token's first position it adds up all of that token's.
 kernel void embedding_backward(OUT(dembed), IN(dx), ARRAY(const int, tokens), int N, int C) {
     AT(dembed) AT(dx) AT(tokens)
-    local float room[ITEMS];
-    const int first = GROUP, token = tokens[first];
-    float earlier = 0;
-    for (int n = ITEM; n < first; n += ITEMS) earlier += tokens[n] == token;
-    if (group_sum(earlier, room) > 0) return;
-    for (int c = ITEM; c < C; c += ITEMS) {
-        float sum = 0;
-        for (int n = first; n < N; n++)
-            if (tokens[n] == token) sum += dx[(ulong)n * C + c];
-        dembed[(ulong)token * C + c] += sum;
-    }
+    const int first = get_global_id(0) / C, c = get_global_id(0) % C;
+    if (first >= N) return;
+    for (int n = 0; n < first; n++)
+        if (tokens[n] == tokens[first]) return;
+    float sum = 0;
+    for (int n = first; n < N; n++)
+        if (tokens[n] == tokens[first]) sum += dx[(ulong)n * C + c];
+    dembed[(ulong)tokens[first] * C + c] += sum;
 }
 
 // A work-group for each row.
@@ -224,23 +216,23 @@ kernel void split_gates(OUT(gate), OUT(projected), int column, int back, int P, 
 // Compression. The products with fc1 and fc2 are gemm's: a block's l tokens are l*D neighbouring numbers, so the blocks
 // are the rows of a matrix whose rows overlap.
 
-// hidden and activated of `count` blocks from `begin` on, for each of B*G groups; sums [B*G*count, F] are fc1 X
-kernel void compress_activate(OUT(hidden), OUT(activated), IN(sums), IN(bias), int begin, int count, int NC, Shape s) {
-    AT(hidden) AT(activated) AT(sums) AT(bias)
-    const ulong i = get_global_id(0), row = i / s.F;
+// hidden += bias and activated [B*G, count, F] = its SiLU, for `count` blocks from `begin` on of each group
+kernel void compress_activate(OUT(hidden), OUT(activated), IN(bias), int begin, int count, int NC, Shape s) {
+    AT(hidden) AT(activated) AT(bias)
+    const ulong i = get_global_id(0), row = i / s.F, at = (row / count * NC + begin + row % count) * s.F + i % s.F;
     if (row >= (ulong)s.B * s.G * count) return;
-    const float x = sums[i] + bias[i % s.F];
-    hidden[(row / count * NC + begin + row % count) * s.F + i % s.F] = x;
+    const float x = hidden[at] + bias[i % s.F];
+    hidden[at] = x;
     activated[i] = x * sigmoid(x);
 }
-// out = sums + the mean of the block's tokens
-kernel void compress_output(OUT(out), IN(sums), IN(k), int begin, int count, int NC, Shape s) {
-    AT(out) AT(sums) AT(k)
+// out = the mean of the block's tokens, for the same blocks
+kernel void compress_mean(OUT(out), IN(k), int begin, int count, int NC, Shape s) {
+    AT(out) AT(k)
     const ulong i = get_global_id(0), row = i / s.D, group = row / count, block = begin + row % count;
     if (row >= (ulong)s.B * s.G * count) return;
     float sum = 0;
     for (int token = 0; token < s.l; token++) sum += k[(group * s.T + block * s.d + token) * s.D + i % s.D];
-    out[(group * NC + block) * s.D + i % s.D] = sums[i] + sum / s.l;
+    out[(group * NC + block) * s.D + i % s.D] = sum / s.l;
 }
 // The same blocks of x turned in place, to their positions or back. A work-item for each pair that RoPE turns.
 kernel void turn_blocks(OUT(x), IN(rope), float direction, int begin, int count, int NC, Shape s) {
@@ -414,54 +406,50 @@ kernel void attention_dkdv(OUT(dk), OUT(dv), IN(dout), IN(row_dot), IN(lse_gated
     }
 }
 
-// Paper eq. 8 to 10: the importance of a block for a query, over all h heads of its group, whose rows of q and lse are
-// `queries` apart.
-float importance_of(int block, int visible, global const float* q, global const float* kc, global const float* lse,
-                    float scale, const Shape* s) {
-    const int begin = block * s->slc_block, end = begin + s->slc_block;
-    float importance = 0;
-    for (int i = max(0, (begin - s->l) / s->d); i < visible && i * s->d < end; i++) {
-        const int shared = min(end, i * s->d + s->l) - max(begin, i * s->d);
-        if (shared <= 0) continue;
+// Paper eq. 8 to 10: importance [B*G, queries, blocks], summed over the heads of a group. A work-item for each.
+kernel void block_importance(OUT(importance), IN(q), IN(kc), IN(lse), float scale, int blocks, ulong count, Shape s) {
+    AT(importance) AT(q) AT(kc) AT(lse)
+    const ulong i = get_global_id(0), j = i / blocks % s.queries, group = i / blocks / s.queries;
+    if (i >= count) return;
+    const int begin = i % blocks * s.slc_block, end = begin + s.slc_block, visible = cmp_blocks(&s, s.first + j + 1);
+    float sum = 0;
+    for (int c = max(0, (begin - s.l) / s.d); c < visible && c * s.d < end; c++) {
+        const int shared = min(end, c * s.d + s.l) - max(begin, c * s.d);
+        const ulong key = (group * key_stride(&s, CMP) + c) * s.D;
         float p = 0;
-        for (ulong head = 0; head < (ulong)heads_per_group(s); head++) {
+        for (ulong head = group * heads_per_group(&s); head < (group + 1) * heads_per_group(&s); head++) {
+            const ulong row = head * s.queries + j;
             float score = 0;
-            for (int x = 0; x < s->D; x++) score += q[head * s->queries * s->D + x] * scale * kc[(ulong)i * s->D + x];
-            p += exp(score - lse[head * s->queries]);
+            for (int x = 0; x < s.D; x++) score += q[row * s.D + x] * scale * kc[key + x];
+            p += exp(score - lse[row]);
         }
-        importance += p * shared / s->d;
+        if (shared > 0) sum += p * shared / s.d;
     }
-    return importance;
+    importance[i] = sum;
 }
-// Eq. 11 and 12, a work-group for each query of a group. A block is chosen if it is forced, or if fewer than n - 3 of
-// those that nobody forces go before it. room [B*G*queries, blocks].
-kernel void select_blocks(ARRAY(uint, selection), OUT(chosen_importance), OUT(room), IN(q), IN(kc), IN(lse),
-                          float scale, Shape s) {
-    AT(selection) AT(chosen_importance) AT(room) AT(q) AT(kc) AT(lse)
-    local float of_group[ITEMS];
-    const int t = s.first + GROUP % s.queries, last = t / s.slc_block, words = mask_words(&s);
-    const ulong group = GROUP / s.queries, row = group * heads_per_group(&s) * s.queries + GROUP % s.queries;
-    global float* const importance = room + GROUP * ((s.T + s.slc_block - 1) / s.slc_block);
-    selection += GROUP * words;
-    kc += group * key_stride(&s, CMP) * s.D;
-    for (int block = ITEM; block <= last; block += ITEMS)
-        importance[block] = importance_of(block, cmp_blocks(&s, t + 1), q + row * s.D, kc, lse + row, scale, &s);
-    for (int word = ITEM; word < words; word += ITEMS) selection[word] = 0;
-    barrier(CLK_GLOBAL_MEM_FENCE);
+// Eq. 11 and 12, a work-item for each query of a group. A block is chosen if it is forced, or if fewer than n - 3 of
+// those that nobody forces go before it.
+kernel void select_blocks(ARRAY(uint, selection), OUT(chosen_importance), IN(importance), int blocks, ulong count,
+                          Shape s) {
+    AT(selection) AT(chosen_importance) AT(importance)
+    const ulong row = get_global_id(0);
+    if (row >= count) return;
+    const int last = (s.first + row % s.queries) / s.slc_block, words = mask_words(&s);
+    importance += row * blocks;
+    selection += row * words;
+    for (int word = 0; word < words; word++) selection[word] = 0;
     float of_chosen = 0, all = 0;
-    for (int block = ITEM; block <= last; block += ITEMS) {
+    for (int block = 0; block <= last; block++) {
         const float mine = importance[block];
         int before = 0;
         for (int other = 1; other < last - 1; other++)
             before += importance[other] > mine || (importance[other] == mine && other < block);
         all += mine;
-        if (block != 0 && block < last - 1 && before >= s.slc_count - 3) continue;
-        atomic_or(selection + block / 32, 1u << (block % 32));
+        if (block > 0 && block < last - 1 && before >= s.slc_count - 3) continue;
+        selection[block / 32] |= 1u << (block % 32);
         of_chosen += mine;
     }
-    all = group_sum(all, of_group);
-    of_chosen = group_sum(of_chosen, of_group);
-    if (ITEM == 0 && chosen_importance) chosen_importance[GROUP] = all > 0 ? of_chosen / all : 1;
+    if (chosen_importance) chosen_importance[row] = all > 0 ? of_chosen / all : 1;
 }
 
 // A work-item for each number of the output [B*queries, H*D].

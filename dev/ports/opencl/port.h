@@ -21,7 +21,6 @@
 
 #include "../../../lib/base/embed.h"
 #include "../../../lib/base/gpu_search.h"
-#include "../../../lib/base/profile.h"
 #include "../../../lib/base/util.h"
 #include "../../../lib/model/engine.h"
 #include "../../../lib/model/rope.h"
@@ -34,10 +33,7 @@ inline void cl_check(cl_int error, const char* call) {
         error == CL_INVALID_BUFFER_SIZE)
         fail("OpenCL: the device has no memory for %s (error %d); choose a smaller --batch or --seq-len", call, error);
     if (error != CL_SUCCESS)
-        fail(
-            "OpenCL: %s failed with error %d of cl.h; clinfo shows what the driver has, and --device cpu computes "
-            "without it",
-            call, error);
+        fail("OpenCL: %s failed with error %d of cl.h; clinfo shows the driver, --device cpu needs none", call, error);
 }
 #define CL(call) cl_check((call), #call)
 
@@ -48,6 +44,7 @@ class OpenCl {
     using Grad = float;
     using Master = float;
     using Sum = float;
+    using In = const float*;
     using Phi = PhiOf<float>;
     using PhiGradients = PhiOf<float>;
     struct Heads {
@@ -68,7 +65,7 @@ class OpenCl {
         const std::vector<cl_device_id> found = devices();
         s.engine = info();
         s.count = int(found.size());
-        s.by_auto = !devices(CL_DEVICE_TYPE_GPU | CL_DEVICE_TYPE_ACCELERATOR).empty();
+        s.by_auto = s.count && number_of(found[0], CL_DEVICE_TYPE) & GPUS;
         if (found.empty()) s.why = "OpenCL finds no device: install the GPU's driver for OpenCL, until clinfo lists it";
         else if (!s.by_auto)
             s.why = "OpenCL has no GPU here, only " + text_of(found[0], CL_DEVICE_NAME) + ", for --device opencl";
@@ -94,7 +91,7 @@ class OpenCl {
     }
     ~OpenCl() {
         clFinish(queue);
-        for (Slot& s : scratches) release(s.data);
+        for (float* s : scratches) release(s);
         for (auto& u : uploads) wait_for(u.event);
         for (auto& [name, kernel] : kernels) clReleaseKernel(kernel);
         clReleaseProgram(program);
@@ -108,7 +105,7 @@ class OpenCl {
     std::string bus() const { return format_text("OpenCL device %d", index); }
     std::string describe() const {
         return format_text("OpenCL device %d, %s, %u compute units, %.1f GiB, fp32, GEMM: own", index, name().c_str(),
-                           number_of<cl_uint>(CL_DEVICE_MAX_COMPUTE_UNITS), total_memory() / (1 << 30));
+                           cl_uint(number_of(device, CL_DEVICE_MAX_COMPUTE_UNITS)), total_memory() / (1 << 30));
     }
     std::string describe_selected(const NsaShape&) const { return ""; }
     std::string format() const { return "fp32"; }
@@ -159,8 +156,8 @@ class OpenCl {
         if (count) transfer(out, in, count * sizeof(T), nullptr);
         else CL(clFinish(queue));
     }
-    void to_host(float* out, const float* in, size_t count) { copy(out, in, count); }
-    void from_host(float* out, const float* in, size_t count) { copy(out, in, count); }
+    void to_host(float* out, In in, size_t count) { copy(out, in, count); }
+    void from_host(float* out, In in, size_t count) { copy(out, in, count); }
     // The tokens and targets of two micro-steps can be on their way.
     void upload(int32_t* out, const int32_t* in, size_t count) {
         auto& u = uploads[uploaded++ % uploads.size()];
@@ -168,7 +165,7 @@ class OpenCl {
         u.host.assign(in, in + count);
         transfer(out, u.host.data(), count * sizeof(int32_t), &u.event);
     }
-    void send(const float* numbers, size_t count) {
+    void send(In numbers, size_t count) {
         auto& d = downloads[sent++ % downloads.size()];
         d.host.resize(count);
         transfer(d.host.data(), numbers, count * sizeof(float), &d.event);
@@ -191,14 +188,12 @@ class OpenCl {
             clFinish(dev.queue);
             for (cl_event& e : fetched) wait_for(e);
         }
-        HostCopies(const HostCopies&) = delete;
-        HostCopies& operator=(const HostCopies&) = delete;
 
         float* host_side(float*, size_t count) {
             host.resize(count);
             return host.data();
         }
-        void fetch(float* to, const float* from, size_t count, size_t piece) {
+        void fetch(float* to, In from, size_t count, size_t piece) {
             wait_for(fetched[piece]);
             dev.transfer(to, from, count * sizeof(float), &fetched[piece]);
         }
@@ -208,7 +203,7 @@ class OpenCl {
             if (state < 0) cl_check(state, "the copy of gradients to the host");
             return state == CL_COMPLETE;
         }
-        void put(float* to, const float* from, size_t count) {
+        void put(float* to, In from, size_t count) {
             cl_event event;
             dev.transfer(to, from, count * sizeof(float), &event);
             clReleaseEvent(event);
@@ -216,42 +211,38 @@ class OpenCl {
     };
 
     // ----- layers
-    void embedding_forward(float* x, const int32_t* tokens, const float* embed, int N, int C) {
+    void embedding_forward(float* x, const int32_t* tokens, In embed, int N, int C) {
         const size_t count = size_t(N) * C;
         over(count, "embedding_forward", x, tokens, embed, C, count);
     }
-    void embedding_backward(float* dembed, const float* dx, const int32_t* tokens, int N, int C) {
-        groups({size_t(N)}, "embedding_backward", dembed, dx, tokens, N, C);
+    void embedding_backward(float* dembed, In dx, const int32_t* tokens, int N, int C) {
+        over(size_t(N) * C, "embedding_backward", dembed, dx, tokens, N, C);
     }
-    void rmsnorm_forward(float* out, float* rstd, const float* x, const float* weight, int N, int C) {
+    void rmsnorm_forward(float* out, float* rstd, In x, In weight, int N, int C) {
         groups({size_t(N)}, "rmsnorm_forward", out, rstd, x, weight, C, float(NORM_EPS));
     }
-    void rmsnorm_backward(float* dx, float* dweight, const float* dout, const float* x, const float* rstd,
-                          const float* weight, int N, int C) {
+    void rmsnorm_backward(float* dx, float* dweight, In dout, In x, In rstd, In weight, int N, int C) {
         groups({size_t(N)}, "rmsnorm_backward", dx, dout, x, rstd, weight, C);
         add_column_sums(dweight, dout, x, rstd, N, C);
     }
-    void matmul_forward(float* out, const float* inp, const float* weight, const float* residual, int N, int C,
-                        int OC) {
+    void matmul_forward(float* out, In inp, In weight, In residual, int N, int C, int OC) {
         gemm({N, OC, C}, out, inp, weight, residual, {size_t(C), 1, 0}, {size_t(C), 1, 0}, {size_t(OC), 1, 0});
     }
-    void matmul_backward_input(float* dinp, const float* dout, const float* weight, int N, int C, int OC) {
+    void matmul_backward_input(float* dinp, In dout, In weight, int N, int C, int OC) {
         gemm({N, C, OC}, dinp, dout, weight, null, {size_t(OC), 1, 0}, {1, size_t(C), 0}, {size_t(C), 1, 0});
     }
-    void matmul_backward_weight(float* dweight, const float* dout, const float* inp, int N, int C, int OC) {
+    void matmul_backward_weight(float* dweight, In dout, In inp, int N, int C, int OC) {
         gemm({OC, C, N}, dweight, dout, inp, dweight, {1, size_t(OC), 0}, {1, size_t(C), 0}, {size_t(C), 1, 0});
     }
-    void silu_forward(float* out, const float* x, size_t count) { over(count, "silu_forward", out, x, count); }
-    void silu_backward(float* dx, const float* dout, const float* x, size_t count) {
-        over(count, "silu_backward", dx, dout, x, count);
-    }
+    void silu_forward(float* out, In x, size_t count) { over(count, "silu_forward", out, x, count); }
+    void silu_backward(float* dx, In dout, In x, size_t count) { over(count, "silu_backward", dx, dout, x, count); }
     void classifier(float* losses, float* logits, const int32_t* targets, double dloss, bool want_gradient, int N,
                     int V, int Vp) {
         groups({size_t(N)}, "classifier", losses, logits, targets, float(dloss), int(want_gradient), V, Vp);
     }
 
     // ----- heads
-    void split_heads_forward(Heads out, const float* projected, const NsaShape& s) {
+    void split_heads_forward(Heads out, In projected, const NsaShape& s) {
         split_heads(out, const_cast<float*>(projected), false, s);
     }
     void split_heads_backward(float* dprojected, HeadGradients d, const NsaShape& s) {
@@ -259,24 +250,23 @@ class OpenCl {
     }
 
     // ----- compression
-    void compress_forward(float* out, float* hidden, const float* k, const Phi& phi, bool rotated, const NsaShape& s) {
-        const ProfileRange range("compression");
+    void compress_forward(float* out, float* hidden, In k, const Phi& phi, bool rotated, const NsaShape& s) {
         const int begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin;
         if (count <= 0) return;
         const int rows = s.B * s.G * count, NC = s.cmp_capacity();
         const size_t D = size_t(s.D), F = size_t(s.F), width = s.l * D;
-        float *sums = scratch(0, rows * F), *activated = scratch(1, rows * F);
-        float* const outputs = scratch(2, rows * D);
-        gemm({count, s.F, int(width)}, sums, k + begin * s.d * D, phi.fc1, null, {s.d * D, 1, s.T * D}, {width, 1, 0},
-             {F, 1, count * F}, size_t(s.B) * s.G);
-        over(rows * F, "compress_activate", hidden, activated, sums, phi.bias, begin, count, NC, s);
-        gemm({rows, s.D, s.F}, outputs, activated, phi.fc2, null, {F, 1, 0}, {F, 1, 0}, {D, 1, 0});
-        over(rows * D, "compress_output", out, outputs, k, begin, count, NC, s);
+        float* const activated = scratch(0, rows * F);
+        gemm({count, s.F, int(width)}, hidden + begin * F, k + begin * s.d * D, phi.fc1, null, {s.d * D, 1, s.T * D},
+             {width, 1, 0}, {F, 1, NC * F}, size_t(s.B) * s.G);
+        over(rows * F, "compress_activate", hidden, activated, phi.bias, begin, count, NC, s);
+        over(rows * D, "compress_mean", out, k, begin, count, NC, s);
+        float* const first = out + begin * D;
+        gemm({count, s.D, s.F}, first, activated, phi.fc2, first, {F, 1, count * F}, {F, 1, 0}, {D, 1, NC * D},
+             size_t(s.B) * s.G);
         if (rotated) over(rows * D / 2, "turn_blocks", out, rope_of(s), 1.0f, begin, count, NC, s);
     }
-    void compress_backward(float* dk, const PhiGradients& dphi, float* dout, const float* hidden, const float* k,
-                           const Phi& phi, bool rotated, const NsaShape& s) {
-        const ProfileRange range("compression");
+    void compress_backward(float* dk, const PhiGradients& dphi, float* dout, In hidden, In k, const Phi& phi,
+                           bool rotated, const NsaShape& s) {
         const int NC = s.cmp_capacity(), rows = s.B * s.G * NC;
         const size_t D = size_t(s.D), F = size_t(s.F), width = s.l * D;
         if (rows == 0) return zero(dk, s.key_rows() * D);
@@ -296,31 +286,33 @@ class OpenCl {
     }
 
     // ----- attention
-    void attention_forward(Branch branch, float* out, float* lse, const float* q, const float* k, const float* v,
-                           const uint32_t* selection, const NsaShape& s) {
-        const ProfileRange range(ATTENTION_NAMES[branch]);
+    void attention_forward(Branch branch, float* out, float* lse, In q, In k, In v, const uint32_t* selection,
+                           const NsaShape& s) {
         groups({s.query_rows()}, "attention_forward", out, lse, q, k, v, selection, int(branch), float(s.scale()), s);
-        if (reads && branch == (s.full ? WIN : SLC)) count_what_was_read(selection, s);
+        if (!reads || branch != (s.full ? WIN : SLC)) return;
+        std::vector<uint32_t> masks(s.full ? 0 : size_t(s.B) * s.G * s.queries * s.selection_words());
+        copy(masks.data(), selection, masks.size());
+        count_reads_of_call(*reads, masks.data(), s);
     }
-    void attend_and_select(float* out, float* lse, uint32_t* selection, float* chosen_importance, const float* q,
-                           const float* kc, const float* vc, const NsaShape& s) {
+    void attend_and_select(float* out, float* lse, uint32_t* selection, float* chosen_importance, In q, In kc, In vc,
+                           const NsaShape& s) {
         attention_forward(CMP, out, lse, q, kc, vc, nullptr, s);
         if (!selection) return;
-        const size_t queries = size_t(s.B) * s.G * s.queries;
-        groups({queries}, "select_blocks", selection, chosen_importance, scratch(0, queries * s.slc_blocks()), q, kc,
-               lse, float(s.scale()), s);
+        const size_t queries = size_t(s.B) * s.G * s.queries, count = queries * s.slc_blocks();
+        float* const importance = scratch(0, count);
+        over(count, "block_importance", importance, q, kc, lse, float(s.scale()), s.slc_blocks(), count, s);
+        over(queries, "select_blocks", selection, chosen_importance, importance, s.slc_blocks(), queries, s);
     }
-    void combine_forward(float* out, const float* o, const float* gate, const NsaShape& s) {
+    void combine_forward(float* out, In o, In gate, const NsaShape& s) {
         over(s.query_rows() * s.D, "combine_forward", out, o, gate, s);
     }
-    void attention_backward_rows(float* row_dot, float* lse_gated, float* dgate_logit, const float* dout,
-                                 const float* o, const float* gate, const float* lse, const NsaShape& s) {
+    void attention_backward_rows(float* row_dot, float* lse_gated, float* dgate_logit, In dout, In o, In gate, In lse,
+                                 const NsaShape& s) {
         over(s.branches() * s.query_rows(), "attention_backward_rows", row_dot, lse_gated, dgate_logit, dout, o, gate,
              lse, s);
     }
     void attention_backward(Branch branch, const BackwardArrays<float, float>& d, const InputArrays<float>& in,
                             const NsaShape& s) {
-        const ProfileRange range(ATTENTION_NAMES[branch]);
         groups({s.query_rows()}, "attention_dq", d.dq, d.dout, d.row_dot, d.lse_gated, in.q, in.k, in.v, in.selection,
                int(d.add), int(branch), float(s.scale()), s);
         if (const size_t keys = size_t(s.key_stride(branch)))
@@ -333,18 +325,17 @@ class OpenCl {
     }
 
     // ----- update
-    void add_sum(float* total, const float* x, size_t count) {
+    void add_sum(float* total, In x, size_t count) {
         groups({1}, "sums", total, x, null, 1, 0, count, size_t(0), count);
     }
-    void chunk_squares(float* squares, const float* x, size_t total, size_t begin, size_t count) {
+    void chunk_squares(float* squares, In x, size_t total, size_t begin, size_t count) {
         if (count) groups({count / CHUNK}, "sums", squares, x, null, 0, 1, CHUNK, begin / CHUNK, total);
     }
-    void total_squares(float* sum, const float* squares, size_t chunks, const float* guard) {
+    void total_squares(float* sum, In squares, size_t chunks, In guard) {
         groups({1}, "sums", sum, squares, guard, 0, 0, chunks, size_t(0), chunks);
     }
-    void set_guard(float* guard, const float* loss) { total_squares(guard, loss, 1, nullptr); }
-    void adamw(float* param, float*, float* m, float* v, const float* grad, size_t count,
-               const HyperAdamWOf<float>& h) {
+    void set_guard(float* guard, In loss) { total_squares(guard, loss, 1, nullptr); }
+    void adamw(float* param, float*, float* m, float* v, In grad, size_t count, const HyperAdamWOf<float>& h) {
         over(count, "adamw", param, m, v, grad, h.squares, count, float(h.beta1), float(h.beta2), float(h.eps),
              float(h.lr / (1 - std::pow(h.beta1, double(h.step)))), float(1 - h.lr * h.decay),
              float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))), float(h.grad_clip));
@@ -366,7 +357,7 @@ class OpenCl {
   private:
     static constexpr size_t ITEMS = 64, MAX_D = 256, TILE = 64, DEPTH = 16;
     static constexpr int PART_ROWS = 64;
-    static constexpr const float* null = nullptr;
+    static constexpr In null = nullptr;
 
     struct Buffer {
         cl_mem buffer;
@@ -381,13 +372,10 @@ class OpenCl {
         std::vector<T> host;
         cl_event event = nullptr;
     };
-    struct Slot {
-        float* data = nullptr;
-        size_t count = 0;
-    };
     struct Strides {
         cl_ulong row, k, matrix;
     };
+
     const int index;
     cl_device_id device;
     cl_context context;
@@ -398,39 +386,38 @@ class OpenCl {
     size_t live_bytes = 0, uploaded = 0, sent = 0, received = 0;
     std::array<OnItsWay<int32_t>, 4> uploads;
     std::array<OnItsWay<float>, 2> downloads;
-    std::array<Slot, 5> scratches;  // the last is add_column_sums', the one before RoPE's table
+    std::array<float*, 5> scratches{};  // the last is add_column_sums', the one before RoPE's table
     RopeTable<float> rope;
     KeyReads* reads = nullptr;
 
     // ----- devices: the GPUs or, where there are none, whatever else there is
-    static std::vector<cl_device_id> devices(cl_device_type type) {
+    static constexpr cl_device_type GPUS = CL_DEVICE_TYPE_GPU | CL_DEVICE_TYPE_ACCELERATOR;
+    static std::vector<cl_device_id> devices() {
         std::vector<cl_device_id> all;
         cl_platform_id platforms[16];
         cl_uint count = 0, number = 0;
         if (clGetPlatformIDs(16, platforms, &count) != CL_SUCCESS) return {};
-        for (cl_uint i = 0; i < std::min(count, 16u); i++) {
-            cl_device_id found[16];
-            if (clGetDeviceIDs(platforms[i], type, 16, found, &number) == CL_SUCCESS)
-                all.insert(all.end(), found, found + std::min(number, 16u));
+        for (const cl_device_type type : {GPUS, cl_device_type(CL_DEVICE_TYPE_ALL)}) {
+            if (!all.empty()) break;
+            for (cl_uint i = 0; i < std::min(count, 16u); i++) {
+                cl_device_id found[16];
+                if (clGetDeviceIDs(platforms[i], type, 16, found, &number) == CL_SUCCESS)
+                    all.insert(all.end(), found, found + std::min(number, 16u));
+            }
         }
         return all;
-    }
-    static std::vector<cl_device_id> devices() {
-        const std::vector<cl_device_id> gpus = devices(CL_DEVICE_TYPE_GPU | CL_DEVICE_TYPE_ACCELERATOR);
-        return gpus.empty() ? devices(CL_DEVICE_TYPE_ALL) : gpus;
     }
     static std::string text_of(cl_device_id d, cl_device_info what) {
         char text[256] = "";
         clGetDeviceInfo(d, what, sizeof text, text, nullptr);
         return text;
     }
-    template <class T>
-    T number_of(cl_device_info what) const {
-        T number = 0;
-        clGetDeviceInfo(device, what, sizeof number, &number, nullptr);
+    static cl_ulong number_of(cl_device_id d, cl_device_info what) {
+        cl_ulong number = 0;
+        clGetDeviceInfo(d, what, sizeof number, &number, nullptr);
         return number;
     }
-    double total_memory() const { return double(number_of<cl_ulong>(CL_DEVICE_GLOBAL_MEM_SIZE)); }
+    double total_memory() const { return double(number_of(device, CL_DEVICE_GLOBAL_MEM_SIZE)); }
     void build() {
         const char* text = file_opencl_kernels;
         const size_t length = size_t(file_opencl_kernels_end - file_opencl_kernels);
@@ -465,20 +452,17 @@ class OpenCl {
         else CL(clEnqueueWriteBuffer(queue, to.buffer, waits, to.at, bytes, in, 0, nullptr, event));
         CL(event ? clFlush(queue) : clFinish(queue));
     }
-    static void set(cl_kernel kernel, cl_uint& i, size_t bytes, const void* value) {
-        CL(clSetKernelArg(kernel, i++, bytes, value));
-    }
     template <class T>
     void argument(cl_kernel kernel, cl_uint& i, T* p) {
         const Place place = place_of(p);
         if (p && !place.buffer) fail("OpenCL: argument %u of a kernel is an address of the host", i);
         const cl_ulong elements = place.at / sizeof(T);
-        set(kernel, i, sizeof(cl_mem), p ? &place.buffer : nullptr);
-        set(kernel, i, sizeof elements, &elements);
+        CL(clSetKernelArg(kernel, i++, sizeof(cl_mem), p ? &place.buffer : nullptr));
+        CL(clSetKernelArg(kernel, i++, sizeof elements, &elements));
     }
     template <class T>
     void argument(cl_kernel kernel, cl_uint& i, const T& value) {
-        set(kernel, i, sizeof value, &value);
+        CL(clSetKernelArg(kernel, i++, sizeof value, &value));
     }
     // A work-group of `items` for each place of the grid.
     template <class... A>
@@ -510,22 +494,19 @@ class OpenCl {
     }
     // Temporary memory that only grows. The queue is in order, so what was launched with the old one has its own hold.
     float* scratch(size_t slot, size_t count) {
-        Slot& s = scratches[slot];
-        if (count <= s.count) return s.data;
-        release(s.data);
-        s.data = allocate<float>(count);
-        s.count = count;
-        return s.data;
+        float*& s = scratches[slot];
+        if (s && buffers[reinterpret_cast<char*>(s)].bytes >= count * sizeof(float)) return s;
+        release(s);
+        return s = allocate<float>(count);
     }
 
     // C [M, N] = A B^T (+ addend), element (row, k) of a factor by its strides, for `count` matrices
-    void gemm(GemmSize s, float* C, const float* A, const float* B, const float* addend, Strides a, Strides b,
-              Strides c, size_t count = 1) {
+    void gemm(GemmSize s, float* C, In A, In B, In addend, Strides a, Strides b, Strides c, size_t count = 1) {
         const auto tiles = [](int n) { return (size_t(n) + TILE - 1) / TILE; };
         launch({tiles(s.N), tiles(s.M), count}, 256, "gemm", C, A, B, addend, s.M, s.N, s.K, a, b, c);
     }
     // out [C] += the sums over N rows of a, or of a x rstd: parts of PART_ROWS rows, then their sum
-    void add_column_sums(float* out, const float* a, const float* x, const float* rstd, int N, int C) {
+    void add_column_sums(float* out, In a, In x, In rstd, int N, int C) {
         const int parts = (N + PART_ROWS - 1) / PART_ROWS;
         const size_t across = (size_t(C) + ITEMS - 1) / ITEMS;
         float* const sums = scratch(4, size_t(parts) * C);
@@ -533,8 +514,8 @@ class OpenCl {
         groups({across}, "column_sums", out, sums, null, null, parts, 1, parts, C);
     }
     // Cosines [T, D/2], then sines.
-    const float* rope_of(const NsaShape& s) {
-        if (s.T == rope.positions && s.D == rope.D) return scratches[3].data;
+    In rope_of(const NsaShape& s) {
+        if (s.T == rope.positions && s.D == rope.D) return scratches[3];
         rope = {};
         rope.prepare(s.T, s.D);
         float* const table = scratch(3, 2 * rope.cosine.size());
@@ -552,21 +533,6 @@ class OpenCl {
             over(N * s.G * D, "split_heads", h.kv[slot], projected, rope_of(s), column, s.G, s.T,
                  int(slot == K_SLC || slot == K_WIN), int(back), P, s);
         over(N * (P - column), "split_gates", h.gate, projected, column, int(back), P, s);
-    }
-    // On the host: it is for `sample --stats` alone.
-    void count_what_was_read(const uint32_t* selection, const NsaShape& s) {
-        const size_t words = size_t(s.selection_words()), rows = size_t(s.B) * s.G * s.queries;
-        std::vector<uint32_t> masks(s.full ? 0 : rows * words);
-        copy(masks.data(), selection, masks.size());
-        for (size_t row = 0; row < rows; row++)
-            for (int branch = s.full ? WIN : CMP; branch < BRANCHES; branch++) {
-                const int t = s.first + int(row % s.queries);
-                for (int i = 0; i < range_count(Branch(branch), t, s); i++) {
-                    const KeyRange keys = key_range(Branch(branch), i, t, masks.data() + row * words, s);
-                    reads->keys[branch] += keys.end - keys.begin;
-                    if (branch == CMP && t / s.slc_block >= s.slc_count) reads->scored += keys.end - keys.begin;
-                }
-            }
     }
 };
 static_assert(is_engine<OpenCl>);

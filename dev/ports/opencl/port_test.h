@@ -11,7 +11,7 @@ struct PortEngine : EngineTypes<OpenCl> {
     static constexpr const char* name = "opencl";
     static constexpr size_t ALIGNMENT = 256;
     static constexpr int COLUMNS = 1;
-    static constexpr bool FAST = false;
+    static constexpr bool FAST = true;
     static constexpr uint16_t FRESH = 0xFFFF;
     static constexpr int ORDERS = 1;  // its queue has one order, and a second run has to give the same bits
     static constexpr int WAYS = 1;
