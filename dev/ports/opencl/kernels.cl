@@ -260,19 +260,18 @@ kernel void compress_dk(OUT(dk), IN(dblocks), IN(dout), int NC, Shape s) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Attention. A work-group takes one query of one head, or one key of a group, and goes through what it sees, ITEMS rows
-// at a time: first each work-item makes the weight of one row, from dot products; then it adds up all of these rows in
-// some of the D columns. The work-group's own row and the weights are in local memory.
+// Attention, as plain as it can be: a work-item for each query of a head, or for each key of a group, goes through what
+// it sees and keeps its sums to itself. Neighbours read the same rows at about the same time.
 
-// The query of this work-group, one for each row of [B*H, queries]. Keys begin .. end-1 are what it may see by its
-// position; in the selected branch it sees those of them whose block it chose. lib/model/visible.h has the same.
+// Query `row` of [B*H, queries]. Keys begin .. end-1 are what it may see by its position; in the selected branch it
+// sees those of them whose block it chose. lib/model/visible.h has the same.
 typedef struct {
     int begin, end;
     ulong keys, mask;  // where its group's keys and its selection begin
     ulong dout;        // its row in [B*queries, H]
 } Query;
-Query query_of(int branch, const Shape* s) {
-    const ulong j = GROUP % s->queries, head = GROUP / s->queries, group = head / heads_per_group(s);
+Query query_of(ulong row, int branch, const Shape* s) {
+    const ulong j = row % s->queries, head = row / s->queries, group = head / heads_per_group(s);
     const int t = s->first + j;
     Query at;
     at.begin = branch == WIN && !s->full ? max(0, t - s->window + 1) : 0;
@@ -285,124 +284,77 @@ Query query_of(int branch, const Shape* s) {
 bool sees(int branch, global const uint* mask, int key, const Shape* s) {
     return branch != SLC || has_block(mask, key / s->slc_block);
 }
-bool sees_any(int branch, global const uint* mask, int key, int count, const Shape* s) {
-    bool any = branch != SLC;
-    for (int i = 0; i < count && !any; i++) any = has_block(mask, (key + i) / s->slc_block);
-    return any;
-}
-// row [D] = x times scale, sums [D] = 0
-void begin_row(local float* row, local float* sums, global const float* x, float scale, int D) {
-    for (int i = ITEM; i < D; i += ITEMS) {
-        row[i] = x[i] * scale;
-        sums[i] = 0;
-    }
-}
-float product(local const float* a, global const float* b, int D) {
+float product(global const float* a, global const float* b, int D) {
     float sum = 0;
     for (int i = 0; i < D; i++) sum += a[i] * b[i];
     return sum;
 }
-// sums [D] = keep * sums + weights [count] times rows of x, `apart` elements from one to the next
-void add_rows(local float* sums, float keep, local const float* weights, global const float* x, ulong apart, int count,
-              int D) {
-    for (int i = ITEM; i < D; i += ITEMS) {
-        float sum = keep * sums[i];
-        for (int j = 0; j < count; j++)
-            if (weights[j] != 0) sum += weights[j] * x[j * apart + i];
-        sums[i] = sum;
-    }
-}
 
-// The softmax is accumulated piece by piece (Milakov & Gimelshein 2018).
+// The softmax is accumulated key by key (Milakov & Gimelshein 2018).
 kernel void attention_forward(OUT(out), OUT(lse), IN(q), IN(k), IN(v), ARRAY(const uint, selection), int branch,
-                              float scale, Shape s) {
+                              float scale, ulong rows, Shape s) {
     AT(out) AT(lse) AT(q) AT(k) AT(v) AT(selection)
-    local float query[MAX_D], sums[MAX_D], scores[ITEMS], weights[ITEMS];
-    const Query at = query_of(branch, &s);
-    float largest = -INFINITY, total = 0;  // the same for every work-item
-    selection += at.mask;
-    begin_row(query, sums, q + GROUP * s.D, scale, s.D);
-    for (int key = at.begin; key < at.end; key += ITEMS) {
-        const int count = min(ITEMS, at.end - key);
-        const ulong first = at.keys + (ulong)key * s.D;
-        if (!sees_any(branch, selection, key, count, &s)) continue;
-        SYNC;
-        if (ITEM < count)
-            scores[ITEM] = sees(branch, selection, key + ITEM, &s) ? product(query, k + first + ITEM * s.D, s.D)
-                                                                   : -INFINITY;
-        SYNC;
-        float most = largest;
-        for (int j = 0; j < count; j++) most = fmax(most, scores[j]);
-        if (ITEM < count) weights[ITEM] = exp(scores[ITEM] - most);
-        SYNC;
-        const float keep = exp(largest - most);  // 0 the first time
-        total *= keep;
-        for (int j = 0; j < count; j++) total += weights[j];
-        add_rows(sums, keep, weights, v + first, s.D, count, s.D);
+    const ulong row = get_global_id(0);
+    if (row >= rows) return;
+    const Query at = query_of(row, branch, &s);
+    float sums[MAX_D] = {0}, largest = -INFINITY, total = 0;
+    for (int key = at.begin; key < at.end; key++) {
+        if (!sees(branch, selection + at.mask, key, &s)) continue;
+        const ulong other = at.keys + (ulong)key * s.D;
+        const float score = product(q + row * s.D, k + other, s.D) * scale, most = fmax(largest, score);
+        const float keep = exp(largest - most), weight = exp(score - most);  // keep: 0 the first time
+        for (int i = 0; i < s.D; i++) sums[i] = sums[i] * keep + weight * v[other + i];
+        total = total * keep + weight;
         largest = most;
     }
-    for (int i = ITEM; i < s.D; i += ITEMS) out[GROUP * s.D + i] = total > 0 ? sums[i] / total : total;
-    if (ITEM == 0) lse[GROUP] = total == 0 ? INFINITY : largest + log(total);
+    for (int i = 0; i < s.D; i++) out[row * s.D + i] = total > 0 ? sums[i] / total : total;
+    lse[row] = total == 0 ? INFINITY : largest + log(total);
 }
 
 // dq = dS k / sqrt(D), or +=.  P' = e^(score - lse_gated), dS = P' (dout v^T - row_dot)
 kernel void attention_dq(OUT(dq), IN(dout), IN(row_dot), IN(lse_gated), IN(q), IN(k), IN(v),
-                         ARRAY(const uint, selection), int add, int branch, float scale, Shape s) {
+                         ARRAY(const uint, selection), int add, int branch, float scale, ulong rows, Shape s) {
     AT(dq) AT(dout) AT(row_dot) AT(lse_gated) AT(q) AT(k) AT(v) AT(selection)
-    local float query[MAX_D], gradient[MAX_D], sums[MAX_D], dS[ITEMS];
-    const Query at = query_of(branch, &s);
-    selection += at.mask;
-    begin_row(query, sums, q + GROUP * s.D, scale, s.D);
-    begin_row(gradient, sums, dout + at.dout * s.D, 1, s.D);
-    for (int key = at.begin; key < at.end; key += ITEMS) {
-        const int count = min(ITEMS, at.end - key);
-        const ulong first = at.keys + (ulong)key * s.D, mine = first + ITEM * s.D;
-        if (!sees_any(branch, selection, key, count, &s)) continue;
-        SYNC;
-        if (ITEM < count) {
-            const bool seen = sees(branch, selection, key + ITEM, &s);
-            const float P = seen ? exp(product(query, k + mine, s.D) - lse_gated[GROUP]) : 0;
-            dS[ITEM] = seen ? P * (product(gradient, v + mine, s.D) - row_dot[GROUP]) : 0;
-        }
-        SYNC;
-        add_rows(sums, 1, dS, k + first, s.D, count, s.D);
+    const ulong row = get_global_id(0);
+    if (row >= rows) return;
+    const Query at = query_of(row, branch, &s);
+    float sums[MAX_D] = {0};
+    for (int key = at.begin; key < at.end; key++) {
+        if (!sees(branch, selection + at.mask, key, &s)) continue;
+        const ulong other = at.keys + (ulong)key * s.D;
+        const float P = exp(product(q + row * s.D, k + other, s.D) * scale - lse_gated[row]);
+        const float dS = P * (product(dout + at.dout * s.D, v + other, s.D) - row_dot[row]);
+        for (int i = 0; i < s.D; i++) sums[i] += dS * k[other + i];
     }
-    for (int i = ITEM; i < s.D; i += ITEMS) {
-        const ulong to = GROUP * s.D + i;
-        dq[to] = (add ? dq[to] : 0) + sums[i] * scale;
-    }
+    for (int i = 0; i < s.D; i++) dq[row * s.D + i] = (add ? dq[row * s.D + i] : 0) + sums[i] * scale;
 }
 
-// dk = dS^T q / sqrt(D), dv = P'^T dout. A work-group for each key [keys, B*G], which goes through the heads of its
-// group and the queries that may see it.
+// dk = dS^T q / sqrt(D), dv = P'^T dout, over the heads of the group and the queries that may see the key: a work-item
+// for each of [B*G, stride].
 kernel void attention_dkdv(OUT(dk), OUT(dv), IN(dout), IN(row_dot), IN(lse_gated), IN(q), IN(k), IN(v),
-                           ARRAY(const uint, selection), int branch, float scale, Shape s) {
+                           ARRAY(const uint, selection), int branch, float scale, ulong rows, Shape s) {
     AT(dk) AT(dv) AT(dout) AT(row_dot) AT(lse_gated) AT(q) AT(k) AT(v) AT(selection)
-    local float row_of_k[MAX_D], row_of_v[MAX_D], dk_sums[MAX_D], dv_sums[MAX_D], P[ITEMS], dS[ITEMS];
-    const int D = s.D, key = GROUP, h = heads_per_group(&s), words = mask_words(&s);
-    const ulong group = get_group_id(1), at = (group * key_stride(&s, branch) + key) * D;
-    const int begin = branch == CMP ? key * s.d + s.l - 1 : key;
+    const ulong at = get_global_id(0), stride = key_stride(&s, branch);
+    if (at >= rows) return;
+    const ulong group = at / stride, h = heads_per_group(&s);
+    const int key = at % stride, begin = branch == CMP ? key * s.d + s.l - 1 : key;
     const int end = branch == WIN && !s.full && s.window < s.T - key ? key + s.window : s.T;
-    begin_row(row_of_k, dk_sums, k + at, scale, D);
-    begin_row(row_of_v, dv_sums, v + at, 1, D);
-    for (ulong head = group * h; head < (group + 1) * h; head++)
-        for (int t = begin; t < end; t += ITEMS) {
-            const int count = min(ITEMS, end - t);
-            const ulong rows = head * s.T + t, row = rows + ITEM;
-            global const float* const gradient = dout + ((head / s.H * s.T + t) * s.H + head % s.H) * D;
-            SYNC;
-            if (ITEM < count) {
-                const bool seen = sees(branch, selection + (group * s.T + t + ITEM) * words, key, &s);
-                P[ITEM] = seen ? exp(product(row_of_k, q + row * D, D) - lse_gated[row]) : 0;
-                dS[ITEM] = seen ? P[ITEM] * (product(row_of_v, gradient + (ulong)ITEM * s.H * D, D) - row_dot[row]) : 0;
+    float dk_sums[MAX_D] = {0}, dv_sums[MAX_D] = {0};
+    for (int t = begin; t < end; t++) {
+        if (!sees(branch, selection + (group * s.T + t) * mask_words(&s), key, &s)) continue;
+        for (ulong head = group * h; head < (group + 1) * h; head++) {
+            const ulong row = head * s.T + t, token = ((head / s.H * s.T + t) * s.H + head % s.H) * s.D;
+            const float P = exp(product(q + row * s.D, k + at * s.D, s.D) * scale - lse_gated[row]);
+            const float dS = P * (product(dout + token, v + at * s.D, s.D) - row_dot[row]);
+            for (int i = 0; i < s.D; i++) {
+                dk_sums[i] += dS * q[row * s.D + i];
+                dv_sums[i] += P * dout[token + i];
             }
-            SYNC;
-            add_rows(dk_sums, 1, dS, q + rows * D, D, count, D);
-            add_rows(dv_sums, 1, P, gradient, s.H * D, count, D);
         }
-    for (int i = ITEM; i < D; i += ITEMS) {
-        dk[at + i] = dk_sums[i] * scale;
-        dv[at + i] = dv_sums[i];
+    }
+    for (int i = 0; i < s.D; i++) {
+        dk[at * s.D + i] = dk_sums[i] * scale;
+        dv[at * s.D + i] = dv_sums[i];
     }
 }
 
@@ -419,9 +371,7 @@ kernel void block_importance(OUT(importance), IN(q), IN(kc), IN(lse), float scal
         float p = 0;
         for (ulong head = group * heads_per_group(&s); head < (group + 1) * heads_per_group(&s); head++) {
             const ulong row = head * s.queries + j;
-            float score = 0;
-            for (int x = 0; x < s.D; x++) score += q[row * s.D + x] * scale * kc[key + x];
-            p += exp(score - lse[row]);
+            p += exp(product(q + row * s.D, kc + key, s.D) * scale - lse[row]);
         }
         if (shared > 0) sum += p * shared / s.d;
     }
@@ -472,9 +422,7 @@ kernel void attention_backward_rows(OUT(row_dot), OUT(lse_gated), OUT(dgate_logi
     if (row >= rows * (s.full ? 1 : BRANCHES)) return;
     const ulong head = row % rows / s.queries, n = head / s.H * s.queries + row % s.queries;
     dout += (n * s.H + head % s.H) * s.D;
-    float r = 0;
-    for (int x = 0; x < s.D; x++) r += dout[x] * o[row * s.D + x];
-    const float g = s.full ? 1 : gate[row];
+    const float r = product(dout, o + row * s.D, s.D), g = s.full ? 1 : gate[row];
     row_dot[row] = r;
     lse_gated[row] = lse[row] - log(g);
     if (!s.full) dgate_logit[row] = r * g * (1 - g);

@@ -288,7 +288,8 @@ class OpenCl {
     // ----- attention
     void attention_forward(Branch branch, float* out, float* lse, In q, In k, In v, const uint32_t* selection,
                            const NsaShape& s) {
-        groups({s.query_rows()}, "attention_forward", out, lse, q, k, v, selection, int(branch), float(s.scale()), s);
+        over(s.query_rows(), "attention_forward", out, lse, q, k, v, selection, int(branch), float(s.scale()),
+             s.query_rows(), s);
         if (!reads || branch != (s.full ? WIN : SLC)) return;
         std::vector<uint32_t> masks(s.full ? 0 : size_t(s.B) * s.G * s.queries * s.selection_words());
         copy(masks.data(), selection, masks.size());
@@ -313,11 +314,11 @@ class OpenCl {
     }
     void attention_backward(Branch branch, const BackwardArrays<float, float>& d, const InputArrays<float>& in,
                             const NsaShape& s) {
-        groups({s.query_rows()}, "attention_dq", d.dq, d.dout, d.row_dot, d.lse_gated, in.q, in.k, in.v, in.selection,
-               int(d.add), int(branch), float(s.scale()), s);
-        if (const size_t keys = size_t(s.key_stride(branch)))
-            groups({keys, size_t(s.B) * s.G}, "attention_dkdv", d.dk, d.dv, d.dout, d.row_dot, d.lse_gated, in.q, in.k,
-                   in.v, in.selection, int(branch), float(s.scale()), s);
+        const size_t rows = s.query_rows(), keys = size_t(s.B) * s.G * s.key_stride(branch);
+        over(rows, "attention_dq", d.dq, d.dout, d.row_dot, d.lse_gated, in.q, in.k, in.v, in.selection, int(d.add),
+             int(branch), float(s.scale()), rows, s);
+        over(keys, "attention_dkdv", d.dk, d.dv, d.dout, d.row_dot, d.lse_gated, in.q, in.k, in.v, in.selection,
+             int(branch), float(s.scale()), keys, s);
     }
     bool count_reads(KeyReads* to) {
         reads = to;
