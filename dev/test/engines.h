@@ -29,6 +29,7 @@ struct EngineTypes {
     using Nums = oracle::Numbers<Value>;
     using Sum = oracle::Sum<Value>;
     using DevSum = typename Dev::Sum;  // of sums over the batch or over all parameters
+    using Hyper = HyperAdamWOf<DevSum>;
     using Values = std::vector<Value>;
     static constexpr bool NARROW = sizeof(Real) < sizeof(Value);  // bf16: 8 bits of significand, rounded to nearest
 

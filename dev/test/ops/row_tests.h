@@ -292,7 +292,7 @@ struct Updated {
 // The result of dev.adamw in pieces of so many elements.
 template <class E>
 Updated<E> after_adamw(typename E::Dev& dev, const Updated<E>& before, const typename E::Values& grad,
-                       HyperAdamWOf<typename E::DevSum> h, double squares, size_t piece) {
+                       typename E::Hyper h, double squares, size_t piece) {
     using Master = typename E::Dev::Master;
     constexpr bool has_master = E::Dev::has_master;
     const size_t count = grad.size(), offset = h.offset;
@@ -330,7 +330,7 @@ ENGINE_TEST(adamw) {
         auto grad = E::random_values(random, count);
         for (auto& e : before.v) e *= e;  // a second moment is not negative
         grad[3] = 0, grad[4] = typename E::Value(1e-6), grad[5] = typename E::Value(1e4);
-        const HyperAdamWOf<typename E::DevSum> h{
+        const typename E::Hyper h{
             1e-2, 0.9, 0.95, 1e-8, decay, step, 1337, (size_t(1) << 33) + 77, &GIVEN_NORM<typename E::DevSum>,
             4 * clip};
         const auto outputs = in_every_order<E>([&]() -> std::vector<typename E::Values> {
@@ -374,7 +374,7 @@ ENGINE_TEST(adamw_clips_by_the_norm) {
     const auto after = [&](double squares, double grad_clip, double scale, bool by_norm) {
         auto scaled = grad;
         for (auto& x : scaled) x *= typename E::Value(scale);
-        HyperAdamWOf<typename E::DevSum> h{1e-2, 0.9, 0.95, 1e-8, 0.1, 3, 7, 0};
+        typename E::Hyper h{1e-2, 0.9, 0.95, 1e-8, 0.1, 3, 7, 0};
         if (by_norm) h.squares = &GIVEN_NORM<typename E::DevSum>, h.grad_clip = grad_clip;
         return after_adamw<E>(*dev, before, scaled, h, squares, count);
     };
@@ -400,7 +400,7 @@ ENGINE_TEST(stochastic_rounding_keeps_the_mean) {
         const Updated<E> before{typename E::Values(count, 1.0f + 0.3f * 0x1p-7f), zeros, zeros, {}};
         double up = 0;
         for (float x :
-             after_adamw<E>(*dev, before, zeros, HyperAdamWOf<typename E::DevSum>{0, 0.9, 0.95, 1e-8, 0, 1, 7, 0}, 0, count).param) {
+             after_adamw<E>(*dev, before, zeros, typename E::Hyper{0, 0.9, 0.95, 1e-8, 0, 1, 7, 0}, 0, count).param) {
             CHECK(x == 1.0f || x == 1.0f + 0x1p-7f);  // one of the two neighbours
             up += x > 1;
         }
