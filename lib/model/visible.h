@@ -33,8 +33,8 @@ HOST_DEVICE inline KeyRange query_range(Branch branch, int key, const NsaShape& 
     return {begin, ends ? key + s.window : s.T};
 }
 
-// Adds what the attention of a call reads, once per group; masks: its selection [B, G, queries, words]. On the host, for
-// an engine that counts nothing by itself and scores the compressed keys a second time to choose blocks.
+// Adds what the attention of a call reads, once per group; masks: its selection [B, G, queries, words]. On the host,
+// for an engine that counts nothing by itself and scores the compressed keys a second time to choose blocks.
 inline void count_reads_of_call(KeyReads& reads, const uint32_t* masks, const NsaShape& s) {
     const size_t rows = size_t(s.B) * s.G * s.queries;
     for (int branch = s.full ? WIN : CMP; branch < BRANCHES; branch++)

@@ -331,7 +331,7 @@ ENGINE_TEST(adamw) {
         for (auto& e : before.v) e *= e;  // a second moment is not negative
         grad[3] = 0, grad[4] = typename E::Value(1e-6), grad[5] = typename E::Value(1e4);
         const typename E::Hyper h{
-            1e-2, 0.9, 0.95, 1e-8, decay, step, 1337, (size_t(1) << 33) + 77, &GIVEN_NORM<typename E::DevSum>,
+            1e-2,    0.9, 0.95, 1e-8, decay, step, 1337, (size_t(1) << 33) + 77, &GIVEN_NORM<typename E::DevSum>,
             4 * clip};
         const auto outputs = in_every_order<E>([&]() -> std::vector<typename E::Values> {
             const Updated<E> whole = after_adamw<E>(*dev, before, grad, h, 16, count),
