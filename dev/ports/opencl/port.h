@@ -351,8 +351,8 @@ class OpenCl {
     }
     void muon_apply(float* param, float*, const float* y, double step_size, int64_t rows, int64_t columns,
                     const HyperAdamWOf<float>& h) {
-        over(size_t(rows * columns), "muon_apply", param, y, h.squares, size_t(rows), size_t(columns),
-             float(step_size), float(1 - h.lr * h.decay));
+        over(size_t(rows * columns), "muon_apply", param, y, h.squares, size_t(rows), size_t(columns), float(step_size),
+             float(1 - h.lr * h.decay));
     }
 
   private:
