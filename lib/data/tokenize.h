@@ -110,7 +110,7 @@ struct TokenBlock {
     std::vector<uint16_t> tokens;
     std::vector<size_t> documents;  // where documents begin in `tokens`, each with end-of-text
     uint64_t text_bytes = 0;        // in the documents
-    Oddity invalid_utf8, nul;  // nul: bytes that have the id of end-of-text
+    Oddity invalid_utf8, nul;       // nul: bytes that have the id of end-of-text
     std::exception_ptr error;
     bool done = false;  // guarded by TokenizePool::mutex
 };
