@@ -359,7 +359,10 @@ class Gemm {
                     const Parts y{tiles, r}, x{panels, c};
                     // Each block packs its rows anew, which takes about half as long as to multiply them by a panel.
                     const double time = double((r * c + threads - 1) / threads) * y.most() * (x.most() + 0.5);
-                    if (time < best) best = time, rows = y, columns = x;
+                    if (time >= best) continue;
+                    best = time;
+                    rows = y;
+                    columns = x;
                 }
         }
     };
