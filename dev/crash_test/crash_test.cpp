@@ -247,8 +247,9 @@ class CrashTest {
             for (int i = 0; i < 3; i++) {
                 Ended e = go_on(folder, ranks, (0.3 + draw(1000) * 1e-3 * 0.6) * references[ranks].seconds);
                 if (e.status == 0 || checkpoint_steps(folder + "/run").empty()) continue;
-                const std::string newest = newest_intact_checkpoint(folder + "/run", [](const std::string&) {}),
-                                  how = damage(newest);
+                const std::string newest = newest_intact_checkpoint(folder + "/run", [](const std::string&) {});
+                if (newest.empty()) continue;  // it was killed before it had saved another
+                const std::string how = damage(newest);
                 events["rot: " + how.substr(0, how.find(' '))]++;
                 history += " " + newest.substr(newest.rfind('/') + 1) + ": " + how;
                 saved = 0, rotten = true;
