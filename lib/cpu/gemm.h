@@ -195,6 +195,40 @@ inline void pair_rows(Bf16Pair* out, const Bf16Pair* x, const Bf16Pair* y, int c
         out[2 * i + 1] = {x[i].second, y[i].second};
     }
 }
+// A square of vectors in registers. Each step interleaves its two halves, which rotates the bits of the index (row,
+// column) by one; after log2(lanes) steps rows and columns have changed places.
+template <class Element>
+struct Square {
+    static constexpr int lanes = VECTOR_BYTES / sizeof(Element);
+    using integer = std::conditional_t<sizeof(Element) == 8, int64_t, int32_t>;
+    typedef integer vector __attribute__((vector_size(VECTOR_BYTES)));
+    vector row[lanes];
+
+    // The lanes FIRST, FIRST + 1 .. of x and y in turn.
+    template <int FIRST, size_t... I>
+    static vector in_turn(vector x, vector y, std::index_sequence<I...>) {
+#ifdef __clang__
+        return __builtin_shufflevector(x, y, (FIRST + I / 2 + I % 2 * lanes)...);
+#else
+        return __builtin_shuffle(x, y, vector{(FIRST + I / 2 + I % 2 * lanes)...});
+#endif
+    }
+    void transpose() {
+        using all = std::make_index_sequence<lanes>;
+#pragma GCC unroll 4
+        for (int n = 1; n < lanes; n *= 2) {
+            vector next[lanes];
+#pragma GCC unroll 16
+            for (int i = 0; i < lanes / 2; i++) {
+                next[2 * i] = in_turn<0>(row[i], row[i + lanes / 2], all());
+                next[2 * i + 1] = in_turn<lanes / 2>(row[i], row[i + lanes / 2], all());
+            }
+#pragma GCC unroll 16
+            for (int i = 0; i < lanes; i++) row[i] = next[i];
+        }
+    }
+};
+
 // Copies a [depth][width] matrix into the layout that the micro-kernel reads: element (k, x) is read at
 // in[k * in_k + x * in_x] and written to out[k * out_k + x * out_x]. Either in_k or in_x is 1: contiguous lines are
 // read whole and, if out has the other order, transposed in the cache, in `room` (16 elements more per line). For
@@ -292,6 +326,8 @@ class Gemm {
         const Factor<real> a{A, lda, transpose_a, M}, b{B, ldb, !transpose_b, N};
         const int depth = (K + PER<Element> - 1) / PER<Element>, steps = (depth + KC - 1) / KC,
                   panels = (N + PANEL - 1) / PANEL, threads = size_t(M) * N * K > 100000 ? omp_get_max_threads() : 1;
+        if (M <= FEW_ROWS && !transpose_a && transpose_b)
+            return few_rows<Element>(a, b, K, accumulate, C, ldc, threads);
         const Parts across{panels, (panels + MOST_PANELS - 1) / MOST_PANELS};
         // What is packed of B at a time, as deep as its memory allows: each time all threads wait for one another.
         const Parts slabs{steps, (steps + MOST_PACKED / across.most() - 1) / (MOST_PACKED / across.most())};
@@ -334,6 +370,7 @@ class Gemm {
     static constexpr int KC = 256;                       // depth of a panel: in fp32 it takes 64 KiB, or 16 with AVX2
     static constexpr int MOST_PANELS = 1024 / PANEL;     // of B at a time
     static constexpr int MOST_PACKED = 4 * MOST_PANELS;  // panels of KC: 4 MiB of fp32
+    static constexpr int FEW_ROWS = 4;                   // see few_rows()
     static constexpr int MC = 96;                        // most rows of a block of A: 102 KiB, a part of the L2 cache
     static constexpr int A_ROW = KC + 16;  // from row to row: if it were a power of two they would share cache sets
     static constexpr int A_LINE = MC + 16;
@@ -414,26 +451,24 @@ class Gemm {
                 transpose_lines(panel + j, b, x + j, std::min(LANES, width - j), k, kc, K);
     }
     // out [kc][PANEL] = LANES columns x .. of B, of which `count` are there; they lie along k in memory. They are read
-    // as a whole first: short reads of many lines defeat the processor's prefetching.
+    // as a whole first: short reads of many lines defeat the processor's prefetching. What follows is fetched
+    // meanwhile: the next columns, or after a panel's last the same panel's next piece along k.
     template <class Element>
     static void transpose_lines(Element* out, const Factor<real>& b, int x, int count, int k, int kc, int K) {
-        alignas(64) Element lines[LANES][A_ROW], square[2][LANES * LANES];
+        alignas(64) Element lines[LANES][A_ROW];
         for (int y = 0; y < count; y++) read_down(lines[y], b, k, x + y, kc, K);
         for (int y = count; y < LANES; y++) std::fill_n(lines[y], kc, Element{});
+        const bool last = x % PANEL == PANEL - LANES;
+        const int next_x = last ? x + LANES - PANEL : x + LANES, next_k = PER<Element> * (last ? k + KC : k);
         for (int i = 0; i < kc; i += LANES) {
-            for (int y = 0; y < LANES; y++) std::copy_n(lines[y] + i, LANES, square[0] + y * LANES);
-            // Each step interleaves the square's two halves, which rotates the bits of the index (row, column) by one.
-            int now = 0;
-            for (int n = 1; n < LANES; n *= 2, now = 1 - now) interleave(square[1 - now], square[now]);
+            if (i < LANES * LANES)
+                for (int line = 0; line < PER<Element> * KC; line += 64 / int(sizeof(real)))
+                    __builtin_prefetch(b.data + (next_x + size_t(i / LANES)) * b.ld + next_k + line);
+            Square<Element> square;
+            for (int y = 0; y < LANES; y++) std::memcpy(&square.row[y], lines[y] + i, VECTOR_BYTES);
+            square.transpose();
             for (int y = 0; y < std::min(LANES, kc - i); y++)
-                std::copy_n(square[now] + y * LANES, LANES, out + (i + y) * PANEL);
-        }
-    }
-    template <class Element>
-    static void interleave(Element* __restrict out, const Element* __restrict in) {
-        for (int i = 0; i < LANES * LANES / 2; i++) {
-            out[2 * i] = in[i];
-            out[2 * i + 1] = in[i + LANES * LANES / 2];
+                std::memcpy(out + (i + y) * PANEL, &square.row[y], VECTOR_BYTES);
         }
     }
     // `count` rows of A from x on; rows up to a whole tile are 0. Whatever way A lies in memory, its lines are copied
@@ -467,24 +502,47 @@ class Gemm {
                     for (int v = 0; v < width; v += 64 / int(sizeof(real))) __builtin_prefetch(here + i * ldc + v, 1);
             real* const to = whole ? here : edge;
             const size_t ldto = whole ? ldc : PANEL;
-            if (in_tiles) multiply_tile<1, A_LINE>(depth, a + y, b, width, to, ldto, accumulate);
-            else multiply_tile<A_ROW, 1>(depth, a + y * A_ROW, b, width, to, ldto, accumulate);
+            if (in_tiles) multiply_tile<MICRO_ROWS, 1, A_LINE>(depth, a + y, b, width, to, ldto, accumulate);
+            else multiply_tile<MICRO_ROWS, A_ROW, 1>(depth, a + y * A_ROW, b, width, to, ldto, accumulate);
             if (!whole)
                 for (int i = 0; i < left; i++) std::copy_n(edge + i * PANEL, width, here + i * ldc);
         }
     }
-    template <int NEXT_ROW, int NEXT_K, class Element>
+    template <int ROWS, int NEXT_ROW, int NEXT_K, class Element>
     static void multiply_tile(int depth, const Element* a, const Element* b, int width, real* c, size_t ldc,
                               bool accumulate) {
         const int vectors = (width + LANES - 1) / LANES;
         if constexpr (HAVE_BF16 || std::is_same<Element, real>::value) {
             if (vectors == MICRO_VECTORS)
-                micro_kernel<MICRO_ROWS, MICRO_VECTORS>(depth, a, NEXT_ROW, NEXT_K, b, PANEL, c, ldc, accumulate);
-            else if (vectors == 3)
-                micro_kernel<MICRO_ROWS, 3>(depth, a, NEXT_ROW, NEXT_K, b, PANEL, c, ldc, accumulate);
-            else if (vectors == 2)
-                micro_kernel<MICRO_ROWS, 2>(depth, a, NEXT_ROW, NEXT_K, b, PANEL, c, ldc, accumulate);
-            else micro_kernel<MICRO_ROWS, 1>(depth, a, NEXT_ROW, NEXT_K, b, PANEL, c, ldc, accumulate);
+                micro_kernel<ROWS, MICRO_VECTORS>(depth, a, NEXT_ROW, NEXT_K, b, PANEL, c, ldc, accumulate);
+            else if (vectors == 3) micro_kernel<ROWS, 3>(depth, a, NEXT_ROW, NEXT_K, b, PANEL, c, ldc, accumulate);
+            else if (vectors == 2) micro_kernel<ROWS, 2>(depth, a, NEXT_ROW, NEXT_K, b, PANEL, c, ldc, accumulate);
+            else micro_kernel<ROWS, 1>(depth, a, NEXT_ROW, NEXT_K, b, PANEL, c, ldc, accumulate);
+        }
+    }
+    // C (+)= a few rows A, as in decoding, times B^T: a panel is multiplied as soon as it is packed, while it lies in
+    // the cache, so that B is read once and nothing of it is written. Each element is the sum that it is in blocked().
+    template <class Element>
+    void few_rows(const Factor<real>& a, const Factor<real>& b, int K, bool accumulate, real* C, size_t ldc,
+                  int threads) {
+        const int depth = (K + PER<Element> - 1) / PER<Element>, panels = (b.width + PANEL - 1) / PANEL;
+        Element* const rows = reinterpret_cast<Element*>(a_memory.get(size_t(a.width) * depth));
+        Element* const packed = reinterpret_cast<Element*>(b_memory.get(size_t(threads) * KC * PANEL));
+        for (int m = 0; m < a.width; m++) read_down(rows + size_t(m) * depth, a, 0, m, depth, K);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+        for (int j = 0; j < panels; j++) {
+            Element* const panel = packed + size_t(omp_get_thread_num()) * KC * PANEL;
+            const int width = std::min(PANEL, b.width - j * PANEL);
+            alignas(64) real sums[FEW_ROWS][PANEL];
+            for (int m = 0; m < a.width; m++)
+                if (accumulate) std::copy_n(C + m * ldc + j * PANEL, width, sums[m]);
+            for (int k = 0; k < depth; k += KC) {
+                pack_panel(panel, b, j * PANEL, k, depth, K);
+                for (int m = 0; m < a.width; m++)
+                    multiply_tile<1, 0, 1>(std::min(KC, depth - k), rows + size_t(m) * depth + k, panel, width, sums[m],
+                                           PANEL, accumulate || k > 0);
+            }
+            for (int m = 0; m < a.width; m++) std::copy_n(sums[m], width, C + m * ldc + j * PANEL);
         }
     }
 };

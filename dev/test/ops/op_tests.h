@@ -208,7 +208,8 @@ void check_gemm_shapes(GemmFunction gemm_function, bool bf16 = false) {
     for (int K : {0, 1, 257}) check(13, 67, K);
     check(97, 129, 65);
     check(200, 65, 300);
-    check(13, 1000, bf16 ? 2100 : 1100);  // deeper than what is packed of B at a time
+    check(13, 1000, bf16 ? 2100 : 1100);                          // deeper than what is packed of B at a time
+    for (int M : {1, 2, 3, 4}) check(M, 131, bf16 ? 1101 : 601);  // few rows: several panels, several pieces of KC
     check(1, 1, 1);
 }
 TEST(op_gemm) {
