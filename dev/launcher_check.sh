@@ -6,45 +6,20 @@
 # Of Debian's packages: mpich libmpich-dev libopenmpi-dev openmpi-bin munge slurmctld slurmd slurm-client. What is not
 # there is said and left out. Ends with "N passed, N failed".
 set -uo pipefail
-case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
-cd "$(dirname "$0")/.." || exit 2
+. "$(dirname "$0")/checks.sh"
 root=$PWD build=${BUILD:-build}
-work=$(mktemp -d)
-passed=0 failed=0
-finish() {
+clean_up() {
     for daemon in slurmd slurmctld munged; do
         [ -f "$work/slurm/$daemon.pid" ] && kill "$(cat "$work/slurm/$daemon.pid")" 2>/dev/null
     done
     sleep 1
     rm -rf "$work"
 }
-trap finish EXIT
-
-# good NAME COMMAND...: counts the command's success; what it printed is shown where it fails.
-good() {
-    local name=$1
-    shift
-    if "$@" >"$work/output" 2>&1; then
-        echo "ok   $name"
-        passed=$((passed + 1))
-    else
-        echo "FAIL $name: $*"
-        sed 's/^/    /' "$work/output" | tail -30
-        failed=$((failed + 1))
-    fi
-}
-skipped() { echo "skipped: $*"; }
+trap clean_up EXIT
 # Slurm and Open MPI's mpirun leave variables behind that make a process believe it is a rank.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 
 small=(--model tiny --seq-len 128 --total-batch 512 --batch 1 --threads 1 --sample-tokens 0 --eval-batches 1 --seed 5)
-losses() { sed -nE 's/.*"step": ?([0-9]+),.*"loss": ?([0-9.]+).*/\1 \2/p' "$1/log.jsonl"; }
-# Ranks add in another order, which is 2^-24 of a sum; twenty steps of it stay far below one in a thousand.
-same_losses() {
-    paste -d' ' <(losses "$1") <(losses "$2") | awk '
-        { n++; d = $2 - $4; if ($1 != $3 || !(d * d <= 1e-6 * $2 * $2)) bad = 1 }
-        END { if (n < 20 || bad) { print n " steps compared, not the same losses"; exit 1 } }'
-}
 says() { # says STATUS TEXT COMMAND...: one line on stderr with this text, and this status
     local status=$1 text=$2 found
     shift 2
@@ -87,7 +62,7 @@ mpi_of() { # mpi_of NAME: builds with its compiler wrapper; trains under its mpi
     programs[$name]=$root/$build/$name/train_nsa
     good "$name: one process" "${programs[$name]}" "${small[@]}" --steps 20 --out "$work/$name/one"
     good "$name: mpirun -np 2" "mpirun.$name" -np 2 "${programs[$name]}" "${small[@]}" --steps 20 --out "$work/$name/two"
-    good "$name: two ranks learn what one does" same_losses "$work/$name/one" "$work/$name/two"
+    good "$name: two ranks learn what one does" same_losses 20 "$work/$name/one" "$work/$name/two"
     good "$name: SIGUSR1 to mpirun saves, --resume goes on" stops_and_resumes "$work/$name/stop" "mpirun.$name" \
         "${programs[$name]}"
 }
@@ -109,9 +84,7 @@ done
 [ ${#programs[@]} -gt 0 ] || missing=${missing:-MPI}
 if [ -n "${missing:-}" ]; then
     skipped "no $missing, so nothing was tried under Slurm"
-    echo "$passed passed, $failed failed"
-    [ "$failed" -eq 0 ]
-    exit
+    finish
 fi
 
 start_slurm() {
@@ -175,7 +148,7 @@ if [ "$(sinfo -h -o %T)" = idle ]; then
         fi
         good "srun --mpi=$pmi -n 2, $name" srun --mpi=$pmi -n 2 "${programs[$name]}" "${small[@]}" --steps 20 \
             --out "$work/$name/srun"
-        good "srun --mpi=$pmi: two ranks learn what one does" same_losses "$work/$name/one" "$work/$name/srun"
+        good "srun --mpi=$pmi: two ranks learn what one does" same_losses 20 "$work/$name/one" "$work/$name/srun"
         good "srun without a PMI names --mpi=$pmi, $name" says 2 "srun --mpi=$pmi ./train_nsa" \
             srun -n 2 "${programs[$name]}" "${small[@]}" --steps 1 --out "$work/$name/none"
     done
@@ -218,5 +191,4 @@ if [ "$(sinfo -h -o %T)" = idle ]; then
     scancel "$id"
     sleep 1
 fi
-echo "$passed passed, $failed failed"
-[ "$failed" -eq 0 ]
+finish

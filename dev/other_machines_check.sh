@@ -6,32 +6,8 @@
 # As root it installs what it needs with apt-get; zig comes from PyPI into a temporary folder. What cannot be had is
 # said and left out. Ends with "N passed, N failed".
 set -uo pipefail
-case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
-cd "$(dirname "$0")/.." || exit 2
+. "$(dirname "$0")/checks.sh"
 build=${BUILD:-build}
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-passed=0 failed=0
-
-# good NAME COMMAND...: counts the command's success; what it printed is shown where it fails.
-good() {
-    local name=$1
-    shift
-    if "$@" >"$work/output" 2>&1; then
-        echo "ok   $name"
-        passed=$((passed + 1))
-    else
-        echo "FAIL $name: $*"
-        sed 's/^/    /' "$work/output" | tail -30
-        failed=$((failed + 1))
-        return 1
-    fi
-}
-# have COMMAND PACKAGE
-have() {
-    command -v "$1" >/dev/null || { [ "$(id -u)" -eq 0 ] && DEBIAN_FRONTEND=noninteractive \
-        apt-get install -y -qq --no-install-recommends "$2" >/dev/null 2>&1 && command -v "$1" >/dev/null; }
-}
 # build FOLDER SETTING...: the plain CPU program in a folder of its own.
 build() {
     local folder=$1
@@ -40,13 +16,6 @@ build() {
 }
 
 small=(--model tiny --seq-len 128 --total-batch 256 --batch 1 --threads 1 --sample-tokens 0 --eval-batches 1 --steps 20)
-losses() { sed -nE 's/.*"step": ?([0-9]+),.*"loss": ?([0-9.]+).*/\1 \2/p' "$1/log.jsonl"; }
-# Two compilers order sums differently: 2^-24 of each, which twenty steps keep far below one in a thousand.
-same_losses() {
-    paste -d' ' <(losses "$1") <(losses "$2") | tee /dev/stderr | awk '
-        { n++; d = $2 - $4; if ($1 != $3 || !(d * d <= 1e-6 * $2 * $2)) bad = 1 }
-        END { if (n < 20 || bad) { print n " steps compared, not the same losses"; exit 1 } }'
-}
 
 # ---- aarch64
 
@@ -57,10 +26,10 @@ if have aarch64-linux-gnu-g++ g++-aarch64-linux-gnu && have qemu-aarch64 qemu-us
         good "aarch64: check" "${emulated[@]}" "$build/aarch64/train_nsa" check
         good "aarch64: twenty steps" "${emulated[@]}" "$build/aarch64/train_nsa" "${small[@]}" --out "$work/aarch64"
         good "this machine: twenty steps" "$build/plain/train_nsa" "${small[@]}" --out "$work/here"
-        good "aarch64 learns what this machine does" same_losses "$work/here" "$work/aarch64"
+        good "aarch64 learns what this machine does" same_losses 20 "$work/here" "$work/aarch64"
     fi
 else
-    echo "skipped: no aarch64-linux-gnu-g++ and qemu-aarch64, so nothing was tried for aarch64"
+    skipped "no aarch64-linux-gnu-g++ and qemu-aarch64, so nothing was tried for aarch64"
 fi
 
 # ---- macOS
@@ -73,7 +42,6 @@ if python3 -m venv "$work/zig" >/dev/null 2>&1 && "$zig" -m pip -q install zigla
         good "$target: a program for macOS" [ "$(head -c 4 "$build/$target/train_nsa" | od -An -tx4)" = " feedfacf" ]
     done
 else
-    echo "skipped: no ziglang, so nothing was tried for macOS"
+    skipped "no ziglang, so nothing was tried for macOS"
 fi
-echo "$passed passed, $failed failed"
-[ "$failed" -eq 0 ]
+finish
