@@ -156,16 +156,14 @@ static const Option OPTIONS[] = {
      "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the model's options are "
      "taken from there"},
     {"init", TRAIN, &ModelConfig::init, "preset", "standard|random",
-     "standard: GPT-2's deviation of 0.02; random: 1/sqrt(inputs) for it, and every tensor drawn: for narrow "
-     "models and for comparisons"},
+     "standard: GPT-2's deviation of 0.02; random: 1/sqrt(inputs) for it, and every tensor drawn: for narrow models "
+     "and for comparisons"},
     // data
     {"data", TRAIN, &TrainConfig::data, "synthetic", ANY,
-     "training shards, a glob in quotes, or several with weights, 'a_*.bin:3,b_*.bin:1', which are mixed exactly; "
-     "or "
+     "training shards, a glob in quotes, or several with weights, 'a_*.bin:3,b_*.bin:1', which are mixed exactly; or "
      "synthetic: the built-in corpus"},
     {"val-data", TRAIN | EVAL, &TrainConfig::val_data, "", ANY,
-     "validation shards, a glob in quotes, or several by name, 'web=a_*.bin,code=b_*.bin', of which the first "
-     "decides; "
+     "validation shards, a glob in quotes, or several by name, 'web=a_*.bin,code=b_*.bin', of which the first decides; "
      "or synthetic: of the built-in corpus"},
     {"hellaswag", TRAIN | EVAL, &TrainConfig::hellaswag, "", ANY,
      "multiple choice: HellaSwag's .jsonl, llm.c's .bin of it, or any file of these forms; in training with every "
@@ -179,11 +177,10 @@ static const Option OPTIONS[] = {
     {"seq-len", TRAIN | EVAL, &ModelConfig::seq_len, "preset", between(1, M),
      "tokens per sequence, T; in eval without it the trained length"},
     {"total-batch", TRAIN, &ModelConfig::total_batch, "preset", between(1, 1e10),
-     "tokens per optimiser step, over all ranks and micro-steps; without it near the preset's, in whole "
-     "micro-batches; 125m on a CPU: one sequence per rank"},
+     "tokens per optimiser step, over all ranks and micro-steps; without it near the preset's, in whole micro-batches; "
+     "125m on a CPU: one sequence per rank"},
     {"recompute", TRAIN, &ModelConfig::recompute, "0", between(0, 2),
-     "activations kept: 0 all, 1 not the cheap elementwise ones, 2 only each layer's input; same results, less "
-     "memory"},
+     "activations kept: 0 all, 1 not the cheap elementwise ones, 2 only each layer's input; same results, less memory"},
     {"steps", TRAIN, &TrainConfig::steps, "preset", between(0, T), "optimiser steps"},
     {"lr", TRAIN, &TrainConfig::lr, "preset", between(0, 10), "highest learning rate"},
     {"warmup", TRAIN, &TrainConfig::warmup, "preset", between(0, T), "steps of linear warm-up"},
@@ -210,8 +207,7 @@ static const Option OPTIONS[] = {
     {"eval-batches", TRAIN | EVAL, &TrainConfig::eval_batches, "8", between(1, M),
      "validation tokens, in units of --total-batch; in eval of --batch sequences, where all is the default"},
     {"log-every", TRAIN, &TrainConfig::log_every, "auto", between(1, T),
-     "steps between the lines printed; auto: a line a second at most; the first, the last and those that changed "
-     "no "
+     "steps between the lines printed; auto: a line a second at most; the first, the last and those that changed no "
      "weight have theirs always, and the logs have all"},
     {"sample-every", TRAIN, &TrainConfig::sample_every, "0", between(0, T),
      "steps between samples; 0: only at the end"},
@@ -224,8 +220,7 @@ static const Option OPTIONS[] = {
     {"keep-every", TRAIN, &TrainConfig::keep_every, "0", between(0, T),
      "checkpoints of steps divisible by this are kept for ever; 0: none"},
     {"stall-timeout", TRAIN, &TrainConfig::stall_timeout, "180", between(0, M),
-     "seconds without any progress on a rank after which the run ends, ten times that while a checkpoint is "
-     "written; "
+     "seconds without any progress on a rank after which the run ends, ten times that while a checkpoint is written; "
      "0: wait for ever"},
     {"out", TRAIN | TOKENIZE | EXPORT | IMPORT, &TrainConfig::out, "auto", ANY,
      "folder of the run; of tokenize: prefix of the shards; of export and import: a new or an empty folder"},
@@ -234,8 +229,8 @@ static const Option OPTIONS[] = {
     {"allow-new-data", TRAIN, &TrainConfig::allow_new_data, "off", ANY,
      "a resume may go on with other shards than the checkpoint's, in a new order, and says what has changed"},
     {"config", TRAIN, &TrainConfig::config, "", ANY,
-     "JSON file of options: the run.json of a run, of which all but --out count, or one by hand, {\"lr\": 1e-3, "
-     "...}; the command line goes before it"},
+     "JSON file of options: the run.json of a run, of which all but --out count, or one by hand, {\"lr\": 1e-3, ...}; "
+     "the command line goes before it"},
     {"tensorboard", TRAIN, &TrainConfig::tensorboard, "off", ANY,
      "the numbers of log.jsonl go into TensorBoard's event files too, beside it"},
     {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB | INSPECT, &MachineConfig::device, "auto", DEVICE_CHOICES,
@@ -246,22 +241,20 @@ static const Option OPTIONS[] = {
     {"threads", EVERY_VERB & ~(EXPORT | IMPORT), &MachineConfig::threads, "auto", between(1, 1024),
      "CPU threads of this rank; auto: OMP_NUM_THREADS where it is set, else its share of the machine's cores"},
     {"dump-state", TRAIN, &TrainConfig::dump_state, "", ANY,
-     "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and "
-     "end"},
+     "write parameters, gradients, logits, loss and selection of the first batch to this safetensors file, and end"},
     {"profile-steps", TRAIN, &MachineConfig::profile_steps, "", ANY,
      "steps of a GPU to look at, such as 20-29: they stand between cudaProfilerStart and cudaProfilerStop"},
     // the other verbs
     {"from", SAMPLE | EVAL | EXPORT | IMPORT | REPORT | INSPECT, &CheckpointConfig::from, "", ANY,
-     "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several "
-     "laid over each other"},
+     "folder of a run or of one checkpoint; of import: a folder that export wrote; of report: a run, or several laid "
+     "over each other"},
     {"step", SAMPLE | EVAL | EXPORT | INSPECT, &CheckpointConfig::at_step, "last", ANY,
-     "which of the run's checkpoints: that of this step; best: with the lowest validation loss; last: the newest "
-     "that is whole"},
+     "which of the run's checkpoints: that of this step; best: with the lowest validation loss; last: the newest that "
+     "is whole"},
     {"html", REPORT | INSPECT, &CheckpointConfig::html, "", ANY,
      "page to write; without it the report is text on the terminal"},
     {"json", EVAL | INSPECT, &CheckpointConfig::json, "", ANY,
-     "file to write: what the page of inspect shows; of eval --hellaswag a line for each item, with what was "
-     "chosen "
+     "file to write: what the page of inspect shows; of eval --hellaswag a line for each item, with what was chosen "
      "and the loss of every ending"},
     {"text", EVAL | INSPECT, &CheckpointConfig::text, "", ANY,
      "files of text as it is, or .jsonl; - for stdin; inspect shows one, eval measures each"},
@@ -293,7 +286,7 @@ static const Option OPTIONS[] = {
 
 // What --model stands for: the options whose default is 'preset', and --batch.
 
-// Learns the synthetic corpus in two minutes on two cores.
+// Learns the synthetic corpus in about a minute on two cores.
 inline Config preset_tiny() {
     Config p;
     p.model = "tiny";
