@@ -38,7 +38,8 @@ ifneq ($(origin GPU),command line)
   # In the environment it may mean anything.
   GPU := cuda
 endif
-DEV_GOALS := test_nsa $(BUILD)/tests $(BUILD)/test_device $(BUILD)/bench_cpu test test_long goldens crash_test bench hip_check
+DEV_GOALS := test_nsa $(addprefix $(BUILD)/,tests test_device bench_cpu) test test_long goldens crash_test bench \
+  hip_check
 .DEFAULT_GOAL := train_nsa
 .PHONY: all info deps clean help
 comma := ,
@@ -47,10 +48,8 @@ space := $() $()
 # In `make deps train_nsa` the probes run after deps; then make reads what they found and starts again.
 deps:
 	@$(if $(MAKE_RESTARTS),:,bash lib/run/deps.sh)
-clean:
-	rm -rf $(BUILD) train_nsa test_nsa
-help:
-	@echo "$$HELP"
+clean: ; rm -rf $(BUILD) train_nsa test_nsa
+help: ; @echo "$$HELP"
 
 ifneq ($(filter-out deps clean help,$(or $(MAKECMDGOALS),train_nsa)),)
 # On all cores unless the command says -j.
@@ -59,7 +58,7 @@ ifeq ($(filter -j% --jobserver%,$(MAKEFLAGS)),)
 endif
 # A line that is kept in a file: when it changes, what depends on the file is built again.
 quoted = '$(subst ','\'',$(1))'
-kept = $(shell mkdir -p $(BUILD); echo $(call quoted,$(2)) | cmp -s - $(1) || { echo $(call quoted,$(2)) > $(1); $(or $(3),:); })
+kept = $(shell mkdir -p $(BUILD); echo $(call quoted,$(2)) | cmp -s - $(1) || (echo $(call quoted,$(2)) >$(1); $(3)))
 
 # What is there is found out once for each machine, compiler and setting; then make starts again.
 PROBED := CXX CPPFLAGS CXXFLAGS LDFLAGS NVCC MPICXX MARCH GPU NO_CUDA NO_NCCL NO_MPI NO_OMP
@@ -97,7 +96,8 @@ VERSION := $(shell sed -n 's/^[#][#] \([0-9][0-9.]*\).*/\1/p' CHANGELOG.md 2>/de
   git describe --always --dirty 2>/dev/null | sed 's/^/-/')
 $(call kept,$(BUILD)/version,$(VERSION))
 
-line = $(if $(wildcard $(BUILD)/config.mk),$(info $(if $(HAVE_$(1)),✓ $(2)  $(3),✗ $(2)  $(if $(NO_$(1)),left out by NO_$(1),$(4)))))
+line = $(if $(wildcard $(BUILD)/config.mk),$(info $(if $(HAVE_$(1)),✓ $(2)  $(3),✗ $(2)  $(if \
+  $(NO_$(1)),left out by NO_$(1),$(4)))))
 $(call line,COMPILER,compiler,$(HAVE_COMPILER),not found: make deps)
 $(call line,OMP,OpenMP  ,all cores,not found: one core)
 $(call line,MPI,MPI     ,$(filter -l%,$(MPI_LIBS)),$(MPICXX) not found or does not link: one process only; make deps)

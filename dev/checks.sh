@@ -38,8 +38,8 @@ have() { command -v "$1" >/dev/null || { install_as_root "$2" && command -v "$1"
 
 # Steps and losses of the run in a folder.
 losses() { sed -nE 's/.*"step": ?([0-9]+),.*"loss": ?([0-9.]+).*/\1 \2/p' "$1/log.jsonl"; }
-# same_losses STEPS FOLDER FOLDER: another engine, compiler or number of ranks adds in another order, which is 2^-24 of a
-# sum; steps as few as these keep that far below one in ten thousand.
+# same_losses STEPS FOLDER FOLDER: another engine, compiler or number of ranks adds in another order, which is 2^-24 of
+# a sum; steps as few as these keep that far below one in ten thousand.
 same_losses() {
     paste -d' ' <(losses "$2") <(losses "$3") | awk -v steps="$1" '
         { print; n++; d = $2 - $4; if ($1 != $3 || !(d * d <= 1e-8 * $2 * $2)) bad = 1 }

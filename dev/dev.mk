@@ -8,7 +8,8 @@
 
 # The test to learn from: on the CPU, and on the GPU where there is one.
 test_nsa: $(BUILD)/test_nsa.o $(APART)
-	$(call quiet,LINK)$(if $(GPU_FOUND),$(LINK),$(HOST_LINK)) $(filter %.o,$^) -o $@ $(if $(GPU_FOUND),$(LIBS),$(HOST_LIBS))
+	$(call quiet,LINK)$(if $(GPU_FOUND),$(LINK),$(HOST_LINK)) $(filter %.o,$^) -o $@ \
+	    $(if $(GPU_FOUND),$(LIBS),$(HOST_LIBS))
 $(BUILD)/test_nsa.o: test_nsa.cu $(BUILD)/command
 	$(call quiet,CXX )$(if $(GPU_FOUND),$(COMPILE),$(HOST) -x c++) -DCOMPILED_APART $(DEPENDS) -c $< -o $@
 # All tests of the host, by the host compiler: a third of the time that nvcc takes; -O1, since each runs once. Where
@@ -25,8 +26,8 @@ $(BUILD)/test_device.o: dev/test/tests.cu $(BUILD)/command
 # ---- The emulator: tests that execute CUDA kernels on the CPU, in the plain and in the CHECK build of cuda_on_cpu.h:
 # of the emulator itself, and of the CUDA engine (cuda_tests: every kernel, every operation, whole training steps).
 RACE_PROGRAMS ?= 1000  # random programs that the race detector is tried on
-EMULATOR := $(CXX) -std=c++17 -g -Idev/emulator -DUSE_CUDA -DUSE_NCCL -Wall -Wextra -Wno-unknown-pragmas -fstack-clash-protection -pthread \
-  $(if $(WERROR),-Werror)
+EMULATOR := $(CXX) -std=c++17 -g -Idev/emulator -DUSE_CUDA -DUSE_NCCL -Wall -Wextra -Wno-unknown-pragmas \
+  -fstack-clash-protection -pthread $(if $(WERROR),-Werror)
 # The CHECK build: compiled for the thread sanitizer but linked without it, since cuda_on_cpu_check.h has the functions
 # that the compiler calls.
 EMULATOR_CHECK := -O1 -fsanitize=thread,undefined -fno-sanitize-recover=undefined
@@ -68,9 +69,10 @@ $(BUILD)/faults.so: dev/crash_test/faults.c $(BUILD)/command
 
 .PHONY: test test_long goldens bench hip_check
 # What takes longest to compile stands first, so that no core waits at the end.
-test: $(BUILD)/tests $(BUILD)/cuda_tests train_nsa test_nsa $(EMULATED) $(SHORT_EMULATOR_PROGRAMS) $(CRASH_PROGRAMS) $(DEVICE)
-	@dev/run_tests.sh '$(BUILD)/cuda_tests --short' '$(BUILD)/tests --short --shard 1/2' '$(BUILD)/tests --short --shard 2/2' ./test_nsa \
-	    $(CRASH_TESTS) $(SHORT_EMULATOR_TESTS) $(DEVICE)
+test: $(BUILD)/tests $(BUILD)/cuda_tests train_nsa test_nsa $(EMULATED) $(SHORT_EMULATOR_PROGRAMS) \
+  $(CRASH_PROGRAMS) $(DEVICE)
+	@dev/run_tests.sh '$(BUILD)/cuda_tests --short' '$(BUILD)/tests --short --shard 1/2' \
+	    '$(BUILD)/tests --short --shard 2/2' ./test_nsa $(CRASH_TESTS) $(SHORT_EMULATOR_TESTS) $(DEVICE)
 test_long: train_nsa $(BUILD)/tests $(EMULATOR_PROGRAMS) $(EMULATED)
 	@dev/run_tests.sh '$(BUILD)/cuda_tests_check' '$(BUILD)/cuda_tests --long' '$(BUILD)/tests --long' \
 	    $(LONG_EMULATOR_TESTS) $(if $(HAVE_CUDA),dev/kernel_report.sh dev/loop_report.sh) \

@@ -330,7 +330,8 @@ part_sanitizer() {
         echo "skipped: there is no compute-sanitizer on PATH"
         return 0
     fi
-    local status=0 more tests="attention_kernels_heads" small="--device cuda --layers 1 --dim 384 --head-dim 64 --heads 6 --kv-groups 1
+    local status=0 more tests="attention_kernels_heads"
+    local small="--device cuda --layers 1 --dim 384 --head-dim 64 --heads 6 --kv-groups 1
         --cmp-block 32 --cmp-stride 16 --slc-block 64 --slc-count 3 --window 100
         --seq-len 520 --batch 1 --total-batch 520 --steps 1 --eval-batches 1 --sample-tokens 2 --stall-timeout 0"
     for more in "" "--recompute 2" "--attention full"; do

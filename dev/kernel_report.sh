@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What the kernels cost on sm_80, sm_90, sm_100 and sm_120 (or ARCHS) according to ptxas: registers, shared memory,
 # spills. A kernel that spills fails.
-#     dev/kernel_report.sh [SOURCE]        default train_nsa.cu, which instantiates every kernel that the trainer launches
+#     dev/kernel_report.sh [SOURCE]        default train_nsa.cu, which instantiates every kernel that it launches
 # Ends with "N passed, N failed".
 set -uo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
@@ -18,8 +18,8 @@ failed=0 passed=0
 for arch in ${ARCHS:-sm_80 sm_90 sm_100 sm_120}; do
     # an older nvcc does not know the latest
     "${NVCC:-nvcc}" --list-gpu-code | grep -qx "$arch" || continue
-    if ! "${NVCC:-nvcc}" -x cu -std=c++17 -O3 -arch=$arch -diag-suppress 1675 -Werror all-warnings -Xptxas -v -Xcompiler -w \
-        -DUSE_CUDA -DNSA_WITHOUT_MAIN -cubin -o /dev/null "$source" >"$log" 2>&1; then
+    if ! "${NVCC:-nvcc}" -x cu -std=c++17 -O3 -arch=$arch -diag-suppress 1675 -Werror all-warnings -Xptxas -v \
+        -Xcompiler -w -DUSE_CUDA -DNSA_WITHOUT_MAIN -cubin -o /dev/null "$source" >"$log" 2>&1; then
         cat "$log"
         echo "$source does not compile for $arch"
         failed=$((failed + 1))

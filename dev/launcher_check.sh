@@ -26,7 +26,8 @@ says() { # says STATUS TEXT COMMAND...: one line on stderr with this text, and t
     timeout 60 "$@" >/dev/null 2>"$work/says"
     found=$?
     grep -v '^srun:\|^slurmstepd:\|^===\|^=  \|^$' "$work/says"
-    [ "$found" -eq "$status" ] && [ "$(grep -c 'train_nsa: error' "$work/says")" -eq 1 ] && grep -qF -e "$text" "$work/says"
+    [ "$found" -eq "$status" ] && [ "$(grep -c 'train_nsa: error' "$work/says")" -eq 1 ] &&
+        grep -qF -e "$text" "$work/says"
 }
 stops_and_resumes() { # stops_and_resumes FOLDER MPIRUN PROGRAM
     "$2" -np 2 "$3" "${small[@]}" --steps 100000 --eval-every 0 --out "$1" >"$work/stopped" 2>&1 &
@@ -61,7 +62,8 @@ mpi_of() { # mpi_of NAME: builds with its compiler wrapper; trains under its mpi
         "$build/$name/train_nsa"
     programs[$name]=$root/$build/$name/train_nsa
     good "$name: one process" "${programs[$name]}" "${small[@]}" --steps 20 --out "$work/$name/one"
-    good "$name: mpirun -np 2" "mpirun.$name" -np 2 "${programs[$name]}" "${small[@]}" --steps 20 --out "$work/$name/two"
+    good "$name: mpirun -np 2" "mpirun.$name" -np 2 "${programs[$name]}" "${small[@]}" --steps 20 \
+        --out "$work/$name/two"
     good "$name: two ranks learn what one does" same_losses 20 "$work/$name/one" "$work/$name/two"
     good "$name: SIGUSR1 to mpirun saves, --resume goes on" stops_and_resumes "$work/$name/stop" "mpirun.$name" \
         "${programs[$name]}"

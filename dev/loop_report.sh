@@ -25,8 +25,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 failed=0 passed=0
 for arch in sm_80 sm_90; do
-    if ! "$nvcc" -x cu -std=c++17 -O3 -arch=$arch -diag-suppress 1675 -Xcompiler -w -DUSE_CUDA -DNSA_WITHOUT_MAIN -cubin \
-        -o "$work/cubin" "$source" >"$work/log" 2>&1; then
+    if ! "$nvcc" -x cu -std=c++17 -O3 -arch=$arch -diag-suppress 1675 -Xcompiler -w -DUSE_CUDA -DNSA_WITHOUT_MAIN \
+        -cubin -o "$work/cubin" "$source" >"$work/log" 2>&1; then
         cat "$work/log"
         echo "$source does not compile for $arch"
         failed=$((failed + 1))

@@ -50,7 +50,8 @@ ifeq ($(GPU),hip)
   PORT_NAME := hipcc$(space)$(space)
   PORT_TEXT := $(GPU_ARCH): compiled$(comma) never run; PRECISION=$(PRECISION)
 else ifneq ($(strip $(GPU)),cuda)
-  # Another engine, by the host's compiler; train_nsa.cu takes it in. Its port.mk sets PORT_LIBS and what `make info` says of it.
+  # Another engine, by the host's compiler; train_nsa.cu takes it in. Its port.mk sets PORT_LIBS and what `make info`
+  # says of it.
   $(if $(wildcard dev/ports/$(strip $(GPU))/port.mk),,$(error GPU=$(GPU): expected cuda, hip or one of \
     $(patsubst dev/ports/%/port.mk,%,$(wildcard dev/ports/*/port.mk))))
   include dev/ports/$(strip $(GPU))/port.mk

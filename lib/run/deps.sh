@@ -15,7 +15,8 @@ if [ ${#missing[@]} -eq 0 ]; then
     exit 0
 fi
 if [ "$(uname)" = Darwin ]; then
-    echo "deps: on macOS: xcode-select --install && brew install libomp open-mpi; one process needs neither of the two" >&2
+    echo "deps: on macOS: xcode-select --install && brew install libomp open-mpi; one process needs neither of" \
+        "the two" >&2
     exit 1
 fi
 if ! command -v apt-get >/dev/null; then
