@@ -710,8 +710,8 @@ class TiledAttention {
             BackwardRoom<Element> room(size_t(h) * tile_queries(s), x.k.padded, D);
 #pragma omp for schedule(static)
             for (size_t i = 0; i < s.query_rows() * D; i++) x.sums[i] = 0;
-                // The order of the tiles matters: a tile waits for the one before it, which some thread has begun.
 #pragma omp for collapse(2) schedule(monotonic : dynamic, 1)
+            // The order of the tiles matters: a tile waits for the one before it, which some thread has begun.
             for (int tile = 0; tile < count; tile++)
                 for (int bg = 0; bg < s.B * s.G; bg++)
                     backward_tile(bg, tile,
