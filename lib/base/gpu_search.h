@@ -34,7 +34,6 @@ struct GpuSearch {
     int count = 0;                // of the devices that this process sees
     bool by_auto = true;          // --device auto takes them: they are faster than the processor
     std::string why;              // in the engine's own words: why there are none, or why auto takes none
-    bool cuda_engine = false;     // in this build
     bool nvidia_module = false;   // NVIDIA's driver is in the kernel, so there is a GPU
     int toolkit = 0, driver = 0;  // the CUDA that this build was made with, and the latest that the driver knows
     bool driver_too_old = false;  // as CUDA says
@@ -49,10 +48,11 @@ inline std::string cuda_version_text(int v) { return v ? format_text("%d.%d", v 
 // Why no GPU was found, and what helps: a driver that is missing and one that is too old are one error to CUDA.
 inline std::string why_no_gpu(const GpuSearch& s) {
     if (!s.why.empty()) return s.why;
-    if (!s.cuda_engine && s.nvidia_module)
+    const bool has_engine = !s.engine.format.empty();
+    if (!has_engine && s.nvidia_module)
         return "there is an NVIDIA GPU but this program was built without nvcc: put the CUDA toolkit's nvcc on PATH "
                "and run make again";
-    if (!s.cuda_engine) return "this build holds no CUDA engine";
+    if (!has_engine) return "this build holds no CUDA engine";
     if (s.toolkit && !s.driver && s.nvidia_module)
         return "NVIDIA's driver is in the kernel but its libcuda.so.1 is not here: start the container with --gpus all";
     if (s.toolkit && !s.driver) return "there is no NVIDIA driver here; with a GPU, install one until nvidia-smi works";

@@ -26,7 +26,6 @@ inline GpuSearch search_for_cuda(bool fp32) {
     GpuSearch search;
     search.engine = cuda_info(fp32);
     search.nvidia_module = has_nvidia_module();
-    search.cuda_engine = true;
     const cudaError_t error = cudaGetDeviceCount(&search.count);
     if (error != cudaSuccess) search.count = 0;
     search.driver_too_old = error == cudaErrorInsufficientDriver;

@@ -90,7 +90,8 @@ TEST(no_gpu_has_its_own_reason_and_remedy) {
     says(search, "built without nvcc");
 
     search = {};
-    search.cuda_engine = search.driver_too_old = true;
+    search.engine.format = "bf16";
+    search.driver_too_old = true;
     search.toolkit = 13000;
     search.error = "CUDA driver version is insufficient for CUDA runtime version";
     says(search, "there is no NVIDIA driver here");
