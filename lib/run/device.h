@@ -143,7 +143,7 @@ inline Device device_of(const MachineConfig& c, int share, const GpuSearch& gpus
             d.engine.name.c_str());
     if (!c.profile_steps.empty() && !d.gpu)
         fail_usage("--profile-steps %s is for a profiler of GPUs and this run is on the CPU (%s); leave it out",
-                   c.profile_steps.c_str(), none.c_str());
+                   c.profile_steps.c_str(), d.reason.c_str());
     if (!c.profile_steps.empty() && !d.engine.profiler)
         fail_usage("--profile-steps %s: the %s engine knows no profiler; leave it out", c.profile_steps.c_str(),
                    d.engine.name.c_str());
