@@ -216,23 +216,27 @@ struct Cpu : HostRuntime {
             param[i] = param[i] * keep - step_size * m[i] / (std::sqrt(v[i]) * v_correction + eps);
         }
     }
-    // Muon, lib/model/muon.h, for matrices [rows, columns]. Momentum with Nesterov's look ahead: m = beta1 m + (1 -
-    // beta1) grad, direction = beta1 m + (1 - beta1) grad. A matrix that is taller than wide is transposed in
-    // direction, and so in y.
-    void muon_momentum(Grad* direction, Stat* m, const Grad* grad, int64_t rows, int64_t columns, const HyperAdamW& h) {
-        const double clip = clip_factor(h);
-        if (std::isnan(clip)) return;
-        const real beta1 = real(h.beta1), scale = real(clip);
+    // Muon, lib/model/muon.h, for matrices [rows, columns]. work(i, j): element i of the matrix is element j of
+    // direction and y, which hold a matrix that is taller than wide transposed. By 16 columns, a cache line of either.
+    template <class Work>
+    static void for_muon_elements(int64_t rows, int64_t columns, const Work& work) {
         const size_t next_row = rows > columns ? 1 : size_t(columns), next_column = rows > columns ? size_t(rows) : 1;
 #pragma omp parallel for schedule(static)
         for (int64_t c0 = 0; c0 < columns; c0 += 16)
             for (int64_t r = 0; r < rows; r++)
-                for (int64_t c = c0; c < std::min(columns, c0 + 16); c++) {
-                    const size_t i = size_t(r * columns + c);
-                    const real g = grad[i] * scale;
-                    m[i] = beta1 * m[i] + (1 - beta1) * g;
-                    direction[size_t(r) * next_row + size_t(c) * next_column] = beta1 * m[i] + (1 - beta1) * g;
-                }
+                for (int64_t c = c0; c < std::min(columns, c0 + 16); c++)
+                    work(size_t(r * columns + c), size_t(r) * next_row + size_t(c) * next_column);
+    }
+    // Momentum with Nesterov's look ahead: m = beta1 m + (1 - beta1) grad, direction = beta1 m + (1 - beta1) grad.
+    void muon_momentum(Grad* direction, Stat* m, const Grad* grad, int64_t rows, int64_t columns, const HyperAdamW& h) {
+        const double clip = clip_factor(h);
+        if (std::isnan(clip)) return;
+        const real beta1 = real(h.beta1), scale = real(clip);
+        for_muon_elements(rows, columns, [=](size_t i, size_t j) {
+            const real g = grad[i] * scale;
+            m[i] = beta1 * m[i] + (1 - beta1) * g;
+            direction[j] = beta1 * m[i] + (1 - beta1) * g;
+        });
     }
     // y = factor * direction / sqrt(*squares), 0 where all is 0. [count]
     void muon_normalise(real* y, const Grad* direction, const double* squares, double factor, size_t count) {
@@ -245,14 +249,7 @@ struct Cpu : HostRuntime {
                     const HyperAdamW& h) {
         if (std::isnan(clip_factor(h))) return;
         const real keep = real(1 - h.lr * h.decay), step = real(step_size);
-        const size_t next_row = rows > columns ? 1 : size_t(columns), next_column = rows > columns ? size_t(rows) : 1;
-#pragma omp parallel for schedule(static)
-        for (int64_t c0 = 0; c0 < columns; c0 += 16)
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t c = c0; c < std::min(columns, c0 + 16); c++) {
-                    real& x = param[r * columns + c];
-                    x = x * keep - step * y[size_t(r) * next_row + size_t(c) * next_column];
-                }
+        for_muon_elements(rows, columns, [=](size_t i, size_t j) { param[i] = param[i] * keep - step * y[j]; });
     }
 
     // ----- heads.  A row of `projected` [B*queries, P] is  q | keys and values, by HeadSlot | gate logits | padding
