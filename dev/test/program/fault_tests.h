@@ -23,6 +23,17 @@ inline Options ranks_options(const Options& more) {
                   more);
 }
 
+// The same for some steps at a constant learning rate, so that another run can go on from them.
+inline Options part_of_run(const std::string& out, const char* steps, const Options& more) {
+    return merged(ranks_options({{"schedule", "constant"}, {"out", out}, {"steps", steps}}), more);
+}
+
+// How far losses of ranks_options() may be apart on other numbers of ranks: the limit that
+// run_ranks_and_accumulation_give_one_loss_curve derives, for this model. 8 steps of 1e-3, N = 512 terms, P = 4 x 3.6 k
+// + 4 k parameters, and |g| <= 1.5.
+static const double RANKS_PARAMETERS = 19000;
+static const double RANKS_LIMIT = 8 * 1e-3 * std::sqrt(RANKS_PARAMETERS) * std::ldexp(512.0, -24) * 1.5 + 2e-6;
+
 inline std::string losses_of(const std::string& run_folder) { return read_file(run_folder + "/main.log"); }
 
 // A program under mpirun that this test can disturb while it runs.
@@ -101,16 +112,15 @@ TEST(ranks_give_the_same_bits_every_time) {
     }
 }
 
-// On other numbers of ranks the curve is the same to rounding: buckets, bf16 on the way, sharded state.
-// The limit is that of run_ranks_and_accumulation_give_one_loss_curve for this model: N = 512 terms,
-// P = 4 x 3.6 k + 4 k parameters. With bf16 each of the gradients is rounded to 2^-9 of itself on
-// each of log2(4) + 1 additions: steps * lr * |e|_1 <= 8 * 1e-3 * 3 * 2^-9 * sqrt(P) |g|, |g| <= 1.5.
+// On other numbers of ranks the curve is the same to rounding: buckets, bf16 on the way, sharded state. With bf16 each
+// of the gradients is rounded to 2^-9 of itself on each of log2(4) + 1 additions: steps * lr * |e|_1 <= 8 * 1e-3 * 3 *
+// 2^-9 * sqrt(P) |g|.
 TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
     using namespace program;
     TempFolder folder;
     const std::string mpirun = find_mpirun("2 and 4 ranks");
-    const double P = 19000, limit = 8 * 1e-3 * std::sqrt(P) * std::ldexp(512.0, -24) * 1.5 + 2e-6,
-                 bf16_limit = 8 * 1e-3 * 3 * std::ldexp(1.0, -9) * std::sqrt(P) * 1.5;
+    const double limit = RANKS_LIMIT,
+                 bf16_limit = 8 * 1e-3 * 3 * std::ldexp(1.0, -9) * std::sqrt(RANKS_PARAMETERS) * 1.5;
     REQUIRE_GOOD(train(ranks_options({{"out", folder.file("one")}, {"batch", "8"}})));
     const std::vector<double> expected = logged(folder.file("one"), "loss"),
                               expected_val = logged(folder.file("one"), "val_loss"),
@@ -157,19 +167,14 @@ TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
 }
 
 // With Muon every rank updates every matrix, to the same bits, and goes on with the momentum that other ranks wrote.
-// The limit is that of ranks_buckets_zero_and_bf16_give_one_curve: only a gradient's direction counts, as for AdamW.
+// RANKS_LIMIT holds here too: only a gradient's direction counts, as for AdamW.
 TEST(ranks_agree_with_muon) {
     using namespace program;
     TempFolder folder;
     const std::string mpirun = find_mpirun("--optimizer muon on 1 and 2 ranks");
     if (mpirun.empty()) return;
-    const double limit = 8 * 1e-3 * std::sqrt(19000.0) * std::ldexp(512.0, -24) * 1.5 + 2e-6;
     const auto with = [&](const char* out, const char* steps, const char* resume) {
-        return ranks_options({{"optimizer", "muon"},
-                              {"schedule", "constant"},
-                              {"out", folder.file(out)},
-                              {"steps", steps},
-                              {"resume", resume}});
+        return part_of_run(folder.file(out), steps, {{"optimizer", "muon"}, {"resume", resume}});
     };
     REQUIRE_GOOD(train(with("one", "8", "off")));
     REQUIRE_GOOD(train_on_ranks(mpirun, 2, with("two", "8", "off")));
@@ -182,46 +187,40 @@ TEST(ranks_agree_with_muon) {
     const std::vector<double> loss = logged(folder.file("one"), "loss");
     REQUIRE(loss.size() == 8);
     for (const char* run : {"two", "others"})
-        for (size_t i = 0; i < 8; i++) CHECK_NEAR(logged(folder.file(run), "loss")[i], loss[i], limit);
-    REQUIRE_GOOD(train(ranks_options({{"schedule", "constant"}, {"out", folder.file("adamw")}})));
-    CHECK(std::fabs(logged(folder.file("adamw"), "loss")[7] - loss[7]) > 10 * limit);
+        for (size_t i = 0; i < 8; i++) CHECK_NEAR(logged(folder.file(run), "loss")[i], loss[i], RANKS_LIMIT);
+    REQUIRE_GOOD(train(part_of_run(folder.file("adamw"), "8", {})));
+    CHECK(std::fabs(logged(folder.file("adamw"), "loss")[7] - loss[7]) > 10 * RANKS_LIMIT);
 }
 
 // A checkpoint of N ranks at any --zero is continued by M ranks at any other: with as many ranks as before it is the
-// run that was never interrupted, bit for bit (a + b has one order), and to rounding with others. The limit is that of
-// ranks_buckets_zero_and_bf16_give_one_curve.
+// run that was never interrupted, bit for bit (a + b has one order), and to rounding with others.
 TEST(ranks_resume_on_another_number_of_ranks) {
     using namespace program;
     TempFolder folder;
     const std::string mpirun = find_mpirun("resuming on another number of ranks");
     if (mpirun.empty()) return;
-    const double limit = 8 * 1e-3 * std::sqrt(19000.0) * std::ldexp(512.0, -24) * 1.5 + 2e-6;
-    const auto with = [&](const std::string& out, const char* steps, const Options& more) {
-        return merged(ranks_options({{"schedule", "constant"}, {"out", folder.file(out)}, {"steps", steps}}), more);
+    const auto on = [&](int ranks, const std::string& out, const char* steps, const Options& more) {
+        return train_on_ranks(mpirun, ranks, part_of_run(folder.file(out), steps, more));
     };
-    const auto on = [&](int ranks, const Options& options) {
-        return ranks == 1 ? train(options) : train_on_ranks(mpirun, ranks, options);
-    };
-    REQUIRE_GOOD(on(2, with("whole", "8", {})));
+    REQUIRE_GOOD(on(2, "whole", "8", {}));
     const std::string parts = "parts", others = "others";
-    REQUIRE_GOOD(on(2, with(parts, "2", {{"zero", "1"}})));
+    REQUIRE_GOOD(on(2, parts, "2", {{"zero", "1"}}));
     CHECK(file_exists(folder.file("parts/step_00000002/optimizer_00001-of-00002.safetensors")));
-    REQUIRE_GOOD(on(2, with(parts, "6", {{"zero", "0"}, {"resume", "on"}, {"bucket-mb", "0.1"}, {"recompute", "2"}})));
-    const Result last =
-        on(2, with(parts, "8", {{"zero", "1"}, {"resume", "on"}, {"bucket-mb", "25"}, {"recompute", "0"}}));
+    REQUIRE_GOOD(on(2, parts, "6", {{"zero", "0"}, {"resume", "on"}, {"bucket-mb", "0.1"}, {"recompute", "2"}}));
+    const Result last = on(2, parts, "8", {{"zero", "1"}, {"resume", "on"}, {"bucket-mb", "25"}, {"recompute", "0"}});
     REQUIRE_GOOD(last);
     CHECK(last.out.find("resume: --zero is 1, was 0") != std::string::npos &&
           last.out.find("resume: --recompute is 0, was 2") != std::string::npos);
     CHECK(read_file(folder.file("parts/step_00000008/model.safetensors")) ==
           read_file(folder.file("whole/step_00000008/model.safetensors")));
-    REQUIRE_GOOD(on(4, with(others, "2", {{"zero", "1"}})));
-    REQUIRE_GOOD(on(1, with(others, "5", {{"resume", "on"}})));
-    REQUIRE_GOOD(on(2, with(others, "8", {{"zero", "1"}, {"resume", "on"}})));
+    REQUIRE_GOOD(on(4, others, "2", {{"zero", "1"}}));
+    REQUIRE_GOOD(on(1, others, "5", {{"resume", "on"}}));
+    REQUIRE_GOOD(on(2, others, "8", {{"zero", "1"}, {"resume", "on"}}));
     const std::vector<double> loss = logged(folder.file("whole"), "loss"),
                               loss_of_others = logged(folder.file(others), "loss");
     CHECK(logged(folder.file("parts"), "loss") == loss);
     REQUIRE(loss.size() == 8 && loss_of_others.size() == 8);
-    for (size_t i = 0; i < 8; i++) CHECK_NEAR(loss_of_others[i], loss[i], limit);
+    for (size_t i = 0; i < 8; i++) CHECK_NEAR(loss_of_others[i], loss[i], RANKS_LIMIT);
     for (const std::string& run : {parts, others})
         CHECK(logged(folder.file(run), "epoch") == logged(folder.file("whole"), "epoch"));
     // The moments of the shards, put together, are those of ranks that had all of them.

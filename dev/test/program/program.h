@@ -472,7 +472,9 @@ inline std::string find_mpirun(const char* what) {
     return skip(format_text("%s: no mpirun on this machine", what)), "";
 }
 
+// One rank is started without mpirun.
 inline program::Result train_on_ranks(const std::string& mpirun, int ranks, const program::Options& more) {
+    if (ranks == 1) return program::train(more);
     return program::execute(
         program::joined({mpirun, "-np", std::to_string(ranks), program::path()}, program::small_words(more)));
 }

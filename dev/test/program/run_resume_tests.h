@@ -261,7 +261,7 @@ TEST(run_bad_data_in_the_middle_keeps_what_was_learnt) {
                 const std::string bad = shard(std::vector<uint16_t>(64 * 4000 + 1, 300));
                 if (ranks == 2) std::fstream(file, std::ios::in | std::ios::out).write(bad.data(), bad.size());
             });
-            r = ranks == 1 ? train(options) : train_on_ranks(mpirun, 2, options);
+            r = train_on_ranks(mpirun, ranks, options);
         }
         const int64_t last = checkpoint_steps(out).empty() ? 0 : checkpoint_steps(out)[0];
         CHECK(last >= 3);
