@@ -186,13 +186,18 @@ inline std::string commit_checkpoint(const std::string& run, int64_t step, const
     return folder;
 }
 
+// Removes folders that are no longer, or not yet, checkpoints: a folder gets the name first, which must be durable
+// before its files go.
+inline void remove_renamed(const std::string& run, const std::vector<std::string>& names, const Complain& complain) {
+    for (const std::string& name : names) {
+        const std::string error = error_of([&] { remove_tree(run + "/" + name); });
+        if (!error.empty()) complain(error);
+    }
+}
+
 // Gives up a checkpoint that could not be written, so that a full disk has its space back.
 inline void abandon_checkpoint(const std::string& run, int64_t step, const Complain& complain) {
-    try {
-        remove_tree(checkpoint_writing(run, step));
-    } catch (const Error& e) {
-        complain(e.what());
-    }
+    remove_renamed(run, {name_of(checkpoint_writing(run, step))}, complain);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -311,18 +316,6 @@ inline int64_t best_step(const std::string& run, const Complain& complain) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Removing.
-
-// Removes the folders that are no longer, or not yet, checkpoints: a folder gets the name first, which must be durable
-// before its files go.
-inline void remove_renamed(const std::string& run, const std::vector<std::string>& names, const Complain& complain) {
-    for (const std::string& name : names) {
-        try {
-            remove_tree(run + "/" + name);
-        } catch (const Error& e) {
-            complain(e.what());
-        }
-    }
-}
 
 // Keeps the `keep` newest checkpoints (0: all), those whose step is a multiple of keep_every (0: no others), and the
 // best; and, should all of these be damaged, the newest that is intact. What cannot be removed is a complaint.

@@ -213,23 +213,11 @@ static bool is_automatic(const Option& o, const std::string& value) {
     return o.integer && o.low > 0 && value == "0" && !std::strcmp(o.default_text, "auto");
 }
 
-// A resume takes over every option of the run but these.
-static const struct {
-    const char *option, *reason;
-} NOT_INHERITED[] = {
-    {"out", "it names the run"},
-    {"resume", "it is the resume"},
-    {"config", "what it gave is inherited itself"},
-    {"allow-new-data", "it is for one resume"},
-    {"dump-state", "it ends the program at the first batch, so no run that can be resumed had it"},
-    {"profile-steps", "it is for a look at one start of the program"},
-    {"help", "it only prints"},
-    {"version", "it only prints"},
-};
-
+// A resume takes over every option of the run but those that name it or are for one start of the program. What --config
+// gave is inherited itself.
 static bool is_inherited(const Option& o) {
-    const auto is_this = [&](const auto& x) { return !std::strcmp(x.option, o.name); };
-    return (o.verbs & TRAIN) && std::none_of(std::begin(NOT_INHERITED), std::end(NOT_INHERITED), is_this);
+    return (o.verbs & TRAIN) &&
+           !is_choice(o.name, "out|resume|config|allow-new-data|dump-state|profile-steps|help|version");
 }
 
 static const char* const MEND_RUN_JSON = "mend it, or remove the file: the checkpoints hold the options too";

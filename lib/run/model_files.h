@@ -9,7 +9,6 @@
 #include <set>
 #include <string>
 #include <type_traits>
-#include <vector>
 
 #include "config_files.h"
 #include "options.h"
@@ -60,8 +59,7 @@ void dump_first_batch(const Config& c, Model& model, Activations& a, Loader& loa
     Buffers buffers;
     StateDump d;
     d.precision = model.dev.format();
-    d.B = s.B;
-    d.T = s.T;
+    d.shape = s;
     d.V = a.V;
     d.inputs.resize(size_t(c.total_batch));
     d.targets.resize(size_t(c.total_batch));
@@ -72,6 +70,6 @@ void dump_first_batch(const Config& c, Model& model, Activations& a, Loader& loa
     backward(model, a);
     d.add(views_of(model.dev, model.table.specs, model.master, "", buffers));
     d.add(views_of(model.dev, model.table.specs, model.grads, "grad.", buffers));
-    d.add_selections(model.dev, s, a.layer);
+    d.add_selections(model.dev, a.layer);
     write_state_dump(c.dump_state, std::move(d), config_json(c), command_line(c, given, "dump-state"));
 }

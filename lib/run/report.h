@@ -44,83 +44,55 @@ inline double peak_memory_mib() { return peak_resident_bytes() / (1 << 20); }
 // ---------------------------------------------------------------------------------------------------------------------
 // Before the first step.
 
-// What print_run() cannot read in the options.
-struct RunFacts {
-    std::string engine;         // "CPU, fp32, ..."
-    bool on_host;               // the engine is the CPU
-    std::string device_reason;  // why it was chosen
-    int threads, ranks, local_ranks;
-    std::string launcher, host;
-    std::string reducer;  // how gradients travel
-    size_t buckets;
-    double bucket_mb;
-    int64_t parameters;
-    std::string train_data, val_data;  // val_data "": none
-    std::string weights;               // where they come from
-
-    template <class Device, class World, class Partition, class Data>
-    RunFacts(const std::string& dev, const Device& device, const World& world, const std::string& reduced_by,
-             const Partition& p, int64_t n, const Data& data, const std::string& weights)
-        : engine(dev),
-          on_host(!device.gpu),
-          device_reason(device.reason),
-          threads(device.threads),
-          ranks(world.size),
-          local_ranks(world.local_size),
-          launcher(world.launcher),
-          host(world.host),
-          reducer(reduced_by),
-          buckets(p.buckets()),
-          bucket_mb(double(p.bucket) * 4e-6),
-          parameters(n),
-          train_data(data.train->describe()),
-          val_data(data.describe_val()),
-          weights(weights) {}
-};
-
-inline void print_run_ranks(const TrainConfig& c, const RunFacts& f) {
-    if (f.ranks == 1) return;
-    std::printf("ranks:  gradients travel %s, in %s, %s of %.1f MB, %s%s\n", f.reducer.c_str(), c.grad_reduce.c_str(),
-                counted(int64_t(f.buckets), "bucket").c_str(), f.bucket_mb,
-                f.buckets > 1 ? "each as soon as it is final" : "at the end of the backward pass",
+// reducer: how gradients travel.
+template <class World, class Partition>
+void print_run_ranks(const TrainConfig& c, const World& world, const std::string& reducer, const Partition& p) {
+    if (world.size == 1) return;
+    std::printf("ranks:  gradients travel %s, in %s, %s of %.1f MB, %s%s\n", reducer.c_str(), c.grad_reduce.c_str(),
+                counted(int64_t(p.buckets()), "bucket").c_str(), double(p.bucket) * 4e-6,
+                p.buckets() > 1 ? "each as soon as it is final" : "at the end of the backward pass",
                 c.zero ? "; optimiser state is shared out over the ranks" : "");
 }
 
-inline void print_run_data(const TrainConfig& c, const RunFacts& f, const std::set<std::string>& given) {
+template <class Data>
+void print_run_data(const TrainConfig& c, const Data& data, const std::set<std::string>& given) {
     std::printf("data:   %s%s: %s; vocabulary %s, %lld tokens\n",
                 c.data == "synthetic" ? "the built-in synthetic corpus" : c.data.c_str(),
-                given.count("data") ? "" : ", because no --data was given", f.train_data.c_str(), c.tokenizer.c_str(),
-                (long long)c.vocab_size);
+                given.count("data") ? "" : ", because no --data was given", data.train->describe().c_str(),
+                c.tokenizer.c_str(), (long long)c.vocab_size);
     if (c.data == "synthetic" && c.tokenizer == "gpt2")
         std::printf(
             "        its bytes are taken as the token ids 0..255: good for timing, not for learning GPT-2's tokens\n");
-    if (f.val_data.empty()) std::printf("        no validation: --val-data was not given\n");
-    else std::printf("valid.: %s\n", f.val_data.c_str());
+    if (data.val.empty()) std::printf("        no validation: --val-data was not given\n");
+    else std::printf("valid.: %s\n", data.describe_val().c_str());
 }
 
-inline void print_run_batch(const TrainConfig& c, const RunFacts& f, const std::set<std::string>& given) {
+inline void print_run_batch(const TrainConfig& c, int ranks, bool on_gpu, const std::set<std::string>& given) {
     std::printf("batch:  %lld tokens a step = %s of %lld x %s x %s; %s, %s schedule\n", (long long)c.total_batch,
-                counted(c.batch, "sequence").c_str(), (long long)c.seq_len, counted(f.ranks, "rank").c_str(),
-                counted(c.total_batch / (c.batch * c.seq_len * f.ranks), "micro-step").c_str(),
+                counted(c.batch, "sequence").c_str(), (long long)c.seq_len, counted(ranks, "rank").c_str(),
+                counted(c.total_batch / (c.batch * c.seq_len * ranks), "micro-step").c_str(),
                 counted(c.steps, "step").c_str(), c.schedule.c_str());
     if (!given.count("total-batch") && c.total_batch != preset_of(c).total_batch)
-        std::printf("        not the preset's %lld tokens a step, %s; --total-batch sets them\n",
-                    (long long)preset_of(c).total_batch,
-                    f.on_host && c.model != "tiny" ? "which would take long on a CPU"
-                                                   : "which ranks and --batch do not divide");
+        std::printf(
+            "        not the preset's %lld tokens a step, %s; --total-batch sets them\n",
+            (long long)preset_of(c).total_batch,
+            !on_gpu && c.model != "tiny" ? "which would take long on a CPU" : "which ranks and --batch do not divide");
 }
 
-// What a reader wants to know before the first step, one line each: device, ranks, model, data, batch.
-inline void print_run(const TrainConfig& c, const std::set<std::string>& given, const RunFacts& f) {
-    std::printf("device: %s, because %s; %s (%s), %d on %s, %s each\n", f.engine.c_str(), f.device_reason.c_str(),
-                counted(f.ranks, "rank").c_str(), f.launcher.c_str(), f.local_ranks, f.host.c_str(),
-                counted(f.threads, "CPU thread").c_str());
-    print_run_ranks(c, f);
+// What a reader wants to know before the first step, one line each: device, ranks, model, data, batch. weights: where
+// they come from.
+template <class World, class Device, class Model, class Data>
+void print_run(const TrainConfig& c, const std::set<std::string>& given, const World& world, const Device& device,
+               const std::string& reducer, const Model& model, const Data& data, const std::string& weights) {
+    std::printf("device: %s, because %s; %s (%s), %d on %s, %s each\n", model.dev.describe().c_str(),
+                device.reason.c_str(), counted(world.size, "rank").c_str(), world.launcher.c_str(), world.local_size,
+                world.host.c_str(), counted(device.threads, "CPU thread").c_str());
+    print_run_ranks(c, world, reducer, model.partition);
     std::printf("model:  %s, %lld parameters (%s, width %lld, %s attention), %s\n", c.model.c_str(),
-                (long long)f.parameters, counted(c.layers, "layer").c_str(), (long long)c.dim, c.attention.c_str(),
-                f.weights.c_str());
-    print_run_data(c, f, given);
-    print_run_batch(c, f, given);
+                (long long)model.table.parameters, counted(c.layers, "layer").c_str(), (long long)c.dim,
+                c.attention.c_str(), weights.c_str());
+    print_run_data(c, data, given);
+    print_run_batch(c, world.size, device.gpu, given);
 }
 
 // The largest number of sequences, at most `batch`, that divides the samples of a rank and step and fits; 0 if none

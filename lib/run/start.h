@@ -39,10 +39,7 @@ RunStart open_run(const Config& c, const std::set<std::string>& given, const Wor
                                 : !c.init_from.empty() ? "weights of " + c.init_from
                                 : c.init == "random"   ? "every tensor random"
                                                        : "standard initialisation";
-    if (says)
-        print_run(
-            c, given,
-            {model.dev.describe(), device, world, path.text, model.partition, model.table.parameters, data, weights});
+    if (says) print_run(c, given, world, device, path.text, model, data, weights);
     if (resumes) {
         require_same_model(c, start.checkpoint, "resume");
         resume_data(*data.train, c, read_state(read_manifest(start.checkpoint)), says);

@@ -205,24 +205,21 @@ void read_moments(Dev& dev, const Specs& specs, T* m, T* v, const Pieces& owned,
 // --dump-state: what another program needs to compare itself with this one.
 
 struct StateDump {
-    std::string precision;                         // format() of the engine
-    std::vector<TensorView> tensors;               // parameters, and gradients named grad.<tensor>
-    int64_t B = 0, T = 0, V = 0;                   // sequences, tokens of each, vocabulary
+    std::string precision;            // format() of the engine
+    std::vector<TensorView> tensors;  // parameters, and gradients named grad.<tensor>
+    NsaShape shape;
+    int64_t V = 0;                                 // vocabulary
     std::vector<int32_t> inputs, targets;          // [B, T]
     std::vector<float> logits;                     // [B, T, V]
     float loss = 0;                                // mean over the tokens
-    std::vector<std::vector<uint32_t>> selection;  // per layer the bitmasks [rows, words]; none in full attention
-    int64_t groups = 0, blocks = 0, words = 0;     // of a selection: rows = B * groups * T; bits, words of a bitmask
+    std::vector<std::vector<uint32_t>> selection;  // per layer the bitmasks [B, G, T]; none in full attention
 
     void add(const std::vector<TensorView>& more) { tensors.insert(tensors.end(), more.begin(), more.end()); }
     template <class Dev, class Layers>
-    void add_selections(Dev& dev, const NsaShape& s, const Layers& layers) {
-        groups = s.G;
-        blocks = s.slc_blocks();
-        words = s.selection_words();
+    void add_selections(Dev& dev, const Layers& layers) {
         for (const auto& y : layers) {
-            if (s.full) return;
-            selection.emplace_back(size_t(s.B) * s.G * s.T * s.selection_words());
+            if (shape.full) return;
+            selection.emplace_back(size_t(shape.B) * shape.G * shape.T * shape.selection_words());
             dev.copy(selection.back().data(), y.selection, selection.back().size());
         }
     }
@@ -239,17 +236,18 @@ inline std::vector<uint8_t> bytes_of_masks(const std::vector<uint32_t>& masks, s
 
 inline void write_state_dump(const std::string& path, StateDump d, const std::string& config,
                              const std::string& command) {
-    d.tensors.push_back({"inputs", "I32", {d.B, d.T}, d.inputs.data(), d.inputs.size() * 4});
-    d.tensors.push_back({"targets", "I32", {d.B, d.T}, d.targets.data(), d.targets.size() * 4});
-    d.tensors.push_back(tensor_view("logits", {d.B, d.T, d.V}, d.logits.data()));
+    const int64_t B = d.shape.B, T = d.shape.T, blocks = d.shape.slc_blocks();
+    d.tensors.push_back({"inputs", "I32", {B, T}, d.inputs.data(), d.inputs.size() * 4});
+    d.tensors.push_back({"targets", "I32", {B, T}, d.targets.data(), d.targets.size() * 4});
+    d.tensors.push_back(tensor_view("logits", {B, T, d.V}, d.logits.data()));
     d.tensors.push_back(tensor_view("loss", {1}, &d.loss));
     std::vector<std::vector<uint8_t>> selections;
     for (const auto& masks : d.selection)
-        selections.push_back(bytes_of_masks(masks, size_t(d.words), size_t(d.blocks)));
+        selections.push_back(bytes_of_masks(masks, size_t(d.shape.selection_words()), size_t(blocks)));
     for (size_t i = 0; i < selections.size(); i++)
         d.tensors.push_back({format_text("layers.%zu.selection", i),
                              "U8",
-                             {d.B, d.groups, d.T, d.blocks},
+                             {B, d.shape.G, T, blocks},
                              selections[i].data(),
                              selections[i].size()});
     write_safetensors(path, {{"config", config}, {"options", command}, {"precision", d.precision}}, d.tensors);
