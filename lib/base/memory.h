@@ -2,7 +2,6 @@
 // memory left. Used by the engines and by errors.h.
 #pragma once
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <fstream>

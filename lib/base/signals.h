@@ -9,7 +9,6 @@
 #pragma once
 #include <atomic>
 #include <csignal>
-#include <initializer_list>
 #include <thread>
 
 #include <poll.h>

@@ -62,9 +62,9 @@ struct Chart {
     double width = 420, height = 210;
 };
 
-// Multiples of 1, 2 or 5 times a power of ten, at most `most` + 1 of them.
-inline std::vector<double> round_ticks(double low, double high, int most) {
-    const double least = (high - low) / most, power = std::pow(10, std::floor(std::log10(least)));
+// Multiples of 1, 2 or 5 times a power of ten, at most max_steps + 1 of them.
+inline std::vector<double> round_ticks(double low, double high, int max_steps) {
+    const double least = (high - low) / max_steps, power = std::pow(10, std::floor(std::log10(least)));
     double step = 10 * power;
     for (const double digit : {5, 2, 1})
         if (digit * power >= least * (1 - 1e-9)) step = digit * power;
@@ -92,8 +92,8 @@ struct Axis {
     double share(double x) const {
         return by_factors ? std::log(x / low) / std::log(high / low) : (x - low) / (high - low);
     }
-    std::vector<double> ticks(int most) const {
-        return by_factors ? factor_ticks(low, high) : round_ticks(low, high, most);
+    std::vector<double> ticks(int max_steps) const {
+        return by_factors ? factor_ticks(low, high) : round_ticks(low, high, max_steps);
     }
 };
 

@@ -13,7 +13,6 @@
 #include "../base/embed.h"
 #include "../base/files.h"
 #include "../base/json.h"
-#include "../base/embed.h"
 #include "../run/options.h"
 #include "../run/run_folder.h"
 #include "../base/safetensors.h"
@@ -138,8 +137,7 @@ void require_known_to_pytorch(const Table& table) {
         if (python.find("\"" + name + "\"") == std::string::npos)
             fail(
                 "export: lib/report/hf/modeling_nsa.py does not know the tensor %s and would compute without it: add "
-                "it "
-                "there, to its TENSORS too",
+                "it there, to its TENSORS too",
                 spec.name.c_str());
     }
 }

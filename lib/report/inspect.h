@@ -148,7 +148,7 @@ class Inspection {
     std::string json;
     int layers = 0;
 
-    // The text's first tokens, as many as a page shows, behind the end-of-text before every document.
+    // The text's first tokens, as many as a page shows, after the end-of-text that stands before every document.
     void take_tokens(const std::vector<uint16_t>& text, const std::string& file) {
         const size_t shown = std::min(text.size(), MAX_TOKENS - 1);
         tokens = {0};

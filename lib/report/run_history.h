@@ -6,7 +6,6 @@
 #include <limits>
 #include <map>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "../base/files.h"
@@ -101,10 +100,10 @@ inline double flops_utilisation(const RunHistory& run) {
 
 // The largest that was logged, of a GPU where there is one; NaN where none was.
 inline double peak_memory_of(const RunHistory& run) {
-    double most = std::numeric_limits<double>::quiet_NaN();
+    double peak = std::numeric_limits<double>::quiet_NaN();
     const bool gpu = run.numbers.count("peak_gpu_memory_mib");
-    for (const LogPoint& p : run.of(gpu ? "peak_gpu_memory_mib" : "peak_memory_mib")) most = std::fmax(most, p.value);
-    return most;
+    for (const LogPoint& p : run.of(gpu ? "peak_gpu_memory_mib" : "peak_memory_mib")) peak = std::fmax(peak, p.value);
+    return peak;
 }
 
 // now: since 1970. A run whose last line is no older than a minute, or than a few of its steps, is taken to be at work.

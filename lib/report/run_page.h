@@ -4,8 +4,6 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <ctime>
 #include <functional>
 #include <set>
 #include <string>
@@ -28,12 +26,7 @@ struct PublishedLoss {
 constexpr PublishedLoss GPT2_LOSSES[] = {{3.4250, "GPT-2 124M on FineWeb"}, {3.2924, "GPT-2 124M on FineWeb-Edu"}};
 constexpr double GPT2_HELLASWAG = 0.2945;
 
-inline std::string utc_text(double time) {
-    const time_t seconds = time_t(time);
-    struct tm parts;
-    char text[64];
-    return gmtime_r(&seconds, &parts) && std::strftime(text, sizeof text, "%Y-%m-%d %H:%M UTC", &parts) ? text : "?";
-}
+constexpr char TIME_FORMAT[] = "%Y-%m-%d %H:%M UTC";
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The numbers of the runs: a row for each, with its value for every run.
@@ -48,15 +41,16 @@ inline std::set<std::string> other_sets_of(const std::vector<RunHistory>& runs) 
     return names;
 }
 
+inline bool any_has(const std::vector<RunHistory>& runs, const char* number) {
+    return std::any_of(runs.begin(), runs.end(), [&](const RunHistory& run) { return !run.of(number).empty(); });
+}
+
 // now: since 1970.
 inline std::vector<ReportRow> report_rows(const std::vector<RunHistory>& runs, double now) {
     std::vector<ReportRow> rows;
     const auto add = [&](const std::string& name, const std::function<std::string(const RunHistory&)>& value) {
         rows.push_back({name, {}});
         for (const RunHistory& run : runs) rows.back().second.push_back(value(run));
-    };
-    const auto has = [&](const char* name) {
-        return std::any_of(runs.begin(), runs.end(), [&](const RunHistory& run) { return !run.of(name).empty(); });
     };
     add("run", [](const RunHistory& run) { return run.folder; });
     add("state", [&](const RunHistory& run) {
@@ -65,7 +59,7 @@ inline std::vector<ReportRow> report_rows(const std::vector<RunHistory>& runs, d
         if (run.unreadable) text += "; " + counted(int64_t(run.unreadable), "line") + " of the log cannot be read";
         return text;
     });
-    if (has("val_loss")) {
+    if (any_has(runs, "val_loss")) {
         const bool same = std::all_of(runs.begin(), runs.end(),
                                       [&](const RunHistory& run) { return run.val_set == runs[0].val_set; });
         add("validation loss" + (same && !runs[0].val_set.empty() ? ", " + runs[0].val_set : ""),
@@ -79,9 +73,9 @@ inline std::vector<ReportRow> report_rows(const std::vector<RunHistory>& runs, d
     for (const std::string& set : other_sets_of(runs))
         add("validation loss, " + set,
             [&](const RunHistory& run) { return number_in("%.4f", last_value(run.of("val_loss/" + set))); });
-    if (has("recall_loss"))
+    if (any_has(runs, "recall_loss"))
         add("recall loss", [](const RunHistory& run) { return number_in("%.4f", last_value(run.of("recall_loss"))); });
-    if (has("hellaswag"))
+    if (any_has(runs, "hellaswag"))
         add("HellaSwag", [](const RunHistory& run) { return number_in("%.4f", last_value(run.of("hellaswag"))); });
     add("training loss", [](const RunHistory& run) { return number_in("%.4f", last_value(run.of("loss"))); });
     add("tokens", [](const RunHistory& run) {
@@ -105,11 +99,6 @@ inline std::vector<ReportRow> report_rows(const std::vector<RunHistory>& runs, d
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The charts of the runs.
-
-inline bool has_gpt2_vocabulary(const std::vector<RunHistory>& runs) {
-    return std::any_of(runs.begin(), runs.end(),
-                       [](const RunHistory& run) { return run.option("tokenizer") == "gpt2"; });
-}
 
 // Eight chosen ones, then hues that lie as far from those before as can be.
 inline std::string run_color(size_t run) {
@@ -150,7 +139,8 @@ inline Chart loss_chart(const std::vector<RunHistory>& runs, double LogPoint::*x
         c.lines.push_back(line_of(val, run_color(r), runs.size() == 1 ? "validation" : runs[r].folder, x, unit));
         c.lines.back().dots = true;
     }
-    if (has_gpt2_vocabulary(runs))
+    const auto reads_gpt2 = [](const RunHistory& run) { return run.option("tokenizer") == "gpt2"; };
+    if (std::any_of(runs.begin(), runs.end(), reads_gpt2))
         for (const PublishedLoss& p : GPT2_LOSSES) c.levels.emplace_back(p.loss, format_text("%s %.4f", p.of, p.loss));
     return c;
 }
@@ -196,8 +186,7 @@ inline std::string draw_loss_charts(const std::vector<RunHistory>& runs) {
     for (const RunHistory& run : runs) hours = std::max(hours, run.hours);
     const std::pair<const char*, double> units[] = {{"hours", 1}, {"minutes", 60}, {"seconds", 3600}};
     const auto& [unit, per_hour] = units[hours >= 2 ? 0 : hours >= 2 / 60.0 ? 1 : 2];
-    const bool validated =
-        std::any_of(runs.begin(), runs.end(), [](const RunHistory& run) { return !run.of("val_loss").empty(); });
+    const bool validated = any_has(runs, "val_loss");
     const std::string loss = validated ? "Validation loss" : "Training loss";
     const std::string note = validated && runs.size() == 1 ? "; pale: training loss" : "";
     return "<div class=\"pair\">" + draw_chart(loss_chart(runs, &LogPoint::tokens, 1, loss + " over tokens" + note)) +
@@ -335,7 +324,7 @@ inline std::string page_head(const std::vector<RunHistory>& runs, double now) {
                                       first.option("model").c_str(), first.option("attention").c_str(),
                                       first.option("tokenizer").c_str(), first.option("seq_len").c_str(),
                                       first.option("total_batch").c_str()));
-    return html + "Report of " + utc_text(now) + ".</p>\n";
+    return html + "Report of " + utc_text(TIME_FORMAT, now) + ".</p>\n";
 }
 
 inline std::string page_numbers(const std::vector<RunHistory>& runs, const std::vector<ReportRow>& rows) {
@@ -375,8 +364,8 @@ inline std::string page_starts(const std::vector<RunHistory>& runs) {
                                 runs.size() > 1 ? ""
                                 : s.at.step > 0 ? "resumed"
                                                 : "started",
-                                s.at.step, utc_text(s.time).c_str(), word("version").c_str(), word("ranks").c_str(),
-                                word("device").c_str());
+                                s.at.step, utc_text(TIME_FORMAT, s.time).c_str(), word("version").c_str(),
+                                word("ranks").c_str(), word("device").c_str());
         }
     if (html.empty()) return "";
     return "<h2>Starts and resumes</h2><table class=\"all\"><tr><th></th><th>at step</th><th>time</th><th>version</th>"

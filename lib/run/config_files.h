@@ -440,7 +440,7 @@ TrainedModel open_trained_model(Config& c) {
     }
 }
 
-// The options that decided what the run behind a checkpoint was validated on.
+// The options that decided what the run of a checkpoint was validated on.
 static TrainConfig trained_options(TrainConfig c, const std::string& checkpoint) {
     if (!file_exists(checkpoint + "/manifest.json"))
         fail("%s/manifest.json is missing, which says what the run was validated on: give shards to --val-data",

@@ -3,7 +3,6 @@
 #pragma once
 #include <algorithm>
 #include <cstdlib>
-#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -48,12 +47,6 @@ inline std::string processor_name() {
     const std::string line = system_line("/proc/cpuinfo", "model name");
     const size_t at = line.find(": ");
     return at == std::string::npos ? "unknown" : line.substr(at + 2);
-}
-
-inline std::string iso_time(time_t now) {
-    struct tm parts;
-    char text[32];
-    return gmtime_r(&now, &parts) && std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", &parts) ? text : "";
 }
 
 // What of the environment changes how a run goes.
@@ -109,7 +102,7 @@ std::string environment_json(const World& world, const std::string& engine, cons
         if (known == hosts.end()) hosts.emplace_back(name, "1");
         else known->second = std::to_string(std::atoi(known->second.c_str()) + 1);
     }
-    Facts facts = {{"time", json_quote(iso_time(std::time(nullptr)))},
+    Facts facts = {{"time", json_quote(utc_text("%Y-%m-%dT%H:%M:%SZ", unix_time()))},
                    {"step", std::to_string(std::max<int64_t>(0, step_of_name(name_of(checkpoint))))},
                    {"version", json_quote(version_text())}};
     for (const auto& fact : commit_of(version_text())) facts.push_back(fact);

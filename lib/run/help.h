@@ -20,7 +20,7 @@ inline size_t terminal_width() {
     return ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col ? size.ws_col : 80;
 }
 
-// A label and words behind it. Further lines begin under the first word; a word with a space in it is not broken.
+// A label and the words after it. Further lines begin under the first word; a word with a space in it is not broken.
 inline void print_wrapped(const std::string& label, const std::vector<std::string>& words, size_t width) {
     constexpr size_t indent = 21;
     std::string line = label + std::string(label.size() < indent - 1 ? indent - 1 - label.size() : 0, ' ');

@@ -499,7 +499,7 @@ inline std::string familiar_option(std::string word, Verb verb) {
     fail_usage("'%s' is no option; options begin with -- (--help lists them)", word.c_str());
 }
 
-// The option that a word without one is the value of: the folder of a run behind a verb that reads one, or behind
+// The option that a word without one is the value of: the folder of a run after a verb that reads one, or after
 // --resume. "": none.
 inline std::string option_of_folder(const std::string& word, Verb verb, const std::string& last,
                                     const std::set<std::string>& given) {
@@ -510,7 +510,7 @@ inline std::string option_of_folder(const std::string& word, Verb verb, const st
     return reads_runs && (verb == REPORT || !given.count("from")) ? "from" : "";
 }
 
-// The verb that a command line begins with, `train` where it names none. at: gets the place of the word behind it.
+// The verb that a command line begins with, `train` where it names none. at: gets the place of the word after it.
 inline Verb read_verb(int argc, const char* const* argv, Config& c, int& at) {
     at = 1;
     while (argc > at && !std::strcmp(argv[at], "help")) at++;  // `help sample` is `sample --help`
@@ -655,8 +655,8 @@ static const char* const NSA_OPTIONS[] = {"cmp-block", "cmp-stride", "slc-block"
 inline std::pair<int64_t, int64_t> profiled_steps(const MachineConfig& c) {
     if (c.profile_steps.empty()) return {0, -1};
     long long first = 0, last = 0;
-    char behind = 0;
-    const int found = std::sscanf(c.profile_steps.c_str(), "%lld-%lld%c", &first, &last, &behind);
+    char rest = 0;
+    const int found = std::sscanf(c.profile_steps.c_str(), "%lld-%lld%c", &first, &last, &rest);
     const bool digits = c.profile_steps.find_first_not_of("0123456789-") == std::string::npos,
                ends = c.profile_steps.back() != '-';
     if (found == 1) last = first;

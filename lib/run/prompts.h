@@ -56,7 +56,7 @@ inline std::vector<std::string> prompts_of(const SampleConfig& c) {
 template <class Tokenizer>
 struct TokenPrinter {
     const Tokenizer& tokenizer;
-    const bool past_end;  // go on behind an end-of-text
+    const bool past_end;  // go on after an end-of-text
     // Printed with the first token: while a long prompt is read, its line of progress would cover it.
     std::string before;
     std::string all = before;  // prompt and tokens

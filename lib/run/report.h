@@ -120,8 +120,7 @@ inline void require_memory_of(const ModelConfig& c, double fixed, double availab
         if (const int64_t batch = smaller(2)) propose(format_text("--batch %lld with --recompute 2", (long long)batch));
     fail(
         "--batch %lld and --seq-len %lld need %.0f MiB per rank, of which %.0f MiB are parameters, gradients and "
-        "moments; "
-        "%.0f MiB are available: choose %s",
+        "moments; %.0f MiB are available: choose %s",
         (long long)c.batch, (long long)c.seq_len, needed(c.batch, c.recompute), fixed, available,
         advice.empty() ? "a smaller --seq-len or model" : advice.c_str());
 }
@@ -207,7 +206,7 @@ struct EvalSums {
     double* numbers() { return reinterpret_cast<double*>(this); }
     const double* numbers() const { return reinterpret_cast<const double*>(this); }
 
-    // The sample's next token. target: 1 for an answer, 0 for any other, NO_TARGET behind the end of the data.
+    // The sample's next token. target: 1 for an answer, 0 for any other, NO_TARGET after the end of the data.
     void add(double of_token, uint8_t target, size_t text_bytes) {
         if (target == NO_TARGET) return;
         range_loss[range_of(size_t(tokens))] += of_token;
@@ -277,7 +276,7 @@ inline std::string bad_step_text(const StepResult& s, const std::vector<std::str
         (long long)s.step, s.loss, s.norm, culprits.c_str(), tensor.c_str(), file.c_str());
 }
 
-// Writes the batch behind a step that was not finite into a file of this rank, for later. Returns its path.
+// Writes the batch of a step that was not finite into a file of this rank, for later. Returns its path.
 inline std::string write_bad_step(const std::string& out, const StepResult& s, int rank, const std::string& tensor,
                                   size_t seq_len) {
     const std::string path = format_text("%s/bad_step_%08lld_rank%d.json", out.c_str(), (long long)s.step, rank);
@@ -341,12 +340,12 @@ inline std::string layer_statistics_json(const std::vector<float>& gate, const s
             if (share > 0) entropy -= share * std::log(share) / double(rows);
         }
     }
-    uint64_t selected = 0, most = 0;
+    uint64_t selected = 0, largest = 0;
     for (size_t q = 0; q < queries; q++) {
         uint64_t count = 0;
         for (size_t j = 0; j < words; j++) count += uint64_t(__builtin_popcount(masks[q * words + j]));
         selected += count;
-        most = std::max(most, count);
+        largest = std::max(largest, count);
     }
     for (float share : chosen) importance += share / double(chosen.size());
     const double all = mean[0] + mean[1] + mean[2];
@@ -356,7 +355,7 @@ inline std::string layer_statistics_json(const std::vector<float>& gate, const s
     };
     return "{\"gate\":[" + three(1) + "],\"gate_share\":[" + three(all) + "],\"gate_entropy\":" + number(entropy) +
            format_text(",\"blocks_mean\":%.2f,\"blocks_max\":%llu", double(selected) / double(queries),
-                       (unsigned long long)most) +
+                       (unsigned long long)largest) +
            ",\"importance_selected\":" + number(importance) + "}";
 }
 
@@ -442,7 +441,7 @@ struct RunReport {
         std::fflush(stdout);
     }
 
-    // A set of --val-data. decides: it is the first, whose numbers have no name behind theirs.
+    // A set of --val-data. decides: it is the first, whose numbers have no name after theirs.
     void print_validation(int64_t step, const std::string& set, bool decides, const EvalResult& r) {
         if (decides) {
             last_val_loss = r.loss;
@@ -547,15 +546,13 @@ struct RunReport {
         if (state.bad_steps)
             fail(
                 "the last %s not finite, so the weights are those of step %lld; lower --lr or look at the data: the "
-                "batch "
-                "is in %s/bad_step_*.json",
+                "batch is in %s/bad_step_*.json",
                 state.bad_steps == 1 ? "step is" : format_text("%lld steps are", (long long)state.bad_steps).c_str(),
                 (long long)state.last_update, c.out.c_str());
         if (!std::isfinite(last_val_loss))
             fail(
                 "the last validation loss is not finite: the weights are no use any more; lower --lr, and --resume "
-                "from an "
-                "earlier checkpoint in %s",
+                "from an earlier checkpoint in %s",
                 c.out.c_str());
         if (state.step == first_step)
             std::printf(

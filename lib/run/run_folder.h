@@ -172,7 +172,7 @@ struct RunLog {
     FILE *text = nullptr, *json = nullptr;
     std::unique_ptr<EventFile> events;
 
-    // append: a resumed run continues behind its checkpoint's step. Lines that an interrupted run logged after that
+    // append: a resumed run continues after its checkpoint's step. Lines that an interrupted run logged after that
     // step are dropped, since the steps are done again.
     RunLog(const std::string& folder, bool append, int64_t last_step, bool tensorboard) {
         for (auto [file, name, step] :

@@ -113,8 +113,8 @@ TrainingData<Loader> open_training_data(const TrainConfig& c, const World& world
     return data;
 }
 
-// A resume: the data go on behind the checkpoint, with --allow-new-data on other shards too. says: on the rank that
-// prints.
+// A resume: the data go on where the checkpoint was written, with --allow-new-data on other shards too. says: on the
+// rank that prints.
 template <class Loader>
 void resume_data(Loader& loader, const TrainConfig& c, const TrainState& state, bool says) {
     const LoaderState saved = loader_state(state.loader);
@@ -143,7 +143,7 @@ struct EvaluationData {
     }
 };
 
-// --text: the documents of a file, each behind an end-of-text.
+// --text: the documents of a file, each after an end-of-text.
 template <class Tokenizer>
 TokenSource text_source(const std::string& file, const Tokenizer& tokenizer) {
     const Progress progress("reading " + file);
