@@ -39,6 +39,7 @@ if python3 -m venv "$work/zig" >/dev/null 2>&1 && "$zig" -m pip -q install zigla
     for target in aarch64-macos x86_64-macos; do
         good "$target: compiles and links" build "$build/$target" CXX="$zig -m ziglang c++ -target $target" MARCH= \
             NO_OMP=1
+        rm -f a.o a.out  # which zig leaves where a probe links to /dev/null
         good "$target: a program for macOS" [ "$(head -c 4 "$build/$target/train_nsa" | od -An -tx4)" = " feedfacf" ]
     done
 else

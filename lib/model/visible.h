@@ -32,19 +32,3 @@ HOST_DEVICE inline KeyRange query_range(Branch branch, int key, const NsaShape& 
     const bool ends = branch == WIN && !s.full && s.window < s.T - key;
     return {begin, ends ? key + s.window : s.T};
 }
-
-// Adds what the attention of a call reads, once per group; masks: its selection [B, G, queries, words]. On the host,
-// for an engine that counts nothing by itself and scores the compressed keys a second time to choose blocks.
-inline void count_reads_of_call(KeyReads& reads, const uint32_t* masks, const NsaShape& s) {
-    const size_t rows = size_t(s.B) * s.G * s.queries;
-    for (int branch = s.full ? WIN : CMP; branch < BRANCHES; branch++)
-        for (size_t row = 0; row < rows; row++) {
-            const int t = s.first + int(row % s.queries);
-            for (int i = 0; i < range_count(Branch(branch), t, s); i++) {
-                const uint32_t* const mask = s.full ? nullptr : masks + row * s.selection_words();
-                const KeyRange keys = key_range(Branch(branch), i, t, mask, s);
-                reads.keys[branch] += keys.end - keys.begin;
-                if (branch == CMP && t / s.slc_block >= s.slc_count) reads.scored += keys.end - keys.begin;
-            }
-        }
-}

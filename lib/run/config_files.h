@@ -381,8 +381,7 @@ static std::string chosen_checkpoint(const Config& c) {
     const bool best = c.at_step == "best", is_number = c.at_step.find_first_not_of("0123456789") == std::string::npos;
     if (!best && (c.at_step.empty() || c.at_step.size() > 18 || !is_number))
         fail_usage("--step is '%s'; expected a step, or best, or last", c.at_step.c_str());
-    const bool is_checkpoint = file_exists(c.from + "/model.safetensors") || file_exists(c.from + "/manifest.json");
-    if (is_checkpoint)
+    if (is_checkpoint(c.from))
         fail("--step %s: %s is one checkpoint: leave --step out, or give the folder of its run", c.at_step.c_str(),
              c.from.c_str());
     const int64_t step = best ? best_step(c.from, complain) : std::atoll(c.at_step.c_str());

@@ -102,11 +102,13 @@ std::string environment_json(const World& world, const std::string& engine, cons
         if (known == hosts.end()) hosts.emplace_back(name, "1");
         else known->second = std::to_string(std::atoi(known->second.c_str()) + 1);
     }
-    Facts facts = {{"time", json_quote(utc_text("%Y-%m-%dT%H:%M:%SZ", unix_time()))},
-                   {"step", std::to_string(std::max<int64_t>(0, step_of_name(name_of(checkpoint))))},
-                   {"version", json_quote(version_text())}};
-    for (const auto& fact : commit_of(version_text())) facts.push_back(fact);
-    const Facts more = {
+    const Facts commit = commit_of(version_text());
+    const Facts facts = {
+        {"time", json_quote(utc_text("%Y-%m-%dT%H:%M:%SZ", unix_time()))},
+        {"step", std::to_string(std::max<int64_t>(0, step_of_name(name_of(checkpoint))))},
+        {"version", json_quote(version_text())},
+        commit[0],
+        commit[1],
         {"compiler", json_quote(compiler_name())},
         {"flags", json_quote(compiler_flags())},
         {"libraries", facts_json(facts_of(libraries))},
@@ -120,6 +122,5 @@ std::string environment_json(const World& world, const std::string& engine, cons
         {"variables", facts_json(variables())},
         {"folder", json_quote(std::filesystem::current_path(error).string())},
         {"command", words_json(command_words())}};
-    facts.insert(facts.end(), more.begin(), more.end());
     return facts_json(facts);
 }

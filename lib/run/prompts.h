@@ -85,11 +85,6 @@ struct TokenPrinter {
     }
 };
 
-// Of several prompts each has a line before it.
-inline void announce_prompt(size_t i, size_t prompts) {
-    if (prompts > 1) std::printf("%s--- prompt %zu of %zu ---\n", i ? "\n" : "", i + 1, prompts);
-}
-
 // --interactive: continues each line of stdin in turn, by at most `count` tokens or up to an end-of-text. All that was
 // said before stays the beginning of the text, until the model's length is reached. next(tokens) reads tokens and
 // returns the one that follows.

@@ -253,13 +253,16 @@ inline std::string newest_checkpoint(const std::string& run, Wanted wanted = Wan
     return newest;
 }
 
+inline bool is_checkpoint(const std::string& folder) {
+    return file_exists(folder + "/model.safetensors") || file_exists(folder + "/manifest.json");
+}
+
 // The checkpoint that an option names, for its model: the folder itself, or the newest one of a run's folder.
 inline std::string checkpoint_of(const std::string& from, const char* option) {
     if (file_exists(from) && !file_exists(from + "/."))
         fail("%s %s is a file: give the folder of a run or of one checkpoint", option, from.c_str());
-    const bool is_checkpoint = file_exists(from + "/model.safetensors") || file_exists(from + "/manifest.json");
-    if (is_checkpoint) verify_model(from, complain);
-    const std::string folder = is_checkpoint ? from : newest_checkpoint(from, Wanted::MODEL);
+    if (is_checkpoint(from)) verify_model(from, complain);
+    const std::string folder = is_checkpoint(from) ? from : newest_checkpoint(from, Wanted::MODEL);
     if (folder.empty()) fail("%s %s holds no checkpoint: no step_*/model.safetensors in it", option, from.c_str());
     return folder;
 }

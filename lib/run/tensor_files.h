@@ -82,12 +82,6 @@ std::vector<TensorView> views_of_shards(Dev& dev, const Specs& specs, const T* f
     return views;
 }
 
-// Checks every tensor's name and shape, before memory is allocated for what a config.json says.
-template <class Specs>
-void require_tensors(const Specs& specs, const SafeTensors& file) {
-    for (const auto& t : specs) file.get(t.name, "F32", t.shape());
-}
-
 // With weights that are not finite nothing can be computed.
 inline void require_finite(const SafeTensors& file) {
     for (const TensorView& t : file.tensors) {
@@ -100,11 +94,12 @@ inline void require_finite(const SafeTensors& file) {
     }
 }
 
-// A checkpoint's weights, for this model.
+// A checkpoint's weights. Every tensor's name and shape are checked, before memory is allocated for what a config.json
+// says.
 template <class Specs>
 std::unique_ptr<SafeTensors> open_weights(const std::string& checkpoint, const Specs& specs) {
     auto weights = std::make_unique<SafeTensors>(checkpoint + "/model.safetensors");
-    require_tensors(specs, *weights);
+    for (const auto& t : specs) weights->get(t.name, "F32", t.shape());
     require_finite(*weights);
     return weights;
 }

@@ -38,7 +38,7 @@ void run_sample(Config c, WithModel with_model) {
             return;
         }
         for (size_t i = 0; i < prompts.size(); i++) {
-            announce_prompt(i, prompts.size());
+            if (prompts.size() > 1) std::printf("%s--- prompt %zu of %zu ---\n", i ? "\n" : "", i + 1, prompts.size());
             print_sample(model, *tokenizer, c, c.tokens, false, prompts[i]);
         }
     });

@@ -37,6 +37,22 @@ inline void cl_check(cl_int error, const char* call) {
 }
 #define CL(call) cl_check((call), #call)
 
+// Adds what the attention of a call reads, once per group; masks: its selection [B, G, queries, words]. On the host,
+// since no kernel here counts; the compressed keys are scored a second time to choose blocks.
+inline void count_reads_of_call(KeyReads& reads, const uint32_t* masks, const NsaShape& s) {
+    const size_t rows = size_t(s.B) * s.G * s.queries;
+    for (int branch = s.full ? WIN : CMP; branch < BRANCHES; branch++)
+        for (size_t row = 0; row < rows; row++) {
+            const int t = s.first + int(row % s.queries);
+            for (int i = 0; i < range_count(Branch(branch), t, s); i++) {
+                const uint32_t* const mask = s.full ? nullptr : masks + row * s.selection_words();
+                const KeyRange keys = key_range(Branch(branch), i, t, mask, s);
+                reads.keys[branch] += keys.end - keys.begin;
+                if (branch == CMP && t / s.slc_block >= s.slc_count) reads.scored += keys.end - keys.begin;
+            }
+        }
+}
+
 class OpenCl {
   public:
     using real = float;
