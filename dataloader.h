@@ -136,7 +136,7 @@ class DataLoader {
             if (source.vocab_size != 0 && source.vocab_size != options.vocab_size)
                 fail(
                     "%s holds tokens of a vocabulary of %d, the model's has %d: choose the tokenizer the shards were "
-                    "made with",
+                    "made with, and its --vocab-dir",
                     source.name.c_str(), source.vocab_size, options.vocab_size);
             first_sample.push_back(all_samples() + n);
             n += source.count > 0 ? (source.count - 1 + (options.tail ? T() - 1 : 0)) / T() : 0;

@@ -1,5 +1,5 @@
-// tokenizer.h: text to tokens and back. Two vocabularies: `gpt2`, the byte-level BPE of GPT-2 (50257 tokens), and
-// `bytes` (256).
+// tokenizer.h: text to tokens and back. Two kinds of vocabulary: `gpt2`, the byte-level BPE of GPT-2, with its 50257
+// tokens or with those that the verb `vocabulary` learnt from another text, and `bytes` (256).
 //
 // GPT-2 (Radford et al. 2019, section 2.2; BPE after Sennrich et al. 2016) encodes in two steps. The pre-tokeniser cuts
 // the text into pieces, roughly words with the blank before them. Each piece starts out as single bytes. Two neighbours
@@ -157,8 +157,6 @@ struct Encoder;
 struct Tokenizer {
     using Encoder = ::Encoder;
 
-    static constexpr int gpt2_size = 50257;
-
     bool is_bytes = false;
     std::string source;                                 // the file or files it was read from
     std::vector<std::string> tokens;                    // the bytes of each id
@@ -222,7 +220,8 @@ struct Tokenizer {
     // be what its bytes encode to with the tokens before it, so a damaged or foreign vocabulary is refused, with file
     // and place. The last id, end-of-text, is never made from text: "<|endoftext|>" in a text is encoded as ordinary
     // characters.
-    static Tokenizer gpt2(const std::string& folder, int vocab_size = gpt2_size) {
+    static Tokenizer gpt2(const std::string& folder) { return gpt2(folder, int(vocabulary_size(folder))); }
+    static Tokenizer gpt2(const std::string& folder, int vocab_size) {
         Tokenizer t;
         const ByteAlphabet alphabet;
         for (int id = 0; id < 256; id++) {
@@ -265,10 +264,17 @@ struct Tokenizer {
         return gpt2(vocab_dir);
     }
 
-    // The same; null where GPT-2's vocabulary is asked for and nobody has said where it is.
-    static std::unique_ptr<Tokenizer> find(const std::string& name, const std::string& vocab_dir) {
+    // The same; null where GPT-2's vocabulary is asked for and nobody has said where it is. size: of the model's
+    // vocabulary, where there is a model.
+    static std::unique_ptr<Tokenizer> find(const std::string& name, const std::string& vocab_dir, int64_t size = 0) {
         if (name == "gpt2" && vocab_dir.empty()) return nullptr;
-        return std::make_unique<Tokenizer>(open(name, vocab_dir));
+        auto tokenizer = std::make_unique<Tokenizer>(open(name, vocab_dir));
+        if (size && tokenizer->vocab_size() != size)
+            fail(
+                "--vocab-dir %s holds a vocabulary of %d tokens, and the model's has %lld: give the one that the "
+                "model was trained with",
+                vocab_dir.c_str(), tokenizer->vocab_size(), (long long)size);
+        return tokenizer;
     }
 
     int vocab_size() const { return int(tokens.size()); }

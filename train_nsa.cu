@@ -1216,7 +1216,7 @@ static int run_check(const Config& c, World& world) {
     if (c.help) print_help(verb);
     else if (c.version) print_version(info_of_engine<DeviceEngine>(), mpi_name(), pmi_of(mpi_name()));
     else if (verb == TRAIN) status = run_train(c, given, world);
-    else if (verb == TOKENIZE) tokenize_files<Tokenizer>(tokenize_options(c));
+    else if (verb == TOKENIZE || verb == VOCABULARY) run_on_texts<Tokenizer>(c, verb);
     else if (verb == SAMPLE) run_sample<TensorTable, Tokenizer, Decoder>(c, with_model);
     else if (verb == EVAL) run_eval<TensorTable, Tokenizer, DataLoader, Activations>(c, given, world, with_model);
     else if (verb == EXPORT) export_checkpoint<Tokenizer, TensorTable>(c);
@@ -1225,7 +1225,7 @@ static int run_check(const Config& c, World& world) {
     else if (verb == INSPECT)
         run_inspect<TensorTable, Tokenizer, Decoder>(c, with_model, TiledAttention::fold_importance);
     else status = run_check(c, world);
-    if (!output_is_whole()) report_lost_output(status, (verb == TRAIN || verb == TOKENIZE) && !only_prints);
+    if (!output_is_whole()) report_lost_output(status, (verb & (TRAIN | TOKENIZE | VOCABULARY)) && !only_prints);
     return status;
 }
 

@@ -355,6 +355,17 @@ inline void replace_text_file(const std::string& path, const std::string& text) 
     sync_folder(folder_of(path));
 }
 
+// For a verb whose --out is a folder: it holds nothing yet, so nothing is written over.
+inline void require_empty_folder(const std::string& to, const char* verb) {
+    if (to.empty()) fail_usage("%s: --out is missing: the folder to write", verb);
+    if (!file_exists(to)) return;
+    if (!file_exists(to + "/.")) fail("--out %s is a file: give a folder that does not exist yet", to.c_str());
+    const std::vector<std::string> entries = folder_entries(to);
+    if (!entries.empty())
+        fail("--out %s is not empty, it holds %s: remove what is there, or give another folder", to.c_str(),
+             entries[0].c_str());
+}
+
 // The file that an option names. It may have come there meanwhile.
 inline void write_output_file(const char* option, const std::string& path, const std::string& text,
                               const std::string& beginning = "") {

@@ -31,6 +31,7 @@ struct TokenizeConfig {
     std::string text_key = "text";     // of a line of .jsonl
     double val_fraction = 0.01;        // the validation shards' share of the tokens, 0 to 1
     int64_t shard_tokens = 100000000;  // of one file
+    int64_t size = 8192;               // of vocabulary: all tokens, with the 256 bytes and end-of-text
 };
 
 struct TokenizeOptions : TokenizeConfig {
@@ -482,16 +483,16 @@ struct TokenizeCounts {
     double seconds = 0;
 };
 
-// Reads and encodes all the files into the spool.
-template <class Tokenizer>
-TokenizeCounts encode_files(const TokenizeOptions& options, const TextInputs& inputs, const std::string& separator,
-                            const Tokenizer& tokenizer, int threads, TokenSpool& spool) {
+// Reads and encodes all the files; calls use_tokens(block) with each block in their order. verb: for the progress.
+template <class Tokenizer, class UseTokens>
+TokenizeCounts encode_files(const char* verb, const TokenizeOptions& options, const TextInputs& inputs,
+                            const std::string& separator, const Tokenizer& tokenizer, UseTokens use_tokens) {
     TokenizeCounts counts;
-    Progress progress("tokenize", double(inputs.bytes()));
-    TokenizePool<Tokenizer> pool(tokenizer, threads);
+    Progress progress(verb, double(inputs.bytes()));
+    TokenizePool<Tokenizer> pool(tokenizer, options.threads);
     const auto take = [&] {
         const auto block = pool.take_oldest();
-        spool.write(*block);
+        use_tokens(*block);
         counts.text_bytes += block->text_bytes;
         progress.done = double(block->bytes_before);
         counts.invalid_utf8.add(block->invalid_utf8);
@@ -542,6 +543,12 @@ inline void warn_of_oddities(const TokenizeOptions& options, const TextInputs& i
                              counts.nul.words().c_str()));
 }
 
+inline void require_text(const TokenizeOptions& options, const TextInputs& inputs, size_t documents) {
+    if (documents == 0)
+        fail("--in %s: no text in %s", options.in[0].c_str(),
+             inputs.files.size() > 1 ? "any of the files" : "the file");
+}
+
 // The summary, in numbers that add up. documents: with an end-of-text each; added: 1 if validation begins inside of one
 // and has an end-of-text more.
 inline void print_tokenized(const TokenizeOptions& options, const TextInputs& inputs, const TokenizeCounts& counts,
@@ -581,12 +588,11 @@ void tokenize_files(const TokenizeOptions& options) {
     ShardWriter val(options.out, "val", 0, options.shard_tokens, tokenizer.vocab_size());
 
     TokenSpool spool(options.out);
-    const TokenizeCounts counts = encode_files(options, inputs, separator, tokenizer, options.threads, spool);
+    const TokenizeCounts counts = encode_files("tokenize", options, inputs, separator, tokenizer,
+                                               [&](const TokenBlock& block) { spool.write(block); });
     const size_t documents = spool.documents.size();
     if (options.report) warn_of_oddities(options, inputs, counts);
-    if (documents == 0)
-        fail("--in %s: no text in %s", options.in[0].c_str(),
-             inputs.files.size() > 1 ? "any of the files" : "the file");
+    require_text(options, inputs, documents);
 
     const uint64_t begin = validation_begin(spool.tokens, spool.documents, options.val_fraction);
     spool.copy(0, begin, train);

@@ -1,4 +1,5 @@
-// vocabulary.h: reads GPT-2's vocabulary, strictly, from any of the files that people keep it in. tokenizer.h uses it.
+// vocabulary.h: reads a vocabulary of GPT-2's kind, strictly, from any of the files that people keep it in, and writes
+// such files. tokenizer.h uses it.
 //
 // The ids 0 to 255 are the bytes, in the order of ByteAlphabet. Every later id merges two earlier ones; the tokenizer,
 // which keeps the merges, checks that. The last id, end-of-text, is "<|endoftext|>" in all the files.
@@ -242,6 +243,43 @@ inline void read_llmc_tokenizer(const std::string& path, size_t size, const AddT
 
 // ---------------------------------------------------------------------------------------------------------------------
 
+constexpr size_t GPT2_VOCABULARY = 50257;
+
+// vocab.bpe and encoder.json as OpenAI published them, and the same files under Hugging Face's names.
+constexpr const char* VOCABULARY_PAIRS[][2] = {{"vocab.bpe", "encoder.json"}, {"merges.txt", "vocab.json"}};
+
+// How many tokens the folder's vocabulary has: those two files may hold any number, the others GPT-2's.
+inline size_t vocabulary_size(const std::string& folder) {
+    for (const auto& names : VOCABULARY_PAIRS) {
+        const std::string path = folder + "/" + names[1];
+        if (!file_exists(folder + "/" + names[0]) || !file_exists(path)) continue;
+        const int64_t last = parse_json(read_file(path), path).integer("<|endoftext|>", path);
+        if (last < 256 || last > 65535)
+            fail("%s: <|endoftext|>, the last token, has id %lld, expected 256 to 65535: shards hold 16-bit tokens",
+                 path.c_str(), (long long)last);
+        return size_t(last) + 1;
+    }
+    return GPT2_VOCABULARY;
+}
+
+// vocab.bpe, and encoder.json. tokens: the bytes of each id, the last of which is end-of-text; merged: what id 256 + i
+// was merged from.
+inline std::string merges_text(const std::vector<std::string>& tokens,
+                               const std::vector<std::pair<uint16_t, uint16_t>>& merged) {
+    const ByteAlphabet alphabet;
+    std::string text = "#version: 0.2\n";
+    for (const auto& [left, right] : merged)
+        text += alphabet.written(tokens[left]) + " " + alphabet.written(tokens[right]) + "\n";
+    return text;
+}
+inline std::string ids_json(const std::vector<std::string>& tokens) {
+    const ByteAlphabet alphabet;
+    std::string text;
+    for (size_t id = 0; id + 1 < tokens.size(); id++)
+        text += (id ? ", " : "{") + json_quote(alphabet.written(tokens[id])) + ": " + std::to_string(id);
+    return text + ", " + json_quote(tokens.back()) + ": " + std::to_string(tokens.size() - 1) + "}\n";
+}
+
 // Reads `size` tokens from the first of these that the folder holds:
 //     vocab.bpe and encoder.json       as OpenAI published them
 //     merges.txt and vocab.json        the same files under Hugging Face's names
@@ -250,10 +288,9 @@ inline void read_llmc_tokenizer(const std::string& path, size_t size, const AddT
 // Calls add for the ids from 256 to size - 2. Returns the name of the file or files.
 inline std::string read_gpt2_vocabulary(const std::string& folder, size_t size, const AddToken& add) {
     if (!file_exists(folder)) fail("cannot open the vocabulary folder %s: %s", folder.c_str(), std::strerror(errno));
-    const char* const pairs[][2] = {{"vocab.bpe", "encoder.json"}, {"merges.txt", "vocab.json"}};
     const std::vector<std::string> ranks = glob_files(glob_literal(folder) + "/*.tiktoken");
     const std::string llmc = folder + "/gpt2_tokenizer.bin";
-    for (const auto& names : pairs) {
+    for (const auto& names : VOCABULARY_PAIRS) {
         const std::string merges = folder + "/" + names[0], ids = folder + "/" + names[1];
         if (!file_exists(merges) || !file_exists(ids)) continue;
         check_encoder_json(ids, size, merges, read_vocab_bpe(merges, size, add));
@@ -269,7 +306,7 @@ inline std::string read_gpt2_vocabulary(const std::string& folder, size_t size, 
         read_llmc_tokenizer(llmc, size, add);
         return llmc;
     }
-    for (const auto& names : pairs)
+    for (const auto& names : VOCABULARY_PAIRS)
         for (int i = 0; i < 2; i++)
             if (file_exists(folder + "/" + names[i]))
                 fail("%s holds %s but not %s: both are needed", folder.c_str(), names[i], names[1 - i]);

@@ -75,20 +75,13 @@ static TextFiles bytes_tokenizer_files() {
     };
 }
 
-// GPT-2's vocabulary under Hugging Face's names; this program reads them too, as --vocab-dir.
+// A vocabulary of GPT-2's kind under Hugging Face's names; this program reads them too, as --vocab-dir.
 template <class Tokenizer>
 TextFiles tokenizer_files(const Tokenizer& t) {
     if (t.is_bytes) return bytes_tokenizer_files();
-    const ByteAlphabet alphabet;
-    std::string ids, merges = "#version: 0.2\n";
-    for (size_t id = 0; id + 1 < t.tokens.size(); id++)
-        ids += (id ? ", " : "{") + json_quote(alphabet.written(t.tokens[id])) + ": " + std::to_string(id);
-    ids += ", " + json_quote(t.tokens.back()) + ": " + std::to_string(t.tokens.size() - 1) + "}\n";
-    for (const auto& [left, right] : t.merged)
-        merges += alphabet.written(t.tokens[left]) + " " + alphabet.written(t.tokens[right]) + "\n";
     return {
-        {"vocab.json", ids},
-        {"merges.txt", merges},
+        {"vocab.json", ids_json(t.tokens)},
+        {"merges.txt", merges_text(t.tokens, t.merged)},
         {"tokenizer_config.json", "{\"tokenizer_class\": \"GPT2Tokenizer\", \"add_prefix_space\": false" +
                                       special_tokens_json(json_quote(t.tokens.back()))},
     };
@@ -96,17 +89,6 @@ TextFiles tokenizer_files(const Tokenizer& t) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The verbs.
-
-// Nothing is written over: the folder is made, or is empty.
-static void require_empty_folder(const std::string& to, const char* verb) {
-    if (to.empty()) fail_usage("%s: --out is missing: the folder to write", verb);
-    if (!file_exists(to)) return make_folders(to);
-    if (!file_exists(to + "/.")) fail("--out %s is a file: give a folder that does not exist yet", to.c_str());
-    const std::vector<std::string> entries = folder_entries(to);
-    if (!entries.empty())
-        fail("--out %s is not empty, it holds %s: remove what is there, or give another folder", to.c_str(),
-             entries[0].c_str());
-}
 
 // The tensors of a file in the order of a checkpoint. Neither one too few nor one too many.
 template <class Table>
@@ -147,7 +129,7 @@ template <class Tokenizer, class Table>
 void export_checkpoint(Config c) {
     const std::string to = c.out;
     const TrainedModel model = open_trained_model<Table>(c);
-    const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
+    const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size);
     if (!tokenizer) fail_usage("export: --vocab-dir is missing: this model writes gpt2 tokens");
     const Table table(c);
     require_known_to_pytorch(table);
@@ -161,6 +143,7 @@ void export_checkpoint(Config c) {
                                    end_of_text, end_of_text));
     files.emplace_back("config.json", hf_config_json(c, end_of_text));  // the last: without it nobody takes the folder
     require_empty_folder(to, "export");
+    make_folders(to);
     try {
         write_safetensors(to + "/model.safetensors", {{"format", "pt"}}, tensors);
         for (const auto& [name, text] : files) write_text_file(to + "/" + name, text);
@@ -199,6 +182,7 @@ void import_checkpoint(Config c) {
     const std::vector<TensorView> tensors = tensors_of_model(table, file);
     require_finite(file);
     require_empty_folder(to, "import");
+    make_folders(to);
     const std::string writing = begin_checkpoint(to, 0);
     std::vector<FileRecord> records;
     try {

@@ -112,12 +112,20 @@ static void read_config_json(Config& c, const std::string& path) {
     } catch (const Error& e) {
         fail("%s: %s", path.c_str(), e.what());
     }
-    c.vocab_size = c.tokenizer == "gpt2" ? 50257 : 256;
-    if (root.integer("vocab_size", path) != c.vocab_size)
-        fail("%s: vocab_size is %lld, tokenizer %s has %lld", path.c_str(), (long long)root.integer("vocab_size", path),
-             c.tokenizer.c_str(), (long long)c.vocab_size);
+    c.vocab_size = root.integer("vocab_size", path);
+    const bool is_bytes = c.tokenizer == "bytes";
+    if (is_bytes ? c.vocab_size != 256 : c.vocab_size < 257 || c.vocab_size > 65536)
+        fail("%s: vocab_size is %lld, tokenizer %s has %s", path.c_str(), (long long)c.vocab_size, c.tokenizer.c_str(),
+             is_bytes ? "256" : "257 to 65536");
     if (root.number("rope_base", path) != ROPE_BASE || root.number("norm_eps", path) != NORM_EPS)
         fail("%s: rope_base or norm_eps differ from this program's %g and %g", path.c_str(), ROPE_BASE, NORM_EPS);
+}
+
+// Where the training of a checkpoint found the vocabulary; "": it had none, or the checkpoint does not say.
+static std::string vocabulary_of_checkpoint(const std::string& folder) {
+    if (!file_exists(folder + "/manifest.json")) return "";
+    const Manifest manifest = read_manifest(folder);
+    return manifest.state.get("options", manifest.path).string("vocab_dir", manifest.path);
 }
 
 // --init-from: what was not given of the model is as it is there. Refusals are left to checkpoint_of().
@@ -134,6 +142,10 @@ static void inherit_model(Config& c, std::set<std::string>& given) {
     };
     for (const char* name : MODEL_OPTIONS) take(name);
     for (const char* name : MODEL_WORDS) take(name);
+    c.vocab_size = there.vocab_size;
+    std::string vocabulary;
+    error_of([&] { vocabulary = vocabulary_of_checkpoint(folder_of(path)); });
+    if (c.vocab_dir.empty() && file_exists(vocabulary)) c.vocab_dir = vocabulary;
 }
 
 // verb: what cannot be done otherwise, "resume" or "begin".
@@ -410,10 +422,7 @@ static void read_trained_config(Config& c, const std::string& folder) {
     c.trained_seq_len = c.seq_len;
     if (seq_len) c.seq_len = seq_len;
     if (branches != "all") c.branches = branches;
-    if (c.vocab_dir.empty() && file_exists(folder + "/manifest.json")) {  // where training found it
-        const Manifest manifest = read_manifest(folder);
-        c.vocab_dir = manifest.state.get("options", manifest.path).string("vocab_dir", manifest.path);
-    }
+    if (c.vocab_dir.empty()) c.vocab_dir = vocabulary_of_checkpoint(folder);
 }
 
 struct TrainedModel {

@@ -16,6 +16,7 @@
 
 #include "../data/data_sets.h"
 #include "../data/tokenize.h"
+#include "../data/vocabulary.h"
 #include "../base/gpu_search.h"
 #include "../base/files.h"
 #include "../base/util.h"
@@ -27,7 +28,7 @@ struct ModelConfig {
     std::string attention, branches, tokenizer;
     int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0,
             slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0, seq_len = 0;
-    int64_t vocab_size = 0;  // follows from the tokenizer
+    int64_t vocab_size = 0;  // follows from the tokenizer and its --vocab-dir
     // its weights and their update
     std::string init, optimizer;
     int64_t seed = 0;
@@ -91,7 +92,8 @@ enum Verb : unsigned {
     IMPORT = 64,
     REPORT = 128,
     INSPECT = 256,
-    EVERY_VERB = 511
+    VOCABULARY = 512,
+    EVERY_VERB = 1023
 };
 
 // The values that an option takes: a range of numbers, words "a|b|c", or, where there is neither, any text.
@@ -169,9 +171,10 @@ static const Option OPTIONS[] = {
      "multiple choice: HellaSwag's .jsonl, llm.c's .bin of it, or any file of these forms; in training with every "
      "validation"},
     {"tokenizer", TRAIN | TOKENIZE, &ModelConfig::tokenizer, "preset", "bytes|gpt2",
-     "vocabulary: 256 bytes, or GPT-2's 50257 tokens; tokenize without it: gpt2"},
-    {"vocab-dir", EVERY_VERB & ~IMPORT, &TrainConfig::vocab_dir, "", ANY,
-     "folder with vocab.bpe + encoder.json, a .tiktoken file or gpt2_tokenizer.bin"},
+     "vocabulary: 256 bytes, or a BPE of GPT-2's kind, GPT-2's 50257 tokens or those of --vocab-dir; tokenize "
+     "without it: gpt2"},
+    {"vocab-dir", EVERY_VERB & ~(IMPORT | VOCABULARY), &TrainConfig::vocab_dir, "", ANY,
+     "folder with vocab.bpe + encoder.json of any size, a .tiktoken file or gpt2_tokenizer.bin"},
     // the optimiser
     {"batch", TRAIN | EVAL, &ModelConfig::batch, "auto", between(1, 64 * K), "sequences per rank and micro-step"},
     {"seq-len", TRAIN | EVAL, &ModelConfig::seq_len, "preset", between(1, M),
@@ -222,8 +225,9 @@ static const Option OPTIONS[] = {
     {"stall-timeout", TRAIN, &TrainConfig::stall_timeout, "180", between(0, M),
      "seconds without any progress on a rank after which the run ends, ten times that while a checkpoint is written; "
      "0: wait for ever"},
-    {"out", TRAIN | TOKENIZE | EXPORT | IMPORT, &TrainConfig::out, "auto", ANY,
-     "folder of the run; of tokenize: prefix of the shards; of export and import: a new or an empty folder"},
+    {"out", TRAIN | TOKENIZE | EXPORT | IMPORT | VOCABULARY, &TrainConfig::out, "auto", ANY,
+     "folder of the run; of tokenize: prefix of the shards; of export, import and vocabulary: a new or an empty "
+     "folder"},
     {"resume", TRAIN, &TrainConfig::resume, "off", ANY,
      "continue from the newest checkpoint under --out; --resume RUN is --resume --out RUN"},
     {"allow-new-data", TRAIN, &TrainConfig::allow_new_data, "off", ANY,
@@ -271,15 +275,17 @@ static const Option OPTIONS[] = {
     {"top-k", TRAIN | SAMPLE, &SampleConfig::top_k, "0", between(0, M), "choose among the k likeliest tokens; 0: all"},
     {"top-p", TRAIN | SAMPLE, &SampleConfig::top_p, "1", between(0, 1),
      "choose among the likeliest tokens of this total probability"},
-    {"in", TOKENIZE, &TokenizeConfig::in, "", ANY,
+    {"in", TOKENIZE | VOCABULARY, &TokenizeConfig::in, "", ANY,
      "text: files .txt (one document each) or .jsonl (an object a line); folders, with all such files under them; "
      "patterns; - for stdin"},
-    {"text-key", TOKENIZE, &TokenizeConfig::text_key, "text", ANY, "key of the text in a line of .jsonl"},
+    {"text-key", TOKENIZE | VOCABULARY, &TokenizeConfig::text_key, "text", ANY, "key of the text in a line of .jsonl"},
     {"val-fraction", TOKENIZE, &TokenizeConfig::val_fraction, "0.01", between(0, 1),
      "share of the tokens that goes to the validation shards"},
     {"shard-tokens", TOKENIZE, &TokenizeConfig::shard_tokens, "100000000", between(1, 2e9), "tokens per shard"},
-    {"split-documents", TOKENIZE, &TokenizeConfig::split_documents, "", ANY,
+    {"split-documents", TOKENIZE | VOCABULARY, &TokenizeConfig::split_documents, "", ANY,
      "text that separates documents inside a .txt"},
+    {"size", VOCABULARY, &TokenizeConfig::size, "8192", between(257, 65536),
+     "tokens of the new vocabulary, with the 256 bytes and end-of-text"},
     {"help", EVERY_VERB, &Config::help, "off", ANY, "this text"},
     {"version", EVERY_VERB, &Config::version, "off", ANY, "what was built: version, compiler, engines; and end"},
 };
@@ -352,6 +358,7 @@ struct VerbName {
 };
 static const VerbName VERBS[] = {
     {"train", TRAIN, "train a model (this is the verb when none is given)"},
+    {"vocabulary", VOCABULARY, "learn a vocabulary from text: --in FILE... --size 8192 --out DIR"},
     {"tokenize", TOKENIZE, "turn text into token shards: --in FILE... --out PREFIX"},
     {"sample", SAMPLE, "continue a prompt: --from RUN_DIR --prompt TEXT"},
     {"eval", EVAL, "loss, perplexity and bits per byte: --from RUN_DIR --val-data GLOB, or --text FILE..."},
@@ -456,6 +463,7 @@ static const struct {
     {"window", "window-size"},
     {"data", "train-data|dataset|input"},
     {"in", "input"},
+    {"size", "vocab-size"},
     {"text", "input"},
     {"cpu-dtype", "dtype"},
     {"threads", "num-threads"},
@@ -584,7 +592,9 @@ inline void apply_preset(Config& c, const std::set<std::string>& given) {
     if (!given.count("out")) c.out = "runs/" + c.model;
     while (c.out.size() > 1 && c.out.back() == '/') c.out.pop_back();
     if (c.out.empty()) fail_usage("--out is empty; expected a folder for the run");
-    c.vocab_size = c.tokenizer == "gpt2" ? 50257 : 256;
+    if (c.tokenizer == "bytes") c.vocab_size = 256;
+    else if (!c.vocab_dir.empty()) c.vocab_size = int64_t(vocabulary_size(c.vocab_dir));
+    else if (!c.vocab_size) c.vocab_size = GPT2_VOCABULARY;
 }
 
 // A configuration as this command line would make it.

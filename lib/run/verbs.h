@@ -1,5 +1,5 @@
-// verbs.h: the verbs `tokenize`, `sample` and `eval`. Used by run_verb() in train_nsa.cu, whose types and functions
-// these templates take. with_model(options, weights, use) calls use(model) with a model of these weights.
+// verbs.h: the verbs `vocabulary`, `tokenize`, `sample` and `eval`. Used by run_verb() in train_nsa.cu, whose types and
+// functions these templates take. with_model(options, weights, use) calls use(model) with a model of these weights.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "../data/bpe_trainer.h"
 #include "../model/arena.h"
 #include "config_files.h"
 #include "options.h"
@@ -23,6 +24,13 @@ inline TokenizeOptions tokenize_options(const Config& c) {
     o.threads = int(c.threads ? c.threads : usable_processors());
     if (!c.tokenizer.empty()) o.tokenizer = c.tokenizer;
     return o;
+}
+
+// vocabulary or tokenize.
+template <class Tokenizer>
+void run_on_texts(const Config& c, Verb verb) {
+    if (verb == VOCABULARY) train_vocabulary<decltype(Tokenizer::pre_tokenizer)>(tokenize_options(c));
+    else tokenize_files<Tokenizer>(tokenize_options(c));
 }
 
 template <class Table, class Tokenizer, template <class> class Decoder, class WithModel>
@@ -48,7 +56,7 @@ template <class Table, class Tokenizer, class Loader, template <class> class Act
 void run_eval(Config c, const std::set<std::string>& given, World& world, WithModel with_model) {
     const TrainedModel trained = open_trained_model<Table>(c);
     if (!given.count("batch")) c.batch = 1;
-    const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
+    const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size);
     const EvaluationData<Loader> data = open_evaluation_data<Loader>(c, trained.folder, world, tokenizer.get());
     const int64_t samples =
         given.count("eval-batches") ? std::min(data.samples(), c.eval_batches * c.batch) : data.samples();
