@@ -249,9 +249,9 @@ void train_vocabulary(TokenizeOptions options) {
     const size_t size = bpe.tokens.size() + 1;
     if (size < size_t(options.size))
         complain(
-            format_text("the vocabulary has %zu tokens, not the %lld of --size: no other pair occurs twice in "
-                        "this text",
-                        size, (long long)options.size));
+            format_text("the vocabulary has %zu tokens, not the %lld of --size: no other pair occurs twice in this "
+                        "text and makes at most %u bytes",
+                        size, (long long)options.size, BpeTrainer::longest_token));
     std::printf("vocabulary: read %s, %llu bytes in %.2f s\n", counted(int64_t(inputs.files.size()), "file").c_str(),
                 (unsigned long long)read.bytes, read.seconds);
     std::printf("vocabulary: %s, %llu bytes of text, %llu words, %zu of them distinct\n",

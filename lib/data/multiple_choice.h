@@ -14,6 +14,7 @@
 
 #include "../base/json.h"
 #include "../base/files.h"
+#include "vocabulary.h"
 
 // One ending behind its context.
 struct ChoiceRow {
@@ -165,6 +166,9 @@ inline ChoiceTask read_choices_of_llmc(const std::string& file, const std::strin
     if (bytes.size() < sizeof header) fail("%s is cut off: %zu bytes, its header has 1024", file.c_str(), bytes.size());
     std::memcpy(header, bytes.data(), sizeof header);
     if (header[1] != 1) fail("%s: version %d, expected 1", file.c_str(), header[1]);
+    if (vocab_size != 256 && vocab_size != int(GPT2_VOCABULARY))
+        fail("%s holds tokens of GPT-2, and the model has a vocabulary of %d of its own: give the .jsonl", file.c_str(),
+             vocab_size);
     ChoiceTask task;
     size_t at = sizeof header;
     const auto next = [&] {

@@ -23,7 +23,7 @@ using LogSeries = std::vector<LogPoint>;
 struct LogStart {
     LogPoint at;
     double time;  // since 1970
-    Json facts;   // version, device, ranks, parameters, flops_per_token, peak_flops
+    Json facts;   // version, device, ranks, parameters, vocab_size, flops_per_token, peak_flops
 };
 
 struct RunHistory {

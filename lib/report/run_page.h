@@ -139,7 +139,11 @@ inline Chart loss_chart(const std::vector<RunHistory>& runs, double LogPoint::*x
         c.lines.push_back(line_of(val, run_color(r), runs.size() == 1 ? "validation" : runs[r].folder, x, unit));
         c.lines.back().dots = true;
     }
-    const auto reads_gpt2 = [](const RunHistory& run) { return run.option("tokenizer") == "gpt2"; };
+    const auto reads_gpt2 = [](const RunHistory& run) {
+        const double size = run.fact("vocab_size");
+        const bool own = size > 0 && size != 50257;  // older logs do not have it
+        return run.option("tokenizer") == "gpt2" && !own;
+    };
     if (std::any_of(runs.begin(), runs.end(), reads_gpt2))
         for (const PublishedLoss& p : GPT2_LOSSES) c.levels.emplace_back(p.loss, format_text("%s %.4f", p.of, p.loss));
     return c;

@@ -396,16 +396,17 @@ struct RunReport {
 
     // What the log says about each start of the program on this run: at its first step, or at a resume.
     void log_start(int64_t step, const std::string& version, const std::string& device, int of_ranks,
-                   int64_t parameters, double flops, double peak) {
+                   int64_t parameters, int64_t vocab_size, double flops, double peak) {
         ranks = of_ranks;
         flops_per_token = flops;
         peak_flops = peak;
         log->line(
             log->json,
             format_text("{\"step\":%lld,\"time\":%.3f,\"tokens\":%lld,\"start\":{\"version\":%s,\"device\":%s,"
-                        "\"ranks\":%d,\"parameters\":%lld,\"flops_per_token\":%.0f,\"peak_flops\":%.6g}}",
+                        "\"ranks\":%d,\"parameters\":%lld,\"vocab_size\":%lld,\"flops_per_token\":%.0f,"
+                        "\"peak_flops\":%.6g}}",
                         (long long)step, unix_time(), (long long)(step * total_batch), json_quote(version).c_str(),
-                        json_quote(device).c_str(), ranks, (long long)parameters, flops, peak));
+                        json_quote(device).c_str(), ranks, (long long)parameters, (long long)vocab_size, flops, peak));
     }
 
     void log_sample(int64_t step, const std::string& text) {

@@ -59,7 +59,7 @@ template <class Model>
 void begin_log(RunReport& report, const Config& c, const std::string& checkpoint, int64_t step, const Model& model,
                int ranks) {
     report.log = std::make_unique<RunLog>(c.out, !checkpoint.empty(), step, c.tensorboard);
-    report.log_start(step, version_text(), model.dev.describe(), ranks, model.table.parameters,
+    report.log_start(step, version_text(), model.dev.describe(), ranks, model.table.parameters, c.vocab_size,
                      model_flops_per_token(model.table.specs, shape_of(c, 1, c.seq_len), c.layers),
                      model.dev.peak_flops());
     print_resume(c, checkpoint, step);

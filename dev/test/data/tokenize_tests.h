@@ -1,5 +1,6 @@
 // tokenize_tests.h: the verb `tokenize`: shards read back by hand.
 #pragma once
+#include "../../../lib/data/bpe_trainer.h"
 #include "tokenizer_tests.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -289,8 +290,8 @@ TEST(tokenize_finds_odd_bytes) {
     f.options.in.push_back(f.folder.file("b.txt"));
     for (const size_t block_bytes : {9, 1 << 20}) {
         f.options.block_bytes = block_bytes;
-        TokenSpool spool(f.folder.file("spool"));
-        const TokenizeCounts counts = encode_files(f.options, TextInputs(f.options.in), "\n", tokenizer, 2, spool);
+        const TokenizeCounts counts =
+            encode_files("tokenize", f.options, TextInputs(f.options.in), "\n", tokenizer, [](const TokenBlock&) {});
         CHECK_EQUAL(counts.invalid_utf8.words(), "20 times, the first in " + f.folder.file("b.txt") + " at byte 12");
         CHECK_EQUAL(counts.nul.words(),
                     "2 times, the first in " + f.folder.file("b.txt") + format_text(" at byte %zu", text.size()));
@@ -316,8 +317,12 @@ TEST(tokenize_refuses_wrong_options) {
     CHECK_FAILS(1, "nofile: No such file", tokenize_files(o));
     o = f.options, o.in = {f.folder.file("none.txt")};
     CHECK_FAILS(1, "cannot open", tokenize_files(o));
-    o = f.options, o.tokenizer = "gpt2", o.vocab_dir = f.folder.path;  // 70 merges are not GPT-2's
+    o = f.options, o.tokenizer = "gpt2", o.vocab_dir = f.folder.path;
+    const std::string ids = f.folder.file("encoder.json"), all = read_file(ids);
+    write_file(ids, all.substr(0, all.rfind(' ')) + " 50256}");
     CHECK_FAILS(1, "vocab.bpe: 70 merges, expected 50000", tokenize_files(o));
+    write_file(ids, all.substr(0, all.rfind(' ')) + " 65536}");
+    CHECK_FAILS(1, "<|endoftext|>, the last token, has id 65536, expected 256 to 65535", tokenize_files(o));
     CHECK(glob_files(f.options.out + "*").empty());
 }
 
@@ -401,4 +406,125 @@ TEST(tokenize_with_gpt2_end_to_end) {
         found.insert(found.end(), val.begin() + 1, val.end());
         CHECK(found == expected);
     }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// vocabulary.
+
+inline void train_vocabulary(const TokenizeOptions& options) { train_vocabulary<PreTokenizer>(options); }
+
+// The words of these documents by the slow pre-tokeniser, merged by the naive trainer.
+inline NaiveBpe naive_vocabulary(const std::vector<std::string>& documents, size_t size) {
+    std::vector<std::string> words;
+    for (const std::string& document : documents)
+        for (const std::string& word : slow_pieces(document)) words.push_back(word);
+    NaiveBpe bpe;
+    bpe.train(words, size - 257, 2);
+    return bpe;
+}
+
+// Every text as a .jsonl of documents, by several threads, in small blocks.
+TEST(vocabulary_is_that_of_a_naive_trainer) {
+    RandomText random(21);
+    const std::vector<std::vector<std::string>> texts = {
+        {"a"},
+        {"ab cd ab cd"},                                         // three pairs of the same count
+        {"\xC3\xBF\xC3\xBF zz  zz", "!!  !! \xC3\xBF\xC3\xBF"},  // ties between printable bytes and others
+        {"the th", "e the", " the the"},                         // no word goes from one document into the next
+        {std::string(1000, 'a')},                                // tokens have 128 bytes at most
+        {std::string(100, 'a') + "b" + std::string(99, 'a'), "aaab aab aaaab"},
+        {"it's we'll don't   x\r\n\r\n\tx 12 1234 \xE4\xB8\xAD\xE6\x96\x87\xE4\xB8\xAD\xE6\x96\x87 "
+         "\xF0\x9F\x98\x80\xF0\x9F\x98\x80"},
+        {random.of({"a", "b", "ab", "ba", " ", "\xC3\xA9"}, 1500)},
+        {random.of({"a", "b", "c", "aa", " "}, 400), random.of({"a", "b", "c", "aa", " "}, 400)},
+        {random.of({"x", "y", "xy", " \n", "1", "-", "\xE2\x82\xAC"}, 800)},
+    };
+    for (const auto& documents : texts) {
+        TokenizeFixture f;
+        std::string jsonl;
+        for (const std::string& document : documents) jsonl += "{\"text\": " + json_quote(document) + "}\n";
+        f.input("a.jsonl", jsonl);
+        for (const int64_t size : {257, 258, 300, 400}) {
+            const NaiveBpe naive = naive_vocabulary(documents, size_t(size));
+            f.options.size = size;
+            f.options.threads = int(size % 3) + 1;
+            f.options.block_bytes = size_t(size) - 200;
+            f.options.out = f.folder.file("v" + std::to_string(size));
+            train_vocabulary(f.options);
+            const std::string merges = f.options.out + "/vocab.bpe", ids = f.options.out + "/encoder.json";
+            CHECK_EQUAL(read_file(merges), lines_text(naive.merge_lines()));
+            CHECK_EQUAL(read_file(ids), "{" + lines_text(naive.id_entries(), ", ", "}\n"));
+            const Tokenizer t = Tokenizer::gpt2(f.options.out);
+            CHECK_EQUAL(size_t(t.vocab_size()), naive.size());
+            CHECK_EQUAL(size_t(t.end_of_text), naive.size() - 1);
+            for (const std::string& text : {documents[0], random.bytes(300)}) CHECK(t.decode(t.encode(text)) == text);
+        }
+    }
+}
+
+// A .txt holds any bytes, and --split-documents cuts it; what is cut into blocks counts as the whole.
+TEST(vocabulary_of_any_bytes) {
+    RandomText random(22);
+    for (const auto& alphabet : {tricky_text(), {"\0", "\xFF", "a", "\r\n", " ", "\xC3"}}) {
+        TokenizeFixture f;
+        const std::vector<std::string> documents = {random.of(alphabet, 300), random.of(alphabet, 300)};
+        f.input("a.txt", documents[0] + "<cut>" + documents[1]);
+        f.options.split_documents = "<cut>";
+        f.options.size = 320;
+        f.options.block_bytes = 13;
+        f.options.out = f.folder.file("v/w/");
+        train_vocabulary(f.options);
+        const std::string merges = f.folder.file("v/w/vocab.bpe");
+        CHECK_EQUAL(read_file(merges), lines_text(naive_vocabulary(documents, 320).merge_lines()));
+        const Tokenizer t = Tokenizer::gpt2(f.folder.file("v/w"));
+        CHECK(t.decode(t.encode(documents[1])) == documents[1]);
+    }
+}
+
+// The largest vocabulary has the largest id that a shard can hold.
+TEST(vocabulary_of_all_sixteen_bits) {
+    TokenizeFixture f;
+    RandomText random(23);
+    std::string text;
+    for (int i = 0; i < 60000; i++) {
+        std::string word = " ";
+        for (int j = 0; j < 5; j++) word += char('a' + random.below(26));
+        text += word + word;
+    }
+    f.input("a.txt", text);
+    f.options.size = 65536;
+    f.options.out = f.folder.file("v");
+    train_vocabulary(f.options);
+    const Tokenizer t = Tokenizer::gpt2(f.options.out);
+    CHECK_EQUAL(t.vocab_size(), 65536);
+    CHECK_EQUAL(t.end_of_text, uint16_t(65535));
+    CHECK(t.decode(t.encode(text)) == text);
+}
+
+TEST(vocabulary_refuses_and_leaves_nothing) {
+    TokenizeFixture f;
+    f.options.in = {};
+    f.options.out = f.folder.file("own");
+    CHECK_FAILS(2, "vocabulary: --in is missing", train_vocabulary(f.options));
+    f.input("a.txt", "");
+    CHECK_FAILS(1, "no text in the file", train_vocabulary(f.options));
+    f.input("a.jsonl", "{\"text\": \"one\"}\n{\"text\": 2}\n");
+    CHECK_FAILS(1, "a.jsonl: line 2", train_vocabulary(f.options));
+    CHECK(glob_files(f.folder.file("own*")).empty());
+    f.input("a.txt", "a text");
+    TokenizeOptions o = f.options;
+    o.out = "";
+    CHECK_FAILS(2, "vocabulary: --out is missing", train_vocabulary(o));
+    o.out = f.folder.file("a.txt");
+    CHECK_FAILS(1, "a.txt is a file", train_vocabulary(o));
+    o.out = f.folder.path;
+    CHECK_FAILS(1, "is not empty, it holds ", train_vocabulary(o));
+    // An empty folder is taken, and what a writer that was killed left beside it is no obstacle.
+    make_folders(f.options.out);
+    make_folders(f.options.out + ".writing");
+    write_file(f.options.out + ".writing/vocab.bpe", "half a vocabulary");
+    train_vocabulary(f.options);
+    CHECK_EQUAL(folder_entries(f.options.out).size(), size_t(2));
+    CHECK_EQUAL(glob_files(f.options.out + "*").size(), size_t(1));
+    CHECK_FAILS(1, "own is not empty", train_vocabulary(f.options));
 }

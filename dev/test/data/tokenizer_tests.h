@@ -157,22 +157,25 @@ struct NaiveBpe {
         for (const char b : first + others) bytes.push_back(std::string(1, b));
     }
 
-    void train(const std::vector<std::string>& words, size_t count) {
+    // Counts all pairs anew for each merge; of those that occur most often, the one with the lowest ids. least: how
+    // often the last one occurs.
+    void train(const std::vector<std::string>& words, size_t count, int least = 1) {
         std::vector<std::vector<std::string>> parts;
         for (const std::string& word : words) {
             parts.emplace_back();
             for (const char b : word) parts.back().push_back(std::string(1, b));
         }
         while (merges.size() < count) {
-            std::map<std::pair<std::string, std::string>, int> pairs;
+            std::map<std::pair<size_t, size_t>, int> pairs;
             for (const auto& p : parts)
-                for (size_t i = 1; i < p.size(); i++) pairs[{p[i - 1], p[i]}]++;
-            if (pairs.empty()) return;
+                for (size_t i = 1; i < p.size(); i++)
+                    if (p[i - 1].size() + p[i].size() <= 128) pairs[{id(p[i - 1]), id(p[i])}]++;
             auto best = pairs.begin();
             for (auto it = pairs.begin(); it != pairs.end(); ++it)
                 if (it->second > best->second) best = it;
-            merges.push_back(best->first);
-            for (auto& p : parts) p = merge_all(p, best->first);
+            if (pairs.empty() || best->second < least) return;
+            merges.push_back({token(best->first.first), token(best->first.second)});
+            for (auto& p : parts) p = merge_all(p, merges.back());
         }
     }
 

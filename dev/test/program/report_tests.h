@@ -242,6 +242,9 @@ TEST(report_lays_several_runs_over_each_other) {
     // The published losses, in the one run that has GPT-2's vocabulary.
     CHECK(holds(page, "FineWeb-Edu 3.2924") && holds(page, "FineWeb 3.4250"));
     CHECK(!holds(report_page({runs[0]}, 5000), "3.2924"));
+    RunHistory own = runs[1];
+    own.starts.push_back({{}, 0, parse_json("{\"vocab_size\": 8192}", "log")});
+    CHECK(!holds(report_page({own}, 5000), "3.2924"));
     const std::string text = report_text(runs, 5000, 60);
     CHECK(holds(text, "a " + runs[0].folder) && holds(text, "b " + runs[1].folder));
 }

@@ -389,6 +389,71 @@ TEST(run_sample_holds_a_conversation) {
     CHECK_REFUSED(sample({"--interactive", "--prompt", "x"}), 2, "--interactive", "--prompt");
 }
 
+// A vocabulary of one's own, all the way: learnt, written into shards, trained on, sampled, measured, exported.
+TEST(run_from_text_to_sample_with_an_own_vocabulary) {
+    using namespace program;
+    TempFolder folder;
+    const std::string text = folder.file("a.txt"), vocab = folder.file("vocab"), other = folder.file("other");
+    write_file(text, real_text(60000));
+    const auto learn = [&](const std::string& size, const std::string& to) {
+        return run({"vocabulary", "--in", text, "--size", size, "--out", to});
+    };
+    for (const char* size : {"256", "65537", "0x200", "many"}) CHECK_REFUSED(learn(size, vocab), 2, "--size", size);
+    CHECK_REFUSED(run({"vocabulary", "--size", "300", "--out", vocab}), 2, "--in is missing");
+    CHECK_REFUSED(run({"vocabulary", "--in", text, "--vocab-dir", vocab}), 2, "--vocab-dir");
+    CHECK(!file_exists(vocab));
+    REQUIRE_GOOD(learn("700", vocab));
+    REQUIRE_GOOD(learn("701", other));
+    CHECK_REFUSED(learn("700", vocab), 1, "--out", "is not empty");
+    const Result small = learn("60000", folder.file("small"));
+    CHECK_EQUAL(small.status, 0);
+    CHECK(small.err.find("not the 60000 of --size") != std::string::npos);
+
+    REQUIRE_GOOD(run({"tokenize", "--vocab-dir", vocab, "--in", text, "--out", folder.file("a"), "--val-fraction",
+                      "0.1", "--threads", "2"}));
+    const auto with = [&](const std::string& out, Options more) {
+        const Options common = {{"data", folder.file("a_train_*.bin")},
+                                {"val-data", folder.file("a_val_*.bin")},
+                                {"tokenizer", "gpt2"},
+                                {"init", "standard"},
+                                {"out", folder.file(out)},
+                                {"lr", "0.03"}};
+        more.insert(common.begin(), common.end());
+        return train(more);
+    };
+    CHECK_REFUSED(with("x", {}), 1, "a vocabulary of 700", "50257", "--vocab-dir");
+    CHECK_REFUSED(with("x", {{"vocab-dir", other}}), 1, "a vocabulary of 700", "701", "--vocab-dir");
+    REQUIRE_GOOD(with("run", {{"vocab-dir", vocab}, {"steps", "20"}}));
+    const std::string run_folder = folder.file("run");
+    CHECK_NEAR(logged(run_folder, "val_loss")[0], std::log(700.0), 0.1);
+    CHECK_EQUAL(log_of(run_folder)[0].find("start")->integer("vocab_size", "log"), 700);
+    REQUIRE_GOOD(run({"--resume", run_folder, "--steps", "21"}));
+    CHECK_REFUSED(run({"--resume", run_folder, "--steps", "22", "--vocab-dir", other}), 1, "700", "701");
+    check_samples(run_folder, {});
+
+    const Words greedy = {"--temperature", "0", "--tokens", "8", "--prompt", "two words", "--threads", "1"};
+    const Result sampled = run(joined({"sample", "--from", run_folder}, greedy));
+    REQUIRE_GOOD(sampled);
+    const Result wrong = run(joined({"sample", "--from", run_folder, "--vocab-dir", other}, greedy));
+    CHECK_REFUSED(wrong, 1, other, "701", "700", "--vocab-dir");
+    const Result evaluated = run({"eval", "--from", run_folder, "--val-data", folder.file("a_val_*.bin")});
+    REQUIRE_GOOD(evaluated);
+    CHECK(parse_eval(evaluated.out).bits_per_byte > 0);
+    REQUIRE_GOOD(run({"eval", "--from", run_folder, "--text", text, "--eval-batches", "1"}));
+
+    REQUIRE_GOOD(run({"export", "--from", run_folder, "--out", folder.file("hf")}));
+    CHECK_EQUAL(read_file(folder.file("hf/merges.txt")), read_file(vocab + "/vocab.bpe"));
+    CHECK_EQUAL(read_file(folder.file("hf/vocab.json")), read_file(vocab + "/encoder.json"));
+    REQUIRE_GOOD(run({"import", "--from", folder.file("hf"), "--out", folder.file("back")}));
+    const Result back = run(joined({"sample", "--from", folder.file("back")}, greedy));
+    REQUIRE_GOOD(back);
+    CHECK_EQUAL(back.out, sampled.out);
+    const std::string on = folder.file("on");  // finds size and place of the vocabulary where it begins
+    REQUIRE_GOOD(run({"--init-from", run_folder, "--data", folder.file("a_train_*.bin"), "--out", on, "--steps", "1",
+                      "--batch", "2", "--total-batch", "128", "--threads", "1", "--warmup", "0"}));
+    REQUIRE_GOOD(run(joined({"sample", "--from", on}, greedy)));
+}
+
 TEST(run_from_text_to_sample_with_gpt2) {
     using namespace program;
     const std::string vocab = std::filesystem::absolute("../shared/data/gpt2").string();
