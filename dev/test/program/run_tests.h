@@ -401,7 +401,11 @@ TEST(run_from_text_to_sample_with_an_own_vocabulary) {
     for (const char* size : {"256", "65537", "0x200", "many"}) CHECK_REFUSED(learn(size, vocab), 2, "--size", size);
     CHECK_REFUSED(run({"vocabulary", "--size", "300", "--out", vocab}), 2, "--in is missing");
     CHECK_REFUSED(run({"vocabulary", "--in", text, "--vocab-dir", vocab}), 2, "--vocab-dir");
-    CHECK(!file_exists(vocab));
+    Start full_disk;
+    full_disk.largest_file = 2000;
+    CHECK_REFUSED(run({"vocabulary", "--in", text, "--size", "700", "--out", vocab}, full_disk), 1, "cannot write",
+                  "vocab.bpe");
+    CHECK(glob_files(vocab + "*").empty());
     REQUIRE_GOOD(learn("700", vocab));
     REQUIRE_GOOD(learn("701", other));
     CHECK_REFUSED(learn("700", vocab), 1, "--out", "is not empty");
