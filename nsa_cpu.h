@@ -200,20 +200,24 @@ struct Cpu : HostRuntime {
         if (!std::isfinite(norm)) return std::numeric_limits<double>::quiet_NaN();
         return h.grad_clip > 0 && norm > h.grad_clip ? h.grad_clip / norm : 1;
     }
-    // AdamW (Loshchilov & Hutter 2019): decoupled decay, bias-corrected moments m, v. All arrays [count]. An engine
-    // with a master copy updates that and rounds it to param.
-    void adamw(real* param, Master*, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
+    // AdamW (Loshchilov & Hutter 2019): decoupled decay, bias-corrected moments m, v. An engine with a master copy
+    // updates that and rounds it to param.
+    void adamw(real* param, Master*, Stat* m, Stat* v, const Grad* grad, const std::vector<AdamWSpan>& spans,
+               const HyperAdamW& h) {
         const double clip = clip_factor(h);
         if (std::isnan(clip)) return;
         const real beta1 = real(h.beta1), beta2 = real(h.beta2), eps = real(h.eps), scale = real(clip);
-        const real step_size = real(h.lr / (1 - std::pow(h.beta1, double(h.step)))), keep = real(1 - h.lr * h.decay);
+        const real step_size = real(h.lr / (1 - std::pow(h.beta1, double(h.step))));
         const real v_correction = real(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step))));
-#pragma omp parallel for simd schedule(static) if (count > FEW)
-        for (size_t i = 0; i < count; i++) {
-            const real g = grad[i] * scale;
-            m[i] = beta1 * m[i] + (1 - beta1) * g;
-            v[i] = beta2 * v[i] + (1 - beta2) * g * g;
-            param[i] = param[i] * keep - step_size * m[i] / (std::sqrt(v[i]) * v_correction + eps);
+        for (const AdamWSpan& span : spans) {
+            const real keep = real(span.decays ? 1 - h.lr * h.decay : 1);
+#pragma omp parallel for simd schedule(static) if (span.end - span.begin > FEW)
+            for (size_t i = span.begin; i < span.end; i++) {
+                const real g = grad[i] * scale;
+                m[i] = beta1 * m[i] + (1 - beta1) * g;
+                v[i] = beta2 * v[i] + (1 - beta2) * g * g;
+                param[i] = param[i] * keep - step_size * m[i] / (std::sqrt(v[i]) * v_correction + eps);
+            }
         }
     }
     // Muon, lib/model/muon.h, for matrices [rows, columns]. work(i, j): element i of the matrix is element j of

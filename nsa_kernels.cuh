@@ -30,6 +30,7 @@
 
 #include "lib/cuda/devices.cuh"
 #include "nsa_cpu.h"
+#include "lib/cuda/optimiser.cuh"
 #include "lib/cuda/runtime.cuh"
 #include "lib/cuda/attention_gathered.cuh"
 
@@ -434,49 +435,56 @@ __global__ void widen_kernel(float* y, const __nv_bfloat16* x, size_t count) {
 }
 #endif
 
-struct AdamWConstants {
-    float beta1, beta2, eps;
-    float step_size, v_correction;  // with the bias corrections of this step
-    double lr, decay;
-    uint64_t seed, stream, counter;  // of random numbers for the rounding
-    const double* squares;           // of the whole gradient, or null; see HyperAdamW
-    double grad_clip;
-};
-// The parameter that belongs to its fp32 master. In bf16 it is rounded up in magnitude with the probability that keeps
-// the mean: 16 random bits are added to the 16 that are cut off.
-__device__ inline cuda_real parameter(float master, [[maybe_unused]] uint64_t seed, [[maybe_unused]] uint64_t stream,
-                                      [[maybe_unused]] uint64_t counter) {
+// The parameters that belong to their fp32 masters, the first of which is element `place` of all. In bf16 they are
+// rounded up in magnitude with the probability that keeps the mean: 16 random bits are added to the 16 that are cut
+// off.
+template <int W>
+__device__ inline void round_to(cuda_real* param, const float (&master)[W], [[maybe_unused]] uint64_t seed,
+                                [[maybe_unused]] uint64_t stream, [[maybe_unused]] uint64_t place) {
 #ifdef PRECISION_FP32
-    return master;
+    store(param, master);
 #else
-    const uint32_t bits = __float_as_uint(master), random = philox4x32(counter, stream, seed).word[0];
-    const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
-    return __ushort_as_bfloat16((unsigned short)((bits + (finite ? random & 0xffffu : 0)) >> 16));
+    const Philox random = philox4x32(place / 8, stream, seed);
+    float rounded[W];
+    for (int k = 0; k < W; k++) {
+        const uint32_t bits = __float_as_uint(master[k]), drawn = bits16(random, W == 8 ? k : int(place % 8));
+        const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
+        rounded[k] = __uint_as_float((bits + (finite ? drawn : 0)) & 0xffff0000u);
+    }
+    store(param, rounded);
 #endif
 }
-// What clipping multiplies the gradient by; NaN: no update.
-__device__ inline float clip_factor(const AdamWConstants& h) {
-    const double norm = h.squares ? sqrt(*h.squares) : 0;
-    if (!(norm < INFINITY)) return NAN;
-    return h.grad_clip > 0 && norm > h.grad_clip ? float(h.grad_clip / norm) : 1.0f;
-}
-__global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad, size_t count,
-                             AdamWConstants h) {
+// One thread per W elements, which are in the same span or between two.
+template <int W>
+__global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad,
+                             const AdamWSpan* spans, int span_count, AdamWConstants h) {
     // The factors of the gradient and of the parameter are computed in fp64, which is slow on many GPUs (1/64 of the
-    // rate of fp32), so only once per block.
+    // rate of fp32), so only once per block; and so is where the block begins among the spans.
     SHARED(float, factors, [2]);
+    SHARED(int, first_span, [1]);
+    const size_t i = thread_index() * W;
     if (threadIdx.x < 2) factors[threadIdx.x] = threadIdx.x == 0 ? clip_factor(h) : float(1 - h.lr * h.decay);
+    if (threadIdx.x == 0) first_span[0] = span_at(i, spans, span_count);
     __syncthreads();
-    const size_t i = thread_index();
-    const float scale = factors[0], keep = factors[1];
-    if (i >= count || scale != scale) return;
-    const float g = grad[i] * scale;
-    const float m_new = h.beta1 * m[i] + (1 - h.beta1) * g, v_new = h.beta2 * v[i] + (1 - h.beta2) * g * g;
-    const float updated = master[i] * keep - h.step_size * m_new / (sqrtf(v_new) * h.v_correction + h.eps);
-    m[i] = m_new;
-    v[i] = v_new;
-    master[i] = updated;
-    param[i] = parameter(updated, h.seed, h.stream, h.counter + i);
+    const AdamWSpan* span = span_of(i, spans + first_span[0], spans + span_count);
+    const float scale = factors[0];
+    if (!span || scale != scale) return;
+    const float keep = span->decays ? factors[1] : 1;
+    float g[W], m_new[W], v_new[W], updated[W];
+    load(g, grad + i);
+    load(m_new, m + i);
+    load(v_new, v + i);
+    load(updated, master + i);
+    for (int k = 0; k < W; k++) {
+        g[k] *= scale;
+        m_new[k] = h.beta1 * m_new[k] + (1 - h.beta1) * g[k];
+        v_new[k] = h.beta2 * v_new[k] + (1 - h.beta2) * g[k] * g[k];
+        updated[k] = updated[k] * keep - h.step_size * m_new[k] / (sqrtf(v_new[k]) * h.v_correction + h.eps);
+    }
+    store(m + i, m_new);
+    store(v + i, v_new);
+    store(master + i, updated);
+    round_to(param + i, updated, h.seed, h.stream, h.counter + i);
 }
 // Muon, as Cpu has it: the matrices are [rows, columns], but transposed in direction and y where rows > columns.
 __device__ inline size_t muon_index(size_t i, size_t rows, size_t columns) {
@@ -508,14 +516,14 @@ __global__ void muon_apply_kernel(cuda_real* param, float* master, const cuda_re
     __syncthreads();
     const size_t i = thread_index();
     if (i >= rows * columns || factors[0] != factors[0]) return;
-    const float updated = master[i] * factors[1] - h.step_size * float(y[muon_index(i, rows, columns)]);
-    master[i] = updated;
-    param[i] = parameter(updated, h.seed, h.stream, h.counter + i);
+    const float updated[1] = {master[i] * factors[1] - h.step_size * float(y[muon_index(i, rows, columns)])};
+    store(master + i, updated);
+    round_to(param + i, updated, h.seed, h.stream, h.counter + i);
 }
 __global__ void round_master_kernel(cuda_real* param, const float* master, size_t count, uint64_t seed, uint64_t stream,
                                     uint64_t counter) {
     const size_t i = thread_index();
-    if (i < count) param[i] = parameter(master[i], seed, stream, counter + i);
+    if (i < count) round_to(param + i, {master[i]}, seed, stream, counter + i);
 }
 
 }  // namespace kernels
@@ -1938,19 +1946,25 @@ struct Cuda : CudaRuntime {
     void set_guard(T* guard, const double* loss) {
         launch<kernels::set_guard_kernel<T>>(1, 32, 0, stream, guard, loss);
     }
-    // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. All arrays [count]. master is
-    // updated and rounded to param: in bf16 stochastically, by the random stream (RANDOM_ROUNDING, step) at h.offset +
-    // i, since rounding to the nearest bf16 would lose most updates.
-    void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const HyperAdamW& h) {
-        if (count == 0) return;
-        launch<kernels::adamw_kernel>(blocks_for(count, 256), 256, 0, stream, param, master, m, v, grad, count,
-                                      constants_of(h, h.lr / (1 - std::pow(h.beta1, double(h.step)))));
+    // AdamW (Loshchilov & Hutter 2019), decoupled decay, bias-corrected moments m, v. master is updated and rounded to
+    // param: in bf16 stochastically, by the random stream (RANDOM_ROUNDING, step) at h.offset + i, since rounding to
+    // the nearest bf16 would lose most updates.
+    void adamw(real* param, Master* master, Stat* m, Stat* v, const Grad* grad, const std::vector<AdamWSpan>& spans,
+               const HyperAdamW& h) {
+        if (spans.empty()) return;
+        size_t places = h.offset;  // the bits that any of them has
+        for (const AdamWSpan& span : spans) places |= span.begin | span.end;
+        with_width(is_wide(places, param, master, m, v, grad), [&](auto W) {
+            launch<kernels::adamw_kernel<W()>>(blocks_for(spans.back().end, 256 * W()), 256, 0, stream, param, master,
+                                               m, v, grad, on_device(spans), int(spans.size()),
+                                               AdamWConstants(h, h.lr / (1 - std::pow(h.beta1, double(h.step)))));
+        });
     }
     // Muon, lib/model/muon.h, for matrices [rows, columns]. m = beta1 m + (1 - beta1) grad, direction = beta1 m + (1 -
     // beta1) grad; transposed in direction, and so in y, where rows > columns.
     void muon_momentum(Grad* direction, Stat* m, const Grad* grad, int64_t rows, int64_t columns, const HyperAdamW& h) {
         launch<kernels::muon_momentum_kernel>(blocks_for(size_t(rows * columns), 256), 256, 0, stream, direction, m,
-                                              grad, size_t(rows), size_t(columns), constants_of(h, 0));
+                                              grad, size_t(rows), size_t(columns), AdamWConstants(h, 0));
     }
     // y = factor * direction / sqrt(*squares), 0 where all is 0. [count]
     void muon_normalise(real* y, const Grad* direction, const double* squares, double factor, size_t count) {
@@ -1961,7 +1975,7 @@ struct Cuda : CudaRuntime {
     void muon_apply(real* param, Master* master, const real* y, double step_size, int64_t rows, int64_t columns,
                     const HyperAdamW& h) {
         launch<kernels::muon_apply_kernel>(blocks_for(size_t(rows * columns), 256), 256, 0, stream, param, master, y,
-                                           size_t(rows), size_t(columns), constants_of(h, step_size));
+                                           size_t(rows), size_t(columns), AdamWConstants(h, step_size));
     }
     // The parameters as adamw left them after this step, from the master copy alone, so that a resumed run goes on with
     // the same bits. Arguments as in HyperAdamW.
@@ -2209,23 +2223,6 @@ struct Cuda : CudaRuntime {
     template <class Pointers, class H>
     static Pointers pointers_of(const H& h) {
         return {h.q, h.kv[K_CMP], h.kv[V_CMP], h.kv[K_SLC], h.kv[V_SLC], h.kv[K_WIN], h.kv[V_WIN], h.gate};
-    }
-
-    static kernels::AdamWConstants constants_of(const HyperAdamW& h, double step_size) {
-        return {
-            float(h.beta1),
-            float(h.beta2),
-            float(h.eps),
-            float(step_size),
-            float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))),
-            h.lr,
-            h.decay,
-            h.seed,
-            random_stream(RANDOM_ROUNDING, uint64_t(h.step)),
-            h.offset,
-            h.squares,
-            h.grad_clip,
-        };
     }
 
     // out [C] += the sums over the N rows of what Term gives

@@ -652,23 +652,22 @@ template <class Dev>
 void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = nullptr) {
     const ProfileRange range("update");
     const ModelConfig& c = model.config;
-    HyperAdamWOf<typename Dev::Sum> h{lr, ADAM_BETA1, ADAM_BETA2, ADAM_EPS, 0.0, step, uint64_t(c.seed), 0};
-    h.squares = model.results + 1;
-    h.grad_clip = c.grad_clip;
-    for (const Piece& p : model.owned)
+    HyperAdamWOf<typename Dev::Sum> h{lr,   ADAM_BETA1,       ADAM_BETA2, ADAM_EPS,          c.weight_decay,
+                                      step, uint64_t(c.seed), 0,          model.results + 1, c.grad_clip};
+    for (const Piece& p : model.owned) {
+        std::vector<AdamWSpan> spans;
         for (const TensorSpec& t : model.table.specs) {
             const auto [first, last] = overlap(t, t.padded, p);
-            if (first >= last) continue;
-            h.decay = t.decay ? c.weight_decay : 0.0;
             h.offset = first;
-            const size_t local = p.local + (first - p.begin);
             if (model.muon && t.orthogonal)
-                model.muon->update(model.params + first, model.master_at(p, first), model.m + local,
+                model.muon->update(model.params + first, model.master_at(p, first), model.m + first,
                                    model.grads + first, t, h);
-            else
-                model.dev.adamw(model.params + first, model.master_at(p, first), model.m + local, model.v + local,
-                                model.grads + first, last - first, h);
+            else if (first < last) add_span(spans, first - p.begin, last - p.begin, t.decay);
         }
+        h.offset = p.begin;
+        model.dev.adamw(model.params + p.begin, model.master_at(p, p.begin), model.m + p.local, model.v + p.local,
+                        model.grads + p.begin, spans, h);
+    }
     if (model.sharded && reducer) reducer->gather(model.params);
 }
 

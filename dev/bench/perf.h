@@ -215,12 +215,14 @@ struct Timed : Dev {
         clock("chunk_squares", 2.0 * double(count), double(count * sizeof(Grad)),
               [&] { Dev::chunk_squares(squares, x, total, begin, count); });
     }
-    void adamw(real* param, typename Dev::Master* master, Stat* m, Stat* v, const Grad* grad, size_t count,
-               const HyperAdamW& h) {
+    void adamw(real* param, typename Dev::Master* master, Stat* m, Stat* v, const Grad* grad,
+               const std::vector<AdamWSpan>& spans, const HyperAdamW& h) {
+        size_t count = 0;
+        for (const AdamWSpan& span : spans) count += span.end - span.begin;
         const double bytes = double(count) * ((Dev::has_master ? 2.0 * sizeof(typename Dev::Master) + sizeof(real)
                                                                : 2.0 * sizeof(real)) +
                                               4 * sizeof(Stat) + sizeof(Grad));
-        clock("adamw", 15.0 * double(count), bytes, [&] { Dev::adamw(param, master, m, v, grad, count, h); });
+        clock("adamw", 15.0 * double(count), bytes, [&] { Dev::adamw(param, master, m, v, grad, spans, h); });
     }
     void split_heads_forward(typename Dev::Heads out, const real* projected, const NsaShape& s) {
         clock("split_heads_forward", split_heads_forward_work(s, sizeof(real)),

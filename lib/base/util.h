@@ -202,6 +202,12 @@ HOST_DEVICE inline Philox philox4x32(uint64_t counter, uint64_t stream, uint64_t
     return {{c0, c1, c2, c3}};
 }
 
+// Number i of its eight times 16 bits.
+HOST_DEVICE inline uint32_t bits16(const Philox& p, int i) {
+    const uint64_t low = p.word[0] | uint64_t(p.word[1]) << 32, high = p.word[2] | uint64_t(p.word[3]) << 32;
+    return uint32_t((i < 4 ? low : high) >> i % 4 * 16) & 0xffffu;
+}
+
 // Every use has its own streams, so no two uses ever share a random number. Stream = use + 2^32 * index (of the tensor,
 // the epoch ...).
 enum RandomUse : uint64_t {

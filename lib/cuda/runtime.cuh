@@ -145,6 +145,7 @@ struct CudaRuntime {
     ~CudaRuntime() {  // nobody can use an error here
         cudaStreamSynchronize(stream);
         for (Scratch& s : scratches) release(s.data);
+        for (const auto& [bytes, list] : lists) release(list);
         for (PinnedBuffer& buffer : uploads) buffer.destroy();
         for (PinnedBuffer& buffer : downloads) buffer.destroy();
 #ifndef NO_CUBLAS
@@ -219,6 +220,17 @@ struct CudaRuntime {
             for (size_t i = 0; i < count; i++) values[i] = T(in[i]);
             copy(out, values.data(), count);
         }
+    }
+    // The GPU's copy of a list, which the first call makes and later calls with an equal list find. T has no padding.
+    template <class T>
+    const T* on_device(const std::vector<T>& list) {
+        const std::string bytes(reinterpret_cast<const char*>(list.data()), list.size() * sizeof(T));
+        const auto [entry, is_new] = lists.try_emplace(bytes, nullptr);
+        if (is_new) {
+            entry->second = allocate<char>(bytes.size());
+            copy(entry->second, bytes.data(), bytes.size());
+        }
+        return reinterpret_cast<const T*>(entry->second);
     }
     // Sends token ids to the GPU without waiting for it; the caller may reuse its memory at once. With four buffers,
     // the tokens and targets of two micro-steps, the host can be at most two micro-steps ahead.
@@ -423,6 +435,7 @@ struct CudaRuntime {
 
   private:
     std::map<const void*, size_t> allocated;  // bytes by address
+    std::map<std::string, char*> lists;       // on_device()'s, by their bytes
     double share_of_memory = 0;               // where processes share the GPU: what live_bytes may grow to
     PinnedBuffer uploads[4], downloads[2];
     size_t uploaded = 0, sent = 0, received = 0;

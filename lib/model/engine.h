@@ -41,16 +41,27 @@ constexpr size_t CHUNK = 4096;
 // One step of the optimiser. Muon takes beta1 as its momentum, and neither beta2 nor eps.
 template <class Sum>
 struct HyperAdamWOf {
-    double lr, beta1, beta2, eps, decay;  // decay is already 0 for tensors without it
-    int64_t step;                         // 1-based, for the bias corrections
-    uint64_t seed;                        // of stochastic rounding, where param is narrower than its master; element i
-    size_t offset;                        // draws number offset + i, its place in the flat array of all parameters
+    double lr, beta1, beta2, eps, decay;
+    int64_t step;   // 1-based, for the bias corrections
+    uint64_t seed;  // of stochastic rounding, where param is narrower than its master
+    size_t offset;  // of the first element in the flat array of all parameters, which says what random bits it takes
     // The sum of the squares of the whole gradient, in the engine's memory. If given, the gradient is clipped to the L2
     // norm grad_clip (0: it is not), and nothing is updated when the norm is not finite.
     const Sum* squares = nullptr;
     double grad_clip = 0;
 };
 using HyperAdamW = HyperAdamWOf<double>;
+
+// Elements [begin, end) of the arrays that AdamW is given. Those between two spans are left as they are.
+struct AdamWSpan {
+    size_t begin, end;
+    size_t decays;  // 1: by HyperAdamW::decay; 0: not at all
+};
+// Appends a span, or extends the last one.
+inline void add_span(std::vector<AdamWSpan>& spans, size_t begin, size_t end, bool decays) {
+    if (!spans.empty() && spans.back().end == begin && spans.back().decays == size_t(decays)) spans.back().end = end;
+    else spans.push_back({begin, end, decays});
+}
 
 namespace contract {
 template <class Dev, class Signature, template <class, class...> class Call, class = void>
@@ -211,10 +222,11 @@ struct Members : Formats<Dev> {
     // *sum = squares[0] + squares[1] + ..., but NaN if *guard is not finite
     NEEDS(void, total_squares, (Sum * sum, const Sum* squares, size_t chunks, const Grad* guard));
     NEEDS(void, set_guard, (Grad * guard, const Sum* loss));  // *guard = *loss; for a guard of Sum too
-    // m, v, master and param [count] take a step of AdamW; with has_master, param is rounded from master. Reads
-    // h.squares in the engine's memory: the host does not know the norm yet.
+    // m, v, master and param take a step of AdamW in the spans, which are in order; with has_master, param is rounded
+    // from master. Reads h.squares in the engine's memory: the host does not know the norm yet.
+    using Spans = std::vector<AdamWSpan>;
     NEEDS(void, adamw,
-          (real * param, Master* master, Stat* m, Stat* v, const Grad* grad, size_t count, const Hyper& h));
+          (real * param, Master* master, Stat* m, Stat* v, const Grad* grad, const Spans& spans, const Hyper& h));
     // Muon, see lib/model/muon.h, of m, grad, master and param [rows, columns]. m = beta1 m + (1 - beta1) grad and
     // direction = beta1 m + (1 - beta1) grad, clipped and left alone as in adamw. Where rows > columns, direction and
     // y are transposed: [columns, rows].

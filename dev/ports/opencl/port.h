@@ -352,10 +352,13 @@ class OpenCl {
         groups({1}, "sums", sum, squares, guard, 0, 0, chunks, size_t(0), chunks);
     }
     void set_guard(float* guard, In loss) { total_squares(guard, loss, 1, nullptr); }
-    void adamw(float* param, float*, float* m, float* v, In grad, size_t count, const HyperAdamWOf<float>& h) {
-        over(count, "adamw", param, m, v, grad, h.squares, count, float(h.beta1), float(h.beta2), float(h.eps),
-             float(h.lr / (1 - std::pow(h.beta1, double(h.step)))), float(1 - h.lr * h.decay),
-             float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))), float(h.grad_clip));
+    void adamw(float* param, float*, float* m, float* v, In grad, const std::vector<AdamWSpan>& spans,
+               const HyperAdamWOf<float>& h) {
+        for (const auto& [begin, end, decays] : spans)
+            over(end - begin, "adamw", param + begin, m + begin, v + begin, grad + begin, h.squares, end - begin,
+                 float(h.beta1), float(h.beta2), float(h.eps), float(h.lr / (1 - std::pow(h.beta1, double(h.step)))),
+                 float(decays ? 1 - h.lr * h.decay : 1), float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))),
+                 float(h.grad_clip));
     }
     void muon_momentum(float* direction, float* m, const float* grad, int64_t rows, int64_t columns,
                        const HyperAdamWOf<float>& h) {

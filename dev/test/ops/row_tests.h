@@ -289,10 +289,10 @@ template <class E>
 struct Updated {
     typename E::Values master, m, v, param;
 };
-// The result of dev.adamw in pieces of so many elements.
+// The result of dev.adamw in calls for so many elements, and in spans of so many elements of a call.
 template <class E>
 Updated<E> after_adamw(typename E::Dev& dev, const Updated<E>& before, const typename E::Values& grad,
-                       typename E::Hyper h, double squares, size_t piece) {
+                       typename E::Hyper h, double squares, size_t piece, size_t span = size_t(-1) / 2) {
     using Master = typename E::Dev::Master;
     constexpr bool has_master = E::Dev::has_master;
     const size_t count = grad.size(), offset = h.offset;
@@ -302,9 +302,11 @@ Updated<E> after_adamw(typename E::Dev& dev, const Updated<E>& before, const typ
     Reals<E> param(dev, before.master);
     if (h.squares) h.squares = norm;
     for (size_t at = 0; at < count; at += piece) {
+        std::vector<AdamWSpan> spans;
+        for (size_t i = 0; i < std::min(piece, count - at); i += span)
+            spans.push_back({i, std::min({i + span, piece, count - at}), 1});
         h.offset = offset + at;
-        dev.adamw(param + at, has_master ? master + at : nullptr, m + at, v + at, g + at, std::min(piece, count - at),
-                  h);
+        dev.adamw(param + at, has_master ? master + at : nullptr, m + at, v + at, g + at, spans, h);
     }
     if constexpr (has_master) {
         Reals<E> restored(dev, count);
@@ -335,7 +337,7 @@ ENGINE_TEST(adamw) {
             4 * clip};
         const auto outputs = in_every_order<E>([&]() -> std::vector<typename E::Values> {
             const Updated<E> whole = after_adamw<E>(*dev, before, grad, h, 16, count),
-                             pieces = after_adamw<E>(*dev, before, grad, h, 16, 400);
+                             pieces = after_adamw<E>(*dev, before, grad, h, 16, 400, 3);
             CHECK(whole.param == pieces.param && whole.m == pieces.m);  // rounding depends on the place alone
             return {whole.master, whole.m, whole.v, whole.param};
         });
@@ -351,16 +353,56 @@ ENGINE_TEST(adamw) {
         for (size_t i = 0; i < count; i++) {  // the parameter is the master, rounded as its place and the step say
             auto rounded = outputs[0][i];
             if constexpr (E::NARROW) {
-                const auto drawn = philox4x32(h.offset + i, random_stream(RANDOM_ROUNDING, uint64_t(step)), 1337);
+                const size_t place = h.offset + i;
+                const auto drawn = philox4x32(place / 8, random_stream(RANDOM_ROUNDING, uint64_t(step)), 1337);
                 uint32_t bits;
                 std::memcpy(&bits, &rounded, 4);
-                bits = (bits + (drawn.word[0] & 0xffff)) & 0xffff0000;
+                bits = (bits + (drawn.word[place / 2 % 4] >> place % 2 * 16 & 0xffff)) & 0xffff0000;
                 std::memcpy(&rounded, &bits, 4);
             }
             CHECK_EQUAL(outputs[3][i], rounded);
         }
     }
 }
+// Spans of a call decay or not, and what lies between them stays as it is; two adjacent tensors are one span. From a
+// place and with spans that are multiples of eight elements on, and from others.
+ENGINE_TEST(adamw_in_spans) {
+    const auto dev = E::open();
+    Random random(63);
+    std::vector<AdamWSpan> joined;
+    add_span(joined, 0, 8, true);
+    add_span(joined, 8, 16, true);
+    add_span(joined, 16, 24, false);
+    add_span(joined, 32, 40, false);
+    CHECK_EQUAL(joined.size(), 3);
+    CHECK_EQUAL(joined[0].end, 16);
+    for (const size_t unit : {8, 5}) {
+        const size_t count = 1200 * unit;
+        const typename E::Values zeros(count, 0), grad = E::random_values(random, count);
+        const typename E::Values start = E::random_reals(random, count);
+        // whole blocks of a kernel in a span, a thread's elements, and whole blocks in a gap
+        const std::vector<AdamWSpan> spans = {{0, 600 * unit, 0},
+                                              {600 * unit, 601 * unit, 1},
+                                              {602 * unit, 603 * unit, 0},
+                                              {1100 * unit, 1199 * unit, 1}};
+        const typename E::Hyper h{1e-2, 0.9, 0.95, 1e-8, 0.1, 3, 7, 64 + unit};
+        typename E::Values expected = start;
+        for (const AdamWSpan& span : spans) {
+            typename E::Hyper of_span = h;
+            of_span.decay = span.decays ? 0.1 : 0;
+            const Updated<E> whole = after_adamw<E>(*dev, {start, zeros, zeros, {}}, grad, of_span, 0, count);
+            std::copy(whole.master.begin() + int64_t(span.begin), whole.master.begin() + int64_t(span.end),
+                      expected.begin() + int64_t(span.begin));
+        }
+        Stats<E> m(*dev, zeros), v(*dev, zeros), g(*dev, grad);
+        Reals<E> param(*dev, start);
+        Array<E, typename E::Dev::Master> master(*dev, E::Dev::has_master ? start : typename E::Values());
+        dev->adamw(param, E::Dev::has_master ? static_cast<typename E::Dev::Master*>(master) : nullptr, m, v, g, spans,
+                   h);
+        CHECK((E::Dev::has_master ? master.host() : param.host()) == expected);
+    }
+}
+
 // The squared norm in the engine's memory says how to clip: the result is that of a gradient that was scaled
 // beforehand, and below the limit nothing changes; a norm that is not finite leaves everything as it was. The factor is
 // rounded once on either side, so the bits are equal where it is a power of two.
