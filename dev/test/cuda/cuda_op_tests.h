@@ -121,6 +121,17 @@ TEST(cuda_plain_matmul) {
         }
     check_plain_gemm<Cuda::real, Cuda::real>(70, 3, 40, false, true, 2, true);
 }
+// Names contain each other.
+TEST(cuda_peaks_of_gpus) {
+    const auto teraflops = [](const char* name) { return Cuda::bf16_peak_flops(name) / 1e12; };
+    CHECK_EQUAL(teraflops("NVIDIA H100 80GB HBM3"), 989.4);
+    CHECK_EQUAL(teraflops("NVIDIA GB200"), 2500);
+    CHECK_EQUAL(teraflops("NVIDIA B200"), 2250);
+    CHECK_EQUAL(teraflops("NVIDIA GeForce RTX 5070"), 61.7);
+    CHECK_EQUAL(teraflops("NVIDIA GeForce RTX 5070 Ti"), 87.9);
+    CHECK_EQUAL(teraflops("NVIDIA GeForce RTX 5090 Laptop GPU"), 0);
+    CHECK_EQUAL(teraflops("NVIDIA RTX PRO 6000 Blackwell Server Edition"), 0);
+}
 #ifdef CUDA_ON_CPU
 TEST(cuda_matmul_without_an_algorithm) {
     Cuda dev(0, TEST_WORKSPACE);
