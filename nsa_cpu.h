@@ -55,6 +55,7 @@ struct Cpu : HostRuntime {
                            gemm.bf16 ? " with the inputs of GEMMs rounded to bf16" : "");
     }
     std::string describe_selected(const NsaShape&) const { return ""; }  // there is one way only
+    std::vector<std::string> describe_products(int, int, int) const { return {}; }
     // What attention and selection read from here on is added to *to; null ends it.
     bool count_reads(KeyReads* to) {
         reads = tiles.reads = to;

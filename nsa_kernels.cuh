@@ -1835,6 +1835,11 @@ struct Cuda : CudaRuntime {
             double(properties.totalGlobalMem) / (1 << 30), FP32 ? "fp32" : "bf16",
             plain_attention ? "scalar" : "on tensor cores");
     }
+    std::vector<std::string> describe_products(int N, int C, int OC) {
+        return {describe_product<real, real>(false, true, {N, OC, C}),
+                describe_product<real, real>(false, false, {N, C, OC}),
+                describe_product<real, Grad>(true, false, {OC, C, N})};
+    }
     std::string format() const { return FP32 ? "fp32" : "bf16"; }
     // FLOP/s of the tensor cores at best; 0: unknown, or not used.
     double peak_flops() const { return FP32 ? 0 : bf16_peak_flops(); }

@@ -1191,6 +1191,7 @@ static int run_check(const Config& c, World& world) {
         print_build(r);
         data_are_good = check_data<Tokenizer>(c.vocab_dir, open_shards);
         print_memory_of_125m<Model<Engine>, Activations<Engine>>(dev);
+        print_products_of_125m(dev);
     });
     return check_gradients<SelfTest>() && data_are_good ? 0 : 1;
 }

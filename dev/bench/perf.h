@@ -468,7 +468,10 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
                      (long long)c.recompute, dev.describe().c_str());
         ceilings.print(out, "beginning");
 #ifdef CUDA_CHECK
-        if constexpr (!Dev::on_host) std::fprintf(out, "%s\n", dev.describe_selected(a.shape).c_str());
+        if constexpr (!Dev::on_host) {
+            std::fprintf(out, "%s\n", dev.describe_selected(a.shape).c_str());
+            for (const std::string& product : dev.products()) std::fprintf(out, "%s\n", product.c_str());
+        }
 #endif
         std::fprintf(out,
                      "floor: the longer of FLOPs at the first ceiling and bytes at the second; of all operations: the "

@@ -40,6 +40,12 @@ enum cublasLtMatmulPreferenceAttributes_t {
     CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES = 8
 };
 enum { CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE = 2 };
+enum cublasLtMatmulAlgoConfigAttributes_t {
+    CUBLASLT_ALGO_CONFIG_ID = 0,
+    CUBLASLT_ALGO_CONFIG_TILE_ID = 1,
+    CUBLASLT_ALGO_CONFIG_SPLITK_NUM = 2,
+    CUBLASLT_ALGO_CONFIG_STAGES_ID = 6
+};
 
 namespace emu {
 struct BlasHandle {};
@@ -62,6 +68,7 @@ struct MatrixLayout {
 };
 struct MatmulPreference {
     uint64_t workspace_bytes = 0;
+    uint32_t reduction = 0, a_alignment = 256, b_alignment = 256, c_alignment = 256, d_alignment = 256;
 };
 template <class T>
 inline cublasStatus_t set_attribute(T& attribute, const void* value, size_t bytes) {
@@ -76,11 +83,14 @@ using cublasLtMatrixLayout_t = emu::MatrixLayout*;
 using cublasLtMatmulPreference_t = emu::MatmulPreference*;
 struct cublasLtMatmulAlgo_t {
     size_t workspace_bytes;
+    int id;
+    uint32_t alignment;  // that it asks of every matrix
 };
 struct cublasLtMatmulHeuristicResult_t {
     cublasLtMatmulAlgo_t algo;
     size_t workspaceSize;
     cublasStatus_t state;
+    float wavesCount;
 };
 
 inline const char* cublasLtGetStatusString(cublasStatus_t s) {
@@ -132,9 +142,15 @@ inline cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t
 inline cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p,
                                                            cublasLtMatmulPreferenceAttributes_t which,
                                                            const void* value, size_t bytes) {
-    if (which != CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES)  // alignment and splits: there is one algorithm here
-        return value && bytes == sizeof(uint32_t) ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_INVALID_VALUE;
-    return emu::set_attribute(p->workspace_bytes, value, bytes);
+    switch (which) {
+        case CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES: return emu::set_attribute(p->workspace_bytes, value, bytes);
+        case CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK: return emu::set_attribute(p->reduction, value, bytes);
+        case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES: return emu::set_attribute(p->a_alignment, value, bytes);
+        case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES: return emu::set_attribute(p->b_alignment, value, bytes);
+        case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES: return emu::set_attribute(p->c_alignment, value, bytes);
+        case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES: return emu::set_attribute(p->d_alignment, value, bytes);
+    }
+    return CUBLAS_STATUS_INVALID_VALUE;
 }
 
 namespace emu {
@@ -255,10 +271,11 @@ struct Matmul {
     }
 };
 inline bool no_matmul_algorithm = false;  // a test sets it: no product is supported
+inline int failing_algorithms = 0;        // a test sets it: so many of the first ones are proposed, but fail
 }  // namespace emu
 
-// One algorithm, or none and NOT_SUPPORTED, as from cuBLASLt. It asks for all the workspace that the preference allows,
-// so that a caller who then passes less is caught.
+// As many algorithms as are asked for, or none and NOT_SUPPORTED, as from cuBLASLt; they compute the same. They ask for
+// all the workspace and all the alignment that the preference allows, so that a caller who then gives less is caught.
 inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t d,
                                                      cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
                                                      cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t out,
@@ -270,9 +287,21 @@ inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cu
     const cublasStatus_t s = emu::check_shapes(*d, *a, *b, *c, *out);
     if (s != CUBLAS_STATUS_SUCCESS) return s;
     if (emu::no_matmul_algorithm) return CUBLAS_STATUS_NOT_SUPPORTED;
-    results[0] = {{preference->workspace_bytes}, preference->workspace_bytes, CUBLAS_STATUS_SUCCESS};
-    *found = 1;
+    const uint32_t alignment = std::min(std::min(preference->a_alignment, preference->b_alignment),
+                                        std::min(preference->c_alignment, preference->d_alignment));
+    if (alignment < 16) return CUBLAS_STATUS_NOT_SUPPORTED;  // cuBLASLt has slow kernels for those
+    for (*found = 0; *found < wanted; ++*found)
+        results[*found] = {
+            {preference->workspace_bytes, *found, alignment}, preference->workspace_bytes, CUBLAS_STATUS_SUCCESS, 1.0f};
     return CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t* algo,
+                                                           cublasLtMatmulAlgoConfigAttributes_t which, void* value,
+                                                           size_t bytes, size_t* written) {
+    const int32_t number = which == CUBLASLT_ALGO_CONFIG_ID ? algo->id : 1;
+    if (!value || bytes != sizeof number || !written) return CUBLAS_STATUS_INVALID_VALUE;
+    memcpy(value, &number, bytes);
+    return *written = bytes, CUBLAS_STATUS_SUCCESS;
 }
 
 inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t d, const void* alpha, const void* a,
@@ -286,6 +315,7 @@ inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc
     const cublasStatus_t s = emu::check_shapes(*d, *a_layout, *b_layout, *c_layout, *out_layout);
     if (s != CUBLAS_STATUS_SUCCESS) return s;
     if (algo && workspace_bytes < algo->workspace_bytes) return CUBLAS_STATUS_INVALID_VALUE;
+    if (algo && algo->id < emu::failing_algorithms) return CUBLAS_STATUS_NOT_SUPPORTED;
     if (uintptr_t(workspace) % 256) return CUBLAS_STATUS_INVALID_VALUE;
     emu::check_device_array("cublasLtMatmul, workspace", workspace, workspace_bytes);
 
@@ -300,9 +330,9 @@ inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc
                                 *b_layout,
                                 *c_layout,
                                 *out_layout};
-    auto check = [](const char* what, const void* p, const emu::MatrixLayout& l) {
+    auto check = [&](const char* what, const void* p, const emu::MatrixLayout& l) {
         emu::check_device_array(what, p, l.bytes());
-        return uintptr_t(p) % 16 == 0;  // what the fast kernels of cuBLASLt need
+        return uintptr_t(p) % (algo ? algo->alignment : 16) == 0;
     };
     bool aligned = check("cublasLtMatmul, matrix a", a, *a_layout) & check("cublasLtMatmul, matrix b", b, *b_layout) &
                    check("cublasLtMatmul, matrix d", out, *out_layout);

@@ -421,16 +421,22 @@ struct CudaRuntime {
 #ifndef NO_CUBLAS
         // cuBLASLt is column-major, and reads the same memory as the transposed matrix: so it is asked for C^T =
         // op(B)^T op(A)^T.
-        const MatmulShape shape = {{transpose_a, transpose_b, M, N, K, int64_t(lda), int64_t(ldb), int64_t(ldc),
-                                    batch.count, int64_t(batch.a), int64_t(batch.b), int64_t(batch.c)},
-                                   type_of<In>(),
-                                   type_of<Out>()};
+        const Out* const c = addend ? addend : C;
+        const MatmulShape shape = {
+            {transpose_a, transpose_b, M, N, K, int64_t(lda), int64_t(ldb), int64_t(ldc), batch.count, int64_t(batch.a),
+             int64_t(batch.b), int64_t(batch.c), alignment_of(A), alignment_of(B), alignment_of(c), alignment_of(C)},
+            type_of<In>(),
+            type_of<Out>()};
         const auto found = matmuls.find(shape);
-        const Matmul& m =
-            found != matmuls.end() ? found->second : matmuls.emplace(shape, make_matmul(shape)).first->second;
+        Matmul& m = found != matmuls.end() ? found->second : matmuls.emplace(shape, make_matmul(shape)).first->second;
         const float alpha = 1, beta = addend ? 1 : 0;
-        CUBLAS_CHECK(cublasLtMatmul(cublas, m.description, &alpha, B, m.a, A, m.b, &beta, addend ? addend : C, m.c, C,
-                                    m.c, &m.algorithm, cublas_workspace, workspace_bytes, stream));
+        while (true) {
+            const cublasStatus_t status =
+                cublasLtMatmul(cublas, m.description, &alpha, B, m.a, A, m.b, &beta, c, m.c, C, m.c,
+                               &m.algorithms[m.chosen].algo, cublas_workspace, workspace_bytes, stream);
+            if (status == CUBLAS_STATUS_SUCCESS) return;
+            take_next_algorithm(shape, m, status);
+        }
 #endif
     }
     // C = A B^T, A B, A^T B (+ addend).
@@ -448,6 +454,32 @@ struct CudaRuntime {
     void gemm_tn(GemmSize s, const In* A, size_t lda, const In* B, size_t ldb,
                  const typename NotDeduced<Out>::type* addend, Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
         gemm(true, false, s.M, s.N, s.K, A, lda, B, ldb, addend, C, ldc, batch);
+    }
+
+  public:
+    // How the products so far were computed.
+    std::vector<std::string> products() const {
+        std::vector<std::string> lines;
+#ifndef NO_CUBLAS
+        for (const auto& [shape, matmul] : matmuls) lines.push_back(name_of(shape) + ": " + describe(matmul));
+#endif
+        return lines;
+    }
+    // How a product of packed matrices C[M,N] = op(A) op(B) would be computed, on arrays of their own.
+    template <class In, class Out>
+    std::string describe_product(bool transpose_a, bool transpose_b, GemmSize s) {
+#ifdef NO_CUBLAS
+        return format_text("%d x %d x %d: the plain kernel", s.M, s.N, s.K);
+#else
+        const MatmulShape shape = {{transpose_a, transpose_b, s.M, s.N, s.K, transpose_a ? s.M : s.K,
+                                    transpose_b ? s.K : s.N, s.N, 1, 0, 0, 0, 256, 256, 256, 256},
+                                   type_of<In>(),
+                                   type_of<Out>()};
+        Matmul m = make_matmul(shape);
+        const std::string text = name_of(shape) + ": " + describe(m);
+        m.destroy();
+        return text;
+#endif
     }
 
   private:
@@ -506,20 +538,20 @@ struct CudaRuntime {
         CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
         CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                                                           &workspace_bytes, sizeof workspace_bytes));
-        // 16 bytes is what gemm() checks; by default cuBLASLt assumes 256. Where it splits a long sum, the parts stay
-        // fp32.
-        const uint32_t alignment = 16, reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+        // Where it splits a long sum, the parts stay fp32.
+        const uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
         CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
                                                           &reduction, sizeof reduction));
-        for (const auto which :
-             {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-              CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
-            CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, which, &alignment, sizeof alignment));
     }
-    // A matrix product as cuBLASLt describes it, and the algorithm it chose; made once per shape.
+    // By how many bytes a pointer is aligned, 256 at most, which is what cuBLASLt assumes when nothing is said.
+    static int64_t alignment_of(const void* p) {
+        const size_t address = reinterpret_cast<size_t>(p) | 256;
+        return int64_t(address & -address);
+    }
+    // A matrix product as cuBLASLt describes it, and the algorithms that it proposes; made once per shape.
     struct MatmulShape {
-        std::array<int64_t, 12>
-            numbers;  // transpose_a, transpose_b, M, N, K, lda, ldb, ldc; of the batch: count, a, b, c
+        // transpose_a, transpose_b, M, N, K, lda, ldb, ldc; of the batch: count, a, b, c; alignments of A, B, addend, C
+        std::array<int64_t, 16> numbers;
         cudaDataType_t in, out;
         bool operator<(const MatmulShape& other) const {
             return numbers != other.numbers ? numbers < other.numbers : out < other.out;
@@ -528,7 +560,8 @@ struct CudaRuntime {
     struct Matmul {
         cublasLtMatmulDesc_t description;
         cublasLtMatrixLayout_t a, b, c;
-        cublasLtMatmulAlgo_t algorithm;
+        std::vector<cublasLtMatmulHeuristicResult_t> algorithms;  // the likely best one first
+        size_t chosen = 0;                                        // those before it failed
         void destroy() {
             cublasLtMatmulDescDestroy(description);
             for (cublasLtMatrixLayout_t layout : {a, b, c}) cublasLtMatrixLayoutDestroy(layout);
@@ -553,7 +586,8 @@ struct CudaRuntime {
         return layout;
     }
     Matmul make_matmul(const MatmulShape& shape) {
-        const auto [transpose_a, transpose_b, M, N, K, lda, ldb, ldc, count, next_a, next_b, next_c] = shape.numbers;
+        const auto [transpose_a, transpose_b, M, N, K, lda, ldb, ldc, count, next_a, next_b, next_c, align_a, align_b,
+                    align_addend, align_c] = shape.numbers;
         Matmul m;
         CUBLAS_CHECK(cublasLtMatmulDescCreate(&m.description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
         const cublasOperation_t first = transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
@@ -564,20 +598,59 @@ struct CudaRuntime {
         m.a = layout(shape.in, transpose_b, N, K, ldb, count, next_b);
         m.b = layout(shape.in, transpose_a, K, M, lda, count, next_a);
         m.c = layout(shape.out, false, N, M, ldc, count, next_c);
-        cublasLtMatmulHeuristicResult_t best;
+        set_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, align_b);
+        set_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, align_a);
+        set_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, align_addend);
+        set_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, align_c);
         int found = 0;
-        const cublasStatus_t answer =
-            cublasLtMatmulAlgoGetHeuristic(cublas, m.description, m.a, m.b, m.c, m.c, preference, 1, &best, &found);
+        m.algorithms.resize(8);
+        const cublasStatus_t answer = cublasLtMatmulAlgoGetHeuristic(cublas, m.description, m.a, m.b, m.c, m.c,
+                                                                     preference, 8, m.algorithms.data(), &found);
         if (answer == CUBLAS_STATUS_NOT_SUPPORTED) found = 0;  // means the same
         else cublas_check(answer, "cublasLtMatmulAlgoGetHeuristic", __FILE__, __LINE__);
+        m.algorithms.resize(size_t(found));
         if (found == 0)
             fail(
                 "cuBLASLt knows no way to multiply %lld x %lld x %lld (%lld at a time) on %s; please report the GPU "
                 "and this line, and build with NO_CUBLAS=1 meanwhile, which multiplies by a plain kernel of our own, "
                 "slowly",
                 (long long)M, (long long)N, (long long)K, (long long)count, properties.name);
-        m.algorithm = best.algo;
         return m;
+    }
+    void set_alignment(cublasLtMatmulPreferenceAttributes_t which, int64_t bytes) {
+        const uint32_t value = uint32_t(bytes);
+        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, which, &value, sizeof value));
+    }
+    // "32768 x 768 x 3072 nt": M, N, K, and which factors are transposed
+    static std::string name_of(const MatmulShape& shape) {
+        const auto& n = shape.numbers;
+        std::string name = format_text("%lld x %lld x %lld %c%c", (long long)n[2], (long long)n[3], (long long)n[4],
+                                       n[0] ? 't' : 'n', n[1] ? 't' : 'n');
+        if (n[8] > 1) name += format_text(", %lld at a time", (long long)n[8]);
+        return name;
+    }
+    // "algorithm 66, tile 20, stages 35, splits 1, 0.97 waves, 1st of 8": the numbers are cuBLASLt's own.
+    static std::string describe(const Matmul& m) {
+        const cublasLtMatmulHeuristicResult_t& chosen = m.algorithms[m.chosen];
+        const auto number = [&](cublasLtMatmulAlgoConfigAttributes_t which) {
+            int32_t value = -1;
+            size_t written = 0;
+            CUBLAS_CHECK(cublasLtMatmulAlgoConfigGetAttribute(&chosen.algo, which, &value, sizeof value, &written));
+            return value;
+        };
+        return format_text("algorithm %d, tile %d, stages %d, splits %d, %.2f waves, number %zu of %zu",
+                           number(CUBLASLT_ALGO_CONFIG_ID), number(CUBLASLT_ALGO_CONFIG_TILE_ID),
+                           number(CUBLASLT_ALGO_CONFIG_STAGES_ID), number(CUBLASLT_ALGO_CONFIG_SPLITK_NUM),
+                           double(chosen.wavesCount), m.chosen + 1, m.algorithms.size());
+    }
+    // After a failure, which is said.
+    void take_next_algorithm(const MatmulShape& shape, Matmul& m, cublasStatus_t status) {
+        if (m.chosen + 1 == m.algorithms.size()) cublas_check(status, "cublasLtMatmul", __FILE__, __LINE__);
+        cudaGetLastError();  // cleared, else the next launch would report it
+        const std::string failed = describe(m);
+        m.chosen++;
+        complain(format_text("cuBLASLt failed to multiply %s by its %s: %s; taking %s", name_of(shape).c_str(),
+                             failed.c_str(), cublasLtGetStatusString(status), describe(m).c_str()));
     }
 #endif
 };

@@ -69,3 +69,18 @@ void print_memory_of_125m(Dev& dev) {
     print_memory(Model::flat_bytes(c, 1) / (1 << 20), Activations(dev, c, c.batch, c.seq_len, TRAINING, 0, true).arena,
                  true);
 }
+
+// How the engine computes what takes most of a step of that preset: its linear layers, where there are several ways.
+template <class Dev>
+void print_products_of_125m(Dev& dev) {
+    const Config c = options_of("--model 125m --batch 16");
+    const int N = int(c.batch * c.seq_len), C = int(c.dim), M = int(c.mlp_hidden), P = int(c.heads * c.head_dim),
+              V = int((c.vocab_size + 127) / 128 * 128);
+    const struct {
+        const char* name;
+        int in, out;
+    } layers[] = {{"attn.o_proj", P, C}, {"mlp.fc1", C, M}, {"mlp.fc2", M, C}, {"embed_tokens", C, V}};
+    for (const auto& layer : layers)
+        for (const std::string& text : dev.describe_products(N, layer.in, layer.out))
+            std::printf("  %-12s %s\n", layer.name, text.c_str());
+}

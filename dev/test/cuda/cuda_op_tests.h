@@ -145,4 +145,24 @@ TEST(cuda_matmul_without_an_algorithm) {
     dev.matmul_forward(out, x, weight, nullptr, 8, 16, 24);
     CHECK_EQUAL(out.unwritten(), 0L);
 }
+// The algorithm that a product takes, for this shape and this alignment: the first one that cuBLASLt proposes, unless
+// it fails. When all fail, that is an error.
+TEST(cuda_matmul_with_failing_algorithms) {
+    Cuda dev(0, TEST_WORKSPACE);
+    DeviceReal x(dev, HostArray(16 * 16)), weight(dev, HostArray(24 * 16)), out(dev, 8 * 24);
+    const char* const taken = "algorithm %d, tile 1, stages 1, splits 1, 1.00 waves, number %d of 8";
+    const auto product = [&](int failing, const Cuda::real* in) {
+        emu::failing_algorithms = failing;
+        dev.matmul_forward(out, in, weight, nullptr, 8, 16, 24);
+    };
+    product(0, x);
+    CHECK_EQUAL(dev.products().at(0), "8 x 24 x 16 nt: " + format_text(taken, 0, 1));
+    product(2, x);
+    product(0, x);  // stays with what worked
+    CHECK_EQUAL(out.unwritten(), 0L);
+    CHECK_EQUAL(dev.products().at(0), "8 x 24 x 16 nt: " + format_text(taken, 2, 3));
+    CHECK_FAILS(1, "cublasLtMatmul failed: not supported", product(8, x));
+    product(0, x + 16);  // aligned to 32 bytes, or to 64 in fp32: another plan
+    CHECK_EQUAL(dev.products().size(), 2);
+}
 #endif
