@@ -20,7 +20,6 @@
 
 constexpr int QUERY_ROWS = 128;       // rows of a tile of queries, at most
 constexpr int MOST_TILE_TOKENS = 64;  // with more tokens the union of a tile's selections would be too large
-constexpr float LOG2_E = 1.4426950408889634f;
 
 // What differs from one generation of GPUs to the next, in the attention on tensor cores; the one place for it. A GPU
 // takes the last row that does not exceed its compute capability.

@@ -151,3 +151,4 @@ __device__ inline void wave_sync() {
 
 // 1/x to within 1 unit in the last place; 1/infinity is 0.
 __device__ inline float reciprocal_approx(float x) { return __builtin_amdgcn_rcpf(x); }
+__device__ inline float exp2_approx(float x) { return exp2f(x); }
