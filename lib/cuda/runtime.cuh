@@ -609,7 +609,9 @@ struct CudaRuntime {
         if (answer == CUBLAS_STATUS_NOT_SUPPORTED) found = 0;  // means the same
         else cublas_check(answer, "cublasLtMatmulAlgoGetHeuristic", __FILE__, __LINE__);
         m.algorithms.resize(size_t(found));
-        if (found == 0)
+        const auto is_unusable = [](const auto& algorithm) { return algorithm.state != CUBLAS_STATUS_SUCCESS; };
+        m.algorithms.erase(std::remove_if(m.algorithms.begin(), m.algorithms.end(), is_unusable), m.algorithms.end());
+        if (m.algorithms.empty())
             fail(
                 "cuBLASLt knows no way to multiply %lld x %lld x %lld (%lld at a time) on %s; please report the GPU "
                 "and this line, and build with NO_CUBLAS=1 meanwhile, which multiplies by a plain kernel of our own, "
