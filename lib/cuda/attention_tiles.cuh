@@ -231,11 +231,17 @@ __device__ inline void find_used_key_tiles(uint32_t* used, const uint32_t* selec
                                            const AttentionShape& s) {
     const int lane = threadIdx.x % 32;
     for (int word = threadIdx.x / 32; word * 32 < tiles; word += blockDim.x / 32) {
-        const int tile = word * 32 + lane;
-        const TileBlocks blocks = tile_blocks(tile, s);
-        unsigned chosen = 0;
-        for (int j = 0; j < tokens && tile < tiles; j++) chosen |= chosen_blocks(selected, j, blocks, s);
-        const unsigned bits = __ballot_sync(~0u, chosen != 0);
+        unsigned bits = 0;
+        if (s.slc_block == KEY_TILE) {  // a block is a tile, so a token's word is the tiles': two tokens per lane
+            if (lane < tokens) bits = selected[lane * s.words + word];
+            if (lane + 32 < tokens) bits |= selected[(lane + 32) * s.words + word];
+            bits = __reduce_or_sync(~0u, bits);
+        } else {  // a lane per tile
+            const int tile = word * 32 + lane;
+            const TileBlocks blocks = tile_blocks(tile, s);
+            for (int j = 0; j < tokens && tile < tiles; j++) bits |= chosen_blocks(selected, j, blocks, s);
+            bits = __ballot_sync(~0u, bits != 0);
+        }
         if (lane == 0) used[word] = bits;
     }
 }
