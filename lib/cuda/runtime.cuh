@@ -265,8 +265,8 @@ struct CudaRuntime {
         CUDA_CHECK(cudaDeviceGetPCIBusId(text, sizeof text, device));
         return text;
     }
-    // FLOP/s of the tensor cores at best, dense bf16 with fp32 sums, from NVIDIA's data sheets; 0: unknown GPU. The
-    // first entry that a GPU's name contains is its.
+    // FLOP/s of the tensor cores at best, dense bf16 with fp32 sums; 0: unknown GPU. From NVIDIA's data sheets, but for
+    // Blackwell, whose figures are derived as its lines say. The first entry that a GPU's name contains is its.
     double bf16_peak_flops() const { return bf16_peak_flops(properties.name); }
     static double bf16_peak_flops(const char* gpu) {
         // clang-format off
@@ -278,16 +278,13 @@ struct CudaRuntime {
             {"H100 PCIe", 756}, {"H100 NVL", 835.5}, {"H200 NVL", 835.5},
             {"H100", 989.4}, {"H200", 989.4}, {"H800", 989.4},
             {"A100", 312}, {"A800", 312}, {"L40S", 362}, {"RTX 4090", 165.2}, {"RTX 3090", 71},
-            // GB200 NVL72 and GB300 NVL72: 360 PFLOPS with sparsity in a rack of 72
-            {"GB200", 2500}, {"GB300", 2500},
-            // HGX B200 and HGX B300: 36 PFLOPS with sparsity on a board of 8
-            {"B200", 2250}, {"B300", 2250},
-            // GeForce RTX 50: "AI TOPS" are of fp4 with sparsity, 16 times bf16's where GeForce sums in fp32: 3352,
-            // 1801, 1406, 988, 759, 614. That is also twice their fp32. The 5090 D has fewer, of which nothing is said.
-            {"RTX 5090 D", 0}, {"RTX 5090", 209.5}, {"RTX 5080", 112.6}, {"RTX 5070 Ti", 87.9}, {"RTX 5070", 61.7},
-            {"RTX 5060 Ti", 47.4}, {"RTX 5060", 38.4},
-            // RTX PRO sums in fp32 at the full rate, four times its fp32: an 8th of 3511 AI TOPS, and 125.95 by 4
-            {"RTX PRO 6000 Blackwell Max-Q", 438.9}, {"RTX PRO 6000 Blackwell Workstation", 503.8},
+            // published with sparsity, which doubles it: 360 PFLOPS for 72 GPUs (NVL72), 36 for 8 (HGX)
+            {"GB200", 2500}, {"GB300", 2500}, {"B200", 2250}, {"B300", 2250},
+            // GeForce: published are "AI TOPS", fp4 with sparsity, 16 times bf16 with fp32 sums: 3352, 1801, 988, 759
+            {"RTX 5090 D", 0}, {"RTX 5090", 209.5}, {"RTX 5080", 112.6}, {"RTX 5070 Ti", 0}, {"RTX 5070", 61.7},
+            {"RTX 5060 Ti", 47.4},
+            // RTX PRO does not halve bf16 for fp32 sums: four times its fp32, 125.95
+            {"RTX PRO 6000 Blackwell Workstation", 503.8},
         };
         // clang-format on
         for (const auto& peak : PEAKS)

@@ -128,7 +128,7 @@ TEST(cuda_peaks_of_gpus) {
     CHECK_EQUAL(teraflops("NVIDIA GB200"), 2500);
     CHECK_EQUAL(teraflops("NVIDIA B200"), 2250);
     CHECK_EQUAL(teraflops("NVIDIA GeForce RTX 5070"), 61.7);
-    CHECK_EQUAL(teraflops("NVIDIA GeForce RTX 5070 Ti"), 87.9);
+    CHECK_EQUAL(teraflops("NVIDIA GeForce RTX 5070 Ti"), 0);
     CHECK_EQUAL(teraflops("NVIDIA GeForce RTX 5090 Laptop GPU"), 0);
     CHECK_EQUAL(teraflops("NVIDIA RTX PRO 6000 Blackwell Server Edition"), 0);
 }
