@@ -8,6 +8,10 @@
 #define IN(x) ARRAY(const float, x)
 #define OUT(x) ARRAY(float, x)
 #define AT(x) x += x##_at;
+// Where each of `work` numbers has a work-item, this is number i. Some have nothing to do, since work-groups are whole.
+#define EACH(i)                       \
+    const ulong i = get_global_id(0); \
+    if (i >= work) return;
 #define ITEM ((int)get_local_id(0))
 #define GROUP get_group_id(0)
 #define SYNC barrier(CLK_LOCAL_MEM_FENCE)
@@ -23,7 +27,6 @@ int heads_per_group(const Shape* s) { return s->H / s->G; }
 int cmp_blocks(const Shape* s, int tokens) { return s->full || tokens < s->l ? 0 : (tokens - s->l) / s->d + 1; }
 int key_stride(const Shape* s, int branch) { return branch == CMP ? cmp_blocks(s, s->T) : s->T; }
 int mask_words(const Shape* s) { return ((s->T + s->slc_block - 1) / s->slc_block + 31) / 32; }
-bool has_block(global const uint* mask, int block) { return mask[block / 32] >> (block % 32) & 1; }
 float sigmoid(float x) { return 1 / (1 + exp(-x)); }
 
 // The sum, or the largest, of every work-item's x, the same for each of them. room [ITEMS].
@@ -41,16 +44,14 @@ float group_max(float x, local float* room) { return over_group(x, true, room); 
 // ---------------------------------------------------------------------------------------------------------------------
 // Layers.
 
-kernel void embedding_forward(OUT(x), ARRAY(const int, tokens), IN(embed), int C, ulong count) {
-    AT(x) AT(tokens) AT(embed)
-    const ulong i = get_global_id(0);
-    if (i < count) x[i] = embed[(ulong)tokens[i / C] * C + i % C];
+kernel void embedding_forward(ulong work, OUT(x), ARRAY(const int, tokens), IN(embed), int C) {
+    AT(x) AT(tokens) AT(embed) EACH(i)
+    x[i] = embed[(ulong)tokens[i / C] * C + i % C];
 }
 // A work-item for each number of dx: at a token's first position it adds up all of that token's.
-kernel void embedding_backward(OUT(dembed), IN(dx), ARRAY(const int, tokens), int N, int C) {
-    AT(dembed) AT(dx) AT(tokens)
-    const int first = get_global_id(0) / C, c = get_global_id(0) % C;
-    if (first >= N) return;
+kernel void embedding_backward(ulong work, OUT(dembed), IN(dx), ARRAY(const int, tokens), int N, int C) {
+    AT(dembed) AT(dx) AT(tokens) EACH(i)
+    const int first = i / C, c = i % C;
     for (int n = 0; n < first; n++)
         if (tokens[n] == tokens[first]) return;
     float sum = 0;
@@ -93,15 +94,12 @@ kernel void column_sums(OUT(out), IN(a), IN(x), IN(rstd), int rows, int add, int
     out[to] = sum;
 }
 
-kernel void silu_forward(OUT(out), IN(x), ulong count) {
-    AT(out) AT(x)
-    const ulong i = get_global_id(0);
-    if (i < count) out[i] = x[i] * sigmoid(x[i]);
+kernel void silu_forward(ulong work, OUT(out), IN(x)) {
+    AT(out) AT(x) EACH(i)
+    out[i] = x[i] * sigmoid(x[i]);
 }
-kernel void silu_backward(OUT(dx), IN(dout), IN(x), ulong count) {
-    AT(dx) AT(dout) AT(x)
-    const ulong i = get_global_id(0);
-    if (i >= count) return;
+kernel void silu_backward(ulong work, OUT(dx), IN(dout), IN(x)) {
+    AT(dx) AT(dout) AT(x) EACH(i)
     const float s = sigmoid(x[i]);
     dx[i] = dout[i] * s * (1 + x[i] * (1 - s));
 }
@@ -186,12 +184,11 @@ float turned(global const float* head, int x, int position, float direction, glo
 }
 // q, or the keys or values of a slot: `count` heads, which begin at a column of `projected` [B*queries, P]; of each are
 // `length` rows kept, queries or T. Backward it is dprojected = the heads' gradients. A work-item for each element.
-kernel void split_heads(OUT(heads), OUT(projected), IN(rope), int column, int count, int length, int is_turned,
-                        int back, int P, Shape s) {
-    AT(heads) AT(projected) AT(rope)
-    const ulong i = get_global_id(0), n = i / s.D / count, b = n / s.queries;
+kernel void split_heads(ulong work, OUT(heads), OUT(projected), IN(rope), int column, int count, int length,
+                        int is_turned, int back, int P, Shape s) {
+    AT(heads) AT(projected) AT(rope) EACH(i)
+    const ulong n = i / s.D / count, b = n / s.queries;
     const int x = i % s.D, unit = i / s.D % count, j = n % s.queries, t = s.first + j;
-    if (b >= (ulong)s.B) return;
     global float* const head = heads + ((b * count + unit) * length + (length == s.queries ? j : t)) * s.D;
     global float* const in = projected + n * P + column + unit * s.D;
     if (back) in[x] = is_turned ? turned(head, x, t, -1, rope, &s) : head[x];
@@ -199,12 +196,10 @@ kernel void split_heads(OUT(heads), OUT(projected), IN(rope), int column, int co
 }
 // The same for the gates [branches, B, H, queries], whose logits begin at a column, and for the padding behind them. A
 // work-item for each.
-kernel void split_gates(OUT(gate), OUT(projected), int column, int back, int P, Shape s) {
-    AT(gate) AT(projected)
-    const int columns = P - column, logit = get_global_id(0) % columns;
-    const int head = logit / BRANCHES, branch = logit % BRANCHES;
-    const ulong n = get_global_id(0) / columns, b = n / s.queries;
-    if (b >= (ulong)s.B) return;
+kernel void split_gates(ulong work, OUT(gate), OUT(projected), int column, int back, int P, Shape s) {
+    AT(gate) AT(projected) EACH(i)
+    const int columns = P - column, logit = i % columns, head = logit / BRANCHES, branch = logit % BRANCHES;
+    const ulong n = i / columns, b = n / s.queries;
     global float* const z = projected + n * P + column + logit;
     gate += ((branch * (ulong)s.B + b) * s.H + head) * s.queries + n % s.queries;
     if (head >= s.H) *z = back ? 0 : *z;
@@ -217,39 +212,36 @@ kernel void split_gates(OUT(gate), OUT(projected), int column, int back, int P, 
 // are the rows of a matrix whose rows overlap.
 
 // hidden += bias and activated [B*G, count, F] = its SiLU, for `count` blocks from `begin` on of each group
-kernel void compress_activate(OUT(hidden), OUT(activated), IN(bias), int begin, int count, int NC, Shape s) {
-    AT(hidden) AT(activated) AT(bias)
-    const ulong i = get_global_id(0), row = i / s.F, at = (row / count * NC + begin + row % count) * s.F + i % s.F;
-    if (row >= (ulong)s.B * s.G * count) return;
+kernel void compress_activate(ulong work, OUT(hidden), OUT(activated), IN(bias), int begin, int count, int NC,
+                              Shape s) {
+    AT(hidden) AT(activated) AT(bias) EACH(i)
+    const ulong row = i / s.F, at = (row / count * NC + begin + row % count) * s.F + i % s.F;
     const float x = hidden[at] + bias[i % s.F];
     hidden[at] = x;
     activated[i] = x * sigmoid(x);
 }
 // out = the mean of the block's tokens, for the same blocks
-kernel void compress_mean(OUT(out), IN(k), int begin, int count, int NC, Shape s) {
-    AT(out) AT(k)
-    const ulong i = get_global_id(0), row = i / s.D, group = row / count, block = begin + row % count;
-    if (row >= (ulong)s.B * s.G * count) return;
+kernel void compress_mean(ulong work, OUT(out), IN(k), int begin, int count, int NC, Shape s) {
+    AT(out) AT(k) EACH(i)
+    const ulong row = i / s.D, group = row / count, block = begin + row % count;
     float sum = 0;
     for (int token = 0; token < s.l; token++) sum += k[(group * s.T + block * s.d + token) * s.D + i % s.D];
     out[(group * NC + block) * s.D + i % s.D] = sum / s.l;
 }
 // The same blocks of x turned in place, to their positions or back. A work-item for each pair that RoPE turns.
-kernel void turn_blocks(OUT(x), IN(rope), float direction, int begin, int count, int NC, Shape s) {
-    AT(x) AT(rope)
-    const int pairs = s.D / 2, i = get_global_id(0) % pairs;
-    const ulong row = get_global_id(0) / pairs, block = begin + row % count;
-    if (row >= (ulong)s.B * s.G * count) return;
+kernel void turn_blocks(ulong work, OUT(x), IN(rope), float direction, int begin, int count, int NC, Shape s) {
+    AT(x) AT(rope) EACH(pair)
+    const int pairs = s.D / 2, i = pair % pairs;
+    const ulong row = pair / pairs, block = begin + row % count;
     global float* head = x + (row / count * NC + block) * s.D;
     const float low = turned(head, i, block * s.d, direction, rope, &s);
     head[i + pairs] = turned(head, i + pairs, block * s.d, direction, rope, &s);
     head[i] = low;
 }
 // dk of each token: of the blocks that contain it, dblocks [B*G*NC, l*D] and its share of the mean's gradient
-kernel void compress_dk(OUT(dk), IN(dblocks), IN(dout), int NC, Shape s) {
-    AT(dk) AT(dblocks) AT(dout)
-    const ulong i = get_global_id(0), row = i / s.D;
-    if (row >= (ulong)s.B * s.G * s.T) return;
+kernel void compress_dk(ulong work, OUT(dk), IN(dblocks), IN(dout), int NC, Shape s) {
+    AT(dk) AT(dblocks) AT(dout) EACH(i)
+    const ulong row = i / s.D;
     const int x = i % s.D, t = row % s.T;
     float sum = 0;
     for (int block = t < s.l ? 0 : (t - s.l) / s.d + 1; block < NC && block * s.d <= t; block++) {
@@ -282,7 +274,7 @@ Query query_of(ulong row, int branch, const Shape* s) {
     return at;
 }
 bool sees(int branch, global const uint* mask, int key, const Shape* s) {
-    return branch != SLC || has_block(mask, key / s->slc_block);
+    return branch != SLC || mask[key / s->slc_block / 32] >> (key / s->slc_block % 32) & 1;
 }
 float product(global const float* a, global const float* b, int D) {
     float sum = 0;
@@ -291,11 +283,9 @@ float product(global const float* a, global const float* b, int D) {
 }
 
 // The softmax is accumulated key by key (Milakov & Gimelshein 2018).
-kernel void attention_forward(OUT(out), OUT(lse), IN(q), IN(k), IN(v), ARRAY(const uint, selection), int branch,
-                              float scale, ulong rows, Shape s) {
-    AT(out) AT(lse) AT(q) AT(k) AT(v) AT(selection)
-    const ulong row = get_global_id(0);
-    if (row >= rows) return;
+kernel void attention_forward(ulong work, OUT(out), OUT(lse), IN(q), IN(k), IN(v), ARRAY(const uint, selection),
+                              int branch, float scale, Shape s) {
+    AT(out) AT(lse) AT(q) AT(k) AT(v) AT(selection) EACH(row)
     const Query at = query_of(row, branch, &s);
     float sums[MAX_D] = {0}, largest = -INFINITY, total = 0;
     for (int key = at.begin; key < at.end; key++) {
@@ -312,11 +302,9 @@ kernel void attention_forward(OUT(out), OUT(lse), IN(q), IN(k), IN(v), ARRAY(con
 }
 
 // dq = dS k / sqrt(D), or +=.  P' = e^(score - lse_gated), dS = P' (dout v^T - row_dot)
-kernel void attention_dq(OUT(dq), IN(dout), IN(row_dot), IN(lse_gated), IN(q), IN(k), IN(v),
-                         ARRAY(const uint, selection), int add, int branch, float scale, ulong rows, Shape s) {
-    AT(dq) AT(dout) AT(row_dot) AT(lse_gated) AT(q) AT(k) AT(v) AT(selection)
-    const ulong row = get_global_id(0);
-    if (row >= rows) return;
+kernel void attention_dq(ulong work, OUT(dq), IN(dout), IN(row_dot), IN(lse_gated), IN(q), IN(k), IN(v),
+                         ARRAY(const uint, selection), int add, int branch, float scale, Shape s) {
+    AT(dq) AT(dout) AT(row_dot) AT(lse_gated) AT(q) AT(k) AT(v) AT(selection) EACH(row)
     const Query at = query_of(row, branch, &s);
     float sums[MAX_D] = {0};
     for (int key = at.begin; key < at.end; key++) {
@@ -331,12 +319,10 @@ kernel void attention_dq(OUT(dq), IN(dout), IN(row_dot), IN(lse_gated), IN(q), I
 
 // dk = dS^T q / sqrt(D), dv = P'^T dout, over the heads of the group and the queries that may see the key: a work-item
 // for each of [B*G, stride].
-kernel void attention_dkdv(OUT(dk), OUT(dv), IN(dout), IN(row_dot), IN(lse_gated), IN(q), IN(k), IN(v),
-                           ARRAY(const uint, selection), int branch, float scale, ulong rows, Shape s) {
-    AT(dk) AT(dv) AT(dout) AT(row_dot) AT(lse_gated) AT(q) AT(k) AT(v) AT(selection)
-    const ulong at = get_global_id(0), stride = key_stride(&s, branch);
-    if (at >= rows) return;
-    const ulong group = at / stride, h = heads_per_group(&s);
+kernel void attention_dkdv(ulong work, OUT(dk), OUT(dv), IN(dout), IN(row_dot), IN(lse_gated), IN(q), IN(k), IN(v),
+                           ARRAY(const uint, selection), int branch, float scale, Shape s) {
+    AT(dk) AT(dv) AT(dout) AT(row_dot) AT(lse_gated) AT(q) AT(k) AT(v) AT(selection) EACH(at)
+    const ulong stride = key_stride(&s, branch), group = at / stride, h = heads_per_group(&s);
     const int key = at % stride, begin = branch == CMP ? key * s.d + s.l - 1 : key;
     const int end = branch == WIN && !s.full && s.window < s.T - key ? key + s.window : s.T;
     float dk_sums[MAX_D] = {0}, dv_sums[MAX_D] = {0};
@@ -359,10 +345,9 @@ kernel void attention_dkdv(OUT(dk), OUT(dv), IN(dout), IN(row_dot), IN(lse_gated
 }
 
 // Paper eq. 8 to 10: importance [B*G, queries, blocks], summed over the heads of a group. A work-item for each.
-kernel void block_importance(OUT(importance), IN(q), IN(kc), IN(lse), float scale, int blocks, ulong count, Shape s) {
-    AT(importance) AT(q) AT(kc) AT(lse)
-    const ulong i = get_global_id(0), j = i / blocks % s.queries, group = i / blocks / s.queries;
-    if (i >= count) return;
+kernel void block_importance(ulong work, OUT(importance), IN(q), IN(kc), IN(lse), float scale, int blocks, Shape s) {
+    AT(importance) AT(q) AT(kc) AT(lse) EACH(i)
+    const ulong j = i / blocks % s.queries, group = i / blocks / s.queries;
     const int begin = i % blocks * s.slc_block, end = begin + s.slc_block, visible = cmp_blocks(&s, s.first + j + 1);
     float sum = 0;
     for (int c = max(0, (begin - s.l) / s.d); c < visible && c * s.d < end; c++) {
@@ -379,11 +364,9 @@ kernel void block_importance(OUT(importance), IN(q), IN(kc), IN(lse), float scal
 }
 // Eq. 11 and 12, a work-item for each query of a group. A block is chosen if it is forced, or if fewer than n - 3 of
 // those that nobody forces go before it.
-kernel void select_blocks(ARRAY(uint, selection), OUT(chosen_importance), IN(importance), int blocks, ulong count,
+kernel void select_blocks(ulong work, ARRAY(uint, selection), OUT(chosen_importance), IN(importance), int blocks,
                           Shape s) {
-    AT(selection) AT(chosen_importance) AT(importance)
-    const ulong row = get_global_id(0);
-    if (row >= count) return;
+    AT(selection) AT(chosen_importance) AT(importance) EACH(row)
     const int last = (s.first + row % s.queries) / s.slc_block, words = mask_words(&s);
     importance += row * blocks;
     selection += row * words;
@@ -403,24 +386,21 @@ kernel void select_blocks(ARRAY(uint, selection), OUT(chosen_importance), IN(imp
 }
 
 // A work-item for each number of the output [B*queries, H*D].
-kernel void combine_forward(OUT(out), IN(o), IN(gate), Shape s) {
-    AT(out) AT(o) AT(gate)
-    const ulong i = get_global_id(0), rows = (ulong)s.B * s.H * s.queries, to = i / s.D;
-    if (to >= rows) return;
-    const int head = to % s.H, x = i % s.D;
-    const ulong n = to / s.H, row = (n / s.queries * s.H + head) * s.queries + n % s.queries;
+kernel void combine_forward(ulong work, OUT(out), IN(o), IN(gate), Shape s) {
+    AT(out) AT(o) AT(gate) EACH(i)
+    const ulong rows = work / s.D, to = i / s.D;
+    const ulong n = to / s.H, row = (n / s.queries * s.H + to % s.H) * s.queries + n % s.queries, x = i % s.D;
     float sum = 0;
     for (int branch = 0; branch < (s.full ? 1 : BRANCHES); branch++)
         sum += (s.full ? 1 : gate[branch * rows + row]) * o[(branch * rows + row) * s.D + x];
     out[i] = sum;
 }
 // A work-item for each branch and query row.
-kernel void attention_backward_rows(OUT(row_dot), OUT(lse_gated), OUT(dgate_logit), IN(dout), IN(o), IN(gate), IN(lse),
-                                    Shape s) {
-    AT(row_dot) AT(lse_gated) AT(dgate_logit) AT(dout) AT(o) AT(gate) AT(lse)
-    const ulong row = get_global_id(0), rows = (ulong)s.B * s.H * s.queries;
-    if (row >= rows * (s.full ? 1 : BRANCHES)) return;
-    const ulong head = row % rows / s.queries, n = head / s.H * s.queries + row % s.queries;
+kernel void attention_backward_rows(ulong work, OUT(row_dot), OUT(lse_gated), OUT(dgate_logit), IN(dout), IN(o),
+                                    IN(gate), IN(lse), Shape s) {
+    AT(row_dot) AT(lse_gated) AT(dgate_logit) AT(dout) AT(o) AT(gate) AT(lse) EACH(row)
+    const ulong rows = work / (s.full ? 1 : BRANCHES), head = row % rows / s.queries;
+    const ulong n = head / s.H * s.queries + row % s.queries;
     dout += (n * s.H + head % s.H) * s.D;
     const float r = product(dout, o + row * s.D, s.D), g = s.full ? 1 : gate[row];
     row_dot[row] = r;
@@ -442,11 +422,9 @@ kernel void sums(OUT(to), IN(x), IN(guard), int add, int squares, ulong chunk, u
     sum = group_sum(sum, room);
     if (ITEM == 0) to[at] = guard && !isfinite(guard[0]) ? NAN : add ? to[at] + sum : sum;
 }
-kernel void adamw(OUT(param), OUT(m), OUT(v), IN(grad), IN(squares), ulong count, float beta1, float beta2, float eps,
+kernel void adamw(ulong work, OUT(param), OUT(m), OUT(v), IN(grad), IN(squares), float beta1, float beta2, float eps,
                   float step_size, float keep, float v_correction, float grad_clip) {
-    AT(param) AT(m) AT(v) AT(grad) AT(squares)
-    const ulong i = get_global_id(0);
-    if (i >= count) return;
+    AT(param) AT(m) AT(v) AT(grad) AT(squares) EACH(i)
     const float norm = squares ? sqrt(squares[0]) : 0;
     if (!isfinite(norm)) return;
     const float g = grad[i] * (grad_clip > 0 && norm > grad_clip ? grad_clip / norm : 1);
@@ -456,25 +434,21 @@ kernel void adamw(OUT(param), OUT(m), OUT(v), IN(grad), IN(squares), ulong count
 }
 // Where element i of a matrix lies in direction and y.
 ulong muon_index(ulong i, ulong rows, ulong columns) { return rows > columns ? i % columns * rows + i / columns : i; }
-kernel void muon_momentum(OUT(direction), OUT(m), IN(grad), IN(squares), ulong rows, ulong columns, float beta1,
-                          float grad_clip) {
-    AT(direction) AT(m) AT(grad) AT(squares)
-    const ulong i = get_global_id(0);
-    if (i >= rows * columns) return;
+kernel void muon_momentum(ulong work, OUT(direction), OUT(m), IN(grad), IN(squares), ulong columns,
+                          float beta1, float grad_clip) {
+    AT(direction) AT(m) AT(grad) AT(squares) EACH(i)
     const float norm = squares ? sqrt(squares[0]) : 0;
     if (!isfinite(norm)) return;
     const float g = grad[i] * (grad_clip > 0 && norm > grad_clip ? grad_clip / norm : 1);
     m[i] = beta1 * m[i] + (1 - beta1) * g;
-    direction[muon_index(i, rows, columns)] = beta1 * m[i] + (1 - beta1) * g;
+    direction[muon_index(i, work / columns, columns)] = beta1 * m[i] + (1 - beta1) * g;
 }
-kernel void muon_normalise(OUT(y), IN(direction), IN(squares), float factor, ulong count) {
-    AT(y) AT(direction) AT(squares)
-    const ulong i = get_global_id(0);
-    if (i < count) y[i] = direction[i] * (squares[0] > 0 ? factor / sqrt(squares[0]) : 0);
+kernel void muon_normalise(ulong work, OUT(y), IN(direction), IN(squares), float factor) {
+    AT(y) AT(direction) AT(squares) EACH(i)
+    y[i] = direction[i] * (squares[0] > 0 ? factor / sqrt(squares[0]) : 0);
 }
-kernel void muon_apply(OUT(param), IN(y), IN(squares), ulong rows, ulong columns, float step_size, float keep) {
-    AT(param) AT(y) AT(squares)
-    const ulong i = get_global_id(0);
-    if (i >= rows * columns || (squares && !isfinite(squares[0]))) return;
-    param[i] = param[i] * keep - step_size * y[muon_index(i, rows, columns)];
+kernel void muon_apply(ulong work, OUT(param), IN(y), IN(squares), ulong columns, float step_size, float keep) {
+    AT(param) AT(y) AT(squares) EACH(i)
+    if (!squares || isfinite(squares[0]))
+        param[i] = param[i] * keep - step_size * y[muon_index(i, work / columns, columns)];
 }

@@ -61,6 +61,7 @@ class OpenCl {
     using Master = float;
     using Sum = float;
     using In = const float*;
+    using Hyper = HyperAdamWOf<float>;
     using Phi = PhiOf<float>;
     using PhiGradients = PhiOf<float>;
     struct Heads {
@@ -127,6 +128,7 @@ class OpenCl {
     std::vector<std::string> describe_products(int, int, int) const { return {}; }
     std::string format() const { return "fp32"; }
     double peak_flops() const { return 0; }
+    void choose_attention(const std::string&) {}
     void start_profiler() {}
     void stop_profiler() {}
     void check_shape(const NsaShape& s) const {
@@ -229,17 +231,16 @@ class OpenCl {
 
     // ----- layers
     void embedding_forward(float* x, const int32_t* tokens, In embed, int N, int C) {
-        const size_t count = size_t(N) * C;
-        over(count, "embedding_forward", x, tokens, embed, C, count);
+        over(size_t(N) * C, "embedding_forward", x, tokens, embed, C);
     }
     void embedding_backward(float* dembed, In dx, const int32_t* tokens, int N, int C) {
         over(size_t(N) * C, "embedding_backward", dembed, dx, tokens, N, C);
     }
     void rmsnorm_forward(float* out, float* rstd, In x, In weight, int N, int C) {
-        groups({size_t(N)}, "rmsnorm_forward", out, rstd, x, weight, C, float(NORM_EPS));
+        launch({size_t(N)}, ITEMS, "rmsnorm_forward", out, rstd, x, weight, C, float(NORM_EPS));
     }
     void rmsnorm_backward(float* dx, float* dweight, In dout, In x, In rstd, In weight, int N, int C) {
-        groups({size_t(N)}, "rmsnorm_backward", dx, dout, x, rstd, weight, C);
+        launch({size_t(N)}, ITEMS, "rmsnorm_backward", dx, dout, x, rstd, weight, C);
         add_column_sums(dweight, dout, x, rstd, N, C);
     }
     void matmul_forward(float* out, In inp, In weight, In residual, int N, int C, int OC) {
@@ -251,11 +252,11 @@ class OpenCl {
     void matmul_backward_weight(float* dweight, In dout, In inp, int N, int C, int OC) {
         gemm({OC, C, N}, dweight, dout, inp, dweight, {1, size_t(OC), 0}, {1, size_t(C), 0}, {size_t(C), 1, 0});
     }
-    void silu_forward(float* out, In x, size_t count) { over(count, "silu_forward", out, x, count); }
-    void silu_backward(float* dx, In dout, In x, size_t count) { over(count, "silu_backward", dx, dout, x, count); }
+    void silu_forward(float* out, In x, size_t count) { over(count, "silu_forward", out, x); }
+    void silu_backward(float* dx, In dout, In x, size_t count) { over(count, "silu_backward", dx, dout, x); }
     void classifier(float* losses, float* logits, const int32_t* targets, double dloss, bool want_gradient, int N,
                     int V, int Vp) {
-        groups({size_t(N)}, "classifier", losses, logits, targets, float(dloss), int(want_gradient), V, Vp);
+        launch({size_t(N)}, ITEMS, "classifier", losses, logits, targets, float(dloss), int(want_gradient), V, Vp);
     }
 
     // ----- heads
@@ -287,8 +288,7 @@ class OpenCl {
         const int NC = s.cmp_capacity(), rows = s.B * s.G * NC;
         const size_t D = size_t(s.D), F = size_t(s.F), width = s.l * D;
         if (rows == 0) return zero(dk, s.key_rows() * D);
-        float *activated = scratch(0, rows * F), *dhidden = scratch(1, rows * F);
-        float* const dblocks = scratch(2, rows * width);
+        float *activated = scratch(0, rows * F), *dhidden = scratch(1, rows * F), *dblocks = scratch(2, rows * width);
         if (rotated) over(rows * D / 2, "turn_blocks", dout, rope_of(s), -1.0f, 0, NC, NC, s);
         silu_forward(activated, hidden, rows * F);
         gemm({s.D, s.F, rows}, dphi.fc2, dout, activated, dphi.fc2, {1, D, 0}, {1, F, 0}, {F, 1, 0});
@@ -305,8 +305,7 @@ class OpenCl {
     // ----- attention
     void attention_forward(Branch branch, float* out, float* lse, In q, In k, In v, const uint32_t* selection,
                            const NsaShape& s) {
-        over(s.query_rows(), "attention_forward", out, lse, q, k, v, selection, int(branch), float(s.scale()),
-             s.query_rows(), s);
+        over(s.query_rows(), "attention_forward", out, lse, q, k, v, selection, int(branch), float(s.scale()), s);
         if (!reads || branch != (s.full ? WIN : SLC)) return;
         std::vector<uint32_t> masks(s.full ? 0 : size_t(s.B) * s.G * s.queries * s.selection_words());
         copy(masks.data(), selection, masks.size());
@@ -318,8 +317,8 @@ class OpenCl {
         if (!selection) return;
         const size_t queries = size_t(s.B) * s.G * s.queries, count = queries * s.slc_blocks();
         float* const importance = scratch(0, count);
-        over(count, "block_importance", importance, q, kc, lse, float(s.scale()), s.slc_blocks(), count, s);
-        over(queries, "select_blocks", selection, chosen_importance, importance, s.slc_blocks(), queries, s);
+        over(count, "block_importance", importance, q, kc, lse, float(s.scale()), s.slc_blocks(), s);
+        over(queries, "select_blocks", selection, chosen_importance, importance, s.slc_blocks(), s);
     }
     void combine_forward(float* out, In o, In gate, const NsaShape& s) {
         over(s.query_rows() * s.D, "combine_forward", out, o, gate, s);
@@ -333,9 +332,9 @@ class OpenCl {
                             const NsaShape& s) {
         const size_t rows = s.query_rows(), keys = size_t(s.B) * s.G * s.key_stride(branch);
         over(rows, "attention_dq", d.dq, d.dout, d.row_dot, d.lse_gated, in.q, in.k, in.v, in.selection, int(d.add),
-             int(branch), float(s.scale()), rows, s);
+             int(branch), float(s.scale()), s);
         over(keys, "attention_dkdv", d.dk, d.dv, d.dout, d.row_dot, d.lse_gated, in.q, in.k, in.v, in.selection,
-             int(branch), float(s.scale()), keys, s);
+             int(branch), float(s.scale()), s);
     }
     bool count_reads(KeyReads* to) {
         reads = to;
@@ -344,34 +343,31 @@ class OpenCl {
 
     // ----- update
     void add_sum(float* total, In x, size_t count) {
-        groups({1}, "sums", total, x, null, 1, 0, count, size_t(0), count);
+        launch({1}, ITEMS, "sums", total, x, null, 1, 0, count, size_t(0), count);
     }
     void chunk_squares(float* squares, In x, size_t total, size_t begin, size_t count) {
-        if (count) groups({count / CHUNK}, "sums", squares, x, null, 0, 1, CHUNK, begin / CHUNK, total);
+        if (count) launch({count / CHUNK}, ITEMS, "sums", squares, x, null, 0, 1, CHUNK, begin / CHUNK, total);
     }
     void total_squares(float* sum, In squares, size_t chunks, In guard) {
-        groups({1}, "sums", sum, squares, guard, 0, 0, chunks, size_t(0), chunks);
+        launch({1}, ITEMS, "sums", sum, squares, guard, 0, 0, chunks, size_t(0), chunks);
     }
     void set_guard(float* guard, In loss) { total_squares(guard, loss, 1, nullptr); }
-    void adamw(float* param, float*, float* m, float* v, In grad, const std::vector<AdamWSpan>& spans,
-               const HyperAdamWOf<float>& h) {
+    void adamw(float* param, float*, float* m, float* v, In grad, const std::vector<AdamWSpan>& spans, const Hyper& h) {
         for (const auto& [begin, end, decays] : spans)
-            over(end - begin, "adamw", param + begin, m + begin, v + begin, grad + begin, h.squares, end - begin,
-                 float(h.beta1), float(h.beta2), float(h.eps), float(h.lr / (1 - std::pow(h.beta1, double(h.step)))),
+            over(end - begin, "adamw", param + begin, m + begin, v + begin, grad + begin, h.squares, float(h.beta1),
+                 float(h.beta2), float(h.eps), float(h.lr / (1 - std::pow(h.beta1, double(h.step)))),
                  float(decays ? 1 - h.lr * h.decay : 1), float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))),
                  float(h.grad_clip));
     }
-    void muon_momentum(float* direction, float* m, const float* grad, int64_t rows, int64_t columns,
-                       const HyperAdamWOf<float>& h) {
-        over(size_t(rows * columns), "muon_momentum", direction, m, grad, h.squares, size_t(rows), size_t(columns),
-             float(h.beta1), float(h.grad_clip));
+    void muon_momentum(float* direction, float* m, In grad, int64_t rows, int64_t columns, const Hyper& h) {
+        over(size_t(rows * columns), "muon_momentum", direction, m, grad, h.squares, size_t(columns), float(h.beta1),
+             float(h.grad_clip));
     }
-    void muon_normalise(float* y, const float* direction, const float* squares, double factor, size_t count) {
-        over(count, "muon_normalise", y, direction, squares, float(factor), count);
+    void muon_normalise(float* y, In direction, In squares, double factor, size_t count) {
+        over(count, "muon_normalise", y, direction, squares, float(factor));
     }
-    void muon_apply(float* param, float*, const float* y, double step_size, int64_t rows, int64_t columns,
-                    const HyperAdamWOf<float>& h) {
-        over(size_t(rows * columns), "muon_apply", param, y, h.squares, size_t(rows), size_t(columns), float(step_size),
+    void muon_apply(float* param, float*, In y, double step_size, int64_t rows, int64_t columns, const Hyper& h) {
+        over(size_t(rows * columns), "muon_apply", param, y, h.squares, size_t(columns), float(step_size),
              float(1 - h.lr * h.decay));
     }
 
@@ -498,14 +494,10 @@ class OpenCl {
         const size_t local[] = {items, 1, 1}, global[] = {grid[0] * items, grid[1], grid[2]};
         cl_check(clEnqueueNDRangeKernel(queue, kernel, 3, nullptr, global, local, 0, nullptr, nullptr), name);
     }
+    // A work-item for each of `work`, which is the kernel's first argument, and some that have nothing to do.
     template <class... A>
-    void groups(std::array<size_t, 3> grid, const char* name, const A&... arguments) {
-        launch(grid, ITEMS, name, arguments...);
-    }
-    // A work-item for each of `count`, and some that have nothing to do.
-    template <class... A>
-    void over(size_t count, const char* name, const A&... arguments) {
-        if (count) launch({(count + ITEMS - 1) / ITEMS}, ITEMS, name, arguments...);
+    void over(size_t work, const char* name, const A&... arguments) {
+        if (work) launch({(work + ITEMS - 1) / ITEMS}, ITEMS, name, cl_ulong(work), arguments...);
     }
     static void wait_for(cl_event& event) {
         if (!event) return;
@@ -531,8 +523,8 @@ class OpenCl {
         const int parts = (N + PART_ROWS - 1) / PART_ROWS;
         const size_t across = (size_t(C) + ITEMS - 1) / ITEMS;
         float* const sums = scratch(4, size_t(parts) * C);
-        groups({across, size_t(parts)}, "column_sums", sums, a, x, rstd, PART_ROWS, 0, N, C);
-        groups({across}, "column_sums", out, sums, null, null, parts, 1, parts, C);
+        launch({across, size_t(parts)}, ITEMS, "column_sums", sums, a, x, rstd, PART_ROWS, 0, N, C);
+        launch({across}, ITEMS, "column_sums", out, sums, null, null, parts, 1, parts, C);
     }
     // Cosines [T, D/2], then sines.
     In rope_of(const NsaShape& s) {
