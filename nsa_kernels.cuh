@@ -1741,11 +1741,12 @@ inline size_t select_shared_bytes(const AttentionShape& a) {
     return bytes;
 }
 // Refuses shapes that the kernels do not have, before anything is allocated for them.
-inline void check_shape(const NsaShape& s) {
+inline void check_shape(const NsaShape& s, SelectedKernel asked = SelectedKernel::AUTO) {
     with_head_dimension(s.D, [&](auto dimension) {
         constexpr int D = decltype(dimension)::value;
         for (const Branch branch : {WIN, CMP, SLC})
             if (s.has(branch)) check_attention_shape(branch, s);
+        if (s.has(SLC)) resolve_selected<D>(asked, s);
         if (!s.full) select_shared_bytes<D>(attention_shape(CMP, s, SCORE_TOKENS));
     });
 }
@@ -1817,8 +1818,9 @@ struct Cuda : CudaRuntime {
     static constexpr int WIDE = kernels::WIDE;
     static constexpr bool FP32 = std::is_same<real, float>::value;
 
-    bool plain_attention = FP32;  // attention by the plain kernels; fp32 has no others
-    SelectedKernel selected_kernel = SelectedKernel::AUTO;
+    // Which rows of ATTENTION_KERNELS compute attention; choose_attention() sets both.
+    bool plain_attention;
+    SelectedKernel selected_kernel;
 
     static EngineInfo info() { return cuda_info(FP32); }
     static GpuSearch search() { return search_for_cuda(FP32); }
@@ -1828,6 +1830,7 @@ struct Cuda : CudaRuntime {
         sum_parts = allocate<double>(kernels::SUM_PARTS);
         selected_choice = allocate<SelectedChoice>(1);
         zero(selected_choice, 1);
+        choose_attention("auto");
     }
     ~Cuda() {
         cudaStreamSynchronize(stream);
@@ -1839,10 +1842,17 @@ struct Cuda : CudaRuntime {
 
     std::string describe() const {
         return format_text(
-            "GPU %d, %s, compute capability %d.%d, code for %s, %d multiprocessors, %.1f GiB, %s, attention %s", device,
-            properties.name, properties.major, properties.minor, code.c_str(), properties.multiProcessorCount,
+            "GPU %d, %s, compute capability %d.%d, code for %s, %d multiprocessors, %.1f GiB, %s, attention by %s",
+            device, properties.name, properties.major, properties.minor, code.c_str(), properties.multiProcessorCount,
             double(properties.totalGlobalMem) / (1 << 30), FP32 ? "fp32" : "bf16",
-            plain_attention ? "scalar" : "on tensor cores");
+            asked_kernel ? asked_kernel->name : automatic_attention_kernels(FP32, capability()).c_str());
+    }
+    // --attention-kernel, for all calls from here on: a name that info() lists, or auto.
+    void choose_attention(const std::string& name) {
+        asked_kernel = attention_kernel_named(name);
+        plain_attention = asked_kernel ? asked_kernel == &ATTENTION_KERNELS[PLAIN_KERNEL]
+                                       : !has_attention_kernel(ATTENTION_KERNELS[TENSOR_CORES_KERNEL], FP32);
+        selected_kernel = asked_kernel ? asked_kernel->selected : SelectedKernel::AUTO;
     }
     std::vector<std::string> describe_products(int N, int C, int OC) {
         return {describe_product<real, real>(false, true, {N, OC, C}),
@@ -2173,16 +2183,19 @@ struct Cuda : CudaRuntime {
     }
     // Refuses shapes that the attention kernels do not have.
     void check_shape(const NsaShape& s) const {
+        if (asked_kernel && !has_attention_kernel(*asked_kernel, FP32, capability(), s.D))
+            fail_usage("--attention-kernel %s is not for heads of dimension %d on a GPU of %d.%d; choose %s",
+                       asked_kernel->name, s.D, properties.major, properties.minor,
+                       joined_words(attention_kernel_names(FP32, capability(), s.D), " or ").c_str());
 #ifndef PRECISION_FP32
-        if (!plain_attention) ::check_shape(s);
+        if (!plain_attention) ::check_shape(s, selected_kernel);
 #endif
-        (void)s;
     }
     // How the selected branch is computed for this shape, in words; AUTO: as the last forward or backward pass chose.
     // Waits for the GPU.
     std::string describe_selected(const NsaShape& s) {
         if (s.full) return "no selected branch";
-        if (plain_attention) return "selected branch by scalar kernels";
+        if (plain_attention) return format_text("selected branch by %s", ATTENTION_KERNELS[PLAIN_KERNEL].words);
         SelectedKernel kernel = selected_kernel;
 #ifndef PRECISION_FP32
         with_head_dimension(s.D, [&](auto D) { kernel = resolve_selected<D()>(selected_kernel, s); });
@@ -2194,14 +2207,16 @@ struct Cuda : CudaRuntime {
             return "selected branch by masked tiles or gathered rows, as the selection will show";
         }
         return format_text(
-            "selected branch by %s, %s", kernel == SelectedKernel::TILES ? "masked tiles" : "gathered rows",
+            "selected branch by %s, %s",
+            ATTENTION_KERNELS[kernel == SelectedKernel::TILES ? TENSOR_CORES_KERNEL : GATHERED_ROWS_KERNEL].words,
             selected_kernel == kernel
                 ? "as asked"
                 : "since gathering rows cannot pay in sequences so short, or has no room for so many heads");
     }
 
   private:
-    double* sum_parts = nullptr;  // of add_sum
+    const AttentionKernel* asked_kernel = nullptr;  // null: auto
+    double* sum_parts = nullptr;                    // of add_sum
     SelectedChoice* selected_choice = nullptr;
     float* rope_table = nullptr;
     int rope_positions = 0, rope_dim = 0;

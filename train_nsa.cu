@@ -1089,7 +1089,7 @@ void begin_run(Run<Dev>& run, const Config& c, const Device& device, const Gradi
 // Prints, on rank 0, what there is to say at the end of a run. Some ends are errors.
 template <class Dev>
 void print_end(Run<Dev>& run) {
-    run.report.print_done(run.state.step, double(run.dev.peak_bytes) / (1 << 20));
+    run.report.print_done(run.state.step, double(run.dev.peak_bytes) * 0x1p-20, info_of_engine<DeviceEngine>().device);
     if (run.reducer) {
         run.reducer->read_clocks();
         run.report.print_reductions(run.reducer->times);
@@ -1137,8 +1137,8 @@ void with_engine(const Device& device, World& world, Use use) {
         if (device.gpu) {
             world.compute_on(format_text("%s %d", device.engine.device.c_str(), device.gpu_number));
             Accelerator dev(device.gpu_number);
-            const GradientPath path =
-                choose_path(world, device.engine, world.device + " (" + dev.name() + ")", dev.bus());
+            dev.choose_attention(device.attention_kernel);
+            const auto path = choose_path(world, device.engine, world.device + " (" + dev.name() + ")", dev.bus());
             if (world.device_sharers > 1) dev.divide_memory(world.device_sharers);
             world.barrier();  // now the others may allocate
             return use(dev, path);

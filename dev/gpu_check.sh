@@ -282,8 +282,9 @@ part_build() {
     } || return 1
     mkdir -p build && echo "$FINGERPRINT" >build/built_for
 }
-# Is the CUDA engine built with PRECISION=FP32, which has the plain kernels only?
-fp32() { ./train_nsa --version 2>/dev/null | grep -q 'CUDA (fp32)'; }
+# The attention kernels of this build, by the table in lib/cuda/attention_kernels.h; with PRECISION=FP32: plain alone.
+attention_kernels() { ./train_nsa --version 2>/dev/null | sed -n 's/^attention kernels: //p'; }
+plain_only() { [ "$(attention_kernels)" = plain ]; }
 # Each group runs in a process of its own, for at most 90 seconds. A fault spoils the GPU for the rest of its process,
 # and a test that hangs keeps the others from running, so tests that did not pass run again alone, for 15 seconds each.
 # All of it has 240 seconds, so that a broken kernel leaves time for the parts after this one.
@@ -293,8 +294,8 @@ part_tests() {
     within 30 ./build/test_device --list >"$WORK/names" || status=1
     for group in cuda_ attention_kernels_ ladder_; do
         if ! grep -q "^$group" "$WORK/names"; then
-            if [ "$group" = attention_kernels_ ] && fp32; then
-                echo "skipped: tests $group*, of kernels that PRECISION=FP32 does not have"
+            if [ "$group" = attention_kernels_ ] && plain_only; then
+                echo "skipped: tests $group*, as the attention kernels of this build are: $(attention_kernels)"
                 continue
             fi
             if grep -qE '^(cuda|attention_kernels|ladder)_' "$WORK/names"; then
@@ -341,7 +342,7 @@ part_sanitizer() {
     done
     # racecheck misjudges cuBLASLt's kernels, so it runs on the attention kernels only. In these tests every array is an
     # allocation of its own, so memcheck sees the end of each.
-    fp32 && tests="cuda_attention_full ladder_rungs_agree"
+    plain_only && tests="cuda_attention_full ladder_rungs_agree"
     for more in $tests; do
         sanitize memcheck ./build/test_device --only "$more" || status=1
         sanitize racecheck ./build/test_device --only "$more" || status=1
@@ -381,7 +382,7 @@ part_gaps() {
                 100 * (1 - sum / 1e3 / step)
         }' "$WORK/kernels.csv"
 }
-no_tensor_cores() { fp32 && echo "skipped: PRECISION=FP32 has the plain kernels only"; }
+no_tensor_cores() { plain_only && echo "skipped: the attention kernels of this build are: $(attention_kernels)"; }
 part_emulator() {
     local file=$WORK/emulator.safetensors
     no_tensor_cores && return
@@ -461,12 +462,12 @@ part_torch() {
         status=1
     peak=$(sed -n 's/.*MFU [0-9.]* % of \([0-9.]*\) TFLOP.*/\1/p' "$WORK/$ours.out")
     "${PYTHON:-python3}" -u dev/bench/torch_step.py --batch 16 --seq-len 2048 --peak-tflops "${peak:-0}" || status=1
-    fp32 || within 150 ./build/test_device --perf-attention --batch 1 --seq-len 65536 || status=1
+    plain_only || within 150 ./build/test_device --perf-attention --batch 1 --seq-len 65536 || status=1
     "${PYTHON:-python3}" -u dev/bench/torch_attention.py --tokens 65536 || status=1
     return "$status"
 }
 export WORK=$work
-export -f within limited run train same_digits sanitize perf fp32 no_tensor_cores
+export -f within limited run train same_digits sanitize perf attention_kernels plain_only no_tensor_cores
 for part in $PARTS; do export -f "part_$part"; done
 
 build() {

@@ -113,7 +113,7 @@ struct CudaEngine : EngineTypes<Cuda> {
     template <class Dev = Cuda>
     static std::unique_ptr<Dev> open() {
         auto dev = std::make_unique<Dev>(0, TEST_WORKSPACE);
-        dev->plain_attention = true;  // attention_kernel_tests.h has the kernels on tensor cores
+        dev->choose_attention("plain");  // attention_kernel_tests.h has the kernels on tensor cores
 #ifndef CUDA_ON_CPU
         dev->poison = true;  // the emulator poisons by itself, and knows what was written
 #endif
@@ -124,7 +124,7 @@ struct CudaEngine : EngineTypes<Cuda> {
         emu::seed(uint64_t(order));
 #endif
     }
-    static void set_way(Cuda& dev, int way) { dev.plain_attention = way == 0; }
+    static void set_way(Cuda& dev, int way) { dev.choose_attention(way == 0 ? "plain" : "auto"); }
     static void run_late([[maybe_unused]] bool late) {
 #ifdef CUDA_ON_CPU
         emu::machine.run_late = late;

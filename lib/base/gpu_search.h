@@ -26,6 +26,7 @@ struct EngineInfo {
     std::string collective;                      // what sums gradients between its devices, such as "NCCL"; "": MPI
     std::string no_collective;                   // why nothing does: "this build has no NCCL"
     bool profiler = false;                       // it can do --profile-steps
+    std::vector<std::string> attention_kernels = {};  // what --attention-kernel may name; none: no choice
 };
 
 // What a search for devices met. CUDA's versions are its own numbers, such as 12040 for 12.4; 0: there is none.

@@ -150,6 +150,11 @@ auto start_or_fail(const char* purpose, Start start) {
     }
 }
 
+inline std::string joined_words(const std::vector<std::string>& words, const char* between) {
+    std::string all;
+    for (const std::string& word : words) all += (all.empty() ? "" : between) + word;
+    return all;
+}
 // "1 rank", "2 ranks".
 inline std::string counted(int64_t n, const char* noun) { return std::to_string(n) + " " + noun + (n == 1 ? "" : "s"); }
 

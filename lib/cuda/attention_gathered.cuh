@@ -18,10 +18,9 @@
 #include "attention_tiles.cuh"
 #endif
 #include "../model/shape.h"
+#include "attention_kernels.h"
 #include "runtime.cuh"
 
-// AUTO takes whichever costs less for the selection at hand, see measure_selections_kernel.
-enum class SelectedKernel { AUTO, TILES, GATHER };
 // AUTO's decision and its reasons, in GPU memory. Both sets of kernels are launched; those that were not chosen return
 // at once.
 struct SelectedChoice {
@@ -36,8 +35,8 @@ inline std::string describe(const SelectedChoice& c, const NsaShape& s) {
     return format_text(
         "selected branch by %s: %.0f tokens visit %.1f of %d tiles of keys together; gathering their rows has an "
         "estimated cost of %.2f of that of masked tiles",
-        c.gather ? "gathered rows" : "masked tiles", double(c.tile_tokens), double(c.tile_blocks),
-        (s.first + s.queries + 64 - 1) / 64, double(c.cost));
+        ATTENTION_KERNELS[c.gather ? GATHERED_ROWS_KERNEL : TENSOR_CORES_KERNEL].words, double(c.tile_tokens),
+        double(c.tile_blocks), (s.first + s.queries + 64 - 1) / 64, double(c.cost));
 }
 
 #ifndef PRECISION_FP32
@@ -679,7 +678,8 @@ inline AttentionShape gather_shape(const NsaShape& s, bool backward, size_t most
 }
 template <int D>
 inline bool gather_possible(const NsaShape& s) {
-    return s.heads_per_group() <= gather_rows<D>(true) &&
+    return has_attention_kernel(ATTENTION_KERNELS[GATHERED_ROWS_KERNEL], false, 0, D) &&
+           s.heads_per_group() <= gather_rows<D>(true) &&
            gather_shared_bytes<D>(gather_shape<D>(s, true), true) <= most_shared_of_device() &&
            gather_shared_bytes<D>(gather_shape<D>(s, false), false) <= most_shared_of_device();
 }
@@ -692,8 +692,9 @@ inline SelectedKernel resolve_selected(SelectedKernel asked, const NsaShape& s) 
     if (asked == SelectedKernel::GATHER && !possible)
         fail_usage(
             "%d query heads in a group, of dimension %d: gathered rows have room for %d, and need less shared memory "
-            "than the %zu bytes of this GPU; choose masked tiles",
-            s.heads_per_group(), D, gather_rows<D>(true), most_shared_of_device());
+            "than the %zu bytes of this GPU; choose --attention-kernel %s",
+            s.heads_per_group(), D, gather_rows<D>(true), most_shared_of_device(),
+            ATTENTION_KERNELS[TENSOR_CORES_KERNEL].name);
     if (asked != SelectedKernel::AUTO) return asked;
     const int blocks = (s.first + s.queries + s.slc_block - 1) / s.slc_block;
     return possible && s.queries >= GATHER_TOKENS && blocks > 2 * s.slc_count ? SelectedKernel::AUTO

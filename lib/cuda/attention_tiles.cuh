@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "../model/shape.h"
+#include "attention_kernels.h"
 #include "runtime.cuh"
 #include "tiles.cuh"
 
@@ -21,37 +22,6 @@
 constexpr int QUERY_ROWS = 128;       // rows of a tile of queries, at most
 constexpr int MOST_TILE_TOKENS = 64;  // with more tokens the union of a tile's selections would be too large
 
-// What differs from one generation of GPUs to the next, in the attention on tensor cores; the one place for it. A GPU
-// takes the last row that does not exceed its compute capability.
-//
-// query_rows: of a tile of queries. Shared memory, 227 KB of it (163 on 8.0, 99 on 8.6, 8.9 and 12.0), holds a block of
-// dQ: K and V twice, q, dout.
-//
-// dout_in_registers: where registers do not suffice for dout's rows too (ptxas takes more of them for the same code
-// from 10.0 on), dQ reads them from shared memory again, for each tile of keys.
-//
-// mma_cycles: of one multiprocessor for an mma_m16n8k16, 2048 multiply-adds. By NVIDIA's figures sm_80 does 1024 a
-// cycle; sm_90 2048, some 62 % of which this way (sm_100 is assumed to be like it); 8.6, 8.9 and 12.0 do 512 (GeForce
-// 256, for which the costs in attention_gathered.cuh have the same ratio).
-struct Generation {
-    int capability;                  // 10 major + minor
-    int query_rows, query_rows_128;  // heads of up to 64, and of 128
-    bool dout_in_registers;          // only for code compiled for this generation
-    float mma_cycles;
-};
-// clang-format off
-constexpr Generation GENERATIONS[] = {{ 80, 128, 128, true,  2.0f},
-                                      { 86, 128,  64, true,  4.0f},
-                                      { 90, 128, 128, true,  1.6f},
-                                      {100, 128, 128, false, 1.6f},
-                                      {120, 128,  64, false, 4.0f}};
-// clang-format on
-constexpr Generation generation_of(int capability) {
-    Generation generation = GENERATIONS[0];
-    for (const Generation& row : GENERATIONS)
-        if (row.capability <= capability) generation = row;
-    return generation;
-}
 inline Generation generation_of_device() {
     return generation_of(properties_of_device().major * 10 + properties_of_device().minor);
 }
@@ -154,25 +124,27 @@ inline void check_attention_shape(Branch branch, const NsaShape& s) {
             "choose one, or the CPU",
             s.slc_block, s.d);
 }
-// Calls f(std::integral_constant<int, D>()) for the head dimension D.
-template <class F>
-inline void with_head_dimension(int D, F f) {
-    switch (D) {
-        case 16: return f(std::integral_constant<int, 16>());
-        case 32: return f(std::integral_constant<int, 32>());
-        case 64: return f(std::integral_constant<int, 64>());
-        case 128: return f(std::integral_constant<int, 128>());
-        default:
-            fail_usage(
-                "a head dimension of %d: the CUDA attention has 16, 32, 64 and 128; choose one of them, or the CPU", D);
-    }
+// Calls f(std::integral_constant<int, D>()) for the head dimension, one of those that the table has for tensor cores.
+template <int D = 8, class F>
+inline void with_head_dimension(int dimension, F f) {
+    constexpr unsigned all = ATTENTION_KERNELS[TENSOR_CORES_KERNEL].head_dimensions;
+    if constexpr ((all & unsigned(D)) != 0)
+        if (dimension == D) return f(std::integral_constant<int, D>());
+    if constexpr (unsigned(D) < all) return with_head_dimension<2 * D>(dimension, f);
+    std::string have;
+    for (int each = 1; unsigned(each) <= all; each *= 2)
+        if (all & unsigned(each)) have += (have.empty() ? "" : ", ") + std::to_string(each);
+    fail_usage(
+        "a head dimension of %d: the attention on tensor cores has %s; choose one of them, --attention-kernel %s, or "
+        "the CPU",
+        dimension, have.c_str(), ATTENTION_KERNELS[PLAIN_KERNEL].name);
 }
 // Head dimensions of 128 do not fit on every GPU.
 inline void check_shared_bytes(size_t bytes, int D, size_t most_shared = most_shared_of_device()) {
     if (bytes > most_shared)
         fail_usage(
             "a head dimension of %d: attention takes %zu bytes of shared memory for a block, this GPU has %zu; choose "
-            "--head-dim 64, or PRECISION=FP32",
+            "--head-dim 64, or --attention-kernel plain",
             D, bytes, most_shared);
 }
 

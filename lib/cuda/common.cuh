@@ -41,11 +41,12 @@ inline std::string setting_for(const cudaDeviceProp& properties) {
     return "GPU_COMPUTE_CAPABILITY=" + std::to_string(properties.major * 10 + properties.minor);
 }
 // The architecture whose machine code a GPU runs for this kernel: that of the program, or what the driver made of PTX.
+// specific: the code was compiled for no other, which CUDA marks with an a: sm_90a.
 template <class Kernel>
-cudaError_t name_of_code(std::string& name, const cudaDeviceProp&, Kernel* kernel) {
+cudaError_t name_of_code(std::string& name, const cudaDeviceProp&, Kernel* kernel, bool specific) {
     cudaFuncAttributes found = {};
     const cudaError_t error = cudaFuncGetAttributes(&found, kernel);
-    name = "sm_" + std::to_string(found.binaryVersion);
+    name = "sm_" + std::to_string(found.binaryVersion) + (specific ? "a" : "");
     return error;
 }
 #endif

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "../base/gpu_search.h"
+#include "attention_kernels.h"
 #include "common.cuh"
 
 // fp32: whether this build computes in it.
@@ -19,6 +20,7 @@ inline EngineInfo cuda_info(bool fp32) {
     info.no_collective = "this build has no NCCL";
 #endif
     info.profiler = true;
+    info.attention_kernels = attention_kernel_names(fp32);
     return info;
 }
 

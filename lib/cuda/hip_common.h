@@ -91,7 +91,7 @@ inline std::string setting_for(const cudaDeviceProp& properties) {
     return std::string("GPU=hip GPU_ARCH=") + properties.gcnArchName;
 }
 template <class Kernel>
-cudaError_t name_of_code(std::string& name, const cudaDeviceProp& properties, Kernel*) {
+cudaError_t name_of_code(std::string& name, const cudaDeviceProp& properties, Kernel*, bool) {
     name = properties.gcnArchName;
     return hipSuccess;
 }

@@ -14,8 +14,14 @@
 #include "common.cuh"
 #include "gemm.cuh"
 
-// Does this binary hold code for this GPU?
-__global__ void probe_kernel() {}
+// Does this binary hold code for this GPU? And is it for this architecture alone, such as sm_90a?
+__global__ void probe_kernel(int* specific) {
+#if defined(__CUDA_ARCH_SPECIFIC__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    *specific = 1;
+#else
+    *specific = 0;
+#endif
+}
 
 // Of the current device.
 inline const cudaDeviceProp& properties_of_device() {
@@ -121,7 +127,7 @@ struct CudaRuntime {
     int device;
     cudaDeviceProp properties;
     cudaStream_t stream = nullptr;
-    std::string code;     // the architecture whose machine code this GPU runs, such as sm_90
+    std::string code;     // the architecture whose machine code this GPU runs, such as sm_90 or sm_90a
     bool poison = false;  // tests: fresh memory holds NaN, so that a read before the first write shows
 #ifdef NO_CUBLAS
     static constexpr bool plain_matmul = true;
@@ -259,6 +265,7 @@ struct CudaRuntime {
     }
 
     std::string name() const { return properties.name; }
+    int capability() const { return properties.major * 10 + properties.minor; }
     // Tells this GPU from the others of the machine.
     std::string bus() const {
         char text[32] = "";
@@ -506,16 +513,19 @@ struct CudaRuntime {
                 "%s, or use --device cpu",
                 device, properties.name, properties.major, properties.minor, setting_for(properties).c_str());
         CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+        int* const on_device = allocate<int>(1);
+        int specific = 0;
         try {
-            launch<probe_kernel>(1, 32, 0, stream);
+            launch<probe_kernel>(1, 32, 0, stream, on_device);
         } catch (const Error& e) {
             fail(
                 "this program was not built for GPU %d, %s, of compute capability %d.%d: build it again with make %s "
                 "(%s)",
                 device, properties.name, properties.major, properties.minor, setting_for(properties).c_str(), e.what());
         }
-        CUDA_CHECK(cudaStreamSynchronize(stream));
-        CUDA_CHECK(name_of_code(code, properties, probe_kernel));
+        copy(&specific, (const int*)on_device, 1);
+        release(on_device);
+        CUDA_CHECK(name_of_code(code, properties, probe_kernel, specific));
     }
     [[noreturn]] void fail_out_of_memory(size_t bytes) const {
         cudaGetLastError();  // cleared, else the next launch would report it

@@ -84,6 +84,9 @@ inline void print_build(const BuildReport& r) {
     if (r.engine.collective.empty() && !r.engine.format.empty())
         std::printf("  gradients    of several devices travel through the host, because %s\n",
                     r.engine.no_collective.c_str());
+    if (!r.engine.attention_kernels.empty())
+        std::printf("  attention    --attention-kernel auto, %s\n",
+                    joined_words(r.engine.attention_kernels, ", ").c_str());
     for (const auto& [name, version] : r.versions) std::printf("  %-12s %s\n", name, version.c_str());
     std::printf("  memory       %.0f MiB available\n", r.available_bytes / (1 << 20));
 }
@@ -94,6 +97,8 @@ inline void print_version(const EngineInfo& engine, const std::string& mpi, cons
     std::string engines = "CPU";
     if (!engine.format.empty()) engines += ", " + engine.name + " (" + engine.format + ")";
     std::printf("engines: %s\n", engines.c_str());
+    if (!engine.attention_kernels.empty())
+        std::printf("attention kernels: %s\n", joined_words(engine.attention_kernels, ", ").c_str());
     if (!mpi.empty()) std::printf("MPI: %s; under Slurm srun --mpi=%s\n", mpi.c_str(), pmi.c_str());
 }
 

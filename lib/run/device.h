@@ -23,6 +23,7 @@ struct Device {
     int gpu_number = 0;     // among those that the rank sees: its own if the launcher has given it one
     bool cpu_bf16 = false;  // the CPU engine rounds the inputs of its matrix products to bf16
     int threads = 1;
+    std::string attention_kernel;  // of the engine for devices
     std::string reason;
     EngineInfo engine;  // the one for devices, whether it is in use or not
 };
@@ -106,6 +107,9 @@ inline void drop_unsupported_options(TrainConfig& c, const std::set<std::string>
         c.given_up[name] = reason;
     };
     if (asks_for_device(c) && !has_device(c, gpus)) give_up("device", c.device, "auto", why_no_device(c, gpus));
+    const std::vector<std::string>& kernels = gpus.engine.attention_kernels;
+    if (!has_device(c, gpus) || !std::count(kernels.begin(), kernels.end(), c.attention_kernel))
+        give_up("attention-kernel", c.attention_kernel, "auto", "what computes now does not have it");
     if (has_device(c, gpus)) give_up("cpu-dtype", c.cpu_dtype, "fp32", "the run is on a GPU now");
     if (c.threads > share) give_up("threads", c.threads, 0, format_text("this rank has %d processors", share));
 }
@@ -125,7 +129,20 @@ inline int threads_of_variable(int share, bool speaks) {
     return int(std::min<long>(asked, share));
 }
 
-// The device of the options --device, --cpu-dtype and --threads on this machine. share: this rank's processors.
+// Refuses a name that the engine in use does not know.
+inline void check_attention_kernel(const MachineConfig& c, const Device& d) {
+    const std::string& name = c.attention_kernel;
+    const std::vector<std::string>& kernels = d.engine.attention_kernels;
+    if (name == "auto" || (d.gpu && std::count(kernels.begin(), kernels.end(), name))) return;
+    if (!d.gpu || kernels.empty())
+        fail_usage("--attention-kernel %s: the %s engine has no choice of kernels; leave it out", name.c_str(),
+                   d.gpu ? d.engine.name.c_str() : "CPU");
+    fail_usage("--attention-kernel is '%s'; the %s engine of this build (%s) has auto, %s", name.c_str(),
+               d.engine.name.c_str(), d.engine.format.c_str(), joined_words(kernels, ", ").c_str());
+}
+
+// The device of the options --device, --attention-kernel, --cpu-dtype and --threads on this machine. share: this rank's
+// processors.
 inline Device device_of(const MachineConfig& c, int share, const GpuSearch& gpus, bool speaks) {
     Device d;
     d.threads = c.threads ? int(c.threads) : threads_of_variable(share, speaks);
@@ -147,6 +164,8 @@ inline Device device_of(const MachineConfig& c, int share, const GpuSearch& gpus
     if (!c.profile_steps.empty() && !d.engine.profiler)
         fail_usage("--profile-steps %s: the %s engine knows no profiler; leave it out", c.profile_steps.c_str(),
                    d.engine.name.c_str());
+    check_attention_kernel(c, d);
+    d.attention_kernel = c.attention_kernel;
     d.cpu_bf16 = c.cpu_dtype == "bf16" && HAVE_BF16;
     if (c.cpu_dtype == "bf16" && !HAVE_BF16)
         d.reason +=

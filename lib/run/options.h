@@ -40,7 +40,7 @@ struct ModelConfig {
 
 // What choose_device() sees.
 struct MachineConfig {
-    std::string device, cpu_dtype, profile_steps;
+    std::string device, attention_kernel = "auto", cpu_dtype, profile_steps;
     int64_t threads = 0;
 };
 
@@ -239,6 +239,8 @@ static const Option OPTIONS[] = {
      "the numbers of log.jsonl go into TensorBoard's event files too, beside it"},
     {"device", TRAIN | SAMPLE | EVAL | CHECK_VERB | INSPECT, &MachineConfig::device, "auto", DEVICE_CHOICES,
      "auto: a GPU if there is one"},
+    {"attention-kernel", TRAIN | SAMPLE | EVAL | CHECK_VERB | INSPECT, &MachineConfig::attention_kernel, "auto", ANY,
+     "kernels of attention on a GPU; auto: the fastest that fit; plain: the simplest; check lists those of this build"},
     {"cpu-dtype", TRAIN | SAMPLE | EVAL | INSPECT, &MachineConfig::cpu_dtype, "fp32", "fp32|bf16",
      "of the CPU engine; bf16: the inputs of its matrix products are rounded to bf16, the sums stay fp32; needs "
      "AVX512_BF16"},

@@ -498,13 +498,16 @@ struct RunReport {
                                          : "the model does not look such names up, it guesses");
     }
 
-    void print_done(int64_t step, double peak_gpu_mib) {
+    // device: what the engine calls its devices.
+    void print_done(int64_t step, double peak_device_mib, const std::string& device) {
         print_recall();
         const double tokens_per_second = median_speed(), rate = flops_per_token * tokens_per_second / ranks;
         std::printf("done:   %s in %s, %speak memory %s%.0f MiB%s\n", counted(step - first_step, "step").c_str(),
                     duration_text(seconds_now() - begun).c_str(),
                     speed.empty() ? "" : format_text("median %.0f tokens/s, ", tokens_per_second).c_str(),
-                    peak_gpu_mib ? format_text("%.0f MiB on the GPU, of the host ", peak_gpu_mib).c_str() : "",
+                    peak_device_mib
+                        ? format_text("%.0f MiB on the %s, of the host ", peak_device_mib, device.c_str()).c_str()
+                        : "",
                     peak_memory_mib(), ranks > 1 ? " on rank 0" : "");
         if (speed.empty()) return;
         std::printf(

@@ -661,6 +661,15 @@ TEST(attention_kernels_refuse) {
     CHECK_FAILS(2, "shared memory", select_blocks(nullptr, nullptr, none, none, nullptr, s, nullptr));
     s = shape(0, 3), s.queries = 0;
     forward(WIN, s);  // nothing to do
+    using Names = std::vector<std::string>;
+    CHECK(attention_kernel_names(true) == Names({"plain"}) && attention_kernel_names(false, 75) == Names({"plain"}) &&
+          attention_kernel_names(false, 90, 48) == Names({"plain"}) &&
+          attention_kernel_names(false, 90, 64) == Names({"gathered_rows", "tensor_cores", "plain"}));
+    Cuda dev(0, TEST_WORKSPACE);
+    dev.choose_attention("gathered_rows");
+    CHECK_FAILS(2, "choose --attention-kernel tensor_cores", dev.check_shape(shape(64, 97)));
+    std::string code;
+    CHECK(name_of_code(code, dev.properties, probe_kernel, true) == cudaSuccess && code == dev.code + "a");
     // All of that at once, before a run begins.
     s = shape(64, 3);
     check_shape(s);

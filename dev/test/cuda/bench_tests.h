@@ -244,7 +244,7 @@ TEST(cuda_bench_selections) {
     }
 }
 TEST(cuda_bench_attention_runs) {
-    if (Cuda::FP32) return skip("the attention benchmark: PRECISION=FP32 has the scalar kernels only");
+    if (Cuda::FP32) return skip("the attention benchmark: PRECISION=FP32 has the plain kernels only");
     Config c = engine_config();
 #ifdef EMU_CHECK
     const int lengths = 1, sets = 1;  // every access is judged, which takes its time

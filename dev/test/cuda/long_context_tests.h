@@ -316,8 +316,8 @@ TEST(attention_kernels_gather_is_described) {
     CHECK(says("gathered rows, as asked"));
     dev.selected_kernel = SelectedKernel::AUTO, s.slc_count = 5;
     CHECK(says("masked tiles, since gathering rows cannot pay"));
-    dev.plain_attention = true;
-    CHECK(says("scalar"));
+    dev.choose_attention("plain");
+    CHECK(says("plain kernels"));
 }
 // The compressed branch's queries in parts of 256 tokens; the second shape has keys that only the last parts see.
 TEST(attention_kernels_compressed_in_parts) {

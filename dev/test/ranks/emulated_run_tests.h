@@ -99,6 +99,48 @@ TEST(emulated_gpu_dumps_its_precision) {
     CHECK_EQUAL(read_raw(file).metadata.at("precision"), std::string("bf16"));
 }
 
+// --attention-kernel: every kind computes the same loss. Each may err by the limit that engine_model_tests.h derives
+// for bf16. What does not fit is refused by a line that says what does.
+struct StoredInBf16 {
+    using Value = float;
+    static constexpr bool NARROW = true;
+};
+TEST(emulated_gpu_attention_kernel_is_an_option) {
+    using namespace emulated_runs;
+    const Words one = program_on(1, "kernels of attention on an emulated GPU");
+    if (one.empty()) return;
+    TempFolder folder;
+    const struct {
+        const char *kernel, *says;
+    } cases[] = {{"auto", "attention by gathered_rows or tensor_cores, because"},
+                 {"plain", "attention by plain, because"},
+                 {"tensor_cores", "attention by tensor_cores, because"},
+                 {"gathered_rows", "attention by gathered_rows, because"}};
+    for (const auto& c : cases) {
+        const Result r =
+            train_on(one, {{"steps", "1"}, {"attention-kernel", c.kernel}, {"out", folder.file(c.kernel)}});
+        REQUIRE_GOOD(r);
+        CHECK(r.out.find(c.says) != std::string::npos);
+        const double loss = logged(folder.file("auto"), "loss").at(0);
+        CHECK_NEAR(logged(folder.file(c.kernel), "loss").at(0), loss, 2 * model_limit<StoredInBf16>(2) * loss);
+    }
+    const auto norm = [&](const char* kernel) { return logged(folder.file(kernel), "grad_norm").at(0); };
+    CHECK_EQUAL(norm("tensor_cores"), norm("auto"));  // which takes them for sequences so short
+    CHECK(norm("plain") != norm("auto"));             // other kernels round elsewhere
+    const auto refused = [&](const Options& more) { return train_on(one, merged(more, {{"out", folder.file("no")}})); };
+    CHECK_REFUSED(refused({{"attention-kernel", "wgmma"}}), 2,
+                  "--attention-kernel is 'wgmma'; the CUDA engine of this "
+                  "build (bf16) has auto, gathered_rows, tensor_cores, plain");
+    CHECK_REFUSED(refused({{"attention-kernel", "tensor_cores"}, {"head-dim", "24"}}), 2,
+                  "--attention-kernel tensor_cores is not for heads of dimension 24 on a GPU of 9.0; choose plain");
+    CHECK_REFUSED(refused({{"attention-kernel", "plain"}, {"device", "cpu"}}), 2,
+                  "--attention-kernel plain: the CPU engine has no choice of kernels; leave it out");
+    REQUIRE_GOOD(refused({{"attention-kernel", "plain"}, {"head-dim", "24"}, {"steps", "1"}}));
+    const Result check = execute(joined(one, {"check", "--device", "cuda", "--attention-kernel", "plain"}));
+    CHECK(check.out.find("--attention-kernel auto, gathered_rows, tensor_cores, plain") != std::string::npos &&
+          check.out.find("attention by plain\n") != std::string::npos);
+}
+
 // Buckets that travel during the backward pass, between GPUs of one rank each.
 TEST(emulated_gpus_sum_gradients) {
     using namespace emulated_runs;

@@ -1,0 +1,93 @@
+// attention_kernels.h: which kernels compute attention, and what differs from one generation of GPUs to the next, in
+// two tables. The choice, --attention-kernel, what `check`, --version and refusals say, and what dev/kernel_report.sh
+// counts all come from here. It is read without CUDA.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "../model/shape.h"
+
+// What launches the selected branch. AUTO takes whichever costs less for the selection at hand, see
+// measure_selections_kernel in attention_gathered.cuh.
+enum class SelectedKernel { AUTO, TILES, GATHER };
+
+// A kernel for a new generation is a row here, and its launch in nsa_kernels.cuh. Of the rows that a build and a GPU
+// have, auto takes those of a branch up to the first that has all branches.
+struct AttentionKernel {
+    const char* name;          // what --attention-kernel calls it
+    int capability;            // of the GPU at least, 10 major + minor
+    bool fp32;                 // PRECISION=FP32 has it too
+    unsigned head_dimensions;  // the sum of those that it is compiled for, powers of two; 0: it takes any
+    unsigned branches;         // bits; a row that lacks some takes the next row's kernels for them
+    SelectedKernel selected;
+    const char* words;    // how it computes the selected branch
+    const char* forward;  // its function of the forward pass
+};
+constexpr unsigned EVERY_BRANCH = (1u << BRANCHES) - 1, TILED = 16 + 32 + 64 + 128;
+// clang-format off
+constexpr AttentionKernel ATTENTION_KERNELS[] = {
+    {"gathered_rows", 80, false, TILED, 1u << SLC, SelectedKernel::GATHER, "gathered rows", "gather_forward_kernel"},
+    {"tensor_cores", 80, false, TILED, EVERY_BRANCH, SelectedKernel::TILES, "masked tiles", "attention_forward_kernel"},
+    {"plain", 0, true, 0, EVERY_BRANCH, SelectedKernel::TILES, "plain kernels", "plain::forward_kernel"}};
+// clang-format on
+enum AttentionKernelRow { GATHERED_ROWS_KERNEL, TENSOR_CORES_KERNEL, PLAIN_KERNEL };
+
+// Whether a build, a GPU of this capability and heads of dimension D have the row's kernels. 0: any.
+constexpr bool has_attention_kernel(const AttentionKernel& row, bool fp32, int capability = 0, int D = 0) {
+    return (row.fp32 || !fp32) && (!capability || row.capability <= capability) &&
+           (!D || !row.head_dimensions || (row.head_dimensions & unsigned(D) && !(D & (D - 1))));
+}
+inline std::vector<std::string> attention_kernel_names(bool fp32, int capability = 0, int D = 0) {
+    std::vector<std::string> names;
+    for (const AttentionKernel& row : ATTENTION_KERNELS)
+        if (has_attention_kernel(row, fp32, capability, D)) names.push_back(row.name);
+    return names;
+}
+// Null for "auto", and for a name that no row has.
+inline const AttentionKernel* attention_kernel_named(const std::string& name) {
+    for (const AttentionKernel& row : ATTENTION_KERNELS)
+        if (name == row.name) return &row;
+    return nullptr;
+}
+// What auto takes, as "gathered_rows or tensor_cores".
+inline std::string automatic_attention_kernels(bool fp32, int capability) {
+    std::string names;
+    for (const AttentionKernel& row : ATTENTION_KERNELS) {
+        if (!has_attention_kernel(row, fp32, capability)) continue;
+        names += (names.empty() ? "" : " or ") + std::string(row.name);
+        if (row.branches == EVERY_BRANCH) break;
+    }
+    return names;
+}
+
+// What differs from one generation of GPUs to the next, in the attention on tensor cores. A GPU takes the last row that
+// does not exceed its compute capability.
+//
+// query_rows: of a tile of queries. Shared memory, 227 KB of it (163 on 8.0, 99 on 8.6, 8.9 and 12.0), holds a block of
+// dQ: K and V twice, q, dout.
+//
+// dout_in_registers: where registers do not suffice for dout's rows too (ptxas takes more of them for the same code
+// from 10.0 on), dQ reads them from shared memory again, for each tile of keys.
+//
+// mma_cycles: of one multiprocessor for an mma_m16n8k16, 2048 multiply-adds. By NVIDIA's figures sm_80 does 1024 a
+// cycle; sm_90 2048, some 62 % of which this way (sm_100 is assumed to be like it); 8.6, 8.9 and 12.0 do 512 (GeForce
+// 256, for which the costs in attention_gathered.cuh have the same ratio).
+struct Generation {
+    int capability;                  // 10 major + minor
+    int query_rows, query_rows_128;  // heads of up to 64, and of 128
+    bool dout_in_registers;          // only for code compiled for this generation
+    float mma_cycles;
+};
+// clang-format off
+constexpr Generation GENERATIONS[] = {{ 80, 128, 128, true,  2.0f},
+                                      { 86, 128,  64, true,  4.0f},
+                                      { 90, 128, 128, true,  1.6f},
+                                      {100, 128, 128, false, 1.6f},
+                                      {120, 128,  64, false, 4.0f}};
+// clang-format on
+constexpr Generation generation_of(int capability) {
+    Generation generation = GENERATIONS[0];
+    for (const Generation& row : GENERATIONS)
+        if (row.capability <= capability) generation = row;
+    return generation;
+}
