@@ -6,13 +6,9 @@
 #     dev/porting_check.sh        BUILD=build PYTHON=python3
 # Needs ./train_nsa and, in BUILD, tests, cuda_tests and train_nsa_emulated. Ends with "N passed, N failed".
 set -uo pipefail
-case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
-cd "$(dirname "$0")/.." || exit 2
-build=${BUILD:-build} root=$PWD
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+. "$(dirname "$0")/checks.sh"
+build=${BUILD:-build} root=$PWD skipped=0
 export MAKEFLAGS='' OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-passed=0 failed=0 skipped=0
 
 # Two places to type in, which look like the repository and take what a command writes: in `here` build/ is the real
 # one, in `empty` there is none yet.
@@ -131,5 +127,4 @@ while IFS= read -r line; do
 done < <(code)
 [ $((passed + failed)) -gt 30 ] || { echo "few commands were found in dev/PORTING.md"; failed=$((failed + 1)); }
 echo "$skipped skipped"
-echo "$passed passed, $failed failed"
-[ "$failed" -eq 0 ]
+finish
