@@ -462,6 +462,35 @@ TEST(attention_kernels_selection_blocks) {
         table.push_back({BY_SLC, from(shape(2200, 1), 2150, 10), density, false});
     check_setups("selection blocks", table);
 }
+__global__ void used_key_tiles_kernel(uint32_t* used, const uint32_t* selected, int tokens, int tiles,
+                                      AttentionShape s) {
+    find_used_key_tiles(used, selected, tokens, tiles, s);
+}
+// A block that one token alone chose, whichever it is; the row after the last token has all bits, and nobody reads it.
+TEST(attention_kernels_used_tiles) {
+    using namespace attention_tests;
+    const int T = 4480, tiles = T / KEY_TILE;
+    for (const int block : {16, 64, 128})
+        for (const int tokens : {1, 32, 33, MOST_TILE_TOKENS}) {
+            NsaShape s = shape(T, 1);
+            s.slc_block = block;
+            const AttentionShape a = attention_shape(SLC, s, tokens);
+            for (int token = 0; token < tokens; token++) {
+                const int chosen = (37 * token + 11) % s.slc_blocks();
+                std::vector<uint32_t> bits(size_t(tokens + 1) * a.words);
+                std::fill(bits.end() - a.words, bits.end(), ~0u);
+                bits[size_t(token) * a.words + chosen / 32] = 1u << chosen % 32;
+                DeviceArray<uint32_t> selected(bits), used(tile_words(T));
+                launch<used_key_tiles_kernel>(1, 128, 0, nullptr, used.data, (const uint32_t*)selected.data, tokens,
+                                              tiles, a);
+                std::vector<uint32_t> expected(tile_words(T));
+                for (int tile = 0; tile < tiles; tile++)
+                    if (tile * KEY_TILE < (chosen + 1) * block && (tile + 1) * KEY_TILE > chosen * block)
+                        expected[tile / 32] |= 1u << tile % 32;
+                CHECK(used.raw() == expected);
+            }
+        }
+}
 TEST(attention_kernels_head_dimensions) {
     using namespace attention_tests;
     std::vector<Setup> table = {{GATHERED, shape(80, 12, 1, 128)}};

@@ -394,7 +394,7 @@ TEST(run_from_text_to_sample_with_an_own_vocabulary) {
     using namespace program;
     TempFolder folder;
     const std::string text = folder.file("a.txt"), vocab = folder.file("vocab"), other = folder.file("other");
-    write_file(text, real_text(60000));
+    write_file(text, read_file("README.md") + read_file("dev/RUNNING.md") + read_file("dev/NOTES.md"));
     const auto learn = [&](const std::string& size, const std::string& to) {
         return run({"vocabulary", "--in", text, "--size", size, "--out", to});
     };
