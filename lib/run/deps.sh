@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # deps.sh: `make deps`: installs what train_nsa needs and the machine lacks: a C++ compiler and an MPI (MPICH, whose
-# mpirun works as root too). Prints what it does. On systems without apt-get it prints what to install.
+# mpirun works as root too; on Ubuntu 24.04, whose MPICH starts every rank alone, Open MPI). Prints what it does. On
+# systems without apt-get it prints what to install.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 
-probe() { printf '%s\nint main() { return 0; }\n' "$1" | g++ -x c++ - "${@:2}" -o /dev/null 2>/dev/null; }
-
+mpi=(mpich libmpich-dev)
+grep -qs '_CODENAME=noble' /etc/os-release && mpi=(openmpi-bin libopenmpi-dev)
 missing=()
 command -v g++ >/dev/null || missing+=(g++)
-command -v mpicxx >/dev/null && command -v mpirun >/dev/null || missing+=(mpich libmpich-dev)
+command -v mpicxx >/dev/null && command -v mpirun >/dev/null || missing+=("${mpi[@]}")
 
 if [ ${#missing[@]} -eq 0 ]; then
     echo "deps: nothing is missing (g++ and mpicxx are there)"
