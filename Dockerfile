@@ -1,8 +1,8 @@
 # train_nsa with both engines: for GPUs of compute capability 8.0 and later, and for the CPU where there is none.
 #     docker build -t train_nsa .
 #     docker run --rm --user "$(id -u)" -v "$PWD:/work" train_nsa      # with --gpus all it sees the GPUs
-# It is for processors like the one that builds it; `--build-arg MARCH=` makes it run on any.
-# No docker has built this yet: its lines were run by hand in a fresh Ubuntu 24.04, without CUDA, and trained as user 1000.
+# It is for processors like the one that builds it; with `--build-arg MARCH=` it runs on any.
+# No docker has built this yet: its lines were run by hand in a fresh Ubuntu 24.04 without CUDA, where user 1000 trained.
 ARG CUDA=13.0.2
 FROM nvidia/cuda:${CUDA}-devel-ubuntu24.04 AS build
 WORKDIR /src
