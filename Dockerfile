@@ -2,7 +2,7 @@
 #     docker build -t train_nsa .
 #     docker run --rm --user "$(id -u)" -v "$PWD:/work" train_nsa      # with --gpus all it sees the GPUs
 # It is for processors like the one that builds it; with `--build-arg MARCH=` it runs on any.
-# No docker has built this yet: its lines were run by hand in a fresh Ubuntu 24.04 without CUDA, where user 1000 trained.
+# No docker has built this yet: its lines were run by hand in a fresh Ubuntu 24.04 without CUDA, and user 1000 trained.
 ARG CUDA=13.0.2
 FROM nvidia/cuda:${CUDA}-devel-ubuntu24.04 AS build
 WORKDIR /src
