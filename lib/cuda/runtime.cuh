@@ -516,7 +516,7 @@ struct CudaRuntime {
         int* const on_device = allocate<int>(1);
         int specific = 0;
         try {
-            launch<probe_kernel>(1, 32, 0, stream, on_device);
+            launch<probe_kernel>(1, 1, 0, stream, on_device);
         } catch (const Error& e) {
             fail(
                 "this program was not built for GPU %d, %s, of compute capability %d.%d: build it again with make %s "
