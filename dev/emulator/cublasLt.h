@@ -3,6 +3,8 @@
 // What cuBLASLt refuses with a status, this refuses with the same status; a matrix that reaches outside its array ends
 // the process with a message that names it. Not modelled: speed, TF32 rounding, other orders of summation.
 #pragma once
+#include <algorithm>
+
 #include "cuda_on_cpu.h"
 
 enum cublasStatus_t {
@@ -68,7 +70,7 @@ struct MatrixLayout {
 };
 struct MatmulPreference {
     uint64_t workspace_bytes = 0;
-    uint32_t reduction = 0, a_alignment = 256, b_alignment = 256, c_alignment = 256, d_alignment = 256;
+    uint32_t reduction = 0, alignments[4] = {256, 256, 256, 256};  // of A, B, C, D
 };
 template <class T>
 inline cublasStatus_t set_attribute(T& attribute, const void* value, size_t bytes) {
@@ -145,10 +147,11 @@ inline cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPrefere
     switch (which) {
         case CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES: return emu::set_attribute(p->workspace_bytes, value, bytes);
         case CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK: return emu::set_attribute(p->reduction, value, bytes);
-        case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES: return emu::set_attribute(p->a_alignment, value, bytes);
-        case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES: return emu::set_attribute(p->b_alignment, value, bytes);
-        case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES: return emu::set_attribute(p->c_alignment, value, bytes);
-        case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES: return emu::set_attribute(p->d_alignment, value, bytes);
+        case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES:
+        case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES:
+        case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES:
+        case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES:
+            return emu::set_attribute(p->alignments[which - CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES], value, bytes);
     }
     return CUBLAS_STATUS_INVALID_VALUE;
 }
@@ -287,8 +290,7 @@ inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cu
     const cublasStatus_t s = emu::check_shapes(*d, *a, *b, *c, *out);
     if (s != CUBLAS_STATUS_SUCCESS) return s;
     if (emu::no_matmul_algorithm) return CUBLAS_STATUS_NOT_SUPPORTED;
-    const uint32_t alignment = std::min(std::min(preference->a_alignment, preference->b_alignment),
-                                        std::min(preference->c_alignment, preference->d_alignment));
+    const uint32_t alignment = *std::min_element(preference->alignments, preference->alignments + 4);
     if (alignment < 16) return CUBLAS_STATUS_NOT_SUPPORTED;  // cuBLASLt has slow kernels for those
     for (*found = 0; *found < wanted; ++*found)
         results[*found] = {
