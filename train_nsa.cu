@@ -658,11 +658,11 @@ void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* redu
         std::vector<AdamWSpan> spans;
         for (const TensorSpec& t : model.table.specs) {
             const auto [first, last] = overlap(t, t.padded, p);
-            h.offset = first;
-            if (model.muon && t.orthogonal)
+            if (model.muon && t.orthogonal) {
+                h.offset = first;
                 model.muon->update(model.params + first, model.master_at(p, first), model.m + first,
                                    model.grads + first, t, h);
-            else if (first < last) add_span(spans, first - p.begin, last - p.begin, t.decay);
+            } else if (first < last) add_span(spans, first - p.begin, last - p.begin, t.decay);
         }
         h.offset = p.begin;
         model.dev.adamw(model.params + p.begin, model.master_at(p, p.begin), model.m + p.local, model.v + p.local,
@@ -1191,7 +1191,7 @@ static int run_check(const Config& c, World& world) {
         print_build(r);
         data_are_good = check_data<Tokenizer>(c.vocab_dir, open_shards);
         print_memory_of_125m<Model<Engine>, Activations<Engine>>(dev);
-        print_products_of_125m(dev);
+        print_products_of_125m<TensorTable>(dev);
     });
     return check_gradients<SelfTest>() && data_are_good ? 0 : 1;
 }

@@ -1,6 +1,7 @@
 // gpu_search.h: what an engine for devices says of itself before one is opened, what a search for devices met, and in
 // words why it found none. Each such engine has info() and search(); train_nsa.cu knows which one this build holds.
 #pragma once
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,6 +28,10 @@ struct EngineInfo {
     std::string no_collective;                   // why nothing does: "this build has no NCCL"
     bool profiler = false;                       // it can do --profile-steps
     std::vector<std::string> attention_kernels = {};  // what --attention-kernel may name; none: no choice
+
+    bool has_attention_kernel(const std::string& name) const {
+        return std::count(attention_kernels.begin(), attention_kernels.end(), name) > 0;
+    }
 };
 
 // What a search for devices met. CUDA's versions are its own numbers, such as 12040 for 12.4; 0: there is none.

@@ -36,7 +36,7 @@ __device__ inline float clip_factor(const AdamWConstants& h) {
     if (!(norm < INFINITY)) return NAN;
     return h.grad_clip > 0 && norm > h.grad_clip ? float(h.grad_clip / norm) : 1.0f;
 }
-// The first span that ends behind element i; span_count: none does.
+// The first span that ends after element i; span_count: none does.
 __device__ inline int span_at(size_t i, const AdamWSpan* spans, int span_count) {
     int low = 0, high = span_count;
     while (low < high) {

@@ -513,18 +513,18 @@ struct CudaRuntime {
                 "%s, or use --device cpu",
                 device, properties.name, properties.major, properties.minor, setting_for(properties).c_str());
         CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-        int* const on_device = allocate<int>(1);
+        int* const probed = allocate<int>(1);
         int specific = 0;
         try {
-            launch<probe_kernel>(1, 1, 0, stream, on_device);
+            launch<probe_kernel>(1, 1, 0, stream, probed);
         } catch (const Error& e) {
             fail(
                 "this program was not built for GPU %d, %s, of compute capability %d.%d: build it again with make %s "
                 "(%s)",
                 device, properties.name, properties.major, properties.minor, setting_for(properties).c_str(), e.what());
         }
-        copy(&specific, (const int*)on_device, 1);
-        release(on_device);
+        copy(&specific, (const int*)probed, 1);
+        release(probed);
         CUDA_CHECK(name_of_code(code, properties, probe_kernel, specific));
     }
     [[noreturn]] void fail_out_of_memory(size_t bytes) const {
@@ -638,7 +638,7 @@ struct CudaRuntime {
         if (n[8] > 1) name += format_text(", %lld at a time", (long long)n[8]);
         return name;
     }
-    // "algorithm 66, tile 20, stages 35, splits 1, 0.97 waves, 1st of 8": the numbers are cuBLASLt's own.
+    // "algorithm 66, tile 20, stages 35, splits 1, 0.97 waves, number 1 of 8": the numbers are cuBLASLt's own.
     static std::string describe(const Matmul& m) {
         const cublasLtMatmulHeuristicResult_t& chosen = m.algorithms[m.chosen];
         const auto number = [&](cublasLtMatmulAlgoConfigAttributes_t which) {

@@ -16,6 +16,7 @@
 #include "../base/progress.h"
 #include "run_history.h"
 #include "../data/synthetic.h"
+#include "../data/vocabulary.h"
 #include "../base/util.h"
 
 // Validation losses that GPT-2 124M reaches, as build-nanogpt (FineWeb-Edu) and llm.c (FineWeb) publish them.
@@ -141,7 +142,7 @@ inline Chart loss_chart(const std::vector<RunHistory>& runs, double LogPoint::*x
     }
     const auto reads_gpt2 = [](const RunHistory& run) {
         const double size = run.fact("vocab_size");
-        const bool own = size > 0 && size != 50257;  // older logs do not have it
+        const bool own = size > 0 && size != GPT2_VOCABULARY;  // older logs do not have it
         return run.option("tokenizer") == "gpt2" && !own;
     };
     if (std::any_of(runs.begin(), runs.end(), reads_gpt2))

@@ -71,11 +71,11 @@ void print_memory_of_125m(Dev& dev) {
 }
 
 // How the engine computes what takes most of a step of that preset: its linear layers, where there are several ways.
-template <class Dev>
+template <class Table, class Dev>
 void print_products_of_125m(Dev& dev) {
     const Config c = options_of("--model 125m --batch 16");
     const int N = int(c.batch * c.seq_len), C = int(c.dim), M = int(c.mlp_hidden), P = int(c.heads * c.head_dim),
-              V = int((c.vocab_size + 127) / 128 * 128);
+              V = int(Table(c).padded_vocab);
     const struct {
         const char* name;
         int in, out;

@@ -107,8 +107,7 @@ inline void drop_unsupported_options(TrainConfig& c, const std::set<std::string>
         c.given_up[name] = reason;
     };
     if (asks_for_device(c) && !has_device(c, gpus)) give_up("device", c.device, "auto", why_no_device(c, gpus));
-    const std::vector<std::string>& kernels = gpus.engine.attention_kernels;
-    if (!has_device(c, gpus) || !std::count(kernels.begin(), kernels.end(), c.attention_kernel))
+    if (!has_device(c, gpus) || !gpus.engine.has_attention_kernel(c.attention_kernel))
         give_up("attention-kernel", c.attention_kernel, "auto", "what computes now does not have it");
     if (has_device(c, gpus)) give_up("cpu-dtype", c.cpu_dtype, "fp32", "the run is on a GPU now");
     if (c.threads > share) give_up("threads", c.threads, 0, format_text("this rank has %d processors", share));
@@ -132,13 +131,12 @@ inline int threads_of_variable(int share, bool speaks) {
 // Refuses a name that the engine in use does not know.
 inline void check_attention_kernel(const MachineConfig& c, const Device& d) {
     const std::string& name = c.attention_kernel;
-    const std::vector<std::string>& kernels = d.engine.attention_kernels;
-    if (name == "auto" || (d.gpu && std::count(kernels.begin(), kernels.end(), name))) return;
-    if (!d.gpu || kernels.empty())
+    if (name == "auto" || (d.gpu && d.engine.has_attention_kernel(name))) return;
+    if (!d.gpu || d.engine.attention_kernels.empty())
         fail_usage("--attention-kernel %s: the %s engine has no choice of kernels; leave it out", name.c_str(),
                    d.gpu ? d.engine.name.c_str() : "CPU");
     fail_usage("--attention-kernel is '%s'; the %s engine of this build (%s) has auto, %s", name.c_str(),
-               d.engine.name.c_str(), d.engine.format.c_str(), joined_words(kernels, ", ").c_str());
+               d.engine.name.c_str(), d.engine.format.c_str(), joined_words(d.engine.attention_kernels, ", ").c_str());
 }
 
 // The device of the options --device, --attention-kernel, --cpu-dtype and --threads on this machine. share: this rank's
