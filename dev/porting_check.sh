@@ -20,27 +20,19 @@ for place in here empty; do
 done
 ln -s "$(realpath "$build")" "$work/here/build"
 
-# good COMMAND COMMAND_LINE [PLACE]: COMMAND is in the document, COMMAND_LINE what is run for it, in `here` or PLACE.
-good() {
-    if (cd "$work/${3:-here}" && timeout 600 bash -c "$2") >"$work/output" 2>&1 </dev/null; then
-        echo "ok   $1$([ "$1" = "$2" ] || echo "   by: $2")"
-        passed=$((passed + 1))
-    else
-        echo "FAIL $1: $2"
-        sed 's/^/    /' "$work/output" | tail -20
-        failed=$((failed + 1))
-    fi
-}
+in_place() { (cd "$work/$1" && timeout 600 bash -c "$2") </dev/null; }
+# try COMMAND COMMAND_LINE [PLACE]: COMMAND is in the document, COMMAND_LINE what is run for it, in `here` or PLACE.
+try() { good "$1$([ "$1" = "$2" ] || echo "   by: $2")" in_place "${3:-here}" "$2"; }
 skip() {
     echo "skipped: $1: $2"
     skipped=$((skipped + 1))
 }
-rehearse() { good "$1" "${1/make/make -n}" empty; }
+rehearse() { try "$1" "${1/make/make -n}" empty; }
 # by_test_long COMMAND: it takes long, and make test_long runs it beside this script.
-by_test_long() { good "$1" "grep -A 9 '^test_long:' dev/dev.mk | grep -F '$1'"; }
+by_test_long() { try "$1" "grep -A 9 '^test_long:' dev/dev.mk | grep -F '$1'"; }
 # on_gpu COMMAND OPTION: it needs a GPU; the program has to know the option.
 on_gpu() {
-    good "$1" "make -n build/test_device && grep -rhq -e '\"$2\"' dev/test dev/bench" empty
+    try "$1" "make -n build/test_device && grep -rhq -e '\"$2\"' dev/test dev/bench" empty
     skip "$1" "needs a GPU to run"
 }
 need() { command -v "$1" >/dev/null; }
@@ -51,42 +43,42 @@ check() {
     case $command in
     'make test' | 'make goldens' | 'make hip_check' | 'make build/cuda_tests') rehearse "$command" ;;
     'make GPU=NAME' | make*GPU=opencl*)
-        if [ -e /usr/include/CL/cl.h ]; then good "$command" "make -n ${command/#make/} GPU=opencl" empty
+        if [ -e /usr/include/CL/cl.h ]; then try "$command" "make -n ${command/#make/} GPU=opencl" empty
         else skip "$command" "no OpenCL's headers"; fi ;;
     make*GPU=hip*) if need hipcc; then rehearse "$command"; else skip "$command" 'no hipcc'; fi ;;
     'make GPU_COMPUTE_CAPABILITY='*)
         if ! need nvcc; then skip "$command" 'no nvcc'
-        else good "$command" "make -n ${command#make } | grep -e ' -arch=sm_${command#*=} '" empty; fi ;;
+        else try "$command" "make -n ${command#make } | grep -e ' -arch=sm_${command#*=} '" empty; fi ;;
     'make NVCC=FOLDER'*)
         if ! need nvcc; then skip "$command" 'no nvcc'
-        else good "$command" "make -n NVCC=$(command -v nvcc) ${command#*/nvcc } | grep -e -cudart" empty; fi ;;
-    'make test_nsa && ./test_nsa') good "$command" "$command" ;;
+        else try "$command" "make -n NVCC=$(command -v nvcc) ${command#*/nvcc } | grep -e -cudart" empty; fi ;;
+    'make test_nsa && ./test_nsa') try "$command" "$command" ;;
     'make build/test_device && build/test_device')
         if need nvcc; then on_gpu "$command" --list; else skip "$command" 'no nvcc'; fi ;;
-    'make build/train_nsa_emulated' | 'make BUILD=build/debug '*) good "$command" "$command" ;;
+    'make build/train_nsa_emulated' | 'make BUILD=build/debug '*) try "$command" "$command" ;;
     'mpirun -np 2 build/train_nsa_emulated '*)
-        if need mpirun; then good "$command" "$command"; else skip "$command" 'no mpirun'; fi ;;
+        if need mpirun; then try "$command" "$command"; else skip "$command" 'no mpirun'; fi ;;
     'gdb --args '*)
         if ! need gdb; then skip "$command" 'no gdb'
-        else good "$command" "gdb -batch $(session) ${command#gdb } | tee /dev/stderr | session_is_good"; fi ;;
-    'build/tests --perf --model 125m') good "$command" 'build/tests --perf --model tiny --batch 1' ;;
-    'build/cuda_tests --write-results FILE') good "$command" 'build/cuda_tests --write-results FILE' ;;
-    'build/test_device --compare-results FILE') good "$command" 'build/cuda_tests --compare-results FILE' ;;
-    'build/test_device --predict-attention') good "$command" 'build/cuda_tests --predict-attention' ;;
+        else try "$command" "gdb -batch $(session) ${command#gdb } | tee /dev/stderr | session_is_good"; fi ;;
+    'build/tests --perf --model 125m') try "$command" 'build/tests --perf --model tiny --batch 1' ;;
+    'build/cuda_tests --write-results FILE') try "$command" 'build/cuda_tests --write-results FILE' ;;
+    'build/test_device --compare-results FILE') try "$command" 'build/cuda_tests --compare-results FILE' ;;
+    'build/test_device --predict-attention') try "$command" 'build/cuda_tests --predict-attention' ;;
     'build/test_device --'*)
         if need nvcc; then on_gpu "$command" "--${command##* --}"; else skip "$command" 'no nvcc'; fi ;;
     build/*' '*) unknown "$command" ;;
-    build/*) good "$command" "make -n $command" empty ;;
+    build/*) try "$command" "make -n $command" empty ;;
     'ARCHS='*' dev/kernel_report.sh')
-        if need nvcc; then good "$command" "$command"; else skip "$command" 'no nvcc'; fi ;;
+        if need nvcc; then try "$command" "$command"; else skip "$command" 'no nvcc'; fi ;;
     dev/kernel_report.sh | dev/loop_report.sh | dev/opencl_check.sh | dev/porting_check.sh) by_test_long "$command" ;;
-    dev/gpu_check.sh*) good "$command" "DRY_RUN=1 $command" ;;
-    'dev/results_table.sh REPORT README.md') good "$command" "printf '# X\n\n## train\n' >REPORT; $command" ;;
-    './train_nsa --dump-state') good "$command" './train_nsa help | grep -e --dump-state' ;;
-    './train_nsa '*' --dump-state state.safetensors') good "$command" "$command" ;;
+    dev/gpu_check.sh*) try "$command" "DRY_RUN=1 $command" ;;
+    'dev/results_table.sh REPORT README.md') try "$command" "printf '# X\n\n## train\n' >REPORT; $command" ;;
+    './train_nsa --dump-state') try "$command" './train_nsa help | grep -e --dump-state' ;;
+    './train_nsa '*' --dump-state state.safetensors') try "$command" "$command" ;;
     'dev/reference.py compare') ;;  # the command below it names its file
     'python3 dev/reference.py compare '*)
-        if has_torch; then good "$command" "${command/python3/${PYTHON:-python3}}"
+        if has_torch; then try "$command" "${command/python3/${PYTHON:-python3}}"
         else skip "$command" 'no PyTorch'; fi ;;
     'dpkg -x') skip "$command" 'it unpacks what has to be downloaded' ;;
     *) unknown "$command" ;;
@@ -122,7 +114,7 @@ while IFS= read -r line; do
     ARCHS=* | make\ * | gdb\ * | mpirun\ * | python3\ * | dpkg\ * | ./* | build/*) check "$line" ;;
     dev/*.sh | dev/*.sh\ * | dev/*.py\ *) check "$line" ;;
     dev/*NAME* | dev/results/) ;;  # whatever it is called, and what a run makes
-    dev/* | lib/*) good "$line" "[ -e $line ]" ;;
+    dev/* | lib/*) try "$line" "[ -e $line ]" ;;
     esac
 done < <(code)
 [ $((passed + failed)) -gt 30 ] || { echo "few commands were found in dev/PORTING.md"; failed=$((failed + 1)); }
