@@ -2,11 +2,11 @@
 // struct Cpu in nsa_cpu.h, which is their specification. Matrix products are cuBLASLt's; everything else is written
 // here. To port the model to another kind of GPU is to write this file again.
 //
-// The file reads in this order:  loads and stores  ->  row operations (embedding, norm, SiLU, classifier, optimiser) ->
-// attention and selection by plain kernels, which compute what the paper says in the fewest ideas  ->  heads and RoPE
-// -> compression  ->  the gated sum  ->  attention and selection on tensor cores  ->  struct Cuda, which launches them
-// all. lib/ holds the rest: lib/cuda/common.cuh (the seam to CUDA), lib/cuda/runtime.cuh (memory, streams, graphs,
-// cuBLASLt), lib/cuda/tiles.cuh and attention_tiles.cuh (what the tensor-core kernels are built from),
+// The file reads in this order:  row operations (embedding, norm, SiLU, classifier, sums)  ->  attention and selection
+// by plain kernels, which compute what the paper says in the fewest ideas  ->  heads and RoPE  ->  compression  ->  the
+// gated sum  ->  attention and selection on tensor cores  ->  struct Cuda, which launches them all. lib/cuda holds the
+// rest: common.cuh (the seam to CUDA), vectors.cuh (loads and stores), optimiser.cuh (AdamW, Muon), runtime.cuh
+// (memory, streams, cuBLASLt), tiles.cuh and attention_tiles.cuh (what the tensor-core kernels are built from),
 // attention_gathered.cuh (the selected branch for long sequences).
 //
 // Precision. Parameters and activations are bf16, or fp32 when compiled with -DPRECISION_FP32; attention is then
@@ -27,104 +27,14 @@
 #include <vector>
 
 #include "lib/cuda/common.cuh"
-
 #include "lib/cuda/devices.cuh"
 #include "nsa_cpu.h"
 #include "lib/cuda/optimiser.cuh"
 #include "lib/cuda/runtime.cuh"
 #include "lib/cuda/attention_gathered.cuh"
-
-#ifdef PRECISION_FP32
-using cuda_real = float;
-#else
-using cuda_real = __nv_bfloat16;
-#endif
+#include "lib/cuda/vectors.cuh"
 
 namespace kernels {
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Loads and stores. Kernels are written for W elements at a time: 16 bytes of cuda_real where rows and pointers allow
-// it, else 1. In registers the elements are always fp32.
-
-constexpr int WIDE = 16 / int(sizeof(cuda_real));
-
-template <int W>
-__device__ inline void load(float (&x)[W], const float* p) {
-    if constexpr (W == 1) {
-        x[0] = *p;
-    } else {
-        for (int i = 0; i < W; i += 4) {
-            const float4 four = *reinterpret_cast<const float4*>(p + i);
-            x[i] = four.x;
-            x[i + 1] = four.y;
-            x[i + 2] = four.z;
-            x[i + 3] = four.w;
-        }
-    }
-}
-template <int W>
-__device__ inline void store(float* p, const float (&x)[W]) {
-    if constexpr (W == 1) {
-        *p = x[0];
-    } else {
-        for (int i = 0; i < W; i += 4)
-            *reinterpret_cast<float4*>(p + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
-    }
-}
-#ifndef PRECISION_FP32
-template <int W>
-__device__ inline void load(float (&x)[W], const __nv_bfloat16* p) {
-    if constexpr (W == 1) {
-        x[0] = float(*p);
-    } else {
-        const uint4 eight = *reinterpret_cast<const uint4*>(p);
-        const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-        for (int i = 0; i < 4; i++) {
-            x[2 * i] = __uint_as_float(pairs[i] << 16);
-            x[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
-        }
-    }
-}
-template <int W>
-__device__ inline void store(__nv_bfloat16* p, const float (&x)[W]) {
-    if constexpr (W == 1) {
-        *p = __float2bfloat16_rn(x[0]);
-    } else {
-        unsigned pairs[4];
-        for (int i = 0; i < 4; i++) pairs[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
-        *reinterpret_cast<uint4*>(p) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-}
-#endif
-
-// The index of this thread among all threads of the launch.
-__device__ inline size_t thread_index() { return size_t(blockIdx.x) * blockDim.x + threadIdx.x; }
-
-// The row of D elements that this thread and its neighbours share.
-constexpr int ROW_LANES = 8;
-__device__ inline size_t row_index() { return size_t(blockIdx.x) * (blockDim.x / ROW_LANES) + threadIdx.x / ROW_LANES; }
-
-// The sum over the threads of a block of SUM_THREADS, in a fixed order; only thread 0 gets it. of_warps: in shared
-// memory.
-constexpr int SUM_THREADS = 256, SUM_WARPS = SUM_THREADS / 32;
-__device__ inline double block_sum(double sum, double* of_warps) {
-    sum = lane_sum(sum);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0)
-        for (int i = 1; i < SUM_WARPS; i++) sum += of_warps[i];
-    return sum;
-}
-
-// 1 / (1 + e^-x), rounded as a division would round it: a reciprocal and one Newton step, without a division's branch
-// to rare cases. Those (x below -87.3, where the result is below 2^-126) give 0.
-__device__ inline float sigmoid(float x) {
-    const float y = 1 + expf(-x), r = reciprocal_approx(y);
-    return y > 0x1p126f ? 0 : fmaf(r, fmaf(-y, r, 1), r);
-}
-
-// e^x for x <= 0, to within 2^-22 (1 + |x|): a product and an exponential, a third of what expf takes.
-__device__ inline float exp_approx(float x) { return exp2_approx(x * LOG2_E); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Embedding.
@@ -384,7 +294,7 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Optimiser.
+// Sums of losses and of squared gradients. The update's own kernels, AdamW and Muon, are in lib/cuda/optimiser.cuh.
 
 constexpr int SUM_PARTS = 1024;
 
@@ -443,97 +353,6 @@ __global__ void widen_kernel(float* y, const __nv_bfloat16* x, size_t count) {
     for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) y[i] = float(x[i]);
 }
 #endif
-
-// The parameters that belong to their fp32 masters, the first of which is element `place` of all. In bf16 they are
-// rounded up in magnitude with the probability that keeps the mean: 16 random bits are added to the 16 that are cut
-// off.
-template <int W>
-__device__ inline void round_to(cuda_real* param, const float (&master)[W], [[maybe_unused]] uint64_t seed,
-                                [[maybe_unused]] uint64_t stream, [[maybe_unused]] uint64_t place) {
-#ifdef PRECISION_FP32
-    store(param, master);
-#else
-    const Philox random = philox4x32(place / 8, stream, seed);
-    float rounded[W];
-    for (int k = 0; k < W; k++) {
-        const uint32_t bits = __float_as_uint(master[k]), drawn = bits16(random, W == 8 ? k : int(place % 8));
-        const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
-        rounded[k] = __uint_as_float((bits + (finite ? drawn : 0)) & 0xffff0000u);
-    }
-    store(param, rounded);
-#endif
-}
-// One thread per W elements, which are in the same span or between two.
-template <int W>
-__global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad,
-                             const AdamWSpan* spans, int span_count, AdamWConstants h) {
-    // The factors of the gradient and of the parameter are computed in fp64, which is slow on many GPUs (1/64 of the
-    // rate of fp32), so only once per block; and so is where the block begins among the spans.
-    SHARED(float, factors, [2]);
-    SHARED(int, first_span, [1]);
-    const size_t i = thread_index() * W;
-    if (threadIdx.x < 2) factors[threadIdx.x] = threadIdx.x == 0 ? clip_factor(h) : float(1 - h.lr * h.decay);
-    if (threadIdx.x == 0) first_span[0] = span_at(i, spans, span_count);
-    __syncthreads();
-    const AdamWSpan* span = span_of(i, spans + first_span[0], spans + span_count);
-    const float scale = factors[0];
-    if (!span || scale != scale) return;
-    const float keep = span->decays ? factors[1] : 1;
-    float g[W], m_new[W], v_new[W], updated[W];
-    load(g, grad + i);
-    load(m_new, m + i);
-    load(v_new, v + i);
-    load(updated, master + i);
-    for (int k = 0; k < W; k++) {
-        g[k] *= scale;
-        m_new[k] = h.beta1 * m_new[k] + (1 - h.beta1) * g[k];
-        v_new[k] = h.beta2 * v_new[k] + (1 - h.beta2) * g[k] * g[k];
-        updated[k] = updated[k] * keep - h.step_size * m_new[k] / (sqrtf(v_new[k]) * h.v_correction + h.eps);
-    }
-    store(m + i, m_new);
-    store(v + i, v_new);
-    store(master + i, updated);
-    round_to(param + i, updated, h.seed, h.stream, h.counter + i);
-}
-// Muon, as Cpu has it: the matrices are [rows, columns], but transposed in direction and y where rows > columns.
-__device__ inline size_t muon_index(size_t i, size_t rows, size_t columns) {
-    return rows > columns ? i % columns * rows + i / columns : i;
-}
-__global__ void muon_momentum_kernel(float* direction, float* m, const float* grad, size_t rows, size_t columns,
-                                     AdamWConstants h) {
-    SHARED(float, scale, [1]);
-    if (threadIdx.x == 0) scale[0] = clip_factor(h);
-    __syncthreads();
-    const size_t i = thread_index();
-    if (i >= rows * columns || scale[0] != scale[0]) return;
-    const float g = grad[i] * scale[0], m_new = h.beta1 * m[i] + (1 - h.beta1) * g;
-    m[i] = m_new;
-    direction[muon_index(i, rows, columns)] = h.beta1 * m_new + (1 - h.beta1) * g;
-}
-__global__ void muon_normalise_kernel(cuda_real* y, const float* direction, const double* squares, double factor,
-                                      size_t count) {
-    SHARED(float, scale, [1]);
-    if (threadIdx.x == 0) scale[0] = float(*squares > 0 ? factor / sqrt(*squares) : 0);
-    __syncthreads();
-    const size_t i = thread_index();
-    if (i < count) y[i] = cuda_real(direction[i] * scale[0]);
-}
-__global__ void muon_apply_kernel(cuda_real* param, float* master, const cuda_real* y, size_t rows, size_t columns,
-                                  AdamWConstants h) {
-    SHARED(float, factors, [2]);
-    if (threadIdx.x < 2) factors[threadIdx.x] = threadIdx.x == 0 ? clip_factor(h) : float(1 - h.lr * h.decay);
-    __syncthreads();
-    const size_t i = thread_index();
-    if (i >= rows * columns || factors[0] != factors[0]) return;
-    const float updated[1] = {master[i] * factors[1] - h.step_size * float(y[muon_index(i, rows, columns)])};
-    store(master + i, updated);
-    round_to(param + i, updated, h.seed, h.stream, h.counter + i);
-}
-__global__ void round_master_kernel(cuda_real* param, const float* master, size_t count, uint64_t seed, uint64_t stream,
-                                    uint64_t counter) {
-    const size_t i = thread_index();
-    if (i < count) round_to(param + i, {master[i]}, seed, stream, counter + i);
-}
 
 }  // namespace kernels
 

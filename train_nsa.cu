@@ -788,20 +788,6 @@ void generate(
     if (c.stats) decoder.meter.print();
 }
 
-// Prints and returns a sample: the prompt, or the beginning of a new document, and what the model makes of it.
-template <class Dev>
-std::string print_sample(Model<Dev>& model, const Tokenizer& tokenizer, const SampleConfig& c, int64_t count,
-                         bool in_training, const std::string& prompt) {
-    std::vector<uint16_t> ids = {tokenizer.end_of_text};
-    Encoder(tokenizer).append(prompt, ids);
-    if (!in_training) warn_beyond_trained(int64_t(ids.size()), count, model.config.seq_len);
-    TokenPrinter<Tokenizer> printer = {tokenizer, in_training || c.past_end, prompt};
-    generate(
-        model, std::vector<int32_t>(ids.begin(), ids.end()), count, c,
-        [&](int32_t token) { return printer.print(token) && stop_signal == 0; }, [&] { printer.end(); });
-    return printer.all;
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Steps.
 
@@ -852,19 +838,6 @@ void accumulate_gradients(Model<Dev>& model, Activations<Dev>& a, DataLoader& lo
     model.progress("waiting for the other ranks");
     reducer->finish();
     model.progress("update");
-}
-
-// Runs before anything is allocated, as fit_batch() describes. Returns whether memory is tight.
-template <class Dev>
-bool require_memory(Dev& dev, ModelConfig& c, const World& world, bool batch_is_given) {
-    const double mib = 1 << 20;
-    const double fixed = Model<Dev>::flat_bytes(c, world.size) / mib;
-    const double available = world.lowest(dev.available_bytes(world.device_sharers) / mib);
-    return fit_batch(c, world, batch_is_given, fixed, available, [&](int64_t batch, int64_t recompute) {
-        ModelConfig other = c;
-        other.recompute = recompute;
-        return fixed + Activations<Dev>::bytes_needed(dev, other, batch, c.seq_len, TRAINING) / mib;
-    });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1161,9 +1134,10 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
     int status = 0;
     with_engine(device, world, [&](auto& dev, const GradientPath& path) {
         dev.check_shape(shape_of(c, c.batch, c.seq_len));
-        const bool tight = require_memory(dev, c, world, given.count("batch"));
+        using Engine = std::decay_t<decltype(dev)>;
+        const bool tight = require_memory<Model<Engine>, Activations<Engine>>(dev, c, world, given.count("batch"));
         if (world.rank == 0) warn_of_doubtful_options(c, on_command_line);
-        Run<std::decay_t<decltype(dev)>> run(dev, c, world, manifest_json(c));
+        Run<Engine> run(dev, c, world, manifest_json(c));
         const auto train = [&] { return train_run(run, c, device, path, given, tight); };
         status = world.size > 1 ? report_errors(&world, train) : train();
     });

@@ -1,5 +1,4 @@
-// optimiser.cuh: what the optimiser's kernels in nsa_kernels.cuh are given of a step, and how they find what belongs to
-// an element.
+// optimiser.cuh: the kernels of the update, AdamW and Muon, which struct Cuda in nsa_kernels.cuh launches.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -7,6 +6,7 @@
 
 #include "../model/engine.h"
 #include "common.cuh"
+#include "vectors.cuh"
 
 struct AdamWConstants {
     float beta1, beta2, eps;
@@ -51,3 +51,98 @@ __device__ inline const AdamWSpan* span_of(size_t i, const AdamWSpan* span, cons
     while (span < end && span->end <= i) span++;
     return span < end && span->begin <= i ? span : nullptr;
 }
+
+namespace kernels {
+
+// The parameters that belong to their fp32 masters, the first of which is element `place` of all. In bf16 they are
+// rounded up in magnitude with the probability that keeps the mean: 16 random bits are added to the 16 that are cut
+// off.
+template <int W>
+__device__ inline void round_to(cuda_real* param, const float (&master)[W], [[maybe_unused]] uint64_t seed,
+                                [[maybe_unused]] uint64_t stream, [[maybe_unused]] uint64_t place) {
+#ifdef PRECISION_FP32
+    store(param, master);
+#else
+    const Philox random = philox4x32(place / 8, stream, seed);
+    float rounded[W];
+    for (int k = 0; k < W; k++) {
+        const uint32_t bits = __float_as_uint(master[k]), drawn = bits16(random, W == 8 ? k : int(place % 8));
+        const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
+        rounded[k] = __uint_as_float((bits + (finite ? drawn : 0)) & 0xffff0000u);
+    }
+    store(param, rounded);
+#endif
+}
+// One thread per W elements, which are in the same span or between two.
+template <int W>
+__global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad,
+                             const AdamWSpan* spans, int span_count, AdamWConstants h) {
+    // The factors of the gradient and of the parameter are computed in fp64, which is slow on many GPUs (1/64 of the
+    // rate of fp32), so only once per block; and so is where the block begins among the spans.
+    SHARED(float, factors, [2]);
+    SHARED(int, first_span, [1]);
+    const size_t i = thread_index() * W;
+    if (threadIdx.x < 2) factors[threadIdx.x] = threadIdx.x == 0 ? clip_factor(h) : float(1 - h.lr * h.decay);
+    if (threadIdx.x == 0) first_span[0] = span_at(i, spans, span_count);
+    __syncthreads();
+    const AdamWSpan* span = span_of(i, spans + first_span[0], spans + span_count);
+    const float scale = factors[0];
+    if (!span || scale != scale) return;
+    const float keep = span->decays ? factors[1] : 1;
+    float g[W], m_new[W], v_new[W], updated[W];
+    load(g, grad + i);
+    load(m_new, m + i);
+    load(v_new, v + i);
+    load(updated, master + i);
+    for (int k = 0; k < W; k++) {
+        g[k] *= scale;
+        m_new[k] = h.beta1 * m_new[k] + (1 - h.beta1) * g[k];
+        v_new[k] = h.beta2 * v_new[k] + (1 - h.beta2) * g[k] * g[k];
+        updated[k] = updated[k] * keep - h.step_size * m_new[k] / (sqrtf(v_new[k]) * h.v_correction + h.eps);
+    }
+    store(m + i, m_new);
+    store(v + i, v_new);
+    store(master + i, updated);
+    round_to(param + i, updated, h.seed, h.stream, h.counter + i);
+}
+// Muon, as Cpu has it: the matrices are [rows, columns], but transposed in direction and y where rows > columns.
+__device__ inline size_t muon_index(size_t i, size_t rows, size_t columns) {
+    return rows > columns ? i % columns * rows + i / columns : i;
+}
+__global__ void muon_momentum_kernel(float* direction, float* m, const float* grad, size_t rows, size_t columns,
+                                     AdamWConstants h) {
+    SHARED(float, scale, [1]);
+    if (threadIdx.x == 0) scale[0] = clip_factor(h);
+    __syncthreads();
+    const size_t i = thread_index();
+    if (i >= rows * columns || scale[0] != scale[0]) return;
+    const float g = grad[i] * scale[0], m_new = h.beta1 * m[i] + (1 - h.beta1) * g;
+    m[i] = m_new;
+    direction[muon_index(i, rows, columns)] = h.beta1 * m_new + (1 - h.beta1) * g;
+}
+__global__ void muon_normalise_kernel(cuda_real* y, const float* direction, const double* squares, double factor,
+                                      size_t count) {
+    SHARED(float, scale, [1]);
+    if (threadIdx.x == 0) scale[0] = float(*squares > 0 ? factor / sqrt(*squares) : 0);
+    __syncthreads();
+    const size_t i = thread_index();
+    if (i < count) y[i] = cuda_real(direction[i] * scale[0]);
+}
+__global__ void muon_apply_kernel(cuda_real* param, float* master, const cuda_real* y, size_t rows, size_t columns,
+                                  AdamWConstants h) {
+    SHARED(float, factors, [2]);
+    if (threadIdx.x < 2) factors[threadIdx.x] = threadIdx.x == 0 ? clip_factor(h) : float(1 - h.lr * h.decay);
+    __syncthreads();
+    const size_t i = thread_index();
+    if (i >= rows * columns || factors[0] != factors[0]) return;
+    const float updated[1] = {master[i] * factors[1] - h.step_size * float(y[muon_index(i, rows, columns)])};
+    store(master + i, updated);
+    round_to(param + i, updated, h.seed, h.stream, h.counter + i);
+}
+__global__ void round_master_kernel(cuda_real* param, const float* master, size_t count, uint64_t seed, uint64_t stream,
+                                    uint64_t counter) {
+    const size_t i = thread_index();
+    if (i < count) round_to(param + i, {master[i]}, seed, stream, counter + i);
+}
+
+}  // namespace kernels

@@ -5,9 +5,8 @@
 // than 128 bytes: the same within 128 bytes), so that the eight rows that ldmatrix reads at once are in different
 // banks.
 #pragma once
-#include <cstring>
-
 #include "common.cuh"
+#include "vectors.cuh"
 
 using bf16 = __nv_bfloat16;
 
@@ -65,12 +64,6 @@ __device__ inline void multiply_pair(float (&c0)[4], float (&c1)[4], const unsig
     const unsigned b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
     mma_m16n8k16(c0, a, b0, c0);
     mma_m16n8k16(c1, a, b1, c1);
-}
-__device__ inline unsigned pack_bf16(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    unsigned bits;
-    memcpy(&bits, &pair, 4);
-    return bits;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

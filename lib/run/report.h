@@ -143,6 +143,19 @@ bool fit_batch(ModelConfig& c, const World& world, bool batch_is_given, double f
     return needed(c.batch, c.recompute) > 0.75 * available;
 }
 
+// The same for a model and its activations, on the memory of this engine.
+template <class Model, class Activations, class Dev, class World>
+bool require_memory(Dev& dev, ModelConfig& c, const World& world, bool batch_is_given) {
+    const double mib = 1 << 20;
+    const double fixed = Model::flat_bytes(c, world.size) / mib;
+    const double available = world.lowest(dev.available_bytes(world.device_sharers) / mib);
+    return fit_batch(c, world, batch_is_given, fixed, available, [&](int64_t batch, int64_t recompute) {
+        ModelConfig other = c;
+        other.recompute = recompute;
+        return fixed + Activations::bytes_needed(dev, other, batch, c.seq_len, TRAINING) / mib;
+    });
+}
+
 // Bytes of a rank, for something that only runs forward.
 inline void require_memory_for(double needed, double available, const std::string& what, const char* advice) {
     if (needed > available)
