@@ -18,6 +18,7 @@
 #include "../base/safetensors.h"
 #include "../run/tensor_files.h"
 #include "../data/vocabulary.h"
+#include "model_card.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The files of lib/report/hf/ within the program.
@@ -141,6 +142,7 @@ void export_checkpoint(Config c) {
     files.emplace_back("generation_config.json",
                        format_text("{\"bos_token_id\": %d, \"eos_token_id\": %d, \"pad_token_id\": %d}\n", end_of_text,
                                    end_of_text, end_of_text));
+    files.emplace_back("README.md", model_card(c, model.folder, to, table.parameters));
     files.emplace_back("config.json", hf_config_json(c, end_of_text));  // the last: without it nobody takes the folder
     require_empty_folder(to, "export");
     make_folders(to);

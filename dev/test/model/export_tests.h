@@ -45,9 +45,9 @@ TEST(export_has_the_files_of_transformers_and_the_run_s_bytes) {
     for (const char* attention : {"nsa", "full"}) {
         REQUIRE_GOOD(train({{"out", run_folder}, {"attention", attention}, {"init", "random"}}));
         REQUIRE_GOOD(export_to(to, run_folder));
-        CHECK(names_in(to) == std::set<std::string>({"config.json", "configuration_nsa.py", "generation_config.json",
-                                                     "model.safetensors", "modeling_nsa.py", "tokenizer.json",
-                                                     "tokenizer_config.json"}));
+        CHECK(names_in(to) == std::set<std::string>({"README.md", "config.json", "configuration_nsa.py",
+                                                     "generation_config.json", "model.safetensors", "modeling_nsa.py",
+                                                     "tokenizer.json", "tokenizer_config.json"}));
         const std::string checkpoint = run_folder + "/step_00000002";
         CHECK(read_file(to + "/model.safetensors") == read_file(checkpoint + "/model.safetensors"));
         CHECK_EQUAL(read_raw(to + "/model.safetensors").metadata.at("format"), "pt");
@@ -105,9 +105,9 @@ TEST(export_of_gpt2_carries_the_vocabulary) {
     CHECK_REFUSED(export_to(to, run_folder, {"--vocab-dir", folder.file("none")}), 1, folder.file("none"));
     CHECK(!file_exists(to));
     REQUIRE_GOOD(export_to(to, run_folder, {"--vocab-dir", vocabulary}));
-    CHECK(names_in(to) ==
-          std::set<std::string>({"config.json", "configuration_nsa.py", "generation_config.json", "merges.txt",
-                                 "model.safetensors", "modeling_nsa.py", "tokenizer_config.json", "vocab.json"}));
+    CHECK(names_in(to) == std::set<std::string>({"README.md", "config.json", "configuration_nsa.py",
+                                                 "generation_config.json", "merges.txt", "model.safetensors",
+                                                 "modeling_nsa.py", "tokenizer_config.json", "vocab.json"}));
     CHECK(read_file(to + "/merges.txt") == merges);
     const std::string from = vocabulary + "/encoder.json", written = to + "/vocab.json";
     const Json expected = parse_json(read_file(from), from), found = parse_json(read_file(written), written);
@@ -154,6 +154,36 @@ TEST(import_of_an_export_is_the_run) {
     REQUIRE_GOOD(import_to(folder.file("back2"), again));
     CHECK(read_file(folder.file("back2/step_00000000/model.safetensors")) ==
           read_file(run_folder + "/step_00000003/model.safetensors"));
+}
+
+// The model card: numbers that the run printed, a command that the program takes, and no folder of this machine.
+TEST(export_writes_a_model_card) {
+    using namespace program;
+    TempFolder folder;
+    const std::string run_folder = folder.file("run"), hf = folder.file("hf");
+    write_file(folder.file("train.bin"), shard(random_tokens(64 * 15 + 1, 1, 64)));
+    write_file(folder.file("val.bin"), shard(random_tokens(64 * 15 + 1, 2, 64)));
+    REQUIRE_GOOD(train({{"out", run_folder},
+                        {"data", folder.file("train.bin")},
+                        {"val-data", folder.file("val.bin")},
+                        {"steps", "3"},
+                        {"eval-every", "3"},
+                        {"lr", "0.0031"}}));
+    REQUIRE_GOOD(export_to(hf, run_folder));
+    const std::string card = read_file(hf + "/README.md");
+    const std::vector<double> losses = logged(run_folder, "loss");
+    const double mean = (losses[0] + losses[1] + losses[2]) / 3;
+    int64_t parameters = 0;
+    for (const auto& [name, tensor] : read_raw(hf + "/model.safetensors").tensors)
+        parameters += int64_t(tensor.values<float>().size());
+    REQUIRE(parameters > 1000 && parameters < 1000000);
+    for (const std::string& text :
+         {format_text("| parameters | %d,%03d |", int(parameters / 1000), int(parameters % 1000)),
+          format_text("%.4f, mean of the last 3 steps", mean),
+          format_text("%.4f over ", logged(run_folder, "val_loss").back()), std::string("--lr '0.0031'"),
+          std::string("--data 'train.bin'")})
+        CHECK(card.find(text) != std::string::npos);
+    CHECK(card.find(folder.path) == std::string::npos);
 }
 
 TEST(export_and_import_refuse_in_one_line) {

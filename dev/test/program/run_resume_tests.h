@@ -94,6 +94,24 @@ TEST(run_resumes_with_the_options_of_earlier_versions) {
     CHECK_EQUAL(glob_files(out + "/events.out.tfevents.*").size(), 1u);
 }
 
+// Checkpoints of a 0.x are read by every later one. dev/test/checkpoint_0.2 is a run of version 0.2.0, stopped after
+// step 4 of 8, with its data; the losses are those with which version 0.2.0 itself went on. Without the moments, at
+// another place in the data or at another learning rate they differ by 0.004 or more.
+TEST(run_resumes_a_checkpoint_of_version_0_2) {
+    using namespace program;
+    TempFolder folder;
+    const std::string out = folder.file("run");
+    copy_folder("dev/test/checkpoint_0.2", out);
+    const Result r =
+        run({"--resume", "--out", out, "--data", out + "/train.bin", "--val-data", out + "/val.bin", "--threads", "1"});
+    REQUIRE_GOOD(r);
+    CHECK(r.out.find("step_00000004, step 4\n") != std::string::npos);
+    const std::vector<double> losses = logged(out, "loss"), expected = {5.805086, 5.817225, 5.785143, 5.674233};
+    REQUIRE(losses.size() == expected.size());
+    for (size_t i = 0; i < expected.size(); i++) CHECK(std::abs(losses[i] - expected[i]) < 1e-4);
+    CHECK(std::abs(logged(out, "val_loss").back() - 5.709415) < 1e-4);
+}
+
 // What decides the bits of a run that nobody gives again, in the whole program: micro-batch, threads, statistics.
 TEST(run_resumed_bare_is_the_run) {
     using namespace program;
