@@ -113,6 +113,7 @@ struct PreTokenizer {
 // Merging.
 
 constexpr uint32_t NO_TOKEN = ~0u;
+constexpr size_t LONG_PIECE = 1 << 14;  // bytes, from which on merge_piece() does without a heap
 
 // The merges: an open hash table from (left id, right id) to the id of both together. The id is also the rank: lower
 // ids were learnt earlier.
@@ -174,8 +175,10 @@ struct Tokenizer {
     }
 
     // Appends the tokens of one piece (n >= 1 bytes): merges the pair of the lowest rank, the leftmost among equals,
-    // until no pair is left. O(n log n): the parts are a linked list and the pairs a heap. When a merge changes the
-    // neighbour of a pair, the pair's old entry stays in the heap and is skipped later.
+    // until no pair is left. The parts are a linked list and the pairs a heap. When a merge changes the neighbour of a
+    // pair, the pair's old entry stays where it is and is skipped later.
+    // In a long piece, such as a million times one letter, a heap misses the cache at every step. There the pairs lie in
+    // a list for each rank, and the ranks are gone through once: what a merge makes only merges to a higher rank.
     void merge_piece(const char* piece, size_t n, MergeScratch& scratch, std::vector<uint16_t>& ids) const {
         if (n >= NO_TOKEN)
             fail("a run of %zu bytes without a place to cut is too long for the tokenizer (limit %u)", n, NO_TOKEN - 1);
@@ -183,28 +186,30 @@ struct Tokenizer {
         std::vector<uint64_t>& heap = scratch.heap;
         const uint32_t count = uint32_t(n), none = NO_TOKEN;
         const auto later = std::greater<uint64_t>();
+        const bool is_long = n >= LONG_PIECE;
+        std::vector<std::vector<uint32_t>> places(is_long ? 256 + merged.size() : 0);  // of each rank
         parts.resize(n);
         heap.clear();
         for (uint32_t i = 0; i < count; i++) {
             const uint32_t id = id_of_byte[static_cast<unsigned char>(piece[i])];
             parts[i] = {id, i ? i - 1 : none, i + 1 < count ? i + 1 : none, none};
             if (i > 0) parts[i - 1].merged = merges.find(parts[i - 1].id, id);
-            if (i > 0 && parts[i - 1].merged != none) heap.push_back(uint64_t(parts[i - 1].merged) << 32 | (i - 1));
+            if (i == 0 || parts[i - 1].merged == none) continue;
+            if (is_long) places[parts[i - 1].merged].push_back(i - 1);
+            else heap.push_back(uint64_t(parts[i - 1].merged) << 32 | (i - 1));
         }
         std::make_heap(heap.begin(), heap.end(), later);
         const auto pair_up = [&](uint32_t left) {  // the pair at `left` is new
             MergeScratch::Part& part = parts[left];
             part.merged = part.next == none ? none : merges.find(part.id, parts[part.next].id);
             if (part.merged == none) return;
+            if (is_long) return places[part.merged].push_back(left);
             heap.push_back(uint64_t(part.merged) << 32 | left);
             std::push_heap(heap.begin(), heap.end(), later);
         };
-        while (!heap.empty()) {
-            const uint32_t merged = uint32_t(heap.front() >> 32), left = uint32_t(heap.front());
-            std::pop_heap(heap.begin(), heap.end(), later);
-            heap.pop_back();
+        const auto merge = [&](uint32_t left, uint32_t merged) {
             MergeScratch::Part& part = parts[left];
-            if (part.merged != merged) continue;  // an old entry
+            if (part.merged != merged) return;  // an old entry
             MergeScratch::Part& right = parts[part.next];
             part.id = merged;
             part.next = right.next;
@@ -212,8 +217,20 @@ struct Tokenizer {
             right.merged = none;  // so its entry is skipped
             pair_up(left);
             if (part.previous != none) pair_up(part.previous);
+        };
+        while (!heap.empty()) {
+            const uint64_t first = heap.front();
+            std::pop_heap(heap.begin(), heap.end(), later);
+            heap.pop_back();
+            merge(uint32_t(first), uint32_t(first >> 32));
+        }
+        for (uint32_t rank = 0; rank < places.size(); rank++) {
+            std::vector<uint32_t> of_rank = std::move(places[rank]);
+            if (!std::is_sorted(of_rank.begin(), of_rank.end())) std::sort(of_rank.begin(), of_rank.end());
+            for (const uint32_t left : of_rank) merge(left, rank);
         }
         for (uint32_t i = 0; i != none; i = parts[i].next) ids.push_back(uint16_t(parts[i].id));
+        if (is_long) scratch = {};  // seldom needed, and 16 bytes for each of the piece
     }
 
     // `gpt2`, from a folder with any of the files that lib/data/vocabulary.h reads. Whatever the file, each token must

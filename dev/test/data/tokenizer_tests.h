@@ -564,6 +564,15 @@ TEST(bpe_matches_naive_one) {
         CHECK(tokenizer.encode(text) == expected);
     }
     CHECK(seen.size() > 60);  // of the 70 merges and a few bytes
+    // Both sides of the length from which on there is no heap.
+    for (const size_t n : {LONG_PIECE - 1, LONG_PIECE, LONG_PIECE + 1, 3 * LONG_PIECE}) {
+        const std::string one = random.of({"a"}, int(n)), many = random.of(letters, int(n)).substr(0, n);
+        for (const std::string& piece : {one, many}) {
+            std::vector<uint16_t> ids;
+            tokenizer.merge_piece(piece.data(), piece.size(), scratch, ids);
+            CHECK(ids == naive.encode(piece));
+        }
+    }
 }
 
 TEST(encode_round_trips_every_byte_sequence) {
@@ -611,9 +620,10 @@ TEST(bpe_of_long_runs_is_not_quadratic) {
     const auto start = std::chrono::steady_clock::now();
     CHECK_EQUAL(tokenizer.encode(std::string(1 << 20, 'a')).size(), size_t(1 << 14));
     CHECK_EQUAL(tokenizer.encode(std::string((1 << 20) + 63, 'a')).size(), size_t((1 << 14) + 6));
+    CHECK_EQUAL(tokenizer.encode(std::string(20 << 20, 'a')).size(), size_t(20 << 14));  // a heap takes half a minute
     CHECK_EQUAL(tokenizer.encode(std::string(1 << 20, ' ')).size(), size_t(1 << 20));
     CHECK_EQUAL(tokenizer.encode(std::string(1 << 20, '\xFF')).size(), size_t(1 << 20));
-    // about 0.5 s, twenty times that under sanitizers; a quadratic one takes hours
+    // about 1 s, twenty times that under sanitizers; a quadratic one takes hours
     CHECK(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < 120);
 }
 
