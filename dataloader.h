@@ -1,15 +1,26 @@
 // dataloader.h: token shards, and the order in which the ranks read them.
 //
-// A shard is 256 int32 {20240520, 1, number of tokens, vocabulary size or 0, 0 ...}, then that many uint16 tokens, all
-// little endian: the format of llm.c and modded-nanogpt, whose published FineWeb shards (vocabulary size 0 = not
-// recorded) work unchanged; lib/data/shards.h writes it. A sample is T+1 consecutive tokens of one shard. All ranks
-// walk one global sequence of samples, so the data of a step does not depend on how many ranks share it, and the
+// A shard is 256 int32 {20240520, 1, number of tokens, vocabulary size, its digest, 0 ...}, then that many uint16
+// tokens, all little endian: the format of llm.c and modded-nanogpt, whose published FineWeb shards (size and digest 0
+// = not recorded) work unchanged; lib/data/shards.h writes it. A sample is T+1 consecutive tokens of one shard. All
+// ranks walk one global sequence of samples, so the data of a step does not depend on how many ranks share it, and the
 // loader's whole state is four integers.
 //
 // --data may mix sets of shards: 'a_*.bin:3,b_*.bin:1'. The mixture is exact: with W the sum of the weights, here 4, of
 // the samples 0..W-1 of the global sequence, of W..2W-1 and so on, 3 are of a and 1 is of b, spread evenly and always
 // in the same order. Each set has a shuffle and epochs of its own: none of its samples comes again before all of them
 // have come. Where a set is at follows from the number of the global sample, so a mixture needs no more state.
+//
+// What an epoch holds. By default sample i of a shard is its tokens i*T .. i*T+T, so that every token but the first is
+// a target once; only the (tokens - 1) % T at a shard's end never are. With --align document a sample may begin at any
+// of i*T .. i*T+T-1, as far as T tokens follow: it begins where a document does, with its end-of-text token, and is
+// filled with what follows in the shard, the next documents too. Of several documents it takes the one nearest to i*T +
+// phase, the earlier of two; where none begins there, i*T + phase itself. The phase is drawn anew for each epoch. So
+// there are as many samples as by default, in the same order; no two of an epoch begin at the same token; a token is an
+// input at most twice. Those that an epoch leaves out are as many as those that it reads twice, a tenth or less: before
+// a document that begins late, after one that ends early. Another phase leaves out others, and each document is a
+// sample's beginning sooner or later. What a sample is follows from its number and from 2T tokens of its shard; so the
+// state stays four integers, and any number of ranks reads the same samples.
 #pragma once
 #include <future>
 
@@ -46,11 +57,10 @@ inline uint64_t shuffled_position(uint64_t position, uint64_t n, uint64_t seed, 
     return x;
 }
 
-// Deals samples to ranks. Sample i of a shard is its tokens i*T .. i*T+T: the first T are the inputs, the last T the
-// targets. Global sample s = 0, 1, 2 ... of a single set is at position s % n of epoch s / n, where n is the number of
-// samples; an epoch holds every sample once, shuffled or in the order of the files. Mixture says where it is in several
-// sets. The ranks take samples in turn. While the caller computes on one batch, a thread reads the next, so that a slow
-// disk costs the step nothing.
+// Deals samples to ranks: of T+1 tokens the first T are the inputs, the last T the targets. Global sample s = 0, 1, 2
+// ... of a single set is at position s % n of epoch s / n, where n is the number of samples; an epoch holds every
+// sample once, shuffled or in the order of the files. Mixture says where it is in several sets. The ranks take samples
+// in turn. While the caller computes on one batch, a thread reads the next, so that a slow disk costs the step nothing.
 class DataLoader {
     struct Sample {
         std::vector<uint16_t> tokens;    // (T + 1); 0 where the shard has ended
@@ -70,12 +80,14 @@ class DataLoader {
 
     uint64_t T() const { return uint64_t(options.seq_len); }
     uint64_t all_samples() const { return std::accumulate(samples.begin(), samples.end(), uint64_t(0)); }
+    bool aligned() const { return options.document_start >= 0; }
 
     // Recognises a corpus without reading all of it: a hash of the number of tokens in every shard and of 64 evenly
     // spaced tokens in each; of several sets also of the weights, and of where each set begins.
     uint64_t fingerprint() const {
         uint64_t hash = 0;
         const auto mix = [&](uint64_t x) { hash = random_bits(hash, x, 0); };
+        if (aligned()) mix(uint64_t(options.document_start));
         for (const TokenSource& source : sources) {
             if (options.sets.size() > 1) {
                 mix(source.set);
@@ -98,6 +110,32 @@ class DataLoader {
         if (scan && !scan->error().empty()) fail("%s", scan->error().c_str());
     }
 
+    // Without a document there would be nothing to align to.
+    void require_documents(const TokenSource& source) const {
+        std::vector<uint16_t> tokens(size_t(std::min<uint64_t>(source.count, 1 << 20)));
+        source.read(tokens.data(), 0, tokens.size());
+        if (std::find(tokens.begin(), tokens.end(), options.document_start) == tokens.end())
+            fail(
+                "%s: --align document: none of the first %zu tokens is end-of-text (%d), so no document begins there; "
+                "write shards with ./train_nsa tokenize, or leave --align out",
+                source.name.c_str(), tokens.size(), options.document_start);
+    }
+
+    // Where a sample begins under --align document: between `first`, its place by default, and the next sample's.
+    uint64_t aligned_start(const TokenSource& source, uint64_t first, uint64_t phase) const {
+        std::vector<uint16_t> tokens(size_t(std::min(T(), source.count - T() - first)));
+        source.read(tokens.data(), first, tokens.size());
+        const uint64_t target = std::min<uint64_t>(phase, tokens.size() - 1);
+        const auto is_start = [&](uint64_t at) {
+            return at < tokens.size() && tokens[at] == uint16_t(options.document_start);
+        };
+        for (uint64_t distance = 0; distance < T(); distance++) {
+            if (distance <= target && is_start(target - distance)) return first + target - distance;
+            if (is_start(target + distance)) return first + target + distance;
+        }
+        return first + target;
+    }
+
     Sample read_sample(uint64_t number) const {
         const Mixture::Place place = mixture->at(number);
         const uint64_t set_seed = place.set ? random_bits(seed, random_stream(RANDOM_SHUFFLE), place.set) : seed;
@@ -107,7 +145,10 @@ class DataLoader {
         const size_t shard =
             size_t(std::upper_bound(first_sample.begin(), first_sample.end(), index) - first_sample.begin()) - 1;
         const TokenSource& source = sources[shard];
-        const uint64_t start = (index - first_sample[shard]) * T();
+        uint64_t start = (index - first_sample[shard]) * T();
+        if (aligned())
+            start = aligned_start(source, start,
+                                  random_bits(set_seed, random_stream(RANDOM_SHUFFLE, place.epoch), ~0ull) % T());
         Sample sample;
         sample.tokens.resize(T() + 1);
         sample.size = size_t(std::min(T() + 1, source.count - start));
@@ -138,11 +179,17 @@ class DataLoader {
                     "%s holds tokens of a vocabulary of %d, the model's has %d: choose the tokenizer the shards were "
                     "made with, and its --vocab-dir",
                     source.name.c_str(), source.vocab_size, options.vocab_size);
+            if (source.vocab_digest && options.vocab_digest && source.vocab_digest != options.vocab_digest)
+                fail(
+                    "%s was made with another vocabulary of %d tokens (digest %08x) than the model's (%08x): give the "
+                    "--vocab-dir that the shards were made with",
+                    source.name.c_str(), options.vocab_size, source.vocab_digest, options.vocab_digest);
             first_sample.push_back(all_samples() + n);
             n += source.count > 0 ? (source.count - 1 + (options.tail ? T() - 1 : 0)) / T() : 0;
             tokens += source.count;
             shards++;
             largest = std::max(largest, source.count);
+            if (aligned() && shards == 1) require_documents(source);
         }
         if (n == 0)
             fail(
@@ -226,9 +273,9 @@ class DataLoader {
                 options.name.c_str(), (unsigned long long)saved.seq_len, options.seq_len);
         if (saved.corpus != corpus)
             fail(
-                "cannot continue on %s: the checkpoint was made on another corpus (fingerprint %016llx, of these "
-                "tokens %016llx): use the same shards, or for the synthetic corpus the same --seed; --allow-new-data "
-                "goes on with these",
+                "cannot continue on %s: the checkpoint was made on another corpus or with another --align "
+                "(fingerprint %016llx, of these tokens %016llx): use the same shards, or for the synthetic corpus the "
+                "same --seed; --allow-new-data goes on with these",
                 options.name.c_str(), (unsigned long long)saved.corpus, (unsigned long long)corpus);
         pending = {};  // waits for its thread
         seed = saved.seed;
@@ -258,10 +305,10 @@ class DataLoader {
     }
 
     std::string describe() const {
-        std::string text =
-            format_text("%s, %llu tokens, %s of %d tokens, %s", counted(int64_t(sources.size()), "shard").c_str(),
-                        (unsigned long long)total_tokens, counted(int64_t(all_samples()), "sample").c_str(),
-                        options.seq_len, options.shuffle ? "shuffled" : "in order");
+        std::string text = format_text(
+            "%s, %llu tokens, %s of %d tokens%s, %s", counted(int64_t(sources.size()), "shard").c_str(),
+            (unsigned long long)total_tokens, counted(int64_t(all_samples()), "sample").c_str(), options.seq_len,
+            aligned() ? " that begin at documents" : "", options.shuffle ? "shuffled" : "in order");
         for (size_t set = 0; samples.size() > 1 && set < samples.size(); set++)
             text += format_text("%s %llu of %zu from %s (%llu samples, all seen after %llu)", set ? "," : ";",
                                 (unsigned long long)options.sets[set].weight, mixture->turns(),

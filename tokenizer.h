@@ -177,8 +177,8 @@ struct Tokenizer {
     // Appends the tokens of one piece (n >= 1 bytes): merges the pair of the lowest rank, the leftmost among equals,
     // until no pair is left. The parts are a linked list and the pairs a heap. When a merge changes the neighbour of a
     // pair, the pair's old entry stays where it is and is skipped later.
-    // In a long piece, such as a million times one letter, a heap misses the cache at every step. There the pairs lie in
-    // a list for each rank, and the ranks are gone through once: what a merge makes only merges to a higher rank.
+    // In a long piece, such as a million times one letter, a heap misses the cache at every step. There the pairs lie
+    // in a list for each rank, and the ranks are gone through once: what a merge makes only merges to a higher rank.
     void merge_piece(const char* piece, size_t n, MergeScratch& scratch, std::vector<uint16_t>& ids) const {
         if (n >= NO_TOKEN)
             fail("a run of %zu bytes without a place to cut is too long for the tokenizer (limit %u)", n, NO_TOKEN - 1);
@@ -281,9 +281,10 @@ struct Tokenizer {
         return gpt2(vocab_dir);
     }
 
-    // The same; null where GPT-2's vocabulary is asked for and nobody has said where it is. size: of the model's
-    // vocabulary, where there is a model.
-    static std::unique_ptr<Tokenizer> find(const std::string& name, const std::string& vocab_dir, int64_t size = 0) {
+    // The same; null where GPT-2's vocabulary is asked for and nobody has said where it is. size, digest: of the
+    // model's vocabulary, where there is a model; 0: not known.
+    static std::unique_ptr<Tokenizer> find(const std::string& name, const std::string& vocab_dir, int64_t size = 0,
+                                           uint32_t digest = 0) {
         if (name == "gpt2" && vocab_dir.empty()) return nullptr;
         auto tokenizer = std::make_unique<Tokenizer>(open(name, vocab_dir));
         if (size && tokenizer->vocab_size() != size)
@@ -291,10 +292,23 @@ struct Tokenizer {
                 "--vocab-dir %s holds a vocabulary of %d tokens, and the model's has %lld: give the one that the "
                 "model was trained with",
                 vocab_dir.c_str(), tokenizer->vocab_size(), (long long)size);
+        if (digest && tokenizer->digest() != digest)
+            fail(
+                "--vocab-dir %s holds other tokens (digest %08x) than the model's vocabulary (%08x), though as many: "
+                "give the one that the model was trained with",
+                vocab_dir.c_str(), tokenizer->digest(), digest);
         return tokenizer;
     }
 
     int vocab_size() const { return int(tokens.size()); }
+
+    // Tells vocabularies of one size apart, in shards and in config.json: of the tokens' bytes in the order of the ids,
+    // from which the merges follow. 0 for bytes, of which there is one.
+    uint32_t digest() const {
+        uint32_t crc = 0;
+        for (const std::string& token : tokens) crc = crc32c(crc, token.c_str(), token.size() + 1);
+        return is_bytes ? 0 : std::max(crc, 1u);
+    }
 
     std::string describe() const {
         return is_bytes ? "bytes: 256 tokens, one per byte"

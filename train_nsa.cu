@@ -863,11 +863,11 @@ struct Run {
     static constexpr int64_t steps_between_statistics = Dev::on_host ? 1 : 50;
     static constexpr int64_t max_bad_steps = 3;  // in a row
 
-    Run(Dev& device, const TrainConfig& c, World& w, const std::string& manifest)
+    Run(Dev& device, const TrainConfig& c, World& w, std::unique_ptr<Tokenizer> vocabulary, const std::string& manifest)
         : dev(device),
           world(w),
           config(c),
-          tokenizer(Tokenizer::find(c.tokenizer, c.vocab_dir)),
+          tokenizer(std::move(vocabulary)),
           data(open_training_data<DataLoader>(c, w, tokenizer.get())),
           model(dev, c, true, w.rank, w.size),
           report(c.steps, c.total_batch, c.log_every, data.train->samples_per_epoch()),
@@ -1124,6 +1124,8 @@ void with_engine(const Device& device, World& world, Use use) {
 
 static int run_train(Config& c, const std::set<std::string>& on_command_line, World& world) {
     const std::set<std::string> given = complete_options(c, on_command_line);
+    std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir);
+    if (tokenizer) c.vocab_digest = tokenizer->digest();
     world.watchdog.start(c.stall_timeout, world.size);
     const GpuSearch gpus = search_gpus();
     drop_unsupported_options(c, on_command_line, threads_of_rank(world), gpus);
@@ -1137,7 +1139,7 @@ static int run_train(Config& c, const std::set<std::string>& on_command_line, Wo
         using Engine = std::decay_t<decltype(dev)>;
         const bool tight = require_memory<Model<Engine>, Activations<Engine>>(dev, c, world, given.count("batch"));
         if (world.rank == 0) warn_of_doubtful_options(c, on_command_line);
-        Run<Engine> run(dev, c, world, manifest_json(c));
+        Run<Engine> run(dev, c, world, std::move(tokenizer), manifest_json(c));
         const auto train = [&] { return train_run(run, c, device, path, given, tight); };
         status = world.size > 1 ? report_errors(&world, train) : train();
     });

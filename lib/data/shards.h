@@ -81,12 +81,14 @@ class PrefixLock {
 // file. A shard that exists already is never replaced: the writer fails. Its caller holds the PrefixLock.
 class ShardWriter {
   public:
-    ShardWriter(std::string prefix, std::string split, int first_index, uint64_t shard_tokens, int vocab_size)
+    ShardWriter(std::string prefix, std::string split, int first_index, uint64_t shard_tokens, int vocab_size,
+                uint32_t vocab_digest = 0)
         : prefix(std::move(prefix)),
           split(std::move(split)),
           index(first_index),
           shard_tokens(shard_tokens),
-          vocab_size(vocab_size) {
+          vocab_size(vocab_size),
+          vocab_digest(vocab_digest) {
         if (this->split != "train" && this->split != "val")
             fail_usage("shards of split '%s': expected train or val", this->split.c_str());
         if (first_index < 0 || first_index > 999999)
@@ -134,6 +136,7 @@ class ShardWriter {
     int index;
     uint64_t shard_tokens;
     int vocab_size;
+    uint32_t vocab_digest;      // see Tokenizer::digest
     std::string path;           // of the open shard, without .tmp
     std::FILE* file = nullptr;  // null between shards
     uint64_t in_shard = 0, total = 0;
@@ -153,7 +156,7 @@ class ShardWriter {
     }
 
     void write_header(int32_t tokens) {
-        const int32_t header[256] = {SHARD_MAGIC, SHARD_VERSION, tokens, vocab_size};
+        const int32_t header[256] = {SHARD_MAGIC, SHARD_VERSION, tokens, vocab_size, int32_t(vocab_digest)};
         if (std::fwrite(header, 1, SHARD_HEADER_BYTES, file) != SHARD_HEADER_BYTES) fail_write();
     }
 

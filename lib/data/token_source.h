@@ -16,8 +16,9 @@
 struct TokenSource {
     std::string name;  // a shard's path
     uint64_t count = 0;
-    int vocab_size = 0;  // 0 = not recorded
-    size_t set = 0;      // of those that --data mixes
+    int vocab_size = 0;         // 0 = not recorded
+    uint32_t vocab_digest = 0;  // the same
+    size_t set = 0;             // of those that --data mixes
     // Of a corpus in memory; copies share it. is_answer: 1 where the token has to be recalled, empty where none has.
     std::shared_ptr<const std::vector<uint16_t>> tokens;
     std::shared_ptr<const std::vector<uint8_t>> is_answer;
@@ -61,7 +62,7 @@ inline TokenSource memory_source(std::string name, std::vector<uint16_t> tokens,
 }
 
 struct ShardHeader {
-    int32_t magic, version, tokens, vocab_size, zeros[252];
+    int32_t magic, version, tokens, vocab_size, vocab_digest, zeros[251];
 };
 
 // Checks a shard's header. `head` is the file's first SHARD_HEADER_BYTES bytes, or all of a shorter file; `bytes` is
@@ -80,11 +81,11 @@ inline ShardHeader parse_shard_header(const char* path, const std::string& head,
              path, header.tokens, INT32_MAX);
     if (header.vocab_size < 0 || header.vocab_size > 65536)
         fail("%s: vocabulary size %d at byte 12, expected 1..65536, or 0 for not recorded", path, header.vocab_size);
-    for (int i = 0; i < 252; i++)
+    for (int i = 0; i < 251; i++)
         if (header.zeros[i] != 0)
             fail(
                 "%s: number %d at byte %d of the header, expected 0: the header is damaged or of a format unknown here",
-                path, header.zeros[i], 16 + 4 * i);
+                path, header.zeros[i], 20 + 4 * i);
     const uint64_t expected = SHARD_HEADER_BYTES + sizeof(uint16_t) * uint64_t(header.tokens);
     if (bytes != expected)
         fail(
@@ -105,6 +106,7 @@ inline TokenSource open_shard(const std::string& path, size_t set = 0) {
     source.name = path;
     source.count = uint64_t(header.tokens);
     source.vocab_size = header.vocab_size;
+    source.vocab_digest = uint32_t(header.vocab_digest);
     source.set = set;
     return source;
 }

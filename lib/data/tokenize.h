@@ -584,8 +584,8 @@ void tokenize_files(const TokenizeOptions& options) {
     const Tokenizer tokenizer = Tokenizer::open(options.tokenizer, options.vocab_dir);
     const PrefixLock lock(options.out);
     require_no_shards(options.out);  // another process may have written some since
-    ShardWriter train(options.out, "train", 1, options.shard_tokens, tokenizer.vocab_size());
-    ShardWriter val(options.out, "val", 0, options.shard_tokens, tokenizer.vocab_size());
+    ShardWriter train(options.out, "train", 1, options.shard_tokens, tokenizer.vocab_size(), tokenizer.digest());
+    ShardWriter val(options.out, "val", 0, options.shard_tokens, tokenizer.vocab_size(), tokenizer.digest());
 
     TokenSpool spool(options.out);
     const TokenizeCounts counts = encode_files("tokenize", options, inputs, separator, tokenizer,

@@ -130,7 +130,8 @@ template <class Tokenizer, class Table>
 void export_checkpoint(Config c) {
     const std::string to = c.out;
     const TrainedModel model = open_trained_model<Table>(c);
-    const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size);
+    const std::unique_ptr<Tokenizer> tokenizer =
+        Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size, c.vocab_digest);
     if (!tokenizer) fail_usage("export: --vocab-dir is missing: this model writes gpt2 tokens");
     const Table table(c);
     require_known_to_pytorch(table);

@@ -55,8 +55,9 @@ static std::string config_json(const ModelConfig& model) {
         text += ", \"" + underscored(name) + "\": " + value_text(c, option_named(name));
     for (const char* name : MODEL_WORDS)
         text += ", \"" + std::string(name) + "\": \"" + value_text(c, option_named(name)) + "\"";
-    return text + ", \"vocab_size\": " + std::to_string(c.vocab_size) +
-           format_text(", \"rope_base\": %g, \"norm_eps\": %g}\n", ROPE_BASE, NORM_EPS);
+    text += ", \"vocab_size\": " + std::to_string(c.vocab_size);
+    if (c.vocab_digest) text += format_text(", \"vocab_digest\": \"%08x\"", c.vocab_digest);
+    return text + format_text(", \"rope_base\": %g, \"norm_eps\": %g}\n", ROPE_BASE, NORM_EPS);
 }
 
 // Options that have left the program, and what they were where nobody gave them.
@@ -117,6 +118,14 @@ static void read_config_json(Config& c, const std::string& path) {
     if (is_bytes ? c.vocab_size != 256 : c.vocab_size < 257 || c.vocab_size > 65536)
         fail("%s: vocab_size is %lld, tokenizer %s has %s", path.c_str(), (long long)c.vocab_size, c.tokenizer.c_str(),
              is_bytes ? "256" : "257 to 65536");
+    c.vocab_digest = 0;
+    if (root.find("vocab_digest")) {
+        const std::string digits = root.string("vocab_digest", path);
+        if (digits.size() != 8 || digits.find_first_not_of("0123456789abcdef") != std::string::npos || is_bytes)
+            fail("%s: vocab_digest is %s, expected 8 digits of 0-9a-f, and none for bytes", path.c_str(),
+                 json_quote(digits).c_str());
+        c.vocab_digest = uint32_t(std::stoul(digits, nullptr, 16));
+    }
     if (root.number("rope_base", path) != ROPE_BASE || root.number("norm_eps", path) != NORM_EPS)
         fail("%s: rope_base or norm_eps differ from this program's %g and %g", path.c_str(), ROPE_BASE, NORM_EPS);
 }
@@ -143,6 +152,7 @@ static void inherit_model(Config& c, std::set<std::string>& given) {
     for (const char* name : MODEL_OPTIONS) take(name);
     for (const char* name : MODEL_WORDS) take(name);
     c.vocab_size = there.vocab_size;
+    c.vocab_digest = there.vocab_digest;
     std::string vocabulary;
     error_of([&] { vocabulary = vocabulary_of_checkpoint(folder_of(path)); });
     if (c.vocab_dir.empty() && file_exists(vocabulary)) c.vocab_dir = vocabulary;
@@ -153,14 +163,15 @@ static void require_same_model(const ModelConfig& c, const std::string& checkpoi
     const std::string path = checkpoint + "/config.json";
     const Json saved = parse_model_config(path), asked = parse_json(config_json(c), "this run's options");
     for (size_t i = 0; i < asked.keys.size(); i++) {
-        if (asked.keys[i] == "seq_len" && !std::strcmp(verb, "begin")) continue;  // no weight depends on it
+        if (asked.keys[i] == "seq_len" && !std::strcmp(verb, "begin")) continue;       // no weight depends on it
+        if (asked.keys[i] == "vocab_digest" && !saved.find("vocab_digest")) continue;  // it was not known
         const Json& now = asked.items[i];
         const Json& then = saved.get(asked.keys[i], path);
         const bool same =
             now.kind == Json::String ? then.string(path) == now.text : then.number(path) == now.number_value;
         if (same) continue;
         fail("cannot %s from %s: %s is %s there and %s in this run; leave the option out, or give the same", verb,
-             path.c_str(), asked.keys[i].c_str(),
+             path.c_str(), asked.keys[i] == "vocab_digest" ? "the digest of --vocab-dir" : asked.keys[i].c_str(),
              then.kind == Json::String ? then.text.c_str() : format_text("%g", then.number_value).c_str(),
              now.kind == Json::String ? now.text.c_str() : format_text("%g", now.number_value).c_str());
     }

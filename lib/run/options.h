@@ -28,7 +28,8 @@ struct ModelConfig {
     std::string attention, branches, tokenizer;
     int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0,
             slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0, seq_len = 0;
-    int64_t vocab_size = 0;  // follows from the tokenizer and its --vocab-dir
+    int64_t vocab_size = 0;     // follows from the tokenizer and its --vocab-dir
+    uint32_t vocab_digest = 0;  // of its tokens, see Tokenizer::digest; 0: not known, or bytes
     // its weights and their update
     std::string init, optimizer;
     int64_t seed = 0;
@@ -58,7 +59,7 @@ struct TrainConfig : ModelConfig, MachineConfig, SampleConfig {
     std::string model, init_from, data, val_data, vocab_dir, hellaswag;
     int64_t steps = 0, warmup = 0;
     double lr = 0, lr_final = 0;
-    std::string schedule, grad_reduce;
+    std::string schedule, grad_reduce, align;
     int64_t eval_every = 0, eval_batches = 0, log_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0,
             keep = 0, keep_every = 0;
     double stall_timeout = 0;
@@ -164,6 +165,8 @@ static const Option OPTIONS[] = {
     {"data", TRAIN, &TrainConfig::data, "synthetic", ANY,
      "training shards, a glob in quotes, or several with weights, 'a_*.bin:3,b_*.bin:1', which are mixed exactly; or "
      "synthetic: the built-in corpus"},
+    {"align", TRAIN, &TrainConfig::align, "none", "none|document",
+     "document: each sample begins where a document does, as far as one begins near it; validation stays as it is"},
     {"val-data", TRAIN | EVAL, &TrainConfig::val_data, "", ANY,
      "validation shards, a glob in quotes, or several by name, 'web=a_*.bin,code=b_*.bin', of which the first decides; "
      "or synthetic: of the built-in corpus"},

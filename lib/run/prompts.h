@@ -27,7 +27,7 @@ inline std::string for_this_terminal(std::string text) {
 // The vocabulary of a checkpoint whose options are c.
 template <class Tokenizer>
 std::unique_ptr<Tokenizer> tokenizer_of_model(const Config& c) {
-    std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size);
+    std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size, c.vocab_digest);
     if (!tokenizer) fail_usage("%s: --vocab-dir is missing: this model writes gpt2 tokens", c.verb.c_str());
     return tokenizer;
 }

@@ -56,7 +56,8 @@ template <class Table, class Tokenizer, class Loader, template <class> class Act
 void run_eval(Config c, const std::set<std::string>& given, World& world, WithModel with_model) {
     const TrainedModel trained = open_trained_model<Table>(c);
     if (!given.count("batch")) c.batch = 1;
-    const std::unique_ptr<Tokenizer> tokenizer = Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size);
+    const std::unique_ptr<Tokenizer> tokenizer =
+        Tokenizer::find(c.tokenizer, c.vocab_dir, c.vocab_size, c.vocab_digest);
     const EvaluationData<Loader> data = open_evaluation_data<Loader>(c, trained.folder, world, tokenizer.get());
     const int64_t samples =
         given.count("eval-batches") ? std::min(data.samples(), c.eval_batches * c.batch) : data.samples();

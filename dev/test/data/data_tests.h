@@ -16,14 +16,16 @@ inline std::string little_endian(uint64_t value, int bytes) {
     return out;
 }
 
-inline std::string shard_header(int32_t magic, int32_t version, int32_t tokens, int32_t vocab_size = 0) {
+inline std::string shard_header(int32_t magic, int32_t version, int32_t tokens, int32_t vocab_size = 0,
+                                uint32_t digest = 0) {
     std::string out;
-    for (const int32_t number : {magic, version, tokens, vocab_size}) out += little_endian(uint32_t(number), 4);
-    return out + std::string(1024 - 16, '\0');
+    for (const int32_t number : {magic, version, tokens, vocab_size, int32_t(digest)})
+        out += little_endian(uint32_t(number), 4);
+    return out + std::string(1024 - 20, '\0');
 }
 
-inline std::string shard_bytes(const std::vector<int>& tokens, int vocab_size = 0) {
-    std::string out = shard_header(20240520, 1, int32_t(tokens.size()), vocab_size);
+inline std::string shard_bytes(const std::vector<int>& tokens, int vocab_size = 0, uint32_t digest = 0) {
+    std::string out = shard_header(20240520, 1, int32_t(tokens.size()), vocab_size, digest);
     for (const int token : tokens) out += little_endian(uint64_t(token), 2);
     return out;
 }
@@ -147,7 +149,7 @@ TEST(shard_header_damage_is_named) {
                  {8, 0x7fffffff, "makes 4294968318 bytes"},
                  {12, 65537, "vocabulary size 65537 at byte 12"},
                  {12, -1, "vocabulary size -1 at byte 12"},
-                 {16, 9, "number 9 at byte 16"},
+                 {20, 9, "number 9 at byte 20"},
                  {512, 9, "number 9 at byte 512"},
                  {1020, 9, "number 9 at byte 1020"}};
     for (const auto& c : cases) {
@@ -405,6 +407,141 @@ TEST(loader_refuses) {
         loader.require_global_batch(4));
     CHECK_FAILS(2, "sequence length 0", DataLoader(sources(), data_options(0, true)));
     CHECK_FAILS(1, "rank 2 of 2", DataLoader(sources(), data_options(2, true, 7, 2, 2)));
+}
+
+// A document is 1 to 40 tokens behind an end-of-text, in shards of several lengths; token i of shard k is 100 k + i.
+struct DocumentFolder : TempFolder {
+    static constexpr int END = 65535;
+    std::vector<std::vector<bool>> begins;  // of each shard, for each token: does a document begin there?
+    DocumentFolder() {
+        uint64_t drawn = 0;
+        for (const int size : {2000, 61, 1500, 121}) {
+            std::vector<int> tokens;
+            begins.emplace_back();
+            while (int(tokens.size()) < size) {
+                const int length = 1 + int(random_bits(3, RANDOM_TEST, drawn++) % 40);
+                for (int i = 0; i <= length && int(tokens.size()) < size; i++) {
+                    begins.back().push_back(i == 0);
+                    tokens.push_back(i == 0 ? END : int(4000 * begins.size() + tokens.size()));
+                }
+            }
+            write_file(file(format_text("d_%zu.bin", begins.size())), shard_bytes(tokens, 65536));
+        }
+    }
+    std::vector<TokenSource> sources() const { return open_shards(shard_files(file("d_*.bin"), "--data")); }
+    static LoaderOptions options(int T, uint64_t seed = 7, int rank = 0, int ranks = 1) {
+        LoaderOptions o = data_options(T, true, seed, rank, ranks);
+        o.vocab_size = 65536, o.document_start = END;
+        return o;
+    }
+};
+
+// Where a sample begins, as shard and token: by its second token, which is no end-of-text and unique.
+inline std::vector<std::pair<size_t, size_t>> sample_places(DataLoader& loader, int B, int T) {
+    std::vector<int32_t> inputs(size_t(B) * T), targets(inputs.size());
+    loader.next_batch(inputs.data(), targets.data(), B);
+    std::vector<std::pair<size_t, size_t>> places;
+    for (int b = 0; b < B; b++) {
+        const int32_t *in = &inputs[size_t(b) * T], *out = &targets[size_t(b) * T];
+        const int second = out[0] == DocumentFolder::END ? in[0] + 1 : out[0];
+        places.emplace_back(second / 4000 - 1, second % 4000 - 1);
+        for (int t = 0; t < T; t++) {
+            CHECK(in[t] == DocumentFolder::END || in[t] == second - 1 + t);
+            if (t > 0) CHECK_EQUAL(in[t], out[t - 1]);
+        }
+    }
+    return places;
+}
+
+// The order that dataloader.h describes, by trying every phase: an epoch's samples must be those of one of them.
+TEST(aligned_samples_begin_at_the_nearest_document) {
+    const DocumentFolder folder;
+    for (const int T : {8, 48}) {
+        DataLoader loader(folder.sources(), folder.options(T)), plain(folder.sources(), [&] {
+            LoaderOptions o = folder.options(T);
+            o.document_start = -1;
+            return o;
+        }());
+        CHECK_EQUAL(loader.samples_per_epoch(), plain.samples_per_epoch());
+        std::set<std::pair<size_t, size_t>> chosen;
+        std::set<int> phases;
+        for (int epoch = 0; epoch < 12 * T; epoch++) {
+            const auto places = sample_places(loader, int(loader.samples_per_epoch()), T);
+            const std::set<std::pair<size_t, size_t>> found(places.begin(), places.end());
+            CHECK_EQUAL(found.size(), places.size());  // no two begin at the same token
+            int matching = -1;
+            for (int phase = 0; phase < T && matching < 0; phase++) {
+                std::set<std::pair<size_t, size_t>> expected;
+                for (size_t shard = 0; shard < folder.begins.size(); shard++) {
+                    const std::vector<bool>& begins = folder.begins[shard];
+                    const int last = int(begins.size()) - T - 1;  // where a sample may begin at the latest
+                    for (int first = 0; first <= last; first += T) {
+                        const int end = std::min(first + T - 1, last), target = std::min(first + phase, end);
+                        int best = target, distance = T;
+                        for (int at = first; at <= end; at++)
+                            if (begins[size_t(at)] && std::abs(at - target) < distance)
+                                best = at, distance = std::abs(at - target);
+                        expected.insert({shard, size_t(best)});
+                    }
+                }
+                if (expected == found) matching = phase;
+            }
+            CHECK(matching >= 0);
+            phases.insert(matching);
+            std::vector<std::vector<int>> reads;
+            for (const auto& begins : folder.begins) reads.emplace_back(begins.size());
+            for (const auto& [shard, at] : found)
+                for (int t = 0; t < T; t++) CHECK(++reads[shard][at + size_t(t)] <= 2);
+            chosen.insert(found.begin(), found.end());
+        }
+        CHECK(int(phases.size()) > T / 2);
+        // Sooner or later every document is the beginning of a sample, if T tokens follow it.
+        for (size_t shard = 0; shard < folder.begins.size(); shard++)
+            for (size_t at = 0; at + size_t(T) < folder.begins[shard].size(); at++)
+                CHECK(!folder.begins[shard][at] || chosen.count({shard, at}));
+    }
+}
+
+TEST(aligned_samples_resume_exactly_on_other_ranks) {
+    const DocumentFolder folder;
+    const int T = 16;
+    DataLoader whole(folder.sources(), folder.options(T));
+    for (int i = 0; i < 50; i++) sample_places(whole, 6, T);  // into the second epoch
+    const LoaderState saved = whole.state();
+    std::vector<std::pair<size_t, size_t>> rest;
+    for (int i = 0; i < 60; i++)
+        for (const auto& place : sample_places(whole, 6, T)) rest.push_back(place);
+    for (const int ranks : {1, 2, 3})
+        for (int rank = 0; rank < ranks; rank++) {
+            DataLoader loader(folder.sources(), folder.options(T, 99, rank, ranks));
+            loader.restore(saved);
+            for (size_t i = 0; i < 60; i++) {
+                const auto places = sample_places(loader, 6 / ranks, T);
+                for (size_t b = 0; b < places.size(); b++)
+                    CHECK(places[b] == rest[6 * i + b * size_t(ranks) + size_t(rank)]);
+            }
+        }
+    LoaderOptions unaligned = folder.options(T);
+    unaligned.document_start = -1;
+    CHECK_FAILS(1, "another corpus or with another --align", DataLoader(folder.sources(), unaligned).restore(saved));
+    LoaderOptions other_token = folder.options(T);
+    other_token.document_start = 5;
+    CHECK_FAILS(1, "d_1.bin: --align document: none of the first 2000 tokens is end-of-text (5)",
+                DataLoader(folder.sources(), other_token));
+}
+
+TEST(shards_of_another_vocabulary_of_the_same_size_are_refused) {
+    TempFolder folder;
+    LoaderOptions options = data_options(4, true);
+    const auto open = [&](uint32_t in_shard, uint32_t of_model) {
+        write_file(folder.file("a.bin"), shard_bytes(counting_tokens(8), 50257, in_shard));
+        options.vocab_digest = of_model;
+        DataLoader(open_shards({folder.file("a.bin")}), options);
+    };
+    open(0, 0x89abcdef), open(0x89abcdef, 0), open(0x89abcdef, 0x89abcdef);
+    CHECK_FAILS(1,
+                "a.bin was made with another vocabulary of 50257 tokens (digest 89abcdef) than the model's (89abcdee)",
+                open(0x89abcdef, 0x89abcdee));
 }
 
 TEST(training_and_validation_files_are_disjoint) {
