@@ -1166,8 +1166,8 @@ static int run_check(const Config& c, World& world) {
         r.device = dev.describe();
         print_build(r);
         data_are_good = check_data<Tokenizer>(c.vocab_dir, open_shards);
-        print_memory_of_125m<Model<Engine>, Activations<Engine>>(dev);
-        print_products_of_125m<TensorTable>(dev);
+        print_needs_of<Model<Engine>, Activations<Engine>, TensorTable>(c.model, dev);
+        print_products_of<TensorTable>(c.model, dev);
     });
     return check_gradients<SelfTest>() && data_are_good ? 0 : 1;
 }
@@ -1179,6 +1179,7 @@ static int run_check(const Config& c, World& world) {
     const bool only_prints = c.help || c.version;
     if (world.size > 1 && verb != TRAIN && verb != EVAL && !only_prints)
         fail_usage("'%s' runs in one process: start it without mpirun", c.verb.c_str());
+    if (verb == CHECK_VERB && !given.count("model")) c.model = "125m";
     if (!c.config.empty() && !only_prints) read_options_file(c, given, world.rank == 0);
     // Calls use(model) with a model of these weights.
     const auto with_model = [&](const Config& options, const SafeTensors& weights, auto use) {

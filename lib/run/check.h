@@ -1,4 +1,4 @@
-// check.h: what the verb `check` works out: a gradient self-test, and the memory that the larger preset takes. Used by
+// check.h: what the verb `check` works out: a gradient self-test, and the memory and FLOPs that a preset takes. Used by
 // run_check() in train_nsa.cu, whose Model, Activations, forward(), classify() and backward() these templates take.
 #pragma once
 #include <cstring>
@@ -7,8 +7,10 @@
 #include <vector>
 
 #include "../model/arena.h"
+#include "../model/flops.h"
 #include "../model/gradient_check.h"
 #include "build_info.h"
+#include "config_files.h"
 #include "options.h"
 #include "report.h"
 
@@ -61,20 +63,26 @@ bool check_gradients() {
     return right && recomputed;
 }
 
-// What a rank of the larger preset would take.
-template <class Model, class Activations, class Dev>
-void print_memory_of_125m(Dev& dev) {
-    const Config c = options_of(Dev::on_host ? "--model 125m --batch 1" : "--model 125m --batch 16");
-    std::printf("  --model 125m --batch %lld takes\n", (long long)c.batch);
+// What a rank of a preset would take, and the whole run.
+template <class Model, class Activations, class Table, class Dev>
+void print_needs_of(const std::string& preset, Dev& dev) {
+    Config c = options_of("--model " + preset);
+    c.batch = Dev::on_host && is_too_large_for_cpu(c) ? 1 : preset_of(c).batch;
+    std::printf("  --model %s --batch %lld takes\n", preset.c_str(), (long long)c.batch);
     print_memory(Model::flat_bytes(c, 1) / (1 << 20), Activations(dev, c, c.batch, c.seq_len, TRAINING, 0, true).arena,
                  true);
+    const Table table(c);
+    const double flops = model_flops_per_token(table.specs, shape_of(c, 1, c.seq_len), c.layers),
+                 tokens = double(c.steps) * double(c.total_batch);
+    std::printf("FLOPs:  %.4g a token, %lld parameters; %.3g for the preset's %.3g tokens\n", flops,
+                (long long)table.parameters, flops * tokens, tokens);
 }
 
 // How the engine computes what takes most of a step of that preset: its linear layers, where there are several ways.
 template <class Table, class Dev>
-void print_products_of_125m(Dev& dev) {
-    const Config c = options_of("--model 125m --batch 16");
-    const int N = int(c.batch * c.seq_len), C = int(c.dim), M = int(c.mlp_hidden), P = int(c.heads * c.head_dim),
+void print_products_of(const std::string& preset, Dev& dev) {
+    const Config c = options_of("--model " + preset);
+    const int N = int(preset_of(c).batch * c.seq_len), C = int(c.dim), M = int(c.mlp_hidden), P = int(c.heads * c.head_dim),
               V = int(Table(c).padded_vocab);
     const struct {
         const char* name;

@@ -57,9 +57,9 @@ struct SampleConfig {
 // What the training loop sees.
 struct TrainConfig : ModelConfig, MachineConfig, SampleConfig {
     std::string model, init_from, data, val_data, vocab_dir, hellaswag;
-    int64_t steps = 0, warmup = 0;
+    int64_t steps = 0;
     double lr = 0, lr_final = 0;
-    std::string schedule, grad_reduce, align;
+    std::string warmup, schedule, grad_reduce, align;
     int64_t eval_every = 0, eval_batches = 0, log_every = 0, sample_every = 0, sample_tokens = 0, save_every = 0,
             keep = 0, keep_every = 0;
     double stall_timeout = 0;
@@ -134,7 +134,9 @@ constexpr double K = 1e3, M = 1e6, T = 1e12;
 
 static const Option OPTIONS[] = {
     // the model; the letters are those of dev/MODEL.md and the paper
-    {"model", TRAIN, &TrainConfig::model, "tiny", "tiny|125m", "preset for the options whose default is 'preset'"},
+    {"model", TRAIN | CHECK_VERB, &TrainConfig::model, "tiny", "tiny|2m|50m|125m|350m",
+     "preset for the options whose default is 'preset'; 2m: an hour on a laptop's CPU, untuned; 50m: an evening on a "
+     "GPU of 8 GB, untuned; 350m: a GPU of 80 GB, untuned; check: whose memory and FLOPs, 125m without it"},
     {"attention", TRAIN, &ModelConfig::attention, "nsa", "nsa|full", "full: dense causal attention, the baseline"},
     {"branches", TRAIN | EVAL, &ModelConfig::branches, "all", "all|cmp,slc|cmp,win|slc,win|cmp|slc|win",
      "leaves the other branches' gates at 0, for comparisons; eval: all means those of the training"},
@@ -184,12 +186,13 @@ static const Option OPTIONS[] = {
      "tokens per sequence, T; in eval without it the trained length"},
     {"total-batch", TRAIN, &ModelConfig::total_batch, "preset", between(1, 1e10),
      "tokens per optimiser step, over all ranks and micro-steps; without it near the preset's, in whole micro-batches; "
-     "125m on a CPU: one sequence per rank"},
+     "50m and larger on a CPU: one sequence per rank"},
     {"recompute", TRAIN, &ModelConfig::recompute, "0", between(0, 2),
      "activations kept: 0 all, 1 not the cheap elementwise ones, 2 only each layer's input; same results, less memory"},
     {"steps", TRAIN, &TrainConfig::steps, "preset", between(0, T), "optimiser steps"},
     {"lr", TRAIN, &TrainConfig::lr, "preset", between(0, 10), "highest learning rate"},
-    {"warmup", TRAIN, &TrainConfig::warmup, "preset", between(0, T), "steps of linear warm-up"},
+    {"warmup", TRAIN, &TrainConfig::warmup, "preset", ANY,
+     "steps of linear warm-up; or tokens, with K, M or B behind the number: 2M"},
     {"schedule", TRAIN, &TrainConfig::schedule, "cosine", "cosine|linear|constant|wsd",
      "after warm-up; wsd: constant, then linear over the last fifth"},
     {"lr-final", TRAIN, &TrainConfig::lr_final, "0.1", between(0, 1), "the schedule ends at this fraction of --lr"},
@@ -319,7 +322,7 @@ inline Config preset_tiny() {
     p.seq_len = 256;
     p.total_batch = 2048;
     p.steps = 2100;
-    p.warmup = 20;
+    p.warmup = "20";
     p.lr = 2e-3;
     p.eval_every = 100;
     return p;
@@ -347,14 +350,67 @@ inline Config preset_125m() {
     p.seq_len = 2048;
     p.total_batch = 524288;
     p.steps = 19000;
-    p.warmup = 700;
+    p.warmup = "700";
     p.lr = 6e-4;
     p.eval_every = 250;
     p.save_every = 1000;
     return p;
 }
 
-static const Config PRESETS[] = {preset_tiny(), preset_125m()};
+// Untuned, as are the other two below: sizes by the memory that `check` works out, batch and learning rate by analogy.
+// For an hour on a laptop's CPU; of bytes, so that it needs no vocabulary.
+inline Config preset_2m() {
+    Config p = preset_tiny();
+    p.model = "2m";
+    p.layers = 4;
+    p.dim = 192;
+    p.heads = 6;
+    p.cmp_block = 16;
+    p.cmp_stride = 8;
+    p.slc_block = 32;
+    p.slc_count = 8;
+    p.window = 128;
+    p.phi_hidden = 64;
+    p.mlp_hidden = 768;
+    p.seq_len = 1024;
+    p.total_batch = 16384;
+    p.steps = 2000;
+    p.warmup = "2M";
+    return p;
+}
+
+// For an evening on a GPU of 8 GB.
+inline Config preset_50m() {
+    Config p = preset_125m();
+    p.model = "50m";
+    p.layers = 8;
+    p.dim = 512;
+    p.heads = 8;
+    p.mlp_hidden = 2048;
+    p.batch = 8;
+    p.total_batch = 65536;
+    p.steps = 6000;
+    p.warmup = "20M";
+    p.lr = 1e-3;
+    return p;
+}
+
+// For GPUs of 80 GB; 20 tokens for each parameter.
+inline Config preset_350m() {
+    Config p = preset_125m();
+    p.model = "350m";
+    p.layers = 24;
+    p.dim = 1024;
+    p.heads = 16;
+    p.kv_groups = 4;
+    p.mlp_hidden = 4096;
+    p.steps = 13500;
+    p.warmup = "350M";
+    p.lr = 3e-4;
+    return p;
+}
+
+static const Config PRESETS[] = {preset_tiny(), preset_2m(), preset_50m(), preset_125m(), preset_350m()};
 
 struct VerbName {
     const char* name;
@@ -632,13 +688,15 @@ inline void validate_model(const ModelConfig& c, const char* where) {
         fail_usage("%s: --slc-count %lld; at least 3 blocks are always selected", where, (long long)c.slc_count);
 }
 
+// Half a million tokens a step take hours on a CPU, so there it is one sequence per rank unless the user says
+// otherwise.
+inline bool is_too_large_for_cpu(const TrainConfig& c) { return preset_of(c).total_batch > 16384; }
+
 // Batch sizes. What was not given follows from the preset, the device and the number of ranks; what was given must fit
 // together.
 inline void resolve_batch(TrainConfig& c, const std::set<std::string>& given, int ranks, bool gpu) {
     const Config& p = preset_of(c);
-    // Half a million tokens a step take hours on a CPU, so there it is one sequence per rank unless the user says
-    // otherwise.
-    const bool as_preset = gpu || c.model == "tiny";
+    const bool as_preset = gpu || !is_too_large_for_cpu(c);
     int64_t sequences = as_preset ? p.total_batch / c.seq_len : 1;
     if (given.count("total-batch")) {
         sequences = c.total_batch / c.seq_len;
@@ -681,10 +739,26 @@ inline std::pair<int64_t, int64_t> profiled_steps(const MachineConfig& c) {
     return {first, last};
 }
 
+// Steps of warm-up. Tokens become whole steps, which --total-batch makes more or fewer.
+inline int64_t warmup_steps(const TrainConfig& c) {
+    std::string digits = c.warmup;
+    int64_t unit = 0;
+    for (const auto& [letter, factor] : {std::pair('K', K), std::pair('M', M), std::pair('B', 1e9)})
+        if (!digits.empty() && digits.back() == letter) unit = int64_t(factor);
+    if (unit) digits.pop_back();
+    if (digits.empty() || digits.size() > (unit ? 6 : 12) ||
+        digits.find_first_not_of("0123456789") != std::string::npos)
+        fail_usage("--warmup is '%s'; expected steps, or tokens with K, M or B behind the number, such as 2M",
+                   c.warmup.c_str());
+    const int64_t number = std::stoll(digits);
+    return unit ? (number * unit + c.total_batch - 1) / std::max<int64_t>(c.total_batch, 1) : number;
+}
+
 // Options given for what dense attention does not have, or for a file that is there.
 inline void validate_given(const TrainConfig& c, const std::set<std::string>& given) {
     require_output_file("dump-state", c.dump_state);
     profiled_steps(c);
+    warmup_steps(c);
     if (c.allow_new_data && !c.resume) fail_usage("--allow-new-data is for a resume: give --resume, or leave it out");
     for (const char* name : NSA_OPTIONS)
         if (c.attention == "full" && given.count(name))
@@ -700,11 +774,12 @@ inline void warn_of_doubtful_options(const TrainConfig& c, const std::set<std::s
                         (long long)c.seq_len, (long long)c.cmp_block));
     if (c.lr == 0 && c.dump_state.empty())
         complain("--lr 0: nothing is learnt, every step leaves the weights as they are");
-    if (c.dump_state.empty() && c.lr > 0 && c.steps > 0 && c.steps < c.warmup)
+    const int64_t warmup = warmup_steps(c);
+    if (c.dump_state.empty() && c.lr > 0 && c.steps > 0 && c.steps < warmup)
         complain(
             format_text("--steps %lld ends within the %lld steps of --warmup: the learning rate never gets "
                         "beyond %.2g of --lr %g",
-                        (long long)c.steps, (long long)c.warmup, double(c.steps) / double(c.warmup), c.lr));
+                        (long long)c.steps, (long long)warmup, double(c.steps) / double(warmup), c.lr));
     if (c.sample_tokens > c.seq_len && given.count("sample-tokens"))
         complain(
             format_text("--sample-tokens %lld is more than --seq-len %lld: what the model writes beyond "
@@ -746,5 +821,5 @@ inline std::string command_line(const Config& c, const std::set<std::string>& gi
 }
 
 inline double learning_rate(const TrainConfig& c, int64_t step) {
-    return learning_rate(Schedule{c.schedule, c.lr, c.lr_final, c.warmup, c.steps}, step);
+    return learning_rate(Schedule{c.schedule, c.lr, c.lr_final, warmup_steps(c), c.steps}, step);
 }

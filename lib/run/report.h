@@ -73,10 +73,10 @@ inline void print_run_batch(const TrainConfig& c, int ranks, bool on_gpu, const 
                 counted(c.total_batch / (c.batch * c.seq_len * ranks), "micro-step").c_str(),
                 counted(c.steps, "step").c_str(), c.schedule.c_str());
     if (!given.count("total-batch") && c.total_batch != preset_of(c).total_batch)
-        std::printf(
-            "        not the preset's %lld tokens a step, %s; --total-batch sets them\n",
-            (long long)preset_of(c).total_batch,
-            !on_gpu && c.model != "tiny" ? "which would take long on a CPU" : "which ranks and --batch do not divide");
+        std::printf("        not the preset's %lld tokens a step, %s; --total-batch sets them\n",
+                    (long long)preset_of(c).total_batch,
+                    !on_gpu && is_too_large_for_cpu(c) ? "which would take long on a CPU"
+                                                       : "which ranks and --batch do not divide");
 }
 
 // What a reader wants to know before the first step, one line each: device, ranks, model, data, batch. weights: where

@@ -575,9 +575,42 @@ TEST(cuda_bench_cpu_step_runs) {
     bench_tests::check_perf_report(report.text(), "perf, NSA, 1 x 64", dev.times);
 }
 #ifndef PRECISION_FP32
-// 64k tokens on one GPU of 80 GB (80 GiB less what driver and context take: 79 GiB are counted on): the preset 125m at
-// B = 1 with --recompute 1 or 2, with parameters, gradients and moments, cuBLASLt's workspace, and the scratch memory
+// GiB that training takes: activations, parameters, gradients and moments, cuBLASLt's workspace, and the scratch memory
 // of the kernels.
+static double training_gib(Cuda& dev, const Config& c, const std::string& name) {
+    const NsaShape s = shape_of(c, c.batch, c.seq_len);
+    size_t scratch = 0;
+    for (const Branch branch : {CMP, SLC, WIN})
+        for (const bool backward : {false, true})
+            scratch = std::max(scratch, attention_workspace_bytes(branch, s, SelectedKernel::GATHER, backward));
+    // of compress_backward
+    scratch += 2 * s.key_rows() * s.D * sizeof(float) + s.cmp_rows() * s.F * (sizeof(float) + 2 * sizeof(uint16_t));
+    const double GiB = double(size_t(1) << 30),
+                 per_parameter = 2 + 4 + 4 + 2 * 4;  // bf16, its master, gradient, two moments
+    const double fixed = (double(TensorTable(c).total) * per_parameter + double(Cuda::WORKSPACE)) / GiB;
+    const double activations = double(Activations<Cuda>::bytes_needed(dev, c, c.batch, c.seq_len, TRAINING)) / GiB,
+                 all = fixed + activations + double(scratch) / GiB;
+    std::printf(
+        "    %s: %.2f GiB = activations %.2f, parameters, gradients and moments %.2f, scratch %.2f; %lld parameters\n",
+        name.c_str(), all, activations, fixed, double(scratch) / GiB, (long long)TensorTable(c).parameters);
+    CHECK(double(scratch) / GiB < 0.5);
+    return all;
+}
+
+// The presets for GPUs fit the cards that they are for, less what driver, context and a desktop take, and have kernels.
+TEST(cuda_bench_presets_fit_their_gpus) {
+    Cuda dev(0, size_t(1) << 20);
+    const std::map<std::string, double> cards = {{"50m", 7}, {"125m", 23}, {"350m", 79}};
+    for (const Config& preset : PRESETS) {
+        Config c = options_of("--model " + preset.model);
+        c.batch = preset.batch;
+        dev.check_shape(shape_of(c, c.batch, c.seq_len));
+        if (cards.count(c.model)) CHECK(training_gib(dev, c, c.model) < cards.at(c.model));
+    }
+}
+
+// 64k tokens on one GPU of 80 GB (80 GiB less what driver and context take: 79 GiB are counted on): the preset 125m at
+// B = 1 with --recompute 1 or 2.
 TEST(cuda_bench_64k_tokens_fit_80_gb) {
     Cuda dev(0, size_t(1) << 20);
     double before = 1e30;
@@ -588,24 +621,8 @@ TEST(cuda_bench_64k_tokens_fit_80_gb) {
         Config c = parse_options(int(std::size(words)), words, given);
         apply_preset(c, given);
         validate_model(c, "test");
-        const NsaShape s = shape_of(c, 1, 65536);
-        size_t scratch = 0;
-        for (const Branch branch : {CMP, SLC, WIN})
-            for (const bool backward : {false, true})
-                scratch = std::max(scratch, attention_workspace_bytes(branch, s, SelectedKernel::GATHER, backward));
-        // of compress_backward
-        scratch += 2 * s.key_rows() * s.D * sizeof(float) + s.cmp_rows() * s.F * (sizeof(float) + 2 * sizeof(uint16_t));
-        const double GiB = double(size_t(1) << 30),
-                     per_parameter = 2 + 4 + 4 + 2 * 4;  // bf16, its master, gradient, two moments
-        const double fixed = (double(TensorTable(c).total) * per_parameter + double(Cuda::WORKSPACE)) / GiB;
-        const double activations = double(Activations<Cuda>::bytes_needed(dev, c, 1, 65536, TRAINING)) / GiB,
-                     all = fixed + activations + double(scratch) / GiB;
-        std::printf(
-            "    125m, 1 x 65536, --recompute %s: %.2f GiB = activations %.2f, parameters, gradients and moments %.2f, "
-            "scratch %.2f\n",
-            recompute, all, activations, fixed, double(scratch) / GiB);
+        const double all = training_gib(dev, c, std::string("125m, 1 x 65536, --recompute ") + recompute);
         if (c.recompute > 0) CHECK(all < 79);
-        CHECK(double(scratch) / GiB < 0.5);
         CHECK(all < before);
         before = all;
     }

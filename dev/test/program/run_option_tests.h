@@ -353,7 +353,7 @@ TEST(run_options_come_from_a_file) {
         "\"resume\": true, \"model\": \"125m\"}",
         {"--lr", "0.5"});
     CHECK(c.lr == 0.5 && c.seq_len == 64 && c.head_dim == 16 && c.attention == "full" && c.steps == 7);
-    CHECK(c.resume && c.layers == 12 && c.warmup == 700);  // the rest as in the file's preset
+    CHECK(c.resume && c.layers == 12 && c.warmup == "700");  // the rest as in the file's preset
     std::set<std::string> given;
     write_file(file, "{\"batch\": \"auto\", \"log_every\": \"auto\"}");
     Config automatic = parse({"--config", file}, &given);

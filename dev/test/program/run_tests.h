@@ -613,7 +613,7 @@ TEST(run_choose_token_never_takes_an_impossible_one) {
 
 TEST(run_learning_rate_at_the_key_steps) {
     Config c;
-    c.lr = 8e-4, c.lr_final = 0.25, c.warmup = 100, c.steps = 1100;
+    c.lr = 8e-4, c.lr_final = 0.25, c.warmup = "100", c.steps = 1100, c.total_batch = 1500;
     const double low = 2e-4, middle = 5e-4, limit = 1e-15;
     for (const char* schedule : {"cosine", "linear", "constant", "wsd"}) {
         c.schedule = schedule;
@@ -644,12 +644,25 @@ TEST(run_learning_rate_at_the_key_steps) {
             CHECK(step <= 100 ? learning_rate(c, step) > learning_rate(c, step - 1)
                               : learning_rate(c, step) <= learning_rate(c, step - 1));
         Config d = c;
-        d.warmup = 0, d.steps = 1;
+        d.warmup = "0", d.steps = 1;
         CHECK_NEAR(learning_rate(d, 1), s == "constant" ? 8e-4 : low, limit);
-        d.warmup = 10, d.steps = 10;
+        d.warmup = "10", d.steps = 10;
         CHECK_NEAR(learning_rate(d, 10), 8e-4, limit);
         d.steps = 5;  // a run that ends in its warm-up
         CHECK_NEAR(learning_rate(d, 5), 4e-4, limit);
+    }
+    const struct {
+        const char* text;
+        int64_t steps;
+    } warmups[] = {{"0", 0},  {"7", 7},     {"15K", 10}, {"16K", 11},
+                   {"1K", 1}, {"3M", 2000}, {"0B", 0},   {"999999B", 666666000000}};
+    for (const auto& w : warmups) {  // of 1500 tokens a step, the last one begun counts
+        c.warmup = w.text;
+        CHECK_EQUAL(warmup_steps(c), w.steps);
+    }
+    for (const char* bad : {"", "M", "-1", "1.5M", "2m", "2MB", "1e3", " 5", "1000000B", "1234567890123"}) {
+        c.warmup = bad;
+        CHECK_FAILS(2, "expected steps, or tokens with K, M or B behind", warmup_steps(c));
     }
 }
 
@@ -709,7 +722,7 @@ TEST(run_batch_sizes_follow_from_what_was_given) {
         CHECK_FAILS(2, b.named, resolve_batch(c, given, world.size, false));
     }
     // Whatever is chosen fits together, and the 125m preset on a CPU takes steps that end within a day.
-    for (const char* model : {"tiny", "125m"})
+    for (const char* model : {"tiny", "2m", "50m", "125m", "350m"})
         for (int ranks = 1; ranks <= 9; ranks++) {
             std::set<std::string> given;
             Config c = program::parse({"--model", model}, &given);
