@@ -9,7 +9,14 @@ mpi=(mpich libmpich-dev)
 grep -qs '_CODENAME=noble' /etc/os-release && mpi=(openmpi-bin libopenmpi-dev)
 missing=()
 command -v g++ >/dev/null || missing+=(g++)
-command -v mpicxx >/dev/null && command -v mpirun >/dev/null || missing+=("${mpi[@]}")
+if ! command -v mpicxx >/dev/null || ! command -v mpirun >/dev/null; then
+    missing+=("${mpi[@]}")
+elif [ "${mpi[0]}" != mpich ] && [[ $(mpicxx -show 2>/dev/null) == */usr/include/*mpich* ]]; then
+    # The package's own; one that was built by hand is not in /usr.
+    echo "deps: the MPICH of Ubuntu 24.04, which is installed, starts every rank alone; Open MPI, which is installed" \
+        "beside it, becomes the system's mpicxx (if not: make MPICXX=mpicxx.openmpi, mpirun.openmpi)"
+    missing+=("${mpi[@]}")
+fi
 
 if [ ${#missing[@]} -eq 0 ]; then
     echo "deps: nothing is missing (g++ and mpicxx are there)"
