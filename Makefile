@@ -23,8 +23,8 @@ make info        what it would be built with
 make test        the tests, ten minutes
 make test_long   the tests that take longer
 make bench       times the CPU engine beside PyTorch and others that are installed, see dev/bench/cpu.sh
-make goldens     golden values anew (needs PyTorch)
-make crash_test  kills and failing disks; make hip_check: the program for AMD's GPUs
+make demo        a model of one's own from one text: make demo TEXT=book.txt
+make crash_test  kills and failing disks; make hip_check: AMD's GPUs; make goldens: golden values anew (needs PyTorch)
 make clean       everything that was built, and what was found out about the machine
 Settings (NO_CUDA=1, CXXFLAGS=..., V=1 and others) are listed at the head of the Makefile.
 endef
@@ -39,7 +39,7 @@ ifneq ($(origin GPU),command line)
   GPU := cuda
 endif
 DEV_GOALS := test_nsa $(addprefix $(BUILD)/,tests test_device bench_cpu) test test_long goldens crash_test bench \
-  hip_check
+  hip_check demo
 .DEFAULT_GOAL := train_nsa
 .PHONY: all info deps clean help
 comma := ,

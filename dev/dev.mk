@@ -67,7 +67,7 @@ $(BUILD)/crash_test: dev/crash_test/crash_test.cpp $(BUILD)/command
 $(BUILD)/faults.so: dev/crash_test/faults.c $(BUILD)/command
 	$(call quiet,CC  )$(CC) -shared -fPIC -O1 -Wall -Wextra $(if $(WERROR),-Werror) -pthread $< -o $@ -ldl
 
-.PHONY: test test_long goldens bench hip_check
+.PHONY: test test_long goldens bench hip_check demo
 # What takes longest to compile stands first, so that no core waits at the end.
 test: $(BUILD)/tests $(BUILD)/cuda_tests train_nsa test_nsa $(EMULATED) $(SHORT_EMULATOR_PROGRAMS) \
   $(CRASH_PROGRAMS) $(DEVICE)
@@ -82,6 +82,10 @@ hip_check:
 	dev/hip_check.sh
 goldens: train_nsa
 	bash dev/test/make_goldens.sh
+
+# From one text to a model of one's own, see dev/demo.sh; TEXT and STEPS are optional.
+demo: train_nsa
+	@TEXT='$(TEXT)' STEPS='$(STEPS)' OUT='$(BUILD)/demo' dev/demo.sh
 
 # BENCH: arguments of dev/bench/cpu.sh, such as --python VENV/bin/python3
 bench: $(BUILD)/bench_cpu train_nsa

@@ -344,3 +344,53 @@ TEST_LONG(run_gpu_check_goes_on_after_a_hang) {
     for (int i = 0; i < 100 && !gone; i++, usleep(20000)) gone = kill(child, 0) != 0;
     CHECK(gone);
 }
+
+// `make demo` with a small text and its own sources: one command, and everything is there.
+TEST_LONG(script_demo_goes_from_a_text_to_a_sample) {
+    TempFolder folder;
+    std::string text;
+    for (int i = 0; i < 3000; i++) text += format_text("line %d of a small text, which repeats itself. ", i % 7);
+    write_file(folder.file("book.txt"), text);
+    for (const std::string& given : {folder.file("book.txt"), std::string()}) {
+        program::Start start;
+        start.seconds = 120;
+        const std::string out = folder.file(given.empty() ? "sources" : "book");
+        start.environment = {"TEXT=" + given, "STEPS=2", "OUT=" + out, "PROGRAM=" + program::path()};
+        const program::Result r = program::execute({"/bin/bash", std::filesystem::absolute("dev/demo.sh")}, start);
+        CHECK_EQUAL(r.status, 0);
+        CHECK(file_exists(out + "/report.html") && file_exists(out + "/vocabulary/vocab.bpe"));
+        CHECK_EQUAL(glob_files(out + "/run/step_00000002/model.safetensors").size(), 1u);
+        for (const char* verb : {"vocabulary", "tokenize", "train", "report", "sample"})
+            CHECK(r.out.find("train_nsa " + std::string(verb) + " ") != std::string::npos);
+    }
+}
+
+// `make deps` on Ubuntu 24.04, whose MPICH is no use, with and without it.
+TEST(script_deps_tells_of_the_mpich_that_starts_every_rank_alone) {
+    script_tests::Machine machine;
+    std::string deps = read_file("lib/run/deps.sh");
+    const std::string release = machine.folder.file("os-release"), there = "/etc/os-release";
+    deps.replace(deps.find(there), there.size(), release);
+    write_file(machine.folder.file("deps.sh"), deps);
+    for (const char* name : {"bin/g++", "bin/mpirun", "bin/sudo"}) machine.script(name, "exec \"${@:-true}\"\n");
+    machine.script("bin/apt-get", "echo \"$@\" >>" + machine.folder.file("installed") + "\n");
+    const std::string line = "deps: the MPICH of Ubuntu 24.04, which is installed, starts every rank alone";
+    const struct {
+        const char *codename, *shown;
+        bool is_broken;
+    } cases[] = {{"noble", "g++ -I/usr/include/x86_64-linux-gnu/mpich -lmpich", true},
+                 {"noble", "g++ -I/usr/lib/x86_64-linux-gnu/openmpi/include -lmpi", false},
+                 {"noble", "g++ -I/usr/local/include/mpich -lmpich", false},
+                 {"bookworm", "g++ -I/usr/include/x86_64-linux-gnu/mpich -lmpich", false}};
+    for (const auto& c : cases) {
+        write_file(release, std::string("UBUNTU_CODENAME=") + c.codename + "\n");
+        machine.script("bin/mpicxx", std::string("echo '") + c.shown + "'\n");
+        write_file(machine.folder.file("installed"), "");
+        const auto r = machine.run({"deps.sh"});
+        CHECK_EQUAL(r.status, 0);
+        CHECK_EQUAL(r.out.find(line) == 0, c.is_broken);
+        CHECK_EQUAL(r.out.find("deps: nothing is missing") == 0, !c.is_broken);
+        const std::string installed = read_file(machine.folder.file("installed"));
+        CHECK_EQUAL(installed.find("openmpi-bin libopenmpi-dev") != std::string::npos, c.is_broken);
+    }
+}
