@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # demo.sh: `make demo TEXT=book.txt`: from one text to a model of one's own: vocabulary, shards, training, report, sample.
-# Without TEXT it learns the sources of this project. STEPS=1000 trains longer (300). Prints each command before it
+# Without TEXT it learns the sources of this project. STEPS=1000 trains longer (200). Prints each command before it
 # runs; everything goes into build/demo, anew each time. PROGRAM=./train_nsa is the program that it takes.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
@@ -21,16 +21,18 @@ else
     text=(--in "$out/sources.txt" --split-documents '\0')
 fi
 run() {
-    printf '\n$ %s' "${PROGRAM:-./train_nsa}"
-    printf ' %q' "$@"
-    printf '\n'
+    local word line="${PROGRAM:-./train_nsa}"
+    for word; do
+        case $word in *[!-A-Za-z0-9_./]*) line="$line '$word'" ;; *) line="$line $word" ;; esac
+    done
+    printf '\n$ %s\n' "$line"
     "${PROGRAM:-./train_nsa}" "$@"
 }
 vocabulary=(--tokenizer gpt2 --vocab-dir "$out/vocabulary")
 run vocabulary "${text[@]}" --size 2048 --out "$out/vocabulary"
 run tokenize "${text[@]}" --out "$out/my" "${vocabulary[@]}" --val-fraction 0.05
 run train --model 2m --data "$out/my_train_*.bin" --val-data "$out/my_val_*.bin" "${vocabulary[@]}" --seq-len 512 \
-    --total-batch 8192 --warmup 200K --steps "${STEPS:-300}" --sample-tokens 0 --out "$out/run"
+    --total-batch 8192 --warmup 200K --steps "${STEPS:-200}" --sample-tokens 0 --out "$out/run"
 run report --from "$out/run" --html "$out/report.html"
 run sample --from "$out/run" --tokens 200
 printf '\nEverything is in %s; the curves are in %s/report.html.\n' "$out" "$out"
