@@ -17,10 +17,10 @@
 // filled with what follows in the shard, the next documents too. Of several documents it takes the one nearest to i*T +
 // phase, the earlier of two; where none begins there, i*T + phase itself. The phase is drawn anew for each epoch. So
 // there are as many samples as by default, in the same order; no two of an epoch begin at the same token; a token is an
-// input at most twice. Those that an epoch leaves out are as many as those that it reads twice, a tenth or less: before
-// a document that begins late, after one that ends early. Another phase leaves out others, and each document is a
-// sample's beginning sooner or later. What a sample is follows from its number and from 2T tokens of its shard; so the
-// state stays four integers, and any number of ranks reads the same samples.
+// input at most twice. An epoch leaves out as many as it reads twice, about a tenth at most, and a few at a shard's
+// end. Another phase leaves out others: sooner or later each document is a sample's beginning, if T tokens follow. What
+// a sample is follows from its number and from 2T tokens of its shard; so the state stays four integers, and any number
+// of ranks reads the same samples.
 #pragma once
 #include <future>
 

@@ -82,8 +82,8 @@ void print_needs_of(const std::string& preset, Dev& dev) {
 template <class Table, class Dev>
 void print_products_of(const std::string& preset, Dev& dev) {
     const Config c = options_of("--model " + preset);
-    const int N = int(preset_of(c).batch * c.seq_len), C = int(c.dim), M = int(c.mlp_hidden), P = int(c.heads * c.head_dim),
-              V = int(Table(c).padded_vocab);
+    const int N = int(preset_of(c).batch * c.seq_len), C = int(c.dim), M = int(c.mlp_hidden),
+              P = int(c.heads * c.head_dim), V = int(Table(c).padded_vocab);
     const struct {
         const char* name;
         int in, out;

@@ -427,8 +427,28 @@ TEST(run_from_text_to_sample_with_an_own_vocabulary) {
     };
     CHECK_REFUSED(with("x", {}), 1, "a vocabulary of 700", "50257", "--vocab-dir");
     CHECK_REFUSED(with("x", {{"vocab-dir", other}}), 1, "a vocabulary of 700", "701", "--vocab-dir");
+    // Another vocabulary of the same size, and shards that do not say which they are of.
+    const std::string twin = folder.file("twin"), unsigned_shard = folder.file("old_train_1.bin");
+    write_file(folder.file("b.txt"), read_file("CHANGELOG.md") + read_file("train_nsa.cu"));
+    REQUIRE_GOOD(run({"vocabulary", "--in", folder.file("b.txt"), "--size", "700", "--out", twin}));
+    CHECK_REFUSED(with("x", {{"vocab-dir", twin}}), 1, "another vocabulary of 700 tokens", "--vocab-dir");
+    std::string shard = read_file(folder.file("a_train_000001.bin"));
+    CHECK(shard.substr(16, 4) != std::string(4, '\0'));
+    write_file(unsigned_shard, shard.replace(16, 4, 4, '\0'));
+    const Options old_data = {{"data", unsigned_shard}, {"val-data", unsigned_shard + "x"}};
+    write_file(unsigned_shard + "x", shard);
+    Options of_twin = old_data;
+    of_twin["vocab-dir"] = twin;
+    REQUIRE_GOOD(with("twin_run", of_twin));
+
     REQUIRE_GOOD(with("run", {{"vocab-dir", vocab}, {"steps", "20"}}));
     const std::string run_folder = folder.file("run");
+    CHECK_REFUSED(run({"sample", "--from", run_folder, "--vocab-dir", twin}), 1, "holds other tokens", "--vocab-dir");
+    CHECK_REFUSED(run({"--init-from", run_folder, "--data", unsigned_shard, "--vocab-dir", twin, "--out",
+                       folder.file("x"), "--total-batch", "128"}),
+                  1, "the digest of --vocab-dir");
+    CHECK_REFUSED(run({"eval", "--from", folder.file("twin_run"), "--val-data", folder.file("a_val_*.bin")}), 1,
+                  "another vocabulary of 700 tokens");
     CHECK_NEAR(logged(run_folder, "val_loss")[0], std::log(700.0), 0.1);
     CHECK_EQUAL(log_of(run_folder)[0].find("start")->integer("vocab_size", "log"), 700);
     REQUIRE_GOOD(run({"--resume", run_folder, "--steps", "21"}));
@@ -452,6 +472,7 @@ TEST(run_from_text_to_sample_with_an_own_vocabulary) {
     const Result back = run(joined({"sample", "--from", folder.file("back")}, greedy));
     REQUIRE_GOOD(back);
     CHECK_EQUAL(back.out, sampled.out);
+    CHECK(read_file(folder.file("back/step_00000000/config.json")).find("\"vocab_digest\": \"") != std::string::npos);
     const std::string on = folder.file("on");  // finds size and place of the vocabulary where it begins
     REQUIRE_GOOD(run({"--init-from", run_folder, "--data", folder.file("a_train_*.bin"), "--out", on, "--steps", "1",
                       "--batch", "2", "--total-batch", "128", "--threads", "1", "--warmup", "0"}));
