@@ -1,62 +1,89 @@
 #!/usr/bin/env bash
-# One command for a machine with an NVIDIA GPU: builds, tests on the device, runs compute-sanitizer, times every
-# operation, trains, compares with PyTorch if it is installed, and writes one report, dev/results/<gpu>-<date>.md.
-# Every part runs alone, is stopped after ten minutes, and replaces its section in today's report. All output, up to the
-# moment when a part ended or was stopped, is in <gpu>-<date>.log beside the report. A part first builds what it needs.
-#     dev/gpu_check.sh [PART]...        without arguments all of them, in this order:
-#       build       train_nsa and build/test_device for this GPU
-#       tests       the tests that run on the device: operations, kernels, training steps (make test has the others)
-#       emulator    the attention kernels on this GPU against dev/emulator/ with the same inputs: selections bit by bit,
+# One command for a machine with an NVIDIA GPU: builds, tests on the device, trains, times every operation and
+# attention, and writes one page to be pasted, dev/results/<gpu>-<date>.md: an answer for each part, a table of all
+# figures, and the end of each part's output. All output is in the .log beside it. Each part runs alone, is stopped when
+# its time is over, and replaces its section in today's page. What stands in a part's way (no GPU, another toolkit, too
+# little memory) is a sentence there, and the other parts go on. The exit status is 1 if a part failed or was stopped.
+#     dev/gpu_check.sh first      what to know of a GPU first, in at most 500 seconds: the parts marked with a star.
+#                                 Called again, it goes on with those that did not pass
+#     dev/gpu_check.sh prepare    on any machine with nvcc: writes programs.tar.gz, which holds the programs for sm_80,
+#                                 sm_90 and later, the emulator's results and the CPU's losses. In the repository's root
+#                                 on the GPU's machine it spares building there. NO_MPI=1 and NO_NCCL=1 leave out
+#                                 libraries that are not there
+#     dev/gpu_check.sh [PART]...  without arguments all of them, in this order:
+#       build       train_nsa and build/test_device for this GPU; every part does that first, where it is needed
+#     * tests       the tests that run on the device: operations, kernels, training steps (make test has the others)
+#     * emulator    the attention kernels on this GPU against dev/emulator/ with the same inputs: selections bit by bit,
 #                   numbers within their limits
+#     * loss        the program without options, on the GPU: is its loss the CPU's?
+#     * ranks       two ranks on one GPU against one; where there are two GPUs, also two over NCCL with --zero 0 and 1,
+#                   bit for bit, and what the reductions cost
+#     * products    125m at 16 x 2048: cuBLASLt's algorithm for each product and its share of peak, and the time of
+#                   every operation beside what was predicted
+#     * shapes      tokens/s and MFU of 125m at 16 x 1024, 16 x 2048, 32 x 1024 and 4 x 8192
+#     * gaps        every kernel of one step in Nsight Compute; their sum against the step's time shows the gaps between
+#                   them (skipped without ncu). <gpu>-<date>-kernels.csv keeps what ncu wrote
+#     * published   attention in the shape for which others have published times, theirs and the predicted beside ours
 #       sanitizer   compute-sanitizer: memcheck on small training steps, memcheck and racecheck on the attention kernels
 #                   (skipped without it)
-#       perf        every operation of a training step against the ceilings of this GPU, at 16 x 2048, with full
-#                   attention, and at 1 x 32768
-#       gaps        the kernels of one step in Nsight Compute; their sum against the step's time shows the gaps between
-#                   them (skipped without ncu)
+#       perf        every operation of a training step against the ceilings of this GPU, with full attention, and at
+#                   1 x 32768
 #       attention   attention alone, every branch and both sets of selected kernels, T from 2048 to 65536, 65536 tokens
-#       published   attention in the shape for which others have published times, theirs and the predicted beside ours
 #       train       125m for 50 steps; the time to its first step; the same 5 steps twice, bit for bit; one sequence per
 #                   step
 #       batches     tokens/s as the micro-batch grows
 #       long        125m at T from 4096 to 65536, 65536 tokens a micro-step
-#       ranks       two GPUs over NCCL with --zero 0 and 1, bit for bit, and what the reductions cost
-#                   (skipped if there is one GPU)
 #       torch       PyTorch's attention and a compiled dense model of the same size, side by side with ours (skipped
 #                   without a PyTorch that sees the GPU)
 # OUT=FOLDER puts the report elsewhere, PYTHON=python3 names the Python with PyTorch, COMMIT=... names the commit if the
-# sources are not a git checkout, and TOTAL=590 stops everything after so many seconds. If time is short, run
-# `build tests perf attention`, `train batches long` and `torch gaps sanitizer`. The exit status is 1 if any part failed
-# or was stopped; the report says which.
+# sources are not a git checkout, and TOTAL=590 stops everything after so many seconds.
 # PRECISION=FP32 builds that engine, for GPUs below sm_80 and for diagnosis; what it does not have is skipped.
-# With OUT the built programs are saved too, as OUT/programs.tar.gz. If that file is in the repository's root, and is of
-# these sources, this toolkit, processor and GPU, it is unpacked instead of building. Programs that are already where
-# make puts them are used as they are.
-# Figures worth quoting are in the report as lines "result: what | figure | unit | conditions"; dev/results_table.sh
-# makes the README's table from them.
+# With OUT the built programs are saved too, as OUT/programs.tar.gz, for the same sources, toolkit, processor and GPU.
+# Programs that are already where make puts them are used as they are.
+# Figures worth quoting are in the parts' output as lines "result: what | figure | unit | conditions";
+# dev/results_table.sh makes the page's table from them, and the README's.
 # DRY_RUN=1 prints the commands of the parts and runs none.
 # shellcheck disable=SC2317  # the parts are called by a bash of their own
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
-readonly PARTS="build tests emulator sanitizer perf gaps attention published train batches long ranks torch"
+readonly FIRST="tests emulator loss ranks products shapes gaps published"
+readonly PARTS="build $FIRST sanitizer perf attention train batches long torch"
 readonly LIMIT=580  # seconds of one part
+# Seconds that each part of the list has at least; together with no more than a start they are its 500.
+declare -A SHARE=([tests]=150 [emulator]=20 [loss]=60 [ranks]=45 [products]=40 [shapes]=70 [gaps]=50 [published]=60)
 die() { echo "gpu_check.sh: $1" >&2; exit 2; }
 case "${1:-}" in -h | --help) sed -n '/^# One command/,/^# DRY_RUN/s/^# //p' "$0"; exit 0 ;; esac
+first="" prepare=""
+case $* in
+    first)
+        first=1
+        TOTAL=${TOTAL:-500}
+        # shellcheck disable=SC2086  # a list of words
+        set -- $FIRST
+        ;;
+    prepare)
+        prepare=1
+        set -- build
+        ;;
+esac
 for part in "$@"; do
-    case " $PARTS " in *" $part "*) ;; *) die "unknown part '$part'; there are: $PARTS" ;; esac
+    case " $PARTS " in
+        *" $part "*) ;;
+        *) die "unknown part '$part'; there are: first, prepare, $PARTS" ;;
+    esac
 done
 # shellcheck disable=SC2086  # a list of words
 [ $# -gt 0 ] || set -- $PARTS
 dry=${DRY_RUN:-}
 # A toolkit's installer may leave these off PATH; of several Nsight Computes take the newest.
 PATH=$PATH:/usr/local/cuda/bin:$(printf '%s\n' /opt/nvidia/nsight-compute/* | sort -V | tail -n 1)
-if [ -z "$dry" ]; then
-    command -v nvcc >/dev/null || die "nvcc is not on PATH: install the CUDA Toolkit, or add its bin folder to PATH"
-    nvidia-smi -L 2>/dev/null | grep -q GPU || die "nvidia-smi shows no GPU on this machine"
-    gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader -i 0)
+no_gpu=""
+if [ -n "$dry" ]; then gpu="no GPU"
+elif nvidia-smi -L 2>/dev/null | grep -q GPU; then gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader -i 0)
 else
     gpu="no GPU"
+    no_gpu="nvidia-smi shows no GPU on this machine: there is none, or its driver does not run"
 fi
 # Checkpoints are large: keep them in memory if there is room.
 place=${TMPDIR:-/tmp}
@@ -69,20 +96,22 @@ mkdir -p "$folder"
 report=$folder/$(echo "$gpu" | tr ' /' '__')-$(date +%Y-%m-%d).md
 whole=${report%.md}.log
 failed=0
+# What the programs are made of, and what `part_build` made them from and for, each as a word.
+SOURCES=$(cat Makefile ./*.cu ./*.cuh ./*.h lib/*/* dev/*/*.h dev/*/*.cuh dev/test/*/* 2>/dev/null | sha256sum |
+    cut -c 1-8)
+FINGERPRINT=$({
+    echo "$SOURCES $gpu"
+    nvcc --version
+    grep -m 1 'model name' /proc/cpuinfo
+} 2>/dev/null | sha256sum | cut -c 1-16)
+readonly CARRIED="$SOURCES, carried along"
+export SOURCES FINGERPRINT
 if [ -n "${COMMIT:-}" ]; then commit="commit $COMMIT"
 elif commit=$(git rev-parse --short HEAD 2>/dev/null); then
     commit="commit $commit$(git diff --quiet HEAD || echo ' with changes')"
 else commit="unknown commit"; fi
+commit="$commit, sources $SOURCES"
 
-# What the programs of `part_build` were built from and for, as one word.
-fingerprint() {
-    {
-        cat Makefile ./*.cu ./*.cuh ./*.h lib/*/*.h lib/*/*.cuh lib/*/*.cpp dev/*/*.h dev/*/*.cuh
-        nvcc --version
-        grep -m 1 'model name' /proc/cpuinfo
-        echo "$gpu"
-    } 2>/dev/null | sha256sum | cut -c 1-16
-}
 # Some toolkits lack cuBLASLt, which PyTorch's wheels have. Puts its headers and library into build/cublas, without the
 # CUDA runtime that lies beside them, and tells nvcc where they are.
 find_cublas() {
@@ -106,21 +135,63 @@ print(next(place for place in places if os.path.isfile(place + "/include/cublasL
     export NVCC_APPEND_FLAGS="-I$here/include -L$here/lib -Xlinker -rpath -Xlinker $here/lib ${NVCC_APPEND_FLAGS:-}"
     echo "the toolkit has no cuBLASLt to build with; PyTorch's is taken, from $place"
 }
-# Are both programs there, of these sources as far as we know, and do they start?
+# Are both programs there, of these sources as far as we know, and do they start? Those that were carried along may lack
+# a library here, or code for this GPU: then why_not says what they said.
+why_not=""
 ready() {
-    [ -x train_nsa ] && [ -x build/test_device ] &&
-        { [ ! -f build/built_for ] || [ "$(cat build/built_for)" = "$FINGERPRINT" ]; } &&
-        timeout -s KILL 20 build/test_device --list >/dev/null 2>&1
+    local for_what=$FINGERPRINT said
+    [ -x train_nsa ] && [ -x build/test_device ] || return
+    [ ! -f build/built_for ] || for_what=$(cat build/built_for)
+    [ "$for_what" = "$FINGERPRINT" ] || [ "$for_what" = "$CARRIED" ] || return
+    if ! said=$(timeout -s KILL 20 build/test_device --list 2>&1 >/dev/null); then
+        why_not=$(tail -n 1 <<<"$said")
+        return 1
+    fi
+    [ "$for_what" = "$CARRIED" ] && [ -z "$tried" ] && [ -z "$no_gpu" ] || return 0
+    tried=1
+    why_not=$(timeout -s KILL 60 ./train_nsa check --device cuda 2>&1 | grep -m 1 -e 'not built for' -e 'bf16 needs')
+    [ -z "$why_not" ]
 }
+tried=""
 
 query() { nvidia-smi --query-gpu="$1" --format=csv,noheader -i 0; }
 head_of_report() {
+    local toolkit="no toolkit"
+    command -v nvcc >/dev/null && toolkit=$(nvcc --version | sed -n 's/.*release \([^,]*\),.*/CUDA \1/p')
     echo "# $gpu, $(date +%Y-%m-%d)"
     echo
-    echo "driver $(query driver_version), $(nvcc --version | sed -n 's/.*release \([^,]*\),.*/CUDA \1/p')," \
-        "SM clock at most $(query clocks.max.sm), power limit $(query power.limit), $(query memory.total)," \
-        "$(uname -m), $(nproc) CPU cores"
+    if [ -n "$no_gpu" ]; then echo "driver: $no_gpu; $toolkit, $(uname -m), $(nproc) CPU cores"
+    else
+        echo "driver $(query driver_version), $toolkit, SM clock at most $(query clocks.max.sm)," \
+            "power limit $(query power.limit), $(query memory.total), $(uname -m), $(nproc) CPU cores"
+    fi
     echo
+}
+# The page: the head, an answer for each part, all figures, and the parts' sections, of FILE.
+page() {
+    head_of_report
+    printf '| part | how it ended | answer |\n|---|---|---|\n'
+    awk '
+        /^## / { name = substr($0, 4); open = 1 }
+        open && /^(passed|FAILED|stopped|not run)[^:]*: / {
+            gsub(/[|]/, "/"); at = index($0, ": ")
+            printf "| %s | %s | %s |\n", name, substr($0, 1, at - 1), substr($0, at + 2); open = 0
+        }' "$1"
+    printf '\n### Figures\n\n'
+    { head_of_report; cat "$1"; } >"$work/joined"
+    dev/results_table.sh "$work/joined" | sed 1,2d
+    echo
+    cat "$1"
+}
+# answer STATUS: what a part's output says in one line: its own line "answer: ", else the last one that tells of a
+# failure, else the last.
+answer() {
+    local line
+    line=$(sed -n 's/^answer: //p' "$work/log" | tail -n 1)
+    [ -n "$line" ] || [ "$1" -eq 0 ] ||
+        line=$(grep -E 'error|FAIL|DIFFERENT|BEYOND|no time|not ' "$work/log" | tail -n 1)
+    [ -n "$line" ] || line=$(grep -v '^result: ' "$work/log" | tail -n 1)
+    cut -c 1-240 <<<"${line:-no output}"
 }
 # What nvidia-smi saw while a part ran.
 conditions() {
@@ -132,21 +203,25 @@ conditions() {
         }'
 }
 
-# section NAME COMMAND...: makes the report's section NAME from the command's output (all of it, or its first 20 lines,
-# all results and the last 300 lines), status, seconds and clocks. Kills a command that takes too long, with everything
+# section NAME COMMAND...: makes the report's section NAME from the command's output (all of it, or its first 10 lines,
+# all results and the last 60 lines), status, seconds and clocks. Kills a command that takes too long, with everything
 # that it started. Returns its status.
 section() {
-    local name=$1 begin=$SECONDS status watcher seconds=$LIMIT earlier stopped=""
+    local name=$1 begin=$SECONDS status watcher earlier how seconds=$LIMIT
     shift
     if [ -n "$dry" ]; then
         echo "$name: $*"
         return
     fi
+    # What the parts after it have at least is kept for them.
+    [ -z "${TOTAL:-}" ] || seconds=$((TOTAL - SECONDS - 5 - later))
+    [ -z "${TOTAL:-}" ] || [ "$seconds" -ge "${SHARE[$part]:-$LIMIT}" ] || seconds=${SHARE[$part]:-$LIMIT}
     [ -z "${TOTAL:-}" ] || [ $((TOTAL - SECONDS - 5)) -ge "$seconds" ] || seconds=$((TOTAL - SECONDS - 5))
+    [ "$seconds" -le "$LIMIT" ] || seconds=$LIMIT
     echo "== $name: $*" | tee -a "$whole"
     : >"$work/clocks"
     if [ "$seconds" -lt 5 ]; then
-        echo "no time is left for it" | tee "$work/log" >>"$whole"
+        echo "no time is left for it: call dev/gpu_check.sh $again again" | tee "$work/log" >>"$whole"
         status=124
     else
         nvidia-smi --query-gpu=clocks.sm,temperature.gpu,power.draw,memory.used --format=csv,noheader,nounits \
@@ -164,31 +239,47 @@ section() {
         wait "$watcher" 2>/dev/null
     fi
     [ "$status" -eq 0 ] || failed=1
+    how="FAILED after $((SECONDS - begin)) s"
+    case $status in
+        0) grep -q '^skipped: ' "$work/log" && how="not run" || how="passed after $((SECONDS - begin)) s" ;;
+        137) how="stopped after $seconds s" ;;
+        3 | 124) how="not run" ;;
+    esac
     {
         echo "## $name"
         echo
-        [ "$status" -ne 137 ] || stopped=" (stopped after $seconds s)"
-        echo "\`$*\`: exit status $status$stopped after $((SECONDS - begin)) s; $commit; $(conditions "$work/clocks")"
+        echo "$how: $(answer "$status")"
+        echo
+        echo "\`$*\`: exit status $status after $((SECONDS - begin)) s; $commit; $(conditions "$work/clocks")"
+        echo
+        echo '<details><summary>output</summary>'
         echo
         echo '```'
-        if [ "$(wc -l <"$work/log")" -le 400 ]; then cat "$work/log"
+        if [ "$(wc -l <"$work/log")" -le 100 ]; then cat "$work/log"
         else
-            head -n 20 "$work/log"
+            head -n 10 "$work/log"
             echo "..."
-            head -n -300 "$work/log" | tail -n +21 | grep '^result: '
-            tail -n 300 "$work/log"
+            head -n -60 "$work/log" | tail -n +11 | grep '^result: '
+            tail -n 60 "$work/log"
         fi
         echo '```'
+        echo '</details>'
         echo
     } >"$work/text"
-    if [ -f "$report" ]; then  # without an earlier section of this name
-        awk -v head="## $name" '/^## /{skip = ($0 == head)} !skip' "$report" >"$work/kept" && mv "$work/kept" "$report"
-    else
-        head_of_report >"$report"
-    fi
-    cat "$work/text" >>"$report"
-    tail -n 3 "$work/log"
+    : >"$work/kept"
+    [ ! -f "$report" ] ||  # without an earlier section of this name
+        awk -v head="## $name" '/^## /{ inside = 1; skip = ($0 == head) } inside && !skip' "$report" >"$work/kept"
+    cat "$work/text" >>"$work/kept"
+    page "$work/kept" >"$work/page" && mv "$work/page" "$report"
+    echo "$how: $(answer "$status")"
     return "$status"
+}
+# Has the part passed in today's page, from these sources?
+has_passed() {
+    [ -f "$report" ] && awk -v head="## $1" -v sources="sources $SOURCES;" '
+        /^## / { mine = ($0 == head) }
+        mine && /: exit status 0 after/ && index($0, sources) { found = 1 }
+        END { exit !found }' "$report"
 }
 
 # shard FILE TOKENS: writes random token ids in llm.c's format, because the built-in corpus has the ids of bytes only.
@@ -258,6 +349,20 @@ run() {
     rm -rf "$WORK/$name"/step_*
     [ "$status" -eq 0 ] || { echo "training ended with status $status"; return 1; }
 }
+# fitting BATCH COMMAND...: the command with --batch BATCH or, where the GPU's memory is too small for that, half of it,
+# and so on.
+fitting() {
+    local batch=$1 status
+    shift
+    while :; do
+        "$@" --batch "$batch" 2>&1 | tee "$WORK/fitting"
+        status=${PIPESTATUS[0]}
+        [ "$status" -ne 0 ] && [ "$batch" -gt 1 ] || return "$status"
+        grep -qE 'out of GPU memory|MiB are available' "$WORK/fitting" || return "$status"
+        echo "--batch $batch is too much for this GPU's memory, so half of it:"
+        batch=$((batch / 2))
+    done
+}
 # train NAME OPTIONS...: the same, and a result: the median of tokens/s without the first 5 steps, MFU, the GPU's
 # memory, and the seconds from the start to the end of the first step, including a validation on one batch before it.
 train() {
@@ -275,12 +380,37 @@ train() {
 # One make for both programs, so that it probes the machine once. If nvcc cannot cope with what the host compiler knows
 # about this processor, build for a plainer one.
 part_build() {
+    [ -z "${WHY_NOT:-}" ] || echo "the programs that were carried along do not run here: $WHY_NOT"
+    if ! command -v nvcc >/dev/null; then
+        echo "nvcc is not on PATH: install the CUDA Toolkit, add its bin folder to PATH, or bring programs.tar.gz," \
+            "which dev/gpu_check.sh prepare writes on another machine"
+        return 1
+    fi
     [ -z "${NVCC_APPEND_FLAGS:-}" ] || echo "NVCC_APPEND_FLAGS=$NVCC_APPEND_FLAGS"
     make -j2 train_nsa build/test_device || {
         echo "-- again, for a plainer processor"
         make -j2 MARCH=x86-64-v3 train_nsa build/test_device
     } || return 1
     mkdir -p build && echo "$FINGERPRINT" >build/built_for
+}
+# pack FILE TRAIN_NSA TEST_DEVICE: the two programs, stripped, and what else is in the folder to be packed.
+pack() {
+    strip -o "$WORK/pack/train_nsa" "$2" 2>/dev/null || cp "$2" "$WORK/pack"
+    strip -o "$WORK/pack/build/test_device" "$3" 2>/dev/null || cp "$3" "$WORK/pack/build"
+    tar -C "$WORK/pack" -czf "$1" train_nsa build || echo "the programs could not be written to $1"
+}
+# For other machines: any x86-64 processor since 2013 where this is one, and GPUs from sm_80 on.
+part_prepare() {
+    local march="" here=build/carried pack=$WORK/pack/build
+    [ "$(uname -m)" != x86_64 ] || march=x86-64-v3
+    make BUILD=$here MARCH=$march $here/train_nsa $here/test_device $here/cuda_tests || return 1
+    mkdir -p "$pack"
+    $here/cuda_tests --write-results "$pack/emulator.safetensors" || return 1
+    $here/train_nsa --device cpu --out "$WORK/first_cpu" || return 1
+    cp "$WORK/first_cpu/main.log" "$pack/first_cpu.log"
+    echo "$CARRIED" | tee "$pack/built_for" >"$pack/carried_for"
+    pack programs.tar.gz $here/train_nsa $here/test_device
+    echo "programs.tar.gz, $(du -h programs.tar.gz | cut -f 1): to go into the repository's root on the GPU's machine"
 }
 # The attention kernels of this build, by the table in lib/cuda/attention_kernels.h; with PRECISION=FP32: plain alone.
 attention_kernels() { ./train_nsa --version 2>/dev/null | sed -n 's/^attention kernels: //p'; }
@@ -289,7 +419,7 @@ plain_only() { [ "$(attention_kernels)" = plain ]; }
 # and a test that hangs keeps the others from running, so tests that did not pass run again alone, for 15 seconds each.
 # All of it has 240 seconds, so that a broken kernel leaves time for the parts after this one.
 part_tests() {
-    local PART_END=$((EPOCHSECONDS + 240)) group name again="" status=0
+    local PART_END=$((EPOCHSECONDS + 240)) group name again="" status=0 passed=0
     [ "$PART_END" -lt "$SECTION_END" ] || PART_END=$SECTION_END
     within 30 ./build/test_device --list >"$WORK/names" || status=1
     for group in cuda_ attention_kernels_ ladder_; do
@@ -309,7 +439,10 @@ part_tests() {
         again+=" $(awk -v group="$group" '
             FILENAME == ARGV[1] { if ($1 == "ok") ok[$2] = 1; next }
             index($1, group) == 1 && !ok[$1] { print $1 }' "$WORK/tests" "$WORK/names")"
+        passed=$((passed + $(grep -c '^ok ' "$WORK/tests")))
     done
+    again=$(xargs <<<"$again")
+    echo "answer: $passed tests passed on the device, $(wc -w <<<"$again") did not${again:+: $again}"
     for name in $again; do
         status=1
         [ $((PART_END - EPOCHSECONDS)) -gt 3 ] || { echo "no time is left for $name and those after it"; break; }
@@ -351,43 +484,127 @@ part_sanitizer() {
 }
 # perf OPTIONS...: every operation of a step, two minutes at most
 perf() { within 120 ./build/test_device --perf --model 125m --device cuda "$@"; }
+part_products() {
+    within 60 ./train_nsa check --device cuda || return 1
+    fitting 16 perf | tee "$WORK/perf"
+    [ "${PIPESTATUS[0]}" -eq 0 ] || return 1
+    sed -n 's/^result: perf, \(.*\): step | \([0-9]*\) | \(.*\) | \([0-9.]* us\).*/answer: \1: \2 \3, \4 a step/p' \
+        "$WORK/perf"
+}
 part_perf() {
     local status=0
-    perf || status=1
     perf --attention full || status=1
     perf --batch 1 --seq-len 32768 --recompute 1 || status=1
     return "$status"
 }
-# --perf marks one step for the profiler. We want the kernels' own times, with clocks and caches left alone.
+# --perf marks one step for the profiler. We want the kernels' own times, with clocks and caches left alone. A kernel's
+# prediction is that of the operation whose name it bears, which --perf prints as "predicted: NAME | us | ...".
 part_gaps() {
     local step
     if ! command -v ncu >/dev/null; then
-        echo "skipped: there is no ncu on PATH"
+        echo "skipped: there is no ncu on PATH; part products has the times of operations"
         return 0
     fi
-    perf >"$WORK/perf" 2>&1 || { cat "$WORK/perf"; return 1; }
+    [ -s "$WORK/perf" ] || fitting 16 perf >"$WORK/perf" 2>&1 || { cat "$WORK/perf"; return 1; }
     limited 240 ncu --profile-from-start off --clock-control none --cache-control none \
         --metrics gpu__time_duration.sum --print-units base --csv --log-file "$WORK/kernels.csv" \
         ./build/test_device --perf --model 125m --device cuda >"$WORK/profiled" 2>&1 ||
         { tail -n 20 "$WORK/profiled" "$WORK/kernels.csv"; return 1; }
+    cp "$WORK/kernels.csv" "$KERNELS"
     step=$(sed -n 's/^a step without clocks: .* GPU was done after \([0-9.]*\) us.*/\1/p' "$WORK/perf")
     # The last column is the value, "1,234" or 1234, in nanoseconds, whether ncu calls them ns or nsecond.
     awk -F'","' -v step="$step" '
-        /gpu__time_duration.sum/ { x = $NF; gsub(/[",]/, "", x); sum += x; n++ }
+        FILENAME == ARGV[1] {
+            if (split($0, field, / *[|] */) >= 2 && sub(/^predicted: /, "", field[1])) predicted[field[1]] = field[2]
+            next
+        }
+        /"Kernel Name"/ { for (i = 1; i <= NF; i++) if ($i ~ /Kernel Name/) column = i }
+        /gpu__time_duration.sum/ {
+            x = $NF; gsub(/[",]/, "", x); sum += x; n++
+            name = $column; sub(/^void /, "", name); sub(/^kernels::/, "", name)
+            if (name ~ />\(/) sub(/>\(.*/, ">", name); else sub(/\(.*/, "", name)
+            gsub(/\(Branch\)|\(int\)|\(bool\)/, "", name)
+            us[name] += x / 1e3; launches[name]++
+        }
         END {
             if (!n || !step) { print "no kernels in the profile, or no step time"; exit 1 }
+            largest_first = "sort -t \"|\" -k 2 -rn"
+            for (name in us) {
+                best = ""
+                for (p in predicted) if (index(name, p) == 1 && length(p) > length(best)) best = p
+                text = best == "" ? "" : "; " predicted[best] " us predicted for " best
+                printf "result: kernel %s | %.1f | us | %d launches of a step, %.1f %% of its kernels%s\n", name,
+                    us[name], launches[name], 1e5 * us[name] / sum, text | largest_first
+            }
+            close(largest_first)
             printf "result: kernels of a step, 16 x 2048 | %.0f | us | %d launches, by ncu; ", sum / 1e3, n
             printf "the step without it %.0f us, so ", step
             printf "%.1f %% of it lie between kernels, memset and memcpy (which ncu does not list) included\n",
                 100 * (1 - sum / 1e3 / step)
-        }' "$WORK/kernels.csv"
+            printf "answer: %d kernels take %.0f of a step'"'"'s %.0f us\n", n, sum / 1e3, step
+        }' "$WORK/perf" "$WORK/kernels.csv"
 }
 no_tensor_cores() { plain_only && echo "skipped: the attention kernels of this build are: $(attention_kernels)"; }
 part_emulator() {
-    local file=$WORK/emulator.safetensors
+    local file=build/emulator.safetensors
     no_tensor_cores && return
-    make build/cuda_tests && within 120 ./build/cuda_tests --write-results "$file" &&
-        within 120 ./build/test_device --compare-results "$file"
+    if [ "$(cat build/carried_for 2>/dev/null)" != "$CARRIED" ]; then
+        if [ -n "$FIRST_ONLY" ]; then
+            echo "skipped: no results of the emulator were carried along (dev/gpu_check.sh prepare makes them);" \
+                "dev/gpu_check.sh emulator compiles the emulator here"
+            return 0
+        fi
+        file=$WORK/emulator.safetensors
+        make build/cuda_tests && within 120 ./build/cuda_tests --write-results "$file" || return 1
+    fi
+    within 120 ./build/test_device --compare-results "$file"
+}
+# losses FILE: "STEP LOSS" for every training step of a main.log.
+losses() { sed -n 's/^s:\([0-9]*\) trl:\([^ ]*\).*/\1 \2/p' "$1"; }
+# near A B STEPS PERCENT: whether the losses of two logs, up to this step, differ by at most so much; prints the most.
+near() {
+    losses "$1" >"$WORK/a" && losses "$2" >"$WORK/b"
+    awk -v steps="$3" -v limit="$4" '
+        FILENAME == ARGV[1] { loss[$1] = $2; next }
+        $1 in loss && $1 <= steps {
+            n++; d = 100 * (loss[$1] / $2 - 1); if (d < 0) d = -d
+            if (!(d <= worst)) worst = d
+        }
+        END {
+            printf "%d steps, losses at most %.3g %% apart (limit %s %%)\n", n, worst, limit
+            exit !(n > 0 && worst <= limit)
+        }' "$WORK/a" "$WORK/b"
+}
+# The program without options. Rounding drives the two runs apart in time, so their first 20 steps have to agree, and
+# at the end the GPU has to have found the names: ten seeds on a CPU ended between 0.53 and 0.94, guessing is 3.26.
+part_loss() {
+    local cpu=build/first_cpu.log whose="carried along" recall final said status=0
+    within 200 ./train_nsa --device cuda --out "$WORK/first_gpu" 2>&1 | tee "$WORK/first_gpu.out"
+    [ "${PIPESTATUS[0]}" -eq 0 ] || return 1
+    if [ "$(cat build/carried_for 2>/dev/null)" != "$CARRIED" ]; then
+        echo "-- the same on the CPU, for as long as there is time; all of its output is left out"
+        within 60 ./train_nsa --device cpu --out "$WORK/first_cpu" >/dev/null 2>&1
+        cpu=$WORK/first_cpu/main.log whose="of this machine"
+    fi
+    recall=$(sed -n 's/^recall: \([0-9.]*\) .*/\1/p' "$WORK/first_gpu.out")
+    final=$(sed -n 's/.*val loss \([0-9.]*\) .*/\1/p' "$WORK/first_gpu.out" | tail -n 1)
+    said=$(near "$WORK/first_gpu/main.log" "$cpu" 20 1) || status=1
+    echo "result: the first command | ${final:-0} | validation loss | recall ${recall:-none}; the CPU's log" \
+        "($whose): $said, $(sed -n 's/.* tel:/validation /p' "$cpu" | tail -n 1) at its end"
+    awk -v recall="${recall:-9}" 'BEGIN { exit !(recall < 1) }' || status=1
+    echo "answer: recall ${recall:-none}, to be below 1; beside the CPU's: $said"
+    return "$status"
+}
+part_shapes() {
+    local shape status=0 said=""
+    for shape in "16 1024" "16 2048" "32 1024" "4 8192"; do
+        # shellcheck disable=SC2086  # two words
+        set -- $shape
+        fitting "$1" train "NSA, $1 x $2" --seq-len "$2" --total-batch $(($1 * $2)) --steps 25 || status=1
+        said+=$(sed -n 's/^result: NSA, \([^|]*\) | \([0-9]*\) .*/ \1: \2;/p' "$WORK/fitting")
+    done
+    echo "answer: tokens/s of${said:- none}"
+    return "$status"
 }
 part_attention() { no_tensor_cores || ./build/test_device --perf-attention --batch 1 --seq-len 65536; }
 part_published() {
@@ -431,23 +648,56 @@ part_long() {
     done
     return "$status"
 }
-part_ranks() {
-    if [ "$(nvidia-smi -L | grep -c GPU)" -lt 2 ] || ! command -v mpirun >/dev/null; then
-        echo "skipped: it needs two GPUs and mpirun"
-        return 0
+# two NAME OPTIONS...: two ranks, by mpirun or, without it, by the variables that launchers set; small steps.
+two() {
+    local out=$WORK/$1 rank status=0
+    shift
+    # shellcheck disable=SC2086  # a list of words
+    if command -v mpirun >/dev/null && ./train_nsa --version 2>/dev/null | grep -q '^MPI: '; then
+        limited 100 mpirun -np 2 ./train_nsa --device cuda "$@" --out "$out"
+        return
     fi
-    local job="--device cuda --steps 20 --eval-batches 1 --sample-tokens 0 --bucket-mb 0.5" zero status=0
-    for zero in 0 1; do
-        # shellcheck disable=SC2086  # a list of words
-        mpirun -np 2 ./train_nsa $job --zero $zero --out "$WORK/two$zero" || status=1
+    for rank in 0 1; do
+        RANK=$rank WORLD_SIZE=2 LOCAL_RANK=$rank LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 \
+            within 100 ./train_nsa --device cuda "$@" --out "$out" &
     done
+    wait -n || status=1
+    wait -n || status=1
+    return "$status"
+}
+# Sums are added in another order than on one rank, so losses agree to rounding.
+part_ranks() {
+    local job="--steps 20 --eval-batches 1 --sample-tokens 0 --save-every 0 --bucket-mb 0.5" zero gpus status=0 said=""
+    gpus=$(nvidia-smi -L | grep -c GPU)
+    # shellcheck disable=SC2086  # a list of words
+    within 60 ./train_nsa --device cuda $job --out "$WORK/one" || return 1
+    # shellcheck disable=SC2086
+    if CUDA_VISIBLE_DEVICES=0 two shared $job; then
+        said="two ranks on one GPU: $(near "$WORK/one/main.log" "$WORK/shared/main.log" 20 1)" || status=1
+    else
+        said="two ranks on one GPU: error, see above" status=1
+    fi
+    echo "$said"
+    if [ "$gpus" -lt 2 ]; then
+        echo "answer: $said; one GPU, so NCCL was not tried"
+        return "$status"
+    fi
+    job+=" --save-every 20"
+    for zero in 0 1; do
+        # shellcheck disable=SC2086
+        two "two$zero" $job --zero $zero || status=1
+    done
+    said+="; two GPUs: $(near "$WORK/one/main.log" "$WORK/two0/main.log" 20 1)" || status=1
     if cmp "$WORK/two0/step_00000020/model.safetensors" "$WORK/two1/step_00000020/model.safetensors"
-    then echo "2 GPUs, --zero 0 and 1: the same bits"
-    else echo "2 GPUs, --zero 0 and 1: DIFFERENT"; status=1; fi
+    then said+="; --zero 0 and 1: the same bits"
+    else said+="; --zero 0 and 1: DIFFERENT"; status=1; fi
+    echo "$said"
     for zero in 0 1; do
-        mpirun -np 2 ./train_nsa --model 125m --device cuda --eval-every 0 --eval-batches 1 --sample-tokens 0 \
-            --save-every 0 --batch 16 --total-batch 131072 --steps 25 --zero "$zero" --out "$WORK/pair$zero" || status=1
+        two "pair$zero" --model 125m --data "$WORK/train.bin" --val-data "$WORK/val.bin" --eval-every 0 \
+            --eval-batches 1 --sample-tokens 0 --save-every 0 --batch 16 --total-batch 131072 --steps 25 \
+            --zero "$zero" || status=1
     done
+    echo "answer: $said"
     return "$status"
 }
 part_torch() {
@@ -466,40 +716,62 @@ part_torch() {
     "${PYTHON:-python3}" -u dev/bench/torch_attention.py --tokens 65536 || status=1
     return "$status"
 }
-export WORK=$work
-export -f within limited run train same_digits sanitize perf attention_kernels plain_only no_tensor_cores
+export WORK=$work CARRIED FIRST_ONLY=$first KERNELS=${report%.md}-kernels.csv
+# Open MPI refuses root, which rented machines often are.
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+export -f within limited run train fitting same_digits sanitize perf attention_kernels plain_only no_tensor_cores losses
+export -f near two part_prepare
 for part in $PARTS; do export -f "part_$part"; done
 
 build() {
+    export WHY_NOT=$why_not
     section build bash -c part_build || return 1
     [ -z "$dry" ] && [ -n "${OUT:-}" ] || return 0
-    mkdir -p "$work/pack/build" && cp build/built_for "$work/pack/build"
-    for program in train_nsa build/test_device; do
-        strip -o "$work/pack/$program" "$program" 2>/dev/null || cp "$program" "$work/pack/$program"
-    done
-    tar -C "$work/pack" -czf "$folder/programs.tar.gz" train_nsa build ||
-        echo "the programs could not be written to $folder/programs.tar.gz"
+    mkdir -p "$work/pack/build"
+    cp build/built_for "$work/pack/build"
+    pack "$folder/programs.tar.gz" train_nsa build/test_device
 }
+if [ -n "$prepare" ]; then
+    [ -z "$dry" ] || { echo "prepare: bash -c part_prepare"; exit 0; }
+    command -v nvcc >/dev/null || die "prepare needs nvcc, which is not on PATH"
+    find_cublas
+    part_prepare
+    exit
+fi
 built=""
 if [ -z "$dry" ]; then
-    find_cublas
+    ! command -v nvcc >/dev/null || find_cublas
     shard "$work/train.bin" 4194304
     shard "$work/val.bin" 1048576
-    FINGERPRINT=$(fingerprint)
-    export FINGERPRINT
     if [ -f programs.tar.gz ] && ! ready; then tar -xzf programs.tar.gz; fi
 fi
-for part in "$@"; do
-    # Without a build run nothing more: any programs that are there were built from other sources.
-    if [ "$part" = build ] || { [ -z "$dry$built" ] && ! ready; }; then
-        build || break
-        built=1
+# left PART...: seconds that these have at least.
+left() {
+    local sum=0 name
+    for name; do sum=$((sum + ${SHARE[$name]:-0})); done
+    echo "$sum"
+}
+while [ $# -gt 0 ]; do
+    part=$1
+    shift
+    later=0
+    again=${first:+first}
+    again=${again:-$part}
+    [ -z "$first" ] || later=$(left "$@")
+    if [ -n "$first" ] && [ -z "$dry" ] && has_passed "$part"; then
+        echo "== $part: has passed, see $report"
+        continue
     fi
+    # What stands in the way of every part is said in the section of each.
+    obstacle=$no_gpu
+    if [ "$part" = build ] || { [ -z "$dry$built$obstacle" ] && ! ready; }; then
+        built=good
+        build || built=bad
+    fi
+    [ "$built" != bad ] || obstacle=${obstacle:-"there are no programs to run, since the build failed"}
     [ "$part" != build ] || continue
-    case $part in
-        tests) section "tests on the device" bash -c part_tests ;;
-        *) section "$part" bash -c "part_$part" ;;
-    esac
+    if [ -n "$obstacle" ]; then section "$part" bash -c "echo '$obstacle'; exit 3"
+    else section "$part" bash -c "part_$part"; fi
 done
 [ -n "$dry" ] || echo "report: $report, all output: $whole"
 exit $failed

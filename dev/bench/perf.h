@@ -187,16 +187,22 @@ struct Timed : Dev {
         clock("rmsnorm_backward", 11.0 * N * C, R(4.0 * N * C),
               [&] { Dev::rmsnorm_backward(dx, dweight, dout, x, rstd, weight, N, C); });
     }
+    // M, N, K, and which factors are transposed, as cuBLASLt's lines in CudaRuntime::products() begin.
+    static std::string product_name(int M, int N, int K, const char* transposed) {
+        return format_text("product %d x %d x %d %s", M, N, K, transposed);
+    }
     void matmul_forward(real* out, const real* inp, const real* weight, const real* residual, int N, int C, int OC) {
-        clock("matmul_forward", 2.0 * N * C * OC, R(1.0 * N * C + 1.0 * OC * C + (residual ? 2.0 : 1.0) * N * OC),
+        clock(product_name(N, OC, C, "nt"), 2.0 * N * C * OC,
+              R(1.0 * N * C + 1.0 * OC * C + (residual ? 2.0 : 1.0) * N * OC),
               [&] { Dev::matmul_forward(out, inp, weight, residual, N, C, OC); });
     }
     void matmul_backward_input(real* dinp, const real* dout, const real* weight, int N, int C, int OC) {
-        clock("matmul_backward_input", 2.0 * N * C * OC, R(1.0 * N * C + 1.0 * OC * C + 1.0 * N * OC),
+        clock(product_name(N, C, OC, "nn"), 2.0 * N * C * OC, R(1.0 * N * C + 1.0 * OC * C + 1.0 * N * OC),
               [&] { Dev::matmul_backward_input(dinp, dout, weight, N, C, OC); });
     }
     void matmul_backward_weight(Grad* dweight, const real* dout, const real* inp, int N, int C, int OC) {
-        clock("matmul_backward_weight", 2.0 * N * C * OC, R(1.0 * N * C + 1.0 * N * OC) + 2.0 * OC * C * sizeof(Grad),
+        clock(product_name(OC, C, N, "tn"), 2.0 * N * C * OC,
+              R(1.0 * N * C + 1.0 * N * OC) + 2.0 * OC * C * sizeof(Grad),
               [&] { Dev::matmul_backward_weight(dweight, dout, inp, N, C, OC); });
     }
     void silu_forward(real* out, const real* x, size_t count) {
@@ -434,6 +440,28 @@ void perf_plain_steps(Timed<Dev>& dev, PerfStep<Dev>& step, const std::string& n
     std::fflush(out);
 }
 
+// A result for each product of a step, by shape: its rate, its share of the data sheet's peak, and how cuBLASLt
+// computes it.
+template <class Dev>
+void print_products(Timed<Dev>& dev, const std::map<std::string, OperationTime>& times, std::FILE* out) {
+    const double peak = dev.peak_flops();
+    for (const std::string& product : dev.products()) {
+        const size_t colon = product.find(": ");
+        const auto found = times.find("product " + product.substr(0, colon));
+        if (found == times.end()) {
+            std::fprintf(out, "%s\n", product.c_str());
+            continue;
+        }
+        const OperationTime& o = found->second;
+        const std::string share =
+            peak > 0 ? format_text("%.1f %% of %.1f TFLOP/s", 100 * o.flops / o.seconds / peak, peak * 1e-12)
+                     : std::string("share of peak n/a");
+        std::fprintf(out, "result: %s | %.4g | TFLOP/s | %s; %lld calls a step, %.1f us each; %s\n",
+                     found->first.c_str(), o.flops / o.seconds * 1e-12, share.c_str(), (long long)o.calls,
+                     o.seconds / double(o.calls) * 1e6, product.c_str() + colon + 2);
+    }
+}
+
 // timed_steps after one or two to warm up; ceiling_size: see measure_ceilings; the report goes to `out`
 template <class Dev>
 int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_size = 0, std::FILE* out = stdout) {
@@ -470,7 +498,7 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
 #ifdef CUDA_CHECK
         if constexpr (!Dev::on_host) {
             std::fprintf(out, "%s\n", dev.describe_selected(a.shape).c_str());
-            for (const std::string& product : dev.products()) std::fprintf(out, "%s\n", product.c_str());
+            print_products(dev, times, out);
         }
 #endif
         std::fprintf(out,
