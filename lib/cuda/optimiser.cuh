@@ -78,14 +78,15 @@ template <int W>
 __global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v, const float* grad,
                              const AdamWSpan* spans, int span_count, AdamWConstants h) {
     // The factors of the gradient and of the parameter are computed in fp64, which is slow on many GPUs (1/64 of the
-    // rate of fp32), so only once per block; and so is where the block begins among the spans.
+    // rate of fp32), so only once per block; and so are the spans of its first element and of that behind its last.
     SHARED(float, factors, [2]);
-    SHARED(int, first_span, [1]);
+    SHARED(int, block_spans, [2]);
     const size_t i = thread_index() * W;
     if (threadIdx.x < 2) factors[threadIdx.x] = threadIdx.x == 0 ? clip_factor(h) : float(1 - h.lr * h.decay);
-    if (threadIdx.x == 0) first_span[0] = span_at(i, spans, span_count);
+    if (threadIdx.x < 2)
+        block_spans[threadIdx.x] = span_at(size_t(blockIdx.x + threadIdx.x) * blockDim.x * W, spans, span_count);
     __syncthreads();
-    const AdamWSpan* span = span_of(i, spans + first_span[0], spans + span_count);
+    const AdamWSpan* span = span_of(i, spans + block_spans[0], spans + min(block_spans[1] + 1, span_count));
     const float scale = factors[0];
     if (!span || scale != scale) return;
     const float keep = span->decays ? factors[1] : 1;
