@@ -1,14 +1,20 @@
-// predict.h: build/test_device --predict-attention, or build/cuda_tests: what attention should take on an H100 in the
-// shape for which others have published times, branch by branch, from counts alone. It needs no GPU. Nothing here was
-// ever measured; the first measurement says which count is wrong.
+// predict.h: what an H100 should take, from counts alone. Nothing here was ever measured; the first measurement says
+// which count is wrong.
+//   build/cuda_tests --predict-attention   attention, branch by branch, in the shape for which others have published
+//                                          times; build/test_device too, without a GPU
+//   build/cuda_tests --predict-step        every operation of a training step of 125m at 16 x 2048, and its counts;
+//                                          build/test_device --perf prints the same beside what it has measured
 //
 // Counted exactly, for the very selections that --perf-attention times: which tiles every thread block visits, and so
 // its products (mma), its loads from shared memory, exponentials, instructions and the bytes it fetches from the L2
-// cache. Instructions are those of the inner loops in sm_90's machine code (dev/loop_report.sh, CUDA 13.0, D = 128),
-// masks included. Blocks go to the multiprocessor that has least to do, in the order of their numbers.
+// cache. Instructions are those of the inner loops in sm_90's machine code (dev/loop_report.sh, CUDA 13.0), masks
+// included. Blocks go to the multiprocessor that has least to do, in the order of their numbers.
 //
 // A pass takes at least as long as the busiest of these, if all others hide behind it ("overlapped"), and at most as
 // long as all of them one after the other, unless latency is exposed ("in turn"). Memory counts each array once.
+//
+// Everything else takes as long as the longest of its products, its memory and its instructions, and a launch's time
+// for each of its kernels.
 #pragma once
 #include <numeric>
 #include <queue>
@@ -19,10 +25,11 @@
 
 // NVIDIA's data sheet for the H100 SXM: 989.4 TFLOP/s dense in bf16, 132 multiprocessors, 3.35 TB/s. Its clock is the
 // one at which 132 multiprocessors of 2048 multiply-adds a cycle reach the former. Shared memory (128 bytes),
-// exponentials (16) and instructions (4) per cycle and multiprocessor: CUDA's programming guide for 9.0. L2: the 5120
-// bytes a cycle of the A100's white paper, since none is given for the H100. GENERATIONS has mma.sync at 62 % of that
-// peak.
-constexpr double H100_FLOPS = 989.4e12, H100_BYTES = 3.35e12, H100_L2_BYTES_PER_CYCLE = 5120;
+// exponentials (16) and instructions (4) per cycle and multiprocessor: CUDA's programming guide for 9.0. L2: what
+// published microbenchmarks read from it, since NVIDIA gives no figure. GENERATIONS has mma.sync at 62 % of that peak.
+// Assumed: cuBLASLt reaches 65 % of it, and a kernel that has nothing to do takes 2 us of its stream.
+constexpr double H100_FLOPS = 989.4e12, H100_BYTES = 3.35e12, H100_L2_BYTES = 5.7e12;
+constexpr double CUBLAS_SHARE = 0.65, LAUNCH_SECONDS = 2e-6;
 constexpr int H100_MULTIPROCESSORS = 132;
 constexpr double H100_CLOCK = H100_FLOPS / (2.0 * 2048 * H100_MULTIPROCESSORS);
 constexpr size_t H100_SHARED_BYTES = 232448;  // of a block
@@ -40,19 +47,28 @@ struct Cycles {
     }
 };
 
-// One warp at one piece of 16 rows and 64 keys at D = 128 (scores: 16 compressed blocks, 16 tokens of one head), by the
-// loops of the machine code; sums: bytes of fp32 sums that pass through shared memory.
+// One warp at one piece of 16 rows and 64 keys (scores: 16 compressed blocks, 16 tokens of one head), by the loops of
+// the machine code; sums: bytes of fp32 sums that pass through shared memory.
 struct PieceCounts {
     int mma, ldmatrix, exponentials, instructions, sums;
 };
+struct DimensionCounts {
+    int D;
+    int rows, keys;  // that a warp has, forward and in dQ, and in dK and dV: it does all of them or none
+    PieceCounts forward, dq, dkdv, gather_forward, gather_dq, score;
+};
 // clang-format off
-constexpr PieceCounts FORWARD_PIECE        = {128,  64, 34,  732,     0},
-                      DQ_PIECE             = {192,  96, 32,  728,     0},
-                      DKDV_PIECE           = {256, 160, 32,  892,     0},
-                      GATHER_FORWARD_PIECE = {128,  72, 34,  926, 16384},
-                      GATHER_DQ_PIECE      = {192, 112, 32, 1066, 16384},
-                      SCORE_PIECE          = { 16,   8,  8,   89,     0};
+constexpr DimensionCounts COUNTS[] = {
+    {64, 32, 32, { 64, 16, 34,  495,     0}, { 96, 24, 32,  454,     0}, {128,  48, 32,  514,     0},
+                 { 64, 36, 34,  668,  8192}, { 96, 56, 32,  729,  8192}, {  8,   4,  8,   77,     0}},
+    {128, 16, 16, {128, 64, 34, 732,     0}, {192, 96, 32,  728,     0}, {256, 160, 32,  892,     0},
+                 {128, 72, 34,  926, 16384}, {192, 112, 32, 1066, 16384}, {16,   8,  8,   89,     0}}};
 // clang-format on
+inline const DimensionCounts& counts_of(const NsaShape& s) {
+    for (const DimensionCounts& c : COUNTS)
+        if (c.D == s.D) return c;
+    fail("no machine code was counted for heads of dimension %d", s.D);
+}
 // `pieces` of them and `fetched` bytes that come from the L2 cache into shared memory.
 inline Cycles cycles_of(const PieceCounts& p, double pieces, double fetched) {
     Cycles c;
@@ -60,7 +76,7 @@ inline Cycles cycles_of(const PieceCounts& p, double pieces, double fetched) {
     c.of[SHARED_MEMORY] = (pieces * (p.ldmatrix * 512.0 + p.sums) + fetched) / 128;
     c.of[EXPONENTIALS] = pieces * p.exponentials * 32 / 16;
     c.of[INSTRUCTIONS] = pieces * p.instructions / 4;
-    c.of[L2] = fetched * H100_MULTIPROCESSORS / H100_L2_BYTES_PER_CYCLE;
+    c.of[L2] = fetched * H100_MULTIPROCESSORS / H100_L2_BYTES * H100_CLOCK;
     return c;
 }
 
@@ -108,25 +124,27 @@ struct Prediction {
     }
 };
 
-constexpr int PREDICTED_D = 128;
-constexpr double TILE_BYTES = KEY_TILE * PREDICTED_D * 2.0;
+inline double tile_bytes(const NsaShape& s) { return KEY_TILE * s.D * 2.0; }
+// Pieces of 16 among so many rows or keys, where a warp has `unit` of them.
+inline double pieces_of(int rows, int unit) { return (rows + unit - 1) / unit * (unit / 16); }
 
 // Forward and dQ of a branch without a selection: tiles of queries, the last first, as query_tile() has them.
 inline void predict_query_tiles(PredictedKernel& kernel, const PieceCounts& piece, Branch branch, const NsaShape& s) {
     const AttentionShape a = attention_shape(branch, s, 0, QUERY_ROWS);
-    const double pieces = (a.heads * a.tile_tokens + 15) / 16;
+    const double pieces = pieces_of(a.heads * a.tile_tokens, counts_of(s).rows);
     for (int tile = a.tiles - 1; tile >= 0; tile--) {
         const int first = tile * a.tile_tokens, last = std::min(first + a.tile_tokens, s.T) - 1;
         const int keys = branch == CMP ? s.cmp_blocks(last + 1) : last + 1;
         const int begin = branch == WIN ? std::max(0, first + 1 - a.window) / KEY_TILE : 0;
         const double visits = (keys + KEY_TILE - 1) / KEY_TILE - begin;
-        for (int bg = 0; bg < a.batch_groups; bg++) kernel.block(piece, visits * pieces, visits * 2 * TILE_BYTES);
+        for (int bg = 0; bg < a.batch_groups; bg++) kernel.block(piece, visits * pieces, visits * 2 * tile_bytes(s));
     }
 }
-// dK and dV: tiles of keys, each of which meets tiles of tokens once for every head; four warps of 16 keys, each of
-// which leaves out what none of its keys is seen by.
+// dK and dV: tiles of keys, each of which meets tiles of tokens once for every head; each warp leaves out what none of
+// its keys is seen by.
 inline void predict_key_tiles(PredictedKernel& kernel, Branch branch, const NsaShape& s) {
     const AttentionShape a = attention_shape(branch, s, 0, QUERY_ROWS);
+    const int keys = counts_of(s).keys;
     auto seen_from = [&](int key) { return branch == CMP ? key * s.d + s.l - 1 : key; };
     for (int tile = 0; tile < key_tiles(a); tile++)
         for (int part = 0; part < a.parts; part++) {
@@ -138,10 +156,11 @@ inline void predict_key_tiles(PredictedKernel& kernel, Branch branch, const NsaS
             if (first >= end) continue;
             double tiles = 0, pieces = 0;
             for (int t0 = first / KEY_TILE * KEY_TILE; t0 < end; t0 += KEY_TILE, tiles++)
-                for (int low = key; low < key + KEY_TILE; low += 16)
-                    pieces += seen_from(low) < t0 + KEY_TILE && (branch != WIN || t0 < low + 15 + a.window);
+                for (int low = key; low < key + KEY_TILE; low += keys)
+                    if (seen_from(low) < t0 + KEY_TILE && (branch != WIN || t0 < low + keys - 1 + a.window))
+                        pieces += keys / 16;
             for (int bg = 0; bg < a.batch_groups; bg++)
-                kernel.block(DKDV_PIECE, pieces * a.heads, (tiles * a.heads + 1) * 2 * TILE_BYTES);
+                kernel.block(counts_of(s).dkdv, pieces * a.heads, (tiles * a.heads + 1) * 2 * tile_bytes(s));
         }
 }
 inline Prediction predict_scores(const NsaShape& s) {
@@ -152,7 +171,7 @@ inline Prediction predict_scores(const NsaShape& s) {
         const double visits =
             last / s.slc_block + 1 > s.slc_count ? (s.cmp_blocks(last + 1) + KEY_TILE - 1) / KEY_TILE : 0;
         for (int bg = 0; bg < a.batch_groups; bg++)
-            kernel.block(SCORE_PIECE, visits * 4 * a.heads, visits * TILE_BYTES);
+            kernel.block(counts_of(s).score, visits * 4 * a.heads, visits * tile_bytes(s));
     }
     Prediction p;
     p.add(kernel, select_blocks_work(s, 2).bytes);
@@ -193,11 +212,11 @@ struct SelectedPrediction {
     }
     void predict_tiles(PredictedKernel& kernel, const PieceCounts& piece, const AttentionShape& a,
                        bool gathered) const {
-        const double rows = (a.heads * a.tile_tokens + 15) / 16;
+        const double rows = pieces_of(a.heads * a.tile_tokens, counts_of(s).rows);
         for (int tile = a.tiles - 1; tile >= 0; tile--)
             for (int bg = 0; bg < a.batch_groups; bg++) {
                 const Visits v = visits(a, bg, tile);
-                kernel.block(piece, gathered ? v.pieces : v.tiles * rows, v.tiles * 2 * TILE_BYTES);
+                kernel.block(piece, gathered ? v.pieces : v.tiles * rows, v.tiles * 2 * tile_bytes(s));
             }
     }
     void predict_dkdv(PredictedKernel& kernel, bool gathered) const {
@@ -210,7 +229,7 @@ struct SelectedPrediction {
                     visits[size_t(block) * size_t(a.batch_groups) + size_t(bg)] += gathered ? choosers : 1;
                 });
         auto block = [&](double token_tiles) {
-            kernel.block(DKDV_PIECE, 4 * token_tiles * a.heads, (token_tiles * a.heads + 1) * 2 * TILE_BYTES);
+            kernel.block(counts_of(s).dkdv, 4 * token_tiles * a.heads, (token_tiles * a.heads + 1) * 2 * tile_bytes(s));
         };
         for (double& count : visits)  // chunks beyond the first come first
             for (; gathered && count > GATHER_CHUNK; count -= GATHER_CHUNK) block(GATHER_CHUNK / KEY_TILE);
@@ -218,8 +237,14 @@ struct SelectedPrediction {
     }
     // By the rule of choose_selected_kernel.
     bool gathers() const {
+        bool yes = false;
+        with_head_dimension(s.D, [&](auto D) { yes = gathers<D()>(); });
+        return yes;
+    }
+    template <int D>
+    bool gathers() const {
         if (s.slc_blocks() <= 2 * s.slc_count) return false;
-        const AttentionShape a = gather_shape<PREDICTED_D>(s, false, H100_SHARED_BYTES);
+        const AttentionShape a = gather_shape<D>(s, false, H100_SHARED_BYTES);
         double pieces = 0, masked = 0;
         for (int tile = 0; tile < a.tiles; tile++)
             for (int bg = 0; bg < a.batch_groups; bg++) {
@@ -227,17 +252,17 @@ struct SelectedPrediction {
                 const int tokens = std::min(a.tile_tokens, s.T - tile * a.tile_tokens);
                 pieces += v.pieces, masked += v.tiles * ((tokens * a.heads + 15) / 16);
             }
-        return double(gathered_piece_cost<PREDICTED_D>(generation_of(90).mma_cycles)) * pieces < masked;
+        return double(gathered_piece_cost<D>(generation_of(90).mma_cycles)) * pieces < masked;
     }
     Prediction pass(bool backward, bool gathered) const {
-        const AttentionShape a = gathered ? gather_shape<PREDICTED_D>(s, backward, H100_SHARED_BYTES)
-                                          : attention_shape(SLC, s, 0, QUERY_ROWS);
+        const DimensionCounts& c = counts_of(s);
+        AttentionShape a = attention_shape(SLC, s, 0, QUERY_ROWS);
+        if (gathered) with_head_dimension(s.D, [&](auto D) { a = gather_shape<D()>(s, backward, H100_SHARED_BYTES); });
         PredictedKernel of_queries, of_keys;
         Prediction p;
-        predict_tiles(
-            of_queries,
-            gathered ? (backward ? GATHER_DQ_PIECE : GATHER_FORWARD_PIECE) : (backward ? DQ_PIECE : FORWARD_PIECE), a,
-            gathered);
+        predict_tiles(of_queries,
+                      gathered ? (backward ? c.gather_dq : c.gather_forward) : (backward ? c.dq : c.forward), a,
+                      gathered);
         p.add(of_queries, attention_forward_work(SLC, s, 2).bytes);
         if (backward) predict_dkdv(of_keys, gathered), p.add(of_keys, attention_backward_work(SLC, s, 2).bytes);
         return p;
@@ -247,7 +272,7 @@ struct SelectedPrediction {
 inline Prediction predict_branch(Branch branch, const NsaShape& s, bool backward) {
     PredictedKernel of_queries, of_keys;
     Prediction p;
-    predict_query_tiles(of_queries, backward ? DQ_PIECE : FORWARD_PIECE, branch, s);
+    predict_query_tiles(of_queries, backward ? counts_of(s).dq : counts_of(s).forward, branch, s);
     p.add(of_queries, attention_forward_work(branch, s, 2).bytes);
     if (backward) predict_key_tiles(of_keys, branch, s), p.add(of_keys, attention_backward_work(branch, s, 2).bytes);
     return p;
@@ -313,22 +338,150 @@ inline int run_prediction(int first_length, int last_length, std::FILE* out) {
         out,
         "PREDICTED, NEVER MEASURED: milliseconds of one layer on an H100 SXM, one sequence, %d heads in %d "
         "groups of dimension %d\n"
-        "assumed: %d multiprocessors at %.2f GHz; mma.sync at 62 %% of %.1f TFLOP/s; %.2f TB/s of memory, %.1f "
+        "assumed: %d multiprocessors at %.2f GHz; mma.sync at 62 %% of %.1f TFLOP/s; %.2f TB/s of memory, %.2f "
         "of L2; 128 bytes of shared memory, 16 exponentials, 4 instructions a cycle; dev/bench/predict.h says "
         "why\n"
         "overlapped: the busiest of these hides all others; in turn: none hides another; latency is not "
         "counted\n\n%7s %-34s %-9s %11s %9s  %-14s %s\n",
         shape.H, shape.G, shape.D, H100_MULTIPROCESSORS, H100_CLOCK * 1e-9, H100_FLOPS * 1e-12, H100_BYTES * 1e-12,
-        H100_L2_BYTES_PER_CYCLE * H100_CLOCK * 1e-12, "T", "what", "pass", "overlapped", "in turn", "busiest",
-        "published");
+        H100_L2_BYTES * 1e-12, "T", "what", "pass", "overlapped", "in turn", "busiest", "published");
     for (int T = first_length; T <= last_length; T *= 2) print_predicted_length(shape_of(c, 1, T), out);
     return 0;
 }
-// --predict-attention; -1: something else is asked for.
+
+// ---------------------------------------------------------------------------------------------------------------------
+// A whole training step.
+
+// What an operation of the model launches, and what a thread of its main kernel does and moves; the instructions are
+// those of sm_90's machine code for 16 bytes at a time, 0 where they were not counted. Keys are rotated back by one
+// launch more than values take.
+struct OperationCounts {
+    const char* name;
+    double launches, instructions, bytes;
+};
+constexpr OperationCounts OPERATIONS[] = {{"product", 1, 0, 0},
+                                          {"embedding_forward", 1, 160, 32},
+                                          {"embedding_backward", 2, 0, 0},
+                                          {"rmsnorm_forward", 1, 546, 96},
+                                          {"rmsnorm_backward", 3, 429 + 223, 192 + 96},
+                                          {"silu_forward", 1, 148, 32},
+                                          {"silu_backward", 1, 187, 48},
+                                          {"classifier", 1, 75 + 63, 32},
+                                          {"chunk_squares", 1, 0, 0},
+                                          {"adamw", 1, 544, 240},
+                                          {"split_heads_forward", 1, 0, 0},
+                                          {"split_heads_backward", 1, 0, 0},
+                                          {"compress_forward", 4, 0, 0},
+                                          {"compress_backward", 8.5, 0, 0},
+                                          {"select_blocks", 1, 0, 0},
+                                          {"combine_forward", 1, 196, 64},
+                                          {"attention_backward_rows", 1, 671, 64},
+                                          {"attention_forward", 1, 0, 0},
+                                          {"attention_backward, compressed", 3, 0, 0},
+                                          {"attention_backward", 2, 0, 0}};
+struct OperationPrediction {
+    double us = 0;
+    int64_t launches = 0;
+    std::string count;  // the figure that it comes from
+};
+// Attention's kernels, by tile: forward is the last pass that `count` names.
+inline Prediction predict_attention_operation(const std::string& name, const NsaShape& s) {
+    const bool backward = name.compare(0, 18, "attention_backward") == 0;
+    if (name == "select_blocks") return predict_scores(s);
+    if (name.find(", selected") == std::string::npos)
+        return predict_branch(name.find(", compressed") == std::string::npos ? WIN : CMP, s, backward);
+    const std::vector<uint32_t> masks = AttentionSet::selection(s, 1, 3, 4);
+    const SelectedPrediction selected{s, masks};
+    return selected.pass(backward, selected.gathers());
+}
+// The row of an operation that Timed names so; null: there is none.
+inline const OperationCounts* counts_of_operation(const std::string& name) {
+    const auto is = [&](const OperationCounts& c) {
+        const size_t length = std::strlen(c.name);
+        return name.compare(0, length, c.name) == 0 && (name.size() == length || std::strchr(", ", name[length]));
+    };
+    const OperationCounts* const found = std::find_if(std::begin(OPERATIONS), std::end(OPERATIONS), is);
+    return found == std::end(OPERATIONS) ? nullptr : found;
+}
+// o: its calls in a step, and their arithmetic and bytes.
+inline OperationPrediction predict_operation(const std::string& name, const OperationTime& o, const NsaShape& s) {
+    const OperationCounts* const found = counts_of_operation(name);
+    if (!found) return {};
+    OperationPrediction p;
+    p.launches = std::llround(found->launches * double(o.calls));
+    const double launches_us = 1e6 * LAUNCH_SECONDS * double(p.launches);
+    if (name == "select_blocks" || name.compare(0, 18, "attention_forward,") == 0 ||
+        name.compare(0, 19, "attention_backward,") == 0) {
+        const Prediction one = predict_attention_operation(name, s);
+        p.us = 1e3 * one.overlapped * double(o.calls) + launches_us;
+        p.count = format_text("%.3g mma, %s; %.0f us if nothing overlaps",
+                              one.of_all_blocks.of[PRODUCTS] / double(generation_of(90).mma_cycles) * double(o.calls),
+                              one.of_last.busiest(), 1e3 * one.in_turn * double(o.calls) + launches_us);
+        return p;
+    }
+    const bool multiplies = name.compare(0, 8, "product ") == 0 || name.compare(0, 9, "compress_") == 0;
+    const double instructions = found->bytes > 0 ? o.bytes / found->bytes * found->instructions / 32 : 0;
+    const std::pair<double, std::string> bounds[] = {
+        {multiplies ? o.flops / (H100_FLOPS * CUBLAS_SHARE) : 0, format_text("%.4g GFLOP", o.flops * 1e-9)},
+        {o.bytes / H100_BYTES, format_text("%.4g MB", o.bytes * 1e-6)},
+        {instructions / (4 * H100_MULTIPROCESSORS * H100_CLOCK), format_text("%.3g warp instructions", instructions)}};
+    const auto& longest = *std::max_element(std::begin(bounds), std::end(bounds));
+    p.us = 1e6 * longest.first + launches_us;
+    p.count = longest.second;
+    return p;
+}
+// A line for each operation: predicted and, where the times hold any, measured.
+inline void print_step_prediction(const std::map<std::string, OperationTime>& times, const NsaShape& s,
+                                  std::FILE* out) {
+    if (s.D != 64 && s.D != 128) return;
+    std::fprintf(out,
+                 "\nPREDICTED for an H100 SXM, never measured: products at %.0f %% of %.1f TFLOP/s, %.2f TB/s of "
+                 "memory, %.2f of L2, %.0f us a launch\n",
+                 100 * CUBLAS_SHARE, H100_FLOPS * 1e-12, H100_BYTES * 1e-12, H100_L2_BYTES * 1e-12,
+                 1e6 * LAUNCH_SECONDS);
+    double us = 0, measured = 0;
+    int64_t launches = 0;
+    for (const auto& [name, o] : times) {
+        const OperationPrediction p = predict_operation(name, o, s);
+        us += p.us;
+        launches += p.launches;
+        measured += o.seconds * 1e6;
+        std::fprintf(out, "predicted: %s | %.1f | us | %lld launches; %s%s\n", name.c_str(), p.us,
+                     (long long)p.launches, p.count.c_str(),
+                     o.seconds > 0 ? format_text("; measured %.1f us, %.2f times that", o.seconds * 1e6,
+                                                 o.seconds * 1e6 / std::max(p.us, 1e-9))
+                                         .c_str()
+                                   : "");
+    }
+    std::fprintf(out, "predicted: all operations | %.0f | us | %lld launches; %.0f tokens/s%s\n", us,
+                 (long long)launches, double(s.B) * s.T / us * 1e6,
+                 measured > 0 ? format_text("; measured %.0f us", measured).c_str() : "");
+}
+// The operations of a training step, counted without one.
+inline std::map<std::string, OperationTime> count_step(const Config& c) {
+    Timed<Cuda> dev(0, size_t(1) << 20);
+    dev.counts_only = true;
+    Model<Timed<Cuda>> model(dev, c, true);
+    Activations<Timed<Cuda>> a(dev, c, c.batch, c.seq_len, TRAINING);
+    PerfStep<Cuda> step(model, a);
+    step.run();
+    return dev.times;
+}
+inline int run_step_prediction(std::FILE* out) {
+    Config c;
+    c.model = "125m";
+    apply_preset(c, {});
+    c.batch = 16;
+    print_step_prediction(count_step(c), shape_of(c, c.batch, c.seq_len), out);
+    return 0;
+}
+// --predict-attention, --predict-step; -1: something else is asked for.
 inline int prediction_main(int argc, char** argv) {
+    if (argc > 1 && !std::strcmp(argv[1], "--predict-step")) return run_step_prediction(stdout);
     if (argc < 2 || std::strcmp(argv[1], "--predict-attention")) return -1;
     return run_prediction(NAMED_SHAPES[0].first_length, NAMED_SHAPES[0].last_length, stdout);
 }
 #else
+inline void print_step_prediction(const std::map<std::string, OperationTime>&, const NsaShape&, std::FILE*) {}
 inline int prediction_main(int, char**) { return -1; }
 #endif

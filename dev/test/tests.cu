@@ -112,12 +112,13 @@ int main(int argc, char** argv) {
     set_omp_wait(argv);
     leave_out_device_tests();
     try {
-        if (argc > 1 && !std::strcmp(argv[1], "--perf")) return run_perf(argc - 1, argv + 1);
 #ifdef USE_CUDA
+        if (argc > 1 && !std::strcmp(argv[1], "--perf")) return run_perf(argc - 1, argv + 1, print_step_prediction);
         if (const int status = device_results::main_of(argc, argv); status >= 0) return status;
         if (const int status = prediction_main(argc, argv); status >= 0) return status;
         if (argc > 1 && !std::strcmp(argv[1], "--perf-attention")) return run_attention_bench(argc - 1, argv + 1);
 #endif
+        if (argc > 1 && !std::strcmp(argv[1], "--perf")) return run_perf(argc - 1, argv + 1);
         if (argc > 1 && !std::strcmp(argv[1], "--ladder")) return ladder(argc - 1, argv + 1);
     } catch (const Error& e) {
         std::fprintf(stderr, "tests: error: %s\n", e.what());

@@ -146,7 +146,9 @@ inline void check_perf_report(const std::string& text, const std::string& name,
         us += row.numbers[1], floors += row.numbers[2], gflop += row.numbers[4], megabytes += row.numbers[5];
     }
     const std::map<std::string, Result> results = results_of(text);
-    CHECK_EQUAL(results.size(), size_t(4));
+    size_t of_the_step = 0;  // beside those of products
+    for (const auto& [what, result] : results) of_the_step += what.compare(0, 8, "product ") != 0;
+    CHECK_EQUAL(of_the_step, size_t(4));
     for (const auto& [what, unit] :
          {std::pair("all operations", "us"), std::pair("step", "tokens/s"),
           std::pair("ceiling of matrix products", "TFLOP/s"), std::pair("ceiling of copies", "GB/s")})
@@ -422,11 +424,13 @@ TEST_LONG(cuda_bench_predicted_products) {
     count(WIN, wide_shape(200), false);
     if (emu::machine.count.barriers == barriers)
         return skip("cuda_bench_predicted_products: the kernels do not run in the emulator, so nothing is counted");
-    for (const Branch b : {CMP, WIN})
-        for (const bool backward : {false, true}) {
-            const NsaShape s = wide_shape(b == CMP ? 330 : 200);
-            CHECK_NEAR(predicted_mma(predict_branch(b, s, backward)), count(b, s, backward), 0.5);
-        }
+    for (const int D : {64, 128})
+        for (const Branch b : {CMP, WIN})
+            for (const bool backward : {false, true}) {
+                NsaShape s = wide_shape(b == CMP ? 330 : 200);
+                s.D = D;
+                CHECK_NEAR(predicted_mma(predict_branch(b, s, backward)), count(b, s, backward), 0.5);
+            }
     const NsaShape s = wide_shape(350);
     const std::vector<uint32_t> masks = AttentionSet::selection(s, 3, 0, 1);  // of AttentionSet(.., 3), scattered
     const SelectedPrediction selected{s, masks};
@@ -564,6 +568,52 @@ TEST(cuda_bench_step_runs) {
                 2 * c.layers * compress_backward_work(shape_of(c, 1, 64), sizeof(Cuda::real)).flops);
     CHECK_EQUAL(times.at("classifier").bytes, 2 * N * Vp * sizeof(Cuda::real));  // logits read, gradients written
 }
+#if defined(CUDA_ON_CPU) && !defined(PRECISION_FP32)
+// A step that is only counted has the calls, arithmetic and bytes of one that is computed; and the kernels that a
+// prediction counts with are as many as are launched.
+TEST(cuda_bench_step_is_counted) {
+    Config c = engine_config();
+    c.seq_len = 320, c.batch = 1;  // parts of the compressed branch's dK and dV
+    Timed<Cuda> dev(0, size_t(1) << 20);
+    dev.selected_kernel = SelectedKernel::TILES;
+    Model<Timed<Cuda>> model(dev, c, true);
+    Activations<Timed<Cuda>> a(dev, c, c.batch, c.seq_len, TRAINING);
+    model.initialise();
+    PerfStep<Cuda> step(model, a);
+    step.run();
+    dev.collect();
+    const std::map<std::string, OperationTime> counted = count_step(c);
+    CHECK_EQUAL(counted.size(), dev.times.size());
+    double kernels = 2 + 1 + 1;  // of add_sum, total_squares and set_guard, which have no clock
+    for (const auto& [name, time] : dev.times) {
+        REQUIRE(counted.count(name) == 1 && counts_of_operation(name));
+        CHECK_EQUAL(counted.at(name).calls, time.calls);
+        CHECK_EQUAL(counted.at(name).flops, time.flops);
+        CHECK_EQUAL(counted.at(name).bytes, time.bytes);
+        // without cuBLASLt's
+        const int products = name == "compress_forward"            ? 2
+                             : name == "compress_backward"         ? 4
+                             : name.compare(0, 8, "product ") == 0 ? 1
+                                                                   : 0;
+        kernels += (counts_of_operation(name)->launches - products) * double(time.calls);
+    }
+    const long before = emu::machine.count.launches;
+    step.run();
+    CHECK_EQUAL(double(emu::machine.count.launches - before), kernels);
+    // The preset: what a step is predicted to take, as a sum of its lines.
+    const bench_tests::Report report;
+    CHECK_EQUAL(run_step_prediction(report.file), 0);
+    double us = 0, all = 0;
+    for (const std::string& line : bench_tests::lines_of(report.text())) {
+        char name[64];
+        double figure;
+        if (std::sscanf(line.c_str(), "predicted: %63[^|]| %lf | us |", name, &figure) != 2) continue;
+        (std::strcmp(name, "all operations ") ? us : all) += figure;
+    }
+    CHECK(all > 0);
+    CHECK_NEAR(us, all, 2);
+}
+#endif
 // Full attention has names of its own, and so has a step that computes again what was not kept.
 TEST(cuda_bench_full_step_runs) {
     Config c = engine_config("--attention full --recompute 1");
