@@ -161,11 +161,12 @@ __global__ void __launch_bounds__(NORM_ROWS * 32)
 
 // Sums over the rows of a matrix [N, C], in two stages: over parts of `part_rows` rows, then over the parts. Term says
 // what is summed.
-struct RowsOf {  // the matrix itself
+struct FirstPartOf {  // every block's gradient once: column 0 of each `parts` columns of x [N, C*parts]
     const cuda_real* x;
+    int parts;
     template <int W>
     __device__ void load_terms(float (&term)[W], int n, int c, int C) const {
-        load(term, x + size_t(n) * C + c);
+        for (int k = 0; k < W; k++) term[k] = float(x[(size_t(n) * C + c + k) * parts]);
     }
 };
 struct NormWeightGradient {  // dout * x * rstd
@@ -805,14 +806,23 @@ __global__ void __launch_bounds__(128) split_heads_backward_kernel(cuda_real* dp
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Compression. Scratch matrices are packed: row bg*count + i is block begin + i of (sequence, group) bg.
+//
+// A block of l tokens is `parts` = l/d chunks of d tokens, each of which is part of as many blocks. So fc1 [F, l*D] is
+// read as [F*parts, d*D], and one product gives what each chunk adds in every place that it can have in a block: column
+// f*parts + p of a chunk's row, for the block that begins p chunks earlier.
 
-// hidden [B, G, NC, F] = sum + bias, activated = silu(hidden); sum, activated [B*G*count, F]. One thread per element.
-__global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated, const float* sum,
-                                         const cuda_real* bias, int rows, int count, int begin, int NC, int F) {
+// hidden [B, G, NC, F] = the sum of its chunks' columns + bias, activated [B*G*count, F] = silu(hidden). chunks [B*G *
+// (count + parts - 1), F*parts], from chunk `begin` on. One thread per element.
+__global__ void compress_activate_kernel(cuda_real* hidden, cuda_real* activated, const float* chunks,
+                                         const cuda_real* bias, int rows, int count, int begin, int NC, int F,
+                                         int parts) {
     const size_t i = thread_index();
     if (i >= size_t(rows) * F) return;
-    const size_t row = i / F, at = (row / count * NC + begin + row % count) * F + i % F;
-    hidden[at] = cuda_real(sum[i] + float(bias[i % F]));
+    const size_t row = i / F, f = i % F, at = (row / count * NC + begin + row % count) * F + f;
+    const float* part = chunks + ((row + row / count * (parts - 1)) * F + f) * parts;
+    float sum = 0;
+    for (int p = 0; p < parts; p++) sum += part[size_t(p) * F * parts + p];
+    hidden[at] = cuda_real(sum + float(bias[f]));
     const float h = float(hidden[at]);
     activated[i] = cuda_real(h * sigmoid(h));
 }
@@ -850,22 +860,26 @@ __global__ void compress_rotate_back_kernel(cuda_real* dout, Rope rope, int rows
     dout[row * D + x] = cuda_real(low[0]);
     dout[row * D + pairs + x] = cuda_real(high[0]);
 }
-// dhidden = dactivated * silu'(hidden)
-__global__ void compress_dhidden_kernel(cuda_real* dhidden, const float* dactivated, const cuda_real* hidden,
-                                        size_t count) {
+// dhidden = dactivated * silu'(hidden), spread over the columns of dchunks [B*G*chunks, F*parts], of which those that
+// belong to no block get 0; activated = silu(hidden), which the forward pass did not keep. One thread per element of
+// [B*G*chunks, F]; hidden, dactivated, activated [B*G*NC, F].
+__global__ void compress_dchunks_kernel(cuda_real* dchunks, cuda_real* activated, const float* dactivated,
+                                        const cuda_real* hidden, int rows, int chunks, int NC, int F, int parts) {
     const size_t i = thread_index();
-    if (i >= count) return;
-    const float h = float(hidden[i]), s = sigmoid(h);
-    dhidden[i] = cuda_real(dactivated[i] * s * (1 + h * (1 - s)));
-}
-// dfc1[f, first + x] += sum over (sequence, group) of partial [B*G, F, width]: one chunk's columns of fc1 [F, all]
-__global__ void compress_dfc1_kernel(float* dfc1, const float* partial, int groups, int F, int width, int first,
-                                     int all) {
-    const size_t i = thread_index(), size = size_t(F) * width;
-    if (i >= size) return;
-    float sum = 0;
-    for (int bg = 0; bg < groups; bg++) sum += partial[bg * size + i];
-    dfc1[i / width * all + first + i % width] += sum;
+    if (i >= size_t(rows) * F) return;
+    const int chunk = int(i / F % chunks);
+    const size_t f = i % F, bg = i / F / chunks;
+    for (int p = 0; p < parts; p++) {
+        const int block = chunk - p;
+        const size_t at = (bg * NC + block) * F + f;
+        float gradient = 0;
+        if (block >= 0 && block < NC) {
+            const float h = float(hidden[at]), s = sigmoid(h);
+            gradient = dactivated[at] * s * (1 + h * (1 - s));
+            if (p == 0) activated[at] = cuda_real(h * s);
+        }
+        dchunks[i * parts + p] = cuda_real(gradient);
+    }
 }
 // dk [B, G, T, D] = sum (the gradient through fc1) + a token's share in the means of the blocks that hold it. D is a
 // multiple of WIDE, since the products before this want it so.
@@ -1016,6 +1030,10 @@ __device__ inline void online_softmax(float (&p)[M][KEY_TILE / 8][4], float (&su
 }
 // out [B, H, queries, D] = softmax(q k^T / sqrt(D)) v over the branch's keys, lse [B, H, queries]; a query without a
 // key gets 0 and +infinity.
+//
+// The budgets of this and the following kernels: cycles of an sm_90 multiprocessor for 16 rows and 64 keys (one head),
+// D = 64 / 128, by the inner loop's machine code and the rates in dev/bench/predict.h. The largest bounds the loop.
+//     mma 102 / 205, ldmatrix 64 / 256, exponentials 68 / 68, instructions 124 / 183, L2 87 / 174
 template <Branch branch, int D>
 __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
     attention_forward_kernel(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v,
@@ -1068,6 +1086,7 @@ __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
 
 // dq [B, H, queries, D] = dS k / sqrt(D), or += with `add`.  The forward's structure, with dout in place of the
 // softmax.
+//     mma 154 / 307, ldmatrix 96 / 384, exponentials 64 / 64, instructions 114 / 182, L2 87 / 174
 template <Branch branch, int D>
 __global__ void __launch_bounds__(tile_threads<D>(), 256 / tile_threads<D>())
     attention_dq_kernel(BackwardArrays<bf16, float> d, InputArrays<bf16> in, const SelectedChoice* choice,
@@ -1158,6 +1177,8 @@ __device__ inline float* sums_of_part(float* partial, int bg, int item, const At
 // dk [keys] = dS^T q / sqrt(D), dv [keys] = P'^T dout.  One block per tile of keys, which stay in registers, 32 in each
 // of 2 warps (D = 128: 16 in each of 4). partial [B*G, tiles of keys, parts, 2, KEY_TILE, D], where there is more than
 // one part. Single arguments in place of two structs: those cost registers that sm_100 and sm_120 do not have.
+//     of 16 keys and 64 rows: mma 205 / 410, ldmatrix 192 / 640, exponentials 64 / 64, instructions 129 / 223, L2 174 /
+//     347
 template <Branch branch, int D>
 __global__ void __launch_bounds__(dkdv_threads<D>(), D > 64 ? 2 : 4)
     attention_dkdv_kernel(bf16* dk, bf16* dv, float* partial, const bf16* dout, const bf16* q, const bf16* k,
@@ -1430,6 +1451,8 @@ __device__ inline void compute_importances(const ScoreBuffers<D>& buffers, const
     __syncthreads();
 }
 // selection [B, G, queries, words]; chosen_importance [B, G, queries], where given
+//     of 16 tokens and 16 compressed blocks of one head: mma 13 / 26, ldmatrix 16 / 32, exponentials 16 / 16,
+//     instructions 19 / 22
 template <int D>
 __global__ void __launch_bounds__(SCORE_THREADS)
     select_blocks_kernel(uint32_t* selection, float* chosen_importance, const bf16* q, const bf16* kc, const float* lse,
@@ -1868,25 +1891,23 @@ struct Cuda : CudaRuntime {
     using Phi = PhiOf<real>;
     using PhiGradients = PhiOf<Grad>;
     // out [B, G, NC, D] = phi(blocks of k [B, G, T, D]), rotated by the angles at position i*d if asked; hidden [B, G,
-    // NC, F] before the SiLU. Computes the blocks that end inside this call's positions. fc1's product with a block is
-    // the sum of its products with the block's l/d chunks of d tokens. Overlapping blocks are matrices with a row
-    // stride of d*D, so this takes one product per chunk over all sequences and groups, and no copy.
+    // NC, F] before the SiLU. Computes the blocks that end inside this call's positions, from the products of fc1 with
+    // their chunks.
     void compress_forward(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
         const ProfileRange range("compression");
         const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin,
                   NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * count;
         if (count <= 0) return;
         const kernels::Rope rope = prepare_rope(s.T, D);
-        const size_t chunk_size = size_t(s.d) * D;
-        float *hidden_sum = scratch<float>(0, size_t(rows) * F), *out_sum = scratch<float>(1, size_t(rows) * D);
+        const int parts = s.l / s.d, chunks = count + parts - 1, width = s.d * D;
+        float *of_chunks = scratch<float>(0, size_t(groups) * chunks * F * parts),
+              *out_sum = scratch<float>(1, size_t(rows) * D);
         real* activated = scratch<real>(2, size_t(rows) * F);
-        for (int chunk = 0; chunk < s.l / s.d; chunk++)
-            gemm_nt({count, F, int(chunk_size)}, k + size_t(begin + chunk) * chunk_size, chunk_size,
-                    phi.fc1 + chunk * chunk_size, size_t(s.l) * D, chunk ? hidden_sum : nullptr, hidden_sum, size_t(F),
-                    {groups, size_t(s.T) * D, 0, size_t(count) * F});
+        gemm_nt({chunks, F * parts, width}, k + size_t(begin) * width, size_t(width), phi.fc1, size_t(width), nullptr,
+                of_chunks, size_t(F) * parts, {groups, size_t(s.T) * D, 0, size_t(chunks) * F * parts});
         launch<kernels::compress_activate_kernel>(blocks_for(size_t(rows) * F, 256), 256, 0, stream, hidden, activated,
-                                                  (const float*)hidden_sum, (const real*)phi.bias, rows, count, begin,
-                                                  NC, F);
+                                                  (const float*)of_chunks, (const real*)phi.bias, rows, count, begin,
+                                                  NC, F, parts);
         gemm_nt({rows, D, F}, activated, size_t(F), phi.fc2, size_t(F), nullptr, out_sum, size_t(D));
         launch<kernels::compress_output_kernel>(blocks_for(size_t(rows) * D / 2, 128), 128, 0, stream, out,
                                                 (const float*)out_sum, k, rope, rotated, rows, count, begin, NC, s);
@@ -1898,35 +1919,30 @@ struct Cuda : CudaRuntime {
         const int D = s.D, F = s.F, NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * NC;
         if (NC == 0) return zero(dk, s.key_rows() * D);
         const kernels::Rope rope = prepare_rope(s.T, D);
-        const size_t chunk_size = size_t(s.d) * D, width = size_t(s.l) * D, tokens = size_t(s.T) * D,
-                     size = size_t(rows) * F;
-        real *activated = scratch<real>(0, size), *dhidden = scratch<real>(1, size);
-        // dactivated, then the parts of dfc1, then the gradient of the tokens
-        float* sums = scratch<float>(2, std::max({size, size_t(groups) * F * chunk_size, groups * tokens}));
+        const int parts = s.l / s.d, chunks = s.T / s.d, width = s.d * D, columns = F * parts;
+        const size_t size = size_t(rows) * F, tokens = size_t(s.T) * D, chunk_rows = size_t(groups) * chunks;
+        real *activated = scratch<real>(0, size), *dchunks = scratch<real>(1, chunk_rows * columns);
+        float* sums =
+            scratch<float>(2, std::max(size, groups * tokens));  // dactivated, then the gradient of the tokens
         if (rotated)
             launch<kernels::compress_rotate_back_kernel>(blocks_for(size_t(rows) * D / 2, 256), 256, 0, stream, dout,
                                                          rope, rows, NC, s.d, D);
-        silu_forward(activated, hidden, size);
-        // dfc2 += dout^T activated
-        gemm_tn({D, F, rows}, dout, size_t(D), activated, size_t(F), dphi.fc2, dphi.fc2, size_t(F));
         // dactivated = dout fc2
         gemm_nn({rows, F, D}, dout, size_t(D), phi.fc2, size_t(F), nullptr, sums, size_t(F));
-        launch<kernels::compress_dhidden_kernel>(blocks_for(size, 256), 256, 0, stream, dhidden, (const float*)sums,
-                                                 hidden, size);
-        add_column_sums<WIDE>(dphi.bias, kernels::RowsOf{dhidden}, rows, F);
-        // dfc1 += dhidden^T chunk: a product per (sequence, group), then their sum
-        for (int chunk = 0; chunk < s.l / s.d; chunk++) {
-            gemm_tn({F, int(chunk_size), NC}, dhidden, size_t(F), k + chunk * chunk_size, chunk_size, nullptr, sums,
-                    chunk_size, {groups, size_t(NC) * F, tokens, F * chunk_size});
-            launch<kernels::compress_dfc1_kernel>(blocks_for(F * chunk_size, 256), 256, 0, stream, dphi.fc1,
-                                                  (const float*)sums, groups, F, int(chunk_size),
-                                                  int(chunk * chunk_size), int(width));
-        }
-        zero(sums, groups * tokens);
-        for (int chunk = 0; chunk < s.l / s.d; chunk++)  // dchunk += dhidden fc1
-            gemm_nn({NC, int(chunk_size), F}, dhidden, size_t(F), phi.fc1 + chunk * chunk_size, width,
-                    sums + chunk * chunk_size, sums + chunk * chunk_size, chunk_size,
-                    {groups, size_t(NC) * F, 0, tokens});
+        launch<kernels::compress_dchunks_kernel>(blocks_for(chunk_rows * F, 256), 256, 0, stream, dchunks, activated,
+                                                 (const float*)sums, hidden, int(chunk_rows), chunks, NC, F, parts);
+        // dfc2 += dout^T activated
+        gemm_tn({D, F, rows}, dout, size_t(D), activated, size_t(F), dphi.fc2, dphi.fc2, size_t(F));
+        add_column_sums<1>(dphi.bias, kernels::FirstPartOf{dchunks, parts}, int(chunk_rows), F);
+        // dfc1 += dchunks^T chunks: one product where the chunks of all sequences and groups follow each other
+        const bool packed = s.T % s.d == 0;
+        for (int bg = 0; bg < (packed ? 1 : groups); bg++)
+            gemm_tn({columns, width, packed ? int(chunk_rows) : chunks}, dchunks + size_t(bg) * chunks * columns,
+                    size_t(columns), k + bg * tokens, size_t(width), dphi.fc1, dphi.fc1, size_t(width));
+        // the gradient of the tokens = dchunks fc1; the last ones may be in no chunk
+        if (!packed) zero(sums, groups * tokens);
+        gemm_nn({chunks, width, columns}, dchunks, size_t(columns), phi.fc1, size_t(width), nullptr, sums,
+                size_t(width), {groups, size_t(chunks) * columns, 0, tokens});
         const size_t all_rows = s.key_rows();
         check_aligned(reinterpret_cast<size_t>(dk), sizeof(real));
         launch<kernels::compress_dk_kernel>(blocks_for(all_rows * kernels::ROW_LANES, 256), 256, 0, stream, dk,
