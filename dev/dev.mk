@@ -87,6 +87,11 @@ goldens: train_nsa
 demo: train_nsa
 	@TEXT='$(TEXT)' STEPS='$(STEPS)' OUT='$(BUILD)/demo' dev/demo.sh
 
+# The attention kernels from the plainest to the trainer's: times on a GPU; without one, in emulation, that they agree.
+.PHONY: ladder
+ladder: $(or $(DEVICE),$(BUILD)/cuda_tests)
+	$< $(if $(GPU_FOUND),--ladder,--only ladder_)
+
 # BENCH: arguments of dev/bench/cpu.sh, such as --python VENV/bin/python3
 bench: $(BUILD)/bench_cpu train_nsa
 	dev/bench/cpu.sh $(BUILD)/bench_cpu --ranks ./train_nsa $(BENCH)

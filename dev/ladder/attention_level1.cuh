@@ -216,15 +216,18 @@ inline void attention_forward(Branch branch, cuda_real* out, float* lse, const c
     launch<forward_kernel>(unsigned(s.B * s.H * tiles_of(s.T)), WARPS * 32, block_bytes(4, s.D), stream, branch, out,
                            lse, q, k, v, selection, s, float(s.scale()));
 }
-inline void attention_backward(Branch branch, const BackwardArrays<cuda_real, float>& d,
-                               const InputArrays<cuda_real>& in, const NsaShape& s, cudaStream_t stream) {
-    const float scale = float(s.scale());
-    launch<dq_kernel>(unsigned(s.B * s.H * tiles_of(s.T)), WARPS * 32, block_bytes(5, s.D), stream, branch, d, in, s,
-                      scale);
+inline void backward_keys(Branch branch, const BackwardArrays<cuda_real, float>& d, const InputArrays<cuda_real>& in,
+                          const NsaShape& s, cudaStream_t stream) {
     const int keys = branch == CMP ? s.cmp_capacity() : s.T;
     if (keys == 0) return;
     launch<dkdv_kernel>(unsigned(s.B * s.G * tiles_of(keys)), WARPS * 32, block_bytes(6, s.D), stream, branch, d, in, s,
-                        scale);
+                        float(s.scale()));
+}
+inline void attention_backward(Branch branch, const BackwardArrays<cuda_real, float>& d,
+                               const InputArrays<cuda_real>& in, const NsaShape& s, cudaStream_t stream) {
+    launch<dq_kernel>(unsigned(s.B * s.H * tiles_of(s.T)), WARPS * 32, block_bytes(5, s.D), stream, branch, d, in, s,
+                      float(s.scale()));
+    backward_keys(branch, d, in, s, stream);
 }
 
 }  // namespace level1

@@ -1,25 +1,27 @@
 // ladder.h: attention from the plainest kernels to those that training runs by default, on the same inputs, timed side
-// by side. Each rung says what it buys. The kernels of rungs 0, 2 and 3 are the trainer's own, called through struct
-// Cuda.
+// by side. Each rung says what it buys, in counts. The kernels of rungs 0, 3 and 4 are the trainer's own, called
+// through struct Cuda.
 //
+//   make ladder                                  on a GPU the times, without one whether the rungs agree, in emulation
 //   test_device --ladder [options of train]      or, alone, dev/ladder/ladder.cu
 //
 // On a machine without a GPU there is nothing to time; the tests compare the rungs in emulation
 // (dev/test/cuda/ladder_tests.h).
 #pragma once
 #include "../../nsa_kernels.cuh"
-#include "attention_level1.cuh"
+#include "attention_bare.cuh"
 
 struct Rung {
     const char *name, *buys;
 };
 // clang-format off
-enum RungNumber { PLAIN, SHARED_TILES, TENSOR_CORES, GATHERED_ROWS };
+enum RungNumber { PLAIN, SHARED_TILES, BARE_TENSOR_CORES, TENSOR_CORES, GATHERED_ROWS };
 constexpr Rung RUNGS[] = {
-    {"0, plain",         "what is computed, in the fewest ideas: a warp per row reads all it needs from device memory"},
-    {"1, shared tiles",  "memory: 32 queries share each tile of keys, so device memory is read 32 times less"},
-    {"2, tensor cores",  "arithmetic: 2048 multiply-adds in one mma, tiles shared by all heads, copies run meanwhile"},
-    {"3, gathered rows", "work: in long sequences only the rows that chose a selected block visit it"},
+    {"0, plain",             "what is computed, in the fewest ideas: a warp reads 4 D bytes for each key of its row"},
+    {"1, shared tiles",      "memory: 32 rows share a tile of keys, D / 8 bytes of device memory for a row and a key"},
+    {"2, bare tensor cores", "arithmetic: an mma is 2048 multiply-adds, before 64 instructions"},
+    {"3, tensor cores",      "waiting: 4 warps share a tile that was copied ahead, an ldmatrix feeds 4 mma (D = 64)"},
+    {"4, gathered rows",     "work: in long sequences only the rows that chose a selected block visit it"},
 };
 // clang-format on
 
@@ -53,6 +55,10 @@ struct LadderRun {
     }
     void forward(RungNumber rung) {
         if (rung == SHARED_TILES) return level1::attention_forward(branch, out, lse, q, k, v, selection, s, dev.stream);
+#ifndef PRECISION_FP32
+        if (rung == BARE_TENSOR_CORES)
+            return bare::attention_forward(branch, out, lse, q, k, v, selection, s, dev.stream);
+#endif
         choose(rung);
         dev.attention_forward(branch, out, lse, q, k, v, selection, s);
     }
@@ -60,6 +66,11 @@ struct LadderRun {
         if (rung == SHARED_TILES)
             return level1::attention_backward(branch, {dq, false, dk, dv, dout, row_dot, lse}, {q, k, v, selection}, s,
                                               dev.stream);
+#ifndef PRECISION_FP32
+        if (rung == BARE_TENSOR_CORES)
+            return bare::attention_backward(branch, {dq, false, dk, dv, dout, row_dot, lse}, {q, k, v, selection}, s,
+                                            dev.stream);
+#endif
         choose(rung);
         dev.attention_backward(branch, {dq, false, dk, dv, dout, row_dot, lse}, {q, k, v, selection}, s);
     }
@@ -104,7 +115,7 @@ struct LadderRun {
 // Whether a rung has kernels of its own for this branch and this build.
 inline bool has_rung(RungNumber rung, Branch branch) {
     if (rung == GATHERED_ROWS && branch != SLC) return false;  // the same as the rung before
-    return rung < TENSOR_CORES || !Cuda::FP32;
+    return rung < BARE_TENSOR_CORES || !Cuda::FP32;
 }
 
 // The median of seven timings, in microseconds, after two to warm up.
@@ -134,7 +145,7 @@ inline int run_ladder(Cuda& dev, const NsaShape& s) {
     const char* const names[] = {"compressed", "selected", "window"};
     for (const Branch branch : {CMP, SLC, WIN}) {
         LadderRun run(dev, s, branch);
-        for (const RungNumber rung : {PLAIN, SHARED_TILES, TENSOR_CORES, GATHERED_ROWS}) {
+        for (const RungNumber rung : {PLAIN, SHARED_TILES, BARE_TENSOR_CORES, TENSOR_CORES, GATHERED_ROWS}) {
             if (!has_rung(rung, branch)) continue;
             const double forward = ladder_median_us(dev, [&] { run.forward(rung); }),
                          backward = ladder_median_us(dev, [&] { run.backward(rung); });

@@ -13,13 +13,13 @@ inline void check_ladder(Cuda& dev, const NsaShape& s, Branch branch) {
     const size_t rows = s.query_rows() * s.D, columns = run.keys * s.D;
     const size_t begin[] = {0, rows, 2 * rows, 2 * rows + columns, 2 * rows + 2 * columns};
     std::vector<float> plain;
-    for (const RungNumber rung : {PLAIN, SHARED_TILES, TENSOR_CORES, GATHERED_ROWS}) {
+    for (const RungNumber rung : {PLAIN, SHARED_TILES, BARE_TENSOR_CORES, TENSOR_CORES, GATHERED_ROWS}) {
         if (!has_rung(rung, branch)) continue;
         run.forward(rung);
         run.backward(rung);
         const std::vector<float> results = run.results();
         if (rung == PLAIN) plain = results;
-        const double limit = rung >= TENSOR_CORES ? 4 * 0x1p-8 : Cuda::FP32 ? 16 * 0x1p-23 : 0x1p-8;
+        const double limit = rung >= BARE_TENSOR_CORES ? 4 * 0x1p-8 : Cuda::FP32 ? 16 * 0x1p-23 : 0x1p-8;
         for (int tensor = 0; tensor < 4; tensor++) {
             double difference = 0, square = 0;
             for (size_t i = begin[tensor]; i < begin[tensor + 1]; i++) {
