@@ -410,6 +410,7 @@ struct Cpu : HostRuntime {
     void attention_forward(Branch branch, real* out, Stat* lse, const real* q, const real* k, const real* v,
                            const uint32_t* selection, const NsaShape& s) {
         const ProfileRange range(ATTENTION_NAMES[branch]);
+        // Cpu<float> trains by lib/cpu/attention.h, here and wherever in_tiles stands. The loops below specify it.
         if constexpr (in_tiles) return tiles.attention_forward(gemm.bf16, branch, out, lse, q, k, v, selection, s);
         const size_t h = size_t(s.heads_per_group());
 #pragma omp parallel for schedule(static)
@@ -511,7 +512,7 @@ struct Cpu : HostRuntime {
                     if (!d.add) std::fill_n(d.dq + row * D, D, real(0));
                     for (int key : keys) {
                         const size_t at = keys_at + key * D;
-                        const real P = exponential(score(qr, in.k + at, s) - d.lse_gated[row]);
+                        const real P = exponential(score(qr, in.k + at, s) - d.lse_gated[row]);  // P', which is g P
                         real dP = 0;
                         for (size_t x = 0; x < D; x++) dP += factor(dO[x]) * factor(in.v[at + x]);
                         const real dS = P * (dP - d.row_dot[row]);

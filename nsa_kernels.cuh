@@ -2,6 +2,10 @@
 // struct Cpu in nsa_cpu.h, which is their specification. Matrix products are cuBLASLt's; everything else is written
 // here. To port the model to another kind of GPU is to write this file again.
 //
+// Words. A lane is a thread's place among the 32 threads of its warp, which run together and can read each other's
+// registers (shuffles). A block is a thread block, whose threads share memory and meet at barriers. The model's blocks
+// always have a name in front or of their own: a compressed block (l tokens), a selection block (l' tokens).
+//
 // The file reads in this order:  row operations (embedding, norm, SiLU, classifier, sums)  ->  attention and selection
 // by plain kernels, which compute what the paper says in the fewest ideas  ->  heads and RoPE  ->  compression  ->  the
 // gated sum  ->  attention and selection on tensor cores  ->  struct Cuda, which launches them all. lib/cuda holds the
@@ -77,8 +81,8 @@ __global__ void __launch_bounds__(SORT_THREADS) sort_positions_kernel(int32_t* s
     }
     if (own + thread < N) sorted[place] = own + thread;
 }
-// dembed [V, C] += rows of dx [N, C]. Block column blockIdx.y, place blockIdx.x in the sorted order; the first place of
-// each token adds up all places of that token.
+// dembed [V, C] += rows of dx [N, C]. A thread block takes place blockIdx.x of the sorted order and columns
+// blockIdx.y * blockDim.x * W onwards; the first place of each token adds up all places of that token.
 template <int W>
 __global__ void __launch_bounds__(128)
     embedding_backward_kernel(float* dembed, const cuda_real* dx, const int32_t* tokens, const int32_t* sorted, int N,
@@ -404,8 +408,10 @@ __device__ inline void load_row(float* shared, const cuda_real* row, float scale
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward and backward.
 
-// out = softmax(q k^T / sqrt(D)) v and its LSE, one warp per query row; the softmax is accumulated over 32 keys at a
-// time (Milakov & Gimelshein 2018).
+// out = softmax(q k^T / sqrt(D)) v and its LSE, one warp per query row, 32 keys at a time. Softmax wants the largest
+// score first, and that is not known before the last key. So weights are taken relative to the largest score so far, m,
+// and when a larger one comes, all sums so far are multiplied by e^(old m - new m), as if they had been taken relative
+// to the new one (Milakov & Gimelshein 2018).
 __global__ void __launch_bounds__(WARPS * 32, 1)
     forward_kernel(Branch branch, cuda_real* out, float* lse, const cuda_real* q, const cuda_real* k,
                    const cuda_real* v, const uint32_t* selection, NsaShape s, float scale, size_t rows) {

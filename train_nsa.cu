@@ -144,8 +144,8 @@ struct Model {
     int rank;
     bool sharded;              // --zero 1 on several ranks
     std::vector<Piece> owned;  // what this rank updates: everything, or its parts
-    // Flat arrays of partition.elements: the tensors of the table, one more element (the guard), and padding. Inference
-    // needs only params.
+    // Flat arrays of partition.elements: the tensors of the table, one more element, and padding. In grads that element
+    // is the guard, a copy of the loss: summed over the ranks it is NaN for all where one has NaN. Inference: params.
     real* params = nullptr;
     Grad* grads = nullptr;
     // Flat arrays of state_elements(), indexed by Piece::local. Without a master copy, master points to params.
@@ -249,12 +249,11 @@ struct Model {
 // In inference the layers share all buffers but their keys and values, which are the caches of step-by-step decoding.
 // The caches hold T tokens, the shared buffers only the `queries` positions that are computed at once. In training
 // these are all T positions, and --recompute decides what each layer keeps:
-//   0  everything
-//   1  all but what is cheap to compute again: the outputs of the norms, SiLU and the gated sum
-//   2  only the layer's input and small statistics
+//   0  everything: what is costly and what is `cheap` to compute again (the outputs of the norms, SiLU, the gated sum)
+//   1  what is `costly`, not what is cheap
+//   2  only the layer's input and small statistics, which `training` always keeps
 // All layers share one buffer for what they do not keep. The backward pass computes it again, to the same bits.
-
-// The buffers of a layer.
+// The buffers of a layer. `cached`: what is costly, or a cache of decoding.
 //   BUFFER(type, field, count(elements), kept(does each layer keep its own, or do all use the first one's?), name)
 // The name gives the shape in training, where queries = T and N = B*queries. NSA has BRANCHES branches, indexed by
 // Branch, and HEAD_SLOTS keys and values, indexed by HeadSlot; full attention has only those of the window.
@@ -417,7 +416,7 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     const auto h = a.heads(acts);
     const ProfileRange range = model.enter("forward", int64_t(i));
     dev.rmsnorm_forward(acts.attn_normed, acts.attn_rstd, acts.x, w.attn_norm, N, C);
-    dev.matmul_forward(a.projected, acts.attn_normed, w.q_proj, nullptr, N, C, s.projected());
+    dev.matmul_forward(a.projected, acts.attn_normed, w.q_proj, nullptr, N, C, s.projected());  // and all joined to it
     dev.split_heads_forward(h, a.projected, s);
     if (!s.full) {
         dev.compress_forward(acts.compressed, acts.phi_hidden, h.kv[K_CMP], {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2},

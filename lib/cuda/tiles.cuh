@@ -38,8 +38,11 @@ __device__ inline void copy_tile(bf16* tile, const bf16* in, size_t stride, int 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Fragments of m16n8k16, by the PTX manual: lane 4 g + t holds, of C, rows g and g + 8 in columns 2 t and 2 t + 1:
-// c[0], c[1] and c[2], c[3].
+// Fragments of m16n8k16, by the PTX manual. An a or b is a register with two bf16. Lane 4 g + t of the warp holds
+//   of A (16 x 16)  a[0], a[1]: rows g and g + 8 in columns 2 t, 2 t + 1; a[2], a[3]: the same rows, 8 columns on
+//   of B (16 x 8)   b[0]: rows 2 t, 2 t + 1 of column g; b[1]: 8 rows on
+//   of C (16 x 8)   c[0], c[1]: row g in columns 2 t, 2 t + 1; c[2], c[3]: row g + 8
+// So of two C side by side, rounded to bf16, the first is a[0], a[1] and the second a[2], a[3] in the same lane.
 
 // a (16 x 16) = rows row.. of the tile, columns column..
 template <int D>
@@ -110,7 +113,8 @@ __device__ inline void multiply_rows(float (&c)[M][2 * N][4], const unsigned (&a
         }
 }
 // c (M*16 x D) += P B; P (M*16 x K*16) as a product left it, rounded to bf16; B: rows b_row.. of its tile. The C
-// fragments of two neighbouring products are the A fragment of the next one, so P never goes through shared memory.
+// fragments of two neighbouring products are the A fragment of the next one, see above, so P never goes through shared
+// memory.
 template <int D, int M, int K>
 __device__ inline void multiply_add(float (&c)[M][D / 8][4], const float (&p)[M][2 * K][4], const bf16* b_tile,
                                     int b_row) {
