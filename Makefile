@@ -39,7 +39,7 @@ ifneq ($(origin GPU),command line)
   GPU := cuda
 endif
 DEV_GOALS := test_nsa $(addprefix $(BUILD)/,tests test_device bench_cpu) test test_long goldens crash_test bench \
-  hip_check demo
+  hip_check demo figures ladder
 .DEFAULT_GOAL := train_nsa
 .PHONY: all info deps clean help
 comma := ,

@@ -56,6 +56,17 @@ $(BUILD)/train_nsa_emulated: train_nsa.cu lib/report/hf/*.py lib/report/html/* $
 	$(call quiet,CXX )$(EMULATOR) -O2 -rdynamic -DEMULATED_GPUS=4 -DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX \
 	    $(MPI_FLAGS) $(SAN_FLAGS) $(DEPENDS) -x c++ $< -x none -o $@ $(MPI_LIBS)
 
+# ---- The tour's numbers, and its figures from them; see dev/tour/figures.py.
+.PHONY: figures
+figures: train_nsa $(BUILD)/tour $(BUILD)/tour_lanes
+	dev/tour/figures.py $(BUILD)
+$(BUILD)/tour: $(BUILD)/tour.o $(APART)
+	$(call quiet,LINK)$(HOST_LINK) $(filter %.o,$^) -o $@ $(HOST_LIBS)
+$(BUILD)/tour.o: dev/tour/numbers.cu $(BUILD)/command
+	$(call quiet,CXX )$(HOST) -O1 -x c++ -DCOMPILED_APART $(DEPENDS) -c $< -o $@
+$(BUILD)/tour_lanes: dev/tour/lanes.cpp $(BUILD)/command
+	$(call quiet,CXX )$(EMULATOR) -O1 $(DEPENDS) $< -o $@
+
 # ---- The crash tester, and the shim that makes disks fail; see crash_test.cpp.
 CRASH_PROGRAMS := $(BUILD)/crash_test $(BUILD)/faults.so
 CRASH_TESTS := '$(BUILD)/crash_test --shim $(BUILD)/faults.so'
