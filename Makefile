@@ -20,10 +20,10 @@ define HELP
 make deps        installs what is missing (compiler, MPI) through the system's package manager
 make train_nsa   the program; what it is built with is printed first
 make info        what it would be built with
-make test        the tests, ten minutes
-make test_long   the tests that take longer
+make test        the tests, ten minutes; make test_long: those that take longer
 make bench       times the CPU engine beside PyTorch and others that are installed, see dev/bench/cpu.sh
 make demo        a model of one's own from one text: make demo TEXT=book.txt
+make ladder      attention from the plainest kernels to the trainer's; make figures: those of dev/tour (needs Python)
 make crash_test  kills and failing disks; make hip_check: AMD's GPUs; make goldens: golden values anew (needs PyTorch)
 make clean       everything that was built, and what was found out about the machine
 Settings (NO_CUDA=1, CXXFLAGS=..., V=1 and others) are listed at the head of the Makefile.

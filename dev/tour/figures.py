@@ -11,6 +11,7 @@ The files are dev/tour/selection.json and dev/tour/timeline.txt.
 import html
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -168,7 +169,7 @@ def keys_per_query(tour):
 def strip_and_overlap():
     with open(os.path.join(HERE, "selection.json")) as file:
         saved = json.load(file)
-    t, blocks = 200, saved["blocks"][200]
+    t, blocks = 221, saved["blocks"][221]
     f = Figure("03_one_query", 800, 420, "The keys that one query sees, and the overlap of blocks in equation 9")
     left, cell = 105, 2.65
     f.text(10, 22, f"What query {t} of 256 sees in the trained tiny (layer 1, group 0)", bold=True)
@@ -382,6 +383,35 @@ def lane_maps(lanes):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Page 9.
+
+def number_in(path, pattern):
+    with open(os.path.join(HERE, "..", "..", path)) as file:
+        return int(re.search(pattern, file.read()).group(1))
+
+
+def ladder():
+    level1 = number_in("dev/ladder/attention_level1.cuh", r"int TILE = (\d+)")
+    bare = number_in("dev/ladder/attention_bare.cuh", r"int TILE = (\d+)")
+    rows = number_in("lib/cuda/attention_kernels.h", r"GENERATIONS\[\] = \{\{ 80, (\d+)")
+    rungs = [("0  plain", 1, 32, GREY), ("1  shared tiles", level1, 32, CMP), ("2  bare mma", bare, 2048, SLC),
+             ("3  tensor cores", rows, 2048, WIN), ("4  gathered rows", rows, 2048, VIOLET)]
+    f = Figure("09_ladder", 800, 240, "What each rung of the ladder shares and multiplies at once")
+    f.text(170, 22, "query rows that share one read of a key", size=12, bold=True)
+    f.text(500, 22, "multiply-adds in one instruction of a warp", size=12, bold=True)
+    for i, (name, shared, products, color) in enumerate(rungs):
+        y = 36 + 36 * i
+        f.text(10, y + 17, name)
+        f.box(170, y, 240 * shared / 128, 24, color)
+        f.text(178 + 240 * shared / 128, y + 17, str(shared), size=12)
+        f.box(500, y, 240 * products / 2048, 24, color)
+        f.text(508 + 240 * products / 2048, y + 17, str(products), size=12)
+    f.text(10, 230, "Rung 4 has the rows of rung 3, but only those that chose the block. Counted in the source; no times.",
+           size=12)
+    f.write()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Page 10.
 
 def timeline():
@@ -485,7 +515,7 @@ def main():
         draw(tour)
     for draw in (shuffle, lane_maps):
         draw(lanes)
-    for draw in (strip_and_overlap, mask, timeline):
+    for draw in (strip_and_overlap, mask, ladder, timeline):
         draw()
 
 
