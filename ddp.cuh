@@ -4,8 +4,7 @@
 //   Partition    the flat gradient cut into buckets and, with --zero 1, into the parts that each rank owns
 //   Reducer      sums the buckets over the ranks while the backward pass goes on: by MPI through the host's memory, for
 //                every engine, or by NCCL between GPUs
-// Read Reducer first; how ranks find each other matters less, and what a launcher says is in lib/run/launch.h. The
-// launcher ends the others where a rank dies.
+// Read Reducer first. What a launcher says is in lib/run/launch.h; it ends the others where a rank dies.
 #pragma once
 #include <algorithm>
 #include <cstdint>
