@@ -8,6 +8,7 @@
 
 The files are dev/tour/selection.json and dev/tour/timeline.txt.
 """
+
 import html
 import json
 import os
@@ -38,12 +39,22 @@ class Figure:
             "@media (prefers-color-scheme: dark) { text { fill: #d0d0d0 } } text.on { fill: #ffffff }</style>",
         ]
 
-    def text(self, x, y, text, anchor="start", size=13, on=False, bold=False, mono=False, color=None):
-        style = f' style="fill: {color}"' if color else ""
-        self.parts.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"{" class=" + chr(34) + "on" + chr(34) if on else ""}'
-            f'{" font-weight=" + chr(34) + "bold" + chr(34) if bold else ""}'
-            f'{" font-family=" + chr(34) + "monospace" + chr(34) if mono else ""}{style}>{html.escape(text)}</text>'
+    def add(self, tag, content=None, **attributes):
+        """An element; attributes that are None are left out, and _ in a name is -."""
+        given = "".join(f' {k.rstrip("_").replace("_", "-")}="{v}"' for k, v in attributes.items() if v is not None)
+        self.parts.append(f"<{tag}{given}/>" if content is None else f"<{tag}{given}>{html.escape(content)}</{tag}>")
+
+    def text(self, x, y, text, anchor="start", size=13, on=False, bold=False, color=None):
+        self.add(
+            "text",
+            text,
+            x=f"{x:.1f}",
+            y=f"{y:.1f}",
+            text_anchor=anchor,
+            font_size=size,
+            class_="on" if on else None,
+            font_weight="bold" if bold else None,
+            style=f"fill: {color}" if color else None,
         )
 
     def box(self, x, y, width, height, color, opacity=1.0, outline=False, round=0):
@@ -54,21 +65,26 @@ class Figure:
         )
 
     def line(self, x0, y0, x1, y1, color=None, width=1.0, arrow=False, dashed=False):
-        stroke = f'stroke="{color}"' if color else 'class="line"'
-        self.parts.append(
-            f'<line x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" {stroke} stroke-width="{width}"'
-            f'{" stroke-dasharray=" + chr(34) + "4 3" + chr(34) if dashed else ""}/>'
+        self.add(
+            "line",
+            x1=f"{x0:.1f}",
+            y1=f"{y0:.1f}",
+            x2=f"{x1:.1f}",
+            y2=f"{y1:.1f}",
+            stroke=color,
+            class_=None if color else "line",
+            stroke_width=width,
+            stroke_dasharray="4 3" if dashed else None,
         )
         if arrow:
             length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
             u, v = (x1 - x0) / length * 6, (y1 - y0) / length * 6
-            points = f"{x1:.1f},{y1:.1f} {x1 - u - v / 2:.1f},{y1 - v + u / 2:.1f} {x1 - u + v / 2:.1f},{y1 - v - u / 2:.1f}"
-            self.parts.append(f'<polygon points="{points}" fill="{color or "#767676"}"/>')
+            corners = ((x1, y1), (x1 - u - v / 2, y1 - v + u / 2), (x1 - u + v / 2, y1 - v - u / 2))
+            self.area(corners, color or "#767676", 1)
 
-    def path_of(self, points, color, width=2.0, dashed=False):
+    def path_of(self, points, color, width=2.0):
         d = "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-        dash = ' stroke-dasharray="5 3"' if dashed else ""
-        self.parts.append(f'<path d="{d}" fill="none" stroke="{color}" stroke-width="{width}"{dash}/>')
+        self.add("path", d=d, fill="none", stroke=color, stroke_width=width)
 
     def area(self, points, color, opacity=0.85):
         d = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
@@ -88,9 +104,10 @@ class Figure:
 # ----------------------------------------------------------------------------------------------------------------------
 # Page 1.
 
+
 def journey(tour):
     lines = run(tour, "journey").splitlines()
-    value = lambda start: next(line for line in lines if line.startswith(start))[len(start):].strip()
+    value = lambda start: next(line for line in lines if line.startswith(start))[len(start) :].strip()
     row = lambda start: value(start).replace("...", "").split()[-5:][:3]
     loss = value("loss of input 100:").split(",")[0]
     steps = [
@@ -115,12 +132,24 @@ def journey(tour):
 # ----------------------------------------------------------------------------------------------------------------------
 # Page 2.
 
+
 def parameters(tour):
-    colors = {"MLP": GREY, "embedding": VIOLET, "q": SLC, "k, v": WIN, "o": "#1d9aa8", "phi": CMP, "gates": RED,
-              "others": "#b08d57"}
+    colors = {
+        "MLP": GREY,
+        "embedding": VIOLET,
+        "q": SLC,
+        "k, v": WIN,
+        "o": "#1d9aa8",
+        "phi": CMP,
+        "gates": RED,
+        "others": "#b08d57",
+    }
     f = Figure("02_parameters", 800, 250, "Parameters of the two presets by what they are for")
     for i, model in enumerate(("125m", "tiny")):
-        rows = [line.rsplit(None, 3 if "%" in line else 1) for line in run(tour, "parameters", "--model", model).splitlines()]
+        rows = [
+            line.rsplit(None, 3 if "%" in line else 1)
+            for line in run(tour, "parameters", "--model", model).splitlines()
+        ]
         total, x, y = int(rows[-1][1]), 70.0, 30 + 85 * i
         f.text(10, y + 26, model, bold=True)
         for name, count, *_ in rows[:-1]:
@@ -138,6 +167,7 @@ def parameters(tour):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # README and page 3.
+
 
 def keys_per_query(tour):
     lines = run(tour, "keys", "--model", "125m", "--seq-len", "8192").splitlines()[1:]
@@ -159,8 +189,11 @@ def keys_per_query(tour):
     f.text(left, 22, "keys that it reads")
     f.text(*[a + b for a, b in zip(at(5200, 5200), (-14, 0))], "full attention: all before it", "end")
     last = rows[-1]
-    labels = [(last[3] / 2, "window 512"), (last[3] + last[2] / 2, f"selected {last[2]:.0f}"),
-              (last[3] + last[2] + last[1] / 2, f"compressed {last[1]:.0f}")]
+    labels = [
+        (last[3] / 2, "window 512"),
+        (last[3] + last[2] / 2, f"selected {last[2]:.0f}"),
+        (last[3] + last[2] + last[1] / 2, f"compressed {last[1]:.0f}"),
+    ]
     for keys, text in labels:
         f.text(left + width - 8, at(0, keys)[1] + 4, text, "end", size=12, on=True)
     f.write()
@@ -189,7 +222,12 @@ def strip_and_overlap():
     f.line(left + (t + 0.5) * cell, 34, left + (t + 0.5) * cell, 150, RED, 1.5)
     f.text(left + (t + 4) * cell, 176, f"the query, {t}", "middle", size=11, color=RED)
 
-    f.text(10, 215, "Equation 9 with l = 32, d = 16, l' = 64: tokens that a compressed block shares with block j", bold=True)
+    f.text(
+        10,
+        215,
+        "Equation 9 with l = 32, d = 16, l' = 64: tokens that a compressed block shares with block j",
+        bold=True,
+    )
     left, cell = 190, 5.2
     f.box(left + 16 * cell, 232, 64 * cell, 24, SLC)
     f.text(left + 48 * cell, 249, "selection block j: tokens 64 j to 64 j + 63", "middle", size=12, on=True)
@@ -202,7 +240,9 @@ def strip_and_overlap():
         f.text(left + 100 * cell, y + 15, f"{inside[1] - inside[0]} / 16 = {(inside[1] - inside[0]) // 16}", size=12)
     for edge in (16, 80):
         f.line(left + edge * cell, 228, left + edge * cell, 396, GREY, 1, dashed=True)
-    f.text(left + 48 * cell, 412, "p_slc[j] = 1 p[4j-1] + 2 p[4j] + 2 p[4j+1] + 2 p[4j+2] + 1 p[4j+3]", "middle", size=12)
+    f.text(
+        left + 48 * cell, 412, "p_slc[j] = 1 p[4j-1] + 2 p[4j] + 2 p[4j+1] + 2 p[4j+2] + 1 p[4j+3]", "middle", size=12
+    )
     f.write()
 
 
@@ -211,7 +251,9 @@ def mask():
         saved = json.load(file)
     f = Figure("mask", 800, 590, "Which tokens each query of a trained model reads, in one layer and group")
     left, top, cell = 60, 40, 2
-    f.text(left, 24, "One text of 256 tokens, layer 1 and group 0 of the trained tiny: a row is a query, a column a token")
+    f.text(
+        left, 24, "One text of 256 tokens, layer 1 and group 0 of the trained tiny: a row is a query, a column a token"
+    )
     f.box(left, top, 256 * cell, 256 * cell, GREY, 0.15)
     for t, blocks in enumerate(saved["blocks"]):
         window = max(0, t - 15)
@@ -236,12 +278,27 @@ def mask():
 # ----------------------------------------------------------------------------------------------------------------------
 # Page 4.
 
+
 def memory(tour):
     lines = [line for line in run(tour, "memory", "--model", "125m", "--batch", "1").splitlines() if " x " in line]
-    names = {"fc1 (N": "fc1: the MLP before SiLU", "act (N": "act: after SiLU", "branch outputs": "branch outputs",
-             "logits": "logits, one chunk", "keys and values": "keys and values", "q (B": "q"}
-    colors = {"fc1: the MLP before SiLU": VIOLET, "act: after SiLU": "#b48ae8", "branch outputs": SLC, "q": WIN,
-              "keys and values": "#1d9aa8", "x, x_mid, attn, norms": CMP, "logits, one chunk": RED, "all others": GREY}
+    names = {
+        "fc1 (N": "fc1: the MLP before SiLU",
+        "act (N": "act: after SiLU",
+        "branch outputs": "branch outputs",
+        "logits": "logits, one chunk",
+        "keys and values": "keys and values",
+        "q (B": "q",
+    }
+    colors = {
+        "fc1: the MLP before SiLU": VIOLET,
+        "act: after SiLU": "#b48ae8",
+        "branch outputs": SLC,
+        "q": WIN,
+        "keys and values": "#1d9aa8",
+        "x, x_mid, attn, norms": CMP,
+        "logits, one chunk": RED,
+        "all others": GREY,
+    }
     groups = {name: [0.0] * 3 for name in colors}
     for line in lines:
         name, sizes = line.split(" x ", 1)[1], [float(x) for x in line.split()[-3:]]
@@ -270,13 +327,19 @@ def memory(tour):
 # ----------------------------------------------------------------------------------------------------------------------
 # Page 5.
 
+
 def softmax(tour):
     lines = run(tour, "softmax").splitlines()
     keys = [[float(x) for x in line.split()] for line in lines[1:4]]
     r = float(lines[4].split()[-1])
     f = Figure("05_softmax", 800, 230, "Softmax and its backward pass for one query and three keys")
-    columns = [("S = q.k / sqrt(D)", 1, 2.5, GREY), ("P' = e^(S - LSE')", 3, 0.5, SLC), ("dP = dO.v", 4, 4.5, VIOLET),
-               ("dP - r", None, 5.0, VIOLET), ("dS = P' (dP - r)", 5, 0.9, RED)]
+    columns = [
+        ("S = q.k / sqrt(D)", 1, 2.5, GREY),
+        ("P' = e^(S - LSE')", 3, 0.5, SLC),
+        ("dP = dO.v", 4, 4.5, VIOLET),
+        ("dP - r", None, 5.0, VIOLET),
+        ("dS = P' (dP - r)", 5, 0.9, RED),
+    ]
     for c, (title, index, most, color) in enumerate(columns):
         middle = 130 + c * 150
         f.text(middle, 22, title, "middle", size=12, bold=True)
@@ -294,6 +357,7 @@ def softmax(tour):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Page 6.
+
 
 def shuffle(lanes):
     text = run(lanes).split("sums:")[1].splitlines()[1:]
@@ -318,6 +382,7 @@ def shuffle(lanes):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Page 7.
+
 
 def online(tour):
     lines = run(tour, "online").splitlines()
@@ -344,6 +409,7 @@ def online(tour):
 # ----------------------------------------------------------------------------------------------------------------------
 # Page 8.
 
+
 def lane_maps(lanes):
     out, maps, name = run(lanes), {}, ""
     for line in out.splitlines():
@@ -359,8 +425,11 @@ def lane_maps(lanes):
     f = Figure("08_lanes", 800, 560, "Which lane holds which element of A, B and C in mma m16n8k16")
     cell = 20
     shades = {0: CMP, 13: SLC, 22: VIOLET}
-    for name, left, top, rows, columns, title in (("A", 30, 50, 16, 16, "A, 16 x 16"), ("B", 400, 50, 16, 8, "B, 16 x 8"),
-                                                  ("C", 610, 50, 16, 8, "C, 16 x 8")):
+    for name, left, top, rows, columns, title in (
+        ("A", 30, 50, 16, 16, "A, 16 x 16"),
+        ("B", 400, 50, 16, 8, "B, 16 x 8"),
+        ("C", 610, 50, 16, 8, "C, 16 x 8"),
+    ):
         f.text(left, top - 22, title, bold=True)
         f.text(left, top - 6, {"A": "query rows", "B": "columns are keys", "C": "scores"}[name], size=11)
         for (row, column), (lane, _) in maps[name].items():
@@ -372,10 +441,17 @@ def lane_maps(lanes):
     f.legend(30, y, [(CMP, "lane 0"), (SLC, "lane 13"), (VIOLET, "lane 22")], 90)
     f.text(330, y, "The left half of A and C look alike: two C side by side are the next A.", size=12)
     banks = [line.split() for line in out.split("banks:")[1].splitlines()[1:9]]
-    f.text(30, 428, "Banks of shared memory that the first 16 bytes of 8 rows of a tile lie in (a row has 128 bytes, 32 banks)",
-           size=12, bold=True)
+    f.text(
+        30,
+        428,
+        "Banks of shared memory that the first 16 bytes of 8 rows of a tile lie in (a row has 128 bytes, 32 banks)",
+        size=12,
+        bold=True,
+    )
     for kind, x0 in ((1, 30), (2, 420)):
-        f.text(x0, 448, ("as they come: all 8 in banks 0 to 3", "swizzled: 8 times 4 different banks")[kind - 1], size=12)
+        f.text(
+            x0, 448, ("as they come: all 8 in banks 0 to 3", "swizzled: 8 times 4 different banks")[kind - 1], size=12
+        )
         for i, bank in enumerate(banks):
             f.box(x0, 456 + 12 * i, 320, 10, GREY, 0.2)
             f.box(x0 + 10 * int(bank[kind].split("-")[0]), 456 + 12 * i, 40, 10, RED if kind == 1 else WIN)
@@ -384,6 +460,7 @@ def lane_maps(lanes):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Page 9.
+
 
 def number_in(path, pattern):
     with open(os.path.join(HERE, "..", "..", path)) as file:
@@ -394,8 +471,13 @@ def ladder():
     level1 = number_in("dev/ladder/attention_level1.cuh", r"int TILE = (\d+)")
     bare = number_in("dev/ladder/attention_bare.cuh", r"int TILE = (\d+)")
     rows = number_in("lib/cuda/attention_kernels.h", r"GENERATIONS\[\] = \{\{ 80, (\d+)")
-    rungs = [("0  plain", 1, 32, GREY), ("1  shared tiles", level1, 32, CMP), ("2  bare mma", bare, 2048, SLC),
-             ("3  tensor cores", rows, 2048, WIN), ("4  gathered rows", rows, 2048, VIOLET)]
+    rungs = [
+        ("0  plain", 1, 32, GREY),
+        ("1  shared tiles", level1, 32, CMP),
+        ("2  bare mma", bare, 2048, SLC),
+        ("3  tensor cores", rows, 2048, WIN),
+        ("4  gathered rows", rows, 2048, VIOLET),
+    ]
     f = Figure("09_ladder", 800, 240, "What each rung of the ladder shares and multiplies at once")
     f.text(170, 22, "query rows that share one read of a key", size=12, bold=True)
     f.text(500, 22, "multiply-adds in one instruction of a warp", size=12, bold=True)
@@ -406,13 +488,18 @@ def ladder():
         f.text(178 + 240 * shared / 128, y + 17, str(shared), size=12)
         f.box(500, y, 240 * products / 2048, 24, color)
         f.text(508 + 240 * products / 2048, y + 17, str(products), size=12)
-    f.text(10, 230, "Rung 4 has the rows of rung 3, but only those that chose the block. Counted in the source; no times.",
-           size=12)
+    f.text(
+        10,
+        230,
+        "Rung 4 has the rows of rung 3, but only those that chose the block. Counted in the source; no times.",
+        size=12,
+    )
     f.write()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Page 10.
+
 
 def timeline():
     events = {0: [], 1: []}
@@ -425,8 +512,15 @@ def timeline():
     f = Figure("10_timeline", 800, 440, "A step of two ranks: what each computes, and when its gradients travel")
     left, width = 70, 710
     at = lambda seconds: left + width * max(seconds, 0) / end
-    colors = {"forward": SLC, "classifier": VIOLET, "backward": CMP, "embedding": "#b08d57", "wait": RED, "norm": GREY,
-              "update": WIN}
+    colors = {
+        "forward": SLC,
+        "classifier": VIOLET,
+        "backward": CMP,
+        "embedding": "#b08d57",
+        "wait": RED,
+        "norm": GREY,
+        "update": WIN,
+    }
     for rank, list in events.items():
         top, before = 40 + 180 * rank, list[0][0]
         f.text(10, top + 18, f"rank {rank}", bold=True)
@@ -449,7 +543,12 @@ def timeline():
                 begin, y = sent[buckets - 1 - bucket], top + 32 + 11 * (buckets - 1 - bucket)
                 f.box(at(begin), y, max(at(seconds) - at(begin), 2), 9, GREY)
                 f.text(at(begin) - 4, y + 8, f"{bucket}", "end", size=9)
-    f.text(left, 24, "seconds; grey bars: a bucket of gradients, from when it is handed to MPI until its sum is seen", size=12)
+    f.text(
+        left,
+        24,
+        "seconds; grey bars: a bucket of gradients, from when it is handed to MPI until its sum is seen",
+        size=12,
+    )
     for seconds in (0, 0.5, 1, 1.5, 2):
         if seconds < end:
             f.line(at(seconds), 395, at(seconds), 400)
@@ -460,7 +559,54 @@ def timeline():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Page 11.
+
+
+def parameter():
+    added = {}
+    with open(os.path.join(HERE, "11_head_scale.diff")) as diff:
+        for line in diff:
+            if line.startswith("+++"):
+                file = line.split("/", 1)[1].strip()
+            elif line.startswith("+"):
+                added[file] = added.get(file, 0) + 1
+    f = Figure(
+        "11_parameter", 800, 330, "Where a learnt scale per head stands, forward and backward, and lines by file"
+    )
+
+    def node(x, y, width, lines, color):
+        f.box(x, y, width, 44, color, outline=True, round=6)
+        for i, line in enumerate(lines):
+            f.text(x + width / 2, y + 19 + 17 * i, line, "middle", size=12, bold=i == 0)
+
+    f.text(10, 50, "forward")
+    node(90, 24, 150, ["attn", "kept by each layer"], SLC)
+    node(290, 24, 130, ["times s[head]", "the new tensor"], RED)
+    node(470, 24, 150, ["scaled", "one for all layers"], CMP)
+    node(670, 24, 110, ["o_proj", "and residual"], GREY)
+    for x in (240, 420, 620):
+        f.line(x + 3, 46, x + 47, 46, arrow=True)
+    f.text(10, 150, "backward")
+    node(90, 124, 150, ["dattn", "= dscaled * s"], SLC)
+    node(290, 94, 130, ["ds[head] +=", "sum dscaled * attn"], RED)
+    node(470, 124, 150, ["dscaled", "= dx W"], CMP)
+    node(670, 124, 110, ["dW of o_proj", "needs scaled"], GREY)
+    f.line(667, 146, 623, 146, arrow=True)
+    f.line(467, 152, 243, 152, arrow=True)
+    f.line(467, 134, 423, 118, arrow=True)
+    f.line(165, 70, 287, 112, dashed=True, arrow=True)
+    f.line(560, 70, 700, 122, dashed=True, arrow=True)
+    f.text(90, 200, "lines of the diff by file", bold=True, size=12)
+    for i, (file, lines) in enumerate(added.items()):
+        f.text(270, 222 + 18 * i, file, "end", size=12)
+        f.box(280, 211 + 18 * i, 9 * lines, 13, VIOLET)
+        f.text(286 + 9 * lines, 222 + 18 * i, str(lines), size=12)
+    f.write()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Page 12.
+
 
 def rounding(tour):
     lines = run(tour, "rounding").splitlines()[2:62]
@@ -475,9 +621,18 @@ def rounding(tour):
         f.path_of([at(0, 1)] + [at(row[0], row[column]) for row in rows], color, 2.5 if column == 1 else 1.6)
     for step in (0, 20, 40, 60):
         f.text(at(step, 0)[0], top + height + 22, str(step), "middle", size=12)
-    f.text(left + width / 2, top + height + 40, "step; dashed lines are neighbouring numbers of bf16", "middle", size=12)
-    for i, (color, name) in enumerate(((WIN, "fp32"), (RED, "bf16 alone, nearest"), (VIOLET, "bf16 alone, stochastic"),
-                                       (SLC, "copy of fp32, nearest"), (CMP, "copy of fp32, stochastic"))):
+    f.text(
+        left + width / 2, top + height + 40, "step; dashed lines are neighbouring numbers of bf16", "middle", size=12
+    )
+    for i, (color, name) in enumerate(
+        (
+            (WIN, "fp32"),
+            (RED, "bf16 alone, nearest"),
+            (VIOLET, "bf16 alone, stochastic"),
+            (SLC, "copy of fp32, nearest"),
+            (CMP, "copy of fp32, stochastic"),
+        )
+    ):
         x = (80, 150, 300, 470, 635)[i]
         f.box(x, 12, 12, 12, color)
         f.text(x + 17, 23, name, size=12)
@@ -485,6 +640,7 @@ def rounding(tour):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
 
 def measure(build):
     tour, folder = os.path.join(build, "tour"), os.path.join(build, "tour_run")
@@ -515,7 +671,7 @@ def main():
         draw(tour)
     for draw in (shuffle, lane_maps):
         draw(lanes)
-    for draw in (strip_and_overlap, mask, ladder, timeline):
+    for draw in (strip_and_overlap, mask, ladder, timeline, parameter):
         draw()
 
 

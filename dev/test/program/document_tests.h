@@ -105,7 +105,8 @@ inline std::string fault_of(const std::string& command) {
 // The commands of a page: lines of its blocks and words in backquotes that begin like one.
 inline std::vector<std::string> commands_of(const std::string& page) {
     const std::regex command(
-        "(?:\n|`)((?:[A-Z_]+=\\S+ )?(?:make|mpirun|gdb|\\./train_nsa|build/|dev/\\S+\\.(?:py|sh))(?![\\w.])[^`\n]*)");
+        "(?:\n|`)((?:[A-Z_]+=\\S+ "
+        ")?(?:(?:make|mpirun|gdb|\\./train_nsa|dev/\\S+\\.(?:py|sh))(?![\\w.])|build/\\w)[^`\n]*)");
     std::vector<std::string> found;
     for (std::sregex_iterator at(page.begin(), page.end(), command), end; at != end; ++at) {
         std::string line = std::regex_replace(at->str(1), std::regex("\\|.*"), "");
