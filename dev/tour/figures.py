@@ -469,7 +469,7 @@ def number_in(path, pattern):
 
 def ladder():
     level1 = number_in("dev/ladder/attention_level1.cuh", r"int TILE = (\d+)")
-    bare = number_in("dev/ladder/attention_bare.cuh", r"int TILE = (\d+)")
+    bare = number_in("dev/ladder/attention_bare.cuh", r"int ROWS = (\d+)")
     rows = number_in("lib/cuda/attention_kernels.h", r"GENERATIONS\[\] = \{\{ 80, (\d+)")
     rungs = [
         ("0  plain", 1, 32, GREY),
