@@ -279,7 +279,7 @@ struct Cpu : HostRuntime {
 
     // heads = projected, split up; queries and keys rotated, gates through the sigmoid
     void split_heads_forward(Heads out, const real* projected, const NsaShape& s) {
-        rope.prepare(s.T, s.D);
+        rope.prepare(s);
         const int P = s.projected(), D = s.D;
 #pragma omp parallel for collapse(2) schedule(static)
         for (int b = 0; b < s.B; b++)
@@ -301,7 +301,7 @@ struct Cpu : HostRuntime {
     }
     // dprojected = the heads' gradients, turned back and merged; 0 in the padding. Training shapes: (0, T).
     void split_heads_backward(real* dprojected, HeadGradients d, const NsaShape& s) {
-        rope.prepare(s.T, s.D);
+        rope.prepare(s);
         const int P = s.projected(), D = s.D;
 #pragma omp parallel for collapse(2) schedule(static)
         for (int b = 0; b < s.B; b++)
@@ -331,7 +331,7 @@ struct Cpu : HostRuntime {
     // the values before the SiLU, is for the backward pass. Computes the blocks that end inside this call's positions.
     void compress_forward(real* out, real* hidden, const real* k, const Phi& phi, bool rotated, const NsaShape& s) {
         const ProfileRange range("compression");
-        rope.prepare(s.T, s.D);
+        rope.prepare(s);
         if constexpr (in_tiles) tiles.compress_forward(gemm, out, hidden, k, phi, s);
         if (in_tiles && !rotated) return;
 #pragma omp parallel for schedule(static)
@@ -361,7 +361,7 @@ struct Cpu : HostRuntime {
     void compress_backward(real* dk, const PhiGradients& dphi, real* dout, const real* hidden, const real* k,
                            const Phi& phi, bool rotated, const NsaShape& s) {
         const ProfileRange range("compression");
-        rope.prepare(s.T, s.D);
+        rope.prepare(s);
         const int NC = s.cmp_capacity();
         for (size_t row = 0; rotated && row < s.cmp_rows(); row++)
             rotate(dout + row * s.D, dout + row * s.D, int(row % NC) * s.d, s.D, -1);

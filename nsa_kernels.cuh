@@ -1871,7 +1871,7 @@ struct Cuda : CudaRuntime {
     };
     // heads = projected, split, rotated and gated
     void split_heads_forward(Heads out, const real* projected, const NsaShape& s) {
-        const kernels::Rope rope = prepare_rope(s.T, s.D);
+        const kernels::Rope rope = prepare_rope(s);
         with_width(heads_are_wide(projected, out, s), [&](auto W) {
             launch<kernels::split_heads_forward_kernel<W()>>(unsigned(s.B) * unsigned(s.queries), 128, 0, stream,
                                                              pointers_of<kernels::HeadPointers>(out), projected, rope,
@@ -1881,7 +1881,7 @@ struct Cuda : CudaRuntime {
     // dprojected = gradients of the heads, rotated back and merged; the padding gets 0. Training shapes (first = 0,
     // queries = T).
     void split_heads_backward(real* dprojected, HeadGradients d, const NsaShape& s) {
-        const kernels::Rope rope = prepare_rope(s.T, s.D);
+        const kernels::Rope rope = prepare_rope(s);
         with_width(heads_are_wide(dprojected, d, s), [&](auto W) {
             launch<kernels::split_heads_backward_kernel<W()>>(unsigned(s.B) * unsigned(s.T), 128, 0, stream, dprojected,
                                                               pointers_of<kernels::HeadGradientPointers>(d), rope, s,
@@ -1904,7 +1904,7 @@ struct Cuda : CudaRuntime {
         const int D = s.D, F = s.F, begin = s.cmp_blocks(s.first), count = s.cmp_blocks(s.first + s.queries) - begin,
                   NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * count;
         if (count <= 0) return;
-        const kernels::Rope rope = prepare_rope(s.T, D);
+        const kernels::Rope rope = prepare_rope(s);
         const int parts = s.l / s.d, chunks = count + parts - 1, width = s.d * D;
         float *of_chunks = scratch<float>(0, size_t(groups) * chunks * F * parts),
               *out_sum = scratch<float>(1, size_t(rows) * D);
@@ -1924,7 +1924,7 @@ struct Cuda : CudaRuntime {
         const ProfileRange range("compression");
         const int D = s.D, F = s.F, NC = s.cmp_capacity(), groups = s.B * s.G, rows = groups * NC;
         if (NC == 0) return zero(dk, s.key_rows() * D);
-        const kernels::Rope rope = prepare_rope(s.T, D);
+        const kernels::Rope rope = prepare_rope(s);
         const int parts = s.l / s.d, chunks = s.T / s.d, width = s.d * D, columns = F * parts;
         const size_t size = size_t(rows) * F, tokens = size_t(s.T) * D, chunk_rows = size_t(groups) * chunks;
         real *activated = scratch<real>(0, size), *dchunks = scratch<real>(1, chunk_rows * columns);
@@ -2060,7 +2060,7 @@ struct Cuda : CudaRuntime {
     double* sum_parts = nullptr;                    // of add_sum
     SelectedChoice* selected_choice = nullptr;
     float* rope_table = nullptr;
-    int rope_positions = 0, rope_dim = 0;
+    int rope_positions = 0, rope_dim = 0, rope_base = 0;
     KeyReads *reads = nullptr, *device_reads = nullptr;  // the caller's, and the counts on the GPU
 
 #ifndef PRECISION_FP32
@@ -2107,21 +2107,23 @@ struct Cuda : CudaRuntime {
     }
 
     // RoPE's table on the GPU: cosines [positions, D/2], then sines, of angles computed in fp64.
-    kernels::Rope prepare_rope(int positions, int D) {
-        const size_t half = size_t(D) / 2, angles = size_t(positions) * half;
-        if (positions > rope_positions || D != rope_dim) {
+    kernels::Rope prepare_rope(const NsaShape& s) {
+        const size_t half = size_t(s.D) / 2, angles = size_t(s.T) * half;
+        if (s.T > rope_positions || s.D != rope_dim || s.rope_base != rope_base) {
             std::vector<float> table;
             table.reserve(2 * angles);
             for (const bool sine : {false, true})
                 for (size_t i = 0; i < angles; i++) {
-                    const double angle = double(i / half) * std::pow(ROPE_BASE, -2.0 * double(i % half) / D);
+                    const double angle =
+                        double(i / half) * std::pow(double(s.rope_base), -2.0 * double(i % half) / s.D);
                     table.push_back(float(sine ? std::sin(angle) : std::cos(angle)));
                 }
             release(rope_table);
             rope_table = allocate<float>(table.size());
             copy(rope_table, (const float*)table.data(), table.size());
-            rope_positions = positions;
-            rope_dim = D;
+            rope_positions = s.T;
+            rope_dim = s.D;
+            rope_base = s.rope_base;
         }
         return {rope_table, rope_table + rope_positions * half};
     }

@@ -47,7 +47,8 @@ MODELS = {
     "nsa, random": PAPER + " --init random --steps 1 --seq-len 64 --lr 1e-4",
     "nsa, trained": PAPER + TRAINED + "800",
     "nsa, one head a group": "--layers 3 --dim 32 --heads 2 --kv-groups 2 --head-dim 8 --cmp-block 12 --cmp-stride 4"
-    " --slc-block 20 --slc-count 4 --window 37 --phi-hidden 8 --mlp-hidden 64 --init random --steps 1 --seq-len 64",
+    " --slc-block 20 --slc-count 4 --window 37 --phi-hidden 8 --mlp-hidden 64 --rope-base 500 --init random --steps 1"
+    " --seq-len 64",
     "nsa, two branches": PAPER + " --branches cmp,win --init random --steps 1 --seq-len 64 --lr 1e-4",
     "full": "--attention full --layers 2 --dim 48 --heads 6 --kv-groups 2 --head-dim 16 --mlp-hidden 96"
     + TRAINED + "800",

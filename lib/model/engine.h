@@ -171,7 +171,7 @@ struct Members : Formats<Dev> {
 
     // ----- heads. projected [B*queries, s.projected()]: a row is  q | keys and values by HeadSlot | gate logits |
     // padding. q [B, H, queries, D]; kv[slot] [B, G, T, D], null below s.first_slot(); gate [branches, B, H, queries].
-    // q and K_SLC, K_WIN are turned by RoPE at their position, halves convention, angle position * ROPE_BASE^(-2i/D);
+    // q and K_SLC, K_WIN are turned by RoPE at their position, halves convention, angle position * s.rope_base^(-2i/D);
     // gate = sigmoid(logit), 0 for a branch in s.left_out. Writes keys at positions first.. only. Full attention has no
     // gates: gate is not written.
     NEEDS(void, split_heads_forward, (Heads out, const real* projected, const NsaShape& s));

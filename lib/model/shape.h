@@ -19,7 +19,6 @@ constexpr const char* ATTENTION_NAMES[BRANCHES] = {"attention: compressed", "att
 enum HeadSlot { K_CMP, V_CMP, K_SLC, V_SLC, K_WIN, V_WIN };
 constexpr int HEAD_SLOTS = V_WIN + 1;
 
-constexpr double ROPE_BASE = 10000;
 constexpr double NORM_EPS = 1e-6;
 
 // Selections: block j is bit j%32 of word j/32.
@@ -42,6 +41,7 @@ struct NsaShape {
     int slc_count = 0;        // n: selected blocks per query and group
     int window = 0;           // w: keys a query sees in the window branch, its own included
     int F = 0;                // hidden width of the compressor phi
+    int rope_base = 10000;    // of RoPE's angles
     int full = 0;             // 1: --attention full: the window branch alone, over all tokens, its gate fixed to 1
     unsigned left_out = 0;    // --branches: bit b is set where branch b is left out, which is a gate of 0
 

@@ -34,6 +34,7 @@ static NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T) {
     s.slc_count = int(c.slc_count);
     s.window = int(c.window);
     s.F = int(c.phi_hidden);
+    s.rope_base = int(c.rope_base);
     s.full = c.attention == "full";
     for (int branch = 0; branch < BRANCHES; branch++)
         if (c.branches != "all" && c.branches.find(BRANCH_NAMES[branch]) == std::string::npos)
@@ -44,7 +45,7 @@ static NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T) {
 // The options that make the model: its config.json.
 static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",     "kv-groups", "head-dim",
                                             "cmp-block",  "cmp-stride", "slc-block", "slc-count", "window",
-                                            "phi-hidden", "mlp-hidden", "seq-len"};
+                                            "phi-hidden", "mlp-hidden", "seq-len",   "rope-base"};
 
 static const char* const MODEL_WORDS[] = {"attention", "branches", "tokenizer"};
 static std::string config_json(const ModelConfig& model) {
@@ -57,7 +58,7 @@ static std::string config_json(const ModelConfig& model) {
         text += ", \"" + std::string(name) + "\": \"" + value_text(c, option_named(name)) + "\"";
     text += ", \"vocab_size\": " + std::to_string(c.vocab_size);
     if (c.vocab_digest) text += format_text(", \"vocab_digest\": \"%08x\"", c.vocab_digest);
-    return text + format_text(", \"rope_base\": %g, \"norm_eps\": %g}\n", ROPE_BASE, NORM_EPS);
+    return text + format_text(", \"norm_eps\": %g}\n", NORM_EPS);
 }
 
 // Options that have left the program, and what they were where nobody gave them.
@@ -126,8 +127,8 @@ static void read_config_json(Config& c, const std::string& path) {
                  json_quote(digits).c_str());
         c.vocab_digest = uint32_t(std::stoul(digits, nullptr, 16));
     }
-    if (root.number("rope_base", path) != ROPE_BASE || root.number("norm_eps", path) != NORM_EPS)
-        fail("%s: rope_base or norm_eps differ from this program's %g and %g", path.c_str(), ROPE_BASE, NORM_EPS);
+    if (root.number("norm_eps", path) != NORM_EPS)
+        fail("%s: norm_eps differs from this program's %g", path.c_str(), NORM_EPS);
 }
 
 // Where the training of a checkpoint found the vocabulary; "": it had none, or the checkpoint does not say.
@@ -163,17 +164,19 @@ static void require_same_model(const ModelConfig& c, const std::string& checkpoi
     const std::string path = checkpoint + "/config.json";
     const Json saved = parse_model_config(path), asked = parse_json(config_json(c), "this run's options");
     for (size_t i = 0; i < asked.keys.size(); i++) {
-        if (asked.keys[i] == "seq_len" && !std::strcmp(verb, "begin")) continue;       // no weight depends on it
+        const bool may_begin = asked.keys[i] == "seq_len" || asked.keys[i] == "rope_base";  // no shape depends on it
+        if (may_begin && !std::strcmp(verb, "begin")) continue;
         if (asked.keys[i] == "vocab_digest" && !saved.find("vocab_digest")) continue;  // it was not known
         const Json& now = asked.items[i];
         const Json& then = saved.get(asked.keys[i], path);
         const bool same =
             now.kind == Json::String ? then.string(path) == now.text : then.number(path) == now.number_value;
         if (same) continue;
-        fail("cannot %s from %s: %s is %s there and %s in this run; leave the option out, or give the same", verb,
-             path.c_str(), asked.keys[i] == "vocab_digest" ? "the digest of --vocab-dir" : asked.keys[i].c_str(),
-             then.kind == Json::String ? then.text.c_str() : format_text("%g", then.number_value).c_str(),
-             now.kind == Json::String ? now.text.c_str() : format_text("%g", now.number_value).c_str());
+        fail("cannot %s from %s: %s is %s there and %s in this run; leave the option out, or %s", verb, path.c_str(),
+             asked.keys[i] == "vocab_digest" ? "the digest of --vocab-dir" : asked.keys[i].c_str(),
+             then.kind == Json::String ? then.text.c_str() : format_text("%.15g", then.number_value).c_str(),
+             now.kind == Json::String ? now.text.c_str() : format_text("%.15g", now.number_value).c_str(),
+             may_begin ? "begin a new run with --init-from" : "give the same");
     }
 }
 

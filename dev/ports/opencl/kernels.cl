@@ -18,7 +18,7 @@
 
 // lib/model/shape.h has the same, and more of it.
 typedef struct {
-    int B, T, first, queries, H, G, D, l, d, slc_block, slc_count, window, F, full;
+    int B, T, first, queries, H, G, D, l, d, slc_block, slc_count, window, F, rope_base, full;
     uint left_out;
 } Shape;
 enum { CMP, SLC, WIN, BRANCHES };

@@ -528,9 +528,9 @@ class OpenCl {
     }
     // Cosines [T, D/2], then sines.
     In rope_of(const NsaShape& s) {
-        if (s.T == rope.positions && s.D == rope.D) return scratches[3];
+        if (s.T == rope.positions && s.D == rope.D && s.rope_base == rope.base) return scratches[3];
         rope = {};
-        rope.prepare(s.T, s.D);
+        rope.prepare(s);
         float* const table = scratch(3, 2 * rope.cosine.size());
         copy(table, std::as_const(rope.cosine).data(), rope.cosine.size());
         copy(table + rope.cosine.size(), std::as_const(rope.sine).data(), rope.sine.size());

@@ -128,7 +128,8 @@ TEST(import_of_an_export_is_the_run) {
     using namespace program;
     TempFolder folder;
     const std::string run_folder = folder.file("run"), back = folder.file("back");
-    REQUIRE_GOOD(train({{"out", run_folder}, {"init", "random"}, {"steps", "3"}, {"save-every", "1"}}));
+    REQUIRE_GOOD(
+        train({{"out", run_folder}, {"init", "random"}, {"steps", "3"}, {"save-every", "1"}, {"rope-base", "500000"}}));
     REQUIRE_GOOD(export_to(folder.file("hf"), run_folder));
     REQUIRE_GOOD(import_to(back, folder.file("hf") + "/"));
     for (const char* name : {"model.safetensors", "config.json"})

@@ -20,6 +20,10 @@ inline NsaShape full(NsaShape s) {
     s.full = true;
     return s;
 }
+inline NsaShape with_base(NsaShape s) {
+    s.rope_base = 500;
+    return s;
+}
 // And as in decoding: a prompt, one position, the rest.
 inline std::vector<NsaShape> with_parts(const std::vector<NsaShape>& shapes) {
     std::vector<NsaShape> all = shapes;
@@ -90,12 +94,12 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
         for (int j = 0; j < s.queries; j++) {
             auto* row = &projected[(size_t(b) * s.queries + j) * P];
             for (int head = 0; head < s.H; head++, row += D) {
-                const Nums turned = E::stored(oracle::rope(row, s.first + j, D, +1));
+                const Nums turned = E::stored(oracle::rope(row, s.first + j, D, +1, s.rope_base));
                 std::copy(turned.begin(), turned.end(), &q[((size_t(b) * s.H + head) * s.queries + j) * D]);
             }
             for (int slot = first_slot; slot <= V_WIN; slot++)
                 for (int g = 0; g < s.G; g++, row += D) {
-                    const Nums values = turned_in(slot) ? E::stored(oracle::rope(row, s.first + j, D, +1))
+                    const Nums values = turned_in(slot) ? E::stored(oracle::rope(row, s.first + j, D, +1, s.rope_base))
                                                         : oracle::numbers(row, size_t(D));
                     std::copy(values.begin(), values.end(),
                               &kv[size_t(slot)][((size_t(b) * s.G + g) * s.T + s.first + j) * D]);
@@ -157,11 +161,12 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
     for (int b = 0; b < s.B; b++)
         for (int t = 0; t < s.T; t++) {
             for (int head = 0; head < s.H; head++)
-                append(E::stored(oracle::rope(&dq[((size_t(b) * s.H + head) * s.T + t) * D], t, D, -1)));
+                append(E::stored(oracle::rope(&dq[((size_t(b) * s.H + head) * s.T + t) * D], t, D, -1, s.rope_base)));
             for (int slot = first_slot; slot <= V_WIN; slot++)
                 for (int g = 0; g < s.G; g++) {
                     const auto* row = &dkv[size_t(slot)][((size_t(b) * s.G + g) * s.T + t) * D];
-                    append(turned_in(slot) ? E::stored(oracle::rope(row, t, D, -1)) : oracle::numbers(row, size_t(D)));
+                    append(turned_in(slot) ? E::stored(oracle::rope(row, t, D, -1, s.rope_base))
+                                           : oracle::numbers(row, size_t(D)));
                 }
             for (int i = 0; i < s.gate_columns(); i++)
                 expected.push_back(
@@ -170,12 +175,12 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
     CHECK_ARRAY(gradients[0], expected, s.B * s.T, P);
 }
 ENGINE_TEST(split_heads) {
-    const auto dev = E::open();  // one engine for all: its RoPE table has to follow D and T
-    for (const NsaShape& s :
-         with_parts({nsa_shape(2, 33, 2, 3, 16, 8, 4, 16, 3, 9), nsa_shape(1, 70, 1, 1, 64, 8, 4, 16, 3, 9),
-                     nsa_shape(1, 513, 1, 2, 2, 8, 4, 16, 3, 9), nsa_shape(1, 5, 2, 4, 32, 8, 4, 16, 3, 9),
-                     nsa_shape(1, 7, 3, 5, 6, 8, 4, 16, 3, 9), nsa_shape(2, 5, 1, 3, 58, 8, 4, 16, 3, 9),
-                     nsa_shape(2, 40, 1, 1, 16, 8, 4, 16, 3, 9)}))
+    const auto dev = E::open();  // one engine for all: its RoPE table has to follow D, T and the base
+    for (const NsaShape& s : with_parts(
+             {nsa_shape(2, 33, 2, 3, 16, 8, 4, 16, 3, 9), nsa_shape(1, 70, 1, 1, 64, 8, 4, 16, 3, 9),
+              nsa_shape(1, 513, 1, 2, 2, 8, 4, 16, 3, 9), nsa_shape(1, 5, 2, 4, 32, 8, 4, 16, 3, 9),
+              nsa_shape(1, 7, 3, 5, 6, 8, 4, 16, 3, 9), nsa_shape(2, 5, 1, 3, 58, 8, 4, 16, 3, 9),
+              nsa_shape(2, 40, 1, 1, 16, 8, 4, 16, 3, 9), with_base(nsa_shape(2, 40, 1, 1, 16, 8, 4, 16, 3, 9))}))
         for (const NsaShape& shape : {s, full(s)})
             if (has_shape<E>(*dev, "split_heads", shape)) check_split_heads<E>(*dev, shape);
 }
@@ -219,7 +224,7 @@ void check_compress_backward(typename E::Dev& dev, const NsaShape& s, bool rotat
         for (int block = 0; block < NC; block++) {
             const size_t at = (bg * s.T + size_t(block) * s.d) * D;
             auto o = oracle::numbers(&dout[(bg * NC + block) * D], size_t(D));
-            if (rotated) o = E::stored(oracle::rope(o.data(), block * s.d, D, -1));
+            if (rotated) o = E::stored(oracle::rope(o.data(), block * s.d, D, -1, s.rope_base));
             for (int token = 0; token < s.l; token++)
                 for (int x = 0; x < D; x++) sum_dk[at + size_t(token) * D + x].add(o[size_t(x)] / Num(s.l));
             for (int f = 0; f < F; f++) {
@@ -291,7 +296,7 @@ void check_compress(typename E::Dev& dev, const NsaShape& s, bool rotated) {
                 for (int f = 0; f < F; f++) sum.add(Num(phi.fc2[size_t(x) * F + f]) * active[size_t(f)]);
                 row.push_back(sum);
             }
-            if (rotated) row = oracle::rope(row.data(), block * s.d, D, +1);
+            if (rotated) row = oracle::rope(row.data(), block * s.d, D, +1, s.rope_base);
             for (const Num& x : row) expected.push_back(E::stored(x));
         }
     CHECK_ARRAY(outputs[0], expected, int(groups), end - begin, D);
@@ -304,7 +309,7 @@ ENGINE_TEST(compress) {
         with_parts({nsa_shape(2, 33, 2, 1, 8, 8, 4, 16, 3, 9), nsa_shape(1, 31, 1, 1, 8, 32, 16, 64, 3, 9),
                     nsa_shape(2, 32, 1, 1, 16, 32, 16, 64, 3, 9), nsa_shape(1, 70, 2, 1, 16, 16, 4, 16, 3, 9),
                     nsa_shape(1, 9, 1, 1, 8, 1, 1, 4, 3, 9), nsa_shape(1, 41, 1, 1, 8, 12, 4, 16, 3, 9),
-                    nsa_shape(2, 50, 1, 1, 8, 4, 4, 16, 3, 9)});
+                    nsa_shape(2, 50, 1, 1, 8, 4, 4, 16, 3, 9), with_base(nsa_shape(2, 50, 1, 1, 8, 4, 4, 16, 3, 9))});
     for (const NsaShape& s : attention_shapes(true))
         if (E::FAST && s.T * s.D * s.l / s.d < 20000) shapes.push_back(s);
     shapes.push_back(nsa_shape(1, 100, 1, 1, 64, 32, 16, 64, 16, 512));  // the preset's l, d, D

@@ -307,15 +307,15 @@ Adam<real> adamw(real param, real m, real v, real grad, double lr, double beta1,
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// RoPE: element i is paired with i + D/2, the angle is position * 10000^(-2i/D); direction -1 turns back. Sines and
+// RoPE: element i is paired with i + D/2, the angle is position * base^(-2i/D); direction -1 turns back. Sines and
 // cosines are rounded to the format (u); their angle was itself rounded in fp64.
 
 template <class real>
-Numbers<real> rope(const Number<real>* x, int position, int D, int direction) {
+Numbers<real> rope(const Number<real>* x, int position, int D, int direction, int base = 10000) {
     Numbers<real> out;
     out.resize(size_t(D));
     for (int i = 0; i < D / 2; i++) {
-        const double angle = position * std::pow(10000.0, -2.0 * i / D), slack = 4 * angle * 0x1p-53;
+        const double angle = position * std::pow(double(base), -2.0 * i / D), slack = 4 * angle * 0x1p-53;
         const Number<real> c(std::cos(angle), std::fabs(std::cos(angle)) * Number<real>::u + slack);
         const Number<real> s(direction * std::sin(angle), std::fabs(std::sin(angle)) * Number<real>::u + slack);
         out[size_t(i)] = x[i] * c - x[i + D / 2] * s;
@@ -324,8 +324,8 @@ Numbers<real> rope(const Number<real>* x, int position, int D, int direction) {
     return out;
 }
 template <class real>
-Numbers<real> rope(const real* x, int position, int D, int direction) {
-    return rope(numbers(x, size_t(D)).data(), position, D, direction);
+Numbers<real> rope(const real* x, int position, int D, int direction, int base = 10000) {
+    return rope(numbers(x, size_t(D)).data(), position, D, direction, base);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -219,6 +219,20 @@ TEST(run_begins_with_the_shape_of_the_weights) {
     CHECK(r.out.find("samples of 64 tokens") != std::string::npos);
     CHECK_EQUAL(run(joined(second, {"--seq-len=128"})).status, 0);
     CHECK_REFUSED(run(joined(second, {"--dim=32"})), 1, "cannot begin from", "dim is 16 there and 32", "leave");
+    // RoPE's base is no shape: the same weights begin with another one, which is the new run's, and eval's.
+    const std::string longer = folder.file("longer");
+    REQUIRE_GOOD(run({"--init-from=" + folder.file("first"), "--out=" + longer, "--steps=1", "--warmup=0", "--lr=1e-30",
+                      "--weight-decay=0", "--seq-len=128", "--rope-base=3000000", "--eval-batches=1", "--threads=1"}));
+    CHECK(read_file(longer + "/step_00000001/model.safetensors") ==
+          read_file(folder.file("first/step_00000002/model.safetensors")));
+    CHECK_REFUSED(run({"--resume", "--out=" + longer, "--rope-base=10000"}), 1, "cannot resume from",
+                  "rope_base is 3000000 there and 10000 in this run", "--init-from");
+    const Words eval = {"eval", "--val-data=synthetic", "--threads=1", "--seq-len=128", "--from"};
+    const Result at_10000 = run(joined(eval, {folder.file("first")})), at_3000000 = run(joined(eval, {longer}));
+    REQUIRE_GOOD(at_10000);
+    REQUIRE_GOOD(at_3000000);
+    CHECK(at_3000000.out.find(format_text("loss %.4f", logged(longer, "val_loss").back())) != std::string::npos);
+    CHECK(at_10000.out.find(format_text("loss %.4f", logged(longer, "val_loss").back())) == std::string::npos);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

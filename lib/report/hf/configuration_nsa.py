@@ -14,6 +14,7 @@ class NsaConfig(PretrainedConfig):
         "num_key_value_heads": "kv_groups",
         "intermediate_size": "mlp_hidden",
         "max_position_embeddings": "seq_len",
+        "rope_theta": "rope_base",
     }
 
     def __init__(
@@ -36,7 +37,7 @@ class NsaConfig(PretrainedConfig):
         branches="all",      # or those of "cmp,slc,win" whose gates are not 0
         tokenizer="bytes",   # or "gpt2"
         vocab_size=256,      # V
-        rope_base=10000,
+        rope_base=10000,     # of RoPE's angles
         norm_eps=1e-6,
         bos_token_id=None,   # stands before every document
         eos_token_id=None,   # the same
