@@ -82,13 +82,15 @@ struct Cpu : HostRuntime {
 #pragma omp parallel for schedule(static)
         for (int n = 0; n < N; n++) {
             const real* row = x + size_t(n) * C;
-            real sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int c = 0; c < C; c++) sum += row[c] * row[c];
-            const real s = 1 / std::sqrt(sum / C + real(NORM_EPS));
+            const real s = rstd[n] = rstd_of(row, C);
             for (int c = 0; c < C; c++) out[size_t(n) * C + c] = row[c] * s * weight[c];
-            rstd[n] = s;
         }
+    }
+    static real rstd_of(const real* row, int C) {
+        real sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int c = 0; c < C; c++) sum += row[c] * row[c];
+        return 1 / std::sqrt(sum / C + real(NORM_EPS));
     }
     // dx += rstd * (g - x * rstd^2 * mean(g * x)) with g = dout * weight;  dweight += sum over rows of dout * x * rstd
     void rmsnorm_backward(real* dx, Grad* dweight, const real* dout, const real* x, const Stat* rstd,
@@ -102,10 +104,8 @@ struct Cpu : HostRuntime {
             std::fill_n(sums, C, real(0));
             for (int n = part * ROWS; n < std::min(N, (part + 1) * ROWS); n++) {
                 const real *row = x + size_t(n) * C, *drow = dout + size_t(n) * C;
-                real *to = dx + size_t(n) * C, dot = 0;
-#pragma omp simd reduction(+ : dot)
-                for (int c = 0; c < C; c++) dot += drow[c] * weight[c] * row[c];
-                const real s = rstd[n], correction = dot * s * s / C;
+                real* to = dx + size_t(n) * C;
+                const real s = rstd[n], correction = correction_of(drow, row, s, weight, C);
 #pragma omp simd
                 for (int c = 0; c < C; c++) {
                     to[c] += s * (drow[c] * weight[c] - row[c] * correction);
@@ -115,6 +115,12 @@ struct Cpu : HostRuntime {
         }
         for (int part = 0; part < parts; part++)
             for (int c = 0; c < C; c++) dweight[c] += partial[size_t(part) * C + c];
+    }
+    static real correction_of(const real* dout, const real* x, real rstd, const real* weight, int C) {
+        real dot = 0;
+#pragma omp simd reduction(+ : dot)
+        for (int c = 0; c < C; c++) dot += dout[c] * weight[c] * x[c];
+        return dot * rstd * rstd / C;
     }
 
     // ----- linear layers.  out [N, OC] = inp [N, C] weight^T  (+ residual [N, OC], if given).  weight [OC, C]
@@ -277,8 +283,27 @@ struct Cpu : HostRuntime {
         }
     }
 
-    // heads = projected, split up; queries and keys rotated, gates through the sigmoid
-    void split_heads_forward(Heads out, const real* projected, const NsaShape& s) {
+    // out [D] = a head x [D]: normed if there is a gain, and rotated if it has a position
+    void place_head(real* out, const real* x, const real* gain, bool rotated, int position, int D) const {
+        const real rstd = gain ? rstd_of(x, D) : real(1);
+        for (int i = 0; i < D; i++) out[i] = gain ? x[i] * rstd * gain[i] : x[i];
+        if (rotated) rotate(out, out, position, D, +1);
+    }
+    // x = its gradient, dgain +=, from dout [D], which may not be written; turned [D] is scratch memory
+    void place_head_backward(real* x, real* dgain, const real* dout, const real* gain, bool rotated, int position,
+                             int D, real* turned) const {
+        std::copy_n(dout, D, turned);
+        if (rotated) rotate(turned, turned, position, D, -1);
+        const real rstd = gain ? rstd_of(x, D) : real(1),
+                   correction = gain ? correction_of(turned, x, rstd, gain, D) : 0;
+        for (int i = 0; gain && i < D; i++) {
+            dgain[i] += turned[i] * x[i] * rstd;
+            turned[i] = rstd * (turned[i] * gain[i] - x[i] * correction);
+        }
+        std::copy_n(turned, D, x);
+    }
+    // heads = projected, split up; queries and keys normed if there are gains, and rotated, gates through the sigmoid
+    void split_heads_forward(Heads out, const real* projected, const real* gains, const NsaShape& s) {
         rope.prepare(s);
         const int P = s.projected(), D = s.D;
 #pragma omp parallel for collapse(2) schedule(static)
@@ -286,12 +311,11 @@ struct Cpu : HostRuntime {
             for (int t = s.first; t < s.first + s.queries; t++) {
                 const real* in = projected + (size_t(b) * s.queries + t - s.first) * P;
                 for (int head = b * s.H; head < (b + 1) * s.H; head++, in += D)
-                    rotate(out.q + s.query_row(head, t) * D, in, t, D, +1);
+                    place_head(out.q + s.query_row(head, t) * D, in, gains, true, t, D);
                 for (int slot = s.first_slot(); slot < HEAD_SLOTS; slot++)
                     for (int g = 0; g < s.G; g++, in += D) {
                         real* row = out.kv[slot] + ((size_t(b) * s.G + g) * s.T + t) * D;
-                        if (is_rotated(slot)) rotate(row, in, t, D, +1);
-                        else std::memcpy(row, in, sizeof(real) * D);
+                        place_head(row, in, s.gain_of(gains, slot), is_rotated(slot), t, D);
                     }
                 for (int head = 0; !s.full && head < s.H; head++)
                     for (int branch = 0; branch < BRANCHES; branch++)
@@ -299,28 +323,38 @@ struct Cpu : HostRuntime {
                             s.left_out >> branch & 1 ? 0 : sigmoid(in[s.gate_logit(head, branch)]);
             }
     }
-    // dprojected = the heads' gradients, turned back and merged; 0 in the padding. Training shapes: (0, T).
-    void split_heads_backward(real* dprojected, HeadGradients d, const NsaShape& s) {
+    // dprojected = the heads' gradients, turned back and merged; 0 in the padding. With gains it holds what was
+    // projected until then, and dgains +=. Training shapes: (0, T).
+    void split_heads_backward(real* dprojected, Grad* dgains, HeadGradients d, const real* gains, const NsaShape& s) {
         rope.prepare(s);
-        const int P = s.projected(), D = s.D;
-#pragma omp parallel for collapse(2) schedule(static)
-        for (int b = 0; b < s.B; b++)
-            for (int t = 0; t < s.T; t++) {
-                real *row = dprojected + (size_t(b) * s.T + t) * P, *out = row;
+        constexpr int ROWS = 64;  // dgains is summed over parts of so many tokens first
+        const int P = s.projected(), D = s.D, N = s.B * s.T, parts = (N + ROWS - 1) / ROWS;
+        const size_t width = gains ? size_t(s.gain_rows()) * D : 0;
+        real* const partial = partial_sums.get(parts * width);
+#pragma omp parallel for schedule(static)
+        for (int part = 0; part < parts; part++) {
+            real* const sums = gains ? partial + part * width : nullptr;
+            std::fill_n(sums, width, real(0));
+            std::vector<real> turned(static_cast<size_t>(D));
+            for (int n = part * ROWS; n < std::min(N, (part + 1) * ROWS); n++) {
+                const int b = n / s.T, t = n % s.T;
+                real* out = dprojected + size_t(n) * P;
                 for (int head = b * s.H; head < (b + 1) * s.H; head++, out += D)
-                    rotate(out, d.q + s.query_row(head, t) * D, t, D, -1);
+                    place_head_backward(out, sums, d.q + s.query_row(head, t) * D, gains, true, t, D, turned.data());
                 for (int slot = s.first_slot(); slot < HEAD_SLOTS; slot++)
-                    for (int g = 0; g < s.G; g++, out += D) {
-                        const real* in = d.kv[slot] + ((size_t(b) * s.G + g) * s.T + t) * D;
-                        if (is_rotated(slot)) rotate(out, in, t, D, -1);
-                        else std::memcpy(out, in, sizeof(real) * D);
-                    }
+                    for (int g = 0; g < s.G; g++, out += D)
+                        place_head_backward(out, s.gain_of(sums, slot),
+                                            d.kv[slot] + ((size_t(b) * s.G + g) * s.T + t) * D, s.gain_of(gains, slot),
+                                            is_rotated(slot), t, D, turned.data());
                 for (int head = 0; !s.full && head < s.H; head++)
                     for (int branch = 0; branch < BRANCHES; branch++)
                         out[s.gate_logit(head, branch)] =
                             d.gate[branch * s.query_rows() + s.query_row(b * s.H + head, t)];
                 for (int i = s.gate_logits(); i < s.gate_columns(); i++) out[i] = 0;
             }
+        }
+        for (int part = 0; part < parts; part++)
+            for (size_t i = 0; i < width; i++) dgains[i] += partial[part * width + i];
     }
 
     // ----- compression, paper eq. 7: a learnable phi makes one key or value of l neighbouring ones.

@@ -729,13 +729,14 @@ struct Rope {
 // Where head `unit` of a token's row belongs: units are the query heads, then each group's key or value of every slot;
 // the gates follow.
 struct HeadPlace {
-    bool query, rotated;
+    bool query, rotated, normed;
     int slot;    // HeadSlot of a key or value
     size_t row;  // of q, or of the slot's buffer
     __device__ HeadPlace(int unit, size_t b, int j, const NsaShape& s) {
         query = unit < s.H;
         slot = query ? 0 : (unit - s.H) / s.G + (s.full ? K_WIN : K_CMP);
         rotated = query || slot == K_SLC || slot == K_WIN;
+        normed = s.qk_norm && (query || slot % 2 == 0);  // by kernels of their own
         row = query ? (b * s.H + unit) * s.queries + j : (b * s.G + (unit - s.H) % s.G) * s.T + s.first + j;
     }
 };
@@ -768,6 +769,7 @@ __global__ void __launch_bounds__(128)
     for (int piece = threadIdx.x; piece < units * pieces; piece += blockDim.x) {
         const int unit = piece / pieces, i = piece % pieces * W;
         const HeadPlace place(unit, b, j, s);
+        if (place.normed) continue;
         float low[W], high[W];
         load(low, in + unit * s.D + i);
         load(high, in + unit * s.D + s.D / 2 + i);
@@ -790,6 +792,7 @@ __global__ void __launch_bounds__(128) split_heads_backward_kernel(cuda_real* dp
     for (int piece = threadIdx.x; piece < units * pieces; piece += blockDim.x) {
         const int unit = piece / pieces, i = piece % pieces * W;
         const HeadPlace place(unit, b, t, s);
+        if (place.normed) continue;
         float low[W], high[W];
         if (place.query) {
             load(low, d.q + place.row * s.D + i);
@@ -807,6 +810,90 @@ __global__ void __launch_bounds__(128) split_heads_backward_kernel(cuda_real* dp
         const bool gate = i < BRANCHES * s.H;
         out[units * s.D + i] =
             cuda_real(gate ? d.gate[i % BRANCHES * rows + (b * s.H + i / BRANCHES) * s.T + t] : 0.0f);
+    }
+}
+
+// --qk-norm: a warp takes a whole head of q or of the keys at a time, and a lane pairs of its elements.
+constexpr int NORMED_WARPS = 4;
+struct NormedHead {
+    int unit, gain_row;
+    __device__ NormedHead(int head, const NsaShape& s) {  // heads are those of q, then each branch's keys
+        const int key = head - s.H, branch = key / s.G;
+        unit = key < 0 ? head : s.H + 2 * branch * s.G + key % s.G;
+        gain_row = key < 0 ? 0 : 1 + branch;
+    }
+    __device__ static int count(const NsaShape& s) { return s.H + s.branches() * s.G; }
+};
+__device__ inline float head_rstd(const cuda_real* x, int lane, int D) {
+    float squares = 0;
+    for (int i = lane; i < D; i += 32) squares += float(x[i]) * float(x[i]);
+    return 1 / sqrtf(lane_sum(squares) / D + float(NORM_EPS));
+}
+// One block per token.
+__global__ void __launch_bounds__(NORMED_WARPS * 32)
+    normed_heads_forward_kernel(HeadPointers out, const cuda_real* projected, const cuda_real* gains, Rope rope,
+                                NsaShape s, int P) {
+    const int lane = threadIdx.x % 32, j = blockIdx.x % s.queries, half = s.D / 2;
+    for (int head = threadIdx.x / 32; head < NormedHead::count(s); head += NORMED_WARPS) {
+        const NormedHead at(head, s);
+        const HeadPlace place(at.unit, blockIdx.x / s.queries, j, s);
+        const cuda_real *in = projected + size_t(blockIdx.x) * P + at.unit * s.D, *gain = gains + at.gain_row * s.D;
+        cuda_real* to = (place.query ? out.q : out.kv(place.slot)) + place.row * s.D;
+        const float rstd = head_rstd(in, lane, s.D);
+        for (int i = lane; i < half; i += 32) {
+            float low[1] = {float(in[i]) * rstd * float(gain[i])},
+                  high[1] = {float(in[half + i]) * rstd * float(gain[half + i])};
+            if (place.rotated) rope.rotate(low, high, s.first + j, i, s.D, +1);
+            store(to + i, low);
+            store(to + half + i, high);
+        }
+    }
+}
+// In dprojected, which holds what was projected, and in partial [blocks, s.gain_rows(), D] = the gains' gradients, a
+// block's `tokens` summed. Shared: sums [NORMED_WARPS, s.gain_rows(), D].
+__global__ void __launch_bounds__(NORMED_WARPS * 32)
+    normed_heads_backward_kernel(cuda_real* dprojected, float* partial, HeadGradientPointers d, const cuda_real* gains,
+                                 Rope rope, NsaShape s, int P, int tokens) {
+    DynamicShared shared;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = s.D / 2, width = s.gain_rows() * s.D;
+    float *const sums = shared.take<float>(NORMED_WARPS * width), *const own = sums + warp * width;
+    for (int i = lane; i < width; i += 32) own[i] = 0;
+    __syncwarp();
+    const int begin = blockIdx.x * tokens, end = min(s.B * s.T, begin + tokens);
+    for (int n = begin; n < end; n++)
+        for (int head = warp; head < NormedHead::count(s); head += NORMED_WARPS) {
+            const NormedHead at(head, s);
+            const HeadPlace place(at.unit, n / s.T, n % s.T, s);
+            cuda_real* x = dprojected + size_t(n) * P + at.unit * s.D;
+            const cuda_real* gain = gains + at.gain_row * s.D;
+            float* const dgain = own + at.gain_row * s.D;
+            const auto load_gradient = [&](float(&low)[1], float(&high)[1], int i) {
+                const size_t from = place.row * s.D + i;
+                low[0] = place.query ? d.q[from] : float(d.kv(place.slot)[from]);
+                high[0] = place.query ? d.q[from + half] : float(d.kv(place.slot)[from + half]);
+                if (place.rotated) rope.rotate(low, high, n % s.T, i, s.D, -1);
+            };
+            const float rstd = head_rstd(x, lane, s.D);
+            float low[1], high[1], dot = 0;
+            for (int i = lane; i < half; i += 32) {
+                load_gradient(low, high, i);
+                dot += low[0] * float(gain[i]) * float(x[i]) + high[0] * float(gain[half + i]) * float(x[half + i]);
+            }
+            const float correction = lane_sum(dot) * rstd * rstd / s.D;
+            for (int i = lane; i < half; i += 32) {
+                load_gradient(low, high, i);
+                const float a = float(x[i]), b = float(x[half + i]);
+                dgain[i] += low[0] * a * rstd;
+                dgain[half + i] += high[0] * b * rstd;
+                x[i] = cuda_real(rstd * (low[0] * float(gain[i]) - a * correction));
+                x[half + i] = cuda_real(rstd * (high[0] * float(gain[half + i]) - b * correction));
+            }
+        }
+    __syncthreads();
+    for (int i = threadIdx.x; i < width; i += NORMED_WARPS * 32) {
+        float sum = 0;
+        for (int w = 0; w < NORMED_WARPS; w++) sum += sums[w * width + i];
+        partial[size_t(blockIdx.x) * width + i] = sum;
     }
 }
 
@@ -1870,23 +1957,36 @@ struct Cuda : CudaRuntime {
         Stat* gate;            // [3, B, H, T], of the logit
     };
     // heads = projected, split, rotated and gated
-    void split_heads_forward(Heads out, const real* projected, const NsaShape& s) {
+    void split_heads_forward(Heads out, const real* projected, const real* gains, const NsaShape& s) {
         const kernels::Rope rope = prepare_rope(s);
         with_width(heads_are_wide(projected, out, s), [&](auto W) {
             launch<kernels::split_heads_forward_kernel<W()>>(unsigned(s.B) * unsigned(s.queries), 128, 0, stream,
                                                              pointers_of<kernels::HeadPointers>(out), projected, rope,
                                                              s, s.projected(), head_units(s));
         });
+        if (gains)
+            launch<kernels::normed_heads_forward_kernel>(
+                unsigned(s.B) * unsigned(s.queries), kernels::NORMED_WARPS * 32, 0, stream,
+                pointers_of<kernels::HeadPointers>(out), projected, gains, rope, s, s.projected());
     }
-    // dprojected = gradients of the heads, rotated back and merged; the padding gets 0. Training shapes (first = 0,
-    // queries = T).
-    void split_heads_backward(real* dprojected, HeadGradients d, const NsaShape& s) {
+    // dprojected = gradients of the heads, rotated back and merged; the padding gets 0. With gains it holds what was
+    // projected until then, and dgains +=. Training shapes (first = 0, queries = T).
+    void split_heads_backward(real* dprojected, Grad* dgains, HeadGradients d, const real* gains, const NsaShape& s) {
         const kernels::Rope rope = prepare_rope(s);
         with_width(heads_are_wide(dprojected, d, s), [&](auto W) {
             launch<kernels::split_heads_backward_kernel<W()>>(unsigned(s.B) * unsigned(s.T), 128, 0, stream, dprojected,
                                                               pointers_of<kernels::HeadGradientPointers>(d), rope, s,
                                                               s.projected(), head_units(s));
         });
+        if (!gains) return;
+        const int N = s.B * s.T, tokens = std::max(8, (N + 1023) / 1024), blocks = (N + tokens - 1) / tokens,
+                  threads = kernels::NORMED_WARPS * 32, width = s.gain_rows() * s.D;
+        float* partial = scratch<float>(SCRATCH_SLOTS - 1, size_t(blocks) * width);
+        launch<kernels::normed_heads_backward_kernel>(
+            unsigned(blocks), threads, shared_bytes({kernels::NORMED_WARPS * width * sizeof(float)}), stream,
+            dprojected, partial, pointers_of<kernels::HeadGradientPointers>(d), gains, rope, s, s.projected(), tokens);
+        launch<kernels::column_totals_kernel>(blocks_for(size_t(width), 32), 256, 0, stream, dgains,
+                                              (const float*)partial, blocks, width);
     }
 
     // ----- compression, paper eq. 7, with phi(X_i) = mean over the l rows + fc2 silu(fc1 X_i + bias).

@@ -54,8 +54,9 @@ using DeviceEngine = void;
 // Tensors. One list gives the struct its fields, and every tensor its name on disk, shape, initialisation and decay.
 //   TENSOR(field, name on disk, what it is)
 // A tensor is matrix_of(rows, columns) or vector_of(elements). lib/model/tensors.h says what may follow: with(the
-// values it begins with), padded_to(rows in memory), joined() to the tensor before it, of_nsa(), elementwise(). The
-// projections to q, keys and values and the gate are joined into one matrix, for a single input GEMM of the layer.
+// values it begins with), padded_to(rows in memory), joined() to the tensor before it, of_nsa(), when(an option is on),
+// elementwise(). The projections to q, keys and values and the gate are joined into one matrix, for a single input GEMM
+// of the layer; so are the gains of --qk-norm.
 
 // clang-format off
 #define LAYER_TENSORS(TENSOR)                                                                                          \
@@ -69,6 +70,10 @@ using DeviceEngine = void;
     TENSOR(v_win_proj, "attn.v_win_proj.weight", matrix_of(G * D, C).joined())                                         \
     TENSOR(gate_proj,  "attn.gate_proj.weight",                                                                        \
            matrix_of(BRANCHES * H, C).padded_to(gate_columns).joined().of_nsa().elementwise())                         \
+    TENSOR(q_norm,     "attn.q_norm.weight",     vector_of(D).with(INIT_ONE).when(c.qk_norm))                          \
+    TENSOR(k_cmp_norm, "attn.k_cmp_norm.weight", vector_of(D).with(INIT_ONE).joined().of_nsa().when(c.qk_norm))        \
+    TENSOR(k_slc_norm, "attn.k_slc_norm.weight", vector_of(D).with(INIT_ONE).joined().of_nsa().when(c.qk_norm))        \
+    TENSOR(k_win_norm, "attn.k_win_norm.weight", vector_of(D).with(INIT_ONE).joined().when(c.qk_norm))                 \
     TENSOR(phi_k_fc1,  "attn.phi_k.fc1.weight",  matrix_of(F, l * D).with(INIT_PHI).of_nsa())                          \
     TENSOR(phi_k_bias, "attn.phi_k.fc1.bias",    vector_of(F).with(INIT_ZERO).of_nsa())                                \
     TENSOR(phi_k_fc2,  "attn.phi_k.fc2.weight",  matrix_of(D, F).with(INIT_ZERO).of_nsa())                             \
@@ -105,7 +110,7 @@ struct TensorTable : TensorList {
         add("embed_tokens.weight", matrix_of(c.vocab_size, C).padded_to(padded_vocab).elementwise());
         for (int64_t i = 0; i < c.layers; i++) {
 #define ADD(field, on_disk, form) \
-    if (c.attention == "nsa" || !form.only_nsa) add(name_in_layer(i, on_disk), form);
+    if (form.is_there && (c.attention == "nsa" || !form.only_nsa)) add(name_in_layer(i, on_disk), form);
             LAYER_TENSORS(ADD)
 #undef ADD
         }
@@ -256,16 +261,18 @@ struct Model {
 // The buffers of a layer. `cached`: what is costly, or a cache of decoding.
 //   BUFFER(type, field, count(elements), kept(does each layer keep its own, or do all use the first one's?), name)
 // The name gives the shape in training, where queries = T and N = B*queries. NSA has BRANCHES branches, indexed by
-// Branch, and HEAD_SLOTS keys and values, indexed by HeadSlot; full attention has only those of the window.
+// Branch, and HEAD_SLOTS keys and values, indexed by HeadSlot; full attention has only those of the window. projected
+// is the input projection, and in the backward pass its gradient.
 // clang-format off
 #define LAYER_BUFFERS(BUFFER)                                                                                         \
-    BUFFER(real, kv,                count(kv_rows * D), kept(cached), "keys and values (6, B, G, T, D)")              \
+    BUFFER(real, kv,                count(kv_rows * D), kept(heads), "keys and values (6, B, G, T, D)")               \
     BUFFER(real, compressed,        count(cmp_rows * D), kept(cached), "compressed keys and values (2, B, G, NC, D)") \
     BUFFER(Stat, gate,              count(gates), kept(training), "gate (3, B, H, T)")                                \
     BUFFER(uint32_t, selection,     count(selections * words), kept(training), "selection (B, G, T, words)")          \
     BUFFER(Stat, chosen_importance, count(selections), kept(training), "chosen importance (B, G, T)")                 \
     BUFFER(Stat, attn_rstd,         count(N), kept(costly), "attn_rstd (N)")                                          \
-    BUFFER(real, q,                 count(N * HD), kept(costly), "q (B, H, T, D)")                                    \
+    BUFFER(real, q,                 count(N * HD), kept(costly && heads), "q (B, H, T, D)")                           \
+    BUFFER(real, projected,         count(N * s.projected()), kept(!heads && costly), "projected (N, P)")             \
     BUFFER(real, phi_hidden,        count(cmp_rows * s.F), kept(costly), "phi_hidden (2, B, G, NC, F)")               \
     BUFFER(real, o,                 count(branch_rows * D), kept(costly), "branch outputs (3, B, H, T, D)")           \
     BUFFER(Stat, lse,               count(branch_rows), kept(costly), "lse (3, B, H, T)")                             \
@@ -279,8 +286,8 @@ struct Model {
 
 // The buffers that all layers share.
 //   BUFFER(type, field, count(elements), there(does this mode need it?), name)
-// x_out is the last residual stream, and normed its norm. projected is a layer's input projection, or the gradient of
-// it. The logits cover one chunk of rows, so that no N x V array ever exists.
+// x_out is the last residual stream, and normed its norm. The logits cover one chunk of rows, so that no N x V array
+// ever exists.
 #define SHARED_BUFFERS(BUFFER)                                                                      \
     BUFFER(int32_t, tokens,   count(N), there(true), "tokens (N)")                                  \
     BUFFER(int32_t, targets,  count(N), there(true), "targets (N)")                                 \
@@ -288,7 +295,6 @@ struct Model {
     BUFFER(real, x_out,       count(N * C), there(true), "x_out (N, C)")                            \
     BUFFER(real, normed,      count(N * C), there(true), "normed (N, C)")                           \
     BUFFER(Stat, rstd,        count(N), there(true), "rstd (N)")                                    \
-    BUFFER(real, projected,   count(N * s.projected()), there(true), "projected (N, P)")            \
     BUFFER(real, logits,      count(size_t(logit_rows * Vp)), there(true), "logits (rows, Vp)")     \
     BUFFER(real, dx,          count(N * C), there(training), "dx (N, C)")                           \
     BUFFER(real, dnormed,     count(N * C), there(training), "dnormed (N, C)")                      \
@@ -379,6 +385,9 @@ struct Activations {
         const size_t branch_rows = s.branches() * N * s.H, gates = s.full ? 0 : branch_rows,
                      selections = s.full ? 0 : N * s.G;
         const bool costly = training && recompute < 2, cheap = training && recompute < 1, cached = costly || !training;
+        // The backward pass of --qk-norm needs the projection: layers keep it, and split it again, in place of the
+        // heads.
+        const bool heads = cached && !(training && s.qk_norm);
         // These words only tell the reader of the lists what each argument means.
         const auto count = [](size_t elements) { return elements; };
         const auto kept = [](bool by_each_layer) { return by_each_layer; };
@@ -416,8 +425,8 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     const auto h = a.heads(acts);
     const ProfileRange range = model.enter("forward", int64_t(i));
     dev.rmsnorm_forward(acts.attn_normed, acts.attn_rstd, acts.x, w.attn_norm, N, C);
-    dev.matmul_forward(a.projected, acts.attn_normed, w.q_proj, nullptr, N, C, s.projected());  // and all joined to it
-    dev.split_heads_forward(h, a.projected, s);
+    dev.matmul_forward(acts.projected, acts.attn_normed, w.q_proj, nullptr, N, C, s.projected());  // and all joined
+    dev.split_heads_forward(h, acts.projected, w.q_norm, s);
     if (!s.full) {
         dev.compress_forward(acts.compressed, acts.phi_hidden, h.kv[K_CMP], {w.phi_k_fc1, w.phi_k_bias, w.phi_k_fc2},
                              true, s);
@@ -527,8 +536,9 @@ void recompute_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     auto& acts = a.layer[i];
     const auto& w = model.w.layer[i];
     const int N = a.shape.B * a.shape.T, C = int(a.C);
-    if (a.recompute == 2) forward_layer(model, a, i, a.shape, true);
-    if (a.recompute != 1) return;
+    if (a.recompute == 2) return forward_layer(model, a, i, a.shape, true);
+    if (a.shape.qk_norm) dev.split_heads_forward(a.heads(acts), acts.projected, w.q_norm, a.shape);
+    if (a.recompute == 0) return;
     dev.rmsnorm_forward(acts.attn_normed, acts.attn_rstd, acts.x, w.attn_norm, N, C);
     dev.combine_forward(acts.attn, acts.o, acts.gate, a.shape);
     dev.rmsnorm_forward(acts.mlp_normed, acts.mlp_rstd, acts.x_mid, w.mlp_norm, N, C);
@@ -595,9 +605,9 @@ void backward_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     dev.matmul_backward_input(a.dattn, a.dx, w.o_proj, N, HD, C);
     backward_branches(model, a, i);
     // heads = split(attn_normed [q; k; v; gate]^T)
-    dev.split_heads_backward(a.projected, a.head_gradients(), s);
-    dev.matmul_backward_weight(dw.q_proj, a.projected, acts.attn_normed, N, C, P);
-    dev.matmul_backward_input(a.dnormed, a.projected, w.q_proj, N, C, P);
+    dev.split_heads_backward(acts.projected, dw.q_norm, a.head_gradients(), w.q_norm, s);
+    dev.matmul_backward_weight(dw.q_proj, acts.projected, acts.attn_normed, N, C, P);
+    dev.matmul_backward_input(a.dnormed, acts.projected, w.q_proj, N, C, P);
     // attn_normed = rmsnorm(x)
     dev.rmsnorm_backward(a.dx, dw.attn_norm, a.dnormed, acts.x, acts.attn_rstd, w.attn_norm, N, C);
 }

@@ -61,18 +61,21 @@ class Config:
     vocab_size: int
     rope_base: float
     norm_eps: float
+    qk_norm: str = "off"  # "on": RMSNorm of the heads of q and of the keys, before RoPE
 
 
 def read_config(text, path):
     """config.json's text -> Config. Keys that do not describe the model (seq_len, tokenizer) are not needed here."""
     try:
         values = json.loads(text)
+        values = {"qk_norm": "off"} | values  # older ones do not name it
         c = Config(**{field.name: field.type(values[field.name]) for field in dataclasses.fields(Config)})
     except (ValueError, TypeError, KeyError) as e:
         raise Failure(f"{path}: metadata key 'config' is not a complete config.json: {type(e).__name__} {e}")
     rules = {
         "attention is nsa or full": c.attention in ("nsa", "full"),
-        "sizes are positive": min(v for name, v in dataclasses.asdict(c).items() if name != "attention") > 0,
+        "qk_norm is on or off": c.qk_norm in ("on", "off"),
+        "sizes are positive": min(v for v in dataclasses.asdict(c).values() if not isinstance(v, str)) > 0,
         "reset_at_document, which has left, is 0": values.get("reset_at_document", 0) == 0,
         "heads is a multiple of kv_groups": c.heads % max(c.kv_groups, 1) == 0,
         "head_dim is even": c.head_dim % 2 == 0,
@@ -95,6 +98,9 @@ def parameter_shapes(c):
         layer = {"attn_norm.weight": (C,), "mlp_norm.weight": (C,), "attn.q_proj.weight": (HD, C)}
         for branch in ("cmp", "slc", "win") if c.attention == "nsa" else ("win",):
             layer |= {f"attn.k_{branch}_proj.weight": (GD, C), f"attn.v_{branch}_proj.weight": (GD, C)}
+        if c.qk_norm == "on":
+            for kind in ("q", "k_cmp", "k_slc", "k_win") if c.attention == "nsa" else ("q", "k_win"):
+                layer[f"attn.{kind}_norm.weight"] = (D,)
         if c.attention == "nsa":
             layer["attn.gate_proj.weight"] = (3 * c.heads, C)
             for phi in ("phi_k", "phi_v"):
@@ -184,22 +190,24 @@ def attention(x, w, c, given=None):
     past = t[:, None] - t  # [T, T]: how far key s lies behind query t
     before = past >= 0  # [T, T]: what query t may look at
 
-    # 1, 2. Project and rotate. Head a of group g is head g*h + a.
-    def keys_or_values(name):
-        return (x @ w[f"attn.{name}_proj.weight"].T).view(T, G, D)
+    # 1, 2. Project, norm if asked, and rotate. Head a of group g is head g*h + a.
+    def heads(name, *shape):
+        y = (x @ w[f"attn.{name}_proj.weight"].T).view(T, *shape, D)
+        normed = c.qk_norm == "on" and not name.startswith("v")
+        return rmsnorm(y, w[f"attn.{name}_norm.weight"], c.norm_eps) if normed else y
 
-    q = rope((x @ w["attn.q_proj.weight"].T).view(T, G, h, D), t, c.rope_base)
-    k_win, v_win = rope(keys_or_values("k_win"), t, c.rope_base), keys_or_values("v_win")
+    q = rope(heads("q", G, h), t, c.rope_base)
+    k_win, v_win = rope(heads("k_win", G), t, c.rope_base), heads("v_win", G)
     if c.attention == "full":
         full, _ = attend(q, k_win, v_win, before[:, None])
         return full.reshape(T, -1) @ w["attn.o_proj.weight"].T, None
-    k_slc, v_slc = rope(keys_or_values("k_slc"), t, c.rope_base), keys_or_values("v_slc")
+    k_slc, v_slc = rope(heads("k_slc", G), t, c.rope_base), heads("v_slc", G)
 
     # 3. Compress the unrotated keys, then rotate each by its block's first position. Eq. (7)
     phi_k, phi_v = (
         [w[f"attn.{phi}.{name}"] for name in ("fc1.weight", "fc1.bias", "fc2.weight")] for phi in ("phi_k", "phi_v")
     )
-    k_cmp, v_cmp = compress(keys_or_values("k_cmp"), *phi_k, c), compress(keys_or_values("v_cmp"), *phi_v, c)
+    k_cmp, v_cmp = compress(heads("k_cmp", G), *phi_k, c), compress(heads("v_cmp", G), *phi_v, c)
     start = torch.arange(len(k_cmp)) * c.cmp_stride
     k_cmp = rope(k_cmp, start, c.rope_base)
 
@@ -639,16 +647,19 @@ def naive_forward(c, weights, tokens):
 
         def projected(name):
             """[t][head or group]"""
-            flat = [linear(at + name + ".weight", row) for row in y]
-            return [[row[start:start + D] for start in range(0, len(row), D)] for row in flat]
+            flat = [linear(at + name + "_proj.weight", row) for row in y]
+            heads = [[row[start:start + D] for start in range(0, len(row), D)] for row in flat]
+            if c.qk_norm == "off" or name[0] == "v":
+                return heads
+            return [[norm(at + name + "_norm.weight", head) for head in row] for row in heads]
 
-        q, kw, vw = projected("q_proj"), projected("k_win_proj"), projected("v_win_proj")
+        q, kw, vw = projected("q"), projected("k_win"), projected("v_win")
         if c.attention == "nsa":
             kc, vc, ks, vs = (
-                projected("k_cmp_proj"),
-                projected("v_cmp_proj"),
-                projected("k_slc_proj"),
-                projected("v_slc_proj"),
+                projected("k_cmp"),
+                projected("v_cmp"),
+                projected("k_slc"),
+                projected("v_slc"),
             )
             z = [linear(at + "gate_proj.weight", row) for row in y]
         mixed, sets = [[None] * c.heads for _ in range(T)], [[None] * c.kv_groups for _ in range(T)]
@@ -824,7 +835,7 @@ def check_importance_weights():
 
 def check_gradients():
     """Per tensor, the loops' loss changes along a random direction as autograd says; by central differences."""
-    c = tiny(layers=1)
+    c = tiny(layers=1, qk_norm="on")
     T, step, worst = 23, 3e-6, 0.0
     params = random_params(c, 5)
     inputs, targets = random_batch(c, 1, T, 5)
@@ -1146,6 +1157,8 @@ SELFTESTS = {
     "loops: T < l": lambda: check_against_loops(tiny(cmp_block=32, cmp_stride=2), 31),
     "loops: T = l": lambda: check_against_loops(tiny(cmp_block=8, cmp_stride=4), 8),
     "loops: full attention": lambda: check_against_loops(tiny(attention="full"), 25),
+    "loops: QK-norm": lambda: check_against_loops(tiny(qk_norm="on", rope_base=50.0), 39),
+    "loops: QK-norm, full attention": lambda: check_against_loops(tiny(qk_norm="on", attention="full"), 25),
     "ties go to the lower index": check_ties,
     "importance weights of 32/16/64": check_importance_weights,
     "gradients by finite differences": check_gradients,

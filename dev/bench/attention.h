@@ -225,10 +225,12 @@ inline std::vector<AttentionRow> time_attention(Timed<Cuda>& dev, const NsaShape
         rows.push_back(total);
     };
     auto split_heads_forward = [&](const NsaShape& shape) {
-        return time([&](AttentionSet& x) { dev.Cuda::split_heads_forward(x.heads(), x.projected, shape); });
+        return time([&](AttentionSet& x) { dev.Cuda::split_heads_forward(x.heads(), x.projected, nullptr, shape); });
     };
     auto split_heads_backward = [&](const NsaShape& shape) {
-        return time([&](AttentionSet& x) { dev.Cuda::split_heads_backward(x.dprojected, x.head_gradients(), shape); });
+        return time([&](AttentionSet& x) {
+            dev.Cuda::split_heads_backward(x.dprojected, nullptr, x.head_gradients(), nullptr, shape);
+        });
     };
     // k, v: keys and values of this branch; dk, dv: their gradients
     auto branch = [&](const std::string& name, Branch b, const NsaShape& shape, uint32_t* AttentionSet::*selection,

@@ -262,13 +262,14 @@ struct Timed : Dev {
                                               4 * sizeof(Stat) + sizeof(Grad));
         clock("adamw", 15.0 * double(count), bytes, [&] { Dev::adamw(param, master, m, v, grad, spans, h); });
     }
-    void split_heads_forward(typename Dev::Heads out, const real* projected, const NsaShape& s) {
+    void split_heads_forward(typename Dev::Heads out, const real* projected, const real* gains, const NsaShape& s) {
         clock("split_heads_forward", split_heads_forward_work(s, sizeof(real)),
-              [&] { Dev::split_heads_forward(out, projected, s); });
+              [&] { Dev::split_heads_forward(out, projected, gains, s); });
     }
-    void split_heads_backward(real* dprojected, typename Dev::HeadGradients d, const NsaShape& s) {
+    void split_heads_backward(real* dprojected, typename Dev::Grad* dgains, typename Dev::HeadGradients d,
+                              const real* gains, const NsaShape& s) {
         clock("split_heads_backward", split_heads_backward_work(s, sizeof(real)),
-              [&] { Dev::split_heads_backward(dprojected, d, s); });
+              [&] { Dev::split_heads_backward(dprojected, dgains, d, gains, s); });
     }
     void compress_forward(real* out, real* hidden, const real* k, const typename Dev::Phi& phi, bool rotated,
                           const NsaShape& s) {

@@ -30,6 +30,10 @@ declare -A configs=(
     # the dense baseline
     [full]="--seed 4 --batch 3 --seq-len 97 --total-batch 291 --attention full --layers 2 --dim 64 --heads 4
            --kv-groups 2 --head-dim 16 --mlp-hidden 256"
+    # --qk-norm and another base of RoPE
+    [qk_norm]="--seed 5 --batch 2 --seq-len 130 --total-batch 260 --attention nsa --layers 2 --dim 64 --heads 6
+           --kv-groups 2 --head-dim 16 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 24
+           --phi-hidden 16 --mlp-hidden 128 --qk-norm --rope-base 500"
 )
 limit=150000  # bytes of a golden file
 
@@ -39,7 +43,7 @@ python=${PYTHON:-python3}
     fail "$python cannot import torch and numpy; pip install torch numpy, or set PYTHON"
 
 names=("$@")
-[ $# -gt 0 ] || names=(nsa nsa_paper nsa_h1 full)
+[ $# -gt 0 ] || names=(nsa nsa_paper nsa_h1 full qk_norm)
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 for name in "${names[@]}"; do

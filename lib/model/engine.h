@@ -171,12 +171,15 @@ struct Members : Formats<Dev> {
 
     // ----- heads. projected [B*queries, s.projected()]: a row is  q | keys and values by HeadSlot | gate logits |
     // padding. q [B, H, queries, D]; kv[slot] [B, G, T, D], null below s.first_slot(); gate [branches, B, H, queries].
-    // q and K_SLC, K_WIN are turned by RoPE at their position, halves convention, angle position * s.rope_base^(-2i/D);
-    // gate = sigmoid(logit), 0 for a branch in s.left_out. Writes keys at positions first.. only. Full attention has no
-    // gates: gate is not written.
-    NEEDS(void, split_heads_forward, (Heads out, const real* projected, const NsaShape& s));
-    // dprojected = those gradients turned back; gate is already the logit's. 0 in the padding. Training shapes.
-    NEEDS(void, split_heads_backward, (real * dprojected, HeadGradients d, const NsaShape& s));
+    // With s.qk_norm the heads of q and of the keys become x * rstd * gain first, gains [s.gain_rows(), D], null
+    // without. q and K_SLC, K_WIN are turned by RoPE at their position, halves convention, angle position *
+    // s.rope_base^(-2i/D); gate = sigmoid(logit), 0 for a branch in s.left_out. Writes keys at positions first.. only.
+    // Full attention has no gates: gate is not written.
+    NEEDS(void, split_heads_forward, (Heads out, const real* projected, const real* gains, const NsaShape& s));
+    // dprojected = those gradients turned back; gate is already the logit's. 0 in the padding. Training shapes. With
+    // s.qk_norm, dprojected holds what was projected until it is written over, and dgains += their gradients.
+    NEEDS(void, split_heads_backward,
+          (real * dprojected, Grad* dgains, HeadGradients d, const real* gains, const NsaShape& s));
 
     // ----- compression. out [B, G, NC, D] = mean + fc2 silu(fc1 X + bias) of every block X of l tokens, d apart, of k
     // [B, G, T, D], turned to position i*d if `rotated`; hidden [B, G, NC, F] = before the SiLU. NC = s.cmp_capacity().

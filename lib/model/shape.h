@@ -42,6 +42,7 @@ struct NsaShape {
     int window = 0;           // w: keys a query sees in the window branch, its own included
     int F = 0;                // hidden width of the compressor phi
     int rope_base = 10000;    // of RoPE's angles
+    int qk_norm = 0;          // 1: --qk-norm: heads of q and of the keys are normed before RoPE
     int full = 0;             // 1: --attention full: the window branch alone, over all tokens, its gate fixed to 1
     unsigned left_out = 0;    // --branches: bit b is set where branch b is left out, which is a gate of 0
 
@@ -61,12 +62,20 @@ struct NsaShape {
     HOST_DEVICE int selection_words() const { return (slc_blocks() + 31) / 32; }
 
     // Columns of the fused input projection: q | the keys and values, by HeadSlot | gate logits | padding to 8 columns.
-    int first_slot() const { return full ? K_WIN : K_CMP; }
+    HOST_DEVICE int first_slot() const { return full ? K_WIN : K_CMP; }
     int head_slots() const { return HEAD_SLOTS - first_slot(); }
     static int gate_logit(int head, int branch) { return BRANCHES * head + branch; }
     int gate_logits() const { return full ? 0 : BRANCHES * H; }
     int gate_columns() const { return (gate_logits() + 7) / 8 * 8; }
     int projected() const { return H * D + head_slots() * G * D + gate_columns(); }
+
+    // Gains of --qk-norm, or their gradients, are [gain_rows(), D]: q's, then those of each branch's keys. gain_of():
+    // those of a slot; null where it holds values, which are the odd ones, and where there are no gains.
+    HOST_DEVICE int gain_rows() const { return 1 + branches(); }
+    template <class T>
+    HOST_DEVICE T* gain_of(T* gains, int slot) const {
+        return gains && slot % 2 == 0 ? gains + (1 + (slot - first_slot()) / 2) * D : nullptr;
+    }
 
     // Rows of the buffers. Those of q, of a branch's output and of an LSE are [B, H, queries], those of the combined
     // output [B, queries, H]; those of keys and values are [B, G, T], compressed ones [B, G, cmp_capacity()].

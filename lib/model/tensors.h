@@ -19,6 +19,7 @@ struct TensorForm {
     Init init = INIT_WEIGHT;  // the values that it begins with, see initial_value()
     bool is_joined = false;   // follows the tensor before it without a gap; else it begins at a multiple of 64 elements
     bool only_nsa = false;    // full attention has no such tensor
+    bool is_there = true;     // false: this model has no such tensor
     bool by_element = false;  // a matrix whose elements are updated one by one, whatever --optimizer says
 
     TensorForm with(Init i) const {
@@ -39,6 +40,11 @@ struct TensorForm {
     TensorForm of_nsa() const {
         TensorForm form = *this;
         form.only_nsa = true;
+        return form;
+    }
+    TensorForm when(bool there) const {
+        TensorForm form = *this;
+        form.is_there = there;
         return form;
     }
     TensorForm elementwise() const {

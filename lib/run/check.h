@@ -51,16 +51,25 @@ struct GradientSelfTest {
     }
 };
 
+// Of the model as it is by default, and with the options that change it.
 template <class SelfTest>
 bool check_gradients() {
     const double limit = 1e-6;
-    SelfTest keeps_all(0);
-    const double worst = keeps_all.errors().worst;
-    const bool right = worst < limit;  // false for NaN
-    const bool recomputed = SelfTest(1).has_gradients_of(keeps_all) && SelfTest(2).has_gradients_of(keeps_all);
-    print_check(right, "gradients    worst error of the fp64 self-test %.1e, limit %.0e", worst, limit);
-    print_check(recomputed, "recompute    --recompute 1 and 2 %s the gradients' bits", recomputed ? "keep" : "change");
-    return right && recomputed;
+    bool good = true;
+    for (const char* options : {"", "--qk-norm"}) {
+        SelfTest keeps_all(0, options);
+        const double worst = keeps_all.errors().worst;
+        const bool right = worst < limit;  // false for NaN
+        const bool recomputed =
+            SelfTest(1, options).has_gradients_of(keeps_all) && SelfTest(2, options).has_gradients_of(keeps_all);
+        const std::string with = *options ? std::string(" with ") + options : "";
+        print_check(right, "gradients    worst error of the fp64 self-test%s %.1e, limit %.0e", with.c_str(), worst,
+                    limit);
+        print_check(recomputed, "recompute    --recompute 1 and 2 %s the gradients' bits%s",
+                    recomputed ? "keep" : "change", with.c_str());
+        good = good && right && recomputed;
+    }
+    return good;
 }
 
 // What a rank of a preset would take, and the whole run.

@@ -35,6 +35,7 @@ static NsaShape shape_of(const ModelConfig& c, int64_t B, int64_t T) {
     s.window = int(c.window);
     s.F = int(c.phi_hidden);
     s.rope_base = int(c.rope_base);
+    s.qk_norm = c.qk_norm;
     s.full = c.attention == "full";
     for (int branch = 0; branch < BRANCHES; branch++)
         if (c.branches != "all" && c.branches.find(BRANCH_NAMES[branch]) == std::string::npos)
@@ -47,7 +48,7 @@ static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",
                                             "cmp-block",  "cmp-stride", "slc-block", "slc-count", "window",
                                             "phi-hidden", "mlp-hidden", "seq-len",   "rope-base"};
 
-static const char* const MODEL_WORDS[] = {"attention", "branches", "tokenizer"};
+static const char* const MODEL_WORDS[] = {"attention", "branches", "tokenizer", "qk-norm"};
 static std::string config_json(const ModelConfig& model) {
     Config c;
     static_cast<ModelConfig&>(c) = model;
@@ -55,7 +56,7 @@ static std::string config_json(const ModelConfig& model) {
     for (const char* name : MODEL_OPTIONS)
         text += ", \"" + underscored(name) + "\": " + value_text(c, option_named(name));
     for (const char* name : MODEL_WORDS)
-        text += ", \"" + std::string(name) + "\": \"" + value_text(c, option_named(name)) + "\"";
+        text += ", \"" + underscored(name) + "\": \"" + value_text(c, option_named(name)) + "\"";
     text += ", \"vocab_size\": " + std::to_string(c.vocab_size);
     if (c.vocab_digest) text += format_text(", \"vocab_digest\": \"%08x\"", c.vocab_digest);
     return text + format_text(", \"norm_eps\": %g}\n", NORM_EPS);
@@ -88,13 +89,16 @@ static bool is_former_option(const std::string& key, const Json& value, const st
     return false;
 }
 
-// Those of version 0.2 and before do not know --branches.
+// Options of the model that older files do not name, and what their models have.
+static const struct { const char *key, *value; } LATER_OPTIONS[] = {{"branches", "\"all\""}, {"qk_norm", "\"off\""}};
+
 static Json parse_model_config(const std::string& path) {
     Json config = parse_json(read_file(path), path);
     for (size_t i = 0; i < config.keys.size(); i++) is_former_option(config.keys[i], config.items[i], path);
-    if (config.kind == Json::Object && !config.find("branches")) {
-        config.keys.push_back("branches");
-        config.items.push_back(parse_json("\"all\"", path));
+    for (const auto& later : LATER_OPTIONS) {
+        if (config.kind != Json::Object || config.find(later.key)) continue;
+        config.keys.push_back(later.key);
+        config.items.push_back(parse_json(later.value, path));
     }
     return config;
 }
@@ -107,7 +111,7 @@ static void read_config_json(Config& c, const std::string& path) {
     std::vector<std::pair<const char*, std::string>> values;  // read first: those errors name the path themselves
     for (const char* name : MODEL_OPTIONS)
         values.emplace_back(name, std::to_string(root.integer(underscored(name), path)));
-    for (const char* name : MODEL_WORDS) values.emplace_back(name, root.string(name, path));
+    for (const char* name : MODEL_WORDS) values.emplace_back(name, root.string(underscored(name), path));
     try {
         for (const auto& [name, value] : values) set_option(c, option_named(name), value);
         validate_model(c, "contradiction");

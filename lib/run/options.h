@@ -28,6 +28,7 @@ struct ModelConfig {
     std::string attention, branches, tokenizer;
     int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0,
             slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0, seq_len = 0, rope_base = 10000;
+    bool qk_norm = false;
     int64_t vocab_size = 0;     // follows from the tokenizer and its --vocab-dir
     uint32_t vocab_digest = 0;  // of its tokens, see Tokenizer::digest; 0: not known, or bytes
     // its weights and their update
@@ -157,6 +158,8 @@ static const Option OPTIONS[] = {
     {"phi-hidden", TRAIN, &ModelConfig::phi_hidden, "preset", between(1, 64 * K),
      "hidden width of the block compressor, F"},
     {"mlp-hidden", TRAIN, &ModelConfig::mlp_hidden, "preset", between(1, 256 * K), "hidden width of the MLP"},
+    {"qk-norm", TRAIN, &ModelConfig::qk_norm, "off", ANY,
+     "RMSNorm, with learnt gains, of every head of the queries and keys, before RoPE"},
     {"rope-base", TRAIN, &ModelConfig::rope_base, "10000", between(1, 1e9),
      "base of RoPE's angles; with --init-from and a longer --seq-len a larger one, such as 500000, lengthens a trained "
      "model's context"},

@@ -18,7 +18,7 @@
 
 // lib/model/shape.h has the same, and more of it.
 typedef struct {
-    int B, T, first, queries, H, G, D, l, d, slc_block, slc_count, window, F, rope_base, full;
+    int B, T, first, queries, H, G, D, l, d, slc_block, slc_count, window, F, rope_base, qk_norm, full;
     uint left_out;
 } Shape;
 enum { CMP, SLC, WIN, BRANCHES };
@@ -193,6 +193,13 @@ kernel void split_heads(ulong work, OUT(heads), OUT(projected), IN(rope), int co
     global float* const in = projected + n * P + column + unit * s.D;
     if (back) in[x] = is_turned ? turned(head, x, t, -1, rope, &s) : head[x];
     else head[x] = is_turned ? turned(in, x, t, 1, rope, &s) : in[x];
+}
+// picked [B*queries, count*D] = such heads of `projected` or, backward, these = picked
+kernel void pick_heads(ulong work, OUT(picked), OUT(projected), int column, int width, int back, int P) {
+    AT(picked) AT(projected) EACH(i)
+    global float* const at = projected + i / width * P + column + i % width;
+    if (back) *at = picked[i];
+    else picked[i] = *at;
 }
 // The same for the gates [branches, B, H, queries], whose logits begin at a column, and for the padding behind them. A
 // work-item for each.

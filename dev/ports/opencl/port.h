@@ -260,11 +260,11 @@ class OpenCl {
     }
 
     // ----- heads
-    void split_heads_forward(Heads out, In projected, const NsaShape& s) {
-        split_heads(out, const_cast<float*>(projected), false, s);
+    void split_heads_forward(Heads out, In projected, In gains, const NsaShape& s) {
+        split_heads(out, const_cast<float*>(projected), gains, nullptr, s);
     }
-    void split_heads_backward(float* dprojected, HeadGradients d, const NsaShape& s) {
-        split_heads(d, dprojected, true, s);
+    void split_heads_backward(float* dprojected, float* dgains, HeadGradients d, In gains, const NsaShape& s) {
+        split_heads(d, dprojected, gains, dgains, s, true);
     }
 
     // ----- compression
@@ -537,15 +537,38 @@ class OpenCl {
         return table;
     }
 
-    void split_heads(const Heads& h, float* projected, bool back, const NsaShape& s) {
-        const size_t N = size_t(s.B) * s.queries, D = size_t(s.D);
+    // `count` heads of each token, q's or a slot's; with a gain they are rows of RMSNorm between projection and RoPE.
+    struct SomeHeads {
+        float* heads;
+        int column, count, length;
+        bool is_turned;
+    };
+    void split_some(const SomeHeads& h, float* projected, In gain, float* dgain, const NsaShape& s, bool back) {
+        const int P = s.projected(), D = s.D, rows = s.B * s.queries * h.count, width = h.count * D;
+        const size_t size = size_t(rows) * D;
+        const auto split = [&](float* from, int column, int row_width) {
+            over(size, "split_heads", h.heads, from, rope_of(s), column, h.count, h.length, int(h.is_turned), int(back),
+                 row_width, s);
+        };
+        if (!gain) return split(projected, h.column, P);
+        float *const x = scratch(0, size), *const normed = scratch(1, size), *const rstd = scratch(2, rows + size);
+        over(size, "pick_heads", x, projected, h.column, width, 0, P);
+        rmsnorm_forward(normed, rstd, x, gain, rows, D);
+        split(normed, 0, width);
+        if (!back) return;
+        float* const dx = rstd + rows;
+        zero(dx, size);
+        rmsnorm_backward(dx, dgain, normed, x, rstd, gain, rows, D);
+        over(size, "pick_heads", dx, projected, h.column, width, 1, P);
+    }
+    void split_heads(const Heads& h, float* projected, In gains, float* dgains, const NsaShape& s, bool back = false) {
         const int P = s.projected();
         int column = s.H * s.D;
-        over(N * column, "split_heads", h.q, projected, rope_of(s), 0, s.H, s.queries, 1, int(back), P, s);
+        split_some({h.q, 0, s.H, s.queries, true}, projected, gains, dgains, s, back);
         for (int slot = s.first_slot(); slot < HEAD_SLOTS; slot++, column += s.G * s.D)
-            over(N * s.G * D, "split_heads", h.kv[slot], projected, rope_of(s), column, s.G, s.T,
-                 int(slot == K_SLC || slot == K_WIN), int(back), P, s);
-        over(N * (P - column), "split_gates", h.gate, projected, column, int(back), P, s);
+            split_some({h.kv[slot], column, s.G, s.T, slot == K_SLC || slot == K_WIN}, projected,
+                       s.gain_of(gains, slot), s.gain_of(dgains, slot), s, back);
+        over(size_t(s.B) * s.queries * (P - column), "split_gates", h.gate, projected, column, int(back), P, s);
     }
 };
 static_assert(is_engine<OpenCl>);

@@ -171,13 +171,14 @@ void check_model(const Config& c, int way) {
     E::set_order(0);
 }
 TEST_ON(ModelEngines, model_loss_and_gradients, false) {
-    for (const char* options : {"", "--attention full", "--branches cmp,win", "--branches slc"})
+    for (const char* options :
+         {"", "--attention full", "--branches cmp,win", "--branches slc", "--qk-norm", "--qk-norm --attention full"})
         for (int way = 0; way < E::WAYS; way++) check_model<E>(engine_config(options), way);
 }
 
 // --recompute trades memory for time, and nothing else.
 ENGINE_TEST(model_recompute_gives_the_same_bits) {
-    for (const std::string kind : {"nsa", "full"}) {
+    for (const std::string kind : {"nsa", "full", "nsa --qk-norm"}) {
         std::vector<typename E::Dev::Grad> first;
         double loss = 0;
         size_t bytes = 0;
@@ -319,6 +320,7 @@ TEST_ON(ModelEngines, model_resumed_equals_uninterrupted, false) {  // checkpoin
         Config c = engine_config("--batch 1 --recompute 0");
         c.out = folder.path, c.recompute = level, c.layers = 1, c.seq_len = 32, c.total_batch = 64, c.init = "standard";
         c.optimizer = level == 1 ? "muon" : "adamw";
+        c.qk_norm = level != 2;
         const World world;
         const auto dev = E::open();
         E::set_way(*dev, E::WAYS - 1);
@@ -484,7 +486,7 @@ void check_decoding_of_model(const Config& c, const std::vector<int>& pieces, in
     else check_relative_error("decoding", found.data(), expected.data(), found.size(), model_limit<E>(c.layers));
 }
 ENGINE_TEST(model_decoding_is_prefill) {
-    for (const char* options : {"", "--attention full"})
+    for (const char* options : {"", "--attention full", "--qk-norm"})
         for (int way = 0; way < E::WAYS; way++)
             for (const std::vector<int>& pieces : {std::vector<int>{37, 30, 1}, std::vector<int>{7}}) {
                 Config c = engine_config(options);
@@ -600,3 +602,4 @@ ENGINE_TEST(golden_nsa) { check_golden<E>("nsa"); }
 ENGINE_TEST(golden_nsa_paper) { check_golden<E>("nsa_paper"); }
 ENGINE_TEST(golden_nsa_h1) { check_golden<E>("nsa_h1"); }
 ENGINE_TEST(golden_full) { check_golden<E>("full"); }
+ENGINE_TEST(golden_qk_norm) { check_golden<E>("qk_norm"); }

@@ -111,6 +111,10 @@ TEST(model_gradients_match_finite_differences) {
 TEST(model_gradients_match_finite_differences_full_attention) {
     check_model_gradients(std::string(SMALL) + "--init random --attention full");
 }
+TEST(model_gradients_match_finite_differences_qk_norm) {
+    for (const char* attention : {"nsa", "full"})
+        check_model_gradients(std::string(SMALL) + "--init random --qk-norm --attention " + attention);
+}
 // T < l: no compressed block
 TEST(model_gradients_match_finite_differences_short_sequence) {
     check_model_gradients(std::string(SMALL) + "--init random --seq-len 5");
@@ -161,7 +165,7 @@ TEST(a_branch_that_is_left_out_says_nothing) {
 }
 
 TEST(every_weight_gets_a_gradient) {
-    TestModel<Cpu<float>> t(std::string(SMALL) + "--init random", 2);
+    TestModel<Cpu<float>> t(std::string(SMALL) + "--init random --qk-norm", 2);
     t.loss_and_gradients();
     for (const TensorSpec& spec : t.model.table.specs)
         // every row of every tensor; of the embedding, those of tokens seen (as labels all are)
@@ -206,8 +210,8 @@ TEST(padding_stays_zero) {
 // Memory.
 
 TEST(poisoned_memory_changes_no_bit) {
-    TestModel<Cpu<float>> clean(std::string(SMALL) + "--init random", 2, 1, false),
-        poisoned(std::string(SMALL) + "--init random", 2, 1, true);
+    TestModel<Cpu<float>> clean(std::string(SMALL) + "--init random --qk-norm", 2, 1, false),
+        poisoned(std::string(SMALL) + "--init random --qk-norm", 2, 1, true);
     const double a = clean.loss_and_gradients(), b = poisoned.loss_and_gradients();
     CHECK_EQUAL(a, b);
     CHECK(std::memcmp(clean.model.grads, poisoned.model.grads, clean.model.table.total * sizeof(float)) == 0);

@@ -88,19 +88,31 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
     const int P = s.projected(), D = s.D, first_slot = s.full ? K_WIN : K_CMP;
     Values projected = E::random_reals(random, size_t(s.B) * s.queries * P);
     const auto turned_in = [](int slot) { return slot == K_SLC || slot == K_WIN; };
+    const Values gains = E::random_reals(random, s.qk_norm ? size_t(s.full ? 2 : 4) * D : 0),
+                 dgains = E::random_values(random, gains.size());
+    const auto gain_row = [&](int slot) {  // of q, slot -1, then of k_cmp, k_slc, k_win; -1: none
+        return !s.qk_norm || slot == V_CMP || slot == V_SLC || slot == V_WIN ? -1 : (slot - first_slot + 2) / 2;
+    };
+    const auto placed = [&](const typename E::Value* row, int slot, int position) {
+        const int gain = slot < 0 ? gain_row(first_slot - 2) : gain_row(slot);
+        const bool turned = slot < 0 || turned_in(slot);
+        const Nums x =
+            gain < 0 ? oracle::numbers(row, size_t(D)) : oracle::rmsnorm(row, &gains[size_t(gain) * D], D).out;
+        if (!turned) return gain < 0 ? x : E::stored(x);
+        return E::stored(oracle::rope(x.data(), position, D, +1, s.rope_base));
+    };
     Nums q(s.query_rows() * D), gate(s.full ? 0 : 3 * s.query_rows());
     std::vector<Nums> kv(6, Nums(s.key_rows() * D));
     for (int b = 0; b < s.B; b++)
         for (int j = 0; j < s.queries; j++) {
             auto* row = &projected[(size_t(b) * s.queries + j) * P];
             for (int head = 0; head < s.H; head++, row += D) {
-                const Nums turned = E::stored(oracle::rope(row, s.first + j, D, +1, s.rope_base));
+                const Nums turned = placed(row, -1, s.first + j);
                 std::copy(turned.begin(), turned.end(), &q[((size_t(b) * s.H + head) * s.queries + j) * D]);
             }
             for (int slot = first_slot; slot <= V_WIN; slot++)
                 for (int g = 0; g < s.G; g++, row += D) {
-                    const Nums values = turned_in(slot) ? E::stored(oracle::rope(row, s.first + j, D, +1, s.rope_base))
-                                                        : oracle::numbers(row, size_t(D));
+                    const Nums values = placed(row, slot, s.first + j);
                     std::copy(values.begin(), values.end(),
                               &kv[size_t(slot)][((size_t(b) * s.G + g) * s.T + s.first + j) * D]);
                 }
@@ -121,11 +133,12 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
         return heads;
     };
     const auto outputs = in_every_order<E>([&]() -> std::vector<Values> {
-        const Reals<E> in(dev, projected);
+        const Reals<E> in(dev, projected), gain(dev, gains);
         Reals<E> q_out(dev, q.size());
         Stats<E> gate_out(dev, gate.size());
         HeadArrays<E> heads = make_kv({});
-        dev.split_heads_forward(heads.template pointers<typename E::Dev::Heads>(q_out.data, gate_out.data), in, s);
+        dev.split_heads_forward(heads.template pointers<typename E::Dev::Heads>(q_out.data, gate_out.data), in,
+                                s.qk_norm ? gain.data : nullptr, s);
         std::vector<Values> all = {q_out.host(), gate_out.host()};
         const long outside = long(s.B) * s.G * (s.T - s.queries) * D;  // positions of other calls
         for (int slot = first_slot; slot <= V_WIN; slot++) {
@@ -150,29 +163,46 @@ void check_split_heads(typename E::Dev& dev, const NsaShape& s) {
     const auto gradients = in_every_order<E>([&]() -> std::vector<Values> {
         Stats<E> q_in(dev, dq), gate_in(dev, dgate);
         HeadArrays<E> heads = make_kv(dkv);
-        Reals<E> out(dev, projected.size());
+        const Reals<E> gain(dev, gains);
+        Reals<E> out(dev, projected);
+        Stats<E> dgain(dev, dgains);
         dev.split_heads_backward(
-            out, heads.template pointers<typename E::Dev::HeadGradients>(q_in.data, s.full ? nullptr : gate_in.data),
-            s);
-        return {out.host()};
+            out, s.qk_norm ? dgain.data : nullptr,
+            heads.template pointers<typename E::Dev::HeadGradients>(q_in.data, s.full ? nullptr : gate_in.data),
+            s.qk_norm ? gain.data : nullptr, s);
+        return {out.host(), dgain.host()};
     });
     Nums expected;
-    const auto append = [&](const Nums& values) { expected.insert(expected.end(), values.begin(), values.end()); };
+    std::vector<typename E::Sum> sums(dgains.size());
+    for (size_t i = 0; i < dgains.size(); i++) sums[i].add(dgains[i]);
+    // d: a head's gradient, x: what was projected there
+    const auto append = [&](const typename E::Value* d, const typename E::Value* x, int slot, int t) {
+        const int row = slot < 0 ? gain_row(first_slot - 2) : gain_row(slot);
+        const bool turned = slot < 0 || turned_in(slot);
+        Nums values = turned ? oracle::rope(d, t, D, -1, s.rope_base) : oracle::numbers(d, size_t(D));
+        if (row >= 0) {
+            const auto* gain = &gains[size_t(row) * D];
+            const Num rstd = oracle::rmsnorm(x, gain, D).rstd;
+            for (int i = 0; i < D; i++) sums[size_t(row * D + i)].add(values[size_t(i)] * Num(x[i]) * rstd);
+            values = oracle::rmsnorm_dx(values.data(), x, rstd, gain, D);
+        }
+        if (turned || row >= 0) values = E::stored(values);
+        expected.insert(expected.end(), values.begin(), values.end());
+    };
     for (int b = 0; b < s.B; b++)
         for (int t = 0; t < s.T; t++) {
-            for (int head = 0; head < s.H; head++)
-                append(E::stored(oracle::rope(&dq[((size_t(b) * s.H + head) * s.T + t) * D], t, D, -1, s.rope_base)));
+            const auto* x = &projected[(size_t(b) * s.T + t) * P];
+            for (int head = 0; head < s.H; head++, x += D)
+                append(&dq[((size_t(b) * s.H + head) * s.T + t) * D], x, -1, t);
             for (int slot = first_slot; slot <= V_WIN; slot++)
-                for (int g = 0; g < s.G; g++) {
-                    const auto* row = &dkv[size_t(slot)][((size_t(b) * s.G + g) * s.T + t) * D];
-                    append(turned_in(slot) ? E::stored(oracle::rope(row, t, D, -1, s.rope_base))
-                                           : oracle::numbers(row, size_t(D)));
-                }
+                for (int g = 0; g < s.G; g++, x += D)
+                    append(&dkv[size_t(slot)][((size_t(b) * s.G + g) * s.T + t) * D], x, slot, t);
             for (int i = 0; i < s.gate_columns(); i++)
                 expected.push_back(
                     i < 3 * s.H ? E::stored(Num(dgate[((size_t(i % 3) * s.B + b) * s.H + i / 3) * s.T + t])) : Num(0));
         }
     CHECK_ARRAY(gradients[0], expected, s.B * s.T, P);
+    if (s.qk_norm) CHECK_ARRAY(gradients[1], oracle::numbers(sums), int(gains.size()) / D, D);
 }
 ENGINE_TEST(split_heads) {
     const auto dev = E::open();  // one engine for all: its RoPE table has to follow D, T and the base
@@ -181,8 +211,9 @@ ENGINE_TEST(split_heads) {
               nsa_shape(1, 513, 1, 2, 2, 8, 4, 16, 3, 9), nsa_shape(1, 5, 2, 4, 32, 8, 4, 16, 3, 9),
               nsa_shape(1, 7, 3, 5, 6, 8, 4, 16, 3, 9), nsa_shape(2, 5, 1, 3, 58, 8, 4, 16, 3, 9),
               nsa_shape(2, 40, 1, 1, 16, 8, 4, 16, 3, 9), with_base(nsa_shape(2, 40, 1, 1, 16, 8, 4, 16, 3, 9))}))
-        for (const NsaShape& shape : {s, full(s)})
-            if (has_shape<E>(*dev, "split_heads", shape)) check_split_heads<E>(*dev, shape);
+        for (NsaShape shape : {s, full(s)})
+            for (shape.qk_norm = 0; shape.qk_norm < 2; shape.qk_norm++)
+                if (has_shape<E>(*dev, "split_heads", shape)) check_split_heads<E>(*dev, shape);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -27,16 +27,20 @@ struct HeadBuffers {
 // q(t) . k(u) of the same projected rows, once at positions 0.. and once at first..: equal but for rounding. Each
 // element of q and k carries the rotation's error e; a dot product of D terms then differs by at most twice the sum of
 // |q| e(k) + |k| e(q).
-TEST(op_rope_scores_depend_on_distance_alone) {
-    NsaShape here = nsa_shape(1, 40, 1, 1, 64, 8, 4, 16, 3, 9), there = here;
+static void check_scores_by_distance(bool normed) {
+    NsaShape here = nsa_shape(1, 40, 1, 1, 64, 8, 4, 16, 3, 9);
+    here.qk_norm = normed;
+    NsaShape there = here;
     there.first = 777, there.T = there.first + there.queries;
     Random random(75);
     Cpu<float> cpu;
     Buffer<float> projected(size_t(here.queries) * here.projected(), "projected");
     projected.fill(random);
+    Buffer<float> gains(size_t(here.gain_rows()) * 64, "gains");
+    gains.fill(random);
     HeadBuffers<float> a(here), b(there);
-    cpu.split_heads_forward(a.heads(), projected, here);
-    cpu.split_heads_forward(b.heads(), projected, there);
+    cpu.split_heads_forward(a.heads(), projected, normed ? gains.data() : nullptr, here);
+    cpu.split_heads_forward(b.heads(), projected, normed ? gains.data() : nullptr, there);
     double most = 0;
     for (int slot : {K_SLC, K_WIN})
         for (int t = 0; t < here.queries; t++)
@@ -57,6 +61,30 @@ TEST(op_rope_scores_depend_on_distance_alone) {
                 most = std::fmax(most, std::fabs(float(q1[0]) - q2[0]));
             }
     CHECK(most > 0.1);  // the positions did matter to the vectors themselves
+}
+TEST(op_rope_scores_depend_on_distance_alone) { check_scores_by_distance(false); }
+TEST(op_normed_scores_depend_on_distance_alone) { check_scores_by_distance(true); }
+
+// What multiplies q or a key changes nothing under --qk-norm, but that its square is larger beside epsilon: of rows
+// whose mean square is m, epsilon takes the share 1e-6 / 2m, and less of larger ones. Values change as ever.
+TEST(op_scale_of_normed_heads_changes_nothing) {
+    NsaShape s = nsa_shape(1, 20, 2, 2, 16, 8, 4, 16, 3, 9);
+    s.qk_norm = 1;
+    Random random(76);
+    Cpu<double> cpu;
+    Buffer<double> projected(size_t(s.queries) * s.projected(), "projected"),
+        gains(size_t(s.gain_rows()) * s.D, "gains");
+    projected.fill(random), gains.fill(random);
+    HeadBuffers<double> one(s), other(s);
+    cpu.split_heads_forward(one.heads(), projected, gains, s);
+    for (size_t i = 0; i < projected.size(); i++) projected[i] *= 64;
+    cpu.split_heads_forward(other.heads(), projected, gains, s);
+    const auto check = [&](const Buffer<double>& a, const Buffer<double>& b, double factor) {
+        for (size_t i = 0; i < a.size(); i++) CHECK_NEAR(b[i], a[i] * factor, 1e-4 * std::fabs(a[i]));
+    };
+    check(one.q, other.q, 1);
+    for (const size_t slot : {K_CMP, K_SLC, K_WIN}) check(one.kv[slot], other.kv[slot], 1);
+    for (const size_t slot : {V_CMP, V_SLC, V_WIN}) check(one.kv[slot], other.kv[slot], 64);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

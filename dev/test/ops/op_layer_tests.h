@@ -78,18 +78,22 @@ TEST(op_gradient_classifier) {
 }
 
 TEST(op_gradient_split_heads) {
-    for (bool full : {false, true}) {
+    for (const int kind : {0, 1, 2, 3}) {
         NsaShape s = nsa_shape(2, 7, 2, 3, 4, 4, 2, 4, 3, 3);
-        s.full = full;
+        s.full = kind % 2;
+        s.qk_norm = kind / 2;
         Random random(250);
         Cpu<double> cpu;
         HeadBuffers<double> out(s), weight(s);
         Buffer<double> projected(size_t(s.B) * s.T * s.projected(), "projected"),
-            dprojected(projected.size(), "dprojected");
+            dprojected(projected.size(), "dprojected"), gains(size_t(s.gain_rows()) * s.D, "gains"),
+            dgains(gains.size(), "dgains");
+        gains.fill(random), dgains.zero();
+        double *const gain = s.qk_norm ? gains.data() : nullptr, *const dgain = s.qk_norm ? dgains.data() : nullptr;
         projected.fill(random), weight.q.fill(random), weight.gate.fill(random);
         for (Buffer<double>& x : weight.kv) x.fill(random);
         auto loss = [&] {
-            cpu.split_heads_forward(out.heads(), projected, s);
+            cpu.split_heads_forward(out.heads(), projected, gain, s);
             Loss sum = weigh(out.q.data(), weight.q, out.q.size());
             for (size_t slot = 0; slot < 6; slot++)
                 for (size_t i = 0; i < out.kv[slot].size(); i++) sum.add(out.kv[slot][i] * weight.kv[slot][i]);
@@ -103,8 +107,10 @@ TEST(op_gradient_split_heads) {
             std::copy_n(weight.kv[slot].data(), d.kv[slot].size(), d.kv[slot].data());
         for (size_t i = 0; i < d.gate.size(); i++)
             d.gate[i] = weight.gate[i] * out.gate[i] * (1 - out.gate[i]);  // heads carry the logit's gradient
-        cpu.split_heads_backward(dprojected, d.gradients(), s);
+        std::copy_n(projected.data(), projected.size(), dprojected.data());
+        cpu.split_heads_backward(dprojected, dgain, d.gradients(), gain, s);
         CHECK_GRADIENT(projected, dprojected, loss);
+        CHECK_GRADIENT(gains, dgains, loss);
     }
 }
 

@@ -254,8 +254,8 @@ Normed<real> rmsnorm(const real* x, const real* weight, int C) {
     return row;
 }
 // Its gradient, from the Jacobian d out[k] / d x[c] = weight[k] (delta(k, c) rstd - x[k] x[c] rstd^3 / C).
-template <class real>
-Numbers<real> rmsnorm_dx(const real* dout, const real* x, Number<real> rstd, const real* weight, int C) {
+template <class real, class Out>  // Out: real, or Numbers of it
+Numbers<real> rmsnorm_dx(const Out* dout, const real* x, Number<real> rstd, const real* weight, int C) {
     Sum<real> dot;
     for (int k = 0; k < C; k++) dot.add(Number<real>(dout[k]) * Number<real>(weight[k]) * Number<real>(x[k]));
     Numbers<real> dx;

@@ -39,6 +39,7 @@ class NsaConfig(PretrainedConfig):
         vocab_size=256,      # V
         rope_base=10000,     # of RoPE's angles
         norm_eps=1e-6,
+        qk_norm="off",       # "on": RMSNorm of every head of the queries and keys, before RoPE
         bos_token_id=None,   # stands before every document
         eos_token_id=None,   # the same
         **kwargs,
@@ -64,5 +65,6 @@ class NsaConfig(PretrainedConfig):
         self.vocab_size = vocab_size
         self.rope_base = rope_base
         self.norm_eps = norm_eps
+        self.qk_norm = qk_norm
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id

@@ -21,6 +21,7 @@ TENSORS = (
     "embed_tokens.weight", "norm.weight",
     "attn_norm.weight", "attn.q_proj.weight", "attn.k_cmp_proj.weight", "attn.v_cmp_proj.weight",
     "attn.k_slc_proj.weight", "attn.v_slc_proj.weight", "attn.k_win_proj.weight", "attn.v_win_proj.weight",
+    "attn.q_norm.weight", "attn.k_cmp_norm.weight", "attn.k_slc_norm.weight", "attn.k_win_norm.weight",
     "attn.gate_proj.weight", "attn.phi_k.fc1.weight", "attn.phi_k.fc1.bias", "attn.phi_k.fc2.weight",
     "attn.phi_v.fc1.weight", "attn.phi_v.fc1.bias", "attn.phi_v.fc2.weight", "attn.o_proj.weight",
     "mlp_norm.weight", "mlp.fc1.weight", "mlp.fc2.weight",
@@ -132,6 +133,9 @@ class NsaAttention(nn.Module):
         self.layer = layer
         self.branches = ("cmp", "slc", "win") if c.attention == "nsa" else ("win",)
         self.q_proj = nn.Linear(c.dim, c.heads * c.head_dim, bias=False)
+        if c.qk_norm == "on":
+            for name in ("q", *("k_" + branch for branch in self.branches)):
+                setattr(self, name + "_norm", NsaRMSNorm(c.head_dim, c.norm_eps))
         for branch in self.branches:
             setattr(self, f"k_{branch}_proj", nn.Linear(c.dim, c.kv_groups * c.head_dim, bias=False))
             setattr(self, f"v_{branch}_proj", nn.Linear(c.dim, c.kv_groups * c.head_dim, bias=False))
@@ -141,14 +145,16 @@ class NsaAttention(nn.Module):
         self.o_proj = nn.Linear(c.heads * c.head_dim, c.dim, bias=False)
 
     def project(self, name, x):
-        """Keys or values [B, G, N, D]. Head a of group g is head g*h + a."""
+        """Steps 1 and 2: queries, keys or values [B, G, heads of a group, N, D]. Head a of group g is head g*h + a."""
         B, N, _ = x.shape
-        return getattr(self, name + "_proj")(x).view(B, N, self.config.kv_groups, -1).transpose(1, 2)
+        heads = getattr(self, name + "_proj")(x).view(B, N, self.config.kv_groups, -1, self.config.head_dim)
+        norm = getattr(self, name + "_norm", None)
+        return (norm(heads) if norm else heads).permute(0, 2, 3, 1, 4)
 
     def compress(self, name, x, phi, cache, angles):
         """All compressed keys (rotated by the angles of the new blocks) or values so far, [B, G, NC, D]."""
         c = self.config
-        rows = cache.append(self.layer, name[0] + "_rows", self.project(name, x))
+        rows = cache.append(self.layer, name[0] + "_rows", self.project(name, x)[:, :, 0])
         new = compressed_blocks(rows.shape[2], c)
         blocks = rows.new_zeros(*rows.shape[:2], 0, rows.shape[3])
         if new > 0:
@@ -160,13 +166,13 @@ class NsaAttention(nn.Module):
         """x [B, N, C], the tokens behind those of the cache -> [B, N, C]."""
         c = self.config
         B, N, _ = x.shape
-        q = self.q_proj(x).view(B, N, c.kv_groups, -1, c.head_dim).permute(0, 2, 3, 1, 4)  # [B, G, h, N, D]
-        q = rope(q, angles)
+        q = rope(self.project("q", x), angles)
         keys, values = {}, {}
         for branch in ("slc", "win"):
             if branch in self.branches:
-                keys[branch] = cache.append(self.layer, "k_" + branch, rope(self.project("k_" + branch, x), angles))
-                values[branch] = cache.append(self.layer, "v_" + branch, self.project("v_" + branch, x))
+                key, value = (self.project(kind + branch, x)[:, :, 0] for kind in ("k_", "v_"))
+                keys[branch] = cache.append(self.layer, "k_" + branch, rope(key, angles))
+                values[branch] = cache.append(self.layer, "v_" + branch, value)
         if "cmp" in self.branches:
             keys["cmp"] = self.compress("k_cmp", x, self.phi_k, cache, block_angles)
             values["cmp"] = self.compress("v_cmp", x, self.phi_v, cache, None)
