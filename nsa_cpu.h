@@ -23,6 +23,7 @@
 #include "lib/cpu/attention.h"
 #include "lib/cpu/gemm.h"
 #include "lib/cpu/runtime.h"
+#include "lib/cpu/sums.h"
 #include "lib/base/profile.h"
 #include "lib/model/engine.h"
 #include "lib/model/rope.h"
@@ -36,7 +37,7 @@ constexpr size_t FEW = 8192;
 // The executable specification of an engine. lib/model/engine.h lists the members that the program calls, with shapes
 // and rules; what stands here beside those is how Cpu does it.
 template <class real_>
-struct Cpu : HostRuntime {
+struct Cpu : HostRuntime, HostSums<real_> {
     using real = real_;    // parameters and activations
     using Stat = real_;    // rstd, LSE, gates, losses and the gradient of q: fp32 on an engine whose real is narrower
     using Grad = real_;    // gradients of parameters
@@ -75,6 +76,47 @@ struct Cpu : HostRuntime {
 #pragma omp simd
                 for (int c = c0; c < std::min(C, c0 + 64); c++)
                     dembed[size_t(tokens[n]) * C + c] += dx[size_t(n) * C + c];
+    }
+
+    // ----- smear.  x[t] += g[t] * (w.scale o e[t-1]) with e = embed[token], g[t] = sigmoid(w.gate . e[t]); position 0
+    // stays. tokens [B, queries]; where s.first > 0, B is 1 and tokens[-1] is the token before.
+    void smear_forward(real* x, const int32_t* tokens, const real* embed, const SmearOf<real>& w, const NsaShape& s,
+                       int C) {
+#pragma omp parallel for schedule(static)
+        for (int n = 0; n < s.B * s.queries; n++) {
+            if (s.first + n % s.queries == 0) continue;
+            const real *e = embed + size_t(tokens[n]) * C, *before = embed + size_t(tokens[n - 1]) * C;
+            const real g = sigmoid(dot(w.gate, e, C));
+            for (int c = 0; c < C; c++) x[size_t(n) * C + c] += g * w.scale[c] * before[c];
+        }
+    }
+    // With dz[t] = g[t] (1 - g[t]) * sum of dx[t] o scale o e[t-1], g and dz 0 at position 0, and sums over t:
+    //     de[t] = dx[t] + dz[t] gate + g[t+1] scale o dx[t+1];  dgate += dz[t] e[t];  dscale += g[t] dx[t] o e[t-1]
+    void smear_backward(real* de, const SmearOf<Grad>& dw, const real* dx, const int32_t* tokens, const real* embed,
+                        const SmearOf<real>& w, const NsaShape& s, int C) {
+        const int N = s.B * s.T;
+        real *const g = partial_sums.get(2 * size_t(N)), *const dz = g + N;
+#pragma omp parallel for schedule(static)
+        for (int n = 0; n < N; n++) {
+            g[n] = dz[n] = 0;
+            if (n % s.T == 0) continue;
+            g[n] = sigmoid(dot(w.gate, embed + size_t(tokens[n]) * C, C));
+            const real *before = embed + size_t(tokens[n - 1]) * C, *drow = dx + size_t(n) * C;
+            for (int c = 0; c < C; c++) dz[n] += drow[c] * w.scale[c] * before[c];
+            dz[n] *= g[n] * (1 - g[n]);
+        }
+#pragma omp parallel for schedule(static)
+        for (int c0 = 0; c0 < C; c0 += 64)
+            for (int n = 0; n < N; n++) {
+                const real *e = embed + size_t(tokens[n]) * C, *before = embed + size_t(tokens[n > 0 ? n - 1 : 0]) * C,
+                           *drow = dx + size_t(n) * C, *next = dx + size_t(n + 1 < N ? n + 1 : n) * C;
+                const real g_next = n + 1 < N ? g[n + 1] : 0;
+                for (int c = c0; c < std::min(C, c0 + 64); c++) {
+                    de[size_t(n) * C + c] = drow[c] + dz[n] * w.gate[c] + g_next * w.scale[c] * next[c];
+                    dw.gate[c] += dz[n] * e[c];
+                    dw.scale[c] += g[n] * drow[c] * before[c];
+                }
+            }
     }
 
     // ----- RMSNorm.  out = x * rstd * weight,  rstd = 1/sqrt(mean(x^2) + eps).  x, out [N, C], rstd [N], weight [C]
@@ -173,34 +215,7 @@ struct Cpu : HostRuntime {
         }
     }
 
-    // ----- optimiser.  *total += sum of x [count], in order
-    void add_sum(double* total, const Stat* x, size_t count) {
-        double sum = 0;
-        for (size_t i = 0; i < count; i++) sum += x[i];
-        *total += sum;
-    }
-    // squares[i] = sum of the squares of chunk i of x [total], in fp64; the chunks that begin in [begin, begin + count)
-    void chunk_squares(double* squares, const Grad* x, size_t total, size_t begin, size_t count) {
-#pragma omp parallel for schedule(static)
-        for (size_t chunk = begin / CHUNK; chunk < (begin + count) / CHUNK; chunk++) {
-            double sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (size_t i = chunk * CHUNK; i < std::min(total, (chunk + 1) * CHUNK); i++)
-                sum += double(x[i]) * double(x[i]);
-            squares[chunk] = sum;
-        }
-    }
-    // *sum = squares[0] + squares[1] + ... in this order, or NaN if *guard is not finite
-    void total_squares(double* sum, const double* squares, size_t chunks, const Grad* guard) {
-        *sum = 0;
-        for (size_t i = 0; i < chunks; i++) *sum += squares[i];
-        if (!std::isfinite(*guard)) *sum = std::numeric_limits<double>::quiet_NaN();
-    }
-    // *guard = *loss
-    template <class T>
-    void set_guard(T* guard, const double* loss) {
-        *guard = T(*loss);
-    }
+    // ----- optimiser; the sums that it begins with are in lib/cpu/sums.h.
     // What clipping multiplies the gradient by; NaN: no update.
     static double clip_factor(const HyperAdamW& h) {
         const double norm = h.squares ? std::sqrt(*h.squares) : 0;
@@ -640,6 +655,12 @@ struct Cpu : HostRuntime {
     TiledAttention tiles;
     KeyReads* reads = nullptr;
 
+    static real dot(const real* a, const real* b, int count) {
+        real sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < count; i++) sum += a[i] * b[i];
+        return sum;
+    }
     // What a matrix product takes of x: x itself or, with --cpu-dtype bf16, the nearest number of that format.
     real factor(real x) const { return gemm.bf16 ? round_to_bf16(x) : x; }
 

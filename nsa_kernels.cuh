@@ -6,7 +6,7 @@
 // registers (shuffles). A block is a thread block, whose threads share memory and meet at barriers. The model's blocks
 // always have a name in front or of their own: a compressed block (l tokens), a selection block (l' tokens).
 //
-// The file reads in this order:  row operations (embedding, norm, SiLU, classifier, sums)  ->  attention and selection
+// The file reads in this order:  row operations (embedding, norm, smear, SiLU, classifier)  ->  attention and selection
 // by plain kernels, which compute what the paper says in the fewest ideas  ->  heads and RoPE  ->  compression  ->  the
 // gated sum  ->  attention and selection on tensor cores  ->  struct Cuda, which launches them all. lib/cuda holds the
 // rest: common.cuh (the seam to CUDA), vectors.cuh (loads and stores), optimiser.cuh (AdamW, Muon), runtime.cuh
@@ -163,6 +163,78 @@ __global__ void __launch_bounds__(NORM_ROWS * 32)
     }
 }
 
+// Smear, one warp per row of C: x[t] += g[t] * (scale o e[t-1]) with e = embed[token], g[t] = sigmoid(gate . e[t]).
+// What it reads. Row n of the call is position first + n % queries.
+struct SmearInput {
+    const int32_t* tokens;
+    const cuda_real *embed, *gate, *scale;
+    int first, queries, C;
+    __device__ bool begins_sequence(int n) const { return first + n % queries == 0; }
+    __device__ const cuda_real* embedding(int n) const { return embed + size_t(tokens[n]) * C; }
+};
+template <int W>
+__global__ void __launch_bounds__(NORM_ROWS * 32) smear_forward_kernel(cuda_real* x, SmearInput in, int N) {
+    const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (n >= N || in.begins_sequence(n)) return;  // a whole warp
+    const cuda_real *e = in.embedding(n), *before = in.embedding(n - 1);
+    x += size_t(n) * in.C;
+    float dot = 0, a[W], b[W], sum[W];
+    for (int c = lane * W; c < in.C; c += 32 * W) {
+        load(a, e + c);
+        load(b, in.gate + c);
+        for (int k = 0; k < W; k++) dot += a[k] * b[k];
+    }
+    const float g = sigmoid(lane_sum(dot));
+    for (int c = lane * W; c < in.C; c += 32 * W) {
+        load(a, before + c);
+        load(b, in.scale + c);
+        load(sum, x + c);
+        for (int k = 0; k < W; k++) sum[k] += g * b[k] * a[k];
+        store(x + c, sum);
+    }
+}
+// g [N] and dz [N] = g (1 - g) * sum of dx[t] o scale o e[t-1]; both 0 where a sequence begins
+template <int W>
+__global__ void __launch_bounds__(NORM_ROWS * 32)
+    smear_rows_kernel(float* g, float* dz, const cuda_real* dx, SmearInput in, int N) {
+    const int n = blockIdx.x * NORM_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (n >= N) return;
+    const bool begins = in.begins_sequence(n);
+    const cuda_real *e = in.embedding(n), *before = in.embedding(begins ? n : n - 1);
+    dx += size_t(n) * in.C;
+    float logit = 0, dot = 0, a[W], b[W], d[W];
+    for (int c = lane * W; c < in.C; c += 32 * W) {
+        load(a, e + c);
+        load(b, in.gate + c);
+        for (int k = 0; k < W; k++) logit += a[k] * b[k];
+        load(a, before + c);
+        load(b, in.scale + c);
+        load(d, dx + c);
+        for (int k = 0; k < W; k++) dot += d[k] * b[k] * a[k];
+    }
+    const float value = sigmoid(lane_sum(logit)), slope = value * (1 - value) * lane_sum(dot);
+    if (lane > 0) return;
+    g[n] = begins ? 0 : value;
+    dz[n] = begins ? 0 : slope;
+}
+// de[t] = dx[t] + dz[t] gate + g[t+1] scale o dx[t+1]; one thread per W elements
+template <int W>
+__global__ void smear_backward_kernel(cuda_real* de, const cuda_real* dx, const float* g, const float* dz,
+                                      SmearInput in, int N) {
+    const size_t i = thread_index() * W, n = i / in.C, c = i % in.C;
+    if (n >= size_t(N)) return;
+    float sum[W], a[W], b[W];
+    load(sum, dx + i);
+    load(a, in.gate + c);
+    for (int k = 0; k < W; k++) sum[k] += dz[n] * a[k];
+    if (n + 1 < size_t(N)) {
+        load(a, in.scale + c);
+        load(b, dx + i + in.C);
+        for (int k = 0; k < W; k++) sum[k] += g[n + 1] * a[k] * b[k];
+    }
+    store(de + i, sum);
+}
+
 // Sums over the rows of a matrix [N, C], in two stages: over parts of `part_rows` rows, then over the parts. Term says
 // what is summed.
 struct FirstPartOf {  // every block's gradient once: column 0 of each `parts` columns of x [N, C*parts]
@@ -182,6 +254,27 @@ struct NormWeightGradient {  // dout * x * rstd
         load(term, dout + size_t(n) * C + c);
         load(a, x + size_t(n) * C + c);
         for (int k = 0; k < W; k++) term[k] *= a[k] * rstd[n];
+    }
+};
+struct SmearGateGradient {  // dz[t] e[t]
+    const float* dz;
+    SmearInput in;
+    template <int W>
+    __device__ void load_terms(float (&term)[W], int n, int c, int) const {
+        load(term, in.embedding(n) + c);
+        for (int k = 0; k < W; k++) term[k] *= dz[n];
+    }
+};
+struct SmearScaleGradient {  // g[t] dx[t] o e[t-1]
+    const float* g;
+    const cuda_real* dx;
+    SmearInput in;
+    template <int W>
+    __device__ void load_terms(float (&term)[W], int n, int c, int C) const {
+        float a[W];
+        load(term, dx + size_t(n) * C + c);
+        load(a, in.embedding(max(n - 1, 0)) + c);
+        for (int k = 0; k < W; k++) term[k] *= g[n] * a[k];
     }
 };
 // partial [parts, C], part blockIdx.y
@@ -1813,6 +1906,34 @@ struct Cuda : CudaRuntime {
         with_width(is_wide(C, dembed, dx), [&](auto W) {
             launch<kernels::embedding_backward_kernel<W()>>(dim3(unsigned(N), blocks_for(size_t(C), 128 * W())), 128, 0,
                                                             stream, dembed, dx, tokens, (const int32_t*)sorted, N, C);
+        });
+    }
+
+    // ----- smear.  x[t] += g[t] * (w.scale o e[t-1]) with e = embed[token], g[t] = sigmoid(w.gate . e[t]); position 0
+    // stays
+    void smear_forward(real* x, const int32_t* tokens, const real* embed, const SmearOf<real>& w, const NsaShape& s,
+                       int C) {
+        const kernels::SmearInput in{tokens, embed, w.gate, w.scale, s.first, s.queries, C};
+        const int N = s.B * s.queries;
+        with_width(is_wide(C, x, embed, w.gate, w.scale), [&](auto W) {
+            launch<kernels::smear_forward_kernel<W()>>(blocks_for(size_t(N), kernels::NORM_ROWS),
+                                                       kernels::NORM_ROWS * 32, 0, stream, x, in, N);
+        });
+    }
+    // With dz[t] = g[t] (1 - g[t]) * sum of dx[t] o scale o e[t-1], g and dz 0 at position 0, and sums over t:
+    //     de[t] = dx[t] + dz[t] gate + g[t+1] scale o dx[t+1];  dgate += dz[t] e[t];  dscale += g[t] dx[t] o e[t-1]
+    void smear_backward(real* de, const SmearOf<Grad>& dw, const real* dx, const int32_t* tokens, const real* embed,
+                        const SmearOf<real>& w, const NsaShape& s, int C) {
+        const kernels::SmearInput in{tokens, embed, w.gate, w.scale, 0, s.T, C};
+        const int N = s.B * s.T;
+        float *const g = scratch<float>(0, 2 * size_t(N)), *const dz = g + N;
+        with_width(is_wide(C, de, dx, embed, w.gate, w.scale), [&](auto W) {
+            launch<kernels::smear_rows_kernel<W()>>(blocks_for(size_t(N), kernels::NORM_ROWS), kernels::NORM_ROWS * 32,
+                                                    0, stream, g, dz, dx, in, N);
+            launch<kernels::smear_backward_kernel<W()>>(blocks_for(size_t(N) * C, 256 * W()), 256, 0, stream, de, dx,
+                                                        (const float*)g, (const float*)dz, in, N);
+            add_column_sums<W()>(dw.gate, kernels::SmearGateGradient{dz, in}, N, C);
+            add_column_sums<W()>(dw.scale, kernels::SmearScaleGradient{g, dx, in}, N, C);
         });
     }
 

@@ -96,6 +96,7 @@ struct LayerWeights {
 template <class T>
 struct Weights {
     T* embed = nullptr;                  // (Vp, C), tied to the head
+    SmearOf<T> smear = {};               // (C) each, --smear
     std::vector<LayerWeights<T>> layer;  // (L)
     T* norm = nullptr;                   // (C)
 };
@@ -108,6 +109,8 @@ struct TensorTable : TensorList {
                       M = c.mlp_hidden, gate_columns = shape_of(c, 1, 1).gate_columns();
         padded_vocab = (c.vocab_size + 127) / 128 * 128;
         add("embed_tokens.weight", matrix_of(c.vocab_size, C).padded_to(padded_vocab).elementwise());
+        if (c.smear) add("smear.gate.weight", vector_of(C).with(INIT_ZERO));
+        if (c.smear) add("smear.scale.weight", vector_of(C).with(INIT_ZERO));
         for (int64_t i = 0; i < c.layers; i++) {
 #define ADD(field, on_disk, form) \
     if (form.is_there && (c.attention == "nsa" || !form.only_nsa)) add(name_in_layer(i, on_disk), form);
@@ -124,6 +127,8 @@ struct TensorTable : TensorList {
         w.layer.resize(size_t(c.layers));
         size_t i = 0;
         w.embed = flat + specs[i++].offset;
+        if (c.smear) w.smear.gate = flat + specs[i++].offset;
+        if (c.smear) w.smear.scale = flat + specs[i++].offset;
         for (int64_t layer = 0; layer < c.layers; layer++) {
 #define POINT(field, on_disk, form) \
     if (specs[i].name == name_in_layer(layer, on_disk)) w.layer[size_t(layer)].field = flat + specs[i++].offset;
@@ -289,7 +294,7 @@ struct Model {
 // x_out is the last residual stream, and normed its norm. The logits cover one chunk of rows, so that no N x V array
 // ever exists.
 #define SHARED_BUFFERS(BUFFER)                                                                      \
-    BUFFER(int32_t, tokens,   count(N), there(true), "tokens (N)")                                  \
+    BUFFER(int32_t, tokens,   count(size_t(s.B) * s.T), there(true), "tokens (B, T)")               \
     BUFFER(int32_t, targets,  count(N), there(true), "targets (N)")                                 \
     BUFFER(Stat, losses,      count(N), there(true), "losses (N)")                                  \
     BUFFER(real, x_out,       count(N * C), there(true), "x_out (N, C)")                            \
@@ -449,10 +454,10 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
     if (!again) dev.matmul_forward(x_next, acts.act, w.mlp_fc2, acts.x_mid, N, M, C);  // x += fc2(silu(fc1))
 }
 
-// Runs all layers for positions first .. first+queries-1 of B sequences, whose tokens [B, queries] are in a.tokens, and
-// leaves the normed residual stream of these positions in a.normed. Training and evaluation take all T at once.
-// Decoding takes a prompt, then one position at a time, and finds the earlier keys and values in place. Calls done(i)
-// after layer i, because later layers may write over its buffers.
+// Runs all layers for positions first .. first+queries-1 of B sequences, whose tokens [B, queries] are at a.tokens +
+// first, and leaves the normed residual stream of these positions in a.normed. Training and evaluation take all T at
+// once. Decoding, of one sequence, takes a prompt, then one position at a time, and finds the earlier tokens, keys and
+// values in place. Calls done(i) after layer i, because later layers may write over its buffers.
 template <class Dev>
 void forward(
     const Model<Dev>& model, Activations<Dev>& a, int first, int queries,
@@ -462,7 +467,8 @@ void forward(
     s.first = first;
     s.queries = queries;
     const int N = s.B * queries, C = int(a.C);
-    dev.embedding_forward(a.layer[0].x, a.tokens, model.w.embed, N, C);
+    dev.embedding_forward(a.layer[0].x, a.tokens + first, model.w.embed, N, C);
+    if (model.config.smear) dev.smear_forward(a.layer[0].x, a.tokens + first, model.w.embed, model.w.smear, s, C);
     for (size_t i = 0; i < a.layer.size(); i++) {
         forward_layer(model, a, i, s);
         done(i);
@@ -475,7 +481,7 @@ template <class Dev>
 void forward(
     const Model<Dev>& model, Activations<Dev>& a, const int32_t* tokens, int first, int queries,
     const std::function<void(size_t)>& done = [](size_t) {}) {
-    model.dev.upload(a.tokens, tokens, size_t(a.shape.B) * size_t(queries));
+    model.dev.upload(a.tokens + first, tokens, size_t(a.shape.B) * size_t(queries));
     forward(model, a, first, queries, done);
 }
 
@@ -627,8 +633,11 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
         // attn_norm is the layer's first tensor, so all that follows it in the array is final
         if (ready) ready(size_t(model.dw.layer[i].attn_norm - model.dw.embed));
     }
-    // x = embed[token]
-    dev.embedding_backward(model.dw.embed, a.dx, a.tokens, N, C);
+    // x = e + gate * scale o (e of the token before)
+    if (model.config.smear)
+        dev.smear_backward(a.dnormed, model.dw.smear, a.dx, a.tokens, model.w.embed, model.w.smear, a.shape, C);
+    // e = embed[token]
+    dev.embedding_backward(model.dw.embed, model.config.smear ? a.dnormed : a.dx, a.tokens, N, C);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

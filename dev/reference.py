@@ -62,19 +62,20 @@ class Config:
     rope_base: float
     norm_eps: float
     qk_norm: str = "off"  # "on": RMSNorm of the heads of q and of the keys, before RoPE
+    smear: str = "off"  # "on": a part of the token before is added to each input; "off"
 
 
 def read_config(text, path):
     """config.json's text -> Config. Keys that do not describe the model (seq_len, tokenizer) are not needed here."""
     try:
-        values = json.loads(text)
-        values = {"qk_norm": "off"} | values  # older ones do not name it
+        values = {"qk_norm": "off", "smear": "off"} | json.loads(text)  # older ones do not name them
         c = Config(**{field.name: field.type(values[field.name]) for field in dataclasses.fields(Config)})
     except (ValueError, TypeError, KeyError) as e:
         raise Failure(f"{path}: metadata key 'config' is not a complete config.json: {type(e).__name__} {e}")
     rules = {
         "attention is nsa or full": c.attention in ("nsa", "full"),
         "qk_norm is on or off": c.qk_norm in ("on", "off"),
+        "smear is on or off": c.smear in ("on", "off"),
         "sizes are positive": min(v for v in dataclasses.asdict(c).values() if not isinstance(v, str)) > 0,
         "reset_at_document, which has left, is 0": values.get("reset_at_document", 0) == 0,
         "heads is a multiple of kv_groups": c.heads % max(c.kv_groups, 1) == 0,
@@ -94,6 +95,8 @@ def parameter_shapes(c):
     """{name: shape} of every parameter, in MODEL.md's order. Linear weights are [out, in]."""
     C, HD, GD, D = c.dim, c.heads * c.head_dim, c.kv_groups * c.head_dim, c.head_dim
     shapes = {"embed_tokens.weight": (c.vocab_size, C)}
+    if c.smear == "on":
+        shapes |= {"smear.gate.weight": (C,), "smear.scale.weight": (C,)}
     for i in range(c.layers):
         layer = {"attn_norm.weight": (C,), "mlp_norm.weight": (C,), "attn.q_proj.weight": (HD, C)}
         for branch in ("cmp", "slc", "win") if c.attention == "nsa" else ("win",):
@@ -244,10 +247,18 @@ def layer_forward(x, w, c, given):
     return x + hidden @ w["mlp.fc2.weight"].T, found
 
 
+def smear(e, gate, scale):
+    """e [T, C]: each row plus a part of the row before, which a gate of its own opens."""
+    before = F.pad(e[:-1], (0, 0, 1, 0))
+    return e + torch.sigmoid(e @ gate)[:, None] * scale * before
+
+
 def forward(tokens, params, c, given=None):
     """tokens [T] -> logits [T, V] and one Selection per layer.
     given: per layer, the selection to use instead of the one computed here."""
     x, found = params["embed_tokens.weight"][tokens], []
+    if c.smear == "on":
+        x = smear(x, params["smear.gate.weight"], params["smear.scale.weight"])
     for i in range(c.layers):
         prefix = f"layers.{i}."
         w = {name[len(prefix):]: p for name, p in params.items() if name.startswith(prefix)}
@@ -640,7 +651,11 @@ def naive_forward(c, weights, tokens):
         mean = [sum(row[e] for row in rows) / c.cmp_block for e in range(D)]
         return add(mean, linear(prefix + ".fc2.weight", hidden))
 
-    x = [list(weights["embed_tokens.weight"][token]) for token in tokens]
+    embedded = [list(weights["embed_tokens.weight"][token]) for token in tokens]
+    x = [list(row) for row in embedded]
+    for t in range(1, T if c.smear == "on" else 1):
+        gate = 1 / (1 + math.exp(-dot(weights["smear.gate.weight"], embedded[t])))
+        x[t] = add(x[t], [gate * s * e for s, e in zip(weights["smear.scale.weight"], embedded[t - 1])])
     for layer in range(c.layers):
         at = f"layers.{layer}.attn."
         y = [norm(f"layers.{layer}.attn_norm.weight", row) for row in x]
@@ -740,6 +755,7 @@ def tiny(**changes):
         vocab_size=17,
         rope_base=10000.0,
         norm_eps=1e-6,
+        smear="off",
     )
     return Config(**(base | changes))
 
@@ -1132,6 +1148,7 @@ def check_bad_files():
 
 SELFTESTS = {
     "loops: h = 3, l/d/l' = 4/2/4": lambda: check_against_loops(tiny(), 39),
+    "loops: smear": lambda: check_against_loops(tiny(smear="on"), 39),
     "loops: h = 1, l = d = 1": lambda: check_against_loops(tiny(heads=2, cmp_block=1, cmp_stride=1, slc_block=3), 29),
     "loops: h = 3, l = d = 1": lambda: check_against_loops(tiny(cmp_block=1, cmp_stride=1, slc_block=2, window=4), 23),
     "loops: one group of 6 heads": lambda: check_against_loops(tiny(kv_groups=1, slc_count=5), 33),

@@ -148,6 +148,16 @@ struct Members : Formats<Dev> {
     NEEDS(void, embedding_forward, (real * x, const int32_t* tokens, const real* embed, int N, int C));
     // dembed [V, C] += the rows of dx, those of one token in order of n
     NEEDS(void, embedding_backward, (Grad * dembed, const real* dx, const int32_t* tokens, int N, int C));
+    // x[t] += g[t] * (w.scale o e[t-1]) with e = embed[token] and g[t] = sigmoid(w.gate . e[t]); position 0 stays.
+    // tokens [B, queries]; where s.first > 0, B is 1 and tokens[-1] is the token before.
+    NEEDS(void, smear_forward,
+          (real * x, const int32_t* tokens, const real* embed, const SmearOf<real>& w, const NsaShape& s, int C));
+    // With dz[t] = g[t] (1 - g[t]) * sum of dx[t] o w.scale o e[t-1], g and dz 0 at position 0:
+    // de[t] = dx[t] + dz[t] w.gate + g[t+1] (w.scale o dx[t+1]);  dw.gate += sum over t of dz[t] e[t];  dw.scale += sum
+    // over t of g[t] (dx[t] o e[t-1]). Training shapes.
+    NEEDS(void, smear_backward,
+          (real * de, const SmearOf<Grad>& dw, const real* dx, const int32_t* tokens, const real* embed,
+           const SmearOf<real>& w, const NsaShape& s, int C));
     // rstd [N] = 1/sqrt(mean(x^2) + NORM_EPS), out [N, C] = x * rstd * weight [C]
     NEEDS(void, rmsnorm_forward, (real * out, Stat* rstd, const real* x, const real* weight, int N, int C));
     // dx += rstd * (g - x * rstd^2 * mean(g * x)) with g = dout * weight;  dweight [C] += sum over n of dout * x * rstd

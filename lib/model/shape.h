@@ -100,6 +100,12 @@ struct PhiOf {
     T *fc1, *bias, *fc2;  // [F, l*D], [F], [D, F]
 };
 
+// What the smear learns: its weights, or the gradients of them.
+template <class T>
+struct SmearOf {
+    T *gate, *scale;  // [C]
+};
+
 // What a branch's attention reads: q [B, H, queries, D], keys and values [B, G, key_stride(), D], and in the selected
 // branch selection [B, G, queries, words].
 template <class T>

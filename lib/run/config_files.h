@@ -48,7 +48,7 @@ static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",
                                             "cmp-block",  "cmp-stride", "slc-block", "slc-count", "window",
                                             "phi-hidden", "mlp-hidden", "seq-len",   "rope-base"};
 
-static const char* const MODEL_WORDS[] = {"attention", "branches", "tokenizer", "qk-norm"};
+static const char* const MODEL_WORDS[] = {"attention", "branches", "tokenizer", "qk-norm", "smear"};
 static std::string config_json(const ModelConfig& model) {
     Config c;
     static_cast<ModelConfig&>(c) = model;
@@ -89,16 +89,14 @@ static bool is_former_option(const std::string& key, const Json& value, const st
     return false;
 }
 
-// Options of the model that older files do not name, and what their models have.
-static const struct { const char *key, *value; } LATER_OPTIONS[] = {{"branches", "\"all\""}, {"qk_norm", "\"off\""}};
-
+// What a version wrote that did not have these options yet is the model of their defaults.
 static Json parse_model_config(const std::string& path) {
     Json config = parse_json(read_file(path), path);
     for (size_t i = 0; i < config.keys.size(); i++) is_former_option(config.keys[i], config.items[i], path);
-    for (const auto& later : LATER_OPTIONS) {
-        if (config.kind != Json::Object || config.find(later.key)) continue;
-        config.keys.push_back(later.key);
-        config.items.push_back(parse_json(later.value, path));
+    for (const char* newer : {"branches", "qk-norm", "smear"}) {
+        if (config.kind != Json::Object || config.find(underscored(newer))) continue;
+        config.keys.push_back(underscored(newer));
+        config.items.push_back(parse_json(json_quote(option_named(newer).default_text), path));
     }
     return config;
 }

@@ -28,7 +28,7 @@ struct ModelConfig {
     std::string attention, branches, tokenizer;
     int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0,
             slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0, seq_len = 0, rope_base = 10000;
-    bool qk_norm = false;
+    bool qk_norm = false, smear = false;
     int64_t vocab_size = 0;     // follows from the tokenizer and its --vocab-dir
     uint32_t vocab_digest = 0;  // of its tokens, see Tokenizer::digest; 0: not known, or bytes
     // its weights and their update
@@ -163,6 +163,8 @@ static const Option OPTIONS[] = {
     {"rope-base", TRAIN, &ModelConfig::rope_base, "10000", between(1, 1e9),
      "base of RoPE's angles; with --init-from and a longer --seq-len a larger one, such as 500000, lengthens a trained "
      "model's context"},
+    {"smear", TRAIN, &ModelConfig::smear, "off", ANY,
+     "each position's input gets a learnt, gated part of the token before it"},
     {"init-from", TRAIN, &TrainConfig::init_from, "", ANY,
      "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the model's options are "
      "taken from there"},
@@ -631,7 +633,7 @@ inline Config parse_options(int argc, const char* const* argv, std::set<std::str
         if (!given.insert(name).second && (o->list || !several)) fail_usage("--%s is given twice", name.c_str());
         option = name;
         if (o->flag && equals == std::string::npos) {
-            const bool has_value = at < argc && is_choice(argv[at], "0|1");
+            const bool has_value = at < argc && is_choice(argv[at], "on|off|1|0");
             set_option(c, *o, has_value ? argv[at++] : "on");
             continue;
         }

@@ -60,6 +60,38 @@ kernel void embedding_backward(ulong work, OUT(dembed), IN(dx), ARRAY(const int,
     dembed[(ulong)tokens[first] * C + c] += sum;
 }
 
+// The smear. A work-group for each row; before [N + 1, C]: row n is the embedding before token n, row n + 1 its own.
+float smear_gate(global const float* e, global const float* gate, int C, local float* room) {
+    float sum = 0;
+    for (int c = ITEM; c < C; c += ITEMS) sum += e[c] * gate[c];
+    return sigmoid(group_sum(sum, room));
+}
+kernel void smear_forward(OUT(x), IN(before), IN(gate), IN(scale), int first, int queries, int C) {
+    AT(x) AT(before) AT(gate) AT(scale)
+    local float room[ITEMS];
+    if (first + GROUP % queries == 0) return;
+    const ulong row = (ulong)GROUP * C;
+    const float g = smear_gate(before + row + C, gate, C, room);
+    for (int c = ITEM; c < C; c += ITEMS) x[row + c] += g * scale[c] * before[row + c];
+}
+kernel void smear_rows(OUT(g), OUT(dz), IN(dx), IN(before), IN(gate), IN(scale), int T, int C) {
+    AT(g) AT(dz) AT(dx) AT(before) AT(gate) AT(scale)
+    local float room[ITEMS];
+    const ulong row = (ulong)GROUP * C;
+    const float value = smear_gate(before + row + C, gate, C, room);
+    float sum = 0;
+    for (int c = ITEM; c < C; c += ITEMS) sum += dx[row + c] * scale[c] * before[row + c];
+    sum = group_sum(sum, room);
+    if (ITEM > 0) return;
+    g[GROUP] = GROUP % T == 0 ? 0 : value;
+    dz[GROUP] = GROUP % T == 0 ? 0 : value * (1 - value) * sum;
+}
+kernel void smear_backward(ulong work, OUT(de), IN(dx), IN(g), IN(dz), IN(gate), IN(scale), int N, int C) {
+    AT(de) AT(dx) AT(g) AT(dz) AT(gate) AT(scale) EACH(i)
+    const int n = i / C, c = i % C;
+    de[i] = dx[i] + dz[n] * gate[c] + (n + 1 < N ? g[n + 1] * scale[c] * dx[i + C] : 0);
+}
+
 // A work-group for each row.
 kernel void rmsnorm_forward(OUT(out), OUT(rstd), IN(x), IN(weight), int C, float eps) {
     AT(out) AT(rstd) AT(x) AT(weight)

@@ -236,6 +236,21 @@ class OpenCl {
     void embedding_backward(float* dembed, In dx, const int32_t* tokens, int N, int C) {
         over(size_t(N) * C, "embedding_backward", dembed, dx, tokens, N, C);
     }
+    void smear_forward(float* x, const int32_t* tokens, In embed, const SmearOf<float>& w, const NsaShape& s, int C) {
+        const int N = s.B * s.queries;
+        launch({size_t(N)}, ITEMS, "smear_forward", x, embeddings(tokens, embed, N, s.first > 0, C), w.gate, w.scale,
+               s.first, s.queries, C);
+    }
+    void smear_backward(float* de, const SmearOf<float>& dw, In dx, const int32_t* tokens, In embed,
+                        const SmearOf<float>& w, const NsaShape& s, int C) {
+        const int N = s.B * s.T;
+        const In before = embeddings(tokens, embed, N, false, C);
+        float *const g = scratch(0, size_t(N)), *const dz = scratch(2, size_t(N));
+        launch({size_t(N)}, ITEMS, "smear_rows", g, dz, dx, before, w.gate, w.scale, s.T, C);
+        over(size_t(N) * C, "smear_backward", de, dx, g, dz, w.gate, w.scale, N, C);
+        gemm({1, C, N}, dw.gate, dz, before + C, dw.gate, {size_t(N), 1, 0}, {1, size_t(C), 0}, {size_t(C), 1, 0});
+        add_column_sums(dw.scale, dx, before, g, N, C);
+    }
     void rmsnorm_forward(float* out, float* rstd, In x, In weight, int N, int C) {
         launch({size_t(N)}, ITEMS, "rmsnorm_forward", out, rstd, x, weight, C, float(NORM_EPS));
     }
@@ -517,6 +532,14 @@ class OpenCl {
     void gemm(GemmSize s, float* C, In A, In B, In addend, Strides a, Strides b, Strides c, size_t count = 1) {
         const auto tiles = [](int n) { return (size_t(n) + TILE - 1) / TILE; };
         launch({tiles(s.N), tiles(s.M), count}, 256, "gemm", C, A, B, addend, s.M, s.N, s.K, a, b, c);
+    }
+    // [N + 1, C]: the embedding of the token before the first, or zeros, and those of the tokens
+    In embeddings(const int32_t* tokens, In embed, int N, bool has_one_before, int C) {
+        float* const rows = scratch(1, size_t(N + 1) * C);
+        if (has_one_before) embedding_forward(rows, tokens - 1, embed, 1, C);
+        else zero(rows, size_t(C));
+        embedding_forward(rows + C, tokens, embed, N, C);
+        return rows;
     }
     // out [C] += the sums over N rows of a, or of a x rstd: parts of PART_ROWS rows, then their sum
     void add_column_sums(float* out, In a, In x, In rstd, int N, int C) {

@@ -21,6 +21,9 @@
 #include "decode_check.h"
 #include "muon_check.h"
 
+// Each of them changes the model.
+constexpr const char* ALL_OPTIONS = "--qk-norm --smear";
+
 template <class E>
 double model_limit(int64_t layers) {
     const double stored_arrays = 2.0 * (11 + 13 * double(layers)) + 2;
@@ -172,13 +175,13 @@ void check_model(const Config& c, int way) {
 }
 TEST_ON(ModelEngines, model_loss_and_gradients, false) {
     for (const char* options :
-         {"", "--attention full", "--branches cmp,win", "--branches slc", "--qk-norm", "--qk-norm --attention full"})
+         {"", "--attention full", "--branches cmp,win", "--branches slc", ALL_OPTIONS, "--qk-norm --attention full"})
         for (int way = 0; way < E::WAYS; way++) check_model<E>(engine_config(options), way);
 }
 
 // --recompute trades memory for time, and nothing else.
 ENGINE_TEST(model_recompute_gives_the_same_bits) {
-    for (const std::string kind : {"nsa", "full", "nsa --qk-norm"}) {
+    for (const std::string kind : {"nsa", "full", "nsa --qk-norm", "nsa --smear"}) {
         std::vector<typename E::Dev::Grad> first;
         double loss = 0;
         size_t bytes = 0;
@@ -317,7 +320,7 @@ TEST_ON(ModelEngines, model_resumed_equals_uninterrupted, false) {  // checkpoin
     using Dev = typename E::Dev;
     for (const int level : {0, 1, 2}) {
         TempFolder folder;
-        Config c = engine_config("--batch 1 --recompute 0");
+        Config c = engine_config(std::string("--batch 1 --recompute 0 ") + (level == 2 ? ALL_OPTIONS : ""));
         c.out = folder.path, c.recompute = level, c.layers = 1, c.seq_len = 32, c.total_batch = 64, c.init = "standard";
         c.optimizer = level == 1 ? "muon" : "adamw";
         c.qk_norm = level != 2;
@@ -447,7 +450,8 @@ void check_causality(const Config& c, int way) {
     }
 }
 ENGINE_TEST(model_changing_a_token_changes_nothing_before_it) {
-    for (int way = 0; way < E::WAYS; way++) check_causality<E>(engine_config(), way);
+    for (int way = 0; way < E::WAYS; way++)
+        for (const char* options : {"", ALL_OPTIONS}) check_causality<E>(engine_config(options), way);
     if (E::FAST)
         for (const char* options : {"--cmp-block 1 --cmp-stride 1 --slc-block 1 --slc-count 16 --window 1",
                                     "--cmp-block 32 --cmp-stride 16 --slc-count 5 --window 70", "--attention full"})
@@ -486,7 +490,7 @@ void check_decoding_of_model(const Config& c, const std::vector<int>& pieces, in
     else check_relative_error("decoding", found.data(), expected.data(), found.size(), model_limit<E>(c.layers));
 }
 ENGINE_TEST(model_decoding_is_prefill) {
-    for (const char* options : {"", "--attention full", "--qk-norm"})
+    for (const char* options : {"", "--attention full", ALL_OPTIONS})
         for (int way = 0; way < E::WAYS; way++)
             for (const std::vector<int>& pieces : {std::vector<int>{37, 30, 1}, std::vector<int>{7}}) {
                 Config c = engine_config(options);
@@ -510,7 +514,7 @@ ENGINE_TEST(model_decoding_reads_what_the_formula_says) {
     for (int way = 0; way < E::WAYS; way++) {
         check_decoding_to<E>(130, "--layers 1 --cmp-block 8 --cmp-stride 4 --slc-block 16 --slc-count 4 --window 24 ",
                              way);
-        check_decoding_to<E>(70, "--layers 1 --attention full ", way);
+        check_decoding_to<E>(70, std::string("--layers 1 --attention full ") + ALL_OPTIONS, way);
     }
 }
 
@@ -601,5 +605,6 @@ void check_golden(const std::string& name) {
 ENGINE_TEST(golden_nsa) { check_golden<E>("nsa"); }
 ENGINE_TEST(golden_nsa_paper) { check_golden<E>("nsa_paper"); }
 ENGINE_TEST(golden_nsa_h1) { check_golden<E>("nsa_h1"); }
+ENGINE_TEST(golden_options) { check_golden<E>("options"); }
 ENGINE_TEST(golden_full) { check_golden<E>("full"); }
 ENGINE_TEST(golden_qk_norm) { check_golden<E>("qk_norm"); }

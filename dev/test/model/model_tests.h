@@ -114,6 +114,8 @@ TEST(model_gradients_match_finite_differences_full_attention) {
 TEST(model_gradients_match_finite_differences_qk_norm) {
     for (const char* attention : {"nsa", "full"})
         check_model_gradients(std::string(SMALL) + "--init random --qk-norm --attention " + attention);
+TEST(model_gradients_match_finite_differences_smear) {
+    check_model_gradients(std::string(SMALL) + "--init random --smear 1");
 }
 // T < l: no compressed block
 TEST(model_gradients_match_finite_differences_short_sequence) {
@@ -165,7 +167,7 @@ TEST(a_branch_that_is_left_out_says_nothing) {
 }
 
 TEST(every_weight_gets_a_gradient) {
-    TestModel<Cpu<float>> t(std::string(SMALL) + "--init random --qk-norm", 2);
+    TestModel<Cpu<float>> t(std::string(SMALL) + "--init random --qk-norm --smear 1", 2);
     t.loss_and_gradients();
     for (const TensorSpec& spec : t.model.table.specs)
         // every row of every tensor; of the embedding, those of tokens seen (as labels all are)

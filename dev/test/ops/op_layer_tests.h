@@ -20,6 +20,32 @@ TEST(op_gradient_embedding) {
                    [&] { return cpu.embedding_forward(x, tokens, embed, N, C), weigh(x.data(), dx, x.size()); });
 }
 
+TEST(op_gradient_smear) {
+    const int C = 5, V = 7;
+    Random random(205);
+    Cpu<double> cpu;
+    NsaShape s;
+    s.B = 2, s.T = s.queries = 6;
+    const int N = s.B * s.T;
+    Buffer<int32_t> tokens(N);
+    for (int n = 0; n < N; n++) tokens[n] = random.below(V);
+    Buffer<double> embed(V * C, "embed"), gate(C, "gate"), scale(C, "scale"), x(N * C, "x"), dx(N * C, "dx"),
+        de(N * C, "de"), dembed(V * C, "dembed"), dgate(C, "dgate"), dscale(C, "dscale");
+    for (auto* input : {&embed, &gate, &scale, &dx}) input->fill(random);
+    for (auto* sum : {&dembed, &dgate, &dscale}) sum->zero();
+    const SmearOf<double> w{gate.data(), scale.data()};
+    cpu.smear_backward(de, {dgate.data(), dscale.data()}, dx, tokens, embed, w, s, C);
+    cpu.embedding_backward(dembed, de, tokens, N, C);
+    const auto loss = [&] {
+        cpu.embedding_forward(x, tokens, embed, N, C);
+        cpu.smear_forward(x, tokens, embed, w, s, C);
+        return weigh(x.data(), dx, x.size());
+    };
+    CHECK_GRADIENT(embed, dembed, loss);
+    CHECK_GRADIENT(gate, dgate, loss);
+    CHECK_GRADIENT(scale, dscale, loss);
+}
+
 TEST(op_gradient_rmsnorm) {
     const int N = 4, C = 9;
     Random random(210);

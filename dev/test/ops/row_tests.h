@@ -115,6 +115,65 @@ ENGINE_TEST(rmsnorm) {
         check_rmsnorm<E>(N, C);
 }
 
+// The smear of B sequences, or of one whose first `first` tokens are not asked for.
+template <class E>
+void check_smear(int B, int T, int first, int C, int V) {
+    using Num = typename E::Num;
+    const auto dev = E::open();
+    Random random(25);
+    NsaShape s;
+    s.B = B, s.T = T, s.first = first, s.queries = T - first;
+    const size_t N = size_t(B) * s.queries, width = size_t(C);
+    std::vector<int32_t> tokens(size_t(B) * T);
+    for (int32_t& t : tokens) t = random.below(V);
+    const auto embed = E::random_reals(random, V * width), gate = E::random_reals(random, width, 0.3),
+               scale = E::random_reals(random, width), x = E::random_reals(random, N * width),
+               dgate = E::random_values(random, width), dscale = E::random_values(random, width);
+    const auto outputs = in_every_order<E>([&]() -> std::vector<typename E::Values> {
+        Reals<E> e(*dev, embed), u(*dev, gate), by(*dev, scale), smeared(*dev, x), dx(*dev, x), de(*dev, x.size());
+        Stats<E> du(*dev, dgate), dby(*dev, dscale);
+        const Array<E, int32_t> t(*dev, tokens);
+        const SmearOf<typename E::Real> weights{u, by};
+        dev->smear_forward(smeared, t + first, e, weights, s, C);
+        if (first > 0) return {smeared.host()};
+        dev->smear_backward(de, {du, dby}, dx, t, e, weights, s, C);
+        return {smeared.host(), de.host(), du.host(), dby.host()};
+    });
+    typename E::Nums expected(x.begin(), x.end()), de = expected;
+    std::vector<typename E::Sum> du(width), dby(width);
+    for (size_t c = 0; c < width; c++) du[c].add(dgate[c]), dby[c].add(dscale[c]);
+    for (size_t n = 0; n < N; n++) {
+        const size_t at = size_t(first) + n;
+        if (at % T == 0) continue;  // nothing stands before it
+        const auto *e = &embed[tokens[at] * width], *before = &embed[tokens[at - 1] * width], *dx = &x[n * width];
+        typename E::Sum logit, along;
+        for (size_t c = 0; c < width; c++) {
+            logit.add(Num(gate[c]) * Num(e[c]));
+            along.add(Num(dx[c]) * Num(scale[c]) * Num(before[c]));
+        }
+        const Num g = oracle::sigmoid(Num(logit)), dz = Num(along) * g * (Num(1) - g);
+        for (size_t c = 0; c < width; c++) {
+            expected[n * width + c] = expected[n * width + c] + g * Num(scale[c]) * Num(before[c]);
+            de[n * width + c] = de[n * width + c] + dz * Num(gate[c]);
+            if (n > 0) de[(n - 1) * width + c] = de[(n - 1) * width + c] + g * Num(scale[c]) * Num(dx[c]);
+            du[c].add(dz * Num(e[c]));
+            dby[c].add(g * Num(dx[c]) * Num(before[c]));
+        }
+    }
+    CHECK_ARRAY(outputs[0], E::stored(expected), int(N), C);
+    if (first > 0) return;
+    CHECK_ARRAY(outputs[1], E::stored(de), int(N), C);
+    CHECK_ARRAY(outputs[2], oracle::numbers(du));
+    CHECK_ARRAY(outputs[3], oracle::numbers(dby));
+}
+ENGINE_TEST(smear) {
+    for (const auto& [B, T, C] : {std::array<int, 3>{1, 1, 8}, {2, 3, 1}, {3, 25, 24}, {1, 70, 65}, {2, 9, 1032}}) {
+        check_smear<E>(B, T, 0, C, 11);
+        if (B == 1 && T > 1)
+            for (const int first : {1, T / 2, T - 1}) check_smear<E>(B, T, first, C, 11);
+    }
+}
+
 template <class E>
 void check_matmul(typename E::Dev& dev, int N, int C, int OC) {
     using Num = typename E::Num;

@@ -35,6 +35,7 @@ class NsaConfig(PretrainedConfig):
         seq_len=512,         # T, tokens of the sequences it was trained on; longer ones work
         attention="nsa",     # or "full": dense causal attention
         branches="all",      # or those of "cmp,slc,win" whose gates are not 0
+        smear="off",         # or "on": each input gets a gated part of the token before it
         tokenizer="bytes",   # or "gpt2"
         vocab_size=256,      # V
         rope_base=10000,     # of RoPE's angles
@@ -61,6 +62,7 @@ class NsaConfig(PretrainedConfig):
         self.seq_len = seq_len
         self.attention = attention
         self.branches = branches
+        self.smear = smear
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.rope_base = rope_base

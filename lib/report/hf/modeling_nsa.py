@@ -18,7 +18,7 @@ from .configuration_nsa import NsaConfig
 QUERIES_AT_A_TIME = 256  # the weights of so many queries are in memory at once, so memory grows linearly with S
 # The tensors of the model and of each layer. `export` refuses a model that has others, which this file would not use.
 TENSORS = (
-    "embed_tokens.weight", "norm.weight",
+    "embed_tokens.weight", "smear.gate.weight", "smear.scale.weight", "norm.weight",
     "attn_norm.weight", "attn.q_proj.weight", "attn.k_cmp_proj.weight", "attn.v_cmp_proj.weight",
     "attn.k_slc_proj.weight", "attn.v_slc_proj.weight", "attn.k_win_proj.weight", "attn.v_win_proj.weight",
     "attn.q_norm.weight", "attn.k_cmp_norm.weight", "attn.k_slc_norm.weight", "attn.k_win_norm.weight",
@@ -37,6 +37,7 @@ class NsaCache:
 
     def __init__(self, layers):
         self.tokens = 0
+        self.last = None  # the embedding of the last token [B, 1, C], for the smear
         # Per layer, by name: k_win, v_win, k_slc, v_slc [B, G, S, D], compressed k_cmp, v_cmp [B, G, NC, D], and the
         # rows from which the next compressed block will be made, k_rows, v_rows [B, G, fewer than l, D].
         self.layers = [{} for _ in range(layers)]
@@ -51,6 +52,8 @@ class NsaCache:
         return self.layers[layer][name]
 
     def reorder_cache(self, beams):
+        if self.last is not None:
+            self.last = self.last.index_select(0, beams.to(self.last.device))
         self.layers = [{name: x.index_select(0, beams.to(x.device)) for name, x in y.items()} for y in self.layers]
 
 
@@ -112,6 +115,12 @@ class NsaRMSNorm(nn.Module):
     def forward(self, x):
         y = x.float()
         return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
+class NsaVector(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
 
 
 class NsaPhi(nn.Module):
@@ -245,6 +254,20 @@ class NsaLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class NsaSmear(nn.Module):
+    """Each input gets a part of the token before it."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.gate, self.scale = NsaVector(c.dim), NsaVector(c.dim)
+
+    def forward(self, e, cache):  # [B, N, C]
+        before = torch.zeros_like(e[:, :1]) if cache.last is None else cache.last
+        before = torch.cat([before, e[:, :-1]], dim=1)
+        cache.last = e[:, -1:]
+        return e + torch.sigmoid(e @ self.gate.weight)[..., None] * self.scale.weight * before
+
+
 class NsaForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NsaConfig
     base_model_prefix = "model"
@@ -253,6 +276,8 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)  # the head too
+        if config.smear == "on":
+            self.smear = NsaSmear(config)
         self.layers = nn.ModuleList(NsaLayer(config, i) for i in range(config.layers))
         self.norm = NsaRMSNorm(config.dim, config.norm_eps)
         self.post_init()
@@ -289,6 +314,8 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
         blocks = torch.arange(compressed_blocks(first, c), compressed_blocks(first + N, c))
         block_angles = rope_angles(blocks * c.cmp_stride, c, input_ids.device)
         x = self.embed_tokens(input_ids)
+        if c.smear == "on":
+            x = self.smear(x, past_key_values)
         for layer in self.layers:
             x = layer(x, past_key_values, angles, block_angles)
         past_key_values.tokens += N
