@@ -153,7 +153,7 @@ static void compare_decoding(const Golden& golden) {
     Activations<Cpu<float>> caches(t.dev, t.model.config, 1, T, INFERENCE, 1);
     for (int position = 0; position < T; position++) {
         forward(t.model, caches, &t.inputs[size_t(position)], position, 1);
-        t.dev.matmul_forward(caches.logits, caches.normed, t.model.w.embed, nullptr, 1, int(caches.C), int(caches.Vp));
+        t.dev.matmul_forward(caches.logits, caches.normed, t.model.w.head, nullptr, 1, int(caches.C), int(caches.Vp));
         one_by_one.insert(one_by_one.end(), caches.logits, caches.logits + V);
     }
     const double error = relative_error(one_by_one.data(), at_once.data(), one_by_one.size());

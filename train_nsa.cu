@@ -80,10 +80,10 @@ using DeviceEngine = void;
     TENSOR(phi_v_fc1,  "attn.phi_v.fc1.weight",  matrix_of(F, l * D).with(INIT_PHI).of_nsa())                          \
     TENSOR(phi_v_bias, "attn.phi_v.fc1.bias",    vector_of(F).with(INIT_ZERO).of_nsa())                                \
     TENSOR(phi_v_fc2,  "attn.phi_v.fc2.weight",  matrix_of(D, F).with(INIT_ZERO).of_nsa())                             \
-    TENSOR(o_proj,     "attn.o_proj.weight",     matrix_of(C, H * D).with(INIT_RESIDUAL))                              \
+    TENSOR(o_proj,     "attn.o_proj.weight",     matrix_of(C, H * D).with(residual))                                   \
     TENSOR(mlp_norm,   "mlp_norm.weight",        vector_of(C).with(INIT_ONE))                                          \
     TENSOR(mlp_fc1,    "mlp.fc1.weight",         matrix_of(M, C))                                                      \
-    TENSOR(mlp_fc2,    "mlp.fc2.weight",         matrix_of(C, M).with(INIT_RESIDUAL))
+    TENSOR(mlp_fc2,    "mlp.fc2.weight",         matrix_of(C, M).with(residual))
 // clang-format on
 
 template <class T>
@@ -95,10 +95,11 @@ struct LayerWeights {
 
 template <class T>
 struct Weights {
-    T* embed = nullptr;                  // (Vp, C), tied to the head
+    T* embed = nullptr;                  // (Vp, C)
     SmearOf<T> smear = {};               // (C) each, --smear
     std::vector<LayerWeights<T>> layer;  // (L)
     T* norm = nullptr;                   // (C)
+    T* head = nullptr;                   // (Vp, C), embed itself but with --head untied
 };
 
 struct TensorTable : TensorList {
@@ -107,10 +108,12 @@ struct TensorTable : TensorList {
     explicit TensorTable(const ModelConfig& c) {
         const int64_t C = c.dim, H = c.heads, G = c.kv_groups, D = c.head_dim, l = c.cmp_block, F = c.phi_hidden,
                       M = c.mlp_hidden, gate_columns = shape_of(c, 1, 1).gate_columns();
+        const bool untied = c.head == "untied";
+        const Init residual = untied ? INIT_ZERO : INIT_RESIDUAL;  // an untied model begins as if it had no layers
         padded_vocab = (c.vocab_size + 127) / 128 * 128;
         add("embed_tokens.weight", matrix_of(c.vocab_size, C).padded_to(padded_vocab).elementwise());
         if (c.smear) add("smear.gate.weight", vector_of(C).with(INIT_ZERO));
-        if (c.smear) add("smear.scale.weight", vector_of(C).with(INIT_ZERO));
+        if (c.smear) add("smear.scale.weight", vector_of(C).with(INIT_ZERO_TWO));
         for (int64_t i = 0; i < c.layers; i++) {
 #define ADD(field, on_disk, form) \
     if (form.is_there && (c.attention == "nsa" || !form.only_nsa)) add(name_in_layer(i, on_disk), form);
@@ -118,6 +121,8 @@ struct TensorTable : TensorList {
 #undef ADD
         }
         add("norm.weight", vector_of(C).with(INIT_ONE));
+        if (untied)
+            add("head.weight", matrix_of(c.vocab_size, C).with(INIT_ZERO).padded_to(padded_vocab).elementwise());
     }
 
     // Pointers to every tensor inside a flat array, in the order of the list; null where the model has no such tensor.
@@ -135,7 +140,8 @@ struct TensorTable : TensorList {
             LAYER_TENSORS(POINT)
 #undef POINT
         }
-        w.norm = flat + specs[i].offset;
+        w.norm = flat + specs[i++].offset;
+        w.head = i < specs.size() ? flat + specs[i].offset : w.embed;
         return w;
     }
 };
@@ -240,7 +246,7 @@ struct Model {
             std::vector<float> values(t.size);
 #pragma omp parallel for schedule(static)
             for (size_t i = 0; i < t.size; i++)
-                values[i] = initial_value(t, index, i, uint64_t(config.seed), config.layers, config.init == "random");
+                values[i] = initial_value(t, index, i, uint64_t(config.seed), config.layers, config.init);
             set_parameter(t, values.data());
         }
     }
@@ -327,8 +333,9 @@ struct Activations {
     Dev& dev;
     NsaShape shape;
     int64_t C, M, V, Vp;
-    int recompute;       // --recompute, but 0 in inference
-    int64_t logit_rows;  // rows of a chunk of logits
+    int recompute;          // --recompute, but 0 in inference
+    Activation activation;  // of the MLP
+    int64_t logit_rows;     // rows of a chunk of logits
     std::vector<Layer> layer;
     bool collect_statistics = false;
     Arena<Dev> arena;
@@ -343,6 +350,7 @@ struct Activations {
           V(c.vocab_size),
           Vp(TensorTable(c).padded_vocab),
           recompute(mode == TRAINING ? int(c.recompute) : 0),
+          activation(c.activation == "relu2" ? RELU2 : SILU),
           layer(size_t(c.layers)),
           arena(device) {
         if (queries) shape.queries = int(queries);
@@ -450,8 +458,8 @@ void forward_layer(const Model<Dev>& model, Activations<Dev>& a, size_t i, const
 
     dev.rmsnorm_forward(acts.mlp_normed, acts.mlp_rstd, acts.x_mid, w.mlp_norm, N, C);
     dev.matmul_forward(acts.fc1, acts.mlp_normed, w.mlp_fc1, nullptr, N, C, M);
-    dev.silu_forward(acts.act, acts.fc1, size_t(N) * M);
-    if (!again) dev.matmul_forward(x_next, acts.act, w.mlp_fc2, acts.x_mid, N, M, C);  // x += fc2(silu(fc1))
+    dev.activation_forward(a.activation, acts.act, acts.fc1, size_t(N) * M);
+    if (!again) dev.matmul_forward(x_next, acts.act, w.mlp_fc2, acts.x_mid, N, M, C);  // x += fc2(activation(fc1))
 }
 
 // Runs all layers for positions first .. first+queries-1 of B sequences, whose tokens [B, queries] are at a.tokens +
@@ -485,9 +493,9 @@ void forward(
     forward(model, a, first, queries, done);
 }
 
-// After a forward pass over all T, computes the cross-entropy of the tied head against a.targets, and leaves it in
-// a.losses [N]. It takes a chunk of rows at a time, so that the logits never exist as a whole. With want_gradient it
-// sets a.dnormed and adds to the embedding's gradient, where each loss weighs dloss. logits_out gets [N, V].
+// After a forward pass over all T, computes the cross-entropy of the head against a.targets, and leaves it in a.losses
+// [N]. It takes a chunk of rows at a time, so that the logits never exist as a whole. With want_gradient it sets
+// a.dnormed and adds to the head's gradient, where each loss weighs dloss. logits_out gets [N, V].
 template <class Dev>
 void classify_rows(Model<Dev>& model, Activations<Dev>& a, double dloss, bool want_gradient,
                    std::vector<float>* logits_out = nullptr) {
@@ -497,14 +505,14 @@ void classify_rows(Model<Dev>& model, Activations<Dev>& a, double dloss, bool wa
     for (int64_t row = 0; row < N; row += a.logit_rows) {
         const int rows = int(std::min(a.logit_rows, N - row));
         const ProfileRange range = model.enter("classifier");
-        dev.matmul_forward(a.logits, a.normed + row * C, model.w.embed, nullptr, rows, int(C), int(a.Vp));
+        dev.matmul_forward(a.logits, a.normed + row * C, model.w.head, nullptr, rows, int(C), int(a.Vp));
         if (logits_out)
             for (int r = 0; r < rows; r++)
                 dev.to_host(logits_out->data() + (row + r) * a.V, a.logits + r * a.Vp, size_t(a.V));
         dev.classifier(a.losses + row, a.logits, a.targets + row, dloss, want_gradient, rows, int(a.V), int(a.Vp));
         if (!want_gradient) continue;
-        dev.matmul_backward_input(a.dnormed + row * C, a.logits, model.w.embed, rows, int(C), int(a.Vp));
-        dev.matmul_backward_weight(model.dw.embed, a.logits, a.normed + row * C, rows, int(C), int(a.Vp));
+        dev.matmul_backward_input(a.dnormed + row * C, a.logits, model.w.head, rows, int(C), int(a.Vp));
+        dev.matmul_backward_weight(model.dw.head, a.logits, a.normed + row * C, rows, int(C), int(a.Vp));
     }
 }
 
@@ -548,7 +556,7 @@ void recompute_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     dev.rmsnorm_forward(acts.attn_normed, acts.attn_rstd, acts.x, w.attn_norm, N, C);
     dev.combine_forward(acts.attn, acts.o, acts.gate, a.shape);
     dev.rmsnorm_forward(acts.mlp_normed, acts.mlp_rstd, acts.x_mid, w.mlp_norm, N, C);
-    dev.silu_forward(acts.act, acts.fc1, size_t(N) * a.M);
+    dev.activation_forward(a.activation, acts.act, acts.fc1, size_t(N) * a.M);
 }
 
 // From a.dattn to the gradients of q, the keys, the values and the gate.
@@ -598,8 +606,8 @@ void backward_layer(Model<Dev>& model, Activations<Dev>& a, size_t i) {
     // x_next = x_mid + fc2(act); along the residual stream, a.dx is the gradient of x_mid as well
     dev.matmul_backward_weight(dw.mlp_fc2, a.dx, acts.act, N, M, C);
     dev.matmul_backward_input(a.dmlp, a.dx, w.mlp_fc2, N, M, C);
-    // act = silu(fc1)
-    dev.silu_backward(a.dmlp, a.dmlp, acts.fc1, size_t(N) * M);
+    // act = activation(fc1)
+    dev.activation_backward(a.activation, a.dmlp, a.dmlp, acts.fc1, size_t(N) * M);
     // fc1 = mlp_normed mlp_fc1^T
     dev.matmul_backward_weight(dw.mlp_fc1, a.dmlp, acts.mlp_normed, N, C, M);
     dev.matmul_backward_input(a.dnormed, a.dmlp, w.mlp_fc1, N, C, M);
@@ -625,6 +633,8 @@ void backward(Model<Dev>& model, Activations<Dev>& a, const std::function<void(s
     Dev& dev = model.dev;
     const int N = a.shape.B * a.shape.T, C = int(a.C);
     dev.zero(a.dx, size_t(N) * C);
+    // an untied head is the last tensor, and all that is added to it has been
+    if (ready && model.dw.head != model.dw.embed) ready(size_t(model.dw.head - model.dw.embed));
     // normed = rmsnorm(x_out)
     dev.rmsnorm_backward(a.dx, model.dw.norm, a.dnormed, a.x_out, a.rstd, model.w.norm, N, C);
     for (size_t i = a.layer.size(); i-- > 0;) {
@@ -774,7 +784,7 @@ struct Decoder {
             position += int(pass);
         }
         const auto* last = a.normed + (pass - 1) * size_t(a.C);
-        model.dev.matmul_forward(a.logits, last, model.w.embed, nullptr, 1, int(a.C), int(a.Vp));
+        model.dev.matmul_forward(a.logits, last, model.w.head, nullptr, 1, int(a.C), int(a.Vp));
         std::vector<float> logits(static_cast<size_t>(a.V));
         model.dev.to_host(logits.data(), a.logits, logits.size());
         require_finite(logits, position);

@@ -61,14 +61,17 @@ class Config:
     vocab_size: int
     rope_base: float
     norm_eps: float
-    qk_norm: str = "off"  # "on": RMSNorm of the heads of q and of the keys, before RoPE
-    smear: str = "off"  # "on": a part of the token before is added to each input; "off"
+    qk_norm: str     # "on": RMSNorm of the heads of q and of the keys, before RoPE; "off"
+    smear: str       # "on": a part of the token before is added to each input; "off"
+    activation: str  # of the MLP: "silu", or "relu2": max(x, 0)^2
+    head: str        # "tied" to the embedding, or "untied": a matrix of its own
 
 
 def read_config(text, path):
     """config.json's text -> Config. Keys that do not describe the model (seq_len, tokenizer) are not needed here."""
     try:
-        values = {"qk_norm": "off", "smear": "off"} | json.loads(text)  # older ones do not name them
+        later = {"qk_norm": "off", "smear": "off", "activation": "silu", "head": "tied"}  # older ones do not name them
+        values = later | json.loads(text)
         c = Config(**{field.name: field.type(values[field.name]) for field in dataclasses.fields(Config)})
     except (ValueError, TypeError, KeyError) as e:
         raise Failure(f"{path}: metadata key 'config' is not a complete config.json: {type(e).__name__} {e}")
@@ -76,6 +79,8 @@ def read_config(text, path):
         "attention is nsa or full": c.attention in ("nsa", "full"),
         "qk_norm is on or off": c.qk_norm in ("on", "off"),
         "smear is on or off": c.smear in ("on", "off"),
+        "activation is silu or relu2": c.activation in ("silu", "relu2"),
+        "head is tied or untied": c.head in ("tied", "untied"),
         "sizes are positive": min(v for v in dataclasses.asdict(c).values() if not isinstance(v, str)) > 0,
         "reset_at_document, which has left, is 0": values.get("reset_at_document", 0) == 0,
         "heads is a multiple of kv_groups": c.heads % max(c.kv_groups, 1) == 0,
@@ -118,7 +123,10 @@ def parameter_shapes(c):
             "mlp.fc2.weight": (C, c.mlp_hidden),
         }
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes | {"norm.weight": (C,)}
+    shapes["norm.weight"] = (C,)
+    if c.head == "untied":
+        shapes["head.weight"] = (c.vocab_size, C)
+    return shapes
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -243,7 +251,8 @@ def attention(x, w, c, given=None):
 def layer_forward(x, w, c, given):
     attended, found = attention(rmsnorm(x, w["attn_norm.weight"], c.norm_eps), w, c, given)
     x = x + attended
-    hidden = F.silu(rmsnorm(x, w["mlp_norm.weight"], c.norm_eps) @ w["mlp.fc1.weight"].T)
+    hidden = rmsnorm(x, w["mlp_norm.weight"], c.norm_eps) @ w["mlp.fc1.weight"].T
+    hidden = F.silu(hidden) if c.activation == "silu" else F.relu(hidden).square()
     return x + hidden @ w["mlp.fc2.weight"].T, found
 
 
@@ -265,7 +274,8 @@ def forward(tokens, params, c, given=None):
         # The backward pass computes the layer again: the T x T weights of one layer at a time are enough memory.
         x, selection = checkpoint(layer_forward, x, w, c, given[i] if given else None, use_reentrant=False)
         found.append(selection)
-    return rmsnorm(x, params["norm.weight"], c.norm_eps) @ params["embed_tokens.weight"].T, found
+    head = "embed_tokens.weight" if c.head == "tied" else "head.weight"
+    return rmsnorm(x, params["norm.weight"], c.norm_eps) @ params[head].T, found
 
 
 class Results(NamedTuple):
@@ -625,6 +635,9 @@ def naive_forward(c, weights, tokens):
     def silu(v):
         return [x / (1 + math.exp(-x)) for x in v]
 
+    def activation(v):
+        return silu(v) if c.activation == "silu" else [max(x, 0) ** 2 for x in v]
+
     def norm(name, v):
         scale = 1 / math.sqrt(dot(v, v) / len(v) + c.norm_eps)
         return [x * scale * g for x, g in zip(v, weights[name])]
@@ -725,9 +738,10 @@ def naive_forward(c, weights, tokens):
         selected.append(sets)
         for t in range(T):
             x[t] = add(x[t], linear(at + "o_proj.weight", [value for head in mixed[t] for value in head]))
-            hidden = silu(linear(f"layers.{layer}.mlp.fc1.weight", norm(f"layers.{layer}.mlp_norm.weight", x[t])))
+            hidden = activation(linear(f"layers.{layer}.mlp.fc1.weight", norm(f"layers.{layer}.mlp_norm.weight", x[t])))
             x[t] = add(x[t], linear(f"layers.{layer}.mlp.fc2.weight", hidden))
-    return [linear("embed_tokens.weight", norm("norm.weight", row)) for row in x], selected
+    head = "embed_tokens.weight" if c.head == "tied" else "head.weight"
+    return [linear(head, norm("norm.weight", row)) for row in x], selected
 
 
 def naive_loss(c, weights, tokens, targets):
@@ -756,6 +770,8 @@ def tiny(**changes):
         rope_base=10000.0,
         norm_eps=1e-6,
         smear="off",
+        activation="silu",
+        head="tied",
     )
     return Config(**(base | changes))
 
@@ -1148,7 +1164,7 @@ def check_bad_files():
 
 SELFTESTS = {
     "loops: h = 3, l/d/l' = 4/2/4": lambda: check_against_loops(tiny(), 39),
-    "loops: smear": lambda: check_against_loops(tiny(smear="on"), 39),
+    "loops: all options": lambda: check_against_loops(tiny(smear="on", activation="relu2", head="untied"), 39),
     "loops: h = 1, l = d = 1": lambda: check_against_loops(tiny(heads=2, cmp_block=1, cmp_stride=1, slc_block=3), 29),
     "loops: h = 3, l = d = 1": lambda: check_against_loops(tiny(cmp_block=1, cmp_stride=1, slc_block=2, window=4), 23),
     "loops: one group of 6 heads": lambda: check_against_loops(tiny(kv_groups=1, slc_count=5), 33),

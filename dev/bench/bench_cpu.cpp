@@ -218,7 +218,7 @@ struct DecodeBench {
     void token() {
         const int32_t token = 7;
         forward(model, a, &token, T - 1, 1);
-        dev.matmul_forward(a.logits, a.normed, model.w.embed, nullptr, 1, int(a.C), int(a.Vp));
+        dev.matmul_forward(a.logits, a.normed, model.w.head, nullptr, 1, int(a.C), int(a.Vp));
     }
 };
 // Processor time of one thread: what others do lengthens it less than the time on the clock.

@@ -210,6 +210,16 @@ struct Timed : Dev {
         clock("embedding_backward", 1.0 * N * C, R(1.0 * N * C) + 2.0 * N * C * sizeof(Grad),
               [&] { Dev::embedding_backward(dembed, dx, tokens, N, C); });
     }
+    void smear_forward(real* x, const int32_t* tokens, const real* embed, const SmearOf<real>& w, const NsaShape& s,
+                       int C) {
+        clock("smear_forward", 5.0 * s.B * s.queries * C, R(4.0 * s.B * s.queries * C),
+              [&] { Dev::smear_forward(x, tokens, embed, w, s, C); });
+    }
+    void smear_backward(real* de, const SmearOf<Grad>& dw, const real* dx, const int32_t* tokens, const real* embed,
+                        const SmearOf<real>& w, const NsaShape& s, int C) {
+        clock("smear_backward", 17.0 * s.B * s.T * C, R(7.0 * s.B * s.T * C),
+              [&] { Dev::smear_backward(de, dw, dx, tokens, embed, w, s, C); });
+    }
     void rmsnorm_forward(real* out, Stat* rstd, const real* x, const real* weight, int N, int C) {
         clock("rmsnorm_forward", 4.0 * N * C, R(2.0 * N * C),
               [&] { Dev::rmsnorm_forward(out, rstd, x, weight, N, C); });
@@ -237,12 +247,13 @@ struct Timed : Dev {
               R(1.0 * N * C + 1.0 * N * OC) + 2.0 * OC * C * sizeof(Grad),
               [&] { Dev::matmul_backward_weight(dweight, dout, inp, N, C, OC); });
     }
-    void silu_forward(real* out, const real* x, size_t count) {
-        clock("silu_forward", 4.0 * double(count), R(2.0 * double(count)), [&] { Dev::silu_forward(out, x, count); });
+    void activation_forward(Activation f, real* out, const real* x, size_t count) {
+        clock("activation_forward", 4.0 * double(count), R(2.0 * double(count)),
+              [&] { Dev::activation_forward(f, out, x, count); });
     }
-    void silu_backward(real* dx, const real* dout, const real* x, size_t count) {
-        clock("silu_backward", 8.0 * double(count), R(3.0 * double(count)),
-              [&] { Dev::silu_backward(dx, dout, x, count); });
+    void activation_backward(Activation f, real* dx, const real* dout, const real* x, size_t count) {
+        clock("activation_backward", 8.0 * double(count), R(3.0 * double(count)),
+              [&] { Dev::activation_backward(f, dx, dout, x, count); });
     }
     void classifier(Stat* losses, real* logits, const int32_t* targets, double dloss, bool want_gradient, int N, int V,
                     int Vp) {

@@ -11,8 +11,10 @@
 template <class Specs>
 double model_flops_per_token(const Specs& specs, const NsaShape& s, int64_t layers) {
     double flops = 0;
+    const bool tied = specs.back().name != "head.weight";
     for (const auto& t : specs) {
-        // phi multiplies compressed blocks, everything else tokens; the embedding counts as the head
+        if (!tied && t.name == "embed_tokens.weight") continue;  // rows are looked up; tied, it counts as the head
+        // phi multiplies compressed blocks, everything else tokens
         const double rows = t.name.find(".phi_") == std::string::npos ? double(s.T) : double(s.cmp_rows());
         if (t.columns) flops += 6 * rows * double(t.size);
     }

@@ -100,6 +100,9 @@ struct PhiOf {
     T *fc1, *bias, *fc2;  // [F, l*D], [F], [D, F]
 };
 
+// What stands between the two matrices of the MLP: x sigmoid(x), or the square of what is above 0. phi has SiLU always.
+enum Activation { SILU, RELU2 };
+
 // What the smear learns: its weights, or the gradients of them.
 template <class T>
 struct SmearOf {

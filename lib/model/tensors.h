@@ -9,7 +9,7 @@
 
 #include "../base/util.h"
 
-enum Init { INIT_ONE, INIT_ZERO, INIT_WEIGHT, INIT_RESIDUAL, INIT_PHI };
+enum Init { INIT_ONE, INIT_ZERO, INIT_ZERO_TWO, INIT_WEIGHT, INIT_RESIDUAL, INIT_PHI };
 
 // What a list says of a tensor, as in matrix_of(rows, columns).with(INIT_PHI).joined().
 struct TensorForm {
@@ -89,17 +89,20 @@ struct TensorList {
 };
 
 // Element i of the tensor with this index in the list, of a model with so many layers: GPT-2's initialisation, normal
-// with a deviation of 0.02, divided by sqrt(2 layers) where a matrix adds to the residual stream. random: every tensor
-// is drawn, so that a comparison sees every path, with a deviation of 1/sqrt(inputs). Narrow models need that: at width
-// 128, 0.02 makes every score nearly 0, and what to attend to is learnt late or never.
-inline float initial_value(const TensorSpec& t, size_t index, size_t i, uint64_t seed, int64_t layers, bool random) {
+// with a deviation of 0.02, divided by sqrt(2 layers) where a matrix adds to the residual stream. "narrow": with one of
+// 1/sqrt(inputs). Narrow models need that: at width 128, 0.02 makes every score nearly 0, and what to attend to is
+// learnt late or never. "random": besides, every tensor is drawn, so that a comparison sees every path.
+inline float initial_value(const TensorSpec& t, size_t index, size_t i, uint64_t seed, int64_t layers,
+                           const std::string& way) {
+    const bool random = way == "random", narrow = random || way == "narrow";
     const double normal = t.init == INIT_ONE && !random ? 0 : random_normal(seed, random_stream(RANDOM_INIT, index), i);
     const double fan_in = 1 / std::sqrt(double(std::max<int64_t>(1, t.columns)));
     switch (t.init) {
         case INIT_ONE: return float(1 + (random ? 0.1 * normal : 0));
         case INIT_ZERO: return float(random ? normal * (t.columns ? fan_in : 0.1) : 0);
-        case INIT_WEIGHT: return float(normal * (random && t.columns ? fan_in : 0.02));
-        case INIT_RESIDUAL: return float(normal * (random ? fan_in : 0.02 / std::sqrt(2.0 * double(layers))));
+        case INIT_ZERO_TWO: return float(i % 2 * 2.0 + (random ? 0.1 * normal : 0));  // in turn
+        case INIT_WEIGHT: return float(normal * (narrow && t.columns ? fan_in : 0.02));
+        case INIT_RESIDUAL: return float(normal * (narrow ? fan_in : 0.02 / std::sqrt(2.0 * double(layers))));
         case INIT_PHI: return float(normal / std::sqrt(double(t.columns)));
     }
     return 0;

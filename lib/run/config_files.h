@@ -48,7 +48,8 @@ static const char* const MODEL_OPTIONS[] = {"layers",     "dim",        "heads",
                                             "cmp-block",  "cmp-stride", "slc-block", "slc-count", "window",
                                             "phi-hidden", "mlp-hidden", "seq-len",   "rope-base"};
 
-static const char* const MODEL_WORDS[] = {"attention", "branches", "tokenizer", "qk-norm", "smear"};
+static const char* const MODEL_WORDS[] = {"attention", "branches",   "tokenizer", "qk-norm",
+                                          "smear",     "activation", "head"};
 static std::string config_json(const ModelConfig& model) {
     Config c;
     static_cast<ModelConfig&>(c) = model;
@@ -93,7 +94,7 @@ static bool is_former_option(const std::string& key, const Json& value, const st
 static Json parse_model_config(const std::string& path) {
     Json config = parse_json(read_file(path), path);
     for (size_t i = 0; i < config.keys.size(); i++) is_former_option(config.keys[i], config.items[i], path);
-    for (const char* newer : {"branches", "qk-norm", "smear"}) {
+    for (const char* newer : {"branches", "qk-norm", "smear", "activation", "head"}) {
         if (config.kind != Json::Object || config.find(underscored(newer))) continue;
         config.keys.push_back(underscored(newer));
         config.items.push_back(parse_json(json_quote(option_named(newer).default_text), path));

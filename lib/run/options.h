@@ -29,6 +29,7 @@ struct ModelConfig {
     int64_t layers = 0, dim = 0, heads = 0, kv_groups = 0, head_dim = 0, cmp_block = 0, cmp_stride = 0, slc_block = 0,
             slc_count = 0, window = 0, phi_hidden = 0, mlp_hidden = 0, seq_len = 0, rope_base = 10000;
     bool qk_norm = false, smear = false;
+    std::string activation, head;
     int64_t vocab_size = 0;     // follows from the tokenizer and its --vocab-dir
     uint32_t vocab_digest = 0;  // of its tokens, see Tokenizer::digest; 0: not known, or bytes
     // its weights and their update
@@ -165,12 +166,16 @@ static const Option OPTIONS[] = {
      "model's context"},
     {"smear", TRAIN, &ModelConfig::smear, "off", ANY,
      "each position's input gets a learnt, gated part of the token before it"},
+    {"activation", TRAIN, &ModelConfig::activation, "silu", "silu|relu2", "of the MLP; relu2: max(x, 0)^2"},
+    {"head", TRAIN, &ModelConfig::head, "tied", "tied|untied",
+     "untied: a matrix of its own in place of the embedding; it starts at zero, and so do the layers' output "
+     "projections, but under --init random"},
     {"init-from", TRAIN, &TrainConfig::init_from, "", ANY,
      "folder of a run or of one checkpoint whose weights this run begins with, at step 0; the model's options are "
      "taken from there"},
-    {"init", TRAIN, &ModelConfig::init, "preset", "standard|random",
-     "standard: GPT-2's deviation of 0.02; random: 1/sqrt(inputs) for it, and every tensor drawn: for narrow models "
-     "and for comparisons"},
+    {"init", TRAIN, &ModelConfig::init, "preset", "standard|narrow|random",
+     "standard: GPT-2's deviation of 0.02; narrow: 1/sqrt(inputs) for it; random: the same, and every tensor drawn; "
+     "with --head untied, narrow takes the place of a preset's random"},
     // data
     {"data", TRAIN, &TrainConfig::data, "synthetic", ANY,
      "training shards, a glob in quotes, or several with weights, 'a_*.bin:3,b_*.bin:1', which are mixed exactly; or "
@@ -659,6 +664,7 @@ inline void apply_preset(Config& c, const std::set<std::string>& given) {
     for (const Option& o : OPTIONS)
         if (!std::strcmp(o.default_text, "preset") && !given.count(o.name))
             set_option(c, o, value_text(preset_of(c), o));
+    if (c.head == "untied" && c.init == "random" && !given.count("init")) c.init = "narrow";
     if (!given.count("out")) c.out = "runs/" + c.model;
     while (c.out.size() > 1 && c.out.back() == '/') c.out.pop_back();
     if (c.out.empty()) fail_usage("--out is empty; expected a folder for the run");

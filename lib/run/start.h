@@ -38,7 +38,7 @@ RunStart open_run(const Config& c, const std::set<std::string>& given, const Wor
     const std::string weights = resumes                ? "weights of " + start.checkpoint
                                 : !c.init_from.empty() ? "weights of " + c.init_from
                                 : c.init == "random"   ? "every tensor random"
-                                                       : "standard initialisation";
+                                                       : c.init + " initialisation";
     if (says) print_run(c, given, world, device, path.text, model, data, weights);
     if (resumes) {
         require_same_model(c, start.checkpoint, "resume");

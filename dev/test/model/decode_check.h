@@ -120,7 +120,7 @@ void check_decoding(SelectionRecorder<Engine>& dev, const Config& c, double limi
         const KeyReads must = reads_by_definition<Engine>(steps.shape, t);
         for (int i = 0; i < BRANCHES; i++) CHECK_EQUAL(reads.keys[i], places * must.keys[i]);
         CHECK_EQUAL(reads.scored, places * must.scored);
-        dev.matmul_forward(steps.logits, steps.normed, model.w.embed, nullptr, 1, int(c.dim), int(steps.Vp));
+        dev.matmul_forward(steps.logits, steps.normed, model.w.head, nullptr, 1, int(c.dim), int(steps.Vp));
         dev.to_host(found.data(), steps.logits, found.size());
         const float* const row = &expected[size_t(t) * size_t(V)];
         if (limit == 0) CHECK(std::memcmp(found.data(), row, found.size() * sizeof(float)) == 0);

@@ -22,7 +22,7 @@
 #include "muon_check.h"
 
 // Each of them changes the model.
-constexpr const char* ALL_OPTIONS = "--qk-norm --smear";
+constexpr const char* ALL_OPTIONS = "--qk-norm --smear --activation relu2 --head untied";
 
 template <class E>
 double model_limit(int64_t layers) {
@@ -181,7 +181,7 @@ TEST_ON(ModelEngines, model_loss_and_gradients, false) {
 
 // --recompute trades memory for time, and nothing else.
 ENGINE_TEST(model_recompute_gives_the_same_bits) {
-    for (const std::string kind : {"nsa", "full", "nsa --qk-norm", "nsa --smear"}) {
+    for (const std::string kind : {"nsa", "full", "nsa --qk-norm --smear --activation relu2"}) {
         std::vector<typename E::Dev::Grad> first;
         double loss = 0;
         size_t bytes = 0;
@@ -384,8 +384,7 @@ ENGINE_TEST(model_checkpoint_holds_the_master) {
         for (size_t index = 0; index < views.size(); index++) {  // as it was drawn, not as bf16 has it
             const TensorSpec& t = run.model.table.specs[index];
             for (size_t i = 0; i < t.size; i += 37)
-                CHECK_EQUAL(buffers[index][i],
-                            initial_value(t, index, i, uint64_t(c.seed), c.layers, c.init == "random"));
+                CHECK_EQUAL(buffers[index][i], initial_value(t, index, i, uint64_t(c.seed), c.layers, c.init));
         }
         run.step_loss(true);
         update(run.model, 1, 1e-3);

@@ -114,6 +114,7 @@ TEST(model_gradients_match_finite_differences_full_attention) {
 TEST(model_gradients_match_finite_differences_qk_norm) {
     for (const char* attention : {"nsa", "full"})
         check_model_gradients(std::string(SMALL) + "--init random --qk-norm --attention " + attention);
+}
 TEST(model_gradients_match_finite_differences_smear) {
     check_model_gradients(std::string(SMALL) + "--init random --smear 1");
 }
@@ -462,7 +463,8 @@ TEST(the_125m_model_has_the_tensors_of_the_specification) {
 // The FLOPs of a token, by hand: the products of one sequence, one by one.
 TEST(model_flops_are_those_of_its_products) {
     for (const char* options : {"--model tiny --seq-len 150", "--model tiny --seq-len 150 --attention full",
-                                "--model 125m --seq-len 2048", "--model 125m --seq-len 2048 --attention full"}) {
+                                "--model 125m --seq-len 2048", "--model 125m --seq-len 2048 --attention full",
+                                "--model tiny --seq-len 150 --head untied --smear 1"}) {
         const Config c = config_of(options);
         const bool nsa = c.attention == "nsa";
         const double T = double(c.seq_len), C = double(c.dim), H = double(c.heads), G = double(c.kv_groups),
@@ -504,14 +506,36 @@ TEST(initial_weights_have_their_scales) {
         const bool norm = t.name.find("norm") != std::string::npos;
         double sum = 0, square = 0;
         for (size_t i = 0; i < t.size; i++) {
-            const double x =
-                double(initial_value(t, index, i, uint64_t(c.seed), c.layers, c.init == "random")) - (norm ? 1 : 0);
+            const double x = double(initial_value(t, index, i, uint64_t(c.seed), c.layers, c.init)) - (norm ? 1 : 0);
             sum += x, square += x * x;
         }
         if (norm) expected = 0;
         // The standard deviation of n draws is known to 1/sqrt(2n), the mean to 1/sqrt(n); 5 sigma.
         CHECK_NEAR(std::sqrt(square / double(t.size)), expected, 5 * expected / std::sqrt(2.0 * double(t.size)));
         CHECK_NEAR(sum / double(t.size), 0, 5 * expected / std::sqrt(double(t.size)));
+    }
+}
+
+// The head gives every token the same chance, and nothing but it learns in the first step; in the second what feeds it.
+TEST(an_untied_model_begins_at_zero) {
+    TestModel<Cpu<double>> t(std::string(SMALL) + "--head untied --smear 1", 2);
+    CHECK_EQUAL(t.config.init, "narrow");
+    for (int step = 1; step <= 2; step++) {
+        const double loss = t.loss_and_gradients();
+        if (step == 1) CHECK_NEAR(loss, std::log(256.0), 1e-12);
+        for (const TensorSpec& spec : t.model.table.specs) {
+            const double *first = t.model.grads + spec.offset, *param = t.model.params + spec.offset;
+            const auto is_zero = [](double x) { return x == 0; };
+            const bool head = spec.name == "head.weight";
+            if (step == 1) CHECK_EQUAL(std::all_of(first, first + spec.size, is_zero), !head);
+            if (spec.name == "smear.scale.weight" && step == 1) CHECK(param[0] == 0 && param[1] == 2);
+            if (head || spec.name.find("o_proj") != std::string::npos || spec.name.find("fc2") != std::string::npos) {
+                if (step == 1) CHECK(std::all_of(param, param + spec.size, is_zero));
+                else if (spec.name.find("phi_") == std::string::npos)
+                    CHECK(!std::all_of(first, first + spec.size, is_zero));
+            }
+        }
+        update(t.model, step, 1e-2);
     }
 }
 

@@ -162,6 +162,15 @@ TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
     CHECK_EQUAL(losses_of(folder.file("two_zero")), losses_of(folder.file("two")));
     CHECK(read_file(folder.file("two_zero/step_00000008/model.safetensors")) ==
           read_file(folder.file("two/step_00000008/model.safetensors")));
+    // An untied head is reduced first, before the layers' backward pass.
+    const Options changed = {{"smear", "on"}, {"activation", "relu2"}, {"head", "untied"}};
+    REQUIRE_GOOD(train(merged(ranks_options({{"out", folder.file("one_changed")}}), changed)));
+    const Options shared = merged(changed, {{"zero", "1"}, {"out", folder.file("two_changed")}});
+    CHECK_EQUAL(train_on_ranks(mpirun, 2, merged(ranks_options({}), shared)).status, 0);
+    const std::vector<double> of_one = logged(folder.file("one_changed"), "loss"),
+                              of_two = logged(folder.file("two_changed"), "loss");
+    REQUIRE(of_one.size() == 8 && of_two.size() == 8);
+    for (size_t i = 0; i < 8; i++) CHECK_NEAR(of_two[i], of_one[i], limit);
     // What travels as bf16 is not what travels as fp32.
     CHECK(losses_of(folder.file("bf16")) != losses_of(folder.file("four")));
 }

@@ -172,7 +172,7 @@ TEST(run_config_json_is_checked_field_by_field) {
     for (const std::string& key : root.keys) {
         std::string renamed = whole;
         renamed.replace(renamed.find("\"" + key + "\""), key.size() + 2, "\"other\"");
-        if (is_choice(key, "branches|qk_norm|smear")) {  // younger than the others; without them a model has the default
+        if (is_choice(key, "branches|qk_norm|smear|activation|head")) {  // younger than the others, which has a default
             write_file(path, renamed);
             read_config_json(read, path);
             CHECK_EQUAL(config_json(read), whole);
@@ -280,9 +280,10 @@ TEST(run_resume_with_another_model_or_data_is_refused) {
     const auto resume = [&](const Options& more) {
         return train(merged({{"out", out}, {"data", data}, {"resume", "on"}, {"steps", "3"}}, more));
     };
-    const Options changes = {{"layers", "2"},     {"dim", "32"},       {"heads", "4"},       {"head-dim", "16"},
-                             {"cmp-block", "12"}, {"cmp-stride", "8"}, {"slc-block", "16"},  {"slc-count", "5"},
-                             {"window", "17"},    {"phi-hidden", "9"}, {"mlp-hidden", "33"}, {"attention", "full"}};
+    const Options changes = {{"layers", "2"},     {"dim", "32"},           {"heads", "4"},       {"head-dim", "16"},
+                             {"cmp-block", "12"}, {"cmp-stride", "8"},     {"slc-block", "16"},  {"slc-count", "5"},
+                             {"window", "17"},    {"phi-hidden", "9"},     {"mlp-hidden", "33"}, {"attention", "full"},
+                             {"smear", "on"},     {"activation", "relu2"}, {"head", "untied"}};
     for (const auto& [name, value] : changes) {
         std::string field = name;
         std::replace(field.begin(), field.end(), '-', '_');

@@ -18,7 +18,7 @@ from .configuration_nsa import NsaConfig
 QUERIES_AT_A_TIME = 256  # the weights of so many queries are in memory at once, so memory grows linearly with S
 # The tensors of the model and of each layer. `export` refuses a model that has others, which this file would not use.
 TENSORS = (
-    "embed_tokens.weight", "smear.gate.weight", "smear.scale.weight", "norm.weight",
+    "embed_tokens.weight", "smear.gate.weight", "smear.scale.weight", "norm.weight", "head.weight",
     "attn_norm.weight", "attn.q_proj.weight", "attn.k_cmp_proj.weight", "attn.v_cmp_proj.weight",
     "attn.k_slc_proj.weight", "attn.v_slc_proj.weight", "attn.k_win_proj.weight", "attn.v_win_proj.weight",
     "attn.q_norm.weight", "attn.k_cmp_norm.weight", "attn.k_slc_norm.weight", "attn.k_win_norm.weight",
@@ -236,9 +236,10 @@ class NsaMLP(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(c.dim, c.mlp_hidden, bias=False)
         self.fc2 = nn.Linear(c.mlp_hidden, c.dim, bias=False)
+        self.activation = F.silu if c.activation == "silu" else lambda x: F.relu(x).square()
 
     def forward(self, x):
-        return self.fc2(F.silu(self.fc1(x)))
+        return self.fc2(self.activation(self.fc1(x)))
 
 
 class NsaLayer(nn.Module):
@@ -275,11 +276,13 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)  # the head too
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)  # the head too, but where it is untied
         if config.smear == "on":
             self.smear = NsaSmear(config)
         self.layers = nn.ModuleList(NsaLayer(config, i) for i in range(config.layers))
         self.norm = NsaRMSNorm(config.dim, config.norm_eps)
+        if config.head == "untied":
+            self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.post_init()
 
     def get_input_embeddings(self):
@@ -319,7 +322,8 @@ class NsaForCausalLM(PreTrainedModel, GenerationMixin):
         for layer in self.layers:
             x = layer(x, past_key_values, angles, block_angles)
         past_key_values.tokens += N
-        logits = F.linear(self.norm(x[:, -logits_to_keep:]), self.embed_tokens.weight)
+        head = self.head if c.head == "untied" else self.embed_tokens
+        logits = F.linear(self.norm(x[:, -logits_to_keep:]), head.weight)
 
         loss = None
         if labels is not None:
