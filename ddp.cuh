@@ -1,10 +1,10 @@
 // ddp.cuh: data parallelism, from the ranks of a run to the summed gradient and the shares of the optimiser's state.
 //   Transport    MPI, or NCCL for GPUs that no MPI brought together
 //   World        the ranks of the run, and collectives on small host data
-//   Partition    the flat gradient cut into buckets and, with --zero 1, into the parts that each rank owns
 //   Reducer      sums the buckets over the ranks while the backward pass goes on: by MPI through the host's memory, for
 //                every engine, or by NCCL between GPUs
-// Read Reducer first. What a launcher says is in lib/run/launch.h; it ends the others where a rank dies.
+// Read Reducer first. lib/model/partition.h says what each rank reduces and updates, lib/run/launch.h what a launcher
+// says. The launcher ends the others where a rank dies.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -24,6 +24,7 @@
 #include "lib/run/launch.h"
 #include "lib/base/machine.h"
 #include "lib/base/profile.h"
+#include "lib/model/partition.h"
 #include "lib/run/watchdog.h"
 #include "nsa_cpu.h"
 #ifdef USE_NCCL
@@ -264,48 +265,12 @@ struct World {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Who reduces and who updates what. The flat array of all gradients is cut into buckets of equal size, and every bucket
-// into as many equal parts as there are ranks. With --zero 1 a rank keeps optimiser state only for the parts it owns,
-// one after the other without gaps: its shard.
-
-struct Piece {
-    size_t begin, count;  // in the flat array
-    size_t local;         // where its optimiser state begins in this rank's arrays
-};
-
-struct Partition {
-    size_t elements = 0;  // of the flat arrays: at least one more than the model has, for the guard of gradient_norm()
-    size_t bucket = 0;    // elements of a bucket; the last one may be shorter
-    int ranks = 1;
-
-    // bucket_mb: megabytes of a bucket at most. There are at least four where there are that many units, so that
-    // something travels while the backward pass goes on; of one rank nothing travels, and all is one bucket.
-    Partition(size_t total, int number_of_ranks, double bucket_mb) : ranks(number_of_ranks) {
-        const size_t unit = CHUNK * size_t(ranks), wanted = size_t(bucket_mb * 1e6 / sizeof(float));
-        elements = (total + 1 + unit - 1) / unit * unit;
-        bucket = ranks == 1 ? elements : std::max(unit, std::min(wanted, elements / 4) / unit * unit);
-    }
-    size_t buckets() const { return (elements + bucket - 1) / bucket; }
-    size_t begin(size_t b) const { return b * bucket; }
-    size_t size(size_t b) const { return std::min(bucket, elements - b * bucket); }
-    size_t shard() const { return elements / size_t(ranks); }
-    Piece part(size_t b, int rank) const {
-        return {begin(b) + size_t(rank) * (size(b) / size_t(ranks)), size(b) / size_t(ranks), begin(b) / size_t(ranks)};
-    }
-    std::vector<Piece> parts(int rank) const {
-        std::vector<Piece> all;
-        for (size_t b = 0; b < buckets(); b++) all.push_back(part(b, rank));
-        return all;
-    }
-};
-
-// ---------------------------------------------------------------------------------------------------------------------
 // Reducer. While the backward pass runs from the last layer to the first, ready(offset) says that everything from
 // `offset` on is final: full buckets from there on are handed over, the last one first, and travel while earlier layers
 // compute.
 
 struct ReduceOptions {
-    int zero = 0;       // 1: a rank needs the sums of its own parts only
+    int zero = 0;       // 1: a rank needs the sums of its own parts only. Not so with Muon: a part cuts matrices
     bool bf16 = false;  // gradients are rounded to bf16 to travel
 };
 
@@ -332,7 +297,7 @@ struct Reducer {
     // x [count], in the engine's memory: sums arrays of which every rank filled other elements and left zeros
     // elsewhere.
     virtual void complete(typename Dev::Sum* x, size_t count) = 0;
-    // --zero 1, after the update: every rank gets the others' parts of the parameters.
+    // --zero 1, after the update: every rank gets what the others have updated of the parameters.
     virtual void gather(typename Dev::real* params) = 0;
 
     // The host asks for errors until a step's results are there, instead of waiting for them: NCCL's failures do not
@@ -417,6 +382,30 @@ class HostReducer : public Reducer<Dev> {
         }
     }
 
+    void gather_parts(real* params) {
+        std::vector<real> elsewhere(Dev::on_host ? 0 : partition.bucket);
+        for (size_t b = 0; b < partition.buckets(); b++) {
+            const Piece own = partition.part(b, world.rank);
+            real* const x = Dev::on_host ? params + partition.begin(b) : elsewhere.data();
+            if (!Dev::on_host) dev.copy(x + (own.begin - partition.begin(b)), params + own.begin, own.count);
+            MPI_Allgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, x, int(own.count * sizeof(real)), MPI_BYTE,
+                          MPI_COMM_WORLD);
+            if (!Dev::on_host) dev.copy(params + partition.begin(b), x, partition.size(b));
+        }
+    }
+    // Where ranks own matrices, their pieces have many sizes.
+    void gather_pieces(real* params) {
+        std::vector<real> elsewhere;
+        for (int r = 0; r < world.size; r++)
+            for (const Piece& p : partition.owned(r, true)) {
+                if (!Dev::on_host) elsewhere.resize(p.count);
+                real* const x = Dev::on_host ? params + p.begin : elsewhere.data();
+                if (!Dev::on_host && r == world.rank) dev.copy(x, params + p.begin, p.count);
+                MPI_Bcast(x, int(p.count * sizeof(real)), MPI_BYTE, r, MPI_COMM_WORLD);
+                if (!Dev::on_host && r != world.rank) dev.copy(params + p.begin, x, p.count);
+            }
+    }
+
   public:
     HostReducer(Dev& d, const World& w, const Partition& p, float* g, const ReduceOptions& o)
         : dev(d),
@@ -462,15 +451,8 @@ class HostReducer : public Reducer<Dev> {
     void gather(real* params) override {
         const ProfileRange range("gathering");
         const double start = seconds_now();
-        std::vector<real> elsewhere(Dev::on_host ? 0 : partition.bucket);
-        for (size_t b = 0; b < partition.buckets(); b++) {
-            const Piece own = partition.part(b, world.rank);
-            real* const x = Dev::on_host ? params + partition.begin(b) : elsewhere.data();
-            if (!Dev::on_host) dev.copy(x + (own.begin - partition.begin(b)), params + own.begin, own.count);
-            MPI_Allgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, x, int(own.count * sizeof(real)), MPI_BYTE,
-                          MPI_COMM_WORLD);
-            if (!Dev::on_host) dev.copy(params + partition.begin(b), x, partition.size(b));
-        }
+        if (partition.matrices.empty()) gather_parts(params);
+        else gather_pieces(params);
         this->times.add(seconds_now() - start, seconds_now() - start);
     }
 };
@@ -517,6 +499,22 @@ class NcclReducer : public Reducer<Cuda> {
         if (options.bf16)
             launch<kernels::widen_kernel>(grid_of(sums.count), 256, 0, side.stream, grads + sums.begin,
                                           narrow + (sums.begin - whole.begin), sums.count);
+    }
+
+    void gather_parts(Cuda::real* params) {
+        for (size_t b = 0; b < partition.buckets(); b++) {
+            const Piece own = partition.part(b, world.rank);
+            NCCL_CHECK(ncclAllGather(params + own.begin, params + partition.begin(b), own.count * sizeof(Cuda::real),
+                                     ncclUint8, communicator, side.stream));
+        }
+    }
+    void gather_pieces(Cuda::real* params) {
+        NCCL_CHECK(ncclGroupStart());
+        for (int r = 0; r < world.size; r++)
+            for (const Piece& p : partition.owned(r, true))
+                NCCL_CHECK(ncclBroadcast(params + p.begin, params + p.begin, p.count * sizeof(Cuda::real), ncclUint8, r,
+                                         communicator, side.stream));
+        NCCL_CHECK(ncclGroupEnd());
     }
 
     static ncclComm_t make_communicator(const World& world) {
@@ -581,11 +579,8 @@ class NcclReducer : public Reducer<Cuda> {
         side.follow();
         clock.begins(side.stream);
         clock.is_alone(side.stream);
-        for (size_t b = 0; b < partition.buckets(); b++) {
-            const Piece own = partition.part(b, world.rank);
-            NCCL_CHECK(ncclAllGather(params + own.begin, params + partition.begin(b), own.count * sizeof(Cuda::real),
-                                     ncclUint8, communicator, side.stream));
-        }
+        if (partition.matrices.empty()) gather_parts(params);
+        else gather_pieces(params);
         clock.ends(side.stream);
         side.lead();
     }

@@ -242,10 +242,11 @@ struct Cpu : HostRuntime, HostSums<real_> {
             }
         }
     }
-    // Muon, lib/model/muon.h, for matrices [rows, columns]. work(i, j): element i of the matrix is element j of
-    // direction and y, which hold a matrix that is taller than wide transposed. By 16 columns, a cache line of either.
+    // Muon, lib/model/muon.h, for matrices [rows, columns]. work(i, j): element i of a matrix is element j of direction
+    // and y, which hold a matrix that is taller than wide transposed. By 16 columns, a cache line of either.
     template <class Work>
-    static void for_muon_elements(int64_t rows, int64_t columns, const Work& work) {
+    static void for_muon_elements(const MuonBatch& b, const Work& work) {
+        const int64_t rows = b.rows, columns = b.columns;
         const size_t next_row = rows > columns ? 1 : size_t(columns), next_column = rows > columns ? size_t(rows) : 1;
 #pragma omp parallel for schedule(static)
         for (int64_t c0 = 0; c0 < columns; c0 += 16)
@@ -254,28 +255,55 @@ struct Cpu : HostRuntime, HostSums<real_> {
                     work(size_t(r * columns + c), size_t(r) * next_row + size_t(c) * next_column);
     }
     // Momentum with Nesterov's look ahead: m = beta1 m + (1 - beta1) grad, direction = beta1 m + (1 - beta1) grad.
-    void muon_momentum(Grad* direction, Stat* m, const Grad* grad, int64_t rows, int64_t columns, const HyperAdamW& h) {
+    void muon_momentum(Grad* directions, Stat* ms, const Grad* grads, const MuonBatch& b, const HyperAdamW& h) {
         const double clip = clip_factor(h);
         if (std::isnan(clip)) return;
         const real beta1 = real(h.beta1), scale = real(clip);
-        for_muon_elements(rows, columns, [=](size_t i, size_t j) {
-            const real g = grad[i] * scale;
-            m[i] = beta1 * m[i] + (1 - beta1) * g;
-            direction[j] = beta1 * m[i] + (1 - beta1) * g;
-        });
+        for (const MuonMatrix& matrix : b.matrices) {
+            Stat* const m = ms + matrix.local;
+            const Grad* const grad = grads + matrix.begin;
+            Grad* const direction = directions;
+            for_muon_elements(b, [=](size_t i, size_t j) {
+                const real g = grad[i] * scale;
+                m[i] = beta1 * m[i] + (1 - beta1) * g;
+                direction[j] = beta1 * m[i] + (1 - beta1) * g;
+            });
+            std::fill(direction + b.size(), direction + b.slot(), Grad(0));
+            directions += b.slot();
+        }
     }
-    // y = factor * direction / sqrt(*squares), 0 where all is 0. [count]
-    void muon_normalise(real* y, const Grad* direction, const double* squares, double factor, size_t count) {
-        const real scale = real(*squares > 0 ? factor / std::sqrt(*squares) : 0);
+    // y = factor * direction / sqrt(squares), 0 where all is 0
+    void muon_normalise(real* y, const Grad* direction, const double* squares, double factor, const MuonBatch& b) {
+        const size_t size = b.size(), slot = b.slot();
+        for (size_t k = 0; k < b.matrices.size(); k++) {
+            const real scale = real(squares[k] > 0 ? factor / std::sqrt(squares[k]) : 0);
 #pragma omp parallel for simd schedule(static)
-        for (size_t i = 0; i < count; i++) y[i] = direction[i] * scale;
+            for (size_t i = 0; i < size; i++) y[k * size + i] = direction[k * slot + i] * scale;
+        }
     }
     // param = param * (1 - lr * decay) - step_size * y
-    void muon_apply(real* param, Master*, const real* y, double step_size, int64_t rows, int64_t columns,
-                    const HyperAdamW& h) {
+    void muon_apply(real* params, Master*, const real* ys, double step_size, const MuonBatch& b, const HyperAdamW& h) {
         if (std::isnan(clip_factor(h))) return;
         const real keep = real(1 - h.lr * h.decay), step = real(step_size);
-        for_muon_elements(rows, columns, [=](size_t i, size_t j) { param[i] = param[i] * keep - step * y[j]; });
+        for (const MuonMatrix& matrix : b.matrices) {
+            real* const param = params + matrix.begin;
+            const real* const y = ys;
+            for_muon_elements(b, [=](size_t i, size_t j) { param[i] = param[i] * keep - step * y[j]; });
+            ys += b.size();
+        }
+    }
+    // out [M, N] = x [M, K] y (+ beta * addend), for `count` matrices; y [K, N] or, if transposed, [N, K]^T
+    void muon_product(real* out, const real* x, const real* y, bool transposed, const real* addend, double beta,
+                      int count, int M, int N, int K) {
+        const size_t size = size_t(M) * N;
+        for (size_t k = 0; k < size_t(count); k++, out += size) {
+#pragma omp parallel for simd schedule(static) if (size > FEW)
+            for (size_t i = 0; i < (addend ? size : 0); i++) out[i] = real(beta) * addend[k * size + i];
+            const real* const a = x + k * M * K;
+            const real* const b = y + k * N * K;
+            if (transposed) gemm.nt({M, N, K}, a, K, b, K, addend != nullptr, out, N);
+            else gemm.nn({M, N, K}, a, K, b, N, addend != nullptr, out, N);
+        }
     }
 
     // ----- heads.  A row of `projected` [B*queries, P] is  q | keys and values, by HeadSlot | gate logits | padding

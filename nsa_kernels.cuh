@@ -2046,20 +2046,32 @@ struct Cuda : CudaRuntime {
     }
     // Muon, lib/model/muon.h, for matrices [rows, columns]. m = beta1 m + (1 - beta1) grad, direction = beta1 m + (1 -
     // beta1) grad; transposed in direction, and so in y, where rows > columns.
-    void muon_momentum(Grad* direction, Stat* m, const Grad* grad, int64_t rows, int64_t columns, const HyperAdamW& h) {
-        launch<kernels::muon_momentum_kernel>(blocks_for(size_t(rows * columns), 256), 256, 0, stream, direction, m,
-                                              grad, size_t(rows), size_t(columns), AdamWConstants(h, 0));
+    void muon_momentum(Grad* direction, Stat* m, const Grad* grad, const MuonBatch& b, const HyperAdamW& h) {
+        launch<kernels::muon_momentum_kernel>(grid_of_batch(b, b.slot()), 256, 0, stream, direction, m, grad,
+                                              on_device(b.matrices), size_t(b.rows), size_t(b.columns), b.slot(),
+                                              AdamWConstants(h, 0));
     }
-    // y = factor * direction / sqrt(*squares), 0 where all is 0. [count]
-    void muon_normalise(real* y, const Grad* direction, const double* squares, double factor, size_t count) {
-        launch<kernels::muon_normalise_kernel>(blocks_for(count, 256), 256, 0, stream, y, direction, squares, factor,
-                                               count);
+    // y = factor * direction / sqrt(squares), 0 where all is 0
+    void muon_normalise(real* y, const Grad* direction, const double* squares, double factor, const MuonBatch& b) {
+        launch<kernels::muon_normalise_kernel>(grid_of_batch(b, b.size()), 256, 0, stream, y, direction, squares,
+                                               factor, b.size(), b.slot());
     }
     // master = master * (1 - lr * decay) - step_size * y, rounded to param as in adamw
-    void muon_apply(real* param, Master* master, const real* y, double step_size, int64_t rows, int64_t columns,
+    void muon_apply(real* param, Master* master, const real* y, double step_size, const MuonBatch& b,
                     const HyperAdamW& h) {
-        launch<kernels::muon_apply_kernel>(blocks_for(size_t(rows * columns), 256), 256, 0, stream, param, master, y,
-                                           size_t(rows), size_t(columns), AdamWConstants(h, step_size));
+        launch<kernels::muon_apply_kernel>(grid_of_batch(b, b.size()), 256, 0, stream, param, master, y,
+                                           on_device(b.matrices), size_t(b.rows), size_t(b.columns),
+                                           AdamWConstants(h, step_size));
+    }
+    // out [M, N] = x [M, K] y (+ beta * addend), for `count` matrices; y [K, N] or, if transposed, [N, K]^T
+    void muon_product(real* out, const real* x, const real* y, bool transposed, const real* addend, double beta,
+                      int count, int M, int N, int K) {
+        const Batch batch = {count, size_t(M) * K, size_t(N) * K, size_t(M) * N, float(beta)};
+        if (transposed) gemm_nt({M, N, K}, x, size_t(K), y, size_t(K), addend, out, size_t(N), batch);
+        else gemm_nn({M, N, K}, x, size_t(K), y, size_t(N), addend, out, size_t(N), batch);
+    }
+    static dim3 grid_of_batch(const MuonBatch& b, size_t count) {
+        return dim3(blocks_for(count, 256), unsigned(b.matrices.size()));
     }
     // The parameters as adamw left them after this step, from the master copy alone, so that a resumed run goes on with
     // the same bits. Arguments as in HyperAdamW.

@@ -123,6 +123,8 @@ struct TensorTable : TensorList {
         add("norm.weight", vector_of(C).with(INIT_ONE));
         if (untied)
             add("head.weight", matrix_of(c.vocab_size, C).with(INIT_ZERO).padded_to(padded_vocab).elementwise());
+        if (c.optimizer != "muon")
+            for (TensorSpec& t : specs) t.orthogonal = false;
     }
 
     // Pointers to every tensor inside a flat array, in the order of the list; null where the model has no such tensor.
@@ -158,16 +160,18 @@ struct Model {
     TensorTable table;
     Partition partition;  // cuts the flat arrays into buckets, and each bucket into the ranks' parts
     int rank;
-    bool sharded;              // --zero 1 on several ranks
-    std::vector<Piece> owned;  // what this rank updates: everything, or its parts
+    bool sharded;                               // --zero 1 on several ranks
+    std::vector<Piece> summed;                  // where this rank has the gradients' sums: everywhere, or in its parts
+    std::vector<Piece> owned;                   // what it updates
+    std::vector<std::vector<AdamWSpan>> spans;  // of each piece that it owns, for AdamW; none in matrices of Muon
     // Flat arrays of partition.elements: the tensors of the table, one more element, and padding. In grads that element
     // is the guard, a copy of the loss: summed over the ranks it is NaN for all where one has NaN. Inference: params.
     real* params = nullptr;
     Grad* grads = nullptr;
-    // Flat arrays of state_elements(), indexed by Piece::local. Without a master copy, master points to params.
+    // m and master are indexed by Piece::local, v by Piece::second. Without a master copy, master points to params.
     typename Dev::Master* master = nullptr;
     typename Dev::Stat *m = nullptr, *v = nullptr;
-    std::unique_ptr<Muon<Dev>> muon;  // --optimizer muon: what it updates has its momentum in m, and zeros in v
+    std::unique_ptr<Muon<Dev>> muon;  // --optimizer muon: what it updates has its momentum in m, and nothing in v
     // The running step's sum of losses, and its sum of squared gradients.
     static constexpr size_t RESULTS = 2;
     typename Dev::Sum* results = nullptr;
@@ -183,22 +187,24 @@ struct Model {
         : dev(device),
           config(c),
           table(c),
-          partition(table.total, ranks, c.bucket_mb),
+          partition(table.total, ranks, c.bucket_mb, muon_matrices(table)),
           rank(my_rank),
           sharded(c.zero == 1 && ranks > 1) {
         allocate_zeros(params, partition.elements);
         w = table.point_into(params, c);
         if (!training) return;
-        owned = sharded ? partition.parts(rank) : std::vector<Piece>{{0, partition.elements, 0}};
+        owned = partition.owned(rank, sharded);
+        for (const Piece& p : owned) spans.push_back(spans_of(p));
+        summed = has_partial_sums() ? owned : std::vector<Piece>{{0, partition.elements, 0}};
         if constexpr (Dev::has_master) allocate_zeros(master, state_elements());
         else master = params;
         allocate_zeros(grads, partition.elements);
         allocate_zeros(m, state_elements());
-        allocate_zeros(v, state_elements());
+        allocate_zeros(v, StateElements(owned).v);
         allocate_zeros(results, RESULTS);
         for (auto*& s : squares) allocate_zeros(s, chunks() + 1);
         dw = table.point_into(grads, c);
-        if (c.optimizer == "muon") muon = std::make_unique<Muon<Dev>>(dev, table);
+        if (c.optimizer == "muon") muon = std::make_unique<Muon<Dev>>(dev, owned);
     }
     ~Model() {
         if constexpr (Dev::has_master) dev.release(master);
@@ -208,7 +214,9 @@ struct Model {
     Model(const Model&) = delete;
     Model& operator=(const Model&) = delete;
 
-    size_t state_elements() const { return sharded ? partition.shard() : partition.elements; }
+    size_t state_elements() const { return sharded ? StateElements(owned).m : partition.elements; }
+    // A part that cuts a matrix is of no use to Muon, so its ranks sum the gradients everywhere.
+    bool has_partial_sums() const { return sharded && partition.matrices.empty(); }
     size_t chunks() const { return partition.elements / CHUNK; }
     typename Dev::Master* master_at(const Piece& p, size_t i) const {
         return Dev::has_master ? master + p.local + (i - p.begin) : master + i;
@@ -221,13 +229,19 @@ struct Model {
         return ProfileRange(phase, i);
     }
 
-    // What the flat arrays take in training, in bytes.
+    // What the flat arrays take in training, in bytes, on the rank that has most.
     static double flat_bytes(const ModelConfig& c, int ranks) {
         const TensorTable t(c);
-        const double state = (Dev::has_master ? sizeof(typename Dev::Master) : 0) + 2 * sizeof(typename Dev::Stat),
-                     of_element = sizeof(real) + sizeof(Grad) + state / (c.zero == 1 ? ranks : 1);
-        return double(Partition(t.total, ranks, c.bucket_mb).elements) * of_element +
-               (c.optimizer == "muon" ? Muon<Dev>::bytes_needed(t) : 0);
+        const Partition p(t.total, ranks, c.bucket_mb, muon_matrices(t));
+        double largest = 0;
+        for (int r = 0; r < (c.zero == 1 ? ranks : 1); r++) {
+            const std::vector<Piece> owned = p.owned(r, c.zero == 1);
+            const StateElements state(owned);
+            const size_t of_m = sizeof(typename Dev::Stat) + (Dev::has_master ? sizeof(typename Dev::Master) : 0);
+            largest = std::max(largest, double(state.m * of_m + state.v * sizeof(typename Dev::Stat)) +
+                                            Muon<Dev>::bytes_needed(owned));
+        }
+        return double(p.elements) * (sizeof(real) + sizeof(Grad)) + largest;
     }
 
     void set_parameter(const TensorSpec& t, const float* values) {
@@ -252,6 +266,14 @@ struct Model {
     }
 
   private:
+    std::vector<AdamWSpan> spans_of(const Piece& p) const {
+        std::vector<AdamWSpan> all;
+        for (const TensorSpec& t : table.specs) {
+            const auto [first, last] = overlap(t, t.padded, p);
+            if (first < last && !p.rows) add_span(all, first - p.begin, last - p.begin, t.decay);
+        }
+        return all;
+    }
     template <class T>
     void allocate_zeros(T*& p, size_t count) {
         p = dev.template allocate<T>(count);
@@ -660,11 +682,11 @@ void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = null
     const ProfileRange range("gradient norm");
     auto* squares = model.squares[step % 2];
     auto* guard = model.grads + model.table.total;
-    if (model.sharded) model.dev.zero(squares, model.chunks());
-    for (const Piece& p : model.owned)
+    if (model.has_partial_sums()) model.dev.zero(squares, model.chunks());
+    for (const Piece& p : model.summed)
         model.dev.chunk_squares(squares, model.grads, model.table.total, p.begin, p.count);
     // A rank has only its parts of the sums, and only one rank the guard: so each rank's loss travels with the squares.
-    if (model.sharded && reducer) {
+    if (model.has_partial_sums() && reducer) {
         model.dev.set_guard(squares + model.chunks(), model.results);
         reducer->complete(squares, model.chunks() + 1);
         model.dev.set_guard(guard, squares + model.chunks());
@@ -674,28 +696,21 @@ void gradient_norm(Model<Dev>& model, int64_t step, Reducer<Dev>* reducer = null
 
 constexpr double ADAM_BETA1 = 0.9, ADAM_BETA2 = 0.95, ADAM_EPS = 1e-8;
 
-// One step of AdamW, or of Muon where --optimizer and the tensor say so, on the summed gradients, clipped to the norm
-// that gradient_norm() found. If that is not finite, the weights stay as they are.
+// One step of AdamW, and of Muon for the matrices that it updates, on the summed gradients, clipped to the norm that
+// gradient_norm() found. If that is not finite, the weights stay as they are.
 template <class Dev>
 void apply_update(Model<Dev>& model, int64_t step, double lr, Reducer<Dev>* reducer = nullptr) {
     const ProfileRange range("update");
     const ModelConfig& c = model.config;
     HyperAdamWOf<typename Dev::Sum> h{lr,   ADAM_BETA1,       ADAM_BETA2, ADAM_EPS,          c.weight_decay,
                                       step, uint64_t(c.seed), 0,          model.results + 1, c.grad_clip};
-    for (const Piece& p : model.owned) {
-        std::vector<AdamWSpan> spans;
-        for (const TensorSpec& t : model.table.specs) {
-            const auto [first, last] = overlap(t, t.padded, p);
-            if (model.muon && t.orthogonal) {
-                h.offset = first;
-                model.muon->update(model.params + first, model.master_at(p, first), model.m + first,
-                                   model.grads + first, t, h);
-            } else if (first < last) add_span(spans, first - p.begin, last - p.begin, t.decay);
-        }
+    for (size_t i = 0; i < model.owned.size(); i++) {
+        const Piece& p = model.owned[i];
         h.offset = p.begin;
-        model.dev.adamw(model.params + p.begin, model.master_at(p, p.begin), model.m + p.local, model.v + p.local,
-                        model.grads + p.begin, spans, h);
+        model.dev.adamw(model.params + p.begin, model.master_at(p, p.begin), model.m + p.local, model.v + p.second,
+                        model.grads + p.begin, model.spans[i], h);
     }
+    if (model.muon) model.muon->update(model.params, model.master, model.m, model.grads, h);
     if (model.sharded && reducer) reducer->gather(model.params);
 }
 
@@ -1072,8 +1087,8 @@ void begin_run(Run<Dev>& run, const Config& c, const Device& device, const Gradi
     const RunStart start = open_run(c, given, world, device, path, model, run.data, libraries);
     model.watchdog = &world.watchdog;
     model.progress("start");
-    run.reducer = make_reducer(run.dev, world, model.partition, model.grads, {int(c.zero), c.grad_reduce == "bf16"},
-                               path.by_nccl);
+    run.reducer = make_reducer(run.dev, world, model.partition, model.grads,
+                               {model.has_partial_sums(), c.grad_reduce == "bf16"}, path.by_nccl);
     run.activations = std::make_unique<Activations<Dev>>(run.dev, c, c.batch, c.seq_len, TRAINING);
     if (run.is_first()) {
         print_memory(Model<Dev>::flat_bytes(c, world.size) / (1 << 20), run.activations->arena, memory_is_tight);

@@ -3,6 +3,8 @@
 
     python3 dev/reference.py compare STATE
         compares a dump of `train_nsa --dump-state` with this file: logits, loss, gradients, selection
+    python3 dev/reference.py update STATE BEFORE AFTER
+        repeats one step of the optimiser: two checkpoints of a run, and the dump of --resume at the first
     python3 dev/reference.py golden STATE GOLDEN
         writes a small file of expected results, with which the tests check themselves without Python
     python3 dev/reference.py selftest
@@ -556,6 +558,119 @@ def compare(path, use_selection="from-state", precision=None, rtol=None):
                 )
             )
     return failures + [text for _, text in sorted(beyond)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# update: AdamW, and Muon for the matrices of the layers.
+
+# Polar Express, arXiv 2505.16932, for singular values from 0.001 to 1, before its margin of 1.01 for rounding
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+)
+UPDATE_LIMIT = {"fp32": 1e-4, "bf16": 0.06}  # of a matrix's largest change; bf16 as in engine_model_tests.h
+
+
+def orthogonal(u):
+    """About U V^T of u's singular value decomposition: five polynomials of the matrix over its Frobenius norm."""
+    x = u / u.norm() if u.any() else u
+    for a, b, c in POLAR_EXPRESS:
+        x = x / 1.01
+        gram = x @ x.T
+        x = a * x + b * gram @ x + c * gram @ gram @ x
+    return x
+
+
+def muon(w, m, g, lr, decay):
+    """-> w, m after one step."""
+    m = 0.95 * m + 0.05 * g
+    ahead = 0.95 * m + 0.05 * g
+    return (1 - lr * decay) * w - lr * 0.2 * math.sqrt(max(w.shape)) * orthogonal(ahead), m
+
+
+def adamw(w, m, v, g, lr, decay, step):
+    m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+    corrected = (m / (1 - 0.9 ** step)) / ((v / (1 - 0.95 ** step)).sqrt() + 1e-8)
+    return (1 - lr * decay) * w - lr * corrected, m, v
+
+
+def is_muons(name, shape, optimizer):
+    return optimizer == "muon" and name.startswith("layers.") and len(shape) == 2 and "gate_proj" not in name
+
+
+def read_checkpoint(folder, shapes):
+    """-> {name: float64 tensor} of the weights, of m.<name> and of v.<name>; NaN where no rank has written a moment."""
+    tensors = {name: torch.from_numpy(array.astype(np.float64))
+               for name, array in read_safetensors(os.path.join(folder, "model.safetensors"))[0].items()}
+    if {name: tuple(x.shape) for name, x in tensors.items()} != shapes:
+        raise Failure(f"{folder}: its tensors are not those of the dump's model")
+    for file in sorted(os.listdir(folder)):
+        if not file.startswith("optimizer_"):
+            continue
+        for name, array in read_safetensors(os.path.join(folder, file))[0].items():
+            whole, first, last = re.fullmatch(r"([mv]\..*)\[(\d+):(\d+)\]", name).groups()
+            if whole not in tensors:
+                tensors[whole] = torch.full(shapes[whole[2:]], math.nan, dtype=torch.float64)
+            tensors[whole].view(-1)[int(first):int(last)] = torch.from_numpy(array.astype(np.float64))
+    return tensors
+
+
+def read_step(after):
+    """-> the options of AFTER's run, and its step and learning rate."""
+    run_folder, name = os.path.split(os.path.abspath(after))
+    step = int(name.split("_")[-1])
+    with open(os.path.join(run_folder, "run.json")) as file:
+        options = json.load(file)
+    with open(os.path.join(run_folder, "log.jsonl")) as file:
+        lines = [json.loads(line) for line in file]
+    rates = [line["lr"] for line in lines if line.get("step") == step and "lr" in line]
+    if not rates:
+        raise Failure(f"{run_folder}/log.jsonl: no learning rate of step {step}")
+    return options, step, rates[-1]
+
+
+def compare_update(state_path, before, after):
+    """Prints a line per tensor; returns the failures."""
+    state = read_state(state_path)
+    shapes, precision = parameter_shapes(state.config), precision_of(state, state_path)
+    old, new = read_checkpoint(before, shapes), read_checkpoint(after, shapes)
+    options, step, lr = read_step(after)
+    grads = {name: torch.from_numpy(state.tensors["grad." + name].astype(np.float64)) for name in shapes}
+    norm = math.sqrt(sum((g * g).sum().item() for g in grads.values()))
+    clip = min(1.0, options["grad_clip"] / norm) if options["grad_clip"] else 1.0
+    failures = []
+    print(f"step {step}, lr {lr:g}, {options['optimizer']}, gradient's norm {norm:.6g}")
+    print(f"{'tensor':48} {'by':6} {'largest change':>15} {'max error':>10} {'/ change':>10}")
+    for name, shape in shapes.items():
+        if not torch.equal(old[name], state.params[name]):
+            raise Failure(f"{state_path}: {name} is not that of {before}")
+        w, g, decay = old[name], grads[name] * clip, options["weight_decay"] if len(shape) == 2 else 0.0
+        of_muon = is_muons(name, shape, options["optimizer"])
+        if of_muon:
+            w_new, m_new = muon(w, old["m." + name], g, lr, decay)
+            moments = {"m." + name: m_new}
+        else:
+            w_new, m_new, v_new = adamw(w, old["m." + name], old["v." + name], g, lr, decay, step)
+            moments = {"m." + name: m_new, "v." + name: v_new}
+        # The weights are stored in fp32. AdamW's are computed in it whatever the products take.
+        limit = UPDATE_LIMIT[precision if of_muon else "fp32"]
+        change, error = (w_new - w).abs().max().item(), (new[name] - w_new).abs().max().item()
+        allowed = limit * change + 2.0 ** -23 * w.abs().max().item()
+        relative = error / change if change else 0.0
+        print(f"{name:48} {'muon' if of_muon else 'adamw':6} {change:15.4e} {error:10.2e} {relative:10.2e}"
+              f"{'' if error <= allowed else '   BEYOND'}")
+        if not error <= allowed:
+            failures.append(f"{name}: error {error:.3g} of a change of {change:.3g}")
+        for moment, expected in moments.items():
+            error = (new[moment] - expected).abs().max().item() if moment in new else math.nan
+            if not error <= 1e-5 * expected.abs().max().item():
+                failures.append(f"{moment}: error {error:.3g} of {expected.abs().max().item():.3g}")
+        if of_muon and "v." + name in new:
+            failures.append(f"v.{name}: there, although Muon has no second moment")
+    return failures
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1134,6 +1249,68 @@ def check_golden():
     return f"{len(tensors)} tensors"
 
 
+def check_update():
+    """Muon makes singular values nearly 1; a true step is accepted and planted errors are not, for both optimisers."""
+    c = tiny()
+    random = torch.Generator().manual_seed(21)
+    for shape in ((5, 9), (9, 5), (8, 8)):
+        u, s, v = torch.linalg.svd(torch.randn(shape, generator=random, dtype=torch.float64), full_matrices=False)
+        s = torch.logspace(-2.5, 0, len(s), dtype=torch.float64).flip(0)
+        turned = u.T @ orthogonal(u * s @ v) @ v.T
+        values = turned.diagonal()
+        expect((turned - values.diag()).abs().max() < 1e-12, "the singular directions have turned")
+        expect(0.87 < values.min() and values.max() < 1.13, f"singular values became {values.tolist()}")
+    params = random_params(c, 13)
+    inputs, targets = random_batch(c, 2, 39, 13)
+    results = run(c, params, inputs, targets)
+    planted = 0
+    for optimizer in ("adamw", "muon"):
+        with tempfile.TemporaryDirectory() as folder:
+            state = os.path.join(folder, "state.safetensors")
+            before, after = (os.path.join(folder, f"step_{step:08d}") for step in (3, 4))
+            write_state(state, c, params, inputs, targets, results)
+            with open(os.path.join(folder, "run.json"), "w") as file:
+                json.dump({"optimizer": optimizer, "weight_decay": 0.1, "grad_clip": 0.5}, file)
+            with open(os.path.join(folder, "log.jsonl"), "w") as file:
+                file.write('{"step": 4, "lr": 0.01}\n')
+
+            def write(to, weights, moments):
+                os.makedirs(to, exist_ok=True)
+                write_safetensors(os.path.join(to, "model.safetensors"),
+                                  {name: x.numpy().astype(np.float32) for name, x in weights.items()}, {})
+                flat = {f"{name}[0:{x.numel()}]": x.flatten().numpy().astype(np.float32) for name, x in moments.items()}
+                write_safetensors(os.path.join(to, "optimizer_00000-of-00001.safetensors"), flat, {})
+
+            grads = {name: g.float().double() for name, g in results.grads.items()}
+            clip = min(1.0, 0.5 / math.sqrt(sum((g * g).sum().item() for g in grads.values())))
+            m = {name: (0.01 * torch.randn(p.shape, generator=random)).double() for name, p in params.items()}
+            v = {name: x * x for name, x in m.items()}
+            moments, weights, later = {}, {}, {}
+            for name, p in params.items():
+                decay = 0.1 if p.dim() == 2 else 0.0
+                moments["m." + name] = m[name]
+                if is_muons(name, p.shape, optimizer):
+                    weights[name], later["m." + name] = muon(p, m[name], grads[name] * clip, 0.01, decay)
+                    continue
+                moments["v." + name] = v[name].float().double()
+                weights[name], later["m." + name], later["v." + name] = adamw(
+                    p, m[name], moments["v." + name], grads[name] * clip, 0.01, decay, 4)
+            write(before, params, moments)
+            write(after, weights, later)
+            failures = quietly(compare_update, state, before, after)
+            expect(failures == [], f"{optimizer}: a true step is refused: {failures}")
+            for name in weights:
+                step = weights[name] - params[name]
+                write(after, weights | {name: params[name] + 1.001 * step}, later)
+                expect(quietly(compare_update, state, before, after) != [], f"{optimizer}: {name}: a longer step")
+                planted += 1
+            for name in later:
+                write(after, weights, later | {name: later[name] * 1.0001})
+                expect(quietly(compare_update, state, before, after) != [], f"{optimizer}: {name} times 1.0001")
+                planted += 1
+    return f"singular values, both optimisers' steps; {planted} planted errors refused"
+
+
 def check_bad_files():
     """Every kind of broken file ends in one line that says what is wrong."""
     header = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
@@ -1199,6 +1376,7 @@ SELFTESTS = {
     "rope": check_rope,
     "limits: dense attention": check_limiting_cases,
     "compare refuses planted errors": check_compare,
+    "update refuses planted errors": check_update,
     "golden file": check_golden,
     "broken files": check_bad_files,
 }
@@ -1243,6 +1421,10 @@ def main():
         type=float,
         help="limit of max |error| / max |tensor| (default: derived from precision, depth and sizes)",
     )
+    mode = modes.add_parser("update", help="repeat one step of the optimiser; exit status 1 beyond the limits")
+    mode.add_argument("state", metavar="STATE", help="a dump of --resume at BEFORE, with that step's options")
+    mode.add_argument("before", metavar="BEFORE", help="a checkpoint, a folder")
+    mode.add_argument("after", metavar="AFTER", help="the same run's checkpoint of the next step")
     mode = modes.add_parser("golden", help="write a small file of expected results for the tests")
     mode.add_argument("state", metavar="STATE", help="a dump, whose parameters and batch are used")
     mode.add_argument("golden", metavar="GOLDEN", help="the file to write")
@@ -1254,7 +1436,10 @@ def main():
         if arguments.mode == "golden":
             golden(arguments.state, arguments.golden)
             return 0
-        failures = compare(arguments.state, arguments.selection, arguments.precision, arguments.rtol)
+        if arguments.mode == "update":
+            failures = compare_update(arguments.state, arguments.before, arguments.after)
+        else:
+            failures = compare(arguments.state, arguments.selection, arguments.precision, arguments.rtol)
         if failures:
             raise Failure(failures[0] + (f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""))
         print("ok: everything within the limits")

@@ -273,6 +273,27 @@ struct Timed : Dev {
                                               4 * sizeof(Stat) + sizeof(Grad));
         clock("adamw", 15.0 * double(count), bytes, [&] { Dev::adamw(param, master, m, v, grad, spans, h); });
     }
+    static double elements(const MuonBatch& b) { return double(b.size() * b.matrices.size()); }
+    void muon_momentum(Grad* direction, Stat* m, const Grad* grad, const MuonBatch& b, const HyperAdamW& h) {
+        clock("muon_momentum", 7 * elements(b), elements(b) * (2 * sizeof(Grad) + 2 * sizeof(Stat)),
+              [&] { Dev::muon_momentum(direction, m, grad, b, h); });
+    }
+    void muon_normalise(real* y, const Grad* direction, const double* squares, double factor, const MuonBatch& b) {
+        clock("muon_normalise", elements(b), elements(b) * (sizeof(real) + sizeof(Grad)),
+              [&] { Dev::muon_normalise(y, direction, squares, factor, b); });
+    }
+    void muon_apply(real* param, typename Dev::Master* master, const real* y, double step_size, const MuonBatch& b,
+                    const HyperAdamW& h) {
+        clock("muon_apply", 3 * elements(b),
+              elements(b) * (2 * sizeof(typename Dev::Master) + (Dev::has_master ? 2 : 1) * sizeof(real)),
+              [&] { Dev::muon_apply(param, master, y, step_size, b, h); });
+    }
+    void muon_product(real* out, const real* x, const real* y, bool transposed, const real* addend, double beta,
+                      int count, int M, int N, int K) {
+        const double rows = double(count) * M;
+        clock("muon_product", 2 * rows * N * K, R(rows * K + 1.0 * count * N * K + (addend ? 2 : 1) * rows * N),
+              [&] { Dev::muon_product(out, x, y, transposed, addend, beta, count, M, N, K); });
+    }
     void split_heads_forward(typename Dev::Heads out, const real* projected, const real* gains, const NsaShape& s) {
         clock("split_heads_forward", split_heads_forward_work(s, sizeof(real)),
               [&] { Dev::split_heads_forward(out, projected, gains, s); });
@@ -411,6 +432,30 @@ void print_last_ceilings(Timed<Dev>& dev, const std::string& name, const Ceiling
         name.c_str(), first.bytes_per_second * 1e-9, double(first.copied_bytes) / (1 << 20), first.repetitions,
         last.bytes_per_second * 1e-9);
     std::fflush(out);
+}
+
+// What Muon adds to a step: by counts at the half million tokens that large runs take, and what it took here.
+inline void print_muon(const TensorList& table, const std::map<std::string, OperationTime>& times, double seconds,
+                       std::FILE* out) {
+    constexpr double TOKENS = 524288;
+    double flops = 0, muons = 0;
+    int matrices = 0, calls = 0;
+    for (const Piece& m : muon_matrices(table)) {
+        flops += newton_schulz_flops(m.rows, m.columns);
+        matrices++;
+    }
+    for (const auto& [operation, o] : times) {
+        if (operation.compare(0, 4, "muon") != 0) continue;
+        muons += o.seconds;
+        calls += int(o.calls);
+    }
+    const double of_tokens = 6 * double(table.parameters) * TOKENS;
+    std::fprintf(
+        out,
+        "muon: %d matrices n x w, n <= w, take the sum of %d (4 n^2 w + 2 n^3) = %.4g GFLOP a step, %.2f %% of "
+        "the 6 N tokens = %.4g GFLOP of %.0f tokens; here %d operations and %.1f us, %.1f %% of the step\n",
+        matrices, NEWTON_SCHULZ_STEPS, flops * 1e-9, 100 * flops / of_tokens, of_tokens * 1e-9, TOKENS, calls,
+        muons * 1e6, 100 * muons / seconds);
 }
 
 // Steps as training makes them, on the same tokens each time.
@@ -573,6 +618,7 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
                 all_floors += floor;
         }
         print("all operations", all, all_floors);
+        if (model.muon) print_muon(model.table, times, seconds, out);
         std::fprintf(out, "the step %.0f us, the median of %zu: %.1f tokens/s with a clock around every operation\n",
                      seconds * 1e6, timings.size(), tokens / seconds);
         std::fprintf(out,

@@ -291,7 +291,10 @@ inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cu
     if (s != CUBLAS_STATUS_SUCCESS) return s;
     if (emu::no_matmul_algorithm) return CUBLAS_STATUS_NOT_SUPPORTED;
     const uint32_t alignment = *std::min_element(preference->alignments, preference->alignments + 4);
-    if (alignment < 16) return CUBLAS_STATUS_NOT_SUPPORTED;  // cuBLASLt has slow kernels for those
+    // cuBLASLt has slow kernels for matrices that are aligned to less, the first or a later one of a batch
+    if (alignment < 16) return CUBLAS_STATUS_NOT_SUPPORTED;
+    for (const emu::MatrixLayout* l : {a, b, c, out})
+        if (l->batches > 1 && uint64_t(l->batch_stride) * l->element() % 16) return CUBLAS_STATUS_NOT_SUPPORTED;
     for (*found = 0; *found < wanted; ++*found)
         results[*found] = {
             {preference->workspace_bytes, *found, alignment}, preference->workspace_bytes, CUBLAS_STATUS_SUCCESS, 1.0f};

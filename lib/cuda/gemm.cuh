@@ -29,12 +29,12 @@ __device__ inline void load_gemm_slice(GemmSlice& slice, const GemmFactor<T>& fa
         slice[k][row] = there ? float(matrix[(first_row + row) * factor.row + (first_k + k) * factor.k]) : 0.0f;
     }
 }
-// C [M, N] = A [M, K] B [N, K]^T (+ addend [M, N], where given, which may be C). A block for each tile of C, blockIdx.z
-// for the matrix of the batch; rows of C and of the addend are ldc elements apart, matrices next_c.
+// C [M, N] = A [M, K] B [N, K]^T (+ beta addend [M, N], where given, which may be C). A block for each tile of C,
+// blockIdx.z for the matrix of the batch; rows of C and of the addend are ldc elements apart, matrices next_c.
 template <class In, class Out>
 __global__ void __launch_bounds__(GEMM_THREADS)
-    plain_gemm_kernel(int M, int N, int K, GemmFactor<In> A, GemmFactor<In> B, const Out* addend, Out* C, size_t ldc,
-                      size_t next_c) {
+    plain_gemm_kernel(int M, int N, int K, GemmFactor<In> A, GemmFactor<In> B, const Out* addend, float beta, Out* C,
+                      size_t ldc, size_t next_c) {
     SHARED(float, a_slice, [GEMM_DEPTH][GEMM_TILE + 1]);
     SHARED(float, b_slice, [GEMM_DEPTH][GEMM_TILE + 1]);
     const int first_row = int(blockIdx.y) * GEMM_TILE, first_column = int(blockIdx.x) * GEMM_TILE,
@@ -60,15 +60,15 @@ __global__ void __launch_bounds__(GEMM_THREADS)
         for (int j = 0; j < GEMM_EACH; j++) {
             const int m = first_row + row + i * GEMM_SIDE, n = first_column + column + j * GEMM_SIDE;
             const size_t at = blockIdx.z * next_c + m * ldc + n;
-            if (m < M && n < N) C[at] = Out(sums[i][j] + (addend ? float(addend[at]) : 0.0f));
+            if (m < M && n < N) C[at] = Out(sums[i][j] + (addend ? beta * float(addend[at]) : 0.0f));
         }
 }
-// C[M,N] = op(A)[M,K] op(B)[K,N] (+ addend), row-major, for `count` matrices that are next_a, next_b and next_c
+// C[M,N] = op(A)[M,K] op(B)[K,N] (+ beta addend), row-major, for `count` matrices that are next_a, next_b and next_c
 // elements apart, as CudaRuntime::gemm() has it.
 template <class In, class Out>
 inline void plain_gemm(bool transpose_a, bool transpose_b, int M, int N, int K, const In* A, size_t lda, const In* B,
-                       size_t ldb, const Out* addend, Out* C, size_t ldc, int count, size_t next_a, size_t next_b,
-                       size_t next_c, cudaStream_t stream) {
+                       size_t ldb, const Out* addend, float beta, Out* C, size_t ldc, int count, size_t next_a,
+                       size_t next_b, size_t next_c, cudaStream_t stream) {
     const auto tiles = [](int n) { return unsigned(n + GEMM_TILE - 1) / GEMM_TILE; };
     if (M == 0 || N == 0 || count == 0) return;
     if (tiles(M) > 65535 || count > 65535)
@@ -79,5 +79,5 @@ inline void plain_gemm(bool transpose_a, bool transpose_b, int M, int N, int K, 
     const GemmFactor<In> a = {A, transpose_a ? 1 : lda, transpose_a ? lda : 1, next_a},
                          b = {B, transpose_b ? ldb : 1, transpose_b ? 1 : ldb, next_b};
     launch<plain_gemm_kernel<In, Out>>(dim3(tiles(N), tiles(M), unsigned(count)), GEMM_THREADS, 0, stream, M, N, K, a,
-                                       b, addend, C, ldc, next_c);
+                                       b, addend, beta, C, ldc, next_c);
 }

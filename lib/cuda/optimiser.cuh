@@ -106,39 +106,51 @@ __global__ void adamw_kernel(cuda_real* param, float* master, float* m, float* v
     store(master + i, updated);
     round_to(param + i, updated, h.seed, h.stream, h.counter + i);
 }
-// Muon, as Cpu has it: the matrices are [rows, columns], but transposed in direction and y where rows > columns.
+// Muon, as Cpu has it, with a row of blocks for each matrix of a batch: they are [rows, columns], but transposed in
+// direction and y where rows > columns.
 __device__ inline size_t muon_index(size_t i, size_t rows, size_t columns) {
     return rows > columns ? i % columns * rows + i / columns : i;
 }
-__global__ void muon_momentum_kernel(float* direction, float* m, const float* grad, size_t rows, size_t columns,
-                                     AdamWConstants h) {
+// Element i of the matrix, and i below `slot`, behind it.
+__global__ void muon_momentum_kernel(float* direction, float* m, const float* grad, const MuonMatrix* matrices,
+                                     size_t rows, size_t columns, size_t slot, AdamWConstants h) {
     SHARED(float, scale, [1]);
     if (threadIdx.x == 0) scale[0] = clip_factor(h);
     __syncthreads();
     const size_t i = thread_index();
-    if (i >= rows * columns || scale[0] != scale[0]) return;
-    const float g = grad[i] * scale[0], m_new = h.beta1 * m[i] + (1 - h.beta1) * g;
+    if (i >= slot || scale[0] != scale[0]) return;
+    direction += blockIdx.y * slot;
+    if (i >= rows * columns) {
+        direction[i] = 0;
+        return;
+    }
+    m += matrices[blockIdx.y].local;
+    const float g = grad[matrices[blockIdx.y].begin + i] * scale[0], m_new = h.beta1 * m[i] + (1 - h.beta1) * g;
     m[i] = m_new;
     direction[muon_index(i, rows, columns)] = h.beta1 * m_new + (1 - h.beta1) * g;
 }
 __global__ void muon_normalise_kernel(cuda_real* y, const float* direction, const double* squares, double factor,
-                                      size_t count) {
+                                      size_t size, size_t slot) {
     SHARED(float, scale, [1]);
-    if (threadIdx.x == 0) scale[0] = float(*squares > 0 ? factor / sqrt(*squares) : 0);
+    const double square = squares[blockIdx.y];
+    if (threadIdx.x == 0) scale[0] = float(square > 0 ? factor / sqrt(square) : 0);
     __syncthreads();
     const size_t i = thread_index();
-    if (i < count) y[i] = cuda_real(direction[i] * scale[0]);
+    if (i < size) y[blockIdx.y * size + i] = cuda_real(direction[blockIdx.y * slot + i] * scale[0]);
 }
-__global__ void muon_apply_kernel(cuda_real* param, float* master, const cuda_real* y, size_t rows, size_t columns,
-                                  AdamWConstants h) {
+__global__ void muon_apply_kernel(cuda_real* params, float* masters, const cuda_real* y, const MuonMatrix* matrices,
+                                  size_t rows, size_t columns, AdamWConstants h) {
     SHARED(float, factors, [2]);
     if (threadIdx.x < 2) factors[threadIdx.x] = threadIdx.x == 0 ? clip_factor(h) : float(1 - h.lr * h.decay);
     __syncthreads();
     const size_t i = thread_index();
     if (i >= rows * columns || factors[0] != factors[0]) return;
-    const float updated[1] = {master[i] * factors[1] - h.step_size * float(y[muon_index(i, rows, columns)])};
-    store(master + i, updated);
-    round_to(param + i, updated, h.seed, h.stream, h.counter + i);
+    const size_t place = matrices[blockIdx.y].begin + i;
+    float* const master = masters + matrices[blockIdx.y].local + i;
+    y += blockIdx.y * rows * columns;
+    const float updated[1] = {*master * factors[1] - h.step_size * float(y[muon_index(i, rows, columns)])};
+    store(master, updated);
+    round_to(params + place, updated, h.seed, h.stream, h.counter + place);
 }
 __global__ void round_master_kernel(cuda_real* param, const float* master, size_t count, uint64_t seed, uint64_t stream,
                                     uint64_t counter) {

@@ -401,6 +401,7 @@ struct CudaRuntime {
     struct Batch {
         int count;
         size_t a, b, c;  // elements from one matrix to the next
+        float beta = 1;  // what the addend is multiplied by
     };
     // Tensor cores read rows in pieces of 16 bytes.
     static void check_aligned(size_t bytes, size_t element) {
@@ -410,7 +411,7 @@ struct CudaRuntime {
                 "--dim, --head-dim, --mlp-hidden and --phi-hidden have to be multiples of %d; or use --device cpu",
                 bytes % 16, int(16 / element));
     }
-    // C[M,N] = op(A)[M,K] op(B)[K,N] (+ addend[M,N], where given, which may be C), row-major as everywhere.
+    // C[M,N] = op(A)[M,K] op(B)[K,N] (+ beta addend[M,N], where given, which may be C), row-major as everywhere.
     template <class In, class Out>
     void gemm(bool transpose_a, bool transpose_b, int M, int N, int K, const In* A, size_t lda, const In* B, size_t ldb,
               const typename NotDeduced<Out>::type* addend, Out* C, size_t ldc, Batch batch = {1, 0, 0, 0}) {
@@ -420,8 +421,8 @@ struct CudaRuntime {
         for (const size_t bytes : row_bytes) check_aligned(bytes, sizeof(In));
         for (const void* p : pointers) check_aligned(reinterpret_cast<size_t>(p), sizeof(In));
         if (plain_matmul)
-            return plain_gemm<In, Out>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, addend, C, ldc, batch.count,
-                                       batch.a, batch.b, batch.c, stream);
+            return plain_gemm<In, Out>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, addend, batch.beta, C, ldc,
+                                       batch.count, batch.a, batch.b, batch.c, stream);
 #ifndef NO_CUBLAS
         // cuBLASLt is column-major, and reads the same memory as the transposed matrix: so it is asked for C^T =
         // op(B)^T op(A)^T.
@@ -433,7 +434,7 @@ struct CudaRuntime {
             type_of<Out>()};
         const auto found = matmuls.find(shape);
         Matmul& m = found != matmuls.end() ? found->second : matmuls.emplace(shape, make_matmul(shape)).first->second;
-        const float alpha = 1, beta = addend ? 1 : 0;
+        const float alpha = 1, beta = addend ? batch.beta : 0;
         while (true) {
             const cublasStatus_t status =
                 cublasLtMatmul(cublas, m.description, &alpha, B, m.a, A, m.b, &beta, c, m.c, C, m.c,

@@ -63,6 +63,18 @@ inline void add_span(std::vector<AdamWSpan>& spans, size_t begin, size_t end, bo
     else spans.push_back({begin, end, decays});
 }
 
+// Matrices of one shape that Muon updates together.
+struct MuonMatrix {
+    size_t begin;  // in params and grads
+    size_t local;  // in m and master
+};
+struct MuonBatch {
+    int64_t rows, columns;
+    std::vector<MuonMatrix> matrices;
+    size_t size() const { return size_t(rows * columns); }
+    size_t slot() const { return (size() + CHUNK - 1) / CHUNK * CHUNK; }  // whole chunks, for chunk_squares()
+};
+
 namespace contract {
 template <class Dev, class Signature, template <class, class...> class Call, class = void>
 struct Answers : std::false_type {};
@@ -241,17 +253,21 @@ struct Members : Formats<Dev> {
     using Spans = std::vector<AdamWSpan>;
     NEEDS(void, adamw,
           (real * param, Master* master, Stat* m, Stat* v, const Grad* grad, const Spans& spans, const Hyper& h));
-    // Muon, see lib/model/muon.h, of m, grad, master and param [rows, columns]. m = beta1 m + (1 - beta1) grad and
-    // direction = beta1 m + (1 - beta1) grad, clipped and left alone as in adamw. Where rows > columns, direction and
-    // y are transposed: [columns, rows].
-    NEEDS(void, muon_momentum,
-          (Grad * direction, Stat* m, const Grad* grad, int64_t rows, int64_t columns, const Hyper& h));
-    // y [count] = factor * direction / sqrt(*squares), 0 where *squares is 0
-    NEEDS(void, muon_normalise, (real * y, const Grad* direction, const Sum* squares, double factor, size_t count));
+    // Muon, see lib/model/muon.h, of some matrices of one shape. m = beta1 m + (1 - beta1) grad and direction = beta1 m
+    // + (1 - beta1) grad, clipped and left alone as in adamw; direction [matrices, b.slot()] has zeros behind a matrix.
+    // Where rows > columns, direction and y are transposed: [columns, rows].
+    NEEDS(void, muon_momentum, (Grad * direction, Stat* m, const Grad* grad, const MuonBatch& b, const Hyper& h));
+    // y [matrices, b.size()] = factor * direction / sqrt(squares [matrices]), 0 where these are
+    NEEDS(void, muon_normalise,
+          (real * y, const Grad* direction, const Sum* squares, double factor, const MuonBatch& b));
     // master = master * (1 - lr * decay) - step_size * y, and param and the exceptions as in adamw
     NEEDS(void, muon_apply,
-          (real * param, Master* master, const real* y, double step_size, int64_t rows, int64_t columns,
-           const Hyper& h));
+          (real * param, Master* master, const real* y, double step_size, const MuonBatch& b, const Hyper& h));
+    // For `count` matrices out [M, N] = x [M, K] y + beta * addend [M, N], where addend may be null; y [K, N] or, if
+    // transposed, [N, K]^T
+    NEEDS(void, muon_product,
+          (real * out, const real* x, const real* y, bool transposed, const real* addend, double beta, int count, int M,
+           int N, int K));
 
     // ----- what it says of itself
     NEEDS(void, check_shape, (const NsaShape& s));  // fail_usage() if the engine cannot compute this shape

@@ -61,7 +61,7 @@ struct TensorSpec {
     int64_t rows, columns;  // columns 0: a vector
     Init init;
     bool decay;           // of matrices alone
-    bool orthogonal;      // --optimizer muon updates it as a whole; of joined tensors each by itself
+    bool orthogonal;      // Muon updates it as a whole; of joined tensors each by itself
     size_t offset;        // in elements, into each flat array (parameters, gradients, moments)
     size_t size, padded;  // elements on disk; in memory, where rows of zeros follow
 

@@ -21,14 +21,14 @@ template <class Model, class World>
 Snapshot take_snapshot(const Model& model, const World& world) {
     auto& dev = model.dev;
     const auto& specs = model.table.specs;
-    const auto pieces = model.partition.parts(model.rank);
+    const auto pieces = model.sharded ? model.owned : common(model.owned, model.partition.parts(model.rank));
     Snapshot s;
     s.config = config_json(model.config);
     if (model.sharded && std::decay_t<decltype(dev)>::has_master)
         s.weights = views_of_shards(dev, specs, model.master, model.owned, world, s.buffers);
     else if (world.rank == 0) s.weights = views_of(dev, specs, model.master, "", s.buffers);
-    add_moments(s.moments, dev, specs, model.m, 'm', pieces, model.sharded, s.buffers);
-    add_moments(s.moments, dev, specs, model.v, 'v', pieces, model.sharded, s.buffers);
+    add_moments(s.moments, dev, specs, model.m, 'm', pieces, s.buffers);
+    add_moments(s.moments, dev, specs, model.v, 'v', pieces, s.buffers);
     return s;
 }
 

@@ -207,7 +207,7 @@ static const Option OPTIONS[] = {
     {"warmup", TRAIN, &TrainConfig::warmup, "preset", ANY,
      "steps of linear warm-up; or tokens, with K, M or B behind the number: 2M"},
     {"schedule", TRAIN, &TrainConfig::schedule, "cosine", "cosine|linear|constant|wsd",
-     "after warm-up; wsd: constant, then linear over the last fifth"},
+     "after warm-up; wsd: constant, then linear over the last fifth, to zero with --lr-final 0"},
     {"lr-final", TRAIN, &TrainConfig::lr_final, "0.1", between(0, 1), "the schedule ends at this fraction of --lr"},
     {"optimizer", TRAIN, &ModelConfig::optimizer, "adamw", "adamw|muon",
      "muon: orthogonal updates for the layers' matrices, but AdamW for embedding, norms, biases and gates"},
@@ -221,7 +221,7 @@ static const Option OPTIONS[] = {
     {"grad-reduce", TRAIN, &TrainConfig::grad_reduce, "fp32", "fp32|bf16",
      "format in which gradients travel between ranks"},
     {"zero", TRAIN, &ModelConfig::zero, "0", between(0, 1),
-     "1: optimiser state (moments, fp32 master weights) is shared out over the ranks"},
+     "1: optimiser state (moments, fp32 master weights) is shared out over the ranks, and with it the work of muon"},
     // the run
     {"seed", TRAIN | SAMPLE, &ModelConfig::seed, "1337", between(0, 9e15), "of weights, data order and samples"},
     {"eval-every", TRAIN, &TrainConfig::eval_every, "preset", between(0, T),
@@ -819,8 +819,6 @@ inline void validate_run(const TrainConfig& c, int ranks) {
     if (c.stall_timeout > 0 && c.stall_timeout < 1)
         fail_usage("--stall-timeout %g: ranks are listened to five times a second; give at least 1, or 0 for none",
                    c.stall_timeout);
-    if (c.optimizer == "muon" && c.zero)
-        fail_usage("--zero 1 cuts matrices, and --optimizer muon updates them as wholes: leave --zero out");
     if (c.data != "synthetic") require_no_bytes(c);
 }
 

@@ -1,9 +1,9 @@
 // tensor_files.h: an engine's flat arrays as named tensors in files, and back. Used by the checkpoints in train_nsa.cu.
 //
 // A list of specs names the tensors of a flat array: a spec has a name, shape(), offset and size, in elements. A list
-// of pieces {begin, count, local} says which elements of the flat arrays a rank owns, and where they are in its own
-// arrays. AdamW's moments m and v are written by the ranks that own them, in pieces named m.<tensor>[<first>:<last>],
-// so that any number of ranks can read them back.
+// of pieces says which elements of the flat arrays a rank owns, and where they are in its own arrays, see
+// lib/model/partition.h. The moments m and v are written by the ranks that own them, in pieces named
+// m.<tensor>[<first>:<last>], so that any number of ranks can read them back.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -126,16 +126,15 @@ void round_parameters(Dev& dev, const Specs& specs, T* params, const SafeTensors
 // ---------------------------------------------------------------------------------------------------------------------
 // Moments.
 
-// The pieces of m or v that a rank writes. local: `flat` holds these pieces alone, by Piece::local; else it is a whole
-// array.
+// The pieces of m or v that a rank writes. A matrix of Muon has no v.
 template <class Dev, class Specs, class T, class Pieces>
 void add_moments(std::vector<TensorView>& views, Dev& dev, const Specs& specs, const T* flat, char moment,
-                 const Pieces& pieces, bool local, Buffers& buffers) {
+                 const Pieces& pieces, Buffers& buffers) {
     for (const auto& p : pieces)
         for (const auto& t : specs) {
             const auto [first, last] = overlap(t, t.size, p);
-            if (first >= last) continue;
-            const size_t at = local ? p.local + (first - p.begin) : first;
+            if (first >= last || (moment == 'v' && t.orthogonal)) continue;
+            const size_t at = (moment == 'm' ? p.local : p.second) + (first - p.begin);
             const std::string name =
                 format_text("%c.%s[%zu:%zu]", moment, t.name.c_str(), first - t.offset, last - t.offset);
             views.push_back(
@@ -144,7 +143,7 @@ void add_moments(std::vector<TensorView>& views, Dev& dev, const Specs& specs, c
 }
 
 struct MomentPiece {
-    char moment;          // 'm' or 'v'
+    char moment;          // 'm' or 'v'; 0: the v of a matrix of Muon, zeros that older builds wrote
     size_t begin, count;  // in the flat array
     const float* values;
 };
@@ -166,28 +165,30 @@ MomentPiece moment_piece(const TensorView& view, const Specs& specs, const std::
     if (first >= last || last > t->size || view.elements() != int64_t(last - first))
         fail("%s: tensor %s has %lld elements, the whole one %zu", path.c_str(), view.name.c_str(),
              (long long)view.elements(), t->size);
-    return {prefix[0], t->offset + first, last - first, static_cast<const float*>(view.data)};
+    const char moment = prefix[0] == 'v' && t->orthogonal ? '\0' : prefix[0];
+    return {moment, t->offset + first, last - first, static_cast<const float*>(view.data)};
 }
 
-// Reads what a rank owns of m and v (by Piece::local) out of every rank's file, however many ranks wrote them. Fails
+// Reads what a rank owns of m and v out of every rank's file, however many ranks wrote them. Fails
 // unless all moments are there.
 template <class Dev, class Specs, class T, class Pieces>
 void read_moments(Dev& dev, const Specs& specs, T* m, T* v, const Pieces& owned, const Manifest& manifest,
                   const std::string& folder) {
     size_t expected = 0, found = 0;
-    for (const auto& t : specs) expected += 2 * t.size;
+    for (const auto& t : specs) expected += (t.orthogonal ? 1 : 2) * t.size;
     for (const FileRecord& record : manifest.files) {
         if (record.name.compare(0, 10, "optimizer_") != 0) continue;
         const SafeTensors file(folder + "/" + record.name);
         for (const TensorView& view : file.tensors) {
             const MomentPiece piece = moment_piece(view, specs, file.path);
+            if (!piece.moment) continue;
             found += piece.count;
             for (const auto& p : owned) {
                 const size_t from = std::max(piece.begin, p.begin);
                 const size_t to = std::min(piece.begin + piece.count, p.begin + p.count);
                 if (from >= to) continue;
-                T* to_array = (piece.moment == 'm' ? m : v) + p.local + (from - p.begin);
-                dev.from_host(to_array, piece.values + (from - piece.begin), to - from);
+                T* const to_array = piece.moment == 'm' ? m + p.local : v + p.second;
+                dev.from_host(to_array + (from - p.begin), piece.values + (from - piece.begin), to - from);
             }
         }
     }

@@ -175,8 +175,9 @@ void load_slice(local float* slice, global const float* x, Strides at, int first
         slice[k * STEP + row] = there ? x[(first_row + row) * at.row + (first_k + k) * at.k] : 0;
     }
 }
-// C [M, N] = A [M, K] B [N, K]^T (+ addend, which may be C or null)
-kernel void gemm(OUT(C), IN(A), IN(B), IN(addend), int M, int N, int K, Strides of_a, Strides of_b, Strides of_c) {
+// C [M, N] = A [M, K] B [N, K]^T (+ beta addend, which may be C or null)
+kernel void gemm(OUT(C), IN(A), IN(B), IN(addend), int M, int N, int K, Strides of_a, Strides of_b, Strides of_c,
+                 float beta) {
     AT(C) AT(A) AT(B) AT(addend)
     local float a_slice[DEPTH * STEP], b_slice[DEPTH * STEP];
     const int first_row = get_group_id(1) * TILE, first_column = get_group_id(0) * TILE;
@@ -202,7 +203,7 @@ kernel void gemm(OUT(C), IN(A), IN(B), IN(addend), int M, int N, int K, Strides 
         vstore4(sums[i], 0, values);
         const ulong at = get_group_id(2) * of_c.matrix + (first_row + row + i) * of_c.row + first_column + column;
         for (int j = 0; j < 4 && first_column + column + j < N; j++)
-            C[at + j] = values[j] + (addend ? addend[at + j] : 0);
+            C[at + j] = values[j] + (addend ? beta * addend[at + j] : 0);
     }
 }
 

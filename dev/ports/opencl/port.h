@@ -378,16 +378,29 @@ class OpenCl {
                  float(decays ? 1 - h.lr * h.decay : 1), float(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step)))),
                  float(h.grad_clip));
     }
-    void muon_momentum(float* direction, float* m, In grad, int64_t rows, int64_t columns, const Hyper& h) {
-        over(size_t(rows * columns), "muon_momentum", direction, m, grad, h.squares, size_t(columns), float(h.beta1),
-             float(h.grad_clip));
+    void muon_momentum(float* direction, float* m, In grad, const MuonBatch& b, const Hyper& h) {
+        for (const auto& [begin, local] : b.matrices) {
+            over(b.size(), "muon_momentum", direction, m + local, grad + begin, h.squares, size_t(b.columns),
+                 float(h.beta1), float(h.grad_clip));
+            zero(direction + b.size(), b.slot() - b.size());
+            direction += b.slot();
+        }
     }
-    void muon_normalise(float* y, In direction, In squares, double factor, size_t count) {
-        over(count, "muon_normalise", y, direction, squares, float(factor));
+    void muon_normalise(float* y, In direction, In squares, double factor, const MuonBatch& b) {
+        for (size_t k = 0; k < b.matrices.size(); k++)
+            over(b.size(), "muon_normalise", y + k * b.size(), direction + k * b.slot(), squares + k, float(factor));
     }
-    void muon_apply(float* param, float*, In y, double step_size, int64_t rows, int64_t columns, const Hyper& h) {
-        over(size_t(rows * columns), "muon_apply", param, y, h.squares, size_t(columns), float(step_size),
-             float(1 - h.lr * h.decay));
+    void muon_apply(float* param, float*, In y, double step_size, const MuonBatch& b, const Hyper& h) {
+        for (const MuonMatrix& matrix : b.matrices) {
+            over(b.size(), "muon_apply", param + matrix.begin, y, h.squares, size_t(b.columns), float(step_size),
+                 float(1 - h.lr * h.decay));
+            y += b.size();
+        }
+    }
+    void muon_product(float* out, In x, In y, bool transposed, In addend, double beta, int count, int M, int N, int K) {
+        const cl_ulong m = cl_ulong(M), n = cl_ulong(N), k = cl_ulong(K);
+        gemm({M, N, K}, out, x, y, addend, {k, 1, m * k}, {transposed ? k : 1, transposed ? 1 : n, n * k},
+             {n, 1, m * n}, size_t(count), float(beta));
     }
 
   private:
@@ -532,10 +545,11 @@ class OpenCl {
         return s = allocate<float>(count);
     }
 
-    // C [M, N] = A B^T (+ addend), element (row, k) of a factor by its strides, for `count` matrices
-    void gemm(GemmSize s, float* C, In A, In B, In addend, Strides a, Strides b, Strides c, size_t count = 1) {
+    // C [M, N] = A B^T (+ beta addend), element (row, k) of a factor by its strides, for `count` matrices
+    void gemm(GemmSize s, float* C, In A, In B, In addend, Strides a, Strides b, Strides c, size_t count = 1,
+              float beta = 1) {
         const auto tiles = [](int n) { return (size_t(n) + TILE - 1) / TILE; };
-        launch({tiles(s.N), tiles(s.M), count}, 256, "gemm", C, A, B, addend, s.M, s.N, s.K, a, b, c);
+        launch({tiles(s.N), tiles(s.M), count}, 256, "gemm", C, A, B, addend, s.M, s.N, s.K, a, b, c, beta);
     }
     // [N + 1, C]: the embedding of the token before the first, or zeros, and those of the tokens
     In embeddings(const int32_t* tokens, In embed, int N, bool has_one_before, int C) {

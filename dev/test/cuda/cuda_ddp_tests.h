@@ -154,6 +154,22 @@ struct TwoRanks {
     }
 };
 
+// What `check` and a run's plan say that parameters, gradients and state take is what the rank that has most allocates,
+// but for sums, one for each of 4096 elements.
+TEST(cuda_ddp_memory_is_what_the_plan_says) {
+    for (const char* options : {"", "--zero 1", "--optimizer muon", "--optimizer muon --zero 1"}) {
+        const Config c = engine_config(std::string("--bucket-mb 0.04 ") + options);
+        Cuda dev(0);
+        double largest = 0;
+        for (int rank = 0; rank < 3; rank++) {
+            const size_t before = dev.live_bytes;
+            const Model<Cuda> model(dev, c, true, rank, 3);
+            largest = std::max(largest, double(dev.live_bytes - before));
+        }
+        const double planned = Model<Cuda>::flat_bytes(c, 3);
+        CHECK(planned <= largest && largest < 1.003 * planned);
+    }
+}
 TEST_LONG(cuda_ddp_streams_wait_for_each_other) {
     for (const char* options : {"--bucket-mb 0.04", "--bucket-mb 0.04 --zero 1", "--bucket-mb 0.04 --grad-reduce bf16",
                                 "--bucket-mb 0.04 --grad-reduce bf16 --zero 1"}) {

@@ -646,6 +646,8 @@ TEST(emulator_cublaslt_refuses_what_does_not_fit) {
     CHECK(status(right, right, {CUDA_R_16BF, 16, 16, 16}) == CUBLAS_STATUS_NOT_SUPPORTED);  // fp32 into bf16
     CHECK(status({CUDA_R_32F, 16, 16, 16, 2, 256}, {CUDA_R_32F, 16, 16, 16, 2, 256},
                  {CUDA_R_32F, 16, 16, 16, 2, 128}) == CUBLAS_STATUS_INVALID_VALUE);  // results overlap
+    CHECK(status({CUDA_R_32F, 16, 16, 16, 2, 257}, {CUDA_R_32F, 16, 16, 16, 2, 256},
+                 {CUDA_R_32F, 16, 16, 16, 2, 256}) == CUBLAS_STATUS_NOT_SUPPORTED);  // the second a is not aligned
     CHECK(status(right, right, right, 1024) == CUBLAS_STATUS_INVALID_VALUE);         // less workspace than promised
     // an unaligned matrix
     CHECK(status(right, right, right, 0, 1) == CUBLAS_STATUS_INVALID_VALUE);

@@ -201,13 +201,12 @@ ENGINE_TEST(model_recompute_gives_the_same_bits) {
     }
 }
 
-// The matrices' updates by Muon. In fp64 the diagonals alone are rounded, to fp32, and move the update by a few 2^-24.
-// In fp32 each of the fifteen products rounds at most 96 terms; what it loses of a small singular value grows with
-// that, by up to 3.4 a step. bf16 rounds the matrix to 2^-9 of itself in each of five steps, and its polynomial, 2.3
-// times the largest singular value, as much: 5 * (1 + 2.3) * 2^-9 is 3 %; twice that, since small ones share the large
-// ones' error.
+// The matrices' updates by Muon. Each of the fifteen products rounds at most 96 terms; what it loses of a small
+// singular value grows with that, by up to 8.2 in the first step and 4 in later ones. bf16 rounds the matrix to 2^-9 of
+// itself in each of five steps, and its polynomial, 2.3 times the largest singular value, as much: 5 * (1 + 2.3) * 2^-9
+// is 3 %; twice that, since small ones share the large ones' error.
 ENGINE_TEST(update_of_matrices_is_muon) {
-    const double lr = 0.02, decay = 0.3, limit = E::NARROW ? 0.06 : sizeof(typename E::Value) == 8 ? 1e-6 : 2e-5;
+    const double lr = 0.02, decay = 0.3, limit = E::NARROW ? 0.06 : sizeof(typename E::Value) == 8 ? 1e-12 : 2e-5;
     const auto dev = E::open();
     E::set_way(*dev, E::WAYS - 1);
     ModelRun<typename E::Dev> run(*dev, engine_config("--optimizer muon --grad-clip 0.01 --weight-decay 0.3"), 1);
@@ -346,24 +345,31 @@ TEST_ON(ModelEngines, model_resumed_equals_uninterrupted, false) {  // checkpoin
         TrainState state;
         state.step = state.last_update = 2, state.loader = loader_numbers(first_data->state());
         const std::string writing = begin_checkpoint(c.out, 2);
-        const std::string folder_of_2 =
-            commit_checkpoint(c.out, 2, write_snapshot(take_snapshot(first, world), writing, 0, 1),
-                              state_json(state, manifest_json(c), 1));
+        Snapshot snapshot = take_snapshot(first, world);
+        std::vector<std::vector<float>> zeros;  // older builds also wrote these for Muon's matrices
+        for (const TensorSpec& t : first.table.specs) {
+            if (!t.orthogonal) continue;
+            zeros.emplace_back(t.size);
+            snapshot.moments.push_back(tensor_view(format_text("v.%s[0:%zu]", t.name.c_str(), t.size),
+                                                   {int64_t(t.size)}, zeros.back().data()));
+        }
+        const std::string folder_of_2 = commit_checkpoint(c.out, 2, write_snapshot(snapshot, writing, 0, 1),
+                                                          state_json(state, manifest_json(c), 1));
         const TrainState loaded = load_checkpoint(second, folder_of_2);
         CHECK_EQUAL(loaded.step, int64_t(2));
         second_data->restore(loader_state(loaded.loader));
         steps(second, *second_data, 3, 4);
-        const size_t n = whole.table.total;
-        const auto same = [&](const auto* one, const auto* two) {
+        const auto same = [&](const auto* one, const auto* two, size_t n) {
             std::vector<std::decay_t<decltype(*one)>> a(n), b(n);
             dev->copy(a.data(), one, n), dev->copy(b.data(), two, n);
             return same_bits(a, b);
         };
         const auto as_const = [](const auto* p) { return p; };
-        CHECK(same(as_const(whole.params), as_const(second.params)));
-        if constexpr (Dev::has_master) CHECK(same(as_const(whole.master), as_const(second.master)));
-        CHECK(same(as_const(whole.m), as_const(second.m)) && same(as_const(whole.v), as_const(second.v)));
-        CHECK(!same(as_const(whole.m), as_const(first.m)));
+        const size_t n = whole.table.total, n_of_v = n - (whole.partition.elements - StateElements(whole.owned).v);
+        CHECK(same(as_const(whole.params), as_const(second.params), n));
+        if constexpr (Dev::has_master) CHECK(same(as_const(whole.master), as_const(second.master), n));
+        CHECK(same(as_const(whole.m), as_const(second.m), n) && same(as_const(whole.v), as_const(second.v), n_of_v));
+        CHECK(!same(as_const(whole.m), as_const(first.m), n));
     }
 }
 

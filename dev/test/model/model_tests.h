@@ -382,6 +382,49 @@ TEST(an_update_is_clipped_adamw) {
         }
 }
 
+// With --zero 1 every element is updated by one rank, a matrix of Muon as a whole; places in a rank's state are taken
+// once, v's by AdamW's elements alone; and no rank has more of Muon's work than the mean and one matrix.
+TEST(muon_matrices_are_shared_out) {
+    for (const int ranks : {1, 2, 3, 5, 8}) {
+        const Config c = options_of(std::string(SMALL) + "--optimizer muon --bucket-mb 0.02");
+        const TensorTable table(c);
+        const Partition p(table.total, ranks, c.bucket_mb, muon_matrices(table));
+        std::vector<int> owners(p.elements, 0);
+        std::vector<double> work;
+        double largest = 0, all_work = 0;
+        for (int rank = 0; rank < ranks; rank++) {
+            const std::vector<Piece> owned = p.owned(rank, true);
+            const StateElements state(owned);
+            std::vector<int> local(state.m, 0), second(state.v, 0);
+            work.push_back(0);
+            for (const Piece& piece : owned) {
+                for (size_t i = 0; i < piece.count; i++) {
+                    owners[piece.begin + i]++;
+                    local.at(piece.local + i)++;
+                    if (!piece.rows) second.at(piece.second + i)++;
+                }
+                const double n = double(std::min(piece.rows, piece.columns)),
+                             cost = n * n * double(2 * std::max(piece.rows, piece.columns)) + n * n * n;
+                work.back() += cost;
+                all_work += cost;
+                largest = std::max(largest, cost);
+            }
+            CHECK(std::count(local.begin(), local.end(), 1) == long(state.m) &&
+                  std::count(second.begin(), second.end(), 1) == long(state.v));
+        }
+        CHECK_EQUAL(std::count(owners.begin(), owners.end(), 1), long(p.elements));
+        CHECK(*std::max_element(work.begin(), work.end()) <= all_work / ranks + largest);
+        for (const TensorSpec& t : table.specs) {
+            if (!t.orthogonal) continue;
+            size_t wholes = 0;
+            for (int rank = 0; rank < ranks; rank++)
+                for (const Piece& piece : p.owned(rank, true))
+                    wholes += piece.begin == t.offset && piece.count == t.size;
+            CHECK_EQUAL(wholes, 1u);
+        }
+    }
+}
+
 // What is no matrix of a layer, and the gates, have AdamW's bits.
 TEST(muon_leaves_the_rest_to_adamw) {
     TestModel<Cpu<float>> muon(std::string(SMALL) + "--optimizer muon --init random", 1),

@@ -2,6 +2,7 @@
 // whose singular values go through the five polynomials one by one. For engine_model_tests.h.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <vector>
 
@@ -73,9 +74,16 @@ struct Svd {
     }
 };
 
-// What five steps of Newton-Schulz make of a singular value.
+// What the five polynomials of Polar Express make of a singular value, each stretched by 1.01.
 inline double after_newton_schulz(double s) {
-    for (int step = 0; step < 5; step++) s = 3.4445 * s - 4.7750 * s * s * s + 2.0315 * std::pow(s, 5);
+    for (const auto& [a, b, c] : {std::array<double, 3>{8.28721201814563, -23.595886519098837, 17.300387312530933},
+                                  {4.107059111542203, -2.9478499167379106, 0.5448431082926601},
+                                  {3.9486908534822946, -2.908902115962949, 0.5518191394370137},
+                                  {3.3184196573706015, -2.488488024314874, 0.51004894012372},
+                                  {2.300652019954817, -1.6689039845747493, 0.4188073119525673}}) {
+        const double x = s / 1.01;
+        s = a * x + b * std::pow(x, 3) + c * std::pow(x, 5);
+    }
     return s;
 }
 
@@ -115,7 +123,7 @@ struct MuonCase {
             const double value = svd.value_of(found, k);
             if (svd.s[k] < 0.0016 * norm) continue;
             tests().checks++;
-            if (!(value > 0.68 - 2 * limit && value < 1.21 + 2 * limit))
+            if (!(value > 0.87 - 2 * limit && value < 1.13 + 2 * limit))
                 check_failed(__FILE__, __LINE__, "%s: singular value %zu, %.2g of the norm, became %.3f",
                              t.name.c_str(), k, svd.s[k] / norm, value);
         }
@@ -138,21 +146,20 @@ void check_muon_steps(Model<Dev>& model, double lr, double limit, Compute comput
         std::vector<double> before = host(Master(model.master)), m = host(Stat(model.m)),
                             grad = host((const typename Dev::Grad*)model.grads);
         update(model, step, lr);
-        const std::vector<double> after = host(Master(model.master)), m_after = host(Stat(model.m)),
-                                  v_after = host(Stat(model.v));
+        const std::vector<double> after = host(Master(model.master)), m_after = host(Stat(model.m));
         const double norm = norm_of(grad);
         REQUIRE(norm > 1.5 * c.grad_clip);
         for (double& g : grad) g *= c.grad_clip / norm;
-        size_t matrices = 0;
+        size_t matrices = 0, elements = model.partition.elements - StateElements(model.owned).v;  // those without v
         for (const TensorSpec& t : model.table.specs) {
             const auto part = [&](const std::vector<double>& flat) {
                 return std::vector<double>(flat.begin() + long(t.offset), flat.begin() + long(t.offset + t.size));
             };
-            CHECK_EQUAL(norm_of(part(v_after)) > 0, !t.orthogonal);
             if (!t.orthogonal) continue;
             matrices++;
+            elements -= t.size;
             MuonCase{t, lr, c.weight_decay, part(before), part(m), part(grad), part(after), part(m_after)}.check(limit);
         }
-        CHECK_EQUAL(matrices, size_t(14 * c.layers));  // all but the gates'
+        CHECK(matrices == size_t(14 * c.layers) && elements == 0);  // all but the gates'
     }
 }

@@ -222,6 +222,37 @@ ENGINE_TEST(matmul) {
         check_matmul<E>(*dev, N, C, OC);
 }
 
+// Muon's products: of several matrices, with what is added multiplied by a factor.
+ENGINE_TEST(muon_product) {
+    const auto dev = E::open();
+    const int count = 3, M = 24, N = 72, K = 40;
+    const float beta = -1.75f;
+    Random random(34);
+    const auto x = E::random_reals(random, size_t(count) * M * K), y = E::random_reals(random, size_t(count) * N * K),
+               addend = E::random_reals(random, size_t(count) * M * N);
+    for (const bool transposed : {false, true}) {
+        const auto outputs = in_every_order<E>([&]() -> std::vector<typename E::Values> {
+            Reals<E> a(*dev, x), b(*dev, y), c(*dev, addend), out(*dev, addend.size()), sum(*dev, addend.size());
+            dev->muon_product(out, a, b, transposed, nullptr, 0, count, M, N, K);
+            dev->muon_product(sum, a, b, transposed, c, double(beta), count, M, N, K);
+            return {out.host(), sum.host()};
+        });
+        std::vector<typename E::Sum> out(addend.size()), sum(addend.size());
+        for (size_t i = 0; i < out.size(); i++) {
+            const size_t k = i / size_t(M * N), m = i / N % M, n = i % N;
+            for (size_t j = 0; j < size_t(K); j++) {
+                const typename E::Num left(x[(k * M + m) * K + j]),
+                    right(y[k * N * K + (transposed ? n * K + j : j * N + n)]);
+                out[i].add(left * right);
+                sum[i].add(left * right);
+            }
+            sum[i].add(typename E::Num(beta) * typename E::Num(addend[i]));
+        }
+        CHECK_ARRAY(outputs[0], E::stored(oracle::numbers(out)), count * M, N);
+        CHECK_ARRAY(outputs[1], E::stored(oracle::numbers(sum)), count * M, N);
+    }
+}
+
 ENGINE_TEST(activation_silu) {
     using Num = typename E::Num;
     const auto dev = E::open();

@@ -175,24 +175,36 @@ TEST(ranks_buckets_zero_and_bf16_give_one_curve) {
     CHECK(losses_of(folder.file("bf16")) != losses_of(folder.file("four")));
 }
 
-// With Muon every rank updates every matrix, to the same bits, and goes on with the momentum that other ranks wrote.
-// RANKS_LIMIT holds here too: only a gradient's direction counts, as for AdamW.
+// With Muon, every rank updates every matrix or, with --zero 1, its share of them: the same bits on the same number of
+// ranks, resumed or not, and to rounding on others. RANKS_LIMIT holds here too: only a gradient's direction counts, as
+// for AdamW.
 TEST(ranks_agree_with_muon) {
     using namespace program;
     TempFolder folder;
-    const std::string mpirun = find_mpirun("--optimizer muon on 1 and 2 ranks");
+    const std::string mpirun = find_mpirun("--optimizer muon on 1, 2 and 3 ranks");
     if (mpirun.empty()) return;
-    const auto with = [&](const char* out, const char* steps, const char* resume) {
-        return part_of_run(folder.file(out), steps, {{"optimizer", "muon"}, {"resume", resume}});
+    const auto on = [&](int ranks, const char* out, const char* steps, const Options& more) {
+        return train_on_ranks(mpirun, ranks,
+                              part_of_run(folder.file(out), steps, merged({{"optimizer", "muon"}}, more)));
     };
-    REQUIRE_GOOD(train(with("one", "8", "off")));
-    REQUIRE_GOOD(train_on_ranks(mpirun, 2, with("two", "8", "off")));
-    REQUIRE_GOOD(train_on_ranks(mpirun, 2, with("parts", "3", "off")));
-    REQUIRE_GOOD(train_on_ranks(mpirun, 2, with("parts", "8", "on")));
-    REQUIRE_GOOD(train_on_ranks(mpirun, 2, with("others", "3", "off")));
-    REQUIRE_GOOD(train(with("others", "8", "on")));
-    CHECK(read_file(folder.file("parts/step_00000008/model.safetensors")) ==
-          read_file(folder.file("two/step_00000008/model.safetensors")));
+    const auto weights = [&](const char* out) {
+        return read_file(folder.file(out) + "/step_00000008/model.safetensors");
+    };
+    const Options zero = {{"zero", "1"}}, resume = {{"resume", "on"}, {"zero", "0"}},
+                  resume_zero = {{"resume", "on"}, {"zero", "1"}}, thirds = {{"total-batch", "576"}};
+    REQUIRE_GOOD(on(1, "one", "8", {}));
+    REQUIRE_GOOD(on(2, "two", "8", {}));
+    REQUIRE_GOOD(on(2, "two_zero", "8", zero));
+    REQUIRE_GOOD(on(3, "three", "8", thirds));
+    REQUIRE_GOOD(on(3, "three_zero", "8", merged(thirds, zero)));
+    REQUIRE_GOOD(on(2, "parts", "3", {}));
+    REQUIRE_GOOD(on(2, "parts", "5", resume_zero));
+    REQUIRE_GOOD(on(2, "parts", "8", resume));
+    REQUIRE_GOOD(on(2, "others", "3", zero));
+    REQUIRE_GOOD(on(1, "others", "5", resume));
+    REQUIRE_GOOD(on(2, "others", "8", resume_zero));
+    for (const char* same : {"two_zero", "parts"}) CHECK(weights(same) == weights("two"));
+    CHECK(weights("three_zero") == weights("three"));
     const std::vector<double> loss = logged(folder.file("one"), "loss");
     REQUIRE(loss.size() == 8);
     for (const char* run : {"two", "others"})

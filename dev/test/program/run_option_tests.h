@@ -159,7 +159,6 @@ TEST(run_contradictions_between_options_are_refused) {
         {{{"total-batch", "32"}}, {"--total-batch 32", "--seq-len 64"}},
         {{{"total-batch", "192"}}, {"--total-batch 192", "--batch 2"}},
         {{{"stall-timeout", "0.5"}}, {"--stall-timeout 0.5", "at least 1"}},
-        {{{"optimizer", "muon"}, {"zero", "1"}}, {"--zero 1", "--optimizer muon"}},
         {{{"batch", "1"}, {"dump-state", folder.file("state.safetensors")}},
          {"--dump-state", "--total-batch 128", "--batch 1"}},
     };

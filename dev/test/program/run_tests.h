@@ -661,6 +661,10 @@ TEST(run_learning_rate_at_the_key_steps) {
                    limit);
         CHECK_NEAR(learning_rate(c, 1100), s == "constant" ? 8e-4 : low, limit);
         CHECK_NEAR(learning_rate(c, 5000), s == "constant" ? 8e-4 : low, limit);
+        c.lr_final = 0;  // a decay to zero
+        CHECK_NEAR(learning_rate(c, 1000), s == "wsd" ? 4e-4 : learning_rate(c, 1000), limit);
+        CHECK_EQUAL(learning_rate(c, 1100), s == "constant" ? 8e-4 : 0.0);
+        c.lr_final = 0.25;
         for (int64_t step = 2; step <= 1100; step++)
             CHECK(step <= 100 ? learning_rate(c, step) > learning_rate(c, step - 1)
                               : learning_rate(c, step) <= learning_rate(c, step - 1));

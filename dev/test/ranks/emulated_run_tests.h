@@ -78,12 +78,19 @@ TEST_LONG(emulated_gpus_give_the_same_bits) {
     REQUIRE_GOOD(with("zero", {{"zero", "1"}}));
     REQUIRE_GOOD(with("resumed", {{"steps", "2"}, {"zero", "1"}}));
     REQUIRE_GOOD(with("resumed", {{"resume", "on"}}));
+    REQUIRE_GOOD(with("muon", {{"optimizer", "muon"}}));
+    REQUIRE_GOOD(with("muon_zero", {{"optimizer", "muon"}, {"zero", "1"}}));
+    REQUIRE_GOOD(with("muon_resumed", {{"optimizer", "muon"}, {"steps", "2"}}));
+    REQUIRE_GOOD(with("muon_resumed", {{"resume", "on"}, {"zero", "1"}}));
     CHECK_EQUAL(logged(folder.file("two"), "loss").size(), 4u);
-    for (const std::string other : {"zero", "resumed"}) {
+    for (const auto& [one, other] : {std::array<std::string, 2>{"two", "zero"},
+                                     {"two", "resumed"},
+                                     {"muon", "muon_zero"},
+                                     {"muon", "muon_resumed"}}) {
         for (const char* field : {"loss", "grad_norm"})
-            CHECK(logged(folder.file(other), field) == logged(folder.file("two"), field));
+            CHECK(logged(folder.file(other), field) == logged(folder.file(one), field));
         CHECK(read_file(folder.file(other + "/step_00000004/model.safetensors")) ==
-              read_file(folder.file("two/step_00000004/model.safetensors")));
+              read_file(folder.file(one + "/step_00000004/model.safetensors")));
     }
 }
 
