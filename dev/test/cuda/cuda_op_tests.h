@@ -65,6 +65,7 @@ TEST(cuda_refuses_narrow_matrices) {
 template <class In, class Out>
 void check_plain_gemm(int M, int N, int K, bool transpose_a, bool transpose_b, int count, bool add) {
     Cuda dev(0, TEST_WORKSPACE);
+    const float beta = -1.5f;  // of what is added
     Random random(31);
     const size_t lda = size_t(transpose_a ? M : K) + 3, ldb = size_t(transpose_b ? K : N) + 1, ldc = size_t(N) + 2,
                  next_a = lda * size_t(transpose_a ? K : M) + 5, next_b = ldb * size_t(transpose_b ? N : K),
@@ -81,8 +82,8 @@ void check_plain_gemm(int M, int N, int K, bool transpose_a, bool transpose_b, i
         Out* C = dev.allocate<Out>(before.size());
         dev.from_host(A, a.data(), a.size()), dev.from_host(B, b.data(), b.size());
         dev.from_host(C, before.data(), before.size());
-        plain_gemm<In, Out>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, add ? C : nullptr, C, ldc, count, next_a,
-                            next_b, next_c, dev.stream);
+        plain_gemm<In, Out>(transpose_a, transpose_b, M, N, K, A, lda, B, ldb, add ? C : nullptr, beta, C, ldc, count,
+                            next_a, next_b, next_c, dev.stream);
         HostArray out(before.size());
         dev.to_host(out.data(), C, out.size());
         dev.release(A), dev.release(B), dev.release(C);
@@ -95,7 +96,7 @@ void check_plain_gemm(int M, int N, int K, bool transpose_a, bool transpose_b, i
             for (int n = 0; n < N; n++) {
                 CudaEngine::Sum sum;
                 const size_t at = size_t(z) * next_c + size_t(m) * ldc + size_t(n);
-                if (add) sum.add(CudaEngine::Num(before[at]));
+                if (add) sum.add(CudaEngine::Num(beta) * CudaEngine::Num(before[at]));
                 for (int k = 0; k < K; k++)
                     sum.add(
                         CudaEngine::Num(

@@ -143,6 +143,29 @@ TEST(run_resumed_bare_is_the_run) {
                   "moments are those of muon", "leave --optimizer out");
 }
 
+// dev/reference.py, in fp64, repeats a step of either optimiser from one checkpoint to the next, and notices one that
+// is not the next.
+TEST_LONG(pytorch_repeats_an_update) {
+    using namespace program;
+    if (execute({"/usr/bin/env", "python3", "-c", "import torch, numpy"}).status)
+        return skip("a step of each optimiser in PyTorch, which python3 does not find");
+    for (const char* optimizer : {"adamw", "muon"}) {
+        TempFolder folder;
+        const std::string out = folder.file("run"), part = folder.file("part"), state = folder.file("state");
+        REQUIRE_GOOD(train({{"optimizer", optimizer}, {"steps", "5"}, {"save-every", "1"}, {"out", out}}));
+        std::filesystem::copy(out, part, std::filesystem::copy_options::recursive);
+        for (const char* later : {"/step_00000004", "/step_00000005"}) std::filesystem::remove_all(part + later);
+        REQUIRE_GOOD(run({"--resume", part, "--dump-state", state}));
+        const auto compare = [&](const char* after) {
+            return execute({"/usr/bin/env", "PYTHONDONTWRITEBYTECODE=1", "python3", "dev/reference.py", "update", state,
+                            out + "/step_00000003", out + after});
+        };
+        REQUIRE_GOOD(compare("/step_00000004"));
+        const Result other = compare("/step_00000005");
+        CHECK(other.status == 1 && other.err.find("of a change of") != std::string::npos);
+    }
+}
+
 // What the machine cannot give is said in the line that names the change; what was given with --resume is kept, or
 // refused elsewhere.
 TEST(resume_gives_up_what_the_machine_cannot_give) {
