@@ -22,8 +22,8 @@
 
 #include "lib/cpu/attention.h"
 #include "lib/cpu/gemm.h"
+#include "lib/cpu/optimiser.h"
 #include "lib/cpu/runtime.h"
-#include "lib/cpu/sums.h"
 #include "lib/base/profile.h"
 #include "lib/model/engine.h"
 #include "lib/model/rope.h"
@@ -31,13 +31,10 @@
 #include "lib/base/util.h"
 #include "lib/model/visible.h"
 
-// The update of a tensor of so few elements is over before another thread has woken up.
-constexpr size_t FEW = 8192;
-
 // The executable specification of an engine. lib/model/engine.h lists the members that the program calls, with shapes
 // and rules; what stands here beside those is how Cpu does it.
 template <class real_>
-struct Cpu : HostRuntime, HostSums<real_> {
+struct Cpu : HostRuntime, HostOptimiser<real_> {
     using real = real_;    // parameters and activations
     using Stat = real_;    // rstd, LSE, gates, losses and the gradient of q: fp32 on an engine whose real is narrower
     using Grad = real_;    // gradients of parameters
@@ -215,83 +212,7 @@ struct Cpu : HostRuntime, HostSums<real_> {
         }
     }
 
-    // ----- optimiser; the sums that it begins with are in lib/cpu/sums.h.
-    // What clipping multiplies the gradient by; NaN: no update.
-    static double clip_factor(const HyperAdamW& h) {
-        const double norm = h.squares ? std::sqrt(*h.squares) : 0;
-        if (!std::isfinite(norm)) return std::numeric_limits<double>::quiet_NaN();
-        return h.grad_clip > 0 && norm > h.grad_clip ? h.grad_clip / norm : 1;
-    }
-    // AdamW (Loshchilov & Hutter 2019): decoupled decay, bias-corrected moments m, v. An engine with a master copy
-    // updates that and rounds it to param.
-    void adamw(real* param, Master*, Stat* m, Stat* v, const Grad* grad, const std::vector<AdamWSpan>& spans,
-               const HyperAdamW& h) {
-        const double clip = clip_factor(h);
-        if (std::isnan(clip)) return;
-        const real beta1 = real(h.beta1), beta2 = real(h.beta2), eps = real(h.eps), scale = real(clip);
-        const real step_size = real(h.lr / (1 - std::pow(h.beta1, double(h.step))));
-        const real v_correction = real(1 / std::sqrt(1 - std::pow(h.beta2, double(h.step))));
-        for (const AdamWSpan& span : spans) {
-            const real keep = real(span.decays ? 1 - h.lr * h.decay : 1);
-#pragma omp parallel for simd schedule(static) if (span.end - span.begin > FEW)
-            for (size_t i = span.begin; i < span.end; i++) {
-                const real g = grad[i] * scale;
-                m[i] = beta1 * m[i] + (1 - beta1) * g;
-                v[i] = beta2 * v[i] + (1 - beta2) * g * g;
-                param[i] = param[i] * keep - step_size * m[i] / (std::sqrt(v[i]) * v_correction + eps);
-            }
-        }
-    }
-    // Muon, lib/model/muon.h, for matrices [rows, columns]. work(i, j): element i of a matrix is element j of direction
-    // and y, which hold a matrix that is taller than wide transposed. By 16 columns, a cache line of either.
-    template <class Work>
-    static void for_muon_elements(const MuonBatch& b, const Work& work) {
-        const int64_t rows = b.rows, columns = b.columns;
-        const size_t next_row = rows > columns ? 1 : size_t(columns), next_column = rows > columns ? size_t(rows) : 1;
-#pragma omp parallel for schedule(static)
-        for (int64_t c0 = 0; c0 < columns; c0 += 16)
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t c = c0; c < std::min(columns, c0 + 16); c++)
-                    work(size_t(r * columns + c), size_t(r) * next_row + size_t(c) * next_column);
-    }
-    // Momentum with Nesterov's look ahead: m = beta1 m + (1 - beta1) grad, direction = beta1 m + (1 - beta1) grad.
-    void muon_momentum(Grad* directions, Stat* ms, const Grad* grads, const MuonBatch& b, const HyperAdamW& h) {
-        const double clip = clip_factor(h);
-        if (std::isnan(clip)) return;
-        const real beta1 = real(h.beta1), scale = real(clip);
-        for (const MuonMatrix& matrix : b.matrices) {
-            Stat* const m = ms + matrix.local;
-            const Grad* const grad = grads + matrix.begin;
-            Grad* const direction = directions;
-            for_muon_elements(b, [=](size_t i, size_t j) {
-                const real g = grad[i] * scale;
-                m[i] = beta1 * m[i] + (1 - beta1) * g;
-                direction[j] = beta1 * m[i] + (1 - beta1) * g;
-            });
-            std::fill(direction + b.size(), direction + b.slot(), Grad(0));
-            directions += b.slot();
-        }
-    }
-    // y = factor * direction / sqrt(squares), 0 where all is 0
-    void muon_normalise(real* y, const Grad* direction, const double* squares, double factor, const MuonBatch& b) {
-        const size_t size = b.size(), slot = b.slot();
-        for (size_t k = 0; k < b.matrices.size(); k++) {
-            const real scale = real(squares[k] > 0 ? factor / std::sqrt(squares[k]) : 0);
-#pragma omp parallel for simd schedule(static)
-            for (size_t i = 0; i < size; i++) y[k * size + i] = direction[k * slot + i] * scale;
-        }
-    }
-    // param = param * (1 - lr * decay) - step_size * y
-    void muon_apply(real* params, Master*, const real* ys, double step_size, const MuonBatch& b, const HyperAdamW& h) {
-        if (std::isnan(clip_factor(h))) return;
-        const real keep = real(1 - h.lr * h.decay), step = real(step_size);
-        for (const MuonMatrix& matrix : b.matrices) {
-            real* const param = params + matrix.begin;
-            const real* const y = ys;
-            for_muon_elements(b, [=](size_t i, size_t j) { param[i] = param[i] * keep - step * y[j]; });
-            ys += b.size();
-        }
-    }
+    // ----- optimiser. Sums, AdamW and Muon are in lib/cpu/optimiser.h; these are Muon's products.
     // out [M, N] = x [M, K] y (+ beta * addend), for `count` matrices; y [K, N] or, if transposed, [N, K]^T
     void muon_product(real* out, const real* x, const real* y, bool transposed, const real* addend, double beta,
                       int count, int M, int N, int K) {

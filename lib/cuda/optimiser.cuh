@@ -1,4 +1,5 @@
-// optimiser.cuh: the kernels of the update, AdamW and Muon, which struct Cuda in nsa_kernels.cuh launches.
+// optimiser.cuh: the kernels of an optimiser step, which struct Cuda in nsa_kernels.cuh launches: the sums of losses and
+// of squared gradients, then AdamW and Muon.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -53,6 +54,64 @@ __device__ inline const AdamWSpan* span_of(size_t i, const AdamWSpan* span, cons
 }
 
 namespace kernels {
+
+constexpr int SUM_PARTS = 1024;
+
+// partial[blockIdx.x] = sum of x over every SUM_PARTS-th piece, in fp64
+template <int W>
+__global__ void __launch_bounds__(SUM_THREADS) sum_parts_kernel(double* partial, const float* x, size_t count) {
+    SHARED(double, of_warps, [SUM_WARPS]);
+    double sum = 0;
+    for (size_t i = thread_index() * W; i < count; i += size_t(gridDim.x) * blockDim.x * W) {
+        float a[W];
+        load(a, x + i);
+        for (int k = 0; k < W; k++) sum += a[k];
+    }
+    sum = block_sum(sum, of_warps);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+// total += the parts, in a fixed order. One warp.
+__global__ void sum_total_kernel(double* total, const double* partial, int parts) {
+    double sum = 0;
+    for (int i = threadIdx.x; i < parts; i += 32) sum += partial[i];
+    sum = lane_sum(sum);
+    if (threadIdx.x == 0) *total += sum;
+}
+
+// squares[chunk] = sum of the squares of a chunk of x [total]; one block per chunk
+__global__ void __launch_bounds__(SUM_THREADS)
+    chunk_squares_kernel(double* squares, const float* x, size_t total, size_t first_chunk) {
+    SHARED(double, of_warps, [SUM_WARPS]);
+    const size_t chunk = first_chunk + blockIdx.x;
+    double sum = 0;
+    for (size_t i = chunk * CHUNK + threadIdx.x; i < total && i < (chunk + 1) * CHUNK; i += SUM_THREADS)
+        sum += double(x[i]) * double(x[i]);
+    sum = block_sum(sum, of_warps);
+    if (threadIdx.x == 0) squares[chunk] = sum;
+}
+// One block, so that the order is fixed; it is not the order of struct Cpu.
+__global__ void __launch_bounds__(SUM_THREADS)
+    total_squares_kernel(double* total, const double* squares, size_t chunks, const float* guard) {
+    SHARED(double, of_warps, [SUM_WARPS]);
+    double sum = 0;
+    for (size_t i = threadIdx.x; i < chunks; i += SUM_THREADS) sum += squares[i];
+    sum = block_sum(sum, of_warps);
+    if (threadIdx.x == 0) *total = sum + 0.0 * double(*guard);  // 0 * infinity and 0 * NaN are NaN
+}
+template <class T>
+__global__ void set_guard_kernel(T* guard, const double* loss) {
+    if (threadIdx.x == 0) *guard = T(*loss);
+}
+
+#ifdef USE_NCCL
+// Gradients that travel between ranks as bf16.
+__global__ void narrow_kernel(__nv_bfloat16* y, const float* x, size_t count) {
+    for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) y[i] = __nv_bfloat16(x[i]);
+}
+__global__ void widen_kernel(float* y, const __nv_bfloat16* x, size_t count) {
+    for (size_t i = thread_index(); i < count; i += size_t(gridDim.x) * blockDim.x) y[i] = float(x[i]);
+}
+#endif
 
 // The parameters that belong to their fp32 masters, the first of which is element `place` of all. In bf16 they are
 // rounded up in magnitude with the probability that keeps the mean: 16 random bits are added to the 16 that are cut
