@@ -188,6 +188,7 @@ page() {
 answer() {
     local line
     line=$(sed -n 's/^answer: //p' "$work/log" | tail -n 1)
+    [ -n "$line" ] || line=$(sed -n 's/^skipped: //p' "$work/log" | tail -n 1)
     [ -n "$line" ] || [ "$1" -eq 0 ] ||
         line=$(grep -E 'error|FAIL|DIFFERENT|BEYOND|no time|not ' "$work/log" | tail -n 1)
     [ -n "$line" ] || line=$(grep -v '^result: ' "$work/log" | tail -n 1)
@@ -355,6 +356,7 @@ fitting() {
     local batch=$1 status
     shift
     while :; do
+        echo "$batch" >"$WORK/fitted"
         "$@" --batch "$batch" 2>&1 | tee "$WORK/fitting"
         status=${PIPESTATUS[0]}
         [ "$status" -ne 0 ] && [ "$batch" -gt 1 ] || return "$status"
@@ -488,6 +490,7 @@ part_products() {
     within 60 ./train_nsa check --device cuda || return 1
     fitting 16 perf | tee "$WORK/perf"
     [ "${PIPESTATUS[0]}" -eq 0 ] || return 1
+    cp "$WORK/fitted" "$WORK/perf_batch"
     sed -n 's/^result: perf, \(.*\): step | \([0-9]*\) | \(.*\) | \([0-9.]* us\).*/answer: \1: \2 \3, \4 a step/p' \
         "$WORK/perf"
 }
@@ -500,20 +503,24 @@ part_perf() {
 # --perf marks one step for the profiler. We want the kernels' own times, with clocks and caches left alone. A kernel's
 # prediction is that of the operation whose name it bears, which --perf prints as "predicted: NAME | us | ...".
 part_gaps() {
-    local step
+    local step batch
     if ! command -v ncu >/dev/null; then
         echo "skipped: there is no ncu on PATH; part products has the times of operations"
         return 0
     fi
-    [ -s "$WORK/perf" ] || fitting 16 perf >"$WORK/perf" 2>&1 || { cat "$WORK/perf"; return 1; }
+    if [ ! -s "$WORK/perf_batch" ]; then
+        fitting 16 perf >"$WORK/perf" 2>&1 || { cat "$WORK/perf"; return 1; }
+        cp "$WORK/fitted" "$WORK/perf_batch"
+    fi
+    batch=$(cat "$WORK/perf_batch")
     limited 240 ncu --profile-from-start off --clock-control none --cache-control none \
         --metrics gpu__time_duration.sum --print-units base --csv --log-file "$WORK/kernels.csv" \
-        ./build/test_device --perf --model 125m --device cuda >"$WORK/profiled" 2>&1 ||
+        ./build/test_device --perf --model 125m --device cuda --batch "$batch" >"$WORK/profiled" 2>&1 ||
         { tail -n 20 "$WORK/profiled" "$WORK/kernels.csv"; return 1; }
     cp "$WORK/kernels.csv" "$KERNELS"
     step=$(sed -n 's/^a step without clocks: .* GPU was done after \([0-9.]*\) us.*/\1/p' "$WORK/perf")
     # The last column is the value, "1,234" or 1234, in nanoseconds, whether ncu calls them ns or nsecond.
-    awk -F'","' -v step="$step" '
+    awk -F'","' -v step="$step" -v batch="$batch" '
         FILENAME == ARGV[1] {
             if (split($0, field, / *[|] */) >= 2 && sub(/^predicted: /, "", field[1])) predicted[field[1]] = field[2]
             next
@@ -537,7 +544,7 @@ part_gaps() {
                     us[name], launches[name], 1e5 * us[name] / sum, text | largest_first
             }
             close(largest_first)
-            printf "result: kernels of a step, 16 x 2048 | %.0f | us | %d launches, by ncu; ", sum / 1e3, n
+            printf "result: kernels of a step, %d x 2048 | %.0f | us | %d launches, by ncu; ", batch, sum / 1e3, n
             printf "the step without it %.0f us, so ", step
             printf "%.1f %% of it lie between kernels, memset and memcpy (which ncu does not list) included\n",
                 100 * (1 - sum / 1e3 / step)
@@ -601,7 +608,7 @@ part_shapes() {
         # shellcheck disable=SC2086  # two words
         set -- $shape
         fitting "$1" train "NSA, $1 x $2" --seq-len "$2" --total-batch $(($1 * $2)) --steps 25 || status=1
-        said+=$(sed -n 's/^result: NSA, \([^|]*\) | \([0-9]*\) .*/ \1: \2;/p' "$WORK/fitting")
+        said+=$(sed -nE 's/^result: NSA, ([^|]*) \| ([0-9]*) [^,]*(, MFU [0-9.]* %)?.*/ \1: \2\3;/p' "$WORK/fitting")
     done
     echo "answer: tokens/s of${said:- none}"
     return "$status"
@@ -648,12 +655,12 @@ part_long() {
     done
     return "$status"
 }
+has_mpi() { command -v mpirun >/dev/null && ./train_nsa --version 2>/dev/null | grep -q '^MPI: '; }
 # two NAME OPTIONS...: two ranks, by mpirun or, without it, by the variables that launchers set; small steps.
 two() {
     local out=$WORK/$1 rank status=0
     shift
-    # shellcheck disable=SC2086  # a list of words
-    if command -v mpirun >/dev/null && ./train_nsa --version 2>/dev/null | grep -q '^MPI: '; then
+    if has_mpi; then
         limited 100 mpirun -np 2 ./train_nsa --device cuda "$@" --out "$out"
         return
     fi
@@ -669,10 +676,15 @@ two() {
 part_ranks() {
     local job="--steps 20 --eval-batches 1 --sample-tokens 0 --save-every 0 --bucket-mb 0.5" zero gpus status=0 said=""
     gpus=$(nvidia-smi -L | grep -c GPU)
+    if ! has_mpi && [ "$gpus" -lt 2 ]; then
+        echo "skipped: two ranks share a GPU by MPI alone, and there is no mpirun, or this build has no MPI"
+        return 0
+    fi
     # shellcheck disable=SC2086  # a list of words
     within 60 ./train_nsa --device cuda $job --out "$WORK/one" || return 1
     # shellcheck disable=SC2086
-    if CUDA_VISIBLE_DEVICES=0 two shared $job; then
+    if ! has_mpi; then said="two ranks on one GPU: not run without MPI"
+    elif CUDA_VISIBLE_DEVICES=0 two shared $job; then
         said="two ranks on one GPU: $(near "$WORK/one/main.log" "$WORK/shared/main.log" 20 1)" || status=1
     else
         said="two ranks on one GPU: error, see above" status=1
@@ -720,7 +732,7 @@ export WORK=$work CARRIED FIRST_ONLY=$first KERNELS=${report%.md}-kernels.csv
 # Open MPI refuses root, which rented machines often are.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export -f within limited run train fitting same_digits sanitize perf attention_kernels plain_only no_tensor_cores losses
-export -f near two part_prepare
+export -f near has_mpi two pack part_prepare
 for part in $PARTS; do export -f "part_$part"; done
 
 build() {

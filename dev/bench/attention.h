@@ -10,8 +10,8 @@
 // 64 neighbours share three quarters of what they may choose, and "scattered", where they share only what every query
 // gets; each by masked tiles and by gathered rows. The whole of NSA is reported for both.
 //
-// --shape published: one sequence of 1024 to 65536 tokens in the shape for which others have published times, and at
-// the end theirs beside ours.
+// --shape published: one sequence of 1024 to 65536 tokens in the shape for which others have published times, theirs
+// beside ours after each length.
 #pragma once
 #include "../../nsa_kernels.cuh"
 #include "perf.h"
@@ -377,7 +377,7 @@ inline double our_ms(const std::vector<AttentionRow>& rows, const std::string& w
         if (row.T == T && std::count(names.begin(), names.end(), row.name)) us += row.us[pass];
     return us * 1e-3;
 }
-// Others' times beside ours, and from which length on NSA is faster than our own dense attention.
+// Others' times beside ours, for the lengths that the rows have.
 inline void print_published(const std::vector<AttentionRow>& rows, std::FILE* out) {
     std::fprintf(
         out,
@@ -397,6 +397,10 @@ inline void print_published(const std::vector<AttentionRow>& rows, std::FILE* ou
                          p.what, p.device, p.T, direction, shared, p.ms[pass], p.device, shared / p.ms[pass], scattered,
                          scattered / p.ms[pass]);
         }
+    std::fflush(out);
+}
+// From which length on NSA is faster than our own dense attention.
+inline void print_crossings(const std::vector<AttentionRow>& rows, std::FILE* out) {
     for (const bool scattered : {false, true})
         for (const int pass : {0, 1}) {
             int first = 0;  // the shortest length from which on NSA is faster at all lengths
@@ -432,6 +436,7 @@ inline std::vector<AttentionRow> run_attention(Timed<Cuda>& dev, const Config& c
         const NsaShape s = shape_of(c, one_sequence ? 1 : c.batch * c.seq_len / T, T);
         const std::vector<AttentionRow> rows = time_attention(dev, s, ceilings, set_count, repetitions, out);
         print_attention_rows(rows, s, ceilings, out);
+        if (one_sequence) print_published(rows, out);  // now, since the next length may not fit, or may not end
         all.insert(all.end(), rows.begin(), rows.end());
     }
     print_last_ceilings(dev, format_text("attention, %lld tokens", (long long)(c.batch * c.seq_len)), ceilings,
@@ -482,6 +487,6 @@ inline int run_attention_bench(int argc, const char* const* argv) {
     Timed<Cuda> dev(0);
     const std::vector<AttentionRow> rows =
         run_attention(dev, c, named ? named->first_length : 2048, 3, 15, 0, stdout, named);
-    if (named) print_published(rows, stdout);
+    if (named) print_crossings(rows, stdout);
     return 0;
 }

@@ -464,6 +464,7 @@ TEST(cuda_bench_published_times) {
         }
     const bench_tests::Report report;
     print_published(rows, report.file);
+    print_crossings(rows, report.file);
     const std::string text = report.text();
     const std::map<std::string, bench_tests::Result> results = bench_tests::results_of(text);
     CHECK_EQUAL(results.size(), size_t(5 * 2 * 2));  // five kinds, two lengths, two passes

@@ -297,7 +297,7 @@ TEST(run_gpu_check_first) {
           "loss | passed after # | recall 0.66, to be below 1; beside the CPU's: 20 steps, losses at most 0 % apart",
           "ranks | passed after # | two ranks on one GPU: 20 steps, losses at most 0 % apart (limit 1 %); one GPU, so "
           "NCCL was not tried |",
-          "products | passed after # |", "shapes | passed after # | tokens/s of 16 x 1024: 1015;",
+          "products | passed after # |", "shapes | passed after # | tokens/s of 16 x 1024: 1015, MFU 32.7 %;",
           "gaps | passed after # | 2 kernels take 10 of a step's 10 us |", "published | passed after # |"}) {
         const std::string row = answer;
         const size_t hash = row.find('#'), found = text.find("\n| " + row.substr(0, hash), at);
@@ -386,7 +386,16 @@ TEST(run_gpu_check_says_what_is_missing) {
         of_sm_75.says(
             {"do not run here: train_nsa: error: GPU 0, Tesla T4, has compute capability 7.5; bf16 needs 8.0 or",
              "| build | passed after ", "| shapes | passed after ",
-             "| emulator | not run | skipped: the attention kernels of this build are: plain |"});
+             "| emulator | not run | the attention kernels of this build are: plain |"});
+    }
+    {
+        Machine without_mpi;
+        without_mpi.script("bin/mpirun", "exit 9\n");
+        without_mpi.script("train_nsa", "echo engines: CPU, CUDA\n");
+        CHECK_EQUAL(without_mpi.run({"dev/gpu_check.sh", "ranks"}).status, 0);
+        without_mpi.says(
+            {"| ranks | not run | two ranks share a GPU by MPI alone, and there is no mpirun, or this build "
+             "has no MPI |"});
     }
     // Two GPUs: NCCL too.
     Machine of_two;
