@@ -169,8 +169,8 @@ MomentPiece moment_piece(const TensorView& view, const Specs& specs, const std::
     return {moment, t->offset + first, last - first, static_cast<const float*>(view.data)};
 }
 
-// Reads what a rank owns of m and v out of every rank's file, however many ranks wrote them. Fails
-// unless all moments are there.
+// Reads what a rank owns of m and v out of every rank's file, however many ranks wrote them. Fails unless all moments
+// are there.
 template <class Dev, class Specs, class T, class Pieces>
 void read_moments(Dev& dev, const Specs& specs, T* m, T* v, const Pieces& owned, const Manifest& manifest,
                   const std::string& folder) {
