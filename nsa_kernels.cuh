@@ -1941,8 +1941,7 @@ struct Cuda : CudaRuntime {
         });
     }
 
-    // ----- optimiser.
-    // total (on the GPU) += sum of x
+    // ----- optimiser. lib/model/engine.h says what each operation computes.
     void add_sum(double* total, const Stat* x, size_t count) {
         with_width(is_wide(count, x), [&](auto W) {
             // A short array has fewer parts: the others would be zeros.
@@ -1953,18 +1952,14 @@ struct Cuda : CudaRuntime {
             launch<kernels::sum_total_kernel>(1, 32, 0, stream, total, (const double*)sum_parts, parts);
         });
     }
-    // squares[i] = sum of the squares of chunk i of x [total], in fp64, for the chunks that begin in [begin, begin +
-    // count).
     void chunk_squares(double* squares, const Grad* x, size_t total, size_t begin, size_t count) {
         if (count)
             launch<kernels::chunk_squares_kernel>(unsigned(count / CHUNK), kernels::SUM_THREADS, 0, stream, squares, x,
                                                   total, begin / CHUNK);
     }
-    // *sum = the chunks' sums in a fixed order, but NaN if *guard is not finite.
     void total_squares(double* sum, const double* squares, size_t chunks, const Grad* guard) {
         launch<kernels::total_squares_kernel>(1, kernels::SUM_THREADS, 0, stream, sum, squares, chunks, guard);
     }
-    // *guard = *loss
     template <class T>
     void set_guard(T* guard, const double* loss) {
         launch<kernels::set_guard_kernel<T>>(1, 32, 0, stream, guard, loss);
@@ -1983,26 +1978,22 @@ struct Cuda : CudaRuntime {
                                                AdamWConstants(h, h.lr / (1 - std::pow(h.beta1, double(h.step)))));
         });
     }
-    // Muon, lib/model/muon.h, for matrices [rows, columns]. m = beta1 m + (1 - beta1) grad, direction = beta1 m + (1 -
-    // beta1) grad; transposed in direction, and so in y, where rows > columns.
+    // Muon, lib/model/muon.h: a launch for all matrices of one shape.
     void muon_momentum(Grad* direction, Stat* m, const Grad* grad, const MuonBatch& b, const HyperAdamW& h) {
         launch<kernels::muon_momentum_kernel>(grid_of_batch(b, b.slot()), 256, 0, stream, direction, m, grad,
                                               on_device(b.matrices), size_t(b.rows), size_t(b.columns), b.slot(),
                                               AdamWConstants(h, 0));
     }
-    // y = factor * direction / sqrt(squares), 0 where all is 0
     void muon_normalise(real* y, const Grad* direction, const double* squares, double factor, const MuonBatch& b) {
         launch<kernels::muon_normalise_kernel>(grid_of_batch(b, b.size()), 256, 0, stream, y, direction, squares,
                                                factor, b.size(), b.slot());
     }
-    // master = master * (1 - lr * decay) - step_size * y, rounded to param as in adamw
     void muon_apply(real* param, Master* master, const real* y, double step_size, const MuonBatch& b,
                     const HyperAdamW& h) {
         launch<kernels::muon_apply_kernel>(grid_of_batch(b, b.size()), 256, 0, stream, param, master, y,
                                            on_device(b.matrices), size_t(b.rows), size_t(b.columns),
                                            AdamWConstants(h, step_size));
     }
-    // out [M, N] = x [M, K] y (+ beta * addend), for `count` matrices; y [K, N] or, if transposed, [N, K]^T
     void muon_product(real* out, const real* x, const real* y, bool transposed, const real* addend, double beta,
                       int count, int M, int N, int K) {
         const Batch batch = {count, size_t(M) * K, size_t(N) * K, size_t(M) * N, float(beta)};

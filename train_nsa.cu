@@ -194,7 +194,7 @@ struct Model {
         w = table.point_into(params, c);
         if (!training) return;
         owned = partition.owned(rank, sharded);
-        for (const Piece& p : owned) spans.push_back(spans_of(p));
+        for (const Piece& p : owned) spans.push_back(spans_of(table.specs, p));
         summed = has_partial_sums() ? owned : std::vector<Piece>{{0, partition.elements, 0}};
         if constexpr (Dev::has_master) allocate_zeros(master, state_elements());
         else master = params;
@@ -233,15 +233,7 @@ struct Model {
     static double flat_bytes(const ModelConfig& c, int ranks) {
         const TensorTable t(c);
         const Partition p(t.total, ranks, c.bucket_mb, muon_matrices(t));
-        double largest = 0;
-        for (int r = 0; r < (c.zero == 1 ? ranks : 1); r++) {
-            const std::vector<Piece> owned = p.owned(r, c.zero == 1);
-            const StateElements state(owned);
-            const size_t of_m = sizeof(typename Dev::Stat) + (Dev::has_master ? sizeof(typename Dev::Master) : 0);
-            largest = std::max(largest, double(state.m * of_m + state.v * sizeof(typename Dev::Stat)) +
-                                            Muon<Dev>::bytes_needed(owned));
-        }
-        return double(p.elements) * (sizeof(real) + sizeof(Grad)) + largest;
+        return double(p.elements) * (sizeof(real) + sizeof(Grad)) + state_bytes<Dev>(p, c.zero == 1);
     }
 
     void set_parameter(const TensorSpec& t, const float* values) {
@@ -266,14 +258,6 @@ struct Model {
     }
 
   private:
-    std::vector<AdamWSpan> spans_of(const Piece& p) const {
-        std::vector<AdamWSpan> all;
-        for (const TensorSpec& t : table.specs) {
-            const auto [first, last] = overlap(t, t.padded, p);
-            if (first < last && !p.rows) add_span(all, first - p.begin, last - p.begin, t.decay);
-        }
-        return all;
-    }
     template <class T>
     void allocate_zeros(T*& p, size_t count) {
         p = dev.template allocate<T>(count);
@@ -420,8 +404,7 @@ struct Activations {
         const size_t branch_rows = s.branches() * N * s.H, gates = s.full ? 0 : branch_rows,
                      selections = s.full ? 0 : N * s.G;
         const bool costly = training && recompute < 2, cheap = training && recompute < 1, cached = costly || !training;
-        // The backward pass of --qk-norm needs the projection: layers keep it, and split it again, in place of the
-        // heads.
+        // With --qk-norm the layers keep the projection, which the backward pass needs, and split it again.
         const bool heads = cached && !(training && s.qk_norm);
         // These words only tell the reader of the lists what each argument means.
         const auto count = [](size_t elements) { return elements; };
@@ -1194,15 +1177,8 @@ using SelfTest = GradientSelfTest<Model<Cpu<double>>, Activations<Cpu<double>>>;
 
 static int run_check(const Config& c, World& world) {
     const Device device = choose_device(c, world, search_gpus());
-    BuildReport r;
-    r.engine = device.engine;
+    BuildReport r = build_report(device, mpi_name());
     r.versions = versions_of_engine<DeviceEngine>();
-    r.not_used = device.reason;
-    r.mpi = mpi_name();
-    r.threads = device.threads;
-    r.processors = usable_processors();
-    r.gpu = device.gpu;
-    r.available_bytes = host_bytes_available();
     bool data_are_good = false;
     with_engine(device, world, [&](auto& dev, const GradientPath&) {
         using Engine = std::decay_t<decltype(dev)>;

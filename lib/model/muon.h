@@ -163,3 +163,17 @@ class Muon {
         }
     }
 };
+
+// Bytes of the optimiser's state, with what Muon works in, on the rank that has most.
+template <class Dev>
+double state_bytes(const Partition& p, bool sharded) {
+    const size_t of_m = sizeof(typename Dev::Stat) + (Dev::has_master ? sizeof(typename Dev::Master) : 0);
+    double largest = 0;
+    for (int rank = 0; rank < (sharded ? p.ranks : 1); rank++) {
+        const std::vector<Piece> owned = p.owned(rank, sharded);
+        const StateElements state(owned);
+        largest = std::max(
+            largest, double(state.m * of_m + state.v * sizeof(typename Dev::Stat)) + Muon<Dev>::bytes_needed(owned));
+    }
+    return largest;
+}

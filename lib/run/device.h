@@ -14,6 +14,7 @@
 #include "../base/gpu_search.h"
 #include "../base/machine.h"
 #include "../base/processor.h"
+#include "build_info.h"
 #include "options.h"
 #include "../base/util.h"
 
@@ -27,6 +28,19 @@ struct Device {
     std::string reason;
     EngineInfo engine;  // the one for devices, whether it is in use or not
 };
+
+// What `check` says of this device and its machine; the engine in use adds its own.
+inline BuildReport build_report(const Device& device, const std::string& mpi) {
+    BuildReport r;
+    r.engine = device.engine;
+    r.not_used = device.reason;
+    r.mpi = mpi;
+    r.threads = device.threads;
+    r.processors = usable_processors();
+    r.gpu = device.gpu;
+    r.available_bytes = host_bytes_available();
+    return r;
+}
 
 // A rank's share of its machine's processors. Where the launcher has bound ranks to processors of their own, all of
 // those. own: the usable processors of this process, list: which ones, as text.

@@ -61,6 +61,17 @@ std::pair<size_t, size_t> overlap(const Spec& t, size_t size, const Piece& p) {
     return {std::max(t.offset, p.begin), std::min(t.offset + size, p.begin + p.count)};
 }
 
+// Of a piece that AdamW updates: what is in it of each tensor, and whether it decays. None of a matrix of Muon.
+template <class Specs, class Piece>
+std::vector<AdamWSpan> spans_of(const Specs& specs, const Piece& p) {
+    std::vector<AdamWSpan> all;
+    for (const auto& t : specs) {
+        const auto [first, last] = overlap(t, t.padded, p);
+        if (first < last && !p.rows) add_span(all, first - p.begin, last - p.begin, t.decay);
+    }
+    return all;
+}
+
 // A flat array of which every rank holds its pieces (flat, by Piece::local): whole on rank 0, nothing elsewhere. All
 // ranks call it.
 template <class Dev, class Specs, class T, class Pieces, class World>
