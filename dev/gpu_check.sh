@@ -271,7 +271,10 @@ section() {
     [ ! -f "$report" ] ||  # without an earlier section of this name
         awk -v head="## $name" '/^## /{ inside = 1; skip = ($0 == head) } inside && !skip' "$report" >"$work/kept"
     cat "$work/text" >>"$work/kept"
-    page "$work/kept" >"$work/page" && mv "$work/page" "$report"
+    if ! { page "$work/kept" >"$work/page" && mv "$work/page" "$report"; }; then
+        echo "the section $name could not be written to $report; its output is in $whole"
+        failed=1
+    fi
     echo "$how: $(answer "$status")"
     return "$status"
 }

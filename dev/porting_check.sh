@@ -41,7 +41,7 @@ has_torch() { "${PYTHON:-python3}" -c 'import torch' 2>/dev/null; }
 check() {
     local command=$1
     case $command in
-    'make test' | 'make goldens' | 'make hip_check' | 'make build/cuda_tests') rehearse "$command" ;;
+    'make test' | 'make goldens' | 'make hip_check' | 'make build/cuda_tests' | 'make ladder') rehearse "$command" ;;
     'make GPU=NAME' | make*GPU=opencl*)
         if [ -e /usr/include/CL/cl.h ]; then try "$command" "make -n ${command/#make/} GPU=opencl" empty
         else skip "$command" "no OpenCL's headers"; fi ;;
@@ -64,7 +64,7 @@ check() {
     'build/tests --perf --model 125m') try "$command" 'build/tests --perf --model tiny --batch 1' ;;
     'build/cuda_tests --write-results FILE') try "$command" 'build/cuda_tests --write-results FILE' ;;
     'build/test_device --compare-results FILE') try "$command" 'build/cuda_tests --compare-results FILE' ;;
-    'build/test_device --predict-attention') try "$command" 'build/cuda_tests --predict-attention' ;;
+    'build/cuda_tests --predict-attention') try "$command" "$command" ;;
     'build/test_device --'*)
         if need nvcc; then on_gpu "$command" "--${command##* --}"; else skip "$command" 'no nvcc'; fi ;;
     build/*' '*) unknown "$command" ;;
