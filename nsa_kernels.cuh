@@ -912,6 +912,7 @@ __global__ void __launch_bounds__(NORMED_WARPS * 32)
                 dot += low[0] * float(gain[i]) * float(x[i]) + high[0] * float(gain[half + i]) * float(x[half + i]);
             }
             const float correction = lane_sum(dot) * rstd * rstd / s.D;
+            __syncwarp();  // the head has been read by lanes that do not write it
             for (int i = lane; i < half; i += 32) {
                 load_gradient(low, high, i);
                 const float a = float(x[i]), b = float(x[half + i]);

@@ -113,7 +113,7 @@ TEST(model_gradients_match_finite_differences_full_attention) {
 }
 TEST(model_gradients_match_finite_differences_qk_norm) {
     for (const char* attention : {"nsa", "full"})
-        check_model_gradients(std::string(SMALL) + "--init random --qk-norm --attention " + attention);
+        check_model_gradients(std::string(SMALL) + "--init random --qk-norm on --attention " + attention);
 }
 TEST(model_gradients_match_finite_differences_smear) {
     check_model_gradients(std::string(SMALL) + "--init random --smear 1");
@@ -213,8 +213,8 @@ TEST(padding_stays_zero) {
 // Memory.
 
 TEST(poisoned_memory_changes_no_bit) {
-    TestModel<Cpu<float>> clean(std::string(SMALL) + "--init random --qk-norm", 2, 1, false),
-        poisoned(std::string(SMALL) + "--init random --qk-norm", 2, 1, true);
+    TestModel<Cpu<float>> clean(std::string(SMALL) + "--init random --qk-norm on", 2, 1, false),
+        poisoned(std::string(SMALL) + "--init random --qk-norm on", 2, 1, true);
     const double a = clean.loss_and_gradients(), b = poisoned.loss_and_gradients();
     CHECK_EQUAL(a, b);
     CHECK(std::memcmp(clean.model.grads, poisoned.model.grads, clean.model.table.total * sizeof(float)) == 0);
