@@ -1,0 +1,298 @@
+#!/usr/bin/env python3
+"""Runs the comparisons of a plan, and writes a small JSON for each run.
+
+    run.py --cache CACHE --work FOLDER [--plan plan.txt] [--program ./train_nsa] [--jobs 2]
+    run.py --list ...          prints the queue, one line a run, and starts nothing
+
+A line of the plan is `sweep ARM RATE...` or `run ARM RATE|best SEED TOKENS`. A sweep runs each rate on seed 0 at a
+quarter of --tokens, doubles or halves the rate beyond the range while the best one lies at its edge, and then runs
+three other seeds at the best rate with all of --tokens. A run whose result is there is skipped; one that was
+interrupted goes on from its last checkpoint, so start the same command again. Several runners can share a folder.
+"""
+import argparse
+import fcntl
+import glob
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from arms import REFERENCE, Arm, command_line, options_of
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+SEEDS = [1, 2, 3]
+SEED_OF_SWEEP = 0
+SAMPLES_OF_SWEEP = 64  # held-out files that choose the rate; all of them count in what is compared
+TOKENS_A_STEP = 2048
+SHARD = 1 << 18  # corpus.py
+CURVE_POINTS = 64
+SAVE_EVERY = 64
+
+
+class Run:
+    def __init__(self, arm, rate, seed, tokens):
+        self.arm, self.rate, self.seed, self.tokens = arm, rate, seed, tokens
+        self.name = f"{arm}_lr{rate:g}_seed{seed}_tokens{tokens}"
+
+
+class Results:
+    """Those in the folder; one that was broken off leaves none."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def path(self, run):
+        return f"{self.folder}/{run.name}.json"
+
+    def find(self, run):
+        if not os.path.exists(self.path(run)):
+            return None
+        with open(self.path(run)) as file:
+            return json.load(file)
+
+    def loss(self, run):
+        result = self.find(run)
+        return result["held_out_loss"] if result else None
+
+
+def read_plan(path):
+    """(first word, arm, other words) of each line."""
+    lines = []
+    with open(path) as file:
+        for number, line in enumerate(file, 1):
+            words = line.partition("#")[0].split()
+            if not words:
+                continue
+            if len(words) < 3 or words[0] not in ("sweep", "run") or words[0] == "run" and len(words) != 5:
+                sys.exit(f"run.py: {path}:{number}: expected 'sweep ARM RATE...' or 'run ARM RATE SEED TOKENS'")
+            options_of(words[1])
+            lines.append((words[0], words[1], words[2:]))
+    return lines
+
+
+def sweep_runs(arm, rates, tokens):
+    return [Run(arm, rate, SEED_OF_SWEEP, tokens // 4) for rate in rates]
+
+
+def best_rate(arm, rates, tokens, results):
+    """(best rate or None, runs to do before it is known): a best rate at the edge of the range asks for one more."""
+    rates = sorted(rates)
+    while True:
+        runs = sweep_runs(arm, rates, tokens)
+        if any(results.loss(run) is None for run in runs):
+            return None, runs
+        best = min(runs, key=results.loss).rate
+        if best == rates[0]:
+            rates.insert(0, best / 2)
+        elif best == rates[-1]:
+            rates.append(best * 2)
+        else:
+            return best, runs
+
+
+def queue(plan, tokens, results):
+    """The runs of the plan that can be named by now, in order."""
+    runs = []
+    best = {}
+    for kind, arm, words in plan:
+        if kind == "sweep":
+            best[arm], sweep = best_rate(arm, [float(word) for word in words], tokens, results)
+            runs += sweep
+            if best[arm]:
+                runs += [Run(arm, best[arm], seed, tokens) for seed in SEEDS]
+        else:
+            rate = best.get(arm) if words[0] == "best" else float(words[0])
+            if rate:
+                runs.append(Run(arm, rate, int(words[1]), int(words[2])))
+    return runs
+
+
+def first_shards(cache, tokens):
+    """A folder with links to the shards that a run of so many tokens reads once, so that an n-gram can read the same."""
+    count = -(-tokens // SHARD)
+    shards = sorted(glob.glob(f"{os.path.abspath(cache)}/train/*.bin"))[:count]
+    if len(shards) < count:
+        sys.exit(f"run.py: {cache} has {len(shards)} training shards, {count} are needed: run corpus.py")
+    folder = f"{os.path.abspath(cache)}/first_{count}"
+    os.makedirs(folder, exist_ok=True)
+    for shard in shards:
+        link = f"{folder}/{os.path.basename(shard)}"
+        if not os.path.lexists(link):
+            os.symlink(shard, link)
+    return folder
+
+
+def read_evaluation(text):
+    """What `eval` prints: the loss, and the losses by the number of tokens in sight."""
+    tokens, loss = re.search(r"(\d+) tokens \(.*: loss ([0-9.]+)", text).groups()
+    ranges = re.findall(r"^ +(\d+)\.\.(\d+) +([0-9.]+) +\d+", text, re.MULTILINE)
+    return {"held_out_loss": float(loss), "held_out_tokens": int(tokens),
+            "by_position": [[int(first), int(last), float(loss)] for first, last, loss in ranges]}
+
+
+def curve_of(steps):
+    """[[tokens, mean training loss since the point before]]: each byte is seen once, so these are honest losses."""
+    points = []
+    for i in range(CURVE_POINTS):
+        part = steps[len(steps) * i // CURVE_POINTS:len(steps) * (i + 1) // CURVE_POINTS]
+        if part:
+            points.append([part[-1]["tokens"], round(sum(s["loss"] for s in part) / len(part), 4)])
+    return points
+
+
+class Runner:
+    def __init__(self, a):
+        self.a = a
+        self.results = Results(a.results)
+        self.plan = read_plan(a.plan)
+        self.stopped = False
+        self.children = set()
+        self.failed = set()
+        self.arms = {}
+        self.mutex = threading.Lock()
+
+    def arm(self, name):
+        with self.mutex:
+            for needed in (REFERENCE, name):
+                if needed not in self.arms:
+                    wanted = self.arms[REFERENCE].parameters if REFERENCE in self.arms else None
+                    self.arms[needed] = Arm(needed, self.a.program, self.a.work, wanted)
+            return self.arms[name]
+
+    def options(self, run):
+        return {
+            **self.arm(run.arm).options,
+            "data": f"{first_shards(self.a.cache, run.tokens)}/*.bin",
+            "batch": 1, "total-batch": TOKENS_A_STEP, "steps": run.tokens // TOKENS_A_STEP, "warmup": 20, "lr": run.rate,
+            "seed": run.seed, "sample-tokens": 0, "save-every": SAVE_EVERY, "keep": 1, "stall-timeout": 100000,
+            "threads": 1, "device": "cpu", "cpu-dtype": self.a.cpu_dtype,
+        }
+
+    def train(self, run, folder):
+        """True once the run has ended by itself."""
+        if os.path.exists(f"{folder}/run.json"):
+            command = [self.a.program, "--resume", folder, "--stall-timeout", "100000"]
+        else:
+            command = [self.a.program, "--out", folder] + command_line(self.options(run))
+        status, usage = self.execute(run, command, f"{folder}.txt", "a")
+        with open(f"{folder}.seconds", "a") as file:
+            file.write(f"{usage.ru_utime + usage.ru_stime:.1f}\n")
+        return status == 0
+
+    def evaluate(self, run, folder):
+        """True once the losses of the held-out files are in a file beside the run."""
+        command = [self.a.program, "eval", "--from", folder, "--val-data", f"{self.a.cache}/heldout/c_1024_val_*.bin",
+                   "--threads", "1", "--cpu-dtype", self.a.cpu_dtype, "--device", "cpu", "--batch", "1"]
+        if run.seed == SEED_OF_SWEEP:
+            command += ["--eval-batches", str(SAMPLES_OF_SWEEP)]
+        return self.execute(run, command, f"{folder}.eval", "w")[0] == 0
+
+    def execute(self, run, command, output, mode):
+        with open(output, mode) as log:
+            child = subprocess.Popen(command, stdout=log, stderr=log)
+            self.children.add(child)
+            _, status, usage = os.wait4(child.pid, 0)
+            self.children.discard(child)
+        if status and not self.stopped:
+            self.failed.add(run.name)
+            print(f"run.py: {run.name} failed, see {output}", file=sys.stderr, flush=True)
+        return status, usage
+
+    def write_result(self, run, folder):
+        steps, starts = {}, []
+        with open(f"{folder}/log.jsonl") as file:
+            for entry in map(json.loads, file):
+                if "start" in entry:
+                    starts.append(entry["start"])
+                elif "ms" in entry:
+                    steps[entry["step"]] = entry  # a step after a resume is there twice
+        with open(f"{folder}.seconds") as file:
+            seconds = sum(map(float, file))
+        with open(f"{folder}.eval") as file:
+            held_out = read_evaluation(file.read())
+        arm = self.arm(run.arm)
+        steps = [steps[number] for number in sorted(steps)]
+        result = {
+            "name": run.name, "arm": run.arm, "rate": run.rate, "seed": run.seed, "tokens": run.tokens,
+            **held_out,
+            "parameters": arm.parameters, "keys_per_query": round(arm.keys, 1),
+            "flops": arm.flops * run.tokens, "processor_seconds": round(seconds, 1),
+            "version": starts[-1]["version"], "device": starts[-1]["device"],
+            "options": {**arm.options, "cpu-dtype": self.a.cpu_dtype, "total-batch": TOKENS_A_STEP},
+            "curve": curve_of(steps),
+        }
+        with open(self.results.path(run) + ".new", "w") as file:
+            file.write(json.dumps(result) + "\n")
+        os.rename(self.results.path(run) + ".new", self.results.path(run))
+        print(f"{run.name}: {result['held_out_loss']:.4f}", flush=True)
+
+    def next_run(self):
+        """The first run without a result that nobody works on, and its lock; None where all are done or taken."""
+        with self.mutex:
+            for run in queue(self.plan, self.a.tokens, self.results):
+                if self.results.find(run) or run.name in self.failed:
+                    continue
+                lock = open(f"{self.a.work}/{run.name}.lock", "w")
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return run, lock
+                except BlockingIOError:
+                    lock.close()
+        return None
+
+    def work(self):
+        while not self.stopped:
+            found = self.next_run()
+            if not found:
+                # What another one works on may name new runs.
+                if not self.children:
+                    return
+                time.sleep(1)
+                continue
+            run, lock = found
+            folder = f"{self.a.work}/{run.name}"
+            with lock:
+                if self.train(run, folder) and self.evaluate(run, folder):
+                    self.write_result(run, folder)
+
+    def stop(self, *_):
+        self.stopped = True
+        for child in list(self.children):
+            child.send_signal(signal.SIGTERM)
+
+
+def main():
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--cache", required=True, help="where corpus.py has put the shards")
+    arguments.add_argument("--work", required=True, help="folder of the runs and their checkpoints")
+    arguments.add_argument("--plan", default=f"{HERE}/plan.txt")
+    arguments.add_argument("--results", default=f"{HERE}/results")
+    arguments.add_argument("--program", default="./train_nsa")
+    arguments.add_argument("--tokens", type=int, default=1 << 20, help="of a whole run")
+    arguments.add_argument("--cpu-dtype", default="bf16")
+    arguments.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
+    arguments.add_argument("--list", action="store_true")
+    a = arguments.parse_args()
+    runner = Runner(a)
+    if a.list:
+        for run in queue(runner.plan, a.tokens, runner.results):
+            loss = runner.results.loss(run)
+            print(f"{run.name} {run.arm} {run.rate:g} {run.seed} {run.tokens} {'-' if loss is None else loss}")
+        return
+    for folder in (a.work, a.results):
+        os.makedirs(folder, exist_ok=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, runner.stop)
+    threads = [threading.Thread(target=runner.work) for _ in range(a.jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.exit(1 if runner.failed else 0)
+
+
+main()
