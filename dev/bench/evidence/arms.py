@@ -1,24 +1,25 @@
+#!/usr/bin/env python3
 """The arms of a comparison: their options, their widths for equal parameters, and what they cost.
 
-An arm is a name of ARMS and options of the trainer behind it: `nsa`, `full+optimizer=muon`, `window+smear`.
+    arms.py [--setting small.json] [--program ./train_nsa] [ARM...]      prints them
+
+An arm is a name of ARMS and options of the trainer behind it: nsa, full+optimizer=muon, window+smear. The setting has
+the model of NSA. An arm with fewer parameters gets a wider MLP, and the window alone reads as many keys for a query,
+on average over a sequence, as NSA in its three branches together. The program's own tensors say what a model has.
 """
+import argparse
 import json
 import os
 import struct
 import subprocess
 import sys
+import tempfile
 
-MODEL = {
-    "layers": 4, "dim": 192, "heads": 6, "kv-groups": 2, "head-dim": 32, "mlp-hidden": 768,
-    "cmp-block": 16, "cmp-stride": 8, "slc-block": 16, "slc-count": 8, "window": 128, "phi-hidden": 32,
-    "init": "random", "tokenizer": "bytes", "seq-len": 1024,
-}
-# What an arm changes of MODEL. A window of 360 has as many keys for a query of a sequence of 1024, on average, as NSA
-# reads in its three branches together (keys_per_query below counts them; a test compares).
+HERE = os.path.dirname(os.path.abspath(__file__))
 ARMS = {
     "nsa": {},
     "full": {"attention": "full"},
-    "window": {"branches": "win", "window": 360},
+    "window": {"branches": "win"},
     "window+selected": {"branches": "slc,win"},
     "window+compressed": {"branches": "cmp,win"},
 }
@@ -33,21 +34,6 @@ OF_BRANCH = {
     "win": ["k_win_proj", "v_win_proj"],
 }
 TO_CHOOSE = ["k_cmp_proj", "phi_k"]
-
-
-def options_of(arm):
-    """The arm's options, a dictionary from name to value; a flag's value is None."""
-    base = max((name for name in ARMS if arm == name or arm.startswith(name + "+")), key=len, default=None)
-    if base is None:
-        sys.exit(f"arms.py: '{arm}' is no arm: expected one of {', '.join(ARMS)}, and +OPTION=VALUE or +FLAG behind it")
-    options = {**MODEL, **ARMS[base]}
-    for option in arm[len(base):].split("+")[1:]:
-        name, equals, value = option.partition("=")
-        options[name] = value if equals else None
-    if options.get("attention") == "full":
-        for name in OF_NSA:
-            del options[name]
-    return options
 
 
 def command_line(options):
@@ -82,16 +68,43 @@ def keys_per_query(options):
     return sum(pairs(branch, options, tokens) for branch in branches_of(options)) / tokens
 
 
-def tensors_of(program, options, scratch):
-    """The program's own tensors, name -> shape, of a model that it trained for a step."""
-    folder = f"{scratch}/shape_{os.getpid()}"
-    one_step = ["--steps", "1", "--batch", "1", "--total-batch", str(options["seq-len"]), "--sample-tokens", "0"]
-    done = subprocess.run([program, "--out", folder] + one_step + command_line(options), capture_output=True)
-    if done.returncode:
-        sys.exit(done.stderr.decode())
-    with open(f"{folder}/step_00000001/model.safetensors", "rb") as file:
-        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-    subprocess.run(["rm", "-r", folder], check=True)
+def window_of_equal_keys(model):
+    """The narrowest window, in steps of 8, that has no fewer keys than NSA; all tokens where none has."""
+    wanted = keys_per_query(model)
+    for window in range(8, model["seq-len"], 8):
+        if keys_per_query({**model, "branches": "win", "window": window}) >= wanted:
+            return window
+    return model["seq-len"]
+
+
+def options_of(arm, model):
+    """The arm's options, a dictionary from name to value; a flag's value is None."""
+    base = max((name for name in ARMS if arm == name or arm.startswith(name + "+")), key=len, default=None)
+    if base is None:
+        sys.exit(f"arms.py: '{arm}' is no arm: expected one of {', '.join(ARMS)}, and +OPTION=VALUE or +FLAG behind it")
+    options = {**model, **ARMS[base]}
+    if options.get("branches") == "win":
+        options["window"] = window_of_equal_keys(model)
+    for option in arm[len(base):].split("+")[1:]:
+        name, equals, value = option.partition("=")
+        options[name] = value if equals else None
+    if options.get("attention") == "full":
+        for name in OF_NSA:
+            del options[name]
+    return options
+
+
+def tensors_of(program, options):
+    """The program's own tensors, name -> shape, of a model that it trained for a step on short sequences."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = str(2 * max(int(options.get("slc-block", 1)), int(options.get("cmp-block", 1))))
+        words = command_line({**options, "seq-len": tokens, "batch": 1, "total-batch": tokens, "steps": 1,
+                              "tokenizer": "bytes", "sample-tokens": 0, "out": folder + "/run"})
+        done = subprocess.run([program] + words, capture_output=True)
+        if done.returncode:
+            sys.exit(done.stderr.decode())
+        with open(f"{folder}/run/step_00000001/model.safetensors", "rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
     return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
 
 
@@ -133,18 +146,42 @@ def flops_per_token(tensors, options):
 
 
 class Arm:
-    """An arm with the MLP's width that gives it as many parameters as NSA has."""
+    """An arm with the MLP's width that gives it as many parameters as the arm `like` has."""
 
-    def __init__(self, name, program, scratch, wanted=None):
-        self.options = options_of(name)
-        tensors = tensors_of(program, self.options, scratch)
-        if wanted:
-            missing = wanted - parameters(tensors, self.options)
+    def __init__(self, name, model, program, like=None):
+        self.options = options_of(name, model)
+        tensors = tensors_of(program, self.options)
+        if like:
+            missing = like.parameters - parameters(tensors, self.options)
             of_one_column = 2 * int(self.options["dim"]) * int(self.options["layers"])
             self.options["mlp-hidden"] = int(self.options["mlp-hidden"]) + round(missing / of_one_column / 8) * 8
-            tensors = tensors_of(program, self.options, scratch)
-            if abs(parameters(tensors, self.options) / wanted - 1) > TOLERANCE:
-                sys.exit(f"arms.py: {name} has {parameters(tensors, self.options)} parameters, {wanted} are wanted")
+            tensors = tensors_of(program, self.options)
+            if abs(parameters(tensors, self.options) / like.parameters - 1) > TOLERANCE:
+                sys.exit(f"arms.py: {name} has {parameters(tensors, self.options)} parameters, {REFERENCE} "
+                         f"{like.parameters}")
         self.parameters = parameters(tensors, self.options)
         self.flops = flops_per_token(tensors, self.options)
         self.keys = keys_per_query(self.options)
+
+
+def read_setting(path):
+    with open(path) as file:
+        return json.load(file)
+
+
+def main():
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("arms", nargs="*", default=list(ARMS))
+    arguments.add_argument("--setting", default=f"{HERE}/small.json")
+    arguments.add_argument("--program", default="./train_nsa")
+    a = arguments.parse_args()
+    model = read_setting(a.setting)["model"]
+    reference = Arm(REFERENCE, model, a.program)
+    for name in a.arms:
+        arm = Arm(name, model, a.program, reference)
+        print(f"{name}: {arm.parameters} parameters, MLP {arm.options['mlp-hidden']}, window "
+              f"{arm.options.get('window', '-')}, {arm.keys:.0f} keys a query, {arm.flops / 1e6:.1f} MFLOPs a token")
+
+
+if __name__ == "__main__":
+    main()

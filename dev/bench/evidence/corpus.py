@@ -127,4 +127,5 @@ def main():
     print(json.dumps(facts, indent=1))
 
 
-main()
+if __name__ == "__main__":
+    main()

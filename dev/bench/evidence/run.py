@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Runs the comparisons of a plan, and writes a small JSON for each run.
 
-    run.py --cache CACHE --work FOLDER [--plan plan.txt] [--program ./train_nsa] [--jobs 2]
-    run.py --list ...          prints the queue, one line a run, and starts nothing
+    run.py --cache CACHE --work FOLDER [--plan plan.txt] [--setting small.json] [--program ./train_nsa] [--jobs 2]
+    run.py --list ...             prints the queue, one line a run, and starts nothing
+    run.py --predict TFLOPS ...   prints what the plan's sweeps cost at so many TFLOP/s
 
 A line of the plan is `sweep ARM RATE...` or `run ARM RATE|best SEED TOKENS`. A sweep runs each rate on seed 0 at a
-quarter of --tokens, doubles or halves the rate beyond the range while the best one lies at its edge, and then runs
-three other seeds at the best rate with all of --tokens. A run whose result is there is skipped; one that was
+quarter of the setting's tokens, doubles or halves the rate beyond the range while the best one lies at its edge, and
+then runs three other seeds at the best rate with all tokens. A run whose result is there is skipped; one that was
 interrupted goes on from its last checkpoint, so start the same command again. Several runners can share a folder.
 """
 import argparse
@@ -21,16 +22,12 @@ import sys
 import threading
 import time
 
-from arms import REFERENCE, Arm, command_line, options_of
+from arms import HERE, REFERENCE, Arm, command_line, options_of, read_setting
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 SEEDS = [1, 2, 3]
 SEED_OF_SWEEP = 0
-SAMPLES_OF_SWEEP = 64  # held-out files that choose the rate; all of them count in what is compared
-TOKENS_A_STEP = 2048
-SHARD = 1 << 18  # corpus.py
+MOST_DOUBLINGS = 4  # of a rate beyond the range
 CURVE_POINTS = 64
-SAVE_EVERY = 64
 
 
 class Run:
@@ -59,7 +56,7 @@ class Results:
         return result["held_out_loss"] if result else None
 
 
-def read_plan(path):
+def read_plan(path, model):
     """(first word, arm, other words) of each line."""
     lines = []
     with open(path) as file:
@@ -69,7 +66,7 @@ def read_plan(path):
                 continue
             if len(words) < 3 or words[0] not in ("sweep", "run") or words[0] == "run" and len(words) != 5:
                 sys.exit(f"run.py: {path}:{number}: expected 'sweep ARM RATE...' or 'run ARM RATE SEED TOKENS'")
-            options_of(words[1])
+            options_of(words[1], model)
             lines.append((words[0], words[1], words[2:]))
     return lines
 
@@ -81,11 +78,14 @@ def sweep_runs(arm, rates, tokens):
 def best_rate(arm, rates, tokens, results):
     """(best rate or None, runs to do before it is known): a best rate at the edge of the range asks for one more."""
     rates = sorted(rates)
+    most = len(rates) + MOST_DOUBLINGS
     while True:
         runs = sweep_runs(arm, rates, tokens)
         if any(results.loss(run) is None for run in runs):
             return None, runs
         best = min(runs, key=results.loss).rate
+        if len(rates) == most:
+            return best, runs
         if best == rates[0]:
             rates.insert(0, best / 2)
         elif best == rates[-1]:
@@ -111,19 +111,19 @@ def queue(plan, tokens, results):
     return runs
 
 
-def first_shards(cache, tokens):
+def first_shards(cache, setting, tokens):
     """A folder with links to the shards that a run of so many tokens reads once, so that an n-gram can read the same."""
-    count = -(-tokens // SHARD)
-    shards = sorted(glob.glob(f"{os.path.abspath(cache)}/train/*.bin"))[:count]
+    count = -(-tokens // setting["shard_samples"] // setting["model"]["seq-len"])
+    shards = sorted(glob.glob(f"{cache}/{setting['train']}"))[:count]
     if len(shards) < count:
         sys.exit(f"run.py: {cache} has {len(shards)} training shards, {count} are needed: run corpus.py")
-    folder = f"{os.path.abspath(cache)}/first_{count}"
+    folder = f"{cache}/first_{count}"
     os.makedirs(folder, exist_ok=True)
     for shard in shards:
         link = f"{folder}/{os.path.basename(shard)}"
         if not os.path.lexists(link):
             os.symlink(shard, link)
-    return folder
+    return f"{folder}/*.bin"
 
 
 def read_evaluation(text):
@@ -148,7 +148,8 @@ class Runner:
     def __init__(self, a):
         self.a = a
         self.results = Results(a.results)
-        self.plan = read_plan(a.plan)
+        self.setting = read_setting(a.setting)
+        self.plan = read_plan(a.plan, self.setting["model"])
         self.stopped = False
         self.children = set()
         self.failed = set()
@@ -156,21 +157,21 @@ class Runner:
         self.mutex = threading.Lock()
 
     def arm(self, name):
-        with self.mutex:
-            for needed in (REFERENCE, name):
-                if needed not in self.arms:
-                    wanted = self.arms[REFERENCE].parameters if REFERENCE in self.arms else None
-                    self.arms[needed] = Arm(needed, self.a.program, self.a.work, wanted)
-            return self.arms[name]
+        for needed in (REFERENCE, name):
+            if needed not in self.arms:
+                self.arms[needed] = Arm(needed, self.setting["model"], self.a.program, self.arms.get(REFERENCE))
+        return self.arms[name]
 
     def options(self, run):
-        return {
-            **self.arm(run.arm).options,
-            "data": f"{first_shards(self.a.cache, run.tokens)}/*.bin",
-            "batch": 1, "total-batch": TOKENS_A_STEP, "steps": run.tokens // TOKENS_A_STEP, "warmup": 20, "lr": run.rate,
-            "seed": run.seed, "sample-tokens": 0, "save-every": SAVE_EVERY, "keep": 1, "stall-timeout": 100000,
-            "threads": 1, "device": "cpu", "cpu-dtype": self.a.cpu_dtype,
-        }
+        with self.mutex:
+            arm = self.arm(run.arm)
+        training = self.setting["training"]
+        if "shard_samples" in self.setting:
+            data = first_shards(self.a.cache, self.setting, run.tokens)
+        else:
+            data = f"{self.a.cache}/{self.setting['train']}"
+        return {**arm.options, **training, **self.setting["machine"], "data": data, "lr": run.rate, "seed": run.seed,
+                "steps": run.tokens // training["total-batch"], "sample-tokens": 0, "keep": 1, "stall-timeout": 100000}
 
     def train(self, run, folder):
         """True once the run has ended by itself."""
@@ -185,11 +186,10 @@ class Runner:
 
     def evaluate(self, run, folder):
         """True once the losses of the held-out files are in a file beside the run."""
-        command = [self.a.program, "eval", "--from", folder, "--val-data", f"{self.a.cache}/heldout/c_1024_val_*.bin",
-                   "--threads", "1", "--cpu-dtype", self.a.cpu_dtype, "--device", "cpu", "--batch", "1"]
-        if run.seed == SEED_OF_SWEEP:
-            command += ["--eval-batches", str(SAMPLES_OF_SWEEP)]
-        return self.execute(run, command, f"{folder}.eval", "w")[0] == 0
+        samples = self.setting["held_out_samples"]["sweep" if run.seed == SEED_OF_SWEEP else "whole"]
+        command = [self.a.program, "eval", "--from", folder, "--val-data",
+                   f"{self.a.cache}/{self.setting['held_out']}", "--batch", "1", "--eval-batches", str(samples)]
+        return self.execute(run, command + command_line(self.setting["machine"]), f"{folder}.eval", "w")[0] == 0
 
     def execute(self, run, command, output, mode):
         with open(output, mode) as log:
@@ -222,7 +222,7 @@ class Runner:
             "parameters": arm.parameters, "keys_per_query": round(arm.keys, 1),
             "flops": arm.flops * run.tokens, "processor_seconds": round(seconds, 1),
             "version": starts[-1]["version"], "device": starts[-1]["device"],
-            "options": {**arm.options, "cpu-dtype": self.a.cpu_dtype, "total-batch": TOKENS_A_STEP},
+            "options": {**arm.options, **self.setting["training"], **self.setting["machine"]},
             "curve": curve_of(steps),
         }
         with open(self.results.path(run) + ".new", "w") as file:
@@ -233,7 +233,7 @@ class Runner:
     def next_run(self):
         """The first run without a result that nobody works on, and its lock; None where all are done or taken."""
         with self.mutex:
-            for run in queue(self.plan, self.a.tokens, self.results):
+            for run in queue(self.plan, self.setting["tokens"], self.results):
                 if self.results.find(run) or run.name in self.failed:
                     continue
                 lock = open(f"{self.a.work}/{run.name}.lock", "w")
@@ -265,24 +265,39 @@ class Runner:
             child.send_signal(signal.SIGTERM)
 
 
+def predict(runner, tflops):
+    total = 0
+    for kind, arm, words in runner.plan:
+        if kind == "sweep":
+            tokens = runner.setting["tokens"] * (len(words) / 4 + len(SEEDS))
+            hours = runner.arm(arm).flops * tokens / tflops / 1e12 / 3600
+            total += hours
+            print(f"{arm}: {runner.arm(arm).parameters} parameters, {tokens / 1e9:.3g} G tokens, {hours:.3g} hours")
+    print(f"predicted at {tflops:g} TFLOP/s, not measured: {total:.3g} hours; evaluations and rates beyond the range "
+          "come on top")
+
+
 def main():
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--cache", required=True, help="where corpus.py has put the shards")
     arguments.add_argument("--work", required=True, help="folder of the runs and their checkpoints")
     arguments.add_argument("--plan", default=f"{HERE}/plan.txt")
+    arguments.add_argument("--setting", default=f"{HERE}/small.json")
     arguments.add_argument("--results", default=f"{HERE}/results")
     arguments.add_argument("--program", default="./train_nsa")
-    arguments.add_argument("--tokens", type=int, default=1 << 20, help="of a whole run")
-    arguments.add_argument("--cpu-dtype", default="bf16")
-    arguments.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
+    arguments.add_argument("--jobs", type=int, default=2, help="runs at a time")
     arguments.add_argument("--list", action="store_true")
+    arguments.add_argument("--predict", type=float, metavar="TFLOPS")
     a = arguments.parse_args()
+    a.cache, a.work = os.path.abspath(a.cache), os.path.abspath(a.work)
     runner = Runner(a)
+    if a.predict:
+        return predict(runner, a.predict)
     if a.list:
-        for run in queue(runner.plan, a.tokens, runner.results):
+        for run in queue(runner.plan, runner.setting["tokens"], runner.results):
             loss = runner.results.loss(run)
             print(f"{run.name} {run.arm} {run.rate:g} {run.seed} {run.tokens} {'-' if loss is None else loss}")
-        return
+        return 0
     for folder in (a.work, a.results):
         os.makedirs(folder, exist_ok=True)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -292,7 +307,8 @@ def main():
         thread.start()
     for thread in threads:
         thread.join()
-    sys.exit(1 if runner.failed else 0)
+    return 1 if runner.failed else 0
 
 
-main()
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""What an arm's reach buys: the loss of one arm minus another's, by the number of tokens in sight, with a bootstrap.
+
+    position.py --cache CACHE --work FOLDER --minus 'window+optimizer=muon' ARM... [--out FILE]
+
+Reads the checkpoints of the whole runs that run.py has left in FOLDER and evaluates each held-out file by itself. A
+difference is the mean over files and seeds; the interval holds 95 % of 2000 draws of as many files with repetition. A
+positive number says that ARM is better. What lies within the reach of both shows how far they differ anyway; the last
+line subtracts it: reach shows only where the difference grows with the tokens in sight.
+"""
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+
+from run import HERE, SEED_OF_SWEEP, Results
+
+DRAWS = 2000
+NEAR = 128  # tokens that every arm sees
+
+
+def write_files(cache, length, folder):
+    """Each held-out document as a file of text; returns their paths."""
+    os.makedirs(folder, exist_ok=True)
+    paths = []
+    with open(f"{cache}/heldout_{length}.jsonl") as documents:
+        for number, document in enumerate(map(json.loads, documents)):
+            if len(document["text"]) < length - 1:
+                continue  # the last one, which only ends the shard
+            paths.append(f"{folder}/{number:04d}.txt")
+            with open(paths[-1], "w") as file:
+                file.write(document["text"])
+    return paths
+
+
+def losses_by_file(text):
+    """What `eval --text` prints: of each file {(first, last): (loss, tokens)}."""
+    files = []
+    for line in text.splitlines():
+        row = re.match(r" +(\d+)\.\.(\d+) +([0-9.]+) +(\d+)", line)
+        if row:
+            first, last, loss, tokens = row.groups()
+            files[-1][int(first), int(last)] = float(loss), int(tokens)
+        elif " on " in line and ": loss " in line:
+            files.append({})
+    return files
+
+
+def evaluate(program, run_folder, paths, length):
+    done = subprocess.run([program, "eval", "--from", run_folder, "--threads", "1", "--cpu-dtype", "bf16", "--device",
+                           "cpu", "--seq-len", str(length), "--text"] + paths, stdout=subprocess.PIPE, check=True)
+    return losses_by_file(done.stdout.decode())
+
+
+def runs_of(arm, results, tokens):
+    names = []
+    for path in sorted(os.listdir(results.folder)):
+        if path.startswith(f"{arm}_lr") and path.endswith(f"_tokens{tokens}.json"):
+            with open(f"{results.folder}/{path}") as file:
+                result = json.load(file)
+            if result["seed"] != SEED_OF_SWEEP:
+                names.append(result["name"])
+    return names
+
+
+def mean_of_seeds(runs):
+    """[file][range] -> loss, from the same of each run."""
+    return [{key: sum(run[i][key][0] for run in runs) / len(runs) for key in runs[0][i]} for i in range(len(runs[0]))]
+
+
+def weighted(differences, tokens, keys):
+    """Mean of a file over several ranges."""
+    total = sum(tokens[key] for key in keys)
+    return sum(differences[key] * tokens[key] for key in keys) / total
+
+
+def interval(values, generator):
+    """(mean, low, high)."""
+    draws = sorted(sum(generator.choices(values, k=len(values))) / len(values) for _ in range(DRAWS))
+    return sum(values) / len(values), draws[int(DRAWS * 0.025)], draws[int(DRAWS * 0.975)]
+
+
+def compare(minus, arm, tokens):
+    """Rows (name of the range, mean, low, high)."""
+    generator = random.Random(1)
+    by_file = [{key: m[key] - a[key] for key in m} for m, a in zip(minus, arm)]
+    keys = sorted(by_file[0])
+    rows = [(f"{key[0]}..{key[1]}", *interval([file[key] for file in by_file], generator)) for key in keys]
+    near = [key for key in keys if key[1] <= NEAR]
+    far = [keys[-1]]
+    grown = [weighted(file, tokens, far) - weighted(file, tokens, near) for file in by_file]
+    return rows + [(f"{far[0][0]}..{far[0][1]} less 1..{NEAR}", *interval(grown, generator))]
+
+
+def main():
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("arms", nargs="+")
+    arguments.add_argument("--minus", required=True, help="the arm whose loss stands first in the difference")
+    arguments.add_argument("--cache", required=True)
+    arguments.add_argument("--work", required=True)
+    arguments.add_argument("--results", default=f"{HERE}/results")
+    arguments.add_argument("--program", default="./train_nsa")
+    arguments.add_argument("--tokens", type=int, default=1 << 20)
+    arguments.add_argument("--seq-len", type=int, default=1024, help="length of the held-out documents, 1024 or 4096")
+    arguments.add_argument("--out")
+    a = arguments.parse_args()
+    paths = write_files(a.cache, a.seq_len, f"{a.work}/heldout_{a.seq_len}")
+    losses, tokens, seeds = {}, None, {}
+    for arm in [a.minus] + a.arms:
+        names = runs_of(arm, Results(a.results), a.tokens)
+        if not names:
+            raise SystemExit(f"position.py: {a.results} has no whole run of {arm} with {a.tokens} tokens: see run.py")
+        runs = [evaluate(a.program, f"{a.work}/{name}", paths, a.seq_len) for name in names]
+        tokens = {key: count for key, (_, count) in runs[0][0].items()}
+        losses[arm] = mean_of_seeds(runs)
+        seeds[arm] = len(names)
+    print(f"| tokens in sight, {len(paths)} files | `{a.minus}` less | mean | 95 % |\n|---|---|---|---|")
+    found = {"minus": a.minus, "seeds": seeds, "files": len(paths), "seq_len": a.seq_len, "differences": {}}
+    for arm in a.arms:
+        rows = compare(losses[a.minus], losses[arm], tokens)
+        found["differences"][arm] = [[name] + [round(x, 4) for x in numbers] for name, *numbers in rows]
+        for name, mean, low, high in rows:
+            print(f"| {name} | `{arm}` | {mean:+.4f} | {low:+.4f} to {high:+.4f} |")
+    if a.out:
+        with open(a.out, "w") as file:
+            file.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
