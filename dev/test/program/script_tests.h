@@ -133,9 +133,8 @@ TEST(run_scripts_have_help) {
     TempFolder folder;
     const bool python = program::execute({"/usr/bin/env", "python3", "-c", ""}).status == 0;
     std::vector<std::string> scripts;
-    for (const char* pattern :
-         {"data/*.sh", "dev/*.sh", "dev/*/*.sh", "dev/bench/evidence/*.sh", "lib/*/*.sh", "data/*.py", "dev/*.py",
-          "dev/*/*.py", "dev/bench/evidence/*.py"})
+    for (const char* pattern : {"data/*.sh", "dev/*.sh", "dev/*/*.sh", "dev/bench/evidence/*.sh", "lib/*/*.sh",
+                                "data/*.py", "dev/*.py", "dev/*/*.py", "dev/bench/evidence/*.py"})
         for (const std::string& file : glob_files(pattern)) scripts.push_back(file);
     CHECK(scripts.size() >= 20);
     for (const std::string& script : scripts) {
@@ -579,4 +578,126 @@ TEST(script_deps_tells_of_the_mpich_that_starts_every_rank_alone) {
         const std::string installed = read_file(machine.folder.file("installed"));
         CHECK_EQUAL(installed.find("openmpi-bin libopenmpi-dev") != std::string::npos, c.is_broken);
     }
+namespace script_tests {
+
+// Shards of a small text, and a setting in which a run takes a tenth of a second.
+struct Comparison {
+    TempFolder folder;
+    const std::string scripts = std::filesystem::absolute("dev/bench/evidence").string();
+
+    Comparison() {
+        std::string text;
+        for (int i = 0; i < 3000; i++) text += format_text("%d %d\n", i * i % 97, i % 7);
+        write_file(folder.file("text.txt"), text);
+        CHECK_EQUAL(program::run({"tokenize", "--in", folder.file("text.txt"), "--out", folder.file("shards/t"),
+                                  "--tokenizer", "bytes", "--val-fraction", "0.1"})
+                        .status,
+                    0);
+        write_file(folder.file("tiny.json"), R"js({"model": {"layers": 1, "dim": 16, "heads": 2, "kv-groups": 1,
+            "head-dim": 8, "mlp-hidden": 32, "cmp-block": 4, "cmp-stride": 2, "slc-block": 4, "slc-count": 3,
+            "window": 4, "phi-hidden": 4, "init": "random", "tokenizer": "bytes", "seq-len": 128},
+            "training": {"batch": 1, "total-batch": 128, "warmup": 1}, "machine": {"threads": 1, "device": "cpu"},
+            "tokens": 1024, "train": "*_train_*.bin", "held_out": "*_val_*.bin",
+            "held_out_samples": {"sweep": 2, "whole": 4}})js");
+    }
+    program::Result run(const std::string& script, const program::Words& more) {
+        program::Start start;
+        start.environment = {"PYTHONDONTWRITEBYTECODE=1"};
+        return program::execute(program::joined({"/usr/bin/env", scripts + "/" + script}, more), start);
+    }
+    program::Result gpu_day(const std::string& plan) {
+        return run("gpu_day.sh", {folder.file("shards"), folder.file("work"), "--setting", folder.file("tiny.json"),
+                                  "--plan", plan, "--program", program::path()});
+    }
+    Json result(const std::string& name) {
+        const std::string file = folder.file("work/results/" + name + ".json");
+        return parse_json(read_file(file), file);
+    }
+};
+
+inline std::string shard_text(const std::string& file) {
+    const std::string bytes = read_file(file);
+    std::string text;
+    for (size_t i = SHARD_HEADER_BYTES; i < bytes.size(); i += 2) text += bytes[i];
+    return text;
+}
+
+}  // namespace script_tests
+
+// The protocol of a day on a GPU, with a small model: rates beyond the range, seeds, equal parameters, the same FLOPs
+// as the program's own, and nothing is run twice.
+TEST(run_comparison_of_arms) {
+    using namespace script_tests;
+    if (program::execute({"/usr/bin/env", "python3", "-c", ""}).status != 0) return skip("comparisons: no python3");
+    Comparison c;
+    const std::string plan = c.folder.file("plan.txt");
+    write_file(plan, "sweep nsa 1e-3 2e-3\nsweep full 0.02 0.04 # a remark\nrun window+optimizer=muon 0.01 5 256\n");
+    const program::Result day = c.gpu_day(plan);
+    CHECK_EQUAL(day.err, "");
+    CHECK_EQUAL(day.status, 0);
+    CHECK(day.out.find("predicted at 300 TFLOP/s, not measured: ") != std::string::npos);
+    const size_t runs = glob_files(c.folder.file("work/results/*.json")).size();
+    // Losses of such a run fall with the rate: two rates, four doublings, three seeds.
+    CHECK(file_exists(c.folder.file("work/results/nsa_lr0.032_seed0_tokens256.json")));
+    CHECK_EQUAL(glob_files(c.folder.file("work/results/nsa_lr*_seed[123]_tokens1024.json")).size(), size_t(3));
+    CHECK_EQUAL(glob_files(c.folder.file("work/results/full_lr*_seed[123]_tokens1024.json")).size(), size_t(3));
+
+    const Json nsa = c.result("nsa_lr0.001_seed0_tokens256"), full = c.result("full_lr0.02_seed0_tokens256");
+    const Json window = c.result("window+optimizer=muon_lr0.01_seed5_tokens256");
+    const double size = nsa.number("parameters", "nsa");
+    for (const Json* arm : {&full, &window}) CHECK(std::fabs(arm->number("parameters", "an arm") / size - 1) <= 0.02);
+    for (const char* name : {"nsa_lr0.001_seed0_tokens256", "full_lr0.02_seed0_tokens256"}) {
+        const std::string log = read_file(c.folder.file("work/" + std::string(name) + "/log.jsonl"));
+        const Json start = parse_json(log.substr(0, log.find('\n')), name).get("start", name), found = c.result(name);
+        CHECK_NEAR(found.number("flops", name) / 256, start.number("flops_per_token", name), 1);
+        CHECK_EQUAL(found.number("parameters", name), start.number("parameters", name));
+    }
+    CHECK_NEAR(window.number("keys_per_query", "window"), nsa.number("keys_per_query", "nsa"), 8);
+
+    const auto before =
+        std::filesystem::last_write_time(c.folder.file("work/results/nsa_lr0.001_seed0_tokens256.json"));
+    std::filesystem::remove(c.folder.file("work/results/full_lr0.02_seed0_tokens256.json"));
+    CHECK_EQUAL(c.gpu_day(plan).status, 0);
+    CHECK(std::filesystem::last_write_time(c.folder.file("work/results/nsa_lr0.001_seed0_tokens256.json")) == before);
+    CHECK_EQUAL(glob_files(c.folder.file("work/results/*.json")).size(), runs);
+    write_file(plan, "sweep nothing 1e-3 2e-3\n");
+    const program::Result wrong = c.gpu_day(plan);
+    CHECK_EQUAL(wrong.status, 1);
+    CHECK(wrong.err.find("'nothing' is no arm: expected one of nsa, full, window") != std::string::npos);
+}
+
+// The n-gram's loss for one byte and for two, computed once more from the formula.
+TEST(run_ngram_floor) {
+    using namespace script_tests;
+    if (program::execute({"/usr/bin/env", "python3", "-c", ""}).status != 0) return skip("n-grams: no python3");
+    Comparison c;
+    const std::string out = c.folder.file("ngram.json");
+    CHECK_EQUAL(c.run("ngram.py", {c.folder.path, "--train", "shards/t_train_*.bin", "--held-out",
+                                   "shards/t_val_000000.bin", "--seq-len", "128", "--out", out})
+                    .status,
+                0);
+    const std::string train = shard_text(c.folder.file("shards/t_train_000001.bin"));
+    const std::string held_out = shard_text(c.folder.file("shards/t_val_000000.bin"));
+    std::map<char, double> bytes, followers, behind;  // behind: distinct bytes that follow one
+    std::map<std::string, double> pairs;
+    for (const char byte : train) bytes[byte]++;
+    for (size_t i = 0; i + 1 < train.size(); i++) {
+        if (pairs[train.substr(i, 2)]++ == 0) behind[train[i]]++;
+        followers[train[i]]++;
+    }
+    const size_t samples = (held_out.size() - 1) / 128;
+    double loss[2] = {};
+    for (size_t i = 1; i <= samples * 128; i++) {
+        const double distinct = double(bytes.size()), all = double(train.size());
+        const double one = (bytes[held_out[i]] + distinct / 256) / (all + distinct);
+        const char context = held_out[i - 1];
+        const double two = (pairs[held_out.substr(i - 1, 2)] + behind[context] * one) /
+                           std::max(followers[context] + behind[context], 1.0);
+        loss[0] -= std::log(one) / double(samples * 128);
+        loss[1] -= std::log(followers[context] > 0 ? two : one) / double(samples * 128);
+    }
+    const Json found = parse_json(read_file(out), out).get("loss_by_order", out);
+    // Short n-grams at the very beginning of the text are not counted there: 2e-3.
+    CHECK_NEAR(found.number("1", out), loss[0], 2e-3);
+    CHECK_NEAR(found.number("2", out), loss[1], 2e-3);
 }
