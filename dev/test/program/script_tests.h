@@ -666,6 +666,37 @@ TEST(run_comparison_of_arms) {
     CHECK(wrong.err.find("'nothing' is no arm: expected one of nsa, full, window") != std::string::npos);
 }
 
+// Needles and hops: questions whose answers stand in the text, asked of a model that learnt nothing of them.
+TEST(run_needles) {
+    using namespace script_tests;
+    if (program::execute({"/usr/bin/env", "python3", "-c", ""}).status != 0) return skip("needles: no python3");
+    Comparison c;
+    CHECK_EQUAL(c.run("needle.py", {"make", c.folder.file("needle"), "--program", program::path(), "--documents", "20",
+                                    "--trials", "3", "--lengths", "256"})
+                    .status,
+                0);
+    CHECK_EQUAL(program::run({"--out", c.folder.file("run"), "--steps", "1", "--sample-tokens", "0"}).status, 0);
+    const program::Result r = c.run("needle.py", {"test", "--program", program::path(), "--cache",
+                                                  c.folder.file("needle"), "--work", c.folder.path, "run"});
+    CHECK_EQUAL(r.err, "");
+    CHECK(std::regex_search(r.out, std::regex("\n\\| 256( \\| [0-9]+){11} \\|\n$")));
+    size_t items = 0;
+    for (const std::string& line : lines_of(read_file(c.folder.file("needle/items_256.jsonl")))) {
+        const Json item = parse_json(line, "an item");
+        const std::string text = item.string("ctx", "an item");
+        std::string name = text.substr(text.find('?') - 2, 2);
+        for (int64_t hop = 0; hop < item.integer("hops", "an item"); hop++) {
+            const size_t fact = text.find(" " + name + ": ");
+            CHECK_EQUAL(int64_t(fact * 8 / text.size()), item.integer("eighth", "an item"));
+            name = text.substr(fact + 5, 2);
+        }
+        const std::vector<Json>& endings = item.array("endings", "an item");
+        CHECK_EQUAL(endings[size_t(item.integer("label", "an item"))].text, name);
+        items++;
+    }
+    CHECK_EQUAL(items, size_t(24));
+}
+
 // The n-gram's loss for one byte and for two, computed once more from the formula.
 TEST(run_ngram_floor) {
     using namespace script_tests;
