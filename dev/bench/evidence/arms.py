@@ -26,6 +26,7 @@ ARMS = {
 OF_NSA = ["cmp-block", "cmp-stride", "slc-block", "slc-count", "window", "phi-hidden"]  # refused by full attention
 REFERENCE = "nsa"
 TOLERANCE = 0.02
+GPT2_TOKENS = 50257
 # Tensors of a branch, which nothing reads where the branch is left out. Compression chooses the blocks of the selected
 # branch, so its keys stay with that.
 OF_BRANCH = {
@@ -105,7 +106,10 @@ def tensors_of(program, options):
             sys.exit(done.stderr.decode())
         with open(f"{folder}/run/step_00000001/model.safetensors", "rb") as file:
             header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    if options["tokenizer"] == "gpt2":
+        shapes["embed_tokens.weight"][0] = GPT2_TOKENS  # the step above had bytes: the built-in corpus is of bytes
+    return shapes
 
 
 def is_used(tensor, branches):

@@ -57,8 +57,9 @@ def is_held_out(path):
 
 
 def is_wanted(path, size):
-    folder = directory_of(path)
-    return path.endswith(".c") and size >= SMALLEST and path.split("/")[0] in FOLDERS and folder not in TABLES_OF_NUMBERS
+    if not path.endswith(".c") or size < SMALLEST:
+        return False
+    return path.split("/")[0] in FOLDERS and directory_of(path) not in TABLES_OF_NUMBERS
 
 
 def source_files(package):

@@ -22,8 +22,8 @@ here=$(cd "$(dirname "$0")" && pwd)
 shards=$1
 work=$2
 shift 2
-setting=$here/gpu_day.json
-common=(--cache "$shards" --work "$work" --results "$work/results" --jobs 1 --setting "$setting" --plan "$here/gpu_day.txt")
+common=(--cache "$shards" --work "$work" --results "$work/results" --jobs 1)
+common+=(--setting "$here/gpu_day.json" --plan "$here/gpu_day.txt")
 python3 "$here/run.py" "${common[@]}" --predict "${TFLOPS:-300}" "$@"
 case " $* " in *" --predict "*) exit 0 ;; esac
 python3 "$here/run.py" "${common[@]}" "$@"

@@ -112,7 +112,7 @@ def queue(plan, tokens, results):
 
 
 def first_shards(cache, setting, tokens):
-    """A folder with links to the shards that a run of so many tokens reads once, so that an n-gram can read the same."""
+    """The shards that a run of so many tokens reads once, as a folder of links, so that an n-gram can read the same."""
     count = -(-tokens // setting["shard_samples"] // setting["model"]["seq-len"])
     shards = sorted(glob.glob(f"{cache}/{setting['train']}"))[:count]
     if len(shards) < count:
@@ -135,7 +135,7 @@ def read_evaluation(text):
 
 
 def curve_of(steps):
-    """[[tokens, mean training loss since the point before]]: each byte is seen once, so these are honest losses."""
+    """[[tokens, mean training loss since the point before]]."""
     points = []
     for i in range(CURVE_POINTS):
         part = steps[len(steps) * i // CURVE_POINTS:len(steps) * (i + 1) // CURVE_POINTS]

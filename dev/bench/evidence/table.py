@@ -3,9 +3,11 @@
 
     table.py [--results results] [--tokens N] [--svg FILE]
 
-The table has one line for each arm whose sweep has ended: its best rate, its held-out loss with all tokens over the
-seeds, mean and range, and what it cost; the n-grams of the same text stand below. The figure has the training loss
-over the tokens, the mean of the seeds: each byte is seen once.
+The tables: of each arm at its best rate the held-out loss over the seeds, mean and range, and what it cost, with all
+tokens and, where there are such runs, with half of them; the n-grams of the same text; the sweeps; the loss by the
+number of tokens in sight. The figure has the training loss
+over the tokens, the mean of the seeds, and the held-out loss behind each name. Each byte is seen once, but other parts
+of the same file were seen before, so the training loss is the lower one.
 """
 import argparse
 import glob
@@ -33,39 +35,51 @@ def mean(numbers):
 
 
 def by_arm(runs, tokens):
-    """arm -> (runs of the sweep, whole runs at one rate with other seeds), in the order of the mean loss."""
+    """arm -> its runs of so many tokens with the seeds behind the sweep's, in the order of the mean loss."""
     arms = {}
-    for name in sorted({run["arm"] for run in runs}):
-        sweep = [r for r in runs if r["arm"] == name and r["seed"] == SEED_OF_SWEEP and r["tokens"] == tokens // 4]
-        whole = [r for r in runs if r["arm"] == name and r["seed"] != SEED_OF_SWEEP and r["tokens"] == tokens]
-        if whole:
-            arms[name] = sorted(sweep, key=lambda r: r["rate"]), whole
-    return dict(sorted(arms.items(), key=lambda entry: mean([r["held_out_loss"] for r in entry[1][1]])))
+    for run in runs:
+        if run["seed"] != SEED_OF_SWEEP and run["tokens"] == tokens:
+            arms.setdefault(run["arm"], []).append(run)
+    return dict(sorted(arms.items(), key=lambda entry: mean([r["held_out_loss"] for r in entry[1]])))
 
 
-def print_table(arms, ngrams):
-    print("| arm | rate | held-out loss | seeds | lowest, highest | sweep: rate e-3: loss | parameters | keys a query | "
-          "TFLOPs | processor |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for name, (sweep, whole) in arms.items():
+def print_rows(head, rows):
+    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print()
+
+
+def print_tables(arms, shorter, ngrams):
+    rows = []
+    for name, whole in list(arms.items()) + list(shorter.items()):
         losses = [r["held_out_loss"] for r in whole]
-        rates = ", ".join(f"{r['rate'] * 1000:g}: {r['held_out_loss']:.3f}" for r in sweep)
-        print(f"| `{name}` | {whole[0]['rate']:g} | **{mean(losses):.4f}** | {len(losses)} | {min(losses):.4f}, "
-              f"{max(losses):.4f} | {rates} | {whole[0]['parameters']} | {whole[0]['keys_per_query']:.0f} | "
-              f"{whole[0]['flops'] / 1e12:.1f} | {mean([r['processor_seconds'] for r in whole]):.0f} s |")
-    print()
+        seconds = mean([r["processor_seconds"] for r in whole])
+        rows.append([f"`{name}`", f"{whole[0]['tokens']:,}", f"{whole[0]['rate']:g}", f"**{mean(losses):.4f}**",
+                     f"{min(losses):.4f} to {max(losses):.4f} ({len(losses)})", f"{whole[0]['parameters']:,}",
+                     f"{whole[0]['keys_per_query']:.0f}", f"{whole[0]['flops'] / 1e12:.1f}", f"{seconds:.0f} s"])
+    print_rows(["arm", "tokens", "rate", "held-out loss", "lowest to highest (seeds)", "parameters", "keys a query",
+                "TFLOP", "processor"], rows)
     if ngrams:
-        print("| n-gram, tokens of training | " + " | ".join(ngrams[0]["loss_by_order"]) + " |")
-        print("|---" * (1 + len(ngrams[0]["loss_by_order"])) + "|")
-    for ngram in sorted(ngrams, key=lambda n: n["tokens"]):
-        print(f"| {ngram['tokens']:,} | " + " | ".join(f"{loss:.3f}" for loss in ngram["loss_by_order"].values()) + " |")
-    print()
-    ranges = next(iter(arms.values()))[1][0]["by_position"] if arms else []
-    print("| tokens in sight | " + " | ".join(f"{first}..{last}" for first, last, _ in ranges) + " |")
-    print("|---" * (1 + len(ranges)) + "|")
-    for name, (_, whole) in arms.items():
-        print(f"| `{name}` | " + " | ".join(f"{mean([r['by_position'][i][2] for r in whole]):.3f}"
-                                            for i in range(len(ranges))) + " |")
+        orders = list(ngrams[0]["loss_by_order"])
+        print_rows(["n-gram, tokens"] + orders,
+                   [[f"{n['tokens']:,}"] + [f"{n['loss_by_order'][order]:.3f}" for order in orders]
+                    for n in sorted(ngrams, key=lambda n: n["tokens"])])
+
+
+def print_sweeps(runs):
+    rows = []
+    for name in sorted({run["arm"] for run in runs}):
+        sweep = sorted((r for r in runs if r["arm"] == name), key=lambda r: r["rate"])
+        rows.append([f"`{name}`", ", ".join(f"{r['rate'] * 1000:g}: {r['held_out_loss']:.3f}" for r in sweep)])
+    print_rows(["arm, a quarter of the tokens", "rate in thousandths: loss of the first 64 files, one seed"], rows)
+
+
+def print_positions(arms):
+    ranges = next(iter(arms.values()))[0]["by_position"]
+    print_rows(["tokens in sight"] + [f"{first}..{last}" for first, last, _ in ranges],
+               [[f"`{name}`"] + [f"{mean([r['by_position'][i][2] for r in whole]):.3f}" for i in range(len(ranges))]
+                for name, whole in arms.items()])
 
 
 def mean_curve(runs):
@@ -76,10 +90,10 @@ def mean_curve(runs):
 
 
 class Axes:
-    def __init__(self, curves, floor):
+    def __init__(self, curves):
         # The first tenth of a run would leave no room for the rest.
         late = [loss for curve in curves for tokens, loss in curve if tokens > curve[-1][0] / 10]
-        self.low, self.high = min(late + floor) - 0.05, max(late)
+        self.low, self.high = min(late) - 0.05, max(late)
         self.right = max(curve[-1][0] for curve in curves)
 
     def x(self, tokens):
@@ -98,13 +112,10 @@ def line(points, color, more=""):
             + " ".join(f"{x:.1f},{y:.1f}" for x, y in points) + '"/>')
 
 
-def figure(arms, ngrams):
+def figure(arms):
     """No background and colours of middle brightness: it can be read on white and on black."""
-    curves = {name: mean_curve(whole) for name, (_, whole) in arms.items()}
-    tokens = next(iter(arms.values()))[1][0]["tokens"]
-    same = [n for n in ngrams if abs(n["tokens"] - tokens) < 100]
-    floor = [min(n["loss_by_order"].values()) for n in same]
-    axes = Axes(list(curves.values()), floor)
+    curves = {name: mean_curve(whole) for name, whole in arms.items()}
+    axes = Axes(list(curves.values()))
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
              'font-family="sans-serif" font-size="12">']
     step = 0.1 if axes.high - axes.low < 1.2 else 0.25
@@ -116,17 +127,15 @@ def figure(arms, ngrams):
     for quarter in range(5):
         at = axes.right * quarter / 4
         parts.append(text(axes.x(at), HEIGHT - BOTTOM + 18, f"{at / 1e6:.2f}", "middle"))
-    parts.append(text(axes.x(axes.right / 2), HEIGHT - 4, "million bytes of training; nats per byte", "middle"))
-    for loss in floor:
-        parts.append(line([(LEFT, axes.y(loss)), (WIDTH - RIGHT, axes.y(loss))], "#888", 'stroke-dasharray="5 4"'))
-    rows = [(name, COLORS[i % len(COLORS)], f"{mean([r['held_out_loss'] for r in arms[name][1]]):.3f}")
+    title = "million bytes of training; training loss, nats per byte"
+    parts.append(text(axes.x(axes.right / 2), HEIGHT - 4, title, "middle"))
+    rows = [(name, COLORS[i % len(COLORS)], f"{mean([r['held_out_loss'] for r in arms[name]]):.3f}")
             for i, name in enumerate(arms)]
     for i, (name, color, loss) in enumerate(rows):
         curve = [(axes.x(t), axes.y(l)) for t, l in curves[name] if l <= axes.high]
         parts.append(line(curve, color))
         parts.append(text(WIDTH - RIGHT + 14, TOP + 16 + 20 * i, f"{name} {loss}", color=color))
-    for i, loss in enumerate(floor):
-        parts.append(text(WIDTH - RIGHT + 14, TOP + 16 + 20 * (len(rows) + i), f"- - best n-gram {loss:.3f}"))
+    parts.append(text(WIDTH - RIGHT + 14, TOP + 16 + 20 * len(rows), "(held-out loss at the end)"))
     return "\n".join(parts + ["</svg>"]) + "\n"
 
 
@@ -139,12 +148,15 @@ def main():
     runs = load(a.results, "*_lr*")
     if not runs:
         sys.exit(f"table.py: {a.results} has no result of run.py")
-    arms = by_arm(runs, a.tokens or max(run["tokens"] for run in runs))
-    ngrams = load(a.results, "ngram_*")
-    print_table(arms, ngrams)
+    tokens = a.tokens or max(run["tokens"] for run in runs)
+    arms = by_arm(runs, tokens)
+    print_tables(arms, by_arm(runs, tokens // 2), load(a.results, "ngram_*"))
+    print_sweeps([run for run in runs if run["seed"] == SEED_OF_SWEEP and run["tokens"] == tokens // 4])
+    if arms:
+        print_positions(arms)
     if a.svg and arms:
         with open(a.svg, "w") as file:
-            file.write(figure(arms, ngrams))
+            file.write(figure(arms))
 
 
 if __name__ == "__main__":

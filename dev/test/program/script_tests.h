@@ -681,14 +681,15 @@ TEST(run_needles) {
     CHECK_EQUAL(r.err, "");
     CHECK(std::regex_search(r.out, std::regex("\n\\| 256( \\| [0-9]+){11} \\|\n$")));
     size_t items = 0;
-    for (const std::string& line : lines_of(read_file(c.folder.file("needle/items_256.jsonl")))) {
+    for (const std::string& line : program::lines_of(read_file(c.folder.file("needle/items_256.jsonl")))) {
         const Json item = parse_json(line, "an item");
         const std::string text = item.string("ctx", "an item");
-        std::string name = text.substr(text.find('?') - 2, 2);
+        const size_t body = text.find('?') - 2;  // the question stands at the end
+        std::string name = text.substr(body, 2);
         for (int64_t hop = 0; hop < item.integer("hops", "an item"); hop++) {
-            const size_t fact = text.find(" " + name + ": ");
-            CHECK_EQUAL(int64_t(fact * 8 / text.size()), item.integer("eighth", "an item"));
-            name = text.substr(fact + 5, 2);
+            const size_t fact = text.find(" " + name + ": ") + 1;
+            CHECK_EQUAL(int64_t(fact * 8 / body), item.integer("eighth", "an item"));
+            name = text.substr(fact + 4, 2);
         }
         const std::vector<Json>& endings = item.array("endings", "an item");
         CHECK_EQUAL(endings[size_t(item.integer("label", "an item"))].text, name);
