@@ -15,7 +15,7 @@ import random
 import re
 import subprocess
 
-from run import HERE, SEED_OF_SWEEP, Results
+from run import HERE, SEED_OF_SWEEP
 
 DRAWS = 2000
 NEAR = 128  # tokens that every arm sees
@@ -55,14 +55,16 @@ def evaluate(program, run_folder, paths, length):
 
 
 def runs_of(arm, results, tokens):
-    names = []
-    for path in sorted(os.listdir(results.folder)):
+    """Its whole runs, with the rate whose mean loss is lowest."""
+    of_rate = {}
+    for path in sorted(os.listdir(results)):
         if path.startswith(f"{arm}_lr") and path.endswith(f"_tokens{tokens}.json"):
-            with open(f"{results.folder}/{path}") as file:
+            with open(f"{results}/{path}") as file:
                 result = json.load(file)
             if result["seed"] != SEED_OF_SWEEP:
-                names.append(result["name"])
-    return names
+                of_rate.setdefault(result["rate"], []).append(result)
+    runs = min(of_rate.values(), key=lambda runs: sum(r["held_out_loss"] for r in runs) / len(runs), default=[])
+    return [run["name"] for run in runs]
 
 
 def mean_of_seeds(runs):
@@ -109,7 +111,7 @@ def main():
     paths = write_files(a.cache, a.seq_len, f"{a.work}/heldout_{a.seq_len}")
     losses, tokens, seeds = {}, None, {}
     for arm in [a.minus] + a.arms:
-        names = runs_of(arm, Results(a.results), a.tokens)
+        names = runs_of(arm, a.results, a.tokens)
         if not names:
             raise SystemExit(f"position.py: {a.results} has no whole run of {arm} with {a.tokens} tokens: see run.py")
         runs = [evaluate(a.program, f"{a.work}/{name}", paths, a.seq_len) for name in names]

@@ -35,11 +35,11 @@ def mean(numbers):
 
 
 def by_arm(runs, tokens):
-    """arm -> its runs of so many tokens with the seeds behind the sweep's, in the order of the mean loss."""
+    """(arm, rate) -> its runs of so many tokens with the seeds behind the sweep's, in the order of the mean loss."""
     arms = {}
     for run in runs:
         if run["seed"] != SEED_OF_SWEEP and run["tokens"] == tokens:
-            arms.setdefault(run["arm"], []).append(run)
+            arms.setdefault((run["arm"], run["rate"]), []).append(run)
     return dict(sorted(arms.items(), key=lambda entry: mean([r["held_out_loss"] for r in entry[1]])))
 
 
@@ -52,10 +52,10 @@ def print_rows(head, rows):
 
 def print_tables(arms, shorter, ngrams):
     rows = []
-    for name, whole in list(arms.items()) + list(shorter.items()):
+    for (name, rate), whole in list(arms.items()) + list(shorter.items()):
         losses = [r["held_out_loss"] for r in whole]
         seconds = mean([r["processor_seconds"] for r in whole])
-        rows.append([f"`{name}`", f"{whole[0]['tokens']:,}", f"{whole[0]['rate']:g}", f"**{mean(losses):.4f}**",
+        rows.append([f"`{name}`", f"{whole[0]['tokens']:,}", f"{rate:g}", f"**{mean(losses):.4f}**",
                      f"{min(losses):.4f} to {max(losses):.4f} ({len(losses)})", f"{whole[0]['parameters']:,}",
                      f"{whole[0]['keys_per_query']:.0f}", f"{whole[0]['flops'] / 1e12:.1f}", f"{seconds:.0f} s"])
     print_rows(["arm", "tokens", "rate", "held-out loss", "lowest to highest (seeds)", "parameters", "keys a query",
@@ -78,8 +78,8 @@ def print_sweeps(runs):
 def print_positions(arms):
     ranges = next(iter(arms.values()))[0]["by_position"]
     print_rows(["tokens in sight"] + [f"{first}..{last}" for first, last, _ in ranges],
-               [[f"`{name}`"] + [f"{mean([r['by_position'][i][2] for r in whole]):.3f}" for i in range(len(ranges))]
-                for name, whole in arms.items()])
+               [[f"`{name}`, {rate:g}"] + [f"{mean([r['by_position'][i][2] for r in whole]):.3f}"
+                                           for i in range(len(ranges))] for (name, rate), whole in arms.items()])
 
 
 def mean_curve(runs):
@@ -134,7 +134,7 @@ def figure(arms):
     for i, (name, color, loss) in enumerate(rows):
         curve = [(axes.x(t), axes.y(l)) for t, l in curves[name] if l <= axes.high]
         parts.append(line(curve, color))
-        parts.append(text(WIDTH - RIGHT + 14, TOP + 16 + 20 * i, f"{name} {loss}", color=color))
+        parts.append(text(WIDTH - RIGHT + 14, TOP + 16 + 20 * i, f"{name[0]} {name[1]:g}: {loss}", color=color))
     parts.append(text(WIDTH - RIGHT + 14, TOP + 16 + 20 * len(rows), "(held-out loss at the end)"))
     return "\n".join(parts + ["</svg>"]) + "\n"
 
