@@ -578,6 +578,8 @@ TEST(script_deps_tells_of_the_mpich_that_starts_every_rank_alone) {
         const std::string installed = read_file(machine.folder.file("installed"));
         CHECK_EQUAL(installed.find("openmpi-bin libopenmpi-dev") != std::string::npos, c.is_broken);
     }
+}
+
 namespace script_tests {
 
 // Shards of a small text, and a setting in which a run takes a tenth of a second.
