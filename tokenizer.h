@@ -182,11 +182,15 @@ struct Tokenizer {
     void merge_piece(const char* piece, size_t n, MergeScratch& scratch, std::vector<uint16_t>& ids) const {
         if (n >= NO_TOKEN)
             fail("a run of %zu bytes without a place to cut is too long for the tokenizer (limit %u)", n, NO_TOKEN - 1);
+        if (n < LONG_PIECE) merge_piece<false>(piece, n, scratch, ids);
+        else merge_piece<true>(piece, n, scratch, ids);
+    }
+    template <bool is_long>
+    void merge_piece(const char* piece, size_t n, MergeScratch& scratch, std::vector<uint16_t>& ids) const {
         std::vector<MergeScratch::Part>& parts = scratch.parts;
         std::vector<uint64_t>& heap = scratch.heap;
         const uint32_t count = uint32_t(n), none = NO_TOKEN;
         const auto later = std::greater<uint64_t>();
-        const bool is_long = n >= LONG_PIECE;
         std::vector<std::vector<uint32_t>> places(is_long ? 256 + merged.size() : 0);  // of each rank
         parts.resize(n);
         heap.clear();

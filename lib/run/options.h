@@ -703,8 +703,7 @@ inline void validate_model(const ModelConfig& c, const char* where) {
         fail_usage("%s: --slc-count %lld; at least 3 blocks are always selected", where, (long long)c.slc_count);
 }
 
-// Half a million tokens a step take hours on a CPU, so there it is one sequence per rank unless the user says
-// otherwise.
+// A step takes minutes to hours on a CPU, so there it is one sequence per rank unless the user says otherwise.
 inline bool is_too_large_for_cpu(const TrainConfig& c) { return preset_of(c).total_batch > 16384; }
 
 // Batch sizes. What was not given follows from the preset, the device and the number of ranks; what was given must fit
