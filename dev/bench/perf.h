@@ -640,7 +640,7 @@ int perf_on(Timed<Dev>& dev, const Config& c, int timed_steps = 5, int ceiling_s
     return 0;
 }
 
-inline int run_perf(int argc, const char* const* argv, const MoreOfStep& more = nullptr) {
+inline int run_perf(int argc, const char* const* argv, [[maybe_unused]] const MoreOfStep& more = nullptr) {
     std::set<std::string> given;
     Config c = parse_options(argc, argv, given);
     apply_preset(c, given);
