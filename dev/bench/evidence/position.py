@@ -55,7 +55,7 @@ def evaluate(program, run_folder, paths, length):
 
 
 def runs_of(arm, results, tokens):
-    """Its whole runs, with the rate whose mean loss is lowest."""
+    """Its whole runs at the rate that has all seeds and, of several, the lowest mean loss."""
     of_rate = {}
     for path in sorted(os.listdir(results)):
         if path.startswith(f"{arm}_lr") and path.endswith(f"_tokens{tokens}.json"):
@@ -63,7 +63,9 @@ def runs_of(arm, results, tokens):
                 result = json.load(file)
             if result["seed"] != SEED_OF_SWEEP:
                 of_rate.setdefault(result["rate"], []).append(result)
-    runs = min(of_rate.values(), key=lambda runs: sum(r["held_out_loss"] for r in runs) / len(runs), default=[])
+    most = max(map(len, of_rate.values()), default=0)
+    full = [runs for runs in of_rate.values() if len(runs) == most]
+    runs = min(full, key=lambda runs: sum(r["held_out_loss"] for r in runs), default=[])
     return [run["name"] for run in runs]
 
 

@@ -6,8 +6,9 @@
     run.py --predict TFLOPS ...   prints what the plan's sweeps cost at so many TFLOP/s
 
 A line of the plan is `sweep ARM RATE...` or `run ARM RATE|best SEED TOKENS`. A sweep runs each rate on seed 0 at a
-quarter of the setting's tokens, doubles or halves the rate beyond the range while the best one lies at its edge, and
-then runs three other seeds at the best rate with all tokens. A run whose result is there is skipped; one that was
+quarter of the setting's tokens, doubles or halves the rate beyond the range while the best one lies at its edge, halves
+the best one with all tokens on seed 1 for as long as that helps, since longer runs want lower rates, and then runs all
+three seeds at the best. A run whose result is there is skipped; one that was
 interrupted goes on from its last checkpoint, so start the same command again. Several runners can share a folder.
 """
 import argparse
@@ -94,16 +95,30 @@ def best_rate(arm, rates, tokens, results):
             return best, runs
 
 
+def best_whole_rate(arm, rate, tokens, results):
+    """(best rate or None, runs to do before it is known), from the best rate of the sweep downwards."""
+    runs = [Run(arm, rate, SEEDS[0], tokens)]
+    while True:
+        runs.append(Run(arm, runs[-1].rate / 2, SEEDS[0], tokens))
+        if any(results.loss(run) is None for run in runs):
+            return None, runs
+        if results.loss(runs[-1]) >= results.loss(runs[-2]):
+            return runs[-2].rate, runs
+
+
 def queue(plan, tokens, results):
     """The runs of the plan that can be named by now, in order."""
     runs = []
     best = {}
     for kind, arm, words in plan:
         if kind == "sweep":
-            best[arm], sweep = best_rate(arm, [float(word) for word in words], tokens, results)
+            rate, sweep = best_rate(arm, [float(word) for word in words], tokens, results)
             runs += sweep
-            if best[arm]:
-                runs += [Run(arm, best[arm], seed, tokens) for seed in SEEDS]
+            if rate:
+                best[arm], whole = best_whole_rate(arm, rate, tokens, results)
+                runs += whole
+            if best.get(arm):
+                runs += [Run(arm, best[arm], seed, tokens) for seed in SEEDS[1:]]
         else:
             rate = best.get(arm) if words[0] == "best" else float(words[0])
             if rate:
@@ -256,8 +271,12 @@ class Runner:
             run, lock = found
             folder = f"{self.a.work}/{run.name}"
             with lock:
-                if self.train(run, folder) and self.evaluate(run, folder):
-                    self.write_result(run, folder)
+                try:
+                    if self.train(run, folder) and self.evaluate(run, folder):
+                        self.write_result(run, folder)
+                except SystemExit as error:  # a thread would end without a word
+                    self.failed.add(run.name)
+                    print(error, file=sys.stderr, flush=True)
 
     def stop(self, *_):
         self.stopped = True

@@ -639,10 +639,12 @@ TEST(run_comparison_of_arms) {
     CHECK_EQUAL(day.status, 0);
     CHECK(day.out.find("predicted at 300 TFLOP/s, not measured: ") != std::string::npos);
     const size_t runs = glob_files(c.folder.file("work/results/*.json")).size();
-    // Losses of such a run fall with the rate: two rates, four doublings, three seeds.
+    // Losses of such a run fall with the rate: two rates and four doublings. With all tokens the best is halved once.
     CHECK(file_exists(c.folder.file("work/results/nsa_lr0.032_seed0_tokens256.json")));
-    CHECK_EQUAL(glob_files(c.folder.file("work/results/nsa_lr*_seed[123]_tokens1024.json")).size(), size_t(3));
-    CHECK_EQUAL(glob_files(c.folder.file("work/results/full_lr*_seed[123]_tokens1024.json")).size(), size_t(3));
+    for (const char* arm : {"nsa", "full"})
+        for (const char* seeds : {"1", "[23]"})
+            CHECK(glob_files(c.folder.file(format_text("work/results/%s_lr*_seed%s_tokens1024.json", arm, seeds)))
+                      .size() >= 2);
 
     const Json nsa = c.result("nsa_lr0.001_seed0_tokens256"), full = c.result("full_lr0.02_seed0_tokens256");
     const Json window = c.result("window+optimizer=muon_lr0.01_seed5_tokens256");
