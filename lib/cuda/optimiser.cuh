@@ -1,5 +1,5 @@
-// optimiser.cuh: the kernels of an optimiser step, which struct Cuda in nsa_kernels.cuh launches: the sums of losses and
-// of squared gradients, then AdamW and Muon.
+// optimiser.cuh: the kernels of an optimiser step, which struct Cuda in nsa_kernels.cuh launches: the sums of losses
+// and of squared gradients, then AdamW and Muon.
 #pragma once
 #include <cmath>
 #include <cstddef>

@@ -505,9 +505,9 @@ TEST(the_125m_model_has_the_tensors_of_the_specification) {
 
 // The FLOPs of a token, by hand: the products of one sequence, one by one.
 TEST(model_flops_are_those_of_its_products) {
-    for (const char* options : {"--model tiny --seq-len 150", "--model tiny --seq-len 150 --attention full",
-                                "--model 125m --seq-len 2048", "--model 125m --seq-len 2048 --attention full",
-                                "--model tiny --seq-len 150 --head untied --smear 1"}) {
+    for (const char* options :
+         {"--model tiny --seq-len 150", "--model tiny --seq-len 150 --attention full", "--model 125m --seq-len 2048",
+          "--model 125m --seq-len 2048 --attention full", "--model tiny --seq-len 150 --head untied --smear 1"}) {
         const Config c = config_of(options);
         const bool nsa = c.attention == "nsa";
         const double T = double(c.seq_len), C = double(c.dim), H = double(c.heads), G = double(c.kv_groups),
