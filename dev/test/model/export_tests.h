@@ -240,8 +240,8 @@ TEST(export_refuses_what_the_pytorch_model_does_not_know) {
     for (const char* attention : {"nsa", "full"}) {
         TensorTable table(options_of(std::string("--attention ") + attention));
         require_known_to_pytorch(table);
-        table.add("layers.1.attn.q_norm.weight", vector_of(32).with(INIT_ONE));
-        CHECK_FAILS(1, "layers.1.attn.q_norm.weight", require_known_to_pytorch(table));
+        table.add("layers.1.attn.sinks.weight", vector_of(32).with(INIT_ONE));
+        CHECK_FAILS(1, "layers.1.attn.sinks.weight", require_known_to_pytorch(table));
     }
     REQUIRE_GOOD(train({{"out", folder.file("run")}}));
     const std::string checkpoint = folder.file("run/step_00000002"), alone = folder.file("alone");
