@@ -4,9 +4,9 @@
     position.py --cache CACHE --work FOLDER --minus 'window+optimizer=muon' ARM... [--out FILE]
 
 Reads the checkpoints of the whole runs that run.py has left in FOLDER and evaluates each held-out file by itself. A
-difference is the mean over files and seeds; the interval holds 95 % of 2000 draws of as many files with repetition. A
-positive number says that ARM is better. What lies within the reach of both shows how far they differ anyway; the last
-line subtracts it: reach shows only where the difference grows with the tokens in sight.
+difference is the mean over files and seeds; the interval holds 95 % of 2000 draws of as many files with repetition, and
+says nothing about other seeds. A positive number says that ARM is better. With up to --near tokens in sight both read
+all of them, so what they differ by there is no matter of reach; the last line subtracts it.
 """
 import argparse
 import json
@@ -18,7 +18,6 @@ import subprocess
 from run import HERE, SEED_OF_SWEEP
 
 DRAWS = 2000
-NEAR = 128  # tokens that every arm sees
 
 
 def write_files(cache, length, folder):
@@ -36,13 +35,13 @@ def write_files(cache, length, folder):
 
 
 def losses_by_file(text):
-    """What `eval --text` prints: of each file {(first, last): (loss, tokens)}."""
+    """What `eval --text` prints: of each file {(first, last): loss}."""
     files = []
     for line in text.splitlines():
-        row = re.match(r" +(\d+)\.\.(\d+) +([0-9.]+) +(\d+)", line)
+        row = re.match(r" +(\d+)\.\.(\d+) +([0-9.]+) +\d+", line)
         if row:
-            first, last, loss, tokens = row.groups()
-            files[-1][int(first), int(last)] = float(loss), int(tokens)
+            first, last, loss = row.groups()
+            files[-1][int(first), int(last)] = float(loss)
         elif " on " in line and ": loss " in line:
             files.append({})
     return files
@@ -71,13 +70,7 @@ def runs_of(arm, results, tokens):
 
 def mean_of_seeds(runs):
     """[file][range] -> loss, from the same of each run."""
-    return [{key: sum(run[i][key][0] for run in runs) / len(runs) for key in runs[0][i]} for i in range(len(runs[0]))]
-
-
-def weighted(differences, tokens, keys):
-    """Mean of a file over several ranges."""
-    total = sum(tokens[key] for key in keys)
-    return sum(differences[key] * tokens[key] for key in keys) / total
+    return [{key: sum(run[i][key] for run in runs) / len(runs) for key in runs[0][i]} for i in range(len(runs[0]))]
 
 
 def interval(values, generator):
@@ -86,16 +79,15 @@ def interval(values, generator):
     return sum(values) / len(values), draws[int(DRAWS * 0.025)], draws[int(DRAWS * 0.975)]
 
 
-def compare(minus, arm, tokens):
+def compare(minus, arm, near):
     """Rows (name of the range, mean, low, high)."""
     generator = random.Random(1)
     by_file = [{key: m[key] - a[key] for key in m} for m, a in zip(minus, arm)]
     keys = sorted(by_file[0])
     rows = [(f"{key[0]}..{key[1]}", *interval([file[key] for file in by_file], generator)) for key in keys]
-    near = [key for key in keys if key[1] <= NEAR]
-    far = [keys[-1]]
-    grown = [weighted(file, tokens, far) - weighted(file, tokens, near) for file in by_file]
-    return rows + [(f"{far[0][0]}..{far[0][1]} less 1..{NEAR}", *interval(grown, generator))]
+    within = max(key for key in keys if key[1] <= near)
+    grown = [file[keys[-1]] - file[within] for file in by_file]
+    return rows + [(f"{rows[-1][0]} less {within[0]}..{within[1]}", *interval(grown, generator))]
 
 
 def main():
@@ -108,22 +100,22 @@ def main():
     arguments.add_argument("--program", default="./train_nsa")
     arguments.add_argument("--tokens", type=int, default=1 << 20)
     arguments.add_argument("--seq-len", type=int, default=1024, help="length of the held-out documents, 1024 or 4096")
+    arguments.add_argument("--near", type=int, default=256, help="tokens that both arms see whole")
     arguments.add_argument("--out")
     a = arguments.parse_args()
     paths = write_files(a.cache, a.seq_len, f"{a.work}/heldout_{a.seq_len}")
-    losses, tokens, seeds = {}, None, {}
+    losses, seeds = {}, {}
     for arm in [a.minus] + a.arms:
         names = runs_of(arm, a.results, a.tokens)
         if not names:
             raise SystemExit(f"position.py: {a.results} has no whole run of {arm} with {a.tokens} tokens: see run.py")
         runs = [evaluate(a.program, f"{a.work}/{name}", paths, a.seq_len) for name in names]
-        tokens = {key: count for key, (_, count) in runs[0][0].items()}
         losses[arm] = mean_of_seeds(runs)
         seeds[arm] = len(names)
     print(f"| tokens in sight, {len(paths)} files | `{a.minus}` less | mean | 95 % |\n|---|---|---|---|")
     found = {"minus": a.minus, "seeds": seeds, "files": len(paths), "seq_len": a.seq_len, "differences": {}}
     for arm in a.arms:
-        rows = compare(losses[a.minus], losses[arm], tokens)
+        rows = compare(losses[a.minus], losses[arm], a.near)
         found["differences"][arm] = [[name] + [round(x, 4) for x in numbers] for name, *numbers in rows]
         for name, mean, low, high in rows:
             print(f"| {name} | `{arm}` | {mean:+.4f} | {low:+.4f} to {high:+.4f} |")

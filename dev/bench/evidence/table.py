@@ -15,7 +15,7 @@ import json
 import os
 import sys
 
-from run import SEED_OF_SWEEP
+from run import SEED_OF_SWEEP, SEEDS
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 400, 50, 40, 16, 210
@@ -112,6 +112,15 @@ def line(points, color, more=""):
             + " ".join(f"{x:.1f},{y:.1f}" for x, y in points) + '"/>')
 
 
+def best_rates(arms):
+    """Of each arm the runs at the best rate that has all seeds."""
+    best = {}
+    for (name, rate), runs in arms.items():
+        if len(runs) == len(SEEDS) and name not in [other for other, _ in best]:
+            best[name, rate] = runs
+    return best
+
+
 def figure(arms):
     """No background and colours of middle brightness: it can be read on white and on black."""
     curves = {name: mean_curve(whole) for name, whole in arms.items()}
@@ -152,11 +161,12 @@ def main():
     arms = by_arm(runs, tokens)
     print_tables(arms, by_arm(runs, tokens // 2), load(a.results, "ngram_*"))
     print_sweeps([run for run in runs if run["seed"] == SEED_OF_SWEEP and run["tokens"] == tokens // 4])
-    if arms:
-        print_positions(arms)
-    if a.svg and arms:
+    best = best_rates(arms)
+    if best:
+        print_positions(best)
+    if a.svg and best:
         with open(a.svg, "w") as file:
-            file.write(figure(arms))
+            file.write(figure(best))
 
 
 if __name__ == "__main__":
