@@ -18,7 +18,7 @@ import sys
 from run import SEED_OF_SWEEP, SEEDS
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 400, 50, 40, 16, 210
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 800, 400, 50, 40, 16, 270
 COLORS = ["#d9534f", "#3a8fd9", "#2fa36b", "#b8860b", "#9a6fd0", "#e07bb0", "#5aa9a9", "#8a8a8a"]
 
 
