@@ -661,6 +661,8 @@ def measure(build):
 
 
 def main():
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        return print(__doc__)
     if len(sys.argv) < 2 or sys.argv[1].startswith("-") or sys.argv[2:] not in ([], ["--measure"]):
         sys.exit(__doc__)
     build = sys.argv[1]

@@ -120,8 +120,8 @@ struct MuonCase {
         const double error = norm_of(difference) / norm_of(expected);
         double growth = 0;
         for (const double s : svd.s) growth += std::pow(after_newton_schulz(s / norm) * norm / s, 2) / double(svd.n);
-        const double limit = 8 * u * std::sqrt(1 + growth / std::pow(norm_of(expected), 2));
-        REQUIRE(limit < 0.25);  // else there would be nothing to see
+        // Beyond a quarter there would be nothing to see: that is for matrices with singular values near 0.
+        const double limit = std::min(0.25, 8 * u * std::sqrt(1 + growth / std::pow(norm_of(expected), 2)));
         tests().checks++;
         if (!(error <= limit))
             check_failed(__FILE__, __LINE__, "%s: relative error %.3g, limit %.3g", t.name.c_str(), error, limit);
